@@ -1,0 +1,15 @@
+# KVPOOL_SANITIZE -> KVPOOL_SANITIZE_FLAGS, for the compiler and the linker alike. The first fault ends the program.
+set(KVPOOL_SANITIZE_FLAGS "")
+if(KVPOOL_SANITIZE STREQUAL "address")
+  set(KVPOOL_SANITIZE_FLAGS -fsanitize=address,undefined)
+elseif(KVPOOL_SANITIZE STREQUAL "thread")
+  set(KVPOOL_SANITIZE_FLAGS -fsanitize=thread)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    list(APPEND KVPOOL_SANITIZE_FLAGS -Wno-tsan)  # "atomic_thread_fence is not supported": a limit of GCC's, not a fault
+  endif()
+elseif(KVPOOL_SANITIZE)
+  message(FATAL_ERROR "KVPOOL_SANITIZE is '${KVPOOL_SANITIZE}'; it can be address, thread or empty")
+endif()
+if(KVPOOL_SANITIZE)
+  list(APPEND KVPOOL_SANITIZE_FLAGS -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1)
+endif()

@@ -1,0 +1,89 @@
+// An arena: the bytes of all blocks of one medium.
+//
+// A block is a sequence of pieces. An arena stores piece s of all its blocks in segment s: piece s of block b is
+// [base + b * stride, base + b * stride + bytes). One segment is the aggregated layout (a block is one run of bytes);
+// 2 * layers segments are the discrete layout (a layer's K or V each), as engines keep it. The concatenation of a
+// block's pieces in segment order is its canonical content: two arenas of one pool may cut it at different places.
+//
+// Owned memory is one memfd mapping, so that peers on the host can map it too; it is committed when the arena is made.
+// Adopted memory is an engine's; the arena only keeps it alive.
+//
+// Thread-safety: immutable after construction. Shared ownership: a view of the memory keeps the arena.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvpool/base/medium.h"
+
+namespace kvpool {
+
+struct Segment {
+  std::byte* base;     // piece of block 0
+  std::size_t stride;  // bytes from a block's piece to the next block's
+  std::size_t bytes;   // length of the piece
+};
+
+enum class HugePages : std::uint8_t { kAuto, kNever, kRequire };
+
+struct ArenaOptions {
+  Medium medium = Medium::kDram;
+  std::uint32_t blocks = 0;
+  std::vector<std::size_t> segment_bytes;  // piece length of each segment; the sum is the block's bytes
+  HugePages huge_pages = HugePages::kAuto;
+  int numa_node = -1;        // -1: where the kernel puts it
+  bool check_memory = true;  // refuse when the machine or its cgroup has not enough (Error kOutOfMemory)
+  bool pin = false;          // register with CUDA (Error kUnsupported when there is no CUDA driver)
+  std::string label;         // shown in /proc/self/maps
+  int commit_threads = 2;
+};
+
+class Arena {
+ public:
+  virtual ~Arena() = default;
+
+  Medium medium() const noexcept { return medium_; }
+  std::uint32_t blocks() const noexcept { return blocks_; }
+  std::size_t block_bytes() const noexcept { return block_bytes_; }
+  std::size_t payload_bytes() const noexcept { return static_cast<std::size_t>(blocks_) * block_bytes_; }
+  const std::vector<Segment>& segments() const noexcept { return segments_; }
+
+  // Bytes of address space backed by memory: payload rounded up to a page. 0 for adopted memory.
+  std::size_t mapped_bytes() const noexcept { return mapped_bytes_; }
+  std::size_t huge_page_bytes() const noexcept { return huge_page_bytes_; }  // of these, in huge pages
+  int memfd() const noexcept { return memfd_; }                              // -1 for adopted memory
+  bool owned() const noexcept { return memfd_ >= 0; }
+  bool pinned() const noexcept { return pinned_; }
+
+ protected:
+  Medium medium_ = Medium::kDram;
+  std::uint32_t blocks_ = 0;
+  std::size_t block_bytes_ = 0;
+  std::size_t mapped_bytes_ = 0;
+  std::size_t huge_page_bytes_ = 0;
+  int memfd_ = -1;
+  bool pinned_ = false;
+  std::vector<Segment> segments_;
+};
+
+// Throws Error: kArgument (sizes overflow, no segments, a zero piece), kOutOfMemory (with needed, available and which
+// limit), kUnsupported (huge pages required, or pinning asked for, and not to be had). Leaves nothing behind.
+// blocks == 0 makes an arena without memory.
+std::shared_ptr<Arena> make_owned_arena(const ArenaOptions& options);
+
+// `keepalive` is released when the arena goes. Throws Error kLayoutMismatch when pieces overlap.
+std::shared_ptr<Arena> make_adopted_arena(Medium medium, std::uint32_t blocks, std::vector<Segment> segments,
+                                          std::shared_ptr<void> keepalive);
+
+struct MemoryHeadroom {
+  std::uint64_t available_bytes;  // the smallest of the limits below
+  std::string limit;              // which: "MemAvailable" or the cgroup's path
+};
+// What can be committed now: /proc/meminfo MemAvailable, and memory.max - memory.current (less reclaimable cache) of
+// this process's cgroup (v2 or v1) and all of its ancestors. `root` prefixes every path, for tests.
+MemoryHeadroom memory_headroom(const std::string& root = "");
+
+}  // namespace kvpool

@@ -1,0 +1,55 @@
+// A 64-bit fenced address of one token block.
+//
+//   63        50 49  48 47              24 23               0
+//   +-----------+------+------------------+------------------+
+//   | instance  |medium|    generation    |      block       |
+//   |  14 bits  |2 bits|     24 bits      |     24 bits      |
+//   +-----------+------+------------------+------------------+
+//
+// The generation is bumped whenever the block is freed, so an address that outlived its block is told from the one that
+// is valid now: it is stale, never somebody else's data. Instance 0 means "this pool", before it joins a cluster.
+#pragma once
+
+#include <cstdint>
+
+#include "kvpool/base/medium.h"
+
+namespace kvpool {
+
+using Address = std::uint64_t;
+
+inline constexpr int kInstanceBits = 14;
+inline constexpr int kMediumBits = 2;
+inline constexpr int kGenerationBits = 24;
+inline constexpr int kBlockBits = 24;
+static_assert(kInstanceBits + kMediumBits + kGenerationBits + kBlockBits == 64);
+
+inline constexpr std::uint32_t kInstanceMax = (1U << kInstanceBits) - 1;
+inline constexpr std::uint32_t kGenerationMax = (1U << kGenerationBits) - 1;
+inline constexpr std::uint32_t kBlocksMax = 1U << kBlockBits;  // blocks a medium can have
+
+inline constexpr int kGenerationShift = kBlockBits;
+inline constexpr int kMediumShift = kBlockBits + kGenerationBits;
+inline constexpr int kInstanceShift = kMediumShift + kMediumBits;
+
+inline constexpr Address make_address(std::uint32_t instance, Medium medium, std::uint32_t generation,
+                                      std::uint32_t block) noexcept {
+  return (static_cast<Address>(instance) << kInstanceShift) | (static_cast<Address>(medium) << kMediumShift) |
+         (static_cast<Address>(generation) << kGenerationShift) | block;
+}
+
+inline constexpr std::uint32_t instance_of(Address address) noexcept {
+  return static_cast<std::uint32_t>(address >> kInstanceShift);
+}
+// The raw two bits: 0 and 3 are possible in an address that a caller made up.
+inline constexpr std::uint32_t medium_bits_of(Address address) noexcept {
+  return static_cast<std::uint32_t>(address >> kMediumShift) & ((1U << kMediumBits) - 1);
+}
+inline constexpr std::uint32_t generation_of(Address address) noexcept {
+  return static_cast<std::uint32_t>(address >> kGenerationShift) & kGenerationMax;
+}
+inline constexpr std::uint32_t block_of(Address address) noexcept {
+  return static_cast<std::uint32_t>(address) & (kBlocksMax - 1);
+}
+
+}  // namespace kvpool

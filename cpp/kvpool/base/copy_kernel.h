@@ -1,0 +1,35 @@
+// The inner loop of bulk copies: one thread, past the caches.
+//
+// An ordinary store first reads the line that it is about to overwrite; a copy that misses the caches then moves three
+// bytes over the memory bus for two. Non-temporal stores do without that read. They stop the processor's own
+// prefetching from hiding the latency of the loads, though, so the loop advances through several pages side by side
+// and asks for the source lines a little ahead of itself, across the end of one piece into the next.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "kvpool/base/copy.h"
+
+namespace kvpool {
+
+// A way to copy tiles. Two tiles may share a cache line of the destination, as long as they do not share a byte.
+struct CopyKernel {
+  const char* name;
+  // The longest tile that `copy` accepts: longer pieces have to be cut, best so that the cuts fall on cache lines of
+  // the destination.
+  std::size_t tile_bytes;
+  // Copies every tile. On return the bytes are visible to this thread and, by any release operation that follows, to
+  // others. REQUIRES: no tile is longer than tile_bytes, and no destination overlaps anything else.
+  void (*copy)(std::span<const CopyPiece> tiles) noexcept;
+};
+
+inline constexpr std::size_t kCacheLineBytes = 64;
+
+// All kernels that this processor can run, the fastest first. The last one is memcpy, there on every processor.
+std::span<const CopyKernel> copy_kernels() noexcept;
+
+// The kernel for batches that do not stay in the caches.
+inline const CopyKernel& streaming_kernel() noexcept { return copy_kernels().front(); }
+
+}  // namespace kvpool

@@ -1,0 +1,43 @@
+// The one exception type of the core. The binding turns each code into the Python class of the same name, and each
+// field into an attribute of the exception, so that a program can read the numbers that the text tells a person.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kvpool {
+
+enum class ErrorCode : std::uint8_t {
+  kArgument,        // a value that no state of the pool would accept
+  kOutOfBlocks,     // not enough free or evictable blocks
+  kOutOfMemory,     // an arena does not fit the machine or its cgroup
+  kStaleAddress,    // the block behind the address was freed or moved
+  kState,           // the block or the pool is in a state that forbids the call
+  kNotOwner,        // the address belongs to another instance or pool
+  kLayoutMismatch,  // memory offered does not have the layout's shape
+  kClosed,          // the pool or handle was closed
+  kFork,            // called in a child process after fork
+  kUnsupported,     // this machine or build cannot do it
+  kAudit,           // an invariant is broken: a bug in kvpool or memory corruption
+};
+
+using ErrorField = std::pair<const char*, std::int64_t>;
+
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorCode code, const std::string& message, std::initializer_list<ErrorField> fields = {})
+      : std::runtime_error(message), code_(code), fields_(fields) {}
+
+  ErrorCode code() const noexcept { return code_; }
+  const std::vector<ErrorField>& fields() const noexcept { return fields_; }
+
+ private:
+  ErrorCode code_;
+  std::vector<ErrorField> fields_;
+};
+
+}  // namespace kvpool
