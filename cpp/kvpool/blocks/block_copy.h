@@ -1,0 +1,38 @@
+// Copies whole blocks between two arenas of one pool, whatever the layout of each.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "kvpool/arena/arena.h"
+#include "kvpool/base/address.h"
+#include "kvpool/base/copy.h"
+
+namespace kvpool {
+
+// Plans once how the segments of two arenas meet, then copies any number of blocks. The content of a block is the
+// concatenation of its pieces, so a piece of one arena may be several of the other's.
+//
+// Thread-safety: run() may be called by several threads.
+class BlockCopier {
+ public:
+  // REQUIRES: equal block_bytes; both arenas outlive the copier.
+  BlockCopier(const Arena& from, const Arena& to);
+
+  // Copies block from[i] to block to[i] for i in [0, n). Neighbouring blocks that lie in a row on both sides are copied
+  // as one run. Uses only the stack. REQUIRES: no block stands twice in `to`.
+  void run(CopyTeam& team, const Address* from, const Address* to, std::size_t n) const noexcept;
+
+ private:
+  struct Strip {  // bytes that are contiguous in both arenas
+    const std::byte* from;
+    std::byte* to;
+    std::size_t bytes;
+    std::size_t from_stride;
+    std::size_t to_stride;
+    bool joins() const noexcept { return bytes == from_stride && bytes == to_stride; }
+  };
+  std::vector<Strip> strips_;
+};
+
+}  // namespace kvpool

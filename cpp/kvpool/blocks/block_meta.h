@@ -1,0 +1,59 @@
+// The 16 bytes that a store keeps for each block.
+//
+//   word   releases 24 | state 8     all zeros: free, never released
+//   mark   32 bits, tag 64 bits      the owner's while the block is not free
+//
+// While blocks are free, the first and the last of each run are its boundary tags and belong to the free set:
+//
+//            head        interior    tail                 (a run of one block: head and tail are the same block)
+//   mark     length      0           length
+//   tag      links       0           0
+//
+// So the run that ends before a block, or begins behind it, is found by one look at the neighbour. The blocks between
+// are not touched, and memory that is zero describes free blocks: metadata that nobody used costs no pages.
+#pragma once
+
+#include <cstdint>
+
+#include "kvpool/base/address.h"
+
+namespace kvpool {
+
+enum class BlockState : std::uint8_t {
+  kFree = 0,
+  kActive,       // owned by the local caller
+  kHistorical,   // owned by the index; content immutable
+  kReserved,     // promised to one transfer of one peer
+  kLent,         // owned by a borrower
+  kQuarantined,  // free but for a writer that is not known to be gone
+  kRetired,      // its generations are used up
+};
+inline constexpr int kBlockStateCount = 7;
+const char* block_state_name(BlockState state) noexcept;
+
+struct alignas(16) BlockMeta {
+  static constexpr int kStateBits = 8;
+  static constexpr std::uint32_t kStateMask = (1U << kStateBits) - 1;
+  static constexpr std::uint32_t kOneRelease = 1U << kStateBits;
+  // The last generation. One release more is the retired block's word, which no address can match.
+  static constexpr std::uint32_t kReleasesMax = kGenerationMax - 1;
+
+  std::uint32_t word;
+  std::uint32_t mark;
+  std::uint64_t tag;
+
+  BlockState state() const noexcept { return static_cast<BlockState>(word & kStateMask); }
+  bool is_free() const noexcept { return state() == BlockState::kFree; }
+  void set_state(BlockState to) noexcept { word = (word & ~kStateMask) | static_cast<std::uint32_t>(to); }
+  std::uint32_t releases() const noexcept { return word >> kStateBits; }
+  // Sets the word and clears mark and tag with one store of 16 bytes: three of them would be what release costs most.
+  void overwrite(std::uint32_t new_word) noexcept {
+    typedef std::uint32_t Whole __attribute__((vector_size(16), may_alias));
+    *reinterpret_cast<Whole*>(this) = Whole{new_word, 0, 0, 0};
+  }
+  // kGenerationMax + 1 for a retired block.
+  std::uint32_t generation() const noexcept { return releases() + 1; }
+};
+static_assert(sizeof(BlockMeta) == 16, "B4: 16 bytes of metadata a block");
+
+}  // namespace kvpool

@@ -1,0 +1,153 @@
+// State, generation and ownership of every block of one medium, and the free set over them.
+//
+// Invariants
+//   B1  Every block has exactly one state, and the counters add up to the capacity.
+//   B2  A block's generation grows by one each time it is released. An address is valid while its generation equals
+//       the block's. A block whose generation would wrap is retired instead of freed, and never comes back.
+//   B3  The free set holds exactly the blocks in state kFree, as maximal runs: no two free runs touch.
+//   B4  16 bytes of metadata a block, and nothing else that grows with the capacity.
+//
+// Thread-safety: none; the pool holds its lock. No method allocates after construction.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+#include "kvpool/base/address.h"
+#include "kvpool/base/check.h"
+#include "kvpool/base/medium.h"
+#include "kvpool/blocks/block_meta.h"
+#include "kvpool/blocks/free_set.h"
+
+namespace kvpool {
+
+// Why an address does not name a block here.
+enum class AddressFault : std::uint8_t {
+  kNone,
+  kForeign,     // another instance's
+  kNoMedium,    // the medium bits name no medium, or another store's
+  kOutOfRange,  // no such block
+  kStale,       // the block has been freed since
+};
+
+struct FreeRuns {
+  std::uint32_t runs;     // maximal runs of free blocks
+  std::uint32_t longest;  // length of the longest of them, in blocks
+};
+
+class BlockStore {
+ public:
+  // REQUIRES: blocks <= kBlocksMax; medium is kHbm or kDram. All blocks start free with generation 1. Their metadata is
+  // zero pages until they are used. Throws Error(kOutOfMemory).
+  BlockStore(Medium medium, std::uint32_t blocks);
+  ~BlockStore();
+  BlockStore(const BlockStore&) = delete;
+  BlockStore& operator=(const BlockStore&) = delete;
+
+  Medium medium() const noexcept { return medium_; }
+  std::uint32_t capacity() const noexcept { return capacity_; }
+  std::uint32_t count(BlockState state) const noexcept { return counts_[static_cast<std::size_t>(state)]; }
+  std::uint32_t free_count() const noexcept { return count(BlockState::kFree); }
+
+  // Addresses are made with this instance id; addresses with it or with 0 are accepted. 0 until the pool joins.
+  // REQUIRES: instance <= kInstanceMax.
+  void set_instance(std::uint32_t instance) noexcept;
+  std::uint32_t instance() const noexcept { return own_prefix_ >> kMediumBits; }
+
+  // Takes n free blocks to state `to` and writes their addresses. Prefers one contiguous run of at least n, the
+  // smallest that fits; without one, takes the longest runs first. Returns false and changes nothing when fewer than
+  // n blocks are free. Addresses of one run are consecutive and ascending in `out`. REQUIRES: `to` is neither kFree nor
+  // kRetired; `out` has room for n.
+  bool take(std::uint32_t n, BlockState to, Address* out) noexcept;
+
+  // Takes exactly this free block (adopted memory, where an engine chooses). False if it is not free or out of range.
+  bool take_block(std::uint32_t block, BlockState to, Address* out) noexcept;
+
+  // Frees blocks [first, first + n): bumps generations, retires those that wrap, clears tag and mark, coalesces.
+  // REQUIRES: none of them is free or retired.
+  void release(std::uint32_t first, std::uint32_t n) noexcept;
+
+  // Whether the address names a block here now. kNone says that its generation is the block's: the state of the block
+  // is the caller's to check, for a made-up address may name a block that is free. Retired blocks are always stale.
+  AddressFault find(Address address) const noexcept {
+    const auto prefix = static_cast<std::uint32_t>(address >> kMediumShift);
+    const std::uint32_t block = block_of(address);
+    if ((prefix == own_prefix_ || prefix == local_prefix_) && block < capacity_ &&
+        meta_[block].generation() == generation_of(address)) [[likely]] {
+      return AddressFault::kNone;
+    }
+    return fault_of(address);
+  }
+
+  // REQUIRES, here and below: block < capacity().
+  BlockState state(std::uint32_t block) const noexcept { return meta(block).state(); }
+  // kGenerationMax + 1 for a retired block.
+  std::uint32_t generation(std::uint32_t block) const noexcept { return meta(block).generation(); }
+  // The block's address now. A retired block has none: what comes has generation 0, which find() refuses.
+  Address address_of(std::uint32_t block) const noexcept {
+    return static_cast<Address>(own_prefix_) << kMediumShift |
+           static_cast<Address>(meta(block).generation() & kGenerationMax) << kGenerationShift | block;
+  }
+
+  // Moves a block between two states neither of which is kFree or kRetired.
+  void set_state(std::uint32_t block, BlockState to) noexcept {
+    BlockMeta& block_meta = owned_meta(block);
+    KVPOOL_DCHECK(is_owned(to));
+    --counts_[static_cast<std::size_t>(block_meta.state())];
+    ++counts_[static_cast<std::size_t>(to)];
+    block_meta.set_state(to);
+  }
+
+  // A word and a half-word for the owner of a block that is not free (the index keeps its node here, validation its
+  // stamp against duplicates in one list). Zero after take(). REQUIRES: the block is not free: its metadata would be
+  // the free set's.
+  std::uint64_t tag(std::uint32_t block) const noexcept { return meta(block).tag; }
+  void set_tag(std::uint32_t block, std::uint64_t tag) noexcept { owned_meta(block).tag = tag; }
+  std::uint32_t mark(std::uint32_t block) const noexcept { return meta(block).mark; }
+  void set_mark(std::uint32_t block, std::uint32_t mark) noexcept { owned_meta(block).mark = mark; }
+
+  // For tests of B2: as if the block had been freed many times. REQUIRES: the block is free;
+  // 0 < generation <= kGenerationMax.
+  void set_generation_for_test(std::uint32_t block, std::uint32_t generation) noexcept;
+
+  FreeRuns free_runs() const noexcept;
+  std::uint64_t metadata_bytes() const noexcept;
+
+  // Walks all metadata and checks B1 to B3. Throws Error(kAudit) with what is wrong.
+  void audit() const;
+
+ private:
+  struct FreeMemory {
+    void operator()(BlockMeta* memory) const noexcept { std::free(memory); }
+  };
+  using MetaArray = std::unique_ptr<BlockMeta[], FreeMemory>;
+
+  static MetaArray make_meta(std::uint32_t blocks);
+  static bool is_owned(BlockState state) noexcept {
+    return state != BlockState::kFree && state != BlockState::kRetired;
+  }
+
+  const BlockMeta& meta(std::uint32_t block) const noexcept {
+    KVPOOL_DCHECK(block < capacity_);
+    return meta_[block];
+  }
+  BlockMeta& owned_meta(std::uint32_t block) noexcept {
+    KVPOOL_DCHECK(block < capacity_ && is_owned(meta_[block].state()));
+    return meta_[block];
+  }
+  AddressFault fault_of(Address address) const noexcept;
+  // Blocks [first, first + n), which have left the free set, become `to`.
+  void hand_out(std::uint32_t first, std::uint32_t n, BlockState to, Address* out) noexcept;
+
+  MetaArray meta_;
+  std::uint32_t capacity_;
+  std::uint32_t local_prefix_;  // instance and medium as an address has them, for instance 0
+  std::uint32_t own_prefix_;
+  Medium medium_;
+  std::array<std::uint32_t, kBlockStateCount> counts_{};
+  FreeSet free_;
+};
+
+}  // namespace kvpool

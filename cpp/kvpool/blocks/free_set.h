@@ -1,0 +1,97 @@
+// The free blocks of one medium as maximal runs, with exact best fit.
+//
+// Invariants
+//   F1  Every maximal run of free blocks has its length in the mark of its head and of its tail, and is linked exactly
+//       once: runs up to kShortMax blocks in the bin of their length, longer ones in the trie.
+//   F2  A bin is a circular list through the tags of its runs' heads; the bitmap has its bit while it is not empty.
+//   F3  The trie is a binary digital tree on (length, head), most significant bit first: a node lies somewhere on the
+//       path that its key spells, and its tag holds its two children. Depth is at most 48 bits, whatever happens.
+//   F4  A sector knows how many heads lie in it; the sector bitmap has its bit while that is not zero.
+//
+// Why best fit: under churn it keeps long runs whole, because a request takes the smallest hole that will do, a single
+// block a hole of one. Among runs of one length a bin offers a low one first (see link): nearly as good as address
+// order, and O(1).
+//
+// Cost: best_fit, longest, remove_front and insert are O(1) while short runs are concerned and at most 48 steps else.
+// remove_block scans back to the head of the run, by sectors: at most capacity / 2048 blocks.
+//
+// Memory: the links lie in the metadata of the free blocks themselves. What is here is of fixed size.
+// Thread-safety: none. Owns nothing; the metadata is the store's and outlives the set. Nothing allocates.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "kvpool/blocks/bitmap4096.h"
+#include "kvpool/blocks/block_meta.h"
+
+namespace kvpool {
+
+class FreeSet {
+ public:
+  static constexpr std::uint32_t kNone = ~0U;
+  static constexpr std::uint32_t kShortMax = Bitmap4096::kSize;  // longest run that has a bin of its own
+  static constexpr std::uint32_t kSectors = Bitmap4096::kSize;
+
+  // All blocks are free. REQUIRES: `meta` has `blocks` zeroed entries; blocks <= kBlocksMax.
+  FreeSet(BlockMeta* meta, std::uint32_t blocks) noexcept;
+  FreeSet(const FreeSet&) = delete;
+  FreeSet& operator=(const FreeSet&) = delete;
+
+  std::uint32_t runs() const noexcept { return runs_; }
+
+  // The head of the shortest run of at least n blocks, or kNone. REQUIRES: n > 0.
+  std::uint32_t best_fit(std::uint32_t n) const noexcept;
+  // The head of the longest run, or kNone.
+  std::uint32_t longest() const noexcept;
+  // REQUIRES: `head` is the head of a run.
+  std::uint32_t length(std::uint32_t head) const noexcept { return meta_[head].mark; }
+
+  // The first n blocks of a run leave the set with mark and tag zero; the caller changes their state before the next
+  // call. REQUIRES: `head` is the head of a run of at least n blocks; n > 0.
+  void remove_front(std::uint32_t head, std::uint32_t n) noexcept;
+  // One block leaves, likewise. REQUIRES: it is free.
+  void remove_block(std::uint32_t block) noexcept;
+  // Blocks join the set and coalesce with their neighbours. REQUIRES: state kFree, mark and tag zero, not in the set;
+  // n > 0.
+  void insert(std::uint32_t first, std::uint32_t n) noexcept;
+
+  // Checks F1 to F4 against the states of all blocks. Throws Error(kAudit); `name` says whose set it is.
+  void audit(const char* name) const;
+
+ private:
+  bool is_head(std::uint32_t block) const noexcept { return block == 0 || !meta_[block - 1].is_free(); }
+  bool is_tail(std::uint32_t block) const noexcept { return block + 1 == blocks_ || !meta_[block + 1].is_free(); }
+  std::uint32_t run_containing(std::uint32_t block) const noexcept;
+
+  // Boundary tags, bin or trie, sector and counter of one run. unlink leaves mark and tag of both ends zero.
+  void link(std::uint32_t head, std::uint32_t length) noexcept;
+  void unlink(std::uint32_t head, std::uint32_t length) noexcept;
+
+  void bin_insert(std::uint32_t head, std::uint32_t length) noexcept;
+  void bin_remove(std::uint32_t head, std::uint32_t length) noexcept;
+
+  std::uint64_t trie_key(std::uint32_t head) const noexcept;
+  std::uint32_t trie_child(std::uint32_t node, unsigned side) const noexcept;
+  void trie_set_child(std::uint32_t parent, unsigned side, std::uint32_t child) noexcept;
+  void trie_insert(std::uint32_t head) noexcept;
+  void trie_remove(std::uint32_t head) noexcept;
+  std::uint32_t trie_best_fit(std::uint32_t n) const noexcept;
+  std::uint32_t trie_longest() const noexcept;
+
+  std::uint64_t audit_runs(const char* name) const;
+  std::uint64_t audit_bins(const char* name) const;
+  std::uint64_t audit_trie(const char* name, std::uint32_t node, std::uint64_t prefix, int depth) const;
+
+  BlockMeta* meta_;
+  std::uint32_t blocks_;
+  std::uint32_t runs_ = 0;
+  std::uint32_t trie_root_ = kNone;
+  int sector_shift_ = 0;
+  Bitmap4096 bins_used_;                                // bit length - 1
+  Bitmap4096 sectors_used_;                             // bit head >> sector_shift_
+  std::array<std::uint32_t, kShortMax> bins_;           // a head, or kNone
+  std::array<std::uint16_t, kSectors> sector_heads_{};  // a sector has at most 4096 blocks, so 2048 heads
+};
+
+}  // namespace kvpool
