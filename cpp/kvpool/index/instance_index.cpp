@@ -1,0 +1,250 @@
+#include "kvpool/index/instance_index.h"
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "kvpool/base/error.h"
+
+namespace kvpool {
+namespace {
+
+std::uint32_t checked_page_tokens(std::uint32_t page_tokens) {
+  if (page_tokens == 0) throw Error(ErrorCode::kArgument, "block_tokens must be at least 1");
+  return page_tokens;
+}
+
+constexpr auto kNoVisit = [](InstanceNode*, std::uint32_t) noexcept {};
+
+}  // namespace
+
+InstanceIndex::InstanceIndex(std::uint32_t page_tokens, std::uint64_t seed)
+    : tree_(checked_page_tokens(page_tokens), seed) {}
+
+std::size_t InstanceIndex::insert(std::string_view name_space, const Token* tokens, std::size_t pages,
+                                  std::uint32_t instance, std::uint64_t now) {
+  if (instance > kInstanceMax) {
+    throw Error(ErrorCode::kArgument,
+                "instance " + std::to_string(instance) + " is above the largest, " + std::to_string(kInstanceMax),
+                {{"instance", instance}, {"largest", kInstanceMax}});
+  }
+  if (pages == 0) return 0;
+  if (held_pages_.size() <= instance) held_pages_.resize(std::size_t{instance} + 1);
+  Tree::Root* root = tree_.ensure_root(name_space);
+  try {
+    const Tree::Place place = tree_.descend(root, tokens, pages, kNoVisit);
+    Node* last = place.at_end_of_node() ? place.node : cut(place.node, place.pages_in_node);
+    std::unique_ptr<Node> made;
+    if (place.pages < pages) {
+      made =
+          tree_.make_node(tokens + place.pages * tree_.page_tokens(), static_cast<std::uint32_t>(pages - place.pages));
+      made->payload.holders.reserve(1);
+      tree_.reserve(1);
+    }
+    // I1: the nodes that the instance does not hold yet are the last ones.
+    for (Node* node = last; !node->is_root() && node->payload.find(instance) == nullptr; node = node->parent) {
+      make_room_for_holder(node);
+    }
+
+    // From here on nothing throws.
+    if (made != nullptr) {
+      Node* const parent = last;
+      last = made.release();
+      tree_.attach(parent, last);
+      pages_ += last->pages;
+      holder_room_ += last->payload.holders.capacity();
+    }
+    now = advance(now);
+    std::size_t added = 0;
+    for (Node* node = last; !node->is_root(); node = node->parent) {
+      if (Holder* holder = node->payload.find(instance)) {
+        holder->last_used = now;
+      } else {
+        node->payload.holders.insert(node->payload.place_of(instance), Holder{instance, now});
+        added += node->pages;
+      }
+    }
+    held_pages_[instance] += added;
+    return added;
+  } catch (...) {
+    tree_.drop_root_if_empty(root);
+    throw;
+  }
+}
+
+void InstanceIndex::match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, std::uint64_t now,
+                          std::vector<InstanceHit>& out) {
+  out.clear();
+  Tree::Root* root = tree_.find_root(name_space);
+  if (root == nullptr) return;
+  const Tree::Place place = tree_.descend(root, tokens, n_tokens / tree_.page_tokens(), kNoVisit);
+  if (place.pages == 0) return;
+  collect(place, out);
+  Node* last = place.at_end_of_node() ? place.node : cut(place.node, place.pages_in_node);
+  now = advance(now);
+  for (Node* node = last; !node->is_root(); node = node->parent) node->payload.matched = now;
+}
+
+void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
+                         std::vector<InstanceHit>& out) const {
+  out.clear();
+  Tree::Root* root = tree_.find_root(name_space);
+  if (root == nullptr) return;
+  const Tree::Place place = tree_.descend(root, tokens, n_tokens / tree_.page_tokens(), kNoVisit);
+  if (place.pages > 0) collect(place, out);
+}
+
+// From the end of the path upwards, each node adds the holders that the node below it lacks.
+void InstanceIndex::collect(const Tree::Place& place, std::vector<InstanceHit>& out) {
+  const Node* first = place.node;
+  while (!first->parent->is_root()) first = first->parent;
+  out.reserve(first->payload.holders.size());
+  const std::vector<Holder> none;
+  const std::vector<Holder>* below = &none;
+  std::size_t pages = place.pages;
+  for (const Node* node = place.node; !node->is_root(); node = node->parent) {
+    const std::vector<Holder>& holders = node->payload.holders;
+    if (holders.size() != below->size()) {  // I1
+      auto other = below->begin();
+      for (const Holder& holder : holders) {
+        if (other != below->end() && other->instance == holder.instance) {
+          ++other;
+        } else {
+          out.push_back(InstanceHit{holder.instance, pages});
+        }
+      }
+    }
+    below = &holders;
+    pages -= node == place.node ? place.pages_in_node : node->pages;
+  }
+}
+
+std::size_t InstanceIndex::remove(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
+                                  std::size_t first_page, std::uint32_t instance) {
+  const std::size_t before = pages(instance);
+  if (before == 0 || first_page >= n_tokens / tree_.page_tokens()) return 0;
+  Tree::Root* root = tree_.find_root(name_space);
+  if (root == nullptr) return 0;
+  const Tree::Place place = tree_.descend(root, tokens, first_page + 1, kNoVisit);
+  if (place.pages <= first_page) return 0;
+  Node* const node = place.node;
+  if (node->payload.find(instance) == nullptr) return 0;
+
+  const std::uint32_t kept = place.pages_in_node - 1;
+  if (kept > 0 && node->payload.holders.size() == 1) {
+    // Nobody else holds what goes: the run is shortened where it lies, which needs no memory.
+    drop_holder_below(node, instance);
+    const std::uint32_t gone = node->pages - kept;
+    held_pages_[instance] -= gone;
+    pages_ -= gone;
+    tree_.truncate(node, kept);
+  } else {
+    if (kept > 0) cut(node, kept);  // `node` is now what followed
+    drop_holder_below(node, instance);
+    drop_holder(node, instance);
+    detach_if_unheld(node);
+    tree_.drop_root_if_empty(root);
+  }
+  return before - pages(instance);
+}
+
+std::size_t InstanceIndex::remove_instance(std::uint32_t instance) noexcept {
+  const std::size_t before = pages(instance);
+  if (before == 0) return 0;
+  tree_.for_each_root([&](Tree::Root& root) { drop_holder_below(&root, instance); });
+  tree_.drop_empty_roots();
+  return before;
+}
+
+std::size_t InstanceIndex::expire(std::uint64_t before) noexcept {
+  std::size_t dropped = 0;
+  const auto drop_stale = [&](Node* node) noexcept {
+    InstancePayload& payload = node->payload;
+    if (payload.matched < before) {
+      std::erase_if(payload.holders, [&](const Holder& holder) noexcept {
+        if (holder.last_used >= before) return false;
+        held_pages_[holder.instance] -= node->pages;
+        dropped += node->pages;
+        return true;
+      });
+    }
+    return true;
+  };
+  tree_.for_each_root([&](Tree::Root& root) {
+    tree_.walk_below(&root, drop_stale, [this](Node* node) noexcept { detach_if_unheld(node); });
+  });
+  tree_.drop_empty_roots();
+  return dropped;
+}
+
+InstanceIndex::Node* InstanceIndex::cut(Node* lower, std::uint32_t pages_before) {
+  Node* upper = tree_.split(lower, pages_before);
+  holder_room_ += upper->payload.holders.capacity();
+  return upper;
+}
+
+void InstanceIndex::make_room_for_holder(Node* node) {
+  std::vector<Holder>& holders = node->payload.holders;
+  const std::size_t room = holders.capacity();
+  if (holders.size() < room) return;
+  holders.reserve(2 * room);  // not 0: I3
+  holder_room_ += holders.capacity() - room;
+}
+
+// False when the instance does not hold the node.
+bool InstanceIndex::drop_holder(Node* node, std::uint32_t instance) noexcept {
+  const auto at = node->payload.place_of(instance);
+  if (at == node->payload.holders.end() || at->instance != instance) return false;
+  node->payload.holders.erase(at);
+  held_pages_[instance] -= node->pages;
+  return true;
+}
+
+void InstanceIndex::drop_holder_below(Node* top, std::uint32_t instance) noexcept {
+  // I1: where a node is not held, nothing below it is.
+  tree_.walk_below(
+      top, [&](Node* node) noexcept { return drop_holder(node, instance); },
+      [this](Node* node) noexcept { detach_if_unheld(node); });
+}
+
+// REQUIRES: an unheld node has no children.
+void InstanceIndex::detach_if_unheld(Node* node) noexcept {
+  if (!node->payload.holders.empty()) return;
+  pages_ -= node->pages;
+  holder_room_ -= node->payload.holders.capacity();
+  tree_.detach(node);
+}
+
+std::size_t InstanceIndex::bytes() const noexcept {
+  return tree_.bytes() + holder_room_ * sizeof(Holder) + held_pages_.capacity() * sizeof(std::size_t);
+}
+
+void InstanceIndex::audit() const {
+  const auto fail = [](const std::string& what) { throw Error(ErrorCode::kAudit, "instance index: " + what); };
+  if (const std::string fault = tree_.audit(); !fault.empty()) fail(fault);
+  std::size_t pages = 0;
+  std::size_t holder_room = 0;
+  std::vector<std::size_t> held_pages(held_pages_.size());
+  for_each_node([&](const Node& node) {
+    const InstancePayload& payload = node.payload;
+    pages += node.pages;
+    holder_room += payload.holders.capacity();
+    if (payload.holders.empty()) fail("a node that nobody holds (I3)");
+    for (std::size_t i = 0; i < payload.holders.size(); ++i) {
+      const Holder& holder = payload.holders[i];
+      if (i > 0 && payload.holders[i - 1].instance >= holder.instance) fail("holders out of order");
+      if (holder.instance >= held_pages.size()) fail("a holder that was never inserted");
+      held_pages[holder.instance] += node.pages;
+      if (payload.last_use(holder) > now_) fail("a use in the future");
+      if (node.parent->is_root()) continue;
+      InstancePayload& above = node.parent->payload;
+      const Holder* same = above.find(holder.instance);
+      if (same == nullptr) fail("a holder that does not hold what comes before (I1)");
+      if (above.last_use(*same) < payload.last_use(holder)) fail("a use that was not a use of what comes before (I2)");
+    }
+  });
+  if (pages != pages_ || held_pages != held_pages_) fail("a wrong count of pages");
+  if (holder_room != holder_room_) fail("a wrong count of room for holders");
+}
+
+}  // namespace kvpool

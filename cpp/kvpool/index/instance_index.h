@@ -1,0 +1,117 @@
+// A router's tree: which instances hold which prefixes of prompts.
+//
+// It is told what instances store and lose (their event streams, or the router's own decisions) and answers which
+// instance holds how much of a prompt. It is a picture, not a promise: what it does not hear of it keeps until it
+// expires.
+//
+// Invariants
+//   I1  Who holds a page holds everything before it: the holders of a node are among those of its parent. So two nodes
+//       in line with equally many holders have the same ones.
+//   I2  A use of a page is a use of everything before it: no holder's last use of a node is later than that of its
+//       parent. So what expires first is the end of a prompt.
+//   I3  Every node has a holder.
+//   I4  Insertions and matches cut runs where they end: all pages of a node share one history.
+//   I5  A call that throws has changed nothing but, at most, where runs are cut.
+//
+// Cost: insert and match grow with the prompt and with the number of instances that hold its first page, not with the
+// tree. remove_instance looks at the nodes that the instance holds and at their siblings, expire at every node.
+//
+// Times are the caller's, in any unit; one that goes back counts as the latest one seen.
+// Thread-safety: none; the owner locks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "kvpool/base/address.h"
+#include "kvpool/index/hash_seed.h"
+#include "kvpool/index/instance_node.h"
+
+namespace kvpool {
+
+struct InstanceHit {
+  std::uint32_t instance;
+  std::size_t pages;  // of the prompt, from its start
+};
+
+class InstanceIndex {
+ public:
+  using Node = InstanceNode;
+
+  // Throws Error kArgument for page_tokens == 0.
+  explicit InstanceIndex(std::uint32_t page_tokens, std::uint64_t seed = random_hash_seed());
+  InstanceIndex(const InstanceIndex&) = delete;
+  InstanceIndex& operator=(const InstanceIndex&) = delete;
+
+  std::uint32_t page_tokens() const noexcept { return tree_.page_tokens(); }
+
+  // The instance holds these pages. Returns how many of them it did not hold before. Throws Error kArgument for an
+  // instance above kInstanceMax.
+  std::size_t insert(std::string_view name_space, const Token* tokens, std::size_t pages, std::uint32_t instance,
+                     std::uint64_t now);
+
+  // For every instance that holds the prompt's first page: how far it goes on. Longest first, then by instance. Counts
+  // as a use of these pages by all of them. Replaces what is in `out`.
+  void match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, std::uint64_t now,
+             std::vector<InstanceHit>& out);
+
+  // The same without counting as a use, and without cutting runs.
+  void peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
+            std::vector<InstanceHit>& out) const;
+
+  // The instance no longer holds this prompt's pages from `first_page` on, nor anything below them. Returns how many
+  // pages that were. Nothing happens when the tokens have no such page.
+  std::size_t remove(std::string_view name_space, const Token* tokens, std::size_t n_tokens, std::size_t first_page,
+                     std::uint32_t instance);
+
+  // The instance is gone. Returns how many pages it held.
+  std::size_t remove_instance(std::uint32_t instance) noexcept;
+
+  // Drops every holder of a page that has not used it at `before` or later. Returns how many pages that were, counted
+  // once for each instance.
+  std::size_t expire(std::uint64_t before) noexcept;
+
+  // Pages that the instance holds.
+  std::size_t pages(std::uint32_t instance) const noexcept {
+    return instance < held_pages_.size() ? held_pages_[instance] : 0;
+  }
+  // Pages in the tree, however many instances hold each.
+  std::size_t pages() const noexcept { return pages_; }
+  std::size_t node_count() const noexcept { return tree_.node_count(); }
+  std::size_t namespace_count() const noexcept { return tree_.namespace_count(); }
+  std::size_t bytes() const noexcept;
+
+  // visit(const Node&) for every node.
+  template <class Visit>
+  void for_each_node(Visit&& visit) const {
+    tree_.for_each_root([&](Tree::Root& root) {
+      tree_.for_each_below(&root, [&](Node& node) {
+        if (!node.is_root()) visit(node);
+      });
+    });
+  }
+
+  // Checks I1 to I3 and the counters. Throws Error kAudit.
+  void audit() const;
+
+ private:
+  using Tree = RadixTree<InstancePayload>;
+
+  std::uint64_t advance(std::uint64_t now) noexcept { return now_ = std::max(now_, now); }
+  Node* cut(Node* node, std::uint32_t pages_before);
+  void make_room_for_holder(Node* node);
+  bool drop_holder(Node* node, std::uint32_t instance) noexcept;
+  void drop_holder_below(Node* top, std::uint32_t instance) noexcept;
+  void detach_if_unheld(Node* node) noexcept;
+  static void collect(const Tree::Place& place, std::vector<InstanceHit>& out);
+
+  Tree tree_;
+  std::uint64_t now_ = 0;
+  std::size_t pages_ = 0;
+  std::size_t holder_room_ = 0;          // sum of the capacities of all nodes' holders
+  std::vector<std::size_t> held_pages_;  // by instance
+};
+
+}  // namespace kvpool

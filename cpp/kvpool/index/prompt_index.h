@@ -1,0 +1,188 @@
+// The prompt index: which prefixes of prompts are cached, and at which addresses.
+//
+// Invariants
+//   P1  A pin covers a prefix: it counts on its last node and on every node above. So the pins of a node are at least
+//       those of each child, and what lies below an unpinned node is unpinned.
+//   P2  Matches and insertions cut runs where they end. All pages of a node therefore share one history of use, and the
+//       eviction order by nodes is the exact order by pages.
+//   P3  A node is in the eviction order exactly while it is neither pinned nor held.
+//   P4  A node's values are all of one class.
+//   P5  A call that throws has changed nothing but, at most, where runs are cut.
+//
+// Thread-safety: none; the owner locks.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "kvpool/index/event_log.h"
+#include "kvpool/index/eviction_order.h"
+#include "kvpool/index/hash_seed.h"
+#include "kvpool/index/prompt_node.h"
+
+namespace kvpool {
+
+// What the owner of the values hears. Called in the middle of changes: implementations must not call back.
+class IndexObserver {
+ public:
+  virtual ~IndexObserver() = default;
+  // All values of this node have come to it: newly inserted, or cut off another node.
+  virtual void placed(PromptNode& node) noexcept = 0;
+  // These values left the index (evicted, deleted).
+  virtual void dropped(const Address* values, std::size_t n) noexcept = 0;
+  // A node with `has_limbo` lost the pin that was taken at clock `stamp`.
+  virtual void unpinned(PromptNode& node, std::uint64_t stamp) noexcept = 0;
+};
+
+struct IndexPin {
+  PromptNode* node = nullptr;  // last node of the prefix; null when nothing is pinned
+  std::uint64_t stamp = 0;     // the index's clock when it was taken
+};
+
+struct IndexHit {
+  IndexPin pin;
+  std::size_t pages = 0;
+  std::size_t partial_tokens = 0;  // agreement inside the page that follows
+};
+
+struct IndexInsertion {
+  IndexPin pin;
+  std::size_t pages_present = 0;  // of the prompt, from its start, were there before
+};
+
+struct IndexErasure {
+  std::size_t pages = 0;         // removed
+  std::size_t pages_pinned = 0;  // not zero: nothing was removed, because so many of the pages to go are pinned
+};
+
+// Why a match ends where it does.
+enum class MatchEnd : std::uint8_t {
+  kComplete,       // every whole page of the tokens is cached
+  kNoNamespace,    // nothing was ever stored under that namespace
+  kDiverges,       // a cached prompt goes on, but differently
+  kNothingBeyond,  // no cached prompt goes beyond
+};
+
+class PromptIndex {
+ public:
+  using Node = PromptNode;
+
+  // How values are classed: opaque, or by the address's instance and medium.
+  enum class Values : std::uint8_t { kOpaque, kAddresses };
+
+  // `observer` may be null; it must outlive the index. Throws Error kArgument for page_tokens == 0.
+  PromptIndex(std::uint32_t page_tokens, EvictionPolicy policy, Values values, IndexObserver* observer,
+              std::uint64_t seed = random_hash_seed());
+  ~PromptIndex();
+  PromptIndex(const PromptIndex&) = delete;
+  PromptIndex& operator=(const PromptIndex&) = delete;
+
+  std::uint32_t page_tokens() const noexcept { return tree_.page_tokens(); }
+  void set_instance(std::uint32_t instance) noexcept { instance_ = instance; }
+
+  // Longest cached prefix in whole pages; pins it and writes its values to `out` (room for n_tokens / page_tokens).
+  IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
+
+  // The same without pinning, without counting as a use, and without cutting runs. `out` may be null.
+  IndexHit peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out,
+                MatchEnd* end = nullptr) const noexcept;
+
+  // Stores values for `pages` pages. Where a page is present its value stays: `canonical` receives the values that the
+  // index holds in the end. Pins the whole prompt.
+  IndexInsertion insert(std::string_view name_space, const Token* tokens, std::size_t pages, const Address* values,
+                        Address* canonical);
+
+  // Undoes an insertion that nobody has seen yet. REQUIRES: it is the last change to the index.
+  void undo(const IndexInsertion& insertion) noexcept;
+
+  void unpin(const IndexPin& pin) noexcept;
+  IndexPin pin(Node* node) noexcept;
+
+  // Removes the pages of this prompt that no longer prompt shares; with `descendants` also what hangs below it.
+  // REQUIRES: nothing is held.
+  IndexErasure erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
+
+  // Drops up to n pages of a class, coldest first, from the ends of prompts. Pages of other classes that hang below go
+  // with them and are not counted.
+  std::size_t evict(ValueClass value_class, std::size_t n) noexcept;
+
+  // Takes the coldest node of a class out of the order and marks it held; at most `pages_max` of its pages, the last
+  // ones, by cutting it. Null when nothing may go, and for pages_max == 0. The owner ends the hold with release_hold().
+  Node* hold_coldest(ValueClass value_class, std::size_t pages_max);
+  void release_hold(Node* node) noexcept;
+
+  // Cuts so that pages [first, first + count) of `node` are a node of their own, and returns it.
+  Node* isolate(Node* node, std::uint32_t first, std::uint32_t count);
+
+  // Gives a node other values, of one class. The old values are the owner's.
+  void redirect(Node* node, const Address* values) noexcept;
+
+  std::size_t pages(ValueClass value_class) const noexcept { return pages_[static_cast<std::size_t>(value_class)]; }
+  // Of these, pages that are neither pinned nor held.
+  std::size_t evictable(ValueClass value_class) const noexcept {
+    return evictable_[static_cast<std::size_t>(value_class)];
+  }
+  std::size_t node_count() const noexcept { return tree_.node_count(); }
+  std::size_t namespace_count() const noexcept { return tree_.namespace_count(); }
+  std::size_t bytes() const noexcept { return tree_.bytes(); }
+  std::uint64_t tick() noexcept { return ++clock_; }
+
+  // A stream of what happens from now on; with include_cached it begins with what is stored now, as kStored events that
+  // carry the sequence number of the last event before. Throws std::bad_alloc.
+  std::shared_ptr<EventQueue> subscribe(std::uint64_t capacity_tokens, bool include_cached);
+  EventLog& events() noexcept { return events_; }
+
+  // visit(const Node&) for every node.
+  template <class Visit>
+  void for_each_node(Visit&& visit) const {
+    tree_.for_each_root([&](RadixTree<PromptPayload>::Root& root) {
+      tree_.for_each_below(&root, [&](Node& node) {
+        if (!node.is_root()) visit(node);
+      });
+    });
+  }
+  // visit(name, pages) for every namespace: how much of the tokens each holds.
+  template <class Visit>
+  void for_each_namespace(const Token* tokens, std::size_t n_tokens, Visit&& visit) const {
+    tree_.for_each_root([&](const RadixTree<PromptPayload>::Root& root) {
+      visit(root.name, peek(root.name, tokens, n_tokens, nullptr).pages);
+    });
+  }
+
+  // Checks P1, P3, P4 and the counters. Throws Error kAudit.
+  void audit() const;
+
+ private:
+  using Tree = RadixTree<PromptPayload>;
+
+  ValueClass class_of(Address value) const noexcept;
+  Node* cut(Node* node, std::uint32_t pages_before);
+  void enter_order(Node* node) noexcept;
+  void leave_order(Node* node) noexcept;
+  void drop_tail(Node* leaf, std::uint32_t count, bool observed) noexcept;
+  std::size_t& pages_of(ValueClass value_class) noexcept { return pages_[static_cast<std::size_t>(value_class)]; }
+  std::size_t& evictable_of(ValueClass value_class) noexcept {
+    return evictable_[static_cast<std::size_t>(value_class)];
+  }
+  std::shared_ptr<Event> make_event(EventKind kind, std::uint64_t sequence, const Node* node, std::uint32_t first,
+                                    std::uint32_t count, const Address* old_values) const;
+  void publish(EventKind kind, const Node* node, std::uint32_t first, std::uint32_t count,
+               const Address* old_values) noexcept;
+
+  Tree tree_;
+  EvictionPolicy policy_;
+  Values values_;
+  IndexObserver* observer_;
+  std::unique_ptr<EvictionOrder> order_;
+  EventLog events_;
+  std::uint32_t instance_ = 0;
+  std::uint64_t clock_ = 0;
+  std::array<std::size_t, kValueClassCount> pages_{};
+  std::array<std::size_t, kValueClassCount> evictable_{};
+};
+
+}  // namespace kvpool

@@ -1,0 +1,65 @@
+// What a node of the prompt index carries beside its tokens.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kvpool/base/address.h"
+#include "kvpool/index/radix_tree.h"
+
+namespace kvpool {
+
+// Where a value lives, as far as eviction is concerned. A node's values are all of one class.
+enum class ValueClass : std::uint8_t {
+  kOpaque = 0,  // an index used alone: values mean nothing to it
+  kHbm = 1,     // blocks of this pool, by medium
+  kDram = 2,
+  kRemote = 3,  // addresses on other instances: hints that hold no memory here
+};
+inline constexpr int kValueClassCount = 4;
+
+struct PromptPayload {
+  using Node = RadixNode<PromptPayload>;
+
+  Buffer<Address> values;  // one per page
+
+  // Place in the eviction order (eviction_order.h); meaningful while `ordered`.
+  Node* older = nullptr;
+  Node* newer = nullptr;
+  std::uint32_t heap_index = 0;
+  bool ordered = false;
+
+  ValueClass value_class = ValueClass::kOpaque;
+  bool held = false;         // its blocks are being copied elsewhere: neither evicted nor moved by another
+  bool has_limbo = false;    // the owner wants to hear of every unpin
+  std::uint32_t pins = 0;    // holders whose prefix covers this node
+  std::uint32_t hits = 0;    // matches that went through it
+  std::uint64_t stamp = 0;   // the index's clock at its last use (FIFO: last insertion)
+
+  struct Cut {
+    Buffer<Address> tail;
+  };
+
+  void prepare_cut(SpanHeap& heap, std::uint32_t before, std::uint32_t pages, Cut& cut) const {
+    cut.tail = make_buffer<Address>(heap, pages - before);
+  }
+
+  // Everything that held for the whole node holds for both halves: each pin, each hit covered both. The upper half
+  // enters the eviction order through the index. Limbo stays below: who pinned the whole node pinned the lower half.
+  static void commit_cut(Cut& cut, PromptPayload& upper, PromptPayload& lower, std::uint32_t before,
+                         std::uint32_t pages) noexcept {
+    std::memcpy(cut.tail.get(), lower.values.get() + before, (pages - before) * sizeof(Address));
+    upper.values = std::move(lower.values);
+    shrink_buffer(upper.values, before);
+    lower.values = std::move(cut.tail);
+    upper.value_class = lower.value_class;
+    upper.held = lower.held;
+    upper.pins = lower.pins;
+    upper.hits = lower.hits;
+    upper.stamp = lower.stamp;
+  }
+};
+
+using PromptNode = RadixNode<PromptPayload>;
+
+}  // namespace kvpool

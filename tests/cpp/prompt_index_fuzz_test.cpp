@@ -1,0 +1,501 @@
+// The prompt index beside a naive one: the same random calls to both, compared after every call; some calls run out of
+// memory half way and must then have changed nothing.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "failing_alloc.h"
+#include "fuzz_seeds.h"
+#include "kvpool/index/prompt_index.h"
+#include "naive_prompt_index.h"
+
+namespace {
+
+using kvpool::Address;
+using kvpool::EvictionPolicy;
+using kvpool::IndexErasure;
+using kvpool::IndexHit;
+using kvpool::IndexInsertion;
+using kvpool::IndexObserver;
+using kvpool::IndexPin;
+using kvpool::make_address;
+using kvpool::MatchEnd;
+using kvpool::Medium;
+using kvpool::PromptIndex;
+using kvpool::PromptNode;
+using kvpool::Token;
+using kvpool::ValueClass;
+using kvpool::testing::announce_fuzz;
+using kvpool::testing::Dice;
+using kvpool::testing::EventReplica;
+using kvpool::testing::FailNthAllocation;
+using kvpool::testing::fuzz_length;
+using kvpool::testing::fuzz_seeds;
+using kvpool::testing::NaivePage;
+using kvpool::testing::NaivePromptIndex;
+using kvpool::testing::Prefix;
+using kvpool::testing::prefix_of;
+using kvpool::testing::Tokens;
+using kvpool::testing::view_of;
+
+constexpr ValueClass kClasses[] = {ValueClass::kOpaque, ValueClass::kHbm, ValueClass::kDram, ValueClass::kRemote};
+constexpr std::uint32_t kInstance = 3;
+
+// Notes what it hears, in room made beforehand: it is called where nothing may fail.
+struct Recorder final : IndexObserver {
+  Recorder() {
+    placed_nodes.reserve(kRoom);
+    dropped_values.reserve(kRoom);
+    unpinned_nodes.reserve(kRoom);
+  }
+  void placed(PromptNode& node) noexcept override { placed_nodes.push_back(&node); }
+  void dropped(const Address* values, std::size_t n) noexcept override {
+    while (n > 0) dropped_values.push_back(values[--n]);  // the end of a prompt goes first
+  }
+  void unpinned(PromptNode& node, std::uint64_t stamp) noexcept override { unpinned_nodes.emplace_back(&node, stamp); }
+
+  static constexpr std::size_t kRoom = 10000;
+  std::vector<PromptNode*> placed_nodes;
+  std::vector<Address> dropped_values;
+  std::vector<std::pair<PromptNode*, std::uint64_t>> unpinned_nodes;
+};
+
+struct Setup {
+  std::size_t page_tokens;
+  EvictionPolicy policy;
+  PromptIndex::Values values;
+  bool holds;  // also hold, isolate and redirect
+};
+
+class Fuzz {
+ public:
+  Fuzz(const Setup& setup, std::uint64_t seed)
+      : setup_(setup),
+        dice_(seed),
+        index_(static_cast<std::uint32_t>(setup.page_tokens), setup.policy, setup.values, &heard_, seed),
+        model_(setup.page_tokens, setup.policy),
+        reader_(index_.events().subscribe(1000000)) {
+    index_.set_instance(kInstance);
+  }
+
+  void run(int steps) {
+    for (int step = 0; step < steps; ++step) {
+      CAPTURE(step);
+      if (step % 100 == 0) pressure_ = 1 + dice_.below(8);
+      this->step();
+      check();
+    }
+    while (!pins_.empty() || !held_.empty()) {
+      pins_.empty() ? release_hold(*held_.begin()) : unpin(pins_.size() - 1);
+      check();
+    }
+    drain();
+  }
+
+ private:
+  struct Pin {
+    IndexPin pin;
+    Prefix prefix;
+  };
+
+  void step() {
+    if (model_.pages.size() > kPagesMax && !dice_.one_in(4)) {  // the model is slow: keep it small
+      if (!pins_.empty()) unpin(dice_.below(pins_.size()));
+      return;
+    }
+    if (model_.pages.size() > kPagesMax / 2 && dice_.one_in(3)) return evict(random_class(), dice_.below(20));
+    switch (dice_.below(setup_.holds ? 16 : 11)) {
+      case 0:
+      case 1:
+        return match();
+      case 2:
+        return peek();
+      case 3:
+      case 4:
+      case 5:
+        return insert();
+      case 6:
+      case 7:
+        if (!pins_.empty()) unpin(dice_.below(pins_.size()));
+        return;
+      case 8:
+        return evict(kClasses[dice_.below(4)], dice_.below(4 * pressure_));
+      case 9:
+        return erase();
+      case 10:
+        return pin_some_node();
+      case 11:
+      case 12:
+        return hold();
+      case 13:
+        if (!held_.empty()) release_hold(dice_.pick(held_));
+        return;
+      case 14:
+        return isolate();
+      default:
+        return redirect();
+    }
+  }
+
+  // Runs a call, now and then with too little memory. False when it threw.
+  template <class Call>
+  bool attempt(Call&& call) {
+    const FailNthAllocation failure(dice_.one_in(3) ? 1 + dice_.below(12) : 0);
+    try {
+      call();
+    } catch (const std::bad_alloc&) {
+      CHECK(failure.failed_one());
+      return false;
+    }
+    return true;
+  }
+
+  Prefix random_prompt() {
+    static const std::string kNames[] = {"", "", "a", "tenant whose name is long enough for the heap"};
+    Prefix prompt{kNames[dice_.below(4)], {}};
+    if (!model_.pages.empty() && dice_.one_in(2)) prompt = dice_.pick(model_.pages).first;  // continue a cached prefix
+    const std::size_t kept = prompt.tokens.size() - (prompt.tokens.empty() ? 0 : dice_.below(prompt.tokens.size()));
+    prompt.tokens.resize(kept);
+    for (std::size_t n = dice_.below(6 * setup_.page_tokens); n > 0; --n) {
+      prompt.tokens.push_back(static_cast<Token>(dice_.below(2)) - 1);
+    }
+    return prompt;
+  }
+
+  Address new_value(ValueClass value_class) {
+    ++last_value_;
+    const auto block = static_cast<std::uint32_t>(last_value_ & 0xFFFFFF);
+    if (setup_.values == PromptIndex::Values::kOpaque) return last_value_;
+    switch (value_class) {
+      case ValueClass::kHbm:
+      case ValueClass::kDram:
+        return make_address(dice_.one_in(2) ? 0 : kInstance, static_cast<Medium>(value_class), 1, block);
+      default:
+        return make_address(kInstance + 1, Medium::kHbm, 1, block);
+    }
+  }
+  ValueClass random_class() {
+    return setup_.values == PromptIndex::Values::kOpaque ? ValueClass::kOpaque : kClasses[1 + dice_.below(3)];
+  }
+
+  void match() {
+    const Prefix prompt = random_prompt();
+    std::vector<Address> out(prompt.tokens.size());
+    IndexHit hit;
+    if (!attempt([&] { hit = index_.match(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), out.data()); }))
+      return;
+    const std::size_t n = model_.longest(prompt);
+    REQUIRE(hit.pages == n);
+    REQUIRE(hit.partial_tokens == model_.partial(prompt, n));
+    REQUIRE((hit.pin.node != nullptr) == (n > 0));
+    check_values(prompt, n, out);
+    if (n == 0) return;
+    const Prefix found = model_.cut(prompt, n);
+    model_.match(found);
+    pins_.push_back({hit.pin, found});
+  }
+
+  void peek() {
+    const Prefix prompt = random_prompt();
+    std::vector<Address> out(prompt.tokens.size());
+    MatchEnd end{};
+    const IndexHit hit =
+        index_.peek(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), out.data(), &end);
+    const std::size_t n = model_.longest(prompt);
+    REQUIRE(hit.pages == n);
+    REQUIRE(hit.partial_tokens == model_.partial(prompt, n));
+    REQUIRE(hit.pin.node == nullptr);
+    REQUIRE(end == model_.end_of(prompt, n));
+    check_values(prompt, n, out);
+    std::map<std::string, std::size_t> elsewhere;
+    index_.for_each_namespace(prompt.tokens.data(), prompt.tokens.size(),
+                              [&](const std::string& name, std::size_t pages) { elsewhere[name] = pages; });
+    REQUIRE(elsewhere.size() == model_.namespaces());
+    for (const auto& [name, pages] : elsewhere) REQUIRE(pages == model_.longest({name, prompt.tokens}));
+  }
+
+  void check_values(const Prefix& prompt, std::size_t n, const std::vector<Address>& values) {
+    for (std::size_t i = 0; i < n; ++i) REQUIRE(values[i] == model_.pages.at(model_.cut(prompt, i + 1)).value);
+  }
+
+  void insert() {
+    Prefix prompt = random_prompt();
+    const std::size_t n = model_.page_count(prompt);
+    prompt = model_.cut(prompt, n);
+    std::vector<Address> values;
+    std::vector<ValueClass> classes;
+    for (std::size_t i = 0; i < n; ++i) {
+      classes.push_back(i == 0 || dice_.one_in(3) ? random_class() : classes.back());
+      values.push_back(new_value(classes.back()));
+    }
+    std::vector<Address> canonical = values;
+    const bool in_place = dice_.one_in(2);  // the values that are given may be written over
+    IndexInsertion insertion;
+    const std::size_t present = model_.longest(prompt);
+    if (!attempt([&] {
+          insertion = index_.insert(prompt.name_space, prompt.tokens.data(), n,
+                                    in_place ? canonical.data() : values.data(), canonical.data());
+        })) {
+      return;
+    }
+    REQUIRE(insertion.pages_present == present);
+    REQUIRE((insertion.pin.node != nullptr) == (n > 0));
+    if (n == 0) return;
+    model_.insert(prompt, values, classes);
+    check_values(prompt, n, canonical);
+    if (!dice_.one_in(6)) {
+      pins_.push_back({insertion.pin, prompt});
+      return;
+    }
+    check();
+    const auto limbo = in_limbo(insertion.pin);
+    index_.undo(insertion);
+    model_.undo(prompt, present);
+    REQUIRE(heard_.dropped_values.empty());
+    REQUIRE(heard_.unpinned_nodes == limbo);
+  }
+
+  // Whom the owner hears of when a pin goes, in order.
+  static std::vector<std::pair<PromptNode*, std::uint64_t>> in_limbo(const IndexPin& pin) {
+    std::vector<std::pair<PromptNode*, std::uint64_t>> nodes;
+    for (PromptNode* node = pin.node; !node->is_root(); node = node->parent) {
+      if (node->payload.has_limbo) nodes.emplace_back(node, pin.stamp);
+    }
+    return nodes;
+  }
+
+  void unpin(std::size_t at) {
+    std::swap(pins_[at], pins_.back());
+    const Pin pin = pins_.back();
+    pins_.pop_back();
+    REQUIRE(prefix_of(*pin.pin.node, pin.pin.node->pages - 1, setup_.page_tokens) == pin.prefix);
+    if (dice_.one_in(4)) {
+      PromptNode* node = pin.pin.node;
+      while (!node->parent->is_root() && dice_.one_in(2)) node = node->parent;
+      node->payload.has_limbo = !node->payload.has_limbo;
+    }
+    const auto limbo = in_limbo(pin.pin);
+    index_.unpin(pin.pin);
+    model_.unpin(pin.prefix);
+    REQUIRE(heard_.unpinned_nodes == limbo);
+  }
+
+  std::vector<PromptNode*> nodes() {
+    std::vector<PromptNode*> all;
+    index_.for_each_node([&](const PromptNode& node) { all.push_back(const_cast<PromptNode*>(&node)); });
+    return all;
+  }
+
+  void pin_some_node() {
+    auto all = nodes();
+    if (all.empty()) return;
+    PromptNode* node = dice_.pick(all);
+    const Prefix prefix = prefix_of(*node, node->pages - 1, setup_.page_tokens);
+    pins_.push_back({index_.pin(node), prefix});
+    model_.pin(prefix);
+  }
+
+  // Every page that goes has nothing below it and is the coldest one, or hangs below it.
+  void evict(ValueClass value_class, std::size_t n) {
+    std::size_t dropped = 0;
+    REQUIRE(attempt([&] { dropped = index_.evict(value_class, n); }));  // never throws
+    std::size_t counted = 0;
+    for (const Address value : heard_.dropped_values) {
+      REQUIRE(counted < n);
+      const Prefix* coldest = model_.coldest(value_class);
+      REQUIRE(coldest != nullptr);
+      const Prefix prefix = prefix_of_value_.at(value);
+      const NaivePage& page = model_.pages.at(prefix);
+      REQUIRE(page.evictable());
+      REQUIRE_FALSE(model_.has_below(prefix));
+      REQUIRE(prefix.starts_with(*coldest));
+      if (page.value_class == value_class) ++counted;
+      model_.pages.erase(prefix);
+    }
+    REQUIRE(dropped == counted);
+    if (counted == n) return;
+    const Prefix* coldest = model_.coldest(value_class);
+    if (coldest == nullptr) return;
+    REQUIRE(std::any_of(model_.pages.begin(), model_.pages.end(), [&](const auto& entry) {
+      return entry.second.held && entry.first.starts_with(*coldest);
+    }));
+  }
+
+  void erase() {
+    if (!held_.empty()) return;
+    const Prefix prompt = random_prompt();
+    const bool descendants = dice_.one_in(3);
+    const auto expected = model_.erasure(prompt, descendants);
+    IndexErasure erasure;
+    REQUIRE(attempt([&] {  // never throws
+      erasure = index_.erase(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), descendants);
+    }));
+    REQUIRE(erasure.pages_pinned == expected.pinned);
+    REQUIRE(erasure.pages == (expected.pinned > 0 ? 0 : expected.pages.size()));
+    REQUIRE(heard_.dropped_values.size() == erasure.pages);
+    for (const Address value : heard_.dropped_values) {
+      const Prefix prefix = prefix_of_value_.at(value);
+      REQUIRE(expected.pages.contains(prefix));
+      REQUIRE_FALSE(model_.has_below(prefix));
+      REQUIRE(model_.pages.erase(prefix) == 1);
+    }
+  }
+
+  void hold() {
+    const ValueClass value_class = random_class();
+    const std::size_t pages_max = dice_.below(4);
+    PromptNode* node = nullptr;
+    const Prefix* coldest = model_.coldest(value_class);
+    if (!attempt([&] { node = index_.hold_coldest(value_class, pages_max); })) return;
+    REQUIRE((node != nullptr) == (coldest != nullptr && pages_max > 0));
+    if (node == nullptr) return;
+    REQUIRE(node->pages <= pages_max);
+    REQUIRE(prefix_of(*node, node->pages - 1, setup_.page_tokens) == *coldest);
+    for (std::uint32_t i = 0; i < node->pages; ++i) model_.hold(prefix_of(*node, i, setup_.page_tokens));
+    held_.insert(node);
+  }
+
+  void release_hold(PromptNode* node) {
+    index_.release_hold(node);
+    for (std::uint32_t i = node->pages; i-- > 0;) model_.release_hold(prefix_of(*node, i, setup_.page_tokens));
+    held_.erase(node);
+  }
+
+  void isolate() {
+    auto all = nodes();
+    if (all.empty()) return;
+    PromptNode* node = dice_.pick(all);
+    const std::uint32_t first = dice_.below(node->pages);
+    const std::uint32_t count = 1 + dice_.below(node->pages - first);
+    const std::vector<Address> wanted(node->payload.values.get() + first, node->payload.values.get() + first + count);
+    PromptNode* isolated = nullptr;
+    if (!attempt([&] { isolated = index_.isolate(node, first, count); })) return;
+    REQUIRE(isolated->pages == count);
+    REQUIRE(std::equal(wanted.begin(), wanted.end(), isolated->payload.values.get()));
+  }
+
+  void redirect() {
+    auto all = nodes();
+    if (all.empty()) return;
+    PromptNode* node = dice_.pick(all);
+    const ValueClass value_class = random_class();
+    std::vector<Address> values;
+    for (std::uint32_t i = 0; i < node->pages; ++i) values.push_back(new_value(value_class));
+    REQUIRE(attempt([&] { index_.redirect(node, values.data()); }));  // never throws
+    for (std::uint32_t i = node->pages; i-- > 0;) {
+      model_.redirect(prefix_of(*node, i, setup_.page_tokens), values[i], value_class);
+      node_of_value_[values[i]] = node;  // as the owner does
+    }
+  }
+
+  void check() {
+    index_.audit();
+    REQUIRE(view_of(index_) == view_of(model_));
+    for (const ValueClass value_class : kClasses) {
+      REQUIRE(index_.pages(value_class) == model_.count(value_class, false));
+      REQUIRE(index_.evictable(value_class) == model_.count(value_class, true));
+    }
+    REQUIRE(index_.namespace_count() == model_.namespaces());
+    check_what_was_heard();
+    check_events();
+  }
+
+  void check_what_was_heard() {
+    std::set<const PromptNode*> alive;
+    for (const PromptNode* node : nodes()) alive.insert(node);
+    for (PromptNode* node : heard_.placed_nodes) {
+      if (!alive.contains(node)) continue;  // placed by an insertion that was undone
+      for (std::uint32_t i = 0; i < node->pages; ++i) node_of_value_[node->payload.values[i]] = node;
+      if (node->payload.held) held_.insert(node);  // the upper half of a held node that was cut
+    }
+    prefix_of_value_.clear();
+    for (const PromptNode* node : alive) {
+      for (std::uint32_t i = 0; i < node->pages; ++i) {
+        const Address value = node->payload.values[i];
+        REQUIRE(node_of_value_.at(value) == node);
+        prefix_of_value_[value] = prefix_of(*node, i, setup_.page_tokens);
+      }
+    }
+    heard_.placed_nodes.clear();
+    heard_.dropped_values.clear();
+    heard_.unpinned_nodes.clear();
+  }
+
+  void check_events() {
+    const auto batch = reader_->drain();
+    if (batch.lost > 0) {  // memory ran out: a reader starts again from the index itself
+      replica_.pages.clear();
+      for (const auto& [prefix, page] : model_.pages) replica_.pages[prefix] = page.value;
+    } else {
+      for (const auto& event : batch.events) {
+        REQUIRE(event->sequence > last_sequence_);
+        REQUIRE(replica_.apply(*event, setup_.page_tokens) == "");
+        last_sequence_ = event->sequence;
+      }
+    }
+    REQUIRE(replica_.pages.size() == model_.pages.size());
+    for (const auto& [prefix, page] : model_.pages) REQUIRE(replica_.pages.at(prefix) == page.value);
+  }
+
+  // The whole order, to the last page.
+  void drain() {
+    while (!model_.pages.empty()) {
+      const ValueClass value_class = kClasses[dice_.below(4)];
+      evict(value_class, 1 + dice_.below(3));
+      check();
+    }
+    REQUIRE(index_.node_count() == 0);
+  }
+
+  static constexpr std::size_t kPagesMax = 120;
+
+  Setup setup_;
+  Dice dice_;
+  Recorder heard_;
+  PromptIndex index_;
+  NaivePromptIndex model_;
+  std::shared_ptr<kvpool::EventQueue> reader_;
+  EventReplica replica_;
+  std::uint64_t last_sequence_ = 0;
+  std::uint32_t pressure_ = 1;
+  Address last_value_ = 0;
+  std::vector<Pin> pins_;
+  std::set<PromptNode*> held_;
+  std::map<Address, const PromptNode*> node_of_value_;  // as the owner of the values would know it
+  std::map<Address, Prefix> prefix_of_value_;           // before the call that is being checked
+};
+
+void fuzz_all(PromptIndex::Values values, bool holds, int steps) {
+  for (const std::uint64_t seed : fuzz_seeds()) {
+    announce_fuzz("prompt index", seed);
+    CAPTURE(seed);
+    for (const EvictionPolicy policy : {EvictionPolicy::kLru, EvictionPolicy::kLfu, EvictionPolicy::kFifo}) {
+      CAPTURE(static_cast<int>(policy));
+      for (const std::size_t page_tokens : {1, 2, 4}) {
+        CAPTURE(page_tokens);
+        Fuzz(Setup{page_tokens, policy, values, holds}, seed).run(fuzz_length(steps));
+      }
+    }
+  }
+}
+
+TEST_CASE("an index of opaque values agrees with a naive one after every call") {
+  fuzz_all(PromptIndex::Values::kOpaque, /*holds=*/false, 200);
+}
+
+TEST_CASE("an index of addresses in several media agrees with a naive one after every call") {
+  fuzz_all(PromptIndex::Values::kAddresses, /*holds=*/false, 200);
+}
+
+TEST_CASE("an index whose blocks are held, moved and isolated agrees with a naive one after every call") {
+  fuzz_all(PromptIndex::Values::kAddresses, /*holds=*/true, 300);
+}
+
+}  // namespace
