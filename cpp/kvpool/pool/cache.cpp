@@ -1,0 +1,197 @@
+// The pool's verbs on cached prompts.
+#include <algorithm>
+#include <string>
+
+#include "kvpool/base/error.h"
+#include "kvpool/base/fork_guard.h"
+#include "kvpool/pool/pool.h"
+
+namespace kvpool {
+
+IndexHit Pool::match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out) {
+  guard();
+  const std::lock_guard lock(mutex_);
+  const IndexHit hit = index_.match(name_space, tokens, n_tokens, out);
+  ++counters_.match_calls;
+  counters_.requested_tokens += n_tokens;
+  counters_.matched_tokens += hit.pages * layout_.block_tokens;
+  audit_if_asked();
+  return hit;
+}
+
+void Pool::check_insertion(std::string_view name_space, const InsertItem& item) {
+  const std::size_t page = layout_.block_tokens;
+  if (item.n_tokens % page != 0) {
+    throw Error(ErrorCode::kArgument,
+                std::to_string(item.n_tokens) + " tokens are " + std::to_string(item.n_tokens / page) + " blocks of " +
+                    std::to_string(page) + " and " + std::to_string(item.n_tokens % page) +
+                    " left over: insert whole blocks",
+                {{"tokens", static_cast<std::int64_t>(item.n_tokens)},
+                 {"block_tokens", static_cast<std::int64_t>(page)}});
+  }
+  if (item.n_addresses != item.n_tokens / page) {
+    throw Error(ErrorCode::kArgument,
+                std::to_string(item.n_tokens) + " tokens need " + std::to_string(item.n_tokens / page) +
+                    " addresses, and there are " + std::to_string(item.n_addresses),
+                {{"needed", static_cast<std::int64_t>(item.n_tokens / page)},
+                 {"given", static_cast<std::int64_t>(item.n_addresses)}});
+  }
+  if (!check_active_and_distinct(item.addresses, item.n_addresses, /*skip_cached=*/true)) return;
+
+  // Cached blocks may stand where the index has this very page: the prefix that a match gave. (An address in limbo is
+  // one that a match gave before its page was swapped in.)
+  const std::size_t present = index_.peek(name_space, item.tokens, item.n_tokens, item.canonical).pages;
+  for (std::size_t i = 0; i < item.n_addresses; ++i) {
+    const Address address = item.addresses[i];
+    if (!is_local(address) || store_of(address).state(block_of(address)) != BlockState::kHistorical) continue;
+    if (i < present && (item.canonical[i] == address || store_of(address).tag(block_of(address)) == kLimboTag)) continue;
+    throw Error(ErrorCode::kState,
+                "address " + std::to_string(address) + " (position " + std::to_string(i) +
+                    "): the block is cached already, as a page of another prompt or another place",
+                {{"address", static_cast<std::int64_t>(address)}, {"position", static_cast<std::int64_t>(i)}});
+  }
+}
+
+std::vector<InsertOutcome> Pool::insert(std::string_view name_space, std::span<const InsertItem> items,
+                                        bool free_duplicates) {
+  guard();
+  const std::lock_guard lock(mutex_);
+  for (const InsertItem& item : items) check_insertion(name_space, item);
+  if (items.size() > 1) {
+    const std::uint64_t stamp = ++check_stamp_;
+    for (const InsertItem& item : items) check_distinct(item.addresses, item.n_addresses, stamp);
+  }
+
+  std::vector<InsertOutcome> outcomes;
+  std::vector<IndexInsertion> done;
+  outcomes.reserve(items.size());
+  done.reserve(items.size());
+  try {
+    for (const InsertItem& item : items) {
+      const std::size_t pages = item.n_addresses;
+      const IndexInsertion insertion =
+          index_.insert(name_space, item.tokens, pages, item.addresses, item.canonical);
+      done.push_back(insertion);
+      InsertOutcome& outcome = outcomes.emplace_back();
+      outcome.pin = insertion.pin;
+      outcome.inserted = pages - insertion.pages_present;
+      for (std::size_t i = 0; i < insertion.pages_present; ++i) {
+        const Address address = item.addresses[i];
+        if (address == item.canonical[i] || !is_local(address)) continue;
+        if (store_of(address).state(block_of(address)) != BlockState::kActive) continue;
+        if (outcome.duplicates.empty()) outcome.duplicates.reserve(insertion.pages_present - i);
+        outcome.duplicates.push_back(address);
+      }
+    }
+  } catch (...) {
+    for (std::size_t i = done.size(); i-- > 0;) take_back(items[i], done[i]);
+    throw;
+  }
+  for (const InsertOutcome& outcome : outcomes) {
+    counters_.inserted_blocks += outcome.inserted;
+    counters_.duplicate_blocks += outcome.duplicates.size();
+    if (free_duplicates && !outcome.duplicates.empty()) {
+      release_cached(outcome.duplicates.data(), outcome.duplicates.size());
+      counters_.freed_blocks += outcome.duplicates.size();
+    }
+  }
+  audit_if_asked();
+  return outcomes;
+}
+
+// The caller gets back what an insertion took.
+void Pool::take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept {
+  for (std::size_t i = insertion.pages_present; i < item.n_addresses; ++i) {
+    const Address address = item.addresses[i];
+    if (!is_local(address)) continue;
+    store_of(address).set_state(block_of(address), BlockState::kActive);
+    store_of(address).set_tag(block_of(address), 0);
+  }
+  index_.undo(insertion);
+}
+
+std::size_t Pool::erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants) {
+  guard();
+  const std::lock_guard reclaim(reclaim_);
+  const std::lock_guard lock(mutex_);
+  guard();
+  const IndexErasure erasure = index_.erase(name_space, tokens, n_tokens, descendants);
+  if (erasure.pages_pinned > 0) {
+    throw Error(ErrorCode::kState,
+                std::to_string(erasure.pages_pinned) + " of the blocks to delete are pinned: nothing was deleted",
+                {{"pinned", static_cast<std::int64_t>(erasure.pages_pinned)}});
+  }
+  audit_if_asked();
+  return erasure.pages;
+}
+
+std::size_t Pool::evict(std::size_t n, Medium medium) {
+  guard();
+  const std::lock_guard reclaim(reclaim_);
+  const std::lock_guard lock(mutex_);
+  guard();
+  std::size_t dropped = 0;
+  if (medium != Medium::kHbm) dropped += evict_locked(ValueClass::kDram, n);
+  if (medium != Medium::kDram) dropped += evict_locked(ValueClass::kHbm, n - dropped);
+  audit_if_asked();
+  return dropped;
+}
+
+MatchExplanation Pool::explain(std::string_view name_space, const Token* tokens, std::size_t n_tokens) {
+  guard();
+  MatchExplanation explanation;
+  explanation.requested_tokens = n_tokens;
+  explanation.addresses.resize(n_tokens / layout_.block_tokens);
+  const std::lock_guard lock(mutex_);
+  const IndexHit hit = index_.peek(name_space, tokens, n_tokens, explanation.addresses.data(), &explanation.end);
+  explanation.matched_pages = hit.pages;
+  explanation.partial_tokens = hit.partial_tokens;
+  explanation.addresses.resize(hit.pages);
+  index_.for_each_namespace(tokens, n_tokens, [&](const std::string& name, std::size_t pages) {
+    if (name != name_space && pages > hit.pages) explanation.elsewhere.emplace_back(name, pages);
+  });
+  return explanation;
+}
+
+void Pool::unpin(const IndexPin* pins, std::size_t n) noexcept {
+  if (made_in_ != fork_generation()) return;
+  const std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < n; ++i) index_.unpin(pins[i]);
+}
+
+std::shared_ptr<EventQueue> Pool::subscribe(std::uint64_t capacity_tokens, bool include_cached) {
+  guard();
+  const std::lock_guard lock(mutex_);
+  return index_.subscribe(capacity_tokens, include_cached);
+}
+
+EventQueue::Batch Pool::drain(EventQueue& queue) {
+  guard();
+  const std::lock_guard lock(mutex_);
+  return queue.drain();
+}
+
+void Pool::unsubscribe(const std::shared_ptr<EventQueue>& queue) noexcept {
+  if (made_in_ != fork_generation()) return;
+  const std::lock_guard lock(mutex_);
+  index_.events().unsubscribe(queue);
+}
+
+void Pool::placed(PromptNode& node) noexcept {
+  const ValueClass value_class = node.payload.value_class;
+  if (value_class == ValueClass::kRemote) return;
+  BlockStore& blocks = store(static_cast<Medium>(value_class));
+  for (std::uint32_t i = 0; i < node.pages; ++i) {
+    const std::uint32_t block = block_of(node.payload.values[i]);
+    blocks.set_state(block, BlockState::kHistorical);
+    blocks.set_tag(block, reinterpret_cast<std::uint64_t>(&node));
+  }
+}
+
+void Pool::dropped(const Address* values, std::size_t n) noexcept {
+  if (!is_local(values[0])) return;  // values of one node are of one class
+  dropped_blocks_ += n;
+  release_cached(values, n);
+}
+
+}  // namespace kvpool

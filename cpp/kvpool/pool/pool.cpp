@@ -1,0 +1,361 @@
+#include "kvpool/pool/pool.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kvpool/base/check.h"
+#include "kvpool/base/error.h"
+#include "kvpool/base/fork_guard.h"
+
+namespace kvpool {
+namespace {
+
+const PoolOptions& checked(const PoolOptions& options) {
+  if (options.layout.block_tokens == 0) throw Error(ErrorCode::kArgument, "block_tokens must be at least 1");
+  if (options.layout.piece_bytes.empty()) throw Error(ErrorCode::kArgument, "a block needs at least one piece");
+  const std::uint32_t hbm = options.adopted_hbm ? options.adopted_hbm->blocks : options.hbm_blocks;
+  for (const std::uint32_t blocks : {hbm, options.dram_blocks}) {
+    if (blocks > kBlocksMax) {
+      throw Error(ErrorCode::kArgument,
+                  std::to_string(blocks) + " blocks; a medium has at most " + std::to_string(kBlocksMax),
+                  {{"requested", blocks}, {"capacity", kBlocksMax}});
+    }
+  }
+  if (hbm == 0 && options.dram_blocks == 0) {
+    throw Error(ErrorCode::kArgument, "a pool needs blocks: hbm_blocks and dram_blocks are both 0");
+  }
+  if (options.copy_threads < 1 || options.copy_threads > 256) {
+    throw Error(ErrorCode::kArgument,
+                "copy_threads must be 1 to 256, and is " + std::to_string(options.copy_threads));
+  }
+  return options;
+}
+
+std::shared_ptr<Arena> make_arena(const PoolOptions& options, Medium medium, std::uint32_t blocks) {
+  ArenaOptions arena;
+  arena.medium = medium;
+  arena.blocks = blocks;
+  arena.segment_bytes = options.layout.segment_bytes();
+  arena.huge_pages = options.huge_pages;
+  arena.numa_node = options.numa_node;
+  arena.check_memory = options.check_memory;
+  arena.pin = medium == Medium::kDram && options.pin_dram;
+  arena.label = medium == Medium::kHbm ? "kvpool-hbm" : "kvpool-dram";
+  arena.commit_threads = options.copy_threads;
+  return make_owned_arena(arena);
+}
+
+std::shared_ptr<Arena> make_hbm(const PoolOptions& options) {
+  if (!options.adopted_hbm) return make_arena(options, Medium::kHbm, options.hbm_blocks);
+  const AdoptedMemory& adopted = *options.adopted_hbm;
+  auto arena = make_adopted_arena(Medium::kHbm, adopted.blocks, adopted.segments, adopted.keepalive);
+  if (arena->block_bytes() != options.layout.block_bytes()) {
+    throw Error(ErrorCode::kLayoutMismatch,
+                "the adopted tensors hold " + std::to_string(arena->block_bytes()) + " bytes a block, the layout " +
+                    std::to_string(options.layout.block_bytes()),
+                {{"offered_bytes", static_cast<std::int64_t>(arena->block_bytes())},
+                 {"layout_bytes", static_cast<std::int64_t>(options.layout.block_bytes())}});
+  }
+  return arena;
+}
+
+}  // namespace
+
+Pool::Pool(const PoolOptions& options)
+    : layout_(checked(options).layout),
+      audit_each_call_(options.audit),
+      zero_on_alloc_(options.zero_on_alloc),
+      engine_allocates_(options.adopted_hbm && options.adopted_hbm->engine_allocates),
+      made_in_(fork_generation()),
+      stores_{BlockStore(Medium::kHbm, options.adopted_hbm ? options.adopted_hbm->blocks : options.hbm_blocks),
+              BlockStore(Medium::kDram, options.dram_blocks)},
+      arenas_{make_hbm(options), make_arena(options, Medium::kDram, options.dram_blocks)},
+      team_(options.copy_threads),
+      index_(options.layout.block_tokens, options.policy, PromptIndex::Values::kAddresses, this) {
+  if (arenas_[0]->blocks() > 0 && arenas_[1]->blocks() > 0) {
+    out_copier_.emplace(*arenas_[0], *arenas_[1]);
+    in_copier_.emplace(*arenas_[1], *arenas_[0]);
+  }
+  if (engine_allocates_) released_.reserve(stores_[0].capacity());
+}
+
+Pool::~Pool() { close(); }
+
+void Pool::close() noexcept {
+  if (made_in_ != fork_generation()) return;
+  // The arenas go after the locks: letting go of adopted memory may wait for Python.
+  std::array<std::shared_ptr<Arena>, kMediaCount> arenas;
+  const std::lock_guard reclaim(reclaim_);
+  const std::lock_guard lock(mutex_);
+  closed_.store(true, std::memory_order_relaxed);
+  arenas.swap(arenas_);
+}
+
+void Pool::guard() const {
+  if (made_in_ != fork_generation()) [[unlikely]] {
+    throw Error(ErrorCode::kFork, "this pool belongs to the parent process: make a new one after fork");
+  }
+  if (closed()) [[unlikely]] {
+    throw Error(ErrorCode::kClosed, "the pool is closed");
+  }
+}
+
+std::size_t Pool::capacity(Medium medium) const noexcept {
+  std::size_t capacity = 0;
+  if (medium != Medium::kDram) capacity += stores_[0].capacity();
+  if (medium != Medium::kHbm) capacity += stores_[1].capacity();
+  return capacity;
+}
+
+std::shared_ptr<Arena> Pool::arena(Medium medium) {
+  guard();
+  const std::lock_guard lock(mutex_);
+  guard();
+  return arenas_[static_cast<std::size_t>(medium_index(medium))];
+}
+
+bool Pool::take(std::size_t n, Medium medium, BlockState to, Address* out) noexcept {
+  if (medium != Medium::kMixed) {
+    if (n > store(medium).free_count()) return false;
+    return store(medium).take(static_cast<std::uint32_t>(n), to, out);
+  }
+  const std::size_t in_hbm = engine_allocates_ ? 0 : std::min<std::size_t>(n, store(Medium::kHbm).free_count());
+  if (n - in_hbm > store(Medium::kDram).free_count()) return false;
+  return store(Medium::kHbm).take(static_cast<std::uint32_t>(in_hbm), to, out) &&
+         store(Medium::kDram).take(static_cast<std::uint32_t>(n - in_hbm), to, out + in_hbm);
+}
+
+void Pool::guard_alloc(Medium medium) const {
+  guard();
+  if (engine_allocates_ && medium == Medium::kHbm) {
+    throw Error(ErrorCode::kState, "the engine allocates this pool's HBM: tell the pool with adopt()");
+  }
+}
+
+bool Pool::try_alloc(std::size_t n, Medium medium, Address* out) {
+  guard_alloc(medium);
+  const std::lock_guard lock(mutex_);
+  guard();
+  if (!take(n, medium, BlockState::kActive, out)) return false;
+  hand_over(out, n);
+  return true;
+}
+
+// Blocks that were just taken go to the caller.
+void Pool::hand_over(const Address* addresses, std::size_t n) {
+  if (zero_on_alloc_) zero_blocks(addresses, n);
+  counters_.allocated_blocks += n;
+  audit_if_asked();
+}
+
+void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out) {
+  guard();
+  const std::lock_guard reclaim(reclaim_);
+  Lock lock(mutex_);
+  guard();
+  while (!take(n, medium, BlockState::kActive, out)) {
+    if (!can_make_room(n, medium)) throw_out_of_blocks_locked(n, medium);
+    if (medium == Medium::kHbm) {
+      make_room(lock, n);
+    } else if (medium == Medium::kDram) {
+      make_dram_room(n);
+    } else {
+      // MIXED has taken what is free of both: the coldest DRAM blocks go, then the coldest HBM blocks.
+      const std::size_t in_hbm = engine_allocates_ ? 0 : store(Medium::kHbm).free_count();
+      const std::size_t in_dram = std::min<std::size_t>(
+          n - in_hbm, store(Medium::kDram).free_count() + index_.evictable(ValueClass::kDram));
+      make_dram_room(in_dram);
+      const std::size_t have = store(Medium::kDram).free_count() + store(Medium::kHbm).free_count();
+      if (have < n && !engine_allocates_) evict_locked(ValueClass::kHbm, n - have);
+    }
+  }
+  hand_over(out, n);
+}
+
+bool Pool::can_make_room(std::size_t n, Medium medium) noexcept {
+  std::size_t possible = 0;
+  if (medium != Medium::kDram && !engine_allocates_) {
+    possible += store(Medium::kHbm).free_count() + index_.evictable(ValueClass::kHbm);
+  }
+  if (medium != Medium::kHbm) possible += store(Medium::kDram).free_count() + index_.evictable(ValueClass::kDram);
+  return n <= possible;
+}
+
+void Pool::throw_out_of_blocks(std::size_t n, Medium medium) {
+  guard_alloc(medium);
+  const std::lock_guard lock(mutex_);
+  throw_out_of_blocks_locked(n, medium);
+}
+
+void Pool::throw_out_of_blocks_locked(std::size_t n, Medium medium) {
+  std::string text = std::to_string(n) + " blocks of " + medium_name(medium) + " asked for";
+  std::int64_t free = 0;
+  std::int64_t active = 0;
+  std::int64_t evictable = 0;
+  std::int64_t historical = 0;
+  for (const Medium tier : {Medium::kHbm, Medium::kDram}) {
+    if (medium != tier && medium != Medium::kMixed) continue;
+    free += store(tier).free_count();
+    active += store(tier).count(BlockState::kActive);
+    historical += store(tier).count(BlockState::kHistorical);
+    evictable += static_cast<std::int64_t>(index_.evictable(static_cast<ValueClass>(tier)));
+  }
+  const auto total = static_cast<std::int64_t>(capacity(medium));
+  text += ": of " + std::to_string(total) + ", " + std::to_string(free) + " are free, " + std::to_string(active) +
+          " active, " + std::to_string(historical) + " cached (" + std::to_string(evictable) + " evictable, " +
+          std::to_string(historical - evictable) + " pinned)";
+  throw Error(ErrorCode::kOutOfBlocks, text,
+              {{"requested", static_cast<std::int64_t>(n)},
+               {"capacity", total},
+               {"free", free},
+               {"active", active},
+               {"evictable", evictable},
+               {"pinned", historical - evictable}});
+}
+
+void Pool::check(Address address, std::size_t position, std::optional<BlockState> wanted) {
+  const auto fail = [&](ErrorCode code, const std::string& what) {
+    throw Error(code, "address " + std::to_string(address) + " (position " + std::to_string(position) + "): " + what,
+                {{"address", static_cast<std::int64_t>(address)}, {"position", static_cast<std::int64_t>(position)}});
+  };
+  const std::uint32_t bits = medium_bits_of(address);
+  if (bits != static_cast<std::uint32_t>(Medium::kHbm) && bits != static_cast<std::uint32_t>(Medium::kDram)) {
+    fail(ErrorCode::kArgument, "names no medium; it is no address of a pool");
+  }
+  if (!is_local(address)) fail(ErrorCode::kNotOwner, "belongs to instance " + std::to_string(instance_of(address)));
+  const BlockStore& blocks = store_of(address);
+  const std::uint32_t block = block_of(address);
+  switch (blocks.find(address)) {
+    case AddressFault::kNone:
+      break;
+    case AddressFault::kOutOfRange:
+      fail(ErrorCode::kArgument, std::string(medium_name(blocks.medium())) + " has " +
+                                     std::to_string(blocks.capacity()) + " blocks, and this is block " +
+                                     std::to_string(block));
+      break;
+    default:
+      fail(ErrorCode::kStaleAddress, std::string(medium_name(blocks.medium())) + " block " + std::to_string(block) +
+                                         " is at generation " + std::to_string(blocks.generation(block)) +
+                                         ", the address at " + std::to_string(generation_of(address)) +
+                                         ": the block was freed or moved");
+  }
+  const BlockState state = blocks.state(block);
+  if (state == BlockState::kFree) fail(ErrorCode::kStaleAddress, "the block is not allocated");
+  if (wanted && state != *wanted) {
+    std::string what = std::string("the block is ") + block_state_name(state) + ", not " + block_state_name(*wanted);
+    if (state == BlockState::kHistorical) what += " (it belongs to the index: see delete and evict)";
+    fail(ErrorCode::kState, what);
+  }
+}
+
+// With skip_cached, historical blocks and those of other instances are left to the caller, who is told of them.
+bool Pool::check_active_and_distinct(const Address* addresses, std::size_t n, bool skip_cached) {
+  bool skipped = false;
+  bool ascending = true;
+  Address before = 0;
+  const Address place_mask = ~(static_cast<Address>(kGenerationMax) << kGenerationShift);
+  for (std::size_t i = 0; i < n; ++i) {
+    const Address address = addresses[i];
+    const std::uint32_t bits = medium_bits_of(address);
+    const bool plain = bits == 1 || bits == 2;
+    const bool fine = plain && store_of(address).find(address) == AddressFault::kNone &&
+                      store_of(address).state(block_of(address)) == BlockState::kActive;
+    if (!fine) [[unlikely]] {
+      if (!skip_cached || !plain ||
+          (is_local(address) && (store_of(address).find(address) != AddressFault::kNone ||
+                                 store_of(address).state(block_of(address)) != BlockState::kHistorical))) {
+        check(address, i, BlockState::kActive);
+      }
+      skipped = true;
+      continue;
+    }
+    const Address place = address & place_mask;
+    ascending = ascending && place > before;
+    before = place;
+  }
+  if (!ascending) check_distinct(addresses, n, ++check_stamp_);  // strictly ascending: none stands twice
+  return skipped;
+}
+
+// REQUIRES: checked otherwise. Lists that are checked with one stamp may not share a block either.
+void Pool::check_distinct(const Address* addresses, std::size_t n, std::uint64_t stamp) {
+  for (std::size_t i = 0; i < n; ++i) {
+    if (!is_local(addresses[i]) || store_of(addresses[i]).state(block_of(addresses[i])) != BlockState::kActive) continue;
+    BlockStore& blocks = store_of(addresses[i]);
+    const std::uint32_t block = block_of(addresses[i]);
+    if (blocks.tag(block) == stamp) {
+      throw Error(ErrorCode::kArgument,
+                  "address " + std::to_string(addresses[i]) + " stands twice in the list (position " +
+                      std::to_string(i) + ")",
+                  {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
+    }
+    blocks.set_tag(block, stamp);
+  }
+}
+
+// Frees blocks run by run. REQUIRES: checked; no address twice.
+void Pool::release_blocks(const Address* addresses, std::size_t n) noexcept {
+  for (std::size_t i = 0; i < n;) {
+    const std::uint32_t first = block_of(addresses[i]);
+    const std::uint32_t bits = medium_bits_of(addresses[i]);
+    std::uint32_t run = 1;
+    while (i + run < n && block_of(addresses[i + run]) == first + run && medium_bits_of(addresses[i + run]) == bits) {
+      ++run;
+    }
+    store(static_cast<Medium>(bits)).release(first, run);
+    i += run;
+  }
+}
+
+void Pool::zero_blocks(const Address* addresses, std::size_t n) noexcept {
+  for (std::size_t i = 0; i < n; ++i) {
+    const Arena& arena = *arenas_[medium_bits_of(addresses[i]) - 1];
+    for (const Segment& segment : arena.segments()) {
+      std::memset(segment.base + block_of(addresses[i]) * segment.stride, 0, segment.bytes);
+    }
+  }
+}
+
+void Pool::free(const Address* addresses, std::size_t n) {
+  guard();
+  const std::lock_guard lock(mutex_);
+  check_active_and_distinct(addresses, n, /*skip_cached=*/false);
+  release_blocks(addresses, n);
+  counters_.freed_blocks += n;
+  audit_if_asked();
+}
+
+void Pool::adopt(const std::uint32_t* blocks, std::size_t n, Address* out) {
+  guard();
+  if (!engine_allocates_) {
+    throw Error(ErrorCode::kState, "adopt() is for adopted memory whose engine allocates; use alloc()");
+  }
+  const std::lock_guard lock(mutex_);
+  BlockStore& hbm = store(Medium::kHbm);
+  for (std::size_t i = 0; i < n; ++i) {
+    if (hbm.take_block(blocks[i], BlockState::kActive, out + i)) continue;
+    const std::string what = blocks[i] >= hbm.capacity()
+                                 ? "there are " + std::to_string(hbm.capacity()) + " blocks"
+                                 : std::string("it is ") + block_state_name(hbm.state(blocks[i])) + ", not free";
+    const Error error(blocks[i] >= hbm.capacity() ? ErrorCode::kArgument : ErrorCode::kState,
+                      "block " + std::to_string(blocks[i]) + " (position " + std::to_string(i) + "): " + what,
+                      {{"block", blocks[i]}, {"position", static_cast<std::int64_t>(i)}});
+    release_blocks(out, i);
+    throw error;
+  }
+  // What the engine has taken again is no news to it.
+  std::erase_if(released_, [&](std::uint32_t block) { return hbm.state(block) != BlockState::kFree; });
+  counters_.allocated_blocks += n;
+  audit_if_asked();
+}
+
+std::vector<std::uint32_t> Pool::take_released() {
+  guard();
+  const std::lock_guard lock(mutex_);
+  std::vector<std::uint32_t> fresh;
+  fresh.reserve(engine_allocates_ ? stores_[0].capacity() : 0);
+  released_.swap(fresh);
+  return fresh;
+}
+
+}  // namespace kvpool

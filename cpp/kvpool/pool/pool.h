@@ -1,0 +1,256 @@
+// The pool of one instance: two tiers of blocks, the prompt index over them, and the verbs.
+//
+// Locks
+//   mutex_    guards everything below; held for microseconds, never while bytes are copied, never while waiting for
+//             Python. A thread that holds Python's GIL may take it.
+//   reclaim_  one at a time: swap, eviction, deletion. Taken before mutex_, held while bytes are copied; callers let go
+//             of the GIL first. So a node that is held for copying is met only by matches, insertions and frees.
+//
+// Errors: every verb that throws, Error or std::bad_alloc, has changed nothing. One exception: room that alloc and
+// swap_in made is not unmade. If another thread takes it, or memory runs out, before it could be used, cached prompts
+// have moved down a tier or gone.
+//
+// After fork every verb throws kFork in the child, and destruction there frees nothing that the parent uses.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "kvpool/arena/arena.h"
+#include "kvpool/base/copy.h"
+#include "kvpool/blocks/block_copy.h"
+#include "kvpool/blocks/block_store.h"
+#include "kvpool/blocks/layout.h"
+#include "kvpool/index/prompt_index.h"
+#include "kvpool/index/pins.h"
+
+namespace kvpool {
+
+struct AdoptedMemory {
+  std::uint32_t blocks = 0;
+  std::vector<Segment> segments;
+  std::shared_ptr<void> keepalive;
+  bool engine_allocates = false;  // the engine's allocator decides; the pool mirrors it with adopt() and free()
+};
+
+struct PoolOptions {
+  Layout layout;
+  std::uint32_t hbm_blocks = 0;
+  std::uint32_t dram_blocks = 0;
+  std::optional<AdoptedMemory> adopted_hbm;
+  EvictionPolicy policy = EvictionPolicy::kLru;
+  int copy_threads = 2;
+  HugePages huge_pages = HugePages::kAuto;
+  int numa_node = -1;
+  bool check_memory = true;
+  bool pin_dram = false;
+  bool audit = false;          // after every verb
+  bool zero_on_alloc = false;  // blocks are handed out as zeros
+};
+
+struct PoolCounters {
+  std::uint64_t allocated_blocks = 0;
+  std::uint64_t freed_blocks = 0;
+  std::uint64_t match_calls = 0;
+  std::uint64_t requested_tokens = 0;
+  std::uint64_t matched_tokens = 0;
+  std::uint64_t inserted_blocks = 0;
+  std::uint64_t duplicate_blocks = 0;
+  std::uint64_t evicted_blocks = 0;
+  std::uint64_t swapped_out_blocks = 0;
+  std::uint64_t swapped_in_blocks = 0;
+};
+
+struct MediumCounts {
+  std::uint32_t capacity = 0;
+  std::array<std::uint32_t, kBlockStateCount> by_state{};
+  std::uint32_t evictable = 0;  // of the historical ones: neither pinned nor being moved
+  FreeRuns free_runs{};
+};
+
+struct PoolStats {
+  std::array<MediumCounts, kMediaCount> media;
+  PoolCounters counters;
+  std::size_t index_nodes = 0;
+  std::size_t index_blocks = 0;
+  std::size_t index_bytes = 0;
+  std::size_t namespaces = 0;
+  std::uint64_t metadata_bytes = 0;
+};
+
+struct InsertOutcome {
+  IndexPin pin;
+  std::size_t inserted = 0;         // blocks newly stored
+  std::vector<Address> duplicates;  // given blocks whose page was there before; still active
+};
+
+struct InsertItem {
+  const Token* tokens;
+  std::size_t n_tokens;
+  const Address* addresses;
+  std::size_t n_addresses;
+  Address* canonical;  // room for n_addresses
+};
+
+struct MatchExplanation {
+  std::size_t requested_tokens = 0;
+  std::size_t matched_pages = 0;
+  std::size_t partial_tokens = 0;
+  MatchEnd end = MatchEnd::kComplete;
+  std::vector<Address> addresses;
+  // Other namespaces that hold more of these tokens, with how many pages.
+  std::vector<std::pair<std::string, std::size_t>> elsewhere;
+};
+
+class Pool final : public PinOwner, private IndexObserver {
+ public:
+  // Throws kArgument, kOutOfMemory, kUnsupported, kLayoutMismatch.
+  explicit Pool(const PoolOptions& options);
+  ~Pool() override;
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  // Ends the pool: every verb but unpin throws kClosed from now on. Views of the memory stay valid. Idempotent.
+  void close() noexcept;
+  bool closed() const noexcept { return closed_.load(std::memory_order_relaxed); }
+
+  // --- blocks (pool.cpp) ---
+
+  // Takes n blocks if they are free; false if not. MIXED: HBM first, the rest DRAM.
+  bool try_alloc(std::size_t n, Medium medium, Address* out);
+  // The same, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first. Throws kOutOfBlocks.
+  void alloc_evicting(std::size_t n, Medium medium, Address* out);
+  [[noreturn]] void throw_out_of_blocks(std::size_t n, Medium medium);
+  std::size_t capacity(Medium medium) const noexcept;
+
+  void free(const Address* addresses, std::size_t n);
+
+  // Adopted memory whose engine allocates: these blocks are the engine's now (free -> active), and which blocks the
+  // index gave up since the last call (historical -> free): the engine may use them again.
+  void adopt(const std::uint32_t* blocks, std::size_t n, Address* out);
+  std::vector<std::uint32_t> take_released();
+
+  // --- cached prompts (cache.cpp) ---
+
+  // `out` has room for n_tokens / block_tokens addresses.
+  IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
+  // All or nothing over the whole batch.
+  std::vector<InsertOutcome> insert(std::string_view name_space, std::span<const InsertItem> items,
+                                    bool free_duplicates);
+  std::size_t erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
+  std::size_t evict(std::size_t n, Medium medium);
+  MatchExplanation explain(std::string_view name_space, const Token* tokens, std::size_t n_tokens);
+  void unpin(const IndexPin* pins, std::size_t n) noexcept override;
+
+  std::shared_ptr<EventQueue> subscribe(std::uint64_t capacity_tokens, bool include_cached);
+  EventQueue::Batch drain(EventQueue& queue);
+  void unsubscribe(const std::shared_ptr<EventQueue>& queue) noexcept;
+
+  // --- moves between the tiers (swap.cpp) ---
+
+  std::vector<Address> swap_out(std::size_t n);
+  // Addresses of cached blocks, in any medium; writes where each lies then, in HBM, and returns pins on them. The blocks
+  // to move to are the pool's choice, or, when `into` is not empty, these active HBM blocks: one for each in DRAM.
+  std::vector<IndexPin> swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out);
+
+  // --- what there is (audit.cpp) ---
+
+  PoolStats stats();
+  PoolStats audit();
+  const Layout& layout() const noexcept { return layout_; }
+  std::shared_ptr<Arena> arena(Medium medium);
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  // The blocks that pins of an earlier time may still read, after swap_in gave their page a new address.
+  struct Limbo {
+    PromptNode* node;
+    std::uint64_t stamp;      // pins taken before this may read the blocks
+    std::uint32_t remaining;  // so many of them
+    std::vector<Address> blocks;
+  };
+  static constexpr std::uint64_t kLimboTag = 1;  // a block's tag while it is in limbo: no node has this address
+
+  BlockStore& store(Medium medium) noexcept { return stores_[static_cast<std::size_t>(medium_index(medium))]; }
+  BlockStore& store_of(Address address) noexcept { return store(static_cast<Medium>(medium_bits_of(address))); }
+  bool is_local(Address address) noexcept {
+    const std::uint32_t instance = instance_of(address);
+    return instance == 0 || instance == stores_[0].instance();
+  }
+
+  void guard() const;
+  void guard_alloc(Medium medium) const;
+  void audit_if_asked();
+  PoolStats audit_locked();
+  PoolStats stats_locked() noexcept;
+
+  bool take(std::size_t n, Medium medium, BlockState to, Address* out) noexcept;
+  bool can_make_room(std::size_t n, Medium medium) noexcept;
+  [[noreturn]] void throw_out_of_blocks_locked(std::size_t n, Medium medium);
+  // Throws unless the address names a block here in state `wanted` (any taken state when nullopt).
+  void check(Address address, std::size_t position, std::optional<BlockState> wanted);
+  bool check_active_and_distinct(const Address* addresses, std::size_t n, bool skip_cached);
+  void check_distinct(const Address* addresses, std::size_t n, std::uint64_t stamp);
+  void hand_over(const Address* addresses, std::size_t n);
+  void release_blocks(const Address* addresses, std::size_t n) noexcept;
+  void zero_blocks(const Address* addresses, std::size_t n) noexcept;
+
+  void check_insertion(std::string_view name_space, const InsertItem& item);
+  void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;
+
+  void release_cached(const Address* addresses, std::size_t n) noexcept;
+  std::size_t evict_locked(ValueClass value_class, std::size_t n) noexcept;
+  void make_room(Lock& lock, std::size_t n);
+  std::size_t move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* moved);
+  void make_dram_room(std::size_t n) noexcept;
+  // Blocks that swap_in moves, where to, and the pins that keep them meanwhile.
+  struct Inbound {
+    std::vector<Address> from;
+    std::vector<Address> to;
+    std::vector<IndexPin> pins;
+  };
+  void gather_inbound(std::span<const Address> addresses, Inbound& inbound);
+  void reserve_inbound(Lock& lock, std::span<const Address> into, Inbound& inbound);
+  void commit_inbound(Inbound& inbound);
+
+  void placed(PromptNode& node) noexcept override;
+  void dropped(const Address* values, std::size_t n) noexcept override;
+  void unpinned(PromptNode& node, std::uint64_t stamp) noexcept override;
+  PromptNode* node_of(Address address) noexcept {
+    return reinterpret_cast<PromptNode*>(store_of(address).tag(block_of(address)));  // NOLINT(performance-no-int-to-ptr)
+  }
+
+  Layout layout_;
+  bool audit_each_call_;
+  bool zero_on_alloc_;
+  bool engine_allocates_ = false;
+  std::uint32_t made_in_;  // fork generation
+  std::atomic<bool> closed_{false};
+
+  std::mutex reclaim_;
+  std::mutex mutex_;
+  std::array<BlockStore, kMediaCount> stores_;
+  std::array<std::shared_ptr<Arena>, kMediaCount> arenas_;
+  CopyTeam team_;
+  std::optional<BlockCopier> out_copier_;  // HBM to DRAM
+  std::optional<BlockCopier> in_copier_;
+  PromptIndex index_;
+  std::vector<Limbo> limbo_;
+  std::vector<std::uint32_t> released_;  // to tell the engine: free blocks, each once; room for every block
+  PoolCounters counters_;
+  std::uint64_t dropped_blocks_ = 0;     // by the index, for whatever reason
+  std::uint64_t check_stamp_ = kLimboTag;  // tags active blocks while a list is checked for duplicates
+  std::uint32_t move_stamp_ = 0;           // marks cached blocks, likewise
+};
+
+}  // namespace kvpool

@@ -1,0 +1,325 @@
+#include "kvpool/pool/pool.h"
+
+#include <doctest/doctest.h>
+
+#include <unistd.h>
+
+#include <sys/wait.h>
+
+#include "kvpool/base/error.h"
+#include "pool_fixture.h"
+
+using namespace kvpool;           // NOLINT(google-build-using-namespace)
+using namespace kvpool::testing;  // NOLINT(google-build-using-namespace)
+
+namespace {
+
+std::shared_ptr<Pool> make_pool(std::uint32_t hbm, std::uint32_t dram) {
+  PoolOptions options = small_options(hbm, dram);
+  options.audit = true;
+  return std::make_shared<Pool>(options);
+}
+
+template <class Call>
+ErrorCode code_of(Call&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  FAIL("the call did not throw");
+  return ErrorCode::kAudit;
+}
+
+const MediumCounts& hbm(const PoolStats& stats) { return stats.media[0]; }
+const MediumCounts& dram(const PoolStats& stats) { return stats.media[1]; }
+std::uint32_t in_state(const MediumCounts& counts, BlockState state) {
+  return counts.by_state[static_cast<std::size_t>(state)];
+}
+
+}  // namespace
+
+TEST_CASE("an allocation of both media takes HBM first and keeps the order") {
+  const auto pool = make_pool(4, 4);
+  const Addresses blocks = alloc(*pool, 6, Medium::kMixed);
+  for (std::size_t i = 0; i < 6; ++i) CHECK(medium_of(blocks[i]) == (i < 4 ? Medium::kHbm : Medium::kDram));
+  pool->free(blocks.data(), blocks.size());
+  CHECK(hbm(pool->stats()).by_state[0] == 4);
+}
+
+TEST_CASE("an allocation that cannot be met throws with the counts and takes nothing") {
+  const auto pool = make_pool(4, 2);
+  const Addresses kept = alloc(*pool, 3);
+  Addresses out(4);
+  CHECK_FALSE(pool->try_alloc(2, Medium::kHbm, out.data()));
+  CHECK(code_of([&] { pool->alloc_evicting(2, Medium::kHbm, out.data()); }) == ErrorCode::kOutOfBlocks);
+  CHECK(code_of([&] { pool->alloc_evicting(7, Medium::kMixed, out.data()); }) == ErrorCode::kOutOfBlocks);
+  CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 3);
+  CHECK(in_state(dram(pool->stats()), BlockState::kFree) == 2);
+}
+
+TEST_CASE("free refuses what is stale, cached, foreign, made up or listed twice, and frees nothing then") {
+  const auto pool = make_pool(8, 0);
+  const Addresses blocks = alloc(*pool, 4);
+  const Held held = insert(pool, prompt(1, 1), {blocks[3]});
+  const auto try_free = [&](Address bad) {
+    const Addresses list = {blocks[0], blocks[1], bad};
+    return code_of([&] { pool->free(list.data(), list.size()); });
+  };
+  CHECK(try_free(blocks[3]) == ErrorCode::kState);
+  CHECK(try_free(blocks[0]) == ErrorCode::kArgument);
+  CHECK(try_free(make_address(7, Medium::kHbm, 1, 0)) == ErrorCode::kNotOwner);
+  CHECK(try_free(make_address(0, Medium::kHbm, 1, 4000)) == ErrorCode::kArgument);
+  CHECK(try_free(0) == ErrorCode::kArgument);
+  CHECK(try_free(make_address(0, Medium::kHbm, 1, 7)) == ErrorCode::kStaleAddress);  // never allocated
+  CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 3);
+  pool->free(blocks.data(), 3);
+  CHECK(try_free(blocks[2]) == ErrorCode::kStaleAddress);
+}
+
+TEST_CASE("a duplicate stays with the caller, who may ask that it be freed") {
+  const auto pool = make_pool(8, 0);
+  const Addresses first = alloc(*pool, 2);
+  const Addresses second = alloc(*pool, 2);
+  const Held stored = insert(pool, prompt(1, 2), first);
+  const Held again = insert(pool, prompt(1, 2), second);
+  CHECK(again.outcome.inserted == 0);
+  CHECK(again.outcome.duplicates == second);
+  CHECK(again.canonical == first);
+  CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 2);
+  const Held freed = insert(pool, prompt(1, 2), second, "", /*free_duplicates=*/true);
+  CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 0);
+}
+
+TEST_CASE("the prefix that a match gave can be inserted again with what follows") {
+  const auto pool = make_pool(8, 0);
+  insert(pool, prompt(1, 2), alloc(*pool, 2));
+  const Found found = match(pool, prompt(1, 3));
+  REQUIRE(found.hit.pages == 2);
+  Addresses whole = found.addresses;
+  whole.push_back(alloc(*pool, 1)[0]);
+  const Held held = insert(pool, prompt(1, 3), whole);
+  CHECK(held.outcome.inserted == 1);
+  CHECK(held.outcome.duplicates.empty());
+  CHECK(held.canonical == whole);
+}
+
+TEST_CASE("a cached block cannot be inserted as another page") {
+  const auto pool = make_pool(8, 0);
+  const Addresses blocks = alloc(*pool, 2);
+  insert(pool, prompt(1, 2), blocks);
+  CHECK(code_of([&] { insert(pool, prompt(2, 2), blocks); }) == ErrorCode::kState);
+  CHECK(code_of([&] { insert(pool, prompt(1, 2), {blocks[1], blocks[0]}); }) == ErrorCode::kState);
+}
+
+TEST_CASE("a batch of insertions is all or nothing") {
+  const auto pool = make_pool(8, 0);
+  const Addresses blocks = alloc(*pool, 3);
+  const Tokens good = prompt(1, 2);
+  const Tokens bad = prompt(2, 1);
+  Addresses canonical(3);
+  const InsertItem items[] = {{good.data(), good.size(), blocks.data(), 2, canonical.data()},
+                              {bad.data(), bad.size(), blocks.data() + 1, 1, canonical.data() + 2}};
+  CHECK(code_of([&] { pool->insert("", items, false); }) == ErrorCode::kArgument);  // a block in both
+  CHECK(match(pool, good).hit.pages == 0);
+  CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 3);
+}
+
+TEST_CASE("allocation moves the coldest prompts to DRAM and drops the coldest of DRAM, bytes intact") {
+  const auto pool = make_pool(4, 4);
+  for (Token id = 1; id <= 3; ++id) {
+    const Addresses blocks = alloc(*pool, 4);
+    for (std::size_t i = 0; i < 4; ++i) stamp(*pool, blocks[i], static_cast<std::uint64_t>(id) * 10 + i);
+    insert(pool, prompt(id, 4), blocks);
+  }
+  CHECK(match(pool, prompt(1, 4)).hit.pages == 0);  // dropped
+  const Found second = match(pool, prompt(2, 4));   // moved
+  REQUIRE(second.hit.pages == 4);
+  for (std::size_t i = 0; i < 4; ++i) {
+    CHECK(medium_of(second.addresses[i]) == Medium::kDram);
+    CHECK(has_stamp(*pool, second.addresses[i], 20 + i));
+  }
+  CHECK(medium_of(match(pool, prompt(3, 4)).addresses[0]) == Medium::kHbm);
+}
+
+TEST_CASE("a pinned prompt is neither evicted, moved nor deleted") {
+  const auto pool = make_pool(4, 4);
+  insert(pool, prompt(1, 4), alloc(*pool, 4));
+  Found held = match(pool, prompt(1, 2));
+  Addresses out(4);
+  CHECK(code_of([&] { pool->alloc_evicting(3, Medium::kHbm, out.data()); }) == ErrorCode::kOutOfBlocks);
+  CHECK(pool->swap_out(4).size() == 2);  // what the match did not cover
+  const Tokens tokens = prompt(1, 4);
+  CHECK(code_of([&] { pool->erase("", tokens.data(), tokens.size(), true); }) == ErrorCode::kState);
+  held.pins.release();
+  CHECK(pool->erase("", tokens.data(), tokens.size(), true) == 4);
+}
+
+TEST_CASE("what is swapped in can be read at its old address until the pins of that time go") {
+  const auto pool = make_pool(4, 4);
+  const Addresses blocks = alloc(*pool, 2);
+  for (std::size_t i = 0; i < 2; ++i) stamp(*pool, blocks[i], 70 + i);
+  insert(pool, prompt(1, 2), blocks);
+  REQUIRE(pool->swap_out(2).size() == 2);
+
+  Found before = match(pool, prompt(1, 2));
+  Addresses hot(2);
+  Pins pins(pool, pool->swap_in(before.addresses, {}, hot.data()));
+  Found after = match(pool, prompt(1, 2));
+  CHECK(after.addresses == hot);
+  for (std::size_t i = 0; i < 2; ++i) {
+    CHECK(has_stamp(*pool, before.addresses[i], 70 + i));
+    CHECK(has_stamp(*pool, hot[i], 70 + i));
+  }
+  CHECK(in_state(dram(pool->stats()), BlockState::kHistorical) == 2);
+  CHECK(code_of([&] { Pins again(pool, pool->swap_in(before.addresses, {}, hot.data())); }) ==
+        ErrorCode::kStaleAddress);
+  CHECK(insert(pool, prompt(1, 2), before.addresses).canonical == hot);  // the caller's prefix, by its old address
+  after.pins.release();
+  CHECK(in_state(dram(pool->stats()), BlockState::kHistorical) == 2);
+  before.pins.release();
+  CHECK(in_state(dram(pool->audit()), BlockState::kFree) == 4);
+}
+
+TEST_CASE("a prompt that was cut while its blocks were in limbo lets go of them all the same") {
+  const auto pool = make_pool(8, 8);
+  insert(pool, prompt(1, 4), alloc(*pool, 4));
+  REQUIRE(pool->swap_out(4).size() == 4);
+  Found before = match(pool, prompt(1, 4));
+  Addresses hot(4);
+  Pins pins(pool, pool->swap_in(before.addresses, {}, hot.data()));
+  Tokens branch = prompt(1, 2);
+  const Tokens tail = prompt(9, 2);
+  branch.insert(branch.end(), tail.begin(), tail.end());
+  Addresses whole = {hot[0], hot[1]};
+  const Addresses fresh = alloc(*pool, 2);
+  whole.insert(whole.end(), fresh.begin(), fresh.end());
+  insert(pool, branch, whole);
+  before.pins.release();
+  CHECK(in_state(dram(pool->audit()), BlockState::kFree) == 8);
+}
+
+TEST_CASE("swap_in makes room by moving others down, and fails whole when it cannot") {
+  const auto pool = make_pool(4, 8);
+  insert(pool, prompt(1, 4), alloc(*pool, 4));
+  insert(pool, prompt(2, 4), alloc(*pool, 4));  // pushes the first down
+  Found cold = match(pool, prompt(1, 4));
+  REQUIRE(medium_of(cold.addresses[0]) == Medium::kDram);
+  Addresses hot(4);
+  {
+    const Found hog = match(pool, prompt(2, 4));
+    CHECK(code_of([&] { Pins none(pool, pool->swap_in(cold.addresses, {}, hot.data())); }) ==
+          ErrorCode::kOutOfBlocks);
+    CHECK(match(pool, prompt(1, 4)).addresses == cold.addresses);
+  }
+  Pins pins(pool, pool->swap_in(cold.addresses, {}, hot.data()));
+  CHECK(medium_of(match(pool, prompt(2, 4)).addresses[0]) == Medium::kDram);
+}
+
+TEST_CASE("addresses on other instances are kept as they are and hold no memory here") {
+  const auto pool = make_pool(4, 0);
+  const Addresses remote = {make_address(5, Medium::kDram, 3, 11), make_address(6, Medium::kHbm, 1, 2)};
+  { const Held held = insert(pool, prompt(1, 2), remote); }
+  CHECK(match(pool, prompt(1, 2)).addresses == remote);
+  CHECK(in_state(hbm(pool->audit()), BlockState::kFree) == 4);
+}
+
+TEST_CASE("a pool of LFU and one of FIFO choose other victims than LRU") {
+  for (const auto policy : {EvictionPolicy::kLru, EvictionPolicy::kLfu, EvictionPolicy::kFifo}) {
+    PoolOptions options = small_options(3, 0);
+    options.policy = policy;
+    const auto pool = std::make_shared<Pool>(options);
+    for (Token id = 1; id <= 3; ++id) insert(pool, prompt(id, 1), alloc(*pool, 1));
+    match(pool, prompt(1, 1));
+    match(pool, prompt(1, 1));
+    match(pool, prompt(2, 1));
+    match(pool, prompt(3, 1));
+    match(pool, prompt(2, 1));
+    // Last uses: 1, 3, 2. Uses: 1 twice, 2 twice, 3 once. Insertions: 1, 2, 3.
+    alloc(*pool, 1);
+    const Token expected = policy == EvictionPolicy::kLfu ? 3 : 1;
+    CHECK(match(pool, prompt(expected, 1)).hit.pages == 0);
+    pool->audit();
+  }
+}
+
+TEST_CASE("adopted memory: states follow the engine's calls, and what the index gives up is told") {
+  std::vector<std::byte> memory(4 * 128);
+  PoolOptions options = small_options(0, 4);
+  options.audit = true;
+  AdoptedMemory adopted;
+  adopted.blocks = 4;
+  adopted.segments = {{memory.data(), 128, 64}, {memory.data() + 64, 128, 64}};
+  adopted.engine_allocates = true;
+  options.adopted_hbm = adopted;
+  const auto pool = std::make_shared<Pool>(options);
+  Addresses out(2);
+  CHECK(code_of([&] { pool->try_alloc(1, Medium::kHbm, out.data()); }) == ErrorCode::kState);
+  const std::uint32_t ids[] = {3, 1};
+  pool->adopt(ids, 2, out.data());
+  CHECK(block_of(out[0]) == 3);
+  CHECK(code_of([&] { Addresses again(2); pool->adopt(ids, 2, again.data()); }) == ErrorCode::kState);
+  stamp(*pool, out[0], 5);
+  insert(pool, prompt(1, 2), out);
+  REQUIRE(pool->swap_out(2).size() == 2);
+  CHECK(pool->take_released() == std::vector<std::uint32_t>{3, 1});
+  CHECK(pool->take_released().empty());
+  Found cold = match(pool, prompt(1, 2));
+  CHECK(has_stamp(*pool, cold.addresses[0], 5));
+  pool->adopt(ids, 2, out.data());
+  Addresses hot(2);
+  CHECK(code_of([&] { Pins none(pool, pool->swap_in(cold.addresses, {}, hot.data())); }) == ErrorCode::kState);
+  Pins pins(pool, pool->swap_in(cold.addresses, out, hot.data()));
+  CHECK(hot == out);
+  CHECK(has_stamp(*pool, hot[0], 5));
+}
+
+TEST_CASE("a closed pool refuses every verb, and its pins can still be let go") {
+  const auto pool = make_pool(4, 0);
+  Held held = insert(pool, prompt(1, 2), alloc(*pool, 2));
+  const auto arena = pool->arena(Medium::kHbm);
+  pool->close();
+  pool->close();
+  Addresses out(1);
+  CHECK(code_of([&] { pool->try_alloc(1, Medium::kHbm, out.data()); }) == ErrorCode::kClosed);
+  CHECK(code_of([&] { pool->stats(); }) == ErrorCode::kClosed);
+  CHECK(code_of([&] { pool->free(held.canonical.data(), 1); }) == ErrorCode::kClosed);
+  held.pins.release();
+  *arena->segments()[0].base = std::byte{1};  // a view outlives the pool
+}
+
+TEST_CASE("in a forked child every verb throws and teardown leaves the parent alone") {
+  auto pool = make_pool(4, 0);
+  auto held = std::make_unique<Held>(insert(pool, prompt(1, 2), alloc(*pool, 2)));
+  const pid_t child = fork();
+  if (child == 0) {
+    Addresses out(1);
+    bool fine = false;
+    try {
+      pool->try_alloc(1, Medium::kHbm, out.data());
+    } catch (const Error& error) {
+      fine = error.code() == ErrorCode::kFork;
+    }
+    held.reset();
+    pool.reset();
+    _exit(fine ? 0 : 1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  CHECK(status == 0);
+  CHECK(match(pool, prompt(1, 2)).hit.pages == 2);
+  pool->audit();
+}
+
+TEST_CASE("blocks come as zeros where that is asked for") {
+  PoolOptions options = small_options(2, 2);
+  options.zero_on_alloc = true;
+  Pool pool(options);
+  for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
+    Addresses blocks = alloc(pool, 2, medium);
+    for (const Address block : blocks) stamp(pool, block, 9);
+    pool.free(blocks.data(), 2);
+    blocks = alloc(pool, 2, medium);
+    for (const Address block : blocks) CHECK(has_stamp(pool, block, 0));
+  }
+}
