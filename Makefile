@@ -1,0 +1,175 @@
+# Everything that one does with a checkout. `make` lists it. The first call of a target makes .venv and installs what
+# the target needs; the second finds it there.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+JOBS ?= 2
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := $(VENV)/done
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+REPORTS := build/reports
+CPP_SOURCES := $(shell find cpp bindings cuda third_party cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
+CPP_STYLED := $(shell find cpp bindings tests/cpp -name '*.h' -o -name '*.cpp' 2>/dev/null)
+BUILD_REQUIRES = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ',')
+TYPED := src $(wildcard examples bench)
+
+# What `build/release` holds: the extension module that .venv imports, and the C++ tests beside it.
+export KVPOOL_BUILD_DIR := build/release
+export CMAKE_ARGS := --log-level=NOTICE -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
+SANITIZED = -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release -DKVPOOL_PYTHON=OFF -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
+# ThreadSanitizer wants its shadow where a kernel may have put something else; without randomisation it never has.
+FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
+
+say = @printf '\n\033[1m== %s\033[0m\n' "$(1)"
+
+.PHONY: help
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+# ---- set-up
+
+$(DONE)/venv:
+	$(call say,Python environment in $(VENV))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "kvpool needs Python 3.10 or newer; \
+	$(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(DONE)
+	@$(PIP) --upgrade pip
+	@touch $@
+
+$(DONE)/tools: $(DONE)/venv pyproject.toml
+	$(call say,Build tools)
+	@$(PIP) $(BUILD_REQUIRES)
+	@touch $@
+
+# Not to be had for this Python, or not now: the next call tries again, and all that needs no torch works.
+$(DONE)/torch: $(DONE)/venv Makefile
+	$(call say,PyTorch ($(TORCH)))
+	@if $(PIP) "$(TORCH)"; then touch $@; else echo "$(TORCH) cannot be installed for $$($(BIN)/python --version); \
+	what needs it is skipped" >&2; fi
+
+$(DONE)/module: $(CPP_SOURCES) | $(DONE)/tools
+	$(call say,Extension module in build/release)
+	@$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@
+
+# One installation of the package each, with more or fewer requirements beside it.
+$(DONE)/package $(DONE)/package-demo $(DONE)/package-dev: $(DONE)/package%: pyproject.toml setup.py | $(DONE)/module
+	$(call say,kvpool$(EXTRAS$*) in $(VENV))
+	@$(PIP) --no-build-isolation --editable '.$(EXTRAS$*)'
+	@touch $@
+EXTRAS-demo := [demo]
+EXTRAS-dev := [demo,test,dev]
+
+.PHONY: build
+build: $(DONE)/module $(DONE)/package ## build and install into .venv; again after a change of C++
+
+# ---- use
+
+.PHONY: demo
+demo: $(DONE)/torch $(DONE)/module $(DONE)/package-demo ## a real transformer with the prompt cache off and on
+	@$(BIN)/python -c 'import torch' || { echo "the demo needs PyTorch; for this Python there is no $(TORCH)" >&2; exit 1; }
+	@$(BIN)/python examples/serve_with_cache.py
+
+.PHONY: bench
+bench: $(DONE)/torch $(DONE)/module $(DONE)/package-dev ## measure, beside the peers that are installed
+	@$(BIN)/python bench/run.py
+
+.PHONY: docs
+docs: $(DONE)/module $(DONE)/package-dev ## API reference in build/docs
+	$(call say,API reference)
+	@$(BIN)/pdoc --docformat google --output-directory build/docs kvpool
+	@echo "build/docs/index.html"
+
+# ---- tests
+
+# In this order, so that what fails fast fails first.
+TEST_STEPS := style types cpp-test python-test asan tsan tidy
+
+.PHONY: test
+test: ## all tests, sanitizers, lint and types
+	@rm -rf $(REPORTS)
+	@for step in $(TEST_STEPS); do $(MAKE) --no-print-directory $$step; done
+	@$(BIN)/python .ci/summary.py $(REPORTS)
+
+.PHONY: cpp-test
+cpp-test: $(DONE)/module ## C++ tests
+	$(call say,C++ tests)
+	@mkdir -p $(REPORTS)
+	@$(BIN)/cmake --build build/release --target kvpool_tests
+	@build/release/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-release.txt
+
+.PHONY: python-test
+python-test: $(DONE)/torch $(DONE)/module $(DONE)/package-dev ## Python tests
+	$(call say,Python tests)
+	@mkdir -p $(REPORTS)
+	@$(BIN)/python -m pytest -q --junitxml=$(REPORTS)/python.xml $(PYTEST_ARGS)
+
+.PHONY: asan
+asan: $(DONE)/tools ## C++ tests under AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer
+	$(call say,C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer)
+	@mkdir -p $(REPORTS)
+	@$(BIN)/cmake -S . -B build/asan $(SANITIZED) -DKVPOOL_SANITIZE=address >/dev/null
+	@$(BIN)/cmake --build build/asan
+	@ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	build/asan/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-asan.txt
+
+.PHONY: tsan
+tsan: $(DONE)/tools ## C++ tests under ThreadSanitizer
+	$(call say,C++ tests under ThreadSanitizer)
+	@mkdir -p $(REPORTS)
+	@$(BIN)/cmake -S . -B build/tsan $(SANITIZED) -DKVPOOL_SANITIZE=thread >/dev/null
+	@$(BIN)/cmake --build build/tsan
+	@TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
+	$(FIXED_LAYOUT) build/tsan/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-tsan.txt
+
+# ---- style
+
+.PHONY: fmt
+fmt: $(DONE)/package-dev ## format all files
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/clang-format -i $(CPP_STYLED)
+
+.PHONY: lint
+lint: style types tidy ## ruff, clang-format, mypy --strict and clang-tidy
+
+.PHONY: style
+style: $(DONE)/package-dev
+	$(call say,Style)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/clang-format --dry-run -Werror $(CPP_STYLED)
+
+.PHONY: types
+types: $(DONE)/torch $(DONE)/module $(DONE)/package-dev
+	$(call say,Types)
+	@for part in $(TYPED); do $(BIN)/mypy --strict $$part; done
+
+# clang-tidy reads how each file is compiled from build/release; a file that passed is not read again until it or a
+# header changes.
+TIDIED := $(patsubst %.cpp,build/tidy/%.done,$(shell find cpp bindings -name '*.cpp' 2>/dev/null))
+
+.PHONY: tidy
+tidy: $(DONE)/module $(DONE)/package-dev
+	$(call say,clang-tidy)
+	@$(MAKE) --no-print-directory -j$(JOBS) $(TIDIED)
+
+build/tidy/%.done: %.cpp .clang-tidy bindings/.clang-tidy $(shell find cpp bindings -name '*.h' 2>/dev/null)
+	@mkdir -p $(@D)
+	@$(BIN)/clang-tidy --quiet -p build/release $< 2> >(grep -v 'warnings generated\|^Suppressed' >&2)
+	@touch $@
+
+.PHONY: clean
+clean: ## remove what was built, but not .venv
+	@rm -rf build dist src/*.egg-info src/kvpool/_core*.so $(DONE)/module $(DONE)/package*
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	@rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,123 @@
+#include "adopt.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "dlpack.h"
+#include "kvpool/base/error.h"
+
+namespace kvpool::bindings {
+namespace {
+
+struct TensorView {
+  std::byte* data;
+  std::size_t item_bytes;
+  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> strides;  // in elements
+};
+
+[[noreturn]] void throw_mismatch(std::size_t position, const std::string& what) {
+  throw Error(ErrorCode::kLayoutMismatch, "tensor " + std::to_string(position) + ": " + what,
+              {{"position", static_cast<std::int64_t>(position)}});
+}
+
+// Reads the capsule and lets go of it: the tensor object itself is what is kept.
+TensorView view_of(const py::object& tensor, std::size_t position) {
+  if (!py::hasattr(tensor, "__dlpack__")) {
+    throw_type_error("tensor " + std::to_string(position) + " has no __dlpack__: " +
+                     py::str(py::type::of(tensor)).cast<std::string>());
+  }
+  const py::object capsule = tensor.attr("__dlpack__")();
+  const auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+  if (managed == nullptr) throw py::error_already_set();
+  const DLTensor& view = managed->dl_tensor;
+  if (view.device.device_type != kDLCPU) {
+    throw Error(ErrorCode::kUnsupported, "tensor " + std::to_string(position) + " is not on the CPU");
+  }
+  TensorView result;
+  result.data = static_cast<std::byte*>(view.data) + view.byte_offset;
+  result.item_bytes = (static_cast<std::size_t>(view.dtype.bits) * view.dtype.lanes + 7) / 8;
+  result.shape.assign(view.shape, view.shape + view.ndim);
+  result.strides.resize(result.shape.size());
+  std::int64_t dense = 1;
+  for (std::size_t i = result.shape.size(); i-- > 0;) {
+    result.strides[i] = view.strides != nullptr ? view.strides[i] : dense;
+    dense *= result.shape[i];
+  }
+  return result;
+}
+
+void append_segments(const TensorView& view, std::size_t position, std::size_t block_dim,
+                     std::vector<Segment>& segments) {
+  std::int64_t piece = 1;  // elements
+  for (std::size_t i = view.shape.size(); i-- > block_dim + 1;) {
+    if (view.shape[i] != 1 && view.strides[i] != piece) {
+      throw_mismatch(position, "dimension " + std::to_string(i) +
+                                   " is not contiguous: what follows the block dimension must be one run of bytes");
+    }
+    piece *= view.shape[i];
+  }
+  if (view.strides[block_dim] < 0) throw_mismatch(position, "the block dimension has a negative stride");
+  // The dimensions before the blocks, counted like an odometer.
+  std::vector<std::int64_t> index(block_dim, 0);
+  for (;;) {
+    std::int64_t offset = 0;
+    for (std::size_t i = 0; i < block_dim; ++i) offset += index[i] * view.strides[i];
+    const auto item = static_cast<std::int64_t>(view.item_bytes);
+    segments.push_back(Segment{view.data + offset * item,
+                               static_cast<std::size_t>(view.strides[block_dim] * item),
+                               static_cast<std::size_t>(piece * item)});
+    std::size_t digit = block_dim;
+    while (digit > 0 && ++index[digit - 1] == view.shape[digit - 1]) index[--digit] = 0;
+    if (digit == 0) return;
+  }
+}
+
+// Keeps Python objects from C++ threads: lets go of them under the GIL, or, when the interpreter is gone, not at all.
+std::shared_ptr<void> keep(py::object object) {
+  return {new py::object(std::move(object)), [](void* pointer) {
+            if (Py_IsInitialized() == 0) return;
+            const py::gil_scoped_acquire gil;
+            delete static_cast<py::object*>(pointer);
+          }};
+}
+
+}  // namespace
+
+AdoptedMemory adopt_tensors(const py::object& argument, std::size_t block_dim, bool engine_allocates) {
+  if (PySequence_Check(argument.ptr()) == 0) {
+    throw_type_error("hbm must be a sequence of tensors, and is " +
+                     py::str(py::type::of(argument)).cast<std::string>());
+  }
+  const py::tuple tensors(argument);  // a list may change while the pool lives
+  AdoptedMemory adopted;
+  adopted.engine_allocates = engine_allocates;
+  if (tensors.size() == 0) throw Error(ErrorCode::kArgument, "no tensors to adopt");
+  for (std::size_t position = 0; position < tensors.size(); ++position) {
+    const TensorView view = view_of(tensors[position], position);
+    if (block_dim >= view.shape.size()) {
+      throw_mismatch(position, "it has " + std::to_string(view.shape.size()) + " dimensions, and block_dim is " +
+                                   std::to_string(block_dim));
+    }
+    for (const std::int64_t extent : view.shape) {
+      if (extent == 0) throw_mismatch(position, "it is empty");
+    }
+    const std::int64_t blocks = view.shape[block_dim];
+    if (position == 0) {
+      if (blocks > kBlocksMax) throw_mismatch(position, "more than " + std::to_string(kBlocksMax) + " blocks");
+      adopted.blocks = static_cast<std::uint32_t>(blocks);
+    }
+    if (blocks != adopted.blocks) {
+      throw_mismatch(position, "it has " + std::to_string(blocks) + " blocks, and tensor 0 has " +
+                                   std::to_string(adopted.blocks));
+    }
+    append_segments(view, position, block_dim, adopted.segments);
+  }
+  adopted.keepalive = keep(tensors);
+  return adopted;
+}
+
+}  // namespace kvpool::bindings

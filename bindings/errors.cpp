@@ -1,0 +1,64 @@
+// The one place where the core's errors become Python's.
+#include <exception>
+#include <string>
+
+#include "bind.h"
+#include "kvpool/base/error.h"
+
+namespace kvpool::bindings {
+namespace {
+
+namespace py = pybind11;
+
+const char* class_of(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kArgument:
+      return "ArgumentError";
+    case ErrorCode::kOutOfBlocks:
+      return "OutOfBlocks";
+    case ErrorCode::kOutOfMemory:
+      return "OutOfMemory";
+    case ErrorCode::kStaleAddress:
+      return "StaleAddress";
+    case ErrorCode::kState:
+      return "StateError";
+    case ErrorCode::kNotOwner:
+      return "NotOwner";
+    case ErrorCode::kLayoutMismatch:
+      return "LayoutMismatch";
+    case ErrorCode::kClosed:
+      return "ClosedError";
+    case ErrorCode::kFork:
+      return "ForkError";
+    case ErrorCode::kUnsupported:
+      return "Unsupported";
+    case ErrorCode::kAudit:
+      return "AuditError";
+  }
+  return "Error";
+}
+
+void raise(const Error& error) {
+  const py::object type = py::module_::import("kvpool.errors").attr(class_of(error.code()));
+  py::dict fields;
+  for (const auto& [name, value] : error.fields()) {
+    const bool is_address = std::string(name) == "address";  // 64 bits without a sign
+    fields[name] = is_address ? py::cast(static_cast<std::uint64_t>(value)) : py::cast(value);
+  }
+  const py::object exception = type(std::string(error.what()), **fields);
+  PyErr_SetObject(type.ptr(), exception.ptr());
+}
+
+}  // namespace
+
+void bind_errors(py::module_& /*module*/) {
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      raise(error);
+    }
+  });
+}
+
+}  // namespace kvpool::bindings

@@ -1,0 +1,135 @@
+// The class that kvpool.InstanceIndex derives from.
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "arguments.h"
+#include "bind.h"
+#include "kvpool/index/instance_index.h"
+
+namespace kvpool::bindings {
+namespace {
+
+struct LockedInstanceIndex {
+  explicit LockedInstanceIndex(std::uint32_t page_tokens) : index(page_tokens) {}
+  std::mutex mutex;
+  InstanceIndex index;
+};
+
+std::unique_ptr<LockedInstanceIndex> make_index(const py::object& block_tokens) {
+  const std::size_t page = count_from(block_tokens, "block_tokens");
+  if (page < 1 || page > 65536) {
+    throw Error(ErrorCode::kArgument, "block_tokens must be 1 to 65536, and is " + std::to_string(page));
+  }
+  return std::make_unique<LockedInstanceIndex>(static_cast<std::uint32_t>(page));
+}
+
+std::uint32_t instance_from(py::handle argument) {
+  const std::size_t instance = count_from(argument, "instance");
+  if (instance > kInstanceMax) {
+    throw Error(ErrorCode::kArgument,
+                "instance is " + std::to_string(instance) + "; it must be from 0 to " + std::to_string(kInstanceMax));
+  }
+  return static_cast<std::uint32_t>(instance);
+}
+
+py::list match(LockedInstanceIndex& self, py::handle tokens_argument, py::handle now, py::handle name_argument) {
+  const Vector<Token> tokens = tokens_from(tokens_argument);
+  const std::string_view name = name_from(name_argument);
+  std::vector<InstanceHit> hits;
+  {
+    const std::lock_guard lock(self.mutex);
+    if (now.is_none()) {
+      self.index.peek(name, tokens.data(), tokens.size(), hits);
+    } else {
+      self.index.match(name, tokens.data(), tokens.size(), count_from(now, "now"), hits);
+    }
+  }
+  py::list result(hits.size());
+  for (std::size_t i = 0; i < hits.size(); ++i) {
+    result[i] = py::make_tuple(hits[i].instance, hits[i].pages * self.index.page_tokens());
+  }
+  return result;
+}
+
+}  // namespace
+
+void bind_instance_index(py::module_& module) {
+  py::class_<LockedInstanceIndex>(module, "InstanceIndex", "The C++ half of kvpool.InstanceIndex.")
+      .def(py::init(&make_index), py::arg("block_tokens") = 16)
+      .def_property_readonly(
+          "block_tokens", [](const LockedInstanceIndex& self) { return self.index.page_tokens(); }, "Tokens a block.")
+      .def("insert",
+           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle now,
+              py::handle name) {
+             const Vector<Token> tokens = tokens_from(tokens_argument);
+             const std::lock_guard lock(self.mutex);
+             return self.index.insert(name_from(name), tokens.data(), tokens.size() / self.index.page_tokens(),
+                                      instance_from(instance), count_from(now, "now"));
+           },
+           py::arg("tokens"), py::arg("instance"), py::arg("now") = 0, py::arg("namespace") = "",
+           R"(The instance holds the whole blocks of these tokens.
+
+Args:
+    tokens: Token ids; what is left of the last whole block is ignored.
+    instance: Instance id, 0 to 16383.
+    now: Time of the use, in any unit that grows.
+    namespace: Prefixes of different namespaces never match each other.
+
+Returns:
+    Blocks that it did not hold before.)")
+      .def("match", &match, py::arg("tokens"), py::arg("now") = py::none(), py::arg("namespace") = "",
+           R"(How much of a prompt each instance holds.
+
+Args:
+    tokens: Token ids.
+    now: Time of the use; None looks without counting as a use.
+    namespace: As in insert.
+
+Returns:
+    A list of (instance, tokens), the longest first, for every instance that holds the first block.)")
+      .def("remove",
+           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle first_block,
+              py::handle name) {
+             const Vector<Token> tokens = tokens_from(tokens_argument);
+             const std::lock_guard lock(self.mutex);
+             return self.index.remove(name_from(name), tokens.data(), tokens.size(),
+                                      count_from(first_block, "first_block"), instance_from(instance));
+           },
+           py::arg("tokens"), py::arg("instance"), py::arg("first_block") = 0, py::arg("namespace") = "",
+           R"(The instance no longer holds this prompt from a block on, nor anything longer.
+
+Returns:
+    Blocks that it held there.)")
+      .def("remove_instance",
+           [](LockedInstanceIndex& self, py::handle instance) {
+             const std::lock_guard lock(self.mutex);
+             return self.index.remove_instance(instance_from(instance));
+           },
+           py::arg("instance"), "The instance is gone. Returns how many blocks it held.")
+      .def("expire",
+           [](LockedInstanceIndex& self, py::handle before) {
+             const std::lock_guard lock(self.mutex);
+             return self.index.expire(count_from(before, "before"));
+           },
+           py::arg("before"), "Forgets what no instance used at `before` or later. Returns how many blocks that were.")
+      .def("blocks",
+           [](LockedInstanceIndex& self, py::handle instance) {
+             const std::lock_guard lock(self.mutex);
+             return self.index.pages(instance_from(instance));
+           },
+           py::arg("instance"), "Blocks that the instance holds.")
+      .def("__len__",
+           [](LockedInstanceIndex& self) {
+             const std::lock_guard lock(self.mutex);
+             return self.index.pages();
+           })
+      .def("audit", [](LockedInstanceIndex& self) {
+        const std::lock_guard lock(self.mutex);
+        self.index.audit();
+      });
+}
+
+}  // namespace kvpool::bindings

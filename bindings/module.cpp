@@ -1,0 +1,16 @@
+#include <pybind11/pybind11.h>
+
+#include "bind.h"
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "The C++ half of kvpool. Use it through the package `kvpool`.";
+  module.attr("__version__") = KVPOOL_VERSION;
+  kvpool::bindings::bind_errors(module);
+  kvpool::bindings::bind_machine(module);
+  kvpool::bindings::bind_handles(module);
+  kvpool::bindings::bind_events(module);
+  kvpool::bindings::bind_tensor(module);
+  kvpool::bindings::bind_pool(module);
+  kvpool::bindings::bind_prompt_index(module);
+  kvpool::bindings::bind_instance_index(module);
+}

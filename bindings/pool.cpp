@@ -1,0 +1,405 @@
+// The class that kvpool.Pool derives from.
+#include "kvpool/pool/pool.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "adopt.h"
+#include "arguments.h"
+#include "bind.h"
+#include "events.h"
+#include "gil.h"
+#include "handles.h"
+#include "tensor.h"
+
+namespace kvpool::bindings {
+namespace {
+
+using PoolPointer = std::shared_ptr<Pool>;
+
+EvictionPolicy policy_named(const std::string& name) {
+  if (name == "lru") return EvictionPolicy::kLru;
+  if (name == "lfu") return EvictionPolicy::kLfu;
+  if (name == "fifo") return EvictionPolicy::kFifo;
+  throw Error(ErrorCode::kArgument, "policy must be lru, lfu or fifo, and is " + name);
+}
+
+HugePages huge_pages_named(const std::string& name) {
+  if (name == "auto") return HugePages::kAuto;
+  if (name == "never") return HugePages::kNever;
+  if (name == "require") return HugePages::kRequire;
+  throw Error(ErrorCode::kArgument, "huge_pages must be auto, never or require, and is " + name);
+}
+
+PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece_bytes, bool aggregated,
+                      const py::object& hbm_blocks, const py::object& dram_blocks, const py::object& adopted,
+                      const py::object& block_dim, bool engine_allocates, const std::string& policy, int copy_threads,
+                      const std::string& huge_pages, int numa_node, bool check_memory, bool pin_dram, bool audit,
+                      bool zero_on_alloc) {
+  const auto blocks = [](const py::object& argument, const char* name) {
+    const std::size_t count = count_from(argument, name);
+    if (count > kBlocksMax) {
+      throw Error(ErrorCode::kArgument, std::string(name) + " is " + std::to_string(count) +
+                                            ", and a medium has at most " + std::to_string(kBlocksMax) + " blocks",
+                  {{"value", static_cast<std::int64_t>(count)}, {"maximum", kBlocksMax}});
+    }
+    return static_cast<std::uint32_t>(count);
+  };
+  PoolOptions options;
+  options.layout = Layout{block_tokens, std::move(piece_bytes), aggregated};
+  options.hbm_blocks = blocks(hbm_blocks, "hbm_blocks");
+  options.dram_blocks = blocks(dram_blocks, "dram_blocks");
+  if (!adopted.is_none()) {
+    options.adopted_hbm = adopt_tensors(adopted, count_from(block_dim, "block_dim"), engine_allocates);
+  }
+  options.policy = policy_named(policy);
+  options.copy_threads = copy_threads;
+  options.huge_pages = huge_pages_named(huge_pages);
+  options.numa_node = numa_node;
+  options.check_memory = check_memory;
+  options.pin_dram = pin_dram;
+  options.audit = audit;
+  options.zero_on_alloc = zero_on_alloc;
+  const GilReleased released;
+  return std::make_shared<Pool>(options);
+}
+
+py::array_t<Address> alloc(Pool& pool, py::handle n_argument, py::handle medium_argument, bool evict) {
+  const std::size_t n = count_from(n_argument, "n");
+  const Medium medium = medium_from(medium_argument);
+  if (n > pool.capacity(medium)) pool.throw_out_of_blocks(n, medium);  // before memory is made for the answer
+  py::array_t<Address> addresses(static_cast<py::ssize_t>(n));
+  Address* out = addresses.mutable_data();
+  if (pool.try_alloc(n, medium, out)) return addresses;
+  if (!evict) pool.throw_out_of_blocks(n, medium);
+  const GilReleased released;
+  pool.alloc_evicting(n, medium, out);
+  return addresses;
+}
+
+// Room for the addresses of one match. Its user holds the GIL from filling it to copying it.
+std::vector<Address>& scratch(std::size_t n) {
+  thread_local std::vector<Address> room;
+  if (room.size() < n) room.resize(n);
+  return room;
+}
+
+Match match(const PoolPointer& pool, py::handle tokens_argument, py::handle name_argument) {
+  const Vector<Token> tokens = tokens_from(tokens_argument);
+  const std::string_view name = name_from(name_argument);
+  const std::size_t page = pool->layout().block_tokens;
+  std::vector<Address>& room = scratch(tokens.size() / page);
+  const IndexHit hit = pool->match(name, tokens.data(), tokens.size(), room.data());
+  Match result;
+  result.pins = Pins(pool, hit.pin);
+  result.tokens = hit.pages * page;
+  result.partial_tokens = hit.partial_tokens;
+  result.addrs = to_array(room.data(), hit.pages);
+  return result;
+}
+
+std::vector<Match> match_batch(const PoolPointer& pool, const py::sequence& prompts, py::handle name) {
+  std::vector<Match> matches;
+  matches.reserve(prompts.size());
+  for (const py::handle tokens : prompts) matches.push_back(match(pool, tokens, name));
+  return matches;
+}
+
+std::vector<Inserted> insert_all(const PoolPointer& pool, std::vector<std::pair<py::object, py::object>> prompts,
+                                 py::handle name_argument, bool free_duplicates) {
+  const std::string_view name = name_from(name_argument);
+  std::vector<Vector<Token>> tokens;
+  std::vector<Vector<Address>> addresses;
+  std::vector<Inserted> inserted(prompts.size());
+  std::vector<InsertItem> items;
+  tokens.reserve(prompts.size());
+  addresses.reserve(prompts.size());
+  items.reserve(prompts.size());
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    const Vector<Token>& own_tokens = tokens.emplace_back(tokens_from(prompts[i].first));
+    const Vector<Address>& own_addresses = addresses.emplace_back(addresses_from(prompts[i].second));
+    py::array_t<Address> canonical(static_cast<py::ssize_t>(own_addresses.size()));
+    items.push_back({own_tokens.data(), own_tokens.size(), own_addresses.data(), own_addresses.size(),
+                     canonical.mutable_data()});
+    inserted[i].addrs = std::move(canonical);
+  }
+  std::vector<InsertOutcome> outcomes = pool->insert(name, items, free_duplicates);
+  for (std::size_t i = 0; i < outcomes.size(); ++i) {
+    inserted[i].pins = Pins(pool, outcomes[i].pin);
+    inserted[i].tokens = items[i].n_tokens;
+    inserted[i].inserted = outcomes[i].inserted;
+  }
+  for (std::size_t i = 0; i < outcomes.size(); ++i) {
+    inserted[i].duplicates = to_array(outcomes[i].duplicates.data(), outcomes[i].duplicates.size());
+  }
+  return inserted;
+}
+
+Inserted insert(const PoolPointer& pool, const py::object& tokens, const py::object& addresses, py::handle name,
+                bool free_duplicates) {
+  return std::move(insert_all(pool, {{tokens, addresses}}, name, free_duplicates).front());
+}
+
+SwappedIn swap_in(const PoolPointer& pool, py::handle addresses_argument, const py::object& into_argument) {
+  const Vector<Address> addresses = addresses_from(addresses_argument);
+  Vector<Address> into;
+  if (!into_argument.is_none()) into = addresses_from(into_argument);
+  py::array_t<Address> arrived(static_cast<py::ssize_t>(addresses.size()));
+  Address* out = arrived.mutable_data();
+  SwappedIn result;
+  {
+    const GilReleased released;
+    std::vector<IndexPin> pins =
+        pool->swap_in({addresses.data(), addresses.size()}, {into.data(), into.size()}, out);
+    result.pins = Pins(pool, std::move(pins));
+  }
+  result.addrs = std::move(arrived);
+  return result;
+}
+
+py::dict to_dict(const MediumCounts& counts) {
+  py::dict dict;
+  dict["capacity"] = counts.capacity;
+  for (int state = 0; state < kBlockStateCount; ++state) {
+    dict[block_state_name(static_cast<BlockState>(state))] = counts.by_state[static_cast<std::size_t>(state)];
+  }
+  dict["evictable"] = counts.evictable;
+  dict["pinned"] = counts.by_state[static_cast<std::size_t>(BlockState::kHistorical)] - counts.evictable;
+  dict["free_runs"] = counts.free_runs.runs;
+  dict["longest_free_run"] = counts.free_runs.longest;
+  return dict;
+}
+
+py::dict to_dict(const PoolStats& stats) {
+  py::dict dict;
+  dict["hbm"] = to_dict(stats.media[0]);
+  dict["dram"] = to_dict(stats.media[1]);
+  const PoolCounters& counters = stats.counters;
+  dict["allocated_blocks"] = counters.allocated_blocks;
+  dict["freed_blocks"] = counters.freed_blocks;
+  dict["match_calls"] = counters.match_calls;
+  dict["requested_tokens"] = counters.requested_tokens;
+  dict["matched_tokens"] = counters.matched_tokens;
+  dict["inserted_blocks"] = counters.inserted_blocks;
+  dict["duplicate_blocks"] = counters.duplicate_blocks;
+  dict["evicted_blocks"] = counters.evicted_blocks;
+  dict["swapped_out_blocks"] = counters.swapped_out_blocks;
+  dict["swapped_in_blocks"] = counters.swapped_in_blocks;
+  dict["index_nodes"] = stats.index_nodes;
+  dict["index_blocks"] = stats.index_blocks;
+  dict["index_bytes"] = stats.index_bytes;
+  dict["namespaces"] = stats.namespaces;
+  dict["metadata_bytes"] = stats.metadata_bytes;
+  return dict;
+}
+
+py::dict to_dict(const Arena& arena) {
+  py::dict dict;
+  dict["payload_bytes"] = arena.payload_bytes();
+  dict["mapped_bytes"] = arena.mapped_bytes();
+  dict["huge_page_bytes"] = arena.huge_page_bytes();
+  dict["owned"] = arena.owned();
+  dict["pinned"] = arena.pinned();
+  return dict;
+}
+
+py::tuple explain(Pool& pool, py::handle tokens_argument, py::handle name_argument) {
+  const Vector<Token> tokens = tokens_from(tokens_argument);
+  const MatchExplanation found = pool.explain(name_from(name_argument), tokens.data(), tokens.size());
+  return py::make_tuple(found.requested_tokens, found.matched_pages, found.partial_tokens, static_cast<int>(found.end),
+                        to_array(found.addresses.data(), found.addresses.size()), found.elsewhere);
+}
+
+}  // namespace
+
+void bind_pool(py::module_& module) {
+  py::class_<Pool, PoolPointer>(module, "Pool", "The C++ half of kvpool.Pool.")
+      .def(py::init(&make_pool), py::kw_only(), py::arg("block_tokens"), py::arg("piece_bytes"),
+           py::arg("aggregated"), py::arg("hbm_blocks"), py::arg("dram_blocks"), py::arg("adopted"),
+           py::arg("block_dim"), py::arg("engine_allocates"), py::arg("policy"), py::arg("copy_threads"),
+           py::arg("huge_pages"), py::arg("numa_node"), py::arg("check_memory"), py::arg("pin_dram"),
+           py::arg("audit"), py::arg("zero_on_alloc"))
+      .def("alloc", &alloc, py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kHbm), py::arg("evict") = true,
+           R"(Allocates n blocks, all or nothing.
+
+Contiguous runs are preferred. When too few are free, cached blocks make room, the least recently used first: HBM moves
+to DRAM, DRAM is dropped. Thread-safe.
+
+Args:
+    n: How many token blocks.
+    medium: kvpool.HBM, kvpool.DRAM, or kvpool.MIXED: HBM first, the rest DRAM.
+    evict: Whether cached blocks may make room.
+
+Returns:
+    uint64 array of n addresses. The blocks are active: the caller's, until free or insert.
+
+Raises:
+    OutOfBlocks: With the counts; nothing was allocated.)")
+      .def("free",
+           [](Pool& pool, py::handle addresses_argument) {
+             const Vector<Address> addresses = addresses_from(addresses_argument);
+             pool.free(addresses.data(), addresses.size());
+           },
+           py::arg("addrs"), R"(Frees active blocks of the caller, all or nothing. Thread-safe.
+
+Args:
+    addrs: Addresses; uint64 array, buffer, or list.
+
+Raises:
+    StaleAddress: One was freed or moved before.
+    StateError: One is cached (see delete and evict) or in use by a transfer.
+    NotOwner: One belongs to another instance.
+    ArgumentError: One stands twice in the list, or is no address.)")
+      .def("adopt",
+           [](Pool& pool, py::handle blocks_argument) {
+             const std::vector<std::uint32_t> blocks = block_numbers_from(blocks_argument);
+             py::array_t<Address> addresses(static_cast<py::ssize_t>(blocks.size()));
+             pool.adopt(blocks.data(), blocks.size(), addresses.mutable_data());
+             return addresses;
+           },
+           py::arg("blocks"), R"(Tells the pool that the engine has allocated these blocks of its own.
+
+For a pool over adopted memory made with ``engine_allocates=True``. All or nothing.
+
+Args:
+    blocks: The engine's block ids.
+
+Returns:
+    uint64 array with the address of each; the blocks are active.)")
+      .def("take_released",
+           [](Pool& pool) {
+             const std::vector<std::uint32_t> blocks = pool.take_released();
+             py::array_t<std::int64_t> ids(static_cast<py::ssize_t>(blocks.size()));
+             std::copy(blocks.begin(), blocks.end(), ids.mutable_data());
+             return ids;
+           },
+           R"(The engine's blocks that the index gave up since the last call; the engine may use them again.
+
+For a pool over adopted memory made with ``engine_allocates=True``. Returns an int64 array of block ids.)")
+      .def("match", &match, py::arg("tokens"), py::arg("namespace") = "",
+           R"(Finds the longest cached prefix of a prompt, in whole blocks, and pins it.
+
+Thread-safe. Cost grows with the prompt, not with what is cached.
+
+Args:
+    tokens: Token ids; int32 or int64 array, buffer, bytes as int32, or list.
+    namespace: Prefixes of different namespaces never match each other.
+
+Returns:
+    A Match. Its local addresses stay valid, and their content unchanged, until it is closed; use it in a ``with``.)")
+      .def("match_batch", &match_batch, py::arg("prompts"), py::arg("namespace") = "",
+           "match() for each prompt of a list. Returns a list of Match.")
+      .def("insert", &insert, py::arg("tokens"), py::arg("addrs"), py::arg("namespace") = "",
+           py::arg("free_duplicates") = false, R"(Gives blocks to the index: active becomes historical, without a copy.
+
+All or nothing, thread-safe. Where a block of the prompt is cached already, the cached one stays: the given one is a
+duplicate and remains the caller's. The prefix that a match gave may stand in ``addrs`` as it is.
+
+Args:
+    tokens: Token ids of whole blocks.
+    addrs: One address for each block.
+    namespace: As in match.
+    free_duplicates: Free duplicates instead of leaving them to the caller.
+
+Returns:
+    An Inserted with the canonical addresses, pinned until it is closed.
+
+Raises:
+    ArgumentError: Tokens are no multiple of a block, too few or too many addresses, one stands twice.
+    StateError: A block is cached already as something else.
+    StaleAddress: A block was freed or moved.)")
+      .def("insert_batch",
+           [](const PoolPointer& pool, const std::vector<std::pair<py::object, py::object>>& prompts, py::handle name,
+              bool free_duplicates) { return insert_all(pool, prompts, name, free_duplicates); },
+           py::arg("prompts"), py::arg("namespace") = "", py::arg("free_duplicates") = false,
+           "insert() for each (tokens, addrs) of a list, all or nothing. Returns a list of Inserted.")
+      .def("delete",
+           [](Pool& pool, py::handle tokens_argument, py::handle name_argument, bool descendants) {
+             const Vector<Token> tokens = tokens_from(tokens_argument);
+             const std::string name(name_from(name_argument));
+             const GilReleased released;
+             return pool.erase(name, tokens.data(), tokens.size(), descendants);
+           },
+           py::arg("tokens"), py::arg("namespace") = "", py::arg("descendants") = false,
+           R"(Removes the cached blocks of a prompt that no longer prompt shares.
+
+Args:
+    tokens: Token ids.
+    namespace: As in match.
+    descendants: Also remove every longer prompt that begins with this one.
+
+Returns:
+    Blocks removed.
+
+Raises:
+    StateError: Part of it is pinned; nothing was removed.)")
+      .def("evict",
+           [](Pool& pool, py::handle n_argument, py::handle medium_argument) {
+             const std::size_t n = count_from(n_argument, "n");
+             const Medium medium = medium_from(medium_argument);
+             const GilReleased released;
+             return pool.evict(n, medium);
+           },
+           py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kDram),
+           "Drops up to n cached blocks of a medium for good, the least recently used first. Returns how many.")
+      .def("swap_out",
+           [](Pool& pool, py::handle n_argument) {
+             const std::size_t n = count_from(n_argument, "n");
+             std::vector<Address> moved;
+             {
+               const GilReleased released;
+               moved = pool.swap_out(n);
+             }
+             return to_array(moved.data(), moved.size());
+           },
+           py::arg("n"), R"(Moves up to n cached blocks from HBM to DRAM, the least recently used first.
+
+Never a pinned or active block. Where DRAM is full its own least recently used blocks are dropped. The old addresses
+become stale; the index follows. Releases the GIL.
+
+Returns:
+    uint64 array of the DRAM addresses of the blocks that moved; fewer than n when no more can.)")
+      .def("swap_in", &swap_in, py::arg("addrs"), py::arg("into") = py::none(),
+           R"(Brings cached blocks to HBM and pins them there.
+
+Addresses in HBM stay as they are, so the addresses of a match can be passed whole. Makes room as alloc does. Blocks
+that other holders still read by their old address live until the last of them lets go. Releases the GIL.
+
+Args:
+    addrs: Addresses of cached blocks.
+    into: Active HBM blocks to use, one for each address in DRAM; by default the pool allocates.
+
+Returns:
+    A SwappedIn, with one HBM address for each given.
+
+Raises:
+    StaleAddress: A block has left its address.
+    StateError: A block is not cached.
+    OutOfBlocks: HBM cannot make room.)")
+      .def("close", &Pool::close, py::call_guard<GilReleased>(),
+           "Ends the pool: every verb raises ClosedError from now on. Views of the memory stay valid. Idempotent.")
+      .def_property_readonly("closed", &Pool::closed)
+      .def("_stats", [](Pool& pool) { return to_dict(pool.stats()); })
+      .def("_audit", [](Pool& pool) { return to_dict(pool.audit()); })
+      .def("_arena", [](Pool& pool, int medium) { return to_dict(*pool.arena(static_cast<Medium>(medium))); })
+      .def("_explain", &explain, py::arg("tokens"), py::arg("namespace"))
+      .def("_subscribe",
+           [](const PoolPointer& pool, py::handle capacity, bool include_cached) {
+             return event_source(pool, count_from(capacity, "capacity_tokens"), include_cached);
+           },
+           py::arg("capacity_tokens"), py::arg("include_cached"))
+      .def("_view",
+           [](Pool& pool, int medium, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides,
+              const std::string& dtype) {
+             return make_tensor(pool.arena(static_cast<Medium>(medium)), std::move(shape), std::move(strides), dtype);
+           },
+           py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
+}
+
+}  // namespace kvpool::bindings

@@ -1,0 +1,144 @@
+// The class that kvpool.PromptIndex derives from.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+
+#include "arguments.h"
+#include "bind.h"
+#include "events.h"
+#include "handles.h"
+#include "kvpool/index/shared_index.h"
+
+namespace kvpool::bindings {
+namespace {
+
+using IndexPointer = std::shared_ptr<SharedIndex>;
+
+IndexPointer make_index(const py::object& block_tokens, const std::string& policy) {
+  const std::size_t page = count_from(block_tokens, "block_tokens");
+  if (page < 1 || page > 65536) {
+    throw Error(ErrorCode::kArgument, "block_tokens must be 1 to 65536, and is " + std::to_string(page));
+  }
+  const EvictionPolicy kind = policy == "lru"    ? EvictionPolicy::kLru
+                              : policy == "lfu"  ? EvictionPolicy::kLfu
+                              : policy == "fifo" ? EvictionPolicy::kFifo
+                                                 : throw Error(ErrorCode::kArgument,
+                                                               "policy must be lru, lfu or fifo, and is " + policy);
+  return std::make_shared<SharedIndex>(static_cast<std::uint32_t>(page), kind);
+}
+
+Match match(const IndexPointer& index, py::handle tokens_argument, py::handle name_argument) {
+  const Vector<Token> tokens = tokens_from(tokens_argument);
+  const std::string_view name = name_from(name_argument);
+  thread_local std::vector<Address> room;
+  if (room.size() < tokens.size() / index->page_tokens()) room.resize(tokens.size() / index->page_tokens());
+  const IndexHit hit = index->match(name, tokens.data(), tokens.size(), room.data());
+  Match result;
+  result.pins = Pins(index, hit.pin);
+  result.tokens = hit.pages * index->page_tokens();
+  result.partial_tokens = hit.partial_tokens;
+  result.addrs = to_array(room.data(), hit.pages);
+  return result;
+}
+
+Inserted insert(const IndexPointer& index, py::handle tokens_argument, py::handle values_argument,
+                py::handle name_argument) {
+  const Vector<Token> tokens = tokens_from(tokens_argument);
+  const Vector<Address> values = addresses_from(values_argument);
+  const std::size_t page = index->page_tokens();
+  if (tokens.size() % page != 0 || values.size() != tokens.size() / page) {
+    throw Error(ErrorCode::kArgument, std::to_string(tokens.size()) + " tokens and " + std::to_string(values.size()) +
+                                          " values: insert whole blocks of " + std::to_string(page) +
+                                          " tokens, one value for each");
+  }
+  py::array_t<Address> canonical(static_cast<py::ssize_t>(values.size()));
+  Address* held = canonical.mutable_data();
+  const IndexInsertion insertion =
+      index->insert(name_from(name_argument), tokens.data(), values.size(), values.data(), held);
+  Inserted result;
+  result.pins = Pins(index, insertion.pin);
+  result.tokens = tokens.size();
+  result.inserted = values.size() - insertion.pages_present;
+  std::vector<Address> duplicates;
+  for (std::size_t i = 0; i < insertion.pages_present; ++i) {
+    if (values.data()[i] != held[i]) duplicates.push_back(values.data()[i]);
+  }
+  result.duplicates = to_array(duplicates.data(), duplicates.size());
+  result.addrs = std::move(canonical);
+  return result;
+}
+
+py::dict stats(SharedIndex& index) {
+  const SharedIndexStats stats = index.stats();
+  py::dict dict;
+  dict["nodes"] = stats.nodes;
+  dict["blocks"] = stats.pages;
+  dict["evictable"] = stats.evictable;
+  dict["bytes"] = stats.bytes;
+  dict["namespaces"] = stats.namespaces;
+  return dict;
+}
+
+}  // namespace
+
+void bind_prompt_index(py::module_& module) {
+  py::class_<SharedIndex, IndexPointer>(module, "PromptIndex", "The C++ half of kvpool.PromptIndex.")
+      .def(py::init(&make_index), py::arg("block_tokens") = 16, py::arg("policy") = "lru")
+      .def_property_readonly("block_tokens", &SharedIndex::page_tokens, "Tokens a block.")
+      .def("match", &match, py::arg("tokens"), py::arg("namespace") = "",
+           R"(Finds the longest stored prefix in whole blocks and pins it.
+
+Args:
+    tokens: Token ids; int32 or int64 array, buffer, bytes as int32, or list.
+    namespace: Prefixes of different namespaces never match each other.
+
+Returns:
+    A Match; ``addrs`` holds the values. Pinned blocks are not evicted.)")
+      .def("peek",
+           [](SharedIndex& index, py::handle tokens_argument, py::handle name_argument) {
+             const Vector<Token> tokens = tokens_from(tokens_argument);
+             return index.peek(name_from(name_argument), tokens.data(), tokens.size(), nullptr).pages *
+                    index.page_tokens();
+           },
+           py::arg("tokens"), py::arg("namespace") = "",
+           "Tokens that match() would find. Pins nothing and does not count as a use.")
+      .def("insert", &insert, py::arg("tokens"), py::arg("values"), py::arg("namespace") = "",
+           R"(Stores one value for each block of a prompt. Blocks that are present keep their value.
+
+Args:
+    tokens: Token ids of whole blocks.
+    values: uint64 values, opaque to the index.
+    namespace: As in match.
+
+Returns:
+    An Inserted: ``addrs`` holds the values that the index has now, ``duplicates`` the given ones that it has not.)")
+      .def("delete",
+           [](SharedIndex& index, py::handle tokens_argument, py::handle name_argument, bool descendants) {
+             const Vector<Token> tokens = tokens_from(tokens_argument);
+             const auto gone = index.erase(name_from(name_argument), tokens.data(), tokens.size(), descendants);
+             return to_array(gone.data(), gone.size());
+           },
+           py::arg("tokens"), py::arg("namespace") = "", py::arg("descendants") = false,
+           R"(Removes the blocks of a prompt that no longer prompt shares; with ``descendants`` the longer ones too.
+
+Returns the values of the removed blocks. Raises StateError, and removes nothing, when one of them is pinned.)")
+      .def("evict",
+           [](SharedIndex& index, py::handle n) {
+             const auto gone = index.evict(count_from(n, "n"));
+             return to_array(gone.data(), gone.size());
+           },
+           py::arg("n"),
+           "Drops up to n blocks that are not pinned, in the policy's order, and returns their values.")
+      .def("audit", &SharedIndex::audit, "Checks every invariant; raises AuditError when one is broken.")
+      .def("stats", &stats, "Nodes, blocks, evictable blocks, bytes of memory, namespaces; a dict.")
+      .def("__len__", [](SharedIndex& index) { return index.stats().pages; })
+      .def("_subscribe",
+           [](const IndexPointer& index, py::handle capacity, bool include_cached) {
+             return event_source(index, count_from(capacity, "capacity_tokens"), include_cached);
+           },
+           py::arg("capacity_tokens"), py::arg("include_cached"));
+}
+
+}  // namespace kvpool::bindings

@@ -1,0 +1,177 @@
+// Views of an arena's memory: DLPack and the buffer protocol, both without a copy.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "arguments.h"
+#include "bind.h"
+#include "dlpack.h"
+#include "kvpool/arena/arena.h"
+#include "tensor.h"
+
+namespace kvpool::bindings {
+namespace {
+
+struct Dtype {
+  const char* name;
+  DLDataType dlpack;
+  const char* buffer_format;  // where NumPy has no such type: unsigned integers of the same size
+};
+
+// The codes of DLPack 1.1 for 8-bit floats.
+constexpr std::uint8_t kFloat8E4m3fn = 10;
+constexpr std::uint8_t kFloat8E5m2 = 12;
+constexpr Dtype kDtypes[] = {
+    {"float32", {kDLFloat, 32, 1}, "f"},          {"float16", {kDLFloat, 16, 1}, "e"},
+    {"bfloat16", {kDLBfloat, 16, 1}, "H"},        {"float8_e4m3fn", {kFloat8E4m3fn, 8, 1}, "B"},
+    {"float8_e5m2", {kFloat8E5m2, 8, 1}, "B"},    {"int8", {kDLInt, 8, 1}, "b"},
+    {"uint8", {kDLUInt, 8, 1}, "B"},
+};
+
+const Dtype& dtype_named(const std::string& name) {
+  for (const Dtype& dtype : kDtypes) {
+    if (name == dtype.name) return dtype;
+  }
+  throw Error(ErrorCode::kArgument, "no dtype is called " + name);
+}
+
+// What a consumer of a capsule holds: it keeps the arena and nothing of Python, so it may go at any time, in any
+// thread, even after the interpreter.
+struct Export {
+  std::shared_ptr<Arena> arena;
+  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> strides;
+};
+
+template <class Managed>
+struct ManagedExport {
+  Managed managed{};
+  Export content;
+};
+
+template <class Managed>
+py::capsule make_capsule(const KVTensor& tensor, const char* name) {
+  auto owner = std::make_unique<ManagedExport<Managed>>();
+  Export& content = owner->content;
+  content.arena = tensor.arena;
+  const auto item = static_cast<std::int64_t>(tensor.item_bytes);
+  for (std::size_t i = 0; i < tensor.shape.size(); ++i) {
+    content.shape.push_back(tensor.shape[i]);
+    content.strides.push_back(tensor.strides[i] / item);
+  }
+  DLTensor& view = owner->managed.dl_tensor;
+  view.data = tensor.data;
+  view.device = {kDLCPU, 0};
+  view.ndim = static_cast<std::int32_t>(content.shape.size());
+  view.dtype = dtype_named(tensor.dtype).dlpack;
+  view.shape = content.shape.data();
+  view.strides = content.strides.data();
+  view.byte_offset = 0;
+  if constexpr (std::is_same_v<Managed, DLManagedTensorVersioned>) {
+    owner->managed.version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
+    owner->managed.flags = 0;  // writable, not a copy
+  }
+  owner->managed.manager_ctx = owner.get();
+  owner->managed.deleter = [](Managed* self) { delete static_cast<ManagedExport<Managed>*>(self->manager_ctx); };
+  PyObject* capsule = PyCapsule_New(&owner->managed, name, [](PyObject* object) {
+    // A consumer that took the tensor renamed the capsule.
+    constexpr const char* kName =
+        std::is_same_v<Managed, DLManagedTensorVersioned> ? "dltensor_versioned" : "dltensor";
+    if (PyCapsule_IsValid(object, kName) == 0) return;
+    auto* managed = static_cast<Managed*>(PyCapsule_GetPointer(object, kName));
+    managed->deleter(managed);
+  });
+  if (capsule == nullptr) throw py::error_already_set();
+  owner.release();  // NOLINT(bugprone-unused-return-value): the capsule owns it
+  return py::reinterpret_steal<py::capsule>(capsule);
+}
+
+py::capsule to_dlpack(const KVTensor& tensor, const py::object& stream, const py::object& max_version,
+                      const py::object& dl_device, const py::object& copy) {
+  if (!stream.is_none()) throw Error(ErrorCode::kArgument, "memory of the CPU has no stream: pass stream=None");
+  if (!copy.is_none() && copy.cast<bool>()) {
+    throw Error(ErrorCode::kUnsupported, "a view is never a copy: copy what you imported");
+  }
+  if (!dl_device.is_none() && dl_device.cast<std::pair<int, int>>() != std::pair<int, int>(kDLCPU, 0)) {
+    throw Error(ErrorCode::kUnsupported, "this memory is on the CPU");
+  }
+  if (!max_version.is_none() && max_version.cast<std::pair<int, int>>().first >= 1) {
+    return make_capsule<DLManagedTensorVersioned>(tensor, "dltensor_versioned");
+  }
+  return make_capsule<DLManagedTensor>(tensor, "dltensor");
+}
+
+py::buffer_info to_buffer(KVTensor& tensor) {
+  return {tensor.data,
+          static_cast<py::ssize_t>(tensor.item_bytes),
+          dtype_named(tensor.dtype).buffer_format,
+          static_cast<py::ssize_t>(tensor.shape.size()),
+          std::vector<py::ssize_t>(tensor.shape.begin(), tensor.shape.end()),
+          std::vector<py::ssize_t>(tensor.strides.begin(), tensor.strides.end())};
+}
+
+}  // namespace
+
+KVTensor make_tensor(std::shared_ptr<Arena> arena, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides,
+                     const std::string& dtype) {
+  KVTensor tensor;
+  tensor.item_bytes = dtype_named(dtype).dlpack.bits / 8U;
+  // The last byte that the view reaches must lie in the arena.
+  std::int64_t reach = static_cast<std::int64_t>(tensor.item_bytes);
+  bool empty = false;
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    reach += (shape[i] - 1) * strides[i];
+    empty = empty || shape[i] == 0;
+  }
+  if (!empty && reach > static_cast<std::int64_t>(arena->payload_bytes())) {
+    throw Error(ErrorCode::kLayoutMismatch, "the view reaches beyond its arena");
+  }
+  tensor.data = arena->segments().empty() ? nullptr : arena->segments().front().base;
+  tensor.arena = std::move(arena);
+  tensor.shape = std::move(shape);
+  tensor.strides = std::move(strides);
+  tensor.dtype = dtype;
+  return tensor;
+}
+
+void bind_tensor(py::module_& module) {
+  py::class_<KVTensor>(module, "KVTensor", py::buffer_protocol(), R"(A zero-copy, writable view of one medium's blocks.
+
+Shape [block, layer, k/v, head, token, dim] for a KVLayout, [block, byte] for a RawLayout; index it with
+``kvpool.block_ids(addrs)``. ``torch.from_dlpack(view)``, ``jax.dlpack.from_dlpack(view)`` and so on keep the dtype;
+NumPy has no bfloat16 and no float8, so its views of those are uint16 and uint8. A view keeps the memory, also after the
+pool was closed; it carries no ordering.
+
+Attributes:
+    shape: tuple of ints.
+    strides: tuple of ints, in bytes.
+    dtype: str, such as "bfloat16".
+    nbytes: Bytes that the elements take.)")
+      .def_buffer(&to_buffer)
+      .def_property_readonly("shape", [](const KVTensor& tensor) { return py::tuple(py::cast(tensor.shape)); })
+      .def_property_readonly("strides", [](const KVTensor& tensor) { return py::tuple(py::cast(tensor.strides)); })
+      .def_readonly("dtype", &KVTensor::dtype)
+      .def_property_readonly("nbytes",
+                             [](const KVTensor& tensor) {
+                               std::int64_t bytes = static_cast<std::int64_t>(tensor.item_bytes);
+                               for (const std::int64_t extent : tensor.shape) bytes *= extent;
+                               return bytes;
+                             })
+      .def("numpy", [](const py::object& self) { return py::module_::import("numpy").attr("asarray")(self); },
+           "A NumPy array over the same memory.")
+      .def("__dlpack__", &to_dlpack, py::kw_only(), py::arg("stream") = py::none(),
+           py::arg("max_version") = py::none(), py::arg("dl_device") = py::none(), py::arg("copy") = py::none())
+      .def("__dlpack_device__", [](const KVTensor&) { return py::make_tuple(static_cast<int>(kDLCPU), 0); })
+      .def("__len__", [](const KVTensor& tensor) { return tensor.shape.front(); })
+      .def("__repr__", [](const KVTensor& tensor) {
+        return "<KVTensor " + tensor.dtype + " " + py::repr(py::tuple(py::cast(tensor.shape))).cast<std::string>() +
+               ">";
+      });
+}
+
+}  // namespace kvpool::bindings

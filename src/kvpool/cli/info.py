@@ -1,0 +1,67 @@
+"""`kvpool info`: what this build is, what the machine has, and which settings hold, with where each came from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from typing import Any
+
+import numpy as np
+
+from kvpool import _core, config
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser's commands."""
+    parser = commands.add_parser("info", help="show the version, the build, the machine and the settings")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def collect() -> dict[str, Any]:
+    """Everything that the command shows, ready for JSON.
+
+    Raises:
+        ArgumentError: A setting in the file or in the environment is wrong.
+    """
+    loaded = config.load_with_sources()
+    headroom, limit = _core.memory_headroom()
+    return {
+        "version": _core.__version__,
+        "build": _core.build_info(),
+        "python": {"version": platform.python_version(), "numpy": np.__version__},
+        "machine": {
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "processors": len(os.sched_getaffinity(0)),
+            "memory_available_bytes": headroom,
+            "memory_limit": limit,
+        },
+        "config_file": str(loaded.file) if loaded.file else None,
+        "settings": config.describe(loaded),
+    }
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    facts = collect()
+    print(json.dumps(facts, indent=2) if arguments.json else _text(facts))
+
+
+def _text(facts: dict[str, Any]) -> str:
+    build, machine = facts["build"], facts["machine"]
+    rows = [
+        ("kvpool", facts["version"]),
+        ("built with", f"{build['compiler']} ({build['build_type']})"),
+        ("CUDA compiler", build["cuda_compiler"] or "none found when this was built"),
+        ("Python", f"{facts['python']['version']}, NumPy {facts['python']['numpy']}"),
+        ("machine", f"{machine['system']}, {machine['processors']} processors"),
+        ("memory", f"{machine['memory_available_bytes'] / 2**30:.1f} GiB available, by {machine['memory_limit']}"),
+        ("settings file", facts["config_file"] or "none"),
+    ]
+    lines = [f"{name:<14}  {value}" for name, value in rows]
+    lines.append("settings")
+    for setting in facts["settings"]:
+        value = json.dumps(setting["value"]).strip('"')
+        lines.append(f"  {setting['name']:<12}  {value:<8}  {setting['source']}")
+    return "\n".join(lines)

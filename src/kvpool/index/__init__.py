@@ -1,0 +1,18 @@
+"""The prompt index: which prefixes are cached, where, and what happened to them."""
+
+from kvpool._core import Inserted, Match
+from kvpool.index.events import EventStream, MovedEvent, RemovedEvent, StoredEvent
+from kvpool.index.report import MatchReport
+from kvpool.index.trees import InstanceIndex, PromptIndex
+
+__all__ = [
+    "EventStream",
+    "Inserted",
+    "InstanceIndex",
+    "Match",
+    "MatchReport",
+    "MovedEvent",
+    "PromptIndex",
+    "RemovedEvent",
+    "StoredEvent",
+]

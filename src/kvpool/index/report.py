@@ -1,0 +1,72 @@
+"""Why a match ends where it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.types import Medium, media
+
+__all__ = ["MatchReport"]
+
+# As MatchEnd in cpp/kvpool/index/prompt_index.h.
+REASONS: Final = ("complete", "no_namespace", "diverges", "nothing_beyond")
+
+
+@dataclass(frozen=True)
+class MatchReport:
+    """What `Pool.match` would find for a prompt, and why it ends there. `str()` of it is for people.
+
+    Attributes:
+        requested_tokens: Tokens asked for.
+        matched_tokens: Tokens cached, whole blocks.
+        partial_tokens: Tokens that agree inside the next block.
+        block_tokens: Tokens a block.
+        reason: "complete": every whole block is cached; "no_namespace": nothing is stored under the namespace;
+            "diverges": what is cached goes on, but differently; "nothing_beyond": nothing longer is cached.
+        addrs: uint64, where the cached blocks lie; not pinned.
+        elsewhere: Other namespaces that hold more of these tokens, with how many tokens.
+    """
+
+    requested_tokens: int
+    matched_tokens: int
+    partial_tokens: int
+    block_tokens: int
+    reason: str
+    addrs: npt.NDArray[np.uint64]
+    elsewhere: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """A few lines of text."""
+        blocks = self.matched_tokens // self.block_tokens
+        lines = [f"{self.matched_tokens} of {self.requested_tokens} tokens are cached ({blocks} blocks{self._places()})."]
+        lines.append(self._why())
+        for namespace, tokens in self.elsewhere.items():
+            lines.append(f"Namespace {namespace!r} holds {tokens} of them: was the prompt stored under another namespace?")
+        return "\n".join(lines)
+
+    def _places(self) -> str:
+        if not len(self.addrs):
+            return ""
+        kinds, counts = np.unique(media(self.addrs), return_counts=True)
+        places = (f"{count} in {Medium(kind).name}" for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True))
+        return ": " + ", ".join(places)
+
+    def _why(self) -> str:
+        left = self.requested_tokens - self.matched_tokens
+        if self.reason == "complete":
+            if left == 0:
+                return "The whole prompt is cached."
+            return f"What is left ({left}) does not fill a block of {self.block_tokens}; {self.partial_tokens} of it agree."
+        if self.reason == "no_namespace":
+            return "Nothing is stored under this namespace."
+        if self.reason == "diverges":
+            at = self.matched_tokens + self.partial_tokens
+            return (
+                f"Cached prompts go on differently: token {at} is the first that none of them has there "
+                f"({self.partial_tokens} tokens of that block agree, and only whole blocks are reused)."
+            )
+        return f"No cached prompt goes beyond token {self.matched_tokens}: it was never stored, or its end was evicted."

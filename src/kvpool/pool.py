@@ -1,0 +1,310 @@
+"""The pool of one instance."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from kvpool import _core
+from kvpool.config import Settings, load
+from kvpool.errors import ArgumentError, ArgumentTypeError, StateError, Unsupported
+from kvpool.index import EventStream, MatchReport
+from kvpool.index.report import REASONS
+from kvpool.types import DRAM, HBM, KVLayout, Medium, RawLayout
+
+__all__ = ["ArenaInfo", "MediumStats", "Pool", "PoolStats"]
+
+
+@dataclass(frozen=True)
+class MediumStats:
+    """The blocks of one medium.
+
+    `free + active + historical + reserved + lent + quarantined + retired == capacity`, always.
+
+    Attributes:
+        capacity: Blocks there are.
+        free: Nobody's.
+        active: A caller's.
+        historical: The index's: cached prompts.
+        reserved: Promised to a transfer or a swap that is under way.
+        lent: Another instance's.
+        quarantined: Free but for a writer that is not known to be gone.
+        retired: Their generations are used up.
+        pinned: Of the historical ones, those that somebody holds or that are being moved.
+        evictable: Of the historical ones, the others.
+        free_runs: Maximal runs of free blocks.
+        longest_free_run: Blocks in the longest of them.
+    """
+
+    capacity: int
+    free: int
+    active: int
+    historical: int
+    reserved: int
+    lent: int
+    quarantined: int
+    retired: int
+    pinned: int
+    evictable: int
+    free_runs: int
+    longest_free_run: int
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """The state of a pool, and what it has done since it was made.
+
+    Attributes:
+        hbm: Blocks of the device tier.
+        dram: Blocks of the host tier.
+        allocated_blocks: Given to callers.
+        freed_blocks: Given back by callers.
+        match_calls: Calls of match.
+        requested_tokens: Tokens that matches asked for.
+        matched_tokens: Tokens that matches found.
+        inserted_blocks: Blocks newly stored in the index.
+        duplicate_blocks: Blocks given to insert whose page was cached before.
+        evicted_blocks: Cached blocks that were dropped to make room, or by evict.
+        swapped_out_blocks: Cached blocks moved from HBM to DRAM.
+        swapped_in_blocks: Cached blocks moved from DRAM to HBM.
+        index_nodes: Nodes of the index.
+        index_blocks: Blocks in the index.
+        index_bytes: Memory of the index.
+        namespaces: Namespaces with cached prompts, and the default one.
+        metadata_bytes: Memory of the allocator.
+    """
+
+    hbm: MediumStats
+    dram: MediumStats
+    allocated_blocks: int
+    freed_blocks: int
+    match_calls: int
+    requested_tokens: int
+    matched_tokens: int
+    inserted_blocks: int
+    duplicate_blocks: int
+    evicted_blocks: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+    index_nodes: int
+    index_blocks: int
+    index_bytes: int
+    namespaces: int
+    metadata_bytes: int
+
+    @property
+    def hit_ratio(self) -> float:
+        """Tokens found of tokens asked for; 0.0 before the first match."""
+        return self.matched_tokens / self.requested_tokens if self.requested_tokens else 0.0
+
+
+@dataclass(frozen=True)
+class ArenaInfo:
+    """The memory of one medium.
+
+    Attributes:
+        payload_bytes: Blocks times bytes a block.
+        mapped_bytes: Memory that is taken for them; 0 for adopted memory.
+        huge_page_bytes: Of these, in huge pages.
+        owned: The pool's own; otherwise adopted.
+        pinned: Page-locked for CUDA.
+    """
+
+    payload_bytes: int
+    mapped_bytes: int
+    huge_page_bytes: int
+    owned: bool
+    pinned: bool
+
+
+class Pool(_core.Pool):
+    """Blocks of KV cache in two tiers, and the index of the prompts that they hold.
+
+    All methods are thread-safe; a method that raises has changed nothing. A pool belongs to the process that made it:
+    in a forked child every method raises ForkError. Use it in a ``with``, or call ``close()``.
+
+    Args:
+        layout: What a block holds; a KVLayout, or a RawLayout for other data.
+        hbm_blocks: Blocks in the device tier.
+        dram_blocks: Blocks in the host tier.
+        device: Where the device tier lies. "cpu": in ordinary memory, so that everything runs without a GPU.
+        hbm: Instead of hbm_blocks: an engine's own tensors, one for each layer in order, which become the device tier
+            without a copy. Anything with ``__dlpack__``. The engine's block ids are the block numbers.
+        block_dim: The dimension of those tensors that counts blocks. What stands before it enumerates pieces, such as
+            K and V; what follows must be contiguous.
+        engine_allocates: The engine's own allocator decides about the adopted blocks: see adopt and take_released.
+        **settings: Fields of kvpool.Settings; they win over the environment and the file.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: A number, name or type is wrong.
+        OutOfMemory: The machine, or its cgroup, has not enough memory.
+        LayoutMismatch: Adopted tensors do not have the layout's shape.
+        Unsupported: This machine cannot do it, such as a device that is not there.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout | RawLayout,
+        hbm_blocks: int = 0,
+        dram_blocks: int = 0,
+        *,
+        device: str = "cpu",
+        hbm: Sequence[Any] | None = None,
+        block_dim: int = 0,
+        engine_allocates: bool = False,
+        **settings: Any,
+    ) -> None:
+        """See the class."""
+        if not isinstance(layout, KVLayout | RawLayout):
+            raise ArgumentTypeError(f"layout must be a KVLayout or a RawLayout, not {type(layout).__name__}")
+        _check_device(device)
+        if hbm is not None and hbm_blocks:
+            raise ArgumentError("give hbm_blocks or the engine's own tensors as hbm, not both", hbm_blocks=hbm_blocks)
+        if hbm is None and engine_allocates:
+            raise ArgumentError("engine_allocates is for adopted tensors: give them as hbm")
+        self.settings: Settings = load(**settings)
+        self.kv_layout: KVLayout | RawLayout = layout
+        self._adopted = hbm is not None
+        options = dataclasses.asdict(self.settings)
+        options["pin_dram"] = options["pin_dram"] == "always" or (options["pin_dram"] == "auto" and device != "cpu")
+        super().__init__(
+            block_tokens=layout.block_tokens,
+            piece_bytes=list(layout.piece_bytes),
+            aggregated=len(layout.segment_bytes) == 1,
+            hbm_blocks=hbm_blocks,
+            dram_blocks=dram_blocks,
+            adopted=hbm,
+            block_dim=block_dim,
+            engine_allocates=engine_allocates,
+            **options,
+        )
+
+    def tensor(self, medium: int = HBM) -> _core.KVTensor:
+        """The memory of a medium, as a zero-copy view.
+
+        Args:
+            medium: kvpool.HBM or kvpool.DRAM.
+
+        Returns:
+            A KVTensor of shape [block, layer, k/v, head, token, dim]; for a RawLayout, and for the DRAM of a pool over
+            adopted memory, [block, byte]. Index it with ``kvpool.block_ids(addrs)``.
+
+        Raises:
+            StateError: The medium is adopted memory: the engine's own tensors are the view.
+        """
+        medium = _one_medium(medium)
+        stats = self.stats()
+        blocks = stats.hbm.capacity if medium == HBM else stats.dram.capacity
+        layout = self.kv_layout
+        if self._adopted and medium == HBM:
+            raise StateError("HBM is adopted memory: the engine's own tensors are the view")
+        if isinstance(layout, RawLayout) or self._adopted:
+            return self._view(int(medium), [blocks, layout.block_bytes], [layout.block_bytes, 1], "uint8")
+        shape, strides = _kv_view(layout, blocks)
+        return self._view(int(medium), shape, strides, layout.dtype)
+
+    def arena(self, medium: int) -> ArenaInfo:
+        """How much memory a medium takes, and of which kind."""
+        return ArenaInfo(**self._arena(int(_one_medium(medium))))
+
+    def stats(self) -> PoolStats:
+        """The state of every block and the counters, at one moment."""
+        return _stats(self._stats())
+
+    def audit(self) -> PoolStats:
+        """Checks every invariant of the allocator and the index, and returns the stats.
+
+        Looks at every block and node. Raises AuditError when an invariant is broken: a bug in kvpool, or memory that
+        was overwritten.
+        """
+        return _stats(self._audit())
+
+    def explain_match(self, tokens: _core.TokenVector, namespace: str = "") -> MatchReport:
+        """Says what match would find, and why it ends there. Pins nothing and does not count as a use.
+
+        Args:
+            tokens: As in match.
+            namespace: As in match.
+        """
+        requested, blocks, partial, end, addrs, elsewhere = self._explain(tokens, namespace)
+        size = self.kv_layout.block_tokens
+        return MatchReport(
+            requested_tokens=requested,
+            matched_tokens=blocks * size,
+            partial_tokens=partial,
+            block_tokens=size,
+            reason=REASONS[end],
+            addrs=addrs,
+            elsewhere={name: held * size for name, held in elsewhere},
+        )
+
+    def subscribe(self, capacity_tokens: int = 1 << 24, include_cached: bool = False) -> EventStream:
+        """Everything that happens to cached prompts from now on, as events that wait until they are drained.
+
+        Args:
+            capacity_tokens: Events whose tokens exceed this together lose the oldest of them.
+            include_cached: Begin with a StoredEvent for everything that is cached now, whatever the capacity: for a
+                reader that starts, or starts again after it has lost events.
+        """
+        return EventStream(self._subscribe(capacity_tokens, include_cached))
+
+    def __enter__(self) -> Pool:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """How full it is."""
+        if self.closed:
+            return "<Pool closed>"
+        stats = self.stats()
+        tiers = (
+            f"{name} {tier.active} active, {tier.historical} cached, {tier.free} free of {tier.capacity}"
+            for name, tier in (("HBM", stats.hbm), ("DRAM", stats.dram))
+        )
+        return f"<Pool {'; '.join(tiers)}>"
+
+
+def _check_device(device: object) -> None:
+    if not isinstance(device, str):
+        raise ArgumentTypeError(f"device must be a str, not {type(device).__name__}")
+    if device == "cpu":
+        return
+    if device == "cuda" or device.startswith("cuda:"):
+        raise Unsupported(f"device {device!r}: this build has no CUDA arena; device='cpu' runs without a GPU")
+    raise ArgumentError(f"device is {device!r}; it must be 'cpu' or 'cuda:N'")
+
+
+def _one_medium(value: object) -> Medium:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentTypeError(f"medium must be kvpool.HBM or kvpool.DRAM, not {type(value).__name__} ({value!r})")
+    number = operator.index(cast(Any, value))
+    if number not in (HBM, DRAM):
+        raise ArgumentError(f"medium must be kvpool.HBM (1) or kvpool.DRAM (2), and is {number}", value=number)
+    return Medium(number)
+
+
+def _kv_view(layout: KVLayout, blocks: int) -> tuple[list[int], list[int]]:
+    """Shape and strides (bytes) of [block, layer, k/v, head, token, dim] over an owned arena."""
+    layers, two, heads, tokens, dim = layout.shape
+    row = dim * layout.itemsize
+    piece = heads * tokens * row
+    # Pieces lie one after another within a block (aggregated), or each in a segment of all blocks (discrete).
+    block_stride, piece_stride = (
+        (layout.block_bytes, piece) if layout.order == "aggregated" else (piece, piece * blocks)
+    )
+    shape = [blocks, layers, two, heads, tokens, dim]
+    return shape, [block_stride, two * piece_stride, piece_stride, tokens * row, row, layout.itemsize]
+
+
+def _stats(raw: dict[str, Any]) -> PoolStats:
+    fields = dict(raw)
+    hbm = MediumStats(**cast("dict[str, int]", fields.pop("hbm")))
+    dram = MediumStats(**cast("dict[str, int]", fields.pop("dram")))
+    return PoolStats(hbm=hbm, dram=dram, **fields)

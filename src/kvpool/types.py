@@ -1,0 +1,344 @@
+"""Media, layouts and addresses: the words that the rest of kvpool is written in.
+
+An address is 64 bits, and names one block for as long as the block is not freed (cpp/kvpool/base/address.h):
+
+    63        50 49  48 47              24 23               0
+    +-----------+------+------------------+------------------+
+    | instance  |medium|    generation    |      block       |
+    |  14 bits  |2 bits|     24 bits      |     24 bits      |
+    +-----------+------+------------------+------------------+
+"""
+
+from __future__ import annotations
+
+import operator
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import ArgumentError, ArgumentTypeError
+
+__all__ = [
+    "DRAM",
+    "DTYPES",
+    "HBM",
+    "MIXED",
+    "Address",
+    "AddressLike",
+    "KVLayout",
+    "Layout",
+    "Medium",
+    "RawLayout",
+    "block_ids",
+    "decode_address",
+    "media",
+]
+
+
+class Medium(IntEnum):
+    """A kind of memory. `MIXED` is a request, "HBM first, the rest DRAM", and never stands in an address."""
+
+    HBM = 1
+    DRAM = 2
+    MIXED = 3
+
+
+HBM: Final = Medium.HBM
+DRAM: Final = Medium.DRAM
+MIXED: Final = Medium.MIXED
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------
+
+
+class DType(NamedTuple):
+    """An element type: its size, and the NumPy type of a view, which differs where NumPy has no such type."""
+
+    itemsize: int
+    numpy: str
+
+
+DTYPES: Final[dict[str, DType]] = {
+    "float32": DType(4, "float32"),
+    "float16": DType(2, "float16"),
+    "bfloat16": DType(2, "uint16"),
+    "float8_e4m3fn": DType(1, "uint8"),
+    "float8_e5m2": DType(1, "uint8"),
+    "int8": DType(1, "int8"),
+    "uint8": DType(1, "uint8"),
+}
+
+_DIMENSION_MAX: Final = 1 << 20  # of one number of a layout; far above any model, far below an overflow
+_BLOCK_BYTES_MAX: Final = 1 << 40
+
+
+def _count(owner: str, name: str, value: object, maximum: int = _DIMENSION_MAX) -> int:
+    """The value as an int in [1, maximum]; accepts what Python accepts as an index, except bool."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentTypeError(f"{owner}: {name} must be an int, not {type(value).__name__} ({value!r})")
+    number = operator.index(cast(Any, value))
+    if not 1 <= number <= maximum:
+        raise ArgumentError(
+            f"{owner}: {name} is {number}; it must be from 1 to {maximum}", value=number, maximum=maximum
+        )
+    return number
+
+
+def _choice(owner: str, name: str, value: object, choices: Sequence[str]) -> None:
+    if not isinstance(value, str):
+        raise ArgumentTypeError(f"{owner}: {name} must be a str, not {type(value).__name__} ({value!r})")
+    if value not in choices:
+        raise ArgumentError(f"{owner}: {name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _block_bytes_checked(owner: str, block_bytes: int) -> None:
+    if block_bytes > _BLOCK_BYTES_MAX:
+        raise ArgumentError(
+            f"{owner}: a block would have {block_bytes} bytes; at most {_BLOCK_BYTES_MAX} are possible",
+            block_bytes=block_bytes,
+            maximum=_BLOCK_BYTES_MAX,
+        )
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The shape of a block of keys and values: `block_tokens` tokens, all layers, K and V.
+
+    Within a block the order is [layer, k/v, head, token, dim], so a layer's K (or V) is one piece, and a range of heads
+    within it is contiguous.
+
+    Attributes:
+        layers: Number of layers.
+        kv_heads: Heads of K and of V in each layer.
+        head_dim: Elements of a head.
+        dtype: One of `kvpool.types.DTYPES`.
+        block_tokens: Tokens in a block.
+        order: "aggregated": a block is one run of bytes. "discrete": a block is 2 * layers runs, a layer's K or V each,
+            in separate tensors, as engines keep them.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    block_tokens: int = 16
+    order: Literal["aggregated", "discrete"] = "aggregated"
+
+    def __post_init__(self) -> None:
+        """Checks every number.
+
+        Raises:
+            ArgumentError: A number or name is out of range.
+            ArgumentTypeError: A value has the wrong type.
+        """
+        for name in ("layers", "kv_heads", "head_dim", "block_tokens"):
+            object.__setattr__(self, name, _count("KVLayout", name, getattr(self, name)))
+        _choice("KVLayout", "dtype", self.dtype, tuple(DTYPES))
+        _choice("KVLayout", "order", self.order, ("aggregated", "discrete"))
+        _block_bytes_checked("KVLayout", self.block_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token: K and V of all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.token_bytes * self.block_tokens
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def piece_bytes(self) -> tuple[int, ...]:
+        """Bytes of each of the 2 * layers pieces of a block: layer 0 K, layer 0 V, layer 1 K, ..."""
+        return (self.block_bytes // (2 * self.layers),) * (2 * self.layers)
+
+    @property
+    def segment_bytes(self) -> tuple[int, ...]:
+        """Bytes of each separate run of a block: one when aggregated, the pieces when discrete."""
+        return (self.block_bytes,) if self.order == "aggregated" else self.piece_bytes
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of one block: (layers, 2, kv_heads, block_tokens, head_dim)."""
+        return (self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of a NumPy view: uint16 for bfloat16 and uint8 for float8, which NumPy does not have."""
+        return np.dtype(DTYPES[self.dtype].numpy)
+
+
+@dataclass(frozen=True)
+class RawLayout:
+    """The shape of a block that holds something else than keys and values: so many bytes, for so many tokens.
+
+    It has what `KVLayout` has where that makes sense, so code that moves blocks need not tell them apart.
+
+    Attributes:
+        block_bytes: Bytes of one block.
+        block_tokens: Tokens that a block stands for.
+    """
+
+    block_bytes: int
+    block_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        """Checks both numbers.
+
+        Raises:
+            ArgumentError: A number is out of range.
+            ArgumentTypeError: A value is not an int.
+        """
+        object.__setattr__(self, "block_bytes", _count("RawLayout", "block_bytes", self.block_bytes, _BLOCK_BYTES_MAX))
+        object.__setattr__(self, "block_tokens", _count("RawLayout", "block_tokens", self.block_tokens))
+
+    @property
+    def dtype(self) -> str:
+        """Always "uint8"."""
+        return "uint8"
+
+    @property
+    def itemsize(self) -> int:
+        """Always 1."""
+        return 1
+
+    @property
+    def piece_bytes(self) -> tuple[int, ...]:
+        """One piece: the block."""
+        return (self.block_bytes,)
+
+    @property
+    def segment_bytes(self) -> tuple[int, ...]:
+        """One run: the block."""
+        return (self.block_bytes,)
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Shape of one block: (block_bytes,)."""
+        return (self.block_bytes,)
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of a NumPy view."""
+        return np.dtype(np.uint8)
+
+
+Layout: TypeAlias = KVLayout | RawLayout
+
+
+# ---- addresses ------------------------------------------------------------------------------------------------------
+
+_BLOCK_BITS: Final = 24
+_GENERATION_BITS: Final = 24
+_MEDIUM_BITS: Final = 2
+_GENERATION_SHIFT: Final = _BLOCK_BITS
+_MEDIUM_SHIFT: Final = _GENERATION_SHIFT + _GENERATION_BITS
+_INSTANCE_SHIFT: Final = _MEDIUM_SHIFT + _MEDIUM_BITS
+
+AddressLike: TypeAlias = npt.NDArray[np.uint64] | Sequence[int]
+
+
+class Address(NamedTuple):
+    """The four parts of an address.
+
+    Attributes:
+        instance: The instance that owns the block; 0 is the pool at hand, before it joins a cluster.
+        medium: HBM or DRAM.
+        generation: Grows by one whenever the block is freed: an address of an older generation is stale.
+        block: Number of the block within its medium.
+    """
+
+    instance: int
+    medium: Medium
+    generation: int
+    block: int
+
+
+def decode_address(address: int | np.unsignedinteger[Any]) -> Address:
+    """Takes one address apart.
+
+    Raises:
+        ArgumentError: It is negative, has more than 64 bits, or names no medium.
+        ArgumentTypeError: It is not an int.
+    """
+    if isinstance(address, bool) or not hasattr(address, "__index__"):
+        raise ArgumentTypeError(f"an address must be an int, not {type(address).__name__} ({address!r})")
+    number = operator.index(address)
+    if not 0 <= number < 1 << 64:
+        raise ArgumentError(f"address {number} does not fit 64 unsigned bits", address=number)
+    medium = number >> _MEDIUM_SHIFT & (1 << _MEDIUM_BITS) - 1
+    if medium not in (HBM, DRAM):
+        raise ArgumentError(f"address {number:#x} names no medium: its medium bits are {medium}", address=number)
+    return Address(
+        instance=number >> _INSTANCE_SHIFT,
+        medium=Medium(medium),
+        generation=number >> _GENERATION_SHIFT & (1 << _GENERATION_BITS) - 1,
+        block=number & (1 << _BLOCK_BITS) - 1,
+    )
+
+
+def block_ids(addresses: AddressLike) -> npt.NDArray[np.int64]:
+    """The block number of each address within its medium, as int64, ready to index a tensor: `kv[block_ids(addrs)]`.
+
+    Raises:
+        ArgumentError: A number cannot be an address.
+        ArgumentTypeError: Not an array of unsigned integers or a sequence of ints.
+    """
+    array_ = _address_array(addresses)
+    _media_checked(array_)
+    return (array_ & np.uint64((1 << _BLOCK_BITS) - 1)).astype(np.int64)
+
+
+def media(addresses: AddressLike) -> npt.NDArray[np.uint8]:
+    """The medium of each address, as uint8: compare with `kvpool.HBM` and `kvpool.DRAM`.
+
+    Raises:
+        ArgumentError: A number cannot be an address.
+        ArgumentTypeError: Not an array of unsigned integers or a sequence of ints.
+    """
+    return _media_checked(_address_array(addresses))
+
+
+def _address_array(addresses: AddressLike) -> npt.NDArray[np.uint64]:
+    if isinstance(addresses, np.ndarray):
+        if addresses.dtype == np.uint64:
+            return addresses
+        # Not converted: a signed or floating-point array has already lost what tells an address from another.
+        raise ArgumentTypeError(f"addresses must be uint64, not {addresses.dtype} (shape {addresses.shape})")
+    if isinstance(addresses, (str, bytes, bytearray)) or not isinstance(addresses, (Sequence, array)):
+        raise ArgumentTypeError(
+            f"addresses must be a uint64 array or a sequence of ints, not {type(addresses).__name__}"
+        )
+    try:
+        return np.array(array("Q", addresses), dtype=np.uint64)
+    except TypeError as error:
+        raise ArgumentTypeError(f"addresses must be ints: {error}") from None
+    except OverflowError:
+        index, number = next((i, n) for i, n in enumerate(addresses) if not 0 <= n < 1 << 64)
+        raise ArgumentError(
+            f"addresses[{index}] is {number}, which does not fit 64 unsigned bits", address=number, position=index
+        ) from None
+
+
+def _media_checked(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+    found = (addresses >> np.uint64(_MEDIUM_SHIFT)).astype(np.uint8) & np.uint8((1 << _MEDIUM_BITS) - 1)
+    wrong = (found == 0) | (found == int(MIXED))
+    if wrong.any():
+        index = int(wrong.argmax())
+        number = int(addresses.reshape(-1)[index])
+        raise ArgumentError(
+            f"addresses[{index}] ({number:#x}) names no medium: its medium bits are {int(found.reshape(-1)[index])}",
+            address=number,
+            position=index,
+        )
+    return found

@@ -1,0 +1,86 @@
+"""What all Python tests share: Hypothesis profiles, where the traces are, and which skips are fair.
+
+With `KVPOOL_CI=1` a test may skip only for a reason listed in FAIR_SKIPS whose condition holds on this machine; any
+other skip is a failure, so that a run cannot pass by not running.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACES = Path(os.environ.get("KVPOOL_TRACES") or ROOT.parent / "shared" / "traces")
+
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("KVPOOL_CI") else "default")
+
+
+def _without(module: str) -> Callable[[], bool]:
+    return lambda: importlib.util.find_spec(module) is None
+
+
+# A pattern that the reason begins with, and what must be so on this machine for the reason to be true.
+FAIR_SKIPS: list[tuple[str, Callable[[], bool]]] = [
+    (r"could not import 'torch'|torch is not installed", _without("torch")),
+    (r"could not import 'cupy'|cupy is not installed", _without("cupy")),
+    (r"no traces", lambda: not TRACES.is_dir()),
+    (r"no CUDA (device|driver|GPU)", lambda: not Path("/dev/nvidiactl").exists()),
+    (r"this machine gives no huge pages", lambda: True),
+    (r"this machine has one NUMA node", lambda: not Path("/sys/devices/system/node/node1").exists()),
+    (r"Python \d+\.\d+ and newer", lambda: True),
+]
+
+
+def skip_is_fair(reason: str) -> bool:
+    """Whether a test may skip for this reason on this machine."""
+    return any(re.match(pattern, reason) and holds() for pattern, holds in FAIR_SKIPS)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if os.environ.get("KVPOOL_CI") and report.skipped and not hasattr(report, "wasxfail"):
+        report = _failed_unless_fair(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    report = yield
+    if os.environ.get("KVPOOL_CI") and report.skipped:
+        report = _failed_unless_fair(report)
+    return report
+
+
+def _failed_unless_fair(report):
+    reason = report.longrepr[2].removeprefix("Skipped: ")
+    if not skip_is_fair(reason):
+        report.outcome = "failed"
+        report.longrepr = f"skipped for a reason that is not in FAIR_SKIPS of tests/python/conftest.py: {reason}"
+    return report
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """The folder of recorded request traces, which does not ship with the project."""
+    if not TRACES.is_dir():
+        pytest.skip(f"no traces in {TRACES}; KVPOOL_TRACES names another folder")
+    return TRACES
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """No setting of the developer's own reaches the test."""
+    for name in list(os.environ):
+        if name.startswith("KVPOOL_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-config"))
+    return monkeypatch

@@ -1,0 +1,113 @@
+"""What the tests of the local API share: tiny pools, stamps, and the check that an error changed nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvpool
+
+LONG = bool(os.environ.get("KVPOOL_LONG"))
+BLOCK = 4  # tokens in a block of the layouts below
+
+
+def small_layout(**changes: Any) -> kvpool.KVLayout:
+    return kvpool.KVLayout(
+        **({"layers": 2, "kv_heads": 2, "head_dim": 4, "dtype": "float32", "block_tokens": BLOCK} | changes)
+    )
+
+
+def small_pool(hbm_blocks: int = 8, dram_blocks: int = 8, layout: Any = None, **settings: Any) -> kvpool.Pool:
+    settings = {"huge_pages": "never", "audit": True} | settings
+    return kvpool.Pool(layout or small_layout(), hbm_blocks, dram_blocks, **settings)
+
+
+def prompt(blocks: int, name: int = 0, block_tokens: int = BLOCK) -> np.ndarray:
+    """The tokens of a prompt. Prompts of different names differ from their first token on."""
+    tokens = np.arange(blocks * block_tokens, dtype=np.int32) + 10
+    tokens[:1] = -name
+    return tokens
+
+
+class Stamps:
+    """Writes a number into every element of a block, and reads it back."""
+
+    def __init__(self, pool: kvpool.Pool) -> None:
+        stats = pool.stats()
+        self.views = {
+            medium: pool.tensor(medium).numpy()
+            for medium, tier in ((kvpool.HBM, stats.hbm), (kvpool.DRAM, stats.dram))
+            if tier.capacity
+        }
+
+    def write(self, addrs: Any, values: Any) -> None:
+        for addr, value in zip(addrs, values, strict=True):
+            place = kvpool.decode_address(addr)
+            self.views[place.medium][place.block] = value
+
+    def read(self, addrs: Any) -> list[int]:
+        """The stamp of each block; the block must have one and the same in every element."""
+        stamps = []
+        for addr in addrs:
+            place = kvpool.decode_address(addr)
+            content = self.views[place.medium][place.block]
+            stamps.append(int(content.flat[0]))
+            assert (content == stamps[-1]).all(), f"block {place} has more than one stamp"
+        return stamps
+
+
+def store(
+    pool: kvpool.Pool, tokens: np.ndarray, *, medium: int = kvpool.HBM, namespace: str = "", evict: bool = False
+) -> np.ndarray:
+    """Caches a prompt and lets go of it; where its blocks lie."""
+    addrs = pool.alloc(len(tokens) // pool.kv_layout.block_tokens, medium=medium, evict=evict)
+    with pool.insert(tokens, addrs, namespace=namespace, free_duplicates=True) as held:
+        return held.addrs
+
+
+def cached_tokens(pool: kvpool.Pool, tokens: Any, namespace: str = "") -> int:
+    """How much of a prompt is cached; does not count as a use of it."""
+    return pool.explain_match(tokens, namespace=namespace).matched_tokens
+
+
+def state_of(pool: kvpool.Pool) -> dict[str, Any]:
+    """What a call that raises must leave as it is. (It may have cut runs of the index.)"""
+    state = asdict(pool.audit())
+    del state["index_nodes"], state["index_bytes"]
+    return state
+
+
+@contextmanager
+def refused(pool: kvpool.Pool, error: type[Exception], *texts: Any, **fields: Any) -> Iterator[Any]:
+    """The block raises this error with these texts in its message and these fields, and has changed nothing."""
+    before = state_of(pool)
+    with pytest.raises(error) as caught:
+        yield caught
+    assert type(caught.value) is error
+    for text in texts:
+        assert str(text) in str(caught.value)
+    for name, value in fields.items():
+        assert getattr(caught.value, name) == caught.value.fields[name] == value, name
+    assert state_of(pool) == before
+
+
+def run_script(code: str, *, timeout: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs Python code in a process of its own, every warning an error; it must end with 0 and say nothing."""
+    prelude = "import kvpool, numpy as np, kit\n"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])}
+    run = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-W", "error", "-W", "ignore:This process:DeprecationWarning", "-c",
+         prelude + code],
+        capture_output=True, text=True, timeout=timeout, env=environment, check=False,
+    )  # fmt: skip
+    if check:
+        assert (run.returncode, run.stderr) == (0, ""), run.stdout + run.stderr
+    return run

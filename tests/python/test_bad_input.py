@@ -1,0 +1,629 @@
+"""Every wrong argument: a typed error with the numbers in it, nothing changed, no crash."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from array import array
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit import BLOCK, LONG, cached_tokens, prompt, refused, run_script, small_layout, small_pool, state_of, store
+
+import kvpool
+from kvpool import DRAM, HBM, MIXED
+
+INT64_MAX = 2**63 - 1
+
+
+def changed(addr, **parts):
+    """The address with some of its parts replaced."""
+    place = kvpool.decode_address(addr)._replace(**parts)
+    return place.instance << 50 | place.medium << 48 | place.generation << 24 | place.block
+
+
+@pytest.fixture
+def setting():
+    """A pool with three active blocks of the caller, a cached prompt of two, and addresses that are not valid."""
+    with small_pool() as pool:
+        cached = store(pool, prompt(2))
+        mine = pool.alloc(3).tolist()
+        freed = pool.alloc(1).tolist()
+        pool.free(freed)
+        yield SimpleNamespace(
+            pool=pool,
+            mine=mine,
+            cached=cached.tolist(),
+            freed=freed[0],
+            foreign=changed(mine[0], instance=5),
+            future=changed(mine[0], generation=77),
+            never=changed(mine[0], block=7),  # free
+            beyond=changed(mine[0], block=1000),
+            no_medium=changed(mine[0], medium=0),
+            mixed=changed(mine[0], medium=3),
+        )
+
+
+# ---- counts and media
+
+COUNTS = [
+    (-1, kvpool.ArgumentError, {"value": -1}),
+    (-(10**30), kvpool.ArgumentError, {}),
+    (1.0, kvpool.ArgumentTypeError, {}),
+    ("1", kvpool.ArgumentTypeError, {}),
+    (None, kvpool.ArgumentTypeError, {}),
+    ([1], kvpool.ArgumentTypeError, {}),
+    (np.float64(1), kvpool.ArgumentTypeError, {}),
+]
+
+
+@pytest.mark.parametrize(("count", "error", "fields"), COUNTS, ids=[repr(count) for count, *_ in COUNTS])
+@pytest.mark.parametrize("verb", ["alloc", "evict", "swap_out", "subscribe"])
+def test_a_count_is_a_non_negative_int(setting, verb, count, error, fields):
+    text = count if error is kvpool.ArgumentError else type(count).__name__
+    with refused(setting.pool, error, text, **fields):
+        getattr(setting.pool, verb)(count)
+
+
+@pytest.mark.parametrize("medium", [HBM, DRAM, MIXED])
+@pytest.mark.parametrize("count", [17, 2**24 + 1, 2**32 + 1, 2**63 - 1, 2**63, 10**30])
+def test_a_huge_count_is_out_of_blocks(setting, count, medium):
+    capacity = 16 if medium == MIXED else 8
+    active, cached = (0, 0) if medium == DRAM else (3, 2)
+    for evict in (True, False):
+        with refused(
+            setting.pool,
+            kvpool.OutOfBlocks,
+            min(count, INT64_MAX),
+            requested=min(count, INT64_MAX),
+            capacity=capacity,
+            free=capacity - active - cached,
+            active=active,
+            evictable=cached,
+            pinned=0,
+        ):
+            setting.pool.alloc(count, medium=medium, evict=evict)
+
+
+def test_a_huge_count_evicts_and_moves_what_there_is(setting):
+    assert len(setting.pool.swap_out(10**30)) == 2
+    assert setting.pool.evict(10**30) == 2
+
+
+@pytest.mark.parametrize(
+    ("medium", "error"),
+    [
+        (0, kvpool.ArgumentError),
+        (4, kvpool.ArgumentError),
+        (-1, kvpool.ArgumentError),
+        (10**30, kvpool.ArgumentError),
+        ("hbm", kvpool.ArgumentTypeError),
+        (None, kvpool.ArgumentTypeError),
+        (1.0, kvpool.ArgumentTypeError),
+    ],
+)
+def test_a_medium_is_one_of_three(setting, medium, error):
+    pool = setting.pool
+    for call in (
+        lambda: pool.alloc(1, medium=medium),
+        lambda: pool.evict(1, medium=medium),
+        lambda: pool.tensor(medium),
+        lambda: pool.arena(medium),
+    ):
+        with refused(pool, error, "medium"):
+            call()
+
+
+def test_the_memory_of_two_media_is_not_one(setting):
+    for call in (setting.pool.tensor, setting.pool.arena):
+        with refused(setting.pool, kvpool.ArgumentError, "3", value=3):
+            call(MIXED)
+
+
+# ---- addresses
+
+ADDRESSES = [
+    ("freed", kvpool.StaleAddress, "freed or moved"),
+    ("future", kvpool.StaleAddress, "generation"),
+    ("never", kvpool.StaleAddress, ""),
+    ("beyond", kvpool.ArgumentError, "block 1000"),
+    ("foreign", kvpool.NotOwner, "instance 5"),
+    ("no_medium", kvpool.ArgumentError, "no medium"),
+    ("mixed", kvpool.ArgumentError, "no medium"),
+]
+
+
+@pytest.mark.parametrize(("kind", "error", "text"), ADDRESSES, ids=[kind for kind, *_ in ADDRESSES])
+@pytest.mark.parametrize("form", [list, tuple, np.array], ids=["list", "tuple", "numpy"])
+def test_free_takes_valid_addresses_only(setting, kind, error, text, form):
+    wrong = getattr(setting, kind)
+    given = [*setting.mine[:2], wrong] if form is not np.array else np.array([*setting.mine[:2], wrong], np.uint64)
+    with refused(setting.pool, error, text, wrong, "position 2", address=wrong, position=2):
+        setting.pool.free(given if form is np.array else form(given))
+    setting.pool.free(setting.mine)
+
+
+@pytest.mark.parametrize(("kind", "error", "text"), ADDRESSES, ids=[kind for kind, *_ in ADDRESSES])
+def test_swap_in_takes_valid_addresses_only(setting, kind, error, text):
+    wrong = getattr(setting, kind)
+    with refused(setting.pool, error, text, address=wrong, position=1):
+        setting.pool.swap_in([setting.cached[0], wrong])
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"), [row for row in ADDRESSES if row[0] != "foreign"], ids=lambda value: str(value)[:10]
+)
+def test_insert_takes_valid_addresses_only(setting, kind, error, text):
+    wrong = getattr(setting, kind)
+    for position in range(3):
+        addrs = setting.mine[:2]
+        addrs.insert(position, wrong)
+        with refused(setting.pool, error, text, address=wrong, position=position):
+            setting.pool.insert(prompt(3, 4), addrs)
+        with refused(setting.pool, error, text, address=wrong, position=position):
+            setting.pool.insert_batch([(prompt(1, 5), setting.mine[2:]), (prompt(3, 4), addrs)])
+
+
+def test_cached_blocks_are_not_the_callers_to_free(setting):
+    with refused(setting.pool, kvpool.StateError, "delete", address=setting.cached[0], position=1):
+        setting.pool.free([setting.mine[0], setting.cached[0]])
+
+
+def test_an_address_stands_once_in_a_list(setting):
+    first, second, third = setting.mine
+    for given, position in (([first, first], 1), ([first, second, third, second], 3), ([third, first, third], 2)):
+        with refused(setting.pool, kvpool.ArgumentError, "twice", address=given[position], position=position):
+            setting.pool.free(given)
+        with refused(setting.pool, kvpool.ArgumentError, "twice", address=given[position], position=position):
+            setting.pool.insert(prompt(len(given), 4), given)
+    with refused(setting.pool, kvpool.ArgumentError, "twice", address=first):
+        setting.pool.insert_batch([(prompt(1, 4), [first]), (prompt(1, 5), [first])])
+    setting.pool.free(setting.mine)
+
+
+def test_a_block_is_freed_once(setting):
+    setting.pool.free(setting.mine)
+    with refused(setting.pool, kvpool.StaleAddress, address=setting.mine[0], position=0):
+        setting.pool.free(setting.mine)
+
+
+VECTORS = [
+    (5, kvpool.ArgumentTypeError, "int"),
+    (None, kvpool.ArgumentTypeError, "NoneType"),
+    ("text", kvpool.ArgumentTypeError, "str"),
+    ({1: 2}, kvpool.ArgumentTypeError, "dict"),
+    (range(3), kvpool.ArgumentTypeError, "range"),
+    (object(), kvpool.ArgumentTypeError, "object"),
+    ([1.5], kvpool.ArgumentTypeError, "float"),
+    (["1"], kvpool.ArgumentTypeError, "str"),
+    ([None], kvpool.ArgumentTypeError, "NoneType"),
+    ([[1]], kvpool.ArgumentTypeError, "list"),
+    (np.zeros(3), kvpool.ArgumentTypeError, "float64"),
+    (np.zeros(3, bool), kvpool.ArgumentTypeError, "bool"),
+    (np.zeros(3, np.int16), kvpool.ArgumentTypeError, "int16"),
+    (np.zeros(3, object), kvpool.ArgumentTypeError, "object"),
+    (np.zeros(3, "S8"), kvpool.ArgumentTypeError, "S8"),
+    (np.zeros(3, ">i8"), kvpool.ArgumentTypeError, ">i8"),
+    (np.zeros(3, "M8[s]"), kvpool.ArgumentTypeError, "datetime64"),
+    (np.zeros((3, 1), np.int64), kvpool.ArgumentError, "one dimension, and have 2"),
+    (np.array(3), kvpool.ArgumentError, "one dimension, and have 0"),
+    (array("d", [1.0]), kvpool.ArgumentTypeError, "'d'"),
+    (array("h", [1]), kvpool.ArgumentTypeError, "'h'"),
+    (memoryview(b"12345678").cast("B", (2, 4)), kvpool.ArgumentError, "one dimension"),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"), [*VECTORS, (b"12345678", kvpool.ArgumentTypeError, "'B'")], ids=lambda v: repr(v)[:24]
+)
+def test_addresses_are_a_vector_of_uint64(setting, given, error, text):
+    pool = setting.pool
+    for call in (
+        lambda: pool.free(given),
+        lambda: pool.swap_in(given),
+        lambda: pool.insert(prompt(3), given),
+        lambda: pool.insert_batch([(prompt(3), given)]),
+    ):
+        with refused(pool, error, text):
+            call()
+    if given is not None:
+        with refused(pool, error, text):
+            pool.swap_in(setting.cached, into=given)
+
+
+@pytest.mark.parametrize("value", [-1, -(2**63), 2**64, 10**30])
+def test_an_address_fits_64_unsigned_bits(setting, value):
+    for call in (setting.pool.free, setting.pool.swap_in):
+        with refused(setting.pool, kvpool.ArgumentError, "addresses[1]", value, position=1):
+            call([setting.mine[0], value])
+
+
+def test_an_address_of_another_pool_is_not_taken_for_an_own_one():
+    with small_pool(audit=False) as pool, small_pool(audit=False) as other:
+        addrs, theirs = pool.alloc(4), other.alloc(4)
+        with refused(other, kvpool.Error):
+            other.free(addrs)
+        with refused(pool, kvpool.Error):
+            pool.insert(prompt(4), theirs)
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        *VECTORS,
+        (np.zeros(4, np.uint32), kvpool.ArgumentTypeError, "uint32"),
+        (np.zeros(4, np.uint64), kvpool.ArgumentTypeError, "uint64"),
+        (array("Q", [1] * 4), kvpool.ArgumentTypeError, "'Q'"),
+        (b"123", kvpool.ArgumentError, "3 bytes"),
+        (bytearray(5), kvpool.ArgumentError, "5 bytes"),
+    ],
+    ids=lambda value: repr(value)[:24],
+)
+def test_tokens_are_a_vector_of_int32_or_int64(setting, given, error, text):
+    pool = setting.pool
+    for call in (
+        lambda: pool.match(given),
+        lambda: pool.match_batch([given]),
+        lambda: pool.insert(given, setting.mine),
+        lambda: pool.insert_batch([(given, setting.mine)]),
+        lambda: pool.delete(given),
+        lambda: pool.explain_match(given),
+    ):
+        with refused(pool, error, text):
+            call()
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**40, -(2**40)])
+def test_a_token_fits_32_bits(setting, value):
+    for form in ([1, 2, value], (1, 2, value), np.array([1, 2, value]), array("q", [1, 2, value])):
+        for call in (setting.pool.match, setting.pool.delete, setting.pool.explain_match):
+            with refused(setting.pool, kvpool.ArgumentError, f"tokens[2] = {value}", position=2):
+                call(form)
+
+
+@pytest.mark.parametrize("value", [10**30, -(10**30)])
+def test_a_token_of_any_size_is_refused(setting, value):
+    with refused(setting.pool, kvpool.ArgumentError, f"tokens[2] = {value}", position=2):
+        setting.pool.match([1, 2, value])
+
+
+def test_insert_takes_whole_blocks(setting):
+    for extra in range(1, BLOCK):
+        tokens = prompt(3, 4)[: 2 * BLOCK + extra]
+        with refused(setting.pool, kvpool.ArgumentError, f"{extra} left over", tokens=len(tokens), block_tokens=BLOCK):
+            setting.pool.insert(tokens, setting.mine[:2])
+
+
+def test_insert_takes_one_address_for_each_block(setting):
+    for blocks, given in ((3, 2), (1, 2), (2, 0), (0, 3)):
+        with refused(setting.pool, kvpool.ArgumentError, given, needed=blocks, given=given):
+            setting.pool.insert(prompt(blocks, 4), setting.mine[:given])
+
+
+@pytest.mark.parametrize(
+    ("namespace", "error"),
+    [(None, kvpool.ArgumentTypeError), (5, kvpool.ArgumentTypeError), (b"n", kvpool.ArgumentTypeError),
+     ("\ud800", kvpool.ArgumentError)],
+    ids=repr,
+)  # fmt: skip
+def test_a_namespace_is_a_str(setting, namespace, error):
+    pool = setting.pool
+    for call in (
+        lambda: pool.match(prompt(2), namespace=namespace),
+        lambda: pool.match_batch([prompt(2)], namespace=namespace),
+        lambda: pool.insert(prompt(3, 4), setting.mine, namespace=namespace),
+        lambda: pool.insert_batch([(prompt(3, 4), setting.mine)], namespace=namespace),
+        lambda: pool.delete(prompt(2), namespace=namespace),
+        lambda: pool.explain_match(prompt(2), namespace=namespace),
+    ):
+        with refused(pool, error, "namespace"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool: pool.match(),
+        lambda pool: pool.match([1], "", 3),
+        lambda pool: pool.match([1], tenant="x"),
+        lambda pool: pool.match_batch(5),
+        lambda pool: pool.insert_batch([(1, 2, 3)]),
+        lambda pool: pool.insert([1, 2, 3, 4]),
+        lambda pool: pool.alloc(),
+        lambda pool: pool.alloc(1, evict="perhaps"),
+    ],
+)
+def test_a_call_of_the_wrong_form_is_a_type_error(setting, call):
+    with refused(setting.pool, TypeError):
+        call(setting.pool)
+
+
+def test_an_int_that_raises_is_refused(setting):
+    class Broken:
+        def __index__(self):
+            raise RuntimeError
+
+    for call in (setting.pool.alloc, setting.pool.evict):
+        with refused(setting.pool, kvpool.ArgumentTypeError, "Broken"):
+            call(Broken())
+    with refused(setting.pool, kvpool.ArgumentTypeError, "Broken"):
+        setting.pool.match([Broken()])
+
+
+def test_a_vector_that_changes_while_it_is_read_does_no_harm(setting):
+    class Shrinking:
+        def __init__(self, owner):
+            self.owner = owner
+
+        def __index__(self):
+            self.owner.clear()
+            gc.collect()
+            return 1
+
+    tokens: list = []
+    tokens += [Shrinking(tokens), *range(10_000, 10_500)]
+    try:
+        setting.pool.match(tokens).close()
+    except kvpool.Error:
+        pass
+    addrs: list = []
+    addrs += [Shrinking(addrs), *range(10_000, 10_500)]
+    with pytest.raises(kvpool.Error):
+        setting.pool.free(addrs)
+    setting.pool.audit()
+
+
+# ---- construction
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"hbm_blocks": -1}, kvpool.ArgumentError, "hbm_blocks .* -1"),
+        ({"dram_blocks": -5}, kvpool.ArgumentError, "dram_blocks .* -5"),
+        ({"hbm_blocks": 2.5}, kvpool.ArgumentTypeError, "float"),
+        ({"hbm_blocks": "8"}, kvpool.ArgumentTypeError, "str"),
+        ({"hbm_blocks": 2**24 + 1}, kvpool.ArgumentError, "16777217.*16777216"),
+        ({"dram_blocks": 10**30}, kvpool.ArgumentError, "16777216"),
+        ({"hbm_blocks": 0, "dram_blocks": 0}, kvpool.ArgumentError, "both 0"),
+        ({"device": "tpu"}, kvpool.ArgumentError, "tpu"),
+        ({"device": 0}, kvpool.ArgumentTypeError, "int"),
+        ({"policy": "mru"}, kvpool.ArgumentError, "mru"),
+        ({"policy": 1}, kvpool.ArgumentTypeError, "int"),
+        ({"copy_threads": 0}, kvpool.ArgumentError, "copy_threads is 0"),
+        ({"copy_threads": 1000}, kvpool.ArgumentError, "1000"),
+        ({"huge_pages": True}, kvpool.ArgumentTypeError, "bool"),
+        ({"numa_node": -2}, kvpool.ArgumentError, "-2"),
+        ({"audit": "yes"}, kvpool.ArgumentTypeError, "str"),
+        ({"polic": "lru"}, kvpool.ArgumentError, "policy"),
+        ({"layout": None}, kvpool.ArgumentTypeError, "NoneType"),
+        ({"layout": (2, 2, 4)}, kvpool.ArgumentTypeError, "tuple"),
+    ],
+)
+def test_a_pool_is_made_of_what_makes_sense(arguments, error, text):
+    with pytest.raises(error, match=text):
+        kvpool.Pool(**({"layout": small_layout(), "hbm_blocks": 4, "dram_blocks": 4} | arguments))
+
+
+def test_an_arena_that_does_not_fit_in_memory_is_refused_with_nothing_left_behind():
+    run_script("""
+import os
+from pathlib import Path
+def left():
+    return Path("/proc/self/maps").read_text().count("memfd:kvpool"), len(os.listdir("/proc/self/fd"))
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+before = left()
+layout = kvpool.RawLayout(block_bytes=1 << 24, block_tokens=16)
+for check_memory in (True, False):
+    for hbm, dram in ((1 << 24, 0), (0, 1 << 24), (2, 1 << 24)):  # 256 TiB; the last: the first arena fits
+        base = resident()
+        available, limit = kvpool._core.memory_headroom()
+        try:
+            kvpool.Pool(layout, hbm, dram, check_memory=check_memory)
+        except kvpool.OutOfMemory as error:
+            assert isinstance(error, MemoryError)
+            assert error.needed_bytes == 1 << 48
+            assert str(1 << 48) in str(error)
+            if check_memory:
+                assert error.available_bytes <= available + (1 << 30)
+                assert str(error.available_bytes) in str(error)
+        else:
+            raise AssertionError("it fits")
+        assert left() == before
+        assert resident() < base + (16 << 20)
+""")
+
+
+def test_an_arena_beyond_the_limit_of_its_process_is_refused():
+    run_script("""
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+try:
+    kvpool.Pool(kvpool.RawLayout(1 << 20, 16), 2000, check_memory=False)
+except kvpool.OutOfMemory as error:
+    assert error.needed_bytes == 2000 << 20
+else:
+    raise AssertionError("it fits")
+kvpool.Pool(kvpool.RawLayout(1 << 10, 16), 10).close()
+""")
+
+
+# ---- after close
+
+
+def test_after_close_every_call_says_that_the_pool_is_closed():
+    pool = small_pool()
+    addrs = pool.alloc(2)
+    hit = pool.insert(prompt(1), pool.alloc(1))
+    stream = pool.subscribe()
+    assert not pool.closed
+    pool.close()
+    pool.close()
+    assert pool.closed
+    calls = {
+        "alloc": lambda: pool.alloc(1),
+        "alloc all": lambda: pool.alloc(8, medium=MIXED),
+        "alloc too much": lambda: pool.alloc(100),
+        "alloc strictly": lambda: pool.alloc(8, evict=False),
+        "free": lambda: pool.free(addrs),
+        "match": lambda: pool.match(prompt(1)),
+        "match_batch": lambda: pool.match_batch([prompt(1)]),
+        "insert": lambda: pool.insert(prompt(2), addrs),
+        "insert_batch": lambda: pool.insert_batch([(prompt(2), addrs)]),
+        "delete": lambda: pool.delete(prompt(1)),
+        "evict": lambda: pool.evict(1),
+        "swap_out": lambda: pool.swap_out(1),
+        "swap_in": lambda: pool.swap_in(hit.addrs),
+        "adopt": lambda: pool.adopt([1]),
+        "take_released": lambda: pool.take_released(),
+        "explain_match": lambda: pool.explain_match(prompt(1)),
+        "subscribe": lambda: pool.subscribe(),
+        "drain": lambda: stream.drain(),
+        "stats": lambda: pool.stats(),
+        "audit": lambda: pool.audit(),
+        "tensor": lambda: pool.tensor(HBM),
+        "arena": lambda: pool.arena(DRAM),
+    }
+    for name, call in calls.items():
+        with pytest.raises(kvpool.ClosedError, match="closed"):
+            call()
+            pytest.fail(name)
+    assert repr(pool) == "<Pool closed>"
+    hit.close()
+    stream.close()
+
+
+def test_wrong_arguments_to_a_closed_pool_are_errors_too():
+    pool = small_pool()
+    pool.close()
+    for call in (lambda: pool.alloc(-1), lambda: pool.free([1.5]), lambda: pool.match("x"), lambda: pool.tensor(9)):
+        with pytest.raises(kvpool.Error):
+            call()
+
+
+def test_a_pool_ends_with_its_with_block():
+    with pytest.raises(KeyError), small_pool() as pool:
+        raise KeyError
+    assert pool.closed
+
+
+# ---- errors as values
+
+
+def test_an_error_crosses_to_another_process_whole(setting):
+    with pytest.raises(kvpool.OutOfBlocks) as caught:
+        setting.pool.alloc(100)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is kvpool.OutOfBlocks
+    assert str(again) == str(caught.value)
+    assert again.fields == caught.value.fields
+    assert again.requested == 100
+
+
+def test_an_address_in_an_error_has_no_sign(setting):
+    wrong = changed(setting.mine[0], instance=2**14 - 1)
+    with refused(setting.pool, kvpool.NotOwner, wrong, address=wrong):
+        setting.pool.free([wrong])
+
+
+# ---- anything at all
+
+anything = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=9),
+    st.integers(0, 2**64 - 1),
+)  # fmt: skip
+vectors = st.one_of(
+    anything,
+    st.lists(anything, max_size=5),
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9),
+    st.lists(st.integers(0, 2**64 - 1), max_size=4).map(lambda values: np.array(values, np.uint64)),
+    st.lists(st.integers(0, 15), max_size=4).map(lambda blocks: [1 << 48 | 1 << 24 | block for block in blocks]),
+    st.sampled_from([np.zeros((2, 2), np.uint64), np.zeros(3), np.array([], np.int64), array("l", [3] * 8)]),
+)
+
+
+@settings(max_examples=50_000 if LONG else 300)
+@given(data=st.data(), count=anything, medium=anything, first=vectors, second=vectors, namespace=anything)
+def test_no_argument_crashes_or_breaks_the_pool(data, count, medium, first, second, namespace):
+    with small_pool(4, 4, audit=False) as pool:
+        store(pool, prompt(2))
+        mine = pool.alloc(1)
+        calls = {
+            "alloc": lambda: pool.alloc(count, medium=medium),
+            "free": lambda: pool.free(first),
+            "match": lambda: pool.match(first, namespace=namespace),
+            "match_batch": lambda: pool.match_batch([first, second]),
+            "insert": lambda: pool.insert(first, second, namespace=namespace),
+            "insert_batch": lambda: pool.insert_batch([(prompt(1, 9), mine), (first, second)]),
+            "delete": lambda: pool.delete(first, namespace=namespace),
+            "evict": lambda: pool.evict(count, medium=medium),
+            "swap_out": lambda: pool.swap_out(count),
+            "swap_in": lambda: pool.swap_in(first, into=second),
+            "explain_match": lambda: pool.explain_match(first),
+            "tensor": lambda: pool.tensor(medium),
+            "adopt": lambda: pool.adopt(first),
+            "subscribe": lambda: pool.subscribe(count),
+        }
+        name = data.draw(st.sampled_from(sorted(calls)))
+        before = state_of(pool)
+        try:
+            calls[name]()
+        except (kvpool.Error, TypeError):
+            before["match_calls"] = before["requested_tokens"] = before["matched_tokens"] = None
+            after = state_of(pool)
+            after["match_calls"] = after["requested_tokens"] = after["matched_tokens"] = None
+            assert after == before
+        gc.collect(0)
+        pool.audit()
+
+
+# ---- memory runs out in the middle
+
+
+def test_a_python_allocation_that_fails_changes_nothing():
+    """Calls that return no handle: pybind11 does not survive when there is no memory for the object that it returns."""
+    pytest.importorskip("_testcapi")
+    run_script("""
+import _testcapi
+pool = kit.small_pool(audit=False)
+kit.store(pool, kit.prompt(3))
+pool.swap_out(1)
+tokens = kit.prompt(3)
+calls = {
+    "alloc": lambda: pool.alloc(2),
+    "explain": lambda: pool.explain_match(tokens.tolist()),
+    "stats": lambda: pool.stats(),
+    "evict": lambda: pool.evict(1, kvpool.HBM),
+    "swap_out": lambda: pool.swap_out(1),
+    "delete": lambda: pool.delete(tokens),
+}
+for name, call in calls.items():
+    for nth in range(1, 1000):
+        kit.store(pool, tokens, evict=True)
+        before = kit.state_of(pool)
+        result = None
+        _testcapi.set_nomemory(nth, nth + 1)
+        try:
+            result = call()
+            outcome = "done"
+        except MemoryError:
+            outcome = "no memory"
+        finally:
+            _testcapi.remove_mem_hooks()
+        if name == "alloc" and result is not None:
+            pool.free(result)
+        elif outcome == "no memory" and name != "swap_out":  # its answer is made when all is done
+            assert kit.state_of(pool) == before, (name, nth)
+        pool.audit()
+        if outcome == "done" and nth > 3:
+            break
+    else:
+        raise AssertionError(name)
+""")

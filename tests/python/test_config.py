@@ -1,0 +1,142 @@
+import dataclasses
+
+import pytest
+
+from kvpool import config, errors
+from kvpool.config import Settings
+
+
+def loaded(tmp_path=None, toml=None, environment=None, **arguments):
+    environ = dict(environment or {})
+    if toml is not None:
+        file = tmp_path / "settings.toml"
+        file.write_text(toml)
+        environ["KVPOOL_CONFIG"] = str(file)
+    return config.load_with_sources(environment=environ, **arguments)
+
+
+def test_without_anything_the_defaults_hold():
+    result = loaded()
+    assert result.settings == Settings()
+    assert set(result.sources.values()) == {"default"}
+    assert result.file is None
+
+
+def test_an_argument_beats_the_environment_which_beats_the_file(tmp_path):
+    toml = 'policy = "fifo"\ncopy_threads = 3\nnuma_node = 1\n'
+    environment = {"KVPOOL_POLICY": "lfu", "KVPOOL_COPY_THREADS": "4"}
+    result = loaded(tmp_path, toml, environment, policy="lru")
+    assert (result.settings.policy, result.settings.copy_threads, result.settings.numa_node) == ("lru", 4, 1)
+    assert result.sources["policy"] == "argument"
+    assert result.sources["copy_threads"] == "environment KVPOOL_COPY_THREADS"
+    assert result.sources["numa_node"] == f"file {tmp_path / 'settings.toml'}"
+    assert result.sources["audit"] == "default"
+
+
+def test_none_as_an_argument_counts_as_not_given():
+    assert loaded(environment={"KVPOOL_POLICY": "lfu"}, policy=None).settings.policy == "lfu"
+
+
+def test_an_empty_variable_counts_as_unset():
+    assert loaded(environment={"KVPOOL_POLICY": "", "KVPOOL_CONFIG": ""}).settings == Settings()
+
+
+def test_the_usual_file_is_read_where_it_exists(tmp_path):
+    folder = tmp_path / "kvpool"
+    folder.mkdir()
+    assert config.load(environment={"XDG_CONFIG_HOME": str(tmp_path)}) == Settings()
+    (folder / "config.toml").write_text("audit = true")
+    assert config.load(environment={"XDG_CONFIG_HOME": str(tmp_path)}).audit is True
+
+
+def test_without_a_home_there_is_no_usual_file():
+    assert config.load_with_sources(environment={}).file is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("True", True), ("on", True), ("no", False), ("OFF", False)])
+def test_switches_in_the_environment_are_words(text, value):
+    assert loaded(environment={"KVPOOL_AUDIT": text}).settings.audit is value
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"KVPOOL_POLICY": "mru"}, "environment KVPOOL_POLICY.*'mru'.*lru, lfu, fifo"),
+        ({"KVPOOL_COPY_THREADS": "two"}, "environment KVPOOL_COPY_THREADS is 'two'"),
+        ({"KVPOOL_COPY_THREADS": "257"}, "environment KVPOOL_COPY_THREADS.*257.*from 1 to 256"),
+        ({"KVPOOL_AUDIT": "maybe"}, "environment KVPOOL_AUDIT is 'maybe'"),
+        ({"KVPOOL_COPY_THREAD": "2"}, "did you mean KVPOOL_COPY_THREADS"),
+        ({"KVPOOL_CONFG": "x"}, "did you mean KVPOOL_CONFIG"),
+    ],
+)
+def test_a_bad_variable_is_named(environment, message):
+    with pytest.raises(errors.ArgumentError, match=message):
+        loaded(environment=environment)
+
+
+def test_variables_of_others_are_left_alone():
+    foreign = {"KVPOOL_PORT": "tcp://10.0.0.1:80", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_CI": "1"}
+    assert loaded(environment=foreign).settings == Settings()
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('polcy = "lru"', "'polcy' is unknown; did you mean policy"),
+        ("[pool]", "'pool' is unknown"),
+        ('policy = "mru"', "policy is 'mru'"),
+        ("numa_node = -2", "numa_node is -2; it must be from -1"),
+        ("policy = ", "is not TOML"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, toml, message):
+    with pytest.raises(errors.ArgumentError, match=message) as caught:
+        loaded(tmp_path, toml)
+    assert str(tmp_path / "settings.toml") in str(caught.value)
+    assert caught.value.source == f"file {tmp_path / 'settings.toml'}"
+
+
+@pytest.mark.parametrize("toml", ["copy_threads = 2.0", "copy_threads = true", "audit = 1", "policy = 1"])
+def test_a_value_of_the_wrong_type_in_a_file_is_named(tmp_path, toml):
+    with pytest.raises(errors.ArgumentTypeError, match=r"settings\.toml"):
+        loaded(tmp_path, toml)
+
+
+def test_a_file_that_is_asked_for_must_exist(tmp_path):
+    with pytest.raises(errors.ArgumentError, match=r"cannot read file .*missing"):
+        config.load(environment={"KVPOOL_CONFIG": str(tmp_path / "missing")})
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(errors.ArgumentError, match="is not TOML"):
+        config.load(environment={"KVPOOL_CONFIG": str(tmp_path / "binary")})
+
+
+def test_an_unknown_argument_is_named():
+    with pytest.raises(errors.ArgumentError, match="argument: 'polici' is unknown; did you mean policy"):
+        config.load(environment={}, polici="lru")
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, True, None])
+def test_settings_check_their_types_when_made_directly(value):
+    with pytest.raises(errors.ArgumentTypeError, match="copy_threads"):
+        Settings(copy_threads=value)
+
+
+def test_settings_check_their_values_when_made_directly():
+    with pytest.raises(errors.ArgumentError, match="huge_pages is 'always'"):
+        Settings(huge_pages="always")
+
+
+def test_settings_do_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().policy = "lfu"
+
+
+def test_every_setting_is_described():
+    for field in dataclasses.fields(Settings):
+        assert f"{field.name}: " in (Settings.__doc__ or "")
+    described = config.describe(loaded(environment={"KVPOOL_AUDIT": "1"}))
+    assert [one["name"] for one in described] == [field.name for field in dataclasses.fields(Settings)]
+    assert {"name": "audit", "value": True, "source": "environment KVPOOL_AUDIT"} in described

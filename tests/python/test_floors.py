@@ -1,0 +1,179 @@
+"""The floors of the house: what each folder may import or include. docs/architecture.md draws the same."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Each C++ folder, and the folders that it may include. A new folder is added here first.
+CPP_FLOORS: dict[str, set[str]] = {
+    "base": set(),
+    "index": {"base"},
+    "arena": {"base"},
+    "attention": {"base"},
+    "transport": {"base"},
+    "blocks": {"base", "arena"},
+    "transfer": {"base", "blocks", "transport"},
+    "pool": {"base", "index", "arena", "attention", "transport", "blocks", "transfer"},
+}
+CPP_FOREIGN = re.compile(r"^(pybind11|torch|ATen|c10|cuda|nccl|ucp|ucs|uct|dlpack|doctest|boost|absl)\b|^Python\.h")
+
+# Each module or folder of src/kvpool, and those that it may import.
+LOWEST = {"errors"}
+PYTHON_FLOORS: dict[str, set[str]] = {
+    "errors": set(),
+    "types": LOWEST,
+    "config": LOWEST,
+    "_core": LOWEST,
+    "alloc": {"errors", "types", "config", "_core"},
+    "index": {"errors", "types", "config", "_core"},
+    "pool": {"errors", "types", "config", "_core", "alloc", "index"},
+    "cli": {"errors", "types", "config", "_core", "alloc", "index", "pool"},
+    "__main__": {"cli"},
+}
+PYTHON_FLOORS["__init__"] = set(PYTHON_FLOORS) - {"cli", "__main__"}  # the front door: imports all, imported by none
+PYTHON_FOREIGN_ALLOWED = {"numpy", "tomli", "tomllib"}  # tomllib: in the standard library since 3.11
+
+
+def cpp_violations(root: Path) -> Iterator[str]:
+    """Each #include under `root` (the folder cpp/kvpool) that the floors forbid."""
+    for path in sorted(root.rglob("*")):
+        if path.suffix not in (".h", ".cpp"):
+            continue
+        floor = path.relative_to(root).parts[0]
+        if floor not in CPP_FLOORS:
+            yield f"{path}: {floor} is no floor of CPP_FLOORS"
+            continue
+        for kind, name in re.findall(r'^\s*#\s*include\s*([<"])([^">]+)', path.read_text(), re.MULTILINE):
+            parts = name.split("/")
+            if kind == "<":
+                if CPP_FOREIGN.match(name):
+                    yield f"{path} includes <{name}>: nothing foreign in the core"
+            elif parts[0] != "kvpool" or not (root.parent / name).is_file():
+                yield f'{path} includes "{name}", which is no file of cpp/'
+            elif parts[1] != floor and parts[1] not in CPP_FLOORS[floor]:
+                yield f'{path} includes "{name}": {floor} stands beside or below {parts[1]}'
+
+
+def imports_of(path: Path, package: str) -> Iterator[str]:
+    """The dotted names that a Python file imports, relative ones made absolute."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            # `from kvpool import config` imports a module, not a name of the package.
+            if base == "kvpool":
+                yield from (f"kvpool.{alias.name}" for alias in node.names)
+            else:
+                yield base
+
+
+def python_violations(root: Path) -> Iterator[str]:
+    """Each import under `root` (the folder src/kvpool) that the floors forbid."""
+    for path in sorted([*root.rglob("*.py"), *root.rglob("*.pyi")]):
+        relative = path.relative_to(root)
+        floor = relative.parts[0].split(".")[0]
+        if floor not in PYTHON_FLOORS:
+            yield f"{path}: {floor} is no floor of PYTHON_FLOORS"
+            continue
+        package = ".".join(["kvpool", *relative.parent.parts])
+        for name in imports_of(path, package):
+            parts = name.split(".")
+            if parts[0] == "kvpool":
+                target = parts[1] if len(parts) > 1 else "__init__"
+                if target not in PYTHON_FLOORS:
+                    yield f"{path} imports {name}, which is no floor of PYTHON_FLOORS"
+                elif target != floor and target not in PYTHON_FLOORS[floor]:
+                    yield f"{path} imports {name}: {floor} stands beside or below {target}"
+            elif parts[0] not in sys.stdlib_module_names and parts[0] not in PYTHON_FOREIGN_ALLOWED:
+                yield f"{path} imports {name}: nothing foreign but {', '.join(sorted(PYTHON_FOREIGN_ALLOWED))}"
+
+
+@pytest.mark.parametrize("floors", [CPP_FLOORS, PYTHON_FLOORS], ids=["C++", "Python"])
+def test_the_floors_have_an_order(floors):
+    """No cycle: floors can be taken away one by one, each standing on none that is left."""
+    left = dict(floors)
+    while left:
+        tops = [name for name in left if not any(name in below for below in left.values())]
+        assert tops, f"a cycle among {sorted(left)}"
+        for name in tops:
+            del left[name]
+
+
+def test_cpp_files_include_lower_floors_only():
+    root = ROOT / "cpp" / "kvpool"
+    assert list(root.rglob("*.h"))
+    assert list(cpp_violations(root)) == []
+
+
+def test_python_files_import_lower_floors_only():
+    assert list(python_violations(ROOT / "src" / "kvpool")) == []
+
+
+def test_bindings_import_only_the_errors_and_numpy():
+    for path in sorted((ROOT / "bindings").glob("*")):
+        imported = set(re.findall(r'(?:import|import_module|PyImport_ImportModule)\(\s*"([^"]+)"', path.read_text()))
+        assert imported <= {"kvpool.errors", "numpy"}, path
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        ("base/a.h", '#include "kvpool/arena/x.h"', "base stands beside or below arena"),
+        ("index/a.h", '#include "kvpool/arena/x.h"', "index stands beside or below arena"),
+        ("pool/a.cpp", '#  include  "kvpool/base/gone.h"', "no file of cpp/"),
+        ("pool/a.cpp", '#include "x.h"', "no file of cpp/"),
+        ("pool/a.cpp", "#include <pybind11/pybind11.h>", "nothing foreign"),
+        ("service/a.cpp", "", "no floor"),
+    ],
+)
+def test_a_wrong_include_is_found(tmp_path, file, line, message):
+    root = tmp_path / "kvpool"
+    for name in ("arena/x.h", file):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("")
+    (root / file).write_text(f"#pragma once\n{line}\n")
+    found = list(cpp_violations(root))
+    assert len(found) == 1
+    assert message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        ("alloc/a.py", "from kvpool.index import Match", "alloc stands beside or below index"),
+        ("alloc/a.py", "from ..index import Match", "alloc stands beside or below index"),
+        ("alloc/a.py", "from kvpool import index", "alloc stands beside or below index"),
+        ("types.py", "from . import config", "types stands beside or below config"),
+        ("pool.py", "import kvpool", "pool stands beside or below __init__"),
+        ("pool.py", "def f():\n    import torch", "nothing foreign"),
+        ("extra.py", "", "no floor"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path, file, line, message):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(line)
+    found = list(python_violations(tmp_path))
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def test_right_imports_are_left_alone(tmp_path):
+    (tmp_path / "alloc").mkdir()
+    (tmp_path / "alloc" / "__init__.py").write_text(
+        "from kvpool.alloc.a import x\nfrom .a import y\nimport numpy.typing"
+    )
+    (tmp_path / "alloc" / "a.py").write_text("from kvpool import _core\nfrom ..errors import Error\nimport os.path")
+    assert list(python_violations(tmp_path)) == []

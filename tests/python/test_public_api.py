@@ -1,0 +1,129 @@
+"""Pins what `import kvpool` offers. A change here is a change for every user: note it in CHANGELOG.md."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import kvpool
+import kvpool._core
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PUBLIC = [
+    "DRAM",
+    "HBM",
+    "MIXED",
+    "Address",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "AuditError",
+    "ClosedError",
+    "Error",
+    "EventStream",
+    "ForkError",
+    "Inserted",
+    "InstanceIndex",
+    "KVLayout",
+    "KVTensor",
+    "LayoutMismatch",
+    "Match",
+    "MatchReport",
+    "Medium",
+    "MediumStats",
+    "MovedEvent",
+    "NotOwner",
+    "OutOfBlocks",
+    "OutOfMemory",
+    "Pool",
+    "PoolStats",
+    "PromptIndex",
+    "RawLayout",
+    "RemovedEvent",
+    "Settings",
+    "StaleAddress",
+    "StateError",
+    "StoredEvent",
+    "SwappedIn",
+    "Unsupported",
+    "__version__",
+    "block_ids",
+    "decode_address",
+    "media",
+]
+
+
+def test_the_exported_names_are_these():
+    assert sorted(kvpool.__all__) == sorted(PUBLIC)
+    assert [name for name in PUBLIC if not hasattr(kvpool, name)] == []
+
+
+def test_every_class_and_function_says_what_it_is():
+    silent = []
+    for name in PUBLIC:
+        thing = getattr(kvpool, name)
+        if inspect.isclass(thing) or callable(thing):
+            silent += [] if inspect.getdoc(thing) else [name]
+        if inspect.isclass(thing) and thing.__module__.startswith("kvpool") and not issubclass(thing, Exception):
+            members = ((member, value) for member, value in vars(thing).items() if not member.startswith("_"))
+            silent += [
+                f"{name}.{member}"
+                for member, value in members
+                if (inspect.isfunction(value) or isinstance(value, (property, classmethod, staticmethod)))
+                and not inspect.getdoc(value)
+            ]
+    assert silent == []
+
+
+def test_the_version_is_stated_once():
+    assert kvpool.__version__ == metadata.version("kvpool")
+    assert f'\nversion = "{kvpool.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_importing_kvpool_imports_numpy_and_nothing_else_foreign():
+    code = "import sys, kvpool; print(*{name.split('.')[0] for name in sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"torch", "cupy", "vllm", "matplotlib", "rich"} & set(run.stdout.split()) == set()
+
+
+def test_the_package_ships_its_types():
+    package = Path(inspect.getfile(kvpool)).parent
+    assert (package / "py.typed").is_file()
+    assert (package / "_core.pyi").is_file()
+
+
+def test_the_stub_of_the_core_names_all_that_the_core_has():
+    package = Path(inspect.getfile(kvpool)).parent
+    stub = _names(ast.parse((package / "_core.pyi").read_text()).body)
+    core = {name: value for name, value in vars(kvpool._core).items() if _public(name)}
+    assert set(stub) == set(core)
+    for name, members in stub.items():
+        if members is not None:
+            assert inspect.isclass(core[name]), name
+            assert {m for m in members if _public(m)} == {m for m in vars(core[name]) if _public(m)}, name
+
+
+def _public(name: str) -> bool:
+    return name == "__version__" or not name.startswith("_")
+
+
+def _is_alias(node: ast.AnnAssign) -> bool:
+    """A stub may name types that it alone uses."""
+    return isinstance(node.annotation, ast.Name) and node.annotation.id == "TypeAlias"
+
+
+def _names(body: list[ast.stmt]) -> dict[str, set[str] | None]:
+    """The names that a stub defines; for a class, the names in it."""
+    found: dict[str, set[str] | None] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = set(_names(node.body))
+        elif isinstance(node, ast.FunctionDef):
+            found[node.name] = None
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not _is_alias(node):
+            found[node.target.id] = None
+    return {name: members for name, members in found.items() if _public(name) or members is not None}
