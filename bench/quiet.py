@@ -1,0 +1,96 @@
+"""Notices when something else uses the machine while a bench runs: its figures are then worth less, and must say so."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter, perf_counter_ns
+
+from bench.remote import Remote
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+# Above these a figure counts as disturbed. A single busy process makes 1.0 cores; a quiet machine stays below 0.05.
+_OTHERS_CORES_MAX = 0.10
+_STEAL_CORES_MAX = 0.02
+_DRIFT_MAX = 1.15
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """How quiet the machine was during a bench.
+
+    Attributes:
+        others_cores: Cores that other processes kept busy, on average.
+        steal_cores: Cores that the hypervisor gave to others.
+        drift: A fixed loop took this many times longer before than after the bench, or after than before.
+        load_1m: Load average at the end; the bench itself counts in it.
+        busy: Why the figures count as disturbed; empty when the machine was quiet.
+    """
+
+    others_cores: float
+    steal_cores: float
+    drift: float
+    load_1m: float
+    busy: str
+
+
+class Watch:
+    """Watches the machine from its construction until `stop`."""
+
+    def __init__(self) -> None:
+        self._loop_us = _loop_us()
+        self._busy_s, self._steal_s = _machine_cpu_s()
+        self._own_s = _own_cpu_s()
+        self._started = perf_counter()
+
+    def stop(self) -> Quiet:
+        elapsed = max(perf_counter() - self._started, 1e-3)
+        busy_s, steal_s = _machine_cpu_s()
+        # Ticks are counted by sampling, so on a quiet machine the difference may come out a little below zero.
+        others = max(0.0, (busy_s - self._busy_s) - (_own_cpu_s() - self._own_s)) / elapsed
+        steal = (steal_s - self._steal_s) / elapsed
+        loop_us = _loop_us()
+        drift = max(loop_us, self._loop_us) / min(loop_us, self._loop_us)
+        reasons = []
+        if others > _OTHERS_CORES_MAX:
+            reasons.append(f"other processes kept {others:.2f} cores busy")
+        if steal > _STEAL_CORES_MAX:
+            reasons.append(f"the hypervisor took {steal:.2f} cores")
+        if drift > _DRIFT_MAX:
+            reasons.append(f"a fixed loop's time moved by {drift:.2f}x")
+        return Quiet(round(others, 3), round(steal, 3), round(drift, 3), os.getloadavg()[0], "; ".join(reasons))
+
+
+def _loop_us() -> float:
+    """Median time of a fixed piece of work."""
+    times = []
+    for _ in range(21):
+        start = perf_counter_ns()
+        total = 0
+        for number in range(10_000):
+            total += number ^ total & 0xFF
+        times.append((perf_counter_ns() - start) / 1000)
+    return median(times)
+
+
+def _machine_cpu_s() -> tuple[float, float]:
+    """Seconds that all CPUs together were busy, and seconds that were stolen, since boot."""
+    with open("/proc/stat") as stat:
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, stat.readline().split()[1:9])
+    return (user + nice + system + irq + softirq) * _TICK_S, steal * _TICK_S
+
+
+def _own_cpu_s() -> float:
+    """Seconds of this process, of the processes it has waited for, and of those it still runs."""
+    total = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        total += usage.ru_utime + usage.ru_stime
+    for pid in Remote.live_pids():
+        # Fields 14 to 17 count from 1, and the second, the name, may hold blanks: count from its closing bracket.
+        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+        total += sum(map(int, fields[11:15])) * _TICK_S
+    return total

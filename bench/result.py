@@ -1,0 +1,85 @@
+"""What a bench hands back."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from bench.measure import Sample
+
+
+class Skipped(Exception):
+    """A bench cannot run here; says why."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of kvpool, its target, and the same figure of the peers.
+
+    Attributes:
+        what: What was measured, for a person.
+        value: kvpool's figure; a median where there are many.
+        unit: Of the value, the target and the peers' figures.
+        target: At most, or at least, see `better`; None where the figure stands for itself.
+        better: Which way is good.
+        p99: 99th percentile of kvpool's.
+        peers: Name of a peer to its median in the same run.
+        details: Whatever else belongs into the JSON.
+    """
+
+    what: str
+    value: float
+    unit: str = "us"
+    target: float | None = None
+    better: Literal["lower", "higher"] = "lower"
+    p99: float | None = None
+    peers: dict[str, float] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None without one."""
+        if self.target is None:
+            return None
+        return self.value <= self.target if self.better == "lower" else self.value >= self.target
+
+    def as_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "met": self.met}
+
+
+def timed_row(what: str, samples: dict[str, Sample], target: float | None = None, **details: Any) -> Row:
+    """A row of medians in microseconds.
+
+    Args:
+        what: As in Row.
+        samples: By name; kvpool's is called "kvpool", the others are peers.
+        target: As in Row.
+        **details: As in Row.
+    """
+    own = samples["kvpool"]
+    return Row(
+        what=what,
+        value=own.median_us,
+        target=target,
+        p99=own.p99_us,
+        peers={name: sample.median_us for name, sample in samples.items() if name != "kvpool"},
+        details={**details, "samples": {name: dataclasses.asdict(sample) for name, sample in samples.items()}},
+    )
+
+
+@dataclass
+class Report:
+    """All rows of a bench, and what a person should know about them.
+
+    Attributes:
+        rows: In the order of the table.
+        notes: Sentences below the table.
+        series: Points of the plots.
+        plots: Names of the files that were drawn.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    series: dict[str, Any] = field(default_factory=dict)
+    plots: list[str] = field(default_factory=list)
