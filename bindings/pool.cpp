@@ -386,7 +386,15 @@ Raises:
            "Ends the pool: every verb raises ClosedError from now on. Views of the memory stay valid. Idempotent.")
       .def_property_readonly("closed", &Pool::closed)
       .def("_stats", [](Pool& pool) { return to_dict(pool.stats()); })
-      .def("_audit", [](Pool& pool) { return to_dict(pool.audit()); })
+      .def("_audit",
+           [](Pool& pool) {
+             PoolStats stats;
+             {
+               const py::gil_scoped_release release;
+               stats = pool.audit();
+             }
+             return to_dict(stats);
+           })
       .def("_arena", [](Pool& pool, int medium) { return to_dict(*pool.arena(static_cast<Medium>(medium))); })
       .def("_explain", &explain, py::arg("tokens"), py::arg("namespace"))
       .def("_subscribe",

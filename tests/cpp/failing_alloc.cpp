@@ -32,9 +32,7 @@ bool fails_now() noexcept {
 // Allocations from the heap of a tree count like the others, where the heap can be asked to refuse.
 [[maybe_unused]] const bool hooked = (kvpool::SpanHeap::refuse_allocation = &fails_now, true);
 
-void* allocate(std::size_t bytes) noexcept {
-  return fails_now() ? nullptr : __real_malloc(bytes == 0 ? 1 : bytes);
-}
+void* allocate(std::size_t bytes) noexcept { return fails_now() ? nullptr : __real_malloc(bytes == 0 ? 1 : bytes); }
 
 void* allocate_or_throw(std::size_t bytes) {
   void* memory = allocate(bytes);

@@ -1,27 +1,16 @@
-// The router's tree by example, and beside a naive one: a map from every prefix to its holders.
+// The router's tree by example: what each call promises, and what it leaves behind when memory runs out.
 #include "kvpool/index/instance_index.h"
 
 #include <doctest/doctest.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
-#include <map>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "failing_alloc.h"
-#include "fuzz_seeds.h"
+#include "instance_view.h"
 #include "kvpool/base/error.h"
-#include "naive_prompt_index.h"
-
-namespace kvpool {
-// Compared by doctest and by the model.
-static bool operator==(const InstanceHit& a, const InstanceHit& b) {
-  return a.instance == b.instance && a.pages == b.pages;
-}
-}  // namespace kvpool
 
 namespace {
 
@@ -31,14 +20,10 @@ using kvpool::InstanceIndex;
 using kvpool::InstanceNode;
 using kvpool::kInstanceMax;
 using kvpool::Token;
-using kvpool::testing::announce_fuzz;
-using kvpool::testing::Dice;
 using kvpool::testing::fail_each_allocation;
-using kvpool::testing::FailNthAllocation;
-using kvpool::testing::fuzz_length;
-using kvpool::testing::fuzz_seeds;
-using kvpool::testing::Prefix;
+using kvpool::testing::InstanceView;
 using kvpool::testing::Tokens;
+using kvpool::testing::view_of;
 
 using Hits = std::vector<InstanceHit>;
 constexpr std::uint64_t kSeed = 5;
@@ -47,7 +32,8 @@ constexpr std::uint64_t kSeed = 5;
 struct Rig {
   InstanceIndex index{1, kSeed};
 
-  std::size_t insert(const Tokens& tokens, std::uint32_t instance, std::uint64_t now = 0, const std::string& name = "") {
+  std::size_t insert(const Tokens& tokens, std::uint32_t instance, std::uint64_t now = 0,
+                     const std::string& name = "") {
     const std::size_t added = index.insert(name, tokens.data(), tokens.size(), instance, now);
     index.audit();
     return added;
@@ -234,218 +220,6 @@ TEST_CASE("an audit finds a holder that does not hold what comes before, and a w
   CHECK_NOTHROW(rig.index.audit());
 }
 
-// --- Beside a naive tree -----------------------------------------------------------------------------------------
-
-// For each prefix, when each holder last used it.
-using View = std::map<Prefix, std::map<std::uint32_t, std::uint64_t>>;
-
-View view_of(const InstanceIndex& index) {
-  View view;
-  const std::size_t page_tokens = index.page_tokens();
-  index.for_each_node([&](const InstanceNode& node) {
-    Prefix above;
-    const InstanceNode* at = node.parent;
-    for (; !at->is_root(); at = at->parent) {
-      above.tokens.insert(above.tokens.begin(), at->tokens.get(), at->tokens.get() + at->pages * page_tokens);
-    }
-    above.name_space = static_cast<const kvpool::RadixTree<kvpool::InstancePayload>::Root*>(at)->name;
-    for (std::uint32_t i = 0; i < node.pages; ++i) {
-      const Token* page = node.tokens.get() + i * page_tokens;
-      above.tokens.insert(above.tokens.end(), page, page + page_tokens);
-      for (const auto& holder : node.payload.holders) view[above][holder.instance] = node.payload.last_use(holder);
-    }
-  });
-  return view;
-}
-
-class Fuzz {
- public:
-  Fuzz(std::uint64_t seed, std::size_t page_tokens, std::uint32_t instances)
-      : page_tokens_(page_tokens),
-        instances_(instances),
-        dice_(seed),
-        index_(static_cast<std::uint32_t>(page_tokens), seed) {}
-
-  void run(int steps) {
-    for (int step = 0; step < steps; ++step) {
-      CAPTURE(step);
-      now_ += dice_.below(3);
-      this->step();
-      index_.audit();
-      REQUIRE(view_of(index_) == model_);
-      std::map<std::uint32_t, std::size_t> pages;
-      for (const auto& [prefix, holders] : model_) {
-        for (const auto& [instance, used] : holders) ++pages[instance];
-      }
-      for (std::uint32_t instance = 0; instance < instances_; ++instance) {
-        REQUIRE(index_.pages(instance) == pages[instance]);
-      }
-      REQUIRE(index_.pages() == model_.size());
-    }
-    index_.expire(now_ + 1);
-    index_.audit();
-    REQUIRE(index_.node_count() == 0);
-    REQUIRE(index_.namespace_count() == 1);
-  }
-
- private:
-  void step() {
-    switch (dice_.below(10)) {
-      case 0:
-        return model_.size() > 150 ? expire(now_) : expire(now_ - std::min<std::uint64_t>(now_, dice_.below(60)));
-      case 1:
-        return dice_.one_in(8) ? remove_instance() : remove();
-      case 2:
-      case 3:
-        return remove();
-      case 4:
-        return match(/*counts=*/false);
-      case 5:
-      case 6:
-        return match(/*counts=*/true);
-      default:
-        return insert();
-    }
-  }
-
-  // Runs a call, now and then with too little memory. False when it threw.
-  template <class Call>
-  bool attempt(Call&& call) {
-    const FailNthAllocation failure(dice_.one_in(3) ? 1 + dice_.below(10) : 0);
-    try {
-      call();
-    } catch (const std::bad_alloc&) {
-      CHECK(failure.failed_one());
-      return false;
-    }
-    return true;
-  }
-
-  std::uint32_t random_instance() { return dice_.below(instances_); }
-
-  Prefix random_prompt() {
-    static const std::string kNames[] = {"", "", "tenant whose name is long enough for the heap"};
-    Prefix prompt{kNames[dice_.below(3)], {}};
-    if (!model_.empty() && dice_.one_in(2)) prompt = dice_.pick(model_).first;
-    prompt.tokens.resize(prompt.tokens.size() - (prompt.tokens.empty() ? 0 : dice_.below(prompt.tokens.size())));
-    for (std::size_t n = dice_.below(6 * page_tokens_); n > 0; --n) {
-      prompt.tokens.push_back(static_cast<Token>(dice_.below(2)));
-    }
-    return prompt;
-  }
-
-  std::size_t page_count(const Prefix& prompt) const { return prompt.tokens.size() / page_tokens_; }
-  Prefix cut(const Prefix& prompt, std::size_t pages) const {
-    return {prompt.name_space,
-            Tokens(prompt.tokens.begin(), prompt.tokens.begin() + static_cast<std::ptrdiff_t>(pages * page_tokens_))};
-  }
-
-  void insert() {
-    const Prefix prompt = random_prompt();
-    const std::uint32_t instance = random_instance();
-    const std::size_t pages = page_count(prompt);
-    std::size_t added = 0;
-    if (!attempt([&] { added = index_.insert(prompt.name_space, prompt.tokens.data(), pages, instance, now_); })) return;
-    std::size_t expected = 0;
-    for (std::size_t n = 1; n <= pages; ++n) {
-      auto& holders = model_[cut(prompt, n)];
-      expected += holders.contains(instance) ? 0 : 1;
-      holders[instance] = now_;
-    }
-    REQUIRE(added == expected);
-  }
-
-  void match(bool counts) {
-    const Prefix prompt = random_prompt();
-    Hits hits;
-    if (!attempt([&] {
-          if (counts) {
-            index_.match(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), now_, hits);
-          } else {
-            index_.peek(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), hits);
-          }
-        })) {
-      return;
-    }
-    std::map<std::uint32_t, std::size_t> longest;
-    for (std::size_t n = 1; n <= page_count(prompt) && model_.contains(cut(prompt, n)); ++n) {
-      for (auto& [instance, used] : model_.at(cut(prompt, n))) {
-        longest[instance] = n;
-        if (counts) used = now_;
-      }
-    }
-    Hits expected;
-    for (const auto& [instance, pages] : longest) expected.push_back({instance, pages});
-    std::stable_sort(expected.begin(), expected.end(), [](const auto& a, const auto& b) { return a.pages > b.pages; });
-    REQUIRE(hits == expected);
-  }
-
-  // Drops an instance, or all (wanted == nullptr), where `goes` says so. Returns how many pages that were.
-  template <class Goes>
-  std::size_t drop(Goes&& goes) {
-    std::size_t dropped = 0;
-    for (auto& [prefix, holders] : model_) {
-      dropped += std::erase_if(holders, [&](const auto& holder) { return goes(prefix, holder.first, holder.second); });
-    }
-    std::erase_if(model_, [](const auto& entry) { return entry.second.empty(); });
-    return dropped;
-  }
-
-  void remove() {
-    const Prefix prompt = random_prompt();
-    const std::uint32_t gone = random_instance();
-    const std::size_t first = dice_.below(page_count(prompt) + 2);
-    std::size_t removed = 0;
-    if (!attempt([&] {
-          removed = index_.remove(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), first, gone);
-        })) {
-      return;
-    }
-    if (first >= page_count(prompt)) {
-      REQUIRE(removed == 0);
-      return;
-    }
-    const Prefix top = cut(prompt, first + 1);
-    REQUIRE(removed == drop([&](const Prefix& prefix, std::uint32_t instance, std::uint64_t) {
-              return instance == gone && prefix.starts_with(top);
-            }));
-  }
-
-  void remove_instance() {
-    const std::uint32_t gone = random_instance();
-    std::size_t removed = 0;
-    REQUIRE(attempt([&] { removed = index_.remove_instance(gone); }));  // never throws
-    REQUIRE(removed == drop([&](const Prefix&, std::uint32_t instance, std::uint64_t) { return instance == gone; }));
-  }
-
-  void expire(std::uint64_t before) {
-    std::size_t dropped = 0;
-    REQUIRE(attempt([&] { dropped = index_.expire(before); }));  // never throws
-    REQUIRE(dropped == drop([&](const Prefix&, std::uint32_t, std::uint64_t used) { return used < before; }));
-  }
-
-  std::size_t page_tokens_;
-  std::uint32_t instances_;
-  Dice dice_;
-  InstanceIndex index_;
-  View model_;
-  std::uint64_t now_ = 0;
-};
-
-TEST_CASE("the router's tree agrees with a naive one after every call") {
-  for (const std::uint64_t seed : fuzz_seeds()) {
-    announce_fuzz("instance index", seed);
-    CAPTURE(seed);
-    for (const std::size_t page_tokens : {1, 2, 4}) {
-      CAPTURE(page_tokens);
-      Fuzz(seed, page_tokens, 2).run(fuzz_length(400));
-      Fuzz(seed, page_tokens, 12).run(fuzz_length(400));
-    }
-  }
-}
-
-// --- Out of memory -----------------------------------------------------------------------------------------------
-
 TEST_CASE("a call that runs out of memory has changed nothing but where runs are cut") {
   const Tokens longer{1, 2, 3, 9};
   const Tokens shorter{1, 2};
@@ -459,7 +233,7 @@ TEST_CASE("a call that runs out of memory has changed nothing but where runs are
         rig.insert({1, 2, 3, 4}, 7, 1);
         rig.insert({1, 2, 3, 4, 5}, 8, 2);
         for (Token i = 0; i < more; ++i) rig.insert({100 + i}, 7, 2);
-        const View before = view_of(rig.index);
+        const InstanceView before = view_of(rig.index);
         hits = Hits();  // its memory as well
         if (fail([&] { call(rig.index); })) {
           CHECK(view_of(rig.index) == before);

@@ -155,6 +155,38 @@ TEST_CASE("a pinned prompt is neither evicted, moved nor deleted") {
   CHECK(pool->erase("", tokens.data(), tokens.size(), true) == 4);
 }
 
+TEST_CASE("a swap out of more than DRAM holds moves what fits, and keeps the rest where it is") {
+  const auto pool = make_pool(8, 3);
+  insert(pool, prompt(1, 2), alloc(*pool, 2));
+  REQUIRE(pool->swap_out(2).size() == 2);  // in the way
+  insert(pool, prompt(2, 8), alloc(*pool, 8));
+  CHECK(pool->swap_out(8).size() == 3);
+  const Found found = match(pool, prompt(2, 8));
+  REQUIRE(found.hit.pages == 8);
+  for (std::size_t i = 0; i < 8; ++i) CHECK(medium_of(found.addresses[i]) == (i < 5 ? Medium::kHbm : Medium::kDram));
+}
+
+TEST_CASE("long swaps and evictions go in batches and lose nothing") {
+  PoolOptions options = small_options(20000, 20000);
+  options.layout.piece_bytes = {8};
+  const auto pool = std::make_shared<Pool>(options);
+  for (Token id = 1; id <= 10; ++id) {
+    const Addresses blocks = alloc(*pool, 1500);
+    for (std::size_t i = 0; i < blocks.size(); ++i) stamp(*pool, blocks[i], static_cast<std::uint64_t>(id) * 10000 + i);
+    insert(pool, prompt(id, 1500), blocks);
+  }
+  CHECK(pool->swap_out(14000).size() == 14000);
+  for (Token id = 1; id <= 10; ++id) {
+    const Found found = match(pool, prompt(id, 1500));
+    REQUIRE(found.hit.pages == 1500);
+    for (std::size_t i = 0; i < 1500; ++i) {
+      REQUIRE(has_stamp(*pool, found.addresses[i], static_cast<std::uint64_t>(id) * 10000 + i));
+    }
+  }
+  CHECK(pool->evict(14500, Medium::kMixed) == 14500);
+  CHECK(in_state(hbm(pool->audit()), BlockState::kHistorical) == 500);
+}
+
 TEST_CASE("what is swapped in can be read at its old address until the pins of that time go") {
   const auto pool = make_pool(4, 4);
   const Addresses blocks = alloc(*pool, 2);

@@ -228,7 +228,8 @@ TEST_CASE("an index that cannot be made leaks nothing") {
   CHECK(fail_each_allocation([](auto&& fail) {
           std::unique_ptr<PromptIndex> index;
           const bool threw = fail([&] {
-            index = std::make_unique<PromptIndex>(16, EvictionPolicy::kLru, PromptIndex::Values::kOpaque, nullptr, kSeed);
+            index =
+                std::make_unique<PromptIndex>(16, EvictionPolicy::kLru, PromptIndex::Values::kOpaque, nullptr, kSeed);
           });
           CHECK(threw == (index == nullptr));
         }) > 1);

@@ -189,7 +189,8 @@ class Fuzz {
     const Prefix prompt = random_prompt();
     std::vector<Address> out(prompt.tokens.size());
     IndexHit hit;
-    if (!attempt([&] { hit = index_.match(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), out.data()); }))
+    if (!attempt(
+            [&] { hit = index_.match(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), out.data()); }))
       return;
     const std::size_t n = model_.longest(prompt);
     REQUIRE(hit.pages == n);
@@ -206,8 +207,7 @@ class Fuzz {
     const Prefix prompt = random_prompt();
     std::vector<Address> out(prompt.tokens.size());
     MatchEnd end{};
-    const IndexHit hit =
-        index_.peek(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), out.data(), &end);
+    const IndexHit hit = index_.peek(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), out.data(), &end);
     const std::size_t n = model_.longest(prompt);
     REQUIRE(hit.pages == n);
     REQUIRE(hit.partial_tokens == model_.partial(prompt, n));
@@ -323,9 +323,8 @@ class Fuzz {
     if (counted == n) return;
     const Prefix* coldest = model_.coldest(value_class);
     if (coldest == nullptr) return;
-    REQUIRE(std::any_of(model_.pages.begin(), model_.pages.end(), [&](const auto& entry) {
-      return entry.second.held && entry.first.starts_with(*coldest);
-    }));
+    REQUIRE(std::any_of(model_.pages.begin(), model_.pages.end(),
+                        [&](const auto& entry) { return entry.second.held && entry.first.starts_with(*coldest); }));
   }
 
   void erase() {

@@ -280,10 +280,9 @@ TEST_CASE("pages of another class that hang below go with an evicted page and ar
 TEST_CASE("values are classed by medium, and those of other instances apart") {
   Rig rig(EvictionPolicy::kLru, PromptIndex::Values::kAddresses);
   rig.index.set_instance(3);
-  rig.insert({1, 2, 3, 4, 5},
-             {make_address(3, Medium::kHbm, 0, 1), make_address(0, Medium::kHbm, 0, 2),
-              make_address(4, Medium::kHbm, 0, 3), make_address(4, Medium::kDram, 0, 4),
-              make_address(3, Medium::kDram, 0, 5)});
+  rig.insert({1, 2, 3, 4, 5}, {make_address(3, Medium::kHbm, 0, 1), make_address(0, Medium::kHbm, 0, 2),
+                               make_address(4, Medium::kHbm, 0, 3), make_address(4, Medium::kDram, 0, 4),
+                               make_address(3, Medium::kDram, 0, 5)});
   CHECK(rig.index.pages(ValueClass::kHbm) == 2);
   CHECK(rig.index.pages(ValueClass::kRemote) == 2);
   CHECK(rig.index.pages(ValueClass::kDram) == 1);

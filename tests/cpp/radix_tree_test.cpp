@@ -165,11 +165,11 @@ TEST_CASE("agreement inside the next page is found in the run and among the chil
   };
   CHECK(beyond({1, 1}) == 2);
   CHECK(beyond({1, 1, 1, 2}) == 3);
-  CHECK(beyond({1, 1, 1, 1, 2, 2, 9, 9}) == 2);                   // inside the run
-  CHECK(beyond({1, 1, 1, 1, 2, 2, 2}) == 3);                      // a page that is not whole
-  CHECK(beyond({1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 5}) == 3);       // the nearer child
-  CHECK(beyond({1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 9, 9}) == 3);    // no further than the page
-  CHECK(beyond({1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3}) == 0);    // nothing beyond a leaf
+  CHECK(beyond({1, 1, 1, 1, 2, 2, 9, 9}) == 2);                 // inside the run
+  CHECK(beyond({1, 1, 1, 1, 2, 2, 2}) == 3);                    // a page that is not whole
+  CHECK(beyond({1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 5}) == 3);     // the nearer child
+  CHECK(beyond({1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 9, 9}) == 3);  // no further than the page
+  CHECK(beyond({1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3}) == 0);  // nothing beyond a leaf
   CHECK(beyond({1, 1, 1, 1}) == 0);
 }
 
@@ -206,8 +206,7 @@ TEST_CASE("a walk can leave parts out and take nodes away behind it") {
   CHECK(paths(tree) == std::vector<Run>{{2}, {2, 1}, {2, 2}});
 
   bool called = false;
-  tree.walk_below(
-      tree.ensure_root("empty"), [&](Node*) { return called = true; }, [&](Node*) { called = true; });
+  tree.walk_below(tree.ensure_root("empty"), [&](Node*) { return called = true; }, [&](Node*) { called = true; });
   CHECK_FALSE(called);
 }
 

@@ -34,6 +34,7 @@ namespace kvpool {
 struct InstanceHit {
   std::uint32_t instance;
   std::size_t pages;  // of the prompt, from its start
+  bool operator==(const InstanceHit&) const = default;
 };
 
 class InstanceIndex {

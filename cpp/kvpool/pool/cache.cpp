@@ -128,12 +128,19 @@ std::size_t Pool::erase(std::string_view name_space, const Token* tokens, std::s
 std::size_t Pool::evict(std::size_t n, Medium medium) {
   guard();
   const std::lock_guard reclaim(reclaim_);
-  const std::lock_guard lock(mutex_);
-  guard();
   std::size_t dropped = 0;
-  if (medium != Medium::kHbm) dropped += evict_locked(ValueClass::kDram, n);
-  if (medium != Medium::kDram) dropped += evict_locked(ValueClass::kHbm, n - dropped);
-  audit_if_asked();
+  for (const Medium tier : {Medium::kDram, Medium::kHbm}) {
+    if (medium != tier && medium != Medium::kMixed) continue;
+    for (bool more = true; more && dropped < n;) {
+      const std::lock_guard lock(mutex_);
+      guard();
+      const std::size_t batch = std::min(n - dropped, kBatchBlocks);
+      const std::size_t gone = evict_locked(static_cast<ValueClass>(tier), batch);
+      dropped += gone;
+      more = gone == batch;
+      audit_if_asked();
+    }
+  }
   return dropped;
 }
 

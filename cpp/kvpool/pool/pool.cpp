@@ -134,18 +134,26 @@ void Pool::guard_alloc(Medium medium) const {
 
 bool Pool::try_alloc(std::size_t n, Medium medium, Address* out) {
   guard_alloc(medium);
-  const std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   guard();
   if (!take(n, medium, BlockState::kActive, out)) return false;
-  hand_over(out, n);
+  hand_over(lock, out, n);
   return true;
 }
 
-// Blocks that were just taken go to the caller.
-void Pool::hand_over(const Address* addresses, std::size_t n) {
-  if (zero_on_alloc_) zero_blocks(addresses, n);
+// Blocks that were just taken go to the caller. Lets go of the lock: nobody else knows of the blocks while they are
+// filled with zeros.
+void Pool::hand_over(Lock& lock, const Address* addresses, std::size_t n) {
   counters_.allocated_blocks += n;
   audit_if_asked();
+  if (!zero_on_alloc_) return;
+  const auto arenas = arenas_;  // kept, should the pool be closed now
+  lock.unlock();
+  for (std::size_t i = 0; i < n; ++i) {
+    for (const Segment& segment : arenas[medium_bits_of(addresses[i]) - 1]->segments()) {
+      std::memset(segment.base + block_of(addresses[i]) * segment.stride, 0, segment.bytes);
+    }
+  }
 }
 
 void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out) {
@@ -169,7 +177,7 @@ void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out) {
       if (have < n && !engine_allocates_) evict_locked(ValueClass::kHbm, n - have);
     }
   }
-  hand_over(out, n);
+  hand_over(lock, out, n);
 }
 
 bool Pool::can_make_room(std::size_t n, Medium medium) noexcept {
@@ -304,15 +312,6 @@ void Pool::release_blocks(const Address* addresses, std::size_t n) noexcept {
     }
     store(static_cast<Medium>(bits)).release(first, run);
     i += run;
-  }
-}
-
-void Pool::zero_blocks(const Address* addresses, std::size_t n) noexcept {
-  for (std::size_t i = 0; i < n; ++i) {
-    const Arena& arena = *arenas_[medium_bits_of(addresses[i]) - 1];
-    for (const Segment& segment : arena.segments()) {
-      std::memset(segment.base + block_of(addresses[i]) * segment.stride, 0, segment.bytes);
-    }
   }
 }
 

@@ -2,7 +2,7 @@
 //
 // Locks
 //   mutex_    guards everything below; held for microseconds, never while bytes are copied, never while waiting for
-//             Python. A thread that holds Python's GIL may take it.
+//             Python. A thread that holds Python's GIL may take it. Long work goes in batches of kBatchBlocks.
 //   reclaim_  one at a time: swap, eviction, deletion. Taken before mutex_, held while bytes are copied; callers let go
 //             of the GIL first. So a node that is held for copying is met only by matches, insertions and frees.
 //
@@ -179,6 +179,7 @@ class Pool final : public PinOwner, private IndexObserver {
     std::uint32_t remaining;  // so many of them
     std::vector<Address> blocks;
   };
+  static constexpr std::size_t kBatchBlocks = 4096;  // moved or dropped at most before others get the lock
   static constexpr std::uint64_t kLimboTag = 1;  // a block's tag while it is in limbo: no node has this address
 
   BlockStore& store(Medium medium) noexcept { return stores_[static_cast<std::size_t>(medium_index(medium))]; }
@@ -201,9 +202,8 @@ class Pool final : public PinOwner, private IndexObserver {
   void check(Address address, std::size_t position, std::optional<BlockState> wanted);
   bool check_active_and_distinct(const Address* addresses, std::size_t n, bool skip_cached);
   void check_distinct(const Address* addresses, std::size_t n, std::uint64_t stamp);
-  void hand_over(const Address* addresses, std::size_t n);
+  void hand_over(Lock& lock, const Address* addresses, std::size_t n);
   void release_blocks(const Address* addresses, std::size_t n) noexcept;
-  void zero_blocks(const Address* addresses, std::size_t n) noexcept;
 
   void check_insertion(std::string_view name_space, const InsertItem& item);
   void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;

@@ -51,7 +51,7 @@ void Pool::make_room(Lock& lock, std::size_t n) {
     const std::size_t missing = n - hbm.free_count();
     if (missing > dram.free_count()) evict_locked(ValueClass::kHbm, missing - dram.free_count());
     if (hbm.free_count() >= n) return;
-    move_to_dram(lock, n - hbm.free_count(), nullptr);
+    move_to_dram(lock, std::min(n - hbm.free_count(), kBatchBlocks), nullptr);
   }
 }
 
@@ -65,7 +65,7 @@ std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* 
   from.reserve(n);
   to.resize(n);
   held.reserve(std::min(n, index_.node_count() + 1));
-  if (moved != nullptr) moved->reserve(n);
+  if (moved != nullptr) moved->reserve(moved->size() + n);
   try {
     while (from.size() < n) {
       PromptNode* node = index_.hold_coldest(ValueClass::kHbm, n - from.size());
@@ -110,10 +110,26 @@ std::vector<Address> Pool::swap_out(std::size_t n) {
   Lock lock(mutex_);
   guard();
   if (!out_copier_) throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM or no DRAM blocks");
+  // No more than DRAM has room for, or a later batch would push out what an earlier one brought.
+  n = std::min({n, index_.evictable(ValueClass::kHbm),
+                store(Medium::kDram).free_count() + index_.evictable(ValueClass::kDram)});
   std::vector<Address> moved;
-  n = std::min(n, index_.evictable(ValueClass::kHbm));
-  make_dram_room(std::min<std::size_t>(n, store(Medium::kDram).capacity()));
-  move_to_dram(lock, std::min<std::size_t>(n, store(Medium::kDram).free_count()), &moved);
+  moved.reserve(n);
+  // What has moved stays moved when memory runs out; only when nothing has does the caller hear of it.
+  while (moved.size() < n) {
+    const std::size_t before = moved.size();
+    const std::size_t batch = std::min({n - before, kBatchBlocks, index_.evictable(ValueClass::kHbm)});
+    try {
+      make_dram_room(std::min<std::size_t>(batch, store(Medium::kDram).capacity()));
+      move_to_dram(lock, std::min<std::size_t>(batch, store(Medium::kDram).free_count()), &moved);
+    } catch (const std::bad_alloc&) {
+      if (moved.empty()) throw;
+      break;
+    }
+    if (moved.size() == before) break;
+    lock.unlock();  // others get a turn
+    lock.lock();
+  }
   audit_if_asked();
   return moved;
 }
