@@ -35,10 +35,6 @@ def one_line(machine: dict[str, Any]) -> str:
     )
 
 
-def available_bytes() -> int:
-    return int(_field("/proc/meminfo", "MemAvailable").split()[0]) << 10
-
-
 def _field(file: str, name: str) -> str:
     for line in Path(file).read_text().splitlines():
         key, _, value = line.partition(":")

@@ -36,15 +36,12 @@ def summarize(times_us: Sequence[float]) -> Sample:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Keeps Python's garbage collector from running inside a timed call, and from walking what is there already."""
-    gc.collect()
-    gc.freeze()
+    """Keeps Python's garbage collector from running inside a timed call."""
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def time_calls(call: Callable[[T], object], arguments: Iterable[T]) -> list[float]:

@@ -11,6 +11,7 @@ methods. Questions and answers are JSON, one a line.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -141,6 +142,7 @@ def _serve(module: str) -> None:
     except Exception as error:
         answer(error=f"{type(error).__name__}: {error}")
         return
+    gc.freeze()  # what was imported stays; a collection between two questions need not walk it
     answer(value=None)
     for line in sys.stdin:
         operation, arguments = json.loads(line)

@@ -34,7 +34,7 @@ def run(context: Context) -> Report:
             lines[str(shape.tokens)] = line
             report.rows += _memory_rows(tree, shape, sizes[-1])
     report.series = {"match_us_by_prompt_tokens": lines}
-    title = "The cost of match grows with the prompt, not with the tree"
+    title = "match of a random prompt against the size of the tree"
     report.plots += plots.draw(context.out / "scale.png", title, partial(_paint, lines=lines))
     report.notes.append(
         "The prompts that are asked for are new arrays each time. A larger tree does not fit the CPU's caches: the "
@@ -73,5 +73,5 @@ def _paint(axes: Any, lines: dict[str, list[dict[str, Any]]]) -> None:
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("prompts in the tree")
-    axes.set_ylabel("match of a random prompt, with addresses (us, median)")
+    axes.set_ylabel("match and addresses (us, median)")
     axes.legend(frameon=False)
