@@ -27,8 +27,8 @@ struct TensorView {
 // Reads the capsule and lets go of it: the tensor object itself is what is kept.
 TensorView view_of(const py::object& tensor, std::size_t position) {
   if (!py::hasattr(tensor, "__dlpack__")) {
-    throw_type_error("tensor " + std::to_string(position) + " has no __dlpack__: " +
-                     py::str(py::type::of(tensor)).cast<std::string>());
+    throw_type_error("tensor " + std::to_string(position) +
+                     " has no __dlpack__: " + py::str(py::type::of(tensor)).cast<std::string>());
   }
   const py::object capsule = tensor.attr("__dlpack__")();
   const auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
@@ -67,8 +67,7 @@ void append_segments(const TensorView& view, std::size_t position, std::size_t b
     std::int64_t offset = 0;
     for (std::size_t i = 0; i < block_dim; ++i) offset += index[i] * view.strides[i];
     const auto item = static_cast<std::int64_t>(view.item_bytes);
-    segments.push_back(Segment{view.data + offset * item,
-                               static_cast<std::size_t>(view.strides[block_dim] * item),
+    segments.push_back(Segment{view.data + offset * item, static_cast<std::size_t>(view.strides[block_dim] * item),
                                static_cast<std::size_t>(piece * item)});
     std::size_t digit = block_dim;
     while (digit > 0 && ++index[digit - 1] == view.shape[digit - 1]) index[--digit] = 0;
@@ -111,8 +110,8 @@ AdoptedMemory adopt_tensors(const py::object& argument, std::size_t block_dim, b
       adopted.blocks = static_cast<std::uint32_t>(blocks);
     }
     if (blocks != adopted.blocks) {
-      throw_mismatch(position, "it has " + std::to_string(blocks) + " blocks, and tensor 0 has " +
-                                   std::to_string(adopted.blocks));
+      throw_mismatch(
+          position, "it has " + std::to_string(blocks) + " blocks, and tensor 0 has " + std::to_string(adopted.blocks));
     }
     append_segments(view, position, block_dim, adopted.segments);
   }

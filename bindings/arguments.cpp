@@ -165,12 +165,12 @@ void convert_buffer(py::handle argument, Vector<T>& out) {
     return;
   }
   if (view.ndim != 1) throw_wrong_shape<T>(view.ndim);
-  const char letter = format.size() == 1 ? format[0] : (format.size() == 2 && (format[0] == '@' || format[0] == '='))
-                                                            ? format[1]
-                                                            : '?';
+  const char letter = format.size() == 1                                               ? format[0]
+                      : (format.size() == 2 && (format[0] == '@' || format[0] == '=')) ? format[1]
+                                                                                       : '?';
   const char code = letter == 'i' || letter == 'l' || letter == 'q'   ? 'i'
                     : letter == 'I' || letter == 'L' || letter == 'Q' ? 'u'
-                                                                       : '?';
+                                                                      : '?';
   if (!convert_typed(code, static_cast<std::size_t>(view.itemsize), static_cast<const char*>(view.ptr),
                      static_cast<std::size_t>(view.shape[0]), view.strides[0], out)) {
     throw_wrong_dtype<T>("a buffer of format '" + format + "'");
@@ -190,8 +190,7 @@ Vector<T> vector_from(py::handle argument) {
     convert_buffer(argument, out);
   } else {
     throw_type_error(std::string(Kind<T>::kWhat) + " must be a NumPy array, a list, or a buffer of " +
-                     Kind<T>::kDtypes + ", and are " + type_name(argument) +
-                     " (a torch tensor: pass tensor.numpy())");
+                     Kind<T>::kDtypes + ", and are " + type_name(argument) + " (a torch tensor: pass tensor.numpy())");
   }
   return out;
 }
@@ -255,9 +254,9 @@ Medium medium_from(py::handle argument) {
   }
   const std::size_t value = count_from(argument, "medium");
   if (value < 1 || value > 3) {
-    throw_argument("medium must be kvpool.HBM (1), kvpool.DRAM (2) or kvpool.MIXED (3), and is " +
-                       std::to_string(value),
-                   {{"value", static_cast<std::int64_t>(value)}});
+    throw_argument(
+        "medium must be kvpool.HBM (1), kvpool.DRAM (2) or kvpool.MIXED (3), and is " + std::to_string(value),
+        {{"value", static_cast<std::int64_t>(value)}});
   }
   return static_cast<Medium>(value);
 }

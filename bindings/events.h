@@ -18,9 +18,9 @@ struct EventSource {
 };
 
 template <class Owner>
-EventSource event_source(const std::shared_ptr<Owner>& owner, std::size_t capacity_tokens,
-                         bool include_cached) {
-  return EventSource{owner->subscribe(capacity_tokens, include_cached), [owner](EventQueue& queue) { return owner->drain(queue); },
+EventSource event_source(const std::shared_ptr<Owner>& owner, std::size_t capacity_tokens, bool include_cached) {
+  return EventSource{owner->subscribe(capacity_tokens, include_cached),
+                     [owner](EventQueue& queue) { return owner->drain(queue); },
                      [owner](const std::shared_ptr<EventQueue>& queue) { owner->unsubscribe(queue); }};
 }
 

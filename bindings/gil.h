@@ -1,9 +1,8 @@
 // Letting go of Python's GIL while the core works.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <cxxabi.h>
+#include <pybind11/pybind11.h>
 #include <unistd.h>
 
 namespace kvpool::bindings {

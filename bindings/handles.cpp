@@ -13,13 +13,19 @@ namespace py = pybind11;
 template <class Handle>
 py::class_<Handle> handle_class(py::module_& module, const char* name, const char* doc) {
   return py::class_<Handle>(module, name, doc)
-      .def_property_readonly("addrs", [](const Handle& handle) { return handle.addrs; })
-      .def_property_readonly("closed", [](const Handle& handle) { return !handle.pins.holds(); })
-      .def("close", [](Handle& handle) { handle.pins.release(); }, "Lets go of the pins. Idempotent.")
-      .def("__enter__", [](py::object self) { return self; })
-      .def("__exit__", [](Handle& handle, const py::object&, const py::object&, const py::object&) {
-        handle.pins.release();
-      });
+      .def_property_readonly(
+          "addrs", [](const Handle& handle) { return handle.addrs; },
+          "uint64 array of addresses, in the prompt's order.")
+      .def_property_readonly(
+          "closed", [](const Handle& handle) { return !handle.pins.holds(); }, "Whether the pins are gone.")
+      .def(
+          "close", [](Handle& handle) { handle.pins.release(); }, "Lets go of the pins. Idempotent.")
+      .def(
+          "__enter__", [](py::object self) { return self; }, "Itself.")
+      .def(
+          "__exit__",
+          [](Handle& handle, const py::object&, const py::object&, const py::object&) { handle.pins.release(); },
+          "Closes.");
 }
 
 }  // namespace
@@ -33,12 +39,11 @@ Attributes:
         may be mixed.
     partial_tokens: Tokens that agree with what is cached inside the next block.
     closed: Whether the pin is gone.)")
-      .def_readonly("tokens", &Match::tokens)
-      .def_readonly("partial_tokens", &Match::partial_tokens)
+      .def_readonly("tokens", &Match::tokens, "Tokens cached, whole blocks.")
+      .def_readonly("partial_tokens", &Match::partial_tokens, "Tokens that agree inside the next block.")
       .def("__repr__", [](const Match& match) {
         return "<Match tokens=" + std::to_string(match.tokens) +
-               " partial_tokens=" + std::to_string(match.partial_tokens) +
-               (match.pins.holds() ? " pinned>" : ">");
+               " partial_tokens=" + std::to_string(match.partial_tokens) + (match.pins.holds() ? " pinned>" : ">");
       });
   handle_class<Inserted>(module, "Inserted", R"(A prompt that was stored, pinned until it is closed.
 
@@ -49,9 +54,11 @@ Attributes:
     duplicates: uint64 array of given addresses whose block was cached before; still the caller's, unless
         ``free_duplicates`` was asked for.
     closed: Whether the pin is gone.)")
-      .def_readonly("tokens", &Inserted::tokens)
-      .def_readonly("inserted", &Inserted::inserted)
-      .def_property_readonly("duplicates", [](const Inserted& inserted) { return inserted.duplicates; })
+      .def_readonly("tokens", &Inserted::tokens, "Tokens of the prompt.")
+      .def_readonly("inserted", &Inserted::inserted, "Blocks newly stored.")
+      .def_property_readonly(
+          "duplicates", [](const Inserted& inserted) { return inserted.duplicates; },
+          "uint64 array of given addresses whose block was cached before.")
       .def("__repr__", [](const Inserted& inserted) {
         return "<Inserted tokens=" + std::to_string(inserted.tokens) +
                " inserted=" + std::to_string(inserted.inserted) + (inserted.pins.holds() ? " pinned>" : ">");

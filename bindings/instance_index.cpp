@@ -1,4 +1,6 @@
 // The class that kvpool.InstanceIndex derives from.
+#include "kvpool/index/instance_index.h"
+
 #include <pybind11/pybind11.h>
 
 #include <memory>
@@ -7,7 +9,6 @@
 
 #include "arguments.h"
 #include "bind.h"
-#include "kvpool/index/instance_index.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -61,16 +62,17 @@ void bind_instance_index(py::module_& module) {
       .def(py::init(&make_index), py::arg("block_tokens") = 16)
       .def_property_readonly(
           "block_tokens", [](const LockedInstanceIndex& self) { return self.index.page_tokens(); }, "Tokens a block.")
-      .def("insert",
-           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle now,
-              py::handle name) {
-             const Vector<Token> tokens = tokens_from(tokens_argument);
-             const std::lock_guard lock(self.mutex);
-             return self.index.insert(name_from(name), tokens.data(), tokens.size() / self.index.page_tokens(),
-                                      instance_from(instance), count_from(now, "now"));
-           },
-           py::arg("tokens"), py::arg("instance"), py::arg("now") = 0, py::arg("namespace") = "",
-           R"(The instance holds the whole blocks of these tokens.
+      .def(
+          "insert",
+          [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle now,
+             py::handle name) {
+            const Vector<Token> tokens = tokens_from(tokens_argument);
+            const std::lock_guard lock(self.mutex);
+            return self.index.insert(name_from(name), tokens.data(), tokens.size() / self.index.page_tokens(),
+                                     instance_from(instance), count_from(now, "now"));
+          },
+          py::arg("tokens"), py::arg("instance"), py::arg("now") = 0, py::arg("namespace") = "",
+          R"(The instance holds the whole blocks of these tokens.
 
 Args:
     tokens: Token ids; what is left of the last whole block is ignored.
@@ -90,46 +92,58 @@ Args:
 
 Returns:
     A list of (instance, tokens), the longest first, for every instance that holds the first block.)")
-      .def("remove",
-           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle first_block,
-              py::handle name) {
-             const Vector<Token> tokens = tokens_from(tokens_argument);
-             const std::lock_guard lock(self.mutex);
-             return self.index.remove(name_from(name), tokens.data(), tokens.size(),
-                                      count_from(first_block, "first_block"), instance_from(instance));
-           },
-           py::arg("tokens"), py::arg("instance"), py::arg("first_block") = 0, py::arg("namespace") = "",
-           R"(The instance no longer holds this prompt from a block on, nor anything longer.
+      .def(
+          "remove",
+          [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle first_block,
+             py::handle name) {
+            const Vector<Token> tokens = tokens_from(tokens_argument);
+            const std::lock_guard lock(self.mutex);
+            return self.index.remove(name_from(name), tokens.data(), tokens.size(),
+                                     count_from(first_block, "first_block"), instance_from(instance));
+          },
+          py::arg("tokens"), py::arg("instance"), py::arg("first_block") = 0, py::arg("namespace") = "",
+          R"(The instance no longer holds this prompt from a block on, nor anything longer.
 
 Returns:
     Blocks that it held there.)")
-      .def("remove_instance",
-           [](LockedInstanceIndex& self, py::handle instance) {
-             const std::lock_guard lock(self.mutex);
-             return self.index.remove_instance(instance_from(instance));
-           },
-           py::arg("instance"), "The instance is gone. Returns how many blocks it held.")
-      .def("expire",
-           [](LockedInstanceIndex& self, py::handle before) {
-             const std::lock_guard lock(self.mutex);
-             return self.index.expire(count_from(before, "before"));
-           },
-           py::arg("before"), "Forgets what no instance used at `before` or later. Returns how many blocks that were.")
-      .def("blocks",
-           [](LockedInstanceIndex& self, py::handle instance) {
-             const std::lock_guard lock(self.mutex);
-             return self.index.pages(instance_from(instance));
-           },
-           py::arg("instance"), "Blocks that the instance holds.")
-      .def("__len__",
-           [](LockedInstanceIndex& self) {
-             const std::lock_guard lock(self.mutex);
-             return self.index.pages();
-           })
-      .def("audit", [](LockedInstanceIndex& self) {
-        const std::lock_guard lock(self.mutex);
-        self.index.audit();
-      });
+      .def(
+          "remove_instance",
+          [](LockedInstanceIndex& self, py::handle instance) {
+            const std::lock_guard lock(self.mutex);
+            return self.index.remove_instance(instance_from(instance));
+          },
+          py::arg("instance"), "The instance is gone. Returns how many blocks it held.")
+      .def(
+          "expire",
+          [](LockedInstanceIndex& self, py::handle before) {
+            const std::lock_guard lock(self.mutex);
+            return self.index.expire(count_from(before, "before"));
+          },
+          py::arg("before"),
+          "Forgets, for each instance, the blocks that it did not use at `before` or later. Returns how many blocks "
+          "that\n"
+          "were, each counted once for every instance that held it.")
+      .def(
+          "blocks",
+          [](LockedInstanceIndex& self, py::handle instance) {
+            const std::lock_guard lock(self.mutex);
+            return self.index.pages(instance_from(instance));
+          },
+          py::arg("instance"), "Blocks that the instance holds.")
+      .def(
+          "__len__",
+          [](LockedInstanceIndex& self) {
+            const std::lock_guard lock(self.mutex);
+            return self.index.pages();
+          },
+          "Blocks that any instance holds.")
+      .def(
+          "audit",
+          [](LockedInstanceIndex& self) {
+            const std::lock_guard lock(self.mutex);
+            self.index.audit();
+          },
+          "Checks every invariant; raises AuditError when one is broken.");
 }
 
 }  // namespace kvpool::bindings

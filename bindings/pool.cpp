@@ -45,8 +45,9 @@ PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece
   const auto blocks = [](const py::object& argument, const char* name) {
     const std::size_t count = count_from(argument, name);
     if (count > kBlocksMax) {
-      throw Error(ErrorCode::kArgument, std::string(name) + " is " + std::to_string(count) +
-                                            ", and a medium has at most " + std::to_string(kBlocksMax) + " blocks",
+      throw Error(ErrorCode::kArgument,
+                  std::string(name) + " is " + std::to_string(count) + ", and a medium has at most " +
+                      std::to_string(kBlocksMax) + " blocks",
                   {{"value", static_cast<std::int64_t>(count)}, {"maximum", kBlocksMax}});
     }
     return static_cast<std::uint32_t>(count);
@@ -125,8 +126,8 @@ std::vector<Inserted> insert_all(const PoolPointer& pool, std::vector<std::pair<
     const Vector<Token>& own_tokens = tokens.emplace_back(tokens_from(prompts[i].first));
     const Vector<Address>& own_addresses = addresses.emplace_back(addresses_from(prompts[i].second));
     py::array_t<Address> canonical(static_cast<py::ssize_t>(own_addresses.size()));
-    items.push_back({own_tokens.data(), own_tokens.size(), own_addresses.data(), own_addresses.size(),
-                     canonical.mutable_data()});
+    items.push_back(
+        {own_tokens.data(), own_tokens.size(), own_addresses.data(), own_addresses.size(), canonical.mutable_data()});
     inserted[i].addrs = std::move(canonical);
   }
   std::vector<InsertOutcome> outcomes = pool->insert(name, items, free_duplicates);
@@ -155,8 +156,7 @@ SwappedIn swap_in(const PoolPointer& pool, py::handle addresses_argument, const 
   SwappedIn result;
   {
     const GilReleased released;
-    std::vector<IndexPin> pins =
-        pool->swap_in({addresses.data(), addresses.size()}, {into.data(), into.size()}, out);
+    std::vector<IndexPin> pins = pool->swap_in({addresses.data(), addresses.size()}, {into.data(), into.size()}, out);
     result.pins = Pins(pool, std::move(pins));
   }
   result.addrs = std::move(arrived);
@@ -220,11 +220,11 @@ py::tuple explain(Pool& pool, py::handle tokens_argument, py::handle name_argume
 
 void bind_pool(py::module_& module) {
   py::class_<Pool, PoolPointer>(module, "Pool", "The C++ half of kvpool.Pool.")
-      .def(py::init(&make_pool), py::kw_only(), py::arg("block_tokens"), py::arg("piece_bytes"),
-           py::arg("aggregated"), py::arg("hbm_blocks"), py::arg("dram_blocks"), py::arg("adopted"),
-           py::arg("block_dim"), py::arg("engine_allocates"), py::arg("policy"), py::arg("copy_threads"),
-           py::arg("huge_pages"), py::arg("numa_node"), py::arg("check_memory"), py::arg("pin_dram"),
-           py::arg("audit"), py::arg("zero_on_alloc"))
+      .def(py::init(&make_pool), py::kw_only(), py::arg("block_tokens"), py::arg("piece_bytes"), py::arg("aggregated"),
+           py::arg("hbm_blocks"), py::arg("dram_blocks"), py::arg("adopted"), py::arg("block_dim"),
+           py::arg("engine_allocates"), py::arg("policy"), py::arg("copy_threads"), py::arg("huge_pages"),
+           py::arg("numa_node"), py::arg("check_memory"), py::arg("pin_dram"), py::arg("audit"),
+           py::arg("zero_on_alloc"))
       .def("alloc", &alloc, py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kHbm), py::arg("evict") = true,
            R"(Allocates n blocks, all or nothing.
 
@@ -241,12 +241,13 @@ Returns:
 
 Raises:
     OutOfBlocks: With the counts; nothing was allocated.)")
-      .def("free",
-           [](Pool& pool, py::handle addresses_argument) {
-             const Vector<Address> addresses = addresses_from(addresses_argument);
-             pool.free(addresses.data(), addresses.size());
-           },
-           py::arg("addrs"), R"(Frees active blocks of the caller, all or nothing. Thread-safe.
+      .def(
+          "free",
+          [](Pool& pool, py::handle addresses_argument) {
+            const Vector<Address> addresses = addresses_from(addresses_argument);
+            pool.free(addresses.data(), addresses.size());
+          },
+          py::arg("addrs"), R"(Frees active blocks of the caller, all or nothing. Thread-safe.
 
 Args:
     addrs: Addresses; uint64 array, buffer, or list.
@@ -256,14 +257,15 @@ Raises:
     StateError: One is cached (see delete and evict) or in use by a transfer.
     NotOwner: One belongs to another instance.
     ArgumentError: One stands twice in the list, or is no address.)")
-      .def("adopt",
-           [](Pool& pool, py::handle blocks_argument) {
-             const std::vector<std::uint32_t> blocks = block_numbers_from(blocks_argument);
-             py::array_t<Address> addresses(static_cast<py::ssize_t>(blocks.size()));
-             pool.adopt(blocks.data(), blocks.size(), addresses.mutable_data());
-             return addresses;
-           },
-           py::arg("blocks"), R"(Tells the pool that the engine has allocated these blocks of its own.
+      .def(
+          "adopt",
+          [](Pool& pool, py::handle blocks_argument) {
+            const std::vector<std::uint32_t> blocks = block_numbers_from(blocks_argument);
+            py::array_t<Address> addresses(static_cast<py::ssize_t>(blocks.size()));
+            pool.adopt(blocks.data(), blocks.size(), addresses.mutable_data());
+            return addresses;
+          },
+          py::arg("blocks"), R"(Tells the pool that the engine has allocated these blocks of its own.
 
 For a pool over adopted memory made with ``engine_allocates=True``. All or nothing.
 
@@ -272,14 +274,15 @@ Args:
 
 Returns:
     uint64 array with the address of each; the blocks are active.)")
-      .def("take_released",
-           [](Pool& pool) {
-             const std::vector<std::uint32_t> blocks = pool.take_released();
-             py::array_t<std::int64_t> ids(static_cast<py::ssize_t>(blocks.size()));
-             std::copy(blocks.begin(), blocks.end(), ids.mutable_data());
-             return ids;
-           },
-           R"(The engine's blocks that the index gave up since the last call; the engine may use them again.
+      .def(
+          "take_released",
+          [](Pool& pool) {
+            const std::vector<std::uint32_t> blocks = pool.take_released();
+            py::array_t<std::int64_t> ids(static_cast<py::ssize_t>(blocks.size()));
+            std::copy(blocks.begin(), blocks.end(), ids.mutable_data());
+            return ids;
+          },
+          R"(The engine's blocks that the index gave up since the last call; the engine may use them again.
 
 For a pool over adopted memory made with ``engine_allocates=True``. Returns an int64 array of block ids.)")
       .def("match", &match, py::arg("tokens"), py::arg("namespace") = "",
@@ -314,20 +317,22 @@ Raises:
     ArgumentError: Tokens are no multiple of a block, too few or too many addresses, one stands twice.
     StateError: A block is cached already as something else.
     StaleAddress: A block was freed or moved.)")
-      .def("insert_batch",
-           [](const PoolPointer& pool, const std::vector<std::pair<py::object, py::object>>& prompts, py::handle name,
-              bool free_duplicates) { return insert_all(pool, prompts, name, free_duplicates); },
-           py::arg("prompts"), py::arg("namespace") = "", py::arg("free_duplicates") = false,
-           "insert() for each (tokens, addrs) of a list, all or nothing. Returns a list of Inserted.")
-      .def("delete",
-           [](Pool& pool, py::handle tokens_argument, py::handle name_argument, bool descendants) {
-             const Vector<Token> tokens = tokens_from(tokens_argument);
-             const std::string name(name_from(name_argument));
-             const GilReleased released;
-             return pool.erase(name, tokens.data(), tokens.size(), descendants);
-           },
-           py::arg("tokens"), py::arg("namespace") = "", py::arg("descendants") = false,
-           R"(Removes the cached blocks of a prompt that no longer prompt shares.
+      .def(
+          "insert_batch",
+          [](const PoolPointer& pool, const std::vector<std::pair<py::object, py::object>>& prompts, py::handle name,
+             bool free_duplicates) { return insert_all(pool, prompts, name, free_duplicates); },
+          py::arg("prompts"), py::arg("namespace") = "", py::arg("free_duplicates") = false,
+          "insert() for each (tokens, addrs) of a list, all or nothing. Returns a list of Inserted.")
+      .def(
+          "delete",
+          [](Pool& pool, py::handle tokens_argument, py::handle name_argument, bool descendants) {
+            const Vector<Token> tokens = tokens_from(tokens_argument);
+            const std::string name(name_from(name_argument));
+            const GilReleased released;
+            return pool.erase(name, tokens.data(), tokens.size(), descendants);
+          },
+          py::arg("tokens"), py::arg("namespace") = "", py::arg("descendants") = false,
+          R"(Removes the cached blocks of a prompt that no longer prompt shares.
 
 Args:
     tokens: Token ids.
@@ -339,26 +344,28 @@ Returns:
 
 Raises:
     StateError: Part of it is pinned; nothing was removed.)")
-      .def("evict",
-           [](Pool& pool, py::handle n_argument, py::handle medium_argument) {
-             const std::size_t n = count_from(n_argument, "n");
-             const Medium medium = medium_from(medium_argument);
-             const GilReleased released;
-             return pool.evict(n, medium);
-           },
-           py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kDram),
-           "Drops up to n cached blocks of a medium for good, the least recently used first. Returns how many.")
-      .def("swap_out",
-           [](Pool& pool, py::handle n_argument) {
-             const std::size_t n = count_from(n_argument, "n");
-             std::vector<Address> moved;
-             {
-               const GilReleased released;
-               moved = pool.swap_out(n);
-             }
-             return to_array(moved.data(), moved.size());
-           },
-           py::arg("n"), R"(Moves up to n cached blocks from HBM to DRAM, the least recently used first.
+      .def(
+          "evict",
+          [](Pool& pool, py::handle n_argument, py::handle medium_argument) {
+            const std::size_t n = count_from(n_argument, "n");
+            const Medium medium = medium_from(medium_argument);
+            const GilReleased released;
+            return pool.evict(n, medium);
+          },
+          py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kDram),
+          "Drops up to n cached blocks of a medium for good, the least recently used first. Returns how many.")
+      .def(
+          "swap_out",
+          [](Pool& pool, py::handle n_argument) {
+            const std::size_t n = count_from(n_argument, "n");
+            std::vector<Address> moved;
+            {
+              const GilReleased released;
+              moved = pool.swap_out(n);
+            }
+            return to_array(moved.data(), moved.size());
+          },
+          py::arg("n"), R"(Moves up to n cached blocks from HBM to DRAM, the least recently used first.
 
 Never a pinned or active block. Where DRAM is full its own least recently used blocks are dropped. The old addresses
 become stale; the index follows. Releases the GIL.
@@ -384,7 +391,7 @@ Raises:
     OutOfBlocks: HBM cannot make room.)")
       .def("close", &Pool::close, py::call_guard<GilReleased>(),
            "Ends the pool: every verb raises ClosedError from now on. Views of the memory stay valid. Idempotent.")
-      .def_property_readonly("closed", &Pool::closed)
+      .def_property_readonly("closed", &Pool::closed, "Whether close() was called.")
       .def("_stats", [](Pool& pool) { return to_dict(pool.stats()); })
       .def("_audit",
            [](Pool& pool) {
@@ -397,17 +404,19 @@ Raises:
            })
       .def("_arena", [](Pool& pool, int medium) { return to_dict(*pool.arena(static_cast<Medium>(medium))); })
       .def("_explain", &explain, py::arg("tokens"), py::arg("namespace"))
-      .def("_subscribe",
-           [](const PoolPointer& pool, py::handle capacity, bool include_cached) {
-             return event_source(pool, count_from(capacity, "capacity_tokens"), include_cached);
-           },
-           py::arg("capacity_tokens"), py::arg("include_cached"))
-      .def("_view",
-           [](Pool& pool, int medium, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides,
-              const std::string& dtype) {
-             return make_tensor(pool.arena(static_cast<Medium>(medium)), std::move(shape), std::move(strides), dtype);
-           },
-           py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
+      .def(
+          "_subscribe",
+          [](const PoolPointer& pool, py::handle capacity, bool include_cached) {
+            return event_source(pool, count_from(capacity, "capacity_tokens"), include_cached);
+          },
+          py::arg("capacity_tokens"), py::arg("include_cached"))
+      .def(
+          "_view",
+          [](Pool& pool, int medium, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides,
+             const std::string& dtype) {
+            return make_tensor(pool.arena(static_cast<Medium>(medium)), std::move(shape), std::move(strides), dtype);
+          },
+          py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
 }
 
 }  // namespace kvpool::bindings

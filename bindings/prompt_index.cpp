@@ -21,11 +21,11 @@ IndexPointer make_index(const py::object& block_tokens, const std::string& polic
   if (page < 1 || page > 65536) {
     throw Error(ErrorCode::kArgument, "block_tokens must be 1 to 65536, and is " + std::to_string(page));
   }
-  const EvictionPolicy kind = policy == "lru"    ? EvictionPolicy::kLru
-                              : policy == "lfu"  ? EvictionPolicy::kLfu
-                              : policy == "fifo" ? EvictionPolicy::kFifo
-                                                 : throw Error(ErrorCode::kArgument,
-                                                               "policy must be lru, lfu or fifo, and is " + policy);
+  const EvictionPolicy kind =
+      policy == "lru"    ? EvictionPolicy::kLru
+      : policy == "lfu"  ? EvictionPolicy::kLfu
+      : policy == "fifo" ? EvictionPolicy::kFifo
+                         : throw Error(ErrorCode::kArgument, "policy must be lru, lfu or fifo, and is " + policy);
   return std::make_shared<SharedIndex>(static_cast<std::uint32_t>(page), kind);
 }
 
@@ -96,14 +96,15 @@ Args:
 
 Returns:
     A Match; ``addrs`` holds the values. Pinned blocks are not evicted.)")
-      .def("peek",
-           [](SharedIndex& index, py::handle tokens_argument, py::handle name_argument) {
-             const Vector<Token> tokens = tokens_from(tokens_argument);
-             return index.peek(name_from(name_argument), tokens.data(), tokens.size(), nullptr).pages *
-                    index.page_tokens();
-           },
-           py::arg("tokens"), py::arg("namespace") = "",
-           "Tokens that match() would find. Pins nothing and does not count as a use.")
+      .def(
+          "peek",
+          [](SharedIndex& index, py::handle tokens_argument, py::handle name_argument) {
+            const Vector<Token> tokens = tokens_from(tokens_argument);
+            return index.peek(name_from(name_argument), tokens.data(), tokens.size(), nullptr).pages *
+                   index.page_tokens();
+          },
+          py::arg("tokens"), py::arg("namespace") = "",
+          "Tokens that match() would find. Pins nothing and does not count as a use.")
       .def("insert", &insert, py::arg("tokens"), py::arg("values"), py::arg("namespace") = "",
            R"(Stores one value for each block of a prompt. Blocks that are present keep their value.
 
@@ -114,31 +115,34 @@ Args:
 
 Returns:
     An Inserted: ``addrs`` holds the values that the index has now, ``duplicates`` the given ones that it has not.)")
-      .def("delete",
-           [](SharedIndex& index, py::handle tokens_argument, py::handle name_argument, bool descendants) {
-             const Vector<Token> tokens = tokens_from(tokens_argument);
-             const auto gone = index.erase(name_from(name_argument), tokens.data(), tokens.size(), descendants);
-             return to_array(gone.data(), gone.size());
-           },
-           py::arg("tokens"), py::arg("namespace") = "", py::arg("descendants") = false,
-           R"(Removes the blocks of a prompt that no longer prompt shares; with ``descendants`` the longer ones too.
+      .def(
+          "delete",
+          [](SharedIndex& index, py::handle tokens_argument, py::handle name_argument, bool descendants) {
+            const Vector<Token> tokens = tokens_from(tokens_argument);
+            const auto gone = index.erase(name_from(name_argument), tokens.data(), tokens.size(), descendants);
+            return to_array(gone.data(), gone.size());
+          },
+          py::arg("tokens"), py::arg("namespace") = "", py::arg("descendants") = false,
+          R"(Removes the blocks of a prompt that no longer prompt shares; with ``descendants`` the longer ones too.
 
 Returns the values of the removed blocks. Raises StateError, and removes nothing, when one of them is pinned.)")
-      .def("evict",
-           [](SharedIndex& index, py::handle n) {
-             const auto gone = index.evict(count_from(n, "n"));
-             return to_array(gone.data(), gone.size());
-           },
-           py::arg("n"),
-           "Drops up to n blocks that are not pinned, in the policy's order, and returns their values.")
+      .def(
+          "evict",
+          [](SharedIndex& index, py::handle n) {
+            const auto gone = index.evict(count_from(n, "n"));
+            return to_array(gone.data(), gone.size());
+          },
+          py::arg("n"), "Drops up to n blocks that are not pinned, in the policy's order, and returns their values.")
       .def("audit", &SharedIndex::audit, "Checks every invariant; raises AuditError when one is broken.")
       .def("stats", &stats, "Nodes, blocks, evictable blocks, bytes of memory, namespaces; a dict.")
-      .def("__len__", [](SharedIndex& index) { return index.stats().pages; })
-      .def("_subscribe",
-           [](const IndexPointer& index, py::handle capacity, bool include_cached) {
-             return event_source(index, count_from(capacity, "capacity_tokens"), include_cached);
-           },
-           py::arg("capacity_tokens"), py::arg("include_cached"));
+      .def(
+          "__len__", [](SharedIndex& index) { return index.stats().pages; }, "Blocks stored.")
+      .def(
+          "_subscribe",
+          [](const IndexPointer& index, py::handle capacity, bool include_cached) {
+            return event_source(index, count_from(capacity, "capacity_tokens"), include_cached);
+          },
+          py::arg("capacity_tokens"), py::arg("include_cached"));
 }
 
 }  // namespace kvpool::bindings

@@ -1,4 +1,6 @@
 // Views of an arena's memory: DLPack and the buffer protocol, both without a copy.
+#include "tensor.h"
+
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -12,7 +14,6 @@
 #include "bind.h"
 #include "dlpack.h"
 #include "kvpool/arena/arena.h"
-#include "tensor.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -27,9 +28,9 @@ struct Dtype {
 constexpr std::uint8_t kFloat8E4m3fn = 10;
 constexpr std::uint8_t kFloat8E5m2 = 12;
 constexpr Dtype kDtypes[] = {
-    {"float32", {kDLFloat, 32, 1}, "f"},          {"float16", {kDLFloat, 16, 1}, "e"},
-    {"bfloat16", {kDLBfloat, 16, 1}, "H"},        {"float8_e4m3fn", {kFloat8E4m3fn, 8, 1}, "B"},
-    {"float8_e5m2", {kFloat8E5m2, 8, 1}, "B"},    {"int8", {kDLInt, 8, 1}, "b"},
+    {"float32", {kDLFloat, 32, 1}, "f"},       {"float16", {kDLFloat, 16, 1}, "e"},
+    {"bfloat16", {kDLBfloat, 16, 1}, "H"},     {"float8_e4m3fn", {kFloat8E4m3fn, 8, 1}, "B"},
+    {"float8_e5m2", {kFloat8E5m2, 8, 1}, "B"}, {"int8", {kDLInt, 8, 1}, "b"},
     {"uint8", {kDLUInt, 8, 1}, "B"},
 };
 
@@ -80,8 +81,7 @@ py::capsule make_capsule(const KVTensor& tensor, const char* name) {
   owner->managed.deleter = [](Managed* self) { delete static_cast<ManagedExport<Managed>*>(self->manager_ctx); };
   PyObject* capsule = PyCapsule_New(&owner->managed, name, [](PyObject* object) {
     // A consumer that took the tensor renamed the capsule.
-    constexpr const char* kName =
-        std::is_same_v<Managed, DLManagedTensorVersioned> ? "dltensor_versioned" : "dltensor";
+    constexpr const char* kName = std::is_same_v<Managed, DLManagedTensorVersioned> ? "dltensor_versioned" : "dltensor";
     if (PyCapsule_IsValid(object, kName) == 0) return;
     auto* managed = static_cast<Managed*>(PyCapsule_GetPointer(object, kName));
     managed->deleter(managed);
@@ -153,21 +153,32 @@ Attributes:
     dtype: str, such as "bfloat16".
     nbytes: Bytes that the elements take.)")
       .def_buffer(&to_buffer)
-      .def_property_readonly("shape", [](const KVTensor& tensor) { return py::tuple(py::cast(tensor.shape)); })
-      .def_property_readonly("strides", [](const KVTensor& tensor) { return py::tuple(py::cast(tensor.strides)); })
-      .def_readonly("dtype", &KVTensor::dtype)
-      .def_property_readonly("nbytes",
-                             [](const KVTensor& tensor) {
-                               std::int64_t bytes = static_cast<std::int64_t>(tensor.item_bytes);
-                               for (const std::int64_t extent : tensor.shape) bytes *= extent;
-                               return bytes;
-                             })
-      .def("numpy", [](const py::object& self) { return py::module_::import("numpy").attr("asarray")(self); },
-           "A NumPy array over the same memory.")
-      .def("__dlpack__", &to_dlpack, py::kw_only(), py::arg("stream") = py::none(),
-           py::arg("max_version") = py::none(), py::arg("dl_device") = py::none(), py::arg("copy") = py::none())
-      .def("__dlpack_device__", [](const KVTensor&) { return py::make_tuple(static_cast<int>(kDLCPU), 0); })
-      .def("__len__", [](const KVTensor& tensor) { return tensor.shape.front(); })
+      .def_property_readonly(
+          "shape", [](const KVTensor& tensor) { return py::tuple(py::cast(tensor.shape)); },
+          "Extents; a tuple of ints.")
+      .def_property_readonly(
+          "strides", [](const KVTensor& tensor) { return py::tuple(py::cast(tensor.strides)); },
+          "Bytes from one element of a dimension to the next; a tuple of ints.")
+      .def_readonly("dtype", &KVTensor::dtype, "Name of the element type, such as \"bfloat16\".")
+      .def_property_readonly(
+          "nbytes",
+          [](const KVTensor& tensor) {
+            std::int64_t bytes = static_cast<std::int64_t>(tensor.item_bytes);
+            for (const std::int64_t extent : tensor.shape) bytes *= extent;
+            return bytes;
+          },
+          "Bytes that the elements take.")
+      .def(
+          "numpy", [](const py::object& self) { return py::module_::import("numpy").attr("asarray")(self); },
+          "A NumPy array over the same memory.")
+      .def("__dlpack__", &to_dlpack, py::kw_only(), py::arg("stream") = py::none(), py::arg("max_version") = py::none(),
+           py::arg("dl_device") = py::none(), py::arg("copy") = py::none(),
+           "The DLPack protocol: a view, never a copy.")
+      .def(
+          "__dlpack_device__", [](const KVTensor&) { return py::make_tuple(static_cast<int>(kDLCPU), 0); },
+          "The DLPack protocol: where the memory is.")
+      .def(
+          "__len__", [](const KVTensor& tensor) { return tensor.shape.front(); }, "Number of blocks.")
       .def("__repr__", [](const KVTensor& tensor) {
         return "<KVTensor " + tensor.dtype + " " + py::repr(py::tuple(py::cast(tensor.shape))).cast<std::string>() +
                ">";

@@ -38,7 +38,8 @@ struct Scene {
   // The prompts that were there are there whole, at addresses with the stamps, and the caller has his blocks.
   void check_as_before(const PoolStats& before) const {
     const PoolStats after = pool->audit();
-    for (std::size_t medium = 0; medium < 2; ++medium) CHECK(after.media[medium].by_state == before.media[medium].by_state);
+    for (std::size_t medium = 0; medium < 2; ++medium)
+      CHECK(after.media[medium].by_state == before.media[medium].by_state);
     for (const Tokens* tokens : {&first, &second, &cold}) {
       const Found found = match(pool, *tokens);
       REQUIRE(found.hit.pages * kPage == tokens->size());

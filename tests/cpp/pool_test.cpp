@@ -1,10 +1,8 @@
 #include "kvpool/pool/pool.h"
 
 #include <doctest/doctest.h>
-
-#include <unistd.h>
-
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include "kvpool/base/error.h"
 #include "pool_fixture.h"
@@ -240,8 +238,7 @@ TEST_CASE("swap_in makes room by moving others down, and fails whole when it can
   Addresses hot(4);
   {
     const Found hog = match(pool, prompt(2, 4));
-    CHECK(code_of([&] { Pins none(pool, pool->swap_in(cold.addresses, {}, hot.data())); }) ==
-          ErrorCode::kOutOfBlocks);
+    CHECK(code_of([&] { Pins none(pool, pool->swap_in(cold.addresses, {}, hot.data())); }) == ErrorCode::kOutOfBlocks);
     CHECK(match(pool, prompt(1, 4)).addresses == cold.addresses);
   }
   Pins pins(pool, pool->swap_in(cold.addresses, {}, hot.data()));
@@ -251,7 +248,9 @@ TEST_CASE("swap_in makes room by moving others down, and fails whole when it can
 TEST_CASE("addresses on other instances are kept as they are and hold no memory here") {
   const auto pool = make_pool(4, 0);
   const Addresses remote = {make_address(5, Medium::kDram, 3, 11), make_address(6, Medium::kHbm, 1, 2)};
-  { const Held held = insert(pool, prompt(1, 2), remote); }
+  {
+    const Held held = insert(pool, prompt(1, 2), remote);
+  }
   CHECK(match(pool, prompt(1, 2)).addresses == remote);
   CHECK(in_state(hbm(pool->audit()), BlockState::kFree) == 4);
 }
@@ -290,7 +289,10 @@ TEST_CASE("adopted memory: states follow the engine's calls, and what the index 
   const std::uint32_t ids[] = {3, 1};
   pool->adopt(ids, 2, out.data());
   CHECK(block_of(out[0]) == 3);
-  CHECK(code_of([&] { Addresses again(2); pool->adopt(ids, 2, again.data()); }) == ErrorCode::kState);
+  CHECK(code_of([&] {
+          Addresses again(2);
+          pool->adopt(ids, 2, again.data());
+        }) == ErrorCode::kState);
   stamp(*pool, out[0], 5);
   insert(pool, prompt(1, 2), out);
   REQUIRE(pool->swap_out(2).size() == 2);

@@ -87,7 +87,8 @@ class Worker {
     Addresses whole = found.addresses;
     Addresses fresh(pages - found.addresses.size());
     const Medium medium = dice_.one_in(3) ? Medium::kMixed : Medium::kHbm;
-    if (!pool_->try_alloc(fresh.size(), medium, fresh.data())) pool_->alloc_evicting(fresh.size(), medium, fresh.data());
+    if (!pool_->try_alloc(fresh.size(), medium, fresh.data()))
+      pool_->alloc_evicting(fresh.size(), medium, fresh.data());
     for (std::size_t i = 0; i < fresh.size(); ++i) {
       stamp(*pool_, fresh[i], stamp_of(id, whole.size() + i));
     }

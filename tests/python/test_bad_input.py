@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import BLOCK, LONG, cached_tokens, prompt, refused, run_script, small_layout, small_pool, state_of, store
+from kit import BLOCK, LONG, prompt, refused, run_script, small_layout, small_pool, state_of, store
 
 import kvpool
 from kvpool import DRAM, HBM, MIXED

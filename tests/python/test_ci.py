@@ -28,7 +28,7 @@ def test_good():
 
 
 def run_pytest(folder: Path, content: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    shutil.copy(ROOT / "tests" / "python" / "conftest.py", folder)
+    shutil.copy(ROOT / "tests" / "conftest.py", folder)
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "test_it.py").write_text(content)
     base = {name: value for name, value in os.environ.items() if not name.startswith(("KVPOOL_", "PYTEST_"))}

@@ -1,8 +1,8 @@
 // The children of one node, ordered by their first page: a treap threaded through the nodes themselves.
 //
-// The hash table finds the child that has a whole page; this order answers what a hash cannot: how far does a page agree
-// with the child that is most like it? In lexicographic order the longest common prefix of a page with any child is
-// reached at one of the two neighbours of its place, and both lie on the search path.
+// The hash table finds the child that has a whole page; this order answers what a hash cannot: how far does a page
+// agree with the child that is most like it? In lexicographic order the longest common prefix of a page with any child
+// is reached at one of the two neighbours of its place, and both lie on the search path.
 //
 // Cost: expected O(log children). Nothing here allocates or throws.
 #pragma once

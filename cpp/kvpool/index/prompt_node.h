@@ -30,11 +30,11 @@ struct PromptPayload {
   bool ordered = false;
 
   ValueClass value_class = ValueClass::kOpaque;
-  bool held = false;         // its blocks are being copied elsewhere: neither evicted nor moved by another
-  bool has_limbo = false;    // the owner wants to hear of every unpin
-  std::uint32_t pins = 0;    // holders whose prefix covers this node
-  std::uint32_t hits = 0;    // matches that went through it
-  std::uint64_t stamp = 0;   // the index's clock at its last use (FIFO: last insertion)
+  bool held = false;        // its blocks are being copied elsewhere: neither evicted nor moved by another
+  bool has_limbo = false;   // the owner wants to hear of every unpin
+  std::uint32_t pins = 0;   // holders whose prefix covers this node
+  std::uint32_t hits = 0;   // matches that went through it
+  std::uint64_t stamp = 0;  // the index's clock at its last use (FIFO: last insertion)
 
   struct Cut {
     Buffer<Address> tail;

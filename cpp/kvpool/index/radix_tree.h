@@ -152,7 +152,8 @@ class RadixTree {
     for (const auto& [name, root] : roots_) visit(*root);
   }
 
-  // Follows `tokens` for at most `pages` pages. visit(node, pages of it that agree) is called for every node on the way.
+  // Follows `tokens` for at most `pages` pages. visit(node, pages of it that agree) is called for every node on the
+  // way.
   template <class Visit>
   Place descend(Node* root, const Token* tokens, std::size_t pages, Visit&& visit) const {
     Place place{root, 0, 0};

@@ -67,8 +67,8 @@ void SharedIndex::unsubscribe(const std::shared_ptr<EventQueue>& queue) noexcept
 
 SharedIndexStats SharedIndex::stats() {
   const std::lock_guard lock(mutex_);
-  return {index_.node_count(), index_.pages(ValueClass::kOpaque), index_.evictable(ValueClass::kOpaque),
-          index_.bytes(), index_.namespace_count()};
+  return {index_.node_count(), index_.pages(ValueClass::kOpaque), index_.evictable(ValueClass::kOpaque), index_.bytes(),
+          index_.namespace_count()};
 }
 
 void SharedIndex::audit() {

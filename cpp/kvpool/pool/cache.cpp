@@ -22,12 +22,11 @@ IndexHit Pool::match(std::string_view name_space, const Token* tokens, std::size
 void Pool::check_insertion(std::string_view name_space, const InsertItem& item) {
   const std::size_t page = layout_.block_tokens;
   if (item.n_tokens % page != 0) {
-    throw Error(ErrorCode::kArgument,
-                std::to_string(item.n_tokens) + " tokens are " + std::to_string(item.n_tokens / page) + " blocks of " +
-                    std::to_string(page) + " and " + std::to_string(item.n_tokens % page) +
-                    " left over: insert whole blocks",
-                {{"tokens", static_cast<std::int64_t>(item.n_tokens)},
-                 {"block_tokens", static_cast<std::int64_t>(page)}});
+    throw Error(
+        ErrorCode::kArgument,
+        std::to_string(item.n_tokens) + " tokens are " + std::to_string(item.n_tokens / page) + " blocks of " +
+            std::to_string(page) + " and " + std::to_string(item.n_tokens % page) + " left over: insert whole blocks",
+        {{"tokens", static_cast<std::int64_t>(item.n_tokens)}, {"block_tokens", static_cast<std::int64_t>(page)}});
   }
   if (item.n_addresses != item.n_tokens / page) {
     throw Error(ErrorCode::kArgument,
@@ -44,7 +43,8 @@ void Pool::check_insertion(std::string_view name_space, const InsertItem& item) 
   for (std::size_t i = 0; i < item.n_addresses; ++i) {
     const Address address = item.addresses[i];
     if (!is_local(address) || store_of(address).state(block_of(address)) != BlockState::kHistorical) continue;
-    if (i < present && (item.canonical[i] == address || store_of(address).tag(block_of(address)) == kLimboTag)) continue;
+    if (i < present && (item.canonical[i] == address || store_of(address).tag(block_of(address)) == kLimboTag))
+      continue;
     throw Error(ErrorCode::kState,
                 "address " + std::to_string(address) + " (position " + std::to_string(i) +
                     "): the block is cached already, as a page of another prompt or another place",
@@ -69,8 +69,7 @@ std::vector<InsertOutcome> Pool::insert(std::string_view name_space, std::span<c
   try {
     for (const InsertItem& item : items) {
       const std::size_t pages = item.n_addresses;
-      const IndexInsertion insertion =
-          index_.insert(name_space, item.tokens, pages, item.addresses, item.canonical);
+      const IndexInsertion insertion = index_.insert(name_space, item.tokens, pages, item.addresses, item.canonical);
       done.push_back(insertion);
       InsertOutcome& outcome = outcomes.emplace_back();
       outcome.pin = insertion.pin;

@@ -25,8 +25,7 @@ const PoolOptions& checked(const PoolOptions& options) {
     throw Error(ErrorCode::kArgument, "a pool needs blocks: hbm_blocks and dram_blocks are both 0");
   }
   if (options.copy_threads < 1 || options.copy_threads > 256) {
-    throw Error(ErrorCode::kArgument,
-                "copy_threads must be 1 to 256, and is " + std::to_string(options.copy_threads));
+    throw Error(ErrorCode::kArgument, "copy_threads must be 1 to 256, and is " + std::to_string(options.copy_threads));
   }
   return options;
 }
@@ -170,8 +169,8 @@ void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out) {
     } else {
       // MIXED has taken what is free of both: the coldest DRAM blocks go, then the coldest HBM blocks.
       const std::size_t in_hbm = engine_allocates_ ? 0 : store(Medium::kHbm).free_count();
-      const std::size_t in_dram = std::min<std::size_t>(
-          n - in_hbm, store(Medium::kDram).free_count() + index_.evictable(ValueClass::kDram));
+      const std::size_t in_dram =
+          std::min<std::size_t>(n - in_hbm, store(Medium::kDram).free_count() + index_.evictable(ValueClass::kDram));
       make_dram_room(in_dram);
       const std::size_t have = store(Medium::kDram).free_count() + store(Medium::kHbm).free_count();
       if (have < n && !engine_allocates_) evict_locked(ValueClass::kHbm, n - have);
@@ -288,14 +287,15 @@ bool Pool::check_active_and_distinct(const Address* addresses, std::size_t n, bo
 // REQUIRES: checked otherwise. Lists that are checked with one stamp may not share a block either.
 void Pool::check_distinct(const Address* addresses, std::size_t n, std::uint64_t stamp) {
   for (std::size_t i = 0; i < n; ++i) {
-    if (!is_local(addresses[i]) || store_of(addresses[i]).state(block_of(addresses[i])) != BlockState::kActive) continue;
+    if (!is_local(addresses[i]) || store_of(addresses[i]).state(block_of(addresses[i])) != BlockState::kActive)
+      continue;
     BlockStore& blocks = store_of(addresses[i]);
     const std::uint32_t block = block_of(addresses[i]);
     if (blocks.tag(block) == stamp) {
-      throw Error(ErrorCode::kArgument,
-                  "address " + std::to_string(addresses[i]) + " stands twice in the list (position " +
-                      std::to_string(i) + ")",
-                  {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
+      throw Error(
+          ErrorCode::kArgument,
+          "address " + std::to_string(addresses[i]) + " stands twice in the list (position " + std::to_string(i) + ")",
+          {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
     }
     blocks.set_tag(block, stamp);
   }

@@ -30,8 +30,8 @@
 #include "kvpool/blocks/block_copy.h"
 #include "kvpool/blocks/block_store.h"
 #include "kvpool/blocks/layout.h"
-#include "kvpool/index/prompt_index.h"
 #include "kvpool/index/pins.h"
+#include "kvpool/index/prompt_index.h"
 
 namespace kvpool {
 
@@ -158,8 +158,9 @@ class Pool final : public PinOwner, private IndexObserver {
   // --- moves between the tiers (swap.cpp) ---
 
   std::vector<Address> swap_out(std::size_t n);
-  // Addresses of cached blocks, in any medium; writes where each lies then, in HBM, and returns pins on them. The blocks
-  // to move to are the pool's choice, or, when `into` is not empty, these active HBM blocks: one for each in DRAM.
+  // Addresses of cached blocks, in any medium; writes where each lies then, in HBM, and returns pins on them. The
+  // blocks to move to are the pool's choice, or, when `into` is not empty, these active HBM blocks: one for each in
+  // DRAM.
   std::vector<IndexPin> swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out);
 
   // --- what there is (audit.cpp) ---
@@ -180,7 +181,7 @@ class Pool final : public PinOwner, private IndexObserver {
     std::vector<Address> blocks;
   };
   static constexpr std::size_t kBatchBlocks = 4096;  // moved or dropped at most before others get the lock
-  static constexpr std::uint64_t kLimboTag = 1;  // a block's tag while it is in limbo: no node has this address
+  static constexpr std::uint64_t kLimboTag = 1;      // a block's tag while it is in limbo: no node has this address
 
   BlockStore& store(Medium medium) noexcept { return stores_[static_cast<std::size_t>(medium_index(medium))]; }
   BlockStore& store_of(Address address) noexcept { return store(static_cast<Medium>(medium_bits_of(address))); }
@@ -227,7 +228,8 @@ class Pool final : public PinOwner, private IndexObserver {
   void dropped(const Address* values, std::size_t n) noexcept override;
   void unpinned(PromptNode& node, std::uint64_t stamp) noexcept override;
   PromptNode* node_of(Address address) noexcept {
-    return reinterpret_cast<PromptNode*>(store_of(address).tag(block_of(address)));  // NOLINT(performance-no-int-to-ptr)
+    return reinterpret_cast<PromptNode*>(
+        store_of(address).tag(block_of(address)));  // NOLINT(performance-no-int-to-ptr)
   }
 
   Layout layout_;
@@ -248,7 +250,7 @@ class Pool final : public PinOwner, private IndexObserver {
   std::vector<Limbo> limbo_;
   std::vector<std::uint32_t> released_;  // to tell the engine: free blocks, each once; room for every block
   PoolCounters counters_;
-  std::uint64_t dropped_blocks_ = 0;     // by the index, for whatever reason
+  std::uint64_t dropped_blocks_ = 0;       // by the index, for whatever reason
   std::uint64_t check_stamp_ = kLimboTag;  // tags active blocks while a list is checked for duplicates
   std::uint32_t move_stamp_ = 0;           // marks cached blocks, likewise
 };

@@ -111,8 +111,8 @@ std::vector<Address> Pool::swap_out(std::size_t n) {
   guard();
   if (!out_copier_) throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM or no DRAM blocks");
   // No more than DRAM has room for, or a later batch would push out what an earlier one brought.
-  n = std::min({n, index_.evictable(ValueClass::kHbm),
-                store(Medium::kDram).free_count() + index_.evictable(ValueClass::kDram)});
+  n = std::min(
+      {n, index_.evictable(ValueClass::kHbm), store(Medium::kDram).free_count() + index_.evictable(ValueClass::kDram)});
   std::vector<Address> moved;
   moved.reserve(n);
   // What has moved stays moved when memory runs out; only when nothing has does the caller hear of it.

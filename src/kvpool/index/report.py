@@ -42,17 +42,23 @@ class MatchReport:
     def __str__(self) -> str:
         """A few lines of text."""
         blocks = self.matched_tokens // self.block_tokens
-        lines = [f"{self.matched_tokens} of {self.requested_tokens} tokens are cached ({blocks} blocks{self._places()})."]
+        lines = [
+            f"{self.matched_tokens} of {self.requested_tokens} tokens are cached ({blocks} blocks{self._places()})."
+        ]
         lines.append(self._why())
         for namespace, tokens in self.elsewhere.items():
-            lines.append(f"Namespace {namespace!r} holds {tokens} of them: was the prompt stored under another namespace?")
+            lines.append(
+                f"Namespace {namespace!r} holds {tokens} of them: was the prompt stored under another namespace?"
+            )
         return "\n".join(lines)
 
     def _places(self) -> str:
         if not len(self.addrs):
             return ""
         kinds, counts = np.unique(media(self.addrs), return_counts=True)
-        places = (f"{count} in {Medium(kind).name}" for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True))
+        places = (
+            f"{count} in {Medium(kind).name}" for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True)
+        )
         return ": " + ", ".join(places)
 
     def _why(self) -> str:

@@ -1,4 +1,4 @@
-"""What all Python tests share: Hypothesis profiles, where the traces are, and which skips are fair.
+"""What all tests written in Python share: Hypothesis profiles, where the traces are, and which skips are fair.
 
 With `KVPOOL_CI=1` a test may skip only for a reason listed in FAIR_SKIPS whose condition holds on this machine; any
 other skip is a failure, so that a run cannot pass by not running.
@@ -15,7 +15,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TRACES = Path(os.environ.get("KVPOOL_TRACES") or ROOT.parent / "shared" / "traces")
 
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
@@ -64,11 +64,11 @@ def _failed_unless_fair(report):
     reason = report.longrepr[2].removeprefix("Skipped: ")
     if not skip_is_fair(reason):
         report.outcome = "failed"
-        report.longrepr = f"skipped for a reason that is not in FAIR_SKIPS of tests/python/conftest.py: {reason}"
+        report.longrepr = f"skipped for a reason that is not in FAIR_SKIPS of tests/conftest.py: {reason}"
     return report
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def traces() -> Path:
     """The folder of recorded request traces, which does not ship with the project."""
     if not TRACES.is_dir():

@@ -1,0 +1,557 @@
+"""Random calls of the whole local API beside a model that is a few dicts.
+
+Every block carries a number that no other block has; the model knows which number belongs to which page of which
+prompt. What is in the index, and where, the model learns from the event stream, and it predicts each call's result from
+that: so index, events, states, counts and bytes must all tell one story, after every call.
+
+KVPOOL_LONG=1 runs 10,000 examples of 200 calls instead of 200 of 50.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from kit import LONG, refused
+
+import kvpool
+from kvpool import DRAM, HBM, MIXED
+
+PAGES = {0: (0, 0), 1: (0, 1), 2: (1, 0)}  # tokens of each page; two of them agree in their first token
+BLOCK = 2
+
+
+class Key(NamedTuple):
+    """A page of a prompt: all pages up to it."""
+
+    namespace: str
+    pages: tuple[int, ...]
+
+    def up_to(self) -> list[Key]:
+        return [Key(self.namespace, self.pages[: end + 1]) for end in range(len(self.pages))]
+
+
+class Holder:
+    """An open handle: the pages that it pins, and what its addresses must read."""
+
+    def __init__(self, handle: Any, pinned: list[Key], stamps: list[int]) -> None:
+        self.handle = handle
+        self.pinned = {page for key in pinned for page in key.up_to()}
+        self.addrs = handle.addrs.tolist()
+        self.stamps = stamps
+
+
+def tokens_of(pages: tuple[int, ...] | list[int]) -> list[int]:
+    return [token for page in pages for token in PAGES[page]]
+
+
+def medium_of(addr: int) -> int:
+    return kvpool.decode_address(addr).medium
+
+
+namespaces = st.sampled_from(["", "", "a"])
+prompts = st.lists(st.sampled_from(sorted(PAGES)), min_size=1, max_size=5).map(tuple)
+media = st.sampled_from([HBM, DRAM, MIXED])
+
+
+class LocalApi(RuleBasedStateMachine):
+    @initialize(
+        policy=st.sampled_from(["lru", "lfu", "fifo"]),
+        order=st.sampled_from(["aggregated", "discrete"]),
+        hbm=st.sampled_from([8, 6, 4, 2, 0]),
+        dram=st.sampled_from([6, 4, 2, 0]),
+    )
+    def make_pool(self, policy: str, order: Any, hbm: int, dram: int) -> None:
+        layout = kvpool.KVLayout(layers=2, kv_heads=1, head_dim=2, dtype="float32", block_tokens=BLOCK, order=order)
+        self.pool = kvpool.Pool(layout, hbm, max(dram, 1 - hbm), policy=policy, huge_pages="never", audit=True)
+        self.views = {medium: self.pool.tensor(medium).numpy() for medium in (HBM, DRAM)}
+        self.stream = self.pool.subscribe()
+        self.stamps = iter(range(1, 1 << 24))  # float32 counts as far
+        self.active: dict[int, int] = {}  # address -> stamp
+        self.where: dict[Key, int] = {}  # address of each cached page
+        self.stamp_of: dict[Key, int] = {}
+        self.limbo: dict[int, set[Holder]] = {}  # address that a page left -> who may still read it
+        self.holders: list[Holder] = []
+        self.stale: list[int] = []
+        self.counters: Counter[str] = Counter()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for holder in self.holders:
+            holder.handle.close()
+        self.pool.free(list(self.active))
+        self.pool.evict(100, medium=MIXED)
+        self.pool.evict(100, medium=MIXED)  # what hung below blocks of the other tier
+        stats = self.pool.audit()
+        assert stats.hbm.free == stats.hbm.capacity
+        assert stats.dram.free == stats.dram.capacity
+        assert (stats.index_blocks, stats.index_nodes, stats.namespaces) == (0, 0, 1)
+        self.pool.close()
+
+    # ---- the model
+
+    def pinned(self) -> set[Key]:
+        return set().union(*(holder.pinned for holder in self.holders)) if self.holders else set()
+
+    def evictable(self, medium: int, but: set[Key] | None = None) -> int:
+        kept = self.pinned() | (but or set())
+        return sum(medium_of(addr) == medium for key, addr in self.where.items() if key not in kept)
+
+    def free_blocks(self, medium: int) -> int:
+        stats = self.pool.stats()
+        return sum(tier.free for tier, own in ((stats.hbm, HBM), (stats.dram, DRAM)) if medium in (own, MIXED))
+
+    def present(self, namespace: str, pages: tuple[int, ...]) -> int:
+        keys = Key(namespace, pages).up_to()
+        return next((at for at, key in enumerate(keys) if key not in self.where), len(keys))
+
+    def below(self, key: Key) -> list[Key]:
+        """The key's page and everything cached that begins with it."""
+        depth = len(key.pages)
+        return [k for k in self.where if k.namespace == key.namespace and k.pages[:depth] == key.pages]
+
+    def partial(self, namespace: str, tokens: list[int], pages: int) -> int:
+        """Tokens that agree beyond so many pages."""
+        rest, best = tokens[pages * BLOCK : (pages + 1) * BLOCK], 0
+        for key in self.where:
+            if key.namespace == namespace and len(key.pages) == pages + 1:
+                stored = tokens_of(key.pages)
+                if stored[: pages * BLOCK] == tokens[: pages * BLOCK]:
+                    agreed = [a == b for a, b in zip(rest, stored[pages * BLOCK :], strict=False)]
+                    best = max(best, (*agreed, False).index(False))
+        return best
+
+    def stamp(self, addrs: Any) -> None:
+        """Fills the blocks with numbers of their own; they are active now."""
+        for addr in addrs.tolist():
+            place = kvpool.decode_address(addr)
+            self.active[addr] = next(self.stamps)
+            self.views[place.medium][place.block] = self.active[addr]
+
+    def settle(self) -> tuple[list[Key], list[Key], dict[int, int]]:
+        """Takes over what the pool says has happened: pages stored and removed, addresses moved."""
+        stored: list[Key] = []
+        removed: list[Key] = []
+        moved: dict[int, int] = {}
+        pinned = self.pinned()
+        by_tokens = {tokens: page for page, tokens in PAGES.items()}
+        for event in self.stream:
+            pairs = zip(event.tokens[::BLOCK].tolist(), event.tokens[1::BLOCK].tolist(), strict=True)
+            keys = Key(event.namespace, tuple(by_tokens[pair] for pair in pairs)).up_to()[event.first_block :]
+            assert len(keys) == len(event.addrs)
+            for at, (key, addr) in enumerate(zip(keys, event.addrs.tolist(), strict=True)):
+                if isinstance(event, kvpool.StoredEvent):
+                    assert key not in self.where
+                    assert len(key.pages) == 1 or Key(key.namespace, key.pages[:-1]) in self.where
+                    self.where[key] = addr
+                    stored.append(key)
+                elif isinstance(event, kvpool.RemovedEvent):
+                    assert key not in pinned
+                    assert self.where.pop(key) == addr
+                    self.stale.append(addr)
+                    removed.append(key)
+                else:
+                    old = int(event.old_addrs[at])
+                    assert self.where[key] == old
+                    assert medium_of(old) != medium_of(addr)
+                    readers = {holder for holder in self.holders if key in holder.pinned}
+                    if readers:
+                        assert medium_of(addr) == HBM  # nothing that is pinned goes down
+                        self.limbo[old] = readers
+                    else:
+                        self.stale.append(old)
+                    self.where[key] = addr
+                    moved[old] = addr
+        removed_now = [key for key in removed if key not in self.where]
+        assert all(Key(key.namespace, key.pages[:-1]) in self.where for key in self.where if len(key.pages) > 1)
+        return stored, removed_now, moved
+
+    def hold(self, handle: Any, pinned: list[Key], stamps: list[int], keep: bool) -> None:
+        if keep and len(self.holders) < 4:
+            self.holders.append(Holder(handle, pinned, stamps))
+        else:
+            handle.close()
+
+    # ---- blocks
+
+    @rule(n=st.integers(0, 9), medium=media, evict=st.booleans())
+    def alloc(self, n: int, medium: int, evict: bool) -> None:
+        free = self.free_blocks(medium)
+        evictable = sum(self.evictable(own) for own in (HBM, DRAM) if medium in (own, MIXED))
+        if n > free + (evictable if evict else 0):
+            with refused(self.pool, kvpool.OutOfBlocks, requested=n, free=free, evictable=evictable):
+                self.pool.alloc(n, medium=medium, evict=evict)
+            assert self.settle() == ([], [], {})
+            return
+        addrs = self.pool.alloc(n, medium=medium, evict=evict)
+        assert len(set(addrs.tolist())) == n
+        got = kvpool.media(addrs).tolist()
+        assert got == (sorted(got) if medium == MIXED else [medium] * n)
+        stored, removed, moved = self.settle()
+        assert not stored
+        if n <= free:
+            assert not removed
+            assert not moved
+        assert all(medium_of(new) == DRAM for new in moved.values())
+        self.stamp(addrs)
+        self.counters["allocated_blocks"] += n
+
+    @rule(data=st.data())
+    def free(self, data: Any) -> None:
+        addrs = data.draw(st.lists(st.sampled_from(sorted(self.active)), unique=True)) if self.active else []
+        self.pool.free(addrs)
+        for addr in addrs:
+            del self.active[addr]
+        self.stale += addrs
+        self.counters["freed_blocks"] += len(addrs)
+
+    @precondition(lambda self: self.active)
+    @rule(data=st.data())
+    def write(self, data: Any) -> None:
+        self.stamp(np.array([data.draw(st.sampled_from(sorted(self.active)))], np.uint64))
+
+    # ---- prompts
+
+    def addresses_for(self, data: Any, namespace: str, pages: tuple[int, ...]) -> tuple[tuple[int, ...], list[int]]:
+        """Addresses to insert: cached ones or duplicates where the index has the page, own ones beyond; and how many
+        pages they are enough for."""
+        missing = len(pages) - len(self.active)
+        if missing > 0:
+            self.alloc(missing, data.draw(media), True)
+        present = self.present(namespace, pages)
+        own = sorted(self.active)
+        if data.draw(st.booleans()):
+            own.reverse()
+        addrs: list[int] = []
+        for at, key in enumerate(Key(namespace, pages).up_to()):
+            if at < present and data.draw(st.booleans()):
+                left_behind = [a for a, readers in self.limbo.items() if any(key in r.pinned for r in readers)]
+                addrs.append(data.draw(st.sampled_from([self.where[key], *left_behind[:1]])))
+            elif own:
+                addrs.append(own.pop())
+            else:
+                break
+        if len(set(addrs)) < len(addrs):
+            addrs = [self.where[key] for key in Key(namespace, pages).up_to()[:present]]
+        return pages[: len(addrs)], addrs
+
+    def inserted(
+        self, handle: Any, namespace: str, pages: tuple[int, ...], addrs: list[int], present: int, free_duplicates: bool
+    ) -> list[Key]:
+        """Checks what an insertion returned, and takes it over; the events of it are settled."""
+        keys = Key(namespace, pages).up_to()
+        duplicates = [addr for addr in addrs[:present] if addr in self.active]
+        assert handle.tokens == len(pages) * BLOCK
+        assert handle.inserted == len(pages) - present
+        assert handle.duplicates.tolist() == duplicates
+        assert handle.addrs.tolist() == [self.where[key] for key in keys]
+        for key, addr in zip(keys[present:], addrs[present:], strict=True):
+            assert self.where[key] == addr
+            self.stamp_of[key] = self.active.pop(addr)
+        if free_duplicates:
+            for addr in duplicates:
+                del self.active[addr]
+            self.stale += duplicates
+            self.counters["freed_blocks"] += len(duplicates)
+        self.counters["inserted_blocks"] += len(pages) - present
+        self.counters["duplicate_blocks"] += len(duplicates)
+        return keys
+
+    @rule(data=st.data(), namespace=namespaces, pages=prompts, free_duplicates=st.booleans(), keep=st.booleans())
+    def insert(self, data: Any, namespace: str, pages: tuple[int, ...], free_duplicates: bool, keep: bool) -> None:
+        pages, addrs = self.addresses_for(data, namespace, pages)
+        present = self.present(namespace, pages)
+        handle = self.pool.insert(tokens_of(pages), addrs, namespace=namespace, free_duplicates=free_duplicates)
+        stored, removed, moved = self.settle()
+        assert (stored, removed, moved) == (Key(namespace, pages).up_to()[present:], [], {})
+        keys = self.inserted(handle, namespace, pages, addrs, present, free_duplicates)
+        self.hold(handle, keys[-1:], [self.stamp_of[key] for key in keys], keep)
+
+    @rule(data=st.data(), namespace=namespaces, first=prompts, second=prompts, keep=st.booleans())
+    def insert_batch(self, data: Any, namespace: str, first: Any, second: Any, keep: bool) -> None:
+        self.alloc(data.draw(st.integers(0, 6)), data.draw(media), True)
+        own = sorted(self.active, key=lambda addr: addr * 0x9E3779B97F4A7C15 % (1 << 64))
+        first = first[: len(own)]
+        second = second[: len(own) - len(first)]
+        given = [own[: len(first)], own[len(first) : len(first) + len(second)]]
+        shared = next(
+            (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+        )
+        present = [self.present(namespace, first), max(self.present(namespace, second), shared)]
+        batch = [(tokens_of(pages), addrs) for pages, addrs in zip((first, second), given, strict=True)]
+        handles = self.pool.insert_batch(batch, namespace=namespace)
+        stored, removed, moved = self.settle()
+        assert (removed, moved) == ([], {})
+        wanted = [Key(namespace, pages).up_to()[at:] for pages, at in zip((first, second), present, strict=True)]
+        assert stored == wanted[0] + wanted[1]
+        for handle, pages, addrs, at in zip(handles, (first, second), given, present, strict=True):
+            keys = self.inserted(handle, namespace, pages, addrs, at, False)
+            self.hold(handle, keys[-1:], [self.stamp_of[key] for key in keys], keep)
+
+    @precondition(lambda self: self.where)
+    @rule(data=st.data(), namespace=namespaces, pages=prompts)
+    def insert_in_a_wrong_place(self, data: Any, namespace: str, pages: tuple[int, ...]) -> None:
+        key = data.draw(st.sampled_from(sorted(self.where)))
+        keys = Key(namespace, (*pages, 0)).up_to()
+        if key == keys[-1]:
+            return
+        addrs = [self.where.get(k, 0) for k in keys[:-1]]
+        if self.present(namespace, pages) < len(pages) or self.where[key] in addrs:
+            keys, addrs = keys[:1], []
+            if key == keys[0]:
+                return
+        tokens = tokens_of(keys[-1].pages)
+        with refused(self.pool, kvpool.StateError, address=self.where[key], position=len(addrs)):
+            self.pool.insert(tokens, [*addrs, self.where[key]], namespace=namespace)
+        assert self.settle() == ([], [], {})
+
+    def matched(self, hit: Any, namespace: str, tokens: list[int], pages: tuple[int, ...], keep: bool) -> None:
+        present = self.present(namespace, pages)
+        keys = Key(namespace, pages[:present]).up_to()
+        assert hit.tokens == present * BLOCK
+        assert hit.addrs.tolist() == [self.where[key] for key in keys]
+        assert hit.partial_tokens == self.partial(namespace, tokens, present)
+        self.counters["match_calls"] += 1
+        self.counters["requested_tokens"] += len(tokens)
+        self.counters["matched_tokens"] += present * BLOCK
+        self.hold(hit, keys[-1:], [self.stamp_of[key] for key in keys], keep)
+
+    @rule(namespace=namespaces, pages=prompts, extra=st.sampled_from([[], [0], [1]]), keep=st.booleans())
+    def match(self, namespace: str, pages: tuple[int, ...], extra: list[int], keep: bool) -> None:
+        tokens = tokens_of(pages) + extra
+        self.matched(self.pool.match(tokens, namespace=namespace), namespace, tokens, pages, keep)
+        assert self.settle() == ([], [], {})
+
+    @rule(namespace=namespaces, batch=st.lists(prompts, max_size=3), keep=st.booleans())
+    def match_batch(self, namespace: str, batch: list[tuple[int, ...]], keep: bool) -> None:
+        hits = self.pool.match_batch([tokens_of(pages) for pages in batch], namespace=namespace)
+        for hit, pages in zip(hits, batch, strict=True):
+            self.matched(hit, namespace, tokens_of(pages), pages, keep)
+
+    @rule(namespace=namespaces, pages=prompts)
+    def explain(self, namespace: str, pages: tuple[int, ...]) -> None:
+        report = self.pool.explain_match(tokens_of(pages), namespace=namespace)
+        present = self.present(namespace, pages)
+        assert report.matched_tokens == present * BLOCK
+        assert report.addrs.tolist() == [self.where[key] for key in Key(namespace, pages[:present]).up_to()]
+        assert report.partial_tokens == self.partial(namespace, tokens_of(pages), present)
+        more = {name: self.present(name, pages) for name in ("", "a")}
+        assert report.elsewhere == {name: held * BLOCK for name, held in more.items() if held > present}
+        if present == len(pages) and (not namespace or any(key.namespace == namespace for key in self.where)):
+            assert report.reason == "complete"
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def close(self, data: Any) -> None:
+        holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        holder.handle.close()
+        for addr, readers in list(self.limbo.items()):
+            readers.discard(holder)
+            if not readers:
+                del self.limbo[addr]
+                self.stale.append(addr)
+
+    @rule(namespace=namespaces, pages=prompts, descendants=st.booleans())
+    def delete(self, namespace: str, pages: tuple[int, ...], descendants: bool) -> None:
+        tokens = tokens_of(pages)
+        gone: list[Key] = []
+        top = self.present(namespace, pages)
+        if top and (descendants or len(self.below(Key(namespace, pages[:top]))) == 1):
+
+            def children(depth: int) -> int:
+                return sum(len(key.pages) == depth + 1 for key in self.below(Key(namespace, pages[:depth])))
+
+            while top > 1 and children(top - 1) == 1:
+                top -= 1
+            gone = self.below(Key(namespace, pages[:top]))
+        pinned = self.pinned() & set(gone)
+        if pinned:
+            with refused(self.pool, kvpool.StateError, pinned=len(pinned)):
+                self.pool.delete(tokens, namespace=namespace, descendants=descendants)
+            gone = []
+        else:
+            assert self.pool.delete(tokens, namespace=namespace, descendants=descendants) == len(gone)
+        stored, removed, moved = self.settle()
+        assert (stored, sorted(removed), moved) == ([], sorted(gone), {})
+
+    # ---- tiers
+
+    @rule(n=st.integers(0, 6), medium=media)
+    def evict(self, n: int, medium: int) -> None:
+        evictable = sum(self.evictable(own) for own in (HBM, DRAM) if medium in (own, MIXED))
+        where = dict(self.where)
+        dropped = self.pool.evict(n, medium=medium)
+        stored, removed, moved = self.settle()
+        assert (stored, moved) == ([], {})
+        assert dropped <= min(n, evictable)
+        own = [key for key in removed if medium in (medium_of(where[key]), MIXED)]
+        assert len(own) >= dropped
+        if medium != MIXED:
+            assert dropped == len(own) == min(n, evictable)
+
+    @rule(n=st.integers(1, 6))
+    def swap_out(self, n: int) -> None:
+        stats = self.pool.stats()
+        if not stats.hbm.capacity or not stats.dram.capacity:
+            with refused(self.pool, kvpool.StateError):
+                self.pool.swap_out(n)
+            return
+        room = stats.dram.free + self.evictable(DRAM)
+        wanted = min(n, self.evictable(HBM), room)
+        where = dict(self.where)
+        addrs = self.pool.swap_out(n)
+        stored, removed, moved = self.settle()
+        assert not stored
+        assert list(moved.values()) == addrs.tolist()
+        assert all(medium_of(addr) == DRAM for addr in addrs.tolist())
+        lost = [key for key in removed if medium_of(where[key]) == HBM]  # hung below dropped DRAM blocks
+        assert wanted - len(lost) <= len(addrs) <= wanted
+        self.counters["swapped_out_blocks"] += len(addrs)
+
+    @precondition(lambda self: self.where)
+    @rule(data=st.data(), choose=st.booleans(), keep=st.booleans())
+    def swap_in(self, data: Any, choose: bool, keep: bool) -> None:
+        down_first = sorted(self.where, key=lambda key: (medium_of(self.where[key]) != DRAM, key))
+        if data.draw(st.booleans()):
+            keys = data.draw(st.sampled_from(down_first)).up_to()
+            if data.draw(st.booleans()):
+                self.match(keys[-1].namespace, keys[-1].pages, [], True)  # who reads on by the old addresses
+        else:
+            keys = data.draw(st.lists(st.sampled_from(down_first), unique=True, max_size=6))
+        addrs = [self.where[key] for key in keys]
+        down = [addr for addr in addrs if medium_of(addr) == DRAM]
+        closure = {page for key in keys for page in key.up_to()}
+        own = [addr for addr in self.active if medium_of(addr) == HBM]
+        into = data.draw(st.permutations(own))[: len(down)] if choose and down and len(own) >= len(down) else None
+        free, evictable = self.free_blocks(HBM), self.evictable(HBM, but=closure)
+        if down and not self.pool.stats().hbm.capacity:
+            with refused(self.pool, kvpool.StateError):
+                self.pool.swap_in(addrs)
+            return
+        if into is None and len(down) > free + evictable:
+            with refused(self.pool, kvpool.OutOfBlocks, requested=len(down), free=free, evictable=evictable):
+                self.pool.swap_in(addrs)
+            assert self.settle() == ([], [], {})
+            return
+        held = self.pool.swap_in(addrs, into=into)
+        stored, removed, moved = self.settle()
+        assert not stored
+        assert not closure & set(removed)
+        assert held.addrs.tolist() == [moved[addr] if addr in down else addr for addr in addrs]
+        up = {old: new for old, new in moved.items() if medium_of(new) == HBM}
+        assert set(up) == set(down)
+        if into is not None or len(down) <= free:
+            assert (removed, len(moved)) == ([], len(down))
+        if into is not None:
+            assert [up[addr] for addr in down] == into
+            for addr in into:
+                del self.active[addr]
+        self.counters["swapped_in_blocks"] += len(down)
+        self.counters["swapped_out_blocks"] += len(moved) - len(up)
+        self.hold(held, keys, [self.stamp_of[key] for key in keys], keep)
+
+    # ---- addresses that are not what the call wants
+
+    @rule(data=st.data(), verb=st.sampled_from(["free", "swap_in", "insert", "into"]))
+    def wrong_address(self, data: Any, verb: str) -> None:
+        some = next(iter([*self.active, *self.where.values(), *self.stale]), 1 << 48 | 1 << 24)
+        wrong = {
+            "foreign": (some | 5 << 50, kvpool.NotOwner),
+            "nowhere": (some & ~(3 << 48), kvpool.ArgumentError),
+            "beyond": (some | 0xFFFFFF, kvpool.ArgumentError),
+        }
+        if self.stale:
+            wrong["stale"] = (data.draw(st.sampled_from(self.stale)), kvpool.StaleAddress)
+        if self.active:
+            wrong["active"] = (min(self.active), kvpool.StateError)
+        if self.where:
+            wrong["cached"] = (min(self.where.values()), kvpool.StateError)
+        if self.limbo:
+            wrong["limbo"] = (min(self.limbo), kvpool.StaleAddress if verb == "swap_in" else kvpool.StateError)
+        skip = {
+            "free": {"active"},
+            "swap_in": {"cached"},
+            "insert": {"active", "foreign", "cached"},
+            "into": {"active"},
+        }
+        addr, error = wrong[data.draw(st.sampled_from(sorted(set(wrong) - skip[verb])))]
+        good = [a for a in (self.where.values() if verb == "swap_in" else self.active) if a != addr][:2]
+        if verb == "into":
+            down = [a for a in self.where.values() if medium_of(a) == DRAM]
+            good = [a for a in good if medium_of(a) == HBM][: len(down) - 1]
+            if len(down) <= len(good):
+                return
+        position = data.draw(st.integers(0, len(good)))
+        addrs = [*good[:position], addr, *good[position:]]
+        with refused(self.pool, error, address=addr, position=position):
+            if verb == "insert":
+                self.pool.insert([9, 9] * len(addrs), addrs)
+            elif verb == "into":
+                self.pool.swap_in(down[: len(addrs)], into=addrs)
+            else:
+                getattr(self.pool, verb)(addrs)
+        assert self.settle() == ([], [], {})
+
+    # ---- what must hold at any time
+
+    @invariant()
+    def all_tell_one_story(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        stats = self.pool.audit()
+        pinned = self.pinned()
+        for medium, tier in ((HBM, stats.hbm), (DRAM, stats.dram)):
+            states = (tier.free, tier.active, tier.historical, tier.reserved, tier.lent, tier.quarantined, tier.retired)
+            assert sum(states) == tier.capacity
+            assert tier.reserved == tier.lent == tier.quarantined == tier.retired == 0
+            active = [addr for addr in self.active if medium_of(addr) == medium]
+            cached = {key: addr for key, addr in self.where.items() if medium_of(addr) == medium}
+            limbo = [addr for addr in self.limbo if medium_of(addr) == medium]
+            assert tier.active == len(active)
+            assert tier.historical == len(cached) + len(limbo)
+            assert tier.evictable == sum(key not in pinned for key in cached)
+            assert tier.pinned == tier.historical - tier.evictable
+            blocks = kvpool.block_ids([*active, *cached.values(), *limbo]).tolist()
+            assert len(set(blocks)) == len(blocks)
+        assert stats.index_blocks == len(self.where)
+        for name, count in self.counters.items():
+            if name != "swapped_out_blocks":
+                assert getattr(stats, name) == count, name
+        assert stats.swapped_out_blocks >= self.counters["swapped_out_blocks"]  # alloc swaps as well
+
+    @invariant()
+    def no_byte_is_wrong(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        wanted = dict(self.active)
+        wanted |= {addr: self.stamp_of[key] for key, addr in self.where.items()}
+        for holder in self.holders:
+            wanted |= dict(zip(holder.addrs, holder.stamps, strict=True))
+        for medium, view in self.views.items():
+            addrs = [addr for addr in wanted if medium_of(addr) == medium]
+            content = view[kvpool.block_ids(addrs)].reshape(len(addrs), int(np.prod(view.shape[1:])))
+            stamps = np.array([wanted[addr] for addr in addrs], np.float32).reshape(-1, 1)
+            assert (content == stamps).all()
+
+
+def test_the_local_api_agrees_with_its_model() -> None:
+    run_state_machine_as_test(
+        LocalApi,
+        settings=settings(
+            max_examples=10_000 if LONG else 200,
+            stateful_step_count=200 if LONG else 50,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
