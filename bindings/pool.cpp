@@ -397,7 +397,7 @@ Raises:
            [](Pool& pool) {
              PoolStats stats;
              {
-               const py::gil_scoped_release release;
+               const GilReleased released;
                stats = pool.audit();
              }
              return to_dict(stats);

@@ -445,6 +445,27 @@ TEST_CASE("states are counted through every change, and a range of mixed states 
   store.audit();
 }
 
+TEST_CASE("stores that start at different generations take each other's addresses for stale") {
+  BlockStore early(Medium::kHbm, 4, 100);
+  BlockStore late(Medium::kHbm, 4, kGenerationMax - 1);
+  Address a = 0;
+  Address b = 0;
+  REQUIRE(early.take(1, BlockState::kActive, &a));
+  REQUIRE(late.take(1, BlockState::kActive, &b));
+  CHECK(generation_of(a) == 100);
+  CHECK(early.address_of(0) == a);
+  CHECK(early.find(b) == AddressFault::kStale);
+  CHECK(late.find(a) == AddressFault::kStale);
+  CHECK(late.find(b) == AddressFault::kNone);
+  late.release(0, 1);
+  REQUIRE(late.take_block(0, BlockState::kActive, &b));
+  CHECK(generation_of(b) == kGenerationMax);
+  late.release(0, 1);  // its last
+  CHECK(late.count(BlockState::kRetired) == 1);
+  CHECK(late.address_of(0) != b);
+  late.audit();
+}
+
 TEST_CASE("a block whose generations are used up is retired and never comes back") {
   BlockStore store(Medium::kHbm, 8);
   store.set_generation_for_test(5, kGenerationMax);

@@ -51,7 +51,7 @@ class Fuzz {
       for (std::uint32_t instance = 0; instance < instances_; ++instance) {
         REQUIRE(index_.pages(instance) == pages[instance]);
       }
-      REQUIRE(index_.pages() == model_.size()); if (std::getenv("SHOW")) std::printf("N %zu %zu\n", model_.size(), index_.node_count());
+      REQUIRE(index_.pages() == model_.size());
     }
     index_.expire(now_ + 1);
     index_.audit();

@@ -325,11 +325,13 @@ def test_the_engine_learns_what_the_index_gave_up(engine_pool, how):
     engine_pool.adopt(released)
 
 
-def test_duplicates_that_are_freed_are_named_once(engine_pool):
-    engine_pool.insert(prompt(2), engine_pool.adopt([5, 1])).close()
-    with engine_pool.insert(prompt(2), engine_pool.adopt([0, 2]), free_duplicates=True) as held:
-        assert kvpool.block_ids(held.duplicates).tolist() == [0, 2]  # free now: as if the engine had freed them
-    assert engine_pool.take_released().tolist() == []
+def test_the_engine_learns_which_duplicates_were_freed(engine_pool):
+    engine_pool.insert(prompt(3), engine_pool.adopt([5, 1, 4])).close()
+    mine = np.r_[engine_pool.adopt([0]), engine_pool.alloc(1, medium=DRAM), engine_pool.adopt([2])]
+    with engine_pool.insert(prompt(3), mine, free_duplicates=True) as held:
+        assert held.duplicates.tolist() == mine.tolist()
+    assert sorted(engine_pool.take_released().tolist()) == [0, 2]  # of its own blocks
+    assert engine_pool.stats().dram.free == 6
     engine_pool.adopt([0, 2])
 
 

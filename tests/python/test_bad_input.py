@@ -174,11 +174,11 @@ def test_cached_blocks_are_not_the_callers_to_free(setting):
 
 def test_an_address_stands_once_in_a_list(setting):
     first, second, third = setting.mine
-    for given, position in (([first, first], 1), ([first, second, third, second], 3), ([third, first, third], 2)):
-        with refused(setting.pool, kvpool.ArgumentError, "twice", address=given[position], position=position):
-            setting.pool.free(given)
-        with refused(setting.pool, kvpool.ArgumentError, "twice", address=given[position], position=position):
-            setting.pool.insert(prompt(len(given), 4), given)
+    for addrs, position in (([first, first], 1), ([first, second, third, second], 3), ([third, first, third], 2)):
+        with refused(setting.pool, kvpool.ArgumentError, "twice", address=addrs[position], position=position):
+            setting.pool.free(addrs)
+        with refused(setting.pool, kvpool.ArgumentError, "twice", address=addrs[position], position=position):
+            setting.pool.insert(prompt(len(addrs), 4), addrs)
     with refused(setting.pool, kvpool.ArgumentError, "twice", address=first):
         setting.pool.insert_batch([(prompt(1, 4), [first]), (prompt(1, 5), [first])])
     setting.pool.free(setting.mine)
@@ -301,9 +301,9 @@ def test_insert_takes_whole_blocks(setting):
 
 
 def test_insert_takes_one_address_for_each_block(setting):
-    for blocks, given in ((3, 2), (1, 2), (2, 0), (0, 3)):
-        with refused(setting.pool, kvpool.ArgumentError, given, needed=blocks, given=given):
-            setting.pool.insert(prompt(blocks, 4), setting.mine[:given])
+    for blocks, count in ((3, 2), (1, 2), (2, 0), (0, 3)):
+        with refused(setting.pool, kvpool.ArgumentError, count, needed=blocks, given=count):
+            setting.pool.insert(prompt(blocks, 4), setting.mine[:count])
 
 
 @pytest.mark.parametrize(

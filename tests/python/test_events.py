@@ -107,6 +107,49 @@ def test_the_newest_event_is_kept_whatever_its_size(pool):
         assert stream.lost == 1
 
 
+def test_a_stream_can_begin_with_what_is_cached(pool):
+    store(pool, prompt(3, 1))
+    store(pool, np.r_[prompt(2, 1), np.full(BLOCK, 60)], namespace="")
+    store(pool, prompt(1), namespace="n", medium=DRAM)
+    pool.swap_out(1)
+    with pool.subscribe(capacity_tokens=0, include_cached=True) as stream, pool.subscribe() as other:
+        events = stream.drain()
+        assert {type(event) for event in events} == {kvpool.StoredEvent}
+        assert other.drain() == []
+        told = {
+            (event.namespace, tuple(event.tokens[: (event.first_block + at + 1) * BLOCK].tolist())): addr
+            for event in events
+            for at, addr in enumerate(event.addrs.tolist())
+        }
+        assert len(told) == sum(len(event.addrs) for event in events) == pool.stats().index_blocks == 5
+        for tokens, namespace in ((prompt(3, 1), ""), (np.r_[prompt(2, 1), np.full(BLOCK, 60)], ""), (prompt(1), "n")):
+            addrs = pool.explain_match(tokens, namespace=namespace).addrs.tolist()
+            assert [told[namespace, tuple(tokens[: at * BLOCK].tolist())] for at in range(1, len(addrs) + 1)] == addrs
+        store(pool, prompt(1, 9))
+        (event,) = stream.drain()
+        assert event.sequence > max(known.sequence for known in events)
+        assert stream.lost == 0
+
+
+def test_a_reader_that_lost_events_starts_again_from_a_whole_picture(pool):
+    index = kvpool.InstanceIndex(BLOCK)
+    with pool.subscribe(capacity_tokens=2 * BLOCK) as stream:
+        for name in range(6):
+            store(pool, prompt(1, name), evict=True)
+        stream.drain()
+        assert stream.lost
+    with pool.subscribe(include_cached=True) as stream:
+        for event in stream:
+            index.apply(1, event)
+        pool.evict(2, medium=HBM)
+        for event in stream:
+            index.apply(1, event)
+    assert index.blocks(1) == pool.stats().index_blocks
+    for name in range(6):
+        held = pool.explain_match(prompt(1, name)).matched_tokens
+        assert index.match(prompt(1, name)) == ([(1, held)] if held else [])
+
+
 def test_a_closed_stream_says_so(pool):
     stream = pool.subscribe()
     stream.close()
@@ -150,6 +193,8 @@ def test_an_index_alone_has_a_stream_too():
     index = kvpool.PromptIndex(BLOCK)
     with index.subscribe() as stream:
         index.insert(prompt(3), [7, 8, 9]).close()
+        with index.subscribe(include_cached=True) as late:
+            assert [event.addrs.tolist() for event in late] == [[7, 8, 9]]
         index.evict(1)
         stored, removed = stream.drain()
         assert stored.addrs.tolist() == [7, 8, 9]

@@ -29,7 +29,7 @@ def test_tokens_that_do_not_fill_a_block(pool):
     store(pool, prompt(3))
     report = pool.explain_match(prompt(3)[:-1])
     assert (report.reason, report.matched_tokens, report.partial_tokens) == ("complete", 2 * BLOCK, BLOCK - 1)
-    assert "last 3 tokens do not fill a block of 4; 3 of them agree" in str(report)
+    assert "What is left (3) does not fill a block of 4; 3 of it agree" in str(report)
 
 
 def test_a_prompt_that_goes_on_differently(pool):

@@ -125,9 +125,11 @@ def test_a_view_shows_one_medium(pool):
 def test_dlpack_gives_numpy_the_same_memory(pool):
     view = pool.tensor(HBM)
     array = np.from_dlpack(view)
-    array[2] = 5
+    view.numpy()[2] = 5
+    assert (array[2] == 5).all()
     assert np.shares_memory(array, view.numpy())
-    assert array.flags.writeable
+    if np.lib.NumpyVersion(np.__version__) >= "2.1.0":  # before, NumPy's imports were read-only
+        assert array.flags.writeable
     assert view.__dlpack_device__() == (1, 0)
 
 
@@ -194,7 +196,7 @@ def test_views_outlive_their_pool(how):
     pool = small_pool()
     array, exported = pool.tensor(HBM).numpy(), np.from_dlpack(pool.tensor(DRAM))
     array[:] = 3
-    exported[:] = 4
+    pool.tensor(DRAM).numpy()[:] = 4
     if how == "close":
         pool.close()
     del pool

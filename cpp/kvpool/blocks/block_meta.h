@@ -35,9 +35,6 @@ struct alignas(16) BlockMeta {
   static constexpr int kStateBits = 8;
   static constexpr std::uint32_t kStateMask = (1U << kStateBits) - 1;
   static constexpr std::uint32_t kOneRelease = 1U << kStateBits;
-  // The last generation. One release more is the retired block's word, which no address can match.
-  static constexpr std::uint32_t kReleasesMax = kGenerationMax - 1;
-
   std::uint32_t word;
   std::uint32_t mark;
   std::uint64_t tag;
@@ -51,8 +48,6 @@ struct alignas(16) BlockMeta {
     typedef std::uint32_t Whole __attribute__((vector_size(16), may_alias));
     *reinterpret_cast<Whole*>(this) = Whole{new_word, 0, 0, 0};
   }
-  // kGenerationMax + 1 for a retired block.
-  std::uint32_t generation() const noexcept { return releases() + 1; }
 };
 static_assert(sizeof(BlockMeta) == 16, "B4: 16 bytes of metadata a block");
 

@@ -53,9 +53,10 @@ BlockStore::MetaArray BlockStore::make_meta(std::uint32_t blocks) {
   return meta;
 }
 
-BlockStore::BlockStore(Medium medium, std::uint32_t blocks)
+BlockStore::BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_generation)
     : meta_(make_meta(blocks)),
       capacity_(blocks),
+      first_generation_(first_generation),
       local_prefix_(prefix_of(0, medium)),
       own_prefix_(local_prefix_),
       medium_(medium),
@@ -100,8 +101,10 @@ bool BlockStore::take_block(std::uint32_t block, BlockState to, Address* out) no
 void BlockStore::hand_out(std::uint32_t first, std::uint32_t n, BlockState to, Address* out) noexcept {
   static_assert(kGenerationShift > BlockMeta::kStateBits && static_cast<int>(BlockState::kFree) == 0);
   // A free block's word is its releases above zeros, so shifting it puts them where the address has its generation,
-  // which is one more. That never carries: a block that is not retired has at most kReleasesMax releases.
-  const Address base = static_cast<Address>(own_prefix_) << kMediumShift | Address{1} << kGenerationShift | first;
+  // which is the first one plus the releases. That never carries: a block that is not retired has at most
+  // releases_max() of them.
+  const Address base =
+      static_cast<Address>(own_prefix_) << kMediumShift | Address{first_generation_} << kGenerationShift | first;
   BlockMeta* const meta = meta_.get() + first;
   for (std::uint32_t i = 0; i < n; ++i) {
     const std::uint32_t word = meta[i].word;
@@ -115,6 +118,7 @@ void BlockStore::hand_out(std::uint32_t first, std::uint32_t n, BlockState to, A
 void BlockStore::release(std::uint32_t first, std::uint32_t n) noexcept {
   KVPOOL_DCHECK(n <= capacity_ && first <= capacity_ - n);
   BlockMeta* const meta = meta_.get();
+  const std::uint32_t last_release = releases_max();
   const std::uint32_t end = first + n;
   std::uint32_t piece = first;  // [piece, block) is free again but not yet in the free set
   for (std::uint32_t block = first; block < end;) {
@@ -127,12 +131,12 @@ void BlockStore::release(std::uint32_t first, std::uint32_t n) noexcept {
       unstated = meta[block].word - state;
       // One comparison for two ends of the batch. Rotated, the releases are in the low bits, and above them is what
       // the subtraction left of the state: nothing, if it was this batch's.
-      if (std::rotr(unstated, BlockMeta::kStateBits) >= BlockMeta::kReleasesMax) break;
+      if (std::rotr(unstated, BlockMeta::kStateBits) >= last_release) break;
       meta[block].overwrite(unstated + BlockMeta::kOneRelease);
     }
     counts_[state] -= block - batch;
     counts_[static_cast<std::size_t>(BlockState::kFree)] += block - batch;
-    if (block < end && unstated == BlockMeta::kReleasesMax << BlockMeta::kStateBits) {
+    if (block < end && unstated == last_release << BlockMeta::kStateBits) {
       meta[block].overwrite(unstated + BlockMeta::kOneRelease);
       meta[block].set_state(BlockState::kRetired);
       --counts_[state];
@@ -150,12 +154,13 @@ AddressFault BlockStore::fault_of(Address address) const noexcept {
   if (medium_bits_of(address) != static_cast<std::uint32_t>(medium_)) return AddressFault::kNoMedium;
   const std::uint32_t block = block_of(address);
   if (block >= capacity_) return AddressFault::kOutOfRange;
-  return meta_[block].generation() == generation_of(address) ? AddressFault::kNone : AddressFault::kStale;
+  return generation(block) == generation_of(address) ? AddressFault::kNone : AddressFault::kStale;
 }
 
 void BlockStore::set_generation_for_test(std::uint32_t block, std::uint32_t generation) noexcept {
-  KVPOOL_CHECK(block < capacity_ && meta_[block].is_free() && generation > 0 && generation <= kGenerationMax);
-  meta_[block].word = (generation - 1) << BlockMeta::kStateBits;
+  KVPOOL_CHECK(block < capacity_ && meta_[block].is_free());
+  KVPOOL_CHECK(generation >= first_generation_ && generation <= kGenerationMax);
+  meta_[block].word = (generation - first_generation_) << BlockMeta::kStateBits;
 }
 
 FreeRuns BlockStore::free_runs() const noexcept {
@@ -174,7 +179,7 @@ void BlockStore::audit() const {
     const auto state = static_cast<std::size_t>(block_meta.state());
     if (state >= found.size()) audit_failed(medium_, "unknown state " + std::to_string(state), block);
     ++found[state];
-    if ((block_meta.generation() > kGenerationMax) != (block_meta.state() == BlockState::kRetired)) {
+    if ((block_meta.releases() > releases_max()) != (block_meta.state() == BlockState::kRetired)) {
       audit_failed(medium_, "a block is retired before its time, or not at it", block);
     }
   }

@@ -39,9 +39,10 @@ struct FreeRuns {
 
 class BlockStore {
  public:
-  // REQUIRES: blocks <= kBlocksMax; medium is kHbm or kDram. All blocks start free with generation 1. Their metadata is
-  // zero pages until they are used. Throws Error(kOutOfMemory).
-  BlockStore(Medium medium, std::uint32_t blocks);
+  // REQUIRES: blocks <= kBlocksMax; medium is kHbm or kDram; 0 < first_generation <= kGenerationMax. All blocks start
+  // free with that generation: stores that start at different ones take each other's addresses for stale. The metadata
+  // is zero pages until the blocks are used. Throws Error(kOutOfMemory).
+  BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_generation = 1);
   ~BlockStore();
   BlockStore(const BlockStore&) = delete;
   BlockStore& operator=(const BlockStore&) = delete;
@@ -75,7 +76,7 @@ class BlockStore {
     const auto prefix = static_cast<std::uint32_t>(address >> kMediumShift);
     const std::uint32_t block = block_of(address);
     if ((prefix == own_prefix_ || prefix == local_prefix_) && block < capacity_ &&
-        meta_[block].generation() == generation_of(address)) [[likely]] {
+        meta_[block].releases() + first_generation_ == generation_of(address)) [[likely]] {
       return AddressFault::kNone;
     }
     return fault_of(address);
@@ -84,11 +85,11 @@ class BlockStore {
   // REQUIRES, here and below: block < capacity().
   BlockState state(std::uint32_t block) const noexcept { return meta(block).state(); }
   // kGenerationMax + 1 for a retired block.
-  std::uint32_t generation(std::uint32_t block) const noexcept { return meta(block).generation(); }
+  std::uint32_t generation(std::uint32_t block) const noexcept { return meta(block).releases() + first_generation_; }
   // The block's address now. A retired block has none: what comes has generation 0, which find() refuses.
   Address address_of(std::uint32_t block) const noexcept {
     return static_cast<Address>(own_prefix_) << kMediumShift |
-           static_cast<Address>(meta(block).generation() & kGenerationMax) << kGenerationShift | block;
+           static_cast<Address>(generation(block) & kGenerationMax) << kGenerationShift | block;
   }
 
   // Moves a block between two states neither of which is kFree or kRetired.
@@ -109,7 +110,7 @@ class BlockStore {
   void set_mark(std::uint32_t block, std::uint32_t mark) noexcept { owned_meta(block).mark = mark; }
 
   // For tests of B2: as if the block had been freed many times. REQUIRES: the block is free;
-  // 0 < generation <= kGenerationMax.
+  // first generation <= generation <= kGenerationMax.
   void set_generation_for_test(std::uint32_t block, std::uint32_t generation) noexcept;
 
   FreeRuns free_runs() const noexcept;
@@ -137,12 +138,15 @@ class BlockStore {
     KVPOOL_DCHECK(block < capacity_ && is_owned(meta_[block].state()));
     return meta_[block];
   }
+  // Of a block in its last generation. One release more is a retired block's, which no address can match.
+  std::uint32_t releases_max() const noexcept { return kGenerationMax - first_generation_; }
   AddressFault fault_of(Address address) const noexcept;
   // Blocks [first, first + n), which have left the free set, become `to`.
   void hand_out(std::uint32_t first, std::uint32_t n, BlockState to, Address* out) noexcept;
 
   MetaArray meta_;
   std::uint32_t capacity_;
+  std::uint32_t first_generation_;
   std::uint32_t local_prefix_;  // instance and medium as an address has them, for instance 0
   std::uint32_t own_prefix_;
   Medium medium_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <random>
 
 #include "kvpool/base/check.h"
 #include "kvpool/base/error.h"
@@ -58,6 +59,15 @@ std::shared_ptr<Arena> make_hbm(const PoolOptions& options) {
   return arena;
 }
 
+// Pools of one process start far apart in the lower half of the generations, and those of different processes at a
+// random distance: an address of another pool is stale here, not somebody's block.
+std::uint32_t first_generation() {
+  constexpr std::uint32_t kHalf = 1U << (kGenerationBits - 1);
+  constexpr std::uint32_t kStep = 5184557;  // odd, near kHalf / 1.618: any few steps are spread out evenly
+  static std::atomic<std::uint32_t> next{std::random_device{}()};
+  return 1 + next.fetch_add(kStep, std::memory_order_relaxed) % kHalf;
+}
+
 }  // namespace
 
 Pool::Pool(const PoolOptions& options)
@@ -66,8 +76,9 @@ Pool::Pool(const PoolOptions& options)
       zero_on_alloc_(options.zero_on_alloc),
       engine_allocates_(options.adopted_hbm && options.adopted_hbm->engine_allocates),
       made_in_(fork_generation()),
-      stores_{BlockStore(Medium::kHbm, options.adopted_hbm ? options.adopted_hbm->blocks : options.hbm_blocks),
-              BlockStore(Medium::kDram, options.dram_blocks)},
+      stores_{BlockStore(Medium::kHbm, options.adopted_hbm ? options.adopted_hbm->blocks : options.hbm_blocks,
+                         first_generation()),
+              BlockStore(Medium::kDram, options.dram_blocks, first_generation())},
       arenas_{make_hbm(options), make_arena(options, Medium::kDram, options.dram_blocks)},
       team_(options.copy_threads),
       index_(options.layout.block_tokens, options.policy, PromptIndex::Values::kAddresses, this) {
@@ -244,7 +255,7 @@ void Pool::check(Address address, std::size_t position, std::optional<BlockState
       fail(ErrorCode::kStaleAddress, std::string(medium_name(blocks.medium())) + " block " + std::to_string(block) +
                                          " is at generation " + std::to_string(blocks.generation(block)) +
                                          ", the address at " + std::to_string(generation_of(address)) +
-                                         ": the block was freed or moved");
+                                         ": the block was freed or moved, or the address is another pool's");
   }
   const BlockState state = blocks.state(block);
   if (state == BlockState::kFree) fail(ErrorCode::kStaleAddress, "the block is not allocated");
