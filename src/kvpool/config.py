@@ -44,7 +44,8 @@ class Settings:
         huge_pages: "auto" takes huge pages where the machine gives them, "never" does not ask, "require" fails without.
         numa_node: The NUMA node that owned memory comes from; -1 leaves it to the kernel.
         check_memory: Refuse an arena that the machine or its cgroup has no memory for, rather than be killed later.
-        pin_dram: Page-lock DRAM for CUDA: "auto" when the device is a GPU, "never", or "always" (fail without a driver).
+        pin_dram: Page-lock DRAM for CUDA: "auto" when the device is a GPU, "never", or "always" (fail without
+            a driver).
         audit: Check every invariant after every call. Slow; for finding bugs.
         zero_on_alloc: Hand out blocks as zeros, so that no owner sees what an earlier one left.
     """

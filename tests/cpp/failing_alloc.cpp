@@ -6,6 +6,7 @@
 #include "kvpool/base/span_heap.h"
 
 // The linker points every call of malloc in this program's own objects to __wrap_malloc, and __real_malloc to malloc.
+// NOLINTBEGIN(bugprone-reserved-identifier): the linker's names
 extern "C" {
 void* __real_malloc(std::size_t bytes);
 void* __real_calloc(std::size_t n, std::size_t bytes);
@@ -14,6 +15,7 @@ void* __wrap_malloc(std::size_t bytes);
 void* __wrap_calloc(std::size_t n, std::size_t bytes);
 void* __wrap_realloc(void* memory, std::size_t bytes);
 }
+// NOLINTEND(bugprone-reserved-identifier)
 
 namespace {
 

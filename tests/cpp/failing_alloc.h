@@ -1,7 +1,8 @@
 // Makes the n-th allocation fail, to see what a call leaves behind when memory runs out.
 //
 // Counted are operator new in every form but the over-aligned ones, anywhere in the program, and malloc, calloc and
-// realloc as called from this project's own code (the linker's --wrap). Works in sanitizer builds too.
+// realloc as called from this project's own code (the linker's --wrap), and what a SpanHeap hands out. Works in
+// sanitizer builds too.
 #pragma once
 
 #include <cstdint>

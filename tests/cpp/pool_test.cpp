@@ -69,7 +69,7 @@ TEST_CASE("free refuses what is stale, cached, foreign, made up or listed twice,
   CHECK(try_free(make_address(7, Medium::kHbm, 1, 0)) == ErrorCode::kNotOwner);
   CHECK(try_free(make_address(0, Medium::kHbm, 1, 4000)) == ErrorCode::kArgument);
   CHECK(try_free(0) == ErrorCode::kArgument);
-  CHECK(try_free(blocks[0] + 7) == ErrorCode::kStaleAddress);  // never allocated
+  CHECK(try_free(blocks[0] + 7) == ErrorCode::kStaleAddress);                  // never allocated
   CHECK(try_free(alloc(*make_pool(8, 0), 1)[0]) == ErrorCode::kStaleAddress);  // another pool's
   CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 3);
   pool->free(blocks.data(), 3);

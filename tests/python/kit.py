@@ -99,7 +99,9 @@ def refused(pool: kvpool.Pool, error: type[Exception], *texts: Any, **fields: An
     assert state_of(pool) == before
 
 
-def run_script(code: str, *, timeout: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run_script(
+    code: str, *, timeout: float = 900 if LONG else 60, check: bool = True
+) -> subprocess.CompletedProcess[str]:
     """Runs Python code in a process of its own, every warning an error; it must end with 0 and say nothing."""
     prelude = "import kvpool, numpy as np, kit\n"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])}

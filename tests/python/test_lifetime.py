@@ -11,6 +11,8 @@ from kit import LONG, prompt, run_script, small_pool, store
 
 import kvpool
 
+pytestmark = pytest.mark.timeout(0 if LONG else 120)
+
 # ---- handles and pools
 
 
@@ -398,7 +400,6 @@ for worker in workers:
 stats = pool.audit()
 assert stats.hbm.active + stats.dram.active == 0
 """,
-        timeout=300,
     )
 
 

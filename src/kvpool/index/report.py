@@ -66,7 +66,8 @@ class MatchReport:
         if self.reason == "complete":
             if left == 0:
                 return "The whole prompt is cached."
-            return f"What is left ({left}) does not fill a block of {self.block_tokens}; {self.partial_tokens} of it agree."
+            agreeing = f"{self.partial_tokens} of it agree"
+            return f"What is left ({left}) does not fill a block of {self.block_tokens}; {agreeing}."
         if self.reason == "no_namespace":
             return "Nothing is stored under this namespace."
         if self.reason == "diverges":
