@@ -30,7 +30,12 @@ TensorView view_of(const py::object& tensor, std::size_t position) {
     throw_type_error("tensor " + std::to_string(position) +
                      " has no __dlpack__: " + py::str(py::type::of(tensor)).cast<std::string>());
   }
-  const py::object capsule = tensor.attr("__dlpack__")();
+  py::object capsule;
+  try {
+    capsule = tensor.attr("__dlpack__")();
+  } catch (const py::error_already_set& error) {
+    throw_mismatch(position, std::string("it gives no DLPack view: ") + error.what());
+  }
   const auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (managed == nullptr) throw py::error_already_set();
   const DLTensor& view = managed->dl_tensor;

@@ -1,5 +1,6 @@
 #include "arguments.h"
 
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -109,7 +110,8 @@ void convert_strided(const char* from, std::size_t n, py::ssize_t stride, Vector
     to[i] = static_cast<T>(value);
     if constexpr (!kSameBits) fits = fits && static_cast<S>(to[i]) == value;
   }
-  for (std::size_t i = 0; !fits; ++i) {
+  if (fits) return;
+  for (std::size_t i = 0; i < n; ++i) {
     if (static_cast<S>(static_cast<T>(load(i))) != load(i)) throw_out_of_range<T>(i, std::to_string(load(i)));
   }
 }
@@ -151,23 +153,18 @@ template <class T>
 void convert_buffer(py::handle argument, Vector<T>& out) {
   auto view = py::reinterpret_borrow<py::buffer>(argument).request();
   const std::string format = view.format;
-  if (std::is_same_v<T, Token> && (PyBytes_Check(argument.ptr()) != 0 || PyByteArray_Check(argument.ptr()) != 0)) {
+  if (view.ndim != 1) throw_wrong_shape<T>(view.ndim);
+  if (std::is_same_v<T, Token> && view.itemsize == 1 && view.strides[0] == 1 && (format == "B" || format == "c")) {
     if (view.size % 4 != 0) {
       throw_argument("bytes as tokens are int32, and " + std::to_string(view.size) + " bytes are no multiple of 4");
     }
-    if (PyByteArray_Check(argument.ptr()) != 0) {  // may be resized: take a copy
-      auto n = static_cast<std::size_t>(view.size / 4);
-      T* to = out.own(n);
-      std::memcpy(to, view.ptr, n * 4);
-      return;
-    }
-    convert_typed('i', 4, static_cast<const char*>(view.ptr), static_cast<std::size_t>(view.size / 4), 4, out);
+    T* to = out.own(static_cast<std::size_t>(view.size / 4));
+    if (view.size > 0) std::memcpy(to, view.ptr, static_cast<std::size_t>(view.size));
     return;
   }
-  if (view.ndim != 1) throw_wrong_shape<T>(view.ndim);
-  const char letter = format.size() == 1                                               ? format[0]
-                      : (format.size() == 2 && (format[0] == '@' || format[0] == '=')) ? format[1]
-                                                                                       : '?';
+  constexpr char kOwnOrder = std::endian::native == std::endian::little ? '<' : '>';
+  const bool prefixed = format.size() == 2 && (format[0] == '@' || format[0] == '=' || format[0] == kOwnOrder);
+  const char letter = format.size() == 1 ? format[0] : prefixed ? format[1] : '?';
   const char code = letter == 'i' || letter == 'l' || letter == 'q'   ? 'i'
                     : letter == 'I' || letter == 'L' || letter == 'Q' ? 'u'
                                                                       : '?';

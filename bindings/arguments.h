@@ -36,6 +36,7 @@ class Vector {
     borrow(owned_.data(), size);
     return owned_.data();
   }
+  std::vector<T> copy() const { return std::vector<T>(data_, data_ + size_); }
   // Keeps the exporter of a buffer alive.
   void keep(py::object owner) { owner_ = std::move(owner); }
 

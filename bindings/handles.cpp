@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "bind.h"
+#include "kvpool/base/error.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -21,7 +22,12 @@ py::class_<Handle> handle_class(py::module_& module, const char* name, const cha
       .def(
           "close", [](Handle& handle) { handle.pins.release(); }, "Lets go of the pins. Idempotent.")
       .def(
-          "__enter__", [](py::object self) { return self; }, "Itself.")
+          "__enter__",
+          [](py::object self) {
+            if (!self.cast<const Handle&>().pins.holds()) throw Error(ErrorCode::kClosed, "the handle is closed");
+            return self;
+          },
+          "Itself.")
       .def(
           "__exit__",
           [](Handle& handle, const py::object&, const py::object&, const py::object&) { handle.pins.release(); },

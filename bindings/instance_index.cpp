@@ -13,6 +13,7 @@
 namespace kvpool::bindings {
 namespace {
 
+// Arguments are read before the lock is taken: reading them may run Python code, and that may let another thread run.
 struct LockedInstanceIndex {
   explicit LockedInstanceIndex(std::uint32_t page_tokens) : index(page_tokens) {}
   std::mutex mutex;
@@ -39,13 +40,14 @@ std::uint32_t instance_from(py::handle argument) {
 py::list match(LockedInstanceIndex& self, py::handle tokens_argument, py::handle now, py::handle name_argument) {
   const Vector<Token> tokens = tokens_from(tokens_argument);
   const std::string_view name = name_from(name_argument);
+  const std::uint64_t time = now.is_none() ? 0 : count_from(now, "now");
   std::vector<InstanceHit> hits;
   {
     const std::lock_guard lock(self.mutex);
     if (now.is_none()) {
       self.index.peek(name, tokens.data(), tokens.size(), hits);
     } else {
-      self.index.match(name, tokens.data(), tokens.size(), count_from(now, "now"), hits);
+      self.index.match(name, tokens.data(), tokens.size(), time, hits);
     }
   }
   py::list result(hits.size());
@@ -65,11 +67,13 @@ void bind_instance_index(py::module_& module) {
       .def(
           "insert",
           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle now,
-             py::handle name) {
+             py::handle name_argument) {
             const Vector<Token> tokens = tokens_from(tokens_argument);
+            const std::string_view name = name_from(name_argument);
+            const std::uint32_t id = instance_from(instance);
+            const std::uint64_t time = count_from(now, "now");
             const std::lock_guard lock(self.mutex);
-            return self.index.insert(name_from(name), tokens.data(), tokens.size() / self.index.page_tokens(),
-                                     instance_from(instance), count_from(now, "now"));
+            return self.index.insert(name, tokens.data(), tokens.size() / self.index.page_tokens(), id, time);
           },
           py::arg("tokens"), py::arg("instance"), py::arg("now") = 0, py::arg("namespace") = "",
           R"(The instance holds the whole blocks of these tokens.
@@ -95,11 +99,13 @@ Returns:
       .def(
           "remove",
           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle first_block,
-             py::handle name) {
+             py::handle name_argument) {
             const Vector<Token> tokens = tokens_from(tokens_argument);
+            const std::string_view name = name_from(name_argument);
+            const std::size_t first = count_from(first_block, "first_block");
+            const std::uint32_t id = instance_from(instance);
             const std::lock_guard lock(self.mutex);
-            return self.index.remove(name_from(name), tokens.data(), tokens.size(),
-                                     count_from(first_block, "first_block"), instance_from(instance));
+            return self.index.remove(name, tokens.data(), tokens.size(), first, id);
           },
           py::arg("tokens"), py::arg("instance"), py::arg("first_block") = 0, py::arg("namespace") = "",
           R"(The instance no longer holds this prompt from a block on, nor anything longer.
@@ -109,15 +115,17 @@ Returns:
       .def(
           "remove_instance",
           [](LockedInstanceIndex& self, py::handle instance) {
+            const std::uint32_t id = instance_from(instance);
             const std::lock_guard lock(self.mutex);
-            return self.index.remove_instance(instance_from(instance));
+            return self.index.remove_instance(id);
           },
           py::arg("instance"), "The instance is gone. Returns how many blocks it held.")
       .def(
           "expire",
           [](LockedInstanceIndex& self, py::handle before) {
+            const std::uint64_t time = count_from(before, "before");
             const std::lock_guard lock(self.mutex);
-            return self.index.expire(count_from(before, "before"));
+            return self.index.expire(time);
           },
           py::arg("before"),
           "Forgets, for each instance, the blocks that it did not use at `before` or later. Returns how many blocks "
@@ -126,8 +134,9 @@ Returns:
       .def(
           "blocks",
           [](LockedInstanceIndex& self, py::handle instance) {
+            const std::uint32_t id = instance_from(instance);
             const std::lock_guard lock(self.mutex);
-            return self.index.pages(instance_from(instance));
+            return self.index.pages(id);
           },
           py::arg("instance"), "Blocks that the instance holds.")
       .def(

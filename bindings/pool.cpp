@@ -77,7 +77,14 @@ py::array_t<Address> alloc(Pool& pool, py::handle n_argument, py::handle medium_
   if (n > pool.capacity(medium)) pool.throw_out_of_blocks(n, medium);  // before memory is made for the answer
   py::array_t<Address> addresses(static_cast<py::ssize_t>(n));
   Address* out = addresses.mutable_data();
-  if (pool.try_alloc(n, medium, out)) return addresses;
+  bool done = false;
+  if (pool.zeroes_on_alloc()) {
+    const GilReleased released;
+    done = pool.try_alloc(n, medium, out);
+  } else {
+    done = pool.try_alloc(n, medium, out);
+  }
+  if (done) return addresses;
   if (!evict) pool.throw_out_of_blocks(n, medium);
   const GilReleased released;
   pool.alloc_evicting(n, medium, out);
@@ -91,9 +98,7 @@ std::vector<Address>& scratch(std::size_t n) {
   return room;
 }
 
-Match match(const PoolPointer& pool, py::handle tokens_argument, py::handle name_argument) {
-  const Vector<Token> tokens = tokens_from(tokens_argument);
-  const std::string_view name = name_from(name_argument);
+Match match_tokens(const PoolPointer& pool, const Vector<Token>& tokens, std::string_view name) {
   const std::size_t page = pool->layout().block_tokens;
   std::vector<Address>& room = scratch(tokens.size() / page);
   const IndexHit hit = pool->match(name, tokens.data(), tokens.size(), room.data());
@@ -105,10 +110,23 @@ Match match(const PoolPointer& pool, py::handle tokens_argument, py::handle name
   return result;
 }
 
+Match match(const PoolPointer& pool, py::handle tokens_argument, py::handle name) {
+  const Vector<Token> tokens = tokens_from(tokens_argument);
+  return match_tokens(pool, tokens, name_from(name));
+}
+
 std::vector<Match> match_batch(const PoolPointer& pool, const py::sequence& prompts, py::handle name) {
   std::vector<Match> matches;
   matches.reserve(prompts.size());
-  for (const py::handle tokens : prompts) matches.push_back(match(pool, tokens, name));
+  // All prompts are read before the first is matched, and kept: a sequence may make each item when it is asked for.
+  std::vector<py::object> kept;
+  std::vector<Vector<Token>> tokens;
+  kept.reserve(prompts.size());
+  tokens.reserve(prompts.size());
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    tokens.push_back(tokens_from(kept.emplace_back(prompts[i])));
+  }
+  for (const Vector<Token>& prompt : tokens) matches.push_back(match_tokens(pool, prompt, name_from(name)));
   return matches;
 }
 
@@ -148,15 +166,16 @@ Inserted insert(const PoolPointer& pool, const py::object& tokens, const py::obj
 }
 
 SwappedIn swap_in(const PoolPointer& pool, py::handle addresses_argument, const py::object& into_argument) {
-  const Vector<Address> addresses = addresses_from(addresses_argument);
-  Vector<Address> into;
-  if (!into_argument.is_none()) into = addresses_from(into_argument);
+  // Copies: without the GIL, another thread may write to the caller's arrays.
+  const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
+  std::vector<Address> into;
+  if (!into_argument.is_none()) into = addresses_from(into_argument).copy();
   py::array_t<Address> arrived(static_cast<py::ssize_t>(addresses.size()));
   Address* out = arrived.mutable_data();
   SwappedIn result;
   {
     const GilReleased released;
-    std::vector<IndexPin> pins = pool->swap_in({addresses.data(), addresses.size()}, {into.data(), into.size()}, out);
+    std::vector<IndexPin> pins = pool->swap_in(addresses, into, out);
     result.pins = Pins(pool, std::move(pins));
   }
   result.addrs = std::move(arrived);
@@ -326,7 +345,7 @@ Raises:
       .def(
           "delete",
           [](Pool& pool, py::handle tokens_argument, py::handle name_argument, bool descendants) {
-            const Vector<Token> tokens = tokens_from(tokens_argument);
+            const std::vector<Token> tokens = tokens_from(tokens_argument).copy();
             const std::string name(name_from(name_argument));
             const GilReleased released;
             return pool.erase(name, tokens.data(), tokens.size(), descendants);

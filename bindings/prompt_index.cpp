@@ -1,6 +1,7 @@
 // The class that kvpool.PromptIndex derives from.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
 #include <string>
@@ -29,9 +30,7 @@ IndexPointer make_index(const py::object& block_tokens, const std::string& polic
   return std::make_shared<SharedIndex>(static_cast<std::uint32_t>(page), kind);
 }
 
-Match match(const IndexPointer& index, py::handle tokens_argument, py::handle name_argument) {
-  const Vector<Token> tokens = tokens_from(tokens_argument);
-  const std::string_view name = name_from(name_argument);
+Match match_tokens(const IndexPointer& index, const Vector<Token>& tokens, std::string_view name) {
   thread_local std::vector<Address> room;
   if (room.size() < tokens.size() / index->page_tokens()) room.resize(tokens.size() / index->page_tokens());
   const IndexHit hit = index->match(name, tokens.data(), tokens.size(), room.data());
@@ -43,31 +42,74 @@ Match match(const IndexPointer& index, py::handle tokens_argument, py::handle na
   return result;
 }
 
-Inserted insert(const IndexPointer& index, py::handle tokens_argument, py::handle values_argument,
-                py::handle name_argument) {
+Match match(const IndexPointer& index, py::handle tokens_argument, py::handle name) {
   const Vector<Token> tokens = tokens_from(tokens_argument);
-  const Vector<Address> values = addresses_from(values_argument);
+  return match_tokens(index, tokens, name_from(name));
+}
+
+std::vector<Match> match_batch(const IndexPointer& index, const py::sequence& prompts, py::handle name) {
+  std::vector<py::object> kept;
+  std::vector<Vector<Token>> tokens;
+  std::vector<Match> matches;
+  kept.reserve(prompts.size());
+  tokens.reserve(prompts.size());
+  matches.reserve(prompts.size());
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    tokens.push_back(tokens_from(kept.emplace_back(prompts[i])));
+  }
+  for (const Vector<Token>& prompt : tokens) matches.push_back(match_tokens(index, prompt, name_from(name)));
+  return matches;
+}
+
+std::vector<Inserted> insert_all(const IndexPointer& index, std::vector<std::pair<py::object, py::object>> prompts,
+                                 py::handle name_argument) {
+  const std::string_view name = name_from(name_argument);
   const std::size_t page = index->page_tokens();
-  if (tokens.size() % page != 0 || values.size() != tokens.size() / page) {
-    throw Error(ErrorCode::kArgument, std::to_string(tokens.size()) + " tokens and " + std::to_string(values.size()) +
-                                          " values: insert whole blocks of " + std::to_string(page) +
-                                          " tokens, one value for each");
+  std::vector<Vector<Token>> tokens;
+  std::vector<Vector<Address>> values;
+  std::vector<SharedIndex::Item> items;
+  std::vector<Inserted> results(prompts.size());
+  tokens.reserve(prompts.size());
+  values.reserve(prompts.size());
+  items.reserve(prompts.size());
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    const Vector<Token>& own_tokens = tokens.emplace_back(tokens_from(prompts[i].first));
+    const Vector<Address>& own_values = values.emplace_back(addresses_from(prompts[i].second));
+    if (own_tokens.size() % page != 0 || own_values.size() != own_tokens.size() / page) {
+      throw Error(ErrorCode::kArgument, std::to_string(own_tokens.size()) + " tokens and " +
+                                            std::to_string(own_values.size()) + " values: insert whole blocks of " +
+                                            std::to_string(page) + " tokens, one value for each");
+    }
+    py::array_t<Address> canonical(static_cast<py::ssize_t>(own_values.size()));
+    items.push_back({own_tokens.data(), own_values.size(), own_values.data(), canonical.mutable_data()});
+    results[i].addrs = std::move(canonical);
   }
-  py::array_t<Address> canonical(static_cast<py::ssize_t>(values.size()));
-  Address* held = canonical.mutable_data();
-  const IndexInsertion insertion =
-      index->insert(name_from(name_argument), tokens.data(), values.size(), values.data(), held);
-  Inserted result;
-  result.pins = Pins(index, insertion.pin);
-  result.tokens = tokens.size();
-  result.inserted = values.size() - insertion.pages_present;
-  std::vector<Address> duplicates;
-  for (std::size_t i = 0; i < insertion.pages_present; ++i) {
-    if (values.data()[i] != held[i]) duplicates.push_back(values.data()[i]);
+  const std::vector<IndexInsertion> insertions = index->insert_all(name, items);
+  for (std::size_t i = 0; i < insertions.size(); ++i) results[i].pins = Pins(index, insertions[i].pin);
+  for (std::size_t i = 0; i < insertions.size(); ++i) {
+    results[i].tokens = tokens[i].size();
+    results[i].inserted = items[i].pages - insertions[i].pages_present;
+    std::vector<Address> duplicates;
+    for (std::size_t k = 0; k < insertions[i].pages_present; ++k) {
+      if (items[i].values[k] != items[i].canonical[k]) duplicates.push_back(items[i].values[k]);
+    }
+    results[i].duplicates = to_array(duplicates.data(), duplicates.size());
   }
-  result.duplicates = to_array(duplicates.data(), duplicates.size());
-  result.addrs = std::move(canonical);
-  return result;
+  return results;
+}
+
+Inserted insert(const IndexPointer& index, const py::object& tokens, const py::object& values, py::handle name) {
+  return std::move(insert_all(index, {{tokens, values}}, name).front());
+}
+
+py::tuple explain(SharedIndex& index, py::handle tokens_argument, py::handle name) {
+  const Vector<Token> tokens = tokens_from(tokens_argument);
+  std::vector<Address> values(tokens.size() / index.page_tokens());
+  std::vector<std::pair<std::string, std::size_t>> elsewhere;
+  MatchEnd end = MatchEnd::kComplete;
+  const IndexHit hit = index.peek(name_from(name), tokens.data(), tokens.size(), values.data(), &end, &elsewhere);
+  return py::make_tuple(tokens.size(), hit.pages, hit.partial_tokens, static_cast<int>(end),
+                        to_array(values.data(), hit.pages), elsewhere);
 }
 
 py::dict stats(SharedIndex& index) {
@@ -100,11 +142,16 @@ Returns:
           "peek",
           [](SharedIndex& index, py::handle tokens_argument, py::handle name_argument) {
             const Vector<Token> tokens = tokens_from(tokens_argument);
-            return index.peek(name_from(name_argument), tokens.data(), tokens.size(), nullptr).pages *
+            return index.peek(name_from(name_argument), tokens.data(), tokens.size(), nullptr, nullptr, nullptr).pages *
                    index.page_tokens();
           },
           py::arg("tokens"), py::arg("namespace") = "",
           "Tokens that match() would find. Pins nothing and does not count as a use.")
+      .def("match_batch", &match_batch, py::arg("prompts"), py::arg("namespace") = "",
+           "match() for each prompt of a list. Returns a list of Match.")
+      .def("insert_batch", &insert_all, py::arg("prompts"), py::arg("namespace") = "",
+           "insert() for each (tokens, values) of a list, all or nothing. Returns a list of Inserted.")
+      .def("_explain", &explain, py::arg("tokens"), py::arg("namespace"))
       .def("insert", &insert, py::arg("tokens"), py::arg("values"), py::arg("namespace") = "",
            R"(Stores one value for each block of a prompt. Blocks that are present keep their value.
 

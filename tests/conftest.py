@@ -30,6 +30,7 @@ def _without(module: str) -> Callable[[], bool]:
 # A pattern that the reason begins with, and what must be so on this machine for the reason to be true.
 FAIR_SKIPS: list[tuple[str, Callable[[], bool]]] = [
     (r"could not import 'torch'|torch is not installed", _without("torch")),
+    (r"could not import '_testcapi'", _without("_testcapi")),
     (r"could not import 'cupy'|cupy is not installed", _without("cupy")),
     (r"no traces", lambda: not TRACES.is_dir()),
     (r"no CUDA (device|driver|GPU)", lambda: not Path("/dev/nvidiactl").exists()),

@@ -12,7 +12,6 @@ from kvpool import _core
 from kvpool.config import Settings, load
 from kvpool.errors import ArgumentError, ArgumentTypeError, StateError, Unsupported
 from kvpool.index import EventStream, MatchReport
-from kvpool.index.report import REASONS
 from kvpool.types import DRAM, HBM, KVLayout, Medium, RawLayout
 
 __all__ = ["ArenaInfo", "MediumStats", "Pool", "PoolStats"]
@@ -229,17 +228,7 @@ class Pool(_core.Pool):
             tokens: As in match.
             namespace: As in match.
         """
-        requested, blocks, partial, end, addrs, elsewhere = self._explain(tokens, namespace)
-        size = self.kv_layout.block_tokens
-        return MatchReport(
-            requested_tokens=requested,
-            matched_tokens=blocks * size,
-            partial_tokens=partial,
-            block_tokens=size,
-            reason=REASONS[end],
-            addrs=addrs,
-            elsewhere={name: held * size for name, held in elsewhere},
-        )
+        return MatchReport.from_core(self.kv_layout.block_tokens, self._explain(tokens, namespace))
 
     def subscribe(self, capacity_tokens: int = 1 << 24, include_cached: bool = False) -> EventStream:
         """Everything that happens to cached prompts from now on, as events that wait until they are drained.

@@ -97,7 +97,7 @@ class NaivePromptIndex {
   void unpin(const Prefix& prompt) {
     from_the_end(prompt, [&](const Prefix&, NaivePage& page) {
       if (--page.pins > 0) return;
-      if (policy_ == EvictionPolicy::kLfu || (policy_ == EvictionPolicy::kLru && !page.held)) page.rank = ++clock_;
+      if (policy_ != EvictionPolicy::kFifo) page.rank = ++clock_;
     });
   }
 
@@ -146,7 +146,8 @@ class NaivePromptIndex {
   Erasure erasure(const Prefix& prompt, bool descendants) const {
     Erasure erasure;
     std::size_t n = longest(prompt);
-    if (n == 0 || (!descendants && has_below(cut(prompt, n)))) return erasure;
+    const bool whole = n == prompt.tokens.size() / page_tokens_;
+    if (n == 0 || (!(descendants && whole) && has_below(cut(prompt, n)))) return erasure;
     while (n > 1 && children(cut(prompt, n - 1)) == 1) --n;
     const Prefix top = cut(prompt, n);
     for (const auto& [prefix, page] : pages) {
@@ -162,14 +163,12 @@ class NaivePromptIndex {
   void release_hold(const Prefix& prefix) {
     NaivePage& page = pages.at(prefix);
     page.held = false;
-    if (page.pins == 0 && policy_ == EvictionPolicy::kLru) page.rank = ++clock_;
   }
   // REQUIRES: called for the last page of a node first.
   void redirect(const Prefix& prefix, Address value, ValueClass value_class) {
     NaivePage& page = pages.at(prefix);
     page.value = value;
     page.value_class = value_class;
-    if (page.evictable() && policy_ == EvictionPolicy::kLru) page.rank = ++clock_;
   }
 
   std::size_t count(ValueClass value_class, bool evictable_only) const {

@@ -379,7 +379,8 @@ class LocalApi(RuleBasedStateMachine):
         tokens = tokens_of(pages)
         gone: list[Key] = []
         top = self.present(namespace, pages)
-        if top and (descendants or len(self.below(Key(namespace, pages[:top]))) == 1):
+        whole = top == len(pages)
+        if top and ((descendants and whole) or len(self.below(Key(namespace, pages[:top]))) == 1):
 
             def children(depth: int) -> int:
                 return sum(len(key.pages) == depth + 1 for key in self.below(Key(namespace, pages[:depth])))
@@ -491,7 +492,7 @@ class LocalApi(RuleBasedStateMachine):
         if self.where:
             wrong["cached"] = (min(self.where.values()), kvpool.StateError)
         if self.limbo:
-            wrong["limbo"] = (min(self.limbo), kvpool.StaleAddress if verb == "swap_in" else kvpool.StateError)
+            wrong["limbo"] = (min(self.limbo), kvpool.StateError)
         skip = {
             "free": {"active"},
             "swap_in": {"cached"},

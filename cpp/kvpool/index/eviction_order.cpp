@@ -10,21 +10,44 @@ namespace {
 
 std::size_t slot_of(ValueClass value_class) noexcept { return static_cast<std::size_t>(value_class); }
 
+// Halves of one node that was cut share their stamp; the lower one goes first.
+bool is_ancestor(const PromptNode* above, const PromptNode* node) noexcept {
+  for (node = node->parent; node != nullptr && node->payload.stamp == above->payload.stamp; node = node->parent) {
+    if (node == above) return true;
+  }
+  return false;
+}
+
+bool colder(const PromptNode* a, const PromptNode* b) noexcept {
+  if (a->payload.stamp != b->payload.stamp) return a->payload.stamp < b->payload.stamp;
+  return is_ancestor(b, a);
+}
+
 class RecencyOrder final : public EvictionOrder {
  public:
   void reserve(std::size_t) override {}
 
   void add(PromptNode* node) noexcept override {
-    List& list = lists_[slot_of(node->payload.value_class)];
+    List& list = lists_[slot_of(node->payload.value_class)].used;
+    node->payload.arrived = false;
     insert_after(list, list.newest, node);
   }
 
+  void add_unused(PromptNode* node) noexcept override {
+    List& list = lists_[slot_of(node->payload.value_class)].arrived;
+    PromptNode* before = list.newest;
+    while (before != nullptr && colder(node, before)) before = before->payload.older;
+    node->payload.arrived = true;
+    insert_after(list, before, node);
+  }
+
   void add_upper(PromptNode* lower, PromptNode* upper) noexcept override {
-    insert_after(lists_[slot_of(lower->payload.value_class)], lower, upper);
+    upper->payload.arrived = lower->payload.arrived;
+    insert_after(list_of(lower), lower, upper);
   }
 
   void remove(PromptNode* node) noexcept override {
-    List& list = lists_[slot_of(node->payload.value_class)];
+    List& list = list_of(node);
     PromptPayload& own = node->payload;
     (own.older != nullptr ? own.older->payload.newer : list.oldest) = own.newer;
     (own.newer != nullptr ? own.newer->payload.older : list.newest) = own.older;
@@ -32,22 +55,17 @@ class RecencyOrder final : public EvictionOrder {
     own.ordered = false;
   }
 
-  PromptNode* coldest(ValueClass value_class) const noexcept override { return lists_[slot_of(value_class)].oldest; }
+  PromptNode* coldest(ValueClass value_class) const noexcept override {
+    const Lists& lists = lists_[slot_of(value_class)];
+    PromptNode* used = lists.used.oldest;
+    PromptNode* arrived = lists.arrived.oldest;
+    if (used == nullptr || arrived == nullptr) return used != nullptr ? used : arrived;
+    return colder(arrived, used) ? arrived : used;
+  }
 
   std::size_t count_checked(ValueClass value_class) const override {
-    std::size_t count = 0;
-    const PromptNode* before = nullptr;
-    for (const PromptNode* node = lists_[slot_of(value_class)].oldest; node != nullptr; node = node->payload.newer) {
-      if (node->payload.older != before || !node->payload.ordered || node->payload.value_class != value_class) {
-        throw Error(ErrorCode::kAudit, "the recency list of a class is broken");
-      }
-      before = node;
-      ++count;
-    }
-    if (lists_[slot_of(value_class)].newest != before) {
-      throw Error(ErrorCode::kAudit, "the recency list of a class does not end at its newest node");
-    }
-    return count;
+    const Lists& lists = lists_[slot_of(value_class)];
+    return count_checked(lists.used, value_class, false) + count_checked(lists.arrived, value_class, true);
   }
 
  private:
@@ -55,6 +73,15 @@ class RecencyOrder final : public EvictionOrder {
     PromptNode* oldest = nullptr;
     PromptNode* newest = nullptr;
   };
+  struct Lists {
+    List used;     // in the order of their release
+    List arrived;  // sorted by stamp
+  };
+
+  List& list_of(const PromptNode* node) noexcept {
+    Lists& lists = lists_[slot_of(node->payload.value_class)];
+    return node->payload.arrived ? lists.arrived : lists.used;
+  }
 
   static void insert_after(List& list, PromptNode* at, PromptNode* node) noexcept {
     PromptPayload& own = node->payload;
@@ -65,7 +92,25 @@ class RecencyOrder final : public EvictionOrder {
     own.ordered = true;
   }
 
-  std::array<List, kValueClassCount> lists_{};
+  static std::size_t count_checked(const List& list, ValueClass value_class, bool arrived) {
+    std::size_t count = 0;
+    const PromptNode* before = nullptr;
+    for (const PromptNode* node = list.oldest; node != nullptr; node = node->payload.newer) {
+      const PromptPayload& own = node->payload;
+      if (own.older != before || !own.ordered || own.value_class != value_class || own.arrived != arrived ||
+          (before != nullptr && own.stamp < before->payload.stamp)) {
+        throw Error(ErrorCode::kAudit, "the recency list of a class is broken");
+      }
+      before = node;
+      ++count;
+    }
+    if (list.newest != before) {
+      throw Error(ErrorCode::kAudit, "the recency list of a class does not end at its newest node");
+    }
+    return count;
+  }
+
+  std::array<Lists, kValueClassCount> lists_{};
 };
 
 // A binary heap per class; each node knows its index, so any node can be taken out.
@@ -85,6 +130,8 @@ class HeapOrder final : public EvictionOrder {
     node->payload.ordered = true;
     rise(heap, heap.size() - 1);
   }
+
+  void add_unused(PromptNode* node) noexcept override { add(node); }
 
   void add_upper(PromptNode* lower, PromptNode* upper) noexcept override {
     // Equal keys: `before` puts the child first. The stamp of the upper half is the lower half's.
@@ -133,13 +180,6 @@ class HeapOrder final : public EvictionOrder {
     if (a.hits != b.hits) return a.hits < b.hits;
     if (a.stamp != b.stamp) return a.stamp < b.stamp;
     return is_ancestor(b.node, a.node);
-  }
-  // Halves of one node that was cut share their stamp; the lower one goes first.
-  static bool is_ancestor(const PromptNode* above, const PromptNode* node) noexcept {
-    for (node = node->parent; node != nullptr && node->payload.stamp == above->payload.stamp; node = node->parent) {
-      if (node == above) return true;
-    }
-    return false;
   }
 
   static void place(Heap& heap, std::size_t at, const Entry& entry) noexcept {

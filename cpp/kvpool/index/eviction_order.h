@@ -3,7 +3,9 @@
 // Every policy orders a node before its ancestors (a use of a child is a use of its whole prefix), so the coldest node
 // of a class is a leaf as far as that class goes, and eviction works from the ends of prompts inwards.
 //
-//   LRU   a list: whoever was released last stands last. O(1), no comparisons.
+//   LRU   a list: whoever was released last stands last. O(1), no comparisons. Nodes that come from another class keep
+//         the time of their last use: they stand in a second list, sorted by it, and the colder of the two heads goes
+//         first. They come coldest first, so their place is at its end: O(1) again.
 //   LFU   a heap by (hits, last use).
 //   FIFO  a heap by last insertion: matches do not refresh.
 //
@@ -30,6 +32,9 @@ class EvictionOrder {
 
   // Enters a node that has just been used. REQUIRES: not ordered.
   virtual void add(PromptNode* node) noexcept = 0;
+
+  // Enters a node that was used at its stamp, not now: it was held, or of another class. REQUIRES: not ordered.
+  virtual void add_unused(PromptNode* node) noexcept = 0;
 
   // Enters the upper half of a node that was cut. REQUIRES: lower is ordered, upper is not.
   virtual void add_upper(PromptNode* lower, PromptNode* upper) noexcept = 0;

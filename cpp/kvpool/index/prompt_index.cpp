@@ -163,14 +163,14 @@ void PromptIndex::unpin(const IndexPin& pin) noexcept {
     if (node->payload.has_limbo) observer_->unpinned(*node, pin.stamp);
     if (--node->payload.pins == 0) {
       if (policy_ != EvictionPolicy::kFifo) node->payload.stamp = ++clock_;
-      enter_order(node);
+      enter_order(node, /*used_now=*/true);
     }
   }
 }
 
-void PromptIndex::enter_order(Node* node) noexcept {
+void PromptIndex::enter_order(Node* node, bool used_now) noexcept {
   if (node->payload.held || node->payload.ordered) return;
-  order_->add(node);
+  used_now ? order_->add(node) : order_->add_unused(node);
   evictable_of(node->payload.value_class) += node->pages;
 }
 
@@ -202,7 +202,9 @@ IndexErasure PromptIndex::erase(std::string_view name_space, const Token* tokens
       tree_.descend(root, tokens, n_tokens / tree_.page_tokens(), [](Node*, std::uint32_t) noexcept {});
   if (place.pages == 0) return erasure;
   const bool longer = !place.at_end_of_node() || place.node->children != nullptr;
-  if (longer && !descendants) return erasure;
+  // Where the tokens go on differently, what is longer does not begin with this prompt.
+  const bool whole = place.pages == n_tokens / tree_.page_tokens();
+  if (longer && !(descendants && whole)) return erasure;
 
   // The prompt's own pages reach up to where another prompt branches off.
   Node* top = place.node;
@@ -274,7 +276,7 @@ PromptIndex::Node* PromptIndex::hold_coldest(ValueClass value_class, std::size_t
 void PromptIndex::release_hold(Node* node) noexcept {
   if (!node->payload.held) return;
   node->payload.held = false;
-  if (node->payload.pins == 0) enter_order(node);
+  if (node->payload.pins == 0) enter_order(node, /*used_now=*/false);
 }
 
 void PromptIndex::redirect(Node* node, const Address* values) noexcept {
@@ -296,7 +298,7 @@ void PromptIndex::redirect(Node* node, const Address* values) noexcept {
   std::copy_n(values, node->pages, payload.values.get());
   payload.value_class = class_of(values[0]);
   pages_of(payload.value_class) += node->pages;
-  if (ordered) enter_order(node);
+  if (ordered) enter_order(node, /*used_now=*/false);
 }
 
 std::shared_ptr<EventQueue> PromptIndex::subscribe(std::uint64_t capacity_tokens, bool include_cached) {

@@ -161,7 +161,7 @@ class PromptIndex {
 
   ValueClass class_of(Address value) const noexcept;
   Node* cut(Node* node, std::uint32_t pages_before);
-  void enter_order(Node* node) noexcept;
+  void enter_order(Node* node, bool used_now) noexcept;
   void leave_order(Node* node) noexcept;
   void drop_tail(Node* leaf, std::uint32_t count, bool observed) noexcept;
   std::size_t& pages_of(ValueClass value_class) noexcept { return pages_[static_cast<std::size_t>(value_class)]; }

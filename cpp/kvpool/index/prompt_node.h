@@ -28,6 +28,7 @@ struct PromptPayload {
   Node* newer = nullptr;
   std::uint32_t heap_index = 0;
   bool ordered = false;
+  bool arrived = false;  // LRU: in the list of nodes that came with an older stamp
 
   ValueClass value_class = ValueClass::kOpaque;
   bool held = false;        // its blocks are being copied elsewhere: neither evicted nor moved by another

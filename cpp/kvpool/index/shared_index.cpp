@@ -12,15 +12,31 @@ IndexHit SharedIndex::match(std::string_view name_space, const Token* tokens, st
   return index_.match(name_space, tokens, n_tokens, out);
 }
 
-IndexHit SharedIndex::peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, MatchEnd* end) {
+IndexHit SharedIndex::peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out,
+                           MatchEnd* end, std::vector<std::pair<std::string, std::size_t>>* elsewhere) {
   const std::lock_guard lock(mutex_);
-  return index_.peek(name_space, tokens, n_tokens, nullptr, end);
+  const IndexHit hit = index_.peek(name_space, tokens, n_tokens, out, end);
+  if (elsewhere != nullptr) {
+    index_.for_each_namespace(tokens, n_tokens, [&](const std::string& name, std::size_t pages) {
+      if (name != name_space && pages > hit.pages) elsewhere->emplace_back(name, pages);
+    });
+  }
+  return hit;
 }
 
-IndexInsertion SharedIndex::insert(std::string_view name_space, const Token* tokens, std::size_t pages,
-                                   const Address* values, Address* canonical) {
+std::vector<IndexInsertion> SharedIndex::insert_all(std::string_view name_space, const std::vector<Item>& items) {
+  std::vector<IndexInsertion> done;
+  done.reserve(items.size());
   const std::lock_guard lock(mutex_);
-  return index_.insert(name_space, tokens, pages, values, canonical);
+  try {
+    for (const Item& item : items) {
+      done.push_back(index_.insert(name_space, item.tokens, item.pages, item.values, item.canonical));
+    }
+  } catch (...) {
+    for (std::size_t i = done.size(); i-- > 0;) index_.undo(done[i]);
+    throw;
+  }
+  return done;
 }
 
 std::vector<Address> SharedIndex::erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens,

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -29,9 +30,18 @@ class SharedIndex final : public PinOwner, private IndexObserver {
   std::uint32_t page_tokens() const noexcept { return index_.page_tokens(); }
 
   IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
-  IndexHit peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, MatchEnd* end);
-  IndexInsertion insert(std::string_view name_space, const Token* tokens, std::size_t pages, const Address* values,
-                        Address* canonical);
+  // `out` may be null; `elsewhere` too: it receives the other namespaces that hold more, with how many pages.
+  IndexHit peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out, MatchEnd* end,
+                std::vector<std::pair<std::string, std::size_t>>* elsewhere);
+  // One insertion of a batch.
+  struct Item {
+    const Token* tokens;
+    std::size_t pages;
+    const Address* values;
+    Address* canonical;
+  };
+  // All or nothing.
+  std::vector<IndexInsertion> insert_all(std::string_view name_space, const std::vector<Item>& items);
   // What was removed comes back.
   std::vector<Address> erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
   std::vector<Address> evict(std::size_t n);

@@ -34,17 +34,17 @@ PoolStats Pool::stats_locked() noexcept {
     for (int state = 0; state < kBlockStateCount; ++state) {
       counts.by_state[static_cast<std::size_t>(state)] = blocks.count(static_cast<BlockState>(state));
     }
-    counts.evictable = static_cast<std::uint32_t>(index_.evictable(value_class));
+    counts.evictable = static_cast<std::uint32_t>(index_->evictable(value_class));
     counts.free_runs = blocks.free_runs();
     stats.metadata_bytes += blocks.metadata_bytes();
   }
   for (int value_class = 0; value_class < kValueClassCount; ++value_class) {
-    stats.index_blocks += index_.pages(static_cast<ValueClass>(value_class));
+    stats.index_blocks += index_->pages(static_cast<ValueClass>(value_class));
   }
   stats.counters = counters_;
-  stats.index_nodes = index_.node_count();
-  stats.index_bytes = index_.bytes();
-  stats.namespaces = index_.namespace_count();
+  stats.index_nodes = index_->node_count();
+  stats.index_bytes = index_->bytes();
+  stats.namespaces = index_->namespace_count();
   return stats;
 }
 
@@ -54,8 +54,8 @@ PoolStats Pool::stats_locked() noexcept {
 PoolStats Pool::audit_locked() {
   const auto fail = [](const std::string& what) { throw Error(ErrorCode::kAudit, "pool: " + what); };
   for (const BlockStore& blocks : stores_) blocks.audit();
-  index_.audit();
-  index_.for_each_node([&](const PromptNode& node) {
+  index_->audit();
+  index_->for_each_node([&](const PromptNode& node) {
     if (node.payload.value_class == ValueClass::kRemote) return;
     for (std::uint32_t i = 0; i < node.pages; ++i) {
       const Address address = node.payload.values[i];
@@ -79,7 +79,7 @@ PoolStats Pool::audit_locked() {
     }
   }
   for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
-    const std::size_t cached = index_.pages(static_cast<ValueClass>(medium));
+    const std::size_t cached = index_->pages(static_cast<ValueClass>(medium));
     const std::size_t limbo = in_limbo[static_cast<std::size_t>(medium_index(medium))];
     if (store(medium).count(BlockState::kHistorical) != cached + limbo) {
       fail(std::string(medium_name(medium)) + ": " + std::to_string(store(medium).count(BlockState::kHistorical)) +

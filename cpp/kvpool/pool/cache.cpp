@@ -11,7 +11,7 @@ namespace kvpool {
 IndexHit Pool::match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out) {
   guard();
   const std::lock_guard lock(mutex_);
-  const IndexHit hit = index_.match(name_space, tokens, n_tokens, out);
+  const IndexHit hit = index_->match(name_space, tokens, n_tokens, out);
   ++counters_.match_calls;
   counters_.requested_tokens += n_tokens;
   counters_.matched_tokens += hit.pages * layout_.block_tokens;
@@ -39,7 +39,7 @@ void Pool::check_insertion(std::string_view name_space, const InsertItem& item) 
 
   // Cached blocks may stand where the index has this very page: the prefix that a match gave. (An address in limbo is
   // one that a match gave before its page was swapped in.)
-  const std::size_t present = index_.peek(name_space, item.tokens, item.n_tokens, item.canonical).pages;
+  const std::size_t present = index_->peek(name_space, item.tokens, item.n_tokens, item.canonical).pages;
   for (std::size_t i = 0; i < item.n_addresses; ++i) {
     const Address address = item.addresses[i];
     if (!is_local(address) || store_of(address).state(block_of(address)) != BlockState::kHistorical) continue;
@@ -69,7 +69,7 @@ std::vector<InsertOutcome> Pool::insert(std::string_view name_space, std::span<c
   try {
     for (const InsertItem& item : items) {
       const std::size_t pages = item.n_addresses;
-      const IndexInsertion insertion = index_.insert(name_space, item.tokens, pages, item.addresses, item.canonical);
+      const IndexInsertion insertion = index_->insert(name_space, item.tokens, pages, item.addresses, item.canonical);
       done.push_back(insertion);
       InsertOutcome& outcome = outcomes.emplace_back();
       outcome.pin = insertion.pin;
@@ -106,7 +106,7 @@ void Pool::take_back(const InsertItem& item, const IndexInsertion& insertion) no
     store_of(address).set_state(block_of(address), BlockState::kActive);
     store_of(address).set_tag(block_of(address), 0);
   }
-  index_.undo(insertion);
+  index_->undo(insertion);
 }
 
 std::size_t Pool::erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants) {
@@ -114,7 +114,7 @@ std::size_t Pool::erase(std::string_view name_space, const Token* tokens, std::s
   const std::lock_guard reclaim(reclaim_);
   const std::lock_guard lock(mutex_);
   guard();
-  const IndexErasure erasure = index_.erase(name_space, tokens, n_tokens, descendants);
+  const IndexErasure erasure = index_->erase(name_space, tokens, n_tokens, descendants);
   if (erasure.pages_pinned > 0) {
     throw Error(ErrorCode::kState,
                 std::to_string(erasure.pages_pinned) + " of the blocks to delete are pinned: nothing was deleted",
@@ -149,11 +149,11 @@ MatchExplanation Pool::explain(std::string_view name_space, const Token* tokens,
   explanation.requested_tokens = n_tokens;
   explanation.addresses.resize(n_tokens / layout_.block_tokens);
   const std::lock_guard lock(mutex_);
-  const IndexHit hit = index_.peek(name_space, tokens, n_tokens, explanation.addresses.data(), &explanation.end);
+  const IndexHit hit = index_->peek(name_space, tokens, n_tokens, explanation.addresses.data(), &explanation.end);
   explanation.matched_pages = hit.pages;
   explanation.partial_tokens = hit.partial_tokens;
   explanation.addresses.resize(hit.pages);
-  index_.for_each_namespace(tokens, n_tokens, [&](const std::string& name, std::size_t pages) {
+  index_->for_each_namespace(tokens, n_tokens, [&](const std::string& name, std::size_t pages) {
     if (name != name_space && pages > hit.pages) explanation.elsewhere.emplace_back(name, pages);
   });
   return explanation;
@@ -162,13 +162,13 @@ MatchExplanation Pool::explain(std::string_view name_space, const Token* tokens,
 void Pool::unpin(const IndexPin* pins, std::size_t n) noexcept {
   if (made_in_ != fork_generation()) return;
   const std::lock_guard lock(mutex_);
-  for (std::size_t i = 0; i < n; ++i) index_.unpin(pins[i]);
+  for (std::size_t i = 0; i < n; ++i) index_->unpin(pins[i]);
 }
 
 std::shared_ptr<EventQueue> Pool::subscribe(std::uint64_t capacity_tokens, bool include_cached) {
   guard();
   const std::lock_guard lock(mutex_);
-  return index_.subscribe(capacity_tokens, include_cached);
+  return index_->subscribe(capacity_tokens, include_cached);
 }
 
 EventQueue::Batch Pool::drain(EventQueue& queue) {
@@ -180,7 +180,7 @@ EventQueue::Batch Pool::drain(EventQueue& queue) {
 void Pool::unsubscribe(const std::shared_ptr<EventQueue>& queue) noexcept {
   if (made_in_ != fork_generation()) return;
   const std::lock_guard lock(mutex_);
-  index_.events().unsubscribe(queue);
+  index_->events().unsubscribe(queue);
 }
 
 void Pool::placed(PromptNode& node) noexcept {

@@ -1,5 +1,7 @@
 #include "kvpool/pool/pool.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <random>
@@ -45,17 +47,34 @@ std::shared_ptr<Arena> make_arena(const PoolOptions& options, Medium medium, std
   return make_owned_arena(arena);
 }
 
+// Every segment must hold whole pieces of the layout, in its order: a layer's K, or a layer's K and V, and so on.
+void check_pieces(const Arena& arena, const Layout& layout) {
+  const auto fail = [&](const std::string& what) {
+    throw Error(ErrorCode::kLayoutMismatch, "the adopted tensors " + what,
+                {{"offered_bytes", static_cast<std::int64_t>(arena.block_bytes())},
+                 {"layout_bytes", static_cast<std::int64_t>(layout.block_bytes())}});
+  };
+  if (arena.block_bytes() != layout.block_bytes()) {
+    fail("hold " + std::to_string(arena.block_bytes()) + " bytes a block, the layout " +
+         std::to_string(layout.block_bytes()));
+  }
+  std::size_t piece = 0;
+  for (std::size_t i = 0; i < arena.segments().size(); ++i) {
+    const std::size_t bytes = arena.segments()[i].bytes;
+    std::size_t whole = 0;
+    while (piece < layout.piece_bytes.size() && whole < bytes) whole += layout.piece_bytes[piece++];
+    if (whole != bytes) {
+      fail("cut a block where the layout does not: run " + std::to_string(i) + " of it has " + std::to_string(bytes) +
+           " bytes, and the layout's pieces there end at " + std::to_string(whole));
+    }
+  }
+}
+
 std::shared_ptr<Arena> make_hbm(const PoolOptions& options) {
   if (!options.adopted_hbm) return make_arena(options, Medium::kHbm, options.hbm_blocks);
   const AdoptedMemory& adopted = *options.adopted_hbm;
   auto arena = make_adopted_arena(Medium::kHbm, adopted.blocks, adopted.segments, adopted.keepalive);
-  if (arena->block_bytes() != options.layout.block_bytes()) {
-    throw Error(ErrorCode::kLayoutMismatch,
-                "the adopted tensors hold " + std::to_string(arena->block_bytes()) + " bytes a block, the layout " +
-                    std::to_string(options.layout.block_bytes()),
-                {{"offered_bytes", static_cast<std::int64_t>(arena->block_bytes())},
-                 {"layout_bytes", static_cast<std::int64_t>(options.layout.block_bytes())}});
-  }
+  check_pieces(*arena, options.layout);
   return arena;
 }
 
@@ -63,9 +82,11 @@ std::shared_ptr<Arena> make_hbm(const PoolOptions& options) {
 // random distance: an address of another pool is stale here, not somebody's block.
 std::uint32_t first_generation() {
   constexpr std::uint32_t kHalf = 1U << (kGenerationBits - 1);
-  constexpr std::uint32_t kStep = 5184557;  // odd, near kHalf / 1.618: any few steps are spread out evenly
+  constexpr std::uint32_t kStep = 5184557;        // odd, near kHalf / 1.618: any few steps are spread out evenly
+  constexpr std::uint32_t kSpread = 2654435761U;  // a forked child inherits `next`, and has a process id of its own
   static std::atomic<std::uint32_t> next{std::random_device{}()};
-  return 1 + next.fetch_add(kStep, std::memory_order_relaxed) % kHalf;
+  const auto process = static_cast<std::uint32_t>(getpid()) * kSpread;
+  return 1 + (next.fetch_add(kStep, std::memory_order_relaxed) + process) % kHalf;
 }
 
 }  // namespace
@@ -81,7 +102,8 @@ Pool::Pool(const PoolOptions& options)
               BlockStore(Medium::kDram, options.dram_blocks, first_generation())},
       arenas_{make_hbm(options), make_arena(options, Medium::kDram, options.dram_blocks)},
       team_(options.copy_threads),
-      index_(options.layout.block_tokens, options.policy, PromptIndex::Values::kAddresses, this) {
+      index_(std::make_unique<PromptIndex>(options.layout.block_tokens, options.policy, PromptIndex::Values::kAddresses,
+                                           static_cast<IndexObserver*>(this))) {
   if (arenas_[0]->blocks() > 0 && arenas_[1]->blocks() > 0) {
     out_copier_.emplace(*arenas_[0], *arenas_[1]);
     in_copier_.emplace(*arenas_[1], *arenas_[0]);
@@ -89,7 +111,11 @@ Pool::Pool(const PoolOptions& options)
   if (engine_allocates_) released_.reserve(stores_[0].capacity());
 }
 
-Pool::~Pool() { close(); }
+Pool::~Pool() {
+  // In a forked child the index may stand still in the middle of another thread's change: it is left as it is.
+  if (made_in_ != fork_generation()) static_cast<void>(index_.release());
+  close();
+}
 
 void Pool::close() noexcept {
   if (made_in_ != fork_generation()) return;
@@ -112,7 +138,8 @@ void Pool::guard() const {
 
 std::size_t Pool::capacity(Medium medium) const noexcept {
   std::size_t capacity = 0;
-  if (medium != Medium::kDram) capacity += stores_[0].capacity();
+  // Of both media together it is what alloc can give.
+  if (medium == Medium::kHbm || (medium == Medium::kMixed && !engine_allocates_)) capacity += stores_[0].capacity();
   if (medium != Medium::kHbm) capacity += stores_[1].capacity();
   return capacity;
 }
@@ -181,7 +208,7 @@ void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out) {
       // MIXED has taken what is free of both: the coldest DRAM blocks go, then the coldest HBM blocks.
       const std::size_t in_hbm = engine_allocates_ ? 0 : store(Medium::kHbm).free_count();
       const std::size_t in_dram =
-          std::min<std::size_t>(n - in_hbm, store(Medium::kDram).free_count() + index_.evictable(ValueClass::kDram));
+          std::min<std::size_t>(n - in_hbm, store(Medium::kDram).free_count() + index_->evictable(ValueClass::kDram));
       make_dram_room(in_dram);
       const std::size_t have = store(Medium::kDram).free_count() + store(Medium::kHbm).free_count();
       if (have < n && !engine_allocates_) evict_locked(ValueClass::kHbm, n - have);
@@ -193,9 +220,9 @@ void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out) {
 bool Pool::can_make_room(std::size_t n, Medium medium) noexcept {
   std::size_t possible = 0;
   if (medium != Medium::kDram && !engine_allocates_) {
-    possible += store(Medium::kHbm).free_count() + index_.evictable(ValueClass::kHbm);
+    possible += store(Medium::kHbm).free_count() + index_->evictable(ValueClass::kHbm);
   }
-  if (medium != Medium::kHbm) possible += store(Medium::kDram).free_count() + index_.evictable(ValueClass::kDram);
+  if (medium != Medium::kHbm) possible += store(Medium::kDram).free_count() + index_->evictable(ValueClass::kDram);
   return n <= possible;
 }
 
@@ -212,11 +239,11 @@ void Pool::throw_out_of_blocks_locked(std::size_t n, Medium medium) {
   std::int64_t evictable = 0;
   std::int64_t historical = 0;
   for (const Medium tier : {Medium::kHbm, Medium::kDram}) {
-    if (medium != tier && medium != Medium::kMixed) continue;
+    if (medium != tier && (medium != Medium::kMixed || (engine_allocates_ && tier == Medium::kHbm))) continue;
     free += store(tier).free_count();
     active += store(tier).count(BlockState::kActive);
     historical += store(tier).count(BlockState::kHistorical);
-    evictable += static_cast<std::int64_t>(index_.evictable(static_cast<ValueClass>(tier)));
+    evictable += static_cast<std::int64_t>(index_->evictable(static_cast<ValueClass>(tier)));
   }
   const auto total = static_cast<std::int64_t>(capacity(medium));
   text += ": of " + std::to_string(total) + ", " + std::to_string(free) + " are free, " + std::to_string(active) +
@@ -240,7 +267,14 @@ void Pool::check(Address address, std::size_t position, std::optional<BlockState
   if (bits != static_cast<std::uint32_t>(Medium::kHbm) && bits != static_cast<std::uint32_t>(Medium::kDram)) {
     fail(ErrorCode::kArgument, "names no medium; it is no address of a pool");
   }
-  if (!is_local(address)) fail(ErrorCode::kNotOwner, "belongs to instance " + std::to_string(instance_of(address)));
+  if (!is_local(address)) {
+    throw Error(ErrorCode::kNotOwner,
+                "address " + std::to_string(address) + " (position " + std::to_string(position) +
+                    ") belongs to instance " + std::to_string(instance_of(address)),
+                {{"address", static_cast<std::int64_t>(address)},
+                 {"position", static_cast<std::int64_t>(position)},
+                 {"instance", instance_of(address)}});
+  }
   const BlockStore& blocks = store_of(address);
   const std::uint32_t block = block_of(address);
   switch (blocks.find(address)) {

@@ -2,7 +2,8 @@
 //
 // Locks
 //   mutex_    guards everything below; held for microseconds, never while bytes are copied, never while waiting for
-//             Python. A thread that holds Python's GIL may take it. Long work goes in batches of kBatchBlocks.
+//             Python. A thread that holds Python's GIL may take it. Swaps and evictions go in batches of kBatchBlocks;
+//             delete and audit take as long as what they delete or look at.
 //   reclaim_  one at a time: swap, eviction, deletion. Taken before mutex_, held while bytes are copied; callers let go
 //             of the GIL first. So a node that is held for copying is met only by matches, insertions and frees.
 //
@@ -121,6 +122,7 @@ class Pool final : public PinOwner, private IndexObserver {
 
   // Ends the pool: every verb but unpin throws kClosed from now on. Views of the memory stay valid. Idempotent.
   void close() noexcept;
+  bool zeroes_on_alloc() const noexcept { return zero_on_alloc_; }
   bool closed() const noexcept { return closed_.load(std::memory_order_relaxed); }
 
   // --- blocks (pool.cpp) ---
@@ -173,7 +175,8 @@ class Pool final : public PinOwner, private IndexObserver {
  private:
   using Lock = std::unique_lock<std::mutex>;
 
-  // The blocks that pins of an earlier time may still read, after swap_in gave their page a new address.
+  // The blocks that pins of an earlier time may still read, after swap_in gave their page a new address. The mark of
+  // such a block is the HBM block where the page lies now: the same pins keep it there.
   struct Limbo {
     PromptNode* node;
     std::uint64_t stamp;      // pins taken before this may read the blocks
@@ -216,11 +219,12 @@ class Pool final : public PinOwner, private IndexObserver {
   void make_dram_room(std::size_t n) noexcept;
   // Blocks that swap_in moves, where to, and the pins that keep them meanwhile.
   struct Inbound {
-    std::vector<Address> from;
+    std::vector<Address> addresses;  // all of them, where they lie at the beginning
+    std::vector<Address> from;       // those in DRAM
     std::vector<Address> to;
     std::vector<IndexPin> pins;
   };
-  void gather_inbound(std::span<const Address> addresses, Inbound& inbound);
+  void gather_inbound(std::span<const Address> given, Inbound& inbound);
   void reserve_inbound(Lock& lock, std::span<const Address> into, Inbound& inbound);
   void commit_inbound(Inbound& inbound);
 
@@ -246,7 +250,7 @@ class Pool final : public PinOwner, private IndexObserver {
   CopyTeam team_;
   std::optional<BlockCopier> out_copier_;  // HBM to DRAM
   std::optional<BlockCopier> in_copier_;
-  PromptIndex index_;
+  std::unique_ptr<PromptIndex> index_;
   std::vector<Limbo> limbo_;
   std::vector<std::uint32_t> released_;  // to tell the engine: free blocks, each once; room for every block
   PoolCounters counters_;

@@ -28,7 +28,7 @@ void Pool::release_cached(const Address* addresses, std::size_t n) noexcept {
 // Counts what hangs below and goes too, of whatever medium; returns what went of this class.
 std::size_t Pool::evict_locked(ValueClass value_class, std::size_t n) noexcept {
   const std::uint64_t before = dropped_blocks_;
-  const std::size_t evicted = index_.evict(value_class, n);
+  const std::size_t evicted = index_->evict(value_class, n);
   counters_.evicted_blocks += dropped_blocks_ - before;
   return evicted;
 }
@@ -61,20 +61,20 @@ std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* 
   std::vector<Address> from;
   std::vector<Address> to;
   std::vector<PromptNode*> held;
-  n = std::min(n, index_.evictable(ValueClass::kHbm));
+  n = std::min(n, index_->evictable(ValueClass::kHbm));
   from.reserve(n);
   to.resize(n);
-  held.reserve(std::min(n, index_.node_count() + 1));
+  held.reserve(std::min(n, index_->node_count() + 1));
   if (moved != nullptr) moved->reserve(moved->size() + n);
   try {
     while (from.size() < n) {
-      PromptNode* node = index_.hold_coldest(ValueClass::kHbm, n - from.size());
+      PromptNode* node = index_->hold_coldest(ValueClass::kHbm, n - from.size());
       if (node == nullptr) break;
       held.push_back(node);
       from.insert(from.end(), node->payload.values.get(), node->payload.values.get() + node->pages);
     }
   } catch (...) {
-    for (PromptNode* node : held) index_.release_hold(node);
+    for (PromptNode* node : held) index_->release_hold(node);
     throw;
   }
   BlockStore& dram = store(Medium::kDram);
@@ -91,13 +91,13 @@ std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* 
     if (node->payload.pins > 0) {
       release_blocks(&to[i], pages);
     } else {
-      index_.redirect(node, &to[i]);
+      index_->redirect(node, &to[i]);
       placed(*node);
       release_cached(&from[i], pages);
       if (moved != nullptr) moved->insert(moved->end(), &to[i], &to[i] + pages);
       gone += pages;
     }
-    index_.release_hold(node);
+    index_->release_hold(node);
     i += pages;
   }
   counters_.swapped_out_blocks += gone;
@@ -111,14 +111,14 @@ std::vector<Address> Pool::swap_out(std::size_t n) {
   guard();
   if (!out_copier_) throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM or no DRAM blocks");
   // No more than DRAM has room for, or a later batch would push out what an earlier one brought.
-  n = std::min(
-      {n, index_.evictable(ValueClass::kHbm), store(Medium::kDram).free_count() + index_.evictable(ValueClass::kDram)});
+  n = std::min({n, index_->evictable(ValueClass::kHbm),
+                store(Medium::kDram).free_count() + index_->evictable(ValueClass::kDram)});
   std::vector<Address> moved;
   moved.reserve(n);
   // What has moved stays moved when memory runs out; only when nothing has does the caller hear of it.
   while (moved.size() < n) {
     const std::size_t before = moved.size();
-    const std::size_t batch = std::min({n - before, kBatchBlocks, index_.evictable(ValueClass::kHbm)});
+    const std::size_t batch = std::min({n - before, kBatchBlocks, index_->evictable(ValueClass::kHbm)});
     try {
       make_dram_room(std::min<std::size_t>(batch, store(Medium::kDram).capacity()));
       move_to_dram(lock, std::min<std::size_t>(batch, store(Medium::kDram).free_count()), &moved);
@@ -135,18 +135,23 @@ std::vector<Address> Pool::swap_out(std::size_t n) {
 }
 
 // Checks the addresses, makes every run of them that lies in DRAM a node of its own, and pins all their nodes.
-void Pool::gather_inbound(std::span<const Address> addresses, Inbound& inbound) {
+void Pool::gather_inbound(std::span<const Address> given, Inbound& inbound) {
+  std::vector<Address>& addresses = inbound.addresses;
+  addresses.assign(given.begin(), given.end());
   const std::uint32_t stamp = ++move_stamp_;
   for (std::size_t i = 0; i < addresses.size(); ++i) {
     check(addresses[i], i, BlockState::kHistorical);
+    // In limbo: somebody swapped the page in after this caller had matched it. Its mark says where it lies now.
+    if (store_of(addresses[i]).tag(block_of(addresses[i])) == kLimboTag) {
+      addresses[i] = store(Medium::kHbm).address_of(store_of(addresses[i]).mark(block_of(addresses[i])));
+    }
     BlockStore& blocks = store_of(addresses[i]);
     const std::uint32_t block = block_of(addresses[i]);
-    const bool twice = blocks.mark(block) == stamp;
-    if (twice || blocks.tag(block) == kLimboTag) {
-      throw Error(twice ? ErrorCode::kArgument : ErrorCode::kStaleAddress,
-                  "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) + ") " +
-                      (twice ? "stands twice in the list" : "was swapped in meanwhile: match again"),
-                  {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
+    if (blocks.mark(block) == stamp) {
+      throw Error(
+          ErrorCode::kArgument,
+          "address " + std::to_string(given[i]) + " (position " + std::to_string(i) + ") stands twice in the list",
+          {{"address", static_cast<std::int64_t>(given[i])}, {"position", static_cast<std::int64_t>(i)}});
     }
     blocks.set_mark(block, stamp);
   }
@@ -162,7 +167,7 @@ void Pool::gather_inbound(std::span<const Address> addresses, Inbound& inbound) 
       inbound.from.insert(inbound.from.end(), addresses.begin() + static_cast<std::ptrdiff_t>(i),
                           addresses.begin() + static_cast<std::ptrdiff_t>(i + run));
     }
-    inbound.pins.push_back(index_.pin(index_.isolate(node, at, run)));
+    inbound.pins.push_back(index_->pin(index_->isolate(node, at, run)));
     i += run;
   }
 }
@@ -214,7 +219,7 @@ std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::spa
     }
     commit_inbound(inbound);
   } catch (...) {
-    for (const IndexPin& pin : inbound.pins) index_.unpin(pin);
+    for (const IndexPin& pin : inbound.pins) index_->unpin(pin);
     if (into.empty()) {
       release_blocks(inbound.to.data(), inbound.to.size());
     } else {
@@ -222,13 +227,14 @@ std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::spa
     }
     throw;
   }
+  const std::vector<Address>& current = inbound.addresses;
   const Address* arrived = inbound.to.data();
-  for (std::size_t i = 0; i < addresses.size(); ++i) out[i] = in_dram(addresses[i]) ? *arrived++ : addresses[i];
-  for (std::size_t i = 0; i < addresses.size(); ++i) {
+  for (std::size_t i = 0; i < current.size(); ++i) out[i] = in_dram(current[i]) ? *arrived++ : current[i];
+  for (std::size_t i = 0; i < current.size(); ++i) {
     PromptNode* node = node_of(out[i]);
-    const PromptNode* next = i + 1 < addresses.size() ? node_of(out[i + 1]) : nullptr;
+    const PromptNode* next = i + 1 < current.size() ? node_of(out[i + 1]) : nullptr;
     const bool covered = next != nullptr && (next == node || next->parent == node);
-    if (!covered) pins.push_back(index_.pin(node));
+    if (!covered) pins.push_back(index_->pin(node));
   }
   counters_.swapped_in_blocks += inbound.from.size();
   audit_if_asked();
@@ -240,7 +246,7 @@ std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::spa
 void Pool::commit_inbound(Inbound& inbound) {
   const std::vector<Address>& from = inbound.from;
   // This call's own pins go first, so that what pins are left are others'.
-  for (const IndexPin& pin : inbound.pins) index_.unpin(pin);
+  for (const IndexPin& pin : inbound.pins) index_->unpin(pin);
   inbound.pins.clear();
 
   std::vector<Limbo> limbo;
@@ -255,12 +261,16 @@ void Pool::commit_inbound(Inbound& inbound) {
   for (std::size_t i = 0; i < from.size();) {
     PromptNode* node = node_of(from[i]);
     const std::uint32_t pages = node->pages;
-    index_.redirect(node, &inbound.to[i]);
+    index_->redirect(node, &inbound.to[i]);
     placed(*node);
     if (node->payload.pins > 0) {
       node->payload.has_limbo = true;
-      next_limbo->stamp = index_.tick();
-      for (const Address old : next_limbo->blocks) store_of(old).set_tag(block_of(old), kLimboTag);
+      next_limbo->stamp = index_->tick();
+      for (std::uint32_t k = 0; k < pages; ++k) {
+        BlockStore& dram = store(Medium::kDram);
+        dram.set_tag(block_of(from[i + k]), kLimboTag);
+        dram.set_mark(block_of(from[i + k]), block_of(inbound.to[i + k]));
+      }
       limbo_.push_back(std::move(*next_limbo++));
     } else {
       release_blocks(&from[i], pages);

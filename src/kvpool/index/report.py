@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,9 @@ import numpy.typing as npt
 from kvpool.types import Medium, media
 
 __all__ = ["MatchReport"]
+
+# Tokens asked for, blocks found, tokens that agree beyond, MatchEnd, addresses, (other namespace, blocks) ...
+CoreReport: TypeAlias = tuple[int, int, int, int, npt.NDArray[np.uint64], list[tuple[str, int]]]
 
 # As MatchEnd in cpp/kvpool/index/prompt_index.h.
 REASONS: Final = ("complete", "no_namespace", "diverges", "nothing_beyond")
@@ -38,6 +41,20 @@ class MatchReport:
     reason: str
     addrs: npt.NDArray[np.uint64]
     elsewhere: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_core(cls, block_tokens: int, found: CoreReport, opaque: bool = False) -> MatchReport:
+        """From what the core's `_explain` returns. Opaque values are no addresses, and are left out."""
+        requested, blocks, partial, end, addrs, elsewhere = found
+        return cls(
+            requested_tokens=requested,
+            matched_tokens=blocks * block_tokens,
+            partial_tokens=partial,
+            block_tokens=block_tokens,
+            reason=REASONS[end],
+            addrs=addrs[:0] if opaque else addrs,
+            elsewhere={name: held * block_tokens for name, held in elsewhere},
+        )
 
     def __str__(self) -> str:
         """A few lines of text."""

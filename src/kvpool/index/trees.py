@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvpool import _core
 from kvpool.errors import ArgumentTypeError
 from kvpool.index.events import EventStream, MovedEvent, RemovedEvent, StoredEvent
+from kvpool.index.report import MatchReport
 
 __all__ = ["InstanceIndex", "PromptIndex"]
 
@@ -19,6 +20,15 @@ class PromptIndex(_core.PromptIndex):
         block_tokens: Tokens a block.
         policy: Which blocks `evict` drops first: "lru", "lfu" or "fifo"; always from the ends of prompts.
     """
+
+    def explain_match(self, tokens: _core.TokenVector, namespace: str = "") -> MatchReport:
+        """Says what match would find, and why it ends there. Pins nothing and does not count as a use.
+
+        Args:
+            tokens: As in match.
+            namespace: As in match.
+        """
+        return MatchReport.from_core(self.block_tokens, self._explain(tokens, namespace), opaque=True)
 
     def subscribe(self, capacity_tokens: int = 1 << 24, include_cached: bool = False) -> EventStream:
         """Everything that happens from now on, as events that wait until they are drained.
