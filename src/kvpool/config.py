@@ -47,7 +47,7 @@ class Settings:
         pin_dram: Page-lock DRAM for CUDA: "auto" when the device is a GPU, "never", or "always" (fail without
             a driver).
         audit: Check every invariant after every call. Slow; for finding bugs.
-        zero_on_alloc: alloc hands out blocks as zeros, so that no owner sees what an earlier one left. (adopt does not.)
+        zero_on_alloc: alloc hands out blocks as zeros, so that no owner sees what an earlier one left; adopt does not.
     """
 
     policy: Literal["lru", "lfu", "fifo"] = "lru"
