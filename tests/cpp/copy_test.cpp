@@ -324,5 +324,66 @@ TEST_CASE("a caller copies alone when no thread can be started") {
   CHECK((status == 0 || status == test::kChildSkipped));
 }
 
+// Counts its parts, from whichever thread; the counters are what ThreadSanitizer looks at, too.
+struct PartCounter {
+  explicit PartCounter(std::size_t parts) : seen(parts) {}
+  static void call(void* self, std::size_t index) noexcept { ++static_cast<PartCounter*>(self)->seen[index]; }
+  bool each_once() const {
+    return std::all_of(seen.begin(), seen.end(), [](int times) { return times == 1; });
+  }
+  std::vector<int> seen;
+};
+
+TEST_CASE("work in parts is done part by part, each once, beside copies of other callers") {
+  for (const int threads : {1, 2, 4}) {
+    CopyTeam team(threads);
+    std::vector<std::thread> callers;
+    std::atomic<int> wrong{0};
+    for (int caller = 0; caller < 3; ++caller) {
+      callers.emplace_back([&, caller] {
+        for (int i = 0; i < 50; ++i) {
+          PartCounter counter(static_cast<std::size_t>(i));
+          team.run_parts(counter.seen.size(), PartCounter::call, &counter);
+          if (!counter.each_once()) ++wrong;
+          if (i % 10 == 0) {
+            Trial trial(std::size_t{2} << 20, static_cast<std::uint64_t>(caller));
+            trial.add(0, 0, std::size_t{2} << 20);
+            team.run(trial.pieces());
+            if (!trial.is_copied()) ++wrong;
+          }
+        }
+      });
+    }
+    for (std::thread& caller : callers) {
+      caller.join();
+    }
+    CHECK(wrong.load() == 0);
+  }
+}
+
+TEST_CASE("a forked child does the parts alone") {
+  auto team = std::make_unique<CopyTeam>(3);
+  PartCounter before(8);
+  team->run_parts(8, PartCounter::call, &before);
+  const int status = test::run_in_child([&] {
+    PartCounter counter(8);
+    team->run_parts(8, PartCounter::call, &counter);
+    team.reset();
+    return counter.each_once() && copy_threads_alive() == 0 ? 0 : 1;
+  });
+  CHECK(status == 0);
+  CHECK(before.each_once());
+}
+
+TEST_CASE("both ways to copy copy the same") {
+  for (const CopyWay way : {CopyWay::kCached, CopyWay::kStreaming}) {
+    std::mt19937_64 random(7);
+    Trial trial(std::size_t{1} << 20);
+    trial.add_all({0, 1, 63, 64, 65, 4095, 4096, 4097, 16384, 100'000, 300'001}, random, 3);
+    copy_pieces(trial.pieces(), way);
+    CHECK(trial.is_copied());
+  }
+}
+
 }  // namespace
 }  // namespace kvpool

@@ -18,14 +18,9 @@
 #include <vector>
 
 #include "kvpool/base/medium.h"
+#include "kvpool/base/segment.h"
 
 namespace kvpool {
-
-struct Segment {
-  std::byte* base;     // piece of block 0
-  std::size_t stride;  // bytes from a block's piece to the next block's
-  std::size_t bytes;   // length of the piece
-};
 
 enum class HugePages : std::uint8_t { kAuto, kNever, kRequire };
 

@@ -27,12 +27,15 @@ constexpr std::size_t kGrainTiles = 128;
 constexpr std::size_t kGrainBytesMax = std::size_t{512} << 10;
 constexpr std::size_t kGrainBytesMin = std::size_t{64} << 10;
 
-// A batch that is being copied, on its caller's stack.
+// A batch that is being copied, or work in parts, on its caller's stack.
 struct Job {
   std::span<const CopyPiece> pieces;  // the first of them from `offset` on; those before are taken
   std::size_t offset = 0;
-  std::size_t left = 0;  // bytes not taken
-  int workers = 0;       // threads other than the caller that may still be copying
+  std::size_t left = 0;           // bytes, or parts, not taken
+  CopyTeam::Part part = nullptr;  // null for a batch of pieces
+  void* context = nullptr;
+  std::size_t parts = 0;
+  int workers = 0;  // threads other than the caller that may still be at it
   Job* next = nullptr;
 };
 
@@ -69,13 +72,9 @@ std::size_t take_tiles(Job& job, std::size_t longest, std::size_t bytes,
   return count;
 }
 
-void copy_alone(std::span<const CopyPiece> pieces, std::size_t total) noexcept {
-  if (total < kStreamBytes) {
-    copy_kernels().back().copy(pieces);  // a single memcpy a piece, however long
-    return;
-  }
+void copy_streaming(std::span<const CopyPiece> pieces) noexcept {
   const CopyKernel& kernel = streaming_kernel();
-  Job job{.pieces = pieces, .left = total};
+  Job job{.pieces = pieces};
   std::array<CopyPiece, kGrainTiles> tiles;
   while (const std::size_t count = take_tiles(job, kernel.tile_bytes, kGrainBytesMax, tiles)) {
     kernel.copy(std::span(tiles).first(count));
@@ -102,16 +101,19 @@ class SignalsBlocked {
 }  // namespace
 
 // Invariants, under `mutex`
-//   C1  `jobs` holds the batches with bytes that nobody has taken, and no others.
-//   C2  A worker that has taken tiles of a job is counted in its `workers` until they are copied; the caller leaves,
-//       and the job's memory goes, only at zero.
+//   C1  `jobs` holds the batches with bytes, or parts, that nobody has taken, and no others.
+//   C2  A worker that has taken tiles or a part of a job is counted in its `workers` until they are done; the
+//       caller leaves, and the job's memory goes, only at zero.
 struct CopyTeam::Impl {
   explicit Impl(int thread_count) : workers_max(thread_count - 1) {}
 
-  void run(std::span<const CopyPiece> pieces, std::size_t total) noexcept;
+  // Carries the job out with `helpers` workers at most besides the caller.
+  void run(Job& job, std::size_t helpers) noexcept;
+  bool has_workers() const noexcept { return workers_max > 0 && generation == fork_generation(); }
   void start_workers() noexcept;
   void work() noexcept;
-  // One grain of the job. Called and returns with the lock held; copies without it. False when there was none.
+  // One grain or part of the job. Called and returns with the lock held; works without it. False when there was none.
+  bool do_some(Job& job, std::unique_lock<std::mutex>& lock) noexcept;
   bool copy_grain(Job& job, std::unique_lock<std::mutex>& lock) noexcept;
   void remove(Job& job) noexcept;
   void stop() noexcept;
@@ -125,6 +127,23 @@ struct CopyTeam::Impl {
   bool stopping = false;
   std::vector<std::thread> workers;
 };
+
+bool CopyTeam::Impl::do_some(Job& job, std::unique_lock<std::mutex>& lock) noexcept {
+  if (job.part == nullptr) {
+    return copy_grain(job, lock);
+  }
+  if (job.left == 0) {
+    return false;
+  }
+  const std::size_t index = job.parts - job.left;
+  if (--job.left == 0) {
+    remove(job);
+  }
+  lock.unlock();
+  job.part(job.context, index);
+  lock.lock();
+  return true;
+}
 
 bool CopyTeam::Impl::copy_grain(Job& job, std::unique_lock<std::mutex>& lock) noexcept {
   const CopyKernel& kernel = streaming_kernel();
@@ -164,7 +183,7 @@ void CopyTeam::Impl::work() noexcept {
     }
     Job& job = *jobs;
     ++job.workers;
-    while (copy_grain(job, lock)) {
+    while (do_some(job, lock)) {
     }
     if (--job.workers == 0) {
       job_done.notify_all();
@@ -188,8 +207,7 @@ void CopyTeam::Impl::start_workers() noexcept {
   }
 }
 
-void CopyTeam::Impl::run(std::span<const CopyPiece> pieces, std::size_t total) noexcept {
-  Job job{.pieces = pieces, .left = total};
+void CopyTeam::Impl::run(Job& job, std::size_t helpers) noexcept {
   std::unique_lock lock(mutex);
   start_workers();
   Job** last = &jobs;
@@ -197,10 +215,10 @@ void CopyTeam::Impl::run(std::span<const CopyPiece> pieces, std::size_t total) n
     last = &(*last)->next;
   }
   *last = &job;
-  for (std::size_t wanted = std::min(workers.size(), total / kGrainBytesMax); wanted > 0; --wanted) {
+  for (std::size_t wanted = std::min(workers.size(), helpers); wanted > 0; --wanted) {
     job_added.notify_one();
   }
-  while (copy_grain(job, lock)) {
+  while (do_some(job, lock)) {
   }
   job_done.wait(lock, [&job] { return job.workers == 0; });
 }
@@ -213,6 +231,14 @@ void CopyTeam::Impl::stop() noexcept {
   job_added.notify_all();
   for (std::thread& worker : workers) {
     worker.join();
+  }
+}
+
+void copy_pieces(std::span<const CopyPiece> pieces, CopyWay way) noexcept {
+  if (way == CopyWay::kCached) {
+    copy_kernels().back().copy(pieces);  // a single memcpy a piece, however long
+  } else {
+    copy_streaming(pieces);
   }
 }
 
@@ -233,10 +259,22 @@ void CopyTeam::run(std::span<const CopyPiece> pieces) noexcept {
   for (const CopyPiece& piece : pieces) {
     total += piece.bytes;
   }
-  if (total <= kInlineBytes || impl_->workers_max == 0 || impl_->generation != fork_generation()) {
-    copy_alone(pieces, total);
+  if (total > kInlineBytes && impl_->has_workers()) {
+    Job job{.pieces = pieces, .left = total};
+    impl_->run(job, total / kGrainBytesMax);
   } else {
-    impl_->run(pieces, total);
+    copy_pieces(pieces, total < kStreamBytes ? CopyWay::kCached : CopyWay::kStreaming);
+  }
+}
+
+void CopyTeam::run_parts(std::size_t parts, Part part, void* context) noexcept {
+  if (parts > 1 && impl_->has_workers()) {
+    Job job{.pieces = {}, .left = parts, .part = part, .context = context, .parts = parts};
+    impl_->run(job, parts - 1);
+    return;
+  }
+  for (std::size_t i = 0; i < parts; ++i) {
+    part(context, i);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 
@@ -13,6 +14,15 @@ struct CopyPiece {
   const std::byte* src;
   std::size_t bytes;
 };
+
+enum class CopyWay : std::uint8_t {
+  kCached,     // through the caches: what is in them is copied twice as fast, and its next reader finds it there
+  kStreaming,  // past them: what is not in them is copied half as fast again, and nobody else's data is driven out
+};
+
+// Copies the pieces in this thread. On return the bytes are visible to it and, by any release operation or system call
+// that follows, to others. REQUIRES: no destination overlaps any source or destination.
+void copy_pieces(std::span<const CopyPiece> pieces, CopyWay way) noexcept;
 
 // A few threads that copy lists of pieces together with the caller. Thread-safe: several callers may run at once.
 // `threads` counts the caller: 1 never starts a thread. Batches up to kInlineBytes are copied by the caller alone.
@@ -29,6 +39,11 @@ class CopyTeam {
   // Returns when every piece is copied; the bytes are visible to the caller. REQUIRES: no destination overlaps any
   // source or destination of the batch. Never throws: when a worker cannot be started the caller copies alone.
   void run(std::span<const CopyPiece> pieces) noexcept;
+
+  // Calls part(context, i) once for each i in [0, parts), each in the caller's thread or a worker's. Returns when all
+  // have returned; what they did is visible to the caller. For work that is more than a list of pieces.
+  using Part = void (*)(void* context, std::size_t index) noexcept;
+  void run_parts(std::size_t parts, Part part, void* context) noexcept;
 
  private:
   struct Impl;

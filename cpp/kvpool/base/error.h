@@ -23,6 +23,12 @@ enum class ErrorCode : std::uint8_t {
   kFork,            // called in a child process after fork
   kUnsupported,     // this machine or build cannot do it
   kAudit,           // an invariant is broken: a bug in kvpool or memory corruption
+  kPeerLost,        // the peer is gone, or does not answer
+  kDeadline,        // not done by its deadline
+  kBusy,            // a limit on what one peer may have under way
+  kAuth,            // the peer does not know the secret
+  kProtocol,        // the peer says what no kvpool of a version that we speak says
+  kCancelled,       // by the caller
 };
 
 using ErrorField = std::pair<const char*, std::int64_t>;
@@ -34,6 +40,7 @@ class Error : public std::runtime_error {
 
   ErrorCode code() const noexcept { return code_; }
   const std::vector<ErrorField>& fields() const noexcept { return fields_; }
+  void add(const char* name, std::int64_t value) { fields_.emplace_back(name, value); }  // a static string
 
  private:
   ErrorCode code_;

@@ -1,6 +1,5 @@
 #include "kvpool/blocks/block_copy.h"
 
-#include <algorithm>
 #include <array>
 
 #include "kvpool/base/check.h"
@@ -9,58 +8,24 @@ namespace kvpool {
 
 BlockCopier::BlockCopier(const Arena& from, const Arena& to) {
   KVPOOL_CHECK(from.block_bytes() == to.block_bytes());
-  const auto& sources = from.segments();
-  const auto& targets = to.segments();
-  std::size_t source = 0;
-  std::size_t target = 0;
-  std::size_t source_done = 0;  // bytes of the current source piece that are planned
-  std::size_t target_done = 0;
-  while (source < sources.size() && target < targets.size()) {
-    const Segment& a = sources[source];
-    const Segment& b = targets[target];
-    const std::size_t bytes = std::min(a.bytes - source_done, b.bytes - target_done);
-    strips_.push_back(Strip{a.base + source_done, b.base + target_done, bytes, a.stride, b.stride});
-    source_done += bytes;
-    target_done += bytes;
-    if (source_done == a.bytes) {
-      ++source;
-      source_done = 0;
-    }
-    if (target_done == b.bytes) {
-      ++target;
-      target_done = 0;
-    }
-  }
+  const BlockStrip whole{0, 0, from.block_bytes()};
+  plan_strips(MediumSpan{from.blocks(), from.segments()}, MediumSpan{to.blocks(), to.segments()}, std::span(&whole, 1),
+              true, plan_);
 }
 
 void BlockCopier::run(CopyTeam& team, const Address* from, const Address* to, std::size_t n) const noexcept {
-  std::array<CopyPiece, 4096> pieces;  // one batch for the team
-  std::size_t used = 0;
-  const auto flush = [&] {
-    team.run(std::span(pieces.data(), used));
-    used = 0;
+  std::array<CopyPiece, 4096> room;  // one batch for the team
+  const auto copy = [](void* context, std::span<const CopyPiece> pieces) {
+    static_cast<CopyTeam*>(context)->run(pieces);
+    return true;
   };
+  PieceBatch batch(room, copy, &team);
   for (std::size_t i = 0; i < n;) {
-    const std::size_t source = block_of(from[i]);
-    const std::size_t target = block_of(to[i]);
-    std::size_t run = 1;
-    while (i + run < n && block_of(from[i + run]) == source + run && block_of(to[i + run]) == target + run) ++run;
-    for (const Strip& strip : strips_) {
-      const std::byte* a = strip.from + source * strip.from_stride;
-      std::byte* b = strip.to + target * strip.to_stride;
-      if (strip.joins()) {
-        if (used == pieces.size()) flush();
-        pieces[used++] = CopyPiece{b, a, strip.bytes * run};
-        continue;
-      }
-      for (std::size_t k = 0; k < run; ++k) {
-        if (used == pieces.size()) flush();
-        pieces[used++] = CopyPiece{b + k * strip.to_stride, a + k * strip.from_stride, strip.bytes};
-      }
-    }
+    const std::size_t run = run_length({from + i, n - i}, {to + i, n - i});
+    batch.add_run(plan_, block_of(from[i]), block_of(to[i]), run);
     i += run;
   }
-  if (used > 0) flush();
+  batch.finish();
 }
 
 }  // namespace kvpool

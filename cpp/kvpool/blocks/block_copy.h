@@ -7,6 +7,7 @@
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/address.h"
 #include "kvpool/base/copy.h"
+#include "kvpool/base/strips.h"
 
 namespace kvpool {
 
@@ -24,15 +25,7 @@ class BlockCopier {
   void run(CopyTeam& team, const Address* from, const Address* to, std::size_t n) const noexcept;
 
  private:
-  struct Strip {  // bytes that are contiguous in both arenas
-    const std::byte* from;
-    std::byte* to;
-    std::size_t bytes;
-    std::size_t from_stride;
-    std::size_t to_stride;
-    bool joins() const noexcept { return bytes == from_stride && bytes == to_stride; }
-  };
-  std::vector<Strip> strips_;
+  std::vector<PlannedStrip> plan_;
 };
 
 }  // namespace kvpool

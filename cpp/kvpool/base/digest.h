@@ -1,0 +1,52 @@
+// Checksums and message authentication. CRC-32C finds accidents; the keyed BLAKE3 finds forgers.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+namespace kvpool {
+
+// CRC-32C (Castagnoli) of `bytes` appended to what gave `crc`; 0 to begin. Hardware where there is.
+std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t bytes) noexcept;
+// The same without the processor's help: what processors that have none run.
+std::uint32_t crc32c_by_table(std::uint32_t crc, const void* data, std::size_t bytes) noexcept;
+
+using Digest = std::array<std::byte, 32>;
+
+// BLAKE3 in its keyed mode: a MAC. Bytes may come in pieces of any size: it gathers short ones, because BLAKE3 is fast
+// (sixteen chunks at once) only when it gets many chunks at once. Allocates nothing; the key is wiped with it.
+class KeyedHash {
+ public:
+  explicit KeyedHash(std::span<const std::byte, 32> key) noexcept;
+  ~KeyedHash();
+  KeyedHash(const KeyedHash&) = delete;
+  KeyedHash& operator=(const KeyedHash&) = delete;
+  void update(const void* data, std::size_t bytes) noexcept;
+  Digest finish() noexcept;  // of the bytes until now; more may follow
+  void reset() noexcept;     // begins anew with the same key
+
+ private:
+  static constexpr std::size_t kStateBytes = 1920;
+  static constexpr std::size_t kStateAlign = 8;
+  static constexpr std::size_t kGatherBytes = 16384;  // sixteen chunks: what AVX-512 takes at once
+
+  void hash_gathered() noexcept;
+
+  alignas(kStateAlign) std::byte state_[kStateBytes];  // a blake3_hasher
+  std::size_t gathered_ = 0;
+  std::byte gather_[kGatherBytes];
+};
+
+// A key for one purpose, from key material that serves several. `context` is a constant of the program.
+Digest derive_key(std::string_view context, const void* material, std::size_t bytes) noexcept;
+
+// Compares in a time that does not depend on where they differ.
+bool equal_secret(const void* left, const void* right, std::size_t bytes) noexcept;
+
+// Overwrites a secret that is not needed any more; no compiler leaves this out.
+void wipe(void* data, std::size_t bytes) noexcept;
+
+}  // namespace kvpool

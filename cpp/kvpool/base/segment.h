@@ -1,0 +1,34 @@
+// Where the pieces of blocks lie: piece s of block b is [base + b * stride, base + b * stride + bytes) of segment s.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kvpool/base/medium.h"
+
+namespace kvpool {
+
+struct Segment {
+  std::byte* base;     // piece of block 0
+  std::size_t stride;  // bytes from a block's piece to the next block's
+  std::size_t bytes;   // length of the piece
+};
+
+// The blocks of one medium, as somebody who copies them sees them. The content of a block is the concatenation of its
+// pieces in segment order. For memory of another process, `base` may be an address there: see who fills it in.
+struct MediumSpan {
+  std::uint32_t blocks = 0;
+  std::vector<Segment> segments;
+
+  std::size_t block_bytes() const noexcept {
+    std::size_t bytes = 0;
+    for (const Segment& segment : segments) bytes += segment.bytes;
+    return bytes;
+  }
+};
+
+using MediaSpans = std::array<MediumSpan, kMediaCount>;  // by medium_index()
+
+}  // namespace kvpool

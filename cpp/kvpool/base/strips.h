@@ -1,0 +1,205 @@
+// From "these blocks to those" to the byte ranges that a copy, a write or a gather list is made of.
+//
+// A transfer moves the same part of each of its blocks: a list of strips, each a range of the source block's content
+// that becomes a range of the destination block's content. A whole block is one strip; a layer of it is one; the heads
+// that another tensor-parallel rank wants are one a layer and K or V. Contents are laid out in memory by segments
+// (segment.h), which may be cut at different places on the two sides, so strips are cut at the ends of both:
+//
+//   source segments        |----------A---------|------B------|
+//   strip                       [==================)
+//   destination segments   |-------X-------|---------Y--------|
+//   pieces                      [==========)[====)[=)
+//
+// Thread-safety: the functions are pure; a plan belongs to one thread.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "kvpool/base/address.h"
+#include "kvpool/base/copy.h"
+#include "kvpool/base/segment.h"
+
+namespace kvpool {
+
+// [from, from + bytes) of the source block's content becomes [to, to + bytes) of the destination block's.
+struct BlockStrip {
+  std::uint64_t from;
+  std::uint64_t to;
+  std::uint64_t bytes;
+};
+
+// Bytes that are contiguous on both sides: for block pair (a, b), `bytes` from `from + a * from_stride` to
+// `to + b * to_stride`.
+struct PlannedStrip {
+  const std::byte* from;
+  std::byte* to;
+  std::size_t bytes;
+  std::size_t from_stride;
+  std::size_t to_stride;
+  // Blocks that lie in a row on both sides are one run of bytes.
+  bool joins() const noexcept { return bytes == from_stride && bytes == to_stride; }
+};
+
+// Appends the plan of these strips to `plan`. `merge`: strips that go on where the one before ended, on both sides, are
+// one. Of media without blocks there is no plan. REQUIRES: the strips lie within the content of both sides.
+void plan_strips(const MediumSpan& from, const MediumSpan& to, std::span<const BlockStrip> strips, bool merge,
+                 std::vector<PlannedStrip>& plan);
+
+// How many pairs from the first on are a run: block a + k goes to block b + k. REQUIRES: equal lengths, not empty.
+std::size_t run_length(std::span<const Address> from, std::span<const Address> to) noexcept;
+
+// Hands pieces on in batches: as many as there is room for, fewer at the end. Never allocates.
+class PieceBatch {
+ public:
+  using Call = bool (*)(void* context, std::span<const CopyPiece> pieces);  // false: enough
+
+  // `room` and `context` outlive the batch. REQUIRES: there is room.
+  PieceBatch(std::span<CopyPiece> room, Call call, void* context) noexcept
+      : room_(room), call_(call), context_(context) {}
+
+  // Adds the pieces of `run` neighbouring block pairs. False when the call returned false: stop then.
+  bool add_run(std::span<const PlannedStrip> plan, std::size_t source, std::size_t target, std::size_t run);
+  // Hands on what is left.
+  bool finish() { return used_ == 0 || call_(context_, room_.first(used_)); }
+
+ private:
+  bool add(const CopyPiece& piece) {
+    room_[used_++] = piece;
+    if (used_ < room_.size()) return true;
+    used_ = 0;
+    return call_(context_, room_);
+  }
+
+  const std::span<CopyPiece> room_;
+  const Call call_;
+  void* const context_;
+  std::size_t used_ = 0;
+};
+
+inline constexpr std::size_t kPieceBatch = 1024;
+
+// What is written for some pairs of blocks, of any media. Both spans outlive the plan.
+class StripPlan {
+ public:
+  // `merge`: what lies in a row on both sides is one piece. REQUIRES: as plan_strips, for every pair of media that
+  // emit() is given.
+  StripPlan(const MediaSpans& from, const MediaSpans& to, std::span<const BlockStrip> strips, bool merge) noexcept
+      : from_(from), to_(to), strips_(strips), merge_(merge) {}
+
+  // Calls sink(std::span<const CopyPiece>) -> bool, with at most kPieceBatch pieces at a time, until it returns false;
+  // then returns false too. Pieces come block by block, runs together. REQUIRES: from.size() == to.size(), and the
+  // addresses name blocks of the spans.
+  template <class Sink>
+  bool emit(std::span<const Address> from, std::span<const Address> to, Sink&& sink) {
+    using Plain = std::remove_reference_t<Sink>;
+    const auto call = [](void* context, std::span<const CopyPiece> pieces) -> bool {
+      return (*static_cast<Plain*>(context))(pieces);
+    };
+    return emit_to(from, to, call, const_cast<std::remove_const_t<Plain>*>(&sink));
+  }
+
+  // How many pieces emit() makes of them.
+  std::uint64_t count(std::span<const Address> from, std::span<const Address> to);
+
+ private:
+  struct Range {
+    std::uint32_t first = 0;
+    std::uint32_t end = 0;
+    std::uint32_t joining = 0;  // of these, strips that join
+    bool planned = false;
+  };
+
+  bool emit_to(std::span<const Address> from, std::span<const Address> to, PieceBatch::Call call, void* context);
+  const Range& range_of(Address from, Address to);
+
+  const MediaSpans& from_;
+  const MediaSpans& to_;
+  const std::span<const BlockStrip> strips_;
+  const bool merge_;
+  std::vector<PlannedStrip> plan_;
+  std::array<Range, std::size_t{kMediaCount} * kMediaCount> ranges_{};  // of plan_, by medium of source and destination
+};
+
+// How many runs of neighbouring blocks there are: [i, i + k) is one when it lies in a row on both sides.
+std::uint64_t count_runs(std::span<const Address> from, std::span<const Address> to) noexcept;
+
+// A range of a block's content.
+struct ContentRange {
+  std::uint64_t at;
+  std::uint64_t bytes;
+};
+
+// One side's view of a transfer: where the bytes lie that it sends or places, in the order in which they travel: range
+// by range, within a range block by block in list order, within a block by content. That order depends on nothing but
+// the ranges and the number of blocks, so both sides compute the same whatever their layouts.
+class ContentPlan {
+ public:
+  // REQUIRES: the ranges lie within the content of every medium that emit() is given. Both outlive the plan.
+  ContentPlan(const MediaSpans& spans, std::span<const ContentRange> ranges) noexcept
+      : spans_(spans), ranges_(ranges) {}
+
+  // Appends to `pieces`. `merge`: neighbours in memory that are neighbours on the way, too, are one piece.
+  // REQUIRES: the addresses name blocks of the spans.
+  void emit(std::span<const Address> blocks, bool merge, std::vector<iovec>& pieces) const;
+
+ private:
+  const MediaSpans& spans_;
+  const std::span<const ContentRange> ranges_;
+};
+
+// A share of a transfer's work: some of its blocks, and some of its strips of them.
+struct TransferPart {
+  std::span<const BlockStrip> strips;
+  std::size_t first_block;  // of the list
+  std::size_t blocks;
+  std::uint64_t bytes() const noexcept;
+};
+
+struct PartLimits {
+  std::uint64_t bytes_max;
+  std::size_t blocks_max = SIZE_MAX;
+  std::size_t strips_max = SIZE_MAX;
+  std::size_t pieces_max = SIZE_MAX;  // strips times blocks
+};
+
+// Cuts a transfer into parts of about equal work. Every byte is in one part; parts are in list order, and blocks that
+// are longer than a part are cut within. Thread-safe after construction.
+class TransferParts {
+ public:
+  // REQUIRES: all limits are at least 1, and strips_max is not above pieces_max.
+  TransferParts(std::span<const BlockStrip> strips, std::size_t blocks, const PartLimits& limits);
+  std::size_t size() const noexcept;
+  TransferPart operator[](std::size_t index) const noexcept;
+
+ private:
+  struct Group {  // strips that stay together
+    std::size_t first;
+    std::size_t count;
+  };
+  std::vector<BlockStrip> strips_;
+  std::vector<Group> groups_;
+  std::size_t blocks_;
+  std::size_t blocks_each_ = 1;  // of a part
+};
+
+// Checks of what another program said. Sums cannot overflow in them.
+
+// Whether every address names a block of these media; who owns it is another question.
+bool blocks_exist(std::span<const Address> addresses, const MediaSpans& spans) noexcept;
+// Whether every strip is not empty and lies within contents of these lengths.
+bool strips_fit(std::span<const BlockStrip> strips, std::uint64_t from_bytes, std::uint64_t to_bytes) noexcept;
+// Whether every range is not empty and lies within a content of this length.
+bool ranges_fit(std::span<const ContentRange> ranges, std::uint64_t content_bytes) noexcept;
+// Whether two ranges share a byte. REQUIRES: ranges_fit.
+bool ranges_overlap(std::span<const ContentRange> ranges);
+// Sum of the strips' bytes. REQUIRES: strips_fit.
+std::uint64_t strip_bytes(std::span<const BlockStrip> strips) noexcept;
+
+}  // namespace kvpool
