@@ -8,6 +8,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 JOBS ?= 2
 TORCH ?= torch==2.13.0
+NIXL ?= nixl-cu13==1.5.1
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,6 +28,9 @@ export CMAKE_ARGS := --log-level=NOTICE -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
 SANITIZED = -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release -DKVPOOL_PYTHON=OFF -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
 # ThreadSanitizer wants its shadow where a kernel may have put something else; without randomisation it never has.
 FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
+
+# Where the wheel's UCX lies, for the C++ tests: they skip what needs it when it is not there.
+UCX_OF_WHEEL = $$($(BIN)/python -c 'import libucx; print(libucx.__path__[0])' 2>/dev/null || true)
 
 say = @printf '\n\033[1m== %s\033[0m\n' "$(1)"
 
@@ -56,6 +60,12 @@ $(DONE)/torch: $(DONE)/venv Makefile
 	@if $(PIP) "$(TORCH)"; then touch $@; else echo "$(TORCH) cannot be installed for $$($(BIN)/python --version); \
 	what needs it is skipped" >&2; fi
 
+# Another library that brings a UCX of its own, to test both in one process. Without what it would pull in.
+$(DONE)/nixl: $(DONE)/venv Makefile
+	$(call say,NIXL ($(NIXL)))
+	@if $(PIP) --no-deps "$(NIXL)"; then touch $@; else echo "$(NIXL) cannot be installed for $$($(BIN)/python --version); \
+	what needs it is skipped" >&2; fi
+
 $(DONE)/module: $(CPP_SOURCES) | $(DONE)/tools
 	$(call say,Extension module in build/release)
 	@$(BIN)/python setup.py -q build_ext --inplace
@@ -75,9 +85,10 @@ build: $(DONE)/module $(DONE)/package ## build and install into .venv; again aft
 # ---- use
 
 .PHONY: demo
-demo: $(DONE)/torch $(DONE)/module $(DONE)/package-demo ## a real transformer with the prompt cache off and on
+demo: $(DONE)/torch $(DONE)/module $(DONE)/package-demo ## a transformer with the prompt cache off and on; then two processes
 	@$(BIN)/python -c 'import torch' || { echo "the demo needs PyTorch; for this Python there is no $(TORCH)" >&2; exit 1; }
 	@$(BIN)/python examples/serve_with_cache.py
+	@$(BIN)/python examples/two_instances.py
 
 .PHONY: bench
 bench: $(DONE)/torch $(DONE)/module $(DONE)/package-dev ## measure, beside the peers that are installed
@@ -101,34 +112,34 @@ test: ## all tests, sanitizers, lint and types
 	@$(BIN)/python .ci/summary.py $(REPORTS)
 
 .PHONY: cpp-test
-cpp-test: $(DONE)/module ## C++ tests
+cpp-test: $(DONE)/module $(DONE)/package-dev ## C++ tests
 	$(call say,C++ tests)
 	@mkdir -p $(REPORTS)
 	@$(BIN)/cmake --build build/release --target kvpool_tests
-	@build/release/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-release.txt
+	@KVPOOL_UCX="$(UCX_OF_WHEEL)" build/release/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-release.txt
 
 .PHONY: python-test
-python-test: $(DONE)/torch $(DONE)/module $(DONE)/package-dev ## Python tests
+python-test: $(DONE)/torch $(DONE)/nixl $(DONE)/module $(DONE)/package-dev ## Python tests
 	$(call say,Python tests)
 	@mkdir -p $(REPORTS)
 	@$(BIN)/python -m pytest -q --junitxml=$(REPORTS)/python.xml $(PYTEST_ARGS)
 
 .PHONY: asan
-asan: $(DONE)/tools ## C++ tests under AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer
+asan: $(DONE)/package-dev ## C++ tests under AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer
 	$(call say,C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer)
 	@mkdir -p $(REPORTS)
 	@$(BIN)/cmake -S . -B build/asan $(SANITIZED) -DKVPOOL_SANITIZE=address >/dev/null
 	@$(BIN)/cmake --build build/asan
-	@ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	@KVPOOL_UCX="$(UCX_OF_WHEEL)" ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	build/asan/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-asan.txt
 
 .PHONY: tsan
-tsan: $(DONE)/tools ## C++ tests under ThreadSanitizer
+tsan: $(DONE)/package-dev ## C++ tests under ThreadSanitizer
 	$(call say,C++ tests under ThreadSanitizer)
 	@mkdir -p $(REPORTS)
 	@$(BIN)/cmake -S . -B build/tsan $(SANITIZED) -DKVPOOL_SANITIZE=thread >/dev/null
 	@$(BIN)/cmake --build build/tsan
-	@TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
+	@KVPOOL_UCX="$(UCX_OF_WHEEL)" TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
 	$(FIXED_LAYOUT) build/tsan/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-tsan.txt
 
 # ---- style

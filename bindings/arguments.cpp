@@ -1,6 +1,7 @@
 #include "arguments.h"
 
 #include <bit>
+#include <chrono>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -234,15 +235,62 @@ std::size_t count_from(py::handle argument, const char* name) {
   return static_cast<std::size_t>(value);
 }
 
-std::string_view name_from(py::handle argument) {
-  if (PyUnicode_Check(argument.ptr()) == 0) throw_type_error("namespace must be a str, and is " + type_name(argument));
+std::string_view text_from(py::handle argument, const char* name) {
+  if (PyUnicode_Check(argument.ptr()) == 0) {
+    throw_type_error(std::string(name) + " must be a str, and is " + type_name(argument));
+  }
   py::ssize_t size = 0;
   const char* data = PyUnicode_AsUTF8AndSize(argument.ptr(), &size);
   if (data == nullptr) {
     PyErr_Clear();
-    throw_argument("namespace " + py::repr(argument).cast<std::string>() + " cannot be encoded as UTF-8");
+    throw_argument(std::string(name) + " " + py::repr(argument).cast<std::string>() + " cannot be encoded as UTF-8");
   }
   return {data, static_cast<std::size_t>(size)};
+}
+
+std::string_view name_from(py::handle argument) { return text_from(argument, "namespace"); }
+
+std::vector<std::byte> bytes_from(py::handle argument, const char* name, std::size_t bytes_max) {
+  Py_buffer view;
+  if (PyObject_CheckBuffer(argument.ptr()) == 0 || PyObject_GetBuffer(argument.ptr(), &view, PyBUF_SIMPLE) != 0) {
+    PyErr_Clear();
+    throw_type_error(std::string(name) + " must be bytes or like them, and is " + type_name(argument));
+  }
+  std::vector<std::byte> bytes;
+  const auto size = static_cast<std::size_t>(view.len);
+  const auto* first = static_cast<const std::byte*>(view.buf);
+  if (size <= bytes_max) bytes.assign(first, first + size);
+  PyBuffer_Release(&view);
+  if (size > bytes_max) {
+    throw_argument(
+        std::string(name) + " has " + std::to_string(size) + " bytes, and may have " + std::to_string(bytes_max),
+        {{"given", static_cast<std::int64_t>(size)}, {"maximum", static_cast<std::int64_t>(bytes_max)}});
+  }
+  return bytes;
+}
+
+std::int64_t steady_ns() noexcept {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+std::int64_t deadline_from(py::handle seconds, std::int64_t none_ns, const char* name) {
+  constexpr double kSecondsMax = 1e9;  // and its nanoseconds, and the clock's, fit in 64 bits
+  const std::int64_t now = steady_ns();
+  if (seconds.is_none()) {
+    return none_ns > std::numeric_limits<std::int64_t>::max() - now ? std::numeric_limits<std::int64_t>::max()
+                                                                    : now + none_ns;
+  }
+  const double value = PyBool_Check(seconds.ptr()) != 0 ? -1.0 : PyFloat_AsDouble(seconds.ptr());
+  if (PyErr_Occurred() != nullptr || PyBool_Check(seconds.ptr()) != 0) {
+    PyErr_Clear();
+    throw_type_error(std::string(name) + " must be seconds, a float or an int, and is " + type_name(seconds));
+  }
+  if (!(value >= 0 && value <= kSecondsMax)) {
+    throw_argument(std::string(name) + " is " + std::to_string(value) +
+                   "; it must be seconds, not negative, and a billion at most");
+  }
+  return now + static_cast<std::int64_t>(value * 1e9);
 }
 
 Medium medium_from(py::handle argument) {

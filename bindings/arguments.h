@@ -5,7 +5,9 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -59,7 +61,16 @@ std::vector<std::uint32_t> block_numbers_from(py::handle argument);
 
 std::size_t count_from(py::handle argument, const char* name);
 
+// The text of a str, valid as long as the argument is.
+std::string_view text_from(py::handle argument, const char* name);
 std::string_view name_from(py::handle argument);
+
+// A copy of what a bytes-like object holds. Throws for more than `bytes_max`.
+std::vector<std::byte> bytes_from(py::handle argument, const char* name, std::size_t bytes_max);
+
+// Seconds from now as a time of the steady clock; None is `none_ns` from now.
+std::int64_t deadline_from(py::handle seconds, std::int64_t none_ns, const char* name = "timeout");
+std::int64_t steady_ns() noexcept;
 
 Medium medium_from(py::handle argument);
 

@@ -3,7 +3,18 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
+
+#include "kvpool/base/error.h"
+
+namespace kvpool {
+class Pool;
+}
+
 namespace kvpool::bindings {
+
+using PoolPointer = std::shared_ptr<Pool>;
+using PoolClass = pybind11::class_<Pool, PoolPointer>;
 
 void bind_errors(pybind11::module_& module);
 void bind_handles(pybind11::module_& module);
@@ -13,5 +24,14 @@ void bind_pool(pybind11::module_& module);
 void bind_prompt_index(pybind11::module_& module);
 void bind_instance_index(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
+void bind_reshard(pybind11::module_& module);
+
+// Methods of the pool that need peers, and the classes that they return. bind_pool calls them.
+void bind_service(pybind11::module_& module, PoolClass& pool);
+void bind_transfer(pybind11::module_& module, PoolClass& pool);
+void bind_received(pybind11::module_& module, PoolClass& pool);
+
+// The exception of Python that an error of the core becomes.
+pybind11::object exception_from(const Error& error);
 
 }  // namespace kvpool::bindings

@@ -34,29 +34,45 @@ const char* class_of(ErrorCode code) {
       return "Unsupported";
     case ErrorCode::kAudit:
       return "AuditError";
+    case ErrorCode::kPeerLost:
+      return "PeerLost";
+    case ErrorCode::kDeadline:
+      return "DeadlineExceeded";
+    case ErrorCode::kBusy:
+      return "Busy";
+    case ErrorCode::kAuth:
+      return "AuthError";
+    case ErrorCode::kProtocol:
+      return "ProtocolError";
+    case ErrorCode::kCancelled:
+      return "Cancelled";
   }
   return "Error";
 }
 
-void raise(const Error& error) {
+}  // namespace
+
+py::object exception_from(const Error& error) {
   const py::object type = py::module_::import("kvpool.errors").attr(class_of(error.code()));
   py::dict fields;
   for (const auto& [name, value] : error.fields()) {
     const bool is_address = std::string(name) == "address";  // 64 bits without a sign
     fields[name] = is_address ? py::cast(static_cast<std::uint64_t>(value)) : py::cast(value);
   }
-  const py::object exception = type(std::string(error.what()), **fields);
-  PyErr_SetObject(type.ptr(), exception.ptr());
+  return type(std::string(error.what()), **fields);
 }
-
-}  // namespace
 
 void bind_errors(py::module_& /*module*/) {
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const Error& error) {
-      raise(error);
+      try {
+        const py::object exception = exception_from(error);
+        PyErr_SetObject(py::type::handle_of(exception).ptr(), exception.ptr());
+      } catch (py::error_already_set& raised) {  // by a signal's handler: Ctrl-C while the call was waiting
+        raised.restore();
+      }
     }
   });
 }

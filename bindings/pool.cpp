@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <string>
@@ -16,12 +17,11 @@
 #include "events.h"
 #include "gil.h"
 #include "handles.h"
+#include "service.h"
 #include "tensor.h"
 
 namespace kvpool::bindings {
 namespace {
-
-using PoolPointer = std::shared_ptr<Pool>;
 
 EvictionPolicy policy_named(const std::string& name) {
   if (name == "lru") return EvictionPolicy::kLru;
@@ -35,6 +35,16 @@ HugePages huge_pages_named(const std::string& name) {
   if (name == "never") return HugePages::kNever;
   if (name == "require") return HugePages::kRequire;
   throw Error(ErrorCode::kArgument, "huge_pages must be auto, never or require, and is " + name);
+}
+
+// Waits for threads that may want the GIL, for what they let go of.
+void destroy(Pool* pool) {
+  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
+    delete pool;
+    return;
+  }
+  const GilReleased released;
+  delete pool;
 }
 
 PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece_bytes, bool aggregated,
@@ -68,12 +78,14 @@ PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece
   options.audit = audit;
   options.zero_on_alloc = zero_on_alloc;
   const GilReleased released;
-  return std::make_shared<Pool>(options);
+  return {new Pool(options), destroy};
 }
 
-py::array_t<Address> alloc(Pool& pool, py::handle n_argument, py::handle medium_argument, bool evict) {
+py::array_t<Address> alloc(Pool& pool, py::handle n_argument, py::handle medium_argument, bool evict,
+                           py::handle instance, py::handle timeout) {
   const std::size_t n = count_from(n_argument, "n");
   const Medium medium = medium_from(medium_argument);
+  if (!instance.is_none()) return alloc_at_peer(pool, n, medium, evict, instance, timeout);
   if (n > pool.capacity(medium)) pool.throw_out_of_blocks(n, medium);  // before memory is made for the answer
   py::array_t<Address> addresses(static_cast<py::ssize_t>(n));
   Address* out = addresses.mutable_data();
@@ -89,6 +101,20 @@ py::array_t<Address> alloc(Pool& pool, py::handle n_argument, py::handle medium_
   const GilReleased released;
   pool.alloc_evicting(n, medium, out);
   return addresses;
+}
+
+void free_blocks(Pool& pool, py::handle addresses_argument) {
+  const Vector<Address> addresses = addresses_from(addresses_argument);
+  const auto is_local = [own = pool.instance()](Address address) {
+    return instance_of(address) == 0 || instance_of(address) == own;
+  };
+  if (std::all_of(addresses.data(), addresses.data() + addresses.size(), is_local)) {
+    pool.free(addresses.data(), addresses.size());
+    return;
+  }
+  const std::vector<Address> mixed = addresses.copy();
+  const GilReleased released;
+  pool.free(mixed.data(), mixed.size());
 }
 
 // Room for the addresses of one match. Its user holds the GIL from filling it to copying it.
@@ -238,13 +264,15 @@ py::tuple explain(Pool& pool, py::handle tokens_argument, py::handle name_argume
 }  // namespace
 
 void bind_pool(py::module_& module) {
-  py::class_<Pool, PoolPointer>(module, "Pool", "The C++ half of kvpool.Pool.")
+  PoolClass pool_class(module, "Pool", "The C++ half of kvpool.Pool.");
+  pool_class
       .def(py::init(&make_pool), py::kw_only(), py::arg("block_tokens"), py::arg("piece_bytes"), py::arg("aggregated"),
            py::arg("hbm_blocks"), py::arg("dram_blocks"), py::arg("adopted"), py::arg("block_dim"),
            py::arg("engine_allocates"), py::arg("policy"), py::arg("copy_threads"), py::arg("huge_pages"),
            py::arg("numa_node"), py::arg("check_memory"), py::arg("pin_dram"), py::arg("audit"),
            py::arg("zero_on_alloc"))
       .def("alloc", &alloc, py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kHbm), py::arg("evict") = true,
+           py::kw_only(), py::arg("instance") = py::none(), py::arg("timeout") = py::none(),
            R"(Allocates n blocks, all or nothing.
 
 Contiguous runs are preferred. When too few are free, cached blocks make room, the least recently used first: HBM moves
@@ -254,19 +282,21 @@ Args:
     n: How many token blocks.
     medium: kvpool.HBM, kvpool.DRAM, or kvpool.MIXED: HBM first, the rest DRAM.
     evict: Whether cached blocks may make room.
+    instance: The name of a peer: it lends blocks of its own. They are where transfer writes ``to``, for as long as the
+        peer is there, and until free. Releases the GIL.
+    timeout: With instance: seconds until DeadlineExceeded; None: 30.
 
 Returns:
     uint64 array of n addresses. The blocks are active: the caller's, until free or insert.
 
 Raises:
-    OutOfBlocks: With the counts; nothing was allocated.)")
-      .def(
-          "free",
-          [](Pool& pool, py::handle addresses_argument) {
-            const Vector<Address> addresses = addresses_from(addresses_argument);
-            pool.free(addresses.data(), addresses.size());
-          },
-          py::arg("addrs"), R"(Frees active blocks of the caller, all or nothing. Thread-safe.
+    OutOfBlocks: With the counts; nothing was allocated.
+    PeerLost, Busy, DeadlineExceeded: The peer is not there, lends no more to us, or did not answer.)")
+      .def("free", &free_blocks, py::arg("addrs"), R"(Frees active blocks of the caller. Thread-safe.
+
+Blocks that peers lent are given back to them; they may stand between others in the list, and then the call waits for the
+peers without the GIL. A wrong address anywhere in the list frees nothing. What a peer had lent that is gone is gone with
+it, and no error.
 
 Args:
     addrs: Addresses; uint64 array, buffer, or list.
@@ -436,6 +466,9 @@ Raises:
             return make_tensor(pool.arena(static_cast<Medium>(medium)), std::move(shape), std::move(strides), dtype);
           },
           py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
+  bind_service(module, pool_class);
+  bind_transfer(module, pool_class);
+  bind_received(module, pool_class);
 }
 
 }  // namespace kvpool::bindings

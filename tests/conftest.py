@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,11 +29,25 @@ def _without(module: str) -> Callable[[], bool]:
     return lambda: importlib.util.find_spec(module) is None
 
 
+def _ptrace_is_restricted() -> bool:
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    return scope.is_file() and scope.read_text().strip() not in ("0", "1")
+
+
+def _no_network_namespace() -> bool:
+    command = ["unshare", "--user", "--map-root-user", "--net", "true"]
+    return not shutil.which("unshare") or subprocess.run(command, capture_output=True, check=False).returncode != 0
+
+
 # A pattern that the reason begins with, and what must be so on this machine for the reason to be true.
 FAIR_SKIPS: list[tuple[str, Callable[[], bool]]] = [
     (r"could not import 'torch'|torch is not installed", _without("torch")),
     (r"could not import '_testcapi'", _without("_testcapi")),
     (r"could not import 'cupy'|cupy is not installed", _without("cupy")),
+    (r"could not import 'nixl_cu13'", _without("nixl_cu13")),
+    (r"libucx is not installed", _without("libucx")),
+    (r"this machine lets no process write to another one's memory", _ptrace_is_restricted),
+    (r"this machine lets no process make a network namespace", _no_network_namespace),
     (r"no traces", lambda: not TRACES.is_dir()),
     (r"no CUDA (device|driver|GPU)", lambda: not Path("/dev/nvidiactl").exists()),
     (r"this machine gives no huge pages", lambda: True),

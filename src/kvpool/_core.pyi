@@ -1,19 +1,17 @@
 """Types of the C++ half of kvpool. The docstrings stand with the code, in bindings/."""
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__version__: str
+from kvpool.types import AddressVector as AddressVector
+from kvpool.types import Bytes as Bytes
+from kvpool.types import TokenVector as TokenVector
+from kvpool.types import TransferSpec, TransferStats
 
-# int32 or int64; bytes are taken as int32 in the machine's order.
-TokenVector: TypeAlias = (
-    "npt.NDArray[np.int32] | npt.NDArray[np.int64] | Sequence[int] | array[int] | bytes | bytearray | memoryview"
-)
-AddressVector: TypeAlias = "npt.NDArray[np.uint64] | npt.NDArray[np.int64] | Sequence[int] | array[int] | memoryview"
+__version__: str
 
 class Match:
     @property
@@ -50,6 +48,43 @@ class SwappedIn:
     def closed(self) -> bool: ...
     def close(self) -> None: ...
     def __enter__(self) -> SwappedIn: ...
+    def __exit__(self, *args: object) -> None: ...
+
+class Transfer:
+    def wait(self, timeout: float | None = None) -> Transfer: ...
+    def done(self) -> bool: ...
+    def cancel(self) -> bool: ...
+    def exception(self, timeout: float | None = None) -> Exception | None: ...
+    @property
+    def addrs(self) -> npt.NDArray[np.uint64]: ...
+    @property
+    def progress(self) -> tuple[int, int]: ...
+    @property
+    def stats(self) -> TransferStats: ...  # kvpool.transfer.handle adds it, and __await__
+    def fileno(self) -> int: ...
+    def __await__(self) -> Generator[Any, None, Transfer]: ...
+    def _stats(self) -> tuple[str, str, int, int, int, int, int, float, float, float, float]: ...
+    def _send_layer(self, layer: int) -> None: ...
+    def _finish(self) -> None: ...
+
+class Received:
+    @property
+    def peer(self) -> str: ...
+    @property
+    def addrs(self) -> npt.NDArray[np.uint64]: ...
+    @property
+    def inserted(self) -> bool: ...
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def namespace(self) -> str: ...
+    @property
+    def private(self) -> bytes: ...
+    @property
+    def closed(self) -> bool: ...
+    def take(self) -> npt.NDArray[np.uint64]: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Received: ...
     def __exit__(self, *args: object) -> None: ...
 
 class KVTensor:
@@ -103,7 +138,15 @@ class Pool:
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
-    def alloc(self, n: int, medium: int = ..., evict: bool = True) -> npt.NDArray[np.uint64]: ...
+    def alloc(
+        self,
+        n: int,
+        medium: int = ...,
+        evict: bool = True,
+        *,
+        instance: str | None = None,
+        timeout: float | None = None,
+    ) -> npt.NDArray[np.uint64]: ...
     def free(self, addrs: AddressVector) -> None: ...
     def adopt(self, blocks: AddressVector) -> npt.NDArray[np.uint64]: ...
     def take_released(self) -> npt.NDArray[np.int64]: ...
@@ -123,6 +166,91 @@ class Pool:
     def swap_out(self, n: int) -> npt.NDArray[np.uint64]: ...
     def swap_in(self, addrs: AddressVector, into: AddressVector | None = None) -> SwappedIn: ...
     def close(self) -> None: ...
+    def disconnect(self, peer: str) -> None: ...
+    def transfer(
+        self,
+        peer: str,
+        addrs: AddressVector,
+        *,
+        to: AddressVector | None = None,
+        medium: int = ...,
+        evict: bool = True,
+        private: Bytes | None = None,
+        strategy: str = "auto",
+        priority: str = "prefill",
+        route: str | None = None,
+        checksum: bool = False,
+        timeout: float | None = 30.0,
+    ) -> Transfer: ...
+    def transfer_with_insert(
+        self,
+        peer: str,
+        tokens: TokenVector,
+        addrs: AddressVector,
+        *,
+        namespace: str = "",
+        to: AddressVector | None = None,
+        medium: int = ...,
+        evict: bool = True,
+        private: Bytes | None = None,
+        strategy: str = "auto",
+        priority: str = "prefill",
+        route: str | None = None,
+        checksum: bool = False,
+        timeout: float | None = 30.0,
+    ) -> Transfer: ...
+    def transfer_batch(self, specs: Sequence[TransferSpec]) -> list[Transfer]: ...
+    def fetch(
+        self,
+        peer: str,
+        addrs: AddressVector,
+        *,
+        to: AddressVector | None = None,
+        medium: int = ...,
+        evict: bool = True,
+        priority: str = "prefill",
+        timeout: float | None = 30.0,
+    ) -> Transfer: ...
+    def received(self, timeout: float | None = None) -> Received | None: ...
+    def _open_transfer(
+        self,
+        peer: str,
+        addrs: AddressVector,
+        *,
+        tokens: TokenVector | None,
+        namespace: str,
+        to: AddressVector | None,
+        medium: int,
+        evict: bool,
+        private: Bytes | None,
+        strategy: str,
+        priority: str,
+        route: str | None,
+        checksum: bool,
+        timeout: float | None,
+    ) -> Transfer: ...
+    def _start_service(
+        self,
+        *,
+        name: str,
+        secret: str,
+        model: str,
+        routes: list[str],
+        lease_s: float,
+        reserve_s: float,
+        transfer_threads: int,
+        trusted_network: bool,
+        unix_door: bool,
+        ucx: str,
+        transfers_max: int,
+        reserved_max: int,
+        received_max: int,
+    ) -> None: ...
+    def _name(self) -> str | None: ...
+    def _listen(self, address: str) -> str: ...
+    def _connect(self, address: str, timeout: float | None) -> str: ...
+    def _peers(self) -> list[tuple[str, int, int, str, tuple[str, ...], int, int, int, int]]: ...
+    def _received_fd(self) -> int: ...
     def _stats(self) -> dict[str, Any]: ...
     def _audit(self) -> dict[str, Any]: ...
     def _arena(self, medium: int) -> dict[str, Any]: ...
@@ -168,3 +296,12 @@ class InstanceIndex:
 
 def memory_headroom() -> tuple[int, str]: ...
 def build_info() -> dict[str, str]: ...
+
+_Shape: TypeAlias = tuple[int, int, int, int, int]
+_Parallel: TypeAlias = tuple[int, int, str, Sequence[int]]
+
+def _rank_slices(shape: _Shape, parallel: _Parallel) -> list[tuple[int, int, int, int, int, int, int, int, int]]: ...
+def _plan_reshard(
+    sender_shape: _Shape, sender: _Parallel, receiver_shape: _Shape, receiver: _Parallel
+) -> list[tuple[int, int, int, npt.NDArray[np.uint64]]]: ...
+def _clip_strips(strips: npt.NDArray[np.uint64], begin: int, end: int) -> npt.NDArray[np.uint64]: ...

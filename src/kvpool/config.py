@@ -15,7 +15,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
@@ -48,6 +48,24 @@ class Settings:
             a driver).
         audit: Check every invariant after every call. Slow; for finding bugs.
         zero_on_alloc: alloc hands out blocks as zeros, so that no owner sees what an earlier one left; adopt does not.
+        name: What peers call this pool, unique among them; "" makes one of host, process and a random number.
+        secret: What peers prove to each other that they know. Needed for TCP; without it a Unix socket lets in
+            processes of the same user. Never shown.
+        model: A fingerprint of the model whose cache this is; peers with another one are refused.
+        routes: By which blocks may travel: of "loopback", "shm", "cma", "sock" and "ucx". Empty: all but "cma", which
+            lets peers reach all memory of this process, not only the blocks, and "ucx", which takes time to start.
+            Separated by commas in the environment.
+        lease_s: Seconds after which a peer that says nothing is lost.
+        reserve_s: Seconds after which blocks that were reserved for a peer's transfer are taken back.
+        transfer_threads: Threads that write what is large, and make room for peers.
+        trusted_network: Frames on TCP carry a checksum instead of a message authentication code. For networks where
+            nobody else can send or change packets.
+        unix_door: Peers on this host that connect by TCP are met over a Unix socket instead, so that memory can be
+            shared. False keeps them on TCP, for measuring it.
+        ucx: Which UCX to use: "wheel" (of the extra kvpool[ucx]), "system", or a path: libucp.so.0, or its folder.
+        transfers_max: Transfers of one peer that may be under way; then it is told Busy.
+        reserved_max: Blocks of one peer that may be reserved and lent together; then it is told Busy.
+        received_max: Items that may wait for the application (`Pool.received`); then peers are told Busy.
     """
 
     policy: Literal["lru", "lfu", "fifo"] = "lru"
@@ -58,6 +76,19 @@ class Settings:
     pin_dram: Literal["auto", "never", "always"] = "auto"
     audit: bool = False
     zero_on_alloc: bool = False
+    name: str = ""
+    secret: str = field(default="", repr=False)
+    model: str = ""
+    routes: tuple[str, ...] = ()
+    lease_s: float = 3.0
+    reserve_s: float = 30.0
+    transfer_threads: int = 2
+    trusted_network: bool = False
+    unix_door: bool = True
+    ucx: str = "wheel"
+    transfers_max: int = 4096
+    reserved_max: int = 1 << 20
+    received_max: int = 65536
 
     def __post_init__(self) -> None:
         """Checks every value.
@@ -71,7 +102,18 @@ class Settings:
 
 
 FIELDS: Final[dict[str, Any]] = get_type_hints(Settings)
-_RANGES: Final = {"copy_threads": (1, 256), "numa_node": (-1, 1023)}
+_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "copy_threads": (1, 256),
+    "numa_node": (-1, 1023),
+    "lease_s": (0.05, 3600.0),
+    "reserve_s": (0.05, 3600.0),
+    "transfer_threads": (1, 256),
+    "transfers_max": (1, 1 << 20),
+    "reserved_max": (1, 1 << 26),
+    "received_max": (1, 1 << 24),
+}
+_BYTES_MAX: Final = {"name": 255, "secret": 4096, "model": 255, "ucx": 4096}
+ROUTES: Final = ("loopback", "shm", "cma", "sock", "ucx")
 _WORDS: Final = {
     "1": True,
     "true": True,
@@ -188,6 +230,13 @@ def _parsed(name: str, text: str, source: str) -> Any:
             return int(text)
         except ValueError:
             raise ArgumentError(f"settings: {source} is {text!r}; it must be a whole number", source=source) from None
+    if kind is float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ArgumentError(f"settings: {source} is {text!r}; it must be a number", source=source) from None
+    if get_origin(kind) is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
     return text
 
 
@@ -205,20 +254,54 @@ def _checked(name: str, value: object, source: str) -> Any:
         if not isinstance(value, bool):
             raise _wrong_type(where, "a bool", value, source)
         return value
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise _wrong_type(where, "an int", value, source)
-    number = operator.index(cast(Any, value))
+    if kind is str:
+        return _checked_text(name, value, where, source)
+    if get_origin(kind) is tuple:
+        return _checked_routes(value, where, source)
+    if kind is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise _wrong_type(where, "a number", value, source)
+        number: float = float(value)
+    else:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise _wrong_type(where, "an int", value, source)
+        number = operator.index(cast(Any, value))
     low, high = _RANGES[name]
     if not low <= number <= high:
         raise ArgumentError(f"{where} is {number}; it must be from {low} to {high}", value=number, source=source)
     return number
 
 
-def _wrong_type(where: str, wanted: str, value: object, source: str) -> ArgumentTypeError:
-    return ArgumentTypeError(f"{where} must be {wanted}, not {type(value).__name__} ({value!r})", source=source)
+def _checked_text(name: str, value: object, where: str, source: str) -> str:
+    if not isinstance(value, str):
+        # A secret of the wrong type is a secret all the same.
+        raise _wrong_type(where, "a str", "..." if name == "secret" else value, source, type(value).__name__)
+    length = len(value.encode("utf-8", "surrogatepass"))
+    if length > _BYTES_MAX[name] or not value.isprintable():
+        raise ArgumentError(
+            f"{where} must be printable text of at most {_BYTES_MAX[name]} bytes, and has {length}",
+            given=length,
+            maximum=_BYTES_MAX[name],
+            source=source,
+        )
+    return value
+
+
+def _checked_routes(value: object, where: str, source: str) -> tuple[str, ...]:
+    if not isinstance(value, (tuple, list)) or not all(isinstance(one, str) for one in value):
+        raise _wrong_type(where, "a list of str", value, source)
+    for one in value:
+        if one not in ROUTES:
+            raise ArgumentError(f"{where} has {one!r}; each must be one of {', '.join(ROUTES)}", source=source)
+    return tuple(dict.fromkeys(value))
+
+
+def _wrong_type(where: str, wanted: str, value: object, source: str, kind: str | None = None) -> ArgumentTypeError:
+    return ArgumentTypeError(f"{where} must be {wanted}, not {kind or type(value).__name__} ({value!r})", source=source)
 
 
 def describe(loaded: Loaded) -> list[dict[str, Any]]:
-    """One record per setting, in their order: name, value and source."""
+    """One record per setting, in their order: name, value and source. Of a secret, whether there is one."""
     values = dataclasses.asdict(loaded.settings)
+    values["secret"] = "set" if loaded.settings.secret else "not set"
     return [{"name": name, "value": values[name], "source": loaded.sources[name]} for name in FIELDS]

@@ -9,12 +9,19 @@
     ├── StateError                      the block or the pool is in a state that forbids the call
     │   └── ClosedError                 the pool or handle was closed
     ├── NotOwner                        the address belongs to another instance or pool
-    ├── LayoutMismatch                  memory offered does not have the layout's shape
+    ├── LayoutMismatch                  memory offered, or a peer's, does not have the layout's shape
+    ├── PeerLost                        the peer is gone, or does not answer
+    ├── DeadlineExceeded (TimeoutError) not done by its deadline
+    ├── Busy                            more than one peer may have under way: try again later
+    ├── Cancelled                       by the caller
+    ├── AuthError                       the peer does not know the secret
+    ├── ProtocolError                   the peer says what no kvpool says that we could speak with
     ├── ForkError                       called in a child process after fork
     ├── Unsupported                     this machine or build cannot do it
     └── AuditError                      an invariant is broken: a bug in kvpool or memory corruption
 
-A call that raises one of these has changed nothing. The text tells a person what happened, with the numbers; a program
+A call that raises one of these has changed nothing; a transfer that ends with one has left the sender's blocks as they
+were. The text tells a person what happened, with the numbers; a program
 reads the same numbers as attributes (`error.requested`, `error.free`) or all of them as the dict `error.fields`.
 """
 
@@ -26,13 +33,19 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "AuditError",
+    "AuthError",
+    "Busy",
+    "Cancelled",
     "ClosedError",
+    "DeadlineExceeded",
     "Error",
     "ForkError",
     "LayoutMismatch",
     "NotOwner",
     "OutOfBlocks",
     "OutOfMemory",
+    "PeerLost",
+    "ProtocolError",
     "StaleAddress",
     "StateError",
     "Unsupported",
@@ -81,6 +94,9 @@ class ArgumentError(Error, ValueError):
     instance: int
     largest: int
     numa_node: int
+    errno: int
+    kv_heads: int
+    tp: int
 
 
 class ArgumentTypeError(Error, TypeError):
@@ -123,6 +139,9 @@ class StateError(Error):
     position: int
     block: int
     pinned: int
+    instance: int
+    needed: int
+    errno: int
 
 
 class ClosedError(StateError):
@@ -145,6 +164,49 @@ class LayoutMismatch(Error):
     offered_bytes: int
     layout_bytes: int
     position: int
+    sender: int
+    receiver: int
+
+
+class PeerLost(Error):
+    """The peer is gone, or does not answer, or was never there."""
+
+    instance: int
+    silent_ms: int  # for so long it had said nothing
+    errno: int
+
+
+class DeadlineExceeded(Error, TimeoutError):
+    """Not done by its deadline. Caught by `except TimeoutError`, too."""
+
+
+class Busy(Error):
+    """A limit on what one peer may have under way or waiting. Nothing is wrong: try again later."""
+
+    retry_after_us: int  # a hint
+    limit: int
+    requested: int
+
+
+class Cancelled(Error):
+    """The caller cancelled it."""
+
+
+class AuthError(Error):
+    """The peer does not know the secret, or we do not know the peer's."""
+
+
+class ProtocolError(Error):
+    """The peer says what no kvpool says, or none of a version that we speak."""
+
+    address: int
+    needed: int
+    given: int
+    errno: int
+    version_min: int  # what we speak
+    version_max: int
+    peer_version_min: int  # what the peer speaks
+    peer_version_max: int
 
 
 class ForkError(Error):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +11,15 @@ from kvpool import _core
 from kvpool.config import Settings, load
 from kvpool.errors import ArgumentError, ArgumentTypeError, StateError, Unsupported
 from kvpool.index import EventStream, MatchReport
+from kvpool.transfer import PeerVerbs
 from kvpool.types import DRAM, HBM, KVLayout, Medium, RawLayout
 
 __all__ = ["ArenaInfo", "MediumStats", "Pool", "PoolStats"]
+
+# Of the settings, those that the core takes when a pool is made; the others are for peers.
+_LOCAL_SETTINGS = (
+    "policy", "copy_threads", "huge_pages", "numa_node", "check_memory", "pin_dram", "audit", "zero_on_alloc"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ class ArenaInfo:
     pinned: bool
 
 
-class Pool(_core.Pool):
+class Pool(PeerVerbs):
     """Blocks of KV cache in two tiers, and the index of the prompts that they hold.
 
     All methods are thread-safe; a method that raises has changed nothing. A pool belongs to the process that made it:
@@ -167,7 +172,7 @@ class Pool(_core.Pool):
         self.settings: Settings = load(**settings)
         self.kv_layout: KVLayout | RawLayout = layout
         self._adopted = hbm is not None
-        options = dataclasses.asdict(self.settings)
+        options = {name: getattr(self.settings, name) for name in _LOCAL_SETTINGS}
         options["pin_dram"] = options["pin_dram"] == "always" or (options["pin_dram"] == "auto" and device != "cpu")
         super().__init__(
             block_tokens=layout.block_tokens,

@@ -247,6 +247,13 @@ _INSTANCE_SHIFT: Final = _MEDIUM_SHIFT + _MEDIUM_BITS
 
 AddressLike: TypeAlias = npt.NDArray[np.uint64] | Sequence[int]
 
+# What the verbs of a pool take. Tokens: int32 or int64; bytes are taken as int32 in the machine's order.
+TokenVector: TypeAlias = (
+    "npt.NDArray[np.int32] | npt.NDArray[np.int64] | Sequence[int] | array[int] | bytes | bytearray | memoryview"
+)
+AddressVector: TypeAlias = "npt.NDArray[np.uint64] | npt.NDArray[np.int64] | Sequence[int] | array[int] | memoryview"
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
 
 class Address(NamedTuple):
     """The four parts of an address.
@@ -342,3 +349,61 @@ def _media_checked(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
             position=index,
         )
     return found
+
+
+# ---- transfers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """What one transfer cost. Times in microseconds.
+
+    Attributes:
+        route: By which the bytes went; "" when there were none to send.
+        strategy: How blocks were cut into calls.
+        blocks: Of the request.
+        skipped_blocks: Of these, the prefix that the receiver had already.
+        calls: Pieces handed to the network, or copied.
+        runs: Neighbouring blocks on both sides: the least number of calls that is possible for whole blocks.
+        bytes: Written.
+        reserve_us: Until the receiver had blocks for it.
+        write_us: Writing.
+        complete_us: From the last byte to the receiver's word.
+        total_us: All of it.
+    """
+
+    route: str
+    strategy: str
+    blocks: int
+    skipped_blocks: int
+    calls: int
+    runs: int
+    bytes: int
+    reserve_us: float
+    write_us: float
+    complete_us: float
+    total_us: float
+
+
+@dataclass(frozen=True, eq=False)
+class TransferSpec:
+    """One transfer of `Pool.transfer_batch`. The fields are the arguments of `Pool.transfer`, which explains them.
+
+    Attributes:
+        tokens: Insert the blocks at the receiver as this prompt, as `Pool.transfer_with_insert` does.
+        namespace: Of the prompt.
+    """
+
+    peer: str
+    addrs: AddressVector
+    tokens: TokenVector | None = None
+    namespace: str = ""
+    to: AddressVector | None = None
+    medium: int = HBM
+    evict: bool = True
+    private: Bytes | None = None
+    strategy: str = "auto"
+    priority: str = "prefill"
+    route: str | None = None
+    checksum: bool = False
+    timeout: float | None = 30.0

@@ -67,11 +67,45 @@ def test_switches_in_the_environment_are_words(text, value):
         ({"KVPOOL_AUDIT": "maybe"}, "environment KVPOOL_AUDIT is 'maybe'"),
         ({"KVPOOL_COPY_THREAD": "2"}, "did you mean KVPOOL_COPY_THREADS"),
         ({"KVPOOL_CONFG": "x"}, "did you mean KVPOOL_CONFIG"),
+        ({"KVPOOL_LEASE_S": "soon"}, "environment KVPOOL_LEASE_S is 'soon'; it must be a number"),
+        ({"KVPOOL_LEASE_S": "nan"}, "lease_s is nan; it must be from 0.05 to 3600"),
+        ({"KVPOOL_ROUTES": "shm,road"}, "routes has 'road'; each must be one of loopback, shm"),
+        ({"KVPOOL_NAME": "n" * 256}, "name must be printable text of at most 255 bytes, and has 256"),
+        ({"KVPOOL_SECRET": "hidden\n"}, "secret must be printable text"),
     ],
 )
 def test_a_bad_variable_is_named(environment, message):
     with pytest.raises(errors.ArgumentError, match=message):
         loaded(environment=environment)
+
+
+def test_text_numbers_and_lists_come_from_anywhere(tmp_path):
+    toml = 'name = "a"\nroutes = ["shm", "sock", "shm"]\nlease_s = 1\n'
+    settings = loaded(tmp_path, toml).settings
+    assert (settings.name, settings.routes, settings.lease_s) == ("a", ("shm", "sock"), 1.0)
+    environment = {"KVPOOL_ROUTES": "cma, sock", "KVPOOL_LEASE_S": "0.5", "KVPOOL_UCX": "system"}
+    settings = loaded(environment=environment).settings
+    assert (settings.routes, settings.lease_s, settings.ucx) == (("cma", "sock"), 0.5, "system")
+
+
+def test_a_secret_is_never_shown(capsys):
+    result = loaded(environment={"KVPOOL_SECRET": "hidden"})
+    assert result.settings.secret == "hidden"
+    assert "hidden" not in repr(result)
+    assert {"name": "secret", "value": "set", "source": "environment KVPOOL_SECRET"} in config.describe(result)
+    assert config.describe(loaded())[list(config.FIELDS).index("secret")]["value"] == "not set"
+    for wrong in (b"hidden", "hidden" * 1000, "hidden\n"):
+        with pytest.raises(errors.Error) as caught:
+            Settings(secret=wrong)
+        assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lease_s": "1"}, {"lease_s": True}, {"routes": "shm"}, {"routes": (1,)}, {"name": 1}, {"name": b"a"}]
+)
+def test_text_numbers_and_lists_have_their_types(wrong):
+    with pytest.raises(errors.ArgumentTypeError, match=next(iter(wrong))):
+        Settings(**wrong)
 
 
 def test_variables_of_others_are_left_alone():

@@ -495,7 +495,7 @@ class LocalApi(RuleBasedStateMachine):
             wrong["limbo"] = (min(self.limbo), kvpool.StateError)
         skip = {
             "free": {"active"},
-            "swap_in": {"cached"},
+            "swap_in": {"cached", "limbo"},  # a block in limbo names its page, wherever that lies now
             "insert": {"active", "foreign", "cached"},
             "into": {"active"},
         }

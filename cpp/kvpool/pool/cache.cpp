@@ -7,6 +7,12 @@
 #include "kvpool/pool/pool.h"
 
 namespace kvpool {
+namespace {
+
+// Of two addresses of this pool: one may be older than the pool's instance id.
+bool same_block(Address left, Address right) noexcept { return (left ^ right) << kInstanceBits == 0; }
+
+}  // namespace
 
 IndexHit Pool::match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out) {
   guard();
@@ -43,7 +49,8 @@ void Pool::check_insertion(std::string_view name_space, const InsertItem& item) 
   for (std::size_t i = 0; i < item.n_addresses; ++i) {
     const Address address = item.addresses[i];
     if (!is_local(address) || store_of(address).state(block_of(address)) != BlockState::kHistorical) continue;
-    if (i < present && (item.canonical[i] == address || store_of(address).tag(block_of(address)) == kLimboTag))
+    if (i < present &&
+        (same_block(item.canonical[i], address) || store_of(address).tag(block_of(address)) == kLimboTag))
       continue;
     throw Error(ErrorCode::kState,
                 "address " + std::to_string(address) + " (position " + std::to_string(i) +
@@ -76,7 +83,7 @@ std::vector<InsertOutcome> Pool::insert(std::string_view name_space, std::span<c
       outcome.inserted = pages - insertion.pages_present;
       for (std::size_t i = 0; i < insertion.pages_present; ++i) {
         const Address address = item.addresses[i];
-        if (address == item.canonical[i] || !is_local(address)) continue;
+        if (!is_local(address) || same_block(address, item.canonical[i])) continue;
         if (store_of(address).state(block_of(address)) != BlockState::kActive) continue;
         if (outcome.duplicates.empty()) outcome.duplicates.reserve(insertion.pages_present - i);
         outcome.duplicates.push_back(address);

@@ -9,6 +9,7 @@
 #include "kvpool/base/check.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/fork_guard.h"
+#include "kvpool/pool/service.h"
 
 namespace kvpool {
 namespace {
@@ -89,6 +90,10 @@ std::uint32_t first_generation() {
   return 1 + (next.fetch_add(kStep, std::memory_order_relaxed) + process) % kHalf;
 }
 
+std::uint32_t first_generation(const PoolOptions& options) {
+  return options.first_generation != 0 ? options.first_generation : first_generation();
+}
+
 }  // namespace
 
 Pool::Pool(const PoolOptions& options)
@@ -98,8 +103,8 @@ Pool::Pool(const PoolOptions& options)
       engine_allocates_(options.adopted_hbm && options.adopted_hbm->engine_allocates),
       made_in_(fork_generation()),
       stores_{BlockStore(Medium::kHbm, options.adopted_hbm ? options.adopted_hbm->blocks : options.hbm_blocks,
-                         first_generation()),
-              BlockStore(Medium::kDram, options.dram_blocks, first_generation())},
+                         first_generation(options)),
+              BlockStore(Medium::kDram, options.dram_blocks, first_generation(options))},
       arenas_{make_hbm(options), make_arena(options, Medium::kDram, options.dram_blocks)},
       team_(options.copy_threads),
       index_(std::make_unique<PromptIndex>(options.layout.block_tokens, options.policy, PromptIndex::Values::kAddresses,
@@ -113,24 +118,44 @@ Pool::Pool(const PoolOptions& options)
 
 Pool::~Pool() {
   // In a forked child the index may stand still in the middle of another thread's change: it is left as it is.
-  if (made_in_ != fork_generation()) static_cast<void>(index_.release());
+  // The same goes for the threads and locks of the service.
+  if (made_in_ != fork_generation()) {
+    static_cast<void>(index_.release());
+    static_cast<void>(service_.release());
+    return;
+  }
   close();
+  service_.reset();  // it uses all that is below
 }
 
 void Pool::close() noexcept {
   if (made_in_ != fork_generation()) return;
+  // Before everything else: peers write here, and its threads call.
+  close_service();
   // The arenas go after the locks: letting go of adopted memory may wait for Python.
   std::array<std::shared_ptr<Arena>, kMediaCount> arenas;
-  const std::lock_guard reclaim(reclaim_);
-  const std::lock_guard lock(mutex_);
-  closed_.store(true, std::memory_order_relaxed);
-  arenas.swap(arenas_);
+  {
+    const std::lock_guard reclaim(reclaim_);
+    const std::lock_guard lock(mutex_);
+    closed_.store(true, std::memory_order_relaxed);
+    arenas.swap(arenas_);
+  }
+  close_service();  // one that was started meanwhile; from now on none is
 }
 
-void Pool::guard() const {
+void Pool::close_service() noexcept {
+  const std::lock_guard lock(service_mutex_);
+  if (service_ != nullptr) service_->close();
+}
+
+void Pool::guard_process() const {
   if (made_in_ != fork_generation()) [[unlikely]] {
     throw Error(ErrorCode::kFork, "this pool belongs to the parent process: make a new one after fork");
   }
+}
+
+void Pool::guard() const {
+  guard_process();
   if (closed()) [[unlikely]] {
     throw Error(ErrorCode::kClosed, "the pool is closed");
   }
@@ -183,6 +208,11 @@ bool Pool::try_alloc(std::size_t n, Medium medium, Address* out) {
 void Pool::hand_over(Lock& lock, const Address* addresses, std::size_t n) {
   counters_.allocated_blocks += n;
   audit_if_asked();
+  zero_if_asked(lock, addresses, n);
+}
+
+// Lets go of the lock.
+void Pool::zero_if_asked(Lock& lock, const Address* addresses, std::size_t n) {
   if (!zero_on_alloc_) return;
   const auto arenas = arenas_;  // kept, should the pool be closed now
   lock.unlock();
@@ -198,7 +228,13 @@ void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out) {
   const std::lock_guard reclaim(reclaim_);
   Lock lock(mutex_);
   guard();
-  while (!take(n, medium, BlockState::kActive, out)) {
+  take_evicting(lock, n, medium, BlockState::kActive, out);
+  hand_over(lock, out, n);
+}
+
+// REQUIRES: reclaim_ is held. Throws kOutOfBlocks.
+void Pool::take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out) {
+  while (!take(n, medium, to, out)) {
     if (!can_make_room(n, medium)) throw_out_of_blocks_locked(n, medium);
     if (medium == Medium::kHbm) {
       make_room(lock, n);
@@ -214,7 +250,6 @@ void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out) {
       if (have < n && !engine_allocates_) evict_locked(ValueClass::kHbm, n - have);
     }
   }
-  hand_over(lock, out, n);
 }
 
 bool Pool::can_make_room(std::size_t n, Medium medium) noexcept {
@@ -305,7 +340,9 @@ bool Pool::check_active_and_distinct(const Address* addresses, std::size_t n, bo
   bool skipped = false;
   bool ascending = true;
   Address before = 0;
-  const Address place_mask = ~(static_cast<Address>(kGenerationMax) << kGenerationShift);
+  // Without the instance: one block has two addresses when one of them is older than the pool's id.
+  constexpr Address kPlaceMask =
+      (Address{1} << kInstanceShift) - 1 - (static_cast<Address>(kGenerationMax) << kGenerationShift);
   for (std::size_t i = 0; i < n; ++i) {
     const Address address = addresses[i];
     const std::uint32_t bits = medium_bits_of(address);
@@ -321,7 +358,7 @@ bool Pool::check_active_and_distinct(const Address* addresses, std::size_t n, bo
       skipped = true;
       continue;
     }
-    const Address place = address & place_mask;
+    const Address place = address & kPlaceMask;
     ascending = ascending && place > before;
     before = place;
   }
@@ -347,7 +384,7 @@ void Pool::check_distinct(const Address* addresses, std::size_t n, std::uint64_t
 }
 
 // Frees blocks run by run. REQUIRES: checked; no address twice.
-void Pool::release_blocks(const Address* addresses, std::size_t n) noexcept {
+void Pool::release_blocks(const Address* addresses, std::size_t n, bool tell_engine) noexcept {
   for (std::size_t i = 0; i < n;) {
     const std::uint32_t first = block_of(addresses[i]);
     const std::uint32_t bits = medium_bits_of(addresses[i]);
@@ -355,15 +392,42 @@ void Pool::release_blocks(const Address* addresses, std::size_t n) noexcept {
     while (i + run < n && block_of(addresses[i + run]) == first + run && medium_bits_of(addresses[i + run]) == bits) {
       ++run;
     }
-    store(static_cast<Medium>(bits)).release(first, run);
+    release_unread(static_cast<Medium>(bits), first, run, tell_engine);
     i += run;
   }
 }
 
+// Frees blocks [first, first + n); those that a transfer reads, when it has read them.
+void Pool::release_unread(Medium medium, std::uint32_t first, std::uint32_t n, bool tell_engine) noexcept {
+  BlockStore& blocks = store(medium);
+  const auto& readers = readers_[static_cast<std::size_t>(medium_index(medium))];
+  const bool tell = tell_engine && engine_allocates_ && medium == Medium::kHbm;
+  const std::uint32_t end = first + n;
+  std::uint32_t unread = first;  // [unread, block) can go
+  const auto release_until = [&](std::uint32_t block) {
+    if (block > unread) blocks.release(unread, block - unread);
+    for (std::uint32_t i = unread; tell && i < block; ++i) released_.push_back(i);  // within the reserved room
+    unread = block + 1;
+  };
+  for (std::uint32_t block = first; !readers.empty() && block < end; ++block) {
+    if (readers[block] == 0) continue;
+    blocks.set_state(block, BlockState::kReserved);
+    blocks.set_tag(block, kUnreadTag);
+    blocks.set_mark(block, tell ? 1 : 0);
+    release_until(block);
+  }
+  release_until(end);
+}
+
 void Pool::free(const Address* addresses, std::size_t n) {
   guard();
+  if (service() != nullptr &&
+      !std::all_of(addresses, addresses + n, [&](Address address) { return is_local(address); })) {
+    return free_with_lent(addresses, n);
+  }
   const std::lock_guard lock(mutex_);
   check_active_and_distinct(addresses, n, /*skip_cached=*/false);
+  if (engine_allocates_) check_unread(addresses, n);
   release_blocks(addresses, n);
   counters_.freed_blocks += n;
   audit_if_asked();

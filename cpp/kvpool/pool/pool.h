@@ -36,6 +36,9 @@
 
 namespace kvpool {
 
+class Service;
+struct ServiceOptions;
+
 struct AdoptedMemory {
   std::uint32_t blocks = 0;
   std::vector<Segment> segments;
@@ -54,8 +57,9 @@ struct PoolOptions {
   int numa_node = -1;
   bool check_memory = true;
   bool pin_dram = false;
-  bool audit = false;          // after every verb
-  bool zero_on_alloc = false;  // blocks are handed out as zeros
+  bool audit = false;                  // after every verb
+  bool zero_on_alloc = false;          // blocks are handed out as zeros
+  std::uint32_t first_generation = 0;  // of the blocks; 0: far from other pools'. For tests that replay bit by bit
 };
 
 struct PoolCounters {
@@ -112,7 +116,7 @@ struct MatchExplanation {
   std::vector<std::pair<std::string, std::size_t>> elsewhere;
 };
 
-class Pool final : public PinOwner, private IndexObserver {
+class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, private IndexObserver {
  public:
   // Throws kArgument, kOutOfMemory, kUnsupported, kLayoutMismatch.
   explicit Pool(const PoolOptions& options);
@@ -124,6 +128,10 @@ class Pool final : public PinOwner, private IndexObserver {
   void close() noexcept;
   bool zeroes_on_alloc() const noexcept { return zero_on_alloc_; }
   bool closed() const noexcept { return closed_.load(std::memory_order_relaxed); }
+  // What every verb begins with: throws kFork, kClosed.
+  void guard() const;
+  // Throws kFork: for handles, which outlive a pool that was closed.
+  void guard_process() const;
 
   // --- blocks (pool.cpp) ---
 
@@ -134,6 +142,9 @@ class Pool final : public PinOwner, private IndexObserver {
   [[noreturn]] void throw_out_of_blocks(std::size_t n, Medium medium);
   std::size_t capacity(Medium medium) const noexcept;
 
+  // Active blocks of the caller, and blocks that peers have lent: for those it waits, so that the caller must not hold
+  // the GIL. Nothing is freed when an address is wrong; when a peer does not take its blocks back, the others are
+  // freed.
   void free(const Address* addresses, std::size_t n);
 
   // Adopted memory whose engine allocates: these blocks are the engine's now (free -> active), and which blocks the
@@ -165,6 +176,46 @@ class Pool final : public PinOwner, private IndexObserver {
   // DRAM.
   std::vector<IndexPin> swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out);
 
+  // --- blocks of peers (remote.cpp): for the service, which knows whose they are ---
+
+  // From now on addresses carry this id. Throws kState when they carry another one already.
+  void set_instance(std::uint32_t instance);
+  std::uint32_t instance() const noexcept { return instance_.load(std::memory_order_relaxed); }
+
+  // Takes n blocks to `to` (reserved or lent) for an owner, as alloc does; false when that needs room to be made and
+  // `evict` is not set.
+  bool take_for_peer(std::size_t n, Medium medium, BlockState to, std::uint64_t epoch, std::uint32_t mark, bool evict,
+                     Address* out);
+  // Reserved, lent or quarantined blocks become free. REQUIRES: they are.
+  void release_from_peer(const Address* addresses, std::size_t n) noexcept;
+  void quarantine(const Address* addresses, std::size_t n) noexcept;
+  // Throws kStaleAddress, kNotOwner, kArgument unless each is lent to this owner, or reserved for this mark of it.
+  void check_writable(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark, bool lent_only);
+  // Who owns a reserved or lent block.
+  struct Ownership {
+    BlockState state = BlockState::kReserved;
+    std::uint64_t epoch = 0;
+    std::uint32_t mark = 0;
+  };
+  Ownership ownership_of(Address address) noexcept;
+  // Reserved or lent blocks become active; and back. REQUIRES: they are.
+  void take_over(const Address* addresses, std::size_t n) noexcept;
+  void give_to_peer(const Address* addresses, std::size_t n, BlockState to, std::uint64_t epoch,
+                    std::uint32_t mark) noexcept;
+  // The caller's active blocks become reserved for an owner. Throws as free() does.
+  void reserve_active(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark);
+  // As match(), but no use that is counted in the statistics; only what lies here.
+  IndexHit match_for_peer(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
+
+  // Blocks that are read for a transfer stay as they are: what frees, evicts or moves them takes effect when the last
+  // reader lets go. Throws kStaleAddress, kNotOwner, kState, kArgument; then none is held.
+  void hold_for_reading(const Address* addresses, std::size_t n);
+  void release_reading(const Address* addresses, std::size_t n) noexcept;
+
+  // The service is made by the first caller and lives as long as the pool is open. Throws kState when there is one.
+  Service& start_service(const ServiceOptions& options);
+  Service* service() const noexcept { return service_ptr_.load(std::memory_order_acquire); }
+
   // --- what there is (audit.cpp) ---
 
   PoolStats stats();
@@ -185,6 +236,7 @@ class Pool final : public PinOwner, private IndexObserver {
   };
   static constexpr std::size_t kBatchBlocks = 4096;  // moved or dropped at most before others get the lock
   static constexpr std::uint64_t kLimboTag = 1;      // a block's tag while it is in limbo: no node has this address
+  static constexpr std::uint64_t kUnreadTag = 2;     // of a reserved block that is free but for those who read it
 
   BlockStore& store(Medium medium) noexcept { return stores_[static_cast<std::size_t>(medium_index(medium))]; }
   BlockStore& store_of(Address address) noexcept { return store(static_cast<Medium>(medium_bits_of(address))); }
@@ -193,7 +245,6 @@ class Pool final : public PinOwner, private IndexObserver {
     return instance == 0 || instance == stores_[0].instance();
   }
 
-  void guard() const;
   void guard_alloc(Medium medium) const;
   void audit_if_asked();
   PoolStats audit_locked();
@@ -207,7 +258,14 @@ class Pool final : public PinOwner, private IndexObserver {
   bool check_active_and_distinct(const Address* addresses, std::size_t n, bool skip_cached);
   void check_distinct(const Address* addresses, std::size_t n, std::uint64_t stamp);
   void hand_over(Lock& lock, const Address* addresses, std::size_t n);
-  void release_blocks(const Address* addresses, std::size_t n) noexcept;
+  void zero_if_asked(Lock& lock, const Address* addresses, std::size_t n);
+  void check_unread(const Address* addresses, std::size_t n) const;
+  void free_with_lent(const Address* addresses, std::size_t n);
+  void close_service() noexcept;
+  void release_blocks(const Address* addresses, std::size_t n, bool tell_engine = false) noexcept;
+  void release_unread(Medium medium, std::uint32_t first, std::uint32_t n, bool tell_engine) noexcept;
+  void give_tags(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark) noexcept;
+  void take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out);
 
   void check_insertion(std::string_view name_space, const InsertItem& item);
   void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;
@@ -242,6 +300,11 @@ class Pool final : public PinOwner, private IndexObserver {
   bool engine_allocates_ = false;
   std::uint32_t made_in_;  // fork generation
   std::atomic<bool> closed_{false};
+  std::atomic<std::uint32_t> instance_{0};
+
+  std::mutex service_mutex_;
+  std::unique_ptr<Service> service_;
+  std::atomic<Service*> service_ptr_{nullptr};
 
   std::mutex reclaim_;
   std::mutex mutex_;
@@ -253,10 +316,11 @@ class Pool final : public PinOwner, private IndexObserver {
   std::unique_ptr<PromptIndex> index_;
   std::vector<Limbo> limbo_;
   std::vector<std::uint32_t> released_;  // to tell the engine: free blocks, each once; room for every block
+  std::array<std::vector<std::uint16_t>, kMediaCount> readers_;  // of each block; empty until the first transfer
   PoolCounters counters_;
-  std::uint64_t dropped_blocks_ = 0;       // by the index, for whatever reason
-  std::uint64_t check_stamp_ = kLimboTag;  // tags active blocks while a list is checked for duplicates
-  std::uint32_t move_stamp_ = 0;           // marks cached blocks, likewise
+  std::uint64_t dropped_blocks_ = 0;        // by the index, for whatever reason
+  std::uint64_t check_stamp_ = kUnreadTag;  // tags active blocks while a list is checked for duplicates
+  std::uint32_t move_stamp_ = 0;            // marks cached blocks, likewise
 };
 
 }  // namespace kvpool

@@ -19,10 +19,7 @@ bool in_dram(Address address) noexcept { return medium_bits_of(address) == stati
 
 // Blocks that the index gave up. An engine that allocates for itself is told.
 void Pool::release_cached(const Address* addresses, std::size_t n) noexcept {
-  for (std::size_t i = 0; engine_allocates_ && i < n; ++i) {
-    if (!in_dram(addresses[i])) released_.push_back(block_of(addresses[i]));  // within the reserved room
-  }
-  release_blocks(addresses, n);
+  release_blocks(addresses, n, /*tell_engine=*/true);
 }
 
 // Counts what hangs below and goes too, of whatever medium; returns what went of this class.
@@ -51,7 +48,8 @@ void Pool::make_room(Lock& lock, std::size_t n) {
     const std::size_t missing = n - hbm.free_count();
     if (missing > dram.free_count()) evict_locked(ValueClass::kHbm, missing - dram.free_count());
     if (hbm.free_count() >= n) return;
-    move_to_dram(lock, std::min(n - hbm.free_count(), kBatchBlocks), nullptr);
+    // What a transfer reads is dropped, but not free yet: DRAM may have less room than was made.
+    move_to_dram(lock, std::min<std::size_t>({n - hbm.free_count(), kBatchBlocks, dram.free_count()}), nullptr);
   }
 }
 
@@ -199,6 +197,7 @@ void Pool::reserve_inbound(Lock& lock, std::span<const Address> into, Inbound& i
   }
   inbound.to.assign(into.begin(), into.end());
   for (const Address address : into) store_of(address).set_state(block_of(address), BlockState::kReserved);
+  give_tags(into.data(), into.size(), 0, 0);  // nobody's: what the check above left there could be some peer's epoch
 }
 
 std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out) {

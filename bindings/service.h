@@ -1,0 +1,46 @@
+// How the bindings reach the half of a pool that speaks with peers, and how they wait.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "arguments.h"
+#include "gil.h"
+#include "kvpool/base/medium.h"
+#include "kvpool/pool/pool.h"
+#include "kvpool/pool/service.h"
+
+namespace kvpool::bindings {
+
+inline constexpr std::int64_t kTimeoutNs = 30'000'000'000;  // of what waits for a peer, unless told otherwise
+inline constexpr std::int64_t kForever = INT64_MAX;
+
+// Throws kState when the pool has none yet.
+Service& service_of(Pool& pool);
+
+pybind11::array_t<Address> alloc_at_peer(Pool& pool, std::size_t n, Medium medium, bool evict, pybind11::handle peer,
+                                         pybind11::handle timeout);
+
+// Calls step(until_ns) without the GIL until it returns true or the time comes; signals are looked at in between, so
+// that Ctrl-C ends the wait by throwing. Returns whether step did.
+template <class Step>
+bool wait_interruptibly(std::int64_t until_ns, Step&& step) {
+  constexpr std::int64_t kSliceNs = 250'000'000;
+  for (;;) {
+    bool done = false;
+    std::int64_t now = 0;
+    {
+      const GilReleased released;
+      done = step(std::min(until_ns, steady_ns() + kSliceNs));
+      now = steady_ns();
+    }
+    if (done) return true;
+    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+    if (now >= until_ns) return false;
+  }
+}
+
+}  // namespace kvpool::bindings

@@ -1,0 +1,447 @@
+// The verbs that move blocks between pools, and the handles that they return.
+#include "transfer.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdio>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "bind.h"
+#include "kvpool/transport/frame.h"
+#include "service.h"
+
+namespace kvpool::bindings {
+namespace {
+
+// ---- arguments
+
+Strategy strategy_from(py::handle argument) {
+  const std::string_view name = text_from(argument, "strategy");
+  if (name == "auto") return Strategy::kAuto;
+  if (name == "by_layer") return Strategy::kByLayer;
+  if (name == "by_layer_agg") return Strategy::kByLayerAgg;
+  if (name == "by_request") return Strategy::kByRequest;
+  if (name == "by_request_agg") return Strategy::kByRequestAgg;
+  throw Error(
+      ErrorCode::kArgument,
+      "strategy must be auto, by_layer, by_layer_agg, by_request or by_request_agg, and is " + std::string(name));
+}
+
+Priority priority_from(py::handle argument) {
+  const std::string_view name = text_from(argument, "priority");
+  if (name == "prefill") return Priority::kPrefill;
+  if (name == "decode") return Priority::kDecode;
+  if (name == "background") return Priority::kBackground;
+  throw Error(ErrorCode::kArgument, "priority must be decode, prefill or background, and is " + std::string(name));
+}
+
+// What every verb that sends takes after its own arguments.
+struct Options {
+  py::handle to;
+  py::handle medium;
+  bool evict;
+  py::handle private_bytes;
+  py::handle strategy;
+  py::handle priority;
+  py::handle route;
+  bool checksum;
+  py::handle timeout;
+};
+
+TransferRequest request_from(py::handle peer, py::handle addresses, const Options& options) {
+  TransferRequest request;
+  request.peer = text_from(peer, "peer");
+  request.from = addresses_from(addresses).copy();
+  if (!options.to.is_none()) request.to = addresses_from(options.to).copy();
+  request.medium = medium_from(options.medium);
+  request.may_evict = options.evict;
+  if (!options.private_bytes.is_none()) {
+    request.private_bytes = bytes_from(options.private_bytes, "private", kPrivateBytesMax);
+  }
+  request.strategy = strategy_from(options.strategy);
+  request.priority = priority_from(options.priority);
+  if (!options.route.is_none()) request.route = text_from(options.route, "route");
+  request.checksum = options.checksum;
+  request.deadline_ns = deadline_from(options.timeout, kTimeoutNs);
+  if (!options.to.is_none() && request.to.size() != request.from.size()) {
+    throw Error(
+        ErrorCode::kArgument,
+        std::to_string(request.from.size()) + " blocks are sent, and to names " + std::to_string(request.to.size()),
+        {{"given", static_cast<std::int64_t>(request.to.size())},
+         {"needed", static_cast<std::int64_t>(request.from.size())}});
+  }
+  return request;
+}
+
+void add_tokens(TransferRequest& request, py::handle tokens, py::handle name_space) {
+  request.insert = true;
+  request.tokens = tokens_from(tokens).copy();
+  request.name_space = name_from(name_space);
+}
+
+// ---- starting
+
+TransferHandle start(const PoolPointer& pool, TransferRequest&& request) {
+  Service& service = service_of(*pool);
+  TransferHandle handle{pool, nullptr};
+  const GilReleased released;
+  handle.transfer = service.transfer(std::move(request));
+  return handle;
+}
+
+TransferHandle transfer(const PoolPointer& pool, py::handle peer, py::handle addresses, py::handle to,
+                        py::handle medium, bool evict, py::handle private_bytes, py::handle strategy,
+                        py::handle priority, py::handle route, bool checksum, py::handle timeout) {
+  return start(pool, request_from(peer, addresses,
+                                  {to, medium, evict, private_bytes, strategy, priority, route, checksum, timeout}));
+}
+
+TransferHandle transfer_with_insert(const PoolPointer& pool, py::handle peer, py::handle tokens, py::handle addresses,
+                                    py::handle name_space, py::handle to, py::handle medium, bool evict,
+                                    py::handle private_bytes, py::handle strategy, py::handle priority,
+                                    py::handle route, bool checksum, py::handle timeout) {
+  TransferRequest request =
+      request_from(peer, addresses, {to, medium, evict, private_bytes, strategy, priority, route, checksum, timeout});
+  add_tokens(request, tokens, name_space);
+  return start(pool, std::move(request));
+}
+
+TransferHandle open_transfer(const PoolPointer& pool, py::handle peer, py::handle addresses, py::handle tokens,
+                             py::handle name_space, py::handle to, py::handle medium, bool evict,
+                             py::handle private_bytes, py::handle strategy, py::handle priority, py::handle route,
+                             bool checksum, py::handle timeout) {
+  TransferRequest request =
+      request_from(peer, addresses, {to, medium, evict, private_bytes, strategy, priority, route, checksum, timeout});
+  if (!tokens.is_none()) add_tokens(request, tokens, name_space);
+  request.streamed = true;
+  return start(pool, std::move(request));
+}
+
+bool flag_of(const py::object& specification, const char* name) {
+  const py::object value = specification.attr(name);
+  if (PyBool_Check(value.ptr()) == 0) {
+    throw_type_error(std::string(name) + " must be a bool, and is " + Py_TYPE(value.ptr())->tp_name);
+  }
+  return value.is(py::handle(Py_True));
+}
+
+TransferRequest request_of(const py::object& specification) {
+  const auto field = [&](const char* name) { return py::object(specification.attr(name)); };
+  const py::object to = field("to");
+  const py::object medium = field("medium");
+  const py::object private_bytes = field("private");
+  const py::object strategy = field("strategy");
+  const py::object priority = field("priority");
+  const py::object route = field("route");
+  const py::object timeout = field("timeout");
+  TransferRequest request = request_from(field("peer"), field("addrs"),
+                                         {to, medium, flag_of(specification, "evict"), private_bytes, strategy,
+                                          priority, route, flag_of(specification, "checksum"), timeout});
+  const py::object tokens = field("tokens");
+  if (!tokens.is_none()) add_tokens(request, tokens, field("namespace"));
+  return request;
+}
+
+std::vector<TransferHandle> transfer_batch(const PoolPointer& pool, const py::sequence& specifications) {
+  std::vector<TransferRequest> requests;
+  requests.reserve(specifications.size());
+  for (std::size_t i = 0; i < specifications.size(); ++i) requests.push_back(request_of(specifications[i]));
+  Service& service = service_of(*pool);
+  std::vector<TransferHandle> handles;
+  const GilReleased released;
+  std::vector<std::shared_ptr<Transfer>> transfers = service.transfer_batch(std::move(requests));
+  handles.reserve(transfers.size());
+  for (std::shared_ptr<Transfer>& transfer : transfers) handles.emplace_back(pool, std::move(transfer));
+  return handles;
+}
+
+TransferHandle fetch(const PoolPointer& pool, py::handle peer, py::handle addresses, py::handle to, py::handle medium,
+                     bool evict, py::handle priority, py::handle timeout) {
+  FetchRequest request;
+  request.peer = text_from(peer, "peer");
+  request.from = addresses_from(addresses).copy();
+  request.medium = medium_from(medium);
+  request.may_evict = evict;
+  request.priority = priority_from(priority);
+  request.deadline_ns = deadline_from(timeout, kTimeoutNs);
+  if (!to.is_none()) {
+    request.to = addresses_from(to).copy();
+    if (request.to.size() != request.from.size()) {
+      throw Error(ErrorCode::kArgument,
+                  std::to_string(request.from.size()) + " blocks are fetched, and to names " +
+                      std::to_string(request.to.size()),
+                  {{"given", static_cast<std::int64_t>(request.to.size())},
+                   {"needed", static_cast<std::int64_t>(request.from.size())}});
+    }
+  }
+  Service& service = service_of(*pool);
+  TransferHandle handle{pool, nullptr};
+  const GilReleased released;
+  handle.transfer = service.fetch(std::move(request));
+  return handle;
+}
+
+// ---- the handle
+
+// In a forked child a transfer is left alone: its locks and threads are the parent's.
+Transfer& transfer_of(const TransferHandle& handle) {
+  handle.pool->guard_process();
+  return *handle.transfer;
+}
+
+bool wait_until(Transfer& transfer, std::int64_t until_ns) {
+  return transfer.done() || wait_interruptibly(until_ns, [&](std::int64_t slice) { return transfer.wait(slice); });
+}
+
+[[noreturn]] void throw_timeout(const Transfer& transfer) {
+  const std::string text = "the transfer is still under way: " + std::to_string(transfer.bytes_done()) + " of " +
+                           std::to_string(transfer.bytes_total()) + " bytes";
+  PyErr_SetString(PyExc_TimeoutError, text.c_str());
+  throw py::error_already_set();
+}
+
+py::object wait(py::object self, py::handle timeout) {
+  Transfer& transfer = transfer_of(self.cast<const TransferHandle&>());
+  if (!wait_until(transfer, deadline_from(timeout, kForever))) throw_timeout(transfer);
+  transfer.rethrow_if_failed();
+  return self;
+}
+
+py::object exception(const TransferHandle& handle, py::handle timeout) {
+  Transfer& transfer = transfer_of(handle);
+  if (!wait_until(transfer, deadline_from(timeout, kForever))) throw_timeout(transfer);
+  try {
+    transfer.rethrow_if_failed();
+  } catch (const Error& error) {
+    return exception_from(error);
+  }
+  return py::none();
+}
+
+const Transfer& ended(const TransferHandle& handle) {
+  const Transfer& transfer = transfer_of(handle);
+  if (!transfer.done()) throw Error(ErrorCode::kState, "the transfer is still under way: wait() for it first");
+  return transfer;
+}
+
+py::object addresses(const TransferHandle& handle) {
+  const Transfer& transfer = ended(handle);
+  transfer.rethrow_if_failed();
+  const std::vector<Address>& found = transfer.addresses();
+  return to_array(found.data(), found.size());
+}
+
+py::tuple stats(const TransferHandle& handle) {
+  const TransferStats stats = ended(handle).stats();
+  return py::make_tuple(stats.route, stats.strategy, stats.blocks, stats.skipped_blocks, stats.calls, stats.runs,
+                        stats.bytes, stats.reserve_us, stats.write_us, stats.complete_us, stats.total_us);
+}
+
+std::string repr(const TransferHandle& handle) {
+  const Transfer& transfer = *handle.transfer;
+  const char* state = "under way";
+  if (transfer.done()) {
+    state = "done";
+    try {
+      transfer.rethrow_if_failed();
+    } catch (const std::exception&) {
+      state = "failed";
+    }
+  }
+  return std::string("<Transfer ") + state + ", " + std::to_string(transfer.bytes_done()) + " of " +
+         std::to_string(transfer.bytes_total()) + " bytes>";
+}
+
+void bind_handle(py::module_& module) {
+  py::class_<TransferHandle>(module, "Transfer", R"(A transfer under way.
+
+Transfers are independent of each other and unordered. A handle that is dropped does not cancel its transfer. Thread-safe.
+``await`` it in a coroutine: that raises what ``wait`` raises. Cancelling the task that awaits ends its waiting, not the
+transfer: call ``cancel()`` for that.
+
+Attributes:
+    addrs: uint64 array: where the blocks are at the receiver, in the order of the call; of a fetch, here.
+    stats: What it cost, a TransferStats, once it has ended.
+    progress: (bytes written, bytes to write).)")
+      .def("wait", &wait, py::arg("timeout") = py::none(), R"(Waits until it is done. Ctrl-C ends the wait.
+
+When this returns, the bytes are in place for every thread that learns of it through kvpool. Releases the GIL.
+
+Args:
+    timeout: Seconds; None waits as long as the transfer's own deadline lets it live.
+
+Returns:
+    Itself.
+
+Raises:
+    TimeoutError: ``timeout`` passed; the transfer goes on. It is no kvpool.Error, except for DeadlineExceeded, which
+        says that the transfer's own deadline passed, and that it has ended.
+    Cancelled: By cancel().
+    PeerLost, DeadlineExceeded, Busy, OutOfBlocks, NotOwner, StaleAddress, ClosedError, ...: It failed. The blocks
+        that it should have sent are as they were.)")
+      .def(
+          "done", [](const TransferHandle& handle) { return handle.transfer->done(); },
+          "Whether it has ended, one way or another. Does not wait.")
+      .def(
+          "cancel",
+          [](const TransferHandle& handle) {
+            const GilReleased released;
+            return transfer_of(handle).cancel();
+          },
+          R"(Asks it to end with Cancelled. Does not wait: it is done when the receiver knows.
+
+Returns:
+    False when it has ended already; then nothing changes.)")
+      .def("exception", &exception, py::arg("timeout") = py::none(),
+           R"(Waits until it is done, and returns what wait() would raise, or None when it went well.
+
+Args:
+    timeout: As in wait.
+
+Raises:
+    TimeoutError: ``timeout`` passed; the transfer goes on.)")
+      .def_property_readonly("addrs", &addresses,
+                             R"(uint64 array: where the blocks are at the receiver, in the order of the call.
+
+After an insertion the canonical ones, where the receiver's index has them. Of a fetch: where they are here.
+
+Raises:
+    StateError: It is under way. If it failed: what wait() raises.)")
+      .def_property_readonly(
+          "progress",
+          [](const TransferHandle& handle) {
+            return py::make_tuple(handle.transfer->bytes_done(), handle.transfer->bytes_total());
+          },
+          "(bytes written, bytes to write), at any time.")
+      .def(
+          "fileno", [](const TransferHandle& handle) { return transfer_of(handle).done_fd(); },
+          "A file descriptor that becomes readable when it is done, for select and its like. Do not read or close it.")
+      .def("_stats", &stats)
+      .def(
+          "_send_layer",
+          [](const TransferHandle& handle, py::handle layer_argument) {
+            const std::size_t layer = count_from(layer_argument, "layer");
+            if (layer > UINT32_MAX)
+              throw Error(ErrorCode::kArgument, "layer " + std::to_string(layer) + " is not there");
+            const GilReleased released;
+            transfer_of(handle).send_layer(static_cast<std::uint32_t>(layer));
+          },
+          py::arg("layer"))
+      .def("_finish",
+           [](const TransferHandle& handle) {
+             const GilReleased released;
+             transfer_of(handle).finish();
+           })
+      .def("__repr__", &repr);
+}
+
+}  // namespace
+
+void bind_transfer(py::module_& module, PoolClass& pool) {
+  bind_handle(module);
+  const auto medium = py::arg("medium") = static_cast<int>(Medium::kHbm);
+  const auto to = py::arg("to") = py::none();
+  const auto evict = py::arg("evict") = true;
+  const auto private_bytes = py::arg("private") = py::none();
+  const auto strategy = py::arg("strategy") = "auto";
+  const auto priority = py::arg("priority") = "prefill";
+  const auto route = py::arg("route") = py::none();
+  const auto checksum = py::arg("checksum") = false;
+  const auto timeout = py::arg("timeout") = 30.0;
+  pool.def("transfer", &transfer, py::arg("peer"), py::arg("addrs"), py::kw_only(), to, medium, evict, private_bytes,
+           strategy, priority, route, checksum, timeout, R"(Sends blocks to a peer.
+
+The blocks must not change until the transfer is done; cached ones are pinned meanwhile. Releases the GIL. Up to 1 MiB
+to a peer on this host is copied before this returns, more by threads of the pool.
+
+Args:
+    peer: Its name, as connect returned it or received() tells it.
+    addrs: Blocks of this pool, active or cached.
+    to: Blocks that the peer lent (``alloc(instance=...)``), one for each: the receiver need not be asked. They stay
+        lent. Without it the receiver reserves blocks, which are its application's when the transfer is done.
+    medium: Where the receiver reserves: kvpool.HBM, kvpool.DRAM or kvpool.MIXED.
+    evict: Whether the receiver may drop cached prompts for it.
+    private: Up to 1 MiB for the receiving application, which gets it with the blocks: see received. None: the
+        application is not told.
+    strategy: How blocks are cut into calls: "by_layer", "by_layer_agg", "by_request", "by_request_agg"; "auto"
+        chooses by the size of the pieces and the route.
+    priority: "decode" goes before "prefill", and that before "background".
+    route: "shm", "cma", "sock", "ucx" or "loopback"; None: the cheapest that both sides have.
+    checksum: The receiver verifies the content before it commits.
+    timeout: Seconds until it fails with DeadlineExceeded; None: 30.
+
+Returns:
+    A Transfer.
+
+Raises:
+    PeerLost: There is no such peer.
+    StaleAddress, NotOwner, StateError: An address is not that of a block that can be sent. What only the receiver can
+        see, the handle raises.
+    Busy: Too many transfers with this peer are under way.
+    ArgumentError: A wrong value; nothing was sent.)")
+      .def("transfer_with_insert", &transfer_with_insert, py::arg("peer"), py::arg("tokens"), py::arg("addrs"),
+           py::kw_only(), py::arg("namespace") = "", to, medium, evict, private_bytes, strategy, priority, route,
+           checksum, timeout, R"(Sends a prompt's blocks to a peer, which caches them.
+
+Whatever beginning of the prompt the receiver holds already is not sent: ``stats.skipped_blocks``. ``addrs`` of the
+handle are the canonical addresses at the receiver.
+
+Args:
+    peer: As in transfer.
+    tokens: Token ids of whole blocks.
+    addrs: One address for each block.
+    namespace: As in match.
+    to: As in transfer, and so are the others; with an insertion they are not lent any more afterwards.
+    medium: Where the receiver reserves.
+    evict: Whether the receiver may drop cached prompts for it.
+    private: For the receiving application.
+    strategy: How blocks are cut into calls.
+    priority: "decode", "prefill" or "background".
+    route: One route.
+    checksum: The receiver verifies the content.
+    timeout: Seconds.
+
+Returns:
+    A Transfer.
+
+Raises:
+    As transfer.)")
+      .def("transfer_batch", &transfer_batch, py::arg("specs"), R"(Starts many transfers at once, to any peers.
+
+Args:
+    specs: A list of kvpool.TransferSpec.
+
+Returns:
+    A list of Transfer, in the same order.
+
+Raises:
+    As transfer, when an argument of one is wrong: then none was started.)")
+      .def("fetch", &fetch, py::arg("peer"), py::arg("addrs"), py::kw_only(), to, medium, evict, priority, timeout,
+           R"(Brings copies of a peer's blocks here.
+
+The owner pins cached blocks while they are read. ``addrs`` of the handle are blocks of this pool: active, the caller's.
+
+Args:
+    peer: The owner.
+    addrs: Its blocks, as match there, an event or a router named them.
+    to: Active blocks of this pool to use, one for each; without it the pool allocates, and frees them if it fails.
+    medium: Where the pool allocates.
+    evict: Whether cached blocks here may make room.
+    priority: "decode", "prefill" or "background".
+    timeout: Seconds; None: 30.
+
+Returns:
+    A Transfer.
+
+Raises:
+    As transfer. A block that has left its address at the owner: the handle raises StaleAddress.)")
+      .def("_open_transfer", &open_transfer, py::arg("peer"), py::arg("addrs"), py::kw_only(), py::arg("tokens"),
+           py::arg("namespace"), py::arg("to"), py::arg("medium"), py::arg("evict"), py::arg("private"),
+           py::arg("strategy"), py::arg("priority"), py::arg("route"), py::arg("checksum"), py::arg("timeout"));
+}
+
+}  // namespace kvpool::bindings

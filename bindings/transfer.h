@@ -1,0 +1,17 @@
+// The handle of a transfer, as Python sees it.
+#pragma once
+
+#include <memory>
+
+#include "kvpool/pool/pool.h"
+#include "kvpool/transfer/handle.h"
+
+namespace kvpool::bindings {
+
+// Not the core's own class: that one is polymorphic, which pybind11 would look up at each cast. Keeps its pool.
+struct TransferHandle {
+  std::shared_ptr<Pool> pool;
+  std::shared_ptr<Transfer> transfer;
+};
+
+}  // namespace kvpool::bindings

@@ -1,0 +1,138 @@
+#include "kvpool/pool/ghosts.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <utility>
+
+#include "kvpool/base/error.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kRetryAfterUs = 10'000;
+
+}  // namespace
+
+void Ghosts::add(const std::shared_ptr<Session>& session, const std::shared_ptr<Link>& link,
+                 RouteMaker::Exposure exposure) {
+  const bool may_write = session->counts().quarantined > 0;
+  if (!may_write && !exposure.by_ucx && session->writes_under_way() == 0) return;
+  {
+    const std::lock_guard lock(mutex_);
+    const int proofs = (exposure.by_process ? 1 : 0) + (exposure.by_ucx ? 1 : 0);
+    ghosts_.push_back({session, link, may_write ? proofs : 0, exposure.by_ucx, 0, nullptr});
+  }
+  if (exposure.by_ucx) {
+    workers_.run(Priority::kBackground, [this, session, link] {
+      if (RouteMaker::fence(*link)) on_proof(*session, /*fenced=*/true);
+    });
+  }
+  if (may_write && exposure.by_process) {
+    if (link->pidfd() >= 0) {
+      watch_process(session, link->pidfd());
+    } else {
+      find_process(session);
+    }
+  }
+  if (session->writes_under_way() == 0) on_drained(*session);  // it may have said so before it was here
+}
+
+// A link over TCP has no pidfd. The peer is on this host and has proved that it knows the secret: its word for its pid
+// is good enough. Another process that has the pid by now only delays the proof.
+void Ghosts::find_process(const std::shared_ptr<Session>& session) {
+  const long pidfd = syscall(SYS_pidfd_open, static_cast<pid_t>(session->peer().pid), 0);
+  if (pidfd < 0) {
+    if (errno == ESRCH) on_proof(*session, /*fenced=*/false);
+    return;
+  }
+  const auto close_it = [](void* fd) { close(static_cast<int>(reinterpret_cast<std::intptr_t>(fd))); };
+  std::shared_ptr<void> owner(reinterpret_cast<void*>(pidfd), close_it);  // NOLINT(performance-no-int-to-ptr)
+  {
+    const std::lock_guard lock(mutex_);
+    for (Ghost& ghost : ghosts_) {
+      if (ghost.session == session) ghost.process = owner;
+    }
+  }
+  watch_process(session, static_cast<int>(pidfd));
+}
+
+void Ghosts::watch_process(const std::shared_ptr<Session>& session, int pidfd) {
+  const auto noted = std::make_shared<std::atomic<std::uint64_t>>(0);
+  const std::uint64_t watch = reactor_.watch(pidfd, [this, session, noted](std::uint32_t /*events*/) {
+    const std::uint64_t self = noted->load();
+    if (self == 0) return;  // not noted yet: it comes again
+    reactor_.unwatch(self);
+    on_proof(*session, /*fenced=*/false);
+  });
+  const std::lock_guard lock(mutex_);
+  for (Ghost& ghost : ghosts_) {
+    if (ghost.session == session) ghost.watch = watch;
+  }
+  noted->store(watch);
+}
+
+void Ghosts::on_proof(const Session& session, bool fenced) noexcept {
+  auto proved = take([&](Ghost& ghost) {
+    if (ghost.session.get() != &session) return false;
+    if (fenced) {
+      ghost.fencing = false;
+    } else {
+      ghost.watch = 0;
+    }
+    if (ghost.missing > 0) --ghost.missing;
+    return ghost.missing == 0 && !ghost.fencing;
+  });
+  let_go(std::move(proved));
+}
+
+void Ghosts::check_return(std::uint64_t epoch) const {
+  const std::lock_guard lock(mutex_);
+  for (const Ghost& ghost : ghosts_) {
+    if (ghost.session->peer().epoch != epoch || (ghost.session->writes_under_way() == 0 && !ghost.fencing)) continue;
+    throw Error(ErrorCode::kBusy, "writes of an earlier connection to " + ghost.session->peer().name + " are not over",
+                {{"retry_after_us", kRetryAfterUs}});
+  }
+}
+
+bool Ghosts::is_writing_to(std::uint64_t epoch) const noexcept {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(ghosts_.begin(), ghosts_.end(), [&](const Ghost& ghost) {
+    return ghost.session->peer().epoch == epoch && ghost.session->writes_under_way() > 0;
+  });
+}
+
+void Ghosts::on_writer_gone(std::uint64_t epoch) noexcept {
+  let_go(take([&](const Ghost& ghost) { return ghost.session->peer().epoch == epoch && !ghost.fencing; }));
+}
+
+void Ghosts::on_drained(const Session& session) noexcept {
+  static_cast<void>(take(
+      [&](const Ghost& ghost) { return ghost.session.get() == &session && ghost.missing == 0 && !ghost.fencing; }));
+}
+
+template <class Which>
+std::vector<Ghosts::Ghost> Ghosts::take(Which&& which) noexcept {
+  std::vector<Ghost> taken;
+  const std::lock_guard lock(mutex_);
+  const auto rest = std::stable_partition(ghosts_.begin(), ghosts_.end(), [&](Ghost& ghost) { return !which(ghost); });
+  taken.assign(std::make_move_iterator(rest), std::make_move_iterator(ghosts_.end()));
+  ghosts_.erase(rest, ghosts_.end());
+  return taken;
+}
+
+void Ghosts::let_go(std::vector<Ghost>&& ghosts) noexcept {
+  for (const Ghost& ghost : ghosts) {
+    if (ghost.watch != 0) reactor_.unwatch(ghost.watch);
+    ghost.session->on_writer_gone();
+  }
+}
+
+void Ghosts::clear() noexcept {
+  static_cast<void>(take([](const Ghost&) { return true; }));
+}
+
+}  // namespace kvpool

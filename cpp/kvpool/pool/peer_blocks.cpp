@@ -1,0 +1,199 @@
+#include "kvpool/pool/peer_blocks.h"
+
+#include <utility>
+
+#include "kvpool/base/check.h"
+#include "kvpool/base/digest.h"
+#include "kvpool/base/error.h"
+
+namespace kvpool {
+namespace {
+
+struct ReceivedNews final : News {
+  std::unique_ptr<Received> item;
+};
+
+MediumSpan span_of(const Arena& arena) { return {arena.blocks(), arena.segments()}; }
+
+// A prefix that is cached here, for as long as a transfer builds on it.
+class PrefixHold {
+ public:
+  PrefixHold(Pool& pool, IndexPin pin) noexcept : pool_(pool), pin_(pin) {}
+  ~PrefixHold() { pool_.unpin(&pin_, 1); }
+  PrefixHold(const PrefixHold&) = delete;
+  PrefixHold& operator=(const PrefixHold&) = delete;
+
+ private:
+  Pool& pool_;
+  IndexPin pin_;
+};
+
+}  // namespace
+
+PeerBlocks::PeerBlocks(Pool& pool, ReceivedQueue& received)
+    : pool_(pool),
+      received_(received),
+      arenas_{pool.arena(Medium::kHbm), pool.arena(Medium::kDram)},
+      spans_{span_of(*arenas_[0]), span_of(*arenas_[1])} {}
+
+std::shared_ptr<void> PeerBlocks::keepalive() const {
+  return std::make_shared<std::array<std::shared_ptr<Arena>, kMediaCount>>(arenas_);
+}
+
+// False: only with room to be made.
+bool PeerBlocks::take(std::size_t n, Medium medium, BlockState to, Writer writer, Room room, Address* out) {
+  constexpr std::size_t kQuickBytes = std::size_t{1} << 20;
+  if (room == Room::kTry && pool_.zeroes_on_alloc() && n > 0 && layout().block_bytes() > kQuickBytes / n) return false;
+  if (pool_.take_for_peer(n, medium, to, writer.epoch, writer.mark, room == Room::kEvict, out)) return true;
+  if (room == Room::kFree) pool_.throw_out_of_blocks(n, medium);
+  return false;
+}
+
+std::optional<Reservation> PeerBlocks::reserve(const ReserveSpec& spec, Writer writer, Room room) {
+  Reservation reservation;
+  if (spec.insert) {
+    const std::size_t page = layout().block_tokens;
+    if (spec.tokens.size() != spec.blocks * page) {
+      throw Error(ErrorCode::kArgument,
+                  std::to_string(spec.tokens.size()) + " tokens and " + std::to_string(spec.blocks) + " blocks of " +
+                      std::to_string(page) + " tokens: an insertion needs whole blocks",
+                  {{"tokens", static_cast<std::int64_t>(spec.tokens.size())},
+                   {"block_tokens", static_cast<std::int64_t>(page)}});
+    }
+    reservation.held.resize(spec.blocks);
+    const IndexHit hit =
+        pool_.match_for_peer(spec.name_space, spec.tokens.data(), spec.tokens.size(), reservation.held.data());
+    if (hit.pin.node != nullptr) {
+      try {
+        reservation.hold = std::make_shared<PrefixHold>(pool_, hit.pin);
+      } catch (...) {
+        pool_.unpin(&hit.pin, 1);
+        throw;
+      }
+    }
+    reservation.held.resize(hit.pages);
+  }
+  const std::size_t missing = spec.blocks - reservation.held.size();
+  reservation.addresses.resize(missing);
+  if (missing > 0 && !take(missing, spec.medium, BlockState::kReserved, writer, room, reservation.addresses.data())) {
+    return std::nullopt;
+  }
+  return reservation;
+}
+
+std::optional<std::vector<Address>> PeerBlocks::lend(std::size_t n, Medium medium, Writer writer, Room room) {
+  std::vector<Address> addresses(n);
+  if (n > 0 && !take(n, medium, BlockState::kLent, writer, room, addresses.data())) return std::nullopt;
+  return addresses;
+}
+
+void PeerBlocks::check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) {
+  pool_.check_writable(addresses.data(), addresses.size(), writer.epoch, writer.mark, lent_only);
+}
+
+void PeerBlocks::release(std::span<const Address> addresses) noexcept {
+  pool_.release_from_peer(addresses.data(), addresses.size());
+}
+
+void PeerBlocks::quarantine(std::span<const Address> addresses) noexcept {
+  pool_.quarantine(addresses.data(), addresses.size());
+}
+
+// Gives the blocks to the index, behind the prefix that is held. Blocks whose page came in another way meanwhile are
+// freed. Writes where the whole prompt lies to `cached`, which has room for it. Throws, and has changed nothing then.
+IndexPin PeerBlocks::insert(const Delivery& delivery, std::vector<Address>& cached) {
+  const ReserveSpec& spec = delivery.spec;
+  const std::vector<Address>& arrived = delivery.reservation.addresses;
+  std::vector<Address> addresses = delivery.reservation.held;
+  addresses.insert(addresses.end(), arrived.begin(), arrived.end());
+  const InsertItem item{spec.tokens.data(), spec.tokens.size(), addresses.data(), addresses.size(), cached.data()};
+  const Pool::Ownership before = pool_.ownership_of(arrived.empty() ? 0 : arrived[0]);
+  pool_.take_over(arrived.data(), arrived.size());
+  IndexPin pin;
+  try {
+    pin = pool_.insert(spec.name_space, {&item, 1}, /*free_duplicates=*/true).front().pin;
+  } catch (...) {
+    pool_.give_to_peer(arrived.data(), arrived.size(), before.state, before.epoch, before.mark);
+    throw;
+  }
+  for (Address& address : cached) {
+    if (instance_of(address) == 0) address |= Address{pool_.instance()} << kInstanceShift;
+  }
+  return pin;
+}
+
+// All that can fail comes before the blocks change hands.
+Delivered PeerBlocks::deliver(Delivery&& delivery) {
+  const bool insert_them = delivery.spec.insert;
+  // The application hears of what becomes its own, and of what it is meant to hear.
+  const bool tell = delivery.private_bytes.has_value() || (!insert_them && !delivery.named);
+  std::vector<Address>& arrived = delivery.reservation.addresses;
+  Delivered delivered;
+  delivered.cached.resize(insert_them ? delivery.reservation.held.size() + arrived.size() : 0);
+  std::unique_ptr<ReceivedNews> news;
+  if (tell) {
+    news = std::make_unique<ReceivedNews>();
+    news->item = std::make_unique<Received>();
+    news->item->addresses.reserve(delivered.cached.size());
+    received_.reserve((delivery.private_bytes ? delivery.private_bytes->size() : 0) +
+                      delivery.spec.tokens.size() * sizeof(Token));
+  }
+  if (insert_them) {
+    IndexPin pin;
+    try {
+      pin = insert(delivery, delivered.cached);
+    } catch (...) {
+      if (tell) received_.unreserve();
+      throw;
+    }
+    if (!tell) {
+      pool_.unpin(&pin, 1);
+      return delivered;
+    }
+    news->item->pin = pin;
+    news->item->addresses.assign(delivered.cached.begin(), delivered.cached.end());  // there is room
+  } else {
+    if (!delivery.named) pool_.take_over(arrived.data(), arrived.size());
+    if (!tell) return delivered;
+    news->item->addresses = std::move(arrived);
+  }
+  news->item->peer = std::move(delivery.peer);
+  news->item->inserted = insert_them;
+  news->item->name_space = std::move(delivery.spec.name_space);
+  news->item->tokens = std::move(delivery.spec.tokens);
+  if (delivery.private_bytes) news->item->private_bytes = std::move(*delivery.private_bytes);
+  delivered.news = std::move(news);
+  return delivered;
+}
+
+void PeerBlocks::publish(std::unique_ptr<News> news) noexcept {
+  received_.push(std::move(static_cast<ReceivedNews&>(*news).item));
+}
+
+std::uint32_t PeerBlocks::checksum(std::span<const Address> addresses) noexcept {
+  std::uint32_t crc = 0;
+  for (const Address address : addresses) {
+    for (const Segment& segment : spans_[medium_bits_of(address) - 1].segments) {
+      crc = crc32c(crc, segment.base + block_of(address) * segment.stride, segment.bytes);
+    }
+  }
+  return crc;
+}
+
+void PeerBlocks::hold_for_reading(std::span<const Address> addresses) {
+  pool_.hold_for_reading(addresses.data(), addresses.size());
+}
+
+void PeerBlocks::release_reading(std::span<const Address> addresses) noexcept {
+  pool_.release_reading(addresses.data(), addresses.size());
+}
+
+void PeerBlocks::expect_writes(std::span<const Address> addresses, Writer writer) {
+  pool_.reserve_active(addresses.data(), addresses.size(), writer.epoch, writer.mark);
+}
+
+void PeerBlocks::end_writes(std::span<const Address> addresses) noexcept {
+  pool_.take_over(addresses.data(), addresses.size());
+}
+
+}  // namespace kvpool

@@ -1,0 +1,53 @@
+// The pool as sessions see it: block_host.h over a Pool and the queue of what its application is to hear.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "kvpool/pool/pool.h"
+#include "kvpool/pool/received_queue.h"
+#include "kvpool/transfer/block_host.h"
+
+namespace kvpool {
+
+class PeerBlocks final : public BlockHost {
+ public:
+  // Both outlive it. Throws kClosed.
+  PeerBlocks(Pool& pool, ReceivedQueue& received);
+
+  const Layout& layout() const noexcept override { return pool_.layout(); }
+  std::uint32_t instance() const noexcept override { return pool_.instance(); }
+  std::optional<Reservation> reserve(const ReserveSpec& spec, Writer writer, Room room) override;
+  std::optional<std::vector<Address>> lend(std::size_t n, Medium medium, Writer writer, Room room) override;
+  void check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) override;
+  void release(std::span<const Address> addresses) noexcept override;
+  void quarantine(std::span<const Address> addresses) noexcept override;
+  Delivered deliver(Delivery&& delivery) override;
+  void publish(std::unique_ptr<News> news) noexcept override;
+  const MediaSpans& spans() const noexcept override { return spans_; }
+  std::uint32_t checksum(std::span<const Address> addresses) noexcept override;
+  void hold_for_reading(std::span<const Address> addresses) override;
+  void release_reading(std::span<const Address> addresses) noexcept override;
+  void expect_writes(std::span<const Address> addresses, Writer writer) override;
+  void end_writes(std::span<const Address> addresses) noexcept override;
+
+  const std::shared_ptr<Arena>& arena(Medium medium) const noexcept {
+    return arenas_[static_cast<std::size_t>(medium_index(medium))];
+  }
+  // Keeps the memory of spans() alive.
+  std::shared_ptr<void> keepalive() const;
+
+ private:
+  IndexPin insert(const Delivery& delivery, std::vector<Address>& cached);
+  bool take(std::size_t n, Medium medium, BlockState to, Writer writer, Room room, Address* out);
+
+  Pool& pool_;
+  ReceivedQueue& received_;
+  std::array<std::shared_ptr<Arena>, kMediaCount> arenas_;
+  MediaSpans spans_;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,106 @@
+#include "kvpool/pool/received_queue.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "kvpool/base/error.h"
+#include "kvpool/transport/reactor.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kSpinNs = 50'000;
+constexpr std::int64_t kRetryAfterUs = 1'000;
+
+std::size_t weight_of(const Received& item) noexcept {
+  return item.private_bytes.size() + item.tokens.size() * sizeof(Token);
+}
+
+}  // namespace
+
+ReceivedQueue::~ReceivedQueue() {
+  if (event_ >= 0) ::close(event_);
+}
+
+void ReceivedQueue::reserve(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw Error(ErrorCode::kClosed, "the receiving pool is closed");
+  if (items_.size() + kept_.size() >= capacity_ || (!items_.empty() && bytes_ + bytes > kBytesMax)) {
+    throw Error(ErrorCode::kBusy,
+                std::to_string(items_.size()) + " items with " + std::to_string(bytes_) +
+                    " bytes wait for the receiving application: it does not call received()",
+                {{"limit", capacity_}, {"retry_after_us", kRetryAfterUs}});
+  }
+  kept_.emplace_back();
+}
+
+void ReceivedQueue::unreserve() noexcept {
+  const std::lock_guard lock(mutex_);
+  kept_.pop_back();
+}
+
+void ReceivedQueue::push(std::unique_ptr<Received> item) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    bytes_ += weight_of(*item);
+    kept_.front() = std::move(item);
+    items_.splice(items_.end(), kept_, kept_.begin());
+    waiting_.store(items_.size(), std::memory_order_release);
+    if (event_ >= 0) static_cast<void>(eventfd_write(event_, 1));
+  }
+  arrived_.notify_one();
+}
+
+std::unique_ptr<Received> ReceivedQueue::try_pop() {
+  if (items_.empty()) return nullptr;
+  std::unique_ptr<Received> item = std::move(items_.front());
+  items_.pop_front();
+  bytes_ -= weight_of(*item);
+  waiting_.store(items_.size(), std::memory_order_release);
+  if (event_ >= 0 && items_.empty()) {
+    eventfd_t count = 0;
+    static_cast<void>(eventfd_read(event_, &count));
+  }
+  return item;
+}
+
+std::unique_ptr<Received> ReceivedQueue::pop(std::int64_t until_ns) {
+  const std::int64_t spin_until = std::min(until_ns, monotonic_ns() + kSpinNs);
+  while (waiting_.load(std::memory_order_acquire) == 0 && monotonic_ns() < spin_until) {
+    for (int i = 0; i < 32; ++i) {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+    }
+  }
+  const std::chrono::steady_clock::time_point until{std::chrono::nanoseconds(until_ns)};
+  std::unique_lock lock(mutex_);
+  arrived_.wait_until(lock, until, [this] { return !items_.empty() || closed_; });
+  std::unique_ptr<Received> item = try_pop();
+  if (item == nullptr && closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
+  return item;
+}
+
+int ReceivedQueue::descriptor() {
+  const std::lock_guard lock(mutex_);
+  if (event_ < 0) {
+    event_ = eventfd(static_cast<unsigned>(items_.size()), EFD_CLOEXEC | EFD_NONBLOCK);
+    if (event_ < 0) throw Error(ErrorCode::kState, "no descriptor left to wait for what peers send with");
+  }
+  return event_;
+}
+
+void ReceivedQueue::close() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    if (event_ >= 0) static_cast<void>(eventfd_write(event_, 1));
+  }
+  arrived_.notify_all();
+}
+
+}  // namespace kvpool

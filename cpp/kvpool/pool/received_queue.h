@@ -1,0 +1,54 @@
+// What peers sent for the application, until it asks.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+
+#include "kvpool/pool/service.h"
+
+namespace kvpool {
+
+class ReceivedQueue {
+ public:
+  explicit ReceivedQueue(std::uint32_t capacity) : capacity_(capacity) {}
+  ~ReceivedQueue();
+  ReceivedQueue(const ReceivedQueue&) = delete;
+  ReceivedQueue& operator=(const ReceivedQueue&) = delete;
+
+  // What may wait: peers get kBusy above it.
+  static constexpr std::size_t kBytesMax = std::size_t{256} << 20;
+
+  // Keeps room for one item with so many bytes of tokens and private data. Throws kBusy when the application is too far
+  // behind, kClosed.
+  void reserve(std::size_t bytes = 0);
+  void unreserve() noexcept;
+  // REQUIRES: room was kept for it.
+  void push(std::unique_ptr<Received> item) noexcept;
+
+  // The next item; null at `until_ns`. Spins for at most 50 us, then sleeps. Throws kClosed once closed and empty.
+  std::unique_ptr<Received> pop(std::int64_t until_ns);
+  int descriptor();
+  // What still waits can be taken with pop(); nothing more comes.
+  void close() noexcept;
+
+ private:
+  std::unique_ptr<Received> try_pop();
+
+  const std::uint32_t capacity_;
+  std::atomic<std::size_t> waiting_{0};  // items that may be taken
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::list<std::unique_ptr<Received>> items_;
+  std::list<std::unique_ptr<Received>> kept_;  // room: items that are to come, and must not fail then
+  std::size_t bytes_ = 0;                      // of items_
+  int event_ = -1;
+  bool closed_ = false;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,112 @@
+#include "kvpool/pool/workers.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <iterator>
+#include <system_error>
+#include <utility>
+
+namespace kvpool {
+
+Workers::Workers(int threads, std::optional<std::chrono::milliseconds> linger)
+    : threads_max_(threads), linger_(linger) {}
+
+Workers::~Workers() { stop(); }
+
+// Signals are for the threads of the program, not for ours.
+bool Workers::start_one() {
+  for (std::thread& thread : left_) thread.join();  // it has let go of the lock for the last time
+  left_.clear();
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  bool started = true;
+  try {
+    threads_.emplace_back([this] { loop(); });
+    pthread_setname_np(threads_.back().native_handle(), "kvpool-work");
+  } catch (const std::system_error&) {
+    started = false;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return started;
+}
+
+void Workers::run(Priority priority, std::function<void()> work) {
+  {
+    const std::lock_guard lock(mutex_);
+    bool served = !stopping_;
+    // A thread that was told of earlier work, and has not woken yet, is not there for this.
+    if (served && static_cast<std::size_t>(idle_) <= queued_ && static_cast<int>(threads_.size()) < threads_max_) {
+      served = start_one() || !threads_.empty();
+    }
+    if (served) {
+      queues_[static_cast<std::size_t>(priority)].push_back(std::move(work));
+      ++queued_;
+      work_.notify_one();
+      return;
+    }
+  }
+  work();
+}
+
+std::function<void()> Workers::take_locked() {
+  for (auto& queue : queues_) {
+    if (queue.empty()) continue;
+    std::function<void()> work = std::move(queue.front());
+    queue.pop_front();
+    --queued_;
+    return work;
+  }
+  return {};
+}
+
+void Workers::loop() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (std::function<void()> work = take_locked()) {
+      lock.unlock();
+      work();
+      work = nullptr;  // what it kept alive goes without the lock
+      lock.lock();
+    } else if (stopping_) {
+      return;
+    } else {
+      ++idle_;
+      bool late = false;
+      if (linger_) {
+        late = work_.wait_for(lock, *linger_) == std::cv_status::timeout;
+      } else {
+        work_.wait(lock);
+      }
+      --idle_;
+      if (late && queued_ == 0 && !stopping_) return leave_locked();
+    }
+  }
+}
+
+// REQUIRES: mutex_ is held, to the end of the thread.
+void Workers::leave_locked() {
+  const auto self = std::find_if(threads_.begin(), threads_.end(), [](const std::thread& thread) {
+    return thread.get_id() == std::this_thread::get_id();
+  });
+  left_.push_back(std::move(*self));
+  threads_.erase(self);
+}
+
+void Workers::stop() noexcept {
+  std::vector<std::thread> threads;
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    threads.swap(threads_);
+    std::move(left_.begin(), left_.end(), std::back_inserter(threads));
+    left_.clear();
+  }
+  work_.notify_all();
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace kvpool

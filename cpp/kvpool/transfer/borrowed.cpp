@@ -1,0 +1,89 @@
+#include "kvpool/transfer/borrowed.h"
+
+#include "kvpool/base/error.h"
+
+namespace kvpool {
+
+BorrowedBlocks::BorrowedBlocks(std::string peer, std::uint32_t instance, std::array<std::uint32_t, kMediaCount> blocks)
+    : peer_(std::move(peer)), instance_(instance), blocks_(blocks) {}
+
+std::uint32_t* BorrowedBlocks::find(Address address) noexcept {
+  const std::uint32_t bits = medium_bits_of(address);
+  if (bits < 1 || bits > kMediaCount || instance_of(address) != instance_) return nullptr;
+  auto& words = words_[bits - 1];
+  return block_of(address) < words.size() ? &words[block_of(address)] : nullptr;
+}
+
+void BorrowedBlocks::add(std::span<const Address> addresses) {
+  const std::lock_guard lock(mutex_);
+  const auto fail = [&](Address address, const char* what) {
+    throw Error(ErrorCode::kProtocol, "peer " + peer_ + " lent " + what,
+                {{"address", static_cast<std::int64_t>(address)}});
+  };
+  for (std::size_t i = 0; i < kMediaCount; ++i) {
+    if (words_[i].empty()) words_[i].resize(blocks_[i]);
+  }
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    std::uint32_t* const word = find(addresses[i]);
+    if (word == nullptr || (*word & kBorrowed) != 0) {
+      for (std::size_t j = 0; j < i; ++j) *find(addresses[j]) = 0;
+      count_ -= static_cast<std::uint32_t>(i);
+      fail(addresses[i], word == nullptr ? "a block that it has not" : "a block twice");
+    }
+    *word = generation_of(addresses[i]) << kGenerationAt | kBorrowed;
+    ++count_;
+  }
+}
+
+std::uint32_t* BorrowedBlocks::checked(Address address, std::size_t position) {
+  std::uint32_t* const word = find(address);
+  const auto fail = [&](ErrorCode code, const std::string& what) {
+    throw Error(code, "address " + std::to_string(address) + " (position " + std::to_string(position) + ") " + what,
+                {{"address", static_cast<std::int64_t>(address)},
+                 {"position", static_cast<std::int64_t>(position)},
+                 {"instance", instance_of(address)}});
+  };
+  if (word == nullptr || *word == 0) {
+    fail(ErrorCode::kNotOwner, "is not lent to this pool by peer " + peer_ + ": alloc(n, instance=\"" + peer_ + "\")");
+  }
+  if (*word >> kGenerationAt != generation_of(address)) {
+    fail(ErrorCode::kStaleAddress, "was given back to peer " + peer_ + " before");
+  }
+  if ((*word & kWritten) != 0) fail(ErrorCode::kState, "is being written by another transfer, or stands twice here");
+  return word;
+}
+
+void BorrowedBlocks::begin_write(std::span<const Address> addresses) {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    try {
+      *checked(addresses[i], i) |= kWritten;
+    } catch (...) {
+      for (std::size_t j = 0; j < i; ++j) *find(addresses[j]) &= ~kWritten;
+      throw;
+    }
+  }
+}
+
+void BorrowedBlocks::end_write(std::span<const Address> addresses) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const Address address : addresses) *find(address) &= ~kWritten;
+}
+
+void BorrowedBlocks::remove(std::span<const Address> addresses) {
+  begin_write(addresses);  // checks all, each once
+  drop_written(addresses);
+}
+
+void BorrowedBlocks::drop_written(std::span<const Address> addresses) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const Address address : addresses) *find(address) = 0;
+  count_ -= static_cast<std::uint32_t>(addresses.size());
+}
+
+std::uint32_t BorrowedBlocks::count() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return count_;
+}
+
+}  // namespace kvpool

@@ -1,0 +1,55 @@
+// The blocks that a peer has lent to this pool.
+//
+// Invariants
+//   W1  A block is written by at most one transfer at a time, and only while it is borrowed.
+//   W2  A block that is being written is not given back.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvpool/base/address.h"
+#include "kvpool/base/medium.h"
+
+namespace kvpool {
+
+class BorrowedBlocks {
+ public:
+  // `blocks` that the peer has of each medium.
+  BorrowedBlocks(std::string peer, std::uint32_t instance, std::array<std::uint32_t, kMediaCount> blocks);
+
+  // Throws Error kProtocol when the peer lent what it has not, or lent before.
+  void add(std::span<const Address> addresses);
+  // Throw Error kNotOwner (not borrowed), kStaleAddress (given back since), kState (written by another transfer, or
+  // twice in the list), and change nothing then.
+  void begin_write(std::span<const Address> addresses);
+  void end_write(std::span<const Address> addresses) noexcept;
+  void drop_written(std::span<const Address> addresses) noexcept;  // ends the write, and they are no longer lent
+  void remove(std::span<const Address> addresses);
+
+  std::uint32_t count() const noexcept;
+
+ private:
+  // Of each block: generation 24 | being written 1 | borrowed 1.
+  static constexpr std::uint32_t kBorrowed = 1;
+  static constexpr std::uint32_t kWritten = 2;
+  static constexpr int kGenerationAt = 8;
+  std::uint32_t* find(Address address) noexcept;
+  std::uint32_t* checked(Address address, std::size_t position);
+
+  std::string peer_;
+  std::uint32_t instance_;
+  std::array<std::uint32_t, kMediaCount> blocks_;
+  mutable std::mutex mutex_;
+  std::array<std::vector<std::uint32_t>, kMediaCount> words_;  // empty until the first block is borrowed
+  std::uint32_t count_ = 0;
+};
+
+}  // namespace kvpool

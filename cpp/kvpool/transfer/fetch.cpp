@@ -1,0 +1,264 @@
+#include "kvpool/transfer/fetch.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "kvpool/base/check.h"
+#include "kvpool/base/strips.h"
+#include "kvpool/transfer/failure.h"
+#include "kvpool/transfer/messages.h"
+#include "kvpool/transfer/strategy.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t kNsPerMs = 1'000'000;
+constexpr std::uint64_t kLifetimeMsMax = 1U << 30;
+constexpr std::int64_t kRetryAfterUs = 10'000;
+
+[[noreturn]] void throw_not_streamed() {
+  throw Error(ErrorCode::kState, "this transfer was not opened for sending by layers");
+}
+
+}  // namespace
+
+// --- the one who asks ---
+
+Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequest& request, bool frees_on_failure)
+    : session_(std::move(session)),
+      id_(id),
+      from_(request.from),
+      to_(request.to),
+      priority_(request.priority),
+      deadline_ns_(request.deadline_ns),
+      frees_on_failure_(frees_on_failure) {
+  const auto n = static_cast<std::int64_t>(from_.size());
+  if (from_.empty() || from_.size() > kAddressesMax || to_.size() != from_.size()) {
+    throw Error(ErrorCode::kArgument,
+                "a fetch takes 1 to " + std::to_string(kAddressesMax) + " blocks and as many destinations; there are " +
+                    std::to_string(n) + " and " + std::to_string(to_.size()),
+                {{"needed", n}, {"given", static_cast<std::int64_t>(to_.size())}});
+  }
+  for (std::size_t i = 0; i < from_.size(); ++i) {
+    if (instance_of(from_[i]) == session_->peer().instance) continue;
+    throw Error(ErrorCode::kNotOwner,
+                "address " + std::to_string(from_[i]) + " (position " + std::to_string(i) + ") is not of peer " +
+                    session_->peer().name,
+                {{"address", static_cast<std::int64_t>(from_[i])},
+                 {"position", static_cast<std::int64_t>(i)},
+                 {"instance", instance_of(from_[i])}});
+  }
+  room_ = Receiver::quarantine_room(id_, to_);
+  session_->host().blocks().expect_writes(to_, {session_->peer().epoch, mark_of(id_)});
+  expecting_ = true;
+}
+
+Fetch::~Fetch() {
+  if (expecting_) session_->host().blocks().end_writes(to_);
+}
+
+void Fetch::start() {
+  started_ns_ = session_->host().now_ns();
+  const std::uint32_t instance = session_->host().blocks().instance();
+  FetchBody body{priority_, 0, from_, to_};
+  body.lifetime_ms = static_cast<std::uint64_t>(std::max<std::int64_t>(deadline_ns_ - started_ns_, 0) / kNsPerMs + 1);
+  for (Address& address : body.to) {
+    if (instance_of(address) == 0) address |= Address{instance} << kInstanceShift;
+  }
+  Bytes message = write_body(body);
+  session_->expect_answer(id_, shared_from_this());
+  try {
+    session_->host().tick_by(deadline_ns_);
+    session_->send(FrameKind::kFetch, id_, std::move(message));
+  } catch (...) {
+    session_->forget_answer(id_);
+    Lock lock(mutex_);
+    if (phase_ == Phase::kDone) return;  // the link ended meanwhile, and told
+    phase_ = Phase::kDone;
+    throw;
+  }
+}
+
+void Fetch::on_answer(Message&& message) {
+  Lock lock(mutex_);
+  if (phase_ == Phase::kDone) {
+    if (message.kind == FrameKind::kDone || message.kind == FrameKind::kRefused)
+      session_->receiver().on_fetch_over(id_);
+    return;
+  }
+  if (message.kind == FrameKind::kRefused) return end(lock, read_error(message.body), /*may_still_write=*/false);
+  if (message.kind != FrameKind::kDone) throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
+  if (phase_ == Phase::kAsked) return end(lock, std::nullopt, false);
+  end(lock, Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"), false);
+}
+
+// As long as the link lives, this process may be placing what came before.
+void Fetch::on_lost(const Error& why) {
+  Lock lock(mutex_);
+  if (phase_ == Phase::kDone) return;
+  end(lock, why, session_->peer_writes_directly() || !session_->link_ended());
+}
+
+std::int64_t Fetch::on_tick(std::int64_t now_ns) {
+  Lock lock(mutex_);
+  if (phase_ == Phase::kDone) return kNever;
+  if (now_ns < deadline_ns_) return deadline_ns_;
+  end(lock, Error(ErrorCode::kDeadline, "the fetch from " + session_->peer().name + " was not done by its deadline"),
+      /*may_still_write=*/true);
+  tell_cancelled();
+  return kNever;
+}
+
+// The owner answers when it writes no more. A quarantine under this id ends then: see Session::on_unwanted().
+void Fetch::tell_cancelled() { session_->tell(FrameKind::kCancel, id_); }
+
+// Lets go of the lock.
+void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
+  phase_ = Phase::kDone;
+  expecting_ = false;
+  total_us_ = static_cast<double>(session_->host().now_ns() - started_ns_) / 1e3;
+  lock.unlock();
+  // First this: the answer may come at any time, and finds either the fetch or the quarantine.
+  if (may_still_write) session_->receiver().quarantine(std::move(room_));
+  session_->forget_answer(id_);
+  if (!may_still_write) {
+    BlockHost& blocks = session_->host().blocks();
+    if (error && frees_on_failure_) {
+      blocks.release(to_);
+    } else {
+      blocks.end_writes(to_);
+    }
+  }
+  completion_.finish(std::move(error), &session_->link());
+}
+
+bool Fetch::wait(std::int64_t until_ns) {
+  while (!done()) {
+    if (session_->link().drive(std::min(until_ns, deadline_ns_), [this] { return done(); })) return true;
+    const std::int64_t now = session_->host().now_ns();
+    if (now >= deadline_ns_) on_tick(now);
+    if (done() || now >= until_ns) break;
+    completion_.sleep_until(std::min(until_ns, now + kNsPerMs));
+  }
+  return done();
+}
+
+void Fetch::rethrow_if_failed() const {
+  KVPOOL_CHECK(completion_.done());
+  if (completion_.error()) throw Error(*completion_.error());
+}
+
+TransferStats Fetch::stats() const {
+  TransferStats stats;
+  stats.route = "fetch";
+  stats.strategy = strategy_name(Strategy::kByRequestAgg);
+  stats.blocks = from_.size();
+  stats.runs = count_runs(from_, to_);
+  stats.bytes = bytes_done();
+  const Lock lock(mutex_);
+  stats.total_us = total_us_;
+  return stats;
+}
+
+std::uint64_t Fetch::bytes_total() const noexcept {
+  return from_.size() * session_->host().blocks().layout().block_bytes();
+}
+
+bool Fetch::cancel() {
+  {
+    const Lock lock(mutex_);
+    if (phase_ != Phase::kAsked) return false;
+    phase_ = Phase::kCancelling;
+  }
+  tell_cancelled();
+  return true;
+}
+
+void Fetch::send_layer(std::uint32_t /*layer*/) { throw_not_streamed(); }
+void Fetch::finish() { throw_not_streamed(); }
+
+// --- the owner ---
+
+void Session::on_fetch(std::uint64_t id, FetchBody&& body) {
+  const auto refused = failure_of([&] {
+    if ((id & kFetchBit) == 0) throw Error(ErrorCode::kProtocol, "this is no number of a fetch");
+    if (body.from.empty()) throw Error(ErrorCode::kArgument, "a fetch needs blocks");
+    check_of_peer(body.to);
+    const auto held = std::make_shared<FetchBody>(std::move(body));
+    begin_push(id, held);
+  });
+  if (!refused) return;
+  Bytes answer;
+  if (const auto failure = failure_of([&] { answer = write_error(*refused); })) return link_->close(*failure);
+  tell(FrameKind::kRefused, id, answer);
+}
+
+// Throws Error, std::bad_alloc; then nothing is under way.
+void Session::begin_push(std::uint64_t id, const std::shared_ptr<FetchBody>& body) {
+  const Layout& layout = host_.blocks().layout();
+  const auto stop = std::make_shared<std::atomic<bool>>(false);
+  const auto strip =
+      std::make_shared<std::pair<BlockStrip, std::shared_ptr<FetchBody>>>(BlockStrip{0, 0, layout.block_bytes()}, body);
+  WriteJob job;
+  job.bytes = body->from.size() * layout.block_bytes();
+  job.route = choose_route("", body->from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size()), job.bytes,
+                           reach_of(body->to));
+  job.request.transfer = id;
+  job.request.strips = std::span(&strip->first, 1);
+  job.request.from = body->from;
+  job.request.to = body->to;
+  job.request.deadline_ns =
+      host_.now_ns() + static_cast<std::int64_t>(std::min<std::uint64_t>(body->lifetime_ms, kLifetimeMsMax)) * kNsPerMs;
+  job.request.cancelled = stop.get();
+  job.keep = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(strip, stop);
+  job.priority = body->priority;
+  job.done = [self = shared_from_this(), id, body](const WriteOutcome& /*outcome*/, const Error* error) {
+    self->finish_push(id, body->from, error);
+  };
+  {
+    const std::lock_guard lock(mutex_);
+    if (lost()) throw Error(ErrorCode::kPeerLost, "the link has ended");
+    if (pushes_.size() >= host_.limits().transfers_max) {
+      throw Error(ErrorCode::kBusy, std::to_string(pushes_.size()) + " fetches of this peer are under way here",
+                  {{"limit", host_.limits().transfers_max}, {"retry_after_us", kRetryAfterUs}});
+    }
+    if (!pushes_.emplace(id, stop).second) throw Error(ErrorCode::kProtocol, "this fetch is under way");
+  }
+  bool held = false;
+  try {
+    host_.blocks().hold_for_reading(body->from);
+    held = true;
+    write(std::move(job));
+  } catch (...) {
+    if (held) host_.blocks().release_reading(body->from);
+    const std::lock_guard lock(mutex_);
+    pushes_.erase(id);
+    throw;
+  }
+}
+
+void Session::finish_push(std::uint64_t id, std::span<const Address> held, const Error* error) noexcept {
+  host_.blocks().release_reading(held);
+  {
+    const std::lock_guard lock(mutex_);
+    pushes_.erase(id);
+  }
+  // What a broken route had begun may be on its way: an answer would say that it is not.
+  if (error != nullptr && error->code() == ErrorCode::kPeerLost) return on_route_broken(*error);
+  Bytes answer;
+  const auto failure = failure_of([&] { answer = error != nullptr ? write_error(*error) : write_addresses({}); });
+  if (failure) return link_->close(*failure);
+  tell(error != nullptr ? FrameKind::kRefused : FrameKind::kDone, id, answer);
+}
+
+bool Session::stop_push(std::uint64_t id) {
+  const std::lock_guard lock(mutex_);
+  const auto entry = pushes_.find(id);
+  if (entry == pushes_.end()) return false;
+  entry->second->store(true, std::memory_order_relaxed);
+  return true;
+}
+
+}  // namespace kvpool

@@ -1,0 +1,222 @@
+#include "kvpool/transfer/messages.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string_view>
+
+namespace kvpool {
+namespace {
+
+// Fields that an error may carry to another process. Names are static strings in an Error, so one that is not here is
+// left out on the way in; its number stands in the text anyway.
+constexpr std::array kFieldNames = {"address", "position",     "requested", "capacity",       "free",
+                                    "active",  "evictable",    "pinned",    "retry_after_us", "instance",
+                                    "tokens",  "block_tokens", "needed",    "given",          "limit",
+                                    "blocks",  "blocks_max",   "maximum",   "value"};
+constexpr std::size_t kErrorTextMax = 4096;
+constexpr std::size_t kErrorFieldsMax = 16;
+constexpr std::size_t kFieldNameMax = 64;
+
+enum ReserveBit : std::uint8_t { kMayEvict = 1, kInsert = 2, kOneSided = 4 };
+enum CompleteBit : std::uint8_t { kHasPrivate = 1, kHasChecksum = 2, kInserts = 4 };
+
+[[noreturn]] void malformed(const std::string& what) {
+  throw Error(ErrorCode::kProtocol, "a message from the peer is malformed: " + what);
+}
+
+std::uint8_t read_bits(WireReader& in, std::uint8_t known) {
+  const auto bits = in.number<std::uint8_t>();
+  if ((bits & ~known) != 0) malformed("unknown flags " + std::to_string(bits));
+  return bits;
+}
+
+Medium read_medium(WireReader& in) {
+  const auto value = in.number<std::uint8_t>();
+  if (value < 1 || value > 3) malformed("medium " + std::to_string(value));
+  return static_cast<Medium>(value);
+}
+
+std::uint32_t read_blocks(WireReader& in) {
+  const auto blocks = in.number<std::uint32_t>();
+  if (blocks > kAddressesMax) malformed(std::to_string(blocks) + " blocks in one request");
+  return blocks;
+}
+
+std::vector<Token> read_tokens(WireReader& in) { return in.array<Token>(kTokenBytesMax / sizeof(Token)); }
+
+}  // namespace
+
+Bytes write_body(const LendBody& body) {
+  Bytes out;
+  WireWriter(out)
+      .number(body.blocks)
+      .number(static_cast<std::uint8_t>(body.medium))
+      .number(static_cast<std::uint8_t>(body.may_evict ? kMayEvict : 0));
+  return out;
+}
+
+LendBody read_lend(std::span<const std::byte> bytes) {
+  WireReader in(bytes);
+  LendBody body;
+  body.blocks = read_blocks(in);
+  body.medium = read_medium(in);
+  body.may_evict = (read_bits(in, kMayEvict) & kMayEvict) != 0;
+  in.finish();
+  return body;
+}
+
+Bytes write_body(const ReserveBody& body) {
+  Bytes out;
+  out.reserve(64 + body.name_space.size() + body.tokens.size() * sizeof(Token));
+  const int bits = (body.may_evict ? kMayEvict : 0) | (body.insert ? kInsert : 0) | (body.one_sided ? kOneSided : 0);
+  WireWriter(out)
+      .number(body.blocks)
+      .number(static_cast<std::uint8_t>(body.medium))
+      .number(static_cast<std::uint8_t>(bits))
+      .number(body.lifetime_ms)
+      .text(body.name_space)
+      .array(std::span<const Token>(body.tokens));
+  return out;
+}
+
+ReserveBody read_reserve(std::span<const std::byte> bytes) {
+  WireReader in(bytes);
+  ReserveBody body;
+  body.blocks = read_blocks(in);
+  body.medium = read_medium(in);
+  const std::uint8_t bits = read_bits(in, kMayEvict | kInsert | kOneSided);
+  body.may_evict = (bits & kMayEvict) != 0;
+  body.insert = (bits & kInsert) != 0;
+  body.one_sided = (bits & kOneSided) != 0;
+  body.lifetime_ms = in.number<std::uint64_t>();
+  body.name_space = in.text(kNamespaceBytesMax);
+  body.tokens = read_tokens(in);
+  in.finish();
+  return body;
+}
+
+Bytes write_body(const ReservedBody& body) {
+  Bytes out;
+  out.reserve(8 + body.addresses.size() * sizeof(Address));
+  WireWriter(out).number(body.held).array(std::span<const Address>(body.addresses));
+  return out;
+}
+
+ReservedBody read_reserved(std::span<const std::byte> bytes) {
+  WireReader in(bytes);
+  ReservedBody body;
+  body.held = read_blocks(in);
+  body.addresses = in.array<Address>(kAddressesMax);
+  in.finish();
+  return body;
+}
+
+Bytes write_body(const CompleteBody& body) {
+  Bytes out;
+  out.reserve(64 + body.private_bytes.size() + body.named.size() * sizeof(Address) + body.name_space.size() +
+              body.tokens.size() * sizeof(Token));
+  const int bits =
+      (body.has_private ? kHasPrivate : 0) | (body.has_checksum ? kHasChecksum : 0) | (body.insert ? kInserts : 0);
+  WireWriter(out)
+      .number(static_cast<std::uint8_t>(bits))
+      .number(body.bytes)
+      .number(body.checksum)
+      .array(std::span<const Address>(body.named))
+      .blob(body.private_bytes)
+      .text(body.name_space)
+      .array(std::span<const Token>(body.tokens));
+  return out;
+}
+
+CompleteBody read_complete(std::span<const std::byte> bytes) {
+  WireReader in(bytes);
+  CompleteBody body;
+  const std::uint8_t bits = read_bits(in, kHasPrivate | kHasChecksum | kInserts);
+  body.has_private = (bits & kHasPrivate) != 0;
+  body.has_checksum = (bits & kHasChecksum) != 0;
+  body.insert = (bits & kInserts) != 0;
+  body.bytes = in.number<std::uint64_t>();
+  body.checksum = in.number<std::uint32_t>();
+  body.named = in.array<Address>(kAddressesMax);
+  const auto private_bytes = in.blob(kPrivateBytesMax);
+  body.private_bytes.assign(private_bytes.begin(), private_bytes.end());
+  body.name_space = in.text(kNamespaceBytesMax);
+  body.tokens = read_tokens(in);
+  in.finish();
+  return body;
+}
+
+Bytes write_body(const FetchBody& body) {
+  Bytes out;
+  out.reserve(32 + (body.from.size() + body.to.size()) * sizeof(Address));
+  WireWriter(out)
+      .number(static_cast<std::uint8_t>(body.priority))
+      .number(body.lifetime_ms)
+      .array(std::span<const Address>(body.from))
+      .array(std::span<const Address>(body.to));
+  return out;
+}
+
+FetchBody read_fetch(std::span<const std::byte> bytes) {
+  WireReader in(bytes);
+  FetchBody body;
+  const auto priority = in.number<std::uint8_t>();
+  if (priority > static_cast<std::uint8_t>(Priority::kBackground)) malformed("priority " + std::to_string(priority));
+  body.priority = static_cast<Priority>(priority);
+  body.lifetime_ms = in.number<std::uint64_t>();
+  body.from = in.array<Address>(kAddressesMax);
+  body.to = in.array<Address>(kAddressesMax);
+  in.finish();
+  if (body.from.size() != body.to.size()) malformed("as many blocks to read as to write");
+  return body;
+}
+
+Bytes write_addresses(std::span<const Address> addresses) {
+  Bytes out;
+  out.reserve(4 + addresses.size() * sizeof(Address));
+  WireWriter(out).array(addresses);
+  return out;
+}
+
+std::vector<Address> read_addresses(std::span<const std::byte> bytes) {
+  WireReader in(bytes);
+  auto addresses = in.array<Address>(kAddressesMax);
+  in.finish();
+  return addresses;
+}
+
+Bytes write_error(const Error& error) {
+  Bytes out;
+  WireWriter writer(out);
+  const std::size_t fields = std::min(error.fields().size(), kErrorFieldsMax);
+  writer.number(static_cast<std::uint8_t>(error.code()))
+      .text(std::string_view(error.what()).substr(0, kErrorTextMax))
+      .number(static_cast<std::uint8_t>(fields));
+  for (std::size_t i = 0; i < fields; ++i) {
+    const auto& [name, value] = error.fields()[i];
+    writer.text(std::string_view(name).substr(0, kFieldNameMax)).number(static_cast<std::uint64_t>(value));
+  }
+  return out;
+}
+
+Error read_error(std::span<const std::byte> bytes) {
+  WireReader in(bytes);
+  const auto code = in.number<std::uint8_t>();
+  if (code > static_cast<std::uint8_t>(ErrorCode::kCancelled)) malformed("error code " + std::to_string(code));
+  const std::string text = in.text(kErrorTextMax);
+  Error error(static_cast<ErrorCode>(code), text);
+  const auto fields = in.number<std::uint8_t>();
+  if (fields > kErrorFieldsMax) malformed(std::to_string(fields) + " fields of an error");
+  for (int i = 0; i < fields; ++i) {
+    const std::string name = in.text(kFieldNameMax);
+    const auto value = static_cast<std::int64_t>(in.number<std::uint64_t>());
+    const auto* const known =
+        std::find_if(kFieldNames.begin(), kFieldNames.end(), [&](const char* field) { return name == field; });
+    if (known != kFieldNames.end()) error.add(*known, value);
+  }
+  in.finish();
+  return error;
+}
+
+}  // namespace kvpool

@@ -1,0 +1,79 @@
+// The bodies of requests and answers: docs/wire.md. Reading checks form and caps; whether a number means anything here
+// is for the session to check.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvpool/base/address.h"
+#include "kvpool/base/error.h"
+#include "kvpool/transfer/request.h"
+#include "kvpool/transport/link.h"
+#include "kvpool/transport/wire.h"
+
+namespace kvpool {
+
+inline constexpr std::size_t kAddressesMax = std::size_t{1} << 19;  // of one request
+inline constexpr std::size_t kNamespaceBytesMax = 65536;
+
+struct LendBody {
+  std::uint32_t blocks = 0;
+  Medium medium = Medium::kHbm;
+  bool may_evict = true;
+};
+
+struct ReserveBody {
+  std::uint32_t blocks = 0;
+  Medium medium = Medium::kHbm;
+  bool may_evict = true;
+  bool insert = false;
+  bool one_sided = true;  // the sender will write by a one-sided route
+  std::uint64_t lifetime_ms = 0;
+  std::string name_space;
+  std::vector<Token> tokens;
+};
+
+struct ReservedBody {
+  std::uint32_t held = 0;  // blocks of the prompt that are here already
+  std::vector<Address> addresses;
+};
+
+struct CompleteBody {
+  std::uint64_t bytes = 0;  // written in all; a receiver that placed them compares
+  bool has_private = false;
+  bool has_checksum = false;
+  bool insert = false;         // of named blocks: the prompt below
+  std::uint32_t checksum = 0;  // CRC-32C of the blocks' contents, in the order of the request
+  std::vector<Address> named;  // destinations that were lent; empty when they were reserved
+  Bytes private_bytes;
+  std::string name_space;
+  std::vector<Token> tokens;
+};
+
+struct FetchBody {
+  Priority priority = Priority::kPrefill;
+  std::uint64_t lifetime_ms = 0;
+  std::vector<Address> from;  // at the owner
+  std::vector<Address> to;    // at the one who asks, reserved for the owner
+};
+
+Bytes write_body(const LendBody& body);
+Bytes write_body(const ReserveBody& body);
+Bytes write_body(const ReservedBody& body);
+Bytes write_body(const CompleteBody& body);
+Bytes write_body(const FetchBody& body);
+Bytes write_addresses(std::span<const Address> addresses);  // kLent, kReturn, kDone
+Bytes write_error(const Error& error);                      // kRefused
+
+// Throw Error kProtocol.
+LendBody read_lend(std::span<const std::byte> bytes);
+ReserveBody read_reserve(std::span<const std::byte> bytes);
+ReservedBody read_reserved(std::span<const std::byte> bytes);
+CompleteBody read_complete(std::span<const std::byte> bytes);
+FetchBody read_fetch(std::span<const std::byte> bytes);
+std::vector<Address> read_addresses(std::span<const std::byte> bytes);
+Error read_error(std::span<const std::byte> bytes);
+
+}  // namespace kvpool

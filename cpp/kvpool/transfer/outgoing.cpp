@@ -1,0 +1,385 @@
+#include "kvpool/transfer/outgoing.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "kvpool/base/check.h"
+#include "kvpool/base/strips.h"
+#include "kvpool/transfer/failure.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t kNsPerMs = 1'000'000;
+
+double microseconds(std::int64_t ns) noexcept { return static_cast<double>(ns) / 1e3; }
+
+Error deadline_error(const std::string& peer, const char* phase) {
+  return Error(ErrorCode::kDeadline, "the transfer to " + peer + " was not done by its deadline; it was " + phase);
+}
+
+}  // namespace
+
+Outgoing::Outgoing(std::shared_ptr<Session> session, std::uint64_t id, TransferRequest&& request,
+                   std::shared_ptr<Route> route)
+    : session_(std::move(session)),
+      id_(id),
+      request_(std::move(request)),
+      route_(std::move(route)),
+      named_(!request_.to.empty()) {
+  check_request();
+  BlockHost& blocks = session_->host().blocks();
+  blocks.hold_for_reading(request_.from);
+  reading_ = true;
+  if (!named_) return;
+  try {
+    write_to_ = request_.to;
+    addresses_ = std::move(request_.to);
+    session_->borrowed().begin_write(write_to_);
+  } catch (...) {
+    blocks.release_reading(request_.from);
+    throw;
+  }
+  lent_ = true;
+}
+
+// A handle that was never started, because something threw on the way.
+Outgoing::~Outgoing() {
+  if (lent_) session_->borrowed().end_write(write_to_);
+  if (reading_) session_->host().blocks().release_reading(request_.from);
+}
+
+void Outgoing::check_request() const {
+  const auto fail = [](const std::string& what, std::initializer_list<ErrorField> fields) {
+    throw Error(ErrorCode::kArgument, what, fields);
+  };
+  const auto n = static_cast<std::int64_t>(request_.from.size());
+  const auto limit = static_cast<std::int64_t>(kAddressesMax);
+  if (n == 0) fail("a transfer needs blocks: the list of addresses is empty", {{"given", 0}});
+  if (n > limit) {
+    fail(std::to_string(n) + " blocks in one transfer; at most " + std::to_string(limit),
+         {{"blocks", n}, {"blocks_max", limit}});
+  }
+  if (named_ && request_.to.size() != request_.from.size()) {
+    fail(std::to_string(n) + " blocks to send, and " + std::to_string(request_.to.size()) + " destinations",
+         {{"needed", n}, {"given", static_cast<std::int64_t>(request_.to.size())}});
+  }
+  if (request_.private_bytes && request_.private_bytes->size() > kPrivateBytesMax) {
+    fail("private has " + std::to_string(request_.private_bytes->size()) + " bytes; at most " +
+             std::to_string(kPrivateBytesMax),
+         {{"value", static_cast<std::int64_t>(request_.private_bytes->size())},
+          {"maximum", static_cast<std::int64_t>(kPrivateBytesMax)}});
+  }
+  if (!request_.insert) return;
+  const std::size_t page = session_->host().blocks().layout().block_tokens;
+  if (request_.tokens.size() != request_.from.size() * page) {
+    fail(std::to_string(request_.tokens.size()) + " tokens and " + std::to_string(n) + " blocks of " +
+             std::to_string(page) + " tokens: an insertion needs whole blocks, one address for each",
+         {{"needed", static_cast<std::int64_t>(request_.from.size() * page)},
+          {"given", static_cast<std::int64_t>(request_.tokens.size())}});
+  }
+  if (request_.tokens.size() * sizeof(Token) > kTokenBytesMax || request_.name_space.size() > kNamespaceBytesMax) {
+    fail("too many tokens, or too long a namespace, for one transfer",
+         {{"tokens", static_cast<std::int64_t>(request_.tokens.size())},
+          {"maximum", static_cast<std::int64_t>(kTokenBytesMax / sizeof(Token))}});
+  }
+}
+
+// Nobody needs to be told: the destinations are the sender's, and it has written them itself.
+bool Outgoing::is_quiet() const noexcept {
+  return named_ && !request_.private_bytes && !request_.insert && !request_.checksum && !request_.streamed &&
+         route_->traits().one_sided;
+}
+
+void Outgoing::start() {
+  started_ns_ = phase_ns_ = session_->host().now_ns();
+  stats_.blocks = request_.from.size();
+  if (request_.streamed) {
+    sent_layers_.resize(layer_count(session_->host().blocks().layout()));
+    layers_left_ = sent_layers_.size();
+    finished_ = false;
+  }
+  if (is_quiet()) return begin();
+  session_->expect_answer(id_, shared_from_this());
+  try {
+    session_->host().tick_by(request_.deadline_ns);
+    begin();
+  } catch (...) {
+    Lock lock(mutex_);
+    session_->forget_answer(id_);
+    if (phase_ == Phase::kDone) return;  // the link ended meanwhile, and told
+    phase_ = Phase::kDone;
+    throw;
+  }
+}
+
+void Outgoing::start_or_fail() noexcept {
+  const auto failure = failure_of([&] { start(); });
+  if (!failure) return;
+  Lock lock(mutex_);
+  end(lock, failure);
+}
+
+void Outgoing::begin() {
+  if (!named_) return reserve();
+  Lock lock(mutex_);
+  plan_writes();
+  advance(lock);
+}
+
+void Outgoing::reserve() {
+  ReserveBody body;
+  body.blocks = static_cast<std::uint32_t>(request_.from.size());
+  body.medium = request_.medium;
+  body.may_evict = request_.may_evict;
+  body.insert = request_.insert;
+  body.one_sided = route_->traits().one_sided;
+  body.lifetime_ms =
+      static_cast<std::uint64_t>(std::max<std::int64_t>(request_.deadline_ns - started_ns_, 0) / kNsPerMs + 1);
+  if (request_.insert) {
+    body.name_space = request_.name_space;
+    body.tokens = request_.tokens;
+  }
+  session_->send(FrameKind::kReserve, id_, write_body(body));
+}
+
+// --- answers ---
+
+void Outgoing::on_answer(Message&& message) {
+  Lock lock(mutex_);
+  if (phase_ == Phase::kDone) return settle(lock, message);
+  if (phase_ == Phase::kCancelling) {
+    if (message.kind == FrameKind::kDone) end(lock, why_);
+    return;  // what it had answered before it heard
+  }
+  if (message.kind == FrameKind::kRefused) {
+    const Error error = read_error(message.body);
+    if (phase_ == Phase::kWriting) {  // no session of ours refuses what it has granted
+      why_ = error;
+      stop_.store(true, std::memory_order_relaxed);
+      return;
+    }
+    told_ = false;
+    return end(lock, error);
+  }
+  if (message.kind == FrameKind::kReserved && phase_ == Phase::kReserving) {
+    return on_reserved(lock, read_reserved(message.body));
+  }
+  if (message.kind == FrameKind::kDone && phase_ == Phase::kCompleting) {
+    std::vector<Address> cached = read_addresses(message.body);
+    if (request_.insert) {
+      session_->check_of_peer(cached);
+      if (cached.size() != request_.from.size()) {
+        throw Error(ErrorCode::kProtocol, "the peer cached another number of blocks than it was sent");
+      }
+      addresses_ = std::move(cached);
+    }
+    stats_.complete_us = microseconds(session_->host().now_ns() - phase_ns_);
+    told_ = false;
+    return end(lock, std::nullopt);
+  }
+  throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
+}
+
+// The receiver was told to insert the destinations, and answers after the deadline: only now it is known whose they
+// are. (An answer without blocks is the one to the cancellation.)
+void Outgoing::settle(Lock& lock, const Message& message) {
+  if (!told_ || !lent_) return;
+  const bool inserted = message.kind == FrameKind::kDone && !read_addresses(message.body).empty();
+  if (!inserted && message.kind != FrameKind::kRefused) return;
+  told_ = lent_ = false;
+  lock.unlock();
+  session_->forget_answer(id_);
+  if (inserted) {
+    session_->borrowed().drop_written(write_to_);
+  } else {
+    session_->borrowed().end_write(write_to_);
+  }
+}
+
+void Outgoing::on_reserved(Lock& lock, const ReservedBody& body) {
+  if (body.held > request_.from.size() || body.addresses.size() != request_.from.size() - body.held ||
+      (body.held > 0 && !request_.insert)) {
+    throw Error(ErrorCode::kProtocol, "the peer reserved another number of blocks than it was asked for");
+  }
+  session_->check_of_peer(body.addresses);
+  const std::int64_t now = session_->host().now_ns();
+  stats_.reserve_us = microseconds(now - phase_ns_);
+  stats_.skipped_blocks = held_ = body.held;
+  addresses_ = body.addresses;
+  write_to_ = body.addresses;
+  plan_writes();
+  advance(lock);
+}
+
+// REQUIRES: the destinations are known.
+void Outgoing::plan_writes() {
+  const Layout& layout = session_->host().blocks().layout();
+  const std::span<const Address> from = std::span(request_.from).subspan(held_);
+  stats_.runs = count_runs(from, write_to_);
+  bytes_total_.store(from.size() * layout.block_bytes(), std::memory_order_relaxed);
+  if (from.empty()) {
+    steps_.clear();
+    finished_ = true;
+  } else if (!request_.streamed) {
+    steps_ = plan_steps(layout, request_.strategy);
+  }
+}
+
+// --- endings ---
+
+// Tells the peer that this transfer will not be. Nothing writes any more. Lets go of the lock.
+void Outgoing::give_up(Lock& lock, const Error& why, bool wait_for_peer) {
+  const std::shared_ptr<Outgoing> self = shared_from_this();
+  // A route that broke may have bytes on their way that nobody calls back: the peer must not hear that there are none.
+  const bool tell = !is_quiet() && !session_->lost() && why.code() != ErrorCode::kPeerLost;
+  why_ = why;
+  if (!tell || !wait_for_peer) {
+    end(lock, why_);
+  } else {
+    phase_ = Phase::kCancelling;
+    lock.unlock();
+  }
+  if (tell) session_->tell(FrameKind::kCancel, id_);  // or the link ends, and on_lost comes
+}
+
+// Lets go of the lock.
+void Outgoing::end(Lock& lock, std::optional<Error> error) {
+  phase_ = Phase::kDone;
+  // Blocks that the peer may be inserting are nobody's to write until it has answered: see settle().
+  const bool unsettled = told_ && request_.insert && lent_ && !session_->lost();
+  const bool lent = !unsettled && std::exchange(lent_, false);
+  const bool reading = std::exchange(reading_, false);
+  stats_.total_us = microseconds(session_->host().now_ns() - started_ns_);
+  lock.unlock();
+  if (!is_quiet() && !unsettled) session_->forget_answer(id_);
+  if (lent) {
+    // Blocks that the peer has inserted are no longer lent; all others are as they were.
+    if (request_.insert && !error) {
+      session_->borrowed().drop_written(write_to_);
+    } else {
+      session_->borrowed().end_write(write_to_);
+    }
+  }
+  if (reading) session_->host().blocks().release_reading(request_.from);
+  completion_.finish(std::move(error), &session_->link());
+}
+
+void Outgoing::on_lost(const Error& why) {
+  Lock lock(mutex_);
+  if (phase_ == Phase::kDone) {
+    if (std::exchange(lent_, false)) session_->borrowed().end_write(write_to_);
+    return;
+  }
+  if (phase_ == Phase::kWriting) {
+    if (!why_) why_ = why;
+    stop_.store(true, std::memory_order_relaxed);
+    return;
+  }
+  end(lock, why_ ? why_ : why);
+}
+
+std::int64_t Outgoing::on_tick(std::int64_t now_ns) {
+  Lock lock(mutex_);
+  if (phase_ == Phase::kDone) return kNever;
+  if (now_ns < request_.deadline_ns) return request_.deadline_ns;
+  switch (phase_) {
+    case Phase::kWriting:  // the route looks at the deadline itself
+      if (!why_) why_ = deadline_error(request_.peer, "writing");
+      stop_.store(true, std::memory_order_relaxed);
+      break;
+    case Phase::kReserving:
+      give_up(lock, deadline_error(request_.peer, "waiting for blocks at the receiver"), false);
+      break;
+    case Phase::kStreaming:
+      give_up(lock, deadline_error(request_.peer, "waiting for the next layer"), false);
+      break;
+    case Phase::kCompleting:
+      give_up(lock, deadline_error(request_.peer, "waiting for the receiver to confirm"), false);
+      break;
+    default:
+      end(lock, why_);
+      break;
+  }
+  return kNever;
+}
+
+// --- for the caller ---
+
+bool Outgoing::wait(std::int64_t until_ns) {
+  while (!done()) {
+    const std::int64_t until = std::min(until_ns, request_.deadline_ns);
+    if (session_->link().drive(until, [this] { return done(); })) return true;
+    if (done()) return true;
+    const std::int64_t now = session_->host().now_ns();
+    if (now >= request_.deadline_ns) on_tick(now);
+    if (now >= until_ns) break;
+    // The link has ended, or the deadline has passed, and a write is under way that has not yet noticed.
+    completion_.sleep_until(std::min(until_ns, now + kNsPerMs));
+  }
+  return done();
+}
+
+void Outgoing::rethrow_if_failed() const {
+  KVPOOL_CHECK(completion_.done());
+  if (completion_.error()) throw Error(*completion_.error());
+}
+
+TransferStats Outgoing::stats() const {
+  const Lock lock(mutex_);
+  TransferStats stats = stats_;
+  stats.route = route_->name();
+  stats.strategy = strategy_name(request_.strategy == Strategy::kAuto ? Strategy::kByRequestAgg : request_.strategy);
+  return stats;
+}
+
+bool Outgoing::cancel() {
+  Lock lock(mutex_);
+  if (phase_ == Phase::kDone || phase_ == Phase::kCompleting || phase_ == Phase::kCancelling) return false;
+  Error why(ErrorCode::kCancelled, "the transfer to " + request_.peer + " was cancelled");
+  if (phase_ == Phase::kWriting) {
+    if (!why_) why_ = std::move(why);
+    stop_.store(true, std::memory_order_relaxed);
+    return true;
+  }
+  give_up(lock, why, /*wait_for_peer=*/true);
+  return true;
+}
+
+void Outgoing::send_layer(std::uint32_t layer) {
+  Lock lock(mutex_);
+  if (!request_.streamed) throw Error(ErrorCode::kState, "this transfer was not opened for sending by layers");
+  if (layer >= sent_layers_.size()) {
+    throw Error(
+        ErrorCode::kArgument,
+        "there is no layer " + std::to_string(layer) + "; the layout has " + std::to_string(sent_layers_.size()),
+        {{"value", layer}, {"maximum", static_cast<std::int64_t>(sent_layers_.size()) - 1}});
+  }
+  if (sent_layers_[layer]) {
+    throw Error(ErrorCode::kArgument, "layer " + std::to_string(layer) + " was sent before", {{"value", layer}});
+  }
+  if (phase_ == Phase::kDone) return;  // it has failed: wait() says how
+  if (!finished_) {                    // else the receiver has all of it
+    const Strategy strategy = request_.strategy == Strategy::kByLayer ? Strategy::kByLayer : Strategy::kByLayerAgg;
+    steps_.push_back(layer_step(session_->host().blocks().layout(), strategy, layer));
+  }
+  sent_layers_[layer] = true;
+  --layers_left_;
+  if (phase_ == Phase::kStreaming) advance(lock);
+}
+
+void Outgoing::finish() {
+  Lock lock(mutex_);
+  if (!request_.streamed) throw Error(ErrorCode::kState, "this transfer was not opened for sending by layers");
+  if (layers_left_ > 0 && phase_ != Phase::kDone) {
+    throw Error(ErrorCode::kState, std::to_string(layers_left_) + " layers were not sent",
+                {{"needed", static_cast<std::int64_t>(layers_left_)}});
+  }
+  if (finished_) return;
+  finished_ = true;
+  if (phase_ == Phase::kStreaming) advance(lock);
+}
+
+}  // namespace kvpool

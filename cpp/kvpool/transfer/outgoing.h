@@ -1,0 +1,107 @@
+// A transfer from this pool to a peer: the sending half of the protocol.
+//
+//   kReserving   the peer was asked for blocks                 (left out with named destinations)
+//   kStreaming   waits for send_layer() or finish()            (streamed transfers only)
+//   kWriting     a write is under way, in whatever thread
+//   kCompleting  all is written, the peer was told
+//   kCancelling  the peer was told that it will not be
+//   kDone
+//
+// Invariants
+//   O1  The source blocks are held for reading from the beginning until nothing reads them any more.
+//   O2  A write that is under way ends before the peer is told that the transfer is complete or cancelled.
+//   O3  It ends once, at its deadline at the latest; only a write under way may delay that, until the route notices.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "kvpool/transfer/completion.h"
+#include "kvpool/transfer/handle.h"
+#include "kvpool/transfer/messages.h"
+#include "kvpool/transfer/session.h"
+#include "kvpool/transfer/strategy.h"
+
+namespace kvpool {
+
+class Outgoing final : public Transfer, public PendingAnswer, public std::enable_shared_from_this<Outgoing> {
+ public:
+  // Throws what transfer() throws; nothing has happened then.
+  Outgoing(std::shared_ptr<Session> session, std::uint64_t id, TransferRequest&& request, std::shared_ptr<Route> route);
+  ~Outgoing() override;
+  void start();
+  // The same, but what start() would throw ends the transfer instead.
+  void start_or_fail() noexcept;
+
+  // --- Transfer ---
+  bool wait(std::int64_t until_ns) override;
+  bool done() const noexcept override { return completion_.done(); }
+  void rethrow_if_failed() const override;
+  const std::vector<Address>& addresses() const override { return addresses_; }
+  TransferStats stats() const override;
+  std::uint64_t bytes_done() const noexcept override { return bytes_done_.load(std::memory_order_relaxed); }
+  std::uint64_t bytes_total() const noexcept override { return bytes_total_.load(std::memory_order_relaxed); }
+  bool cancel() override;
+  int done_fd() override { return completion_.descriptor(); }
+  void send_layer(std::uint32_t layer) override;
+  void finish() override;
+
+  // --- PendingAnswer ---
+  void on_answer(Message&& message) override;
+  void on_lost(const Error& why) override;
+  std::int64_t on_tick(std::int64_t now_ns) override;
+
+ private:
+  enum class Phase : std::uint8_t { kReserving, kStreaming, kWriting, kCompleting, kCancelling, kDone };
+  using Lock = std::unique_lock<std::mutex>;
+
+  void check_request() const;
+  bool is_quiet() const noexcept;
+  void begin();
+  void reserve();
+  void on_reserved(Lock& lock, const ReservedBody& body);
+  void plan_writes();
+  void advance(Lock& lock);
+  void write(Lock& lock);
+  WriteJob next_job();
+  void on_written(const WriteOutcome& outcome, const Error* error);
+  void complete(Lock& lock);
+  CompleteBody completion() const;
+  void settle(Lock& lock, const Message& message);
+  void give_up(Lock& lock, const Error& why, bool wait_for_peer);
+  void end(Lock& lock, std::optional<Error> error);
+
+  const std::shared_ptr<Session> session_;
+  const std::uint64_t id_;
+  TransferRequest request_;
+  const std::shared_ptr<Route> route_;
+  const bool named_;  // destinations that the peer has lent
+  Completion completion_;
+  std::atomic<bool> stop_{false};  // the write under way is to end
+  std::atomic<std::uint64_t> bytes_done_{0};
+  std::atomic<std::uint64_t> bytes_total_{0};
+
+  mutable std::mutex mutex_;
+  Phase phase_ = Phase::kReserving;
+  bool reading_ = false;      // holds on the sources
+  bool lent_ = false;         // marks on the named destinations
+  bool told_ = false;         // that it is complete, and the peer has not answered
+  std::optional<Error> why_;  // it is to end with this, once the write under way has ended
+  std::vector<Address> addresses_;
+  std::vector<Address> write_to_;  // for blocks [held_, ...) of the request
+  std::size_t held_ = 0;
+  std::vector<WriteStep> steps_;  // those that may be written
+  std::size_t next_step_ = 0;     // of these, the one that is being written, or will be
+  std::vector<bool> sent_layers_;
+  std::size_t layers_left_ = 0;
+  bool finished_ = true;  // no more steps will come
+  TransferStats stats_;
+  std::int64_t started_ns_ = 0;
+  std::int64_t phase_ns_ = 0;  // when the phase began
+};
+
+}  // namespace kvpool

@@ -1,0 +1,124 @@
+// Writing what a transfer sends, step by step, and saying so.
+#include <utility>
+
+#include "kvpool/base/check.h"
+#include "kvpool/base/strips.h"
+#include "kvpool/transfer/failure.h"
+#include "kvpool/transfer/outgoing.h"
+
+namespace kvpool {
+namespace {
+
+double microseconds(std::int64_t ns) noexcept { return static_cast<double>(ns) / 1e3; }
+
+}  // namespace
+
+// Does what comes next. Lets go of the lock.
+void Outgoing::advance(Lock& lock) {
+  if (why_) return give_up(lock, Error(*why_), why_->code() == ErrorCode::kCancelled);
+  if (next_step_ < steps_.size()) return write(lock);
+  if (!finished_) {
+    phase_ = Phase::kStreaming;
+    return;
+  }
+  if (is_quiet()) return end(lock, std::nullopt);
+  complete(lock);
+}
+
+void Outgoing::write(Lock& lock) {
+  phase_ = Phase::kWriting;
+  phase_ns_ = session_->host().now_ns();
+  const auto failure = failure_of([&] {
+    WriteJob job = next_job();
+    lock.unlock();
+    session_->write(std::move(job));
+  });
+  if (!failure) return;
+  if (!lock.owns_lock()) lock.lock();
+  give_up(lock, *failure, /*wait_for_peer=*/false);
+}
+
+WriteJob Outgoing::next_job() {
+  WriteJob job;
+  const WriteStep& step = steps_[next_step_];
+  job.route = route_;
+  job.request.transfer = id_;
+  // A copy: send_layer() may move the steps.
+  const auto strips = std::make_shared<std::vector<BlockStrip>>(step.strips);
+  job.request.strips = *strips;
+  job.request.from = std::span(request_.from).subspan(held_);
+  job.request.to = write_to_;
+  job.request.merge = step.merge;
+  job.request.deadline_ns = request_.deadline_ns;
+  job.request.cancelled = &stop_;
+  job.request.bytes_done = &bytes_done_;
+  job.keep = strips;
+  job.priority = request_.priority;
+  for (const BlockStrip& strip : *strips) job.bytes += strip.bytes * write_to_.size();
+  job.done = [self = shared_from_this()](const WriteOutcome& outcome, const Error* error) {
+    self->on_written(outcome, error);
+  };
+  return job;
+}
+
+void Outgoing::on_written(const WriteOutcome& outcome, const Error* error) {
+  if (error != nullptr && error->code() == ErrorCode::kPeerLost) session_->on_route_broken(*error);
+  Lock lock(mutex_);
+  KVPOOL_DCHECK(phase_ == Phase::kWriting);
+  stats_.calls += outcome.calls;
+  stats_.bytes += outcome.bytes;
+  stats_.write_us += microseconds(session_->host().now_ns() - phase_ns_);
+  ++next_step_;
+  phase_ns_ = session_->host().now_ns();
+  if (error != nullptr && !why_) why_ = *error;
+  if (session_->lost() && !why_) why_ = Error(ErrorCode::kPeerLost, "peer " + request_.peer + " was lost");
+  advance(lock);
+}
+
+// All is written. The checksum reads the source blocks: that is as much under way as a write, so nothing ends
+// meanwhile.
+void Outgoing::complete(Lock& lock) {
+  phase_ = Phase::kWriting;
+  lock.unlock();
+  Bytes body;
+  const auto failure = failure_of([&] { body = write_body(completion()); });
+  lock.lock();
+  if (failure && !why_) why_ = failure;
+  if (why_) return give_up(lock, Error(*why_), why_->code() == ErrorCode::kCancelled);
+  phase_ = Phase::kCompleting;
+  phase_ns_ = session_->host().now_ns();
+  told_ = true;
+  lock.unlock();
+  const auto unsent = failure_of([&] { session_->send(FrameKind::kComplete, id_, std::move(body)); });
+  if (!unsent) return;
+  lock.lock();
+  told_ = false;
+  if (phase_ == Phase::kCompleting) return give_up(lock, *unsent, /*wait_for_peer=*/false);
+  if (!std::exchange(lent_, false)) return;
+  lock.unlock();  // it ended at its deadline, and left the destinations until the answer
+  session_->forget_answer(id_);
+  session_->borrowed().end_write(write_to_);
+}
+
+// REQUIRES: nothing is written any more, nor will be.
+CompleteBody Outgoing::completion() const {
+  CompleteBody body;
+  body.bytes = stats_.bytes;
+  body.has_private = request_.private_bytes.has_value();
+  if (body.has_private) body.private_bytes = *request_.private_bytes;
+  if (named_) {
+    body.named = write_to_;
+    body.insert = request_.insert;
+    if (request_.insert) {
+      body.name_space = request_.name_space;
+      body.tokens = request_.tokens;
+    }
+  }
+  body.has_checksum = request_.checksum;
+  if (request_.checksum) {
+    body.checksum = session_->host().blocks().checksum(std::span(request_.from).subspan(held_));
+  }
+  return body;
+}
+
+}  // namespace kvpool

@@ -1,0 +1,329 @@
+// Reserving, placing, and how it ends. Lending stands in receiver_lend.cpp, what completes in receiver_complete.cpp.
+#include "kvpool/transfer/receiver.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "kvpool/base/check.h"
+#include "kvpool/transfer/failure.h"
+#include "kvpool/transfer/transfer_id.h"
+#include "kvpool/transport/data_body.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t kNsPerMs = 1'000'000;
+constexpr std::uint64_t kLifetimeMsMax = 1U << 30;
+constexpr std::int64_t kRetryAfterUs = 10'000;
+constexpr std::uint32_t kMarkMask = (1U << 31) - 1;  // the upper half is for fetches
+
+}  // namespace
+
+Receiver::Receiver(SessionHost& host, const PeerCard& peer, bool writes_directly, Send send, Abandon abandon)
+    : host_(host),
+      peer_(peer.name),
+      epoch_(peer.epoch),
+      writes_directly_(writes_directly),
+      send_(std::move(send)),
+      abandon_(std::move(abandon)) {}
+
+// --- answers ---
+
+// Whoever asked waits for the answer, perhaps with blocks that only the answer sets free. If it cannot be sent (the
+// peer does not read, or there is no memory), the link ends: that is an answer, too.
+void Receiver::send(Message&& message) {
+  const auto failure = failure_of([&] { send_(std::move(message)); });
+  if (failure && failure->code() != ErrorCode::kPeerLost) abandon_(*failure);
+}
+
+void Receiver::answer(std::uint64_t id, FrameKind kind, std::span<const Address> addresses) {
+  Bytes body;
+  if (const auto failure = failure_of([&] { body = write_addresses(addresses); })) return abandon_(*failure);
+  send(Message{kind, 0, id, std::move(body)});
+}
+
+void Receiver::refuse(std::uint64_t id, const Error& error) {
+  Bytes body;
+  if (const auto failure = failure_of([&] { body = write_error(error); })) return abandon_(*failure);
+  send(Message{FrameKind::kRefused, 0, id, std::move(body)});
+}
+
+// --- limits ---
+
+// Of a transfer that the peer begins. Ids of fetches are this side's to give, and 0 stands for all transfers.
+void Receiver::check_id(std::uint64_t id) const {
+  if (id == 0 || (id & kFetchBit) != 0) throw Error(ErrorCode::kProtocol, "this is no number of a transfer");
+}
+
+// REQUIRES: mutex_ is held.
+void Receiver::check_quota(std::size_t blocks) const {
+  const SessionLimits& limits = host_.limits();
+  if (incoming_.size() >= limits.transfers_max) {
+    throw Error(ErrorCode::kBusy, std::to_string(incoming_.size()) + " transfers of this peer are under way here",
+                {{"limit", limits.transfers_max}, {"retry_after_us", kRetryAfterUs}});
+  }
+  if (promised_ + blocks > limits.reserved_max) {
+    throw Error(ErrorCode::kBusy,
+                std::to_string(promised_) + " blocks are promised to this peer, and " + std::to_string(blocks) +
+                    " more would exceed its limit of " + std::to_string(limits.reserved_max),
+                {{"requested", static_cast<std::int64_t>(blocks)},
+                 {"limit", limits.reserved_max},
+                 {"retry_after_us", kRetryAfterUs}});
+  }
+}
+
+// --- reserving ---
+
+void Receiver::on_reserve(std::uint64_t id, ReserveBody&& body) {
+  const std::int64_t lifetime = std::min<std::int64_t>(
+      host_.limits().reserve_ns, static_cast<std::int64_t>(std::min(body.lifetime_ms, kLifetimeMsMax)) * kNsPerMs);
+  const std::int64_t deadline = host_.now_ns() + lifetime;
+  std::shared_ptr<ReserveSpec> spec;
+  std::uint32_t mark = 0;
+  const auto refused = failure_of([&] {
+    check_id(id);
+    spec = std::make_shared<ReserveSpec>(
+        ReserveSpec{body.blocks, body.medium, body.insert, std::move(body.name_space), std::move(body.tokens)});
+    Incoming incoming;
+    incoming.spec = spec;
+    incoming.room = quarantine_room(id, {});
+    incoming.one_sided = body.one_sided;
+    incoming.deadline_ns = deadline;
+    const std::lock_guard lock(mutex_);
+    check_quota(body.blocks);
+    mark = incoming.mark = ++marks_ & kMarkMask;
+    if (quarantined_.contains(id) || !incoming_.try_emplace(id, std::move(incoming)).second) {
+      throw Error(ErrorCode::kProtocol, "transfer " + std::to_string(id) + " was reserved before");
+    }
+    promised_ += body.blocks;
+  });
+  if (refused) return refuse(id, *refused);
+  const auto attempt = [self = shared_from_this(), this, id, spec, mark](Room room) {
+    std::optional<Reservation> reservation;
+    auto error = failure_of([&] { reservation = host_.blocks().reserve(*spec, {epoch_, mark}, room); });
+    if (!error && !reservation) return false;
+    finish_reserve(id, std::move(reservation), std::move(error));
+    return true;
+  };
+  auto failure = failure_of([&] { host_.tick_by(deadline); });
+  if (!failure && attempt(body.may_evict ? Room::kTry : Room::kFree)) return;
+  if (!failure) {
+    failure =
+        failure_of([&] { host_.run(Priority::kDecode, [attempt] { static_cast<void>(attempt(Room::kEvict)); }); });
+  }
+  if (failure) finish_reserve(id, std::nullopt, std::move(failure));
+}
+
+void Receiver::finish_reserve(std::uint64_t id, std::optional<Reservation> reservation, std::optional<Error> error) {
+  Bytes body;
+  if (!error) {
+    error = failure_of([&] {
+      body = write_body(ReservedBody{static_cast<std::uint32_t>(reservation->held.size()), reservation->addresses});
+    });
+  }
+  bool wanted = false;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto entry = incoming_.find(id);
+    KVPOOL_CHECK(entry != incoming_.end() && entry->second.phase == Phase::kReserving);
+    wanted = !error && !entry->second.ended;
+    if (wanted) {
+      entry->second.phase = Phase::kReserved;
+      // Quotas count blocks that are really promised.
+      promised_ -= static_cast<std::uint32_t>(reservation->held.size());
+      entry->second.reservation = std::move(*reservation);
+    } else {
+      promised_ -= static_cast<std::uint32_t>(entry->second.spec->blocks);
+      incoming_.erase(entry);
+    }
+  }
+  if (wanted) return send(Message{FrameKind::kReserved, 0, id, std::move(body)});
+  if (reservation) host_.blocks().release(reservation->addresses);
+  if (!error) error = Error(ErrorCode::kCancelled, "the transfer was given up before it had blocks");
+  refuse(id, *error);
+}
+
+// --- data that this process places ---
+
+// What it wants to write may not be its own (any more). Then the bytes are dropped, and its completion is refused.
+// REQUIRES: mutex_ is held; the pool's lock comes below this one. Throws std::bad_alloc.
+bool Receiver::may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry) {
+  const auto is_lent = [&](Address address) {
+    const auto lent = lent_.find(address);
+    return lent != lent_.end() && lent->second == Lent::kHeld;
+  };
+  const bool reserved = entry != incoming_.end();
+  if (!reserved && (id & kFetchBit) == 0) return std::all_of(blocks.begin(), blocks.end(), is_lent);
+  if (!lent_.empty() && std::any_of(blocks.begin(), blocks.end(), is_lent)) return false;
+  try {
+    host_.blocks().check_writable(blocks, {epoch_, reserved ? entry->second.mark : mark_of(id)}, /*lent_only=*/false);
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+Placement Receiver::on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) {
+  const MediaSpans& spans = host_.blocks().spans();
+  const DataBody data = read_data_body(body, payload_bytes, spans);  // throws kProtocol
+  Placement placement;
+  placement.pieces = data_placement(data, spans);
+  placement.token = id;
+  const std::lock_guard lock(mutex_);
+  const auto entry = incoming_.find(id);
+  const bool reserved = entry != incoming_.end();
+  if (reserved && (entry->second.ended || entry->second.phase != Phase::kReserved)) return {};
+  if (!may_place(id, data.blocks, entry)) {
+    if (reserved) entry->second.damaged = true;
+    return {};
+  }
+  if (reserved) {
+    entry->second.placing = true;  // from now on its blocks stay, until on_placed
+    entry->second.placing_bytes = payload_bytes;
+  }
+  return placement;
+}
+
+void Receiver::on_placed(std::uint64_t id, bool intact) {
+  const std::lock_guard lock(mutex_);
+  const auto entry = incoming_.find(id);
+  if (entry == incoming_.end()) return;  // lent blocks, or blocks of a fetch
+  Incoming& incoming = entry->second;
+  incoming.damaged = incoming.damaged || !intact;
+  incoming.placing = false;
+  incoming.placed_bytes += std::exchange(incoming.placing_bytes, 0);
+  if (incoming.ended) end(entry, /*writers_gone=*/false);
+}
+
+// --- endings ---
+
+// REQUIRES: mutex_ is held. The pool's lock comes below this one.
+void Receiver::end(IncomingMap::iterator entry, bool writers_gone) {
+  Incoming& incoming = entry->second;
+  incoming.ended = true;
+  if (incoming.phase != Phase::kReserved || incoming.placing) return;
+  std::vector<Address>& addresses = incoming.reservation.addresses;
+  if (writers_gone || !incoming.one_sided || drained_) {
+    promised_ -= static_cast<std::uint32_t>(addresses.size());
+    host_.blocks().release(addresses);
+  } else {
+    host_.blocks().quarantine(addresses);
+    incoming.room.mapped() = std::move(addresses);
+    quarantined_.insert(std::move(incoming.room));
+  }
+  incoming_.erase(entry);
+}
+
+// The peer writes nothing of this transfer any more.
+void Receiver::forfeit(std::uint64_t id) {
+  const std::lock_guard lock(mutex_);
+  release_quarantined(id);
+  if (const auto entry = incoming_.find(id); entry != incoming_.end()) end(entry, /*writers_gone=*/true);
+}
+
+// REQUIRES: mutex_ is held.
+void Receiver::release_quarantined(std::uint64_t id) {
+  const auto late = quarantined_.find(id);
+  if (late == quarantined_.end()) return;
+  host_.blocks().release(late->second);
+  if ((id & kFetchBit) == 0) promised_ -= static_cast<std::uint32_t>(late->second.size());
+  quarantined_.erase(late);
+}
+
+void Receiver::on_cancel(std::uint64_t id) {
+  if (id == 0) return on_drained();
+  // Of a fetch that the peer has asked for: nothing is left of it here. What is quarantined under such a number is this
+  // side's own fetch.
+  if ((id & kFetchBit) == 0) forfeit(id);
+  answer(id, FrameKind::kDone, {});
+}
+
+// It says that it writes nothing any more, of no transfer and to no lent block: it takes its leave.
+void Receiver::on_drained() {
+  const std::lock_guard lock(mutex_);
+  drained_ = true;
+}
+
+void Receiver::on_fetch_over(std::uint64_t id) {
+  const std::lock_guard lock(mutex_);
+  release_quarantined(id);
+}
+
+std::int64_t Receiver::tick(std::int64_t now_ns) {
+  const std::lock_guard lock(mutex_);
+  std::int64_t next = kNever;
+  for (auto entry = incoming_.begin(); entry != incoming_.end();) {
+    const auto current = entry++;
+    if (current->second.deadline_ns <= now_ns) {
+      if (!current->second.ended) end(current, /*writers_gone=*/false);
+    } else {
+      next = std::min(next, current->second.deadline_ns);
+    }
+  }
+  return next;
+}
+
+void Receiver::on_lost() {
+  const std::lock_guard lock(mutex_);
+  lost_ = true;
+  const bool safe = drained_ || !writes_directly_;
+  for (auto entry = incoming_.begin(); entry != incoming_.end();) {
+    const auto current = entry++;
+    end(current, /*writers_gone=*/safe);
+  }
+  release_lent(/*quarantine=*/!safe);
+  while (safe && !quarantined_.empty()) release_quarantined(quarantined_.begin()->first);
+}
+
+// Of each what nobody works on. REQUIRES: mutex_ is held.
+void Receiver::release_lent(bool quarantine) noexcept {
+  for (auto entry = lent_.begin(); entry != lent_.end();) {
+    const auto current = entry++;
+    if (current->second != Lent::kHeld) continue;
+    const std::span<const Address> address(&current->first, 1);
+    if (quarantine) {
+      host_.blocks().quarantine(address);
+    } else {
+      host_.blocks().release(address);
+      lent_.erase(current);
+      --promised_;
+    }
+  }
+}
+
+void Receiver::on_writer_gone() {
+  const std::lock_guard lock(mutex_);
+  drained_ = true;
+  while (!quarantined_.empty()) release_quarantined(quarantined_.begin()->first);
+  if (lost_) release_lent(/*quarantine=*/false);
+}
+
+Receiver::QuarantineRoom Receiver::quarantine_room(std::uint64_t id, std::vector<Address> addresses) {
+  Quarantine one;
+  one.emplace(id, std::move(addresses));
+  return one.extract(one.begin());
+}
+
+void Receiver::quarantine(QuarantineRoom&& room) noexcept {
+  const std::lock_guard lock(mutex_);
+  host_.blocks().quarantine(room.mapped());
+  if (drained_ || (lost_ && !writes_directly_)) return host_.blocks().release(room.mapped());
+  quarantined_.insert(std::move(room));
+}
+
+ReceiverCounts Receiver::counts() const {
+  const std::lock_guard lock(mutex_);
+  ReceiverCounts counts;
+  (lost_ ? counts.quarantined : counts.lent) = static_cast<std::uint32_t>(lent_.size());
+  for (const auto& [id, incoming] : incoming_) {
+    counts.reserved += static_cast<std::uint32_t>(incoming.reservation.addresses.size());
+  }
+  for (const auto& [id, addresses] : quarantined_) counts.quarantined += static_cast<std::uint32_t>(addresses.size());
+  counts.promised = promised_;
+  counts.transfers = static_cast<std::uint32_t>(incoming_.size());
+  return counts;
+}
+
+}  // namespace kvpool

@@ -1,0 +1,142 @@
+// What one peer may do here: borrow blocks, reserve them, write them, complete. The receiving half of a session.
+//
+// Invariants
+//   D1  A block that the peer was promised is in exactly one of: a reservation, the lent set, the quarantine.
+//   D2  A reservation ends once: delivered, released, or quarantined and then released. It is released only when nobody
+//       writes it: its bytes are placed by this process, or the peer has said that it is done, or is proved to be gone.
+//   D3  Every request is answered once, unless the link ends first; an answer that cannot be sent ends it. What the
+//       application is told, it is told once.
+//   D4  Content is placed only in blocks that are in a reservation, in the lent set, or reserved for a fetch of this
+//       side, and such a block leaves there only when nothing is being placed.
+//
+// Thread-safety: all of it. Answers are sent without the lock. Lives on while work that it gave to other threads runs.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "kvpool/transfer/messages.h"
+#include "kvpool/transfer/session_host.h"
+#include "kvpool/transport/card.h"
+#include "kvpool/transport/link.h"
+
+namespace kvpool {
+
+struct ReceiverCounts {
+  std::uint32_t lent = 0;
+  std::uint32_t reserved = 0;
+  std::uint32_t quarantined = 0;
+  std::uint32_t transfers = 0;
+  std::uint32_t promised = 0;  // what the limit counts: all of these, and requests that are being answered
+};
+
+class Receiver : public std::enable_shared_from_this<Receiver> {
+ public:
+  using Send = std::function<void(Message&&)>;
+  using Abandon = std::function<void(const Error&)>;
+  // `writes_directly`: the peer was given the means to write without this process's help. `abandon` ends the link.
+  Receiver(SessionHost& host, const PeerCard& peer, bool writes_directly, Send send, Abandon abandon);
+
+  // The peer's requests. Throw Error kProtocol (the link closes) for what no session of ours would say; everything else
+  // that is wrong is answered with kRefused.
+  void on_lend(std::uint64_t id, const LendBody& body);
+  void on_return(std::uint64_t id, const std::vector<Address>& addresses);
+  void on_reserve(std::uint64_t id, ReserveBody&& body);
+  void on_complete(std::uint64_t id, CompleteBody&& body);
+  // The peer says that it writes no more: for this transfer, or, with id 0, at all.
+  void on_cancel(std::uint64_t id);
+  // The owner has answered a fetch that was given up here: it writes no more.
+  void on_fetch_over(std::uint64_t id);
+
+  Placement on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes);
+  void on_placed(std::uint64_t id, bool intact);
+
+  // Ends reservations that are too old. Returns when it is to be called again; INT64_MAX for never.
+  std::int64_t tick(std::int64_t now_ns);
+
+  // The link is gone: everything that the peer cannot write any more is released, the rest quarantined.
+  void on_lost();
+  // Nothing of this incarnation of the peer writes here any more.
+  void on_writer_gone();
+  // Destinations of a fetch that was given up: the peer may still write them. `room` was made by quarantine_room().
+  using QuarantineRoom = std::map<std::uint64_t, std::vector<Address>>::node_type;
+  static QuarantineRoom quarantine_room(std::uint64_t id, std::vector<Address> addresses);
+  void quarantine(QuarantineRoom&& room) noexcept;
+
+  ReceiverCounts counts() const;
+
+ private:
+  // By transfer, or by fetch of this side. A map, because its nodes can be made beforehand: to quarantine must not
+  // fail.
+  using Quarantine = std::map<std::uint64_t, std::vector<Address>>;
+  enum class Phase : std::uint8_t { kReserving, kReserved, kDelivering };
+  struct Incoming {
+    std::shared_ptr<ReserveSpec> spec;
+    Reservation reservation;
+    std::vector<Address> named;  // destinations that were lent before, while they go to the index
+    Quarantine::node_type room;  // for its blocks
+    Phase phase = Phase::kReserving;
+    bool one_sided = false;
+    bool ended = false;    // cancelled, too old or lost while another thread works on it: it releases
+    bool damaged = false;  // a payload arrived broken, or for blocks of somebody else
+    bool placing = false;  // a payload is being placed now
+    std::uint64_t placing_bytes = 0;
+    std::uint64_t placed_bytes = 0;
+    std::int64_t deadline_ns = 0;
+    std::uint32_t mark = 0;
+  };
+  using IncomingMap = std::unordered_map<std::uint64_t, Incoming>;
+  enum class Lent : std::uint8_t { kHeld, kLeaving };  // kLeaving: goes to the index, or is being given back
+
+  void answer(std::uint64_t id, FrameKind kind, std::span<const Address> addresses);
+  void refuse(std::uint64_t id, const Error& error);
+  void send(Message&& message);
+  void check_id(std::uint64_t id) const;
+  void check_quota(std::size_t blocks) const;
+  void finish_lend(std::uint64_t id, std::size_t blocks, std::optional<std::vector<Address>> lent,
+                   std::optional<Error> error);
+  void add_lent(std::span<const Address> addresses);
+  void mark_leaving(std::span<const Address> addresses);
+  void mark_held(std::span<const Address> addresses) noexcept;
+  void finish_reserve(std::uint64_t id, std::optional<Reservation> reservation, std::optional<Error> error);
+  bool may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry);
+  void check_complete(const Incoming& incoming, const CompleteBody& body) const;
+  void complete_reserved(std::uint64_t id, const CompleteBody& body, Delivery& delivery);
+  void complete_named(std::uint64_t id, CompleteBody& body, Delivery& delivery);
+  void verify(std::uint64_t id, std::uint32_t checksum, const std::shared_ptr<Delivery>& delivery);
+  void deliver(std::uint64_t id, Delivery& delivery);
+  void finish_delivery(std::uint64_t id, const Delivery& delivery, std::size_t blocks, bool delivered);
+  void on_drained();
+  void forfeit(std::uint64_t id);
+  void release_quarantined(std::uint64_t id);
+  // Takes the entry out and gives its blocks back, or leaves it to the thread that works on it.
+  void end(IncomingMap::iterator entry, bool writers_gone);
+  void release_lent(bool quarantine) noexcept;
+
+  SessionHost& host_;
+  const std::string peer_;
+  const std::uint64_t epoch_;
+  const bool writes_directly_;
+  const Send send_;
+  const Abandon abandon_;
+
+  mutable std::mutex mutex_;
+  bool lost_ = false;
+  bool drained_ = false;
+  IncomingMap incoming_;
+  std::unordered_map<Address, Lent> lent_;  // quarantined from the loss of the link until the writer is gone
+  Quarantine quarantined_;
+  // Blocks in reservations, lent or quarantined for the peer, and of requests that are being answered.
+  std::uint32_t promised_ = 0;
+  std::uint32_t marks_ = 0;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,141 @@
+// Completing a transfer: its blocks become the application's, or the index's.
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "kvpool/base/check.h"
+#include "kvpool/transfer/failure.h"
+#include "kvpool/transfer/receiver.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+
+std::string number_of(std::uint64_t id) { return "transfer " + std::to_string(id); }
+
+}  // namespace
+
+void Receiver::on_complete(std::uint64_t id, CompleteBody&& body) {
+  std::shared_ptr<Delivery> delivery;
+  const bool named = !body.named.empty();
+  const auto refused = failure_of([&] {
+    check_id(id);
+    delivery = std::make_shared<Delivery>();
+    delivery->peer = peer_;
+    if (body.has_private) delivery->private_bytes = std::move(body.private_bytes);
+    if (named) return complete_named(id, body, *delivery);
+    complete_reserved(id, body, *delivery);
+  });
+  if (refused) {
+    if (!named) forfeit(id);  // whatever is wrong with it, its sender writes no more
+    return refuse(id, *refused);
+  }
+  if (body.has_checksum) return verify(id, body.checksum, delivery);
+  deliver(id, *delivery);
+}
+
+// REQUIRES: mutex_ is held.
+void Receiver::check_complete(const Incoming& incoming, const CompleteBody& body) const {
+  if (incoming.damaged) {
+    throw Error(ErrorCode::kProtocol, "content arrived damaged, or for blocks that were not reserved");
+  }
+  if (incoming.one_sided) return;
+  const std::uint64_t needed = incoming.reservation.addresses.size() * host_.blocks().layout().block_bytes();
+  if (incoming.placed_bytes != body.bytes || incoming.placed_bytes != needed) {
+    throw Error(
+        ErrorCode::kProtocol,
+        std::to_string(body.bytes) + " bytes were sent, " + std::to_string(incoming.placed_bytes) +
+            " have arrived, and the blocks take " + std::to_string(needed),
+        {{"needed", static_cast<std::int64_t>(needed)}, {"given", static_cast<std::int64_t>(incoming.placed_bytes)}});
+  }
+}
+
+void Receiver::complete_reserved(std::uint64_t id, const CompleteBody& body, Delivery& delivery) {
+  const std::lock_guard lock(mutex_);
+  if (quarantined_.contains(id)) {
+    throw Error(ErrorCode::kDeadline, number_of(id) + " came after its reservation had ended");
+  }
+  const auto entry = incoming_.find(id);
+  if (entry == incoming_.end() || entry->second.phase == Phase::kReserving || entry->second.ended) {
+    throw Error(ErrorCode::kDeadline, number_of(id) + " has no reservation here (any more)");
+  }
+  if (entry->second.phase == Phase::kDelivering) {
+    throw Error(ErrorCode::kProtocol, number_of(id) + " was completed before");
+  }
+  check_complete(entry->second, body);
+  entry->second.phase = Phase::kDelivering;
+  delivery.spec = std::move(*entry->second.spec);
+  delivery.reservation = std::move(entry->second.reservation);
+}
+
+// Destinations that were lent before. They stay lent, unless they go to the index.
+void Receiver::complete_named(std::uint64_t id, CompleteBody& body, Delivery& delivery) {
+  if (body.insert && body.tokens.size() != body.named.size() * host_.blocks().layout().block_tokens) {
+    throw Error(ErrorCode::kArgument, "tokens and blocks of the insertion do not fit");
+  }
+  Incoming incoming;
+  incoming.phase = Phase::kDelivering;
+  incoming.deadline_ns = kNever;
+  if (body.insert) incoming.named = body.named;
+  const std::lock_guard lock(mutex_);
+  check_quota(0);
+  if (quarantined_.contains(id)) throw Error(ErrorCode::kProtocol, number_of(id) + " has a reservation");
+  const auto [entry, is_new] = incoming_.try_emplace(id, std::move(incoming));
+  if (!is_new) throw Error(ErrorCode::kProtocol, number_of(id) + " has a reservation");
+  try {
+    mark_leaving(body.named);
+  } catch (...) {
+    incoming_.erase(entry);
+    throw;
+  }
+  if (!body.insert) mark_held(body.named);
+  delivery.named = true;
+  delivery.spec = {body.named.size(), Medium::kMixed, body.insert, std::move(body.name_space), std::move(body.tokens)};
+  delivery.reservation.addresses = std::move(body.named);
+}
+
+void Receiver::verify(std::uint64_t id, std::uint32_t checksum, const std::shared_ptr<Delivery>& delivery) {
+  const auto work = [self = shared_from_this(), this, id, checksum, delivery] {
+    const std::vector<Address>& addresses = delivery->reservation.addresses;
+    const std::uint32_t found = host_.blocks().checksum(addresses);
+    if (found == checksum) return deliver(id, *delivery);
+    finish_delivery(id, *delivery, addresses.size(), /*delivered=*/false);
+    refuse(id, *failure_of([&] {
+             throw Error(ErrorCode::kProtocol, "the checksum of " + number_of(id) + " is wrong: content was damaged",
+                         {{"needed", checksum}, {"given", found}});
+           }));
+  };
+  // Without memory to hand it on, it is done here.
+  if (failure_of([&] { host_.run(Priority::kDecode, work); })) work();
+}
+
+void Receiver::deliver(std::uint64_t id, Delivery& delivery) {
+  const std::size_t blocks = delivery.reservation.addresses.size();
+  Delivered delivered;
+  const auto error = failure_of([&] { delivered = host_.blocks().deliver(std::move(delivery)); });
+  finish_delivery(id, delivery, blocks, !error);
+  if (error) return refuse(id, *error);
+  answer(id, FrameKind::kDone, delivered.cached);
+  if (delivered.news != nullptr) host_.blocks().publish(std::move(delivered.news));
+}
+
+// What was not delivered is released, or lent as it was before; unless its borrower has gone meanwhile.
+void Receiver::finish_delivery(std::uint64_t id, const Delivery& delivery, std::size_t blocks, bool delivered) {
+  const std::lock_guard lock(mutex_);
+  const auto entry = incoming_.find(id);
+  KVPOOL_CHECK(entry != incoming_.end() && entry->second.phase == Phase::kDelivering);
+  const std::vector<Address> named = std::move(entry->second.named);
+  incoming_.erase(entry);
+  if (!delivery.named) {
+    promised_ -= static_cast<std::uint32_t>(blocks);
+    if (!delivered) host_.blocks().release(delivery.reservation.addresses);
+    return;
+  }
+  if (!delivered && !lost_) return mark_held(named);
+  if (!delivered) host_.blocks().release(named);  // it has said that it writes no more
+  for (const Address address : named) lent_.erase(address);
+  promised_ -= static_cast<std::uint32_t>(named.size());
+}
+
+}  // namespace kvpool

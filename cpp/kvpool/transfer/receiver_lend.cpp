@@ -1,0 +1,92 @@
+// Blocks that a peer borrows.
+#include <utility>
+
+#include "kvpool/transfer/failure.h"
+#include "kvpool/transfer/receiver.h"
+
+namespace kvpool {
+
+void Receiver::on_lend(std::uint64_t id, const LendBody& body) {
+  const auto refused = failure_of([&] {
+    const std::lock_guard lock(mutex_);
+    check_quota(body.blocks);
+    promised_ += body.blocks;
+  });
+  if (refused) return refuse(id, *refused);
+  const auto attempt = [self = shared_from_this(), this, id, body](Room room) {
+    std::optional<std::vector<Address>> lent;
+    auto error = failure_of([&] { lent = host_.blocks().lend(body.blocks, body.medium, {epoch_, 0}, room); });
+    if (!error && !lent) return false;
+    finish_lend(id, body.blocks, std::move(lent), std::move(error));
+    return true;
+  };
+  // Without room to be made, the answer is quick; what evicts or swaps goes where it keeps nobody waiting.
+  if (attempt(body.may_evict ? Room::kTry : Room::kFree)) return;
+  auto failure =
+      failure_of([&] { host_.run(Priority::kDecode, [attempt] { static_cast<void>(attempt(Room::kEvict)); }); });
+  if (failure) finish_lend(id, body.blocks, std::nullopt, std::move(failure));
+}
+
+void Receiver::finish_lend(std::uint64_t id, std::size_t blocks, std::optional<std::vector<Address>> lent,
+                           std::optional<Error> error) {
+  if (!error) {
+    error = failure_of([&] {
+      const std::lock_guard lock(mutex_);
+      if (lost_) throw Error(ErrorCode::kPeerLost, "the peer has gone");
+      add_lent(*lent);
+    });
+    if (!error) return answer(id, FrameKind::kLent, *lent);
+    host_.blocks().release(*lent);
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    promised_ -= static_cast<std::uint32_t>(blocks);
+  }
+  refuse(id, *error);
+}
+
+// All, or none and std::bad_alloc. REQUIRES: mutex_ is held.
+void Receiver::add_lent(std::span<const Address> addresses) {
+  std::size_t added = 0;
+  try {
+    for (; added < addresses.size(); ++added) lent_.emplace(addresses[added], Lent::kHeld);
+  } catch (...) {
+    for (const Address address : addresses.first(added)) lent_.erase(address);
+    throw;
+  }
+}
+
+// Throws kNotOwner unless the peer holds each, and each stands there once; then nothing has changed. REQUIRES: mutex_
+// is held.
+void Receiver::mark_leaving(std::span<const Address> addresses) {
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    const auto entry = lent_.find(addresses[i]);
+    if (entry != lent_.end() && entry->second == Lent::kHeld) {
+      entry->second = Lent::kLeaving;
+      continue;
+    }
+    mark_held(addresses.first(i));
+    throw Error(ErrorCode::kNotOwner,
+                "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) + ") is not lent to you",
+                {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
+  }
+}
+
+// REQUIRES: mutex_ is held.
+void Receiver::mark_held(std::span<const Address> addresses) noexcept {
+  for (const Address address : addresses) lent_.find(address)->second = Lent::kHeld;
+}
+
+void Receiver::on_return(std::uint64_t id, const std::vector<Address>& addresses) {
+  const auto refused = failure_of([&] {
+    const std::lock_guard lock(mutex_);
+    mark_leaving(addresses);
+    for (const Address address : addresses) lent_.erase(address);
+    promised_ -= static_cast<std::uint32_t>(addresses.size());
+  });
+  if (refused) return refuse(id, *refused);
+  host_.blocks().release(addresses);
+  answer(id, FrameKind::kDone, {});
+}
+
+}  // namespace kvpool

@@ -1,0 +1,391 @@
+#include "kvpool/transfer/session.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "kvpool/base/check.h"
+#include "kvpool/transfer/failure.h"
+#include "kvpool/transfer/fetch.h"
+#include "kvpool/transfer/outgoing.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t kRetryAfterUs = 10'000;
+
+std::array<std::uint32_t, kMediaCount> blocks_of(const PeerCard& peer) {
+  return {peer.media[0].blocks, peer.media[1].blocks};
+}
+
+}  // namespace
+
+Session::Session(SessionHost& host, const PeerCard& peer, bool peer_writes_directly)
+    : host_(host),
+      peer_(peer),
+      peer_writes_directly_(peer_writes_directly),
+      borrowed_(peer.name, peer.instance, blocks_of(peer)) {}
+
+void Session::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes) {
+  link_ = std::move(link);
+  routes_ = std::move(routes);
+  receiver_ = std::make_shared<Receiver>(
+      host_, peer_, peer_writes_directly_, [link = link_](Message&& message) { link->send(std::move(message)); },
+      [link = link_](const Error& why) { link->close(why); });
+}
+
+std::vector<std::string> Session::route_names() const {
+  std::vector<std::string> names;
+  names.reserve(routes_.size());
+  for (const auto& route : routes_) names.emplace_back(route->name());
+  return names;
+}
+
+void Session::throw_lost() const {
+  const std::lock_guard lock(mutex_);
+  throw why_lost_ ? Error(*why_lost_) : Error(ErrorCode::kPeerLost, "peer " + peer_.name + " was lost");
+}
+
+void Session::expect_answer(std::uint64_t id, std::shared_ptr<PendingAnswer> pending) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!lost()) {
+      if (pending_.size() >= host_.limits().transfers_max) {
+        throw Error(ErrorCode::kBusy,
+                    std::to_string(pending_.size()) + " requests to peer " + peer_.name + " are under way",
+                    {{"limit", host_.limits().transfers_max}, {"retry_after_us", kRetryAfterUs}});
+      }
+      pending_.emplace(id, std::move(pending));
+      return;
+    }
+  }
+  throw_lost();
+}
+
+void Session::forget_answer(std::uint64_t id) noexcept {
+  const std::lock_guard lock(mutex_);
+  pending_.erase(id);
+}
+
+void Session::check_of_peer(std::span<const Address> addresses) const {
+  for (const Address address : addresses) {
+    const std::uint32_t bits = medium_bits_of(address);
+    if (instance_of(address) == peer_.instance && bits >= 1 && bits <= kMediaCount &&
+        block_of(address) < peer_.media[bits - 1].blocks) {
+      continue;
+    }
+    throw Error(ErrorCode::kProtocol, "peer " + peer_.name + " named a block that it has not",
+                {{"address", static_cast<std::int64_t>(address)}});
+  }
+}
+
+// --- requests that wait for their answer ---
+
+// A request whose caller waits in the call. Ends once: answered, lost or given up.
+class Session::Call final : public PendingAnswer {
+ public:
+  explicit Call(Session& session) noexcept : session_(session) {}
+
+  void on_answer(Message&& message) override {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!over_) {
+        answer_ = std::move(message);
+        return finish();
+      }
+      if (!given_up_) return;
+    }
+    session_.on_unwanted(message);
+  }
+  void on_lost(const Error& why) override {
+    const std::lock_guard lock(mutex_);
+    if (over_) return;
+    lost_ = why;
+    finish();
+  }
+  std::int64_t on_tick(std::int64_t /*now_ns*/) override { return kNever; }  // the caller looks at the clock
+
+  bool done() const noexcept { return done_.load(std::memory_order_acquire); }
+  // Nobody waits any more. False: it was answered, or lost, just now.
+  bool give_up() noexcept {
+    const std::lock_guard lock(mutex_);
+    if (over_) return false;
+    return given_up_ = over_ = true;
+  }
+  // REQUIRES: done(). Throws what ended it.
+  Message take() {
+    if (lost_) throw Error(*lost_);
+    return std::move(answer_);
+  }
+
+ private:
+  void finish() noexcept {
+    over_ = true;
+    done_.store(true, std::memory_order_release);
+  }
+
+  Session& session_;  // calls it
+  std::mutex mutex_;
+  bool over_ = false;
+  bool given_up_ = false;
+  std::atomic<bool> done_{false};
+  Message answer_;
+  std::optional<Error> lost_;
+};
+
+Message Session::call(FrameKind kind, Bytes body, std::int64_t deadline_ns, const char* what,
+                      const std::function<void()>& on_sent) {
+  const std::uint64_t id = next_id();
+  const auto pending = std::make_shared<Call>(*this);
+  expect_answer(id, pending);
+  try {
+    send(kind, id, std::move(body));
+    if (on_sent) on_sent();
+    while (!pending->done() && host_.now_ns() < deadline_ns && !lost()) {
+      static_cast<void>(link_->drive(deadline_ns, [&] { return pending->done(); }));
+    }
+  } catch (...) {
+    static_cast<void>(pending->give_up());
+    forget_answer(id);
+    throw;
+  }
+  const bool late = pending->give_up();
+  forget_answer(id);
+  if (late) {
+    if (lost()) throw_lost();
+    throw Error(ErrorCode::kDeadline, std::string("peer ") + peer_.name + " did not answer in time: " + what);
+  }
+  Message answer = pending->take();
+  if (answer.kind == FrameKind::kRefused) throw read_error(answer.body);
+  return answer;
+}
+
+// The answer to a request that nobody waits for any more. What was lent goes back.
+void Session::on_unwanted(const Message& answer) {
+  if (answer.kind == FrameKind::kLent) tell(FrameKind::kReturn, next_id(), answer.body);
+  if ((answer.id & kFetchBit) != 0) receiver_->on_fetch_over(answer.id);
+}
+
+std::vector<Address> Session::borrow(std::size_t n, Medium medium, bool may_evict, std::int64_t deadline_ns) {
+  if (n > kAddressesMax) {
+    throw Error(ErrorCode::kArgument, std::to_string(n) + " blocks; one request takes " + std::to_string(kAddressesMax),
+                {{"requested", static_cast<std::int64_t>(n)}, {"maximum", kAddressesMax}});
+  }
+  const LendBody body{static_cast<std::uint32_t>(n), medium, may_evict};
+  const Message answer = call(FrameKind::kLend, write_body(body), deadline_ns, "lending blocks");
+  try {
+    if (answer.kind != FrameKind::kLent) throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
+    std::vector<Address> addresses = read_addresses(answer.body);
+    if (addresses.size() != n) {
+      throw Error(ErrorCode::kProtocol, "the peer lent another number of blocks than asked for");
+    }
+    borrowed_.add(addresses);
+    return addresses;
+  } catch (const Error& error) {
+    link_->close(error);  // it says what no session of ours says
+    throw;
+  } catch (...) {
+    on_unwanted(answer);
+    throw;
+  }
+}
+
+void Session::give_back(std::span<const Address> addresses, std::int64_t deadline_ns) {
+  Bytes body = write_addresses(addresses);
+  borrowed_.begin_write(addresses);  // nobody else writes them, or gives them back
+  bool sent = false;
+  try {
+    static_cast<void>(call(FrameKind::kReturn, std::move(body), deadline_ns, "taking blocks back", [&] {
+      sent = true;
+      borrowed_.drop_written(addresses);
+    }));
+  } catch (...) {
+    if (!sent) borrowed_.end_write(addresses);
+    throw;
+  }
+}
+
+void Session::tell(FrameKind kind, std::uint64_t id, std::span<const std::byte> body) noexcept {
+  const auto failure = failure_of([&] { send(kind, id, Bytes(body.begin(), body.end())); });
+  if (failure && failure->code() != ErrorCode::kPeerLost) link_->close(*failure);
+}
+
+// --- transfers ---
+
+Session::Reach Session::reach_of(std::span<const Address> addresses) noexcept {
+  Reach reach{};
+  for (const Address address : addresses) {
+    const std::uint32_t bits = medium_bits_of(address);
+    if (bits >= 1 && bits <= kMediaCount) reach[bits - 1] = true;
+  }
+  return reach;
+}
+
+std::shared_ptr<Route> Session::choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
+                                             const Reach& reach) const {
+  std::shared_ptr<Route> best;
+  double best_us = std::numeric_limits<double>::infinity();
+  for (const auto& route : routes_) {
+    if (!name.empty() && name != route->name()) continue;
+    if ((reach[0] && !route->reaches(Medium::kHbm)) || (reach[1] && !route->reaches(Medium::kDram))) continue;
+    const double us = routes_.size() == 1 ? 0.0 : route->estimate_us(pieces, bytes);
+    if (us < best_us) {
+      best_us = us;
+      best = route;
+    }
+  }
+  if (best != nullptr) return best;
+  std::string known;
+  for (const auto& route : routes_) known += (known.empty() ? "" : ", ") + std::string(route->name());
+  throw Error(ErrorCode::kUnsupported,
+              "there is no route " + name + " to these blocks of peer " + peer_.name + "; there are: " + known);
+}
+
+std::shared_ptr<Transfer> Session::transfer(TransferRequest&& request) {
+  auto outgoing = prepare(std::move(request));
+  outgoing->start();
+  return outgoing;
+}
+
+std::shared_ptr<Outgoing> Session::prepare(TransferRequest&& request) {
+  if (lost()) throw_lost();
+  const Layout& layout = host_.blocks().layout();
+  const std::uint64_t bytes = request.from.size() * layout.block_bytes();
+  const std::uint64_t pieces = request.from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size());
+  Reach reach = reach_of(request.to);
+  if (request.to.empty()) reach = {request.medium != Medium::kDram, request.medium != Medium::kHbm};
+  auto route = choose_route(request.route, pieces, bytes, reach);
+  return std::make_shared<Outgoing>(shared_from_this(), next_id(), std::move(request), std::move(route));
+}
+
+std::shared_ptr<Transfer> Session::fetch(const FetchRequest& request, bool frees_on_failure) {
+  if (lost()) throw_lost();
+  auto fetch = std::make_shared<Fetch>(shared_from_this(), next_id() | kFetchBit, request, frees_on_failure);
+  fetch->start();
+  return fetch;
+}
+
+// Throws std::bad_alloc; then nothing is written, and job.done is not called.
+void Session::write(WriteJob&& job) {
+  job.done = [self = shared_from_this(), done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
+    self->writes_.fetch_sub(1);
+    done(outcome, error);
+    if (self->lost() && self->writes_under_way() == 0) self->host_.drained(*self);
+  };
+  writes_.fetch_add(1);
+  try {
+    host_.write(std::move(job));
+  } catch (...) {
+    writes_.fetch_sub(1);
+    throw;
+  }
+}
+
+// The peer takes its leave. It writes nothing any more, and waits to hear the same from here.
+void Session::on_leave() {
+  peer_drained_.store(true, std::memory_order_release);
+  host_.run(Priority::kDecode, [self = shared_from_this()] {
+    self->stop_writing(Error(ErrorCode::kPeerLost, "peer " + self->peer_.name + " has left"));
+    if (self->writes_under_way() == 0) self->host_.drained(*self);
+  });
+}
+
+void Session::on_route_broken(const Error& why) noexcept {
+  if (lost()) return;  // it was closed for that
+  said_drained_.store(true);
+  link_->close(why);
+}
+
+void Session::say_drained() noexcept {
+  if (said_drained_.exchange(true)) return;
+  try {
+    send(FrameKind::kCancel, 0, {});
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): then the link's end tells less, not wrong
+  }
+}
+
+// --- what arrives ---
+
+void Session::on_message(Message&& message) {
+  switch (message.kind) {
+    case FrameKind::kLend:
+      return receiver_->on_lend(message.id, read_lend(message.body));
+    case FrameKind::kReturn:
+      return receiver_->on_return(message.id, read_addresses(message.body));
+    case FrameKind::kReserve:
+      return receiver_->on_reserve(message.id, read_reserve(message.body));
+    case FrameKind::kComplete:
+      return receiver_->on_complete(message.id, read_complete(message.body));
+    case FrameKind::kCancel:
+      if (message.id == 0) on_leave();
+      // A fetch that is being written is answered when its write has ended.
+      if ((message.id & kFetchBit) != 0 && stop_push(message.id)) return;
+      return receiver_->on_cancel(message.id);
+    case FrameKind::kFetch:
+      return on_fetch(message.id, read_fetch(message.body));
+    case FrameKind::kLent:
+    case FrameKind::kReserved:
+    case FrameKind::kDone:
+    case FrameKind::kRefused:
+      return on_answer(std::move(message));
+    default:
+      throw Error(ErrorCode::kProtocol,
+                  "a frame of kind " + std::to_string(static_cast<int>(message.kind)) + " is not a message");
+  }
+}
+
+void Session::on_answer(Message&& message) {
+  std::shared_ptr<PendingAnswer> pending;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto entry = pending_.find(message.id);
+    if (entry != pending_.end()) pending = entry->second;
+  }
+  if (pending == nullptr) return on_unwanted(message);
+  pending->on_answer(std::move(message));
+}
+
+Placement Session::on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) {
+  return receiver_->on_data(id, body, payload_bytes);
+}
+
+void Session::on_placed(std::uint64_t token, bool intact) { receiver_->on_placed(token, intact); }
+
+void Session::stop_writing(const Error& why) {
+  std::unordered_map<std::uint64_t, std::shared_ptr<PendingAnswer>> pending;
+  {
+    const std::lock_guard lock(mutex_);
+    if (lost()) return;
+    why_lost_ = why;
+    lost_.store(true);
+    pending.swap(pending_);
+    for (const auto& [id, stop] : pushes_) stop->store(true, std::memory_order_relaxed);
+  }
+  for (const auto& route : routes_) route->close();
+  for (const auto& [id, waiting] : pending) waiting->on_lost(*why_lost_);
+  link_->wake();
+}
+
+void Session::on_closed(const Error& why) {
+  ended_.store(true, std::memory_order_release);
+  // Whatever ended the link, to those who wait for the peer it is lost.
+  stop_writing(Error(why.code() == ErrorCode::kClosed ? ErrorCode::kClosed : ErrorCode::kPeerLost,
+                     "peer " + peer_.name + " is lost: " + why.what()));
+  receiver_->on_lost();
+  if (writes_under_way() == 0) host_.drained(*this);
+}
+
+std::int64_t Session::tick(std::int64_t now_ns) {
+  std::vector<std::shared_ptr<PendingAnswer>> pending;
+  {
+    const std::lock_guard lock(mutex_);
+    pending.reserve(pending_.size());
+    for (const auto& [id, waiting] : pending_) pending.push_back(waiting);
+  }
+  std::int64_t next = receiver_->tick(now_ns);
+  for (const auto& waiting : pending) next = std::min(next, waiting->on_tick(now_ns));
+  return next;
+}
+
+}  // namespace kvpool

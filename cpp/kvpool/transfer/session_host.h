@@ -1,0 +1,55 @@
+// What a session needs of the process around it: time, threads and the pool. The service implements it with threads and
+// the kernel's clock; the simulator with a queue of events and a clock of its own, so that it runs the very same
+// sessions.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+
+#include "kvpool/base/error.h"
+#include "kvpool/transfer/block_host.h"
+#include "kvpool/transfer/request.h"
+#include "kvpool/transport/route.h"
+
+namespace kvpool {
+
+class Session;
+
+struct SessionLimits {
+  std::int64_t reserve_ns = 30'000'000'000;  // a reservation lives at most so long
+  std::uint32_t transfers_max = 4096;        // of one peer, under way
+  std::uint32_t reserved_max = 1U << 20;     // blocks that one peer may hold here, reserved and lent together
+};
+
+// One write, with all that its request points to.
+struct WriteJob {
+  std::shared_ptr<Route> route;
+  WriteRequest request;
+  std::shared_ptr<void> keep;  // lives until `done` was called
+  Priority priority = Priority::kPrefill;
+  std::uint64_t bytes = 0;
+  std::function<void(const WriteOutcome& outcome, const Error* error)> done;  // called exactly once
+};
+
+class SessionHost {
+ public:
+  virtual ~SessionHost() = default;
+  virtual BlockHost& blocks() noexcept = 0;
+  virtual std::int64_t now_ns() const noexcept = 0;
+  virtual const SessionLimits& limits() const noexcept = 0;
+
+  // Runs work that may take long, soon, on a thread where it keeps no other peer waiting. Throws std::bad_alloc; then
+  // it does not run.
+  virtual void run(Priority priority, std::function<void()> work) = 0;
+  // Writes, and calls job.done: in this thread before it returns when that is quick and this thread may be kept, else
+  // from another thread. Throws std::bad_alloc; then nothing is written, and job.done is not called.
+  virtual void write(WriteJob&& job) = 0;
+  // The link has ended, and so has every write of this side. May be told more than once.
+  virtual void drained(Session& session) noexcept = 0;
+  // Session::tick() is to be called at this time or soon after; calls may come earlier, too.
+  virtual void tick_by(std::int64_t at_ns) = 0;
+};
+
+}  // namespace kvpool

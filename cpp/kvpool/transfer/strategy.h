@@ -1,0 +1,33 @@
+// How the blocks of a transfer are cut into writes (MemServe §5.2, Fig 5).
+//
+//   by_request       one write of all pieces, each piece a call: 2 L calls a block where the layout is discrete
+//   by_request_agg   one write in which neighbouring blocks are one call: a block or run each where it is aggregated
+//   by_layer         a write a layer, each piece a call
+//   by_layer_agg     a write a layer, in which what lies in a row is one call
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kvpool/base/strips.h"
+#include "kvpool/blocks/layout.h"
+#include "kvpool/transfer/request.h"
+
+namespace kvpool {
+
+// A block's pieces are layer-major, K before V; where their number is odd each is a layer of its own.
+std::uint32_t layer_count(const Layout& layout) noexcept;
+// REQUIRES: layer < layer_count(layout).
+BlockStrip layer_strip(const Layout& layout, std::uint32_t layer) noexcept;
+
+struct WriteStep {
+  std::vector<BlockStrip> strips;
+  bool merge;
+};
+
+bool is_layered(Strategy strategy) noexcept;
+// The steps of a strategy in order; kAuto is by_request_agg. One step of a streamed transfer is one layer.
+std::vector<WriteStep> plan_steps(const Layout& layout, Strategy strategy);
+WriteStep layer_step(const Layout& layout, Strategy strategy, std::uint32_t layer);
+
+}  // namespace kvpool

@@ -1,0 +1,207 @@
+#include "kvpool/transport/card.h"
+
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <string_view>
+
+#include "kvpool/base/address.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::uint64_t kPidMax = INT32_MAX;
+
+[[noreturn]] void fail(const std::string& what) {
+  throw Error(ErrorCode::kProtocol, "the card of a peer is malformed: " + what);
+}
+
+// a + b * c, or nothing when it does not fit.
+std::uint64_t add_product(std::uint64_t a, std::uint64_t b, std::uint64_t c, const char* what) {
+  std::uint64_t product;
+  std::uint64_t sum;
+  if (__builtin_mul_overflow(b, c, &product) || __builtin_add_overflow(a, product, &sum)) {
+    fail(std::string(what) + " overflows");
+  }
+  return sum;
+}
+
+// ---- texts
+
+// Takes one character of UTF-8 off the front; 0 when that is no character, or one in more bytes than it needs.
+char32_t take_character(std::string_view& text) noexcept {
+  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
+  const unsigned char first = byte(0);
+  const std::size_t length = first < 0x80 ? 1 : first >> 5 == 6 ? 2 : first >> 4 == 14 ? 3 : first >> 3 == 30 ? 4 : 0;
+  if (length == 0 || length > text.size()) return 0;
+  char32_t character = length == 1 ? first : first & (0x7FU >> length);
+  for (std::size_t i = 1; i < length; ++i) {
+    if (byte(i) >> 6 != 2) return 0;
+    character = character << 6 | (byte(i) & 0x3FU);
+  }
+  constexpr char32_t kLeast[] = {0, 0, 0x80, 0x800, 0x10000};
+  if (character < kLeast[length] || character > 0x10FFFF || (character >= 0xD800 && character <= 0xDFFF)) return 0;
+  text.remove_prefix(length);
+  return character;
+}
+
+// Names end up in logs and on terminals: no control characters, and nothing that turns the direction of writing.
+bool printable(char32_t character) noexcept {
+  const bool control = character < 0x20 || (character >= 0x7F && character < 0xA0);
+  const bool breaks_line = character == 0x2028 || character == 0x2029;
+  const bool turns = (character >= 0x202A && character <= 0x202E) || (character >= 0x2066 && character <= 0x2069);
+  return !control && !breaks_line && !turns;
+}
+
+void check_text(std::string_view text, std::size_t bytes_min, std::size_t bytes_max, const char* what) {
+  if (text.size() < bytes_min || text.size() > bytes_max) {
+    fail(std::string("the ") + what + " has " + std::to_string(text.size()) + " bytes; it can have " +
+         std::to_string(bytes_min) + " to " + std::to_string(bytes_max));
+  }
+  while (!text.empty()) {
+    if (!printable(take_character(text))) fail(std::string("the ") + what + " is not printable UTF-8");
+  }
+}
+
+// ---- numbers
+
+void check_range(std::uint64_t value, std::uint64_t min, std::uint64_t max, const char* what) {
+  if (value < min || value > max) {
+    fail(std::string("the ") + what + " is " + std::to_string(value) + "; it can be " + std::to_string(min) + " to " +
+         std::to_string(max));
+  }
+}
+
+std::uint64_t check_pieces(const std::vector<std::uint64_t>& piece_bytes) {
+  check_range(piece_bytes.size(), 1, kCardSegmentsMax, "number of pieces of a block");
+  std::uint64_t block_bytes = 0;
+  for (const std::uint64_t bytes : piece_bytes) {
+    check_range(bytes, 1, UINT64_MAX, "length of a piece");
+    block_bytes = add_product(block_bytes, bytes, 1, "the sum of a block's pieces");
+  }
+  return block_bytes;
+}
+
+// All pieces of a segment's blocks: [address, end of it). REQUIRES: blocks > 0.
+std::uint64_t check_segment(const CardSegment& segment, std::uint32_t blocks) {
+  check_range(segment.bytes, 1, UINT64_MAX, "length of a segment's piece");
+  check_range(segment.stride, segment.bytes, UINT64_MAX, "stride of a segment");
+  check_range(segment.address, 1, UINT64_MAX, "address of a segment");
+  add_product(segment.address, segment.stride, blocks, "a segment");
+  return segment.address + segment.stride * (blocks - 1) + segment.bytes;
+}
+
+void check_medium(const CardMedium& medium, std::uint64_t block_bytes) {
+  check_range(medium.blocks, 0, kBlocksMax, "number of blocks");
+  if (medium.blocks == 0) {
+    if (!medium.segments.empty() || medium.mapped_bytes != 0) fail("a medium without blocks has memory");
+    return;
+  }
+  check_range(medium.segments.size(), 1, kCardSegmentsMax, "number of segments");
+  std::uint64_t segments_bytes = 0;
+  std::uint64_t lowest = UINT64_MAX;
+  std::uint64_t end = 0;
+  for (const CardSegment& segment : medium.segments) {
+    end = std::max(end, check_segment(segment, medium.blocks));
+    lowest = std::min(lowest, segment.address);
+    segments_bytes = add_product(segments_bytes, segment.bytes, 1, "the sum of a medium's segments");
+  }
+  if (segments_bytes != block_bytes) {
+    fail("a block has " + std::to_string(block_bytes) + " bytes, and " + std::to_string(segments_bytes) +
+         " in a medium");
+  }
+  if (medium.mapped_bytes != 0 && end - lowest > medium.mapped_bytes) {
+    fail("segments of " + std::to_string(end - lowest) + " bytes in a mapping of " +
+         std::to_string(medium.mapped_bytes));
+  }
+}
+
+void check_routes(const std::vector<std::string>& routes) {
+  check_range(routes.size(), 0, kCardRoutesMax, "number of routes");
+  for (std::size_t i = 0; i < routes.size(); ++i) {
+    check_text(routes[i], 1, kCardRouteBytesMax, "name of a route");
+    if (std::find(routes.begin(), routes.begin() + static_cast<std::ptrdiff_t>(i), routes[i]) !=
+        routes.begin() + static_cast<std::ptrdiff_t>(i)) {
+      fail("the route " + routes[i] + " is named twice");
+    }
+  }
+}
+
+void check_card(const PeerCard& card) {
+  check_text(card.name, 1, kNameBytesMax, "name");
+  check_text(card.host, 1, kNameBytesMax, "host");
+  check_text(card.model, 0, kCardModelBytesMax, "model");
+  check_text(card.door, 0, kCardDoorBytesMax, "door");
+  check_range(card.instance, 1, kInstanceMax, "instance");
+  check_range(card.epoch, 1, UINT64_MAX, "epoch");
+  check_range(card.pid, 1, kPidMax, "pid");
+  check_range(card.block_tokens, 1, kCardBlockTokensMax, "number of tokens of a block");
+  check_range(card.ucx.size(), 0, kCardUcxBytesMax, "length of the UCX part");
+  check_routes(card.routes);
+  const std::uint64_t block_bytes = check_pieces(card.piece_bytes);
+  for (const CardMedium& medium : card.media) check_medium(medium, block_bytes);
+}
+
+CardMedium read_medium(WireReader& in) {
+  CardMedium medium;
+  medium.blocks = in.number<std::uint32_t>();
+  medium.mapped_bytes = in.number<std::uint64_t>();
+  medium.segments = in.array<CardSegment>(kCardSegmentsMax);
+  return medium;
+}
+
+}  // namespace
+
+void write_card(const PeerCard& card, WireWriter& out) {
+  static_assert(sizeof(CardSegment) == 24, "no padding: it goes out as it is");
+  check_card(card);
+  out.number(std::uint32_t{0}).number(card.instance).number(card.epoch).number(card.pid).number(card.block_tokens);
+  out.text(card.name).text(card.host).text(card.model).text(card.door);
+  out.array(std::span<const std::uint64_t>(card.piece_bytes));
+  out.number(static_cast<std::uint32_t>(card.routes.size()));
+  for (const std::string& route : card.routes) out.text(route);
+  for (const CardMedium& medium : card.media) {
+    out.number(medium.blocks).number(medium.mapped_bytes).array(std::span<const CardSegment>(medium.segments));
+  }
+  out.blob(card.ucx);
+}
+
+PeerCard read_card(WireReader& in) {
+  if (in.number<std::uint32_t>() != 0) fail("reserved bits are set");
+  PeerCard card;
+  card.instance = in.number<std::uint32_t>();
+  card.epoch = in.number<std::uint64_t>();
+  card.pid = in.number<std::uint64_t>();
+  card.block_tokens = in.number<std::uint32_t>();
+  card.name = in.text(kNameBytesMax);
+  card.host = in.text(kNameBytesMax);
+  card.model = in.text(kCardModelBytesMax);
+  card.door = in.text(kCardDoorBytesMax);
+  card.piece_bytes = in.array<std::uint64_t>(kCardSegmentsMax);
+  const auto routes = in.number<std::uint32_t>();
+  check_range(routes, 0, kCardRoutesMax, "number of routes");
+  for (std::uint32_t i = 0; i < routes; ++i) card.routes.push_back(in.text(kCardRouteBytesMax));
+  for (CardMedium& medium : card.media) medium = read_medium(in);
+  const auto ucx = in.blob(kCardUcxBytesMax);
+  card.ucx.assign(ucx.begin(), ucx.end());
+  check_card(card);
+  return card;
+}
+
+std::string host_id() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat pids{};
+  if (boot.empty() || stat("/proc/self/ns/pid", &pids) != 0) {
+    std::uint64_t random[2] = {static_cast<std::uint64_t>(getpid()), 0};
+    static_cast<void>(getrandom(random, sizeof(random), 0));
+    return "unknown-" + std::to_string(random[0]) + "-" + std::to_string(random[1]);
+  }
+  return boot + "-" + std::to_string(pids.st_ino);
+}
+
+}  // namespace kvpool

@@ -1,0 +1,61 @@
+// What peers tell each other when they meet, after both have proved that they know the secret.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kvpool/base/medium.h"
+#include "kvpool/transport/wire.h"
+
+namespace kvpool {
+
+inline constexpr std::size_t kNameBytesMax = 255;
+inline constexpr std::size_t kCardSegmentsMax = 2 * 4096;  // K and V of 4,096 layers
+inline constexpr std::size_t kCardBlockTokensMax = 65536;
+inline constexpr std::size_t kCardModelBytesMax = 1024;
+inline constexpr std::size_t kCardRoutesMax = 16;
+inline constexpr std::size_t kCardRouteBytesMax = 32;
+inline constexpr std::size_t kCardUcxBytesMax = std::size_t{256} << 10;
+inline constexpr std::size_t kCardDoorBytesMax = 107;  // what a socket's address has room for, without its leading zero
+
+// Where the pieces of a medium's blocks lie in the peer's own address space. The lowest address of a medium's segments
+// is where its memfd is mapped, so the offset within the memfd is the distance from there.
+struct CardSegment {
+  std::uint64_t address;
+  std::uint64_t stride;
+  std::uint64_t bytes;
+};
+
+struct CardMedium {
+  std::uint32_t blocks = 0;
+  std::uint64_t mapped_bytes = 0;  // of the memfd; 0 when the memory cannot be mapped
+  std::vector<CardSegment> segments;
+};
+
+struct PeerCard {
+  std::string name;            // 1 to 255 bytes, unique among the peers of a pool
+  std::uint32_t instance = 0;  // of the addresses that it gives out
+  std::uint64_t epoch = 0;     // one incarnation: a restarted process has another; never 0
+  std::uint64_t pid = 0;       // in its own PID namespace
+  std::string host;            // boot id and PID namespace: equal means that pids mean the same
+  std::uint32_t block_tokens = 0;
+  std::vector<std::uint64_t> piece_bytes;  // of the logical block, as in Layout
+  std::string model;                       // fingerprint, told by the user; "" when none
+  std::vector<std::string> routes;         // by which it lets others write: "loopback", "shm", "cma", "sock", "ucx"
+  CardMedium media[kMediaCount];
+  Bytes ucx;         // of the ucx transport: worker address and rkeys; empty without it
+  std::string door;  // abstract Unix socket name (without the leading zero) where local peers get in
+};
+
+// Throw Error kProtocol; both check every number and text, so that what read_card returns can be computed with: no sum
+// or product of addresses, strides and blocks overflows, and all blocks of a mapped medium lie within its memfd. A name
+// that this card may have is not yet known to be free: that is the caller's to check, as are epochs and fingerprints.
+void write_card(const PeerCard& card, WireWriter& out);
+PeerCard read_card(WireReader& in);
+
+// Of this process, for PeerCard::host. Where the kernel does not tell, it is one that no other process has.
+std::string host_id();
+
+}  // namespace kvpool

@@ -1,0 +1,58 @@
+// Where links come from: listening and connecting over Unix and TCP sockets.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvpool/transport/card.h"
+#include "kvpool/transport/link.h"
+#include "kvpool/transport/reactor.h"
+
+namespace kvpool {
+
+struct EndpointOptions {
+  std::string secret;
+  bool trusted_network = false;           // TCP frames carry a CRC-32C instead of a MAC
+  std::int64_t lease_ns = 3'000'000'000;  // a link that is silent for so long is closed: kPeerLost
+  std::int64_t handshake_ns = 5'000'000'000;
+  std::size_t queue_bytes_max = std::size_t{64} << 20;
+  bool door = true;                 // TCP listeners let peers on this host in by a Unix socket as well
+  std::size_t handshakes_max = 64;  // under way at once, before anybody has proved anything
+};
+
+// What the pool says of itself, at the moment of asking, and the descriptors that local peers get with it.
+struct Introduction {
+  PeerCard card;
+  std::vector<int> descriptors;
+  std::shared_ptr<void> attachment;  // what was made for this peer alone: Link::attachment()
+};
+
+class Endpoint {
+ public:
+  using Introduce = std::function<Introduction()>;
+  // Vets a peer that has proved that it knows the secret, and says who handles its link. Throws an Error to refuse it;
+  // the peer's connect() throws the same. Called once a link before any of its messages; must not block.
+  using Admit = std::function<std::shared_ptr<LinkHandler>(const std::shared_ptr<Link>& link, const PeerCard& card,
+                                                           bool initiated_here)>;
+
+  // The reactor outlives the endpoint.
+  static std::unique_ptr<Endpoint> make(Reactor& reactor, EndpointOptions options, Introduce introduce, Admit admit);
+  virtual ~Endpoint() = default;
+
+  // "unix:/path", "unix:@name" (abstract), "tcp:HOST:PORT", "tcp:[::1]:0". Returns the address with the port that was
+  // given. Throws kArgument (syntax; a TCP address with an empty secret), kState (in use).
+  virtual std::string listen(const std::string& address) = 0;
+  // Meets the peer that listens there. A peer on this host that has a Unix door is met through the door, so that it can
+  // pass descriptors. Returns its link, admitted. Throws kPeerLost (nobody there), kDeadline, kAuth, kProtocol, and
+  // whatever either side's Admit threw.
+  virtual std::shared_ptr<Link> connect(const std::string& address, std::int64_t deadline_ns) = 0;
+  // Stops listening and closes what is not admitted yet; connect() throws kClosed soon. Links live on. Idempotent.
+  // Waits for an admission under way in the reactor's thread: do not hold a lock that Admit takes. When it has
+  // returned, neither Introduce nor Admit is called but by a connect() that has not returned yet.
+  virtual void close() noexcept = 0;
+};
+
+}  // namespace kvpool

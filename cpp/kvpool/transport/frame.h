@@ -1,0 +1,61 @@
+// Frames: what a link carries. docs/wire.md describes the bytes.
+//
+//   header 32 bytes | body | payload | tag
+//
+// The body is a message; the payload, of data frames only, is block content that the receiver places where the body
+// says. Links that authenticate append a tag of kTagBytes over everything before it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpool {
+
+inline constexpr std::uint16_t kWireVersionMin = 1;
+inline constexpr std::uint16_t kWireVersionMax = 1;
+
+enum class FrameKind : std::uint8_t {
+  // Link level: never seen by a LinkHandler.
+  kPing = 1,
+  kPong = 2,
+  kBye = 3,
+  // While peers meet, in this order: the server's kDoor, the client's kCard, the server's kCard, which admits the
+  // client.
+  kDoor = 4,    // where peers on the same host get in
+  kCard = 5,    // a PeerCard, and its descriptors
+  kReject = 6,  // instead of a card, or after it: an error, and the end
+  // Requests carry an id of the sender's choice; the answer repeats it.
+  kLend = 16,      // lend me blocks                                 -> kLent or kRefused
+  kReturn = 17,    // I give lent blocks back                        -> kDone or kRefused
+  kReserve = 18,   // reserve blocks for transfer `id`               -> kReserved or kRefused
+  kComplete = 19,  // transfer `id` has been written                 -> kDone or kRefused
+  kCancel = 20,    // transfer `id` will not be; nothing writes now  -> kDone
+  kFetch = 21,     // write your blocks into mine                    -> kDone or kRefused
+  kData = 22,      // block content for transfer `id`                no answer
+  // Answers.
+  kLent = 32,
+  kReserved = 33,
+  kDone = 34,
+  kRefused = 35,
+};
+
+struct FrameHeader {
+  std::uint32_t body_bytes;
+  std::uint8_t kind;
+  std::uint8_t flags;
+  std::uint16_t zero;           // must be
+  std::uint64_t sequence;       // of this direction of this link: 1, 2, 3, ...; any other than the next ends the link
+  std::uint64_t id;             // of the request or transfer
+  std::uint64_t payload_bytes;  // 0 but for kData
+};
+static_assert(sizeof(FrameHeader) == 32);
+
+// The longest is a request with 4 MiB of tokens, half a million addresses, private bytes and a namespace, or two times
+// half a million addresses.
+inline constexpr std::size_t kBodyBytesMax = std::size_t{10} << 20;
+inline constexpr std::size_t kPayloadBytesMax = std::size_t{16} << 20;  // of one data frame
+inline constexpr std::size_t kPrivateBytesMax = std::size_t{1} << 20;
+inline constexpr std::size_t kTokenBytesMax = std::size_t{4} << 20;
+inline constexpr std::size_t kTagBytes = 16;
+
+}  // namespace kvpool

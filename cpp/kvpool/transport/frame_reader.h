@@ -1,0 +1,96 @@
+// Frames out of a stream socket. Knows nothing of threads: one thread at a time uses a reader.
+//
+// Small frames are read many at once into a buffer. A large body goes straight into its own memory, and a large payload
+// straight into the pieces that the receiver names, its checksum computed as it lands: only bytes that came along with
+// an earlier read are copied. After a frame with a large payload the reader takes no more than the next header and body
+// ahead, so that a row of such frames is copied hardly at all.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kvpool/transport/descriptor.h"
+#include "kvpool/transport/frame_tag.h"
+#include "kvpool/transport/link.h"
+
+namespace kvpool {
+
+// Who the frames are for. What it throws comes out of FrameReader::step.
+class FrameSink {
+ public:
+  virtual ~FrameSink() = default;
+  virtual void on_frame(const FrameHeader& header, Bytes&& body) = 0;  // every kind but kData; its tag was right
+  virtual Placement on_data_frame(const FrameHeader& header, std::span<const std::byte> body) = 0;
+  virtual void on_placed_frame(std::uint64_t token, bool intact) = 0;
+};
+
+class FrameReader {
+ public:
+  enum class Filled : std::uint8_t { kBytes, kNothing, kEnd };
+
+  // `fd` is a nonblocking socket that outlives the reader. With `descriptors`, those that arrive are kept.
+  FrameReader(int fd, TagKind tag, const Key& key, bool descriptors, FrameSink& sink);
+
+  // Bytes that were read from the socket before, at most kBufferBytes. REQUIRES: nothing else was done yet.
+  void put_early(std::span<const std::byte> bytes, std::vector<Descriptor> descriptors);
+
+  // Handles what has been read until a frame is through (true) or more is needed (false). Throws Error kProtocol and
+  // what the sink throws; then the stream is of no use any more.
+  bool step();
+  // One system call. REQUIRES: step() returned false. Throws Error kPeerLost when the connection broke, kProtocol when
+  // descriptors come where none belong.
+  Filled fill();
+  // The stream has ended, within a payload perhaps: the sink is told so.
+  void end() noexcept;
+
+  // From the next frame on.
+  void use_checksum() noexcept { tag_.use_checksum(); }
+  // What came along until now; from now on none may come.
+  std::vector<Descriptor> take_descriptors() noexcept;
+
+  static constexpr std::size_t kBufferBytes = std::size_t{64} << 10;
+
+ private:
+  enum class State : std::uint8_t { kHeader, kBody, kLargeBody, kPayload, kTag };
+
+  bool begin_frame();
+  void take_large_body();
+  bool take_payload();
+  void begin_payload();
+  void finish_frame();
+  void advance_payload(std::size_t bytes) noexcept;
+  std::size_t payload_pieces(std::vector<iovec>& pieces);
+
+  std::size_t buffered() const noexcept { return end_ - begin_; }
+  std::span<const std::byte> take(std::size_t bytes) noexcept;
+  iovec room(std::size_t bytes) noexcept;
+
+  const int fd_;
+  FrameSink& sink_;
+  FrameTag tag_;
+  bool descriptors_wanted_;
+  std::vector<Descriptor> descriptors_;
+
+  State state_ = State::kHeader;
+  std::uint64_t sequence_ = 0;  // of the last frame
+  FrameHeader header_{};
+  Bytes body_;  // of a frame that is not data, or whose body is large
+  std::size_t ahead_ = kBufferBytes;
+
+  // The payload under way.
+  Placement placement_;
+  bool dropped_ = false;
+  std::size_t piece_ = 0;         // the first that is not full
+  std::size_t piece_filled_ = 0;  // bytes of it
+  std::uint64_t payload_left_ = 0;
+  std::vector<iovec> call_;  // of one system call
+  Bytes scratch_;            // for a payload that is dropped
+
+  std::unique_ptr<std::byte[]> buffer_;
+  std::size_t begin_ = 0;
+  std::size_t end_ = 0;
+};
+
+}  // namespace kvpool

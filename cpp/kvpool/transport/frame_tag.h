@@ -1,0 +1,47 @@
+// What protects the bytes of a frame on their way, and the check of a frame's header.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "kvpool/base/digest.h"
+#include "kvpool/transport/frame.h"
+#include "kvpool/transport/handshake.h"
+
+namespace kvpool {
+
+enum class TagKind : std::uint8_t {
+  kNone,      // Unix sockets: the kernel copies the bytes
+  kChecksum,  // CRC-32C, then zeros: loopback, and networks declared trusted
+  kMac,       // the first 16 bytes of a keyed BLAKE3
+};
+
+using Tag = std::array<std::byte, kTagBytes>;
+
+// The tag of one direction of a link. begin(), update() over header, body and payload in order, finish().
+class FrameTag {
+ public:
+  FrameTag(TagKind kind, const Key& key);
+
+  TagKind kind() const noexcept { return kind_; }
+  std::size_t bytes() const noexcept { return kind_ == TagKind::kNone ? 0 : kTagBytes; }
+  // From the next frame on. REQUIRES: it was made with kMac, and a MAC gives way to a checksum only.
+  void use_checksum() noexcept { kind_ = TagKind::kChecksum; }
+
+  void begin() noexcept;
+  void update(const void* data, std::size_t bytes) noexcept;
+  Tag finish() noexcept;
+
+ private:
+  TagKind kind_;
+  std::uint32_t crc_ = 0;
+  std::optional<KeyedHash> hash_;
+};
+
+// Throws Error kProtocol: a kind that this version does not know, a length above its limit, a payload where none
+// belongs, a sequence number that is not the next one. What it lets pass is safe to allocate.
+void check_header(const FrameHeader& header, std::uint64_t sequence);
+
+}  // namespace kvpool

@@ -1,0 +1,106 @@
+// Frames into a stream socket, from any thread.
+//
+// One thread at a time has the role of the writer. A message goes out at once when nobody writes and nothing is queued;
+// else it is queued, and whoever writes sends it between two frames. What the socket does not take waits in the queue
+// for flush(). Only send_data waits.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <span>
+#include <string>
+
+#include "kvpool/base/error.h"
+#include "kvpool/transport/frame_tag.h"
+#include "kvpool/transport/wire.h"
+
+struct iovec;
+
+namespace kvpool {
+
+class FrameWriter {
+ public:
+  // want_room(bool): whether flush() is to be called once the socket takes bytes. Called with the writer's lock held.
+  FrameWriter(int fd, TagKind tag, const Key& key, std::size_t queue_bytes_max, std::function<void(bool)> want_room);
+
+  // As Link::send. Takes the body only when it does not throw. `header`: kind, flags and id count.
+  void send(const FrameHeader& header, Bytes&& body);
+  // As Link::send_data. What it throws with torn() has left half a frame in the stream: the link must be closed.
+  void send_data(const FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces,
+                 std::int64_t deadline_ns, const std::atomic<bool>* cancelled);
+  // Sends what is queued, as far as the socket takes it, and not too much at once.
+  void flush() noexcept;
+
+  // Queues what is sent, until release() or the end: so `first` comes before it. False when something is being written.
+  bool hold();
+  // REQUIRES: hold(). Sends `first`, with descriptors, and then what was queued. Throws kPeerLost.
+  void release(const FrameHeader& first, Bytes&& body, std::span<const int> descriptors, bool checksum_from_then_on);
+
+  // From now on everything throws kPeerLost; who waits is woken. `text` says why.
+  void end(const char* text) noexcept;
+  bool torn() const noexcept { return torn_.load(std::memory_order_acquire); }
+  // A system call failed: the connection is broken, and reading will soon tell so, too.
+  bool broken() const noexcept { return broken_.load(std::memory_order_acquire); }
+  // When bytes last went out. CLOCK_MONOTONIC.
+  std::int64_t sent_ns() const noexcept { return sent_ns_.load(std::memory_order_relaxed); }
+
+ private:
+  struct OutFrame {
+    FrameHeader header{};
+    Bytes body;
+    Tag tag{};
+    std::size_t sent = 0;  // bytes of header, body and tag
+    bool sealed = false;
+  };
+  class DataCursor;
+
+  std::size_t frame_bytes(const OutFrame& frame) const noexcept;
+  void check_open() const;
+  [[noreturn]] void throw_ended();
+  bool queued() const noexcept { return current_is_ || !queue_.empty(); }
+  void take_role(std::unique_lock<std::mutex>& lock, std::int64_t deadline_ns, const std::atomic<bool>* cancelled);
+  void give_up_role() noexcept;
+  void settle() noexcept;
+
+  bool drain(std::size_t frames_max) noexcept;
+  bool write_current(std::span<const int> descriptors) noexcept;
+  void seal(OutFrame& frame) noexcept;
+  ssize_t write_some(iovec* pieces, std::size_t count, std::span<const int> descriptors) noexcept;
+  void wait_for_room(std::int64_t deadline_ns, const std::atomic<bool>* cancelled) const;
+  void write_data(FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces,
+                  std::int64_t deadline_ns, const std::atomic<bool>* cancelled);
+
+  const int fd_;
+  const std::size_t queue_bytes_max_;
+  const std::function<void(bool)> want_room_;
+
+  // Invariants:
+  //   1. `writing_`: one thread has the role. It alone uses tag_, sequence_ and current_, and writes to the socket. The
+  //      role is taken and given up under mutex_.
+  //   2. Bytes of one frame follow each other: while current_is_, no other frame begins.
+  //   3. When nobody has the role and something is queued, then a thread that waits for the role has been notified and
+  //      has not returned, or want_room(true) was the last that was said.
+  std::mutex mutex_;
+  std::condition_variable role_free_;
+  bool writing_ = false;
+  int waiting_ = 0;  // threads that wait for the role to send data
+  std::deque<OutFrame> queue_;
+  std::size_t queued_bytes_ = 0;  // of current_ and queue_
+  bool current_is_ = false;       // changed by the writer, under mutex_
+  bool ended_ = false;
+  std::string why_ended_;
+
+  OutFrame current_;
+  FrameTag tag_;
+  std::uint64_t sequence_ = 0;  // of the last frame that was begun
+  std::atomic<bool> torn_{false};
+  std::atomic<bool> broken_{false};
+  std::atomic<std::int64_t> sent_ns_{0};
+};
+
+}  // namespace kvpool

@@ -1,0 +1,178 @@
+#include "kvpool/transport/greeting.h"
+
+#include <cerrno>
+#include <new>
+#include <system_error>
+
+#include "kvpool/transport/meeting.h"
+#include "kvpool/transport/sock_pass.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::size_t kReadBytes = 4096;
+
+}  // namespace
+
+Greeting::Greeting(std::shared_ptr<Hall> hall, std::uint64_t id, Descriptor socket, bool tcp)
+    : hall_(std::move(hall)),
+      id_(id),
+      tcp_(tcp),
+      channel_(channel_of(socket, tcp)),
+      socket_(std::move(socket)),
+      handshake_(Handshake::Role::kServer, hall_->options.secret, channel_) {}
+
+void Greeting::start(const std::shared_ptr<Hall>& hall, std::uint64_t id, Descriptor socket, bool tcp) {
+  const auto greeting = std::make_shared<Greeting>(hall, id, std::move(socket), tcp);
+  // No call comes before this one has returned: it is in the reactor's thread.
+  greeting->watch_ = hall->reactor.watch(greeting->socket_.get(), [greeting](std::uint32_t) { greeting->on_ready(); });
+  try {
+    greeting->timer_ = hall->reactor.at(monotonic_ns() + hall->options.handshake_ns, [greeting] {
+      greeting->abandon(Error(ErrorCode::kDeadline, "the peer did not introduce itself in time"));
+    });
+    hall->add_greeting(id, greeting);
+  } catch (...) {
+    greeting->drop();
+    throw;
+  }
+}
+
+void Greeting::abandon(const Error& why) noexcept {
+  hall_->reactor.unwatch(watch_);
+  hall_->reactor.cancel(timer_);
+  // Nothing of the handshake runs from here on.
+  std::shared_ptr<SockLink> link;
+  {
+    const std::lock_guard lock(mutex_);
+    link = link_;
+  }
+  link ? link->reject(why) : drop();
+}
+
+// ---- the handshake
+
+void Greeting::on_ready() {
+  try {
+    shake_hands();
+  } catch (...) {
+    drop();  // a stranger, or one with a wrong secret, is not worth a word more
+  }
+}
+
+void Greeting::shake_hands() {
+  std::byte bytes[kReadBytes];
+  iovec piece{bytes, sizeof(bytes)};
+  msghdr message{};
+  message.msg_iov = &piece;
+  message.msg_iovlen = 1;
+  const ssize_t got = channel_ == Channel::kNetwork ? recvmsg(socket_.get(), &message, MSG_DONTWAIT)
+                                                    : receive_with_descriptors(socket_.get(), message, descriptors_);
+  if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
+  if (got <= 0) return drop();
+  const std::span<const std::byte> arrived(bytes, static_cast<std::size_t>(got));
+  Bytes out;
+  std::size_t taken = 0;
+  try {
+    taken = handshake_.advance(arrived, out);
+  } catch (...) {
+    answer(out);
+    throw;
+  }
+  if (!descriptors_.empty() && !handshake_.done()) {
+    throw Error(ErrorCode::kProtocol, "descriptors came before it was known who sends them");
+  }
+  answer(out);
+  if (handshake_.done()) make_link(Bytes(arrived.begin() + static_cast<std::ptrdiff_t>(taken), arrived.end()));
+}
+
+// A socket that has carried nothing yet takes an answer at once, or is of no use.
+void Greeting::answer(const Bytes& out) {
+  if (out.empty()) return;
+  if (send(socket_.get(), out.data(), out.size(), MSG_DONTWAIT | MSG_NOSIGNAL) != static_cast<ssize_t>(out.size())) {
+    throw Error(ErrorCode::kPeerLost, "the connection takes no answer");
+  }
+}
+
+void Greeting::make_link(Bytes&& early) {
+  hall_->reactor.unwatch(watch_);  // the link watches the socket from now on
+  wants_checksum_ = hall_->content_with_checksums(socket_, channel_);
+  const DoorBody door = hall_->door_body(socket_, tcp_, channel_);
+  SockLinkParts parts = hall_->parts(std::move(socket_), channel_, handshake_.keys());
+  parts.early = std::move(early);
+  parts.early_descriptors = std::move(descriptors_);
+  const auto link = SockLink::make(hall_->reactor, std::move(parts), shared_from_this());
+  {
+    const std::lock_guard lock(mutex_);
+    link_ = link;
+  }
+  try {
+    hall_->keeper->add(link);
+    FrameHeader header{};
+    header.kind = static_cast<std::uint8_t>(FrameKind::kDoor);
+    link->writer().hold();
+    link->writer().release(header, write_body(door), {}, /*checksum_from_then_on=*/false);
+  } catch (const Error& error) {
+    return link->close(error);
+  } catch (const std::bad_alloc&) {
+    return link->close(Error(ErrorCode::kOutOfMemory, "no memory to meet a peer"));
+  }
+  link->read_now();
+}
+
+// ---- the card
+
+std::shared_ptr<LinkHandler> Greeting::on_meeting(SockLink& link, const FrameHeader& header, Bytes&& body) {
+  if (header.kind != static_cast<std::uint8_t>(FrameKind::kCard)) {
+    throw Error(ErrorCode::kProtocol, "a peer that calls has no door to tell of");
+  }
+  if (hall_->closed()) throw Error(ErrorCode::kClosed, "the pool is being closed");
+  link.keep_descriptors(header.flags);
+  const PeerCard card = read_card_body(body);
+  const bool checksum = wants_checksum_ && (header.flags & kChecksumFlag) != 0;
+  if (checksum) link.receive_checksums();
+  const Introduction own = hall_->introduction();
+  CardFrame own_card = make_card_frame(link, own, wants_checksum_);
+  link.attach(own.attachment);
+  // What the pool sends on its new link must come behind the card: it is queued until then.
+  if (!link.writer().hold()) throw Error(ErrorCode::kPeerLost, "the connection takes no card");
+  std::shared_ptr<LinkHandler> handler;
+  try {
+    handler = hall_->admit(link.shared_from_this(), card, /*initiated_here=*/false);
+  } catch (const Error& error) {  // the writer is given back with the refusal
+    FrameHeader refusal{};
+    refusal.kind = static_cast<std::uint8_t>(FrameKind::kReject);
+    link.writer().release(refusal, write_reject(error), {}, /*checksum_from_then_on=*/false);
+    throw;
+  }
+  over();
+  try {
+    send_card(link, std::move(own_card), checksum);
+  } catch (const Error& error) {
+    link.close(error);  // and the handler learns of it
+  }
+  return handler;
+}
+
+void Greeting::on_closed(const Error& /*why*/) noexcept { over(); }
+
+// ---- the end
+
+// Without a link.
+void Greeting::drop() noexcept {
+  hall_->reactor.unwatch(watch_);
+  if (socket_) shutdown(socket_.get(), SHUT_RDWR);
+  socket_.reset();
+  descriptors_.clear();
+  over();
+}
+
+void Greeting::over() noexcept {
+  hall_->reactor.cancel(timer_);
+  {
+    const std::lock_guard lock(mutex_);
+    link_.reset();
+  }
+  hall_->end_greeting(id_);
+}
+
+}  // namespace kvpool

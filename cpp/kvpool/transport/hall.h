@@ -1,0 +1,91 @@
+// What the listeners, the greetings of strangers and the visits of one endpoint share.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "kvpool/transport/endpoint.h"
+#include "kvpool/transport/keepalive.h"
+#include "kvpool/transport/meeting.h"
+#include "kvpool/transport/sock_address.h"
+#include "kvpool/transport/sock_link.h"
+
+namespace kvpool {
+
+class Greeting;
+
+// A listening socket that the reactor watches.
+struct Listener {
+  SockAddress address;
+  SocketFile file;
+  Descriptor socket;
+  std::uint64_t watch = 0;
+};
+
+class Hall : public std::enable_shared_from_this<Hall> {
+ public:
+  static std::shared_ptr<Hall> make(Reactor& reactor, EndpointOptions options, Endpoint::Introduce introduce,
+                                    Endpoint::Admit admit);
+
+  // Throws what listen_at throws; kClosed.
+  std::string listen(const std::string& address);
+  void close() noexcept;
+  bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
+
+  void add_greeting(std::uint64_t id, std::shared_ptr<Greeting> greeting);
+  void end_greeting(std::uint64_t id) noexcept;
+
+  // What the pool says of itself, with its door.
+  Introduction introduction() const;
+  // Frames to and from this peer may carry checksums instead of MACs, as far as this side is concerned.
+  bool content_with_checksums(const Descriptor& socket, Channel channel) const noexcept;
+  // Throws kAuth when nothing but its user can tell a friend here, and it is another user's.
+  void check_user(const Descriptor& socket, bool tcp) const;
+  SockLinkParts parts(Descriptor socket, Channel channel, const SessionKeys& keys) const;
+  DoorBody door_body(const Descriptor& socket, bool tcp, Channel channel) const;
+
+  Reactor& reactor;
+  const EndpointOptions options;
+  const Endpoint::Introduce introduce;
+  const Endpoint::Admit admit;
+  const std::shared_ptr<LinkKeeper> keeper;
+
+ private:
+  Hall(Reactor& reactor, EndpointOptions options, Endpoint::Introduce introduce, Endpoint::Admit admit);
+  void start(const SockAddress& address, Descriptor socket);
+  void open_door();
+  void on_caller(Listener& listener) noexcept;
+  bool welcome(Descriptor socket, bool tcp) noexcept;
+  void pause_for_a_while() noexcept;
+  bool is_full() noexcept;
+  void want_callers(bool wanted) noexcept;
+
+  std::atomic<bool> closed_{false};
+  mutable std::mutex mutex_;
+  std::vector<std::shared_ptr<Listener>> listeners_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<Greeting>> greetings_;
+  std::uint64_t last_greeting_ = 0;
+  bool full_ = false;  // as many greetings as there may be: nobody is let in
+  std::string door_;
+};
+
+// Local is a Unix socket whose other end is this user's. Over another user's, frames have MACs: he could be one who
+// passes on the handshake of others.
+Channel channel_of(const Descriptor& socket, bool tcp) noexcept;
+
+// This side's card as a frame, and what goes with it.
+struct CardFrame {
+  FrameHeader header{};
+  Bytes body;
+  std::vector<int> descriptors;
+};
+CardFrame make_card_frame(const SockLink& link, const Introduction& own, bool wants_checksum);
+// On a link whose writer is held; gives the writer back. Throws kPeerLost.
+void send_card(SockLink& link, CardFrame&& card, bool checksum_from_then_on);
+
+}  // namespace kvpool

@@ -1,0 +1,42 @@
+// The bodies of the frames that peers exchange while they meet and when they part. docs/wire.md has the bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "kvpool/base/error.h"
+#include "kvpool/transport/card.h"
+#include "kvpool/transport/wire.h"
+
+namespace kvpool {
+
+inline constexpr std::size_t kCardBytesMax = std::size_t{4} << 20;
+inline constexpr std::size_t kShortBodyBytesMax = 4096;  // of kBye, kDoor and kReject
+inline constexpr std::size_t kDescriptorsMax = 4;        // that go with a card
+
+// Flags of a kCard frame: bit i says that descriptor i comes along; the last that the sender is content with checksums.
+inline constexpr std::uint8_t kDescriptorFlags = (1U << kDescriptorsMax) - 1;
+inline constexpr std::uint8_t kChecksumFlag = 1U << kDescriptorsMax;
+
+// The first frame of a server.
+struct DoorBody {
+  bool checksum = false;  // it is content with checksums instead of MACs
+  std::string host;       // as PeerCard::host
+  std::string door;       // as PeerCard::door; "" for none
+};
+Bytes write_body(const DoorBody& body);
+DoorBody read_door(std::span<const std::byte> body);  // throws kProtocol
+
+Bytes write_card_body(const PeerCard& card);
+PeerCard read_card_body(std::span<const std::byte> body);  // throws kProtocol
+
+// A refusal arrives with the code and the text that it left with. A code that is none, or no text, reads as kPeerLost.
+Bytes write_reject(const Error& why);
+Error read_reject(std::span<const std::byte> body);
+
+Bytes write_bye(const Error& why);
+Error read_bye(std::span<const std::byte> body);  // kPeerLost, "closed by the peer: ..."
+
+}  // namespace kvpool

@@ -1,0 +1,39 @@
+// A peer's blocks as this process reaches them.
+//
+// Thread-safety: what is made here is immutable.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "kvpool/base/segment.h"
+#include "kvpool/transport/card.h"
+
+namespace kvpool {
+
+// The peer's blocks at the addresses that they have in the peer: for routes that name remote addresses (cma, ucx).
+// Never to be dereferenced here.
+MediaSpans remote_spans(const PeerCard& card);
+
+// Files of the peer's media, by medium_index(); -1 for a medium that cannot be mapped.
+using MediaFiles = std::array<int, kMediaCount>;
+
+// The peer's owned arenas, mapped into this process. The mapping needs neither the descriptors nor the peer any more;
+// it ends with this object. A forked child does not inherit it.
+class MappedPeer {
+ public:
+  // Maps every medium that has a descriptor and mapped_bytes; the others get no blocks. Throws Error kProtocol (the
+  // descriptor is no memory file, may shrink, or is too short for what the card says of it), kUnsupported (nothing to
+  // map, or the kernel does not).
+  static std::unique_ptr<MappedPeer> make(const PeerCard& card, const MediaFiles& files);
+  virtual ~MappedPeer() = default;
+
+  const MediaSpans& spans() const noexcept { return spans_; }
+
+ protected:
+  MediaSpans spans_;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,67 @@
+// A way to write into the blocks of one peer.
+//
+// Routes are either one-sided (loopback, shm, cma, ucx put: the bytes land without the receiver's doing) or placed by
+// the receiver (sock), which checks epoch, owner and generation of every block first. The difference decides what a
+// receiver must do with blocks whose writer it lost: see docs/invariants.md.
+//
+// Thread-safety: write() may be called by several threads at once.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "kvpool/base/address.h"
+#include "kvpool/base/medium.h"
+#include "kvpool/base/strips.h"
+
+namespace kvpool {
+
+struct WriteRequest {
+  std::uint64_t transfer = 0;  // id; what is placed by the receiver carries it
+  std::span<const BlockStrip> strips;
+  std::span<const Address> from;  // blocks of this pool
+  std::span<const Address> to;    // as many blocks of the peer
+  bool merge = true;              // neighbours that lie in a row on both sides are one piece
+  std::int64_t deadline_ns = 0;   // CLOCK_MONOTONIC; 0 is long ago
+  const std::atomic<bool>* cancelled = nullptr;
+  std::atomic<std::uint64_t>* bytes_done = nullptr;
+};
+
+struct WriteOutcome {
+  std::uint64_t calls = 0;  // pieces handed to the network, or copied
+  std::uint64_t bytes = 0;
+};
+
+struct RouteTraits {
+  bool one_sided = true;
+  bool by_caller = true;  // cheap enough to run in the caller's thread for small transfers
+  bool waits = false;     // a write may have to wait for the peer to take it
+};
+
+class Route {
+ public:
+  virtual ~Route() = default;
+  virtual const char* name() const noexcept = 0;
+  virtual RouteTraits traits() const noexcept = 0;
+  // Whether it can write into the peer's blocks of this medium: memory that a peer adopted, say, cannot be mapped.
+  virtual bool reaches(Medium) const noexcept { return true; }
+
+  // What a write of so many pieces and bytes costs, by what this route took before. Microseconds.
+  virtual double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept = 0;
+
+  // Returns when the bytes are where they belong and visible to whoever learns of it by a later message on the control
+  // link (one-sided), or are handed to the link in order before such a message (placed by the receiver). Throws Error
+  // kPeerLost, kDeadline, kCancelled, kArgument (an address names no block that this route reaches: nothing was
+  // written); then nothing of this call is written any more when it has thrown. REQUIRES: strips lie within the
+  // content of the blocks on both sides, no two destinations overlap, as many destinations as sources.
+  virtual WriteOutcome write(const WriteRequest& request) = 0;
+
+  // Writes that come later fail with kPeerLost, those under way soon. Idempotent.
+  virtual void close() noexcept = 0;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,20 @@
+// Sends block content over the control link, in data frames that the receiver checks and places: for peers on other
+// hosts, and for whatever no other route reaches.
+//
+// The bytes go from the blocks to the kernel without a copy of ours, but for pieces so small that a list of them costs
+// more than gathering them.
+#pragma once
+
+#include <memory>
+
+#include "kvpool/base/segment.h"
+#include "kvpool/transport/link.h"
+#include "kvpool/transport/route.h"
+
+namespace kvpool {
+
+// `local` describes memory that `keepalive` keeps as long as the route lives. Writes fail with what the link throws,
+// and with kPeerLost once the route is closed; closing it leaves the link open.
+std::unique_ptr<Route> make_sock_route(MediaSpans local, std::shared_ptr<void> keepalive, std::shared_ptr<Link> link);
+
+}  // namespace kvpool

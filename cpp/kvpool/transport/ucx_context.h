@@ -1,0 +1,50 @@
+// The UCX context of a pool: configuration, registered memory, and the thread that serves its workers.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+
+#include "kvpool/base/fork_guard.h"
+#include "kvpool/transport/ucx_library.h"
+#include "kvpool/transport/ucx_memory.h"
+#include "kvpool/transport/ucx_progress.h"
+#include "kvpool/transport/ucx_transport.h"
+
+namespace kvpool {
+
+struct UcxPeer;
+
+class UcxContextCore final : public UcxContext, public std::enable_shared_from_this<UcxContextCore> {
+ public:
+  UcxContextCore(const UcxLibrary& ucx, const MediaSpans& local, std::shared_ptr<void> keepalive);
+  ~UcxContextCore() override;
+
+  std::shared_ptr<UcxWorker> make_worker() override;
+  std::string describe() const override;
+
+  const UcxLibrary& ucx() const noexcept { return ucx_; }
+  ucp_context_h handle() const noexcept { return context_; }
+  const UcxMemory& memory() const noexcept { return *memory_; }
+  const MediaSpans& spans() const noexcept { return spans_; }
+  UcxProgress& thread() noexcept { return *thread_; }
+  // This is a child of the process that made the context: UCX does not live here.
+  bool forked() const noexcept { return fork_generation() != born_; }
+  void require_no_fork() const;  // throws kFork
+  // UCX did not let go of these: they, and everything here, stay until the process ends.
+  void keep(std::list<std::shared_ptr<UcxPeer>>& peers) noexcept;
+
+ private:
+  const UcxLibrary& ucx_;
+  const MediaSpans spans_;
+  const std::shared_ptr<void> keepalive_;
+  const std::uint32_t born_;
+  ucp_context_h context_ = nullptr;
+  std::unique_ptr<UcxMemory> memory_;
+  std::unique_ptr<UcxProgress> thread_;
+  std::list<std::shared_ptr<UcxPeer>> kept_;
+  std::shared_ptr<UcxContextCore> self_;  // when something is kept
+};
+
+}  // namespace kvpool

@@ -1,0 +1,40 @@
+// The way to one peer through UCX: puts, then a flush.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvpool/base/segment.h"
+#include "kvpool/transport/route_cost.h"
+#include "kvpool/transport/ucx_transport.h"
+#include "kvpool/transport/ucx_worker.h"
+
+namespace kvpool {
+
+class UcxRouteCore final : public UcxRoute {
+ public:
+  // `lock` is the worker's.
+  UcxRouteCore(const UcxLock& lock, std::shared_ptr<UcxWorkerCore> worker, std::shared_ptr<UcxPeer> peer,
+               MediaSpans remote, std::string name, int pidfd);
+  ~UcxRouteCore() override;
+
+  const char* name() const noexcept override { return "ucx"; }
+  RouteTraits traits() const noexcept override { return {.one_sided = true, .by_caller = true, .waits = true}; }
+  bool reaches(Medium medium) const noexcept override;
+  double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override;
+  WriteOutcome write(const WriteRequest& request) override;
+  void close() noexcept override;
+  std::vector<std::string> lanes() override;
+
+ private:
+  const std::shared_ptr<UcxWorkerCore> worker_;
+  const std::shared_ptr<UcxPeer> peer_;
+  const MediaSpans remote_;
+  const std::string name_;  // of the peer
+  const int pidfd_;
+  RouteCost cost_;
+};
+
+}  // namespace kvpool

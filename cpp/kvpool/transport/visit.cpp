@@ -1,0 +1,157 @@
+#include "kvpool/transport/visit.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+#include "kvpool/transport/sock_pass.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kLookNs = 50'000'000;
+constexpr std::size_t kReadBytes = 4096;
+
+void send_whole(const Descriptor& socket, const Bytes& out, const Patience& patience) {
+  for (std::size_t sent = 0; sent < out.size();) {
+    const ssize_t bytes = send(socket.get(), out.data() + sent, out.size() - sent, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (bytes > 0) {
+      sent += static_cast<std::size_t>(bytes);
+    } else if (bytes == 0 || errno == EAGAIN || errno == EWOULDBLOCK) {
+      patience.wait(socket.get(), POLLOUT);
+    } else if (errno != EINTR) {
+      throw Error(ErrorCode::kPeerLost,
+                  "the connection broke during the handshake: " + std::generic_category().message(errno),
+                  {{"errno", errno}});
+    }
+  }
+}
+
+// Proves and is proved to. What came behind the handshake is left in `early`.
+SessionKeys shake_hands(const Descriptor& socket, const SockAddress& address, Channel channel,
+                        const std::string& secret, Bytes& early, std::vector<Descriptor>& descriptors,
+                        const Patience& patience) {
+  Handshake handshake(Handshake::Role::kClient, secret, channel);
+  Bytes out = handshake.start();
+  while (!handshake.done()) {
+    send_whole(socket, out, patience);
+    out.clear();
+    std::byte bytes[kReadBytes];
+    iovec piece{bytes, sizeof(bytes)};
+    msghdr message{};
+    message.msg_iov = &piece;
+    message.msg_iovlen = 1;
+    const ssize_t got = channel == Channel::kNetwork ? recvmsg(socket.get(), &message, MSG_DONTWAIT)
+                                                     : receive_with_descriptors(socket.get(), message, descriptors);
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) {
+      patience.wait(socket.get(), POLLIN);
+      continue;
+    }
+    if (got <= 0) {
+      throw Error(ErrorCode::kPeerLost, format_address(address) + " closed the connection during the handshake" +
+                                            (got < 0 ? ": " + std::generic_category().message(errno) : ""));
+    }
+    const std::span<const std::byte> arrived(bytes, static_cast<std::size_t>(got));
+    const std::size_t taken = handshake.advance(arrived, out);
+    early.assign(arrived.begin() + static_cast<std::ptrdiff_t>(taken), arrived.end());
+    if (!descriptors.empty() && !handshake.done()) {
+      throw Error(ErrorCode::kProtocol, "descriptors came before it was known who sends them");
+    }
+  }
+  send_whole(socket, out, patience);
+  return handshake.keys();
+}
+
+}  // namespace
+
+void VisitPatience::check() const {
+  if (hall_.closed()) throw Error(ErrorCode::kClosed, "the pool was closed while it called " + address_);
+  if (monotonic_ns() >= deadline_ns_) throw Error(ErrorCode::kDeadline, address_ + " did not answer in time");
+}
+
+std::shared_ptr<Visit> Visit::begin(const std::shared_ptr<Hall>& hall, const SockAddress& address,
+                                    const VisitPatience& patience) {
+  patience.check();
+  Descriptor socket = dial(address, patience);
+  tune_socket(socket, address.tcp, hall->options.lease_ns);
+  hall->check_user(socket, address.tcp);
+  Bytes early;
+  std::vector<Descriptor> descriptors;
+  const Channel channel = channel_of(socket, address.tcp);
+  SockLinkParts parts = hall->parts(std::move(socket), channel, SessionKeys{});
+  parts.keys = shake_hands(parts.socket, address, channel, hall->options.secret, early, descriptors, patience);
+  parts.early = std::move(early);
+  parts.early_descriptors = std::move(descriptors);
+  const auto visit = std::make_shared<Visit>(hall);
+  visit->wants_checksum_ = hall->content_with_checksums(parts.socket, channel);
+  visit->link_ = SockLink::make(hall->reactor, std::move(parts), visit);
+  visit->wait_for(Stage::kDoorSeen, patience);
+  return visit;
+}
+
+std::shared_ptr<Link> Visit::introduce(const VisitPatience& patience) {
+  try {
+    const Introduction own = hall_->introduction();
+    CardFrame own_card = make_card_frame(*link_, own, wants_checksum_);
+    link_->attach(own.attachment);
+    hold_writer(patience);
+    stage_.store(Stage::kCardSent);
+    send_card(*link_, std::move(own_card), wants_checksum_ && door_.checksum);
+  } catch (const Error& error) {
+    leave(error);
+    throw;
+  }
+  wait_for(Stage::kAdmitted, patience);
+  hall_->keeper->add(link_);
+  return link_;
+}
+
+// Only an answer to a ping can be on its way: a moment.
+void Visit::hold_writer(const VisitPatience& patience) {
+  while (!link_->writer().hold()) patience.pause();
+}
+
+void Visit::wait_for(Stage stage, const VisitPatience& patience) {
+  const auto reached = [&] { return stage_.load() >= stage; };
+  try {
+    while (!link_->drive(std::min(patience.deadline_ns(), monotonic_ns() + kLookNs), reached)) patience.check();
+  } catch (const Error& error) {
+    leave(error);
+    throw;
+  }
+  if (stage_.load() == Stage::kOver) throw Error(*why_over_);
+}
+
+std::shared_ptr<LinkHandler> Visit::on_meeting(SockLink& link, const FrameHeader& header, Bytes&& body) {
+  const bool card = header.kind == static_cast<std::uint8_t>(FrameKind::kCard);
+  if (stage_.load() != (card ? Stage::kCardSent : Stage::kCalled)) {
+    throw Error(ErrorCode::kProtocol, "the peer introduces itself out of turn");
+  }
+  if (!card) {
+    door_ = read_door(body);
+    stage_.store(Stage::kDoorSeen);
+    link.wake();
+    return nullptr;
+  }
+  if (hall_->closed()) throw Error(ErrorCode::kClosed, "the pool is being closed");
+  link.keep_descriptors(header.flags);
+  const PeerCard theirs = read_card_body(body);
+  if (wants_checksum_ && door_.checksum) link.receive_checksums();
+  auto handler = hall_->admit(link.shared_from_this(), theirs, /*initiated_here=*/true);
+  stage_.store(Stage::kAdmitted);
+  link.wake();
+  return handler;
+}
+
+void Visit::on_closed(const Error& why) noexcept {
+  try {
+    why_over_ = why;
+  } catch (...) {
+    why_over_.emplace(ErrorCode::kPeerLost, "");
+  }
+  stage_.store(Stage::kOver);
+}
+
+}  // namespace kvpool

@@ -1,0 +1,277 @@
+"""One serving instance in a process of its own: what it does, and how whoever started it speaks to it.
+
+`Server` is the instance: a model, a pool, and the verbs that move blocks to and from its peers. `Instance` is the
+handle of the one who started the process: it asks for one method of the server after another, over a pipe. Blocks never
+go through that pipe: pools send them to each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+import kvpool
+
+if TYPE_CHECKING:
+    from serving import Served
+
+Tokens = npt.NDArray[np.int32]
+
+HBM_BLOCKS = 512
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A prompt that was served. Times in seconds."""
+
+    tokens: list[int]  # generated
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, not computed here
+    ttft_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What a peer sent, and what was generated from it."""
+
+    peer: str
+    request: int
+    blocks: int
+    tokens: int  # in those blocks
+    reply: Reply
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where the blocks of an instance are. The pool has just been audited."""
+
+    cached: int
+    active: int
+    for_peers: int  # reserved, lent or quarantined
+
+
+class Server:
+    """A model with a pool, and peers. Its methods are what a serving process does; whoever started it says when."""
+
+    def __init__(self, name: str, **settings: Any) -> None:
+        # Here, and not above: whoever starts an instance needs no PyTorch.
+        from comparison import use_one_thread, warm_up
+        from llama import Llama, LlamaConfig
+        from serving import Engine, kv_layout
+
+        use_one_thread()
+        model = Llama(LlamaConfig(), seed=0)  # the same weights in all processes
+        self.pool = kvpool.Pool(kv_layout(model.config), HBM_BLOCKS, name=name, **settings)
+        self.engine = Engine(model, self.pool)
+        self.engine_without_cache = Engine(model, self.pool, cache=False)
+        self._layers = model.config.layers
+        self._stream: kvpool.TransferStream | None = None
+        warm_up(self.engine_without_cache)
+
+    def close(self) -> None:
+        self.pool.close()
+
+    # ---- peers
+
+    def listen(self, address: str) -> str:
+        return self.pool.listen(address)
+
+    def connect(self, address: str, within_s: float) -> str:
+        """Meets the instance that listens there, or that will: it may be starting still."""
+        until = time.monotonic() + within_s
+        while True:
+            try:
+                return self.pool.connect(address, timeout=within_s)
+            except kvpool.PeerLost:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
+
+    def peers(self) -> list[kvpool.transfer.PeerInfo]:
+        return self.pool.peers()
+
+    # ---- prompts
+
+    def serve(self, prompt: Tokens, new_tokens: int) -> Reply:
+        """Generates, with what is cached; what was computed is cached afterwards."""
+        return _reply(self.engine.serve(prompt, new_tokens))
+
+    def serve_without_cache(self, prompt: Tokens, new_tokens: int) -> Reply:
+        return _reply(self.engine_without_cache.serve(prompt, new_tokens))
+
+    def send(self, peer: str, request: int, prompt: Tokens) -> kvpool.TransferStats:
+        """Sends the cached blocks of a prompt; the peer caches them, and is not sent what it has."""
+        with self.pool.match(prompt) as hit:
+            message = json.dumps({"request": request, "prompt": prompt.tolist()}).encode()
+            sent = self.pool.transfer_with_insert(peer, prompt[: hit.tokens], hit.addrs, private=message, timeout=5.0)
+            return sent.wait().stats
+
+    def serve_received(self, new_tokens: int, within_s: float) -> Delivery:
+        """Waits for a peer's prompt, and serves it."""
+        item = self.pool.received(timeout=within_s)
+        if item is None:
+            raise TimeoutError(f"no peer sent anything within {within_s} s")
+        with item:  # its blocks stay cached while it is open
+            message = json.loads(item.private)
+            reply = self.serve(np.array(message["prompt"], np.int32), new_tokens)
+            return Delivery(item.peer, message["request"], len(item.addrs), len(item.tokens), reply)
+
+    # ---- what the demo breaks
+
+    def begin_sending(self, peer: str, prompt: Tokens, layers: int, within_s: float) -> tuple[int, int]:
+        """Begins to send a prompt's blocks, layer by layer, and stops in the middle: after `layers` of them.
+
+        Returns how many bytes are written by then, and how many it would be.
+        """
+        with self.pool.match(prompt) as hit:  # a transfer holds what it reads by itself: the match may close
+            self._stream = self.pool.open_transfer(peer, hit.addrs, tokens=prompt[: hit.tokens], timeout=30.0)
+        for layer in range(layers):
+            self._stream.send_layer(layer)
+        until = time.monotonic() + within_s
+        while True:
+            done, total = self._stream.transfer.progress
+            if total and done * self._layers >= total * layers:
+                return done, total
+            if time.monotonic() > until:
+                raise TimeoutError(f"{done} of {total} bytes written after {within_s} s")
+            time.sleep(0.001)
+
+    def sending_fails(self, within_s: float) -> tuple[str, float]:
+        """Waits for the transfer that was begun to fail: with what, and when (CLOCK_MONOTONIC)."""
+        assert self._stream is not None
+        error = self._stream.transfer.exception(within_s)
+        return type(error).__name__, time.monotonic()
+
+    def peer_is_lost(self, peer: str, within_s: float) -> float:
+        """Waits until a peer is gone: when (CLOCK_MONOTONIC)."""
+        until = time.monotonic() + within_s
+        while any(info.name == peer for info in self.pool.peers()):
+            if time.monotonic() > until:
+                raise TimeoutError(f"{peer} is still there after {within_s} s")
+            time.sleep(0.001)
+        return time.monotonic()
+
+    def sending_fails_at_once(self, peer: str) -> str:
+        """Sends a block to a peer that is not there: the name of the error."""
+        block = self.pool.alloc(1)
+        try:
+            self.pool.transfer(peer, block).wait(5.0)
+        except kvpool.Error as error:
+            return type(error).__name__
+        finally:
+            self.pool.free(block)
+        return "nothing"
+
+    def cached_tokens(self, prompt: Tokens) -> int:
+        return self.pool.explain_match(prompt).matched_tokens
+
+    def blocks(self) -> Blocks:
+        """Raises if the pool does not add up."""
+        hbm = self.pool.audit().hbm
+        return Blocks(hbm.historical, hbm.active, hbm.reserved + hbm.lent + hbm.quarantined)
+
+    def blocks_come_back(self, within_s: float) -> tuple[Blocks, float]:
+        """Waits until no block is kept for peers: what there is then, and when (CLOCK_MONOTONIC).
+
+        A connection ends a moment before its process does. What a dead peer could write into is kept for that moment.
+        """
+        until = time.monotonic() + within_s
+        while (blocks := self.blocks()).for_peers and time.monotonic() < until:
+            time.sleep(0.001)
+        return blocks, time.monotonic()
+
+
+def _reply(served: Served) -> Reply:
+    total_s = served.ttft_s + served.decode_s
+    return Reply(served.tokens, served.prompt_tokens, served.cached_tokens, served.ttft_s, total_s)
+
+
+class Instance:
+    """A server in another process. Start several, then wait for them: they come up side by side.
+
+    Ends with the one who started it, whatever becomes of that: by close(), by kill(), or because the pipe has ended.
+    """
+
+    def __init__(self, name: str, kind: type[Server] = Server, **settings: Any) -> None:
+        """Starts it; the first answer() says that it is up. The settings are for its pool."""
+        self.name = name
+        context = multiprocessing.get_context("spawn")  # a new interpreter: nothing is shared but the machine
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(theirs, kind, name, settings), name=name, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def ask(self, method: str, *arguments: Any, within_s: float = 20.0) -> Any:
+        """Calls a method of the server there; returns what it returns, and raises what it raises."""
+        self.order(method, *arguments)
+        return self.answer(within_s)
+
+    def order(self, method: str, *arguments: Any) -> None:
+        """Calls it, and does not wait: answer() does."""
+        self._pipe.send((method, arguments))
+
+    def answer(self, within_s: float = 20.0) -> Any:
+        if not self._pipe.poll(within_s):
+            raise TimeoutError(f"{self.name} has not answered within {within_s} s")
+        try:
+            worked, value, where = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise ChildProcessError(f"the process of {self.name} has ended") from None
+        if not worked:
+            raise value from RuntimeError(f"in the process of {self.name}:\n{where}")
+        return value
+
+    def kill(self) -> float:
+        """Does a kill -9. Returns when (CLOCK_MONOTONIC, which is the same for all processes)."""
+        at = time.monotonic()
+        self._process.kill()
+        self._process.join()
+        return at
+
+    def close(self) -> None:
+        """Ends it, kindly at first. Idempotent."""
+        self._pipe.close()
+        self._process.join(2.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _run(pipe: Connection, kind: type[Server], name: str, settings: dict[str, Any]) -> None:
+    """What the process does: one call after another, until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started it, who ends this process
+    with contextlib.suppress(EOFError, OSError):
+        try:
+            server = kind(name, **settings)
+        except Exception as error:
+            pipe.send((False, error, traceback.format_exc()))
+            return
+        pipe.send((True, None, ""))
+        with contextlib.closing(server):
+            while True:
+                method, arguments = pipe.recv()
+                try:
+                    answer = (True, getattr(server, method)(*arguments), "")
+                except Exception as error:
+                    answer = (False, error, traceback.format_exc())
+                pipe.send(answer)

@@ -1,0 +1,55 @@
+"""The handle of a transfer.
+
+The class itself is C++'s: one is made for every transfer, and that must cost next to nothing. What a coroutine and a
+reader of statistics need is written here, and becomes part of it when the package is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Generator
+from typing import Any
+
+from kvpool._core import Transfer
+from kvpool.types import TransferStats
+
+__all__ = ["Transfer", "TransferStats"]
+
+
+def _stats(self: Transfer) -> TransferStats:
+    """What it cost, once it has ended, well or not.
+
+    Raises:
+        StateError: It is under way.
+    """
+    return TransferStats(*self._stats())
+
+
+def _await(self: Transfer) -> Generator[Any, None, Transfer]:
+    """Waits in a coroutine; raises what wait() raises. Cancelling the task ends the waiting, not the transfer."""
+    return _finished(self).__await__()
+
+
+async def _finished(transfer: Transfer) -> Transfer:
+    if not transfer.done():
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        # A descriptor of its own: a loop knows one reader for each, and several tasks may await one transfer.
+        descriptor = os.dup(transfer.fileno())
+        loop.add_reader(descriptor, _resolve, future)
+        try:
+            await future
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+    return transfer.wait()
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+Transfer.stats = property(_stats)  # type: ignore[method-assign,assignment]
+Transfer.__await__ = _await  # type: ignore[method-assign]

@@ -1,0 +1,71 @@
+"""Sending a prompt's blocks layer by layer, as they are computed."""
+
+from __future__ import annotations
+
+from kvpool._core import Transfer
+from kvpool.errors import StateError
+
+__all__ = ["TransferStream"]
+
+
+class TransferStream:
+    """A transfer whose layers are sent as soon as each is complete. `Pool.open_transfer` makes it.
+
+    Leaving a ``with`` finishes it, or, on an exception, cancels it; it does not wait:
+
+        with pool.open_transfer("decode-0", addrs) as stream:
+            for layer in range(layers):
+                compute(layer)
+                stream.send_layer(layer)
+        stream.transfer.wait()
+
+    Attributes:
+        transfer: The Transfer, to wait for, to ask for its progress, or to cancel.
+    """
+
+    def __init__(self, transfer: Transfer) -> None:
+        """Use `Pool.open_transfer`."""
+        self.transfer = transfer
+        self._finished = False
+
+    def send_layer(self, layer: int) -> None:
+        """Sends one layer of all blocks, K and V: its content is complete. Layers may come in any order, each once.
+
+        Does not wait for the bytes; they must not change until the transfer is done.
+
+        Args:
+            layer: From 0 on.
+
+        Raises:
+            ArgumentError: There is no such layer, or it was sent before.
+            StateError: The stream was finished.
+            PeerLost, DeadlineExceeded, Cancelled, ...: The transfer has failed meanwhile.
+        """
+        if self._finished:
+            raise StateError("the stream was finished: no layer can follow")
+        self.transfer._send_layer(layer)
+
+    def finish(self) -> Transfer:
+        """Says that all layers were sent. Does not wait. Idempotent.
+
+        Returns:
+            The transfer.
+
+        Raises:
+            StateError: A layer is missing.
+        """
+        if not self._finished:
+            self.transfer._finish()
+            self._finished = True
+        return self.transfer
+
+    def __enter__(self) -> TransferStream:
+        """Itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Finishes, or cancels."""
+        if kind is None:
+            self.finish()
+        elif not self._finished:
+            self.transfer.cancel()

@@ -1,0 +1,211 @@
+#include "kvpool/transport/cma_route.h"
+
+#include <doctest/doctest.h>
+#include <sys/mman.h>
+
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "child_process.h"
+#include "peer_process.h"
+#include "route_trial.h"
+
+namespace kvpool {
+namespace {
+
+using testing::code_of;
+using testing::Dice;
+using testing::PeerProcess;
+using testing::Trial;
+
+PeerCard card_of(const MediaSpans& spans) {
+  PeerCard card;
+  for (std::size_t i = 0; i < spans.size(); ++i) {
+    card.media[i].blocks = spans[i].blocks;
+    for (const Segment& segment : spans[i].segments) {
+      card.media[i].segments.push_back({reinterpret_cast<std::uint64_t>(segment.base), segment.stride, segment.bytes});
+    }
+  }
+  return card;
+}
+
+// Whether this machine lets a process write into its child at all.
+bool machine_has_cma() {
+  PeerProcess peer([](const auto& wait) { return wait() ? 0 : 1; });
+  char here = 0;
+  const iovec range{&here, 1};
+  const bool has = peer.pidfd() >= 0 && process_vm_readv(peer.pid(), &range, 1, &range, 1, 0) == 1;
+  if (!has) MESSAGE("this machine refuses process_vm_readv or pidfd_open: not tested");
+  return has;
+}
+
+std::byte* anonymous(std::size_t bytes) {
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return static_cast<std::byte*>(memory);
+}
+
+// One medium, aggregated, at `base`.
+MediaSpans spans_at(std::byte* base, std::uint32_t blocks, std::size_t bytes) {
+  MediaSpans spans;
+  spans[0] = MediumSpan{blocks, {Segment{base, bytes, bytes}}};
+  return spans;
+}
+
+// Every block to itself.
+struct WholeWrite {
+  WholeWrite(std::uint32_t count, std::size_t bytes) : strip{0, 0, bytes} {
+    for (std::uint32_t i = 0; i < count; ++i) blocks.push_back(make_address(0, Medium::kHbm, 0, i));
+  }
+  WriteRequest request() const {
+    WriteRequest request;
+    request.strips = {&strip, 1};
+    request.from = blocks;
+    request.to = blocks;
+    request.merge = false;
+    request.deadline_ns = monotonic_ns() + 60 * testing::kSecondNs;
+    return request;
+  }
+  BlockStrip strip;
+  std::vector<Address> blocks;
+};
+
+TEST_CASE("cma writes into another process what a naive copy writes") {
+  if (!machine_has_cma()) return;
+  for (const std::uint64_t seed : testing::fuzz_seeds()) {
+    testing::announce_fuzz("cma", seed);
+    Dice dice(seed);
+    for (int round = 0; round < testing::fuzz_length(10); ++round) {
+      CAPTURE(seed);
+      CAPTURE(round);
+      const Trial trial = round % 5 == 0 ? Trial::large(dice) : Trial::small(dice);
+      // The child has a copy of its own of the target, at the same addresses.
+      PeerProcess peer([&](const auto& wait) {
+        if (!allow_cma_writers() || !wait()) return 2;
+        return trial.target == trial.expected ? 0 : 1;
+      });
+      const testing::BlockMemory before(trial.target);
+      CopyTeam team(2);
+      const auto route =
+          make_cma_route(trial.source.spans(), nullptr, card_of(trial.target.spans()), peer.pid(), peer.pidfd(), team);
+      const WriteOutcome outcome = testing::write_whole(*route, trial);
+      CHECK(
+          outcome.calls ==
+          StripPlan(trial.source.spans(), trial.target.spans(), trial.strips, trial.merge).count(trial.from, trial.to));
+      peer.go();
+      CHECK(peer.wait() == 0);
+      CHECK(trial.target == before);
+    }
+  }
+}
+
+TEST_CASE("cma refuses what every route refuses") {
+  if (!machine_has_cma()) return;
+  Dice dice(5);
+  const Trial trial(dice, 20, 100, 100);
+  REQUIRE(trial.from.size() > 1);
+  PeerProcess peer([](const auto& wait) { return wait() ? 0 : 1; });
+  CopyTeam team(1);
+  const auto route =
+      make_cma_route(trial.source.spans(), nullptr, card_of(trial.target.spans()), peer.pid(), peer.pidfd(), team);
+  CHECK(std::string(route->name()) == "cma");
+  CHECK(route->traits().one_sided);
+  CHECK(route->reaches(Medium::kHbm));
+  testing::check_refusals(*route, trial);
+}
+
+TEST_CASE("cma reports a peer that is killed in the middle of a write as lost") {
+  if (!machine_has_cma()) return;
+  constexpr std::uint32_t kBlocks = 64;
+  constexpr std::size_t kBytes = 256 << 10;
+  std::byte* memory = anonymous(kBlocks * kBytes);
+  for (const int threads : {1, 2}) {
+    PeerProcess peer([&](const auto& wait) { return wait() ? 0 : 1; });
+    CopyTeam team(threads);
+    const MediaSpans spans = spans_at(memory, kBlocks, kBytes);
+    const auto route = make_cma_route(spans, nullptr, card_of(spans), peer.pid(), peer.pidfd(), team);
+    const WholeWrite write(kBlocks, kBytes);
+    std::atomic<std::uint64_t> done{0};
+    std::thread killer([&] {
+      while (done.load() < kBytes) std::this_thread::yield();
+      peer.kill_and_wait();
+    });
+    WriteRequest request = write.request();
+    request.bytes_done = &done;
+    ErrorCode code = ErrorCode::kAudit;
+    while (code == ErrorCode::kAudit) code = code_of([&] { route->write(request); });
+    killer.join();
+    CHECK(code == ErrorCode::kPeerLost);
+    CHECK(code_of([&] { make_cma_route(spans, nullptr, card_of(spans), peer.pid(), peer.pidfd(), team); }) ==
+          ErrorCode::kPeerLost);
+  }
+  munmap(memory, kBlocks * kBytes);
+}
+
+TEST_CASE("cma writes into a peer that is stopped") {
+  if (!machine_has_cma()) return;
+  alignas(64) std::byte bytes[4096]{};
+  PeerProcess peer([](const auto& wait) { return wait() ? 0 : 1; });
+  peer.signal(SIGSTOP);
+  const MediaSpans spans = spans_at(bytes, 1, sizeof(bytes));
+  CopyTeam team(1);
+  const auto route = make_cma_route(spans, nullptr, card_of(spans), peer.pid(), peer.pidfd(), team);
+  const WholeWrite write(1, sizeof(bytes));
+  CHECK(route->write(write.request()).bytes == sizeof(bytes));
+}
+
+TEST_CASE("cma tells what is wrong: no memory there, a hole in it, no pidfd, not allowed") {
+  if (!machine_has_cma()) return;
+  constexpr std::uint32_t kBlocks = 16;
+  constexpr std::size_t kBytes = 8192;
+  std::byte* memory = anonymous(kBlocks * kBytes);
+  const MediaSpans spans = spans_at(memory, kBlocks, kBytes);
+  CopyTeam team(1);
+  PeerProcess peer([&](const auto& wait) {
+    munmap(memory + 10 * kBytes, kBytes);
+    return wait() && wait() ? 0 : 1;
+  });
+  const auto make = [&](const PeerCard& card, int pidfd) {
+    return make_cma_route(spans, nullptr, card, peer.pid(), pidfd, team);
+  };
+  CHECK(code_of([&] { make(card_of(spans), -1); }) == ErrorCode::kUnsupported);
+  const PeerProcess other([](const auto& wait) { return wait() ? 0 : 1; });
+  CHECK(code_of([&] { make(card_of(spans), other.pidfd()); }) == ErrorCode::kProtocol);
+  PeerCard wrong = card_of(spans);
+  wrong.media[0].segments[0].address = 16;
+  CHECK(code_of([&] { make(wrong, peer.pidfd()); }) == ErrorCode::kProtocol);
+
+  const auto route = make(card_of(spans), peer.pidfd());
+  const WholeWrite write(kBlocks, kBytes);
+  ErrorCode code = ErrorCode::kAudit;
+  // Its munmap may come a moment later.
+  for (int i = 0; i < 1000 && code == ErrorCode::kAudit; ++i) {
+    code = code_of([&] { route->write(write.request()); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  CHECK(code == ErrorCode::kProtocol);
+  munmap(memory, kBlocks * kBytes);
+}
+
+TEST_CASE("cma says what to do where the kernel does not allow it") {
+  if (!machine_has_cma()) return;
+  static std::byte bytes[64];
+  const pid_t parent = getpid();
+  const int status = test::run_in_child([&] {
+    const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, parent, 0));
+    if (!test::refuse_calls({{.number = SYS_process_vm_readv, .error = EPERM}})) return test::kChildSkipped;
+    CopyTeam team(1);
+    const MediaSpans spans = spans_at(bytes, 1, sizeof(bytes));
+    try {
+      make_cma_route(spans, nullptr, card_of(spans), parent, pidfd, team);
+    } catch (const Error& error) {
+      const bool helps = std::string(error.what()).find("ptrace_scope") != std::string::npos;
+      return error.code() == ErrorCode::kUnsupported && helps ? 0 : 1;
+    }
+    return 2;
+  });
+  CHECK((status == 0 || status == test::kChildSkipped));
+}
+
+}  // namespace
+}  // namespace kvpool

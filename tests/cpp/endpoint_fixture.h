@@ -1,0 +1,94 @@
+// A pool as far as an endpoint sees one.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kvpool/transport/endpoint.h"
+#include "kvpool/transport/sock_address.h"
+#include "sock_fixture.h"
+
+namespace kvpool::testing {
+
+inline PeerCard card_of(const std::string& name) {
+  PeerCard card;
+  card.name = name;
+  card.instance = 1;
+  card.epoch = 77;
+  card.pid = static_cast<std::uint64_t>(getpid());
+  card.host = host_id();
+  card.block_tokens = 16;
+  card.piece_bytes = {4096};
+  card.routes = {"sock"};
+  return card;
+}
+
+// A pool as far as an endpoint sees one.
+struct Member {
+  explicit Member(const std::string& name, EndpointOptions options = {.secret = "sesame"})
+      : card(card_of(name)), reactor(Reactor::make("member")) {
+    endpoint = Endpoint::make(
+        *reactor, std::move(options), [this] { return Introduction{card, descriptors, nullptr}; },
+        [this](const std::shared_ptr<Link>& link, const PeerCard& peer, bool initiated_here) {
+          if (refuse) throw Error(*refuse);
+          if (on_admit) on_admit(*link);
+          const std::lock_guard lock(mutex);
+          links.push_back(link);
+          peers.push_back(peer);
+          initiated.push_back(initiated_here);
+          handlers.push_back(std::make_shared<Recorder>());
+          return handlers.back();
+        });
+  }
+  ~Member() {
+    endpoint->close();
+    for (const auto& link : links) link->close(Error(ErrorCode::kClosed, "the test is over"));
+    reactor->stop();
+    for (const auto& handler : handlers) CHECK(handler->closed == 1);
+  }
+  std::size_t admitted() {
+    const std::lock_guard lock(mutex);
+    return links.size();
+  }
+
+  PeerCard card;
+  std::vector<int> descriptors;
+  std::optional<Error> refuse;
+  std::function<void(Link&)> on_admit;
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Link>> links;
+  std::vector<PeerCard> peers;
+  std::vector<bool> initiated;
+  std::vector<std::shared_ptr<Recorder>> handlers;
+  std::unique_ptr<Reactor> reactor;
+  std::unique_ptr<Endpoint> endpoint;
+};
+
+inline std::string fresh_name(const char* kind) {
+  static std::atomic<int> count{0};
+  return std::string(kind) + "kvpool-test-" + std::to_string(getpid()) + "-" + std::to_string(++count);
+}
+
+// What connect throws.
+template <class Call>
+std::optional<Error> error_of(Call&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+class NoPatience final : public Patience {
+ public:
+  void check() const override {}
+};
+
+}  // namespace kvpool::testing

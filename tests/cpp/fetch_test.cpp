@@ -1,0 +1,174 @@
+// Fetches, of this side and of the peer, against a peer that follows a script.
+#include <doctest/doctest.h>
+
+#include "failing_alloc.h"
+#include "session_kit.h"
+
+namespace kvpool::testing {
+namespace {
+
+ErrorCode failure(const Transfer& transfer) {
+  REQUIRE(transfer.done());
+  try {
+    transfer.rethrow_if_failed();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  FAIL("it has not failed");
+  return ErrorCode::kAudit;
+}
+
+FetchRequest fetch_for(SessionKit& kit, std::size_t n) {
+  FetchRequest request;
+  request.peer = "peer";
+  request.from = SessionKit::peer_addresses(n);
+  request.to = alloc(*kit.pool, n);
+  request.deadline_ns = kit.host.now + 100 * kMs;
+  return request;
+}
+
+TEST_CASE("the destinations of a fetch are the caller's again only when the owner writes no more") {
+  SessionKit kit;
+  const FetchRequest request = fetch_for(kit, 2);
+  const auto fetch = kit.session->fetch(request, /*frees_on_failure=*/false);
+  const std::uint64_t id = kit.link->take().id;
+  CHECK(kit.count(BlockState::kReserved) == 2);
+  SUBCASE("done") {
+    kit.say(FrameKind::kDone, id, write_addresses({}));
+    CHECK_NOTHROW(fetch->rethrow_if_failed());
+    CHECK(kit.count(BlockState::kActive) == 2);
+  }
+  SUBCASE("refused") {
+    kit.say(FrameKind::kRefused, id, write_error(Error(ErrorCode::kStaleAddress, "freed")));
+    CHECK(failure(*fetch) == ErrorCode::kStaleAddress);
+    CHECK(kit.count(BlockState::kActive) == 2);
+  }
+  SUBCASE("cancelled") {
+    CHECK(fetch->cancel());
+    CHECK(kit.link->take().kind == FrameKind::kCancel);
+    CHECK_FALSE(fetch->done());
+    kit.say(FrameKind::kRefused, id, write_error(Error(ErrorCode::kCancelled, "stopped")));
+    CHECK(failure(*fetch) == ErrorCode::kCancelled);
+    CHECK(kit.count(BlockState::kActive) == 2);
+  }
+  SUBCASE("too late") {
+    kit.session->tick(kit.host.now += 101 * kMs);
+    CHECK(failure(*fetch) == ErrorCode::kDeadline);
+    CHECK(kit.link->take().kind == FrameKind::kCancel);
+    CHECK(kit.count(BlockState::kQuarantined) == 2);
+    // The peer cancels a fetch of its own, which has the same number.
+    kit.say(FrameKind::kCancel, id);
+    CHECK(kit.answer().kind == FrameKind::kDone);
+    CHECK(kit.count(BlockState::kQuarantined) == 2);
+    kit.say(FrameKind::kRefused, id, write_error(Error(ErrorCode::kCancelled, "stopped")));
+    CHECK(kit.count(BlockState::kFree) == 16);
+  }
+  SUBCASE("lost") {
+    kit.session->on_closed(Error(ErrorCode::kPeerLost, "gone"));
+    CHECK(failure(*fetch) == ErrorCode::kPeerLost);
+    CHECK(kit.count(BlockState::kQuarantined) == 2);
+    kit.session->on_writer_gone();
+    CHECK(kit.count(BlockState::kFree) == 16);
+  }
+}
+
+TEST_CASE("what this process itself may still be placing is not the caller's before the link has ended") {
+  SessionKit kit(/*one_sided=*/false);
+  const auto fetch = kit.session->fetch(fetch_for(kit, 1), /*frees_on_failure=*/true);
+  kit.session->stop_writing(Error(ErrorCode::kPeerLost, "closed here"));
+  CHECK(failure(*fetch) == ErrorCode::kPeerLost);
+  CHECK(kit.count(BlockState::kQuarantined) == 1);
+  kit.session->on_closed(Error(ErrorCode::kPeerLost, "closed here"));
+  CHECK(kit.count(BlockState::kFree) == 16);
+}
+
+TEST_CASE("a fetch that a peer asks for is pushed, or refused, and what is read is held") {
+  SessionKit kit;
+  const Addresses from = alloc(*kit.pool, 2);
+  FetchBody body{Priority::kPrefill, 100, from, SessionKit::peer_addresses(2)};
+  const std::uint64_t id = kFetchBit | 3;
+  SUBCASE("done") {
+    kit.say(FrameKind::kFetch, id, write_body(body));
+    kit.pool->free(from.data(), from.size());
+    CHECK(kit.count(BlockState::kFree) == 14);
+    kit.host.end_write();
+    CHECK(kit.answer().kind == FrameKind::kDone);
+  }
+  SUBCASE("cancelled") {
+    kit.say(FrameKind::kFetch, id, write_body(body));
+    kit.say(FrameKind::kCancel, id);
+    CHECK(kit.link->sent.empty());  // it writes still
+    CHECK(kit.host.writes.at(0).request.cancelled->load());
+    const Error stopped(ErrorCode::kCancelled, "stopped");
+    kit.host.end_write(&stopped);
+    CHECK(kit.refusal() == ErrorCode::kCancelled);
+    kit.pool->free(from.data(), from.size());
+  }
+  SUBCASE("stale") {
+    kit.pool->free(from.data(), from.size());
+    kit.say(FrameKind::kFetch, id, write_body(body));
+    CHECK(kit.refusal() == ErrorCode::kStaleAddress);
+  }
+  SUBCASE("into what the peer has not") {
+    body.to[1] = make_address(kPeerInstance, Medium::kHbm, 1, kPeerBlocks);
+    kit.say(FrameKind::kFetch, id, write_body(body));
+    CHECK(kit.refusal() == ErrorCode::kProtocol);
+    kit.pool->free(from.data(), from.size());
+  }
+  SUBCASE("by a number that is no fetch's") {
+    kit.say(FrameKind::kFetch, 3, write_body(body));
+    CHECK(kit.refusal() == ErrorCode::kProtocol);
+    kit.pool->free(from.data(), from.size());
+  }
+  SUBCASE("too many at once") {
+    kit.host.limits_of.transfers_max = 1;
+    kit.say(FrameKind::kFetch, id, write_body(body));
+    kit.say(FrameKind::kFetch, id + 1, write_body(body));
+    CHECK(kit.refusal() == ErrorCode::kBusy);
+    kit.host.end_write();
+    kit.pool->free(from.data(), from.size());
+  }
+  CHECK(kit.count(BlockState::kFree) == 16);
+}
+
+TEST_CASE("memory that runs out while a fetch begins has changed nothing") {
+  const int threw = fail_each_allocation([&](auto&& fail) {
+    SessionKit kit;
+    kit.link->sent.reserve(8);
+    const FetchRequest request = fetch_for(kit, 2);
+    std::shared_ptr<Transfer> fetch;
+    if (!fail([&] { fetch = kit.session->fetch(request, false); })) return;
+    CHECK(kit.session->tick(kit.host.now + 1000 * kMs) == INT64_MAX);
+    kit.pool->free(request.to.data(), request.to.size());
+    CHECK(kit.count(BlockState::kFree) == 16);
+  });
+  CHECK(threw > 3);
+}
+
+TEST_CASE("memory that runs out while a peer is served with a fetch ends in an answer or the end of the link") {
+  int attempts = 0;
+  fail_each_allocation([&](auto&& fail) {
+    ++attempts;
+    SessionKit kit;
+    kit.link->sent.reserve(8);
+    const Addresses from = alloc(*kit.pool, 2);
+    const FetchBody body{Priority::kPrefill, 100, from, SessionKit::peer_addresses(2)};
+    Message message{FrameKind::kFetch, 0, kFetchBit | 3, write_body(body)};
+    fail([&] {
+      try {
+        kit.session->on_message(std::move(message));
+        if (!kit.host.writes.empty()) kit.host.end_write();
+      } catch (const std::bad_alloc&) {
+        kit.link->close(Error(ErrorCode::kOutOfMemory, ""));
+        throw;
+      }
+    });
+    CHECK((kit.link->sent.size() == 1 || kit.link->closed));
+    kit.pool->free(from.data(), from.size());
+    CHECK(kit.count(BlockState::kFree) == 16);
+  });
+  CHECK(attempts > 5);
+}
+
+}  // namespace
+}  // namespace kvpool::testing

@@ -1,0 +1,233 @@
+// Streams of frames, right ones cut into any pieces and wrong ones of many kinds, against a model that knows what of
+// them may arrive.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <array>
+
+#include "fuzz_seeds.h"
+#include "raw_peer.h"
+#include "sock_fixture.h"
+
+using namespace kvpool;
+using namespace kvpool::testing;
+
+namespace {
+
+struct Sent {
+  FrameKind kind;
+  std::uint64_t id;
+  Bytes body;
+  Bytes payload;
+};
+
+// Writes down what the reader hands over, and gives places of random shape, or none.
+class Sink final : public FrameSink {
+ public:
+  explicit Sink(Dice& dice) : dice_(dice) {}
+
+  void on_frame(const FrameHeader& header, Bytes&& body) override {
+    got.push_back({static_cast<FrameKind>(header.kind), header.id, std::move(body), {}});
+  }
+  Placement on_data_frame(const FrameHeader& header, std::span<const std::byte> body) override {
+    REQUIRE_FALSE(placing_);
+    got.push_back({FrameKind::kData, header.id, Bytes(body.begin(), body.end()), {}});
+    Placement placement;
+    placement.token = ++token_;
+    if (header.payload_bytes > 0 && dice_.one_in(4)) {
+      dropped.push_back(got.size() - 1);
+      return placement;
+    }
+    placing_ = true;
+    target_.assign(header.payload_bytes, std::byte{0});
+    for (std::size_t at = 0; at < target_.size();) {
+      const std::size_t length =
+          dice_.one_in(5) ? 0 : std::min<std::size_t>(target_.size() - at, dice_.below(9000) + 1);
+      placement.pieces.push_back({target_.data() + at, length});
+      at += length;
+    }
+    return placement;
+  }
+  void on_placed_frame(std::uint64_t token, bool intact) override {
+    REQUIRE(placing_);
+    placing_ = false;
+    CHECK(token == token_);
+    got.back().payload = target_;
+    if (!intact) ++damaged;
+  }
+
+  std::vector<Sent> got;
+  std::vector<std::size_t> dropped;
+  int damaged = 0;
+  bool placing() const { return placing_; }
+
+ private:
+  Dice& dice_;
+  bool placing_ = false;
+  std::uint64_t token_ = 0;
+  Bytes target_;
+};
+
+std::size_t random_size(Dice& dice, std::size_t most) {
+  const std::array<std::size_t, 7> edges = {0, 1, 16, 4096, 16384, FrameReader::kBufferBytes, std::size_t{1} << 20};
+  if (dice.one_in(3)) {
+    const std::size_t edge = dice.pick(edges);
+    return std::min(most, edge + dice.below(5) - std::min<std::size_t>(edge, 2));
+  }
+  return dice.below(dice.one_in(10) ? most : 600);
+}
+
+std::vector<Sent> random_conversation(Dice& dice) {
+  std::vector<Sent> sent;
+  for (std::uint32_t i = dice.below(12) + 1; i > 0; --i) {
+    if (dice.one_in(2)) {
+      sent.push_back({FrameKind::kData, dice.any(), some_bytes(random_size(dice, 100'000), i),
+                      some_bytes(random_size(dice, 2'000'000), i + 7)});
+    } else {
+      sent.push_back({dice.one_in(2) ? FrameKind::kLend : FrameKind::kDone,
+                      dice.any(),
+                      some_bytes(random_size(dice, 300'000), i),
+                      {}});
+    }
+  }
+  return sent;
+}
+
+Bytes bytes_of(const std::vector<Sent>& sent, Wire wire) {
+  FrameForge forge(wire, false);
+  for (const Sent& frame : sent) forge.add(frame.kind, frame.id, frame.body, frame.payload);
+  return forge.take();
+}
+
+void check_same(const Sent& got, const Sent& sent, bool with_payload) {
+  CHECK(got.kind == sent.kind);
+  CHECK(got.id == sent.id);
+  CHECK(got.body == sent.body);
+  if (with_payload) CHECK(got.payload == sent.payload);
+}
+
+// Feeds the bytes in random pieces through a socket. Returns the error that ended the reading, if there was one.
+std::optional<Error> feed(FrameReader& reader, const Descriptor& to, const Bytes& bytes, Dice& dice) {
+  std::size_t fed = 0;
+  try {
+    while (true) {
+      while (reader.step()) {
+      }
+      if (fed < bytes.size()) {
+        const std::size_t piece =
+            std::min<std::size_t>(bytes.size() - fed, dice.one_in(3) ? dice.below(40) + 1 : dice.below(200'000) + 1);
+        const ssize_t sent = send(to.get(), bytes.data() + fed, piece, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (sent > 0) fed += static_cast<std::size_t>(sent);
+      }
+      if (reader.fill() == FrameReader::Filled::kNothing && fed == bytes.size()) return std::nullopt;
+    }
+  } catch (const Error& error) {
+    return error;
+  }
+}
+
+}  // namespace
+
+TEST_CASE("frames: what is sent arrives, however it is cut and wherever it is placed") {
+  for (const std::uint64_t seed : fuzz_seeds()) {
+    announce_fuzz("frame", seed);
+    Dice dice(seed);
+    for (int round = 0; round < fuzz_length(40); ++round) {
+      const Wire wire = std::array{Wire::kUnix, Wire::kTcpChecksum, Wire::kTcpMac}[dice.below(3)];
+      const auto [mine, theirs] = socket_pair(Wire::kUnix);
+      Sink sink(dice);
+      FrameReader reader(mine.get(), tag_of(wire), keys_of(true).receive, false, sink);
+      const auto sent = random_conversation(dice);
+      const auto error = feed(reader, theirs, bytes_of(sent, wire), dice);
+      REQUIRE_FALSE(error);
+      reader.end();
+      REQUIRE(sink.got.size() == sent.size());
+      CHECK(sink.damaged == 0);
+      for (std::size_t i = 0; i < sent.size(); ++i) {
+        check_same(sink.got[i], sent[i], std::find(sink.dropped.begin(), sink.dropped.end(), i) == sink.dropped.end());
+      }
+    }
+  }
+}
+
+TEST_CASE("frames: bytes that were changed, lost, doubled or moved end the stream, and nothing wrong comes out") {
+  for (const std::uint64_t seed : fuzz_seeds()) {
+    announce_fuzz("frame", seed);
+    Dice dice(seed);
+    int found = 0;
+    for (int round = 0; round < fuzz_length(120); ++round) {
+      const Wire wire = dice.one_in(2) ? Wire::kTcpChecksum : Wire::kTcpMac;
+      const auto [mine, theirs] = socket_pair(Wire::kUnix);
+      Sink sink(dice);
+      FrameReader reader(mine.get(), tag_of(wire), keys_of(true).receive, false, sink);
+      const auto sent = random_conversation(dice);
+      Bytes bytes = bytes_of(sent, wire);
+      const Bytes whole = bytes;
+      const std::size_t at = dice.below(bytes.size());
+      const auto place = bytes.begin() + static_cast<std::ptrdiff_t>(at);
+      const std::size_t count = std::min<std::size_t>(dice.below(100) + 1, bytes.size() - at);
+      switch (dice.below(4)) {
+        case 0:
+          *place ^= static_cast<std::byte>(1U << dice.below(8));
+          break;
+        case 1:
+          bytes.erase(place, place + static_cast<std::ptrdiff_t>(count));
+          break;
+        case 2: {
+          const Bytes doubled(place, place + static_cast<std::ptrdiff_t>(count));
+          bytes.insert(place, doubled.begin(), doubled.end());
+          break;
+        }
+        default:
+          std::rotate(place, place + static_cast<std::ptrdiff_t>(count / 2),
+                      place + static_cast<std::ptrdiff_t>(count));
+      }
+      if (bytes == whole) continue;
+      const auto error = feed(reader, theirs, bytes, dice);
+      reader.end();
+      CHECK_FALSE(sink.placing());
+      if (error) {
+        CHECK(error->code() == ErrorCode::kProtocol);
+        ++found;
+      }
+      // What came out until then is what was sent. The last data frame may be one whose end never came or was wrong.
+      REQUIRE(sink.got.size() <= sent.size());
+      const bool last_is_data = !sink.got.empty() && sink.got.back().kind == FrameKind::kData;
+      const std::size_t sure = sink.got.size() - (last_is_data ? 1 : 0);
+      for (std::size_t i = 0; i < sure; ++i) {
+        check_same(sink.got[i], sent[i], std::find(sink.dropped.begin(), sink.dropped.end(), i) == sink.dropped.end());
+      }
+      if (!error) CHECK(sink.got.size() <= sent.size());
+    }
+    CHECK(found > 0);
+  }
+}
+
+TEST_CASE("frames: garbage ends the stream with a protocol error, or waits for more") {
+  for (const std::uint64_t seed : fuzz_seeds()) {
+    announce_fuzz("frame", seed);
+    Dice dice(seed);
+    for (int round = 0; round < fuzz_length(400); ++round) {
+      const auto [mine, theirs] = socket_pair(Wire::kUnix);
+      Sink sink(dice);
+      FrameReader reader(mine.get(), TagKind::kNone, keys_of(true).receive, false, sink);
+      // Headers that are nearly right get further than noise.
+      Bytes bytes;
+      for (std::uint64_t sequence = 1; sequence < 6; ++sequence) {
+        FrameHeader header{};
+        header.kind = static_cast<std::uint8_t>(dice.one_in(4) ? dice.any() : 16 + dice.below(7));
+        header.sequence = dice.one_in(20) ? dice.any() : sequence;
+        header.body_bytes = dice.one_in(6) ? static_cast<std::uint32_t>(dice.any()) : dice.below(300);
+        header.payload_bytes = dice.one_in(3) ? dice.any() >> dice.below(64) : 0;
+        header.zero = dice.one_in(20) ? 1 : 0;
+        const auto* raw = reinterpret_cast<const std::byte*>(&header);
+        bytes.insert(bytes.end(), raw, raw + sizeof(header));
+        const Bytes noise = some_bytes(dice.below(2000), static_cast<unsigned>(sequence));
+        bytes.insert(bytes.end(), noise.begin(), noise.end());
+      }
+      if (const auto error = feed(reader, theirs, bytes, dice)) CHECK(error->code() == ErrorCode::kProtocol);
+      reader.end();
+      CHECK_FALSE(sink.placing());
+    }
+  }
+}

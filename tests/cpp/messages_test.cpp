@@ -1,0 +1,107 @@
+#include "kvpool/transfer/messages.h"
+
+#include <doctest/doctest.h>
+
+namespace kvpool {
+namespace {
+
+// Every message that is cut short, or goes on behind its end, is refused.
+template <class Read>
+void check_length(Bytes bytes, Read&& read) {
+  CHECK_NOTHROW(read(bytes));
+  for (std::size_t n = 0; n < bytes.size(); ++n) {
+    CHECK_THROWS_AS(read(Bytes(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(n))), Error);
+  }
+  bytes.push_back(std::byte{0});
+  CHECK_THROWS_AS(read(bytes), Error);
+}
+
+TEST_CASE("messages come out as they went in, and of no other length") {
+  ReserveBody reserve;
+  reserve.blocks = 3;
+  reserve.medium = Medium::kMixed;
+  reserve.insert = true;
+  reserve.may_evict = false;
+  reserve.one_sided = false;
+  reserve.lifetime_ms = 77;
+  reserve.name_space = "tenant";
+  reserve.tokens = {1, -2, 3};
+  const ReserveBody got = read_reserve(write_body(reserve));
+  CHECK(got.blocks == 3);
+  CHECK(got.medium == Medium::kMixed);
+  CHECK(got.insert);
+  CHECK_FALSE(got.may_evict);
+  CHECK_FALSE(got.one_sided);
+  CHECK(got.lifetime_ms == 77);
+  CHECK(got.name_space == "tenant");
+  CHECK(got.tokens == reserve.tokens);
+  check_length(write_body(reserve), read_reserve);
+
+  CompleteBody complete;
+  complete.bytes = 1ULL << 40;
+  complete.has_private = complete.has_checksum = complete.insert = true;
+  complete.checksum = 5;
+  complete.named = {1, 2};
+  complete.private_bytes = Bytes(4, std::byte{9});
+  complete.name_space = "n";
+  complete.tokens = {4};
+  const CompleteBody done = read_complete(write_body(complete));
+  CHECK(done.bytes == complete.bytes);
+  CHECK((done.has_private && done.has_checksum && done.insert));
+  CHECK(done.checksum == 5);
+  CHECK(done.named == complete.named);
+  CHECK(done.private_bytes == complete.private_bytes);
+  CHECK(done.tokens == complete.tokens);
+  check_length(write_body(complete), read_complete);
+
+  const FetchBody fetch{Priority::kBackground, 12, {1, 2, 3}, {4, 5, 6}};
+  const FetchBody asked = read_fetch(write_body(fetch));
+  CHECK(asked.priority == Priority::kBackground);
+  CHECK(asked.lifetime_ms == 12);
+  CHECK(asked.from == fetch.from);
+  CHECK(asked.to == fetch.to);
+  check_length(write_body(fetch), read_fetch);
+
+  const LendBody lend{9, Medium::kDram, false};
+  CHECK(read_lend(write_body(lend)).blocks == 9);
+  CHECK(read_lend(write_body(lend)).medium == Medium::kDram);
+  CHECK_FALSE(read_lend(write_body(lend)).may_evict);
+  check_length(write_body(lend), read_lend);
+  check_length(write_body(ReservedBody{1, {7, 8}}), read_reserved);
+  check_length(write_addresses(std::vector<Address>{7, 8}), read_addresses);
+}
+
+TEST_CASE("numbers that mean nothing are refused") {
+  Bytes lend = write_body(LendBody{1, Medium::kHbm, true});
+  lend[4] = std::byte{0};
+  CHECK_THROWS_AS(read_lend(lend), Error);
+  lend[4] = std::byte{4};
+  CHECK_THROWS_AS(read_lend(lend), Error);
+  lend = write_body(LendBody{1, Medium::kHbm, true});
+  lend[5] = std::byte{2};
+  CHECK_THROWS_AS(read_lend(lend), Error);
+  CHECK_THROWS_AS(read_lend(write_body(LendBody{kAddressesMax + 1, Medium::kHbm, true})), Error);
+  Bytes fetch = write_body(FetchBody{Priority::kDecode, 0, {1}, {2}});
+  fetch[0] = std::byte{3};
+  CHECK_THROWS_AS(read_fetch(fetch), Error);
+  CHECK_THROWS_AS(read_fetch(write_body(FetchBody{Priority::kDecode, 0, {1}, {}})), Error);
+}
+
+TEST_CASE("an error keeps its code, its text and the fields that the reader knows") {
+  const Error sent(ErrorCode::kOutOfBlocks, std::string(5000, 'x'),
+                   {{"free", -1}, {"no such field", 3}, {"active", 2}});
+  const Error got = read_error(write_error(sent));
+  CHECK(got.code() == ErrorCode::kOutOfBlocks);
+  CHECK(std::string(got.what()).size() == 4096);
+  REQUIRE(got.fields().size() == 2);
+  CHECK(std::string(got.fields()[0].first) == "free");
+  CHECK(got.fields()[0].second == -1);
+  CHECK(got.fields()[1].second == 2);
+  check_length(write_error(Error(ErrorCode::kBusy, "text", {{"free", 1}})), read_error);
+  Bytes bytes = write_error(sent);
+  bytes[0] = std::byte{static_cast<unsigned char>(ErrorCode::kCancelled) + 1};
+  CHECK_THROWS_AS(read_error(bytes), Error);
+}
+
+}  // namespace
+}  // namespace kvpool

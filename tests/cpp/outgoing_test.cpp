@@ -1,0 +1,333 @@
+// The sending half of the protocol, and fetches, against a peer that follows a script.
+#include <doctest/doctest.h>
+
+#include "failing_alloc.h"
+#include "session_kit.h"
+
+namespace kvpool::testing {
+namespace {
+
+TransferRequest request_for(SessionKit& kit, std::size_t n) {
+  TransferRequest request;
+  request.peer = "peer";
+  request.from = alloc(*kit.pool, n);
+  request.private_bytes = Bytes(2, std::byte{1});
+  request.deadline_ns = kit.host.now + 100 * kMs;
+  return request;
+}
+
+ErrorCode failure(const Transfer& transfer) {
+  REQUIRE(transfer.done());
+  try {
+    transfer.rethrow_if_failed();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  FAIL("it has not failed");
+  return ErrorCode::kAudit;
+}
+
+template <class Work>
+ErrorCode thrown(Work&& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  FAIL("nothing was thrown");
+  return ErrorCode::kAudit;
+}
+
+Bytes reserved(const Addresses& addresses, std::uint32_t held = 0) { return write_body(ReservedBody{held, addresses}); }
+
+// Whether the sources can be freed and are free then: nobody reads them.
+bool is_unread(SessionKit& kit, const Addresses& from) {
+  kit.pool->free(from.data(), from.size());
+  return kit.count(BlockState::kFree) == 16;
+}
+
+TEST_CASE("a transfer reserves, writes, completes and is done when the receiver says so") {
+  SessionKit kit;
+  TransferRequest request = request_for(kit, 2);
+  const Addresses from = request.from;
+  const auto transfer = kit.session->transfer(std::move(request));
+  const Message ask = kit.link->take();
+  CHECK(ask.kind == FrameKind::kReserve);
+  CHECK(kit.host.tick_at == kit.host.now + 100 * kMs);
+  kit.say(FrameKind::kReserved, ask.id, reserved(SessionKit::peer_addresses(2)));
+  REQUIRE(kit.host.writes.size() == 1);
+  CHECK(kit.link->sent.empty());
+  kit.host.end_write();
+  const Message complete = kit.link->take();
+  CHECK(complete.kind == FrameKind::kComplete);
+  CHECK(read_complete(complete.body).bytes == kit.bytes_of(2));
+  CHECK_FALSE(transfer->done());
+  kit.say(FrameKind::kDone, ask.id, write_addresses({}));
+  CHECK(transfer->done());
+  CHECK_NOTHROW(transfer->rethrow_if_failed());
+  CHECK(transfer->addresses() == SessionKit::peer_addresses(2));
+  CHECK(is_unread(kit, from));
+}
+
+TEST_CASE("what a peer answers wrongly is noticed") {
+  SessionKit kit;
+  const auto transfer = kit.session->transfer(request_for(kit, 2));
+  const std::uint64_t id = kit.link->take().id;
+  const auto say = [&](FrameKind kind, Bytes body) { return thrown([&] { kit.say(kind, id, std::move(body)); }); };
+  CHECK(say(FrameKind::kReserved, reserved(SessionKit::peer_addresses(1))) == ErrorCode::kProtocol);
+  CHECK(say(FrameKind::kReserved, reserved(SessionKit::peer_addresses(3))) == ErrorCode::kProtocol);
+  CHECK(say(FrameKind::kReserved, reserved(SessionKit::peer_addresses(1), 1)) == ErrorCode::kProtocol);
+  CHECK(say(FrameKind::kReserved, reserved(SessionKit::peer_addresses(2, kPeerBlocks - 1))) == ErrorCode::kProtocol);
+  CHECK(say(FrameKind::kReserved, reserved({1, 2})) == ErrorCode::kProtocol);
+  CHECK(say(FrameKind::kDone, write_addresses({})) == ErrorCode::kProtocol);
+  CHECK(say(FrameKind::kLent, write_addresses({})) == ErrorCode::kProtocol);
+  CHECK(say(FrameKind::kData, {}) == ErrorCode::kProtocol);
+  CHECK_NOTHROW(kit.say(FrameKind::kDone, id + 99, write_addresses({})));  // nobody asked: nobody hears
+  CHECK_FALSE(transfer->done());
+}
+
+TEST_CASE("a refusal at each phase ends the transfer, and the sources are free") {
+  SessionKit kit;
+  TransferRequest request = request_for(kit, 2);
+  const Addresses from = request.from;
+  const auto transfer = kit.session->transfer(std::move(request));
+  const std::uint64_t id = kit.link->take().id;
+  const Bytes busy = write_error(Error(ErrorCode::kBusy, "later", {{"retry_after_us", 5}}));
+  SUBCASE("for blocks") { kit.say(FrameKind::kRefused, id, busy); }
+  SUBCASE("while it writes") {
+    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    kit.say(FrameKind::kRefused, id, busy);
+    CHECK_FALSE(transfer->done());  // O2
+    CHECK(kit.host.writes.at(0).request.cancelled->load());
+    const Error stopped(ErrorCode::kCancelled, "stopped");
+    kit.host.end_write(&stopped);
+    CHECK(kit.link->take().kind == FrameKind::kCancel);
+  }
+  SUBCASE("of its completion") {
+    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    kit.host.end_write();
+    kit.say(FrameKind::kRefused, id, busy);
+  }
+  CHECK(failure(*transfer) == ErrorCode::kBusy);
+  CHECK(is_unread(kit, from));
+}
+
+TEST_CASE("the deadline ends a transfer in each phase; only a write under way is waited for") {
+  SessionKit kit;
+  TransferRequest request = request_for(kit, 2);
+  request.streamed = true;
+  const Addresses from = request.from;
+  const auto transfer = kit.session->transfer(std::move(request));
+  const std::uint64_t id = kit.link->take().id;
+  const auto late = [&] { kit.session->tick(kit.host.now += 101 * kMs); };
+  SUBCASE("reserving") { late(); }
+  SUBCASE("streaming") {
+    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    late();
+  }
+  SUBCASE("writing") {
+    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    transfer->send_layer(0);
+    late();
+    CHECK_FALSE(transfer->done());
+    CHECK(kit.link->sent.empty());
+    kit.pool->free(from.data(), from.size());
+    CHECK(kit.count(BlockState::kFree) == 14);  // O1: they are still read
+    kit.host.end_write();
+    CHECK(kit.count(BlockState::kFree) == 16);
+  }
+  SUBCASE("completing") {
+    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    transfer->send_layer(0);
+    kit.host.end_write();
+    transfer->finish();
+    CHECK(kit.link->take().kind == FrameKind::kComplete);
+    late();
+  }
+  SUBCASE("cancelling") {
+    CHECK(transfer->cancel());
+    CHECK(kit.link->take().kind == FrameKind::kCancel);
+    CHECK_FALSE(transfer->done());
+    late();
+    CHECK(failure(*transfer) == ErrorCode::kCancelled);
+    return;
+  }
+  CHECK(failure(*transfer) == ErrorCode::kDeadline);
+  CHECK(kit.link->take().kind == FrameKind::kCancel);
+}
+
+TEST_CASE("a cancelled transfer is done when both sides know") {
+  SessionKit kit;
+  TransferRequest request = request_for(kit, 2);
+  const Addresses from = request.from;
+  const auto transfer = kit.session->transfer(std::move(request));
+  const std::uint64_t id = kit.link->take().id;
+  SUBCASE("before it has blocks") { CHECK(transfer->cancel()); }
+  SUBCASE("while it writes") {
+    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    CHECK(transfer->cancel());
+    CHECK(kit.link->sent.empty());
+    const Error stopped(ErrorCode::kCancelled, "stopped");
+    kit.host.end_write(&stopped);
+  }
+  CHECK(kit.link->take().kind == FrameKind::kCancel);
+  CHECK_FALSE(transfer->done());
+  kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));  // had been said before
+  kit.say(FrameKind::kDone, id, write_addresses({}));
+  CHECK(failure(*transfer) == ErrorCode::kCancelled);
+  CHECK_FALSE(transfer->cancel());
+  CHECK(is_unread(kit, from));
+}
+
+TEST_CASE("a cancellation that cannot be sent ends the link, so that the receiver does not wait for ever") {
+  SessionKit kit;
+  const auto transfer = kit.session->transfer(request_for(kit, 1));
+  kit.link->busy = true;
+  CHECK(transfer->cancel());
+  CHECK(kit.link->closed);
+  kit.session->on_closed(Error(ErrorCode::kBusy, "too much is queued"));
+  CHECK(failure(*transfer) == ErrorCode::kCancelled);
+}
+
+TEST_CASE("a lost link ends everything, and is drained when the last write has ended") {
+  SessionKit kit;
+  const auto one = kit.session->transfer(request_for(kit, 1));
+  kit.say(FrameKind::kReserved, kit.link->take().id, reserved(SessionKit::peer_addresses(1)));
+  const auto other = kit.session->transfer(request_for(kit, 1));
+  kit.say(FrameKind::kReserved, kit.link->take().id, reserved(SessionKit::peer_addresses(1, 1)));
+  const auto waiting = kit.session->transfer(request_for(kit, 1));
+  kit.session->on_closed(Error(ErrorCode::kPeerLost, "gone"));
+  kit.link->closed = true;
+  CHECK(kit.route->closed);
+  CHECK(failure(*waiting) == ErrorCode::kPeerLost);
+  CHECK_FALSE(one->done());
+  kit.host.end_write();
+  CHECK(kit.host.drained_calls == 0);  // the other still writes
+  kit.host.end_write();
+  CHECK(kit.host.drained_calls == 1);
+  CHECK(failure(*one) == ErrorCode::kPeerLost);
+  CHECK(failure(*other) == ErrorCode::kPeerLost);
+  CHECK(thrown([&] { kit.session->transfer(request_for(kit, 1)); }) == ErrorCode::kPeerLost);
+}
+
+TEST_CASE("requests to one peer are limited") {
+  SessionKit kit;
+  kit.host.limits_of.transfers_max = 1;
+  const auto transfer = kit.session->transfer(request_for(kit, 1));
+  TransferRequest second = request_for(kit, 1);
+  const Addresses from = second.from;
+  CHECK(thrown([&] { kit.session->transfer(std::move(second)); }) == ErrorCode::kBusy);
+  kit.pool->free(from.data(), from.size());
+  CHECK(kit.count(BlockState::kFree) == 15);
+}
+
+TEST_CASE("a route that does not reach the destinations is not chosen") {
+  SessionKit kit;
+  kit.route->reaches_dram = false;
+  TransferRequest request = request_for(kit, 1);
+  request.medium = Medium::kMixed;
+  CHECK(thrown([&] { kit.session->transfer(std::move(request)); }) == ErrorCode::kUnsupported);
+}
+
+TEST_CASE("named destinations are written by one transfer at a time, and not given back meanwhile") {
+  SessionKit kit;
+  const Addresses borrowed = kit.borrow(2);
+  TransferRequest request = request_for(kit, 2);
+  request.to = borrowed;
+  request.private_bytes.reset();
+  const auto transfer = kit.session->transfer(std::move(request));
+  CHECK(kit.link->sent.empty());
+  TransferRequest second = request_for(kit, 1);
+  second.to = {borrowed[1]};
+  CHECK(thrown([&] { kit.session->transfer(std::move(second)); }) == ErrorCode::kState);
+  CHECK(thrown([&] { kit.session->give_back(borrowed, kit.host.now + kMs); }) == ErrorCode::kState);
+  kit.host.end_write();
+  CHECK(transfer->done());
+  CHECK(kit.link->sent.empty());  // nobody needed to be told
+  kit.link->meanwhile = [&](std::int64_t) { kit.say(FrameKind::kDone, kit.link->take().id, write_addresses({})); };
+  kit.session->give_back(borrowed, kit.host.now + kMs);
+  CHECK(kit.session->borrowed_blocks() == 0);
+}
+
+TEST_CASE("whose the destinations are after a late insertion is known when the receiver answers, not before") {
+  SessionKit kit;
+  const Addresses borrowed = kit.borrow(1);
+  TransferRequest request = request_for(kit, 1);
+  request.to = borrowed;
+  request.insert = true;
+  request.tokens = prompt(1, 1);
+  const auto transfer = kit.session->transfer(std::move(request));
+  kit.host.end_write();
+  const std::uint64_t id = kit.link->take().id;
+  kit.session->tick(kit.host.now += 101 * kMs);
+  CHECK(failure(*transfer) == ErrorCode::kDeadline);
+  CHECK(kit.link->take().kind == FrameKind::kCancel);
+  const auto write_again = [&] {
+    TransferRequest again = request_for(kit, 1);
+    again.to = borrowed;
+    again.private_bytes.reset();
+    return kit.session->transfer(std::move(again));
+  };
+  CHECK(thrown([&] { write_again(); }) == ErrorCode::kState);
+  kit.say(FrameKind::kDone, id, write_addresses({}));  // of the cancellation: says nothing
+  CHECK(thrown([&] { write_again(); }) == ErrorCode::kState);
+  SUBCASE("inserted") {
+    kit.say(FrameKind::kDone, id, write_addresses(borrowed));
+    CHECK(thrown([&] { write_again(); }) == ErrorCode::kNotOwner);
+    CHECK(kit.session->borrowed_blocks() == 0);
+  }
+  SUBCASE("refused") {
+    kit.say(FrameKind::kRefused, id, write_error(Error(ErrorCode::kBusy, "behind")));
+    CHECK(write_again() != nullptr);
+  }
+}
+
+TEST_CASE("a loan that comes too late goes back") {
+  SessionKit kit;
+  kit.link->meanwhile = [&](std::int64_t deadline_ns) { kit.host.now = deadline_ns; };
+  CHECK(thrown([&] { kit.session->borrow(2, Medium::kHbm, true, kit.host.now + kMs); }) == ErrorCode::kDeadline);
+  const std::uint64_t id = kit.link->take().id;
+  kit.say(FrameKind::kLent, id, write_addresses(SessionKit::peer_addresses(2)));
+  const Message back = kit.link->take();
+  CHECK(back.kind == FrameKind::kReturn);
+  CHECK(read_addresses(back.body) == SessionKit::peer_addresses(2));
+  CHECK(kit.session->borrowed_blocks() == 0);
+}
+
+TEST_CASE("a return that could not be sent has changed nothing") {
+  SessionKit kit;
+  const Addresses borrowed = kit.borrow(2);
+  kit.link->busy = true;
+  CHECK(thrown([&] { kit.session->give_back(borrowed, kit.host.now + kMs); }) == ErrorCode::kBusy);
+  CHECK(kit.session->borrowed_blocks() == 2);
+}
+
+TEST_CASE("a peer that lends what it has not, or another number, is left") {
+  SessionKit kit;
+  Addresses lent = SessionKit::peer_addresses(2);
+  SUBCASE("twice the same") { lent[1] = lent[0]; }
+  SUBCASE("one too many") { lent.push_back(lent[0] + 1); }
+  SUBCASE("a block that is not there") { lent[1] = make_address(kPeerInstance, Medium::kHbm, 1, kPeerBlocks); }
+  SUBCASE("somebody else's") { lent[1] = make_address(kPeerInstance + 1, Medium::kHbm, 1, 1); }
+  kit.link->meanwhile = [&](std::int64_t) { kit.say(FrameKind::kLent, kit.link->take().id, write_addresses(lent)); };
+  CHECK(thrown([&] { kit.session->borrow(2, Medium::kHbm, true, kit.host.now + kMs); }) == ErrorCode::kProtocol);
+  CHECK(kit.link->closed);
+  CHECK(kit.session->borrowed_blocks() == 0);
+}
+
+TEST_CASE("memory that runs out while a transfer begins has changed nothing") {
+  const int threw = fail_each_allocation([&](auto&& fail) {
+    SessionKit kit;
+    kit.link->sent.reserve(8);
+    TransferRequest request = request_for(kit, 2);
+    const Addresses from = request.from;
+    std::shared_ptr<Transfer> transfer;
+    if (!fail([&] { transfer = kit.session->transfer(std::move(request)); })) return;
+    CHECK(kit.session->tick(kit.host.now + 1000 * kMs) == INT64_MAX);
+    CHECK(is_unread(kit, from));
+  });
+  CHECK(threw > 3);
+}
+
+}  // namespace
+}  // namespace kvpool::testing

@@ -1,0 +1,161 @@
+// The pool as sessions see it.
+#include "kvpool/pool/peer_blocks.h"
+
+#include <doctest/doctest.h>
+
+#include "failing_alloc.h"
+#include "kvpool/base/digest.h"
+#include "pool_fixture.h"
+
+namespace kvpool::testing {
+namespace {
+
+constexpr Writer kWriter{0x1235, 6};
+
+struct Kit {
+  explicit Kit(std::uint32_t hbm = 8, std::uint32_t dram = 4, std::uint32_t received_max = 2)
+      : pool(std::make_shared<Pool>(small_options(hbm, dram))), received(received_max), blocks(*pool, received) {
+    pool->set_instance(7);
+  }
+  std::uint32_t count(BlockState state) { return pool->audit().media[0].by_state[static_cast<std::size_t>(state)]; }
+  void deliver(Delivery&& delivery) {
+    Delivered delivered = blocks.deliver(std::move(delivery));
+    REQUIRE(delivered.news != nullptr);
+    blocks.publish(std::move(delivered.news));
+  }
+  Delivery delivery(std::size_t n, bool insert) {
+    Delivery delivery;
+    delivery.peer = "peer";
+    delivery.spec.blocks = n;
+    delivery.spec.insert = insert;
+    if (insert) delivery.spec.tokens = prompt(1, n);
+    delivery.reservation = *blocks.reserve(delivery.spec, kWriter, Room::kFree);
+    delivery.private_bytes = Bytes(2, std::byte{1});
+    return delivery;
+  }
+  std::shared_ptr<Pool> pool;
+  ReceivedQueue received;
+  PeerBlocks blocks;
+};
+
+template <class Work>
+ErrorCode thrown(Work&& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  FAIL("nothing was thrown");
+  return ErrorCode::kAudit;
+}
+
+TEST_CASE("who may write a reserved or lent block is told by incarnation and transfer") {
+  Kit kit;
+  ReserveSpec spec;
+  spec.blocks = 2;
+  const Addresses reserved = kit.blocks.reserve(spec, kWriter, Room::kFree)->addresses;
+  const Addresses lent = *kit.blocks.lend(1, Medium::kHbm, kWriter, Room::kFree);
+  const Writer other_transfer{kWriter.epoch, kWriter.mark + 1};
+  const Writer other_peer{kWriter.epoch + 2, kWriter.mark};
+  const auto check = [&](const Addresses& addresses, Writer writer, bool lent_only) {
+    kit.blocks.check_writable(addresses, writer, lent_only);
+  };
+  CHECK_NOTHROW(check(reserved, kWriter, false));
+  CHECK_NOTHROW(check(lent, other_transfer, true));
+  CHECK(thrown([&] { check(reserved, kWriter, true); }) == ErrorCode::kNotOwner);
+  CHECK(thrown([&] { check(reserved, other_transfer, false); }) == ErrorCode::kNotOwner);
+  CHECK(thrown([&] { check(reserved, other_peer, false); }) == ErrorCode::kNotOwner);
+  CHECK(thrown([&] { check(lent, other_peer, false); }) == ErrorCode::kNotOwner);
+  kit.blocks.quarantine(lent);
+  CHECK(thrown([&] { check(lent, kWriter, false); }) == ErrorCode::kNotOwner);
+  kit.blocks.release(lent);
+  CHECK(thrown([&] { check(lent, kWriter, false); }) == ErrorCode::kStaleAddress);
+  kit.blocks.release(reserved);
+  CHECK(kit.count(BlockState::kFree) == 8);
+}
+
+TEST_CASE("room is made for a peer only when it may be, and by whom it may be") {
+  Kit kit(2, 0);
+  const Addresses cached = alloc(*kit.pool, 2);
+  static_cast<void>(insert(kit.pool, prompt(1, 2), cached));
+  CHECK_FALSE(kit.blocks.lend(1, Medium::kHbm, kWriter, Room::kTry).has_value());
+  CHECK(thrown([&] { kit.blocks.lend(1, Medium::kHbm, kWriter, Room::kFree); }) == ErrorCode::kOutOfBlocks);
+  CHECK(kit.count(BlockState::kHistorical) == 2);
+  CHECK(kit.blocks.lend(1, Medium::kHbm, kWriter, Room::kEvict)->size() == 1);
+  CHECK(thrown([&] { kit.blocks.lend(3, Medium::kHbm, kWriter, Room::kEvict); }) == ErrorCode::kOutOfBlocks);
+}
+
+// Eviction used to count on blocks that transfers still read, and ended the process.
+TEST_CASE("a cached block that is read is no room, and its eviction is no harm") {
+  for (const std::uint32_t dram : {0U, 1U, 4U}) {
+    Kit kit(4, dram);
+    const Addresses cached = alloc(*kit.pool, 4);
+    for (Token id = 0; id < 4; ++id)
+      static_cast<void>(insert(kit.pool, prompt(id, 1), {cached[static_cast<std::size_t>(id)]}));
+    kit.blocks.hold_for_reading({&cached[1], 2});
+    for (std::size_t i = 1; i <= 2; ++i) stamp(*kit.pool, cached[i], i);
+    CHECK(thrown([&] { kit.blocks.lend(4, Medium::kHbm, kWriter, Room::kEvict); }) == ErrorCode::kOutOfBlocks);
+    kit.pool->evict(4, Medium::kHbm);
+    const Addresses two = *kit.blocks.lend(2, Medium::kHbm, kWriter, Room::kEvict);
+    for (const Address address : two) stamp(*kit.pool, address, 99);
+    for (std::size_t i = 1; i <= 2; ++i) CHECK(has_stamp(*kit.pool, cached[i], i));
+    CHECK(thrown([&] { kit.blocks.hold_for_reading({&cached[1], 1}); }) == ErrorCode::kState);
+    kit.blocks.release_reading({&cached[1], 2});
+    CHECK(kit.count(BlockState::kFree) == 2);
+  }
+}
+
+TEST_CASE("destinations that are expected are nobody else's until the writes have ended") {
+  Kit kit;
+  const Addresses to = alloc(*kit.pool, 2);
+  kit.blocks.expect_writes(to, kWriter);
+  CHECK(thrown([&] { kit.pool->free(to.data(), 1); }) == ErrorCode::kState);
+  CHECK(thrown([&] { kit.blocks.expect_writes(to, kWriter); }) == ErrorCode::kState);
+  CHECK(thrown([&] { kit.blocks.hold_for_reading(to); }) == ErrorCode::kState);
+  kit.blocks.end_writes(to);
+  kit.pool->free(to.data(), 2);
+  CHECK(kit.count(BlockState::kFree) == 8);
+}
+
+TEST_CASE("a checksum is of the blocks' contents, one after another, whatever the order in memory") {
+  Kit kit;
+  const Addresses blocks = alloc(*kit.pool, 3);
+  for (std::size_t i = 0; i < 3; ++i) stamp(*kit.pool, blocks[i], i + 1);
+  std::vector<std::uint64_t> content;
+  for (const std::uint64_t value : {3U, 1U}) content.insert(content.end(), 16, value);
+  CHECK(kit.blocks.checksum(Addresses{blocks[2], blocks[0]}) == crc32c(0, content.data(), content.size() * 8));
+}
+
+TEST_CASE("a delivery that runs out of memory, or of room in the queue, has changed nothing") {
+  for (const bool insert : {false, true}) {
+    int attempts = 0;
+    fail_each_allocation([&](auto&& fail) {
+      ++attempts;
+      Kit kit;
+      Delivery delivery = kit.delivery(3, insert);
+      const Addresses blocks = delivery.reservation.addresses;
+      if (!fail([&] { static_cast<void>(kit.blocks.deliver(std::move(delivery))); })) return;
+      CHECK(kit.count(BlockState::kReserved) == 3);
+      CHECK(delivery.reservation.addresses == blocks);
+      CHECK_NOTHROW(kit.blocks.check_writable(blocks, kWriter, false));
+      CHECK(kit.received.pop(0) == nullptr);
+      kit.deliver(std::move(delivery));
+      CHECK(kit.received.pop(0)->addresses.size() == 3);
+    });
+    CHECK(attempts > 3);
+  }
+  Kit kit(8, 4, /*received_max=*/1);
+  kit.deliver(kit.delivery(1, false));
+  Delivery second = kit.delivery(1, true);
+  CHECK(thrown([&] { kit.blocks.deliver(std::move(second)); }) == ErrorCode::kBusy);
+  CHECK(kit.count(BlockState::kReserved) == 1);
+  CHECK(kit.received.pop(0) != nullptr);
+  kit.deliver(std::move(second));
+  const auto item = kit.received.pop(0);
+  REQUIRE(item != nullptr);
+  CHECK(item->inserted);
+  kit.pool->unpin(&item->pin, 1);
+}
+
+}  // namespace
+}  // namespace kvpool::testing

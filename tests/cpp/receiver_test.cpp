@@ -1,0 +1,333 @@
+// The receiving half of the protocol, against a peer that follows a script.
+#include <doctest/doctest.h>
+
+#include "session_kit.h"
+
+namespace kvpool::testing {
+namespace {
+
+constexpr std::uint64_t kId = 5;
+
+TEST_CASE("a reservation that is completed becomes the application's, and is told of once") {
+  SessionKit kit;
+  const Addresses blocks = kit.reserve(kId, SessionKit::reservation(3));
+  CHECK(kit.count(BlockState::kReserved) == 3);
+  kit.say(FrameKind::kComplete, kId, write_body(kit.completion(3)));
+  CHECK(kit.answer().kind == FrameKind::kDone);
+  const auto item = kit.received.pop(0);
+  REQUIRE(item != nullptr);
+  CHECK(item->addresses == blocks);
+  CHECK(item->peer == "peer");
+  CHECK(kit.count(BlockState::kActive) == 3);
+  kit.say(FrameKind::kComplete, kId, write_body(kit.completion(3)));
+  CHECK(kit.refusal() == ErrorCode::kDeadline);
+  CHECK(kit.received.pop(0) == nullptr);
+  CHECK(kit.session->counts().promised == 0);
+}
+
+TEST_CASE("a reservation whose one-sided writer is late is quarantined until the writer says that it has stopped") {
+  SessionKit kit;
+  static_cast<void>(kit.reserve(kId, SessionKit::reservation(2)));
+  CHECK(kit.session->tick(kit.host.now + 999 * kMs) < INT64_MAX);
+  CHECK(kit.count(BlockState::kReserved) == 2);
+  CHECK(kit.session->tick(kit.host.now + 1001 * kMs) == INT64_MAX);
+  CHECK(kit.count(BlockState::kQuarantined) == 2);
+  SUBCASE("by completing") {
+    kit.say(FrameKind::kComplete, kId, write_body(kit.completion(2)));
+    CHECK(kit.refusal() == ErrorCode::kDeadline);
+  }
+  SUBCASE("by giving up") {
+    kit.say(FrameKind::kCancel, kId);
+    CHECK(kit.answer().kind == FrameKind::kDone);
+  }
+  SUBCASE("by exiting") { kit.session->on_writer_gone(); }
+  CHECK(kit.count(BlockState::kFree) == 16);
+  CHECK(kit.session->counts().promised == 0);
+}
+
+TEST_CASE("a reservation that is placed by the receiver is free at its deadline") {
+  SessionKit kit;
+  ReserveBody body = SessionKit::reservation(2);
+  body.one_sided = false;
+  const Addresses blocks = kit.reserve(kId, body);
+  SUBCASE("at once") {
+    kit.session->tick(kit.host.now + 1001 * kMs);
+    CHECK(kit.count(BlockState::kFree) == 16);
+    CHECK_FALSE(kit.place(kId, blocks));
+  }
+  SUBCASE("when what is being placed lies there") {
+    const Placement placement = kit.data(kId, blocks);
+    REQUIRE(!placement.pieces.empty());
+    kit.session->tick(kit.host.now + 1001 * kMs);
+    CHECK(kit.count(BlockState::kReserved) == 2);
+    kit.session->on_placed(placement.token, true);
+    CHECK(kit.count(BlockState::kFree) == 16);
+  }
+  kit.say(FrameKind::kComplete, kId, write_body(kit.completion(2)));
+  CHECK(kit.refusal() == ErrorCode::kDeadline);
+}
+
+TEST_CASE("nothing is completed before all of it was placed, intact, in the blocks that were reserved") {
+  SessionKit kit(/*one_sided=*/false);
+  ReserveBody body = SessionKit::reservation(2);
+  body.one_sided = false;
+  const Addresses blocks = kit.reserve(kId, body);
+  const Addresses others = kit.reserve(kId + 1, body);
+  const Addresses lent = kit.lend(50, 1);
+  CompleteBody completion = kit.completion(2);
+  SUBCASE("none") {}
+  SUBCASE("half") { CHECK(kit.place(kId, {blocks[0]})); }
+  SUBCASE("half, and so it says") {
+    CHECK(kit.place(kId, {blocks[0]}));
+    completion.bytes /= 2;
+  }
+  SUBCASE("the other half damaged") {
+    CHECK(kit.place(kId, {blocks[0]}));
+    CHECK(kit.place(kId, {blocks[1]}, /*intact=*/false));
+  }
+  SUBCASE("the other half in blocks of another transfer") {
+    CHECK(kit.place(kId, {blocks[0]}));
+    CHECK_FALSE(kit.place(kId, {others[1]}));
+  }
+  SUBCASE("the other half in a lent block") {
+    CHECK(kit.place(kId, {blocks[0]}));
+    CHECK_FALSE(kit.place(kId, lent));
+  }
+  SUBCASE("all of it") {
+    CHECK(kit.place(kId, {blocks[0]}));
+    CHECK(kit.place(kId, {blocks[1]}));
+    kit.say(FrameKind::kComplete, kId, write_body(completion));
+    CHECK(kit.answer().kind == FrameKind::kDone);
+    return;
+  }
+  kit.say(FrameKind::kComplete, kId, write_body(completion));
+  CHECK(kit.refusal() == ErrorCode::kProtocol);
+  CHECK(kit.received.pop(0) == nullptr);
+  CHECK(kit.count(BlockState::kReserved) == 2);  // the other transfer's
+}
+
+TEST_CASE("data for blocks that are not the peer's is dropped") {
+  SessionKit kit(/*one_sided=*/false);
+  const Addresses own = alloc(*kit.pool, 1);
+  const Addresses lent = kit.lend(50, 2);
+  CHECK_FALSE(kit.place(kId, own));
+  CHECK(kit.place(kId, lent));
+  kit.say(FrameKind::kReturn, 51, write_addresses({&lent[0], 1}));
+  CHECK(kit.answer().kind == FrameKind::kDone);
+  CHECK_FALSE(kit.place(kId, lent));
+  CHECK(kit.place(kId, {lent[1]}));
+}
+
+TEST_CASE("a block that goes to the index is not written any more") {
+  SessionKit kit(/*one_sided=*/false);
+  const Addresses lent = kit.lend(50, 1);
+  CompleteBody body = kit.completion(1);
+  body.named = lent;
+  body.insert = true;
+  body.tokens = prompt(1, 1);
+  body.has_checksum = true;
+  body.checksum = kit.peer_blocks.checksum(lent);
+  kit.say(FrameKind::kComplete, kId, write_body(body));
+  CHECK_FALSE(kit.place(kId, lent));  // the checksum is still being computed
+  CHECK_FALSE(kit.place(kId + (std::uint64_t{1} << 31), lent));
+  kit.say(FrameKind::kReturn, 51, write_addresses(lent));
+  CHECK(kit.refusal() == ErrorCode::kNotOwner);
+  kit.host.run_works();
+  CHECK(kit.answer().kind == FrameKind::kDone);
+  CHECK(kit.count(BlockState::kHistorical) == 1);
+  CHECK(kit.session->counts().promised == 0);
+}
+
+TEST_CASE("a wrong checksum is found, and the blocks are as they were before the transfer") {
+  SessionKit kit;
+  const Addresses blocks = kit.reserve(kId, SessionKit::reservation(2));
+  const Addresses lent = kit.lend(50, 1);
+  CompleteBody body = kit.completion(2);
+  body.has_checksum = true;
+  body.checksum = kit.peer_blocks.checksum(blocks) + 1;
+  kit.say(FrameKind::kComplete, kId, write_body(body));
+  CHECK(kit.link->sent.empty());
+  kit.host.run_works();
+  CHECK(kit.refusal() == ErrorCode::kProtocol);
+  body.named = lent;
+  body.insert = true;
+  body.tokens = prompt(1, 1);
+  kit.say(FrameKind::kComplete, kId + 1, write_body(body));
+  kit.host.run_works();
+  CHECK(kit.refusal() == ErrorCode::kProtocol);
+  CHECK(kit.count(BlockState::kLent) == 1);
+  CHECK(kit.count(BlockState::kFree) == 15);
+  CHECK(kit.session->counts().promised == 1);
+}
+
+TEST_CASE("a peer that goes while its blocks are verified leaves nothing behind") {
+  SessionKit kit;
+  const Addresses lent = kit.lend(50, 2);
+  CompleteBody body = kit.completion(1);
+  body.named = {lent[0]};
+  body.insert = true;
+  body.tokens = prompt(1, 1);
+  body.has_checksum = true;
+  body.checksum = kit.peer_blocks.checksum(body.named);
+  SUBCASE("and they are intact") {}
+  SUBCASE("and they are not") { ++body.checksum; }
+  kit.say(FrameKind::kComplete, kId, write_body(body));
+  kit.link->closed = true;
+  kit.session->on_closed(Error(ErrorCode::kPeerLost, "gone"));
+  CHECK(kit.count(BlockState::kQuarantined) == 1);
+  kit.host.run_works();
+  kit.session->on_writer_gone();
+  CHECK(kit.count(BlockState::kLent) + kit.count(BlockState::kQuarantined) == 0);
+  CHECK(kit.session->counts().promised == 0);
+}
+
+TEST_CASE("what a peer may have under way is limited, and it is told when to come again") {
+  SessionKit kit;
+  kit.host.limits_of.reserved_max = 4;
+  kit.host.limits_of.transfers_max = 2;
+  static_cast<void>(kit.reserve(1, SessionKit::reservation(3)));
+  kit.say(FrameKind::kReserve, 2, write_body(SessionKit::reservation(2)));
+  CHECK(kit.refusal() == ErrorCode::kBusy);
+  kit.say(FrameKind::kLend, 3, write_body(LendBody{2, Medium::kHbm, false}));
+  CHECK(kit.refusal() == ErrorCode::kBusy);
+  static_cast<void>(kit.reserve(4, SessionKit::reservation(1)));
+  kit.say(FrameKind::kReserve, 5, write_body(SessionKit::reservation(0)));
+  CHECK(kit.refusal() == ErrorCode::kBusy);
+  // What is quarantined for it counts, too.
+  kit.session->tick(kit.host.now + 1001 * kMs);
+  kit.say(FrameKind::kReserve, 6, write_body(SessionKit::reservation(1)));
+  CHECK(kit.refusal() == ErrorCode::kBusy);
+  kit.say(FrameKind::kCancel, 1);
+  CHECK(kit.answer().kind == FrameKind::kDone);
+  static_cast<void>(kit.reserve(7, SessionKit::reservation(3)));
+}
+
+TEST_CASE("numbers that are no transfer's are refused") {
+  SessionKit kit;
+  for (const std::uint64_t id : {std::uint64_t{0}, kFetchBit | kId}) {
+    kit.say(FrameKind::kReserve, id, write_body(SessionKit::reservation(1)));
+    CHECK(kit.refusal() == ErrorCode::kProtocol);
+    kit.say(FrameKind::kComplete, id, write_body(kit.completion(1)));
+    CHECK(kit.refusal() == ErrorCode::kProtocol);
+  }
+  static_cast<void>(kit.reserve(kId, SessionKit::reservation(1)));
+  kit.say(FrameKind::kReserve, kId, write_body(SessionKit::reservation(1)));
+  CHECK(kit.refusal() == ErrorCode::kProtocol);
+  kit.say(FrameKind::kCancel, 77);
+  CHECK(kit.answer().kind == FrameKind::kDone);
+  CHECK(kit.session->counts().promised == 1);
+}
+
+TEST_CASE("the cached prefix of an insertion is held, and not sent again") {
+  SessionKit kit;
+  const Addresses cached = alloc(*kit.pool, 2);
+  static_cast<void>(insert(kit.pool, prompt(1, 2), cached));
+  ReserveBody body = SessionKit::reservation(3);
+  body.insert = true;
+  body.tokens = prompt(1, 3);
+  kit.say(FrameKind::kReserve, kId, write_body(body));
+  const ReservedBody reserved = read_reserved(kit.answer().body);
+  CHECK(reserved.held == 2);
+  REQUIRE(reserved.addresses.size() == 1);
+  CHECK(kit.pool->evict(4, Medium::kMixed) == 0);  // held
+  CompleteBody completion = kit.completion(1);
+  SUBCASE("completed") {
+    kit.say(FrameKind::kComplete, kId, write_body(completion));
+    const Addresses canonical = read_addresses(kit.answer().body);
+    CHECK(canonical == Addresses{cached[0], cached[1], reserved.addresses[0]});
+    const auto item = kit.received.pop(0);
+    REQUIRE(item != nullptr);
+    CHECK(item->inserted);
+    CHECK(kit.pool->evict(4, Medium::kMixed) == 0);  // the application's
+    kit.pool->unpin(&item->pin, 1);
+    CHECK(kit.pool->evict(4, Medium::kMixed) == 3);
+  }
+  SUBCASE("given up") {
+    kit.say(FrameKind::kCancel, kId);
+    CHECK(kit.answer().kind == FrameKind::kDone);
+    CHECK(kit.pool->evict(4, Medium::kMixed) == 2);
+  }
+  CHECK(kit.count(BlockState::kFree) == 16);
+}
+
+TEST_CASE("pages that came in another way meanwhile are not kept twice") {
+  SessionKit kit;
+  ReserveBody body = SessionKit::reservation(2);
+  body.insert = true;
+  body.tokens = prompt(1, 2);
+  static_cast<void>(kit.reserve(kId, body));
+  const Addresses first = alloc(*kit.pool, 1);
+  static_cast<void>(insert(kit.pool, prompt(1, 1), first));
+  CompleteBody completion = kit.completion(2);
+  completion.has_private = false;
+  completion.private_bytes.clear();
+  kit.say(FrameKind::kComplete, kId, write_body(completion));
+  CHECK(read_addresses(kit.answer().body).at(0) == first[0]);
+  CHECK(kit.count(BlockState::kHistorical) == 2);
+  CHECK(kit.count(BlockState::kFree) == 14);
+  CHECK(kit.pool->evict(4, Medium::kMixed) == 2);  // the application was not told: nothing is pinned
+}
+
+TEST_CASE("an application that is behind makes its peers wait, and nothing is lost") {
+  SessionKit kit(/*one_sided=*/true, 16, /*received_max=*/1);
+  for (std::uint64_t id = 1; id <= 2; ++id) {
+    static_cast<void>(kit.reserve(id, SessionKit::reservation(2)));
+    kit.say(FrameKind::kComplete, id, write_body(kit.completion(2)));
+    if (id == 1) CHECK(kit.answer().kind == FrameKind::kDone);
+  }
+  CHECK(kit.refusal() == ErrorCode::kBusy);
+  CHECK(kit.count(BlockState::kActive) == 2);
+  CHECK(kit.count(BlockState::kFree) == 14);
+  CHECK(kit.received.pop(0) != nullptr);
+  static_cast<void>(kit.reserve(3, SessionKit::reservation(2)));
+  kit.say(FrameKind::kComplete, 3, write_body(kit.completion(2)));
+  CHECK(kit.answer().kind == FrameKind::kDone);
+}
+
+TEST_CASE("what is cancelled before it has blocks never gets them") {
+  SessionKit kit(/*one_sided=*/true, /*hbm_blocks=*/2);
+  const Addresses cached = alloc(*kit.pool, 2);
+  static_cast<void>(insert(kit.pool, prompt(1, 2), cached));
+  ReserveBody body = SessionKit::reservation(2);
+  body.may_evict = true;
+  kit.say(FrameKind::kReserve, kId, write_body(body));
+  CHECK(kit.link->sent.empty());  // room is being made
+  SUBCASE("by the peer") {
+    kit.say(FrameKind::kCancel, kId);
+    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.host.run_works();
+    CHECK(kit.refusal() == ErrorCode::kCancelled);
+  }
+  SUBCASE("by the end of the link") {
+    kit.session->on_closed(Error(ErrorCode::kPeerLost, "gone"));
+    kit.link->closed = true;
+    kit.host.run_works();
+  }
+  CHECK(kit.count(BlockState::kReserved) == 0);
+  CHECK(kit.count(BlockState::kFree) == 2);
+  CHECK(kit.session->counts().promised == 0);
+}
+
+TEST_CASE("an answer that cannot be sent ends the link") {
+  SessionKit kit;
+  kit.link->busy = true;
+  kit.say(FrameKind::kReserve, kId, write_body(SessionKit::reservation(1)));
+  CHECK(kit.link->closed);
+  CHECK(kit.link->why == ErrorCode::kBusy);
+}
+
+TEST_CASE("a return of what is not lent changes nothing") {
+  SessionKit kit;
+  Addresses lent = kit.lend(50, 3);
+  for (const Addresses& wrong : {Addresses{lent[0], lent[1], lent[0]}, Addresses{lent[0], 1234}}) {
+    kit.say(FrameKind::kReturn, 51, write_addresses(wrong));
+    CHECK(kit.refusal() == ErrorCode::kNotOwner);
+    CHECK(kit.session->counts().lent == 3);
+  }
+  kit.say(FrameKind::kReturn, 52, write_addresses(lent));
+  CHECK(kit.answer().kind == FrameKind::kDone);
+  CHECK(kit.count(BlockState::kFree) == 16);
+}
+
+}  // namespace
+}  // namespace kvpool::testing

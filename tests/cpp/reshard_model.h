@@ -1,0 +1,86 @@
+// A naive model of how blocks are spread over ranks, for tests: every byte of a logical block has a number, and shards
+// are copied out of it by nested loops that share no code with kvpool.
+#pragma once
+
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kvpool/base/error.h"
+#include "kvpool/transfer/parallel.h"
+
+namespace kvpool::testing {
+
+using Bytes32 = std::vector<std::uint32_t>;  // the number of each byte
+
+inline KVShape shape_of(std::uint32_t layers, std::uint32_t heads, std::uint32_t dim = 2, std::uint32_t itemsize = 2,
+                        std::uint32_t tokens = 4) {
+  return {.layers = layers, .kv_heads = heads, .head_dim = dim, .itemsize = itemsize, .block_tokens = tokens};
+}
+
+inline Parallel parallel_of(std::uint32_t tp, std::uint32_t pp, LayerSplit split = LayerSplit::kVllm) {
+  return {.tp = tp, .pp = pp, .split = split, .stage_layers = {}};
+}
+
+// As the engines' sources have it, word by word: vllm/distributed/utils.py and sglang's distributed/utils.py.
+inline std::vector<std::uint32_t> engine_split(std::uint32_t layers, std::uint32_t stages, LayerSplit rule) {
+  std::vector<std::uint32_t> partitions(stages, layers / stages);
+  const std::uint32_t left = layers % stages;
+  if (rule == LayerSplit::kVllm) {
+    for (std::uint32_t i = 2; left > 0 && i < left + 2; ++i) ++partitions[stages - i];
+  } else {
+    for (std::uint32_t rank = 0; rank < stages; ++rank) {
+      if (rank >= stages - left) ++partitions[rank];
+    }
+  }
+  return partitions;
+}
+
+// What the rank holds of a block, by number, and nothing of the planner's arithmetic.
+inline Bytes32 shard(const KVShape& shape, const Parallel& parallel, std::uint32_t rank) {
+  const std::vector<std::uint32_t> stages =
+      parallel.stage_layers.empty() ? engine_split(shape.layers, parallel.pp, parallel.split) : parallel.stage_layers;
+  const std::uint32_t stage = rank / parallel.tp;
+  const std::uint32_t tp_rank = rank % parallel.tp;
+  Bytes32 content;
+  for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
+    std::uint32_t owner = 0;
+    for (std::uint32_t seen = stages[0]; layer >= seen; seen += stages[owner]) ++owner;
+    if (owner != stage) continue;
+    for (std::uint32_t half = 0; half < 2; ++half) {
+      for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
+        const bool mine = parallel.tp <= shape.kv_heads ? head / (shape.kv_heads / parallel.tp) == tp_rank
+                                                        : tp_rank / (parallel.tp / shape.kv_heads) == head;
+        if (!mine) continue;
+        const auto head_bytes = static_cast<std::uint32_t>(shape.head_bytes());
+        for (std::uint32_t byte = 0; byte < head_bytes; ++byte) {
+          content.push_back(((layer * 2 + half) * shape.kv_heads + head) * head_bytes + byte);
+        }
+      }
+    }
+  }
+  return content;
+}
+
+inline ErrorCode code_of(auto&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  FAIL("nothing was thrown");
+  return ErrorCode::kAudit;
+}
+
+inline std::string text_of(auto&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace kvpool::testing

@@ -1,0 +1,221 @@
+// A session whose peer is a script: a real pool, a link that notes what is sent, a host that does what it is told and
+// when, and a clock that a test moves.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvpool/pool/peer_blocks.h"
+#include "kvpool/pool/received_queue.h"
+#include "kvpool/transfer/messages.h"
+#include "kvpool/transfer/session.h"
+#include "kvpool/transport/data_body.h"
+#include "pool_fixture.h"
+
+namespace kvpool::testing {
+
+inline constexpr std::int64_t kMs = 1'000'000;
+inline constexpr std::uint32_t kOwnInstance = 7;
+inline constexpr std::uint32_t kPeerInstance = 9;
+inline constexpr std::uint64_t kPeerEpoch = 0x1234567;
+inline constexpr std::uint32_t kPeerBlocks = 32;
+
+// What the peer was sent, and what it does while somebody waits.
+class ScriptLink final : public Link {
+ public:
+  void send(Message&& message) override {
+    if (closed) throw Error(ErrorCode::kPeerLost, "closed");
+    if (busy) throw Error(ErrorCode::kBusy, "too much is queued");
+    sent.push_back(std::move(message));
+  }
+  void send_data(std::uint64_t, std::span<const std::byte>, std::span<const iovec>, std::int64_t,
+                 const std::atomic<bool>*) override {}
+  bool drive(std::int64_t deadline_ns, const std::function<bool()>& done) override {
+    if (meanwhile) meanwhile(deadline_ns);
+    return done();
+  }
+  void wake() noexcept override {}
+  int descriptor(std::size_t) const noexcept override { return -1; }
+  int pidfd() const noexcept override { return -1; }
+  std::string describe() const override { return "script"; }
+  void close(const Error& error) noexcept override {
+    if (!std::exchange(closed, true)) why = error.code();
+  }
+
+  // The only message since the last look.
+  Message take() {
+    KVPOOL_CHECK(sent.size() == 1);
+    Message message = std::move(sent.front());
+    sent.clear();
+    return message;
+  }
+
+  std::vector<Message> sent;
+  std::function<void(std::int64_t deadline_ns)> meanwhile;
+  bool closed = false;
+  bool busy = false;
+  ErrorCode why = ErrorCode::kArgument;
+};
+
+// Writes nothing: the test says when a write has ended, and how.
+class ScriptRoute final : public Route {
+ public:
+  explicit ScriptRoute(bool one_sided) : one_sided_(one_sided) {}
+  const char* name() const noexcept override { return "script"; }
+  RouteTraits traits() const noexcept override { return {.one_sided = one_sided_, .by_caller = true, .waits = false}; }
+  bool reaches(Medium medium) const noexcept override { return medium == Medium::kHbm || reaches_dram; }
+  double estimate_us(std::uint64_t, std::uint64_t) const noexcept override { return 1; }
+  WriteOutcome write(const WriteRequest&) override { return {}; }
+  void close() noexcept override { closed = true; }
+  bool reaches_dram = true;
+  bool closed = false;
+
+ private:
+  const bool one_sided_;
+};
+
+class ScriptHost final : public SessionHost {
+ public:
+  explicit ScriptHost(BlockHost& blocks) : blocks_(blocks) {}
+  BlockHost& blocks() noexcept override { return blocks_; }
+  std::int64_t now_ns() const noexcept override { return now; }
+  const SessionLimits& limits() const noexcept override { return limits_of; }
+  void run(Priority, std::function<void()> work) override { works.push_back(std::move(work)); }
+  void write(WriteJob&& job) override { writes.push_back(std::move(job)); }
+  void drained(Session&) noexcept override { ++drained_calls; }
+  void tick_by(std::int64_t at_ns) override { tick_at = at_ns; }
+
+  void run_works() {
+    for (const auto& work : std::exchange(works, {})) work();
+  }
+  // The first write that is under way has ended.
+  void end_write(const Error* error = nullptr) {
+    WriteJob job = std::move(writes.front());
+    writes.erase(writes.begin());
+    job.done({1, error == nullptr ? job.bytes : 0}, error);
+  }
+
+  std::int64_t now = 1'000'000'000;
+  std::int64_t tick_at = 0;
+  SessionLimits limits_of;
+  std::vector<std::function<void()>> works;
+  std::vector<WriteJob> writes;
+  int drained_calls = 0;
+
+ private:
+  BlockHost& blocks_;
+};
+
+class SessionKit {
+ public:
+  explicit SessionKit(bool one_sided = true, std::uint32_t hbm_blocks = 16, std::uint32_t received_max = 4)
+      : pool(std::make_shared<Pool>(small_options(hbm_blocks, 8))),
+        received(received_max),
+        peer_blocks(*pool, received),
+        host(peer_blocks),
+        link(std::make_shared<ScriptLink>()),
+        route(std::make_shared<ScriptRoute>(one_sided)) {
+    pool->set_instance(kOwnInstance);
+    PeerCard card;
+    card.name = "peer";
+    card.instance = kPeerInstance;
+    card.epoch = kPeerEpoch;
+    card.media[0].blocks = card.media[1].blocks = kPeerBlocks;
+    session = std::make_shared<Session>(host, card, one_sided);
+    session->start(link, {route});
+  }
+  ~SessionKit() {
+    if (!session->link_ended()) session->on_closed(Error(ErrorCode::kPeerLost, "the test ends"));
+    while (!host.writes.empty()) {
+      const Error error(ErrorCode::kPeerLost, "the test ends");
+      host.end_write(&error);
+    }
+  }
+  SessionKit(const SessionKit&) = delete;
+  SessionKit& operator=(const SessionKit&) = delete;
+
+  std::uint32_t count(BlockState state, Medium medium = Medium::kHbm) {
+    const PoolStats stats = pool->audit();
+    return stats.media[static_cast<std::size_t>(medium_index(medium))].by_state[static_cast<std::size_t>(state)];
+  }
+
+  // --- the peer's side of the script ---
+  void say(FrameKind kind, std::uint64_t id, Bytes body = {}) {
+    session->on_message(Message{kind, 0, id, std::move(body)});
+  }
+  Message answer() { return link->take(); }
+  ErrorCode refusal() {
+    const Message message = link->take();
+    KVPOOL_CHECK(message.kind == FrameKind::kRefused);
+    return read_error(message.body).code();
+  }
+  static ReserveBody reservation(std::uint32_t blocks) {
+    ReserveBody body;
+    body.blocks = blocks;
+    body.may_evict = false;
+    body.one_sided = true;
+    body.lifetime_ms = 1000;
+    return body;
+  }
+  Addresses reserve(std::uint64_t id, const ReserveBody& body) {
+    say(FrameKind::kReserve, id, write_body(body));
+    const Message message = answer();
+    KVPOOL_CHECK(message.kind == FrameKind::kReserved);
+    return read_reserved(message.body).addresses;
+  }
+  Addresses lend(std::uint64_t id, std::uint32_t blocks) {
+    say(FrameKind::kLend, id, write_body(LendBody{blocks, Medium::kHbm, false}));
+    const Message message = answer();
+    KVPOOL_CHECK(message.kind == FrameKind::kLent);
+    return read_addresses(message.body);
+  }
+  std::uint64_t bytes_of(std::size_t blocks) const { return blocks * pool->layout().block_bytes(); }
+  CompleteBody completion(std::size_t blocks) const {
+    CompleteBody body;
+    body.bytes = bytes_of(blocks);
+    body.has_private = true;
+    body.private_bytes = Bytes(3, std::byte{5});
+    return body;
+  }
+  Placement data(std::uint64_t id, const Addresses& to) {
+    Bytes body;
+    const BlockStrip strip{0, 0, pool->layout().block_bytes()};
+    write_data_body({&strip, 1}, to, body);
+    return session->on_data(id, body, bytes_of(to.size()));
+  }
+  // Data that arrives whole. False when it was dropped.
+  bool place(std::uint64_t id, const Addresses& to, bool intact = true) {
+    const Placement placement = data(id, to);
+    if (placement.pieces.empty()) return false;
+    session->on_placed(placement.token, intact);
+    return true;
+  }
+  static Addresses peer_addresses(std::size_t n, std::uint32_t first = 0) {
+    Addresses addresses;
+    for (std::uint32_t i = 0; i < n; ++i) addresses.push_back(make_address(kPeerInstance, Medium::kHbm, 3, first + i));
+    return addresses;
+  }
+  // This side has borrowed blocks of the peer.
+  Addresses borrow(std::size_t n, std::uint32_t first = 0) {
+    const Addresses addresses = peer_addresses(n, first);
+    link->meanwhile = [this, addresses](std::int64_t) {
+      say(FrameKind::kLent, link->take().id, write_addresses(addresses));
+    };
+    const Addresses borrowed = session->borrow(n, Medium::kHbm, true, host.now + kMs);
+    link->meanwhile = nullptr;
+    return borrowed;
+  }
+
+  std::shared_ptr<Pool> pool;
+  ReceivedQueue received;
+  PeerBlocks peer_blocks;
+  ScriptHost host;
+  std::shared_ptr<ScriptLink> link;
+  std::shared_ptr<ScriptRoute> route;
+  std::shared_ptr<Session> session;
+};
+
+}  // namespace kvpool::testing

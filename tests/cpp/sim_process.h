@@ -1,0 +1,217 @@
+// One incarnation of a simulated process: a real pool, the real sessions, and a host whose threads and clock are the
+// simulator's.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvpool/pool/peer_blocks.h"
+#include "kvpool/pool/pool.h"
+#include "kvpool/pool/received_queue.h"
+#include "kvpool/transfer/session.h"
+#include "kvpool/transport/sim_clock.h"
+#include "kvpool/transport/sim_route.h"
+#include "pool_fixture.h"
+
+namespace kvpool::testing {
+
+// Bugs that can be planted, to see that the checks find them. They are in what surrounds the sessions.
+struct SimBugs {
+  bool free_at_deadline = false;   // a reservation whose writer may still write is freed, not quarantined
+  bool free_at_link_loss = false;  // the end of a link is taken for proof that a one-sided writer is gone
+  bool forget_lost_peer = false;   // the receiving half does not hear that the link has ended
+  bool keep_holds = false;         // blocks that were read are not let go
+  bool no_holds = false;           // blocks are read without being held
+  bool done_early = false;         // a write says that it is done before its last piece lies there
+  bool keep_replays = false;       // the link hands on what it has handed on before
+};
+
+// What a session may do with the pool, but for the bugs.
+class SimBlocks final : public BlockHost {
+ public:
+  SimBlocks(PeerBlocks& blocks, const SimBugs& bugs) : blocks_(blocks), bugs_(bugs) {}
+
+  const Layout& layout() const noexcept override { return blocks_.layout(); }
+  std::uint32_t instance() const noexcept override { return blocks_.instance(); }
+  std::optional<Reservation> reserve(const ReserveSpec& spec, Writer writer, Room room) override {
+    return blocks_.reserve(spec, writer, room);
+  }
+  std::optional<std::vector<Address>> lend(std::size_t n, Medium medium, Writer writer, Room room) override {
+    return blocks_.lend(n, medium, writer, room);
+  }
+  void check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) override {
+    blocks_.check_writable(addresses, writer, lent_only);
+  }
+  void release(std::span<const Address> addresses) noexcept override {
+    for (const Address address : addresses) {
+      if (std::erase(freed_early_, address) == 0) blocks_.release({&address, 1});
+    }
+  }
+  void quarantine(std::span<const Address> addresses) noexcept override {
+    if (!bugs_.free_at_deadline) return blocks_.quarantine(addresses);
+    blocks_.release(addresses);
+    freed_early_.insert(freed_early_.end(), addresses.begin(), addresses.end());
+  }
+  Delivered deliver(Delivery&& delivery) override { return blocks_.deliver(std::move(delivery)); }
+  void publish(std::unique_ptr<News> news) noexcept override { blocks_.publish(std::move(news)); }
+  const MediaSpans& spans() const noexcept override { return blocks_.spans(); }
+  std::uint32_t checksum(std::span<const Address> addresses) noexcept override { return blocks_.checksum(addresses); }
+  void hold_for_reading(std::span<const Address> addresses) override {
+    if (!bugs_.no_holds) blocks_.hold_for_reading(addresses);
+  }
+  void release_reading(std::span<const Address> addresses) noexcept override {
+    if (!bugs_.no_holds && !bugs_.keep_holds) blocks_.release_reading(addresses);
+  }
+  void expect_writes(std::span<const Address> addresses, Writer writer) override {
+    blocks_.expect_writes(addresses, writer);
+  }
+  void end_writes(std::span<const Address> addresses) noexcept override { blocks_.end_writes(addresses); }
+
+ private:
+  PeerBlocks& blocks_;
+  const SimBugs& bugs_;
+  std::vector<Address> freed_early_;
+};
+
+struct SimIdentity {
+  std::string name;
+  std::uint32_t instance = 0;
+  std::uint64_t epoch = 0;
+  std::uint32_t hbm_blocks = 0;
+  std::uint32_t dram_blocks = 0;
+  bool aggregated = true;
+};
+
+class SimProcess final : public SessionHost {
+ public:
+  static constexpr std::uint32_t kReceivedMax = 6;
+
+  SimProcess(SimClock& clock, const SimBugs& bugs, const SimIdentity& identity)
+      : clock_(clock),
+        bugs_(bugs),
+        identity_(identity),
+        actor_(clock.add_actor()),
+        pool_(std::make_shared<Pool>(options(identity))),
+        received_(kReceivedMax),
+        peer_blocks_(*pool_, received_),
+        blocks_(peer_blocks_, bugs) {
+    pool_->set_instance(identity.instance);
+    limits_.reserve_ns = 120'000'000;
+    limits_.transfers_max = 12;
+    limits_.reserved_max = 40;
+  }
+
+  SimClock::Actor actor() const noexcept { return actor_; }
+  const SimIdentity& identity() const noexcept { return identity_; }
+  Pool& pool() noexcept { return *pool_; }
+  const std::shared_ptr<Pool>& shared_pool() const noexcept { return pool_; }
+  ReceivedQueue& received() noexcept { return received_; }
+  bool alive() const noexcept { return clock_.alive(actor_); }
+  bool able() const noexcept { return alive() && !clock_.paused(actor_); }
+
+  PeerCard card() const {
+    PeerCard card;
+    card.name = identity_.name;
+    card.instance = identity_.instance;
+    card.epoch = identity_.epoch;
+    card.media[0].blocks = identity_.hbm_blocks;
+    card.media[1].blocks = identity_.dram_blocks;
+    return card;
+  }
+  void add_session(std::shared_ptr<Session> session) { sessions_.push_back(std::move(session)); }
+
+  // --- SessionHost ---
+  BlockHost& blocks() noexcept override { return blocks_; }
+  std::int64_t now_ns() const noexcept override { return clock_.now_ns(); }
+  const SessionLimits& limits() const noexcept override { return limits_; }
+  void run(Priority /*priority*/, std::function<void()> work) override {
+    clock_.after(clock_.dice().between(0, kWorkNs), actor_, std::move(work));
+  }
+  void write(WriteJob&& job) override {
+    const auto work = std::make_shared<Writing>(Writing{std::move(job), {}});
+    if (clock_.dice().chance(kInlinePerMille)) {
+      while (write_some(*work)) {
+      }
+      return;
+    }
+    schedule(work);
+  }
+  void drained(Session& /*session*/) noexcept override {}
+  void tick_by(std::int64_t at_ns) override {
+    if (at_ns >= next_tick_) return;
+    next_tick_ = at_ns;
+    clock_.at(at_ns, actor_, [this] { tick(); });
+  }
+
+ private:
+  static constexpr std::int64_t kWorkNs = 300'000;
+  static constexpr std::int64_t kStepNs = 20'000;
+  static constexpr std::uint32_t kInlinePerMille = 150;
+  struct Writing {
+    WriteJob job;
+    std::optional<SimWrite> write;
+    bool told = false;
+  };
+
+  static PoolOptions options(const SimIdentity& identity) {
+    PoolOptions options = small_options(identity.hbm_blocks, identity.dram_blocks);
+    options.layout.piece_bytes = {48, 80, 64, 64};
+    options.layout.aggregated = identity.aggregated;
+    options.check_memory = false;
+    options.copy_threads = 1;
+    options.first_generation = 1 + identity.instance;
+    return options;
+  }
+
+  void schedule(const std::shared_ptr<Writing>& work) {
+    clock_.after(clock_.dice().between(0, kStepNs), actor_, [this, work] {
+      if (write_some(*work)) schedule(work);
+    });
+  }
+
+  // False when it is over.
+  bool write_some(Writing& work) {
+    const auto finish = [&](const WriteOutcome& outcome, const Error* error) {
+      if (!std::exchange(work.told, true)) std::exchange(work.job.done, nullptr)(outcome, error);
+      return false;
+    };
+    try {
+      if (!work.write) work.write.emplace(static_cast<const SimRoute&>(*work.job.route), work.job.request);
+      if (work.write->step()) return finish(work.write->outcome(), nullptr);
+      const WriteOutcome so_far = work.write->outcome();
+      if (bugs_.done_early && so_far.bytes * 2 >= work.job.bytes) {
+        work.job.request.cancelled = nullptr;
+        finish({so_far.calls, work.job.bytes}, nullptr);
+      }
+      return true;
+    } catch (const Error& error) {
+      return finish(work.write ? work.write->outcome() : WriteOutcome{}, &error);
+    }
+  }
+
+  void tick() {
+    next_tick_ = std::numeric_limits<std::int64_t>::max();
+    std::int64_t next = next_tick_;
+    const std::vector<std::shared_ptr<Session>> sessions = sessions_;
+    for (const auto& session : sessions) next = std::min(next, session->tick(now_ns()));
+    if (next != std::numeric_limits<std::int64_t>::max()) tick_by(std::max(next, now_ns() + 1));
+  }
+
+  SimClock& clock_;
+  const SimBugs& bugs_;
+  const SimIdentity identity_;
+  const SimClock::Actor actor_;
+  const std::shared_ptr<Pool> pool_;
+  ReceivedQueue received_;
+  PeerBlocks peer_blocks_;
+  SimBlocks blocks_;
+  SessionLimits limits_;
+  std::vector<std::shared_ptr<Session>> sessions_;
+  std::int64_t next_tick_ = std::numeric_limits<std::int64_t>::max();
+};
+
+}  // namespace kvpool::testing

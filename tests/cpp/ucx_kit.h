@@ -1,0 +1,183 @@
+// For tests that load UCX. It leaves threads, hooks and descriptors in a process, and must not be there before a fork:
+// each such test runs alone in a process of its own.
+#pragma once
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <spawn.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "block_memory.h"
+#include "doctest/doctest.h"
+#include "kvpool/transport/reactor.h"
+#include "kvpool/transport/ucx_transport.h"
+
+namespace kvpool::testing {
+
+// What KVPOOL_UCX says; else where Python finds the wheel; else the system's.
+inline const std::string& ucx_place() {
+  static const std::string place = [] {
+    const char* chosen = std::getenv("KVPOOL_UCX");
+    if (chosen != nullptr && std::string_view(chosen) != "wheel") return std::string(chosen);
+    std::string found;
+    // NOLINTNEXTLINE(bugprone-command-processor): a fixed command
+    FILE* python = popen("python3 -c 'import libucx; print(libucx.__path__[0])' 2>/dev/null", "r");
+    if (python != nullptr) {
+      std::array<char, 4096> line{};
+      if (std::fgets(line.data(), line.size(), python) != nullptr)
+        found.assign(line.data(), std::strcspn(line.data(), "\n"));
+      pclose(python);
+    }
+    return found.empty() ? std::string("system") : found + "/lib";
+  }();
+  return place;
+}
+
+// Runs this test case again, alone, in a new process with these variables set; true there, false here. Skips with a
+// message where there is no UCX. `load` false: the test loads it itself.
+inline bool alone(const char* test, const std::vector<std::string>& variables = {}, bool load = true) {
+  if (std::getenv("KVPOOL_TEST_ALONE") != nullptr) {
+    if (!load) return true;
+    try {
+      describe_ucx(ucx_place());
+    } catch (const Error& error) {
+      REQUIRE(error.code() == ErrorCode::kUnsupported);
+      const std::string why = error.what();
+      MESSAGE("skipped: ", why);
+      return false;
+    }
+    return true;
+  }
+  REQUIRE(std::strpbrk(test, ",*") == nullptr);  // doctest would run other cases, or none
+  std::vector<std::string> words{"/proc/self/exe", std::string("-tc=") + test, "-m"};
+  std::vector<std::string> set{"KVPOOL_TEST_ALONE=1", "KVPOOL_UCX=" + ucx_place()};
+  set.insert(set.end(), variables.begin(), variables.end());
+#if defined(__SANITIZE_THREAD__)
+  set.emplace_back(
+      "UCX_MEM_EVENTS=n");  // or UCX would patch the code of mmap, and ThreadSanitizer has done that already
+#endif
+  std::vector<char*> arguments;
+  arguments.reserve(words.size() + 1);
+  for (std::string& word : words) arguments.push_back(word.data());
+  arguments.push_back(nullptr);
+  std::vector<char*> environment;
+  environment.reserve(256);
+  for (std::string& variable : set) environment.push_back(variable.data());
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    // The rest of UCX's settings are the test's to make.
+    if (std::strncmp(*variable, "UCX_", 4) != 0 && std::strncmp(*variable, "KVPOOL_UCX=", 11) != 0) {
+      environment.push_back(*variable);
+    }
+  }
+  environment.push_back(nullptr);
+  pid_t child = 0;
+  REQUIRE(posix_spawn(&child, words[0].c_str(), nullptr, nullptr, arguments.data(), environment.data()) == 0);
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(status == 0);
+  return false;
+}
+
+// A pool's memory as the transport sees it, in a file that processes share or in plain memory.
+class UcxSide {
+ public:
+  UcxSide(const SpanShape& hbm, const SpanShape& dram, bool shared) : bytes_(hbm.memory_bytes + dram.memory_bytes) {
+    const int file = shared ? memfd_create("ucx_test", MFD_CLOEXEC) : -1;
+    if (shared) REQUIRE(ftruncate(file, static_cast<off_t>(bytes_)) == 0);
+    void* base =
+        mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, file, 0);
+    REQUIRE(base != MAP_FAILED);
+    if (shared) ::close(file);
+    memory_ = {static_cast<std::byte*>(base), [bytes = bytes_](std::byte* at) { munmap(at, bytes); }};
+    spans_[0] = hbm.span(memory_.get());
+    spans_[1] = dram.span(memory_.get() + hbm.memory_bytes);
+  }
+
+  const MediaSpans& spans() const { return spans_; }
+  std::byte* memory() const { return memory_.get(); }
+  std::size_t bytes() const { return bytes_; }
+  std::shared_ptr<void> keepalive() const { return memory_; }
+
+  void start() { worker_ = make_ucx_worker(ucx_place(), spans_, memory_); }
+  UcxWorker& worker() { return *worker_; }
+  void stop() { worker_.reset(); }
+  PeerCard card() const { return card(worker_->blob()); }
+  // With the blob of another process, whose memory lies where this one's does.
+  PeerCard card(const Bytes& blob) const {
+    PeerCard card;
+    card.name = "peer";
+    for (std::size_t i = 0; i < spans_.size(); ++i) {
+      card.media[i].blocks = spans_[i].blocks;
+      for (const Segment& segment : spans_[i].segments) {
+        card.media[i].segments.push_back(
+            {reinterpret_cast<std::uint64_t>(segment.base), segment.stride, segment.bytes});
+      }
+    }
+    card.ucx = blob;
+    return card;
+  }
+
+ private:
+  std::size_t bytes_;
+  std::shared_ptr<std::byte> memory_;
+  MediaSpans spans_;
+  std::shared_ptr<UcxWorker> worker_;
+};
+
+inline std::int64_t in_ms(std::int64_t ms) { return monotonic_ns() + ms * 1'000'000; }
+
+inline std::vector<Address> blocks_of(Medium medium, std::uint32_t first, std::uint32_t count) {
+  std::vector<Address> addresses;
+  addresses.reserve(count);
+  for (std::uint32_t i = 0; i < count; ++i) addresses.push_back(make_address(0, medium, 1, first + i));
+  return addresses;
+}
+
+// Throws what write() throws.
+inline WriteOutcome write_blocks(Route& route, const std::vector<BlockStrip>& strips, const std::vector<Address>& from,
+                                 const std::vector<Address>& to, std::int64_t deadline_ns = in_ms(20'000),
+                                 const std::atomic<bool>* cancelled = nullptr) {
+  WriteRequest request;
+  request.strips = strips;
+  request.from = from;
+  request.to = to;
+  request.deadline_ns = deadline_ns;
+  request.cancelled = cancelled;
+  return route.write(request);
+}
+
+// The code of the error that the call throws; nothing when it throws none.
+template <class Call>
+std::optional<ErrorCode> code_of(const Call& call, std::string* text = nullptr) {
+  try {
+    call();
+  } catch (const Error& error) {
+    if (text != nullptr) *text = error.what();
+    return error.code();
+  }
+  return std::nullopt;
+}
+
+inline std::size_t entries(const char* folder) {
+  std::size_t count = 0;
+  DIR* opened = opendir(folder);
+  while (opened != nullptr && readdir(opened) != nullptr) ++count;
+  if (opened != nullptr) closedir(opened);
+  return count;
+}
+
+}  // namespace kvpool::testing

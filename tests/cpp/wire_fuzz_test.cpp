@@ -1,0 +1,327 @@
+// Whatever a peer sends, the readers of its words throw a protocol or authentication error or return something that is
+// in order: they never crash, and never make room for what has not arrived.
+#include <doctest/doctest.h>
+
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "card_kit.h"
+#include "fuzz_seeds.h"
+#include "kvpool/transfer/messages.h"
+#include "kvpool/transport/handshake.h"
+
+using namespace kvpool;
+using namespace kvpool::testing;
+using Role = Handshake::Role;
+
+namespace {
+
+Bytes random_bytes(Dice& dice, std::size_t count) {
+  Bytes bytes(count);
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(dice.any());
+  return bytes;
+}
+
+// A number that somebody would try who knows where numbers break.
+std::uint64_t nasty_number(Dice& dice) {
+  const std::uint64_t corner = std::uint64_t{1} << dice.below(64);
+  switch (dice.below(4)) {
+    case 0:
+      return corner - 1;
+    case 1:
+      return ~corner + dice.below(3);
+    case 2:
+      return dice.below(40);
+    default:
+      return corner + dice.below(3);
+  }
+}
+
+// Flips, overwrites, cuts, repeats or inserts something.
+void mutate(Dice& dice, Bytes& bytes) {
+  const std::size_t at = dice.below(bytes.size() + 1);
+  const auto position = bytes.begin() + static_cast<std::ptrdiff_t>(at);
+  const std::size_t left = bytes.size() - at;
+  const std::uint64_t number = nasty_number(dice);
+  switch (dice.below(6)) {
+    case 0:
+      if (left > 0) bytes[at] ^= std::byte{1} << dice.below(8);
+      break;
+    case 1:
+      if (left >= 4) std::memcpy(&bytes[at], &number, 4);
+      break;
+    case 2:
+      if (left >= 8) std::memcpy(&bytes[at], &number, 8);
+      break;
+    case 3:
+      bytes.resize(at);
+      break;
+    case 4: {
+      const Bytes again(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(std::min<std::size_t>(at, 64)));
+      bytes.insert(position, again.begin(), again.end());
+      break;
+    }
+    default: {
+      const Bytes extra = random_bytes(dice, dice.below(16));
+      bytes.insert(position, extra.begin(), extra.end());
+    }
+  }
+}
+
+// True when it threw; anything but these two errors ends the test.
+bool refuses(const std::function<void()>& call) {
+  try {
+    call();
+    return false;
+  } catch (const Error& error) {
+    const bool expected = error.code() == ErrorCode::kProtocol || error.code() == ErrorCode::kAuth;
+    if (!expected) FAIL("error code " << static_cast<int>(error.code()) << ": " << error.what());
+    return true;
+  }
+}
+
+// What a reader of cards promises to those who compute with them.
+void check_promises(const PeerCard& card) {
+  std::uint64_t block_bytes = 0;
+  for (const std::uint64_t bytes : card.piece_bytes) {
+    REQUIRE(bytes > 0);
+    REQUIRE(block_bytes + bytes > block_bytes);
+    block_bytes += bytes;
+  }
+  REQUIRE((card.instance > 0 && card.instance < 16384 && card.epoch != 0));
+  REQUIRE((!card.name.empty() && card.name.size() <= 255));
+  for (const CardMedium& medium : card.media) {
+    REQUIRE(medium.blocks <= 1U << 24);
+    REQUIRE((medium.blocks > 0) == !medium.segments.empty());
+    unsigned __int128 sum = 0;
+    for (const CardSegment& segment : medium.segments) {
+      REQUIRE((segment.bytes > 0 && segment.bytes <= segment.stride));
+      const auto end = static_cast<unsigned __int128>(segment.stride) * medium.blocks + segment.address;
+      REQUIRE((end <= UINT64_MAX));
+      sum += segment.bytes;
+    }
+    REQUIRE((medium.blocks == 0 || sum == block_bytes));
+  }
+}
+
+// Reads until the message ends or is refused, with readers chosen by dice.
+void read_anyhow(Dice& dice, const Bytes& bytes) {
+  WireReader in(bytes);
+  while (in.left() > 0) {
+    const std::size_t most = dice.one_in(3) ? SIZE_MAX / 64 : dice.below(200);
+    const std::size_t before = in.left();
+    std::size_t length = 0;
+    switch (dice.below(6)) {
+      case 0:
+        in.number<std::uint8_t>();
+        break;
+      case 1:
+        in.number<std::uint64_t>();
+        break;
+      case 2:
+        length = in.text(most).size();
+        break;
+      case 3:
+        length = in.blob(most).size();
+        break;
+      case 4:
+        length = in.array<CardSegment>(most).size();
+        break;
+      default:
+        in.take(dice.below(50));
+        in.number<std::uint16_t>();
+    }
+    REQUIRE(in.left() < before);
+    REQUIRE((length <= most && length <= before));
+  }
+  in.finish();
+}
+
+// One body of each kind of message, with something in every field.
+Bytes sample_body(std::uint32_t kind) {
+  const std::vector<Address> addresses{1, 2, ~Address{0}};
+  switch (kind) {
+    case 0:
+      return write_body(LendBody{7, Medium::kMixed, true});
+    case 1:
+      return write_body(ReserveBody{3, Medium::kDram, true, true, true, 30000, "tenant", {1, -2, 3}});
+    case 2:
+      return write_body(ReservedBody{2, addresses});
+    case 3:
+      return write_body(CompleteBody{4096, true, true, true, 77, addresses, Bytes(5), "tenant", {1, 2}});
+    case 4:
+      return write_body(FetchBody{Priority::kBackground, 1000, addresses, addresses});
+    case 5:
+      return write_addresses(addresses);
+    default:
+      return write_error(Error(ErrorCode::kBusy, "too many", {{"limit", 7}, {"retry_after_us", 10000}}));
+  }
+}
+
+// Reads a body of that kind and writes it again.
+Bytes read_and_write(std::uint32_t kind, const Bytes& bytes) {
+  switch (kind) {
+    case 0:
+      return write_body(read_lend(bytes));
+    case 1:
+      return write_body(read_reserve(bytes));
+    case 2:
+      return write_body(read_reserved(bytes));
+    case 3:
+      return write_body(read_complete(bytes));
+    case 4:
+      return write_body(read_fetch(bytes));
+    case 5:
+      return write_addresses(read_addresses(bytes));
+    default:
+      return write_error(read_error(bytes));
+  }
+}
+constexpr std::uint32_t kBodyKinds = 7;
+
+// Gives bytes to one side, in pieces, and says how it ended. What it says in answer is short, whatever it hears.
+void feed(Dice& dice, Handshake& side, const Bytes& bytes, Bytes& out) {
+  for (std::size_t at = 0; at < bytes.size() && !side.done();) {
+    const std::size_t piece = std::min<std::size_t>(1 + dice.below(60), bytes.size() - at);
+    const std::size_t taken = side.advance(std::span(bytes).subspan(at, piece), out);
+    REQUIRE((taken == piece || side.done()));
+    at += piece;
+  }
+}
+
+}  // namespace
+
+TEST_CASE("random bytes do not disturb a reader of words") {
+  for (const std::uint64_t seed : fuzz_seeds()) {
+    announce_fuzz("wire reader", seed);
+    Dice dice(seed);
+    for (int round = 0; round < fuzz_length(20000); ++round) {
+      Bytes bytes = random_bytes(dice, dice.below(120));
+      // Random counts are nearly all too large: make some that fit.
+      for (std::byte& byte : bytes) {
+        if (dice.one_in(2)) byte = std::byte{0};
+      }
+      refuses([&] { read_anyhow(dice, bytes); });
+    }
+  }
+}
+
+TEST_CASE("a mutated card is refused or keeps what cards promise") {
+  for (const std::uint64_t seed : fuzz_seeds()) {
+    announce_fuzz("card", seed);
+    Dice dice(seed);
+    const Bytes good = written(sample_card());
+    int accepted = 0;
+    int refused = 0;
+    for (int round = 0; round < fuzz_length(20000); ++round) {
+      Bytes bytes = dice.one_in(20) ? random_bytes(dice, dice.below(400)) : good;
+      for (std::uint32_t i = 0, times = 1 + dice.below(3); i < times; ++i) mutate(dice, bytes);
+      const bool threw = refuses([&] {
+        WireReader in(bytes);
+        const PeerCard card = read_card(in);
+        check_promises(card);
+        // Reading and writing are each other's inverse.
+        const Bytes again = written(card);
+        REQUIRE(again.size() + in.left() == bytes.size());
+        REQUIRE(std::memcmp(again.data(), bytes.data(), again.size()) == 0);
+      });
+      ++(threw ? refused : accepted);
+    }
+    CHECK(accepted > 0);
+    CHECK(refused > accepted);
+  }
+}
+
+TEST_CASE("a mutated request or answer is refused or says one thing only") {
+  for (std::uint32_t kind = 0; kind < kBodyKinds; ++kind) {
+    const Bytes good = sample_body(kind);
+    REQUIRE(read_and_write(kind, good) == good);
+    REQUIRE(refuses([&] { read_and_write(kind, Bytes(good.begin(), good.end() - 1)); }));
+    REQUIRE(good.size() < kBodyBytesMax);
+  }
+  for (const std::uint64_t seed : fuzz_seeds()) {
+    announce_fuzz("message bodies", seed);
+    Dice dice(seed);
+    for (int round = 0; round < fuzz_length(20000); ++round) {
+      const std::uint32_t kind = dice.below(kBodyKinds);
+      Bytes bytes = dice.one_in(10) ? random_bytes(dice, dice.below(100)) : sample_body(kind);
+      for (std::uint32_t i = 0, times = 1 + dice.below(3); i < times; ++i) mutate(dice, bytes);
+      refuses([&] {
+        const Bytes again = read_and_write(kind, bytes);
+        // Two bodies that differ never mean the same, but for fields of errors that are not known here.
+        if (kind + 1 < kBodyKinds) REQUIRE(again == bytes);
+      });
+    }
+  }
+}
+
+TEST_CASE("the longest requests fit a frame") {
+  const std::vector<Address> addresses(kAddressesMax, 1);
+  const std::vector<Token> tokens(kTokenBytesMax / sizeof(Token), 1);
+  const std::string name_space(kNamespaceBytesMax, 'n');
+  CHECK(write_body(FetchBody{Priority::kDecode, 1, addresses, addresses}).size() <= kBodyBytesMax);
+  CHECK(write_body(ReserveBody{1, Medium::kHbm, true, true, true, 1, name_space, tokens}).size() <= kBodyBytesMax);
+  CHECK(
+      write_body(CompleteBody{1, true, true, true, 1, addresses, Bytes(kPrivateBytesMax), name_space, tokens}).size() <=
+      kBodyBytesMax);
+}
+
+TEST_CASE("a handshake with random bytes fails, and says little") {
+  for (const std::uint64_t seed : fuzz_seeds()) {
+    announce_fuzz("handshake garbage", seed);
+    Dice dice(seed);
+    for (int round = 0; round < fuzz_length(3000); ++round) {
+      Handshake side(dice.one_in(2) ? Role::kClient : Role::kServer, "secret");
+      side.start();
+      Bytes bytes = random_bytes(dice, 200);
+      if (dice.one_in(2)) std::memcpy(bytes.data(), "KVPL", 4);
+      if (dice.one_in(2)) std::memcpy(bytes.data() + 4, "\1\1\1\0\1\0\0\0", 8);
+      if (dice.one_in(2)) std::memcpy(bytes.data() + 4, "\2\1\1\0\1\0\1\0", 8);
+      Bytes out;
+      REQUIRE(refuses([&] { feed(dice, side, bytes, out); }));
+      REQUIRE_FALSE(side.done());
+      REQUIRE(out.size() <= 44 + 33);
+      REQUIRE(refuses([&] { side.advance(bytes, out); }));
+    }
+  }
+}
+
+TEST_CASE("a handshake that is changed on the way gives nobody the other's keys") {
+  for (const std::uint64_t seed : fuzz_seeds()) {
+    announce_fuzz("handshake changed", seed);
+    Dice dice(seed);
+    int met = 0;
+    for (int round = 0; round < fuzz_length(3000); ++round) {
+      Handshake client(Role::kClient, "secret");
+      Handshake server(Role::kServer, "secret");
+      const std::uint32_t changed = dice.below(6);  // of four messages: some conversations go through
+      bool differs = false;
+      const auto meddle = [&](std::uint32_t message, Bytes& bytes) {
+        if (message != changed) return;
+        const Bytes before = bytes;
+        mutate(dice, bytes);
+        differs = before.size() > bytes.size() || std::memcmp(before.data(), bytes.data(), before.size()) != 0;
+      };
+      Bytes to_server = client.start();
+      refuses([&] {
+        for (std::uint32_t message = 0; message < 4; message += 2) {
+          Bytes to_client;
+          meddle(message, to_server);
+          feed(dice, server, to_server, to_client);
+          to_server.clear();
+          meddle(message + 1, to_client);
+          feed(dice, client, to_client, to_server);
+        }
+      });
+      REQUIRE_FALSE((differs && client.done()));  // the client hears the last word, and only the true one
+      REQUIRE_FALSE((client.done() && !server.done()));
+      if (client.done()) {
+        REQUIRE(client.keys().send == server.keys().receive);
+        ++met;
+      }
+    }
+    CHECK(met > 0);
+  }
+}

@@ -1,0 +1,180 @@
+"""A connection that breaks, stands still, or goes one way: through a proxy of the test's.
+
+Bugs these tests are there to find (the numbers are those of docs/how-to/failures.md): a caller who waits for an answer
+that cannot come (2); blocks that stay with a link that is gone (3); a pair that stays apart (4); half a transfer that
+counts as a whole one (1); one slow peer that holds up the others (12).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from crew import Survivor, far_nursery, near_nursery, reading, survivor_of
+from proxy import Proxy
+from victims import LEASE, LONG, Nursery, Victim, blocks_at_peers, check, eventually, seed_of, stamp
+
+import kvpool
+
+__all__ = ["far_nursery", "near_nursery"]
+
+ROUTES = ["sock-unix", "sock-tcp"]
+NOTICED_SECONDS = 10 * (LEASE + 1)
+
+
+@dataclass
+class Wired:
+    """A victim that reaches the survivor through a proxy only."""
+
+    survivor: Survivor
+    victim: Victim
+    proxy: Proxy
+
+    @property
+    def pool(self) -> kvpool.Pool:
+        return self.survivor.pool
+
+    def meet(self) -> None:
+        assert self.victim("call(pool, where)", where=self.proxy.address) == "survivor"
+        eventually(lambda: [peer.name for peer in self.pool.peers()] == ["victim"])
+
+
+@pytest.fixture(params=ROUTES)
+def wired(request: Any, near_nursery: Nursery, far_nursery: Nursery) -> Iterator[Wired]:
+    nursery = far_nursery if request.param == "sock-tcp" else near_nursery
+    with (
+        survivor_of(request.param, nursery) as survivor, Proxy(survivor.address) as proxy, nursery.victim() as victim,
+    ):  # fmt: skip
+        victim("pool = big_pool(name='victim', **options)\nNone", options=survivor.options)
+        wired = Wired(survivor, victim, proxy)
+        wired.meet()
+        yield wired
+
+
+def test_a_reset_within_a_transfer_is_told_to_both_and_they_meet_again(wired, request):
+    dice = random.Random(seed_of(request))
+    pool = wired.pool
+    with reading(pool) as reader:
+        for round_ in range(1, 200 if LONG else 8):
+            assert wired.victim("len(pool.alloc(3, instance='survivor'))") == 3
+            wired.proxy.limit(dice.randrange(24 * 128 * 1024 + 500))  # anywhere in what it sends
+            wired.victim.send(
+                "addrs = pool.alloc(24)\nstamp(pool, addrs, number)\n"
+                "error = pool.transfer('survivor', addrs, private=number.to_bytes(4, 'little')).exception(10)\n"
+                "intact = check(pool, addrs, number)\npool.free(addrs)\n(type(error).__name__, intact)",
+                number=round_,
+            )
+            assert wired.victim.answer() in (("PeerLost", []), ("NoneType", []))
+            eventually(lambda: pool.peers() == [], NOTICED_SECONDS)
+            eventually(lambda: blocks_at_peers(pool) == 0)
+            assert reader.wrong == []
+            wired.meet()
+        assert wired.victim("pool.audit().hbm.active") == 0
+
+
+def test_a_reset_while_both_wait_ends_every_request(wired):
+    pool = wired.pool
+    theirs = wired.victim("addrs = pool.alloc(16)\nstamp(pool, addrs, 3)\naddrs.tolist()")
+    addrs = pool.alloc(8)
+    wired.proxy.hold(up=True, down=True)
+    stream = pool.open_transfer("victim", addrs)
+    waiting = [pool.transfer("victim", addrs), pool.fetch("victim", theirs), stream.transfer]
+    wired.proxy.reset()
+    for one in waiting:
+        assert isinstance(one.exception(5), kvpool.PeerLost)
+    wired.proxy.hold(up=False, down=False)
+    wired.meet()
+    eventually(lambda: blocks_at_peers(pool) == 0)
+    assert pool.stats().hbm.active == 8
+    pool.free(addrs)
+    mine = pool.fetch("victim", theirs).wait().addrs
+    assert check(pool, mine, 3) == []
+    pool.free(mine)
+
+
+@pytest.mark.parametrize("way", ["both", "up", "down"])
+def test_a_cable_that_goes_silent_is_noticed_by_both_and_forgotten_when_it_works_again(wired, way):
+    pool = wired.pool
+    held = wired.victim("len(pool.alloc(5, instance='survivor'))")
+    assert held == pool.audit().hbm.lent == 5
+    addrs = pool.alloc(8)
+    stamp(pool, addrs, 4)
+    begin = time.monotonic()
+    wired.proxy.hold(up=way != "down", down=way != "up")
+    wired.victim.send(
+        "addrs = pool.alloc(8)\nerror = pool.transfer('survivor', addrs, private=b'0').exception(20)\n"
+        "pool.free(addrs)\nerror"
+    )
+    ended = pool.transfer("victim", addrs, timeout=20).exception(20)
+    assert ended is None or isinstance(ended, kvpool.PeerLost)
+    # What goes one way only may still arrive: then it is not lost until the lease is over.
+    assert isinstance(wired.victim.answer(), (kvpool.PeerLost, type(None)))
+    eventually(lambda: pool.peers() == [], NOTICED_SECONDS)
+    wired.victim("eventually(lambda: pool.peers() == [])")
+    assert time.monotonic() - begin < NOTICED_SECONDS
+    eventually(lambda: blocks_at_peers(pool) == 0)
+    wired.proxy.hold(up=False, down=False)
+    healed = time.monotonic()
+    wired.meet()
+    assert time.monotonic() - healed < 10 * 2 * LEASE
+    wired.victim("while item := pool.received(0): item.close()")
+    while item := pool.received(0):
+        item.close()
+    sent = pool.transfer("victim", addrs).wait().addrs.tolist()
+    assert wired.victim("item = pool.received(5)\nwith item: wrong = check(pool, sent, 4)\nwrong", sent=sent) == []
+    pool.free(addrs)
+
+
+def test_a_cable_that_flaps_leaves_nobody_apart(wired, request):
+    dice = random.Random(seed_of(request))
+    pool = wired.pool
+    addrs = pool.alloc(4)
+    for flap in range(1, 500 if LONG else 12):
+        wired.proxy.hold(up=dice.random() < 0.7, down=dice.random() < 0.7)
+        time.sleep(LEASE * dice.choice([0.1, 0.1, 0.4, 1.3]))
+        wired.proxy.hold(up=False, down=False)
+        if dice.random() < 0.3:
+            wired.proxy.reset()
+        wired.meet()
+        stamp(pool, addrs, flap)
+        while True:
+            with contextlib.suppress(kvpool.PeerLost):
+                sent = pool.transfer("victim", addrs, timeout=5).wait().addrs.tolist()
+                break
+            wired.meet()
+        assert wired.victim("wrong = check(pool, sent, number)\nwrong", sent=sent, number=flap) == []
+        wired.victim("while item := pool.received(0): item.close()")
+    pool.free(addrs)
+
+
+def test_a_reader_who_reads_nothing_holds_up_nobody_else(wired, near_nursery, far_nursery):
+    """A zero window: buffers fill up, and what is sent to the others goes on."""
+    nursery = far_nursery if wired.survivor.route == "sock-tcp" else near_nursery
+    pool = wired.pool
+    with nursery.victim() as quick:
+        wired.survivor.greet(quick, "quick")
+        quick.send("receive_for_ever(pool, tell)")
+        addrs = pool.alloc(24)
+        stamp(pool, addrs, 1)
+        stuck = [pool.alloc(8, instance="victim"), pool.alloc(8, instance="victim")]
+        wired.proxy.hold(up=False, down=True)
+        handles = [pool.transfer("victim", addrs[:8], to=to, private=b"0") for to in stuck]
+        slowest = 0.0
+        until = time.monotonic() + 0.6 * LEASE
+        while time.monotonic() < until:
+            begin = time.monotonic()
+            with contextlib.suppress(kvpool.OutOfBlocks):
+                pool.transfer("quick", addrs[:2], private=(1).to_bytes(4, "little"), priority="decode").wait(10)
+            slowest = max(slowest, time.monotonic() - begin)
+        assert slowest < LEASE
+        for handle in handles:
+            assert isinstance(handle.exception(10), kvpool.PeerLost)
+        assert quick.told() == []
+        wired.proxy.hold(up=False, down=False)
+        quick.kill()
+        pool.free(addrs)

@@ -1,0 +1,171 @@
+"""Two network namespaces and a cable: cut both ways, one way, flapping. The kernels at its ends notice nothing.
+
+Bugs these tests are there to find: a pair that stays apart after the cable works again (4); blocks that a partition
+takes with it (3); a request that waits for the end of the partition instead of its deadline (2).
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from transfer.kit import SECRET
+from victims import LEASE, LONG, Nursery, Victim, eventually, seed_of
+
+import kvpool
+
+NO_NAMESPACES = "this machine lets no process make a network namespace"
+NOTICED_SECONDS = 10 * (LEASE + 1)
+HEALED_SECONDS = 10 * 2 * LEASE  # promised: two leases
+
+
+@functools.cache
+def command() -> tuple[str, ...] | None:
+    """How to start a process that may make network namespaces; None where nobody may."""
+    if shutil.which("unshare"):
+        for start in ((), ("unshare", "--user", "--map-root-user")):
+            if subprocess.run([*start, "unshare", "--net", "true"], capture_output=True, check=False).returncode == 0:
+                return start
+    return None
+
+
+@dataclass
+class Ends:
+    """Each listens, and calls the other one; `a` sends, `b` receives."""
+
+    a: Victim
+    b: Victim
+    hardware: list[bytes]
+
+    def cut(self, *, a_to_b: bool = True, b_to_a: bool = True) -> None:
+        self.a("aim(0, to)", to=None if a_to_b else self.hardware[1])
+        self.b("aim(1, to)", to=None if b_to_a else self.hardware[0])
+
+    def heal(self) -> None:
+        self.cut(a_to_b=False, b_to_a=False)
+
+    def meet(self) -> None:
+        assert self.a("call(pool, there)") == "b"
+        self.b("eventually(lambda: [peer.name for peer in pool.peers()] == ['a'])")
+
+    def transfer(self, number: int) -> None:
+        sent = self.a("stamp(pool, addrs, number)\npool.transfer('b', addrs).wait(10).addrs.tolist()", number=number)
+        self.take(sent, number)
+
+    def take(self, sent: list[int], number: int) -> None:
+        """What has arrived at b is right, and is let go."""
+        code = "item = pool.received(5)\nwrong = check(pool, sent, number)\nitem.close()\nwrong"
+        assert self.b(code, sent=sent, number=number) == []
+
+    def check_nothing_is_left(self) -> None:
+        for end in (self.a, self.b):
+            end("eventually(lambda: blocks_at_peers(pool) == 0)\npool.audit()\nNone")
+        assert self.a("pool.stats().hbm.active") == 4
+        eventually(lambda: self.b("while item := pool.received(0): item.close()\npool.stats().hbm.active") == 0)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    start = command()
+    if start is None:
+        pytest.skip(NO_NAMESPACES)
+    one = Nursery(command=start)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def ends(nursery: Nursery) -> Iterator[Ends]:
+    with nursery.victim(own_network=True) as a, nursery.victim(own_network=True) as b:
+        a("from wires import *\nlay_wire(pid)", pid=b("from wires import *\nos.getpid()"))
+        both = Ends(a, b, [a("take_end(0)"), b("take_end(1)")])
+        both.heal()
+        for end, victim in enumerate((a, b)):
+            victim(
+                "pool = big_pool(secret=secret, routes=('sock',), name=name)\n"
+                "pool.listen(f'tcp:{address_on_wire(end)}:4711')\nthere = f'tcp:{address_on_wire(1 - end)}:4711'",
+                secret=SECRET, name="ab"[end], end=end,
+            )  # fmt: skip
+        a("addrs = pool.alloc(4)")
+        both.meet()
+        both.transfer(1)
+        yield both
+
+
+SHAPES = {"both ways": (True, True), "there": (True, False), "back": (False, True)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_partition_is_noticed_by_both_and_over_when_it_is_over(ends, shape):
+    there, back = SHAPES[shape]
+    assert ends.b("len(pool.alloc(5, instance='a'))") == 5
+    ends.cut(a_to_b=there, b_to_a=back)
+    began = time.monotonic()
+    with pytest.raises(kvpool.PeerLost):
+        ends.a("pool.transfer('b', addrs, timeout=20).wait()")
+    ends.b("eventually(lambda: pool.peers() == [])")
+    assert time.monotonic() - began < NOTICED_SECONDS
+    with pytest.raises((kvpool.DeadlineExceeded, kvpool.PeerLost)):
+        ends.a("pool.connect(there, timeout=0.3)")
+    ends.check_nothing_is_left()
+    ends.heal()
+    healed = time.monotonic()
+    ends.meet()
+    assert time.monotonic() - healed < HEALED_SECONDS
+    ends.transfer(2)
+    ends.check_nothing_is_left()
+
+
+def test_a_partition_shorter_than_the_lease_loses_nobody_but_time(ends):
+    for number in range(2, 6):
+        ends.cut()
+        ends.a("stamp(pool, addrs, number)\nhandle = pool.transfer('b', addrs, timeout=20)", number=number)
+        time.sleep(LEASE / 5)
+        ends.heal()
+        try:
+            sent = ends.a("handle.wait().addrs.tolist()")
+        except kvpool.PeerLost:  # a machine that is busy may take longer
+            ends.meet()
+            continue
+        ends.take(sent, number)
+    ends.check_nothing_is_left()
+
+
+def test_a_deadline_is_kept_within_a_partition(ends):
+    ends.cut()
+    began = time.monotonic()
+    with pytest.raises(kvpool.DeadlineExceeded):
+        ends.a("pool.transfer('b', addrs, timeout=0.1).wait()")
+    assert time.monotonic() - began < 0.1 + 10 * 0.05
+    ends.heal()
+    ends.meet()
+    ends.transfer(3)
+    ends.check_nothing_is_left()
+
+
+def test_flapping_leaves_nobody_apart(ends, request):
+    dice = random.Random(seed_of(request))
+    for flap in range(500 if LONG else 12):
+        ends.cut(a_to_b=dice.random() < 0.7, b_to_a=dice.random() < 0.7)
+        time.sleep(LEASE * dice.choice([0.1, 0.3, 0.6, 1.5]))
+        ends.heal()
+        healed = time.monotonic()
+        if dice.random() < 0.5:
+            continue
+        while True:
+            try:
+                ends.meet()
+                ends.transfer(flap + 10)
+                break
+            except (kvpool.PeerLost, AssertionError):
+                assert time.monotonic() - healed < HEALED_SECONDS
+        assert time.monotonic() - healed < HEALED_SECONDS
+    ends.meet()
+    ends.transfer(9)
+    ends.check_nothing_is_left()

@@ -1,0 +1,226 @@
+"""Who should not get in, and what is not kvpool: raw sockets that say anything, at every stage.
+
+Bugs these tests are there to find: anything but an error for whoever is not a peer (11); a stranger who stays in the
+way of those who belong; changed bytes that count as delivered (1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from crew import Survivor, far_nursery, near_nursery, reading, survivor_of, unix_address, until_no_more_than
+from proxy import Proxy
+from transfer.kit import SECRET
+from victims import LONG, Nursery, big_pool, blocks_at_peers, eventually, seed_of, things
+
+import kvpool
+
+__all__ = ["far_nursery", "near_nursery"]
+
+HELLO_BYTES = 44
+CLIENT, SERVER = 1, 2
+NETWORK, LOCAL = 1, 2
+
+
+def hello(role: int = CLIENT, channel: int = NETWORK, low: int = 1, high: int = 1, version: int = 0) -> bytes:
+    return struct.pack("<4sBBHHH", b"KVPL", role, channel, low, high, version) + random.randbytes(32)
+
+
+def dial(address: str) -> socket.socket:
+    kind, _, where = address.partition(":")
+    one = socket.socket(socket.AF_INET if kind == "tcp" else socket.AF_UNIX)
+    host, _, port = where.rpartition(":")
+    one.connect((host, int(port)) if kind == "tcp" else where.replace("@", "\0", 1))
+    one.settimeout(8)
+    return one
+
+
+def everything_from(one: socket.socket) -> bytes:
+    """What the other side says until it closes: it must."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        while data := one.recv(4096):
+            said += data
+    return said
+
+
+def say(one: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        one.sendall(data)
+
+
+@pytest.fixture(params=["sock-unix", "sock-tcp"])
+def survivor(request: Any, near_nursery: Nursery, far_nursery: Nursery) -> Iterator[Survivor]:
+    nursery = far_nursery if request.param == "sock-tcp" else near_nursery
+    with survivor_of(request.param, nursery) as one:
+        yield one
+        # Whatever came before: who belongs gets in.
+        with nursery.victim() as victim, reading(one.pool) as reader:
+            one.greet(victim)
+            victim.send("send_for_ever(pool, 'survivor', 1, 1)")
+            eventually(lambda: reader.items > 5)
+            victim.kill()
+            assert reader.wrong == []
+
+
+def test_garbage_at_every_stage_of_the_handshake_is_answered_by_hanging_up(survivor, request):
+    dice = random.Random(seed_of(request))
+    channel = LOCAL if survivor.route == "sock-unix" else NETWORK
+    good = hello(channel=channel)
+    openings = [
+        b"GET / HTTP/1.1\r\n\r\n", b"\0" * HELLO_BYTES, b"KVPL" + b"\xff" * 40, hello(SERVER, channel),
+        hello(CLIENT, 3 - channel), hello(CLIENT, channel, 0, 0), hello(CLIENT, channel, 9, 3),
+        good + b"\0" * 32, good + b"\xff" * 4096,
+        *(good + dice.randbytes(dice.randrange(32, 3000)) for _ in range(200 if LONG else 10)),
+        *(dice.randbytes(dice.randrange(HELLO_BYTES, 500)) for _ in range(200 if LONG else 10)),
+    ]  # fmt: skip
+    for opening in openings:
+        with contextlib.closing(dial(survivor.address)) as stranger:
+            say(stranger, opening)
+            said = everything_from(stranger)
+        # Its hello, the verdict "your proof is wrong", and never a proof of its own.
+        assert len(said) <= HELLO_BYTES + 1, said
+        assert said[:4] in (b"", b"KVPL")
+        assert said[HELLO_BYTES:] in (b"", b"\x02")
+    assert survivor.pool.peers() == []
+
+
+def test_strangers_who_leave_at_any_byte_leave_nothing(survivor):
+    good = hello(channel=LOCAL if survivor.route == "sock-unix" else NETWORK)
+    for length in range(HELLO_BYTES + 1):
+        with contextlib.closing(dial(survivor.address)) as stranger:
+            say(stranger, good[:length])
+    assert survivor.pool.peers() == []
+
+
+def test_a_version_that_nobody_speaks_is_told_to_both(survivor):
+    channel = LOCAL if survivor.route == "sock-unix" else NETWORK
+    with contextlib.closing(dial(survivor.address)) as stranger:
+        say(stranger, hello(channel=channel, low=7, high=9))
+        said = everything_from(stranger)
+    magic, role, _, low, high, version = struct.unpack("<4sBBHHH", said[:12])
+    assert (magic, role, version) == (b"KVPL", SERVER, 0)
+    assert 1 <= low <= high < 7
+    assert len(said) == HELLO_BYTES
+
+
+@pytest.mark.parametrize("answer", ["other versions", "garbage", "nothing", "a lie", "silence", "an echo"])
+def test_a_server_that_is_no_pool_is_told_from_one(answer):
+    kinds = {"nothing": kvpool.PeerLost, "silence": kvpool.DeadlineExceeded}
+    with socket.create_server(("127.0.0.1", 0)) as listener, big_pool(secret=SECRET) as pool:
+        with pytest.raises(kvpool.PeerLost):
+            pool.connect(unix_address())
+        before = things()
+
+        def serve() -> None:
+            one, _ = listener.accept()
+            with one:
+                one.settimeout(8)
+                came = one.recv(HELLO_BYTES)
+                answers = {
+                    "other versions": hello(SERVER, NETWORK, 7, 9),
+                    "garbage": b"SSH-2.0-OpenSSH_9.2p1\r\n" * 8,
+                    "a lie": hello(SERVER, NETWORK, 1, 1, 1) + b"\x01" + b"\0" * 32,
+                    "an echo": came,
+                }
+                say(one, answers.get(answer, b""))
+                if answer != "nothing":
+                    everything_from(one)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(kinds.get(answer, (kvpool.ProtocolError, kvpool.AuthError))) as caught:
+            pool.connect(f"tcp:127.0.0.1:{listener.getsockname()[1]}", timeout=1.0)
+        if answer == "other versions":
+            assert {"7", "9"} <= set(str(caught.value).replace(",", " ").replace(".", " ").replace("-", " ").split())
+        thread.join(10)
+        assert pool.peers() == []
+        until_no_more_than(before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"secret": "another"}, kvpool.AuthError),
+        ({"secret": ""}, kvpool.AuthError),
+        ({"model": "another"}, kvpool.LayoutMismatch),
+        ({"name": "survivor"}, kvpool.ArgumentError),
+        ({"routes": ("shm",)}, kvpool.Unsupported),
+    ],
+)
+def test_who_does_not_fit_is_told_why_and_nothing_is_left(changes, error, near_nursery):
+    with survivor_of("sock-unix", near_nursery) as survivor, near_nursery.victim() as victim:
+        options = survivor.options | {"name": "victim"} | changes
+        with pytest.raises(error):
+            victim("pool = big_pool(**options)\npool.connect(where)", where=survivor.address, options=options)
+        assert victim("pool.peers()") == survivor.pool.peers() == []
+        with pytest.raises(kvpool.LayoutMismatch):
+            victim(
+                "small = small_pool(secret=secret, name='small')\nsmall.connect(where)",
+                where=survivor.address, secret=SECRET,
+            )  # fmt: skip
+        assert survivor.pool.peers() == []
+
+
+def test_bytes_that_change_on_the_way_are_never_delivered(far_nursery, request):
+    """Over a network every byte is authenticated: the connection ends, and both meet again."""
+    dice = random.Random(seed_of(request))
+    with (
+        survivor_of("sock-tcp", far_nursery) as survivor,
+        Proxy(survivor.address) as proxy,
+        far_nursery.victim() as victim,
+        reading(survivor.pool) as reader,
+    ):
+        pool = survivor.pool
+        victim("pool = big_pool(name='victim', **options)\nNone", options=survivor.options)
+        for flip in range(1, 1000 if LONG else 15):
+            wait = dice.randrange(0, 1 << dice.randrange(4, 22))
+
+            def mangle(data: bytes) -> bytes:
+                nonlocal wait
+                wait -= len(data)
+                if wait >= 0:
+                    return data
+                proxy.mangle = bytes
+                changed = bytearray(data)
+                changed[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+                return bytes(changed)
+
+            proxy.mangle = mangle
+            error = victim(
+                "addrs = pool.alloc(16)\nstamp(pool, addrs, number)\n"
+                "try:\n"
+                "    pool.transfer(pool.connect(where), addrs, private=number.to_bytes(4, 'little')).wait(10)\n"
+                "    error = None\n"
+                "except kvpool.Error as caught:\n"
+                "    error = caught\n"
+                "pool.free(addrs)\nerror",
+                number=flip, where=proxy.address,
+            )  # fmt: skip
+            assert isinstance(error, (kvpool.PeerLost, kvpool.ProtocolError, kvpool.AuthError, type(None))), error
+            proxy.reset()
+            eventually(lambda: pool.peers() == [])
+            assert victim("eventually(lambda: pool.peers() == [])\npool.audit().hbm.active") == 0
+            eventually(lambda: blocks_at_peers(pool) == 0)
+            assert reader.wrong == []
+
+
+def test_somebody_who_says_nothing_keeps_nobody_out(near_nursery):
+    where = unix_address()
+    with big_pool(secret=SECRET) as pool, contextlib.ExitStack() as silent:
+        pool.listen(where, name="survivor")
+        for _ in range(20):
+            silent.enter_context(contextlib.closing(dial(where)))
+        with near_nursery.victim() as victim:
+            begin = time.monotonic()
+            code = "pool = big_pool(secret=secret)\npool.connect(where)"
+            assert victim(code, secret=SECRET, where=where) == "survivor"
+            assert time.monotonic() - begin < 2

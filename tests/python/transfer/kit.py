@@ -1,0 +1,263 @@
+"""What the tests of transfer share: a second process that is driven over a socket, pairs of pools that know each other
+by one route, and the check that nothing is left behind.
+
+A test writes code for the pool at the other end: `pair.b("pool.alloc(3)")` runs there and returns what came out. For
+the route "loopback" the other end is a pool in this process, for the others it is one in another process; tests do not
+need to know.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import contextlib
+import importlib.util
+import itertools
+import multiprocessing.connection
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kit import prompt, small_layout, small_pool, state_of, store
+
+import kvpool
+
+__all__ = [
+    "BLOCK_ROUTES", "SECRET", "Child", "Pair", "address_of", "blocks_at_peers", "content", "eventually", "fill",
+    "local_settings", "pair_of", "prompt", "route_or_skip", "shared_child", "small_layout",
+    "small_pool", "state_of", "store", "wait_for",
+]  # fmt: skip
+
+PRELUDE = "from transfer.kit import *\nimport asyncio, kvpool, numpy as np, os, signal, threading, time"
+SECRET = "what the tests know"
+BLOCK_ROUTES = ["loopback", "shm", "cma", "sock-unix", "sock-tcp", "ucx"]
+_numbers = itertools.count(1)
+
+
+# ---- the other process
+
+
+class Child:
+    """A Python process that runs the code that it is sent, one piece after another, in one namespace."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        folder = str(Path(__file__).parents[1])
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)])}
+        code = f"from transfer.kit import serve; serve({theirs.fileno()})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-W", "error", "-c", code],
+            pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        theirs.close()
+        self._connection = multiprocessing.connection.Connection(ours.detach())
+
+    def __call__(self, code: str, **values: Any) -> Any:
+        """Runs code; returns the value of its last expression. What it raises there is raised here."""
+        self.send(code, **values)
+        return self.answer()
+
+    def send(self, code: str, **values: Any) -> None:
+        self._connection.send((code, values))
+
+    def answer(self, timeout: float = 60) -> Any:
+        assert self._connection.poll(timeout), f"no answer within {timeout} s"
+        worked, value, text = self._connection.recv()
+        if worked:
+            return value
+        value.add_note(text) if hasattr(value, "add_note") else None
+        raise value
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait(10)
+
+    def close(self) -> None:
+        self._connection.close()  # the process ends when it reads the end of its orders
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def serve(descriptor: int) -> None:
+    """What a Child runs."""
+    connection = multiprocessing.connection.Connection(descriptor)
+    namespace: dict[str, Any] = {}
+    run(
+        "from kit import *\nfrom transfer.kit import *\nimport kvpool, numpy as np, os, signal, threading, time",
+        namespace,
+    )
+    while True:
+        try:
+            code, values = connection.recv()
+        except EOFError:
+            break
+        try:
+            answer = (True, run(code, namespace, **values), "")
+        except Exception as error:
+            answer = (False, error, traceback.format_exc())
+        connection.send(answer)
+    for value in namespace.values():
+        if isinstance(value, kvpool.Pool):
+            value.close()
+
+
+def run(code: str, namespace: dict[str, Any], **values: Any) -> Any:
+    """Executes code; the value of its last line, if that is an expression."""
+    namespace.update(values)
+    tree = ast.parse(code)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<test>", "exec"), namespace)
+    if last is None:
+        return None
+    return eval(compile(ast.Expression(last.value), "<test>", "eval"), namespace)
+
+
+_shared: list[Child] = []
+
+
+def shared_child() -> Child:
+    """One process serves many tests; a test that ends or damages it takes one of its own."""
+    if not _shared or _shared[-1].process.poll() is not None:
+        _shared.append(Child())
+        atexit.register(_shared[-1].close)
+    return _shared[-1]
+
+
+# ---- pairs of pools
+
+
+@dataclass
+class Pair:
+    """Two pools that know each other: `a` is here; `b` runs code where the other one is, which is `pool` there."""
+
+    a: kvpool.Pool
+    b: Callable[..., Any]
+    to_b: str  # what a calls b
+    to_a: str
+    child: Child | None
+
+
+def route_or_skip(route: str) -> str:
+    if route == "ucx" and importlib.util.find_spec("libucx") is None:
+        pytest.skip("libucx is not installed")
+    if route == "cma" and not _may_write_processes():
+        pytest.skip("this machine lets no process write to another one's memory")
+    return route
+
+
+def _may_write_processes() -> bool:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() in "01"
+    return True
+
+
+def local_settings(route: str) -> dict[str, Any]:
+    """Settings under which blocks travel by this route and no other one."""
+    name = route.partition("-")[0]
+    return {"routes": (name,), "secret": SECRET, "lease_s": 2.0, "unix_door": route != "sock-tcp"}
+
+
+def address_of(route: str) -> str:
+    if route == "sock-tcp":
+        return "tcp:127.0.0.1:0"
+    return f"unix:@kvpool-test-{os.getpid()}-{next(_numbers)}"
+
+
+@contextlib.contextmanager
+def pair_of(
+    route: str, *, a: dict[str, Any] | None = None, b: dict[str, Any] | None = None, child: Child | None = None,
+    clean: bool = True,
+) -> Iterator[Pair]:  # fmt: skip
+    """Two pools that are connected, a to b; when it is over, neither may have anything of the other's."""
+    route_or_skip(route)
+    options = local_settings(route)
+    a_options, b_options = options | (a or {}), options | (b or {})
+    if route == "loopback":
+        namespace: dict[str, Any] = {}
+        run(PRELUDE, namespace)
+
+        def there(code: str, **values: Any) -> Any:
+            return run(code, namespace, **values)
+
+    else:
+        child = child or shared_child()
+        there = child
+    there("pool = small_pool(**options)", options=b_options)
+    pool = small_pool(**a_options)
+    try:
+        address = there("pool.listen(address)", address=address_of(route))
+        to_b = pool.connect(address)
+        to_a = there("wait_for(lambda: pool.peers())[-1].name")
+        assert to_a == pool.name
+        yield Pair(pool, there, to_b, to_a, child)
+        if clean:
+            eventually(lambda: blocks_at_peers(pool) == there("blocks_at_peers(pool)") == 0)
+            pool.audit()
+            there("pool.audit()")
+    finally:
+        pool.close()
+        with contextlib.suppress(OSError, EOFError):
+            there("pool.close()")
+
+
+def blocks_at_peers(pool: kvpool.Pool) -> int:
+    """Blocks that are neither free, nor anybody's here."""
+    stats = pool.audit()
+    return sum(tier.reserved + tier.lent + tier.quarantined for tier in (stats.hbm, stats.dram))
+
+
+# ---- content
+
+
+def fill(pool: kvpool.Pool, addrs: Any, seed: int = 1) -> list[bytes]:
+    """Writes random bytes into blocks, and returns what each holds."""
+    random = np.random.default_rng(seed)
+    for view in _blocks(pool, addrs):
+        view[...] = random.integers(0, 1 << 16, view.shape)
+    return content(pool, addrs)
+
+
+def content(pool: kvpool.Pool, addrs: Any) -> list[bytes]:
+    """What each block holds, in the layout's order whatever lies where."""
+    return [view.tobytes() for view in _blocks(pool, addrs)]
+
+
+def _blocks(pool: kvpool.Pool, addrs: Any) -> Iterator[np.ndarray]:
+    stats = pool.stats()
+    tiers = ((kvpool.HBM, stats.hbm), (kvpool.DRAM, stats.dram))
+    views = {medium: pool.tensor(medium).numpy() for medium, tier in tiers if tier.capacity}
+    for addr in addrs:
+        place = kvpool.decode_address(int(addr))
+        yield views[place.medium][place.block]
+
+
+# ---- time
+
+
+def wait_for(look: Callable[[], Any], seconds: float = 10) -> Any:
+    """The first true value of `look`; fails when there is none for so long."""
+    until = time.monotonic() + seconds
+    while True:
+        value = look()
+        if value:
+            return value
+        assert time.monotonic() < until, "nothing for too long"
+        time.sleep(0.001)
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10) -> None:
+    """Fails unless it holds within so many seconds: generous, because a machine may be busy."""
+    wait_for(holds, seconds)

@@ -1,0 +1,335 @@
+"""Meeting, parting, coming back."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from kit import run_script
+from transfer.kit import (
+    SECRET,
+    Child,
+    address_of,
+    eventually,
+    fill,
+    local_settings,
+    pair_of,
+    route_or_skip,
+    small_layout,
+    small_pool,
+)  # fmt: skip
+
+import kvpool
+
+
+@pytest.fixture
+def child():
+    one = Child()
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("address", ["unix", "abstract", "tcp"])
+def test_two_pools_meet(address, tmp_path, child):
+    where = {"unix": f"unix:{tmp_path}/door", "abstract": address_of("shm"), "tcp": "tcp:127.0.0.1:0"}[address]
+    to = child("pool = small_pool(secret=secret)\npool.listen(where, name='b')", secret=SECRET, where=where)
+    with small_pool() as pool:
+        assert pool.connect(to, secret=SECRET) == "b"
+        (peer,) = pool.peers()
+        assert (peer.name, peer.pid) == ("b", child.process.pid)
+        assert peer.instance != 0 != peer.epoch
+        assert "sock" in peer.routes
+        assert (peer.lent_blocks, peer.borrowed_blocks, peer.reserved_blocks) == (0, 0, 0)
+        assert [one.name for one in child("pool.peers()")] == [pool.name]
+        assert child("pool.peers()[0].instance") != peer.instance
+
+
+def test_a_name_is_made_when_none_is_given():
+    with small_pool() as one, small_pool() as two:
+        one.listen(address_of("shm"))
+        two.listen(address_of("shm"))
+        assert one.name != two.name
+        assert str(os.getpid()) in one.name
+
+
+def test_a_wrong_secret_is_refused_and_told(child):
+    address = child("pool = small_pool()\npool.listen('tcp:127.0.0.1:0', secret='right')")
+    with small_pool() as pool:
+        with pytest.raises(kvpool.AuthError):
+            pool.connect(address, secret="wrong")
+        assert pool.peers() == []
+    assert child("pool.peers()") == []
+    with small_pool() as pool:
+        pool.connect(address, secret="right")
+
+
+def test_blocks_of_another_shape_are_refused(child):
+    address = child("pool = small_pool(layout=small_layout(layers=3))\npool.listen(where)", where=address_of("shm"))
+    with small_pool() as pool:
+        with pytest.raises(kvpool.LayoutMismatch):
+            pool.connect(address)
+        assert pool.peers() == child("pool.peers()") == []
+
+
+def test_another_model_is_refused(child):
+    address = child("pool = small_pool(model='llama')\npool.listen(where)", where=address_of("shm"))
+    with small_pool(model="mistral") as pool:
+        with pytest.raises(kvpool.LayoutMismatch, match="model"):
+            pool.connect(address)
+        assert pool.peers() == []
+
+
+def test_nobody_there_is_told_at_once():
+    with small_pool() as pool:
+        with pytest.raises(kvpool.PeerLost):
+            pool.connect(address_of("shm"))
+        with pytest.raises(kvpool.PeerLost):
+            pool.connect("tcp:127.0.0.1:1", secret="x") if pool.name is None else pool.connect("unix:@nobody")
+
+
+def test_somebody_who_does_not_answer_is_not_waited_for(tmp_path):
+    import socket
+
+    path = str(tmp_path / "silent")
+    with socket.socket(socket.AF_UNIX) as silent, small_pool() as pool:
+        silent.bind(path)
+        silent.listen()
+        with pytest.raises(TimeoutError) as caught:
+            pool.connect(f"unix:{path}", timeout=0.2)
+        assert type(caught.value) is kvpool.DeadlineExceeded
+
+
+def test_the_newest_of_a_name_is_the_peer(child):
+    """A process that was restarted comes back before anybody has noticed that the old one is gone."""
+    address = child("pool = small_pool()\npool.listen(where)", where=address_of("shm"))
+    with small_pool(name="same") as one, small_pool(name="same") as two:
+        one.connect(address)
+        (old,) = child("pool.peers()")
+        two.connect(address)
+        (new,) = child("pool.peers()")
+        assert (old.name, new.name) == ("same", "same")
+        assert old.epoch != new.epoch
+        eventually(lambda: one.peers() == [])
+
+
+def test_two_peers_need_two_names():
+    with small_pool(name="same") as one, small_pool(name="same") as two:
+        where = one.listen(address_of("shm"))
+        with pytest.raises(kvpool.ArgumentError, match="name"):
+            two.connect(where)
+
+
+def test_an_address_in_use_is_refused():
+    where = address_of("shm")
+    with small_pool() as one, small_pool() as two:
+        one.listen(where)
+        with pytest.raises(kvpool.StateError):
+            two.listen(where)
+
+
+@pytest.mark.parametrize("who", ["a", "b"])
+@pytest.mark.parametrize("route", ["loopback", "shm", "sock-unix"])
+def test_parting_ends_what_was_lent(route, who):
+    """Nobody knows that the other side writes no more, unless it placed the bytes itself, until they meet again."""
+    with pair_of(route) as pair:
+        lent = pair.a.alloc(2, instance=pair.to_b)
+        pair.b("mine = pool.alloc(3, instance=peer)\nNone", peer=pair.to_a)
+        if who == "a":
+            pair.a.disconnect(pair.to_b)
+        else:
+            pair.b("pool.disconnect(peer)", peer=pair.to_a)
+        eventually(lambda: pair.a.peers() == pair.b("pool.peers()") == [])
+        eventually(lambda: pair.a.audit().hbm.lent == pair.b("pool.audit().hbm.lent") == 0)
+        assert pair.a.stats().hbm.quarantined in ((0,) if route != "shm" else (0, 3))
+        with pytest.raises(kvpool.PeerLost):
+            pair.a.transfer(pair.to_b, pair.a.alloc(1))
+        with pytest.raises(kvpool.PeerLost):
+            pair.a.disconnect(pair.to_b)
+        pair.b("pool.connect(where)", where=pair.a.listen(address_of(route)))
+        eventually(lambda: pair.a.audit().hbm.free == 7 and pair.b("pool.audit().hbm.free") == 8)
+        with pytest.raises(kvpool.NotOwner):
+            pair.a.transfer(pair.to_b, pair.a.alloc(2), to=lent)
+
+
+@pytest.mark.parametrize("route", ["shm", "sock-unix", "sock-tcp"])
+def test_a_peer_that_was_killed_is_noticed_and_its_blocks_come_back(route):
+    child = Child()
+    with pair_of(route, child=child, clean=False) as pair:
+        assert pair.b("len(pool.alloc(3, instance=peer))", peer=pair.to_a) == 3
+        borrowed = pair.a.alloc(2, instance=pair.to_b)
+        stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(2))
+        child.kill()
+        with pytest.raises(kvpool.PeerLost):
+            stream.transfer.wait(10)
+        eventually(lambda: pair.a.peers() == [])
+        eventually(lambda: pair.a.audit().hbm.lent == 0 and pair.a.stats().hbm.quarantined == 0)
+        assert pair.a.stats().hbm.active == 2
+        with pytest.raises(kvpool.PeerLost):
+            pair.a.transfer(pair.to_b, pair.a.alloc(1), to=borrowed[:1])
+        pair.a.free(borrowed)  # what it had lent is gone with it
+
+
+def test_a_peer_comes_back_under_its_name():
+    with small_pool(**local_settings("shm")) as pool:
+        pool.listen(where := address_of("shm"), name="a")
+        epochs = set()
+        for round_ in range(3):
+            child = Child()
+            child("pool = small_pool(name='b', **options)", options=local_settings("shm"))
+            assert child("pool.connect(where)", where=where) == "a"
+            eventually(lambda: [peer.name for peer in pool.peers()] == ["b"])
+            epochs.add(pool.peers()[0].epoch)
+            addrs = pool.alloc(2)
+            sent = fill(pool, addrs, round_)
+            done = pool.transfer("b", addrs).wait()
+            assert child("content(pool, addrs)", addrs=done.addrs) == sent
+            assert child("len(pool.alloc(3, instance='a'))") == 3
+            child.kill() if round_ < 2 else child.close()
+            pool.free(addrs)
+            eventually(lambda: pool.peers() == [] and pool.audit().hbm.free == 8)
+        assert len(epochs) == 3
+
+
+def test_a_stopped_peer_is_lost_and_its_late_writes_harm_nobody(child):
+    """SIGSTOP is not SIGKILL: what it may still write is kept apart until it is known to be gone."""
+    short = {"lease_s": 0.3}
+    with pair_of("shm", child=child, a=short, b=short, clean=False) as pair:
+        assert pair.b("len(pool.alloc(2, instance=peer))", peer=pair.to_a) == 2
+        child.kill(signal.SIGSTOP)
+        eventually(lambda: pair.a.peers() == [])
+        eventually(lambda: pair.a.audit().hbm.quarantined == 2)
+        child.kill(signal.SIGCONT)
+        child.kill()
+        eventually(lambda: pair.a.audit().hbm.quarantined == 0)
+        assert pair.a.stats().hbm.free == 8
+
+
+def test_many_peers_at_once(child):
+    address = child("pool = small_pool(64)\npool.listen(where)", where=address_of("shm"))
+    pools = [small_pool(2, 0) for _ in range(8)]
+    for number, pool in enumerate(pools):
+        peer = pool.connect(address)
+        addrs = pool.alloc(1)
+        sent = fill(pool, addrs, number)
+        assert child("content(pool, addrs)", addrs=pool.transfer(peer, addrs).wait().addrs) == sent
+    assert len({peer.instance for peer in child("pool.peers()")}) == 8
+    for pool in pools:
+        pool.close()
+    eventually(lambda: child("pool.peers()") == [])
+
+
+def test_pools_of_one_process_can_be_peers_of_each_other():
+    with small_pool() as one, small_pool(layout=small_layout(order="discrete")) as two:
+        peer = two.connect(one.listen(address_of("shm"), name="one"))
+        addrs = two.alloc(2)
+        assert two.transfer(peer, addrs).wait().stats.route == "loopback"
+        one.received(5).close()
+
+
+def test_after_fork_the_verbs_raise_and_the_parent_goes_on():
+    run_script("""
+import os
+from transfer.kit import *
+one, two = small_pool(), small_pool()
+peer = two.connect(one.listen(address_of("shm")))
+addrs = two.alloc(1)
+transfer = two.transfer(peer, addrs).wait()
+child = os.fork()
+if child == 0:
+    try:
+        for call in (lambda: two.transfer(peer, addrs), two.peers, lambda: two.alloc(1, instance=peer),
+                     lambda: two.fetch(peer, addrs), lambda: one.received(0), lambda: two.connect(address_of("shm")),
+                     lambda: two.listen(address_of("shm")), lambda: two.disconnect(peer)):
+            try:
+                call()
+            except kvpool.ForkError:
+                continue
+            os._exit(3)
+        two.close()
+        del one, two, transfer
+        import gc
+        gc.collect()
+        os._exit(0)
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        os._exit(4)
+assert os.waitpid(child, 0)[1] == 0
+assert two.transfer(peer, addrs).wait().done()
+assert len(two.peers()) == 1
+one.close()
+two.close()
+""")
+
+
+def test_nothing_is_left_of_a_pool_that_had_peers():
+    run_script("""
+import os, threading
+from transfer.kit import *
+def things():
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+def life():
+    one, two = small_pool(), small_pool()
+    peer = two.connect(one.listen(address_of("shm")))
+    with one.on_received(lambda item: None):
+        two.transfer(peer, two.alloc(1), private=b"x").wait()
+        two.alloc(2, instance=peer)
+    two.close()
+    one.close()
+life()
+before = things()
+for _ in range(10):
+    life()
+assert things() == before, (before, things())
+""")
+
+
+def test_a_pool_that_is_dropped_with_its_peers_ends_by_itself():
+    run_script("""
+import gc, os
+from transfer.kit import *
+before = len(os.listdir("/proc/self/task"))
+one, two = small_pool(), small_pool()
+peer = two.connect(one.listen(address_of("shm")))
+transfer = two.transfer(peer, two.alloc(1))
+del one, two, transfer
+gc.collect()
+assert len(os.listdir("/proc/self/task")) == before
+# The end of the interpreter may come at any time, too.
+one, two = small_pool(), small_pool()
+peer = two.connect(one.listen(address_of("shm")))
+one.on_received(print)
+transfer = two.transfer(peer, two.alloc(1))
+""")
+
+
+def test_blocks_of_a_killed_peer_are_released_when_it_wrote_by_ucx_over_tcp():
+    """Its link has no descriptor of its process, and UCX may still deliver what it sent: both need a proof."""
+    route_or_skip("ucx")
+    settings = {"routes": ("ucx",), "unix_door": False, "lease_s": 1.0, "secret": "s"}
+    child = Child()
+    with small_pool(**settings) as pool:
+        child("pool = small_pool(**settings)", settings=settings)
+        child("peer = pool.connect(address)", address=pool.listen("tcp:127.0.0.1:0"))
+        child("stream = pool.open_transfer(peer, pool.alloc(4))\nstream.send_layer(0)")
+        eventually(lambda: pool.stats().hbm.reserved == 4)
+        child.kill()
+        eventually(lambda: pool.audit().hbm.free == pool.stats().hbm.capacity)
+        assert pool.peers() == []
+
+
+def test_lent_blocks_of_a_peer_that_is_gone_are_freed_with_the_others():
+    child = Child()
+    settings = {"routes": ("shm",), "lease_s": 1.0}
+    with small_pool(**settings) as pool:
+        peer = pool.connect(child("pool = small_pool(**settings)\npool.listen(address)", settings=settings,
+                                  address=address_of("shm")))  # fmt: skip
+        mixed = np.concatenate([pool.alloc(2), pool.alloc(2, instance=peer), pool.alloc(1)])
+        child.kill()
+        eventually(lambda: not pool.peers())
+        pool.free(mixed)
+        assert pool.audit().hbm.active == 0
+        with pytest.raises(kvpool.StaleAddress):
+            pool.free(mixed)

@@ -1,0 +1,157 @@
+"""What went wrong once, where no other test would see it come back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from transfer.kit import address_of, fill, pair_of, prompt, small_pool, wait_for
+
+import kvpool
+
+
+def test_a_block_stands_twice_in_a_list_when_one_address_is_older_than_the_instance_id():
+    with small_pool(name="one") as pool:
+        old = pool.alloc(1)
+        pool.listen(address_of("shm"))
+        own = int(pool.alloc(1)[0]) >> 50 << 50
+        both = np.array([int(old[0]), int(old[0]) | own], dtype=np.uint64)
+        for give in (lambda: pool.free(both), lambda: pool.insert(prompt(2), both)):
+            with pytest.raises(kvpool.ArgumentError, match="twice"):
+                give()
+        pool.audit()
+        assert pool.stats().hbm.active == 2
+
+
+def test_a_borrower_cannot_read_what_an_earlier_owner_left():
+    with pair_of("shm", b={"zero_on_alloc": True}) as pair:
+        pair.b("old = pool.alloc(8); fill(pool, old); pool.free(old)")
+        lent = pair.a.alloc(2, instance=pair.to_b)
+        mine = pair.a.alloc(2)
+        fill(pair.a, mine)
+        pair.a.fetch(pair.to_b, lent, to=mine).wait()
+        assert not pair.a.tensor().numpy()[kvpool.block_ids(mine)].any()
+        pair.a.free(np.concatenate([lent, mine]))
+
+
+def test_what_a_replaced_pool_of_this_process_had_borrowed_comes_back():
+    address = address_of("loopback")
+    with small_pool(name="lender") as lender:
+        lender.listen(address)
+        for _ in range(10):
+            with small_pool(name="borrower") as first, small_pool(name="borrower") as second:
+                first.connect(address)
+                first.alloc(2, instance="lender")
+                second.connect(address)  # under the name of the first, which is lost
+                wait_for(lambda: lender.audit().hbm.free == lender.stats().hbm.capacity)
+
+
+# A thread of one pool lets go of another one's adopted memory, for which it needs the interpreter.
+DROPS = """
+import gc, numpy as np, kvpool
+for i in range(100):
+    layout = kvpool.RawLayout(512, block_tokens=4)
+    adopting = kvpool.Pool(layout, hbm=[np.zeros((8, 512), np.uint8)])
+    other = kvpool.Pool(layout, hbm_blocks=8)
+    address = f"unix:@kvpool-test-drop-{i}-{__import__('os').getpid()}"
+    adopting.listen(address)
+    other.transfer(other.connect(address), other.alloc(2)).wait()
+    if i % 2:
+        adopting.close()
+    del adopting
+    del other
+"""
+
+
+def test_pools_that_are_dropped_unclosed_end():
+    assert subprocess.run([sys.executable, "-c", DROPS], check=False, timeout=50).returncode == 0
+
+
+@pytest.mark.parametrize("route", ["shm", "sock-unix"])
+def test_a_forked_child_leaves_transfers_and_callbacks_alone(route):
+    with pair_of(route) as pair:
+        seen = []
+        with pair.a.on_received(lambda item: seen.append(item.private)) as callback:
+            stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(1))
+            child = os.fork()
+            if child == 0:
+                wrong = 1
+                try:
+                    transfer = stream.transfer
+                    for use in (transfer.wait, transfer.cancel, transfer.exception, transfer.fileno,
+                                lambda: stream.send_layer(0)):  # fmt: skip
+                        with pytest.raises(kvpool.ForkError):
+                            use()
+                    callback.close()
+                    pair.a.close()
+                    del stream, transfer, use
+                    gc.collect()
+                    wrong = 0
+                finally:
+                    os._exit(wrong)
+            assert os.waitpid(child, 0)[1] == 0
+            began = time.process_time()
+            time.sleep(0.5)
+            assert time.process_time() - began < 0.1  # nothing was woken for ever
+            for layer in range(pair.a.kv_layout.layers):
+                stream.send_layer(layer)
+            stream.finish().wait(10)
+            pair.b("t = pool.transfer(peer, pool.alloc(1), private=b'on').wait()\nNone", peer=pair.to_a)
+            wait_for(lambda: seen == [b"on"])
+        pair.b("pool.received(5).close()")
+
+
+def test_ctrl_c_is_not_lost_while_connect_waits():
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with socket.socket(socket.AF_UNIX) as silent, small_pool() as pool:
+            silent.bind(f"\0kvpool-test-silent-{os.getpid()}")
+            silent.listen()
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                pool.connect(f"unix:@kvpool-test-silent-{os.getpid()}", timeout=0.5)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_engine_cannot_free_what_a_transfer_reads():
+    memory = np.full((8, 512), 5, dtype=np.uint8)
+    layout = kvpool.RawLayout(512, block_tokens=4)
+    with (
+        kvpool.Pool(layout, hbm=[memory], engine_allocates=True, name="engine") as engine,
+        kvpool.Pool(layout, hbm_blocks=8, name="other") as other,
+    ):
+        peer = engine.connect(other.listen(address_of("shm")))
+        addrs = engine.adopt([0, 1, 2])
+        stream = engine.open_transfer(peer, addrs)
+        with pytest.raises(kvpool.StateError, match="a transfer reads"):
+            engine.free(addrs)
+        stream.transfer.cancel()
+        with pytest.raises(kvpool.Cancelled):
+            stream.transfer.wait()
+        engine.free(addrs)
+        assert engine.audit().hbm.free == 8
+
+
+def test_a_peer_cannot_fill_the_memory_with_what_nobody_asks_for():
+    with pair_of("loopback") as pair:
+        lent = pair.a.alloc(1, instance=pair.to_b)
+        mine = pair.a.alloc(1)
+        megabyte = bytes(1 << 20)
+        with pytest.raises(kvpool.Busy, match="received"):
+            for _ in range(300):
+                pair.a.transfer(pair.to_b, mine, to=lent, private=megabyte).wait()
+        pair.b("while (item := pool.received(0)) is not None: item.close()")
+        pair.a.transfer(pair.to_b, mine, to=lent, private=megabyte).wait()
+        pair.b("pool.received(0).close()")
+        pair.a.free(np.concatenate([lent, mine]))

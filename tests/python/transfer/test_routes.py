@@ -1,0 +1,77 @@
+"""Which way blocks take, and where UCX comes from."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+from transfer.kit import BLOCK_ROUTES, Child, address_of, pair_of, route_or_skip, small_pool
+
+import kvpool
+from kvpool.transfer.peers import ucx_library
+
+
+@pytest.mark.parametrize("route", BLOCK_ROUTES)
+def test_a_setting_limits_the_routes(route):
+    with pair_of(route) as pair:
+        (peer,) = pair.a.peers()
+        assert peer.routes == (route.partition("-")[0],)
+        assert peer.link.startswith("tcp 127.0.0.1:" if route == "sock-tcp" else "unix")
+        with pytest.raises(kvpool.Unsupported, match=f"there are: {peer.routes[0]}"):
+            pair.a.transfer(pair.to_b, pair.a.alloc(1), route="sock" if peer.routes[0] != "sock" else "shm")
+
+
+def test_the_memory_of_a_process_is_opened_only_if_both_sides_say_so():
+    with pair_of("shm", a={"routes": ()}, b={"routes": ("cma", "sock")}) as pair:
+        assert pair.a.peers()[0].routes == ("sock",)
+    with pair_of("shm", a={"routes": ()}, b={"routes": ()}) as pair:
+        assert "cma" not in pair.a.peers()[0].routes
+        assert {"shm", "sock"} <= set(pair.a.peers()[0].routes)
+
+
+def test_peers_without_a_common_route_do_not_meet():
+    with small_pool(routes=("shm",)) as one, small_pool(routes=("sock",)) as two, pytest.raises(kvpool.Error):
+        peer = two.connect(one.listen(address_of("shm")))
+        two.transfer(peer, two.alloc(1)).wait()
+
+
+def test_adopted_memory_travels_by_the_routes_that_reach_it():
+    route_or_skip("cma")
+    child = Child()
+    make = (
+        "tensors = [np.zeros((8, 2, 2, 4, 4), np.float32) for _ in range(2)]\n"
+        "pool = kvpool.Pool(small_layout(order='discrete'), hbm=tensors, dram_blocks=8, routes=routes)\n"
+        "pool.listen(where)"
+    )
+    for routes, found in ((("shm", "sock"), "sock"), (("cma", "sock"), "cma")):
+        with small_pool(routes=routes) as pool:
+            peer = pool.connect(child(make, routes=routes, where=address_of("shm")))
+            addrs = pool.alloc(3)
+            pool.tensor(kvpool.HBM).numpy()[kvpool.block_ids(addrs)] = 7
+            done = pool.transfer(peer, addrs).wait()
+            assert done.stats.route == found
+            assert child("[float(t[ids].min()) for t in tensors]", ids=kvpool.block_ids(done.addrs)) == [7, 7]
+            child("pool.close()")
+    child.close()
+
+
+def test_the_wheel_s_library_is_found_without_loading_it(monkeypatch, tmp_path):
+    assert ucx_library("system") == "system"
+    assert ucx_library("/opt/ucx/libucp.so") == "/opt/ucx/libucp.so"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert ucx_library("wheel") == "wheel"
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libucp.so.0").touch()
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    assert ucx_library("wheel") == str(tmp_path / "lib" / "libucp.so.0")
+
+
+def test_without_ucx_the_error_says_what_to_install():
+    child = Child()  # in which no UCX was loaded before
+    child("pool = small_pool(routes=('ucx', 'sock'), ucx='/nowhere')")
+    with pytest.raises(kvpool.Unsupported, match="/nowhere") as caught:
+        child("pool.listen(where)", where=address_of("shm"))
+    assert "kvpool[ucx]" in str(caught.value)
+    child.close()

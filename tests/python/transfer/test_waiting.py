@@ -1,0 +1,345 @@
+"""Handles: coroutines, callbacks, signals; batches, streams and fetches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import threading
+
+import pytest
+from kit import run_script
+from transfer.kit import BLOCK_ROUTES, content, eventually, fill, pair_of, prompt, wait_for
+
+import kvpool
+from kvpool import DRAM
+
+# ---- coroutines
+
+
+def test_a_transfer_can_be_awaited():
+    with pair_of("sock-unix") as pair:
+        addrs = pair.a.alloc(2)
+        sent = fill(pair.a, addrs)
+
+        async def send():
+            done = await pair.a.transfer(pair.to_b, addrs)
+            again = await done  # one that is done already
+            return again.addrs
+
+        assert pair.b("content(pool, addrs)", addrs=asyncio.run(send())) == sent
+        pair.b("pool.received(5).close()")
+
+
+def test_many_transfers_can_be_awaited_together_while_the_loop_runs():
+    with pair_of("shm") as pair:
+        addrs = pair.a.alloc(4)
+
+        async def send():
+            streams = [pair.a.open_transfer(pair.to_b, addrs[i : i + 1]) for i in range(4)]
+            waiting = asyncio.gather(*(one.transfer for one in streams), return_exceptions=True)
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+            for stream in streams[:3]:
+                with stream:
+                    stream.send_layer(0)
+                    stream.send_layer(1)
+            streams[3].transfer.cancel()
+            return await asyncio.wait_for(waiting, 10)
+
+        ended = asyncio.run(send())
+        assert [type(one) for one in ended] == [kvpool.Transfer] * 3 + [kvpool.Cancelled]
+        pair.b("for _ in range(3): pool.received(5).close()")
+
+
+def test_several_tasks_may_await_one_transfer_and_one_may_give_up():
+    with pair_of("shm") as pair:
+        fds = len(os.listdir("/proc/self/fd"))
+
+        async def send():
+            stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(1))
+
+            async def wait():
+                return await stream.transfer
+
+            tasks = [asyncio.create_task(wait()) for _ in range(3)]
+            await asyncio.sleep(0.01)
+            tasks[0].cancel()
+            await asyncio.sleep(0.01)
+            assert tasks[0].cancelled()
+            assert not stream.transfer.done()  # that somebody stops waiting ends nothing
+            with stream:
+                stream.send_layer(0)
+                stream.send_layer(1)
+            assert await asyncio.wait_for(asyncio.gather(*tasks[1:]), 10) == [stream.transfer] * 2
+
+        asyncio.run(send())
+        pair.b("pool.received(5).close()")
+        eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds)
+
+
+def test_a_transfer_can_be_selected():
+    with pair_of("shm") as pair:
+        stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(1))
+        assert select.select([stream.transfer], [], [], 0) == ([], [], [])
+        with stream:
+            stream.send_layer(0)
+            stream.send_layer(1)
+        assert select.select([stream.transfer], [], [], 10) == ([stream.transfer], [], [])
+        assert stream.transfer.done()
+        pair.b("pool.received(5).close()")
+
+
+def test_ctrl_c_ends_waiting():
+    run_script("""
+import os, signal, threading, time
+from transfer.kit import *
+one, two = small_pool(), small_pool()
+peer = two.connect(one.listen(address_of("shm")))
+stream = two.open_transfer(peer, two.alloc(1))
+for wait in (stream.transfer.wait, lambda: stream.transfer.exception(60), one.received, lambda: one.received(60)):
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    try:
+        wait()
+    except KeyboardInterrupt:
+        assert time.monotonic() - begin < 10
+        continue
+    raise SystemExit("it was not interrupted")
+assert not stream.transfer.done()
+two.close()
+one.close()
+""")
+
+
+# ---- what peers sent
+
+
+def test_received_waits_and_may_time_out():
+    with pair_of("shm") as pair:
+        assert pair.b("pool.received(0)") is None
+        assert pair.b("pool.received(0.01)") is None
+        got = []
+        thread = threading.Thread(target=lambda: got.append(pair.a.received()))
+        thread.start()
+        pair.b("pool.transfer(peer, pool.alloc(1), private=b'x').wait()\nNone", peer=pair.to_a)
+        thread.join(10)
+        (item,) = got
+        assert (item.peer, item.private, item.closed) == (pair.to_b, b"x", False)
+        assert "1 blocks" in repr(item)
+        with item:
+            pass
+        assert item.closed
+        item.close()
+        with pytest.raises(kvpool.ClosedError):
+            item.take()
+        with pytest.raises(kvpool.ClosedError):
+            item.__enter__()
+        assert pair.a.stats().hbm.free == 8
+
+
+def test_what_is_taken_stays_and_what_is_dropped_goes():
+    with pair_of("shm") as pair:
+        for _ in range(2):
+            pair.b("pool.transfer(peer, pool.alloc(1), private=b'x').wait()\nNone", peer=pair.to_a)
+        item = pair.a.received(5)
+        mine = item.take()
+        item.close()
+        with pytest.raises(kvpool.ClosedError):
+            item.take()
+        del item
+        item = pair.a.received(5)
+        del item
+        assert pair.a.stats().hbm.active == 1
+        pair.a.insert(prompt(1), mine).close()
+
+
+def test_items_come_in_the_order_of_completion_each_once():
+    with pair_of("shm", a={"hbm_blocks": 64}) as pair:
+        pair.b(
+            "addrs = pool.alloc(1)\nfor i in range(50): pool.transfer(peer, addrs, private=b'%d' % i).wait()",
+            peer=pair.to_a,
+        )
+        assert [int(pair.a.received(5).private) for _ in range(50)] == list(range(50))
+        assert pair.a.received(0) is None
+
+
+def test_a_callback_gets_what_is_sent(caplog):
+    with pair_of("shm") as pair:
+        got = []
+        names = set()
+
+        def callback(item):
+            names.add(threading.current_thread().name)
+            if item.private == b"bad":
+                raise RuntimeError("this callback is broken")
+            got.append((item.private, item.take().tolist()))
+
+        with caplog.at_level(logging.ERROR, "kvpool"), pair.a.on_received(callback) as handle:
+            with pytest.raises(kvpool.StateError, match="already"):
+                pair.a.on_received(print)
+            for private in (b"one", b"bad", b"two"):
+                pair.b(
+                    "pool.transfer(peer, pool.alloc(1), private=private).wait()\nNone", peer=pair.to_a, private=private
+                )
+            wait_for(lambda: len(got) == 2)
+        assert [private for private, _ in got] == [b"one", b"two"]
+        assert names == {"kvpool-received"}
+        assert "this callback is broken" in caplog.text
+        assert pair.to_b in caplog.text
+        eventually(lambda: pair.a.stats().hbm.active == 2)  # what the broken callback got was let go
+        assert handle.closed
+        pair.b("pool.transfer(peer, pool.alloc(1), private=b'late').wait()\nNone", peer=pair.to_a)
+        assert pair.a.received(5).private == b"late"
+        assert len(got) == 2
+
+
+def test_a_callback_may_use_the_pool_and_end_itself():
+    with pair_of("shm") as pair:
+        ended = threading.Event()
+
+        def callback(item):
+            pair.a.insert(prompt(1), item.take()).close()
+            handle.close()
+            ended.set()
+
+        handle = pair.a.on_received(callback)
+        pair.b("pool.transfer(peer, pool.alloc(1)).wait()\nNone", peer=pair.to_a)
+        assert ended.wait(10)
+        eventually(lambda: handle.closed)
+        assert pair.a.stats().hbm.historical == 1
+        pair.a.on_received(print).close()
+
+
+def test_a_callback_ends_with_its_pool():
+    with pair_of("shm", clean=False) as pair:
+        handle = pair.a.on_received(print)
+        pair.a.close()
+        assert handle.closed
+        assert "kvpool-received" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_callback_must_be_callable():
+    with pair_of("shm") as pair, pytest.raises(kvpool.ArgumentTypeError):
+        pair.a.on_received(7)
+
+
+# ---- batches, streams, fetches
+
+
+@pytest.mark.parametrize("route", BLOCK_ROUTES)
+def test_a_batch_starts_many(route):
+    with pair_of(route) as pair:
+        addrs = pair.a.alloc(4)
+        sent = fill(pair.a, addrs)
+        lent = pair.a.alloc(1, instance=pair.to_b, medium=DRAM)
+        handles = pair.a.transfer_batch(
+            [
+                kvpool.TransferSpec(pair.to_b, addrs[:1], private=b"0"),
+                kvpool.TransferSpec(pair.to_b, addrs[1:3], tokens=prompt(2), checksum=True),
+                kvpool.TransferSpec(pair.to_b, addrs[3:], to=lent, priority="decode"),
+            ]
+        )
+        where = [addr for handle in handles for addr in handle.wait().addrs]
+        assert pair.b("content(pool, addrs)", addrs=where) == sent
+        assert pair.b("with pool.match(prompt(2)) as hit: tokens = hit.tokens\ntokens") == 8
+        pair.b("pool.received(5).close()")
+        pair.a.free(lent)
+        assert pair.a.transfer_batch([]) == []
+
+
+@pytest.mark.parametrize("route", BLOCK_ROUTES)
+@pytest.mark.parametrize("strategy", ["by_layer", "by_layer_agg"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_stream_sends_layers_as_they_are_computed(route, strategy, named):
+    with pair_of(route) as pair:
+        addrs = pair.a.alloc(3)
+        fill(pair.a, addrs, 1)
+        to = pair.a.alloc(3, instance=pair.to_b) if named else None
+        with pair.a.open_transfer(pair.to_b, addrs, to=to, strategy=strategy, checksum=True) as stream:
+            fill(pair.a, addrs, 2)  # nothing was sent yet
+            sent = content(pair.a, addrs)
+            stream.send_layer(1)
+            with pytest.raises(kvpool.ArgumentError):
+                stream.send_layer(1)
+            with pytest.raises(kvpool.ArgumentError):
+                stream.send_layer(2)
+            with pytest.raises(kvpool.ArgumentError):
+                stream.send_layer(-1)
+            with pytest.raises(kvpool.ArgumentTypeError):
+                stream.send_layer("0")
+            with pytest.raises(kvpool.StateError):
+                stream.finish()
+            stream.send_layer(0)
+        done = stream.transfer.wait()
+        assert stream.finish() is done
+        with pytest.raises(kvpool.StateError):
+            stream.send_layer(0)
+        assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent
+        assert done.stats.strategy == strategy
+        pair.a.free(to) if named else pair.b("pool.received(5).close()")
+
+
+def test_an_exception_cancels_a_stream():
+    with pair_of("shm") as pair:
+        with pytest.raises(RuntimeError), pair.a.open_transfer(pair.to_b, pair.a.alloc(1)) as stream:
+            stream.send_layer(0)
+            raise RuntimeError
+        assert isinstance(stream.transfer.exception(10), kvpool.Cancelled)
+        eventually(lambda: pair.b("pool.stats().hbm.free") == 8)
+
+
+def test_a_plain_transfer_is_no_stream():
+    with pair_of("shm") as pair:
+        transfer = pair.a.transfer(pair.to_b, pair.a.alloc(1))
+        with pytest.raises(kvpool.StateError):
+            transfer._send_layer(0)
+        with pytest.raises(kvpool.StateError):
+            transfer._finish()
+        transfer.wait()
+        pair.b("pool.received(5).close()")
+
+
+@pytest.mark.parametrize("route", BLOCK_ROUTES)
+def test_blocks_can_be_fetched(route):
+    with pair_of(route) as pair:
+        theirs, written = pair.b("mine = pool.alloc(2, medium=kvpool.MIXED)\n(mine.tolist(), fill(pool, mine))")
+        done = pair.a.fetch(pair.to_b, theirs).wait()
+        assert content(pair.a, done.addrs) == written
+        assert pair.a.stats().hbm.active == 2
+        mine = pair.a.alloc(2, medium=DRAM)
+        done = pair.a.fetch(pair.to_b, theirs, to=mine, priority="decode").wait()
+        assert done.addrs.tolist() == mine.tolist()
+        assert content(pair.a, mine) == written
+        assert pair.b("(pool.stats().hbm.active, pool.received(0))") == (2, None)
+
+
+@pytest.mark.parametrize("route", BLOCK_ROUTES)
+def test_cached_blocks_can_be_fetched_and_stale_ones_not(route):
+    with pair_of(route) as pair:
+        cached, written = pair.b("mine = pool.alloc(2)\nwas = fill(pool, mine)\npool.insert(prompt(2), mine).close()\n"
+                                 "(mine.tolist(), was)")  # fmt: skip
+        assert content(pair.a, pair.a.fetch(pair.to_b, cached).wait().addrs) == written
+        pair.b("pool.delete(prompt(2))")
+        free = pair.a.stats().hbm.free
+        with pytest.raises(kvpool.StaleAddress) as caught:
+            pair.a.fetch(pair.to_b, cached).wait()
+        assert caught.value.address in cached
+        eventually(lambda: pair.a.stats().hbm.free == free)  # what was allocated for it is free again
+        mine = pair.a.alloc(2)
+        assert isinstance(pair.a.fetch(pair.to_b, cached, to=mine).exception(10), kvpool.StaleAddress)
+        pair.a.free(mine)  # what was named is the caller's again
+
+
+def test_a_fetch_needs_room_here():
+    with pair_of("shm") as pair:
+        theirs = pair.b("pool.alloc(2).tolist()")
+        mine = pair.a.alloc(7)
+        with pytest.raises(kvpool.OutOfBlocks):
+            pair.a.fetch(pair.to_b, theirs)
+        pair.a.insert(prompt(7), mine).close()
+        with pytest.raises(kvpool.OutOfBlocks):
+            pair.a.fetch(pair.to_b, theirs, evict=False)
+        assert pair.a.fetch(pair.to_b, theirs).wait().done()
+        assert pair.a.stats().dram.historical == 1
