@@ -8,27 +8,31 @@ import datetime
 import importlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import machine
 from bench.context import Context
-from bench.peers.find import Peers
+from bench.peers.find import SINGLE, Peers
 from bench.quiet import Watch
 from bench.remote import RemoteError
 from bench.result import Report, Skipped
 from bench.show import Screen
 
-# In this order. Each module has a TITLE and `run(context)`.
+# In this order. Each module has a TITLE and `run(context)`; PEERS, where it has it, names the peers that it asks.
 BENCHES = {
     "alloc": "bench.api.alloc",
     "index": "bench.api.index",
     "scale": "bench.api.scale",
     "swap": "bench.api.swap",
     "runs": "bench.api.runs",
+    "transfer": "bench.transfer.speed",
+    "faults": "bench.faults.survive",
     "fig9": "bench.memserve.fig9_api",
     "fig10": "bench.memserve.fig10_index",
+    "fig11": "bench.memserve.fig11_layouts",
+    "fig12": "bench.memserve.fig12_strategies",
     "fig13": "bench.memserve.fig13_ttft",
 }
 
@@ -37,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     if options.list:
         for name, module in BENCHES.items():
-            print(f"{name:8}{importlib.import_module(module).TITLE}")
+            print(f"{name:10}{importlib.import_module(module).TITLE}")
         return 0
     screen = Screen()
     described = machine.describe()
@@ -45,14 +49,15 @@ def main(arguments: Sequence[str]) -> int:
     started = time.perf_counter()
     missed: list[str] = []
     failed: list[str] = []
-    with Peers(wanted=not options.no_peers, quick=options.quick) as peers:
+    names = options.names or BENCHES
+    with Peers(_peers_of(names), wanted=not options.no_peers, quick=options.quick) as peers:
         peers.wait()
         described["peers"] = peers.versions
         for name, version in peers.versions.items():
             screen.line(f"  {name}: {version}", style="dim")
         told = _tell(screen, peers, 0)
         context = Context(options.quick, options.out, peers)
-        for name in options.names or BENCHES:
+        for name in names:
             try:
                 report = _run(name, context, screen, described)
             except Skipped as reason:
@@ -83,6 +88,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; the benches are {', '.join(BENCHES)}")
     return options
+
+
+def _peers_of(names: Iterable[str]) -> set[str]:
+    """The peers that these benches ask."""
+    return {peer for name in names for peer in getattr(importlib.import_module(BENCHES[name]), "PEERS", SINGLE)}
 
 
 def _tell(screen: Screen, peers: Peers, told: int) -> int:

