@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import libucx  # type: ignore[import-not-found]  # in its own environment only
+import libucx  # type: ignore[import-not-found,import-untyped,unused-ignore]  # in its own environment only
 import numpy as np
 import numpy.typing as npt
 
