@@ -92,8 +92,10 @@ def send_some(pool: kvpool.Pool, peer: str, addrs: Any, lent: Any, number: int, 
     elif kind == "freed":  # what is being sent is not given to anybody else before it has been read
         sent = pool.alloc(8)
         stamp(pool, sent, number)
-        handle = pool.transfer(peer, sent, **options)
-        pool.free(sent)
+        try:
+            handle = pool.transfer(peer, sent, **options)
+        finally:
+            pool.free(sent)
         other = pool.alloc(8)
         stamp(pool, other, number ^ 0xFF)
         pool.free(other)
