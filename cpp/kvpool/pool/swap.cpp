@@ -48,8 +48,9 @@ void Pool::make_room(Lock& lock, std::size_t n) {
     const std::size_t missing = n - hbm.free_count();
     if (missing > dram.free_count()) evict_locked(ValueClass::kHbm, missing - dram.free_count());
     if (hbm.free_count() >= n) return;
-    // What a transfer reads is dropped, but not free yet: DRAM may have less room than was made.
-    move_to_dram(lock, std::min<std::size_t>({n - hbm.free_count(), kBatchBlocks, dram.free_count()}), nullptr);
+    // What a transfer reads is dropped, but not free yet: DRAM may have less room than was made, or none.
+    const std::size_t down = std::min<std::size_t>({n - hbm.free_count(), kBatchBlocks, dram.free_count()});
+    if (down > 0) move_to_dram(lock, down, nullptr);
   }
 }
 
