@@ -130,7 +130,7 @@ asan: $(DONE)/package-dev ## C++ tests under AddressSanitizer, LeakSanitizer and
 	@mkdir -p $(REPORTS)
 	@$(BIN)/cmake -S . -B build/asan $(SANITIZED) -DKVPOOL_SANITIZE=address >/dev/null
 	@$(BIN)/cmake --build build/asan
-	@KVPOOL_UCX="$(UCX_OF_WHEEL)" ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	@KVPOOL_UCX="$(UCX_OF_WHEEL)" ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1:suppressions=tests/cpp/asan.supp UBSAN_OPTIONS=print_stacktrace=1 \
 	build/asan/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-asan.txt
 
 .PHONY: tsan
