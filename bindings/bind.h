@@ -23,13 +23,19 @@ void bind_tensor(pybind11::module_& module);
 void bind_pool(pybind11::module_& module);
 void bind_prompt_index(pybind11::module_& module);
 void bind_instance_index(pybind11::module_& module);
+void bind_beacon(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
 void bind_reshard(pybind11::module_& module);
 
 // Methods of the pool that need peers, and the classes that they return. bind_pool calls them.
 void bind_service(pybind11::module_& module, PoolClass& pool);
+void bind_members(PoolClass& pool);
+void bind_ranks(pybind11::module_& module, PoolClass& pool);
 void bind_transfer(pybind11::module_& module, PoolClass& pool);
 void bind_received(pybind11::module_& module, PoolClass& pool);
+
+// The name of the class in kvpool.errors for an error of the core.
+const char* class_of(ErrorCode code);
 
 // The exception of Python that an error of the core becomes.
 pybind11::object exception_from(const Error& error);

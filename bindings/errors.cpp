@@ -6,7 +6,6 @@
 #include "kvpool/base/error.h"
 
 namespace kvpool::bindings {
-namespace {
 
 namespace py = pybind11;
 
@@ -46,11 +45,11 @@ const char* class_of(ErrorCode code) {
       return "ProtocolError";
     case ErrorCode::kCancelled:
       return "Cancelled";
+    case ErrorCode::kFenced:
+      return "Fenced";
   }
   return "Error";
 }
-
-}  // namespace
 
 py::object exception_from(const Error& error) {
   const py::object type = py::module_::import("kvpool.errors").attr(class_of(error.code()));

@@ -1,10 +1,13 @@
 // The class that kvpool.InstanceIndex derives from.
 #include "kvpool/index/instance_index.h"
 
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -37,24 +40,41 @@ std::uint32_t instance_from(py::handle argument) {
   return static_cast<std::uint32_t>(instance);
 }
 
-py::list match(LockedInstanceIndex& self, py::handle tokens_argument, py::handle now, py::handle name_argument) {
+std::vector<InstanceHit> hits_of(LockedInstanceIndex& self, py::handle tokens_argument, py::handle now,
+                                 py::handle name_argument) {
   const Vector<Token> tokens = tokens_from(tokens_argument);
   const std::string_view name = name_from(name_argument);
   const std::uint64_t time = now.is_none() ? 0 : count_from(now, "now");
   std::vector<InstanceHit> hits;
-  {
-    const std::lock_guard lock(self.mutex);
-    if (now.is_none()) {
-      self.index.peek(name, tokens.data(), tokens.size(), hits);
-    } else {
-      self.index.match(name, tokens.data(), tokens.size(), time, hits);
-    }
+  const std::lock_guard lock(self.mutex);
+  if (now.is_none()) {
+    self.index.peek(name, tokens.data(), tokens.size(), hits);
+  } else {
+    self.index.match(name, tokens.data(), tokens.size(), time, hits);
   }
+  return hits;
+}
+
+py::list match(LockedInstanceIndex& self, py::handle tokens, py::handle now, py::handle name) {
+  const std::vector<InstanceHit> hits = hits_of(self, tokens, now, name);
   py::list result(hits.size());
   for (std::size_t i = 0; i < hits.size(); ++i) {
     result[i] = py::make_tuple(hits[i].instance, hits[i].pages * self.index.page_tokens());
   }
   return result;
+}
+
+py::tuple match_arrays(LockedInstanceIndex& self, py::handle tokens, py::handle now, py::handle name) {
+  const std::vector<InstanceHit> hits = hits_of(self, tokens, now, name);
+  py::array_t<std::int64_t> instances(static_cast<py::ssize_t>(hits.size()));
+  py::array_t<std::int64_t> lengths(static_cast<py::ssize_t>(hits.size()));
+  std::int64_t* const instance = instances.mutable_data();
+  std::int64_t* const length = lengths.mutable_data();
+  for (std::size_t i = 0; i < hits.size(); ++i) {
+    instance[i] = hits[i].instance;
+    length[i] = static_cast<std::int64_t>(hits[i].pages * self.index.page_tokens());
+  }
+  return py::make_tuple(std::move(instances), std::move(lengths));
 }
 
 }  // namespace
@@ -67,15 +87,16 @@ void bind_instance_index(py::module_& module) {
       .def(
           "insert",
           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle now,
-             py::handle name_argument) {
+             py::handle name_argument, bool lasting) {
             const Vector<Token> tokens = tokens_from(tokens_argument);
             const std::string_view name = name_from(name_argument);
             const std::uint32_t id = instance_from(instance);
             const std::uint64_t time = count_from(now, "now");
             const std::lock_guard lock(self.mutex);
-            return self.index.insert(name, tokens.data(), tokens.size() / self.index.page_tokens(), id, time);
+            return self.index.insert(name, tokens.data(), tokens.size() / self.index.page_tokens(), id, time, lasting);
           },
-          py::arg("tokens"), py::arg("instance"), py::arg("now") = 0, py::arg("namespace") = "",
+          py::arg("tokens"), py::arg("instance"), py::arg("now") = 0, py::arg("namespace") = "", py::kw_only(),
+          py::arg("lasting") = false,
           R"(The instance holds the whole blocks of these tokens.
 
 Args:
@@ -83,6 +104,8 @@ Args:
     instance: Instance id, 0 to 16383.
     now: Time of the use, in any unit that grows.
     namespace: Prefixes of different namespaces never match each other.
+    lasting: It holds them until it is told otherwise: expire never drops them. For instances whose events say
+        what they lose.
 
 Returns:
     Blocks that it did not hold before.)")
@@ -96,6 +119,11 @@ Args:
 
 Returns:
     A list of (instance, tokens), the longest first, for every instance that holds the first block.)")
+      .def("match_arrays", &match_arrays, py::arg("tokens"), py::arg("now") = py::none(), py::arg("namespace") = "",
+           R"(As match, for a router that has a thousand instances to weigh.
+
+Returns:
+    Two int64 arrays of one length: the instances, and the tokens that each holds, the longest first.)")
       .def(
           "remove",
           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle first_block,
@@ -128,9 +156,8 @@ Returns:
             return self.index.expire(time);
           },
           py::arg("before"),
-          "Forgets, for each instance, the blocks that it did not use at `before` or later. Returns how many blocks "
-          "that\n"
-          "were, each counted once for every instance that held it.")
+          "Forgets, for each instance, the blocks that it did not use at `before` or later, but for lasting ones.\n"
+          "Returns how many blocks that were, each counted once for every instance that held it.")
       .def(
           "blocks",
           [](LockedInstanceIndex& self, py::handle instance) {

@@ -1,8 +1,11 @@
 // What this build and this machine are.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "bind.h"
+#include "gil.h"
 #include "kvpool/arena/arena.h"
+#include "kvpool/transport/ucx_transport.h"
 
 namespace kvpool::bindings {
 
@@ -26,6 +29,10 @@ void bind_machine(py::module_& module) {
         return info;
       },
       "How this extension was built.");
+  module.def("describe_ucx", &describe_ucx, py::arg("where"), py::call_guard<GilReleased>(),
+             "Opens the UCX there: its version, and the file. Raises Unsupported.");
+  module.def("probe_ucx_lanes", &probe_ucx_lanes, py::arg("where"), py::call_guard<GilReleased>(),
+             "The lanes by which UCX reaches another process on this host. Raises Unsupported.");
 }
 
 }  // namespace kvpool::bindings

@@ -17,6 +17,8 @@
 #include "events.h"
 #include "gil.h"
 #include "handles.h"
+#include "matching.h"
+#include "reshard.h"
 #include "service.h"
 #include "tensor.h"
 
@@ -49,7 +51,8 @@ void destroy(Pool* pool) {
 
 PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece_bytes, bool aggregated,
                       const py::object& hbm_blocks, const py::object& dram_blocks, const py::object& adopted,
-                      const py::object& block_dim, bool engine_allocates, const std::string& policy, int copy_threads,
+                      const py::object& block_dim, bool engine_allocates, const py::object& shape,
+                      const py::object& parallel, const std::string& policy, int copy_threads,
                       const std::string& huge_pages, int numa_node, bool check_memory, bool pin_dram, bool audit,
                       bool zero_on_alloc) {
   const auto blocks = [](const py::object& argument, const char* name) {
@@ -64,6 +67,13 @@ PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece
   };
   PoolOptions options;
   options.layout = Layout{block_tokens, std::move(piece_bytes), aggregated};
+  if (!shape.is_none()) {
+    const KVShape numbers = shape_from(shape);
+    options.layout.kv_heads = numbers.kv_heads;
+    options.layout.head_dim = numbers.head_dim;
+    options.layout.itemsize = numbers.itemsize;
+  }
+  if (!parallel.is_none()) options.sharding = sharding_from(shape, parallel);
   options.hbm_blocks = blocks(hbm_blocks, "hbm_blocks");
   options.dram_blocks = blocks(dram_blocks, "dram_blocks");
   if (!adopted.is_none()) {
@@ -113,47 +123,7 @@ void free_blocks(Pool& pool, py::handle addresses_argument) {
     return;
   }
   const std::vector<Address> mixed = addresses.copy();
-  const GilReleased released;
-  pool.free(mixed.data(), mixed.size());
-}
-
-// Room for the addresses of one match. Its user holds the GIL from filling it to copying it.
-std::vector<Address>& scratch(std::size_t n) {
-  thread_local std::vector<Address> room;
-  if (room.size() < n) room.resize(n);
-  return room;
-}
-
-Match match_tokens(const PoolPointer& pool, const Vector<Token>& tokens, std::string_view name) {
-  const std::size_t page = pool->layout().block_tokens;
-  std::vector<Address>& room = scratch(tokens.size() / page);
-  const IndexHit hit = pool->match(name, tokens.data(), tokens.size(), room.data());
-  Match result;
-  result.pins = Pins(pool, hit.pin);
-  result.tokens = hit.pages * page;
-  result.partial_tokens = hit.partial_tokens;
-  result.addrs = to_array(room.data(), hit.pages);
-  return result;
-}
-
-Match match(const PoolPointer& pool, py::handle tokens_argument, py::handle name) {
-  const Vector<Token> tokens = tokens_from(tokens_argument);
-  return match_tokens(pool, tokens, name_from(name));
-}
-
-std::vector<Match> match_batch(const PoolPointer& pool, const py::sequence& prompts, py::handle name) {
-  std::vector<Match> matches;
-  matches.reserve(prompts.size());
-  // All prompts are read before the first is matched, and kept: a sequence may make each item when it is asked for.
-  std::vector<py::object> kept;
-  std::vector<Vector<Token>> tokens;
-  kept.reserve(prompts.size());
-  tokens.reserve(prompts.size());
-  for (std::size_t i = 0; i < prompts.size(); ++i) {
-    tokens.push_back(tokens_from(kept.emplace_back(prompts[i])));
-  }
-  for (const Vector<Token>& prompt : tokens) matches.push_back(match_tokens(pool, prompt, name_from(name)));
-  return matches;
+  call_interruptibly([&](const GivenUp& given_up) { pool.free(mixed.data(), mixed.size(), given_up); });
 }
 
 std::vector<Inserted> insert_all(const PoolPointer& pool, std::vector<std::pair<py::object, py::object>> prompts,
@@ -268,9 +238,9 @@ void bind_pool(py::module_& module) {
   pool_class
       .def(py::init(&make_pool), py::kw_only(), py::arg("block_tokens"), py::arg("piece_bytes"), py::arg("aggregated"),
            py::arg("hbm_blocks"), py::arg("dram_blocks"), py::arg("adopted"), py::arg("block_dim"),
-           py::arg("engine_allocates"), py::arg("policy"), py::arg("copy_threads"), py::arg("huge_pages"),
-           py::arg("numa_node"), py::arg("check_memory"), py::arg("pin_dram"), py::arg("audit"),
-           py::arg("zero_on_alloc"))
+           py::arg("engine_allocates"), py::arg("shape"), py::arg("parallel"), py::arg("policy"),
+           py::arg("copy_threads"), py::arg("huge_pages"), py::arg("numa_node"), py::arg("check_memory"),
+           py::arg("pin_dram"), py::arg("audit"), py::arg("zero_on_alloc"))
       .def("alloc", &alloc, py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kHbm), py::arg("evict") = true,
            py::kw_only(), py::arg("instance") = py::none(), py::arg("timeout") = py::none(),
            R"(Allocates n blocks, all or nothing.
@@ -334,7 +304,7 @@ Returns:
           R"(The engine's blocks that the index gave up since the last call; the engine may use them again.
 
 For a pool over adopted memory made with ``engine_allocates=True``. Returns an int64 array of block ids.)")
-      .def("match", &match, py::arg("tokens"), py::arg("namespace") = "",
+      .def("match", &match<Pool>, py::arg("tokens"), py::arg("namespace") = "",
            R"(Finds the longest cached prefix of a prompt, in whole blocks, and pins it.
 
 Thread-safe. Cost grows with the prompt, not with what is cached.
@@ -345,7 +315,7 @@ Args:
 
 Returns:
     A Match. Its local addresses stay valid, and their content unchanged, until it is closed; use it in a ``with``.)")
-      .def("match_batch", &match_batch, py::arg("prompts"), py::arg("namespace") = "",
+      .def("match_batch", &match_batch<Pool>, py::arg("prompts"), py::arg("namespace") = "",
            "match() for each prompt of a list. Returns a list of Match.")
       .def("insert", &insert, py::arg("tokens"), py::arg("addrs"), py::arg("namespace") = "",
            py::arg("free_duplicates") = false, R"(Gives blocks to the index: active becomes historical, without a copy.
@@ -467,6 +437,8 @@ Raises:
           },
           py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
   bind_service(module, pool_class);
+  bind_members(pool_class);
+  bind_ranks(module, pool_class);
   bind_transfer(module, pool_class);
   bind_received(module, pool_class);
 }

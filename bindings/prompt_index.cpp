@@ -11,6 +11,7 @@
 #include "events.h"
 #include "handles.h"
 #include "kvpool/index/shared_index.h"
+#include "matching.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -28,37 +29,6 @@ IndexPointer make_index(const py::object& block_tokens, const std::string& polic
       : policy == "fifo" ? EvictionPolicy::kFifo
                          : throw Error(ErrorCode::kArgument, "policy must be lru, lfu or fifo, and is " + policy);
   return std::make_shared<SharedIndex>(static_cast<std::uint32_t>(page), kind);
-}
-
-Match match_tokens(const IndexPointer& index, const Vector<Token>& tokens, std::string_view name) {
-  thread_local std::vector<Address> room;
-  if (room.size() < tokens.size() / index->page_tokens()) room.resize(tokens.size() / index->page_tokens());
-  const IndexHit hit = index->match(name, tokens.data(), tokens.size(), room.data());
-  Match result;
-  result.pins = Pins(index, hit.pin);
-  result.tokens = hit.pages * index->page_tokens();
-  result.partial_tokens = hit.partial_tokens;
-  result.addrs = to_array(room.data(), hit.pages);
-  return result;
-}
-
-Match match(const IndexPointer& index, py::handle tokens_argument, py::handle name) {
-  const Vector<Token> tokens = tokens_from(tokens_argument);
-  return match_tokens(index, tokens, name_from(name));
-}
-
-std::vector<Match> match_batch(const IndexPointer& index, const py::sequence& prompts, py::handle name) {
-  std::vector<py::object> kept;
-  std::vector<Vector<Token>> tokens;
-  std::vector<Match> matches;
-  kept.reserve(prompts.size());
-  tokens.reserve(prompts.size());
-  matches.reserve(prompts.size());
-  for (std::size_t i = 0; i < prompts.size(); ++i) {
-    tokens.push_back(tokens_from(kept.emplace_back(prompts[i])));
-  }
-  for (const Vector<Token>& prompt : tokens) matches.push_back(match_tokens(index, prompt, name_from(name)));
-  return matches;
 }
 
 std::vector<Inserted> insert_all(const IndexPointer& index, std::vector<std::pair<py::object, py::object>> prompts,
@@ -129,7 +99,7 @@ void bind_prompt_index(py::module_& module) {
   py::class_<SharedIndex, IndexPointer>(module, "PromptIndex", "The C++ half of kvpool.PromptIndex.")
       .def(py::init(&make_index), py::arg("block_tokens") = 16, py::arg("policy") = "lru")
       .def_property_readonly("block_tokens", &SharedIndex::page_tokens, "Tokens a block.")
-      .def("match", &match, py::arg("tokens"), py::arg("namespace") = "",
+      .def("match", &match<SharedIndex>, py::arg("tokens"), py::arg("namespace") = "",
            R"(Finds the longest stored prefix in whole blocks and pins it.
 
 Args:
@@ -147,7 +117,7 @@ Returns:
           },
           py::arg("tokens"), py::arg("namespace") = "",
           "Tokens that match() would find. Pins nothing and does not count as a use.")
-      .def("match_batch", &match_batch, py::arg("prompts"), py::arg("namespace") = "",
+      .def("match_batch", &match_batch<SharedIndex>, py::arg("prompts"), py::arg("namespace") = "",
            "match() for each prompt of a list. Returns a list of Match.")
       .def("insert_batch", &insert_all, py::arg("prompts"), py::arg("namespace") = "",
            "insert() for each (tokens, values) of a list, all or nothing. Returns a list of Inserted.")

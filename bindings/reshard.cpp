@@ -1,5 +1,5 @@
 // Reshard plans for kvpool.transfer: shapes and configurations in as tuples, slices and strips out.
-#include "kvpool/transfer/reshard.h"
+#include "reshard.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -28,14 +28,19 @@ LayerSplit split_from(const std::string& name) {
   throw Error(ErrorCode::kArgument, "split must be vllm or sglang, and is " + name);
 }
 
-// (layers, kv_heads, head_dim, itemsize, block_tokens) and (tp, pp, split, stage_layers).
-Sharding sharding_from(const py::tuple& shape, const py::tuple& parallel) {
+}  // namespace
+
+KVShape shape_from(const py::tuple& shape) {
   KVShape numbers;
   numbers.layers = number_from(shape[0], "layers");
   numbers.kv_heads = number_from(shape[1], "kv_heads");
   numbers.head_dim = number_from(shape[2], "head_dim");
   numbers.itemsize = number_from(shape[3], "itemsize");
   numbers.block_tokens = number_from(shape[4], "block_tokens");
+  return numbers;
+}
+
+Sharding sharding_from(const py::tuple& shape, const py::tuple& parallel) {
   Parallel configuration;
   configuration.tp = number_from(parallel[0], "tp");
   configuration.pp = number_from(parallel[1], "pp");
@@ -43,8 +48,10 @@ Sharding sharding_from(const py::tuple& shape, const py::tuple& parallel) {
   for (const py::handle layers : py::cast<py::sequence>(parallel[3])) {
     configuration.stage_layers.push_back(number_from(layers, "stage_layers"));
   }
-  return {numbers, configuration};
+  return {shape_from(shape), configuration};
 }
+
+namespace {
 
 py::array_t<std::uint64_t> strip_rows(const std::vector<BlockStrip>& strips) {
   static_assert(sizeof(BlockStrip) == 3 * sizeof(std::uint64_t));

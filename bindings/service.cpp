@@ -2,12 +2,16 @@
 #include "service.h"
 
 #include <pybind11/stl.h>
+#include <unistd.h>
 
+#include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bind.h"
+#include "kvpool/transport/endpoint.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -15,26 +19,42 @@ namespace {
 // Seconds are checked by kvpool.Settings.
 std::int64_t nanoseconds(double seconds) { return static_cast<std::int64_t>(seconds * 1e9); }
 
-void start_service(Pool& pool, const std::string& name, const std::string& secret, const std::string& model,
-                   std::vector<std::string> routes, double lease_s, double reserve_s, int transfer_threads,
-                   bool trusted_network, bool unix_door, const std::string& ucx, std::uint32_t transfers_max,
-                   std::uint32_t reserved_max, std::uint32_t received_max) {
+// Not by pybind11's arguments: what does not fit them it shows in its TypeError, and the secret is one of them.
+template <class Value>
+Value setting(const py::object& settings, const char* name) {
+  try {
+    return settings.attr(name).cast<Value>();
+  } catch (const py::cast_error&) {
+    throw_type_error(std::string("the core cannot use the setting ") + name);
+  }
+}
+
+void start_service(Pool& pool, const py::object& settings, py::handle ucx, bool joins_cluster) {
   ServiceOptions options;
-  options.name = name;
-  options.secret = secret;
-  options.model = model;
-  options.routes = std::move(routes);
-  options.lease_ns = nanoseconds(lease_s);
-  options.reserve_ns = nanoseconds(reserve_s);
-  options.worker_threads = transfer_threads;
-  options.trusted_network = trusted_network;
-  options.unix_door = unix_door;
-  options.ucx = ucx;
-  options.transfers_max = transfers_max;
-  options.reserved_max = reserved_max;
-  options.received_max = received_max;
+  options.joins_cluster = joins_cluster;
+  options.name = setting<std::string>(settings, "name");
+  options.secret = setting<std::string>(settings, "secret");
+  options.model = setting<std::string>(settings, "model");
+  options.routes = setting<std::vector<std::string>>(settings, "routes");
+  options.lease_ns = nanoseconds(setting<double>(settings, "lease_s"));
+  options.reserve_ns = nanoseconds(setting<double>(settings, "reserve_s"));
+  options.worker_threads = setting<int>(settings, "transfer_threads");
+  options.trusted_network = setting<bool>(settings, "trusted_network");
+  options.unix_door = setting<bool>(settings, "unix_door");
+  options.ucx = text_from(ucx, "ucx");
+  options.transfers_max = setting<std::uint32_t>(settings, "transfers_max");
+  options.reserved_max = setting<std::uint32_t>(settings, "reserved_max");
+  options.received_max = setting<std::uint32_t>(settings, "received_max");
   const GilReleased released;
   pool.start_service(options);
+}
+
+// (name, instance, epoch, joined, error), or None.
+py::object next_peer_event(Pool& pool) {
+  const std::optional<PeerEvent> event = service_of(pool).next_peer_event();
+  if (!event) return py::none();
+  return py::make_tuple(event->name, event->instance, event->epoch, event->joined,
+                        event->why ? exception_from(*event->why) : py::object(py::none()));
 }
 
 py::list peers(Pool& pool) {
@@ -47,15 +67,56 @@ py::list peers(Pool& pool) {
   py::list list;
   for (const PeerInfo& peer : peers) {
     list.append(py::make_tuple(peer.name, peer.instance, peer.epoch, peer.link, py::tuple(py::cast(peer.routes)),
-                               peer.pid, peer.lent_blocks, peer.borrowed_blocks, peer.reserved_blocks));
+                               peer.pid, peer.lent_blocks, peer.borrowed_blocks, peer.reserved_blocks, peer.transfers));
   }
   return list;
 }
 
+// For each kind of transfer: how many ended how, by the name of the error; bytes; seconds together; how many took how
+// long.
+py::dict transfer_counts(Pool& pool) {
+  Service& service = service_of(pool);
+  py::dict kinds;
+  for (const auto& [kind, name] : {std::pair(TransferKind::kSend, "send"), std::pair(TransferKind::kFetch, "fetch")}) {
+    const TransferTally::Counts counts = service.transfer_counts(kind);
+    py::dict failed;
+    for (std::size_t i = 1; i < counts.ended.size(); ++i) {
+      if (counts.ended[i] != 0) failed[class_of(static_cast<ErrorCode>(i - 1))] = counts.ended[i];
+    }
+    py::list durations;
+    for (std::size_t i = 0; i < counts.durations.size(); ++i) {
+      const bool bounded = i < TransferTally::kBoundsNs.size();
+      const double bound_s =
+          bounded ? static_cast<double>(TransferTally::kBoundsNs[i]) / 1e9 : std::numeric_limits<double>::infinity();
+      durations.append(py::make_tuple(bound_s, counts.durations[i]));
+    }
+    kinds[name] = py::make_tuple(counts.ended[0], failed, counts.bytes, static_cast<double>(counts.duration_ns) / 1e9,
+                                 py::tuple(durations));
+  }
+  return kinds;
+}
+
 }  // namespace
 
+GivenUp asks_for_signals() {
+  constexpr std::int64_t kEveryNs = 50'000'000;
+  // Costs nothing before somebody waits, and asks.
+  return [next_ns = std::int64_t{0}]() mutable {
+    if (steady_ns() < next_ns || gettid() != getpid()) return false;
+    if (next_ns == 0) {
+      next_ns = steady_ns() + kEveryNs;
+      return false;
+    }
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    const bool raised = PyErr_CheckSignals() != 0;  // what was raised stays with this thread
+    PyGILState_Release(gil);
+    next_ns = steady_ns() + kEveryNs;
+    return raised;
+  };
+}
+
 Service& service_of(Pool& pool) {
-  pool.guard();
+  pool.guard_open();
   Service* service = pool.service();
   if (service == nullptr) {
     throw Error(ErrorCode::kState, "this pool has no peers: call listen() or connect() first");
@@ -67,23 +128,23 @@ py::array_t<Address> alloc_at_peer(Pool& pool, std::size_t n, Medium medium, boo
                                    py::handle timeout) {
   const std::string peer(text_from(peer_argument, "instance"));
   const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
-  std::vector<Address> addresses;
-  {
-    Service& service = service_of(pool);
-    const GilReleased released;
-    addresses = service.alloc(peer, n, medium, evict, deadline);
-  }
+  Service& service = service_of(pool);
+  const std::vector<Address> addresses = call_interruptibly(
+      [&](const GivenUp& given_up) { return service.alloc(peer, n, medium, evict, {deadline, given_up}); });
   return to_array(addresses.data(), addresses.size());
 }
 
-void bind_service(py::module_& /*module*/, PoolClass& pool) {
-  pool.def("_start_service", &start_service, py::kw_only(), py::arg("name"), py::arg("secret"), py::arg("model"),
-           py::arg("routes"), py::arg("lease_s"), py::arg("reserve_s"), py::arg("transfer_threads"),
-           py::arg("trusted_network"), py::arg("unix_door"), py::arg("ucx"), py::arg("transfers_max"),
-           py::arg("reserved_max"), py::arg("received_max"))
+void bind_service(py::module_& module, PoolClass& pool) {
+  module.def("_check_listen_address", [](py::handle address, bool has_secret) {
+    check_listen_address(std::string(text_from(address, "address")), has_secret);
+  });
+  module.def("_check_connect_address", [](py::handle address, bool has_secret) {
+    check_connect_address(std::string(text_from(address, "address")), has_secret);
+  });
+  pool.def("_start_service", &start_service, py::arg("settings"), py::arg("ucx"), py::arg("joins_cluster") = false)
       .def("_name",
            [](Pool& self) -> py::object {
-             self.guard();
+             self.guard_open();
              const Service* service = self.service();
              return service == nullptr ? py::none() : py::object(py::str(service->options().name));
            })
@@ -98,27 +159,31 @@ void bind_service(py::module_& /*module*/, PoolClass& pool) {
           py::arg("address"))
       .def(
           "_connect",
-          [](Pool& self, py::handle address_argument, py::handle timeout) {
+          [](Pool& self, py::handle address_argument, py::handle timeout, bool wait) {
             const std::string address(text_from(address_argument, "address"));
             const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
             Service& service = service_of(self);
-            const GilReleased released;
-            return service.connect(address, deadline);
+            return call_interruptibly(
+                [&](const GivenUp& given_up) { return service.connect(address, {deadline, given_up}, wait); });
           },
-          py::arg("address"), py::arg("timeout"))
+          py::arg("address"), py::arg("timeout"), py::arg("wait"))
+      .def("_begin_peer_events", [](Pool& self) { return service_of(self).begin_peer_events(); })
+      .def("_next_peer_event", &next_peer_event)
+      .def("_end_peer_events", [](Pool& self) { service_of(self).end_peer_events(); })
       .def("_peers", &peers)
+      .def("_transfer_counts", &transfer_counts)
       .def(
           "disconnect",
           [](Pool& self, py::handle peer_argument) {
             const std::string peer(text_from(peer_argument, "peer"));
             Service& service = service_of(self);
-            const GilReleased released;
-            service.disconnect(peer);
+            call_interruptibly([&](const GivenUp& given_up) { service.disconnect(peer, given_up); });
           },
           py::arg("peer"), R"(Parts from a peer.
 
 Transfers with it that are under way end with PeerLost on both sides; blocks that it had lent are given back, and
-those that it borrowed or reserved are free again as soon as it can write to them no more. Releases the GIL.
+those that it borrowed or reserved are free again as soon as it can write to them no more. Ctrl-C ends the wait for
+that. Releases the GIL.
 
 Args:
     peer: Its name.

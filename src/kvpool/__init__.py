@@ -17,8 +17,12 @@ cached prompts by their tokens, and moves blocks between the two.
 
 from __future__ import annotations
 
+import logging as _logging
+
 from kvpool._core import __version__
 from kvpool.alloc import KVTensor, SwappedIn
+from kvpool.attachment import Attachment
+from kvpool.cluster import Cluster, Load, Member, MemberCallback, MemberEvent, Registration
 from kvpool.config import Settings
 from kvpool.errors import (
     ArgumentError,
@@ -30,6 +34,7 @@ from kvpool.errors import (
     ClosedError,
     DeadlineExceeded,
     Error,
+    Fenced,
     ForkError,
     LayoutMismatch,
     NotOwner,
@@ -53,16 +58,24 @@ from kvpool.index import (
     StoredEvent,
 )
 from kvpool.pool import MediumStats, Pool, PoolStats
+from kvpool.ranks import RankArena
 from kvpool.transfer import (
+    ParallelConfig,
+    PeerCallback,
+    PeerEvent,
     PeerInfo,
+    RankInfo,
     Received,
     ReceivedCallback,
     Transfer,
     TransferSpec,
     TransferStats,
     TransferStream,
+    TransferTotals,
 )
 from kvpool.types import DRAM, HBM, MIXED, Address, KVLayout, Medium, RawLayout, block_ids, decode_address, media
+
+_logging.getLogger("kvpool").addHandler(_logging.NullHandler())  # silent, until the application says where to log
 
 __all__ = [
     "DRAM",
@@ -71,37 +84,50 @@ __all__ = [
     "Address",
     "ArgumentError",
     "ArgumentTypeError",
+    "Attachment",
     "AuditError",
     "AuthError",
     "Busy",
     "Cancelled",
     "ClosedError",
+    "Cluster",
     "DeadlineExceeded",
     "Error",
     "EventStream",
+    "Fenced",
     "ForkError",
     "Inserted",
     "InstanceIndex",
     "KVLayout",
     "KVTensor",
     "LayoutMismatch",
+    "Load",
     "Match",
     "MatchReport",
     "Medium",
     "MediumStats",
+    "Member",
+    "MemberCallback",
+    "MemberEvent",
     "MovedEvent",
     "NotOwner",
     "OutOfBlocks",
     "OutOfMemory",
+    "ParallelConfig",
+    "PeerCallback",
+    "PeerEvent",
     "PeerInfo",
     "PeerLost",
     "Pool",
     "PoolStats",
     "PromptIndex",
     "ProtocolError",
+    "RankArena",
+    "RankInfo",
     "RawLayout",
     "Received",
     "ReceivedCallback",
+    "Registration",
     "RemovedEvent",
     "Settings",
     "StaleAddress",
@@ -112,6 +138,7 @@ __all__ = [
     "TransferSpec",
     "TransferStats",
     "TransferStream",
+    "TransferTotals",
     "Unsupported",
     "__version__",
     "block_ids",

@@ -7,7 +7,8 @@
     ├── OutOfMemory (MemoryError)       an arena does not fit the machine or its cgroup
     ├── StaleAddress                    the block behind the address was freed or moved
     ├── StateError                      the block or the pool is in a state that forbids the call
-    │   └── ClosedError                 the pool or handle was closed
+    │   ├── ClosedError                 the pool or handle was closed
+    │   └── Fenced                      the pool has no lease in its cluster: verbs that need peers wait for it
     ├── NotOwner                        the address belongs to another instance or pool
     ├── LayoutMismatch                  memory offered, or a peer's, does not have the layout's shape
     ├── PeerLost                        the peer is gone, or does not answer
@@ -39,6 +40,7 @@ __all__ = [
     "ClosedError",
     "DeadlineExceeded",
     "Error",
+    "Fenced",
     "ForkError",
     "LayoutMismatch",
     "NotOwner",
@@ -142,10 +144,15 @@ class StateError(Error):
     instance: int
     needed: int
     errno: int
+    epoch: int
 
 
 class ClosedError(StateError):
     """The pool or handle was closed."""
+
+
+class Fenced(StateError):
+    """The pool is no member of its cluster at the moment: it has no peers until it has a lease again."""
 
 
 class NotOwner(Error):
@@ -166,6 +173,8 @@ class LayoutMismatch(Error):
     position: int
     sender: int
     receiver: int
+    blocks: int
+    blocks_needed: int
 
 
 class PeerLost(Error):

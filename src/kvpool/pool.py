@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from kvpool import _core
+from kvpool.attachment import Attachment, attach
+from kvpool.cluster import Cluster
 from kvpool.config import Settings, load
 from kvpool.errors import ArgumentError, ArgumentTypeError, StateError, Unsupported
 from kvpool.index import EventStream, MatchReport
 from kvpool.transfer import PeerVerbs
+from kvpool.transfer.reshard import ParallelConfig
 from kvpool.types import DRAM, HBM, KVLayout, Medium, RawLayout
 
 __all__ = ["ArenaInfo", "MediumStats", "Pool", "PoolStats"]
@@ -140,6 +144,9 @@ class Pool(PeerVerbs):
         block_dim: The dimension of those tensors that counts blocks. What stands before it enumerates pieces, such as
             K and V; what follows must be contiguous.
         engine_allocates: The engine's own allocator decides about the adopted blocks: see adopt and take_released.
+        parallel: Makes this the scheduler of a logical instance of several ranks: it allocates and indexes blocks whose
+            memory is in its ranks, each of which holds its layers and heads of every block. Hand a ticket of
+            export_rank to each worker, which joins with RankArena.join. `layout` is that of the whole block.
         **settings: Fields of kvpool.Settings; they win over the environment and the file.
 
     Raises:
@@ -159,6 +166,7 @@ class Pool(PeerVerbs):
         hbm: Sequence[Any] | None = None,
         block_dim: int = 0,
         engine_allocates: bool = False,
+        parallel: ParallelConfig | None = None,
         **settings: Any,
     ) -> None:
         """See the class."""
@@ -169,7 +177,9 @@ class Pool(PeerVerbs):
             raise ArgumentError("give hbm_blocks or the engine's own tensors as hbm, not both", hbm_blocks=hbm_blocks)
         if hbm is None and engine_allocates:
             raise ArgumentError("engine_allocates is for adopted tensors: give them as hbm")
+        _check_parallel(parallel, layout, device, hbm)
         self.settings: Settings = load(**settings)
+        self.parallel = parallel
         self.kv_layout: KVLayout | RawLayout = layout
         self._adopted = hbm is not None
         options = {name: getattr(self.settings, name) for name in _LOCAL_SETTINGS}
@@ -183,8 +193,68 @@ class Pool(PeerVerbs):
             adopted=hbm,
             block_dim=block_dim,
             engine_allocates=engine_allocates,
+            shape=_shape(layout),
+            parallel=None if parallel is None else parallel._core_tuple(),
             **options,
         )
+        self._attaching = threading.Lock()
+        self._attachment: Attachment | None = None
+
+    def attach(
+        self,
+        cluster: Cluster,
+        *,
+        name: str | None = None,
+        role: Literal["prefill", "decode", "both"] = "both",
+        listen: str | Sequence[str] | None = None,
+    ) -> Attachment:
+        """Makes this pool a member of a cluster: from then on every verb reaches every member by its name.
+
+        The directory gives the pool the instance id of its addresses, so attach it before `listen`, `connect` and
+        `export_rank`. A member that a verb names is met then, within the verb's deadline; nobody has to call connect.
+        One that the cluster gives up is parted from, and a pool that loses its own lease raises Fenced from what
+        needs peers until it has one again: see docs/how-to/cluster.md. The load goes out with each heartbeat.
+
+        The verbs that need peers may be called when this has returned. A pool is attached once; one that has left is
+        not taken in again. A logical instance (``parallel=``) is attached by its scheduler; its ranks join then.
+
+        Args:
+            cluster: What `Cluster.join` returned. It has one member.
+            name: What the members call this pool; by default the setting, or host, process and a random number. A
+                process that was restarted takes its old name again.
+            role: "prefill", "decode" or "both".
+            listen: Where peers connect to, one address or several, the best first. By default a Unix socket in a
+                cluster of one machine, and TCP on the loopback in others: name an interface for other hosts.
+
+        Returns:
+            A handle to leave by. The pool keeps it, and closes it when it is closed.
+
+        Raises:
+            StateError: The pool is attached, or has been, or speaks with peers already; a live member has the name;
+                the cluster has a member of this process already; an address is in use.
+            DeadlineExceeded: The directory does not answer, or the name of a dead member is not free yet.
+            ArgumentError: An address, name or role that is none; TCP without a secret; two different secrets.
+            ArgumentTypeError: A value of the wrong type.
+            ClosedError, ForkError: As everywhere. Whatever is raised, pool and cluster are as they were.
+        """
+        with self._attaching:
+            if self._attachment is not None:
+                state = "has left its cluster: make a new one" if self._attachment.closed else "is attached already"
+                raise StateError(f"this pool {state}")
+            self._attachment = attach(self, cluster, name=name, role=role, listen=listen)
+            return self._attachment
+
+    def close(self) -> None:
+        """Ends the pool: every verb raises ClosedError from now on. Views of the memory stay valid. Idempotent.
+
+        It leaves its cluster, if it is in one. Peers are told; transfers that are under way end with ClosedError here
+        and PeerLost there. The memory is free as soon as no view shows it. Only what a peer may still write to by its
+        address (cma, ucx; a process that was stopped in a write) is kept until that peer has ended.
+        """
+        attachment = self._attachment
+        if attachment is not None:
+            attachment.close()
+        super().close()
 
     def tensor(self, medium: int = HBM) -> _core.KVTensor:
         """The memory of a medium, as a zero-copy view.
@@ -197,12 +267,14 @@ class Pool(PeerVerbs):
             adopted memory, [block, byte]. Index it with ``kvpool.block_ids(addrs)``.
 
         Raises:
-            StateError: The medium is adopted memory: the engine's own tensors are the view.
+            StateError: The medium is adopted memory: the engine's own tensors are the view. Or the memory is in ranks.
         """
         medium = _one_medium(medium)
         stats = self.stats()
         blocks = stats.hbm.capacity if medium == HBM else stats.dram.capacity
         layout = self.kv_layout
+        if self.parallel is not None:
+            raise StateError("the memory of a logical instance is its ranks': see RankArena.tensor")
         if self._adopted and medium == HBM:
             raise StateError("HBM is adopted memory: the engine's own tensors are the view")
         if isinstance(layout, RawLayout) or self._adopted:
@@ -263,6 +335,23 @@ class Pool(PeerVerbs):
             for name, tier in (("HBM", stats.hbm), ("DRAM", stats.dram))
         )
         return f"<Pool {'; '.join(tiers)}>"
+
+
+def _shape(layout: KVLayout | RawLayout) -> tuple[int, int, int, int, int] | None:
+    if isinstance(layout, RawLayout):
+        return None
+    return layout.layers, layout.kv_heads, layout.head_dim, layout.itemsize, layout.block_tokens
+
+
+def _check_parallel(parallel: object, layout: KVLayout | RawLayout, device: str, hbm: Sequence[Any] | None) -> None:
+    if parallel is None:
+        return
+    if not isinstance(parallel, ParallelConfig):
+        raise ArgumentTypeError(f"parallel must be a ParallelConfig, not {type(parallel).__name__}")
+    if isinstance(layout, RawLayout):
+        raise ArgumentError("only a KVLayout can be shared among ranks: a RawLayout does not say where heads begin")
+    if hbm is not None or device != "cpu":
+        raise ArgumentError("the memory of a logical instance is its ranks': give hbm and device to RankArena.join")
 
 
 def _check_device(device: object) -> None:

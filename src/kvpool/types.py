@@ -297,12 +297,24 @@ def decode_address(address: int | np.unsignedinteger[Any]) -> Address:
 def block_ids(addresses: AddressLike) -> npt.NDArray[np.int64]:
     """The block number of each address within its medium, as int64, ready to index a tensor: `kv[block_ids(addrs)]`.
 
+    It is the number in the pool that the address belongs to: what a peer lent is no block of the tensor at hand. An
+    address does not say which pool is at hand, so only a list of several pools' addresses is refused; a pool's own
+    addresses may be of instance 0, from before it had peers, and of its instance.
+
     Raises:
-        ArgumentError: A number cannot be an address.
+        ArgumentError: A number cannot be an address; or the addresses are of several instances.
         ArgumentTypeError: Not an array of unsigned integers or a sequence of ints.
     """
     array_ = _address_array(addresses)
     _media_checked(array_)
+    instances = array_ >> np.uint64(_INSTANCE_SHIFT)
+    known = instances[instances != 0]
+    if known.size and (known != known[0]).any():
+        other = int(known[known != known[0]][0])
+        raise ArgumentError(
+            f"the addresses belong to instances {int(known[0])} and {other}: no tensor has blocks of both",
+            instance=other,
+        )
     return (array_ & np.uint64((1 << _BLOCK_BITS) - 1)).astype(np.int64)
 
 
@@ -370,6 +382,9 @@ class TransferStats:
         write_us: Writing.
         complete_us: From the last byte to the receiver's word.
         total_us: All of it.
+
+    Of a fetch the owner writes, and what that cost is known there only: ``route`` is "fetch", ``calls``, ``reserve_us``
+    and ``complete_us`` are 0, and ``write_us`` is the time from the request to the owner's answer.
     """
 
     route: str
@@ -383,6 +398,26 @@ class TransferStats:
     write_us: float
     complete_us: float
     total_us: float
+
+
+@dataclass(frozen=True)
+class TransferTotals:
+    """The transfers of one kind that a pool has begun, as far as they have ended.
+
+    Attributes:
+        succeeded: How many ended well.
+        failed: How many ended with an error, by the name of its class; only those that there were.
+        bytes: Written or read by all of them; of a fetch that failed it is not known how many.
+        seconds: What those that ended well took, together.
+        durations: How many of these took how long: pairs of an upper bound in seconds, ascending, and a number; the
+            last bound is infinite.
+    """
+
+    succeeded: int
+    failed: dict[str, int]
+    bytes: int
+    seconds: float
+    durations: tuple[tuple[float, int], ...]
 
 
 @dataclass(frozen=True, eq=False)

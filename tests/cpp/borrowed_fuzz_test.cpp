@@ -59,7 +59,7 @@ void carry_out(Event event, BorrowedBlocks& blocks, const std::vector<Address>& 
 }  // namespace
 
 TEST_CASE("what is borrowed agrees with a naive model after every event") {
-  for (const std::uint64_t seed : fuzz_seeds()) {
+  for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("borrowed", seed);
     Dice dice(seed);
     BorrowedBlocks blocks("peer", kLender, kBlocks);

@@ -25,6 +25,26 @@ inline PeerCard sample_card() {
   }
   card.ucx = {std::byte{1}, std::byte{2}, std::byte{3}};
   card.door = "kvpool-4321-1";
+  card.kv_heads = 8;
+  card.head_dim = 12;
+  card.itemsize = 2;
+  card.meeting = 77;
+  card.rank_of = 0xFEDC;
+  card.rank = 3;
+  card.address = "tcp:127.0.0.1:4000";
+  return card;
+}
+
+// The scheduler of two tensor-parallel ranks in each of two stages, of which two have joined.
+inline PeerCard sample_group_card() {
+  PeerCard card = sample_card();
+  card.rank_of = 0;
+  card.rank = 0;
+  card.address = "";
+  for (CardMedium& medium : card.media) medium = {medium.blocks, 0, {}};
+  card.tp = 2;
+  card.stage_layers = {5, 3};
+  card.ranks = {{1, 0xABCD, "unix:@one"}, {3, 0xABCE, "tcp:10.0.0.2:1"}};
   return card;
 }
 

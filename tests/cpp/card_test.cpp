@@ -33,6 +33,11 @@ Bytes forged(const PeerCard& card) {
     writer.array(std::span<const CardSegment>(medium.segments));
   }
   writer.blob(card.ucx);
+  writer.number(card.kv_heads).number(card.head_dim).number(card.itemsize);
+  writer.number(card.meeting).number(card.rank_of).number(card.rank).text(card.address).number(card.tp);
+  writer.array(std::span<const std::uint32_t>(card.stage_layers));
+  writer.number(static_cast<std::uint32_t>(card.ranks.size()));
+  for (const CardRank& rank : card.ranks) writer.number(rank.rank).number(rank.epoch).text(rank.address);
   return out;
 }
 
@@ -47,8 +52,7 @@ std::string refusal(const std::function<void()>& call) {
 }
 
 // Neither side lets such a card pass, and both say why.
-void check_refused(const char* says, const Change& change) {
-  PeerCard card = sample_card();
+void check_refused(const char* says, const Change& change, PeerCard card = sample_card()) {
   change(card);
   const Bytes bytes = forged(card);
   CAPTURE(says);
@@ -87,6 +91,9 @@ TEST_CASE("a card is read as it was written, to its last byte") {
   CHECK(read.routes == card.routes);
   CHECK(read.door == card.door);
   CHECK(read.ucx == card.ucx);
+  CHECK(read.meeting == 77);
+  CHECK(read.rank_of == card.rank_of);
+  CHECK(read.address == card.address);
   CHECK(read.media[0].mapped_bytes == card.media[0].mapped_bytes);
   REQUIRE(read.media[1].segments.size() == 16);
   CHECK(read.media[1].blocks == 32);
@@ -114,6 +121,45 @@ TEST_CASE("what a card may have at most fits a frame") {
   CHECK(bytes.size() < kBodyBytesMax);
   WireReader in(bytes);
   CHECK(read_card(in).piece_bytes.size() == kCardSegmentsMax);
+}
+
+TEST_CASE("the card of a scheduler of several ranks is read as it was written") {
+  const PeerCard card = sample_group_card();
+  const Bytes bytes = written(card);
+  CHECK(bytes == forged(card));
+  WireReader in(bytes);
+  const PeerCard read = read_card(in);
+  CHECK(read.is_group());
+  CHECK(read.tp == 2);
+  CHECK(read.stage_layers == card.stage_layers);
+  REQUIRE(read.ranks.size() == 2);
+  CHECK(read.ranks[1].rank == 3);
+  CHECK(read.ranks[1].epoch == 0xABCE);
+  CHECK(read.ranks[1].address == "tcp:10.0.0.2:1");
+  CHECK(read.media[1].blocks == 32);
+  CHECK(written(read) == bytes);
+}
+
+TEST_CASE("what a card says of ranks fits together") {
+  const auto group = [](const char* says, const Change& change) { check_refused(says, change, sample_group_card()); };
+  group("a logical instance has memory of its own", [](PeerCard& card) { card.media[0] = sample_card().media[0]; });
+  group("a logical instance has memory of its own", [](PeerCard& card) { card.media[0].mapped_bytes = 4096; });
+  group("number of pipeline stages is 0", [](PeerCard& card) { card.stage_layers = {}; });
+  group("number of ranks is 8194", [](PeerCard& card) { card.tp = 4097; });
+  group("the rank is 4; it can be 0 to 3", [](PeerCard& card) { card.ranks[1].rank = 4; });
+  group("its ranks are not in order", [](PeerCard& card) { card.ranks[1].rank = 1; });
+  group("epoch of a rank is 0", [](PeerCard& card) { card.ranks[0].epoch = 0; });
+  group("address of a rank has 0 bytes", [](PeerCard& card) { card.ranks[0].address = ""; });
+  group("a rank has ranks", [](PeerCard& card) {
+    card.rank_of = 1;
+    card.address = "unix:@x";
+  });
+  check_refused("a pool of one rank names other ranks", [](PeerCard& card) { card.ranks = {{0, 1, "unix:@x"}}; });
+  check_refused("a pool of one rank names other ranks", [](PeerCard& card) { card.stage_layers = {8}; });
+  check_refused("address of a rank has 0 bytes", [](PeerCard& card) { card.address = ""; });
+  check_refused("address of a rank is not printable", [](PeerCard& card) { card.address = "a\nb"; });
+  check_refused("the rank is 4096", [](PeerCard& card) { card.rank = 4096; });
+  check_refused("number of KV heads is 1048577", [](PeerCard& card) { card.kv_heads = (1U << 20) + 1; });
 }
 
 TEST_CASE("a name is 1 to 255 bytes of UTF-8 that can be shown") {

@@ -115,7 +115,7 @@ TEST_CASE("an endpoint: callers who say nothing are sent away, and do not keep o
 }
 
 TEST_CASE("an endpoint: garbage from strangers harms nobody") {
-  for (const std::uint64_t seed : fuzz_seeds()) {
+  for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("stranger", seed);
     Dice dice(seed);
     const int before = open_descriptors();

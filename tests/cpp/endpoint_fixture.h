@@ -13,6 +13,7 @@
 #include "kvpool/transport/endpoint.h"
 #include "kvpool/transport/sock_address.h"
 #include "sock_fixture.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 
@@ -73,17 +74,6 @@ struct Member {
 inline std::string fresh_name(const char* kind) {
   static std::atomic<int> count{0};
   return std::string(kind) + "kvpool-test-" + std::to_string(getpid()) + "-" + std::to_string(++count);
-}
-
-// What connect throws.
-template <class Call>
-std::optional<Error> error_of(Call&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  return std::nullopt;
 }
 
 class NoPatience final : public Patience {

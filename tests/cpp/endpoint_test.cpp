@@ -68,6 +68,29 @@ TEST_CASE("an endpoint: what either side refuses with, the other throws or is cl
   }
 }
 
+TEST_CASE("an endpoint: a refusal carries its numbers") {
+  Member server("server");
+  Member client("client");
+  server.refuse.emplace(ErrorCode::kState, "known", std::initializer_list<ErrorField>{{"epoch", -5}, {"secret", 7}});
+  const auto error =
+      error_of([&] { client.endpoint->connect(server.endpoint->listen("tcp:127.0.0.1:0"), in_seconds(10)); });
+  REQUIRE(error);
+  REQUIRE(error->fields().size() == 1);  // what the reader does not know is left out
+  CHECK(std::string(error->fields()[0].first) == "epoch");
+  CHECK(error->fields()[0].second == -5);
+}
+
+TEST_CASE("an endpoint: whose process is at the other end is known over a Unix socket, and not over TCP") {
+  for (const bool unix : {true, false}) {
+    Member server("server", {.secret = "sesame", .door = false});
+    Member client("client");
+    const auto link = client.endpoint->connect(server.endpoint->listen(unix ? fresh_name("unix:@") : "tcp:127.0.0.1:0"),
+                                               in_seconds(10));
+    CHECK(link->process() == (unix ? getpid() : 0));
+    CHECK(server.links[0]->process() == (unix ? getpid() : 0));
+  }
+}
+
 TEST_CASE("an endpoint: without a secret a Unix socket is for the same user, and TCP for nobody") {
   Member server("server", {});
   Member client("client", {});

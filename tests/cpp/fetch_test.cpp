@@ -7,17 +7,6 @@
 namespace kvpool::testing {
 namespace {
 
-ErrorCode failure(const Transfer& transfer) {
-  REQUIRE(transfer.done());
-  try {
-    transfer.rethrow_if_failed();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  FAIL("it has not failed");
-  return ErrorCode::kAudit;
-}
-
 FetchRequest fetch_for(SessionKit& kit, std::size_t n) {
   FetchRequest request;
   request.peer = "peer";
@@ -25,6 +14,30 @@ FetchRequest fetch_for(SessionKit& kit, std::size_t n) {
   request.to = alloc(*kit.pool, n);
   request.deadline_ns = kit.host.now + 100 * kMs;
   return request;
+}
+
+TEST_CASE("a fetch tells how long it took, and no phases that only the owner knows") {
+  SessionKit kit;
+  const auto fetch = kit.session->fetch(fetch_for(kit, 2), /*frees_on_failure=*/false);
+  CHECK(fetch->bytes_total() == kit.bytes_of(2));
+  kit.host.now += 5 * kMs;
+  kit.say(FrameKind::kDone, kit.link->take().id, write_addresses({}));
+  CHECK(fetch->stats().write_us == doctest::Approx(5000));
+  CHECK(fetch->stats().total_us == doctest::Approx(5000));
+  CHECK(fetch->stats().calls == 0);
+}
+
+TEST_CASE("a peer may read what it has borrowed, and not what another one has") {
+  SessionKit kit;
+  const auto ask = [&](std::uint64_t id, const Addresses& from) {
+    kit.say(FrameKind::kFetch, id | kFetchBit,
+            write_body(FetchBody{Priority::kPrefill, 1000, from, SessionKit::peer_addresses(from.size())}));
+  };
+  ask(1, kit.lend(2, 1));
+  CHECK(kit.host.writes.size() == 1);
+  ask(3, *kit.peer_blocks.lend(1, Medium::kHbm, {kPeerEpoch + 1, 0}, Room::kFree));
+  CHECK(kit.host.writes.size() == 1);
+  CHECK(kit.refusal() == ErrorCode::kNotOwner);
 }
 
 TEST_CASE("the destinations of a fetch are the caller's again only when the owner writes no more") {

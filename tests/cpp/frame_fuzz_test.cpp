@@ -129,7 +129,7 @@ std::optional<Error> feed(FrameReader& reader, const Descriptor& to, const Bytes
 }  // namespace
 
 TEST_CASE("frames: what is sent arrives, however it is cut and wherever it is placed") {
-  for (const std::uint64_t seed : fuzz_seeds()) {
+  for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("frame", seed);
     Dice dice(seed);
     for (int round = 0; round < fuzz_length(40); ++round) {
@@ -151,7 +151,7 @@ TEST_CASE("frames: what is sent arrives, however it is cut and wherever it is pl
 }
 
 TEST_CASE("frames: bytes that were changed, lost, doubled or moved end the stream, and nothing wrong comes out") {
-  for (const std::uint64_t seed : fuzz_seeds()) {
+  for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("frame", seed);
     Dice dice(seed);
     int found = 0;
@@ -203,8 +203,42 @@ TEST_CASE("frames: bytes that were changed, lost, doubled or moved end the strea
   }
 }
 
+TEST_CASE("frames: a bit that flips anywhere is found, every time") {
+  const std::uint64_t seed = fuzz_seeds().back();
+  announce_fuzz("bit flips", seed);
+  Dice dice(seed);
+  const int flips = std::getenv("KVPOOL_LONG") != nullptr ? 1'000'000 : 10'000;
+  int ended = 0;
+  for (int flip = 0; flip < flips; ++flip) {
+    const Wire wire = dice.one_in(2) ? Wire::kTcpChecksum : Wire::kTcpMac;
+    const auto [mine, theirs] = socket_pair(Wire::kUnix);
+    Sink sink(dice);
+    FrameReader reader(mine.get(), tag_of(wire), keys_of(true).receive, false, sink);
+    const std::vector<Sent> sent = {
+        {FrameKind::kLend, dice.any(), some_bytes(dice.below(60), 1), {}},
+        {FrameKind::kData, dice.any(), some_bytes(dice.below(60), 2), some_bytes(1 + dice.below(200), 3)},
+        {FrameKind::kDone, dice.any(), some_bytes(dice.below(60), 4), {}}};
+    Bytes bytes = bytes_of(sent, wire);
+    const std::size_t at = dice.below(bytes.size());
+    bytes[at] ^= static_cast<std::byte>(1U << dice.below(8));
+    std::size_t hit = 0;
+    while (at >= bytes_of({sent.begin(), sent.begin() + static_cast<std::ptrdiff_t>(hit) + 1}, wire).size()) ++hit;
+    const auto error = feed(reader, theirs, bytes, dice);
+    reader.end();
+    if (error) {
+      CHECK(error->code() == ErrorCode::kProtocol);
+      ++ended;
+    }  // else it waits for more: a length was changed
+    REQUIRE(sink.got.size() <= hit + (hit == 1 ? 1 : 0));  // a payload is placed before its tag is read
+    for (std::size_t i = 0; i < std::min(hit, sink.got.size()); ++i) check_same(sink.got[i], sent[i], false);
+    const bool placed = sink.got.size() == 2 && sink.dropped.empty();
+    REQUIRE(sink.damaged == (placed && hit == 1 ? 1 : 0));
+  }
+  CHECK(ended > flips / 2);
+}
+
 TEST_CASE("frames: garbage ends the stream with a protocol error, or waits for more") {
-  for (const std::uint64_t seed : fuzz_seeds()) {
+  for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("frame", seed);
     Dice dice(seed);
     for (int round = 0; round < fuzz_length(400); ++round) {

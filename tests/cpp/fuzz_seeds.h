@@ -1,19 +1,78 @@
-// Seeds for tests that make up their own input: a few fixed ones and a fresh one. A failing test prints its seed;
-// KVPOOL_SEED=<seed> replays that one alone. KVPOOL_LONG=1 makes such tests twenty times longer.
+// Seeds for tests that make up their own input: a few fixed ones and a fresh one. A failing test prints its seed.
+//
+//   KVPOOL_SEED=<seed>          that one alone
+//   KVPOOL_SEED=<from>..<to>    those from `from` up to but not `to`: a part of a long run
+//   KVPOOL_LONG=1               such tests are twenty times longer, and targets of fuzz_for() go on for an hour each
+//   KVPOOL_FUZZ_SECONDS=<n>     or for so long
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <random>
 #include <vector>
 
 namespace kvpool::testing {
 
-inline std::vector<std::uint64_t> fuzz_seeds() {
-  if (const char* given = std::getenv("KVPOOL_SEED")) return {std::strtoull(given, nullptr, 0)};
-  return {1, 2, std::random_device{}()};
+// What KVPOOL_SEED says.
+inline std::optional<std::vector<std::uint64_t>> given_seeds() {
+  const char* given = std::getenv("KVPOOL_SEED");
+  if (given == nullptr) return std::nullopt;
+  char* end = nullptr;
+  const std::uint64_t from = std::strtoull(given, &end, 0);
+  if (end[0] != '.' || end[1] != '.') return std::vector{from};
+  const std::uint64_t to = std::strtoull(end + 2, nullptr, 0);
+  std::vector<std::uint64_t> seeds;
+  for (std::uint64_t seed = from; seed < to; ++seed) seeds.push_back(seed);
+  return seeds;
 }
+
+inline std::vector<std::uint64_t> fuzz_seeds() {
+  return given_seeds().value_or(std::vector<std::uint64_t>{1, 2, std::random_device{}()});
+}
+
+// The seeds of a fuzz target: those of fuzz_seeds(), and in a long run fresh ones until its time is over.
+class FuzzTime {
+ public:
+  struct End {};
+  class Iterator {
+   public:
+    explicit Iterator(FuzzTime& time) : time_(time) {}
+    std::uint64_t operator*() const { return time_.seeds_[time_.next_]; }
+    Iterator& operator++() {
+      ++time_.next_;
+      return *this;
+    }
+    bool operator!=(End /*end*/) const { return time_.go_on(); }
+
+   private:
+    FuzzTime& time_;
+  };
+
+  FuzzTime() {
+    if (given_seeds()) return;
+    const char* seconds = std::getenv("KVPOOL_FUZZ_SECONDS");
+    if (seconds != nullptr) seconds_ = std::chrono::seconds(std::strtoll(seconds, nullptr, 10));
+    if (seconds == nullptr && std::getenv("KVPOOL_LONG") != nullptr) seconds_ = std::chrono::hours(1);
+  }
+  Iterator begin() { return Iterator(*this); }
+  static End end() { return {}; }
+
+ private:
+  bool go_on() {
+    if (next_ < seeds_.size()) return true;
+    if (std::chrono::steady_clock::now() - started_ >= seconds_) return false;
+    seeds_.push_back(std::random_device{}());
+    return true;
+  }
+
+  const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+  std::chrono::seconds seconds_{0};
+  std::vector<std::uint64_t> seeds_ = fuzz_seeds();
+  std::size_t next_ = 0;
+};
 
 inline int fuzz_length(int steps) { return std::getenv("KVPOOL_LONG") != nullptr ? 20 * steps : steps; }
 

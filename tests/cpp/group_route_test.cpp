@@ -9,10 +9,12 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
 #include "fuzz_seeds.h"
+#include "local_rank.h"
 #include "reshard_model.h"
 
 using namespace kvpool;           // NOLINT(google-build-using-namespace)
@@ -99,14 +101,14 @@ struct Instances {
   }
 
   std::unique_ptr<Route> route() {
-    std::vector<std::vector<RankLane>> lanes(plan->from.ranks());
+    std::vector<LocalRank::Lanes> lanes(plan->from.ranks());
     for (const ReshardPair& pair : plan->pairs) {
       routes.push_back(std::make_shared<CopyRoute>(sent[pair.from_rank], received[pair.to_rank]));
-      lanes[pair.from_rank].push_back({pair.to_rank, routes.back()});
+      lanes[pair.from_rank].emplace(pair.to_rank, routes.back());
     }
     std::vector<std::unique_ptr<RankWriter>> ranks(plan->from.ranks());
     for (std::uint32_t rank = 0; rank < plan->from.ranks(); ++rank) {
-      if (!lanes[rank].empty()) ranks[rank] = make_local_rank(std::move(lanes[rank]));
+      if (!lanes[rank].empty()) ranks[rank] = std::make_unique<LocalRank>(std::move(lanes[rank]));
     }
     return make_group_route(plan, std::move(ranks));
   }
@@ -140,11 +142,6 @@ WriteRequest request_of(const std::vector<BlockStrip>& strips, const std::vector
 // A rank in another process, as far as a group can tell: takes orders, and reports when the test says so.
 class FarRank final : public RankWriter {
  public:
-  bool reaches(Medium /*medium*/) const noexcept override { return true; }
-  bool serves(const RankOrder& /*order*/) const noexcept override { return true; }
-  double estimate_us(const RankOrder& /*order*/, std::uint64_t blocks) const noexcept override {
-    return static_cast<double>(blocks);
-  }
   void write(const RankOrder& order, const WriteRequest& request, Report report) override {
     const std::lock_guard lock(mutex_);
     bytes_ = order.bytes() * request.from.size();
@@ -251,9 +248,6 @@ TEST_CASE("calls and bytes of all ranks are added up, copies for replicas too") 
   const WriteOutcome outcome = route->write(request_of(strips, from, from));
   CHECK(outcome.calls == 2 * 4);
   CHECK(outcome.bytes == 2 * 4 * shape.block_bytes());
-  CHECK(route->reaches(Medium::kDram));
-  CHECK_FALSE(route->reaches(Medium::kHbm));
-  CHECK(route->estimate_us(1, 2 * shape.block_bytes()) > 2 * 4);
   route->close();
   for (const auto& lane : instances.routes) CHECK(lane->closed);
 }
@@ -274,23 +268,14 @@ TEST_CASE("a rank of this process that fails ends the write, and no other is beg
   CHECK(code_of([&] { route->write(request); }) == ErrorCode::kCancelled);
 }
 
-TEST_CASE("a group needs a one-sided route for each pair of its plan") {
+TEST_CASE("a group needs somebody who writes for each rank that has something to send") {
   const KVShape shape = shape_of(4, 2);
   const auto plan =
-      std::make_shared<const ReshardPlan>(plan_reshard(sharding_of(shape, 1, 1), sharding_of(shape, 2, 1)));
-  Contents contents(kBlocks);
-  auto route = std::make_shared<CopyRoute>(contents, contents);
-  const auto group_of = [&](std::vector<RankLane> lanes) {
-    std::vector<std::unique_ptr<RankWriter>> ranks;
-    ranks.push_back(make_local_rank(std::move(lanes)));
-    return make_group_route(plan, std::move(ranks));
-  };
-  CHECK(group_of({{1, route}, {0, route}}) != nullptr);
-  CHECK(code_of([&] { group_of({{1, route}}); }) == ErrorCode::kArgument);
-  CHECK(code_of([&] { group_of({{1, route}, {1, route}}); }) == ErrorCode::kArgument);
+      std::make_shared<const ReshardPlan>(plan_reshard(sharding_of(shape, 2, 1), sharding_of(shape, 1, 1)));
+  std::vector<std::unique_ptr<RankWriter>> ranks(2);
+  ranks[1] = std::make_unique<LocalRank>(LocalRank::Lanes{});
+  CHECK(code_of([&] { make_group_route(plan, std::move(ranks)); }) == ErrorCode::kArgument);
   CHECK(code_of([&] { make_group_route(plan, {}); }) == ErrorCode::kArgument);
-  route->one_sided = false;
-  CHECK(code_of([&] { group_of({{1, route}, {0, route}}); }) == ErrorCode::kUnsupported);
 }
 
 TEST_CASE("a write waits for the reports of all ranks") {
@@ -313,6 +298,20 @@ TEST_CASE("a write waits for the reports of all ranks") {
   CHECK(outcome.calls == 2);
   CHECK(outcome.bytes == 2 * group.block_bytes);
   CHECK(done.load() == 2 * group.block_bytes);
+}
+
+TEST_CASE("a rank that may still write is not hidden by another's failure") {
+  FarGroup group;
+  std::optional<ErrorCode> code;
+  std::thread writer(
+      [&] { code = code_of([&] { group.route->write(request_of(group.strips, group.blocks, group.blocks)); }); });
+  for (FarRank* rank : group.ranks) rank->await_order();
+  const Error cancelled(ErrorCode::kCancelled, "cancelled");
+  const Error lost(ErrorCode::kPeerLost, "lost");
+  group.ranks[0]->report(&cancelled);
+  group.ranks[1]->report(&lost);
+  writer.join();
+  CHECK(code == ErrorCode::kPeerLost);
 }
 
 TEST_CASE("after a rank's failure the others are stopped and waited for, and the failure is thrown") {

@@ -55,6 +55,7 @@ class Fuzz {
     }
     index_.expire(now_ + 1);
     index_.audit();
+    for (std::uint32_t instance = 0; instance < instances_; ++instance) index_.remove_instance(instance);
     REQUIRE(index_.node_count() == 0);
     REQUIRE(index_.namespace_count() == 1);
   }
@@ -114,14 +115,17 @@ class Fuzz {
     const Prefix prompt = random_prompt();
     const std::uint32_t instance = random_instance();
     const std::size_t pages = page_count(prompt);
+    const bool lasting = dice_.one_in(8);
     std::size_t added = 0;
-    if (!attempt([&] { added = index_.insert(prompt.name_space, prompt.tokens.data(), pages, instance, now_); }))
+    if (!attempt(
+            [&] { added = index_.insert(prompt.name_space, prompt.tokens.data(), pages, instance, now_, lasting); })) {
       return;
+    }
     std::size_t expected = 0;
     for (std::size_t n = 1; n <= pages; ++n) {
       auto& holders = model_[cut(prompt, n)];
       expected += holders.contains(instance) ? 0 : 1;
-      holders[instance] = now_;
+      holders[instance] = std::max(holders[instance], lasting ? kvpool::kLasting : now_);
     }
     REQUIRE(added == expected);
   }
@@ -142,7 +146,7 @@ class Fuzz {
     for (std::size_t n = 1; n <= page_count(prompt) && model_.contains(cut(prompt, n)); ++n) {
       for (auto& [instance, used] : model_.at(cut(prompt, n))) {
         longest[instance] = n;
-        if (counts) used = now_;
+        if (counts) used = std::max(used, now_);
       }
     }
     std::vector<InstanceHit> expected;

@@ -131,6 +131,20 @@ TEST_CASE("ends of prompts expire before what precedes them, and empty namespace
   rig.index.audit();
 }
 
+TEST_CASE("what lasts goes by removal alone, and a later use does not make it expire") {
+  Rig rig;
+  rig.insert({1, 2, 3}, 7, 1);
+  rig.index.insert("", Tokens{1, 2}.data(), 2, 7, 2, /*lasting=*/true);
+  rig.insert({1, 2, 4}, 7, 3);
+  rig.index.audit();
+  CHECK(rig.index.expire(1000) == 2);  // pages 3 and 4
+  CHECK(rig.peek({1, 2, 3}) == Hits{{7, 2}});
+  CHECK(rig.index.expire(kvpool::kLasting) == 0);
+  CHECK(rig.remove({1, 2}, 1, 7) == 1);
+  CHECK(rig.index.remove_instance(7) == 1);
+  CHECK(rig.index.pages() == 0);
+}
+
 TEST_CASE("a clock that goes back counts as the latest time seen") {
   Rig rig;
   rig.insert({1, 2}, 7, 10);

@@ -2,19 +2,12 @@
 
 #include <doctest/doctest.h>
 
+#include "message_length.h"
+
 namespace kvpool {
 namespace {
 
-// Every message that is cut short, or goes on behind its end, is refused.
-template <class Read>
-void check_length(Bytes bytes, Read&& read) {
-  CHECK_NOTHROW(read(bytes));
-  for (std::size_t n = 0; n < bytes.size(); ++n) {
-    CHECK_THROWS_AS(read(Bytes(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(n))), Error);
-  }
-  bytes.push_back(std::byte{0});
-  CHECK_THROWS_AS(read(bytes), Error);
-}
+using testing::check_length;
 
 TEST_CASE("messages come out as they went in, and of no other length") {
   ReserveBody reserve;

@@ -3,6 +3,7 @@
 
 #include "failing_alloc.h"
 #include "session_kit.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
@@ -14,28 +15,6 @@ TransferRequest request_for(SessionKit& kit, std::size_t n) {
   request.private_bytes = Bytes(2, std::byte{1});
   request.deadline_ns = kit.host.now + 100 * kMs;
   return request;
-}
-
-ErrorCode failure(const Transfer& transfer) {
-  REQUIRE(transfer.done());
-  try {
-    transfer.rethrow_if_failed();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  FAIL("it has not failed");
-  return ErrorCode::kAudit;
-}
-
-template <class Work>
-ErrorCode thrown(Work&& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  FAIL("nothing was thrown");
-  return ErrorCode::kAudit;
 }
 
 Bytes reserved(const Addresses& addresses, std::uint32_t held = 0) { return write_body(ReservedBody{held, addresses}); }
@@ -73,7 +52,7 @@ TEST_CASE("what a peer answers wrongly is noticed") {
   SessionKit kit;
   const auto transfer = kit.session->transfer(request_for(kit, 2));
   const std::uint64_t id = kit.link->take().id;
-  const auto say = [&](FrameKind kind, Bytes body) { return thrown([&] { kit.say(kind, id, std::move(body)); }); };
+  const auto say = [&](FrameKind kind, Bytes body) { return code_of([&] { kit.say(kind, id, std::move(body)); }); };
   CHECK(say(FrameKind::kReserved, reserved(SessionKit::peer_addresses(1))) == ErrorCode::kProtocol);
   CHECK(say(FrameKind::kReserved, reserved(SessionKit::peer_addresses(3))) == ErrorCode::kProtocol);
   CHECK(say(FrameKind::kReserved, reserved(SessionKit::peer_addresses(1), 1)) == ErrorCode::kProtocol);
@@ -207,7 +186,137 @@ TEST_CASE("a lost link ends everything, and is drained when the last write has e
   CHECK(kit.host.drained_calls == 1);
   CHECK(failure(*one) == ErrorCode::kPeerLost);
   CHECK(failure(*other) == ErrorCode::kPeerLost);
-  CHECK(thrown([&] { kit.session->transfer(request_for(kit, 1)); }) == ErrorCode::kPeerLost);
+  CHECK(code_of([&] { kit.session->transfer(request_for(kit, 1)); }) == ErrorCode::kPeerLost);
+}
+
+TEST_CASE("a handle keeps neither the link nor the routes of a peer that is lost") {
+  SessionKit kit;
+  const auto writing = kit.session->transfer(request_for(kit, 2));
+  kit.say(FrameKind::kReserved, kit.link->take().id, reserved(SessionKit::peer_addresses(2)));
+  const auto waiting = kit.session->transfer(request_for(kit, 2));
+  FetchRequest question;
+  question.peer = "peer";
+  question.from = SessionKit::peer_addresses(2);
+  question.to = alloc(*kit.pool, 2);
+  question.deadline_ns = kit.host.now + 100 * kMs;
+  const auto fetch = kit.session->fetch(question, /*frees_on_failure=*/false);
+  const std::weak_ptr<Link> link = kit.link;
+  const std::weak_ptr<Route> route = kit.route;
+  kit.link.reset();
+  kit.route.reset();
+  kit.session->on_closed(Error(ErrorCode::kPeerLost, "the peer has ended"));
+  CHECK_FALSE(link.expired());  // a write is under way
+  const Error stopped(ErrorCode::kPeerLost, "closed");
+  kit.host.end_write(&stopped);
+  CHECK(link.expired());
+  CHECK(route.expired());
+  for (const auto& handle : {writing, waiting, fetch}) {
+    CHECK(failure(*handle) == ErrorCode::kPeerLost);
+    CHECK(handle->wait(kit.host.now));
+    CHECK_FALSE(handle->cancel());
+  }
+  CHECK(writing->stats().route == "script");
+  CHECK(waiting->stats().blocks == 2);
+  CHECK(code_of([&] { static_cast<void>(kit.session->transfer(request_for(kit, 1))); }) == ErrorCode::kPeerLost);
+  CHECK(code_of([&] { kit.session->give_back({}, kit.host.now); }) == ErrorCode::kPeerLost);
+}
+
+TEST_CASE("a handle that has ended keeps no route") {
+  SessionKit kit;
+  const auto transfer = kit.session->transfer(request_for(kit, 2));
+  kit.say(FrameKind::kRefused, kit.link->take().id, write_error(Error(ErrorCode::kBusy, "later")));
+  CHECK(failure(*transfer) == ErrorCode::kBusy);
+  CHECK(kit.route.use_count() == 2);  // the test's and the session's
+}
+
+TEST_CASE("the total is known from the start, and what the receiver has is no part of it") {
+  SessionKit kit;
+  TransferRequest request = request_for(kit, 3);
+  request.insert = true;
+  request.tokens = prompt(1, 3);
+  const auto transfer = kit.session->transfer(std::move(request));
+  CHECK(transfer->bytes_total() == kit.bytes_of(3));
+  kit.say(FrameKind::kReserved, kit.link->take().id, reserved(SessionKit::peer_addresses(1), 2));
+  CHECK(transfer->bytes_total() == kit.bytes_of(1));
+}
+
+TEST_CASE("a layer of a stream that has failed is refused with the reason") {
+  SessionKit kit;
+  TransferRequest request = request_for(kit, 2);
+  request.streamed = true;
+  const auto transfer = kit.session->transfer(std::move(request));
+  const std::uint64_t id = kit.link->take().id;
+  SUBCASE("ended") { kit.say(FrameKind::kRefused, id, write_error(Error(ErrorCode::kBusy, "later"))); }
+  SUBCASE("about to end") {
+    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    transfer->send_layer(0);
+    REQUIRE(kit.host.writes.size() == 1);
+    kit.session->stop_writing(Error(ErrorCode::kBusy, "later"));
+  }
+  CHECK(code_of([&] { transfer->send_layer(0); }) == ErrorCode::kBusy);
+}
+
+TEST_CASE("steps that are written at once are a loop, however many there are") {
+  constexpr std::size_t kLayers = 4096;
+  constexpr std::uintptr_t kStackBytes = 64 << 10;
+  SessionKit kit(true, 2, 4, 2 * kLayers);
+  kit.host.writes_at_once = true;
+  TransferRequest request = request_for(kit, 1);
+  SUBCASE("all layers are there") { request.strategy = Strategy::kByLayer; }
+  SUBCASE("layer by layer, before the receiver has answered") { request.streamed = true; }
+  const bool streamed = request.streamed;
+  const auto transfer = kit.session->transfer(std::move(request));
+  const std::uint64_t id = kit.link->take().id;
+  for (std::uint32_t layer = 0; streamed && layer < kLayers; ++layer) transfer->send_layer(layer);
+  if (streamed) transfer->finish();
+  kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(1)));
+  CHECK(kit.link->take().kind == FrameKind::kComplete);
+  kit.say(FrameKind::kDone, id, write_addresses({}));
+  CHECK(transfer->done());
+  CHECK(transfer->stats().calls == kLayers);
+  CHECK(kit.host.stack_high - kit.host.stack_low < kStackBytes);
+}
+
+TEST_CASE("a write tells how it ended once, whatever comes of that") {
+  struct Broken final : Route {
+    const char* name() const noexcept override { return "broken"; }
+    RouteTraits traits() const noexcept override { return {}; }
+    double estimate_us(std::uint64_t, std::uint64_t) const noexcept override { return 1; }
+    WriteOutcome write(const WriteRequest&) override {
+      if (breaks) throw Error(ErrorCode::kPeerLost, "gone");
+      return {1, 2};
+    }
+    void close() noexcept override {}
+    bool breaks = false;
+  };
+  for (const bool breaks : {false, true}) {
+    const auto route = std::make_shared<Broken>();
+    route->breaks = breaks;
+    int calls = 0;
+    WriteJob job;
+    job.route = route;
+    job.done = [&](const WriteOutcome& outcome, const Error* error) {
+      ++calls;
+      CHECK(outcome.bytes == (breaks ? 0 : 2));
+      CHECK((error != nullptr) == breaks);
+      throw Error(ErrorCode::kOutOfMemory, "what comes of it fails");
+    };
+    CHECK(code_of([&] { carry_out(job); }) == ErrorCode::kOutOfMemory);
+    CHECK(calls == 1);
+  }
+}
+
+TEST_CASE("who waits for a peer may give up, and what comes too late goes back") {
+  SessionKit kit;
+  int asked = 0;
+  kit.link->meanwhile = [&](std::int64_t until_ns) { kit.host.now = until_ns; };
+  const Waiting waiting(kit.host.now + 1000 * kMs, [&] { return ++asked == 3; });
+  CHECK(code_of([&] { kit.session->borrow(2, Medium::kHbm, true, waiting); }) == ErrorCode::kCancelled);
+  CHECK(asked == 3);
+  kit.link->meanwhile = nullptr;
+  const Message ask = kit.link->take();
+  kit.say(FrameKind::kLent, ask.id, write_addresses(SessionKit::peer_addresses(2)));
+  CHECK(kit.link->take().kind == FrameKind::kReturn);
 }
 
 TEST_CASE("requests to one peer are limited") {
@@ -216,7 +325,7 @@ TEST_CASE("requests to one peer are limited") {
   const auto transfer = kit.session->transfer(request_for(kit, 1));
   TransferRequest second = request_for(kit, 1);
   const Addresses from = second.from;
-  CHECK(thrown([&] { kit.session->transfer(std::move(second)); }) == ErrorCode::kBusy);
+  CHECK(code_of([&] { kit.session->transfer(std::move(second)); }) == ErrorCode::kBusy);
   kit.pool->free(from.data(), from.size());
   CHECK(kit.count(BlockState::kFree) == 15);
 }
@@ -226,7 +335,7 @@ TEST_CASE("a route that does not reach the destinations is not chosen") {
   kit.route->reaches_dram = false;
   TransferRequest request = request_for(kit, 1);
   request.medium = Medium::kMixed;
-  CHECK(thrown([&] { kit.session->transfer(std::move(request)); }) == ErrorCode::kUnsupported);
+  CHECK(code_of([&] { kit.session->transfer(std::move(request)); }) == ErrorCode::kUnsupported);
 }
 
 TEST_CASE("named destinations are written by one transfer at a time, and not given back meanwhile") {
@@ -239,8 +348,8 @@ TEST_CASE("named destinations are written by one transfer at a time, and not giv
   CHECK(kit.link->sent.empty());
   TransferRequest second = request_for(kit, 1);
   second.to = {borrowed[1]};
-  CHECK(thrown([&] { kit.session->transfer(std::move(second)); }) == ErrorCode::kState);
-  CHECK(thrown([&] { kit.session->give_back(borrowed, kit.host.now + kMs); }) == ErrorCode::kState);
+  CHECK(code_of([&] { kit.session->transfer(std::move(second)); }) == ErrorCode::kState);
+  CHECK(code_of([&] { kit.session->give_back(borrowed, kit.host.now + kMs); }) == ErrorCode::kState);
   kit.host.end_write();
   CHECK(transfer->done());
   CHECK(kit.link->sent.empty());  // nobody needed to be told
@@ -268,12 +377,12 @@ TEST_CASE("whose the destinations are after a late insertion is known when the r
     again.private_bytes.reset();
     return kit.session->transfer(std::move(again));
   };
-  CHECK(thrown([&] { write_again(); }) == ErrorCode::kState);
+  CHECK(code_of([&] { write_again(); }) == ErrorCode::kState);
   kit.say(FrameKind::kDone, id, write_addresses({}));  // of the cancellation: says nothing
-  CHECK(thrown([&] { write_again(); }) == ErrorCode::kState);
+  CHECK(code_of([&] { write_again(); }) == ErrorCode::kState);
   SUBCASE("inserted") {
     kit.say(FrameKind::kDone, id, write_addresses(borrowed));
-    CHECK(thrown([&] { write_again(); }) == ErrorCode::kNotOwner);
+    CHECK(code_of([&] { write_again(); }) == ErrorCode::kNotOwner);
     CHECK(kit.session->borrowed_blocks() == 0);
   }
   SUBCASE("refused") {
@@ -285,7 +394,7 @@ TEST_CASE("whose the destinations are after a late insertion is known when the r
 TEST_CASE("a loan that comes too late goes back") {
   SessionKit kit;
   kit.link->meanwhile = [&](std::int64_t deadline_ns) { kit.host.now = deadline_ns; };
-  CHECK(thrown([&] { kit.session->borrow(2, Medium::kHbm, true, kit.host.now + kMs); }) == ErrorCode::kDeadline);
+  CHECK(code_of([&] { kit.session->borrow(2, Medium::kHbm, true, kit.host.now + kMs); }) == ErrorCode::kDeadline);
   const std::uint64_t id = kit.link->take().id;
   kit.say(FrameKind::kLent, id, write_addresses(SessionKit::peer_addresses(2)));
   const Message back = kit.link->take();
@@ -298,7 +407,7 @@ TEST_CASE("a return that could not be sent has changed nothing") {
   SessionKit kit;
   const Addresses borrowed = kit.borrow(2);
   kit.link->busy = true;
-  CHECK(thrown([&] { kit.session->give_back(borrowed, kit.host.now + kMs); }) == ErrorCode::kBusy);
+  CHECK(code_of([&] { kit.session->give_back(borrowed, kit.host.now + kMs); }) == ErrorCode::kBusy);
   CHECK(kit.session->borrowed_blocks() == 2);
 }
 
@@ -310,7 +419,7 @@ TEST_CASE("a peer that lends what it has not, or another number, is left") {
   SUBCASE("a block that is not there") { lent[1] = make_address(kPeerInstance, Medium::kHbm, 1, kPeerBlocks); }
   SUBCASE("somebody else's") { lent[1] = make_address(kPeerInstance + 1, Medium::kHbm, 1, 1); }
   kit.link->meanwhile = [&](std::int64_t) { kit.say(FrameKind::kLent, kit.link->take().id, write_addresses(lent)); };
-  CHECK(thrown([&] { kit.session->borrow(2, Medium::kHbm, true, kit.host.now + kMs); }) == ErrorCode::kProtocol);
+  CHECK(code_of([&] { kit.session->borrow(2, Medium::kHbm, true, kit.host.now + kMs); }) == ErrorCode::kProtocol);
   CHECK(kit.link->closed);
   CHECK(kit.session->borrowed_blocks() == 0);
 }

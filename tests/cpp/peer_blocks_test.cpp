@@ -6,6 +6,7 @@
 #include "failing_alloc.h"
 #include "kvpool/base/digest.h"
 #include "pool_fixture.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
@@ -38,17 +39,6 @@ struct Kit {
   PeerBlocks blocks;
 };
 
-template <class Work>
-ErrorCode thrown(Work&& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  FAIL("nothing was thrown");
-  return ErrorCode::kAudit;
-}
-
 TEST_CASE("who may write a reserved or lent block is told by incarnation and transfer") {
   Kit kit;
   ReserveSpec spec;
@@ -62,14 +52,14 @@ TEST_CASE("who may write a reserved or lent block is told by incarnation and tra
   };
   CHECK_NOTHROW(check(reserved, kWriter, false));
   CHECK_NOTHROW(check(lent, other_transfer, true));
-  CHECK(thrown([&] { check(reserved, kWriter, true); }) == ErrorCode::kNotOwner);
-  CHECK(thrown([&] { check(reserved, other_transfer, false); }) == ErrorCode::kNotOwner);
-  CHECK(thrown([&] { check(reserved, other_peer, false); }) == ErrorCode::kNotOwner);
-  CHECK(thrown([&] { check(lent, other_peer, false); }) == ErrorCode::kNotOwner);
+  CHECK(code_of([&] { check(reserved, kWriter, true); }) == ErrorCode::kNotOwner);
+  CHECK(code_of([&] { check(reserved, other_transfer, false); }) == ErrorCode::kNotOwner);
+  CHECK(code_of([&] { check(reserved, other_peer, false); }) == ErrorCode::kNotOwner);
+  CHECK(code_of([&] { check(lent, other_peer, false); }) == ErrorCode::kNotOwner);
   kit.blocks.quarantine(lent);
-  CHECK(thrown([&] { check(lent, kWriter, false); }) == ErrorCode::kNotOwner);
+  CHECK(code_of([&] { check(lent, kWriter, false); }) == ErrorCode::kNotOwner);
   kit.blocks.release(lent);
-  CHECK(thrown([&] { check(lent, kWriter, false); }) == ErrorCode::kStaleAddress);
+  CHECK(code_of([&] { check(lent, kWriter, false); }) == ErrorCode::kStaleAddress);
   kit.blocks.release(reserved);
   CHECK(kit.count(BlockState::kFree) == 8);
 }
@@ -79,10 +69,10 @@ TEST_CASE("room is made for a peer only when it may be, and by whom it may be") 
   const Addresses cached = alloc(*kit.pool, 2);
   static_cast<void>(insert(kit.pool, prompt(1, 2), cached));
   CHECK_FALSE(kit.blocks.lend(1, Medium::kHbm, kWriter, Room::kTry).has_value());
-  CHECK(thrown([&] { kit.blocks.lend(1, Medium::kHbm, kWriter, Room::kFree); }) == ErrorCode::kOutOfBlocks);
+  CHECK(code_of([&] { kit.blocks.lend(1, Medium::kHbm, kWriter, Room::kFree); }) == ErrorCode::kOutOfBlocks);
   CHECK(kit.count(BlockState::kHistorical) == 2);
   CHECK(kit.blocks.lend(1, Medium::kHbm, kWriter, Room::kEvict)->size() == 1);
-  CHECK(thrown([&] { kit.blocks.lend(3, Medium::kHbm, kWriter, Room::kEvict); }) == ErrorCode::kOutOfBlocks);
+  CHECK(code_of([&] { kit.blocks.lend(3, Medium::kHbm, kWriter, Room::kEvict); }) == ErrorCode::kOutOfBlocks);
 }
 
 // Eviction used to count on blocks that transfers still read, and ended the process.
@@ -92,14 +82,14 @@ TEST_CASE("a cached block that is read is no room, and its eviction is no harm")
     const Addresses cached = alloc(*kit.pool, 4);
     for (Token id = 0; id < 4; ++id)
       static_cast<void>(insert(kit.pool, prompt(id, 1), {cached[static_cast<std::size_t>(id)]}));
-    kit.blocks.hold_for_reading({&cached[1], 2});
+    kit.blocks.hold_for_reading({&cached[1], 2}, 0);
     for (std::size_t i = 1; i <= 2; ++i) stamp(*kit.pool, cached[i], i);
-    CHECK(thrown([&] { kit.blocks.lend(4, Medium::kHbm, kWriter, Room::kEvict); }) == ErrorCode::kOutOfBlocks);
+    CHECK(code_of([&] { kit.blocks.lend(4, Medium::kHbm, kWriter, Room::kEvict); }) == ErrorCode::kOutOfBlocks);
     kit.pool->evict(4, Medium::kHbm);
     const Addresses two = *kit.blocks.lend(2, Medium::kHbm, kWriter, Room::kEvict);
     for (const Address address : two) stamp(*kit.pool, address, 99);
     for (std::size_t i = 1; i <= 2; ++i) CHECK(has_stamp(*kit.pool, cached[i], i));
-    CHECK(thrown([&] { kit.blocks.hold_for_reading({&cached[1], 1}); }) == ErrorCode::kState);
+    CHECK(code_of([&] { kit.blocks.hold_for_reading({&cached[1], 1}, 0); }) == ErrorCode::kState);
     kit.blocks.release_reading({&cached[1], 2});
     CHECK(kit.count(BlockState::kFree) == 2);
   }
@@ -109,9 +99,9 @@ TEST_CASE("destinations that are expected are nobody else's until the writes hav
   Kit kit;
   const Addresses to = alloc(*kit.pool, 2);
   kit.blocks.expect_writes(to, kWriter);
-  CHECK(thrown([&] { kit.pool->free(to.data(), 1); }) == ErrorCode::kState);
-  CHECK(thrown([&] { kit.blocks.expect_writes(to, kWriter); }) == ErrorCode::kState);
-  CHECK(thrown([&] { kit.blocks.hold_for_reading(to); }) == ErrorCode::kState);
+  CHECK(code_of([&] { kit.pool->free(to.data(), 1); }) == ErrorCode::kState);
+  CHECK(code_of([&] { kit.blocks.expect_writes(to, kWriter); }) == ErrorCode::kState);
+  CHECK(code_of([&] { kit.blocks.hold_for_reading(to, 0); }) == ErrorCode::kState);
   kit.blocks.end_writes(to);
   kit.pool->free(to.data(), 2);
   CHECK(kit.count(BlockState::kFree) == 8);
@@ -147,7 +137,7 @@ TEST_CASE("a delivery that runs out of memory, or of room in the queue, has chan
   Kit kit(8, 4, /*received_max=*/1);
   kit.deliver(kit.delivery(1, false));
   Delivery second = kit.delivery(1, true);
-  CHECK(thrown([&] { kit.blocks.deliver(std::move(second)); }) == ErrorCode::kBusy);
+  CHECK(code_of([&] { kit.blocks.deliver(std::move(second)); }) == ErrorCode::kBusy);
   CHECK(kit.count(BlockState::kReserved) == 1);
   CHECK(kit.received.pop(0) != nullptr);
   kit.deliver(std::move(second));

@@ -6,6 +6,7 @@
 
 #include "kvpool/base/error.h"
 #include "pool_fixture.h"
+#include "thrown.h"
 
 using namespace kvpool;           // NOLINT(google-build-using-namespace)
 using namespace kvpool::testing;  // NOLINT(google-build-using-namespace)
@@ -16,17 +17,6 @@ std::shared_ptr<Pool> make_pool(std::uint32_t hbm, std::uint32_t dram) {
   PoolOptions options = small_options(hbm, dram);
   options.audit = true;
   return std::make_shared<Pool>(options);
-}
-
-template <class Call>
-ErrorCode code_of(Call&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  FAIL("the call did not throw");
-  return ErrorCode::kAudit;
 }
 
 const MediumCounts& hbm(const PoolStats& stats) { return stats.media[0]; }

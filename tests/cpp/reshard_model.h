@@ -10,6 +10,7 @@
 
 #include "kvpool/base/error.h"
 #include "kvpool/transfer/parallel.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 
@@ -62,25 +63,6 @@ inline Bytes32 shard(const KVShape& shape, const Parallel& parallel, std::uint32
     }
   }
   return content;
-}
-
-inline ErrorCode code_of(auto&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  FAIL("nothing was thrown");
-  return ErrorCode::kAudit;
-}
-
-inline std::string text_of(auto&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
 }
 
 }  // namespace kvpool::testing

@@ -12,21 +12,11 @@
 #include "kvpool/base/error.h"
 #include "kvpool/transport/reactor.h"
 #include "kvpool/transport/route.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 
 inline constexpr std::int64_t kSecondNs = 1'000'000'000;
-
-// The code of what `call` throws; kAudit when it throws nothing.
-template <class Call>
-ErrorCode code_of(Call&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  return ErrorCode::kAudit;
-}
 
 // A random transfer: where it comes from and goes to, and what it must leave behind.
 struct Trial {

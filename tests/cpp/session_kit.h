@@ -2,6 +2,8 @@
 // when, and a clock that a test moves.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -14,6 +16,7 @@
 #include "kvpool/transfer/session.h"
 #include "kvpool/transport/data_body.h"
 #include "pool_fixture.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 
@@ -41,6 +44,7 @@ class ScriptLink final : public Link {
   int descriptor(std::size_t) const noexcept override { return -1; }
   int pidfd() const noexcept override { return -1; }
   std::string describe() const override { return "script"; }
+  std::int64_t process() const noexcept override { return pid; }
   void close(const Error& error) noexcept override {
     if (!std::exchange(closed, true)) why = error.code();
   }
@@ -57,6 +61,7 @@ class ScriptLink final : public Link {
   std::function<void(std::int64_t deadline_ns)> meanwhile;
   bool closed = false;
   bool busy = false;
+  std::int64_t pid = 0;
   ErrorCode why = ErrorCode::kArgument;
 };
 
@@ -83,8 +88,15 @@ class ScriptHost final : public SessionHost {
   BlockHost& blocks() noexcept override { return blocks_; }
   std::int64_t now_ns() const noexcept override { return now; }
   const SessionLimits& limits() const noexcept override { return limits_of; }
+  TransferTally& tally() noexcept override { return tally_of; }
   void run(Priority, std::function<void()> work) override { works.push_back(std::move(work)); }
-  void write(WriteJob&& job) override { writes.push_back(std::move(job)); }
+  void write(WriteJob&& job) override {
+    if (!writes_at_once) return writes.push_back(std::move(job));
+    const auto here = reinterpret_cast<std::uintptr_t>(__builtin_frame_address(0));
+    stack_low = std::min(stack_low, here);
+    stack_high = std::max(stack_high, here);
+    job.done({1, job.bytes}, nullptr);
+  }
   void drained(Session&) noexcept override { ++drained_calls; }
   void tick_by(std::int64_t at_ns) override { tick_at = at_ns; }
 
@@ -101,9 +113,13 @@ class ScriptHost final : public SessionHost {
   std::int64_t now = 1'000'000'000;
   std::int64_t tick_at = 0;
   SessionLimits limits_of;
+  TransferTally tally_of;
   std::vector<std::function<void()>> works;
   std::vector<WriteJob> writes;
   int drained_calls = 0;
+  bool writes_at_once = false;  // in the thread that gives the write, as a short one is
+  std::uintptr_t stack_low = UINTPTR_MAX;
+  std::uintptr_t stack_high = 0;
 
  private:
   BlockHost& blocks_;
@@ -111,8 +127,9 @@ class ScriptHost final : public SessionHost {
 
 class SessionKit {
  public:
-  explicit SessionKit(bool one_sided = true, std::uint32_t hbm_blocks = 16, std::uint32_t received_max = 4)
-      : pool(std::make_shared<Pool>(small_options(hbm_blocks, 8))),
+  explicit SessionKit(bool one_sided = true, std::uint32_t hbm_blocks = 16, std::uint32_t received_max = 4,
+                      std::size_t pieces = 2)
+      : pool(std::make_shared<Pool>(options_of(hbm_blocks, pieces))),
         received(received_max),
         peer_blocks(*pool, received),
         host(peer_blocks),
@@ -137,6 +154,11 @@ class SessionKit {
   SessionKit(const SessionKit&) = delete;
   SessionKit& operator=(const SessionKit&) = delete;
 
+  static PoolOptions options_of(std::uint32_t hbm_blocks, std::size_t pieces) {
+    PoolOptions options = small_options(hbm_blocks, 8);
+    options.layout.piece_bytes.assign(pieces, 64);
+    return options;
+  }
   std::uint32_t count(BlockState state, Medium medium = Medium::kHbm) {
     const PoolStats stats = pool->audit();
     return stats.media[static_cast<std::size_t>(medium_index(medium))].by_state[static_cast<std::size_t>(state)];
@@ -217,5 +239,13 @@ class SessionKit {
   std::shared_ptr<ScriptRoute> route;
   std::shared_ptr<Session> session;
 };
+
+// How it has failed. REQUIRES: it has.
+inline ErrorCode failure(const Transfer& transfer) {
+  KVPOOL_CHECK(transfer.done());
+  const auto code = code_of([&] { transfer.rethrow_if_failed(); });
+  KVPOOL_CHECK(code.has_value());
+  return *code;
+}
 
 }  // namespace kvpool::testing

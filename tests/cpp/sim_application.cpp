@@ -171,6 +171,9 @@ void SimWorld::go_on(Job& job) {
     if (job.layers > 0) return job.transfer->send_layer(--job.layers);
     job.transfer->finish();
   } catch (const Error& error) {
+    // A stream that has failed, or is about to, says with what; then the caller sends no more.
+    job.streamed = false;
+    if (error.code() != ErrorCode::kArgument && error.code() != ErrorCode::kState) return;
     fail(std::string("R3: a layer was refused: ") + error.what());
   }
 }

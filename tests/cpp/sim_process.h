@@ -60,8 +60,8 @@ class SimBlocks final : public BlockHost {
   void publish(std::unique_ptr<News> news) noexcept override { blocks_.publish(std::move(news)); }
   const MediaSpans& spans() const noexcept override { return blocks_.spans(); }
   std::uint32_t checksum(std::span<const Address> addresses) noexcept override { return blocks_.checksum(addresses); }
-  void hold_for_reading(std::span<const Address> addresses) override {
-    if (!bugs_.no_holds) blocks_.hold_for_reading(addresses);
+  void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) override {
+    if (!bugs_.no_holds) blocks_.hold_for_reading(addresses, for_epoch);
   }
   void release_reading(std::span<const Address> addresses) noexcept override {
     if (!bugs_.no_holds && !bugs_.keep_holds) blocks_.release_reading(addresses);
@@ -90,13 +90,14 @@ class SimProcess final : public SessionHost {
  public:
   static constexpr std::uint32_t kReceivedMax = 6;
 
-  SimProcess(SimClock& clock, const SimBugs& bugs, const SimIdentity& identity)
+  SimProcess(SimClock& clock, const SimBugs& bugs, const SimIdentity& identity,
+             std::uint32_t received_max = kReceivedMax)
       : clock_(clock),
         bugs_(bugs),
         identity_(identity),
         actor_(clock.add_actor()),
         pool_(std::make_shared<Pool>(options(identity))),
-        received_(kReceivedMax),
+        received_(received_max),
         peer_blocks_(*pool_, received_),
         blocks_(peer_blocks_, bugs) {
     pool_->set_instance(identity.instance);
@@ -105,6 +106,7 @@ class SimProcess final : public SessionHost {
     limits_.reserved_max = 40;
   }
 
+  void set_limits(const SessionLimits& limits) noexcept { limits_ = limits; }
   SimClock::Actor actor() const noexcept { return actor_; }
   const SimIdentity& identity() const noexcept { return identity_; }
   Pool& pool() noexcept { return *pool_; }
@@ -128,6 +130,7 @@ class SimProcess final : public SessionHost {
   BlockHost& blocks() noexcept override { return blocks_; }
   std::int64_t now_ns() const noexcept override { return clock_.now_ns(); }
   const SessionLimits& limits() const noexcept override { return limits_; }
+  TransferTally& tally() noexcept override { return tally_; }
   void run(Priority /*priority*/, std::function<void()> work) override {
     clock_.after(clock_.dice().between(0, kWorkNs), actor_, std::move(work));
   }
@@ -210,6 +213,7 @@ class SimProcess final : public SessionHost {
   PeerBlocks peer_blocks_;
   SimBlocks blocks_;
   SessionLimits limits_;
+  TransferTally tally_;
   std::vector<std::shared_ptr<Session>> sessions_;
   std::int64_t next_tick_ = std::numeric_limits<std::int64_t>::max();
 };

@@ -18,7 +18,7 @@ constexpr std::uint64_t kSeedsLong = 100'000;
 constexpr std::uint64_t kBugSeeds = 200;
 
 std::vector<std::uint64_t> seeds() {
-  if (std::getenv("KVPOOL_SEED") != nullptr) return fuzz_seeds();
+  if (const auto given = given_seeds()) return *given;
   const std::uint64_t fresh = std::random_device{}();
   const std::uint64_t n = std::getenv("KVPOOL_LONG") != nullptr ? kSeedsLong : kSeeds;
   std::vector<std::uint64_t> all;

@@ -28,7 +28,8 @@ TEST_CASE("a link: messages of every size arrive whole and in order") {
     CAPTURE(name_of(wire));
     LinkPair pair(wire);
     std::vector<std::size_t> sizes = {0, 1, 15, 16, 17, 31, 32, 33, 4095, 4096};
-    for (const std::size_t edge : {FrameReader::kBufferBytes, FrameReader::kBufferBytes - 32, std::size_t{1} << 18}) {
+    for (const std::size_t edge :
+         {FrameReader::kAheadBytes, FrameReader::kBufferBytes, FrameReader::kBufferBytes - 32, std::size_t{1} << 18}) {
       for (std::size_t bytes = edge - 40; bytes <= edge + 40; bytes += 4) sizes.push_back(bytes);
     }
     sizes.push_back(kBodyBytesMax);
@@ -104,7 +105,8 @@ TEST_CASE("a link: data of every size lands in the pieces that the receiver name
       target = std::make_unique<Scattered>(bytes);
       return Placement{target->pieces, token};
     };
-    for (const std::size_t body : {std::size_t{0}, std::size_t{40}, FrameReader::kBufferBytes + 3}) {
+    for (const std::size_t body :
+         {std::size_t{0}, std::size_t{40}, FrameReader::kAheadBytes + 3, FrameReader::kBufferBytes + 3}) {
       for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{4096}, std::size_t{16384},
                                       std::size_t{16385}, std::size_t{65536}, std::size_t{100000}, std::size_t{1} << 20,
                                       (std::size_t{1} << 20) + 1, kPayloadBytesMax}) {

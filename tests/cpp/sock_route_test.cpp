@@ -185,7 +185,7 @@ TEST_CASE("a data body with a wrong number in any place is refused") {
 }
 
 TEST_CASE("whatever a data body says, its payload goes into the blocks' content or nowhere") {
-  for (const std::uint64_t seed : testing::fuzz_seeds()) {
+  for (const std::uint64_t seed : testing::FuzzTime()) {
     testing::announce_fuzz("data body", seed);
     Dice dice(seed);
     const testing::BlockMemory target = testing::BlockMemory::random(dice, 10, 64);

@@ -25,6 +25,7 @@
 #include "doctest/doctest.h"
 #include "kvpool/transport/reactor.h"
 #include "kvpool/transport/ucx_transport.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 
@@ -158,18 +159,6 @@ inline WriteOutcome write_blocks(Route& route, const std::vector<BlockStrip>& st
   request.deadline_ns = deadline_ns;
   request.cancelled = cancelled;
   return route.write(request);
-}
-
-// The code of the error that the call throws; nothing when it throws none.
-template <class Call>
-std::optional<ErrorCode> code_of(const Call& call, std::string* text = nullptr) {
-  try {
-    call();
-  } catch (const Error& error) {
-    if (text != nullptr) *text = error.what();
-    return error.code();
-  }
-  return std::nullopt;
 }
 
 inline std::size_t entries(const char* folder) {

@@ -194,7 +194,7 @@ void feed(Dice& dice, Handshake& side, const Bytes& bytes, Bytes& out) {
 }  // namespace
 
 TEST_CASE("random bytes do not disturb a reader of words") {
-  for (const std::uint64_t seed : fuzz_seeds()) {
+  for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("wire reader", seed);
     Dice dice(seed);
     for (int round = 0; round < fuzz_length(20000); ++round) {
@@ -209,7 +209,7 @@ TEST_CASE("random bytes do not disturb a reader of words") {
 }
 
 TEST_CASE("a mutated card is refused or keeps what cards promise") {
-  for (const std::uint64_t seed : fuzz_seeds()) {
+  for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("card", seed);
     Dice dice(seed);
     const Bytes good = written(sample_card());
@@ -241,7 +241,7 @@ TEST_CASE("a mutated request or answer is refused or says one thing only") {
     REQUIRE(refuses([&] { read_and_write(kind, Bytes(good.begin(), good.end() - 1)); }));
     REQUIRE(good.size() < kBodyBytesMax);
   }
-  for (const std::uint64_t seed : fuzz_seeds()) {
+  for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("message bodies", seed);
     Dice dice(seed);
     for (int round = 0; round < fuzz_length(20000); ++round) {
@@ -269,7 +269,7 @@ TEST_CASE("the longest requests fit a frame") {
 }
 
 TEST_CASE("a handshake with random bytes fails, and says little") {
-  for (const std::uint64_t seed : fuzz_seeds()) {
+  for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("handshake garbage", seed);
     Dice dice(seed);
     for (int round = 0; round < fuzz_length(3000); ++round) {
@@ -289,7 +289,7 @@ TEST_CASE("a handshake with random bytes fails, and says little") {
 }
 
 TEST_CASE("a handshake that is changed on the way gives nobody the other's keys") {
-  for (const std::uint64_t seed : fuzz_seeds()) {
+  for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("handshake changed", seed);
     Dice dice(seed);
     int met = 0;

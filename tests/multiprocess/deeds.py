@@ -182,6 +182,10 @@ def things() -> dict[str, int]:
     }
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def make_settled(pool: kvpool.Pool) -> None:
     """Waits until nothing of any peer is left in a pool, and checks that its blocks add up."""
     eventually(lambda: pool.peers() == [])
@@ -208,6 +212,57 @@ def send_and_come_back(pool: kvpool.Pool, where: str, tell: Callable[[str], None
                     pool.transfer(peer, addrs[:8], to=lent).wait()
         except (kvpool.PeerLost, kvpool.NotOwner, kvpool.OutOfBlocks, kvpool.Busy, kvpool.DeadlineExceeded):
             time.sleep(0.002)
+
+
+def soak(pool: kvpool.Pool, where: str | None, seconds: float, seed: int) -> list[dict[str, int]]:
+    """Does everything that a pool can do for so long; what the process is made of, at forty moments of it.
+
+    The side that is told where the other one listens parts from it now and then, and calls again. Raises for a wrong
+    word in anything that comes.
+    """
+    dice = random.Random(seed)
+    began = time.monotonic()
+    samples: list[dict[str, int]] = []
+    addrs = pool.alloc(8)
+    lent: Any = []
+    number = seed * 1_000_000
+    while (passed := time.monotonic() - began) < seconds:
+        number += 1
+        try:
+            peers = [peer.name for peer in pool.peers()]
+            if where is not None and (not peers or number % 1000 == 0):
+                lent = []
+                pool.disconnect(peers[0]) if peers else call(pool, where)
+            elif peers:
+                if len(lent) == 0:
+                    lent = pool.alloc(4, instance=peers[0])
+                send_some(pool, peers[0], addrs, lent, number % (1 << 24), dice)
+            _use_the_index(pool, number % (1 << 24), dice)
+        except (kvpool.Busy, kvpool.OutOfBlocks):
+            time.sleep(0.001)
+        except (kvpool.PeerLost, kvpool.NotOwner, kvpool.StaleAddress):  # the other side has parted
+            lent = []
+        while item := pool.received(0):
+            with item:
+                wrong = check(pool, item.addrs, int.from_bytes(item.private or b"", "little"))
+            assert not wrong, wrong
+        if passed > seconds * len(samples) / 40:
+            samples.append(things() | {"resident": resident_bytes()})
+    pool.free(addrs)
+    pool.audit()
+    return samples
+
+
+def _use_the_index(pool: kvpool.Pool, number: int, dice: random.Random) -> None:
+    prompt = _tokens(number, dice.randint(1, 6))
+    pool.insert(prompt, pool.alloc(len(prompt) // _PAGE)).close()
+    with pool.match(_tokens(number - dice.randrange(9), 4)) as hit:
+        if len(hit.addrs) and dice.random() < 0.5:
+            with pool.swap_in(hit.addrs):
+                pass
+    pool.swap_out(dice.randrange(3))
+    if dice.random() < 0.1:
+        pool.evict(dice.randrange(4))
 
 
 def call(pool: kvpool.Pool, where: str, seconds: float = 20) -> str:

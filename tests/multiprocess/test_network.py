@@ -40,8 +40,13 @@ class Wired:
         return self.survivor.pool
 
     def meet(self) -> None:
-        assert self.victim("call(pool, where)", where=self.proxy.address) == "survivor"
-        eventually(lambda: [peer.name for peer in self.pool.peers()] == ["victim"])
+        """Calls until both see each other: whom one side has lost may still seem to be there to the other."""
+
+        def met() -> bool:
+            here = self.victim("call(pool, where)", where=self.proxy.address)
+            return here == "survivor" and [peer.name for peer in self.pool.peers()] == ["victim"]
+
+        eventually(met)
 
 
 @pytest.fixture(params=ROUTES)
@@ -150,6 +155,28 @@ def test_a_cable_that_flaps_leaves_nobody_apart(wired, request):
         assert wired.victim("wrong = check(pool, sent, number)\nwrong", sent=sent, number=flap) == []
         wired.victim("while item := pool.received(0): item.close()")
     pool.free(addrs)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_connect_does_not_believe_in_a_connection_that_the_peer_has_lost(route, near_nursery, far_nursery):
+    """The peer's goodbye is late: this side still has a connection, of which nothing will come."""
+    nursery = far_nursery if route == "sock-tcp" else near_nursery
+    with survivor_of(route, nursery) as survivor, Proxy(survivor.address) as proxy, nursery.victim() as victim:
+        pool = survivor.pool
+        options = survivor.options | {"name": "victim", "lease_s": 60.0}
+        victim("pool = big_pool(**options)\naddrs = pool.alloc(4)", options=options)
+        assert victim("pool.connect(where)", where=proxy.address) == "survivor"
+        eventually(lambda: [peer.name for peer in pool.peers()] == ["victim"])
+        proxy.hold(up=True, down=True)
+        eventually(lambda: pool.peers() == [], NOTICED_SECONDS)
+        assert victim("[peer.name for peer in pool.peers()]") == ["survivor"]
+        assert victim("pool.connect(where, timeout=20)", where=survivor.address) == "survivor"
+        sent = victim("stamp(pool, addrs, 7)\npool.transfer('survivor', addrs, timeout=20).wait().addrs.tolist()")
+        assert check(pool, sent, 7) == []
+        assert [peer.name for peer in pool.peers()] == ["victim"]
+        with pool.received(5):
+            pass
+        assert blocks_at_peers(pool) == 0
 
 
 def test_a_reader_who_reads_nothing_holds_up_nobody_else(wired, near_nursery, far_nursery):

@@ -63,8 +63,8 @@ def test_a_server_that_is_restarted_is_met_again_every_time(route, place, near_n
         assert len(epochs) == life + 1
         pool.free(addrs)
         make_settled(pool)
-        assert counts[-1]["descriptors"] <= counts[1]["descriptors"]
-        assert counts[-1]["mappings"] <= counts[1]["mappings"]
+        for what in ("descriptors", "mappings"):  # the last link may be just about to go
+            eventually(lambda what=what: things()[what] <= counts[1][what])
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -175,7 +175,6 @@ def test_a_stopped_peer_slows_no_other(near_nursery, far_nursery):
                 assert isinstance(one.exception(10), (kvpool.PeerLost, kvpool.Cancelled))
             assert quick.told() == []
             pool.free(addrs)
-            del stuck, one  # a handle keeps its link's descriptors
 
 
 def times(pool: kvpool.Pool, addrs: object) -> float:

@@ -117,7 +117,7 @@ def test_a_server_that_is_no_pool_is_told_from_one(answer):
     kinds = {"nothing": kvpool.PeerLost, "silence": kvpool.DeadlineExceeded}
     with socket.create_server(("127.0.0.1", 0)) as listener, big_pool(secret=SECRET) as pool:
         with pytest.raises(kvpool.PeerLost):
-            pool.connect(unix_address())
+            pool.connect(unix_address(), wait=False)
         before = things()
 
         def serve() -> None:

@@ -34,17 +34,16 @@ from deeds import (
     send_and_come_back,
     send_for_ever,
     send_some,
+    soak,
     stamp,
     things,
 )  # fmt: skip
 from kit import LONG
-from transfer.kit import blocks_at_peers, eventually, run, wait_for
-
-import kvpool
+from transfer.kit import Remote, blocks_at_peers, eventually, obey, wait_for
 
 __all__ = [
     "LEASE", "LONG", "Nursery", "Reader", "Victim", "big_pool", "blocks_at_peers", "call", "check", "eventually",
-    "make_settled", "receive_for_ever", "seed_of", "send_and_come_back", "send_for_ever", "send_some", "stamp",
+    "make_settled", "receive_for_ever", "seed_of", "send_and_come_back", "send_for_ever", "send_some", "soak", "stamp",
     "things", "wait_for",
 ]  # fmt: skip
 
@@ -57,8 +56,9 @@ _ANSWER_SECONDS = 30
 
 
 def seed_of(request: Any) -> int:
-    """The seed of a test, printed; KVPOOL_SEED replays it."""
-    seed = int(os.environ.get("KVPOOL_SEED") or random.SystemRandom().randrange(1 << 32))
+    """The seed of a test, printed; KVPOOL_SEED replays it. (Of a range, which is for the C++ tests, the first.)"""
+    given = os.environ.get("KVPOOL_SEED", "").partition("..")[0]
+    seed = int(given, 0) if given else random.SystemRandom().randrange(1 << 32)
     print(f"{request.node.name}: KVPOOL_SEED={seed}")
     return seed
 
@@ -80,28 +80,14 @@ def namespace_command() -> tuple[str, ...]:
     return ()
 
 
-class Victim:
-    """Runs the code that it is sent, one piece after another; `tell(value)` there is one more answer here."""
+class Victim(Remote):
+    """One that is forked by a nursery; `tell(value)` there is one more answer here."""
+
+    ANSWER_SECONDS = _ANSWER_SECONDS
 
     def __init__(self, pidfd: int, ours: socket.socket) -> None:
+        super().__init__(ours)
         self.pidfd = pidfd
-        self._connection = multiprocessing.connection.Connection(ours.detach())
-
-    def __call__(self, code: str, **values: Any) -> Any:
-        self.send(code, **values)
-        return self.answer()
-
-    def send(self, code: str, **values: Any) -> None:
-        self._connection.send((code, values))
-
-    def answer(self, timeout: float = _ANSWER_SECONDS) -> Any:
-        assert self._connection.poll(timeout), f"no answer within {timeout} s"
-        worked, value, text = self._connection.recv()
-        if worked:
-            return value
-        if hasattr(value, "add_note"):
-            value.add_note(text)
-        raise value
 
     def told(self) -> list[Any]:
         """What it has said by itself until now, or until it ended."""
@@ -239,17 +225,7 @@ def _grow_up(descriptor: int, kind: bytes) -> None:
 def _obey(descriptor: int) -> None:
     connection = multiprocessing.connection.Connection(descriptor)
     namespace: dict[str, Any] = {"tell": lambda value: connection.send((True, value, ""))}
-    run("from victims import *\nfrom transfer.kit import *\nimport gc, kvpool, os, random, threading, time", namespace)
-    while True:
-        try:
-            code, values = connection.recv()
-        except (EOFError, OSError):
-            break
-        try:
-            answer = (True, run(code, namespace, **values), "")
-        except Exception as error:
-            answer = (False, error, traceback.format_exc())
-        connection.send(answer)
-    for value in namespace.values():
-        if isinstance(value, kvpool.Pool):
-            value.close()
+    obey(
+        connection, namespace,
+        "from victims import *\nfrom transfer.kit import *\nimport gc, kvpool, os, random, threading, time",
+    )  # fmt: skip

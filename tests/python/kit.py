@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,11 +100,25 @@ def refused(pool: kvpool.Pool, error: type[Exception], *texts: Any, **fields: An
     assert state_of(pool) == before
 
 
+@contextmanager
+def ctrl_c_works() -> Iterator[None]:
+    """For processes that are started meanwhile: shells have SIGINT ignored for what runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def run_script(
     code: str, *, timeout: float = 900 if LONG else 60, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python code in a process of its own, every warning an error; it must end with 0 and say nothing."""
-    prelude = "import kvpool, numpy as np, kit\n"
+    """Runs Python code in a process of its own, every warning an error; it must end with 0 and say nothing.
+
+    Ctrl-C works there, also when this process runs in the background, where shells have SIGINT ignored.
+    """
+    prelude = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    prelude += "import kvpool, numpy as np, kit\n"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])}
     run = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-W", "error", "-W", "ignore:This process:DeprecationWarning", "-c",

@@ -31,8 +31,9 @@ def test_an_error_is_caught_as_what_it_also_is(kind, builtin):
         raise kind("wrong")
 
 
-def test_only_closed_error_is_a_state_error():
-    assert {kind for kind in ALL if issubclass(kind, errors.StateError)} == {errors.StateError, errors.ClosedError}
+def test_which_errors_are_state_errors():
+    state_errors = {errors.StateError, errors.ClosedError, errors.Fenced}
+    assert {kind for kind in ALL if issubclass(kind, errors.StateError)} == state_errors
 
 
 def test_fields_become_attributes():

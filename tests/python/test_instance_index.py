@@ -75,6 +75,27 @@ def test_what_is_not_used_expires(index):
     assert len(index) == 0
 
 
+def test_what_lasts_does_not_expire(index):
+    index.insert(prompt(2), 1, now=10, lasting=True)
+    index.insert(prompt(3), 1, now=20)
+    index.insert(prompt(2), 2, now=20)
+    assert index.expire(before=1000) == 3
+    assert index.match(prompt(3)) == [(1, 2 * BLOCK)]
+    assert index.remove(prompt(1), 1) == 2
+    index.audit()
+
+
+def test_a_match_as_arrays_says_the_same(index):
+    for instance, blocks in ((3, 2), (1, 4), (2, 4)):
+        index.insert(prompt(blocks), instance, namespace="n")
+    instances, tokens = index.match_arrays(prompt(5), namespace="n")
+    assert (instances.dtype, tokens.dtype) == (np.int64, np.int64)
+    assert list(zip(instances.tolist(), tokens.tolist(), strict=True)) == index.match(prompt(5), namespace="n")
+    assert [len(array) for array in index.match_arrays(prompt(5))] == [0, 0]
+    index.match_arrays(prompt(2), now=9, namespace="n")  # a use, as with match
+    assert index.expire(before=5) == 4
+
+
 def test_namespaces_are_apart(index):
     index.insert(prompt(1), 1, namespace="a")
     assert index.match(prompt(1)) == []

@@ -129,7 +129,7 @@ def test_an_address_decodes_to_what_it_was_made_of(made_of):
 
 @given(st.lists(parts))
 def test_arrays_and_lists_of_addresses_decode_alike(made_of):
-    numbers = [address(*one) for one in made_of]
+    numbers = [address(7, *one[1:]) for one in made_of]  # block ids are of one instance
     for given_as in (numbers, tuple(numbers), array("Q", numbers), np.array(numbers, np.uint64)):
         blocks, media = types.block_ids(given_as), types.media(given_as)
         assert blocks.dtype == np.int64
@@ -141,6 +141,16 @@ def test_arrays_and_lists_of_addresses_decode_alike(made_of):
 def test_block_ids_index_a_tensor():
     tensor = np.arange(12).reshape(6, 2)
     assert tensor[types.block_ids([address(block=4), address(block=1)])].tolist() == [[8, 9], [2, 3]]
+
+
+def test_block_ids_are_of_one_pool():
+    own = [address(block=1), address(instance=7, block=2), address(instance=7, block=3)]  # 0: from before it had peers
+    assert types.block_ids(own).tolist() == [1, 2, 3]
+    assert types.block_ids([address(instance=9, block=4)]).tolist() == [4]  # its number there, whoever it belongs to
+    assert types.block_ids([]).tolist() == []
+    with pytest.raises(errors.ArgumentError, match="instances 7 and 9") as caught:
+        types.block_ids([*own, address(instance=9, block=4)])
+    assert caught.value.fields["instance"] == 9
 
 
 def test_block_ids_take_strided_and_read_only_arrays():

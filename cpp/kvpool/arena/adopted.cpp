@@ -154,7 +154,20 @@ class AdoptedArena final : public Arena {
   std::shared_ptr<void> keepalive_;
 };
 
+class AbsentArena final : public Arena {
+ public:
+  AbsentArena(Medium medium, std::uint32_t blocks, std::size_t block_bytes) {
+    medium_ = medium;
+    blocks_ = blocks;
+    block_bytes_ = block_bytes;
+  }
+};
+
 }  // namespace
+
+std::shared_ptr<Arena> make_absent_arena(Medium medium, std::uint32_t blocks, std::size_t block_bytes) {
+  return std::make_shared<AbsentArena>(medium, blocks, block_bytes);
+}
 
 std::shared_ptr<Arena> make_adopted_arena(Medium medium, std::uint32_t blocks, std::vector<Segment> segments,
                                           std::shared_ptr<void> keepalive) {

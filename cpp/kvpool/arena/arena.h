@@ -73,6 +73,9 @@ std::shared_ptr<Arena> make_owned_arena(const ArenaOptions& options);
 std::shared_ptr<Arena> make_adopted_arena(Medium medium, std::uint32_t blocks, std::vector<Segment> segments,
                                           std::shared_ptr<void> keepalive);
 
+// Blocks whose memory is elsewhere, in the ranks of a logical instance: counted here, and nothing else. No segments.
+std::shared_ptr<Arena> make_absent_arena(Medium medium, std::uint32_t blocks, std::size_t block_bytes);
+
 struct MemoryHeadroom {
   std::uint64_t available_bytes;  // the smallest of the limits below
   std::string limit;              // which: "MemAvailable" or the cgroup's path

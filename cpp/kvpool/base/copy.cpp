@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <mutex>
@@ -35,7 +37,7 @@ struct Job {
   CopyTeam::Part part = nullptr;  // null for a batch of pieces
   void* context = nullptr;
   std::size_t parts = 0;
-  int workers = 0;  // threads other than the caller that may still be at it
+  std::atomic<int> workers{0};  // threads other than the caller that may still be at it; changed under the lock
   Job* next = nullptr;
 };
 
@@ -79,6 +81,19 @@ void copy_streaming(std::span<const CopyPiece> pieces) noexcept {
   while (const std::size_t count = take_tiles(job, kernel.tile_bytes, kGrainBytesMax, tiles)) {
     kernel.copy(std::span(tiles).first(count));
   }
+}
+
+// What the others still have takes no longer than a grain or a part, and to sleep and be woken takes as long.
+constexpr std::chrono::microseconds kSpin{50};
+
+// Returns whether `over` came true.
+template <class Over>
+bool spin_until(const Over& over) noexcept {
+  const auto end = std::chrono::steady_clock::now() + kSpin;
+  while (!over()) {
+    if (std::chrono::steady_clock::now() >= end) return false;
+  }
+  return true;
 }
 
 // Blocks all signals in this thread while it lives, so that a thread started meanwhile inherits the mask: signals are
@@ -182,10 +197,11 @@ void CopyTeam::Impl::work() noexcept {
       return;
     }
     Job& job = *jobs;
-    ++job.workers;
+    job.workers.fetch_add(1, std::memory_order_relaxed);
     while (do_some(job, lock)) {
     }
-    if (--job.workers == 0) {
+    // The last look at the job: its caller may leave as soon as it sees zero.
+    if (job.workers.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       job_done.notify_all();
     }
   }
@@ -220,7 +236,11 @@ void CopyTeam::Impl::run(Job& job, std::size_t helpers) noexcept {
   }
   while (do_some(job, lock)) {
   }
-  job_done.wait(lock, [&job] { return job.workers == 0; });
+  lock.unlock();
+  const auto over = [&job] { return job.workers.load(std::memory_order_acquire) == 0; };
+  if (spin_until(over)) return;
+  lock.lock();
+  job_done.wait(lock, over);
 }
 
 void CopyTeam::Impl::stop() noexcept {

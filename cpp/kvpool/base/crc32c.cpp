@@ -17,7 +17,10 @@ namespace {
 
 constexpr std::uint32_t kPolynomial = 0x82F63B78;  // bit-reflected: bit 31 is x^0
 
-using CrcFunction = std::uint32_t (*)(std::uint32_t crc, const std::byte* data, std::size_t bytes) noexcept;
+template <std::uint32_t (*Raw)(std::uint32_t crc, const std::byte* data, std::size_t bytes) noexcept>
+std::uint32_t appended(std::uint32_t crc, const void* data, std::size_t bytes) noexcept {
+  return ~Raw(~crc, static_cast<const std::byte*>(data), bytes);
+}
 
 std::uint64_t load_u64(const std::byte* data) noexcept {
   std::uint64_t value;
@@ -110,12 +113,84 @@ __attribute__((target("sse4.2,pclmul"))) std::uint32_t sse42_raw(std::uint32_t c
   return crc;
 }
 
-bool processor_has_crc() noexcept {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul");
+// ---- AVX-512: a product without carries takes 64 bytes at a time, which no crc32 instruction does. Four registers are
+// each multiplied past the 256 bytes that they cover together, and what stands there is added. At the end they are
+// folded into one, that one into 16 bytes, and those into the register of the crc32 instruction.
+
+constexpr std::uint64_t kFoldBytes = 256;
+
+// What the two halves of 16 bytes are multiplied by to move them past `bytes`. The reflected product of two 64-bit
+// numbers stands one bit lower than it should.
+constexpr std::uint64_t fold_low(std::uint64_t bytes) noexcept {
+  return std::uint64_t{power_of_x(8 * bytes + 32)} << 1;
+}
+constexpr std::uint64_t fold_high(std::uint64_t bytes) noexcept {
+  return std::uint64_t{power_of_x(8 * bytes - 32)} << 1;
 }
 
-CrcFunction fastest() noexcept { return processor_has_crc() ? sse42_raw : table_raw; }
+#define KVPOOL_WIDE __attribute__((target("avx512f,vpclmulqdq,sse4.2,pclmul")))
+
+template <std::uint64_t Bytes>
+KVPOOL_WIDE inline __m512i folded(__m512i value, __m512i onto) noexcept {
+  constexpr auto kLow = static_cast<long long>(fold_low(Bytes));
+  constexpr auto kHigh = static_cast<long long>(fold_high(Bytes));
+  const __m512i factors = _mm512_set_epi64(kHigh, kLow, kHigh, kLow, kHigh, kLow, kHigh, kLow);
+  const __m512i low = _mm512_clmulepi64_epi128(value, factors, 0x00);
+  const __m512i high = _mm512_clmulepi64_epi128(value, factors, 0x11);
+  return _mm512_ternarylogic_epi64(low, high, onto, 0x96);  // the sum of the three
+}
+
+template <std::uint64_t Bytes>
+KVPOOL_WIDE inline __m128i folded(__m128i value, __m128i onto) noexcept {
+  constexpr auto kLow = static_cast<long long>(fold_low(Bytes));
+  constexpr auto kHigh = static_cast<long long>(fold_high(Bytes));
+  const __m128i factors = _mm_set_epi64x(kHigh, kLow);
+  const __m128i low = _mm_clmulepi64_si128(value, factors, 0x00);
+  const __m128i high = _mm_clmulepi64_si128(value, factors, 0x11);
+  return _mm_xor_si128(_mm_xor_si128(low, high), onto);
+}
+
+// Masked by all ones, because GCC 12 takes the plain form to read something uninitialized.
+template <int Index>
+KVPOOL_WIDE inline __m128i quarter(__m512i value) noexcept {
+  return _mm512_maskz_extracti32x4_epi32(0xF, value, Index);
+}
+
+KVPOOL_WIDE std::uint32_t avx512_raw(std::uint32_t crc, const std::byte* data, std::size_t bytes) noexcept {
+  if (bytes < 2 * kFoldBytes) return sse42_raw(crc, data, bytes);
+  // The register counts as a part of the first four bytes.
+  const __m512i before = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc)));
+  __m512i a = _mm512_xor_si512(_mm512_loadu_si512(data), before);
+  __m512i b = _mm512_loadu_si512(data + 64);
+  __m512i c = _mm512_loadu_si512(data + 128);
+  __m512i d = _mm512_loadu_si512(data + 192);
+  for (data += kFoldBytes, bytes -= kFoldBytes; bytes >= kFoldBytes; data += kFoldBytes, bytes -= kFoldBytes) {
+    a = folded<kFoldBytes>(a, _mm512_loadu_si512(data));
+    b = folded<kFoldBytes>(b, _mm512_loadu_si512(data + 64));
+    c = folded<kFoldBytes>(c, _mm512_loadu_si512(data + 128));
+    d = folded<kFoldBytes>(d, _mm512_loadu_si512(data + 192));
+  }
+  d = folded<64>(folded<64>(folded<64>(a, b), c), d);
+  __m128i last = quarter<0>(d);
+  last = folded<16>(last, quarter<1>(d));
+  last = folded<16>(last, quarter<2>(d));
+  last = folded<16>(last, quarter<3>(d));
+  std::uint64_t wide = _mm_crc32_u64(0, static_cast<std::uint64_t>(_mm_cvtsi128_si64(last)));
+  wide = _mm_crc32_u64(wide, static_cast<std::uint64_t>(_mm_cvtsi128_si64(_mm_unpackhi_epi64(last, last))));
+  return sse42_raw(static_cast<std::uint32_t>(wide), data, bytes);
+}
+
+#undef KVPOOL_WIDE
+
+std::span<const CrcWay> ways_here() noexcept {
+  static constexpr CrcWay kWays[] = {
+      {"avx512", appended<avx512_raw>}, {"sse4.2", appended<sse42_raw>}, {"table", appended<table_raw>}};
+  const std::span<const CrcWay> ways(kWays);
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul")) return ways.last(1);
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("vpclmulqdq")) return ways.last(2);
+  return ways;
+}
 
 #elif defined(__aarch64__) && defined(__linux__)
 
@@ -126,23 +201,29 @@ __attribute__((target("+crc"))) std::uint32_t arm_raw(std::uint32_t crc, const s
   return crc;
 }
 
-CrcFunction fastest() noexcept { return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0 ? arm_raw : table_raw; }
+std::span<const CrcWay> ways_here() noexcept {
+  static constexpr CrcWay kWays[] = {{"armv8", appended<arm_raw>}, {"table", appended<table_raw>}};
+  return std::span(kWays).last((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0 ? 2 : 1);
+}
 
 #else
 
-CrcFunction fastest() noexcept { return table_raw; }
+std::span<const CrcWay> ways_here() noexcept {
+  static constexpr CrcWay kWays[] = {{"table", appended<table_raw>}};
+  return kWays;
+}
 
 #endif
 
 }  // namespace
 
-std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t bytes) noexcept {
-  static const CrcFunction raw = fastest();
-  return ~raw(~crc, static_cast<const std::byte*>(data), bytes);
+std::span<const CrcWay> crc32c_ways() noexcept {
+  static const std::span<const CrcWay> ways = ways_here();
+  return ways;
 }
 
-std::uint32_t crc32c_by_table(std::uint32_t crc, const void* data, std::size_t bytes) noexcept {
-  return ~table_raw(~crc, static_cast<const std::byte*>(data), bytes);
+std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t bytes) noexcept {
+  return crc32c_ways().front().append(crc, data, bytes);
 }
 
 }  // namespace kvpool

@@ -11,8 +11,14 @@ namespace kvpool {
 
 // CRC-32C (Castagnoli) of `bytes` appended to what gave `crc`; 0 to begin. Hardware where there is.
 std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t bytes) noexcept;
-// The same without the processor's help: what processors that have none run.
-std::uint32_t crc32c_by_table(std::uint32_t crc, const void* data, std::size_t bytes) noexcept;
+
+// One way to compute it.
+struct CrcWay {
+  const char* name;
+  std::uint32_t (*append)(std::uint32_t crc, const void* data, std::size_t bytes) noexcept;
+};
+// All that this processor can run, the fastest first: what crc32c() runs. The last one needs no help of a processor.
+std::span<const CrcWay> crc32c_ways() noexcept;
 
 using Digest = std::array<std::byte, 32>;
 

@@ -2,6 +2,7 @@
 // field into an attribute of the exception, so that a program can read the numbers that the text tells a person.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <stdexcept>
@@ -29,7 +30,10 @@ enum class ErrorCode : std::uint8_t {
   kAuth,            // the peer does not know the secret
   kProtocol,        // the peer says what no kvpool of a version that we speak says
   kCancelled,       // by the caller
+  // Never on the wire.
+  kFenced,  // this pool has no lease in its cluster: it has no peers
 };
+inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::kFenced) + 1;
 
 using ErrorField = std::pair<const char*, std::int64_t>;
 

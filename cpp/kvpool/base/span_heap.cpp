@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -12,29 +11,16 @@
 
 #include "kvpool/base/check.h"
 #include "kvpool/base/error.h"
-
-#if defined(__SANITIZE_ADDRESS__)
-#define KVPOOL_ASAN 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define KVPOOL_ASAN 1
-#endif
-#endif
-#ifdef KVPOOL_ASAN
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/lsan_interface.h>
-#define KVPOOL_UNCHECKED __attribute__((no_sanitize("address")))
-#else
-#define KVPOOL_UNCHECKED
-#endif
+#include "kvpool/base/sanitizer.h"
+#include "kvpool/base/span_sizes.h"
 
 namespace kvpool {
 namespace {
 
-constexpr std::size_t kLineBytes = 64;
+constexpr std::size_t kLineBytes = SpanSizes::kLineBytes;
 constexpr std::size_t kHeaderBytes = 2 * kLineBytes;
 constexpr std::size_t kHeaderRoom = 4096;  // 32 colours
-constexpr std::size_t kPayloadBytes = SpanHeap::kSpanBytes - kHeaderRoom;
+constexpr SpanSizes kSizes(SpanHeap::kSpanBytes - kHeaderRoom);
 constexpr std::uint32_t kLargeClass = std::numeric_limits<std::uint32_t>::max();
 constexpr std::uint32_t kNoClass = kLargeClass - 1;  // a spare
 constexpr std::uint64_t kMark = 0x6B76706F6F6C7370ULL;
@@ -62,24 +48,6 @@ std::size_t colour_of(const std::byte* base) noexcept {
 // A free object's first word is the link to the next one. In sanitizer builds a free object is poisoned, its link too.
 KVPOOL_UNCHECKED void* link_of(const void* object) noexcept { return *static_cast<void* const*>(object); }
 KVPOOL_UNCHECKED void set_link(void* object, void* next) noexcept { *static_cast<void**>(object) = next; }
-
-#ifdef KVPOOL_ASAN
-void poison(const void* memory, std::size_t bytes) noexcept { __asan_poison_memory_region(memory, bytes); }
-void unpoison(const void* memory, std::size_t bytes) noexcept { __asan_unpoison_memory_region(memory, bytes); }
-// What is only reachable from an object of this heap is not a leak.
-void declare_mapping(const void* memory, std::size_t bytes) noexcept { __lsan_register_root_region(memory, bytes); }
-void forget_mapping(const void* memory, std::size_t bytes) noexcept {
-  __lsan_unregister_root_region(memory, bytes);
-  unpoison(memory, bytes);
-}
-bool is_poisoned(const void* memory) noexcept { return __asan_address_is_poisoned(memory) != 0; }
-#else
-void poison(const void*, std::size_t) noexcept {}
-void unpoison(const void*, std::size_t) noexcept {}
-void declare_mapping(const void*, std::size_t) noexcept {}
-void forget_mapping(const void*, std::size_t) noexcept {}
-[[maybe_unused]] bool is_poisoned(const void*) noexcept { return false; }
-#endif
 
 // `bytes` of address space at a multiple of the span size, or null. Spans one below the other share one entry in the
 // kernel's list of mappings, so the place below the last one is asked for first.
@@ -109,79 +77,6 @@ void release_mapping(std::byte* base, std::size_t bytes) noexcept {
   forget_mapping(base, bytes);
   if (munmap(base, bytes) != 0) madvise(base, bytes, MADV_DONTNEED);
 }
-
-// Sizes: steps of 16 up to 256 and of an eighth of the power of two below from there; from 1 KiB on the odd number of
-// lines that holds that. Above 120 KiB: what divides a span, from 16 objects down to 4.
-class SizeTable {
- public:
-  static constexpr std::size_t kCount = 100;
-
-  struct Size {
-    std::uint32_t bytes = 0;
-    std::uint32_t capacity = 0;  // objects in a span
-  };
-
-  constexpr SizeTable() {
-    for (std::size_t bytes = 16; bytes < 256; bytes += 16) add(bytes);
-    for (std::size_t power = 256; power <= 65536; power *= 2) {
-      for (std::size_t bytes = power; bytes < 2 * power && bytes <= kGeometricMax; bytes += power / 8) {
-        if (bytes == kOddFrom) first_odd_ = count_;
-        add(bytes < kOddFrom ? bytes : bytes + kLineBytes);
-      }
-    }
-    first_divided_ = count_;
-    for (std::size_t objects = 16; objects >= 4; --objects) add(kPayloadBytes / objects / kLineBytes * kLineBytes);
-    std::uint8_t found = 0;
-    for (std::size_t units = 0; units < small_.size(); ++units) {
-      while (sizes_[found].bytes < units * 16) ++found;
-      small_[units] = found;
-    }
-  }
-
-  constexpr std::size_t count() const noexcept { return count_; }
-  constexpr std::size_t largest() const noexcept { return sizes_[kCount - 1].bytes; }
-  constexpr const Size& operator[](std::size_t size_class) const noexcept { return sizes_[size_class]; }
-
-  // The class with the smallest objects that hold `bytes`. REQUIRES: bytes <= largest().
-  constexpr std::size_t find(std::size_t bytes) const noexcept {
-    if (bytes <= kOddFrom) return small_[(bytes + 15) / 16];
-    if (bytes <= kOddFrom + kLineBytes) return first_odd_;
-    // Without the line that makes it odd, a class's size is m << s with m from 9 to 16.
-    const std::size_t last = bytes - kLineBytes - 1;
-    const auto width = static_cast<std::size_t>(std::bit_width(last));  // 11 from 1 KiB on
-    const std::size_t found = first_odd_ + 1 + (width - 11) * 8 + ((last >> (width - 4)) & 7U);
-    if (found < first_divided_) return found;
-    std::size_t divided = first_divided_;
-    while (sizes_[divided].bytes < bytes) ++divided;
-    return divided;
-  }
-
- private:
-  static constexpr std::size_t kOddFrom = 1024;
-  static constexpr std::size_t kGeometricMax = std::size_t{120} * 1024;
-
-  constexpr void add(std::size_t bytes) {
-    sizes_[count_] = {static_cast<std::uint32_t>(bytes), static_cast<std::uint32_t>(kPayloadBytes / bytes)};
-    ++count_;
-  }
-
-  std::array<Size, kCount> sizes_{};
-  std::size_t count_ = 0;
-  std::size_t first_odd_ = 0;
-  std::size_t first_divided_ = 0;
-  std::array<std::uint8_t, kOddFrom / 16 + 1> small_{};  // for up to kOddFrom bytes, by the number of 16-byte units
-};
-
-constexpr SizeTable kSizes;
-
-constexpr bool finds_every_class() {
-  for (std::size_t i = 0; i < kSizes.count(); ++i) {
-    if (kSizes.find(kSizes[i].bytes) != i) return false;
-    if (i > 0 && kSizes.find(kSizes[i - 1].bytes + 1) != i) return false;
-  }
-  return kSizes.count() == SizeTable::kCount;
-}
-static_assert(finds_every_class());
 
 }  // namespace
 
@@ -242,7 +137,7 @@ void* SpanHeap::try_allocate(std::size_t bytes) noexcept {
     return nullptr;
   }
   if (bytes > kSizes.largest()) return try_allocate_large(bytes);
-  static_assert(kClassCount == SizeTable::kCount);
+  static_assert(kClassCount == SpanSizes::kCount && kSizes.finds_every_class());
   const std::size_t size_class = kSizes.find(bytes);
   Span* span = classes_[size_class].roomy;
   if (span == nullptr) {

@@ -8,6 +8,7 @@ namespace kvpool {
 
 BlockCopier::BlockCopier(const Arena& from, const Arena& to) {
   KVPOOL_CHECK(from.block_bytes() == to.block_bytes());
+  if (from.segments().empty() || to.segments().empty()) return;  // memory that is elsewhere
   const BlockStrip whole{0, 0, from.block_bytes()};
   plan_strips(MediumSpan{from.blocks(), from.segments()}, MediumSpan{to.blocks(), to.segments()}, std::span(&whole, 1),
               true, plan_);

@@ -17,7 +17,8 @@ namespace kvpool {
 // Thread-safety: run() may be called by several threads.
 class BlockCopier {
  public:
-  // REQUIRES: equal block_bytes; both arenas outlive the copier.
+  // Between arenas whose memory is elsewhere nothing is copied. REQUIRES: equal block_bytes; both arenas outlive the
+  // copier.
   BlockCopier(const Arena& from, const Arena& to);
 
   // Copies block from[i] to block to[i] for i in [0, n). Neighbouring blocks that lie in a row on both sides are copied

@@ -22,7 +22,7 @@ InstanceIndex::InstanceIndex(std::uint32_t page_tokens, std::uint64_t seed)
     : tree_(checked_page_tokens(page_tokens), seed) {}
 
 std::size_t InstanceIndex::insert(std::string_view name_space, const Token* tokens, std::size_t pages,
-                                  std::uint32_t instance, std::uint64_t now) {
+                                  std::uint32_t instance, std::uint64_t now, bool lasting) {
   if (instance > kInstanceMax) {
     throw Error(ErrorCode::kArgument,
                 "instance " + std::to_string(instance) + " is above the largest, " + std::to_string(kInstanceMax),
@@ -55,12 +55,13 @@ std::size_t InstanceIndex::insert(std::string_view name_space, const Token* toke
       holder_room_ += last->payload.holders.capacity();
     }
     now = advance(now);
+    const std::uint64_t used = lasting ? kLasting : now;
     std::size_t added = 0;
     for (Node* node = last; !node->is_root(); node = node->parent) {
       if (Holder* holder = node->payload.find(instance)) {
-        holder->last_used = now;
+        holder->last_used = std::max(holder->last_used, used);  // what lasts goes on lasting
       } else {
-        node->payload.holders.insert(node->payload.place_of(instance), Holder{instance, now});
+        node->payload.holders.insert(node->payload.place_of(instance), Holder{instance, used});
         added += node->pages;
       }
     }
@@ -227,6 +228,7 @@ void InstanceIndex::audit() const {
   std::vector<std::size_t> held_pages(held_pages_.size());
   for_each_node([&](const Node& node) {
     const InstancePayload& payload = node.payload;
+    if (payload.matched > now_) fail("a match in the future");
     pages += node.pages;
     holder_room += payload.holders.capacity();
     if (payload.holders.empty()) fail("a node that nobody holds (I3)");
@@ -235,7 +237,7 @@ void InstanceIndex::audit() const {
       if (i > 0 && payload.holders[i - 1].instance >= holder.instance) fail("holders out of order");
       if (holder.instance >= held_pages.size()) fail("a holder that was never inserted");
       held_pages[holder.instance] += node.pages;
-      if (payload.last_use(holder) > now_) fail("a use in the future");
+      if (holder.last_used > now_ && holder.last_used != kLasting) fail("a use in the future");
       if (node.parent->is_root()) continue;
       InstancePayload& above = node.parent->payload;
       const Holder* same = above.find(holder.instance);

@@ -48,10 +48,10 @@ class InstanceIndex {
 
   std::uint32_t page_tokens() const noexcept { return tree_.page_tokens(); }
 
-  // The instance holds these pages. Returns how many of them it did not hold before. Throws Error kArgument for an
-  // instance above kInstanceMax.
+  // The instance holds these pages. Returns how many of them it did not hold before. What is `lasting` never expires:
+  // for an instance that says itself what it loses. Throws Error kArgument for an instance above kInstanceMax.
   std::size_t insert(std::string_view name_space, const Token* tokens, std::size_t pages, std::uint32_t instance,
-                     std::uint64_t now);
+                     std::uint64_t now, bool lasting = false);
 
   // For every instance that holds the prompt's first page: how far it goes on. Longest first, then by instance. Counts
   // as a use of these pages by all of them. Replaces what is in `out`.
@@ -70,8 +70,8 @@ class InstanceIndex {
   // The instance is gone. Returns how many pages it held.
   std::size_t remove_instance(std::uint32_t instance) noexcept;
 
-  // Drops every holder of a page that has not used it at `before` or later. Returns how many pages that were, counted
-  // once for each instance.
+  // Drops every holder of a page that has not used it at `before` or later, but for lasting ones. Returns how many
+  // pages that were, counted once for each instance.
   std::size_t expire(std::uint64_t before) noexcept;
 
   // Pages that the instance holds.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -10,9 +11,12 @@
 
 namespace kvpool {
 
+// The last use of what does not expire: later than any time.
+inline constexpr std::uint64_t kLasting = std::numeric_limits<std::uint64_t>::max();
+
 struct Holder {
   std::uint32_t instance;
-  std::uint64_t last_used;  // by an insertion; see InstancePayload::matched
+  std::uint64_t last_used;  // by an insertion, or kLasting; see InstancePayload::matched
 };
 
 struct InstancePayload {

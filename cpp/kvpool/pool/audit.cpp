@@ -7,13 +7,13 @@
 namespace kvpool {
 
 PoolStats Pool::stats() {
-  guard();
+  guard_open();
   const std::lock_guard lock(mutex_);
   return stats_locked();
 }
 
 PoolStats Pool::audit() {
-  guard();
+  guard_open();
   const std::lock_guard lock(mutex_);
   return audit_locked();
 }

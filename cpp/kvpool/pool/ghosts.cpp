@@ -1,5 +1,6 @@
 #include "kvpool/pool/ghosts.h"
 
+#include <sys/epoll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -17,9 +18,9 @@ constexpr std::int64_t kRetryAfterUs = 10'000;
 
 }  // namespace
 
-void Ghosts::add(const std::shared_ptr<Session>& session, const std::shared_ptr<Link>& link,
+void Ghosts::add(const std::shared_ptr<Parted>& session, const std::shared_ptr<Link>& link,
                  RouteMaker::Exposure exposure) {
-  const bool may_write = session->counts().quarantined > 0;
+  const bool may_write = session->awaits_proof();
   if (!may_write && !exposure.by_ucx && session->writes_under_way() == 0) return;
   {
     const std::lock_guard lock(mutex_);
@@ -43,7 +44,7 @@ void Ghosts::add(const std::shared_ptr<Session>& session, const std::shared_ptr<
 
 // A link over TCP has no pidfd. The peer is on this host and has proved that it knows the secret: its word for its pid
 // is good enough. Another process that has the pid by now only delays the proof.
-void Ghosts::find_process(const std::shared_ptr<Session>& session) {
+void Ghosts::find_process(const std::shared_ptr<Parted>& session) {
   const long pidfd = syscall(SYS_pidfd_open, static_cast<pid_t>(session->peer().pid), 0);
   if (pidfd < 0) {
     if (errno == ESRCH) on_proof(*session, /*fenced=*/false);
@@ -60,9 +61,10 @@ void Ghosts::find_process(const std::shared_ptr<Session>& session) {
   watch_process(session, static_cast<int>(pidfd));
 }
 
-void Ghosts::watch_process(const std::shared_ptr<Session>& session, int pidfd) {
+void Ghosts::watch_process(const std::shared_ptr<Parted>& session, int pidfd) {
   const auto noted = std::make_shared<std::atomic<std::uint64_t>>(0);
-  const std::uint64_t watch = reactor_.watch(pidfd, [this, session, noted](std::uint32_t /*events*/) {
+  const std::uint64_t watch = reactor_.watch(pidfd, [this, session, noted](std::uint32_t events) {
+    if ((events & EPOLLIN) == 0) return;  // the reactor stops: no proof
     const std::uint64_t self = noted->load();
     if (self == 0) return;  // not noted yet: it comes again
     reactor_.unwatch(self);
@@ -75,7 +77,7 @@ void Ghosts::watch_process(const std::shared_ptr<Session>& session, int pidfd) {
   noted->store(watch);
 }
 
-void Ghosts::on_proof(const Session& session, bool fenced) noexcept {
+void Ghosts::on_proof(const Parted& session, bool fenced) noexcept {
   auto proved = take([&](Ghost& ghost) {
     if (ghost.session.get() != &session) return false;
     if (fenced) {
@@ -109,7 +111,7 @@ void Ghosts::on_writer_gone(std::uint64_t epoch) noexcept {
   let_go(take([&](const Ghost& ghost) { return ghost.session->peer().epoch == epoch && !ghost.fencing; }));
 }
 
-void Ghosts::on_drained(const Session& session) noexcept {
+void Ghosts::on_drained(const Parted& session) noexcept {
   static_cast<void>(take(
       [&](const Ghost& ghost) { return ghost.session.get() == &session && ghost.missing == 0 && !ghost.fencing; }));
 }
@@ -131,8 +133,8 @@ void Ghosts::let_go(std::vector<Ghost>&& ghosts) noexcept {
   }
 }
 
-void Ghosts::clear() noexcept {
-  static_cast<void>(take([](const Ghost&) { return true; }));
+std::vector<Ghosts::Ghost> Ghosts::take_all() noexcept {
+  return take([](const Ghost&) { return true; });
 }
 
 }  // namespace kvpool

@@ -15,7 +15,8 @@
 
 #include "kvpool/pool/route_maker.h"
 #include "kvpool/pool/workers.h"
-#include "kvpool/transfer/session.h"
+#include "kvpool/transfer/parted.h"
+#include "kvpool/transport/link.h"
 #include "kvpool/transport/reactor.h"
 
 namespace kvpool {
@@ -26,7 +27,7 @@ class Ghosts {
   Ghosts(Reactor& reactor, Workers& workers) : reactor_(reactor), workers_(workers) {}
 
   // The link has ended; `exposure` is what its peer was given.
-  void add(const std::shared_ptr<Session>& session, const std::shared_ptr<Link>& link, RouteMaker::Exposure exposure);
+  void add(const std::shared_ptr<Parted>& session, const std::shared_ptr<Link>& link, RouteMaker::Exposure exposure);
   // Throws kBusy as long as writes of an earlier connection to this incarnation, in either direction, are under way.
   void check_return(std::uint64_t epoch) const;
   // Whether writes to this incarnation, of an earlier connection, are under way.
@@ -34,12 +35,19 @@ class Ghosts {
   // This incarnation writes nothing that it began before.
   void on_writer_gone(std::uint64_t epoch) noexcept;
   // Nothing of this side is under way any more in this session.
-  void on_drained(const Session& session) noexcept;
-  void clear() noexcept;
+  void on_drained(const Parted& session) noexcept;
+  // Ends the watch. Calls left(party, link) for each whose proof has not come.
+  template <class Left>
+  void clear(Left&& left) {
+    for (const Ghost& ghost : take_all()) {
+      if (ghost.watch != 0) reactor_.unwatch(ghost.watch);
+      if (ghost.missing > 0 || ghost.fencing) left(ghost.session, ghost.link);
+    }
+  }
 
  private:
   struct Ghost {
-    std::shared_ptr<Session> session;
+    std::shared_ptr<Parted> session;
     std::shared_ptr<Link> link;  // owns the pidfd
     int missing = 0;             // proofs
     bool fencing = false;
@@ -47,11 +55,12 @@ class Ghosts {
     std::shared_ptr<void> process;  // a pidfd of our own, where the link has none
   };
 
-  void watch_process(const std::shared_ptr<Session>& session, int pidfd);
-  void find_process(const std::shared_ptr<Session>& session);
-  void on_proof(const Session& session, bool fenced) noexcept;
+  void watch_process(const std::shared_ptr<Parted>& session, int pidfd);
+  void find_process(const std::shared_ptr<Parted>& session);
+  void on_proof(const Parted& session, bool fenced) noexcept;
   template <class Which>
   std::vector<Ghost> take(Which&& which) noexcept;
+  std::vector<Ghost> take_all() noexcept;
   void let_go(std::vector<Ghost>&& ghosts) noexcept;
 
   Reactor& reactor_;

@@ -33,11 +33,24 @@ class PrefixHold {
 PeerBlocks::PeerBlocks(Pool& pool, ReceivedQueue& received)
     : pool_(pool),
       received_(received),
-      arenas_{pool.arena(Medium::kHbm), pool.arena(Medium::kDram)},
-      spans_{span_of(*arenas_[0]), span_of(*arenas_[1])} {}
+      arenas_(std::make_shared<const Arenas>(Arenas{pool.arena(Medium::kHbm), pool.arena(Medium::kDram)})),
+      spans_{span_of(*(*arenas_)[0]), span_of(*(*arenas_)[1])} {}
+
+std::shared_ptr<Arena> PeerBlocks::arena(Medium medium) const {
+  const std::lock_guard lock(mutex_);
+  if (arenas_ == nullptr) throw Error(ErrorCode::kClosed, "the pool is closed");
+  return (*arenas_)[static_cast<std::size_t>(medium_index(medium))];
+}
 
 std::shared_ptr<void> PeerBlocks::keepalive() const {
-  return std::make_shared<std::array<std::shared_ptr<Arena>, kMediaCount>>(arenas_);
+  const std::lock_guard lock(mutex_);
+  return std::const_pointer_cast<Arenas>(arenas_);
+}
+
+void PeerBlocks::let_go() noexcept {
+  std::shared_ptr<const Arenas> arenas;  // destroyed without the lock
+  const std::lock_guard lock(mutex_);
+  arenas.swap(arenas_);
 }
 
 // False: only with room to be made.
@@ -172,6 +185,8 @@ void PeerBlocks::publish(std::unique_ptr<News> news) noexcept {
 
 std::uint32_t PeerBlocks::checksum(std::span<const Address> addresses) noexcept {
   std::uint32_t crc = 0;
+  const std::shared_ptr<void> keep = keepalive();
+  if (keep == nullptr) return crc;  // the pool is closed: nobody asks for the result any more
   for (const Address address : addresses) {
     for (const Segment& segment : spans_[medium_bits_of(address) - 1].segments) {
       crc = crc32c(crc, segment.base + block_of(address) * segment.stride, segment.bytes);
@@ -180,8 +195,8 @@ std::uint32_t PeerBlocks::checksum(std::span<const Address> addresses) noexcept 
   return crc;
 }
 
-void PeerBlocks::hold_for_reading(std::span<const Address> addresses) {
-  pool_.hold_for_reading(addresses.data(), addresses.size());
+void PeerBlocks::hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) {
+  pool_.hold_for_reading(addresses.data(), addresses.size(), for_epoch);
 }
 
 void PeerBlocks::release_reading(std::span<const Address> addresses) noexcept {

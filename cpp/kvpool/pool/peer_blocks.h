@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -29,16 +30,17 @@ class PeerBlocks final : public BlockHost {
   void publish(std::unique_ptr<News> news) noexcept override;
   const MediaSpans& spans() const noexcept override { return spans_; }
   std::uint32_t checksum(std::span<const Address> addresses) noexcept override;
-  void hold_for_reading(std::span<const Address> addresses) override;
+  void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) override;
   void release_reading(std::span<const Address> addresses) noexcept override;
   void expect_writes(std::span<const Address> addresses, Writer writer) override;
   void end_writes(std::span<const Address> addresses) noexcept override;
 
-  const std::shared_ptr<Arena>& arena(Medium medium) const noexcept {
-    return arenas_[static_cast<std::size_t>(medium_index(medium))];
-  }
-  // Keeps the memory of spans() alive.
+  // Throws kClosed once it was let go of.
+  std::shared_ptr<Arena> arena(Medium medium) const;
+  // Keeps the memory of spans() alive. Null once it was let go of.
   std::shared_ptr<void> keepalive() const;
+  // The pool is closed: keeps its memory no longer. What keepalive() gave out does.
+  void let_go() noexcept;
 
  private:
   IndexPin insert(const Delivery& delivery, std::vector<Address>& cached);
@@ -46,8 +48,10 @@ class PeerBlocks final : public BlockHost {
 
   Pool& pool_;
   ReceivedQueue& received_;
-  std::array<std::shared_ptr<Arena>, kMediaCount> arenas_;
-  MediaSpans spans_;
+  using Arenas = std::array<std::shared_ptr<Arena>, kMediaCount>;
+  mutable std::mutex mutex_;
+  std::shared_ptr<const Arenas> arenas_;  // under mutex_
+  const MediaSpans spans_;                // of what arenas_ keeps
 };
 
 }  // namespace kvpool

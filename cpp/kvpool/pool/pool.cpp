@@ -14,6 +14,17 @@
 namespace kvpool {
 namespace {
 
+void check_sharding(const PoolOptions& options) {
+  if (options.sharding->shape().block_bytes() != options.layout.block_bytes()) {
+    throw Error(ErrorCode::kArgument, "the shape of a block and its layout differ");
+  }
+  if (options.adopted_hbm || options.zero_on_alloc || options.pin_dram) {
+    throw Error(ErrorCode::kArgument,
+                "the memory of a logical instance is its ranks': adopted tensors are given to RankArena.join, and "
+                "zero_on_alloc is not to be had");
+  }
+}
+
 const PoolOptions& checked(const PoolOptions& options) {
   if (options.layout.block_tokens == 0) throw Error(ErrorCode::kArgument, "block_tokens must be at least 1");
   if (options.layout.piece_bytes.empty()) throw Error(ErrorCode::kArgument, "a block needs at least one piece");
@@ -31,10 +42,12 @@ const PoolOptions& checked(const PoolOptions& options) {
   if (options.copy_threads < 1 || options.copy_threads > 256) {
     throw Error(ErrorCode::kArgument, "copy_threads must be 1 to 256, and is " + std::to_string(options.copy_threads));
   }
+  if (options.sharding) check_sharding(options);
   return options;
 }
 
 std::shared_ptr<Arena> make_arena(const PoolOptions& options, Medium medium, std::uint32_t blocks) {
+  if (options.sharding) return make_absent_arena(medium, blocks, options.layout.block_bytes());
   ArenaOptions arena;
   arena.medium = medium;
   arena.blocks = blocks;
@@ -98,6 +111,7 @@ std::uint32_t first_generation(const PoolOptions& options) {
 
 Pool::Pool(const PoolOptions& options)
     : layout_(checked(options).layout),
+      sharding_(options.sharding),
       audit_each_call_(options.audit),
       zero_on_alloc_(options.zero_on_alloc),
       engine_allocates_(options.adopted_hbm && options.adopted_hbm->engine_allocates),
@@ -122,10 +136,12 @@ Pool::~Pool() {
   if (made_in_ != fork_generation()) {
     static_cast<void>(index_.release());
     static_cast<void>(service_.release());
+    for (auto& service : dropped_services_) static_cast<void>(service.release());
     return;
   }
   close();
   service_.reset();  // it uses all that is below
+  dropped_services_.clear();
 }
 
 void Pool::close() noexcept {
@@ -154,11 +170,36 @@ void Pool::guard_process() const {
   }
 }
 
-void Pool::guard() const {
+void Pool::guard_open() const {
   guard_process();
   if (closed()) [[unlikely]] {
     throw Error(ErrorCode::kClosed, "the pool is closed");
   }
+}
+
+void Pool::guard() const {
+  guard_open();
+  if (failed_.load(std::memory_order_acquire)) [[unlikely]] {
+    throw Error(*why_failed_);
+  }
+}
+
+void Pool::fail(const Error& why) {
+  const std::lock_guard lock(mutex_);
+  if (failed_.load(std::memory_order_relaxed)) return;
+  why_failed_ = why;
+  failed_.store(true, std::memory_order_release);
+}
+
+void Pool::set_mover(TierMover* mover) {
+  const std::lock_guard reclaim(reclaim_);
+  mover_ = mover;
+}
+
+// REQUIRES: reclaim_ is held.
+void Pool::copy_tier(const BlockCopier& copier, const Address* from, const Address* to, std::size_t n) noexcept {
+  if (!sharding_) return copier.run(team_, from, to, n);
+  if (mover_ != nullptr) mover_->move(from, to, n);
 }
 
 std::size_t Pool::capacity(Medium medium) const noexcept {
@@ -419,11 +460,11 @@ void Pool::release_unread(Medium medium, std::uint32_t first, std::uint32_t n, b
   release_until(end);
 }
 
-void Pool::free(const Address* addresses, std::size_t n) {
+void Pool::free(const Address* addresses, std::size_t n, const GivenUp& given_up) {
   guard();
   if (service() != nullptr &&
       !std::all_of(addresses, addresses + n, [&](Address address) { return is_local(address); })) {
-    return free_with_lent(addresses, n);
+    return free_with_lent(addresses, n, given_up);
   }
   const std::lock_guard lock(mutex_);
   check_active_and_distinct(addresses, n, /*skip_cached=*/false);

@@ -28,11 +28,15 @@
 
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/copy.h"
+#include "kvpool/base/error.h"
+#include "kvpool/base/wait.h"
 #include "kvpool/blocks/block_copy.h"
 #include "kvpool/blocks/block_store.h"
 #include "kvpool/blocks/layout.h"
 #include "kvpool/index/pins.h"
 #include "kvpool/index/prompt_index.h"
+#include "kvpool/pool/tier_mover.h"
+#include "kvpool/transfer/parallel.h"
 
 namespace kvpool {
 
@@ -60,6 +64,8 @@ struct PoolOptions {
   bool audit = false;                  // after every verb
   bool zero_on_alloc = false;          // blocks are handed out as zeros
   std::uint32_t first_generation = 0;  // of the blocks; 0: far from other pools'. For tests that replay bit by bit
+  // The scheduler of a logical instance: its blocks are counted and indexed here, and have their memory in ranks.
+  std::optional<Sharding> sharding;
 };
 
 struct PoolCounters {
@@ -128,8 +134,12 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   void close() noexcept;
   bool zeroes_on_alloc() const noexcept { return zero_on_alloc_; }
   bool closed() const noexcept { return closed_.load(std::memory_order_relaxed); }
-  // What every verb begins with: throws kFork, kClosed.
+  // What every verb begins with: throws kFork, kClosed, and what the pool has failed with.
   void guard() const;
+  // For what tells of a pool that has failed: throws kFork, kClosed.
+  void guard_open() const;
+  // The content of its blocks is lost: from now on every verb but close and unpin throws this. The first call counts.
+  void fail(const Error& why);
   // Throws kFork: for handles, which outlive a pool that was closed.
   void guard_process() const;
 
@@ -145,7 +155,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   // Active blocks of the caller, and blocks that peers have lent: for those it waits, so that the caller must not hold
   // the GIL. Nothing is freed when an address is wrong; when a peer does not take its blocks back, the others are
   // freed.
-  void free(const Address* addresses, std::size_t n);
+  void free(const Address* addresses, std::size_t n, const GivenUp& given_up = {});
 
   // Adopted memory whose engine allocates: these blocks are the engine's now (free -> active), and which blocks the
   // index gave up since the last call (historical -> free): the engine may use them again.
@@ -208,12 +218,21 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   IndexHit match_for_peer(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
 
   // Blocks that are read for a transfer stay as they are: what frees, evicts or moves them takes effect when the last
-  // reader lets go. Throws kStaleAddress, kNotOwner, kState, kArgument; then none is held.
-  void hold_for_reading(const Address* addresses, std::size_t n);
+  // reader lets go. `for_epoch`: of the peer that asks, which may not read what is lent to another one; 0: the
+  // application. Throws kStaleAddress, kNotOwner, kState, kArgument; then none is held.
+  void hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_epoch);
   void release_reading(const Address* addresses, std::size_t n) noexcept;
+
+  // --- a logical instance ---
+  const std::optional<Sharding>& sharding() const noexcept { return sharding_; }
+  // Who copies blocks between the tiers, since their memory is not here. Null: nobody, there is no content yet, or no
+  // more. It is not called any more when this has returned.
+  void set_mover(TierMover* mover);
 
   // The service is made by the first caller and lives as long as the pool is open. Throws kState when there is one.
   Service& start_service(const ServiceOptions& options);
+  // One that has not joined its cluster, and is not to: it is closed, and another may be started.
+  void drop_service();
   Service* service() const noexcept { return service_ptr_.load(std::memory_order_acquire); }
 
   // --- what there is (audit.cpp) ---
@@ -238,6 +257,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   static constexpr std::uint64_t kLimboTag = 1;      // a block's tag while it is in limbo: no node has this address
   static constexpr std::uint64_t kUnreadTag = 2;     // of a reserved block that is free but for those who read it
 
+  void copy_tier(const BlockCopier& copier, const Address* from, const Address* to, std::size_t n) noexcept;
   BlockStore& store(Medium medium) noexcept { return stores_[static_cast<std::size_t>(medium_index(medium))]; }
   BlockStore& store_of(Address address) noexcept { return store(static_cast<Medium>(medium_bits_of(address))); }
   bool is_local(Address address) noexcept {
@@ -260,7 +280,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   void hand_over(Lock& lock, const Address* addresses, std::size_t n);
   void zero_if_asked(Lock& lock, const Address* addresses, std::size_t n);
   void check_unread(const Address* addresses, std::size_t n) const;
-  void free_with_lent(const Address* addresses, std::size_t n);
+  void free_with_lent(const Address* addresses, std::size_t n, const GivenUp& given_up);
   void close_service() noexcept;
   void release_blocks(const Address* addresses, std::size_t n, bool tell_engine = false) noexcept;
   void release_unread(Medium medium, std::uint32_t first, std::uint32_t n, bool tell_engine) noexcept;
@@ -295,6 +315,10 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   }
 
   Layout layout_;
+  const std::optional<Sharding> sharding_;
+  TierMover* mover_ = nullptr;  // under reclaim_
+  std::atomic<bool> failed_{false};
+  std::optional<Error> why_failed_;  // written before failed_
   bool audit_each_call_;
   bool zero_on_alloc_;
   bool engine_allocates_ = false;
@@ -304,6 +328,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
 
   std::mutex service_mutex_;
   std::unique_ptr<Service> service_;
+  std::vector<std::unique_ptr<Service>> dropped_services_;  // some verb may be in one of them
   std::atomic<Service*> service_ptr_{nullptr};
 
   std::mutex reclaim_;

@@ -136,7 +136,7 @@ IndexHit Pool::match_for_peer(std::string_view name_space, const Token* tokens, 
 
 // --- reading ---
 
-void Pool::hold_for_reading(const Address* addresses, std::size_t n) {
+void Pool::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_epoch) {
   guard();
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < kMediaCount; ++i) {
@@ -145,7 +145,14 @@ void Pool::hold_for_reading(const Address* addresses, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) {
     try {
       check(addresses[i], i, std::nullopt);
-      const BlockState state = store_of(addresses[i]).state(block_of(addresses[i]));
+      const BlockStore& blocks = store_of(addresses[i]);
+      const BlockState state = blocks.state(block_of(addresses[i]));
+      if (state == BlockState::kLent && for_epoch != 0 && blocks.tag(block_of(addresses[i])) != for_epoch) {
+        throw Error(ErrorCode::kNotOwner,
+                    "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
+                        "): the block is lent to another peer",
+                    {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
+      }
       std::uint16_t& readers = readers_[medium_bits_of(addresses[i]) - 1][block_of(addresses[i])];
       const bool readable =
           state == BlockState::kActive || state == BlockState::kHistorical || state == BlockState::kLent;
@@ -193,7 +200,7 @@ void Pool::release_reading(const Address* addresses, std::size_t n) noexcept {
 
 // --- the service ---
 
-void Pool::free_with_lent(const Address* addresses, std::size_t n) {
+void Pool::free_with_lent(const Address* addresses, std::size_t n, const GivenUp& given_up) {
   constexpr std::int64_t kDeadlineNs = 30'000'000'000;
   std::vector<Address> local;
   {
@@ -207,10 +214,12 @@ void Pool::free_with_lent(const Address* addresses, std::size_t n) {
   }
   std::exception_ptr refused;
   try {
-    service()->free(addresses, n, monotonic_ns() + kDeadlineNs);
+    service()->free(addresses, n, {monotonic_ns() + kDeadlineNs, given_up});
   } catch (const Error& error) {
     // What the caller said wrong changes nothing; a peer that is gone keeps nobody from freeing the rest.
-    if (error.code() != ErrorCode::kPeerLost && error.code() != ErrorCode::kDeadline) throw;
+    const bool unheard = error.code() == ErrorCode::kPeerLost || error.code() == ErrorCode::kDeadline ||
+                         error.code() == ErrorCode::kCancelled;
+    if (!unheard) throw;
     refused = std::current_exception();
   }
   free(local.data(), local.size());
@@ -225,6 +234,16 @@ Service& Pool::start_service(const ServiceOptions& options) {
   service_ = Service::make(*this, options);
   service_ptr_.store(service_.get(), std::memory_order_release);
   return *service_;
+}
+
+void Pool::drop_service() {
+  guard_process();
+  const std::lock_guard lock(service_mutex_);
+  if (service_ == nullptr) return;
+  dropped_services_.reserve(dropped_services_.size() + 1);
+  service_ptr_.store(nullptr, std::memory_order_release);
+  service_->close();
+  dropped_services_.push_back(std::move(service_));
 }
 
 }  // namespace kvpool

@@ -68,14 +68,42 @@ std::shared_ptr<void> ProcessPools::find(std::uint64_t epoch, MediaSpans& spans)
   return entry->second.keepalive;
 }
 
-RouteMaker::RouteMaker(const ServiceOptions& options, PeerBlocks& blocks, std::uint64_t epoch)
-    : names_(checked_names(options.routes)), blocks_(blocks), epoch_(epoch), team_(options.worker_threads) {
-  if (offers("ucx")) ucx_ = UcxContext::make(options.ucx, blocks.spans(), blocks.keepalive());
-  if (offers("cma")) static_cast<void>(allow_cma_writers());
-  if (offers("loopback")) ProcessPools::add(epoch_, blocks.spans(), blocks.keepalive());
+MediaSpans LocalMemory::spans() const {
+  MediaSpans spans;
+  for (std::size_t i = 0; i < spans.size(); ++i) spans[i] = {arenas[i]->blocks(), arenas[i]->segments()};
+  return spans;
 }
 
-RouteMaker::~RouteMaker() { ProcessPools::remove(epoch_); }
+std::shared_ptr<void> LocalMemory::keepalive() const {
+  return std::make_shared<std::array<std::shared_ptr<Arena>, kMediaCount>>(arenas);
+}
+
+RouteMaker::RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t epoch)
+    : names_(checked_names(options.routes)), epoch_(epoch), team_(options.worker_threads), memory_(std::move(memory)) {
+  const bool elsewhere =
+      std::ranges::all_of(memory_.arenas, [](const auto& arena) { return arena->segments().empty(); });
+  if (elsewhere) return;
+  if (offers("ucx")) ucx_ = UcxContext::make(options.ucx, memory_.spans(), memory_.keepalive());
+  if (offers("cma")) static_cast<void>(allow_cma_writers());
+  if (offers("loopback")) ProcessPools::add(epoch_, memory_.spans(), memory_.keepalive());
+}
+
+RouteMaker::~RouteMaker() { let_go(); }
+
+void RouteMaker::let_go() noexcept {
+  ProcessPools::remove(epoch_);
+  std::shared_ptr<UcxContext> ucx;  // destroyed without the lock
+  LocalMemory memory;
+  const std::lock_guard lock(mutex_);
+  ucx.swap(ucx_);
+  std::swap(memory, memory_);
+}
+
+LocalMemory RouteMaker::memory() const {
+  const std::lock_guard lock(mutex_);
+  if (memory_.arenas[0] == nullptr) throw Error(ErrorCode::kClosed, "the pool is closed");
+  return memory_;
+}
 
 bool RouteMaker::offers(const char* name) const { return contains(names_, name); }
 
@@ -83,11 +111,15 @@ std::shared_ptr<void> RouteMaker::introduce(PeerCard& card) const {
   card.routes = names_;
   card.pid = static_cast<std::uint64_t>(getpid());
   card.host = host_id();
-  const Layout& layout = blocks_.layout();
+  const LocalMemory memory = this->memory();
+  const Layout& layout = memory.layout;
   card.block_tokens = layout.block_tokens;
   card.piece_bytes.assign(layout.piece_bytes.begin(), layout.piece_bytes.end());
+  card.kv_heads = layout.kv_heads;
+  card.head_dim = layout.head_dim;
+  card.itemsize = layout.itemsize;
   for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
-    const Arena& arena = *blocks_.arena(medium);
+    const Arena& arena = *memory.arena(medium);
     CardMedium& out = card.media[medium_index(medium)];
     out.blocks = arena.blocks();
     if (arena.blocks() == 0) continue;
@@ -96,17 +128,23 @@ std::shared_ptr<void> RouteMaker::introduce(PeerCard& card) const {
       out.segments.push_back({reinterpret_cast<std::uint64_t>(segment.base), segment.stride, segment.bytes});
     }
   }
-  if (ucx_ == nullptr) return nullptr;
+  std::shared_ptr<UcxContext> ucx;
+  {
+    const std::lock_guard lock(mutex_);
+    ucx = ucx_;
+  }
+  if (ucx == nullptr) return nullptr;
   // Each peer has a worker of its own, so that one can be fenced and the others not.
-  std::shared_ptr<UcxWorker> worker = ucx_->make_worker();
+  std::shared_ptr<UcxWorker> worker = ucx->make_worker();
   card.ucx = worker->blob();
   return worker;
 }
 
 std::vector<int> RouteMaker::descriptors() const {
+  const LocalMemory memory = this->memory();
   std::vector<int> descriptors;
   for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
-    const Arena& arena = *blocks_.arena(medium);
+    const Arena& arena = *memory.arena(medium);
     if (arena.blocks() > 0 && arena.owned() && offers("shm")) descriptors.push_back(arena.memfd());
   }
   return descriptors;
@@ -119,7 +157,9 @@ RouteMaker::Exposure RouteMaker::exposure(const PeerCard& peer, const Link& link
   Exposure exposure;
   exposure.by_ucx = both("ucx");
   // Between processes of a host UCX writes as cma does, too.
-  exposure.by_process = same_host && (both("ucx") || both("cma") || both("loopback") || (both("shm") && local_link));
+  exposure.by_address = same_host && (both("ucx") || both("cma"));
+  exposure.by_process = (same_host && (both("ucx") || both("cma") || (both("shm") && local_link))) ||
+                        (both("loopback") && link.process() == getpid());
   return exposure;
 }
 
@@ -131,14 +171,16 @@ bool RouteMaker::fence(const Link& link) noexcept {
 std::shared_ptr<Route> RouteMaker::make_one(const std::string& name, const PeerCard& peer,
                                             const std::shared_ptr<Link>& link) {
   const bool same_host = peer.host == host_id();
-  const bool same_process = same_host && peer.pid == static_cast<std::uint64_t>(getpid());
+  const LocalMemory memory = this->memory();
   if (name == "loopback") {
     MediaSpans spans;
-    const auto keep = same_process ? ProcessPools::find(peer.epoch, spans) : nullptr;
+    // By the kernel's word, not the card's: a process that names another pool's epoch would have its blocks written
+    // there. Over TCP the kernel says nothing.
+    const auto keep = link->process() == getpid() ? ProcessPools::find(peer.epoch, spans) : nullptr;
     if (keep == nullptr) return nullptr;
     const auto both =
-        std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(blocks_.keepalive(), keep);
-    return make_loopback_route(blocks_.spans(), spans, both, team_);
+        std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(memory.keepalive(), keep);
+    return make_loopback_route(memory.spans(), spans, both, team_);
   }
   if (name == "shm") {
     if (!same_host) return nullptr;
@@ -149,18 +191,17 @@ std::shared_ptr<Route> RouteMaker::make_one(const std::string& name, const PeerC
     }
     // What a peer has adopted cannot be mapped: the route reaches the media that can.
     if (files == MediaFiles{-1, -1}) return nullptr;
-    return make_shm_route(blocks_.spans(), blocks_.keepalive(), peer, files, team_);
+    return make_shm_route(memory.spans(), memory.keepalive(), peer, files, team_);
   }
   if (name == "cma") {
     if (!same_host || link->pidfd() < 0) return nullptr;
-    return make_cma_route(blocks_.spans(), blocks_.keepalive(), peer, static_cast<pid_t>(peer.pid), link->pidfd(),
-                          team_);
+    return make_cma_route(memory.spans(), memory.keepalive(), peer, static_cast<pid_t>(peer.pid), link->pidfd(), team_);
   }
   if (name == "ucx") {
     const auto worker = std::static_pointer_cast<UcxWorker>(link->attachment());
     return peer.ucx.empty() || worker == nullptr ? nullptr : worker->make_route(peer, link->pidfd());
   }
-  return make_sock_route(blocks_.spans(), blocks_.keepalive(), link);
+  return make_sock_route(memory.spans(), memory.keepalive(), link);
 }
 
 std::vector<std::shared_ptr<Route>> RouteMaker::make(const PeerCard& peer, const std::shared_ptr<Link>& link) {

@@ -3,13 +3,16 @@
 // Thread-safety: all of it.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "kvpool/arena/arena.h"
 #include "kvpool/base/copy.h"
-#include "kvpool/pool/peer_blocks.h"
+#include "kvpool/base/segment.h"
+#include "kvpool/blocks/layout.h"
 #include "kvpool/pool/service.h"
 #include "kvpool/transport/card.h"
 #include "kvpool/transport/link.h"
@@ -19,12 +22,30 @@ namespace kvpool {
 
 class UcxContext;
 
+// The memory that this process lets its peers write, and writes from.
+struct LocalMemory {
+  Layout layout;
+  std::array<std::shared_ptr<Arena>, kMediaCount> arenas;
+
+  const std::shared_ptr<Arena>& arena(Medium medium) const noexcept {
+    return arenas[static_cast<std::size_t>(medium_index(medium))];
+  }
+  MediaSpans spans() const;
+  // Keeps the memory of spans() alive.
+  std::shared_ptr<void> keepalive() const;
+};
+
 class RouteMaker {
  public:
-  // `blocks` outlives it. Throws kArgument for a route that does not exist; kUnsupported when ucx is asked for by name
-  // and there is none.
-  RouteMaker(const ServiceOptions& options, PeerBlocks& blocks, std::uint64_t epoch);
+  // Throws kArgument for a route that does not exist; kUnsupported when ucx is asked for by name and there is none.
+  // Memory that is not here (of the scheduler of a logical instance) has no routes.
+  RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t epoch);
   ~RouteMaker();
+
+  // The pool is closed: keeps and registers its memory no longer, and is asked nothing more.
+  void let_go() noexcept;
+  // Throws kClosed once it was let go of.
+  LocalMemory memory() const;
 
   // What this pool says of itself to one peer: routes, media, ucx, host, pid. Returns what its link is to keep.
   std::shared_ptr<void> introduce(PeerCard& card) const;
@@ -36,6 +57,7 @@ class RouteMaker {
   // By what the peer can write here by itself, from what it was given.
   struct Exposure {
     bool by_process = false;  // its process writes, or the kernel for it: its end is the proof that it does not
+    bool by_address = false;  // of these, to addresses of this process, whatever memory is there by then
     bool by_ucx = false;      // UCX writes, also what is on its way: fence() is the proof
     bool any() const noexcept { return by_process || by_ucx; }
   };
@@ -48,10 +70,11 @@ class RouteMaker {
   std::shared_ptr<Route> make_one(const std::string& name, const PeerCard& peer, const std::shared_ptr<Link>& link);
 
   const std::vector<std::string> names_;
-  PeerBlocks& blocks_;
   const std::uint64_t epoch_;
   CopyTeam team_;
-  std::shared_ptr<UcxContext> ucx_;
+  mutable std::mutex mutex_;
+  LocalMemory memory_;               // under mutex_; none once it was let go of
+  std::shared_ptr<UcxContext> ucx_;  // likewise
 };
 
 // Pools of this process, so that they find each other's memory: by epoch.

@@ -15,9 +15,17 @@ namespace kvpool {
 namespace {
 
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
-constexpr std::uint64_t kInlineBytes = std::uint64_t{1} << 20;          // copied in the caller's thread
-constexpr std::uint64_t kInlineSocketBytes = std::uint64_t{256} << 10;  // a socket may make its writer wait
-constexpr std::int64_t kDrainNs = 2'000'000'000;
+// What is written in the caller's thread. Waking a worker and being woken by it costs as much as copying a MiB or two;
+// a network may make its writer wait, and a socket copies twice besides.
+constexpr std::uint64_t kInlineBytes = std::uint64_t{4} << 20;
+constexpr std::uint64_t kInlineNetworkBytes = std::uint64_t{1} << 20;
+constexpr std::uint64_t kInlineSocketBytes = std::uint64_t{256} << 10;
+
+std::uint64_t inline_bytes(const RouteTraits& traits) noexcept {
+  if (!traits.one_sided) return kInlineSocketBytes;
+  return traits.waits ? kInlineNetworkBytes : kInlineBytes;
+}
+
 std::uint64_t random_bits() {
   std::random_device device;
   return (static_cast<std::uint64_t>(device()) << 32) | device();
@@ -36,16 +44,20 @@ std::string default_name(std::uint64_t epoch) {
 
 std::uint32_t ServiceImpl::random_instance() { return static_cast<std::uint32_t>(random_bits() % kInstanceMax) + 1; }
 
+std::uint64_t ServiceImpl::random_epoch() { return random_bits() | 1; }
+
 ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options)
     : pool_(pool),
       options_(options),
-      epoch_(random_bits() | 1),
+      epoch_(random_epoch()),
       limits_{options.reserve_ns, options.transfers_max, options.reserved_max},
       received_(options.received_max),
       blocks_(pool, received_),
-      routes_(options, blocks_, epoch_),
+      routes_(options, LocalMemory{pool.layout(), {pool.arena(Medium::kHbm), pool.arena(Medium::kDram)}}, epoch_),
       workers_(options.worker_threads),
+      joining_(options.joins_cluster),
       proposed_instance_(random_instance()) {
+  if (joining_) fenced_.emplace(ErrorCode::kFenced, "this pool is not in its cluster yet");
   if (options_.name.empty()) options_.name = default_name(epoch_);
   reactor_ = Reactor::make("kvpool-serve");
   ghosts_ = std::make_unique<Ghosts>(*reactor_, workers_);
@@ -59,6 +71,7 @@ ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options)
       [this](const std::shared_ptr<Link>& link, const PeerCard& card, bool initiated_here) {
         return admit(link, card, initiated_here);
       });
+  make_ranks();
   LocalServices::add(epoch_, this);
 }
 
@@ -72,7 +85,7 @@ std::unique_ptr<Received> ServiceImpl::receive(std::int64_t until_ns) {
   return item;
 }
 
-void ServiceImpl::free(const Address* addresses, std::size_t n, std::int64_t deadline_ns) {
+void ServiceImpl::free(const Address* addresses, std::size_t n, const Waiting& waiting) {
   std::vector<std::pair<SessionPointer, std::vector<Address>>> groups;
   {
     const std::lock_guard lock(mutex_);
@@ -95,28 +108,33 @@ void ServiceImpl::free(const Address* addresses, std::size_t n, std::int64_t dea
                        {"position", static_cast<std::int64_t>(i)},
                        {"instance", instance}});
         }
+        if (peer->second.session->lost()) continue;  // departed, or about to be
         group = groups.insert(groups.end(), {peer->second.session, {}});
       }
       group->second.push_back(addresses[i]);
     }
   }
-  for (const auto& [session, group] : groups) session->give_back(group, deadline_ns);
+  for (const auto& [session, group] : groups) session->give_back(group, waiting);
 }
 
-std::vector<std::shared_ptr<Transfer>> ServiceImpl::transfer_batch(std::vector<TransferRequest>&& requests) {
+std::vector<std::shared_ptr<Transfer>> ServiceImpl::transfer_batch(std::vector<TransferRequest>&& requests,
+                                                                   const GivenUp& given_up) {
+  std::vector<SessionPointer> sessions;  // first all of them: what is prepared holds blocks
+  sessions.reserve(requests.size());
+  for (const TransferRequest& request : requests) {
+    sessions.push_back(reach(request.peer, request.deadline_ns, given_up));
+  }
   std::vector<std::shared_ptr<Outgoing>> prepared;
   prepared.reserve(requests.size());
-  for (TransferRequest& request : requests) {
-    const SessionPointer session = find(request.peer);
-    prepared.push_back(session->prepare(std::move(request)));
-  }
+  for (std::size_t i = 0; i < requests.size(); ++i) prepared.push_back(sessions[i]->prepare(std::move(requests[i])));
   std::vector<std::shared_ptr<Transfer>> handles(prepared.begin(), prepared.end());
   for (const auto& transfer : prepared) transfer->start_or_fail();
   return handles;
 }
 
-std::shared_ptr<Transfer> ServiceImpl::fetch(FetchRequest&& request) {
-  const SessionPointer session = find(request.peer);
+std::shared_ptr<Transfer> ServiceImpl::fetch(FetchRequest&& request, const GivenUp& given_up) {
+  if (request.peer.empty()) request.peer = owner_of(request.from);
+  const SessionPointer session = reach(request.peer, request.deadline_ns, given_up);
   const bool allocated = request.to.empty() && !request.from.empty();
   if (allocated) {
     request.to.resize(request.from.size());
@@ -135,23 +153,9 @@ std::shared_ptr<Transfer> ServiceImpl::fetch(FetchRequest&& request) {
 
 // --- threads ---
 
-void ServiceImpl::carry_out(WriteJob& job) {
-  const auto done = std::move(job.done);
-  try {
-    const WriteOutcome outcome = job.route->write(job.request);
-    done(outcome, nullptr);
-  } catch (const Error& error) {
-    done({}, &error);
-  } catch (const std::exception& failure) {
-    const Error error(ErrorCode::kOutOfMemory, std::string("no memory to write with: ") + failure.what());
-    done({}, &error);
-  }
-}
-
 void ServiceImpl::write(WriteJob&& job) {
   const RouteTraits traits = job.route->traits();
-  const std::uint64_t limit = traits.one_sided ? kInlineBytes : kInlineSocketBytes;
-  if (traits.by_caller && job.bytes <= limit && !reactor_->in_thread()) return carry_out(job);
+  if (traits.by_caller && job.bytes <= inline_bytes(traits) && !reactor_->in_thread()) return carry_out(job);
   const Priority priority = job.priority;
   const void* const peer = job.route.get();
   const auto shared = std::make_shared<WriteJob>(std::move(job));
@@ -185,53 +189,6 @@ void ServiceImpl::tick() {
   std::int64_t next = kNever;
   for (const SessionPointer& session : sessions) next = std::min(next, session->tick(now));
   if (next != kNever) tick_by(std::max(next, now + 1));
-}
-
-void ServiceImpl::close() noexcept {
-  std::vector<Peer> peers;
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return;
-    closed_ = true;
-    for (auto& [name, peer] : peers_) peers.push_back(peer);
-  }
-  endpoint_->close();
-  received_.close();
-  const Error why(ErrorCode::kClosed, "the pool is closed");
-  for (const Peer& peer : peers) peer.session->stop_writing(why);
-  const std::int64_t until = monotonic_ns() + kDrainNs;
-  for (const Peer& peer : peers) {
-    while (peer.session->writes_under_way() > 0 && monotonic_ns() < until) usleep(200);
-    if (peer.session->writes_under_way() == 0) peer.session->say_drained();
-  }
-  for (const Peer& peer : peers) {
-    // What such a peer writes goes to addresses of this process, whose memory may soon be somebody else's.
-    const std::vector<std::string> routes = peer.session->route_names();
-    const bool by_address = std::any_of(routes.begin(), routes.end(),
-                                        [](const std::string& route) { return route == "cma" || route == "ucx"; });
-    if (by_address) static_cast<void>(peer.link->drive(until, [&] { return peer.session->peer_drained(); }));
-    peer.link->close(why);
-  }
-  workers_.stop();
-  strands_.stop();
-  reactor_->stop();
-  LocalServices::remove(epoch_);
-  drop_received();
-  ghosts_->clear();
-  std::unordered_map<std::string, Peer> gone;
-  const std::lock_guard lock(mutex_);
-  gone.swap(peers_);
-}
-
-// What the application never asked for keeps nothing pinned.
-void ServiceImpl::drop_received() noexcept {
-  try {
-    while (const auto item = received_.pop(0)) {
-      if (item->pin.node != nullptr) pool_.unpin(&item->pin, 1);
-    }
-  } catch (const Error&) {  // closed, and empty
-    return;
-  }
 }
 
 std::unique_ptr<Service> Service::make(Pool& pool, const ServiceOptions& options) {

@@ -6,13 +6,18 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "kvpool/base/address.h"
+#include "kvpool/base/wait.h"
 #include "kvpool/index/pins.h"
+#include "kvpool/pool/address_book.h"
+#include "kvpool/pool/peer_events.h"
 #include "kvpool/transfer/handle.h"
 #include "kvpool/transfer/request.h"
+#include "kvpool/transfer/tally.h"
 
 namespace kvpool {
 
@@ -31,6 +36,7 @@ struct ServiceOptions {
   std::uint32_t received_max = 65536;     // items that wait for the application; then peers get kBusy
   bool trusted_network = false;           // frames on TCP carry a checksum instead of a MAC
   bool unix_door = true;                  // peers on this host that connect by TCP are met over a Unix socket
+  bool joins_cluster = false;             // nobody is met before join(), which brings the instance id
   std::string ucx = "wheel";              // wheel | system | path of libucp; used when a route is "ucx"
 };
 
@@ -44,6 +50,7 @@ struct PeerInfo {
   std::uint32_t lent_blocks = 0;      // of ours, to it
   std::uint32_t borrowed_blocks = 0;  // of its, by us
   std::uint32_t reserved_blocks = 0;  // of ours, for transfers of it that are under way
+  std::uint32_t transfers = 0;        // from here, and requests to it, that are under way
 };
 
 // Blocks that a peer sent and wants the application to know of.
@@ -58,6 +65,9 @@ struct Received {
   IndexPin pin;  // while it waits in the queue, which must not keep the pool alive
 };
 
+// A rank of this instance: see rank_hub.h.
+struct RankInfo;
+
 class Service {
  public:
   static std::unique_ptr<Service> make(Pool& pool, const ServiceOptions& options);
@@ -65,27 +75,66 @@ class Service {
 
   // "unix:/path", "unix:@abstract", "tcp:HOST:PORT" (port 0: any). Returns the address to connect to.
   virtual std::string listen(const std::string& address) = 0;
-  // Returns the peer's name. Throws kAuth, kPeerLost (nobody listens), kProtocol, kLayoutMismatch, kDeadline.
-  virtual std::string connect(const std::string& address, std::int64_t deadline_ns) = 0;
-  virtual void disconnect(const std::string& peer) = 0;
+  // Returns the peer's name, also when it is a peer already, or calls at the same time. As long as nobody listens there
+  // it tries again, unless told not to. Throws kAuth, kPeerLost (nobody listens), kProtocol, kLayoutMismatch,
+  // kDeadline, kCancelled.
+  virtual std::string connect(const std::string& address, const Waiting& waiting, bool wait_for_listener = true) = 0;
+  virtual void disconnect(const std::string& peer, const GivenUp& given_up = {}) = 0;
   virtual std::vector<PeerInfo> peers() = 0;
   virtual const ServiceOptions& options() const noexcept = 0;
 
   virtual std::vector<Address> alloc(const std::string& peer, std::size_t n, Medium medium, bool may_evict,
-                                     std::int64_t deadline_ns) = 0;
+                                     const Waiting& waiting) = 0;
   // The lent blocks among these, of any number of peers; others are left alone. All or nothing a peer.
-  virtual void free(const Address* addresses, std::size_t n, std::int64_t deadline_ns) = 0;
+  virtual void free(const Address* addresses, std::size_t n, const Waiting& waiting) = 0;
 
-  virtual std::shared_ptr<Transfer> transfer(TransferRequest&& request) = 0;
+  // In a cluster, a verb that names a member meets it first, if it is not connected: that takes at most until the
+  // verb's deadline, or until `given_up`, and throws kPeerLost with what was tried. Every call tries again.
+  virtual std::shared_ptr<Transfer> transfer(TransferRequest&& request, const GivenUp& given_up = {}) = 0;
   // A wrong argument throws, and none is started; what fails later, fails in its handle.
-  virtual std::vector<std::shared_ptr<Transfer>> transfer_batch(std::vector<TransferRequest>&& requests) = 0;
+  virtual std::vector<std::shared_ptr<Transfer>> transfer_batch(std::vector<TransferRequest>&& requests,
+                                                                const GivenUp& given_up = {}) = 0;
   // Reads blocks of a peer into active blocks of this pool: addresses() of the handle are `to`. When `to` is empty,
-  // they are allocated as by alloc(), and freed again should the fetch fail.
-  virtual std::shared_ptr<Transfer> fetch(FetchRequest&& request) = 0;
+  // they are allocated as by alloc(), and freed again should the fetch fail. When `peer` is empty, it is whose blocks
+  // the addresses are.
+  virtual std::shared_ptr<Transfer> fetch(FetchRequest&& request, const GivenUp& given_up = {}) = 0;
 
   // The next item, or null at `until_ns`. Throws kClosed.
   virtual std::unique_ptr<Received> receive(std::int64_t until_ns) = 0;
   virtual int received_fd() = 0;  // readable while items wait
+
+  // Peers that come and go: kept from begin to end, beginning with one event for each peer that is here. The descriptor
+  // is readable while some wait. next_peer_event() never waits, and throws kClosed once the pool is closed and none is
+  // left.
+  virtual int begin_peer_events() = 0;
+  virtual std::optional<PeerEvent> next_peer_event() = 0;
+  virtual void end_peer_events() noexcept = 0;
+
+  // --- of a member of a cluster ---
+  // Of a service that joins_cluster: its instance id, as the directory has given it. From now on peers are met.
+  virtual void join(std::uint32_t instance) = 0;
+  // Who there is, without this pool: the whole picture, as often as it changes. Sessions with an incarnation that
+  // another has followed under its name end with kPeerLost.
+  virtual void set_members(std::vector<ClusterMember> members) = 0;
+  // As the verbs do it: returns when the member is connected.
+  virtual void meet_member(const std::string& peer, const Waiting& waiting) = 0;
+  // The directory has told that this incarnation is dead: its session ends with kPeerLost, and it is let in no more
+  // until it is in the picture again. Idempotent.
+  virtual void expel(std::uint64_t epoch, const std::string& why) = 0;
+  // This pool has lost its own lease: its sessions end, what needs peers throws kFenced with this text, and nobody is
+  // let in, until unfence(). Waits shortly for writes that are under way. Both idempotent.
+  virtual void fence(const std::string& why) = 0;
+  virtual void unfence() = 0;
+
+  // --- of a logical instance; throw kState of another ---
+  virtual std::vector<RankInfo> ranks() = 0;
+  // Until all ranks have joined; false at the deadline. Throws kPeerLost when one is lost.
+  virtual bool wait_for_ranks(std::int64_t deadline_ns) = 0;
+  // Of this incarnation: what a rank asks for when it joins.
+  virtual std::uint64_t epoch() const noexcept = 0;
+
+  // The transfers that were begun here, as far as they have ended; also once it is closed.
+  virtual TransferTally::Counts transfer_counts(TransferKind kind) const noexcept = 0;
 
   // Ends everything: transfers fail with kClosed, peers are told, threads joined. Idempotent.
   virtual void close() noexcept = 0;

@@ -1,5 +1,6 @@
 // The service as its parts see it: service.cpp has the verbs and the threads, service_peers.cpp the peers' coming and
-// going.
+// going, service_close.cpp the end, service_ranks.cpp what is done when one of two peers has several ranks,
+// service_members.cpp what a cluster's directory has to say.
 //
 // Locks: mutex_ guards who is there. A session's calls are made without it, but for its counters.
 #pragma once
@@ -8,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,11 +18,16 @@
 #include <vector>
 
 #include "kvpool/pool/ghosts.h"
+#include "kvpool/pool/kept_memory.h"
 #include "kvpool/pool/local_services.h"
 #include "kvpool/pool/peer_blocks.h"
+#include "kvpool/pool/rank_hub.h"
+#include "kvpool/pool/rank_lanes.h"
+#include "kvpool/pool/rank_set.h"
 #include "kvpool/pool/received_queue.h"
 #include "kvpool/pool/route_maker.h"
 #include "kvpool/pool/service.h"
+#include "kvpool/pool/shared_attempts.h"
 #include "kvpool/pool/strands.h"
 #include "kvpool/pool/workers.h"
 #include "kvpool/transfer/session.h"
@@ -37,23 +44,39 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   ~ServiceImpl() override { close(); }
 
   std::string listen(const std::string& address) override;
-  std::string connect(const std::string& address, std::int64_t deadline_ns) override;
-  void disconnect(const std::string& peer) override;
+  std::string connect(const std::string& address, const Waiting& waiting, bool wait_for_listener) override;
+  void disconnect(const std::string& peer, const GivenUp& given_up) override;
   std::vector<PeerInfo> peers() override;
   const ServiceOptions& options() const noexcept override { return options_; }
   std::vector<Address> alloc(const std::string& peer, std::size_t n, Medium medium, bool may_evict,
-                             std::int64_t deadline_ns) override {
-    return find(peer)->borrow(n, medium, may_evict, deadline_ns);
+                             const Waiting& waiting) override {
+    return reach(peer, waiting.until_ns, waiting.given_up)->borrow(n, medium, may_evict, waiting);
   }
-  void free(const Address* addresses, std::size_t n, std::int64_t deadline_ns) override;
-  std::shared_ptr<Transfer> transfer(TransferRequest&& request) override {
-    const auto session = find(request.peer);
+  void free(const Address* addresses, std::size_t n, const Waiting& waiting) override;
+  std::shared_ptr<Transfer> transfer(TransferRequest&& request, const GivenUp& given_up) override {
+    const auto session = reach(request.peer, request.deadline_ns, given_up);
     return session->transfer(std::move(request));
   }
-  std::vector<std::shared_ptr<Transfer>> transfer_batch(std::vector<TransferRequest>&& requests) override;
-  std::shared_ptr<Transfer> fetch(FetchRequest&& request) override;
+  std::vector<std::shared_ptr<Transfer>> transfer_batch(std::vector<TransferRequest>&& requests,
+                                                        const GivenUp& given_up) override;
+  std::shared_ptr<Transfer> fetch(FetchRequest&& request, const GivenUp& given_up) override;
   std::unique_ptr<Received> receive(std::int64_t until_ns) override;
   int received_fd() override { return received_.descriptor(); }
+  int begin_peer_events() override;
+  std::optional<PeerEvent> next_peer_event() override { return events_.pop(); }
+  void end_peer_events() noexcept override { events_.end(); }
+  void join(std::uint32_t instance) override;
+  void set_members(std::vector<ClusterMember> members) override;
+  void meet_member(const std::string& peer, const Waiting& waiting) override {
+    static_cast<void>(reach(peer, waiting.until_ns, waiting.given_up));
+  }
+  void expel(std::uint64_t epoch, const std::string& why) override;
+  void fence(const std::string& why) override;
+  void unfence() override;
+  std::vector<RankInfo> ranks() override;
+  bool wait_for_ranks(std::int64_t deadline_ns) override;
+  std::uint64_t epoch() const noexcept override { return epoch_; }
+  TransferTally::Counts transfer_counts(TransferKind kind) const noexcept override { return tally_.counts(kind); }
   void close() noexcept override;
 
  private:
@@ -61,31 +84,70 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   struct Peer {
     SessionPointer session;
     std::shared_ptr<Link> link;
-    std::uint64_t initiator = 0;  // epoch of the side that connected
+    std::uint64_t initiator = 0;                // epoch of the side that connected
+    std::shared_ptr<const GroupMeeting> group;  // when blocks go between ranks, not over this link
   };
 
   // --- SessionHost ---
   BlockHost& blocks() noexcept override { return blocks_; }
   std::int64_t now_ns() const noexcept override { return monotonic_ns(); }
   const SessionLimits& limits() const noexcept override { return limits_; }
+  TransferTally& tally() noexcept override { return tally_; }
   void run(Priority priority, std::function<void()> work) override { workers_.run(priority, std::move(work)); }
   void write(WriteJob&& job) override;
   void drained(Session& session) noexcept override;
   void tick_by(std::int64_t at_ns) override;
 
-  SessionPointer find(const std::string& peer);
+  std::string meet(const std::string& address, const Waiting& waiting);
+  std::string name_of(std::uint64_t epoch) const;
   Introduction introduce();
   std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerCard& card, bool initiated_here);
-  void check_peer(const PeerCard& card) const;
+  void check_layout(const PeerCard& card) const;
+  void check_name(const PeerCard& card) const;
   void check_instance(const PeerCard& card) const;
+  void end_half_open(const PeerCard& card);
+  void check_rival(const Peer& known, const PeerCard& card, bool initiated_here) const;
   void settle_instance();
-  void on_session_lost(const SessionPointer& session, const std::shared_ptr<Link>& link);
+  void tell_joined(const PeerCard& card);
+  void tell_lost(const Session& session);
+  void on_session_lost(const SessionPointer& session, const std::shared_ptr<Link>& link,
+                       const std::shared_ptr<const GroupMeeting>& group);
+
+  // --- service_members.cpp ---
+  // Null when there is none of this name. Throws kFenced, kClosed.
+  SessionPointer find(const std::string& peer) const;
+  // The same, and a member that is not connected is met first. Throws kPeerLost, too, and kCancelled.
+  SessionPointer reach(const std::string& peer, std::int64_t until_ns, const GivenUp& given_up);
+  void call_on(const ClusterMember& member, const Waiting& waiting);
+  [[noreturn]] void throw_unknown(const std::string& peer) const;
+  std::string owner_of(const std::vector<Address>& addresses) const;
+  void check_unfenced() const;
+  void part_from(std::uint64_t epoch, const Error& why);
+  void check_membership(const PeerCard& card, bool initiated_here) const;
+
+  // --- service_ranks.cpp ---
+  void make_ranks();
+  // Null when both are instances of one rank. Throws kLayoutMismatch, kBusy while ranks are missing.
+  std::shared_ptr<const GroupMeeting> plan_group(const PeerCard& card) const;
+  std::vector<std::shared_ptr<Route>> group_routes(const GroupMeeting& group);
+  std::shared_ptr<LinkHandler> admit_rank(const std::shared_ptr<Link>& link, const PeerCard& card);
+  void meet_ranks(const std::shared_ptr<Link>& link, const std::string& address, const Waiting& waiting);
+  void on_rank_lost(const Error& why);
+  void part_ranks() noexcept;
+  RankSet& rank_set() const noexcept { return hub_ != nullptr ? static_cast<RankSet&>(*hub_) : *own_rank_; }
+
+  bool is_met_again(const Session& session) const noexcept;
   void on_peer_drained(std::uint64_t epoch) noexcept override;
   bool may_write_to(std::uint64_t epoch) noexcept override;
   void tick();
+  struct Left {
+    std::shared_ptr<Parted> party;
+    std::shared_ptr<Link> link;
+  };
+  void let_go_of_memory(std::vector<Left> left) noexcept;
   void drop_received() noexcept;
-  static void carry_out(WriteJob& job);
   static std::uint32_t random_instance();
+  static std::uint64_t random_epoch();
 
   class LinkWatcher;
 
@@ -93,20 +155,33 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   ServiceOptions options_;
   const std::uint64_t epoch_;
   SessionLimits limits_;
+  TransferTally tally_;
   ReceivedQueue received_;
+  PeerEvents events_;
   PeerBlocks blocks_;
   RouteMaker routes_;
   Workers workers_;
   Strands strands_;
+  Strands lane_strands_;  // a write by ranks waits in the one for what goes on in the other
   std::unique_ptr<Reactor> reactor_;
   std::unique_ptr<Ghosts> ghosts_;
+  // Lanes of this process, or those of the ranks that have joined.
+  std::unique_ptr<RankLanes> lanes_;
+  std::unique_ptr<RankHub> hub_;
+  std::unique_ptr<RankSet> own_rank_;  // over lanes_
   std::unique_ptr<Endpoint> endpoint_;
+  AddressBook book_;
+  SharedAttempts attempts_;
+  std::atomic<int> connecting_{0};  // callers of connect()
   std::atomic<std::int64_t> next_tick_{std::numeric_limits<std::int64_t>::max()};
 
   mutable std::mutex mutex_;
   bool closed_ = false;
+  bool joining_;                 // the instance id is still to come
+  std::optional<Error> fenced_;  // what is thrown meanwhile
   std::uint32_t proposed_instance_;
   std::unordered_map<std::string, Peer> peers_;
+  std::map<std::weak_ptr<Link>, std::uint64_t, std::owner_less<>> met_;  // epochs of peers that connect() has met
   std::unordered_set<std::uint32_t>
       departed_;  // instance ids of peers that were here: what they lent is gone with them
 };

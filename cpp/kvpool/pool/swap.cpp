@@ -80,7 +80,7 @@ std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* 
   KVPOOL_CHECK(dram.take(static_cast<std::uint32_t>(from.size()), BlockState::kReserved, to.data()));
 
   lock.unlock();
-  out_copier_->run(team_, from.data(), to.data(), from.size());
+  copy_tier(*out_copier_, from.data(), to.data(), from.size());
   lock.lock();
 
   std::size_t gone = 0;
@@ -214,7 +214,7 @@ std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::spa
     reserve_inbound(lock, into, inbound);
     if (!inbound.from.empty()) {
       lock.unlock();
-      in_copier_->run(team_, inbound.from.data(), inbound.to.data(), inbound.from.size());
+      copy_tier(*in_copier_, inbound.from.data(), inbound.to.data(), inbound.from.size());
       lock.lock();
     }
     commit_inbound(inbound);

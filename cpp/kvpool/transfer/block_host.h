@@ -108,9 +108,10 @@ class BlockHost {
   // --- for transfers from here ---
 
   // The blocks stay what they are, whoever frees, evicts or moves them meanwhile, until the release; it comes exactly
-  // once for each hold. Any state but free, reserved and quarantined. Throws kStaleAddress, kNotOwner, kState,
+  // once for each hold. Any state but free, reserved and quarantined. `for_epoch`: of the peer that asks for them,
+  // which may not see what is lent to another one; 0: this pool's application. Throws kStaleAddress, kNotOwner, kState,
   // kArgument.
-  virtual void hold_for_reading(std::span<const Address> addresses) = 0;
+  virtual void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) = 0;
   virtual void release_reading(std::span<const Address> addresses) noexcept = 0;
 
   // Active blocks of the caller become reserved for a peer that was asked to write them, and active again. Throws as

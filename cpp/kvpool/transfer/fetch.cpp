@@ -4,7 +4,6 @@
 #include <limits>
 #include <utility>
 
-#include "kvpool/base/check.h"
 #include "kvpool/base/strips.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/messages.h"
@@ -18,21 +17,15 @@ constexpr std::int64_t kNsPerMs = 1'000'000;
 constexpr std::uint64_t kLifetimeMsMax = 1U << 30;
 constexpr std::int64_t kRetryAfterUs = 10'000;
 
-[[noreturn]] void throw_not_streamed() {
-  throw Error(ErrorCode::kState, "this transfer was not opened for sending by layers");
-}
-
 }  // namespace
 
 // --- the one who asks ---
 
 Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequest& request, bool frees_on_failure)
-    : session_(std::move(session)),
-      id_(id),
+    : AwaitedTransfer(std::move(session), id, request.deadline_ns),
       from_(request.from),
       to_(request.to),
       priority_(request.priority),
-      deadline_ns_(request.deadline_ns),
       frees_on_failure_(frees_on_failure) {
   const auto n = static_cast<std::int64_t>(from_.size());
   if (from_.empty() || from_.size() > kAddressesMax || to_.size() != from_.size()) {
@@ -60,25 +53,20 @@ Fetch::~Fetch() {
 }
 
 void Fetch::start() {
-  started_ns_ = session_->host().now_ns();
+  start_clock();
   const std::uint32_t instance = session_->host().blocks().instance();
   FetchBody body{priority_, 0, from_, to_};
-  body.lifetime_ms = static_cast<std::uint64_t>(std::max<std::int64_t>(deadline_ns_ - started_ns_, 0) / kNsPerMs + 1);
+  body.lifetime_ms = lifetime_ms();
   for (Address& address : body.to) {
     if (instance_of(address) == 0) address |= Address{instance} << kInstanceShift;
   }
   Bytes message = write_body(body);
-  session_->expect_answer(id_, shared_from_this());
-  try {
-    session_->host().tick_by(deadline_ns_);
-    session_->send(FrameKind::kFetch, id_, std::move(message));
-  } catch (...) {
-    session_->forget_answer(id_);
-    Lock lock(mutex_);
-    if (phase_ == Phase::kDone) return;  // the link ended meanwhile, and told
-    phase_ = Phase::kDone;
-    throw;
-  }
+  ask([&] { session_->send(FrameKind::kFetch, id_, std::move(message)); });
+}
+
+bool Fetch::withdraw() noexcept {
+  const Lock lock(mutex_);
+  return std::exchange(phase_, Phase::kDone) != Phase::kDone;
 }
 
 void Fetch::on_answer(Message&& message) {
@@ -118,7 +106,7 @@ void Fetch::tell_cancelled() { session_->tell(FrameKind::kCancel, id_); }
 void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
   phase_ = Phase::kDone;
   expecting_ = false;
-  total_us_ = static_cast<double>(session_->host().now_ns() - started_ns_) / 1e3;
+  total_us_ = elapsed_us();
   lock.unlock();
   // First this: the answer may come at any time, and finds either the fetch or the quarantine.
   if (may_still_write) session_->receiver().quarantine(std::move(room_));
@@ -131,23 +119,8 @@ void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
       blocks.end_writes(to_);
     }
   }
-  completion_.finish(std::move(error), &session_->link());
-}
-
-bool Fetch::wait(std::int64_t until_ns) {
-  while (!done()) {
-    if (session_->link().drive(std::min(until_ns, deadline_ns_), [this] { return done(); })) return true;
-    const std::int64_t now = session_->host().now_ns();
-    if (now >= deadline_ns_) on_tick(now);
-    if (done() || now >= until_ns) break;
-    completion_.sleep_until(std::min(until_ns, now + kNsPerMs));
-  }
-  return done();
-}
-
-void Fetch::rethrow_if_failed() const {
-  KVPOOL_CHECK(completion_.done());
-  if (completion_.error()) throw Error(*completion_.error());
+  const std::uint64_t bytes = error ? 0 : bytes_total();
+  finish_waiting(TransferKind::kFetch, bytes, std::move(error));
 }
 
 TransferStats Fetch::stats() const {
@@ -158,7 +131,7 @@ TransferStats Fetch::stats() const {
   stats.runs = count_runs(from_, to_);
   stats.bytes = bytes_done();
   const Lock lock(mutex_);
-  stats.total_us = total_us_;
+  stats.total_us = stats.write_us = total_us_;  // the owner's part cannot be told from the waiting for it
   return stats;
 }
 
@@ -191,7 +164,7 @@ void Session::on_fetch(std::uint64_t id, FetchBody&& body) {
   });
   if (!refused) return;
   Bytes answer;
-  if (const auto failure = failure_of([&] { answer = write_error(*refused); })) return link_->close(*failure);
+  if (const auto failure = failure_of([&] { answer = write_error(*refused); })) return close_link(*failure);
   tell(FrameKind::kRefused, id, answer);
 }
 
@@ -228,7 +201,7 @@ void Session::begin_push(std::uint64_t id, const std::shared_ptr<FetchBody>& bod
   }
   bool held = false;
   try {
-    host_.blocks().hold_for_reading(body->from);
+    host_.blocks().hold_for_reading(body->from, peer_.epoch);
     held = true;
     write(std::move(job));
   } catch (...) {
@@ -249,7 +222,7 @@ void Session::finish_push(std::uint64_t id, std::span<const Address> held, const
   if (error != nullptr && error->code() == ErrorCode::kPeerLost) return on_route_broken(*error);
   Bytes answer;
   const auto failure = failure_of([&] { answer = error != nullptr ? write_error(*error) : write_addresses({}); });
-  if (failure) return link_->close(*failure);
+  if (failure) return close_link(*failure);
   tell(error != nullptr ? FrameKind::kRefused : FrameKind::kDone, id, answer);
 }
 

@@ -10,31 +10,25 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <vector>
 
-#include "kvpool/transfer/completion.h"
-#include "kvpool/transfer/handle.h"
-#include "kvpool/transfer/session.h"
+#include "kvpool/transfer/awaited.h"
 
 namespace kvpool {
 
-class Fetch final : public Transfer, public PendingAnswer, public std::enable_shared_from_this<Fetch> {
+class Fetch final : public AwaitedTransfer {
  public:
   // Throws what fetch() throws; nothing has happened then.
   Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequest& request, bool frees_on_failure);
   ~Fetch() override;
   void start();
 
-  bool wait(std::int64_t until_ns) override;
-  bool done() const noexcept override { return completion_.done(); }
-  void rethrow_if_failed() const override;
   const std::vector<Address>& addresses() const override { return to_; }
   TransferStats stats() const override;
   std::uint64_t bytes_done() const noexcept override { return done() && !completion_.error() ? bytes_total() : 0; }
   std::uint64_t bytes_total() const noexcept override;
   bool cancel() override;
-  int done_fd() override { return completion_.descriptor(); }
   void send_layer(std::uint32_t layer) override;
   void finish() override;
 
@@ -44,23 +38,18 @@ class Fetch final : public Transfer, public PendingAnswer, public std::enable_sh
 
  private:
   enum class Phase : std::uint8_t { kAsked, kCancelling, kDone };
-  using Lock = std::unique_lock<std::mutex>;
+
+  bool withdraw() noexcept override;
   void end(Lock& lock, std::optional<Error> error, bool may_still_write);
   void tell_cancelled();
 
-  const std::shared_ptr<Session> session_;
-  const std::uint64_t id_;
   const std::vector<Address> from_;
   const std::vector<Address> to_;
   const Priority priority_;
-  const std::int64_t deadline_ns_;
   const bool frees_on_failure_;
-  Completion completion_;
-  mutable std::mutex mutex_;
   Phase phase_ = Phase::kAsked;
   bool expecting_ = false;
   Receiver::QuarantineRoom room_;  // for the destinations
-  std::int64_t started_ns_ = 0;
   double total_us_ = 0;
 };
 

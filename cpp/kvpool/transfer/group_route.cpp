@@ -17,70 +17,6 @@ namespace {
 // How often a write that waits for other ranks looks whether its caller has cancelled it.
 constexpr std::chrono::milliseconds kLookForCancel{5};
 
-class LocalRank final : public RankWriter {
- public:
-  explicit LocalRank(std::vector<RankLane> lanes) : lanes_(std::move(lanes)) {
-    std::ranges::sort(lanes_, {}, &RankLane::to_rank);
-    for (std::size_t i = 0; i < lanes_.size(); ++i) {
-      const RankLane& lane = lanes_[i];
-      KVPOOL_CHECK(lane.route != nullptr);
-      if (i > 0 && lanes_[i - 1].to_rank == lane.to_rank) {
-        throw Error(ErrorCode::kArgument, "two routes to rank " + std::to_string(lane.to_rank) + " of the receiver",
-                    {{"value", lane.to_rank}});
-      }
-      if (!lane.route->traits().one_sided) {
-        throw Error(ErrorCode::kUnsupported, std::string("a rank cannot write by ") + lane.route->name() +
-                                                 ": the receiver would place the bytes when it gets to it, perhaps "
-                                                 "after it was told that they are there");
-      }
-    }
-  }
-
-  bool reaches(Medium medium) const noexcept override {
-    return std::ranges::all_of(lanes_, [&](const RankLane& lane) { return lane.route->reaches(medium); });
-  }
-
-  bool serves(const RankOrder& order) const noexcept override {
-    return std::ranges::all_of(order.lanes, [&](const LaneWrite& lane) { return find(lane.to_rank) != nullptr; });
-  }
-
-  double estimate_us(const RankOrder& order, std::uint64_t blocks) const noexcept override {
-    double us = 0;
-    for (const LaneWrite& lane : order.lanes) {
-      us += find(lane.to_rank)->estimate_us(blocks * lane.strips.size(), blocks * lane.bytes);
-    }
-    return us;
-  }
-
-  void write(const RankOrder& order, const WriteRequest& request, Report report) override {
-    WriteOutcome sum;
-    WriteRequest part = request;
-    part.bytes_done = nullptr;  // counted by the group, which knows how much there is
-    for (const LaneWrite& lane : order.lanes) {
-      part.strips = lane.strips;
-      const WriteOutcome outcome = find(lane.to_rank)->write(part);
-      sum.calls += outcome.calls;
-      sum.bytes += outcome.bytes;
-    }
-    report(sum, nullptr);
-  }
-
-  // An order has ended, or its thread looks at the caller's flag: nobody else could see to it.
-  void stop(std::uint64_t /*transfer*/) noexcept override {}
-
-  void close() noexcept override {
-    for (const RankLane& lane : lanes_) lane.route->close();
-  }
-
- private:
-  Route* find(std::uint32_t to_rank) const noexcept {
-    const auto at = std::ranges::lower_bound(lanes_, to_rank, {}, &RankLane::to_rank);
-    return at != lanes_.end() && at->to_rank == to_rank ? at->route.get() : nullptr;
-  }
-
-  std::vector<RankLane> lanes_;
-};
-
 // The reports of one write.
 class Reports {
  public:
@@ -101,9 +37,10 @@ class Reports {
     one_less();
   }
 
-  void take(std::exception_ptr failure) {
+  // What a rank could not end may still be written: no other failure, which would say that nothing is, hides that.
+  void take(std::exception_ptr failure, bool may_still_write) {
     const std::lock_guard lock(mutex_);
-    if (failure_ == nullptr) failure_ = std::move(failure);
+    if (failure_ == nullptr || may_still_write) failure_ = std::move(failure);
     one_less();
   }
 
@@ -177,28 +114,19 @@ class GroupRoute final : public Route {
     whole_ = rank_orders(*plan_, std::vector<BlockStrip>{{0, 0, block}});
     ranks_.resize(std::max<std::size_t>(ranks_.size(), plan_->from.ranks()));
     for (const RankOrder& order : whole_) {
-      const RankWriter* const writer = ranks_[order.from_rank].get();
-      if (writer != nullptr && writer->serves(order)) continue;
+      if (ranks_[order.from_rank] != nullptr) continue;
       throw Error(ErrorCode::kArgument,
-                  "rank " + std::to_string(order.from_rank) + " has no route to some rank that it has something for",
+                  "nobody writes for rank " + std::to_string(order.from_rank) + ", which has something to send",
                   {{"value", order.from_rank}});
     }
   }
 
   const char* name() const noexcept override { return "group"; }
-  RouteTraits traits() const noexcept override { return {.one_sided = true, .by_caller = false, .waits = true}; }
-  bool reaches(Medium medium) const noexcept override {
-    return std::ranges::all_of(ranks_, [&](const auto& rank) { return rank == nullptr || rank->reaches(medium); });
+  RouteTraits traits() const noexcept override {
+    return {.one_sided = true, .by_caller = false, .waits = true, .whole = false};
   }
-
-  // Of ranks that write one after another, so an upper bound. Pieces depend on the plan: the caller's do not matter.
-  double estimate_us(std::uint64_t /*pieces*/, std::uint64_t bytes) const noexcept override {
-    const std::uint64_t block = plan_->from.shape().block_bytes();
-    double us = 0;
-    for (const RankOrder& order : whole_)
-      us += ranks_[order.from_rank]->estimate_us(order, (bytes + block - 1) / block);
-    return us;
-  }
+  // The only route between two instances: the ranks choose among theirs.
+  double estimate_us(std::uint64_t /*pieces*/, std::uint64_t /*bytes*/) const noexcept override { return 0; }
 
   WriteOutcome write(const WriteRequest& request) override {
     const bool all = request.strips.size() == 1 && request.strips.front().from == 0 && request.strips.front().to == 0 &&
@@ -239,11 +167,11 @@ class GroupRoute final : public Route {
         if (error == nullptr) {
           reports.take(outcome);
         } else {
-          reports.take(std::make_exception_ptr(*error));
+          reports.take(std::make_exception_ptr(*error), error->code() == ErrorCode::kPeerLost);
         }
       });
     } catch (...) {
-      reports.take(std::current_exception());
+      reports.take(std::current_exception(), /*may_still_write=*/false);  // it was given no order
     }
   }
 
@@ -253,10 +181,6 @@ class GroupRoute final : public Route {
 };
 
 }  // namespace
-
-std::unique_ptr<RankWriter> make_local_rank(std::vector<RankLane> lanes) {
-  return std::make_unique<LocalRank>(std::move(lanes));
-}
 
 std::unique_ptr<Route> make_group_route(std::shared_ptr<const ReshardPlan> plan,
                                         std::vector<std::unique_ptr<RankWriter>> ranks) {

@@ -1,10 +1,8 @@
 #include "kvpool/transfer/outgoing.h"
 
-#include <algorithm>
 #include <limits>
 #include <utility>
 
-#include "kvpool/base/check.h"
 #include "kvpool/base/strips.h"
 #include "kvpool/transfer/failure.h"
 
@@ -12,7 +10,6 @@ namespace kvpool {
 namespace {
 
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
-constexpr std::int64_t kNsPerMs = 1'000'000;
 
 double microseconds(std::int64_t ns) noexcept { return static_cast<double>(ns) / 1e3; }
 
@@ -24,14 +21,15 @@ Error deadline_error(const std::string& peer, const char* phase) {
 
 Outgoing::Outgoing(std::shared_ptr<Session> session, std::uint64_t id, TransferRequest&& request,
                    std::shared_ptr<Route> route)
-    : session_(std::move(session)),
-      id_(id),
+    : AwaitedTransfer(std::move(session), id, request.deadline_ns),
       request_(std::move(request)),
       route_(std::move(route)),
+      one_sided_(route_->traits().one_sided),
       named_(!request_.to.empty()) {
   check_request();
   BlockHost& blocks = session_->host().blocks();
-  blocks.hold_for_reading(request_.from);
+  bytes_total_.store(request_.from.size() * blocks.layout().block_bytes(), std::memory_order_relaxed);
+  blocks.hold_for_reading(request_.from, /*for_epoch=*/0);
   reading_ = true;
   if (!named_) return;
   try {
@@ -90,29 +88,26 @@ void Outgoing::check_request() const {
 // Nobody needs to be told: the destinations are the sender's, and it has written them itself.
 bool Outgoing::is_quiet() const noexcept {
   return named_ && !request_.private_bytes && !request_.insert && !request_.checksum && !request_.streamed &&
-         route_->traits().one_sided;
+         one_sided_;
 }
 
 void Outgoing::start() {
-  started_ns_ = phase_ns_ = session_->host().now_ns();
+  start_clock();
+  phase_ns_ = started_ns_;
   stats_.blocks = request_.from.size();
+  stats_.route = route_->name();
   if (request_.streamed) {
     sent_layers_.resize(layer_count(session_->host().blocks().layout()));
     layers_left_ = sent_layers_.size();
     finished_ = false;
   }
   if (is_quiet()) return begin();
-  session_->expect_answer(id_, shared_from_this());
-  try {
-    session_->host().tick_by(request_.deadline_ns);
-    begin();
-  } catch (...) {
-    Lock lock(mutex_);
-    session_->forget_answer(id_);
-    if (phase_ == Phase::kDone) return;  // the link ended meanwhile, and told
-    phase_ = Phase::kDone;
-    throw;
-  }
+  ask([this] { begin(); });
+}
+
+bool Outgoing::withdraw() noexcept {
+  const Lock lock(mutex_);
+  return std::exchange(phase_, Phase::kDone) != Phase::kDone;
 }
 
 void Outgoing::start_or_fail() noexcept {
@@ -135,9 +130,8 @@ void Outgoing::reserve() {
   body.medium = request_.medium;
   body.may_evict = request_.may_evict;
   body.insert = request_.insert;
-  body.one_sided = route_->traits().one_sided;
-  body.lifetime_ms =
-      static_cast<std::uint64_t>(std::max<std::int64_t>(request_.deadline_ns - started_ns_, 0) / kNsPerMs + 1);
+  body.one_sided = one_sided_;
+  body.lifetime_ms = lifetime_ms();
   if (request_.insert) {
     body.name_space = request_.name_space;
     body.tokens = request_.tokens;
@@ -232,7 +226,7 @@ void Outgoing::plan_writes() {
 
 // Tells the peer that this transfer will not be. Nothing writes any more. Lets go of the lock.
 void Outgoing::give_up(Lock& lock, const Error& why, bool wait_for_peer) {
-  const std::shared_ptr<Outgoing> self = shared_from_this();
+  const auto self = shared_from_this();
   // A route that broke may have bytes on their way that nobody calls back: the peer must not hear that there are none.
   const bool tell = !is_quiet() && !session_->lost() && why.code() != ErrorCode::kPeerLost;
   why_ = why;
@@ -248,11 +242,13 @@ void Outgoing::give_up(Lock& lock, const Error& why, bool wait_for_peer) {
 // Lets go of the lock.
 void Outgoing::end(Lock& lock, std::optional<Error> error) {
   phase_ = Phase::kDone;
+  why_ = error;
   // Blocks that the peer may be inserting are nobody's to write until it has answered: see settle().
   const bool unsettled = told_ && request_.insert && lent_ && !session_->lost();
   const bool lent = !unsettled && std::exchange(lent_, false);
   const bool reading = std::exchange(reading_, false);
-  stats_.total_us = microseconds(session_->host().now_ns() - started_ns_);
+  stats_.total_us = elapsed_us();
+  const std::shared_ptr<Route> route = std::move(route_);  // destroyed without the lock
   lock.unlock();
   if (!is_quiet() && !unsettled) session_->forget_answer(id_);
   if (lent) {
@@ -264,7 +260,7 @@ void Outgoing::end(Lock& lock, std::optional<Error> error) {
     }
   }
   if (reading) session_->host().blocks().release_reading(request_.from);
-  completion_.finish(std::move(error), &session_->link());
+  finish_waiting(TransferKind::kSend, bytes_done(), std::move(error));
 }
 
 void Outgoing::on_lost(const Error& why) {
@@ -284,7 +280,7 @@ void Outgoing::on_lost(const Error& why) {
 std::int64_t Outgoing::on_tick(std::int64_t now_ns) {
   Lock lock(mutex_);
   if (phase_ == Phase::kDone) return kNever;
-  if (now_ns < request_.deadline_ns) return request_.deadline_ns;
+  if (now_ns < deadline_ns_) return deadline_ns_;
   switch (phase_) {
     case Phase::kWriting:  // the route looks at the deadline itself
       if (!why_) why_ = deadline_error(request_.peer, "writing");
@@ -308,29 +304,9 @@ std::int64_t Outgoing::on_tick(std::int64_t now_ns) {
 
 // --- for the caller ---
 
-bool Outgoing::wait(std::int64_t until_ns) {
-  while (!done()) {
-    const std::int64_t until = std::min(until_ns, request_.deadline_ns);
-    if (session_->link().drive(until, [this] { return done(); })) return true;
-    if (done()) return true;
-    const std::int64_t now = session_->host().now_ns();
-    if (now >= request_.deadline_ns) on_tick(now);
-    if (now >= until_ns) break;
-    // The link has ended, or the deadline has passed, and a write is under way that has not yet noticed.
-    completion_.sleep_until(std::min(until_ns, now + kNsPerMs));
-  }
-  return done();
-}
-
-void Outgoing::rethrow_if_failed() const {
-  KVPOOL_CHECK(completion_.done());
-  if (completion_.error()) throw Error(*completion_.error());
-}
-
 TransferStats Outgoing::stats() const {
   const Lock lock(mutex_);
   TransferStats stats = stats_;
-  stats.route = route_->name();
   stats.strategy = strategy_name(request_.strategy == Strategy::kAuto ? Strategy::kByRequestAgg : request_.strategy);
   return stats;
 }
@@ -350,18 +326,19 @@ bool Outgoing::cancel() {
 
 void Outgoing::send_layer(std::uint32_t layer) {
   Lock lock(mutex_);
-  if (!request_.streamed) throw Error(ErrorCode::kState, "this transfer was not opened for sending by layers");
+  if (!request_.streamed) throw_not_streamed();
   if (layer >= sent_layers_.size()) {
     throw Error(
         ErrorCode::kArgument,
         "there is no layer " + std::to_string(layer) + "; the layout has " + std::to_string(sent_layers_.size()),
         {{"value", layer}, {"maximum", static_cast<std::int64_t>(sent_layers_.size()) - 1}});
   }
+  if (why_) throw Error(*why_);  // it has failed, or is about to
   if (sent_layers_[layer]) {
     throw Error(ErrorCode::kArgument, "layer " + std::to_string(layer) + " was sent before", {{"value", layer}});
   }
-  if (phase_ == Phase::kDone) return;  // it has failed: wait() says how
-  if (!finished_) {                    // else the receiver has all of it
+  if (phase_ == Phase::kDone) return;
+  if (!finished_) {  // else the receiver has all of it
     const Strategy strategy = request_.strategy == Strategy::kByLayer ? Strategy::kByLayer : Strategy::kByLayerAgg;
     steps_.push_back(layer_step(session_->host().blocks().layout(), strategy, layer));
   }
@@ -372,7 +349,7 @@ void Outgoing::send_layer(std::uint32_t layer) {
 
 void Outgoing::finish() {
   Lock lock(mutex_);
-  if (!request_.streamed) throw Error(ErrorCode::kState, "this transfer was not opened for sending by layers");
+  if (!request_.streamed) throw_not_streamed();
   if (layers_left_ > 0 && phase_ != Phase::kDone) {
     throw Error(ErrorCode::kState, std::to_string(layers_left_) + " layers were not sent",
                 {{"needed", static_cast<std::int64_t>(layers_left_)}});

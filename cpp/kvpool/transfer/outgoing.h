@@ -16,19 +16,16 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
-#include "kvpool/transfer/completion.h"
-#include "kvpool/transfer/handle.h"
+#include "kvpool/transfer/awaited.h"
 #include "kvpool/transfer/messages.h"
-#include "kvpool/transfer/session.h"
 #include "kvpool/transfer/strategy.h"
 
 namespace kvpool {
 
-class Outgoing final : public Transfer, public PendingAnswer, public std::enable_shared_from_this<Outgoing> {
+class Outgoing final : public AwaitedTransfer {
  public:
   // Throws what transfer() throws; nothing has happened then.
   Outgoing(std::shared_ptr<Session> session, std::uint64_t id, TransferRequest&& request, std::shared_ptr<Route> route);
@@ -38,15 +35,11 @@ class Outgoing final : public Transfer, public PendingAnswer, public std::enable
   void start_or_fail() noexcept;
 
   // --- Transfer ---
-  bool wait(std::int64_t until_ns) override;
-  bool done() const noexcept override { return completion_.done(); }
-  void rethrow_if_failed() const override;
   const std::vector<Address>& addresses() const override { return addresses_; }
   TransferStats stats() const override;
   std::uint64_t bytes_done() const noexcept override { return bytes_done_.load(std::memory_order_relaxed); }
   std::uint64_t bytes_total() const noexcept override { return bytes_total_.load(std::memory_order_relaxed); }
   bool cancel() override;
-  int done_fd() override { return completion_.descriptor(); }
   void send_layer(std::uint32_t layer) override;
   void finish() override;
 
@@ -57,8 +50,8 @@ class Outgoing final : public Transfer, public PendingAnswer, public std::enable
 
  private:
   enum class Phase : std::uint8_t { kReserving, kStreaming, kWriting, kCompleting, kCancelling, kDone };
-  using Lock = std::unique_lock<std::mutex>;
 
+  bool withdraw() noexcept override;
   void check_request() const;
   bool is_quiet() const noexcept;
   void begin();
@@ -66,7 +59,7 @@ class Outgoing final : public Transfer, public PendingAnswer, public std::enable
   void on_reserved(Lock& lock, const ReservedBody& body);
   void plan_writes();
   void advance(Lock& lock);
-  void write(Lock& lock);
+  bool write(Lock& lock);
   WriteJob next_job();
   void on_written(const WriteOutcome& outcome, const Error* error);
   void complete(Lock& lock);
@@ -75,17 +68,14 @@ class Outgoing final : public Transfer, public PendingAnswer, public std::enable
   void give_up(Lock& lock, const Error& why, bool wait_for_peer);
   void end(Lock& lock, std::optional<Error> error);
 
-  const std::shared_ptr<Session> session_;
-  const std::uint64_t id_;
   TransferRequest request_;
-  const std::shared_ptr<Route> route_;
-  const bool named_;  // destinations that the peer has lent
-  Completion completion_;
+  std::shared_ptr<Route> route_;  // until it has ended: a handle keeps no memory of the peer mapped
+  const bool one_sided_;
+  const bool named_;               // destinations that the peer has lent
   std::atomic<bool> stop_{false};  // the write under way is to end
   std::atomic<std::uint64_t> bytes_done_{0};
   std::atomic<std::uint64_t> bytes_total_{0};
 
-  mutable std::mutex mutex_;
   Phase phase_ = Phase::kReserving;
   bool reading_ = false;      // holds on the sources
   bool lent_ = false;         // marks on the named destinations
@@ -94,13 +84,16 @@ class Outgoing final : public Transfer, public PendingAnswer, public std::enable
   std::vector<Address> addresses_;
   std::vector<Address> write_to_;  // for blocks [held_, ...) of the request
   std::size_t held_ = 0;
+  // Whose it is to go on after a write: who gave it out, while that call lasts, or else who ends it. So a route that
+  // writes in the caller's thread makes a loop of the steps.
+  enum class Turn : std::uint8_t { kGiving, kGiven, kEnded };
+  std::atomic<Turn> turn_{Turn::kGiven};
   std::vector<WriteStep> steps_;  // those that may be written
   std::size_t next_step_ = 0;     // of these, the one that is being written, or will be
   std::vector<bool> sent_layers_;
   std::size_t layers_left_ = 0;
   bool finished_ = true;  // no more steps will come
   TransferStats stats_;
-  std::int64_t started_ns_ = 0;
   std::int64_t phase_ns_ = 0;  // when the phase began
 };
 

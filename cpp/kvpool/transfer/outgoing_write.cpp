@@ -15,8 +15,10 @@ double microseconds(std::int64_t ns) noexcept { return static_cast<double>(ns) /
 
 // Does what comes next. Lets go of the lock.
 void Outgoing::advance(Lock& lock) {
+  while (!why_ && next_step_ < steps_.size()) {
+    if (!write(lock)) return;
+  }
   if (why_) return give_up(lock, Error(*why_), why_->code() == ErrorCode::kCancelled);
-  if (next_step_ < steps_.size()) return write(lock);
   if (!finished_) {
     phase_ = Phase::kStreaming;
     return;
@@ -25,17 +27,26 @@ void Outgoing::advance(Lock& lock) {
   complete(lock);
 }
 
-void Outgoing::write(Lock& lock) {
+// True: the step has been written, and the lock is held. Else it is written by somebody who goes on then, or nothing is
+// any more.
+bool Outgoing::write(Lock& lock) {
   phase_ = Phase::kWriting;
   phase_ns_ = session_->host().now_ns();
+  const auto self = shared_from_this();  // who ends the write may drop the last other owner
   const auto failure = failure_of([&] {
     WriteJob job = next_job();
+    turn_.store(Turn::kGiving);
     lock.unlock();
     session_->write(std::move(job));
   });
-  if (!failure) return;
-  if (!lock.owns_lock()) lock.lock();
-  give_up(lock, *failure, /*wait_for_peer=*/false);
+  if (failure) {
+    if (!lock.owns_lock()) lock.lock();
+    give_up(lock, *failure, /*wait_for_peer=*/false);
+    return false;
+  }
+  if (turn_.exchange(Turn::kGiven) != Turn::kEnded) return false;
+  lock.lock();
+  return true;
 }
 
 WriteJob Outgoing::next_job() {
@@ -49,15 +60,14 @@ WriteJob Outgoing::next_job() {
   job.request.from = std::span(request_.from).subspan(held_);
   job.request.to = write_to_;
   job.request.merge = step.merge;
-  job.request.deadline_ns = request_.deadline_ns;
+  job.request.deadline_ns = deadline_ns_;
   job.request.cancelled = &stop_;
   job.request.bytes_done = &bytes_done_;
   job.keep = strips;
   job.priority = request_.priority;
   for (const BlockStrip& strip : *strips) job.bytes += strip.bytes * write_to_.size();
-  job.done = [self = shared_from_this()](const WriteOutcome& outcome, const Error* error) {
-    self->on_written(outcome, error);
-  };
+  job.done = [self = std::static_pointer_cast<Outgoing>(shared_from_this())](
+                 const WriteOutcome& outcome, const Error* error) { self->on_written(outcome, error); };
   return job;
 }
 
@@ -72,7 +82,7 @@ void Outgoing::on_written(const WriteOutcome& outcome, const Error* error) {
   phase_ns_ = session_->host().now_ns();
   if (error != nullptr && !why_) why_ = *error;
   if (session_->lost() && !why_) why_ = Error(ErrorCode::kPeerLost, "peer " + request_.peer + " was lost");
-  advance(lock);
+  if (turn_.exchange(Turn::kEnded) != Turn::kGiving) advance(lock);
 }
 
 // All is written. The checksum reads the source blocks: that is as much under way as a write, so nothing ends

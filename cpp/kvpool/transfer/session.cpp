@@ -21,25 +21,65 @@ std::array<std::uint32_t, kMediaCount> blocks_of(const PeerCard& peer) {
 
 }  // namespace
 
-Session::Session(SessionHost& host, const PeerCard& peer, bool peer_writes_directly)
+Session::Session(SessionHost& host, const PeerCard& peer, bool peer_writes_directly, bool by_ranks)
     : host_(host),
       peer_(peer),
       peer_writes_directly_(peer_writes_directly),
+      by_ranks_(by_ranks),
       borrowed_(peer.name, peer.instance, blocks_of(peer)) {}
 
 void Session::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes) {
+  // The receiver may live longer than the link has any use.
+  receiver_ = std::make_shared<Receiver>(
+      host_, peer_, peer_writes_directly_,
+      [link = std::weak_ptr(link), name = peer_.name](Message&& message) {
+        const auto open = link.lock();
+        if (open == nullptr) throw Error(ErrorCode::kPeerLost, "peer " + name + " was lost");
+        open->send(std::move(message));
+      },
+      [link = std::weak_ptr(link)](const Error& why) {
+        if (const auto open = link.lock()) open->close(why);
+      });
+  const std::lock_guard lock(mutex_);
   link_ = std::move(link);
   routes_ = std::move(routes);
-  receiver_ = std::make_shared<Receiver>(
-      host_, peer_, peer_writes_directly_, [link = link_](Message&& message) { link->send(std::move(message)); },
-      [link = link_](const Error& why) { link->close(why); });
+}
+
+std::shared_ptr<Link> Session::link() const {
+  const std::lock_guard lock(mutex_);
+  return link_;
+}
+
+void Session::send(FrameKind kind, std::uint64_t id, Bytes body) {
+  const auto open = link();
+  if (open == nullptr) throw_lost();
+  open->send(Message{kind, 0, id, std::move(body)});
+}
+
+void Session::close_link(const Error& why) noexcept {
+  if (const auto open = link()) open->close(why);
+}
+
+// Handles of transfers keep their session for as long as the application likes. What the link keeps open (a socket, a
+// pidfd, the descriptors of the peer's memory) is let go of when nothing needs it any more, as the routes are in
+// stop_writing(). Whoever uses it just now has it from link().
+void Session::let_go() noexcept {
+  std::shared_ptr<Link> ended;  // destroyed without the lock
+  const std::lock_guard lock(mutex_);
+  if (link_ended() && writes_under_way() == 0) ended.swap(link_);
 }
 
 std::vector<std::string> Session::route_names() const {
   std::vector<std::string> names;
+  const std::lock_guard lock(mutex_);
   names.reserve(routes_.size());
   for (const auto& route : routes_) names.emplace_back(route->name());
   return names;
+}
+
+std::uint32_t Session::under_way() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<std::uint32_t>(pending_.size() + pushes_.size());
 }
 
 void Session::throw_lost() const {
@@ -134,16 +174,19 @@ class Session::Call final : public PendingAnswer {
   std::optional<Error> lost_;
 };
 
-Message Session::call(FrameKind kind, Bytes body, std::int64_t deadline_ns, const char* what,
+Message Session::call(FrameKind kind, Bytes body, const Waiting& waiting, const char* what,
                       const std::function<void()>& on_sent) {
   const std::uint64_t id = next_id();
+  const auto open = link();
+  if (open == nullptr) throw_lost();
   const auto pending = std::make_shared<Call>(*this);
   expect_answer(id, pending);
   try {
     send(kind, id, std::move(body));
     if (on_sent) on_sent();
-    while (!pending->done() && host_.now_ns() < deadline_ns && !lost()) {
-      static_cast<void>(link_->drive(deadline_ns, [&] { return pending->done(); }));
+    while (!pending->done() && host_.now_ns() < waiting.until_ns && !lost()) {
+      if (open->drive(waiting.slice_ns(host_.now_ns()), [&] { return pending->done(); })) break;
+      waiting.check();
     }
   } catch (...) {
     static_cast<void>(pending->give_up());
@@ -167,13 +210,13 @@ void Session::on_unwanted(const Message& answer) {
   if ((answer.id & kFetchBit) != 0) receiver_->on_fetch_over(answer.id);
 }
 
-std::vector<Address> Session::borrow(std::size_t n, Medium medium, bool may_evict, std::int64_t deadline_ns) {
+std::vector<Address> Session::borrow(std::size_t n, Medium medium, bool may_evict, const Waiting& waiting) {
   if (n > kAddressesMax) {
     throw Error(ErrorCode::kArgument, std::to_string(n) + " blocks; one request takes " + std::to_string(kAddressesMax),
                 {{"requested", static_cast<std::int64_t>(n)}, {"maximum", kAddressesMax}});
   }
   const LendBody body{static_cast<std::uint32_t>(n), medium, may_evict};
-  const Message answer = call(FrameKind::kLend, write_body(body), deadline_ns, "lending blocks");
+  const Message answer = call(FrameKind::kLend, write_body(body), waiting, "lending blocks");
   try {
     if (answer.kind != FrameKind::kLent) throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
     std::vector<Address> addresses = read_addresses(answer.body);
@@ -183,7 +226,7 @@ std::vector<Address> Session::borrow(std::size_t n, Medium medium, bool may_evic
     borrowed_.add(addresses);
     return addresses;
   } catch (const Error& error) {
-    link_->close(error);  // it says what no session of ours says
+    close_link(error);  // it says what no session of ours says
     throw;
   } catch (...) {
     on_unwanted(answer);
@@ -191,12 +234,12 @@ std::vector<Address> Session::borrow(std::size_t n, Medium medium, bool may_evic
   }
 }
 
-void Session::give_back(std::span<const Address> addresses, std::int64_t deadline_ns) {
+void Session::give_back(std::span<const Address> addresses, const Waiting& waiting) {
   Bytes body = write_addresses(addresses);
   borrowed_.begin_write(addresses);  // nobody else writes them, or gives them back
   bool sent = false;
   try {
-    static_cast<void>(call(FrameKind::kReturn, std::move(body), deadline_ns, "taking blocks back", [&] {
+    static_cast<void>(call(FrameKind::kReturn, std::move(body), waiting, "taking blocks back", [&] {
       sent = true;
       borrowed_.drop_written(addresses);
     }));
@@ -208,33 +251,19 @@ void Session::give_back(std::span<const Address> addresses, std::int64_t deadlin
 
 void Session::tell(FrameKind kind, std::uint64_t id, std::span<const std::byte> body) noexcept {
   const auto failure = failure_of([&] { send(kind, id, Bytes(body.begin(), body.end())); });
-  if (failure && failure->code() != ErrorCode::kPeerLost) link_->close(*failure);
+  if (failure && failure->code() != ErrorCode::kPeerLost) close_link(*failure);
 }
 
 // --- transfers ---
 
-Session::Reach Session::reach_of(std::span<const Address> addresses) noexcept {
-  Reach reach{};
-  for (const Address address : addresses) {
-    const std::uint32_t bits = medium_bits_of(address);
-    if (bits >= 1 && bits <= kMediaCount) reach[bits - 1] = true;
-  }
-  return reach;
-}
-
 std::shared_ptr<Route> Session::choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
                                              const Reach& reach) const {
-  std::shared_ptr<Route> best;
-  double best_us = std::numeric_limits<double>::infinity();
-  for (const auto& route : routes_) {
-    if (!name.empty() && name != route->name()) continue;
-    if ((reach[0] && !route->reaches(Medium::kHbm)) || (reach[1] && !route->reaches(Medium::kDram))) continue;
-    const double us = routes_.size() == 1 ? 0.0 : route->estimate_us(pieces, bytes);
-    if (us < best_us) {
-      best_us = us;
-      best = route;
-    }
+  std::unique_lock lock(mutex_);
+  if (routes_.empty()) {
+    lock.unlock();
+    throw_lost();
   }
+  auto best = cheapest_route(routes_, name, pieces, bytes, reach);
   if (best != nullptr) return best;
   std::string known;
   for (const auto& route : routes_) known += (known.empty() ? "" : ", ") + std::string(route->name());
@@ -256,6 +285,12 @@ std::shared_ptr<Outgoing> Session::prepare(TransferRequest&& request) {
   Reach reach = reach_of(request.to);
   if (request.to.empty()) reach = {request.medium != Medium::kDram, request.medium != Medium::kHbm};
   auto route = choose_route(request.route, pieces, bytes, reach);
+  if (request.checksum && !route->traits().whole) {
+    throw Error(ErrorCode::kUnsupported,
+                "a logical instance has its blocks in several ranks: no checksum of the whole "
+                "can be compared with " +
+                    peer_.name);
+  }
   return std::make_shared<Outgoing>(shared_from_this(), next_id(), std::move(request), std::move(route));
 }
 
@@ -271,7 +306,9 @@ void Session::write(WriteJob&& job) {
   job.done = [self = shared_from_this(), done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
     self->writes_.fetch_sub(1);
     done(outcome, error);
-    if (self->lost() && self->writes_under_way() == 0) self->host_.drained(*self);
+    if (!self->lost() || self->writes_under_way() > 0) return;
+    self->host_.drained(*self);
+    self->let_go();
   };
   writes_.fetch_add(1);
   try {
@@ -294,7 +331,7 @@ void Session::on_leave() {
 void Session::on_route_broken(const Error& why) noexcept {
   if (lost()) return;  // it was closed for that
   said_drained_.store(true);
-  link_->close(why);
+  close_link(why);
 }
 
 void Session::say_drained() noexcept {
@@ -318,7 +355,10 @@ void Session::on_message(Message&& message) {
     case FrameKind::kComplete:
       return receiver_->on_complete(message.id, read_complete(message.body));
     case FrameKind::kCancel:
-      if (message.id == 0) on_leave();
+      if (message.id == 0) {
+        on_leave();
+        if (by_ranks_) return;
+      }
       // A fetch that is being written is answered when its write has ended.
       if ((message.id & kFetchBit) != 0 && stop_push(message.id)) return;
       return receiver_->on_cancel(message.id);
@@ -354,26 +394,31 @@ void Session::on_placed(std::uint64_t token, bool intact) { receiver_->on_placed
 
 void Session::stop_writing(const Error& why) {
   std::unordered_map<std::uint64_t, std::shared_ptr<PendingAnswer>> pending;
+  std::vector<std::shared_ptr<Route>> routes;  // writes under way have theirs in their job
   {
     const std::lock_guard lock(mutex_);
     if (lost()) return;
+    routes.swap(routes_);
     why_lost_ = why;
     lost_.store(true);
     pending.swap(pending_);
     for (const auto& [id, stop] : pushes_) stop->store(true, std::memory_order_relaxed);
   }
-  for (const auto& route : routes_) route->close();
+  for (const auto& route : routes) route->close();
   for (const auto& [id, waiting] : pending) waiting->on_lost(*why_lost_);
-  link_->wake();
+  if (const auto open = link()) open->wake();
 }
 
 void Session::on_closed(const Error& why) {
-  ended_.store(true, std::memory_order_release);
+  ended_.store(true);  // before writes are counted below: either they see it, or are seen
   // Whatever ended the link, to those who wait for the peer it is lost.
   stop_writing(Error(why.code() == ErrorCode::kClosed ? ErrorCode::kClosed : ErrorCode::kPeerLost,
                      "peer " + peer_.name + " is lost: " + why.what()));
   receiver_->on_lost();
-  if (writes_under_way() == 0) host_.drained(*this);
+  settled_.store(true);
+  if (writes_under_way() > 0) return;
+  host_.drained(*this);
+  let_go();
 }
 
 std::int64_t Session::tick(std::int64_t now_ns) {

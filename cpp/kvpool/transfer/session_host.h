@@ -11,6 +11,7 @@
 #include "kvpool/base/error.h"
 #include "kvpool/transfer/block_host.h"
 #include "kvpool/transfer/request.h"
+#include "kvpool/transfer/tally.h"
 #include "kvpool/transport/route.h"
 
 namespace kvpool {
@@ -33,12 +34,17 @@ struct WriteJob {
   std::function<void(const WriteOutcome& outcome, const Error* error)> done;  // called exactly once
 };
 
+// Writes in this thread, and calls job.done: once, whatever it throws, which is thrown on.
+void carry_out(WriteJob& job);
+
 class SessionHost {
  public:
   virtual ~SessionHost() = default;
   virtual BlockHost& blocks() noexcept = 0;
   virtual std::int64_t now_ns() const noexcept = 0;
   virtual const SessionLimits& limits() const noexcept = 0;
+  // Counts the transfers of all sessions.
+  virtual TransferTally& tally() noexcept = 0;
 
   // Runs work that may take long, soon, on a thread where it keeps no other peer waiting. Throws std::bad_alloc; then
   // it does not run.

@@ -95,8 +95,14 @@ std::uint64_t check_segment(const CardSegment& segment, std::uint32_t blocks) {
   return segment.address + segment.stride * (blocks - 1) + segment.bytes;
 }
 
-void check_medium(const CardMedium& medium, std::uint64_t block_bytes) {
+// The scheduler of a logical instance counts blocks; their memory is its ranks'.
+void check_absent(const CardMedium& medium) {
+  if (!medium.segments.empty() || medium.mapped_bytes != 0) fail("a logical instance has memory of its own");
+}
+
+void check_medium(const CardMedium& medium, std::uint64_t block_bytes, bool group) {
   check_range(medium.blocks, 0, kBlocksMax, "number of blocks");
+  if (group) return check_absent(medium);
   if (medium.blocks == 0) {
     if (!medium.segments.empty() || medium.mapped_bytes != 0) fail("a medium without blocks has memory");
     return;
@@ -131,6 +137,28 @@ void check_routes(const std::vector<std::string>& routes) {
   }
 }
 
+void check_ranks(const PeerCard& card) {
+  check_range(card.kv_heads, 0, kCardShapeMax, "number of KV heads");
+  check_range(card.head_dim, 0, kCardShapeMax, "head dimension");
+  check_range(card.itemsize, 0, kCardShapeMax, "size of an element");
+  check_range(card.rank, 0, kCardRanksMax - 1, "rank");
+  check_text(card.address, card.rank_of == 0 ? 0 : 1, kCardAddressBytesMax, "address of a rank");
+  if (card.rank_of != 0 && card.is_group()) fail("a rank has ranks");
+  if (!card.is_group()) {
+    if (!card.stage_layers.empty() || !card.ranks.empty()) fail("a pool of one rank names other ranks");
+    return;
+  }
+  check_range(card.stage_layers.size(), 1, kCardRanksMax, "number of pipeline stages");
+  check_range(std::uint64_t{card.tp} * card.stage_layers.size(), 1, kCardRanksMax, "number of ranks");
+  for (std::size_t i = 0; i < card.ranks.size(); ++i) {
+    const CardRank& rank = card.ranks[i];
+    check_range(rank.rank, 0, card.tp * card.stage_layers.size() - 1, "rank");
+    if (i > 0 && rank.rank <= card.ranks[i - 1].rank) fail("its ranks are not in order");
+    check_range(rank.epoch, 1, UINT64_MAX, "epoch of a rank");
+    check_text(rank.address, 1, kCardAddressBytesMax, "address of a rank");
+  }
+}
+
 void check_card(const PeerCard& card) {
   check_text(card.name, 1, kNameBytesMax, "name");
   check_text(card.host, 1, kNameBytesMax, "host");
@@ -143,7 +171,8 @@ void check_card(const PeerCard& card) {
   check_range(card.ucx.size(), 0, kCardUcxBytesMax, "length of the UCX part");
   check_routes(card.routes);
   const std::uint64_t block_bytes = check_pieces(card.piece_bytes);
-  for (const CardMedium& medium : card.media) check_medium(medium, block_bytes);
+  for (const CardMedium& medium : card.media) check_medium(medium, block_bytes, card.is_group());
+  check_ranks(card);
 }
 
 CardMedium read_medium(WireReader& in) {
@@ -152,6 +181,35 @@ CardMedium read_medium(WireReader& in) {
   medium.mapped_bytes = in.number<std::uint64_t>();
   medium.segments = in.array<CardSegment>(kCardSegmentsMax);
   return medium;
+}
+
+void write_ranks(const PeerCard& card, WireWriter& out) {
+  out.number(card.kv_heads).number(card.head_dim).number(card.itemsize);
+  out.number(card.meeting).number(card.rank_of).number(card.rank).text(card.address).number(card.tp);
+  out.array(std::span<const std::uint32_t>(card.stage_layers));
+  out.number(static_cast<std::uint32_t>(card.ranks.size()));
+  for (const CardRank& rank : card.ranks) out.number(rank.rank).number(rank.epoch).text(rank.address);
+}
+
+void read_ranks(WireReader& in, PeerCard& card) {
+  card.kv_heads = in.number<std::uint32_t>();
+  card.head_dim = in.number<std::uint32_t>();
+  card.itemsize = in.number<std::uint32_t>();
+  card.meeting = in.number<std::uint64_t>();
+  card.rank_of = in.number<std::uint64_t>();
+  card.rank = in.number<std::uint32_t>();
+  card.address = in.text(kCardAddressBytesMax);
+  card.tp = in.number<std::uint32_t>();
+  card.stage_layers = in.array<std::uint32_t>(kCardRanksMax);
+  const auto ranks = in.number<std::uint32_t>();
+  check_range(ranks, 0, kCardRanksMax, "number of ranks");
+  for (std::uint32_t i = 0; i < ranks; ++i) {
+    CardRank rank;
+    rank.rank = in.number<std::uint32_t>();
+    rank.epoch = in.number<std::uint64_t>();
+    rank.address = in.text(kCardAddressBytesMax);
+    card.ranks.push_back(std::move(rank));
+  }
 }
 
 }  // namespace
@@ -168,6 +226,7 @@ void write_card(const PeerCard& card, WireWriter& out) {
     out.number(medium.blocks).number(medium.mapped_bytes).array(std::span<const CardSegment>(medium.segments));
   }
   out.blob(card.ucx);
+  write_ranks(card, out);
 }
 
 PeerCard read_card(WireReader& in) {
@@ -188,6 +247,7 @@ PeerCard read_card(WireReader& in) {
   for (CardMedium& medium : card.media) medium = read_medium(in);
   const auto ucx = in.blob(kCardUcxBytesMax);
   card.ucx.assign(ucx.begin(), ucx.end());
+  read_ranks(in, card);
   check_card(card);
   return card;
 }

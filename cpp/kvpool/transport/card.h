@@ -18,6 +18,9 @@ inline constexpr std::size_t kCardModelBytesMax = 1024;
 inline constexpr std::size_t kCardRoutesMax = 16;
 inline constexpr std::size_t kCardRouteBytesMax = 32;
 inline constexpr std::size_t kCardUcxBytesMax = std::size_t{256} << 10;
+inline constexpr std::size_t kCardRanksMax = 4096;
+inline constexpr std::size_t kCardAddressBytesMax = 512;
+inline constexpr std::uint32_t kCardShapeMax = 1U << 20;  // of each number of a shape
 inline constexpr std::size_t kCardDoorBytesMax = 107;  // what a socket's address has room for, without its leading zero
 
 // Where the pieces of a medium's blocks lie in the peer's own address space. The lowest address of a medium's segments
@@ -34,6 +37,13 @@ struct CardMedium {
   std::vector<CardSegment> segments;
 };
 
+// A rank of a logical instance, and where the ranks of a peer connect to it.
+struct CardRank {
+  std::uint32_t rank = 0;
+  std::uint64_t epoch = 0;  // of its process's incarnation
+  std::string address;      // as Endpoint::listen returns them
+};
+
 struct PeerCard {
   std::string name;            // 1 to 255 bytes, unique among the peers of a pool
   std::uint32_t instance = 0;  // of the addresses that it gives out
@@ -47,6 +57,25 @@ struct PeerCard {
   CardMedium media[kMediaCount];
   Bytes ucx;         // of the ucx transport: worker address and rkeys; empty without it
   std::string door;  // abstract Unix socket name (without the leading zero) where local peers get in
+
+  // What kind of content the pieces hold, as in Layout; all 0 when that is not known.
+  std::uint32_t kv_heads = 0;
+  std::uint32_t head_dim = 0;
+  std::uint32_t itemsize = 0;
+
+  // Of this connection, the same on both sides; chosen by who connects. Lanes between ranks belong to the meeting of
+  // their schedulers.
+  std::uint64_t meeting = 0;
+  // A rank: the epoch of its logical instance's scheduler, and its number there. 0: a pool.
+  std::uint64_t rank_of = 0;
+  std::uint32_t rank = 0;
+  std::string address;  // of a rank: where ranks of peers connect to it
+  // The scheduler of a logical instance: its media have blocks and no memory; these have the memory.
+  std::uint32_t tp = 0;                     // 0: an instance of one rank, this pool
+  std::vector<std::uint32_t> stage_layers;  // of each pipeline stage
+  std::vector<CardRank> ranks;
+
+  bool is_group() const noexcept { return tp > 0; }
 };
 
 // Throw Error kProtocol; both check every number and text, so that what read_card returns can be computed with: no sum

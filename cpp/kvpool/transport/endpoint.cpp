@@ -21,20 +21,18 @@ class SockEndpoint final : public Endpoint {
     return hall_->listen(address);
   }
 
-  std::shared_ptr<Link> connect(const std::string& text, std::int64_t deadline_ns) override {
+  std::shared_ptr<Link> connect(const std::string& text, const Waiting& waiting, std::uint64_t meeting) override {
     check_usable();
+    check_connect_address(text, !hall_->options.secret.empty());
     const SockAddress address = parse_address(text);
-    if (address.tcp && hall_->options.secret.empty()) {
-      throw Error(ErrorCode::kArgument, "connecting to " + text + " needs a secret: TCP carries it to anybody");
-    }
     if (hall_->reactor.in_thread()) throw Error(ErrorCode::kState, "a callback of the reactor cannot wait for a peer");
-    const VisitPatience patience(*hall_, text, deadline_ns);
+    const VisitPatience patience(*hall_, text, waiting);
     const auto visit = Visit::begin(hall_, address, patience);
     if (const auto by_door = meet_by_door(*visit, address, patience)) {
       visit->leave(Error(ErrorCode::kPeerLost, "met on the same host"));
-      return by_door->introduce(patience);
+      return by_door->introduce(patience, meeting);
     }
-    return visit->introduce(patience);
+    return visit->introduce(patience, meeting);
   }
 
   void close() noexcept override {
@@ -48,8 +46,9 @@ class SockEndpoint final : public Endpoint {
     const DoorBody& door = visit.door();
     if (!address.tcp || door.door.empty() || door.host != host_id()) return nullptr;
     const SockAddress local{.tcp = false, .path = "@" + door.door, .host = {}, .port = 0};
-    const VisitPatience short_patience(*hall_, format_address(local),
-                                       std::min(patience.deadline_ns(), monotonic_ns() + kDoorNs));
+    const VisitPatience short_patience(
+        *hall_, format_address(local),
+        {std::min(patience.deadline_ns(), monotonic_ns() + kDoorNs), patience.waiting().given_up});
     try {
       return Visit::begin(hall_, local, short_patience);
     } catch (const Error& error) {
@@ -71,6 +70,18 @@ class SockEndpoint final : public Endpoint {
 };
 
 }  // namespace
+
+void check_listen_address(const std::string& address, bool has_secret) {
+  if (parse_address(address).tcp && !has_secret) {
+    throw Error(ErrorCode::kArgument, "listening at " + address + " needs a secret: anybody can reach a TCP port");
+  }
+}
+
+void check_connect_address(const std::string& address, bool has_secret) {
+  if (parse_address(address).tcp && !has_secret) {
+    throw Error(ErrorCode::kArgument, "connecting to " + address + " needs a secret: TCP carries it to anybody");
+  }
+}
 
 std::unique_ptr<Endpoint> Endpoint::make(Reactor& reactor, EndpointOptions options, Introduce introduce, Admit admit) {
   return std::make_unique<SockEndpoint>(

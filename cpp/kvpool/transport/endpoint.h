@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kvpool/base/wait.h"
 #include "kvpool/transport/card.h"
 #include "kvpool/transport/link.h"
 #include "kvpool/transport/reactor.h"
@@ -30,6 +31,10 @@ struct Introduction {
   std::shared_ptr<void> attachment;  // what was made for this peer alone: Link::attachment()
 };
 
+// What listen() and connect() look at first. Throws kArgument: the address is none; TCP without a secret.
+void check_listen_address(const std::string& address, bool has_secret);
+void check_connect_address(const std::string& address, bool has_secret);
+
 class Endpoint {
  public:
   using Introduce = std::function<Introduction()>;
@@ -47,8 +52,10 @@ class Endpoint {
   virtual std::string listen(const std::string& address) = 0;
   // Meets the peer that listens there. A peer on this host that has a Unix door is met through the door, so that it can
   // pass descriptors. Returns its link, admitted. Throws kPeerLost (nobody there), kDeadline, kAuth, kProtocol, and
-  // whatever either side's Admit threw.
-  virtual std::shared_ptr<Link> connect(const std::string& address, std::int64_t deadline_ns) = 0;
+  // whatever either side's Admit threw; kCancelled when the caller gives up. `meeting` goes into the cards that both
+  // sides' Admit sees.
+  virtual std::shared_ptr<Link> connect(const std::string& address, const Waiting& waiting,
+                                        std::uint64_t meeting = 0) = 0;
   // Stops listening and closes what is not admitted yet; connect() throws kClosed soon. Links live on. Idempotent.
   // Waits for an admission under way in the reactor's thread: do not hold a lock that Admit takes. When it has
   // returned, neither Introduce nor Admit is called but by a connect() that has not returned yet.

@@ -32,11 +32,19 @@ enum class FrameKind : std::uint8_t {
   kCancel = 20,    // transfer `id` will not be; nothing writes now  -> kDone
   kFetch = 21,     // write your blocks into mine                    -> kDone or kRefused
   kData = 22,      // block content for transfer `id`                no answer
+  // From the scheduler of a logical instance to its ranks, and between ranks of two of them.
+  kMeet = 48,    // connect to these ranks of a peer                  -> kDone or kRefused
+  kOrder = 49,   // write these parts of blocks to ranks of a peer    -> kReported or kRefused
+  kStop = 50,    // order `id` is to end soon                         no answer of its own
+  kDepart = 51,  // a meeting is over: write nothing in it any more -> kDone, when nobody writes here either
+  kCopy = 52,    // copy blocks to other blocks of yours              -> kDone
+  kFlush = 53,   // rank to rank: what came before this is in place   -> kDone
   // Answers.
   kLent = 32,
   kReserved = 33,
   kDone = 34,
   kRefused = 35,
+  kReported = 36,
 };
 
 struct FrameHeader {

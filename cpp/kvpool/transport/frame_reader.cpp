@@ -16,11 +16,12 @@ namespace kvpool {
 namespace {
 
 constexpr std::size_t kCallBytes =
-    std::size_t{128} << 10;  // of payload, by one system call: what is in the caches is not sent out of them
+    std::size_t{256} << 10;  // of payload, by one system call: what is in the caches is not sent out of them
 constexpr std::size_t kBodyStepBytes = std::size_t{256}
                                        << 10;  // a peer that promises a body gets memory as it sends it
 constexpr std::uint64_t kLargePayload = std::uint64_t{16} << 10;
 
+bool has_large_payload(const FrameHeader& header) noexcept { return header.payload_bytes > kLargePayload; }
 bool is_data(const FrameHeader& header) noexcept { return header.kind == static_cast<std::uint8_t>(FrameKind::kData); }
 
 }  // namespace
@@ -97,7 +98,7 @@ bool FrameReader::begin_frame() {
   tag_.begin();
   tag_.update(&header_, sizeof(header_));
   const std::size_t next = tag_.bytes() + sizeof(header_) + header_.body_bytes;
-  ahead_ = header_.payload_bytes > kLargePayload ? std::min(next, kBufferBytes) : kBufferBytes;
+  ahead_ = std::min(has_large_payload(header_) ? next : std::max(next, kAheadBytes), kBufferBytes);
   if (header_.body_bytes <= kBufferBytes) {
     state_ = State::kBody;
   } else {
@@ -199,7 +200,7 @@ FrameReader::Filled FrameReader::fill() {
     body_.resize(body_before + straight);
     call_.push_back({body_.data() + body_before, straight});
     if (body_.size() < header_.body_bytes) ahead = 0;
-  } else if (state_ == State::kBody && ahead_ < kBufferBytes) {
+  } else if (state_ == State::kBody && has_large_payload(header_)) {
     ahead = header_.body_bytes - buffered();  // and nothing of the large payload behind it
   }
   if (straight == 0 && ahead == 0) ahead = sizeof(FrameHeader);

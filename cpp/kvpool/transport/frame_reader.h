@@ -51,6 +51,9 @@ class FrameReader {
   std::vector<Descriptor> take_descriptors() noexcept;
 
   static constexpr std::size_t kBufferBytes = std::size_t{64} << 10;
+  // What is read when nothing is known of what comes: small frames many at once, and of a large payload not so much
+  // that it pays to mind the copy.
+  static constexpr std::size_t kAheadBytes = std::size_t{16} << 10;
 
  private:
   enum class State : std::uint8_t { kHeader, kBody, kLargeBody, kPayload, kTag };
@@ -77,7 +80,7 @@ class FrameReader {
   std::uint64_t sequence_ = 0;  // of the last frame
   FrameHeader header_{};
   Bytes body_;  // of a frame that is not data, or whose body is large
-  std::size_t ahead_ = kBufferBytes;
+  std::size_t ahead_ = kAheadBytes;
 
   // The payload under way.
   Placement placement_;

@@ -59,10 +59,17 @@ std::size_t body_bytes_max(std::uint8_t kind) {
     case FrameKind::kCancel:
     case FrameKind::kFetch:
     case FrameKind::kData:
+    case FrameKind::kMeet:
+    case FrameKind::kOrder:
+    case FrameKind::kStop:
+    case FrameKind::kDepart:
+    case FrameKind::kCopy:
+    case FrameKind::kFlush:
     case FrameKind::kLent:
     case FrameKind::kReserved:
     case FrameKind::kDone:
     case FrameKind::kRefused:
+    case FrameKind::kReported:
       return kBodyBytesMax;
   }
   fail("there is no kind " + std::to_string(kind));

@@ -19,7 +19,12 @@ namespace {
 constexpr std::int64_t kLookNs = 50'000'000;    // how often a thread that waits looks whether it was cancelled
 constexpr std::int64_t kFinishNs = 40'000'000;  // a frame that was begun may take so much longer than it was meant to
 constexpr std::size_t kFramesAtOnce = 64;       // a writer sends so many for others before it returns
-constexpr std::size_t kCallBytes = std::size_t{128} << 10;
+// What one system call takes of a data frame: a quarter, so that the peer reads while the rest is checksummed; no less
+// than a call is worth, and no more than stays in a core's cache from the checksum to the copy. Of 4 MiB, calls of 512
+// KiB instead of 128 take two thirds of the time.
+constexpr std::size_t kCallsPerFrame = 4;
+constexpr std::size_t kCallBytesMin = std::size_t{128} << 10;
+constexpr std::size_t kCallBytesMax = std::size_t{512} << 10;
 constexpr std::size_t kCallPieces = 512;
 static_assert(kCallPieces <= IOV_MAX);
 
@@ -308,10 +313,14 @@ void FrameWriter::send_data(const FrameHeader& header, std::span<const std::byte
 class FrameWriter::DataCursor {
  public:
   DataCursor(const FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces, FrameTag& tag)
-      : pieces_(pieces), tag_(tag), tag_left_(tag.bytes() > 0) {
+      : pieces_(pieces),
+        tag_(tag),
+        tag_left_(tag.bytes() > 0),
+        call_bytes_(std::clamp<std::size_t>(header.payload_bytes / kCallsPerFrame, kCallBytesMin, kCallBytesMax)) {
     tag_.begin();
     add(&header, sizeof(header));
     add(body.data(), body.size());
+    bytes_ = 0;  // they come on top of what a call takes
   }
 
   // What to send next; empty at the end of the frame.
@@ -336,9 +345,9 @@ class FrameWriter::DataCursor {
 
   // To be called once before the first batch.
   void gather() {
-    while (next_ < pieces_.size() && count_ < kCallPieces && bytes_ < kCallBytes) {
+    while (next_ < pieces_.size() && count_ < kCallPieces && bytes_ < call_bytes_) {
       const iovec& piece = pieces_[next_];
-      const std::size_t length = std::min(piece.iov_len - offset_, kCallBytes - bytes_);
+      const std::size_t length = std::min(piece.iov_len - offset_, call_bytes_ - bytes_);
       add(static_cast<const std::byte*>(piece.iov_base) + offset_, length);
       offset_ += length;
       if (offset_ == piece.iov_len) {
@@ -364,13 +373,14 @@ class FrameWriter::DataCursor {
   std::span<const iovec> pieces_;
   FrameTag& tag_;
   bool tag_left_;
+  const std::size_t call_bytes_;
   Tag bytes_of_tag_{};
   std::size_t next_ = 0;    // the first piece that is not wholly in a batch yet
   std::size_t offset_ = 0;  // bytes of it that are
   iovec batch_[kCallPieces + 3];
   std::size_t begin_ = 0;
   std::size_t count_ = 0;
-  std::size_t bytes_ = 0;
+  std::size_t bytes_ = 0;  // of pieces
 };
 
 // Half a frame costs the whole link, and everybody else's requests with it. So one that was begun is finished even when

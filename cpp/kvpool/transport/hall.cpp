@@ -55,10 +55,8 @@ Hall::Hall(Reactor& reactor, EndpointOptions options, Endpoint::Introduce introd
 // ---- listening
 
 std::string Hall::listen(const std::string& text) {
+  check_listen_address(text, !options.secret.empty());
   SockAddress address = parse_address(text);
-  if (address.tcp && options.secret.empty()) {
-    throw Error(ErrorCode::kArgument, "listening at " + text + " needs a secret: anybody can reach a TCP port");
-  }
   Descriptor socket = listen_at(address);
   if (address.tcp && options.door) open_door();
   start(address, std::move(socket));
@@ -228,6 +226,7 @@ SockLinkParts Hall::parts(Descriptor socket, Channel channel, const SessionKeys&
   SockLinkParts parts;
   parts.description = describe_peer(socket);
   parts.pidfd = pidfd_of_peer(socket.get());
+  parts.process = unix_peer(socket.get()).pid;
   parts.socket = std::move(socket);
   parts.keys = keys;
   parts.tag = channel == Channel::kLocal ? TagKind::kNone : TagKind::kMac;  // while they meet

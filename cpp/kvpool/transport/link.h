@@ -75,6 +75,9 @@ class Link {
   // Readable when the peer's process is gone; -1 where the kernel cannot tell (another host, no pidfd). Owned by the
   // link.
   virtual int pidfd() const noexcept = 0;
+  // The peer's process by the kernel's word, as this process would name it; 0 where the kernel does not tell (over TCP,
+  // or from another PID namespace).
+  virtual std::int64_t process() const noexcept { return 0; }
   // For people: "unix", "tcp 10.0.0.2:4000".
   virtual std::string describe() const = 0;
 

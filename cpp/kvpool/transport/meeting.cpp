@@ -1,12 +1,19 @@
 #include "kvpool/transport/meeting.h"
 
 #include <algorithm>
+#include <array>
 #include <string_view>
+#include <vector>
 
 namespace kvpool {
 namespace {
 
 constexpr std::size_t kTextBytesMax = 2048;
+constexpr std::size_t kFieldsMax = 16;
+constexpr std::size_t kFieldNameMax = 64;
+// Of a refusal, what this side understands; as in Error, they are static strings.
+constexpr std::array<std::string_view, 5> kFieldNames = {"epoch", "instance", "retry_after_us", "offered_bytes",
+                                                         "layout_bytes"};
 constexpr std::size_t kHostBytesMax = 255;
 constexpr std::size_t kDoorBytesMax = 107;  // what fits into an abstract socket name
 
@@ -61,7 +68,15 @@ PeerCard read_card_body(std::span<const std::byte> body) {
 Bytes write_reject(const Error& why) {
   Bytes out;
   const std::string_view text = why.what();
-  WireWriter(out).number(static_cast<std::uint8_t>(why.code())).text(text.substr(0, kTextBytesMax));
+  WireWriter writer(out);
+  const std::size_t fields = std::min(why.fields().size(), kFieldsMax);
+  writer.number(static_cast<std::uint8_t>(why.code()))
+      .text(text.substr(0, kTextBytesMax))
+      .number(static_cast<std::uint8_t>(fields));
+  for (std::size_t i = 0; i < fields; ++i) {
+    const auto& [name, value] = why.fields()[i];
+    writer.text(std::string_view(name).substr(0, kFieldNameMax)).number(static_cast<std::uint64_t>(value));
+  }
   return out;
 }
 
@@ -69,11 +84,22 @@ Error read_reject(std::span<const std::byte> body) {
   WireReader in(body);
   const auto code = in.number<std::uint8_t>();
   const std::string text = plain(in.text(kTextBytesMax));
+  std::vector<ErrorField> known;
+  const auto fields = in.number<std::uint8_t>();
+  if (fields > kFieldsMax) throw Error(ErrorCode::kProtocol, "a refusal has " + std::to_string(fields) + " fields");
+  for (int i = 0; i < fields; ++i) {
+    const std::string name = in.text(kFieldNameMax);
+    const auto value = static_cast<std::int64_t>(in.number<std::uint64_t>());
+    const auto* const field = std::find(kFieldNames.begin(), kFieldNames.end(), name);
+    if (field != kFieldNames.end()) known.emplace_back(field->data(), value);
+  }
   in.finish();
   if (code > static_cast<std::uint8_t>(ErrorCode::kCancelled) || text.empty()) {
     return {ErrorCode::kPeerLost, "refused by the peer, and it gave no reason that this version understands"};
   }
-  return {static_cast<ErrorCode>(code), text};
+  Error why(static_cast<ErrorCode>(code), text);
+  for (const auto& [name, value] : known) why.add(name, value);
+  return why;
 }
 
 Bytes write_bye(const Error& why) {

@@ -40,6 +40,7 @@ struct RouteTraits {
   bool one_sided = true;
   bool by_caller = true;  // cheap enough to run in the caller's thread for small transfers
   bool waits = false;     // a write may have to wait for the peer to take it
+  bool whole = true;      // sender and receiver have the whole content at hand, so that they can compare checksums
 };
 
 class Route {

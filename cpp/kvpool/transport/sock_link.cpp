@@ -46,6 +46,7 @@ SockLink::SockLink(Reactor& reactor, SockLinkParts&& parts, std::shared_ptr<Link
       born_(fork_generation()),
       description_(std::move(parts.description)),
       passes_descriptors_(parts.passes_descriptors),
+      process_(parts.process),
       socket_(std::move(parts.socket)),
       pidfd_(std::move(parts.pidfd)),
       wake_(make_eventfd()),

@@ -38,6 +38,7 @@ class LinkMeeting {
 struct SockLinkParts {
   Descriptor socket;  // nonblocking
   Descriptor pidfd;
+  std::int64_t process = 0;
   SessionKeys keys{};
   TagKind tag = TagKind::kNone;
   bool passes_descriptors = false;  // a Unix socket
@@ -65,6 +66,7 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   void attach(std::shared_ptr<void> attachment) noexcept { attachment_ = std::move(attachment); }
   int descriptor(std::size_t index) const noexcept override;
   int pidfd() const noexcept override { return pidfd_.get(); }
+  std::int64_t process() const noexcept override { return process_; }
   std::string describe() const override { return description_; }
   void close(const Error& why) noexcept override;
 
@@ -122,6 +124,7 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   const std::uint32_t born_;
   const std::string description_;
   const bool passes_descriptors_;
+  const std::int64_t process_;
   const Descriptor socket_;
   const Descriptor pidfd_;
   const Descriptor wake_;  // eventfd: ends the sleep of the driver

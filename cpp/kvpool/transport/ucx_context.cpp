@@ -75,8 +75,6 @@ std::shared_ptr<UcxWorker> UcxContextCore::make_worker() {
   return std::make_shared<UcxWorkerCore>(shared_from_this());
 }
 
-std::string UcxContextCore::describe() const { return "UCX " + ucx_.version + " in " + ucx_.path; }
-
 void UcxContextCore::require_no_fork() const {
   if (forked()) throw Error(ErrorCode::kFork, "this process is a fork of the one that opened UCX");
 }
@@ -99,6 +97,23 @@ std::shared_ptr<UcxWorker> make_ucx_worker(const std::string& where, const Media
 std::string describe_ucx(const std::string& where) {
   const UcxLibrary& ucx = load_ucx(where);
   return "UCX " + ucx.version + " in " + ucx.path;
+}
+
+// Two workers of this process choose as two processes do: UCX looks at the host, and at what an endpoint must notice.
+std::vector<std::string> probe_ucx_lanes(const std::string& where) {
+  constexpr std::size_t kBytes = 4096;
+  const std::shared_ptr<std::byte[]> memory(new std::byte[kBytes]);
+  MediaSpans spans;
+  spans[0] = {1, {{memory.get(), kBytes, kBytes}}};
+  const auto context = UcxContext::make(where, spans, memory);
+  const auto here = context->make_worker();
+  const auto there = context->make_worker();
+  PeerCard card;
+  card.name = "probe";
+  card.media[0].blocks = 1;
+  card.media[0].segments = {{reinterpret_cast<std::uint64_t>(memory.get()), kBytes, kBytes}};
+  card.ucx = there->blob();
+  return here->make_route(card)->lanes();
 }
 
 }  // namespace kvpool

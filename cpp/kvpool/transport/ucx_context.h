@@ -22,7 +22,6 @@ class UcxContextCore final : public UcxContext, public std::enable_shared_from_t
   ~UcxContextCore() override;
 
   std::shared_ptr<UcxWorker> make_worker() override;
-  std::string describe() const override;
 
   const UcxLibrary& ucx() const noexcept { return ucx_; }
   ucp_context_h handle() const noexcept { return context_; }

@@ -69,15 +69,18 @@ class UcxContext {
   virtual ~UcxContext() = default;
 
   virtual std::shared_ptr<UcxWorker> make_worker() = 0;
-  // For people: "UCX 1.22.0 in /usr/lib/libucp.so.0".
-  virtual std::string describe() const = 0;
 };
 
 // A context and one worker in it, for all peers.
 std::shared_ptr<UcxWorker> make_ucx_worker(const std::string& where, const MediaSpans& local,
                                            std::shared_ptr<void> keepalive);
 
-// What UcxContext::make() would open, without opening a device. Throws as it does.
+// For people: what UcxContext::make() would open, "UCX 1.22.0 in /usr/lib/libucp.so.0", without opening a device.
+// Throws as it does.
 std::string describe_ucx(const std::string& where);
+
+// Opens it, and asks by which lanes it reaches another process on this host, one a line as UcxRoute::lanes() has them.
+// Throws as UcxContext::make() does.
+std::vector<std::string> probe_ucx_lanes(const std::string& where);
 
 }  // namespace kvpool

@@ -68,7 +68,8 @@ SessionKeys shake_hands(const Descriptor& socket, const SockAddress& address, Ch
 
 void VisitPatience::check() const {
   if (hall_.closed()) throw Error(ErrorCode::kClosed, "the pool was closed while it called " + address_);
-  if (monotonic_ns() >= deadline_ns_) throw Error(ErrorCode::kDeadline, address_ + " did not answer in time");
+  waiting_.check();
+  if (monotonic_ns() >= waiting_.until_ns) throw Error(ErrorCode::kDeadline, address_ + " did not answer in time");
 }
 
 std::shared_ptr<Visit> Visit::begin(const std::shared_ptr<Hall>& hall, const SockAddress& address,
@@ -91,9 +92,10 @@ std::shared_ptr<Visit> Visit::begin(const std::shared_ptr<Hall>& hall, const Soc
   return visit;
 }
 
-std::shared_ptr<Link> Visit::introduce(const VisitPatience& patience) {
+std::shared_ptr<Link> Visit::introduce(const VisitPatience& patience, std::uint64_t meeting) {
   try {
-    const Introduction own = hall_->introduction();
+    Introduction own = hall_->introduction();
+    own.card.meeting = meeting_ = meeting;
     CardFrame own_card = make_card_frame(*link_, own, wants_checksum_);
     link_->attach(own.attachment);
     hold_writer(patience);
@@ -137,7 +139,8 @@ std::shared_ptr<LinkHandler> Visit::on_meeting(SockLink& link, const FrameHeader
   }
   if (hall_->closed()) throw Error(ErrorCode::kClosed, "the pool is being closed");
   link.keep_descriptors(header.flags);
-  const PeerCard theirs = read_card_body(body);
+  PeerCard theirs = read_card_body(body);
+  theirs.meeting = meeting_;
   if (wants_checksum_ && door_.checksum) link.receive_checksums();
   auto handler = hall_->admit(link.shared_from_this(), theirs, /*initiated_here=*/true);
   stage_.store(Stage::kAdmitted);

@@ -12,18 +12,19 @@
 
 namespace kvpool {
 
-// Until a deadline, or until the endpoint is closed.
+// Until a deadline, until the endpoint is closed, or until the caller gives up.
 class VisitPatience final : public Patience {
  public:
-  VisitPatience(const Hall& hall, std::string address, std::int64_t deadline_ns)
-      : hall_(hall), address_(std::move(address)), deadline_ns_(deadline_ns) {}
-  void check() const override;  // throws kDeadline, kClosed
-  std::int64_t deadline_ns() const noexcept { return deadline_ns_; }
+  VisitPatience(const Hall& hall, std::string address, Waiting waiting)
+      : hall_(hall), address_(std::move(address)), waiting_(std::move(waiting)) {}
+  void check() const override;  // throws kDeadline, kClosed, kCancelled
+  std::int64_t deadline_ns() const noexcept { return waiting_.until_ns; }
+  const Waiting& waiting() const noexcept { return waiting_; }
 
  private:
   const Hall& hall_;
   const std::string address_;
-  const std::int64_t deadline_ns_;
+  const Waiting waiting_;
 };
 
 class Visit final : public LinkMeeting {
@@ -36,7 +37,7 @@ class Visit final : public LinkMeeting {
                                       const VisitPatience& patience);
   const DoorBody& door() const noexcept { return door_; }
   // Introduces itself. Returns the link once both sides have admitted each other.
-  std::shared_ptr<Link> introduce(const VisitPatience& patience);
+  std::shared_ptr<Link> introduce(const VisitPatience& patience, std::uint64_t meeting);
   void leave(const Error& why) noexcept { link_->close(why); }
 
   std::shared_ptr<LinkHandler> on_meeting(SockLink& link, const FrameHeader& header, Bytes&& body) override;
@@ -50,6 +51,7 @@ class Visit final : public LinkMeeting {
 
   const std::shared_ptr<Hall> hall_;
   bool wants_checksum_ = false;
+  std::uint64_t meeting_ = 0;  // written before kCardSent
   std::shared_ptr<SockLink> link_;
   std::atomic<Stage> stage_{Stage::kCalled};
   DoorBody door_;                  // written before kDoorSeen

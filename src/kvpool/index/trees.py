@@ -51,16 +51,19 @@ class InstanceIndex(_core.InstanceIndex):
         block_tokens: Tokens a block; that of the instances.
     """
 
-    def apply(self, instance: int, event: StoredEvent | RemovedEvent | MovedEvent, now: int = 0) -> None:
+    def apply(
+        self, instance: int, event: StoredEvent | RemovedEvent | MovedEvent, now: int = 0, *, lasting: bool = False
+    ) -> None:
         """Takes over what a pool's event says.
 
         Args:
             instance: Whose event it is.
             event: From the instance's EventStream.
             now: As in insert.
+            lasting: As in insert: for a router that follows every event of the instance.
         """
         if isinstance(event, StoredEvent):
-            self.insert(event.tokens, instance, now, event.namespace)
+            self.insert(event.tokens, instance, now, event.namespace, lasting=lasting)
         elif isinstance(event, RemovedEvent):
             self.remove(event.tokens, instance, event.first_block, event.namespace)
         elif not isinstance(event, MovedEvent):  # a move changes nothing here: the instance still holds the blocks

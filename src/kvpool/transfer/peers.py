@@ -1,12 +1,23 @@
-"""Who the peers are, and where UCX is."""
+"""Who the peers are, who comes and goes, and where UCX is."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-__all__ = ["PeerInfo", "ucx_library"]
+from kvpool import _core
+from kvpool.errors import Error
+from kvpool.transfer.dispatcher import Dispatcher
+
+__all__ = ["PeerCallback", "PeerEvent", "PeerInfo", "RankInfo", "ucx_library"]
+
+_log = logging.getLogger("kvpool.peers")
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,7 @@ class PeerInfo:
         lent_blocks: Of ours, that it has borrowed.
         borrowed_blocks: Of its, that we have.
         reserved_blocks: Of ours, for its transfers that are under way.
+        transfers: Ours to it, and what it has asked to be sent, that are under way.
     """
 
     name: str
@@ -34,6 +46,85 @@ class PeerInfo:
     lent_blocks: int
     borrowed_blocks: int
     reserved_blocks: int
+    transfers: int
+
+
+@dataclass(frozen=True)
+class PeerEvent:
+    """A peer has come or gone.
+
+    Attributes:
+        name: What it calls itself.
+        kind: "joined": it is connected, whoever called. "lost": it is not any more; transfers with it have failed.
+        instance: The number in the addresses of its blocks.
+        epoch: Of this incarnation: tells a peer that was restarted from the one that was lost.
+        error: Of one that was lost: why, mostly a PeerLost. None for one that joined.
+    """
+
+    name: str
+    kind: Literal["joined", "lost"]
+    instance: int
+    epoch: int
+    error: Error | None = None
+
+
+class PeerCallback(Dispatcher[PeerEvent]):
+    """A callback of `Pool.on_peer`, until it is closed. It runs in a thread of its own, one event after another.
+
+    Use it in a ``with``, or call ``close()``; closing the pool ends it, too.
+    """
+
+    def __init__(self, pool: _core.Pool, callback: Callable[[PeerEvent], object]) -> None:
+        """Use `Pool.on_peer`."""
+        self._pool = weakref.ref(pool)
+        super().__init__(pool, pool._begin_peer_events(), callback, "kvpool-peers")
+
+    def close(self) -> None:
+        """Ends it: when this returns the callback is not running any more. Idempotent.
+
+        The callback itself may call this; then it is the last time that it runs.
+        """
+        pool = self._pool()
+        if pool is not None and not self.closed:
+            with contextlib.suppress(Error):  # the pool is closed, or a parent process's
+                pool._end_peer_events()  # before anybody can begin again
+        super().close()
+
+    def _take(self, pool: _core.Pool) -> PeerEvent | None:
+        event = pool._next_peer_event()
+        if event is None:
+            return None
+        name, instance, epoch, joined, error = event
+        fields = {"peer": name, "instance": instance, "epoch": epoch}
+        if joined:
+            _log.info("%s has joined", name, extra=fields)
+        else:
+            _log.warning("%s is lost: %s", name, error, extra=fields | {"reason": type(error).__name__})
+        return PeerEvent(name, "joined" if joined else "lost", instance, epoch, error)
+
+    def _failed(self, item: PeerEvent) -> None:
+        _log.exception("the callback for %s, which %s, has failed", item.name, item.kind, extra={"peer": item.name})
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A rank of a logical instance, at one moment.
+
+    Attributes:
+        rank: Its number.
+        joined: Whether it has joined; the rest is empty before.
+        pid: Of its process, as it sees itself.
+        host: Boot id and PID namespace of its machine: equal for ranks that share one.
+        link: How it is connected: "unix", "tcp 10.0.0.2:4000"; "closed" when it is lost.
+        address: Where ranks of peers connect to.
+    """
+
+    rank: int
+    joined: bool
+    pid: int
+    host: str
+    link: str
+    address: str
 
 
 def ucx_library(setting: str) -> str:

@@ -17,7 +17,7 @@ class TransferStream:
             for layer in range(layers):
                 compute(layer)
                 stream.send_layer(layer)
-        stream.transfer.wait()
+        stream.wait()
 
     Attributes:
         transfer: The Transfer, to wait for, to ask for its progress, or to cancel.
@@ -39,7 +39,7 @@ class TransferStream:
         Raises:
             ArgumentError: There is no such layer, or it was sent before.
             StateError: The stream was finished.
-            PeerLost, DeadlineExceeded, Cancelled, ...: The transfer has failed meanwhile.
+            PeerLost, DeadlineExceeded, Cancelled, ...: The transfer has failed meanwhile; this is why.
         """
         if self._finished:
             raise StateError("the stream was finished: no layer can follow")
@@ -58,6 +58,27 @@ class TransferStream:
             self.transfer._finish()
             self._finished = True
         return self.transfer
+
+    def wait(self, timeout: float | None = None) -> Transfer:
+        """Waits until the transfer is done: all layers were sent, and the receiver has them. Ctrl-C ends the wait.
+
+        It cannot be done before ``finish()``, which another thread may call meanwhile.
+
+        Args:
+            timeout: Seconds; None waits as long as the transfer's own deadline lets it live.
+
+        Returns:
+            The transfer.
+
+        Raises:
+            TimeoutError: ``timeout`` passed; the transfer goes on.
+            PeerLost, DeadlineExceeded, Cancelled, ...: It failed, as `Transfer.wait` says.
+        """
+        return self.transfer.wait(timeout)
+
+    def done(self) -> bool:
+        """Whether the transfer has ended, one way or another. Does not wait."""
+        return self.transfer.done()
 
     def __enter__(self) -> TransferStream:
         """Itself."""

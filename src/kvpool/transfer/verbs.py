@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import operator
+import secrets
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from kvpool import _core
 from kvpool.config import Settings
-from kvpool.errors import ArgumentTypeError, StateError
-from kvpool.transfer.peers import PeerInfo, ucx_library
+from kvpool.errors import ArgumentError, ArgumentTypeError, DeadlineExceeded, StateError
+from kvpool.transfer.peers import PeerCallback, PeerEvent, PeerInfo, RankInfo, ucx_library
 from kvpool.transfer.received import Received, ReceivedCallback
+from kvpool.transfer.reshard import ParallelConfig
 from kvpool.transfer.stream import TransferStream
-from kvpool.types import HBM
+from kvpool.transfer.ticket import RankTicket
+from kvpool.types import HBM, KVLayout, RawLayout, TransferTotals
 
 __all__ = ["PeerVerbs"]
 
-# Settings that the core takes as they are when the pool begins to speak with peers.
-_SERVICE_SETTINGS = (
-    "model", "lease_s", "reserve_s", "transfer_threads", "trusted_network", "unix_door", "transfers_max",
-    "reserved_max", "received_max",
-)  # fmt: skip
+_log = logging.getLogger("kvpool.peers")
 
 
 class PeerVerbs(_core.Pool):
     """Meeting peers, and what they send. The base of `Pool`, which documents what may be called when."""
 
     settings: Settings
+    parallel: ParallelConfig | None
+    kv_layout: KVLayout | RawLayout
 
     def __init__(self, **options: Any) -> None:
         """See `Pool`."""
         super().__init__(**options)
         self._serving = threading.Lock()
+        self._exporting = threading.Lock()
+        self._rank_address: str | None = None
         self._callback: ReceivedCallback | None = None
+        self._peer_callback: PeerCallback | None = None
 
     @property
     def name(self) -> str | None:
@@ -57,19 +63,30 @@ class PeerVerbs(_core.Pool):
             ArgumentError: The address is none; TCP without a secret.
             StateError: The address is in use; or this pool speaks under another name or with another secret already.
         """
-        self._serve(name, secret)
-        return self._listen(address)
+        wanted = self._settings_for(name, secret)
+        _core._check_listen_address(address, bool(wanted.secret))
+        self._serve(name, wanted)
+        bound = self._listen(address)
+        _log.info("listening at %s", bound, extra={"address": bound})
+        return bound
 
-    def connect(self, address: str, *, secret: str | None = None, timeout: float | None = 5.0) -> str:
+    def connect(
+        self, address: str, *, secret: str | None = None, timeout: float | None = 5.0, wait: bool = True
+    ) -> str:
         """Meets the pool that listens at an address. Either side can send to the other then.
+
+        As long as nobody listens there it tries again, so that two processes may be started in any order. A wrong
+        secret, version or layout fails at once. Both sides may connect to each other: one connection stays. Ctrl-C
+        ends the wait. Releases the GIL.
 
         Args:
             address: What its listen returned.
             secret: What both sides must know; by default the setting.
             timeout: Seconds; None: 30.
+            wait: False: fail at once when nobody listens.
 
         Returns:
-            The peer's name, for the verbs that take a peer.
+            The peer's name, for the verbs that take a peer; also when it was connected already.
 
         Raises:
             PeerLost: Nobody listens there.
@@ -77,24 +94,95 @@ class PeerVerbs(_core.Pool):
             ProtocolError: It is no kvpool, or none that speaks our version.
             LayoutMismatch: Its blocks have another shape, or hold the cache of another model.
             DeadlineExceeded: It did not answer in time.
-            StateError: This pool speaks with another secret already.
+            Busy: Writes of an earlier connection to it are not over.
+            StateError: This pool speaks with another secret already; or the peer has not noticed yet that an earlier
+                connection has ended.
         """
-        self._serve(None, secret)
-        return self._connect(address, timeout)
+        wanted = self._settings_for(None, secret)
+        _core._check_connect_address(address, bool(wanted.secret))
+        self._serve(None, wanted)
+        peer = self._connect(address, timeout, wait)
+        _log.info("met %s at %s", peer, address, extra={"peer": peer, "address": address})
+        return peer
 
-    def _serve(self, name: str | None, secret: str | None) -> None:
-        """Begins to speak with peers, if it has not begun."""
+    def export_rank(self, rank: int, *, address: str | None = None) -> str:
+        """What a worker needs to become a rank of this logical instance: text for `RankArena.join`.
+
+        It holds no secret. A rank is never replaced: when one is lost, so is the instance, whose verbs raise PeerLost
+        from then on.
+
+        Args:
+            rank: Number of the rank; it must hold a layer.
+            address: Where the worker connects to: an address of this pool's `listen`, as the worker's host knows it.
+                By default a Unix socket of this host.
+
+        Returns:
+            A line of JSON.
+
+        Raises:
+            StateError: The pool is an instance of one rank: make it with ``parallel=``.
+            ArgumentError: There is no such rank, or it holds no layer.
+        """
+        if self.parallel is None or not isinstance(self.kv_layout, KVLayout):
+            raise StateError("this pool is an instance of one rank: make it with parallel=ParallelConfig(...)")
+        number = operator.index(rank)
+        slices = self.parallel.slices(self.kv_layout)
+        if not 0 <= number < len(slices) or slices[number].layout is None:
+            raise ArgumentError(
+                f"there is no rank {number} that holds a layer; ranks are 0 to {len(slices) - 1}", rank=number
+            )
+        if address is None:
+            with self._exporting:
+                if self._rank_address is None:
+                    self._rank_address = self.listen(f"unix:@kvpool-{secrets.token_hex(16)}")
+                address = self._rank_address
+        epoch, instance = self._scheduler_facts()
+        capacity = self._stats()
+        return RankTicket(
+            address=address,
+            epoch=epoch,
+            instance=instance,
+            name=self._name() or "",
+            rank=number,
+            layout=self.kv_layout,
+            parallel=self.parallel,
+            hbm_blocks=capacity["hbm"]["capacity"],
+            dram_blocks=capacity["dram"]["capacity"],
+        ).text()
+
+    def ranks(self) -> list[RankInfo]:
+        """The ranks of this logical instance that hold a part of its blocks, joined or not.
+
+        Raises:
+            StateError: The pool is an instance of one rank.
+        """
+        return [RankInfo(*rank) for rank in self._ranks()]
+
+    def wait_for_ranks(self, timeout: float | None = 30.0) -> None:
+        """Waits until all ranks have joined; before, the instance cannot meet peers. Releases the GIL.
+
+        Args:
+            timeout: Seconds; None: 30.
+
+        Raises:
+            DeadlineExceeded: Some have not joined in time.
+            PeerLost: One was lost meanwhile.
+            StateError: The pool is an instance of one rank, or no rank was exported yet.
+        """
+        if self._wait_for_ranks(timeout):
+            return
+        missing = [rank.rank for rank in self.ranks() if not rank.joined]
+        raise DeadlineExceeded(f"ranks {missing} have not joined within the timeout")
+
+    def _settings_for(self, name: str | None, secret: str | None) -> Settings:
         given = {key: value for key, value in (("name", name), ("secret", secret)) if value is not None}
-        wanted = dataclasses.replace(self.settings, **given)  # type: ignore[arg-type]  # replace() checks the types
+        return dataclasses.replace(self.settings, **given)  # type: ignore[arg-type]  # replace() checks the types
+
+    def _serve(self, name: str | None, wanted: Settings) -> None:
+        """Begins to speak with peers, if it has not begun."""
         with self._serving:
             if self._name() is None:
-                self._start_service(
-                    name=wanted.name,
-                    secret=wanted.secret,
-                    routes=list(wanted.routes),
-                    ucx=ucx_library(wanted.ucx),
-                    **{setting: getattr(wanted, setting) for setting in _SERVICE_SETTINGS},
-                )
+                self._start_service(wanted, ucx_library(wanted.ucx))
                 self.settings = wanted
             elif (name is not None and name != self._name()) or wanted.secret != self.settings.secret:
                 what = "with another secret" if wanted.secret != self.settings.secret else f"as {self._name()!r}"
@@ -103,6 +191,15 @@ class PeerVerbs(_core.Pool):
     def peers(self) -> list[PeerInfo]:
         """The peers that are connected now."""
         return [PeerInfo(*peer) for peer in self._peers()] if self._name() is not None else []
+
+    def transfer_totals(self) -> dict[str, TransferTotals]:
+        """How the transfers ended that this pool has begun: "send" (transfer and its like) and "fetch".
+
+        Empty before it has met a peer. What peers send or fetch by themselves counts there.
+        """
+        if self._name() is None:
+            return {}
+        return {kind: TransferTotals(*totals) for kind, totals in self._transfer_counts().items()}
 
     def open_transfer(
         self,
@@ -175,12 +272,38 @@ class PeerVerbs(_core.Pool):
             self._callback = ReceivedCallback(self, callback)
             return self._callback
 
+    def on_peer(self, callback: Callable[[PeerEvent], object]) -> PeerCallback:
+        """Calls back when a peer joins or is lost, in a thread that the pool keeps for it.
+
+        First comes a "joined" for each peer that is connected now, so that none is missed. Events come in order, one at
+        a time. What becomes of a connection that both sides made at once, or of a peer that replaces itself, is one
+        story: "lost" always follows "joined" of the same incarnation. An exception goes to the logger "kvpool.peers".
+
+        Args:
+            callback: Takes a PeerEvent.
+
+        Returns:
+            A handle whose close() ends it.
+
+        Raises:
+            StateError: There is a callback already; or the pool has no peers yet: call listen or connect first.
+        """
+        if not callable(callback):
+            raise ArgumentTypeError(f"callback must be callable, and is {type(callback).__name__}")
+        with self._serving:
+            if self._peer_callback is not None and not self._peer_callback.closed:
+                raise StateError("there is a callback already: close it first")
+            self._peer_callback = PeerCallback(self, callback)
+            return self._peer_callback
+
     def close(self) -> None:
         """Ends the pool: every verb raises ClosedError from now on. Views of the memory stay valid. Idempotent.
 
-        Peers are told; transfers that are under way end with ClosedError here and PeerLost there.
+        Peers are told; transfers that are under way end with ClosedError here and PeerLost there. The memory is free
+        as soon as no view shows it. Only what a peer may still write to by its address (cma, ucx; a process that was
+        stopped in a write) is kept until that peer has ended.
         """
         super().close()
-        callback = self._callback
-        if callback is not None:
-            callback.close()
+        for callback in (self._callback, self._peer_callback):
+            if callback is not None:
+                callback.close()

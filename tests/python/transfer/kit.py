@@ -33,33 +33,31 @@ from kit import prompt, small_layout, small_pool, state_of, store
 import kvpool
 
 __all__ = [
-    "BLOCK_ROUTES", "SECRET", "Child", "Pair", "address_of", "blocks_at_peers", "content", "eventually", "fill",
-    "local_settings", "pair_of", "prompt", "route_or_skip", "shared_child", "small_layout",
-    "small_pool", "state_of", "store", "wait_for",
+    "BLOCK_ROUTES", "SECRET", "UCX_SETTINGS", "Child", "Pair", "address_of", "blocks_at_peers", "content",
+    "environment", "eventually", "fill", "local_settings", "pair_of", "prompt", "route_or_skip", "shared_child",
+    "small_layout", "small_pool", "state_of", "store", "wait_for",
 ]  # fmt: skip
 
 PRELUDE = "from transfer.kit import *\nimport asyncio, kvpool, numpy as np, os, signal, threading, time"
 SECRET = "what the tests know"
-BLOCK_ROUTES = ["loopback", "shm", "cma", "sock-unix", "sock-tcp", "ucx"]
+# What UCX may use on each route by it, which it reads from the environment when a context is made.
+UCX_SETTINGS = {
+    "ucx-cma": {"UCX_TLS": "posix,cma"},
+    "ucx-tcp": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
+}
+BLOCK_ROUTES = ["loopback", "shm", "cma", "sock-unix", "sock-tcp", *UCX_SETTINGS]
 _numbers = itertools.count(1)
 
 
 # ---- the other process
 
 
-class Child:
+class Remote:
     """A Python process that runs the code that it is sent, one piece after another, in one namespace."""
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        folder = str(Path(__file__).parents[1])
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)])}
-        code = f"from transfer.kit import serve; serve({theirs.fileno()})"
-        self.process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-W", "error", "-c", code],
-            pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        theirs.close()
+    ANSWER_SECONDS = 60.0
+
+    def __init__(self, ours: socket.socket) -> None:
         self._connection = multiprocessing.connection.Connection(ours.detach())
 
     def __call__(self, code: str, **values: Any) -> Any:
@@ -70,13 +68,31 @@ class Child:
     def send(self, code: str, **values: Any) -> None:
         self._connection.send((code, values))
 
-    def answer(self, timeout: float = 60) -> Any:
+    def answer(self, timeout: float | None = None) -> Any:
+        timeout = self.ANSWER_SECONDS if timeout is None else timeout
         assert self._connection.poll(timeout), f"no answer within {timeout} s"
         worked, value, text = self._connection.recv()
         if worked:
             return value
         value.add_note(text) if hasattr(value, "add_note") else None
         raise value
+
+
+class Child(Remote):
+    """One that is started with an interpreter of its own."""
+
+    def __init__(self, **variables: str) -> None:
+        """`variables`: of its environment, in place of those of this process."""
+        ours, theirs = socket.socketpair()
+        folder = str(Path(__file__).parents[1])
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)])} | variables
+        code = f"from transfer.kit import serve; serve({theirs.fileno()})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-W", "error", "-c", code],
+            pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        theirs.close()
+        super().__init__(ours)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)
@@ -93,16 +109,19 @@ class Child:
 
 def serve(descriptor: int) -> None:
     """What a Child runs."""
-    connection = multiprocessing.connection.Connection(descriptor)
-    namespace: dict[str, Any] = {}
-    run(
+    obey(
+        multiprocessing.connection.Connection(descriptor), {},
         "from kit import *\nfrom transfer.kit import *\nimport kvpool, numpy as np, os, signal, threading, time",
-        namespace,
-    )
+    )  # fmt: skip
+
+
+def obey(connection: multiprocessing.connection.Connection, namespace: dict[str, Any], prelude: str) -> None:
+    """The other side of a Remote, until this one ends. Closes the pools that are left."""
+    run(prelude, namespace)
     while True:
         try:
             code, values = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             break
         try:
             answer = (True, run(code, namespace, **values), "")
@@ -125,15 +144,17 @@ def run(code: str, namespace: dict[str, Any], **values: Any) -> Any:
     return eval(compile(ast.Expression(last.value), "<test>", "eval"), namespace)
 
 
-_shared: list[Child] = []
+_shared: dict[str, Child] = {}
 
 
-def shared_child() -> Child:
-    """One process serves many tests; a test that ends or damages it takes one of its own."""
-    if not _shared or _shared[-1].process.poll() is not None:
-        _shared.append(Child())
-        atexit.register(_shared[-1].close)
-    return _shared[-1]
+def shared_child(route: str) -> Child:
+    """One process serves many tests; a test that ends or damages it takes one of its own. Each way of UCX has another
+    one, whose environment says so from its start."""
+    way = route if route in UCX_SETTINGS else ""
+    if way not in _shared or _shared[way].process.poll() is not None:
+        _shared[way] = Child(**UCX_SETTINGS.get(way, {}))
+        atexit.register(_shared[way].close)
+    return _shared[way]
 
 
 # ---- pairs of pools
@@ -151,9 +172,9 @@ class Pair:
 
 
 def route_or_skip(route: str) -> str:
-    if route == "ucx" and importlib.util.find_spec("libucx") is None:
+    if route.startswith("ucx") and importlib.util.find_spec("libucx") is None:
         pytest.skip("libucx is not installed")
-    if route == "cma" and not _may_write_processes():
+    if route in ("cma", "ucx-cma") and not _may_write_processes():
         pytest.skip("this machine lets no process write to another one's memory")
     return route
 
@@ -168,6 +189,21 @@ def local_settings(route: str) -> dict[str, Any]:
     """Settings under which blocks travel by this route and no other one."""
     name = route.partition("-")[0]
     return {"routes": (name,), "secret": SECRET, "lease_s": 2.0, "unix_door": route != "sock-tcp"}
+
+
+@contextlib.contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """This process has them meanwhile, for a library that asks now."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def address_of(route: str) -> str:
@@ -193,13 +229,14 @@ def pair_of(
             return run(code, namespace, **values)
 
     else:
-        child = child or shared_child()
+        child = child or shared_child(route)
         there = child
     there("pool = small_pool(**options)", options=b_options)
     pool = small_pool(**a_options)
     try:
         address = there("pool.listen(address)", address=address_of(route))
-        to_b = pool.connect(address)
+        with environment(UCX_SETTINGS.get(route, {})):
+            to_b = pool.connect(address)
         to_a = there("wait_for(lambda: pool.peers())[-1].name")
         assert to_a == pool.name
         yield Pair(pool, there, to_b, to_a, child)

@@ -25,13 +25,13 @@ assert (memory[:2048] == memory[2048:]).all()
 
 @pytest.mark.parametrize("nixl_first", [True, False])
 def test_nixl_and_kvpool_use_their_own_ucx_in_one_process(nixl_first):
-    route_or_skip("ucx")
+    route_or_skip("ucx-cma")
     pytest.importorskip("nixl_cu13")
     child = Child()
     try:
         if nixl_first:
             child(NIXL)
-        with pair_of("ucx", child=child) as pair:
+        with pair_of("ucx-cma", child=child) as pair:
             addrs = pair.a.alloc(3)
             sent = fill(pair.a, addrs)
             transfer = pair.a.transfer(pair.to_b, addrs).wait()

@@ -10,8 +10,10 @@ import pytest
 from kit import run_script
 from transfer.kit import (
     SECRET,
+    UCX_SETTINGS,
     Child,
     address_of,
+    environment,
     eventually,
     fill,
     local_settings,
@@ -81,12 +83,129 @@ def test_another_model_is_refused(child):
         assert pool.peers() == []
 
 
-def test_nobody_there_is_told_at_once():
+def test_nobody_there_is_told_at_once_or_at_the_deadline():
+    with small_pool(secret="x") as pool:
+        for nowhere in (address_of("shm"), "tcp:127.0.0.1:1", "unix:/tmp/kvpool-nobody-here"):
+            with pytest.raises(kvpool.PeerLost):
+                pool.connect(nowhere, wait=False)
+            with pytest.raises(kvpool.PeerLost, match=r"nobody listened at .* during 0\.\d s"):
+                pool.connect(nowhere, timeout=0.1)
+
+
+@pytest.mark.parametrize("address", ["unix", "abstract", "tcp"])
+def test_two_processes_may_be_started_in_any_order(address, tmp_path, child):
+    with small_pool(secret=SECRET, name="a") as spare:  # a port that is free
+        port = spare.listen("tcp:127.0.0.1:0").rpartition(":")[2]
+    where = {"unix": f"unix:{tmp_path}/door", "abstract": address_of("shm"), "tcp": f"tcp:127.0.0.1:{port}"}[address]
+    child.send("pool = small_pool(secret=secret)\npool.connect(where, timeout=30)", secret=SECRET, where=where)
+    with small_pool(secret=SECRET, name="late") as pool:
+        pool.listen(where)
+        assert child.answer() == "late"
+
+
+def test_both_sides_may_connect_and_a_peer_that_is_connected_is_no_error(child):
+    settings = {"secret": SECRET, "routes": ("shm", "sock")}
+    with small_pool(name="a", **settings) as pool:
+        here = pool.listen(address_of("shm"))
+        for _ in range(10):
+            there = child("pool = small_pool(name='b', **settings)\npool.listen(where)", settings=settings,
+                          where=address_of("shm"))  # fmt: skip
+            child.send("pool.connect(where)", where=here)
+            assert pool.connect(there) == "b"
+            assert child.answer() == "a"
+            assert pool.connect(there) == "b"
+            assert child("pool.connect(where)", where=here) == "a"
+            addrs = pool.alloc(1)
+            pool.transfer("b", addrs).wait()
+            child("pool.transfer('a', pool.alloc(1)).wait()\npool.close()")
+            pool.received(5).close()
+            pool.free(addrs)
+            eventually(lambda: pool.peers() == [])
+
+
+def test_the_application_hears_of_peers_that_come_and_go(child):
+    heard: list[kvpool.PeerEvent] = []
+    with small_pool(name="a", lease_s=1.0) as pool:
+        with pytest.raises(kvpool.StateError):
+            pool.on_peer(heard.append)
+        where = pool.listen(address_of("shm"))
+        child("pool = small_pool(name='b')\npool.connect(where)", where=where)
+        with pytest.raises(kvpool.ArgumentTypeError):
+            pool.on_peer(7)  # type: ignore[arg-type]
+        eventually(pool.peers)
+        with pool.on_peer(heard.append) as callback:
+            with pytest.raises(kvpool.StateError, match="already"):
+                pool.on_peer(print)
+            eventually(lambda: len(heard) == 1)  # it was here before
+            assert (heard[0].name, heard[0].kind, heard[0].error) == ("b", "joined", None)
+            assert heard[0].instance == pool.peers()[0].instance
+            assert heard[0].epoch == pool.peers()[0].epoch
+            child.kill()
+            eventually(lambda: len(heard) == 2)
+            assert (heard[1].name, heard[1].kind, heard[1].epoch) == ("b", "lost", heard[0].epoch)
+            assert isinstance(heard[1].error, kvpool.PeerLost)
+            with small_pool(name="c") as other:
+                other.connect(where)
+                eventually(lambda: len(heard) == 3)
+                assert (heard[2].name, heard[2].kind) == ("c", "joined")
+        assert callback.closed
+        with small_pool(name="d") as unheard, pool.on_peer(lambda event: heard.append(event) or 1 / 0):
+            unheard.connect(where)
+            eventually(lambda: any(event.name == "d" for event in heard))
+        last = pool.on_peer(heard.append)
+    assert last.closed
+
+
+def test_a_first_call_that_is_wrong_leaves_no_trace():
     with small_pool() as pool:
-        with pytest.raises(kvpool.PeerLost):
-            pool.connect(address_of("shm"))
-        with pytest.raises(kvpool.PeerLost):
-            pool.connect("tcp:127.0.0.1:1", secret="x") if pool.name is None else pool.connect("unix:@nobody")
+        for call in (pool.listen, pool.connect):
+            with pytest.raises(kvpool.ArgumentError, match="tcp:HOST:PORT"):
+                call("tcp:nonsense")  # said first, whatever else is wrong
+            with pytest.raises(kvpool.ArgumentError, match="secret"):
+                call("tcp:127.0.0.1:0")
+            assert pool.name is None
+        pool.listen("tcp:127.0.0.1:0", secret="given now")
+
+
+def test_no_error_shows_the_secret():
+    script = """
+import dataclasses, types
+from transfer.kit import *
+pool = small_pool(secret="hush-hush")
+wrong = dataclasses.asdict(pool.settings) | {"model": "\\udc80"}  # no UTF-8, so nothing that the core can take
+try:
+    pool._start_service(types.SimpleNamespace(**wrong), "wheel")
+except TypeError as error:
+    assert "model" in str(error), error
+    print(error)
+"""
+    run = run_script(script)
+    assert "model" in run.stdout
+    assert "hush" not in run.stdout + run.stderr
+
+
+def test_a_pool_that_is_closed_gives_its_memory_back_whatever_handle_is_kept():
+    run_script("""
+from pathlib import Path
+from transfer.kit import *
+def mapped():
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "memfd:kvpool" in line]
+for routes in (("loopback",), ("shm",), ("sock",)):
+    one, two = small_pool(routes=routes), small_pool(routes=routes)
+    assert mapped()
+    peer = two.connect(one.listen(address_of("shm")))
+    addrs = two.alloc(2)
+    kept = [two.transfer(peer, addrs, private=b"x").wait(), two.open_transfer(peer, addrs), one.received(5)]
+    kept += [two.fetch(peer, one.alloc(1)), two.alloc(1, instance=peer)]
+    two.close()
+    one.close()
+    eventually(lambda: not mapped())
+    view = small_pool()
+    assert mapped()
+    view.close()
+    assert not mapped()
+""")
 
 
 def test_somebody_who_does_not_answer_is_not_waited_for(tmp_path):
@@ -305,12 +424,13 @@ transfer = two.transfer(peer, two.alloc(1))
 """)
 
 
-def test_blocks_of_a_killed_peer_are_released_when_it_wrote_by_ucx_over_tcp():
+@pytest.mark.parametrize("route", UCX_SETTINGS)
+def test_blocks_of_a_killed_peer_that_was_met_over_tcp_are_released_when_it_wrote_by_ucx(route):
     """Its link has no descriptor of its process, and UCX may still deliver what it sent: both need a proof."""
-    route_or_skip("ucx")
+    route_or_skip(route)
     settings = {"routes": ("ucx",), "unix_door": False, "lease_s": 1.0, "secret": "s"}
-    child = Child()
-    with small_pool(**settings) as pool:
+    child = Child(**UCX_SETTINGS[route])
+    with environment(UCX_SETTINGS[route]), small_pool(**settings) as pool:
         child("pool = small_pool(**settings)", settings=settings)
         child("peer = pool.connect(address)", address=pool.listen("tcp:127.0.0.1:0"))
         child("stream = pool.open_transfer(peer, pool.alloc(4))\nstream.send_layer(0)")

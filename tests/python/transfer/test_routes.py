@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from types import SimpleNamespace
 
 import pytest
-from transfer.kit import BLOCK_ROUTES, Child, address_of, pair_of, route_or_skip, small_pool
+from transfer.kit import BLOCK_ROUTES, UCX_SETTINGS, Child, address_of, pair_of, route_or_skip, small_pool
 
 import kvpool
 from kvpool.transfer.peers import ucx_library
@@ -20,6 +21,28 @@ def test_a_setting_limits_the_routes(route):
         assert peer.link.startswith("tcp 127.0.0.1:" if route == "sock-tcp" else "unix")
         with pytest.raises(kvpool.Unsupported, match=f"there are: {peer.routes[0]}"):
             pair.a.transfer(pair.to_b, pair.a.alloc(1), route="sock" if peer.routes[0] != "sock" else "shm")
+
+
+@pytest.mark.parametrize(("route", "lane"), [("ucx-cma", "cma/memory"), ("ucx-tcp", "tcp/lo")])
+def test_ucx_writes_by_the_lane_that_the_route_is_named_after(route, lane, tmp_path):
+    """As UCX itself tells, of both sides: this process has loaded it, and has no file for that."""
+    assert set(UCX_SETTINGS) == {"ucx-cma", "ucx-tcp"}
+    route_or_skip(route)
+    child = Child(UCX_PROTO_INFO="y", UCX_LOG_FILE=f"{tmp_path}/%p")
+    child(
+        "with pair_of(route) as pair:\n"
+        "    pair.a.transfer(pair.to_b, pair.a.alloc(2)).wait()\n"
+        "    pair.b('pool.transfer(peer, pool.alloc(2)).wait()\\nNone', peer=pair.to_a)\n"
+        "    pair.a.received(5).close()\n"
+        "    pair.b('pool.received(5).close()')",
+        route=route,
+    )
+    child.close()
+    logs = [log.read_text() for log in tmp_path.iterdir()]
+    assert len(logs) == 2
+    for log in logs:
+        assert "remote memory write" in log
+        assert set(re.findall(r"\| +(\S+/\S+) +\|$", log, re.MULTILINE)) == {lane}
 
 
 def test_the_memory_of_a_process_is_opened_only_if_both_sides_say_so():

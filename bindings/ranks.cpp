@@ -1,0 +1,113 @@
+// Logical instances: their ranks, at the scheduler and in the processes that hold them.
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "bind.h"
+#include "gil.h"
+#include "kvpool/pool/pool.h"
+#include "kvpool/pool/rank_hub.h"
+#include "kvpool/pool/rank_node.h"
+#include "reshard.h"
+#include "service.h"
+
+namespace kvpool::bindings {
+namespace {
+
+py::list ranks(Pool& pool) {
+  std::vector<RankInfo> ranks;
+  {
+    Service& service = service_of(pool);
+    const GilReleased released;
+    ranks = service.ranks();
+  }
+  py::list list;
+  for (const RankInfo& rank : ranks) {
+    list.append(py::make_tuple(rank.rank, rank.joined, rank.pid, rank.host, rank.link, rank.address));
+  }
+  return list;
+}
+
+// What a rank needs to know of its scheduler, beside what Python knows.
+py::tuple scheduler_facts(Pool& pool) {
+  Service& service = service_of(pool);
+  return py::make_tuple(service.epoch(), pool.instance());
+}
+
+LocalMemory memory_of(Pool& pool) { return {pool.layout(), {pool.arena(Medium::kHbm), pool.arena(Medium::kDram)}}; }
+
+// Waits for threads.
+void destroy(RankNode* node) {
+  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
+    delete node;
+    return;
+  }
+  const GilReleased released;
+  delete node;
+}
+
+std::shared_ptr<RankNode> join(Pool& memory, const std::string& name, const std::string& secret,
+                               const std::string& model, std::vector<std::string> routes, double lease_s,
+                               int transfer_threads, bool trusted_network, bool unix_door, const std::string& ucx,
+                               const std::string& scheduler, std::uint64_t epoch, std::uint32_t instance,
+                               std::uint32_t rank, const std::string& listen, py::handle timeout) {
+  const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
+  RankOptions options;
+  options.service.name = name;
+  options.service.secret = secret;
+  options.service.model = model;
+  options.service.routes = std::move(routes);
+  options.service.lease_ns = static_cast<std::int64_t>(lease_s * 1e9);  // checked by kvpool.Settings
+  options.service.worker_threads = transfer_threads;
+  options.service.trusted_network = trusted_network;
+  options.service.unix_door = unix_door;
+  options.service.ucx = ucx;
+  options.scheduler = scheduler;
+  options.scheduler_epoch = epoch;
+  options.instance = instance;
+  options.rank = rank;
+  options.listen = listen;
+  const LocalMemory local = memory_of(memory);
+  return call_interruptibly([&](const GivenUp& given_up) {
+    return std::shared_ptr<RankNode>(RankNode::join(options, local, Waiting(deadline, given_up)).release(), destroy);
+  });
+}
+
+}  // namespace
+
+void bind_ranks(py::module_& module, PoolClass& pool) {
+  pool.def("_ranks", &ranks).def("_scheduler_facts", &scheduler_facts);
+  pool.def(
+      "_wait_for_ranks",
+      [](Pool& self, py::handle timeout) {
+        const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
+        Service& service = service_of(self);
+        return wait_interruptibly(deadline, [&](std::int64_t until) { return service.wait_for_ranks(until); });
+      },
+      py::arg("timeout"));
+  py::class_<RankNode, std::shared_ptr<RankNode>>(module, "RankNode", "A rank of a logical instance: kvpool.RankArena.")
+      .def_property_readonly("address", &RankNode::address)
+      .def("lost",
+           [](const RankNode& self) -> py::object {
+             const auto why = self.lost();
+             return why ? exception_from(*why) : py::none();
+           })
+      .def(
+          "wait_lost",
+          [](RankNode& self, py::handle timeout) {
+            const std::int64_t deadline = deadline_from(timeout, kForever / 2);
+            return wait_interruptibly(deadline, [&](std::int64_t until) { return self.wait_lost(until); });
+          },
+          py::arg("timeout"))
+      .def("close", &RankNode::close, py::call_guard<GilReleased>());
+  module.def("_join_rank", &join, py::arg("memory"), py::kw_only(), py::arg("name"), py::arg("secret"),
+             py::arg("model"), py::arg("routes"), py::arg("lease_s"), py::arg("transfer_threads"),
+             py::arg("trusted_network"), py::arg("unix_door"), py::arg("ucx"), py::arg("scheduler"), py::arg("epoch"),
+             py::arg("instance"), py::arg("rank"), py::arg("listen"), py::arg("timeout"));
+}
+
+}  // namespace kvpool::bindings

@@ -1,0 +1,35 @@
+// How long a call may wait for others, and whether its caller still wants it to.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+
+#include "kvpool/base/error.h"
+
+namespace kvpool {
+
+// Asked now and then by the thread that waits, several times a second: true when the caller wants no more (Ctrl-C).
+// Empty: nobody has a say.
+using GivenUp = std::function<bool()>;
+
+struct Waiting {
+  // A time of CLOCK_MONOTONIC is a whole Waiting for most callers.
+  Waiting(std::int64_t until) noexcept : until_ns(until) {}  // NOLINT(google-explicit-constructor)
+  Waiting(std::int64_t until, GivenUp asked) : until_ns(until), given_up(std::move(asked)) {}
+
+  // Until when to wait before looking at given_up again.
+  std::int64_t slice_ns(std::int64_t now_ns) const noexcept {
+    constexpr std::int64_t kSliceNs = 100'000'000;
+    return given_up && now_ns < until_ns - kSliceNs ? now_ns + kSliceNs : until_ns;
+  }
+  // Throws kCancelled.
+  void check() const {
+    if (given_up && given_up()) throw Error(ErrorCode::kCancelled, "the caller has given up waiting");
+  }
+
+  std::int64_t until_ns;
+  GivenUp given_up;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,282 @@
+#include "kvpool/pool/lane.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "kvpool/base/strips.h"
+#include "kvpool/transport/data_body.h"
+#include "kvpool/transport/reactor.h"
+#include "kvpool/transport/route_choice.h"
+
+namespace kvpool {
+namespace {
+
+// What a cancelled write had begun is in place, or the lane is given up, so long after its end at the latest.
+constexpr std::int64_t kSettleNs = 1'000'000'000;
+
+std::uint64_t block_bytes(const PeerCard& peer) noexcept {
+  std::uint64_t bytes = 0;
+  for (const std::uint64_t piece : peer.piece_bytes) bytes += piece;
+  return bytes;
+}
+
+}  // namespace
+
+Lane::Lane(MediaSpans local, PeerCard peer, bool peer_writes_directly, Events events)
+    : local_(std::move(local)),
+      peer_(std::move(peer)),
+      peer_writes_directly_(peer_writes_directly),
+      events_(std::move(events)),
+      peer_block_bytes_(block_bytes(peer_)) {}
+
+void Lane::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes) {
+  const std::lock_guard lock(mutex_);
+  link_ = std::move(link);
+  routes_ = std::move(routes);
+}
+
+// --- writing ---
+
+Lane::Routes Lane::begin_write() {
+  const std::lock_guard lock(mutex_);
+  if (why_departing_) throw Error(*why_departing_);
+  writes_.fetch_add(1);
+  return routes_;
+}
+
+// Whether there is nothing more to hear on the link, either.
+bool Lane::say_over(Link& link) noexcept {
+  try {
+    link.send(Message{FrameKind::kCancel, 0, 0, {}});
+  } catch (const std::exception& failure) {
+    link.close(Error(ErrorCode::kPeerLost, failure.what()));  // it tells less, and nothing wrong
+  }
+  const std::lock_guard lock(mutex_);
+  said_ = true;
+  return peer_said_ || !peer_writes_directly_;
+}
+
+bool Lane::is_departing() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return why_departing_.has_value();
+}
+
+void Lane::end_write() noexcept {
+  writes_.fetch_sub(1);
+  part_if_idle();
+}
+
+WriteOutcome Lane::write(const WriteRequest& request) {
+  const Routes routes = begin_write();
+  struct End {
+    Lane& lane;
+    ~End() { lane.end_write(); }
+  } const end{*this};
+
+  const std::uint64_t pieces = request.from.size() * request.strips.size();
+  const std::uint64_t bytes = request.from.size() * strip_bytes(request.strips);
+  const auto route = cheapest_route(routes, "", pieces, bytes, reach_of(request.to));
+  if (route == nullptr) {
+    throw Error(ErrorCode::kUnsupported, "there is no route to these blocks of " + peer_.name);
+  }
+  const bool placed_by_receiver = !route->traits().one_sided;
+  try {
+    const WriteOutcome outcome = route->write(request);
+    if (placed_by_receiver) flush(request.deadline_ns);
+    return outcome;
+  } catch (const Error& error) {
+    // When this side is departing, a route ends its writes so; what they had begun is over, or settled below.
+    if (error.code() == ErrorCode::kPeerLost && !is_departing()) break_off(error);
+    if (placed_by_receiver && error.code() != ErrorCode::kArgument) settle(error);
+    throw;
+  } catch (const std::exception& failure) {  // no memory, and frames may have gone before
+    if (placed_by_receiver) settle(Error(ErrorCode::kOutOfMemory, failure.what()));
+    throw;
+  }
+}
+
+// What was sent before is in place when the answer is here: a link handles one frame after the other.
+void Lane::flush(const Waiting& waiting) {
+  std::shared_ptr<Link> link;
+  {
+    const std::lock_guard lock(mutex_);
+    link = link_;
+  }
+  if (link == nullptr) throw Error(ErrorCode::kPeerLost, "the lane to " + peer_.name + " has ended");
+  const std::uint64_t own = flushes_.fetch_add(1) + 1;
+  link->send(Message{FrameKind::kFlush, 0, own, {}});
+  const auto done = [&] { return flushed_.load(std::memory_order_acquire) >= own; };
+  while (!done()) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (ended_) throw Error(ErrorCode::kPeerLost, "the lane to " + peer_.name + " has ended");
+    }
+    const std::int64_t now = monotonic_ns();
+    if (now >= waiting.until_ns) {
+      throw Error(ErrorCode::kDeadline, peer_.name + " did not place in time what was sent to it");
+    }
+    static_cast<void>(link->drive(waiting.slice_ns(now), done));
+    waiting.check();
+  }
+}
+
+void Lane::settle(const Error& why) {
+  try {
+    flush(monotonic_ns() + kSettleNs);
+  } catch (const std::exception&) {
+    break_off(why);
+  }
+}
+
+// REQUIRES: a write is under way here.
+void Lane::break_off(const Error& why) {
+  std::shared_ptr<Link> link;
+  const Error lost(ErrorCode::kPeerLost, "the lane to " + peer_.name + " is broken: " + why.what());
+  {
+    const std::lock_guard lock(mutex_);
+    broken_ = true;
+    link = link_;
+  }
+  depart(lost);
+  if (link != nullptr) link->close(lost);
+  throw Error(lost);
+}
+
+// --- parting ---
+
+void Lane::depart(const Error& why) noexcept {
+  Routes routes;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!why_departing_)
+      why_departing_ = Error(why.code() == ErrorCode::kClosed ? why.code() : ErrorCode::kPeerLost, why.what());
+    routes = routes_;
+  }
+  for (const auto& route : routes) route->close();
+  part_if_idle();
+}
+
+// Says that this side writes no more, once that is so, and lets go of the link when there is nothing more to hear on
+// it.
+void Lane::part_if_idle() noexcept {
+  std::shared_ptr<Link> link;
+  bool say = false;
+  bool leave = false;
+  Routes gone;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!why_departing_ || writes_.load() > 0) return;
+    gone.swap(routes_);
+    link = link_;
+    say = link != nullptr && !broken_ && !std::exchange(saying_, true);
+    leave = said_ && (peer_said_ || !peer_writes_directly_);
+  }
+  // Nobody closes the link before the word is out: the peer would wait for the end of this process instead.
+  if (say) leave = say_over(*link);
+  if (link != nullptr && leave) link->close(Error(ErrorCode::kPeerLost, "the meeting is over"));
+  events_.on_changed(*this);
+}
+
+void Lane::greet(const Waiting& waiting) { flush(waiting); }
+
+bool Lane::over_locked() const noexcept {
+  const bool own_over = why_departing_ && writes_.load() == 0 && (said_ || ended_);
+  return own_over && (peer_said_ || (ended_ && (!peer_writes_directly_ || proved_)));
+}
+
+void Lane::abandon() noexcept {
+  std::shared_ptr<Link> link;
+  {
+    const std::lock_guard lock(mutex_);
+    link = link_;
+  }
+  if (link != nullptr) link->close(Error(ErrorCode::kClosed, "this side is closed"));
+}
+
+bool Lane::over() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return over_locked();
+}
+
+bool Lane::awaits_proof() const {
+  const std::lock_guard lock(mutex_);
+  return !peer_said_ && !proved_;
+}
+
+bool Lane::link_ended() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return ended_;
+}
+
+void Lane::on_writer_gone() {
+  {
+    const std::lock_guard lock(mutex_);
+    proved_ = true;
+  }
+  part_if_idle();
+}
+
+// --- what arrives ---
+
+void Lane::on_message(Message&& message) {
+  if (!std::exchange(heard_, true)) events_.on_heard(*this);
+  std::shared_ptr<Link> link;
+  {
+    const std::lock_guard lock(mutex_);
+    link = link_;
+  }
+  switch (message.kind) {
+    case FrameKind::kFlush:
+      if (link != nullptr) link->send(Message{FrameKind::kDone, 0, message.id, {}});
+      return;
+    case FrameKind::kDone: {
+      if (message.id > flushes_.load()) throw Error(ErrorCode::kProtocol, "an answer to no flush");
+      std::uint64_t before = flushed_.load();
+      while (before < message.id && !flushed_.compare_exchange_weak(before, message.id)) {
+      }
+      if (link != nullptr) link->wake();
+      return;
+    }
+    case FrameKind::kCancel:
+      if (message.id != 0) break;
+      {
+        const std::lock_guard lock(mutex_);
+        peer_said_ = true;
+      }
+      return depart(Error(ErrorCode::kPeerLost, peer_.name + " has left"));
+    default:
+      break;
+  }
+  throw Error(ErrorCode::kProtocol,
+              "a frame of kind " + std::to_string(static_cast<int>(message.kind)) + " is none between ranks");
+}
+
+Placement Lane::on_data(std::uint64_t /*id*/, std::span<const std::byte> body, std::uint64_t payload_bytes) {
+  if (!std::exchange(heard_, true)) events_.on_heard(*this);
+  const DataBody data = read_data_body(body, payload_bytes, local_);  // throws kProtocol
+  const std::lock_guard lock(mutex_);
+  if (peer_said_) throw Error(ErrorCode::kProtocol, "content of a peer that has said it writes no more");
+  Placement placement;
+  placement.pieces = data_placement(data, local_);
+  return placement;
+}
+
+// Content that is not intact ends the link: the flush behind it is never answered.
+void Lane::on_placed(std::uint64_t /*token*/, bool /*intact*/) {}
+
+void Lane::on_closed(const Error& why) {
+  std::shared_ptr<Link> link;
+  {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+    link = std::move(link_);
+  }
+  depart(Error(why.code() == ErrorCode::kClosed ? ErrorCode::kClosed : ErrorCode::kPeerLost,
+               peer_.name + " is lost: " + why.what()));
+  if (link != nullptr) {
+    link->wake();
+    events_.on_ended(shared_from_this(), link);
+  }
+}
+
+}  // namespace kvpool

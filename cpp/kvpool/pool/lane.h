@@ -1,0 +1,107 @@
+// A connection between a rank here and a rank of a peer. It carries bytes only: what they mean is between their
+// schedulers, whose meeting it belongs to. docs/adr/0008-logical-instances.md.
+//
+// Invariants
+//   N1  write() returns, or throws anything but kPeerLost, only when all that it has written is in place and nothing
+//       more of it is on its way: behind what the receiver places itself goes a flush. After kPeerLost the lane is
+//       closed, and never says that this side writes no more.
+//   N2  over() only when neither side writes any more: this side has said so, or its link has ended; the other has said
+//       so, or has ended and what it was given lets it write no more, or it is proved to be gone.
+//
+// What arrives by `sock` is placed in whatever blocks of this rank the frame names: a rank knows no owners. A peer's
+// scheduler answers for its ranks, as it does where they write by themselves.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "kvpool/base/error.h"
+#include "kvpool/base/segment.h"
+#include "kvpool/base/wait.h"
+#include "kvpool/transfer/parted.h"
+#include "kvpool/transport/link.h"
+#include "kvpool/transport/route.h"
+
+namespace kvpool {
+
+class Lane final : public LinkHandler, public Parted, public std::enable_shared_from_this<Lane> {
+ public:
+  // Called without any lock, from any thread: the link has ended; the last write has, or the lane may be over.
+  struct Events {
+    std::function<void(const std::shared_ptr<Lane>& lane, const std::shared_ptr<Link>& link)> on_ended;
+    std::function<void(const Lane& lane)> on_changed;
+    std::function<void(const Lane& lane)> on_heard;  // the peer's first word: it has admitted this side
+  };
+  // `peer_writes_directly`: it was given what it needs to write here by itself.
+  Lane(MediaSpans local, PeerCard peer, bool peer_writes_directly, Events events);
+  // Before anything else.
+  void start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes);
+
+  // By the cheapest route. Throws what Route::write throws.
+  WriteOutcome write(const WriteRequest& request);
+  // Says something, and waits until the peer has answered. Throws kPeerLost, kDeadline, kCancelled.
+  void greet(const Waiting& waiting);
+  // No new write begins, those under way end soon, and the peer hears when they have. Idempotent, never blocks.
+  void depart(const Error& why) noexcept;
+  bool over() const noexcept;
+  // Ends the link.
+  void abandon() noexcept;
+  // Bytes of one block at the peer, of a medium.
+  std::uint64_t peer_block_bytes() const noexcept { return peer_block_bytes_; }
+
+  // --- LinkHandler ---
+  void on_message(Message&& message) override;
+  Placement on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) override;
+  void on_placed(std::uint64_t token, bool intact) override;
+  void on_closed(const Error& why) override;
+
+  // --- Parted ---
+  const PeerCard& peer() const noexcept override { return peer_; }
+  bool awaits_proof() const override;
+  bool link_ended() const noexcept override;
+  void on_writer_gone() override;
+  std::uint32_t writes_under_way() const noexcept override { return writes_.load(); }
+
+ private:
+  using Routes = std::vector<std::shared_ptr<Route>>;
+  Routes begin_write();
+  bool is_departing() const noexcept;
+  void end_write() noexcept;
+  void flush(const Waiting& waiting);
+  bool say_over(Link& link) noexcept;
+  // After a failure of a route by which the receiver places the bytes. Throws kPeerLost when it cannot be known.
+  void settle(const Error& why);
+  [[noreturn]] void break_off(const Error& why);
+  void part_if_idle() noexcept;
+  bool over_locked() const noexcept;
+
+  const MediaSpans local_;
+  const PeerCard peer_;
+  const bool peer_writes_directly_;
+  const Events events_;
+  std::uint64_t peer_block_bytes_ = 0;
+  bool heard_ = false;  // by whoever handles what arrives
+  std::atomic<std::uint32_t> writes_{0};
+  std::atomic<std::uint64_t> flushes_{0};  // asked for
+  std::atomic<std::uint64_t> flushed_{0};  // answered: all up to this one
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<Link> link_;  // until it has ended
+  Routes routes_;
+  std::optional<Error> why_departing_;
+  bool broken_ = false;     // a write of this side may be on its way for ever
+  bool saying_ = false;     // somebody says, or has said, that this side writes no more
+  bool said_ = false;       // that is said
+  bool peer_said_ = false;  // the same of the peer
+  bool ended_ = false;      // the link
+  bool proved_ = false;     // that the peer is gone
+};
+
+}  // namespace kvpool

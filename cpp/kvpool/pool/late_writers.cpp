@@ -1,0 +1,42 @@
+#include "kvpool/pool/late_writers.h"
+
+#include <fcntl.h>
+#include <sys/syscall.h>
+
+#include <utility>
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kPlacingNs = 2'000'000'000;
+
+// A pidfd of its own: the link's goes with the link. None when the process has ended.
+Descriptor process_of(const PeerCard& peer, const Link& link) {
+  if (link.pidfd() >= 0) return Descriptor::open([&] { return fcntl(link.pidfd(), F_DUPFD_CLOEXEC, 0); });
+  return Descriptor::open([&] { return static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(peer.pid), 0)); });
+}
+
+}  // namespace
+
+void add_late_writer(const RouteMaker& routes, const std::shared_ptr<Parted>& party, const std::shared_ptr<Link>& link,
+                     std::vector<LateWriter>& late) noexcept {
+  LateWriter writer;
+  bool may_write = false;
+  // A thread of the application may be placing what came over the link.
+  if (!wait_until(monotonic_ns() + kPlacingNs, [&] { return party->link_ended(); })) {
+    writer.fence = [party] { return party->link_ended(); };
+    may_write = true;
+  }
+  const RouteMaker::Exposure exposure = routes.exposure(party->peer(), *link);
+  if (exposure.by_ucx && !RouteMaker::fence(*link)) {
+    writer.fence = [party, link] { return party->link_ended() && RouteMaker::fence(*link); };
+    may_write = true;
+  }
+  if (exposure.by_address && party->awaits_proof()) {
+    writer.process = process_of(party->peer(), *link);
+    may_write = may_write || writer.process;
+  }
+  if (may_write) late.push_back(std::move(writer));
+}
+
+}  // namespace kvpool

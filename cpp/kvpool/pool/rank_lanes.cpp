@@ -1,0 +1,278 @@
+#include "kvpool/pool/rank_lanes.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "kvpool/base/strips.h"
+#include "kvpool/transfer/failure.h"
+#include "kvpool/transport/reactor.h"
+
+namespace kvpool {
+namespace {
+
+// How often who waits for a lane looks at the clock and at whether it is to stop.
+constexpr std::chrono::milliseconds kLook{20};
+constexpr std::int64_t kRetryAfterUs = 10'000;
+
+}  // namespace
+
+// --- lanes come ---
+
+void RankLanes::meet(const MeetBody& body, const Waiting& waiting) {
+  for (const CardRank& rank : body.ranks) connect(body, rank, waiting);
+}
+
+void RankLanes::connect(const MeetBody& body, const CardRank& rank, const Waiting& waiting) {
+  const std::string which = "rank " + std::to_string(rank.rank) + " of " + body.peer + " at " + rank.address;
+  const auto failure = failure_of([&] {
+    const auto link = endpoint_->connect(rank.address, waiting, body.meeting);
+    if (const auto lane = lane_to(body.meeting, rank)) return lane->greet(waiting);
+    link->close(Error(ErrorCode::kPeerLost, "it was another that was looked for"));
+    throw Error(ErrorCode::kPeerLost, "another process answers there now, or it left at once");
+  });
+  if (failure) throw Error(failure->code(), "no lane to " + which + ": " + failure->what());
+}
+
+std::shared_ptr<Lane> RankLanes::lane_to(std::uint64_t meeting, const CardRank& rank) {
+  const std::lock_guard lock(mutex_);
+  const auto entry = meetings_.find(meeting);
+  if (entry == meetings_.end()) return nullptr;
+  const auto slot = entry->second.slots.find(rank.rank);
+  const bool there = slot != entry->second.slots.end() && slot->second->lane != nullptr &&
+                     slot->second->lane->peer().epoch == rank.epoch;
+  return there ? slot->second->lane : nullptr;
+}
+
+std::shared_ptr<LinkHandler> RankLanes::admit(const std::shared_ptr<Link>& link, const PeerCard& card) {
+  const bool one_rank = card.rank_of == 0;
+  if (card.meeting == 0) throw Error(ErrorCode::kArgument, card.name + " belongs to no meeting");
+  if (one_rank && card.is_group()) {
+    throw Error(ErrorCode::kArgument, card.name + " is the scheduler of a logical instance: connect to mine");
+  }
+  const auto exposure = routes_.exposure(card, *link);
+  Lane::Events events;
+  events.on_ended = [this, exposure](const std::shared_ptr<Lane>& lane, const std::shared_ptr<Link>& ended) {
+    ghosts_.add(lane, ended, exposure);
+    look_at_meetings();
+  };
+  events.on_changed = [this](const Lane& changed) {
+    if (changed.writes_under_way() == 0) ghosts_.on_drained(changed);
+    look_at_meetings();
+  };
+  // It has admitted this side, which it does only when it has ended what it wrote in earlier meetings.
+  events.on_heard = [this](const Lane& heard) { ghosts_.on_writer_gone(heard.peer().epoch); };
+  const auto lane = std::make_shared<Lane>(spans_, card, exposure.any(), std::move(events));
+  lane->start(link, routes_.make(card, link));
+
+  const std::lock_guard lock(mutex_);
+  if (why_closed_) throw Error(*why_closed_);
+  if (is_past_locked(card.meeting)) throw Error(ErrorCode::kPeerLost, "that meeting is over");
+  check_return_locked(card);
+  const auto slot = slot_locked(card.meeting, one_rank ? 0 : card.rank);
+  if (slot->lane != nullptr) throw Error(ErrorCode::kState, "there is a lane to " + card.name + " already");
+  slot->lane = lane;
+  changed_.notify_all();
+  return lane;
+}
+
+void RankLanes::check_return_locked(const PeerCard& card) const {
+  ghosts_.check_return(card.epoch);
+  for (const auto& [number, meeting] : meetings_) {
+    for (const auto& [rank, slot] : meeting.slots) {
+      const Lane* const lane = slot->lane.get();
+      if (lane == nullptr || !meeting.why_over || lane->peer().epoch != card.epoch) continue;
+      if (lane->writes_under_way() == 0) continue;
+      throw Error(ErrorCode::kBusy, "writes of an earlier meeting with " + card.name + " are not over",
+                  {{"retry_after_us", kRetryAfterUs}});
+    }
+  }
+}
+
+bool RankLanes::is_past_locked(std::uint64_t meeting) const noexcept {
+  const auto entry = meetings_.find(meeting);
+  if (entry != meetings_.end() && entry->second.why_over) return true;
+  return std::ranges::find(past_, meeting) != past_.end();
+}
+
+std::shared_ptr<RankLanes::Slot> RankLanes::slot_locked(std::uint64_t meeting, std::uint32_t rank) {
+  auto& slot = meetings_[meeting].slots[rank];
+  if (slot == nullptr) slot = std::make_shared<Slot>();
+  return slot;
+}
+
+// --- orders ---
+
+struct RankLanes::Job {
+  explicit Job(LaneOrder&& from) : order(std::move(from)), missing(order.lanes.size()) {}
+
+  void take(const WriteOutcome& outcome, const std::optional<Error>& error) {
+    bool last = false;
+    {
+      const std::lock_guard lock(mutex);
+      sum.calls += outcome.calls;
+      sum.bytes += outcome.bytes;
+      if (error) {
+        // A lane that is broken may still write: no other failure, which would say that nothing is, hides it.
+        if (!failure || error->code() == ErrorCode::kPeerLost) failure = error;
+        order.stop->store(true, std::memory_order_relaxed);  // the other lanes'
+      }
+      last = --missing == 0;
+    }
+    if (last) order.report(sum, failure ? &*failure : nullptr);
+  }
+
+  const LaneOrder order;
+  std::mutex mutex;
+  std::size_t missing;
+  WriteOutcome sum;
+  std::optional<Error> failure;  // the first, or one that says kPeerLost
+};
+
+void RankLanes::write(LaneOrder&& order) {
+  const auto job = std::make_shared<Job>(std::move(order));
+  if (job->order.lanes.empty()) return job->order.report({}, nullptr);
+  std::vector<std::shared_ptr<Slot>> slots;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const LaneWrite& part : job->order.lanes) {
+      const bool past = why_closed_ || is_past_locked(job->order.meeting);
+      slots.push_back(past ? std::make_shared<Slot>() : slot_locked(job->order.meeting, part.to_rank));
+    }
+  }
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const LaneWrite* const part = &job->order.lanes[i];
+    const auto failure = failure_of([&] {
+      strands_.run(slots[i].get(), Priority::kPrefill, [this, job, part, slot = slots[i]] { write_part(job, *part); });
+    });
+    if (failure) job->take({}, failure);
+  }
+}
+
+void RankLanes::write_part(const std::shared_ptr<Job>& job, const LaneWrite& part) {
+  WriteOutcome outcome;
+  const auto failure = failure_of([&] {
+    const auto lane = wait_for_lane(*job, part.to_rank);
+    check_part(*lane, *job, part);
+    WriteRequest request = job->order.request;
+    request.strips = part.strips;
+    request.cancelled = job->order.stop.get();
+    request.bytes_done = nullptr;
+    outcome = lane->write(request);
+  });
+  job->take(outcome, failure);
+}
+
+std::shared_ptr<Lane> RankLanes::wait_for_lane(const Job& job, std::uint32_t rank) {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (why_closed_) throw Error(*why_closed_);
+    const auto entry = meetings_.find(job.order.meeting);
+    if (entry == meetings_.end()) throw Error(ErrorCode::kPeerLost, "the meeting with the peer is over");
+    if (entry->second.why_over) throw Error(*entry->second.why_over);
+    const auto slot = entry->second.slots.find(rank);
+    if (slot != entry->second.slots.end() && slot->second->lane != nullptr) return slot->second->lane;
+    if (job.order.stop->load(std::memory_order_relaxed)) throw Error(ErrorCode::kCancelled, "stopped");
+    if (monotonic_ns() >= job.order.request.deadline_ns) {
+      throw Error(ErrorCode::kDeadline, "there is no lane to rank " + std::to_string(rank) + " of the peer yet");
+    }
+    changed_.wait_for(lock, kLook);
+  }
+}
+
+// An order comes from the own scheduler, but what the peer's rank says of its blocks does not.
+void RankLanes::check_part(const Lane& lane, const Job& job, const LaneWrite& part) const {
+  const auto fail = [&](const char* what) {
+    throw Error(ErrorCode::kArgument,
+                std::string(what) + " (to rank " + std::to_string(part.to_rank) + ", " + lane.peer().name + ")");
+  };
+  if (!blocks_exist(job.order.request.from, spans_)) fail("a block to write from does not exist in this rank");
+  const auto& media = lane.peer().media;
+  for (const Address address : job.order.request.to) {
+    const std::uint32_t bits = medium_bits_of(address);
+    const bool there = bits >= 1 && bits <= kMediaCount && block_of(address) < media[bits - 1].blocks;
+    if (!there) fail("a block to write to does not exist in the peer's rank");
+  }
+  for (const Address address : job.order.request.from) {
+    const MediumSpan& span = spans_[medium_bits_of(address) - 1];
+    if (!strips_fit(part.strips, span.block_bytes(), lane.peer_block_bytes())) {
+      fail("the parts to write do not lie within the blocks of both ranks");
+    }
+    break;  // blocks of one rank have the same length in every medium
+  }
+}
+
+// --- meetings end ---
+
+void RankLanes::depart(std::uint64_t meeting, const Error& why, std::function<void()> clear) {
+  std::vector<std::shared_ptr<Lane>> lanes;
+  {
+    const std::lock_guard lock(mutex_);
+    Meeting& entry = meetings_[meeting];
+    if (!entry.why_over) entry.why_over = why;
+    if (clear) entry.clears.push_back(std::move(clear));
+    for (const auto& [rank, slot] : entry.slots) {
+      if (slot->lane != nullptr) lanes.push_back(slot->lane);
+    }
+    changed_.notify_all();
+  }
+  for (const auto& lane : lanes) lane->depart(why);
+  look_at_meetings();
+}
+
+void RankLanes::depart_all(const Error& why, std::function<void()> clear) {
+  std::vector<std::uint64_t> meetings;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!why_closed_) why_closed_ = why;
+    if (clear) all_clears_.push_back(std::move(clear));
+    for (const auto& [meeting, entry] : meetings_) meetings.push_back(meeting);
+  }
+  for (const std::uint64_t meeting : meetings) depart(meeting, why, {});
+  look_at_meetings();
+}
+
+void RankLanes::abandon() noexcept {
+  std::vector<std::shared_ptr<Lane>> lanes;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [number, meeting] : meetings_) {
+      for (const auto& [rank, slot] : meeting.slots) {
+        if (slot->lane != nullptr && !slot->lane->over()) lanes.push_back(slot->lane);
+      }
+    }
+  }
+  for (const auto& lane : lanes) lane->abandon();
+}
+
+// Which meetings are through. One whose scheduler has not been heard of yet goes when all its lanes have gone.
+void RankLanes::look_at_meetings() {
+  std::vector<std::function<void()>> clears;
+  std::vector<std::shared_ptr<Slot>> ended;  // destroyed without the lock
+  {
+    const std::lock_guard lock(mutex_);
+    for (auto entry = meetings_.begin(); entry != meetings_.end();) {
+      Meeting& meeting = entry->second;
+      const bool through = std::ranges::all_of(meeting.slots, [&](const auto& slot) {
+        return slot.second->lane == nullptr ? meeting.why_over.has_value() : slot.second->lane->over();
+      });
+      if (!through || (!meeting.why_over && meeting.slots.empty())) {
+        ++entry;
+        continue;
+      }
+      for (auto& clear : meeting.clears) clears.push_back(std::move(clear));
+      for (auto& [rank, slot] : meeting.slots) ended.push_back(std::move(slot));
+      past_.push_back(entry->first);
+      if (past_.size() > kPastMax) past_.pop_front();
+      entry = meetings_.erase(entry);
+    }
+    if (why_closed_ && meetings_.empty()) {
+      for (auto& clear : all_clears_) clears.push_back(std::move(clear));
+      all_clears_.clear();
+    }
+    changed_.notify_all();
+  }
+  for (const auto& clear : clears) clear();
+}
+
+}  // namespace kvpool

@@ -1,0 +1,86 @@
+// The end of a service: everything that could still touch the pool's memory ends first, or is proved to have, or the
+// memory is kept.
+#include <utility>
+
+#include "kvpool/base/error.h"
+#include "kvpool/pool/kept_memory.h"
+#include "kvpool/pool/late_writers.h"
+#include "kvpool/pool/pool.h"
+#include "kvpool/pool/service_impl.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kDrainNs = 2'000'000'000;
+
+}  // namespace
+
+void ServiceImpl::close() noexcept {
+  std::vector<Peer> peers;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    for (auto& [name, peer] : peers_) peers.push_back(peer);
+  }
+  endpoint_->close();
+  received_.close();
+  events_.close();
+  const Error why(ErrorCode::kClosed, "the pool is closed");
+  for (const Peer& peer : peers) peer.session->stop_writing(why);
+  const std::int64_t until = monotonic_ns() + kDrainNs;
+  for (const Peer& peer : peers) {
+    if (wait_until(until, [&] { return peer.session->writes_under_way() == 0; })) peer.session->say_drained();
+  }
+  for (const Peer& peer : peers) {
+    // What such a peer writes goes to addresses of this process: it is asked to end.
+    const RouteMaker::Exposure exposure = routes_.exposure(peer.session->peer(), *peer.link);
+    if (exposure.by_address || exposure.by_ucx) {
+      static_cast<void>(peer.link->drive(until, [&] { return peer.session->peer_drained(); }));
+    }
+    peer.link->close(why);
+  }
+  part_ranks();
+  std::vector<Left> left;
+  for (const Peer& peer : peers) {
+    if (peer.group == nullptr) left.push_back({peer.session, peer.link});
+  }
+  workers_.stop();
+  strands_.stop();
+  lane_strands_.stop();
+  reactor_->stop();
+  LocalServices::remove(epoch_);
+  drop_received();
+  let_go_of_memory(std::move(left));
+  std::unordered_map<std::string, Peer> gone;
+  const std::lock_guard lock(mutex_);
+  gone.swap(peers_);
+}
+
+// The memory goes with the pool's own hold on it, unless somebody may still write to where it is.
+void ServiceImpl::let_go_of_memory(std::vector<Left> left) noexcept {
+  // Who was connecting has heard that the pool is closed, and passes on descriptors of the memory no more. It may be
+  // this very thread, in a signal's handler that closes the pool.
+  wait_until(monotonic_ns() + kDrainNs, [this] { return connecting_.load() == 0; });
+  // Every link has ended by now, and made a ghost of who has not said that it writes no more.
+  ghosts_->clear(
+      [&](const std::shared_ptr<Parted>& party, const std::shared_ptr<Link>& link) { left.push_back({party, link}); });
+  std::vector<LateWriter> late;
+  for (const Left& one : left) add_late_writer(routes_, one.party, one.link, late);
+  if (!late.empty()) KeptMemory::keep(blocks_.keepalive(), std::move(late));
+  routes_.let_go();
+  blocks_.let_go();
+}
+
+// What the application never asked for keeps nothing pinned.
+void ServiceImpl::drop_received() noexcept {
+  try {
+    while (const auto item = received_.pop(0)) {
+      if (item->pin.node != nullptr) pool_.unpin(&item->pin, 1);
+    }
+  } catch (const Error&) {  // closed, and empty
+    return;
+  }
+}
+
+}  // namespace kvpool

@@ -1,0 +1,20 @@
+// Copies blocks from one tier of a pool to the other, where the pool cannot do it itself: the memory of a logical
+// instance is in its ranks.
+#pragma once
+
+#include <cstddef>
+
+#include "kvpool/base/address.h"
+
+namespace kvpool {
+
+class TierMover {
+ public:
+  // Copies block from[i] to block to[i], and returns when all are copied.
+  virtual void move(const Address* from, const Address* to, std::size_t n) noexcept = 0;
+
+ protected:
+  ~TierMover() = default;
+};
+
+}  // namespace kvpool

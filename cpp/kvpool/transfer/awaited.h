@@ -1,0 +1,63 @@
+// What all transfers of a session share towards their callers: who waits drives the link, until the end, the deadline
+// or the caller's time; and how one begins that the peer answers.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "kvpool/transfer/completion.h"
+#include "kvpool/transfer/handle.h"
+#include "kvpool/transfer/session.h"
+
+namespace kvpool {
+
+class AwaitedTransfer : public Transfer, public PendingAnswer, public std::enable_shared_from_this<AwaitedTransfer> {
+ public:
+  // --- Transfer ---
+  bool wait(std::int64_t until_ns) final;
+  bool done() const noexcept final { return completion_.done(); }
+  void rethrow_if_failed() const final;
+  int done_fd() final { return completion_.descriptor(); }
+
+ protected:
+  using Lock = std::unique_lock<std::mutex>;
+
+  AwaitedTransfer(std::shared_ptr<Session> session, std::uint64_t id, std::int64_t deadline_ns) noexcept;
+
+  // The time runs from here.
+  void start_clock() noexcept;
+  // Calls begin() with the peer's answer expected. What begin() throws is thrown, and it is as if it had never begun;
+  // unless the link ended meanwhile, and told.
+  template <class Begin>
+  void ask(Begin&& begin);
+  // Notes that nothing will come of it; false when it has ended already.
+  virtual bool withdraw() noexcept = 0;
+  // For the peer: how long it need keep what it promises for this transfer.
+  std::uint64_t lifetime_ms() const noexcept;
+  double elapsed_us() const noexcept;
+  // The last thing that a transfer does, after so many bytes; nothing is locked.
+  void finish_waiting(TransferKind kind, std::uint64_t bytes, std::optional<Error> error) noexcept;
+  [[noreturn]] static void throw_not_streamed();
+
+  const std::shared_ptr<Session> session_;
+  const std::uint64_t id_;
+  const std::int64_t deadline_ns_;
+  Completion completion_;
+  mutable std::mutex mutex_;
+  std::int64_t started_ns_ = 0;
+};
+
+template <class Begin>
+void AwaitedTransfer::ask(Begin&& begin) {
+  session_->expect_answer(id_, shared_from_this());
+  try {
+    session_->host().tick_by(deadline_ns_);
+    begin();
+  } catch (...) {
+    session_->forget_answer(id_);
+    if (withdraw()) throw;
+  }
+}
+
+}  // namespace kvpool

@@ -1,0 +1,26 @@
+// Which of several ways to a peer a write takes.
+//
+// Pure but for the routes' own estimates. Thread-safety: as theirs.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "kvpool/base/address.h"
+#include "kvpool/base/medium.h"
+#include "kvpool/transport/route.h"
+
+namespace kvpool {
+
+using Reach = std::array<bool, kMediaCount>;  // media that a write goes to, by medium_index()
+Reach reach_of(std::span<const Address> addresses) noexcept;
+
+// The one that is expected to take the least time, among those of this name ("": any) that reach these media; null when
+// there is none.
+std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> routes, const std::string& name,
+                                      std::uint64_t pieces, std::uint64_t bytes, const Reach& reach);
+
+}  // namespace kvpool

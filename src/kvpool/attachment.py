@@ -1,0 +1,382 @@
+"""A pool as a member of a cluster: `Pool.attach` makes an `Attachment`.
+
+The directory says who is there; this tells the pool, whose C++ half meets members when a verb names them. Three threads
+come with it, none on the way of a block: the cluster's own, which tells of the lease; one that hears of changes; one
+that publishes the load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from kvpool import _core
+from kvpool.cluster import Cluster, LeaseWord, Load, Member, MemberCallback, MemberEvent, Registration
+from kvpool.cluster.place import check_seconds
+from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, Error, Fenced, StateError
+from kvpool.transfer import PeerVerbs
+from kvpool.transfer.peers import ucx_library
+from kvpool.types import KVLayout, RawLayout
+
+__all__ = ["Attachment", "attach"]
+
+_log = logging.getLogger("kvpool.cluster")
+_LOOK_S = 0.01  # how often drain looks
+_MEET_S = 5.0  # for one peer that is met again after a lease was lost
+
+
+class Attachment:
+    """The membership of a pool, until it leaves. Made by `Pool.attach`; the pool keeps it, the caller need not.
+
+    Any thread may call. Closing the pool or the cluster closes it. A pool that has left has no peers any more, and is
+    not taken in again, since its addresses carry the id that it had: make a new one. After fork it is the parent's.
+    """
+
+    def __init__(self, pool: PeerVerbs, cluster: Cluster, registration: Registration) -> None:
+        """Use `Pool.attach`."""
+        self._pool = weakref.ref(pool)
+        self._cluster = cluster
+        self._registration = registration
+        self._epoch = registration.record.epoch
+        self._process = os.getpid()
+        self._book = threading.Lock()  # pictures reach the pool in their order
+        self._told: dict[str, _Entry] = {}
+        self._requests = 0
+        self._met: set[str] = set()  # under _book: whom it has been a peer of, and who has not left since
+        self._own = threading.RLock()  # of its own lease: none that has left is let out of its fence again
+        self._stop = threading.Event()
+        self._sink = _weakly(self._list)
+        cluster._board.subscribe(self._sink)
+        registration.on_lease(_weakly(self._on_lease))
+        self._watch: MemberCallback = cluster.on_change(_weakly(self._on_change))
+        self._end = weakref.finalize(self, _leave_soon, registration, self._watch, self._process)
+        beats = threading.Thread(
+            target=_beat_until,
+            args=(self._stop, cluster.heartbeat_s, weakref.ref(self)),
+            name="kvpool-attach",
+            daemon=True,
+        )
+        beats.start()
+        cluster._at_close(weakref.WeakMethod(self.close))
+
+    @property
+    def name(self) -> str:
+        """What the members call this pool, and its peers."""
+        return self._registration.name
+
+    @property
+    def instance(self) -> int:
+        """The number in the addresses of the pool's blocks, 1 to 16383: no other incarnation has it."""
+        return self._registration.instance
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool has left."""
+        return self._registration.closed
+
+    def report(self, *, requests: int) -> None:
+        """Tells how many requests the engine has, running and waiting; goes out with the next load.
+
+        Args:
+            requests: At least 0.
+
+        Raises:
+            ArgumentError: It is negative.
+            ArgumentTypeError: It is no int.
+        """
+        Load(requests=requests)  # which checks it
+        self._requests = requests
+
+    def drain(self, timeout: float = 30.0) -> None:
+        """Leaves without disturbing anybody: tells "draining", waits until no transfer is under way, and leaves.
+
+        Whoever chooses among members stops choosing this one when it hears so; what has been chosen before may still
+        come, so at least one heartbeat passes without a transfer before it leaves. Blocks that are lent to others end
+        with it. Ctrl-C ends the wait, and the member stays.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            DeadlineExceeded: Transfers are still under way, or the directory has not taken the word. The member is
+                there, and draining: call again, or `close`.
+            ArgumentError: The timeout is negative or no number.
+            ClosedError: It has left.
+            StateError: Another incarnation has the name.
+        """
+        until = time.monotonic() + check_seconds("timeout", timeout)
+        self._registration.publish(state="draining")
+        quiet_since = time.monotonic()
+        told = False  # others can only stop choosing it once the directory has it
+        while True:
+            pool = self._pool()
+            if pool is None or pool.closed or self.closed:
+                break
+            told = told or self._is_seen_draining()
+            under_way = sum(peer.transfers + peer.reserved_blocks for peer in pool.peers())
+            now = time.monotonic()
+            if under_way or not told:
+                quiet_since = now
+            elif now - quiet_since >= self._cluster.heartbeat_s:
+                break
+            if now >= until:
+                left = f"{under_way} transfers and blocks of such are left"
+                raise DeadlineExceeded(f"{self.name} is draining: {left if told else 'its cluster is not told yet'}")
+            time.sleep(_LOOK_S)
+        self.close()
+
+    def close(self) -> None:
+        """Leaves at once. The others are told "left"; transfers that are under way end with PeerLost. Idempotent."""
+        if os.getpid() != self._process:
+            return
+        self._end.detach()
+        self._stop.set()
+        self._watch.close()
+        self._cluster._board.unsubscribe(self._sink)
+        self._registration.leave()
+        pool = self._pool()
+        if pool is not None:
+            with self._own, contextlib.suppress(Error):  # it is closed: so are its connections
+                pool._fence(f"{self.name} has left its cluster")
+
+    def __enter__(self) -> Attachment:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leaves."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Who it is."""
+        return f"<Attachment {self.name}, instance {self.instance}{', left' if self.closed else ''}>"
+
+    # ---- what the directory tells
+
+    def _on_change(self, event: MemberEvent) -> None:
+        pool = self._pool()
+        if pool is None or self.closed:
+            return
+        member = event.member
+        with contextlib.suppress(ClosedError):
+            if event.kind != "changed":
+                self._remember_peers(pool)
+            if event.kind == "lost" and member.epoch != self._epoch and not self._is_back(member):
+                pool._expel(member.epoch, f"the cluster has given up {member.name}: its lease has run out")
+            with self._book:
+                if event.kind == "joined":
+                    self._tell(pool)  # once more: who was expelled is let in when it is listed again
+                elif event.kind == "left":
+                    self._met.discard(member.name)
+
+    def _list(self, event: MemberEvent) -> None:
+        """Writes a member into the pool's book before anybody can see it in `members`: whoever sees it may name it.
+
+        Called under the lock of the cluster's board; that of the book comes below it.
+        """
+        pool, member = self._pool(), event.member
+        if pool is None or member.epoch == self._epoch:
+            return
+        with self._book:
+            known = self._told.get(member.name)
+            if event.kind in ("left", "lost"):
+                if known is None or known[1] != member.epoch:
+                    return
+                del self._told[member.name]
+            elif known == _entry(member):
+                return  # its load, mostly
+            else:
+                self._told[member.name] = _entry(member)
+            self._tell(pool)
+
+    def _tell(self, pool: PeerVerbs) -> None:
+        """The book as it is. The caller has its lock."""
+        with contextlib.suppress(Error):  # closed, or a parent process's
+            pool._set_members([(name, *entry) for name, entry in self._told.items()])
+
+    def _is_back(self, lost: Member) -> bool:
+        """It has fenced itself, so what it had in its old term is over, and the connections that it has now are new."""
+        return any(one.epoch == lost.epoch and one.term > lost.term for one in self._cluster.members())
+
+    def _is_seen_draining(self) -> bool:
+        """Its own view of the cluster shows what the others are told."""
+        return any(one.epoch == self._epoch and one.state == "draining" for one in self._cluster.members())
+
+    def _remember_peers(self, pool: PeerVerbs) -> None:
+        """While it is well: when it hears that its lease is lost its peers may have parted from it already."""
+        names = {peer.name for peer in pool.peers()}
+        with self._book:
+            self._met |= names & self._told.keys()  # none that has left, although its connection is still there
+
+    # ---- what becomes of its own lease
+
+    def _on_lease(self, word: LeaseWord) -> None:
+        pool = self._pool()
+        if pool is None:
+            return
+        with self._own, contextlib.suppress(ClosedError):
+            if self.closed:
+                return  # the fence that it has now stays
+            if word == "lost":
+                self._remember_peers(pool)
+                pool._fence(f"{self.name} has lost its lease in the cluster; it goes on when it has one again")
+            elif word == "regained":
+                pool._unfence()
+                with self._book:
+                    names = sorted(self._met & self._told.keys())  # another that is away meets this one by itself
+                threading.Thread(target=_meet_again, args=(pool, names), name="kvpool-meet", daemon=True).start()
+            else:
+                pool._fence(f"another process is {self.name} in the cluster now")
+
+    # ---- load
+
+    def _publish_load(self) -> bool:
+        """False when there is nothing more to tell."""
+        pool = self._pool()
+        if pool is None or pool.closed or self.closed:
+            self.close()
+            return False
+        with contextlib.suppress(StateError):  # it is just being closed; or another has the name
+            self._remember_peers(pool)
+            self._registration.publish(load=_load_of(pool, self._requests))
+        return True
+
+
+def attach(
+    pool: PeerVerbs,
+    cluster: Cluster,
+    *,
+    name: str | None,
+    role: Literal["prefill", "decode", "both"],
+    listen: str | Sequence[str] | None,
+) -> Attachment:
+    """Makes a pool a member: see `Pool.attach`. Whatever fails, pool and cluster are as they were."""
+    if not isinstance(cluster, Cluster):
+        raise ArgumentTypeError(f"cluster must be a kvpool.Cluster, not {type(cluster).__name__}")
+    addresses = _addresses(cluster, listen)
+    if cluster.secret and pool.settings.secret not in ("", cluster.secret):
+        raise ArgumentError("the pool has another secret than the cluster: leave it out, or give both the same")
+    wanted = pool._settings_for(name, cluster.secret or None)
+    for address in addresses:
+        _core._check_listen_address(address, bool(wanted.secret))
+    with _service(pool, wanted):
+        endpoints = [pool._listen(address) for address in addresses]
+        stats = pool._stats()
+        registration = cluster.register(
+            name=pool._name() or "",
+            role=role,
+            epoch=pool._epoch(),
+            endpoints=endpoints,
+            layout=_layout_json(pool.kv_layout),
+            model=wanted.model,
+            parallel=None if pool.parallel is None else dataclasses.asdict(pool.parallel),
+            hbm_blocks=stats["hbm"]["capacity"],
+            dram_blocks=stats["dram"]["capacity"],
+            load=_load_of(pool, 0),
+        )
+        try:
+            pool._join(registration.instance)
+            return Attachment(pool, cluster, registration)
+        except BaseException:
+            registration.leave()
+            raise
+
+
+# ---- inside
+
+_Entry = tuple[int, int, list[str]]
+
+
+def _entry(member: Member) -> _Entry:
+    return member.instance, member.epoch, list(member.endpoints)
+
+
+@contextlib.contextmanager
+def _service(pool: PeerVerbs, wanted: Any) -> Iterator[None]:
+    """The pool begins to speak with peers, but meets none yet; if the block raises, it has never begun."""
+    before = pool.settings
+    with pool._serving:
+        if pool._name() is not None:
+            raise StateError("this pool speaks with peers already: attach it before listen, connect and export_rank")
+        pool._start_service(wanted, ucx_library(wanted.ucx), joins_cluster=True)
+        pool.settings = wanted
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Error):
+            pool._drop_service()
+        pool.settings = before
+        raise
+
+
+def _addresses(cluster: Cluster, listen: object) -> list[str]:
+    if listen is None:
+        local = cluster._place.kind == "local"
+        return [f"unix:@kvpool-{secrets.token_hex(16)}" if local else "tcp:127.0.0.1:0"]
+    given = [listen] if isinstance(listen, str) else listen
+    if not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+        raise ArgumentTypeError(f"listen must be an address or several, not {listen!r}")
+    if not given:
+        raise ArgumentError("listen is empty: a member must be reached by at least one address")
+    return list(given)
+
+
+def _layout_json(layout: KVLayout | RawLayout) -> dict[str, Any]:
+    return {"kind": type(layout).__name__, **dataclasses.asdict(layout)}
+
+
+def _load_of(pool: _core.Pool, requests: int) -> Load:
+    stats = pool._stats()
+    hbm, dram = stats["hbm"], stats["dram"]
+    return Load(
+        hbm["free"], hbm["active"], hbm["historical"], dram["free"], dram["active"], dram["historical"], requests
+    )
+
+
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Calls the method as long as its object lives: what the cluster keeps must not keep the pool."""
+    weak = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        strong = weak()
+        if strong is not None:
+            strong(argument)
+
+    return call
+
+
+def _beat_until(stop: threading.Event, heartbeat_s: float, attachment: weakref.ref[Attachment]) -> None:
+    while not stop.wait(heartbeat_s):
+        strong = attachment()
+        if strong is None or not strong._publish_load():
+            return
+        del strong
+
+
+def _meet_again(pool: PeerVerbs, names: list[str]) -> None:
+    """What this pool could have written to is in quarantine at its peers until they hear from it."""
+    for name in names:
+        try:
+            pool._meet(name, _MEET_S)
+        except (ClosedError, Fenced):
+            return  # it has left; or it has lost its lease again, and begins anew when that is back
+        except Error as error:
+            _log.info("%s was not met again: %s", name, error)
+
+
+def _leave_soon(registration: Registration, watch: MemberCallback, process: int) -> None:
+    """For an attachment that was dropped. The garbage collector calls it in any thread, so it waits for nothing."""
+    if os.getpid() == process:
+        watch.stop()
+        registration.leave_soon()

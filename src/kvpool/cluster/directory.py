@@ -1,0 +1,117 @@
+"""What a directory of members must do, whichever keeps it: the files of one machine, or etcd.
+
+A directory is asked by one thread, the tender of a `Cluster` (tender.py), but for `enter`, `valid` and what says
+otherwise. It shows what it sees on a `Board`. The conformance suite (tests/python/cluster) runs over every kind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+from kvpool.cluster.board import Board
+from kvpool.cluster.record import Member
+
+__all__ = ["Directory", "Entry", "Hold", "Unreachable"]
+
+Hold = Literal["held", "forgotten", "lost"]
+
+
+class Unreachable(Exception):
+    """The directory does not answer. What was asked may have been done all the same; it will be asked again."""
+
+
+class Entry(ABC):
+    """What one member has in a directory: its record, its id, and a lease that ends with its process.
+
+    Invariant: while `hold()` would say "held", no other incarnation has the name or the id.
+    """
+
+    record: Member
+    """As it was entered, with the id given and the term."""
+
+    @abstractmethod
+    def valid(self) -> bool:
+        """Whether the lease is certainly still held, as far as this process can tell by itself. Any thread; no wait."""
+
+    @abstractmethod
+    def hold(self) -> Hold:
+        """What has become of the lease.
+
+        "lost": others have, or may have been told that the member is lost. "forgotten": the directory has lost its
+        memory and nobody was told anything; the member has only to be entered again.
+
+        Raises:
+            Unreachable: The directory does not answer, so nobody knows.
+        """
+
+    @abstractmethod
+    def write(self, record: Member) -> None:
+        """Replaces the record. The name, id, epoch and term are the entry's own.
+
+        Raises:
+            Unreachable: It may or may not be written.
+        """
+
+    @abstractmethod
+    def enter_again(self, record: Member, *, lost: bool) -> int | None:
+        """Takes name and id back, in a new term if the lease was lost.
+
+        Returns:
+            The term; or None: another incarnation has the name or the id, and the entry is void.
+
+        Raises:
+            Unreachable: Nobody knows; ask again.
+        """
+
+    @abstractmethod
+    def leave(self, record: Member) -> None:
+        """Takes the member out, which others are told as "left". Idempotent; never raises."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Called in a forked child: lets go of what would keep the parent's lease alive, and touches nothing else."""
+
+
+class Directory(ABC):
+    """A place where members are written down."""
+
+    secret: str
+    """What the members prove to each other that they know; "" when the directory has none."""
+
+    lease_s: float
+    """As it is, which can be longer than was asked for."""
+
+    @abstractmethod
+    def open(self, board: Board, timeout_s: float) -> None:
+        """Begins to watch; when this returns the board shows who is there.
+
+        Raises:
+            DeadlineExceeded: It does not answer.
+            AuthError: It does not let us in, or the cluster has another secret.
+        """
+
+    @abstractmethod
+    def enter(self, record: Member, timeout_s: float) -> Entry:
+        """Writes a new member down and gives it an id. Any thread.
+
+        Raises:
+            StateError: A live member has the name.
+            DeadlineExceeded: It does not answer, or the name of a member that died was not free in time.
+        """
+
+    @abstractmethod
+    def descriptors(self) -> tuple[int, ...]:
+        """Readable when there is something to `tend`."""
+
+    @abstractmethod
+    def tend(self) -> None:
+        """Looks at what has changed, and shows it on the board. At least every heartbeat. Never raises."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the watch. Idempotent."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Called in a forked child, like `Entry.abandon`."""

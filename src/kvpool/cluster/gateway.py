@@ -1,0 +1,304 @@
+"""A thin client of etcd's gRPC gateway: JSON over HTTP, from the standard library alone (ADR 0012).
+
+The keeper (keeper.py) imports this without the rest of kvpool, so that it starts fast and stays small.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+__all__ = ["Denied", "Gateway", "NoAnswer", "Options", "Stream", "after", "decode", "encode"]
+
+_BODY_BYTES_MAX: Final = 256 << 20  # 4,000 members with records of 64 KiB
+_LINE_BYTES_MAX: Final = 64 << 20
+_UNAUTHENTICATED: Final = 16  # codes of gRPC
+_DENYING: Final = {3, 7, _UNAUTHENTICATED}
+_OLD_TOKEN: Final = ("revision of auth store is old", "user name is empty")  # with the code of a bad argument
+_AUTH_IS_OFF: Final = 9
+
+
+class NoAnswer(Exception):
+    """No endpoint has answered in time, or each said that it cannot now."""
+
+
+class Denied(Exception):
+    """etcd does not let us: a wrong password, no right, or a certificate that is not signed as it should be."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How etcd is reached. As JSON it goes to the keeper."""
+
+    hosts: tuple[tuple[str, int], ...]
+    tls: bool = False
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    user: str | None = None
+    password: str | None = None
+
+
+def encode(text: str | bytes) -> str:
+    """A key or a value, as etcd's JSON has it."""
+    return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()
+
+
+def decode(text: str) -> bytes:
+    """The other way."""
+    return base64.b64decode(text)
+
+
+def after(prefix: str) -> str:
+    """The end of the range of all keys that begin with a prefix, encoded."""
+    content = prefix.encode()
+    return encode(content[:-1] + bytes([content[-1] + 1]))
+
+
+class Gateway:
+    """Calls etcd: the endpoint that answered last, then the others. Any thread; one call at a time."""
+
+    def __init__(self, options: Options) -> None:
+        """Connects with the first call.
+
+        Raises:
+            OSError: A file of TLS cannot be read, or is none.
+        """
+        self._options = options
+        self._context = _context(options) if options.tls else None
+        self._lock = threading.Lock()
+        self._at = 0
+        self._connection: http.client.HTTPConnection | None = None
+        self._token = ""
+
+    @property
+    def endpoint(self) -> int:
+        """The number of the one that answered last."""
+        return self._at
+
+    def call(self, path: str, body: dict[str, Any], timeout_s: float, endpoint: int | None = None) -> dict[str, Any]:
+        """Asks, and returns the answer.
+
+        Args:
+            path: Behind "/v3/".
+            body: The request.
+            timeout_s: For all endpoints together.
+            endpoint: Ask only this one.
+
+        Raises:
+            NoAnswer: None has answered in time.
+            Denied: It does not let us.
+        """
+        until = time.monotonic() + timeout_s
+        tries = 1 if endpoint is not None else len(self._options.hosts)
+        with self._lock:
+            why = "no time left"
+            for left in range(tries, 0, -1):
+                if endpoint is not None and endpoint != self._at:
+                    self._move_to(endpoint)
+                share_s = (until - time.monotonic()) / left
+                if share_s <= 0:
+                    break
+                try:
+                    return self._ask_authenticated(path, body, time.monotonic() + share_s)
+                except NoAnswer as error:
+                    why = f"{self._host()}: {error}"
+                    if endpoint is None:
+                        self._move_to(self._at + 1)
+            raise NoAnswer(why)
+
+    def stream(self, path: str, body: dict[str, Any], timeout_s: float) -> Stream:
+        """Asks the endpoint that answered last, and returns its answers as they come, without end.
+
+        Raises:
+            NoAnswer: It does not answer in time.
+            Denied: It does not let us.
+        """
+        with self._lock:
+            self._authenticate(time.monotonic() + timeout_s)
+            connection = self._connect(timeout_s)
+            headers = self._headers()
+        try:
+            connection.request("POST", "/v3/" + path, json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _failure(response.status, response.read(1 << 16))
+            return Stream(connection, response)  # which closes the connection
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise NoAnswer(str(error) or type(error).__name__) from None
+        except _Failed as error:
+            connection.close()
+            raise error.public() from None
+
+    def close(self) -> None:
+        """Closes the connection. The next call opens one again."""
+        with self._lock:
+            self._drop()
+
+    def _ask_authenticated(self, path: str, body: dict[str, Any], until: float) -> dict[str, Any]:
+        try:
+            self._authenticate(until)
+            try:
+                return self._ask(path, body, until)
+            except _Failed as error:
+                if not error.token_is_old or not self._options.user:
+                    raise
+                self._token = ""  # it has run out, or etcd was restarted
+                self._authenticate(until)
+                return self._ask(path, body, until)
+        except _Failed as error:
+            raise error.public() from None
+
+    def _authenticate(self, until: float) -> None:
+        if self._token or not self._options.user:
+            return
+        body = {"name": self._options.user, "password": self._options.password}
+        try:
+            self._token = str(self._ask("auth/authenticate", body, until)["token"])
+        except _Failed as error:
+            if error.code != _AUTH_IS_OFF:
+                raise error.public() from None
+
+    def _ask(self, path: str, body: dict[str, Any], until: float) -> dict[str, Any]:
+        """One question on the connection that is there; on a new one, if etcd has closed that meanwhile."""
+        kept = self._connection is not None
+        try:
+            return self._ask_once(path, body, until)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self._drop()
+            _raise_if_untrusted(error)
+            if not kept or isinstance(error, TimeoutError):
+                raise NoAnswer(str(error) or type(error).__name__) from None
+        try:
+            return self._ask_once(path, body, until)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self._drop()
+            raise NoAnswer(str(error) or type(error).__name__) from None
+
+    def _ask_once(self, path: str, body: dict[str, Any], until: float) -> dict[str, Any]:
+        timeout_s = until - time.monotonic()
+        if timeout_s <= 0:
+            raise TimeoutError("no answer in time")
+        if self._connection is None:
+            self._connection = self._connect(timeout_s)
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(timeout_s)
+        self._connection.request("POST", "/v3/" + path, json.dumps(body), self._headers())
+        response = self._connection.getresponse()
+        content = response.read(_BODY_BYTES_MAX)
+        if response.status != 200:
+            raise _failure(response.status, content)
+        answer = json.loads(content)
+        if not isinstance(answer, dict):
+            raise ValueError("the answer is no object")
+        return answer
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        host, port = self._options.hosts[self._at]
+        if self._context is None:
+            return http.client.HTTPConnection(host, port, timeout=timeout_s)
+        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._context)
+
+    def _headers(self) -> dict[str, str]:
+        return {"Content-Type": "application/json"} | ({"Authorization": self._token} if self._token else {})
+
+    def _host(self) -> str:
+        host, port = self._options.hosts[self._at]
+        return f"{host}:{port}"
+
+    def _move_to(self, endpoint: int) -> None:
+        self._drop()
+        self._at = endpoint % len(self._options.hosts)
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class Stream:
+    """Answers without end. One thread reads, and is the one to `close`; any may `stop`."""
+
+    def __init__(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
+        """Use `Gateway.stream`."""
+        self._connection = connection
+        self._response = response
+        self._socket = connection.sock
+        if self._socket is None:  # the answer has an end already
+            raise ConnectionError("the stream has ended")
+        self._socket.settimeout(None)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Each answer.
+
+        Raises:
+            NoAnswer: The connection is lost, or closed by this side.
+        """
+        while True:
+            try:
+                line = self._response.readline(_LINE_BYTES_MAX)
+                message = json.loads(line) if line.strip() else None
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                raise NoAnswer(str(error) or type(error).__name__) from None
+            if not line:
+                raise NoAnswer("the stream has ended")
+            if isinstance(message, dict):
+                if "error" in message:
+                    raise NoAnswer(str(message["error"])[:500])
+                yield message.get("result") or {}
+
+    def stop(self) -> None:
+        """Ends it: who reads is told. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Lets go of the connection. Idempotent."""
+        self._response.close()
+        self._connection.close()
+
+
+class _Failed(Exception):
+    """etcd has answered with an error."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+    @property
+    def token_is_old(self) -> bool:
+        """Whether another token may help: it has run out, or users were changed or switched on since."""
+        return self.code == _UNAUTHENTICATED or any(one in str(self) for one in _OLD_TOKEN)
+
+    def public(self) -> NoAnswer | Denied:
+        return Denied(str(self)) if self.code in _DENYING else NoAnswer(str(self))
+
+
+def _failure(status: int, content: bytes) -> _Failed:
+    try:
+        answer = json.loads(content)
+        return _Failed(int(answer.get("code", 0)), f"{answer.get('message') or answer.get('error')}"[:500])
+    except (ValueError, TypeError, AttributeError):
+        return _Failed(0, f"HTTP status {status}")
+
+
+def _raise_if_untrusted(error: Exception) -> None:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        raise Denied(f"etcd's certificate: {error.verify_message}") from None
+
+
+def _context(options: Options) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=options.tls_ca)
+    if options.tls_cert:
+        context.load_cert_chain(options.tls_cert, options.tls_key)
+    return context

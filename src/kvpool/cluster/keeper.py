@@ -1,0 +1,134 @@
+"""The keeper: a small process that renews a member's lease in etcd, whatever the member's interpreter is doing.
+
+It renews while the member's process lives (a pidfd) and beats (word 0 of a page that they share, written by a thread of
+C++). When the member ends, however it ends, the lease is revoked at once, so that the others are told without waiting
+for it to run out; and the keeper ends too. A member that is stopped is not renewed.
+
+    page    0 beat │ 1 lapses (cpp/kvpool/base/beacon.h) │ 2 until when the lease is certainly held, written here
+    stdin   a line of JSON to begin with; then {"lease": ID, "ttl_s": SECONDS} for each lease to keep instead
+    stdout  {"ready": true} at first; {"gone": ID} when etcd does not know a lease
+
+All times are CLOCK_MONOTONIC. What the lease is held until is counted from before the renewal was sent: etcd cannot
+have begun to count earlier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import sys
+import time
+from typing import Any, Final
+
+from kvpool.cluster.gateway import Denied, Gateway, NoAnswer, Options
+
+__all__ = ["PAGE_BYTES", "UNTIL_WORD", "Keeper", "main"]
+
+PAGE_BYTES: Final = 4096
+BEAT_WORD: Final = 0
+UNTIL_WORD: Final = 2
+_REVOKE_S: Final = 2.0
+_AGAIN_S: Final = 0.2  # before a revocation that was not answered is tried again
+_LINE_BYTES_MAX: Final = 1 << 16
+
+
+class Keeper:
+    """Keeps one lease at a time."""
+
+    def __init__(self, first: dict[str, Any]) -> None:
+        """Takes what the member has said first."""
+        options = dict(first["options"])
+        options["hosts"] = tuple((host, port) for host, port in options["hosts"])
+        self._gateway = Gateway(Options(**options))
+        self._heartbeat_s = float(first["heartbeat_s"])
+        self._page = memoryview(mmap.mmap(int(first["page"]), PAGE_BYTES)).cast("q")
+        self._parent = int(first["parent"])
+        self._lease: int | None = None
+        self._ttl_s = 0.0
+        self._next = 0.0
+        self._line = b""
+
+    def run(self) -> None:
+        """Until the member ends, or wants no more."""
+        try:
+            parent = os.pidfd_open(self._parent)
+        except ProcessLookupError:
+            parent = -1
+        if parent < 0 or os.getppid() != self._parent:  # it has ended already, perhaps after it had given us a lease
+            self._take_orders()
+            self._revoke()
+            return
+        os.write(sys.stdout.fileno(), b'{"ready": true}\n')
+        poll = select.poll()
+        poll.register(parent, select.POLLIN)
+        poll.register(sys.stdin.fileno(), select.POLLIN)
+        while True:
+            wait_s = max(0.0, self._next - time.monotonic()) if self._lease else 3600.0
+            ready = {descriptor for descriptor, _ in poll.poll(wait_s * 1000)}
+            if parent in ready or (sys.stdin.fileno() in ready and not self._take_orders()):
+                while poll_once(sys.stdin.fileno()) and self._take_orders():
+                    pass  # a lease that it had given us just before
+                self._revoke()
+                return
+            if self._lease and time.monotonic() >= self._next:
+                self._next = time.monotonic() + self._renew(self._lease)
+
+    def _take_orders(self) -> bool:
+        """False: there will be no more."""
+        content = os.read(sys.stdin.fileno(), _LINE_BYTES_MAX)
+        self._line += content
+        *lines, self._line = self._line.split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            self._lease, self._ttl_s, self._next = int(order["lease"]), float(order["ttl_s"]), 0.0
+        return bool(content)
+
+    def _renew(self, lease: int) -> float:
+        """Returns in how many seconds to do so again."""
+        soon_s = self._heartbeat_s / 4
+        sent_ns = time.monotonic_ns()
+        if sent_ns - self._page[BEAT_WORD] > self._ttl_s / 2 * 1e9:
+            return soon_s  # the member is stopped; or held up, and then there is half a lease left to see it beat
+        try:
+            # As long as the lease could last, but not so long that the next endpoint is asked too late.
+            answer = self._gateway.call("lease/keepalive", {"ID": str(lease)}, max(self._heartbeat_s, self._ttl_s / 3))
+        except (NoAnswer, Denied):
+            return soon_s
+        ttl_s = int((answer.get("result") or {}).get("TTL", 0))
+        if ttl_s > 0:
+            self._page[UNTIL_WORD] = sent_ns + ttl_s * 1_000_000_000
+            return self._heartbeat_s
+        self._lease = None
+        os.write(sys.stdout.fileno(), json.dumps({"gone": lease}).encode() + b"\n")
+        return 0.0
+
+    def _revoke(self) -> None:
+        until = time.monotonic() + self._ttl_s  # then it has run out
+        while self._lease and time.monotonic() < until:
+            try:
+                self._gateway.call("lease/revoke", {"ID": str(self._lease)}, _REVOKE_S)
+                return
+            except Denied:
+                return
+            except NoAnswer:
+                time.sleep(_AGAIN_S)
+
+
+def poll_once(descriptor: int) -> bool:
+    """Whether there is something to read, or an end."""
+    return bool(select.select([descriptor], [], [], 0)[0])
+
+
+def main() -> None:
+    """What the process runs: `keeper_process.py` starts it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(sys.stdin.fileno(), 1)
+        if not byte:
+            return
+        line += byte
+    with contextlib.suppress(BrokenPipeError):  # the member has ended
+        Keeper(json.loads(line)).run()

@@ -1,0 +1,204 @@
+"""The member's side of its keeper: starts the process, gives it leases to keep, and hears of those that are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import mmap
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from kvpool import _core
+from kvpool.cluster.directory import Unreachable
+from kvpool.cluster.gateway import Options
+from kvpool.cluster.keeper import PAGE_BYTES, UNTIL_WORD
+from kvpool.errors import DeadlineExceeded, Unsupported
+
+__all__ = ["KeeperProcess"]
+
+# The package without its own __init__.py, which would import NumPy and the core: half a second, and 40 MiB.
+_BOOT: Final = """
+import sys, types
+for name, path in (("kvpool", sys.argv[1]), ("kvpool.cluster", sys.argv[1] + "/cluster")):
+    package = types.ModuleType(name)
+    package.__path__ = [path]
+    sys.modules[name] = package
+from kvpool.cluster.keeper import main
+main()
+"""
+_END_S: Final = 4.0
+
+
+class KeeperProcess:
+    """A keeper that is running, or will be again. The tender uses it; `valid_until_ns` any thread."""
+
+    def __init__(self, options: Options, heartbeat_s: float, lease_s: float) -> None:
+        """Starts it.
+
+        Raises:
+            Unsupported: It cannot be started.
+        """
+        if not sys.executable:
+            raise Unsupported("register: no Python is known that could run the keeper of the lease (sys.executable)")
+        self._options = options
+        self._heartbeat_s = heartbeat_s
+        self._line = b""
+        self._lease: tuple[int, float] | None = None
+        try:
+            self._page = os.memfd_create("kvpool-keeper", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise _cannot_start(error) from error
+        try:
+            os.ftruncate(self._page, PAGE_BYTES)
+            self._map = mmap.mmap(self._page, PAGE_BYTES)
+            self._words = memoryview(self._map).cast("q")
+            self.beacon = _core.Beacon(self._page, heartbeat_s / 2, lease_s)
+        except BaseException:
+            os.close(self._page)
+            raise
+        try:
+            self._process = self._start()
+        except BaseException:
+            self._drop_page()
+            raise
+
+    @property
+    def valid_until_ns(self) -> int:
+        """Until when the lease is certainly held (CLOCK_MONOTONIC); 0 when this is closed."""
+        try:
+            return self._words[UNTIL_WORD]
+        except ValueError:  # it was released
+            return 0
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def descriptor(self) -> int:
+        """Readable when it has something to say, or has ended. Raises ValueError when this is closed."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def wait_ready(self, until: float) -> None:
+        """Waits until it runs. A lease that is granted before may run out while a busy machine starts a process.
+
+        Raises:
+            DeadlineExceeded: Not by then (time.monotonic()).
+            Unsupported: It has ended.
+        """
+        assert self._process.stdout is not None
+        poll = select.poll()
+        poll.register(self._process.stdout.fileno(), select.POLLIN)
+        if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+            raise DeadlineExceeded("register: the keeper of the lease did not start in time")
+        self._line = os.read(self._process.stdout.fileno(), 1 << 16)
+        if not self._line:
+            raise Unsupported("register: the keeper of the lease has ended at once")
+
+    def keep(self, lease: int, ttl_s: float, granted_ns: int) -> None:
+        """Renews this lease from now on, which was asked for at `granted_ns`."""
+        self._lease = (lease, ttl_s)
+        self._words[UNTIL_WORD] = granted_ns + int(ttl_s * 1e9)
+        self._tell({"lease": lease, "ttl_s": ttl_s})
+
+    def gone(self) -> bool:
+        """Whether etcd has said that it does not know the lease. Starts the process again if it has ended.
+
+        Raises:
+            Unreachable: It cannot be started again now; ask again.
+        """
+        assert self._process.stdout is not None
+        try:
+            content = os.read(self._process.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            content = None
+        if content == b"":
+            self._start_again()
+            return False
+        *lines, self._line = (self._line + (content or b"")).split(b"\n")
+        return any(self._lease is not None and json.loads(line).get("gone") == self._lease[0] for line in lines)
+
+    def close(self) -> None:
+        """Ends it, which revokes the lease. Idempotent."""
+        _hang_up(self._process)
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._drop_page()
+
+    def abandon(self) -> None:
+        """In a forked child: the pipes are the parent's."""
+        _hang_up(self._process)
+        self._process.returncode = 0  # it is no child of ours to wait for
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _BOOT, str(Path(__file__).parents[1])],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self._page], bufsize=0,
+                start_new_session=True,  # Ctrl-C is for the member
+            )  # fmt: skip
+        except OSError as error:
+            raise _cannot_start(error) from error
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        first = {
+            "options": dataclasses.asdict(self._options),
+            "heartbeat_s": self._heartbeat_s,
+            "page": self._page,
+            "parent": os.getpid(),
+        }
+        _tell(process, first)
+        return process
+
+    def _start_again(self) -> None:
+        """The one that has ended is let go of only when there is another: until then `gone` sees its end each time."""
+        time.sleep(self._heartbeat_s / 8)  # one that cannot run must not be started without end
+        try:
+            fresh = self._start()
+        except Unsupported as error:
+            raise Unreachable(str(error)) from error
+        old, self._process = self._process, fresh
+        self._line = b""
+        _hang_up(old)
+        old.kill()
+        old.wait()
+        if self._lease is not None:
+            self._tell({"lease": self._lease[0], "ttl_s": self._lease[1]})
+
+    def _tell(self, order: dict[str, object]) -> None:
+        _tell(self._process, order)
+
+    def _drop_page(self) -> None:
+        self.beacon.stop()
+        if self._page >= 0:
+            self._words.release()
+            self._map.close()
+            os.close(self._page)
+            self._page = -1
+
+
+def _cannot_start(error: OSError) -> Unsupported:
+    return Unsupported(f"register: the keeper of the lease cannot be started: {error.strerror}", errno=error.errno)
+
+
+def _tell(process: subprocess.Popen[bytes], order: dict[str, object]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended, which `gone` will see
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+
+
+def _hang_up(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()

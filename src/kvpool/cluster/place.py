@@ -1,0 +1,137 @@
+"""Where a cluster is: its URL and the options that go with it, checked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from kvpool.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["Place", "parse_place"]
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}(/[A-Za-z0-9._-]{1,64}){0,7}")
+_HOST: Final = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
+_PORT: Final = 2379
+_TIMES: Final = {"lease": (0.05, 3600.0), "heartbeat": (0.01, 1800.0), "timeout": (0.0, 3600.0)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a cluster is, and how one gets in.
+
+    Attributes:
+        kind: "local" or "etcd".
+        name: Of a local cluster; the prefix of the keys in etcd.
+        hosts: Of etcd, as (host, port).
+        tls: Whether etcd is spoken to over TLS.
+        tls_ca: File of the certificates that etcd's must be signed by; None: those of the system.
+        tls_cert: File of our own certificate.
+        tls_key: File of its key.
+        user: Whom etcd knows us as.
+        password: Of the user.
+        secret: Given for the pools, or None.
+        lease_s: After how long a member that is silent is lost.
+        heartbeat_s: How often a member says that it is there.
+    """
+
+    kind: Literal["local", "etcd"]
+    name: str
+    hosts: tuple[tuple[str, int], ...] = ()
+    tls: bool = False
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    secret: str | None = field(default=None, repr=False)
+    lease_s: float = 3.0
+    heartbeat_s: float = 1.0
+
+
+def parse_place(url: str, *, lease: float, heartbeat: float | None, secret: str | None, **options: str | None) -> Place:
+    """Checks what `Cluster.join` was given. `options` are the fields of `Place` that are for etcd only.
+
+    Raises:
+        ArgumentError: An address that is none, an option that does not go with it, a value out of range.
+        ArgumentTypeError: A value of the wrong type.
+    """
+    texts: dict[str, object] = {"url": url, "secret": secret, **options}
+    for name, value in texts.items():
+        if not isinstance(value, str) and not (value is None and name != "url"):
+            raise ArgumentTypeError(f"cluster: {name} must be a str, not {type(value).__name__}")
+    lease_s = check_seconds("lease", lease)
+    heartbeat_s = lease_s / 3 if heartbeat is None else check_seconds("heartbeat", heartbeat)
+    if heartbeat_s > lease_s / 2:
+        raise ArgumentError(f"cluster: heartbeat is {heartbeat_s} s; at most half of the lease, {lease_s} s, is safe")
+    if secret is not None and (not secret or len(secret.encode("utf-8", "surrogatepass")) > 4096):
+        raise ArgumentError("cluster: a secret has 1 to 4096 bytes")
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme == "local":
+        return _local(
+            rest, {name for name, value in options.items() if value is not None}, secret, lease_s, heartbeat_s
+        )
+    if separator and scheme in ("etcd", "etcds"):
+        _check_etcd_options(scheme, options)
+        hosts, prefix = _etcd(rest)
+        return Place(
+            "etcd", prefix, hosts, scheme == "etcds", **options, secret=secret, lease_s=lease_s, heartbeat_s=heartbeat_s
+        )
+    raise ArgumentError(
+        f"cluster: {_shown(url)!r} is neither local://NAME nor etcd://HOST:PORT/PREFIX (etcds:// for TLS)"
+    )
+
+
+def check_seconds(name: str, value: object) -> float:
+    """A time that a call was given.
+
+    Raises:
+        ArgumentError: It is out of range.
+        ArgumentTypeError: It is no number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(f"cluster: {name} must be a number, not {type(value).__name__}")
+    low, high = _TIMES[name]
+    if not low <= value <= high:
+        raise ArgumentError(f"cluster: {name} is {value}; it must be from {low} to {high} seconds")
+    return float(value)
+
+
+def _local(name: str, options: set[str], secret: str | None, lease_s: float, heartbeat_s: float) -> Place:
+    if not _NAME.fullmatch(name):
+        raise ArgumentError(f"cluster: local://{name}: a name has 1 to 64 letters, digits, '.', '_' and '-'")
+    if options:
+        raise ArgumentError(f"cluster: {', '.join(sorted(options))}: only for etcd")
+    return Place("local", name, secret=secret, lease_s=lease_s, heartbeat_s=heartbeat_s)
+
+
+def _etcd(rest: str) -> tuple[tuple[tuple[str, int], ...], str]:
+    if "@" in rest:
+        raise ArgumentError("cluster: no user or password in the address, which is logged; use user= and password=")
+    listed, _, prefix = rest.partition("/")
+    hosts = []
+    for part in listed.split(","):
+        found = _HOST.fullmatch(part)
+        port = int(found["port"] or _PORT) if found else 0
+        if found is None or not 1 <= port <= 65535:
+            raise ArgumentError(f"cluster: etcd://{rest}: {part!r} is no HOST:PORT")
+        hosts.append((found["host"].strip("[]"), port))
+    prefix = prefix.strip("/") or "kvpool"
+    if not _PREFIX.fullmatch(prefix):
+        raise ArgumentError(f"cluster: etcd://{rest}: {prefix!r} is no prefix: letters, digits, '.', '_', '-' and '/'")
+    return tuple(hosts), prefix
+
+
+def _check_etcd_options(scheme: str, options: dict[str, str | None]) -> None:
+    given = {name for name, value in options.items() if value is not None}
+    if scheme == "etcd" and given & {"tls_ca", "tls_cert", "tls_key"}:
+        raise ArgumentError("cluster: TLS options go with etcds://")
+    for one, other in (("tls_cert", "tls_key"), ("user", "password")):
+        if (one in given) != (other in given):
+            raise ArgumentError(f"cluster: {one} and {other} go together")
+
+
+def _shown(url: str) -> str:
+    """Without what may be a password."""
+    return re.sub(r"//[^/]*@", "//...@", url)[:200]

@@ -1,0 +1,257 @@
+"""What is known of a member of a cluster, and how it is written down: JSON with a version, its length limited.
+
+What stands in a directory may have been written by anybody who can write there, so every field is checked on reading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, get_args, get_type_hints
+
+from kvpool.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["INSTANCE_MAX", "RECORD_BYTES_MAX", "Load", "Member", "MemberEvent", "Role", "State"]
+
+Role = Literal["prefill", "decode", "both"]
+State = Literal[
+    "up", "draining", "left"
+]  # "left" stands in a directory for a moment, so that others can tell it from "lost"
+
+INSTANCE_MAX: Final = 16383  # 14 bits of an address
+RECORD_BYTES_MAX: Final = 64 << 10
+_VERSION: Final = 1
+_TEXT_BYTES_MAX: Final = 255
+_ENDPOINTS_MAX: Final = 16
+_EPOCH_MAX: Final = (1 << 64) - 1
+_COUNT_MAX: Final = (1 << 63) - 1
+
+
+# ---- checks
+
+
+def _wrong_type(name: str, wanted: str, value: object) -> ArgumentTypeError:
+    return ArgumentTypeError(f"member: {name} must be {wanted}, not {type(value).__name__}")
+
+
+def _check_text(name: str, value: object, bytes_max: int) -> None:
+    if not isinstance(value, str):
+        raise _wrong_type(name, "a str", value)
+    length = len(value.encode("utf-8", "surrogatepass"))
+    if length > bytes_max or not value.isprintable():
+        raise ArgumentError(
+            f"member: {name} must be printable text of at most {bytes_max} bytes, and has {length}",
+            given=length,
+            maximum=bytes_max,
+        )
+
+
+def _check_count(name: str, value: object, maximum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _wrong_type(name, "an int", value)
+    if not 0 <= value <= maximum:
+        raise ArgumentError(f"member: {name} is {value}; it must be from 0 to {maximum}", value=value, maximum=maximum)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ArgumentError(f"member: {name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _checked_endpoints(value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise _wrong_type("endpoints", "a list of str", value)
+    if len(value) > _ENDPOINTS_MAX:
+        raise ArgumentError(
+            f"member: {len(value)} endpoints; {_ENDPOINTS_MAX} are allowed", given=len(value), maximum=_ENDPOINTS_MAX
+        )
+    for one in value:
+        _check_text("endpoints", one, _TEXT_BYTES_MAX)
+    return tuple(value)
+
+
+# ---- records
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy a member is, as it has told last. Blocks are counted by their states (docs/architecture.md).
+
+    Attributes:
+        hbm_free: Blocks of HBM that are free.
+        hbm_active: That belong to requests.
+        hbm_historical: That hold cached prompts, and can be evicted unless they are pinned.
+        dram_free: The same of DRAM.
+        dram_active: The same of DRAM.
+        dram_historical: The same of DRAM.
+        requests: Requests that are running or waiting, as the engine counts them.
+    """
+
+    hbm_free: int = 0
+    hbm_active: int = 0
+    hbm_historical: int = 0
+    dram_free: int = 0
+    dram_active: int = 0
+    dram_historical: int = 0
+    requests: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks every count.
+
+        Raises:
+            ArgumentError: A count is negative or larger than 63 bits.
+            ArgumentTypeError: A count is no int.
+        """
+        for name in get_type_hints(type(self)):
+            _check_count(f"load: {name}", getattr(self, name), _COUNT_MAX)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member of a cluster, as it has last been seen from here.
+
+    Attributes:
+        name: What it calls itself: one member has it at a time.
+        instance: The number in the addresses of its blocks, 1 to 16383. No two incarnations have the same.
+        epoch: Of this incarnation, as its pool says it: a member that was restarted has another one.
+        role: What it does: "prefill", "decode", or "both".
+        endpoints: Where its pool is called, the best first. Empty while it does not listen.
+        layout: Of its blocks, as JSON.
+        model: Fingerprint of the model whose cache it has.
+        parallel: Its parallel configuration, as JSON; None for an instance of one rank.
+        hbm_blocks: Its capacity.
+        dram_blocks: Its capacity.
+        load: How busy it was when it told last.
+        state: "up", or "draining": it finishes what it has and wants nothing new.
+        term: How often it has lost its lease and come back. What others had with it before is void.
+        since_ns: When this process first saw this incarnation in this term (CLOCK_MONOTONIC). Not compared.
+    """
+
+    name: str
+    instance: int
+    epoch: int
+    role: Role
+    endpoints: tuple[str, ...] = ()
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    model: str = ""
+    parallel: Mapping[str, Any] | None = None
+    hbm_blocks: int = 0
+    dram_blocks: int = 0
+    load: Load = Load()
+    state: State = "up"
+    term: int = 0
+    since_ns: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        """Checks every field.
+
+        Raises:
+            ArgumentError: A value that no member can have.
+            ArgumentTypeError: A value of the wrong type.
+        """
+        _check_text("name", self.name, _TEXT_BYTES_MAX)
+        if not self.name:
+            raise ArgumentError("member: name is empty")
+        _check_count("instance", self.instance, INSTANCE_MAX)
+        _check_count("epoch", self.epoch, _EPOCH_MAX)
+        _check_choice("role", self.role, get_args(Role))
+        _check_choice("state", self.state, get_args(State))
+        object.__setattr__(self, "endpoints", _checked_endpoints(self.endpoints))
+        _check_text("model", self.model, _TEXT_BYTES_MAX)
+        if not isinstance(self.layout, Mapping):
+            raise _wrong_type("layout", "a dict", self.layout)
+        if self.parallel is not None and not isinstance(self.parallel, Mapping):
+            raise _wrong_type("parallel", "a dict or None", self.parallel)
+        for name in ("hbm_blocks", "dram_blocks", "term"):
+            _check_count(name, getattr(self, name), _COUNT_MAX)
+        if not isinstance(self.load, Load):
+            raise _wrong_type("load", "a Load", self.load)
+
+    @property
+    def joined_for_s(self) -> float:
+        """For how long this process has seen it, in seconds, since it joined or came back."""
+        return (time.monotonic_ns() - self.since_ns) / 1e9
+
+    def serves(self, role: Role) -> bool:
+        """Whether it takes new work of a role: it is up, and has that role or both. "both" asks for just that."""
+        return self.state == "up" and self.role in (role, "both")
+
+    def same_incarnation(self, other: Member) -> bool:
+        """Whether what one had with the other still holds: the same process, and no lease lost in between."""
+        return (self.name, self.instance, self.epoch, self.term) == (
+            other.name,
+            other.instance,
+            other.epoch,
+            other.term,
+        )
+
+    def to_bytes(self) -> bytes:
+        """As it is written down.
+
+        Raises:
+            ArgumentError: It is no JSON, or longer than 64 KiB.
+        """
+        fields = {name: getattr(self, name) for name in _FIELDS} | {
+            "v": _VERSION,
+            "load": dataclasses.asdict(self.load),
+        }
+        try:
+            content = json.dumps(fields, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ArgumentError(f"member {self.name}: layout or parallel is no JSON: {error}") from None
+        if len(content) > RECORD_BYTES_MAX:
+            raise ArgumentError(
+                f"member {self.name}: {len(content)} bytes of JSON; {RECORD_BYTES_MAX} are allowed",
+                given=len(content),
+                maximum=RECORD_BYTES_MAX,
+            )
+        return content
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Member:
+        """What `to_bytes` has written; fields that a newer version has added are left out.
+
+        Raises:
+            ValueError: Anything else. (ArgumentError is one.)
+        """
+        if len(content) > RECORD_BYTES_MAX:
+            raise ValueError(f"{len(content)} bytes; {RECORD_BYTES_MAX} are allowed")
+        try:
+            fields = json.loads(content)
+        except RecursionError:
+            raise ValueError("JSON that is nested too deeply") from None
+        if not isinstance(fields, dict) or fields.get("v") != _VERSION:
+            raise ValueError(f"not a member's record of version {_VERSION}")
+        load = fields.get("load")
+        if not isinstance(load, dict) or not isinstance(fields.get("endpoints"), list):
+            raise ValueError("a record without load or endpoints")
+        known = {name: fields[name] for name in _FIELDS if name in fields}
+        try:
+            known["load"] = Load(**{name: load[name] for name in get_type_hints(Load) if name in load})
+            member = cls(**known)
+        except TypeError as error:  # a field is missing, or has the wrong type
+            raise ValueError(str(error)) from None
+        if member.instance == 0:
+            raise ValueError("a record without an instance")
+        return member
+
+
+_FIELDS: Final = tuple(one.name for one in dataclasses.fields(Member) if one.compare)
+
+
+@dataclass(frozen=True)
+class MemberEvent:
+    """Something has happened to a member.
+
+    Attributes:
+        kind: "joined": it is there. "changed": it has told something new: endpoints, load, state. "left": it has
+            said goodbye. "lost": it has died, or was silent for longer than its lease; what was under way with it
+            will not end, and a member of the same name that comes later is another one.
+        member: As it is now, or was last.
+    """
+
+    kind: Literal["joined", "changed", "left", "lost"]
+    member: Member

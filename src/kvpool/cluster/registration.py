@@ -1,0 +1,251 @@
+"""A member's own side: what it publishes, and what becomes of its lease."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from kvpool.cluster.directory import Entry, Unreachable
+from kvpool.cluster.record import Load, Member
+from kvpool.errors import ArgumentError, ClosedError, StateError
+
+__all__ = ["LeaseWord", "Registration"]
+
+LeaseWord = Literal["lost", "regained", "refused"]
+
+_log = logging.getLogger("kvpool.cluster")
+
+
+class Registration:
+    """The membership of one pool: made by `Cluster.register`, ended by `leave` or with the cluster.
+
+    Any thread may call. What is published is written by the cluster's thread, soon: this returns at once, also
+    while the directory cannot be reached; then it is written when that is back.
+    """
+
+    def __init__(self, entry: Entry, heartbeat_s: float, wake: Callable[[], None]) -> None:
+        """Use `Cluster.register`."""
+        self._entry = entry
+        self._heartbeat_s = heartbeat_s
+        self._wake = wake
+        self._lock = threading.Lock()  # of what follows; held for moments
+        self._wanted = entry.record
+        self._written = entry.record
+        self._written_at = time.monotonic()
+        self._callbacks: list[Callable[[LeaseWord], object]] = []
+        self._late: list[tuple[Callable[[LeaseWord], object], LeaseWord]] = []
+        self._word: LeaseWord = "regained"
+        self._over = False
+        self._left = False
+        self._asking = threading.Lock()  # the entry is asked by one at a time
+        self._asker = 0  # the thread that asks
+        self._unreachable = False
+
+    @property
+    def name(self) -> str:
+        """Of the member."""
+        return self._wanted.name
+
+    @property
+    def instance(self) -> int:
+        """The id given, 1 to 16383. It stays the same when a lease is lost and regained."""
+        return self._wanted.instance
+
+    @property
+    def record(self) -> Member:
+        """What is published, or will be as soon as it can be written."""
+        return self._wanted
+
+    def publish(
+        self,
+        *,
+        endpoints: Sequence[str] | None = None,
+        load: Load | None = None,
+        state: Literal["up", "draining"] | None = None,
+    ) -> None:
+        """Tells the others something new. What is not given stays as it is.
+
+        Endpoints and state are written at once. A load is written only when it has changed, and at most once in a
+        heartbeat, the newest: every member is told of every load, so 1,000 members with a heartbeat of a second
+        are a million messages a second. Give large clusters a longer heartbeat.
+
+        Args:
+            endpoints: Where the pool is called.
+            load: How busy it is.
+            state: "draining": it wants nothing new; "up": it does again.
+
+        Raises:
+            ArgumentError: A value that no member can have; nothing is published.
+            ArgumentTypeError: A value of the wrong type; the same.
+            StateError: Another incarnation has the name.
+            ClosedError: It has left.
+        """
+        if state not in (None, "up", "draining"):
+            raise ArgumentError(f'publish: state is {state!r}; it must be "up" or "draining"')
+        given: dict[str, Any] = {"endpoints": endpoints, "load": load, "state": state}
+        with self._lock:
+            self._check_open()
+            changed = dataclasses.replace(self._wanted, **{k: v for k, v in given.items() if v is not None})
+            changed.to_bytes()  # which checks its length
+            self._wanted = changed
+            urgent = endpoints is not None or state is not None
+        if urgent:
+            self._wake()
+
+    def on_lease(self, callback: Callable[[LeaseWord], object]) -> None:
+        """Calls back when something becomes of the lease, in the cluster's thread, which waits for it.
+
+        "lost": the others were told, or may have been, that this member is gone: it was stopped for longer than its
+        lease, or cut off from the directory until that gave it up. It must fence itself: give up what it has
+        under way with others, and what it holds there. When all callbacks have returned the name and the id are taken
+        back, in a new term: "regained"; the member may go on, from nothing.
+        "refused": another incarnation has the name now. This one must end, or register anew under another name.
+
+        A directory that does not answer is no loss: nobody can be told anything by it, and blocks go on moving. Nor
+        is one that has lost its memory: the member is entered again in silence.
+
+        A callback that raises is logged. One that is added after a loss is told of it.
+        """
+        with self._lock:
+            self._callbacks.append(callback)
+            if self._word != "regained":
+                self._late.append((callback, self._word))
+        self._wake()
+
+    def lease_valid(self) -> bool:
+        """Whether the lease is certainly held, as this process can tell by itself: no wait, no round trip.
+
+        False from the moment that others may be told of a loss, which can be before `on_lease` says so; so also while
+        the directory has not answered for a lease. What must be done by one holder of the name only has to ask
+        this. Blocks need not: links between peers have leases of their own.
+        """
+        return not self._over and self._word == "regained" and self._entry.valid()
+
+    def leave(self) -> None:
+        """Says goodbye. Others are told "left". Idempotent; a callback of `on_lease` may call it."""
+        self.leave_soon()
+        if self._asker != threading.get_ident():  # or else the tender does it, when it has asked
+            self._leave_now()
+
+    def leave_soon(self) -> None:
+        """Lets the cluster's thread say goodbye. Waits for nothing: a finalizer may call it at any time."""
+        self._over = True
+        self._wake()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has left."""
+        return self._over
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise ClosedError(f"{self.name} has left the cluster")
+        if self._word == "refused":
+            raise StateError(f"another incarnation has the name {self.name}")
+
+    # ---- for the tender (tender.py), which alone calls what follows
+
+    def tend(self) -> None:
+        """Sees to the lease, and writes what is to be written."""
+        if self._over:
+            self._leave_now()
+            return
+        self._tell_the_late()
+        try:
+            self._see_to_lease()
+            if self._unreachable:
+                _log.info("%s: the directory answers again", self.name)
+                self._unreachable = False
+        except Unreachable as error:
+            if not self._unreachable:
+                _log.warning("%s: the directory does not answer: %s", self.name, error)
+                self._unreachable = True
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        self._over = True
+        self._entry.abandon()
+
+    @contextlib.contextmanager
+    def _ask(self) -> Iterator[None]:
+        with self._asking:
+            self._asker = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._asker = 0
+
+    def _leave_now(self) -> None:
+        with self._ask():
+            if not self._left:
+                self._left = True
+                self._entry.leave(self._written)
+
+    def _see_to_lease(self) -> None:
+        if self._word == "refused":
+            return
+        if self._word == "regained":
+            with self._ask():
+                hold = "held" if self._over else self._entry.hold()
+                if hold == "held":
+                    self._write_if_due()
+                    return
+                if hold == "forgotten":
+                    _log.info("%s: the directory has lost its memory; entering again", self.name)
+            if hold == "lost":
+                self._tell("lost")
+        with self._ask():
+            if self._over:
+                return
+            wanted = self._wanted  # once: what is published meanwhile is written next time
+            term = self._entry.enter_again(wanted, lost=self._word == "lost")
+            if term is not None:
+                self._note_written(dataclasses.replace(wanted, term=term))
+        if term is None:
+            self._tell("refused")
+        elif self._word == "lost":
+            self._tell("regained")
+
+    def _write_if_due(self) -> None:
+        wanted, written = self._wanted, self._written
+        if self._over or wanted == written:
+            return
+        only_load = dataclasses.replace(wanted, load=written.load) == written
+        if only_load and time.monotonic() < self._written_at + self._heartbeat_s:
+            return
+        self._entry.write(wanted)
+        self._note_written(wanted)
+
+    def _note_written(self, record: Member) -> None:
+        with self._lock:
+            self._written = record
+            self._written_at = time.monotonic()
+            self._wanted = dataclasses.replace(self._wanted, term=record.term)
+
+    def _tell(self, word: LeaseWord) -> None:
+        _log.log(logging.INFO if word == "regained" else logging.WARNING, "%s: lease %s", self.name, word)
+        with self._lock:
+            self._word = word
+            callbacks = list(self._callbacks)
+            self._late.clear()
+        for callback in callbacks:
+            self._call(callback, word)
+
+    def _tell_the_late(self) -> None:
+        with self._lock:
+            late, self._late = self._late, []
+        for callback, word in late:
+            self._call(callback, word)
+
+    def _call(self, callback: Callable[[LeaseWord], object], word: LeaseWord) -> None:
+        if self._over:
+            return
+        try:
+            callback(word)
+        except Exception:
+            _log.exception("%s: a callback for the lease, which is %s, has failed", self.name, word)

@@ -1,0 +1,108 @@
+"""Calling the application back: a thread that hands on what the core has kept for it, item by item."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from kvpool import _core
+from kvpool.errors import ClosedError
+
+__all__ = ["Dispatcher"]
+
+Item = TypeVar("Item")
+
+
+class Dispatcher(ABC, Generic[Item]):
+    """A callback of a pool, until it is closed. It runs in a thread of its own, one item after another.
+
+    Use it in a ``with``, or call ``close()``; closing the pool ends it, too.
+    """
+
+    def __init__(self, pool: _core.Pool, descriptor: int, callback: Callable[[Item], object], thread: str) -> None:
+        """Begins to call back.
+
+        Args:
+            pool: Whose items they are.
+            descriptor: Readable while items wait, or when no more will come. It is duplicated.
+            callback: Takes an item.
+            thread: Name of the thread.
+        """
+        self._process = os.getpid()
+        self._lock = threading.Lock()  # the wake descriptor is not written to once it is closed
+        self._stopping = False
+        self._items = os.dup(descriptor)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(
+            target=self._run, args=(pool, callback), name=thread, daemon=True
+        )  # which holds both, and lets go of them when it ends
+        self._thread.start()
+
+    @abstractmethod
+    def _take(self, pool: _core.Pool) -> Item | None:
+        """The next item, without waiting; None when there is none. Raises ClosedError when no more will come."""
+
+    @abstractmethod
+    def _failed(self, item: Item) -> None:
+        """The callback has raised, which is being handled."""
+
+    def close(self) -> None:
+        """Ends it: when this returns the callback is not running any more. Idempotent.
+
+        The callback itself may call this; then it is the last time that it runs.
+        """
+        if os.getpid() != self._process:
+            return  # in a forked child there is no thread, and the descriptor would wake the parent's
+        with self._lock:
+            if not self._stopping:
+                self._stopping = True
+                os.eventfd_write(self._wake, 1)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or its pool was."""
+        return self._stopping
+
+    def __enter__(self) -> Dispatcher[Item]:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes."""
+        self.close()
+
+    def _run(self, pool: _core.Pool, callback: Callable[[Item], object]) -> None:
+        poll = select.poll()
+        poll.register(self._items, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        try:
+            while not self._stopping:
+                poll.poll()
+                if not self._stopping:
+                    self._deliver_all(pool, callback)
+        except ClosedError:
+            pass
+        finally:
+            with self._lock:
+                self._stopping = True
+                os.close(self._items)
+                os.close(self._wake)
+
+    def _deliver_all(self, pool: _core.Pool, callback: Callable[[Item], object]) -> None:
+        while not self._stopping:
+            item = self._take(pool)
+            if item is None:
+                return
+            try:
+                callback(item)
+            except Exception:
+                self._failed(item)

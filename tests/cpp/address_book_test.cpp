@@ -1,0 +1,66 @@
+#include "kvpool/pool/address_book.h"
+
+#include <doctest/doctest.h>
+
+#include <string>
+#include <vector>
+
+namespace kvpool::testing {
+namespace {
+
+ClusterMember member(const std::string& name, std::uint32_t instance, std::uint64_t epoch) {
+  return {name, instance, epoch, {"unix:@" + name}};
+}
+
+TEST_CASE("a book is found in by name and by id, and says who is in it") {
+  AddressBook book;
+  CHECK(book.names().empty());
+  CHECK_FALSE(book.find("a"));
+  CHECK(book.set({member("b", 2, 20), member("a", 1, 10)}).empty());
+  CHECK(book.names() == "a, b");
+  REQUIRE(book.find("b"));
+  CHECK(book.find("b")->epoch == 20);
+  CHECK(book.find("b")->addresses == std::vector<std::string>{"unix:@b"});
+  CHECK(book.name_of(1) == "a");
+  CHECK(book.name_of(3).empty());
+  CHECK(book.lists(member("a", 1, 10)));
+  CHECK_FALSE(book.lists(member("a", 1, 11)));
+  CHECK(book.set({member("b", 2, 20)}).empty());  // who is left out has been followed by nobody
+  CHECK_FALSE(book.find("a"));
+}
+
+TEST_CASE("an incarnation that another follows under its name is told once") {
+  AddressBook book;
+  book.set({member("a", 1, 10), member("b", 2, 20)});
+  CHECK(book.set({member("a", 3, 30), member("b", 2, 20)}) == std::vector<std::uint64_t>{10});
+  CHECK(book.set({member("a", 3, 30), member("b", 2, 20)}).empty());
+}
+
+TEST_CASE("who is expelled is struck off until a picture names it again") {
+  AddressBook book;
+  book.set({member("a", 1, 10), member("b", 2, 20)});
+  for (int i = 0; i < 2; ++i) book.expel(10, "its lease has run out");
+  CHECK(book.expelled(10) == "its lease has run out");
+  CHECK_FALSE(book.expelled(20));
+  CHECK(book.names() == "b");
+  book.set({member("b", 2, 20)});
+  CHECK(book.expelled(10));
+  book.set({member("a", 1, 10)});
+  CHECK_FALSE(book.expelled(10));
+}
+
+TEST_CASE("of the dead only the latest are remembered, and one who came back counts no more") {
+  AddressBook book;
+  book.expel(1, "first");
+  book.set({member("a", 1, 1)});
+  book.expel(2, "second");
+  for (std::uint64_t epoch = 3; epoch < 2 + AddressBook::kExpelledMax; ++epoch) book.expel(epoch, "");
+  CHECK(book.expelled(2));
+  book.expel(1, "again");
+  CHECK_FALSE(book.expelled(2));
+  CHECK(book.expelled(3));
+  CHECK(book.expelled(1) == "again");
+}
+
+}  // namespace
+}  // namespace kvpool::testing

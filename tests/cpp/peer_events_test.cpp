@@ -1,0 +1,72 @@
+#include "kvpool/pool/peer_events.h"
+
+#include <doctest/doctest.h>
+#include <poll.h>
+
+#include <string>
+
+namespace kvpool {
+namespace {
+
+bool readable(int descriptor) {
+  pollfd watched{descriptor, POLLIN, 0};
+  return poll(&watched, 1, 0) == 1;
+}
+
+PeerEvent event(const std::string& name, std::uint64_t epoch, bool joined) { return {name, 1, epoch, joined, {}}; }
+
+TEST_CASE("events are kept while somebody listens, in order") {
+  PeerEvents events;
+  events.push(event("early", 1, true));
+  const int descriptor = events.begin();
+  CHECK_FALSE(readable(descriptor));
+  CHECK_FALSE(events.pop().has_value());
+  events.push(event("a", 2, true));
+  events.push(event("a", 2, false));
+  CHECK(readable(descriptor));
+  CHECK(events.pop()->joined);
+  CHECK_FALSE(events.pop()->joined);
+  CHECK_FALSE(events.pop().has_value());
+  CHECK_FALSE(readable(descriptor));
+  events.push(event("b", 3, true));
+  events.end();
+  CHECK_FALSE(events.pop().has_value());
+  events.push(event("c", 4, true));
+  CHECK(events.begin() == descriptor);
+  CHECK_FALSE(events.pop().has_value());
+}
+
+TEST_CASE("what waits can be had after the end, and then it is told") {
+  PeerEvents events;
+  const int descriptor = events.begin();
+  events.push(event("a", 2, true));
+  events.close();
+  events.push(event("b", 3, true));
+  CHECK(readable(descriptor));
+  CHECK(events.pop()->name == "a");
+  CHECK(readable(descriptor));
+  CHECK_THROWS_AS(events.pop(), Error);
+}
+
+TEST_CASE("peers that come and go unheard do not pile up, and none that was heard of is lost in silence") {
+  PeerEvents events;
+  events.begin();
+  events.push(event("heard", 1, true));
+  CHECK(events.pop()->name == "heard");
+  for (std::uint64_t epoch = 2; epoch < 3 * PeerEvents::kWaitingMax; ++epoch) {
+    events.push(event("flaps", epoch, true));
+    events.push(event("flaps", epoch, false));
+  }
+  events.push(event("heard", 1, false));
+  std::size_t waiting = 0;
+  std::string last;
+  while (const auto next = events.pop()) {
+    ++waiting;
+    last = next->name;
+  }
+  CHECK(waiting <= PeerEvents::kWaitingMax + 2);
+  CHECK(last == "heard");
+}
+
+}  // namespace
+}  // namespace kvpool

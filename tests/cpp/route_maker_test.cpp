@@ -1,0 +1,69 @@
+// Which ways there are to a peer, by what the kernel says of it.
+#include "kvpool/pool/route_maker.h"
+
+#include <doctest/doctest.h>
+#include <unistd.h>
+
+#include "session_kit.h"
+
+namespace kvpool::testing {
+namespace {
+
+struct Side {
+  explicit Side(std::uint64_t epoch) : kit(), routes(options(), memory_of(*kit.pool), epoch) {
+    static_cast<void>(routes.introduce(card));
+    card.epoch = epoch;
+    card.name = "side " + std::to_string(epoch);
+  }
+  static LocalMemory memory_of(Pool& pool) {
+    return {pool.layout(), {pool.arena(Medium::kHbm), pool.arena(Medium::kDram)}};
+  }
+  static ServiceOptions options() {
+    ServiceOptions options;
+    options.routes = {"loopback", "sock"};
+    return options;
+  }
+  SessionKit kit;
+  RouteMaker routes;
+  PeerCard card;
+};
+
+std::vector<std::string> names(const std::vector<std::shared_ptr<Route>>& routes) {
+  std::vector<std::string> names;
+  for (const auto& route : routes) names.emplace_back(route->name());
+  return names;
+}
+
+TEST_CASE("a pool of this process is one by the kernel's word, not by its card's") {
+  Side one(11);
+  Side two(12);
+  const auto link = std::make_shared<ScriptLink>();
+  link->pid = getpid();
+  CHECK(names(one.routes.make(two.card, link)) == std::vector<std::string>{"loopback", "sock"});
+  CHECK(one.routes.exposure(two.card, *link).by_process);
+  // Over TCP the kernel does not tell; and a process that says that it is ours may be another.
+  for (const std::int64_t pid : {0, getpid() + 1}) {
+    link->pid = pid;
+    CHECK(names(one.routes.make(two.card, link)) == std::vector<std::string>{"sock"});
+    CHECK_FALSE(one.routes.exposure(two.card, *link).by_process);
+  }
+}
+
+TEST_CASE("what a pool keeps for its peers goes when it is let go of") {
+  Side one(13);
+  Side two(14);
+  const std::weak_ptr<Arena> arena = one.kit.pool->arena(Medium::kHbm);
+  one.kit.pool->close();
+  CHECK_FALSE(arena.expired());
+  one.routes.let_go();
+  one.kit.peer_blocks.let_go();
+  CHECK(arena.expired());
+  const auto link = std::make_shared<ScriptLink>();
+  link->pid = getpid();
+  CHECK(names(two.routes.make(one.card, link)) == std::vector<std::string>{"sock"});
+  CHECK_THROWS_AS(one.routes.introduce(one.card), Error);
+  CHECK(one.kit.peer_blocks.checksum(Addresses{make_address(0, Medium::kHbm, 1, 0)}) == 0);
+}
+
+}  // namespace
+}  // namespace kvpool::testing

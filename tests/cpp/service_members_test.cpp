@@ -1,0 +1,409 @@
+// A service in a cluster: members are met when a verb names them, parted from when they are told to be dead, and a pool
+// without a lease keeps to itself.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <barrier>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "service_kit.h"
+#include "thrown.h"
+
+namespace kvpool::testing {
+using namespace services;  // NOLINT(google-build-using-namespace)
+namespace {
+
+ClusterMember member_of(const Node& node, std::vector<std::string> addresses) {
+  return {node.name, node.pool->instance(), node.service.epoch(), std::move(addresses)};
+}
+
+ClusterMember listening(const Node& node) { return member_of(node, {node.service.listen(unix_address())}); }
+
+// Two nodes; each knows of both, and none has met the other.
+struct Pair {
+  explicit Pair(const std::vector<std::string>& routes = {"shm"})
+      : a(make_node("a", routes)), b(make_node("b", routes)) {
+    members = {listening(a), listening(b)};
+    tell(members);
+  }
+  void tell(const std::vector<ClusterMember>& picture) {
+    a.service.set_members(picture);
+    b.service.set_members(picture);
+  }
+  Node a;
+  Node b;
+  std::vector<ClusterMember> members;
+};
+
+void send_one(const Node& from, const Node& to, double seconds = 10) {
+  const Addresses blocks = alloc(*from.pool, 1);
+  TransferRequest request = request_to(to, blocks);
+  request.deadline_ns = in_seconds(seconds);
+  const auto failure = error_of([&] { finish(from.service.transfer(std::move(request))); });
+  from.pool->free(blocks.data(), blocks.size());
+  if (failure) throw Error(*failure);
+  const auto item = to.service.receive(in_seconds(5));
+  REQUIRE(item != nullptr);
+  to.pool->free(item->addresses.data(), item->addresses.size());
+}
+
+// Busy is what it hears; on a machine that is, the time may have passed before it heard anything.
+bool is_let_in(const Node& caller, const std::string& where) {
+  const auto code = code_of([&] { caller.service.connect(where, in_seconds(0.2)); });
+  return code != ErrorCode::kBusy && code != ErrorCode::kDeadline;
+}
+
+TEST_CASE("whatever verb names a member first, meets it") {
+  SUBCASE("transfer") {
+    Pair pair;
+    send_one(pair.a, pair.b);
+    send_one(pair.b, pair.a);
+    CHECK(pair.a.service.peers().size() == 1);
+  }
+  SUBCASE("transfer_batch") {
+    Pair pair;
+    const Addresses blocks = alloc(*pair.a.pool, 2);
+    std::vector<TransferRequest> requests{request_to(pair.b, {blocks[0]}), request_to(pair.b, {blocks[1]})};
+    for (const auto& transfer : pair.a.service.transfer_batch(std::move(requests))) finish(transfer);
+  }
+  SUBCASE("alloc") {
+    Pair pair;
+    CHECK(pair.a.service.alloc("b", 2, Medium::kHbm, true, in_seconds(5)).size() == 2);
+  }
+  SUBCASE("fetch, by the name or by the addresses") {
+    for (const bool named : {true, false}) {
+      Pair pair;
+      FetchRequest request;
+      request.from = alloc(*pair.b.pool, 2);
+      stamp(*pair.b.pool, request.from, 40);
+      if (named) request.peer = "b";
+      request.deadline_ns = in_seconds(10);
+      const auto fetch = pair.a.service.fetch(std::move(request));
+      finish(fetch);
+      CHECK(is_stamped(*pair.a.pool, fetch->addresses(), 40));
+    }
+  }
+}
+
+TEST_CASE("a fetch without a name needs one owner, and one that is known") {
+  Pair pair;
+  const auto fetch = [&](const Addresses& from) {
+    FetchRequest request;
+    request.from = from;
+    request.deadline_ns = in_seconds(5);
+    return code_of([&] { static_cast<void>(pair.a.service.fetch(std::move(request))); });
+  };
+  const Addresses there = alloc(*pair.b.pool, 1);
+  CHECK(fetch({}) == ErrorCode::kPeerLost);
+  CHECK(fetch({there[0], there[0] ^ (Address{1} << kInstanceShift)}) == ErrorCode::kArgument);
+  CHECK(fetch({there[0] ^ (Address{1} << kInstanceShift)}) == ErrorCode::kPeerLost);
+}
+
+TEST_CASE("its addresses are tried in order, and who cannot be reached is told with what was tried") {
+  Pair pair;
+  const std::string nowhere = unix_address();
+  const std::string where = pair.members[1].addresses[0];
+  pair.a.service.set_members({member_of(pair.b, {nowhere, "tcp:127.0.0.1:1"})});
+  const Addresses blocks = alloc(*pair.a.pool, 1);
+  const auto lost = error_of([&] { static_cast<void>(pair.a.service.transfer(request_to(pair.b, blocks))); });
+  REQUIRE(lost);
+  CHECK(lost->code() == ErrorCode::kPeerLost);
+  CHECK(std::string(lost->what()).find("peer b cannot be reached (" + nowhere + ": nobody listens") == 0);
+  CHECK(std::string(lost->what()).find("tcp:127.0.0.1:1: nobody listens") != std::string::npos);
+  CHECK(blocks_in(*pair.a.pool, BlockState::kActive) == 1);
+
+  // Somebody else answers there by now: it is not taken for b.
+  Node c = make_node("c", {"shm"});
+  pair.a.service.set_members({member_of(pair.b, {c.service.listen(unix_address())})});
+  const std::string text = text_of([&] { static_cast<void>(pair.a.service.transfer(request_to(pair.b, blocks))); });
+  CHECK(text.find("there is c now") != std::string::npos);
+
+  pair.a.service.set_members({member_of(pair.b, {nowhere, where})});
+  finish(pair.a.service.transfer(request_to(pair.b, blocks)));
+}
+
+TEST_CASE("a name that nobody knows is told with those that are known") {
+  Pair pair;
+  const auto lost =
+      error_of([&] { static_cast<void>(pair.a.service.alloc("z", 1, Medium::kHbm, true, in_seconds(5))); });
+  REQUIRE(lost);
+  CHECK(lost->code() == ErrorCode::kPeerLost);
+  CHECK(std::string(lost->what()) == "there is no peer called 'z'; this pool has none; members of its cluster: a, b");
+  const auto self =
+      error_of([&] { static_cast<void>(pair.a.service.alloc("a", 1, Medium::kHbm, true, in_seconds(5))); });
+  CHECK((self && self->code() == ErrorCode::kPeerLost));
+}
+
+TEST_CASE("a pair that failed once is tried again by the next call") {
+  Node a = make_node("a");
+  Node b = make_node("b");
+  const std::string where = unix_address();
+  const ClusterMember there{"b", 7, b.service.epoch(), {where}};
+  a.service.set_members({there});
+  for (int i = 0; i < 3; ++i) CHECK(code_of([&] { send_one(a, b); }) == ErrorCode::kPeerLost);
+  b.service.listen(where);
+  send_one(a, b);
+  b.service.disconnect("a");
+  CHECK(soon([&] { return a.service.peers().empty(); }));
+  send_one(a, b);
+}
+
+TEST_CASE("many threads that name a member at once meet it once") {
+  constexpr int kThreads = 8;
+  Pair pair;
+  pair.b.service.begin_peer_events();
+  std::barrier start(kThreads);
+  std::atomic<int> met{0};
+  std::vector<std::thread> threads;
+  threads.reserve(kThreads);
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&] {
+      start.arrive_and_wait();
+      met += pair.a.service.alloc("b", 1, Medium::kHbm, true, in_seconds(20)).size() == 1 ? 1 : 0;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(met == kThreads);
+  int joined = 0;
+  while (const auto event = pair.b.service.next_peer_event()) joined += event->joined ? 1 : 0;
+  CHECK(joined == 1);
+}
+
+TEST_CASE("when both sides name each other first at once, each is served") {
+  for (int round = 0; round < 20; ++round) {
+    Pair pair;
+    std::barrier start(2);
+    std::thread other([&] {
+      start.arrive_and_wait();
+      static_cast<void>(pair.b.service.alloc("a", 1, Medium::kHbm, true, in_seconds(20)));
+    });
+    start.arrive_and_wait();
+    static_cast<void>(pair.a.service.alloc("b", 1, Medium::kHbm, true, in_seconds(20)));
+    other.join();
+    send_one(pair.a, pair.b);
+  }
+}
+
+// Somebody who takes calls, and says nothing.
+struct Silent {
+  Silent() : address(parse_address(unix_address())), socket(listen_at(address)) {}
+  SockAddress address;
+  Descriptor socket;
+};
+
+TEST_CASE("a member that does not answer is waited for until the verb's deadline") {
+  Node a = make_node("a");
+  const Silent silent;
+  a.service.set_members({{"b", 7, 70, {format_address(silent.address)}}});
+  const auto call = [&](const Waiting& waiting) {
+    return code_of([&] { static_cast<void>(a.service.alloc("b", 1, Medium::kHbm, true, waiting)); });
+  };
+  CHECK(call(in_seconds(0.1)) == ErrorCode::kPeerLost);
+  CHECK(call({in_seconds(60), [] { return true; }}) == ErrorCode::kCancelled);
+}
+
+TEST_CASE("a member that is told to be dead is not waited for any longer") {
+  for (const bool expelled : {true, false}) {
+    Node a = make_node("a");
+    const Silent silent;
+    a.service.set_members({{"b", 7, 70, {format_address(silent.address)}}});
+    std::atomic<bool> asked{false};
+    std::thread caller([&] {
+      const Waiting waiting(in_seconds(600), [&] {
+        asked = true;
+        return false;
+      });
+      std::string text;
+      CHECK(code_of([&] { static_cast<void>(a.service.alloc("b", 1, Medium::kHbm, true, waiting)); }, &text) ==
+            ErrorCode::kPeerLost);
+      CHECK(text.find("gone") != std::string::npos);
+    });
+    CHECK(soon([&] { return asked.load(); }));  // it waits
+    expelled ? a.service.expel(70, "its lease has run out") : a.service.set_members({});
+    caller.join();
+  }
+}
+
+TEST_CASE("an incarnation that another follows under its name is parted from, and the new one met") {
+  Pair pair;
+  send_one(pair.a, pair.b);
+  const std::uint64_t before = pair.a.service.peers()[0].epoch;
+  Node newer = make_node("b", {"shm"});
+  pair.a.service.set_members({listening(newer)});
+  CHECK(soon([&] { return pair.a.service.peers().empty(); }));
+  send_one(pair.a, newer);
+  REQUIRE(pair.a.service.peers().size() == 1);
+  CHECK(pair.a.service.peers()[0].epoch != before);
+  CHECK(pair.a.service.peers()[0].epoch == newer.service.epoch());
+  // A picture that is late names the old one: who is here by now stays.
+  pair.a.service.set_members({listening(newer)});
+  CHECK(pair.a.service.peers().size() == 1);
+}
+
+TEST_CASE("what a dead incarnation had is given back, and it is let in again when it is named again") {
+  for (const auto& routes : std::vector<std::vector<std::string>>{{"loopback"}, {"shm"}, {"sock"}}) {
+    CAPTURE(routes[0]);
+    Pair pair(routes);
+    static_cast<void>(pair.b.service.alloc("a", 3, Medium::kHbm, true, in_seconds(5)));
+    const Addresses blocks = alloc(*pair.a.pool, 1);
+    TransferRequest request = request_to(pair.b, blocks);
+    request.streamed = true;
+    const auto open = pair.a.service.transfer(std::move(request));
+    for (int i = 0; i < 2; ++i) pair.a.service.expel(pair.b.service.epoch(), "its lease has run out");
+    REQUIRE(open->wait(in_seconds(10)));
+    std::string text;
+    CHECK(code_of([&] { open->rethrow_if_failed(); }, &text) == ErrorCode::kPeerLost);
+    CHECK(text.find("its lease has run out") != std::string::npos);
+    CHECK(soon([&] { return blocks_in(*pair.a.pool, BlockState::kFree) == 31; }));
+    CHECK(soon([&] { return blocks_in(*pair.b.pool, BlockState::kFree) == 32; }));
+    // It does not know, and calls; the other does not call it.
+    CHECK_FALSE(is_let_in(pair.b, pair.members[0].addresses[0]));
+    CHECK(code_of([&] { send_one(pair.b, pair.a, 0.2); }) == ErrorCode::kPeerLost);
+    CHECK(code_of([&] { send_one(pair.a, pair.b); }) == ErrorCode::kPeerLost);
+    CHECK(pair.a.service.peers().empty());
+    pair.tell(pair.members);
+    send_one(pair.b, pair.a);
+    send_one(pair.a, pair.b);
+  }
+}
+
+TEST_CASE("a pool without its lease has no peers and gets none; what is local goes on") {
+  for (const auto& routes : std::vector<std::vector<std::string>>{{"shm"}, {"sock"}}) {
+    CAPTURE(routes[0]);
+    Pair pair(routes);
+    static_cast<void>(pair.b.service.alloc("a", 3, Medium::kHbm, true, in_seconds(5)));
+    static_cast<void>(pair.a.service.alloc("b", 2, Medium::kHbm, true, in_seconds(5)));
+    const Addresses blocks = alloc(*pair.a.pool, 1);
+    TransferRequest request = request_to(pair.b, blocks);
+    request.streamed = true;
+    const auto open = pair.a.service.transfer(std::move(request));
+    for (int i = 0; i < 2; ++i) pair.a.service.fence("no lease");
+    REQUIRE(open->wait(in_seconds(10)));
+    CHECK(code_of([&] { open->rethrow_if_failed(); }) == ErrorCode::kPeerLost);
+    std::string text;
+    CHECK(code_of([&] { send_one(pair.a, pair.b); }, &text) == ErrorCode::kFenced);
+    CHECK(text == "no lease");
+    CHECK(code_of([&] { pair.a.service.connect(pair.members[1].addresses[0], in_seconds(5)); }) == ErrorCode::kFenced);
+    CHECK_FALSE(is_let_in(pair.b, pair.members[0].addresses[0]));
+    CHECK(soon([&] { return pair.a.service.peers().empty() && pair.b.service.peers().empty(); }));
+    pair.a.pool->free(blocks.data(), blocks.size());
+    CHECK(all_free_soon(*pair.a.pool));
+    CHECK(all_free_soon(*pair.b.pool));
+    for (int i = 0; i < 2; ++i) pair.a.service.unfence();
+    send_one(pair.a, pair.b);
+    send_one(pair.b, pair.a);
+  }
+}
+
+TEST_CASE("who calls a fenced pool is let in when that has its lease again, within the call's deadline") {
+  Pair pair;
+  pair.b.service.fence("no lease");
+  std::thread regains([&] {
+    usleep(50'000);
+    pair.b.service.unfence();
+  });
+  send_one(pair.a, pair.b);
+  regains.join();
+}
+
+TEST_CASE("fencing and expelling amid many transfers lose no block, and end every one of them") {
+  constexpr int kRounds = 15;
+  Pair pair;
+  std::atomic<bool> stop{false};
+  std::atomic<int> unended{0};
+  std::vector<std::thread> senders;
+  for (int i = 0; i < 4; ++i) {
+    senders.emplace_back([&, i] {
+      const Node& from = i % 2 == 0 ? pair.a : pair.b;
+      const Node& to = i % 2 == 0 ? pair.b : pair.a;
+      const Addresses blocks = alloc(*from.pool, 2);
+      while (!stop) {
+        static_cast<void>(error_of([&] {
+          TransferRequest request = request_to(to, blocks);
+          request.deadline_ns = in_seconds(2);
+          const auto transfer = from.service.transfer(std::move(request));
+          if (!transfer->wait(in_seconds(20))) ++unended;
+        }));
+        if (const auto item = from.service.receive(0)) {
+          from.pool->free(item->addresses.data(), item->addresses.size());
+        }
+      }
+      from.pool->free(blocks.data(), blocks.size());
+    });
+  }
+  for (int round = 0; round < kRounds; ++round) {
+    usleep(3'000);
+    if (round % 2 == 0) {
+      pair.a.service.fence("no lease");
+      pair.a.service.unfence();
+    } else {
+      pair.b.service.expel(pair.a.service.epoch(), "dead");
+      pair.b.service.set_members(pair.members);
+    }
+  }
+  stop = true;
+  for (std::thread& sender : senders) sender.join();
+  CHECK(unended == 0);
+  const auto free_received = [](const Node& node) {
+    while (const auto item = node.service.receive(0)) node.pool->free(item->addresses.data(), item->addresses.size());
+    return blocks_in(*node.pool, BlockState::kFree) == 32;
+  };
+  // Whoever was parted from may be in quarantine until it is met again.
+  send_one(pair.a, pair.b);
+  CHECK(soon([&] { return free_received(pair.a) && free_received(pair.b); }));
+  CHECK(pair.a.service.peers().size() == 1);
+}
+
+TEST_CASE("a service that waits for its id listens, meets nobody, and keeps the id that it is given") {
+  constexpr std::uint32_t kGiven = 4711;
+  Node a = make_node("a", {}, 16, [](ServiceOptions& options) { options.joins_cluster = true; });
+  Node b = make_node("b");
+  const std::string where = a.service.listen(unix_address());
+  CHECK(a.pool->instance() == 0);
+  CHECK(code_of([&] { a.service.connect(b.service.listen(unix_address()), in_seconds(5)); }) == ErrorCode::kFenced);
+  CHECK_FALSE(is_let_in(b, where));
+  a.service.unfence();  // is another matter
+  CHECK_FALSE(is_let_in(b, where));
+  CHECK(code_of([&] { a.service.join(0); }) == ErrorCode::kArgument);
+  a.service.join(kGiven);
+  CHECK(a.pool->instance() == kGiven);
+  CHECK(b.service.connect(where, in_seconds(5)) == "a");
+  CHECK(b.service.peers()[0].instance == kGiven);
+  a.service.join(kGiven);
+  CHECK(code_of([&] { a.service.join(kGiven + 1); }) == ErrorCode::kState);
+}
+
+TEST_CASE("a given id is kept, also when a peer has it") {
+  constexpr std::uint32_t kGiven = 99;
+  const auto given = [](ServiceOptions& options) { options.joins_cluster = true; };
+  Node a = make_node("a", {}, 16, given);
+  Node b = make_node("b", {}, 16, given);
+  a.service.join(kGiven);
+  b.service.join(kGiven);
+  CHECK(code_of([&] { a.service.connect(b.service.listen(unix_address()), in_seconds(5)); }) == ErrorCode::kState);
+  CHECK(a.pool->instance() == kGiven);
+  CHECK(b.pool->instance() == kGiven);
+}
+
+TEST_CASE("a service that did not get into its cluster is dropped, and another one started") {
+  Node a = make_node("a", {}, 16, [](ServiceOptions& options) { options.joins_cluster = true; });
+  Node b = make_node("b");
+  a.service.listen(unix_address());
+  a.pool->drop_service();
+  CHECK(a.pool->service() == nullptr);
+  CHECK(code_of([&] { static_cast<void>(a.service.receive(0)); }) == ErrorCode::kClosed);
+  a.pool->drop_service();
+  ServiceOptions options;
+  options.name = "again";
+  options.secret = "s3cret";
+  Node again{a.pool, a.pool->start_service(options), "again"};
+  CHECK(again.service.connect(b.service.listen(unix_address()), in_seconds(5)) == "b");
+  send_one(again, b);
+  again.service.disconnect("b");
+  CHECK(all_free_soon(*a.pool));
+}
+
+}  // namespace
+}  // namespace kvpool::testing

@@ -1,0 +1,216 @@
+// Peers that come and go: who meets whom, in what order, and what is left of it.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <barrier>
+#include <cerrno>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "endpoint_fixture.h"
+#include "kvpool/pool/kept_memory.h"
+#include "kvpool/transfer/messages.h"
+#include "service_kit.h"
+
+namespace kvpool::testing {
+using namespace services;  // NOLINT(google-build-using-namespace)
+namespace {
+
+void check_connected(Node& a, Node& b) {
+  CHECK(soon([&] { return a.service.peers().size() == 1 && b.service.peers().size() == 1; }));
+  for (const auto& [from, to] : {std::pair(&a, &b), std::pair(&b, &a)}) {
+    const Addresses blocks = alloc(*from->pool, 1);
+    finish(from->service.transfer(request_to(*to, blocks)));
+    from->pool->free(blocks.data(), blocks.size());
+    const auto item = to->service.receive(in_seconds(5));
+    REQUIRE(item != nullptr);
+    to->pool->free(item->addresses.data(), item->addresses.size());
+  }
+}
+
+TEST_CASE("when both sides connect at once each gets the other's name, and one connection stays") {
+  constexpr int kRounds = 40;
+  constexpr int kCallers = 3;  // of each side
+  for (int round = 0; round < kRounds; ++round) {
+    Node a = make_node("a", {"shm"});
+    Node b = make_node("b", {"shm"});
+    const std::string where_a = a.service.listen(round % 4 == 0 ? "tcp:127.0.0.1:0" : unix_address());
+    const std::string where_b = b.service.listen(unix_address());
+    std::barrier start(2 * kCallers);
+    std::atomic<int> wrong{0};
+    std::vector<std::thread> callers;
+    for (int i = 0; i < 2 * kCallers; ++i) {
+      callers.emplace_back([&, i] {
+        Node& self = i % 2 == 0 ? a : b;
+        start.arrive_and_wait();
+        const auto error = error_of([&] {
+          const std::string name = self.service.connect(i % 2 == 0 ? where_b : where_a, in_seconds(10));
+          if (name != (i % 2 == 0 ? "b" : "a")) ++wrong;
+        });
+        if (error) {
+          ++wrong;
+          MESSAGE(self.name << ": " << std::string(error->what()));
+        }
+      });
+    }
+    for (std::thread& caller : callers) caller.join();
+    CHECK(wrong == 0);
+    check_connected(a, b);
+  }
+}
+
+TEST_CASE("connecting to a peer that is connected leaves everything as it is, and gives its name") {
+  Node a = make_node("a");
+  Node b = make_node("b");
+  const std::string where_a = a.service.listen(unix_address());
+  const std::string where_b = b.service.listen(unix_address());
+  CHECK(a.service.connect(where_b, in_seconds(5)) == "b");
+  const Addresses lent = a.service.alloc("b", 2, Medium::kHbm, true, in_seconds(5));
+  for (int i = 0; i < 3; ++i) {
+    CHECK(a.service.connect(where_b, in_seconds(5)) == "b");
+    CHECK(b.service.connect(where_a, in_seconds(5)) == "a");
+  }
+  CHECK(blocks_in(*b.pool, BlockState::kLent) == 2);
+  a.service.free(lent.data(), lent.size(), in_seconds(5));
+  check_connected(a, b);
+}
+
+TEST_CASE("whoever connects waits for a listener, unless told not to") {
+  Node a = make_node("a");
+  Node b = make_node("b");
+  const std::string where = unix_address();
+  for (const std::string& nowhere :
+       {where, std::string("tcp:127.0.0.1:1"), std::string("unix:/tmp/kvpool-nowhere/x")}) {
+    const auto at_once = error_of([&] { a.service.connect(nowhere, in_seconds(60), /*wait_for_listener=*/false); });
+    REQUIRE(at_once);
+    CHECK(at_once->code() == ErrorCode::kPeerLost);
+    const auto late = error_of([&] { a.service.connect(nowhere, in_seconds(0.1)); });
+    REQUIRE(late);
+    CHECK(late->code() == ErrorCode::kPeerLost);
+    CHECK(std::string(late->what()).find("nobody listened at " + nowhere + " during 0.") == 0);
+  }
+  std::atomic<bool> calling{false};
+  std::thread caller([&] {
+    calling = true;
+    CHECK(a.service.connect(where, in_seconds(30)) == "b");
+  });
+  CHECK(soon([&] { return calling.load(); }));
+  usleep(20'000);
+  b.service.listen(where);
+  caller.join();
+  check_connected(a, b);
+}
+
+TEST_CASE("what waiting does not mend is told at once") {
+  Node a = make_node("a", {}, 16, [](ServiceOptions& options) { options.secret = "another"; });
+  Node b = make_node("b");
+  const std::string where = b.service.listen(unix_address());
+  CHECK(error_of([&] { a.service.connect(where, in_seconds(60)); })->code() == ErrorCode::kAuth);
+  Node c = make_node("c", {}, 16, [](ServiceOptions& options) { options.model = "another"; });
+  CHECK(error_of([&] { c.service.connect(where, in_seconds(60)); })->code() == ErrorCode::kLayoutMismatch);
+}
+
+TEST_CASE("a caller may give up, wherever it waits") {
+  Node a = make_node("a");
+  const auto given_up = [] { return true; };
+  CHECK(error_of([&] { a.service.connect(unix_address(), {in_seconds(60), given_up}); })->code() ==
+        ErrorCode::kCancelled);
+  // Somebody who takes the call, and says nothing.
+  SockAddress address = parse_address(unix_address());
+  const Descriptor silent = listen_at(address);
+  CHECK(error_of([&] { a.service.connect(format_address(address), {in_seconds(60), given_up}); })->code() ==
+        ErrorCode::kCancelled);
+}
+
+// A peer as the wire sees one, whose card fits that of the nodes here.
+struct RawPeer : Member {
+  RawPeer(const std::string& name, std::uint64_t epoch) : Member(name, {.secret = "s3cret"}) {
+    card.instance = 77;
+    card.epoch = epoch;
+    card.block_tokens = kPage;
+    card.piece_bytes = {64, 64};
+    card.routes = {"shm", "sock"};
+  }
+};
+
+TEST_CASE("what a connection had lent is free when its peer has made another one") {
+  Node a = make_node("a", {"shm", "sock"});
+  RawPeer b("b", UINT64_MAX);  // so that a's connection is the one that stays
+  const auto link = b.endpoint->connect(a.service.listen(unix_address()), in_seconds(10));
+  link->send(message_of(FrameKind::kLend, 1, write_body(LendBody{4, Medium::kHbm, true})));
+  REQUIRE(soon([&] { return blocks_in(*a.pool, BlockState::kLent) == 4; }));
+  CHECK(a.service.connect(b.endpoint->listen(unix_address()), in_seconds(10)) == "b");
+  CHECK(all_free_soon(*a.pool));
+  CHECK(a.service.peers().size() == 1);
+  CHECK(soon([&] { return b.handlers[0]->closed_count() == 1; }));
+}
+
+TEST_CASE("the application hears of peers that come and go, and of those that are here") {
+  Node a = make_node("a");
+  Node b = make_node("b");
+  const std::string where = a.service.listen(unix_address());
+  b.service.connect(where, in_seconds(5));
+  CHECK_FALSE(a.service.next_peer_event().has_value());
+  a.service.begin_peer_events();
+  const auto next = [&] {
+    std::optional<PeerEvent> event;
+    CHECK(soon([&] { return (event = a.service.next_peer_event()).has_value(); }));
+    return event ? *event : PeerEvent{};
+  };
+  const PeerEvent here = next();
+  CHECK((here.name == "b" && here.joined && !here.why));
+  CHECK(here.instance == b.pool->instance());
+  b.service.disconnect("a");
+  const PeerEvent gone = next();
+  CHECK((gone.name == "b" && !gone.joined && gone.epoch == here.epoch));
+  REQUIRE(gone.why);
+  CHECK(gone.why->code() == ErrorCode::kPeerLost);
+  CHECK(b.service.connect(where, in_seconds(5)) == "a");
+  CHECK(next().joined);
+  {
+    Node newer = make_node("b");  // a process that was restarted, and the old one not noticed
+    newer.service.connect(where, in_seconds(5));
+    const PeerEvent old = next();
+    CHECK((!old.joined && old.epoch == here.epoch && old.why.has_value()));
+    const PeerEvent fresh = next();
+    CHECK((fresh.joined && fresh.name == "b" && fresh.epoch != here.epoch));
+  }
+  CHECK_FALSE(next().joined);
+  a.service.end_peer_events();
+  a.pool->close();
+  CHECK_THROWS_AS(a.service.next_peer_event(), Error);
+}
+
+TEST_CASE("a pool that is closed keeps no memory, whoever was its peer, whatever handle is held") {
+  for (const auto& routes : std::vector<std::vector<std::string>>{{"loopback"}, {"shm"}, {"cma"}, {"sock"}}) {
+    CAPTURE(routes[0]);
+    Node a = make_node("a", routes);
+    Node b = make_node("b", routes);
+    if (const auto unusable = error_of([&] { a.service.connect(b.service.listen(unix_address()), in_seconds(5)); })) {
+      MESSAGE("not on this machine: " << std::string(unusable->what()));
+      continue;
+    }
+    const Addresses from = alloc(*a.pool, 2);
+    const auto there = a.service.transfer(request_to(b, from));
+    finish(there);
+    const auto item = b.service.receive(in_seconds(5));
+    TransferRequest request = request_to(b, from);
+    request.streamed = true;
+    const auto open = a.service.transfer(std::move(request));
+    static_cast<void>(b.service.alloc("a", 2, Medium::kDram, true, in_seconds(5)));
+    const std::weak_ptr<Arena> arena_a = a.pool->arena(Medium::kHbm);
+    const std::weak_ptr<Arena> arena_b = b.pool->arena(Medium::kHbm);
+    a.pool->close();
+    CHECK(soon([&] { return arena_a.expired(); }));  // a peer of this process lets go when it hears of it
+    CHECK(soon([&] { return b.service.peers().empty(); }));
+    b.pool->close();
+    CHECK(arena_b.expired());
+    CHECK(KeptMemory::count() == 0);
+    CHECK(open->done());
+    CHECK(there->stats().route == routes[0]);
+  }
+}
+
+}  // namespace
+}  // namespace kvpool::testing

@@ -1,0 +1,104 @@
+"""Pools of several processes that are members of one cluster: the survivor here, and victims that join under a name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from cluster.kit import Events, Place
+from transfer.kit import SECRET
+from victims import LEASE, Nursery, Reader, Victim, big_pool, blocks_at_peers, stamp
+from victims import eventually as eventually_within
+
+import kvpool
+
+__all__ = ["CLUSTER_LEASE", "JOIN", "LINK_LEASE", "Home", "eventually", "home_of", "send_by_name"]
+
+# The cluster's lease: a machine that is busy with other things must not make one run out.
+CLUSTER_LEASE = 6.0
+# A link that is silent is left alone for long: what ends here, the cluster has ended.
+LINK_LEASE = 60.0
+
+eventually = functools.partial(eventually_within, seconds=60)
+
+# What a victim runs to be a member, which takes what it is sent and tells what is wrong in it.
+JOIN = """
+import contextlib
+cluster = kvpool.Cluster.join(url, lease=lease)
+pool = big_pool(**options)
+words = []
+attachment = pool.attach(cluster, name=name)
+attachment._registration.on_lease(words.append)
+
+def take():
+    with contextlib.suppress(kvpool.Error):  # when it is closed
+        receive_for_ever(pool, tell)
+
+threading.Thread(target=take, daemon=True).start()
+attachment.instance
+"""
+
+
+class Home:
+    """The survivor: a member of this process, what it has heard, and what it has been sent."""
+
+    def __init__(self, place: Place, link_lease: float) -> None:
+        self.place = place
+        self.options: dict[str, Any] = {"lease_s": link_lease, "routes": ("shm",)}
+        self.cluster = place.join(lease=CLUSTER_LEASE)
+        if not self.cluster.secret:  # etcd keeps none, and its pools meet over TCP
+            self.options["secret"] = SECRET
+        self.pool = big_pool(**self.options)
+        self.attachment = self.pool.attach(self.cluster, name="survivor")
+        self.events = Events(self.cluster)
+        self.reader = Reader(self.pool)
+
+    @contextlib.contextmanager
+    def member(self, nursery: Nursery, name: str = "victim") -> Iterator[Victim]:
+        """One in another process, which this one has heard of."""
+        with nursery.victim() as victim:
+            instance = victim(JOIN, url=self.place.url, lease=CLUSTER_LEASE, options=self.options, name=name)
+            eventually(lambda: any(one.instance == instance for one in self.cluster.members()))
+            yield victim
+
+    def settled(self) -> None:
+        """R1 to R3 of this side, when no victim is left."""
+        eventually(lambda: self.pool.peers() == [])
+        eventually(lambda: blocks_at_peers(self.pool) == 0)
+        self.pool.audit()
+        assert self.reader.wrong == []
+
+    def close(self) -> None:
+        self.reader.close()
+        self.pool.close()
+
+
+@contextlib.contextmanager
+def home_of(place: Place, link_lease: float = LEASE) -> Iterator[Home]:
+    home = Home(place, link_lease)
+    try:
+        yield home
+        home.settled()
+    finally:
+        home.close()
+
+
+def send_by_name(pool: kvpool.Pool, peer: str, seconds: float = 60) -> float:
+    """Sends until it goes well, as one does who has been told of a failure. Returns how long it took."""
+    begin = time.monotonic()
+    addrs = pool.alloc(1)
+    stamp(pool, addrs, 3)
+    try:
+        while True:
+            try:
+                pool.transfer(peer, addrs, private=(3).to_bytes(4, "little"), timeout=5).wait()
+                return time.monotonic() - begin
+            except (kvpool.PeerLost, kvpool.Busy, kvpool.Fenced, kvpool.DeadlineExceeded, kvpool.OutOfBlocks):
+                if time.monotonic() - begin > seconds:
+                    raise
+                time.sleep(0.01)
+    finally:
+        pool.free(addrs)

@@ -1,0 +1,280 @@
+"""Ranks of logical instances in processes of their own: SIGKILL and SIGSTOP of a rank, of a scheduler and of a pool.
+
+The instance that survives is here, with its ranks; the other one has a process for its scheduler and for each rank.
+Both send to each other. Every word is one number, so whatever lands in a wrong place, or late, is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from crew import far_nursery, near_nursery
+from transfer.kit import eventually, route_or_skip
+from transfer.ranks_kit import Instance, grown, left, left_in, things
+from victims import LONG, Nursery, Victim, seed_of
+
+import kvpool
+from kvpool import KVLayout, ParallelConfig
+
+__all__ = ["far_nursery", "near_nursery"]
+
+LEASE = 0.5
+KILLS = 200 if LONG else 2  # a role and route
+STOPS = 40 if LONG else 1
+ROUTES = ["shm", "cma", "sock-unix", "sock-tcp"]
+ROLES = ["rank", "scheduler", "pool"]
+LAYOUT = KVLayout(layers=4, kv_heads=4, head_dim=64, dtype="float16", block_tokens=128)  # a block of 512 KiB
+OWN = 7  # what the survivor sends
+_numbers = itertools.count(1)
+
+SEND = """
+def send():
+    while True:
+        try:
+            pool.transfer("survivor", addrs, private=number.to_bytes(2, "little"), timeout=20).wait()
+        except (kvpool.Busy, kvpool.OutOfBlocks):
+            time.sleep(0.001)
+threading.Thread(target=send, daemon=True).start()
+def take():
+    while True:
+        item = pool.received(1.0)
+        if item is not None:
+            item.close()
+threading.Thread(target=take, daemon=True).start()
+"""
+RANK = """
+rank = kvpool.RankArena.join(ticket, **settings)
+rank.tensor().numpy().view(np.uint16)[...] = number
+def until_lost():
+    rank.wait_lost()
+    rank.close()
+    os._exit(0)
+threading.Thread(target=until_lost, daemon=True).start()
+"""
+
+
+class Crew:
+    """The instance of other processes: a scheduler and two ranks, or one pool."""
+
+    def __init__(self, stack: contextlib.ExitStack, nursery: Nursery, one: bool, settings: dict[str, Any]) -> None:
+        self.number = 100 + next(_numbers) % 1000
+        self.name = f"crew-{self.number}"
+        self.ranks: list[Victim] = []
+        self.scheduler = stack.enter_context(nursery.victim())
+        self.scheduler(
+            "import numpy as np\n"
+            "pool = kvpool.Pool(layout, hbm_blocks=16, dram_blocks=0, parallel=parallel, name=name, **settings)\n"
+            "addrs = pool.alloc(6)\nNone",
+            layout=LAYOUT, parallel=None if one else ParallelConfig(tp=2), name=self.name, settings=settings,
+            number=self.number,
+        )  # fmt: skip
+        if one:
+            self.scheduler("pool.tensor().numpy().view(np.uint16)[...] = number\nNone")
+            return
+        where = self.scheduler("pool.listen(where)", where=address_of(settings))
+        for i in range(2):
+            self.ranks.append(stack.enter_context(nursery.victim()))
+            ticket = self.scheduler("pool.export_rank(i, address=where)", i=i, where=where)
+            self.ranks[-1](
+                "import numpy as np\n" + RANK, ticket=ticket, number=self.number,
+                settings=settings | {"listen": "tcp:127.0.0.1:0" if settings["unix_door"] is False else None},
+            )  # fmt: skip
+        self.scheduler("pool.wait_for_ranks(10)")
+
+    @classmethod
+    def meeting(
+        cls, stack: contextlib.ExitStack, nursery: Nursery, one: bool, settings: dict[str, Any], where: str
+    ) -> Crew:
+        """One that has met the survivor, and sends to it. Another one, should it have drawn the survivor's number."""
+        while True:
+            crew = cls(stack, nursery, one, settings)
+            try:
+                crew.go(where)
+                return crew
+            except kvpool.StateError as error:
+                if "is taken by another peer" not in str(error):
+                    raise
+                crew.end()
+
+    def go(self, where: str) -> None:
+        self.scheduler("pool.connect(where)", where=where)
+        self.scheduler(SEND)
+
+    def end(self) -> None:
+        for victim in (*self.ranks, self.scheduler):
+            victim.kill()
+
+
+class Taker:
+    """Takes what comes to the survivor, looks at every word, and sends to whoever is there."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.items = 0
+        self.wrong: list[str] = []
+        self._instance = instance
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=call, daemon=True) for call in (self._take, self._send)]
+        for thread in self._threads:
+            thread.start()
+
+    def _take(self) -> None:
+        while not self._over.is_set():
+            item = self._instance.pool.received(0.02)
+            if item is None:
+                continue
+            number = int.from_bytes(item.private, "little")
+            words = self._instance.read(item.addrs).view(np.uint16)
+            if (words != number).any():
+                self.wrong.append(f"{number}: {np.unique(words)[:8]}")
+            item.close()
+            self.items += 1
+
+    def _send(self) -> None:
+        pool = self._instance.pool
+        addrs = pool.alloc(4)
+        self._instance.write(addrs, np.full((4, *LAYOUT.shape), OWN, np.uint16).view(LAYOUT.numpy_dtype))
+        while not self._over.is_set():
+            peers = pool.peers()
+            if not peers:
+                time.sleep(0.002)
+            for peer in peers:
+                with contextlib.suppress(kvpool.PeerLost, kvpool.Busy, kvpool.OutOfBlocks):
+                    pool.transfer(peer.name, addrs, private=b"", timeout=20).wait()
+        pool.free(addrs)
+
+    def close(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def settings_of(route: str) -> dict[str, Any]:
+    return {
+        "routes": (route_or_skip(route).partition("-")[0],), "secret": "ranks", "lease_s": LEASE, "huge_pages": "never",
+        "unix_door": route != "sock-tcp", "check_memory": False,
+    }  # fmt: skip
+
+
+def address_of(settings: dict[str, Any]) -> str:
+    return "tcp:127.0.0.1:0" if not settings["unix_door"] else f"unix:@kvpool-ranks-{os.getpid()}-{next(_numbers)}"
+
+
+@contextlib.contextmanager
+def survivor_of(settings: dict[str, Any], nursery: Nursery, parallel: ParallelConfig | None) -> Iterator[Any]:
+    listen = address_of(settings) if not settings["unix_door"] else None
+    instance = Instance("survivor", parallel, layout=LAYOUT, blocks=48, dram=0, listen=listen, **settings)
+    taker = Taker(instance)
+    try:
+        with contextlib.ExitStack() as stack:  # what is made once for all peers is no leak
+            for one in (True, False):
+                Crew.meeting(stack, nursery, one, settings, instance.address)
+            eventually(lambda: taker.items > 3)
+            for victim in nursery._victims:
+                victim.close()
+        until_whole(instance)
+        before = things()
+        yield instance, taker
+        until_whole(instance)
+        assert grown(before | {"threads": before["threads"] + 3}) == {}  # they start when there is work
+    finally:
+        taker.close()
+        instance.close()
+
+
+def until_whole(instance: Instance) -> None:
+    eventually(lambda: instance.pool.peers() == [])
+    assert left(instance.pool) == []
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(tp=2, pp=2), None], ids=["2x2", "one"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_whoever_is_killed_leaves_neither_wrong_bytes_nor_blocks(
+    route: str, parallel: Any, near_nursery: Nursery, request: Any
+) -> None:
+    dice = random.Random(seed_of(request))
+    settings = settings_of(route)
+    with survivor_of(settings, near_nursery, parallel) as (instance, taker):
+        for role in ROLES * KILLS:
+            if parallel is None and role == "pool":
+                continue  # that is between two pools
+            with contextlib.ExitStack() as stack:
+                came = taker.items
+                crew = Crew.meeting(stack, near_nursery, role == "pool", settings, instance.address)
+                if dice.random() < 0.7:
+                    eventually(lambda came=came: taker.items > came)
+                time.sleep(dice.choice([0.0, 0.002, 0.02]) * dice.random())
+                (dice.choice(crew.ranks) if role == "rank" else crew.scheduler).kill()
+                eventually(lambda: instance.pool.peers() == [], 10 * LEASE)
+                assert left(instance.pool) == []
+                # Those that were not killed hear of it, and end by themselves.
+                for victim in crew.ranks:
+                    if role == "scheduler":
+                        victim.wait()
+                crew.end()
+            assert taker.wrong == []
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("role", ROLES)
+def test_whoever_was_stopped_and_wakes_writes_into_nobodys_blocks(
+    route: str, role: str, near_nursery: Nursery, request: Any
+) -> None:
+    dice = random.Random(seed_of(request))
+    settings = settings_of(route)
+    with survivor_of(settings, near_nursery, ParallelConfig(tp=2, pp=2)) as (instance, taker):
+        for _ in range(STOPS):
+            with contextlib.ExitStack() as stack:
+                came = taker.items
+                crew = Crew.meeting(stack, near_nursery, role == "pool", settings, instance.address)
+                eventually(lambda came=came: taker.items > came)
+                time.sleep(0.02 * dice.random())
+                stopped = dice.choice(crew.ranks) if role == "rank" else crew.scheduler
+                stopped.stop()
+                eventually(lambda: instance.pool.peers() == [], 10 * LEASE)
+                time.sleep(0.1)
+                kept = left_in(instance.pool)
+                others = instance.pool.alloc(instance.pool.audit().hbm.free)
+                mark = np.full((len(others), *LAYOUT.shape), 0xABC, np.uint16).view(LAYOUT.numpy_dtype)
+                instance.write(others, mark)
+                stopped.wake()
+                if role == "pool":
+                    time.sleep(0.2)
+                    stopped.kill()
+                for victim in crew.ranks:
+                    if role == "scheduler" or victim is stopped:
+                        victim.wait()  # a rank whose scheduler is gone, or has given it up, is told
+                assert left(instance.pool) == [], kept
+                assert (instance.read(others).view(np.uint16) == 0xABC).all()
+                instance.pool.free(others)
+            assert taker.wrong == []
+
+
+def test_a_pool_that_was_stopped_comes_back_and_nothing_stays_in_quarantine(near_nursery: Nursery) -> None:
+    settings = settings_of("shm")
+    with survivor_of(settings, near_nursery, ParallelConfig(tp=2, pp=2)) as (instance, taker):
+        with contextlib.ExitStack() as stack:
+            crew = Crew(stack, near_nursery, True, settings)
+            lent = crew.scheduler("lent = None\npool.connect(where)", where=instance.address)
+            for _ in range(3):
+                crew.scheduler("lent = pool.alloc(4, instance='survivor')\nNone")
+                crew.scheduler.stop()
+                eventually(lambda: instance.pool.peers() == [], 10 * LEASE)
+                assert left_in(instance.pool)["quarantined"] == 4  # it may wake, and write them
+                crew.scheduler.wake()
+                crew.scheduler(
+                    "eventually(lambda: pool.peers() == [])\ncall(pool, where)\nNone", where=instance.address
+                )
+                assert left(instance.pool) == []
+            assert lent == "survivor"
+            crew.end()
+        assert taker.wrong == []

@@ -1,0 +1,44 @@
+"""Hours of work leave a process as large as minutes did.
+
+Bugs these tests are there to find: a descriptor, a mapping or a few bytes that each request, or each meeting, leaves
+behind (3, 10).
+"""
+
+from __future__ import annotations
+
+import pytest
+from crew import near_nursery, unix_address
+from transfer.kit import SECRET, route_or_skip
+from victims import LONG, Nursery, eventually, seed_of
+
+__all__ = ["near_nursery"]
+
+ROUTES = ("shm", "sock")
+SECONDS = (8 * 3600 if LONG else 120) / len(ROUTES)
+WARM = 10  # samples of forty: until then caches fill, and every page of the pools is touched for the first time
+SPARE = {"resident": 2 << 20, "descriptors": 4, "threads": 2, "mappings": 4, "shm": 4}
+
+
+@pytest.mark.timeout(0 if LONG else 300)
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_soak_leaves_memory_and_descriptors_flat(route, near_nursery: Nursery, request):
+    seed = seed_of(request) % 1000
+    options = {"routes": (route_or_skip(route),), "secret": SECRET, "dram_blocks": 32}
+    with near_nursery.victim() as a, near_nursery.victim() as b:
+        b("pool = big_pool(**options)\nNone", options=options | {"name": "b"})
+        where = b("pool.listen(where)", where=unix_address())
+        a("pool = big_pool(**options)\nNone", options=options | {"name": "a"})
+        for one, to, number in ((a, where, 1), (b, None, 2)):
+            one.send("soak(pool, where, seconds, seed)", where=to, seconds=SECONDS, seed=seed * 2 + number)
+        for one in (a, b):
+            samples = one.answer(SECONDS + 60)
+            assert len(samples) == 40
+            for what, spare in SPARE.items():
+                counts = [sample[what] for sample in samples]
+                assert max(counts[-WARM:]) <= max(counts[WARM:-WARM]) + spare, (what, counts)
+        for one in (a, b):
+            one("[pool.disconnect(peer.name) for peer in pool.peers()]\nNone")
+        for one in (a, b):
+            one("while item := pool.received(0): item.close()")
+            eventually(lambda one=one: one("blocks_at_peers(pool)") == 0)
+            assert one("pool.audit().hbm.active") == 0

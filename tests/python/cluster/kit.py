@@ -1,0 +1,172 @@
+"""What the tests of membership share: clusters of both kinds, and members in processes that are killed and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster.etcd_server import EtcdServer
+from transfer.kit import Child
+from transfer.kit import wait_for as _wait_for
+
+import kvpool
+from kvpool.cluster.local_folder import folder_path
+
+__all__ = ["LEASE", "EtcdPlace", "Events", "LocalPlace", "Place", "free_name", "wait_for"]
+
+LEASE = 2.0  # a machine that is busy with other things must not make one run out
+_epochs = itertools.count(1)
+
+
+def wait_for(look: Callable[[], Any], seconds: float = 60) -> Any:
+    """The first true value of `look`. A minute, unless said otherwise: a busy machine starts processes slowly."""
+    return _wait_for(look, seconds)
+
+
+def free_name() -> str:
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+class Events:
+    """What a cluster has told, in order."""
+
+    def __init__(self, cluster: kvpool.Cluster) -> None:
+        self.all: list[kvpool.MemberEvent] = []
+        self.handle = cluster.on_change(self.all.append)
+
+    def of(self, name: str) -> list[str]:
+        return [event.kind for event in list(self.all) if event.member.name == name]
+
+    def wait(self, name: str, *kinds: str, seconds: float = 60) -> None:
+        """Until these were told of a member, in this order, whatever was told besides."""
+
+        def there() -> bool:
+            told = iter(self.of(name))
+            return all(kind in told for kind in kinds)
+
+        try:
+            wait_for(there, seconds)
+        except AssertionError:
+            raise AssertionError(f"{name} was told as {self.of(name)}, not as {list(kinds)}") from None
+
+
+class MemberProcess:
+    """A member in a process of its own. `words`: what it has heard of its lease."""
+
+    def __init__(self, url: str, name: str, lease: float, **fields: Any) -> None:
+        self.epoch = next(_epochs)
+        self.name = name
+        self._child = Child()
+        self("words = []")
+        self(f"cluster = kvpool.Cluster.join({url!r}, lease={lease})")
+        arguments = {"role": "both", "epoch": self.epoch} | fields
+        try:
+            self.instance = self(
+                f"reg = cluster.register(name={name!r}, **arguments); reg.on_lease(words.append); reg.instance",
+                arguments=arguments,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(self, code: str, **values: Any) -> Any:
+        return self._child(code, **values)
+
+    @property
+    def pid(self) -> int:
+        return self._child.process.pid
+
+    @property
+    def words(self) -> list[str]:
+        return self("list(words)")
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    def stop(self) -> None:
+        self._child.kill(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self._child.kill(signal.SIGCONT)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
+        self._child.kill()
+        self._child.close()
+
+
+class Place(ABC):
+    """Where the members of one test meet."""
+
+    url: str
+
+    def __init__(self) -> None:
+        self._ends = contextlib.ExitStack()
+
+    def join(self, **options: Any) -> kvpool.Cluster:
+        return self._ends.enter_context(kvpool.Cluster.join(self.url, **{"lease": LEASE} | options))
+
+    def register(self, cluster: kvpool.Cluster, name: str, **fields: Any) -> kvpool.Registration:
+        return cluster.register(name=name, **{"role": "both", "epoch": next(_epochs)} | fields)
+
+    def member(self, name: str, **fields: Any) -> MemberProcess:
+        lease = fields.pop("lease", LEASE)
+        one = MemberProcess(self.url, name, lease, **fields)
+        self._ends.callback(one.close)
+        return one
+
+    @abstractmethod
+    def put_garbage(self, name: str, content: bytes) -> None:
+        """Where the record of a member of that name would stand."""
+
+    def close(self) -> None:
+        self._ends.close()
+
+
+class LocalPlace(Place):
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = free_name()
+        self.url = f"local://{self.name}"
+        self.folder = Path(folder_path(self.name))
+
+    def put_garbage(self, name: str, content: bytes) -> None:
+        (self.folder / f"m.{name}.lock").write_bytes(content)
+        (self.folder / f"m.{name}.json").write_bytes(content)
+
+    def close(self) -> None:
+        super().close()
+        for folder in self.folder.parent.glob(f"{self.name}*"):  # also one that was moved
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class EtcdPlace(Place):
+    def __init__(self, server: EtcdServer) -> None:
+        super().__init__()
+        self.server = server
+        self.prefix = free_name()
+        self.url = f"etcd://127.0.0.1:{server.port}/{self.prefix}"
+
+    def put_garbage(self, name: str, content: bytes) -> None:
+        from kvpool.cluster.gateway import encode
+
+        self.server.call("kv/put", {"key": encode(f"{self.prefix}/members/{name}"), "value": encode(content)})
+
+
+@contextlib.contextmanager
+def in_thread(work: Callable[[], object]) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield thread
+    thread.join(60)
+    assert not thread.is_alive()

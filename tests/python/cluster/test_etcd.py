@@ -1,0 +1,312 @@
+"""What is etcd's own: that it dies, comes back with or without its memory, compacts, wants TLS and passwords."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from cluster.etcd_server import EtcdServer
+from cluster.kit import LEASE, EtcdPlace, Events, wait_for
+
+import kvpool
+from kvpool.cluster.gateway import encode
+
+
+@pytest.fixture
+def own(own_etcd):
+    """A place of an etcd that the test may kill."""
+    one = EtcdPlace(own_etcd)
+    yield one
+    one.close()
+
+
+def rejoined(own, *names):
+    """Whether these stand in etcd now, as somebody sees them who comes new."""
+    with kvpool.Cluster.join(own.url, lease=LEASE) as fresh:
+        return [member.name for member in fresh.members()] == sorted(names)
+
+
+def test_an_etcd_that_is_down_for_two_leases_loses_nobody(own, own_etcd):
+    router = own.join()
+    events = Events(router)
+    member = own.member("a")
+    here = own.join()
+    words = []
+    reg = own.register(here, "b")
+    reg.on_lease(words.append)
+    events.wait("b", "joined")
+    own_etcd.kill()
+    wait_for(lambda: not reg.lease_valid())  # it sees by itself that nobody vouches for it any more
+    time.sleep(2 * LEASE)
+    assert [m.name for m in router.members()] == ["a", "b"]  # the last picture
+    reg.publish(state="draining")  # which waits
+    own_etcd.start()
+    wait_for(lambda: [m.state for m in router.members()] == ["up", "draining"])
+    wait_for(lambda: reg.lease_valid())
+    wait_for(lambda: set(events.of("b")) == {"joined", "changed"})
+    assert events.of("a") == ["joined"]
+    assert words == []
+    assert member.words == []
+    member.kill()  # and what happens now is told
+    events.wait("a", "joined", "lost")
+
+
+def test_survivors_come_back_to_an_etcd_that_has_lost_its_memory(own, own_etcd):
+    router = own.join()
+    events = Events(router)
+    member = own.member("a")
+    here = own.join()
+    words = []
+    reg = own.register(here, "b")
+    reg.on_lease(words.append)
+    events.wait("b", "joined")
+    before = router.members()
+    own_etcd.kill()
+    own_etcd.forget()
+    own_etcd.start()
+    newcomer = own.join()
+    other = own.register(newcomer, "c", timeout=30)  # which must not have the id of one that is on its way back
+    assert other.instance not in {member.instance, reg.instance}
+    wait_for(lambda: rejoined(own, "a", "b", "c"))
+    assert [m for m in router.members() if m.name != "c"] == before  # the same ids, epochs and terms
+    time.sleep(3 * LEASE)
+    assert set(events.of("a") + events.of("b")) == {"joined"}
+    assert words == []
+    assert member.words == []
+    assert reg.lease_valid()
+
+
+def test_one_that_died_with_the_memory_of_etcd_is_lost(own, own_etcd):
+    router = own.join()
+    events = Events(router)
+    member = own.member("a")
+    own.register(own.join(), "b")
+    events.wait("a", "joined")
+    own_etcd.kill()
+    member.kill()
+    own_etcd.forget()
+    own_etcd.start()
+    events.wait("a", "joined", "lost")
+    assert events.of("b") == ["joined"]
+
+
+def test_a_watch_whose_past_was_compacted_reads_all_again(own, own_etcd):
+    router = own.join()
+    events = Events(router)
+    first = own.register(own.join(), "a")
+    second = own.register(own.join(), "b")
+    events.wait("b", "joined")
+    view = router._directory._view
+    view._revision = 1  # as if it had heard nothing since
+    for number in range(3):
+        first.publish(load=kvpool.Load(requests=number + 1))
+        wait_for(lambda number=number: router.members()[0].load.requests == number + 1)
+    second.leave()
+    revision = own_etcd.call("kv/range", {"key": encode("x")})["header"]["revision"]
+    own_etcd.call("kv/compaction", {"revision": revision, "physical": True})
+    view._revision = 1
+    view._stream.stop()
+    own.register(own.join(), "c")
+    events.wait("c", "joined")
+    assert [m.name for m in router.members()] == ["a", "c"]
+    assert events.of("a").count("joined") == 1
+
+
+def test_a_watch_that_was_broken_goes_on_where_it_was(own, own_etcd, monkeypatch):
+    router = own.join()
+    events = Events(router)
+    reg = own.register(own.join(), "a")
+    events.wait("a", "joined")
+    view = router._directory._view
+
+    def never(timeout_s):
+        raise AssertionError("all was read again")
+
+    monkeypatch.setattr(view, "read_all", never)
+    for state in ("draining", "up", "draining"):
+        view._stream.stop()
+        reg.publish(state=state)
+        wait_for(lambda state=state: [m.state for m in router.members()] == [state])
+    assert events.of("a").count("joined") == 1
+
+
+def test_an_etcd_that_is_stopped_holds_up_no_call(own, own_etcd):
+    cluster = own.join()
+    reg = own.register(cluster, "a")
+    own_etcd.signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert [m.name for m in cluster.members()] == ["a"]
+        reg.publish(state="draining")
+        with pytest.raises(kvpool.DeadlineExceeded):
+            kvpool.Cluster.join(own.url, lease=LEASE, timeout=0.3)
+        assert time.monotonic() - began < 10
+        wait_for(lambda: not reg.lease_valid())
+    finally:
+        own_etcd.kill()  # not SIGCONT alone: etcd 3.5.1 has been seen to panic when it wakes
+    own_etcd.start()
+    wait_for(lambda: [m.state for m in own.join().members()] == ["draining"])
+
+
+def test_the_next_endpoint_is_asked_when_one_is_dead(own):
+    port = own.server.port
+    place = f"etcd://127.0.0.1:1,127.0.0.1:{port}/{own.prefix}"
+    with kvpool.Cluster.join(place, lease=LEASE) as cluster:
+        own.register(cluster, "a")
+        wait_for(lambda: [m.name for m in own.join().members()] == ["a"])
+
+
+def test_nobody_there_is_told_in_time():
+    began = time.monotonic()
+    with pytest.raises(kvpool.DeadlineExceeded, match="does not answer"):
+        kvpool.Cluster.join("etcd://127.0.0.1:1/x", timeout=0.3)
+    assert time.monotonic() - began < 10
+
+
+def test_a_keeper_that_is_killed_is_started_again(own):
+    router = own.join()
+    events = Events(router)
+    reg = own.register(own.join(), "a")
+    keeper = reg._entry.keeper
+    first = keeper.pid
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: keeper.pid != first)
+    until = keeper.valid_until_ns
+    wait_for(lambda: keeper.valid_until_ns > until)
+    assert events.of("a") in ([], ["joined"])
+    assert reg.lease_valid()
+
+
+def test_a_keeper_that_cannot_be_started_again_is_tried_again(own, monkeypatch):
+    router = own.join()
+    reg = own.register(own.join(), "a")
+    keeper = reg._entry.keeper
+    first, popen, tries = keeper.pid, subprocess.Popen, []
+
+    def no_more_processes(*arguments, **options):
+        tries.append(1)
+        raise BlockingIOError(11, "no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", no_more_processes)
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: len(tries) >= 3)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    wait_for(lambda: keeper.pid != first)
+    reg.publish(state="draining")  # the cluster's thread lives
+    wait_for(lambda: [m.state for m in router.members()] == ["draining"])
+    wait_for(reg.lease_valid)
+
+
+def keeper_pages():
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sum("kvpool-keeper" in os.readlink(link) for link in links if os.path.islink(link))
+
+
+def test_a_keeper_that_cannot_be_started_leaves_no_descriptor(own, monkeypatch):
+    cluster = own.join()
+
+    def no_more_processes(*arguments, **options):
+        raise BlockingIOError(11, "no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", no_more_processes)
+    before = keeper_pages()
+    for _ in range(3):
+        with pytest.raises(kvpool.Unsupported, match="no more processes"):
+            own.register(cluster, "a")
+    assert keeper_pages() == before
+
+
+def test_a_keeper_loads_neither_the_core_nor_numpy(own):
+    keeper = own.register(own.join(), "a")._entry.keeper
+    until = keeper.valid_until_ns
+    wait_for(lambda: keeper.valid_until_ns > until)  # it runs
+    mapped = Path(f"/proc/{keeper.pid}/maps").read_text()
+    assert "python" in mapped
+    assert "_core" not in mapped
+    assert "numpy" not in mapped
+
+
+def test_a_keeper_ends_with_its_member_however_that_ends(own):
+    for end in ("kill", "leave"):
+        member = own.member("a" + end)
+        pid = member("reg._entry.keeper.pid")
+        descriptor = os.pidfd_open(pid)
+        try:
+            if end == "kill":
+                member.kill()
+            else:
+                member("reg.leave()")
+            wait_for(lambda descriptor=descriptor: _ended(descriptor))
+        finally:
+            os.close(descriptor)
+
+
+def _ended(pidfd):
+    try:
+        signal.pidfd_send_signal(pidfd, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_killed_member_is_told_before_its_lease_has_run_out(own):
+    """The keeper gives the lease back: with a lease of a minute nobody waits a minute."""
+    router = own.join()
+    events = Events(router)
+    own.register(own.join(), "first")  # or "a" would wait a lease, because etcd has no counter of ids yet
+    member = own.member("a", lease=60)
+    events.wait("a", "joined")
+    member.kill()
+    events.wait("a", "joined", "lost", seconds=50)
+
+
+@pytest.fixture
+def certificates(tmp_path):
+    """An authority of the test's own, a certificate for 127.0.0.1, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+
+    def openssl(*arguments):
+        subprocess.run(["openssl", *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority")
+    openssl("req", *curve[:-2], "-keyout", "key.pem", "-out", "request.pem", "-subj", "/CN=etcd")
+    (tmp_path / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    openssl("x509", "-req", "-in", "request.pem", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
+            "-extfile", "names", "-out", "cert.pem")  # fmt: skip
+    return tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "key.pem"
+
+
+def test_tls_and_a_password(certificates, tmp_path):
+    server = EtcdServer(tmp_path / "etcd", tls=certificates)
+    try:
+        ca = str(certificates[0])
+        server.etcdctl("user", "add", "root:right")
+        server.etcdctl("user", "grant-role", "root", "root")
+        server.etcdctl("auth", "enable")
+        url = f"etcds://127.0.0.1:{server.port}/x"
+        options = {"lease": LEASE, "tls_ca": ca, "timeout": 5.0}
+        with pytest.raises(kvpool.AuthError):
+            kvpool.Cluster.join(url, **options, user="root", password="wrong")
+        with pytest.raises(kvpool.AuthError):
+            kvpool.Cluster.join(url, **options)
+        with pytest.raises(kvpool.AuthError, match="certificate"):
+            kvpool.Cluster.join(url, lease=LEASE, timeout=5.0, user="root", password="right")
+        with (
+            kvpool.Cluster.join(url, **options, user="root", password="right") as cluster,
+            kvpool.Cluster.join(url, **options, user="root", password="right") as router,
+        ):
+            reg = cluster.register(name="a", role="both", epoch=1)
+            assert [m.name for m in router.wait_for(n=1)] == ["a"]
+            until = reg._entry.keeper.valid_until_ns
+            wait_for(lambda: reg._entry.keeper.valid_until_ns > until)  # the keeper is let in, too
+            reg.publish(state="draining")
+            wait_for(lambda: [m.state for m in router.members()] == ["draining"])
+    finally:
+        server.kill()

@@ -1,0 +1,213 @@
+"""What is the local cluster's own: the folder that is deleted under its members, the secret, who may read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import time
+
+import pytest
+from cluster.kit import Events, LocalPlace, wait_for
+
+import kvpool
+from kvpool.cluster.local_folder import Folder, folder_path
+from kvpool.cluster.local_ids import IdHold, held_ids
+from kvpool.cluster.local_view import RECORD_SUFFIX
+
+
+@pytest.mark.parametrize("way", ["removed", "moved", "emptied", "unrecorded"])
+def test_the_folder_is_deleted_and_all_come_back(local, way):
+    members = [local.member(name) for name in "abc"]
+    router = local.join()
+    events = Events(router)
+    router.wait_for(n=3)
+    before, secret = router.members(), router.secret
+    if way == "removed":
+        shutil.rmtree(local.folder, ignore_errors=True)  # while they put back what is missing
+    elif way == "moved":
+        os.rename(local.folder, f"{local.folder}.gone")
+    elif way == "emptied":
+        for file in ("state", "lock"):
+            (local.folder / file).unlink()
+    else:
+        records = list(local.folder.glob(f"*{RECORD_SUFFIX}"))
+        assert len(records) == 3
+        for record in records:
+            record.unlink()
+    newcomer = local.join(timeout=30)
+    assert newcomer.secret == secret
+    reg = local.register(newcomer, "d", timeout=30)
+    assert reg.instance not in {member.instance for member in members}
+    wait_for(lambda: [m.name for m in newcomer.members()] == ["a", "b", "c", "d"])
+    assert [m for m in newcomer.members() if m.name != "d"] == before  # ids, epochs and terms
+    wait_for(lambda: len(router.members()) == 4)
+    assert [events.of(name) for name in "abc"] == [["joined"]] * 3
+    assert [member.words for member in members] == [[], [], []]
+    shutil.rmtree(f"{local.folder}.gone", ignore_errors=True)
+    members[0].kill()  # and the new files tell of deaths, as the old ones did
+    events.wait("a", "joined", "lost")
+
+
+def test_one_that_slept_while_its_folder_and_its_name_were_taken_is_refused(local):
+    sleeper = local.member("a")
+    router = local.join()
+    events = Events(router)
+    events.wait("a", "joined")
+    sleeper.stop()
+    events.wait("a", "joined", "lost")
+    router.close()  # nobody is left who knows the secret
+    shutil.rmtree(local.folder)
+    other = local.join(timeout=0.2)  # it waits for the one that sleeps, and then begins anew
+    reg = local.register(other, "b")
+    assert reg.instance != sleeper.instance  # which the kernel knows to be held
+    sleeper.wake()
+    wait_for(lambda: sleeper.words[-1:] == ["refused"])
+    assert reg.lease_valid()
+    assert [m.name for m in other.members()] == ["b"]
+
+
+def test_the_secret_is_made_once_and_only_this_user_can_read_it(local):
+    first, second = local.join(), local.join()
+    assert first.secret == second.secret
+    assert len(first.secret) == 64
+    assert stat.S_IMODE(os.stat(local.folder).st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(local.folder / "state").st_mode) == 0o600
+    assert local.join(secret=first.secret).secret == first.secret
+    local.register(first, "a")
+    with pytest.raises(kvpool.AuthError, match=local.name):
+        local.join(secret="another")
+
+
+def test_a_secret_that_was_given_is_not_written_down(local):
+    first = local.join(secret="given here")
+    assert first.secret == "given here"
+    local.register(first, "a")
+    assert b"given here" not in (local.folder / "state").read_bytes()
+    assert local.join(secret="given here").secret == "given here"
+    for wrong in (None, "another"):
+        with pytest.raises(kvpool.AuthError, match=local.name):
+            local.join(secret=wrong)
+
+
+def test_a_secret_that_is_given_replaces_that_of_a_cluster_without_members(local):
+    first = local.join(secret="old")
+    reg = local.register(first, "a")
+    first.close()
+    second = local.join(secret="new")
+    assert second.secret == "new"
+    assert local.register(second, "a").instance == reg.instance + 1
+    with pytest.raises(kvpool.AuthError, match=local.name):
+        local.join(secret="old")
+
+
+def test_the_lock_of_the_folder_does_not_stay_with_a_child(local):
+    local.join().close()
+    folder = Folder(str(local.folder))
+    with folder.locked(time.monotonic() + 60):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with folder.locked(time.monotonic()):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_only_ids_that_can_be_count_as_held(local):
+    folder = str(local.folder)
+    holds = [IdHold(folder, number) for number in (0, 3, 16383, 16384, 10**20)]
+    assert held_ids(folder) == {3, 16383}
+    for hold in holds:
+        hold.close()
+
+
+def test_a_member_that_cannot_be_written_is_told_as_a_state_error(local, monkeypatch):
+    cluster = local.join()
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvpool.cluster.local.OwnPage", full)
+    with pytest.raises(kvpool.StateError, match="No space left"):
+        local.register(cluster, "a")
+    monkeypatch.undo()
+    local.register(cluster, "a")
+
+
+def test_a_folder_that_others_can_open_is_refused(local):
+    local.join().close()
+    os.chmod(local.folder, 0o755)
+    with pytest.raises(kvpool.StateError):
+        local.join()
+    shutil.rmtree(local.folder)
+    elsewhere = LocalPlace()
+    try:
+        elsewhere.join()
+        os.symlink(elsewhere.folder, local.folder)
+        with pytest.raises(kvpool.StateError):
+            local.join()
+    finally:
+        os.unlink(local.folder)
+        elsewhere.close()
+
+
+def test_ids_go_on_after_the_last_and_leave_out_those_that_are_held(local):
+    cluster, other = local.join(), local.join()
+    held = local.register(other, "held").instance
+    state = local.folder / "state"
+    state.write_text(state.read_text().replace(f'"highest": {held}', '"highest": 16382'))
+    ids = []
+    for name in "ab":
+        reg = local.register(cluster, name)
+        ids.append(reg.instance)
+        reg.leave()
+    assert ids == [16383, 2]
+    assert held == 1
+
+
+def test_a_state_that_is_garbage_is_made_anew(local):
+    cluster = local.join()
+    (local.folder / "state").write_bytes(b"[" * 9000)
+    assert local.register(cluster, "a").instance == 1
+    assert local.join(timeout=0.1).members()[0].name == "a"
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "error"),
+    [
+        ("local://", {}, kvpool.ArgumentError),
+        ("local://a/b", {}, kvpool.ArgumentError),
+        ("local://..", {}, kvpool.ArgumentError),
+        ("local://" + "x" * 65, {}, kvpool.ArgumentError),
+        ("demo", {}, kvpool.ArgumentError),
+        ("redis://host/x", {}, kvpool.ArgumentError),
+        ("etcd://", {}, kvpool.ArgumentError),
+        ("etcd://host:0/x", {}, kvpool.ArgumentError),
+        ("etcd://host:70000/x", {}, kvpool.ArgumentError),
+        ("etcd://a,/x", {}, kvpool.ArgumentError),
+        ("etcd://user:word@host/x", {}, kvpool.ArgumentError),
+        ("etcd://host/a b", {}, kvpool.ArgumentError),
+        ("etcd://host/x", {"tls_ca": "f"}, kvpool.ArgumentError),
+        ("etcds://host/x", {"tls_cert": "f"}, kvpool.ArgumentError),
+        ("etcds://host/x", {"tls_ca": "/does/not/exist"}, kvpool.ArgumentError),
+        ("etcd://host/x", {"user": "u"}, kvpool.ArgumentError),
+        ("local://x", {"user": "u", "password": "p"}, kvpool.ArgumentError),
+        ("local://x", {"lease": 0}, kvpool.ArgumentError),
+        ("local://x", {"lease": "3"}, kvpool.ArgumentTypeError),
+        ("local://x", {"lease": 1, "heartbeat": 0.9}, kvpool.ArgumentError),
+        ("local://x", {"secret": ""}, kvpool.ArgumentError),
+        ("local://x", {"secret": b"x"}, kvpool.ArgumentTypeError),
+        ("local://x", {"timeout": -1}, kvpool.ArgumentError),
+        (3, {}, kvpool.ArgumentTypeError),
+    ],
+)
+def test_a_bad_address_or_option_is_refused(url, options, error):
+    with pytest.raises(error) as raised:
+        kvpool.Cluster.join(url, **options)
+    assert "word@" not in str(raised.value)
+    assert not os.path.exists(folder_path("x"))

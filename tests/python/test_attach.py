@@ -1,0 +1,477 @@
+"""Pool.attach: pools that reach each other by their names, because a cluster tells them who is there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster.kit import LocalPlace
+from kit import prompt, refused, small_layout, small_pool
+from transfer.kit import blocks_at_peers, content, fill
+from transfer.kit import eventually as eventually_within
+
+import kvpool
+from kvpool import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, Fenced, PeerLost, StateError
+from kvpool.attachment import Attachment
+from kvpool.cluster.directory import Unreachable
+
+eventually = functools.partial(eventually_within, seconds=30)
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    place = LocalPlace()
+    yield place.url
+    place.close()
+
+
+def join(url: str, heartbeat: float = 0.5) -> kvpool.Cluster:
+    """Nobody is to be lost here because the machine is busy."""
+    return kvpool.Cluster.join(url, lease=60.0, heartbeat=heartbeat)
+
+
+@contextlib.contextmanager
+def member(url: str, name: str, pool: kvpool.Pool | None = None, **options: Any) -> Iterator[Any]:
+    """(pool, cluster, attachment)"""
+    with join(url) as cluster, pool or small_pool() as made:
+        yield made, cluster, made.attach(cluster, name=name, **options)
+
+
+@contextlib.contextmanager
+def two(url: str, **options: Any) -> Iterator[tuple[kvpool.Pool, kvpool.Pool]]:
+    with member(url, "a", **options) as (a, *_), member(url, "b", **options) as (b, *_):
+        eventually(lambda: len(a._attachment._told) == len(b._attachment._told) == 1)
+        yield a, b
+
+
+def names(cluster: kvpool.Cluster) -> list[str]:
+    return [one.name for one in cluster.members()]
+
+
+# ---- by name
+
+
+@pytest.mark.parametrize("listen", [None, "tcp:127.0.0.1:0", ["tcp:127.0.0.1:0", "unix:@kvpool-attach-{pid}-{n}"]])
+def test_every_verb_meets_the_member_that_it_names(url, listen):
+    def where() -> Any:
+        if not isinstance(listen, list):
+            return listen
+        return [one.format(pid=os.getpid(), n=next(_numbers)) for one in listen]
+
+    with member(url, "a", listen=where()) as (a, *_), member(url, "b", listen=where()) as (b, *_):
+        eventually(lambda: len(a._attachment._told) == 1)
+        own = a.alloc(2)
+        held = fill(a, own)
+        sent = a.transfer("b", own).wait().addrs
+        assert content(b, sent) == held
+        back = b.transfer_with_insert("a", prompt(2), sent).wait().addrs
+        assert content(a, back) == held
+        lent = a.alloc(2, instance="b")
+        a.transfer("b", own, to=lent).wait()
+        a.free(lent)
+        with a.open_transfer("b", own) as stream:
+            stream.send_layer(0)
+            stream.send_layer(1)
+        b.free(stream.transfer.wait().addrs)
+        assert [peer.name for peer in a.peers()] == ["b"]
+        a.free(own)
+        b.free(sent)
+
+
+def test_the_first_fetch_may_know_the_owner_by_the_addresses_alone(url):
+    with two(url) as (a, b):
+        theirs = b.alloc(3)
+        held = fill(b, theirs)
+        assert content(a, a.fetch(None, theirs).wait().addrs) == held
+        with refused(a, PeerLost, "instance id"):
+            a.fetch(None, theirs ^ np.uint64(1 << 50))
+        with refused(a, ArgumentError, "one owner's"):
+            a.fetch(None, [int(theirs[0]), int(a.alloc(0).sum())])
+
+
+def test_addresses_carry_the_id_that_the_cluster_gave(url):
+    with member(url, "a") as (a, cluster, attachment), member(url, "b") as (b, _, other):
+        assert attachment.instance != other.instance
+        assert kvpool.decode_address(int(a.alloc(1)[0])).instance == attachment.instance
+        assert kvpool.decode_address(int(b.alloc(1)[0])).instance == other.instance
+        eventually(lambda: names(cluster) == ["a", "b"])
+        assert [one.instance for one in cluster.members()] == [attachment.instance, other.instance]
+        assert attachment.name == a.name == "a"
+        assert "a, instance" in repr(attachment)
+
+
+def test_a_name_that_nobody_has_is_told_with_those_that_there_are(url):
+    with two(url) as (a, _), refused(a, PeerLost, "no peer called 'c'", "members of its cluster: b"):
+        a.alloc(1, instance="c")
+
+
+def test_members_say_what_they_are(url):
+    with member(url, "a", small_pool(6, 3, model="m"), role="prefill") as (_, cluster, _attachment):
+        (one,) = cluster.members()
+        assert (one.name, one.role, one.model, one.hbm_blocks, one.dram_blocks) == ("a", "prefill", "m", 6, 3)
+        assert one.layout["kind"] == "KVLayout"
+        assert one.layout["kv_heads"] == small_layout().kv_heads
+        assert one.parallel is None
+        assert len(one.endpoints) == 1
+
+
+def test_layouts_that_differ_are_told_when_they_meet(url):
+    other = small_pool(layout=small_layout(kv_heads=4))
+    with member(url, "a") as (a, *_), member(url, "b", other):
+        eventually(lambda: len(a._attachment._told) == 1)
+        with refused(a, kvpool.LayoutMismatch, "the layouts differ"):
+            a.alloc(1, instance="b")
+
+
+def test_several_threads_that_name_a_new_member_at_once_are_all_served(url):
+    with two(url) as (a, b):
+        failed: list[BaseException] = []
+
+        def send() -> None:
+            try:
+                own = a.alloc(1)
+                a.transfer("b", own).wait(60)
+                a.free(own)
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=send) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failed
+        assert len(b.peers()) == 1
+
+
+# ---- all or nothing
+
+
+def test_an_attach_that_fails_leaves_pool_and_cluster_as_they_were(url):
+    with member(url, "taken") as (_, watching, _attachment), join(url) as cluster, small_pool() as pool:
+        before = pool.settings
+        taken = watching.members()[0].endpoints[0]
+        for error, options in (
+            (StateError, {"name": "taken"}),
+            (ArgumentError, {"role": "idle"}),
+            (ArgumentError, {"listen": "smoke signals"}),
+            (ArgumentError, {"listen": []}),
+            (ArgumentTypeError, {"listen": 7}),
+            (StateError, {"listen": taken}),
+            (StateError, {"listen": [f"unix:@kvpool-free-{os.getpid()}", taken]}),
+        ):
+            with refused(pool, error):
+                pool.attach(cluster, **options)
+            assert cluster.registration is None
+            assert names(watching) == ["taken"]
+            assert pool.name is None
+            assert pool.settings == before
+            probe = pool.alloc(1)
+            assert kvpool.decode_address(int(probe[0])).instance == 0
+            pool.free(probe)
+        pool.attach(cluster, name="free", listen=f"unix:@kvpool-free-{os.getpid()}")
+        pool.transfer("taken", pool.alloc(1)).wait()
+
+
+def test_a_pool_is_attached_once_and_first(url):
+    with member(url, "a") as (a, cluster, attachment), small_pool() as other, join(url) as second:
+        with refused(a, StateError, "attached already"):
+            a.attach(cluster, name="b")
+        with refused(a, StateError, "attached already"):
+            a.attach(second, name="b")
+        with refused(other, StateError, "has a member already"):
+            other.attach(cluster, name="b")
+        other.listen(f"unix:@kvpool-first-{os.getpid()}")
+        with pytest.raises(StateError, match="before listen"):
+            other.attach(second, name="b")
+        attachment.close()
+        with pytest.raises(StateError, match="make a new one"):
+            a.attach(second, name="b")
+
+
+def test_the_secret_is_the_clusters(url):
+    with join(url) as cluster, small_pool(secret="mine") as pool:
+        with refused(pool, ArgumentError, "another secret"):
+            pool.attach(cluster)
+        with pytest.raises(ArgumentTypeError):
+            pool.attach(url)
+    with small_pool() as pool, pytest.raises(ClosedError):
+        pool.attach(cluster)
+
+
+# ---- load
+
+
+def test_the_load_goes_out_with_the_heartbeat(url):
+    with member(url, "a", small_pool(8, 4)) as (a, _, attachment), join(url) as watching:
+        a.alloc(3)
+        with a.insert(prompt(2), a.alloc(2)):
+            attachment.report(requests=5)
+            wanted = kvpool.Load(3, 3, 2, 4, 0, 0, 5)
+            eventually(lambda: [one.load for one in watching.members()] == [wanted])
+        with pytest.raises(ArgumentError):
+            attachment.report(requests=-1)
+        with pytest.raises(ArgumentTypeError):
+            attachment.report(requests=1.5)
+
+
+# ---- leaving
+
+
+def test_a_pool_that_is_closed_leaves(url):
+    with member(url, "a") as (a, *_), join(url) as watching:
+        events: list[tuple[str, str]] = []
+        with (
+            watching.on_change(lambda event: events.append((event.kind, event.member.name))),
+            member(url, "b") as (b, *_),
+        ):
+            eventually(lambda: ("joined", "b") in events)
+            b.transfer("a", b.alloc(1)).wait()
+            b.close()
+            eventually(lambda: ("left", "b") in events)
+            assert ("lost", "b") not in events
+            eventually(lambda: a.peers() == [] and blocks_at_peers(a) == 0)
+        with refused(a, PeerLost, "'b'"):
+            a.alloc(1, instance="b")
+
+
+def test_a_member_that_leaves_has_no_peers_any_more_and_what_is_local_goes_on(url):
+    with two(url) as (a, b):
+        own = a.alloc(2)
+        stream = a.open_transfer("b", own)
+        attachment = a._attachment
+        attachment.close()
+        attachment.close()
+        assert attachment.closed
+        assert isinstance(stream.transfer.exception(30), PeerLost)
+        with refused(a, Fenced, "has left its cluster"):
+            a.transfer("b", own)
+        eventually(lambda: b.peers() == [] and blocks_at_peers(b) == 0)
+        a.free(own)
+        with pytest.raises(ClosedError):
+            attachment.drain(1)
+
+
+def test_a_cluster_that_is_closed_takes_its_pool_with_it_at_once(url):
+    with join(url, heartbeat=30) as cluster, small_pool() as a, member(url, "b") as (b, *_):
+        attachment = a.attach(cluster, name="a")
+        eventually(lambda: len(attachment._told) == 1)
+        own = a.alloc(1)
+        stream = a.open_transfer("b", own)
+        cluster.close()
+        assert attachment.closed
+        with refused(a, Fenced, "has left its cluster"):
+            a.transfer("b", own)
+        eventually_within(lambda: a.peers() == [], 20)  # before the next heartbeat
+        eventually_within(lambda: b.peers() == [], 20)
+        assert isinstance(stream.transfer.exception(30), PeerLost)
+
+
+def test_a_pool_that_is_dropped_leaves(url):
+    with join(url) as watching, join(url) as cluster:
+        pool = small_pool()
+        pool.attach(cluster, name="dropped")
+        eventually(lambda: names(watching) == ["dropped"])
+        del pool
+        gc.collect()
+        eventually(lambda: names(watching) == [])
+
+
+# ---- draining
+
+
+def test_a_member_that_drains_is_there_until_its_transfers_have_ended(url):
+    with two(url) as (a, b), join(url) as watching:
+        own = a.alloc(1)
+        stream = a.open_transfer("b", own)
+        for leaver in (a, b):  # from the one, and to the other
+            with pytest.raises(DeadlineExceeded, match="draining"):
+                leaver._attachment.drain(0.6)
+        eventually(lambda: [one.state for one in watching.members()] == ["draining", "draining"])
+        a.transfer("b", own).wait()  # who does not look at the state is served
+        with stream:
+            stream.send_layer(0)
+            stream.send_layer(1)
+        stream.wait()
+        b._attachment.drain(60)
+        eventually(lambda: names(watching) == ["a"])
+        eventually(lambda: blocks_at_peers(a) == blocks_at_peers(b) == 0)
+
+
+def test_a_drain_begins_to_wait_when_the_others_can_know_of_it(url, monkeypatch):
+    def is_cut_off(record: kvpool.Member) -> None:
+        raise Unreachable("the test has cut it off")
+
+    with member(url, "a") as (_, cluster, attachment), join(url) as watching:
+        with monkeypatch.context() as cut:
+            cut.setattr(attachment._registration._entry, "write", is_cut_off)
+            with pytest.raises(DeadlineExceeded, match="draining: its cluster is not told"):
+                attachment.drain(3 * cluster.heartbeat_s)
+            assert [one.state for one in watching.members()] == ["up"]
+            assert not attachment.closed
+        attachment.drain(60)
+        eventually(lambda: names(watching) == [])
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "soon", None])
+def test_a_drain_needs_a_timeout_that_is_one(url, timeout):
+    with member(url, "a") as (_, cluster, attachment), pytest.raises((ArgumentError, ArgumentTypeError)):
+        attachment.drain(timeout)
+    assert cluster.closed
+
+
+# ---- what the directory tells
+
+
+def test_one_that_came_back_under_its_name_is_met_by_the_next_verb(url):
+    with member(url, "a") as (a, *_):
+        own = a.alloc(1)
+        instances = set()
+        for _ in range(4):
+            with member(url, "b") as (b, _, attachment):
+                eventually(lambda: a._attachment._told.get("b", [0])[0] == attachment.instance)
+                a.transfer("b", own).wait()
+                instances.add(attachment.instance)
+                assert blocks_at_peers(b) == 0
+            eventually(lambda: a.peers() == [])
+        assert len(instances) == 4
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_who_is_back_in_a_new_term_is_not_parted_from_for_its_old_one(url, monkeypatch, is_back):
+    with two(url) as (a, b):
+        own = a.alloc(1)
+        stream = a.open_transfer("b", own)
+        attachment = a._attachment
+        members = attachment._cluster.members()
+        (old,) = [one for one in members if one.name == "b"]
+        seen = [dataclasses.replace(one, term=one.term + is_back) for one in members]
+        monkeypatch.setattr(attachment._cluster, "members", lambda: seen)
+        attachment._on_change(kvpool.MemberEvent("lost", old))  # late: the new connection is there already
+        if is_back:
+            with stream:
+                stream.send_layer(0)
+                stream.send_layer(1)
+            b.free(stream.transfer.wait(30).addrs)
+        else:
+            assert isinstance(stream.transfer.exception(30), PeerLost)
+
+
+def test_whoever_sees_a_member_may_name_it(url, monkeypatch):
+    """The thread that hears of changes may be late: the book does not wait for it."""
+    monkeypatch.setattr(Attachment, "_on_change", lambda self, event: None)
+    with member(url, "a") as (a, cluster, _), member(url, "b") as (b, *_):
+        cluster.wait_for(n=2, timeout=60)
+        own = a.alloc(1)
+        held = fill(a, own)
+        assert content(b, a.transfer("b", own).wait().addrs) == held
+
+
+# ---- its own lease
+
+
+def test_peers_that_have_parted_before_the_loss_is_known_are_met_when_the_lease_is_back(url):
+    with two(url) as (a, b):
+        a.transfer("b", a.alloc(1)).wait()
+        eventually(lambda: "b" in a._attachment._met)
+        for _ in range(2):
+            b._expel(a._epoch(), "its lease has run out")  # b hears first
+            eventually(lambda: a.peers() == [] == b.peers())
+            with b._attachment._book:
+                b._attachment._tell(b)
+            a._attachment._on_lease("lost")
+            a._attachment._on_lease("lost")
+            with refused(a, Fenced, "lost its lease"):
+                a.alloc(1, instance="b")
+            a._attachment._on_lease("regained")
+            eventually(lambda: [peer.name for peer in a.peers()] == ["b"])
+
+
+def test_a_peer_that_has_left_is_not_called_again(url):
+    with member(url, "a") as (a, _, attachment):
+        with member(url, "b") as (b, *_):
+            eventually(lambda: len(attachment._told) == 1)
+            a.transfer("b", a.alloc(1)).wait()
+            eventually(lambda: "b" in attachment._met)
+            b.close()
+        eventually(lambda: attachment._met == set())
+
+
+def test_who_leaves_while_its_lease_comes_back_stays_fenced(url, monkeypatch):
+    with two(url) as (a, b):
+        own = a.alloc(1)
+        attachment = a._attachment
+        attachment._on_lease("lost")
+        leaver = threading.Thread(target=attachment.close)
+        unfence = a._unfence
+
+        def leave_and_unfence() -> None:
+            leaver.start()
+            eventually(lambda: attachment.closed)
+            leaver.join(0.5)
+            unfence()
+
+        monkeypatch.setattr(a, "_unfence", leave_and_unfence)
+        attachment._on_lease("regained")
+        leaver.join(30)
+        assert not leaver.is_alive()
+        for _ in range(2):
+            with refused(a, Fenced, "has left its cluster"):
+                a.transfer("b", own)
+            attachment._on_lease("regained")  # and later
+        assert b.peers() == []
+
+
+def test_peers_that_are_met_by_name_are_told_like_others(url):
+    with two(url) as (a, b):
+        events: list[tuple[str, str]] = []
+        with b.on_peer(lambda event: events.append((event.kind, event.name))):
+            a.transfer("b", a.alloc(1)).wait()
+            eventually(lambda: events == [("joined", "a")])
+            a.close()
+            eventually(lambda: events == [("joined", "a"), ("lost", "a")])
+
+
+def test_a_logical_instance_is_attached_by_its_scheduler(url):
+    layout = small_layout()
+    scheduler = kvpool.Pool(
+        layout, 8, parallel=kvpool.ParallelConfig(tp=2), huge_pages="never", audit=True, lease_s=30.0
+    )
+    with member(url, "many", scheduler) as (many, cluster, attachment), member(url, "one") as (one, *_):
+        assert [each.parallel["tp"] for each in cluster.members() if each.name == "many"] == [2]
+        secret = many.settings.secret
+        ranks = [kvpool.RankArena.join(many.export_rank(rank), secret=secret) for rank in range(2)]
+        try:
+            many.wait_for_ranks()
+            own = one.alloc(2)
+            held = fill(one, own)
+            sent = one.transfer("many", own).wait().addrs
+            assert {kvpool.decode_address(int(addr)).instance for addr in sent} == {attachment.instance}
+            assert content(one, one.fetch("many", sent).wait().addrs) == held
+        finally:
+            for rank in ranks:
+                rank.close()
+
+
+def test_a_forked_child_ends_nobodys_membership(url):
+    with two(url) as (a, b), join(url) as watching:
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                a._attachment.close()
+                a.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        a.transfer("b", a.alloc(1)).wait()
+        assert names(watching) == ["a", "b"]
+        assert len(b.peers()) == 1

@@ -1,0 +1,64 @@
+"""Ctrl-C while a verb waits for a peer that does not answer."""
+
+from __future__ import annotations
+
+import pytest
+from kit import run_script
+
+VERBS = {
+    "connect, and the handler closes the pool": (
+        "signal.signal(signal.SIGINT, lambda *_: (pool.close(), 1 / 0)); pool.connect(address_of('shm'), timeout=60)"
+    ),
+    "connect, nobody listens": "pool.connect(address_of('shm'), timeout=60)",
+    "connect, nobody answers": "pool.connect(f'unix:{silent}', timeout=60)",
+    "alloc": "pool.alloc(2, instance=peer, timeout=60)",
+    "free": "pool.free(lent)",
+    "disconnect": "pool.disconnect(peer)",
+    "fetch": "pool.fetch(peer, lent, timeout=60).wait()",
+    "received": "pool.received()",
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_ctrl_c_ends_the_wait(verb):
+    """Long before its deadline: the whole script has less time than one wait would take."""
+    run_script(
+        """
+import signal, socket, sys, tempfile
+from pathlib import Path
+from transfer.kit import *
+child = Child()
+settings = {"routes": ("shm",), "lease_s": 600.0}
+where = child("pool = small_pool(**settings)\\npool.listen(where)", settings=settings, where=address_of("shm"))
+pool = small_pool(**settings)
+peer = pool.connect(where)
+lent = pool.alloc(2, instance=peer)
+silent = tempfile.mkdtemp() + "/silent"
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(silent)
+listener.listen()
+child.kill(signal.SIGSTOP)
+tasks = list(Path(f"/proc/{child.process.pid}/task").iterdir())
+eventually(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks))
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    VERB
+except KeyboardInterrupt:
+    pass
+except ZeroDivisionError:  # by the handler of this test
+    assert pool.closed
+    child.kill()
+    listener.close()
+    sys.exit(0)
+else:
+    sys.exit("it was not interrupted")
+child.kill()
+eventually(lambda: pool.peers() == [])
+with contextlib.suppress(kvpool.StaleAddress):  # they were given back before the interrupt
+    pool.free(lent)
+eventually(lambda: pool.audit().hbm.reserved == 0)
+pool.close()
+listener.close()
+""".replace("VERB", VERBS[verb]).replace("import signal", "import contextlib, os, signal, threading"),
+        timeout=55,
+    )
