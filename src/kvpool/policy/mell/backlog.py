@@ -1,0 +1,297 @@
+"""What waits to be moved, from one epoch to the next (§V: "deferred" moves), until it is made.
+
+    backlog = mell.Backlog()
+    plan = scheduler.batch(...)
+    division = backlog.divide(plan.moves, boundaries, batches, sizes, free)     # once an epoch, also without moves
+    division.made, division.parts, division.stopped, division.deferred
+
+The scheduler takes its moves for made. Here is what the instances have not done yet: a list of moves in an order in
+which each has room when those before it are done. So the first always has room, as long as nobody else takes it
+(`held`), and what comes later may overtake it only where it leaves that room.
+
+Nothing waits for ever. Boundaries are offered to the oldest first; what is too large for an epoch is carried in parts
+over several; and what finds no room for `patience` epochs, because requests grew where they were not to be any more,
+is stopped, which makes room, and is prefilled at its destination. What no link and no computation carries at all
+waits, of course, until it can be carried or has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from kvpool.errors import ArgumentError
+from kvpool.policy.mell.boundaries import Boundaries
+from kvpool.policy.mell.budgets import Budgets
+from kvpool.policy.mell.migration import Division, Fit, Part, Way, way_of
+from kvpool.policy.mell.plan import Move, RequestId
+
+__all__ = ["Backlog"]
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A move that is not made.
+
+    Attributes:
+        move: With the tokens that its requests have by now.
+        number: Its place in the order of the plans.
+        epochs: That it has waited.
+        stuck: Of them, how many of the last ones without any prospect of room.
+        way: Once a part was carried, or when it is stopped.
+        carried: Tokens that are at the destination.
+        stopped: Its requests run nowhere, and take no room.
+    """
+
+    move: Move
+    number: int
+    epochs: int = 0
+    stuck: int = 0
+    way: Way | None = None
+    carried: int = 0
+    stopped: bool = False
+
+    @property
+    def left(self) -> int:
+        """Tokens that are not at the destination yet."""
+        return self.move.tokens - self.carried
+
+
+class Backlog:
+    """Moves that wait. All that are told the same find the same: only data decides, in one order.
+
+    An epoch takes time in proportion to what waits; more only where moves make room for each other against the order of
+    the plans.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, patience: int = 8) -> None:
+        """Nothing waits.
+
+        Args:
+            patience: Epochs after which the requests of a move are stopped, when it has no room all the time, and
+                nothing comes or goes, or waits only for its boundary, where it is to go.
+
+        Raises:
+            ArgumentError: It is below 1.
+        """
+        if patience < 1:
+            raise ArgumentError(f"a patience of {patience} epochs; it must be 1 or more")
+        self._patience = patience
+        self._waiting: list[_Waiting] = []  # in the order of the plans
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        """How many moves wait."""
+        return len(self._waiting)
+
+    @property
+    def oldest(self) -> int:
+        """Epochs that the oldest move has waited; 0 where none waits."""
+        return max((each.epochs for each in self._waiting), default=0)
+
+    @property
+    def held(self) -> dict[int, int]:
+        """Tokens of room on each GPU that what waits counts on: growth and new requests have to leave it free."""
+        found: dict[int, int] = {}
+        for each in self._waiting:
+            found[each.move.destination] = found.get(each.move.destination, 0) + each.move.tokens
+        return found
+
+    @property
+    def carried(self) -> dict[int, int]:
+        """Tokens on each GPU that parts have brought there, of requests that run on elsewhere; `held` has them too."""
+        found: dict[int, int] = {}
+        for each in self._waiting:
+            if each.carried:
+                found[each.move.destination] = found.get(each.move.destination, 0) + each.carried
+        return found
+
+    @property
+    def occupied(self) -> set[int]:
+        """GPUs that something has still to leave or to reach: not to be terminated yet, whatever the plan says."""
+        leaving = {each.move.source for each in self._waiting if not each.stopped}
+        return leaving | {each.move.destination for each in self._waiting}
+
+    def divide(
+        self,
+        moves: Sequence[Move],
+        boundaries: Boundaries,
+        batches: Mapping[int, int],
+        sizes: Mapping[RequestId, int],
+        free: Mapping[int, int],
+        fit: Fit = Fit.FIRST,
+    ) -> Division:
+        """One epoch: what waited and what is new, under the boundaries, none of which is ever exceeded.
+
+        What has ended waits no more. What was to go to one GPU, and is now to go on to another, goes there at once
+        where nothing else counts on its leaving first; where it is to go back, it stays. Beyond that the order of the
+        plans is kept.
+
+        Args:
+            moves: Of the scheduler's plan of this epoch; what waits counts as made there.
+            boundaries: What migration may use in this epoch.
+            batches: Requests that run on each GPU; 0 where it is not named.
+            sizes: Tokens that each request has now. One that is not named has ended.
+            free: Tokens free on each GPU now; parts that were carried there do not count, they are held.
+            fit: Where a move goes that fits under both boundaries.
+
+        Raises:
+            ArgumentError: A move of a request that has ended, or from another GPU than where it is or is to go; nothing
+                has changed then.
+        """
+        self._check(moves, sizes)
+        self._refresh(sizes)
+        self._add_all(moves, sizes)
+        epoch = _Epoch(self._waiting, Budgets(boundaries, batches), free, fit)
+        stuck = epoch.stuck(epoch.make_all())
+        self._waiting = epoch.waiting
+        for each in self._waiting:
+            each.epochs += 1
+            each.stuck = each.stuck + 1 if each in stuck else 0
+            if each.stuck >= self._patience and not each.stopped:
+                epoch.stop(each)
+        epoch.found.deferred = [each.move for each in self._waiting]
+        return epoch.found
+
+    def _check(self, moves: Sequence[Move], sizes: Mapping[RequestId, int]) -> None:
+        where = {request: each.move.destination for each in self._waiting for request in each.move.requests}
+        for move in moves:
+            for request in move.requests:
+                if request not in sizes or where.get(request, move.source) != move.source:
+                    raise ArgumentError(f"{move}: request {request!r} has ended, or was not to be there")
+                where[request] = move.destination
+
+    def _refresh(self, sizes: Mapping[RequestId, int]) -> None:
+        """Moves are of the requests that run, with the tokens that these have."""
+        for each in self._waiting:
+            each.move = _of(each.move, (request for request in each.move.requests if request in sizes), sizes)
+            each.carried = min(each.carried, each.move.tokens)
+        self._waiting = [each for each in self._waiting if each.move.requests]
+
+    def _add_all(self, moves: Sequence[Move], sizes: Mapping[RequestId, int]) -> None:
+        """New moves; each replaces one of the same requests that waits, where nothing counts on its leaving before."""
+        waiting = {each.number: each for each in self._waiting}
+        last_of = {request: each for each in self._waiting for request in each.move.requests}
+        last_to = {each.move.destination: each.number for each in self._waiting}
+        for move in moves:
+            new = _Waiting(_of(move, move.requests, sizes), next(self._numbers))
+            before = last_of.get(move.requests[0])
+            same = before is not None and before.move.requests == move.requests
+            if before is not None and same and last_to.get(before.move.source, -1) <= before.number:
+                del waiting[before.number]
+                for request in move.requests:
+                    del last_of[request]
+                new.move = Move(move.requests, before.move.source, move.destination, new.move.tokens)
+                new.epochs, new.stopped = before.epochs, before.stopped
+                new.way = Way.TOKENS if new.stopped else None
+                if new.move.source == new.move.destination and not new.stopped:
+                    continue  # it stays
+            waiting[new.number] = new
+            last_of.update(dict.fromkeys(move.requests, new))
+            last_to[new.move.destination] = new.number
+        self._waiting = list(waiting.values())
+
+
+class _Epoch:
+    """One epoch of a backlog: what is left of boundaries and room, and what was found so far."""
+
+    def __init__(self, waiting: list[_Waiting], budgets: Budgets, free: Mapping[int, int], fit: Fit) -> None:
+        self.waiting = waiting
+        self.found = Division(link_use=budgets.link_use, compute_use=budgets.compute_use)
+        self._budgets = budgets
+        self._fit = fit
+        self._room = dict(free)
+        self._touched: set[int] = set()  # GPUs to or from which something was carried
+        for each in waiting:
+            self._take(each, each.carried)
+
+    def make_all(self) -> set[_Waiting]:
+        """Makes what fits, again and again while that makes room for more; returns what had no room."""
+        while True:
+            counted = self._counted_on()
+            made: set[_Waiting] = set()
+            without_room: set[_Waiting] = set()
+            for each in sorted(self.waiting, key=lambda each: -each.epochs):
+                before = counted[each]
+                if before is None or self._room.get(each.move.destination, 0) - before < each.left:
+                    without_room.add(each)
+                elif self._carry(each):
+                    made.add(each)
+                    if not each.stopped:
+                        self._room[each.move.source] = self._room.get(each.move.source, 0) + each.move.tokens
+            self.waiting = [each for each in self.waiting if each not in made]
+            if not made or not without_room:
+                return without_room
+
+    def stuck(self, without_room: set[_Waiting]) -> set[_Waiting]:
+        """What has no room, and no prospect of it: where it is to go nothing comes or goes, nor is about to."""
+        alive = set(self._touched)
+        for each in self.waiting:
+            if each not in without_room:  # it waits for a boundary, which is offered to it sooner or later
+                alive.update((each.move.source, each.move.destination))
+        return {each for each in without_room if each.move.destination not in alive}
+
+    def stop(self, each: _Waiting) -> None:
+        """Its requests leave their source, where something can prefill them at the destination one day."""
+        if self._budgets.compute_left(each.move.destination, whole=True) > 0:
+            each.stopped, each.way, each.carried = True, Way.TOKENS, 0
+            self.found.stopped.append(each.move)
+
+    def _counted_on(self) -> dict[_Waiting, int | None]:
+        """The room at its destination that those before each count on; None where one of them has to bring it first."""
+        counted: dict[int, int] = {}
+        seen: set[RequestId] = set()
+        found: dict[_Waiting, int | None] = {}
+        for each in self.waiting:
+            to = each.move.destination
+            found[each] = counted.get(to, 0) if seen.isdisjoint(each.move.requests) else None
+            counted[to] = counted.get(to, 0) + each.left
+            seen.update(each.move.requests)
+        return found
+
+    def _carry(self, each: _Waiting) -> bool:
+        """Makes a move that has room, or carries a part of one that is too large for an epoch; whether it is made."""
+        if each.way is not None and not each.stopped and self._budget(each, each.way, whole=True) <= 0:
+            self._take(each, -each.carried)  # that way is closed: it begins anew
+            each.way, each.carried = None, 0
+        fitting = each.way or way_of(each.move, each.left, self._budgets, self._fit)
+        if fitting is not None and self._budget(each, fitting) >= each.left:
+            if each.carried:
+                self.found.parts.append(Part(each.move, fitting, each.left))
+            self._use(each, fitting, each.left)
+            self.found.make(each.move, fitting)
+            return True
+        way = each.way or max(Way, key=lambda way: self._budget(each, way, whole=True))
+        if each.carried or self._budget(each, way, whole=True) < each.left:
+            part = int(max(0, min(each.left, self._budget(each, way))))
+            if part:
+                self._use(each, way, part)
+                each.way = way
+                each.carried += part
+                self.found.parts.append(Part(each.move, way, part))
+        return False
+
+    def _budget(self, each: _Waiting, way: Way, whole: bool = False) -> float:
+        if way is Way.KV:
+            return self._budgets.kv_left(each.move.source, each.move.destination, whole)
+        return self._budgets.compute_left(each.move.destination, whole)
+
+    def _use(self, each: _Waiting, way: Way, tokens: int) -> None:
+        self._take(each, tokens)
+        self._touched.update((each.move.source, each.move.destination))
+        if way is Way.KV:
+            self._budgets.use_kv(each.move.source, each.move.destination, tokens)
+        else:
+            self._budgets.use_compute(each.move.destination, tokens)
+
+    def _take(self, each: _Waiting, tokens: int) -> None:
+        self._room[each.move.destination] = self._room.get(each.move.destination, 0) - tokens
+
+
+def _of(move: Move, requests: Iterable[RequestId], sizes: Mapping[RequestId, int]) -> Move:
+    """The same move, of these requests, with the tokens that they have."""
+    left = tuple(requests)
+    return Move(left, move.source, move.destination, sum(sizes[request] for request in left))

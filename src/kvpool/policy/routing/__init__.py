@@ -1,0 +1,34 @@
+"""The global scheduler: prompt trees, policies, and where a request goes (MemServe §6).
+
+transfer = cost.KVTransfer(link, shape.kv_bytes_per_token)
+scheduler = routing.GlobalScheduler(model, clock=time.monotonic, transfer=transfer)
+scheduler.add_instance(1)
+decision = scheduler.route(routing.Request(tokens))
+...                                           # send it to decision.instance
+scheduler.first_token(decision.ticket)
+scheduler.finished(decision.ticket, output)
+"""
+
+from kvpool.policy.routing.load import Balance
+from kvpool.policy.routing.policies import LeastLoad, LongestPrefix, Policy, QueuePlusExec, SessionId, View
+from kvpool.policy.routing.scheduler import GlobalScheduler, TransferModel
+from kvpool.policy.routing.tree import PromptTree
+from kvpool.policy.routing.types import Decision, Fetch, Holder, Kind, Request
+
+__all__ = [
+    "Balance",
+    "Decision",
+    "Fetch",
+    "GlobalScheduler",
+    "Holder",
+    "Kind",
+    "LeastLoad",
+    "LongestPrefix",
+    "Policy",
+    "PromptTree",
+    "QueuePlusExec",
+    "Request",
+    "SessionId",
+    "TransferModel",
+    "View",
+]

@@ -1,0 +1,338 @@
+"""The global scheduler: where a request goes (MemServe §6, Fig 6).
+
+For each request: match the prompt against the trees, ask the policy, list who holds more of it, decide by eq. 2 whether
+to fetch that. Then the request's way is told to the scheduler (first_token, finished, failed), and the trees learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from kvpool.errors import ArgumentError, StateError
+from kvpool.index import MovedEvent, RemovedEvent, StoredEvent
+from kvpool.policy.cost import CostModel, KVTransfer
+from kvpool.policy.routing.candidates import Candidates, Tokens
+from kvpool.policy.routing.load import Balance, Floats, LoadBoard
+from kvpool.policy.routing.policies import LongestPrefix, Policy, QueuePlusExec, View
+from kvpool.policy.routing.tree import Ints, PromptTree
+from kvpool.policy.routing.types import Decision, Fetch, Holder, Kind, Request
+from kvpool.types import TokenVector
+
+__all__ = ["GlobalScheduler", "TransferModel"]
+
+TransferModel = KVTransfer | Callable[[int, int], KVTransfer | None]  # from an instance to another
+
+
+class _Instance(NamedTuple):
+    kind: Kind
+    by_events: bool
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A request between route and its end."""
+
+    tokens: Tokens
+    namespace: str
+    instance: int
+    work: int | None  # on the board of prefill; None when it is done there
+    decode: int | None
+    decode_work: int | None
+    learnt_from: int | None  # the first block that the instance was said to hold before it was so
+
+
+class GlobalScheduler:
+    """Routes requests. Not thread-safe: one thread or event loop owns it; `tree(kind)` is, for who feeds it events.
+
+    Args:
+        model: Predicts prefills; `add_instance` may name another one for an instance.
+        clock: Seconds from any start: time.monotonic, or the simulator's.
+        policy: Chooses who computes the prompt; eq. 1 by default.
+        decode_policy: Chooses who decodes what a prefill-only instance computed; the longest prefix by default.
+        transfer: How KV gets from one instance to another; None where it cannot, and then nothing is fetched.
+        ttl_s: How long a prefix is believed that no event vouches for; None for ever.
+        balance: Load cap and newcomers.
+        learn_at: When an instance is said to hold a prompt that was sent there: "response", as §6 has it, or
+            "dispatch", so that the same prompt a moment later follows it into the same queue.
+        holders_max: How many instances that hold more a decision lists.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        clock: Callable[[], float],
+        *,
+        policy: Policy | None = None,
+        decode_policy: Policy | None = None,
+        transfer: TransferModel | None = None,
+        ttl_s: float | None = 300.0,
+        balance: Balance | None = None,
+        learn_at: Literal["response", "dispatch"] = "response",
+        holders_max: int = 8,
+    ) -> None:
+        if learn_at not in ("response", "dispatch"):
+            raise ArgumentError(f"learn_at is {learn_at!r}; it must be 'response' or 'dispatch'")
+        if holders_max < 0:
+            raise ArgumentError(f"holders_max is {holders_max}; it must be at least 0")
+        self._clock = clock
+        self._policy = policy or QueuePlusExec()
+        self._decode_policy = decode_policy or LongestPrefix()
+        self._transfer = transfer
+        self._learn_at_dispatch = learn_at == "dispatch"
+        self._holders_max = holders_max
+        self._models = [model]
+        self._trees = {kind: PromptTree(model.block_tokens, clock, ttl_s) for kind in Kind}
+        self._prefill = LoadBoard(balance or Balance(), drains=True)
+        self._decode = LoadBoard(balance or Balance(), drains=False)
+        self._instances: dict[int, _Instance] = {}
+        self._kinds = dict.fromkeys(Kind, 0)  # how many there are
+        self._in_flight: dict[int, _InFlight] = {}
+        self._tickets = count(1)
+
+    # ---- instances
+
+    def add_instance(
+        self,
+        instance: int,
+        kind: Kind = Kind.COLOCATED,
+        *,
+        by_events: bool = False,
+        capacity: float = 1.0,
+        model: CostModel | None = None,
+    ) -> None:
+        """An instance joins; it gets less than its share at first (Balance).
+
+        Args:
+            instance: Its id, 0 to 16383.
+            kind: What it does.
+            by_events: Its KV events are applied, so responses teach nothing that lasts.
+            capacity: Relative to the others, for their shares of the load.
+            model: Predicts its prefills, where not as the others'.
+        """
+        if instance in self._instances:
+            raise ArgumentError(f"instance {instance} is there already")
+        if model is not None and model.block_tokens != self._models[0].block_tokens:
+            raise ArgumentError(f"blocks of {model.block_tokens} tokens; the fleet has {self._models[0].block_tokens}")
+        number = 0
+        if model is not None and model not in self._models:
+            self._models.append(model)
+        if model is not None:
+            number = self._models.index(model)
+        self._board(kind).add(instance, self._clock(), capacity, number)
+        self._instances[instance] = _Instance(kind, by_events)
+        self._kinds[kind] += 1
+
+    def remove_instance(self, instance: int) -> None:
+        """An instance is gone, and what it held. Its requests end by `failed`, as the router notices."""
+        kind = self._known(instance).kind
+        self._board(kind).remove(instance)
+        self._trees[kind].forget(instance)
+        del self._instances[instance]
+        self._kinds[kind] -= 1
+
+    def drain(self, instance: int) -> None:
+        """The instance gets no new requests, but others may fetch from it. `resume` ends it."""
+        self._board(self._known(instance).kind).set_open(instance, False)
+
+    def resume(self, instance: int) -> None:
+        """The instance gets new requests again."""
+        self._board(self._known(instance).kind).set_open(instance, True)
+
+    # ---- trees
+
+    def tree(self, kind: Kind) -> PromptTree:
+        """The prompt tree of a kind of instance."""
+        return self._trees[kind]
+
+    def apply(self, instance: int, event: StoredEvent | RemovedEvent | MovedEvent) -> None:
+        """Takes over what an event of the instance's pool says."""
+        self._trees[self._known(instance).kind].apply(instance, event)
+
+    def lost_events(self, instance: int) -> None:
+        """The instance's events have a gap: what was believed of it is forgotten."""
+        self._trees[self._known(instance).kind].forget(instance)
+
+    def expire(self) -> int:
+        """Forgets what is older than ttl_s, in all trees: call it every few seconds. Returns the blocks."""
+        return sum(tree.expire() for tree in self._trees.values())
+
+    # ---- requests
+
+    def route(self, request: Request) -> Decision:
+        """Decides where a request goes, and counts it as that instance's work from now on.
+
+        Raises:
+            ArgumentError: The prompt is empty.
+            StateError: No instance takes prompts, or none decodes for those that only prefill.
+        """
+        tokens = _as_array(request.tokens)
+        if len(tokens) == 0:
+            raise ArgumentError("a prompt of no tokens")
+        now = self._clock()
+        board = self._prefill
+        found = self._find(board, tokens, request.namespace, Kind.COLOCATED, Kind.PREFILL)
+        decoders = self._find(self._decode, tokens, request.namespace, Kind.DECODE)
+        # What a prompt takes depends on the instance's model and on how much it holds: few of either.
+        lengths = np.array(found.lengths)
+        times = [model.exec_many_s(len(tokens), lengths) for model in self._models]
+        exec_s = found.spread(times[0])
+        for number, other in enumerate(times[1:], start=1):
+            exec_s = np.where(board.models == number, found.spread(other), exec_s)
+        longest_s = max(float(time_s[-1]) for time_s in times)
+        view = self._view(board, found.cached, exec_s, longest_s, now, request.session)
+        slot = self._policy.choose(view)
+        instance, number, cached = int(board.ids[slot]), int(board.models[slot]), int(found.cached[slot])
+        model = self._models[number]
+        decode, decode_cached = None, 0
+        if self._instances[instance].kind is Kind.PREFILL:
+            decode, decode_cached = self._choose_decode(decoders, len(tokens), now, request.session)
+
+        room = self._holders_max
+        holders = found.holders(board.ids, view.load, cached, room)
+        if len(decoders.hits):
+            holders += decoders.holders(self._decode.ids, self._decode.load(now), cached, room)
+            holders = sorted(holders, key=lambda holder: -holder.stop)[:room]
+        fetch = None
+        if holders and self._transfer is not None:
+            own_s = dict(zip(found.lengths, times[number].tolist(), strict=True))
+            fetch = self._fetch(instance, holders, lambda held: own_s.get(held) or model.exec_s(len(tokens), held))
+        spent_s = float(exec_s[slot]) - (fetch.saved_s - fetch.transfer_s if fetch else 0.0)
+        occupied_s = spent_s if model.parallel.pp == 1 else model.stage_s(len(tokens), cached)
+
+        # From here on the request is under way.
+        decode_work = None if decode is None else self._decode.assign(self._decode.slot(decode), len(tokens), now)
+        work = board.assign(slot, occupied_s, now)
+        learnt = self._learn_dispatched(tokens, request.namespace, instance) if self._learn_at_dispatch else None
+        ticket = next(self._tickets)
+        self._in_flight[ticket] = _InFlight(tokens, request.namespace, instance, work, decode, decode_work, learnt)
+        return Decision(
+            ticket, instance, cached, tuple(holders), fetch, float(view.backlog[slot]), spent_s, decode, decode_cached
+        )
+
+    def first_token(self, ticket: int) -> None:
+        """The prompt is computed: the instance's queue is shorter by it. A second call does nothing."""
+        flight = self._flight(ticket)
+        if flight.work is not None:
+            self._prefill.finish(flight.instance, flight.work, self._clock())
+            flight.work = None
+
+    def finished(self, ticket: int, output: TokenVector = ()) -> None:
+        """The response has passed: the trees learn that its instances hold the prompt and what was generated.
+
+        Args:
+            ticket: Of the decision.
+            output: Tokens that were generated.
+        """
+        self.first_token(ticket)
+        flight = self._flight(ticket)
+        generated = _as_array(output)
+        tokens = np.concatenate([flight.tokens, generated]) if len(generated) else flight.tokens
+        if flight.decode is None:
+            self._learn_response(tokens, flight.namespace, flight.instance)
+        else:
+            self._learn_response(flight.tokens, flight.namespace, flight.instance)
+            self._learn_response(tokens, flight.namespace, flight.decode)
+        self._end(ticket, done=True)
+
+    def failed(self, ticket: int) -> None:
+        """The request will not be served. Unless its prompt was computed, what it taught is taken back."""
+        flight = self._flight(ticket)
+        if flight.work is not None:
+            self._prefill.finish(flight.instance, flight.work, self._clock(), done=False)
+            known = self._instances.get(flight.instance)
+            if flight.learnt_from is not None and known is not None:
+                tree = self._trees[known.kind]
+                tree.remove(flight.tokens, flight.instance, flight.learnt_from, flight.namespace)
+        self._end(ticket, done=False)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests between route and their end."""
+        return len(self._in_flight)
+
+    def backlog_s(self, instance: int) -> float:
+        """Predicted seconds until an instance that prefills is free."""
+        return float(self._prefill.backlog(self._clock())[self._prefill.slot(instance)])
+
+    # ---- inside
+
+    def _board(self, kind: Kind) -> LoadBoard:
+        return self._decode if kind is Kind.DECODE else self._prefill
+
+    def _known(self, instance: int) -> _Instance:
+        if instance not in self._instances:
+            raise ArgumentError(f"instance {instance} is not there")
+        return self._instances[instance]
+
+    def _flight(self, ticket: int) -> _InFlight:
+        if ticket not in self._in_flight:
+            raise ArgumentError(f"ticket {ticket} names no request that is under way")
+        return self._in_flight[ticket]
+
+    def _find(self, board: LoadBoard, tokens: Tokens, namespace: str, *kinds: Kind) -> Candidates:
+        return Candidates.find([self._trees[kind] for kind in kinds if self._kinds[kind]], board, tokens, namespace)
+
+    def _view(
+        self, board: LoadBoard, cached: Ints, exec_s: Floats, most: float, now: float, session: str | None
+    ) -> View:
+        load = board.load(now)
+        allowed = board.may_get_more(load, now, most)
+        if not allowed.any():
+            does = "decodes what others prefill" if board is self._decode else "takes prompts"
+            raise StateError(f"none of {len(board)} instances {does}")
+        return View(board.ids, cached, board.backlog(now), exec_s, load, board.is_open, allowed, session)
+
+    def _choose_decode(self, found: Candidates, tokens: int, now: float, session: str | None) -> tuple[int, int]:
+        board = self._decode
+        missing = (tokens - found.cached).astype(np.float64)
+        slot = self._decode_policy.choose(self._view(board, found.cached, missing, float(tokens), now, session))
+        return int(board.ids[slot]), int(found.cached[slot])
+
+    def _fetch(self, instance: int, holders: Sequence[Holder], exec_s: Callable[[int], float]) -> Fetch | None:
+        """The holder from which fetching gains the most, if any does (eq. 2)."""
+        best: Fetch | None = None
+        best_gain_s, last_stop = 0.0, 0
+        for holder in holders:
+            if callable(self._transfer):
+                transfer = self._transfer(holder.instance, instance)
+            elif holder.stop != last_stop:  # over equal links equal lengths gain the same
+                transfer, last_stop = self._transfer, holder.stop
+            else:
+                continue
+            if transfer is None:
+                continue
+            transfer_s = transfer.time_s(holder.stop - holder.start)
+            saved_s = exec_s(holder.start) - exec_s(holder.stop)
+            if saved_s - transfer_s > best_gain_s or (best is None and saved_s == transfer_s):
+                best, best_gain_s = Fetch(*holder, transfer_s, saved_s), saved_s - transfer_s
+        return best
+
+    def _learn_response(self, tokens: Tokens, namespace: str, instance: int) -> None:
+        """The instance holds these; one whose events are followed says so itself."""
+        known = self._instances.get(instance)
+        if known is not None and not known.by_events:
+            self._trees[known.kind].insert(tokens, instance, namespace)
+
+    def _learn_dispatched(self, tokens: Tokens, namespace: str, instance: int) -> int | None:
+        """The instance will hold these. Returns the first block that is new, None when all were known."""
+        tree = self._trees[self._instances[instance].kind]
+        added = tree.insert(tokens, instance, namespace)
+        return len(tokens) // tree.block_tokens - added if added else None
+
+    def _end(self, ticket: int, done: bool) -> None:
+        flight = self._in_flight.pop(ticket)
+        if flight.decode is not None and flight.decode_work is not None:
+            self._decode.finish(flight.decode, flight.decode_work, self._clock(), done)
+
+
+def _as_array(tokens: TokenVector) -> Tokens:
+    if isinstance(tokens, np.ndarray):
+        return tokens
+    if isinstance(tokens, bytes | bytearray | memoryview):
+        return np.frombuffer(tokens, dtype=np.int32)
+    return np.asarray(tokens, dtype=np.int64)

@@ -1,0 +1,92 @@
+"""The global prompt tree of one kind of instance (MemServe §6).
+
+A tree learns in two ways, and each instance in its own:
+
+  - From the KV events of the instance's pool. Every event is followed, so what the tree says of it lasts until an event
+    says otherwise.
+  - From responses that pass the router. What the instance evicts is not heard of, so what it did not use for `ttl_s` is
+    forgotten.
+
+Looking a prompt up does not count as a use: one instance of those that hold it will serve it, the others may long have
+evicted it. Sending the prompt there does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import ArgumentError
+from kvpool.index import InstanceIndex, MovedEvent, RemovedEvent, StoredEvent
+from kvpool.types import TokenVector
+
+__all__ = ["Ints", "PromptTree"]
+
+Ints = npt.NDArray[np.int64]
+
+_SECOND = 1_000_000_000  # the index counts in whole numbers
+
+
+class PromptTree:
+    """Which instances hold which prefixes. Thread-safe.
+
+    Args:
+        block_tokens: Tokens a block; that of the instances.
+        clock: Seconds, from any start; never before it.
+        ttl_s: How long a prefix is believed that no event vouches for; None for ever.
+    """
+
+    def __init__(self, block_tokens: int, clock: Callable[[], float], ttl_s: float | None = 300.0) -> None:
+        if ttl_s is not None and not ttl_s > 0:
+            raise ArgumentError(f"ttl_s is {ttl_s}; it must be above 0, or None")
+        self.block_tokens = block_tokens
+        self.ttl_s = ttl_s
+        self._clock = clock
+        self._index = InstanceIndex(block_tokens)
+
+    def __len__(self) -> int:
+        """Blocks in the tree, however many instances hold each."""
+        return len(self._index)
+
+    def match(self, tokens: TokenVector, namespace: str = "") -> tuple[Ints, Ints]:
+        """The instances that hold the first block of a prompt, and how many tokens of it each holds: longest first."""
+        return self._index.match_arrays(tokens, None, namespace)
+
+    def insert(self, tokens: TokenVector, instance: int, namespace: str = "") -> int:
+        """The instance holds the prompt, or soon will; for `ttl_s` from now. Returns how many blocks are new."""
+        return self._index.insert(tokens, instance, self._now(), namespace)
+
+    def apply(self, instance: int, event: StoredEvent | RemovedEvent | MovedEvent) -> None:
+        """Takes over what an event of the instance's pool says."""
+        self._index.apply(instance, event, self._now(), lasting=True)
+
+    def remove(self, tokens: TokenVector, instance: int, first_block: int = 0, namespace: str = "") -> int:
+        """The instance does not hold the prompt from a block on. Returns how many blocks it was said to hold there."""
+        return self._index.remove(tokens, instance, first_block, namespace)
+
+    def forget(self, instance: int) -> int:
+        """The instance is gone, or its events have a gap. Returns how many blocks it held."""
+        return self._index.remove_instance(instance)
+
+    def expire(self) -> int:
+        """Forgets what is older than `ttl_s`. Looks at every node: call it now and then, not for each request.
+
+        Returns:
+            Blocks that were forgotten, each counted once for every instance that held it.
+        """
+        if self.ttl_s is None:
+            return 0
+        return self._index.expire(max(0, self._now() - int(self.ttl_s * _SECOND)))
+
+    def blocks(self, instance: int) -> int:
+        """Blocks that the instance holds."""
+        return self._index.blocks(instance)
+
+    def audit(self) -> None:
+        """Checks the invariants of the index; raises AuditError when one is broken."""
+        self._index.audit()
+
+    def _now(self) -> int:
+        return max(0, int(self._clock() * _SECOND))

@@ -1,0 +1,303 @@
+"""What waits to be moved: offered first, planned anew where the state moved on, made at last; no boundary exceeded."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mell_kit import sizes
+
+from kvpool import ArgumentError
+from kvpool.policy import mell
+from kvpool.policy.mell import Backlog, Boundaries, ComputeProfile, Fit, Move, Part, Way
+
+CAPACITY = 240
+
+
+def links(source, destination):
+    """Machines of two GPUs: within one its own bus, between two the network of either."""
+    first, second = source // 2, destination // 2
+    return [("bus", first)] if first == second else [("net", first), ("net", second)]
+
+
+class Everywhere(dict):
+    """The same for every key."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def get(self, key, default=None):
+        return self.value
+
+
+def boundaries(link_tokens, compute_tokens=0, call_tokens=0):
+    """The same on all links, and on all GPUs for all batches."""
+    profile = ComputeProfile({10**6: compute_tokens})
+    return Boundaries(links, Everywhere(link_tokens), Everywhere(profile), Everywhere(call_tokens))
+
+
+class Instances:
+    """What runs where, as it really is: growth and new requests wait for room that nothing in the backlog counts on."""
+
+    def __init__(self, patience=3):
+        self.scheduler = mell.Mell(CAPACITY)
+        self.backlog = Backlog(patience)
+        self.sizes = {}
+        self.where = {}
+        self.stopped = set()
+        self.to_grow = {}
+        self.to_begin = {}
+
+    def epoch(self, limits, departures=(), growths=(), arrivals=(), fit=Fit.FIRST):
+        plan = self.scheduler.batch(departures, growths, arrivals)
+        for request in departures:
+            for each in (self.sizes, self.where, self.to_grow, self.to_begin):
+                each.pop(request, None)
+            self.stopped.discard(request)
+        moves = plan.moves
+        fresh = {request for move in moves for request in move.requests if request not in self.sizes}
+        for move in moves:  # who has not begun yet begins where the scheduler wants it by now
+            for request in fresh.intersection(move.requests):
+                self.to_begin[request] = (move.destination, self.to_begin[request][1])
+        moves = [kept for move in moves if (kept := self.without(move, fresh))]
+        division = self.divide(moves, limits, fit)
+        self.to_grow.update(growths)
+        self.to_begin.update({place.request: (place.gpu, place.tokens) for place in plan.placed})
+        self.to_begin = {
+            request: (gpu, dict(growths).get(request, size)) for request, (gpu, size) in self.to_begin.items()
+        }
+        self.go_on()
+        return division
+
+    def without(self, move, fresh):
+        left = tuple(request for request in move.requests if request not in fresh)
+        tokens = sum(self.sizes[request] for request in left)
+        return Move(left, move.source, move.destination, tokens) if left else None
+
+    def divide(self, moves, limits, fit):
+        gpus = set(self.where.values()) | {gpu for move in moves for gpu in (move.source, move.destination)}
+        gpus |= set(self.backlog.held)
+        free = {gpu: CAPACITY - self.used(gpu) for gpu in gpus}
+        batches = {gpu: sum(where == gpu for where in self.where.values()) for gpu in gpus}
+        other = copy.deepcopy(self.backlog)
+        arguments = (moves, limits, batches, dict(self.sizes), free, fit)
+        division = self.backlog.divide(*arguments)
+        assert other.divide(*copy.copy(arguments)) == division  # whoever computes it
+        self.check_boundaries(division, limits)
+        for move in division.made:
+            for request in move.requests:
+                assert request in self.stopped or self.where[request] == move.source
+                self.where[request] = move.destination
+                self.stopped.discard(request)
+            assert self.used(move.destination) <= CAPACITY
+        for move in division.stopped:
+            for request in move.requests:
+                assert self.where.pop(request) == move.source
+                self.stopped.add(request)
+        assert len(division.deferred) == len(self.backlog)
+        return division
+
+    def check_boundaries(self, division, limits):
+        in_parts = {part.move for part in division.parts}
+        carried = [(move, Way.KV, move.tokens) for move in division.as_kv if move not in in_parts]
+        carried += [(move, Way.TOKENS, move.tokens) for move in division.as_tokens if move not in in_parts]
+        carried += [(part.move, part.way, part.tokens) for part in division.parts]
+        use, computed = {}, {}
+        for move, way, tokens in carried:
+            assert tokens > 0
+            if way is Way.KV:
+                for link in links(move.source, move.destination):
+                    use[link] = use.get(link, 0) + tokens + limits.link_call_tokens.get(link)
+            else:
+                computed[move.destination] = computed.get(move.destination, 0) + tokens
+        assert (use, computed) == (division.link_use, division.compute_use)
+        assert all(tokens <= limits.link_tokens.get(link) for link, tokens in use.items())
+        assert all(tokens <= limits.compute.get(gpu).boundary(0) for gpu, tokens in computed.items())
+        assert sorted(map(id, division.made)) == sorted(map(id, division.as_kv + division.as_tokens))
+
+    def go_on(self):
+        """Growth and new requests, where there is room that nobody counts on."""
+        held = self.backlog.held
+        for request, (gpu, size) in list(self.to_begin.items()):
+            if CAPACITY - self.used(gpu) - held.get(gpu, 0) >= size:
+                self.where[request], self.sizes[request] = gpu, size
+                del self.to_begin[request]
+                self.to_grow.pop(request, None)
+        for request, size in list(self.to_grow.items()):
+            if request in self.where and request in self.sizes:
+                gpu = self.where[request]
+                if CAPACITY - self.used(gpu) - held.get(gpu, 0) >= size - self.sizes[request]:
+                    self.sizes[request] = size
+                    del self.to_grow[request]
+        lent = self.backlog.carried
+        for gpu in {*self.where.values(), *lent}:
+            assert self.used(gpu) + lent.get(gpu, 0) <= CAPACITY
+
+    def used(self, gpu):
+        return sum(self.sizes[request] for request, where in self.where.items() if where == gpu)
+
+    def as_the_scheduler_has_it(self):
+        return self.where == {request: self.scheduler.where(request) for request in self.scheduler.sizes} and (
+            self.sizes == dict(self.scheduler.sizes)
+        )
+
+
+OPERATIONS = st.tuples(st.sampled_from(["arrive", "grow", "grow", "depart"]), st.integers(0, 1000), sizes())
+EPOCHS = st.lists(st.lists(OPERATIONS, max_size=6), min_size=1, max_size=25)
+
+
+@given(EPOCHS, st.integers(10, 400), st.integers(0, 100), st.integers(0, 9), st.sampled_from(Fit))
+def test_no_boundary_and_no_capacity_is_exceeded_and_nothing_waits_for_ever(epochs, link, compute, call, fit):
+    limits = boundaries(link, compute, call)
+    instances = Instances()
+    count = 0
+    for operations in epochs:
+        departures, growths, arrivals = [], {}, []
+        for kind, pick, size in operations:
+            running = [request for request in instances.scheduler.sizes if request not in departures]
+            if kind == "arrive" or not running:
+                arrivals.append((count, size))
+                count += 1
+                continue
+            request = running[pick % len(running)]
+            if kind == "depart" and request not in growths:
+                departures.append(request)
+            elif kind == "grow":
+                growths[request] = max(size, instances.scheduler.sizes[request])
+        instances.epoch(limits, departures, list(growths.items()), arrivals, fit)
+    if compute == 0 and link <= call:
+        return
+    patience, tokens = 3, sum(instances.scheduler.sizes.values())
+    least = max(compute, link - call, 1)
+    for _ in range(20 + (patience + 2) * (count + 1) + tokens // least):
+        if instances.as_the_scheduler_has_it():
+            break
+        instances.epoch(limits)
+    if compute:  # what is stuck can be stopped, so that nothing is for ever
+        assert instances.as_the_scheduler_has_it()
+        assert len(instances.backlog) == 0 == len(instances.stopped)
+    elif not instances.as_the_scheduler_has_it():
+        assert len(instances.backlog) > 0
+
+
+def epoch(backlog, moves, limits, sizes, free=(), **options):
+    free = dict.fromkeys(range(8), 1000) | dict(free)
+    return backlog.divide(moves, limits, {}, sizes, free, **options)
+
+
+def test_what_waits_is_offered_before_what_is_new():
+    backlog, limits = Backlog(), boundaries(100)
+    sizes = {"a": 60, "b": 60, "c": 60}
+    moves = {request: Move((request,), 0, 2, 60) for request in sizes}
+    assert epoch(backlog, [moves["a"], moves["b"]], limits, sizes).made == [moves["a"]]
+    assert (len(backlog), backlog.oldest, backlog.held, backlog.occupied) == (1, 1, {2: 60}, {0, 2})
+    found = epoch(backlog, [moves["c"]], limits, sizes)
+    assert (found.made, found.deferred) == ([moves["b"]], [moves["c"]])
+    assert epoch(backlog, [], limits, sizes).made == [moves["c"]]
+    assert (len(backlog), backlog.oldest, backlog.held, backlog.occupied) == (0, 0, {}, set())
+
+
+def test_a_large_move_is_not_passed_by_small_ones_for_ever():
+    """90 of 100 tokens, while each epoch brings three of 30: the first two of these would always leave too little."""
+    backlog, limits, sizes = Backlog(), boundaries(100), {"large": 90}
+    sizes.update(dict.fromkeys(range(30), 30))
+
+    def small(at):
+        return [Move((number,), 0, 2, 30) for number in range(3 * at, 3 * at + 3)]
+
+    first = epoch(backlog, [*small(0), Move(("large",), 0, 2, 90)], limits, sizes)
+    assert [move.requests for move in first.made] == [(0,), (1,), (2,)]
+    second = epoch(backlog, small(1), limits, sizes)
+    assert [move.requests for move in second.made] == [("large",)]
+
+
+def test_what_is_too_large_for_an_epoch_is_carried_in_parts():
+    backlog, limits, sizes = Backlog(), boundaries(100, call_tokens=10), {"a": 250}
+    move = Move(("a",), 0, 2, 250)
+    for carried in (90, 180):
+        found = epoch(backlog, [move] * (carried == 90), limits, sizes)
+        assert (found.made, found.parts, found.deferred) == ([], [Part(move, Way.KV, 90)], [move])
+        assert (backlog.carried, backlog.held) == ({2: carried}, {2: 250})
+    sizes["a"] = 255  # it runs on meanwhile
+    move = Move(("a",), 0, 2, 255)
+    found = epoch(backlog, [], limits, sizes)
+    assert (found.made, found.parts) == ([move], [Part(move, Way.KV, 75)])
+    assert found.link_use == {("net", 0): 85, ("net", 1): 85}
+
+
+def test_parts_go_on_as_they_began_and_begin_anew_where_their_way_is_closed():
+    backlog, sizes = Backlog(), {"a": 250}
+    epoch(backlog, [Move(("a",), 0, 2, 250)], boundaries(100, 60), sizes)
+    assert epoch(backlog, [], boundaries(100, 1000), sizes).as_tokens == []
+    found = epoch(backlog, [], boundaries(0, 200), sizes)
+    assert [(part.way, part.tokens) for part in found.parts] == [(Way.TOKENS, 200)]
+    assert epoch(backlog, [], boundaries(0, 200), sizes).as_tokens == [Move(("a",), 0, 2, 250)]
+
+
+def test_who_has_ended_waits_no_more_and_a_group_loses_a_member():
+    backlog, sizes = Backlog(), {"a": 10, "b": 20, "c": 30}
+    epoch(backlog, [Move(("a", "b"), 0, 2, 30), Move(("c",), 0, 2, 30)], boundaries(0), sizes)
+    found = epoch(backlog, [], boundaries(0), {"b": 21})
+    assert found.deferred == [Move(("b",), 0, 2, 21)]
+
+
+def test_who_is_to_go_on_goes_there_at_once_and_who_is_to_go_back_stays():
+    backlog, sizes = Backlog(), {"a": 10, "b": 20}
+    moves = [Move(("a",), 0, 2, 10), Move(("b",), 0, 4, 20)]
+    epoch(backlog, moves, boundaries(0), sizes)
+    found = epoch(backlog, [Move(("a",), 2, 6, 10), Move(("b",), 4, 0, 20)], boundaries(100), sizes)
+    assert (found.made, found.deferred) == ([Move(("a",), 0, 6, 10)], [])
+
+
+def test_who_is_counted_on_to_leave_leaves_before_it_goes_on():
+    """b comes to GPU 0 in the room of a, and then a goes on: to GPU 2 first, which is there for it."""
+    backlog, sizes = Backlog(), {"a": 10, "b": 20}
+    epoch(backlog, [Move(("a",), 0, 2, 10), Move(("b",), 4, 0, 20)], boundaries(0), sizes)
+    found = epoch(backlog, [Move(("a",), 2, 6, 10)], boundaries(100), sizes)
+    assert found.made == [Move(("a",), 0, 2, 10), Move(("b",), 4, 0, 20), Move(("a",), 2, 6, 10)]
+
+
+def test_room_that_waits_is_not_taken_by_others():
+    backlog, sizes = Backlog(), {"a": 70, "b": 20}
+    free = {2: 80}
+    epoch(backlog, [Move(("a",), 0, 2, 70)], boundaries(0), sizes, free)
+    only_near = Boundaries(links, {("bus", 1): 100}, {})
+    found = epoch(backlog, [Move(("b",), 3, 2, 20)], only_near, sizes, free)
+    assert [move.requests for move in found.deferred] == [("a",), ("b",)]
+
+
+def test_two_that_wait_for_each_other_s_room_are_stopped_and_get_it():
+    """Both have grown where they were, so that neither GPU has room any more."""
+    backlog, limits, sizes = Backlog(patience=2), boundaries(100, 100), {"a": 60, "b": 60}
+    free = {0: 0, 2: 0}
+    moves = [Move(("a",), 0, 2, 60), Move(("b",), 2, 0, 60)]
+    assert epoch(backlog, moves, limits, sizes, free).stopped == []
+    found = epoch(backlog, [], limits, sizes, free)
+    assert (found.made, found.stopped) == ([], moves)
+    assert backlog.occupied == {0, 2}
+    found = epoch(backlog, [], limits, sizes, {0: 60, 2: 60})
+    assert (found.as_tokens, found.as_kv) == (moves, [])
+
+
+def test_who_waits_for_a_boundary_alone_is_never_stopped():
+    """a waits for its link, and b for the room that a leaves."""
+    backlog, sizes = Backlog(patience=2), {"a": 60, "b": 60}
+    limits = Boundaries(links, {("bus", 0): 100}, {0: ComputeProfile({8: 100})})
+    for _ in range(10):
+        moves = [Move(("a",), 0, 2, 60), Move(("b",), 1, 0, 60)] * (not backlog)
+        assert epoch(backlog, moves, limits, sizes, {0: 0}).stopped == []
+    assert len(backlog) == 2
+
+
+@pytest.mark.parametrize("move", [Move(("gone",), 0, 2, 10), Move(("a",), 5, 6, 10)])
+def test_what_cannot_be_is_refused_and_nothing_has_changed(move):
+    backlog, sizes = Backlog(), {"a": 10, "b": 20}
+    epoch(backlog, [Move(("a",), 0, 2, 10)], boundaries(0), sizes)
+    with pytest.raises(ArgumentError):
+        epoch(backlog, [Move(("b",), 0, 2, 20), move], boundaries(100), sizes)
+    assert (len(backlog), backlog.oldest, backlog.held) == (1, 1, {2: 10})
+    with pytest.raises(ArgumentError):
+        Backlog(patience=0)

@@ -1,0 +1,91 @@
+"""What the prompt trees of the global scheduler learn, and what they forget."""
+
+from __future__ import annotations
+
+from policy.fleet import BLOCK, Fleet, prompt
+
+import kvpool
+from kvpool.policy.routing import Kind, LongestPrefix
+
+
+def test_a_tree_learns_at_the_response():
+    fleet = Fleet(2)
+    decision = fleet.route(prompt(3))
+    assert fleet.scheduler.tree(Kind.COLOCATED).blocks(decision.instance) == 0
+    fleet.scheduler.finished(decision.ticket, prompt(2, name=5).tolist())
+    assert fleet.scheduler.tree(Kind.COLOCATED).blocks(decision.instance) == 5
+    assert fleet.scheduler.in_flight == 0
+
+
+def test_at_dispatch_the_same_prompt_follows_into_the_queue():
+    for learn_at, cached in (("dispatch", 2 * BLOCK), ("response", 0)):
+        fleet = Fleet(2, learn_at=learn_at, policy=LongestPrefix())
+        first, second = fleet.route(prompt(3)), fleet.route(prompt(3, fork=2))
+        assert (second.instance == first.instance, second.cached) == (cached > 0, cached)
+
+
+def test_what_a_failed_request_taught_is_taken_back_and_nothing_else():
+    fleet = Fleet(1, learn_at="dispatch")
+    tree = fleet.scheduler.tree(Kind.COLOCATED)
+    fleet.serve(prompt(2))
+    failing = fleet.route(prompt(5))
+    assert tree.blocks(1) == 5
+    fleet.scheduler.failed(failing.ticket)
+    assert (tree.blocks(1), fleet.scheduler.in_flight, fleet.scheduler.backlog_s(1)) == (2, 0, 0.0)
+    computed = fleet.route(prompt(5))
+    fleet.scheduler.first_token(computed.ticket)
+    fleet.scheduler.failed(computed.ticket)  # the client left while it decoded: the prompt is cached
+    assert tree.blocks(1) == 5
+
+
+def test_what_was_not_used_for_its_time_to_live_is_forgotten():
+    fleet = Fleet(2, ttl_s=60.0)
+    fleet.hold(1, prompt(4))
+    fleet.hold(2, prompt(2))
+    fleet.now += 50
+    assert fleet.serve(prompt(4)).instance == 1  # a use by instance 1, not by 2
+    fleet.now += 20
+    assert fleet.scheduler.expire() == 2
+    decision = fleet.route(prompt(4))
+    assert (decision.instance, decision.holders) == (1, ())
+    fleet.now += 61
+    assert fleet.scheduler.expire() == 4
+    assert Fleet(1, ttl_s=None).scheduler.expire() == 0
+
+
+def test_looking_a_prompt_up_is_no_use_of_it():
+    """§6's time to live is there because evictions are not heard of: what nobody sends there must go."""
+    fleet = Fleet(2, ttl_s=60.0)
+    fleet.hold(2, prompt(4))
+    fleet.scheduler.drain(2)
+    for _ in range(7):
+        fleet.now += 10
+        assert fleet.route(prompt(4)).instance == 1
+    assert fleet.scheduler.expire() == 4
+
+
+def test_events_of_pools_are_followed_and_outlive_the_time_to_live():
+    layout = kvpool.KVLayout(layers=1, kv_heads=1, head_dim=4, dtype="float32", block_tokens=BLOCK)
+    with kvpool.Pool(layout, 16) as pool:
+        stream = pool.subscribe()
+        fleet = Fleet(0, ttl_s=60.0)
+        fleet.scheduler.add_instance(5, by_events=True)
+        fleet.scheduler.add_instance(6)
+        pool.insert(prompt(4), pool.alloc(4)).close()
+
+        def follow():
+            for event in stream:
+                fleet.scheduler.apply(5, event)
+
+        follow()
+        fleet.hold(6, prompt(3))
+        fleet.now += 1000
+        assert fleet.scheduler.expire() == 3
+        assert fleet.route(prompt(4)).cached == 4 * BLOCK
+        pool.evict(1, kvpool.HBM)
+        follow()
+        assert fleet.scheduler.tree(Kind.COLOCATED).blocks(5) == 3
+        fleet.serve(prompt(7, name=2))  # a response teaches nothing of an instance that says itself what it holds
+        assert fleet.scheduler.tree(Kind.COLOCATED).blocks(5) == 3
+        fleet.scheduler.lost_events(5)
+        assert fleet.scheduler.tree(Kind.COLOCATED).blocks(5) == 0
