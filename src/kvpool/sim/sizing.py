@@ -1,0 +1,126 @@
+"""How many GPUs a promise takes: the smallest cluster that keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from kvpool.errors import ArgumentError
+from kvpool.sim.measures import Measures
+from kvpool.sim.setup import Setup
+from kvpool.sim.sketch import Sketch
+
+__all__ = ["Slo", "Try", "find_gpus"]
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What is promised.
+
+    Attributes:
+        ttft_s: Time to first token, at most; None promises nothing.
+        tpot_s: Time between tokens.
+        quantile: Of requests for which it holds.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    quantile: float = 0.99
+
+    def __post_init__(self) -> None:
+        if self.ttft_s is None and self.tpot_s is None:
+            raise ArgumentError("a promise is of the time to first token, of the time between tokens, or of both")
+        if any(limit is not None and not (limit > 0 and isfinite(limit)) for limit in (self.ttft_s, self.tpot_s)):
+            raise ArgumentError(f"what is promised must be above 0, and finite: {self}")
+        if not 0 < self.quantile < 1:
+            raise ArgumentError(f"the share of requests is {self.quantile}; it must be above 0 and below 1")
+
+    def kept(self, measures: Measures) -> bool:
+        """Whether a run kept it. A request that was refused breaks it.
+
+        Raises ArgumentError when nothing was measured of what is promised: then it is neither kept nor broken.
+        """
+        ttft, tpot = measures.ttft_s, measures.tpot_s
+        promised = [(sketch, most) for sketch, most in ((ttft, self.ttft_s), (tpot, self.tpot_s)) if most is not None]
+        return all(self._of(sketch, measures.refused) <= most for sketch, most in promised)
+
+    def can_be_kept(self, measures: Measures) -> bool:
+        """Whether more GPUs may help: not where too many were refused, which no instance of this kind has room for."""
+        promised = [(measures.ttft_s, self.ttft_s), (measures.tpot_s, self.tpot_s)]
+        return all(self._of(sketch, measures.refused) < inf for sketch, most in promised if most is not None)
+
+    def _of(self, sketch: Sketch, refused: int) -> float:
+        """The quantile, with what was refused as the longest of all."""
+        if not sketch.count + refused:
+            raise ArgumentError(
+                "a promise about nothing: no request was measured whose time it limits (fewer requests than are "
+                "skipped, or answers of one token, which have no time between tokens)"
+            )
+        if not refused:
+            return sketch.quantile(self.quantile)
+        rank, last = self.quantile * (sketch.count + refused - 1), sketch.count - 1
+        return inf if rank > last else sketch.quantile(rank / max(1, last))
+
+
+@dataclass(frozen=True)
+class Try:
+    """One size that was tried."""
+
+    setup: Setup
+    measures: Measures
+    kept: bool
+
+
+def find_gpus(
+    setup: Setup,
+    slo: Slo,
+    gpus_max: int = 1024,
+    *,
+    told: Callable[[int, float], None] | None = None,
+    tried: Callable[[Try], None] | None = None,
+) -> tuple[Try | None, list[Try]]:
+    """The smallest cluster of a kind that keeps a promise, by doubling and then halving the gap.
+
+    It takes for granted that more GPUs do not break what fewer keep. With instances that prefill and that decode, their
+    ratio stays as the setup has it.
+
+    Args:
+        setup: Its number of GPUs does not matter.
+        slo: The promise.
+        gpus_max: More are not tried.
+        told: As in `ClusterSim`.
+        tried: Called after each size.
+
+    Returns:
+        The smallest that keeps it, None where `gpus_max` do not, or where so much is refused that no number does; and
+        all that were tried, the smallest first.
+
+    Raises:
+        ArgumentError: A cluster of `gpus_max` is none, or nothing was measured of what is promised.
+    """
+    tries: dict[int, Try] = {}
+
+    def keeps(factor: int) -> bool:
+        if factor not in tries:
+            sized = setup.of_size(factor)
+            measures = sized.run(told)
+            tries[factor] = Try(sized, measures, slo.kept(measures))
+            if tried is not None:
+                tried(tries[factor])
+        return tries[factor].kept
+
+    largest = gpus_max // setup.of_size(1).gpu_count
+    if largest < 1:
+        raise ArgumentError(
+            f"the smallest cluster has {setup.of_size(1).gpu_count} GPUs, at most {gpus_max} are allowed"
+        )
+    below, above = 0, 1  # `below` does not keep it
+    while not keeps(above):
+        if above == largest or not slo.can_be_kept(tries[above].measures):
+            return None, [tries[factor] for factor in sorted(tries)]
+        below, above = above, min(2 * above, largest)
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (below, middle) if keeps(middle) else (middle, above)
+    return tries[above], [tries[factor] for factor in sorted(tries)]

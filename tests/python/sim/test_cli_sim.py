@@ -1,0 +1,162 @@
+"""`kvpool sim`: what it prints and writes, and what it says about wrong questions."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvpool import cli
+
+QUICK = ["sim", "--workload", "chat", "--requests", "120", "--gpus", "2", "--quiet"]
+
+
+@pytest.fixture(autouse=True)
+def _clean(clean_environment):
+    pass
+
+
+def asked(capsys, *arguments):
+    """What the command prints as JSON."""
+    assert cli.main([*QUICK, *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *arguments):
+    """The one line that the command says."""
+    assert cli.main([*QUICK, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("kvpool: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_a_table_for_people(capsys):
+    assert cli.main(QUICK) == 0
+    out = capsys.readouterr().out
+    for text in ("chat", "queue-plus-exec", "hits", "TTFT", "TPOT", "JCT", "llama-3-8b on A100-80GB"):
+        assert text in out
+
+
+def test_json_and_the_same_bytes_again(capsys, tmp_path):
+    found = asked(capsys)
+    run = found["runs"][0]
+    assert run["requests"]["ended"] == run["requests"]["arrived"] > 50
+    assert 0 < run["hit_ratio"] < 1
+    assert 0 < run["ttft_s"]["p50"] <= run["ttft_s"]["p99"] <= run["jct_s"]["p99"]
+    written = []
+    for name in ("a", "b"):
+        assert cli.main([*QUICK, "--out", str(tmp_path / name)]) == 0
+        written.append((tmp_path / name / "sim.json").read_bytes())
+    assert written[0] == written[1]
+    assert json.loads(written[0]) == found
+    assert (tmp_path / "a" / "sim.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_a_sweep_is_one_run_for_each_value(capsys):
+    runs = asked(capsys, "--sweep", "dram=0,1,8", "--hbm-gb", "0.5")["runs"]
+    assert [run["value"] for run in runs] == [0.0, 1.0, 8.0]
+    assert runs[0]["hit_ratio_dram"] == 0
+    assert runs[0]["hit_ratio"] <= runs[1]["hit_ratio"] <= runs[2]["hit_ratio"]
+    runs = asked(capsys, "--sweep", "policy=least-load,longest-prefix")["runs"]
+    assert [run["policy"] for run in runs] == ["least-load", "longest-prefix"]
+
+
+def test_a_trace_and_instances_apart(capsys, tmp_path):
+    trace = tmp_path / "azure.csv"
+    rows = [f"2023-11-16 18:15:{at % 60:02d}.5,{100 + at},{1 + at % 9}" for at in range(60)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    arguments = ["sim", "--trace", str(trace), "--prefill", "2", "--decode", "1", "--rate-scale", "2", "--quiet"]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "3 (2P1D)" in out
+    assert "nothing hits a cache" in out
+
+
+def test_gpus_for_a_promise(capsys):
+    found = asked(capsys, "--find-gpus", "--slo-ttft", "5")
+    assert found["gpus_needed"] == 1
+    assert found["runs"][0]["kept"] is True
+    assert cli.main([*QUICK, "--find-gpus", "--slo-tpot", "1e-6", "--gpus-max", "2"]) == 0
+    assert "2 GPUs do not keep TPOT" in capsys.readouterr().out
+
+
+def test_what_is_refused_breaks_the_promise_and_the_answer_says_so(capsys):
+    assert cli.main([*QUICK, "--hbm-gb", "0.12", "--find-gpus", "--slo-ttft", "1000"]) == 0
+    out = capsys.readouterr().out
+    assert "1024 GPUs do not keep TTFT" in out
+    assert "refused requests count as broken promises" in out
+
+
+def test_packing_tells_of_migrations(capsys):
+    arguments = ["sim", "--workload", "poisson", "--requests", "100", "--policy", "mell", "--hbm-gb", "2"]
+    assert cli.main(arguments) == 0
+    assert "migrations" in capsys.readouterr().out
+
+
+def test_an_overloaded_cluster_and_what_is_refused_are_told(capsys):
+    assert cli.main([*QUICK, "--rate", "1000", "--requests", "1500", "--gpus", "1", "--model", "llama-2-13b"]) == 0
+    assert "overloaded" in capsys.readouterr().out
+    assert cli.main([*QUICK, "--hbm-gb", "0.12"]) == 0
+    assert "refused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--prefill", "1"], "go together"),
+        (["--sweep", "nonsense=1"], "--sweep"),
+        (["--sweep", "dram"], "--sweep"),
+        (["--sweep", "gpus=1,2", "--prefill", "1", "--decode", "1"], "is theirs"),
+        (["--sweep", "dram=a"], "--sweep"),
+        (["--sweep", "policy=random"], "policy 'random'"),
+        (["--sweep", "dram=0,-1"], "dram_gb"),
+        (["--find-gpus"], "promise"),
+        (["--find-gpus", "--slo-ttft", "1", "--sweep", "dram=1"], "exclude each other"),
+        (["--policy", "mell", "--sweep", "dram=1"], "mell"),
+        (["--model", "llama-3-70b"], "more GPUs"),
+        (["--gpus", "3", "--tp", "2"], "do not divide"),
+        (["--profile", "/nowhere/profile.json"], "--profile"),
+        (["--rate", "0"], "rate"),
+        (["--rate", "inf"], "rate"),
+        (["--rate-scale", "inf"], "rate_scale"),
+        (["--rate-scale", "nan"], "rate_scale"),
+        (["--hbm-gb", "inf"], "hbm_gb"),
+        (["--dram-gb", "inf"], "dram_gb"),
+        (["--dram-gb", "nan"], "dram_gb"),
+        (["--sweep", "dram=0,inf"], "dram_gb"),
+        (["--link-gb-s", "inf"], "link_gb_s"),
+        (["--seed", "-1"], "seed"),
+        (["--sweep", "seed=0,-1"], "seed"),
+        (["--prefill", "-1", "--decode", "1"], "prefill"),
+        (["--prefill", "2", "--decode", "-1"], "decode"),
+        (["--skip", "120"], "skip"),
+        (["--block-tokens", "0"], "block"),
+        (["--batch-requests", "0"], "batch_requests"),
+        (["--find-gpus", "--slo-ttft", "inf"], "promised"),
+        (["--find-gpus", "--slo-ttft", "1", "--skip", "119", "--rate", "0.001"], "nothing"),
+        (["--out", "/dev/null/x"], "--out"),
+    ],
+)
+def test_a_wrong_question_is_one_line(capsys, arguments, text):
+    assert text in refused(capsys, *arguments)
+
+
+def test_a_file_that_is_no_trace_is_one_line(capsys, tmp_path):
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    assert cli.main(["sim", "--trace", str(tmp_path / "x.csv")]) == 2
+    assert "no known format" in capsys.readouterr().err
+
+
+def test_progress_goes_to_the_error_output_and_help_explains():
+    arguments = [sys.executable, "-m", "kvpool", "sim", "--workload", "poisson", "--requests", "50", "--json"]
+    run = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=100)
+    json.loads(run.stdout)
+    shown = subprocess.run([*arguments[:4], "--help"], capture_output=True, text=True, check=True, timeout=100).stdout
+    shown = "".join(shown.split())  # lines are broken at hyphens too
+    for text in ("--find-gpus", "--sweep", "queue-plus-exec", "examples:", "Mooncake"):
+        assert text in shown
