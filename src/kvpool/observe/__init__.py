@@ -1,0 +1,7 @@
+"""What others may see of a pool: metrics for Prometheus, and KV events for routers in other processes.
+
+Nothing is imported here, for each part wants a library of its own:
+
+    kvpool.observe.metrics    PoolCollector, serve_metrics          pip install 'kvpool[metrics]'
+    kvpool.observe.events     EventPublisher, EventSubscriber       pip install 'kvpool[events]'
+"""

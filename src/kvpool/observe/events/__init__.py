@@ -1,0 +1,23 @@
+"""KV events over ZMQ, in the format that vLLM publishes: to routers that know it, and from engines that speak it.
+
+Raises:
+    ImportError: pyzmq or msgpack is missing: ``pip install 'kvpool[events]'``.
+"""
+
+from kvpool.observe.events.block_hash import BlockHasher
+from kvpool.observe.events.publisher import EventPublisher
+from kvpool.observe.events.subscriber import EventSubscriber, FollowsEvents
+from kvpool.observe.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, decode, encode
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlockHasher",
+    "BlockRemoved",
+    "BlockStored",
+    "EventBatch",
+    "EventPublisher",
+    "EventSubscriber",
+    "FollowsEvents",
+    "decode",
+    "encode",
+]

@@ -1,0 +1,293 @@
+"""The other end: a router's tree, fed by the KV events of a publisher."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+from kvpool.errors import ArgumentError, DeadlineExceeded, ProtocolError
+from kvpool.index import InstanceIndex, RemovedEvent, StoredEvent
+from kvpool.observe.events.picture import FollowsEvents, Picture
+from kvpool.observe.events.wire import decode
+
+try:
+    import zmq
+except ImportError as error:
+    raise ImportError("kvpool.observe.events needs pyzmq: pip install 'kvpool[events]'") from error
+
+__all__ = ["EventSubscriber", "FollowsEvents"]
+
+_log = logging.getLogger("kvpool.events")
+
+_REPLAY_END: Final = (1 << 64) - 1  # -1 in 64 bits
+_MESSAGE_BYTES_MAX: Final = 256 << 20
+_REPLAY_SECONDS_MAX: Final = 120.0
+_UNSYNCED_WAIT: Final = 0.05  # seconds between two looks at whether a publisher is there
+
+
+class EventSubscriber:
+    """Feeds a router's tree with the KV events of one instance, in a thread of its own, until it is closed.
+
+    The publisher is an `EventPublisher` of kvpool, or an engine that speaks vLLM's format with the tokens in it. It may
+    start later, or again. It begins by asking for what is cached. A gap in the sequence is filled from the replay
+    endpoint; where that is not possible the tree forgets the instance and learns it anew: from kvpool all at once, from
+    others as the events come. So it does when a publisher was started again. Thread-safe.
+
+    Args:
+        index: An InstanceIndex, or anything with ``apply(instance, event)`` and ``forget(instance)``, such as the
+            PromptTree of kvpool.policy.routing. What it is told lasts until an event says otherwise.
+        instance: As which instance, from 0 to 16383.
+        endpoint: Where the publisher publishes.
+        replay_endpoint: Where it answers for what was missed; None: nothing is asked.
+        block_tokens: Tokens a block; by default that of the index.
+        topic: Only messages whose first frame begins so.
+        probe: Seconds of silence after which it asks whether something was missed, so that a loss at the end of a burst
+            is noticed, too.
+        timeout: Seconds without any answer after which a request for replay has failed. It is made again after `probe`.
+
+    Raises:
+        ArgumentError: A number or an endpoint is wrong.
+    """
+
+    def __init__(
+        self,
+        index: InstanceIndex | FollowsEvents,
+        instance: int,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        block_tokens: int | None = None,
+        topic: str = "",
+        probe: float = 1.0,
+        timeout: float = 5.0,
+    ) -> None:
+        if not 0 <= instance < 1 << 14:
+            raise ArgumentError(f"an instance is a number from 0 to 16383, not {instance}", instance=instance)
+        if not (0 < probe <= 3600 and 0 < timeout <= 3600):
+            raise ArgumentError(
+                f"probe is {probe} and timeout {timeout}; both must be above 0 and at most 3600 seconds"
+            )
+        size = getattr(index, "block_tokens", None) if block_tokens is None else block_tokens
+        if type(size) is not int or size < 1:
+            raise ArgumentError(f"block_tokens is {size}, and the index does not say; give it")
+        self.instance = instance
+        self.endpoint = endpoint
+        self._replay_endpoint = replay_endpoint
+        self._probe = probe
+        self._asked_at = -math.inf  # by the monotonic clock
+        self._timeout = timeout
+        self._picture = Picture(_Lasting(index) if isinstance(index, InstanceIndex) else index, instance, size)
+        self._next: int | None = None  # the number of the batch that is expected
+        self._last_live: int | None = None  # that of the last one that was published to us
+        self._changed = threading.Condition()
+        self._synced = False
+        self._gaps = 0
+        self._malformed = 0
+        self._process = os.getpid()
+        self._stopping = False
+        self._context = zmq.Context()
+        try:
+            self._subscription = self._connected(zmq.SUB, endpoint)
+            self._subscription.setsockopt(zmq.SUBSCRIBE, topic.encode("utf-8"))
+            self._replay = None if replay_endpoint is None else self._connected(zmq.DEALER, replay_endpoint)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="kvpool-follow", daemon=True)
+        self._thread.start()
+
+    @property
+    def synced(self) -> bool:
+        """Whether the tree has everything that the publisher is known to have said."""
+        return self._synced
+
+    @property
+    def gaps(self) -> int:
+        """How often something was missed that no replay could fill, so that the instance was forgotten."""
+        return self._gaps
+
+    @property
+    def malformed(self) -> int:
+        """Messages that were no batch of KV events, and were left out."""
+        return self._malformed
+
+    @property
+    def left_out(self) -> int:
+        """Blocks that were left out: of another size, or of layers of another kind."""
+        return self._picture.left_out
+
+    def wait_synced(self, timeout: float = 30.0) -> None:
+        """Waits until it is `synced`.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            DeadlineExceeded: It is not, after that time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._synced, timeout):
+                raise DeadlineExceeded(f"no picture of instance {self.instance} from {self.endpoint} in {timeout} s")
+
+    def close(self) -> None:
+        """Ends it; the tree keeps what it was told. Idempotent."""
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            if not self._stopping:
+                self._stopping = True
+                os.eventfd_write(self._wake, 1)
+        self._thread.join()
+
+    def __enter__(self) -> EventSubscriber:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes."""
+        self.close()
+
+    def _connected(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
+        if kind == zmq.DEALER:
+            # All of a replay is read, however long it takes to apply; what is not read yet waits in the publisher.
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # a request waits for nobody: it fails while there is no publisher
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise ArgumentError(f"cannot subscribe to {endpoint!r}: {error}") from error
+        return socket
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._subscription, zmq.POLLIN)
+        try:
+            while not self._stopping:
+                wait = self._probe if self._synced else min(self._probe, _UNSYNCED_WAIT)
+                ready = [socket for socket, _ in poller.poll(max(1, int(wait * 1000)))]
+                if self._subscription in ready:
+                    self._take(self._subscription.recv_multipart())
+                if self._may_ask() and not (ready and self._synced):
+                    self._catch_up()
+        except Exception:
+            _log.exception("following %s has failed", self.endpoint, extra=self._fields())
+        finally:
+            with self._changed:
+                self._stopping = True
+                os.close(self._wake)
+            self._context.destroy(linger=0)
+
+    def _take(self, frames: list[bytes]) -> None:
+        """A message of the publisher."""
+        if len(frames) != 3 or len(frames[1]) != 8:
+            self._malformed += 1
+            return
+        number = int.from_bytes(frames[1], "big")
+        again = self._last_live is not None and number <= self._last_live
+        self._last_live = number
+        if again:
+            self._start_over("the publisher was started again")
+        if number != self._next and (self._synced or self._may_ask()):
+            self._catch_up()
+        if self._next is not None and number < self._next:
+            return  # a replay had it already
+        if number != self._next and self._next is not None:
+            self._start_over("batches were missed, and could not be replayed")
+        complete = number == self._next or self._replay is None
+        self._apply(frames[2])
+        self._next = number + 1
+        self._set_synced(complete)
+
+    def _may_ask(self) -> bool:
+        """Whether the last question is long enough ago: one that fails takes time, in which messages wait."""
+        return time.monotonic() - self._asked_at >= self._probe
+
+    def _catch_up(self) -> None:
+        """Asks for everything from the batch that is expected; for all there is, when nothing is known for certain."""
+        if self._replay is None:
+            return
+        start = self._next if self._synced and self._next is not None else 0
+        if self._replay_from(start):
+            self._set_synced(True)
+
+    def _replay_from(self, start: int) -> bool:
+        """Applies what is replayed. False when the answer did not come to its end."""
+        assert self._replay is not None
+        try:
+            self._replay.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
+        except zmq.Again:
+            return False  # nobody is there
+        self._asked_at = time.monotonic()
+        first = True
+        give_up = time.monotonic() + _REPLAY_SECONDS_MAX
+        while not self._stopping and time.monotonic() < give_up and self._replay.poll(int(self._timeout * 1000)):
+            frames = self._replay.recv_multipart()
+            if len(frames) < 3 or len(frames[-2]) != 8:
+                break
+            number = int.from_bytes(frames[-2], "big")
+            if number == _REPLAY_END:
+                return True
+            if first and number != start:
+                self._start_over("what was missed is not kept any more" if start else None)
+            self._apply(frames[-1])
+            self._next = number + 1
+            first = False
+        self._renew_replay()
+        return False
+
+    def _renew_replay(self) -> None:
+        """A new socket, on which no rest of an answer arrives that was given up."""
+        assert self._replay is not None
+        assert self._replay_endpoint is not None
+        self._replay.close()
+        self._replay = self._connected(zmq.DEALER, self._replay_endpoint)
+        self._set_synced(False)
+
+    def _start_over(self, why: str | None) -> None:
+        if why is not None and self._next is not None:
+            self._gaps += 1
+            _log.warning("forgetting what instance %d holds: %s", self.instance, why, extra=self._fields())
+        self._next = None
+        self._set_synced(False)
+        self._picture.clear()
+
+    def _apply(self, payload: bytes) -> None:
+        try:
+            batch = decode(payload)
+        except ProtocolError as error:
+            self._malformed += 1
+            _log.warning("instance %d sends %s", self.instance, error, extra=self._fields())
+            return
+        self._picture.apply(batch.events)
+
+    def _set_synced(self, synced: bool) -> None:
+        with self._changed:
+            self._synced = synced
+            self._changed.notify_all()
+
+    def _fields(self) -> dict[str, object]:
+        return {"instance": self.instance, "endpoint": self.endpoint}
+
+
+class _Lasting:
+    """An InstanceIndex that is told what does not expire, for every event is followed."""
+
+    def __init__(self, index: InstanceIndex) -> None:
+        self.apply: Callable[[int, StoredEvent | RemovedEvent], None] = lambda instance, event: index.apply(
+            instance, event, lasting=True
+        )
+        self.forget = index.remove_instance

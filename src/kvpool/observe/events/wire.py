@@ -1,0 +1,220 @@
+"""The events that vLLM publishes about its KV cache (vllm/distributed/kv_events.py), as bytes and back.
+
+    batch      [ts, [event, ...], data_parallel_rank]                 msgpack
+    event      {"type": "BlockStored", "block_hashes": [...], ...}    "map": vLLM since #42892
+               ["BlockStored", [...], ...]                            "array": vLLM before, SGLang
+
+A batch that is a map is read, too. What arrives is anybody's: everything is checked, and nothing else than numbers,
+texts and lists can come of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import ProtocolError
+
+try:
+    import msgpack
+except ImportError as error:
+    raise ImportError("kvpool.observe.events needs msgpack: pip install 'kvpool[events]'") from error
+
+__all__ = ["AllBlocksCleared", "BlockHash", "BlockRemoved", "BlockStored", "Encoding", "EventBatch", "WireEvent"]
+__all__ += ["decode", "encode"]
+
+BlockHash: TypeAlias = int | bytes
+Encoding: TypeAlias = Literal["map", "array"]
+
+# The fields in the order that the array form has. What came later stands at the end, and may be missing.
+_STORED: Final = (
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+    "group_idx",
+)  # fmt: skip
+_REMOVED: Final = ("block_hashes", "medium", "group_idx")
+_BATCH: Final = ("ts", "events", "data_parallel_rank")
+
+
+@dataclass(frozen=True, eq=False)
+class BlockStored:
+    """Blocks that follow each other in a prompt were stored.
+
+    Attributes:
+        block_hashes: One for each block.
+        parent_block_hash: Of the block before the first of them; None at the start of a prompt.
+        token_ids: int32, the tokens of these blocks alone.
+        block_size: Tokens a block.
+        medium: "GPU" or "CPU"; None where the publisher does not say.
+        lora_id: Number of an adapter, from publishers that know no name.
+        lora_name: Of the adapter that the blocks were computed with.
+        extra_keys: For each block, what beside its tokens tells it from others; kvpool: its namespace.
+        group_idx: Of a model with several kinds of layers, which.
+    """
+
+    block_hashes: Sequence[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: npt.NDArray[np.int32]
+    block_size: int
+    medium: str | None = None
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: Sequence[Sequence[Any] | None] | None = None
+    group_idx: int | None = None
+
+
+@dataclass(frozen=True)
+class BlockRemoved:
+    """Blocks are not in this medium any more. Fields as in `BlockStored`."""
+
+    block_hashes: Sequence[BlockHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+@dataclass(frozen=True)
+class AllBlocksCleared:
+    """The publisher holds nothing any more, as far as a subscriber knows: what it holds is told after this."""
+
+
+WireEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True)
+class EventBatch:
+    """What happened, in order.
+
+    Attributes:
+        ts: Seconds since 1970, by the publisher's wall clock: for people, not for measuring.
+        events: What happened.
+        data_parallel_rank: Of the publisher.
+    """
+
+    ts: float
+    events: Sequence[WireEvent]
+    data_parallel_rank: int | None = None
+
+
+def encode(batch: EventBatch, encoding: Encoding = "map") -> bytes:
+    """The bytes of a batch.
+
+    Args:
+        batch: What happened.
+        encoding: "map" or "array": how an event is written. The batch itself is an array in both.
+    """
+    events = [_packed(event, encoding) for event in batch.events]
+    return bytes(msgpack.packb([batch.ts, events, batch.data_parallel_rank]))
+
+
+def decode(payload: bytes) -> EventBatch:
+    """What the bytes of a batch say, in either encoding. Events of unknown kinds are left out.
+
+    Raises:
+        ProtocolError: They are no batch of events.
+    """
+    try:
+        raw = msgpack.unpackb(payload, raw=False, strict_map_key=True)
+        fields = _named(raw, _BATCH, tagged=False)
+        ts, events, rank = (fields.get(name) for name in _BATCH)
+        if not isinstance(ts, int | float) or not isinstance(events, list) or not _maybe(rank, int):
+            raise ValueError("a batch is a time, a list of events, and a rank")
+        read = [_read(event) for event in events]
+    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"no batch of KV events: {type(error).__name__}: {error}") from None
+    return EventBatch(float(ts), [event for event in read if event is not None], rank)
+
+
+def _packed(event: WireEvent, encoding: Encoding) -> Any:
+    kind = type(event).__name__
+    names = _STORED if isinstance(event, BlockStored) else _REMOVED if isinstance(event, BlockRemoved) else ()
+    fields: dict[str, Any] = {}
+    for name in names:
+        value = getattr(event, name)
+        fields[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    while fields and names[len(fields) - 1] in ("group_idx", "extra_keys") and fields[names[len(fields) - 1]] is None:
+        fields.popitem()  # as vLLM: what has a default and has it is left out
+    return {"type": kind, **fields} if encoding == "map" else [kind, *fields.values()]
+
+
+def _named(raw: Any, names: Sequence[str], *, tagged: bool) -> Mapping[str, Any]:
+    if isinstance(raw, dict):
+        return raw
+    if isinstance(raw, list):
+        return dict(zip(names, raw[1:] if tagged else raw, strict=False))
+    raise ValueError(f"a {type(raw).__name__} where a list or map must be")
+
+
+def _read(raw: Any) -> WireEvent | None:
+    kind = raw.get("type") if isinstance(raw, dict) else raw[0] if isinstance(raw, list) and raw else None
+    if not isinstance(kind, str):
+        raise ValueError("an event without its kind")
+    if kind == "AllBlocksCleared":
+        return AllBlocksCleared()
+    if kind == "BlockRemoved":
+        return _read_removed(_named(raw, _REMOVED, tagged=True))
+    if kind == "BlockStored":
+        return _read_stored(_named(raw, _STORED, tagged=True))
+    return None
+
+
+def _read_removed(fields: Mapping[str, Any]) -> BlockRemoved:
+    return BlockRemoved(
+        block_hashes=_hashes(fields["block_hashes"]),
+        medium=_optional(fields, "medium", str),
+        group_idx=_optional(fields, "group_idx", int),
+    )
+
+
+def _read_stored(fields: Mapping[str, Any]) -> BlockStored:
+    hashes = _hashes(fields["block_hashes"])
+    parent, size, extra = fields["parent_block_hash"], fields["block_size"], fields.get("extra_keys")
+    if parent is not None:
+        (parent,) = _hashes([parent])
+    if type(size) is not int or size < 1:
+        raise ValueError(f"a block of {size!r} tokens")
+    tokens = _tokens(fields["token_ids"])
+    if len(tokens) != len(hashes) * size:
+        raise ValueError(f"{len(tokens)} tokens in {len(hashes)} blocks of {size}")
+    if extra is not None and not (
+        isinstance(extra, list) and len(extra) == len(hashes) and all(_maybe(row, list) for row in extra)
+    ):
+        raise ValueError("extra_keys are not one list or nothing for each block")
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=parent,
+        token_ids=tokens,
+        block_size=size,
+        medium=_optional(fields, "medium", str),
+        lora_id=_optional(fields, "lora_id", int),
+        lora_name=_optional(fields, "lora_name", str),
+        extra_keys=extra,
+        group_idx=_optional(fields, "group_idx", int),
+    )
+
+
+def _hashes(value: Any) -> list[BlockHash]:
+    if not isinstance(value, list) or not all(type(item) in (int, bytes) for item in value):
+        raise ValueError("hashes of blocks are a list of numbers or bytes")
+    return value
+
+
+def _tokens(value: Any) -> npt.NDArray[np.int32]:
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise ValueError("tokens are a list of numbers")
+    if value and not -(1 << 31) <= min(value) <= max(value) < 1 << 31:
+        raise ValueError("a token does not fit 32 bits")
+    return np.array(value, dtype=np.int32)
+
+
+def _optional(fields: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
+    value = fields.get(name)
+    if not _maybe(value, kind):
+        raise ValueError(f"{name} is a {type(value).__name__}")
+    return value
+
+
+def _maybe(value: Any, kind: type[Any]) -> bool:
+    return value is None or type(value) is kind

@@ -1,0 +1,53 @@
+"""Logs: silent until asked for, with fields for formatters."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+
+from kit import run_script, small_pool
+from transfer.kit import pair_of
+
+
+def test_nothing_is_printed_until_the_application_says_where_to():
+    run_script(
+        """
+        import logging
+        logging.getLogger("kvpool.peers").warning("a peer is lost")
+        """.replace("\n        ", "\n")
+    )
+
+
+def test_who_comes_and_goes_is_logged_with_its_reason(caplog):
+    with caplog.at_level(logging.INFO, "kvpool"), small_pool(name="here", secret="s") as here:
+        address = here.listen("unix:@kvpool-logs-" + str(time.monotonic_ns()))
+        seen = []
+        with here.on_peer(seen.append):
+            with small_pool(name="there", secret="s") as there:
+                there.connect(address)
+            give_up = time.monotonic() + 60
+            while len(seen) < 2:
+                assert time.monotonic() < give_up
+                time.sleep(0.005)
+    found = {record.getMessage().split(":")[0]: record for record in caplog.records}
+    assert found["there has joined"].levelno == logging.INFO
+    lost = found["there is lost"]
+    assert lost.levelno == logging.WARNING
+    assert (lost.name, lost.peer, lost.reason) == ("kvpool.peers", "there", "PeerLost")
+    assert lost.epoch == found["there has joined"].epoch != 0
+    assert found["met here at unix"].peer == "here"
+    assert next(record for record in caplog.records if "listening" in record.getMessage()).address == address
+
+
+def test_transfers_log_nothing(caplog):
+    """Neither those that work nor those that fail: they raise, and are counted."""
+    with pair_of("loopback") as pair, caplog.at_level(logging.DEBUG, "kvpool"):
+        caplog.clear()
+        addrs = pair.a.alloc(1)
+        pair.a.transfer(pair.to_b, addrs).wait()
+        cancelled = pair.a.open_transfer(pair.to_b, addrs).transfer
+        cancelled.cancel()
+        with contextlib.suppress(Exception):
+            cancelled.wait()
+        assert caplog.records == []

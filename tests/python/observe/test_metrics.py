@@ -1,0 +1,208 @@
+"""Metrics: what Prometheus' own parser reads of them."""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from kit import prompt, refused, small_pool, store
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from transfer.kit import pair_of
+
+import kvpool
+from kvpool import DRAM
+from kvpool.observe.metrics import PoolCollector, serve_metrics
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture
+def pool():
+    with small_pool() as pool:
+        yield pool
+
+
+def scraped(pools, **options) -> Samples:
+    registry = CollectorRegistry()
+    registry.register(PoolCollector(pools, **options))
+    return parsed(generate_latest(registry).decode())
+
+
+def parsed(text: str) -> Samples:
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    samples = [sample for family in families for sample in family.samples]
+    found = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+    assert len(found) == len(samples)
+    return found
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    """Of the one sample that has these labels, and perhaps others."""
+    (found,) = (
+        number for (sample, given), number in samples.items() if sample == name and labels.items() <= set(given)
+    )
+    return found
+
+
+def test_the_blocks_of_each_medium_add_up_to_its_capacity(pool):
+    store(pool, prompt(3))
+    pool.swap_out(1)
+    pool.alloc(2)
+    pool.alloc(1, medium=DRAM)
+    samples = scraped(pool)
+    stats = pool.stats()
+    for medium, tier in (("hbm", stats.hbm), ("dram", stats.dram)):
+        blocks = {
+            dict(labels)["state"]: number
+            for (name, labels), number in samples.items()
+            if name == "kvpool_blocks" and ("medium", medium) in labels
+        }
+        assert sum(blocks.values()) == tier.capacity == value(samples, "kvpool_capacity_blocks", medium=medium)
+        assert (blocks["active"], blocks["historical"]) == (tier.active, tier.historical)
+        assert tier.active > 0
+        assert tier.historical > 0
+        assert value(samples, "kvpool_evictable_blocks", medium=medium) == tier.evictable
+
+
+def test_counters_count_what_the_pool_did(pool):
+    store(pool, prompt(3))
+    pool.match(prompt(4)).close()
+    pool.swap_out(2)
+    pool.evict(1)
+    before = scraped(pool)
+    stats = pool.stats()
+    assert value(before, "kvpool_up") == 1
+    assert value(before, "kvpool_matches_total") == 1
+    assert value(before, "kvpool_match_requested_tokens_total") == stats.requested_tokens == len(prompt(4))
+    assert value(before, "kvpool_match_cached_tokens_total") == stats.matched_tokens == len(prompt(3))
+    assert value(before, "kvpool_inserted_blocks_total") == 3
+    assert value(before, "kvpool_swapped_out_blocks_total") == 2
+    assert value(before, "kvpool_evicted_blocks_total") == 1
+    pool.match(prompt(1)).close()
+    assert value(scraped(pool), "kvpool_matches_total") == 2
+
+
+def test_the_names_are_those_that_prometheus_wants(pool):
+    """OpenMetrics is stricter than Prometheus' own format: it refuses counters without _total."""
+    registry = CollectorRegistry()
+    registry.register(PoolCollector(pool))
+    families = list(parse_openmetrics(generate_openmetrics(registry).decode()))
+    assert {family.name for family in families} >= {"kvpool_blocks", "kvpool_matches", "kvpool_index_bytes"}
+    assert all(family.name.startswith("kvpool_") and family.documentation for family in families)
+    assert {family.type for family in families} <= {"gauge", "counter", "histogram"}
+
+
+def test_a_closed_pool_is_down_and_the_others_are_still_told(pool):
+    gone = small_pool()
+    gone.close()
+    samples = scraped({"a": pool, "b": gone})
+    assert value(samples, "kvpool_up", pool="a") == 1
+    assert value(samples, "kvpool_up", pool="b") == 0
+    assert [name for name, labels in samples if ("pool", "b") in labels] == ["kvpool_up"]
+    assert value(scraped(gone), "kvpool_up") == 0
+
+
+def test_pools_share_families(pool):
+    with small_pool(4, 4) as other:
+        samples = scraped({"a": pool, "b": other})
+        assert value(samples, "kvpool_capacity_blocks", pool="a", medium="hbm") == 8
+        assert value(samples, "kvpool_capacity_blocks", pool="b", medium="hbm") == 4
+
+
+def test_a_registry_takes_no_two_collectors_of_the_same_names(pool):
+    registry = CollectorRegistry()
+    registry.register(PoolCollector(pool))
+    with pytest.raises(ValueError, match="Duplicated"):
+        registry.register(PoolCollector(pool))
+
+
+def test_peers_and_transfers_are_told():
+    with pair_of("loopback") as pair:
+        pool = pair.a
+        pair.b("lent = pool.alloc(2)")
+        sent = pool.alloc(3)
+        pool.transfer(pair.to_b, sent).wait()
+        fetched = pool.fetch(pair.to_b, pair.b("lent")).wait()
+        cancelled = pool.open_transfer(pair.to_b, sent).transfer
+        assert cancelled.cancel()
+        assert isinstance(cancelled.exception(), kvpool.Cancelled)
+        lent = pool.alloc(1, instance=pair.to_b)
+        samples = scraped(pool)
+        assert value(samples, "kvpool_peers") == 1
+        assert value(samples, "kvpool_peer_borrowed_blocks", peer=pair.to_b) == len(lent)
+        assert value(samples, "kvpool_transfers_total", kind="send", outcome="ok") == 1
+        assert value(samples, "kvpool_transfers_total", kind="send", outcome="Cancelled") == 1
+        assert value(samples, "kvpool_transfers_total", kind="fetch", outcome="ok") == 1
+        block_bytes = pool.kv_layout.block_bytes
+        assert value(samples, "kvpool_transfer_bytes_total", kind="send") == 3 * block_bytes
+        assert value(samples, "kvpool_transfer_bytes_total", kind="fetch") == len(fetched.addrs) * block_bytes
+        assert value(samples, "kvpool_transfer_seconds_count", kind="send") == 1
+        assert value(samples, "kvpool_transfer_seconds_bucket", kind="send", le="+Inf") == 1
+        assert value(samples, "kvpool_transfer_seconds_sum", kind="send") > 0
+        pool.free(lent)
+        (totals, _) = pool.transfer_totals().values()
+        assert [bound for bound, _ in totals.durations] == sorted(bound for bound, _ in totals.durations)
+
+
+def test_series_of_peers_have_a_bound():
+    with pair_of("loopback") as pair:
+        lent = pair.a.alloc(2, instance=pair.to_b)
+        samples = scraped(pair.a, peers_max=0)
+        peers = {dict(labels).get("peer") for name, labels in samples} - {None}
+        assert peers == {"(others)"}
+        assert value(samples, "kvpool_peer_borrowed_blocks", peer="(others)") == len(lent)
+        pair.a.free(lent)
+
+
+def test_a_server_answers_on_loopback_until_it_is_closed(pool):
+    threads = threading.active_count()
+    with serve_metrics(pool) as server:
+        assert server.address == f"http://127.0.0.1:{server.port}/metrics"
+        with urllib.request.urlopen(server.address, timeout=30) as answer:
+            text = answer.read().decode()
+        assert value(parsed(text), "kvpool_up") == 1
+        assert not any(name.startswith(("python_", "process_")) for name, _ in parsed(text))
+    server.close()
+    assert threading.active_count() == threads
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(server.address, timeout=30)
+    assert not pool.closed
+
+
+def test_scrapes_while_the_pool_closes_all_work():
+    pool = small_pool()
+    store(pool, prompt(2))
+    with serve_metrics(pool) as server:
+        seen = []
+
+        def scrape():
+            while not seen or seen[-1]:
+                with urllib.request.urlopen(server.address, timeout=30) as answer:
+                    seen.append(value(parsed(answer.read().decode()), "kvpool_up"))
+
+        thread = threading.Thread(target=scrape)
+        thread.start()
+        pool.close()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert seen[-1] == 0
+
+
+def test_what_cannot_be_served_is_refused(pool):
+    with serve_metrics(pool) as server:
+        with refused(pool, kvpool.StateError, str(server.port), "in use"):
+            serve_metrics(pool, port=server.port)
+    with refused(pool, kvpool.ArgumentError, "65536"):
+        serve_metrics(pool, port=65536)
+    with refused(pool, kvpool.ArgumentError, "203.0.113.1"):
+        serve_metrics(pool, "203.0.113.1")
+    with refused(pool, kvpool.ArgumentTypeError, "str"):
+        serve_metrics("pool")
+    with refused(pool, kvpool.ArgumentError, "-1"):
+        PoolCollector(pool, peers_max=-1)
