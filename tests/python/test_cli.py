@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import subprocess
 import sys
@@ -29,6 +30,27 @@ def test_info_says_where_a_setting_came_from(capsys, monkeypatch):
     assert facts["build"]["compiler"]
     assert facts["machine"]["memory_available_bytes"] > 0
     assert {"name": "policy", "value": "lfu", "source": "environment KVPOOL_POLICY"} in facts["settings"]
+
+
+def test_info_says_which_ucx_there_is_or_why_none(capsys, monkeypatch):
+    monkeypatch.setenv("KVPOOL_UCX", "/nowhere")
+    run = subprocess.run([sys.executable, "-m", "kvpool", "info"], capture_output=True, text=True, check=True)
+    assert "/nowhere" in run.stdout
+    assert "kvpool[ucx]" in run.stdout
+    monkeypatch.delenv("KVPOOL_UCX")
+    run = subprocess.run([sys.executable, "-m", "kvpool", "info", "--json"], capture_output=True, text=True, check=True)
+    ucx = json.loads(run.stdout)["ucx"]
+    assert ucx["setting"] == "wheel"
+    if importlib.util.find_spec("libucx") is None:
+        assert ucx["library"] is None
+        assert ucx["error"]
+    else:
+        assert "libucp.so" in ucx["library"]
+        assert ucx["error"] is None
+        assert all("/" in lane for lane in ucx["lanes"])
+        assert ucx["lanes"]
+    assert cli.main(["info"]) == 0
+    assert (ucx["library"] or ucx["error"]).removeprefix("UCX ") in capsys.readouterr().out
 
 
 def test_a_bad_setting_is_one_line_and_status_2(capsys, monkeypatch):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from kvpool import _core
-from kvpool.cli import info
+from kvpool.cli import cluster, info, router, sim, top
 from kvpool.errors import Error
 
 __all__ = ["main"]
@@ -18,6 +18,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvpool {_core.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     info.add_parser(commands)
+    cluster.add_parser(commands)
+    router.add_parser(commands)
+    sim.add_parser(commands)
+    top.add_parser(commands)
     return parser
 
 

@@ -6,11 +6,14 @@ import argparse
 import json
 import os
 import platform
+import re
 from typing import Any
 
 import numpy as np
 
 from kvpool import _core, config
+from kvpool.errors import Unsupported
+from kvpool.transfer.peers import ucx_library
 
 
 def add_parser(commands: Any) -> None:
@@ -38,14 +41,35 @@ def collect() -> dict[str, Any]:
             "memory_available_bytes": headroom,
             "memory_limit": limit,
         },
+        "ucx": _ucx(loaded.settings.ucx),
         "config_file": str(loaded.file) if loaded.file else None,
         "settings": config.describe(loaded),
     }
 
 
+def _ucx(setting: str) -> dict[str, Any]:
+    """What the route "ucx" would use, or why it cannot be had: `error` is None then and only then when there is one."""
+    facts: dict[str, Any] = {"setting": setting, "library": None, "lanes": [], "error": None}
+    try:
+        where = ucx_library(setting)
+        facts["library"] = _core.describe_ucx(where)
+        found = (re.search(r"\d+:(\S+)\.\d+ ", lane) for lane in _core.probe_ucx_lanes(where))
+        facts["lanes"] = [lane[1] for lane in found if lane]
+    except Unsupported as error:
+        facts["error"] = str(error)
+    return facts
+
+
 def _run(arguments: argparse.Namespace) -> None:
     facts = collect()
     print(json.dumps(facts, indent=2) if arguments.json else _text(facts))
+
+
+def _ucx_text(ucx: dict[str, Any]) -> str:
+    if ucx["library"] is None:
+        return str(ucx["error"])
+    reached = ", ".join(dict.fromkeys(ucx["lanes"])) or "nothing: " + (ucx["error"] or "no lane")
+    return f"{ucx['library'].removeprefix('UCX ')}; another process here is reached by {reached}"
 
 
 def _text(facts: dict[str, Any]) -> str:
@@ -57,6 +81,7 @@ def _text(facts: dict[str, Any]) -> str:
         ("Python", f"{facts['python']['version']}, NumPy {facts['python']['numpy']}"),
         ("machine", f"{machine['system']}, {machine['processors']} processors"),
         ("memory", f"{machine['memory_available_bytes'] / 2**30:.1f} GiB available, by {machine['memory_limit']}"),
+        ("UCX", _ucx_text(facts["ucx"])),
         ("settings file", facts["config_file"] or "none"),
     ]
     lines = [f"{name:<14}  {value}" for name, value in rows]

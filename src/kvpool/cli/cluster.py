@@ -1,0 +1,90 @@
+"""`kvpool cluster URL`: who is in a cluster, what each does, and how full it is."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from typing import Any
+
+from kvpool.cluster import Cluster, Member
+
+__all__ = ["add_parser", "add_place", "columns", "join", "row"]
+
+columns = ("member", "instance", "role", "state", "HBM free/active/cached", "of", "DRAM free/active/cached", "of",
+           "requests", "seen for", "endpoints")  # fmt: skip
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser's commands."""
+    parser = commands.add_parser("cluster", help="list the members of a cluster, their blocks and their load")
+    add_place(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say where a cluster is."""
+    parser.add_argument("url", metavar="URL", help="local://NAME or etcd://HOST:PORT/PREFIX (etcds:// over TLS)")
+    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="to wait for the directory")
+    parser.add_argument("--tls-ca", metavar="FILE", help="certificates that etcd's must be signed by")
+    parser.add_argument("--tls-cert", metavar="FILE", help="our own certificate")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key")
+    parser.add_argument("--user", metavar="NAME", help="whom etcd knows us as; the password is in KVPOOL_ETCD_PASSWORD")
+
+
+def join(arguments: argparse.Namespace) -> Cluster:
+    """Begins to watch the cluster that the arguments name, as one who is no member.
+
+    Raises:
+        ArgumentError, DeadlineExceeded, AuthError, StateError: As Cluster.join.
+    """
+    return Cluster.join(
+        arguments.url,
+        timeout=arguments.timeout,
+        tls_ca=arguments.tls_ca,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        user=arguments.user,
+        password=os.environ.get("KVPOOL_ETCD_PASSWORD") if arguments.user else None,
+    )
+
+
+def row(member: Member) -> tuple[str, ...]:
+    """A member as texts, one for each of `columns`."""
+    load = member.load
+    return (
+        member.name,
+        str(member.instance),
+        member.role,
+        member.state,
+        f"{load.hbm_free}/{load.hbm_active}/{load.hbm_historical}",
+        str(member.hbm_blocks),
+        f"{load.dram_free}/{load.dram_active}/{load.dram_historical}",
+        str(member.dram_blocks),
+        str(load.requests),
+        f"{member.joined_for_s:.0f} s",
+        " ".join(member.endpoints),
+    )
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    with join(arguments) as cluster:
+        members = cluster.members()
+    print(json.dumps([_facts(one) for one in members], indent=2) if arguments.json else _text(members))
+
+
+def _facts(member: Member) -> dict[str, Any]:
+    facts = {field.name: getattr(member, field.name) for field in dataclasses.fields(member) if field.compare}
+    return facts | {"load": dataclasses.asdict(member.load), "seen_for_s": round(member.joined_for_s, 3)}
+
+
+def _text(members: list[Member]) -> str:
+    if not members:
+        return "nobody is there"
+    rows = [columns, *map(row, members)]
+    widths = [max(len(one[column]) for one in rows) for column in range(len(columns))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(one, widths, strict=True)).rstrip() for one in rows
+    )

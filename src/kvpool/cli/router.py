@@ -1,0 +1,117 @@
+"""`kvpool router`: HTTP in front of OpenAI-compatible instances."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvpool.errors import ArgumentError, Unsupported
+
+_MIB = 1 << 20
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser's commands."""
+    parser = commands.add_parser(
+        "router",
+        help="route requests of OpenAI's API to instances",
+        description="HTTP in front of OpenAI-compatible instances. Sends each prompt where it is computed first, "
+        "watches who is well, and retries what fails before its first byte. Needs the extra kvpool[router].",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.set_defaults(run=_run)
+    add = parser.add_argument
+    add("--instances", required=True, metavar="URL[,URL...]", help="each URL or NAME=URL, without /v1")
+    add("--policy", default="queue-plus-exec", help="queue-plus-exec, longest-prefix, session-id or least-load")
+    add("--host", default="127.0.0.1", help="where to listen")
+    add("--port", type=int, default=8000, help="0 takes a free one")
+    add("--admin-port", type=int, metavar="PORT", help="of the operator's listener on 127.0.0.1; none by default")
+    add(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="profile of an instance, for the cost model",
+    )
+    add("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of the model; four bytes a token without one")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="of the lines on stderr")
+
+    routing = parser.add_argument_group("routing")
+    add = routing.add_argument
+    add("--cap", type=float, default=2.0, help="most load of an instance, times the mean")
+    add("--idle", type=float, default=0.2, help="share of its time that an instance works below which there is no cap")
+    add("--warmup", type=float, default=60.0, metavar="S", help="how long a newcomer has less than its share")
+    add("--ttl", type=float, default=300.0, metavar="S", help="how long a prompt is believed to be cached")
+    add("--tree-blocks", type=int, default=1 << 20, metavar="N", help="most blocks of prompts that are remembered")
+
+    health = parser.add_argument_group("health")
+    add = health.add_argument
+    add("--health-path", default="/health", metavar="PATH", help="asked by GET; 2xx is well")
+    add("--health-interval", type=float, default=5.0, metavar="S", help="between probes; 0 for none")
+    add("--health-timeout", type=float, default=2.0, metavar="S", help="of a probe")
+    add("--health-fails", type=int, default=2, metavar="N", help="failed probes in a row until an instance is out")
+    add("--health-passes", type=int, default=2, metavar="N", help="passed ones until it is on trial, then in")
+    add("--health-errors", type=int, default=3, metavar="N", help="failed requests in a row until an instance is out")
+    add("--health-backoff", type=float, default=1.0, metavar="S", help="how long it is out at least")
+    add("--health-backoff-max", type=float, default=30.0, metavar="S", help="after failed trials at most")
+
+    limits = parser.add_argument_group("limits")
+    add = limits.add_argument
+    add("--in-flight", type=int, default=256, metavar="N", help="requests of an instance; 503 when all have so many")
+    add("--body-mib", type=float, default=16.0, metavar="MIB", help="of a request's body")
+    add("--held-mib", type=float, default=512.0, metavar="MIB", help="of all requests at a time; 503 beyond it")
+    add("--retries", type=int, default=2, metavar="N", help="other instances that are tried before the first byte")
+    add("--connect-timeout", type=float, default=2.0, metavar="S", help="to an instance")
+    add("--body-timeout", type=float, default=30.0, metavar="S", help="for a client to send its request")
+    add("--first-byte-timeout", type=float, default=600.0, metavar="S", help="for an instance to begin its answer")
+    add("--stall-timeout", type=float, default=120.0, metavar="S", help="between two pieces of an answer")
+    add("--deadline", type=float, default=3600.0, metavar="S", help="of a request, retries and all")
+    add("--shutdown-timeout", type=float, default=30.0, metavar="S", help="for running requests after SIGTERM")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    try:
+        from kvpool.control import router
+        from kvpool.control.router import logs
+    except ImportError as error:
+        raise Unsupported(f"the router needs {error.name}: pip install 'kvpool[router]'") from error
+    given = arguments
+    settings = router.RouterSettings(
+        instances=tuple(router.InstanceSpec.parse(text) for text in given.instances.split(",") if text.strip()),
+        policy=given.policy,
+        host=given.host,
+        port=given.port,
+        admin_port=given.admin_port,
+        profile=given.profile,
+        tokenizer=given.tokenizer,
+        health=router.HealthSettings(
+            path=given.health_path,
+            interval_s=given.health_interval,
+            timeout_s=given.health_timeout,
+            fails=given.health_fails,
+            passes=given.health_passes,
+            errors=given.health_errors,
+            backoff_s=given.health_backoff,
+            backoff_max_s=given.health_backoff_max,
+        ),
+        retries=given.retries,
+        in_flight_max=given.in_flight,
+        body_bytes_max=int(given.body_mib * _MIB),
+        held_bytes_max=int(given.held_mib * _MIB),
+        connect_timeout_s=given.connect_timeout,
+        body_timeout_s=given.body_timeout,
+        first_byte_timeout_s=given.first_byte_timeout,
+        stall_timeout_s=given.stall_timeout,
+        deadline_s=given.deadline,
+        shutdown_timeout_s=given.shutdown_timeout,
+        ttl_s=given.ttl,
+        cap=given.cap,
+        idle=given.idle,
+        warmup_s=given.warmup,
+        tree_blocks_max=given.tree_blocks,
+    )
+    if not settings.instances:
+        raise ArgumentError("--instances names no instance")
+    logs.write_to(sys.stderr, given.log_level)
+    router.serve(settings)

@@ -1,0 +1,291 @@
+"""`kvpool sim`: how a cluster would do under a workload, and how large it has to be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from kvpool.cli import sim_show
+from kvpool.control import load_profile
+from kvpool.errors import ArgumentError
+from kvpool.policy.cost import CostModel
+from kvpool.sim.generators import PRESETS
+from kvpool.sim.hardware import GPUS, MODELS
+from kvpool.sim.measures import Measures
+from kvpool.sim.packed import PACKERS, pack
+from kvpool.sim.setup import POLICIES, Setup
+from kvpool.sim.sizing import Slo, find_gpus
+
+_TEXT: Final = """\
+Simulates a cluster of inference engines on a virtual clock: the real routing policies, prompt trees and prefix indexes,
+with times from a cost model. Says how much of the prompts is found cached (in HBM and in DRAM), and how long requests
+wait (TTFT: to the first token, TPOT: between tokens, JCT: to the last one)."""
+
+_EXAMPLES: Final = """\
+examples:
+  kvpool sim --workload chat --gpus 8 --rate 20
+  kvpool sim --trace conversation_trace.jsonl --gpus 16 --hardware H100-80GB --dram-gb 64
+  kvpool sim --workload agent --policy session-id --sweep dram=0,16,64 --out build/sim
+  kvpool sim --workload poisson --rate 30 --prefill 3 --decode 1
+  kvpool sim --trace azure.csv --slo-ttft 2 --find-gpus
+  kvpool sim --trace azure.csv --policy mell --hbm-gb 12
+
+Traces are read as they are published: Mooncake (JSON lines), Azure and Vidur (CSV), plain or .xz, .gz, .bz2.
+Without --profile times are those of a roofline from data sheets: good for comparing, rough for absolute figures."""
+
+# What --sweep can change, and how its values are read.
+_SWEPT: Final[dict[str, tuple[str, type]]] = {
+    "dram": ("dram_gb", float),
+    "hbm": ("hbm_gb", float),
+    "gpus": ("gpus", int),
+    "rate": ("rate", float),
+    "rate-scale": ("rate_scale", float),
+    "policy": ("policy", str),
+    "seed": ("seed", int),
+}
+_SWEPT_MAX: Final = 100
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser's commands."""
+    parser = commands.add_parser(
+        "sim",
+        help="simulate a cluster: hit ratios, latencies, GPUs needed",
+        description=_TEXT,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_workload(parser.add_argument_group("workload"))
+    _add_cluster(parser.add_argument_group("cluster"))
+    _add_questions(parser.add_argument_group("what is asked"))
+    parser.set_defaults(run=_run)
+
+
+def _add_workload(group: Any) -> None:
+    plain = Setup()
+    what = "; ".join(f"{name}: {shape.what}" for name, shape in PRESETS.items())
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("--trace", type=Path, metavar="FILE", help="a recorded workload")
+    source.add_argument(
+        "--workload", choices=PRESETS, default=None, metavar="NAME", help=f"a made-up one ({what}); default: chat"
+    )
+    group.add_argument(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="requests a second on average, as a Poisson process; default: the trace's own times, or 4",
+    )
+    group.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="arrivals X times faster (default 1)")
+    group.add_argument("--requests", type=int, metavar="N", help="at most N; default: the whole trace, or 20000")
+    group.add_argument("--skip", type=int, default=0, metavar="N", help="the first N are not measured (default 0)")
+    group.add_argument(
+        "--block-tokens", type=int, metavar="N", help="tokens a block; default: what the trace's hash ids say, or 16"
+    )
+    group.add_argument("--seed", type=int, default=plain.seed, metavar="N", help="of everything drawn (default 0)")
+
+
+def _add_cluster(group: Any) -> None:
+    plain = Setup()
+    policies = [*POLICIES, *PACKERS]
+    group.add_argument(
+        "--policy",
+        choices=policies,
+        default=plain.policy,
+        metavar="NAME",
+        help=f"{', '.join(POLICIES)}: which instance computes a prompt (default {plain.policy}); "
+        f"{', '.join(PACKERS)}: pack what decodes onto as few GPUs as it takes, and count migrations",
+    )
+    group.add_argument("--gpus", type=int, default=plain.gpus, metavar="N", help=f"all of them (default {plain.gpus})")
+    group.add_argument("--prefill", type=int, default=0, metavar="P", help="instances that only prefill, with --decode")
+    group.add_argument("--decode", type=int, default=0, metavar="D", help="instances that only decode; --gpus is void")
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs an instance (default 1)")
+    group.add_argument(
+        "--model", choices=MODELS, default=plain.model, metavar="NAME", help=f"{', '.join(MODELS)} ({plain.model})"
+    )
+    group.add_argument(
+        "--hardware",
+        choices=GPUS,
+        default=plain.hardware,
+        metavar="NAME",
+        help=f"{', '.join(GPUS)} ({plain.hardware})",
+    )
+    group.add_argument("--profile", type=Path, metavar="FILE", help="measured by profile_ops, in place of --model")
+    group.add_argument("--hbm-gb", type=float, metavar="GB", help="HBM for KV a GPU; default: what the weights leave")
+    group.add_argument("--dram-gb", type=float, default=0.0, metavar="GB", help="DRAM for KV a GPU (default 0)")
+    group.add_argument("--link-gb-s", type=float, metavar="GB", help="between instances, GB/s a GPU; default: its own")
+    group.add_argument("--fetch", action="store_true", help="fetch prefixes from other instances where it pays")
+    group.add_argument(
+        "--learn",
+        choices=("response", "dispatch", "events"),
+        default=plain.learn,
+        help="when the router learns what an instance holds (default response; events are exact, and slower)",
+    )
+    group.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=plain.batch_tokens,
+        metavar="N",
+        help="of a prefill batch (default 8192)",
+    )
+    group.add_argument(
+        "--batch-requests",
+        type=int,
+        default=plain.batch_requests,
+        metavar="N",
+        help="decoding together (default 256)",
+    )
+
+
+def _add_questions(group: Any) -> None:
+    group.add_argument(
+        "--sweep", metavar="WHAT=A,B,...", help=f"one run for each value; WHAT is one of {', '.join(_SWEPT)}"
+    )
+    group.add_argument("--find-gpus", action="store_true", help="the fewest GPUs that keep --slo-ttft or --slo-tpot")
+    group.add_argument("--slo-ttft", type=float, metavar="S", help="seconds to the first token, at most")
+    group.add_argument("--slo-tpot", type=float, metavar="S", help="seconds between tokens, at most")
+    group.add_argument("--slo-share", type=float, default=0.99, metavar="Q", help="of requests (default 0.99)")
+    group.add_argument(
+        "--gpus-max", type=int, default=1024, metavar="N", help="for --find-gpus, at most (default 1024)"
+    )
+    group.add_argument("--out", type=Path, metavar="DIR", help="write sim.json there, and plots where matplotlib is")
+    group.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    group.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.policy in PACKERS:
+        result = _packed(arguments)
+    elif arguments.find_gpus:
+        result = _found(arguments)
+    else:
+        result = _simulated(arguments)
+    if arguments.out is not None:
+        sim_show.write(arguments.out, result)
+    print(json.dumps(result, indent=1) if arguments.json else sim_show.table(result))
+
+
+def _setup(arguments: argparse.Namespace, **changes: Any) -> Setup:
+    """What the command line says. Raises ArgumentError."""
+    if bool(arguments.prefill) != bool(arguments.decode):
+        raise ArgumentError("--prefill and --decode go together: neither can do without the other")
+    profile = None
+    if arguments.profile is not None:
+        try:
+            profile = CostModel.fit(load_profile(arguments.profile))
+        except OSError as error:
+            raise ArgumentError(f"--profile: {error}") from error
+    fields = (
+        "trace gpus prefill decode tp model hardware hbm_gb dram_gb link_gb_s block_tokens rate rate_scale requests "
+        "skip seed fetch learn batch_tokens batch_requests"
+    )
+    given = {name: getattr(arguments, name) for name in fields.split()}
+    given["workload"] = arguments.workload or (None if arguments.trace else Setup.workload)
+    given["policy"] = arguments.policy if arguments.policy in POLICIES else Setup.policy
+    return Setup(profile=profile, **{**given, **changes})
+
+
+def _simulated(arguments: argparse.Namespace) -> dict[str, Any]:
+    """One run, or one for each value of --sweep."""
+    setup = _setup(arguments)
+    values: list[Any] = [None]
+    field, what = "", ""
+    if arguments.sweep:
+        what, field, values = _swept(arguments.sweep)
+        if field == "gpus" and setup.prefill:
+            raise ArgumentError("--sweep gpus: with --prefill and --decode the number of GPUs is theirs")
+    setups = [replace(setup, **{field: value}) if field else setup for value in values]
+    for each in setups:  # all are checked before the first one takes its time
+        each.make_cluster(each.make_workload().block_tokens)
+    runs = []
+    for value, each in zip(values, setups, strict=True):
+        with sim_show.Progress(arguments.quiet, f"{what}={value}" if what else each.policy, arguments.requests) as bar:
+            runs.append(_entry(each, each.run(bar.told), value))
+    return {**_head(setup), "sweep": what or None, "runs": runs}
+
+
+def _swept(text: str) -> tuple[str, str, list[Any]]:
+    """WHAT=A,B,... as its name, its field and its values."""
+    what, _, given = text.partition("=")
+    if what not in _SWEPT or not given:
+        raise ArgumentError(f"--sweep {text}: it is WHAT=A,B,..., and WHAT one of {', '.join(_SWEPT)}")
+    field, kind = _SWEPT[what]
+    try:
+        values = [kind(value) for value in given.split(",")]
+    except ValueError as error:
+        raise ArgumentError(f"--sweep {text}: {error}") from error
+    if len(values) > _SWEPT_MAX:
+        raise ArgumentError(f"--sweep {what}: {len(values)} values; at most {_SWEPT_MAX}")
+    return what, field, values
+
+
+def _found(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fewest GPUs that keep the promise."""
+    if arguments.sweep:
+        raise ArgumentError("--find-gpus and --sweep exclude each other")
+    slo = Slo(arguments.slo_ttft, arguments.slo_tpot, arguments.slo_share)
+    setup = _setup(arguments)
+    with sim_show.Progress(arguments.quiet, "find-gpus", None) as bar:
+        found, tries = find_gpus(
+            setup,
+            slo,
+            arguments.gpus_max,
+            told=bar.told,
+            tried=lambda each: bar.note(f"{each.setup.gpu_count} GPUs: {'kept' if each.kept else 'not kept'}"),
+        )
+    return {
+        **_head(setup),
+        "sweep": "gpus",
+        "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "share": slo.quantile},
+        "gpus_needed": found.setup.gpu_count if found else None,
+        "gpus_max": arguments.gpus_max,
+        "runs": [{**_entry(each.setup, each.measures, each.setup.gpu_count), "kept": each.kept} for each in tries],
+    }
+
+
+def _packed(arguments: argparse.Namespace) -> dict[str, Any]:
+    """MELL, or what it is compared with."""
+    if arguments.sweep or arguments.find_gpus:
+        raise ArgumentError(f"--policy {arguments.policy} finds the number of GPUs itself: no --sweep or --find-gpus")
+    setup = _setup(arguments)
+    return {**_head(setup), "policy": arguments.policy, "packed": pack(setup, arguments.policy)}
+
+
+def _head(setup: Setup) -> dict[str, Any]:
+    """What was simulated, in words."""
+    workload = setup.make_workload()
+    measured = setup.profile is not None
+    return {
+        "workload": workload.name,
+        "notes": list(workload.notes),
+        "block_tokens": workload.block_tokens,
+        "policy": setup.policy,
+        "model": "measured profile" if measured else setup.model,
+        "hardware": "measured profile" if measured else setup.hardware,
+        "tp": setup.tp,
+        "hbm_gb_per_gpu": setup.hbm_gb_each,
+        "seed": setup.seed,
+    }
+
+
+def _entry(setup: Setup, measures: Measures, value: Any) -> dict[str, Any]:
+    """One run, ready for JSON."""
+    return {
+        "value": value,
+        "policy": setup.policy,
+        "gpus": setup.gpu_count,
+        "prefill": setup.prefill,
+        "decode": setup.decode,
+        "hbm_gb_per_gpu": setup.hbm_gb_each,
+        "dram_gb_per_gpu": setup.dram_gb,
+        **measures.as_json(),
+        "ttft_cdf": _thin(measures.ttft_s.cumulative()),
+    }
+
+
+def _thin(points: list[tuple[float, float]], most: int = 200) -> list[tuple[float, float]]:
+    """At most so many of them, the last one among them."""
+    step = -(-len(points) // most) or 1
+    return [*points[:-1:step], *points[-1:]]

@@ -1,0 +1,221 @@
+"""What a person sees of a simulation: progress, a table, JSON and plots."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvpool.errors import ArgumentError
+
+__all__ = ["Progress", "table", "write"]
+
+_LINE_EVERY_S = 5.0
+_PATIENCE_S = 10.0  # for a first token; who waits longer waits for others
+
+
+class Progress:
+    """How far it is, on the error output: a bar where rich is installed and a person looks, else a line now and then.
+
+    Args:
+        quiet: Nothing at all.
+        what: Is run.
+        total: Requests, where known.
+    """
+
+    def __init__(self, quiet: bool, what: str, total: int | None) -> None:
+        self._quiet, self._what, self._total = quiet, what, total
+        self._bar: Any = None
+        self._task: Any = None
+        self._said_at = time.monotonic()
+        if not quiet and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+            from rich import progress
+            from rich.console import Console
+
+            columns = (*progress.Progress.get_default_columns(), progress.TextColumn("{task.fields[done]}"))
+            self._bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(what, total=total, done="")
+
+    def told(self, ended: int, now_s: float) -> None:
+        """So many requests have ended at this virtual time; for `ClusterSim`."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=ended, done=f"{ended:,} requests, {now_s:,.0f} s of virtual time")
+        elif not self._quiet and time.monotonic() - self._said_at >= _LINE_EVERY_S:
+            self._said_at = time.monotonic()
+            print(f"{self._what}: {ended:,} requests, {now_s:,.0f} s of virtual time", file=sys.stderr)
+
+    def note(self, text: str) -> None:
+        """Something that is done."""
+        if self._bar is not None:
+            self._bar.console.print(text)
+        elif not self._quiet:
+            print(text, file=sys.stderr)
+
+    def __enter__(self) -> Progress:
+        """Shows it."""
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Takes it away."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+# ---- text
+
+
+def table(result: dict[str, Any]) -> str:
+    """A result for a person."""
+    head = (
+        f"{result['workload']}: blocks of {result['block_tokens']} tokens; {result['model']} on {result['hardware']}, "
+        f"{result['tp']} GPU(s) an instance, {result['hbm_gb_per_gpu']:.1f} GB of HBM for KV a GPU"
+    )
+    lines = [head, *(f"  {note}" for note in result["notes"]), ""]
+    if "packed" in result:
+        lines += _packed(result["policy"], result["packed"])
+        return "\n".join(lines)
+    lines += _columns([_row(result, run) for run in result["runs"]])
+    lines += _warnings(result["runs"])
+    if "slo" in result:
+        lines += ["", _answer(result)]
+    return "\n".join(lines)
+
+
+def _row(result: dict[str, Any], run: dict[str, Any]) -> dict[str, str]:
+    swept = {result["sweep"]: str(run["value"])} if result["sweep"] not in (None, "gpus", "policy", "dram") else {}
+    gpus = f"{run['gpus']}" + (f" ({run['prefill']}P{run['decode']}D)" if run["prefill"] else "")
+    row = {
+        **swept,
+        "policy": run["policy"],
+        "GPUs": gpus,
+        "DRAM GB": f"{run['dram_gb_per_gpu']:g}",
+        "requests": f"{run['requests']['ended']:,}",
+        "hits": f"{run['hit_ratio']:.1%}",
+        "of DRAM": f"{run['hit_ratio_dram']:.1%}",
+    }
+    for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("JCT", "jct_s")):
+        row[name] = "/".join(_short(run[key][of]) for of in ("mean", "p50", "p99"))
+    row["busiest"] = f"{run['imbalance']:.2f}x"
+    if "kept" in run:
+        row["SLO"] = "kept" if run["kept"] else "not kept"
+    return row
+
+
+def _short(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}ms" if seconds < 1 else f"{seconds:.3g}s"
+
+
+def _columns(rows: list[dict[str, str]]) -> list[str]:
+    names = list(rows[0])
+    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
+    lines = ["  ".join(name.rjust(width) for name, width in zip(names, widths, strict=True))]
+    lines += ["  ".join(row[name].rjust(width) for name, width in zip(names, widths, strict=True)) for row in rows]
+    return [*lines, "TTFT, TPOT, JCT: mean/p50/p99. Busiest: busy time of the busiest instance, for the mean."]
+
+
+def _warnings(runs: list[dict[str, Any]]) -> list[str]:
+    """What makes figures worth little."""
+    lines = []
+    for run in runs:
+        name = f"{run['value']}: " if run["value"] is not None and len(runs) > 1 else ""
+        refused, arrived = run["requests"]["refused"], run["requests"]["arrived"]
+        if refused:
+            lines.append(f"! {name}{refused:,} of {arrived:,} requests were refused: no instance has HBM for them")
+        # A cluster that keeps up ends soon after the last arrival. One of sessions slows them down instead.
+        late = run["behind_s"] > max(3 * run["jct_s"]["p50"], 0.2 * run["last_arrival_s"])
+        if run["ttft_s"]["p50"] > _PATIENCE_S or (late and run["ttft_s"]["p99"] > _PATIENCE_S):
+            longest = max(each["longest_queue"] for each in run["instances"])
+            lines.append(
+                f"! {name}overloaded: up to {longest:,} prompts waited at an instance; times say how long the workload "
+                "is, not how good the cluster"
+            )
+    return lines
+
+
+def _answer(result: dict[str, Any]) -> str:
+    slo, needed = result["slo"], result["gpus_needed"]
+    promised = " and ".join(
+        f"{name} of {slo[key]:g} s" for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")) if slo[key] is not None
+    )
+    answer = f"{needed} GPUs keep" if needed is not None else f"{result['gpus_max']} GPUs do not keep"
+    line = f"{answer} {promised} for {slo['share']:.3g} of requests."
+    refused = max(run["requests"]["refused"] for run in result["runs"])
+    return line + (f" {refused:,} refused requests count as broken promises." if refused else "")
+
+
+def _packed(policy: str, packed: dict[str, Any]) -> list[str]:
+    instances, bound, gpus = packed["instances"], packed["lower_bound"], packed["gpus"]
+    requests = packed["requests"]
+    return [
+        f"{policy}: {requests['arrived']:,} requests, {requests['refused']:,} of them longer than an instance: refused",
+        f"GPUs           {gpus['mean']:.2f} on average, {gpus['peak']} at most",
+        f"instances      {instances['mean']:.2f} on average, no packing less than {bound['mean']:.2f}; "
+        f"{instances['peak']} at most, no packing less than {bound['peak']}",
+        f"utilisation    {packed['utilisation']:.1%} of {packed['capacity_tokens']:,} tokens of KV an instance",
+        f"migrations     {packed['moves_per_s']:.2f}/s, {packed['requests_moved_per_s']:.2f} requests/s, "
+        f"{packed['moved_gb_per_s']:.2f} GB/s",
+        f"stopped        {packed['redispatched']:,} requests, and computed again",
+        f"A step of decoding takes {1e3 * packed['step_s']:.0f} ms; prefills are done elsewhere.",
+    ]
+
+
+# ---- files
+
+
+def write(folder: Path, result: dict[str, Any]) -> list[str]:
+    """Writes sim.json, and sim.png where matplotlib is installed and there is something to see.
+
+    Returns the names of the files. Raises ArgumentError when the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sim.json").write_text(json.dumps(result, indent=1) + "\n")
+        names = ["sim.json"]
+        if result.get("runs") and importlib.util.find_spec("matplotlib") is not None:
+            _draw(folder / "sim.png", result)
+            names.append("sim.png")
+    except OSError as error:
+        raise ArgumentError(f"--out {folder}: {error}") from error
+    return names
+
+
+def _draw(path: Path, result: dict[str, Any]) -> None:
+    """The distribution of TTFT, and where values were swept hits and waiting times against them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    runs, sweep = result["runs"], result["sweep"]
+    panels = 3 if sweep and len(runs) > 1 else 1
+    figure = Figure(figsize=(5.2 * panels, 3.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for run in runs:
+        label = f"{sweep} {run['value']}" if panels > 1 else run["policy"]
+        axes[0].plot(*zip(*run["ttft_cdf"], strict=True), label=label)
+    axes[0].set(xlabel="time to first token (s)", ylabel="share of requests", xscale="log", ylim=(0, 1))
+    axes[0].legend(frameon=False, fontsize=7)
+    if panels > 1:
+        places = range(len(runs))
+        names = [str(run["value"]) for run in runs]
+        for key, label in (("hit_ratio", "HBM and DRAM"), ("hit_ratio_hbm", "HBM")):
+            axes[1].plot(places, [run[key] for run in runs], marker="o", label=label)
+        axes[1].set(ylabel="share of prompt tokens cached", ylim=(0, 1))
+        for of in ("p50", "p99"):
+            axes[2].plot(places, [run["ttft_s"][of] for run in runs], marker="o", label=f"TTFT {of}")
+            axes[2].plot(places, [run["jct_s"][of] for run in runs], marker="s", linestyle="--", label=f"JCT {of}")
+        axes[2].set(ylabel="seconds", yscale="log")
+        for panel in axes[1:]:
+            panel.set_xticks(list(places), names)
+            panel.set_xlabel(sweep)
+            panel.legend(frameon=False, fontsize=7)
+    for panel in axes:
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{result['workload']}, {result['model']} on {result['hardware']}", x=0.02, ha="left", fontsize=11)
+    # Without metadata: it would name the version that drew it, and change the file for nothing.
+    figure.savefig(path, dpi=130, metadata={"Software": None})

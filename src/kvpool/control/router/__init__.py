@@ -1,0 +1,18 @@
+"""The router: HTTP in front of OpenAI-compatible instances, routed by the global scheduler (MemServe §6).
+
+    server      two listeners, signals, the end
+    app         routes: what the public sees, what the operator sees
+    forward     one request: choose, send, retry, relay
+    fleet       who is there, who may get more, what the scheduler is told   <- health, upstream
+    prompts     from a request's body to tokens      events   where a stream of events may be cut
+    settings    costs   errors   metrics   logs
+
+Needs the extra `kvpool[router]`. One event loop owns all of it: nothing here is thread-safe.
+"""
+
+from kvpool.control.router.app import admin_app, public_app
+from kvpool.control.router.server import serve
+from kvpool.control.router.service import Router
+from kvpool.control.router.settings import HealthSettings, InstanceSpec, RouterSettings
+
+__all__ = ["HealthSettings", "InstanceSpec", "Router", "RouterSettings", "admin_app", "public_app", "serve"]

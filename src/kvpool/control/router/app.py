@@ -1,0 +1,147 @@
+"""The routes. The public application forwards and shows; the operator's changes what there is.
+
+The operator's one listens on loopback, and browsers are kept from it: a page that somebody visits could send requests
+there. They carry an Origin, or (DNS rebinding) a Host that is not this machine's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvpool.control.router.errors import error_object
+from kvpool.control.router.service import Router
+from kvpool.control.router.settings import InstanceSpec
+from kvpool.errors import ArgumentError, Error, StateError
+
+__all__ = ["admin_app", "public_app"]
+
+_TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
+_METHODS: Final = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+_SPEC_MAX: Final = 4096
+
+
+def public_app(router: Router) -> Starlette:
+    """What clients see. Its lifespan is the router's."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with router.running():
+            yield
+
+    other = router.forwarder("other")
+    return Starlette(
+        routes=[
+            Route("/v1/completions", router.forwarder("completions"), methods=["POST"]),
+            Route("/v1/chat/completions", router.forwarder("chat"), methods=["POST"]),
+            Route("/v1/{rest:path}", other, methods=_METHODS),
+            *_shown(router, urls=False),
+        ],
+        exception_handlers={HTTPException: _refused},
+        lifespan=lifespan,
+    )
+
+
+def admin_app(router: Router) -> Starlette:
+    """What the operator sees. Has no lifespan: the public one runs the router."""
+
+    async def add(request: Request) -> Response:
+        body = await _short_body(request)
+        try:
+            fields = json.loads(body)
+            url, name = fields["url"], fields.get("name")
+            spec = InstanceSpec.parse(url if name is None else f"{name}={url}")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise ArgumentError('the body must be {"url": "http://...", "name": "..."}') from error
+        router.add(spec)
+        return JSONResponse({"name": spec.name, "url": spec.url}, 201)
+
+    async def remove(request: Request) -> Response:
+        await router.remove(request.path_params["name"])
+        return Response(status_code=204)
+
+    async def drain(request: Request) -> Response:
+        instance = router.fleet.set_draining(request.path_params["name"], True)
+        return JSONResponse({"name": instance.spec.name, "draining": True, "in_flight": instance.in_flight})
+
+    async def resume(request: Request) -> Response:
+        instance = router.fleet.set_draining(request.path_params["name"], False)
+        return JSONResponse({"name": instance.spec.name, "draining": False, "in_flight": instance.in_flight})
+
+    return Starlette(
+        routes=[
+            Route("/instances", add, methods=["POST"]),
+            Route("/instances/{name}", remove, methods=["DELETE"]),
+            Route("/instances/{name}/drain", drain, methods=["POST"]),
+            Route("/instances/{name}/resume", resume, methods=["POST"]),
+            *_shown(router, urls=True),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, ["127.0.0.1", "localhost"]), Middleware(_NoBrowsers)],
+        exception_handlers={HTTPException: _refused, ArgumentError: _wrong, StateError: _wrong},
+    )
+
+
+def _shown(router: Router, urls: bool) -> list[Route]:
+    async def health(request: Request) -> Response:
+        available = router.fleet.available
+        status = {"status": "ok" if available else "no instance", "available": available}
+        return JSONResponse(status, 200 if available else 503)
+
+    async def metrics(request: Request) -> Response:
+        router.fleet.measure()
+        return Response(router.metrics.text(), media_type=_TEXT)
+
+    async def instances(request: Request) -> Response:
+        return JSONResponse({"policy": router.settings.policy, "instances": router.fleet.report(urls)})
+
+    return [Route("/health", health), Route("/metrics", metrics), Route("/instances", instances)]
+
+
+class _NoBrowsers:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and any(name == b"origin" for name, _ in scope["headers"]):
+            refusal = Response(
+                error_object(403, "not from a web page", "forbidden"), 403, media_type="application/json"
+            )
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+async def _short_body(request: Request) -> bytes:
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _SPEC_MAX:
+            raise ArgumentError(f"the body has more than {_SPEC_MAX} bytes")
+    return body
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """What Starlette itself refuses, as OpenAI's clients expect it."""
+    assert isinstance(error, HTTPException)
+    body = error_object(error.status_code, error.detail, "not_found" if error.status_code == 404 else "refused")
+    return Response(body, error.status_code, error.headers, media_type="application/json")
+
+
+async def _wrong(request: Request, error: Exception) -> Response:
+    """An operator's request that cannot be done: 409 for what may be done later, 404 for what is not there."""
+    assert isinstance(error, Error)
+    status: Any = 409 if isinstance(error, StateError) else 404 if "name" in request.path_params else 400
+    return Response(error_object(status, str(error), "wrong_request"), status, media_type="application/json")

@@ -1,0 +1,50 @@
+"""What a client gets that gets no answer: a status, and the error object that OpenAI's clients read.
+
+Nothing of an instance's address, and no traceback, ever stands in it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+__all__ = ["ClientGone", "Refusal", "error_event", "error_object"]
+
+_TYPES: Final = {503: "overloaded_error", 502: "upstream_error", 504: "timeout_error", 500: "server_error"}
+
+
+class Refusal(Exception):
+    """A request ends with a status of the router's own.
+
+    Args:
+        status: 400, 408, 413, 500, 502, 503 or 504.
+        message: For a person.
+        code: For a program: a word that stays as it is.
+        retry_after_s: When to come back; None says nothing of it.
+    """
+
+    def __init__(self, status: int, message: str, code: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> bytes:
+        """The error object as JSON."""
+        return error_object(self.status, str(self), self.code)
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody waits for an answer."""
+
+
+def error_object(status: int, message: str, code: str) -> bytes:
+    """`{"error": {...}}`, as OpenAI has it."""
+    kind = _TYPES.get(status, "invalid_request_error")
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+
+
+def error_event(message: str, code: str) -> bytes:
+    """The last event of a stream that broke: clients raise an APIError when `error` stands in an event."""
+    return b"data: " + error_object(502, message, code) + b"\n\n"

@@ -1,0 +1,126 @@
+"""One request of one client, as ASGI gives it: reading it within limits, answering it once.
+
+ASGI says of a client that leaves in two ways: `receive` tells `http.disconnect`, and `send` raises. Here both are
+`ClientGone`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from re import fullmatch
+from typing import Any, Final
+from uuid import uuid4
+
+import anyio
+from starlette.types import Receive, Scope, Send
+
+from kvpool.control.router.errors import ClientGone, Refusal
+from kvpool.control.router.upstream import Headers
+
+__all__ = ["Exchange"]
+
+_JSON: Final = (b"content-type", b"application/json")
+
+
+class Exchange:
+    """A request and its answer.
+
+    Attributes:
+        method: Of HTTP.
+        path: With the query, as it came.
+        headers: By name in lower case; of several with one name the last.
+        request_id: The client's X-Request-Id where it is a decent one, else a new one.
+        began_s: Monotonic.
+        status: Of the answer that has begun; 0 before.
+        sent_bytes: Of the answer's body.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, stall_timeout_s: float) -> None:
+        self.began_s = time.monotonic()
+        self.method: str = scope["method"]
+        query: bytes = scope.get("query_string", b"")
+        self.path: bytes = scope.get("raw_path") or scope["path"].encode()
+        self.path += b"?" + query if query else b""
+        self.raw_headers: Headers = scope["headers"]
+        self.headers: Mapping[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in self.raw_headers
+        }
+        given = self.headers.get("x-request-id", "")
+        self.request_id = given if fullmatch(r"[A-Za-z0-9._:/+=-]{1,128}", given) else uuid4().hex
+        self.status = 0
+        self.sent_bytes = 0
+        self._read_whole = False
+        self._receive = receive
+        self._send = send
+        self._stall_timeout_s = stall_timeout_s
+
+    @property
+    def age_s(self) -> float:
+        """Since the request's headers were read."""
+        return time.monotonic() - self.began_s
+
+    async def body(self, bytes_max: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+        """The request's body. `take` is told of the bytes of each piece as it comes.
+
+        Raises:
+            Refusal: 413, it is too long; 408, it does not come; what `take` raises.
+            ClientGone: The client left.
+        """
+        too_long = Refusal(413, f"the body has more than {bytes_max} bytes", "body_too_large")
+        length = self.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > bytes_max:
+            raise too_long
+        parts, size = [], 0
+        try:
+            with anyio.fail_after(timeout_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > bytes_max:
+                        raise too_long
+                    take(len(parts[-1]))
+                    if not message.get("more_body", False):
+                        self._read_whole = True
+                        return b"".join(parts)
+        except TimeoutError as error:
+            raise Refusal(408, f"the body did not come within {timeout_s:g} s", "body_timeout") from error
+
+    async def gone(self) -> None:
+        """Returns when the client has left. Only after the body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Begins the answer; X-Request-Id is added."""
+        self.status = status
+        headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        await self._tell({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def piece(self, data: bytes, more: bool = True) -> None:
+        """A piece of the answer; the last one has more = False. Raises ClientGone when the client does not take it."""
+        self.sent_bytes += len(data)
+        await self._tell({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def refuse(self, refusal: Refusal) -> None:
+        """Answers with an error object, unless an answer has begun."""
+        if self.status:
+            return
+        body = refusal.body
+        headers = [_JSON, (b"content-length", str(len(body)).encode())]
+        if refusal.retry_after_s is not None:
+            headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
+        if not self._read_whole:  # the rest of the body is not read
+            headers.append((b"connection", b"close"))
+        await self.start(refusal.status, headers)
+        await self.piece(body if self.method != "HEAD" else b"", more=False)
+
+    async def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            with anyio.fail_after(self._stall_timeout_s):
+                await self._send(message)
+        except (TimeoutError, OSError) as error:
+            raise ClientGone from error

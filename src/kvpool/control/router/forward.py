@@ -1,0 +1,294 @@
+"""One request: read, choose, send, try again elsewhere, relay.
+
+Until the client has a byte, an instance's failure is the router's business: another one is tried, `retries` times at
+most. After that byte it is the client's: a stream of events ends with an event that says so, any other body is cut
+short, so that nobody takes a part for the whole.
+
+    what fails before the first byte    tried elsewhere
+    no connection                       always
+    the connection broke, or the        when the request may be sent twice: completions and chats, GET and HEAD
+     instance was ejected meanwhile
+    502, 503, 504 of the instance       so, too
+    no byte in time                     never: the work may be going on, and more of it would not help
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+import anyio
+from starlette.types import Receive, Scope, Send
+
+from kvpool.control.router.budget import Budget
+from kvpool.control.router.errors import ClientGone, Refusal, error_event
+from kvpool.control.router.events import EventCutter
+from kvpool.control.router.exchange import Exchange
+from kvpool.control.router.fleet import Fleet, Lease
+from kvpool.control.router.logs import LOGGER, event
+from kvpool.control.router.metrics import Metrics
+from kvpool.control.router.paths import check_path
+from kvpool.control.router.prompts import Asked, Kind, PromptReader
+from kvpool.control.router.settings import RouterSettings
+from kvpool.control.router.upstream import Answer, UpstreamError, passed_on
+
+__all__ = ["Forwarder"]
+
+_TRY_ELSEWHERE: Final = frozenset({502, 503, 504})
+
+
+class _Elsewhere(Exception):
+    """The instance failed before the first byte, and another one may do better."""
+
+
+class Forwarder:
+    """An ASGI application that hands requests to instances.
+
+    Args:
+        settings: Limits and deadlines.
+        fleet: Where requests go.
+        reader: Says what they ask.
+        budget: Of the bytes of all requests; one for all forwarders.
+        metrics: To count in.
+        kind: Of its endpoint.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        fleet: Fleet,
+        reader: PromptReader,
+        budget: Budget,
+        metrics: Metrics,
+        kind: Kind,
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._reader = reader
+        self._budget = budget
+        self._metrics = metrics
+        self._kind: Kind = kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        exchange = Exchange(scope, receive, send, self._settings.stall_timeout_s)
+        passage = _Passage(self, exchange)
+        try:
+            check_path(exchange.path)
+            with self._budget.share() as take:
+                body = await exchange.body(self._settings.body_bytes_max, self._settings.body_timeout_s, take)
+                began = time.perf_counter()
+                asked = await self._reader.read(self._kind, exchange.headers, body)
+                self._metrics.reading.observe(time.perf_counter() - began)
+                await self._while_there(exchange, passage, asked, body)
+        except Refusal as refusal:
+            await passage.refuse(refusal)
+        except ClientGone:
+            passage.outcome = "client gone"
+        finally:
+            self._note(passage)
+
+    async def _while_there(self, exchange: Exchange, passage: _Passage, asked: Asked, body: bytes) -> None:
+        """Serves the client as long as it is there: when it leaves, all that is under way for it is cancelled."""
+
+        async def watch() -> None:
+            await exchange.gone()
+            if passage.outcome is None:
+                passage.outcome = "client gone"
+                group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            await passage.serve(asked, body)
+            group.cancel_scope.cancel()
+
+    def _note(self, passage: _Passage) -> None:
+        """Counts and logs a request that has ended."""
+        exchange, metrics = passage.exchange, self._metrics
+        outcome = passage.outcome or "cancelled"
+        metrics.requests.labels(passage.instance, str(exchange.status or 499)).inc()
+        metrics.duration.observe(exchange.age_s)
+        if outcome == "client gone":
+            metrics.gone.labels(passage.instance).inc()
+        event(
+            logging.INFO,
+            "request",
+            request_id=exchange.request_id,
+            kind=self._kind,
+            status=exchange.status or None,
+            outcome=outcome,
+            instance=passage.instance,
+            tries=passage.tries,
+            prompt_tokens=passage.tokens,
+            cached_tokens=passage.cached,
+            first_byte_s=passage.first_byte_s,
+            total_s=round(exchange.age_s, 6),
+            sent_bytes=exchange.sent_bytes,
+        )
+
+
+class _Passage:
+    """A request on its way through: the state between its tries."""
+
+    def __init__(self, forwarder: Forwarder, exchange: Exchange) -> None:
+        self._settings = forwarder._settings
+        self._fleet = forwarder._fleet
+        self._metrics = forwarder._metrics
+        self._kind = forwarder._kind
+        self.exchange = exchange
+        self.outcome: str | None = None
+        self.instance = "-"
+        self.tries = 0
+        self._tried: list[int] = []  # numbers of instances
+        self.tokens = self.cached = 0
+        self.first_byte_s: float | None = None
+
+    async def serve(self, asked: Asked, body: bytes) -> None:
+        """Answers the request, however it ends; raises nothing but cancellation."""
+        try:
+            await self._try_instances(asked, body)
+        except Refusal as refusal:
+            await self.refuse(refusal)
+        except ClientGone:
+            self.outcome = "client gone"
+        except Exception:  # a bug, which must not take other requests along
+            LOGGER.exception("error")
+            await self.refuse(Refusal(500, "the router failed", "internal_error"))
+
+    async def refuse(self, refusal: Refusal) -> None:
+        """The router answers itself."""
+        self.outcome = self.outcome or refusal.code
+        self._metrics.refused.labels(refusal.code).inc()
+        try:
+            await self.exchange.refuse(refusal)
+        except ClientGone:
+            self.outcome = "client gone"
+
+    async def _try_instances(self, asked: Asked, body: bytes) -> None:
+        failure: _Elsewhere | None = None
+        while True:
+            try:
+                lease = self._fleet.lease(asked, self._tried)
+            except Refusal as refusal:
+                if failure is None:
+                    raise
+                raise Refusal(502, f"{failure}, and there is no other", "upstream_failed") from refusal
+            with lease:
+                self.instance = lease.instance.spec.name
+                self.tries += 1
+                self._tried.append(lease.instance.number)
+                try:
+                    answer = await self._open(lease, asked, body)
+                except _Elsewhere as error:
+                    failure = error
+                else:
+                    await self._relay(lease, asked, answer)
+                    return
+            if self.tries > self._settings.retries:
+                raise Refusal(502, f"{failure}; it was the last of {self.tries} that were tried", "upstream_failed")
+            self._metrics.retries.labels(self.instance).inc()
+
+    # ---- until the first byte
+
+    async def _open(self, lease: Lease, asked: Asked, body: bytes) -> Answer:
+        """Sends the request. Raises _Elsewhere, or Refusal when another instance would not help."""
+        exchange, twice = self.exchange, self._kind != "other" or self.exchange.method in ("GET", "HEAD")
+        with lease.instance.awaited(min(self._settings.first_byte_timeout_s, self._left_s())) as scope:
+            try:
+                upstream = lease.instance.upstream
+                answer = await upstream.open(exchange.method, exchange.path, self._headers(asked), body)
+            except UpstreamError as error:
+                lease.broken()
+                if error.sent and not twice:
+                    raise Refusal(502, str(error), "upstream_failed") from error
+                raise _Elsewhere(str(error)) from error
+        if scope.cancelled_caught and lease.instance_fell:
+            fell = "the instance fell out while it was waited for"
+            raise _Elsewhere(fell) if twice else Refusal(502, fell, "upstream_failed")
+        if scope.cancelled_caught:
+            raise Refusal(504, "the instance sent nothing in time", "upstream_timeout")
+        others = self.tries <= self._settings.retries and self._fleet.has_other(self._tried)
+        if answer.status in _TRY_ELSEWHERE and twice and others:
+            await answer.close()
+            raise _Elsewhere(f"the instance said {answer.status}")
+        return answer
+
+    def _headers(self, asked: Asked) -> list[tuple[bytes, bytes]]:
+        headers = passed_on(self.exchange.raw_headers)
+        if asked.stream or not any(name == b"accept-encoding" for name, _ in headers):
+            headers = [(name, value) for name, value in headers if name != b"accept-encoding"]
+            headers.append((b"accept-encoding", b"identity"))  # events are cut where they end, so they must be legible
+        return [*headers, (b"x-request-id", self.exchange.request_id.encode())]
+
+    def _left_s(self) -> float:
+        return max(0.0, self._settings.deadline_s - self.exchange.age_s)
+
+    # ---- from the first byte on
+
+    async def _relay(self, lease: Lease, asked: Asked, answer: Answer) -> None:
+        try:
+            lease.first_byte()
+            self._first_byte(lease, asked)
+            headers = [*answer.headers, (b"x-kvpool-instance", self.instance.encode())]
+            await self.exchange.start(answer.status, headers)
+            await (self._relay_events(lease, answer) if answer.is_events else self._relay_body(lease, answer))
+        finally:
+            await answer.close()
+
+    def _first_byte(self, lease: Lease, asked: Asked) -> None:
+        self.first_byte_s = round(self.exchange.age_s, 6)
+        self._metrics.first_byte.observe(self.first_byte_s)
+        if asked.kind != "other":
+            self.tokens, self.cached = len(asked.tokens), lease.decision.cached
+            self._metrics.tokens.inc(self.tokens)
+            self._metrics.cached.inc(self.cached)
+
+    async def _relay_body(self, lease: Lease, answer: Answer) -> None:
+        piece = answer.first
+        try:
+            while piece:
+                await self.exchange.piece(piece)
+                piece = await self._next(answer)
+        except UpstreamError as error:
+            # The body stays unfinished, so the server closes the connection: the client sees that something is missing.
+            self._broke(lease, error)
+            return
+        self._finish(lease)
+        await self.exchange.piece(b"", more=False)
+
+    async def _relay_events(self, lease: Lease, answer: Answer) -> None:
+        cutter, piece = EventCutter(), answer.first
+        try:
+            while piece:
+                if whole := cutter.feed(piece):
+                    await self.exchange.piece(whole)
+                piece = await self._next(answer)
+        except UpstreamError as error:
+            if cutter.done:
+                self._finish(lease)
+                await self.exchange.piece(b"", more=False)
+                return
+            self._broke(lease, error)
+            await self.exchange.piece(error_event(str(error), "upstream_failed"), more=False)
+            return
+        self._finish(lease)
+        await self.exchange.piece(cutter.rest(), more=False)
+
+    async def _next(self, answer: Answer) -> bytes:
+        """The next piece within its time. Raises UpstreamError."""
+        try:
+            with anyio.fail_after(min(self._settings.stall_timeout_s, self._left_s())):
+                return await answer.next()
+        except TimeoutError as error:
+            raise UpstreamError("the instance sent nothing more in time", sent=True) from error
+
+    def _finish(self, lease: Lease) -> None:
+        lease.finished()
+        self.outcome = "done"
+
+    def _broke(self, lease: Lease, error: UpstreamError) -> None:
+        if not isinstance(error.__cause__, TimeoutError):
+            lease.broken()
+        self._metrics.broken.labels(self.instance).inc()
+        self.outcome = "broken"

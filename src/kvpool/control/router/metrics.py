@@ -1,0 +1,58 @@
+"""What /metrics shows: Prometheus' text, in a registry of the router's own."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+__all__ = ["Metrics"]
+
+_DECISION_S: Final = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.1, 0.5)
+_ANSWER_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_PREFIX: Final = "kvpool_router_"
+
+
+class Metrics:
+    """The router's counters. Labels have few values: no path, no model, no client."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests that ended, by instance (- for none)", "instance", "code")
+        self.retries = self._counter(
+            "retries", "Requests that went on to another instance, by the failed one", "instance"
+        )
+        self.refused = self._counter("refused", "Requests that the router itself refused", "reason")
+        self.broken = self._counter("streams_broken", "Answers that broke after their first byte", "instance")
+        self.gone = self._counter("clients_gone", "Clients that left before their answer was whole", "instance")
+        self.ejections = self._counter("ejections", "Times that an instance was taken out as unhealthy", "instance")
+        self.tokens = self._counter("prompt_tokens", "Tokens of prompts, as the router counts them")
+        self.cached = self._counter("prompt_tokens_cached", "Of these, cached where they went, as the tree believes")
+        self.in_flight = self._gauge("requests_in_flight", "Requests that an instance has", "instance")
+        self.up = self._gauge("instance_up", "1 for an instance that is healthy or on trial", "instance")
+        self.draining = self._gauge("instance_draining", "1 for an instance that is drained", "instance")
+        self.tree_blocks = self._gauge("tree_blocks", "Blocks in the prompt tree")
+        self.decision = self._histogram("decision_seconds", "Choosing an instance", _DECISION_S)
+        self.reading = self._histogram("read_seconds", "From a body to tokens", _DECISION_S)
+        self.first_byte = self._histogram("first_byte_seconds", "From a request to its answer's first byte", _ANSWER_S)
+        self.duration = self._histogram("request_seconds", "From a request to its answer's end", _ANSWER_S)
+
+    def text(self) -> bytes:
+        """As Prometheus reads it."""
+        return generate_latest(self.registry)
+
+    def forget(self, instance: str) -> None:
+        """An instance was removed: its gauges say nothing any more. Counters stay."""
+        for gauge in (self.in_flight, self.up, self.draining):
+            with suppress(KeyError):  # it was never measured
+                gauge.remove(instance)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(_PREFIX + name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(_PREFIX + name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(_PREFIX + name, text, buckets=buckets, registry=self.registry)

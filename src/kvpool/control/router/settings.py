@@ -1,0 +1,176 @@
+"""What a router is told: instances, policy, limits, deadlines. Checked when made; immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from re import fullmatch, sub
+from typing import Final
+from urllib.parse import urlsplit
+
+from kvpool.errors import ArgumentError
+from kvpool.policy.routing import LeastLoad, LongestPrefix, Policy, QueuePlusExec, SessionId
+
+__all__ = ["POLICIES", "HealthSettings", "InstanceSpec", "RouterSettings"]
+
+POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
+    "queue-plus-exec": QueuePlusExec,
+    "longest-prefix": LongestPrefix,
+    "session-id": SessionId,
+    "least-load": LeastLoad,
+}
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not (value > 0 and isfinite(value)):
+            raise ArgumentError(f"{name} is {value}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class InstanceSpec:
+    """An instance as the operator names it.
+
+    Attributes:
+        name: In metrics, logs and headers: letters, digits and `._:-`, at most 64 of them.
+        url: http:// or https://, a host, and a path before `/v1` where there is one.
+    """
+
+    name: str
+    url: str
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            port = parts.port
+        except ValueError as error:
+            raise ArgumentError(f"instance {self.url!r}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+            raise ArgumentError(f"instance {self.url!r}: it must look like http://127.0.0.1:8001")
+        if parts.query or parts.fragment or parts.username or parts.password:
+            raise ArgumentError(f"instance {self.name}: a URL with a query, a fragment or a password is refused")
+        if not fullmatch(r"[A-Za-z0-9._:-]{1,64}", self.name):
+            raise ArgumentError(f"instance name {self.name!r}: letters, digits and ._:- only, at most 64")
+
+    @classmethod
+    def parse(cls, text: str) -> InstanceSpec:
+        """From `URL` or `NAME=URL`; the name is host:port where none is given. Raises ArgumentError."""
+        name, equals, url = text.strip().partition("=")
+        if not equals:
+            name, url = "", text.strip()
+        url = url.rstrip("/")
+        return cls(name or sub(r"[^A-Za-z0-9._:-]", "", urlsplit(url).netloc) or "?", url)
+
+
+@dataclass(frozen=True)
+class HealthSettings:
+    """When an instance is out, and when it is back.
+
+    Attributes:
+        path: Asked by GET; 2xx is well.
+        interval_s: Between two probes of an instance; 0 for none: then errors of requests alone decide.
+        timeout_s: Of a probe.
+        fails: Probes in a row that must fail before the instance is out.
+        passes: Probes in a row that must pass before it is on trial, and again before it is in without a request.
+        errors: Requests in a row that must fail to be answered before it is out.
+        backoff_s: How long it is out at least; doubled each time that it fails on trial.
+        backoff_max_s: The most that this grows to.
+    """
+
+    path: str = "/health"
+    interval_s: float = 5.0
+    timeout_s: float = 2.0
+    fails: int = 2
+    passes: int = 2
+    errors: int = 3
+    backoff_s: float = 1.0
+    backoff_max_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "timeout_s", "fails", "passes", "errors", "backoff_s", "backoff_max_s")
+        if not (self.interval_s >= 0 and isfinite(self.interval_s)):
+            raise ArgumentError(f"interval_s is {self.interval_s}; it must be at least 0")
+        if not self.path.startswith("/"):
+            raise ArgumentError(f"health path {self.path!r} must begin with /")
+
+    @property
+    def probes(self) -> bool:
+        """Whether instances are asked at all."""
+        return self.interval_s > 0
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """All of it. Times are seconds of the monotonic clock.
+
+    Attributes:
+        instances: To begin with; the operator may add and remove some later.
+        policy: One of POLICIES.
+        host: Where the public listener binds; loopback unless asked.
+        port: Its port; 0 takes a free one.
+        admin_port: Of the operator's listener, always on 127.0.0.1; None for no such listener.
+        profile: A file that `kvpool.control.save_profile` wrote, for the cost model; None for the default one.
+        tokenizer: A tokenizer.json of Hugging Face; None for four bytes a token.
+        health: When an instance is out.
+        retries: Further instances that are tried when one fails before its first byte.
+        in_flight_max: Requests that one instance may have; when all have so many, clients get 503.
+        body_bytes_max: Of a request.
+        held_bytes_max: Of all requests that the router has at a time; beyond it clients get 503.
+        connect_timeout_s: To an instance.
+        body_timeout_s: For a client to send its request.
+        first_byte_timeout_s: From sending a request to the first byte of its answer's body.
+        stall_timeout_s: Between two pieces of an answer, and for a client to take one.
+        deadline_s: For a request, retries and all.
+        shutdown_timeout_s: How long running requests may go on after SIGTERM.
+        ttl_s: How long a prompt is believed to be cached where it went.
+        cap: Load cap, times the mean (`Balance.cap`).
+        idle: Utilisation below which there is no load cap (`Balance.idle`).
+        warmup_s: How long a newcomer has less than its share (`Balance.warmup_s`).
+        tree_blocks_max: Blocks that the prompt tree may have; the oldest are forgotten beyond it.
+    """
+
+    instances: tuple[InstanceSpec, ...]
+    policy: str = "queue-plus-exec"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_port: int | None = None
+    profile: Path | None = None
+    tokenizer: Path | None = None
+    health: HealthSettings = field(default_factory=HealthSettings)
+    retries: int = 2
+    in_flight_max: int = 256
+    body_bytes_max: int = 16 << 20
+    held_bytes_max: int = 512 << 20
+    connect_timeout_s: float = 2.0
+    body_timeout_s: float = 30.0
+    first_byte_timeout_s: float = 600.0
+    stall_timeout_s: float = 120.0
+    deadline_s: float = 3600.0
+    shutdown_timeout_s: float = 30.0
+    ttl_s: float = 300.0
+    cap: float = 2.0
+    idle: float = 0.2
+    warmup_s: float = 60.0
+    tree_blocks_max: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ArgumentError(f"policy {self.policy!r}; there are {', '.join(POLICIES)}")
+        for seen in ("name", "url"):
+            values = [getattr(spec, seen) for spec in self.instances]
+            if twice := sorted({value for value in values if values.count(value) > 1}):
+                raise ArgumentError(f"instances: {', '.join(twice)} is there twice")
+        for name, port in (("port", self.port), ("admin_port", self.admin_port)):
+            if port is not None and not 0 <= port < 1 << 16:
+                raise ArgumentError(f"{name} is {port}; it must be from 0 to 65535")
+        if self.port and self.port == self.admin_port:
+            raise ArgumentError(f"port and admin_port are both {self.port}")
+        if self.retries < 0 or not self.warmup_s >= 0:
+            raise ArgumentError(f"retries {self.retries} and warmup_s {self.warmup_s} must be at least 0")
+        if self.held_bytes_max < self.body_bytes_max:
+            raise ArgumentError(f"held_bytes_max is {self.held_bytes_max}, less than a body of {self.body_bytes_max}")
+        _positive(self, "in_flight_max", "body_bytes_max", "connect_timeout_s", "body_timeout_s", "stall_timeout_s")
+        _positive(self, "first_byte_timeout_s", "deadline_s", "shutdown_timeout_s", "ttl_s", "tree_blocks_max")

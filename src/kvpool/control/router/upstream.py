@@ -1,0 +1,153 @@
+"""HTTP to one instance. The only place that knows httpx: its errors become `UpstreamError` here."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from functools import cache
+from typing import Final
+
+import anyio
+import httpx
+
+from kvpool.control.router.settings import InstanceSpec, RouterSettings
+
+__all__ = ["Answer", "Headers", "Upstream", "UpstreamError"]
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+# RFC 9110, 7.6.1: what concerns one connection alone. The rest is set anew on each side.
+_NOT_PASSED: Final = frozenset(
+    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding "
+    b"upgrade host content-length expect date server x-kvpool-instance x-request-id".split()
+)
+_CLOSE_S: Final = 2.0
+
+
+class UpstreamError(Exception):
+    """The instance gave no answer, or broke off.
+
+    Args:
+        message: Without its address.
+        sent: It may have begun to work on the request.
+    """
+
+    def __init__(self, message: str, sent: bool) -> None:
+        super().__init__(message)
+        self.sent = sent
+
+
+def passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """The headers that go through, names in lower case."""
+    named = [(name.lower(), value) for name, value in headers]
+    listed = [value for name, value in named if name == b"connection"]
+    also = {word.strip().lower() for value in listed for word in value.split(b",")}
+    return [(name, value) for name, value in named if name not in _NOT_PASSED and name not in also]
+
+
+class Answer:
+    """An answer whose body is read piece by piece. Close it.
+
+    Attributes:
+        status: Of HTTP.
+        headers: Those that go through, and Content-Length where the instance named it.
+        first: The first piece of the body; nothing where it has none.
+    """
+
+    def __init__(self, response: httpx.Response, pieces: AsyncIterator[bytes], first: bytes) -> None:
+        self.status = response.status_code
+        self.headers = passed_on(response.headers.raw)
+        self.first = first
+        length = response.headers.get("content-length")
+        if length is not None:
+            self.headers.append((b"content-length", length.encode()))
+        self.is_events = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+        self._response = response
+        self._pieces = pieces
+
+    async def next(self) -> bytes:
+        """The next piece, nothing at the end. Raises UpstreamError when the instance breaks off."""
+        try:
+            return await anext(self._pieces, b"")
+        except httpx.HTTPError as error:
+            raise UpstreamError(f"the instance broke off: {type(error).__name__}", sent=True) from error
+
+    async def close(self) -> None:
+        """Lets go of the connection; one that was not read to its end is closed, and so the instance hears of it."""
+        with anyio.move_on_after(_CLOSE_S, shield=True):
+            await self._response.aclose()
+
+
+class Upstream:
+    """A client of one instance. Belongs to one event loop.
+
+    Args:
+        spec: The instance.
+        settings: For limits and deadlines.
+    """
+
+    def __init__(self, spec: InstanceSpec, settings: RouterSettings) -> None:
+        self._base = httpx.URL(spec.url)
+        # Engines close idle connections after 5 s and more.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
+        self._client = _client(httpx.Timeout(None, connect=settings.connect_timeout_s), limits)
+        # A probe asks whether somebody new gets in, so it has a connection of its own.
+        fresh = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._prober = _client(httpx.Timeout(settings.health.timeout_s), fresh)
+
+    async def open(self, method: str, path: bytes, headers: Headers, body: bytes) -> Answer:
+        """Sends a request and waits for the first piece of its answer's body. No deadline of its own: cancel it.
+
+        Args:
+            method: Of HTTP.
+            path: With the query, as it came.
+            headers: That go through, and what the router adds.
+            body: All of it.
+
+        Raises:
+            UpstreamError: No connection, or no answer on it.
+        """
+        url = self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + path)
+        request = httpx.Request(method, url, headers=list(headers), content=body)
+        try:
+            response = await self._client.send(request, stream=True)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise UpstreamError("the instance cannot be reached", sent=False) from error
+        except httpx.HTTPError as error:
+            raise UpstreamError(f"the instance gave no answer: {type(error).__name__}", sent=True) from error
+        pieces = response.aiter_raw()
+        try:
+            answer = Answer(response, pieces, b"")
+            answer.first = await answer.next()
+        except BaseException:
+            with anyio.move_on_after(_CLOSE_S, shield=True):
+                await response.aclose()
+            raise
+        return answer
+
+    async def is_well(self, path: str, timeout_s: float) -> bool:
+        """Whether the instance answers a GET with 2xx in time."""
+        url = self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + path.encode())
+        try:
+            with anyio.fail_after(timeout_s):
+                return (await self._prober.get(url)).is_success
+        except (httpx.HTTPError, TimeoutError):
+            return False
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._client.aclose()
+        await self._prober.aclose()
+
+
+def _client(timeout: httpx.Timeout, limits: httpx.Limits) -> httpx.AsyncClient:
+    # Proxies of the environment are for the world outside.
+    return httpx.AsyncClient(
+        timeout=timeout, limits=limits, verify=_certificates(), trust_env=False, follow_redirects=False
+    )
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """The machine's; reading them takes milliseconds, and each client would."""
+    return httpx.create_ssl_context()

@@ -1,0 +1,138 @@
+"""`kvpool router` as a process: its options, its logs, its end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from router.router_kit import PATIENCE_S, events, eventually, fakes
+
+from kvpool import cli
+
+pytestmark = pytest.mark.timeout(600)  # it starts processes and waits for them
+HOW_TO = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "router.md"
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before():
+    loggers = [logging.getLogger(name) for name in ("kvpool.router", "uvicorn")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+@contextmanager
+def command(*arguments: str) -> Iterator[tuple[subprocess.Popen, str, str | None]]:
+    """The process, and the addresses of its listeners by its first line."""
+    line = [sys.executable, "-m", "kvpool", "router", "--port", "0", *arguments]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    try:
+        first = json.loads(process.stderr.readline())
+        assert first["event"] == "listening"
+        yield process, f"http://{first['public']}", first["admin"] and f"http://{first['admin']}"
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+        process.stderr.close()
+
+
+def test_the_command_routes_and_ends_when_its_requests_have():
+    with (
+        fakes("a") as one,
+        command("--instances", f"a={one[0].spec.url}", "--admin-port", "0", "--health-interval", "0.2") as running,
+        httpx.Client(timeout=PATIENCE_S, trust_env=False) as client,
+    ):
+        process, url, admin = running
+        assert url.startswith("http://127.0.0.1:")  # loopback, unless asked
+        eventually(lambda: client.get(f"{url}/health").status_code == 200)
+        assert client.get(f"{admin}/instances").json()["instances"][0]["state"] == "healthy"
+        fields = {"prompt": "x", "stream": True, "pieces": 10, "every_s": 0.1}
+        with client.stream("POST", f"{url}/v1/completions", json=fields) as response:
+            pieces = response.iter_text()
+            text = next(pieces)
+            process.send_signal(signal.SIGTERM)
+            text += "".join(pieces)
+        assert events(text)[-1] == "[DONE]"  # the stream was not cut
+        lines = [json.loads(line) for line in process.stderr.read().splitlines()]
+        assert process.wait(PATIENCE_S) == 0
+    names = [line["event"] for line in lines]
+    assert names[-1] == "stopped"
+    assert "stopping" in names
+    assert next(line for line in lines if line["event"] == "request")["outcome"] == "done"
+
+
+def test_a_second_signal_cuts_off_what_does_not_end():
+    with (
+        fakes("a") as one,
+        command("--instances", f"a={one[0].spec.url}", "--health-interval", "0.2") as (process, url, _),
+        httpx.Client(timeout=PATIENCE_S, trust_env=False) as client,
+    ):
+        eventually(lambda: client.get(f"{url}/health").status_code == 200)
+        fields = {"prompt": "x", "stream": True, "pieces": 100_000, "every_s": 0.1}
+        with client.stream("POST", f"{url}/v1/completions", json=fields) as response:
+            next(response.iter_text())
+            process.send_signal(signal.SIGTERM)
+            assert json.loads(next(line for line in process.stderr if "stopping" in line))["signal"] == "SIGTERM"
+            process.send_signal(signal.SIGTERM)
+            process.wait(PATIENCE_S)
+        eventually(lambda: one[0].abandoned == 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--instances", "x"], "must look like http://127.0.0.1:8001"),
+        (["--instances", "http://127.0.0.1:1", "--policy", "best"], "there are queue-plus-exec"),
+        (["--instances", "http://127.0.0.1:1", "--profile", "/nowhere"], "No such file"),
+        (["--instances", "http://127.0.0.1:1", "--tokenizer", "/nowhere"], "No such file"),
+        (["--instances", "http://127.0.0.1:1", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
+        (["--instances", ""], "no instance"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_status_2(arguments, message, capsys):
+    assert cli.main(["router", "--port", "0", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_said(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.main(["router", "--instances", "http://127.0.0.1:1", "--port", port]) == 2
+    assert f"127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+def test_without_its_packages_the_command_says_what_to_install(capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("kvpool.control.router")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    assert cli.main(["router", "--instances", "http://127.0.0.1:1"]) == 2
+    assert "pip install 'kvpool[router]'" in capsys.readouterr().err
+
+
+def test_importing_the_command_imports_no_package_of_the_extra():
+    code = "import sys, kvpool, kvpool.cli; print({'starlette', 'httpx', 'uvicorn', 'anyio'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
+
+
+def test_every_option_is_described():
+    with pytest.raises(SystemExit):
+        cli.main(["router", "--help"])
+    described = set(re.findall(r"`(--[a-z-]+)", HOW_TO.read_text()))
+    parser_options = set(re.findall(r"add\(\s*\"(--[a-z-]+)\"", Path(cli.router.__file__).read_text()))
+    assert described >= parser_options
+    assert described <= parser_options

@@ -1,0 +1,260 @@
+"""The router's parts without sockets: settings, the cutter of events, the fleet's books, the default cost model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policy.kit import made_model, made_profile
+
+from kvpool.control import save_profile
+from kvpool.control.router import HealthSettings, InstanceSpec, RouterSettings
+from kvpool.control.router.costs import cost_model
+from kvpool.control.router.errors import Refusal
+from kvpool.control.router.events import EventCutter
+from kvpool.control.router.fleet import Fleet
+from kvpool.control.router.metrics import Metrics
+from kvpool.control.router.paths import check_path
+from kvpool.control.router.prompts import Asked
+from kvpool.control.router.settings import POLICIES
+from kvpool.control.router.upstream import passed_on
+from kvpool.errors import ArgumentError
+
+A = InstanceSpec("a", "http://127.0.0.1:1")
+B = InstanceSpec("b", "http://127.0.0.1:2")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def made_fleet(*specs: InstanceSpec, **settings) -> tuple[Fleet, Clock]:
+    clock = Clock()
+    health = settings.pop("health", HealthSettings(interval_s=0, errors=1, backoff_s=1.0))
+    return Fleet(RouterSettings(specs, health=health, warmup_s=0.0, **settings), Metrics(), clock), clock
+
+
+def prompt(number: int, size: int = 64) -> Asked:
+    return Asked("completions", np.arange(number * size, (number + 1) * size, dtype=np.int32))
+
+
+# ---- settings
+
+
+def test_an_instance_is_named_by_its_address_or_as_one_likes():
+    assert InstanceSpec.parse("http://127.0.0.1:8001/") == InstanceSpec("127.0.0.1:8001", "http://127.0.0.1:8001")
+    assert InstanceSpec.parse("http://[::1]:80") == InstanceSpec("::1:80", "http://[::1]:80")
+    assert InstanceSpec.parse(" big=https://host/engine ") == InstanceSpec("big", "https://host/engine")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "ftp://x", "http://", "http://x:0", "http://x:99999", "http://u:p@x", "http://x?q", "a b=http://x", "=/"],
+)
+def test_a_wrong_instance_is_refused(text):
+    with pytest.raises(ArgumentError):
+        InstanceSpec.parse(text)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"policy": "best"}, {"port": -1}, {"port": 65536}, {"port": 5, "admin_port": 5}, {"retries": -1},
+        {"in_flight_max": 0}, {"held_bytes_max": 1},
+        {"body_bytes_max": 0}, {"deadline_s": float("inf")}, {"stall_timeout_s": float("nan")},
+        {"ttl_s": 0}, {"warmup_s": -1}, {"instances": (A, A)}, {"instances": (A, InstanceSpec("c", A.url))},
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_refused(wrong):
+    with pytest.raises(ArgumentError):
+        RouterSettings(**{"instances": (A, B)} | wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"interval_s": -1}, {"timeout_s": 0}, {"fails": 0}, {"path": "health"}])
+def test_wrong_health_settings_are_refused(wrong):
+    with pytest.raises(ArgumentError):
+        HealthSettings(**wrong)
+
+
+# ---- events
+
+EVENTS = st.lists(st.sampled_from([b"data: 1", b"data: {}\ndata: x", b": ping", b"data: [DONE]"]), max_size=6)
+
+
+@given(EVENTS, st.sampled_from([b"\n\n", b"\r\n\r\n"]), st.data())
+def test_what_passes_ends_where_an_event_ends_and_nothing_is_lost(parts, mark, data):
+    whole = b"".join(part + mark for part in parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
+    cutter, passed = EventCutter(), b""
+    for start, stop in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+        piece = cutter.feed(whole[start:stop])
+        passed += piece
+        assert not piece or piece.endswith(mark)
+        assert whole[:stop].startswith(passed)
+        assert cutter.done == (b"data: [DONE]" in passed)
+    assert passed + cutter.rest() == whole
+
+
+def test_an_event_without_an_end_does_not_fill_the_memory():
+    cutter = EventCutter()
+    passed = sum(len(cutter.feed(b"x" * 65536)) for _ in range(64))
+    assert passed >= 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("pieces", "done"),
+    [
+        ([b'data: {"text": "data: [DONE]"}\n\n'], False),  # a model may write that
+        ([b"data:[DONE]\n\n"], True),
+        ([b": ping\r\ndata: [DONE]\r\n\r\n"], True),
+        ([b"data: 1\n\nda", b"ta: [DONE]\n", b"\n"], True),
+        ([b"x" * (2 << 20), b"data: [DONE]\n\n"], False),  # the end of a long line that was passed on in parts
+        ([b"x" * (2 << 20), b"\n\ndata: [DONE]\n\n"], True),
+    ],
+)
+def test_the_end_is_told_by_a_line_and_by_no_text(pieces, done):
+    cutter = EventCutter()
+    assert b"".join(map(cutter.feed, pieces)) == b"".join(pieces)
+    assert cutter.done == done
+
+
+# ---- paths
+
+
+@pytest.mark.parametrize("path", [b"/v1/x#y", b"/v1/x?a#b", b"/v1/x y", b"/v1/x\x00", b"/v1/%2E%2e/x", b"/v1/\\x"])
+def test_a_path_that_leads_elsewhere_is_refused(path):
+    with pytest.raises(Refusal) as caught:
+        check_path(path)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("path", [b"/v1/models", b"/v1/models/a..b/.c?d=../e\\", b"/v1/files/a%20b%252e;x=1", b"/v1/"])
+def test_a_path_with_dots_that_lead_nowhere_passes(path):
+    check_path(path)
+
+
+# ---- headers
+
+
+def test_headers_of_one_connection_are_not_passed():
+    headers = [
+        (b"Connection", b"close, X-Mine"), (b"X-Mine", b"1"), (b"Host", b"h"), (b"Transfer-Encoding", b"chunked"),
+        (b"Authorization", b"k"), (b"X-Kvpool-Instance", b"forged"), (b"Set-Cookie", b"a"), (b"Set-Cookie", b"b"),
+    ]  # fmt: skip
+    assert passed_on(headers) == [(b"authorization", b"k"), (b"set-cookie", b"a"), (b"set-cookie", b"b")]
+
+
+# ---- the fleet
+
+
+def test_each_lease_ends_once_and_the_books_close():
+    fleet, _ = made_fleet(A, B)
+    leases = [fleet.lease(prompt(number)) for number in range(6)]
+    assert sum(instance.in_flight for instance in fleet) == fleet.scheduler.in_flight == 6
+    for number, lease in enumerate(leases):
+        with lease:
+            if number % 3 == 0:
+                lease.first_byte()
+                lease.finished()
+            elif number % 3 == 1:
+                lease.first_byte()
+    assert sum(instance.in_flight for instance in fleet) == fleet.scheduler.in_flight == 0
+
+
+def test_what_was_sent_before_an_ejection_says_nothing_of_what_came_back():
+    fleet, clock = made_fleet(A)
+    old = [fleet.lease(prompt(number)) for number in range(3)]
+    instance = fleet.get("a")
+    with old[0]:
+        old[0].broken()
+    assert instance.breaker.state.value == "out"
+    clock.now += 1.0
+    fleet.tick()
+    assert instance.breaker.state.value == "trial"
+    with old[1]:
+        assert old[1].instance_fell
+        old[1].broken()  # heard of late
+    assert instance.breaker.state.value == "trial"
+    with fleet.lease(prompt(9)) as trial:
+        with pytest.raises(Refusal):  # one at a time
+            fleet.lease(prompt(10))
+        with old[2]:
+            pass
+        with pytest.raises(Refusal):
+            fleet.lease(prompt(10))
+        trial.first_byte()
+        trial.finished()
+    assert instance.breaker.state.value == "healthy"
+    assert instance.in_flight == 0
+
+
+def test_a_trial_whose_client_left_is_open_again():
+    fleet, clock = made_fleet(A)
+    with fleet.lease(prompt(0)) as lease:
+        lease.broken()
+    clock.now += 1.0
+    fleet.tick()
+    for _ in range(3):
+        with fleet.lease(prompt(1)):
+            pass
+
+
+def test_the_tree_does_not_grow_for_ever():
+    fleet, clock = made_fleet(A, tree_blocks_max=100)
+    tree = fleet._tree
+    for number in range(50):
+        with fleet.lease(prompt(number)) as lease:
+            lease.first_byte()
+            lease.finished()
+        clock.now += 1.0
+        fleet.tick()
+        assert len(tree) <= 100
+    assert len(tree) > 0
+    assert tree.match(prompt(49).tokens, "")[1].tolist() == [64]  # the newest are kept
+    assert tree.ttl_s == 300.0
+
+
+def test_an_id_is_used_again_and_brings_nothing_along():
+    fleet, _ = made_fleet(A, B)
+    with fleet.lease(prompt(0)) as lease:
+        home = lease.instance
+        lease.first_byte()
+        lease.finished()
+    fleet.remove(home.spec.name)
+    again = fleet.add(InstanceSpec("c", "http://127.0.0.1:3"))
+    assert again.number == home.number
+    assert fleet.report(urls=True)[-1]["cached_blocks"] == 0
+    fleet.refresh(home)  # a probe of the one that left, come late
+    assert {instance.spec.name for instance in fleet} == {"b", "c", "a"} - {home.spec.name}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_chooses(policy):
+    fleet, _ = made_fleet(A, B, policy=policy)
+    with fleet.lease(prompt(0)) as lease:
+        assert lease.instance.spec in (A, B)
+    with fleet.lease(prompt(0), tried=[lease.instance.number]) as other:
+        assert other.instance is not lease.instance
+
+
+# ---- costs
+
+
+def test_the_default_model_is_plausible():
+    model = cost_model(None)
+    assert 0.005 < model.exec_s(16) < 0.1
+    assert 0.1 < model.exec_s(4096) < 2.0
+    assert model.exec_s(4096, 4000) < model.exec_s(4096) / 5
+    assert model.exec_s(32768) > 8 * model.exec_s(4096)  # attention shows
+
+
+def test_a_profile_makes_the_model(tmp_path):
+    truth = made_model()
+    save_profile(made_profile(truth), tmp_path / "profile.json")
+    assert cost_model(tmp_path / "profile.json").exec_s(1000) == pytest.approx(truth.exec_s(1000), rel=0.1)
+    with pytest.raises(ArgumentError, match="No such file"):
+        cost_model(tmp_path / "none.json")

@@ -1,0 +1,102 @@
+"""`kvpool cluster` and `kvpool top`, beside members that are there."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+from kit import ctrl_c_works, small_pool
+from transfer.kit import eventually
+
+import kvpool
+from kvpool import cli
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def url() -> str:
+    return f"local://cli-{os.getpid()}-{next(_numbers)}"
+
+
+@pytest.fixture
+def members(url):
+    with kvpool.Cluster.join(url) as one, kvpool.Cluster.join(url) as two, small_pool() as a, small_pool(16) as b:
+        a.attach(one, name="first", role="prefill")
+        b.attach(two, name="second", role="decode")
+        b._attachment._registration.publish(state="draining")
+        b.alloc(3)
+        eventually(lambda: [(m.state, m.load.hbm_active) for m in one.members()] == [("up", 0), ("draining", 3)])
+        yield
+
+
+def test_cluster_lists_members_with_blocks_and_load(url, members, capsys):
+    assert cli.main(["cluster", url]) == 0
+    title, first, second = capsys.readouterr().out.splitlines()
+    assert title.split()[:4] == ["member", "instance", "role", "state"]
+    assert first.split()[0] == "first"
+    assert first.split()[2:6] == ["prefill", "up", "8/0/0", "8"]
+    assert second.split()[2:6] == ["decode", "draining", "13/3/0", "16"]
+
+
+def test_cluster_prints_json(url, members, capsys):
+    assert cli.main(["cluster", url, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["role"], one["hbm_blocks"], one["load"]["hbm_free"]) for one in facts] == [
+        ("first", "prefill", 8, 8), ("second", "decode", 16, 13)
+    ]  # fmt: skip
+    assert all(one["layout"]["kv_heads"] == 2 and one["seen_for_s"] >= 0 for one in facts)
+
+
+def test_an_empty_cluster_and_a_wrong_place_are_told(url, capsys):
+    assert cli.main(["cluster", url]) == 0
+    assert "nobody" in capsys.readouterr().out
+    assert cli.main(["cluster", "ftp://x"]) == 2
+    assert "ftp://x" in capsys.readouterr().err
+
+
+def test_top_draws_once(url, members, capsys):
+    pytest.importorskip("rich", reason="rich is not installed")
+    assert cli.main(["top", url, "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "2 members" in text
+    assert "first" in text
+    assert cli.main(["top", url, "--every", "0"]) == 2
+
+
+def test_top_goes_on_until_ctrl_c(url, members):
+    pytest.importorskip("rich", reason="rich is not installed")
+    ours, theirs = pty.openpty()
+    with ctrl_c_works():
+        run = subprocess.Popen(
+            [sys.executable, "-m", "kvpool", "top", url, "--every", "0.05"], stdout=theirs,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TERM": "xterm"},
+        )  # fmt: skip
+    os.close(theirs)
+    try:
+        drawn = b""
+        while drawn.count(b"first") < 3:  # it draws again and again
+            drawn += os.read(ours, 1 << 16)
+        run.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the other end was closed
+            while os.read(ours, 1 << 16):
+                pass
+        assert run.wait(30) == 0
+    finally:
+        run.kill()
+        run.wait()
+        os.close(ours)
+
+
+def test_top_without_rich_says_which_extra_to_install(url, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.live", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert cli.main(["top", url, "--once"]) == 2
+    assert "kvpool[cli]" in capsys.readouterr().err
