@@ -4,14 +4,16 @@ The architecture is Llama's: RMSNorm, rotary positions, grouped-query attention,
 seed), the tokens are bytes. It runs on the CPU in float32.
 
 One rule makes the cache exact. The unit of computation is a *tile*: the `block_tokens` tokens of one block, at their
-absolute place in the sequence, padded when the block is not full yet. Prefill runs the tiles one after another; a
-decode step runs the tile of the block it is in once more. So a token is always computed by the same kernels on the
-same shapes, whatever was cached and however the prompt was split, and its K, V and logits come out the same bit for
-bit. An engine that batches for speed gives this up and compares within a tolerance instead.
+absolute place in the sequence, padded when the block is not full yet. Prefill runs all tiles through one layer after
+another, so that a layer's KV can be sent while the next is computed; a decode step runs the tile of the block it is in
+once more. So a token is always computed by the same kernels on the same shapes, whatever was cached and however the
+prompt was split, and its K, V and logits come out the same bit for bit. An engine that batches for speed gives this up
+and compares within a tolerance instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -126,12 +128,20 @@ class Llama:
         above = torch.ones(c.block_tokens, c.block_tokens, dtype=torch.bool).triu(1)
         self._causal = torch.zeros(c.block_tokens, c.block_tokens).masked_fill(above, float("-inf"))
 
-    def forward(self, tokens: Tensor, kv: PagedKV, block_ids: Tensor, first_block: int) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        kv: PagedKV,
+        block_ids: Tensor,
+        first_block: int,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Logits [VOCAB] that follow the last of `tokens`.
 
         Computes the tiles from `first_block` to the end and writes their K and V into `block_ids[first_block:]`; the
         blocks before it are only read. REQUIRES: they hold the K and V of `tokens[: first_block * block_tokens]`;
-        block_ids (int64) has one block for each tile; at least one tile is to be computed.
+        block_ids (int64) has one block for each tile; at least one tile is to be computed. `on_layer` is called with
+        each layer whose K and V of all blocks are there, while the next one is not begun.
         """
         size = self.config.block_tokens
         tiles = -(-len(tokens) // size)
@@ -141,20 +151,21 @@ class Llama:
             raise ValueError(f"{len(tokens)} tokens, the model is made for {self.config.tokens_max}")
         padded = F.pad(tokens.long(), (0, tiles * size - len(tokens)), value=PAD)
         with torch.inference_mode():
-            x = self.embedding
-            for tile in range(first_block, tiles):
-                x = self._tile(padded[tile * size : (tile + 1) * size], kv, block_ids[: tile + 1])
-            logits = self._rms_norm(x, self.norm) @ self.unembedding
+            rows = [self.embedding[tile] for tile in padded.view(tiles, size)[first_block:]]
+            for layer in range(self.config.layers):
+                for tile, x in enumerate(rows, first_block):
+                    rows[tile - first_block] = self._layer(layer, x, kv, block_ids[: tile + 1])
+                if on_layer is not None:
+                    on_layer(layer)
+            logits = self._rms_norm(rows[-1], self.norm) @ self.unembedding
             return logits[(len(tokens) - 1) % size]
 
-    def _tile(self, tokens: Tensor, kv: PagedKV, block_ids: Tensor) -> Tensor:
-        """Runs one tile, whose block is the last of `block_ids`, through all layers: [token, hidden]."""
-        x = self.embedding[tokens]
-        for layer, weights in enumerate(self.layers):
-            x = x + self._attention(layer, self._rms_norm(x, weights.attention_norm), kv, block_ids)
-            gate, up = (self._rms_norm(x, weights.ffn_norm) @ weights.gate_up).chunk(2, dim=-1)
-            x = x + (F.silu(gate) * up) @ weights.down
-        return x
+    def _layer(self, layer: int, x: Tensor, kv: PagedKV, block_ids: Tensor) -> Tensor:
+        """Runs one tile, whose block is the last of `block_ids`, through one layer: [token, hidden]."""
+        weights = self.layers[layer]
+        x = x + self._attention(layer, self._rms_norm(x, weights.attention_norm), kv, block_ids)
+        gate, up = (self._rms_norm(x, weights.ffn_norm) @ weights.gate_up).chunk(2, dim=-1)
+        return x + (F.silu(gate) * up) @ weights.down
 
     def _attention(self, layer: int, x: Tensor, kv: PagedKV, block_ids: Tensor) -> Tensor:
         c, size = self.config, self.config.block_tokens

@@ -19,6 +19,7 @@ pytest.importorskip("rich")
 
 import two_instances  # noqa: E402
 from instance import Instance, Server  # noqa: E402
+from kit import ctrl_c_works  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 import kvpool  # noqa: E402
@@ -96,7 +97,8 @@ def test_a_person_reads_what_happens(demo: Demo) -> None:
 
 
 def test_ctrl_c_ends_all_processes(demo: Demo) -> None:
-    run = demo.start("--requests", "4")
+    with ctrl_c_works():
+        run = demo.start("--requests", "4")
     wait_for(lambda: len(demo.processes()) >= 3)
     os.killpg(run.pid, signal.SIGINT)
     run.communicate(timeout=60)

@@ -1,0 +1,298 @@
+"""The PD example when instances are killed, stuck, full or not wanted any more: every request ends, as it should."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvpool.cluster.local_folder import folder_path
+
+torch = pytest.importorskip("torch")
+
+from llama import LlamaConfig  # noqa: E402
+from pd_disaggregated.dispatcher import Dispatcher, run  # noqa: E402
+from pd_disaggregated.fleet import InstanceFailed  # noqa: E402
+from pd_disaggregated.records import Kill, RunResult, Session, Setting, Turn  # noqa: E402
+from pd_disaggregated.reference import Reference  # noqa: E402
+from pd_disaggregated.requests import Reply, RequestFailed  # noqa: E402
+from pd_disaggregated.worker import Plan  # noqa: E402
+from pd_kit import CONFIG, chats, play, tokens  # noqa: E402
+
+pytestmark = pytest.mark.timeout(600)  # each run imports PyTorch in every instance, and again in each that comes back
+SESSIONS = chats(count=4, turns=2, new_tokens=12)
+GENEROUS_S = 120.0  # for what takes some seconds: the machine is busy with other things
+LONG = replace(CONFIG, tokens_max=1 << 15)  # so that no answer ends before a test has said what it wants
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Reference]:
+    one = Reference(CONFIG)
+    yield one
+    one.close()
+
+
+def times(result: RunResult, kind: str, instance: str) -> list[float]:
+    return [event.at_s for event in result.events if (event.kind, event.instance) == (kind, instance)]
+
+
+# ---- killed
+
+
+@pytest.mark.parametrize(
+    ("setting", "victim", "after_tokens"),
+    [
+        (Setting("PD-Caching-3", 1, 1), "prefill-0", 30),
+        (Setting("PD-Caching-3", 1, 1), "decode-0", 30),
+        (Setting("PD-Basic", 1, 1, "by_layer"), "prefill-0", 3),
+        (Setting("PD-Caching-3", 1, 1, "by_layer"), "decode-0", 3),
+        (Setting("PD-CC", 2, 0), "instance-1", 30),
+    ],
+    ids=lambda value: value.name if isinstance(value, Setting) else str(value),
+)
+def test_an_instance_is_killed_and_comes_back(
+    setting: Setting, victim: str, after_tokens: int, reference: Reference
+) -> None:
+    result = play(setting, SESSIONS, reference, kill=[Kill(victim, after_tokens)])
+    (killed,) = times(result, "killed", victim)
+    (lost,) = times(result, "lost", victim)
+    first_joined, joined = times(result, "joined", victim)
+    assert first_joined <= 0 <= killed <= lost < joined
+    for survivor in set(setting.instances) - {victim}:
+        if not setting.colocated:
+            assert times(result, "noticed", survivor)[0] - killed < GENEROUS_S
+        for went_on in times(result, "went_on", survivor):
+            assert went_on - killed < GENEROUS_S
+    served = times(result, "served", victim)
+    if not setting.colocated:  # there is no other one of its kind, and not all turns were asked when it was killed
+        assert 0 <= served[1] - joined < GENEROUS_S
+
+
+def test_all_instances_are_killed_and_one_of_them_twice(reference: Reference) -> None:
+    kill = [Kill("prefill-0", 5), Kill("decode-0", 5), Kill("decode-0", 40)]
+    result = play(Setting("PD-Caching-3", 1, 1), SESSIONS, reference, kill=kill)
+    assert len(times(result, "joined", "prefill-0")) == 2
+    assert len(times(result, "joined", "decode-0")) >= 2
+
+
+def test_an_instance_that_does_not_come_up_ends_the_run() -> None:
+    with pytest.raises(InstanceFailed, match="did not come up"):
+        run(Setting("PD", 1, 0), SESSIONS, config=CONFIG, hbm_blocks=1 << 40)
+
+
+def test_instances_end_with_a_run_that_is_killed() -> None:
+    mark = uuid.uuid4().hex
+    tests, examples = Path(__file__).parent, Path(inspect.getfile(run)).parents[1]
+    program = (
+        f"import sys; sys.path[:0] = [{str(examples)!r}, {str(tests)!r}]\n"
+        "from pd_kit import *\n"
+        "turn = Turn(tokens(5, 1), 5)\n"
+        "endless = Session(0, 0.0, tokens(9, 0), (turn,) * 100_000, remembers=False)\n"
+        "run(Setting('PD-Caching-3', 1, 1), [endless], config=CONFIG, on_answer=lambda _: print('answer', flush=True))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | {"PD_MARK": mark}, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"answer\n"
+        assert len(processes_with(mark)) >= 3
+        folders = cluster_folders(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+    until = time.monotonic() + GENEROUS_S
+    while processes_with(mark):
+        assert time.monotonic() < until, "processes are left behind"
+        time.sleep(0.02)
+    for folder in folders:  # which a run removes at its end, unless it is killed
+        shutil.rmtree(folder)
+
+
+def processes_with(mark: str) -> set[int]:
+    """Those that have inherited it in their environment."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                found.add(int(entry.name))
+    return found
+
+
+def cluster_folders(pid: int) -> set[str]:
+    """Folders of local clusters that a process has open."""
+    links = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()}
+    return {link for link in links if os.path.dirname(link) == os.path.dirname(folder_path("any"))}
+
+
+# ---- one request after another, by hand
+
+
+async def serving(
+    test: Callable[[Dispatcher], Awaitable[None]],
+    setting: Setting,
+    *,
+    config: LlamaConfig = CONFIG,
+    hbm_blocks: int = 256,
+    lease_s: float = 2.0,
+    deadline_s: float = 300.0,
+    patience_s: float = 60.0,
+) -> None:
+    """Has a test speak with a dispatcher; at the end no block must be lost."""
+    plan = Plan(setting, f"local://test-pd-{os.urandom(8).hex()}", config, 0, hbm_blocks, lease_s)
+    async with Dispatcher.start(plan, deadline_s=deadline_s, patience_s=patience_s) as dispatcher:
+        await test(dispatcher)
+        audits = await dispatcher.audit()
+        assert RunResult(setting, [], 0.0, audits).lost_blocks == 0
+
+
+async def read(reply: Reply, count: int | None = None) -> list[int]:
+    """The next tokens: so many, or to the end."""
+    got: list[int] = []
+    while count is None or len(got) < count:
+        try:
+            got.append(await asyncio.wait_for(reply.__anext__(), GENEROUS_S))
+        except StopAsyncIteration:
+            break
+    return got
+
+
+async def happened(dispatcher: Dispatcher, kind: str, instance: str) -> None:
+    """Waits for it; returns some milliseconds later at most."""
+    until = time.monotonic() + GENEROUS_S
+    while not any((event.instance, event.kind) == (instance, kind) for event in dispatcher.events(0)):
+        assert time.monotonic() < until, f"{instance} has not {kind}"
+        await asyncio.sleep(0.005)  # not 0: what is waited for needs the processor
+
+
+@contextlib.asynccontextmanager
+async def stopped(dispatcher: Dispatcher, name: str) -> AsyncIterator[None]:
+    pid = dispatcher.pids()[name]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if dispatcher.pids()[name] == pid:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("setting", [Setting("PD-Caching-3", 1, 1), Setting("PD-Basic", 1, 1), Setting("PD-CC", 1, 0)])
+def test_what_is_not_wanted_any_more_is_let_go(setting: Setting, reference: Reference) -> None:
+    async def test(dispatcher: Dispatcher) -> None:
+        long = dispatcher.ask(0, tokens(20, 1), 20_000)
+        queued = dispatcher.ask(1, tokens(20, 2), 20_000)
+        assert len(await read(long, 5)) == 5
+        long.cancel()
+        long.cancel()
+        queued.cancel()
+        assert len(await read(long)) < 19_995  # what had come already
+        other = await read(dispatcher.ask(2, tokens(20, 3), 6))
+        assert tuple(other) == reference.tokens(tokens(20, 3), 6)
+
+    asyncio.run(serving(test, setting, config=LONG, hbm_blocks=1 << 14, lease_s=60.0))
+
+
+@pytest.mark.parametrize(
+    ("setting", "victim"), [(Setting("PD-Caching-2", 2, 1), "prefill-1"), (Setting("PD-Caching-3", 1, 2), "decode-1")]
+)
+def test_another_instance_takes_over(setting: Setting, victim: str, reference: Reference) -> None:
+    async def test(dispatcher: Dispatcher) -> None:
+        before = [dispatcher.ask(number, tokens(20, number), 6) for number in range(2)]
+        for number, reply in enumerate(before):
+            assert tuple(await read(reply)) == reference.tokens(tokens(20, number), 6)
+        homes = [{reply.answer(0, 0.0).prefill, reply.answer(0, 0.0).decode} for reply in before]
+        assert sum(victim in home for home in homes) == 1
+        dispatcher.kill(victim)
+        await happened(dispatcher, "lost", victim)
+        after = [dispatcher.ask(number, tokens(20, number), 6) for number in range(4)]  # it cannot be back already
+        for number, reply in enumerate(after):
+            assert tuple(await read(reply)) == reference.tokens(tokens(20, number), 6)
+            assert victim not in {reply.answer(1, 0.0).prefill, reply.answer(1, 0.0).decode}
+
+    asyncio.run(serving(test, setting))
+
+
+def test_requests_that_do_not_fit_together_wait_for_each_other(reference: Reference) -> None:
+    async def test(dispatcher: Dispatcher) -> None:
+        replies = [dispatcher.ask(number, tokens(60, number), 30) for number in range(5)]
+        for number, reply in enumerate(replies):
+            assert tuple(await read(reply)) == reference.tokens(tokens(60, number), 30)
+
+    asyncio.run(serving(test, Setting("PD-Caching-3", 1, 1), hbm_blocks=50, lease_s=60.0))
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_who_was_stopped_for_longer_than_a_lease_serves_on(victim: str, reference: Reference) -> None:
+    """Its peers have lost it, and nobody has ended: they must meet again."""
+
+    async def test(dispatcher: Dispatcher) -> None:
+        long = dispatcher.ask(0, tokens(20, 1), 150)
+        got = await read(long, 3)
+        async with stopped(dispatcher, victim):
+            await happened(dispatcher, "noticed", "decode-0" if victim == "prefill-0" else "prefill-0")
+        short = await read(dispatcher.ask(1, tokens(20, 2), 6))
+        got += await read(long)
+        assert tuple(got) == reference.tokens(tokens(20, 1), 150)
+        assert tuple(short) == reference.tokens(tokens(20, 2), 6)
+        assert {event.kind for event in dispatcher.events(0)} == {"joined", "served", "noticed", "went_on"}
+
+    asyncio.run(serving(test, Setting("PD-Caching-3", 1, 1), lease_s=1.0))
+
+
+def test_a_request_has_a_deadline() -> None:
+    async def test(dispatcher: Dispatcher) -> None:
+        async with stopped(dispatcher, "decode-0"):
+            reply = dispatcher.ask(0, tokens(20, 1), 5)
+            with pytest.raises(RequestFailed, match="has had its"):
+                await read(reply)
+
+    asyncio.run(serving(test, Setting("PD-Caching-2", 1, 1), deadline_s=2.0))
+
+
+def test_an_instance_that_is_stuck_is_replaced() -> None:
+    prompt, new_tokens = tokens(20, 1), 1000  # still under way when the instance is stopped
+    with contextlib.closing(Reference(LONG)) as alone:
+        expected = alone.tokens(prompt, new_tokens)
+
+    async def test(dispatcher: Dispatcher) -> None:
+        reply = dispatcher.ask(0, prompt, new_tokens)
+        got = await read(reply, 3)
+        async with stopped(dispatcher, "decode-0"):
+            got += await read(reply)
+        assert tuple(got) == expected
+        assert reply.answer(0, 0.0).attempts >= 2
+        assert [event.kind for event in dispatcher.events(0) if event.instance == "decode-0"].count("joined") >= 2
+
+    asyncio.run(serving(test, Setting("PD-Caching-3", 1, 1), config=LONG, hbm_blocks=1024, patience_s=10.0))
+
+
+def test_bad_input_is_refused_before_anything_runs(reference: Reference) -> None:
+    async def test(dispatcher: Dispatcher) -> None:
+        for prompt, new_tokens in ((0, 1), (1, 0), (250, 7), (257, 1)):
+            with pytest.raises(ValueError, match="a prompt and its answer"):
+                dispatcher.ask(0, tokens(prompt, 0), new_tokens)
+        assert len(await read(dispatcher.ask(0, tokens(250, 0), 6))) == 6
+
+    asyncio.run(serving(test, Setting("PD-CC", 1, 0), lease_s=60.0))
+    with pytest.raises(ValueError, match="no instance"):
+        run(Setting("PD", 1, 0), SESSIONS, config=CONFIG, kill=[Kill("decode-0", 1)])
+    with pytest.raises(ValueError, match="another model"):
+        run(Setting("PD", 1, 0), SESSIONS, reference=reference, seed=7)
+
+
+def test_a_session_that_fails_ends_the_run() -> None:
+    long = Session(0, 0.0, tokens(250, 0), (Turn(tokens(50, 1), 5),), remembers=True)
+    with pytest.raises(ValueError, match="a prompt and its answer"):
+        run(Setting("PD", 1, 0), [*SESSIONS[1:], long], config=CONFIG, hbm_blocks=256)

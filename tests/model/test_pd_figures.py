@@ -1,0 +1,236 @@
+"""Figures and promises of the PD example, from runs that are made up: what they say is known beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from pd_disaggregated import checks, deaths, metrics, report
+from pd_disaggregated.records import Event, RunResult, Session, Setting, Turn
+from pd_made_up import ANSWER, BLOCK, TOKEN_BYTES, conversation, made_up, measured
+
+import kvpool
+
+
+@pytest.fixture(autouse=True)
+def no_traces(monkeypatch, tmp_path):
+    """Lengths are drawn here, not read: that is quicker."""
+    monkeypatch.setenv("KVPOOL_TRACES", str(tmp_path))
+
+
+def of(found, words):
+    """The one promise with these words."""
+    (check,) = [check for check in found if all(word in check.what for word in words)]
+    return check
+
+
+# ---- figures
+
+
+def test_times_are_those_of_the_answers():
+    sessions = [conversation(0, turns=1), conversation(1, turns=1)]
+    result = made_up(Setting("PD-Basic", 1, 1), sessions, ttft_s=0.4, token_s=0.01)
+    late = dataclasses.replace(result.answers[1], first_s=0.6, second_s=0.7, done_s=1.5)
+    summary = metrics.summarize(dataclasses.replace(result, answers=[result.answers[0], late]), sessions)
+    assert summary.ttft_s.mean == pytest.approx(0.5)
+    assert summary.ttft_s.p50 == pytest.approx(0.5)
+    assert summary.ttft_s.p99 == pytest.approx(0.598)
+    assert summary.ttst_s.mean == pytest.approx((0.42 + 0.7) / 2)
+    assert summary.jct_s.mean == pytest.approx((0.4 + 0.48 + 1.5) / 2)
+    assert summary.tpot_s.mean == pytest.approx((0.48 + 0.9) / 2 / (ANSWER - 1))
+    assert summary.kvpool_share == pytest.approx(0.004 / (0.88 + 1.5))
+
+
+def test_an_answer_of_one_token_has_no_second_one():
+    session = Session(0, 0.0, np.zeros(8, np.int32), (Turn(np.zeros(4, np.int32), 1),), True)
+    result = made_up(Setting("PD", 1, 0), [session])
+    answer = dataclasses.replace(result.answers[0], second_s=None)
+    summary = metrics.summarize(dataclasses.replace(result, answers=[answer]), [session])
+    assert summary.ttst_s is None
+    assert summary.tpot_s is None
+    assert "-" in report.setting_rows([measured()])[1][0] or summary.as_json()["tpot_s"] is None
+
+
+@pytest.mark.parametrize("change", ["missing", "twice", "unknown", "nothing"])
+def test_answers_that_are_not_those_to_the_questions_are_refused(change):
+    sessions = [conversation(0), conversation(1)]
+    result = made_up(Setting("PD", 1, 0), sessions)
+    answers = {
+        "missing": result.answers[1:],
+        "twice": [*result.answers[1:], result.answers[-1]],
+        "unknown": [*result.answers[1:], dataclasses.replace(result.answers[0], session=9)],
+        "nothing": [],
+    }[change]
+    with pytest.raises(ValueError, match="are not those to 8 turns"):
+        metrics.summarize(dataclasses.replace(result, answers=answers), sessions)
+
+
+def test_no_session_is_refused():
+    with pytest.raises(ValueError, match="0 turns"):
+        metrics.summarize(made_up(Setting("PD", 1, 0), []), [])
+
+
+@pytest.mark.parametrize("design", ["PD-Caching-1", "PD-Caching-2", "PD-Caching-3"])
+def test_hits_and_bytes_by_turn(design):
+    """Prompts of 32, 112, 192 and 272 tokens; prefill finds the one before, with -3 its answer too, in whole blocks."""
+    sessions = [conversation(0), conversation(1)]
+    turns = metrics.summarize(made_up(Setting(design, 1, 1), sessions), sessions).turns
+    assert [(turn.turn, turn.requests, turn.prompt_tokens) for turn in turns] == [
+        (1, 2, 32), (2, 2, 112), (3, 2, 192), (4, 2, 272),
+    ]  # fmt: skip
+    found = [0, 64, 144, 224] if design == "PD-Caching-3" else [0, 32, 112, 192]
+    assert [turn.hit_at_prefill * turn.prompt_tokens for turn in turns] == pytest.approx(found)
+    held = [0, 0, 0, 0] if design == "PD-Caching-1" else [0, 64, 144, 224]
+    assert [turn.bytes_to_decode / TOKEN_BYTES for turn in turns] == pytest.approx(
+        [prompt - here for prompt, here in zip((32, 112, 192, 272), held, strict=True)]
+    )
+
+
+def test_what_decode_computed_is_told_from_what_prefill_did():
+    """With -3 all that prefill finds of the answers came from decode; with -2 it has computed everything itself."""
+    sessions = [conversation(0)]
+
+    def decoded(design):
+        result = made_up(Setting(design, 1, 1), sessions)
+        return list(metrics.decoded_hits(result.answers, sessions).values())
+
+    assert decoded("PD-Caching-2") == [0, 0, 0, 0]
+    # 64 cached tokens of turn 2: 32 asked, 32 answered. The other 16 of the answer are computed then, and so on.
+    assert decoded("PD-Caching-3") == [0, 32, 64, 96]
+
+
+def test_a_retry_on_another_instance_finds_nothing_that_it_computed():
+    """What one instance has prefilled, another one has not: a hit there came from elsewhere."""
+    sessions = [conversation(0, turns=2)]
+    first, second = made_up(Setting("PD-Caching-3", 1, 1), sessions).answers
+    second = dataclasses.replace(second, cached_at_prefill=80, prefill="prefill-1")
+    assert metrics.decoded_hits([first, second], sessions) == {(0, 0): 0, (0, 1): ANSWER}
+
+
+def test_questions_on_a_document_reuse_no_answers():
+    sessions = [conversation(0, remembers=False, prefix=160)]
+    result = made_up(Setting("PD-Caching-3", 1, 1), sessions)
+    assert set(metrics.decoded_hits(result.answers, sessions).values()) == {0}
+    assert [answer.cached_at_prefill for answer in result.answers] == [0, 160, 160, 160]
+
+
+# ---- kills
+
+
+def played(events, answers=()):
+    """A run of these events and answers: (prefill, decode, asked, first token, last token)."""
+    sessions = [conversation(number, turns=1) for number in range(len(answers))]
+    made = made_up(Setting("PD-Caching-3", 2, 2), sessions).answers
+    made = [
+        dataclasses.replace(one, prefill=prefill, decode=decode, asked_s=asked_s, first_s=first_s, done_s=done_s)
+        for one, (prefill, decode, asked_s, first_s, done_s) in zip(made, answers, strict=True)
+    ]
+    return RunResult(Setting("PD-Caching-3", 2, 2), made, 9.0, {}, [Event(*event) for event in events])
+
+
+def test_after_a_kill_the_others_notice_and_go_on():
+    result = played([
+        (2.0, "prefill-0", "killed"),
+        (2.1, "decode-0", "noticed"),
+        (2.4, "decode-1", "noticed"),
+        (2.5, "decode-1", "went_on"),
+        (2.8, "decode-0", "went_on"),
+        (3.0, "prefill-0", "went_on"),  # of another kill, before
+        (5.0, "decode-0", "killed"),
+        (5.3, "prefill-0", "noticed"),
+        (6.0, "prefill-0", "went_on"),
+        (7.0, "decode-1", "killed"),
+    ])  # fmt: skip
+    assert deaths.noticed_s(result) == pytest.approx([0.4, 0.3])
+    assert deaths.silences_s(result) == pytest.approx([0.5, 1.0])
+    assert deaths.noticed_s(played([])) == deaths.silences_s(played([])) == []
+
+
+def test_a_return_counts_from_when_there_was_something_to_do():
+    events = [(-1.0, "joined"), (0.5, "served"), (2.0, "killed"), (2.1, "lost"), (4.0, "joined"), (6.0, "served")]
+    for name, answers, expected in (
+        ("decode-1", [("prefill-1", "decode-1", 0.0, 0.4, 1.0), ("prefill-0", "decode-1", 3.0, 3.5, 7.0)], [2.0]),
+        ("decode-1", [("prefill-1", "decode-1", 0.0, 0.4, 1.0), ("prefill-0", "decode-1", 5.0, 5.5, 7.0)], [0.5]),
+        # What it had prefilled before it was killed goes on elsewhere: that is nothing to do for it.
+        ("prefill-0", [("prefill-0", "decode-0", 0.0, 1.0, 9.0), ("prefill-0", "decode-0", 5.8, 6.0, 9.0)], [0.2]),
+        ("instance-0", [("instance-0", "instance-0", 5.9, 6.0, 9.0)], [0.1]),
+        ("decode-1", [], [2.0]),
+    ):
+        of = [(at_s, name, kind) for at_s, kind in events]
+        assert deaths.returns_s(played(of, answers)) == pytest.approx(expected)
+        assert deaths.returns_s(played(of[:-1], answers)) == []
+        assert deaths.returns_s(played(of[:2], answers)) == []
+
+
+# ---- promises
+
+
+def test_a_study_as_designed_meets_every_promise():
+    runs = [measured(design) for design in ("PD-Caching-1", "PD-Caching-2", "PD-Caching-3")]
+    runs += [measured(design, "react") for design in ("PD", "PD-CC", "PD-Basic", "PD-Caching-3")]
+    runs.append(measured(kill=(("prefill-0", 0.3), ("decode-0", 0.6))))
+    found = checks.check(runs)
+    assert [check.what for check in found if check.met is False] == []
+    assert of(found, ["PD-Caching-3", "decode computed"]).value > 0
+    assert of(found, ["PD-Caching-2", "decode computed"]).value == 0
+    assert of(found, ["chat", "bytes"]).value == of(found, ["chat", "bytes"]).target > 0
+    assert of(found, ["PD over", "react"]).value > 1.8
+    assert of(found, ["started again"]).value == pytest.approx(0.6)
+
+
+def test_broken_promises_are_seen():
+    """Each change breaks one of them."""
+    first, second, third = (measured(f"PD-Caching-{number}") for number in (1, 2, 3))
+
+    def missed(words, *runs):
+        found = [check.what for check in checks.check(runs) if check.met is False]
+        return len(found) == 1 and words in found[0]
+
+    def with_summary(run, **changes):
+        return dataclasses.replace(run, summary=dataclasses.replace(run.summary, **changes))
+
+    def with_turns(run, **changes):
+        turns = run.summary.turns
+        return with_summary(run, turns=(*turns[:-1], dataclasses.replace(turns[-1], **changes)))
+
+    more = with_summary(second, bytes_to_decode=second.summary.bytes_to_decode + 1)
+    assert missed("bytes to decode saved", first, more)
+    assert missed("kvpool's share", with_summary(second, kvpool_share=0.031))
+    assert missed("PD-Caching-2: found at prefill of what decode", with_turns(second, decoded_tokens=0.5))
+    assert missed("PD-Caching-3: found at prefill of what decode", with_turns(third, decoded_tokens=0.0))
+    assert missed("PD-Caching-3: prefill hit ratio in all", with_turns(third, hit_at_prefill=0.5))
+    assert missed("answers that differ", third, dataclasses.replace(second, tokens={**second.tokens, (1, 2): (8,)}))
+    assert missed("not compared", dataclasses.replace(second, verified=False))
+    assert missed("neither free nor cached", dataclasses.replace(second, lost_blocks=1))
+    assert missed("mean TTFT of PD over", measured("PD", "react"), measured("PD-CC", "react", ttft_s=5.0))
+
+
+def test_an_instance_that_returns_late_and_one_that_was_never_killed_are_seen():
+    run = measured(kill=(("prefill-0", 0.5),))
+    for words, changes in {
+        "started again": {"returns_s": (0.5, 2.1)},
+        "others have noticed": {"noticed_s": (0.1, 3.1)},
+        "others give the next": {"silences_s": (4.1,)},
+        "killed": {"events": ()},
+    }.items():
+        missed = [check.what for check in checks.check([dataclasses.replace(run, **changes)]) if check.met is False]
+        assert len(missed) == 1
+        assert words in missed[0]
+
+
+def test_a_block_that_is_lost_counts():
+    layout = kvpool.KVLayout(layers=1, kv_heads=1, head_dim=8, dtype="float32", block_tokens=BLOCK)
+    with kvpool.Pool(layout, hbm_blocks=4) as pool:
+        assert measured(audits={"prefill-0": pool.stats()}).lost_blocks == 0
+        addrs = pool.alloc(1)
+        assert measured(audits={"prefill-0": pool.stats()}).lost_blocks == 1
+        pool.free(addrs)
+
+
+def test_nothing_to_compare_is_no_promise():
+    assert checks.check([]) == []
+    assert not any("bytes" in check.what or "TTFT" in check.what for check in checks.check([measured()]))

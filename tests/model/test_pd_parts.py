@@ -1,0 +1,167 @@
+"""The parts of the PD example that need no process: settings, letters, what a request accepts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from llama import Llama, LlamaConfig, PagedKV  # noqa: E402
+from pd_disaggregated import messages  # noqa: E402
+from pd_disaggregated.fleet import Fleet, Instance  # noqa: E402
+from pd_disaggregated.letter import Letter  # noqa: E402
+from pd_disaggregated.places import Places  # noqa: E402
+from pd_disaggregated.records import DESIGNS, Setting  # noqa: E402
+from pd_disaggregated.requests import Request, RequestFailed  # noqa: E402
+from pd_disaggregated.worker import Plan  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("PD-Caching-4", 1, 1),
+        ("PD-Basic", 0, 1),
+        ("PD-Basic", 1, 0),
+        ("PD", 1, 1),
+        ("PD-CC", 0, 0),
+        ("PD-Basic", 1, 1, "by_mail"),
+    ],
+)
+def test_a_setting_that_cannot_run_is_refused(wrong: tuple[object, ...]) -> None:
+    with pytest.raises(ValueError, match=r"must be one of|needs at least"):
+        Setting(*wrong)  # type: ignore[arg-type]
+
+
+def test_settings_have_names() -> None:
+    assert Setting("PD-CC", 2, 0).name == "PD-CC x2"
+    assert Setting("PD-Caching-3", 2, 1, "by_layer").name == "PD-Caching-3 2P1D by layer"
+    assert Setting("PD-Basic", 2, 1).instances == ("prefill-0", "prefill-1", "decode-0")
+    assert len(DESIGNS) == 6
+
+
+@pytest.mark.parametrize("first", [None, 0, 258])
+@pytest.mark.parametrize("length", [1, 10])  # 10 is a line end: the prompt is bytes
+def test_a_letter_arrives_as_it_was_written(first: int | None, length: int) -> None:
+    prompt = np.full(length, 10, np.int32)
+    letter = Letter.unpack(Letter(3, 2, prompt, 7, first).pack())
+    assert (letter.request, letter.attempt, letter.new_tokens, letter.first) == (3, 2, 7, first)
+    assert letter.prompt.tolist() == prompt.tolist()
+    assert letter.prompt.dtype == np.int32
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"{}\n", b"[]\n", b"no\n", b'{"request": 1}\n', b"{}\nabc"])
+def test_what_is_no_letter_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError):
+        Letter.unpack(content)
+
+
+def test_a_token_comes_once_and_in_order() -> None:
+    request = Request(0, 0, np.zeros(3, np.int32), 5)
+    here = Instance("i", prefills=True, decodes=True)
+    request.begin(here, here)
+    assert request.accept(messages.Token(0, 1, 0, 40))
+    assert not request.accept(messages.Token(0, 1, 0, 40))  # prefill and decode both tell it
+    assert request.accept(messages.Token(0, 1, 1, 41))
+    with pytest.raises(RequestFailed, match="was 41, and is 42"):
+        request.accept(messages.Token(0, 1, 1, 42))
+    with pytest.raises(RequestFailed, match="token 3 comes after 2"):
+        request.accept(messages.Token(0, 1, 3, 43))
+    order = request.begin(here, here)  # another attempt asks for what is missing
+    assert order.prompt.tolist() == [0, 0, 0, 40, 41]
+    assert (order.attempt, order.new_tokens) == (2, 3)
+    assert request.accept(messages.Token(0, 2, 0, 42))
+    assert request.tokens == [40, 41, 42]
+
+
+def instances(*names: str) -> list[Instance]:
+    found = [
+        Instance(name, prefills=not name.startswith("decode"), decodes=not name.startswith("prefill")) for name in names
+    ]
+    for one in found:
+        one.joined = True
+    return found
+
+
+def request_of(number: int, session: int, blocks: int) -> Request:
+    return Request(number, session, np.zeros(blocks * 4 - 1, np.int32), 1)
+
+
+def test_sessions_stay_where_they_are_and_new_ones_go_where_least_is_under_way() -> None:
+    p0, p1, d0 = instances("prefill-0", "prefill-1", "decode-0")
+    places = Places([p0, p1, d0], 4, 100)
+    requests = [request_of(0, 0, 9), request_of(1, 1, 3), request_of(2, 2, 3), request_of(3, 0, 1)]
+    places.begin(requests)
+    assert [request.prefill for request in requests] == [p0, p1, p1, p0]
+    p1.joined = False
+    later = request_of(4, 1, 1)
+    places.begin([later])
+    assert later.prefill is p0
+
+
+def test_who_does_not_fit_waits_and_is_not_overtaken() -> None:
+    one = instances("instance-0")
+    places = Places(one, 4, 10)
+    requests = [request_of(0, 0, 6), request_of(1, 1, 5), request_of(2, 2, 1)]
+    places.begin(requests)
+    assert [request.prefill is None for request in requests] == [False, True, True]
+    places.begin(requests[1:])  # the first is over
+    assert [request.prefill is None for request in requests] == [False, False, False]
+
+
+def test_only_who_has_work_and_is_silent_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[str] = []
+    monkeypatch.setattr(Instance, "kill", lambda instance: killed.append(instance.name))
+
+    async def test() -> None:
+        plan = Plan(Setting("PD-Basic", 1, 1), "local://never-joined", LlamaConfig(), 0, 16, 3.0)
+        fleet = Fleet(plan, None, patience_s=20.0)  # type: ignore[arg-type]
+        for one in fleet.instances.values():
+            one.joined, one.heard = True, time.monotonic() - 100
+        fleet.watch(lambda one: one.name == "decode-0")
+        assert killed == ["decode-0"]
+        fleet.watch(lambda one: True)  # prefill-0 had nothing to do until now
+        assert killed == ["decode-0"]
+
+    asyncio.run(test())
+
+
+def test_a_request_waits_for_one_instance_at_a_time() -> None:
+    p0, d0 = instances("prefill-0", "decode-0")
+    request = request_of(0, 0, 1)
+    assert not request.waits_for(p0)
+    request.begin(p0, d0)
+    assert [request.waits_for(p0), request.waits_for(d0)] == [True, False]
+    request.accept(messages.Token(0, 1, 0, 40))
+    assert [request.waits_for(p0), request.waits_for(d0)] == [False, True]
+    request.begin(p0, d0)
+    assert [request.waits_for(p0), request.waits_for(d0)] == [True, False]
+
+
+def test_nobody_is_up() -> None:
+    p0, d0 = instances("prefill-0", "decode-0")
+    d0.joined = False
+    places = Places([p0, d0], 4, 10)
+    request = request_of(0, 0, 1)
+    places.begin([request])
+    assert request.prefill is None
+
+
+def test_a_layer_is_told_when_its_kv_is_there(model: Llama, config: LlamaConfig) -> None:
+    """And no later layer has begun: so it can be sent while the next one is computed."""
+    blocks = torch.zeros(5, config.layers, 2, config.kv_heads, config.block_tokens, config.head_dim)
+    seen = []
+
+    def on_layer(layer: int) -> None:
+        written = blocks[1:5].abs().sum(dim=(0, 2, 3, 4, 5)) > 0
+        seen.append((layer, written.tolist(), blocks[1:5, layer].clone()))
+
+    ids = torch.arange(1, 5)
+    model.forward(torch.arange(14), PagedKV(blocks), ids, 0, on_layer)
+    assert [layer for layer, _, _ in seen] == list(range(config.layers))
+    for layer, written, content in seen:
+        assert written == [other <= layer for other in range(config.layers)]
+        assert torch.equal(content, blocks[1:5, layer])
