@@ -29,11 +29,19 @@ BENCHES = {
     "runs": "bench.api.runs",
     "transfer": "bench.transfer.speed",
     "faults": "bench.faults.survive",
+    "fig8": "bench.memserve.fig8",
     "fig9": "bench.memserve.fig9_api",
     "fig10": "bench.memserve.fig10_index",
     "fig11": "bench.memserve.fig11_layouts",
     "fig12": "bench.memserve.fig12_strategies",
     "fig13": "bench.memserve.fig13_ttft",
+    "fig14": "bench.memserve.fig14_cost",
+    "fig15": "bench.memserve.fig15_routing",
+    "mooncake": "bench.memserve.mooncake",
+    "decision": "bench.memserve.decision",
+    "mell": "bench.mell.study",
+    "scaling": "bench.mell.scaling",
+    "sim": "bench.sim.speed",
 }
 
 

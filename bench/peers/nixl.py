@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import base64
 import os
-import threading
-import time
 from importlib import metadata
 from time import perf_counter_ns
 from typing import Any
@@ -18,20 +16,17 @@ from typing import Any
 import numpy as np
 from nixl import nixl_agent, nixl_agent_config  # type: ignore[import-not-found]  # in its own environment only
 
-from bench.transfer.side import Side, buffer, region, scattered
-
-_IDLE_S = 0.01
+from bench.transfer.side import AttendingSide, buffer, region, scattered
 
 
-class Subject(Side):
+class Subject(AttendingSide):
     """See bench/transfer/side.py. Sender and receiver."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._agent = nixl_agent(f"kvpool-bench-{os.getpid()}", nixl_agent_config(False, backends=["UCX"]))
         # Over TCP the receiver's own calls take the bytes in; shared memory needs it for meeting only.
         self._busy = os.environ.get("UCX_TLS") == "tcp"
-        self._attend: threading.Thread | None = None
-        self._stop = False
         self._handles: list[Any] = []
 
     def version(self) -> str:
@@ -64,16 +59,6 @@ class Subject(Side):
 
         self._calls = {"prepared": lambda: self._post(request), "new": new}
         return [int(slot) for slot in slots]
-
-    def attend(self, on: bool) -> None:
-        if on:
-            self._stop = False
-            self._attend = threading.Thread(target=self._progress, daemon=True)
-            self._attend.start()
-        elif self._attend is not None:
-            self._stop = True
-            self._attend.join()
-            self._attend = None
 
     def describe(self, count: int, size: int, n: int) -> list[float]:
         """Times of making a request for so many blocks from prepared lists, without posting it; microseconds."""
@@ -118,11 +103,8 @@ class Subject(Side):
         if state != "DONE":
             raise RuntimeError(f"NIXL says {state}")
 
-    def _progress(self) -> None:
-        while not self._stop:
-            self._agent.get_new_notifs()
-            if not self._busy:
-                time.sleep(_IDLE_S)
+    def progress(self) -> None:
+        self._agent.get_new_notifs()
 
 
 def _pieces(base: int, slots: Any, size: int) -> Any:

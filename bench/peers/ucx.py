@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.transfer.build import build
-from bench.transfer.side import Side, buffer, region, scattered
+from bench.transfer.side import AttendingSide, buffer, region, scattered
 
 _CARD_BYTES_MAX = 1 << 16
-_IDLE_S = 0.01
 _NUMBER = ctypes.c_uint64
 
 
-class Subject(Side):
+class Subject(AttendingSide):
     """See bench/transfer/side.py. Sender and receiver."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._library = _build()
         self._own = "posix" in os.environ.get("UCX_TLS", "")
         self._busy = os.environ.get("UCX_TLS") == "tcp"
-        self._attend: threading.Thread | None = None
-        self._stop = False
         self._call("side_open")
 
     def version(self) -> str:
@@ -72,16 +68,6 @@ class Subject(Side):
         self._calls = {"puts": write}
         return [int(slot) for slot in slots]
 
-    def attend(self, on: bool) -> None:
-        if on:
-            self._stop = False
-            self._attend = threading.Thread(target=self._progress, daemon=True)
-            self._attend.start()
-        elif self._attend is not None:
-            self._stop = True
-            self._attend.join()
-            self._attend = None
-
     def end(self) -> None:
         self._calls = {}
         self._call("side_end")
@@ -100,11 +86,8 @@ class Subject(Side):
             self._memory[:] = 0
         self._region = region(self._memory, size)
 
-    def _progress(self) -> None:
-        while not self._stop:
-            self._library.side_progress()
-            if not self._busy:
-                time.sleep(_IDLE_S)
+    def progress(self) -> None:
+        self._library.side_progress()
 
     def _call(self, name: str, *arguments: Any) -> None:
         wrong = getattr(self._library, name)(*arguments)

@@ -15,6 +15,9 @@ blocks lie side by side, no merging of neighbours can help, and the odd slots, w
 from __future__ import annotations
 
 import math
+import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
@@ -27,6 +30,7 @@ from bench.measure import no_collections
 Region = npt.NDArray[np.uint64]  # [slot, ...]
 
 _HUGE_PAGE = 2 << 20
+_IDLE_S = 0.01  # between two looks of a receiver that need not be quick
 _BUFFER_BYTES_MIN = 4 << 20  # from here on NumPy asks for huge pages
 
 
@@ -108,3 +112,33 @@ class Side:
         words = math.prod(self._region.shape[1:])
         start = (number << 40) + index * (words + 1) + 1  # never zero, and no block's words are another's
         return np.arange(start, start + words, dtype=np.uint64)
+
+
+class AttendingSide(Side, ABC):
+    """One whose receiver takes bytes in, or is met, only while it calls its library."""
+
+    _busy: bool  # it looks all the time
+
+    def __init__(self) -> None:
+        self._attendant: threading.Thread | None = None
+        self._stop = False
+
+    @abstractmethod
+    def progress(self) -> None:
+        """Lets the library do what there is to do."""
+
+    def attend(self, on: bool) -> None:
+        if on:
+            self._stop = False
+            self._attendant = threading.Thread(target=self._look, daemon=True)
+            self._attendant.start()
+        elif self._attendant is not None:
+            self._stop = True
+            self._attendant.join()
+            self._attendant = None
+
+    def _look(self) -> None:
+        while not self._stop:
+            self.progress()
+            if not self._busy:
+                time.sleep(_IDLE_S)

@@ -20,7 +20,7 @@ from kvpool import config
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LINKED = [*DOCS, *sorted(ROOT.glob("C*.md")), *sorted(ROOT.glob("examples/*.md")), *sorted(ROOT.glob("bench/*.md"))]
+LINKED = [*DOCS, *(path for found in ("C*.md", "examples/**/*.md", "bench/*.md") for path in sorted(ROOT.glob(found)))]
 INVARIANTS = ROOT / "docs" / "invariants.md"
 
 
@@ -88,7 +88,7 @@ def test_a_settings_file_that_is_shown_can_be_loaded(path, tmp_path):
 
 def test_the_examples_of_the_readme_are_few_and_short():
     examples = [fence for fence in fences((ROOT / "README.md").read_text()) if fence.info == "python"]
-    assert len(examples) == 2  # a pool; two processes
+    assert len(examples) == 3  # a pool; two processes; a cluster
     assert all(len(example.text.splitlines()) <= 25 for example in examples)
 
 
@@ -144,14 +144,15 @@ def test_every_invariant_is_listed_and_no_other():
 def test_the_tests_that_check_an_invariant_exist():
     rows = re.findall(r"^\| [A-Z]\d+ \|.*$", INVARIANTS.read_text(), re.MULTILINE)
     for row in rows:
-        files = re.findall(r"`((?:cpp|python)/[\w./]+)`", row)
+        files = re.findall(r"`((?:cpp|python|multiprocess)/[\w./]+)`", row)
         assert files, row
         content = ""
         for file in files:
             assert (ROOT / "tests" / file).is_file(), file
             content += (ROOT / "tests" / file).read_text()
         for name in re.findall(r"“([^”]+)”", row):
-            assert f'TEST_CASE("{name}")' in content or f"def {name}(" in content, name
+            cases = (f'TEST_CASE("{name}")', f'TEST_CASE_TEMPLATE("{name}"', f"def {name}(")
+            assert any(case in content for case in cases), name
 
 
 def test_every_setting_is_described():
