@@ -103,3 +103,58 @@ def test_the_summary_fails_when_a_report_is_missing_or_cut_short(reports, name):
 def test_the_summary_fails_when_no_test_ran(reports):
     (reports / "cpp-asan.txt").write_text(CPP.format(0, 0, 0))
     assert summary(reports)[0] == 1
+
+
+DOCTEST = """[doctest] run with "--help" for options
+card fuzz: KVPOOL_SEED=7
+===============================================================================
+card_test.cpp:3:
+TEST CASE:  a card is read
+
+card_test.cpp:4: ERROR: CHECK( one == two ) is NOT correct!
+card fuzz: KVPOOL_SEED=8
+===============================================================================
+card_test.cpp:9:
+TEST CASE:  a card that speaks
+
+card_test.cpp:10: MESSAGE: nothing to see
+===============================================================================
+[doctest] test cases: 3 | 2 passed | 1 failed | 0 skipped
+[doctest] Status: FAILURE!
+"""
+
+
+def failures(folder: Path) -> str:
+    script = ROOT / ".ci" / "failures.py"
+    return subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=True).stdout
+
+
+def test_what_failed_in_cpp_is_told_again(tmp_path):
+    (tmp_path / "cpp-release.txt").write_text(DOCTEST)
+    told = failures(tmp_path)
+    assert "== cpp-release.txt: 1 failed" in told
+    assert "a card is read" in told
+    assert "CHECK( one == two ) is NOT correct!" in told
+    assert "a card that speaks" not in told
+    assert "KVPOOL_SEED" not in told
+
+
+def test_a_cpp_run_that_died_shows_its_last_words(tmp_path):
+    (tmp_path / "cpp-asan.txt").write_text("card fuzz: KVPOOL_SEED=7\nSegmentation fault\n")
+    assert failures(tmp_path).strip() == "== cpp-asan.txt: 1 failed\nSegmentation fault"
+
+
+def test_what_failed_in_python_is_told_again(tmp_path):
+    run = run_pytest(
+        tmp_path, SKIPPING, KVPOOL_CI="1", PYTEST_ADDOPTS=f"--junitxml={tmp_path / 'reports' / 'python.xml'}"
+    )
+    assert run.returncode == 1
+    told = failures(tmp_path / "reports")
+    assert "== python.xml: 1 failed\ntest_it::test_unfair\n" in told
+    assert "not in FAIR_SKIPS" in told
+
+
+def test_a_run_without_failures_is_silent(tmp_path):
+    (tmp_path / "cpp-release.txt").write_text("[doctest] Status: SUCCESS!\n")
+    (tmp_path / "python.xml").write_text(PYTHON.format(0))
+    assert failures(tmp_path) == ""
