@@ -102,7 +102,8 @@ TEST_CASE("a count of lapses that stands in the page is gone on with") {
 
 TEST_CASE("a forked child has no beacon, and can end without it") {
   Page page;
-  auto beacon = std::make_unique<Beacon>(page.descriptor, kMs, 1'000'000 * kMs);
+  constexpr std::int64_t kLongerThanTheMachineRuns = 1'000'000'000'000 * kMs;  // what it cannot see is no fresh beat
+  auto beacon = std::make_unique<Beacon>(page.descriptor, kMs, kLongerThanTheMachineRuns);
   const int status = run_in_child([&] {
     if (beacon->beat_ns() != 0 || beacon->fresh()) return 1;
     beacon->stop();

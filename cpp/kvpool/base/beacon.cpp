@@ -84,6 +84,7 @@ std::int64_t Beacon::beat_ns() const noexcept { return forked() ? 0 : word(0).lo
 std::int64_t Beacon::lapses() const noexcept { return forked() ? 0 : word(1).load(std::memory_order_acquire); }
 
 bool Beacon::fresh() const noexcept {
+  if (forked()) return false;  // and not by the clock: 0 is younger than a lease on a machine that has just started
   const std::int64_t now = now_ns();
   return now - beat_ns() <= lease_ns_;
 }
