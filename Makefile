@@ -103,7 +103,7 @@ docs: $(DONE)/module $(DONE)/package-dev ## API reference in build/docs
 # ---- tests
 
 # In this order, so that what fails fast fails first. The first that fails is the last; under KVPOOL_CI all of them run.
-TEST_STEPS := style types cpp-test python-test asan tsan tidy
+TEST_STEPS := style types cpp-test python-and-builds asan tsan
 
 .PHONY: test
 test: ## all tests, sanitizers, lint and types
@@ -113,6 +113,15 @@ test: ## all tests, sanitizers, lint and types
 	$(MAKE) --no-print-directory $$step || { failed="$$failed $$step"; test -n "$${KVPOOL_CI:-}" || break; }; done; \
 	if test -n "$$failed"; then $(BIN)/python .ci/failures.py $(REPORTS); echo "failed:$$failed" >&2; exit 1; fi
 	@$(BIN)/python .ci/summary.py $(REPORTS)
+
+# The Python tests mostly wait, for peers, leases and deadlines; compilers and clang-tidy use the processors meanwhile.
+.PHONY: python-and-builds
+python-and-builds: $(DONE)/torch $(DONE)/nixl $(DONE)/module $(DONE)/package-dev
+	@$(MAKE) --no-print-directory -j2 --output-sync=target python-test builds
+
+.PHONY: builds
+builds: $(DONE)/module $(DONE)/package-dev
+	@for build in build/asan build/tsan tidy; do $(MAKE) --no-print-directory $$build; done
 
 .PHONY: cpp-test
 cpp-test: $(DONE)/module $(DONE)/package-dev ## C++ tests
@@ -127,21 +136,25 @@ python-test: $(DONE)/torch $(DONE)/nixl $(DONE)/module $(DONE)/package-dev ## Py
 	@mkdir -p $(REPORTS)
 	@$(BIN)/python -m pytest -q --junitxml=$(REPORTS)/python.xml $(PYTEST_ARGS)
 
+.PHONY: build/asan build/tsan
+build/asan build/tsan: build/%: $(DONE)/package-dev
+	$(call say,C++ tests for $*)
+	@$(BIN)/cmake -S . -B $@ $(SANITIZED) -DKVPOOL_SANITIZE=$(SANITIZER_$*) >/dev/null
+	@$(BIN)/cmake --build $@
+SANITIZER_asan := address
+SANITIZER_tsan := thread
+
 .PHONY: asan
-asan: $(DONE)/package-dev ## C++ tests under AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer
+asan: build/asan ## C++ tests under AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer
 	$(call say,C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer)
 	@mkdir -p $(REPORTS)
-	@$(BIN)/cmake -S . -B build/asan $(SANITIZED) -DKVPOOL_SANITIZE=address >/dev/null
-	@$(BIN)/cmake --build build/asan
 	@KVPOOL_UCX="$(UCX_OF_WHEEL)" ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1:suppressions=tests/cpp/asan.supp UBSAN_OPTIONS=print_stacktrace=1 \
 	build/asan/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-asan.txt
 
 .PHONY: tsan
-tsan: $(DONE)/package-dev ## C++ tests under ThreadSanitizer
+tsan: build/tsan ## C++ tests under ThreadSanitizer
 	$(call say,C++ tests under ThreadSanitizer)
 	@mkdir -p $(REPORTS)
-	@$(BIN)/cmake -S . -B build/tsan $(SANITIZED) -DKVPOOL_SANITIZE=thread >/dev/null
-	@$(BIN)/cmake --build build/tsan
 	@KVPOOL_UCX="$(UCX_OF_WHEEL)" TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
 	$(FIXED_LAYOUT) build/tsan/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-tsan.txt
 
