@@ -13,7 +13,7 @@ from kvpool.cluster.board import Board
 from kvpool.cluster.directory import Directory, Entry, Hold, Unreachable
 from kvpool.cluster.etcd_keys import Ids, Keys, Value, absent, on_lease, put, unchanged, values
 from kvpool.cluster.etcd_view import EtcdView
-from kvpool.cluster.gateway import Denied, Gateway, NoAnswer, Options, encode
+from kvpool.cluster.gateway import AUTHENTICATE_S, Denied, Gateway, NoAnswer, Options, encode
 from kvpool.cluster.keeper_process import KeeperProcess
 from kvpool.cluster.place import Place
 from kvpool.cluster.record import INSTANCE_MAX, Member
@@ -79,7 +79,9 @@ class EtcdDirectory(Directory):
             Unreachable: It does not answer, or refuses.
         """
         try:
-            return self.gateway.call(path, body, max(1.0, self.heartbeat_s) if timeout_s is None else timeout_s)
+            if timeout_s is None:
+                timeout_s = max(1.0, self.heartbeat_s)
+            return self.gateway.call(path, body, timeout_s, authenticate_s=AUTHENTICATE_S)
         except (NoAnswer, Denied) as error:
             raise Unreachable(str(error)) from None
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvpool.cluster.board import Board
 from kvpool.cluster.etcd_keys import Ids, Keys, Value, values
-from kvpool.cluster.gateway import Denied, Gateway, NoAnswer, Options, Stream, encode
+from kvpool.cluster.gateway import AUTHENTICATE_S, Denied, Gateway, NoAnswer, Options, Stream, encode
 
 __all__ = ["EtcdView"]
 
@@ -43,8 +43,12 @@ class EtcdView:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpool-etcd", daemon=True)
 
-    def read_all(self, timeout_s: float) -> None:
+    def read_all(self, timeout_s: float, authenticate_s: float = 0.0) -> None:
         """Reads every record, and shows them.
+
+        Args:
+            timeout_s: For an answer.
+            authenticate_s: See Gateway.call.
 
         Raises:
             NoAnswer: etcd does not answer in time.
@@ -52,7 +56,7 @@ class EtcdView:
         """
         ranges = ({"key": encode(self._keys.ids)}, self._keys.all_members())
         body = {"success": [{"request_range": one} for one in ranges]}  # both of one revision
-        answer = self._gateway.call("kv/txn", body, timeout_s)
+        answer = self._gateway.call("kv/txn", body, timeout_s, authenticate_s=authenticate_s)
         counted, seen = (values(one.get("response_range", {})) for one in answer["responses"])
         birth = Ids.read(counted[0].content).birth if counted else None
         revision = int(answer["header"]["revision"])
@@ -87,7 +91,8 @@ class EtcdView:
             try:
                 body = {"key": encode(self._keys.ids)}
                 timeout_s = max(1.0, self._heartbeat_s)
-                self._checker.call("kv/range", body, timeout_s, endpoint=self._gateway.endpoint)
+                endpoint = self._gateway.endpoint
+                self._checker.call("kv/range", body, timeout_s, endpoint, authenticate_s=AUTHENTICATE_S)
             except (NoAnswer, Denied) as error:
                 _log.warning("etcd does not answer any more: %s", error)
                 stream.stop()
@@ -121,12 +126,12 @@ class EtcdView:
     def _watch_once(self) -> None:
         timeout_s = max(self._heartbeat_s, 1.0)
         if self._revision == 0:
-            self.read_all(timeout_s)
+            self.read_all(timeout_s, AUTHENTICATE_S)
         else:
             birth, revision = self._read_birth(timeout_s)
             if birth != self._birth or revision < self._revision:
                 _log.warning("etcd has come back without what it knew")
-                self.read_all(timeout_s)
+                self.read_all(timeout_s, AUTHENTICATE_S)
         request = self._keys.everything() | {"start_revision": str(self._revision + 1), "progress_notify": True}
         stream = self._gateway.stream("watch", {"create_request": request}, timeout_s)
         with self._lock:
@@ -175,6 +180,7 @@ class EtcdView:
 
     def _read_birth(self, timeout_s: float) -> tuple[str | None, int]:
         """The mark of etcd's data, None when it has none; and its revision."""
-        answer = self._gateway.call("kv/range", {"key": encode(self._keys.ids)}, timeout_s)
+        body = {"key": encode(self._keys.ids)}
+        answer = self._gateway.call("kv/range", body, timeout_s, authenticate_s=AUTHENTICATE_S)
         found = values(answer)
         return (Ids.read(found[0].content).birth if found else None), int(answer["header"]["revision"])

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["Denied", "Gateway", "NoAnswer", "Options", "Stream", "after", "decode", "encode"]
+__all__ = ["AUTHENTICATE_S", "Denied", "Gateway", "NoAnswer", "Options", "Stream", "after", "decode", "encode"]
 
+AUTHENTICATE_S: Final = 5.0  # that etcd is given to check a password, by those who can wait
 _BODY_BYTES_MAX: Final = 256 << 20  # 4,000 members with records of 64 KiB
 _LINE_BYTES_MAX: Final = 64 << 20
 _UNAUTHENTICATED: Final = 16  # codes of gRPC
@@ -85,7 +86,15 @@ class Gateway:
         """The number of the one that answered last."""
         return self._at
 
-    def call(self, path: str, body: dict[str, Any], timeout_s: float, endpoint: int | None = None) -> dict[str, Any]:
+    def call(
+        self,
+        path: str,
+        body: dict[str, Any],
+        timeout_s: float,
+        endpoint: int | None = None,
+        *,
+        authenticate_s: float = 0.0,
+    ) -> dict[str, Any]:
         """Asks, and returns the answer.
 
         Args:
@@ -93,6 +102,9 @@ class Gateway:
             body: The request.
             timeout_s: For all endpoints together.
             endpoint: Ask only this one.
+            authenticate_s: An endpoint that answers, and wants the password, is given so long for it, if that is more
+                than what is left. etcd makes that slow on purpose (bcrypt), and slower yet when it has just come back
+                and all ask at once; one that is given up costs it as much, and the next try begins from nothing.
 
         Raises:
             NoAnswer: None has answered in time.
@@ -109,7 +121,7 @@ class Gateway:
                 if share_s <= 0:
                     break
                 try:
-                    return self._ask_authenticated(path, body, time.monotonic() + share_s)
+                    return self._ask_authenticated(path, body, time.monotonic() + share_s, authenticate_s)
                 except NoAnswer as error:
                     why = f"{self._host()}: {error}"
                     if endpoint is None:
@@ -145,17 +157,22 @@ class Gateway:
         with self._lock:
             self._drop()
 
-    def _ask_authenticated(self, path: str, body: dict[str, Any], until: float) -> dict[str, Any]:
+    def _ask_authenticated(
+        self, path: str, body: dict[str, Any], until: float, authenticate_s: float
+    ) -> dict[str, Any]:
+        """Proves who we are only when etcd wants to know: a lease is renewed without, which must not wait for it."""
         try:
-            self._authenticate(until)
             try:
                 return self._ask(path, body, until)
             except _Failed as error:
-                if not error.token_is_old or not self._options.user:
+                if not error.token_is_old and (self._token or error.code not in _DENYING):
                     raise
-                self._token = ""  # it has run out, or etcd was restarted
-                self._authenticate(until)
-                return self._ask(path, body, until)
+                if not self._options.user:
+                    raise
+            self._token = ""  # it has run out, or etcd was restarted
+            until = max(until, time.monotonic() + authenticate_s)
+            self._authenticate(until)
+            return self._ask(path, body, until)
         except _Failed as error:
             raise error.public() from None
 

@@ -94,7 +94,8 @@ class Keeper:
             return soon_s  # the member is stopped; or held up, and then there is half a lease left to see it beat
         try:
             # As long as the lease could last, but not so long that the next endpoint is asked too late.
-            answer = self._gateway.call("lease/keepalive", {"ID": str(lease)}, max(self._heartbeat_s, self._ttl_s / 3))
+            timeout_s = max(self._heartbeat_s, self._ttl_s / 3)
+            answer = self._gateway.call("lease/keepalive", {"ID": str(lease)}, timeout_s, authenticate_s=self._ttl_s)
         except (NoAnswer, Denied):
             return soon_s
         ttl_s = int((answer.get("result") or {}).get("TTL", 0))

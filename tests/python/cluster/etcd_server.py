@@ -123,6 +123,10 @@ class EtcdServer:
                 else:
                     self.call("kv/range", {"key": "AA=="})
                 return True
-            except (OSError, urllib.error.URLError, subprocess.SubprocessError):
+            except urllib.error.HTTPError as error:
+                if error.code in (400, 401, 403):
+                    return True  # it answers, and wants a password
+                time.sleep(0.05)
+            except (OSError, subprocess.SubprocessError):
                 time.sleep(0.05)
         return False

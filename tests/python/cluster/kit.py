@@ -62,12 +62,12 @@ class Events:
 class MemberProcess:
     """A member in a process of its own. `words`: what it has heard of its lease."""
 
-    def __init__(self, url: str, name: str, lease: float, **fields: Any) -> None:
+    def __init__(self, url: str, name: str, options: dict[str, Any], **fields: Any) -> None:
         self.epoch = next(_epochs)
         self.name = name
         self._child = Child()
         self("words = []")
-        self(f"cluster = kvpool.Cluster.join({url!r}, lease={lease})")
+        self(f"cluster = kvpool.Cluster.join({url!r}, **options)", options=options)
         arguments = {"role": "both", "epoch": self.epoch} | fields
         try:
             self.instance = self(
@@ -110,18 +110,20 @@ class Place(ABC):
 
     url: str
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        """`options` of every join."""
         self._ends = contextlib.ExitStack()
+        self._options = {"lease": LEASE} | options
 
     def join(self, **options: Any) -> kvpool.Cluster:
-        return self._ends.enter_context(kvpool.Cluster.join(self.url, **{"lease": LEASE} | options))
+        return self._ends.enter_context(kvpool.Cluster.join(self.url, **self._options | options))
 
     def register(self, cluster: kvpool.Cluster, name: str, **fields: Any) -> kvpool.Registration:
         return cluster.register(name=name, **{"role": "both", "epoch": next(_epochs)} | fields)
 
     def member(self, name: str, **fields: Any) -> MemberProcess:
         lease = fields.pop("lease", LEASE)
-        one = MemberProcess(self.url, name, lease, **fields)
+        one = MemberProcess(self.url, name, self._options | {"lease": lease}, **fields)
         self._ends.callback(one.close)
         return one
 
@@ -151,8 +153,8 @@ class LocalPlace(Place):
 
 
 class EtcdPlace(Place):
-    def __init__(self, server: EtcdServer) -> None:
-        super().__init__()
+    def __init__(self, server: EtcdServer, **options: Any) -> None:
+        super().__init__(**options)
         self.server = server
         self.prefix = free_name()
         self.url = f"etcd://127.0.0.1:{server.port}/{self.prefix}"

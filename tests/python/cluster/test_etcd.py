@@ -124,7 +124,7 @@ def test_a_watch_that_was_broken_goes_on_where_it_was(own, own_etcd, monkeypatch
     events.wait("a", "joined")
     view = router._directory._view
 
-    def never(timeout_s):
+    def never(*given):
         raise AssertionError("all was read again")
 
     monkeypatch.setattr(view, "read_all", never)
@@ -133,6 +133,38 @@ def test_a_watch_that_was_broken_goes_on_where_it_was(own, own_etcd, monkeypatch
         reg.publish(state=state)
         wait_for(lambda state=state: [m.state for m in router.members()] == [state])
     assert events.of("a").count("joined") == 1
+
+
+@pytest.mark.parametrize("moment", ["right after it was entered", "later"])
+def test_an_etcd_with_passwords_that_restarts_loses_nobody(own_etcd, moment):
+    """All must prove anew who they are, all at once; what renews the lease must not wait for it."""
+    for command in (("user", "add", "root:right"), ("user", "grant-role", "root", "root"), ("auth", "enable")):
+        own_etcd.etcdctl(*command)
+    own = EtcdPlace(own_etcd, user="root", password="right")
+    try:
+        router = own.join()
+        events = Events(router)
+        own.register(own.join(), "first")  # so that etcd has a counter of ids, and nobody waits for a lease
+        for _ in range(3):
+            member = own.member("a")
+            until = member("reg._entry.keeper.valid_until_ns")
+            if moment == "later":
+                events.wait("a", "joined")
+                wait_for(lambda until=until, member=member: member("reg._entry.keeper.valid_until_ns") > until)
+            own_etcd.kill()
+            own_etcd.start()
+            restarted_ns = time.monotonic_ns()
+            # Renewed since: it is certain for longer than it could be if it was not.
+            sure = restarted_ns + int(LEASE * 1e9)
+            wait_for(lambda sure=sure, member=member: member("reg._entry.keeper.valid_until_ns") > sure)
+            events.wait("a", "joined")
+            assert set(events.of("a")) == {"joined"}
+            assert member.words == []
+            member("reg.leave()")
+            events.wait("a", "left")
+            events.all.clear()
+    finally:
+        own.close()
 
 
 def test_an_etcd_that_is_stopped_holds_up_no_call(own, own_etcd):

@@ -1,0 +1,112 @@
+"""The client of etcd and the keeper, beside an etcd that takes its time with passwords: what a real one does under load."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import mmap
+import os
+import threading
+import time
+
+import pytest
+from cluster.kit import in_thread
+
+from kvpool.cluster.gateway import Denied, Gateway, NoAnswer, Options
+from kvpool.cluster.keeper import PAGE_BYTES, UNTIL_WORD, Keeper
+
+WITHOUT_TOKEN = {"lease/keepalive"}  # what etcd asks no token for
+
+
+class SlowEtcd(http.server.ThreadingHTTPServer):
+    """Says who may and who may not, as etcd does; checks a password for as long as `checked` is not set."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.checked = threading.Event()
+        self.password = "right"
+        self.asked: list[str] = []
+
+    @property
+    def options(self) -> Options:
+        return Options((("127.0.0.1", self.server_address[1]),), user="root", password="right")
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    server: SlowEtcd
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        path = self.path.removeprefix("/v3/")
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(path)
+        status, answer = 200, {"result": {"TTL": "5"}}
+        if path == "auth/authenticate":
+            self.server.checked.wait(60)
+            if body["password"] != self.server.password:
+                status, answer = 400, {"code": 3, "message": "etcdserver: authentication failed"}
+            else:
+                answer = {"token": "of root"}
+        elif path not in WITHOUT_TOKEN and self.headers["Authorization"] != "of root":
+            if self.headers["Authorization"]:
+                status, answer = 401, {"code": 16, "message": "etcdserver: invalid auth token"}
+            else:
+                status, answer = 400, {"code": 3, "message": "etcdserver: user name is empty"}
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def etcd():
+    server = SlowEtcd()
+    with in_thread(server.serve_forever):
+        yield server
+        server.checked.set()
+        server.shutdown()
+    server.server_close()
+
+
+def test_a_lease_is_renewed_while_the_password_is_still_being_checked(etcd):
+    page = os.memfd_create("page")
+    os.ftruncate(page, PAGE_BYTES)
+    first = {"options": vars(etcd.options), "heartbeat_s": 0.5, "page": page, "parent": os.getpid()}
+    keeper = Keeper(first)
+    words = memoryview(mmap.mmap(page, PAGE_BYTES)).cast("q")
+    words[0] = time.monotonic_ns()  # it beats
+    keeper._ttl_s = 60.0
+    assert keeper._renew(7) == 0.5
+    assert words[UNTIL_WORD] > time.monotonic_ns()
+    assert etcd.asked == ["lease/keepalive"]
+    keeper._gateway.close()
+    os.close(page)
+
+
+def test_a_password_is_given_more_time_than_the_question(etcd):
+    gateway = Gateway(etcd.options)
+    with pytest.raises(NoAnswer):
+        gateway.call("kv/range", {}, 2.0)  # as it was before: begun again and again, and never done
+    threading.Timer(3.0, etcd.checked.set).start()
+    assert gateway.call("kv/range", {}, 2.0, authenticate_s=60.0) == {"result": {"TTL": "5"}}
+    gateway.close()
+
+
+def test_a_token_that_etcd_has_forgotten_is_replaced_and_a_wrong_password_is_told(etcd):
+    etcd.checked.set()
+    gateway = Gateway(etcd.options)
+    gateway._token = "of before the restart"
+    gateway.call("kv/range", {}, 20.0)
+    gateway.call("kv/range", {}, 20.0)
+    assert etcd.asked == ["kv/range", "auth/authenticate", "kv/range", "kv/range"]
+    etcd.password = "another"
+    gateway._token = ""
+    with pytest.raises(Denied):
+        gateway.call("kv/range", {}, 20.0)
+    gateway.close()
