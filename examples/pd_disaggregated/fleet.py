@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Final, Protocol
 
 import kvpool
-from kvpool.cluster.local_folder import folder_path
 from pd_disaggregated import messages
 
 if TYPE_CHECKING:
@@ -145,7 +143,8 @@ class Fleet:
             process.join()
         if self._cluster is not None:
             self._cluster.close()
-            shutil.rmtree(folder_path(self._plan.cluster.removeprefix("local://")), ignore_errors=True)
+            with contextlib.suppress(kvpool.Error):  # somebody who was asked to look on has joined it
+                kvpool.Cluster.forget(self._plan.cluster)
 
     # ---- the cluster
 

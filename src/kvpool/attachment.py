@@ -57,6 +57,8 @@ class Attachment:
         self._sink = _weakly(self._list)
         cluster._board.subscribe(self._sink)
         registration.on_lease(_weakly(self._on_lease))
+        weak_left = weakref.WeakMethod(self._left)
+        registration._at_leave(lambda: (left := weak_left()) is not None and left())
         self._watch: MemberCallback = cluster.on_change(_weakly(self._on_change))
         self._end = weakref.finalize(self, _leave_soon, registration, self._watch, self._process)
         beats = threading.Thread(
@@ -121,6 +123,8 @@ class Attachment:
             pool = self._pool()
             if pool is None or pool.closed or self.closed:
                 break
+            if self._registration.refused:  # nobody listens to this one any more
+                raise StateError(f"another incarnation has the name {self.name}")
             told = told or self._is_seen_draining()
             under_way = sum(peer.transfers + peer.reserved_blocks for peer in pool.peers())
             now = time.monotonic()
@@ -135,9 +139,18 @@ class Attachment:
         self.close()
 
     def close(self) -> None:
-        """Leaves at once. The others are told "left"; transfers that are under way end with PeerLost. Idempotent."""
+        """Leaves at once. The others are told "left"; transfers that are under way end with PeerLost. Idempotent.
+
+        From a thread of the cluster's own it is done soon, in another one: see Cluster.close.
+        """
         if os.getpid() != self._process:
             return
+        if self._cluster._elsewhere(self._close):
+            self._registration.leave_soon()
+        else:
+            self._close()
+
+    def _close(self) -> None:
         self._end.detach()
         self._stop.set()
         self._watch.close()
@@ -147,6 +160,11 @@ class Attachment:
         if pool is not None:
             with self._own, contextlib.suppress(Error):  # it is closed: so are its connections
                 pool._fence(f"{self.name} has left its cluster")
+
+    def _left(self) -> None:
+        """The registration has left by itself: no lease, no peers."""
+        if not self._stop.is_set():
+            self.close()
 
     def __enter__(self) -> Attachment:
         """Itself."""

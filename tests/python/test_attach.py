@@ -277,6 +277,38 @@ def test_a_cluster_that_is_closed_takes_its_pool_with_it_at_once(url):
         assert isinstance(stream.transfer.exception(30), PeerLost)
 
 
+def test_a_registration_that_leaves_by_itself_takes_its_pool_with_it_at_once(url):
+    """Nobody is told by a heartbeat here: the next one comes when the test is long over."""
+    with join(url, heartbeat=30) as cluster, small_pool() as a, member(url, "b") as (b, *_):
+        attachment = a.attach(cluster, name="a")
+        eventually(lambda: len(attachment._told) == 1)
+        own = a.alloc(1)
+        stream = a.open_transfer("b", own)
+        cluster.registration.leave()
+        with refused(a, Fenced, "has left its cluster"):
+            a.transfer("b", own)
+        assert isinstance(stream.transfer.exception(20), PeerLost)
+        eventually_within(lambda: blocks_at_peers(b) == 0, 20)
+
+
+def test_a_pool_whose_attachment_is_closed_in_the_clusters_own_thread_leaves(url):
+    with join(url) as watching, member(url, "a") as (a, cluster, attachment):
+        eventually(lambda: names(watching) == ["a"])
+        closing: list[bool] = []
+
+        def close(event: kvpool.MemberEvent) -> None:
+            if event.member.name == "b":
+                attachment.close()
+                closing.append(attachment.closed)
+
+        cluster._board.subscribe(close)
+        with member(url, "b"):
+            eventually(lambda: names(watching) == ["b"])
+        assert closing[0]
+        with refused(a, Fenced, "has left its cluster"):
+            a.alloc(1, instance="b")
+
+
 def test_a_pool_that_is_dropped_leaves(url):
     with join(url) as watching, join(url) as cluster:
         pool = small_pool()
@@ -321,6 +353,31 @@ def test_a_drain_begins_to_wait_when_the_others_can_know_of_it(url, monkeypatch)
             assert not attachment.closed
         attachment.drain(60)
         eventually(lambda: names(watching) == [])
+
+
+def test_a_drain_ends_when_somebody_else_has_the_name(url, monkeypatch):
+    """It was stopped, and hears only while it drains that others take it for lost: nobody listens any more."""
+
+    def is_cut_off(record: kvpool.Member) -> None:
+        raise Unreachable("the test has cut it off")
+
+    with member(url, "a") as (_, _cluster, attachment):
+        entry, drained = attachment._registration._entry, []
+        monkeypatch.setattr(entry, "write", is_cut_off)
+
+        def drain() -> None:
+            with pytest.raises(StateError, match="another incarnation has the name a"):
+                attachment.drain(3000)
+            drained.append(True)
+
+        thread = threading.Thread(target=drain, daemon=True)
+        thread.start()
+        eventually(lambda: attachment._registration.record.state == "draining")
+        monkeypatch.setattr(entry, "enter_again", lambda record, lost: None)
+        monkeypatch.setattr(entry, "hold", lambda: "lost")
+        thread.join(60)
+        assert drained
+        assert not attachment.closed
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "soon", None])

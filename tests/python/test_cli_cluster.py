@@ -10,6 +10,7 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from kit import ctrl_c_works, small_pool
@@ -22,8 +23,10 @@ _numbers = itertools.count(1)
 
 
 @pytest.fixture
-def url() -> str:
-    return f"local://cli-{os.getpid()}-{next(_numbers)}"
+def url() -> Iterator[str]:
+    one = f"local://cli-{os.getpid()}-{next(_numbers)}"
+    yield one
+    kvpool.Cluster.forget(one)
 
 
 @pytest.fixture
@@ -60,6 +63,21 @@ def test_an_empty_cluster_and_a_wrong_place_are_told(url, capsys):
     assert "nobody" in capsys.readouterr().out
     assert cli.main(["cluster", "ftp://x"]) == 2
     assert "ftp://x" in capsys.readouterr().err
+
+
+def test_a_cluster_is_forgotten_when_nobody_is_there(url, capsys):
+    name = url.removeprefix("local://")
+    with kvpool.Cluster.join(url) as cluster:
+        cluster.register(name="first", role="both", epoch=1)
+        assert cli.main(["cluster", "--forget", name]) == 2
+        assert "live: first" in capsys.readouterr().err
+    assert cli.main(["cluster", "--forget", name]) == 0
+    assert capsys.readouterr().out == f"{name} is forgotten\n"
+    assert cli.main(["cluster", "--forget", url]) == 0
+    assert "no local cluster" in capsys.readouterr().out
+    assert cli.main(["cluster", url, "--forget", name]) == 2
+    assert cli.main(["cluster"]) == 2
+    assert cli.main(["cluster", "--forget", "../x"]) == 2
 
 
 def test_top_draws_once(url, members, capsys):

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from kvpool.cluster import Cluster, Member
+from kvpool.errors import ArgumentError
 
 __all__ = ["add_parser", "add_place", "columns", "join", "row"]
 
@@ -19,14 +20,19 @@ columns = ("member", "instance", "role", "state", "HBM free/active/cached", "of"
 def add_parser(commands: Any) -> None:
     """Adds the command to the parser's commands."""
     parser = commands.add_parser("cluster", help="list the members of a cluster, their blocks and their load")
-    add_place(parser)
+    add_place(parser, optional=True)
+    parser.add_argument(
+        "--forget", metavar="NAME",
+        help="remove what a local cluster without members has left on this machine: its secret, its counter of ids",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
 
-def add_place(parser: argparse.ArgumentParser) -> None:
+def add_place(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Adds the arguments that say where a cluster is."""
-    parser.add_argument("url", metavar="URL", help="local://NAME or etcd://HOST:PORT/PREFIX (etcds:// over TLS)")
+    where = "local://NAME or etcd://HOST:PORT/PREFIX (etcds:// over TLS)"
+    parser.add_argument("url", metavar="URL", help=where, nargs="?" if optional else None)
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="to wait for the directory")
     parser.add_argument("--tls-ca", metavar="FILE", help="certificates that etcd's must be signed by")
     parser.add_argument("--tls-cert", metavar="FILE", help="our own certificate")
@@ -70,6 +76,15 @@ def row(member: Member) -> tuple[str, ...]:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    if arguments.forget is not None:
+        if arguments.url is not None:
+            raise ArgumentError(f"--forget {arguments.forget} wants no other cluster beside it: {arguments.url}")
+        name = arguments.forget.removeprefix("local://")
+        was_there = Cluster.forget(f"local://{name}", timeout=arguments.timeout)
+        print(f"{name} is forgotten" if was_there else f"there was no local cluster {name}")
+        return
+    if arguments.url is None:
+        raise ArgumentError("which cluster? local://NAME or etcd://HOST:PORT/PREFIX")
     with join(arguments) as cluster:
         members = cluster.members()
     print(json.dumps([_facts(one) for one in members], indent=2) if arguments.json else _text(members))

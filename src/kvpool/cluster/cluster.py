@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import os
 import threading
@@ -15,6 +16,8 @@ from kvpool.cluster.board import Board
 from kvpool.cluster.callback import MemberCallback
 from kvpool.cluster.directory import Directory
 from kvpool.cluster.local import LocalDirectory
+from kvpool.cluster.local_folder import folder_path
+from kvpool.cluster.local_forget import forget_folder
 from kvpool.cluster.place import Place, check_seconds, parse_place
 from kvpool.cluster.record import Load, Member, MemberEvent, Role
 from kvpool.cluster.registration import Registration
@@ -265,10 +268,42 @@ class Cluster:
             self._tender.registration = registration
             return registration
 
+    @classmethod
+    def forget(cls, url: str, *, timeout: float = 10.0) -> bool:
+        """Removes what a local cluster without members has left on this machine: its folder, with secret and ids.
+
+        Who only watches it makes an empty one again, as long as it does.
+
+        Args:
+            url: "local://NAME".
+            timeout: Seconds to wait for those who are just joining or leaving.
+
+        Returns:
+            Whether there was anything.
+
+        Raises:
+            StateError: Members live, and keep what they have; or the folder is not ours, or cannot be removed.
+            ArgumentError: No address of a local cluster. In etcd, what a member has goes with its lease.
+            ArgumentTypeError: A value of the wrong type.
+            DeadlineExceeded: Members come and go all the time.
+        """
+        place = parse_place(url, lease=3.0, heartbeat=None, secret=None)
+        if place.kind != "local":
+            raise ArgumentError(f"forget: {url} is no local cluster: in etcd, what a member has goes with its lease")
+        return forget_folder(folder_path(place.name), time.monotonic() + check_seconds("timeout", timeout))
+
     def close(self) -> None:
-        """Leaves, if there is a registration, and stops watching. Callbacks end. Idempotent; does not raise."""
+        """Leaves, if there is a registration, and stops watching. Callbacks end. Idempotent; does not raise.
+
+        From a thread of the cluster's own, where a finalizer may be what calls this, it is done soon, in another one.
+        """
         if os.getpid() != self._process:
             return
+        self._closed = True
+        if not self._elsewhere(self._close):
+            self._close()
+
+    def _close(self) -> None:
         with self._lock:
             self._closed = True
             callbacks = list(self._callbacks)
@@ -290,6 +325,20 @@ class Cluster:
     ) -> None:
         """Closes."""
         self.close()
+
+    def _elsewhere(self, work: Callable[[], object]) -> bool:
+        """Does it in a new thread, if this is one of the cluster's own, which must not wait for the others.
+
+        The garbage collector may have called in the middle of anything, with locks held, so nothing is waited for: not
+        even, as `threading.Thread.start` would, until the new thread runs.
+        """
+        if not self._tender.runs_here():
+            return False
+        try:
+            _thread.start_new_thread(work, ())
+        except RuntimeError:  # the interpreter ends, or there is no thread to be had
+            self._tender.stop()
+        return True
 
     def _at_close(self, weak: Callable[[], Callable[[], object] | None]) -> None:
         """What the pool that was attached last does when this is closed: until then it does not know."""

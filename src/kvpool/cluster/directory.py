@@ -6,6 +6,7 @@ otherwise. It shows what it sees on a `Board`. The conformance suite (tests/pyth
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from typing import Literal
 
@@ -103,6 +104,10 @@ class Directory(ABC):
     @abstractmethod
     def descriptors(self) -> tuple[int, ...]:
         """Readable when there is something to `tend`."""
+
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """Those that paint the board, beside the tender's."""
+        return ()
 
     @abstractmethod
     def tend(self) -> None:

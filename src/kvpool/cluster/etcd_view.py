@@ -41,7 +41,7 @@ class EtcdView:
         self._stream: Stream | None = None
         self._lock = threading.Lock()  # of the two above
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvpool-etcd", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="kvpool-etcd", daemon=True)
 
     def read_all(self, timeout_s: float, authenticate_s: float = 0.0) -> None:
         """Reads every record, and shows them.
@@ -74,7 +74,7 @@ class EtcdView:
 
     def start(self) -> None:
         """Begins to watch."""
-        self._thread.start()
+        self.thread.start()
 
     def tend(self) -> None:
         """Gives up on who did not come back, and on a connection behind which there is nobody any more."""
@@ -104,8 +104,8 @@ class EtcdView:
             stream = self._stream
         if stream is not None:
             stream.stop()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self.thread.is_alive():
+            self.thread.join()
         self._gateway.close()
         self._checker.close()
 

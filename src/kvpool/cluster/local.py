@@ -20,7 +20,7 @@ from kvpool.cluster.place import Place
 from kvpool.cluster.record import INSTANCE_MAX, Member
 from kvpool.errors import AuthError, DeadlineExceeded, Error, StateError
 
-__all__ = ["LocalDirectory"]
+__all__ = ["LocalDirectory", "clear_dead"]
 
 _log = logging.getLogger("kvpool.cluster")
 
@@ -94,7 +94,7 @@ class LocalDirectory(Directory):
     def _replaces_secret(self, folder: Folder, state: State) -> bool:
         if self._given is None or state.is_known_by(self._given):
             return False
-        return not held_ids(self._path) and not _clear(folder, "")
+        return not held_ids(self._path) and not clear_dead(folder, "")
 
     def enter(self, record: Member, timeout_s: float) -> Entry:
         """See Directory."""
@@ -111,7 +111,7 @@ class LocalDirectory(Directory):
 
     def _enter(self, folder: Folder, record: Member) -> LocalEntry:
         file = member_file(record.name)
-        taken = _clear(folder, file)
+        taken = clear_dead(folder, file)
         if file in taken:
             raise StateError(f"register: a member that lives has the name {record.name}", instance=taken[file])
         state = folder.state() or self.known_state()
@@ -232,7 +232,7 @@ class LocalEntry(Entry):
 
     def _enter_again(self, folder: Folder, record: Member) -> int | None:
         if not self._page.is_at(folder.descriptor):
-            taken = _clear(folder, self._file)
+            taken = clear_dead(folder, self._file)
             state = folder.state()
             ours = self._directory.known_state()
             if self._file in taken or record.instance in taken.values() or not (state or ours).same_secret(ours):
@@ -310,7 +310,7 @@ def _watch(path: str) -> FolderWatch | None:
         return None
 
 
-def _clear(folder: Folder, wanted: str) -> dict[str, int]:
+def clear_dead(folder: Folder, wanted: str) -> dict[str, int]:
     """Removes what dead members have left, and a silent one's page of the wanted name. The caller has the lock.
 
     Returns:

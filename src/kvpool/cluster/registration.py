@@ -38,6 +38,7 @@ class Registration:
         self._written = entry.record
         self._written_at = time.monotonic()
         self._callbacks: list[Callable[[LeaseWord], object]] = []
+        self._ends: list[Callable[[], object]] = []
         self._late: list[tuple[Callable[[LeaseWord], object], LeaseWord]] = []
         self._word: LeaseWord = "regained"
         self._over = False
@@ -142,6 +143,15 @@ class Registration:
         """Whether it has left."""
         return self._over
 
+    @property
+    def refused(self) -> bool:
+        """Whether another incarnation has the name now, as `on_lease` says."""
+        return self._word == "refused"
+
+    def _at_leave(self, end: Callable[[], object]) -> None:
+        """What the pool that goes with it does when it has left, whoever let it; in the thread that leaves."""
+        self._ends.append(end)
+
     def _check_open(self) -> None:
         if self._over:
             raise ClosedError(f"{self.name} has left the cluster")
@@ -182,9 +192,12 @@ class Registration:
 
     def _leave_now(self) -> None:
         with self._ask():
-            if not self._left:
-                self._left = True
+            first, self._left = not self._left, True
+            if first:
                 self._entry.leave(self._written)
+        if first:
+            for end in self._ends:
+                end()
 
     def _see_to_lease(self) -> None:
         if self._word == "refused":

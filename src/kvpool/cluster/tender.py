@@ -50,6 +50,10 @@ class Tender:
         self._stopping = True
         self.wake()
 
+    def runs_here(self) -> bool:
+        """Whether this is its thread, or one of the directory's: what these wait for may be waiting for them."""
+        return threading.current_thread() in (self._thread, *self._directory.threads())
+
     def close(self) -> None:
         """Ends it; from the thread itself too, which then ends soon. Idempotent."""
         self.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
@@ -250,13 +251,16 @@ def test_wait_for_ends_when_somebody_comes_and_when_the_cluster_is_closed(place)
 
 
 def test_two_clusters_do_not_mix(place):
-    other_url = place.url + "-other" if place.url.startswith("etcd") else f"local://{free_name()}"
+    is_local = place.url.startswith("local")
+    other_url = f"local://{free_name()}" if is_local else place.url + "-other"
     cluster = place.join()
     with kvpool.Cluster.join(other_url, lease=LEASE) as other:
         place.register(cluster, "a")
         place.register(other, "a")
         wait_for(lambda: len(cluster.members()) == 1 and len(other.members()) == 1)
         assert cluster.members()[0].epoch != other.members()[0].epoch
+    if is_local:
+        assert kvpool.Cluster.forget(other_url)
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 4096, b"{", b"[]", b'{"v":1}', b"[" * 100_000, b'{"v":1,"load":3}'])
@@ -348,6 +352,33 @@ def test_a_cluster_that_its_own_thread_drops_leaves(place):
     events.wait("a", "joined", "left")
     tender._thread.join(60)
     assert not tender._thread.is_alive()
+
+
+def test_a_cluster_that_is_closed_in_the_thread_that_paints_it_leaves(place):
+    """As a finalizer does that the garbage collector calls there: the board is locked, and callbacks wait for it."""
+    router, cluster = place.join(), place.join()
+    events = Events(router)
+    place.register(cluster, "a")
+    events.wait("a", "joined")
+    cluster.on_change(lambda event: cluster.closed or cluster.members())
+    painting: list[object] = []
+
+    def close(event):
+        if event.member.name == "b":
+            painting.append(threading.current_thread())
+            cluster.close()
+            with pytest.raises(kvpool.ClosedError):
+                cluster.members()
+
+    cluster._board.subscribe(close)
+    tender, threads = cluster._tender, cluster._directory.threads()
+    place.register(place.join(), "b")
+    events.wait("a", "joined", "left")
+    assert painting[0] in (tender._thread, *threads)
+    for thread in (tender._thread, *threads):
+        thread.join(60)
+        assert not thread.is_alive()
+    cluster.close()
 
 
 def test_leaving_while_the_directory_is_asked_by_the_same_thread(place):

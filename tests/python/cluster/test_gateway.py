@@ -1,4 +1,4 @@
-"""The client of etcd and the keeper, beside an etcd that takes its time with passwords: what a real one does under load."""
+"""The client of etcd and the keeper, beside an etcd that takes its time with passwords, as one under load does."""
 
 from __future__ import annotations
 

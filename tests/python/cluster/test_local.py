@@ -177,6 +177,59 @@ def test_a_state_that_is_garbage_is_made_anew(local):
     assert local.join(timeout=0.1).members()[0].name == "a"
 
 
+def test_a_cluster_without_members_is_forgotten_and_begins_anew(local):
+    first = local.join()
+    assert local.register(first, "a").instance == 1
+    secret = first.secret
+    first.close()
+    assert kvpool.Cluster.forget(local.url)
+    assert not local.folder.exists()
+    assert not kvpool.Cluster.forget(local.url)
+    second = local.join()
+    assert second.secret != secret
+    assert local.register(second, "a").instance == 1
+
+
+@pytest.mark.parametrize("state", ["runs", "is stopped", "has lost its folder"])
+def test_a_cluster_with_members_is_not_forgotten(local, state):
+    member = local.member("a b", lease=60.0)
+    if state == "is stopped":
+        member.stop()
+    if state == "has lost its folder":
+        member.stop()  # or it makes it again
+        for file in local.folder.iterdir():
+            file.unlink()
+    with pytest.raises(kvpool.StateError, match="unknown by name" if "folder" in state else "live: a b"):
+        kvpool.Cluster.forget(local.url, timeout=30)
+    member.wake()
+    assert local.join(timeout=30).wait_for(n=1)[0].instance == member.instance
+    assert member.words == []
+    member.kill()
+    wait_for(lambda: not held_ids(str(local.folder)))
+    assert kvpool.Cluster.forget(local.url)
+
+
+def test_what_a_dead_member_has_left_is_forgotten_with_the_rest(local):
+    local.member("a").kill()
+    wait_for(lambda: not held_ids(str(local.folder)))
+    assert (local.folder / "m.a.lock").exists()
+    assert kvpool.Cluster.forget(local.url)
+    assert not local.folder.exists()
+
+
+def test_who_watches_a_forgotten_cluster_sees_the_next_members(local):
+    router = local.join()
+    assert kvpool.Cluster.forget(local.url)
+    local.register(local.join(timeout=30), "a")
+    wait_for(lambda: [m.name for m in router.members()] == ["a"])
+
+
+@pytest.mark.parametrize("url", ["etcd://127.0.0.1/x", "local://", "local://../x", "x"])
+def test_only_a_local_cluster_can_be_forgotten(url):
+    with pytest.raises(kvpool.ArgumentError):
+        kvpool.Cluster.forget(url)
+
+
 @pytest.mark.parametrize(
     ("url", "options", "error"),
     [

@@ -1,0 +1,53 @@
+"""Removing what a local cluster that is over has left on its machine: a folder with a counter and a secret."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import urllib.parse
+
+from kvpool.cluster.local import clear_dead
+from kvpool.cluster.local_folder import Folder
+from kvpool.cluster.local_ids import held_ids
+from kvpool.errors import Error, StateError
+
+__all__ = ["forget_folder"]
+
+
+def forget_folder(path: str, until: float) -> bool:
+    """Removes the folder of a cluster without members.
+
+    Args:
+        path: Of the folder.
+        until: When to give up waiting for its lock (time.monotonic()).
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        StateError: Members live, of which none loses anything; or the folder is not ours, or cannot be removed.
+        DeadlineExceeded: Somebody else is changing it all the time.
+    """
+    if not os.path.lexists(path):
+        return False
+    folder = Folder(path)
+    try:
+        with contextlib.suppress(FileNotFoundError), folder.locked(until):  # gone: somebody else has removed it
+            _check_that_nobody_lives(folder)
+            for file in os.listdir(folder.descriptor):
+                folder.unlink(file)
+            os.rmdir(path)
+    except OSError as error:
+        if isinstance(error, Error):  # a deadline is a TimeoutError, too
+            raise
+        raise StateError(f"forget: {path} cannot be removed: {error.strerror}", errno=error.errno) from error
+    return True
+
+
+def _check_that_nobody_lives(folder: Folder) -> None:
+    """Also one that is stopped lives, and one whose files were removed: the kernel knows its id."""
+    alive = clear_dead(folder, "")
+    ids = held_ids(folder.path) | set(alive.values())
+    if ids:
+        names = ", ".join(sorted(urllib.parse.unquote(file.partition(".")[2]) for file in alive)) or "unknown by name"
+        raise StateError(f"forget: {len(ids)} members of {folder.path} live: {names}")
