@@ -4,13 +4,15 @@ The instances, workloads and settings are those of examples/pd_disaggregated. Ev
 demo's transformer; sessions arrive at random (Poisson), rates are those of one instance, and settings are compared at
 equal numbers of instances. All tokens are compared with those of one process.
 
-Needs PyTorch, and the folder examples beside this one.
+Ten minutes on two quiet cores; `--quick` some, and with `KVPOOL_LONG=1` forty, which the number of loads, settings and
+sessions decides (study.py). Needs PyTorch, and the folder examples beside this one.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -51,7 +53,8 @@ class Subject:
     def plan(self, quick: bool) -> int:
         """How many runs there are."""
         names = _QUICK if quick else tuple(self._study.RATES)
-        self._cells = [cell for cell in self._study.plan(names, quick=quick) if not cell.kill]
+        size = "quick" if quick else "long" if os.environ.get("KVPOOL_LONG") else "standard"
+        self._cells = [cell for cell in self._study.plan(names, size=size) if not cell.kill]
         return len(self._cells)
 
     def measure(self, number: int) -> dict[str, Any]:

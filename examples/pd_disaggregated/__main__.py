@@ -72,7 +72,7 @@ def _all(console: Console, options: argparse.Namespace) -> int:
     from pd_disaggregated.checks import check
 
     started = time.monotonic()
-    cells = study.plan(options.workloads, quick=options.quick, seed=options.seed)
+    cells = study.plan(options.workloads, size=options.size, seed=options.seed)
     console.print(f"\n[bold]{len(cells)} runs[/bold] of {', '.join(options.workloads)}\n")
     runs = _measure(console, cells)
     checks = check(runs)
@@ -161,11 +161,22 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     every = commands.add_parser("all", help="every workload, every setting, and a report", description="The study.")
     every.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="(default all)")
-    every.add_argument(
+    size = every.add_mutually_exclusive_group()
+    size.add_argument(
         "--quick",
-        action="store_true",
-        help="one load, two instances, few sessions: some minutes instead of forty",
+        action="store_const",
+        const="quick",
+        dest="size",
+        help="one load, two instances, few sessions: some minutes instead of about ten",
     )
+    size.add_argument(
+        "--long",
+        action="store_const",
+        const="long",
+        dest="size",
+        help="three loads and three instances for every workload, more sessions: forty minutes",
+    )
+    every.set_defaults(size="standard")
     every.add_argument("--out", type=Path, default=_OUT, metavar="FOLDER", help=f"of the report (default {_OUT})")
     for command in (one, every):
         command.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the workloads (default 0)")

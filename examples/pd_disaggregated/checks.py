@@ -156,6 +156,8 @@ def _deaths(runs: Sequence[Measured]) -> Iterator[Check]:
         if run.silences_s:
             what = "until the others give the next token after a kill, at most"
             yield Check(what, max(run.silences_s), "s", LEASE_S + _SURVIVE_S, "lower")
+        what = "killed instances that have served again"
+        yield Check(what, len(run.returns_s), "", len(run.cell.kill), "higher")
         if run.returns_s:
             what = "until an instance that was started again gives a token after joining, at most"
             yield Check(what, max(run.returns_s), "s", _SERVES_S_MAX, "lower")

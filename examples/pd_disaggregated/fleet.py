@@ -51,6 +51,7 @@ class Instance:
         prefills: Whether prompts are sent to it.
         decodes: Whether it decodes.
         joined: Whether it serves: it has joined the cluster, and not ended since.
+        joins: How often it has joined.
         heard: When it last said something, or had nothing to do (time.monotonic).
     """
 
@@ -60,6 +61,7 @@ class Instance:
         self.prefills = prefills
         self.decodes = decodes
         self.joined = False
+        self.joins = 0
         self.heard = time.monotonic()
         self.starts_failed = 0
         self.process: multiprocessing.process.BaseProcess | None = None
@@ -159,6 +161,7 @@ class Fleet:
         if self._closing or event.kind != "joined" or instance is None or instance.joined or instance.pipe is None:
             return
         instance.joined, instance.starts_failed = True, 0
+        instance.joins += 1
         try:
             self._listener.joined(instance)
         except Exception as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from pd_disaggregated import deaths, workloads
 from pd_disaggregated.metrics import Summary, summarize
@@ -31,8 +31,22 @@ THREE = (
     Setting("PD-Caching-3", 2, 1),
     Setting("PD-Caching-3", 1, 2),
 )
+_THREE_WITH_CACHE = (THREE[1], *THREE[-2:])
 _AT_EVERY_LOAD = (*TWO[:2], ONE_EACH[0], ONE_EACH[-1])  # as in Fig 8: without and with a cache, of either kind
-_SESSIONS, _QUICK_SESSIONS = 8, 3
+
+Size = Literal["quick", "standard", "long"]
+"""How much of the study. How long a run takes is decided by when its sessions arrive: at the lowest load two instances
+wait most of the time.
+
+quick     one load, two instances, few sessions: some minutes
+standard  all that the study must show, 9 to 12 minutes on two quiet cores: all designs at the load where no cache is
+          just enough, and at a higher one those without and with a cache; layer by layer, three instances, and kills
+          for one workload
+long      three loads and three instances for every workload, more sessions: forty minutes
+"""
+_SESSIONS: dict[Size, int] = {"quick": 3, "standard": 5, "long": 8}
+_KILL_SESSIONS_MIN = 6  # with fewer, nothing may be left to ask when the last one that was killed is back
+_AT_ONE_LOAD = ("documents",)  # in the standard study: its sessions take longest to arrive
 _KILLED = Setting("PD-Caching-3", 2, 2)
 
 
@@ -131,30 +145,40 @@ class Measured:
         }
 
 
-def plan(names: Sequence[str], *, quick: bool = False, seed: int = 0) -> list[Cell]:
+def plan(names: Sequence[str], *, size: Size = "standard", seed: int = 0) -> list[Cell]:
     """All cells of the study.
 
     Args:
-        names: Workloads.
-        quick: One load, two instances, few sessions.
+        names: Workloads. The standard study shows three instances, streaming and kills with the first of them.
+        size: How much of it.
         seed: Of the workloads.
     """
-    sessions = _QUICK_SESSIONS if quick else _SESSIONS
+    sessions = _SESSIONS[size]
     cells = []
     for name in names:
-        rates = RATES[name]
-        middle = rates[len(rates) // 2]
-        for rate in (middle,) if quick else rates:
+        middle = RATES[name][1]
+        for rate in _rates(name, size):
             wanted = TWO if rate == middle else _AT_EVERY_LOAD
             cells += [Cell(name, rate, setting, sessions, seed) for setting in wanted]
-        if not quick:
-            cells += [Cell(name, middle, setting, sessions, seed) for setting in (BY_LAYER, *THREE)]
-    return [*cells, *(_with_kills(name, sessions, seed) for name in names[:1])]
+        more = (BY_LAYER, *THREE) if size == "long" else (BY_LAYER, *_THREE_WITH_CACHE)
+        if size == "long" or (size == "standard" and name == names[0]):
+            cells += [Cell(name, middle, setting, sessions, seed) for setting in more]
+    return [*cells, *(_with_kills(name, max(sessions, _KILL_SESSIONS_MIN), seed) for name in names[:1])]
+
+
+def _rates(name: str, size: Size) -> Sequence[float]:
+    low, middle, high = RATES[name]
+    if size == "long":
+        return low, middle, high
+    return (middle,) if size == "quick" or name in _AT_ONE_LOAD else (middle, high)
 
 
 def _with_kills(name: str, sessions: int, seed: int) -> Cell:
-    """Two of each kind, so that somebody is left to serve on while one of either kind is away."""
-    kill = (("prefill-0", 0.3), ("decode-0", 0.6))
+    """Two of each kind, so that somebody is left to serve on while one of either kind is away.
+
+    Both are killed in the first half, so that there is enough to do for them when they are back.
+    """
+    kill = (("prefill-0", 0.2), ("decode-0", 0.45))
     return Cell(name, RATES[name][0], _KILLED, sessions, seed, kill)
 
 

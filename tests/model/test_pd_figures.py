@@ -213,6 +213,7 @@ def test_an_instance_that_returns_late_and_one_that_was_never_killed_are_seen():
     run = measured(kill=(("prefill-0", 0.5),))
     for words, changes in {
         "started again": {"returns_s": (0.5, 2.1)},
+        "have served again": {"returns_s": ()},
         "others have noticed": {"noticed_s": (0.1, 3.1)},
         "others give the next": {"silences_s": (4.1,)},
         "killed": {"events": ()},

@@ -102,6 +102,45 @@ def test_sessions_stay_where_they_are_and_new_ones_go_where_least_is_under_way()
     assert later.prefill is p0
 
 
+def test_who_comes_back_takes_over_half_of_the_sessions_each_at_its_next_turn() -> None:
+    p0, p1, d0, d1 = instances("prefill-0", "prefill-1", "decode-0", "decode-1")
+    places = Places([p0, p1, d0, d1], 4, 1000)
+
+    def turn(*sessions: int) -> list[tuple[str, str]]:
+        """They come one after another, and are over at once."""
+        found = []
+        for session in sessions:
+            request = request_of(0, session, 3)
+            places.begin([request])
+            assert request.prefill is not None
+            assert request.decode is not None
+            found.append((request.prefill.name[-1], request.decode.name[-1]))
+        return found
+
+    assert turn(0, 1, 2, 3) == [("0", "0"), ("1", "1"), ("0", "0"), ("1", "1")]
+    assert turn(3, 2, 1, 0) == [("1", "1"), ("0", "0"), ("1", "1"), ("0", "0")]
+    d0.joined = False
+    assert turn(0, 1, 2, 3) == [("0", "1"), ("1", "1"), ("0", "1"), ("1", "1")]
+    d0.joined, d0.joins = True, 1
+    assert turn(3, 2, 1, 0) == [("1", "0"), ("0", "0"), ("1", "1"), ("0", "1")]
+    assert turn(0, 1, 2, 3) == [("0", "1"), ("1", "1"), ("0", "0"), ("1", "0")]  # and there they stay
+    p0.joined = False
+    assert turn(0) == [("1", "1")]
+    p0.joined, p0.joins = True, 1  # back before the others were asked: they are where they were
+    assert turn(0, 1, 2, 3) == [("0", "1"), ("1", "1"), ("0", "0"), ("1", "0")]
+
+
+def test_one_session_stays_when_somebody_comes() -> None:
+    p0, d0, d1 = instances("prefill-0", "decode-0", "decode-1")
+    places = Places([p0, d0, d1], 4, 100)
+    d1.joined = False
+    places.begin([request_of(0, 0, 3)])
+    d1.joined, d1.joins = True, 1
+    again = request_of(1, 0, 3)
+    places.begin([again])
+    assert again.decode is d0
+
+
 def test_who_does_not_fit_waits_and_is_not_overtaken() -> None:
     one = instances("instance-0")
     places = Places(one, 4, 10)

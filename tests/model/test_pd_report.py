@@ -31,9 +31,9 @@ def no_traces(monkeypatch, tmp_path):
 # ---- the study
 
 
-@pytest.mark.parametrize("quick", [True, False])
-def test_the_plan_compares_at_equal_numbers_of_instances(quick):
-    cells = study.plan(["chat", "react"], quick=quick)
+@pytest.mark.parametrize("size", ["quick", "standard", "long"])
+def test_the_plan_compares_at_equal_numbers_of_instances(size):
+    cells = study.plan(["chat", "react"], size=size)
     assert len(set(cells)) == len(cells)
     alone = [cell for cell in cells if not cell.kill]
     for workload in ("chat", "react"):
@@ -46,10 +46,29 @@ def test_the_plan_compares_at_equal_numbers_of_instances(quick):
                 ]
                 if settings:
                     assert {True, False} == {setting.colocated for setting in settings}
-    assert {cell.instances for cell in alone} == ({2} if quick else {2, 3})
+    assert {cell.instances for cell in alone} == ({2} if size == "quick" else {2, 3})
     assert any(cell.kill for cell in cells)
     for cell in cells:
         assert {name for name, _ in cell.kill} <= set(cell.setting.instances)
+
+
+def test_the_standard_study_can_show_all_that_it_must():
+    """With what it runs; that the figures of such runs are right, is seen elsewhere."""
+    cells = study.plan(list(study.RATES), size="standard")
+    ran = {(cell.workload, cell.rate, cell.setting) for cell in cells if not cell.kill}
+    for workload, (_, middle, high) in study.RATES.items():
+        for setting in study.TWO:  # hits by turn, bytes from design to design
+            assert (workload, middle, setting) in ran
+        if workload != "documents":  # TTFT with and without a cache, under more than one load
+            assert {setting.design for name, rate, setting in ran if (name, rate) == (workload, high)} == {
+                "PD", "PD-CC", "PD-Basic", "PD-Caching-3",
+            }  # fmt: skip
+    settings = {setting for _, _, setting in ran}
+    assert {(one.prefill, one.decode) for one in settings} >= {(1, 1), (2, 1), (1, 2)}
+    assert {one.strategy for one in settings} == {"by_layer", "by_request_agg"}
+    (killed,) = [cell for cell in cells if cell.kill]
+    assert {name.partition("-")[0] for name, _ in killed.kill} == {"prefill", "decode"}
+    assert len(cells) * 4 < len(study.plan(list(study.RATES), size="long")) * 3
 
 
 def test_settings_of_a_comparison_are_asked_the_same():
