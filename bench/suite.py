@@ -29,6 +29,7 @@ BENCHES = {
     "runs": "bench.api.runs",
     "transfer": "bench.transfer.speed",
     "faults": "bench.faults.survive",
+    "cluster": "bench.cluster.fanout",
     "fig8": "bench.memserve.fig8",
     "fig9": "bench.memserve.fig9_api",
     "fig10": "bench.memserve.fig10_index",

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args, get_type_hints
+from typing import Any, Final, Literal, get_args
 
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
@@ -105,8 +105,11 @@ class Load:
             ArgumentError: A count is negative or larger than 63 bits.
             ArgumentTypeError: A count is no int.
         """
-        for name in get_type_hints(type(self)):
+        for name in _LOAD_FIELDS:
             _check_count(f"load: {name}", getattr(self, name), _COUNT_MAX)
+
+
+_LOAD_FIELDS: Final = tuple(one.name for one in dataclasses.fields(Load))
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ class Member:
             raise ValueError("a record without load or endpoints")
         known = {name: fields[name] for name in _FIELDS if name in fields}
         try:
-            known["load"] = Load(**{name: load[name] for name in get_type_hints(Load) if name in load})
+            known["load"] = Load(**{name: load[name] for name in _LOAD_FIELDS if name in load})
             member = cls(**known)
         except TypeError as error:  # a field is missing, or has the wrong type
             raise ValueError(str(error)) from None
