@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -261,6 +264,33 @@ def test_requested_memory_is_used_memory(order, huge_pages):
             # Committed when made: nobody has touched a block yet.
             for resident in resident_bytes(pool, medium):
                 assert wanted <= resident < wanted + HUGE_PAGE
+
+
+def test_a_pool_takes_no_more_of_the_machine_than_it_says():
+    """All that the process has, not what the pool knows of: 128 MiB of blocks, what is kept of each, and an index."""
+    program = """
+import re, sys
+from pathlib import Path
+import numpy as np
+import kvpool
+
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+layout = kvpool.RawLayout(block_bytes=1 << 16, block_tokens=4)
+kvpool.Pool(layout, 16, 16).close()
+before = resident()
+with kvpool.Pool(layout, 1024, 1024) as pool:
+    for number in range(4):  # and while it is used, too
+        pool.insert(np.arange(number, number + 4096, dtype=np.int32), pool.alloc(1024), free_duplicates=True).close()
+    print(resident() - before)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    asked = 2048 << 16
+    assert asked <= int(run.stdout) < 1.1 * asked
 
 
 def test_memory_is_committed_once_and_stays_so():

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from cluster.etcd_server import EtcdServer
-from cluster.kit import LEASE, EtcdPlace, Events, wait_for
+from cluster.kit import LEASE, EtcdPlace, Events, in_thread, wait_for
 
 import kvpool
+from kvpool.cluster.directory import Unreachable
 from kvpool.cluster.gateway import encode
 
 
@@ -79,6 +80,35 @@ def test_survivors_come_back_to_an_etcd_that_has_lost_its_memory(own, own_etcd):
     assert words == []
     assert member.words == []
     assert reg.lease_valid()
+
+
+def test_a_newcomer_waits_for_survivors_who_are_slow_to_come_back(own, own_etcd, monkeypatch):
+    """An etcd that is empty says nothing of who has which id: whoever takes the first one takes a survivor's."""
+    reg = own.register(own.join(), "a")
+    entry, tries, may_come = reg._entry, [], []
+    enter_again = entry.enter_again
+
+    def late(record, *, lost):
+        tries.append(1)
+        if not may_come:
+            raise Unreachable("the test holds it up")
+        return enter_again(record, lost=lost)
+
+    monkeypatch.setattr(entry, "enter_again", late)
+    own_etcd.kill()
+    own_etcd.forget()
+    own_etcd.start()
+    wait_for(lambda: tries)
+    newcomer = own.join(lease=40.0)  # for which it waits at most
+    ids = []
+    with in_thread(lambda: ids.append(own.register(newcomer, "b", timeout=60).instance)):
+        asked = len(tries)
+        wait_for(lambda: len(tries) > asked + 1)
+        assert ids == []
+        may_come.append(1)
+    assert ids != [reg.instance]
+    assert reg.lease_valid()
+    wait_for(lambda: rejoined(own, "a", "b"))
 
 
 def test_one_that_died_with_the_memory_of_etcd_is_lost(own, own_etcd):

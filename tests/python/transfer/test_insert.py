@@ -29,6 +29,30 @@ def test_the_receiver_finds_the_prompt(route):
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
+@pytest.mark.parametrize("theirs", ["", "tenant-b"])
+def test_what_the_receiver_holds_of_another_namespace_is_sent_all_the_same(route, theirs):
+    """The same prompt, with other content: an adapter's, say. Nothing of one tenant is answered with the other's."""
+    with pair_of(route) as pair:
+        before = pair.b(
+            "addrs = pool.alloc(3)\nwritten = fill(pool, addrs, 9)\n"
+            "pool.insert(prompt(3), addrs, namespace=theirs).close()\n(addrs.tolist(), written)",
+            theirs=theirs,
+        )
+        addrs = pair.a.alloc(3)
+        sent = fill(pair.a, addrs, 5)
+        done = pair.a.transfer_with_insert(pair.to_b, prompt(3), addrs, namespace="tenant-a").wait()
+        assert done.stats.skipped_blocks == 0
+        for whose, held in ((theirs, before), ("tenant-a", (done.addrs.tolist(), sent))):
+            found = pair.b(
+                "with pool.match(prompt(3), namespace=whose) as hit:\n"
+                "    found = hit.addrs.tolist(), content(pool, hit.addrs)\n"
+                "found",
+                whose=whose,
+            )
+            assert found == held
+
+
+@pytest.mark.parametrize("route", BLOCK_ROUTES)
 @pytest.mark.parametrize("held", [0, 1, 2, 3])
 def test_a_prefix_that_the_receiver_holds_is_not_sent(route, held):
     with pair_of(route) as pair:
