@@ -67,6 +67,24 @@ TEST_CASE("a reservation that is placed by the receiver is free at its deadline"
   CHECK(kit.refusal() == ErrorCode::kDeadline);
 }
 
+TEST_CASE("a reservation that lives on keeps none that is late from being free, whichever came first") {
+  SessionKit kit;
+  for (const std::uint64_t lives : {kId, kId + 1, kId + 2}) {
+    for (std::uint64_t id = kId; id < kId + 3; ++id) {
+      ReserveBody body = SessionKit::reservation(2);
+      body.one_sided = false;
+      body.lifetime_ms = id == lives ? 60'000 : 1'000;
+      kit.reserve(id, body);
+    }
+    kit.session->tick(kit.host.now + 1001 * kMs);
+    CHECK(kit.count(BlockState::kReserved) == 2);
+    CHECK(kit.count(BlockState::kFree) == 14);
+    kit.say(FrameKind::kCancel, lives);
+    CHECK(kit.answer().kind == FrameKind::kDone);
+    CHECK(kit.count(BlockState::kFree) == 16);
+  }
+}
+
 TEST_CASE("nothing is completed before all of it was placed, intact, in the blocks that were reserved") {
   SessionKit kit(/*one_sided=*/false);
   ReserveBody body = SessionKit::reservation(2);

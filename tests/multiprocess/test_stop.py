@@ -177,6 +177,30 @@ def test_a_stopped_peer_slows_no_other(near_nursery, far_nursery):
             pool.free(addrs)
 
 
+def test_writes_that_wait_for_a_stopped_peer_keep_no_other_waiting(near_nursery, far_nursery):
+    """What it has lent is written without asking it first: its sockets are full, and whoever writes to it waits."""
+    with survivor_of("sock-tcp", far_nursery, lease_s=30.0, blocks=256) as survivor, far_nursery.victim() as slow:
+        survivor.greet(slow, "slow")
+        with far_nursery.victim() as quick:
+            survivor.greet(quick, "quick")
+            quick.send("receive_for_ever(pool, tell)")
+            pool = survivor.pool
+            addrs = pool.alloc(64)  # 8 MiB: with three of them, more than sockets hold
+            stamp(pool, addrs, 1)
+            alone = times(pool, addrs[:2])
+            lent = [pool.alloc(64, instance="slow") for _ in range(3)]
+            slow.stop()
+            stuck = [pool.transfer("slow", addrs, to=to, timeout=20.0) for to in lent]
+            beside = times(pool, addrs[:2])
+            assert not any(one.done() for one in stuck)
+            assert beside < 10 * max(alone, 0.005)
+            slow.kill()
+            for one in stuck:
+                assert isinstance(one.exception(30), kvpool.PeerLost)
+            assert quick.told() == []
+            pool.free(addrs)
+
+
 def times(pool: kvpool.Pool, addrs: object) -> float:
     """The 99th percentile of small transfers to a peer that is well."""
     taken = []

@@ -72,8 +72,8 @@ class Registration:
         """Tells the others something new. What is not given stays as it is.
 
         Endpoints and state are written at once. A load is written only when it has changed, and at most once in a
-        heartbeat, the newest: every member is told of every load, so 1,000 members with a heartbeat of a second
-        are a million messages a second. Give large clusters a longer heartbeat.
+        heartbeat, the newest: every member is told of every load. Give large clusters a longer heartbeat: what it
+        costs is in docs/how-to/cluster.md.
 
         Args:
             endpoints: Where the pool is called.
