@@ -224,6 +224,39 @@ def test_another_instance_takes_over(setting: Setting, victim: str, reference: R
     asyncio.run(serving(test, setting))
 
 
+@pytest.mark.parametrize(
+    ("setting", "victim"), [(Setting("PD-Caching-3", 2, 1), "prefill-1"), (Setting("PD-Caching-3", 1, 2), "decode-1")]
+)
+def test_who_was_killed_and_is_back_gets_work_of_sessions_that_went_on_without_it(
+    setting: Setting, victim: str, reference: Reference
+) -> None:
+    async def test(dispatcher: Dispatcher) -> None:
+        async def turn() -> list[str]:
+            """One of each session, one after another: where they were served."""
+            homes = []
+            for number in range(4):
+                reply = dispatcher.ask(number, tokens(20, number), 6)
+                assert tuple(await read(reply)) == reference.tokens(tokens(20, number), 6)
+                answer = reply.answer(0, 0.0)
+                homes.append(answer.prefill if victim.startswith("prefill") else answer.decode)
+            return homes
+
+        assert (await turn()).count(victim) == 2
+        dispatcher.kill(victim)
+        await happened(dispatcher, "lost", victim)
+        away = [dispatcher.ask(number, tokens(20, number), 6) for number in range(4)]  # it cannot be back already
+        for number, reply in enumerate(away):
+            assert tuple(await read(reply)) == reference.tokens(tokens(20, number), 6)
+        until = time.monotonic() + GENEROUS_S
+        while [event.kind for event in dispatcher.events(0) if event.instance == victim].count("joined") < 2:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.005)
+        assert (await turn()).count(victim) == 2
+        assert [event.kind for event in dispatcher.events(0) if event.instance == victim][-2:] == ["joined", "served"]
+
+    asyncio.run(serving(test, setting))
+
+
 def test_requests_that_do_not_fit_together_wait_for_each_other(reference: Reference) -> None:
     async def test(dispatcher: Dispatcher) -> None:
         replies = [dispatcher.ask(number, tokens(60, number), 30) for number in range(5)]
