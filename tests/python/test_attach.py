@@ -4,58 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import gc
 import itertools
 import os
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from cluster.kit import LocalPlace
+from attach_kit import eventually, join, member, names, two, url
 from kit import prompt, refused, small_layout, small_pool
 from transfer.kit import blocks_at_peers, content, fill
-from transfer.kit import eventually as eventually_within
 
 import kvpool
-from kvpool import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, Fenced, PeerLost, StateError
+from kvpool import ArgumentError, ArgumentTypeError, ClosedError, Fenced, PeerLost, StateError
 from kvpool.attachment import Attachment
-from kvpool.cluster.directory import Unreachable
 
-eventually = functools.partial(eventually_within, seconds=30)
+__all__ = ["url"]
+
 _numbers = itertools.count(1)
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    place = LocalPlace()
-    yield place.url
-    place.close()
-
-
-def join(url: str, heartbeat: float = 0.5) -> kvpool.Cluster:
-    """Nobody is to be lost here because the machine is busy."""
-    return kvpool.Cluster.join(url, lease=60.0, heartbeat=heartbeat)
-
-
-@contextlib.contextmanager
-def member(url: str, name: str, pool: kvpool.Pool | None = None, **options: Any) -> Iterator[Any]:
-    """(pool, cluster, attachment)"""
-    with join(url) as cluster, pool or small_pool() as made:
-        yield made, cluster, made.attach(cluster, name=name, **options)
-
-
-@contextlib.contextmanager
-def two(url: str, **options: Any) -> Iterator[tuple[kvpool.Pool, kvpool.Pool]]:
-    with member(url, "a", **options) as (a, *_), member(url, "b", **options) as (b, *_):
-        eventually(lambda: len(a._attachment._told) == len(b._attachment._told) == 1)
-        yield a, b
-
-
-def names(cluster: kvpool.Cluster) -> list[str]:
-    return [one.name for one in cluster.members()]
 
 
 # ---- by name
@@ -223,168 +189,6 @@ def test_the_load_goes_out_with_the_heartbeat(url):
             attachment.report(requests=-1)
         with pytest.raises(ArgumentTypeError):
             attachment.report(requests=1.5)
-
-
-# ---- leaving
-
-
-def test_a_pool_that_is_closed_leaves(url):
-    with member(url, "a") as (a, *_), join(url) as watching:
-        events: list[tuple[str, str]] = []
-        with (
-            watching.on_change(lambda event: events.append((event.kind, event.member.name))),
-            member(url, "b") as (b, *_),
-        ):
-            eventually(lambda: ("joined", "b") in events)
-            b.transfer("a", b.alloc(1)).wait()
-            b.close()
-            eventually(lambda: ("left", "b") in events)
-            assert ("lost", "b") not in events
-            eventually(lambda: a.peers() == [] and blocks_at_peers(a) == 0)
-        with refused(a, PeerLost, "'b'"):
-            a.alloc(1, instance="b")
-
-
-def test_a_member_that_leaves_has_no_peers_any_more_and_what_is_local_goes_on(url):
-    with two(url) as (a, b):
-        own = a.alloc(2)
-        stream = a.open_transfer("b", own)
-        attachment = a._attachment
-        attachment.close()
-        attachment.close()
-        assert attachment.closed
-        assert isinstance(stream.transfer.exception(30), PeerLost)
-        with refused(a, Fenced, "has left its cluster"):
-            a.transfer("b", own)
-        eventually(lambda: b.peers() == [] and blocks_at_peers(b) == 0)
-        a.free(own)
-        with pytest.raises(ClosedError):
-            attachment.drain(1)
-
-
-def test_a_cluster_that_is_closed_takes_its_pool_with_it_at_once(url):
-    with join(url, heartbeat=30) as cluster, small_pool() as a, member(url, "b") as (b, *_):
-        attachment = a.attach(cluster, name="a")
-        eventually(lambda: len(attachment._told) == 1)
-        own = a.alloc(1)
-        stream = a.open_transfer("b", own)
-        cluster.close()
-        assert attachment.closed
-        with refused(a, Fenced, "has left its cluster"):
-            a.transfer("b", own)
-        eventually_within(lambda: a.peers() == [], 20)  # before the next heartbeat
-        eventually_within(lambda: b.peers() == [], 20)
-        assert isinstance(stream.transfer.exception(30), PeerLost)
-
-
-def test_a_registration_that_leaves_by_itself_takes_its_pool_with_it_at_once(url):
-    """Nobody is told by a heartbeat here: the next one comes when the test is long over."""
-    with join(url, heartbeat=30) as cluster, small_pool() as a, member(url, "b") as (b, *_):
-        attachment = a.attach(cluster, name="a")
-        eventually(lambda: len(attachment._told) == 1)
-        own = a.alloc(1)
-        stream = a.open_transfer("b", own)
-        cluster.registration.leave()
-        with refused(a, Fenced, "has left its cluster"):
-            a.transfer("b", own)
-        assert isinstance(stream.transfer.exception(20), PeerLost)
-        eventually_within(lambda: blocks_at_peers(b) == 0, 20)
-
-
-def test_a_pool_whose_attachment_is_closed_in_the_clusters_own_thread_leaves(url):
-    with join(url) as watching, member(url, "a") as (a, cluster, attachment):
-        eventually(lambda: names(watching) == ["a"])
-        closing: list[bool] = []
-
-        def close(event: kvpool.MemberEvent) -> None:
-            if event.member.name == "b":
-                attachment.close()
-                closing.append(attachment.closed)
-
-        cluster._board.subscribe(close)
-        with member(url, "b"):
-            eventually(lambda: names(watching) == ["b"])
-        assert closing[0]
-        with refused(a, Fenced, "has left its cluster"):
-            a.alloc(1, instance="b")
-
-
-def test_a_pool_that_is_dropped_leaves(url):
-    with join(url) as watching, join(url) as cluster:
-        pool = small_pool()
-        pool.attach(cluster, name="dropped")
-        eventually(lambda: names(watching) == ["dropped"])
-        del pool
-        gc.collect()
-        eventually(lambda: names(watching) == [])
-
-
-# ---- draining
-
-
-def test_a_member_that_drains_is_there_until_its_transfers_have_ended(url):
-    with two(url) as (a, b), join(url) as watching:
-        own = a.alloc(1)
-        stream = a.open_transfer("b", own)
-        for leaver in (a, b):  # from the one, and to the other
-            with pytest.raises(DeadlineExceeded, match="draining"):
-                leaver._attachment.drain(0.6)
-        eventually(lambda: [one.state for one in watching.members()] == ["draining", "draining"])
-        a.transfer("b", own).wait()  # who does not look at the state is served
-        with stream:
-            stream.send_layer(0)
-            stream.send_layer(1)
-        stream.wait()
-        b._attachment.drain(60)
-        eventually(lambda: names(watching) == ["a"])
-        eventually(lambda: blocks_at_peers(a) == blocks_at_peers(b) == 0)
-
-
-def test_a_drain_begins_to_wait_when_the_others_can_know_of_it(url, monkeypatch):
-    def is_cut_off(record: kvpool.Member) -> None:
-        raise Unreachable("the test has cut it off")
-
-    with member(url, "a") as (_, cluster, attachment), join(url) as watching:
-        with monkeypatch.context() as cut:
-            cut.setattr(attachment._registration._entry, "write", is_cut_off)
-            with pytest.raises(DeadlineExceeded, match="draining: its cluster is not told"):
-                attachment.drain(3 * cluster.heartbeat_s)
-            assert [one.state for one in watching.members()] == ["up"]
-            assert not attachment.closed
-        attachment.drain(60)
-        eventually(lambda: names(watching) == [])
-
-
-def test_a_drain_ends_when_somebody_else_has_the_name(url, monkeypatch):
-    """It was stopped, and hears only while it drains that others take it for lost: nobody listens any more."""
-
-    def is_cut_off(record: kvpool.Member) -> None:
-        raise Unreachable("the test has cut it off")
-
-    with member(url, "a") as (_, _cluster, attachment):
-        entry, drained = attachment._registration._entry, []
-        monkeypatch.setattr(entry, "write", is_cut_off)
-
-        def drain() -> None:
-            with pytest.raises(StateError, match="another incarnation has the name a"):
-                attachment.drain(3000)
-            drained.append(True)
-
-        thread = threading.Thread(target=drain, daemon=True)
-        thread.start()
-        eventually(lambda: attachment._registration.record.state == "draining")
-        monkeypatch.setattr(entry, "enter_again", lambda record, lost: None)
-        monkeypatch.setattr(entry, "hold", lambda: "lost")
-        thread.join(60)
-        assert drained
-        assert not attachment.closed
-
-
-@pytest.mark.parametrize("timeout", [-1, float("nan"), "soon", None])
-def test_a_drain_needs_a_timeout_that_is_one(url, timeout):
-    with member(url, "a") as (_, cluster, attachment), pytest.raises((ArgumentError, ArgumentTypeError)):
-        attachment.drain(timeout)
-    assert cluster.closed
 
 
 # ---- what the directory tells

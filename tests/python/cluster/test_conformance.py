@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 
 import pytest
@@ -304,98 +303,6 @@ def test_a_forked_child_has_no_cluster_and_takes_nothing_from_its_parent(place):
         place.member("a")
     finally:
         os.kill(child, 9)
-
-
-def test_closing_ends_threads_descriptors_and_processes(place):
-    place.join().close()  # what is made once
-
-    def count():
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    before = count()
-    for _ in range(5):
-        cluster = place.join()
-        cluster.on_change(lambda event: None)
-        place.register(cluster, "a")
-        cluster.close()
-        cluster.close()
-        with pytest.raises(kvpool.ClosedError):
-            cluster.members()
-    wait_for(lambda: all(now <= then for now, then in zip(count(), before, strict=True)))
-
-
-def test_a_cluster_that_is_dropped_leaves(place):
-    router = place.join()
-    events = Events(router)
-    cluster = kvpool.Cluster.join(place.url, lease=LEASE)
-    place.register(cluster, "a")
-    events.wait("a", "joined")
-    del cluster
-    events.wait("a", "joined", "left")
-
-
-def test_a_cluster_that_its_own_thread_drops_leaves(place):
-    """The garbage collector may find it there, while the thread asks the directory."""
-    router = place.join()
-    events = Events(router)
-    holder = [kvpool.Cluster.join(place.url, lease=LEASE)]
-    reg = place.register(holder[0], "a")
-    events.wait("a", "joined")
-    entry, tender = reg._entry, holder[0]._tender
-    hold = entry.hold
-
-    def drop_and_hold():
-        holder.clear()
-        return hold()
-
-    entry.hold = drop_and_hold
-    events.wait("a", "joined", "left")
-    tender._thread.join(60)
-    assert not tender._thread.is_alive()
-
-
-def test_a_cluster_that_is_closed_in_the_thread_that_paints_it_leaves(place):
-    """As a finalizer does that the garbage collector calls there: the board is locked, and callbacks wait for it."""
-    router, cluster = place.join(), place.join()
-    events = Events(router)
-    place.register(cluster, "a")
-    events.wait("a", "joined")
-    cluster.on_change(lambda event: cluster.closed or cluster.members())
-    painting: list[object] = []
-
-    def close(event):
-        if event.member.name == "b":
-            painting.append(threading.current_thread())
-            cluster.close()
-            with pytest.raises(kvpool.ClosedError):
-                cluster.members()
-
-    cluster._board.subscribe(close)
-    tender, threads = cluster._tender, cluster._directory.threads()
-    place.register(place.join(), "b")
-    events.wait("a", "joined", "left")
-    assert painting[0] in (tender._thread, *threads)
-    for thread in (tender._thread, *threads):
-        thread.join(60)
-        assert not thread.is_alive()
-    cluster.close()
-
-
-def test_leaving_while_the_directory_is_asked_by_the_same_thread(place):
-    router, cluster = place.join(), place.join()
-    events = Events(router)
-    reg = place.register(cluster, "a")
-    events.wait("a", "joined")
-    hold = reg._entry.hold
-
-    def leave_and_hold():
-        reg.leave()
-        return hold()
-
-    reg._entry.hold = leave_and_hold
-    events.wait("a", "joined", "left")
-    place.register(cluster, "b")
-    events.wait("b", "joined")
 
 
 @pytest.mark.parametrize(
