@@ -252,7 +252,7 @@ class EtcdEntry(Entry):
         self._gone = False
         self.keeper = keeper
         self._lapses = self.keeper.beacon.lapses
-        self.keeper.keep(*granted)
+        self.keeper.keep(*granted, directory.keys.member(record.name))
 
     def valid(self) -> bool:
         """See Entry."""
@@ -308,7 +308,7 @@ class EtcdEntry(Entry):
             raise
         self.record, self._birth, self._lease, self._gone = record, ids.birth, lease, False
         self._lapses = self.keeper.beacon.lapses
-        self.keeper.keep(lease, ttl_s, asked_ns)
+        self.keeper.keep(lease, ttl_s, asked_ns, member)
         return record.term
 
     def leave(self, record: Member) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 
 from kvpool import _core
 from kvpool.cluster.directory import Unreachable
-from kvpool.cluster.gateway import Options
+from kvpool.cluster.gateway import Options, encode
 from kvpool.cluster.keeper import PAGE_BYTES, UNTIL_WORD
 from kvpool.errors import DeadlineExceeded, Unsupported
 
@@ -49,7 +49,7 @@ class KeeperProcess:
         self._options = options
         self._heartbeat_s = heartbeat_s
         self._line = b""
-        self._lease: tuple[int, float] | None = None
+        self._lease: tuple[int, float, str] | None = None
         try:
             self._page = os.memfd_create("kvpool-keeper", os.MFD_CLOEXEC)
         except OSError as error:
@@ -102,11 +102,11 @@ class KeeperProcess:
         if not self._line:
             raise Unsupported("register: the keeper of the lease has ended at once")
 
-    def keep(self, lease: int, ttl_s: float, granted_ns: int) -> None:
-        """Renews this lease from now on, which was asked for at `granted_ns`."""
-        self._lease = (lease, ttl_s)
+    def keep(self, lease: int, ttl_s: float, granted_ns: int, key: str) -> None:
+        """Renews this lease from now on, which was asked for at `granted_ns`, and on which this key stands."""
+        self._lease = (lease, ttl_s, encode(key))
         self._words[UNTIL_WORD] = granted_ns + int(ttl_s * 1e9)
-        self._tell({"lease": lease, "ttl_s": ttl_s})
+        self._order()
 
     def gone(self) -> bool:
         """Whether etcd has said that it does not know the lease. Starts the process again if it has ended.
@@ -173,10 +173,11 @@ class KeeperProcess:
         old.kill()
         old.wait()
         if self._lease is not None:
-            self._tell({"lease": self._lease[0], "ttl_s": self._lease[1]})
+            self._order()
 
-    def _tell(self, order: dict[str, object]) -> None:
-        _tell(self._process, order)
+    def _order(self) -> None:
+        assert self._lease is not None
+        _tell(self._process, dict(zip(("lease", "ttl_s", "key"), self._lease, strict=True)))
 
     def _drop_page(self) -> None:
         self.beacon.stop()

@@ -27,6 +27,8 @@ class SlowEtcd(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answer)
         self.checked = threading.Event()
         self.password = "right"
+        self.ttl_s = 5  # of every lease
+        self.keys: list[dict[str, str]] = []
         self.asked: list[str] = []
 
     @property
@@ -42,7 +44,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         path = self.path.removeprefix("/v3/")
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(path)
-        status, answer = 200, {"result": {"TTL": "5"}}
+        status, answer = 200, {"result": {"TTL": str(self.server.ttl_s)}, "kvs": self.server.keys}
         if path == "auth/authenticate":
             self.server.checked.wait(60)
             if body["password"] != self.server.password:
@@ -74,19 +76,42 @@ def etcd():
     server.server_close()
 
 
-def test_a_lease_is_renewed_while_the_password_is_still_being_checked(etcd):
+@pytest.fixture
+def kept(etcd):
+    """A keeper of lease 7, whose member beats; and the page that they share."""
     page = os.memfd_create("page")
     os.ftruncate(page, PAGE_BYTES)
     first = {"options": vars(etcd.options), "heartbeat_s": 0.5, "page": page, "parent": os.getpid()}
     keeper = Keeper(first)
     words = memoryview(mmap.mmap(page, PAGE_BYTES)).cast("q")
-    words[0] = time.monotonic_ns()  # it beats
-    keeper._ttl_s = 60.0
+    words[0] = time.monotonic_ns()
+    keeper._lease, keeper._ttl_s, keeper._key = 7, 60.0, "a2V5"
+    yield keeper, words
+    keeper._gateway.close()
+    os.close(page)
+
+
+def test_a_lease_is_renewed_while_the_password_is_still_being_checked(etcd, kept):
+    keeper, words = kept
     assert keeper._renew(7) == 0.5
     assert words[UNTIL_WORD] > time.monotonic_ns()
     assert etcd.asked == ["lease/keepalive"]
-    keeper._gateway.close()
-    os.close(page)
+
+
+def test_a_lease_that_etcd_does_not_know_yet_is_not_gone_while_its_key_stands(etcd, kept, capfd):
+    """As it says in the moment after it has come back."""
+    keeper, words = kept
+    etcd.checked.set()
+    etcd.ttl_s, etcd.keys = 0, [{"key": "a2V5", "lease": "7"}]
+    assert keeper._renew(7) == 0.125
+    etcd.ttl_s = 5
+    assert keeper._renew(7) == 0.5
+    assert words[UNTIL_WORD] > time.monotonic_ns()
+    assert keeper._lease == 7
+    etcd.ttl_s, etcd.keys = 0, [{"key": "a2V5", "lease": "8"}]  # of whoever has the name now
+    assert keeper._renew(7) == 0.0
+    assert keeper._lease is None
+    assert capfd.readouterr().out == '{"gone": 7}\n'
 
 
 def test_a_password_is_given_more_time_than_the_question(etcd):
@@ -94,7 +119,7 @@ def test_a_password_is_given_more_time_than_the_question(etcd):
     with pytest.raises(NoAnswer):
         gateway.call("kv/range", {}, 2.0)  # as it was before: begun again and again, and never done
     threading.Timer(3.0, etcd.checked.set).start()
-    assert gateway.call("kv/range", {}, 2.0, authenticate_s=60.0) == {"result": {"TTL": "5"}}
+    assert gateway.call("kv/range", {}, 2.0, authenticate_s=60.0)["kvs"] == []
     gateway.close()
 
 
