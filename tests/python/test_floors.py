@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Each C++ folder, and the folders that it may include. A new folder is added here first.
 CPP_FLOORS: dict[str, set[str]] = {
     "base": set(),
+    "cuda": {"base"},
     "index": {"base"},
     "arena": {"base"},
     "attention": {"base"},

@@ -1,0 +1,140 @@
+// What the GPU does to blocks: copies of scattered blocks, the same with heads and tokens changed in order, and the
+// same with values rounded to fp8. The seam between the core, which knows no CUDA header, and the kernels in cuda/.
+//
+// Everything that moves blocks is one shape of work: strips times pairs. A strip says where a part of block 0 lies on
+// both sides and how far it is from one block to the next (base/strips.h); a pair says which block goes where. So the
+// description of a copy grows with strips + pairs, not with their product, and one launch takes all of it:
+//
+//   gather      arena -> staging run        from: the arena's strips     to: plan_staging()   pairs: (block, 0),
+//   (block, 1).. scatter     staging run -> arena        the same, the other way round: plan_staging() and reverse()
+//   swap        arena -> arena              plan_strips() of both        pairs: (from block, to block)
+//   discrete <-> aggregated, reshard        plan_strips(), which cuts strips where either side's segments end
+//
+// Either side may be page-locked host memory that the device maps: the kernel then reads or writes it over the bus,
+// with no copy between. Under unified addressing the host's pointer is the device's.
+//
+// Two sets of the same functions: the GPU's, and their references, which run on the CPU and are what the tests compare
+// with. Both check their arguments in the same way (kernel_plan.h).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kvpool/base/segment.h"
+#include "kvpool/base/strips.h"
+
+namespace kvpool::cuda {
+
+// A CUstream, which is a cudaStream_t. Null is the default stream of the current context.
+using Stream = void*;
+
+struct BlockPair {
+  std::uint32_t from;
+  std::uint32_t to;
+};
+
+// For each strip s and pair p: s.bytes bytes from s.from + p.from * s.from_stride to s.to + p.to * s.to_stride.
+struct CopyJob {
+  std::span<const PlannedStrip> strips;
+  std::span<const BlockPair> pairs;
+};
+
+// Each strip is `outer` times `inner` rows of `row_bytes`. Row (o, i) lies at o * outer_pitch + i * inner_pitch of the
+// strip's start, on each side by its own pitches. A strip's `bytes` is that of all its rows; gaps between rows are left
+// alone. [head, token, dim] to [token, head, dim]: see head_major_to_token_major().
+struct RowShape {
+  std::uint32_t outer = 0;
+  std::uint32_t inner = 0;
+  std::uint32_t row_bytes = 0;
+  std::uint64_t from_outer_pitch = 0;
+  std::uint64_t from_inner_pitch = 0;
+  std::uint64_t to_outer_pitch = 0;
+  std::uint64_t to_inner_pitch = 0;
+};
+
+struct PermuteJob {
+  std::span<const PlannedStrip> strips;  // `bytes` is outer * inner * row_bytes
+  std::span<const BlockPair> pairs;
+  RowShape rows;
+};
+
+enum class HalfType : std::uint8_t { kFloat16, kBfloat16 };
+
+// As CopyJob, but what is read are 16-bit floats and what is written is e4m3: round_to_nearest_even(value * scale),
+// where the product is that of 32-bit floats; beyond 448 it becomes 448, NaN becomes 0x7F. A strip's `bytes` counts
+// what is read; half of that is written.
+struct Fp8Job {
+  std::span<const PlannedStrip> strips;
+  std::span<const BlockPair> pairs;
+  HalfType from = HalfType::kBfloat16;
+  std::span<const float> scales;  // one for each strip, or one for all; finite and not zero
+};
+
+// Memory for descriptions that do not fit the arguments of a kernel (kInlineTableBytes): `host` is page-locked,
+// `device` of the same length is read by the kernel. Both belong to the launch until the stream has passed it.
+struct TableSpace {
+  std::byte* host = nullptr;
+  std::byte* device = nullptr;
+  std::size_t bytes = 0;
+};
+
+struct LaunchOptions {
+  // Multiprocessors that the kernel may fill; 0: all of them. A copy over the bus is as fast with a few (see
+  // docs/internals/cuda.md), and leaves the rest to the model.
+  std::uint32_t multiprocessors_max = 0;
+  // With enough of it a job is one launch, whatever its length; without, one launch for every 3,000 pairs or more.
+  TableSpace table = {};
+};
+
+// A description of this length travels with the launch itself.
+inline constexpr std::size_t kInlineTableBytes = std::size_t{31} << 10;
+
+// Functions that return a CUresult (cudaError_t has the same numbers), 0 for success: the work is then in the stream,
+// or, for references, done. They throw kArgument before anything is launched when the job is malformed: a null or
+// out-of-range pointer, strips that are empty or longer than their stride, pitches that let rows overlap, more
+// than can be counted. No strips or no pairs: nothing is done. Spans are read before the function returns.
+//
+// REQUIRES: the device's context is current in the calling thread and the stream is of it; no byte that is written is
+// read or written twice by the job (checked where the extents of all sources and all destinations show it, and, in
+// debug builds, byte by byte). Thread-safe.
+struct KernelSet {
+  const char* name;
+  int (*copy)(const CopyJob& job, Stream stream, const LaunchOptions& options);
+  int (*permute)(const PermuteJob& job, Stream stream, const LaunchOptions& options);
+  int (*to_fp8)(const Fp8Job& job, Stream stream, const LaunchOptions& options);
+  // The name of a result, "cudaErrorIllegalAddress" say.
+  const char* (*result_name)(int result);
+};
+
+// The GPU's; null where this build has no CUDA compiler. Loads libcuda at its first launch, not before.
+const KernelSet* gpu_kernels() noexcept;
+
+// The references: in the calling thread, at once, whatever the stream. Where a stream has to be kept in order, call
+// them from a host function of it (cuLaunchHostFunc).
+const KernelSet& reference_kernels() noexcept;
+
+// What this build's kernels were compiled for: "sm_80 sm_90 sm_100 compute_100"; empty without kernels.
+const char* kernel_targets() noexcept;
+
+// How pieces follow each other in a staging run.
+enum class StagingOrder : std::uint8_t {
+  kByBlock,  // all ranges of the first block, then of the second: what one aggregated block is
+  kByRange,  // the first range of all blocks, then the second: the order of ContentPlan, a layer as one message
+};
+
+// The strips that gather `ranges` of the content of `count` blocks into a run of staging memory: pair k of the job is
+// {block, k}. Scatter is reverse() of them, with the pairs turned round. Appends nothing else: the run has
+// count * (sum of the ranges) bytes and no gaps. REQUIRES: ranges_fit(ranges, from.block_bytes()).
+std::vector<PlannedStrip> plan_staging(const MediumSpan& from, std::span<const ContentRange> ranges, std::size_t count,
+                                       StagingOrder order, std::byte* staging);
+
+// The same strips from their destinations to their sources. The caller sees to it that these may be written.
+std::vector<PlannedStrip> reverse(std::span<const PlannedStrip> strips);
+
+// [head, token, dim] as kvpool keeps it, to [token, head, dim] as NHD engines do, both without gaps; and back.
+RowShape head_major_to_token_major(std::uint32_t heads, std::uint32_t tokens, std::uint32_t row_bytes);
+RowShape token_major_to_head_major(std::uint32_t heads, std::uint32_t tokens, std::uint32_t row_bytes);
+
+}  // namespace kvpool::cuda
