@@ -81,24 +81,29 @@ struct TableSpace {
 };
 
 struct LaunchOptions {
-  // Multiprocessors that the kernel may fill; 0: all of them. A copy over the bus is as fast with a few (see
-  // docs/internals/cuda.md), and leaves the rest to the model.
-  std::uint32_t multiprocessors_max = 0;
-  // With enough of it a job is one launch, whatever its length; without, one launch for every 3,000 pairs or more.
+  // Thread blocks of the kernel, of 256 threads; 0: as many as keep the whole device busy. A copy over the bus is as
+  // fast with a few of them (docs/internals/cuda.md), and leaves the rest of the device to the model.
+  std::uint32_t thread_blocks_max = 0;
+  // A job whose description is longer than kInlineTableBytes is one launch with enough of it (table_bytes_of), several
+  // launches in a row without.
   TableSpace table = {};
 };
 
-// A description of this length travels with the launch itself.
+// A description of this length travels with the launch itself: some 3,800 pairs of one strip, 3,400 of 80.
 inline constexpr std::size_t kInlineTableBytes = std::size_t{31} << 10;
 
+// The length of a description: of TableSpace, when it is longer than kInlineTableBytes.
+std::size_t table_bytes_of(std::size_t strips, std::size_t pairs) noexcept;
+
 // Functions that return a CUresult (cudaError_t has the same numbers), 0 for success: the work is then in the stream,
-// or, for references, done. They throw kArgument before anything is launched when the job is malformed: a null or
-// out-of-range pointer, strips that are empty or longer than their stride, pitches that let rows overlap, more
-// than can be counted. No strips or no pairs: nothing is done. Spans are read before the function returns.
+// or, for references, done. They throw kArgument before anything is launched when the job is malformed: a null pointer,
+// a range beyond all memory, a strip that is empty or that writes more than its stride from one block to the next, rows
+// that overlap where they are written, 16-bit values at odd addresses. No strips or no pairs: nothing is done. Spans
+// are read before the function returns. After a result other than 0 some of the work may be in the stream.
 //
-// REQUIRES: the device's context is current in the calling thread and the stream is of it; no byte that is written is
-// read or written twice by the job (checked where the extents of all sources and all destinations show it, and, in
-// debug builds, byte by byte). Thread-safe.
+// REQUIRES: the device's context is current in the calling thread and the stream is of it; what is read or written is
+// reachable by the device; no byte that is written is read or written by another piece of the job (checked in debug
+// builds). Thread-safe.
 struct KernelSet {
   const char* name;
   int (*copy)(const CopyJob& job, Stream stream, const LaunchOptions& options);

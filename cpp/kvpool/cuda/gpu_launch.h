@@ -1,0 +1,13 @@
+// What cuda/kernels.cu defines, where there is a CUDA compiler.
+#pragma once
+
+#include "kvpool/cuda/kernel_plan.h"
+
+namespace kvpool::cuda {
+
+// Launches the kernel that the table is for. Returns a cudaError_t. Thread-safe. REQUIRES: as KernelSet.
+int launch_on_gpu(const TableLaunch& launch, Stream stream, std::uint32_t thread_blocks_max) noexcept;
+
+const char* gpu_result_name(int result);
+
+}  // namespace kvpool::cuda

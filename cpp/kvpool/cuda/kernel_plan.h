@@ -1,0 +1,46 @@
+// From a job to launches: checks it, chooses how wide its accesses can be, and writes the tables that kernels read
+// (table.h). Knows no CUDA: the same plan is launched on the GPU (gpu_kernels) and run lane by lane in the tests.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kvpool/cuda/kernels.h"
+#include "kvpool/cuda/table.h"
+
+namespace kvpool::cuda {
+
+// The widest unit is 16 bytes. A launch uses one width for all: the widest to which every address of the job, on both
+// sides, is aligned. kToFp8: of what is read; half as wide is written.
+enum class KernelKind : std::uint8_t { kCopy, kPermute, kToFp8 };
+
+struct TableLaunch {
+  KernelKind kind;
+  std::uint32_t width;  // kCopy, kPermute: 16, 4 or 1; kToFp8: 16 or 2
+  const TableHeader* header;
+  const std::byte* data;   // strips and pairs; right behind the header, as in InlineTable, when `device_data` is null
+  std::size_t data_bytes;  // at most kInlineTableBytes when `device_data` is null
+  std::byte* device_data;  // where the kernel reads them instead: the launch copies them there, unless it is `data`
+};
+
+// Launches; returns a CUresult. The table is read before it returns, except one in a TableSpace.
+using LaunchFunction = int (*)(void* context, const TableLaunch& launch);
+
+// Cuts the job into as few launches as it takes and hands each to `launch`, until one returns something but 0, which is
+// then returned. Throws kArgument before the first. Never allocates but to say what is wrong.
+int launch_job(const CopyJob& job, const TableSpace& space, LaunchFunction launch, void* context);
+int launch_job(const PermuteJob& job, const TableSpace& space, LaunchFunction launch, void* context);
+int launch_job(const Fp8Job& job, const TableSpace& space, LaunchFunction launch, void* context);
+
+// The checks of launch_job alone, for the references. Throw kArgument.
+void check_job(const CopyJob& job);
+void check_job(const PermuteJob& job);
+void check_job(const Fp8Job& job);
+
+// Whether a byte that the job writes is also read or written by another piece of it. Costs O(n log n) and memory for
+// every row: for tests and debug builds.
+bool overlaps(const CopyJob& job);
+bool overlaps(const PermuteJob& job);
+bool overlaps(const Fp8Job& job);
+
+}  // namespace kvpool::cuda
