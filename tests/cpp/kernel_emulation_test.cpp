@@ -238,6 +238,28 @@ TEST_CASE("an fp8 kernel converts every value once") {
   }
 }
 
+TEST_CASE("lengths around the end of a tile") {
+  Dice dice(6);
+  for (const std::size_t tiles : {1, 2, 3}) {
+    for (const int more : {-17, -16, -1, 0, 1, 15, 16, 17}) {
+      const std::size_t tile_bytes = std::size_t{kTileUnits} * sizeof(Unit16);
+      const std::size_t bytes = static_cast<std::size_t>(static_cast<int>(tiles * tile_bytes) + more);
+      CAPTURE(bytes);
+      Buffer from(2 * bytes + 64, 0, dice);
+      Buffer to(2 * bytes + 64, 0, dice);
+      const std::size_t stride = (bytes + 15) / 16 * 16;
+      const std::vector<PlannedStrip> strips{{from.base, to.base, bytes, stride, stride}};
+      const std::vector<BlockPair> pairs{{1, 0}, {0, 1}};
+      CHECK(compare(CopyJob{strips, pairs}, from, to, {}, 1).widths[0] == 16);
+      const std::size_t read = bytes / 2 * 2;
+      const std::vector<PlannedStrip> halves{{from.base, to.base, read, stride, stride}};
+      const float scale = 0.25f;
+      const Fp8Job fp8{halves, pairs, HalfType::kBfloat16, std::span(&scale, 1)};
+      CHECK(compare(fp8, from, to, {}, 1).widths[0] == 16);
+    }
+  }
+}
+
 TEST_CASE("a job that is longer than a launch takes is cut, or takes the table space") {
   Dice dice(3);
   const std::size_t bytes = 16;

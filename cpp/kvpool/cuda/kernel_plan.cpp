@@ -14,6 +14,7 @@ namespace {
 
 constexpr std::uint64_t kAddressMax = std::uint64_t{1} << 62;  // and of a stride: sums of two cannot overflow
 constexpr std::uint32_t kTilesMax = (std::uint32_t{1} << 31) - 1;
+constexpr std::uint64_t kStripBytesMax = std::uint64_t{kTilesMax} * kTileUnits;  // 256 GiB: one launch, byte by byte
 constexpr std::size_t kInlineStripsMax = kInlineTableBytes / 2 / sizeof(DeviceStrip);
 
 [[noreturn]] void refuse(const std::string& what, std::initializer_list<ErrorField> fields = {}) {
@@ -55,6 +56,9 @@ void check_strips(std::span<const PlannedStrip> strips, std::span<const BlockPai
     const PlannedStrip& strip = strips[s];
     const auto at = static_cast<std::int64_t>(s);
     if (strip.bytes == 0) refuse("strip " + std::to_string(s) + " is empty", {{"strip", at}});
+    if (strip.bytes > kStripBytesMax) {
+      refuse("strip " + std::to_string(s) + " is " + std::to_string(strip.bytes) + " bytes long", {{"strip", at}});
+    }
     const auto [from, to] = extents(strip);
     check_side({strip.from, strip.from_stride, from}, "source", s, most.from);
     check_side({strip.to, strip.to_stride, to}, "destination", s, most.to);
@@ -110,7 +114,7 @@ struct StripGroup {
   std::uint32_t tiles;
 };
 
-// As many strips from `first` on as one launch takes. At least one: check_tiles has seen them.
+// As many strips from `first` on as one launch takes. At least one: kStripBytesMax.
 StripGroup group_of(const Plan& plan, std::span<const PlannedStrip> strips, std::size_t first, std::size_t count_max) {
   StripGroup group{first, 0, 0};
   while (group.count < count_max && first + group.count < strips.size()) {
@@ -159,20 +163,9 @@ void write_table(const Plan& plan, std::span<const PlannedStrip> strips, const S
   std::memcpy(data + table_bytes(group.count, 0), pairs.data(), pairs.size_bytes());
 }
 
-// Whatever is done about it, one strip of one pair is in one launch.
-void check_tiles(const Plan& plan, std::span<const PlannedStrip> strips) {
-  for (const PlannedStrip& strip : strips) {
-    if (tiles_of(strip.bytes / plan.width) > kTilesMax) {
-      refuse("a strip of " + std::to_string(strip.bytes) + " bytes is too long",
-             {{"bytes", static_cast<std::int64_t>(strip.bytes)}});
-    }
-  }
-}
-
 int launch_plan(const Plan& plan, std::span<const PlannedStrip> strips, std::span<const BlockPair> pairs,
                 const TableSpace& space, LaunchFunction launch, void* context) {
   if (strips.empty() || pairs.empty()) return 0;
-  check_tiles(plan, strips);
   const std::size_t whole = table_bytes(strips.size(), pairs.size());
   if (whole > kInlineTableBytes && whole <= space.bytes && space.host != nullptr && space.device != nullptr) {
     const StripGroup all = group_of(plan, strips, 0, strips.size());
