@@ -43,6 +43,7 @@ BENCHES = {
     "mell": "bench.mell.study",
     "scaling": "bench.mell.scaling",
     "sim": "bench.sim.speed",
+    "gpu": "bench.gpu.speed",
 }
 
 

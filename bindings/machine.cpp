@@ -5,6 +5,7 @@
 #include "bind.h"
 #include "gil.h"
 #include "kvpool/arena/arena.h"
+#include "kvpool/cuda/kernels.h"
 #include "kvpool/transport/ucx_transport.h"
 
 namespace kvpool::bindings {
@@ -26,6 +27,7 @@ void bind_machine(py::module_& module) {
         info["compiler"] = KVPOOL_COMPILER;
         info["build_type"] = KVPOOL_BUILD_TYPE;
         info["cuda_compiler"] = KVPOOL_CUDA_COMPILER_VERSION;
+        info["cuda_kernels"] = cuda::kernel_targets();
         return info;
       },
       "How this extension was built.");

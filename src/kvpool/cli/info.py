@@ -72,12 +72,18 @@ def _ucx_text(ucx: dict[str, Any]) -> str:
     return f"{ucx['library'].removeprefix('UCX ')}; another process here is reached by {reached}"
 
 
+def _kernels_text(build: dict[str, str]) -> str:
+    if build["cuda_kernels"]:
+        return f"{build['cuda_kernels'].replace(' ', ', ')}; nvcc {build['cuda_compiler']}"
+    return "none: no CUDA compiler was found when this was built, or it was not wanted"
+
+
 def _text(facts: dict[str, Any]) -> str:
     build, machine = facts["build"], facts["machine"]
     rows = [
         ("kvpool", facts["version"]),
         ("built with", f"{build['compiler']} ({build['build_type']})"),
-        ("CUDA compiler", build["cuda_compiler"] or "none found when this was built"),
+        ("CUDA kernels", _kernels_text(build)),
         ("Python", f"{facts['python']['version']}, NumPy {facts['python']['numpy']}"),
         ("machine", f"{machine['system']}, {machine['processors']} processors"),
         ("memory", f"{machine['memory_available_bytes'] / 2**30:.1f} GiB available, by {machine['memory_limit']}"),
