@@ -18,7 +18,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 REPORTS := build/reports
 CPP_SOURCES := $(shell find cpp bindings cuda third_party cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
-CPP_STYLED := $(shell find cpp bindings tests/cpp -name '*.h' -o -name '*.cpp' 2>/dev/null)
+CPP_STYLED := $(shell find cpp bindings cuda tests/cpp tests/gpu bench/gpu -name '*.h' -o -name '*.cpp' -o -name '*.cu*' 2>/dev/null)
 BUILD_REQUIRES = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ',')
 TYPED := src $(wildcard examples bench)
 
@@ -157,6 +157,62 @@ tsan: build/tsan ## C++ tests under ThreadSanitizer
 	@mkdir -p $(REPORTS)
 	@KVPOOL_UCX="$(UCX_OF_WHEEL)" TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
 	$(FIXED_LAYOUT) build/tsan/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-tsan.txt
+
+# ---- on a machine with a GPU, which may have no network: see docs/how-to/gpu-build.md
+
+GPU := build/gpu
+GPU_PYTHON ?= python3
+GPU_PYTHON_VERSION ?= 3.12
+GPU_JOBS ?= $(shell nproc)
+CMAKE ?= cmake
+GPU_WHEELS := build/gpu-wheels
+GPU_ENVIRONMENT = PYTHONPATH=$(CURDIR)/$(GPU)/site:$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}
+GPU_CONFIGURE = $(CMAKE) -S . -B $(GPU) $(shell command -v ninja >/dev/null && echo -G Ninja) -DCMAKE_BUILD_TYPE=Release \
+	-DKVPOOL_CUDA=ON -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
+
+.PHONY: gpu-wheels
+gpu-wheels: $(DONE)/venv ## what to carry to a GPU machine without network
+	@rm -rf $(GPU_WHEELS)
+	@$(BIN)/python -m pip --disable-pip-version-check download --quiet --only-binary=:all: --implementation cp \
+	--python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 -d $(GPU_WHEELS) \
+	"pybind11>=3.0" "pytest>=8" "pytest-timeout>=2.3" "hypothesis>=6.100"
+	@ls $(GPU_WHEELS)
+
+# Said at once, not after minutes of building.
+.PHONY: gpu-is-there
+gpu-is-there:
+	@test -e /dev/nvidiactl || nvidia-smi -L >/dev/null 2>&1 || { echo "no CUDA GPU on this machine: nothing was tested or \
+	measured" >&2; exit 1; }
+
+# The extension too, where Python has its headers and pybind11 is there or was carried.
+.PHONY: gpu-build
+gpu-build: gpu-is-there
+	$(call say,Build in $(GPU))
+	@mkdir -p $(GPU)
+	@if ls $(GPU_WHEELS)/*.whl >/dev/null 2>&1; then $(GPU_PYTHON) -m pip --disable-pip-version-check install --quiet --no-index \
+	--no-deps --upgrade --target $(GPU)/site $(GPU_WHEELS)/*.whl; fi
+	@if pybind11=$$($(GPU_ENVIRONMENT) $(GPU_PYTHON) -m pybind11 --cmakedir 2>$(GPU)/why) && $(GPU_CONFIGURE) \
+	-DKVPOOL_PYTHON=ON -Dpybind11_DIR="$$pybind11" -DPython_EXECUTABLE="$$(command -v $(GPU_PYTHON))" >$(GPU)/why 2>&1; then \
+	$(CMAKE) --build $(GPU) -j $(GPU_JOBS) --target _core kvpool_gpu_tests kvpool_gpu_bench && cp $(GPU)/_core*.so src/kvpool/; \
+	else echo "without Python: $$(tail -n 1 $(GPU)/why)" >&2; rm -f $(GPU)/CMakeCache.txt; $(GPU_CONFIGURE) -DKVPOOL_PYTHON=OFF && \
+	$(CMAKE) --build $(GPU) -j $(GPU_JOBS) --target kvpool_gpu_tests kvpool_gpu_bench; fi
+
+.PHONY: test-gpu
+test-gpu: gpu-build ## tests that need a GPU; no network, no .venv
+	$(call say,Tests on the GPU)
+	@$(GPU)/kvpool_gpu_tests || { test $$? -ne 77 || echo "nothing was tested" >&2; exit 1; }
+	@if command -v compute-sanitizer >/dev/null; then for tool in memcheck racecheck; do \
+	echo "compute-sanitizer --tool $$tool"; KVPOOL_SEED=1 timeout 150 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	$(GPU)/kvpool_gpu_tests -tce='*beyond 4 GiB*,*thousands*,*follows what*' || exit 1; done; \
+	else echo "compute-sanitizer is not here: not run"; fi
+	@if ls tests/gpu/test_*.py >/dev/null 2>&1; then if ls $(GPU)/_core*.so >/dev/null 2>&1; then $(GPU_ENVIRONMENT) $(GPU_PYTHON) \
+	-m pytest -q tests/gpu; else echo "the Python tests were not run: the extension could not be built" >&2; exit 1; fi; fi
+
+.PHONY: bench-gpu
+bench-gpu: gpu-build ## measure on the GPU; no network, no .venv
+	@if ls $(GPU)/_core*.so >/dev/null 2>&1; then $(GPU_ENVIRONMENT) $(GPU_PYTHON) bench/run.py gpu $(BENCH_ARGS) | tee $(GPU)/bench.txt; \
+	! grep -q '^gpu skipped' $(GPU)/bench.txt; \
+	else echo "without Python no table: the figures as they come"; $(GPU)/kvpool_gpu_bench; fi
 
 # ---- style
 

@@ -97,9 +97,9 @@ bool strides_matter(std::span<const BlockPair> pairs) noexcept {
 struct Plan {
   KernelKind kind;
   std::uint32_t width;
-  std::uint32_t leftover_bytes;     // of one byte or value of the tail, as it is read
-  TableHeader header;               // but for what each launch has of its own
-  std::span<const float> scales{};  // one for each strip, or one, or none
+  std::uint32_t leftover_bytes;   // of one byte or value of the tail, as it is read
+  TableHeader header;             // but for what each launch has of its own
+  std::span<const float> scales;  // one for each strip, or one, or none
 };
 
 float scale_of(const Plan& plan, std::size_t strip) noexcept {
@@ -112,6 +112,9 @@ struct StripGroup {
   std::size_t first;
   std::size_t count;
   std::uint32_t tiles;
+
+  // Pairs of one launch, by its tiles. Tiles are at least one: a strip is never empty.
+  std::size_t pairs_max() const noexcept { return kTilesMax / std::max<std::uint32_t>(1, tiles); }
 };
 
 // As many strips from `first` on as one launch takes. At least one: kStripBytesMax.
@@ -169,7 +172,7 @@ int launch_plan(const Plan& plan, std::span<const PlannedStrip> strips, std::spa
   const std::size_t whole = table_bytes(strips.size(), pairs.size());
   if (whole > kInlineTableBytes && whole <= space.bytes && space.host != nullptr && space.device != nullptr) {
     const StripGroup all = group_of(plan, strips, 0, strips.size());
-    if (all.count == strips.size() && pairs.size() <= kTilesMax / all.tiles) {
+    if (all.count == strips.size() && pairs.size() <= all.pairs_max()) {
       TableHeader header;
       write_table(plan, strips, all, pairs, header, space.host);
       return launch(context, {plan.kind, plan.width, &header, space.host, whole, space.device});
@@ -179,8 +182,8 @@ int launch_plan(const Plan& plan, std::span<const PlannedStrip> strips, std::spa
   std::byte* data = reinterpret_cast<std::byte*>(table.data);
   for (std::size_t first = 0; first < strips.size();) {
     const StripGroup group = group_of(plan, strips, first, kInlineStripsMax);
-    const std::size_t pairs_max = std::min<std::size_t>(
-        (kInlineTableBytes - table_bytes(group.count, 0)) / sizeof(DevicePair), kTilesMax / group.tiles);
+    const std::size_t room = (kInlineTableBytes - table_bytes(group.count, 0)) / sizeof(DevicePair);
+    const std::size_t pairs_max = std::min(room, group.pairs_max());
     for (std::size_t taken = 0; taken < pairs.size(); taken += pairs_max) {
       const auto some = pairs.subspan(taken, std::min(pairs.size() - taken, pairs_max));
       write_table(plan, strips, group, some, table.header, data);
@@ -314,7 +317,7 @@ int launch_job(const CopyJob& job, const TableSpace& space, LaunchFunction launc
   const bool several = strides_matter(job.pairs);
   const std::uint32_t width =
       width_of(address_bits(job.strips, several, false) | address_bits(job.strips, several, true));
-  return launch_plan({KernelKind::kCopy, width, 1, {}}, job.strips, job.pairs, space, launch, context);
+  return launch_plan({KernelKind::kCopy, width, 1, {}, {}}, job.strips, job.pairs, space, launch, context);
 }
 
 int launch_job(const PermuteJob& job, const TableSpace& space, LaunchFunction launch, void* context) {
@@ -331,7 +334,7 @@ int launch_job(const PermuteJob& job, const TableSpace& space, LaunchFunction la
   if (rows.outer > 1) bits |= rows.from_outer_pitch | rows.to_outer_pitch;
   if (rows.inner > 1) bits |= rows.from_inner_pitch | rows.to_inner_pitch;
   bits |= address_bits(job.strips, several, false) | address_bits(job.strips, several, true);
-  Plan plan{KernelKind::kPermute, width_of(bits), 1, {}};
+  Plan plan{KernelKind::kPermute, width_of(bits), 1, {}, {}};
   plan.header.rows = {FastDivider(rows.row_bytes / plan.width),
                       FastDivider(rows.inner),
                       rows.from_outer_pitch,
