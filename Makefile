@@ -190,7 +190,8 @@ gpu-build: gpu-is-there
 	$(call say,Build in $(GPU))
 	@mkdir -p $(GPU)
 	@if ls $(GPU_WHEELS)/*.whl >/dev/null 2>&1; then $(GPU_PYTHON) -m pip --disable-pip-version-check install --quiet --no-index \
-	--no-deps --upgrade --target $(GPU)/site $(GPU_WHEELS)/*.whl; fi
+	--no-deps --upgrade --target $(GPU)/site $(GPU_WHEELS)/*.whl || { echo "$(GPU_WHEELS) is not for $$($(GPU_PYTHON) --version): \
+	make gpu-wheels GPU_PYTHON_VERSION=..." >&2; exit 1; }; fi
 	@if pybind11=$$($(GPU_ENVIRONMENT) $(GPU_PYTHON) -m pybind11 --cmakedir 2>$(GPU)/why) && $(GPU_CONFIGURE) \
 	-DKVPOOL_PYTHON=ON -Dpybind11_DIR="$$pybind11" -DPython_EXECUTABLE="$$(command -v $(GPU_PYTHON))" >$(GPU)/why 2>&1; then \
 	$(CMAKE) --build $(GPU) -j $(GPU_JOBS) --target _core kvpool_gpu_tests kvpool_gpu_bench && cp $(GPU)/_core*.so src/kvpool/; \

@@ -63,7 +63,7 @@ KVPOOL_HOST_DEVICE inline void copy_tile(const TableView& table, std::uint32_t t
   const TilePlace place = place_of_tile(table, tile);
   const std::uint64_t left = place.strip.units - place.first;
   const std::uint64_t at = (place.first + lane) * sizeof(T);
-  T units[kUnitsInFlight];
+  T units[kUnitsInFlight] = {};
   if (left >= kTileUnits) {
     KVPOOL_UNROLL
     for (std::uint32_t k = 0; k < kUnitsInFlight; ++k) {
@@ -100,8 +100,8 @@ KVPOOL_HOST_DEVICE inline void permute_tile(const TableView& table, std::uint32_
                                             Memory& memory) {
   const TilePlace place = place_of_tile(table, tile);
   const RowTable& rows = table.header->rows;
-  T units[kUnitsInFlight];
-  std::uint64_t to[kUnitsInFlight];
+  T units[kUnitsInFlight] = {};
+  std::uint64_t to[kUnitsInFlight] = {};
   KVPOOL_UNROLL
   for (std::uint32_t k = 0; k < kUnitsInFlight; ++k) {
     const auto unit = static_cast<std::uint32_t>(place.first) + k * kWarpLanes + lane;
@@ -145,7 +145,7 @@ KVPOOL_HOST_DEVICE inline void fp8_tile(const TableView& table, std::uint32_t ti
   const TilePlace place = place_of_tile(table, tile);
   const bool bfloat16 = table.header->bfloat16 != 0;
   const float scale = place.strip.scale;
-  From units[kUnitsInFlight];
+  From units[kUnitsInFlight] = {};
   KVPOOL_UNROLL
   for (std::uint32_t k = 0; k < kUnitsInFlight; ++k) {
     const std::uint64_t unit = place.first + k * kWarpLanes + lane;
