@@ -195,7 +195,7 @@ gpu-build: gpu-is-there
 	@if pybind11=$$($(GPU_ENVIRONMENT) $(GPU_PYTHON) -m pybind11 --cmakedir 2>$(GPU)/why) && $(GPU_CONFIGURE) \
 	-DKVPOOL_PYTHON=ON -Dpybind11_DIR="$$pybind11" -DPython_EXECUTABLE="$$(command -v $(GPU_PYTHON))" >$(GPU)/why 2>&1; then \
 	$(CMAKE) --build $(GPU) -j $(GPU_JOBS) --target _core kvpool_gpu_tests kvpool_gpu_bench && cp $(GPU)/_core*.so src/kvpool/; \
-	else echo "without Python: $$(tail -n 1 $(GPU)/why)" >&2; rm -f $(GPU)/CMakeCache.txt; $(GPU_CONFIGURE) -DKVPOOL_PYTHON=OFF && \
+	else echo "without Python: $$(tail -n 1 $(GPU)/why)" >&2; rm -f $(GPU)/CMakeCache.txt $(GPU)/_core*.so; $(GPU_CONFIGURE) -DKVPOOL_PYTHON=OFF && \
 	$(CMAKE) --build $(GPU) -j $(GPU_JOBS) --target kvpool_gpu_tests kvpool_gpu_bench; fi
 
 .PHONY: test-gpu

@@ -5,10 +5,10 @@
 // both sides and how far it is from one block to the next (base/strips.h); a pair says which block goes where. So the
 // description of a copy grows with strips + pairs, not with their product, and one launch takes all of it:
 //
-//   gather      arena -> staging run        from: the arena's strips     to: plan_staging()   pairs: (block, 0),
-//   (block, 1).. scatter     staging run -> arena        the same, the other way round: plan_staging() and reverse()
-//   swap        arena -> arena              plan_strips() of both        pairs: (from block, to block)
-//   discrete <-> aggregated, reshard        plan_strips(), which cuts strips where either side's segments end
+//   gather      arena -> staging run   strips of plan_staging(), pairs (block, 0), (block, 1), ...
+//   scatter     staging run -> arena   reverse() of them, pairs turned round
+//   swap        arena -> arena         strips of plan_strips(), pairs (block, block)
+//   discrete <-> aggregated, reshard   the same: plan_strips() cuts where the segments of either side end
 //
 // Either side may be page-locked host memory that the device maps: the kernel then reads or writes it over the bus,
 // with no copy between. Under unified addressing the host's pointer is the device's.
@@ -130,7 +130,7 @@ enum class StagingOrder : std::uint8_t {
 };
 
 // The strips that gather `ranges` of the content of `count` blocks into a run of staging memory: pair k of the job is
-// {block, k}. Scatter is reverse() of them, with the pairs turned round. Appends nothing else: the run has
+// {block, k}. Scatter is reverse() of them, with the pairs turned round. The run has
 // count * (sum of the ranges) bytes and no gaps. REQUIRES: ranges_fit(ranges, from.block_bytes()).
 std::vector<PlannedStrip> plan_staging(const MediumSpan& from, std::span<const ContentRange> ranges, std::size_t count,
                                        StagingOrder order, std::byte* staging);
