@@ -18,17 +18,20 @@ namespace {
 
 // Arguments are read before the lock is taken: reading them may run Python code, and that may let another thread run.
 struct LockedInstanceIndex {
-  explicit LockedInstanceIndex(std::uint32_t page_tokens) : index(page_tokens) {}
+  LockedInstanceIndex(std::uint32_t page_tokens, std::size_t pages_max)
+      : index(page_tokens, random_hash_seed(), pages_max) {}
   std::mutex mutex;
   InstanceIndex index;
 };
 
-std::unique_ptr<LockedInstanceIndex> make_index(const py::object& block_tokens) {
+std::unique_ptr<LockedInstanceIndex> make_index(const py::object& block_tokens, const py::object& blocks_max) {
   const std::size_t page = count_from(block_tokens, "block_tokens");
   if (page < 1 || page > 65536) {
     throw Error(ErrorCode::kArgument, "block_tokens must be 1 to 65536, and is " + std::to_string(page));
   }
-  return std::make_unique<LockedInstanceIndex>(static_cast<std::uint32_t>(page));
+  const std::size_t most = blocks_max.is_none() ? 0 : count_from(blocks_max, "blocks_max");
+  if (!blocks_max.is_none() && most < 1) throw Error(ErrorCode::kArgument, "blocks_max must be at least 1, or None");
+  return std::make_unique<LockedInstanceIndex>(static_cast<std::uint32_t>(page), most);
 }
 
 std::uint32_t instance_from(py::handle argument) {
@@ -81,9 +84,23 @@ py::tuple match_arrays(LockedInstanceIndex& self, py::handle tokens, py::handle 
 
 void bind_instance_index(py::module_& module) {
   py::class_<LockedInstanceIndex>(module, "InstanceIndex", "The C++ half of kvpool.InstanceIndex.")
-      .def(py::init(&make_index), py::arg("block_tokens") = 16)
+      .def(py::init(&make_index), py::arg("block_tokens") = 16, py::arg("blocks_max") = py::none())
       .def_property_readonly(
           "block_tokens", [](const LockedInstanceIndex& self) { return self.index.page_tokens(); }, "Tokens a block.")
+      .def_property_readonly(
+          "blocks_max",
+          [](const LockedInstanceIndex& self) -> py::object {
+            if (self.index.pages_max() == 0) return py::none();
+            return py::int_(self.index.pages_max());
+          },
+          "Blocks that it has at most; None for no bound.")
+      .def_property_readonly(
+          "evicted",
+          [](LockedInstanceIndex& self) {
+            const std::lock_guard lock(self.mutex);
+            return self.index.pages_evicted();
+          },
+          "Blocks that were forgotten because there were more than blocks_max, so far.")
       .def(
           "insert",
           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle now,
@@ -108,7 +125,8 @@ Args:
         what they lose.
 
 Returns:
-    Blocks that it did not hold before.)")
+    Blocks that it did not hold before. Where there are more than blocks_max now, the longest unused are forgotten,
+    whoever holds them; of a prompt that is too long alone, the end.)")
       .def("match", &match, py::arg("tokens"), py::arg("now") = py::none(), py::arg("namespace") = "",
            R"(How much of a prompt each instance holds.
 

@@ -31,11 +31,12 @@ using kvpool::testing::view_of;
 
 class Fuzz {
  public:
-  Fuzz(std::uint64_t seed, std::size_t page_tokens, std::uint32_t instances)
+  Fuzz(std::uint64_t seed, std::size_t page_tokens, std::uint32_t instances, std::size_t pages_max = 0)
       : page_tokens_(page_tokens),
         instances_(instances),
+        pages_max_(pages_max),
         dice_(seed),
-        index_(static_cast<std::uint32_t>(page_tokens), seed) {}
+        index_(static_cast<std::uint32_t>(page_tokens), seed, pages_max) {}
 
   void run(int steps) {
     for (int step = 0; step < steps; ++step) {
@@ -52,7 +53,9 @@ class Fuzz {
         REQUIRE(index_.pages(instance) == pages[instance]);
       }
       REQUIRE(index_.pages() == model_.size());
+      REQUIRE(index_.pages_evicted() == evicted_);
     }
+    CHECK((pages_max_ == 0 || evicted_ > 0));
     index_.expire(now_ + 1);
     index_.audit();
     for (std::uint32_t instance = 0; instance < instances_; ++instance) index_.remove_instance(instance);
@@ -128,6 +131,26 @@ class Fuzz {
       holders[instance] = std::max(holders[instance], lasting ? kvpool::kLasting : now_);
     }
     REQUIRE(added == expected);
+    use(prompt, pages);
+    evict();
+  }
+
+  void use(const Prefix& prompt, std::size_t pages) {
+    ++uses_;
+    for (std::size_t n = 1; n <= pages; ++n) used_[cut(prompt, n)] = uses_;
+  }
+
+  // The longest unused go first, of equally long unused ones the end of the prompt.
+  void evict() {
+    while (pages_max_ != 0 && model_.size() > pages_max_) {
+      const auto goes_before = [&](const auto& a, const auto& b) {
+        const std::uint64_t used_a = used_.at(a.first);
+        const std::uint64_t used_b = used_.at(b.first);
+        return used_a != used_b ? used_a < used_b : a.first.tokens.size() > b.first.tokens.size();
+      };
+      model_.erase(std::min_element(model_.begin(), model_.end(), goes_before));
+      ++evicted_;
+    }
   }
 
   void match(bool counts) {
@@ -148,6 +171,11 @@ class Fuzz {
         longest[instance] = n;
         if (counts) used = std::max(used, now_);
       }
+    }
+    if (counts) {
+      std::size_t found = 0;
+      for (const auto& [instance, pages] : longest) found = std::max(found, pages);
+      use(prompt, found);
     }
     std::vector<InstanceHit> expected;
     for (const auto& [instance, pages] : longest) expected.push_back({instance, pages});
@@ -203,9 +231,13 @@ class Fuzz {
 
   std::size_t page_tokens_;
   std::uint32_t instances_;
+  std::size_t pages_max_;
   Dice dice_;
   InstanceIndex index_;
   InstanceView model_;
+  std::map<Prefix, std::uint64_t> used_;  // by which call, the last time
+  std::uint64_t uses_ = 0;
+  std::uint64_t evicted_ = 0;
   std::uint64_t now_ = 0;
 };
 
@@ -217,6 +249,8 @@ TEST_CASE("the router's tree agrees with a naive one after every call") {
       CAPTURE(page_tokens);
       Fuzz(seed, page_tokens, 2).run(fuzz_length(400));
       Fuzz(seed, page_tokens, 12).run(fuzz_length(400));
+      Fuzz(seed, page_tokens, 3, 40).run(fuzz_length(400));
+      Fuzz(seed, page_tokens, 3, 4).run(fuzz_length(400));
     }
   }
 }

@@ -33,6 +33,22 @@ def test_inserting_again_adds_nothing(index):
     assert index.insert(prompt(4), 1) == 1
 
 
+def test_beyond_its_largest_size_it_forgets_what_is_longest_unused():
+    index = kvpool.InstanceIndex(BLOCK, blocks_max=6)
+    index.insert(prompt(3, 1), 1)
+    index.insert(prompt(3, 2), 2, lasting=True)
+    index.match(prompt(2, 1), now=1)  # a use, but for the last block
+    assert (len(index), index.evicted) == (6, 0)
+    assert index.insert(prompt(3, 3), 3) == 3
+    assert (len(index), index.evicted, index.blocks_max) == (6, 3, 6)
+    assert [index.match(prompt(3, name)) for name in (1, 2, 3)] == [[(1, 2 * BLOCK)], [(2, BLOCK)], [(3, 3 * BLOCK)]]
+    assert [index.blocks(instance) for instance in (1, 2, 3)] == [2, 1, 3]
+    assert index.insert(prompt(10, 4), 4) == 10  # longer than all of it: the end is not kept
+    assert (index.match(prompt(10, 4)), len(index), index.evicted) == ([(4, 6 * BLOCK)], 6, 13)
+    index.audit()
+    assert (kvpool.InstanceIndex(BLOCK).blocks_max, kvpool.InstanceIndex(BLOCK).evicted) == (None, 0)
+
+
 def test_what_does_not_fill_a_block_is_ignored(index):
     assert index.insert(prompt(2)[:-1], 1) == 1
     assert index.match(prompt(2)) == [(1, BLOCK)]
@@ -108,6 +124,8 @@ def test_namespaces_are_apart(index):
     ("call", "error", "text"),
     [
         (lambda index: kvpool.InstanceIndex(0), kvpool.ArgumentError, "0"),
+        (lambda index: kvpool.InstanceIndex(4, 0), kvpool.ArgumentError, "blocks_max"),
+        (lambda index: kvpool.InstanceIndex(4, -1), kvpool.ArgumentError, "-1"),
         (lambda index: kvpool.InstanceIndex("4"), kvpool.ArgumentTypeError, "str"),
         (lambda index: index.insert(prompt(1), 2**14), kvpool.ArgumentError, "16384"),
         (lambda index: index.insert(prompt(1), -1), kvpool.ArgumentError, "-1"),

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <unordered_set>
 
 #include "kvpool/base/error.h"
 
@@ -18,8 +19,8 @@ constexpr auto kNoVisit = [](InstanceNode*, std::uint32_t) noexcept {};
 
 }  // namespace
 
-InstanceIndex::InstanceIndex(std::uint32_t page_tokens, std::uint64_t seed)
-    : tree_(checked_page_tokens(page_tokens), seed) {}
+InstanceIndex::InstanceIndex(std::uint32_t page_tokens, std::uint64_t seed, std::size_t pages_max)
+    : tree_(checked_page_tokens(page_tokens), seed), pages_max_(pages_max) {}
 
 std::size_t InstanceIndex::insert(std::string_view name_space, const Token* tokens, std::size_t pages,
                                   std::uint32_t instance, std::uint64_t now, bool lasting) {
@@ -51,6 +52,7 @@ std::size_t InstanceIndex::insert(std::string_view name_space, const Token* toke
       Node* const parent = last;
       last = made.release();
       tree_.attach(parent, last);
+      place_before(last, newest_);
       pages_ += last->pages;
       holder_room_ += last->payload.holders.capacity();
     }
@@ -66,6 +68,8 @@ std::size_t InstanceIndex::insert(std::string_view name_space, const Token* toke
       }
     }
     held_pages_[instance] += added;
+    use(last);
+    if (pages_max_ != 0 && pages_ > pages_max_) evict(pages_ - pages_max_);
     return added;
   } catch (...) {
     tree_.drop_root_if_empty(root);
@@ -84,6 +88,7 @@ void InstanceIndex::match(std::string_view name_space, const Token* tokens, std:
   Node* last = place.at_end_of_node() ? place.node : cut(place.node, place.pages_in_node);
   now = advance(now);
   for (Node* node = last; !node->is_root(); node = node->parent) node->payload.matched = now;
+  use(last);
 }
 
 void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
@@ -180,6 +185,7 @@ std::size_t InstanceIndex::expire(std::uint64_t before) noexcept {
 
 InstanceIndex::Node* InstanceIndex::cut(Node* lower, std::uint32_t pages_before) {
   Node* upper = tree_.split(lower, pages_before);
+  place_before(upper, lower);
   holder_room_ += upper->payload.holders.capacity();
   return upper;
 }
@@ -213,7 +219,51 @@ void InstanceIndex::detach_if_unheld(Node* node) noexcept {
   if (!node->payload.holders.empty()) return;
   pages_ -= node->pages;
   holder_room_ -= node->payload.holders.capacity();
+  take_out(node);
   tree_.detach(node);
+}
+
+// A use of a node is one of everything above it: from its end upwards, so that what is above is newer (I6).
+void InstanceIndex::use(Node* last) noexcept {
+  for (Node* node = last; !node->is_root(); node = node->parent) {
+    take_out(node);
+    place_before(node, newest_);
+  }
+}
+
+// REQUIRES: `node` is not in the order; `older` is, or is null in an order of none.
+void InstanceIndex::place_before(Node* node, Node* older) noexcept {
+  Node* const newer = older == nullptr ? nullptr : older->payload.newer;
+  node->payload.newer = newer;
+  node->payload.older = older;
+  (newer == nullptr ? newest_ : newer->payload.older) = node;
+  (older == nullptr ? oldest_ : older->payload.newer) = node;
+}
+
+void InstanceIndex::take_out(Node* node) noexcept {
+  InstancePayload& payload = node->payload;
+  (payload.newer == nullptr ? newest_ : payload.newer->payload.older) = payload.older;
+  (payload.older == nullptr ? oldest_ : payload.older->payload.newer) = payload.newer;
+}
+
+// Drops pages, the longest unused first, of equally long unused ones the end of the prompt.
+void InstanceIndex::evict(std::size_t pages) noexcept {
+  pages_evicted_ += pages;
+  while (pages > 0) {
+    Node* const node = oldest_;
+    const auto gone = static_cast<std::uint32_t>(std::min<std::size_t>(node->pages, pages));
+    for (const Holder& holder : node->payload.holders) held_pages_[holder.instance] -= gone;
+    pages -= gone;
+    if (gone < node->pages) {
+      pages_ -= gone;
+      tree_.truncate(node, node->pages - gone);
+      return;
+    }
+    auto* const root = Tree::root_of(node);
+    node->payload.holders.clear();
+    detach_if_unheld(node);
+    tree_.drop_root_if_empty(root);
+  }
 }
 
 std::size_t InstanceIndex::bytes() const noexcept {
@@ -246,6 +296,16 @@ void InstanceIndex::audit() const {
     }
   });
   if (pages != pages_ || held_pages != held_pages_) fail("a wrong count of pages");
+  if (pages_max_ != 0 && pages > pages_max_) fail("more pages than it may have (I7)");
+  std::unordered_set<const Node*> newer;
+  const Node* before = nullptr;
+  for (const Node* node = newest_; node != nullptr; node = node->payload.older) {
+    if (node->payload.newer != before) fail("a node that does not know the newer one (I6)");
+    if (!node->parent->is_root() && !newer.contains(node->parent)) fail("a node that is newer than its parent (I6)");
+    newer.insert(node);
+    before = node;
+  }
+  if (before != oldest_ || newer.size() != node_count()) fail("nodes that are in no order (I6)");
   if (holder_room != holder_room_) fail("a wrong count of room for holders");
 }
 

@@ -2,7 +2,7 @@
 //
 // It is told what instances store and lose (their event streams, or the router's own decisions) and answers which
 // instance holds how much of a prompt. It is a picture, not a promise: what it does not hear of it keeps until it
-// expires.
+// expires, or until it is the longest unused of what exceeds the largest size.
 //
 // Invariants
 //   I1  Who holds a page holds everything before it: the holders of a node are among those of its parent. So two nodes
@@ -12,9 +12,14 @@
 //   I3  Every node has a holder.
 //   I4  Insertions and matches cut runs where they end: all pages of a node share one history.
 //   I5  A call that throws has changed nothing but, at most, where runs are cut.
+//   I6  All nodes stand in the order of their last uses, by whomever; a node is newer than those below it. So the
+//   oldest
+//       one has nothing below it.
+//   I7  No more pages than `pages_max`, where it is not 0.
 //
 // Cost: insert and match grow with the prompt and with the number of instances that hold its first page, not with the
-// tree. remove_instance looks at the nodes that the instance holds and at their siblings, expire at every node.
+// tree; what they drop to keep I7 costs a constant time a node. remove_instance looks at the nodes that the instance
+// holds and at their siblings, expire at every node.
 //
 // Times are the caller's, in any unit; one that goes back counts as the latest one seen.
 // Thread-safety: none; the owner locks.
@@ -41,15 +46,17 @@ class InstanceIndex {
  public:
   using Node = InstanceNode;
 
-  // Throws Error kArgument for page_tokens == 0.
-  explicit InstanceIndex(std::uint32_t page_tokens, std::uint64_t seed = random_hash_seed());
+  // `pages_max` 0 is no bound. Throws Error kArgument for page_tokens == 0.
+  explicit InstanceIndex(std::uint32_t page_tokens, std::uint64_t seed = random_hash_seed(), std::size_t pages_max = 0);
   InstanceIndex(const InstanceIndex&) = delete;
   InstanceIndex& operator=(const InstanceIndex&) = delete;
 
   std::uint32_t page_tokens() const noexcept { return tree_.page_tokens(); }
 
   // The instance holds these pages. Returns how many of them it did not hold before. What is `lasting` never expires:
-  // for an instance that says itself what it loses. Throws Error kArgument for an instance above kInstanceMax.
+  // for an instance that says itself what it loses. Where there are too many pages then, the longest unused go, lasting
+  // or not, whoever holds them; of a prompt that is too long alone, the end. Throws Error kArgument for an instance
+  // above kInstanceMax.
   std::size_t insert(std::string_view name_space, const Token* tokens, std::size_t pages, std::uint32_t instance,
                      std::uint64_t now, bool lasting = false);
 
@@ -74,6 +81,10 @@ class InstanceIndex {
   // pages that were, counted once for each instance.
   std::size_t expire(std::uint64_t before) noexcept;
 
+  std::size_t pages_max() const noexcept { return pages_max_; }
+  // Pages that went because there were too many, so far.
+  std::uint64_t pages_evicted() const noexcept { return pages_evicted_; }
+
   // Pages that the instance holds.
   std::size_t pages(std::uint32_t instance) const noexcept {
     return instance < held_pages_.size() ? held_pages_[instance] : 0;
@@ -94,7 +105,7 @@ class InstanceIndex {
     });
   }
 
-  // Checks I1 to I3 and the counters. Throws Error kAudit.
+  // Checks I1 to I3, I6, I7 and the counters. Throws Error kAudit.
   void audit() const;
 
  private:
@@ -106,9 +117,17 @@ class InstanceIndex {
   bool drop_holder(Node* node, std::uint32_t instance) noexcept;
   void drop_holder_below(Node* top, std::uint32_t instance) noexcept;
   void detach_if_unheld(Node* node) noexcept;
+  void use(Node* last) noexcept;
+  void place_before(Node* node, Node* older) noexcept;
+  void take_out(Node* node) noexcept;
+  void evict(std::size_t pages) noexcept;
   static void collect(const Tree::Place& place, std::vector<InstanceHit>& out);
 
   Tree tree_;
+  std::size_t pages_max_;
+  std::uint64_t pages_evicted_ = 0;
+  Node* newest_ = nullptr;  // I6
+  Node* oldest_ = nullptr;
   std::uint64_t now_ = 0;
   std::size_t pages_ = 0;
   std::size_t holder_room_ = 0;          // sum of the capacities of all nodes' holders

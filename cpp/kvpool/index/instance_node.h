@@ -22,6 +22,10 @@ struct Holder {
 struct InstancePayload {
   std::vector<Holder> holders;  // sorted by instance
 
+  // In the order of last uses, by whomever.
+  RadixNode<InstancePayload>* newer = nullptr;
+  RadixNode<InstancePayload>* older = nullptr;
+
   // When a match last went through the node. A match is a use by every holder, and noting it here instead of with each
   // holder makes its cost that of the path.
   std::uint64_t matched = 0;

@@ -49,6 +49,9 @@ class InstanceIndex(_core.InstanceIndex):
 
     Args:
         block_tokens: Tokens a block; that of the instances.
+        blocks_max: Blocks that it has at most, however many instances hold each; an insertion that leaves more makes it
+            forget the longest unused. A block takes 4 bytes a token; a prompt, or a part of one that others share,
+            200 bytes beside that, and 16 for each instance that holds it. None for no bound.
     """
 
     def apply(
