@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 from policy.fleet import BLOCK, Fleet, prompt
 
 import kvpool
+from kvpool.index import StoredEvent
 from kvpool.policy.routing import Kind, LongestPrefix
 
 
@@ -89,3 +91,24 @@ def test_events_of_pools_are_followed_and_outlive_the_time_to_live():
         assert fleet.scheduler.tree(Kind.COLOCATED).blocks(5) == 3
         fleet.scheduler.lost_events(5)
         assert fleet.scheduler.tree(Kind.COLOCATED).blocks(5) == 0
+
+
+def test_a_tree_stays_below_its_largest_size():
+    """2,000 prompts of 4 to 8 blocks pass two instances, one of which tells by events: 100 blocks are kept."""
+    fleet = Fleet(1, blocks_max=100, ttl_s=None)
+    fleet.scheduler.add_instance(2, by_events=True)
+    tree = fleet.scheduler.tree(Kind.COLOCATED)
+    learnt = 0
+    for name in range(2000):
+        tokens = prompt(4 + name % 5, name=name)
+        if name % 2:
+            fleet.scheduler.apply(2, StoredEvent(name, "", tokens, 0, np.zeros(0, np.uint64)))
+        else:
+            fleet.hold(1, tokens)
+        learnt += 4 + name % 5
+        assert len(tree) == min(learnt, 100)
+        assert tree.match(tokens)[1].tolist() == [len(tokens)]
+    assert fleet.scheduler.blocks_evicted == tree.evicted == learnt - 100
+    assert tree.blocks(1) + tree.blocks(2) == 100
+    tree.audit()
+    assert [len(tree.match(prompt(4, name=name))[0]) for name in (0, 1900, 1999)] == [0, 0, 1]

@@ -1,5 +1,8 @@
 """The policies of MemServe, Table 6, and eq. 1: from what is known of the instances to the one that is chosen.
 
+A policy chooses by a view of all instances. One that ranks each by its own figures alone says how (`Ranking`), and is
+then asked for few of them (`kvpool.policy.routing.search`); what it chooses is the same.
+
 | policy         | keeps a session together | shares between sessions | minds load              |
 |----------------|--------------------------|-------------------------|-------------------------|
 | LeastLoad      | no                       | no                      | alone                   |
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from hashlib import blake2b
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +23,11 @@ import numpy.typing as npt
 from kvpool.errors import ArgumentError
 from kvpool.policy.routing.load import Bools, Floats
 
-__all__ = ["LeastLoad", "LongestPrefix", "Policy", "QueuePlusExec", "SessionId", "View"]
+__all__ = ["TOLERANCE", "LeastLoad", "LongestPrefix", "Policy", "QueuePlusExec", "Ranking", "SessionId", "View"]
 
 Ints = npt.NDArray[np.int64]
+
+TOLERANCE = 1e-12  # figures that differ by such a part are equal: rounding is not to decide
 
 
 class View(NamedTuple):
@@ -50,37 +55,75 @@ class View(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses an instance."""
+    """Chooses an instance. Anything that does may be one; a `Ranking` decides faster."""
 
     def choose(self, view: View) -> int:
         """The place of the chosen one in the view's arrays."""
 
 
-def _least(value: Floats, tie: Floats, among: Bools) -> int:
-    """Where `value` is least; of equals, where `tie` is, or the first would get all that comes to an idle fleet."""
-    masked = value if among.all() else np.where(among, value, np.inf)
-    best = float(masked.min())
-    equal = (masked <= best + 1e-12 * abs(best)).nonzero()[0]
-    return int(equal[0] if len(equal) == 1 else equal[tie[equal].argmin()])
+class Ranking:
+    """A policy that ranks each instance by its own figures alone.
+
+    Of two that hold equally much and take equally long for it, the one with more backlog and load is never before the
+    one with less.
+    """
+
+    def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
+        """What decides: where the first figure is least; of equals, where the second one is; and so on.
+
+        Args:
+            backlog: As in View, of one instance or of several.
+            load: As in View.
+            cached: As in View.
+            exec_s: As in View.
+        """
+        raise NotImplementedError
+
+    def ranks(self, session: str | None) -> bool:
+        """Whether it decides by `rank` and `home` where requests of this session go."""
+        return True
+
+    def home(self, session: str | None) -> int:
+        """The instance that gets all of a session as long as it is open; -1 where there is none."""
+        return -1
+
+    def sent(self, session: str | None, instance: int) -> None:
+        """A request of the session goes to an instance."""
+
+    def choose(self, view: View) -> int:
+        """As Policy.choose: the first of those that rank alike."""
+        home = self.home(view.session)
+        places = () if home < 0 else np.flatnonzero((view.ids == home) & view.open)
+        if len(places):
+            place = int(places[0])
+        else:
+            left = np.flatnonzero(view.allowed)
+            *figures, last = self.rank(view.backlog, view.load, view.cached, view.exec_s)
+            for each in figures:
+                best = float(each[left].min())
+                left = left[each[left] <= best + TOLERANCE * abs(best)]
+            place = int(left[last[left].argmin()])
+        self.sent(view.session, int(view.ids[place]))
+        return place
 
 
-class LeastLoad:
+class LeastLoad(Ranking):
     """The instance that is free first, whatever it holds."""
 
-    def choose(self, view: View) -> int:
-        """As Policy.choose."""
-        return _least(view.backlog, view.load, view.allowed)
+    def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
+        """As Ranking.rank."""
+        return backlog, load
 
 
-class LongestPrefix:
+class LongestPrefix(Ranking):
     """The instance below the load cap that holds the most of the prompt; of equals, the one that is free first (§6)."""
 
-    def choose(self, view: View) -> int:
-        """As Policy.choose."""
-        return _least(-view.cached.astype(np.float64), view.backlog + 1e-6 * view.load, view.allowed)
+    def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
+        """As Ranking.rank."""
+        return -cached, backlog, load
 
 
-class QueuePlusExec:
+class QueuePlusExec(Ranking):
     """The instance below the load cap where the prompt is computed first: queueing plus execution (eq. 1).
 
     Args:
@@ -93,17 +136,17 @@ class QueuePlusExec:
             raise ArgumentError(f"thrift is {thrift}; it must be at least 0")
         self._weight = 1.0 + thrift
 
-    def choose(self, view: View) -> int:
-        """As Policy.choose."""
-        return _least(view.backlog + self._weight * view.exec_s, view.load, view.allowed)
+    def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
+        """As Ranking.rank."""
+        return backlog + self._weight * exec_s, load
 
 
-class SessionId:
+class SessionId(Ranking):
     """All requests of a session to one instance, as long as it is open.
 
     Args:
         first: Where a session begins: "least-load", or "hash", which several routers answer alike without talking, and
-            which moves only the sessions of an instance that leaves.
+            which moves only the sessions of an instance that leaves. A hash looks at all instances.
         sessions_max: Sessions that are remembered; the longest unused is forgotten first. "hash" remembers none.
     """
 
@@ -112,24 +155,36 @@ class SessionId:
             raise ArgumentError(
                 f"first {first!r} must be 'least-load' or 'hash', sessions_max {sessions_max} at least 1"
             )
-        self._first = first
+        self._hashes = first == "hash"
         self._sessions_max = sessions_max
         self._home: OrderedDict[str, int] = OrderedDict()
 
+    def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
+        """As Ranking.rank: where a session begins."""
+        return backlog, load
+
+    def ranks(self, session: str | None) -> bool:
+        """As Ranking.ranks."""
+        return session is None or not self._hashes
+
     def choose(self, view: View) -> int:
         """As Policy.choose."""
-        if view.session is None:
-            return LeastLoad().choose(view)
-        if self._first == "hash":
+        if view.session is not None and self._hashes:
             return _highest_hash(view.session, view.ids, view.open)
-        home = self._home.get(view.session, -1)
-        places = np.flatnonzero((view.ids == home) & view.open)
-        place = int(places[0]) if len(places) else LeastLoad().choose(view)
-        self._home[view.session] = int(view.ids[place])
-        self._home.move_to_end(view.session)
+        return super().choose(view)
+
+    def home(self, session: str | None) -> int:
+        """As Ranking.home."""
+        return -1 if session is None else self._home.get(session, -1)
+
+    def sent(self, session: str | None, instance: int) -> None:
+        """As Ranking.sent."""
+        if session is None:
+            return
+        self._home[session] = instance
+        self._home.move_to_end(session)
         if len(self._home) > self._sessions_max:
             self._home.popitem(last=False)
-        return place
 
 
 def _highest_hash(session: str, ids: Ints, among: Bools) -> int:

@@ -17,9 +17,10 @@ from kvpool.errors import ArgumentError, StateError
 from kvpool.index import MovedEvent, RemovedEvent, StoredEvent
 from kvpool.policy.cost import CostModel, KVTransfer
 from kvpool.policy.routing.candidates import Candidates, Tokens
-from kvpool.policy.routing.load import Balance, Floats, LoadBoard
-from kvpool.policy.routing.policies import LongestPrefix, Policy, QueuePlusExec, View
-from kvpool.policy.routing.tree import Ints, PromptTree
+from kvpool.policy.routing.load import Balance, LoadBoard
+from kvpool.policy.routing.policies import LongestPrefix, Policy, QueuePlusExec, Ranking, View
+from kvpool.policy.routing.search import find_best
+from kvpool.policy.routing.tree import BLOCKS_MAX, PromptTree
 from kvpool.policy.routing.types import Decision, Fetch, Holder, Kind, Request
 from kvpool.types import TokenVector
 
@@ -60,6 +61,7 @@ class GlobalScheduler:
         learn_at: When an instance is said to hold a prompt that was sent there: "response", as §6 has it, or
             "dispatch", so that the same prompt a moment later follows it into the same queue.
         holders_max: How many instances that hold more a decision lists.
+        blocks_max: Of the prompt tree of each kind of instance; the longest unused are forgotten. None for no bound.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class GlobalScheduler:
         balance: Balance | None = None,
         learn_at: Literal["response", "dispatch"] = "response",
         holders_max: int = 8,
+        blocks_max: int | None = BLOCKS_MAX,
     ) -> None:
         if learn_at not in ("response", "dispatch"):
             raise ArgumentError(f"learn_at is {learn_at!r}; it must be 'response' or 'dispatch'")
@@ -86,7 +89,7 @@ class GlobalScheduler:
         self._learn_at_dispatch = learn_at == "dispatch"
         self._holders_max = holders_max
         self._models = [model]
-        self._trees = {kind: PromptTree(model.block_tokens, clock, ttl_s) for kind in Kind}
+        self._trees = {kind: PromptTree(model.block_tokens, clock, ttl_s, blocks_max) for kind in Kind}
         self._prefill = LoadBoard(balance or Balance(), drains=True)
         self._decode = LoadBoard(balance or Balance(), drains=False)
         self._instances: dict[int, _Instance] = {}
@@ -161,6 +164,11 @@ class GlobalScheduler:
         """Forgets what is older than ttl_s, in all trees: call it every few seconds. Returns the blocks."""
         return sum(tree.expire() for tree in self._trees.values())
 
+    @property
+    def blocks_evicted(self) -> int:
+        """Blocks that the trees forgot because they had too many, so far."""
+        return sum(tree.evicted for tree in self._trees.values())
+
     # ---- requests
 
     def route(self, request: Request) -> Decision:
@@ -176,32 +184,33 @@ class GlobalScheduler:
         now = self._clock()
         board = self._prefill
         found = self._find(board, tokens, request.namespace, Kind.COLOCATED, Kind.PREFILL)
-        decoders = self._find(self._decode, tokens, request.namespace, Kind.DECODE)
         # What a prompt takes depends on the instance's model and on how much it holds: few of either.
         lengths = np.array(found.lengths)
-        times = [model.exec_many_s(len(tokens), lengths) for model in self._models]
-        exec_s = found.spread(times[0])
-        for number, other in enumerate(times[1:], start=1):
-            exec_s = np.where(board.models == number, found.spread(other), exec_s)
-        longest_s = max(float(time_s[-1]) for time_s in times)
-        view = self._view(board, found.cached, exec_s, longest_s, now, request.session)
-        slot = self._policy.choose(view)
-        instance, number, cached = int(board.ids[slot]), int(board.models[slot]), int(found.cached[slot])
+        times = [model.exec_many_s(len(tokens), lengths).tolist() for model in self._models]
+        most_s = max(each[-1] for each in times)
+        slot = self._choose(self._policy, board, found, times, most_s, now, request.session)
+        number, at = board.model_of(slot), found.at(slot)
+        instance, cached, exec_s = int(board.ids[slot]), found.lengths[at], times[number][at]
         model = self._models[number]
-        decode, decode_cached = None, 0
-        if self._instances[instance].kind is Kind.PREFILL:
-            decode, decode_cached = self._choose_decode(decoders, len(tokens), now, request.session)
 
         room = self._holders_max
-        holders = found.holders(board.ids, view.load, cached, room)
-        if len(decoders.hits):
-            holders += decoders.holders(self._decode.ids, self._decode.load(now), cached, room)
-            holders = sorted(holders, key=lambda holder: -holder.stop)[:room]
+        holders = found.holders(board, now, cached, room)
+        decode, decode_cached = None, 0
+        if self._kinds[Kind.DECODE]:
+            decoders = self._find(self._decode, tokens, request.namespace, Kind.DECODE)
+            if self._instances[instance].kind is Kind.PREFILL:
+                decode, decode_cached = self._choose_decode(decoders, len(tokens), now, request.session)
+            if len(decoders.slots):
+                holders += decoders.holders(self._decode, now, cached, room)
+                holders = sorted(holders, key=lambda holder: -holder.stop)[:room]
+        elif self._instances[instance].kind is Kind.PREFILL:
+            raise StateError(f"none of {len(self._decode)} instances decodes what others prefill")
         fetch = None
         if holders and self._transfer is not None:
-            own_s = dict(zip(found.lengths, times[number].tolist(), strict=True))
+            own_s = dict(zip(found.lengths, times[number], strict=True))
             fetch = self._fetch(instance, holders, lambda held: own_s.get(held) or model.exec_s(len(tokens), held))
-        spent_s = float(exec_s[slot]) - (fetch.saved_s - fetch.transfer_s if fetch else 0.0)
+        queue_s = board.backlog_of(slot, now)
+        spent_s = exec_s - (fetch.saved_s - fetch.transfer_s if fetch else 0.0)
         occupied_s = spent_s if model.parallel.pp == 1 else model.stage_s(len(tokens), cached)
 
         # From here on the request is under way.
@@ -210,9 +219,7 @@ class GlobalScheduler:
         learnt = self._learn_dispatched(tokens, request.namespace, instance) if self._learn_at_dispatch else None
         ticket = next(self._tickets)
         self._in_flight[ticket] = _InFlight(tokens, request.namespace, instance, work, decode, decode_work, learnt)
-        return Decision(
-            ticket, instance, cached, tuple(holders), fetch, float(view.backlog[slot]), spent_s, decode, decode_cached
-        )
+        return Decision(ticket, instance, cached, tuple(holders), fetch, queue_s, spent_s, decode, decode_cached)
 
     def first_token(self, ticket: int) -> None:
         """The prompt is computed: the instance's queue is shorter by it. A second call does nothing."""
@@ -277,21 +284,63 @@ class GlobalScheduler:
     def _find(self, board: LoadBoard, tokens: Tokens, namespace: str, *kinds: Kind) -> Candidates:
         return Candidates.find([self._trees[kind] for kind in kinds if self._kinds[kind]], board, tokens, namespace)
 
-    def _view(
-        self, board: LoadBoard, cached: Ints, exec_s: Floats, most: float, now: float, session: str | None
-    ) -> View:
-        load = board.load(now)
-        allowed = board.may_get_more(load, now, most)
-        if not allowed.any():
+    def _choose(
+        self,
+        policy: Policy,
+        board: LoadBoard,
+        found: Candidates,
+        exec_s: Sequence[Sequence[float]],
+        most: float,
+        now: float,
+        session: str | None,
+    ) -> int:
+        """The slot that the policy chooses.
+
+        Args:
+            policy: That decides.
+            board: Of those that it decides among.
+            found: Who of them holds how much.
+            exec_s: What the prompt takes, for each model and for each of `found.lengths`.
+            most: The most of it, for the load cap.
+            now: Seconds.
+            session: Of the request.
+        """
+        if board.closed == len(board):
             does = "decodes what others prefill" if board is self._decode else "takes prompts"
             raise StateError(f"none of {len(board)} instances {does}")
-        return View(board.ids, cached, board.backlog(now), exec_s, load, board.is_open, allowed, session)
+        if isinstance(policy, Ranking) and policy.ranks(session):
+            home = policy.home(session)
+            at_home = home >= 0 and board.has_open(home)
+            slot = board.slot(home) if at_home else find_best(policy, board, found, exec_s, now, most)
+            if slot is not None:
+                policy.sent(session, int(board.ids[slot]))
+                return slot
+        return policy.choose(self._view(board, found, exec_s, most, now, session))
+
+    def _view(
+        self,
+        board: LoadBoard,
+        found: Candidates,
+        exec_s: Sequence[Sequence[float]],
+        most: float,
+        now: float,
+        session: str | None,
+    ) -> View:
+        """All instances."""
+        size = len(board)
+        spread = found.spread(exec_s[0], size)
+        for number, other in enumerate(exec_s[1:], start=1):
+            spread = np.where(board.models == number, found.spread(other, size), spread)
+        cached = found.spread(found.lengths, size).astype(np.int64)
+        load = board.load(now)
+        allowed = board.may_get_more(load, now, most)
+        return View(board.ids, cached, board.backlog(now), spread, load, board.is_open, allowed, session)
 
     def _choose_decode(self, found: Candidates, tokens: int, now: float, session: str | None) -> tuple[int, int]:
         board = self._decode
-        missing = (tokens - found.cached).astype(np.float64)
-        slot = self._decode_policy.choose(self._view(board, found.cached, missing, float(tokens), now, session))
-        return int(board.ids[slot]), int(found.cached[slot])
+        missing = [float(tokens - held) for held in found.lengths]
+        slot = self._choose(self._decode_policy, board, found, [missing], float(tokens), now, session)
+        return int(board.ids[slot]), found.lengths[found.at(slot)]
 
     def _fetch(self, instance: int, holders: Sequence[Holder], exec_s: Callable[[int], float]) -> Fetch | None:
         """The holder from which fetching gains the most, if any does (eq. 2)."""

@@ -9,11 +9,16 @@ A tree learns in two ways, and each instance in its own:
 
 Looking a prompt up does not count as a use: one instance of those that hold it will serve it, the others may long have
 evicted it. Sending the prompt there does.
+
+However it learns, a tree has at most `blocks_max` blocks: beyond them it forgets those that were matched or learnt
+longest ago, ends of prompts first, whoever holds them. What it forgets of an instance whose events are followed it
+learns again only when the instance stores it anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +27,11 @@ from kvpool.errors import ArgumentError
 from kvpool.index import InstanceIndex, MovedEvent, RemovedEvent, StoredEvent
 from kvpool.types import TokenVector
 
-__all__ = ["Ints", "PromptTree"]
+__all__ = ["BLOCKS_MAX", "Ints", "PromptTree"]
 
 Ints = npt.NDArray[np.int64]
+
+BLOCKS_MAX: Final = 1 << 24  # with blocks of 16 tokens these take 1 GiB, and what holders take
 
 _SECOND = 1_000_000_000  # the index counts in whole numbers
 
@@ -36,19 +43,31 @@ class PromptTree:
         block_tokens: Tokens a block; that of the instances.
         clock: Seconds, from any start; never before it.
         ttl_s: How long a prefix is believed that no event vouches for; None for ever.
+        blocks_max: Blocks in the tree at most; None for no bound. What they take: `kvpool.InstanceIndex`.
     """
 
-    def __init__(self, block_tokens: int, clock: Callable[[], float], ttl_s: float | None = 300.0) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        clock: Callable[[], float],
+        ttl_s: float | None = 300.0,
+        blocks_max: int | None = BLOCKS_MAX,
+    ) -> None:
         if ttl_s is not None and not ttl_s > 0:
             raise ArgumentError(f"ttl_s is {ttl_s}; it must be above 0, or None")
         self.block_tokens = block_tokens
         self.ttl_s = ttl_s
         self._clock = clock
-        self._index = InstanceIndex(block_tokens)
+        self._index = InstanceIndex(block_tokens, blocks_max)
 
     def __len__(self) -> int:
         """Blocks in the tree, however many instances hold each."""
         return len(self._index)
+
+    @property
+    def evicted(self) -> int:
+        """Blocks that were forgotten because there were more than `blocks_max`, so far."""
+        return self._index.evicted
 
     def match(self, tokens: TokenVector, namespace: str = "") -> tuple[Ints, Ints]:
         """The instances that hold the first block of a prompt, and how many tokens of it each holds: longest first."""

@@ -1,0 +1,166 @@
+"""What is found by looking at few instances is what the policy chooses of all of them, ties included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policy.fleet import BLOCK, UnitModel
+
+from kvpool.policy.routing import Balance, GlobalScheduler, Kind, LeastLoad, LongestPrefix, QueuePlusExec, Request
+from kvpool.policy.routing import scheduler as module
+from kvpool.policy.routing.policies import SessionId
+
+POLICIES = {
+    "least load": LeastLoad,
+    "longest prefix": LongestPrefix,
+    "queue plus execution": QueuePlusExec,
+    "thrifty": lambda: QueuePlusExec(0.5),
+    "session": SessionId,
+}
+
+
+class Half(UnitModel):
+    """Half a second a token: another model in the same fleet."""
+
+    def exec_s(self, tokens, cached=0):
+        return 0.5 * super().exec_s(tokens, cached)
+
+    def exec_many_s(self, tokens, cached):
+        return 0.5 * super().exec_many_s(tokens, cached)
+
+
+class OfAll:
+    """The policy, asked in the way that looks at all instances."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def choose(self, view):
+        assert view.allowed.any()
+        return self.policy.choose(view)
+
+
+class Both:
+    """Two schedulers that are told the same."""
+
+    def __init__(self, policy, balance, instances, kinds, capacities, models):
+        self.now = 4096.0
+        self.model = UnitModel()
+        self.schedulers = [
+            GlobalScheduler(
+                self.model,
+                lambda: self.now,
+                policy=policy() if few else OfAll(policy()),
+                decode_policy=LongestPrefix() if few else OfAll(LongestPrefix()),
+                balance=balance,
+                learn_at="dispatch",
+            )
+            for few in (True, False)
+        ]
+        self.next = 0
+        self.kinds, self.capacities, self.models = kinds, capacities, [None, Half()][: 1 + models]
+        for _ in range(instances):
+            self.join()
+
+    def join(self):
+        at, self.next = self.next, self.next + 1
+        for scheduler in self.schedulers:
+            scheduler.add_instance(
+                at,
+                self.kinds[at % len(self.kinds)],
+                capacity=self.capacities[at % len(self.capacities)],
+                model=self.models[at % len(self.models)],
+            )
+
+    def route(self, tokens, session):
+        few, every = (scheduler.route(Request(tokens, session)) for scheduler in self.schedulers)
+        assert few == every
+        return few.ticket
+
+
+# Nothing is rounded: work is small whole numbers, waits are half-lives, shares are powers of two. So equal is equal.
+BALANCES = st.sampled_from(
+    [
+        Balance(cap=float("inf"), warmup_s=0, half_life_s=64.0),
+        Balance(cap=1.0, slack=0.0, idle=0, warmup_s=0, half_life_s=64.0),
+        Balance(cap=2.0, slack=1.0, idle=0, warmup_s=0, half_life_s=64.0),
+        Balance(cap=1.5, slack=0.5, idle=0.25, warmup_s=128.0, warmup_floor=0.125, half_life_s=64.0),
+    ]
+)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["route"] * 6 + ["wait", "first", "end", "fail", "drain", "resume", "leave", "join", "hot"]),
+        st.integers(0, 1 << 16),
+    ),
+    max_size=120,
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(
+    st.data(),
+    BALANCES,
+    st.sampled_from([1, 2, 5, 30, 200]),
+    st.sampled_from([[Kind.COLOCATED], [Kind.COLOCATED, Kind.PREFILL, Kind.DECODE]]),
+    st.sampled_from([[1.0], [1.0, 2.0, 0.5]]),
+    st.integers(0, 1),
+    STEPS,
+)
+def test_few_are_enough(name, data, balance, instances, kinds, capacities, models, steps):
+    both = Both(POLICIES[name], balance, max(instances, len(kinds)), kinds, capacities, models)
+    under_way, closed, there = [], set(), list(range(both.next))
+    for step, pick in steps:
+        if step == "route":
+            blocks = [1 + pick // 16**at % 3 for at in range(1 + pick % 4)]
+            under_way.append(both.route(np.repeat(np.int32(blocks), BLOCK), f"session {pick % 7}"))
+        elif step == "wait":
+            both.now += [64.0, 64.0, 64.0, 2.0**20][pick % 4]
+        elif step == "hot":  # most hold it
+            for scheduler in both.schedulers:
+                for at in there[pick % 8 :]:
+                    scheduler.tree(kinds[at % len(kinds)]).insert(np.repeat(np.int32([1, 1 + pick % 3]), BLOCK), at)
+        elif step in ("first", "end", "fail") and under_way:
+            ticket = under_way[pick % len(under_way)]
+            if step != "first":
+                under_way.remove(ticket)
+            for scheduler in both.schedulers:
+                {"first": scheduler.first_token, "end": scheduler.finished, "fail": scheduler.failed}[step](ticket)
+        elif step == "join":
+            there.append(both.next)
+            both.join()
+        elif step in ("drain", "leave"):
+            kind_of = {at: kinds[at % len(kinds)] for at in there}
+            at = there[pick % len(there)]
+            others = [other for other in there if kind_of[other] is kind_of[at] and other not in closed | {at}]
+            if others:
+                closed.add(at)
+                for scheduler in both.schedulers:
+                    (scheduler.drain if step == "drain" else scheduler.remove_instance)(at)
+                if step == "leave":
+                    there.remove(at)
+                    closed.discard(at)
+        elif step == "resume" and closed:
+            at = sorted(closed)[pick % len(closed)]
+            closed.discard(at)
+            for scheduler in both.schedulers:
+                scheduler.resume(at)
+
+
+def test_a_large_fleet_is_not_looked_at_as_a_whole(monkeypatch):
+    """Hundreds of instances, idle, busy and late ones, and a prefix that half of them hold."""
+    views = []
+    seen = module.GlobalScheduler._view
+    monkeypatch.setattr(module.GlobalScheduler, "_view", lambda *of: views.append(of) or seen(*of))
+    for policy in (LeastLoad, LongestPrefix, QueuePlusExec):
+        both = Both(policy, Balance(idle=0, warmup_s=0, half_life_s=64.0), 300, [Kind.COLOCATED], [1.0], 0)
+        few, _ = both.schedulers
+        for at in range(0, 300, 2):
+            few.tree(Kind.COLOCATED).insert(np.repeat(np.int32([1, 2]), BLOCK), at)
+        for number in range(500):
+            ticket = few.route(Request(np.repeat(np.int32([1, 2, 3, number]), BLOCK))).ticket
+            both.now += 1 / 64
+            if number % 3:
+                few.first_token(ticket)
+    assert len(views) < 15
