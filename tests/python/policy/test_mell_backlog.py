@@ -147,40 +147,129 @@ class Instances:
 
 OPERATIONS = st.tuples(st.sampled_from(["arrive", "grow", "grow", "depart"]), st.integers(0, 1000), sizes())
 EPOCHS = st.lists(st.lists(OPERATIONS, max_size=6), min_size=1, max_size=25)
+PATIENCE = 3
 
 
-@given(EPOCHS, st.integers(10, 400), st.integers(0, 100), st.integers(0, 9), st.sampled_from(Fit))
-def test_no_boundary_and_no_capacity_is_exceeded_and_nothing_waits_for_ever(epochs, link, compute, call, fit):
-    limits = boundaries(link, compute, call)
-    instances = Instances()
-    count = 0
-    for operations in epochs:
+class Some(dict):
+    """One of a few values for each key, always the same."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.values = values
+
+    def get(self, key, default=None):
+        return self.values[sum(key[0].encode()) + key[1] if isinstance(key, tuple) else key]
+
+
+class Cycle(list):
+    def __getitem__(self, at):
+        return super().__getitem__(at % len(self))
+
+
+def unequal(link_tokens, compute_tokens, call_tokens):
+    """Links and GPUs that differ."""
+    profiles = Cycle(ComputeProfile({10**6: tokens}) for tokens in compute_tokens)
+    return Boundaries(links, Some(Cycle(link_tokens)), Some(profiles), Everywhere(call_tokens))
+
+
+class Traffic:
+    """Random operations on instances, as epochs of them."""
+
+    def __init__(self, limits, fit):
+        self.instances, self.limits, self.fit = Instances(PATIENCE), limits, fit
+        self.count = 0
+        self.waited = 0  # the most moves that waited at a time
+
+    def epoch(self, operations, may_grow=lambda request: True):
         departures, growths, arrivals = [], {}, []
         for kind, pick, size in operations:
-            running = [request for request in instances.scheduler.sizes if request not in departures]
+            running = [request for request in self.instances.scheduler.sizes if request not in departures]
             if kind == "arrive" or not running:
-                arrivals.append((count, size))
-                count += 1
+                arrivals.append((self.count, size))
+                self.count += 1
                 continue
             request = running[pick % len(running)]
             if kind == "depart" and request not in growths:
                 departures.append(request)
-            elif kind == "grow":
-                growths[request] = max(size, instances.scheduler.sizes[request])
-        instances.epoch(limits, departures, list(growths.items()), arrivals, fit)
-    if compute == 0 and link <= call:
+            elif kind == "grow" and may_grow(request):
+                growths[request] = max(size, self.instances.scheduler.sizes[request])
+        self.instances.epoch(self.limits, departures, list(growths.items()), arrivals, self.fit)
+        self.waited = max(self.waited, len(self.instances.backlog))
+
+    def settle(self, epochs):
+        """Nothing new comes. Returns whether all is as the scheduler has it after so many epochs at most."""
+        for _ in range(epochs):
+            if self.instances.as_the_scheduler_has_it():
+                assert len(self.instances.backlog) == 0 == len(self.instances.stopped)
+                return True
+            self.instances.epoch(self.limits)
+        return self.instances.as_the_scheduler_has_it()
+
+    def bound(self, tokens_an_epoch):
+        """Epochs: what is before a move is carried, and each of it may have had to be stopped first."""
+        return 10 + self.waited * (PATIENCE + 2 + -(-CAPACITY // tokens_an_epoch))
+
+
+@given(
+    EPOCHS,
+    st.lists(st.integers(0, 400), min_size=1, max_size=4),
+    st.lists(st.integers(1, 100), min_size=1, max_size=3),
+    st.integers(0, 9),
+    st.sampled_from(Fit),
+)
+def test_nothing_waits_for_ever_where_everything_can_be_prefilled(epochs, link, compute, call, fit):
+    """No move is older than what was before it takes, at any time and while more comes; then all of them are made."""
+    traffic = Traffic(unequal(link, compute, call), fit)
+    for operations in epochs * 2:
+        traffic.epoch(operations)
+        assert traffic.instances.backlog.oldest <= traffic.bound(min(compute))
+    assert traffic.settle(traffic.bound(min(compute)))
+
+
+@given(EPOCHS, st.lists(st.integers(10, 400), min_size=1, max_size=4), st.integers(0, 9), st.sampled_from(Fit))
+def test_links_alone_carry_everything_where_nothing_grows_that_waits(epochs, link, call, fit):
+    """So each move still has the room that was there when it was planned: nobody has to be stopped."""
+    traffic = Traffic(unequal(link, [0], call), fit)
+
+    def may_grow(request):
+        backlog = traffic.instances.backlog
+        return not any(request in each.move.requests for each in backlog._waiting) and not traffic.instances.to_grow
+
+    for operations in epochs:
+        traffic.epoch(operations, may_grow)
+        assert not traffic.instances.stopped
+    assert traffic.settle(traffic.bound(min(link) - call) if min(link) > call else 0) or min(link) <= call
+
+
+@given(EPOCHS, st.lists(st.integers(0, 400), min_size=1, max_size=4), st.integers(0, 9), st.sampled_from(Fit))
+def test_what_links_alone_leave_waiting_had_no_room_or_no_link(epochs, link, call, fit):
+    """Requests that wait have grown where they are not to be any more, and nothing can stop them here."""
+    traffic = Traffic(unequal(link, [0], call), fit)
+    for operations in epochs:
+        traffic.epoch(operations)
+    instances = traffic.instances
+    least = min((tokens - call for tokens in link if tokens > call), default=1)
+    if traffic.settle(traffic.bound(least)):
         return
-    patience, tokens = 3, sum(instances.scheduler.sizes.values())
-    least = max(compute, link - call, 1)
-    for _ in range(20 + (patience + 2) * (count + 1) + tokens // least):
-        if instances.as_the_scheduler_has_it():
-            break
-        instances.epoch(limits)
-    if compute:  # what is stuck can be stopped, so that nothing is for ever
-        assert instances.as_the_scheduler_has_it()
-        assert len(instances.backlog) == 0 == len(instances.stopped)
-    elif not instances.as_the_scheduler_has_it():
-        assert len(instances.backlog) > 0
+    assert not instances.stopped
+    seen = set()
+    for each in instances.backlog._waiting:
+        source, destination = each.move.source, each.move.destination
+        closed = any(traffic.limits.link_tokens.get(link) <= call for link in links(source, destination))
+        free = (
+            CAPACITY
+            - instances.used(destination)
+            - sum(
+                other.left if other is not each else 0
+                for other in instances.backlog._waiting[: instances.backlog._waiting.index(each)]
+                if other.move.destination == destination
+            )
+            - instances.backlog.carried.get(destination, 0)
+        )
+        assert closed or free < each.left or not seen.isdisjoint(each.move.requests)
+        seen.update(each.move.requests)
+    first = instances.backlog._waiting[0].move if instances.backlog._waiting else None
+    assert first is not None or instances.to_grow or instances.to_begin
 
 
 def epoch(backlog, moves, limits, sizes, free=(), **options):
