@@ -124,3 +124,16 @@ def test_done_work_fades():
     board.finish(3, cancelled, 130.0, done=False)
     board.finish(3, cancelled, 130.0)
     assert board.load(130.0).tolist() == [1.0]
+
+
+def test_the_limit_is_the_same_after_a_long_time():
+    """Work that was done is counted anew after 64 half-lives, here while work ends; sums are those of the arrays."""
+    board = routing.load.LoadBoard(Balance(cap=2.0, slack=0.0, idle=0, half_life_s=10.0, warmup_s=0), drains=True)
+    for instance in range(3):
+        board.add(instance, 0.0)
+    first, second = board.assign(0, 8.0, 0.0), board.assign(1, 6.0, 0.0)
+    board.finish(0, first, 1000.0)
+    assert board.limit(1000.0, 0.0) == pytest.approx(2 * (8 + 6) / 3)
+    board.finish(1, second, 2000.0)
+    assert board.limit(2000.0, 0.0) == pytest.approx(2 * 6 / 3)
+    assert board.load(2000.0).tolist() == pytest.approx([0, 6, 0])

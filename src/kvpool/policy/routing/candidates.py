@@ -54,6 +54,8 @@ class Candidates:
             instances, held = (np.concatenate(parts) for parts in zip(*matches, strict=True))
             order = np.argsort(-held, kind="stable")
             instances, held = instances[order], held[order]
+        if len(instances) <= FEW:
+            return cls._of_few(board, instances, held)
         slots = board.slots(instances)
         if len(slots) and slots.min() < 0:  # a tree that somebody else feeds may know one that has left, or comes yet
             slots, held = slots[slots >= 0], held[slots >= 0]
@@ -63,6 +65,20 @@ class Candidates:
             bounds.append(len(slots) - int(rising.searchsorted(lengths[-1])))
         lengths.append(0)
         return cls(slots.tolist() if len(slots) <= FEW else slots, lengths, bounds, len(board))
+
+    @classmethod
+    def _of_few(cls, board: LoadBoard, instances: Ints, held: Ints) -> Candidates:
+        """As `find`, without arrays, which take longer for few."""
+        slots: list[int] = []
+        lengths: list[int] = []
+        bounds: list[int] = []
+        for slot, length in zip(board.slots(instances).tolist(), held.tolist(), strict=True):
+            if slot >= 0:
+                if not lengths or length != lengths[-1]:
+                    lengths.append(length)
+                    bounds.append(len(slots))
+                slots.append(slot)
+        return cls(slots, [*lengths, 0], [*bounds, len(slots)], len(board))
 
     def at(self, slot: int) -> int:
         """What one of the board holds, as a place in `lengths`."""
@@ -74,8 +90,9 @@ class Candidates:
         """Those of these slots that hold nothing."""
         if isinstance(self._at, dict):
             return np.array([slot for slot in slots if slot not in self._at], dtype=np.int64)
-        some = np.fromiter(slots, dtype=np.int64)
-        return some[self._at[some] == len(self.lengths) - 1]
+        some: Ints = np.fromiter(slots, dtype=np.int64)
+        none: Ints = some[self._at[some] == len(self.lengths) - 1]
+        return none
 
     def spread(self, values: Sequence[float], size: int) -> Floats:
         """From a value for each of `lengths` to one for each of the `size` slots of the board."""
@@ -93,9 +110,9 @@ class Candidates:
                 break
             slots = self.slots[start:stop]
             if len(slots) == 1:
-                ranked = [(0.0, int(board.ids[slots[0]]))]
+                ranked = [(0.0, board.id_of(int(slots[0])))]
             elif len(slots) <= FEW:
-                ranked = sorted((board.load_of(int(slot), now), int(board.ids[slot])) for slot in slots)[:left]
+                ranked = sorted((board.load_of(int(slot), now), board.id_of(int(slot))) for slot in slots)[:left]
             else:
                 some: Ints = np.asarray(slots)
                 load = board.load(now, some)

@@ -96,6 +96,8 @@ class LoadBoard:
         self._equal = True  # capacities
         self._sums = [0.0, 0.0, 0.0]  # unfinished, done, capacity, of those that are open; capacity without newcomers
         self._changes = 0  # since the sums were made
+        self._fading = 0.0, 1.0  # a time, and what is left then of what `done` counts
+        self._moved: set[int] = set()  # slots whose place in the order has changed
         self._ids = np.empty(_ROOM, dtype=np.int64)
         self._open = np.empty(_ROOM, dtype=np.bool_)
         self._model = np.empty(_ROOM, dtype=np.int64)
@@ -131,7 +133,8 @@ class LoadBoard:
         """An instance leaves, with all its work. The last one takes its slot."""
         slot, last = self.slot(instance), len(self) - 1
         self._closed -= not self._open[slot]
-        moved = last in self.order
+        moved = last in self.order or last in self._moved
+        self._moved -= {slot, last}
         self.order.drop(slot)
         self.order.drop(last)
         self._slot_of[self._ids[last]] = slot
@@ -158,6 +161,7 @@ class LoadBoard:
         self._open[slot] = is_open
         if not is_open:
             self.order.drop(slot)
+            self._moved.discard(slot)
         elif slot not in self.newcomers:
             self._put(slot, float(self._since[slot]))
         self._sum()
@@ -172,6 +176,14 @@ class LoadBoard:
     def slots(self, instances: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Slots of many; -1 for those that are not there. REQUIRES: ids below 2^14."""
         return self._slot_of[instances]
+
+    def id_of(self, slot: int) -> int:
+        """The instance."""
+        return int(self._ids.item(slot))
+
+    def is_open_at(self, slot: int) -> bool:
+        """Whether it gets new work."""
+        return bool(self._open.item(slot))
 
     def has_open(self, instance: int) -> bool:
         """Whether an instance is there and gets new work. REQUIRES: an id below 2^14."""
@@ -220,6 +232,7 @@ class LoadBoard:
         at = next((at for at, (other, _) in enumerate(queue) if other == number), None)
         if at is None:
             return
+        self._rebase_if_due(now)  # which makes the sums anew: before anything of it changes
         _, work = queue[at]
         del queue[at]
         before = self._unfinished.item(slot)
@@ -229,7 +242,6 @@ class LoadBoard:
             self._head[slot], self._since[slot] = (queue[0][1], now) if queue else (0.0, 0.0)
         grown = 0.0
         if done:
-            self._rebase_if_due(now)
             grown = work / self._faded(now)
             self._done[slot] += grown
         self._changed(slot, after - before, grown, now)
@@ -250,7 +262,7 @@ class LoadBoard:
 
     def model_of(self, slot: int) -> int:
         """What `add` was given."""
-        return int(self._model[slot])
+        return int(self._model.item(slot))
 
     def limit(self, now: float, work: float) -> float:
         """The load up to which an instance may get work of this size, but for rounding as `may_get_more` says."""
@@ -271,11 +283,18 @@ class LoadBoard:
         """The capacity that is a share of 1."""
         return 1.0 if self._equal and not self.newcomers else self._largest(now)
 
-    def refresh(self, now: float) -> None:
-        """Time has passed: newcomers are none any more, and what should be done is overdue."""
+    def settle(self, now: float) -> None:
+        """Time has passed: who was a newcomer may be none any more."""
         if now >= self._warm_at:
             self._settle(now)
         self._rebase_if_due(now)
+
+    def refresh(self, now: float) -> None:
+        """Brings `order` up to date."""
+        self.settle(now)
+        for slot in self._moved:
+            self._put(slot, now)
+        self._moved.clear()
         for slot in self.order.overdue(now):
             self._put(slot, now)
 
@@ -349,7 +368,9 @@ class LoadBoard:
 
     def _faded(self, now: float) -> float:
         """What is left of work that was done when `_done` was as it is."""
-        return float(0.5 ** (max(0.0, now - self._then) / self.balance.half_life_s))
+        if now != self._fading[0]:
+            self._fading = now, 0.5 ** (max(0.0, now - self._then) / self.balance.half_life_s)
+        return self._fading[1]
 
     def _rebase_if_due(self, now: float) -> None:
         """Counts work that was done as it is now, by a power of two: so nothing is rounded."""
@@ -358,6 +379,7 @@ class LoadBoard:
         half_life_s = self.balance.half_life_s
         factor = ldexp(1.0, -int(min((now - self._then) // half_life_s, 1e4)))
         self._then = now - (now - self._then) % half_life_s
+        self._fading = -inf, 0.0  # no longer
         self._done[: len(self)] *= factor
         self.order.scale(factor)
         self._sum()
@@ -385,8 +407,8 @@ class LoadBoard:
         if self._open[slot]:
             self._sums[0] += unfinished
             self._sums[1] += done
-            if slot in self.order:
-                self._put(slot, now)
+            if slot not in self.newcomers:
+                self._moved.add(slot)
         self._changes += 1
         if self._changes >= _SUMMED:
             self._sum()

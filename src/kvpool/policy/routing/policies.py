@@ -93,16 +93,15 @@ class Ranking:
     def choose(self, view: View) -> int:
         """As Policy.choose: the first of those that rank alike."""
         home = self.home(view.session)
-        places = () if home < 0 else np.flatnonzero((view.ids == home) & view.open)
-        if len(places):
+        if home >= 0 and (places := np.flatnonzero((view.ids == home) & view.open)).size:
             place = int(places[0])
         else:
             left = np.flatnonzero(view.allowed)
-            *figures, last = self.rank(view.backlog, view.load, view.cached, view.exec_s)
-            for each in figures:
+            ranks = self.rank(view.backlog, view.load, view.cached, view.exec_s)
+            for each in ranks[:-1]:
                 best = float(each[left].min())
                 left = left[each[left] <= best + TOLERANCE * abs(best)]
-            place = int(left[last[left].argmin()])
+            place = int(left[ranks[-1][left].argmin()])
         self.sent(view.session, int(view.ids[place]))
         return place
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from kvpool.policy.routing.types import Decision, Fetch, Holder, Kind, Request
 from kvpool.types import TokenVector
 
 __all__ = ["GlobalScheduler", "TransferModel"]
+
+_FEW: Final = 4  # below that, arrays cost more than they save
 
 TransferModel = KVTransfer | Callable[[int, int], KVTransfer | None]  # from an instance to another
 
@@ -185,12 +187,11 @@ class GlobalScheduler:
         board = self._prefill
         found = self._find(board, tokens, request.namespace, Kind.COLOCATED, Kind.PREFILL)
         # What a prompt takes depends on the instance's model and on how much it holds: few of either.
-        lengths = np.array(found.lengths)
-        times = [model.exec_many_s(len(tokens), lengths).tolist() for model in self._models]
+        times = [_exec_s(model, len(tokens), found.lengths) for model in self._models]
         most_s = max(each[-1] for each in times)
         slot = self._choose(self._policy, board, found, times, most_s, now, request.session)
         number, at = board.model_of(slot), found.at(slot)
-        instance, cached, exec_s = int(board.ids[slot]), found.lengths[at], times[number][at]
+        instance, cached, exec_s = board.id_of(slot), found.lengths[at], times[number][at]
         model = self._models[number]
 
         room = self._holders_max
@@ -313,7 +314,7 @@ class GlobalScheduler:
             at_home = home >= 0 and board.has_open(home)
             slot = board.slot(home) if at_home else find_best(policy, board, found, exec_s, now, most)
             if slot is not None:
-                policy.sent(session, int(board.ids[slot]))
+                policy.sent(session, board.id_of(slot))
                 return slot
         return policy.choose(self._view(board, found, exec_s, most, now, session))
 
@@ -340,7 +341,7 @@ class GlobalScheduler:
         board = self._decode
         missing = [float(tokens - held) for held in found.lengths]
         slot = self._choose(self._decode_policy, board, found, [missing], float(tokens), now, session)
-        return int(board.ids[slot]), found.lengths[found.at(slot)]
+        return board.id_of(slot), found.lengths[found.at(slot)]
 
     def _fetch(self, instance: int, holders: Sequence[Holder], exec_s: Callable[[int], float]) -> Fetch | None:
         """The holder from which fetching gains the most, if any does (eq. 2)."""
@@ -377,6 +378,13 @@ class GlobalScheduler:
         flight = self._in_flight.pop(ticket)
         if flight.decode is not None and flight.decode_work is not None:
             self._decode.finish(flight.decode, flight.decode_work, self._clock(), done)
+
+
+def _exec_s(model: CostModel, tokens: int, cached: Sequence[int]) -> list[float]:
+    """What a prompt takes for each of these cached lengths."""
+    if len(cached) <= _FEW:
+        return [model.exec_s(tokens, each) for each in cached]
+    return [float(each) for each in model.exec_many_s(tokens, np.array(cached))]
 
 
 def _as_array(tokens: TokenVector) -> Tokens:

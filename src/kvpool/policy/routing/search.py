@@ -51,11 +51,14 @@ def find_best(
     Returns:
         None where it was not found, or no instance takes it.
     """
-    board.refresh(now)
+    board.settle(now)
     if len(board.newcomers) > FEW:
         return None
     search = _Search(policy, board, found, exec_s, now, board.limit(now, work))
     search.look_at_holders()
+    if search.done:
+        return search.slot
+    board.refresh(now)
     return search.slot if search.follow_idle() and search.follow_busy() and search.slot >= 0 else None
 
 
@@ -78,6 +81,11 @@ class _Search:
         self._none = len(found.lengths) - 1  # the place in `lengths` of those that hold nothing
         self._least_s = min(times[-1] for times in exec_s)  # that it takes one of them
         self._left = _STEPS
+
+    @property
+    def done(self) -> bool:
+        """Whether none of those that hold nothing can come before the best one so far, however little they do."""
+        return self._hopeless(0.0, 0.0)
 
     def look_at_holders(self) -> None:
         """All of them, and all newcomers: these stand in no order."""
@@ -155,7 +163,7 @@ class _Search:
         """Looks at one; whether it may get more."""
         board, now = self._board, self._now
         load = board.load_of(slot, now)
-        if load > self._limit or not board.is_open[slot]:
+        if load > self._limit or not board.is_open_at(slot):
             return False
         exec_s = self._exec_s[board.model_of(slot) if len(self._exec_s) > 1 else 0][at]
         rank = self._policy.rank(board.backlog_of(slot, now), load, self._found.lengths[at], exec_s)
