@@ -9,8 +9,8 @@ scheduler.first_token(decision.ticket)
 scheduler.finished(decision.ticket, output)
 """
 
-from kvpool.policy.routing.load import Balance
-from kvpool.policy.routing.policies import LeastLoad, LongestPrefix, Policy, QueuePlusExec, SessionId, View
+from kvpool.policy.routing.balance import Balance
+from kvpool.policy.routing.policies import LeastLoad, LongestPrefix, Policy, QueuePlusExec, Ranking, SessionId, View
 from kvpool.policy.routing.scheduler import GlobalScheduler, TransferModel
 from kvpool.policy.routing.tree import PromptTree
 from kvpool.policy.routing.types import Decision, Fetch, Holder, Kind, Request
@@ -27,6 +27,7 @@ __all__ = [
     "Policy",
     "PromptTree",
     "QueuePlusExec",
+    "Ranking",
     "Request",
     "SessionId",
     "TransferModel",

@@ -16,7 +16,6 @@ least loaded at hand.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import count
 from math import inf, ldexp, log
 
@@ -24,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ArgumentError
+from kvpool.policy.routing.balance import Balance
 from kvpool.policy.routing.order import LoadOrder, Work
 
-__all__ = ["Balance", "Bools", "Floats", "LoadBoard"]
+__all__ = ["Bools", "Floats", "LoadBoard"]
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -35,35 +35,6 @@ _IDS = 1 << 14  # instance ids are below that (kvpool.types)
 _ROOM = 16
 _SUMMED = 1 << 16  # changes after which sums are made anew: each rounds
 _HALVINGS = 64  # work that is done is counted as it was so many half-lives ago at most
-
-
-@dataclass(frozen=True)
-class Balance:
-    """When an instance has enough.
-
-    Attributes:
-        cap: Times the mean load; at least 1. Infinite switches the cap off.
-        slack: Work above that which is always granted, in prompts of the size that is to be placed: without it a fleet
-            without work could place nothing.
-        idle: Utilisation below which an instance that prefills may always get more: keeping prompts together costs
-            nobody anything there.
-        half_life_s: After which work that is done counts half.
-        warmup_s: How long after joining an instance has less than its share.
-        warmup_floor: The share that it begins with.
-    """
-
-    cap: float = 2.0
-    slack: float = 1.0
-    idle: float = 0.2
-    half_life_s: float = 30.0
-    warmup_s: float = 60.0
-    warmup_floor: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not self.cap >= 1 or self.slack < 0 or not self.half_life_s > 0 or self.warmup_s < 0:
-            raise ArgumentError(f"cap at least 1, slack and warmup_s at least 0, half_life_s above 0: {self}")
-        if not 0 < self.warmup_floor <= 1 or not 0 <= self.idle <= 1:
-            raise ArgumentError(f"warmup_floor above 0 and idle at least 0, both at most 1: {self}")
 
 
 class LoadBoard:
@@ -277,7 +248,7 @@ class LoadBoard:
 
     def faded(self, now: float) -> float:
         """What work that was done counts of what `order` has of it, where all capacities count in full."""
-        return self._faded(now) * (1.0 if self._equal and not self.newcomers else self._largest(now))
+        return self._faded(now) * self.largest(now)
 
     def largest(self, now: float) -> float:
         """The capacity that is a share of 1."""
@@ -304,10 +275,7 @@ class LoadBoard:
         """Work before each instance is free, by slot, of all or of some."""
         some = slice(len(self)) if slots is None else slots
         unfinished, head, since = self._unfinished[some], self._head[some], self._since[some]
-        if not self._drains:
-            waiting: Floats = unfinished.copy()
-        else:
-            waiting = unfinished - np.minimum(now - since, head)
+        waiting: Floats = unfinished - np.minimum(now - since, head) if self._drains else unfinished.copy()
         return waiting
 
     def load(self, now: float, slots: npt.NDArray[np.int64] | None = None) -> Floats:
@@ -386,11 +354,10 @@ class LoadBoard:
 
     def _settle(self, now: float) -> None:
         """Newcomers that have been there long enough are none any more."""
-        warmup = self.balance.warmup_s
-        joined = {slot: self._joined.item(slot) for slot in self.newcomers}
-        self.newcomers = {slot for slot, since in joined.items() if now < since + warmup}
-        self._warm_at = min((joined[slot] + warmup for slot in self.newcomers), default=inf)
-        for slot in joined.keys() - self.newcomers:
+        warm_at = {slot: self._joined.item(slot) + self.balance.warmup_s for slot in self.newcomers}
+        self.newcomers = {slot for slot, since in warm_at.items() if now < since}
+        self._warm_at = min((warm_at[slot] for slot in self.newcomers), default=inf)
+        for slot in warm_at.keys() - self.newcomers:
             if self._open[slot]:
                 self._put(slot, now)
         self._sum()
@@ -419,7 +386,7 @@ class LoadBoard:
         settled = np.ones(size, dtype=np.bool_)
         settled[list(self.newcomers)] = False
         opened, capacity = self._open[:size], self._capacity[:size]
-        self._most = float(capacity[settled].max()) if settled.any() else 0.0
+        self._most = float(capacity[settled].max(initial=0.0))
         self._sums = [
             float(self._unfinished[:size][opened].sum()),
             float(self._done[:size][opened].sum()),

@@ -16,8 +16,9 @@ import numpy as np
 from kvpool.errors import ArgumentError, StateError
 from kvpool.index import MovedEvent, RemovedEvent, StoredEvent
 from kvpool.policy.cost import CostModel, KVTransfer
+from kvpool.policy.routing.balance import Balance
 from kvpool.policy.routing.candidates import Candidates, Tokens
-from kvpool.policy.routing.load import Balance, LoadBoard
+from kvpool.policy.routing.load import LoadBoard
 from kvpool.policy.routing.policies import LongestPrefix, Policy, QueuePlusExec, Ranking, View
 from kvpool.policy.routing.search import find_best
 from kvpool.policy.routing.tree import BLOCKS_MAX, PromptTree
