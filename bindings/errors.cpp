@@ -47,6 +47,8 @@ const char* class_of(ErrorCode code) {
       return "Cancelled";
     case ErrorCode::kFenced:
       return "Fenced";
+    case ErrorCode::kDeviceLost:
+      return "DeviceLost";
   }
   return "Error";
 }

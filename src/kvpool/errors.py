@@ -17,6 +17,7 @@
     ├── Cancelled                       by the caller
     ├── AuthError                       the peer does not know the secret
     ├── ProtocolError                   the peer says what no kvpool says that we could speak with
+    ├── DeviceLost                      the GPU, or this process's context on it, is gone, with what was in its memory
     ├── ForkError                       called in a child process after fork
     ├── Unsupported                     this machine or build cannot do it
     └── AuditError                      an invariant is broken: a bug in kvpool or memory corruption
@@ -39,6 +40,7 @@ __all__ = [
     "Cancelled",
     "ClosedError",
     "DeadlineExceeded",
+    "DeviceLost",
     "Error",
     "Fenced",
     "ForkError",
@@ -123,6 +125,9 @@ class OutOfMemory(Error, MemoryError):
 
     needed_bytes: int
     available_bytes: int
+    total_bytes: int  # of the GPU
+    device: int  # its number
+    driver_code: int
     bytes: int
     errno: int
 
@@ -216,6 +221,15 @@ class ProtocolError(Error):
     version_max: int
     peer_version_min: int  # what the peer speaks
     peer_version_max: int
+
+
+class DeviceLost(Error):
+    """The GPU, or this process's context on it, is gone, and with it all that was in its memory.
+
+    A pool that meets it raises it from every verb but close: make a new one, in a new process if the driver says so.
+    """
+
+    driver_code: int  # the driver's number, a CUresult
 
 
 class ForkError(Error):

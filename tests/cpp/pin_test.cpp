@@ -1,20 +1,23 @@
 #include "kvpool/arena/pin.h"
 
-#include <dlfcn.h>
 #include <doctest/doctest.h>
-#include <stdlib.h>
 
 #include <cstdint>
 #include <filesystem>
 #include <string>
 
 #include "child_process.h"
-#include "fake_cuda/fake_cuda.h"
+#include "fake_driver.h"
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/error.h"
 
+#ifdef KVPOOL_FAKE_CUDA_PATH
+
 namespace kvpool {
 namespace {
+
+using testing::ChosenDriver;
+using testing::FakeCuda;
 
 ArenaOptions pinned_options() {
   ArenaOptions options;
@@ -24,15 +27,6 @@ ArenaOptions pinned_options() {
   options.commit_threads = 1;
   return options;
 }
-
-// Stands for the CUDA driver while it lives.
-class ChosenDriver {
- public:
-  explicit ChosenDriver(const char* library) { setenv("KVPOOL_CUDA_LIBRARY", library, 1); }
-  ~ChosenDriver() { unsetenv("KVPOOL_CUDA_LIBRARY"); }
-  ChosenDriver(const ChosenDriver&) = delete;
-  ChosenDriver& operator=(const ChosenDriver&) = delete;
-};
 
 Error error_of_pinning() {
   const auto descriptors = [] { return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}); };
@@ -69,30 +63,6 @@ TEST_CASE("an arena without blocks needs no driver to be pinned") {
   options.blocks = 0;
   CHECK_FALSE(make_owned_arena(options)->pinned());
 }
-
-#ifdef KVPOOL_FAKE_CUDA_PATH
-
-class FakeCuda {
- public:
-  FakeCuda() : chosen_(KVPOOL_FAKE_CUDA_PATH), handle_(dlopen(KVPOOL_FAKE_CUDA_PATH, RTLD_NOW)) {
-    REQUIRE(handle_ != nullptr);
-    find<fake_cuda::ResetFunction>("fake_cuda_reset")();
-  }
-  void fail(const char* call, int code) const { find<fake_cuda::FailFunction>("fake_cuda_fail")(call, code); }
-  void set_current(int device) const { find<fake_cuda::SetCurrentFunction>("fake_cuda_set_current")(device); }
-  std::string calls() const { return find<fake_cuda::CallsFunction>("fake_cuda_calls")(); }
-
- private:
-  template <typename Function>
-  Function* find(const char* name) const {
-    auto* function = reinterpret_cast<Function*>(dlsym(handle_, name));
-    REQUIRE((function != nullptr));
-    return function;
-  }
-
-  ChosenDriver chosen_;
-  void* handle_;  // stays open, as the driver's does
-};
 
 TEST_CASE("a pinned arena is registered for all devices and unregistered with the arena") {
   const FakeCuda cuda;
@@ -163,7 +133,7 @@ TEST_CASE("a forked child does not call the driver") {
   CHECK(status == 0);
 }
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
-
 }  // namespace
 }  // namespace kvpool
+
+#endif  // KVPOOL_FAKE_CUDA_PATH

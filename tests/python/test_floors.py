@@ -17,12 +17,13 @@ CPP_FLOORS: dict[str, set[str]] = {
     "base": set(),
     "cuda": {"base"},
     "index": {"base"},
-    "arena": {"base"},
+    "cuda": {"base"},
+    "arena": {"base", "cuda"},
     "attention": {"base"},
     "transport": {"base"},
-    "blocks": {"base", "arena"},
+    "blocks": {"base", "cuda", "arena"},
     "transfer": {"base", "blocks", "transport"},
-    "pool": {"base", "index", "arena", "attention", "transport", "blocks", "transfer"},
+    "pool": {"base", "cuda", "index", "arena", "attention", "transport", "blocks", "transfer"},
 }
 CPP_FOREIGN = re.compile(r"^(pybind11|torch|ATen|c10|cuda|nccl|ucp|ucs|uct|dlpack|doctest|boost|absl)\b|^Python\.h")
 

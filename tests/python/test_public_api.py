@@ -29,6 +29,7 @@ PUBLIC = [
     "ClosedError",
     "Cluster",
     "DeadlineExceeded",
+    "DeviceLost",
     "Error",
     "EventStream",
     "Fenced",

@@ -127,7 +127,8 @@ void check_overlaps(std::uint32_t blocks, const std::vector<Segment>& segments) 
 
 class AdoptedArena final : public Arena {
  public:
-  AdoptedArena(Medium medium, std::uint32_t blocks, std::vector<Segment> segments, std::shared_ptr<void> keepalive)
+  AdoptedArena(Medium medium, std::uint32_t blocks, std::vector<Segment> segments, std::shared_ptr<void> keepalive,
+               std::shared_ptr<const CudaContext> context)
       : keepalive_(std::move(keepalive)) {
     if (blocks > kBlocksMax) {
       throw Error(
@@ -148,6 +149,7 @@ class AdoptedArena final : public Arena {
       block_bytes_ += segment.bytes;
     }
     segments_ = std::move(segments);
+    context_ = std::move(context);
   }
 
  private:
@@ -170,8 +172,9 @@ std::shared_ptr<Arena> make_absent_arena(Medium medium, std::uint32_t blocks, st
 }
 
 std::shared_ptr<Arena> make_adopted_arena(Medium medium, std::uint32_t blocks, std::vector<Segment> segments,
-                                          std::shared_ptr<void> keepalive) {
-  return std::make_shared<AdoptedArena>(medium, blocks, std::move(segments), std::move(keepalive));
+                                          std::shared_ptr<void> keepalive,
+                                          std::shared_ptr<const CudaContext> context) {
+  return std::make_shared<AdoptedArena>(medium, blocks, std::move(segments), std::move(keepalive), std::move(context));
 }
 
 }  // namespace kvpool

@@ -6,7 +6,9 @@
 // block's pieces in segment order is its canonical content: two arenas of one pool may cut it at different places.
 //
 // Owned memory is one memfd mapping, so that peers on the host can map it too; it is committed when the arena is made.
-// Adopted memory is an engine's; the arena only keeps it alive.
+// Or it is one allocation on a GPU (device_arena.h). Adopted memory is an engine's; the arena only keeps it alive.
+//
+// The segments of an arena on a GPU are addresses that only the GPU, and the driver, may follow: see on_device().
 //
 // Thread-safety: immutable after construction. Shared ownership: a view of the memory keeps the arena.
 #pragma once
@@ -22,6 +24,8 @@
 
 namespace kvpool {
 
+class CudaContext;
+
 enum class HugePages : std::uint8_t { kAuto, kNever, kRequire };
 
 struct ArenaOptions {
@@ -32,6 +36,7 @@ struct ArenaOptions {
   int numa_node = -1;        // -1: where the kernel puts it
   bool check_memory = true;  // refuse when the machine or its cgroup has not enough (Error kOutOfMemory)
   bool pin = false;          // register with CUDA (Error kUnsupported when there is no CUDA driver)
+  int pin_device = -1;       // in the context of this GPU; -1: of the one that is current in the thread, or the first
   std::string label;         // shown in /proc/self/maps
   int commit_threads = 2;
 };
@@ -49,9 +54,13 @@ class Arena {
   // Bytes of address space backed by memory: payload rounded up to a page. 0 for adopted memory.
   std::size_t mapped_bytes() const noexcept { return mapped_bytes_; }
   std::size_t huge_page_bytes() const noexcept { return huge_page_bytes_; }  // of these, in huge pages
-  int memfd() const noexcept { return memfd_; }                              // -1 for adopted memory
-  bool owned() const noexcept { return memfd_ >= 0; }
+  int memfd() const noexcept { return memfd_; }  // which others can map; -1 for adopted memory and on a GPU
+  bool owned() const noexcept { return owned_; }
   bool pinned() const noexcept { return pinned_; }
+
+  // Whether the memory is a GPU's: then no CPU may follow the segments' addresses, copies go through the driver.
+  bool on_device() const noexcept { return context_ != nullptr; }
+  const std::shared_ptr<const CudaContext>& context() const noexcept { return context_; }  // null: ordinary memory
 
  protected:
   Medium medium_ = Medium::kDram;
@@ -60,18 +69,33 @@ class Arena {
   std::size_t mapped_bytes_ = 0;
   std::size_t huge_page_bytes_ = 0;
   int memfd_ = -1;
+  bool owned_ = false;
   bool pinned_ = false;
   std::vector<Segment> segments_;
+  std::shared_ptr<const CudaContext> context_;
 };
+
+// How large an arena of these blocks is, checked.
+struct ArenaSize {
+  std::size_t block_bytes;
+  std::size_t payload_bytes;
+};
+// Throws Error kArgument: too many blocks, no segments, a zero piece, more bytes than any memory has.
+ArenaSize arena_size(std::uint32_t blocks, const std::vector<std::size_t>& segment_bytes);
+// All blocks' first pieces, then all blocks' second ones, and so on: nothing between and nothing after.
+std::vector<Segment> arena_segments(std::byte* base, std::uint32_t blocks,
+                                    const std::vector<std::size_t>& segment_bytes);
 
 // Throws Error: kArgument (sizes overflow, no segments, a zero piece), kOutOfMemory (with needed, available and which
 // limit), kUnsupported (huge pages required, or pinning asked for, and not to be had). Leaves nothing behind.
 // blocks == 0 makes an arena without memory.
 std::shared_ptr<Arena> make_owned_arena(const ArenaOptions& options);
 
-// `keepalive` is released when the arena goes. Throws Error kLayoutMismatch when pieces overlap.
+// `keepalive` is released when the arena goes. `context`: of the GPU that the memory is on; null: ordinary memory.
+// Throws Error kLayoutMismatch when pieces overlap.
 std::shared_ptr<Arena> make_adopted_arena(Medium medium, std::uint32_t blocks, std::vector<Segment> segments,
-                                          std::shared_ptr<void> keepalive);
+                                          std::shared_ptr<void> keepalive,
+                                          std::shared_ptr<const CudaContext> context = nullptr);
 
 // Blocks whose memory is elsewhere, in the ranks of a logical instance: counted here, and nothing else. No segments.
 std::shared_ptr<Arena> make_absent_arena(Medium medium, std::uint32_t blocks, std::size_t block_bytes);

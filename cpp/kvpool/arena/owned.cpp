@@ -39,44 +39,9 @@ std::string error_text(int error) { return std::generic_category().message(error
                {"available_bytes", static_cast<std::int64_t>(std::min<std::uint64_t>(available, INT64_MAX))}});
 }
 
-struct ArenaSize {
-  std::size_t block_bytes;
-  std::size_t payload_bytes;
-  std::size_t mapped_bytes;  // the payload rounded up to a page
-};
-
-ArenaSize size_of(const ArenaOptions& options) {
-  if (options.blocks > kBlocksMax) {
-    throw Error(
-        ErrorCode::kArgument,
-        std::to_string(options.blocks) + " blocks are more than a medium can have (" + std::to_string(kBlocksMax) + ")",
-        {{"blocks", options.blocks}, {"blocks_max", kBlocksMax}});
-  }
-  if (options.segment_bytes.empty()) {
-    throw Error(ErrorCode::kArgument, "a block needs at least one piece");
-  }
-  // Everything below a quarter of the address space, so that no sum of two sizes overflows.
-  constexpr std::size_t kBytesMax = SIZE_MAX / 4;
-  ArenaSize size{};
-  for (const std::size_t piece : options.segment_bytes) {
-    if (piece == 0) {
-      throw Error(ErrorCode::kArgument, "a piece of zero bytes");
-    }
-    if (piece > kBytesMax || size.block_bytes + piece > kBytesMax) {
-      throw Error(ErrorCode::kArgument, "the pieces of a block are longer than any memory");
-    }
-    size.block_bytes += piece;
-  }
-  if (__builtin_mul_overflow(size.block_bytes, std::size_t{options.blocks}, &size.payload_bytes) ||
-      size.payload_bytes > kBytesMax) {
-    throw Error(ErrorCode::kArgument,
-                std::to_string(options.blocks) + " blocks of " + std::to_string(size.block_bytes) +
-                    " bytes are larger than any memory",
-                {{"blocks", options.blocks}, {"block_bytes", static_cast<std::int64_t>(size.block_bytes)}});
-  }
+std::size_t round_to_page(std::size_t bytes) {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  size.mapped_bytes = (size.payload_bytes + page - 1) / page * page;
-  return size;
+  return (bytes + page - 1) / page * page;
 }
 
 void check_headroom(std::size_t bytes) {
@@ -196,7 +161,7 @@ class Mapping {
 class OwnedArena final : public Arena {
  public:
   explicit OwnedArena(const ArenaOptions& options) {
-    const ArenaSize size = size_of(options);
+    const ArenaSize size = arena_size(options.blocks, options.segment_bytes);
     if (options.numa_node < -1) {
       throw Error(ErrorCode::kArgument,
                   "a NUMA node is -1 (any) or its number, not " + std::to_string(options.numa_node),
@@ -205,17 +170,11 @@ class OwnedArena final : public Arena {
     medium_ = options.medium;
     blocks_ = options.blocks;
     block_bytes_ = size.block_bytes;
-    mapped_bytes_ = size.mapped_bytes;
-    segments_.reserve(options.segment_bytes.size());
+    mapped_bytes_ = round_to_page(size.payload_bytes);
     if (mapped_bytes_ > 0) {
       commit(options);
     }
-    // All blocks' first pieces, then all blocks' second ones, and so on: nothing between and nothing after.
-    std::byte* next = base_;
-    for (const std::size_t piece : options.segment_bytes) {
-      segments_.push_back(Segment{next, piece, piece});
-      next += blocks_ > 0 ? blocks_ * piece : 0;
-    }
+    segments_ = arena_segments(base_, blocks_, options.segment_bytes);
   }
 
   ~OwnedArena() override {
@@ -244,11 +203,12 @@ class OwnedArena final : public Arena {
     huge_page_bytes_ =
         commit_memory(file.fd(), mapping.base(), mapped_bytes_, options.huge_pages, options.commit_threads);
     if (options.pin) {
-      pin_ = std::make_unique<PinnedRange>(mapping.base(), mapped_bytes_);
+      pin_ = std::make_unique<PinnedRange>(mapping.base(), mapped_bytes_, options.pin_device);
       pinned_ = true;
     }
     base_ = mapping.release();
     memfd_ = file.release();
+    owned_ = true;
   }
 
   const std::uint32_t generation_ = fork_generation();

@@ -1,7 +1,4 @@
 // Page-locked host memory: registered with the CUDA driver, so that GPUs copy to and from it at full speed.
-//
-// The driver is opened at run time (libcuda.so.1, or what the environment variable KVPOOL_CUDA_LIBRARY names); a
-// machine without it still runs everything else.
 #pragma once
 
 #include <cstddef>
@@ -9,25 +6,23 @@
 
 namespace kvpool {
 
-// Memory that stays registered while this object lives. Holds the primary context of the device that is current in the
-// constructing thread, or of device 0; the registration is valid in the contexts of all devices.
+class CudaContext;
+
+// Memory that stays registered while this object lives; the registration is valid in the contexts of all devices.
 // Thread-safety: may be destroyed by another thread than the one that made it. In a forked child, where the driver does
-// not work, it must be leaked rather than destroyed.
+// not work, nothing is unregistered.
 class PinnedRange {
  public:
-  // Throws Error kUnsupported, with the driver's code in the field `driver_code` when the driver refused. Everything
-  // done until then is undone.
-  PinnedRange(void* base, std::size_t bytes);
+  // Holds the primary context of this device; -1: of the one that is current in this thread, or of device 0.
+  // Throws as CudaDriver::require. Everything done until then is undone.
+  PinnedRange(void* base, std::size_t bytes, int device = -1);
   ~PinnedRange();
   PinnedRange(const PinnedRange&) = delete;
   PinnedRange& operator=(const PinnedRange&) = delete;
 
  private:
-  struct Driver;
-  std::unique_ptr<Driver> driver_;
+  std::shared_ptr<const CudaContext> context_;
   void* base_;
-  int device_ = 0;
-  void* context_ = nullptr;
 };
 
 }  // namespace kvpool

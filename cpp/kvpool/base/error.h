@@ -31,9 +31,10 @@ enum class ErrorCode : std::uint8_t {
   kProtocol,        // the peer says what no kvpool of a version that we speak says
   kCancelled,       // by the caller
   // Never on the wire.
-  kFenced,  // this pool has no lease in its cluster: it has no peers
+  kFenced,      // this pool has no lease in its cluster: it has no peers
+  kDeviceLost,  // the GPU, or this process's context on it, is gone, and what was in its memory
 };
-inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::kFenced) + 1;
+inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::kDeviceLost) + 1;
 
 using ErrorField = std::pair<const char*, std::int64_t>;
 

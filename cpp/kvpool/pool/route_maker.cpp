@@ -123,7 +123,7 @@ std::shared_ptr<void> RouteMaker::introduce(PeerCard& card) const {
     CardMedium& out = card.media[medium_index(medium)];
     out.blocks = arena.blocks();
     if (arena.blocks() == 0) continue;
-    if (arena.owned() && offers("shm")) out.mapped_bytes = arena.mapped_bytes();
+    if (arena.memfd() >= 0 && offers("shm")) out.mapped_bytes = arena.mapped_bytes();
     for (const Segment& segment : arena.segments()) {
       out.segments.push_back({reinterpret_cast<std::uint64_t>(segment.base), segment.stride, segment.bytes});
     }
@@ -145,7 +145,7 @@ std::vector<int> RouteMaker::descriptors() const {
   std::vector<int> descriptors;
   for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
     const Arena& arena = *memory.arena(medium);
-    if (arena.blocks() > 0 && arena.owned() && offers("shm")) descriptors.push_back(arena.memfd());
+    if (arena.blocks() > 0 && arena.memfd() >= 0 && offers("shm")) descriptors.push_back(arena.memfd());
   }
   return descriptors;
 }

@@ -1,17 +1,42 @@
-// A shared library that answers for the CUDA driver: it records the calls and fails on request.
-#include <cstddef>
-#include <map>
-#include <mutex>
-#include <string>
+// A shared library that answers for the CUDA driver: it records the calls and fails on request. Here are devices,
+// contexts and what tests ask for.
+#include "fake_cuda.h"
 
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <vector>
+
+#include "state.h"
+
+namespace kvpool::fake_cuda {
 namespace {
 
-struct State {
-  std::mutex mutex;
-  std::string calls;
-  std::map<std::string, int> failures;
-  int current_device = -1;
-};
+constexpr std::size_t kWindowBytes = std::size_t{64} << 30;
+constexpr std::size_t kCallsTextMax = std::size_t{1} << 16;
+
+thread_local std::vector<Context*> current_stack;
+
+std::map<std::string, int> default_settings() {
+  return {{"devices", 4}, {"memory_mib", 256}, {"version", 13000}, {"virtual_memory", 1}, {"delay_us", 200}};
+}
+
+Context* context_from(void* handle) {
+  for (Context& context : state().contexts) {
+    if (&context == handle) return &context;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+State::State() : settings(default_settings()) {
+  for (int i = 0; i < kDevicesMax; ++i) contexts[i].device = i;
+  // Addresses that nobody can follow. Nothing is ever given twice: what is freed stays without memory.
+  void* space = mmap(nullptr, kWindowBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (space == MAP_FAILED) std::abort();
+  window = static_cast<std::byte*>(space);
+}
 
 // Never destroyed: pinned memory may be released at the very end of a process.
 State& state() {
@@ -19,17 +44,41 @@ State& state() {
   return *the_state;
 }
 
-int record(const std::string& call, const std::string& argument) {
+int enter(const std::string& call, const std::string& argument) {
   State& s = state();
-  const std::lock_guard lock(s.mutex);
-  s.calls += (s.calls.empty() ? "" : " ") + call + "(" + argument + ")";
+  if (s.calls.size() < kCallsTextMax) s.calls += (s.calls.empty() ? "" : " ") + call + "(" + argument + ")";
+  ++s.counts[call];
+  if (s.fail_in > 0 && --s.fail_in == 0) {
+    s.failed = true;
+    return s.fail_code;
+  }
   const auto failure = s.failures.find(call);
-  return failure == s.failures.end() ? 0 : failure->second;
+  return failure == s.failures.end() ? kSuccess : failure->second;
 }
 
-int context_of_device[8];  // only their addresses matter
+Context* current_context() {
+  State& s = state();
+  if (!current_stack.empty()) return current_stack.back();
+  return s.current_device >= 0 ? &s.contexts[s.current_device] : nullptr;
+}
 
-}  // namespace
+Context* enter_context(const std::string& call, const std::string& argument, int& code) {
+  code = enter(call, argument);
+  if (code != kSuccess) return nullptr;
+  Context* context = current_context();
+  if (context == nullptr) {
+    code = kInvalidContext;
+  } else if (context->lost != 0) {
+    code = context->lost;
+  } else if (context->retained == 0 && !current_stack.empty()) {
+    code = kContextDestroyed;
+  }
+  return code == kSuccess ? context : nullptr;
+}
+
+}  // namespace kvpool::fake_cuda
+
+using namespace kvpool::fake_cuda;
 
 extern "C" {
 
@@ -37,64 +86,218 @@ void fake_cuda_reset() {
   State& s = state();
   const std::lock_guard lock(s.mutex);
   s.calls.clear();
+  s.counts.clear();
   s.failures.clear();
+  s.settings = default_settings();
+  s.fail_in = 0;
+  s.failed = false;
   s.current_device = -1;
+  // What a test left behind because it made the driver refuse to take it back.
+  s.registered.clear();
+  s.ranges.clear();
+  s.handles.clear();
+  for (Context& context : s.contexts) {
+    context.lost = 0;
+    context.retained = 0;
+  }
 }
 
 void fake_cuda_fail(const char* call, int code) {
-  State& s = state();
-  const std::lock_guard lock(s.mutex);
-  s.failures[call] = code;
+  const std::lock_guard lock(state().mutex);
+  state().failures[call] = code;
+}
+
+void fake_cuda_fail_nth(int n, int code) {
+  const std::lock_guard lock(state().mutex);
+  state().fail_in = n;
+  state().fail_code = code;
+  if (n > 0) state().failed = false;
+}
+
+bool fake_cuda_failed() {
+  const std::lock_guard lock(state().mutex);
+  return state().failed;
 }
 
 void fake_cuda_set_current(int device) {
-  State& s = state();
-  const std::lock_guard lock(s.mutex);
-  s.current_device = device;
+  const std::lock_guard lock(state().mutex);
+  state().current_device = device;
+}
+
+void fake_cuda_set(const char* name, int value) {
+  const std::lock_guard lock(state().mutex);
+  state().settings.at(name) = value;
+}
+
+void fake_cuda_lose(int device, int code) {
+  const std::lock_guard lock(state().mutex);
+  state().contexts[device].lost = code;
 }
 
 const char* fake_cuda_calls() { return state().calls.c_str(); }
 
-int cuInit(unsigned flags) { return record("cuInit", std::to_string(flags)); }
+const char* fake_cuda_left() {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  std::size_t bytes = 0;
+  std::size_t contexts = 0;
+  for (int i = 0; i < kDevicesMax; ++i) {
+    bytes += s.used[i];
+    contexts += static_cast<std::size_t>(s.contexts[i].retained);
+  }
+  std::size_t streams = s.streams.size();
+  for (const Context& context : s.contexts) streams -= context.defaults.size();
+  s.text.clear();
+  const auto add = [&](const char* name, std::size_t count) {
+    if (count > 0) s.text += (s.text.empty() ? "" : " ") + std::string(name) + "=" + std::to_string(count);
+  };
+  add("bytes", bytes);
+  add("handles", s.handles.size());
+  add("ranges", s.ranges.size());
+  add("contexts", contexts);
+  add("registered", s.registered.size());
+  add("streams", streams);
+  add("events", s.events.size());
+  return s.text.c_str();
+}
 
-int cuCtxGetDevice(int* device) {
-  *device = state().current_device;
-  return *device >= 0 ? 0 : 201;  // CUDA_ERROR_INVALID_CONTEXT
+std::size_t fake_cuda_count(const char* name) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  if (std::string(name) == "bytes") {
+    std::size_t bytes = 0;
+    for (const std::size_t used : s.used) bytes += used;
+    return bytes;
+  }
+  const auto found = s.counts.find(name);
+  return found == s.counts.end() ? 0 : found->second;
+}
+
+void* fake_cuda_host(unsigned long long address, std::size_t bytes) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  return host_address(address, bytes, -1);
+}
+
+int cuInit(unsigned flags) {
+  const std::lock_guard lock(state().mutex);
+  return enter("cuInit", std::to_string(flags));
+}
+
+int cuDriverGetVersion(int* version) {
+  const std::lock_guard lock(state().mutex);
+  *version = state().settings.at("version");
+  return kSuccess;
+}
+
+int cuDeviceGetCount(int* count) {
+  const std::lock_guard lock(state().mutex);
+  *count = state().settings.at("devices");
+  return enter("cuDeviceGetCount", "");
 }
 
 int cuDeviceGet(int* device, int ordinal) {
+  const std::lock_guard lock(state().mutex);
   *device = ordinal;
-  return record("cuDeviceGet", std::to_string(ordinal));
+  const int code = enter("cuDeviceGet", std::to_string(ordinal));
+  if (code != kSuccess) return code;
+  return ordinal >= 0 && ordinal < state().settings.at("devices") ? kSuccess : kInvalidDevice;
+}
+
+int cuDeviceGetAttribute(int* value, int attribute, int /*device*/) {
+  const std::lock_guard lock(state().mutex);
+  const int has_virtual_memory = state().settings.at("virtual_memory");
+  switch (attribute) {
+    case 102:  // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    case 103:  // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+    case 110:  // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+      *value = has_virtual_memory;
+      break;
+    default:
+      *value = 1;
+  }
+  return enter("cuDeviceGetAttribute", std::to_string(attribute));
+}
+
+// Devices 0 and 1 reach each other, and so do 2 and 3.
+int cuDeviceCanAccessPeer(int* can, int device, int peer) {
+  const std::lock_guard lock(state().mutex);
+  *can = device / 2 == peer / 2 && device != peer ? 1 : 0;
+  return enter("cuDeviceCanAccessPeer", std::to_string(device) + "," + std::to_string(peer));
 }
 
 int cuDevicePrimaryCtxRetain(void** context, int device) {
-  *context = &context_of_device[device];
-  return record("cuDevicePrimaryCtxRetain", std::to_string(device));
+  const std::lock_guard lock(state().mutex);
+  const int code = enter("cuDevicePrimaryCtxRetain", std::to_string(device));
+  if (code != kSuccess) return code;
+  Context& retained = state().contexts[device];
+  ++retained.retained;
+  *context = &retained;
+  return kSuccess;
 }
 
-int cuDevicePrimaryCtxRelease_v2(int device) { return record("cuDevicePrimaryCtxRelease", std::to_string(device)); }
-
-int cuCtxPushCurrent_v2(void* context) {
-  return record("cuCtxPushCurrent", std::to_string(static_cast<int*>(context) - context_of_device));
+int cuDevicePrimaryCtxRelease_v2(int device) {
+  const std::lock_guard lock(state().mutex);
+  const int code = enter("cuDevicePrimaryCtxRelease", std::to_string(device));
+  if (code != kSuccess) return code;
+  Context& released = state().contexts[device];
+  if (released.retained == 0) return kInvalidContext;
+  --released.retained;
+  return kSuccess;
 }
 
-int cuCtxPopCurrent_v2(void** context) {
-  *context = nullptr;
-  return record("cuCtxPopCurrent", "");
+int cuCtxGetDevice(int* device) {
+  const std::lock_guard lock(state().mutex);
+  const Context* context = current_context();
+  if (context == nullptr) return kInvalidContext;
+  *device = context->device;
+  return kSuccess;
 }
 
-int cuMemHostRegister_v2(void*, std::size_t bytes, unsigned flags) {
-  return record("cuMemHostRegister", std::to_string(bytes) + "," + std::to_string(flags));
+int cuCtxPushCurrent_v2(void* handle) {
+  const std::lock_guard lock(state().mutex);
+  Context* context = context_from(handle);
+  const int code = enter("cuCtxPushCurrent", context == nullptr ? "?" : std::to_string(context->device));
+  if (code != kSuccess) return code;
+  if (context == nullptr) return kInvalidContext;
+  if (context->retained == 0) return kContextDestroyed;
+  current_stack.push_back(context);
+  return kSuccess;
 }
 
-int cuMemHostUnregister(void*) { return record("cuMemHostUnregister", ""); }
+// Pops also when it answers an error: what it answers may be of work that ran before.
+int cuCtxPopCurrent_v2(void** handle) {
+  const std::lock_guard lock(state().mutex);
+  const int code = enter("cuCtxPopCurrent", "");
+  if (current_stack.empty()) return kInvalidContext;
+  *handle = current_stack.back();
+  current_stack.pop_back();
+  return code;
+}
 
 int cuGetErrorName(int result, const char** name) {
-  if (result != 304) {
-    return 1;  // CUDA_ERROR_INVALID_VALUE
+  switch (result) {
+    case kInvalidValue:
+      *name = "CUDA_ERROR_INVALID_VALUE";
+      return kSuccess;
+    case kOutOfMemory:
+      *name = "CUDA_ERROR_OUT_OF_MEMORY";
+      return kSuccess;
+    case kInvalidContext:
+      *name = "CUDA_ERROR_INVALID_CONTEXT";
+      return kSuccess;
+    case 304:
+      *name = "CUDA_ERROR_OPERATING_SYSTEM";
+      return kSuccess;
+    case kIllegalAddress:
+      *name = "CUDA_ERROR_ILLEGAL_ADDRESS";
+      return kSuccess;
+    case kContextDestroyed:
+      *name = "CUDA_ERROR_CONTEXT_IS_DESTROYED";
+      return kSuccess;
+    default:
+      return kInvalidValue;
   }
-  *name = "CUDA_ERROR_OPERATING_SYSTEM";
-  return 0;
 }
 
 }  // extern "C"

@@ -1,12 +1,42 @@
 // What a test asks of the fake driver, beside the driver's own entry points. All are exported with C names and looked
 // up by dlsym: the library is loaded like the real one.
+//
+// The fake has four GPUs of 256 MiB each. Their memory has addresses that nobody but the fake can follow: code that
+// reads it as if it were the CPU's dies of SIGSEGV at that place. Streams are threads, and every piece of their work
+// waits a little before it begins: two streams whose order nobody asked for run in any order. Handles, addresses and
+// contexts that are wrong are refused as the driver refuses them; work whose memory went before it ran ends the
+// context, as on a GPU (CUDA_ERROR_ILLEGAL_ADDRESS).
 #pragma once
+
+#include <cstddef>
 
 namespace kvpool::fake_cuda {
 
-using ResetFunction = void();                           // fake_cuda_reset: forgets everything below
+using ResetFunction = void();                           // fake_cuda_reset: forgets what is set below, and the calls
 using FailFunction = void(const char* call, int code);  // fake_cuda_fail: from now on this call returns the code
+using FailNthFunction = void(int n, int code);          // fake_cuda_fail_nth: of the calls from now on, the n-th does
+using FailedFunction = bool();                          // fake_cuda_failed: whether it was reached
 using SetCurrentFunction = void(int device);            // fake_cuda_set_current: a context of it is current; -1: none
 using CallsFunction = const char*();                    // fake_cuda_calls: "cuInit(0) cuDeviceGet(0) ..."
+using LoseFunction = void(int device, int code);        // fake_cuda_lose: its context answers this code from now on
+using SetFunction = void(const char* name, int value);  // fake_cuda_set: of kSettings, below
+
+// fake_cuda_left: what was taken and not given back, "" for nothing: "bytes=2097152 handles=1 contexts=1 ...".
+using LeftFunction = const char*();
+// fake_cuda_count: how often this was called, or of kCounts, below.
+using CountFunction = std::size_t(const char* name);
+// fake_cuda_host: where the CPU finds the bytes of device memory; other addresses as they are. Null: not mapped.
+using HostFunction = void*(unsigned long long address, std::size_t bytes);
+
+// What fake_cuda_set sets:
+//   "devices"         how many there are                                    4
+//   "memory_mib"      of each                                               256
+//   "version"         of the driver                                         13000
+//   "virtual_memory"  whether it has cuMem*                                 1
+//   "delay_us"        that a piece of a stream's work waits, at most        200
+// What fake_cuda_count counts beside calls:
+//   "bytes"           of all devices, in use now
+//   "pageable"        copies between a device and host memory that was not registered
+//   "copied"          pieces that streams have copied
 
 }  // namespace kvpool::fake_cuda

@@ -1,0 +1,41 @@
+// An arena on a GPU.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kvpool/arena/arena.h"
+#include "kvpool/arena/device_memory.h"
+
+namespace kvpool {
+
+struct DeviceArenaOptions {
+  Medium medium = Medium::kHbm;
+  std::uint32_t blocks = 0;
+  std::vector<std::size_t> segment_bytes;  // as of ArenaOptions
+  int device = 0;
+  DeviceMemoryKind kind = DeviceMemoryKind::kAuto;
+  bool check_memory = true;  // refuse what does not fit beside what is in use now
+};
+
+// Owned: taken when the arena is made, of undefined content. blocks == 0 makes an arena without memory, which holds the
+// context all the same: a missing GPU is told.
+class DeviceArena final : public Arena {
+ public:
+  // Throws Error: kArgument as make_owned_arena, and as DeviceMemory. Leaves nothing behind.
+  explicit DeviceArena(const DeviceArenaOptions& options);
+
+  // Null without blocks.
+  const DeviceMemory* memory() const noexcept { return memory_.get(); }
+
+ private:
+  std::unique_ptr<const DeviceMemory> memory_;
+};
+
+// An engine's tensors on this GPU. Throws as make_adopted_arena, and kLayoutMismatch when the driver does not know a
+// segment as memory of this GPU.
+std::shared_ptr<Arena> make_adopted_device_arena(Medium medium, std::uint32_t blocks, std::vector<Segment> segments,
+                                                 std::shared_ptr<void> keepalive, int device);
+
+}  // namespace kvpool

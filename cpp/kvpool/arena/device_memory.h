@@ -1,0 +1,65 @@
+// Memory of a GPU, taken once for a whole arena.
+//
+// One physical allocation, mapped at one range of addresses (cuMem*): a peer can be given it as a file descriptor, and
+// every GPU of this process that can reach it may. Where the GPU or the driver cannot do that, or a library that is to
+// use the memory (UCX before 1.22) cannot, it is plain memory (cuMemAlloc), which a peer can be given as an IPC handle.
+//
+// Thread-safety: immutable after construction.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kvpool/cuda/context.h"
+
+namespace kvpool {
+
+enum class DeviceMemoryKind : std::uint8_t {
+  kAuto,     // virtual where it can be had
+  kVirtual,  // cuMem*: exported as a file descriptor
+  kPlain,    // cuMemAlloc: exported as an IPC handle
+};
+
+class DeviceMemory {
+ public:
+  // At least `bytes`, of undefined content. With check_memory, refuses what does not fit beside what is in use now
+  // before the driver is asked. Throws Error: kOutOfMemory with needed_bytes, available_bytes and total_bytes;
+  // kUnsupported; kDeviceLost. Leaves nothing behind. REQUIRES: bytes > 0.
+  DeviceMemory(std::shared_ptr<const CudaContext> context, std::size_t bytes, DeviceMemoryKind kind, bool check_memory);
+  // In a forked child nothing is freed.
+  ~DeviceMemory();
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  CuPointer base() const noexcept { return base_; }
+  std::size_t bytes() const noexcept { return bytes_; }  // taken of the device: rounded up to its granularity
+  DeviceMemoryKind kind() const noexcept { return kind_; }
+  const std::vector<int>& peers() const noexcept { return peers_; }  // other GPUs that may access it
+
+  // A file descriptor of the whole allocation, the caller's to close. Throws kUnsupported unless kVirtual.
+  int export_descriptor() const;
+  // Throws kUnsupported unless kPlain.
+  CuIpcMemHandle export_handle() const;
+
+ private:
+  void make_virtual(std::size_t bytes, bool check_memory);
+  void make_plain(std::size_t bytes, bool check_memory);
+  void check_room(std::size_t bytes) const;
+  void give_access();
+  // As CudaDriver::require; says of memory that ran out how much there is.
+  void require(CuResult result, const char* call) const;
+  [[noreturn]] void throw_out_of_memory(CuResult result) const;
+  void free() noexcept;
+
+  std::shared_ptr<const CudaContext> context_;
+  DeviceMemoryKind kind_ = DeviceMemoryKind::kPlain;
+  CuPointer base_ = 0;      // reserved, or allocated
+  CuHandle handle_ = 0;     // 0: none
+  std::size_t bytes_ = 0;
+  bool mapped_ = false;
+  std::vector<int> peers_;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,159 @@
+// The CUDA driver, opened at run time: a table of the entry points that kvpool calls.
+//
+// The library is libcuda.so.1, or what the environment variable KVPOOL_CUDA_LIBRARY names. It is opened when something
+// first needs a GPU, never when kvpool is loaded, and a machine without it runs everything else. It is never closed:
+// the driver has threads of its own and does not survive being unloaded.
+//
+// Thread-safety: all of it. In a forked child the driver does not work: nothing here may be called there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace kvpool {
+
+// From cuda.h, which is not needed to build.
+using CuResult = int;
+using CuDevice = int;
+using CuContext = void*;
+using CuStream = void*;
+using CuEvent = void*;
+using CuPointer = std::uint64_t;  // CUdeviceptr: an address of the unified address space
+using CuHandle = std::uint64_t;   // CUmemGenericAllocationHandle
+
+inline constexpr CuResult kCudaSuccess = 0;
+inline constexpr CuResult kCudaOutOfMemory = 2;
+inline constexpr CuResult kCudaNoDevice = 100;
+inline constexpr CuResult kCudaInvalidDevice = 101;
+
+struct CuMemLocation {
+  int type;  // kCuLocationDevice
+  int id;
+};
+struct CuMemProp {  // CUmemAllocationProp
+  int type;         // kCuAllocationPinned
+  int handle_types;
+  CuMemLocation location;
+  void* win32;
+  unsigned char compression;
+  unsigned char gpu_direct_rdma;
+  unsigned short usage;
+  unsigned char reserved[4];
+};
+struct CuMemAccess {  // CUmemAccessDesc
+  CuMemLocation location;
+  int flags;
+};
+struct CuMemcpyAttributes {
+  int source_order;
+  CuMemLocation source_hint;
+  CuMemLocation target_hint;
+  unsigned flags;
+};
+struct CuIpcMemHandle {
+  char reserved[64];
+};
+static_assert(sizeof(CuMemProp) == 32 && sizeof(CuMemAccess) == 12 && sizeof(CuMemcpyAttributes) == 24);
+
+inline constexpr int kCuLocationDevice = 1;
+inline constexpr int kCuAllocationPinned = 1;
+inline constexpr int kCuHandlePosixFd = 1;
+inline constexpr int kCuGranularityRecommended = 1;
+inline constexpr int kCuAccessReadWrite = 3;
+inline constexpr int kCuSourceOrderStream = 1;
+inline constexpr unsigned kCuHostRegisterPortable = 1;
+inline constexpr unsigned kCuStreamNonBlocking = 1;
+inline constexpr unsigned kCuEventDisableTiming = 2;
+inline constexpr int kCuPointerMemoryType = 2;
+inline constexpr int kCuPointerDeviceOrdinal = 9;
+inline constexpr int kCuMemoryTypeDevice = 2;
+inline constexpr int kCuDeviceHostPointerOfRegistered = 91;
+inline constexpr int kCuDeviceVirtualMemory = 102;
+inline constexpr int kCuDevicePosixFd = 103;
+inline constexpr int kCuDeviceRdmaOfVirtualMemory = 110;
+
+// What a result means for the caller. The name and the number of the driver stand in the error, whatever it is.
+enum class CudaFault : std::uint8_t {
+  kNone,
+  kMemory,       // the device has not enough
+  kUnsupported,  // this machine or this driver cannot do it
+  kArgument,     // a handle or an address that is none
+  kLost,         // the device, or the context with everything in it, is gone; nothing on it works any more
+};
+CudaFault fault_of(CuResult result) noexcept;
+
+struct CudaDriver {
+  // The driver of this process. Filled when it is first asked for, and then for good; a failure is not remembered.
+  // Throws Error kUnsupported: no such library, or one that lacks an entry point (named).
+  static const CudaDriver& get();
+
+  // "CUDA_ERROR_OUT_OF_MEMORY (2)", or "unknown error (9876)".
+  std::string name_of(CuResult result) const;
+  // Throws unless it is success: kOutOfMemory, kDeviceLost or, for everything else, kUnsupported, with the driver's
+  // number in the field `driver_code`. `what` says what cannot be done then.
+  void require(CuResult result, const char* call, const char* what) const;
+
+  std::string library;  // as it was opened
+
+  CuResult (*init)(unsigned flags);
+  CuResult (*driver_get_version)(int* version);
+  CuResult (*get_error_name)(CuResult result, const char** name);
+
+  CuResult (*device_get)(CuDevice* device, int ordinal);
+  CuResult (*device_get_count)(int* count);
+  CuResult (*device_get_attribute)(int* value, int attribute, CuDevice device);
+  CuResult (*device_can_access_peer)(int* can, CuDevice device, CuDevice peer);
+
+  CuResult (*primary_ctx_retain)(CuContext* context, CuDevice device);
+  CuResult (*primary_ctx_release)(CuDevice device);
+  CuResult (*ctx_get_device)(CuDevice* device);
+  CuResult (*ctx_push)(CuContext context);
+  CuResult (*ctx_pop)(CuContext* context);
+  CuResult (*ctx_synchronize)();
+
+  CuResult (*mem_get_info)(std::size_t* free, std::size_t* total);
+  CuResult (*mem_alloc)(CuPointer* pointer, std::size_t bytes);
+  CuResult (*mem_free)(CuPointer pointer);
+  CuResult (*ipc_get_mem_handle)(CuIpcMemHandle* handle, CuPointer pointer);
+  CuResult (*mem_host_register)(void* base, std::size_t bytes, unsigned flags);
+  CuResult (*mem_host_unregister)(void* base);
+  CuResult (*pointer_get_attribute)(void* value, int attribute, CuPointer pointer);
+
+  CuResult (*mem_granularity)(std::size_t* bytes, const CuMemProp* prop, int option);
+  CuResult (*mem_create)(CuHandle* handle, std::size_t bytes, const CuMemProp* prop, unsigned long long flags);
+  CuResult (*mem_release)(CuHandle handle);
+  CuResult (*mem_address_reserve)(CuPointer* pointer, std::size_t bytes, std::size_t alignment, CuPointer hint,
+                                  unsigned long long flags);
+  CuResult (*mem_address_free)(CuPointer pointer, std::size_t bytes);
+  CuResult (*mem_map)(CuPointer pointer, std::size_t bytes, std::size_t offset, CuHandle handle,
+                      unsigned long long flags);
+  CuResult (*mem_unmap)(CuPointer pointer, std::size_t bytes);
+  CuResult (*mem_set_access)(CuPointer pointer, std::size_t bytes, const CuMemAccess* access, std::size_t count);
+  CuResult (*mem_export)(void* shareable, CuHandle handle, int handle_type, unsigned long long flags);
+
+  CuResult (*stream_create)(CuStream* stream, unsigned flags);
+  CuResult (*stream_destroy)(CuStream stream);
+  CuResult (*stream_synchronize)(CuStream stream);
+  CuResult (*stream_wait_event)(CuStream stream, CuEvent event, unsigned flags);
+  CuResult (*stream_get_ctx)(CuStream stream, CuContext* context);
+  CuResult (*event_create)(CuEvent* event, unsigned flags);
+  CuResult (*event_destroy)(CuEvent event);
+  CuResult (*event_record)(CuEvent event, CuStream stream);
+
+  CuResult (*memcpy_async)(CuPointer to, CuPointer from, std::size_t bytes, CuStream stream);
+  CuResult (*memset_async)(CuPointer to, unsigned char value, std::size_t bytes, CuStream stream);
+
+  // Null where the driver has none. The first is that of CUDA 12.8; in CUDA 13 it lost the failing index.
+  CuResult (*memcpy_batch_v1)(CuPointer* to, CuPointer* from, std::size_t* bytes, std::size_t count,
+                              CuMemcpyAttributes* attributes, std::size_t* attribute_index,
+                              std::size_t attribute_count, std::size_t* failed, CuStream stream) = nullptr;
+  CuResult (*memcpy_batch_v2)(CuPointer* to, CuPointer* from, std::size_t* bytes, std::size_t count,
+                              CuMemcpyAttributes* attributes, std::size_t* attribute_index,
+                              std::size_t attribute_count, CuStream stream) = nullptr;
+
+ private:
+  explicit CudaDriver(const std::string& name);
+};
+
+}  // namespace kvpool

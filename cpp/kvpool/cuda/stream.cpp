@@ -1,0 +1,57 @@
+#include "kvpool/cuda/stream.h"
+
+#include <string>
+#include <utility>
+
+#include "kvpool/base/error.h"
+
+namespace kvpool {
+
+CudaStream::CudaStream(std::shared_ptr<const CudaContext> context) : context_(std::move(context)) {
+  constexpr const char* kWhat = "no CUDA stream can be made";
+  const CudaDriver& driver = context_->driver();
+  driver.require(driver.stream_create(&stream_, kCuStreamNonBlocking), "cuStreamCreate", kWhat);
+  const CuResult result = driver.event_create(&event_, kCuEventDisableTiming);
+  if (result != kCudaSuccess) driver.stream_destroy(stream_);
+  driver.require(result, "cuEventCreate", kWhat);
+}
+
+CudaStream::~CudaStream() {
+  const CurrentContext current(*context_);
+  if (!current) return;
+  context_->driver().event_destroy(event_);
+  context_->driver().stream_destroy(stream_);
+}
+
+void CudaStream::follow(const CallerStream& other) {
+  constexpr const char* kWhat = "a copy cannot be ordered after the caller's work";
+  const CudaDriver& driver = context_->driver();
+  if (!other) {
+    driver.require(driver.ctx_synchronize(), "cuCtxSynchronize", kWhat);
+    return;
+  }
+  CuContext owner = nullptr;
+  const CuResult result = driver.stream_get_ctx(*other, &owner);
+  if (fault_of(result) == CudaFault::kArgument || (result == kCudaSuccess && owner != context_->handle())) {
+    throw Error(ErrorCode::kArgument,
+                "stream is no stream of the primary context of GPU " + std::to_string(context_->ordinal()),
+                {{"device", context_->ordinal()}});
+  }
+  driver.require(result, "cuStreamGetCtx", kWhat);
+  driver.require(driver.event_record(event_, *other), "cuEventRecord", kWhat);
+  driver.require(driver.stream_wait_event(stream_, event_, 0), "cuStreamWaitEvent", kWhat);
+}
+
+void CudaStream::drain(const char* what) {
+  const CudaDriver& driver = context_->driver();
+  const CuResult result = driver.stream_synchronize(stream_);
+  if (result == kCudaSuccess) return;
+  // An error need not mean that the work has ended. Asked again, a driver that still works answers.
+  if (fault_of(result) != CudaFault::kLost && driver.stream_synchronize(stream_) == kCudaSuccess) {
+    driver.require(result, "cuStreamSynchronize", what);
+  }
+  throw Error(ErrorCode::kDeviceLost, std::string(what) + ": cuStreamSynchronize failed with " + driver.name_of(result),
+              {{"driver_code", result}});
+}
+
+}  // namespace kvpool

@@ -1,0 +1,41 @@
+// A stream of kvpool's own, and its order with the streams of others.
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "kvpool/cuda/context.h"
+
+namespace kvpool {
+
+// Whose earlier work a call has to wait for: a stream's (a cudaStream_t; null, 1 and 2 are the default ones), or, when
+// it says nothing, that of the whole device.
+using CallerStream = std::optional<CuStream>;
+
+// Does not wait for the default stream, nor lets it wait.
+// Thread-safety: none; may go in any thread.
+class CudaStream {
+ public:
+  // Throws as CudaDriver::require. REQUIRES: the context is current, here and below, but in the destructor.
+  explicit CudaStream(std::shared_ptr<const CudaContext> context);
+  ~CudaStream();
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+
+  const CudaContext& context() const noexcept { return *context_; }
+  CuStream handle() const noexcept { return stream_; }
+
+  // What is put into this stream from now on begins when all that is in the other one now has ended: the GPU waits. For
+  // a whole device this thread waits, here. Throws kArgument for a stream that is none, or of another device.
+  void follow(const CallerStream& other);
+  // Returns when all that is in this stream has ended. Throws as CudaDriver::require: kDeviceLost also when the driver
+  // does not say whether it has.
+  void drain(const char* what);
+
+ private:
+  std::shared_ptr<const CudaContext> context_;
+  CuStream stream_ = nullptr;
+  CuEvent event_ = nullptr;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,312 @@
+// The fake driver's memory: physical allocations, device addresses, registered host memory.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "state.h"
+
+namespace kvpool::fake_cuda {
+
+Physical::Physical(int of_device, std::size_t size) : device(of_device), bytes(size) {
+  fd = memfd_create("fake-cuda", MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) std::abort();
+  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (mapped == MAP_FAILED) std::abort();
+  host = static_cast<std::byte*>(mapped);
+  std::memset(host, 0xA5, bytes);  // what is new is not zero
+  state().used[device] += bytes;
+}
+
+Physical::~Physical() {
+  munmap(host, bytes);
+  close(fd);
+  state().used[device] -= bytes;
+}
+
+bool on_device(Address address) {
+  const auto window = reinterpret_cast<Address>(state().window);
+  return address >= window && address < window + (Address{64} << 30);
+}
+
+namespace {
+
+// The range that has all of [address, address + bytes), or null.
+Range* range_of(Address address, std::size_t bytes, Address& base) {
+  State& s = state();
+  auto after = s.ranges.upper_bound(address);
+  if (after == s.ranges.begin()) return nullptr;
+  const auto found = std::prev(after);
+  if (address + bytes > found->first + found->second.bytes) return nullptr;
+  base = found->first;
+  return &found->second;
+}
+
+Address take_addresses(std::size_t bytes) {
+  State& s = state();
+  const auto base = reinterpret_cast<Address>(s.window) + s.window_used;
+  s.window_used += (bytes + kGranularity - 1) / kGranularity * kGranularity + kGranularity;  // a hole after each
+  return base;
+}
+
+bool fits(int device, std::size_t bytes) {
+  const std::size_t total = static_cast<std::size_t>(state().settings.at("memory_mib")) << 20;
+  return bytes <= total && state().used[device] <= total - bytes;
+}
+
+struct Prop {  // CUmemAllocationProp
+  int type;
+  int handle_types;
+  int location_type;
+  int location_id;
+  void* win32;
+  unsigned char flags[8];
+};
+
+struct Access {  // CUmemAccessDesc
+  int location_type;
+  int location_id;
+  int flags;
+};
+
+bool is_right(const Prop* prop) {
+  return prop->type == 1 && prop->handle_types == 1 && prop->location_type == 1 && prop->win32 == nullptr &&
+         prop->location_id >= 0 && prop->location_id < state().settings.at("devices");
+}
+
+}  // namespace
+
+std::byte* host_address(Address address, std::size_t bytes, int device) {
+  if (!on_device(address)) return reinterpret_cast<std::byte*>(address);  // NOLINT(performance-no-int-to-ptr)
+  Address base = 0;
+  const Range* range = range_of(address, bytes, base);
+  if (range == nullptr || range->physical == nullptr) return nullptr;
+  if (device >= 0 && !range->plain && !range->access.contains(device)) return nullptr;
+  return range->physical->host + (address - base);
+}
+
+std::shared_ptr<Physical> physical_at(Address address) {
+  Address base = 0;
+  const Range* range = on_device(address) ? range_of(address, 1, base) : nullptr;
+  return range == nullptr ? nullptr : range->physical;
+}
+
+bool is_registered(Address address, std::size_t bytes) {
+  const auto& registered = state().registered;
+  const auto after = registered.upper_bound(address);
+  if (after == registered.begin()) return false;
+  const auto found = std::prev(after);
+  return address + bytes <= found->first + found->second;
+}
+
+}  // namespace kvpool::fake_cuda
+
+using namespace kvpool::fake_cuda;
+
+extern "C" {
+
+int cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  int code = 0;
+  const Context* context = enter_context("cuMemGetInfo", "", code);
+  if (context == nullptr) return code;
+  *total = static_cast<std::size_t>(s.settings.at("memory_mib")) << 20;
+  *free = *total - s.used[context->device];
+  return kSuccess;
+}
+
+int cuMemAlloc_v2(Address* address, std::size_t bytes) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  int code = 0;
+  const Context* context = enter_context("cuMemAlloc", std::to_string(bytes), code);
+  if (context == nullptr) return code;
+  if (bytes == 0) return kInvalidValue;
+  if (!fits(context->device, bytes)) return kOutOfMemory;
+  *address = take_addresses(bytes);
+  s.ranges[*address] = Range{bytes, true, std::make_shared<Physical>(context->device, bytes), {}};
+  return kSuccess;
+}
+
+int cuMemFree_v2(Address address) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  int code = 0;
+  enter_context("cuMemFree", "", code);
+  const auto found = s.ranges.find(address);
+  if (found == s.ranges.end() || !found->second.plain) return kInvalidValue;
+  s.ranges.erase(found);
+  return code;
+}
+
+int cuIpcGetMemHandle(void* handle, Address address) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  int code = 0;
+  if (enter_context("cuIpcGetMemHandle", "", code) == nullptr) return code;
+  const auto found = s.ranges.find(address);
+  if (found == s.ranges.end() || !found->second.plain) return kInvalidValue;
+  std::memset(handle, 0, 64);
+  std::memcpy(handle, &address, sizeof address);
+  return kSuccess;
+}
+
+int cuMemGetAllocationGranularity(std::size_t* bytes, const void* prop, int /*option*/) {
+  const std::lock_guard lock(state().mutex);
+  const int code = enter("cuMemGetAllocationGranularity", "");
+  if (code != kSuccess) return code;
+  *bytes = kGranularity;
+  return is_right(static_cast<const Prop*>(prop)) ? kSuccess : kInvalidValue;
+}
+
+int cuMemCreate(Address* handle, std::size_t bytes, const void* raw_prop, unsigned long long flags) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const int code = enter("cuMemCreate", std::to_string(bytes));
+  if (code != kSuccess) return code;
+  const auto* prop = static_cast<const Prop*>(raw_prop);
+  if (flags != 0 || !is_right(prop) || bytes == 0 || bytes % kGranularity != 0) return kInvalidValue;
+  if (s.settings.at("virtual_memory") == 0) return kNotSupported;
+  if (!fits(prop->location_id, bytes)) return kOutOfMemory;
+  *handle = s.next_handle++;
+  s.handles[*handle] = std::make_shared<Physical>(prop->location_id, bytes);
+  return kSuccess;
+}
+
+int cuMemRelease(Address handle) {
+  const std::lock_guard lock(state().mutex);
+  const int code = enter("cuMemRelease", "");
+  if (code != kSuccess) return code;
+  return state().handles.erase(handle) == 1 ? kSuccess : kInvalidValue;
+}
+
+int cuMemAddressReserve(Address* address, std::size_t bytes, std::size_t, Address, unsigned long long flags) {
+  const std::lock_guard lock(state().mutex);
+  const int code = enter("cuMemAddressReserve", std::to_string(bytes));
+  if (code != kSuccess) return code;
+  if (flags != 0 || bytes == 0 || bytes % kGranularity != 0) return kInvalidValue;
+  *address = take_addresses(bytes);
+  state().ranges[*address] = Range{bytes, false, nullptr, {}};
+  return kSuccess;
+}
+
+int cuMemAddressFree(Address address, std::size_t bytes) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const int code = enter("cuMemAddressFree", "");
+  if (code != kSuccess) return code;
+  const auto found = s.ranges.find(address);
+  if (found == s.ranges.end() || found->second.plain || found->second.bytes != bytes) return kInvalidValue;
+  if (found->second.physical != nullptr) return kInvalidValue;  // still mapped
+  s.ranges.erase(found);
+  return kSuccess;
+}
+
+int cuMemMap(Address address, std::size_t bytes, std::size_t offset, Address handle, unsigned long long flags) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const int code = enter("cuMemMap", "");
+  if (code != kSuccess) return code;
+  const auto range = s.ranges.find(address);
+  const auto physical = s.handles.find(handle);
+  if (flags != 0 || offset != 0 || range == s.ranges.end() || range->second.plain || range->second.bytes != bytes ||
+      range->second.physical != nullptr || physical == s.handles.end() || physical->second->bytes != bytes) {
+    return kInvalidValue;
+  }
+  range->second.physical = physical->second;
+  return kSuccess;
+}
+
+int cuMemUnmap(Address address, std::size_t bytes) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const int code = enter("cuMemUnmap", "");
+  if (code != kSuccess) return code;
+  const auto range = s.ranges.find(address);
+  if (range == s.ranges.end() || range->second.bytes != bytes || range->second.physical == nullptr) {
+    return kInvalidValue;
+  }
+  range->second.physical = nullptr;
+  range->second.access.clear();
+  return kSuccess;
+}
+
+int cuMemSetAccess(Address address, std::size_t bytes, const void* raw_access, std::size_t count) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const auto* access = static_cast<const Access*>(raw_access);
+  const int code = enter("cuMemSetAccess", count == 0 ? "" : std::to_string(access[0].location_id));
+  if (code != kSuccess) return code;
+  const auto range = s.ranges.find(address);
+  if (range == s.ranges.end() || range->second.bytes != bytes || range->second.physical == nullptr) {
+    return kInvalidValue;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const int device = access[i].location_id;
+    const int owner = range->second.physical->device;
+    if (access[i].location_type != 1 || access[i].flags != 3) return kInvalidValue;
+    if (device != owner && device / 2 != owner / 2) return kInvalidDevice;
+    range->second.access.insert(device);
+  }
+  return kSuccess;
+}
+
+int cuMemExportToShareableHandle(void* shareable, Address handle, int type, unsigned long long flags) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const int code = enter("cuMemExportToShareableHandle", "");
+  if (code != kSuccess) return code;
+  const auto physical = s.handles.find(handle);
+  if (physical == s.handles.end() || type != 1 || flags != 0) return kInvalidValue;
+  *static_cast<int*>(shareable) = dup(physical->second->fd);
+  return kSuccess;
+}
+
+int cuMemHostRegister_v2(void* base, std::size_t bytes, unsigned flags) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  int code = 0;
+  if (enter_context("cuMemHostRegister", std::to_string(bytes) + "," + std::to_string(flags), code) == nullptr) {
+    return code;
+  }
+  const auto address = reinterpret_cast<Address>(base);
+  if (on_device(address) || bytes == 0) return kInvalidValue;
+  if (is_registered(address, 1)) return kAlreadyRegistered;
+  s.registered[address] = bytes;
+  return kSuccess;
+}
+
+int cuMemHostUnregister(void* base) {
+  const std::lock_guard lock(state().mutex);
+  int code = 0;
+  const Context* context = enter_context("cuMemHostUnregister", "", code);
+  const bool lost = context == nullptr && current_context() != nullptr && current_context()->lost == code;
+  if (context == nullptr && !lost) return code;
+  if (state().registered.erase(reinterpret_cast<Address>(base)) == 0) return kNotRegistered;
+  return code;
+}
+
+int cuPointerGetAttribute(void* value, int attribute, Address address) {
+  const std::lock_guard lock(state().mutex);
+  const int code = enter("cuPointerGetAttribute", std::to_string(attribute));
+  if (code != kSuccess) return code;
+  Address base = 0;
+  const Range* range = on_device(address) ? range_of(address, 1, base) : nullptr;
+  const bool is_device = range != nullptr && range->physical != nullptr;
+  if (!is_device && !is_registered(address, 1)) return kInvalidValue;
+  auto* number = static_cast<int*>(value);
+  switch (attribute) {
+    case 2:
+      *number = is_device ? 2 : 1;
+      return kSuccess;
+    case 9:
+      *number = is_device ? range->physical->device : 0;
+      return kSuccess;
+    default:
+      return kInvalidValue;
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,144 @@
+// What the parts of the fake driver share. Everything is under one lock, which no stream's work holds.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace kvpool::fake_cuda {
+
+using Address = unsigned long long;
+
+enum Code : int {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kOutOfMemory = 2,
+  kNotInitialized = 3,
+  kNoDevice = 100,
+  kInvalidDevice = 101,
+  kInvalidContext = 201,
+  kInvalidHandle = 400,
+  kIllegalAddress = 700,
+  kContextDestroyed = 709,
+  kAlreadyRegistered = 712,
+  kNotRegistered = 713,
+  kNotPermitted = 800,
+  kNotSupported = 801,
+};
+
+inline constexpr int kDevicesMax = 8;
+inline constexpr std::size_t kGranularity = std::size_t{2} << 20;
+
+// Physical memory: freed when nobody refers to it, neither a handle nor a mapping.
+struct Physical {
+  Physical(int device, std::size_t bytes);
+  ~Physical();
+  Physical(const Physical&) = delete;
+  Physical& operator=(const Physical&) = delete;
+
+  int device;
+  std::size_t bytes;
+  int fd = -1;
+  std::byte* host = nullptr;
+};
+
+// Device addresses [base, base + bytes): reserved, and perhaps mapped.
+struct Range {
+  std::size_t bytes = 0;
+  bool plain = false;  // of cuMemAlloc
+  std::shared_ptr<Physical> physical;
+  std::set<int> access;  // devices that may
+};
+
+struct Event;
+struct Stream;
+
+struct Context {
+  int device = 0;
+  int retained = 0;
+  int lost = 0;  // what everything answers
+  std::map<int, Stream*> defaults;  // by handle: 0, 1 and 2
+};
+
+// What an event waits for: the end of what was in a stream when it was recorded.
+struct Mark {
+  std::mutex mutex;
+  std::condition_variable done_changed;
+  bool done = false;
+};
+
+struct Event {
+  Context* context;
+  std::shared_ptr<Mark> mark;  // null: not recorded yet
+};
+
+struct Stream {
+  explicit Stream(Context* context);
+  ~Stream();  // after all of its work
+  void add(std::function<void()> work);
+  std::shared_ptr<Mark> add_mark();
+
+  Context* const context;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> queue;
+  bool ended = false;
+  std::thread thread;
+};
+
+void wait_for(const std::shared_ptr<Mark>& mark);
+
+struct State {
+  State();
+
+  std::mutex mutex;
+  std::string calls;
+  std::map<std::string, std::size_t> counts;
+  std::map<std::string, int> failures;
+  std::map<std::string, int> settings;
+  int fail_in = 0;  // calls; 0: never
+  int fail_code = 0;
+  bool failed = false;
+  int current_device = -1;
+  std::string text;  // of the last answer
+
+  Context contexts[kDevicesMax];
+  std::atomic<std::size_t> used[kDevicesMax] = {};
+  std::byte* window;  // of device addresses
+  std::size_t window_used = 0;
+  std::map<Address, Range> ranges;
+  std::map<Address, std::shared_ptr<Physical>> handles;
+  Address next_handle = 1;
+  std::map<Address, std::size_t> registered;  // host memory
+  std::set<Stream*> streams;
+  std::set<Event*> events;
+};
+
+State& state();  // never destroyed
+
+// What a call begins with: counts it, and returns the code that it is to fail with. REQUIRES: the lock.
+int enter(const std::string& call, const std::string& argument);
+// The same of a call that needs a context: null, and the code that says why, without one that works.
+Context* enter_context(const std::string& call, const std::string& argument, int& code);
+// The context on top of this thread's, or null.
+Context* current_context();
+
+bool on_device(Address address);
+// Where the CPU finds [address, address + bytes) when `device` accesses it; null when it may not, or nothing is there.
+// What is not a device's is what it is.
+std::byte* host_address(Address address, std::size_t bytes, int device);
+// What keeps that memory mapped here, whatever becomes of it; null for host memory.
+std::shared_ptr<Physical> physical_at(Address address);
+bool is_registered(Address address, std::size_t bytes);
+
+}  // namespace kvpool::fake_cuda
