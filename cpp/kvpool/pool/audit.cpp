@@ -41,6 +41,7 @@ PoolStats Pool::stats_locked() noexcept {
   for (int value_class = 0; value_class < kValueClassCount; ++value_class) {
     stats.index_blocks += index_->pages(static_cast<ValueClass>(value_class));
   }
+  if (arenas_[0] != nullptr && arenas_[0]->on_device()) stats.device_bytes = arenas_[0]->mapped_bytes();
   stats.counters = counters_;
   stats.index_nodes = index_->node_count();
   stats.index_bytes = index_->bytes();

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <random>
 
+#include "kvpool/arena/device_arena.h"
 #include "kvpool/base/check.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/fork_guard.h"
@@ -18,11 +19,15 @@ void check_sharding(const PoolOptions& options) {
   if (options.sharding->shape().block_bytes() != options.layout.block_bytes()) {
     throw Error(ErrorCode::kArgument, "the shape of a block and its layout differ");
   }
-  if (options.adopted_hbm || options.zero_on_alloc || options.pin_dram) {
+  if (options.adopted_hbm || options.zero_on_alloc || options.pin_dram || options.device >= 0) {
     throw Error(ErrorCode::kArgument,
-                "the memory of a logical instance is its ranks': adopted tensors are given to RankArena.join, and "
-                "zero_on_alloc is not to be had");
+                "the memory of a logical instance is its ranks': adopted tensors and a device are given to "
+                "RankArena.join, and zero_on_alloc is not to be had");
   }
+}
+
+int device_of(const PoolOptions& options) {
+  return options.adopted_hbm ? options.adopted_hbm->device : options.device;
 }
 
 const PoolOptions& checked(const PoolOptions& options) {
@@ -43,6 +48,10 @@ const PoolOptions& checked(const PoolOptions& options) {
     throw Error(ErrorCode::kArgument, "copy_threads must be 1 to 256, and is " + std::to_string(options.copy_threads));
   }
   if (options.sharding) check_sharding(options);
+  if (device_of(options) >= 0 && hbm > 0 && options.dram_blocks > 0 && !options.pin_dram) {
+    throw Error(ErrorCode::kArgument,
+                "a pool on a GPU swaps with page-locked DRAM: pin_dram must be 'auto' or 'always'");
+  }
   return options;
 }
 
@@ -56,6 +65,7 @@ std::shared_ptr<Arena> make_arena(const PoolOptions& options, Medium medium, std
   arena.numa_node = options.numa_node;
   arena.check_memory = options.check_memory;
   arena.pin = medium == Medium::kDram && options.pin_dram;
+  arena.pin_device = device_of(options);
   arena.label = medium == Medium::kHbm ? "kvpool-hbm" : "kvpool-dram";
   arena.commit_threads = options.copy_threads;
   return make_owned_arena(arena);
@@ -85,11 +95,28 @@ void check_pieces(const Arena& arena, const Layout& layout) {
 }
 
 std::shared_ptr<Arena> make_hbm(const PoolOptions& options) {
+  if (!options.adopted_hbm && options.device >= 0) {
+    DeviceArenaOptions arena;
+    arena.blocks = options.hbm_blocks;
+    arena.segment_bytes = options.layout.segment_bytes();
+    arena.device = options.device;
+    arena.kind = options.device_memory;
+    arena.check_memory = options.check_memory;
+    return std::make_shared<DeviceArena>(arena);
+  }
   if (!options.adopted_hbm) return make_arena(options, Medium::kHbm, options.hbm_blocks);
   const AdoptedMemory& adopted = *options.adopted_hbm;
-  auto arena = make_adopted_arena(Medium::kHbm, adopted.blocks, adopted.segments, adopted.keepalive);
+  auto arena = adopted.device < 0
+                   ? make_adopted_arena(Medium::kHbm, adopted.blocks, adopted.segments, adopted.keepalive)
+                   : make_adopted_device_arena(Medium::kHbm, adopted.blocks, adopted.segments, adopted.keepalive,
+                                               adopted.device);
   check_pieces(*arena, options.layout);
   return arena;
+}
+
+// The kernels call the machine's own driver: they are of no use where another library answers for it.
+const cuda::KernelSet* kernels_for(const Arena& arena) {
+  return arena.context()->driver().library == "libcuda.so.1" ? cuda::gpu_kernels() : nullptr;
 }
 
 // Pools of one process start far apart in the lower half of the generations, and those of different processes at a
@@ -115,6 +142,7 @@ Pool::Pool(const PoolOptions& options)
       audit_each_call_(options.audit),
       zero_on_alloc_(options.zero_on_alloc),
       engine_allocates_(options.adopted_hbm && options.adopted_hbm->engine_allocates),
+      on_device_(device_of(options) >= 0),
       made_in_(fork_generation()),
       stores_{BlockStore(Medium::kHbm, options.adopted_hbm ? options.adopted_hbm->blocks : options.hbm_blocks,
                          first_generation(options)),
@@ -123,7 +151,12 @@ Pool::Pool(const PoolOptions& options)
       team_(options.copy_threads),
       index_(std::make_unique<PromptIndex>(options.layout.block_tokens, options.policy, PromptIndex::Values::kAddresses,
                                            static_cast<IndexObserver*>(this))) {
-  if (arenas_[0]->blocks() > 0 && arenas_[1]->blocks() > 0) {
+  two_tiers_ = arenas_[0]->blocks() > 0 && arenas_[1]->blocks() > 0;
+  if (on_device_) {
+    if (arenas_[0]->blocks() > 0) {
+      device_mover_ = std::make_shared<DeviceMover>(*arenas_[0], *arenas_[1], kernels_for(*arenas_[0]));
+    }
+  } else if (two_tiers_) {
     out_copier_.emplace(*arenas_[0], *arenas_[1]);
     in_copier_.emplace(*arenas_[1], *arenas_[0]);
   }
@@ -150,11 +183,13 @@ void Pool::close() noexcept {
   close_service();
   // The arenas go after the locks: letting go of adopted memory may wait for Python.
   std::array<std::shared_ptr<Arena>, kMediaCount> arenas;
+  std::shared_ptr<DeviceMover> mover;
   {
     const std::lock_guard reclaim(reclaim_);
     const std::lock_guard lock(mutex_);
     closed_.store(true, std::memory_order_relaxed);
     arenas.swap(arenas_);
+    mover.swap(device_mover_);
   }
   close_service();  // one that was started meanwhile; from now on none is
 }
@@ -196,10 +231,24 @@ void Pool::set_mover(TierMover* mover) {
   mover_ = mover;
 }
 
-// REQUIRES: reclaim_ is held.
-void Pool::copy_tier(const BlockCopier& copier, const Address* from, const Address* to, std::size_t n) noexcept {
-  if (!sharding_) return copier.run(team_, from, to, n);
-  if (mover_ != nullptr) mover_->move(from, to, n);
+// Throws only where the memory is a GPU's; when that is lost, so is the pool. REQUIRES: reclaim_ is held, mutex_ not.
+void Pool::copy_tier(TierWay way, const Address* from, const Address* to, std::size_t n, const CallerStream& after) {
+  if (sharding_) {
+    if (mover_ != nullptr) mover_->move(from, to, n);
+    return;
+  }
+  if (device_mover_ == nullptr) return (way == TierWay::kOut ? *out_copier_ : *in_copier_).run(team_, from, to, n);
+  try {
+    device_mover_->move(way, from, to, n, after);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kDeviceLost) fail(error);
+    throw;
+  }
+}
+
+void Pool::check_stream(const CallerStream& after) const {
+  if (!after || on_device_) return;
+  throw Error(ErrorCode::kArgument, "stream is for a pool on a GPU: the memory of this one has no streams");
 }
 
 std::size_t Pool::capacity(Medium medium) const noexcept {
@@ -252,33 +301,51 @@ void Pool::hand_over(Lock& lock, const Address* addresses, std::size_t n) {
   zero_if_asked(lock, addresses, n);
 }
 
-// Lets go of the lock.
+// Lets go of the lock. Throws only where the memory is a GPU's: then the blocks are free again.
 void Pool::zero_if_asked(Lock& lock, const Address* addresses, std::size_t n) {
   if (!zero_on_alloc_) return;
   const auto arenas = arenas_;  // kept, should the pool be closed now
+  const auto mover = device_mover_;
   lock.unlock();
+  std::vector<Address> on_device;
+  try {
+    for (std::size_t i = 0; mover != nullptr && i < n; ++i) {
+      if (medium_bits_of(addresses[i]) == static_cast<std::uint32_t>(Medium::kHbm)) on_device.push_back(addresses[i]);
+    }
+    if (!on_device.empty()) mover->zero(on_device.data(), on_device.size());
+  } catch (const std::exception& error) {
+    const auto* known = dynamic_cast<const Error*>(&error);
+    if (known != nullptr && known->code() == ErrorCode::kDeviceLost) fail(*known);
+    lock.lock();
+    release_blocks(addresses, n);
+    counters_.freed_blocks += n;
+    throw;
+  }
   for (std::size_t i = 0; i < n; ++i) {
+    if (arenas[medium_bits_of(addresses[i]) - 1]->on_device()) continue;
     for (const Segment& segment : arenas[medium_bits_of(addresses[i]) - 1]->segments()) {
       std::memset(segment.base + block_of(addresses[i]) * segment.stride, 0, segment.bytes);
     }
   }
 }
 
-void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out) {
+void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out, const CallerStream& after) {
   guard();
+  check_stream(after);
   const std::lock_guard reclaim(reclaim_);
   Lock lock(mutex_);
   guard();
-  take_evicting(lock, n, medium, BlockState::kActive, out);
+  take_evicting(lock, n, medium, BlockState::kActive, out, after);
   hand_over(lock, out, n);
 }
 
 // REQUIRES: reclaim_ is held. Throws kOutOfBlocks.
-void Pool::take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out) {
+void Pool::take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out,
+                         const CallerStream& after) {
   while (!take(n, medium, to, out)) {
     if (!can_make_room(n, medium)) throw_out_of_blocks_locked(n, medium);
     if (medium == Medium::kHbm) {
-      make_room(lock, n);
+      make_room(lock, n, after);
     } else if (medium == Medium::kDram) {
       make_dram_room(n);
     } else {

@@ -27,11 +27,13 @@
 #include <vector>
 
 #include "kvpool/arena/arena.h"
+#include "kvpool/arena/device_memory.h"
 #include "kvpool/base/copy.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/wait.h"
 #include "kvpool/blocks/block_copy.h"
 #include "kvpool/blocks/block_store.h"
+#include "kvpool/blocks/device_mover.h"
 #include "kvpool/blocks/layout.h"
 #include "kvpool/index/pins.h"
 #include "kvpool/index/prompt_index.h"
@@ -47,6 +49,7 @@ struct AdoptedMemory {
   std::uint32_t blocks = 0;
   std::vector<Segment> segments;
   std::shared_ptr<void> keepalive;
+  int device = -1;                // the GPU that it is on; -1: ordinary memory
   bool engine_allocates = false;  // the engine's allocator decides; the pool mirrors it with adopt() and free()
 };
 
@@ -55,12 +58,14 @@ struct PoolOptions {
   std::uint32_t hbm_blocks = 0;
   std::uint32_t dram_blocks = 0;
   std::optional<AdoptedMemory> adopted_hbm;
+  int device = -1;  // the GPU that HBM is on; -1: ordinary memory. Of adopted memory: its own counts
+  DeviceMemoryKind device_memory = DeviceMemoryKind::kAuto;
   EvictionPolicy policy = EvictionPolicy::kLru;
   int copy_threads = 2;
   HugePages huge_pages = HugePages::kAuto;
   int numa_node = -1;
   bool check_memory = true;
-  bool pin_dram = false;
+  bool pin_dram = false;  // REQUIRED of a pool with both tiers whose HBM is on a GPU
   bool audit = false;                  // after every verb
   bool zero_on_alloc = false;          // blocks are handed out as zeros
   std::uint32_t first_generation = 0;  // of the blocks; 0: far from other pools'. For tests that replay bit by bit
@@ -96,6 +101,7 @@ struct PoolStats {
   std::size_t index_bytes = 0;
   std::size_t namespaces = 0;
   std::uint64_t metadata_bytes = 0;
+  std::uint64_t device_bytes = 0;  // of a GPU's memory, that the pool has taken
 };
 
 struct InsertOutcome {
@@ -147,8 +153,9 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
 
   // Takes n blocks if they are free; false if not. MIXED: HBM first, the rest DRAM.
   bool try_alloc(std::size_t n, Medium medium, Address* out);
-  // The same, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first. Throws kOutOfBlocks.
-  void alloc_evicting(std::size_t n, Medium medium, Address* out);
+  // The same, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first. `after`: as in swap_out.
+  // Throws kOutOfBlocks.
+  void alloc_evicting(std::size_t n, Medium medium, Address* out, const CallerStream& after = {});
   [[noreturn]] void throw_out_of_blocks(std::size_t n, Medium medium);
   std::size_t capacity(Medium medium) const noexcept;
 
@@ -180,11 +187,17 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
 
   // --- moves between the tiers (swap.cpp) ---
 
-  std::vector<Address> swap_out(std::size_t n);
+  // On a GPU the blocks are read when the work that `after` had been given before has ended; without a stream, all work
+  // of the device. The bytes have arrived when the call returns. Throws kArgument for a stream of something else, and
+  // kDeviceLost: every verb does, then.
+  std::vector<Address> swap_out(std::size_t n, const CallerStream& after = {});
   // Addresses of cached blocks, in any medium; writes where each lies then, in HBM, and returns pins on them. The
   // blocks to move to are the pool's choice, or, when `into` is not empty, these active HBM blocks: one for each in
-  // DRAM.
-  std::vector<IndexPin> swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out);
+  // DRAM. `after`: as in swap_out, for what may still use the blocks that are moved to.
+  std::vector<IndexPin> swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out,
+                                const CallerStream& after = {});
+  // Whether HBM is on a GPU: then the CPU may not follow its addresses.
+  bool on_device() const noexcept { return on_device_; }
 
   // --- blocks of peers (remote.cpp): for the service, which knows whose they are ---
 
@@ -257,7 +270,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   static constexpr std::uint64_t kLimboTag = 1;      // a block's tag while it is in limbo: no node has this address
   static constexpr std::uint64_t kUnreadTag = 2;     // of a reserved block that is free but for those who read it
 
-  void copy_tier(const BlockCopier& copier, const Address* from, const Address* to, std::size_t n) noexcept;
+  void copy_tier(TierWay way, const Address* from, const Address* to, std::size_t n, const CallerStream& after);
+  void check_stream(const CallerStream& after) const;
   BlockStore& store(Medium medium) noexcept { return stores_[static_cast<std::size_t>(medium_index(medium))]; }
   BlockStore& store_of(Address address) noexcept { return store(static_cast<Medium>(medium_bits_of(address))); }
   bool is_local(Address address) noexcept {
@@ -285,15 +299,16 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   void release_blocks(const Address* addresses, std::size_t n, bool tell_engine = false) noexcept;
   void release_unread(Medium medium, std::uint32_t first, std::uint32_t n, bool tell_engine) noexcept;
   void give_tags(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark) noexcept;
-  void take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out);
+  void take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out,
+                     const CallerStream& after = {});
 
   void check_insertion(std::string_view name_space, const InsertItem& item);
   void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;
 
   void release_cached(const Address* addresses, std::size_t n) noexcept;
   std::size_t evict_locked(ValueClass value_class, std::size_t n) noexcept;
-  void make_room(Lock& lock, std::size_t n);
-  std::size_t move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* moved);
+  void make_room(Lock& lock, std::size_t n, const CallerStream& after);
+  std::size_t move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* moved, const CallerStream& after);
   void make_dram_room(std::size_t n) noexcept;
   // Blocks that swap_in moves, where to, and the pins that keep them meanwhile.
   struct Inbound {
@@ -303,7 +318,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
     std::vector<IndexPin> pins;
   };
   void gather_inbound(std::span<const Address> given, Inbound& inbound);
-  void reserve_inbound(Lock& lock, std::span<const Address> into, Inbound& inbound);
+  void reserve_inbound(Lock& lock, std::span<const Address> into, Inbound& inbound, const CallerStream& after);
   void commit_inbound(Inbound& inbound);
 
   void placed(PromptNode& node) noexcept override;
@@ -322,6 +337,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   bool audit_each_call_;
   bool zero_on_alloc_;
   bool engine_allocates_ = false;
+  bool on_device_ = false;
   std::uint32_t made_in_;  // fork generation
   std::atomic<bool> closed_{false};
   std::atomic<std::uint32_t> instance_{0};
@@ -336,8 +352,11 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   std::array<BlockStore, kMediaCount> stores_;
   std::array<std::shared_ptr<Arena>, kMediaCount> arenas_;
   CopyTeam team_;
-  std::optional<BlockCopier> out_copier_;  // HBM to DRAM
+  bool two_tiers_ = false;
+  // HBM to DRAM and back, in ordinary memory, or between a GPU and the host.
+  std::optional<BlockCopier> out_copier_;
   std::optional<BlockCopier> in_copier_;
+  std::shared_ptr<DeviceMover> device_mover_;
   std::unique_ptr<PromptIndex> index_;
   std::vector<Limbo> limbo_;
   std::vector<std::uint32_t> released_;  // to tell the engine: free blocks, each once; room for every block

@@ -37,7 +37,7 @@ void Pool::make_dram_room(std::size_t n) noexcept {
 
 // Makes at least n HBM blocks free: moves the coldest down, or drops them where DRAM has no room for them even after
 // its own coldest blocks went. REQUIRES: reclaim_ is held. Throws kOutOfBlocks.
-void Pool::make_room(Lock& lock, std::size_t n) {
+void Pool::make_room(Lock& lock, std::size_t n, const CallerStream& after) {
   const BlockStore& hbm = store(Medium::kHbm);
   const BlockStore& dram = store(Medium::kDram);
   while (hbm.free_count() < n) {
@@ -50,13 +50,14 @@ void Pool::make_room(Lock& lock, std::size_t n) {
     if (hbm.free_count() >= n) return;
     // What a transfer reads is dropped, but not free yet: DRAM may have less room than was made, or none.
     const std::size_t down = std::min<std::size_t>({n - hbm.free_count(), kBatchBlocks, dram.free_count()});
-    if (down > 0) move_to_dram(lock, down, nullptr);
+    if (down > 0) move_to_dram(lock, down, nullptr, after);
   }
 }
 
 // Moves up to n of the coldest HBM blocks to free DRAM blocks and returns how many went. A block that is matched while
-// it is copied stays. REQUIRES: reclaim_ is held; n DRAM blocks are free. The lock is let go while bytes are copied.
-std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* moved) {
+// it is copied stays. Throws what copying throws, with nothing moved. REQUIRES: reclaim_ is held; n DRAM blocks are
+// free. The lock is let go while bytes are copied.
+std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* moved, const CallerStream& after) {
   std::vector<Address> from;
   std::vector<Address> to;
   std::vector<PromptNode*> held;
@@ -80,7 +81,18 @@ std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* 
   KVPOOL_CHECK(dram.take(static_cast<std::uint32_t>(from.size()), BlockState::kReserved, to.data()));
 
   lock.unlock();
-  copy_tier(*out_copier_, from.data(), to.data(), from.size());
+  try {
+    copy_tier(TierWay::kOut, from.data(), to.data(), from.size(), after);
+  } catch (...) {
+    lock.lock();
+    release_blocks(to.data(), from.size());
+    for (std::size_t i = 0; i < from.size();) {
+      PromptNode* node = node_of(from[i]);
+      i += node->pages;
+      index_->release_hold(node);
+    }
+    throw;
+  }
   lock.lock();
 
   std::size_t gone = 0;
@@ -103,25 +115,26 @@ std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* 
   return gone;
 }
 
-std::vector<Address> Pool::swap_out(std::size_t n) {
+std::vector<Address> Pool::swap_out(std::size_t n, const CallerStream& after) {
   guard();
+  check_stream(after);
   const std::lock_guard reclaim(reclaim_);
   Lock lock(mutex_);
   guard();
-  if (!out_copier_) throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM or no DRAM blocks");
+  if (!two_tiers_) throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM or no DRAM blocks");
   // No more than DRAM has room for, or a later batch would push out what an earlier one brought.
   n = std::min({n, index_->evictable(ValueClass::kHbm),
                 store(Medium::kDram).free_count() + index_->evictable(ValueClass::kDram)});
   std::vector<Address> moved;
   moved.reserve(n);
-  // What has moved stays moved when memory runs out; only when nothing has does the caller hear of it.
+  // What has moved stays moved when memory runs out or a GPU refuses; only when nothing has does the caller hear of it.
   while (moved.size() < n) {
     const std::size_t before = moved.size();
     const std::size_t batch = std::min({n - before, kBatchBlocks, index_->evictable(ValueClass::kHbm)});
     try {
       make_dram_room(std::min<std::size_t>(batch, store(Medium::kDram).capacity()));
-      move_to_dram(lock, std::min<std::size_t>(batch, store(Medium::kDram).free_count()), &moved);
-    } catch (const std::bad_alloc&) {
+      move_to_dram(lock, std::min<std::size_t>(batch, store(Medium::kDram).free_count()), &moved, after);
+    } catch (const std::exception&) {
       if (moved.empty()) throw;
       break;
     }
@@ -172,16 +185,16 @@ void Pool::gather_inbound(std::span<const Address> given, Inbound& inbound) {
 }
 
 // Blocks to swap into: the caller's, or taken here, making room. They are reserved until the copy is committed.
-void Pool::reserve_inbound(Lock& lock, std::span<const Address> into, Inbound& inbound) {
+void Pool::reserve_inbound(Lock& lock, std::span<const Address> into, Inbound& inbound, const CallerStream& after) {
   const std::size_t moving = inbound.from.size();
   if (into.empty()) {
     if (moving == 0) return;
     if (engine_allocates_) {
       throw Error(ErrorCode::kState, "the engine allocates this pool's HBM: name the blocks to swap into");
     }
-    if (!in_copier_) throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM blocks");
+    if (!two_tiers_) throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM blocks");
     std::vector<Address> to(moving);
-    while (!take(moving, Medium::kHbm, BlockState::kReserved, to.data())) make_room(lock, moving);
+    while (!take(moving, Medium::kHbm, BlockState::kReserved, to.data())) make_room(lock, moving, after);
     inbound.to = std::move(to);
     return;
   }
@@ -201,8 +214,10 @@ void Pool::reserve_inbound(Lock& lock, std::span<const Address> into, Inbound& i
   give_tags(into.data(), into.size(), 0, 0);  // nobody's: what the check above left there could be some peer's epoch
 }
 
-std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out) {
+std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out,
+                                    const CallerStream& after) {
   guard();
+  check_stream(after);
   const std::lock_guard reclaim(reclaim_);
   Lock lock(mutex_);
   guard();
@@ -211,14 +226,15 @@ std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::spa
   try {
     pins.reserve(addresses.size());
     gather_inbound(addresses, inbound);
-    reserve_inbound(lock, into, inbound);
+    reserve_inbound(lock, into, inbound, after);
     if (!inbound.from.empty()) {
       lock.unlock();
-      copy_tier(*in_copier_, inbound.from.data(), inbound.to.data(), inbound.from.size());
+      copy_tier(TierWay::kIn, inbound.from.data(), inbound.to.data(), inbound.from.size(), after);
       lock.lock();
     }
     commit_inbound(inbound);
   } catch (...) {
+    if (!lock.owns_lock()) lock.lock();  // the copy failed
     for (const IndexPin& pin : inbound.pins) index_->unpin(pin);
     if (into.empty()) {
       release_blocks(inbound.to.data(), inbound.to.size());
