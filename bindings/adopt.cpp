@@ -8,6 +8,7 @@
 #include "arguments.h"
 #include "dlpack.h"
 #include "kvpool/base/error.h"
+#include "kvpool/cuda/context.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -17,6 +18,7 @@ struct TensorView {
   std::size_t item_bytes;
   std::vector<std::int64_t> shape;
   std::vector<std::int64_t> strides;  // in elements
+  int device = -1;                    // a GPU; -1: the CPU
 };
 
 [[noreturn]] void throw_mismatch(std::size_t position, const std::string& what) {
@@ -24,35 +26,101 @@ struct TensorView {
               {{"position", static_cast<std::int64_t>(position)}});
 }
 
-// Reads the capsule and lets go of it: the tensor object itself is what is kept.
-TensorView view_of(const py::object& tensor, std::size_t position) {
-  if (!py::hasattr(tensor, "__dlpack__")) {
-    throw_type_error("tensor " + std::to_string(position) +
-                     " has no __dlpack__: " + py::str(py::type::of(tensor)).cast<std::string>());
+// The GPU whose memory this is, as the driver knows it.
+int gpu_of(const std::byte* data, std::size_t position) {
+  const auto context = CudaContext::retain_current("tensors on a GPU cannot be adopted");
+  const CurrentContext current(*context, "tensors on a GPU cannot be adopted");
+  int ordinal = -1;
+  const auto pointer = static_cast<CuPointer>(reinterpret_cast<std::uintptr_t>(data));
+  if (context->driver().pointer_get_attribute(&ordinal, kCuPointerDeviceOrdinal, pointer) != kCudaSuccess) {
+    throw_mismatch(position, "the CUDA driver does not know its memory");
   }
+  return ordinal;
+}
+
+std::vector<std::int64_t> dense_strides(const std::vector<std::int64_t>& shape) {
+  std::vector<std::int64_t> strides(shape.size());
+  std::int64_t dense = 1;
+  for (std::size_t i = shape.size(); i-- > 0;) {
+    strides[i] = dense;
+    dense *= shape[i];
+  }
+  return strides;
+}
+
+// Where it is, or -1. Raises Unsupported for memory that is neither the CPU's nor one GPU's.
+int device_from(int type, int id, std::size_t position) {
+  if (type == kDLCPU) return -1;
+  if (type == kDLCUDA) return id;
+  throw Error(ErrorCode::kUnsupported, "tensor " + std::to_string(position) +
+                                           " is neither on the CPU nor on a CUDA device (DLPack device type " +
+                                           std::to_string(type) + ")");
+}
+
+// Reads the capsule and lets go of it: the tensor object itself is what is kept.
+TensorView view_by_dlpack(const py::object& tensor, std::size_t position) {
   py::object capsule;
   try {
-    capsule = tensor.attr("__dlpack__")();
+    const auto where = py::hasattr(tensor, "__dlpack_device__")
+                           ? tensor.attr("__dlpack_device__")().cast<std::pair<int, int>>()
+                           : std::pair<int, int>(kDLCPU, 0);
+    // -1: only the address is wanted, there is nothing to be ordered.
+    capsule = device_from(where.first, where.second, position) < 0 ? tensor.attr("__dlpack__")()
+                                                                   : tensor.attr("__dlpack__")(py::arg("stream") = -1);
   } catch (const py::error_already_set& error) {
     throw_mismatch(position, std::string("it gives no DLPack view: ") + error.what());
   }
   const auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (managed == nullptr) throw py::error_already_set();
   const DLTensor& view = managed->dl_tensor;
-  if (view.device.device_type != kDLCPU) {
-    throw Error(ErrorCode::kUnsupported, "tensor " + std::to_string(position) + " is not on the CPU");
-  }
   TensorView result;
+  result.device = device_from(static_cast<int>(view.device.device_type), view.device.device_id, position);
   result.data = static_cast<std::byte*>(view.data) + view.byte_offset;
   result.item_bytes = (static_cast<std::size_t>(view.dtype.bits) * view.dtype.lanes + 7) / 8;
   result.shape.assign(view.shape, view.shape + view.ndim);
-  result.strides.resize(result.shape.size());
-  std::int64_t dense = 1;
-  for (std::size_t i = result.shape.size(); i-- > 0;) {
-    result.strides[i] = view.strides != nullptr ? view.strides[i] : dense;
-    dense *= result.shape[i];
-  }
+  result.strides = view.strides == nullptr ? dense_strides(result.shape)
+                                           : std::vector<std::int64_t>(view.strides, view.strides + view.ndim);
   return result;
+}
+
+// For what has no DLPack. The interface does not say on which GPU: the driver does.
+TensorView view_by_cuda_interface(const py::object& tensor, std::size_t position) {
+  try {
+    const py::dict interface(tensor.attr("__cuda_array_interface__"));
+    const py::tuple data(interface["data"]);
+    if (data[1].cast<bool>()) throw_mismatch(position, "it is read-only");
+    TensorView result;
+    result.data = reinterpret_cast<std::byte*>(data[0].cast<std::uintptr_t>());  // NOLINT(performance-no-int-to-ptr)
+    result.shape = interface["shape"].cast<std::vector<std::int64_t>>();
+    const auto typestr = interface["typestr"].cast<std::string>();  // "<f2": order, kind, bytes
+    result.item_bytes = typestr.size() < 3 ? 0 : std::stoul(typestr.substr(2));
+    if (result.item_bytes == 0) throw_mismatch(position, "its type '" + typestr + "' has no size");
+    result.strides = dense_strides(result.shape);
+    if (interface.contains("strides") && !interface["strides"].is_none()) {
+      result.strides = interface["strides"].cast<std::vector<std::int64_t>>();
+      const auto item = static_cast<std::int64_t>(result.item_bytes);
+      for (std::int64_t& stride : result.strides) {
+        if (stride % item != 0) throw_mismatch(position, "a stride is no multiple of its elements");
+        stride /= item;
+      }
+      if (result.strides.size() != result.shape.size()) throw_mismatch(position, "strides and shape differ in length");
+    }
+    result.device = gpu_of(result.data, position);
+    return result;
+  } catch (const py::error_already_set& error) {
+    throw_mismatch(position, std::string("its __cuda_array_interface__ is not one: ") + error.what());
+  } catch (const py::cast_error& error) {
+    throw_mismatch(position, std::string("its __cuda_array_interface__ is not one: ") + error.what());
+  } catch (const std::logic_error& error) {  // of std::stoul
+    throw_mismatch(position, std::string("its __cuda_array_interface__ has a type that is none: ") + error.what());
+  }
+}
+
+TensorView view_of(const py::object& tensor, std::size_t position) {
+  if (py::hasattr(tensor, "__dlpack__")) return view_by_dlpack(tensor, position);
+  if (py::hasattr(tensor, "__cuda_array_interface__")) return view_by_cuda_interface(tensor, position);
+  throw_type_error("tensor " + std::to_string(position) +
+                   " has no __dlpack__: " + py::str(py::type::of(tensor)).cast<std::string>());
 }
 
 void append_segments(const TensorView& view, std::size_t position, std::size_t block_dim,
@@ -113,7 +181,9 @@ AdoptedMemory adopt_tensors(const py::object& argument, std::size_t block_dim, b
     if (position == 0) {
       if (blocks > kBlocksMax) throw_mismatch(position, "more than " + std::to_string(kBlocksMax) + " blocks");
       adopted.blocks = static_cast<std::uint32_t>(blocks);
+      adopted.device = view.device;
     }
+    if (view.device != adopted.device) throw_mismatch(position, "it is not on the device of tensor 0");
     if (blocks != adopted.blocks) {
       throw_mismatch(
           position, "it has " + std::to_string(blocks) + " blocks, and tensor 0 has " + std::to_string(adopted.blocks));

@@ -20,6 +20,7 @@
 #include "matching.h"
 #include "reshard.h"
 #include "service.h"
+#include "stream.h"
 #include "tensor.h"
 
 namespace kvpool::bindings {
@@ -39,6 +40,23 @@ HugePages huge_pages_named(const std::string& name) {
   throw Error(ErrorCode::kArgument, "huge_pages must be auto, never or require, and is " + name);
 }
 
+DeviceMemoryKind device_memory_named(const std::string& name) {
+  if (name == "auto") return DeviceMemoryKind::kAuto;
+  if (name == "virtual") return DeviceMemoryKind::kVirtual;
+  if (name == "plain") return DeviceMemoryKind::kPlain;
+  throw Error(ErrorCode::kArgument, "device_memory must be auto, virtual or plain, and is " + name);
+}
+
+// The tensors say where they are; a device that was asked for must be that.
+void check_device(const PoolOptions& options) {
+  const int adopted = options.adopted_hbm->device;
+  if (options.device < 0 || options.device == adopted) return;
+  throw Error(ErrorCode::kArgument,
+              "device is cuda:" + std::to_string(options.device) + ", and the tensors to adopt are on " +
+                  (adopted < 0 ? std::string("the CPU") : "cuda:" + std::to_string(adopted)),
+              {{"device", options.device}});
+}
+
 // Waits for threads that may want the GIL, for what they let go of.
 void destroy(Pool* pool) {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
@@ -52,9 +70,9 @@ void destroy(Pool* pool) {
 PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece_bytes, bool aggregated,
                       const py::object& hbm_blocks, const py::object& dram_blocks, const py::object& adopted,
                       const py::object& block_dim, bool engine_allocates, const py::object& shape,
-                      const py::object& parallel, const std::string& policy, int copy_threads,
-                      const std::string& huge_pages, int numa_node, bool check_memory, bool pin_dram, bool audit,
-                      bool zero_on_alloc) {
+                      const py::object& parallel, int device, const std::string& policy, int copy_threads,
+                      const std::string& huge_pages, int numa_node, bool check_memory, const std::string& pin_dram,
+                      const std::string& device_memory, bool audit, bool zero_on_alloc) {
   const auto blocks = [](const py::object& argument, const char* name) {
     const std::size_t count = count_from(argument, name);
     if (count > kBlocksMax) {
@@ -74,17 +92,21 @@ PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece
     options.layout.itemsize = numbers.itemsize;
   }
   if (!parallel.is_none()) options.sharding = sharding_from(shape, parallel);
+  options.device = device;
+  options.device_memory = device_memory_named(device_memory);
   options.hbm_blocks = blocks(hbm_blocks, "hbm_blocks");
   options.dram_blocks = blocks(dram_blocks, "dram_blocks");
   if (!adopted.is_none()) {
     options.adopted_hbm = adopt_tensors(adopted, count_from(block_dim, "block_dim"), engine_allocates);
+    check_device(options);
+    options.device = options.adopted_hbm->device;
   }
   options.policy = policy_named(policy);
   options.copy_threads = copy_threads;
   options.huge_pages = huge_pages_named(huge_pages);
   options.numa_node = numa_node;
   options.check_memory = check_memory;
-  options.pin_dram = pin_dram;
+  options.pin_dram = pin_dram == "always" || (pin_dram == "auto" && options.device >= 0);
   options.audit = audit;
   options.zero_on_alloc = zero_on_alloc;
   const GilReleased released;
@@ -92,9 +114,10 @@ PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece
 }
 
 py::array_t<Address> alloc(Pool& pool, py::handle n_argument, py::handle medium_argument, bool evict,
-                           py::handle instance, py::handle timeout) {
+                           py::handle instance, py::handle timeout, py::handle stream) {
   const std::size_t n = count_from(n_argument, "n");
   const Medium medium = medium_from(medium_argument);
+  const CallerStream after = stream_from(stream);
   if (!instance.is_none()) return alloc_at_peer(pool, n, medium, evict, instance, timeout);
   if (n > pool.capacity(medium)) pool.throw_out_of_blocks(n, medium);  // before memory is made for the answer
   py::array_t<Address> addresses(static_cast<py::ssize_t>(n));
@@ -109,7 +132,7 @@ py::array_t<Address> alloc(Pool& pool, py::handle n_argument, py::handle medium_
   if (done) return addresses;
   if (!evict) pool.throw_out_of_blocks(n, medium);
   const GilReleased released;
-  pool.alloc_evicting(n, medium, out);
+  pool.alloc_evicting(n, medium, out, after);
   return addresses;
 }
 
@@ -161,7 +184,9 @@ Inserted insert(const PoolPointer& pool, const py::object& tokens, const py::obj
   return std::move(insert_all(pool, {{tokens, addresses}}, name, free_duplicates).front());
 }
 
-SwappedIn swap_in(const PoolPointer& pool, py::handle addresses_argument, const py::object& into_argument) {
+SwappedIn swap_in(const PoolPointer& pool, py::handle addresses_argument, const py::object& into_argument,
+                  py::handle stream) {
+  const CallerStream after = stream_from(stream);
   // Copies: without the GIL, another thread may write to the caller's arrays.
   const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
   std::vector<Address> into;
@@ -171,7 +196,7 @@ SwappedIn swap_in(const PoolPointer& pool, py::handle addresses_argument, const 
   SwappedIn result;
   {
     const GilReleased released;
-    std::vector<IndexPin> pins = pool->swap_in(addresses, into, out);
+    std::vector<IndexPin> pins = pool->swap_in(addresses, into, out, after);
     result.pins = Pins(pool, std::move(pins));
   }
   result.addrs = std::move(arrived);
@@ -211,6 +236,7 @@ py::dict to_dict(const PoolStats& stats) {
   dict["index_bytes"] = stats.index_bytes;
   dict["namespaces"] = stats.namespaces;
   dict["metadata_bytes"] = stats.metadata_bytes;
+  dict["device_bytes"] = stats.device_bytes;
   return dict;
 }
 
@@ -221,6 +247,7 @@ py::dict to_dict(const Arena& arena) {
   dict["huge_page_bytes"] = arena.huge_page_bytes();
   dict["owned"] = arena.owned();
   dict["pinned"] = arena.pinned();
+  dict["device"] = device_name(arena);
   return dict;
 }
 
@@ -238,12 +265,12 @@ void bind_pool(py::module_& module) {
   pool_class
       .def(py::init(&make_pool), py::kw_only(), py::arg("block_tokens"), py::arg("piece_bytes"), py::arg("aggregated"),
            py::arg("hbm_blocks"), py::arg("dram_blocks"), py::arg("adopted"), py::arg("block_dim"),
-           py::arg("engine_allocates"), py::arg("shape"), py::arg("parallel"), py::arg("policy"),
+           py::arg("engine_allocates"), py::arg("shape"), py::arg("parallel"), py::arg("device"), py::arg("policy"),
            py::arg("copy_threads"), py::arg("huge_pages"), py::arg("numa_node"), py::arg("check_memory"),
-           py::arg("pin_dram"), py::arg("audit"), py::arg("zero_on_alloc"))
+           py::arg("pin_dram"), py::arg("device_memory"), py::arg("audit"), py::arg("zero_on_alloc"))
       .def("alloc", &alloc, py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kHbm), py::arg("evict") = true,
            py::kw_only(), py::arg("instance") = py::none(), py::arg("timeout") = py::none(),
-           R"(Allocates n blocks, all or nothing.
+           py::arg("stream") = py::none(), R"(Allocates n blocks, all or nothing.
 
 Contiguous runs are preferred. When too few are free, cached blocks make room, the least recently used first: HBM moves
 to DRAM, DRAM is dropped. Thread-safe.
@@ -255,6 +282,7 @@ Args:
     instance: The name of a peer: it lends blocks of its own. They are where transfer writes ``to``, for as long as the
         peer is there, and until free. Releases the GIL.
     timeout: With instance: seconds until DeadlineExceeded; None: 30.
+    stream: Of a pool on a GPU, when room has to be made: as in swap_out.
 
 Returns:
     uint64 array of n addresses. The blocks are active: the caller's, until free or insert.
@@ -375,24 +403,34 @@ Raises:
           "Drops up to n cached blocks of a medium for good, the least recently used first. Returns how many.")
       .def(
           "swap_out",
-          [](Pool& pool, py::handle n_argument) {
+          [](Pool& pool, py::handle n_argument, py::handle stream) {
             const std::size_t n = count_from(n_argument, "n");
+            const CallerStream after = stream_from(stream);
             std::vector<Address> moved;
             {
               const GilReleased released;
-              moved = pool.swap_out(n);
+              moved = pool.swap_out(n, after);
             }
             return to_array(moved.data(), moved.size());
           },
-          py::arg("n"), R"(Moves up to n cached blocks from HBM to DRAM, the least recently used first.
+          py::arg("n"), py::kw_only(), py::arg("stream") = py::none(),
+          R"(Moves up to n cached blocks from HBM to DRAM, the least recently used first.
 
 Never a pinned or active block. Where DRAM is full its own least recently used blocks are dropped. The old addresses
 become stale; the index follows. Releases the GIL.
 
+On a GPU the copy is on a stream of its own. It begins, on the GPU, when the work that `stream` has been given so far
+has ended; when the call returns the bytes have arrived, for every stream and for the CPU.
+
+Args:
+    n: Blocks to move at most.
+    stream: What may still write these blocks: an int, or an object of torch, CuPy or any with ``__cuda_stream__``.
+        None: whatever the device is doing now, which the calling thread waits for.
+
 Returns:
     uint64 array of the DRAM addresses of the blocks that moved; fewer than n when no more can.)")
-      .def("swap_in", &swap_in, py::arg("addrs"), py::arg("into") = py::none(),
-           R"(Brings cached blocks to HBM and pins them there.
+      .def("swap_in", &swap_in, py::arg("addrs"), py::arg("into") = py::none(), py::kw_only(),
+           py::arg("stream") = py::none(), R"(Brings cached blocks to HBM and pins them there.
 
 Addresses in HBM stay as they are, so the addresses of a match can be passed whole. Makes room as alloc does. Blocks
 that other holders still read by their old address live until the last of them lets go. Releases the GIL.
@@ -400,6 +438,7 @@ that other holders still read by their old address live until the last of them l
 Args:
     addrs: Addresses of cached blocks.
     into: Active HBM blocks to use, one for each address in DRAM; by default the pool allocates.
+    stream: As in swap_out: what may still read or write the blocks that are swapped into.
 
 Returns:
     A SwappedIn, with one HBM address for each given.

@@ -56,6 +56,10 @@ std::shared_ptr<RankNode> join(Pool& memory, const std::string& name, const std:
                                const std::string& scheduler, std::uint64_t epoch, std::uint32_t instance,
                                std::uint32_t rank, const std::string& listen, py::handle timeout) {
   const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
+  if (memory.on_device()) {
+    throw Error(ErrorCode::kUnsupported,
+                "a rank whose HBM is on a GPU has no peers yet: no route reads a GPU's memory");
+  }
   RankOptions options;
   options.service.name = name;
   options.service.secret = secret;

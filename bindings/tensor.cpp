@@ -14,6 +14,7 @@
 #include "bind.h"
 #include "dlpack.h"
 #include "kvpool/arena/arena.h"
+#include "kvpool/cuda/context.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -39,6 +40,35 @@ const Dtype& dtype_named(const std::string& name) {
     if (name == dtype.name) return dtype;
   }
   throw Error(ErrorCode::kArgument, "no dtype is called " + name);
+}
+
+DLDevice device_of(const KVTensor& tensor) {
+  if (!tensor.arena->on_device()) return {kDLCPU, 0};
+  return {kDLCUDA, tensor.arena->context()->ordinal()};
+}
+
+void require_cpu(const KVTensor& tensor) {
+  if (!tensor.arena->on_device()) return;
+  throw Error(
+      ErrorCode::kUnsupported,
+      "this memory is on " + device_name(*tensor.arena) +
+          ", which NumPy and the CPU cannot read: use torch.from_dlpack(view), CuPy or JAX, and copy from there",
+      {{"device", tensor.arena->context()->ordinal()}});
+}
+
+// Of what the consumer does the producer has nothing to wait for: every call of the pool that writes has ended when it
+// returns. So a stream is checked, and that is all.
+void check_stream(const KVTensor& tensor, const py::object& stream) {
+  if (stream.is_none()) return;
+  if (!tensor.arena->on_device()) {
+    throw Error(ErrorCode::kArgument, "memory of the CPU has no stream: pass stream=None");
+  }
+  if (PyLong_Check(stream.ptr()) == 0 || PyBool_Check(stream.ptr()) != 0) {
+    throw_type_error("stream must be None or an int, not " + py::str(py::type::of(stream)).cast<std::string>());
+  }
+  if (stream.equal(py::int_(0))) {
+    throw Error(ErrorCode::kArgument, "stream 0 may be two streams: 1 is the default one, 2 that of the thread");
+  }
 }
 
 // What a consumer of a capsule holds: it keeps the arena and nothing of Python, so it may go at any time, in any
@@ -67,7 +97,7 @@ py::capsule make_capsule(const KVTensor& tensor, const char* name) {
   }
   DLTensor& view = owner->managed.dl_tensor;
   view.data = tensor.data;
-  view.device = {kDLCPU, 0};
+  view.device = device_of(tensor);
   view.ndim = static_cast<std::int32_t>(content.shape.size());
   view.dtype = dtype_named(tensor.dtype).dlpack;
   view.shape = content.shape.data();
@@ -93,12 +123,15 @@ py::capsule make_capsule(const KVTensor& tensor, const char* name) {
 
 py::capsule to_dlpack(const KVTensor& tensor, const py::object& stream, const py::object& max_version,
                       const py::object& dl_device, const py::object& copy) {
-  if (!stream.is_none()) throw Error(ErrorCode::kArgument, "memory of the CPU has no stream: pass stream=None");
+  check_stream(tensor, stream);
   if (!copy.is_none() && copy.cast<bool>()) {
     throw Error(ErrorCode::kUnsupported, "a view is never a copy: copy what you imported");
   }
-  if (!dl_device.is_none() && dl_device.cast<std::pair<int, int>>() != std::pair<int, int>(kDLCPU, 0)) {
-    throw Error(ErrorCode::kUnsupported, "this memory is on the CPU");
+  const DLDevice device = device_of(tensor);
+  const std::pair<int, int> here(static_cast<int>(device.device_type), device.device_id);
+  if (!dl_device.is_none() && dl_device.cast<std::pair<int, int>>() != here) {
+    throw Error(ErrorCode::kUnsupported,
+                "this memory is on " + (tensor.arena->on_device() ? device_name(*tensor.arena) : "the CPU"));
   }
   if (!max_version.is_none() && max_version.cast<std::pair<int, int>>().first >= 1) {
     return make_capsule<DLManagedTensorVersioned>(tensor, "dltensor_versioned");
@@ -107,6 +140,7 @@ py::capsule to_dlpack(const KVTensor& tensor, const py::object& stream, const py
 }
 
 py::buffer_info to_buffer(KVTensor& tensor) {
+  require_cpu(tensor);
   return {tensor.data,
           static_cast<py::ssize_t>(tensor.item_bytes),
           dtype_named(tensor.dtype).buffer_format,
@@ -115,7 +149,35 @@ py::buffer_info to_buffer(KVTensor& tensor) {
           std::vector<py::ssize_t>(tensor.strides.begin(), tensor.strides.end())};
 }
 
+// Version 3 of the protocol of Numba, CuPy and torch. There is no type string for bfloat16 and 8-bit floats: unsigned
+// integers of the same size, as for NumPy.
+py::dict cuda_array_interface(const KVTensor& tensor) {
+  if (!tensor.arena->on_device()) throw py::attribute_error("__cuda_array_interface__: this memory is on the CPU");
+  const char format = dtype_named(tensor.dtype).buffer_format[0];
+  const char kind = format == 'f' || format == 'e' ? 'f' : format == 'b' ? 'i' : 'u';
+  py::dict interface;
+  interface["shape"] = py::tuple(py::cast(tensor.shape));
+  interface["strides"] = py::tuple(py::cast(tensor.strides));
+  interface["typestr"] = std::string(tensor.item_bytes == 1 ? "|" : "<") + kind + std::to_string(tensor.item_bytes);
+  interface["data"] = py::make_tuple(reinterpret_cast<std::uintptr_t>(tensor.data), false);
+  interface["stream"] = py::none();  // nothing to wait for: see check_stream
+  interface["version"] = 3;
+  return interface;
+}
+
+// NumPy asks for this where there is no buffer: without it an array of one object would come of it.
+py::object as_array(const py::object& self, const py::object& dtype, const py::object& copy) {
+  require_cpu(self.cast<const KVTensor&>());
+  py::dict options;
+  if (!copy.is_none()) options["copy"] = copy;
+  return py::module_::import("numpy").attr("array")(py::memoryview(self), dtype, **options);
+}
+
 }  // namespace
+
+std::string device_name(const Arena& arena) {
+  return arena.on_device() ? "cuda:" + std::to_string(arena.context()->ordinal()) : "cpu";
+}
 
 KVTensor make_tensor(std::shared_ptr<Arena> arena, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides,
                      const std::string& dtype) {
@@ -145,13 +207,15 @@ void bind_tensor(py::module_& module) {
 Shape [block, layer, k/v, head, token, dim] for a KVLayout, [block, byte] for a RawLayout; index it with
 ``kvpool.block_ids(addrs)``. ``torch.from_dlpack(view)``, ``jax.dlpack.from_dlpack(view)`` and so on keep the dtype;
 NumPy has no bfloat16 and no float8, so its views of those are uint16 and uint8. A view keeps the memory, also after the
-pool was closed; it carries no ordering.
+pool was closed; it carries no ordering. That of a pool on a GPU is for torch, CuPy and JAX (``__dlpack__``,
+``__cuda_array_interface__``); NumPy cannot read it.
 
 Attributes:
     shape: tuple of ints.
     strides: tuple of ints, in bytes.
     dtype: str, such as "bfloat16".
-    nbytes: Bytes that the elements take.)")
+    nbytes: Bytes that the elements take.
+    device: str, "cpu" or "cuda:0" and so on.)")
       .def_buffer(&to_buffer)
       .def_property_readonly(
           "shape", [](const KVTensor& tensor) { return py::tuple(py::cast(tensor.shape)); },
@@ -169,13 +233,28 @@ Attributes:
           },
           "Bytes that the elements take.")
       .def(
-          "numpy", [](const py::object& self) { return py::module_::import("numpy").attr("asarray")(self); },
-          "A NumPy array over the same memory.")
+          "numpy",
+          [](const py::object& self) {
+            require_cpu(self.cast<const KVTensor&>());
+            return py::module_::import("numpy").attr("asarray")(self);
+          },
+          "A NumPy array over the same memory. Raises Unsupported for memory of a GPU.")
+      .def("__array__", &as_array, py::arg("dtype") = py::none(), py::arg("copy") = py::none(),
+           "NumPy's protocol. Raises Unsupported for memory of a GPU.")
+      .def_property_readonly("__cuda_array_interface__", &cuda_array_interface,
+                             "Version 3 of the CUDA array interface; AttributeError for memory of the CPU.")
+      .def_property_readonly(
+          "device", [](const KVTensor& tensor) { return device_name(*tensor.arena); },
+          "Where the memory is: \"cpu\", or \"cuda:0\" and so on.")
       .def("__dlpack__", &to_dlpack, py::kw_only(), py::arg("stream") = py::none(), py::arg("max_version") = py::none(),
            py::arg("dl_device") = py::none(), py::arg("copy") = py::none(),
            "The DLPack protocol: a view, never a copy.")
       .def(
-          "__dlpack_device__", [](const KVTensor&) { return py::make_tuple(static_cast<int>(kDLCPU), 0); },
+          "__dlpack_device__",
+          [](const KVTensor& tensor) {
+            const DLDevice device = device_of(tensor);
+            return py::make_tuple(static_cast<int>(device.device_type), device.device_id);
+          },
           "The DLPack protocol: where the memory is.")
       .def(
           "__len__", [](const KVTensor& tensor) { return tensor.shape.front(); }, "Number of blocks.")

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from kvpool.errors import Error
 from kvpool.types import AddressVector as AddressVector
 from kvpool.types import Bytes as Bytes
+from kvpool.types import CudaStream as CudaStream
 from kvpool.types import TokenVector as TokenVector
 from kvpool.types import TransferSpec, TransferStats
 
@@ -115,12 +116,17 @@ class KVTensor:
     def __dlpack__(
         self,
         *,
-        stream: None = None,
+        stream: int | None = None,
         max_version: tuple[int, int] | None = None,
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]: ...
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+    @property
+    def device(self) -> str: ...
     def __len__(self) -> int: ...
 
 _RawEvent: TypeAlias = tuple[int, int, str, npt.NDArray[np.int32], int, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
@@ -143,12 +149,14 @@ class Pool:
         engine_allocates: bool,
         shape: tuple[int, int, int, int, int] | None,
         parallel: tuple[int, int, str, tuple[int, ...]] | None,
+        device: int,
         policy: str,
         copy_threads: int,
         huge_pages: str,
         numa_node: int,
         check_memory: bool,
-        pin_dram: bool,
+        pin_dram: str,
+        device_memory: str,
         audit: bool,
         zero_on_alloc: bool,
     ) -> None: ...
@@ -162,6 +170,7 @@ class Pool:
         *,
         instance: str | None = None,
         timeout: float | None = None,
+        stream: CudaStream | None = None,
     ) -> npt.NDArray[np.uint64]: ...
     def free(self, addrs: AddressVector) -> None: ...
     def adopt(self, blocks: AddressVector) -> npt.NDArray[np.uint64]: ...
@@ -179,8 +188,10 @@ class Pool:
     ) -> list[Inserted]: ...
     def delete(self, tokens: TokenVector, namespace: str = "", descendants: bool = False) -> int: ...
     def evict(self, n: int, medium: int = ...) -> int: ...
-    def swap_out(self, n: int) -> npt.NDArray[np.uint64]: ...
-    def swap_in(self, addrs: AddressVector, into: AddressVector | None = None) -> SwappedIn: ...
+    def swap_out(self, n: int, *, stream: CudaStream | None = None) -> npt.NDArray[np.uint64]: ...
+    def swap_in(
+        self, addrs: AddressVector, into: AddressVector | None = None, *, stream: CudaStream | None = None
+    ) -> SwappedIn: ...
     def close(self) -> None: ...
     def disconnect(self, peer: str) -> None: ...
     def transfer(

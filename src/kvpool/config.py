@@ -46,6 +46,9 @@ class Settings:
         check_memory: Refuse an arena that the machine or its cgroup has no memory for, rather than be killed later.
         pin_dram: Page-lock DRAM for CUDA: "auto" when the device is a GPU, "never", or "always" (fail without
             a driver).
+        device_memory: How a pool on a GPU takes its memory. "virtual": by cuMemCreate, which peers can be given as a
+            file descriptor; "plain": by cuMemAlloc, for libraries that know only that (UCX before 1.22); "auto":
+            virtual where the GPU can.
         audit: Check every invariant after every call. Slow; for finding bugs.
         zero_on_alloc: alloc hands out blocks as zeros, so that no owner sees what an earlier one left; adopt does not.
         name: What peers call this pool, unique among them; "" makes one of host, process and a random number.
@@ -74,6 +77,7 @@ class Settings:
     numa_node: int = -1
     check_memory: bool = True
     pin_dram: Literal["auto", "never", "always"] = "auto"
+    device_memory: Literal["auto", "virtual", "plain"] = "auto"
     audit: bool = False
     zero_on_alloc: bool = False
     name: str = ""

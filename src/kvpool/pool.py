@@ -12,7 +12,7 @@ from kvpool import _core
 from kvpool.attachment import Attachment, attach
 from kvpool.cluster import Cluster
 from kvpool.config import Settings, load
-from kvpool.errors import ArgumentError, ArgumentTypeError, StateError, Unsupported
+from kvpool.errors import ArgumentError, ArgumentTypeError, StateError
 from kvpool.index import EventStream, MatchReport
 from kvpool.transfer import PeerVerbs
 from kvpool.transfer.reshard import ParallelConfig
@@ -22,8 +22,12 @@ __all__ = ["ArenaInfo", "MediumStats", "Pool", "PoolStats"]
 
 # Of the settings, those that the core takes when a pool is made; the others are for peers.
 _LOCAL_SETTINGS = (
-    "policy", "copy_threads", "huge_pages", "numa_node", "check_memory", "pin_dram", "audit", "zero_on_alloc"
+    "policy", "copy_threads", "huge_pages", "numa_node", "check_memory", "pin_dram", "device_memory", "audit",
+    "zero_on_alloc",
 )  # fmt: skip
+
+
+_DIGITS_MAX = 4  # of the number of a GPU
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class PoolStats:
         index_bytes: Memory of the index.
         namespaces: Namespaces with cached prompts, and the default one.
         metadata_bytes: Memory of the allocator.
+        device_bytes: Memory of the GPU that the pool has taken: its blocks, rounded up to what the driver gives; 0 for
+            adopted memory and without a GPU.
     """
 
     hbm: MediumStats
@@ -102,6 +108,7 @@ class PoolStats:
     index_bytes: int
     namespaces: int
     metadata_bytes: int
+    device_bytes: int
 
     @property
     def hit_ratio(self) -> float:
@@ -119,6 +126,7 @@ class ArenaInfo:
         huge_page_bytes: Of these, in huge pages.
         owned: The pool's own; otherwise adopted.
         pinned: Page-locked for CUDA.
+        device: Where it is: "cpu", or "cuda:0" and so on.
     """
 
     payload_bytes: int
@@ -126,6 +134,7 @@ class ArenaInfo:
     huge_page_bytes: int
     owned: bool
     pinned: bool
+    device: str
 
 
 class Pool(PeerVerbs):
@@ -138,9 +147,12 @@ class Pool(PeerVerbs):
         layout: What a block holds; a KVLayout, or a RawLayout for other data.
         hbm_blocks: Blocks in the device tier.
         dram_blocks: Blocks in the host tier.
-        device: Where the device tier lies. "cpu": in ordinary memory, so that everything runs without a GPU.
+        device: Where the device tier lies. "cpu": in ordinary memory, so that everything runs without a GPU. "cuda:0"
+            and so on: in that GPU's memory; "cuda" is "cuda:0". DRAM is page-locked then. A pool on a GPU has no peers
+            yet.
         hbm: Instead of hbm_blocks: an engine's own tensors, one for each layer in order, which become the device tier
-            without a copy. Anything with ``__dlpack__``. The engine's block ids are the block numbers.
+            without a copy. Anything with ``__dlpack__`` or ``__cuda_array_interface__``, all on one device, which is
+            the pool's then. The engine's block ids are the block numbers.
         block_dim: The dimension of those tensors that counts blocks. What stands before it enumerates pieces, such as
             K and V; what follows must be contiguous.
         engine_allocates: The engine's own allocator decides about the adopted blocks: see adopt and take_released.
@@ -151,9 +163,10 @@ class Pool(PeerVerbs):
 
     Raises:
         ArgumentError, ArgumentTypeError: A number, name or type is wrong.
-        OutOfMemory: The machine, or its cgroup, has not enough memory.
+        OutOfMemory: The machine, its cgroup or the GPU has not enough memory.
         LayoutMismatch: Adopted tensors do not have the layout's shape.
         Unsupported: This machine cannot do it, such as a device that is not there.
+        DeviceLost: The GPU does not work any more. Every verb but close raises it from then on.
     """
 
     def __init__(
@@ -172,7 +185,7 @@ class Pool(PeerVerbs):
         """See the class."""
         if not isinstance(layout, KVLayout | RawLayout):
             raise ArgumentTypeError(f"layout must be a KVLayout or a RawLayout, not {type(layout).__name__}")
-        _check_device(device)
+        ordinal = _ordinal(device)
         if hbm is not None and hbm_blocks:
             raise ArgumentError("give hbm_blocks or the engine's own tensors as hbm, not both", hbm_blocks=hbm_blocks)
         if hbm is None and engine_allocates:
@@ -183,7 +196,6 @@ class Pool(PeerVerbs):
         self.kv_layout: KVLayout | RawLayout = layout
         self._adopted = hbm is not None
         options = {name: getattr(self.settings, name) for name in _LOCAL_SETTINGS}
-        options["pin_dram"] = options["pin_dram"] == "always" or (options["pin_dram"] == "auto" and device != "cpu")
         super().__init__(
             block_tokens=layout.block_tokens,
             piece_bytes=list(layout.piece_bytes),
@@ -195,6 +207,7 @@ class Pool(PeerVerbs):
             engine_allocates=engine_allocates,
             shape=_shape(layout),
             parallel=None if parallel is None else parallel._core_tuple(),
+            device=ordinal,
             **options,
         )
         self._attaching = threading.Lock()
@@ -282,6 +295,11 @@ class Pool(PeerVerbs):
         shape, strides = _kv_view(layout, blocks)
         return self._view(int(medium), shape, strides, layout.dtype)
 
+    @property
+    def device(self) -> str:
+        """Where HBM lies: "cpu", or "cuda:0" and so on. Raises ClosedError."""
+        return self.arena(HBM).device
+
     def arena(self, medium: int) -> ArenaInfo:
         """How much memory a medium takes, and of which kind."""
         return ArenaInfo(**self._arena(int(_one_medium(medium))))
@@ -354,14 +372,17 @@ def _check_parallel(parallel: object, layout: KVLayout | RawLayout, device: str,
         raise ArgumentError("the memory of a logical instance is its ranks': give hbm and device to RankArena.join")
 
 
-def _check_device(device: object) -> None:
+def _ordinal(device: object) -> int:
+    """The number of the GPU, or -1 for the CPU."""
     if not isinstance(device, str):
         raise ArgumentTypeError(f"device must be a str, not {type(device).__name__}")
     if device == "cpu":
-        return
-    if device == "cuda" or device.startswith("cuda:"):
-        raise Unsupported(f"device {device!r}: this build has no CUDA arena; device='cpu' runs without a GPU")
-    raise ArgumentError(f"device is {device!r}; it must be 'cpu' or 'cuda:N'")
+        return -1
+    name, colon, number = device.partition(":")
+    digits = number if colon else "0"
+    if name != "cuda" or not (digits.isascii() and digits.isdigit()) or len(digits) > _DIGITS_MAX:
+        raise ArgumentError(f"device is {device!r}; it must be 'cpu' or 'cuda:N'")
+    return int(digits)
 
 
 def _one_medium(value: object) -> Medium:

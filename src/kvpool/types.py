@@ -251,6 +251,8 @@ AddressLike: TypeAlias = npt.NDArray[np.uint64] | Sequence[int]
 TokenVector: TypeAlias = (
     "npt.NDArray[np.int32] | npt.NDArray[np.int64] | Sequence[int] | array[int] | bytes | bytearray | memoryview"
 )
+# An int (a cudaStream_t), or an object that has one: `__cuda_stream__()`, torch's `.cuda_stream`, CuPy's `.ptr`.
+CudaStream: TypeAlias = "int | object"
 AddressVector: TypeAlias = "npt.NDArray[np.uint64] | npt.NDArray[np.int64] | Sequence[int] | array[int] | memoryview"
 Bytes: TypeAlias = bytes | bytearray | memoryview
 

@@ -91,7 +91,7 @@ TEST_CASE("virtual device memory is exported as a file, plain as a handle") {
   {
     const DeviceArena arena(options_of(1, DeviceMemoryKind::kVirtual));
     const int descriptor = arena.memory()->export_descriptor();
-    struct stat facts {};
+    struct stat facts{};
     REQUIRE(fstat(descriptor, &facts) == 0);
     CHECK(facts.st_size == static_cast<off_t>(arena.mapped_bytes()));
     close(descriptor);

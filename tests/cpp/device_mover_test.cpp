@@ -133,7 +133,8 @@ TEST_CASE("blocks of any layout cross to the host and back bit by bit, whatever 
         const Addresses to = shuffled(dice, blocks, n, dram);
         std::vector<std::vector<std::byte>> wanted;
         for (std::uint32_t i = 0; i < blocks; ++i) wanted.push_back(content_of(cuda, *tiers.host, i));
-        for (std::size_t i = 0; i < n; ++i) wanted[block_of(to[i])] = content_of(cuda, *tiers.device, block_of(from[i]));
+        for (std::size_t i = 0; i < n; ++i)
+          wanted[block_of(to[i])] = content_of(cuda, *tiers.device, block_of(from[i]));
         const int launches = StreamKernels::launches();
         tiers.mover->move(TierWay::kOut, from.data(), to.data(), n, std::nullopt);
         for (std::uint32_t i = 0; i < blocks; ++i) CHECK(content_of(cuda, *tiers.host, i) == wanted[i]);
@@ -165,6 +166,41 @@ TEST_CASE("large pieces go by the copy engines, small ones by a kernel") {
   const Tiers small(3, {kLarge / 16}, {kLarge / 16}, &kernels.set());
   small.out(0, 1);
   CHECK(StreamKernels::launches() == launches + 1);
+}
+
+TEST_CASE("where the kernels cannot run the copy engines copy, and the kernels are not asked again") {
+  const FakeCuda cuda;
+  const StreamKernels kernels(cuda);
+  const Tiers tiers(4, {512, 512}, {1024}, &kernels.set());
+  fill_block(cuda, *tiers.device, 0, 4);
+  StreamKernels::answer() = 209;  // CUDA_ERROR_NO_BINARY_FOR_GPU
+  const int launches = StreamKernels::launches();
+  tiers.out(0, 1);
+  tiers.out(0, 2);
+  CHECK(StreamKernels::launches() == launches + 1);
+  CHECK(block_is(cuda, *tiers.host, 1, 4));
+  CHECK(block_is(cuda, *tiers.host, 2, 4));
+}
+
+TEST_CASE("where a batch of copies is not supported they go one by one") {
+  const FakeCuda cuda;
+  const Tiers tiers(4, {512, 512}, {512, 512});
+  fill_block(cuda, *tiers.device, 0, 6);
+  cuda.fail("cuMemcpyBatchAsync_v2", 801);
+  tiers.out(0, 1);
+  tiers.out(0, 2);
+  CHECK(cuda.count("cuMemcpyBatchAsync_v2") == 1);
+  CHECK(cuda.count("cuMemcpyAsync") == 4);
+  CHECK(block_is(cuda, *tiers.host, 1, 6));
+  CHECK(block_is(cuda, *tiers.host, 2, 6));
+}
+
+TEST_CASE("a kernel that loses the GPU is told as that") {
+  const FakeCuda cuda;
+  const StreamKernels kernels(cuda);
+  const Tiers tiers(4, {512, 512}, {1024}, &kernels.set());
+  StreamKernels::answer() = 700;
+  CHECK(code_of([&] { tiers.out(0, 1); }) == ErrorCode::kDeviceLost);
 }
 
 TEST_CASE("what the caller's stream still writes is copied out when it is written") {
@@ -253,7 +289,8 @@ TEST_CASE("the default streams may be named, a stream of another GPU or none may
   CHECK(block_is(cuda, *tiers.host, 5, 50));
 }
 
-TEST_CASE("whichever call of the driver fails in a copy, nothing is written when that is told, and the next copy works") {
+TEST_CASE(
+    "whichever call of the driver fails in a copy, nothing is written when that is told, and the next copy works") {
   for (const bool has_batch : {true, false}) {
     int failures = 0;
     for (int n = 1;; ++n) {
@@ -267,7 +304,8 @@ TEST_CASE("whichever call of the driver fails in a copy, nothing is written when
         const Addresses to{dram(1), dram(0), dram(7)};
         for (std::uint32_t i = 0; i < 8; ++i) fill_block(cuda, *tiers.device, i, static_cast<std::uint8_t>(i + 1));
         cuda.fail_nth(n, 304);
-        const auto code = code_of([&] { tiers.mover->move(TierWay::kOut, from.data(), to.data(), 3, engine.handle()); });
+        const auto code =
+            code_of([&] { tiers.mover->move(TierWay::kOut, from.data(), to.data(), 3, engine.handle()); });
         cuda.fail_nth(0, 0);
         failures += code ? 1 : 0;
         if (code) CHECK(*code == ErrorCode::kUnsupported);

@@ -172,8 +172,7 @@ std::shared_ptr<Arena> make_absent_arena(Medium medium, std::uint32_t blocks, st
 }
 
 std::shared_ptr<Arena> make_adopted_arena(Medium medium, std::uint32_t blocks, std::vector<Segment> segments,
-                                          std::shared_ptr<void> keepalive,
-                                          std::shared_ptr<const CudaContext> context) {
+                                          std::shared_ptr<void> keepalive, std::shared_ptr<const CudaContext> context) {
   return std::make_shared<AdoptedArena>(medium, blocks, std::move(segments), std::move(keepalive), std::move(context));
 }
 

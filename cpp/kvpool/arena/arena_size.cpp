@@ -10,10 +10,9 @@ namespace kvpool {
 
 ArenaSize arena_size(std::uint32_t blocks, const std::vector<std::size_t>& segment_bytes) {
   if (blocks > kBlocksMax) {
-    throw Error(
-        ErrorCode::kArgument,
-        std::to_string(blocks) + " blocks are more than a medium can have (" + std::to_string(kBlocksMax) + ")",
-        {{"blocks", blocks}, {"blocks_max", kBlocksMax}});
+    throw Error(ErrorCode::kArgument,
+                std::to_string(blocks) + " blocks are more than a medium can have (" + std::to_string(kBlocksMax) + ")",
+                {{"blocks", blocks}, {"blocks_max", kBlocksMax}});
   }
   if (segment_bytes.empty()) {
     throw Error(ErrorCode::kArgument, "a block needs at least one piece");
@@ -32,10 +31,10 @@ ArenaSize arena_size(std::uint32_t blocks, const std::vector<std::size_t>& segme
   }
   if (__builtin_mul_overflow(size.block_bytes, std::size_t{blocks}, &size.payload_bytes) ||
       size.payload_bytes > kBytesMax) {
-    throw Error(ErrorCode::kArgument,
-                std::to_string(blocks) + " blocks of " + std::to_string(size.block_bytes) +
-                    " bytes are larger than any memory",
-                {{"blocks", blocks}, {"block_bytes", static_cast<std::int64_t>(size.block_bytes)}});
+    throw Error(
+        ErrorCode::kArgument,
+        std::to_string(blocks) + " blocks of " + std::to_string(size.block_bytes) + " bytes are larger than any memory",
+        {{"blocks", blocks}, {"block_bytes", static_cast<std::int64_t>(size.block_bytes)}});
   }
   return size;
 }

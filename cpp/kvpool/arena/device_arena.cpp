@@ -16,9 +16,8 @@ void check_is_on(const CudaContext& context, const std::byte* at, std::size_t se
   const CudaDriver& driver = context.driver();
   int type = 0;
   int ordinal = -1;
-  const bool known =
-      driver.pointer_get_attribute(&type, kCuPointerMemoryType, pointer) == kCudaSuccess &&
-      driver.pointer_get_attribute(&ordinal, kCuPointerDeviceOrdinal, pointer) == kCudaSuccess;
+  const bool known = driver.pointer_get_attribute(&type, kCuPointerMemoryType, pointer) == kCudaSuccess &&
+                     driver.pointer_get_attribute(&ordinal, kCuPointerDeviceOrdinal, pointer) == kCudaSuccess;
   if (known && type == kCuMemoryTypeDevice && ordinal == context.ordinal()) return;
   throw Error(ErrorCode::kLayoutMismatch,
               "segment " + std::to_string(segment) + " is not memory of GPU " + std::to_string(context.ordinal()) +

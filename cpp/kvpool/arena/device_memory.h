@@ -55,8 +55,8 @@ class DeviceMemory {
 
   std::shared_ptr<const CudaContext> context_;
   DeviceMemoryKind kind_ = DeviceMemoryKind::kPlain;
-  CuPointer base_ = 0;      // reserved, or allocated
-  CuHandle handle_ = 0;     // 0: none
+  CuPointer base_ = 0;   // reserved, or allocated
+  CuHandle handle_ = 0;  // 0: none
   std::size_t bytes_ = 0;
   bool mapped_ = false;
   std::vector<int> peers_;

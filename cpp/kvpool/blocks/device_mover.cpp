@@ -11,8 +11,8 @@ namespace kvpool {
 namespace {
 
 constexpr const char* kWhat = "blocks cannot be copied between the GPU and the host";
-// Thread blocks of a copy over the bus: these keep half a megabyte on its way, which is what a bus of 64 GB/s needs a few
-// times over. More do not make it faster, and the model needs the rest of the GPU.
+// Thread blocks of a copy over the bus: these keep half a megabyte on its way, which is what a bus of 64 GB/s needs a
+// few times over. More do not make it faster, and the model needs the rest of the GPU.
 constexpr std::uint32_t kThreadBlocks = 32;
 constexpr std::size_t kBatchPieces = 4096;
 constexpr int kBatchV1Version = 12080;
@@ -47,11 +47,8 @@ void DeviceMover::move(TierWay way, const Address* from, const Address* to, std:
   const CurrentContext current(*context_, kWhat);
   own.stream.follow(after);
   try {
-    if (suits_kernel(own, from, to, n)) {
-      launch(own, from, to, n);
-    } else {
-      copy(own, from, to, n);
-    }
+    const bool launched = suits_kernel(own, from, to, n) && launch(own, from, to, n);
+    if (!launched) copy(own, from, to, n);
   } catch (...) {
     // What is under way already must not write into blocks that are somebody else's by then.
     own.stream.drain(kWhat);
@@ -60,9 +57,8 @@ void DeviceMover::move(TierWay way, const Address* from, const Address* to, std:
   own.stream.drain(kWhat);
 }
 
-bool DeviceMover::suits_kernel(const Lane& lane, const Address* from, const Address* to,
-                               std::size_t n) const noexcept {
-  if (kernels_ == nullptr) return false;
+bool DeviceMover::suits_kernel(const Lane& lane, const Address* from, const Address* to, std::size_t n) const noexcept {
+  if (kernels_ == nullptr || kernels_refused_.load(std::memory_order_relaxed)) return false;
   std::size_t pieces = 0;
   const auto joining = static_cast<std::size_t>(std::ranges::count_if(lane.plan, &PlannedStrip::joins));
   for (std::size_t i = 0; i < n;) {
@@ -73,12 +69,20 @@ bool DeviceMover::suits_kernel(const Lane& lane, const Address* from, const Addr
   return n * block_bytes_ / pieces <= kKernelPieceBytesMax;
 }
 
-void DeviceMover::launch(Lane& lane, const Address* from, const Address* to, std::size_t n) {
+// False when the GPU or its driver cannot run the kernels of this build (a driver that is older than they are, say):
+// then the copy engines copy, from now on.
+bool DeviceMover::launch(Lane& lane, const Address* from, const Address* to, std::size_t n) {
   std::vector<cuda::BlockPair> pairs(n);
   for (std::size_t i = 0; i < n; ++i) pairs[i] = {block_of(from[i]), block_of(to[i])};
   const cuda::CopyJob job{lane.plan, pairs};
   const cuda::LaunchOptions options{.thread_blocks_max = kThreadBlocks, .table = {}};
-  context_->driver().require(kernels_->copy(job, lane.stream.handle(), options), "the copy kernel", kWhat);
+  const CuResult result = kernels_->copy(job, lane.stream.handle(), options);
+  if (fault_of(result) == CudaFault::kUnsupported) {
+    kernels_refused_.store(true, std::memory_order_relaxed);
+    return false;
+  }
+  context_->driver().require(result, "the copy kernel", kWhat);
+  return true;
 }
 
 void DeviceMover::copy(Lane& lane, const Address* from, const Address* to, std::size_t n) {
@@ -104,15 +108,19 @@ void DeviceMover::copy(Lane& lane, const Address* from, const Address* to, std::
 void DeviceMover::copy_batch(Lane& lane, std::span<const CopyPiece> pieces) {
   const CudaDriver& driver = context_->driver();
   const CuStream stream = lane.stream.handle();
+  if (pieces.size() > 1 && copied_as_batch(lane, pieces)) return;
+  for (const CopyPiece& piece : pieces) {
+    driver.require(driver.memcpy_async(pointer(piece.dst), pointer(piece.src), piece.bytes, stream), "cuMemcpyAsync",
+                   kWhat);
+  }
+}
+
+// All of them by one call of the driver. False where it has none.
+bool DeviceMover::copied_as_batch(Lane& lane, std::span<const CopyPiece> pieces) {
+  const CudaDriver& driver = context_->driver();
   const bool has_v2 = driver.memcpy_batch_v2 != nullptr && context_->driver_version() >= kBatchV2Version;
   const bool has_v1 = driver.memcpy_batch_v1 != nullptr && context_->driver_version() >= kBatchV1Version;
-  if (pieces.size() == 1 || !(has_v1 || has_v2)) {
-    for (const CopyPiece& piece : pieces) {
-      driver.require(driver.memcpy_async(pointer(piece.dst), pointer(piece.src), piece.bytes, stream), "cuMemcpyAsync",
-                     kWhat);
-    }
-    return;
-  }
+  if (!(has_v1 || has_v2) || batches_refused_.load(std::memory_order_relaxed)) return false;
   std::vector<CuPointer> to(pieces.size());
   std::vector<CuPointer> from(pieces.size());
   std::vector<std::size_t> bytes(pieces.size());
@@ -124,16 +132,18 @@ void DeviceMover::copy_batch(Lane& lane, std::span<const CopyPiece> pieces) {
   CuMemcpyAttributes attributes{};
   attributes.source_order = kCuSourceOrderStream;
   std::size_t first = 0;
-  if (has_v2) {
-    driver.require(driver.memcpy_batch_v2(to.data(), from.data(), bytes.data(), pieces.size(), &attributes, &first, 1,
-                                          stream),
-                   "cuMemcpyBatchAsync", kWhat);
-    return;
-  }
   std::size_t failed = 0;
-  driver.require(driver.memcpy_batch_v1(to.data(), from.data(), bytes.data(), pieces.size(), &attributes, &first, 1,
-                                        &failed, stream),
-                 "cuMemcpyBatchAsync", kWhat);
+  const CuStream stream = lane.stream.handle();
+  const CuResult result = has_v2 ? driver.memcpy_batch_v2(to.data(), from.data(), bytes.data(), pieces.size(),
+                                                          &attributes, &first, 1, stream)
+                                 : driver.memcpy_batch_v1(to.data(), from.data(), bytes.data(), pieces.size(),
+                                                          &attributes, &first, 1, &failed, stream);
+  if (result == kCudaNotSupported) {
+    batches_refused_.store(true, std::memory_order_relaxed);
+    return false;
+  }
+  driver.require(result, "cuMemcpyBatchAsync", kWhat);
+  return true;
 }
 
 void DeviceMover::zero(const Address* blocks, std::size_t n) {

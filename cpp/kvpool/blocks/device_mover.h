@@ -7,12 +7,20 @@
 // How: many small pieces are one kernel that reads or writes the host's memory over the bus (cuda/kernels.h); few large
 // ones go by the copy engines, in one call where the driver has it (cuMemcpyBatchAsync, CUDA 12.8). Never by way of a
 // pageable buffer.
+//
+// Invariants
+//   V1  No byte is read or written before what the caller's stream had been given by the time of the call has ended.
+//   V2  When a call has returned, all of its bytes have arrived. When it has thrown, but for kDeviceLost, none of its
+//       writes is still to come: its blocks may be given to somebody else.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "kvpool/arena/arena.h"
@@ -39,8 +47,7 @@ class DeviceMover {
   DeviceMover& operator=(const DeviceMover&) = delete;
 
   // Copies block from[i] to block to[i] for i in [0, n). Throws Error: kArgument (`after` is no stream of this GPU),
-  // kDeviceLost, kUnsupported, kOutOfMemory; std::bad_alloc. Whatever is thrown, but for kDeviceLost, no byte is
-  // written any more when it is. REQUIRES: no block stands twice in `to`.
+  // kDeviceLost, kUnsupported, kOutOfMemory; std::bad_alloc. REQUIRES: no block stands twice in `to`.
   void move(TierWay way, const Address* from, const Address* to, std::size_t n, const CallerStream& after);
   // Fills blocks of the device arena with zeros, after all that the device is doing now. Throws as move().
   void zero(const Address* blocks, std::size_t n);
@@ -54,12 +61,15 @@ class DeviceMover {
   };
   Lane& lane(TierWay way) noexcept { return *lanes_[static_cast<std::size_t>(way)]; }
   bool suits_kernel(const Lane& lane, const Address* from, const Address* to, std::size_t n) const noexcept;
-  void launch(Lane& lane, const Address* from, const Address* to, std::size_t n);
+  bool launch(Lane& lane, const Address* from, const Address* to, std::size_t n);
   void copy(Lane& lane, const Address* from, const Address* to, std::size_t n);
   void copy_batch(Lane& lane, std::span<const CopyPiece> pieces);
+  bool copied_as_batch(Lane& lane, std::span<const CopyPiece> pieces);
 
   const std::shared_ptr<const CudaContext> context_;
   const cuda::KernelSet* const kernels_;
+  std::atomic<bool> kernels_refused_{false};  // this GPU or its driver cannot run what was compiled
+  std::atomic<bool> batches_refused_{false};  // has the call, and does not support it
   const std::vector<Segment> device_segments_;
   const std::size_t block_bytes_;
   std::array<std::unique_ptr<Lane>, 2> lanes_;  // by TierWay

@@ -76,8 +76,7 @@ CurrentContext::CurrentContext(const CudaContext& context, const char* what) : c
 }
 
 CurrentContext::CurrentContext(const CudaContext& context) noexcept
-    : context_(context),
-      current_(context.usable() && context.driver().ctx_push(context.handle()) == kCudaSuccess) {}
+    : context_(context), current_(context.usable() && context.driver().ctx_push(context.handle()) == kCudaSuccess) {}
 
 CurrentContext::~CurrentContext() {
   if (!current_) return;

@@ -26,6 +26,7 @@ inline constexpr CuResult kCudaSuccess = 0;
 inline constexpr CuResult kCudaOutOfMemory = 2;
 inline constexpr CuResult kCudaNoDevice = 100;
 inline constexpr CuResult kCudaInvalidDevice = 101;
+inline constexpr CuResult kCudaNotSupported = 801;
 
 struct CuMemLocation {
   int type;  // kCuLocationDevice
@@ -146,11 +147,11 @@ struct CudaDriver {
 
   // Null where the driver has none. The first is that of CUDA 12.8; in CUDA 13 it lost the failing index.
   CuResult (*memcpy_batch_v1)(CuPointer* to, CuPointer* from, std::size_t* bytes, std::size_t count,
-                              CuMemcpyAttributes* attributes, std::size_t* attribute_index,
-                              std::size_t attribute_count, std::size_t* failed, CuStream stream) = nullptr;
+                              CuMemcpyAttributes* attributes, std::size_t* attribute_index, std::size_t attribute_count,
+                              std::size_t* failed, CuStream stream) = nullptr;
   CuResult (*memcpy_batch_v2)(CuPointer* to, CuPointer* from, std::size_t* bytes, std::size_t count,
-                              CuMemcpyAttributes* attributes, std::size_t* attribute_index,
-                              std::size_t attribute_count, CuStream stream) = nullptr;
+                              CuMemcpyAttributes* attributes, std::size_t* attribute_index, std::size_t attribute_count,
+                              CuStream stream) = nullptr;
 
  private:
   explicit CudaDriver(const std::string& name);

@@ -10,6 +10,7 @@
 #include "kvpool/base/check.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/fork_guard.h"
+#include "kvpool/blocks/device_mover.h"
 #include "kvpool/pool/service.h"
 
 namespace kvpool {
@@ -26,9 +27,7 @@ void check_sharding(const PoolOptions& options) {
   }
 }
 
-int device_of(const PoolOptions& options) {
-  return options.adopted_hbm ? options.adopted_hbm->device : options.device;
-}
+int device_of(const PoolOptions& options) { return options.adopted_hbm ? options.adopted_hbm->device : options.device; }
 
 const PoolOptions& checked(const PoolOptions& options) {
   if (options.layout.block_tokens == 0) throw Error(ErrorCode::kArgument, "block_tokens must be at least 1");

@@ -33,8 +33,8 @@
 #include "kvpool/base/wait.h"
 #include "kvpool/blocks/block_copy.h"
 #include "kvpool/blocks/block_store.h"
-#include "kvpool/blocks/device_mover.h"
 #include "kvpool/blocks/layout.h"
+#include "kvpool/cuda/stream.h"
 #include "kvpool/index/pins.h"
 #include "kvpool/index/prompt_index.h"
 #include "kvpool/pool/tier_mover.h"
@@ -42,8 +42,10 @@
 
 namespace kvpool {
 
+class DeviceMover;
 class Service;
 struct ServiceOptions;
+enum class TierWay : std::uint8_t;
 
 struct AdoptedMemory {
   std::uint32_t blocks = 0;
@@ -65,7 +67,7 @@ struct PoolOptions {
   HugePages huge_pages = HugePages::kAuto;
   int numa_node = -1;
   bool check_memory = true;
-  bool pin_dram = false;  // REQUIRED of a pool with both tiers whose HBM is on a GPU
+  bool pin_dram = false;               // REQUIRED of a pool with both tiers whose HBM is on a GPU
   bool audit = false;                  // after every verb
   bool zero_on_alloc = false;          // blocks are handed out as zeros
   std::uint32_t first_generation = 0;  // of the blocks; 0: far from other pools'. For tests that replay bit by bit

@@ -8,6 +8,7 @@
 
 #include "kvpool/base/check.h"
 #include "kvpool/base/error.h"
+#include "kvpool/blocks/device_mover.h"
 #include "kvpool/pool/pool.h"
 
 namespace kvpool {

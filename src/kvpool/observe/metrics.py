@@ -46,6 +46,7 @@ _GAUGES: Final = (
     ("kvpool_index_nodes", "Nodes of the prompt index.", "index_nodes"),
     ("kvpool_index_bytes", "Memory of the prompt index.", "index_bytes"),
     ("kvpool_metadata_bytes", "Memory of the allocator.", "metadata_bytes"),
+    ("kvpool_device_bytes", "Memory of the GPU that the pool has taken.", "device_bytes"),
     ("kvpool_namespaces", "Namespaces with cached prompts, and the default one.", "namespaces"),
 )
 _COUNTERS: Final = (

@@ -66,7 +66,7 @@ struct Stream;
 struct Context {
   int device = 0;
   int retained = 0;
-  int lost = 0;  // what everything answers
+  int lost = 0;                     // what everything answers
   std::map<int, Stream*> defaults;  // by handle: 0, 1 and 2
 };
 

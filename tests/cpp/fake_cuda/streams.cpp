@@ -299,8 +299,7 @@ int cuMemcpyAsync(Address to, Address from, std::size_t bytes, void* handle) {
 
 int cuMemcpyBatchAsync(Address* to, Address* from, std::size_t* bytes, std::size_t count, void* /*attributes*/,
                        std::size_t* attribute_index, std::size_t attribute_count, std::size_t* failed, void* stream) {
-  const int code =
-      copy_batch("cuMemcpyBatchAsync", to, from, bytes, count, attribute_index, attribute_count, stream);
+  const int code = copy_batch("cuMemcpyBatchAsync", to, from, bytes, count, attribute_index, attribute_count, stream);
   if (code != kSuccess) *failed = 0;
   return code;
 }
