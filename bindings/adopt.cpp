@@ -1,5 +1,7 @@
 #include "adopt.h"
 
+#include <pybind11/stl.h>
+
 #include <memory>
 #include <string>
 #include <utility>

@@ -100,6 +100,7 @@ class ArgumentError(Error, ValueError):
     numa_node: int
     errno: int
     kv_heads: int
+    device: int  # the number of a GPU
     tp: int
 
 
@@ -171,6 +172,7 @@ class NotOwner(Error):
 class LayoutMismatch(Error):
     """Memory that was offered does not have the layout's shape."""
 
+    device: int  # the number of a GPU
     segment: int
     other_segment: int
     offered_bytes: int
@@ -242,6 +244,7 @@ class Unsupported(Error):
     needed_bytes: int
     huge_page_bytes: int
     numa_node: int
+    device: int  # the number of a GPU
     driver_code: int
     errno: int
 

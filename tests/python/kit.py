@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import kvpool
 
 LONG = bool(os.environ.get("KVPOOL_LONG"))
+DEVICE = os.environ.get("KVPOOL_TEST_DEVICE", "cpu")  # of the pools below: the same tests run on a GPU
 BLOCK = 4  # tokens in a block of the layouts below
 
 
@@ -27,7 +29,7 @@ def small_layout(**changes: Any) -> kvpool.KVLayout:
 
 
 def small_pool(hbm_blocks: int = 8, dram_blocks: int = 8, layout: Any = None, **settings: Any) -> kvpool.Pool:
-    settings = {"huge_pages": "never", "audit": True} | settings
+    settings = {"huge_pages": "never", "audit": True, "device": DEVICE} | settings
     return kvpool.Pool(layout or small_layout(), hbm_blocks, dram_blocks, **settings)
 
 
@@ -38,13 +40,48 @@ def prompt(blocks: int, name: int = 0, block_tokens: int = BLOCK) -> np.ndarray:
     return tokens
 
 
+def content(pool: kvpool.Pool, medium: int) -> Any:
+    """The elements of a medium's blocks, to read and to write, as NumPy sees them; also those on a GPU."""
+    view = pool.tensor(medium)
+    if view.device == "cpu" or not len(view):
+        return view.numpy() if view.device == "cpu" else np.zeros(view.shape)
+    return _of_fake(view) if "KVPOOL_CUDA_LIBRARY" in os.environ else _OnGpu(view)
+
+
+def _of_fake(view: Any) -> np.ndarray:
+    """What the fake driver of the C++ tests calls a GPU is memory of this process, at another address."""
+    interface = view.__cuda_array_interface__
+    fake = ctypes.CDLL(os.environ["KVPOOL_CUDA_LIBRARY"])
+    fake.fake_cuda_host.restype = ctypes.c_void_p
+    fake.fake_cuda_host.argtypes = [ctypes.c_ulonglong, ctypes.c_size_t]
+    address = fake.fake_cuda_host(interface["data"][0], view.nbytes)
+    assert address, "device memory is not mapped"
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * view.nbytes).from_address(address))
+    return np.lib.stride_tricks.as_strided(memory.view(interface["typestr"]), view.shape, view.strides)
+
+
+class _OnGpu:
+    """A real GPU's memory, by way of torch."""
+
+    def __init__(self, view: Any) -> None:
+        torch = pytest.importorskip("torch")
+        self.tensor = torch.from_dlpack(view)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return np.asarray(self.tensor[index].cpu())
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tensor[index] = value if np.isscalar(value) else self.tensor.new_tensor(np.asarray(value))
+        self.tensor.new_zeros(1).cpu()  # it is there when this returns
+
+
 class Stamps:
     """Writes a number into every element of a block, and reads it back."""
 
     def __init__(self, pool: kvpool.Pool) -> None:
         stats = pool.stats()
         self.views = {
-            medium: pool.tensor(medium).numpy()
+            medium: content(pool, medium)
             for medium, tier in ((kvpool.HBM, stats.hbm), (kvpool.DRAM, stats.dram))
             if tier.capacity
         }
@@ -59,9 +96,9 @@ class Stamps:
         stamps = []
         for addr in addrs:
             place = kvpool.decode_address(addr)
-            content = self.views[place.medium][place.block]
-            stamps.append(int(content.flat[0]))
-            assert (content == stamps[-1]).all(), f"block {place} has more than one stamp"
+            block = self.views[place.medium][place.block]
+            stamps.append(int(block.flat[0]))
+            assert (block == stamps[-1]).all(), f"block {place} has more than one stamp"
         return stamps
 
 

@@ -17,7 +17,6 @@ CPP_FLOORS: dict[str, set[str]] = {
     "base": set(),
     "cuda": {"base"},
     "index": {"base"},
-    "cuda": {"base"},
     "arena": {"base", "cuda"},
     "attention": {"base"},
     "transport": {"base"},

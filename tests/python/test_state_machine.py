@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kit import LONG, refused
+from kit import LONG, content, refused, small_pool
 
 import kvpool
 from kvpool import DRAM, HBM, MIXED
@@ -78,8 +78,8 @@ class LocalApi(RuleBasedStateMachine):
     )
     def make_pool(self, policy: str, order: Any, hbm: int, dram: int) -> None:
         layout = kvpool.KVLayout(layers=2, kv_heads=1, head_dim=2, dtype="float32", block_tokens=BLOCK, order=order)
-        self.pool = kvpool.Pool(layout, hbm, max(dram, 1 - hbm), policy=policy, huge_pages="never", audit=True)
-        self.views = {medium: self.pool.tensor(medium).numpy() for medium in (HBM, DRAM)}
+        self.pool = small_pool(hbm, max(dram, 1 - hbm), layout, policy=policy)
+        self.views = {medium: content(self.pool, medium) for medium in (HBM, DRAM)}
         self.stream = self.pool.subscribe()
         self.stamps = iter(range(1, 1 << 24))  # float32 counts as far
         self.active: dict[int, int] = {}  # address -> stamp

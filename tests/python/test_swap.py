@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from kit import BLOCK, Stamps, cached_tokens, prompt, refused, small_layout, small_pool, store
+from kit import BLOCK, Stamps, cached_tokens, content, prompt, refused, small_layout, small_pool, store
 
 import kvpool
 from kvpool import DRAM, HBM
@@ -248,18 +248,18 @@ def test_every_bit_survives_the_way_down_and_up(order, dtype):
     with small_pool(layout=layout) as pool:
         random = np.random.default_rng(1)
         addrs = pool.alloc(5)
-        content = random.integers(0, 256, (5, layout.block_bytes), np.uint8).view(layout.numpy_dtype)
-        content = content.reshape(5, *layout.shape)
-        kv = {medium: pool.tensor(medium).numpy() for medium in (HBM, DRAM)}
-        kv[HBM][kvpool.block_ids(addrs)] = content
+        bits = random.integers(0, 256, (5, layout.block_bytes), np.uint8).view(layout.numpy_dtype)
+        bits = bits.reshape(5, *layout.shape)
+        kv = {medium: content(pool, medium) for medium in (HBM, DRAM)}
+        kv[HBM][kvpool.block_ids(addrs)] = bits
         pool.insert(prompt(5), addrs).close()
         moved = pool.swap_out(5)
         with pool.match(prompt(5)) as hit:
             assert set(hit.addrs.tolist()) == set(moved.tolist())
-            assert kv[DRAM][kvpool.block_ids(hit.addrs)].tobytes() == content.tobytes()
+            assert kv[DRAM][kvpool.block_ids(hit.addrs)].tobytes() == bits.tobytes()
             kv[HBM][:] = 0
             with pool.swap_in(hit.addrs) as held:
-                assert kv[HBM][kvpool.block_ids(held.addrs)].tobytes() == content.tobytes()
+                assert kv[HBM][kvpool.block_ids(held.addrs)].tobytes() == bits.tobytes()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -270,12 +270,12 @@ def test_large_blocks_are_copied_whole_by_any_number_of_threads(order, threads):
     with small_pool(64, 64, layout, copy_threads=threads, huge_pages="auto") as pool:  # 4 MiB a swap
         random = np.random.default_rng(2)
         addrs = pool.alloc(64)
-        kv = pool.tensor(HBM).numpy()
-        content = random.integers(0, 1 << 32, (64, layout.block_bytes // 4), np.uint32).view(np.float32)
-        kv[kvpool.block_ids(addrs)] = content.reshape(64, *layout.shape)
+        kv = content(pool, HBM)
+        bits = random.integers(0, 1 << 32, (64, layout.block_bytes // 4), np.uint32).view(np.float32)
+        kv[kvpool.block_ids(addrs)] = bits.reshape(64, *layout.shape)
         tokens = prompt(64, block_tokens=16)
         pool.insert(tokens, addrs).close()
         assert len(pool.swap_out(64)) == 64
         kv[:] = 0
         with pool.match(tokens) as hit, pool.swap_in(hit.addrs) as held:
-            assert kv[kvpool.block_ids(held.addrs)].tobytes() == content.tobytes()
+            assert kv[kvpool.block_ids(held.addrs)].tobytes() == bits.tobytes()

@@ -1,0 +1,161 @@
+"""Pools on a GPU, with a library that answers for the driver."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def test_a_pool_on_a_gpu_swaps_and_gives_everything_back(on_fake):
+    on_fake("""
+pool = small_pool(device="cuda", layout=small_layout(order="discrete"))
+assert pool.device == pool.tensor(HBM).device == "cuda:0"
+assert pool.tensor(DRAM).device == "cpu"
+stamps = Stamps(pool)
+stamps.write(store(pool, prompt(4)), range(10, 14))
+pool.swap_out(4, stream=new_stream())
+with pool.match(prompt(4)) as hit:
+    assert kvpool.media(hit.addrs).tolist() == [DRAM] * 4
+    assert stamps.read(hit.addrs) == [10, 11, 12, 13]
+    with pool.swap_in(hit.addrs, stream=0) as held:
+        assert kvpool.media(held.addrs).tolist() == [HBM] * 4
+        assert stamps.read(held.addrs) == [10, 11, 12, 13]
+assert fake_counts("pageable") == 0
+pool.close()
+del stamps
+assert left() == "contexts=1 streams=1", left()  # of the stream above
+""")
+
+
+def test_the_memory_of_a_gpu_is_counted_to_the_byte(on_fake):
+    on_fake("""
+with small_pool(device="cuda:1", device_memory="plain") as pool:
+    hbm, dram = pool.arena(HBM), pool.arena(DRAM)
+    assert (hbm.device, hbm.owned, hbm.pinned, dram.device, dram.pinned) == ("cuda:1", True, False, "cpu", True)
+    assert pool.stats().device_bytes == hbm.mapped_bytes == hbm.payload_bytes == fake_counts("bytes")
+with small_pool(device="cuda:1") as pool:
+    assert pool.stats().device_bytes == pool.arena(HBM).mapped_bytes == 2 << 20 == fake_counts("bytes")
+with small_pool() as pool:
+    assert pool.stats().device_bytes == 0
+assert left() == ""
+""")
+
+
+def test_a_gpu_that_is_too_small_is_out_of_memory_with_the_numbers(on_fake):
+    on_fake("""
+layout = kvpool.RawLayout(block_bytes=1 << 20, block_tokens=4)
+error = raises(kvpool.OutOfMemory, lambda: kvpool.Pool(layout, 300, 2, device="cuda:0"), "does not fit GPU 0")
+assert (error.needed_bytes, error.available_bytes, error.total_bytes) == (300 << 20, 256 << 20, 256 << 20)
+assert left() == ""
+""")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_without_a_driver_the_error_says_what_is_missing(device):
+    code = (
+        "import kvpool\n"
+        "layout = kvpool.RawLayout(block_bytes=64, block_tokens=4)\n"
+        "try:\n"
+        f"    kvpool.Pool(layout, 2, device={device!r})\n"
+        "except kvpool.Unsupported as error:\n"
+        "    print(error)\n"
+        "assert len(kvpool.Pool(layout, 2).alloc(2)) == 2\n"
+    )
+    missing = "libkvpool_no_such_driver.so.1"
+    environment = {"KVPOOL_CUDA_LIBRARY": missing, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True, timeout=120
+    )
+    assert "GPU 0 cannot be used: there is no CUDA driver" in done.stdout
+    assert missing in done.stdout
+
+
+def test_nothing_is_asked_of_the_driver_before_a_pool_wants_it(on_fake):
+    on_fake("""
+with small_pool(device="cpu") as pool:
+    pool.swap_out(1)
+cuda.fake_cuda_calls.restype = ctypes.c_char_p
+assert cuda.fake_cuda_calls() == b""
+""")
+
+
+def test_devices_that_are_none_are_refused(on_fake):
+    on_fake("""
+raises(kvpool.Unsupported, lambda: small_pool(device="cuda:4"), "there is no GPU 4", "shows 4")
+for device in ("cuda:", "cuda:x", "cuda:-1", "cuda0", "cuda:99999", "gpu", "cuda:\\u0661"):
+    raises(kvpool.ArgumentError, lambda: small_pool(device=device), "device")
+raises(kvpool.ArgumentError, lambda: small_pool(device="cuda", pin_dram="never"), "pin_dram")
+raises(kvpool.ArgumentError, lambda: small_pool(device="cuda", device_memory="some"), "device_memory")
+assert left() == ""
+""")
+
+
+def test_streams_are_ints_or_objects_that_have_one(on_fake):
+    on_fake("""
+class Torch:
+    def __init__(self, handle):
+        self.cuda_stream = handle
+class CuPy:
+    def __init__(self, handle):
+        self.ptr = handle
+class Any:
+    def __init__(self, handle):
+        self.handle = handle
+    def __cuda_stream__(self):
+        return (0, self.handle)
+with small_pool(device="cuda") as pool:
+    stream = new_stream()
+    for given in (None, 0, 1, 2, stream, Torch(stream), CuPy(stream), Any(stream), Torch(0)):
+        store(pool, prompt(1))
+        assert len(pool.swap_out(1, stream=given)) == 1
+        pool.evict(1)
+    store(pool, prompt(2))
+    for wrong in ("0", 1.5, True, object(), Torch("x"), b""):
+        with refused(pool, kvpool.ArgumentTypeError, "stream"):
+            pool.swap_out(1, stream=wrong)
+    other = new_stream(1)
+    for wrong in (4711, other, Torch(other)):
+        with refused(pool, kvpool.ArgumentError, "stream is no stream of the primary context of GPU 0"):
+            pool.swap_out(1, stream=wrong)
+    for wrong in (-1, 1 << 64):
+        with refused(pool, kvpool.ArgumentError, "stream"):
+            pool.swap_out(1, stream=wrong)
+with small_pool(device="cpu") as pool, refused(pool, kvpool.ArgumentError, "has no streams"):
+    pool.swap_out(1, stream=0)
+""")
+
+
+def test_alloc_takes_a_stream_for_the_room_that_it_makes(on_fake):
+    on_fake("""
+with small_pool(4, 8, device="cuda") as pool:
+    stamps = Stamps(pool)
+    stamps.write(store(pool, prompt(4)), range(4))
+    pool.alloc(3, stream=new_stream())
+    with pool.match(prompt(4)) as hit:
+        assert stamps.read(hit.addrs) == [0, 1, 2, 3]
+    assert pool.stats().swapped_out_blocks == 3
+""")
+
+
+def test_a_gpu_that_is_lost_is_told_by_every_verb(on_fake):
+    on_fake("""
+pool = small_pool(device="cuda")
+store(pool, prompt(2))
+cuda.fake_cuda_lose(0, 700)
+error = raises(kvpool.DeviceLost, lambda: pool.swap_out(1), "CUDA_ERROR_ILLEGAL_ADDRESS (700)")
+assert error.driver_code == 700
+for verb in (lambda: pool.alloc(1), lambda: pool.match(prompt(1)), lambda: pool.swap_in([])):
+    raises(kvpool.DeviceLost, verb)
+pool.close()
+raises(kvpool.ClosedError, lambda: pool.alloc(1))
+""")
+
+
+def test_a_pool_on_a_gpu_has_no_peers_yet(on_fake):
+    on_fake("""
+with small_pool(device="cuda") as pool, refused(pool, kvpool.Unsupported, "has no peers yet"):
+    pool.listen("unix:///tmp/never-made.sock")
+""")
