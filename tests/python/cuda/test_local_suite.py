@@ -12,7 +12,7 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 
 # What looks at HBM through NumPy is not for a GPU, nor is what measures memory of the machine.
-FILES = ["test_swap.py", "test_prompt_cache.py", "test_alloc.py"]
+FILES = ["test_swap.py", "test_prompt_cache.py", "test_alloc.py", "test_events.py", "test_state_machine.py"]
 
 
 @pytest.mark.parametrize("file", FILES)
