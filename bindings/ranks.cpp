@@ -58,7 +58,7 @@ std::shared_ptr<RankNode> join(Pool& memory, const std::string& name, const std:
   const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
   if (memory.on_device()) {
     throw Error(ErrorCode::kUnsupported,
-                "a rank whose HBM is on a GPU has no peers yet: no route reads a GPU's memory");
+                "the memory of a rank cannot be on a GPU yet: no route reaches it there");
   }
   RankOptions options;
   options.service.name = name;

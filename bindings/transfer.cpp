@@ -13,6 +13,7 @@
 #include "bind.h"
 #include "kvpool/transport/frame.h"
 #include "service.h"
+#include "stream.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -49,10 +50,11 @@ struct Options {
   py::handle priority;
   py::handle route;
   bool checksum;
+  py::handle stream;
   py::handle timeout;
 };
 
-TransferRequest request_from(py::handle peer, py::handle addresses, const Options& options) {
+TransferRequest request_from(Pool& pool, py::handle peer, py::handle addresses, const Options& options) {
   TransferRequest request;
   request.peer = text_from(peer, "peer");
   request.from = addresses_from(addresses).copy();
@@ -74,6 +76,7 @@ TransferRequest request_from(py::handle peer, py::handle addresses, const Option
         {{"given", static_cast<std::int64_t>(request.to.size())},
          {"needed", static_cast<std::int64_t>(request.from.size())}});
   }
+  request.after = pool.order_after(stream_from(options.stream));
   return request;
 }
 
@@ -95,17 +98,18 @@ TransferHandle start(const PoolPointer& pool, TransferRequest&& request) {
 
 TransferHandle transfer(const PoolPointer& pool, py::handle peer, py::handle addresses, py::handle to,
                         py::handle medium, bool evict, py::handle private_bytes, py::handle strategy,
-                        py::handle priority, py::handle route, bool checksum, py::handle timeout) {
-  return start(pool, request_from(peer, addresses,
-                                  {to, medium, evict, private_bytes, strategy, priority, route, checksum, timeout}));
+                        py::handle priority, py::handle route, bool checksum, py::handle stream, py::handle timeout) {
+  return start(pool,
+               request_from(*pool, peer, addresses,
+                            {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout}));
 }
 
 TransferHandle transfer_with_insert(const PoolPointer& pool, py::handle peer, py::handle tokens, py::handle addresses,
                                     py::handle name_space, py::handle to, py::handle medium, bool evict,
                                     py::handle private_bytes, py::handle strategy, py::handle priority,
-                                    py::handle route, bool checksum, py::handle timeout) {
-  TransferRequest request =
-      request_from(peer, addresses, {to, medium, evict, private_bytes, strategy, priority, route, checksum, timeout});
+                                    py::handle route, bool checksum, py::handle stream, py::handle timeout) {
+  TransferRequest request = request_from(
+      *pool, peer, addresses, {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
   add_tokens(request, tokens, name_space);
   return start(pool, std::move(request));
 }
@@ -113,9 +117,9 @@ TransferHandle transfer_with_insert(const PoolPointer& pool, py::handle peer, py
 TransferHandle open_transfer(const PoolPointer& pool, py::handle peer, py::handle addresses, py::handle tokens,
                              py::handle name_space, py::handle to, py::handle medium, bool evict,
                              py::handle private_bytes, py::handle strategy, py::handle priority, py::handle route,
-                             bool checksum, py::handle timeout) {
-  TransferRequest request =
-      request_from(peer, addresses, {to, medium, evict, private_bytes, strategy, priority, route, checksum, timeout});
+                             bool checksum, py::handle stream, py::handle timeout) {
+  TransferRequest request = request_from(
+      *pool, peer, addresses, {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
   if (!tokens.is_none()) add_tokens(request, tokens, name_space);
   request.streamed = true;
   return start(pool, std::move(request));
@@ -129,7 +133,7 @@ bool flag_of(const py::object& specification, const char* name) {
   return value.is(py::handle(Py_True));
 }
 
-TransferRequest request_of(const py::object& specification) {
+TransferRequest request_of(Pool& pool, const py::object& specification) {
   const auto field = [&](const char* name) { return py::object(specification.attr(name)); };
   const py::object to = field("to");
   const py::object medium = field("medium");
@@ -137,10 +141,11 @@ TransferRequest request_of(const py::object& specification) {
   const py::object strategy = field("strategy");
   const py::object priority = field("priority");
   const py::object route = field("route");
+  const py::object stream = field("stream");
   const py::object timeout = field("timeout");
-  TransferRequest request = request_from(field("peer"), field("addrs"),
+  TransferRequest request = request_from(pool, field("peer"), field("addrs"),
                                          {to, medium, flag_of(specification, "evict"), private_bytes, strategy,
-                                          priority, route, flag_of(specification, "checksum"), timeout});
+                                          priority, route, flag_of(specification, "checksum"), stream, timeout});
   const py::object tokens = field("tokens");
   if (!tokens.is_none()) add_tokens(request, tokens, field("namespace"));
   return request;
@@ -149,7 +154,7 @@ TransferRequest request_of(const py::object& specification) {
 std::vector<TransferHandle> transfer_batch(const PoolPointer& pool, const py::sequence& specifications) {
   std::vector<TransferRequest> requests;
   requests.reserve(specifications.size());
-  for (std::size_t i = 0; i < specifications.size(); ++i) requests.push_back(request_of(specifications[i]));
+  for (std::size_t i = 0; i < specifications.size(); ++i) requests.push_back(request_of(*pool, specifications[i]));
   Service& service = service_of(*pool);
   std::vector<std::shared_ptr<Transfer>> transfers = call_interruptibly(
       [&](const GivenUp& given_up) { return service.transfer_batch(std::move(requests), given_up); });
@@ -323,14 +328,16 @@ Raises:
       .def("_stats", &stats)
       .def(
           "_send_layer",
-          [](const TransferHandle& handle, py::handle layer_argument) {
+          [](const TransferHandle& handle, py::handle layer_argument, py::handle stream) {
             const std::size_t layer = count_from(layer_argument, "layer");
             if (layer > UINT32_MAX)
               throw Error(ErrorCode::kArgument, "layer " + std::to_string(layer) + " is not there");
+            Transfer& transfer = transfer_of(handle);
+            auto after = handle.pool->order_after(stream_from(stream));
             const GilReleased released;
-            transfer_of(handle).send_layer(static_cast<std::uint32_t>(layer));
+            transfer.send_layer(static_cast<std::uint32_t>(layer), std::move(after));
           },
-          py::arg("layer"))
+          py::arg("layer"), py::arg("stream") = py::none())
       .def("_finish",
            [](const TransferHandle& handle) {
              const GilReleased released;
@@ -351,9 +358,10 @@ void bind_transfer(py::module_& module, PoolClass& pool) {
   const auto priority = py::arg("priority") = "prefill";
   const auto route = py::arg("route") = py::none();
   const auto checksum = py::arg("checksum") = false;
+  const auto stream = py::arg("stream") = py::none();
   const auto timeout = py::arg("timeout") = 30.0;
   pool.def("transfer", &transfer, py::arg("peer"), py::arg("addrs"), py::kw_only(), to, medium, evict, private_bytes,
-           strategy, priority, route, checksum, timeout, R"(Sends blocks to a peer.
+           strategy, priority, route, checksum, stream, timeout, R"(Sends blocks to a peer.
 
 The blocks must not change until the transfer is done; cached ones are pinned meanwhile. Releases the GIL. Up to 1 MiB
 to a peer on this host is copied before this returns, more by threads of the pool.
@@ -371,8 +379,10 @@ Args:
     strategy: How blocks are cut into calls: "by_layer", "by_layer_agg", "by_request", "by_request_agg"; "auto"
         chooses by the size of the pieces and the route.
     priority: "decode" goes before "prefill", and that before "background".
-    route: "shm", "cma", "sock", "ucx" or "loopback"; None: the cheapest that both sides have.
+    route: "shm", "cuda_ipc", "cma", "sock", "ucx" or "loopback"; None: the cheapest that both sides have.
     checksum: The receiver verifies the content before it commits.
+    stream: Of a pool on a GPU: the CUDA stream whose work so far has to end before the blocks are read, as an int or
+        an object that has one (torch, CuPy). The caller does not wait for it. None: all work of the GPU.
     timeout: Seconds until it fails with DeadlineExceeded; None: 30.
 
 Returns:
@@ -387,7 +397,7 @@ Raises:
     ArgumentError: A wrong value; nothing was sent.)")
       .def("transfer_with_insert", &transfer_with_insert, py::arg("peer"), py::arg("tokens"), py::arg("addrs"),
            py::kw_only(), py::arg("namespace") = "", to, medium, evict, private_bytes, strategy, priority, route,
-           checksum, timeout, R"(Sends a prompt's blocks to a peer, which caches them.
+           checksum, stream, timeout, R"(Sends a prompt's blocks to a peer, which caches them.
 
 Whatever beginning of the prompt the receiver holds already is not sent: ``stats.skipped_blocks``. ``addrs`` of the
 handle are the canonical addresses at the receiver.
@@ -405,6 +415,7 @@ Args:
     priority: "decode", "prefill" or "background".
     route: One route.
     checksum: The receiver verifies the content.
+    stream: As in transfer.
     timeout: Seconds.
 
 Returns:
@@ -443,7 +454,8 @@ Raises:
     As transfer. A block that has left its address at the owner: the handle raises StaleAddress.)")
       .def("_open_transfer", &open_transfer, py::arg("peer"), py::arg("addrs"), py::kw_only(), py::arg("tokens"),
            py::arg("namespace"), py::arg("to"), py::arg("medium"), py::arg("evict"), py::arg("private"),
-           py::arg("strategy"), py::arg("priority"), py::arg("route"), py::arg("checksum"), py::arg("timeout"));
+           py::arg("strategy"), py::arg("priority"), py::arg("route"), py::arg("checksum"), py::arg("stream"),
+           py::arg("timeout"));
 }
 
 }  // namespace kvpool::bindings

@@ -55,9 +55,9 @@ class Settings:
         secret: What peers prove to each other that they know. Needed for TCP; without it a Unix socket lets in
             processes of the same user. Never shown.
         model: A fingerprint of the model whose cache this is; peers with another one are refused.
-        routes: By which blocks may travel: of "loopback", "shm", "cma", "sock" and "ucx". Empty: all but "cma", which
-            lets peers reach all memory of this process, not only the blocks, and "ucx", which takes time to start.
-            Separated by commas in the environment.
+        routes: By which blocks may travel: of "loopback", "shm", "cuda_ipc", "cma", "sock" and "ucx". Empty: all but
+            "cma", which lets peers reach all memory of this process, not only the blocks, and "ucx", which takes time
+            to start. Separated by commas in the environment.
         lease_s: Seconds after which a peer that says nothing is lost.
         reserve_s: Seconds after which blocks that were reserved for a peer's transfer are taken back.
         transfer_threads: Threads that write what is large, and make room for peers.
@@ -117,7 +117,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "received_max": (1, 1 << 24),
 }
 _BYTES_MAX: Final = {"name": 255, "secret": 4096, "model": 255, "ucx": 4096}
-ROUTES: Final = ("loopback", "shm", "cma", "sock", "ucx")
+ROUTES: Final = ("loopback", "shm", "cuda_ipc", "cma", "sock", "ucx")
 _WORDS: Final = {
     "1": True,
     "true": True,

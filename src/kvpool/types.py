@@ -443,4 +443,5 @@ class TransferSpec:
     priority: str = "prefill"
     route: str | None = None
     checksum: bool = False
+    stream: object = None
     timeout: float | None = 30.0

@@ -307,7 +307,9 @@ TEST_CASE("what a pool on a GPU cannot do is refused before anything is done") {
   CHECK(cuda.calls() == "");
   const auto pool = std::make_shared<Pool>(device_options(4, 0));
   CHECK(code_of([&] { pool->swap_out(1); }) == ErrorCode::kState);
-  CHECK(code_of([&] { pool->start_service(ServiceOptions{}); }) == ErrorCode::kUnsupported);
+  ServiceOptions by_ucx;
+  by_ucx.routes = {"ucx", "sock"};
+  CHECK(code_of([&] { pool->start_service(by_ucx); }) == ErrorCode::kUnsupported);
 }
 
 TEST_CASE("a pool on a GPU is left alone in a forked child") {

@@ -26,10 +26,12 @@ struct PairOptions {
   std::uint32_t received_max = 64;
   bool aggregated = true;  // of two layers; b is the other way round
   std::vector<std::size_t> piece_bytes{48, 80, 64, 64};
+  int device = -1;  // the GPU of a's HBM; b's is the next one. -1: ordinary memory
 
   PairOptions of_b() const {
     PairOptions other = *this;
     other.aggregated = !aggregated;
+    if (device >= 0) ++other.device;
     return other;
   }
 };

@@ -68,6 +68,8 @@ class ServiceNode final : public Node {
     pool.layout.piece_bytes = options.piece_bytes;
     pool.layout.aggregated = options.aggregated;
     pool.audit = true;
+    pool.device = options.device;
+    pool.pin_dram = options.device >= 0;
     return pool;
   }
   static ServiceOptions service_options(const std::string& name, const std::vector<std::string>& routes,

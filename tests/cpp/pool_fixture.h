@@ -1,6 +1,8 @@
 // A small pool for tests, and stamps: a value in every block that tells whose block it is.
 #pragma once
 
+#include <dlfcn.h>
+
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -73,11 +75,25 @@ inline Found match(const std::shared_ptr<Pool>& pool, const Tokens& tokens, std:
 
 inline Medium medium_of(Address address) { return static_cast<Medium>(medium_bits_of(address)); }
 
+// Where the CPU finds these bytes of an arena: those of a GPU, the fake driver knows.
+inline std::byte* cpu_address(const Arena& arena, std::byte* at, [[maybe_unused]] std::size_t bytes) {
+#ifdef KVPOOL_FAKE_CUDA_PATH
+  if (arena.on_device()) {
+    static void* const driver = dlopen(KVPOOL_FAKE_CUDA_PATH, RTLD_NOW);
+    static auto* const host =
+        reinterpret_cast<void* (*)(unsigned long long, std::size_t)>(dlsym(driver, "fake_cuda_host"));
+    return static_cast<std::byte*>(host(reinterpret_cast<std::uintptr_t>(at), bytes));
+  }
+#endif
+  static_cast<void>(arena);
+  return at;
+}
+
 // Every piece of the block is filled with the stamp.
 inline void stamp(Pool& pool, Address address, std::uint64_t value) {
   const auto arena = pool.arena(medium_of(address));
   for (const Segment& segment : arena->segments()) {
-    std::byte* piece = segment.base + block_of(address) * segment.stride;
+    std::byte* piece = cpu_address(*arena, segment.base + block_of(address) * segment.stride, segment.bytes);
     for (std::size_t at = 0; at + sizeof value <= segment.bytes; at += sizeof value) {
       std::memcpy(piece + at, &value, sizeof value);
     }
@@ -87,7 +103,7 @@ inline void stamp(Pool& pool, Address address, std::uint64_t value) {
 inline bool has_stamp(Pool& pool, Address address, std::uint64_t value) {
   const auto arena = pool.arena(medium_of(address));
   for (const Segment& segment : arena->segments()) {
-    const std::byte* piece = segment.base + block_of(address) * segment.stride;
+    const std::byte* piece = cpu_address(*arena, segment.base + block_of(address) * segment.stride, segment.bytes);
     for (std::size_t at = 0; at + sizeof value <= segment.bytes; at += sizeof value) {
       if (std::memcmp(piece + at, &value, sizeof value) != 0) return false;
     }

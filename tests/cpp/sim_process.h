@@ -59,7 +59,7 @@ class SimBlocks final : public BlockHost {
   Delivered deliver(Delivery&& delivery) override { return blocks_.deliver(std::move(delivery)); }
   void publish(std::unique_ptr<News> news) noexcept override { blocks_.publish(std::move(news)); }
   const MediaSpans& spans() const noexcept override { return blocks_.spans(); }
-  std::uint32_t checksum(std::span<const Address> addresses) noexcept override { return blocks_.checksum(addresses); }
+  std::uint32_t checksum(std::span<const Address> addresses) override { return blocks_.checksum(addresses); }
   void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) override {
     if (!bugs_.no_holds) blocks_.hold_for_reading(addresses, for_epoch);
   }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "fake_driver.h"
 #include "joined_service.h"
 #include "joined_sim.h"
 #include "ucx_kit.h"
@@ -50,6 +51,55 @@ struct UcxWay {
   }
 };
 
+#ifdef KVPOOL_FAKE_CUDA_PATH
+// Pools with HBM on two GPUs of the fake driver.
+class GpuPair final : public JoinedPair {
+ public:
+  GpuPair(const std::string& route, PairOptions options) {
+    driver_.set("delay_us", 10);
+    options.device = 0;
+    pair_ = std::make_unique<ServicePair>(route, unix_address(), options);
+  }
+  ~GpuPair() override {
+    pair_.reset();
+    CHECK(driver_.left() == "");
+    CHECK(driver_.count("pageable") == 0);
+  }
+  GpuPair(const GpuPair&) = delete;
+  GpuPair& operator=(const GpuPair&) = delete;
+
+  ServiceNode& a() override { return pair_->a(); }
+  ServiceNode& b() override { return pair_->b(); }
+  const char* route() const override { return pair_->route(); }
+  std::int64_t now_ns() const override { return pair_->now_ns(); }
+  bool live(std::int64_t until_ns, const std::function<bool()>& holds) override { return pair_->live(until_ns, holds); }
+  const FakeCuda& driver() const { return driver_; }
+
+ private:
+  const FakeCuda driver_;
+  std::unique_ptr<ServicePair> pair_;
+};
+
+enum class GpuRoute : std::uint8_t { kLoopback, kCudaIpc, kSock };
+
+template <GpuRoute route>
+struct GpuWay {
+  static constexpr bool kReal = true;
+  static bool here() { return true; }
+  static std::unique_ptr<JoinedPair> join(const PairOptions& options = {}) {
+    constexpr const char* kNames[] = {"loopback", "cuda_ipc", "sock"};
+    return std::make_unique<GpuPair>(kNames[static_cast<int>(route)], options);
+  }
+};
+
+using GpuLoopback = GpuWay<GpuRoute::kLoopback>;
+using GpuIpc = GpuWay<GpuRoute::kCudaIpc>;
+using GpuSock = GpuWay<GpuRoute::kSock>;
+#define KVPOOL_GPU_WAYS , GpuLoopback, GpuIpc, GpuSock
+#else
+#define KVPOOL_GPU_WAYS
+#endif
+
 using SimDirect = SimWay<true>;
 using SimPlaced = SimWay<false>;
 using Loopback = RouteWay<RealRoute::kLoopback>;
@@ -62,7 +112,7 @@ using UcxTcp = UcxWay<false>;
 
 }  // namespace kvpool::testing
 
-#define KVPOOL_WAYS SimDirect, SimPlaced, Loopback, Shm, Cma, SockUnix, SockTcp, UcxCma, UcxTcp
+#define KVPOOL_WAYS SimDirect, SimPlaced, Loopback, Shm, Cma, SockUnix, SockTcp, UcxCma, UcxTcp KVPOOL_GPU_WAYS
 
 TYPE_TO_STRING_AS("sim", kvpool::testing::SimDirect);
 TYPE_TO_STRING_AS("sim-sock", kvpool::testing::SimPlaced);
@@ -73,3 +123,8 @@ TYPE_TO_STRING_AS("sock-unix", kvpool::testing::SockUnix);
 TYPE_TO_STRING_AS("sock-tcp", kvpool::testing::SockTcp);
 TYPE_TO_STRING_AS("ucx-cma", kvpool::testing::UcxCma);
 TYPE_TO_STRING_AS("ucx-tcp", kvpool::testing::UcxTcp);
+#ifdef KVPOOL_FAKE_CUDA_PATH
+TYPE_TO_STRING_AS("gpu-loopback", kvpool::testing::GpuLoopback);
+TYPE_TO_STRING_AS("gpu-cuda-ipc", kvpool::testing::GpuIpc);
+TYPE_TO_STRING_AS("gpu-sock", kvpool::testing::GpuSock);
+#endif

@@ -15,13 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # Each C++ folder, and the folders that it may include. A new folder is added here first.
 CPP_FLOORS: dict[str, set[str]] = {
     "base": set(),
-    "cuda": {"base"},
     "index": {"base"},
     "arena": {"base", "cuda"},
     "attention": {"base"},
-    "transport": {"base"},
+    "transport": {"base", "cuda"},
     "blocks": {"base", "cuda", "arena"},
-    "transfer": {"base", "blocks", "transport"},
+    "transfer": {"base", "cuda", "blocks", "transport"},
     "pool": {"base", "cuda", "index", "arena", "attention", "transport", "blocks", "transfer"},
 }
 CPP_FOREIGN = re.compile(r"^(pybind11|torch|ATen|c10|cuda|nccl|ucp|ucs|uct|dlpack|doctest|boost|absl)\b|^Python\.h")

@@ -93,6 +93,7 @@ CudaDriver::CudaDriver(const std::string& name) : library(name) {
   find(mem_unmap, "cuMemUnmap");
   find(mem_set_access, "cuMemSetAccess");
   find(mem_export, "cuMemExportToShareableHandle");
+  find(mem_import, "cuMemImportFromShareableHandle");
   find(stream_create, "cuStreamCreate");
   find(stream_destroy, "cuStreamDestroy_v2");
   find(stream_synchronize, "cuStreamSynchronize");
@@ -101,6 +102,7 @@ CudaDriver::CudaDriver(const std::string& name) : library(name) {
   find(event_create, "cuEventCreate");
   find(event_destroy, "cuEventDestroy_v2");
   find(event_record, "cuEventRecord");
+  find(event_query, "cuEventQuery");
   find(memcpy_async, "cuMemcpyAsync");
   find(memset_async, "cuMemsetD8Async");
   look(memcpy_batch_v1, "cuMemcpyBatchAsync");

@@ -26,6 +26,7 @@ inline constexpr CuResult kCudaSuccess = 0;
 inline constexpr CuResult kCudaOutOfMemory = 2;
 inline constexpr CuResult kCudaNoDevice = 100;
 inline constexpr CuResult kCudaInvalidDevice = 101;
+inline constexpr CuResult kCudaNotReady = 600;  // of a question: not yet
 inline constexpr CuResult kCudaNotSupported = 801;
 
 struct CuMemLocation {
@@ -132,6 +133,7 @@ struct CudaDriver {
   CuResult (*mem_unmap)(CuPointer pointer, std::size_t bytes);
   CuResult (*mem_set_access)(CuPointer pointer, std::size_t bytes, const CuMemAccess* access, std::size_t count);
   CuResult (*mem_export)(void* shareable, CuHandle handle, int handle_type, unsigned long long flags);
+  CuResult (*mem_import)(CuHandle* handle, void* shareable, int handle_type);
 
   CuResult (*stream_create)(CuStream* stream, unsigned flags);
   CuResult (*stream_destroy)(CuStream stream);
@@ -141,6 +143,7 @@ struct CudaDriver {
   CuResult (*event_create)(CuEvent* event, unsigned flags);
   CuResult (*event_destroy)(CuEvent event);
   CuResult (*event_record)(CuEvent event, CuStream stream);
+  CuResult (*event_query)(CuEvent event);
 
   CuResult (*memcpy_async)(CuPointer to, CuPointer from, std::size_t bytes, CuStream stream);
   CuResult (*memset_async)(CuPointer to, unsigned char value, std::size_t bytes, CuStream stream);

@@ -7,6 +7,17 @@
 
 namespace kvpool {
 
+void check_stream_of(const CudaContext& context, CuStream stream, const char* what) {
+  CuContext owner = nullptr;
+  const CuResult result = context.driver().stream_get_ctx(stream, &owner);
+  if (fault_of(result) == CudaFault::kArgument || (result == kCudaSuccess && owner != context.handle())) {
+    throw Error(ErrorCode::kArgument,
+                "stream is no stream of the primary context of GPU " + std::to_string(context.ordinal()),
+                {{"device", context.ordinal()}});
+  }
+  context.driver().require(result, "cuStreamGetCtx", what);
+}
+
 CudaStream::CudaStream(std::shared_ptr<const CudaContext> context) : context_(std::move(context)) {
   constexpr const char* kWhat = "no CUDA stream can be made";
   const CudaDriver& driver = context_->driver();
@@ -30,14 +41,7 @@ void CudaStream::follow(const CallerStream& other) {
     driver.require(driver.ctx_synchronize(), "cuCtxSynchronize", kWhat);
     return;
   }
-  CuContext owner = nullptr;
-  const CuResult result = driver.stream_get_ctx(*other, &owner);
-  if (fault_of(result) == CudaFault::kArgument || (result == kCudaSuccess && owner != context_->handle())) {
-    throw Error(ErrorCode::kArgument,
-                "stream is no stream of the primary context of GPU " + std::to_string(context_->ordinal()),
-                {{"device", context_->ordinal()}});
-  }
-  driver.require(result, "cuStreamGetCtx", kWhat);
+  check_stream_of(*context_, *other, kWhat);
   driver.require(driver.event_record(event_, *other), "cuEventRecord", kWhat);
   driver.require(driver.stream_wait_event(stream_, event_, 0), "cuStreamWaitEvent", kWhat);
 }

@@ -12,6 +12,9 @@ namespace kvpool {
 // it says nothing, that of the whole device.
 using CallerStream = std::optional<CuStream>;
 
+// Throws kArgument for a stream that is none, or of another context. REQUIRES: the context is current.
+void check_stream_of(const CudaContext& context, CuStream stream, const char* what);
+
 // Does not wait for the default stream, nor lets it wait.
 // Thread-safety: none; may go in any thread.
 class CudaStream {

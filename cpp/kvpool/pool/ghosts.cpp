@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <exception>
 #include <utility>
 
 #include "kvpool/base/error.h"
@@ -25,7 +26,7 @@ void Ghosts::add(const std::shared_ptr<Parted>& session, const std::shared_ptr<L
   {
     const std::lock_guard lock(mutex_);
     const int proofs = (exposure.by_process ? 1 : 0) + (exposure.by_ucx ? 1 : 0);
-    ghosts_.push_back({session, link, may_write ? proofs : 0, exposure.by_ucx, 0, nullptr});
+    ghosts_.push_back({session, link, may_write ? proofs : 0, exposure.by_ucx, exposure.by_gpu, 0, nullptr});
   }
   if (exposure.by_ucx) {
     workers_.run(Priority::kBackground, [this, session, link] {
@@ -47,7 +48,7 @@ void Ghosts::add(const std::shared_ptr<Parted>& session, const std::shared_ptr<L
 void Ghosts::find_process(const std::shared_ptr<Parted>& session) {
   const long pidfd = syscall(SYS_pidfd_open, static_cast<pid_t>(session->peer().pid), 0);
   if (pidfd < 0) {
-    if (errno == ESRCH) on_proof(*session, /*fenced=*/false);
+    if (errno == ESRCH) on_exit(session);
     return;
   }
   const auto close_it = [](void* fd) { close(static_cast<int>(reinterpret_cast<std::intptr_t>(fd))); };
@@ -68,13 +69,33 @@ void Ghosts::watch_process(const std::shared_ptr<Parted>& session, int pidfd) {
     const std::uint64_t self = noted->load();
     if (self == 0) return;  // not noted yet: it comes again
     reactor_.unwatch(self);
-    on_proof(*session, /*fenced=*/false);
+    on_exit(session);
   });
   const std::lock_guard lock(mutex_);
   for (Ghost& ghost : ghosts_) {
     if (ghost.session == session) ghost.watch = watch;
   }
   noted->store(watch);
+}
+
+// The process has ended. What a GPU was doing for it the driver stops on the way to that end; when it is known to have
+// stopped, nothing says, so it has some time.
+void Ghosts::on_exit(const std::shared_ptr<Parted>& session) {
+  bool by_gpu = false;
+  {
+    const std::lock_guard lock(mutex_);
+    for (Ghost& ghost : ghosts_) {
+      if (ghost.session != session) continue;
+      by_gpu = ghost.by_gpu;
+      ghost.watch = 0;
+    }
+  }
+  if (!by_gpu) return on_proof(*session, /*fenced=*/false);
+  try {
+    reactor_.at(monotonic_ns() + kGpuSettleNs, [this, session] { on_proof(*session, /*fenced=*/false); });
+  } catch (const std::exception&) {
+    // The reactor stops, or memory ran out: no proof, and the blocks stay where they are until the pool closes.
+  }
 }
 
 void Ghosts::on_proof(const Parted& session, bool fenced) noexcept {

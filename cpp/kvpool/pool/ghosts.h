@@ -1,7 +1,8 @@
 // Sessions that have ended while their peer may still write here: what they had promised stays in quarantine until it
 // is proved that nothing of that incarnation writes any more.
 //
-// The proofs: the peer's process has exited (its pidfd is readable), for what its process writes; the worker that UCX
+// The proofs: the peer's process has exited (its pidfd is readable), for what its process writes; for what a GPU writes
+// that it had set to work, kGpuSettleNs later: see docs/invariants.md; the worker that UCX
 // had for this peer alone is closed, for what UCX writes; or the peer has said so, or has come back, which it does only
 // when it has ended what it wrote before.
 //
@@ -23,6 +24,8 @@ namespace kvpool {
 
 class Ghosts {
  public:
+  static constexpr std::int64_t kGpuSettleNs = 500'000'000;
+
   // Both outlive it.
   Ghosts(Reactor& reactor, Workers& workers) : reactor_(reactor), workers_(workers) {}
 
@@ -51,12 +54,14 @@ class Ghosts {
     std::shared_ptr<Link> link;  // owns the pidfd
     int missing = 0;             // proofs
     bool fencing = false;
+    bool by_gpu = false;
     std::uint64_t watch = 0;
     std::shared_ptr<void> process;  // a pidfd of our own, where the link has none
   };
 
   void watch_process(const std::shared_ptr<Parted>& session, int pidfd);
   void find_process(const std::shared_ptr<Parted>& session);
+  void on_exit(const std::shared_ptr<Parted>& session);
   void on_proof(const Parted& session, bool fenced) noexcept;
   template <class Which>
   std::vector<Ghost> take(Which&& which) noexcept;

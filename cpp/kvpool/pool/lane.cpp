@@ -75,7 +75,7 @@ WriteOutcome Lane::write(const WriteRequest& request) {
 
   const std::uint64_t pieces = request.from.size() * request.strips.size();
   const std::uint64_t bytes = request.from.size() * strip_bytes(request.strips);
-  const auto route = cheapest_route(routes, "", pieces, bytes, reach_of(request.to));
+  const auto route = cheapest_route(routes, "", pieces, bytes, reach_of(request.from), reach_of(request.to));
   if (route == nullptr) {
     throw Error(ErrorCode::kUnsupported, "there is no route to these blocks of " + peer_.name);
   }

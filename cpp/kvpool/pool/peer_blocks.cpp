@@ -1,5 +1,7 @@
 #include "kvpool/pool/peer_blocks.h"
 
+#include <algorithm>
+#include <string>
 #include <utility>
 
 #include "kvpool/base/check.h"
@@ -14,6 +16,21 @@ struct ReceivedNews final : News {
 };
 
 MediumSpan span_of(const Arena& arena) { return {arena.blocks(), arena.segments()}; }
+
+// A frame's content in a page-locked buffer, and then in the blocks.
+class GpuLanding final : public Landing {
+ public:
+  GpuLanding(std::shared_ptr<DeviceStaging> staging, std::vector<iovec>&& pieces, std::size_t bytes)
+      : staging_(std::move(staging)), buffer_(staging_->buffer()), pieces_(std::move(pieces)), bytes_(bytes) {}
+  iovec room() const noexcept override { return {buffer_->data(), bytes_}; }
+  void land() override { staging_->scatter(buffer_->data(), pieces_); }
+
+ private:
+  const std::shared_ptr<DeviceStaging> staging_;
+  const std::shared_ptr<PinnedBuffer> buffer_;
+  const std::vector<iovec> pieces_;
+  const std::size_t bytes_;
+};
 
 // A prefix that is cached here, for as long as a transfer builds on it.
 class PrefixHold {
@@ -34,7 +51,13 @@ PeerBlocks::PeerBlocks(Pool& pool, ReceivedQueue& received)
     : pool_(pool),
       received_(received),
       arenas_(std::make_shared<const Arenas>(Arenas{pool.arena(Medium::kHbm), pool.arena(Medium::kDram)})),
-      spans_{span_of(*(*arenas_)[0]), span_of(*(*arenas_)[1])} {}
+      spans_{span_of(*(*arenas_)[0]), span_of(*(*arenas_)[1])},
+      on_gpu_{(*arenas_)[0]->on_device(), (*arenas_)[1]->on_device()} {
+  const auto& context = (*arenas_)[on_gpu_[0] ? 0 : 1]->context();
+  if (context == nullptr) return;
+  staging_ = std::make_shared<DeviceStaging>(context);
+  order_ = DeviceOrder::after(context, std::nullopt);
+}
 
 std::shared_ptr<Arena> PeerBlocks::arena(Medium medium) const {
   const std::lock_guard lock(mutex_);
@@ -49,14 +72,24 @@ std::shared_ptr<void> PeerBlocks::keepalive() const {
 
 void PeerBlocks::let_go() noexcept {
   std::shared_ptr<const Arenas> arenas;  // destroyed without the lock
+  std::shared_ptr<DeviceStaging> staging;
   const std::lock_guard lock(mutex_);
   arenas.swap(arenas_);
+  staging.swap(staging_);
+}
+
+std::shared_ptr<DeviceStaging> PeerBlocks::staging() const {
+  const std::lock_guard lock(mutex_);
+  if (arenas_ == nullptr) throw Error(ErrorCode::kClosed, "the pool is closed");
+  return staging_;
 }
 
 // False: only with room to be made.
 bool PeerBlocks::take(std::size_t n, Medium medium, BlockState to, Writer writer, Room room, Address* out) {
   constexpr std::size_t kQuickBytes = std::size_t{1} << 20;
-  if (room == Room::kTry && pool_.zeroes_on_alloc() && n > 0 && layout().block_bytes() > kQuickBytes / n) return false;
+  // A GPU fills blocks with zeros when it has done what it is at.
+  const bool slow = on_gpu_[0] || (n > 0 && layout().block_bytes() > kQuickBytes / n);
+  if (room == Room::kTry && pool_.zeroes_on_alloc() && slow) return false;
   if (pool_.take_for_peer(n, medium, to, writer.epoch, writer.mark, room == Room::kEvict, out)) return true;
   if (room == Room::kFree) pool_.throw_out_of_blocks(n, medium);
   return false;
@@ -183,16 +216,41 @@ void PeerBlocks::publish(std::unique_ptr<News> news) noexcept {
   received_.push(std::move(static_cast<ReceivedNews&>(*news).item));
 }
 
-std::uint32_t PeerBlocks::checksum(std::span<const Address> addresses) noexcept {
+std::uint32_t PeerBlocks::checksum(std::span<const Address> addresses) {
   std::uint32_t crc = 0;
   const std::shared_ptr<void> keep = keepalive();
   if (keep == nullptr) return crc;  // the pool is closed: nobody asks for the result any more
+  std::shared_ptr<DeviceStaging> staging;
+  std::shared_ptr<PinnedBuffer> buffer;
   for (const Address address : addresses) {
-    for (const Segment& segment : spans_[medium_bits_of(address) - 1].segments) {
-      crc = crc32c(crc, segment.base + block_of(address) * segment.stride, segment.bytes);
+    const std::size_t medium = medium_bits_of(address) - 1;
+    for (const Segment& segment : spans_[medium].segments) {
+      std::byte* at = segment.base + block_of(address) * segment.stride;
+      if (!on_gpu_[medium]) {
+        crc = crc32c(crc, at, segment.bytes);
+        continue;
+      }
+      if (buffer == nullptr) buffer = (staging = this->staging())->buffer();
+      for (std::size_t done = 0; done < segment.bytes; done += buffer->bytes()) {
+        const iovec piece{at + done, std::min(buffer->bytes(), segment.bytes - done)};
+        staging->gather({&piece, 1}, buffer->data());
+        crc = crc32c(crc, buffer->data(), piece.iov_len);
+      }
     }
   }
   return crc;
+}
+
+std::unique_ptr<Landing> PeerBlocks::landing(std::span<const Address> blocks, std::vector<iovec>& pieces,
+                                             std::uint64_t bytes) {
+  const auto lies_on_gpu = [&](Address address) { return on_gpu_[medium_bits_of(address) - 1]; };
+  if (std::ranges::none_of(blocks, lies_on_gpu)) return nullptr;
+  if (bytes > DeviceStaging::kBufferBytes) {
+    throw Error(ErrorCode::kProtocol, "a data frame of " + std::to_string(bytes) + " bytes for the memory of a GPU",
+                {{"value", static_cast<std::int64_t>(bytes)},
+                 {"maximum", static_cast<std::int64_t>(DeviceStaging::kBufferBytes)}});
+  }
+  return std::make_unique<GpuLanding>(staging(), std::move(pieces), static_cast<std::size_t>(bytes));
 }
 
 void PeerBlocks::hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) {

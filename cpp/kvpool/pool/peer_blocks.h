@@ -8,6 +8,8 @@
 #include <optional>
 #include <vector>
 
+#include "kvpool/cuda/order.h"
+#include "kvpool/cuda/staging.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/received_queue.h"
 #include "kvpool/transfer/block_host.h"
@@ -29,7 +31,10 @@ class PeerBlocks final : public BlockHost {
   Delivered deliver(Delivery&& delivery) override;
   void publish(std::unique_ptr<News> news) noexcept override;
   const MediaSpans& spans() const noexcept override { return spans_; }
-  std::uint32_t checksum(std::span<const Address> addresses) noexcept override;
+  std::uint32_t checksum(std::span<const Address> addresses) override;
+  std::unique_ptr<Landing> landing(std::span<const Address> blocks, std::vector<iovec>& pieces,
+                                   std::uint64_t bytes) override;
+  std::shared_ptr<const DeviceOrder> device_order() override { return order_; }
   void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) override;
   void release_reading(std::span<const Address> addresses) noexcept override;
   void expect_writes(std::span<const Address> addresses, Writer writer) override;
@@ -44,14 +49,18 @@ class PeerBlocks final : public BlockHost {
 
  private:
   IndexPin insert(const Delivery& delivery, std::vector<Address>& cached);
+  std::shared_ptr<DeviceStaging> staging() const;
   bool take(std::size_t n, Medium medium, BlockState to, Writer writer, Room room, Address* out);
 
   Pool& pool_;
   ReceivedQueue& received_;
   using Arenas = std::array<std::shared_ptr<Arena>, kMediaCount>;
   mutable std::mutex mutex_;
-  std::shared_ptr<const Arenas> arenas_;  // under mutex_
-  const MediaSpans spans_;                // of what arenas_ keeps
+  std::shared_ptr<const Arenas> arenas_;    // under mutex_
+  std::shared_ptr<DeviceStaging> staging_;  // likewise; null without a GPU
+  const MediaSpans spans_;                  // of what arenas_ keeps
+  const std::array<bool, kMediaCount> on_gpu_;
+  std::shared_ptr<const DeviceOrder> order_;  // null without a GPU
 };
 
 }  // namespace kvpool

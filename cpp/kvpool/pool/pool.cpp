@@ -11,6 +11,8 @@
 #include "kvpool/base/error.h"
 #include "kvpool/base/fork_guard.h"
 #include "kvpool/blocks/device_mover.h"
+#include "kvpool/cuda/copier.h"
+#include "kvpool/cuda/order.h"
 #include "kvpool/pool/service.h"
 
 namespace kvpool {
@@ -113,11 +115,6 @@ std::shared_ptr<Arena> make_hbm(const PoolOptions& options) {
   return arena;
 }
 
-// The kernels call the machine's own driver: they are of no use where another library answers for it.
-const cuda::KernelSet* kernels_for(const Arena& arena) {
-  return arena.context()->driver().library == "libcuda.so.1" ? cuda::gpu_kernels() : nullptr;
-}
-
 // Pools of one process start far apart in the lower half of the generations, and those of different processes at a
 // random distance: an address of another pool is stale here, not somebody's block.
 std::uint32_t first_generation() {
@@ -153,7 +150,7 @@ Pool::Pool(const PoolOptions& options)
   two_tiers_ = arenas_[0]->blocks() > 0 && arenas_[1]->blocks() > 0;
   if (on_device_) {
     if (arenas_[0]->blocks() > 0) {
-      device_mover_ = std::make_shared<DeviceMover>(*arenas_[0], *arenas_[1], kernels_for(*arenas_[0]));
+      device_mover_ = std::make_shared<DeviceMover>(*arenas_[0], *arenas_[1], kernels_for(*arenas_[0]->context()));
     }
   } else if (two_tiers_) {
     out_copier_.emplace(*arenas_[0], *arenas_[1]);
@@ -248,6 +245,13 @@ void Pool::copy_tier(TierWay way, const Address* from, const Address* to, std::s
 void Pool::check_stream(const CallerStream& after) const {
   if (!after || on_device_) return;
   throw Error(ErrorCode::kArgument, "stream is for a pool on a GPU: the memory of this one has no streams");
+}
+
+std::shared_ptr<const DeviceOrder> Pool::order_after(const CallerStream& stream) {
+  guard();
+  check_stream(stream);
+  if (!stream) return nullptr;
+  return DeviceOrder::after(arena(Medium::kHbm)->context(), stream);
 }
 
 std::size_t Pool::capacity(Medium medium) const noexcept {

@@ -43,6 +43,7 @@
 namespace kvpool {
 
 class DeviceMover;
+class DeviceOrder;
 class Service;
 struct ServiceOptions;
 enum class TierWay : std::uint8_t;
@@ -200,6 +201,9 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
                                 const CallerStream& after = {});
   // Whether HBM is on a GPU: then the CPU may not follow its addresses.
   bool on_device() const noexcept { return on_device_; }
+  // For a transfer that is to follow what this stream was given until now; null without a stream. Throws kArgument for
+  // a stream of something else.
+  std::shared_ptr<const DeviceOrder> order_after(const CallerStream& stream);
 
   // --- blocks of peers (remote.cpp): for the service, which knows whose they are ---
 

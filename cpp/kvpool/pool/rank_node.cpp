@@ -41,10 +41,16 @@ std::int64_t deadline_of(std::uint64_t lifetime_ms) noexcept {
   return monotonic_ns() + static_cast<std::int64_t>(std::min(lifetime_ms, kMost)) * kMillisecond;
 }
 
+// What arrives over a lane is placed by the CPU.
+const RankOptions& checked(const RankOptions& options, const LocalMemory& memory) {
+  if (memory.gpu() == nullptr) return options;
+  throw Error(ErrorCode::kUnsupported, "the memory of a rank cannot be on a GPU yet: no route reaches it there");
+}
+
 class RankNodeImpl final : public RankNode {
  public:
   RankNodeImpl(const RankOptions& options, LocalMemory memory)
-      : options_(options),
+      : options_(checked(options, memory)),
         epoch_(random_epoch()),
         routes_(options_.service, std::move(memory), epoch_),
         workers_(options_.service.worker_threads),

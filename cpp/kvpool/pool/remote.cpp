@@ -230,11 +230,6 @@ Service& Pool::start_service(const ServiceOptions& options) {
   guard();
   const std::lock_guard lock(service_mutex_);
   guard();
-  if (on_device_) {
-    // The routes follow addresses with the CPU. Better none than one that dies of it.
-    throw Error(ErrorCode::kUnsupported,
-                "a pool whose HBM is on a GPU has no peers yet: no route reads a GPU's memory");
-  }
   if (service_ != nullptr) throw Error(ErrorCode::kState, "the pool listens or is connected already");
   service_ = Service::make(*this, options);
   service_ptr_.store(service_.get(), std::memory_order_release);

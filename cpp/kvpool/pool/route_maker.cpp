@@ -7,8 +7,11 @@
 #include <unordered_map>
 #include <utility>
 
+#include "kvpool/arena/device_arena.h"
 #include "kvpool/base/error.h"
+#include "kvpool/cuda/staging.h"
 #include "kvpool/transport/cma_route.h"
+#include "kvpool/transport/cuda_route.h"
 #include "kvpool/transport/memory_route.h"
 #include "kvpool/transport/peer_memory.h"
 #include "kvpool/transport/sock_route.h"
@@ -17,15 +20,16 @@
 namespace kvpool {
 namespace {
 
-constexpr std::array kAllRoutes = {"loopback", "shm", "cma", "ucx", "sock"};
+constexpr std::array kAllRoutes = {"loopback", "shm", "cuda_ipc", "cma", "ucx", "sock"};
 // Without being asked for: cma lets peers write anywhere in the process, and ucx costs a start-up of its own.
-constexpr std::array kDefaultRoutes = {"loopback", "shm", "sock"};
+constexpr std::array kDefaultRoutes = {"loopback", "shm", "cuda_ipc", "sock"};
 
 std::vector<std::string> checked_names(const std::vector<std::string>& names) {
   if (names.empty()) return {kDefaultRoutes.begin(), kDefaultRoutes.end()};
   for (const std::string& name : names) {
     if (std::find(kAllRoutes.begin(), kAllRoutes.end(), name) != kAllRoutes.end()) continue;
-    throw Error(ErrorCode::kArgument, "there is no route '" + name + "'; routes are loopback, shm, cma, ucx, sock");
+    throw Error(ErrorCode::kArgument,
+                "there is no route '" + name + "'; routes are loopback, shm, cuda_ipc, cma, ucx, sock");
   }
   return names;
 }
@@ -34,13 +38,21 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
+bool has_blocks(const MediaSpans& spans) noexcept { return spans[0].blocks > 0 || spans[1].blocks > 0; }
+
+// The descriptors that came with the peer's card, by medium.
+MediaFiles files_of(const PeerCard& peer, const Link& link) {
+  MediaFiles files{-1, -1};
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < files.size(); ++i) {
+    if (peer.media[i].mapped_bytes > 0) files[i] = link.descriptor(next++);
+  }
+  return files;
+}
+
 struct Registry {
   std::mutex mutex;
-  struct Entry {
-    MediaSpans spans;
-    std::shared_ptr<void> keepalive;
-  };
-  std::unordered_map<std::uint64_t, Entry> pools;
+  std::unordered_map<std::uint64_t, LocalMemory> pools;
 };
 
 Registry& registry() {
@@ -50,28 +62,62 @@ Registry& registry() {
 
 }  // namespace
 
-void ProcessPools::add(std::uint64_t epoch, const MediaSpans& spans, std::shared_ptr<void> keepalive) {
+void ProcessPools::add(std::uint64_t epoch, const LocalMemory& memory) {
   const std::lock_guard lock(registry().mutex);
-  registry().pools.insert_or_assign(epoch, Registry::Entry{spans, std::move(keepalive)});
+  registry().pools.insert_or_assign(epoch, memory);
 }
 
 void ProcessPools::remove(std::uint64_t epoch) noexcept {
+  std::unordered_map<std::uint64_t, LocalMemory>::node_type gone;  // its memory goes without the lock
   const std::lock_guard lock(registry().mutex);
-  registry().pools.erase(epoch);
+  gone = registry().pools.extract(epoch);
 }
 
-std::shared_ptr<void> ProcessPools::find(std::uint64_t epoch, MediaSpans& spans) {
+std::optional<LocalMemory> ProcessPools::find(std::uint64_t epoch) {
   const std::lock_guard lock(registry().mutex);
   const auto entry = registry().pools.find(epoch);
-  if (entry == registry().pools.end()) return nullptr;
-  spans = entry->second.spans;
-  return entry->second.keepalive;
+  if (entry == registry().pools.end()) return std::nullopt;
+  return entry->second;
 }
 
 MediaSpans LocalMemory::spans() const {
   MediaSpans spans;
   for (std::size_t i = 0; i < spans.size(); ++i) spans[i] = {arenas[i]->blocks(), arenas[i]->segments()};
   return spans;
+}
+
+MediaSpans LocalMemory::host_spans() const {
+  MediaSpans spans = this->spans();
+  for (std::size_t i = 0; i < spans.size(); ++i) {
+    if (arenas[i]->on_device()) spans[i] = {};
+  }
+  return spans;
+}
+
+MediaSpans LocalMemory::gpu_spans(const CudaContext& gpu) const {
+  MediaSpans spans = this->spans();
+  for (std::size_t i = 0; i < spans.size(); ++i) {
+    const Arena& arena = *arenas[i];
+    bool reached = arena.pinned();
+    if (arena.on_device()) {
+      // Owned memory was opened to the other GPUs that reach it.
+      const auto* owned = dynamic_cast<const DeviceArena*>(&arena);
+      reached = arena.context()->ordinal() == gpu.ordinal() ||
+                (owned != nullptr && owned->memory() != nullptr &&
+                 std::ranges::find(owned->memory()->peers(), gpu.ordinal()) != owned->memory()->peers().end());
+    }
+    if (!reached) spans[i] = {};
+  }
+  return spans;
+}
+
+Reach LocalMemory::on_gpu() const noexcept { return {arenas[0]->on_device(), arenas[1]->on_device()}; }
+
+std::shared_ptr<const CudaContext> LocalMemory::gpu() const noexcept {
+  for (const auto& arena : arenas) {
+    if (arena->on_device() && arena->blocks() > 0) return arena->context();
+  }
+  return nullptr;
 }
 
 std::shared_ptr<void> LocalMemory::keepalive() const {
@@ -83,9 +129,32 @@ RouteMaker::RouteMaker(const ServiceOptions& options, LocalMemory memory, std::u
   const bool elsewhere =
       std::ranges::all_of(memory_.arenas, [](const auto& arena) { return arena->segments().empty(); });
   if (elsewhere) return;
+  prepare_gpu();
   if (offers("ucx")) ucx_ = UcxContext::make(options.ucx, memory_.spans(), memory_.keepalive());
   if (offers("cma")) static_cast<void>(allow_cma_writers());
-  if (offers("loopback")) ProcessPools::add(epoch_, memory_.spans(), memory_.keepalive());
+  if (offers("loopback")) ProcessPools::add(epoch_, memory_);
+}
+
+// What is on a GPU goes to peers by its own routes, or by way of buffers.
+void RouteMaker::prepare_gpu() {
+  const auto gpu = memory_.gpu();
+  if (gpu == nullptr) return;
+  if (offers("ucx")) {
+    throw Error(ErrorCode::kUnsupported,
+                "the route ucx does not reach the memory of a GPU yet: leave it out of routes; "
+                "loopback, cuda_ipc and sock do");
+  }
+  staging_ = std::make_shared<DeviceStaging>(gpu);
+  if (!offers("cuda_ipc")) return;
+  for (std::size_t i = 0; i < exported_.size(); ++i) {
+    const auto* arena = dynamic_cast<const DeviceArena*>(memory_.arenas[i].get());
+    // Plain memory, and an engine's, could be given away as an IPC handle. Its peer would read what is at the address
+    // then, should it be freed meanwhile: sock carries these.
+    if (arena == nullptr || arena->memory() == nullptr || arena->memory()->kind() != DeviceMemoryKind::kVirtual)
+      continue;
+    const int fd = arena->memory()->export_descriptor();
+    exported_[i] = Descriptor::open([fd] { return fd; });
+  }
 }
 
 RouteMaker::~RouteMaker() { let_go(); }
@@ -93,9 +162,13 @@ RouteMaker::~RouteMaker() { let_go(); }
 void RouteMaker::let_go() noexcept {
   ProcessPools::remove(epoch_);
   std::shared_ptr<UcxContext> ucx;  // destroyed without the lock
+  std::shared_ptr<DeviceStaging> staging;
+  std::array<Descriptor, kMediaCount> exported;
   LocalMemory memory;
   const std::lock_guard lock(mutex_);
   ucx.swap(ucx_);
+  staging.swap(staging_);
+  exported.swap(exported_);
   std::swap(memory, memory_);
 }
 
@@ -123,7 +196,8 @@ std::shared_ptr<void> RouteMaker::introduce(PeerCard& card) const {
     CardMedium& out = card.media[medium_index(medium)];
     out.blocks = arena.blocks();
     if (arena.blocks() == 0) continue;
-    if (arena.memfd() >= 0 && offers("shm")) out.mapped_bytes = arena.mapped_bytes();
+    if (arena.on_device()) out.kind = MemoryKind::kGpu;
+    if (descriptor_of(medium, arena) >= 0) out.mapped_bytes = arena.mapped_bytes();
     for (const Segment& segment : arena.segments()) {
       out.segments.push_back({reinterpret_cast<std::uint64_t>(segment.base), segment.stride, segment.bytes});
     }
@@ -145,9 +219,16 @@ std::vector<int> RouteMaker::descriptors() const {
   std::vector<int> descriptors;
   for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
     const Arena& arena = *memory.arena(medium);
-    if (arena.blocks() > 0 && arena.memfd() >= 0 && offers("shm")) descriptors.push_back(arena.memfd());
+    const int descriptor = arena.blocks() > 0 ? descriptor_of(medium, arena) : -1;
+    if (descriptor >= 0) descriptors.push_back(descriptor);
   }
   return descriptors;
+}
+
+int RouteMaker::descriptor_of(Medium medium, const Arena& arena) const {
+  if (!arena.on_device()) return offers("shm") || offers("cuda_ipc") ? arena.memfd() : -1;
+  const std::lock_guard lock(mutex_);
+  return exported_[static_cast<std::size_t>(medium_index(medium))].get();
 }
 
 RouteMaker::Exposure RouteMaker::exposure(const PeerCard& peer, const Link& link) const {
@@ -158,8 +239,12 @@ RouteMaker::Exposure RouteMaker::exposure(const PeerCard& peer, const Link& link
   exposure.by_ucx = both("ucx");
   // Between processes of a host UCX writes as cma does, too.
   exposure.by_address = same_host && (both("ucx") || both("cma"));
-  exposure.by_process = (same_host && (both("ucx") || both("cma") || (both("shm") && local_link))) ||
-                        (both("loopback") && link.process() == getpid());
+  const auto has_gpu =
+      std::ranges::any_of(peer.media, [](const CardMedium& medium) { return medium.kind == MemoryKind::kGpu; });
+  const bool loopback = both("loopback") && link.process() == getpid();
+  exposure.by_gpu = has_gpu && ((same_host && local_link && both("cuda_ipc")) || loopback);
+  exposure.by_process =
+      exposure.by_gpu || (same_host && (both("ucx") || both("cma") || (both("shm") && local_link))) || loopback;
   return exposure;
 }
 
@@ -173,35 +258,58 @@ std::shared_ptr<Route> RouteMaker::make_one(const std::string& name, const PeerC
   const bool same_host = peer.host == host_id();
   const LocalMemory memory = this->memory();
   if (name == "loopback") {
-    MediaSpans spans;
     // By the kernel's word, not the card's: a process that names another pool's epoch would have its blocks written
     // there. Over TCP the kernel says nothing.
-    const auto keep = link->process() == getpid() ? ProcessPools::find(peer.epoch, spans) : nullptr;
-    if (keep == nullptr) return nullptr;
-    const auto both =
-        std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(memory.keepalive(), keep);
-    return make_loopback_route(memory.spans(), spans, both, team_);
+    const auto found = link->process() == getpid() ? ProcessPools::find(peer.epoch) : std::nullopt;
+    if (!found || !has_blocks(found->host_spans()) || !has_blocks(memory.host_spans())) return nullptr;
+    const auto both = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(memory.keepalive(),
+                                                                                                found->keepalive());
+    return make_loopback_route(memory.host_spans(), found->host_spans(), both, team_);
   }
   if (name == "shm") {
-    if (!same_host) return nullptr;
-    MediaFiles files{-1, -1};
-    std::size_t next = 0;
+    if (!same_host || !has_blocks(memory.host_spans())) return nullptr;
+    MediaFiles files = files_of(peer, *link);
     for (std::size_t i = 0; i < files.size(); ++i) {
-      if (peer.media[i].mapped_bytes > 0) files[i] = link->descriptor(next++);
+      if (peer.media[i].kind != MemoryKind::kHost) files[i] = -1;
     }
     // What a peer has adopted cannot be mapped: the route reaches the media that can.
     if (files == MediaFiles{-1, -1}) return nullptr;
-    return make_shm_route(memory.spans(), memory.keepalive(), peer, files, team_);
+    return make_shm_route(memory.host_spans(), memory.keepalive(), peer, files, team_);
   }
+  if (name == "cuda_ipc") return same_host ? make_cuda_ipc(peer, *link) : nullptr;
   if (name == "cma") {
-    if (!same_host || link->pidfd() < 0) return nullptr;
-    return make_cma_route(memory.spans(), memory.keepalive(), peer, static_cast<pid_t>(peer.pid), link->pidfd(), team_);
+    if (!same_host || link->pidfd() < 0 || !has_blocks(memory.host_spans())) return nullptr;
+    return make_cma_route(memory.host_spans(), memory.keepalive(), peer, static_cast<pid_t>(peer.pid), link->pidfd(),
+                          team_);
   }
   if (name == "ucx") {
     const auto worker = std::static_pointer_cast<UcxWorker>(link->attachment());
     return peer.ucx.empty() || worker == nullptr ? nullptr : worker->make_route(peer, link->pidfd());
   }
-  return make_sock_route(memory.spans(), memory.keepalive(), link);
+  std::shared_ptr<DeviceStaging> staging;
+  {
+    const std::lock_guard lock(mutex_);
+    staging = staging_;
+  }
+  return make_sock_route(memory.spans(), memory.keepalive(), link, std::move(staging), memory.on_gpu());
+}
+
+std::shared_ptr<Route> RouteMaker::make_cuda_ipc(const PeerCard& peer, const Link& link) {
+  const LocalMemory memory = this->memory();
+  const auto gpu = memory.gpu();
+  const MediaFiles files = files_of(peer, link);
+  if (gpu == nullptr || files == MediaFiles{-1, -1}) return nullptr;
+  return make_cuda_ipc_route({gpu, kernels_for(*gpu), memory.gpu_spans(*gpu), memory.on_gpu(), memory.keepalive()},
+                             peer, files);
+}
+
+std::shared_ptr<Route> RouteMaker::make_gpu_loopback(const PeerCard& peer, const Link& link) {
+  const LocalMemory memory = this->memory();
+  const auto gpu = memory.gpu();
+  const auto found = gpu != nullptr && link.process() == getpid() ? ProcessPools::find(peer.epoch) : std::nullopt;
+  if (!found || !has_blocks(found->gpu_spans(*gpu))) return nullptr;
+  return make_cuda_loopback_route({gpu, kernels_for(*gpu), memory.gpu_spans(*gpu), memory.on_gpu(), memory.keepalive()},
+                                  {found->gpu_spans(*gpu), found->on_gpu(), found->keepalive()});
 }
 
 std::vector<std::shared_ptr<Route>> RouteMaker::make(const PeerCard& peer, const std::shared_ptr<Link>& link) {
@@ -211,6 +319,8 @@ std::vector<std::shared_ptr<Route>> RouteMaker::make(const PeerCard& peer, const
     if (!contains(peer.routes, name)) continue;
     try {
       if (auto route = make_one(name, peer, link)) routes.push_back(std::move(route));
+      if (name != "loopback") continue;
+      if (auto route = make_gpu_loopback(peer, *link)) routes.push_back(std::move(route));
     } catch (const Error& error) {
       why += std::string(why.empty() ? "" : "; ") + name + ": " + error.what();
     }

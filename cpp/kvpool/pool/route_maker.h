@@ -6,6 +6,7 @@
 #include <array>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,11 +16,13 @@
 #include "kvpool/blocks/layout.h"
 #include "kvpool/pool/service.h"
 #include "kvpool/transport/card.h"
+#include "kvpool/transport/descriptor.h"
 #include "kvpool/transport/link.h"
 #include "kvpool/transport/route.h"
 
 namespace kvpool {
 
+class DeviceStaging;
 class UcxContext;
 
 // The memory that this process lets its peers write, and writes from.
@@ -31,6 +34,12 @@ struct LocalMemory {
     return arenas[static_cast<std::size_t>(medium_index(medium))];
   }
   MediaSpans spans() const;
+  // Of these, what the CPU can follow, and what this GPU can; the other media have no blocks.
+  MediaSpans host_spans() const;
+  MediaSpans gpu_spans(const CudaContext& gpu) const;
+  // The media that are on a GPU, and the GPU that they are on; null without any.
+  Reach on_gpu() const noexcept;
+  std::shared_ptr<const CudaContext> gpu() const noexcept;
   // Keeps the memory of spans() alive.
   std::shared_ptr<void> keepalive() const;
 };
@@ -58,6 +67,7 @@ class RouteMaker {
   struct Exposure {
     bool by_process = false;  // its process writes, or the kernel for it: its end is the proof that it does not
     bool by_address = false;  // of these, to addresses of this process, whatever memory is there by then
+    bool by_gpu = false;      // of these, by a GPU that its process has set to work: see Ghosts
     bool by_ucx = false;      // UCX writes, also what is on its way: fence() is the proof
     bool any() const noexcept { return by_process || by_ucx; }
   };
@@ -68,22 +78,28 @@ class RouteMaker {
  private:
   bool offers(const char* name) const;
   std::shared_ptr<Route> make_one(const std::string& name, const PeerCard& peer, const std::shared_ptr<Link>& link);
+  std::shared_ptr<Route> make_cuda_ipc(const PeerCard& peer, const Link& link);
+  std::shared_ptr<Route> make_gpu_loopback(const PeerCard& peer, const Link& link);
+  void prepare_gpu();
+  // What a peer can be given to map a medium with; -1: nothing.
+  int descriptor_of(Medium medium, const Arena& arena) const;
 
   const std::vector<std::string> names_;
   const std::uint64_t epoch_;
   CopyTeam team_;
   mutable std::mutex mutex_;
-  LocalMemory memory_;               // under mutex_; none once it was let go of
-  std::shared_ptr<UcxContext> ucx_;  // likewise
+  LocalMemory memory_;                            // under mutex_; none once it was let go of
+  std::shared_ptr<UcxContext> ucx_;               // likewise
+  std::shared_ptr<DeviceStaging> staging_;        // likewise; null without a GPU
+  std::array<Descriptor, kMediaCount> exported_;  // of media on a GPU; set by the constructor
 };
 
 // Pools of this process, so that they find each other's memory: by epoch.
 class ProcessPools {
  public:
-  static void add(std::uint64_t epoch, const MediaSpans& spans, std::shared_ptr<void> keepalive);
+  static void add(std::uint64_t epoch, const LocalMemory& memory);
   static void remove(std::uint64_t epoch) noexcept;
-  // Null keepalive: no such pool here.
-  static std::shared_ptr<void> find(std::uint64_t epoch, MediaSpans& spans);
+  static std::optional<LocalMemory> find(std::uint64_t epoch);
 };
 
 }  // namespace kvpool

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "kvpool/base/error.h"
+#include "kvpool/cuda/order.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/service_impl.h"
 #include "kvpool/transfer/outgoing.h"
@@ -154,8 +155,18 @@ std::shared_ptr<Transfer> ServiceImpl::fetch(FetchRequest&& request, const Given
 // --- threads ---
 
 void ServiceImpl::write(WriteJob&& job) {
+  if (job.request.after != nullptr) {
+    job.done = [this, done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
+      // With the GPU went the content of every block on it.
+      if (error != nullptr && error->code() == ErrorCode::kDeviceLost) pool_.fail(*error);
+      done(outcome, error);
+    };
+  }
   const RouteTraits traits = job.route->traits();
-  if (traits.by_caller && job.bytes <= inline_bytes(traits) && !reactor_->in_thread()) return carry_out(job);
+  const bool may_begin = job.request.after == nullptr || job.request.after->ended();
+  if (traits.by_caller && may_begin && job.bytes <= inline_bytes(traits) && !reactor_->in_thread()) {
+    return carry_out(job);
+  }
   const Priority priority = job.priority;
   const void* const peer = job.route.get();
   const auto shared = std::make_shared<WriteJob>(std::move(job));

@@ -64,6 +64,11 @@ std::shared_ptr<const GroupMeeting> ServiceImpl::plan_group(const PeerCard& card
     // The peer reads it, too.
     if (incomplete) throw Error(incomplete->code(), options_.name + ": " + incomplete->what());
   }
+  if (pool_.on_device()) {
+    throw Error(
+        ErrorCode::kUnsupported,
+        "a pool whose HBM is on a GPU and a logical instance of several ranks have no routes to each other yet");
+  }
   if (card.meeting == 0) throw Error(ErrorCode::kProtocol, card.name + " does not say which meeting this is");
   const Sharding own = hub_ != nullptr ? hub_->sharding() : one_rank(blocks_.layout());
   const Sharding peer = sharding_of(card);

@@ -7,6 +7,8 @@
 // because it makes room does so only when told to.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -70,6 +72,17 @@ enum class Room : std::uint8_t {
   kEvict,  // evict and swap; else kOutOfBlocks. May take long
 };
 
+class DeviceOrder;
+
+// Content of one data frame, on its way to blocks that the CPU cannot write.
+class Landing {
+ public:
+  virtual ~Landing() = default;
+  virtual iovec room() const noexcept = 0;  // where the payload goes first
+  // Takes it from there to the blocks; returns when it has arrived. Throws, and nothing is written any more then.
+  virtual void land() = 0;
+};
+
 class BlockHost {
  public:
   virtual ~BlockHost() = default;
@@ -102,10 +115,19 @@ class BlockHost {
 
   // Where the blocks lie in this process. Stays as long as any session.
   virtual const MediaSpans& spans() const noexcept = 0;
-  // CRC-32C of the contents of these blocks, one after another.
-  virtual std::uint32_t checksum(std::span<const Address> addresses) noexcept = 0;
+  // CRC-32C of the contents of these blocks, one after another. Throws when a GPU cannot be read.
+  virtual std::uint32_t checksum(std::span<const Address> addresses) = 0;
+  // For content that goes to these blocks, to these pieces of them, so many bytes in all: null where the CPU reaches
+  // the pieces. Throws kProtocol for more than a data frame of ours has, and when there is no buffer to be had.
+  virtual std::unique_ptr<Landing> landing(std::span<const Address> /*blocks*/, std::vector<iovec>& /*pieces*/,
+                                           std::uint64_t /*bytes*/) {
+    return nullptr;
+  }
 
   // --- for transfers from here ---
+
+  // All that the GPU of this pool was given; null without a GPU.
+  virtual std::shared_ptr<const DeviceOrder> device_order() { return nullptr; }
 
   // The blocks stay what they are, whoever frees, evicts or moves them meanwhile, until the release; it comes exactly
   // once for each hold. Any state but free, reserved and quarantined. `for_epoch`: of the peer that asks for them,

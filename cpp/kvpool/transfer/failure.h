@@ -22,4 +22,9 @@ std::optional<Error> failure_of(Work&& work) {
   }
 }
 
+// The error as a peer is told it. That this side has lost its GPU is to the peer that it has lost this side.
+inline Error for_peer(const Error& error) {
+  return error.code() == ErrorCode::kDeviceLost ? Error(ErrorCode::kPeerLost, error.what()) : error;
+}
+
 }  // namespace kvpool

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 #include <utility>
 
 #include "kvpool/base/strips.h"
@@ -149,7 +150,7 @@ bool Fetch::cancel() {
   return true;
 }
 
-void Fetch::send_layer(std::uint32_t /*layer*/) { throw_not_streamed(); }
+void Fetch::send_layer(std::uint32_t /*layer*/, std::shared_ptr<const DeviceOrder> /*after*/) { throw_not_streamed(); }
 void Fetch::finish() { throw_not_streamed(); }
 
 // --- the owner ---
@@ -164,7 +165,7 @@ void Session::on_fetch(std::uint64_t id, FetchBody&& body) {
   });
   if (!refused) return;
   Bytes answer;
-  if (const auto failure = failure_of([&] { answer = write_error(*refused); })) return close_link(*failure);
+  if (const auto failure = failure_of([&] { answer = write_error(for_peer(*refused)); })) return close_link(*failure);
   tell(FrameKind::kRefused, id, answer);
 }
 
@@ -177,15 +178,19 @@ void Session::begin_push(std::uint64_t id, const std::shared_ptr<FetchBody>& bod
   WriteJob job;
   job.bytes = body->from.size() * layout.block_bytes();
   job.route = choose_route("", body->from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size()), job.bytes,
-                           reach_of(body->to));
+                           reach_of(body->from), reach_of(body->to));
   job.request.transfer = id;
   job.request.strips = std::span(&strip->first, 1);
   job.request.from = body->from;
   job.request.to = body->to;
+  // What is cached here may still be on its way from a kernel.
+  const std::shared_ptr<const DeviceOrder> order = host_.blocks().device_order();
+  job.request.after = order.get();
   job.request.deadline_ns =
       host_.now_ns() + static_cast<std::int64_t>(std::min<std::uint64_t>(body->lifetime_ms, kLifetimeMsMax)) * kNsPerMs;
   job.request.cancelled = stop.get();
-  job.keep = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(strip, stop);
+  job.keep = std::make_shared<std::tuple<std::shared_ptr<void>, std::shared_ptr<void>, std::shared_ptr<const void>>>(
+      strip, stop, order);
   job.priority = body->priority;
   job.done = [self = shared_from_this(), id, body](const WriteOutcome& /*outcome*/, const Error* error) {
     self->finish_push(id, body->from, error);
@@ -221,7 +226,8 @@ void Session::finish_push(std::uint64_t id, std::span<const Address> held, const
   // What a broken route had begun may be on its way: an answer would say that it is not.
   if (error != nullptr && error->code() == ErrorCode::kPeerLost) return on_route_broken(*error);
   Bytes answer;
-  const auto failure = failure_of([&] { answer = error != nullptr ? write_error(*error) : write_addresses({}); });
+  const auto failure =
+      failure_of([&] { answer = error != nullptr ? write_error(for_peer(*error)) : write_addresses({}); });
   if (failure) return close_link(*failure);
   tell(error != nullptr ? FrameKind::kRefused : FrameKind::kDone, id, answer);
 }

@@ -29,7 +29,7 @@ class Fetch final : public AwaitedTransfer {
   std::uint64_t bytes_done() const noexcept override { return done() && !completion_.error() ? bytes_total() : 0; }
   std::uint64_t bytes_total() const noexcept override;
   bool cancel() override;
-  void send_layer(std::uint32_t layer) override;
+  void send_layer(std::uint32_t layer, std::shared_ptr<const DeviceOrder> after) override;
   void finish() override;
 
   void on_answer(Message&& message) override;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "kvpool/base/address.h"
@@ -33,8 +34,9 @@ class Transfer {
   virtual int done_fd() = 0;
 
   // Of a streamed transfer: this layer's content is complete, send it. Throws kState when it is not streamed or was
-  // finished, kArgument for a layer that is not there or was sent. Does not wait for the bytes.
-  virtual void send_layer(std::uint32_t layer) = 0;
+  // finished, kArgument for a layer that is not there or was sent. Does not wait for the bytes. `after`: as of the
+  // request, for this layer.
+  virtual void send_layer(std::uint32_t layer, std::shared_ptr<const DeviceOrder> after = nullptr) = 0;
   // Of a streamed transfer: all layers were sent; completes. Throws kState when one is missing.
   virtual void finish() = 0;
 };

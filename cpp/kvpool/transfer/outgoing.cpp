@@ -31,8 +31,9 @@ Outgoing::Outgoing(std::shared_ptr<Session> session, std::uint64_t id, TransferR
   bytes_total_.store(request_.from.size() * blocks.layout().block_bytes(), std::memory_order_relaxed);
   blocks.hold_for_reading(request_.from, /*for_epoch=*/0);
   reading_ = true;
-  if (!named_) return;
   try {
+    if (request_.after == nullptr && !request_.streamed) request_.after = blocks.device_order();
+    if (!named_) return;
     write_to_ = request_.to;
     addresses_ = std::move(request_.to);
     session_->borrowed().begin_write(write_to_);
@@ -324,7 +325,7 @@ bool Outgoing::cancel() {
   return true;
 }
 
-void Outgoing::send_layer(std::uint32_t layer) {
+void Outgoing::send_layer(std::uint32_t layer, std::shared_ptr<const DeviceOrder> after) {
   Lock lock(mutex_);
   if (!request_.streamed) throw_not_streamed();
   if (layer >= sent_layers_.size()) {
@@ -340,7 +341,10 @@ void Outgoing::send_layer(std::uint32_t layer) {
   if (phase_ == Phase::kDone) return;
   if (!finished_) {  // else the receiver has all of it
     const Strategy strategy = request_.strategy == Strategy::kByLayer ? Strategy::kByLayer : Strategy::kByLayerAgg;
+    if (after == nullptr) after = session_->host().blocks().device_order();
+    layer_orders_.reserve(steps_.size() + 1);
     steps_.push_back(layer_step(session_->host().blocks().layout(), strategy, layer));
+    layer_orders_.push_back(std::move(after));
   }
   sent_layers_[layer] = true;
   --layers_left_;

@@ -40,7 +40,7 @@ class Outgoing final : public AwaitedTransfer {
   std::uint64_t bytes_done() const noexcept override { return bytes_done_.load(std::memory_order_relaxed); }
   std::uint64_t bytes_total() const noexcept override { return bytes_total_.load(std::memory_order_relaxed); }
   bool cancel() override;
-  void send_layer(std::uint32_t layer) override;
+  void send_layer(std::uint32_t layer, std::shared_ptr<const DeviceOrder> after) override;
   void finish() override;
 
   // --- PendingAnswer ---
@@ -88,8 +88,9 @@ class Outgoing final : public AwaitedTransfer {
   // writes in the caller's thread makes a loop of the steps.
   enum class Turn : std::uint8_t { kGiving, kGiven, kEnded };
   std::atomic<Turn> turn_{Turn::kGiven};
-  std::vector<WriteStep> steps_;  // those that may be written
-  std::size_t next_step_ = 0;     // of these, the one that is being written, or will be
+  std::vector<WriteStep> steps_;                                  // those that may be written
+  std::vector<std::shared_ptr<const DeviceOrder>> layer_orders_;  // of a streamed transfer, by step
+  std::size_t next_step_ = 0;                                     // of these, the one that is being written, or will be
   std::vector<bool> sent_layers_;
   std::size_t layers_left_ = 0;
   bool finished_ = true;  // no more steps will come

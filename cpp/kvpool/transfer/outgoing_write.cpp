@@ -56,14 +56,16 @@ WriteJob Outgoing::next_job() {
   job.request.transfer = id_;
   // A copy: send_layer() may move the steps.
   const auto strips = std::make_shared<std::vector<BlockStrip>>(step.strips);
+  const std::shared_ptr<const DeviceOrder>& order = request_.streamed ? layer_orders_[next_step_] : request_.after;
   job.request.strips = *strips;
   job.request.from = std::span(request_.from).subspan(held_);
   job.request.to = write_to_;
+  job.request.after = order.get();
   job.request.merge = step.merge;
   job.request.deadline_ns = deadline_ns_;
   job.request.cancelled = &stop_;
   job.request.bytes_done = &bytes_done_;
-  job.keep = strips;
+  job.keep = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<const void>>>(strips, order);
   job.priority = request_.priority;
   for (const BlockStrip& strip : *strips) job.bytes += strip.bytes * write_to_.size();
   job.done = [self = std::static_pointer_cast<Outgoing>(shared_from_this())](

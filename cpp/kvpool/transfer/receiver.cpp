@@ -46,7 +46,7 @@ void Receiver::answer(std::uint64_t id, FrameKind kind, std::span<const Address>
 
 void Receiver::refuse(std::uint64_t id, const Error& error) {
   Bytes body;
-  if (const auto failure = failure_of([&] { body = write_error(error); })) return abandon_(*failure);
+  if (const auto failure = failure_of([&] { body = write_error(for_peer(error)); })) return abandon_(*failure);
   send(Message{FrameKind::kRefused, 0, id, std::move(body)});
 }
 
@@ -171,6 +171,8 @@ Placement Receiver::on_data(std::uint64_t id, std::span<const std::byte> body, s
   Placement placement;
   placement.pieces = data_placement(data, spans);
   placement.token = id;
+  std::unique_ptr<Landing> landing = host_.blocks().landing(data.blocks, placement.pieces, payload_bytes);
+  if (landing != nullptr) placement.pieces = {landing->room()};
   const std::lock_guard lock(mutex_);
   const auto entry = incoming_.find(id);
   const bool reserved = entry != incoming_.end();
@@ -183,10 +185,20 @@ Placement Receiver::on_data(std::uint64_t id, std::span<const std::byte> body, s
     entry->second.placing = true;  // from now on its blocks stay, until on_placed
     entry->second.placing_bytes = payload_bytes;
   }
+  landing_ = std::move(landing);
   return placement;
 }
 
 void Receiver::on_placed(std::uint64_t id, bool intact) {
+  std::optional<Error> failure;
+  if (const std::unique_ptr<Landing> landing = std::move(landing_); landing != nullptr && intact) {
+    failure = failure_of([&] { landing->land(); });
+  }
+  settle_placed(id, intact && !failure);
+  if (failure) throw Error(*failure);
+}
+
+void Receiver::settle_placed(std::uint64_t id, bool intact) {
   const std::lock_guard lock(mutex_);
   const auto entry = incoming_.find(id);
   if (entry == incoming_.end()) return;  // lent blocks, or blocks of a fetch

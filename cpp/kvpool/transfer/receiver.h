@@ -57,6 +57,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void on_fetch_over(std::uint64_t id);
 
   Placement on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes);
+  // Throws what a GPU answers that the content is to go to: the link ends.
   void on_placed(std::uint64_t id, bool intact);
 
   // Ends reservations that are too old. Returns when it is to be called again; INT64_MAX for never.
@@ -108,6 +109,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void mark_held(std::span<const Address> addresses) noexcept;
   void finish_reserve(std::uint64_t id, std::optional<Reservation> reservation, std::optional<Error> error);
   bool may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry);
+  void settle_placed(std::uint64_t id, bool intact);
   void check_complete(const Incoming& incoming, const CompleteBody& body) const;
   void complete_reserved(std::uint64_t id, const CompleteBody& body, Delivery& delivery);
   void complete_named(std::uint64_t id, CompleteBody& body, Delivery& delivery);
@@ -127,6 +129,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   const bool writes_directly_;
   const Send send_;
   const Abandon abandon_;
+
+  std::unique_ptr<Landing> landing_;  // of the frame that is being placed: the link's reader alone looks at it
 
   mutable std::mutex mutex_;
   bool lost_ = false;

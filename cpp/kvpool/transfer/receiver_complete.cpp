@@ -98,9 +98,11 @@ void Receiver::complete_named(std::uint64_t id, CompleteBody& body, Delivery& de
 void Receiver::verify(std::uint64_t id, std::uint32_t checksum, const std::shared_ptr<Delivery>& delivery) {
   const auto work = [self = shared_from_this(), this, id, checksum, delivery] {
     const std::vector<Address>& addresses = delivery->reservation.addresses;
-    const std::uint32_t found = host_.blocks().checksum(addresses);
-    if (found == checksum) return deliver(id, *delivery);
+    std::uint32_t found = 0;
+    const auto unread = failure_of([&] { found = host_.blocks().checksum(addresses); });
+    if (!unread && found == checksum) return deliver(id, *delivery);
     finish_delivery(id, *delivery, addresses.size(), /*delivered=*/false);
+    if (unread) return refuse(id, *unread);
     refuse(id, *failure_of([&] {
              throw Error(ErrorCode::kProtocol, "the checksum of " + number_of(id) + " is wrong: content was damaged",
                          {{"needed", checksum}, {"given", found}});

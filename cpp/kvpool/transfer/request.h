@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,6 +14,8 @@
 #include "kvpool/transport/wire.h"
 
 namespace kvpool {
+
+class DeviceOrder;
 
 using Token = std::int32_t;
 
@@ -34,9 +37,11 @@ struct TransferRequest {
   std::optional<Bytes> private_bytes;  // to the receiving application, with the blocks; nullopt: it is not told
   Strategy strategy = Strategy::kAuto;
   Priority priority = Priority::kPrefill;
-  std::string route;             // "": the cheapest that both sides have
-  bool checksum = false;         // of the content, verified by the receiver before it commits
-  bool streamed = false;         // opened for layer-wise sending: nothing is written before send_layer()
+  std::string route;      // "": the cheapest that both sides have
+  bool checksum = false;  // of the content, verified by the receiver before it commits
+  bool streamed = false;  // opened for layer-wise sending: nothing is written before send_layer()
+  // What the application's GPU has to do before the blocks are read; null: of a pool on a GPU, all that it was given.
+  std::shared_ptr<const DeviceOrder> after;
   std::int64_t deadline_ns = 0;  // CLOCK_MONOTONIC
 };
 

@@ -73,7 +73,10 @@ std::vector<std::string> Session::route_names() const {
   std::vector<std::string> names;
   const std::lock_guard lock(mutex_);
   names.reserve(routes_.size());
-  for (const auto& route : routes_) names.emplace_back(route->name());
+  for (const auto& route : routes_) {
+    // Of a pool on a GPU there are two of the same name: one by the CPU, one by the GPU.
+    if (std::ranges::find(names, route->name()) == names.end()) names.emplace_back(route->name());
+  }
   return names;
 }
 
@@ -257,18 +260,18 @@ void Session::tell(FrameKind kind, std::uint64_t id, std::span<const std::byte> 
 // --- transfers ---
 
 std::shared_ptr<Route> Session::choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
-                                             const Reach& reach) const {
+                                             const Reach& from, const Reach& to) const {
   std::unique_lock lock(mutex_);
   if (routes_.empty()) {
     lock.unlock();
     throw_lost();
   }
-  auto best = cheapest_route(routes_, name, pieces, bytes, reach);
+  auto best = cheapest_route(routes_, name, pieces, bytes, from, to);
   if (best != nullptr) return best;
   std::string known;
   for (const auto& route : routes_) known += (known.empty() ? "" : ", ") + std::string(route->name());
-  throw Error(ErrorCode::kUnsupported,
-              "there is no route " + name + " to these blocks of peer " + peer_.name + "; there are: " + known);
+  throw Error(ErrorCode::kUnsupported, "there is no route " + name + " from these blocks to those of peer " +
+                                           peer_.name + "; there are: " + known);
 }
 
 std::shared_ptr<Transfer> Session::transfer(TransferRequest&& request) {
@@ -284,7 +287,7 @@ std::shared_ptr<Outgoing> Session::prepare(TransferRequest&& request) {
   const std::uint64_t pieces = request.from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size());
   Reach reach = reach_of(request.to);
   if (request.to.empty()) reach = {request.medium != Medium::kDram, request.medium != Medium::kHbm};
-  auto route = choose_route(request.route, pieces, bytes, reach);
+  auto route = choose_route(request.route, pieces, bytes, reach_of(request.from), reach);
   if (request.checksum && !route->traits().whole) {
     throw Error(ErrorCode::kUnsupported,
                 "a logical instance has its blocks in several ranks: no checksum of the whole "

@@ -2,13 +2,17 @@
 
 #include <utility>
 
+#include "kvpool/cuda/order.h"
 #include "kvpool/transfer/failure.h"
 
 namespace kvpool {
 
 void carry_out(WriteJob& job) {
   WriteOutcome outcome;
-  const auto failure = failure_of([&] { outcome = job.route->write(job.request); });
+  const auto failure = failure_of([&] {
+    if (job.request.after != nullptr) job.request.after->wait(job.request.deadline_ns, job.request.cancelled);
+    outcome = job.route->write(job.request);
+  });
   std::exchange(job.done, nullptr)(outcome, failure ? &*failure : nullptr);
 }
 

@@ -34,7 +34,8 @@ struct WriteJob {
   std::function<void(const WriteOutcome& outcome, const Error* error)> done;  // called exactly once
 };
 
-// Writes in this thread, and calls job.done: once, whatever it throws, which is thrown on.
+// Waits for what the write has to follow, writes in this thread, and calls job.done: once, whatever it throws, which is
+// thrown on.
 void carry_out(WriteJob& job);
 
 class SessionHost {

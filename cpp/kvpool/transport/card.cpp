@@ -97,14 +97,18 @@ std::uint64_t check_segment(const CardSegment& segment, std::uint32_t blocks) {
 
 // The scheduler of a logical instance counts blocks; their memory is its ranks'.
 void check_absent(const CardMedium& medium) {
-  if (!medium.segments.empty() || medium.mapped_bytes != 0) fail("a logical instance has memory of its own");
+  if (!medium.segments.empty() || medium.mapped_bytes != 0 || medium.kind != MemoryKind::kHost) {
+    fail("a logical instance has memory of its own");
+  }
 }
 
 void check_medium(const CardMedium& medium, std::uint64_t block_bytes, bool group) {
   check_range(medium.blocks, 0, kBlocksMax, "number of blocks");
   if (group) return check_absent(medium);
   if (medium.blocks == 0) {
-    if (!medium.segments.empty() || medium.mapped_bytes != 0) fail("a medium without blocks has memory");
+    if (!medium.segments.empty() || medium.mapped_bytes != 0 || medium.kind != MemoryKind::kHost) {
+      fail("a medium without blocks has memory");
+    }
     return;
   }
   check_range(medium.segments.size(), 1, kCardSegmentsMax, "number of segments");
@@ -178,6 +182,9 @@ void check_card(const PeerCard& card) {
 CardMedium read_medium(WireReader& in) {
   CardMedium medium;
   medium.blocks = in.number<std::uint32_t>();
+  const auto kind = in.number<std::uint8_t>();
+  check_range(kind, 0, static_cast<std::uint8_t>(MemoryKind::kGpu), "kind of a medium's memory");
+  medium.kind = static_cast<MemoryKind>(kind);
   medium.mapped_bytes = in.number<std::uint64_t>();
   medium.segments = in.array<CardSegment>(kCardSegmentsMax);
   return medium;
@@ -223,7 +230,8 @@ void write_card(const PeerCard& card, WireWriter& out) {
   out.number(static_cast<std::uint32_t>(card.routes.size()));
   for (const std::string& route : card.routes) out.text(route);
   for (const CardMedium& medium : card.media) {
-    out.number(medium.blocks).number(medium.mapped_bytes).array(std::span<const CardSegment>(medium.segments));
+    out.number(medium.blocks).number(static_cast<std::uint8_t>(medium.kind)).number(medium.mapped_bytes);
+    out.array(std::span<const CardSegment>(medium.segments));
   }
   out.blob(card.ucx);
   write_ranks(card, out);

@@ -24,16 +24,22 @@ inline constexpr std::uint32_t kCardShapeMax = 1U << 20;  // of each number of a
 inline constexpr std::size_t kCardDoorBytesMax = 107;  // what a socket's address has room for, without its leading zero
 
 // Where the pieces of a medium's blocks lie in the peer's own address space. The lowest address of a medium's segments
-// is where its memfd is mapped, so the offset within the memfd is the distance from there.
+// is where its memfd, or its allocation on a GPU, is mapped, so the offset within that is the distance from there.
 struct CardSegment {
   std::uint64_t address;
   std::uint64_t stride;
   std::uint64_t bytes;
 };
 
+enum class MemoryKind : std::uint8_t {
+  kHost = 0,
+  kGpu = 1,  // addresses are a GPU's, and what can be mapped is an allocation of it
+};
+
 struct CardMedium {
   std::uint32_t blocks = 0;
-  std::uint64_t mapped_bytes = 0;  // of the memfd; 0 when the memory cannot be mapped
+  MemoryKind kind = MemoryKind::kHost;
+  std::uint64_t mapped_bytes = 0;  // of the memfd or allocation; 0 when the memory cannot be mapped
   std::vector<CardSegment> segments;
 };
 
@@ -53,7 +59,7 @@ struct PeerCard {
   std::uint32_t block_tokens = 0;
   std::vector<std::uint64_t> piece_bytes;  // of the logical block, as in Layout
   std::string model;                       // fingerprint, told by the user; "" when none
-  std::vector<std::string> routes;         // by which it lets others write: "loopback", "shm", "cma", "sock", "ucx"
+  std::vector<std::string> routes;         // by which it lets others write: "loopback", "shm", "cuda_ipc", ...
   CardMedium media[kMediaCount];
   Bytes ucx;         // of the ucx transport: worker address and rkeys; empty without it
   std::string door;  // abstract Unix socket name (without the leading zero) where local peers get in

@@ -31,6 +31,10 @@ class MemoryRoute final : public Route {
   bool reaches(Medium medium) const noexcept override {
     return peer_[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
   }
+  // Media on a GPU were left out of the spans.
+  bool reads(Medium medium) const noexcept override {
+    return local_[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
+  }
   double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override {
     return cost_.estimate_us(pieces, bytes, monotonic_ns());
   }

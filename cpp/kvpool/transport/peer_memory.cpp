@@ -119,16 +119,11 @@ class MappedFiles final : public MappedPeer {
   MappedFiles(const PeerCard& card, const MediaFiles& files) {
     for (std::size_t i = 0; i < files.size(); ++i) {
       const CardMedium& medium = card.media[i];
-      if (files[i] < 0 || medium.mapped_bytes == 0 || medium.blocks == 0) continue;
-      check_segments(medium);
+      if (files[i] < 0 || medium.mapped_bytes == 0 || medium.blocks == 0 || medium.kind != MemoryKind::kHost) continue;
       check_file(files[i], medium.mapped_bytes);
       mappings_.push_back(std::make_unique<Mapping>(files[i], static_cast<std::size_t>(medium.mapped_bytes)));
-      std::byte* base = mappings_.back()->base();
-      const std::uint64_t lowest = lowest_address(medium);
-      spans_[i].blocks = medium.blocks;
-      for (const CardSegment& segment : medium.segments) {
-        spans_[i].segments.push_back(Segment{base + (segment.address - lowest), segment.stride, segment.bytes});
-      }
+      spans_[i] = mapped_span(medium, mappings_.back()->base());
+      regions_[i] = {mappings_.back()->base(), static_cast<std::size_t>(medium.mapped_bytes)};
     }
     if (mappings_.empty()) throw Error(ErrorCode::kUnsupported, "the peer has no memory that can be mapped");
   }
@@ -139,9 +134,20 @@ class MappedFiles final : public MappedPeer {
 
 }  // namespace
 
+MediumSpan mapped_span(const CardMedium& medium, std::byte* base) {
+  check_segments(medium);
+  const std::uint64_t lowest = lowest_address(medium);
+  MediumSpan span{medium.blocks, {}};
+  for (const CardSegment& segment : medium.segments) {
+    span.segments.push_back(Segment{base + (segment.address - lowest), segment.stride, segment.bytes});
+  }
+  return span;
+}
+
 MediaSpans remote_spans(const PeerCard& card) {
   MediaSpans spans;
   for (std::size_t i = 0; i < spans.size(); ++i) {
+    if (card.media[i].kind != MemoryKind::kHost) continue;
     spans[i].blocks = card.media[i].blocks;
     for (const CardSegment& segment : card.media[i].segments) {
       spans[i].segments.push_back(

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 
 #include "kvpool/base/segment.h"
 #include "kvpool/transport/card.h"
@@ -14,8 +15,11 @@
 namespace kvpool {
 
 // The peer's blocks at the addresses that they have in the peer: for routes that name remote addresses (cma, ucx).
-// Never to be dereferenced here.
+// Never to be dereferenced here. Media on a GPU have no blocks in them.
 MediaSpans remote_spans(const PeerCard& card);
+
+// The medium as it is reached here, where its memory is mapped at `base`. Throws kProtocol.
+MediumSpan mapped_span(const CardMedium& medium, std::byte* base);
 
 // Files of the peer's media, by medium_index(); -1 for a medium that cannot be mapped.
 using MediaFiles = std::array<int, kMediaCount>;
@@ -24,16 +28,19 @@ using MediaFiles = std::array<int, kMediaCount>;
 // it ends with this object. A forked child does not inherit it.
 class MappedPeer {
  public:
-  // Maps every medium that has a descriptor and mapped_bytes; the others get no blocks. Throws Error kProtocol (the
-  // descriptor is no memory file, may shrink, or is too short for what the card says of it), kUnsupported (nothing to
-  // map, or the kernel does not).
+  // Maps every medium of host memory that has a descriptor and mapped_bytes; the others get no blocks. Throws Error
+  // kProtocol (the descriptor is no memory file, may shrink, or is too short for what the card says of it),
+  // kUnsupported (nothing to map, or the kernel does not).
   static std::unique_ptr<MappedPeer> make(const PeerCard& card, const MediaFiles& files);
   virtual ~MappedPeer() = default;
 
   const MediaSpans& spans() const noexcept { return spans_; }
+  // Where each medium is mapped, and how long it is; empty for one that is not.
+  const std::array<std::span<std::byte>, kMediaCount>& regions() const noexcept { return regions_; }
 
  protected:
   MediaSpans spans_;
+  std::array<std::span<std::byte>, kMediaCount> regions_{};
 };
 
 }  // namespace kvpool

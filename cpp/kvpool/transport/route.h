@@ -7,6 +7,7 @@
 // Thread-safety: write() may be called by several threads at once.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -20,13 +21,18 @@
 
 namespace kvpool {
 
+class DeviceOrder;
+
+using Reach = std::array<bool, kMediaCount>;  // media that a write is about, by medium_index()
+
 struct WriteRequest {
   std::uint64_t transfer = 0;  // id; what is placed by the receiver carries it
   std::span<const BlockStrip> strips;
-  std::span<const Address> from;  // blocks of this pool
-  std::span<const Address> to;    // as many blocks of the peer
-  bool merge = true;              // neighbours that lie in a row on both sides are one piece
-  std::int64_t deadline_ns = 0;   // CLOCK_MONOTONIC; 0 is long ago
+  std::span<const Address> from;       // blocks of this pool
+  std::span<const Address> to;         // as many blocks of the peer
+  const DeviceOrder* after = nullptr;  // what has to end before the blocks are read; waited for by who calls write()
+  bool merge = true;                   // neighbours that lie in a row on both sides are one piece
+  std::int64_t deadline_ns = 0;        // CLOCK_MONOTONIC; 0 is long ago
   const std::atomic<bool>* cancelled = nullptr;
   std::atomic<std::uint64_t>* bytes_done = nullptr;
 };
@@ -50,6 +56,10 @@ class Route {
   virtual RouteTraits traits() const noexcept = 0;
   // Whether it can write into the peer's blocks of this medium: memory that a peer adopted, say, cannot be mapped.
   virtual bool reaches(Medium) const noexcept { return true; }
+  // Whether it can read this pool's blocks of this medium: those on a GPU, no route can that copies by the CPU.
+  virtual bool reads(Medium) const noexcept { return true; }
+  // Whether it is made for writes between these media. If not, others that can do them are asked first.
+  virtual bool suits(const Reach& /*from*/, const Reach& /*to*/) const noexcept { return true; }
 
   // What a write of so many pieces and bytes costs, by what this route took before. Microseconds.
   virtual double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept = 0;

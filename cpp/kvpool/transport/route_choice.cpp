@@ -13,17 +13,33 @@ Reach reach_of(std::span<const Address> addresses) noexcept {
   return reach;
 }
 
+namespace {
+
+bool carries(const Route& route, const Reach& from, const Reach& to) noexcept {
+  for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
+    const auto at = static_cast<std::size_t>(medium_index(medium));
+    if ((from[at] && !route.reads(medium)) || (to[at] && !route.reaches(medium))) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
 std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> routes, const std::string& name,
-                                      std::uint64_t pieces, std::uint64_t bytes, const Reach& reach) {
+                                      std::uint64_t pieces, std::uint64_t bytes, const Reach& from, const Reach& to) {
   std::shared_ptr<Route> best;
   double best_us = std::numeric_limits<double>::infinity();
+  bool best_suits = false;
   for (const auto& route : routes) {
     if (!name.empty() && name != route->name()) continue;
-    if ((reach[0] && !route->reaches(Medium::kHbm)) || (reach[1] && !route->reaches(Medium::kDram))) continue;
+    if (!carries(*route, from, to)) continue;
+    const bool suits = route->suits(from, to);
+    if (best_suits && !suits) continue;
     const double us = routes.size() == 1 ? 0.0 : route->estimate_us(pieces, bytes);
-    if (us < best_us) {
+    if (us < best_us || suits != best_suits) {
       best_us = us;
       best = route;
+      best_suits = suits;
     }
   }
   return best;

@@ -3,7 +3,6 @@
 // Pure but for the routes' own estimates. Thread-safety: as theirs.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -15,12 +14,11 @@
 
 namespace kvpool {
 
-using Reach = std::array<bool, kMediaCount>;  // media that a write goes to, by medium_index()
 Reach reach_of(std::span<const Address> addresses) noexcept;
 
-// The one that is expected to take the least time, among those of this name ("": any) that reach these media; null when
-// there is none.
+// The one that is expected to take the least time, among those of this name ("": any) that read the ones and reach the
+// others of these media; null when there is none.
 std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> routes, const std::string& name,
-                                      std::uint64_t pieces, std::uint64_t bytes, const Reach& reach);
+                                      std::uint64_t pieces, std::uint64_t bytes, const Reach& from, const Reach& to);
 
 }  // namespace kvpool

@@ -27,6 +27,8 @@ struct RoutePrior {
 inline constexpr RoutePrior kMemoryPrior{0.2, 0.02, 1 / 12e3};
 inline constexpr RoutePrior kCmaPrior{1.5, 0.3, 1 / 7e3};
 inline constexpr RoutePrior kSockPrior{15, 0.3, 1 / 3e3};
+// Not measured: what the data sheets of an H100 and PCIe 5 lead to expect.
+inline constexpr RoutePrior kCudaPrior{12, 0.02, 1 / 40e3};
 
 class RouteCost {
  public:

@@ -5,9 +5,11 @@
 #include <utility>
 #include <vector>
 
+#include "kvpool/cuda/staging.h"
 #include "kvpool/transport/data_body.h"
 #include "kvpool/transport/parted_write.h"
 #include "kvpool/transport/reactor.h"
+#include "kvpool/transport/route_choice.h"
 #include "kvpool/transport/route_cost.h"
 
 namespace kvpool {
@@ -17,10 +19,16 @@ namespace {
 // so, and 95 us by a list; of 2,048 bytes 358 and 280 (bench/transfer/descriptors.cpp).
 constexpr std::size_t kGatherBelowBytes = 1024;
 
+static_assert(kDataBytesMax <= DeviceStaging::kBufferBytes, "a frame is gathered in one buffer");
+
 // What is needed to make frames; kept from one to the next.
 class FrameMaker {
  public:
-  FrameMaker(const WriteRequest& request, const MediaSpans& local) : request_(request), local_(local) {}
+  // `staging`: of blocks that the CPU cannot read; else null.
+  FrameMaker(const WriteRequest& request, const MediaSpans& local, DeviceStaging* staging)
+      : request_(request), local_(local), staging_device_(staging) {
+    if (staging != nullptr) buffer_ = staging->buffer();
+  }
 
   void make(const TransferPart& part) {
     body_.clear();
@@ -31,6 +39,11 @@ class FrameMaker {
     ContentPlan(local_, ranges_).emit(request_.from.subspan(part.first_block, part.blocks), request_.merge, pieces_);
     calls_ += pieces_.size();
     const std::uint64_t bytes = part.bytes();
+    if (buffer_ != nullptr) {
+      staging_device_->gather(pieces_, buffer_->data());
+      pieces_.assign(1, iovec{buffer_->data(), static_cast<std::size_t>(bytes)});
+      return;
+    }
     if (pieces_.size() > 1 && bytes < pieces_.size() * kGatherBelowBytes) gather(bytes);
   }
 
@@ -51,6 +64,8 @@ class FrameMaker {
 
   const WriteRequest& request_;
   const MediaSpans& local_;
+  DeviceStaging* const staging_device_;
+  std::shared_ptr<PinnedBuffer> buffer_;  // in use until the frame is sent
   Bytes body_;
   Bytes staging_;
   std::vector<ContentRange> ranges_;
@@ -60,8 +75,13 @@ class FrameMaker {
 
 class SockRoute final : public Route {
  public:
-  SockRoute(MediaSpans local, std::shared_ptr<void> keepalive, std::shared_ptr<Link> link)
-      : local_(std::move(local)), keepalive_(std::move(keepalive)), link_(std::move(link)) {}
+  SockRoute(MediaSpans local, std::shared_ptr<void> keepalive, std::shared_ptr<Link> link,
+            std::shared_ptr<DeviceStaging> staging, Reach on_gpu)
+      : local_(std::move(local)),
+        keepalive_(std::move(keepalive)),
+        link_(std::move(link)),
+        staging_(std::move(staging)),
+        on_gpu_(on_gpu) {}
 
   const char* name() const noexcept override { return "sock"; }
   RouteTraits traits() const noexcept override { return {.one_sided = false, .by_caller = true, .waits = true}; }
@@ -78,7 +98,7 @@ class SockRoute final : public Route {
                                       .strips_max = kDataRangesMax,
                                       .pieces_max = kDataPiecesMax};
     const TransferParts frames(request.strips, request.from.size(), kFrameLimits);
-    FrameMaker maker(request, local_);
+    FrameMaker maker(request, local_, reads_gpu(request) ? staging_.get() : nullptr);
     WriteOutcome outcome;
     for (std::size_t i = 0; i < frames.size(); ++i) {
       throw_if_stopped(request, name(), closed_);
@@ -98,6 +118,11 @@ class SockRoute final : public Route {
   void close() noexcept override { closed_.store(true, std::memory_order_relaxed); }
 
  private:
+  bool reads_gpu(const WriteRequest& request) const noexcept {
+    const Reach from = reach_of(request.from);
+    return (from[0] && on_gpu_[0]) || (from[1] && on_gpu_[1]);
+  }
+
   void check_sources(const WriteRequest& request) const {
     if (request.from.size() == request.to.size() && blocks_exist(request.from, local_)) return;
     throw Error(ErrorCode::kArgument, "a block to write from does not exist");
@@ -106,14 +131,18 @@ class SockRoute final : public Route {
   const MediaSpans local_;
   const std::shared_ptr<void> keepalive_;
   const std::shared_ptr<Link> link_;
+  const std::shared_ptr<DeviceStaging> staging_;
+  const Reach on_gpu_;
   RouteCost cost_{kSockPrior};
   std::atomic<bool> closed_{false};
 };
 
 }  // namespace
 
-std::unique_ptr<Route> make_sock_route(MediaSpans local, std::shared_ptr<void> keepalive, std::shared_ptr<Link> link) {
-  return std::make_unique<SockRoute>(std::move(local), std::move(keepalive), std::move(link));
+std::unique_ptr<Route> make_sock_route(MediaSpans local, std::shared_ptr<void> keepalive, std::shared_ptr<Link> link,
+                                       std::shared_ptr<DeviceStaging> staging, Reach on_gpu) {
+  return std::make_unique<SockRoute>(std::move(local), std::move(keepalive), std::move(link), std::move(staging),
+                                     on_gpu);
 }
 
 }  // namespace kvpool

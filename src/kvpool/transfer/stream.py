@@ -23,27 +23,30 @@ class TransferStream:
         transfer: The Transfer, to wait for, to ask for its progress, or to cancel.
     """
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Transfer, stream: object = None) -> None:
         """Use `Pool.open_transfer`."""
         self.transfer = transfer
+        self._stream = stream
         self._finished = False
 
-    def send_layer(self, layer: int) -> None:
+    def send_layer(self, layer: int, *, stream: object = None) -> None:
         """Sends one layer of all blocks, K and V: its content is complete. Layers may come in any order, each once.
 
         Does not wait for the bytes; they must not change until the transfer is done.
 
         Args:
             layer: From 0 on.
+            stream: Of a pool on a GPU: the layer is complete when the work that this CUDA stream was given so far has
+                ended. None: the stream of open_transfer; without that, all work of the GPU.
 
         Raises:
-            ArgumentError: There is no such layer, or it was sent before.
+            ArgumentError: There is no such layer, or it was sent before; the stream is of something else.
             StateError: The stream was finished.
             PeerLost, DeadlineExceeded, Cancelled, ...: The transfer has failed meanwhile; this is why.
         """
         if self._finished:
             raise StateError("the stream was finished: no layer can follow")
-        self.transfer._send_layer(layer)
+        self.transfer._send_layer(layer, self._stream if stream is None else stream)
 
     def finish(self) -> Transfer:
         """Says that all layers were sent. Does not wait. Idempotent.

@@ -216,6 +216,7 @@ class PeerVerbs(_core.Pool):
         priority: str = "prefill",
         route: str | None = None,
         checksum: bool = False,
+        stream: object = None,
         timeout: float | None = 30.0,
     ) -> TransferStream:
         """Begins a transfer whose layers are sent one by one, as they are computed. The other arguments: see transfer.
@@ -233,6 +234,7 @@ class PeerVerbs(_core.Pool):
             priority: "decode", "prefill" or "background".
             route: One route.
             checksum: The receiver verifies the content.
+            stream: For every layer that names none: see transfer. It is asked when the layer is sent, not now.
             timeout: Seconds from now until it fails with DeadlineExceeded.
 
         Returns:
@@ -241,12 +243,11 @@ class PeerVerbs(_core.Pool):
         Raises:
             As transfer.
         """
-        return TransferStream(
-            self._open_transfer(
-                peer, addrs, tokens=tokens, namespace=namespace, to=to, medium=medium, evict=evict, private=private,
-                strategy=strategy, priority=priority, route=route, checksum=checksum, timeout=timeout,
-            )
+        transfer = self._open_transfer(
+            peer, addrs, tokens=tokens, namespace=namespace, to=to, medium=medium, evict=evict, private=private,
+            strategy=strategy, priority=priority, route=route, checksum=checksum, stream=stream, timeout=timeout,
         )  # fmt: skip
+        return TransferStream(transfer, stream)
 
     def on_received(self, callback: Callable[[Received], object]) -> ReceivedCallback:
         """Calls back for each item that `received` would return, in a thread that the pool keeps for it.

@@ -1,5 +1,7 @@
 // The fake driver's memory: physical allocations, device addresses, registered host memory.
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -9,20 +11,47 @@
 
 namespace kvpool::fake_cuda {
 
-Physical::Physical(int of_device, std::size_t size) : device(of_device), bytes(size) {
-  fd = memfd_create("fake-cuda", MFD_CLOEXEC);
-  if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) std::abort();
+namespace {
+
+constexpr char kFileName[] = "fake-cuda-";
+
+std::byte* map_file(int fd, std::size_t bytes) {
   void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (mapped == MAP_FAILED) std::abort();
-  host = static_cast<std::byte*>(mapped);
+  return static_cast<std::byte*>(mapped);
+}
+
+}  // namespace
+
+Physical::Physical(int of_device, std::size_t size) : device(of_device), bytes(size) {
+  fd = memfd_create((kFileName + std::to_string(device)).c_str(), MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) std::abort();
+  host = map_file(fd, bytes);
   std::memset(host, 0xA5, bytes);  // what is new is not zero
   state().used[device] += bytes;
+}
+
+std::shared_ptr<Physical> Physical::import(int descriptor) {
+  char target[64] = {};
+  const std::string link = "/proc/self/fd/" + std::to_string(descriptor);
+  if (readlink(link.c_str(), target, sizeof target - 1) < 0) return nullptr;
+  const std::string name(target);
+  const std::size_t at = name.find(kFileName);
+  struct stat status{};
+  if (at == std::string::npos || fstat(descriptor, &status) != 0) return nullptr;
+  std::shared_ptr<Physical> physical(new Physical);
+  physical->device = std::atoi(name.c_str() + at + sizeof kFileName - 1);
+  physical->bytes = static_cast<std::size_t>(status.st_size);
+  physical->fd = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
+  physical->host = map_file(physical->fd, physical->bytes);
+  physical->imported = true;
+  return physical;
 }
 
 Physical::~Physical() {
   munmap(host, bytes);
   close(fd);
-  state().used[device] -= bytes;
+  if (!imported) state().used[device] -= bytes;
 }
 
 bool on_device(Address address) {
@@ -260,7 +289,20 @@ int cuMemExportToShareableHandle(void* shareable, Address handle, int type, unsi
   if (code != kSuccess) return code;
   const auto physical = s.handles.find(handle);
   if (physical == s.handles.end() || type != 1 || flags != 0) return kInvalidValue;
-  *static_cast<int*>(shareable) = dup(physical->second->fd);
+  *static_cast<int*>(shareable) = fcntl(physical->second->fd, F_DUPFD_CLOEXEC, 0);
+  return kSuccess;
+}
+
+int cuMemImportFromShareableHandle(Address* handle, void* shareable, int type) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const int code = enter("cuMemImportFromShareableHandle", "");
+  if (code != kSuccess) return code;
+  if (type != 1) return kInvalidValue;
+  auto physical = Physical::import(static_cast<int>(reinterpret_cast<std::intptr_t>(shareable)));
+  if (physical == nullptr) return kInvalidValue;
+  *handle = s.next_handle++;
+  s.handles[*handle] = std::move(physical);
   return kSuccess;
 }
 

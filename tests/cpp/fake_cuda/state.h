@@ -28,6 +28,7 @@ enum Code : int {
   kInvalidDevice = 101,
   kInvalidContext = 201,
   kInvalidHandle = 400,
+  kNotReady = 600,
   kIllegalAddress = 700,
   kContextDestroyed = 709,
   kAlreadyRegistered = 712,
@@ -42,14 +43,20 @@ inline constexpr std::size_t kGranularity = std::size_t{2} << 20;
 // Physical memory: freed when nobody refers to it, neither a handle nor a mapping.
 struct Physical {
   Physical(int device, std::size_t bytes);
+  // Another process's, or this one's once more: a memory file with its device in its name. Null for anything else.
+  static std::shared_ptr<Physical> import(int descriptor);
   ~Physical();
   Physical(const Physical&) = delete;
   Physical& operator=(const Physical&) = delete;
 
-  int device;
-  std::size_t bytes;
+  int device = 0;
+  std::size_t bytes = 0;
   int fd = -1;
   std::byte* host = nullptr;
+  bool imported = false;  // its device counts it where it was made
+
+ private:
+  Physical() = default;
 };
 
 // Device addresses [base, base + bytes): reserved, and perhaps mapped.

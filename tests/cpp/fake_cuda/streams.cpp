@@ -285,6 +285,21 @@ int cuEventRecord(void* raw_event, void* handle) {
   return kSuccess;
 }
 
+int cuEventQuery(void* raw_event) {
+  std::shared_ptr<Mark> mark;
+  {
+    const std::lock_guard lock(state().mutex);
+    int code = 0;
+    if (enter_context("cuEventQuery", "", code) == nullptr) return code;
+    auto* event = static_cast<Event*>(raw_event);
+    if (!state().events.contains(event)) return kInvalidHandle;
+    mark = event->mark;
+  }
+  if (mark == nullptr) return kSuccess;
+  const std::lock_guard lock(mark->mutex);
+  return mark->done ? kSuccess : kNotReady;
+}
+
 int cuMemcpyAsync(Address to, Address from, std::size_t bytes, void* handle) {
   const std::lock_guard lock(state().mutex);
   int code = 0;

@@ -1,0 +1,72 @@
+// Memory that is somebody else's, made reachable for a GPU of this process.
+//
+// Thread-safety: immutable after construction; may go in any thread. In a forked child nothing is given back.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "kvpool/cuda/context.h"
+
+namespace kvpool {
+
+// Device memory of another process, mapped here. The allocation lives as long as somebody has it mapped: the other
+// process may end.
+class ImportedMemory {
+ public:
+  // `descriptor`: as DeviceMemory::export_descriptor() gave it there, not needed afterwards; of so many bytes, all of
+  // them. Throws kUnsupported (no such memory, another length, or this GPU does not reach the one that it is on),
+  // kOutOfMemory, kDeviceLost. Leaves nothing behind.
+  ImportedMemory(std::shared_ptr<const CudaContext> context, int descriptor, std::size_t bytes);
+  ~ImportedMemory();
+  ImportedMemory(const ImportedMemory&) = delete;
+  ImportedMemory& operator=(const ImportedMemory&) = delete;
+
+  std::byte* base() const noexcept;  // an address of the GPU
+
+ private:
+  void release() noexcept;
+
+  const std::shared_ptr<const CudaContext> context_;
+  const std::size_t bytes_;
+  CuPointer base_ = 0;  // reserved
+  bool mapped_ = false;
+};
+
+// Host memory that this GPU copies to and from at full speed, and that its kernels can follow: registered while this
+// lives.
+class RegisteredMemory {
+ public:
+  // Throws as CudaDriver::require. REQUIRES: the memory stays mapped as long as this lives.
+  RegisteredMemory(std::shared_ptr<const CudaContext> context, void* base, std::size_t bytes);
+  ~RegisteredMemory();
+  RegisteredMemory(const RegisteredMemory&) = delete;
+  RegisteredMemory& operator=(const RegisteredMemory&) = delete;
+
+  bool usable() const noexcept { return context_->usable(); }  // false in a forked child
+
+ private:
+  const std::shared_ptr<const CudaContext> context_;
+  void* const base_;
+};
+
+// Page-locked memory of its own, through which content goes between a GPU and what cannot reach it: a socket, a
+// checksum.
+class PinnedBuffer {
+ public:
+  // Throws kOutOfMemory, and as RegisteredMemory.
+  PinnedBuffer(const std::shared_ptr<const CudaContext>& context, std::size_t bytes);
+  ~PinnedBuffer();
+  PinnedBuffer(const PinnedBuffer&) = delete;
+  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
+
+  std::byte* data() const noexcept { return data_; }
+  std::size_t bytes() const noexcept { return bytes_; }
+
+ private:
+  const std::size_t bytes_;
+  std::byte* data_ = nullptr;
+  std::unique_ptr<RegisteredMemory> registered_;
+};
+
+}  // namespace kvpool

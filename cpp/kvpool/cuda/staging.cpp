@@ -1,0 +1,56 @@
+#include "kvpool/cuda/staging.h"
+
+#include <utility>
+
+namespace kvpool {
+namespace {
+
+constexpr std::size_t kKeptMax = 4;
+
+}  // namespace
+
+DeviceStaging::DeviceStaging(std::shared_ptr<const CudaContext> context)
+    : copier_(std::move(context), nullptr, "content cannot be copied between the GPU and a buffer"),
+      kept_(std::make_shared<Kept>()) {
+  kept_->buffers.reserve(kKeptMax);
+}
+
+std::shared_ptr<PinnedBuffer> DeviceStaging::buffer() {
+  std::unique_ptr<PinnedBuffer> buffer;
+  {
+    const std::lock_guard lock(kept_->mutex);
+    if (!kept_->buffers.empty()) {
+      buffer = std::move(kept_->buffers.back());
+      kept_->buffers.pop_back();
+    }
+  }
+  if (buffer == nullptr) buffer = std::make_unique<PinnedBuffer>(copier_.context(), kBufferBytes);
+  const auto put_back = [kept = kept_](PinnedBuffer* raw) {
+    std::unique_ptr<PinnedBuffer> returned(raw);
+    const std::lock_guard lock(kept->mutex);
+    if (kept->buffers.size() < kKeptMax) kept->buffers.push_back(std::move(returned));
+  };
+  return {buffer.release(), put_back};
+}
+
+void DeviceStaging::gather(std::span<const iovec> pieces, std::byte* to) {
+  std::vector<CopyPiece> copies;
+  copies.reserve(pieces.size());
+  for (const iovec& piece : pieces) {
+    copies.push_back({to, static_cast<const std::byte*>(piece.iov_base), piece.iov_len});
+    to += piece.iov_len;
+  }
+  copier_.copy(copies);
+}
+
+void DeviceStaging::scatter(const std::byte* from, std::span<const iovec> pieces) {
+  std::vector<CopyPiece> copies;
+  copies.reserve(pieces.size());
+  for (const iovec& piece : pieces) {
+    copies.push_back({static_cast<std::byte*>(piece.iov_base), from, piece.iov_len});
+    from += piece.iov_len;
+  }
+  copier_.copy(copies);
+}
+
+}  // namespace kvpool

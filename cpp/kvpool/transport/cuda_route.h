@@ -1,0 +1,46 @@
+// Routes by which a GPU of this process copies: from its own memory or the pool's page-locked host memory to a peer's,
+// which it has mapped.
+//
+// `loopback`: the peer is another pool of this process. `cuda_ipc`: another process on this host. Its GPU memory came
+// as a file descriptor and is imported; its host memory, as for shm, is mapped, and registered with the driver when
+// something is first written there. One copy, by the GPU, on streams of its own: when write() returns the bytes are
+// where they belong, and visible to whatever the peer starts on its GPU later.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "kvpool/base/segment.h"
+#include "kvpool/cuda/kernels.h"
+#include "kvpool/transport/peer_memory.h"
+#include "kvpool/transport/route.h"
+
+namespace kvpool {
+
+class CudaContext;
+
+// The local side: `spans` describes memory that `keepalive` keeps, all of it reachable for this GPU and page-locked
+// where it is the host's. Media that are not have no blocks.
+struct GpuSide {
+  std::shared_ptr<const CudaContext> context;
+  const cuda::KernelSet* kernels = nullptr;  // null: the copy engines copy everything
+  MediaSpans spans;
+  Reach on_gpu{};  // media that are not the host's
+  std::shared_ptr<void> keepalive;
+};
+
+// A pool of this process, likewise.
+struct GpuPeer {
+  MediaSpans spans;
+  Reach on_gpu{};
+  std::shared_ptr<void> keepalive;
+};
+
+// Throws as CudaDriver::require.
+std::unique_ptr<Route> make_cuda_loopback_route(GpuSide local, GpuPeer peer);
+
+// Reaches the media that could be mapped: a GPU that this one cannot access is left out. Throws as MappedPeer::make,
+// and kUnsupported when nothing is left. The descriptors are not needed afterwards.
+std::unique_ptr<Route> make_cuda_ipc_route(GpuSide local, const PeerCard& card, const MediaFiles& files);
+
+}  // namespace kvpool
