@@ -29,7 +29,7 @@ Bytes forged(const PeerCard& card) {
   writer.array(std::span<const std::uint64_t>(card.piece_bytes)).number(static_cast<std::uint32_t>(card.routes.size()));
   for (const std::string& route : card.routes) writer.text(route);
   for (const CardMedium& medium : card.media) {
-    writer.number(medium.blocks).number(medium.mapped_bytes);
+    writer.number(medium.blocks).number(static_cast<std::uint8_t>(medium.kind)).number(medium.mapped_bytes);
     writer.array(std::span<const CardSegment>(medium.segments));
   }
   writer.blob(card.ucx);
@@ -99,6 +99,21 @@ TEST_CASE("a card is read as it was written, to its last byte") {
   CHECK(read.media[1].blocks == 32);
   CHECK(std::memcmp(read.media[1].segments.data(), card.media[1].segments.data(), 16 * sizeof(CardSegment)) == 0);
   CHECK(written(read) == bytes);
+}
+
+TEST_CASE("a card says which memory is a GPU's, and no other kind") {
+  PeerCard card = sample_card();
+  card.media[0].kind = MemoryKind::kGpu;
+  const Bytes bytes = written(card);
+  WireReader in(bytes);
+  const PeerCard read = read_card(in);
+  CHECK(read.media[0].kind == MemoryKind::kGpu);
+  CHECK(read.media[1].kind == MemoryKind::kHost);
+  check_refused("kind of a medium's memory is 2", [](PeerCard& other) { other.media[0].kind = MemoryKind{2}; });
+  check_refused("a medium without blocks has memory", [](PeerCard& other) {
+    other.media[0] = {};
+    other.media[0].kind = MemoryKind::kGpu;
+  });
 }
 
 TEST_CASE("a card that ends too early is refused at every byte") {

@@ -102,7 +102,12 @@ void check_absent(const CardMedium& medium) {
   }
 }
 
+void check_kind(std::uint8_t kind) {
+  check_range(kind, 0, static_cast<std::uint8_t>(MemoryKind::kGpu), "kind of a medium's memory");
+}
+
 void check_medium(const CardMedium& medium, std::uint64_t block_bytes, bool group) {
+  check_kind(static_cast<std::uint8_t>(medium.kind));
   check_range(medium.blocks, 0, kBlocksMax, "number of blocks");
   if (group) return check_absent(medium);
   if (medium.blocks == 0) {
@@ -183,7 +188,7 @@ CardMedium read_medium(WireReader& in) {
   CardMedium medium;
   medium.blocks = in.number<std::uint32_t>();
   const auto kind = in.number<std::uint8_t>();
-  check_range(kind, 0, static_cast<std::uint8_t>(MemoryKind::kGpu), "kind of a medium's memory");
+  check_kind(kind);
   medium.kind = static_cast<MemoryKind>(kind);
   medium.mapped_bytes = in.number<std::uint64_t>();
   medium.segments = in.array<CardSegment>(kCardSegmentsMax);

@@ -38,9 +38,9 @@ enum class MemoryKind : std::uint8_t {
 
 struct CardMedium {
   std::uint32_t blocks = 0;
-  MemoryKind kind = MemoryKind::kHost;
   std::uint64_t mapped_bytes = 0;  // of the memfd or allocation; 0 when the memory cannot be mapped
   std::vector<CardSegment> segments;
+  MemoryKind kind = MemoryKind::kHost;
 };
 
 // A rank of a logical instance, and where the ranks of a peer connect to it.

@@ -1,0 +1,169 @@
+"""Transfers between processes whose HBM is on a GPU, over a library that answers for the CUDA driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transfer.kit import SECRET, Child, address_of, eventually, small_layout, small_pool
+
+import kvpool
+
+HBM, DRAM = kvpool.HBM, kvpool.DRAM
+SOURCES = Path(__file__).parents[2] / "cpp" / "fake_cuda"
+
+# In each process: the fake driver, and the blocks as NumPy sees them.
+SETUP = """
+import ctypes
+fake = ctypes.CDLL(os.environ["KVPOOL_CUDA_LIBRARY"])
+fake.fake_cuda_host.restype = ctypes.c_void_p
+fake.fake_cuda_host.argtypes = [ctypes.c_ulonglong, ctypes.c_size_t]
+fake.fake_cuda_count.restype = ctypes.c_size_t
+
+def view(medium):
+    tensor = pool.tensor(medium)
+    if medium == kvpool.DRAM:
+        return tensor.numpy()
+    array = tensor.__cuda_array_interface__
+    shape, dtype = array["shape"], np.dtype(array["typestr"])
+    strides = array["strides"] or np.empty(shape, dtype).strides
+    nbytes = sum((size - 1) * stride for size, stride in zip(shape, strides)) + dtype.itemsize
+    host = fake.fake_cuda_host(array["data"][0], nbytes)
+    return np.ndarray(shape, dtype, (ctypes.c_char * nbytes).from_address(host), strides=strides)
+
+def put(addrs, first):
+    for i, addr in enumerate(addrs):
+        place = kvpool.decode_address(addr)
+        view(place.medium)[place.block] = first + i
+
+def get(addrs):
+    values = []
+    for addr in addrs:
+        place = kvpool.decode_address(addr)
+        values.append(sorted(set(view(place.medium)[place.block].ravel().tolist())))
+    return values
+
+def new_stream():
+    context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    assert fake.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert fake.cuCtxPushCurrent_v2(context) == 0
+    assert fake.cuStreamCreate(ctypes.byref(stream), 1) == 0
+    return stream.value
+"""
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("fake_cuda") / "libfake_cuda.so"
+    subprocess.run(
+        [os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-shared", "-fPIC", "-pthread", "-o", str(library),
+         *map(str, sorted(SOURCES.glob("*.cpp")))],
+        check=True, timeout=600,
+    )  # fmt: skip
+    return library
+
+
+@contextmanager
+def two_processes(library: Path, device: str = "cuda:1", **settings: Any) -> Iterator[tuple[Child, Child]]:
+    """Pool a on the first GPU, b on another one, or where `device` says; a is connected to b."""
+    processes = [Child(KVPOOL_CUDA_LIBRARY=str(library)) for _ in range(2)]
+    try:
+        a, b = processes
+        for name, child, where in (("a", a, "cuda:0"), ("b", b, device)):
+            child(
+                "pool = small_pool(device=where, secret=secret, name=name, **settings)\n" + SETUP,
+                where=where, secret=SECRET, name=name, settings=settings,
+            )  # fmt: skip
+        address = b("pool.listen(address)", address=address_of("shm"))
+        assert a("pool.connect(address, timeout=30)", address=address) == "b"
+        yield a, b
+    finally:
+        for child in processes:
+            child.close()
+
+
+@pytest.mark.parametrize("route", ["cuda_ipc", "sock"])
+def test_blocks_of_a_gpu_go_to_another_process_and_come_back(fake_driver, route):
+    with two_processes(fake_driver, routes=(route,)) as (a, b):
+        for source, target in [(HBM, HBM), (HBM, DRAM), (DRAM, HBM), (DRAM, DRAM)]:
+            a("addrs = pool.alloc(3, medium=medium); put(addrs, 10)", medium=source)
+            sent = a("done = pool.transfer('b', addrs, medium=medium, checksum=True).wait()\ndone.addrs", medium=target)
+            assert a("done.stats.route") == route
+            assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [[10], [11], [12]]
+            assert set(kvpool.media(sent)) == {target}
+            b("put(got, 50)")
+            assert a("done = pool.fetch('b', sent, to=addrs).wait()\nget(addrs)", sent=sent) == [[50], [51], [52]]
+            a("pool.free(addrs)")
+            b("pool.free(got)")
+        assert a("fake.fake_cuda_count(b'pageable')") == b("fake.fake_cuda_count(b'pageable')") == 0
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
+def test_prompts_are_cached_at_the_receiver_and_lent_blocks_are_written(fake_driver, device):
+    with two_processes(fake_driver, device) as (a, b):
+        a("tokens = prompt(3); addrs = pool.alloc(3); put(addrs, 20)")
+        a("pool.transfer_with_insert('b', tokens, addrs).wait()")
+        found = "with pool.match(prompt(3)) as hit: found = (hit.tokens, get(hit.addrs))\nfound"
+        if device == "cpu":
+            found = found.replace("get(hit.addrs)", "[[int(x)] for x in Stamps(pool).read(hit.addrs)]")
+        assert b(found) == (12, [[20], [21], [22]])
+        a("lent = pool.alloc(2, instance='b'); pool.transfer('b', addrs[:2], to=lent).wait(); pool.free(lent)")
+
+
+def test_a_transfer_follows_the_stream_that_it_names(fake_driver):
+    with two_processes(fake_driver) as (a, b):
+        a("""
+stream = new_stream()
+addrs = pool.alloc(2)
+put(addrs, 10)
+go = threading.Event()
+callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+work = callback(lambda _: (go.wait(60), put(addrs, 70)))
+assert fake.cuLaunchHostFunc(ctypes.c_void_p(stream), work, None) == 0
+handle = pool.transfer("b", addrs, stream=stream)
+""")
+        assert a("handle.done()") is False
+        a("go.set(); handle.wait()")
+        assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [[70], [71]]
+        # Layer by layer, each after the work that came before it.
+        a("""
+go.clear()
+with pool.open_transfer("b", addrs, stream=stream) as layers:
+    work = callback(lambda _: (go.wait(60), put(addrs, 90)))
+    assert fake.cuLaunchHostFunc(ctypes.c_void_p(stream), work, None) == 0
+    layers.send_layer(0)
+    layers.send_layer(1)
+go.set()
+layers.wait()
+""")
+        assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [[90], [91]]
+
+
+def test_a_pool_in_ordinary_memory_takes_no_stream():
+    with small_pool(8) as pool:
+        with pytest.raises(kvpool.ArgumentError, match="stream"):
+            pool.transfer("nobody", pool.alloc(1), stream=0)
+        with pytest.raises(kvpool.ArgumentTypeError, match="stream"):
+            pool.transfer("nobody", pool.alloc(1), stream="main")
+
+
+@pytest.mark.parametrize("route", ["cuda_ipc", "sock"])
+def test_a_receiver_that_is_killed_is_lost_and_a_sender_that_is_killed_leaves_nothing(fake_driver, route):
+    with two_processes(fake_driver, routes=(route,), lease_s=0.5, layout=small_layout()) as (a, b):
+        a("addrs = pool.alloc(4); put(addrs, 10); fake.fake_cuda_set(b'delay_us', 100_000)")
+        a("handle = pool.transfer('b', addrs)")
+        b.kill(signal.SIGKILL)
+        assert a("type(handle.exception(60)).__name__") == "PeerLost"
+        assert a("get(addrs)") == [[10], [11], [12], [13]]
+    with two_processes(fake_driver, routes=(route,), lease_s=0.5) as (a, b):
+        a("addrs = pool.alloc(4); put(addrs, 10); fake.fake_cuda_set(b'delay_us', 100_000)")
+        a("handle = pool.transfer('b', addrs)")
+        a.kill(signal.SIGKILL)
+        eventually(lambda: b("stats = pool.stats()\nstats.hbm.free") == 8, seconds=30)
+        b("pool.audit()")
