@@ -170,7 +170,7 @@ TEST_CASE("pools meet by every route that reaches a GPU, and the CPU copies what
     CHECK(a.service().peers()[0].routes == std::vector<std::string>{"loopback", "shm", "cuda_ipc", "sock"});
     const std::string peer = a.connect(host);
     std::uint64_t first = 100;
-    const auto send = [&](ServiceNode& from, ServiceNode& to, Medium source, Medium target) {
+    const auto send = [&](ServiceNode& from, ServiceNode& to, Medium source, Medium target, const char* by = "") {
       const Addresses addresses = alloc_stamped(*from.pool(), 2, first += 10, source);
       TransferRequest request;
       request.peer = to.name();
@@ -178,6 +178,7 @@ TEST_CASE("pools meet by every route that reaches a GPU, and the CPU copies what
       request.medium = target;
       request.private_bytes = Bytes();
       request.checksum = true;
+      request.route = by;
       request.deadline_ns = real_seconds(10);
       const auto transfer = from.service().transfer(std::move(request));
       REQUIRE(transfer->wait(real_seconds(20)));
@@ -193,8 +194,9 @@ TEST_CASE("pools meet by every route that reaches a GPU, and the CPU copies what
       for (const Medium target : {Medium::kHbm, Medium::kDram}) {
         CHECK_NOTHROW(send(a, b, source, target));
         // The other pool's memory is page-locked by nobody: but mapped once more, it is.
+        CHECK(send(a, host, source, target, "cuda_ipc") == "cuda_ipc");
         const std::string to_host = send(a, host, source, target);
-        if (source == Medium::kHbm) CHECK(to_host == "cuda_ipc");
+        if (source == Medium::kHbm) CHECK((to_host == "cuda_ipc" || to_host == "sock"));
         // A pool without a GPU sends to one that has it over the socket.
         const std::string route = send(host, a, source, target);
         if (target == Medium::kHbm) CHECK(route == "sock");
@@ -265,13 +267,15 @@ TEST_CASE("whichever call of the driver fails when two pools meet, they meet or 
         Service& second = two->start_service(service);
         first.connect(second.listen(unix_address()), real_seconds(10));
         cuda.fail_nth(0, 0);
-        const auto& routes = first.peers()[0].routes;
+        const std::vector<PeerInfo> peers = first.peers();
+        const auto& routes = peers[0].routes;
         without_ipc = without_ipc || std::ranges::find(routes, "cuda_ipc") == routes.end();
       });
       if (error) CHECK((error->code() == ErrorCode::kUnsupported || error->code() == ErrorCode::kPeerLost));
     }
     const bool reached = cuda.failed();
-    CHECK(cuda.left() == "");
+    // A handle of an imported allocation, whose mapping has gone, when to release it was what failed.
+    CHECK((cuda.left() == "" || cuda.left() == "handles=1"));
     if (!reached) break;
   }
   CHECK(without_ipc);
@@ -364,7 +368,7 @@ ServiceOptions named(const char* name) {
   options.name = name;
   options.secret = "s3cret";
   options.routes = {"cuda_ipc", "sock"};
-  options.lease_ns = kSecond / 2;
+  options.lease_ns = 2 * kSecond;
   return options;
 }
 
@@ -394,6 +398,7 @@ TEST_CASE("pools of two processes send to each other's GPUs and host memory") {
       request.from = item->addresses;
       request.medium = static_cast<Medium>(item->private_bytes[0]);
       request.private_bytes = Bytes();
+      request.route = "cuda_ipc";
       request.deadline_ns = real_seconds(20);
       const auto transfer = service.transfer(std::move(request));
       if (!transfer->wait(real_seconds(30))) return 2;
@@ -420,6 +425,7 @@ TEST_CASE("pools of two processes send to each other's GPUs and host memory") {
         request.from = from;
         request.medium = there;
         request.private_bytes = Bytes(--left > 0 ? 1 : 2, static_cast<std::byte>(back));
+        request.route = "cuda_ipc";
         request.deadline_ns = real_seconds(20);
         const auto transfer = service.transfer(std::move(request));
         REQUIRE(transfer->wait(real_seconds(30)));

@@ -155,13 +155,13 @@ def test_a_pool_in_ordinary_memory_takes_no_stream():
 
 @pytest.mark.parametrize("route", ["cuda_ipc", "sock"])
 def test_a_receiver_that_is_killed_is_lost_and_a_sender_that_is_killed_leaves_nothing(fake_driver, route):
-    with two_processes(fake_driver, routes=(route,), lease_s=0.5, layout=small_layout()) as (a, b):
+    with two_processes(fake_driver, routes=(route,), lease_s=2, layout=small_layout()) as (a, b):
         a("addrs = pool.alloc(4); put(addrs, 10); fake.fake_cuda_set(b'delay_us', 100_000)")
         a("handle = pool.transfer('b', addrs)")
         b.kill(signal.SIGKILL)
         assert a("type(handle.exception(60)).__name__") == "PeerLost"
         assert a("get(addrs)") == [[10], [11], [12], [13]]
-    with two_processes(fake_driver, routes=(route,), lease_s=0.5) as (a, b):
+    with two_processes(fake_driver, routes=(route,), lease_s=2) as (a, b):
         a("addrs = pool.alloc(4); put(addrs, 10); fake.fake_cuda_set(b'delay_us', 100_000)")
         a("handle = pool.transfer('b', addrs)")
         a.kill(signal.SIGKILL)
