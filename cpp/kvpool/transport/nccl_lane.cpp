@@ -1,0 +1,213 @@
+#include "kvpool/transport/nccl_lane.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+namespace kvpool {
+namespace {
+
+constexpr const char* kWhat = "blocks cannot travel by NCCL";
+// Longer pieces go by the copy engines.
+constexpr std::uint64_t kKernelPieceBytesMax = std::uint64_t{256} << 10;
+constexpr int kDrainTries = 3;
+constexpr std::size_t kStagingBytesMin = std::size_t{1} << 20;
+
+CuPointer pointer(const void* address) noexcept {
+  return static_cast<CuPointer>(reinterpret_cast<std::uintptr_t>(address));
+}
+
+bool is_hbm(Address address) noexcept { return medium_bits_of(address) == static_cast<std::uint32_t>(Medium::kHbm); }
+
+}  // namespace
+
+class NcclLane::Event {
+ public:
+  explicit Event(const CudaContext& context) : context_(context) {
+    const CudaDriver& driver = context.driver();
+    driver.require(driver.event_create(&event_, kCuEventDisableTiming), "cuEventCreate", kWhat);
+  }
+  ~Event() { context_.driver().event_destroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  void record(const CudaStream& stream) const {
+    const CudaDriver& driver = context_.driver();
+    driver.require(driver.event_record(event_, stream.handle()), "cuEventRecord", kWhat);
+  }
+  bool is_done() const {
+    const CudaDriver& driver = context_.driver();
+    const CuResult result = driver.event_query(event_);
+    if (result == kCudaNotReady) return false;
+    driver.require(result, "cuEventQuery", kWhat);
+    return true;
+  }
+
+ private:
+  const CudaContext& context_;
+  CuEvent event_ = nullptr;
+};
+
+class NcclLane::Staging {
+ public:
+  Staging(const CudaContext& context, std::size_t bytes) : context_(context), bytes_(bytes) {
+    const CudaDriver& driver = context.driver();
+    driver.require(driver.mem_alloc(&base_, bytes), "cuMemAlloc", kWhat);
+  }
+  ~Staging() { context_.driver().mem_free(base_); }
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+
+  CuPointer base() const noexcept { return base_; }
+  std::size_t bytes() const noexcept { return bytes_; }
+
+ private:
+  const CudaContext& context_;
+  const std::size_t bytes_;
+  CuPointer base_ = 0;
+};
+
+NcclLane::NcclLane(const NcclMemory& memory, NcclWay way) : memory_(memory), way_(way) {}
+
+NcclLane::~NcclLane() { let_go(); }
+
+void NcclLane::let_go() noexcept {
+  const CurrentContext current(*memory_.context);
+  if (!current) {  // at the end of the process, or in a forked child: the driver has freed it, or must not be asked to
+    static_cast<void>(communicator_.release());
+    static_cast<void>(event_.release());
+    static_cast<void>(staging_.release());
+    return;
+  }
+  shut();
+  staging_.reset();
+  event_.reset();
+  stream_.reset();
+}
+
+NcclId NcclLane::make_id() const {
+  const CurrentContext current(*memory_.context, kWhat);
+  NcclId id{};
+  memory_.library->require(memory_.library->get_unique_id(&id), "ncclGetUniqueId");
+  return id;
+}
+
+void NcclLane::open(const NcclId& id, const NcclCheck& check) {
+  const CurrentContext current(*memory_.context, kWhat);
+  shut();
+  if (stream_ == nullptr) stream_ = std::make_unique<CudaStream>(memory_.context);
+  if (event_ == nullptr) event_ = std::make_unique<Event>(*memory_.context);
+  communicator_ = std::make_unique<NcclCommunicator>(*memory_.library, id, way_, check);
+}
+
+void NcclLane::shut() noexcept {
+  if (communicator_ == nullptr) return;
+  communicator_.reset();  // NCCL finds the context by itself
+  for (int tries = 0; tries < kDrainTries; ++tries) {
+    const CurrentContext current(*memory_.context);
+    if (!current) continue;
+    try {
+      return stream_->drain(kWhat);
+    } catch (const Error& error) {
+      // A driver that could not say at first, and then could: all has ended.
+      if (error.code() != ErrorCode::kDeviceLost) return;
+    }
+  }
+  // The GPU, or the context with everything in it, is lost: nothing writes there any more.
+}
+
+void NcclLane::pass(const NcclContent& content, const NcclCheck& check) {
+  const CurrentContext current(*memory_.context, kWhat);
+  try {
+    run(content, check);
+  } catch (...) {
+    shut();
+    throw;
+  }
+}
+
+void NcclLane::run(const NcclContent& content, const NcclCheck& check) {
+  pieces_.clear();
+  ContentPlan(memory_.local, content.ranges).emit(content.blocks, true, pieces_);
+  const bool direct = lies_in_messages(content);
+  std::vector<NcclCommunicator::Piece> messages;
+  const auto cut = [&](CuPointer at, std::uint64_t bytes) {
+    for (std::uint64_t done = 0; done < bytes; done += content.message_bytes) {
+      messages.push_back({at + done, std::min(content.message_bytes, bytes - done)});
+    }
+  };
+  if (direct) {
+    for (const iovec& piece : pieces_) cut(pointer(piece.iov_base), piece.iov_len);
+  } else {
+    if (staging_ == nullptr || staging_->bytes() < content.bytes) {
+      staging_.reset();  // never in use here: a pass ends before the next one begins
+      staging_ = std::make_unique<Staging>(*memory_.context,
+                                           std::max(kStagingBytesMin, std::bit_ceil(std::size_t{content.bytes})));
+    }
+    cut(staging_->base(), content.bytes);
+  }
+  if (!direct && way_ == NcclWay::kSend) copy(content);
+  communicator_->pass(messages, stream_->handle(), check);
+  if (!direct && way_ == NcclWay::kReceive) copy(content);
+  wait(check);
+}
+
+bool NcclLane::lies_in_messages(const NcclContent& content) const noexcept {
+  if (!std::all_of(content.blocks.begin(), content.blocks.end(), is_hbm)) return false;
+  for (std::size_t i = 0; i + 1 < pieces_.size(); ++i) {
+    if (pieces_[i].iov_len % content.message_bytes != 0) return false;
+  }
+  return true;
+}
+
+// Between the blocks and the staging memory.
+void NcclLane::copy(const NcclContent& content) {
+  const bool one_medium = std::adjacent_find(content.blocks.begin(), content.blocks.end(), [](Address a, Address b) {
+                            return medium_bits_of(a) != medium_bits_of(b);
+                          }) == content.blocks.end();
+  const bool small = content.bytes / pieces_.size() <= kKernelPieceBytesMax;
+  if (memory_.kernels != nullptr && one_medium && small) return copy_by_kernel(content);
+  copy_by_engine();
+}
+
+void NcclLane::copy_by_kernel(const NcclContent& content) {
+  const MediumSpan& medium = memory_.local[medium_bits_of(content.blocks.front()) - 1];
+  std::byte* staging = reinterpret_cast<std::byte*>(staging_->base());  // NOLINT(performance-no-int-to-ptr)
+  std::vector<PlannedStrip> strips =
+      cuda::plan_staging(medium, content.ranges, content.blocks.size(), cuda::StagingOrder::kByRange, staging);
+  const bool sends = way_ == NcclWay::kSend;
+  if (!sends) strips = cuda::reverse(strips);
+  std::vector<cuda::BlockPair> pairs(content.blocks.size());
+  for (std::uint32_t i = 0; i < pairs.size(); ++i) {
+    const std::uint32_t block = block_of(content.blocks[i]);
+    pairs[i] = sends ? cuda::BlockPair{block, i} : cuda::BlockPair{i, block};
+  }
+  memory_.context->driver().require(memory_.kernels->copy({strips, pairs}, stream_->handle(), {}), "the copy kernel",
+                                    kWhat);
+}
+
+void NcclLane::copy_by_engine() {
+  const CudaDriver& driver = memory_.context->driver();
+  CuPointer staging = staging_->base();
+  for (const iovec& piece : pieces_) {
+    const CuPointer block = pointer(piece.iov_base);
+    const bool sends = way_ == NcclWay::kSend;
+    driver.require(
+        driver.memcpy_async(sends ? staging : block, sends ? block : staging, piece.iov_len, stream_->handle()),
+        "cuMemcpyAsync", kWhat);
+    staging += piece.iov_len;
+  }
+}
+
+// For all that is in the stream; what NCCL has put there may never end by itself.
+void NcclLane::wait(const NcclCheck& check) {
+  event_->record(*stream_);
+  nccl_wait([this] { return event_->is_done(); },
+            [&] {
+              check();
+              communicator_->check_alive();
+            });
+  communicator_->check_alive();
+}
+
+}  // namespace kvpool
