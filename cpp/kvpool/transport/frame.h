@@ -32,6 +32,10 @@ enum class FrameKind : std::uint8_t {
   kCancel = 20,    // transfer `id` will not be; nothing writes now  -> kDone
   kFetch = 21,     // write your blocks into mine                    -> kDone or kRefused
   kData = 22,      // block content for transfer `id`                no answer
+  // What goes by NCCL is said here, on the link. Of one direction; the other one has its own.
+  kChannel = 24,  // join me in this communicator                    no answer: NCCL is one
+  kPass = 25,     // receive content by NCCL for transfer `id`       -> kPassed
+  kHalt = 26,     // I have left the communicator                    no answer
   // From the scheduler of a logical instance to its ranks, and between ranks of two of them.
   kMeet = 48,    // connect to these ranks of a peer                  -> kDone or kRefused
   kOrder = 49,   // write these parts of blocks to ranks of a peer    -> kReported or kRefused
@@ -45,6 +49,7 @@ enum class FrameKind : std::uint8_t {
   kDone = 34,
   kRefused = 35,
   kReported = 36,
+  kPassed = 37,  // also when it was refused
 };
 
 struct FrameHeader {

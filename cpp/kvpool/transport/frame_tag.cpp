@@ -59,6 +59,9 @@ std::size_t body_bytes_max(std::uint8_t kind) {
     case FrameKind::kCancel:
     case FrameKind::kFetch:
     case FrameKind::kData:
+    case FrameKind::kChannel:
+    case FrameKind::kPass:
+    case FrameKind::kHalt:
     case FrameKind::kMeet:
     case FrameKind::kOrder:
     case FrameKind::kStop:
@@ -70,6 +73,7 @@ std::size_t body_bytes_max(std::uint8_t kind) {
     case FrameKind::kDone:
     case FrameKind::kRefused:
     case FrameKind::kReported:
+    case FrameKind::kPassed:
       return kBodyBytesMax;
   }
   fail("there is no kind " + std::to_string(kind));

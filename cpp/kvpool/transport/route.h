@@ -49,6 +49,8 @@ struct RouteTraits {
   bool whole = true;      // sender and receiver have the whole content at hand, so that they can compare checksums
 };
 
+class Passage;
+
 class Route {
  public:
   virtual ~Route() = default;
@@ -70,6 +72,9 @@ class Route {
   // written); then nothing of this call is written any more when it has thrown. REQUIRES: strips lie within the
   // content of the blocks on both sides, no two destinations overlap, as many destinations as sources.
   virtual WriteOutcome write(const WriteRequest& request) = 0;
+
+  // What receives here that the peer writes by this route, when that takes this side's help.
+  virtual std::shared_ptr<Passage> passage() const noexcept { return nullptr; }
 
   // Writes that come later fail with kPeerLost, those under way soon. Idempotent.
   virtual void close() noexcept = 0;

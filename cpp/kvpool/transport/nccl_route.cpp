@@ -1,0 +1,275 @@
+#include "kvpool/transport/nccl_route.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "kvpool/transport/data_body.h"
+#include "kvpool/transport/parted_write.h"
+#include "kvpool/transport/reactor.h"
+#include "kvpool/transport/route_cost.h"
+
+namespace kvpool {
+namespace {
+
+// A guess: nobody has measured it. Writes correct it.
+constexpr RoutePrior kNcclPrior{100, 0.02, 1 / 20e3};
+constexpr auto kLook = std::chrono::milliseconds(5);
+constexpr std::int64_t kNsPerMs = 1'000'000;
+constexpr std::int64_t kHaltNs = 10'000'000'000;
+constexpr PartLimits kPassLimits{.bytes_max = kNcclPassBytesMax,
+                                 .blocks_max = kDataBlocksMax,
+                                 .strips_max = kDataRangesMax,
+                                 .pieces_max = kDataPiecesMax};
+
+// Pieces that both sides may well have in one run are a message each; else all is one, and gathered.
+std::uint64_t message_bytes_of(const TransferPart& part) noexcept {
+  const std::uint64_t bytes = part.bytes();
+  if (part.strips.size() != 1) return bytes;
+  const std::uint64_t piece = part.strips.front().bytes;
+  return piece >= kNcclMessageBytesMin && part.blocks <= kNcclMessagesMax ? piece : bytes;
+}
+
+// What the session sees: passes that arrive go to the inbox, answers to passes from here to the route.
+class NcclPassage final : public Passage {
+ public:
+  NcclPassage(std::shared_ptr<NcclInbox> inbox, std::function<void(std::uint64_t id, const NcclPassedBody&)> on_passed)
+      : inbox_(std::move(inbox)), on_passed_(std::move(on_passed)) {}
+  void begin(Admit admit, Placed placed) override { inbox_->begin(std::move(admit), std::move(placed)); }
+  void on_message(Message&& message) override {
+    if (message.kind != FrameKind::kPassed) return inbox_->on_message(std::move(message));
+    on_passed_(message.id, read_passed(message.body));
+  }
+  bool defer(std::function<void()>& work) override { return inbox_->defer(work); }
+  void close(std::function<void()> settled) noexcept override { inbox_->close(std::move(settled)); }
+  void stop() noexcept { inbox_->stop(); }
+
+ private:
+  const std::shared_ptr<NcclInbox> inbox_;
+  const std::function<void(std::uint64_t id, const NcclPassedBody&)> on_passed_;
+};
+
+// Answers, as they come in. Shared by the route and the passage, which live for different times.
+class Answers {
+ public:
+  void on_passed(std::uint64_t id, const NcclPassedBody& body) {
+    const std::lock_guard lock(mutex_);
+    if (body.number == 0) {
+      unmade_ = id;
+      why_unmade_ = body.why;
+      return;
+    }
+    if (body.number != expected_ || answer_) {
+      throw Error(ErrorCode::kProtocol, "the peer tells of content that was not sent to it");
+    }
+    answer_ = body;
+    changed_.notify_all();
+  }
+  void expect(std::uint64_t number) {
+    const std::lock_guard lock(mutex_);
+    expected_ = number;
+    answer_.reset();
+  }
+  std::optional<NcclPassedBody> get() {
+    const std::lock_guard lock(mutex_);
+    return answer_;
+  }
+  // Throws when the peer has said that it cannot make its side of this communicator.
+  void throw_if_unmade(std::uint64_t generation) {
+    const std::lock_guard lock(mutex_);
+    if (unmade_ != generation) return;
+    throw Error(ErrorCode::kUnsupported, "the peer cannot receive by NCCL: " + why_unmade_);
+  }
+  // For a while, or until there is one.
+  void wait() {
+    std::unique_lock lock(mutex_);
+    if (!answer_) changed_.wait_for(lock, kLook);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::uint64_t expected_ = 0;
+  std::optional<NcclPassedBody> answer_;
+  std::uint64_t unmade_ = 0;
+  std::string why_unmade_;
+};
+
+class NcclRoute final : public Route {
+ public:
+  NcclRoute(const NcclMemory& memory, const std::shared_ptr<Link>& link, NcclRun run)
+      : local_(memory.local),
+        link_(link),
+        answers_(std::make_shared<Answers>()),
+        passage_(std::make_shared<NcclPassage>(
+            std::make_shared<NcclInbox>(memory, link, std::move(run)),
+            [answers = answers_](std::uint64_t id, const NcclPassedBody& body) { answers->on_passed(id, body); })),
+        lane_(memory, NcclWay::kSend) {}
+
+  const char* name() const noexcept override { return "nccl"; }
+  // It waits for the GPU, and for the peer's: never in a caller's thread.
+  RouteTraits traits() const noexcept override {
+    return {.one_sided = false, .by_caller = false, .waits = true, .whole = false};
+  }
+  double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override {
+    return cost_.estimate_us(pieces, bytes, monotonic_ns());
+  }
+  std::shared_ptr<Passage> passage() const noexcept override { return passage_; }
+  void close() noexcept override {
+    closed_.store(true, std::memory_order_relaxed);
+    passage_->stop();
+  }
+
+  WriteOutcome write(const WriteRequest& request) override {
+    if (request.from.size() != request.to.size() || !blocks_exist(request.from, local_)) {
+      throw Error(ErrorCode::kArgument, "a block to write from does not exist, or the nccl route does not reach it");
+    }
+    const Turn turn(*this, request);
+    const std::int64_t began_ns = monotonic_ns();
+    const TransferParts parts(request.strips, request.from.size(), kPassLimits);
+    WriteOutcome outcome;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      throw_if_stopped(request, name(), closed_);
+      const std::uint64_t bytes = parts[i].bytes();
+      outcome.calls += send(request, parts[i]);
+      outcome.bytes += bytes;
+      if (request.bytes_done != nullptr) request.bytes_done->fetch_add(bytes, std::memory_order_relaxed);
+    }
+    const std::int64_t ended_ns = monotonic_ns();
+    cost_.measured(outcome.calls, outcome.bytes, static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
+    return outcome;
+  }
+
+ private:
+  // One write at a time: whoever waits for it waits as for the peer.
+  class Turn {
+   public:
+    Turn(NcclRoute& route, const WriteRequest& request) : route_(route) {
+      std::unique_lock lock(route.turn_mutex_);
+      while (route.taken_) {
+        throw_if_stopped(request, route.name(), route.closed_);
+        route.turn_changed_.wait_for(lock, kLook);
+      }
+      route.taken_ = true;
+    }
+    ~Turn() {
+      const std::lock_guard lock(route_.turn_mutex_);
+      route_.taken_ = false;
+      route_.turn_changed_.notify_one();
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    NcclRoute& route_;
+  };
+
+  void tell(FrameKind kind, std::uint64_t id, Bytes&& body) const {
+    const auto link = link_.lock();
+    if (link == nullptr) throw Error(ErrorCode::kPeerLost, "the link to the peer has ended");
+    link->send(Message{kind, 0, id, std::move(body)});
+  }
+
+  // Returns how many messages it was.
+  std::uint64_t send(const WriteRequest& request, const TransferPart& part) {
+    bool announced = false;
+    try {
+      if (!lane_.is_open()) open(request);
+      NcclPassBody pass;
+      pass.generation = generation_;
+      pass.number = number_ + 1;
+      pass.lifetime_ms =
+          static_cast<std::uint64_t>(std::max<std::int64_t>(request.deadline_ns - monotonic_ns(), 0) / kNsPerMs) + 1;
+      pass.bytes = part.bytes();
+      pass.message_bytes = message_bytes_of(part);
+      const auto to = request.to.subspan(part.first_block, part.blocks);
+      write_data_body(part.strips, to, pass.data);
+      answers_->expect(pass.number);
+      tell(FrameKind::kPass, request.transfer, write_body(pass));
+      announced = true;
+      number_ = pass.number;
+      std::vector<ContentRange> ranges;
+      for (const BlockStrip& strip : part.strips) ranges.push_back({strip.from, strip.bytes});
+      lane_.pass({ranges, request.from.subspan(part.first_block, part.blocks), pass.bytes, pass.message_bytes},
+                 [&] { check(request); });
+      while (!answers_->get()) {
+        throw_if_stopped(request, name(), closed_);
+        answers_->wait();
+      }
+      throw_if_refused();
+      return (pass.bytes + pass.message_bytes - 1) / pass.message_bytes;
+    } catch (...) {
+      halt(announced);
+      throw;
+    }
+  }
+
+  void open(const WriteRequest& request) {
+    NcclChannelBody channel;
+    channel.generation = ++generation_;
+    channel.id = lane_.make_id();
+    tell(FrameKind::kChannel, 0, write_body(channel));
+    lane_.open(channel.id, [&] {
+      throw_if_stopped(request, name(), closed_);
+      answers_->throw_if_unmade(channel.generation);
+    });
+  }
+
+  void check(const WriteRequest& request) const {
+    throw_if_stopped(request, name(), closed_);
+    throw_if_refused();
+  }
+
+  void throw_if_refused() const {
+    const auto answer = answers_->get();
+    if (!answer || answer->outcome == NcclOutcome::kPlaced) return;
+    if (answer->outcome == NcclOutcome::kRefused) {
+      throw Error(ErrorCode::kNotOwner, "the peer refuses the content: " + answer->why);
+    }
+    throw Error(ErrorCode::kUnsupported, "the peer did not receive the content: " + answer->why);
+  }
+
+  // Leaves the communicator, and returns when the peer has, too: what it has under way is written by nobody any more.
+  // Throws kPeerLost when it does not say so in time, which only a GPU that hangs can be the reason of.
+  void halt(bool announced) {
+    lane_.shut();
+    try {
+      tell(FrameKind::kHalt, 0, write_halt(generation_));
+    } catch (const std::exception&) {
+      if (const auto link = link_.lock()) link->close(Error(ErrorCode::kPeerLost, "the peer cannot be told to stop"));
+      return;
+    }
+    const std::int64_t until_ns = monotonic_ns() + kHaltNs;
+    while (announced && !answers_->get() && !closed_.load(std::memory_order_relaxed)) {
+      if (monotonic_ns() >= until_ns) {
+        throw Error(ErrorCode::kPeerLost, "the peer does not say that it has stopped receiving by NCCL");
+      }
+      answers_->wait();
+    }
+  }
+
+  const MediaSpans local_;
+  const std::weak_ptr<Link> link_;
+  const std::shared_ptr<Answers> answers_;
+  const std::shared_ptr<NcclPassage> passage_;
+  RouteCost cost_{kNcclPrior};
+  std::atomic<bool> closed_{false};
+  std::mutex turn_mutex_;
+  std::condition_variable turn_changed_;
+  bool taken_ = false;
+
+  NcclLane lane_;  // these are whose turn it is
+  std::uint64_t generation_ = 0;
+  std::uint64_t number_ = 0;
+};
+
+}  // namespace
+
+std::shared_ptr<Route> make_nccl_route(const NcclMemory& memory, const std::shared_ptr<Link>& link, NcclRun run) {
+  return std::make_shared<NcclRoute>(memory, link, std::move(run));
+}
+
+}  // namespace kvpool
