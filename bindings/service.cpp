@@ -29,7 +29,7 @@ Value setting(const py::object& settings, const char* name) {
   }
 }
 
-void start_service(Pool& pool, const py::object& settings, py::handle ucx, bool joins_cluster) {
+void start_service(Pool& pool, const py::object& settings, py::handle ucx, py::handle nccl, bool joins_cluster) {
   ServiceOptions options;
   options.joins_cluster = joins_cluster;
   options.name = setting<std::string>(settings, "name");
@@ -42,6 +42,7 @@ void start_service(Pool& pool, const py::object& settings, py::handle ucx, bool 
   options.trusted_network = setting<bool>(settings, "trusted_network");
   options.unix_door = setting<bool>(settings, "unix_door");
   options.ucx = text_from(ucx, "ucx");
+  options.nccl = text_from(nccl, "nccl");
   options.transfers_max = setting<std::uint32_t>(settings, "transfers_max");
   options.reserved_max = setting<std::uint32_t>(settings, "reserved_max");
   options.received_max = setting<std::uint32_t>(settings, "received_max");
@@ -141,7 +142,8 @@ void bind_service(py::module_& module, PoolClass& pool) {
   module.def("_check_connect_address", [](py::handle address, bool has_secret) {
     check_connect_address(std::string(text_from(address, "address")), has_secret);
   });
-  pool.def("_start_service", &start_service, py::arg("settings"), py::arg("ucx"), py::arg("joins_cluster") = false)
+  pool.def("_start_service", &start_service, py::arg("settings"), py::arg("ucx"), py::arg("nccl"),
+           py::arg("joins_cluster") = false)
       .def("_name",
            [](Pool& self) -> py::object {
              self.guard_open();

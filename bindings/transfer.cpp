@@ -379,7 +379,7 @@ Args:
     strategy: How blocks are cut into calls: "by_layer", "by_layer_agg", "by_request", "by_request_agg"; "auto"
         chooses by the size of the pieces and the route.
     priority: "decode" goes before "prefill", and that before "background".
-    route: "shm", "cuda_ipc", "cma", "sock", "ucx" or "loopback"; None: the cheapest that both sides have.
+    route: "shm", "cuda_ipc", "cma", "sock", "ucx", "nccl" or "loopback"; None: the cheapest that both sides have.
     checksum: The receiver verifies the content before it commits.
     stream: Of a pool on a GPU: the CUDA stream whose work so far has to end before the blocks are read, as an int or
         an object that has one (torch, CuPy). The caller does not wait for it. None: all work of the GPU.

@@ -24,7 +24,7 @@ from kvpool.cluster import Cluster, LeaseWord, Load, Member, MemberCallback, Mem
 from kvpool.cluster.place import check_seconds
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, Error, Fenced, StateError
 from kvpool.transfer import PeerVerbs
-from kvpool.transfer.peers import ucx_library
+from kvpool.transfer.peers import nccl_library, ucx_library
 from kvpool.types import KVLayout, RawLayout
 
 __all__ = ["Attachment", "attach"]
@@ -327,7 +327,7 @@ def _service(pool: PeerVerbs, wanted: Any) -> Iterator[None]:
     with pool._serving:
         if pool._name() is not None:
             raise StateError("this pool speaks with peers already: attach it before listen, connect and export_rank")
-        pool._start_service(wanted, ucx_library(wanted.ucx), joins_cluster=True)
+        pool._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl), joins_cluster=True)
         pool.settings = wanted
     try:
         yield

@@ -55,9 +55,9 @@ class Settings:
         secret: What peers prove to each other that they know. Needed for TCP; without it a Unix socket lets in
             processes of the same user. Never shown.
         model: A fingerprint of the model whose cache this is; peers with another one are refused.
-        routes: By which blocks may travel: of "loopback", "shm", "cuda_ipc", "cma", "sock" and "ucx". Empty: all but
-            "cma", which lets peers reach all memory of this process, not only the blocks, and "ucx", which takes time
-            to start. Separated by commas in the environment.
+        routes: By which blocks may travel: of "loopback", "shm", "cuda_ipc", "cma", "sock", "ucx" and "nccl". Empty: all
+            but "cma", which lets peers reach all memory of this process, not only the blocks, and "ucx" and "nccl",
+            which take time to start; "nccl" is for HBM on a GPU alone. Separated by commas in the environment.
         lease_s: Seconds after which a peer that says nothing is lost.
         reserve_s: Seconds after which blocks that were reserved for a peer's transfer are taken back.
         transfer_threads: Threads that write what is large, and make room for peers.
@@ -66,6 +66,8 @@ class Settings:
         unix_door: Peers on this host that connect by TCP are met over a Unix socket instead, so that memory can be
             shared. False keeps them on TCP, for measuring it.
         ucx: Which UCX to use: "wheel" (of the extra kvpool[ucx]), "system", or a path: libucp.so.0, or its folder.
+        nccl: Which NCCL to use: "wheel" (of the extra kvpool[nccl12] or kvpool[nccl13]), "system", or a path:
+            libnccl.so.2, or its folder.
         transfers_max: Transfers of one peer that may be under way; then it is told Busy.
         reserved_max: Blocks of one peer that may be reserved and lent together; then it is told Busy.
         received_max: Items that may wait for the application (`Pool.received`); then peers are told Busy.
@@ -90,6 +92,7 @@ class Settings:
     trusted_network: bool = False
     unix_door: bool = True
     ucx: str = "wheel"
+    nccl: str = "wheel"
     transfers_max: int = 4096
     reserved_max: int = 1 << 20
     received_max: int = 65536
@@ -116,8 +119,8 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "reserved_max": (1, 1 << 26),
     "received_max": (1, 1 << 24),
 }
-_BYTES_MAX: Final = {"name": 255, "secret": 4096, "model": 255, "ucx": 4096}
-ROUTES: Final = ("loopback", "shm", "cuda_ipc", "cma", "sock", "ucx")
+_BYTES_MAX: Final = {"name": 255, "secret": 4096, "model": 255, "ucx": 4096, "nccl": 4096}
+ROUTES: Final = ("loopback", "shm", "cuda_ipc", "cma", "sock", "ucx", "nccl")
 _WORDS: Final = {
     "1": True,
     "true": True,

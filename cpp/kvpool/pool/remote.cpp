@@ -3,6 +3,7 @@
 //   L1  A block that is reserved or lent carries its owner's epoch as its tag, and the transfer's mark.
 //   L2  A block that somebody reads for a transfer is not reused before the last reader lets go, whatever was done to
 //       it meanwhile: it waits in state reserved, with kUnreadTag.
+#include <algorithm>
 #include <exception>
 #include <string>
 

@@ -13,6 +13,7 @@
 #include "kvpool/transport/cma_route.h"
 #include "kvpool/transport/cuda_route.h"
 #include "kvpool/transport/memory_route.h"
+#include "kvpool/transport/nccl_route.h"
 #include "kvpool/transport/peer_memory.h"
 #include "kvpool/transport/sock_route.h"
 #include "kvpool/transport/ucx_transport.h"
@@ -20,8 +21,8 @@
 namespace kvpool {
 namespace {
 
-constexpr std::array kAllRoutes = {"loopback", "shm", "cuda_ipc", "cma", "ucx", "sock"};
-// Without being asked for: cma lets peers write anywhere in the process, and ucx costs a start-up of its own.
+constexpr std::array kAllRoutes = {"loopback", "shm", "cuda_ipc", "cma", "ucx", "nccl", "sock"};
+// Without being asked for: cma lets peers write anywhere in the process, ucx and nccl cost a start-up of their own.
 constexpr std::array kDefaultRoutes = {"loopback", "shm", "cuda_ipc", "sock"};
 
 std::vector<std::string> checked_names(const std::vector<std::string>& names) {
@@ -29,7 +30,7 @@ std::vector<std::string> checked_names(const std::vector<std::string>& names) {
   for (const std::string& name : names) {
     if (std::find(kAllRoutes.begin(), kAllRoutes.end(), name) != kAllRoutes.end()) continue;
     throw Error(ErrorCode::kArgument,
-                "there is no route '" + name + "'; routes are loopback, shm, cuda_ipc, cma, ucx, sock");
+                "there is no route '" + name + "'; routes are loopback, shm, cuda_ipc, cma, ucx, nccl, sock");
   }
   return names;
 }
@@ -130,6 +131,12 @@ RouteMaker::RouteMaker(const ServiceOptions& options, LocalMemory memory, std::u
       std::ranges::all_of(memory_.arenas, [](const auto& arena) { return arena->segments().empty(); });
   if (elsewhere) return;
   prepare_gpu();
+  if (offers("nccl")) {
+    if (!memory_.arena(Medium::kHbm)->on_device()) {
+      throw Error(ErrorCode::kUnsupported, "the route nccl is for HBM on a GPU, and this pool's is not on one");
+    }
+    nccl_ = &load_nccl(options.nccl);
+  }
   if (offers("ucx")) ucx_ = UcxContext::make(options.ucx, memory_.spans(), memory_.keepalive());
   if (offers("cma")) static_cast<void>(allow_cma_writers());
   if (offers("loopback")) ProcessPools::add(epoch_, memory_);
@@ -286,6 +293,7 @@ std::shared_ptr<Route> RouteMaker::make_one(const std::string& name, const PeerC
     const auto worker = std::static_pointer_cast<UcxWorker>(link->attachment());
     return peer.ucx.empty() || worker == nullptr ? nullptr : worker->make_route(peer, link->pidfd());
   }
+  if (name == "nccl") return run_ ? make_nccl(memory, link) : nullptr;
   std::shared_ptr<DeviceStaging> staging;
   {
     const std::lock_guard lock(mutex_);
@@ -310,6 +318,23 @@ std::shared_ptr<Route> RouteMaker::make_gpu_loopback(const PeerCard& peer, const
   if (!found || !has_blocks(found->gpu_spans(*gpu))) return nullptr;
   return make_cuda_loopback_route({gpu, kernels_for(*gpu), memory.gpu_spans(*gpu), memory.on_gpu(), memory.keepalive()},
                                   {found->gpu_spans(*gpu), found->on_gpu(), found->keepalive()});
+}
+
+// A peer that names the route has HBM on a GPU, too: else it could not.
+std::shared_ptr<Route> RouteMaker::make_nccl(const LocalMemory& memory, const std::shared_ptr<Link>& link) const {
+  const Arena& hbm = *memory.arena(Medium::kHbm);
+  const Arena& dram = *memory.arena(Medium::kDram);
+  NcclMemory own;
+  own.library = nccl_;
+  own.context = hbm.context();
+  own.local = memory.spans();
+  own.keepalive = memory.keepalive();
+  if (!dram.pinned()) own.local[static_cast<std::size_t>(medium_index(Medium::kDram))] = {};
+  // Kernels read DRAM by the host's addresses, and need a driver that is one.
+  constexpr const char* kWhat = "blocks cannot travel by NCCL";
+  const bool maps = dram.blocks() == 0 || own.context->attribute(kCuDeviceHostPointerOfRegistered, kWhat) != 0;
+  if (maps && own.context->driver().library == "libcuda.so.1") own.kernels = cuda::gpu_kernels();
+  return make_nccl_route(own, link, run_);
 }
 
 std::vector<std::shared_ptr<Route>> RouteMaker::make(const PeerCard& peer, const std::shared_ptr<Link>& link) {

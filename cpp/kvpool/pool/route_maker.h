@@ -18,6 +18,7 @@
 #include "kvpool/transport/card.h"
 #include "kvpool/transport/descriptor.h"
 #include "kvpool/transport/link.h"
+#include "kvpool/transport/nccl_inbox.h"
 #include "kvpool/transport/route.h"
 
 namespace kvpool {
@@ -46,10 +47,14 @@ struct LocalMemory {
 
 class RouteMaker {
  public:
-  // Throws kArgument for a route that does not exist; kUnsupported when ucx is asked for by name and there is none.
+  // Throws kArgument for a route that does not exist; kUnsupported when ucx is asked for by name and there is none, or
+  // nccl, and there is none or no HBM on a GPU.
   // Memory that is not here (of the scheduler of a logical instance) has no routes.
   RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t epoch);
   ~RouteMaker();
+
+  // Where the receiving half of routes works that take part of it; without, there are none. Before the first make().
+  void receive_by(NcclRun run) { run_ = std::move(run); }
 
   // The pool is closed: keeps and registers its memory no longer, and is asked nothing more.
   void let_go() noexcept;
@@ -77,6 +82,7 @@ class RouteMaker {
 
  private:
   bool offers(const char* name) const;
+  std::shared_ptr<Route> make_nccl(const LocalMemory& memory, const std::shared_ptr<Link>& link) const;
   std::shared_ptr<Route> make_one(const std::string& name, const PeerCard& peer, const std::shared_ptr<Link>& link);
   std::shared_ptr<Route> make_cuda_ipc(const PeerCard& peer, const Link& link);
   std::shared_ptr<Route> make_gpu_loopback(const PeerCard& peer, const Link& link);
@@ -87,6 +93,8 @@ class RouteMaker {
   const std::vector<std::string> names_;
   const std::uint64_t epoch_;
   CopyTeam team_;
+  const NcclLibrary* nccl_ = nullptr;
+  NcclRun run_;
   mutable std::mutex mutex_;
   LocalMemory memory_;                            // under mutex_; none once it was let go of
   std::shared_ptr<UcxContext> ucx_;               // likewise

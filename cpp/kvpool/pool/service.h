@@ -38,6 +38,7 @@ struct ServiceOptions {
   bool unix_door = true;                  // peers on this host that connect by TCP are met over a Unix socket
   bool joins_cluster = false;             // nobody is met before join(), which brings the instance id
   std::string ucx = "wheel";              // wheel | system | path of libucp; used when a route is "ucx"
+  std::string nccl = "wheel";             // wheel | system | path of libnccl; used when a route is "nccl"
 };
 
 struct PeerInfo {

@@ -162,7 +162,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   RouteMaker routes_;
   Workers workers_;
   Strands strands_;
-  Strands lane_strands_;  // a write by ranks waits in the one for what goes on in the other
+  Strands lane_strands_;  // what waits in the one may wait for what goes on in the other, of this pool or another
   std::unique_ptr<Reactor> reactor_;
   std::unique_ptr<Ghosts> ghosts_;
   // Lanes of this process, or those of the ranks that have joined.

@@ -40,6 +40,14 @@ void Session::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Rout
       [link = std::weak_ptr(link)](const Error& why) {
         if (const auto open = link.lock()) open->close(why);
       });
+  for (const auto& route : routes) {
+    if (passage_ == nullptr) passage_ = route->passage();
+  }
+  if (passage_ != nullptr) {
+    passage_->begin([receiver = receiver_](std::uint64_t id, std::span<const std::byte> body,
+                                           std::uint64_t bytes) { return receiver->on_data(id, body, bytes); },
+                    [receiver = receiver_](std::uint64_t token, bool intact) { receiver->on_placed(token, intact); });
+  }
   const std::lock_guard lock(mutex_);
   link_ = std::move(link);
   routes_ = std::move(routes);
@@ -289,10 +297,9 @@ std::shared_ptr<Outgoing> Session::prepare(TransferRequest&& request) {
   if (request.to.empty()) reach = {request.medium != Medium::kDram, request.medium != Medium::kHbm};
   auto route = choose_route(request.route, pieces, bytes, reach_of(request.from), reach);
   if (request.checksum && !route->traits().whole) {
-    throw Error(ErrorCode::kUnsupported,
-                "a logical instance has its blocks in several ranks: no checksum of the whole "
-                "can be compared with " +
-                    peer_.name);
+    throw Error(ErrorCode::kUnsupported, std::string("no checksum of the whole can be compared with ") + peer_.name +
+                                             " by the route " + route->name() +
+                                             ": nobody has all of the content where the CPU reads it");
   }
   return std::make_shared<Outgoing>(shared_from_this(), next_id(), std::move(request), std::move(route));
 }
@@ -348,6 +355,45 @@ void Session::say_drained() noexcept {
 // --- what arrives ---
 
 void Session::on_message(Message&& message) {
+  if (passage_ != nullptr && Passage::takes(message.kind)) return passage_->on_message(std::move(message));
+  if (!handle_later(message)) handle(std::move(message));
+}
+
+// What may set blocks free waits for content that is on its way to them. A sender that keeps to the protocol says
+// nothing of the kind before its write has ended; one that does not must not make this side write where it should not.
+bool Session::handle_later(Message& message) {
+  if (passage_ == nullptr) return false;
+  switch (message.kind) {
+    case FrameKind::kReturn:
+    case FrameKind::kComplete:
+    case FrameKind::kCancel:
+      break;
+    case FrameKind::kDone:
+    case FrameKind::kRefused:
+      if ((message.id & kFetchBit) != 0) break;
+      return false;
+    default:
+      return false;
+  }
+  const auto kept = std::make_shared<Message>(std::move(message));
+  std::function<void()> work = [self = shared_from_this(), kept] {
+    if (self->ended_.load()) return;
+    if (const auto failure = failure_of([&] { self->handle(std::move(*kept)); })) self->close_link(*failure);
+  };
+  if (passage_->defer(work)) return true;
+  message = std::move(*kept);
+  return false;
+}
+
+void Session::on_writer_gone() {
+  if (passage_ != nullptr) {
+    std::function<void()> work = [receiver = receiver_] { receiver->on_writer_gone(); };
+    if (passage_->defer(work)) return;
+  }
+  receiver_->on_writer_gone();
+}
+
+void Session::handle(Message&& message) {
   switch (message.kind) {
     case FrameKind::kLend:
       return receiver_->on_lend(message.id, read_lend(message.body));
@@ -417,6 +463,12 @@ void Session::on_closed(const Error& why) {
   // Whatever ended the link, to those who wait for the peer it is lost.
   stop_writing(Error(why.code() == ErrorCode::kClosed ? ErrorCode::kClosed : ErrorCode::kPeerLost,
                      "peer " + peer_.name + " is lost: " + why.what()));
+  if (passage_ != nullptr) return passage_->close([self = shared_from_this()] { self->settle(); });
+  settle();
+}
+
+// Nothing arrives any more, and nothing is being placed.
+void Session::settle() {
   receiver_->on_lost();
   settled_.store(true);
   if (writes_under_way() > 0) return;

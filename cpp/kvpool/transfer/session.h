@@ -27,6 +27,7 @@
 #include "kvpool/transfer/transfer_id.h"
 #include "kvpool/transport/card.h"
 #include "kvpool/transport/link.h"
+#include "kvpool/transport/passage.h"
 #include "kvpool/transport/route_choice.h"
 
 namespace kvpool {
@@ -77,7 +78,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   std::int64_t tick(std::int64_t now_ns);
   // Proof that this incarnation of the peer writes nothing here any more: its process has exited, or it says so when it
   // comes back.
-  void on_writer_gone() override { receiver_->on_writer_gone(); }
+  void on_writer_gone() override;
   bool awaits_proof() const override {
     return !peer_drained() && (!settled_.load() || receiver_->counts().quarantined > 0);
   }
@@ -115,7 +116,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   // The same for what the peer has to hear: if it cannot be sent, the link ends.
   void tell(FrameKind kind, std::uint64_t id, std::span<const std::byte> body = {}) noexcept;
   // The link itself has ended: nothing more arrives, and nothing is being placed.
-  bool link_ended() const noexcept override { return ended_.load(); }
+  bool link_ended() const noexcept override { return ended_.load() && (passage_ == nullptr || settled_.load()); }
   // Addresses that the peer named of its own blocks. Throws kProtocol.
   void check_of_peer(std::span<const Address> addresses) const;
   [[noreturn]] void throw_lost() const;
@@ -126,6 +127,9 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
                                       const Reach& from, const Reach& to) const;
   Message call(FrameKind kind, Bytes body, const Waiting& waiting, const char* what,
                const std::function<void()>& on_sent = {});
+  void handle(Message&& message);
+  bool handle_later(Message& message);
+  void settle();
   void on_answer(Message&& message);
   void on_leave();
   void on_unwanted(const Message& answer);
@@ -143,6 +147,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   const bool by_ranks_;
   BorrowedBlocks borrowed_;
   std::shared_ptr<Receiver> receiver_;
+  std::shared_ptr<Passage> passage_;  // of a route that has one; as receiver_, from start() on
   std::atomic<std::uint64_t> ids_{1};
   std::atomic<bool> lost_{false};
   std::atomic<bool> said_drained_{false};

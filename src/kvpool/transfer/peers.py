@@ -15,7 +15,7 @@ from kvpool import _core
 from kvpool.errors import Error
 from kvpool.transfer.dispatcher import Dispatcher
 
-__all__ = ["PeerCallback", "PeerEvent", "PeerInfo", "RankInfo", "ucx_library"]
+__all__ = ["PeerCallback", "PeerEvent", "PeerInfo", "RankInfo", "nccl_library", "ucx_library"]
 
 _log = logging.getLogger("kvpool.peers")
 
@@ -134,9 +134,20 @@ def ucx_library(setting: str) -> str:
     """
     if setting != "wheel":
         return setting
-    found = importlib.util.find_spec("libucx")
+    return _wheel_library("libucx", "libucp.so.0") or setting
+
+
+def nccl_library(setting: str) -> str:
+    """The same for the setting `nccl`."""
+    if setting != "wheel":
+        return setting
+    return _wheel_library("nvidia", "libnccl.so.2", "nccl") or setting
+
+
+def _wheel_library(package: str, name: str, beneath: str = "") -> str:
+    found = importlib.util.find_spec(package)
     for folder in (found.submodule_search_locations or ()) if found else ():
-        library = Path(folder, "lib", "libucp.so.0")
+        library = Path(folder, beneath, "lib", name)
         if library.is_file():
             return str(library)
-    return setting
+    return ""

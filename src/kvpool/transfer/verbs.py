@@ -13,7 +13,7 @@ from typing import Any
 from kvpool import _core
 from kvpool.config import Settings
 from kvpool.errors import ArgumentError, ArgumentTypeError, DeadlineExceeded, StateError
-from kvpool.transfer.peers import PeerCallback, PeerEvent, PeerInfo, RankInfo, ucx_library
+from kvpool.transfer.peers import PeerCallback, PeerEvent, PeerInfo, RankInfo, nccl_library, ucx_library
 from kvpool.transfer.received import Received, ReceivedCallback
 from kvpool.transfer.reshard import ParallelConfig
 from kvpool.transfer.stream import TransferStream
@@ -182,7 +182,7 @@ class PeerVerbs(_core.Pool):
         """Begins to speak with peers, if it has not begun."""
         with self._serving:
             if self._name() is None:
-                self._start_service(wanted, ucx_library(wanted.ucx))
+                self._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl))
                 self.settings = wanted
             elif (name is not None and name != self._name()) or wanted.secret != self.settings.secret:
                 what = "with another secret" if wanted.secret != self.settings.secret else f"as {self._name()!r}"

@@ -174,7 +174,7 @@ from transfer.kit import *
 pool = small_pool(secret="hush-hush")
 wrong = dataclasses.asdict(pool.settings) | {"model": "\\udc80"}  # no UTF-8, so nothing that the core can take
 try:
-    pool._start_service(types.SimpleNamespace(**wrong), "wheel")
+    pool._start_service(types.SimpleNamespace(**wrong), "wheel", "wheel")
 except TypeError as error:
     assert "model" in str(error), error
     print(error)

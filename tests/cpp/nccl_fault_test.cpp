@@ -1,0 +1,250 @@
+// The receiving half of the route nccl against a peer that says what it should not, and processes that are killed.
+#include <doctest/doctest.h>
+#include <signal.h>
+
+#include <deque>
+#include <thread>
+#include <vector>
+
+#include "child_process.h"
+#include "kvpool/arena/device_arena.h"
+#include "kvpool/transport/data_body.h"
+#include "kvpool/transport/nccl_inbox.h"
+#include "nccl_pools.h"
+#include "peer_process.h"
+#include "session_kit.h"
+
+#ifdef KVPOOL_FAKE_CUDA_PATH
+
+namespace kvpool::testing {
+namespace {
+
+constexpr std::uint32_t kArenaBlocks = 8;
+constexpr std::size_t kPieceBytes = 256;
+
+// An inbox whose work runs when the test says so, and a peer that is the test.
+class InboxTest {
+ public:
+  InboxTest() : arena_(DeviceArenaOptions{.blocks = kArenaBlocks, .segment_bytes = {kPieceBytes}}) {
+    NcclMemory memory;
+    memory.library = &load_nccl(KVPOOL_FAKE_NCCL_PATH);
+    memory.context = arena_.context();
+    memory.local[0] = {arena_.blocks(), arena_.segments()};
+    spans_ = memory.local;
+    inbox_ = std::make_shared<NcclInbox>(
+        memory, link_, [this](const void*, std::function<void()> work) { works_.push_back(std::move(work)); });
+    inbox_->begin(
+        [this](std::uint64_t id, std::span<const std::byte> body, std::uint64_t bytes) {
+          const DataBody data = read_data_body(body, bytes, spans_);
+          Placement placement;
+          if (admits) placement.pieces = data_placement(data, spans_);
+          placement.token = id;
+          return placement;
+        },
+        [this](std::uint64_t token, bool intact) { placed.emplace_back(token, intact); });
+  }
+  ~InboxTest() { run(); }
+
+  void run() {
+    while (!works_.empty()) {
+      const auto work = std::move(works_.front());
+      works_.pop_front();
+      work();
+    }
+  }
+  static NcclPassBody pass(std::uint64_t number, std::uint64_t bytes = kPieceBytes) {
+    NcclPassBody body;
+    body.generation = 1;
+    body.number = number;
+    body.lifetime_ms = 30'000;
+    body.bytes = bytes;
+    body.message_bytes = bytes;
+    const BlockStrip strip{0, 0, kPieceBytes};
+    const Address to = make_address(1, Medium::kHbm, 0, 3);
+    write_data_body({&strip, 1}, {&to, 1}, body.data);
+    return body;
+  }
+  void say(FrameKind kind, Bytes body) { inbox_->on_message(Message{kind, 0, 17, std::move(body)}); }
+  NcclPassedBody answer() {
+    const Message message = link_->take();
+    CHECK(message.kind == FrameKind::kPassed);
+    CHECK(message.id == 17);
+    return read_passed(message.body);
+  }
+  NcclInbox& inbox() { return *inbox_; }
+  ScriptLink& link() { return *link_; }
+
+  FakeCuda cuda;
+  FakeNccl nccl;
+  bool admits = true;
+  std::vector<std::pair<std::uint64_t, bool>> placed;
+
+ private:
+  DeviceArena arena_;
+  MediaSpans spans_;
+  std::shared_ptr<ScriptLink> link_ = std::make_shared<ScriptLink>();
+  std::deque<std::function<void()>> works_;
+  std::shared_ptr<NcclInbox> inbox_;
+};
+
+TEST_CASE("nccl inbox: what does not fit is refused before anything is received") {
+  InboxTest test;
+  const auto code = [&](const NcclPassBody& body) {
+    return code_of([&] { test.say(FrameKind::kPass, write_body(body)); });
+  };
+  CHECK(code(InboxTest::pass(1, kPieceBytes + 1)) == ErrorCode::kProtocol);  // more than the blocks take
+  NcclPassBody none = InboxTest::pass(1);
+  none.bytes = 0;
+  CHECK(code(none) == ErrorCode::kProtocol);
+  NcclPassBody much = InboxTest::pass(1);
+  much.bytes = kNcclPassBytesMax + 1;
+  CHECK(code(much) == ErrorCode::kProtocol);
+  for (const std::uint64_t message_bytes : {std::uint64_t{0}, std::uint64_t{1}}) {  // 256 messages are too many
+    NcclPassBody many = InboxTest::pass(1);
+    many.message_bytes = message_bytes;
+    CHECK(code(many) == ErrorCode::kProtocol);
+  }
+  NcclPassBody cut = InboxTest::pass(1);
+  cut.data.pop_back();
+  CHECK(code(cut) == ErrorCode::kProtocol);
+  CHECK(code(InboxTest::pass(7)) == ErrorCode::kProtocol);  // not the next one
+  test.run();
+  CHECK(test.placed.empty());
+  CHECK(test.nccl.count("ncclRecv") == 0);
+}
+
+TEST_CASE("nccl inbox: whatever a message says, it is understood or refused") {
+  InboxTest test;
+  const Bytes good = write_body(InboxTest::pass(1));
+  for (std::size_t bytes = 0; bytes < good.size(); ++bytes) {
+    const Bytes cut(good.begin(), good.begin() + static_cast<std::ptrdiff_t>(bytes));
+    CHECK(code_of([&] { test.say(FrameKind::kPass, cut); }) == ErrorCode::kProtocol);
+  }
+  CHECK(code_of([&] { test.say(FrameKind::kChannel, Bytes(135)); }) == ErrorCode::kProtocol);
+  CHECK(code_of([&] { test.say(FrameKind::kChannel, Bytes(137)); }) == ErrorCode::kProtocol);
+  CHECK(code_of([&] { test.say(FrameKind::kHalt, Bytes(9)); }) == ErrorCode::kProtocol);
+  CHECK(code_of([] { read_passed(Bytes(13, std::byte{9})); }) == ErrorCode::kProtocol);
+}
+
+TEST_CASE("nccl inbox: each pass is answered once, placed or not") {
+  InboxTest test;
+  test.say(FrameKind::kPass, write_body(InboxTest::pass(1)));  // into no communicator
+  test.run();
+  CHECK(test.answer().outcome == NcclOutcome::kFailed);
+  CHECK(test.placed == std::vector<std::pair<std::uint64_t, bool>>{{17, false}});
+  test.admits = false;
+  test.say(FrameKind::kPass, write_body(InboxTest::pass(2)));
+  test.run();
+  const NcclPassedBody refused = test.answer();
+  CHECK(refused.outcome == NcclOutcome::kRefused);
+  CHECK(refused.number == 2);
+  CHECK(test.placed.size() == 1);
+}
+
+TEST_CASE("nccl inbox: what sets blocks free waits for what is arriving, and for nothing else") {
+  InboxTest test;
+  int ran = 0;
+  std::function<void()> work = [&] { ++ran; };
+  CHECK_FALSE(test.inbox().defer(work));
+  test.say(FrameKind::kPass, write_body(InboxTest::pass(1)));
+  CHECK(test.inbox().defer(work));
+  bool settled = false;
+  test.inbox().close([&] {
+    CHECK(ran == 1);
+    settled = true;
+  });
+  CHECK(ran == 0);
+  CHECK_FALSE(settled);
+  test.run();
+  CHECK(settled);
+  bool again = false;
+  test.inbox().close([&] { again = true; });
+  test.run();
+  CHECK(again);
+}
+
+TEST_CASE("nccl inbox: a sender that halts, and a link that ends, end the waiting for them") {
+  for (const bool halts : {true, false}) {
+    InboxTest test;
+    NcclChannelBody channel;
+    channel.generation = 1;
+    channel.id.bytes[0] = 'x';  // nobody listens there
+    test.say(FrameKind::kChannel, write_body(channel));
+    test.say(FrameKind::kPass, write_body(InboxTest::pass(1)));
+    std::thread peer([&] {
+      while (test.nccl.count("ncclCommGetAsyncError") < 3) std::this_thread::yield();
+      if (halts) {
+        test.say(FrameKind::kHalt, write_halt(1));
+      } else {
+        test.inbox().close([] {});
+      }
+    });
+    test.run();
+    peer.join();
+    REQUIRE(test.link().sent.size() == (halts ? 2 : 0));
+    if (halts) {
+      CHECK(read_passed(test.link().sent[0].body).number == 0);  // of the communicator
+      CHECK(test.link().sent[0].id == 1);
+      CHECK(read_passed(test.link().sent[1].body).number == 1);
+    }
+    CHECK(test.placed == std::vector<std::pair<std::uint64_t, bool>>{{17, false}});
+    CHECK(test.nccl.count("communicators") == 0);
+  }
+}
+
+TEST_CASE("nccl inbox: an answer that cannot be sent ends the link") {
+  InboxTest test;
+  test.link().busy = true;
+  test.say(FrameKind::kPass, write_body(InboxTest::pass(1)));
+  test.run();
+  CHECK(test.link().closed);
+}
+
+// ---- processes
+
+TEST_CASE("nccl: a process that is killed in the middle of a transfer, at either side") {
+  if (!test::kChildMayStartThreads) return;
+  for (const bool sender_dies : {true, false}) {
+    const std::string door = "unix:@kvpool-nccl-kill-" + std::to_string(getpid()) + (sender_dies ? "-s" : "-r");
+    PeerProcess other([&](const auto& wait) {
+      FakeCuda cuda;
+      FakeNccl nccl;
+      GpuNode b = make_gpu_node("b", 1, /*aggregated=*/false);
+      b.service->listen(door);
+      if (!wait()) return 1;
+      if (sender_dies) {
+        nccl.set("stall", 1);
+        const auto sent = b.service->transfer(GpuPair::request({nullptr, nullptr, "a"}, alloc(*b.pool, 3)));
+        wait();
+      }
+      wait();
+      return 0;
+    });
+    FakeCuda cuda;
+    FakeNccl nccl;
+    GpuNode a = make_gpu_node("a", 0);
+    REQUIRE(a.service->connect(door, {GpuPair::in(60), {}}) == "b");
+    std::shared_ptr<Transfer> sent;
+    if (!sender_dies) {
+      nccl.set("stall", 1);
+      sent = a.service->transfer(GpuPair::request({nullptr, nullptr, "b"}, alloc(*a.pool, 3)));
+    }
+    other.go();
+    REQUIRE(GpuPair::eventually([&] { return nccl.count(sender_dies ? "ncclRecv" : "ncclSend") >= 1; }));
+    CHECK(a.count(sender_dies ? BlockState::kReserved : BlockState::kActive) == 3);
+    CHECK(other.kill_and_wait() == -SIGKILL);
+    if (sent != nullptr) {
+      const auto error = GpuPair::end_of(*sent);
+      REQUIRE(error);
+      CHECK(error->code() == ErrorCode::kPeerLost);
+    }
+    CHECK(GpuPair::eventually([&] { return a.count(BlockState::kReserved) == 0; }));
+    CHECK(GpuPair::eventually([&] { return nccl.count("communicators") == 0; }));
+    a.pool->close();
+  }
+}
+
+}  // namespace
+}  // namespace kvpool::testing
+
+#endif  // KVPOOL_FAKE_CUDA_PATH

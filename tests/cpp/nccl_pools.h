@@ -1,0 +1,134 @@
+// Pools on fake GPUs that meet by the route nccl.
+#pragma once
+
+#include "fake_nccl.h"
+
+#ifdef KVPOOL_FAKE_CUDA_PATH
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kvpool/pool/pool.h"
+#include "kvpool/pool/service.h"
+#include "kvpool/transport/reactor.h"
+#include "pool_fixture.h"
+#include "thrown.h"
+
+namespace kvpool::testing {
+
+inline constexpr std::int64_t kNcclSecond = 1'000'000'000;
+
+// A pool on a fake GPU that speaks NCCL alone.
+struct GpuNode {
+  std::shared_ptr<Pool> pool;
+  Service* service;
+  std::string name;
+
+  std::uint32_t count(BlockState state, Medium medium = Medium::kHbm) const {
+    const PoolStats stats = pool->audit();
+    return stats.media[medium == Medium::kHbm ? 0 : 1].by_state[static_cast<std::size_t>(state)];
+  }
+};
+
+inline GpuNode make_gpu_node(const std::string& name, int device, bool aggregated = true,
+                             std::vector<std::size_t> piece_bytes = {48, 80, 64, 64}) {
+  PoolOptions options = small_options(32, 8);
+  options.layout.piece_bytes = std::move(piece_bytes);
+  options.layout.aggregated = aggregated;
+  options.device = device;
+  options.pin_dram = true;
+  options.audit = true;
+  auto pool = std::make_shared<Pool>(options);
+  ServiceOptions service;
+  service.name = name;
+  service.secret = "s3cret";
+  service.routes = {"nccl"};
+  service.nccl = KVPOOL_FAKE_NCCL_PATH;
+  Service& started = pool->start_service(service);
+  return {pool, &started, name};
+}
+
+struct GpuPair {
+  FakeCuda cuda;
+  FakeNccl nccl;
+  GpuNode a;
+  GpuNode b;
+
+  // `a` is aggregated, `b` is not: their blocks lie differently.
+  explicit GpuPair(const std::vector<std::size_t>& piece_bytes = {48, 80, 64, 64}, bool both_aggregated = false)
+      : a(make_gpu_node("a", 0, true, piece_bytes)), b(make_gpu_node("b", 1, both_aggregated, piece_bytes)) {
+    meet();
+  }
+  ~GpuPair() {
+    nccl.set("stall", 0);
+    if (a.pool != nullptr) a.pool->close();
+    if (b.pool != nullptr) b.pool->close();
+  }
+  void meet() {
+    const std::string door =
+        b.service->listen("unix:@kvpool-nccl-" + std::to_string(getpid()) + "-" + std::to_string(++doors()));
+    REQUIRE(a.service->connect(door, {in(20), {}}) == "b");
+  }
+  static int& doors() {
+    static int count = 0;
+    return count;
+  }
+  static std::int64_t in(double seconds) {
+    return monotonic_ns() + static_cast<std::int64_t>(seconds * static_cast<double>(kNcclSecond));
+  }
+  // Active blocks filled with value, value + 1, ...
+  Addresses filled(const GpuNode& node, std::size_t n, int value, Medium medium = Medium::kHbm) const {
+    const Addresses blocks = alloc(*node.pool, n, medium);
+    for (std::size_t i = 0; i < n; ++i) {
+      fill_block(cuda, *node.pool->arena(medium), block_of(blocks[i]),
+                 static_cast<std::uint8_t>(value + static_cast<int>(i)));
+    }
+    return blocks;
+  }
+  bool are_filled(const GpuNode& node, const Addresses& blocks, int value) const {
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      const auto arena = node.pool->arena(medium_of(blocks[i]));
+      if (!block_is(cuda, *arena, block_of(blocks[i]), static_cast<std::uint8_t>(value + static_cast<int>(i))))
+        return false;
+    }
+    return true;
+  }
+  static TransferRequest request(const GpuNode& to, const Addresses& from, double seconds = 30) {
+    TransferRequest request;
+    request.peer = to.name;
+    request.from = from;
+    request.deadline_ns = in(seconds);
+    request.private_bytes = Bytes{};
+    return request;
+  }
+  // How it ended; nothing when it was well.
+  static std::optional<Error> end_of(Transfer& transfer) {
+    REQUIRE(transfer.wait(in(60)));
+    return error_of([&] { transfer.rethrow_if_failed(); });
+  }
+  // Sends these, waits, and frees what was received; what it received was right.
+  void exchange(GpuNode& from, GpuNode& to, const Addresses& blocks, int value) const {
+    const auto sent = from.service->transfer(request(to, blocks));
+    const auto error = end_of(*sent);
+    REQUIRE_MESSAGE(!error, std::string(error ? error->what() : ""));
+    const auto received = to.service->receive(in(30));
+    REQUIRE(received != nullptr);
+    CHECK(are_filled(to, received->addresses, value));
+    to.pool->free(received->addresses.data(), received->addresses.size());
+  }
+  template <class Holds>
+  static bool eventually(const Holds& holds) {
+    const std::int64_t until = in(60);
+    while (!holds()) {
+      if (monotonic_ns() > until) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return true;
+  }
+};
+
+}  // namespace kvpool::testing
+
+#endif  // KVPOOL_FAKE_CUDA_PATH
