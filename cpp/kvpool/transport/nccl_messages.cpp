@@ -8,6 +8,7 @@ namespace kvpool {
 namespace {
 
 constexpr std::size_t kWhyBytesMax = 4096;
+constexpr std::size_t kFieldsBytesMax = 256;  // of any message, but for its text or its blocks
 
 [[noreturn]] void fail(const std::string& what) {
   throw Error(ErrorCode::kProtocol, "a message from the peer is malformed: " + what);
@@ -17,12 +18,14 @@ constexpr std::size_t kWhyBytesMax = 4096;
 
 Bytes write_body(const NcclChannelBody& body) {
   Bytes out;
+  out.reserve(kFieldsBytesMax);
   WireWriter(out).number(body.generation).raw(body.id.bytes, sizeof(body.id.bytes));
   return out;
 }
 
 Bytes write_body(const NcclPassBody& body) {
   Bytes out;
+  out.reserve(kFieldsBytesMax);
   WireWriter writer(out);
   writer.number(body.generation).number(body.number).number(body.lifetime_ms);
   writer.number(body.bytes).number(body.message_bytes).raw(body.data.data(), body.data.size());
@@ -31,6 +34,7 @@ Bytes write_body(const NcclPassBody& body) {
 
 Bytes write_body(const NcclPassedBody& body) {
   Bytes out;
+  out.reserve(kFieldsBytesMax);
   WireWriter(out)
       .number(body.number)
       .number(static_cast<std::uint8_t>(body.outcome))
@@ -40,6 +44,7 @@ Bytes write_body(const NcclPassedBody& body) {
 
 Bytes write_halt(std::uint64_t generation) {
   Bytes out;
+  out.reserve(kFieldsBytesMax);
   WireWriter(out).number(generation);
   return out;
 }
