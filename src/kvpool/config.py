@@ -55,9 +55,9 @@ class Settings:
         secret: What peers prove to each other that they know. Needed for TCP; without it a Unix socket lets in
             processes of the same user. Never shown.
         model: A fingerprint of the model whose cache this is; peers with another one are refused.
-        routes: By which blocks may travel: of "loopback", "shm", "cuda_ipc", "cma", "sock", "ucx" and "nccl". Empty: all
-            but "cma", which lets peers reach all memory of this process, not only the blocks, and "ucx" and "nccl",
-            which take time to start; "nccl" is for HBM on a GPU alone. Separated by commas in the environment.
+        routes: By which blocks may travel: of "loopback", "shm", "cuda_ipc", "cma", "sock", "ucx" and "nccl". Empty:
+            all but "cma", which lets peers reach all memory of this process, not only the blocks, and "ucx" and
+            "nccl", which take time to start; "nccl" is for HBM on a GPU alone. Separated by commas in the environment.
         lease_s: Seconds after which a peer that says nothing is lost.
         reserve_s: Seconds after which blocks that were reserved for a peer's transfer are taken back.
         transfer_threads: Threads that write what is large, and make room for peers.
