@@ -108,7 +108,7 @@ def test_blocks_of_a_gpu_go_to_another_process_and_come_back(fake_driver, route)
 def test_prompts_are_cached_at_the_receiver_and_lent_blocks_are_written(fake_driver, device):
     with two_processes(fake_driver, device) as (a, b):
         a("tokens = prompt(3); addrs = pool.alloc(3); put(addrs, 20)")
-        a("pool.transfer_with_insert('b', tokens, addrs).wait()")
+        a("pool.transfer_with_insert('b', tokens, addrs).wait(); None")
         found = "with pool.match(prompt(3)) as hit: found = (hit.tokens, get(hit.addrs))\nfound"
         if device == "cpu":
             found = found.replace("get(hit.addrs)", "[[int(x)] for x in Stamps(pool).read(hit.addrs)]")
@@ -129,7 +129,7 @@ assert fake.cuLaunchHostFunc(ctypes.c_void_p(stream), work, None) == 0
 handle = pool.transfer("b", addrs, stream=stream)
 """)
         assert a("handle.done()") is False
-        a("go.set(); handle.wait()")
+        a("go.set(); handle.wait(); None")
         assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [[70], [71]]
         # Layer by layer, each after the work that came before it.
         a("""
@@ -141,6 +141,7 @@ with pool.open_transfer("b", addrs, stream=stream) as layers:
     layers.send_layer(1)
 go.set()
 layers.wait()
+None
 """)
         assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [[90], [91]]
 
