@@ -5,11 +5,6 @@
 #include <cstring>
 #include <string_view>
 
-// GCC 12 takes growing a vector of bytes for an overflow, here and there, as inlining happens to go.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wstringop-overflow"
-#endif
-
 namespace kvpool {
 namespace {
 
