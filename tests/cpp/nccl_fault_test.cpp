@@ -209,12 +209,12 @@ TEST_CASE("nccl: a process that is killed in the middle of a transfer, at either
     PeerProcess other([&](const auto& wait) {
       FakeCuda cuda;
       FakeNccl nccl;
-      GpuNode b = make_gpu_node("b", 1, /*aggregated=*/false);
+      NcclNode b = make_nccl_node("b", 1, /*aggregated=*/false);
       b.service->listen(door);
       if (!wait()) return 1;
       if (sender_dies) {
         nccl.set("stall", 1);
-        const auto sent = b.service->transfer(GpuPair::request({nullptr, nullptr, "a"}, alloc(*b.pool, 3)));
+        const auto sent = b.service->transfer(NcclPair::request({nullptr, nullptr, "a"}, alloc(*b.pool, 3)));
         wait();
       }
       wait();
@@ -222,24 +222,24 @@ TEST_CASE("nccl: a process that is killed in the middle of a transfer, at either
     });
     FakeCuda cuda;
     FakeNccl nccl;
-    GpuNode a = make_gpu_node("a", 0);
-    REQUIRE(a.service->connect(door, {GpuPair::in(60), {}}) == "b");
+    NcclNode a = make_nccl_node("a", 0);
+    REQUIRE(a.service->connect(door, {NcclPair::in(60), {}}) == "b");
     std::shared_ptr<Transfer> sent;
     if (!sender_dies) {
       nccl.set("stall", 1);
-      sent = a.service->transfer(GpuPair::request({nullptr, nullptr, "b"}, alloc(*a.pool, 3)));
+      sent = a.service->transfer(NcclPair::request({nullptr, nullptr, "b"}, alloc(*a.pool, 3)));
     }
     other.go();
-    REQUIRE(GpuPair::eventually([&] { return nccl.count(sender_dies ? "ncclRecv" : "ncclSend") >= 1; }));
+    REQUIRE(NcclPair::eventually([&] { return nccl.count(sender_dies ? "ncclRecv" : "ncclSend") >= 1; }));
     CHECK(a.count(sender_dies ? BlockState::kReserved : BlockState::kActive) == 3);
     CHECK(other.kill_and_wait() == -SIGKILL);
     if (sent != nullptr) {
-      const auto error = GpuPair::end_of(*sent);
+      const auto error = NcclPair::end_of(*sent);
       REQUIRE(error);
       CHECK(error->code() == ErrorCode::kPeerLost);
     }
-    CHECK(GpuPair::eventually([&] { return a.count(BlockState::kReserved) == 0; }));
-    CHECK(GpuPair::eventually([&] { return nccl.count("communicators") == 0; }));
+    CHECK(NcclPair::eventually([&] { return a.count(BlockState::kReserved) == 0; }));
+    CHECK(NcclPair::eventually([&] { return nccl.count("communicators") == 0; }));
     a.pool->close();
   }
 }

@@ -21,7 +21,7 @@ namespace kvpool::testing {
 inline constexpr std::int64_t kNcclSecond = 1'000'000'000;
 
 // A pool on a fake GPU that speaks NCCL alone.
-struct GpuNode {
+struct NcclNode {
   std::shared_ptr<Pool> pool;
   Service* service;
   std::string name;
@@ -32,8 +32,8 @@ struct GpuNode {
   }
 };
 
-inline GpuNode make_gpu_node(const std::string& name, int device, bool aggregated = true,
-                             std::vector<std::size_t> piece_bytes = {48, 80, 64, 64}) {
+inline NcclNode make_nccl_node(const std::string& name, int device, bool aggregated = true,
+                               std::vector<std::size_t> piece_bytes = {48, 80, 64, 64}) {
   PoolOptions options = small_options(32, 8);
   options.layout.piece_bytes = std::move(piece_bytes);
   options.layout.aggregated = aggregated;
@@ -50,18 +50,18 @@ inline GpuNode make_gpu_node(const std::string& name, int device, bool aggregate
   return {pool, &started, name};
 }
 
-struct GpuPair {
+struct NcclPair {
   FakeCuda cuda;
   FakeNccl nccl;
-  GpuNode a;
-  GpuNode b;
+  NcclNode a;
+  NcclNode b;
 
   // `a` is aggregated, `b` is not: their blocks lie differently.
-  explicit GpuPair(const std::vector<std::size_t>& piece_bytes = {48, 80, 64, 64}, bool both_aggregated = false)
-      : a(make_gpu_node("a", 0, true, piece_bytes)), b(make_gpu_node("b", 1, both_aggregated, piece_bytes)) {
+  explicit NcclPair(const std::vector<std::size_t>& piece_bytes = {48, 80, 64, 64}, bool both_aggregated = false)
+      : a(make_nccl_node("a", 0, true, piece_bytes)), b(make_nccl_node("b", 1, both_aggregated, piece_bytes)) {
     meet();
   }
-  ~GpuPair() {
+  ~NcclPair() {
     nccl.set("stall", 0);
     if (a.pool != nullptr) a.pool->close();
     if (b.pool != nullptr) b.pool->close();
@@ -79,7 +79,7 @@ struct GpuPair {
     return monotonic_ns() + static_cast<std::int64_t>(seconds * static_cast<double>(kNcclSecond));
   }
   // Active blocks filled with value, value + 1, ...
-  Addresses filled(const GpuNode& node, std::size_t n, int value, Medium medium = Medium::kHbm) const {
+  Addresses filled(const NcclNode& node, std::size_t n, int value, Medium medium = Medium::kHbm) const {
     const Addresses blocks = alloc(*node.pool, n, medium);
     for (std::size_t i = 0; i < n; ++i) {
       fill_block(cuda, *node.pool->arena(medium), block_of(blocks[i]),
@@ -87,7 +87,7 @@ struct GpuPair {
     }
     return blocks;
   }
-  bool are_filled(const GpuNode& node, const Addresses& blocks, int value) const {
+  bool are_filled(const NcclNode& node, const Addresses& blocks, int value) const {
     for (std::size_t i = 0; i < blocks.size(); ++i) {
       const auto arena = node.pool->arena(medium_of(blocks[i]));
       if (!block_is(cuda, *arena, block_of(blocks[i]), static_cast<std::uint8_t>(value + static_cast<int>(i))))
@@ -95,7 +95,7 @@ struct GpuPair {
     }
     return true;
   }
-  static TransferRequest request(const GpuNode& to, const Addresses& from, double seconds = 30) {
+  static TransferRequest request(const NcclNode& to, const Addresses& from, double seconds = 30) {
     TransferRequest request;
     request.peer = to.name;
     request.from = from;
@@ -109,7 +109,7 @@ struct GpuPair {
     return error_of([&] { transfer.rethrow_if_failed(); });
   }
   // Sends these, waits, and frees what was received; what it received was right.
-  void exchange(GpuNode& from, GpuNode& to, const Addresses& blocks, int value) const {
+  void exchange(NcclNode& from, NcclNode& to, const Addresses& blocks, int value) const {
     const auto sent = from.service->transfer(request(to, blocks));
     const auto error = end_of(*sent);
     REQUIRE_MESSAGE(!error, std::string(error ? error->what() : ""));

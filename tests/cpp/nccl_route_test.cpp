@@ -12,7 +12,7 @@ namespace kvpool::testing {
 namespace {
 
 TEST_CASE("nccl: blocks go both ways between GPUs whose blocks lie differently") {
-  GpuPair pair;
+  NcclPair pair;
   const Addresses of_a = pair.filled(pair.a, 7, 10);
   const Addresses of_b = pair.filled(pair.b, 5, 90);
   pair.exchange(pair.a, pair.b, of_a, 10);
@@ -24,22 +24,22 @@ TEST_CASE("nccl: blocks go both ways between GPUs whose blocks lie differently")
 }
 
 TEST_CASE("nccl: from DRAM and into DRAM") {
-  GpuPair pair;
+  NcclPair pair;
   const Addresses dram = pair.filled(pair.a, 3, 40, Medium::kDram);
   pair.exchange(pair.a, pair.b, dram, 40);
   const Addresses hbm = pair.filled(pair.a, 4, 70);
-  TransferRequest request = GpuPair::request(pair.b, hbm);
+  TransferRequest request = NcclPair::request(pair.b, hbm);
   request.medium = Medium::kDram;
   const auto sent = pair.a.service->transfer(std::move(request));
-  CHECK_FALSE(GpuPair::end_of(*sent));
-  const auto received = pair.b.service->receive(GpuPair::in(30));
+  CHECK_FALSE(NcclPair::end_of(*sent));
+  const auto received = pair.b.service->receive(NcclPair::in(30));
   REQUIRE(received != nullptr);
   CHECK(medium_of(received->addresses.front()) == Medium::kDram);
   CHECK(pair.are_filled(pair.b, received->addresses, 70));
 }
 
 TEST_CASE("nccl: large pieces are messages of their own, and are not staged where they lie in a run") {
-  GpuPair pair({std::size_t{512} << 10, std::size_t{512} << 10}, /*both_aggregated=*/true);
+  NcclPair pair({std::size_t{512} << 10, std::size_t{512} << 10}, /*both_aggregated=*/true);
   const Addresses blocks = pair.filled(pair.a, 3, 10);
   const std::size_t copied = pair.cuda.count("copied");
   pair.exchange(pair.a, pair.b, blocks, 10);
@@ -49,14 +49,14 @@ TEST_CASE("nccl: large pieces are messages of their own, and are not staged wher
 }
 
 TEST_CASE("nccl: a transfer of many passes") {
-  GpuPair pair({std::size_t{1} << 20, std::size_t{1} << 20});
+  NcclPair pair({std::size_t{1} << 20, std::size_t{1} << 20});
   const Addresses blocks = pair.filled(pair.a, 20, 10);  // 40 MiB
   pair.exchange(pair.a, pair.b, blocks, 10);
   CHECK(pair.nccl.count("ncclGroupStart") >= 6);
 }
 
 TEST_CASE("nccl: many transfers at once, both ways, by all strategies") {
-  GpuPair pair;
+  NcclPair pair;
   constexpr Strategy kAll[] = {Strategy::kAuto, Strategy::kByLayer, Strategy::kByLayerAgg, Strategy::kByRequest,
                                Strategy::kByRequestAgg};
   const Addresses of_a = pair.filled(pair.a, 2, 20);
@@ -65,18 +65,18 @@ TEST_CASE("nccl: many transfers at once, both ways, by all strategies") {
     std::vector<std::shared_ptr<Transfer>> sent;
     for (const Strategy strategy : kAll) {
       for (const bool forth : {true, false}) {
-        TransferRequest request = GpuPair::request(forth ? pair.b : pair.a, forth ? of_a : of_b);
+        TransferRequest request = NcclPair::request(forth ? pair.b : pair.a, forth ? of_a : of_b);
         request.strategy = strategy;
         sent.push_back((forth ? pair.a : pair.b).service->transfer(std::move(request)));
       }
     }
     for (const auto& transfer : sent) {
-      const auto error = GpuPair::end_of(*transfer);
+      const auto error = NcclPair::end_of(*transfer);
       CHECK_MESSAGE(!error, std::string(error ? error->what() : ""));
     }
     for (std::size_t i = 0; i < sent.size() / 2; ++i) {
-      const auto at_b = pair.b.service->receive(GpuPair::in(30));
-      const auto at_a = pair.a.service->receive(GpuPair::in(30));
+      const auto at_b = pair.b.service->receive(NcclPair::in(30));
+      const auto at_a = pair.a.service->receive(NcclPair::in(30));
       REQUIRE(at_b != nullptr);
       REQUIRE(at_a != nullptr);
       CHECK(pair.are_filled(pair.b, at_b->addresses, 20));
@@ -88,14 +88,14 @@ TEST_CASE("nccl: many transfers at once, both ways, by all strategies") {
 }
 
 TEST_CASE("nccl: lent blocks, a fetch, and an insertion") {
-  GpuPair pair;
+  NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 4, 50);
-  const Addresses lent = pair.a.service->alloc("b", 4, Medium::kHbm, true, {GpuPair::in(30), {}});
-  TransferRequest request = GpuPair::request(pair.b, blocks);
+  const Addresses lent = pair.a.service->alloc("b", 4, Medium::kHbm, true, {NcclPair::in(30), {}});
+  TransferRequest request = NcclPair::request(pair.b, blocks);
   request.to = lent;
   request.private_bytes.reset();
   const auto sent = pair.a.service->transfer(std::move(request));
-  CHECK_FALSE(GpuPair::end_of(*sent));
+  CHECK_FALSE(NcclPair::end_of(*sent));
   CHECK(pair.are_filled(pair.b, lent, 50));
   pair.a.pool->free(lent.data(), lent.size());
   CHECK(pair.b.count(BlockState::kLent) == 0);
@@ -103,33 +103,33 @@ TEST_CASE("nccl: lent blocks, a fetch, and an insertion") {
   FetchRequest fetch;
   fetch.peer = "a";
   fetch.from = blocks;
-  fetch.deadline_ns = GpuPair::in(30);
+  fetch.deadline_ns = NcclPair::in(30);
   const auto fetched = pair.b.service->fetch(std::move(fetch));
-  CHECK_FALSE(GpuPair::end_of(*fetched));
+  CHECK_FALSE(NcclPair::end_of(*fetched));
   CHECK(pair.are_filled(pair.b, fetched->addresses(), 50));
 
-  TransferRequest insertion = GpuPair::request(pair.b, blocks);
+  TransferRequest insertion = NcclPair::request(pair.b, blocks);
   insertion.insert = true;
   insertion.tokens = prompt(3, blocks.size());
   insertion.private_bytes.reset();
   const auto inserted = pair.a.service->transfer(std::move(insertion));
-  CHECK_FALSE(GpuPair::end_of(*inserted));
+  CHECK_FALSE(NcclPair::end_of(*inserted));
   const Found found = match(pair.b.pool, prompt(3, blocks.size()));
   REQUIRE(found.addresses.size() == blocks.size());
   CHECK(pair.are_filled(pair.b, found.addresses, 50));
 }
 
 TEST_CASE("nccl: layers that are sent as they are computed") {
-  GpuPair pair;
+  NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 3, 60);
-  TransferRequest request = GpuPair::request(pair.b, blocks);
+  TransferRequest request = NcclPair::request(pair.b, blocks);
   request.streamed = true;
   const auto sent = pair.a.service->transfer(std::move(request));
   sent->send_layer(1);
   sent->send_layer(0);
   sent->finish();
-  CHECK_FALSE(GpuPair::end_of(*sent));
-  const auto received = pair.b.service->receive(GpuPair::in(30));
+  CHECK_FALSE(NcclPair::end_of(*sent));
+  const auto received = pair.b.service->receive(NcclPair::in(30));
   REQUIRE(received != nullptr);
   CHECK(pair.are_filled(pair.b, received->addresses, 60));
 }
@@ -137,58 +137,58 @@ TEST_CASE("nccl: layers that are sent as they are computed") {
 // ---- what goes wrong
 
 TEST_CASE("nccl: a communicator that is never complete ends at the deadline, and the next transfer makes another") {
-  GpuPair pair;
+  NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 2, 10);
   pair.nccl.set("join", 0);
-  const auto late = pair.a.service->transfer(GpuPair::request(pair.b, blocks, 0.3));
-  const auto error = GpuPair::end_of(*late);
+  const auto late = pair.a.service->transfer(NcclPair::request(pair.b, blocks, 0.3));
+  const auto error = NcclPair::end_of(*late);
   REQUIRE(error);
   CHECK(error->code() == ErrorCode::kDeadline);
   pair.nccl.set("join", 1);
   pair.exchange(pair.a, pair.b, blocks, 10);
-  CHECK(GpuPair::eventually([&] { return pair.b.count(BlockState::kReserved) == 0; }));
+  CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kReserved) == 0; }));
 }
 
 TEST_CASE("nccl: content that never arrives ends at the deadline") {
-  GpuPair pair;
+  NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 2, 10);
   pair.exchange(pair.a, pair.b, blocks, 10);
   pair.nccl.set("stall", 1);
-  const auto late = pair.a.service->transfer(GpuPair::request(pair.b, blocks, 0.3));
-  const auto error = GpuPair::end_of(*late);
+  const auto late = pair.a.service->transfer(NcclPair::request(pair.b, blocks, 0.3));
+  const auto error = NcclPair::end_of(*late);
   REQUIRE(error);
   CHECK(error->code() == ErrorCode::kDeadline);
-  CHECK(GpuPair::eventually([&] { return pair.b.count(BlockState::kReserved) == 0; }));
+  CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kReserved) == 0; }));
   pair.nccl.set("stall", 0);
   pair.exchange(pair.a, pair.b, blocks, 10);
 }
 
 TEST_CASE("nccl: a transfer that is cancelled in the middle holds up nothing") {
-  GpuPair pair;
+  NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 2, 10);
   pair.exchange(pair.a, pair.b, blocks, 10);
   pair.nccl.set("stall", 1);
   const std::size_t groups = pair.nccl.count("ncclGroupStart");
-  const auto sent = pair.a.service->transfer(GpuPair::request(pair.b, blocks));
-  REQUIRE(GpuPair::eventually([&] { return pair.nccl.count("ncclGroupStart") >= groups + 2; }));
+  const auto sent = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
+  REQUIRE(NcclPair::eventually([&] { return pair.nccl.count("ncclGroupStart") >= groups + 2; }));
   CHECK(pair.b.count(BlockState::kReserved) == 2);
   // The other direction is not held up: it only waits for its own.
   CHECK(sent->cancel());
-  const auto error = GpuPair::end_of(*sent);
+  const auto error = NcclPair::end_of(*sent);
   REQUIRE(error);
   CHECK(error->code() == ErrorCode::kCancelled);
-  CHECK(GpuPair::eventually([&] { return pair.b.count(BlockState::kReserved) == 0; }));
+  CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kReserved) == 0; }));
   pair.nccl.set("stall", 0);
   pair.exchange(pair.a, pair.b, blocks, 10);
 }
 
 TEST_CASE("nccl: what breaks in the stream fails the transfer, not the peer") {
-  GpuPair pair;
+  NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 2, 10);
   for (const int message : {1, 2}) {  // at either end
     pair.nccl.set("break_in", message);
-    const auto sent = pair.a.service->transfer(GpuPair::request(pair.b, blocks));
-    const auto error = GpuPair::end_of(*sent);
+    const auto sent = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
+    const auto error = NcclPair::end_of(*sent);
     REQUIRE(error);
     CHECK(error->code() == ErrorCode::kUnsupported);
     pair.nccl.set("break_in", 0);
@@ -200,33 +200,33 @@ TEST_CASE("nccl: what breaks in the stream fails the transfer, not the peer") {
 
 TEST_CASE("nccl: a peer that is lost in the middle: both sides end, and no block is lost") {
   for (const bool receiver_ends : {true, false}) {
-    GpuPair pair;
+    NcclPair pair;
     const Addresses blocks = pair.filled(pair.a, 3, 10);
-    const Addresses lent = pair.a.service->alloc("b", 2, Medium::kHbm, true, {GpuPair::in(30), {}});
+    const Addresses lent = pair.a.service->alloc("b", 2, Medium::kHbm, true, {NcclPair::in(30), {}});
     pair.nccl.set("stall", 1);
-    const auto sent = pair.a.service->transfer(GpuPair::request(pair.b, blocks));
-    TransferRequest named = GpuPair::request(pair.b, {blocks[0], blocks[1]});
+    const auto sent = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
+    TransferRequest named = NcclPair::request(pair.b, {blocks[0], blocks[1]});
     named.to = lent;
     const auto to_lent = pair.a.service->transfer(std::move(named));
     FetchRequest fetch;
     fetch.peer = "a";
     fetch.from = blocks;
-    fetch.deadline_ns = GpuPair::in(30);
+    fetch.deadline_ns = NcclPair::in(30);
     const auto fetched = pair.b.service->fetch(std::move(fetch));
-    REQUIRE(GpuPair::eventually([&] { return pair.nccl.count("ncclRecv") >= 1; }));
+    REQUIRE(NcclPair::eventually([&] { return pair.nccl.count("ncclRecv") >= 1; }));
     if (receiver_ends) {
       pair.b.service->disconnect("a", {});
     } else {
       pair.a.service->disconnect("b", {});
     }
     for (const auto& transfer : {sent, to_lent, fetched}) {
-      const auto error = GpuPair::end_of(*transfer);
+      const auto error = NcclPair::end_of(*transfer);
       REQUIRE(error);
       CHECK(error->code() == ErrorCode::kPeerLost);
     }
-    CHECK(GpuPair::eventually([&] { return pair.b.count(BlockState::kFree) == 32; }));
-    CHECK(GpuPair::eventually([&] { return pair.a.count(BlockState::kActive) == 3; }));
-    CHECK(GpuPair::eventually([&] { return pair.nccl.count("communicators") == 0; }));
+    CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kFree) == 32; }));
+    CHECK(NcclPair::eventually([&] { return pair.a.count(BlockState::kActive) == 3; }));
+    CHECK(NcclPair::eventually([&] { return pair.nccl.count("communicators") == 0; }));
     pair.nccl.set("stall", 0);
     pair.meet();
     pair.exchange(pair.a, pair.b, blocks, 10);
@@ -234,68 +234,68 @@ TEST_CASE("nccl: a peer that is lost in the middle: both sides end, and no block
 }
 
 TEST_CASE("nccl: closing a pool in the middle of a transfer does not wait for it") {
-  GpuPair pair;
+  NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 3, 10);
   pair.nccl.set("stall", 1);
-  const auto sent = pair.a.service->transfer(GpuPair::request(pair.b, blocks));
-  REQUIRE(GpuPair::eventually([&] { return pair.nccl.count("ncclRecv") >= 1; }));
+  const auto sent = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
+  REQUIRE(NcclPair::eventually([&] { return pair.nccl.count("ncclRecv") >= 1; }));
   pair.b.pool->close();
-  const auto error = GpuPair::end_of(*sent);
+  const auto error = NcclPair::end_of(*sent);
   REQUIRE(error);
   CHECK(error->code() == ErrorCode::kPeerLost);
 }
 
 TEST_CASE("nccl: whichever call of NCCL fails, a transfer is done or it is not, and the next one is") {
-  GpuPair pair;
+  NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 3, 10);
   for (int n = 1;; ++n) {
     // The communicators are new each time.
     pair.a.service->disconnect("b", {});
-    REQUIRE(GpuPair::eventually([&] { return pair.a.service->peers().empty() && pair.b.service->peers().empty(); }));
+    REQUIRE(NcclPair::eventually([&] { return pair.a.service->peers().empty() && pair.b.service->peers().empty(); }));
     pair.meet();
     pair.nccl.fail_nth(n, 2);
-    const auto sent = pair.a.service->transfer(GpuPair::request(pair.b, blocks));
-    const auto error = GpuPair::end_of(*sent);
+    const auto sent = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
+    const auto error = NcclPair::end_of(*sent);
     const bool reached = pair.nccl.failed();
     pair.nccl.fail_nth(0, 0);
     if (error) {
       CHECK(error->code() == ErrorCode::kUnsupported);
     } else {
-      const auto received = pair.b.service->receive(GpuPair::in(30));
+      const auto received = pair.b.service->receive(NcclPair::in(30));
       REQUIRE(received != nullptr);
       CHECK(pair.are_filled(pair.b, received->addresses, 10));
       pair.b.pool->free(received->addresses.data(), received->addresses.size());
     }
     pair.exchange(pair.a, pair.b, blocks, 10);
-    CHECK(GpuPair::eventually([&] { return pair.b.count(BlockState::kFree) == 32; }));
+    CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kFree) == 32; }));
     if (!reached || n > 40) break;
   }
 }
 
 TEST_CASE("nccl: whichever call of the driver fails, a transfer is done or it is not, and the next one is") {
-  GpuPair pair;
+  NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 3, 10);
   pair.exchange(pair.a, pair.b, blocks, 10);
   for (int n = 1; n <= 24; ++n) {
     pair.cuda.fail_nth(n, 801);
-    const auto sent = pair.a.service->transfer(GpuPair::request(pair.b, blocks));
-    const auto error = GpuPair::end_of(*sent);
+    const auto sent = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
+    const auto error = NcclPair::end_of(*sent);
     pair.cuda.fail_nth(0, 0);
     if (error) {
       CHECK((error->code() == ErrorCode::kUnsupported || error->code() == ErrorCode::kDeviceLost));
     } else {
-      const auto received = pair.b.service->receive(GpuPair::in(30));
+      const auto received = pair.b.service->receive(NcclPair::in(30));
       REQUIRE(received != nullptr);
       CHECK(pair.are_filled(pair.b, received->addresses, 10));
       pair.b.pool->free(received->addresses.data(), received->addresses.size());
     }
     pair.exchange(pair.a, pair.b, blocks, 10);
-    CHECK(GpuPair::eventually([&] { return pair.b.count(BlockState::kFree) == 32; }));
+    CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kFree) == 32; }));
   }
 }
 
 TEST_CASE("nccl: NCCL that answers late is waited for") {
-  GpuPair pair;
+  NcclPair pair;
   pair.nccl.set("polls", 50);
   const Addresses blocks = pair.filled(pair.a, 3, 10);
   pair.exchange(pair.a, pair.b, blocks, 10);
@@ -304,7 +304,7 @@ TEST_CASE("nccl: NCCL that answers late is waited for") {
 TEST_CASE("nccl: everything is given back") {
   FakeCuda cuda;
   {
-    GpuPair pair;
+    NcclPair pair;
     const Addresses blocks = pair.filled(pair.a, 3, 10);
     pair.exchange(pair.a, pair.b, blocks, 10);
     pair.exchange(pair.a, pair.b, blocks, 10);
@@ -312,8 +312,8 @@ TEST_CASE("nccl: everything is given back") {
     pair.b.pool->close();
     pair.a.pool.reset();
     pair.b.pool.reset();
-    CHECK(GpuPair::eventually([&] { return pair.nccl.count("communicators") == 0; }));
-    CHECK(GpuPair::eventually([&] { return pair.cuda.left().empty(); }));
+    CHECK(NcclPair::eventually([&] { return pair.nccl.count("communicators") == 0; }));
+    CHECK(NcclPair::eventually([&] { return pair.cuda.left().empty(); }));
   }
 }
 
@@ -343,8 +343,8 @@ TEST_CASE("nccl: a pool that is not on a GPU cannot name it, and one that is can
 }
 
 TEST_CASE("nccl: no checksum of what the CPU cannot read") {
-  GpuPair pair;
-  TransferRequest request = GpuPair::request(pair.b, pair.filled(pair.a, 1, 10));
+  NcclPair pair;
+  TransferRequest request = NcclPair::request(pair.b, pair.filled(pair.a, 1, 10));
   request.checksum = true;
   CHECK(code_of([&] { pair.a.service->transfer(std::move(request)); }) == ErrorCode::kUnsupported);
 }
