@@ -165,6 +165,7 @@ bool Receiver::may_place(std::uint64_t id, const std::vector<Address>& blocks, I
   }
 }
 
+// What the link brings and the CPU cannot place lands in a buffer first. One frame is placed at a time.
 Placement Receiver::on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) {
   const MediaSpans& spans = host_.blocks().spans();
   const DataBody data = read_data_body(body, payload_bytes, spans);  // throws kProtocol
@@ -173,11 +174,25 @@ Placement Receiver::on_data(std::uint64_t id, std::span<const std::byte> body, s
   placement.token = id;
   std::unique_ptr<Landing> landing = host_.blocks().landing(data.blocks, placement.pieces, payload_bytes);
   if (landing != nullptr) placement.pieces = {landing->room()};
+  placement = admit(std::move(placement), data.blocks, payload_bytes);
+  if (!placement.pieces.empty()) landing_ = std::move(landing);
+  return placement;
+}
+
+Placement Receiver::on_pass(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) {
+  const MediaSpans& spans = host_.blocks().spans();
+  const DataBody data = read_data_body(body, payload_bytes, spans);  // throws kProtocol
+  return admit({data_placement(data, spans), id}, data.blocks, payload_bytes);
+}
+
+// Marks the transfer as being placed. An empty placement: the content is not wanted (any more).
+Placement Receiver::admit(Placement placement, const std::vector<Address>& blocks, std::uint64_t payload_bytes) {
+  const std::uint64_t id = placement.token;
   const std::lock_guard lock(mutex_);
   const auto entry = incoming_.find(id);
   const bool reserved = entry != incoming_.end();
   if (reserved && (entry->second.ended || entry->second.phase != Phase::kReserved)) return {};
-  if (!may_place(id, data.blocks, entry)) {
+  if (!may_place(id, blocks, entry)) {
     if (reserved) entry->second.damaged = true;
     return {};
   }
@@ -185,7 +200,6 @@ Placement Receiver::on_data(std::uint64_t id, std::span<const std::byte> body, s
     entry->second.placing = true;  // from now on its blocks stay, until on_placed
     entry->second.placing_bytes = payload_bytes;
   }
-  landing_ = std::move(landing);
   return placement;
 }
 
@@ -197,6 +211,8 @@ void Receiver::on_placed(std::uint64_t id, bool intact) {
   settle_placed(id, intact && !failure);
   if (failure) throw Error(*failure);
 }
+
+void Receiver::on_passed(std::uint64_t id, bool intact) { settle_placed(id, intact); }
 
 void Receiver::settle_placed(std::uint64_t id, bool intact) {
   const std::lock_guard lock(mutex_);

@@ -59,6 +59,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   Placement on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes);
   // Throws what a GPU answers that the content is to go to: the link ends.
   void on_placed(std::uint64_t id, bool intact);
+  // The same of content that does not come by the link, straight into the blocks: from any thread.
+  Placement on_pass(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes);
+  void on_passed(std::uint64_t id, bool intact);
 
   // Ends reservations that are too old. Returns when it is to be called again; INT64_MAX for never.
   std::int64_t tick(std::int64_t now_ns);
@@ -109,6 +112,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void mark_held(std::span<const Address> addresses) noexcept;
   void finish_reserve(std::uint64_t id, std::optional<Reservation> reservation, std::optional<Error> error);
   bool may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry);
+  Placement admit(Placement placement, const std::vector<Address>& blocks, std::uint64_t payload_bytes);
   void settle_placed(std::uint64_t id, bool intact);
   void check_complete(const Incoming& incoming, const CompleteBody& body) const;
   void complete_reserved(std::uint64_t id, const CompleteBody& body, Delivery& delivery);

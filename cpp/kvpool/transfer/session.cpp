@@ -45,8 +45,8 @@ void Session::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Rout
   }
   if (passage_ != nullptr) {
     passage_->begin([receiver = receiver_](std::uint64_t id, std::span<const std::byte> body,
-                                           std::uint64_t bytes) { return receiver->on_data(id, body, bytes); },
-                    [receiver = receiver_](std::uint64_t token, bool intact) { receiver->on_placed(token, intact); });
+                                           std::uint64_t bytes) { return receiver->on_pass(id, body, bytes); },
+                    [receiver = receiver_](std::uint64_t token, bool intact) { receiver->on_passed(token, intact); });
   }
   const std::lock_guard lock(mutex_);
   link_ = std::move(link);
