@@ -114,14 +114,15 @@ test: ## all tests, sanitizers, lint and types
 	if test -n "$$failed"; then $(BIN)/python .ci/failures.py $(REPORTS); echo "failed:$$failed" >&2; exit 1; fi
 	@$(BIN)/python .ci/summary.py $(REPORTS)
 
-# The Python tests mostly wait, for peers, leases and deadlines; compilers and clang-tidy use the processors meanwhile.
+# The Python tests mostly wait, for peers, leases and deadlines; compilers and clang-tidy use what they leave.
 .PHONY: python-and-builds
 python-and-builds: $(DONE)/torch $(DONE)/nixl $(DONE)/module $(DONE)/package-dev
 	@$(MAKE) --no-print-directory -j2 --output-sync=target python-test builds
 
 .PHONY: builds
 builds: $(DONE)/module $(DONE)/package-dev
-	@for build in build/asan build/tsan tidy; do $(MAKE) --no-print-directory $$build; done
+	@failed=; for build in build/asan build/tsan tidy; do \
+	nice -n 15 $(MAKE) --no-print-directory $$build || { failed=1; test -n "$${KVPOOL_CI:-}" || break; }; done; test -z "$$failed"
 
 .PHONY: cpp-test
 cpp-test: $(DONE)/module $(DONE)/package-dev ## C++ tests
@@ -194,7 +195,7 @@ gpu-build: gpu-is-there
 	make gpu-wheels GPU_PYTHON_VERSION=..." >&2; exit 1; }; fi
 	@if pybind11=$$($(GPU_ENVIRONMENT) $(GPU_PYTHON) -m pybind11 --cmakedir 2>$(GPU)/why) && $(GPU_CONFIGURE) \
 	-DKVPOOL_PYTHON=ON -Dpybind11_DIR="$$pybind11" -DPython_EXECUTABLE="$$(command -v $(GPU_PYTHON))" >$(GPU)/why 2>&1; then \
-	$(CMAKE) --build $(GPU) -j $(GPU_JOBS) --target _core kvpool_gpu_tests kvpool_gpu_bench && cp $(GPU)/_core*.so src/kvpool/; \
+	$(CMAKE) --build $(GPU) -j $(GPU_JOBS) --target _core kvpool_gpu_tests kvpool_gpu_bench && cp $(GPU)/_core*.so src/kvpool/ && rm -f $(DONE)/module; \
 	else echo "without Python: $$(tail -n 1 $(GPU)/why)" >&2; rm -f $(GPU)/CMakeCache.txt $(GPU)/_core*.so; $(GPU_CONFIGURE) -DKVPOOL_PYTHON=OFF && \
 	$(CMAKE) --build $(GPU) -j $(GPU_JOBS) --target kvpool_gpu_tests kvpool_gpu_bench; fi
 

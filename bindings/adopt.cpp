@@ -52,7 +52,7 @@ std::vector<std::int64_t> dense_strides(const std::vector<std::int64_t>& shape) 
 
 // Where it is, or -1. Raises Unsupported for memory that is neither the CPU's nor one GPU's.
 int device_from(int type, int id, std::size_t position) {
-  if (type == kDLCPU) return -1;
+  if (type == kDLCPU || type == kDLCUDAHost) return -1;  // page-locked memory is the CPU's, too
   if (type == kDLCUDA) return id;
   throw Error(ErrorCode::kUnsupported, "tensor " + std::to_string(position) +
                                            " is neither on the CPU nor on a CUDA device (DLPack device type " +

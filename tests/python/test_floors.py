@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPP_FLOORS: dict[str, set[str]] = {
     "base": set(),
     "index": {"base"},
+    "cuda": {"base"},
     "arena": {"base", "cuda"},
     "attention": {"base"},
     "transport": {"base", "cuda"},

@@ -275,7 +275,7 @@ import numpy as np
 import kvpool
 
 def resident():
-    return int(re.search(r"VmRSS:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+    return int(re.search(r"Rss:\\s+(\\d+) kB", Path("/proc/self/smaps_rollup").read_text())[1]) << 10
 
 layout = kvpool.RawLayout(block_bytes=1 << 16, block_tokens=4)
 kvpool.Pool(layout, 16, 16).close()

@@ -197,8 +197,8 @@ Placement Receiver::admit(Placement placement, const std::vector<Address>& block
     return {};
   }
   if (reserved) {
-    entry->second.placing = true;  // from now on its blocks stay, until on_placed
-    entry->second.placing_bytes = payload_bytes;
+    ++entry->second.placing;  // from now on its blocks stay, until on_placed
+    entry->second.placing_bytes += payload_bytes;
   }
   return placement;
 }
@@ -220,7 +220,7 @@ void Receiver::settle_placed(std::uint64_t id, bool intact) {
   if (entry == incoming_.end()) return;  // lent blocks, or blocks of a fetch
   Incoming& incoming = entry->second;
   incoming.damaged = incoming.damaged || !intact;
-  incoming.placing = false;
+  if (--incoming.placing > 0) return;
   incoming.placed_bytes += std::exchange(incoming.placing_bytes, 0);
   if (incoming.ended) end(entry, /*writers_gone=*/false);
 }
@@ -231,7 +231,7 @@ void Receiver::settle_placed(std::uint64_t id, bool intact) {
 void Receiver::end(IncomingMap::iterator entry, bool writers_gone) {
   Incoming& incoming = entry->second;
   incoming.ended = true;
-  if (incoming.phase != Phase::kReserved || incoming.placing) return;
+  if (incoming.phase != Phase::kReserved || incoming.placing > 0) return;
   std::vector<Address>& addresses = incoming.reservation.addresses;
   if (writers_gone || !incoming.one_sided || drained_) {
     promised_ -= static_cast<std::uint32_t>(addresses.size());

@@ -89,9 +89,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     Quarantine::node_type room;  // for its blocks
     Phase phase = Phase::kReserving;
     bool one_sided = false;
-    bool ended = false;    // cancelled, too old or lost while another thread works on it: it releases
-    bool damaged = false;  // a payload arrived broken, or for blocks of somebody else
-    bool placing = false;  // a payload is being placed now
+    bool ended = false;         // cancelled, too old or lost while another thread works on it: it releases
+    bool damaged = false;       // a payload arrived broken, or for blocks of somebody else
+    std::uint32_t placing = 0;  // payloads that are being placed now: one, of a peer that keeps the rules
     std::uint64_t placing_bytes = 0;
     std::uint64_t placed_bytes = 0;
     std::int64_t deadline_ns = 0;

@@ -1,6 +1,7 @@
 #include "kvpool/transfer/session.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -268,11 +269,16 @@ void Session::tell(FrameKind kind, std::uint64_t id, std::span<const std::byte> 
 // --- transfers ---
 
 std::shared_ptr<Route> Session::choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
-                                             const Reach& from, const Reach& to) const {
+                                             const Reach& from, const Reach& to, bool whole) const {
   std::unique_lock lock(mutex_);
   if (routes_.empty()) {
     lock.unlock();
     throw_lost();
+  }
+  if (whole && name.empty()) {
+    std::vector<std::shared_ptr<Route>> checkable;
+    std::ranges::copy_if(routes_, std::back_inserter(checkable), [](const auto& one) { return one->traits().whole; });
+    if (auto best = cheapest_route(checkable, name, pieces, bytes, from, to)) return best;
   }
   auto best = cheapest_route(routes_, name, pieces, bytes, from, to);
   if (best != nullptr) return best;
@@ -295,7 +301,7 @@ std::shared_ptr<Outgoing> Session::prepare(TransferRequest&& request) {
   const std::uint64_t pieces = request.from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size());
   Reach reach = reach_of(request.to);
   if (request.to.empty()) reach = {request.medium != Medium::kDram, request.medium != Medium::kHbm};
-  auto route = choose_route(request.route, pieces, bytes, reach_of(request.from), reach);
+  auto route = choose_route(request.route, pieces, bytes, reach_of(request.from), reach, request.checksum);
   if (request.checksum && !route->traits().whole) {
     throw Error(ErrorCode::kUnsupported, std::string("no checksum of the whole can be compared with ") + peer_.name +
                                              " by the route " + route->name() +

@@ -124,7 +124,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
  private:
   class Call;
   std::shared_ptr<Route> choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
-                                      const Reach& from, const Reach& to) const;
+                                      const Reach& from, const Reach& to, bool whole = false) const;
   Message call(FrameKind kind, Bytes body, const Waiting& waiting, const char* what,
                const std::function<void()>& on_sent = {});
   void handle(Message&& message);

@@ -131,7 +131,8 @@ class Keeper:
         until = time.monotonic() + self._ttl_s  # then it has run out
         while self._lease and time.monotonic() < until:
             try:
-                self._gateway.call("lease/revoke", {"ID": str(self._lease)}, _REVOKE_S)
+                left_s = until - time.monotonic()
+                self._gateway.call("lease/revoke", {"ID": str(self._lease)}, _REVOKE_S, authenticate_s=left_s)
                 return
             except Denied:
                 return

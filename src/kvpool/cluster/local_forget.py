@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import urllib.parse
 
@@ -34,14 +35,24 @@ def forget_folder(path: str, until: float) -> bool:
     try:
         with contextlib.suppress(FileNotFoundError), folder.locked(until):  # gone: somebody else has removed it
             _check_that_nobody_lives(folder)
-            for file in os.listdir(folder.descriptor):
+            # The lock last: until then it keeps others out.
+            for file in sorted(os.listdir(folder.descriptor), key="lock".__eq__):
                 folder.unlink(file)
-            os.rmdir(path)
+            _remove_unless_used(path)
     except OSError as error:
         if isinstance(error, Error):  # a deadline is a TimeoutError, too
             raise
         raise StateError(f"forget: {path} cannot be removed: {error.strerror}", errno=error.errno) from error
     return True
+
+
+def _remove_unless_used(path: str) -> None:
+    """The folder. Who watches it looks at once, and may have begun another one there: all of the old one is gone."""
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def _check_that_nobody_lives(folder: Folder) -> None:

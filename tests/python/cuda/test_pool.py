@@ -154,8 +154,8 @@ raises(kvpool.ClosedError, lambda: pool.alloc(1))
 """)
 
 
-def test_a_pool_on_a_gpu_has_no_peers_yet(on_fake):
+def test_ucx_does_not_reach_a_gpu_yet(on_fake):
     on_fake("""
-with small_pool(device="cuda") as pool, refused(pool, kvpool.Unsupported, "has no peers yet"):
-    pool.listen("unix:///tmp/never-made.sock")
+with small_pool(device="cuda", routes=("ucx", "sock")) as pool, refused(pool, kvpool.Unsupported, "does not reach"):
+    pool.listen("unix:@kvpool-never-made")
 """)

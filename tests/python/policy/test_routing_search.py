@@ -10,7 +10,7 @@ from policy.fleet import BLOCK, UnitModel
 
 from kvpool.policy.routing import Balance, GlobalScheduler, Kind, LeastLoad, LongestPrefix, QueuePlusExec, Request
 from kvpool.policy.routing import scheduler as module
-from kvpool.policy.routing.policies import SessionId
+from kvpool.policy.routing.policies import SessionId, first_of
 
 POLICIES = {
     "least load": LeastLoad,
@@ -164,3 +164,14 @@ def test_a_large_fleet_is_not_looked_at_as_a_whole(monkeypatch):
             if number % 3:
                 few.first_token(ticket)
     assert len(views) < 15
+
+
+def test_what_rounding_leaves_of_a_backlog_decides_nothing():
+    backlog, load = np.array([0.0, 2.8e-17, 1.0]), np.array([5.0, 0.2, 0.1])
+    ranks = QueuePlusExec().rank(backlog, load, 0, 1.0)
+    assert first_of(ranks, 3).tolist() == [1]
+
+
+def test_of_those_that_rank_alike_all_are_told():
+    ranks = LongestPrefix().rank(np.array([1.0, 0.0, 0.0]), np.array([0.0, 2.0, 2.0]), 7, 1.0)
+    assert first_of(ranks, 3).tolist() == [1, 2]

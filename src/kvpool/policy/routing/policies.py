@@ -23,7 +23,17 @@ import numpy.typing as npt
 from kvpool.errors import ArgumentError
 from kvpool.policy.routing.load import Bools, Floats
 
-__all__ = ["TOLERANCE", "LeastLoad", "LongestPrefix", "Policy", "QueuePlusExec", "Ranking", "SessionId", "View"]
+__all__ = [
+    "TOLERANCE",
+    "LeastLoad",
+    "LongestPrefix",
+    "Policy",
+    "QueuePlusExec",
+    "Ranking",
+    "SessionId",
+    "View",
+    "first_of",
+]
 
 Ints = npt.NDArray[np.int64]
 
@@ -97,13 +107,27 @@ class Ranking:
             place = int(places[0])
         else:
             left = np.flatnonzero(view.allowed)
-            ranks = self.rank(view.backlog, view.load, view.cached, view.exec_s)
-            for each in ranks[:-1]:
-                best = float(each[left].min())
-                left = left[each[left] <= best + TOLERANCE * abs(best)]
-            place = int(left[ranks[-1][left].argmin()])
+            ranks = self.rank(view.backlog[left], view.load[left], view.cached[left], view.exec_s[left])
+            place = int(left[first_of(ranks, len(left))[0]])
         self.sent(view.session, int(view.ids[place]))
         return place
+
+
+def first_of(ranks: tuple[Any, ...], count: int) -> npt.NDArray[np.intp]:
+    """The places of those that come first and rank alike; figures that differ by rounding are equal, but for the last.
+
+    Args:
+        ranks: What Ranking.rank says of `count` instances, at least one: arrays, or one figure for all of them.
+        count: How many there are.
+    """
+    left = np.arange(count)
+    for each in ranks[:-1]:
+        figures = np.broadcast_to(each, count)[left]
+        best = float(figures.min())
+        left = left[figures <= best + TOLERANCE * abs(best)]
+    last = np.broadcast_to(ranks[-1], count)[left]
+    least: npt.NDArray[np.intp] = left[last == last.min()]
+    return least
 
 
 class LeastLoad(Ranking):

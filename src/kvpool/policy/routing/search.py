@@ -20,7 +20,7 @@ import numpy as np
 
 from kvpool.policy.routing.candidates import FEW, Candidates
 from kvpool.policy.routing.load import LoadBoard
-from kvpool.policy.routing.policies import TOLERANCE, Ranking
+from kvpool.policy.routing.policies import TOLERANCE, Ranking, first_of
 from kvpool.policy.routing.tree import Ints
 
 __all__ = ["find_best"]
@@ -120,7 +120,7 @@ class _Search:
 
     def follow_busy(self) -> bool:
         """The others, both orders of them. False to give up."""
-        order, now, largest = self._board.order, self._now, self._board.largest(self._now)
+        order, now = self._board.order, self._now
         for free_at, slot in order.running:
             if self._hopeless(free_at - now - _NEAR * abs(free_at), 0.0):
                 break
@@ -135,7 +135,7 @@ class _Search:
         first, end = 0, len(waiting)
         while first < end:
             middle = (first + end) // 2
-            if self._hopeless(waiting[middle][0], waiting[middle][1] * largest * (1 - _NEAR)):
+            if self._hopeless(waiting[middle][0], 0.0):  # not by load, which is in no order where backlogs are dust
                 end = middle
             else:
                 first = middle + 1
@@ -153,11 +153,9 @@ class _Search:
         for model in range(len(self._exec_s)):
             left = (allowed & (board.models[slots] == model) if len(self._exec_s) > 1 else allowed).nonzero()[0]
             if len(left):
-                backlog = board.backlog(now, slots[left])
-                least = backlog.min()
-                left = left[backlog <= least + TOLERANCE * abs(least)]
-                left = left[load[left] == load[left].min()]
-                self._consider(int(slots[left].min()), at)
+                exec_s = self._exec_s[model][at]
+                ranks = self._policy.rank(board.backlog(now, slots[left]), load[left], self._found.lengths[at], exec_s)
+                self._consider(int(slots[left][first_of(ranks, len(left))].min()), at)
 
     def _consider(self, slot: int, at: int) -> bool:
         """Looks at one; whether it may get more."""
