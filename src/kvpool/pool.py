@@ -148,8 +148,7 @@ class Pool(PeerVerbs):
         hbm_blocks: Blocks in the device tier.
         dram_blocks: Blocks in the host tier.
         device: Where the device tier lies. "cpu": in ordinary memory, so that everything runs without a GPU. "cuda:0"
-            and so on: in that GPU's memory; "cuda" is "cuda:0". DRAM is page-locked then. A pool on a GPU has no peers
-            yet.
+            and so on: in that GPU's memory; "cuda" is "cuda:0". DRAM is page-locked then.
         hbm: Instead of hbm_blocks: an engine's own tensors, one for each layer in order, which become the device tier
             without a copy. Anything with ``__dlpack__`` or ``__cuda_array_interface__``, all on one device, which is
             the pool's then. The engine's block ids are the block numbers.
