@@ -114,14 +114,14 @@ test: ## all tests, sanitizers, lint and types
 	if test -n "$$failed"; then $(BIN)/python .ci/failures.py $(REPORTS); echo "failed:$$failed" >&2; exit 1; fi
 	@$(BIN)/python .ci/summary.py $(REPORTS)
 
-# The Python tests mostly wait, for peers, leases and deadlines; compilers and clang-tidy use what they leave.
+# The Python tests mostly wait, for peers, leases and deadlines; compilers use what they leave.
 .PHONY: python-and-builds
 python-and-builds: $(DONE)/torch $(DONE)/nixl $(DONE)/module $(DONE)/package-dev
 	@$(MAKE) --no-print-directory -j2 --output-sync=target python-test builds
 
 .PHONY: builds
 builds: $(DONE)/module $(DONE)/package-dev
-	@failed=; for build in build/asan build/tsan tidy; do \
+	@failed=; for build in build/asan build/tsan; do \
 	nice -n 15 $(MAKE) --no-print-directory $$build || { failed=1; test -n "$${KVPOOL_CI:-}" || break; }; done; test -z "$$failed"
 
 .PHONY: cpp-test
