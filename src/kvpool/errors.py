@@ -218,6 +218,8 @@ class ProtocolError(Error):
     address: int
     needed: int
     given: int
+    value: int
+    maximum: int
     errno: int
     version_min: int  # what we speak
     version_max: int
@@ -246,6 +248,7 @@ class Unsupported(Error):
     numa_node: int
     device: int  # the number of a GPU
     driver_code: int
+    nccl_code: int
     errno: int
 
 

@@ -122,6 +122,7 @@ worker.start()
             lost = home.events.of("victim").count("lost")
             home.events.wait("victim", *["lost"] * (lost + 1))
             eventually(lambda: pool.peers() == [])
+            eventually(lambda: pool.stats().hbm.lent == pool.stats().hbm.reserved == 0)  # a moment after it has gone
             own = take_all(pool)
             stamp(pool, own, 0xABCD00 + run)
             stats = pool.audit().hbm

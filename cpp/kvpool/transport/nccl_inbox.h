@@ -1,10 +1,10 @@
 // The receiving half of the nccl route: joins the communicators that the peer opens, and receives what it announces.
 //
 // Invariants
-//   V1  Content is received only into blocks that were the sender's when it was announced, and these are set free by
+//   U1  Content is received only into blocks that were the sender's when it was announced, and these are set free by
 //       nobody before it has arrived or its lane is shut: Receiver keeps reservations, defer() keeps all else.
-//   V2  Each pass that was announced is answered once, unless the link ends first.
-//   V3  At most one thread works here at a time, and only while there is work.
+//   U2  Each pass that was announced is answered once, unless the link ends first.
+//   U3  At most one thread works here at a time, and only while there is work.
 #pragma once
 
 #include <atomic>
