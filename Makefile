@@ -117,7 +117,7 @@ test: ## all tests, sanitizers, lint and types
 # The Python tests mostly wait, for peers, leases and deadlines; compilers use what they leave.
 .PHONY: python-and-builds
 python-and-builds: $(DONE)/torch $(DONE)/nixl $(DONE)/module $(DONE)/package-dev
-	@$(MAKE) --no-print-directory -j2 --output-sync=target python-test builds
+	@$(MAKE) --no-print-directory -j2 python-test builds
 
 .PHONY: builds
 builds: $(DONE)/module $(DONE)/package-dev
