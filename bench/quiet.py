@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter, perf_counter_ns
-
-from bench.remote import Remote
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 # Above these a figure counts as disturbed. A single busy process makes 1.0 cores; a quiet machine stays below 0.05.
@@ -84,13 +83,27 @@ def _machine_cpu_s() -> tuple[float, float]:
 
 
 def _own_cpu_s() -> float:
-    """Seconds of this process, of the processes it has waited for, and of those it still runs."""
-    total = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        total += usage.ru_utime + usage.ru_stime
-    for pid in Remote.live_pids():
-        # Fields 14 to 17 count from 1, and the second, the name, may hold blanks: count from its closing bracket.
-        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
-        total += sum(map(int, fields[11:15])) * _TICK_S
-    return total
+    """Seconds of this process and of all that it started, whether they have ended or run.
+
+    A process that has ended counts with the one that waited for it, so what a server of forks has started counts as
+    long as the server runs.
+    """
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + _descendants_ticks() * _TICK_S
+
+
+def _descendants_ticks() -> int:
+    """Ticks of the living processes below this one, and of the dead ones that they waited for."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            # Fields 4 and 14 to 17 count from 1, and the second, the name, may hold blanks: count from its bracket.
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
+            ticks[int(folder.name)] = sum(map(int, fields[11:15]))
+    below, found = {os.getpid()}, 0
+    while below:
+        below = {pid for pid, parent in parents.items() if parent in below}
+        found += sum(ticks[pid] for pid in below)
+    return found

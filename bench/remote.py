@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
 _ANSWER_S_MAX = 600.0
@@ -33,8 +33,6 @@ class RemoteError(RuntimeError):
 
 class Remote:
     """One process, from the parent's side. Use it in a `with`, or close it."""
-
-    _live: ClassVar[set[Remote]] = set()
 
     def __init__(self, module: str, python: str = sys.executable, environment: Mapping[str, str] | None = None) -> None:
         """Starts the process and does not wait for it.
@@ -56,12 +54,7 @@ class Remote:
             text=True,
         )
         self._ready = False
-        Remote._live.add(self)
-
-    @classmethod
-    def live_pids(cls) -> list[int]:
-        """Processes that were started and not closed."""
-        return [remote._process.pid for remote in cls._live]
+        self._closed = False
 
     def ready(self) -> None:
         """Waits until its module is imported. The first question does it too."""
@@ -105,8 +98,9 @@ class Remote:
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
-        if self not in Remote._live:
+        if self._closed:
             return
+        self._closed = True
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -116,7 +110,6 @@ class Remote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        Remote._live.discard(self)
         self._process.stdout.close()
         self._errors.close()
 
