@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from contextlib import suppress
@@ -15,6 +16,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _OTHERS_CORES_MAX = 0.10
 _STEAL_CORES_MAX = 0.02
 _DRIFT_MAX = 1.15
+_PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Watch:
     """Watches the machine from its construction until `stop`."""
 
     def __init__(self) -> None:
+        _keep_orphans()
         self._loop_us = _loop_us()
         self._busy_s, self._steal_s = _machine_cpu_s()
         self._own_s = _own_cpu_s()
@@ -83,17 +86,18 @@ def _machine_cpu_s() -> tuple[float, float]:
 
 
 def _own_cpu_s() -> float:
-    """Seconds of this process and of all that it started, whether they have ended or run.
-
-    A process that has ended counts with the one that waited for it, so what a server of forks has started counts as
-    long as the server runs.
-    """
+    """Seconds of this process and of all below it, whether they have ended or run."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + _descendants_ticks() * _TICK_S
 
 
+def _keep_orphans() -> None:
+    """What outlives the process that started it, as a server of forks does, comes below this one, and not to init."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def _descendants_ticks() -> int:
-    """Ticks of the living processes below this one, and of the dead ones that they waited for."""
+    """Ticks of the processes below this one that nobody has waited for, and of those that they have waited for."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
