@@ -1,14 +1,16 @@
 """A pool as a member of a cluster: `Pool.attach` makes an `Attachment`.
 
 The directory says who is there; this tells the pool, whose C++ half meets members when a verb names them. Three threads
-come with it, none on the way of a block: the cluster's own, which tells of the lease; one that hears of changes; one
-that publishes the load.
+come with it, none on the way of a block: the cluster's own, which tells of the lease, and does what has to be done when
+the pool leaves; one that hears of changes; one that publishes the load. None of them waits for another
+(cluster/waiting.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import secrets
@@ -22,7 +24,9 @@ from typing import Any, Literal
 from kvpool import _core
 from kvpool.cluster import Cluster, LeaseWord, Load, Member, MemberCallback, MemberEvent, Registration
 from kvpool.cluster.place import check_seconds
+from kvpool.cluster.waiting import busy
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, Error, Fenced, StateError
+from kvpool.member_book import MemberBook
 from kvpool.transfer import PeerVerbs
 from kvpool.transfer.peers import nccl_library, ucx_library
 from kvpool.types import KVLayout, RawLayout
@@ -48,19 +52,16 @@ class Attachment:
         self._registration = registration
         self._epoch = registration.record.epoch
         self._process = os.getpid()
-        self._book = threading.Lock()  # pictures reach the pool in their order
-        self._told: dict[str, _Entry] = {}
         self._requests = 0
-        self._met: set[str] = set()  # under _book: whom it has been a peer of, and who has not left since
-        self._own = threading.RLock()  # of its own lease: none that has left is let out of its fence again
+        self._own = threading.Lock()  # of its own lease: none that has left is let out of its fence again
         self._stop = threading.Event()
-        self._sink = _weakly(self._list)
-        cluster._board.subscribe(self._sink)
-        registration.on_lease(_weakly(self._on_lease))
-        weak_left = weakref.WeakMethod(self._left)
-        registration._at_leave(lambda: (left := weak_left()) is not None and left())
+        self._book = MemberBook(pool, self._epoch)
         self._watch: MemberCallback = cluster.on_change(_weakly(self._on_change))
         self._end = weakref.finalize(self, _leave_soon, registration, self._watch, self._process)
+        cluster._board.subscribe(self._book.list)
+        registration._at_leave(functools.partial(cluster._board.unsubscribe, self._book.list))
+        registration._at_leave(_weakly(self._left))
+        registration.on_lease(_weakly(self._on_lease))
         beats = threading.Thread(
             target=_beat_until,
             args=(self._stop, cluster.heartbeat_s, weakref.ref(self)),
@@ -68,7 +69,6 @@ class Attachment:
             daemon=True,
         )
         beats.start()
-        cluster._at_close(weakref.WeakMethod(self.close))
 
     @property
     def name(self) -> str:
@@ -141,30 +141,21 @@ class Attachment:
     def close(self) -> None:
         """Leaves at once. The others are told "left"; transfers that are under way end with PeerLost. Idempotent.
 
-        From a thread of the cluster's own it is done soon, in another one: see Cluster.close.
+        From a callback of a cluster, or a finalizer that the garbage collector runs, it is done soon: see Cluster.close.
         """
-        if os.getpid() != self._process:
-            return
-        if self._cluster._elsewhere(self._close):
-            self._registration.leave_soon()
-        else:
-            self._close()
-
-    def _close(self) -> None:
-        self._end.detach()
-        self._stop.set()
-        self._watch.close()
-        self._cluster._board.unsubscribe(self._sink)
-        self._registration.leave()
-        pool = self._pool()
-        if pool is not None:
-            with self._own, contextlib.suppress(Error):  # it is closed: so are its connections
-                pool._fence(f"{self.name} has left its cluster")
+        if os.getpid() == self._process:
+            self._registration.leave()  # which calls _left
+            self._watch.close()
 
     def _left(self) -> None:
-        """The registration has left by itself: no lease, no peers."""
-        if not self._stop.is_set():
-            self.close()
+        """It has left, whoever let it: no lease, no peers. Waits for no thread of the cluster's."""
+        self._end.detach()
+        self._stop.set()
+        self._watch.stop()
+        pool = self._pool()
+        if pool is not None:
+            with busy, self._own, contextlib.suppress(Error):  # it is closed: so are its connections
+                pool._fence(f"{self.name} has left its cluster")
 
     def __enter__(self) -> Attachment:
         """Itself."""
@@ -189,39 +180,13 @@ class Attachment:
         member = event.member
         with contextlib.suppress(ClosedError):
             if event.kind != "changed":
-                self._remember_peers(pool)
+                self._book.remember_peers()
             if event.kind == "lost" and member.epoch != self._epoch and not self._is_back(member):
                 pool._expel(member.epoch, f"the cluster has given up {member.name}: its lease has run out")
-            with self._book:
-                if event.kind == "joined":
-                    self._tell(pool)  # once more: who was expelled is let in when it is listed again
-                elif event.kind == "left":
-                    self._met.discard(member.name)
-
-    def _list(self, event: MemberEvent) -> None:
-        """Writes a member into the pool's book before anybody can see it in `members`: whoever sees it may name it.
-
-        Called under the lock of the cluster's board; that of the book comes below it.
-        """
-        pool, member = self._pool(), event.member
-        if pool is None or member.epoch == self._epoch:
-            return
-        with self._book:
-            known = self._told.get(member.name)
-            if event.kind in ("left", "lost"):
-                if known is None or known[1] != member.epoch:
-                    return
-                del self._told[member.name]
-            elif known == _entry(member):
-                return  # its load, mostly
-            else:
-                self._told[member.name] = _entry(member)
-            self._tell(pool)
-
-    def _tell(self, pool: PeerVerbs) -> None:
-        """The book as it is. The caller has its lock."""
-        with contextlib.suppress(Error):  # closed, or a parent process's
-            pool._set_members([(name, *entry) for name, entry in self._told.items()])
+            if event.kind == "joined":
+                self._book.tell_again()
+            elif event.kind == "left":
+                self._book.forget(member.name)
 
     def _is_back(self, lost: Member) -> bool:
         """It has fenced itself, so what it had in its old term is over, and the connections that it has now are new."""
@@ -231,29 +196,22 @@ class Attachment:
         """Its own view of the cluster shows what the others are told."""
         return any(one.epoch == self._epoch and one.state == "draining" for one in self._cluster.members())
 
-    def _remember_peers(self, pool: PeerVerbs) -> None:
-        """While it is well: when it hears that its lease is lost its peers may have parted from it already."""
-        names = {peer.name for peer in pool.peers()}
-        with self._book:
-            self._met |= names & self._told.keys()  # none that has left, although its connection is still there
-
     # ---- what becomes of its own lease
 
     def _on_lease(self, word: LeaseWord) -> None:
         pool = self._pool()
         if pool is None:
             return
-        with self._own, contextlib.suppress(ClosedError):
+        with busy, self._own, contextlib.suppress(ClosedError):
             if self.closed:
                 return  # the fence that it has now stays
             if word == "lost":
-                self._remember_peers(pool)
+                self._book.remember_peers()
                 pool._fence(f"{self.name} has lost its lease in the cluster; it goes on when it has one again")
             elif word == "regained":
                 pool._unfence()
-                with self._book:
-                    names = sorted(self._met & self._told.keys())  # another that is away meets this one by itself
-                threading.Thread(target=_meet_again, args=(pool, names), name="kvpool-meet", daemon=True).start()
+                args = pool, self._book.met()
+                threading.Thread(target=_meet_again, args=args, name="kvpool-meet", daemon=True).start()
             else:
                 pool._fence(f"another process is {self.name} in the cluster now")
 
@@ -266,7 +224,7 @@ class Attachment:
             self.close()
             return False
         with contextlib.suppress(StateError):  # it is just being closed; or another has the name
-            self._remember_peers(pool)
+            self._book.remember_peers()
             self._registration.publish(load=_load_of(pool, self._requests))
         return True
 
@@ -313,13 +271,6 @@ def attach(
 
 # ---- inside
 
-_Entry = tuple[int, int, list[str]]
-
-
-def _entry(member: Member) -> _Entry:
-    return member.instance, member.epoch, list(member.endpoints)
-
-
 @contextlib.contextmanager
 def _service(pool: PeerVerbs, wanted: Any) -> Iterator[None]:
     """The pool begins to speak with peers, but meets none yet; if the block raises, it has never begun."""
@@ -362,39 +313,41 @@ def _load_of(pool: _core.Pool, requests: int) -> Load:
     )
 
 
-def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Calls the method as long as its object lives: what the cluster keeps must not keep the pool."""
     weak = weakref.WeakMethod(method)
 
-    def call(argument: Any) -> None:
+    def call(*arguments: Any) -> None:
         strong = weak()
         if strong is not None:
-            strong(argument)
+            strong(*arguments)
 
     return call
 
 
 def _beat_until(stop: threading.Event, heartbeat_s: float, attachment: weakref.ref[Attachment]) -> None:
-    while not stop.wait(heartbeat_s):
-        strong = attachment()
-        if strong is None or not strong._publish_load():
-            return
-        del strong
+    with busy:
+        while not stop.wait(heartbeat_s):
+            strong = attachment()
+            if strong is None or not strong._publish_load():
+                return
+            del strong
 
 
 def _meet_again(pool: PeerVerbs, names: list[str]) -> None:
     """What this pool could have written to is in quarantine at its peers until they hear from it."""
-    for name in names:
-        try:
-            pool._meet(name, _MEET_S)
-        except (ClosedError, Fenced):
-            return  # it has left; or it has lost its lease again, and begins anew when that is back
-        except Error as error:
-            _log.info("%s was not met again: %s", name, error)
+    with busy:
+        for name in names:
+            try:
+                pool._meet(name, _MEET_S)
+            except (ClosedError, Fenced):
+                return  # it has left; or it has lost its lease again, and begins anew when that is back
+            except Error as error:
+                _log.info("%s was not met again: %s", name, error)
 
 
 def _leave_soon(registration: Registration, watch: MemberCallback, process: int) -> None:
-    """For an attachment that was dropped. The garbage collector calls it in any thread, so it waits for nothing."""
+    """For an attachment that was dropped. Waits for nothing: the garbage collector may call it."""
     if os.getpid() == process:
         watch.stop()
         registration.leave_soon()

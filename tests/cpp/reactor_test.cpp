@@ -7,7 +7,10 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <map>
+#include <thread>
+#include <vector>
 
 #include "child_process.h"
 #include "sock_fixture.h"
@@ -223,6 +226,34 @@ TEST_CASE("a reactor: stopping runs what was posted, tells the watches, and take
   reactor->unwatch(1);
   reactor->cancel(1);
   reactor->want(1, EPOLLIN);
+}
+
+TEST_CASE("a reactor: one that was stopped keeps no descriptor, whoever was just waking it") {
+  const int before = open_descriptors();
+  for (int round = 0; round < 20; ++round) {
+    auto reactor = Reactor::make("test");
+    std::atomic<bool> over{false};
+    std::vector<std::thread> posters;
+    for (int i = 0; i < 3; ++i) {
+      posters.emplace_back([&] {
+        while (!over) {
+          try {
+            reactor->post([] {});
+          } catch (const Error& error) {
+            REQUIRE(error.code() == ErrorCode::kClosed);
+          }
+          std::this_thread::yield();
+        }
+      });
+    }
+    run_and_wait(*reactor, [] {});
+    reactor->stop();
+    over = true;
+    for (std::thread& poster : posters) poster.join();
+    REQUIRE(open_descriptors() == before);
+    reactor->unwatch(1);
+    reactor->want(1, EPOLLIN);
+  }
 }
 
 TEST_CASE("a reactor: its thread takes no signals") {

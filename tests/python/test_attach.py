@@ -35,7 +35,7 @@ def test_every_verb_meets_the_member_that_it_names(url, listen):
         return [one.format(pid=os.getpid(), n=next(_numbers)) for one in listen]
 
     with member(url, "a", listen=where()) as (a, *_), member(url, "b", listen=where()) as (b, *_):
-        eventually(lambda: len(a._attachment._told) == 1)
+        eventually(lambda: len(a._attachment._book.names()) == 1)
         own = a.alloc(2)
         held = fill(a, own)
         sent = a.transfer("b", own).wait().addrs
@@ -94,7 +94,7 @@ def test_members_say_what_they_are(url):
 def test_layouts_that_differ_are_told_when_they_meet(url):
     other = small_pool(layout=small_layout(kv_heads=4))
     with member(url, "a") as (a, *_), member(url, "b", other):
-        eventually(lambda: len(a._attachment._told) == 1)
+        eventually(lambda: len(a._attachment._book.names()) == 1)
         with refused(a, kvpool.LayoutMismatch, "the layouts differ"):
             a.alloc(1, instance="b")
 
@@ -149,6 +149,22 @@ def test_an_attach_that_fails_leaves_pool_and_cluster_as_they_were(url):
         pool.transfer("taken", pool.alloc(1)).wait()
 
 
+def test_attaches_that_fail_leave_no_descriptor_and_no_thread(url):
+    def kept() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    with member(url, "taken") as (_, watching, _attachment), join(url) as cluster, small_pool() as pool:
+        eventually(lambda: names(cluster) == ["taken"])
+        taken = watching.members()[0].endpoints[0]
+        counts = []
+        for _ in range(6):
+            for options in ({"name": "taken"}, {"listen": taken}):
+                with pytest.raises(StateError):
+                    pool.attach(cluster, **options)
+            counts.append(kept())
+        eventually(lambda: all(now <= then for now, then in zip(kept(), counts[0], strict=True)))
+
+
 def test_a_pool_is_attached_once_and_first(url):
     with member(url, "a") as (a, cluster, attachment), small_pool() as other, join(url) as second:
         with refused(a, StateError, "attached already"):
@@ -200,7 +216,7 @@ def test_one_that_came_back_under_its_name_is_met_by_the_next_verb(url):
         instances = set()
         for _ in range(4):
             with member(url, "b") as (b, _, attachment):
-                eventually(lambda: a._attachment._told.get("b", [0])[0] == attachment.instance)
+                eventually(lambda: a._attachment._book._told.get("b", [0])[0] == attachment.instance)
                 a.transfer("b", own).wait()
                 instances.add(attachment.instance)
                 assert blocks_at_peers(b) == 0
@@ -244,12 +260,11 @@ def test_whoever_sees_a_member_may_name_it(url, monkeypatch):
 def test_peers_that_have_parted_before_the_loss_is_known_are_met_when_the_lease_is_back(url):
     with two(url) as (a, b):
         a.transfer("b", a.alloc(1)).wait()
-        eventually(lambda: "b" in a._attachment._met)
+        eventually(lambda: "b" in a._attachment._book._met)
         for _ in range(2):
             b._expel(a._epoch(), "its lease has run out")  # b hears first
             eventually(lambda: a.peers() == [] == b.peers())
-            with b._attachment._book:
-                b._attachment._tell(b)
+            b._attachment._book.tell_again()
             a._attachment._on_lease("lost")
             a._attachment._on_lease("lost")
             with refused(a, Fenced, "lost its lease"):
@@ -261,11 +276,11 @@ def test_peers_that_have_parted_before_the_loss_is_known_are_met_when_the_lease_
 def test_a_peer_that_has_left_is_not_called_again(url):
     with member(url, "a") as (a, _, attachment):
         with member(url, "b") as (b, *_):
-            eventually(lambda: len(attachment._told) == 1)
+            eventually(lambda: len(attachment._book.names()) == 1)
             a.transfer("b", a.alloc(1)).wait()
-            eventually(lambda: "b" in attachment._met)
+            eventually(lambda: "b" in attachment._book._met)
             b.close()
-        eventually(lambda: attachment._met == set())
+        eventually(lambda: attachment._book._met == set())
 
 
 def test_who_leaves_while_its_lease_comes_back_stays_fenced(url, monkeypatch):

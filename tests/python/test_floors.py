@@ -40,7 +40,8 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "index": {"errors", "types", "config", "_core"},
     "transfer": {"errors", "types", "config", "_core"},
     "cluster": {"errors", "types", "config", "_core"},
-    "attachment": {"errors", "types", "_core", "cluster", "transfer"},
+    "member_book": {"errors", "cluster", "transfer"},
+    "attachment": {"errors", "types", "_core", "cluster", "transfer", "member_book"},
     "pool": {"errors", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "attachment"},
     "policy": {"errors", "types", "index"},  # pure: data in, plans out
     "ranks": {"errors", "types", "_core", "transfer", "pool"},

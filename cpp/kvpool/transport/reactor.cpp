@@ -1,6 +1,7 @@
 #include "kvpool/transport/reactor.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -158,6 +159,7 @@ class EpollReactor final : public Reactor {
     }
     pthread_join(state_->thread, nullptr);
     stopped_ = true;
+    close_descriptors();
   }
 
  private:
@@ -173,6 +175,14 @@ class EpollReactor final : public Reactor {
   void wait_while_running(std::uint64_t id, std::unique_lock<std::mutex>& lock) noexcept {
     if (in_thread()) return;
     state_->callback_over.wait(lock, [&] { return state_->running_id != id; });
+  }
+
+  // The reactor may live on for long: the service of an attach that failed is kept until its pool is closed.
+  void close_descriptors() noexcept {
+    while (state_->waking.load(std::memory_order_acquire) != 0) sched_yield();
+    const std::lock_guard lock(state_->mutex);
+    state_->epoll.reset();
+    state_->wake.reset();
   }
 
   void start_thread(const char* name) {

@@ -37,7 +37,8 @@ class Reactor {
   // Waits until the watch or timer whose callback runs now is through; within one, returns at once.
   virtual void wait_for_callback() noexcept = 0;
   // Joins the thread; what was posted has run, and each watch that was left has been called a last time with EPOLLHUP.
-  // Timers are dropped. From then on watch, post and at throw kClosed. Idempotent; not from the thread itself.
+  // Timers are dropped, and its own descriptors closed. From then on watch, post and at throw kClosed. Idempotent; not
+  // from the thread itself.
   virtual void stop() noexcept = 0;
   // False from the moment at which the last calls of stop() begin.
   virtual bool running() const noexcept = 0;

@@ -180,11 +180,12 @@ class Loop {
 
 void ReactorState::wake_thread(std::unique_lock<std::mutex>& lock) noexcept {
   const bool needed = std::exchange(sleeping, false);
+  if (needed) waking.fetch_add(1, std::memory_order_relaxed);
   lock.unlock();
+  if (!needed) return;
   const std::uint64_t one = 1;
-  if (needed) {
-    [[maybe_unused]] const auto written = write(wake.get(), &one, sizeof(one));  // full: it is readable already
-  }
+  [[maybe_unused]] const auto written = write(wake.get(), &one, sizeof(one));  // full: it is readable already
+  waking.fetch_sub(1, std::memory_order_release);
 }
 
 std::int64_t waking_time(std::int64_t at_ns) noexcept {

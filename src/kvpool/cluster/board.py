@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from kvpool.cluster.record import Member, MemberEvent
+from kvpool.cluster.waiting import busy
 
 __all__ = ["Board"]
 
@@ -27,7 +28,7 @@ class Board:
 
     def show(self, member: Member) -> None:
         """A member is there, as it says. One of the same name that was another incarnation is lost."""
-        with self._changed:
+        with busy, self._changed:
             before = self._members.get(member.name)
             if before is not None and before.same_incarnation(member):
                 if before != member:
@@ -39,43 +40,43 @@ class Board:
 
     def remove(self, name: str, kind: Literal["left", "lost"]) -> None:
         """A member is gone. Nothing happens if it was not there."""
-        with self._changed:
+        with busy, self._changed:
             before = self._members.get(name)
             if before is not None:
                 self._remove(before, kind)
 
     def members(self) -> list[Member]:
         """Who is there, by name."""
-        with self._changed:
+        with busy, self._changed:
             return [self._members[name] for name in sorted(self._members)]
 
     def find(self, name: str) -> Member | None:
         """One member."""
-        with self._changed:
+        with busy, self._changed:
             return self._members.get(name)
 
     def subscribe(self, sink: Callable[[MemberEvent], None]) -> None:
         """Tells `sink` of who is there, as "joined", and of every change from now on. It must not wait or raise."""
-        with self._changed:
+        with busy, self._changed:
             for name in sorted(self._members):
                 sink(MemberEvent("joined", self._members[name]))
             self._sinks.append(sink)
 
     def unsubscribe(self, sink: Callable[[MemberEvent], None]) -> None:
         """Tells it no more. Idempotent."""
-        with self._changed:
+        with busy, self._changed:
             if sink in self._sinks:
                 self._sinks.remove(sink)
 
     def wait(self, enough: Callable[[list[Member]], bool], until: float) -> list[Member]:
         """Waits until `enough(members())`, or for `until` (time.monotonic()). Returns who is there then."""
-        with self._changed:
+        with busy, self._changed:
             self._changed.wait_for(lambda: enough(self.members()), max(0.0, until - time.monotonic()))
             return self.members()
 
     def wake(self) -> None:
         """Lets waiters look again, for what is not on the board."""
-        with self._changed:
+        with busy, self._changed:
             self._changed.notify_all()
 
     def _put(self, kind: Literal["joined", "changed"], member: Member) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 
 from kvpool.cluster.board import Board
 from kvpool.cluster.record import MemberEvent
+from kvpool.cluster.waiting import busy, join, may_wait
 
 __all__ = ["MemberCallback"]
 
@@ -31,23 +32,24 @@ class MemberCallback:
         self._events: queue.SimpleQueue[MemberEvent | None] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvpool-members", daemon=True)
-        board.subscribe(self._events.put)
         self._thread.start()
+        board.subscribe(self._events.put)
 
     def close(self) -> None:
         """Ends it: when this returns the callback is not running any more. Idempotent.
 
-        The callback itself may call this; then it is the last time that it runs.
+        One that runs for longer than a minute is not waited for; and from a callback of a cluster, this one or another,
+        or a finalizer that the garbage collector runs, nothing is: then it ends soon.
         """
         if os.getpid() != self._process:
             return  # in a forked child there is no thread, and the locks may be held for ever
         self.stop()
-        self._board.unsubscribe(self._events.put)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        if may_wait():
+            self._board.unsubscribe(self._events.put)
+            join(self._thread)
 
     def stop(self) -> None:
-        """Lets it end soon. Waits for nothing: a finalizer may call it in the middle of anything."""
+        """Lets it end soon. Waits for nothing."""
         self._stopping = True
         self._events.put(None)
 
@@ -67,10 +69,11 @@ class MemberCallback:
         self.close()
 
     def _run(self) -> None:
-        try:
-            self._call_until_stopped()
-        finally:
-            self._board.unsubscribe(self._events.put)
+        with busy:
+            try:
+                self._call_until_stopped()
+            finally:
+                self._board.unsubscribe(self._events.put)
 
     def _call_until_stopped(self) -> None:
         while not self._stopping:

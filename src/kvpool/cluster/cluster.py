@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +20,7 @@ from kvpool.cluster.place import Place, check_seconds, parse_place
 from kvpool.cluster.record import Load, Member, MemberEvent, Role
 from kvpool.cluster.registration import Registration
 from kvpool.cluster.tender import Tender
+from kvpool.cluster.waiting import busy
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, ForkError, StateError
 
 __all__ = ["Cluster"]
@@ -42,15 +41,13 @@ class Cluster:
         self._directory = directory
         self._board = board
         self._process = os.getpid()
-        self._lock = threading.Lock()  # one registration at a time; no callback is added to a cluster that closes
-        self._tender = Tender(directory, place.heartbeat_s)
-        self._callbacks: weakref.WeakSet[MemberCallback] = weakref.WeakSet()
+        self._tender = Tender(directory, board, place.heartbeat_s)
         self._closed = False
-        self._member_ends: Callable[[], Callable[[], object] | None] = lambda: None
-        # When the cluster is dropped. The garbage collector calls it in any thread, in the middle of anything.
+        # When the cluster is dropped, in whatever thread.
         self._end = weakref.finalize(self, _end, self._tender, self._process)
         self._end.atexit = False
         _clusters.add(self)
+        _tenders.add(self._tender)
 
     @classmethod
     def join(
@@ -156,10 +153,10 @@ class Cluster:
         """
         if not callable(callback):
             raise ArgumentTypeError(f"on_change: {callback!r} cannot be called")
-        with self._lock:
+        with busy, self._tender.lock:
             self._check_open()
             handle = MemberCallback(self._board, callback)
-            self._callbacks.add(handle)
+            self._tender.callbacks.add(handle)
         return handle
 
     def wait_for(self, role: Role | None = None, n: int = 1, timeout: float = 30.0) -> list[Member]:
@@ -256,12 +253,12 @@ class Cluster:
         )  # fmt: skip
         record.to_bytes()  # which checks its length
         until = time.monotonic() + check_seconds("timeout", timeout)
-        with self._lock:
+        with busy, self._tender.lock:
             self._check_open()
             if self.registration is not None:
                 raise StateError(f"register: this cluster has a member already, {self.registration.name}")
             if self._tender.registration is not None:
-                self._tender.registration.leave()  # which it may have been told to do soon
+                self._tender.registration.leave_now()  # which it may have been told to do soon
             entry = self._directory.enter(record, max(0.0, until - time.monotonic()))
             self._board.show(entry.record)
             registration = Registration(entry, self._place.heartbeat_s, self._tender.wake)
@@ -295,26 +292,15 @@ class Cluster:
     def close(self) -> None:
         """Leaves, if there is a registration, and stops watching. Callbacks end. Idempotent; does not raise.
 
-        From a thread of the cluster's own, where a finalizer may be what calls this, it is done soon, in another one.
+        When this returns it is done, and no callback runs any more. From a callback of a cluster, or a finalizer that
+        the garbage collector runs, it is done soon: those must not wait. A callback that runs for longer than a minute
+        is not waited for.
         """
         if os.getpid() != self._process:
             return
         self._closed = True
-        if not self._elsewhere(self._close):
-            self._close()
-
-    def _close(self) -> None:
-        with self._lock:
-            self._closed = True
-            callbacks = list(self._callbacks)
         self._end.detach()
-        member_ends = self._member_ends()
-        if member_ends is not None:
-            member_ends()
         self._tender.close()
-        self._board.wake()
-        for callback in callbacks:
-            callback.close()
 
     def __enter__(self) -> Cluster:
         """Itself."""
@@ -325,24 +311,6 @@ class Cluster:
     ) -> None:
         """Closes."""
         self.close()
-
-    def _elsewhere(self, work: Callable[[], object]) -> bool:
-        """Does it in a new thread, if this is one of the cluster's own, which must not wait for the others.
-
-        The garbage collector may have called in the middle of anything, with locks held, so nothing is waited for: not
-        even, as `threading.Thread.start` would, until the new thread runs.
-        """
-        if not self._tender.runs_here():
-            return False
-        try:
-            _thread.start_new_thread(work, ())
-        except RuntimeError:  # the interpreter ends, or there is no thread to be had
-            self._tender.stop()
-        return True
-
-    def _at_close(self, weak: Callable[[], Callable[[], object] | None]) -> None:
-        """What the pool that was attached last does when this is closed: until then it does not know."""
-        self._member_ends = weak
 
     def _check_open(self) -> None:
         if os.getpid() != self._process:
@@ -359,7 +327,7 @@ class Cluster:
 
 
 _clusters: weakref.WeakSet[Cluster] = weakref.WeakSet()
-_ending: weakref.WeakSet[Tender] = weakref.WeakSet()  # their threads keep them
+_tenders: weakref.WeakSet[Tender] = weakref.WeakSet()  # also of clusters that are gone: their threads keep them
 
 
 def _directory_of(place: Place) -> Directory:
@@ -371,9 +339,8 @@ def _directory_of(place: Place) -> Directory:
 
 
 def _end(tender: Tender, process: int) -> None:
-    """Lets the tender of a cluster that was dropped leave and stop watching. Waits for no lock and no thread."""
+    """Lets the tender of a cluster that was dropped end. Waits for nothing: the garbage collector may call it."""
     if os.getpid() == process:
-        _ending.add(tender)
         tender.stop()
 
 
@@ -381,13 +348,13 @@ def _close_all() -> None:
     """When the process ends without a word: the others are told of a leave, not of a loss."""
     for cluster in list(_clusters):
         cluster.close()
-    for tender in list(_ending):
+    for tender in list(_tenders):
         tender.close()
 
 
 def _abandon_all() -> None:
     """A forked child must not keep its parent's membership alive when the parent dies."""
-    _ending.clear()
+    _tenders.clear()
     for cluster in list(_clusters):
         cluster._abandon()
 

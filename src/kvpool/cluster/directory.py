@@ -6,7 +6,6 @@ otherwise. It shows what it sees on a `Board`. The conformance suite (tests/pyth
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from typing import Literal
 
@@ -104,10 +103,6 @@ class Directory(ABC):
     @abstractmethod
     def descriptors(self) -> tuple[int, ...]:
         """Readable when there is something to `tend`."""
-
-    def threads(self) -> tuple[threading.Thread, ...]:
-        """Those that paint the board, beside the tender's."""
-        return ()
 
     @abstractmethod
     def tend(self) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import threading
 import time
 from typing import Any, Final
 
@@ -214,10 +213,6 @@ class EtcdDirectory(Directory):
             return (entry.keeper.descriptor(),)
         except ValueError:  # it is just being closed
             return ()
-
-    def threads(self) -> tuple[threading.Thread, ...]:
-        """See Directory."""
-        return (self._view.thread,)
 
     def tend(self) -> None:
         """See Directory."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 from kvpool.cluster.board import Board
 from kvpool.cluster.etcd_keys import Ids, Keys, Value, values
 from kvpool.cluster.gateway import AUTHENTICATE_S, Denied, Gateway, NoAnswer, Options, Stream, encode
+from kvpool.cluster.waiting import busy
 
 __all__ = ["EtcdView"]
 
@@ -41,7 +42,7 @@ class EtcdView:
         self._stream: Stream | None = None
         self._lock = threading.Lock()  # of the two above
         self._stopping = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="kvpool-etcd", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvpool-etcd", daemon=True)
 
     def read_all(self, timeout_s: float, authenticate_s: float = 0.0) -> None:
         """Reads every record, and shows them.
@@ -74,7 +75,7 @@ class EtcdView:
 
     def start(self) -> None:
         """Begins to watch."""
-        self.thread.start()
+        self._thread.start()
 
     def tend(self) -> None:
         """Gives up on who did not come back, and on a connection behind which there is nobody any more."""
@@ -104,12 +105,16 @@ class EtcdView:
             stream = self._stream
         if stream is not None:
             stream.stop()
-        if self.thread.is_alive():
-            self.thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._gateway.close()
         self._checker.close()
 
     def _run(self) -> None:
+        with busy:
+            self._watch_until_stopped()
+
+    def _watch_until_stopped(self) -> None:
         wait_s = 0.0
         while not self._stopping.wait(wait_s):
             heard = self._heard

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from kvpool.cluster.directory import Entry, Unreachable
 from kvpool.cluster.record import Load, Member
+from kvpool.cluster.waiting import busy, may_wait
 from kvpool.errors import ArgumentError, ClosedError, StateError
 
 __all__ = ["LeaseWord", "Registration"]
@@ -33,7 +33,7 @@ class Registration:
         self._entry = entry
         self._heartbeat_s = heartbeat_s
         self._wake = wake
-        self._lock = threading.Lock()  # of what follows; held for moments
+        self._lock = threading.RLock()  # of what follows; held for moments. A handler of a signal may publish, too
         self._wanted = entry.record
         self._written = entry.record
         self._written_at = time.monotonic()
@@ -44,7 +44,6 @@ class Registration:
         self._over = False
         self._left = False
         self._asking = threading.Lock()  # the entry is asked by one at a time
-        self._asker = 0  # the thread that asks
         self._unreachable = False
 
     @property
@@ -89,13 +88,15 @@ class Registration:
         if state not in (None, "up", "draining"):
             raise ArgumentError(f'publish: state is {state!r}; it must be "up" or "draining"')
         given: dict[str, Any] = {"endpoints": endpoints, "load": load, "state": state}
-        with self._lock:
-            self._check_open()
-            changed = dataclasses.replace(self._wanted, **{k: v for k, v in given.items() if v is not None})
-            changed.to_bytes()  # which checks its length
+        with busy, self._lock:
+            before = None
+            while before is not self._wanted:  # a handler of a signal has published meanwhile, in this very thread
+                self._check_open()
+                before = self._wanted
+                changed = dataclasses.replace(before, **{k: v for k, v in given.items() if v is not None})
+                changed.to_bytes()  # which checks its length
             self._wanted = changed
-            urgent = endpoints is not None or state is not None
-        if urgent:
+        if endpoints is not None or state is not None:
             self._wake()
 
     def on_lease(self, callback: Callable[[LeaseWord], object]) -> None:
@@ -112,7 +113,7 @@ class Registration:
 
         A callback that raises is logged. One that is added after a loss is told of it.
         """
-        with self._lock:
+        with busy, self._lock:
             self._callbacks.append(callback)
             if self._word != "regained":
                 self._late.append((callback, self._word))
@@ -128,13 +129,16 @@ class Registration:
         return not self._over and self._word == "regained" and self._entry.valid()
 
     def leave(self) -> None:
-        """Says goodbye. Others are told "left". Idempotent; a callback of `on_lease` may call it."""
+        """Says goodbye. Others are told "left". Idempotent.
+
+        From a callback of the cluster, or a finalizer that the garbage collector runs, it is done soon: see waiting.py.
+        """
         self.leave_soon()
-        if self._asker != threading.get_ident():  # or else the tender does it, when it has asked
-            self._leave_now()
+        if may_wait():
+            self.leave_now()
 
     def leave_soon(self) -> None:
-        """Lets the cluster's thread say goodbye. Waits for nothing: a finalizer may call it at any time."""
+        """Lets the cluster's thread say goodbye. Waits for nothing."""
         self._over = True
         self._wake()
 
@@ -149,8 +153,15 @@ class Registration:
         return self._word == "refused"
 
     def _at_leave(self, end: Callable[[], object]) -> None:
-        """What the pool that goes with it does when it has left, whoever let it; in the thread that leaves."""
-        self._ends.append(end)
+        """What else ends when it has left, whoever let it; in the thread that leaves. At once, if it has.
+
+        It must not raise.
+        """
+        with busy, self._asking:
+            if not self._left:
+                self._ends.append(end)
+                return
+        end()
 
     def _check_open(self) -> None:
         if self._over:
@@ -158,12 +169,23 @@ class Registration:
         if self._word == "refused":
             raise StateError(f"another incarnation has the name {self.name}")
 
-    # ---- for the tender (tender.py), which alone calls what follows
+    # ---- for the tender (tender.py) and the cluster, which alone call what follows
+
+    def leave_now(self) -> None:
+        """Says goodbye, in this thread."""
+        self._over = True
+        with busy, self._asking:
+            if self._left:
+                return
+            self._left = True
+            self._entry.leave(self._written)
+            for end in self._ends:
+                end()
 
     def tend(self) -> None:
         """Sees to the lease, and writes what is to be written."""
         if self._over:
-            self._leave_now()
+            self.leave_now()
             return
         self._tell_the_late()
         try:
@@ -181,29 +203,11 @@ class Registration:
         self._over = True
         self._entry.abandon()
 
-    @contextlib.contextmanager
-    def _ask(self) -> Iterator[None]:
-        with self._asking:
-            self._asker = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._asker = 0
-
-    def _leave_now(self) -> None:
-        with self._ask():
-            first, self._left = not self._left, True
-            if first:
-                self._entry.leave(self._written)
-        if first:
-            for end in self._ends:
-                end()
-
     def _see_to_lease(self) -> None:
         if self._word == "refused":
             return
         if self._word == "regained":
-            with self._ask():
+            with busy, self._asking:
                 hold = "held" if self._over else self._entry.hold()
                 if hold == "held":
                     self._write_if_due()
@@ -212,7 +216,7 @@ class Registration:
                     _log.info("%s: the directory has lost its memory; entering again", self.name)
             if hold == "lost":
                 self._tell("lost")
-        with self._ask():
+        with busy, self._asking:
             if self._over:
                 return
             wanted = self._wanted  # once: what is published meanwhile is written next time
@@ -235,14 +239,14 @@ class Registration:
         self._note_written(wanted)
 
     def _note_written(self, record: Member) -> None:
-        with self._lock:
+        with busy, self._lock:
             self._written = record
             self._written_at = time.monotonic()
             self._wanted = dataclasses.replace(self._wanted, term=record.term)
 
     def _tell(self, word: LeaseWord) -> None:
         _log.log(logging.INFO if word == "regained" else logging.WARNING, "%s: lease %s", self.name, word)
-        with self._lock:
+        with busy, self._lock:
             self._word = word
             callbacks = list(self._callbacks)
             self._late.clear()
@@ -250,7 +254,7 @@ class Registration:
             self._call(callback, word)
 
     def _tell_the_late(self) -> None:
-        with self._lock:
+        with busy, self._lock:
             late, self._late = self._late, []
         for callback, word in late:
             self._call(callback, word)

@@ -1,4 +1,4 @@
-"""The one thread of a `Cluster`: it sees to the directory and to the member's own lease."""
+"""The one thread of a `Cluster`: it sees to the directory and to the member's own lease, and ends what is to end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import logging
 import os
 import select
 import threading
+import weakref
 
+from kvpool.cluster.board import Board
+from kvpool.cluster.callback import MemberCallback
 from kvpool.cluster.directory import Directory
 from kvpool.cluster.registration import Registration
+from kvpool.cluster.waiting import busy, join
 
 __all__ = ["Tender"]
 
@@ -19,68 +23,80 @@ _log = logging.getLogger("kvpool.cluster")
 class Tender:
     """A thread that looks when something happens, and at least every heartbeat. It keeps no `Cluster` alive.
 
-    When it ends it leaves, and closes the directory.
+    When it ends it leaves, closes the directory, and lets callbacks and waiters end.
+
+    Attributes:
+        lock: One registration at a time; when it is let go of after `stop`, nothing is added any more.
+        registration: The one that was made last, or None.
+        callbacks: Those that run.
     """
 
-    def __init__(self, directory: Directory, heartbeat_s: float) -> None:
+    def __init__(self, directory: Directory, board: Board, heartbeat_s: float) -> None:
         """Starts it. The directory is open."""
+        self.lock = threading.Lock()
+        self.registration: Registration | None = None
+        self.callbacks: weakref.WeakSet[MemberCallback] = weakref.WeakSet()  # their threads keep them
         self._directory = directory
+        self._board = board
         self._heartbeat_s = heartbeat_s
-        self._lock = threading.Lock()  # the wake descriptor is not written to once it is closed
+        self._waking = threading.Lock()  # the wake descriptor is not written to once it is closed
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.registration: Registration | None = None
         self._thread = threading.Thread(target=self._run, name="kvpool-cluster", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """Looks now. Waits for no lock, because the garbage collector may call this in the middle of anything.
+        """Looks now. Waits for no lock, because this may be called in the middle of anything.
 
         While another thread is just waking it this does nothing; then it looks within a heartbeat at the latest.
         """
-        if self._lock.acquire(blocking=False):
+        if self._waking.acquire(blocking=False):
             try:
                 if self._wake >= 0:
                     os.eventfd_write(self._wake, 1)
             finally:
-                self._lock.release()
+                self._waking.release()
 
     def stop(self) -> None:
         """Lets it end soon. Waits for nothing, like `wake`."""
         self._stopping = True
+        if self.registration is not None:
+            self.registration.leave_soon()
         self.wake()
 
-    def runs_here(self) -> bool:
-        """Whether this is its thread, or one of the directory's: what these wait for may be waiting for them."""
-        return threading.current_thread() in (self._thread, *self._directory.threads())
-
     def close(self) -> None:
-        """Ends it; from the thread itself too, which then ends soon. Idempotent."""
+        """Ends it, and its callbacks; soon, where this must not wait (waiting.py). Idempotent."""
         self.stop()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        join(self._thread)
+        for callback in list(self.callbacks):
+            callback.close()
 
     def _run(self) -> None:
-        while not self._stopping:
-            try:
-                self._wait(self._directory.descriptors())
-                self._directory.tend()
-                registration = self.registration
-                if registration is not None:
-                    registration.tend()
-            except Exception:
-                _log.exception("looking after the cluster has failed; it is tried again")
-                self._wait(())  # not at once: what has failed may fail again
-        self._end()
+        with busy:
+            while not self._stopping:
+                try:
+                    self._wait(self._directory.descriptors())
+                    self._directory.tend()
+                    if self.registration is not None:
+                        self.registration.tend()
+                except Exception:
+                    _log.exception("looking after the cluster has failed; it is tried again")
+                    self._wait(())  # not at once: what has failed may fail again
+            self._end()
 
     def _end(self) -> None:
+        with self.lock:  # who is just registering, or adding a callback, was there before
+            registration, callbacks = self.registration, list(self.callbacks)
+        self._board.wake()  # those who wait for members
+        for callback in callbacks:
+            callback.stop()
         try:
-            if self.registration is not None:
-                self.registration.leave()
+            if registration is not None:
+                registration.leave_now()
             self._directory.close()
         except Exception:
             _log.exception("leaving the cluster has failed")
-        with self._lock:
+        with self._waking:
             os.close(self._wake)
             self._wake = -1
 
