@@ -57,7 +57,7 @@ def _run(console: Console, options: argparse.Namespace) -> int:
     (run,) = _measure(console, [cell])
     console.print(f"[dim]{run.source}[/dim]\n")
     header, rows = report.setting_rows([run])
-    for part in (slice(2, 12), slice(12, None)):
+    for part in (slice(2, 7), slice(7, 12), slice(12, None)):  # each fits a terminal of 80 columns
         console.print(report.table(header[part], [row[part] for row in rows]))
     console.print(report.table(*report.turn_rows(run)))
     if run.cell.kill:
@@ -202,31 +202,37 @@ def _setting(parser: argparse.ArgumentParser, options: argparse.Namespace) -> An
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
 
 
 def _seed(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is negative")
-    return number
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0")
+    return int(text)
 
 
 def _rate(text: str) -> float:
-    rate = float(text)
+    rate = _number(text)
     if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError(f"{rate} is not a positive number")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return rate
 
 
 def _kill(text: str) -> tuple[str, float]:
     name, at, share = text.partition("@")
-    if not name or not at or not 0 <= float(share) <= 1:
+    if not name or not at or not 0 <= _number(share) <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not NAME@SHARE with a share of 0 to 1")
     return name, float(share)
+
+
+def _number(text: str) -> float:
+    """What is no number is none that is in any range."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 if __name__ == "__main__":

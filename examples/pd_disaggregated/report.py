@@ -97,7 +97,8 @@ def table(header: Sequence[str], rows: Rows, title: str = "") -> RenderableType:
 
     shown = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", header_style="bold", pad_edge=False)
     for number, name in enumerate(header):
-        shown.add_column(name, justify="left" if number == 0 else "right", no_wrap=number > 0)
+        # Of the first column the text may wrap, but it is never what gives way to all others.
+        shown.add_column(name, justify="left" if number == 0 else "right", no_wrap=number > 0, min_width=len(name))
     styles = {"met": "[green]met[/green]", "missed": "[bold red]missed[/bold red]"}
     for row in rows:
         shown.add_row(*(styles.get(cell, cell) for cell in row))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import ipaddress
 import logging
 import os
 import secrets
@@ -58,8 +59,8 @@ class Attachment:
         self._book = MemberBook(pool, self._epoch)
         self._watch: MemberCallback = cluster.on_change(_weakly(self._on_change))
         self._end = weakref.finalize(self, _leave_soon, registration, self._watch, self._process)
-        cluster._board.subscribe(self._book.list)
-        registration._at_leave(functools.partial(cluster._board.unsubscribe, self._book.list))
+        cluster._board.subscribe(self._book.enter)
+        registration._at_leave(functools.partial(cluster._board.unsubscribe, self._book.enter))
         registration._at_leave(_weakly(self._left))
         registration.on_lease(_weakly(self._on_lease))
         beats = threading.Thread(
@@ -141,7 +142,7 @@ class Attachment:
     def close(self) -> None:
         """Leaves at once. The others are told "left"; transfers that are under way end with PeerLost. Idempotent.
 
-        From a callback of a cluster, or a finalizer that the garbage collector runs, it is done soon: see Cluster.close.
+        From a callback of a cluster, or a finalizer that the garbage collector runs, it is done soon, as Cluster.close.
         """
         if os.getpid() == self._process:
             self._registration.leave()  # which calls _left
@@ -245,7 +246,10 @@ def attach(
         raise ArgumentError("the pool has another secret than the cluster: leave it out, or give both the same")
     wanted = pool._settings_for(name, cluster.secret or None)
     for address in addresses:
+        if address.startswith("tcp:") and not wanted.secret:
+            raise ArgumentError(f"listen: {address} needs a secret: give each member's Cluster.join the same secret=")
         _core._check_listen_address(address, bool(wanted.secret))
+        _check_can_be_called(address)
     with _service(pool, wanted):
         endpoints = [pool._listen(address) for address in addresses]
         stats = pool._stats()
@@ -270,6 +274,7 @@ def attach(
 
 
 # ---- inside
+
 
 @contextlib.contextmanager
 def _service(pool: PeerVerbs, wanted: Any) -> Iterator[None]:
@@ -299,6 +304,16 @@ def _addresses(cluster: Cluster, listen: object) -> list[str]:
     if not given:
         raise ArgumentError("listen is empty: a member must be reached by at least one address")
     return list(given)
+
+
+def _check_can_be_called(address: str) -> None:
+    """Peers are given the address as it stands; it is one, which was checked."""
+    host = address.removeprefix("tcp:").rpartition(":")[0].strip("[]")
+    every = host == "*"
+    with contextlib.suppress(ValueError):  # a name
+        every = every or ipaddress.ip_address(host).is_unspecified
+    if every:
+        raise ArgumentError(f"listen: {address} is every interface: name the address or host by which others call it")
 
 
 def _layout_json(layout: KVLayout | RawLayout) -> dict[str, Any]:

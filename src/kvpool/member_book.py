@@ -19,7 +19,7 @@ _Entry = tuple[int, int, list[str]]  # instance, epoch, endpoints
 class MemberBook:
     """The members that the cluster's board shows, as the pool's C++ half has them. Keeps no pool alive.
 
-    Any thread may call anything. The lock is taken below that of the board, under which `list` is called.
+    Any thread may call anything. The lock is taken below that of the board, under which `enter` is called.
     """
 
     def __init__(self, pool: PeerVerbs, epoch: int) -> None:
@@ -35,8 +35,8 @@ class MemberBook:
         with busy, self._lock:
             return set(self._told)
 
-    def list(self, event: MemberEvent) -> None:
-        """Lists a member before anybody can see it in `Cluster.members`: whoever sees it may name it."""
+    def enter(self, event: MemberEvent) -> None:
+        """Lists a member, or takes it out, before anybody sees that in `Cluster.members`: whom one sees one may name."""
         member = event.member
         if member.epoch == self._epoch:
             return

@@ -166,12 +166,15 @@ def command(monkeypatch):
         ([], "required"),
         (["run", "--design", "PD-Caching-4"], "invalid choice"),
         (["run", "--design", "PD", "--decode", "1"], "PD needs at least one instance that prefills and none"),
-        (["run", "--prefill", "0"], "0 is not positive"),
-        (["run", "--rate", "nan"], "nan is not a positive"),
-        (["run", "--seed", "-1"], "-1 is negative"),
-        (["all", "--seed", "-1"], "-1 is negative"),
+        (["run", "--prefill", "0"], "0 is not a positive whole number"),
+        (["run", "--sessions", "some"], "some is not a positive whole number"),
+        (["run", "--rate", "nan"], "nan is not a positive number"),
+        (["run", "--rate", "fast"], "fast is not a positive number"),
+        (["run", "--seed", "-1"], "-1 is not a whole number from 0"),
+        (["all", "--seed", "-1"], "-1 is not a whole number from 0"),
         (["run", "--kill", "prefill-0"], "NAME@SHARE"),
         (["run", "--kill", "prefill-0@2"], "NAME@SHARE"),
+        (["run", "--kill", "prefill-0@soon"], "prefill-0@soon is not NAME@SHARE"),
         (["run", "--kill", "prefill-1@0.5"], "the instances are prefill-0, decode-0"),
         (["all", "--workloads", "sharegpt"], "invalid choice"),
     ],
@@ -231,6 +234,17 @@ def test_one_run_shows_its_figures(command, instances, capsys):
     assert all(name in shown for name in ("TTFT", "JCT", "hit P", "decoded", "killed", "of one process"))
     instances["verified"] = False
     assert command(["run"]) == 1
+
+
+def test_every_figure_of_a_run_is_shown_on_a_narrow_terminal(command, monkeypatch, capsys):
+    slow = measured(ttft_s=4321.0)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("pd_disaggregated.study.measure", lambda *_: slow)
+    assert command(["run"]) == 0
+    shown = capsys.readouterr().out
+    header, (row,) = report.setting_rows([slow])
+    assert set(header[2:]) <= set(re.split(r"\s{2,}|\n", shown))
+    assert set(row[2:]) <= set(re.split(r"\s{2,}|\n", shown))
 
 
 @pytest.mark.timeout(400)

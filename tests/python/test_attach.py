@@ -131,6 +131,9 @@ def test_an_attach_that_fails_leaves_pool_and_cluster_as_they_were(url):
             (StateError, {"name": "taken"}),
             (ArgumentError, {"role": "idle"}),
             (ArgumentError, {"listen": "smoke signals"}),
+            (ArgumentError, {"listen": "tcp:*:0"}),  # which nobody can call
+            (ArgumentError, {"listen": "tcp:0.0.0.0:0"}),
+            (ArgumentError, {"listen": ["tcp:127.0.0.1:0", "tcp:[::]:0"]}),
             (ArgumentError, {"listen": []}),
             (ArgumentTypeError, {"listen": 7}),
             (StateError, {"listen": taken}),

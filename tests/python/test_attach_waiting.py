@@ -1,7 +1,7 @@
 """What may not wait for ever: closing a cluster, or a pool's membership, from the middle of anything.
 
-The garbage collector runs finalizers, and the interpreter handlers of signals, in whatever thread, while that has locks.
-Here the same calls are made just there. What is not mended ends after a minute, by the limit of waiting.py, and fails.
+The garbage collector runs finalizers, and the interpreter handlers of signals, in whatever thread, while that has
+locks. Here the same calls are made just there. What waits ends after a minute, by the limit of waiting.py, and fails.
 """
 
 from __future__ import annotations

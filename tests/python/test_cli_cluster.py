@@ -89,6 +89,52 @@ def test_top_draws_once(url, members, capsys):
     assert cli.main(["top", url, "--every", "0"]) == 2
 
 
+@pytest.mark.parametrize(("width", "titles"), [(80, {"role", "state", "requests"}), (200, {"instance", "endpoints"})])
+def test_top_shows_what_fits_the_terminal(url, members, capsys, monkeypatch, width, titles):
+    pytest.importorskip("rich", reason="rich is not installed")
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert cli.main(["top", url, "--once"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= width
+    assert titles <= set(text.split())
+    assert {"first", "prefill", "8/0/0", "draining", "13/3/0"} <= set(text.split())
+    assert "\u2026" not in text  # nothing is cut
+
+
+@pytest.mark.parametrize("name", ["[/]", "[red]x[/red]", ":smile:", "na\u00efve \u65e5\u672c\u8a9e", "a/b/..", "%2e"])
+def test_members_may_have_any_printable_name(url, capsys, name):
+    pytest.importorskip("rich", reason="rich is not installed")
+    with kvpool.Cluster.join(url) as cluster:
+        cluster.register(name=name, role="both", epoch=1)
+        for command in (["cluster", url], ["top", url, "--once"]):
+            assert cli.main(command) == 0
+            assert name in capsys.readouterr().out
+        assert cli.main(["cluster", url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["name"] == name
+
+
+def test_a_cluster_with_a_secret_of_its_own_is_shown_to_who_knows_it(url, capsys, monkeypatch):
+    with kvpool.Cluster.join(url, secret="given") as cluster:
+        cluster.register(name="first", role="both", epoch=1)
+        assert cli.main(["cluster", url]) == 2
+        assert "secret of its own" in capsys.readouterr().err
+        monkeypatch.setenv("KVPOOL_SECRET", "wrong")
+        assert cli.main(["cluster", url]) == 2
+        assert "another secret" in capsys.readouterr().err
+        monkeypatch.setenv("KVPOOL_SECRET", "given")
+        assert cli.main(["cluster", url]) == 0
+        assert "first" in capsys.readouterr().out
+
+
+def test_looking_on_changes_no_secret(url, capsys, monkeypatch):
+    with kvpool.Cluster.join(url) as cluster:
+        before = cluster.secret
+    monkeypatch.setenv("KVPOOL_SECRET", "of something else")
+    assert cli.main(["cluster", url]) == 0
+    with kvpool.Cluster.join(url) as cluster:
+        assert cluster.secret == before
+
+
 def test_top_goes_on_until_ctrl_c(url, members):
     pytest.importorskip("rich", reason="rich is not installed")
     ours, theirs = pty.openpty()

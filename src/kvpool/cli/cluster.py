@@ -9,7 +9,8 @@ import os
 from typing import Any
 
 from kvpool.cluster import Cluster, Member
-from kvpool.errors import ArgumentError
+from kvpool.config import load
+from kvpool.errors import ArgumentError, AuthError
 
 __all__ = ["add_parser", "add_place", "columns", "join", "row"]
 
@@ -31,7 +32,10 @@ def add_parser(commands: Any) -> None:
 
 def add_place(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Adds the arguments that say where a cluster is."""
-    where = "local://NAME or etcd://HOST:PORT/PREFIX (etcds:// over TLS)"
+    where = (
+        "local://NAME or etcd://HOST:PORT/PREFIX (etcds:// over TLS); of a local cluster that was given a secret, "
+        "KVPOOL_SECRET has it"
+    )
     parser.add_argument("url", metavar="URL", help=where, nargs="?" if optional else None)
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="to wait for the directory")
     parser.add_argument("--tls-ca", metavar="FILE", help="certificates that etcd's must be signed by")
@@ -46,15 +50,21 @@ def join(arguments: argparse.Namespace) -> Cluster:
     Raises:
         ArgumentError, DeadlineExceeded, AuthError, StateError: As Cluster.join.
     """
-    return Cluster.join(
-        arguments.url,
-        timeout=arguments.timeout,
-        tls_ca=arguments.tls_ca,
-        tls_cert=arguments.tls_cert,
-        tls_key=arguments.tls_key,
-        user=arguments.user,
-        password=os.environ.get("KVPOOL_ETCD_PASSWORD") if arguments.user else None,
-    )
+    options = {
+        "timeout": arguments.timeout,
+        "tls_ca": arguments.tls_ca,
+        "tls_cert": arguments.tls_cert,
+        "tls_key": arguments.tls_key,
+        "user": arguments.user,
+        "password": os.environ.get("KVPOOL_ETCD_PASSWORD") if arguments.user else None,
+    }
+    try:
+        return Cluster.join(arguments.url, **options)
+    except AuthError:  # first without, so that one who only looks never gives a cluster another secret
+        secret = load().secret
+        if not secret or not arguments.url.startswith("local://"):
+            raise
+        return Cluster.join(arguments.url, secret=secret, **options)
 
 
 def row(member: Member) -> tuple[str, ...]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from kvpool.cli.cluster import add_place, columns, join, row
 from kvpool.cluster import Cluster, Member
 from kvpool.errors import ArgumentError, Unsupported
 
 __all__ = ["add_parser"]
+
+_EXPENDABLE: Final = ("endpoints", "seen for", "instance")  # on a narrow terminal, in this order
+_BETWEEN: Final = 3  # a line and two blanks
 
 
 def add_parser(commands: Any) -> None:
@@ -33,28 +37,44 @@ def _run(arguments: argparse.Namespace) -> None:
         raise Unsupported(
             "kvpool top draws with rich: pip install 'kvpool[cli]'; kvpool cluster needs nothing"
         ) from None
-    console = Console()
+    console = Console(markup=False, emoji=False, highlight=False)  # names are whatever members call themselves
     with join(arguments) as cluster:
         if arguments.once:
-            console.print(_table(cluster))
+            console.print(_table(cluster, console.width))
             return
-        with contextlib.suppress(KeyboardInterrupt), Live(_table(cluster), console=console, screen=True) as live:
+        first = _table(cluster, console.width)
+        with contextlib.suppress(KeyboardInterrupt), Live(first, console=console, screen=True) as live:
             while True:
                 time.sleep(arguments.every)
-                live.update(_table(cluster), refresh=True)
+                live.update(_table(cluster, console.width), refresh=True)
 
 
-def _table(cluster: Cluster) -> Any:
+def _table(cluster: Cluster, width: int) -> Any:
     from rich.table import Table
 
     members = cluster.members()
+    rows = [row(member) for member in members]
+    titles = [title.replace("free/active/", "free/active\n/").replace(" ", "\n", 1) for title in columns]
     table = Table(title=f"{len(members)} members, {_sum_up(members)}", title_justify="left")
-    for title in columns:
-        number = title in ("instance", "of", "requests", "seen for") or "/" in title
-        table.add_column(title, justify="right" if number else "left", no_wrap=title == "member")
-    for member in members:
-        table.add_row(*row(member), style="dim" if member.state == "draining" else None)
+    shown = _fitting([titles, *rows], width)
+    for column in shown:
+        number = columns[column] in ("instance", "of", "requests", "seen for") or "/" in columns[column]
+        table.add_column(titles[column], justify="right" if number else "left", no_wrap=True)
+    for member, texts in zip(members, rows, strict=True):
+        style = "dim" if member.state == "draining" else None
+        table.add_row(*(texts[column] for column in shown), style=style)
     return table
+
+
+def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """The columns to show, so that they fit, if they can."""
+    widths = [max(len(line) for one in rows for line in one[column].split("\n")) for column in range(len(columns))]
+    shown = list(range(len(columns)))
+    for title in _EXPENDABLE:
+        if sum(widths[column] + _BETWEEN for column in shown) + 1 <= width:
+            break
+        shown.remove(columns.index(title))
+    return shown
 
 
 def _sum_up(members: list[Member]) -> str:

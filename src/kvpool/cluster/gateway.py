@@ -231,7 +231,7 @@ class Gateway:
 
     def _host(self) -> str:
         host, port = self._options.hosts[self._at]
-        return f"{host}:{port}"
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def _move_to(self, endpoint: int) -> None:
         self._drop()

@@ -89,13 +89,14 @@ class Registration:
             raise ArgumentError(f'publish: state is {state!r}; it must be "up" or "draining"')
         given: dict[str, Any] = {"endpoints": endpoints, "load": load, "state": state}
         with busy, self._lock:
-            before = None
-            while before is not self._wanted:  # a handler of a signal has published meanwhile, in this very thread
+            while True:
                 self._check_open()
                 before = self._wanted
                 changed = dataclasses.replace(before, **{k: v for k, v in given.items() if v is not None})
                 changed.to_bytes()  # which checks its length
-            self._wanted = changed
+                if before is self._wanted:  # no handler of a signal has published meanwhile, in this very thread
+                    self._wanted = changed
+                    break
         if endpoints is not None or state is not None:
             self._wake()
 

@@ -1,9 +1,9 @@
 """When a thread may wait for the threads of a cluster: only when none of them can be waiting for it.
 
 `close` may be called by anything, anywhere: the garbage collector runs finalizers, and the interpreter handlers of
-signals, in any thread, in the middle of whatever that does. So three kinds of callers only say that it is to end, and the
-cluster's own thread (tender.py) does the rest: those threads themselves; a thread that is in the middle of a call that
-has a lock which they want; and the garbage collector, which does not know what its thread holds.
+signals, in any thread, in the middle of whatever that does. So three kinds of callers only say that it is to end, and
+the cluster's own thread (tender.py) does the rest: those threads themselves; a thread that is in the middle of a call
+that has a lock which they want; and the garbage collector, which does not know what its thread holds.
 
     W1  Every lock that a thread of a cluster can wait for, and under which objects are made or calls are made, is held
         within `busy`.
