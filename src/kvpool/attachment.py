@@ -104,7 +104,8 @@ class Attachment:
 
         Whoever chooses among members stops choosing this one when it hears so; what has been chosen before may still
         come, so at least one heartbeat passes without a transfer before it leaves. Blocks that are lent to others end
-        with it. Ctrl-C ends the wait, and the member stays.
+        with it. Ctrl-C ends the wait, and the member stays. It waits: a handler of a signal, which may have interrupted
+        what this waits for, lets a thread call it.
 
         Args:
             timeout: Seconds.
@@ -126,7 +127,7 @@ class Attachment:
                 break
             if self._registration.refused:  # nobody listens to this one any more
                 raise StateError(f"another incarnation has the name {self.name}")
-            told = told or self._is_seen_draining()
+            told = told or self._registration.written.state == "draining"
             under_way = sum(peer.transfers + peer.reserved_blocks for peer in pool.peers())
             now = time.monotonic()
             if under_way or not told:
@@ -192,10 +193,6 @@ class Attachment:
     def _is_back(self, lost: Member) -> bool:
         """It has fenced itself, so what it had in its old term is over, and the connections that it has now are new."""
         return any(one.epoch == lost.epoch and one.term > lost.term for one in self._cluster.members())
-
-    def _is_seen_draining(self) -> bool:
-        """Its own view of the cluster shows what the others are told."""
-        return any(one.epoch == self._epoch and one.state == "draining" for one in self._cluster.members())
 
     # ---- what becomes of its own lease
 

@@ -36,7 +36,7 @@ class MemberBook:
             return set(self._told)
 
     def enter(self, event: MemberEvent) -> None:
-        """Lists a member, or takes it out, before anybody sees that in `Cluster.members`: whom one sees one may name."""
+        """Lists a member, or takes it out, before `Cluster.members` shows that: whoever sees it may name it."""
         member = event.member
         if member.epoch == self._epoch:
             return

@@ -61,6 +61,11 @@ class Registration:
         """What is published, or will be as soon as it can be written."""
         return self._wanted
 
+    @property
+    def written(self) -> Member:
+        """What the directory has been told last, and tells the others."""
+        return self._written
+
     def publish(
         self,
         *,
