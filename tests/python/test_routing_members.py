@@ -58,6 +58,7 @@ class World:
     def close(self) -> None:
         self.members.close()
         self.watching.close()
+        kvpool.Cluster.forget(self.url)
 
 
 @pytest.fixture
