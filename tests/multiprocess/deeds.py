@@ -214,16 +214,16 @@ def send_and_come_back(pool: kvpool.Pool, where: str, tell: Callable[[str], None
             time.sleep(0.002)
 
 
-def soak(pool: kvpool.Pool, where: str | None, seconds: float, seed: int) -> list[dict[str, int]]:
+def soak(pool: kvpool.Pool, addrs: Any, where: str | None, seconds: float, seed: int) -> list[dict[str, int]]:
     """Does everything that a pool can do for so long; what the process is made of, at forty moments of it.
 
+    Sends from `addrs`, which it frees: they were allocated before anybody could fill the pool.
     The side that is told where the other one listens parts from it now and then, and calls again. Raises for a wrong
     word in anything that comes.
     """
     dice = random.Random(seed)
     began = time.monotonic()
     samples: list[dict[str, int]] = []
-    addrs = pool.alloc(8)
     lent: Any = []
     number = seed * 1_000_000
     while (passed := time.monotonic() - began) < seconds:

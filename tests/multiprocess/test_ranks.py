@@ -121,6 +121,7 @@ class Taker:
         self.items = 0
         self.wrong: list[str] = []
         self._instance = instance
+        self._addrs = instance.pool.alloc(4)  # before anybody is there who may fill the pool
         self._over = threading.Event()
         self._threads = [threading.Thread(target=call, daemon=True) for call in (self._take, self._send)]
         for thread in self._threads:
@@ -140,7 +141,7 @@ class Taker:
 
     def _send(self) -> None:
         pool = self._instance.pool
-        addrs = pool.alloc(4)
+        addrs = self._addrs
         self._instance.write(addrs, np.full((4, *LAYOUT.shape), OWN, np.uint16).view(LAYOUT.numpy_dtype))
         while not self._over.is_set():
             peers = pool.peers()

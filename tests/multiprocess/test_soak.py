@@ -25,11 +25,11 @@ def test_a_soak_leaves_memory_and_descriptors_flat(route, near_nursery: Nursery,
     seed = seed_of(request) % 1000
     options = {"routes": (route_or_skip(route),), "secret": SECRET, "dram_blocks": 32}
     with near_nursery.victim() as a, near_nursery.victim() as b:
-        b("pool = big_pool(**options)\nNone", options=options | {"name": "b"})
+        b("pool = big_pool(**options)\naddrs = pool.alloc(8)", options=options | {"name": "b"})
         where = b("pool.listen(where)", where=unix_address())
-        a("pool = big_pool(**options)\nNone", options=options | {"name": "a"})
+        a("pool = big_pool(**options)\naddrs = pool.alloc(8)", options=options | {"name": "a"})
         for one, to, number in ((a, where, 1), (b, None, 2)):
-            one.send("soak(pool, where, seconds, seed)", where=to, seconds=SECONDS, seed=seed * 2 + number)
+            one.send("soak(pool, addrs, where, seconds, seed)", where=to, seconds=SECONDS, seed=seed * 2 + number)
         for one in (a, b):
             samples = one.answer(SECONDS + 60)
             assert len(samples) == 40

@@ -117,6 +117,7 @@ def test_one_that_died_with_the_memory_of_etcd_is_lost(own, own_etcd):
     member = own.member("a")
     own.register(own.join(), "b")
     events.wait("a", "joined")
+    events.wait("b", "joined")  # or it is told anew when etcd is there again, perhaps after what is waited for below
     own_etcd.kill()
     member.kill()
     own_etcd.forget()

@@ -22,7 +22,8 @@ def test_the_folder_is_deleted_and_all_come_back(local, way):
     members = [local.member(name) for name in "abc"]
     router = local.join()
     events = Events(router)
-    router.wait_for(n=3)
+    for name in "abc":
+        events.wait(name, "joined")
     before, secret = router.members(), router.secret
     if way == "removed":
         shutil.rmtree(local.folder, ignore_errors=True)  # while they put back what is missing

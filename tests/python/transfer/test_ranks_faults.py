@@ -180,10 +180,9 @@ def test_ranks_that_share_no_route_with_a_peer_say_so(instances: Any) -> None:
 # ---- a rank or a scheduler goes
 
 
-def work(one: Instance, other: str, over: threading.Event, told: list[BaseException]) -> None:
-    """Sends until it is told not to, or why it cannot."""
+def work(one: Instance, addrs: Any, other: str, over: threading.Event, told: list[BaseException]) -> None:
+    """Sends these blocks until it is told not to, or why it cannot."""
     try:
-        addrs = one.pool.alloc(6)
         while not over.is_set():
             with contextlib.suppress(kvpool.OutOfBlocks, kvpool.Busy):
                 one.pool.transfer(other, addrs, private=b"x").wait(20)
@@ -213,7 +212,9 @@ def test_whoever_closes_in_mid_transfer_leaves_the_others_whole(instances: Any, 
         told: list[BaseException] = []
 
         threads = [threading.Thread(target=take, args=(one, over)) for one in (a, b)]
-        threads += [threading.Thread(target=work, args=(*sides, over, told)) for sides in ((a, b.name), (b, a.name))]
+        # Before anybody sends: what comes may fill the pool.
+        sides = [(one, one.pool.alloc(6), other.name) for one, other in ((a, b), (b, a))]
+        threads += [threading.Thread(target=work, args=(*side, over, told)) for side in sides]
         for thread in threads:
             thread.start()
         time.sleep(0.02 + 0.01 * turn)

@@ -153,5 +153,5 @@ def test_a_peer_cannot_fill_the_memory_with_what_nobody_asks_for():
                 pair.a.transfer(pair.to_b, mine, to=lent, private=megabyte).wait()
         pair.b("while (item := pool.received(0)) is not None: item.close()")
         pair.a.transfer(pair.to_b, mine, to=lent, private=megabyte).wait()
-        pair.b("pool.received(0).close()")
+        pair.b("pool.received(10).close()")  # told after the sender
         pair.a.free(np.concatenate([lent, mine]))
