@@ -56,6 +56,9 @@ FAIR_SKIPS: list[tuple[str, Callable[[], bool]]] = [
     (r"no C\+\+ compiler", lambda: not os.environ.get("CXX") and not shutil.which("c++")),
     (r"no traces", lambda: not TRACES.is_dir()),
     (r"no CUDA (device|driver|GPU)", lambda: not Path("/dev/nvidiactl").exists()),
+    # Which tests those are: tests/python/gpu_suites.py.
+    (r"not for a GPU: ", lambda: os.environ.get("KVPOOL_TEST_DEVICE", "cpu") != "cpu"),
+    (r"NCCL is not installed", lambda: not os.environ.get("KVPOOL_NCCL")),
     (r"this machine gives no huge pages", lambda: True),
     (r"this machine has one NUMA node", lambda: not Path("/sys/devices/system/node/node1").exists()),
     (r"Python \d+\.\d+ and newer", lambda: True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_memory import DeviceArray, fake_array, is_fake
 
 import kvpool
 
@@ -45,34 +45,7 @@ def content(pool: kvpool.Pool, medium: int) -> Any:
     view = pool.tensor(medium)
     if view.device == "cpu" or not len(view):
         return view.numpy() if view.device == "cpu" else np.zeros(view.shape)
-    return _of_fake(view) if "KVPOOL_CUDA_LIBRARY" in os.environ else _OnGpu(view)
-
-
-def _of_fake(view: Any) -> np.ndarray:
-    """What the fake driver of the C++ tests calls a GPU is memory of this process, at another address."""
-    interface = view.__cuda_array_interface__
-    fake = ctypes.CDLL(os.environ["KVPOOL_CUDA_LIBRARY"])
-    fake.fake_cuda_host.restype = ctypes.c_void_p
-    fake.fake_cuda_host.argtypes = [ctypes.c_ulonglong, ctypes.c_size_t]
-    address = fake.fake_cuda_host(interface["data"][0], view.nbytes)
-    assert address, "device memory is not mapped"
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * view.nbytes).from_address(address))
-    return np.lib.stride_tricks.as_strided(memory.view(interface["typestr"]), view.shape, view.strides)
-
-
-class _OnGpu:
-    """A real GPU's memory, by way of torch."""
-
-    def __init__(self, view: Any) -> None:
-        torch = pytest.importorskip("torch")
-        self.tensor = torch.from_dlpack(view)
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        return np.asarray(self.tensor[index].cpu())
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.tensor[index] = value if np.isscalar(value) else self.tensor.new_tensor(np.asarray(value))
-        self.tensor.new_zeros(1).cpu()  # it is there when this returns
+    return fake_array(view) if is_fake() else DeviceArray(view)
 
 
 class Stamps:

@@ -3,7 +3,8 @@ by one route, and the check that nothing is left behind.
 
 A test writes code for the pool at the other end: `pair.b("pool.alloc(3)")` runs there and returns what came out. For
 the route "loopback" the other end is a pool in this process, for the others it is one in another process; tests do not
-need to know.
+need to know. Nor do they need to know where HBM is: KVPOOL_TEST_DEVICE=cuda:0 puts it on a GPU, with the routes that a
+GPU has.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import ast
 import atexit
 import contextlib
+import ctypes
+import functools
 import importlib.util
 import itertools
 import multiprocessing.connection
@@ -28,14 +31,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit import prompt, small_layout, small_pool, state_of, store
+from kit import DEVICE, prompt, small_layout, small_pool, state_of, store
+from kit import content as elements_of
 
 import kvpool
+from kvpool.transfer.peers import nccl_library
 
 __all__ = [
-    "BLOCK_ROUTES", "SECRET", "UCX_SETTINGS", "Child", "Pair", "address_of", "blocks_at_peers", "content",
-    "environment", "eventually", "fill", "local_settings", "pair_of", "prompt", "route_or_skip", "shared_child",
-    "small_layout", "small_pool", "state_of", "store", "wait_for",
+    "BLOCK_ROUTES", "NEAR", "NEAR_ROUTES", "ON_GPU", "SECRET", "UCX_SETTINGS", "Child", "Pair", "address_of",
+    "blocks_at_peers", "can_checksum", "content", "environment", "eventually", "fill", "local_settings", "nccl_setting",
+    "not_on_gpu", "pair_of", "prompt", "route_or_skip", "shared_child", "small_layout", "small_pool", "state_of",
+    "store", "wait_for",
 ]  # fmt: skip
 
 PRELUDE = "from transfer.kit import *\nimport asyncio, kvpool, numpy as np, os, signal, threading, time"
@@ -45,7 +51,16 @@ UCX_SETTINGS = {
     "ucx-cma": {"UCX_TLS": "posix,cma"},
     "ucx-tcp": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
 }
-BLOCK_ROUTES = ["loopback", "shm", "cma", "sock-unix", "sock-tcp", *UCX_SETTINGS]
+# Two processes on one GPU are two hosts to NCCL, or it refuses.
+NCCL_SETTINGS = {"nccl": {"NCCL_HOSTID": "kvpool-test-b"}}
+ROUTE_SETTINGS = UCX_SETTINGS | NCCL_SETTINGS
+
+ON_GPU = DEVICE != "cpu"  # where HBM is of the pools that tests make here
+NEAR = "cuda_ipc" if ON_GPU else "shm"  # between processes of one host
+NEAR_ROUTES = ["loopback", NEAR, "sock-unix"]
+ROUTES_OF_HOST = ["loopback", "shm", "cma", "sock-unix", "sock-tcp", *UCX_SETTINGS]
+ROUTES_OF_GPU = ["loopback", "cuda_ipc", "sock-unix", "sock-tcp", "nccl"]
+BLOCK_ROUTES = ROUTES_OF_GPU if ON_GPU else ROUTES_OF_HOST
 _numbers = itertools.count(1)
 
 
@@ -148,11 +163,11 @@ _shared: dict[str, Child] = {}
 
 
 def shared_child(route: str) -> Child:
-    """One process serves many tests; a test that ends or damages it takes one of its own. Each way of UCX has another
-    one, whose environment says so from its start."""
-    way = route if route in UCX_SETTINGS else ""
+    """One process serves many tests; a test that ends or damages it takes one of its own. Each way of UCX, and NCCL,
+    has another one, whose environment says so from its start."""
+    way = route if route in ROUTE_SETTINGS else ""
     if way not in _shared or _shared[way].process.poll() is not None:
-        _shared[way] = Child(**UCX_SETTINGS.get(way, {}))
+        _shared[way] = Child(**ROUTE_SETTINGS.get(way, {}))
         atexit.register(_shared[way].close)
     return _shared[way]
 
@@ -171,7 +186,32 @@ class Pair:
     child: Child | None
 
 
+def not_on_gpu(why: str) -> Any:
+    """A mark for tests of what pools on a GPU do not have. tests/python/gpu_suites.py knows which have it."""
+    return pytest.mark.skipif(ON_GPU, reason=f"not for a GPU: {why}")
+
+
+@functools.cache
+def nccl_setting() -> str | None:
+    """A setting `nccl` with which there is one: what the environment says, the wheel's, the system's; None: none."""
+    name = nccl_library(os.environ.get("KVPOOL_NCCL") or "wheel")
+    if name in ("wheel", "system"):
+        name = "libnccl.so.2"
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return None
+    return "system" if name == "libnccl.so.2" else name
+
+
+def can_checksum(route: str) -> bool:
+    """What NCCL carries the CPU does not read."""
+    return route != "nccl"
+
+
 def route_or_skip(route: str) -> str:
+    if route == "nccl" and nccl_setting() is None:
+        pytest.skip("NCCL is not installed")
     if route.startswith("ucx") and importlib.util.find_spec("libucx") is None:
         pytest.skip("libucx is not installed")
     if route in ("cma", "ucx-cma") and not _may_write_processes():
@@ -188,7 +228,8 @@ def _may_write_processes() -> bool:
 def local_settings(route: str) -> dict[str, Any]:
     """Settings under which blocks travel by this route and no other one."""
     name = route.partition("-")[0]
-    return {"routes": (name,), "secret": SECRET, "lease_s": 2.0, "unix_door": route != "sock-tcp"}
+    settings = {"routes": (name,), "secret": SECRET, "lease_s": 2.0, "unix_door": route != "sock-tcp"}
+    return settings | ({"nccl": nccl_setting()} if route == "nccl" else {})
 
 
 @contextlib.contextmanager
@@ -260,25 +301,26 @@ def blocks_at_peers(pool: kvpool.Pool) -> int:
 
 
 def fill(pool: kvpool.Pool, addrs: Any, seed: int = 1) -> list[bytes]:
-    """Writes random bytes into blocks, and returns what each holds."""
+    """Writes random numbers into blocks, and returns what each holds."""
     random = np.random.default_rng(seed)
-    for view in _blocks(pool, addrs):
-        view[...] = random.integers(0, 1 << 16, view.shape)
+    for view, block in _blocks(pool, addrs):
+        view[block] = random.integers(0, 1 << 16, view.shape[1:])
     return content(pool, addrs)
 
 
 def content(pool: kvpool.Pool, addrs: Any) -> list[bytes]:
     """What each block holds, in the layout's order whatever lies where."""
-    return [view.tobytes() for view in _blocks(pool, addrs)]
+    return [view[block].tobytes() for view, block in _blocks(pool, addrs)]
 
 
-def _blocks(pool: kvpool.Pool, addrs: Any) -> Iterator[np.ndarray]:
-    stats = pool.stats()
-    tiers = ((kvpool.HBM, stats.hbm), (kvpool.DRAM, stats.dram))
-    views = {medium: pool.tensor(medium).numpy() for medium, tier in tiers if tier.capacity}
+def _blocks(pool: kvpool.Pool, addrs: Any) -> Iterator[tuple[Any, int]]:
+    """The elements of the medium of each address, and the block's place in them."""
+    views: dict[int, Any] = {}
     for addr in addrs:
         place = kvpool.decode_address(int(addr))
-        yield views[place.medium][place.block]
+        if place.medium not in views:
+            views[place.medium] = elements_of(pool, place.medium)
+        yield views[place.medium], place.block
 
 
 # ---- time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from transfer.kit import BLOCK_ROUTES, content, fill, pair_of, small_layout
+from transfer.kit import BLOCK_ROUTES, NEAR, can_checksum, content, fill, pair_of, small_layout
 
 import kvpool
 from kvpool import DRAM, HBM, MIXED
@@ -42,7 +42,7 @@ def test_layouts_may_differ_in_their_order(route, orders):
         addrs = pair.a.alloc(5, medium=MIXED)
         sent = fill(pair.a, addrs)
         for strategy in STRATEGIES:
-            done = pair.a.transfer(pair.to_b, addrs, strategy=strategy, checksum=True).wait()
+            done = pair.a.transfer(pair.to_b, addrs, strategy=strategy, checksum=can_checksum(route)).wait()
             assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent, strategy
             assert strategy in ("auto", done.stats.strategy)
             pair.b("pool.received(5).close()")
@@ -99,7 +99,7 @@ def test_large_blocks_arrive_too(route):
     with pair_of(route, a={"layout": layout, "audit": False}, b={"layout": layout, "audit": False}) as pair:
         addrs = pair.a.alloc(6)
         sent = fill(pair.a, addrs)
-        done = pair.a.transfer(pair.to_b, addrs, checksum=True).wait()
+        done = pair.a.transfer(pair.to_b, addrs, checksum=can_checksum(route)).wait()
         assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent
         pair.b("pool.received(5).close()")
 
@@ -151,10 +151,10 @@ def test_both_sides_send_at_once(route):
 
 
 def test_a_route_can_be_chosen_for_each_transfer():
-    both = {"routes": ("shm", "sock")}
-    with pair_of("shm", a=both, b=both) as pair:
-        assert pair.a.peers()[0].routes == ("shm", "sock")
-        for route in ("sock", "shm"):
+    both = {"routes": (NEAR, "sock")}
+    with pair_of(NEAR, a=both, b=both) as pair:
+        assert pair.a.peers()[0].routes == (NEAR, "sock")
+        for route in ("sock", NEAR):
             done = pair.a.transfer(pair.to_b, pair.a.alloc(1), route=route).wait()
             assert done.stats.route == route
             pair.b("pool.received(5).close()")
@@ -163,12 +163,12 @@ def test_a_route_can_be_chosen_for_each_transfer():
 def test_aggregated_blocks_take_fewer_calls():
     """Figure 11 of MemServe, in small: 2 * layers pieces a block, or one run."""
     layout = small_layout(order="discrete", layers=4)
-    with pair_of("shm", a={"layout": layout}, b={"layout": layout}) as pair:
+    with pair_of(NEAR, a={"layout": layout}, b={"layout": layout}) as pair:
         addrs = pair.a.alloc(4)
         lent = pair.a.alloc(4, instance=pair.to_b)
         discrete = pair.a.transfer(pair.to_b, addrs, to=lent, strategy="by_request").wait().stats
         pair.a.free(lent)
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         addrs = pair.a.alloc(4)
         lent = pair.a.alloc(4, instance=pair.to_b)
         aggregated = pair.a.transfer(pair.to_b, addrs, to=lent, strategy="by_request_agg").wait().stats

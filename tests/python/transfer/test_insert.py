@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from transfer.kit import BLOCK_ROUTES, content, fill, pair_of, prompt, store
+from transfer.kit import BLOCK_ROUTES, NEAR, content, fill, pair_of, prompt, store
 
 import kvpool
 from kvpool import DRAM
@@ -72,7 +72,7 @@ def test_a_prefix_that_the_receiver_holds_is_not_sent(route, held):
 
 
 def test_a_prompt_that_the_receiver_holds_is_not_sent_at_all():
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         where = pair.b("store(pool, prompt(3)).tolist()")
         done = pair.a.transfer_with_insert(pair.to_b, prompt(3), pair.a.alloc(3)).wait()
         assert done.addrs.tolist() == where
@@ -108,7 +108,7 @@ def test_named_destinations_become_cached(route):
 
 
 def test_the_application_is_told_if_the_sender_wishes():
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         addrs = pair.a.alloc(2)
         done = pair.a.transfer_with_insert(pair.to_b, prompt(2), addrs, namespace="n", private=b"id 4").wait()
         got = pair.b(

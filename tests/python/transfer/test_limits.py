@@ -7,15 +7,25 @@ import time
 
 import numpy as np
 import pytest
-from transfer.kit import BLOCK_ROUTES, Child, address_of, content, eventually, fill, pair_of, prompt, small_pool
+from transfer.kit import (
+    BLOCK_ROUTES,
+    NEAR,
+    NEAR_ROUTES,
+    Child,
+    address_of,
+    content,
+    eventually,
+    fill,
+    pair_of,
+    prompt,
+    small_pool,
+)  # fmt: skip
 
 import kvpool
 from kvpool import DRAM
 
-ROUTES = ["loopback", "shm", "sock-unix"]
 
-
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", NEAR_ROUTES)
 def test_a_full_receiver_says_so_and_the_sender_keeps_its_blocks(route):
     with pair_of(route) as pair:
         pair.b("mine = pool.alloc(6)\nNone")
@@ -36,7 +46,7 @@ def test_a_full_receiver_says_so_and_the_sender_keeps_its_blocks(route):
         pair.a.free(addrs)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", NEAR_ROUTES)
 def test_cached_prompts_make_room_only_if_they_may(route):
     with pair_of(route, b={"dram_blocks": 0}) as pair:
         pair.b("store(pool, prompt(8))\nNone")
@@ -55,7 +65,7 @@ def test_cached_prompts_make_room_only_if_they_may(route):
         pair.b("pool.received(5).close()")
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", NEAR_ROUTES)
 def test_what_one_peer_may_hold_is_capped(route):
     with pair_of(route, b={"reserved_max": 4}) as pair:
         lent = pair.a.alloc(3, instance=pair.to_b)
@@ -71,7 +81,7 @@ def test_what_one_peer_may_hold_is_capped(route):
         pair.b("pool.received(5).close()")
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", NEAR_ROUTES)
 def test_transfers_under_way_are_capped(route):
     with pair_of(route, a={"transfers_max": 2}, b={"transfers_max": 2}) as pair:
         addrs = pair.a.alloc(3)
@@ -86,7 +96,7 @@ def test_transfers_under_way_are_capped(route):
         pair.b("pool.received(5).close()")
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", NEAR_ROUTES)
 def test_an_application_that_does_not_listen_makes_its_pool_busy(route):
     with pair_of(route, b={"received_max": 2}) as pair:
         addrs = pair.a.alloc(1)
@@ -147,7 +157,7 @@ def test_a_deadline_that_has_passed_is_told_at_once():
 
 
 def test_waiting_may_time_out_while_the_transfer_goes_on():
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(1))
         with pytest.raises(TimeoutError) as caught:
             stream.transfer.wait(0.05)
@@ -166,7 +176,7 @@ def test_waiting_may_time_out_while_the_transfer_goes_on():
         pair.b("pool.received(5).close()")
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", NEAR_ROUTES)
 def test_a_thousand_transfers_at_once(route):
     with pair_of(route, a={"hbm_blocks": 8}, b={"hbm_blocks": 1100, "audit": False}) as pair:
         addrs = pair.a.alloc(8)
@@ -179,7 +189,7 @@ def test_a_thousand_transfers_at_once(route):
         assert pair.b("pool.audit().hbm.free") == 1100
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", NEAR_ROUTES)
 def test_threads_send_at_once(route):
     with pair_of(route, a={"hbm_blocks": 32, "audit": False}, b={"hbm_blocks": 32, "audit": False}) as pair:
         wrong = []
@@ -204,7 +214,7 @@ def test_threads_send_at_once(route):
 
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", NEAR_ROUTES)
 def test_closing_ends_what_is_under_way(route, who):
     with pair_of(route, clean=False) as pair:
         addrs = pair.a.alloc(4)
@@ -245,7 +255,7 @@ def test_closing_ends_waiting_for_what_peers_send():
 
 def test_a_sender_that_is_killed_between_layers_leaves_nothing():
     child = Child()
-    with pair_of("shm", child=child, clean=False) as pair:
+    with pair_of(NEAR, child=child, clean=False) as pair:
         pair.b(
             "stream = pool.open_transfer(peer, pool.alloc(4), medium=kvpool.DRAM)\nstream.send_layer(0)\nNone",
             peer=pair.to_a,

@@ -7,7 +7,17 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from transfer.kit import BLOCK_ROUTES, UCX_SETTINGS, Child, address_of, pair_of, route_or_skip, small_pool
+from transfer.kit import (
+    BLOCK_ROUTES,
+    NEAR,
+    UCX_SETTINGS,
+    Child,
+    address_of,
+    not_on_gpu,
+    pair_of,
+    route_or_skip,
+    small_pool,
+)  # fmt: skip
 
 import kvpool
 from kvpool.transfer.peers import ucx_library
@@ -20,9 +30,10 @@ def test_a_setting_limits_the_routes(route):
         assert peer.routes == (route.partition("-")[0],)
         assert peer.link.startswith("tcp 127.0.0.1:" if route == "sock-tcp" else "unix")
         with pytest.raises(kvpool.Unsupported, match=f"there are: {peer.routes[0]}"):
-            pair.a.transfer(pair.to_b, pair.a.alloc(1), route="sock" if peer.routes[0] != "sock" else "shm")
+            pair.a.transfer(pair.to_b, pair.a.alloc(1), route="sock" if peer.routes[0] != "sock" else NEAR)
 
 
+@not_on_gpu("ucx is for memory of the host")
 @pytest.mark.parametrize(("route", "lane"), [("ucx-cma", "cma/memory"), ("ucx-tcp", "tcp/lo")])
 def test_ucx_writes_by_the_lane_that_the_route_is_named_after(route, lane, tmp_path):
     """As UCX itself tells, of both sides: this process has loaded it, and has no file for that."""
@@ -46,19 +57,20 @@ def test_ucx_writes_by_the_lane_that_the_route_is_named_after(route, lane, tmp_p
 
 
 def test_the_memory_of_a_process_is_opened_only_if_both_sides_say_so():
-    with pair_of("shm", a={"routes": ()}, b={"routes": ("cma", "sock")}) as pair:
+    with pair_of(NEAR, a={"routes": ()}, b={"routes": ("cma", "sock")}) as pair:
         assert pair.a.peers()[0].routes == ("sock",)
-    with pair_of("shm", a={"routes": ()}, b={"routes": ()}) as pair:
+    with pair_of(NEAR, a={"routes": ()}, b={"routes": ()}) as pair:
         assert "cma" not in pair.a.peers()[0].routes
-        assert {"shm", "sock"} <= set(pair.a.peers()[0].routes)
+        assert {NEAR, "sock"} <= set(pair.a.peers()[0].routes)
 
 
 def test_peers_without_a_common_route_do_not_meet():
-    with small_pool(routes=("shm",)) as one, small_pool(routes=("sock",)) as two, pytest.raises(kvpool.Error):
+    with small_pool(routes=(NEAR,)) as one, small_pool(routes=("sock",)) as two, pytest.raises(kvpool.Error):
         peer = two.connect(one.listen(address_of("shm")))
         two.transfer(peer, two.alloc(1)).wait()
 
 
+@not_on_gpu("cma is for memory of the host")
 def test_adopted_memory_travels_by_the_routes_that_reach_it():
     route_or_skip("cma")
     child = Child()
@@ -91,6 +103,7 @@ def test_the_wheel_s_library_is_found_without_loading_it(monkeypatch, tmp_path):
     assert ucx_library("wheel") == str(tmp_path / "lib" / "libucp.so.0")
 
 
+@not_on_gpu("ucx is for memory of the host")
 def test_without_ucx_the_error_says_what_to_install():
     child = Child()  # in which no UCX was loaded before
     child("pool = small_pool(routes=('ucx', 'sock'), ucx='/nowhere')")

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 from kit import run_script
-from transfer.kit import BLOCK_ROUTES, content, eventually, fill, pair_of, prompt, wait_for
+from transfer.kit import BLOCK_ROUTES, NEAR, can_checksum, content, eventually, fill, pair_of, prompt, wait_for
 
 import kvpool
 from kvpool import DRAM
@@ -33,7 +33,7 @@ def test_a_transfer_can_be_awaited():
 
 
 def test_many_transfers_can_be_awaited_together_while_the_loop_runs():
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         addrs = pair.a.alloc(4)
 
         async def send():
@@ -54,7 +54,7 @@ def test_many_transfers_can_be_awaited_together_while_the_loop_runs():
 
 
 def test_several_tasks_may_await_one_transfer_and_one_may_give_up():
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         fds = len(os.listdir("/proc/self/fd"))
 
         async def send():
@@ -80,7 +80,7 @@ def test_several_tasks_may_await_one_transfer_and_one_may_give_up():
 
 
 def test_a_transfer_can_be_selected():
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(1))
         assert select.select([stream.transfer], [], [], 0) == ([], [], [])
         with stream:
@@ -117,7 +117,7 @@ one.close()
 
 
 def test_received_waits_and_may_time_out():
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         assert pair.b("pool.received(0)") is None
         assert pair.b("pool.received(0.01)") is None
         got = []
@@ -140,7 +140,7 @@ def test_received_waits_and_may_time_out():
 
 
 def test_what_is_taken_stays_and_what_is_dropped_goes():
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         for _ in range(2):
             pair.b("pool.transfer(peer, pool.alloc(1), private=b'x').wait()\nNone", peer=pair.to_a)
         item = pair.a.received(5)
@@ -156,7 +156,7 @@ def test_what_is_taken_stays_and_what_is_dropped_goes():
 
 
 def test_items_come_in_the_order_of_completion_each_once():
-    with pair_of("shm", a={"hbm_blocks": 64}) as pair:
+    with pair_of(NEAR, a={"hbm_blocks": 64}) as pair:
         pair.b(
             "addrs = pool.alloc(1)\nfor i in range(50): pool.transfer(peer, addrs, private=b'%d' % i).wait()",
             peer=pair.to_a,
@@ -166,7 +166,7 @@ def test_items_come_in_the_order_of_completion_each_once():
 
 
 def test_a_callback_gets_what_is_sent(caplog):
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         got = []
         names = set()
 
@@ -196,7 +196,7 @@ def test_a_callback_gets_what_is_sent(caplog):
 
 
 def test_a_callback_may_use_the_pool_and_end_itself():
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         ended = threading.Event()
 
         def callback(item):
@@ -213,7 +213,7 @@ def test_a_callback_may_use_the_pool_and_end_itself():
 
 
 def test_a_callback_ends_with_its_pool():
-    with pair_of("shm", clean=False) as pair:
+    with pair_of(NEAR, clean=False) as pair:
         handle = pair.a.on_received(print)
         pair.a.close()
         assert handle.closed
@@ -221,7 +221,7 @@ def test_a_callback_ends_with_its_pool():
 
 
 def test_a_callback_must_be_callable():
-    with pair_of("shm") as pair, pytest.raises(kvpool.ArgumentTypeError):
+    with pair_of(NEAR) as pair, pytest.raises(kvpool.ArgumentTypeError):
         pair.a.on_received(7)
 
 
@@ -237,7 +237,7 @@ def test_a_batch_starts_many(route):
         handles = pair.a.transfer_batch(
             [
                 kvpool.TransferSpec(pair.to_b, addrs[:1], private=b"0"),
-                kvpool.TransferSpec(pair.to_b, addrs[1:3], tokens=prompt(2), checksum=True),
+                kvpool.TransferSpec(pair.to_b, addrs[1:3], tokens=prompt(2), checksum=can_checksum(route)),
                 kvpool.TransferSpec(pair.to_b, addrs[3:], to=lent, priority="decode"),
             ]
         )
@@ -257,7 +257,7 @@ def test_a_stream_sends_layers_as_they_are_computed(route, strategy, named):
         addrs = pair.a.alloc(3)
         fill(pair.a, addrs, 1)
         to = pair.a.alloc(3, instance=pair.to_b) if named else None
-        with pair.a.open_transfer(pair.to_b, addrs, to=to, strategy=strategy, checksum=True) as stream:
+        with pair.a.open_transfer(pair.to_b, addrs, to=to, strategy=strategy, checksum=can_checksum(route)) as stream:
             fill(pair.a, addrs, 2)  # nothing was sent yet
             sent = content(pair.a, addrs)
             stream.send_layer(1)
@@ -282,7 +282,7 @@ def test_a_stream_sends_layers_as_they_are_computed(route, strategy, named):
 
 
 def test_an_exception_cancels_a_stream():
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         with pytest.raises(RuntimeError), pair.a.open_transfer(pair.to_b, pair.a.alloc(1)) as stream:
             stream.send_layer(0)
             raise RuntimeError
@@ -291,7 +291,7 @@ def test_an_exception_cancels_a_stream():
 
 
 def test_a_plain_transfer_is_no_stream():
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         transfer = pair.a.transfer(pair.to_b, pair.a.alloc(1))
         with pytest.raises(kvpool.StateError):
             transfer._send_layer(0)
@@ -333,7 +333,7 @@ def test_cached_blocks_can_be_fetched_and_stale_ones_not(route):
 
 
 def test_a_fetch_needs_room_here():
-    with pair_of("shm") as pair:
+    with pair_of(NEAR) as pair:
         theirs = pair.b("pool.alloc(2).tolist()")
         mine = pair.a.alloc(7)
         with pytest.raises(kvpool.OutOfBlocks):
