@@ -165,6 +165,7 @@ GPU := build/gpu
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 GPU_JOBS ?= $(shell nproc)
+GPU_TEST_SECONDS ?= 200
 CMAKE ?= cmake
 GPU_WHEELS := build/gpu-wheels
 GPU_ENVIRONMENT = PYTHONPATH=$(CURDIR)/$(GPU)/site:$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}
@@ -199,16 +200,36 @@ gpu-build: gpu-is-there
 	else echo "without Python: $$(tail -n 1 $(GPU)/why)" >&2; rm -f $(GPU)/CMakeCache.txt $(GPU)/_core*.so; $(GPU_CONFIGURE) -DKVPOOL_PYTHON=OFF && \
 	$(CMAKE) --build $(GPU) -j $(GPU_JOBS) --target kvpool_gpu_tests kvpool_gpu_bench; fi
 
+# Both parts run, whatever the first one says; the last lines say what failed.
 .PHONY: test-gpu
 test-gpu: gpu-build ## tests that need a GPU; no network, no .venv
-	$(call say,Tests on the GPU)
-	@$(GPU)/kvpool_gpu_tests || { test $$? -ne 77 || echo "nothing was tested" >&2; exit 1; }
-	@if command -v compute-sanitizer >/dev/null; then for tool in memcheck racecheck; do \
-	echo "compute-sanitizer --tool $$tool"; KVPOOL_SEED=1 timeout 150 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	$(GPU)/kvpool_gpu_tests -tce='*beyond 4 GiB*,*thousands*,*follows what*' || exit 1; done; \
-	else echo "compute-sanitizer is not here: not run"; fi
-	@if ls tests/gpu/test_*.py >/dev/null 2>&1; then if ls $(GPU)/_core*.so >/dev/null 2>&1; then $(GPU_ENVIRONMENT) $(GPU_PYTHON) \
-	-m pytest -q tests/gpu; else echo "the Python tests were not run: the extension could not be built" >&2; exit 1; fi; fi
+	@failed=; for part in gpu-kernel-tests gpu-python-tests; do $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
+	done; if test -n "$$failed"; then echo "failed:$$failed" >&2; exit 1; fi; echo "all GPU tests passed"
+
+.PHONY: gpu-kernel-tests
+gpu-kernel-tests:
+	$(call say,Kernels against their references)
+	@timeout $(GPU_TEST_SECONDS) $(GPU)/kvpool_gpu_tests || { code=$$?; test $$code -ne 77 || echo "no GPU: nothing was tested" >&2; \
+	test $$code -ne 124 || echo "not over after $(GPU_TEST_SECONDS) s" >&2; exit 1; }
+
+# The local suite, the transfer suite and the tests of streams; which may skip what is in tests/python/gpu_suites.py.
+.PHONY: gpu-python-tests
+gpu-python-tests:
+	$(call say,Local and transfer suites on the GPU)
+	@ls $(GPU)/_core*.so >/dev/null 2>&1 || { echo "the Python tests were not run: the extension could not be built" >&2; exit 1; }
+	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -c 'import hypothesis, numpy, pytest, pytest_timeout' || { echo "the Python tests were not run: \
+	carry what is missing, by make gpu-wheels, or install it (NumPy)" >&2; exit 1; }
+	@$(GPU_ENVIRONMENT) timeout $(GPU_TEST_SECONDS) $(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/gpu || { code=$$?; \
+	test $$code -ne 124 || echo "not over after $(GPU_TEST_SECONDS) s" >&2; exit 1; }
+
+# A few minutes each, so not a part of test-gpu: the same kernels' tests, without those that are large or many.
+.PHONY: sanitize-gpu
+sanitize-gpu: gpu-build ## the kernels' tests under compute-sanitizer: memcheck and racecheck
+	@command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not here (it comes with the CUDA toolkit): nothing was \
+	tested" >&2; exit 1; }
+	@for tool in memcheck racecheck; do printf '\n\033[1m== compute-sanitizer --tool %s\033[0m\n' $$tool; \
+	KVPOOL_SEED=1 timeout $(GPU_TEST_SECONDS) compute-sanitizer --tool $$tool --error-exitcode 1 \
+	$(GPU)/kvpool_gpu_tests -tce='*beyond 4 GiB*,*thousands*,*follows what*' || { echo "$$tool failed" >&2; exit 1; }; done
 
 .PHONY: bench-gpu
 bench-gpu: gpu-build ## measure on the GPU; no network, no .venv

@@ -13,12 +13,13 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["LOCAL", "TRANSFER", "Outcome", "run_on_gpu"]
+__all__ = ["LOCAL", "STREAMS", "TRANSFER", "Outcome", "run_on_gpu"]
 
 TESTS = Path(__file__).resolve().parent
 
 # What looks at HBM through NumPy is not for a GPU, nor is what measures memory of the machine.
 LOCAL = ["test_swap.py", "test_prompt_cache.py", "test_alloc.py", "test_events.py", "test_state_machine.py"]
+STREAMS = ["cuda/test_streams.py"]
 TRANSFER = [
     f"transfer/test_{name}.py"
     for name in ("arguments", "blocks", "insert", "layouts", "limits", "peers", "regressions", "routes", "waiting")

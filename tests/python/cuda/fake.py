@@ -6,6 +6,7 @@ Streams are for a real driver, too.
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import mmap
 import os
@@ -30,6 +31,7 @@ __all__ = [
     "EngineTensor",
     "HeldWork",
     "Stamps",
+    "address_of",
     "byte_layout",
     "cached_tokens",
     "call",
@@ -37,6 +39,7 @@ __all__ = [
     "ctypes",
     "cuda",
     "fake_counts",
+    "gc",
     "itertools",
     "kvpool",
     "left",

@@ -1,0 +1,29 @@
+"""What `make test-gpu` says at its end: on what it ran, and what of it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+from gpu_memory import driver
+from transfer.kit import nccl_setting
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The suites first: they are what a session is for when it is cut short."""
+    items.sort(key=lambda item: "test_suites" not in item.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("on the GPU")
+    version, count = ctypes.c_int(), ctypes.c_int()
+    code = driver().cuInit(0)
+    driver().cuDriverGetVersion(ctypes.byref(version))
+    if code == 0:
+        driver().cuDeviceGetCount(ctypes.byref(count))
+    terminalreporter.line(f"{count.value} GPUs, CUDA driver {version.value // 1000}.{version.value % 1000 // 10}, "
+                          f"NCCL: {nccl_setting() or 'none, so its route was not tested'}")  # fmt: skip
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        said = dict(report.user_properties)
+        if report.when == "call" and said:
+            terminalreporter.line(f"{said['file']:28} {said['passed']} passed, {said['skipped']} are not for a GPU")
