@@ -230,7 +230,8 @@ class ProtocolError(Error):
 class DeviceLost(Error):
     """The GPU, or this process's context on it, is gone, and with it all that was in its memory.
 
-    A pool that meets it raises it from every verb but close: make a new one, in a new process if the driver says so.
+    A pool that meets it raises it from every verb but those that end something or only look (see Pool): make a new one,
+    in a new process if the driver says so. Its peers are told PeerLost by what they ask of it, until it is closed.
     """
 
     driver_code: int  # the driver's number, a CUresult

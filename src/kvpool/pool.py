@@ -165,7 +165,8 @@ class Pool(PeerVerbs):
         OutOfMemory: The machine, its cgroup or the GPU has not enough memory.
         LayoutMismatch: Adopted tensors do not have the layout's shape.
         Unsupported: This machine cannot do it, such as a device that is not there.
-        DeviceLost: The GPU does not work any more. Every verb but close raises it from then on.
+        DeviceLost: The GPU does not work any more. Every verb raises it from then on, but for those that end something
+            (close, disconnect) or only look (stats, audit, peers, received).
     """
 
     def __init__(

@@ -101,6 +101,7 @@ class ServiceImpl::LinkWatcher final : public LinkHandler {
 // --- meeting ---
 
 std::string ServiceImpl::listen(const std::string& address) {
+  pool_.guard();
   settle_instance();
   return endpoint_->listen(address);
 }
@@ -118,6 +119,7 @@ std::string ServiceImpl::connect(const std::string& address, const Waiting& wait
   std::optional<Error> refused;
   for (std::int64_t pause_ns = kPauseNs;; pause_ns = std::min(2 * pause_ns, kPauseNsMax)) {
     try {
+      pool_.guard();  // whose GPU may be lost
       check_unfenced();
       if (hub_ != nullptr) hub_->check_complete();
       return meet(address, waiting);
@@ -239,6 +241,7 @@ void ServiceImpl::check_instance(const PeerCard& card) const {
 
 std::shared_ptr<LinkHandler> ServiceImpl::admit(const std::shared_ptr<Link>& link, const PeerCard& card,
                                                 bool initiated_here) {
+  if (const auto lost = failure_of([&] { pool_.guard(); })) throw for_peer(*lost);
   if (card.rank_of != 0) return admit_rank(link, card);
   check_name(card);
   const auto group = plan_group(card);

@@ -1,0 +1,190 @@
+"""A GPU that is lost or reset: a typed error from every verb, an end of everything, and peers that are told."""
+
+from __future__ import annotations
+
+import pytest
+from transfer.kit import SECRET, Child, address_of, eventually
+
+LOSSES = [700, 719, 709]  # an illegal address, a failed launch, a context that somebody has destroyed by a reset
+
+# What an application may call, and what it has been given before, of a pool that is connected to another one.
+VERBS = """
+addrs = pool.alloc(2)
+cached = store(pool, prompt(2))
+lent = pool.alloc(1, instance="there")
+hit = pool.match(prompt(1))
+stream = new_stream()
+opened = pool.open_transfer("there", addrs, stream=stream)
+verbs = {
+    "alloc": lambda: pool.alloc(1),
+    "alloc, in DRAM": lambda: pool.alloc(1, medium=DRAM),
+    "alloc, of a peer": lambda: pool.alloc(1, instance="there"),
+    "alloc, after a stream": lambda: pool.alloc(8, stream=stream),
+    "match": lambda: pool.match(prompt(1)),
+    "match_batch": lambda: pool.match_batch([prompt(1)]),
+    "insert": lambda: pool.insert(prompt(2, 1), addrs),
+    "insert_batch": lambda: pool.insert_batch([(prompt(2, 1), addrs)]),
+    "delete": lambda: pool.delete(prompt(2)),
+    "evict": lambda: pool.evict(1),
+    "free": lambda: pool.free(addrs),
+    "swap_out": lambda: pool.swap_out(1),
+    "swap_out, after a stream": lambda: pool.swap_out(1, stream=stream),
+    "swap_in": lambda: pool.swap_in(hit.addrs),
+    "transfer": lambda: pool.transfer("there", addrs),
+    "transfer, after a stream": lambda: pool.transfer("there", addrs, stream=stream),
+    "transfer_with_insert": lambda: pool.transfer_with_insert("there", prompt(2), addrs),
+    "transfer_batch": lambda: pool.transfer_batch([kvpool.TransferSpec("there", addrs)]),
+    "open_transfer": lambda: pool.open_transfer("there", addrs),
+    "fetch": lambda: pool.fetch("there", lent),
+    "explain_match": lambda: pool.explain_match(prompt(1)),
+    "tensor": lambda: pool.tensor(HBM),
+    "tensor, of DRAM": lambda: pool.tensor(DRAM),
+    "arena": lambda: pool.arena(HBM),
+    "subscribe": lambda: pool.subscribe(),
+    "listen": lambda: pool.listen(address_of("new")),
+    "connect": lambda: pool.connect(address_of("new")),
+}
+"""
+
+
+@pytest.mark.parametrize("code", LOSSES)
+def test_every_verb_says_that_the_gpu_is_lost_and_close_works(on_fake, code):
+    on_fake(f"""
+pool, there = pair_on_gpu("cuda_ipc", device="cuda:1")
+{VERBS}
+where = pool.listen(address_of("before"))
+cuda.fake_cuda_lose(0, {code})
+first = raises(kvpool.DeviceLost, verbs["swap_out"], "({code})")
+assert first.driver_code == {code}
+silent = []
+for name, verb in verbs.items():
+    try:
+        verb()
+    except kvpool.DeviceLost as error:
+        assert error.driver_code == {code}, name
+    else:
+        silent.append(name)
+assert silent == []
+# What ends something, or only looks, goes on.
+assert pool.stats().hbm.capacity == pool.audit().hbm.capacity == 8
+assert [peer.name for peer in pool.peers()] == ["there"]
+assert pool.received(0) is None
+opened.transfer.cancel()
+assert type(opened.transfer.exception(30)) is kvpool.Cancelled
+hit.close()
+# Nobody meets it any more, and who has met it is told.
+with small_pool(device="cuda:1") as late:
+    raises(kvpool.PeerLost, lambda: late.connect(where), "({code})")
+theirs = there.alloc(2)
+for verb in (
+    lambda: there.transfer(pool.name, theirs).wait(30),
+    lambda: there.transfer_with_insert(pool.name, prompt(2), theirs).wait(30),
+    lambda: there.alloc(1, instance=pool.name, timeout=30),
+    lambda: there.fetch(pool.name, addrs).wait(30),
+):
+    raises(kvpool.PeerLost, verb)
+there.free(theirs)
+pool.close()
+raises(kvpool.ClosedError, verbs["alloc"])
+wait_for(lambda: there.peers() == [], 30)
+wait_for(lambda: there.audit().hbm.free == 8, 30)
+there.close()
+# Nothing is left but the stream of this test.
+del pool, there, hit, opened, late
+gc.collect()
+assert left() == "contexts=1 streams=1", left()
+""")
+
+
+def test_whichever_call_of_the_driver_finds_the_gpu_lost_it_is_told_and_all_can_be_closed(on_fake):
+    """From the making of a pool to its end: each call in turn answers that the GPU is lost."""
+    on_fake(
+        """
+told, n = set(), 0
+cuda.fake_cuda_failed.restype = ctypes.c_bool
+cuda.fake_cuda_calls.restype = ctypes.c_char_p
+GIVES_BACK = "cuMemRelease", "cuMemUnmap", "cuMemAddressFree", "cuMemFree", "cuMemHostUnregister", "cuStreamDestroy", \
+    "cuEventDestroy", "cuDevicePrimaryCtxRelease"
+while True:
+    n += 1
+    pools, where = [], "made"
+    cuda.fake_cuda_reset()
+    cuda.fake_cuda_fail_nth(n, 700)
+    try:
+        pools.append(small_pool(4, 4, device="cuda:0", routes=("cuda_ipc",), name="here", lease_s=2.0))
+        here = pools[0]
+        store(here, prompt(3))
+        where = "swapped out"
+        here.swap_out(2)
+        where = "swapped in"
+        with here.match(prompt(3)) as hit, here.swap_in(hit.addrs):
+            pass
+        where = "met"
+        pools.append(small_pool(4, 4, device="cuda:1", routes=("cuda_ipc",), name="there", lease_s=2.0))
+        here.connect(pools[1].listen(address_of("x")))
+        where = "sent"
+        with here.match(prompt(3)) as hit:
+            here.transfer("there", hit.addrs, timeout=30).wait(60)
+        pools[1].received(30).close()
+        where = "fetched"
+        here.fetch("there", pools[1].alloc(1), timeout=30).wait(60)
+        where = ""
+    except (kvpool.DeviceLost, kvpool.PeerLost) as error:
+        told.add((where, type(error).__name__))
+    except kvpool.Unsupported as error:
+        assert where == "met", (n, where, error)  # and the routes of both have none in common then
+    failed = cuda.fake_cuda_calls().decode().split()[n - 1] if cuda.fake_cuda_failed() else ""
+    cuda.fake_cuda_fail_nth(0, 0)
+    for pool in pools:
+        pool.close()
+    pool = here = hit = error = None
+    pools.clear()
+    gc.collect()
+    if not failed.startswith(GIVES_BACK):  # what the driver refuses to take back stays with it
+        wait_for(lambda: left() == "", 30)
+    if not failed:
+        break
+assert n > 100, n  # calls of the driver
+assert {("made", "DeviceLost"), ("swapped out", "DeviceLost"), ("swapped in", "DeviceLost")} <= told
+assert {where for where, _ in told} >= {"sent", "fetched"}
+""",
+        timeout=250,
+    )
+
+
+@pytest.mark.parametrize("route", ["cuda_ipc", "sock"])
+def test_peers_in_other_processes_hear_of_a_lost_gpu_in_bounded_time(fake_cuda, route):
+    """The sender's, in the middle of a transfer, and the receiver's."""
+    for lost in ("a", "b"):
+        sides = {name: Child(KVPOOL_CUDA_LIBRARY=str(fake_cuda)) for name in "ab"}
+        a, b = sides.values()
+        try:
+            for name, child in sides.items():
+                child(
+                    "from gpu_memory import driver\ncuda = driver()\n"
+                    "pool = small_pool(device='cuda:0', secret=secret, name=name, routes=(route,), lease_s=2.0)",
+                    secret=SECRET, name=name, route=route,
+                )  # fmt: skip
+            where = b("pool.listen(where)", where=address_of(route))
+            a("pool.connect(where, timeout=30); addrs = pool.alloc(4); fill(pool, addrs); None", where=where)
+            if lost == "a":
+                a("cuda.fake_cuda_set(b'delay_us', 200_000); sent = pool.transfer('b', addrs); None")
+            sides[lost]("cuda.fake_cuda_lose(0, 719)")
+            if lost == "b":
+                a("sent = pool.transfer('b', addrs); None")
+            told = a("type(sent.exception(60)).__name__")
+            if lost == "a":
+                assert told == "DeviceLost"
+                kind = b("type(pool.transfer('a', pool.alloc(1)).exception(60)).__name__")
+                assert kind == "PeerLost"
+            else:  # by cuda_ipc it is the sender's GPU that writes, and finds out by itself
+                assert told == "PeerLost" if route == "sock" else told in ("PeerLost", "DeviceLost", "NoneType")
+            a("pool.close()")
+            eventually(lambda: b("pool.peers() == []"), seconds=60)  # noqa: B023
+            if lost == "a":
+                eventually(lambda: b("blocks_at_peers(pool)") == 0, seconds=60)  # noqa: B023
+                b("pool.audit(); pool.free(pool.alloc(pool.stats().hbm.free)); None")
+            b("pool.close()")
+        finally:
+            for child in sides.values():
+                child.close()
