@@ -49,6 +49,8 @@ const char* class_of(ErrorCode code) {
       return "Fenced";
     case ErrorCode::kDeviceLost:
       return "DeviceLost";
+    case ErrorCode::kRouteFailed:
+      return "RouteFailed";
   }
   return "Error";
 }

@@ -29,7 +29,9 @@ Value setting(const py::object& settings, const char* name) {
   }
 }
 
-void start_service(Pool& pool, const py::object& settings, py::handle ucx, py::handle nccl, bool joins_cluster) {
+// Returns what a log should say of it.
+std::vector<std::string> start_service(Pool& pool, const py::object& settings, py::handle ucx, py::handle nccl,
+                                       bool joins_cluster) {
   ServiceOptions options;
   options.joins_cluster = joins_cluster;
   options.name = setting<std::string>(settings, "name");
@@ -43,11 +45,24 @@ void start_service(Pool& pool, const py::object& settings, py::handle ucx, py::h
   options.unix_door = setting<bool>(settings, "unix_door");
   options.ucx = text_from(ucx, "ucx");
   options.nccl = text_from(nccl, "nccl");
+  options.nccl_limits.pass_bytes = setting<std::uint64_t>(settings, "nccl_pass_bytes");
+  options.nccl_limits.init_ns = nanoseconds(setting<double>(settings, "nccl_init_s"));
+  options.nccl_limits.thread_blocks_max = setting<int>(settings, "nccl_thread_blocks");
   options.transfers_max = setting<std::uint32_t>(settings, "transfers_max");
   options.reserved_max = setting<std::uint32_t>(settings, "reserved_max");
   options.received_max = setting<std::uint32_t>(settings, "received_max");
   const GilReleased released;
-  pool.start_service(options);
+  return pool.start_service(options).notes();
+}
+
+// (route, failures, able, why) of each.
+py::tuple failures_of(const PeerInfo& peer) {
+  py::tuple failures(peer.route_failures.size());
+  for (std::size_t i = 0; i < peer.route_failures.size(); ++i) {
+    const auto& [route, report] = peer.route_failures[i];
+    failures[i] = py::make_tuple(route, report.failures, report.able, report.why);
+  }
+  return failures;
 }
 
 // (name, instance, epoch, joined, error), or None.
@@ -68,7 +83,8 @@ py::list peers(Pool& pool) {
   py::list list;
   for (const PeerInfo& peer : peers) {
     list.append(py::make_tuple(peer.name, peer.instance, peer.epoch, peer.link, py::tuple(py::cast(peer.routes)),
-                               peer.pid, peer.lent_blocks, peer.borrowed_blocks, peer.reserved_blocks, peer.transfers));
+                               peer.pid, peer.lent_blocks, peer.borrowed_blocks, peer.reserved_blocks, peer.transfers,
+                               failures_of(peer)));
   }
   return list;
 }

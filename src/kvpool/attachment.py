@@ -280,7 +280,9 @@ def _service(pool: PeerVerbs, wanted: Any) -> Iterator[None]:
     with pool._serving:
         if pool._name() is not None:
             raise StateError("this pool speaks with peers already: attach it before listen, connect and export_rank")
-        pool._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl), joins_cluster=True)
+        notes = pool._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl), joins_cluster=True)
+        for note in notes:
+            _log.warning("%s", note)
         pool.settings = wanted
     try:
         yield

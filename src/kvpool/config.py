@@ -68,6 +68,11 @@ class Settings:
         ucx: Which UCX to use: "wheel" (of the extra kvpool[ucx]), "system", or a path: libucp.so.0, or its folder.
         nccl: Which NCCL to use: "wheel" (of the extra kvpool[nccl12] or kvpool[nccl13]), "system", or a path:
             libnccl.so.2, or its folder.
+        nccl_pass_bytes: How much "nccl" sends at a time, from 1 MiB to 256 MiB. Both sides take that much of their GPU
+            for a direction, when it is first used.
+        nccl_init_s: Seconds that NCCL has for connecting two GPUs; then the route has failed, and others serve.
+        nccl_thread_blocks: Thread blocks of the GPU that a transfer by "nccl" may keep from the model; 0 leaves it to
+            NCCL.
         transfers_max: Transfers of one peer that may be under way; then it is told Busy.
         reserved_max: Blocks of one peer that may be reserved and lent together; then it is told Busy.
         received_max: Items that may wait for the application (`Pool.received`); then peers are told Busy.
@@ -93,6 +98,9 @@ class Settings:
     unix_door: bool = True
     ucx: str = "wheel"
     nccl: str = "wheel"
+    nccl_pass_bytes: int = 16 << 20
+    nccl_init_s: float = 10.0
+    nccl_thread_blocks: int = 0
     transfers_max: int = 4096
     reserved_max: int = 1 << 20
     received_max: int = 65536
@@ -115,6 +123,9 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "lease_s": (0.05, 3600.0),
     "reserve_s": (0.05, 3600.0),
     "transfer_threads": (1, 256),
+    "nccl_pass_bytes": (1 << 20, 256 << 20),
+    "nccl_init_s": (0.05, 600.0),
+    "nccl_thread_blocks": (0, 64),
     "transfers_max": (1, 1 << 20),
     "reserved_max": (1, 1 << 26),
     "received_max": (1, 1 << 24),

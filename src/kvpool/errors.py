@@ -17,6 +17,7 @@
     ├── Cancelled                       by the caller
     ├── AuthError                       the peer does not know the secret
     ├── ProtocolError                   the peer says what no kvpool says that we could speak with
+    ├── RouteFailed                     a way to the peer broke down: the next transfer takes another
     ├── DeviceLost                      the GPU, or this process's context on it, is gone, with what was in its memory
     ├── ForkError                       called in a child process after fork
     ├── Unsupported                     this machine or build cannot do it
@@ -50,6 +51,7 @@ __all__ = [
     "OutOfMemory",
     "PeerLost",
     "ProtocolError",
+    "RouteFailed",
     "StaleAddress",
     "StateError",
     "Unsupported",
@@ -225,6 +227,15 @@ class ProtocolError(Error):
     version_max: int
     peer_version_min: int  # what the peer speaks
     peer_version_max: int
+
+
+class RouteFailed(Error):
+    """A way to the peer broke down: NCCL, say. The peer may be well.
+
+    The next transfer takes another route, if there is one; this one is tried again later. `Pool.peers` tells why.
+    """
+
+    nccl_code: int
 
 
 class DeviceLost(Error):

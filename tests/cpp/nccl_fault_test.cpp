@@ -104,6 +104,11 @@ TEST_CASE("nccl inbox: what does not fit is refused before anything is received"
     many.message_bytes = message_bytes;
     CHECK(code(many) == ErrorCode::kProtocol);
   }
+  NcclChannelBody channel;
+  for (const std::uint64_t bytes : {std::uint64_t{0}, kNcclPassBytesMin - 1, kNcclPassBytesMax + 1}) {
+    channel.pass_bytes = bytes;
+    CHECK(code_of([&] { test.say(FrameKind::kChannel, write_body(channel)); }) == ErrorCode::kProtocol);
+  }
   NcclPassBody cut = InboxTest::pass(1);
   cut.data.pop_back();
   CHECK(code(cut) == ErrorCode::kProtocol);
@@ -120,8 +125,8 @@ TEST_CASE("nccl inbox: whatever a message says, it is understood or refused") {
     const Bytes cut(good.begin(), good.begin() + static_cast<std::ptrdiff_t>(bytes));
     CHECK(code_of([&] { test.say(FrameKind::kPass, cut); }) == ErrorCode::kProtocol);
   }
-  CHECK(code_of([&] { test.say(FrameKind::kChannel, Bytes(135)); }) == ErrorCode::kProtocol);
-  CHECK(code_of([&] { test.say(FrameKind::kChannel, Bytes(137)); }) == ErrorCode::kProtocol);
+  CHECK(code_of([&] { test.say(FrameKind::kChannel, Bytes(143)); }) == ErrorCode::kProtocol);
+  CHECK(code_of([&] { test.say(FrameKind::kChannel, Bytes(145)); }) == ErrorCode::kProtocol);
   CHECK(code_of([&] { test.say(FrameKind::kHalt, Bytes(9)); }) == ErrorCode::kProtocol);
   CHECK(code_of([] { read_passed(Bytes(13, std::byte{9})); }) == ErrorCode::kProtocol);
 }
@@ -139,6 +144,42 @@ TEST_CASE("nccl inbox: each pass is answered once, placed or not") {
   CHECK(refused.outcome == NcclOutcome::kRefused);
   CHECK(refused.number == 2);
   CHECK(test.placed.size() == 1);
+}
+
+TEST_CASE("nccl inbox: a pass longer than its sender has announced is refused") {
+  InboxTest test;
+  NcclChannelBody channel;
+  channel.generation = 1;
+  channel.pass_bytes = kNcclPassBytesMin;
+  test.nccl.fail_nth(1, 2);  // it is not to wait for a peer
+  test.say(FrameKind::kChannel, write_body(channel));
+  NcclPassBody longer = InboxTest::pass(1);
+  longer.bytes = longer.message_bytes = kNcclPassBytesMin + 1;
+  std::string text;
+  CHECK(code_of([&] { test.say(FrameKind::kPass, write_body(longer)); }, &text) == ErrorCode::kProtocol);
+  CHECK_MESSAGE(text.find("were announced") != std::string::npos, text);
+  test.run();
+  const NcclPassedBody unmade = [&] {
+    const Message message = test.link().take();
+    return read_passed(message.body);
+  }();
+  CHECK(unmade.number == 0);
+  CHECK(unmade.outcome == NcclOutcome::kFailed);  // what NCCL's system error says today, it may not say tomorrow
+}
+
+TEST_CASE("nccl inbox: a communicator that can never be made is said to be one") {
+  InboxTest test;
+  NcclChannelBody channel;
+  channel.generation = 1;
+  channel.pass_bytes = kNcclPassBytesMax;  // more than the GPU has left
+  test.cuda.set("memory_mib", 128);
+  test.say(FrameKind::kChannel, write_body(channel));
+  test.run();
+  const Message message = test.link().take();
+  const NcclPassedBody unable = read_passed(message.body);
+  CHECK(unable.outcome == NcclOutcome::kUnable);
+  CHECK_MESSAGE(unable.why.find("no room") != std::string::npos, unable.why);
+  CHECK(test.nccl.count("ncclCommInitRankConfig") == 0);
 }
 
 TEST_CASE("nccl inbox: what sets blocks free waits for what is arriving, and for nothing else") {
@@ -168,6 +209,7 @@ TEST_CASE("nccl inbox: a sender that halts, and a link that ends, end the waitin
     InboxTest test;
     NcclChannelBody channel;
     channel.generation = 1;
+    channel.pass_bytes = kNcclPassBytesMin;
     channel.id.bytes[0] = 'x';  // nobody listens there
     test.say(FrameKind::kChannel, write_body(channel));
     test.say(FrameKind::kPass, write_body(InboxTest::pass(1)));

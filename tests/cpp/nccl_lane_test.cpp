@@ -104,7 +104,8 @@ class QueueLink final : public Link {
 
 class Side {
  public:
-  Side(const FakeCuda& cuda, int device, std::vector<std::size_t> segments, const cuda::KernelSet* kernels = nullptr)
+  Side(const FakeCuda& cuda, int device, std::vector<std::size_t> segments, const cuda::KernelSet* kernels = nullptr,
+       const NcclLimits& limits = {})
       : cuda_(cuda),
         arena_(std::make_shared<DeviceArena>(
             DeviceArenaOptions{.blocks = kLaneBlocks, .segment_bytes = std::move(segments), .device = device})),
@@ -115,6 +116,7 @@ class Side {
     memory.local[0] = {arena_->blocks(), arena_->segments()};
     memory.keepalive = arena_;
     memory.kernels = kernels;
+    memory.limits = limits;
     spans_ = memory.local;
     route_ = make_nccl_route(memory, link_,
                              [this](const void*, std::function<void()> work) { receiver_.run(std::move(work)); });
@@ -190,8 +192,8 @@ struct Sides {
   Side a;
   Side b;
 
-  explicit Sides(const cuda::KernelSet* kernels = nullptr)
-      : a(cuda, 0, {kLaneBlockBytes}, kernels), b(cuda, 1, {100, 156, 512}, kernels) {
+  explicit Sides(const cuda::KernelSet* kernels = nullptr, const NcclLimits& of_a = {}, const NcclLimits& of_b = {})
+      : a(cuda, 0, {kLaneBlockBytes}, kernels, of_a), b(cuda, 1, {100, 156, 512}, kernels, of_b) {
     a.meet(b);
     b.meet(a);
     for (std::uint32_t block = 0; block < 3; ++block) {
@@ -267,6 +269,54 @@ TEST_CASE("nccl lanes: a communicator that is never complete ends at the deadlin
   sides.exchange();
 }
 
+TEST_CASE("nccl lanes: a communicator that is not complete in time has failed, long before the caller's deadline") {
+  Sides sides(nullptr, {.init_ns = 200'000'000});
+  sides.nccl.set("join", 0);
+  std::string text;
+  CHECK(code_of([&] { sides.a.write(60); }, &text) == ErrorCode::kRouteFailed);
+  CHECK_MESSAGE(text.find("200 ms") != std::string::npos, text);
+  sides.nccl.set("join", 1);
+  sides.exchange();
+}
+
+TEST_CASE("nccl lanes: a receiver that waits in vain for a communicator says so to its sender") {
+  Sides sides(nullptr, {}, {.init_ns = 200'000'000});
+  sides.nccl.set("join", 0);
+  std::string text;
+  CHECK(code_of([&] { sides.a.write(60); }, &text) == ErrorCode::kRouteFailed);
+  CHECK_MESSAGE(text.find("the peer cannot receive by NCCL") != std::string::npos, text);
+}
+
+TEST_CASE("nccl lanes: memory for passes is taken when a lane is opened, as much as the sender says, and no more later") {
+  const NcclLimits small{.pass_bytes = std::uint64_t{2} << 20};
+  const NcclLimits large{.pass_bytes = std::uint64_t{8} << 20};
+  Sides sides(nullptr, small, large);
+  const std::size_t before = sides.cuda.count("bytes");
+  sides.exchange();
+  CHECK(sides.cuda.count("bytes") - before == 2 * small.pass_bytes);
+  const std::size_t allocations = sides.cuda.count("cuMemAlloc");
+  const std::size_t frees = sides.cuda.count("cuMemFree");
+  for (int i = 0; i < 3; ++i) sides.exchange();
+  CHECK(sides.cuda.count("cuMemAlloc") == allocations);
+  CHECK(sides.cuda.count("cuMemFree") == frees);
+  CHECK(sides.b.write().bytes > 0);
+  CHECK(sides.cuda.count("bytes") - before == 2 * small.pass_bytes + 2 * large.pass_bytes);
+}
+
+TEST_CASE("nccl lanes: a GPU that has no room for passes cannot go this way, and nothing is left of the trial") {
+  Sides sides;
+  const std::size_t before = sides.cuda.count("bytes");
+  sides.cuda.fail("cuMemAlloc", 2);
+  std::string text;
+  CHECK(code_of([&] { sides.a.write(); }, &text) == ErrorCode::kUnsupported);
+  CHECK_MESSAGE(text.find("nccl_pass_bytes") != std::string::npos, text);
+  CHECK(in_time([&] { return sides.nccl.count("communicators") == 0; }));
+  CHECK(sides.cuda.count("bytes") == before);
+  CHECK(sides.b.placed == 0);
+  sides.cuda.fail("cuMemAlloc", 0);
+  sides.exchange();
+}
+
 TEST_CASE("nccl lanes: a write that is cancelled has ended on both sides when it throws") {
   Sides sides;
   sides.exchange();
@@ -290,7 +340,7 @@ TEST_CASE("nccl lanes: the other direction goes on while one waits") {
   sides.exchange();
   CHECK(sides.b.write().bytes > 0);
   sides.nccl.set("break_in", 1);  // the next message breaks its communicator, and no other
-  CHECK(code_of([&] { sides.a.write(); }) == ErrorCode::kUnsupported);
+  CHECK(code_of([&] { sides.a.write(); }) == ErrorCode::kRouteFailed);
   const std::size_t made = sides.nccl.count("ncclCommInitRankConfig");
   CHECK(sides.b.write().bytes > 0);
   CHECK(sides.nccl.count("ncclCommInitRankConfig") == made);
@@ -333,7 +383,7 @@ TEST_CASE("nccl lanes: whichever call of NCCL fails, the write fails or has arri
     const bool reached = sides.nccl.failed();
     sides.nccl.fail_nth(0, 0);
     if (error) {
-      CHECK_MESSAGE(error->code() == ErrorCode::kUnsupported, std::string(error->what()));
+      CHECK_MESSAGE(error->code() == ErrorCode::kRouteFailed, std::string(error->what()));
     } else {
       CHECK(Sides::arrived(sides.b, 10));
     }
@@ -351,7 +401,8 @@ TEST_CASE("nccl lanes: whichever call of the driver fails, the write fails or ha
     const auto error = error_of([&] { sides.a.write(); });
     sides.cuda.fail_nth(0, 0);
     if (error) {
-      CHECK_MESSAGE(error->code() == ErrorCode::kUnsupported, std::string(error->what()));
+      const bool own = error->code() == ErrorCode::kUnsupported || error->code() == ErrorCode::kRouteFailed;
+      CHECK_MESSAGE(own, std::string(error->what()));
     } else {
       CHECK(Sides::arrived(sides.b, 10));
     }

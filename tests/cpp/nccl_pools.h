@@ -33,7 +33,8 @@ struct NcclNode {
 };
 
 inline NcclNode make_nccl_node(const std::string& name, int device, bool aggregated = true,
-                               std::vector<std::size_t> piece_bytes = {48, 80, 64, 64}) {
+                               std::vector<std::size_t> piece_bytes = {48, 80, 64, 64},
+                               const std::vector<std::string>& routes = {"nccl"}) {
   PoolOptions options = small_options(32, 8);
   options.layout.piece_bytes = std::move(piece_bytes);
   options.layout.aggregated = aggregated;
@@ -44,7 +45,7 @@ inline NcclNode make_nccl_node(const std::string& name, int device, bool aggrega
   ServiceOptions service;
   service.name = name;
   service.secret = "s3cret";
-  service.routes = {"nccl"};
+  service.routes = routes;
   service.nccl = KVPOOL_FAKE_NCCL_PATH;
   Service& started = pool->start_service(service);
   return {pool, &started, name};
@@ -57,8 +58,10 @@ struct NcclPair {
   NcclNode b;
 
   // `a` is aggregated, `b` is not: their blocks lie differently.
-  explicit NcclPair(const std::vector<std::size_t>& piece_bytes = {48, 80, 64, 64}, bool both_aggregated = false)
-      : a(make_nccl_node("a", 0, true, piece_bytes)), b(make_nccl_node("b", 1, both_aggregated, piece_bytes)) {
+  explicit NcclPair(const std::vector<std::size_t>& piece_bytes = {48, 80, 64, 64}, bool both_aggregated = false,
+                    const std::vector<std::string>& routes = {"nccl"})
+      : a(make_nccl_node("a", 0, true, piece_bytes, routes)),
+        b(make_nccl_node("b", 1, both_aggregated, piece_bytes, routes)) {
     meet();
   }
   ~NcclPair() {

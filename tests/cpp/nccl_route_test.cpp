@@ -190,12 +190,58 @@ TEST_CASE("nccl: what breaks in the stream fails the transfer, not the peer") {
     const auto sent = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
     const auto error = NcclPair::end_of(*sent);
     REQUIRE(error);
-    CHECK(error->code() == ErrorCode::kUnsupported);
+    CHECK(error->code() == ErrorCode::kRouteFailed);
+    REQUIRE(pair.a.service->peers().size() == 1);
+    const auto failures = pair.a.service->peers()[0].route_failures;
+    REQUIRE(failures.size() == 1);
+    CHECK(failures[0].route == "nccl");
+    CHECK(failures[0].report.why == error->what());
     pair.nccl.set("break_in", 0);
     pair.exchange(pair.a, pair.b, blocks, 10);
     CHECK(pair.a.service->peers().size() == 1);
+    CHECK(pair.a.service->peers()[0].route_failures.empty());
   }
   CHECK(pair.b.count(BlockState::kReserved) == 0);
+}
+
+TEST_CASE("nccl: after NCCL has failed another route serves") {
+  NcclPair pair({48, 80, 64, 64}, false, {"nccl", "sock"});
+  const Addresses blocks = pair.filled(pair.a, 2, 10);
+  pair.nccl.set("break_in", 1);
+  TransferRequest by_nccl = NcclPair::request(pair.b, blocks);
+  by_nccl.route = "nccl";
+  const auto failed = NcclPair::end_of(*pair.a.service->transfer(std::move(by_nccl)));
+  REQUIRE(failed);
+  CHECK(failed->code() == ErrorCode::kRouteFailed);
+  pair.nccl.set("break_in", 0);
+  const auto next = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
+  CHECK_FALSE(NcclPair::end_of(*next));
+  CHECK(next->stats().route == "sock");
+  CHECK(pair.a.service->peers()[0].route_failures.size() == 1);
+  // It is tried all the same by who asks for it, and then it is as good as before.
+  TransferRequest again = NcclPair::request(pair.b, blocks);
+  again.route = "nccl";
+  CHECK_FALSE(NcclPair::end_of(*pair.a.service->transfer(std::move(again))));
+  CHECK(pair.a.service->peers()[0].route_failures.empty());
+}
+
+TEST_CASE("nccl: a GPU without room for it leaves the peer to other routes") {
+  NcclPair pair({48, 80, 64, 64}, false, {"nccl", "sock"});
+  const Addresses blocks = pair.filled(pair.a, 2, 10);
+  pair.cuda.fail("cuMemAlloc", 2);
+  TransferRequest by_nccl = NcclPair::request(pair.b, blocks);
+  by_nccl.route = "nccl";
+  const auto failed = NcclPair::end_of(*pair.a.service->transfer(std::move(by_nccl)));
+  REQUIRE(failed);
+  CHECK(failed->code() == ErrorCode::kUnsupported);
+  pair.cuda.fail("cuMemAlloc", 0);
+  const auto next = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
+  CHECK_FALSE(NcclPair::end_of(*next));
+  CHECK(next->stats().route == "sock");
+  const auto failures = pair.a.service->peers()[0].route_failures;
+  REQUIRE(failures.size() == 1);
+  CHECK_FALSE(failures[0].report.able);
+  CHECK(failures[0].report.why.find("nccl_pass_bytes") != std::string::npos);
 }
 
 TEST_CASE("nccl: a peer that is lost in the middle: both sides end, and no block is lost") {
@@ -259,7 +305,7 @@ TEST_CASE("nccl: whichever call of NCCL fails, a transfer is done or it is not, 
     const bool reached = pair.nccl.failed();
     pair.nccl.fail_nth(0, 0);
     if (error) {
-      CHECK(error->code() == ErrorCode::kUnsupported);
+      CHECK(error->code() == ErrorCode::kRouteFailed);
     } else {
       const auto received = pair.b.service->receive(NcclPair::in(30));
       REQUIRE(received != nullptr);
@@ -282,7 +328,8 @@ TEST_CASE("nccl: whichever call of the driver fails, a transfer is done or it is
     const auto error = NcclPair::end_of(*sent);
     pair.cuda.fail_nth(0, 0);
     if (error) {
-      CHECK((error->code() == ErrorCode::kUnsupported || error->code() == ErrorCode::kDeviceLost));
+      const ErrorCode code = error->code();
+      CHECK((is_the_routes_own(code) || code == ErrorCode::kDeviceLost));
     } else {
       const auto received = pair.b.service->receive(NcclPair::in(30));
       REQUIRE(received != nullptr);

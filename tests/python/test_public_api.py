@@ -67,6 +67,8 @@ PUBLIC = [
     "ReceivedCallback",
     "Registration",
     "RemovedEvent",
+    "RouteFailed",
+    "RouteReport",
     "Settings",
     "StaleAddress",
     "StateError",

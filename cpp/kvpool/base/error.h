@@ -31,10 +31,11 @@ enum class ErrorCode : std::uint8_t {
   kProtocol,        // the peer says what no kvpool of a version that we speak says
   kCancelled,       // by the caller
   // Never on the wire.
-  kFenced,      // this pool has no lease in its cluster: it has no peers
-  kDeviceLost,  // the GPU, or this process's context on it, is gone, and what was in its memory
+  kFenced,       // this pool has no lease in its cluster: it has no peers
+  kDeviceLost,   // the GPU, or this process's context on it, is gone, and what was in its memory
+  kRouteFailed,  // a way to the peer broke down; the peer may be well, and reached by another, or later
 };
-inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::kDeviceLost) + 1;
+inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::kRouteFailed) + 1;
 
 using ErrorField = std::pair<const char*, std::int64_t>;
 

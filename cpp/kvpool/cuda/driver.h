@@ -69,6 +69,7 @@ inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
 inline constexpr int kCuPointerMemoryType = 2;
 inline constexpr int kCuPointerDeviceOrdinal = 9;
+inline constexpr int kCuPointerHasIpcHandle = 10;  // a range of several allocations, or of virtual memory, has none
 inline constexpr int kCuMemoryTypeDevice = 2;
 inline constexpr int kCuDeviceHostPointerOfRegistered = 91;
 inline constexpr int kCuDeviceVirtualMemory = 102;

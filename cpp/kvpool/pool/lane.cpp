@@ -75,13 +75,14 @@ WriteOutcome Lane::write(const WriteRequest& request) {
 
   const std::uint64_t pieces = request.from.size() * request.strips.size();
   const std::uint64_t bytes = request.from.size() * strip_bytes(request.strips);
-  const auto route = cheapest_route(routes, "", pieces, bytes, reach_of(request.from), reach_of(request.to));
+  const auto route =
+      cheapest_route(routes, "", pieces, bytes, reach_of(request.from), reach_of(request.to), monotonic_ns());
   if (route == nullptr) {
     throw Error(ErrorCode::kUnsupported, "there is no route to these blocks of " + peer_.name);
   }
   const bool placed_by_receiver = !route->traits().one_sided;
   try {
-    const WriteOutcome outcome = route->write(request);
+    const WriteOutcome outcome = write_by(*route, request);
     if (placed_by_receiver) flush(request.deadline_ns);
     return outcome;
   } catch (const Error& error) {

@@ -51,6 +51,20 @@ MediaFiles files_of(const PeerCard& peer, const Link& link) {
   return files;
 }
 
+UcxGpuMemory gpu_memory_of(const Arena& arena) {
+  if (const auto* owned = dynamic_cast<const DeviceArena*>(&arena); owned != nullptr && owned->memory() != nullptr) {
+    return owned->memory()->kind() == DeviceMemoryKind::kVirtual ? UcxGpuMemory::kVirtual : UcxGpuMemory::kPlain;
+  }
+  const CurrentContext current(*arena.context());
+  for (const Segment& segment : arena.segments()) {
+    int has_handle = 0;
+    const auto at = static_cast<CuPointer>(reinterpret_cast<std::uintptr_t>(segment.base));
+    const CuResult asked = arena.context()->driver().pointer_get_attribute(&has_handle, kCuPointerHasIpcHandle, at);
+    if (!current || asked != kCudaSuccess || has_handle == 0) return UcxGpuMemory::kUnknown;
+  }
+  return UcxGpuMemory::kTensors;
+}
+
 struct Registry {
   std::mutex mutex;
   std::unordered_map<std::uint64_t, LocalMemory> pools;
@@ -126,7 +140,11 @@ std::shared_ptr<void> LocalMemory::keepalive() const {
 }
 
 RouteMaker::RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t epoch)
-    : names_(checked_names(options.routes)), epoch_(epoch), team_(options.worker_threads), memory_(std::move(memory)) {
+    : names_(checked_names(options.routes)),
+      epoch_(epoch),
+      team_(options.worker_threads),
+      nccl_limits_(options.nccl_limits),
+      memory_(std::move(memory)) {
   const bool elsewhere =
       std::ranges::all_of(memory_.arenas, [](const auto& arena) { return arena->segments().empty(); });
   if (elsewhere) return;
@@ -137,7 +155,7 @@ RouteMaker::RouteMaker(const ServiceOptions& options, LocalMemory memory, std::u
     }
     nccl_ = &load_nccl(options.nccl);
   }
-  if (offers("ucx")) ucx_ = UcxContext::make(options.ucx, memory_.spans(), memory_.keepalive());
+  if (offers("ucx")) prepare_ucx(options.ucx);
   if (offers("cma")) static_cast<void>(allow_cma_writers());
   if (offers("loopback")) ProcessPools::add(epoch_, memory_);
 }
@@ -146,11 +164,6 @@ RouteMaker::RouteMaker(const ServiceOptions& options, LocalMemory memory, std::u
 void RouteMaker::prepare_gpu() {
   const auto gpu = memory_.gpu();
   if (gpu == nullptr) return;
-  if (offers("ucx")) {
-    throw Error(ErrorCode::kUnsupported,
-                "the route ucx does not reach the memory of a GPU yet: leave it out of routes; "
-                "loopback, cuda_ipc and sock do");
-  }
   staging_ = std::make_shared<DeviceStaging>(gpu);
   if (!offers("cuda_ipc")) return;
   for (std::size_t i = 0; i < exported_.size(); ++i) {
@@ -162,6 +175,31 @@ void RouteMaker::prepare_gpu() {
     const int fd = arena->memory()->export_descriptor();
     exported_[i] = Descriptor::open([fd] { return fd; });
   }
+}
+
+// UCX takes the host's memory, and a GPU's where it says that it can: other media go by other routes.
+void RouteMaker::prepare_ucx(const std::string& where) {
+  UcxLocal local;
+  local.spans = memory_.spans();
+  for (std::size_t i = 0; i < local.on_gpu.size(); ++i) {
+    if (!memory_.arenas[i]->on_device() || memory_.arenas[i]->blocks() == 0) continue;
+    local.on_gpu[i] = gpu_memory_of(*memory_.arenas[i]);
+    local.gpu = memory_.arenas[i]->context();
+  }
+  ucx_ = UcxContext::make(where, local, memory_.keepalive());
+  bool takes_any = false;
+  for (std::size_t i = 0; i < local.on_gpu.size(); ++i) {
+    const std::string& why = ucx_->refused()[i];
+    takes_any = takes_any || (local.spans[i].blocks > 0 && why.empty());
+    if (why.empty()) continue;
+    const bool hbm = i == static_cast<std::size_t>(medium_index(Medium::kHbm));
+    notes_.push_back(std::string("the route ucx leaves out ") + (hbm ? "HBM" : "DRAM") + ": " + why);
+  }
+  if (takes_any || notes_.empty()) return;
+  ucx_.reset();
+  throw Error(
+      ErrorCode::kUnsupported,
+      notes_.front() + "; there is no other memory: leave ucx out of routes, loopback, cuda_ipc and sock reach it");
 }
 
 RouteMaker::~RouteMaker() { let_go(); }
@@ -249,7 +287,7 @@ RouteMaker::Exposure RouteMaker::exposure(const PeerCard& peer, const Link& link
   const auto has_gpu =
       std::ranges::any_of(peer.media, [](const CardMedium& medium) { return medium.kind == MemoryKind::kGpu; });
   const bool loopback = both("loopback") && link.process() == getpid();
-  exposure.by_gpu = has_gpu && ((same_host && local_link && both("cuda_ipc")) || loopback);
+  exposure.by_gpu = has_gpu && ((same_host && ((local_link && both("cuda_ipc")) || both("ucx"))) || loopback);
   exposure.by_process =
       exposure.by_gpu || (same_host && (both("ucx") || both("cma") || (both("shm") && local_link))) || loopback;
   return exposure;
@@ -329,6 +367,7 @@ std::shared_ptr<Route> RouteMaker::make_nccl(const LocalMemory& memory, const st
   own.context = hbm.context();
   own.local = memory.spans();
   own.keepalive = memory.keepalive();
+  own.limits = nccl_limits_;
   if (!dram.pinned()) own.local[static_cast<std::size_t>(medium_index(Medium::kDram))] = {};
   // Kernels read DRAM by the host's addresses, and need a driver that is one.
   constexpr const char* kWhat = "blocks cannot travel by NCCL";

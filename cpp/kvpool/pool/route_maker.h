@@ -48,13 +48,16 @@ struct LocalMemory {
 class RouteMaker {
  public:
   // Throws kArgument for a route that does not exist; kUnsupported when ucx is asked for by name and there is none, or
-  // nccl, and there is none or no HBM on a GPU.
+  // none that takes any of this memory, or nccl, and there is none or no HBM on a GPU.
   // Memory that is not here (of the scheduler of a logical instance) has no routes.
   RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t epoch);
   ~RouteMaker();
 
   // Where the receiving half of routes works that take part of it; without, there are none. Before the first make().
   void receive_by(NcclRun run) { run_ = std::move(run); }
+
+  // What a route leaves out of this pool's memory, and why.
+  const std::vector<std::string>& notes() const noexcept { return notes_; }
 
   // The pool is closed: keeps and registers its memory no longer, and is asked nothing more.
   void let_go() noexcept;
@@ -87,6 +90,7 @@ class RouteMaker {
   std::shared_ptr<Route> make_cuda_ipc(const PeerCard& peer, const Link& link);
   std::shared_ptr<Route> make_gpu_loopback(const PeerCard& peer, const Link& link);
   void prepare_gpu();
+  void prepare_ucx(const std::string& where);
   // What a peer can be given to map a medium with; -1: nothing.
   int descriptor_of(Medium medium, const Arena& arena) const;
 
@@ -94,6 +98,8 @@ class RouteMaker {
   const std::uint64_t epoch_;
   CopyTeam team_;
   const NcclLibrary* nccl_ = nullptr;
+  const NcclLimits nccl_limits_;
+  std::vector<std::string> notes_;  // set by the constructor
   NcclRun run_;
   mutable std::mutex mutex_;
   LocalMemory memory_;                            // under mutex_; none once it was let go of

@@ -18,6 +18,8 @@
 #include "kvpool/transfer/handle.h"
 #include "kvpool/transfer/request.h"
 #include "kvpool/transfer/tally.h"
+#include "kvpool/transport/nccl_limits.h"
+#include "kvpool/transport/route_health.h"
 
 namespace kvpool {
 
@@ -39,6 +41,7 @@ struct ServiceOptions {
   bool joins_cluster = false;             // nobody is met before join(), which brings the instance id
   std::string ucx = "wheel";              // wheel | system | path of libucp; used when a route is "ucx"
   std::string nccl = "wheel";             // wheel | system | path of libnccl; used when a route is "nccl"
+  NcclLimits nccl_limits;
 };
 
 struct PeerInfo {
@@ -48,10 +51,11 @@ struct PeerInfo {
   std::string link;                 // "unix", "tcp 127.0.0.1:4711"
   std::vector<std::string> routes;  // the cheapest first
   std::uint64_t pid = 0;
-  std::uint32_t lent_blocks = 0;      // of ours, to it
-  std::uint32_t borrowed_blocks = 0;  // of its, by us
-  std::uint32_t reserved_blocks = 0;  // of ours, for transfers of it that are under way
-  std::uint32_t transfers = 0;        // from here, and requests to it, that are under way
+  std::uint32_t lent_blocks = 0;             // of ours, to it
+  std::uint32_t borrowed_blocks = 0;         // of its, by us
+  std::uint32_t reserved_blocks = 0;         // of ours, for transfers of it that are under way
+  std::uint32_t transfers = 0;               // from here, and requests to it, that are under way
+  std::vector<RouteFailure> route_failures;  // of routes to it that have failed, and not worked since
 };
 
 // Blocks that a peer sent and wants the application to know of.
@@ -83,6 +87,8 @@ class Service {
   virtual void disconnect(const std::string& peer, const GivenUp& given_up = {}) = 0;
   virtual std::vector<PeerInfo> peers() = 0;
   virtual const ServiceOptions& options() const noexcept = 0;
+  // What was asked for and cannot be had here in full, for a log: a route that leaves out a medium, say. Each says why.
+  virtual const std::vector<std::string>& notes() const noexcept = 0;
 
   virtual std::vector<Address> alloc(const std::string& peer, std::size_t n, Medium medium, bool may_evict,
                                      const Waiting& waiting) = 0;

@@ -454,7 +454,8 @@ std::vector<PeerInfo> ServiceImpl::peers() {
     const PeerCard& card = peer.session->peer();
     const ReceiverCounts counts = peer.session->counts();
     list.push_back({name, card.instance, card.epoch, peer.link->describe(), peer.session->route_names(), card.pid,
-                    counts.lent, peer.session->borrowed_blocks(), counts.reserved, peer.session->under_way()});
+                    counts.lent, peer.session->borrowed_blocks(), counts.reserved, peer.session->under_way(),
+                    peer.session->route_failures()});
   }
   std::sort(list.begin(), list.end(), [](const PeerInfo& a, const PeerInfo& b) { return a.name < b.name; });
   return list;

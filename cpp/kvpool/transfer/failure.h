@@ -22,9 +22,11 @@ std::optional<Error> failure_of(Work&& work) {
   }
 }
 
-// The error as a peer is told it. That this side has lost its GPU is to the peer that it has lost this side.
+// The error as a peer is told it. That this side has lost its GPU is to the peer that it has lost this side; that a way
+// to the peer broke down, that this side cannot do it.
 inline Error for_peer(const Error& error) {
-  return error.code() == ErrorCode::kDeviceLost ? Error(ErrorCode::kPeerLost, error.what()) : error;
+  if (error.code() == ErrorCode::kDeviceLost) return Error(ErrorCode::kPeerLost, error.what());
+  return error.code() == ErrorCode::kRouteFailed ? Error(ErrorCode::kUnsupported, error.what()) : error;
 }
 
 }  // namespace kvpool

@@ -89,6 +89,15 @@ std::vector<std::string> Session::route_names() const {
   return names;
 }
 
+std::vector<RouteFailure> Session::route_failures() const {
+  std::vector<RouteFailure> failures;
+  const std::lock_guard lock(mutex_);
+  for (const auto& route : routes_) {
+    if (auto report = route->health().report()) failures.push_back({route->name(), std::move(*report)});
+  }
+  return failures;
+}
+
 std::uint32_t Session::under_way() const {
   const std::lock_guard lock(mutex_);
   return static_cast<std::uint32_t>(pending_.size() + pushes_.size());
@@ -270,6 +279,7 @@ void Session::tell(FrameKind kind, std::uint64_t id, std::span<const std::byte> 
 
 std::shared_ptr<Route> Session::choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
                                              const Reach& from, const Reach& to, bool whole) const {
+  const std::int64_t now_ns = host_.now_ns();
   std::unique_lock lock(mutex_);
   if (routes_.empty()) {
     lock.unlock();
@@ -278,9 +288,9 @@ std::shared_ptr<Route> Session::choose_route(const std::string& name, std::uint6
   if (whole && name.empty()) {
     std::vector<std::shared_ptr<Route>> checkable;
     std::ranges::copy_if(routes_, std::back_inserter(checkable), [](const auto& one) { return one->traits().whole; });
-    if (auto best = cheapest_route(checkable, name, pieces, bytes, from, to)) return best;
+    if (auto best = cheapest_route(checkable, name, pieces, bytes, from, to, now_ns)) return best;
   }
-  auto best = cheapest_route(routes_, name, pieces, bytes, from, to);
+  auto best = cheapest_route(routes_, name, pieces, bytes, from, to, now_ns);
   if (best != nullptr) return best;
   std::string known;
   for (const auto& route : routes_) known += (known.empty() ? "" : ", ") + std::string(route->name());

@@ -69,6 +69,8 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   bool peer_writes_directly() const noexcept { return peer_writes_directly_; }
   bool by_ranks() const noexcept { return by_ranks_; }
   std::vector<std::string> route_names() const;
+  // Of the routes that have failed, and not worked since.
+  std::vector<RouteFailure> route_failures() const;
   ReceiverCounts counts() const { return receiver_->counts(); }
   std::uint32_t borrowed_blocks() const noexcept { return borrowed_.count(); }
   // What this side has asked of the peer, and what it sends because the peer has asked, and has not ended.

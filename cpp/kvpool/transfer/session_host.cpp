@@ -4,6 +4,7 @@
 
 #include "kvpool/cuda/order.h"
 #include "kvpool/transfer/failure.h"
+#include "kvpool/transport/route_choice.h"
 
 namespace kvpool {
 
@@ -11,7 +12,7 @@ void carry_out(WriteJob& job) {
   WriteOutcome outcome;
   const auto failure = failure_of([&] {
     if (job.request.after != nullptr) job.request.after->wait(job.request.deadline_ns, job.request.cancelled);
-    outcome = job.route->write(job.request);
+    outcome = write_by(*job.route, job.request);
   });
   std::exchange(job.done, nullptr)(outcome, failure ? &*failure : nullptr);
 }

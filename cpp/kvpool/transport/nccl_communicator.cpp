@@ -14,7 +14,7 @@ constexpr std::int64_t kSpinNs = 50'000;
 constexpr std::int64_t kSleepNsMax = 500'000;
 constexpr unsigned kMagic = 0xcafebeef;
 
-NcclConfig without_blocking() {
+NcclConfig without_blocking(int thread_blocks_max) {
   NcclConfig config{};
   config.size = sizeof(config);
   config.magic = kMagic;
@@ -22,7 +22,7 @@ NcclConfig without_blocking() {
   config.blocking = 0;
   config.cga_cluster_size = INT_MIN;  // these are NCCL's to choose
   config.ctas_min = INT_MIN;
-  config.ctas_max = INT_MIN;
+  config.ctas_max = thread_blocks_max > 0 ? thread_blocks_max : INT_MIN;
   config.split_share = INT_MIN;
   return config;
 }
@@ -39,9 +39,10 @@ void nccl_wait(const std::function<bool()>& done, const NcclCheck& check) {
   }
 }
 
-NcclCommunicator::NcclCommunicator(const NcclLibrary& library, const NcclId& id, NcclWay way, const NcclCheck& check)
+NcclCommunicator::NcclCommunicator(const NcclLibrary& library, const NcclId& id, NcclWay way, int thread_blocks_max,
+                                   const NcclCheck& check)
     : library_(library), way_(way) {
-  NcclConfig config = without_blocking();
+  NcclConfig config = without_blocking(thread_blocks_max);
   const NcclResult begun = library_.comm_init_rank_config(&comm_, 2, id, static_cast<int>(way), &config);
   try {
     library_.require(begun, "ncclCommInitRankConfig", comm_);

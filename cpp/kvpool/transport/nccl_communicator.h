@@ -25,8 +25,10 @@ void nccl_wait(const std::function<bool()>& done, const NcclCheck& check);
 
 class NcclCommunicator {
  public:
-  // Returns when both ranks are there. Throws what `check` throws; kUnsupported: what NCCL said. Leaves nothing behind.
-  NcclCommunicator(const NcclLibrary& library, const NcclId& id, NcclWay way, const NcclCheck& check);
+  // Returns when both ranks are there. `thread_blocks_max`: of the GPU, for all that it passes; 0 leaves it to NCCL.
+  // Throws what `check` throws, and what NCCL said: see NcclLibrary::error_of. Leaves nothing behind.
+  NcclCommunicator(const NcclLibrary& library, const NcclId& id, NcclWay way, int thread_blocks_max,
+                   const NcclCheck& check);
   // Aborts: what it has in a stream ends soon, whatever the peer does.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -39,7 +41,7 @@ class NcclCommunicator {
   // Puts one group into the stream: each piece is one message. Throws as the constructor; then some may be in the
   // stream, and only the destructor makes them end.
   void pass(std::span<const Piece> pieces, CuStream stream, const NcclCheck& check);
-  // Throws kUnsupported when something in the stream has failed.
+  // Throws when something in the stream has failed.
   void check_alive() const;
 
  private:

@@ -11,7 +11,6 @@ namespace kvpool {
 namespace {
 
 constexpr std::int64_t kNsPerMs = 1'000'000;
-constexpr std::int64_t kOpenNs = 60'000'000'000;  // for a peer that has announced itself
 constexpr std::uint64_t kLifetimeMsMax = 600'000;
 
 std::string text_of(const std::exception& error) noexcept {
@@ -22,10 +21,20 @@ std::string text_of(const std::exception& error) noexcept {
   }
 }
 
+// Whether the sender should try again.
+NcclOutcome outcome_of(const std::exception& failure) noexcept {
+  const auto* const error = dynamic_cast<const Error*>(&failure);
+  return error != nullptr && error->code() == ErrorCode::kUnsupported ? NcclOutcome::kUnable : NcclOutcome::kFailed;
+}
+
 }  // namespace
 
 NcclInbox::NcclInbox(const NcclMemory& memory, std::weak_ptr<Link> link, NcclRun run)
-    : local_(memory.local), link_(std::move(link)), run_(std::move(run)), lane_(memory, NcclWay::kReceive) {}
+    : local_(memory.local),
+      init_ns_(memory.limits.init_ns),
+      link_(std::move(link)),
+      run_(std::move(run)),
+      lane_(memory, NcclWay::kReceive) {}
 
 void NcclInbox::begin(Admit admit, Placed placed) {
   admit_ = std::move(admit);
@@ -34,8 +43,11 @@ void NcclInbox::begin(Admit admit, Placed placed) {
 
 void NcclInbox::on_message(Message&& message) {
   switch (message.kind) {
-    case FrameKind::kChannel:
-      return push(read_channel(message.body));
+    case FrameKind::kChannel: {
+      const NcclChannelBody channel = read_channel(message.body);
+      pass_bytes_max_ = channel.pass_bytes;
+      return push(channel);
+    }
     case FrameKind::kPass:
       return announce(std::move(message));
     case FrameKind::kHalt: {
@@ -53,6 +65,10 @@ void NcclInbox::announce(Message&& message) {
   pass.body = read_pass(message.body);
   pass.transfer = message.id;
   if (pass.body.number != announced_ + 1) throw Error(ErrorCode::kProtocol, "content by NCCL is not in order");
+  if (pass.body.bytes > pass_bytes_max_) {
+    throw Error(ErrorCode::kProtocol, "a pass of " + std::to_string(pass.body.bytes) + " bytes by NCCL; " +
+                                          std::to_string(pass_bytes_max_) + " were announced");
+  }
   ++announced_;
   const auto lifetime_ms = static_cast<std::int64_t>(std::min(pass.body.lifetime_ms, kLifetimeMsMax));
   pass.deadline_ns = monotonic_ns() + lifetime_ms * kNsPerMs;
@@ -113,6 +129,7 @@ void NcclInbox::carry_out(Work& work) noexcept {
       open(*channel);
     } catch (const std::exception& error) {
       NcclPassedBody failed;
+      failed.outcome = outcome_of(error);
       failed.why = text_of(error);
       answer(channel->generation, failed);
     }
@@ -127,7 +144,7 @@ void NcclInbox::carry_out(Work& work) noexcept {
     }
     return answer(pass->transfer, outcome);
   }
-  std::get<std::function<void()>>(work)();
+  if (auto* const deferred = std::get_if<std::function<void()>>(&work)) (*deferred)();
 }
 
 // Throws what ends the waiting for a peer, or for what it sends.
@@ -140,10 +157,10 @@ void NcclInbox::check(std::uint64_t generation, std::int64_t deadline_ns) const 
 }
 
 void NcclInbox::open(const NcclChannelBody& channel) {
-  const std::int64_t deadline_ns = monotonic_ns() + kOpenNs;
+  const std::int64_t deadline_ns = monotonic_ns() + init_ns_;
   lane_.shut();
   generation_ = 0;
-  lane_.open(channel.id, [&] { check(channel.generation, deadline_ns); });
+  lane_.open(channel.id, channel.pass_bytes, [&] { check(channel.generation, deadline_ns); });
   generation_ = channel.generation;
 }
 
@@ -167,7 +184,7 @@ NcclPassedBody NcclInbox::receive(Pass& pass) noexcept {
     outcome.outcome = NcclOutcome::kPlaced;
   } catch (const std::exception& error) {
     lane_.shut();
-    outcome.outcome = NcclOutcome::kFailed;
+    outcome.outcome = outcome_of(error);
     outcome.why = text_of(error);
   }
   return outcome;
@@ -201,7 +218,7 @@ void NcclInbox::close(std::function<void()> settled) noexcept {
   }
   try {
     run_(this, [self = shared_from_this()] { self->work_off(); });
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {  // no memory, or the executor has ended: then here
     work_off();
   }
 }

@@ -56,11 +56,13 @@ class NcclInbox final : public Passage, public std::enable_shared_from_this<Nccl
   void answer(std::uint64_t id, const NcclPassedBody& body) noexcept;
 
   const MediaSpans local_;
+  const std::int64_t init_ns_;
   const std::weak_ptr<Link> link_;
   const NcclRun run_;
   Admit admit_;
   Placed placed_;
-  std::uint64_t announced_ = 0;  // by the thread that reads the link
+  std::uint64_t announced_ = 0;  // these two by the thread that reads the link
+  std::uint64_t pass_bytes_max_ = kNcclPassBytesMax;
   std::atomic<bool> closed_{false};
   std::atomic<std::uint64_t> halted_{0};  // generations up to this one have been left by the sender
 

@@ -1,7 +1,7 @@
 #include "kvpool/transport/nccl_lane.h"
 
 #include <algorithm>
-#include <bit>
+#include <string>
 #include <utility>
 
 namespace kvpool {
@@ -11,7 +11,6 @@ constexpr const char* kWhat = "blocks cannot travel by NCCL";
 // Longer pieces go by the copy engines.
 constexpr std::uint64_t kKernelPieceBytesMax = std::uint64_t{256} << 10;
 constexpr int kDrainTries = 3;
-constexpr std::size_t kStagingBytesMin = std::size_t{1} << 20;
 
 CuPointer pointer(const void* address) noexcept {
   return static_cast<CuPointer>(reinterpret_cast<std::uintptr_t>(address));
@@ -52,7 +51,16 @@ class NcclLane::Staging {
  public:
   Staging(const CudaContext& context, std::size_t bytes) : context_(context), bytes_(bytes) {
     const CudaDriver& driver = context.driver();
-    driver.require(driver.mem_alloc(&base_, bytes), "cuMemAlloc", kWhat);
+    try {
+      driver.require(driver.mem_alloc(&base_, bytes), "cuMemAlloc", kWhat);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kOutOfMemory) throw;
+      // Blocks have the memory, and keep it: there is no use in trying for every transfer.
+      throw Error(ErrorCode::kUnsupported,
+                  std::string(error.what()) + ": there is no room for a pass buffer of " + std::to_string(bytes) +
+                      " bytes (the setting nccl_pass_bytes of who sends)",
+                  {{"needed_bytes", static_cast<std::int64_t>(bytes)}});
+    }
   }
   ~Staging() { context_.driver().mem_free(base_); }
   Staging(const Staging&) = delete;
@@ -92,12 +100,18 @@ NcclId NcclLane::make_id() const {
   return id;
 }
 
-void NcclLane::open(const NcclId& id, const NcclCheck& check) {
+// All that a pass needs is taken here: memory that is given back while others use the GPU holds all of them up.
+void NcclLane::open(const NcclId& id, std::uint64_t pass_bytes, const NcclCheck& check) {
   const CurrentContext current(*memory_.context, kWhat);
   shut();
   if (stream_ == nullptr) stream_ = std::make_unique<CudaStream>(memory_.context);
   if (event_ == nullptr) event_ = std::make_unique<Event>(*memory_.context);
-  communicator_ = std::make_unique<NcclCommunicator>(*memory_.library, id, way_, check);
+  if (staging_ == nullptr || staging_->bytes() != pass_bytes) {
+    staging_.reset();
+    staging_ = std::make_unique<Staging>(*memory_.context, static_cast<std::size_t>(pass_bytes));
+  }
+  communicator_ =
+      std::make_unique<NcclCommunicator>(*memory_.library, id, way_, memory_.limits.thread_blocks_max, check);
 }
 
 void NcclLane::shut() noexcept {
@@ -139,11 +153,7 @@ void NcclLane::run(const NcclContent& content, const NcclCheck& check) {
   if (direct) {
     for (const iovec& piece : pieces_) cut(pointer(piece.iov_base), piece.iov_len);
   } else {
-    if (staging_ == nullptr || staging_->bytes() < content.bytes) {
-      staging_.reset();  // never in use here: a pass ends before the next one begins
-      staging_ = std::make_unique<Staging>(*memory_.context,
-                                           std::max(kStagingBytesMin, std::bit_ceil(std::size_t{content.bytes})));
-    }
+    if (content.bytes > staging_->bytes()) throw Error(ErrorCode::kProtocol, "a pass is longer than was announced");
     cut(staging_->base(), content.bytes);
   }
   if (!direct && way_ == NcclWay::kSend) copy(content);

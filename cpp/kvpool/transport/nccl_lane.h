@@ -19,6 +19,7 @@
 #include "kvpool/cuda/kernels.h"
 #include "kvpool/cuda/stream.h"
 #include "kvpool/transport/nccl_communicator.h"
+#include "kvpool/transport/nccl_limits.h"
 
 namespace kvpool {
 
@@ -30,10 +31,9 @@ struct NcclMemory {
   MediaSpans local;
   std::shared_ptr<void> keepalive;
   const cuda::KernelSet* kernels = nullptr;
+  NcclLimits limits;
 };
 
-// At most so much is passed at a time: what the staging memory of a lane takes.
-inline constexpr std::uint64_t kNcclPassBytesMax = std::uint64_t{16} << 20;
 inline constexpr std::uint64_t kNcclMessagesMax = 64;  // of a pass
 // Shorter messages are not worth one each: gathering costs less.
 inline constexpr std::uint64_t kNcclMessageBytesMin = std::uint64_t{256} << 10;
@@ -55,11 +55,12 @@ class NcclLane {
   bool is_open() const noexcept { return communicator_ != nullptr; }
   // For open(), of both sides. Throws kUnsupported.
   NcclId make_id() const;
-  // Returns when the peer has opened its side. Throws as NcclCommunicator, and as CudaDriver::require.
-  void open(const NcclId& id, const NcclCheck& check);
+  // Takes the staging memory, `pass_bytes` of it, and returns when the peer has opened its side. Throws as
+  // NcclCommunicator, and as CudaDriver::require; kUnsupported when the GPU has no room for the staging memory.
+  void open(const NcclId& id, std::uint64_t pass_bytes, const NcclCheck& check);
   // Sends the content, or receives it; returns when it is where it belongs. Throws the same; then the lane is shut.
   // REQUIRES: is_open(); the ranges lie within the content of the blocks, which exist; bytes is their sum and at most
-  // kNcclPassBytesMax.
+  // what open() was told.
   void pass(const NcclContent& content, const NcclCheck& check);
   // Aborts. When it returns nothing of this lane is in the stream any more, so no block is read or written by it.
   void shut() noexcept;

@@ -81,11 +81,14 @@ Error NcclLibrary::error_of(NcclResult result, const char* call, NcclComm comm) 
   std::string text = std::string(call) + " of NCCL " + version_text() + " failed: " + get_error_string(result);
   const char* detail = get_last_error(comm);
   if (detail != nullptr && *detail != '\0') text += std::string(" (") + detail + ")";
+  constexpr NcclResult kInvalidArgument = 4;
   constexpr NcclResult kInvalidUsage = 5;
   if (result == kInvalidUsage) {
     text += "; two processes on one GPU need different values of the environment variable NCCL_HOSTID";
   }
-  return Error(ErrorCode::kUnsupported, text, {{"nccl_code", result}});
+  // These two it says again, whenever it is asked.
+  const bool for_good = result == kInvalidArgument || result == kInvalidUsage;
+  return Error(for_good ? ErrorCode::kUnsupported : ErrorCode::kRouteFailed, text, {{"nccl_code", result}});
 }
 
 void NcclLibrary::require(NcclResult result, const char* call, NcclComm comm) const {

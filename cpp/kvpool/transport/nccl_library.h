@@ -61,8 +61,8 @@ struct NcclLibrary {
 
   // "2.28.9"
   std::string version_text() const;
-  // What NCCL says of a result, with the call's name and the field `nccl_code`. Of code kUnsupported: the peer may be
-  // well, and what it does on the link goes on.
+  // What NCCL says of a result, with the call's name and the field `nccl_code`. Of code kUnsupported when it would say
+  // so again, else kRouteFailed: the peer may be well, and what it does on the link goes on.
   Error error_of(NcclResult result, const char* call, NcclComm comm = nullptr) const;
   void require(NcclResult result, const char* call, NcclComm comm = nullptr) const;
 };

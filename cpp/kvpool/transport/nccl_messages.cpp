@@ -19,7 +19,7 @@ constexpr std::size_t kFieldsBytesMax = 256;  // of any message, but for its tex
 Bytes write_body(const NcclChannelBody& body) {
   Bytes out;
   out.reserve(kFieldsBytesMax);
-  WireWriter(out).number(body.generation).raw(body.id.bytes, sizeof(body.id.bytes));
+  WireWriter(out).number(body.generation).number(body.pass_bytes).raw(body.id.bytes, sizeof(body.id.bytes));
   return out;
 }
 
@@ -53,6 +53,11 @@ NcclChannelBody read_channel(std::span<const std::byte> body) {
   WireReader in(body);
   NcclChannelBody channel;
   channel.generation = in.number<std::uint64_t>();
+  channel.pass_bytes = in.number<std::uint64_t>();
+  if (channel.pass_bytes < kNcclPassBytesMin || channel.pass_bytes > kNcclPassBytesMax) {
+    fail("passes of " + std::to_string(channel.pass_bytes) + " bytes by NCCL; they can have " +
+         std::to_string(kNcclPassBytesMin) + " to " + std::to_string(kNcclPassBytesMax));
+  }
   std::memcpy(channel.id.bytes, in.take(sizeof(channel.id.bytes)).data(), sizeof(channel.id.bytes));
   in.finish();
   return channel;
@@ -82,7 +87,7 @@ NcclPassedBody read_passed(std::span<const std::byte> body) {
   NcclPassedBody passed;
   passed.number = in.number<std::uint64_t>();
   const auto outcome = in.number<std::uint8_t>();
-  if (outcome > static_cast<std::uint8_t>(NcclOutcome::kFailed)) fail("no such outcome");
+  if (outcome > static_cast<std::uint8_t>(NcclOutcome::kUnable)) fail("no such outcome");
   passed.outcome = static_cast<NcclOutcome>(outcome);
   passed.why = in.text(kWhyBytesMax);
   in.finish();

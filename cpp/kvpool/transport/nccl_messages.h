@@ -12,6 +12,7 @@ namespace kvpool {
 // Of the sender: be rank 1 of this communicator. Ends the one before.
 struct NcclChannelBody {
   std::uint64_t generation = 0;  // rises with each communicator of this direction
+  std::uint64_t pass_bytes = 0;  // no pass in it will have more
   NcclId id{};
 };
 
@@ -29,6 +30,7 @@ enum class NcclOutcome : std::uint8_t {
   kPlaced = 0,
   kRefused = 1,  // not the sender's blocks: nothing was received
   kFailed = 2,   // NCCL or the GPU; or the sender has halted
+  kUnable = 3,   // the receiver cannot, and will not be able to when it is tried again
 };
 
 // Of the receiver, once for each pass. When it was not placed, the receiver has left the communicator. Of a

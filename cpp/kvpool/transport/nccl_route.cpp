@@ -20,10 +20,6 @@ constexpr RoutePrior kNcclPrior{100, 0.02, 1 / 20e3};
 constexpr auto kLook = std::chrono::milliseconds(5);
 constexpr std::int64_t kNsPerMs = 1'000'000;
 constexpr std::int64_t kHaltNs = 10'000'000'000;
-constexpr PartLimits kPassLimits{.bytes_max = kNcclPassBytesMax,
-                                 .blocks_max = kDataBlocksMax,
-                                 .strips_max = kDataRangesMax,
-                                 .pieces_max = kDataPiecesMax};
 
 // Pieces that both sides may well have in one run are a message each; else all is one, and gathered.
 std::uint64_t message_bytes_of(const TransferPart& part) noexcept {
@@ -59,6 +55,7 @@ class Answers {
     const std::lock_guard lock(mutex_);
     if (body.number == 0) {
       unmade_ = id;
+      unmade_for_good_ = body.outcome == NcclOutcome::kUnable;
       why_unmade_ = body.why;
       return;
     }
@@ -81,7 +78,8 @@ class Answers {
   void throw_if_unmade(std::uint64_t generation) {
     const std::lock_guard lock(mutex_);
     if (unmade_ != generation) return;
-    throw Error(ErrorCode::kUnsupported, "the peer cannot receive by NCCL: " + why_unmade_);
+    throw Error(unmade_for_good_ ? ErrorCode::kUnsupported : ErrorCode::kRouteFailed,
+                "the peer cannot receive by NCCL: " + why_unmade_);
   }
   // For a while, or until there is one.
   void wait() {
@@ -95,6 +93,7 @@ class Answers {
   std::uint64_t expected_ = 0;
   std::optional<NcclPassedBody> answer_;
   std::uint64_t unmade_ = 0;
+  bool unmade_for_good_ = false;
   std::string why_unmade_;
 };
 
@@ -102,6 +101,7 @@ class NcclRoute final : public Route {
  public:
   NcclRoute(const NcclMemory& memory, const std::shared_ptr<Link>& link, NcclRun run)
       : local_(memory.local),
+        limits_(memory.limits),
         link_(link),
         answers_(std::make_shared<Answers>()),
         passage_(std::make_shared<NcclPassage>(
@@ -129,7 +129,11 @@ class NcclRoute final : public Route {
     }
     const Turn turn(*this, request);
     const std::int64_t began_ns = monotonic_ns();
-    const TransferParts parts(request.strips, request.from.size(), kPassLimits);
+    const TransferParts parts(request.strips, request.from.size(),
+                              PartLimits{.bytes_max = limits_.pass_bytes,
+                                         .blocks_max = kDataBlocksMax,
+                                         .strips_max = kDataRangesMax,
+                                         .pieces_max = kDataPiecesMax});
     WriteOutcome outcome;
     for (std::size_t i = 0; i < parts.size(); ++i) {
       throw_if_stopped(request, name(), closed_);
@@ -210,11 +214,16 @@ class NcclRoute final : public Route {
   void open(const WriteRequest& request) {
     NcclChannelBody channel;
     channel.generation = ++generation_;
+    channel.pass_bytes = limits_.pass_bytes;
     channel.id = lane_.make_id();
     tell(FrameKind::kChannel, 0, write_body(channel));
-    lane_.open(channel.id, [&] {
+    const std::int64_t until_ns = monotonic_ns() + limits_.init_ns;
+    lane_.open(channel.id, channel.pass_bytes, [&] {
       throw_if_stopped(request, name(), closed_);
       answers_->throw_if_unmade(channel.generation);
+      if (monotonic_ns() < until_ns) return;
+      throw Error(ErrorCode::kRouteFailed, "a communicator of NCCL was not complete within " +
+                                               std::to_string(limits_.init_ns / kNsPerMs) + " ms");
     });
   }
 
@@ -229,7 +238,8 @@ class NcclRoute final : public Route {
     if (answer->outcome == NcclOutcome::kRefused) {
       throw Error(ErrorCode::kNotOwner, "the peer refuses the content: " + answer->why);
     }
-    throw Error(ErrorCode::kUnsupported, "the peer did not receive the content: " + answer->why);
+    throw Error(answer->outcome == NcclOutcome::kUnable ? ErrorCode::kUnsupported : ErrorCode::kRouteFailed,
+                "the peer did not receive the content: " + answer->why);
   }
 
   // Leaves the communicator, and returns when the peer has, too: what it has under way is written by nobody any more.
@@ -252,6 +262,7 @@ class NcclRoute final : public Route {
   }
 
   const MediaSpans local_;
+  const NcclLimits limits_;
   const std::weak_ptr<Link> link_;
   const std::shared_ptr<Answers> answers_;
   const std::shared_ptr<NcclPassage> passage_;

@@ -17,8 +17,9 @@
 
 namespace kvpool {
 
-// Writes throw, beside what Route::write says, kUnsupported for what NCCL or the GPU of either side says, kNotOwner
-// when the receiver refuses the blocks: the peer goes on in all of these. `run` runs the receiving half.
+// Writes throw, beside what Route::write says, kRouteFailed for what NCCL or the GPU of either side says, kUnsupported
+// when it would say so again, kNotOwner when the receiver refuses the blocks: the peer goes on in all of these. `run`
+// runs the receiving half.
 std::shared_ptr<Route> make_nccl_route(const NcclMemory& memory, const std::shared_ptr<Link>& link, NcclRun run);
 
 }  // namespace kvpool

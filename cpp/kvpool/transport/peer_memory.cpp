@@ -144,10 +144,10 @@ MediumSpan mapped_span(const CardMedium& medium, std::byte* base) {
   return span;
 }
 
-MediaSpans remote_spans(const PeerCard& card) {
+MediaSpans remote_spans(const PeerCard& card, const Reach& gpu_media) {
   MediaSpans spans;
   for (std::size_t i = 0; i < spans.size(); ++i) {
-    if (card.media[i].kind != MemoryKind::kHost) continue;
+    if (card.media[i].kind != MemoryKind::kHost && !gpu_media[i]) continue;
     spans[i].blocks = card.media[i].blocks;
     for (const CardSegment& segment : card.media[i].segments) {
       spans[i].segments.push_back(

@@ -11,12 +11,13 @@
 
 #include "kvpool/base/segment.h"
 #include "kvpool/transport/card.h"
+#include "kvpool/transport/route.h"
 
 namespace kvpool {
 
 // The peer's blocks at the addresses that they have in the peer: for routes that name remote addresses (cma, ucx).
-// Never to be dereferenced here. Media on a GPU have no blocks in them.
-MediaSpans remote_spans(const PeerCard& card);
+// Never to be dereferenced here. Media on a GPU have no blocks in them, but for those of `gpu_media`.
+MediaSpans remote_spans(const PeerCard& card, const Reach& gpu_media = {});
 
 // The medium as it is reached here, where its memory is mapped at `base`. Throws kProtocol.
 MediumSpan mapped_span(const CardMedium& medium, std::byte* base);

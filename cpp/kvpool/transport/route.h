@@ -18,6 +18,7 @@
 #include "kvpool/base/address.h"
 #include "kvpool/base/medium.h"
 #include "kvpool/base/strips.h"
+#include "kvpool/transport/route_health.h"
 
 namespace kvpool {
 
@@ -69,7 +70,8 @@ class Route {
   // Returns when the bytes are where they belong and visible to whoever learns of it by a later message on the control
   // link (one-sided), or are handed to the link in order before such a message (placed by the receiver). Throws Error
   // kPeerLost, kDeadline, kCancelled, kArgument (an address names no block that this route reaches: nothing was
-  // written); then nothing of this call is written any more when it has thrown. REQUIRES: strips lie within the
+  // written), kRouteFailed or kUnsupported (the peer goes on); then nothing of this call is written any more when it
+  // has thrown. REQUIRES: strips lie within the
   // content of the blocks on both sides, no two destinations overlap, as many destinations as sources.
   virtual WriteOutcome write(const WriteRequest& request) = 0;
 
@@ -78,6 +80,13 @@ class Route {
 
   // Writes that come later fail with kPeerLost, those under way soon. Idempotent.
   virtual void close() noexcept = 0;
+
+  // How its writes have ended: see write_by().
+  RouteHealth& health() noexcept { return health_; }
+  const RouteHealth& health() const noexcept { return health_; }
+
+ private:
+  RouteHealth health_;
 };
 
 }  // namespace kvpool

@@ -2,6 +2,8 @@
 
 #include <limits>
 
+#include "kvpool/transport/reactor.h"
+
 namespace kvpool {
 
 Reach reach_of(std::span<const Address> addresses) noexcept {
@@ -26,16 +28,17 @@ bool carries(const Route& route, const Reach& from, const Reach& to) noexcept {
 }  // namespace
 
 std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> routes, const std::string& name,
-                                      std::uint64_t pieces, std::uint64_t bytes, const Reach& from, const Reach& to) {
+                                      std::uint64_t pieces, std::uint64_t bytes, const Reach& from, const Reach& to,
+                                      std::int64_t now_ns) {
   std::shared_ptr<Route> best;
   double best_us = std::numeric_limits<double>::infinity();
   bool best_suits = false;
   for (const auto& route : routes) {
     if (!name.empty() && name != route->name()) continue;
     if (!carries(*route, from, to)) continue;
-    const bool suits = route->suits(from, to);
+    const bool suits = route->health().able() && route->suits(from, to);
     if (best_suits && !suits) continue;
-    const double us = routes.size() == 1 ? 0.0 : route->estimate_us(pieces, bytes);
+    const double us = routes.size() == 1 ? 0.0 : route->estimate_us(pieces, bytes) * route->health().factor(now_ns);
     if (us < best_us || suits != best_suits) {
       best_us = us;
       best = route;
@@ -43,6 +46,18 @@ std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> ro
     }
   }
   return best;
+}
+
+WriteOutcome write_by(Route& route, const WriteRequest& request) {
+  const std::int64_t began_ns = monotonic_ns();
+  try {
+    const WriteOutcome outcome = route.write(request);
+    route.health().worked(began_ns);
+    return outcome;
+  } catch (const Error& error) {
+    route.health().failed(error, began_ns, monotonic_ns());
+    throw;
+  }
 }
 
 }  // namespace kvpool

@@ -17,8 +17,14 @@ namespace kvpool {
 Reach reach_of(std::span<const Address> addresses) noexcept;
 
 // The one that is expected to take the least time, among those of this name ("": any) that read the ones and reach the
-// others of these media; null when there is none.
+// others of these media; null when there is none. One that has failed just now is dearer, and one that cannot reach
+// this peer, or is not made for such a write, is taken when there is no other: see RouteHealth. `now_ns`:
+// CLOCK_MONOTONIC.
 std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> routes, const std::string& name,
-                                      std::uint64_t pieces, std::uint64_t bytes, const Reach& from, const Reach& to);
+                                      std::uint64_t pieces, std::uint64_t bytes, const Reach& from, const Reach& to,
+                                      std::int64_t now_ns);
+
+// Writes by it, and tells its health how that went. Throws what Route::write throws.
+WriteOutcome write_by(Route& route, const WriteRequest& request);
 
 }  // namespace kvpool

@@ -43,14 +43,12 @@ ucp_context_h make_context(const UcxLibrary& ucx) {
 
 }  // namespace
 
-UcxContextCore::UcxContextCore(const UcxLibrary& ucx, const MediaSpans& local, std::shared_ptr<void> keepalive)
-    : ucx_(ucx),
-      spans_(local),
-      keepalive_(std::move(keepalive)),
-      born_(fork_generation()),
-      context_(make_context(ucx)) {
+UcxContextCore::UcxContextCore(const UcxLibrary& ucx, const UcxLocal& local, std::shared_ptr<void> keepalive)
+    : ucx_(ucx), gpu_(local.gpu), keepalive_(std::move(keepalive)), born_(fork_generation()) {
+  const UcxGpuScope current(gpu_);
+  context_ = make_context(ucx);
   try {
-    memory_ = std::make_unique<UcxMemory>(ucx_, context_, spans_);
+    memory_ = std::make_unique<UcxMemory>(ucx_, context_, local);
     thread_ = std::make_unique<UcxProgress>();
   } catch (...) {
     memory_.reset();
@@ -65,6 +63,7 @@ UcxContextCore::~UcxContextCore() {
     memory_->abandon();
     return;
   }
+  const UcxGpuScope current(gpu_);
   thread_.reset();
   memory_.reset();
   ucx_.cleanup(context_);
@@ -84,14 +83,14 @@ void UcxContextCore::keep(std::list<std::shared_ptr<UcxPeer>>& peers) noexcept {
   self_ = weak_from_this().lock();
 }
 
-std::shared_ptr<UcxContext> UcxContext::make(const std::string& where, const MediaSpans& local,
+std::shared_ptr<UcxContext> UcxContext::make(const std::string& where, const UcxLocal& local,
                                              std::shared_ptr<void> keepalive) {
   return std::make_shared<UcxContextCore>(load_ucx(where), local, std::move(keepalive));
 }
 
 std::shared_ptr<UcxWorker> make_ucx_worker(const std::string& where, const MediaSpans& local,
                                            std::shared_ptr<void> keepalive) {
-  return UcxContext::make(where, local, std::move(keepalive))->make_worker();
+  return UcxContext::make(where, {.spans = local, .gpu = nullptr}, std::move(keepalive))->make_worker();
 }
 
 std::string describe_ucx(const std::string& where) {
@@ -105,7 +104,7 @@ std::vector<std::string> probe_ucx_lanes(const std::string& where) {
   const std::shared_ptr<std::byte[]> memory(new std::byte[kBytes]);
   MediaSpans spans;
   spans[0] = {1, {{memory.get(), kBytes, kBytes}}};
-  const auto context = UcxContext::make(where, spans, memory);
+  const auto context = UcxContext::make(where, {.spans = spans, .gpu = nullptr}, memory);
   const auto here = context->make_worker();
   const auto there = context->make_worker();
   PeerCard card;

@@ -116,6 +116,7 @@ std::unique_ptr<UcxLibrary> load(const std::string& where) {
   find(library->config_release, "ucp_config_release");
   find(library->init_version, "ucp_init_version");
   find(library->cleanup, "ucp_cleanup");
+  find(library->context_query, "ucp_context_query");
   find(library->mem_map, "ucp_mem_map");
   find(library->mem_unmap, "ucp_mem_unmap");
   find(library->rkey_pack, "ucp_rkey_pack");

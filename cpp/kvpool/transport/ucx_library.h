@@ -25,6 +25,7 @@ struct UcxLibrary {
   decltype(&::ucp_config_release) config_release = nullptr;
   decltype(&::ucp_init_version) init_version = nullptr;
   decltype(&::ucp_cleanup) cleanup = nullptr;
+  decltype(&::ucp_context_query) context_query = nullptr;
   decltype(&::ucp_mem_map) mem_map = nullptr;
   decltype(&::ucp_mem_unmap) mem_unmap = nullptr;
   decltype(&::ucp_rkey_pack) rkey_pack = nullptr;

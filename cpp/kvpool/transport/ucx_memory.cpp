@@ -1,7 +1,10 @@
 #include "kvpool/transport/ucx_memory.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
+
+#include "kvpool/transport/ucx_devices.h"
 
 namespace kvpool {
 namespace {
@@ -18,8 +21,11 @@ constexpr std::size_t kPadding = 64 << 10;
   throw Error(ErrorCode::kProtocol, "the peer's card is malformed: " + what);
 }
 
-void add_extents(std::vector<UcxExtent>& extents, const MediumSpan& span) {
-  if (span.blocks == 0) return;
+}  // namespace
+
+std::vector<UcxExtent> ucx_extents(const MediumSpan& span, bool by_segment) {
+  std::vector<UcxExtent> extents;
+  if (span.blocks == 0) return extents;
   std::vector<UcxExtent> found;
   found.reserve(span.segments.size());
   for (const Segment& segment : span.segments) {
@@ -27,57 +33,76 @@ void add_extents(std::vector<UcxExtent>& extents, const MediumSpan& span) {
                      std::uint64_t{span.blocks - 1} * segment.stride + segment.bytes});
   }
   std::sort(found.begin(), found.end(), [](const UcxExtent& a, const UcxExtent& b) { return a.base < b.base; });
-  const std::size_t first = extents.size();
   for (const UcxExtent& extent : found) {
-    if (extents.size() > first && extent.base <= extents.back().base + extents.back().bytes) {
+    const std::uint64_t end = extents.empty() ? 0 : extents.back().base + extents.back().bytes;
+    if (extent.base < end || (extent.base == end && !by_segment)) {
       UcxExtent& last = extents.back();
       last.bytes = std::max(last.bytes, extent.base + extent.bytes - last.base);
     } else {
       extents.push_back(extent);
     }
   }
-}
-
-}  // namespace
-
-std::vector<UcxExtent> ucx_extents(const MediaSpans& spans) {
-  std::vector<UcxExtent> extents;
-  for (const MediumSpan& span : spans) add_extents(extents, span);
-  std::sort(extents.begin(), extents.end(), [](const UcxExtent& a, const UcxExtent& b) { return a.base < b.base; });
   return extents;
 }
 
-UcxMemory::UcxMemory(const UcxLibrary& ucx, ucp_context_h context, const MediaSpans& spans)
-    : ucx_(ucx), context_(context) {
-  const std::vector<UcxExtent> extents = ucx_extents(spans);
-  regions_.reserve(extents.size());
+UcxMemory::UcxMemory(const UcxLibrary& ucx, ucp_context_h context, const UcxLocal& local)
+    : ucx_(ucx), context_(context), spans_(local.spans) {
+  std::vector<Region> mapped;
   try {
-    for (const UcxExtent& extent : extents) {
-      ucp_mem_map_params_t params{};
-      params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
-      params.address = reinterpret_cast<void*>(extent.base);
-      params.length = extent.bytes;
-      ucp_mem_h handle = nullptr;
-      ucx_.require(ucx_.mem_map(context_, &params, &handle), "ucp_mem_map");
-      regions_.push_back({extent.base, extent.bytes, handle, {}});
-      void* key = nullptr;
-      std::size_t key_bytes = 0;
-      ucx_.require(ucx_.rkey_pack(context_, handle, &key, &key_bytes), "ucp_rkey_pack");
-      const auto* first = static_cast<const std::byte*>(key);
-      regions_.back().key.assign(first, first + key_bytes);
-      ucx_.rkey_buffer_release(key);
+    for (std::size_t i = 0; i < spans_.size(); ++i) {
+      const std::optional<UcxGpuMemory>& gpu = local.on_gpu[i];
+      if (spans_[i].blocks == 0) continue;
+      if (gpu) refused_[i] = why_not_by_ucx(ucx_, context_, *gpu);
+      if (!refused_[i].empty()) {
+        spans_[i] = {};
+        continue;
+      }
+      try {
+        const bool by_segment = gpu == UcxGpuMemory::kTensors;
+        for (const UcxExtent& extent : ucx_extents(spans_[i], by_segment)) map(extent, gpu.has_value(), mapped);
+        regions_.insert(regions_.end(), std::make_move_iterator(mapped.begin()), std::make_move_iterator(mapped.end()));
+        mapped.clear();
+      } catch (const Error& error) {
+        if (!gpu) throw;
+        unmap(mapped);
+        refused_[i] = error.what();
+        spans_[i] = {};
+      }
     }
   } catch (...) {
-    unmap();
+    unmap(mapped);
+    unmap(regions_);
     throw;
   }
+  std::sort(regions_.begin(), regions_.end(), [](const Region& a, const Region& b) { return a.base < b.base; });
 }
 
-UcxMemory::~UcxMemory() { unmap(); }
+UcxMemory::~UcxMemory() { unmap(regions_); }
 
-void UcxMemory::unmap() noexcept {
-  for (const Region& region : regions_) ucx_.mem_unmap(context_, region.handle);
-  regions_.clear();
+void UcxMemory::map(const UcxExtent& extent, bool on_gpu, std::vector<Region>& out) {
+  ucp_mem_map_params_t params{};
+  params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
+  params.address = reinterpret_cast<void*>(extent.base);
+  params.length = extent.bytes;
+  if (on_gpu) {
+    params.field_mask |= UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE;
+    params.memory_type = UCS_MEMORY_TYPE_CUDA;
+  }
+  out.reserve(out.size() + 1);  // what is mapped is noted
+  ucp_mem_h handle = nullptr;
+  ucx_.require(ucx_.mem_map(context_, &params, &handle), "ucp_mem_map");
+  out.push_back({extent.base, extent.bytes, handle, {}, on_gpu});
+  void* key = nullptr;
+  std::size_t key_bytes = 0;
+  ucx_.require(ucx_.rkey_pack(context_, handle, &key, &key_bytes), "ucp_rkey_pack");
+  const auto* first = static_cast<const std::byte*>(key);
+  out.back().key.assign(first, first + key_bytes);
+  ucx_.rkey_buffer_release(key);
+}
+
+void UcxMemory::unmap(std::vector<Region>& regions) noexcept {
+  for (const Region& region : regions) ucx_.mem_unmap(context_, region.handle);
+  regions.clear();
 }
 
 const UcxMemory::Region* UcxMemory::find(const void* address) const noexcept {
@@ -133,22 +158,34 @@ UcxBlob read_ucx_blob(std::span<const std::byte> bytes) {
   return blob;
 }
 
-void require_covered(const PeerCard& card, const UcxBlob& blob) {
-  for (const CardMedium& medium : card.media) {
+namespace {
+
+bool is_covered(const CardSegment& segment, std::uint32_t blocks, const UcxBlob& blob) {
+  std::uint64_t bytes = 0;
+  const bool wraps = __builtin_mul_overflow(std::uint64_t{blocks - 1}, segment.stride, &bytes) ||
+                     __builtin_add_overflow(bytes, segment.bytes, &bytes);
+  const auto next =
+      std::upper_bound(blob.regions.begin(), blob.regions.end(), segment.address,
+                       [](std::uint64_t value, const UcxBlob::Region& region) { return value < region.base; });
+  return !wraps && next != blob.regions.begin() && segment.address - (next - 1)->base <= (next - 1)->bytes &&
+         bytes <= (next - 1)->bytes - (segment.address - (next - 1)->base);
+}
+
+}  // namespace
+
+Reach require_covered(const PeerCard& card, const UcxBlob& blob) {
+  Reach reach{};
+  for (std::size_t i = 0; i < reach.size(); ++i) {
+    const CardMedium& medium = card.media[i];
     if (medium.blocks == 0) continue;
-    for (const CardSegment& segment : medium.segments) {
-      std::uint64_t bytes = 0;
-      const bool wraps = __builtin_mul_overflow(std::uint64_t{medium.blocks - 1}, segment.stride, &bytes) ||
-                         __builtin_add_overflow(bytes, segment.bytes, &bytes);
-      const auto next =
-          std::upper_bound(blob.regions.begin(), blob.regions.end(), segment.address,
-                           [](std::uint64_t value, const UcxBlob::Region& region) { return value < region.base; });
-      const bool inside = !wraps && next != blob.regions.begin() &&
-                          segment.address - (next - 1)->base <= (next - 1)->bytes &&
-                          bytes <= (next - 1)->bytes - (segment.address - (next - 1)->base);
-      if (!inside) malformed("blocks lie outside of the memory that its ucx keys open");
+    const auto covered = std::ranges::count_if(
+        medium.segments, [&](const CardSegment& segment) { return is_covered(segment, medium.blocks, blob); });
+    reach[i] = covered == std::ssize(medium.segments);
+    if (!reach[i] && (covered > 0 || medium.kind == MemoryKind::kHost)) {
+      malformed("blocks lie outside of the memory that its ucx keys open");
     }
   }
+  return reach;
 }
 
 }  // namespace kvpool

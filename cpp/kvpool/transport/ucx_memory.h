@@ -1,6 +1,7 @@
 // The memory that peers may write through UCX: this pool's, registered once, and a peer's, as its blob describes it.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -11,6 +12,7 @@
 #include "kvpool/base/segment.h"
 #include "kvpool/transport/card.h"
 #include "kvpool/transport/ucx_library.h"
+#include "kvpool/transport/ucx_transport.h"
 
 namespace kvpool {
 
@@ -19,14 +21,16 @@ struct UcxExtent {
   std::uint64_t bytes;
 };
 
-// The memory of all blocks: what overlaps or touches within a medium is one extent. In order of addresses.
-std::vector<UcxExtent> ucx_extents(const MediaSpans& spans);
+// The memory of all blocks of a medium, in order of addresses: what overlaps or touches is one extent; with
+// `by_segment`, what overlaps alone: segments that touch may be allocations of their own.
+std::vector<UcxExtent> ucx_extents(const MediumSpan& span, bool by_segment);
 
 // This pool's memory. Thread-safe after construction.
 class UcxMemory {
  public:
-  // Throws Error kUnsupported when UCX cannot register it. The context outlives it.
-  UcxMemory(const UcxLibrary& ucx, ucp_context_h context, const MediaSpans& spans);
+  // Throws Error kUnsupported when UCX cannot register memory of the host; of a GPU's it leaves out the medium. The
+  // context outlives it.
+  UcxMemory(const UcxLibrary& ucx, ucp_context_h context, const UcxLocal& local);
   ~UcxMemory();
   UcxMemory(const UcxMemory&) = delete;
   UcxMemory& operator=(const UcxMemory&) = delete;
@@ -36,19 +40,26 @@ class UcxMemory {
     std::uint64_t bytes;
     ucp_mem_h handle;
     Bytes key;  // packed
+    bool on_gpu = false;
   };
   std::span<const Region> regions() const noexcept { return regions_; }
   // The region that holds this address; null: none.
   const Region* find(const void* address) const noexcept;
+  // What was offered, without the media that are left out; and why these are.
+  const MediaSpans& spans() const noexcept { return spans_; }
+  const std::array<std::string, kMediaCount>& refused() const noexcept { return refused_; }
   // In a forked child: forget everything, free nothing.
   void abandon() noexcept { regions_.clear(); }
 
  private:
-  void unmap() noexcept;
+  void map(const UcxExtent& extent, bool on_gpu, std::vector<Region>& out);
+  void unmap(std::vector<Region>& regions) noexcept;
 
   const UcxLibrary& ucx_;
   ucp_context_h context_;
-  std::vector<Region> regions_;
+  MediaSpans spans_;
+  std::array<std::string, kMediaCount> refused_;
+  std::vector<Region> regions_;  // in order of addresses
 };
 
 // What PeerCard::ucx holds:
@@ -72,7 +83,8 @@ UcxBlob read_ucx_blob(std::span<const std::byte> bytes);
 // a wrong one comes to an end. What is in them cannot be checked: it is trusted as the authenticated peer itself is.
 Bytes ucx_padded(std::span<const std::byte> bytes);
 
-// Throws Error kProtocol when the card's blocks lie outside of the blob's regions.
-void require_covered(const PeerCard& card, const UcxBlob& blob);
+// The media of the card whose blocks the blob's keys open: all of the host's; one that is on a GPU may have been left
+// out. Throws Error kProtocol when blocks of another one lie outside of them.
+Reach require_covered(const PeerCard& card, const UcxBlob& blob);
 
 }  // namespace kvpool

@@ -55,12 +55,17 @@ UcxRouteCore::UcxRouteCore(const UcxLock&, std::shared_ptr<UcxWorkerCore> worker
 
 UcxRouteCore::~UcxRouteCore() {
   if (worker_->context().forked()) return;
+  const UcxGpuScope current(worker_->context().gpu());
   const UcxLock held = worker_->lock();
   worker_->drop(held, peer_);
 }
 
 bool UcxRouteCore::reaches(Medium medium) const noexcept {
   return remote_[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
+}
+
+bool UcxRouteCore::reads(Medium medium) const noexcept {
+  return worker_->context().spans()[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
 }
 
 double UcxRouteCore::estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept {
@@ -83,12 +88,14 @@ WriteOutcome UcxRouteCore::write(const WriteRequest& request) {
 
 void UcxRouteCore::close() noexcept {
   if (worker_->context().forked()) return;
+  const UcxGpuScope current(worker_->context().gpu());
   const UcxLock held = worker_->lock();
   worker_->shut(held, *peer_);
   worker_->progress(held);  // whoever waits for its puts sees the end of them
 }
 
 std::vector<std::string> UcxRouteCore::lanes() {
+  const UcxGpuScope current(worker_->context().gpu());
   const UcxLock held = worker_->lock();
   return peer_->endpoint == nullptr ? std::vector<std::string>{} : describe_lanes(worker_->ucx(), peer_->endpoint);
 }

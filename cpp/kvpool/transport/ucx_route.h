@@ -23,6 +23,7 @@ class UcxRouteCore final : public UcxRoute {
   const char* name() const noexcept override { return "ucx"; }
   RouteTraits traits() const noexcept override { return {.one_sided = true, .by_caller = true, .waits = true}; }
   bool reaches(Medium medium) const noexcept override;
+  bool reads(Medium medium) const noexcept override;
   double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override;
   WriteOutcome write(const WriteRequest& request) override;
   void close() noexcept override;

@@ -22,16 +22,34 @@
 // the pidfd. To fence one peer and no other, give every peer a worker of its own: workers share the registered memory.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "kvpool/base/segment.h"
+#include "kvpool/cuda/context.h"
 #include "kvpool/transport/card.h"
 #include "kvpool/transport/route.h"
 
 namespace kvpool {
+
+// How memory of a GPU was made: what decides whether a peer can be given it.
+enum class UcxGpuMemory : std::uint8_t {
+  kPlain,    // one allocation (cuMemAlloc): a process can be given it as an IPC handle
+  kVirtual,  // one physical allocation (cuMemCreate), mapped as one range
+  kTensors,  // an engine's, each segment with an IPC handle
+  kUnknown,  // an engine's that has none: perhaps a range of several allocations
+};
+
+// The pool's memory, as UCX is offered it.
+struct UcxLocal {
+  MediaSpans spans;
+  std::shared_ptr<const CudaContext> gpu;                         // that media below are on; null: none is
+  std::array<std::optional<UcxGpuMemory>, kMediaCount> on_gpu{};  // by medium_index(); nothing: the host's
+};
 
 class UcxRoute : public Route {
  public:
@@ -63,10 +81,13 @@ class UcxContext {
  public:
   // `where`: "system", or a folder that holds libucp.so.0 (or a lib folder that does), or the path of libucp itself.
   // Throws kUnsupported when there is no usable UCX there; the text says what to install. Registers the memory that
-  // `local` describes, which stays what it is as long as `keepalive` lives.
-  static std::shared_ptr<UcxContext> make(const std::string& where, const MediaSpans& local,
+  // `local` describes, which stays what it is as long as `keepalive` lives; of a GPU's what UCX takes: see refused().
+  static std::shared_ptr<UcxContext> make(const std::string& where, const UcxLocal& local,
                                           std::shared_ptr<void> keepalive);
   virtual ~UcxContext() = default;
+
+  // Why a medium that is on a GPU is not reached by UCX, by medium_index(); empty for one that is.
+  virtual const std::array<std::string, kMediaCount>& refused() const noexcept = 0;
 
   virtual std::shared_ptr<UcxWorker> make_worker() = 0;
 };

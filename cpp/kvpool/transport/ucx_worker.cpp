@@ -49,6 +49,7 @@ const UcxPeer::Region* UcxPeer::find(std::uint64_t address) const noexcept {
 
 UcxWorkerCore::UcxWorkerCore(std::shared_ptr<UcxContextCore> context)
     : context_(std::move(context)), ucx_(context_->ucx()) {
+  const UcxGpuScope current(context_->gpu());
   const UcxLock lock(lock_);
   ucp_worker_params_t params{};
   params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
@@ -84,10 +85,10 @@ UcxWorkerCore::~UcxWorkerCore() {
 std::shared_ptr<UcxRoute> UcxWorkerCore::make_route(const PeerCard& card, int pidfd) {
   context_->require_no_fork();
   const UcxBlob blob = read_ucx_blob(card.ucx);
-  require_covered(card, blob);
+  const MediaSpans remote = remote_spans(card, require_covered(card, blob));
+  const UcxGpuScope current(context_->gpu());
   const UcxLock held = lock();
-  return std::make_shared<UcxRouteCore>(held, shared_from_this(), connect(held, blob), remote_spans(card), card.name,
-                                        pidfd);
+  return std::make_shared<UcxRouteCore>(held, shared_from_this(), connect(held, blob), remote, card.name, pidfd);
 }
 
 std::shared_ptr<UcxPeer> UcxWorkerCore::connect(const UcxLock& lock, const UcxBlob& blob) {
@@ -218,6 +219,7 @@ void UcxWorkerCore::sleep_on_descriptor(UcxLock& lock, std::int64_t until_ns) no
 
 // In the context's thread.
 void UcxWorkerCore::serve() noexcept {
+  const UcxGpuScope current(context_->gpu());
   const UcxLock held(lock_);
   if (closed_) return;
   if (writers_ > 0) {
@@ -233,6 +235,7 @@ void UcxWorkerCore::serve() noexcept {
 
 bool UcxWorkerCore::close() noexcept {
   if (context_->forked()) return true;  // whatever writes, it is not this process
+  const UcxGpuScope current(context_->gpu());
   {
     UcxLock held(lock_);
     const auto idle = [&] {

@@ -28,6 +28,7 @@ UcxWrite::UcxWrite(UcxWorkerCore& worker, std::shared_ptr<UcxPeer> peer, const W
       request_(request),
       name_(name),
       pidfd_(pidfd),
+      current_(worker.context().gpu()),
       pending_(std::make_unique<Pending>()) {
   pending_->worker = &worker_;
   pending_->free_count = pending_->slots.size();
@@ -73,6 +74,9 @@ ucp_request_param_t UcxWrite::params_for(std::size_t bytes) noexcept {
 bool UcxWrite::start(ucs_status_ptr_t request, std::size_t bytes) noexcept {
   if (request == nullptr) {
     pending_->bytes_done += bytes;
+  } else if (UCS_PTR_IS_ERR(request) && UCS_PTR_STATUS(request) == UCS_ERR_UNSUPPORTED && outcome_.calls == 0) {
+    stop_ = Stop::kUnable;  // it has no way between these two kinds of memory; nothing has begun
+    return false;
   } else if (UCS_PTR_IS_ERR(request)) {
     if (pending_->status == UCS_OK) pending_->status = UCS_PTR_STATUS(request);
     stop_ = Stop::kLost;
@@ -102,6 +106,10 @@ bool UcxWrite::put(std::span<const CopyPiece> pieces) {
       ucp_request_param_t params = params_for(bytes);
       params.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
       params.memh = local->handle;
+      if (local->on_gpu) {
+        params.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+        params.memory_type = UCS_MEMORY_TYPE_CUDA;
+      }
       if (!start(worker_.ucx().put_nbx(peer_->endpoint, from, bytes, to, remote->key, &params), bytes)) return false;
       outcome_.calls += 1;
       outcome_.bytes += bytes;
@@ -221,6 +229,9 @@ void UcxWrite::throw_stop(Stop why) {
       throw Error(ErrorCode::kCancelled, "the write to " + name_ + " was cancelled");
     case Stop::kDeadline:
       throw Error(ErrorCode::kDeadline, "the write to " + name_ + " was not done by its deadline");
+    case Stop::kUnable:
+      throw Error(ErrorCode::kUnsupported,
+                  "UCX " + worker_.ucx().version + " has no way from this memory to that of " + name_);
     default:
       break;
   }

@@ -10,6 +10,7 @@
 
 #include "kvpool/base/copy.h"
 #include "kvpool/transport/route.h"
+#include "kvpool/transport/ucx_context.h"
 #include "kvpool/transport/ucx_worker.h"
 
 namespace kvpool {
@@ -32,7 +33,7 @@ class UcxWrite {
   WriteOutcome finish();
 
  private:
-  enum class Stop : std::uint8_t { kNone, kCancelled, kDeadline, kLost };
+  enum class Stop : std::uint8_t { kNone, kCancelled, kDeadline, kLost, kUnable };
 
   // What UCX was given and has not completed. It outlives the write when UCX does not let go of it.
   struct Pending {
@@ -73,6 +74,7 @@ class UcxWrite {
   const WriteRequest& request_;
   const std::string& name_;
   const int pidfd_;
+  const UcxGpuScope current_;  // in this thread
   UcxLock lock_;
   std::unique_ptr<Pending> pending_;
   Stop stop_ = Stop::kNone;

@@ -9,15 +9,33 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvpool import _core
 from kvpool.errors import Error
 from kvpool.transfer.dispatcher import Dispatcher
 
-__all__ = ["PeerCallback", "PeerEvent", "PeerInfo", "RankInfo", "nccl_library", "ucx_library"]
+__all__ = ["PeerCallback", "PeerEvent", "PeerInfo", "RankInfo", "RouteReport", "nccl_library", "ucx_library"]
 
 _log = logging.getLogger("kvpool.peers")
+
+
+@dataclass(frozen=True)
+class RouteReport:
+    """A way to a peer that does not work now: other routes serve, if there are any.
+
+    Attributes:
+        route: Its name; of two of the same name, by the CPU and by the GPU, either.
+        failures: How often transfers have failed by it, and not for the peer's death, a deadline or a cancellation.
+        able: Whether it is tried again, ever more rarely. False: it cannot reach this peer, by its own word, and serves
+            when there is no other, or for who asks for it by name.
+        why: Of the last failure.
+    """
+
+    route: str
+    failures: int
+    able: bool
+    why: str
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,7 @@ class PeerInfo:
         borrowed_blocks: Of its, that we have.
         reserved_blocks: Of ours, for its transfers that are under way.
         transfers: Ours to it, and what it has asked to be sent, that are under way.
+        failing_routes: Those of `routes` by which the last transfer to it has failed.
     """
 
     name: str
@@ -47,6 +66,13 @@ class PeerInfo:
     borrowed_blocks: int
     reserved_blocks: int
     transfers: int
+    failing_routes: tuple[RouteReport, ...] = ()
+
+    @classmethod
+    def of(cls, *facts: Any) -> PeerInfo:
+        """From what the core tells, in the order of the fields."""
+        values = [*facts[:-1], tuple(RouteReport(*one) for one in facts[-1])]
+        return cls(*values)
 
 
 @dataclass(frozen=True)

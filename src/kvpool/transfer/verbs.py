@@ -182,7 +182,8 @@ class PeerVerbs(_core.Pool):
         """Begins to speak with peers, if it has not begun."""
         with self._serving:
             if self._name() is None:
-                self._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl))
+                for note in self._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl)):
+                    _log.warning("%s", note)
                 self.settings = wanted
             elif (name is not None and name != self._name()) or wanted.secret != self.settings.secret:
                 what = "with another secret" if wanted.secret != self.settings.secret else f"as {self._name()!r}"
@@ -190,7 +191,7 @@ class PeerVerbs(_core.Pool):
 
     def peers(self) -> list[PeerInfo]:
         """The peers that are connected now."""
-        return [PeerInfo(*peer) for peer in self._peers()] if self._name() is not None else []
+        return [PeerInfo.of(*peer) for peer in self._peers()] if self._name() is not None else []
 
     def transfer_totals(self) -> dict[str, TransferTotals]:
         """How the transfers ended that this pool has begun: "send" (transfer and its like) and "fetch".

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transfer.kit import SECRET, Child, address_of, eventually, small_layout, small_pool
+from transfer.kit import SECRET, Child, address_of, eventually, route_or_skip, small_layout, small_pool
 
 import kvpool
 
@@ -110,6 +110,49 @@ layers.wait()
 None
 """)
         assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [90, 91]
+
+
+NOTES = """
+import logging
+notes = []
+class Notes(logging.Handler):
+    def emit(self, record):
+        notes.append(record.getMessage())
+logging.getLogger("kvpool.peers").addHandler(Notes(logging.WARNING))
+"""
+
+
+def test_ucx_leaves_a_gpu_to_other_routes_where_it_finds_none(fake_driver):
+    """UCX knows nothing of the fake driver: to it this machine has no GPU."""
+    route_or_skip("ucx-tcp")
+    processes = [Child(KVPOOL_CUDA_LIBRARY=str(fake_driver), UCX_LOG_LEVEL="fatal") for _ in range(2)]
+    try:
+        a, b = processes
+        for name, child in (("a", a), ("b", b)):
+            child(
+                "pool = small_pool(device='cuda:0', secret=secret, name=name, routes=routes)\n" + SETUP + NOTES,
+                secret=SECRET, name=name, routes=("ucx", "sock"),
+            )  # fmt: skip
+        assert a("pool.connect(address, timeout=30)", address=b("pool.listen(where)", where=address_of("shm"))) == "b"
+        (note,) = a("notes")
+        assert "leaves out HBM" in note
+        assert "without CUDA" in note
+        a(
+            "hbm = pool.alloc(2, medium=kvpool.HBM); put(hbm, 10)\n"
+            "dram = pool.alloc(2, medium=kvpool.DRAM); put(dram, 20)"
+        )
+        assert a("pool.transfer('b', hbm).wait().stats.route") == "sock"
+        assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [[10], [11]]
+        with pytest.raises(kvpool.Unsupported, match="there is no route ucx from these blocks"):
+            a("pool.transfer('b', hbm, route='ucx')")
+        assert a("pool.transfer('b', dram, medium=kvpool.DRAM, route='ucx').wait().stats.route") == "ucx"
+        assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [[20], [21]]
+        a("alone = small_pool(dram_blocks=0, device='cuda:0', secret=secret, routes=('ucx', 'sock'))")
+        with pytest.raises(kvpool.Unsupported, match=r"leaves out HBM.*no other memory"):
+            a("alone.listen(where)", where=address_of("shm"))
+    finally:
+        for child in processes:
+            child.close()
 
 
 def test_a_pool_in_ordinary_memory_takes_no_stream():

@@ -1,0 +1,137 @@
+"""Transfers between two processes that share a GPU, by each route that copies on it: bit for bit.
+
+`KVPOOL_CUDA_LIBRARY` may name another driver. `nccl` speaks over sockets here, as two ranks on one GPU do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from transfer.kit import SECRET, Child, address_of
+
+import kvpool
+
+HBM, DRAM = kvpool.HBM, kvpool.DRAM
+DRIVER = os.environ.get("KVPOOL_CUDA_LIBRARY") or "libcuda.so.1"
+BLOCKS = 24
+
+# In each process: the pool's memory as bytes, in and out.
+SETUP = """
+import ctypes
+driver = ctypes.CDLL(library)
+context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+assert driver.cuInit(0) == 0
+assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+assert driver.cuCtxPushCurrent_v2(context) == 0
+assert driver.cuStreamCreate(ctypes.byref(stream), 1) == 0
+
+def copy(to, source, nbytes):
+    assert driver.cuMemcpyAsync(ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), stream) == 0
+    assert driver.cuStreamSynchronize(stream) == 0
+
+def arena(medium, change=None):
+    # [block, ...] of the whole medium; what `change` does to it is written back.
+    tensor = pool.tensor(medium)
+    if medium == kvpool.DRAM:
+        array = tensor.numpy()
+        if change is not None:
+            change(array)
+        return array
+    found = tensor.__cuda_array_interface__
+    host = np.empty(layout.block_bytes * blocks, np.uint8)
+    array = np.ndarray(found["shape"], np.dtype(found["typestr"]), host, strides=found["strides"])
+    copy(host.ctypes.data, found["data"][0], host.nbytes)
+    if change is not None:
+        change(array)
+        copy(found["data"][0], host.ctypes.data, host.nbytes)
+    return array
+
+def content(addrs):
+    medium = kvpool.decode_address(addrs[0]).medium
+    return np.ascontiguousarray(arena(medium)[kvpool.block_ids(addrs)]).tobytes()
+
+def fill(addrs, seed):
+    def change(array):
+        for block in kvpool.block_ids(addrs):
+            words = np.random.default_rng(seed + int(block)).integers(0, 1 << 16, array[block].shape, np.uint16)
+            array[block] = words.view(array.dtype)
+    arena(kvpool.decode_address(addrs[0]).medium, change)
+    return content(addrs)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_gpu() -> None:
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError as error:
+        pytest.skip(f"no CUDA driver: {error}")
+    count = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
+        pytest.skip("no CUDA GPU")
+
+
+@contextmanager
+def two_processes(route: str, order: str, **settings: Any) -> Iterator[tuple[Child, Child]]:
+    """Pools a and b on the first GPU, connected, with this route alone."""
+    processes = [Child(NCCL_HOSTID=f"kvpool-test-{os.getpid()}-{name}") for name in "ab"]
+    try:
+        a, b = processes
+        for name, child in (("a", a), ("b", b)):
+            child(
+                "layout = kvpool.KVLayout(3, 4, 32, 'float16', 16, order=order)\n"
+                "pool = kvpool.Pool(layout, hbm_blocks=blocks, dram_blocks=blocks, device='cuda:0', secret=secret,\n"
+                "                   name=name, routes=(route,), **settings)\n" + SETUP,
+                library=DRIVER, blocks=BLOCKS, order=order, secret=SECRET, name=name, route=route, settings=settings,
+            )  # fmt: skip
+        try:
+            address = b("pool.listen(address)", address=address_of("shm"))
+            assert a("pool.connect(address, timeout=60)", address=address) == "b"
+        except kvpool.Unsupported as error:
+            for library in ("UCX", "NCCL"):
+                if f"no {library}:" in str(error):
+                    pytest.skip(f"{'libucx' if library == 'UCX' else library} is not installed: {error}")
+            raise
+        yield a, b
+    finally:
+        for child in processes:
+            child.close()
+
+
+@pytest.mark.parametrize("order", ["aggregated", "discrete"])
+@pytest.mark.parametrize(
+    ("route", "memory"), [("cuda_ipc", "auto"), ("ucx", "auto"), ("ucx", "plain"), ("nccl", "auto"), ("nccl", "plain")]
+)
+def test_scattered_blocks_arrive_bit_for_bit_between_all_media(route, memory, order):
+    with two_processes(route, order, device_memory=memory) as (a, b):
+        for number, (source, target) in enumerate([(HBM, HBM), (HBM, DRAM), (DRAM, HBM), (HBM, HBM)]):
+            # Every other one of those taken: no two are neighbours.
+            sent = a("taken = pool.alloc(14, medium=medium)\nfill(taken[::2], seed)", medium=source, seed=1000 * number)
+            done = a("done = pool.transfer('b', taken[::2], medium=medium, route=route, timeout=60).wait()\n"
+                     "(done.addrs, done.stats.route)", medium=target, route=route)  # fmt: skip
+            assert done[1] == route
+            assert b("with pool.received(60) as item: got = item.take()\ncontent(got)") == sent
+            # Back, by a fetch, into blocks that hold something else.
+            a("back = pool.alloc(7, medium=medium); fill(back, 77)", medium=source)
+            assert a("pool.fetch('b', addrs, to=back, timeout=60).wait()\ncontent(back)", addrs=done[0]) == sent
+            a("pool.free(taken); pool.free(back)")
+            b("pool.free(got)")
+        assert a("pool.peers()[0].failing_routes") == ()
+        a("pool.audit()")
+        b("pool.audit()")
+
+
+@pytest.mark.parametrize("route", ["ucx", "nccl"])
+def test_a_receiver_that_is_killed_is_lost_and_the_gpu_goes_on(route):
+    with two_processes(route, "aggregated", lease_s=2) as (a, b):
+        a("taken = pool.alloc(8)\nsent = fill(taken, 5)")
+        a("pool.transfer('b', taken, timeout=60).wait(); None")
+        b.kill()
+        with pytest.raises(kvpool.PeerLost):
+            a("pool.transfer('b', taken, timeout=60).wait()")
+        assert a("content(taken) == sent")
