@@ -44,6 +44,8 @@ BENCHES = {
     "scaling": "bench.mell.scaling",
     "sim": "bench.sim.speed",
     "gpu": "bench.gpu.speed",
+    "gpu-links": "bench.gpu.links",
+    "gpu-fig11": "bench.gpu.fig11",
 }
 
 

@@ -1,0 +1,97 @@
+"""Two processes on one GPU: blocks by CUDA IPC against what the device copies, and what a transfer costs its caller.
+
+The ceiling is one cuMemcpyAsync within the device, of the same run, in the sender: a transfer within one GPU reads and
+writes each byte as well.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from bench.context import Context
+from bench.gpu.device import Device, NoDevice
+from bench.gpu.side import layout
+from bench.result import Report, Row, Skipped
+from bench.transfer.pair import Kind, Pair, measure
+
+TITLE = "GPU: two processes on one GPU, by CUDA IPC, against the device's copy; what a call of transfer() costs"
+PEERS: set[str] = set()
+_LAYERS = 40
+_BLOCKS, _QUICK_BLOCKS = 128, 32  # 12.5 MiB each
+_SHARE = 0.85
+_LAUNCH_US = 15.0
+_CALLS, _QUICK_CALLS = 2000, 200
+_CEILING_BYTES, _QUICK_CEILING_BYTES = 1 << 30, 256 << 20
+
+
+def run(context: Context) -> Report:
+    """Measures both.
+
+    Raises:
+        Skipped: There is no GPU.
+    """
+    require_gpu()
+    report = Report()
+    options: dict[str, Any] = {"route": "cuda_ipc", "layers": _LAYERS}
+    kinds = {
+        order: Kind(order, ("transfer",), module="bench.gpu.side", options={**options, "order": order})
+        for order in ("aggregated", "discrete")
+    }
+    count = context.pick(_QUICK_BLOCKS, _BLOCKS)
+    size = layout(_LAYERS, "aggregated").block_bytes
+    for order, kind in kinds.items():
+        for pair in Pair.start([kind], context.peers):
+            with pair:
+                ceiling = pair.sender.ask(
+                    "copy_rate", nbytes=context.pick(_QUICK_CEILING_BYTES, _CEILING_BYTES), rounds=15
+                )
+                point = measure([pair], count, size, context.pick(3, 5), 0.2, report.notes)
+                timing = point.timings.get((order, "transfer"))
+                if timing is None:
+                    continue
+                rate = 2 * count * size / timing.sample.median_us / 1e3
+                report.rows.append(
+                    Row(
+                        what=f"cuda_ipc, {count} scattered {order} blocks of {size / (1 << 20):.1f} MiB",
+                        value=rate,
+                        unit="GB/s",
+                        target=_SHARE * ceiling if order == "aggregated" else None,
+                        better="higher",
+                        peers={"cuMemcpyAsync": ceiling},
+                        details={"of_the_ceiling": rate / ceiling, "rounds_us": timing.rounds_us, **point.facts[order]},
+                    )
+                )
+    _launches(context, report, kinds["aggregated"])
+    report.notes.append("Both processes use the first GPU. Rates count bytes read and bytes written.")
+    return report
+
+
+def _launches(context: Context, report: Report, kind: Kind) -> None:
+    """What transfer() takes before it returns, for blocks that a thread of kvpool's copies, or sets the GPU to copy."""
+    size = layout(_LAYERS, "aggregated").block_bytes
+    for count in (1, 16):
+        for pair in Pair.start([kind], context.peers):
+            with pair:
+                pair.open(count, size)
+                pair.verify("transfer", 1)
+                pair.sender.ask("begin_times", calls=20)
+                times = sorted(pair.sender.ask("begin_times", calls=context.pick(_QUICK_CALLS, _CALLS)))
+                pair.shut()
+                report.rows.append(
+                    Row(
+                        what=f"transfer() of {count} blocks, until it returns",
+                        value=median(times),
+                        target=_LAUNCH_US,
+                        p99=times[len(times) * 99 // 100],
+                        details={"n": len(times), "min": times[0]},
+                    )
+                )
+
+
+def require_gpu() -> None:
+    """Raises Skipped where there is no GPU."""
+    try:
+        Device()
+    except NoDevice as reason:
+        raise Skipped(str(reason)) from None
