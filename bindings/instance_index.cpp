@@ -4,6 +4,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -80,9 +81,62 @@ py::tuple match_arrays(LockedInstanceIndex& self, py::handle tokens, py::handle 
   return py::make_tuple(std::move(instances), std::move(lengths));
 }
 
+struct FoundHits {
+  InstanceHits hits;
+  std::size_t page_tokens;
+};
+
+FoundHits find(LockedInstanceIndex& self, py::handle tokens_argument, py::handle name_argument) {
+  const Vector<Token> tokens = tokens_from(tokens_argument);
+  const std::string_view name = name_from(name_argument);
+  FoundHits found{{}, self.index.page_tokens()};
+  const std::lock_guard lock(self.mutex);
+  self.index.peek(name, tokens.data(), tokens.size(), found.hits);
+  return found;
+}
+
+py::list lengths_of(const FoundHits& self) {
+  const auto& levels = self.hits.levels();
+  py::list lengths(levels.size());
+  for (std::size_t i = 0; i < levels.size(); ++i) lengths[i] = levels[i].pages * self.page_tokens;
+  return lengths;
+}
+
+py::list bounds_of(const FoundHits& self) {
+  const auto& levels = self.hits.levels();
+  py::list bounds(levels.size() + 1);
+  for (std::size_t i = 0; i < levels.size(); ++i) bounds[i] = levels[i].begin;
+  bounds[levels.size()] = self.hits.instances().size();
+  return bounds;
+}
+
+// As slices of Python: what lies beyond the end is not there.
+py::array_t<std::int64_t> instances_of(const FoundHits& self, std::size_t start, std::size_t stop) {
+  const auto& instances = self.hits.instances();
+  stop = std::min(stop, instances.size());
+  start = std::min(start, stop);
+  py::array_t<std::int64_t> result(static_cast<py::ssize_t>(stop - start));
+  std::copy(instances.begin() + static_cast<std::ptrdiff_t>(start),
+            instances.begin() + static_cast<std::ptrdiff_t>(stop), result.mutable_data());
+  return result;
+}
+
 }  // namespace
 
 void bind_instance_index(py::module_& module) {
+  py::class_<FoundHits>(module, "InstanceHits", "Who holds how much of one prompt: what InstanceIndex.find returns.")
+      .def(
+          "__len__", [](const FoundHits& self) { return self.hits.instances().size(); },
+          "Instances that hold some of it.")
+      .def_property_readonly("lengths", &lengths_of, "The different numbers of tokens that are held, longest first.")
+      .def_property_readonly("bounds", &bounds_of,
+                             "Where those of each length begin, among all that hold some, and their end.")
+      .def("instances", &instances_of, py::arg("start"), py::arg("stop"),
+           "Those at [start, stop), the longest first and of equals by instance; int64.")
+      .def(
+          "level", [](const FoundHits& self, std::uint32_t instance) { return self.hits.level_of(instance); },
+          py::arg("instance"), "The place in `lengths` of what an instance holds; len(lengths) where that is nothing.");
+
   py::class_<LockedInstanceIndex>(module, "InstanceIndex", "The C++ half of kvpool.InstanceIndex.")
       .def(py::init(&make_index), py::arg("block_tokens") = 16, py::arg("blocks_max") = py::none())
       .def_property_readonly(
@@ -142,6 +196,11 @@ Returns:
 
 Returns:
     Two int64 arrays of one length: the instances, and the tokens that each holds, the longest first.)")
+      .def("find", &find, py::arg("tokens"), py::arg("namespace") = "",
+           R"(As match without counting as a use, for a router that asks of few of many instances how much each holds.
+
+Returns:
+    What was found, as it was: later calls do not change it.)")
       .def(
           "remove",
           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle first_block,

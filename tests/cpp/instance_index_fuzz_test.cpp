@@ -17,6 +17,7 @@
 namespace {
 
 using kvpool::InstanceHit;
+using kvpool::InstanceHits;
 using kvpool::InstanceIndex;
 using kvpool::Token;
 using kvpool::testing::announce_fuzz;
@@ -181,6 +182,29 @@ class Fuzz {
     for (const auto& [instance, pages] : longest) expected.push_back({instance, pages});
     std::stable_sort(expected.begin(), expected.end(), [](const auto& a, const auto& b) { return a.pages > b.pages; });
     REQUIRE(hits == expected);
+    compare_levels(prompt, expected);
+  }
+
+  // The same, grouped by length.
+  void compare_levels(const Prefix& prompt, const std::vector<InstanceHit>& expected) {
+    InstanceHits hits;
+    hits.add(99, 99);  // replaced
+    if (!attempt([&] { index_.peek(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), hits); })) return;
+    std::vector<InstanceHit> flat;
+    for (std::size_t level = 0; level < hits.levels().size(); ++level) {
+      REQUIRE(hits.levels()[level].begin < hits.end_of(level));
+      REQUIRE((level == 0 || hits.levels()[level].pages < hits.levels()[level - 1].pages));
+      for (std::size_t at = hits.levels()[level].begin; at < hits.end_of(level); ++at) {
+        flat.push_back({hits.instances()[at], hits.levels()[level].pages});
+        REQUIRE(hits.level_of(hits.instances()[at]) == level);
+      }
+    }
+    REQUIRE(flat == expected);
+    for (std::uint32_t instance = 0; instance < instances_; ++instance) {
+      const bool holds = std::any_of(expected.begin(), expected.end(),
+                                     [&](const InstanceHit& hit) { return hit.instance == instance; });
+      REQUIRE(holds == (hits.level_of(instance) < hits.levels().size()));
+    }
   }
 
   // Drops an instance, or all (wanted == nullptr), where `goes` says so. Returns how many pages that were.

@@ -16,6 +16,7 @@ namespace {
 
 using kvpool::Error;
 using kvpool::InstanceHit;
+using kvpool::InstanceHits;
 using kvpool::InstanceIndex;
 using kvpool::InstanceNode;
 using kvpool::kInstanceMax;
@@ -85,6 +86,29 @@ TEST_CASE("a match gives each holder's longest prefix, the longest first") {
   CHECK(rig.peek({1, 2, 8}) == Hits{{5, 2}, {6, 2}, {7, 2}, {4, 1}});  // by instance where equally long
   CHECK(rig.peek({2}).empty());
   CHECK(rig.peek({1, 2, 3}, "tenant").empty());
+}
+
+TEST_CASE("what is found can be asked for those that hold equally much, and for what one holds") {
+  Rig rig;
+  rig.insert({1, 2, 3, 4}, 7);
+  for (const std::uint32_t instance : {9, 5, 8}) rig.insert({1, 2}, instance);
+  const auto find = [&](const Tokens& tokens) {
+    InstanceHits hits;
+    rig.index.peek("", tokens.data(), tokens.size(), hits);
+    return hits;
+  };
+  const InstanceHits hits = find({1, 2, 3});
+  CHECK(hits.levels() == std::vector<InstanceHits::Level>{{3, 0}, {2, 1}});
+  CHECK(hits.instances() == std::vector<std::uint32_t>{7, 5, 8, 9});
+  CHECK(hits.end_of(0) == 1);
+  CHECK(hits.end_of(1) == 4);
+  CHECK(hits.level_of(7) == 0);
+  CHECK(hits.level_of(8) == 1);
+  CHECK(hits.level_of(6) == 2);                                           // it holds nothing
+  CHECK(find({1}).levels() == std::vector<InstanceHits::Level>{{1, 0}});  // all four
+  CHECK(find({2}).levels().empty());
+  rig.index.remove_instance(7);
+  CHECK(hits.instances().front() == 7);  // as it was
 }
 
 TEST_CASE("an insertion tells how many pages are new for that instance") {

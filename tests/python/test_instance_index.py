@@ -112,6 +112,21 @@ def test_a_match_as_arrays_says_the_same(index):
     assert index.expire(before=5) == 4
 
 
+def test_what_is_found_is_asked_in_parts(index):
+    for instance, blocks in ((3, 2), (1, 4), (2, 4), (9, 2)):
+        index.insert(prompt(blocks), instance, namespace="n")
+    found = index.find(prompt(5), "n")
+    assert (len(found), found.lengths, found.bounds) == (4, [4 * BLOCK, 2 * BLOCK], [0, 2, 4])
+    assert [found.level(instance) for instance in (1, 2, 3, 9, 4)] == [0, 0, 1, 1, 2]
+    assert found.instances(0, 4).dtype == np.int64
+    assert [found.instances(*part).tolist() for part in ((0, 2), (2, 9), (3, 1), (7, 9))] == [[1, 2], [3, 9], [], []]
+    index.remove_instance(1)
+    assert found.instances(0, 1).tolist() == [1]  # as it was
+    assert index.expire(before=5) == 8  # looking was no use
+    nothing = index.find(prompt(5))
+    assert (len(nothing), nothing.lengths, nothing.bounds, nothing.level(1)) == (0, [], [0], 0)
+
+
 def test_namespaces_are_apart(index):
     index.insert(prompt(1), 1, namespace="a")
     assert index.match(prompt(1)) == []

@@ -100,11 +100,30 @@ void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::
   if (place.pages > 0) collect(place, out);
 }
 
-// From the end of the path upwards, each node adds the holders that the node below it lacks.
+void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
+                         InstanceHits& out) const {
+  out.clear();
+  Tree::Root* root = tree_.find_root(name_space);
+  if (root == nullptr) return;
+  const Tree::Place place = tree_.descend(root, tokens, n_tokens / tree_.page_tokens(), kNoVisit);
+  if (place.pages == 0) return;
+  collect(
+      place, [&](std::size_t n) { out.reserve(n); },
+      [&](std::uint32_t instance, std::size_t pages) { out.add(instance, pages); });
+}
+
 void InstanceIndex::collect(const Tree::Place& place, std::vector<InstanceHit>& out) {
+  collect(
+      place, [&](std::size_t n) { out.reserve(n); },
+      [&](std::uint32_t instance, std::size_t pages) { out.push_back(InstanceHit{instance, pages}); });
+}
+
+// From the end of the path upwards, each node adds the holders that the node below it lacks.
+template <class Reserve, class Add>
+void InstanceIndex::collect(const Tree::Place& place, Reserve&& reserve, Add&& add) {
   const Node* first = place.node;
   while (!first->parent->is_root()) first = first->parent;
-  out.reserve(first->payload.holders.size());
+  reserve(first->payload.holders.size());
   const std::vector<Holder> none;
   const std::vector<Holder>* below = &none;
   std::size_t pages = place.pages;
@@ -116,7 +135,7 @@ void InstanceIndex::collect(const Tree::Place& place, std::vector<InstanceHit>& 
         if (other != below->end() && other->instance == holder.instance) {
           ++other;
         } else {
-          out.push_back(InstanceHit{holder.instance, pages});
+          add(holder.instance, pages);
         }
       }
     }

@@ -32,6 +32,7 @@
 
 #include "kvpool/base/address.h"
 #include "kvpool/index/hash_seed.h"
+#include "kvpool/index/instance_hits.h"
 #include "kvpool/index/instance_node.h"
 
 namespace kvpool {
@@ -68,6 +69,8 @@ class InstanceIndex {
   // The same without counting as a use, and without cutting runs.
   void peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
             std::vector<InstanceHit>& out) const;
+  // Grouped by length: for a router that asks of few of them.
+  void peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, InstanceHits& out) const;
 
   // The instance no longer holds this prompt's pages from `first_page` on, nor anything below them. Returns how many
   // pages that were. Nothing happens when the tokens have no such page.
@@ -121,6 +124,9 @@ class InstanceIndex {
   void place_before(Node* node, Node* older) noexcept;
   void take_out(Node* node) noexcept;
   void evict(std::size_t pages) noexcept;
+  // add(instance, pages) for every holder; reserve(their number) before.
+  template <class Reserve, class Add>
+  static void collect(const Tree::Place& place, Reserve&& reserve, Add&& add);
   static void collect(const Tree::Place& place, std::vector<InstanceHit>& out);
 
   Tree tree_;

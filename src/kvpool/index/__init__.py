@@ -1,6 +1,6 @@
 """The prompt index: which prefixes are cached, where, and what happened to them."""
 
-from kvpool._core import Inserted, Match
+from kvpool._core import Inserted, InstanceHits, Match
 from kvpool.index.events import EventStream, MovedEvent, RemovedEvent, StoredEvent
 from kvpool.index.report import MatchReport
 from kvpool.index.trees import InstanceIndex, PromptIndex
@@ -8,6 +8,7 @@ from kvpool.index.trees import InstanceIndex, PromptIndex
 __all__ = [
     "EventStream",
     "Inserted",
+    "InstanceHits",
     "InstanceIndex",
     "Match",
     "MatchReport",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from policy.fleet import BLOCK, Fleet, prompt
+from policy.fleet import BLOCK, Fleet, UnitModel, prompt
 from policy.kit import made_model
 
 from kvpool import ArgumentError, StateError
-from kvpool.policy import routing
+from kvpool.policy import cost, routing
 from kvpool.policy.routing import Balance, Kind, QueuePlusExec, SessionId
 
 
@@ -23,6 +23,53 @@ def test_instances_come_and_go():
     fleet.scheduler.remove_instance(gone.instance)
     fleet.scheduler.first_token(gone.ticket)
     fleet.scheduler.failed(gone.ticket)
+
+
+def test_a_model_goes_with_the_last_instance_that_has_it():
+    """Who rejoins brings a new object: one for each time would make each decision ask all of them."""
+    fleet = Fleet(1)
+    asked = []
+
+    class Own(UnitModel):
+        def __init__(self, factor):
+            self.factor = factor
+
+        def exec_s(self, tokens, cached=0):
+            asked.append(self.factor)
+            return self.factor * super().exec_s(tokens, cached)
+
+    fleet.scheduler.add_instance(2, model=Own(3.0))
+    fleet.scheduler.add_instance(3, routing.Kind.DECODE, model=Own(5.0))
+    slow = Own(7.0)
+    fleet.scheduler.add_instance(4, model=slow)
+    fleet.scheduler.add_instance(5, model=slow)
+    for time in range(100):
+        fleet.scheduler.remove_instance(2)
+        fleet.scheduler.add_instance(2, model=Own(100.0 + time))
+    fleet.route(prompt(1))
+    assert set(asked) == {5.0, 7.0, 199.0}  # and the fleet's
+    for gone in (1, 2, 3, 4):
+        fleet.scheduler.remove_instance(gone)
+    asked.clear()
+    assert fleet.route(prompt(1)).exec_s == 7.0 * BLOCK  # its number is another one by now
+    assert set(asked) == {7.0}
+    fleet.scheduler.remove_instance(5)
+    fleet.scheduler.add_instance(6)
+    asked.clear()
+    assert fleet.route(prompt(1)).exec_s == BLOCK
+    assert asked == []
+
+
+def test_equal_models_are_one():
+    fleet = Fleet(1, model=made_model())
+    for instance in range(2, 50):
+        fleet.scheduler.add_instance(instance, model=made_model())
+    assert len(fleet.scheduler._models) == 1
+    fleet.scheduler.add_instance(50, model=made_model(cost.Parallel(tp=2)))
+    assert len(fleet.scheduler._models) == 2
+    with pytest.raises(ArgumentError, match="there already"):
+        fleet.scheduler.add_instance(50, model=made_model(cost.Parallel(tp=4)))
+    assert len(fleet.scheduler._models) == 2
 
 
 @pytest.mark.parametrize(

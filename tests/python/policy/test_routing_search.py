@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy.fleet import BLOCK, UnitModel
 
-from kvpool.policy.routing import Balance, GlobalScheduler, Kind, LeastLoad, LongestPrefix, QueuePlusExec, Request
+from kvpool.policy.routing import (
+    Balance,
+    GlobalScheduler,
+    Kind,
+    LeastLoad,
+    LongestPrefix,
+    QueuePlusExec,
+    Request,
+    search,
+)
 from kvpool.policy.routing import scheduler as module
 from kvpool.policy.routing.policies import SessionId, first_of
 
@@ -164,6 +173,53 @@ def test_a_large_fleet_is_not_looked_at_as_a_whole(monkeypatch):
             if number % 3:
                 few.first_token(ticket)
     assert len(views) < 15
+
+
+@pytest.mark.parametrize("holding", [0, 40, 300])
+def test_many_that_are_late_alike_are_not_looked_at_one_by_one(monkeypatch, holding):
+    """Instances that take longer than predicted have the same backlog, none; here hundreds have the same load too."""
+    views, looks = [], []
+    seen, look = module.GlobalScheduler._view, search._Search._consider
+    monkeypatch.setattr(module.GlobalScheduler, "_view", lambda *of: views.append(of) or seen(*of))
+    monkeypatch.setattr(search._Search, "_consider", lambda *of: looks.append(of) or look(*of))
+    for policy in (LeastLoad, SessionId, QueuePlusExec):
+        both = Both(policy, Balance(idle=0, warmup_s=0, half_life_s=64.0), 300, [Kind.COLOCATED], [1.0], 0)
+        for scheduler in both.schedulers:
+            for at in range(holding):
+                scheduler.tree(Kind.COLOCATED).insert(np.repeat(np.int32([1]), BLOCK), at)
+        for number in range(300):  # one for each
+            both.route(np.repeat(np.int32([2, number]), BLOCK), None)
+            both.now += 1 / 64
+        both.now += 64.0
+        views.clear()
+        looks.clear()
+        for number in range(100):
+            both.route(np.repeat(np.int32([1, 2, number]), BLOCK), str(number))
+            both.now += 1 / 64
+        assert len(views) <= 100 + 5, policy  # each decision of the one that looks at all
+        assert len(looks) < 100 * 20, policy
+
+
+def test_a_rank_of_its_own_minds_what_is_cached_unless_it_says_otherwise():
+    class Own(LeastLoad):
+        def rank(self, backlog, load, cached, exec_s):
+            return -cached, backlog
+
+    class Same(LeastLoad):
+        pass
+
+    class Neither(LeastLoad):
+        minds_cached = False
+
+        def rank(self, backlog, load, cached, exec_s):
+            return load, backlog
+
+    kinds = (LeastLoad, SessionId, LongestPrefix, QueuePlusExec, Own, Same, Neither)
+    assert [each.minds_cached for each in kinds] == [False, False, True, True, True, False, False]
+    both = Both(Own, Balance(cap=float("inf"), warmup_s=0), 30, [Kind.COLOCATED], [1.0], 0)
+    for scheduler in both.schedulers:
+        scheduler.tree(Kind.COLOCATED).insert(np.repeat(np.int32([1]), BLOCK), 17)
+    assert both.schedulers[0].route(Request(np.repeat(np.int32([1, 2]), BLOCK))).instance == 17
 
 
 def test_what_rounding_leaves_of_a_backlog_decides_nothing():

@@ -104,13 +104,19 @@ class Compiled:
         self._waves = fits.waves
         self._each = tuple(each.tolist())
         self._shared = tuple(shared.tolist())
-        self._all = tuple((each + shared).tolist())
+        self._all: tuple[float, ...] = tuple((each + shared).tolist())
         self._column_tiles = np.array([tiles for tiles, _ in self._products], dtype=np.int64)
         self._wave_s = np.array([seconds for _, seconds in self._products])
 
     def time_s(self, work: Work) -> float:
         """Seconds for one prompt."""
-        return dot(self._all, work.monomials()) + self._products_s(work.new)
+        return self.prompt_s(work.new, work.cached, work.blocks)
+
+    def prompt_s(self, new: int, cached: int, blocks: int) -> float:
+        """As time_s, for a router that asks several times in each decision: the same sums, written out."""
+        at = self._all
+        linear = at[0] * (new * cached) + at[1] * (new * new) + at[2] * (new + cached) + at[3] * new + at[4] * cached
+        return linear + at[5] * blocks + at[6] + at[7] + self._products_s(new)
 
     def batch_s(self, works: Sequence[Work]) -> float:
         """Seconds for several prompts in one forward pass."""
@@ -132,7 +138,10 @@ class Compiled:
     def _products_s(self, new: int) -> float:
         row_tiles = -(-new // self._waves.tile_rows)
         units = self._waves.units
-        return sum(wave_count(row_tiles, tiles, units) * seconds for tiles, seconds in self._products)
+        total = 0.0
+        for tiles, seconds in self._products:
+            total += -(-row_tiles * tiles // units) * seconds  # wave_count
+        return total
 
 
 def communication(model: ModelShape, parallel: Parallel, layers: int, sends: int) -> tuple[float, float]:

@@ -26,7 +26,7 @@ _FEW: Final = 4  # below that, arrays cost more than they save
 
 
 class CostModel:
-    """The operator-level cost model. Immutable, and all calls are pure.
+    """The operator-level cost model. Immutable, and all calls are pure; equal when it predicts by the same figures.
 
     Lengths are tokens: a prompt of `tokens`, of which the first `cached` have their KV already, so x = tokens and
     y = cached / tokens. At least one token is always computed, for its logits are wanted, however many are cached.
@@ -49,6 +49,15 @@ class CostModel:
         }
         self._whole = Compiled(model, fits, self.parallel, model.layers, sends=stages - 1)
         self._stage = Compiled(model, fits, self.parallel, -(-model.layers // stages), sends=min(1, stages - 1))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CostModel):
+            return NotImplemented
+        return self._made_of() == other._made_of()
+
+    def __hash__(self) -> int:
+        model, _, parallel, block_tokens = self._made_of()
+        return hash((model, parallel, block_tokens))
 
     @classmethod
     def fit(cls, profile: Profile, *, waves_from: Sequence[str] = ()) -> CostModel:
@@ -94,7 +103,11 @@ class CostModel:
             cached: Tokens of it that are cached.
             in_dram: Of these, tokens whose KV has to be swapped in first.
         """
-        return self._whole.time_s(self._work(tokens, cached)) + self.swap_in_s(in_dram)
+        if tokens < 1 or cached < 0:
+            raise _wrong(tokens, cached)
+        cached = cached if cached < tokens else tokens - 1
+        seconds = self._whole.prompt_s(tokens - cached, cached, -(-tokens // self.block_tokens))
+        return seconds + self.swap_in_s(in_dram) if in_dram else seconds
 
     def exec_many_s(self, tokens: int, cached: npt.NDArray[np.int64]) -> Floats:
         """exec_s of one prompt for many cached lengths at once; float64, as long as `cached`."""
@@ -151,11 +164,18 @@ class CostModel:
             if samples
         }
 
+    def _made_of(self) -> tuple[ModelShape, Fits, Parallel, int]:
+        return self.model, self.fits, self.parallel, self.block_tokens
+
     def _work(self, tokens: int, cached: int) -> Work:
         if tokens < 1 or cached < 0:
-            raise ArgumentError(f"a prompt of {tokens} tokens, {cached} of them cached")
+            raise _wrong(tokens, cached)
         cached = min(cached, tokens - 1)
         return Work(tokens - cached, cached, -(-tokens // self.block_tokens))
+
+
+def _wrong(tokens: int, cached: int) -> ArgumentError:
+    return ArgumentError(f"a prompt of {tokens} tokens, {cached} of them cached")
 
 
 def _share(work: Work) -> Work:

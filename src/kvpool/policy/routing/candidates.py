@@ -1,20 +1,33 @@
-"""What the trees say of one prompt: who of a load board holds how much of it."""
+"""What the trees say of one prompt: who of a load board holds how much of it.
+
+A prompt may be held by all of a thousand instances. What a tree found stays where it is; it is asked how much one
+instance holds, and for those that hold equally much.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.index import InstanceHits
 from kvpool.policy.routing.load import Floats, LoadBoard
 from kvpool.policy.routing.tree import Ints, PromptTree
 from kvpool.policy.routing.types import Holder
 
-__all__ = ["FEW", "Candidates", "Tokens"]
+__all__ = ["FEW", "Candidates", "Tokens", "Values"]
 
 Tokens = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
+
+class Values(Protocol):
+    """A number for each length that is held of a prompt."""
+
+    def __getitem__(self, at: int, /) -> float:
+        """By its place in `Candidates.lengths`; -1 is that of nothing."""
+
 
 FEW: Final = 64  # so many are looked at one by one; of more, arrays are made
 
@@ -23,102 +36,94 @@ class Candidates:
     """Who holds how much of a prompt.
 
     Args:
-        slots: Of those that hold some of it, the longest first.
-        lengths: The different lengths that are held, the longest first, and 0.
-        bounds: Where in `slots` each of these lengths begins, and their end.
-        size: Of the board.
+        board: Where the instances stand. A tree that somebody else feeds may know some that have left it, or come yet.
+        found: What the tree of each kind of instance says; an instance is in one of them.
+
+    Attributes:
+        lengths: The different numbers of tokens that are held, the longest first, and 0.
     """
 
-    __slots__ = ("_at", "bounds", "lengths", "slots")
+    __slots__ = ("_board", "_found", "_places", "lengths")
 
-    def __init__(self, slots: list[int] | Ints, lengths: list[int], bounds: list[int], size: int) -> None:
-        self.slots, self.lengths, self.bounds = slots, lengths, bounds
-        self._at: dict[int, int] | npt.NDArray[np.int16]  # the place in `lengths`, by slot
-        if len(slots) <= FEW:
-            self._at = {}
-            for at in range(len(bounds) - 1):
-                self._at.update(dict.fromkeys(slots[bounds[at] : bounds[at + 1]], at))
+    def __init__(self, board: LoadBoard, found: Sequence[InstanceHits]) -> None:
+        self._board = board
+        self._found = [(hits, hits.bounds) for hits in found]
+        self._places: list[list[int]] = []  # of each tree's lengths in `lengths`, where there are several trees
+        if len(found) == 1:
+            self.lengths = found[0].lengths
         else:
-            self._at = np.full(size, len(lengths) - 1, dtype=np.int16)
-            for at in range(len(bounds) - 1):
-                self._at[slots[bounds[at] : bounds[at + 1]]] = at
+            each = [hits.lengths for hits in found]
+            self.lengths = sorted({length for lengths in each for length in lengths}, reverse=True)
+            place = {length: at for at, length in enumerate(self.lengths)}
+            self._places = [[place[length] for length in lengths] for lengths in each]
+        self.lengths.append(0)
 
     @classmethod
     def find(cls, trees: Sequence[PromptTree], board: LoadBoard, tokens: Tokens, namespace: str) -> Candidates:
         """Asks the trees of all kinds of instance that stand on the board."""
-        if not trees:
-            return cls([], [0], [0], len(board))
-        matches = [tree.match(tokens, namespace) for tree in trees]
-        instances, held = matches[0]
-        if len(matches) > 1:
-            instances, held = (np.concatenate(parts) for parts in zip(*matches, strict=True))
-            order = np.argsort(-held, kind="stable")
-            instances, held = instances[order], held[order]
-        if len(instances) <= FEW:
-            return cls._of_few(board, instances, held)
-        slots = board.slots(instances)
-        if len(slots) and slots.min() < 0:  # a tree that somebody else feeds may know one that has left, or comes yet
-            slots, held = slots[slots >= 0], held[slots >= 0]
-        lengths, bounds, rising = [], [0], held[::-1]
-        while bounds[-1] < len(slots):
-            lengths.append(int(held[bounds[-1]]))
-            bounds.append(len(slots) - int(rising.searchsorted(lengths[-1])))
-        lengths.append(0)
-        return cls(slots.tolist() if len(slots) <= FEW else slots, lengths, bounds, len(board))
-
-    @classmethod
-    def _of_few(cls, board: LoadBoard, instances: Ints, held: Ints) -> Candidates:
-        """As `find`, without arrays, which take longer for few."""
-        slots: list[int] = []
-        lengths: list[int] = []
-        bounds: list[int] = []
-        for slot, length in zip(board.slots(instances).tolist(), held.tolist(), strict=True):
-            if slot >= 0:
-                if not lengths or length != lengths[-1]:
-                    lengths.append(length)
-                    bounds.append(len(slots))
-                slots.append(slot)
-        return cls(slots, [*lengths, 0], [*bounds, len(slots)], len(board))
+        return cls(board, [tree.find(tokens, namespace) for tree in trees])
 
     def at(self, slot: int) -> int:
         """What one of the board holds, as a place in `lengths`."""
-        if isinstance(self._at, dict):
-            return self._at.get(slot, len(self.lengths) - 1)
-        return int(self._at[slot])
+        instance = self._board.id_of(slot)
+        if not self._places:
+            return self._found[0][0].level(instance) if self._found else 0
+        for (hits, _), places in zip(self._found, self._places, strict=True):
+            level = hits.level(instance)
+            if level < len(places):
+                return places[level]
+        return len(self.lengths) - 1
 
-    def without(self, slots: Iterable[int]) -> Ints:
-        """Those of these slots that hold nothing."""
-        if isinstance(self._at, dict):
-            return np.array([slot for slot in slots if slot not in self._at], dtype=np.int64)
-        some: Ints = np.fromiter(slots, dtype=np.int64)
-        none: Ints = some[self._at[some] == len(self.lengths) - 1]
-        return none
+    def count(self, at: int) -> int:
+        """How many hold so much, those that are not on the board among them."""
+        return sum(stop - start for _, start, stop in self._spans(at))
 
-    def spread(self, values: Sequence[float], size: int) -> Floats:
-        """From a value for each of `lengths` to one for each of the `size` slots of the board."""
-        spread = np.full(size, values[-1], dtype=np.float64)
-        for value, start, stop in zip(values, self.bounds, self.bounds[1:], strict=False):
-            spread[self.slots[start:stop]] = value
+    def slots(self, at: int) -> Ints:
+        """Those of the board that hold so much; int64."""
+        parts = [self._board.slots(hits.instances(start, stop)) for hits, start, stop in self._spans(at)]
+        slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return slots[slots >= 0]
+
+    def few(self, at: int) -> list[int]:
+        """As `slots`, quicker for few."""
+        slot_of = self._board.slot_of
+        ids = [each for hits, start, stop in self._spans(at) for each in hits.instances(start, stop).tolist()]
+        return [slot for each in ids if (slot := slot_of(each)) >= 0]
+
+    def spread(self, values: Values) -> Floats:
+        """From a value for each place in `lengths` to one for each slot of the board."""
+        spread = np.full(len(self._board), values[-1], dtype=np.float64)
+        for at in range(len(self.lengths) - 1):
+            spread[self.slots(at)] = values[at]
         return spread
 
     def holders(self, board: LoadBoard, now: float, cached: int, room: int) -> list[Holder]:
         """At most `room` of those that hold more than `cached`: the longest first, of equals the least loaded."""
         holders: list[Holder] = []
-        for held, start, stop in zip(self.lengths, self.bounds, self.bounds[1:], strict=False):
+        for at, held in enumerate(self.lengths):
             left = room - len(holders)
             if held <= cached or left <= 0:
                 break
-            slots = self.slots[start:stop]
-            if len(slots) == 1:
-                ranked = [(0.0, board.id_of(int(slots[0])))]
-            elif len(slots) <= FEW:
-                ranked = sorted((board.load_of(int(slot), now), board.id_of(int(slot))) for slot in slots)[:left]
+            count = self.count(at)
+            if count <= FEW:
+                ranked = board.ranked(self.few(at), now)
             else:
-                some: Ints = np.asarray(slots)
+                some = self.slots(at)
                 load = board.load(now, some)
                 if len(some) > left:
                     least = load.argpartition(left - 1)[:left]
                     some, load = some[least], load[least]
                 ranked = sorted(zip(load.tolist(), board.ids[some].tolist(), strict=True))
-            holders += [Holder(instance, cached, held) for _, instance in ranked]
+            holders += [Holder(instance, cached, held) for _, instance in ranked[:left]]
         return holders
+
+    def _spans(self, at: int) -> Iterator[tuple[InstanceHits, int, int]]:
+        """Where in each tree's answer those stand that hold so much."""
+        if not self._places:
+            for hits, bounds in self._found:
+                yield hits, bounds[at], bounds[at + 1]
+            return
+        for (hits, bounds), places in zip(self._found, self._places, strict=True):
+            if at in places:
+                level = places.index(at)
+                yield hits, bounds[level], bounds[level + 1]

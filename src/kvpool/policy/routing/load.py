@@ -15,29 +15,25 @@ least loaded at hand.
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable
 from itertools import count
-from math import inf, ldexp, log
+from math import inf, log
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ArgumentError
 from kvpool.policy.routing.balance import Balance
+from kvpool.policy.routing.fading import Fading
 from kvpool.policy.routing.order import LoadOrder, Work
+from kvpool.policy.routing.places import Bools, Floats, Places
 
 __all__ = ["Bools", "Floats", "LoadBoard"]
 
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
-
-_IDS = 1 << 14  # instance ids are below that (kvpool.types)
-_ROOM = 16
 _SUMMED = 1 << 16  # changes after which sums are made anew: each rounds
-_HALVINGS = 64  # work that is done is counted as it was so many half-lives ago at most
 
 
-class LoadBoard:
+class LoadBoard(Places):
     """The instances of one role. A slot is an instance's place in the arrays; it changes when another one leaves.
 
     Args:
@@ -51,50 +47,30 @@ class LoadBoard:
     """
 
     def __init__(self, balance: Balance, drains: bool) -> None:
+        super().__init__()
         self.balance = balance
         self.order = LoadOrder()
         self.newcomers: set[int] = set()
         self._drains = drains
         # An instance that is busy for the share u of its time has a load of u * half_life / ln 2.
         self._idle_load = balance.idle * balance.half_life_s / log(2) if drains else 0.0
-        self._slot_of = np.full(_IDS, -1, dtype=np.int64)
-        self._queues: list[deque[tuple[int, float]]] = []  # of (number, work), in the order of arrival
         self._numbers = count()
-        self._then = 0.0  # `done` is as it was at this time, so nothing has to be done for it to fade
+        self._fading = Fading(balance.half_life_s)  # of what was done
         self._closed = 0
         self._warm_at = inf  # when the next newcomer is none any more
         self._most = 0.0  # the largest capacity of those that are no newcomers
         self._equal = True  # capacities
         self._sums = [0.0, 0.0, 0.0]  # unfinished, done, capacity, of those that are open; capacity without newcomers
         self._changes = 0  # since the sums were made
-        self._fading = 0.0, 1.0  # a time, and what is left then of what `done` counts
         self._moved: set[int] = set()  # slots whose place in the order has changed
-        self._ids = np.empty(_ROOM, dtype=np.int64)
-        self._open = np.empty(_ROOM, dtype=np.bool_)
-        self._model = np.empty(_ROOM, dtype=np.int64)
-        self._columns = np.empty((6, _ROOM))
-        self._name_columns()
-
-    def __len__(self) -> int:
-        return len(self._queues)
 
     # ---- who is there
 
     def add(self, instance: int, now: float, capacity: float = 1.0, model: int = 0) -> None:
         """An instance joins. Raises ArgumentError when it is there already, or is no id."""
-        if not 0 <= instance < _IDS:
-            raise ArgumentError(f"instance is {instance}; it must be from 0 to {_IDS - 1}")
-        if self._slot_of[instance] >= 0:
-            raise ArgumentError(f"instance {instance} is there already")
         if not capacity > 0:
             raise ArgumentError(f"capacity is {capacity}; it must be above 0")
-        slot = len(self)
-        if slot == len(self._ids):
-            self._grow()
-        self._ids[slot], self._open[slot], self._model[slot] = instance, True, model
-        self._columns[:, slot] = capacity, now, 0.0, 0.0, 0.0, 0.0
-        self._slot_of[instance] = slot
-        self._queues.append(deque())
+        slot = self._enter(instance, model, capacity, now)
         self._equal = self._equal and capacity == 1.0
         self.newcomers.add(slot)
         self._warm_at = min(self._warm_at, now + self.balance.warmup_s)
@@ -108,13 +84,7 @@ class LoadBoard:
         self._moved -= {slot, last}
         self.order.drop(slot)
         self.order.drop(last)
-        self._slot_of[self._ids[last]] = slot
-        self._slot_of[instance] = -1
-        for array in (self._ids, self._open, self._model):
-            array[slot] = array[last]
-        self._columns[:, slot] = self._columns[:, last]
-        self._queues[slot] = self._queues[last]
-        self._queues.pop()
+        self._leave(slot)
         self.newcomers.discard(slot)
         if last in self.newcomers:
             self.newcomers.remove(last)
@@ -136,45 +106,6 @@ class LoadBoard:
         elif slot not in self.newcomers:
             self._put(slot, float(self._since[slot]))
         self._sum()
-
-    def slot(self, instance: int) -> int:
-        """Raises ArgumentError for an instance that is not there."""
-        slot: int = self._slot_of.item(instance) if 0 <= instance < _IDS else -1
-        if slot < 0:
-            raise ArgumentError(f"instance {instance} is not there")
-        return slot
-
-    def slots(self, instances: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Slots of many; -1 for those that are not there. REQUIRES: ids below 2^14."""
-        return self._slot_of[instances]
-
-    def id_of(self, slot: int) -> int:
-        """The instance."""
-        return int(self._ids.item(slot))
-
-    def is_open_at(self, slot: int) -> bool:
-        """Whether it gets new work."""
-        return bool(self._open.item(slot))
-
-    def has_open(self, instance: int) -> bool:
-        """Whether an instance is there and gets new work. REQUIRES: an id below 2^14."""
-        slot: int = self._slot_of.item(instance)
-        return slot >= 0 and bool(self._open[slot])
-
-    @property
-    def ids(self) -> npt.NDArray[np.int64]:
-        """Instances by slot; a view."""
-        return self._ids[: len(self)]
-
-    @property
-    def models(self) -> npt.NDArray[np.int64]:
-        """What `add` was given, by slot; a view."""
-        return self._model[: len(self)]
-
-    @property
-    def is_open(self) -> Bools:
-        """Whether each gets new work, by slot; a view."""
-        return self._open[: len(self)]
 
     @property
     def closed(self) -> int:
@@ -207,13 +138,14 @@ class LoadBoard:
         _, work = queue[at]
         del queue[at]
         before = self._unfinished.item(slot)
-        after = max(0.0, before - work) if queue else 0.0  # no dust of rounding
+        # No dust of rounding where one is left: what waits behind it is nothing, and alike for all of whom that is so.
+        after = max(0.0, before - work) if len(queue) > 1 else queue[0][1] if queue else 0.0
         self._unfinished[slot] = after
         if at == 0:
             self._head[slot], self._since[slot] = (queue[0][1], now) if queue else (0.0, 0.0)
         grown = 0.0
         if done:
-            grown = work / self._faded(now)
+            grown = work / self._fading.left(now)
             self._done[slot] += grown
         self._changed(slot, after - before, grown, now)
 
@@ -226,10 +158,18 @@ class LoadBoard:
 
     def load_of(self, slot: int, now: float) -> float:
         """As `load`."""
-        load: float = self._unfinished.item(slot) + self._done.item(slot) * self._faded(now)
+        load: float = self._unfinished.item(slot) + self._done.item(slot) * self._fading.left(now)
         if self._equal and not self.newcomers:
             return load
         return load / self._share_of(slot, now)
+
+    def ranked(self, slots: Iterable[int], now: float) -> list[tuple[float, int]]:
+        """(load, instance) of some, in that order; quicker than as arrays for few."""
+        if not self._equal or self.newcomers:
+            return sorted([(self.load_of(slot, now), self.id_of(slot)) for slot in slots])
+        unfinished, done, ids = self._unfinished.item, self._done.item, self._ids.item
+        faded = self._fading.left(now)
+        return sorted([(unfinished(slot) + done(slot) * faded, ids(slot)) for slot in slots])
 
     def model_of(self, slot: int) -> int:
         """What `add` was given."""
@@ -243,12 +183,12 @@ class LoadBoard:
         capacity += sum(self._capacity_of(slot, now) for slot in self.newcomers if self._open[slot])
         if not capacity:
             return 0.0
-        mean = (unfinished + done * self._faded(now)) / (capacity / self._largest(now))
+        mean = (unfinished + done * self._fading.left(now)) / (capacity / self._largest(now))
         return max(self.balance.cap * mean, self._idle_load) + self.balance.slack * work
 
     def faded(self, now: float) -> float:
         """What work that was done counts of what `order` has of it, where all capacities count in full."""
-        return self._faded(now) * self.largest(now)
+        return self._fading.left(now) * self.largest(now)
 
     def largest(self, now: float) -> float:
         """The capacity that is a share of 1."""
@@ -269,6 +209,10 @@ class LoadBoard:
         for slot in self.order.overdue(now):
             self._put(slot, now)
 
+    def enter_anew(self, slots: Iterable[int]) -> None:
+        """Their places in `order` are to be those of the next `refresh`. REQUIRES: they are in it."""
+        self._moved.update(slots)
+
     # ---- of all
 
     def backlog(self, now: float, slots: npt.NDArray[np.int64] | None = None) -> Floats:
@@ -281,7 +225,7 @@ class LoadBoard:
     def load(self, now: float, slots: npt.NDArray[np.int64] | None = None) -> Floats:
         """Unfinished work and what was done lately, for each unit of share; by slot, of all or of some."""
         some = slice(len(self)) if slots is None else slots
-        load: Floats = self._unfinished[some] + self._done[some] * self._faded(now)
+        load: Floats = self._unfinished[some] + self._done[some] * self._fading.left(now)
         if self._equal and not self.newcomers:
             return load
         share = self._share(now)
@@ -334,20 +278,11 @@ class LoadBoard:
             most = max(most, self._capacity_of(slot, now))
         return most
 
-    def _faded(self, now: float) -> float:
-        """What is left of work that was done when `_done` was as it is."""
-        if now != self._fading[0]:
-            self._fading = now, 0.5 ** (max(0.0, now - self._then) / self.balance.half_life_s)
-        return self._fading[1]
-
     def _rebase_if_due(self, now: float) -> None:
-        """Counts work that was done as it is now, by a power of two: so nothing is rounded."""
-        if now - self._then <= _HALVINGS * self.balance.half_life_s:
+        """Counts work that was done as it is now."""
+        if not self._fading.is_due(now):
             return
-        half_life_s = self.balance.half_life_s
-        factor = ldexp(1.0, -int(min((now - self._then) // half_life_s, 1e4)))
-        self._then = now - (now - self._then) % half_life_s
-        self._fading = -inf, 0.0  # no longer
+        factor = self._fading.move_on(now)
         self._done[: len(self)] *= factor
         self.order.scale(factor)
         self._sum()
@@ -367,7 +302,8 @@ class LoadBoard:
         if self._queues[slot]:
             head = self._head.item(slot) if self._drains else 0.0
             work = Work(self._unfinished.item(slot), head, self._since.item(slot))
-        self.order.put(slot, work, self._done.item(slot), self._capacity.item(slot), now)
+        faded = self._fading.left_lately(now)
+        self.order.put(slot, work, self._done.item(slot), self._capacity.item(slot), now, faded)
 
     def _changed(self, slot: int, unfinished: float, done: float, now: float) -> None:
         """So much more is unfinished and done, counted as `_done` is."""
@@ -393,13 +329,3 @@ class LoadBoard:
             float(capacity[opened & settled].sum()),
         ]
         self._changes = 0
-
-    def _grow(self) -> None:
-        self._ids, self._open, self._model = (
-            np.concatenate([old, np.empty_like(old)]) for old in (self._ids, self._open, self._model)
-        )
-        self._columns = np.concatenate([self._columns, np.empty_like(self._columns)], axis=1)
-        self._name_columns()
-
-    def _name_columns(self) -> None:
-        self._capacity, self._joined, self._unfinished, self._head, self._since, self._done = self._columns

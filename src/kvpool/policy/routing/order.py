@@ -5,8 +5,13 @@ changes by time alone, but where an instance has passed the predicted end of wha
 
     idle      nothing to do                              by what each did lately, for its capacity
     running   the head of the queue is under way         by when all that waits will be done
-    waiting   the head takes longer than predicted, or   by what waits behind it, then by what is unfinished, for its
-              work does not pass by itself               capacity: a bound of the load from below
+    waiting   the head takes longer than predicted, or   by what waits behind it, then by its load when it was entered,
+              work does not pass by itself               as if all of that faded from then on: a bound from below
+
+Behind a head that takes longer than predicted there is often nothing, so many have the same backlog there. What is
+unfinished does not fade, so that bound gets looser as time passes; who looks at an instance in vain enters it anew. Of
+those that have done and have to do the very same, entered at about the same time, only the first has to be looked at:
+they stand side by side.
 
 Here are instances that take new work and are no newcomers (`LoadBoard`). A change costs two searches in a sorted list,
 and moving what lies behind in memory: a few microseconds at the 16,384 instances that there can be.
@@ -40,13 +45,14 @@ class LoadOrder:
     Attributes:
         idle: (what it did lately for its capacity, slot).
         running: (when it is free, slot).
-        waiting: (its backlog, unfinished work for its capacity, slot).
+        waiting: (its backlog, what it would have done lately for its capacity if that were all of its load, what is
+            unfinished, what it did lately, its capacity, slot).
     """
 
     def __init__(self) -> None:
         self.idle: list[tuple[float, int]] = []
         self.running: list[tuple[float, int]] = []
-        self.waiting: list[tuple[float, float, int]] = []
+        self.waiting: list[tuple[float, float, float, float, float, int]] = []
         self._due: list[tuple[float, int]] = []  # when what runs there should be done
         self._entries: dict[int, tuple[list[Any], Any, tuple[float, int] | None]] = {}
 
@@ -56,7 +62,7 @@ class LoadOrder:
     def __contains__(self, slot: int) -> bool:
         return slot in self._entries
 
-    def put(self, slot: int, work: Work | None, done: float, capacity: float, now: float) -> None:
+    def put(self, slot: int, work: Work | None, done: float, capacity: float, now: float, faded: float) -> None:
         """Enters an instance, or enters it anew.
 
         Args:
@@ -65,8 +71,8 @@ class LoadOrder:
             done: What it did lately, in any unit that is the same for all.
             capacity: Relative to the others'.
             now: Seconds.
+            faded: What is left by then, or was left a moment before, of what `done` counts; not 0.
         """
-        self.drop(slot)
         entry: Any
         due = None
         if work is None:
@@ -76,11 +82,18 @@ class LoadOrder:
             line = self.running
             entry = work.since + work.unfinished, slot
             due = work.since + work.head, slot
-            insort(self._due, due)
         else:
             line = self.waiting
-            entry = work.unfinished - work.head, work.unfinished / capacity, slot
+            bound = (work.unfinished / faded + done) / capacity
+            entry = work.unfinished - work.head, bound, work.unfinished, done, capacity, slot
+        before = self._entries.get(slot)
+        if before is not None:
+            if before[0] is line and before[1] == entry and before[2] == due:
+                return
+            self.drop(slot)
         insort(line, entry)
+        if due is not None:
+            insort(self._due, due)
         self._entries[slot] = line, entry, due
 
     def drop(self, slot: int) -> None:
@@ -101,8 +114,11 @@ class LoadOrder:
 
     def scale(self, factor: float) -> None:
         """What was done lately counts so many times what it did, for all."""
-        for at, (done, slot) in enumerate(self.idle):
-            entry = done * factor, slot
-            self.idle[at] = entry
-            self._entries[slot] = self.idle, entry, None
-        self.idle.sort()  # what has become nothing is alike
+        self.idle[:] = sorted((done * factor, slot) for done, slot in self.idle)  # what has become nothing is alike
+        self.waiting[:] = sorted(
+            (backlog, bound * factor, unfinished, done * factor, capacity, slot)
+            for backlog, bound, unfinished, done, capacity, slot in self.waiting
+        )
+        for line in (self.idle, self.waiting):
+            for entry in line:
+                self._entries[entry[-1]] = line, entry, None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,19 @@ class Ranking:
 
     Of two that hold equally much and take equally long for it, the one with more backlog and load is never before the
     one with less.
+
+    Attributes:
+        minds_cached: Whether what an instance holds, and what the prompt takes there, make a difference to its rank. If
+            not, those that hold some are not searched through. True for a class that has a `rank` of its own, unless it
+            says otherwise itself.
     """
+
+    minds_cached: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "rank" in vars(cls) and "minds_cached" not in vars(cls):
+            cls.minds_cached = True  # whatever the class says whose rank it replaces
 
     def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
         """What decides: where the first figure is least; of equals, where the second one is; and so on.
@@ -133,6 +145,8 @@ def first_of(ranks: tuple[Any, ...], count: int) -> npt.NDArray[np.intp]:
 class LeastLoad(Ranking):
     """The instance that is free first, whatever it holds."""
 
+    minds_cached = False
+
     def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
         """As Ranking.rank."""
         return backlog, load
@@ -172,6 +186,8 @@ class SessionId(Ranking):
             which moves only the sessions of an instance that leaves. A hash looks at all instances.
         sessions_max: Sessions that are remembered; the longest unused is forgotten first. "hash" remembers none.
     """
+
+    minds_cached = False
 
     def __init__(self, first: Literal["least-load", "hash"] = "least-load", sessions_max: int = 1_000_000) -> None:
         if first not in ("least-load", "hash") or sessions_max < 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,17 +17,16 @@ from kvpool.errors import ArgumentError, StateError
 from kvpool.index import MovedEvent, RemovedEvent, StoredEvent
 from kvpool.policy.cost import CostModel, KVTransfer
 from kvpool.policy.routing.balance import Balance
-from kvpool.policy.routing.candidates import Candidates, Tokens
+from kvpool.policy.routing.candidates import Candidates, Tokens, Values
 from kvpool.policy.routing.load import LoadBoard
 from kvpool.policy.routing.policies import LongestPrefix, Policy, QueuePlusExec, Ranking, View
+from kvpool.policy.routing.predictions import Models, Times
 from kvpool.policy.routing.search import find_best
 from kvpool.policy.routing.tree import BLOCKS_MAX, PromptTree
 from kvpool.policy.routing.types import Decision, Fetch, Holder, Kind, Request
 from kvpool.types import TokenVector
 
 __all__ = ["GlobalScheduler", "TransferModel"]
-
-_FEW: Final = 4  # below that, arrays cost more than they save
 
 TransferModel = KVTransfer | Callable[[int, int], KVTransfer | None]  # from an instance to another
 
@@ -91,7 +90,7 @@ class GlobalScheduler:
         self._transfer = transfer
         self._learn_at_dispatch = learn_at == "dispatch"
         self._holders_max = holders_max
-        self._models = [model]
+        self._models = Models(model)
         self._trees = {kind: PromptTree(model.block_tokens, clock, ttl_s, blocks_max) for kind in Kind}
         self._prefill = LoadBoard(balance or Balance(), drains=True)
         self._decode = LoadBoard(balance or Balance(), drains=False)
@@ -122,24 +121,25 @@ class GlobalScheduler:
         """
         if instance in self._instances:
             raise ArgumentError(f"instance {instance} is there already")
-        if model is not None and model.block_tokens != self._models[0].block_tokens:
-            raise ArgumentError(f"blocks of {model.block_tokens} tokens; the fleet has {self._models[0].block_tokens}")
-        number = 0
-        if model is not None and model not in self._models:
-            self._models.append(model)
-        if model is not None:
-            number = self._models.index(model)
-        self._board(kind).add(instance, self._clock(), capacity, number)
+        own = self._models.checked(model)
+        self._board(kind).add(instance, self._clock(), capacity, self._models.number(own))
+        self._models.take(own)
         self._instances[instance] = _Instance(kind, by_events)
         self._kinds[kind] += 1
 
     def remove_instance(self, instance: int) -> None:
         """An instance is gone, and what it held. Its requests end by `failed`, as the router notices."""
         kind = self._known(instance).kind
-        self._board(kind).remove(instance)
+        board = self._board(kind)
+        number = board.model_of(board.slot(instance))
+        board.remove(instance)
         self._trees[kind].forget(instance)
         del self._instances[instance]
         self._kinds[kind] -= 1
+        moved = self._models.give_back(number)
+        if moved is not None:
+            for each in (self._prefill, self._decode):
+                each.renumber_model(moved, number)
 
     def drain(self, instance: int) -> None:
         """The instance gets no new requests, but others may fetch from it. `resume` ends it."""
@@ -188,12 +188,11 @@ class GlobalScheduler:
         board = self._prefill
         found = self._find(board, tokens, request.namespace, Kind.COLOCATED, Kind.PREFILL)
         # What a prompt takes depends on the instance's model and on how much it holds: few of either.
-        times = [_exec_s(model, len(tokens), found.lengths) for model in self._models]
-        most_s = max(each[-1] for each in times)
-        slot = self._choose(self._policy, board, found, times, most_s, now, request.session)
-        number, at = board.model_of(slot), found.at(slot)
-        instance, cached, exec_s = board.id_of(slot), found.lengths[at], times[number][at]
-        model = self._models[number]
+        times = [Times(model, len(tokens), found.lengths) for model in self._models]
+        slot = self._choose(self._policy, board, found, times, now, request.session)
+        instance, cached = board.id_of(slot), found.lengths[found.at(slot)]
+        own = times[board.model_of(slot)]
+        exec_s, model = own.of(cached), own.model
 
         room = self._holders_max
         holders = found.holders(board, now, cached, room)
@@ -202,15 +201,14 @@ class GlobalScheduler:
             decoders = self._find(self._decode, tokens, request.namespace, Kind.DECODE)
             if self._instances[instance].kind is Kind.PREFILL:
                 decode, decode_cached = self._choose_decode(decoders, len(tokens), now, request.session)
-            if len(decoders.slots):
+            if len(decoders.lengths) > 1:
                 holders += decoders.holders(self._decode, now, cached, room)
                 holders = sorted(holders, key=lambda holder: -holder.stop)[:room]
         elif self._instances[instance].kind is Kind.PREFILL:
             raise StateError(f"none of {len(self._decode)} instances decodes what others prefill")
         fetch = None
         if holders and self._transfer is not None:
-            own_s = dict(zip(found.lengths, times[number], strict=True))
-            fetch = self._fetch(instance, holders, lambda held: own_s.get(held) or model.exec_s(len(tokens), held))
+            fetch = self._fetch(instance, holders, own)
         queue_s = board.backlog_of(slot, now)
         spent_s = exec_s - (fetch.saved_s - fetch.transfer_s if fetch else 0.0)
         occupied_s = spent_s if model.parallel.pp == 1 else model.stage_s(len(tokens), cached)
@@ -291,8 +289,7 @@ class GlobalScheduler:
         policy: Policy,
         board: LoadBoard,
         found: Candidates,
-        exec_s: Sequence[Sequence[float]],
-        most: float,
+        exec_s: Sequence[Values],
         now: float,
         session: str | None,
     ) -> int:
@@ -302,8 +299,7 @@ class GlobalScheduler:
             policy: That decides.
             board: Of those that it decides among.
             found: Who of them holds how much.
-            exec_s: What the prompt takes, for each model and for each of `found.lengths`.
-            most: The most of it, for the load cap.
+            exec_s: What the prompt takes, for each model; the most of it is for the load cap.
             now: Seconds.
             session: Of the request.
         """
@@ -313,38 +309,36 @@ class GlobalScheduler:
         if isinstance(policy, Ranking) and policy.ranks(session):
             home = policy.home(session)
             at_home = home >= 0 and board.has_open(home)
-            slot = board.slot(home) if at_home else find_best(policy, board, found, exec_s, now, most)
+            slot = board.slot(home) if at_home else find_best(policy, board, found, exec_s, now, _most(exec_s))
             if slot is not None:
                 policy.sent(session, board.id_of(slot))
                 return slot
-        return policy.choose(self._view(board, found, exec_s, most, now, session))
+        return policy.choose(self._view(board, found, exec_s, now, session))
 
     def _view(
         self,
         board: LoadBoard,
         found: Candidates,
-        exec_s: Sequence[Sequence[float]],
-        most: float,
+        exec_s: Sequence[Values],
         now: float,
         session: str | None,
     ) -> View:
         """All instances."""
-        size = len(board)
-        spread = found.spread(exec_s[0], size)
+        spread = found.spread(exec_s[0])
         for number, other in enumerate(exec_s[1:], start=1):
-            spread = np.where(board.models == number, found.spread(other, size), spread)
-        cached = found.spread(found.lengths, size).astype(np.int64)
+            spread = np.where(board.models == number, found.spread(other), spread)
+        cached = found.spread(found.lengths).astype(np.int64)
         load = board.load(now)
-        allowed = board.may_get_more(load, now, most)
+        allowed = board.may_get_more(load, now, _most(exec_s))
         return View(board.ids, cached, board.backlog(now), spread, load, board.is_open, allowed, session)
 
     def _choose_decode(self, found: Candidates, tokens: int, now: float, session: str | None) -> tuple[int, int]:
         board = self._decode
         missing = [float(tokens - held) for held in found.lengths]
-        slot = self._choose(self._decode_policy, board, found, [missing], float(tokens), now, session)
+        slot = self._choose(self._decode_policy, board, found, [missing], now, session)
         return board.id_of(slot), found.lengths[found.at(slot)]
 
-    def _fetch(self, instance: int, holders: Sequence[Holder], exec_s: Callable[[int], float]) -> Fetch | None:
+    def _fetch(self, instance: int, holders: Sequence[Holder], own: Times) -> Fetch | None:
         """The holder from which fetching gains the most, if any does (eq. 2)."""
         best: Fetch | None = None
         best_gain_s, last_stop = 0.0, 0
@@ -358,7 +352,7 @@ class GlobalScheduler:
             if transfer is None:
                 continue
             transfer_s = transfer.time_s(holder.stop - holder.start)
-            saved_s = exec_s(holder.start) - exec_s(holder.stop)
+            saved_s = own.of(holder.start) - own.of(holder.stop)
             if saved_s - transfer_s > best_gain_s or (best is None and saved_s == transfer_s):
                 best, best_gain_s = Fetch(*holder, transfer_s, saved_s), saved_s - transfer_s
         return best
@@ -381,11 +375,8 @@ class GlobalScheduler:
             self._decode.finish(flight.decode, flight.decode_work, self._clock(), done)
 
 
-def _exec_s(model: CostModel, tokens: int, cached: Sequence[int]) -> list[float]:
-    """What a prompt takes for each of these cached lengths."""
-    if len(cached) <= _FEW:
-        return [model.exec_s(tokens, each) for each in cached]
-    return [float(each) for each in model.exec_many_s(tokens, np.array(cached))]
+def _most(exec_s: Sequence[Values]) -> float:
+    return exec_s[0][-1] if len(exec_s) == 1 else max(times[-1] for times in exec_s)
 
 
 def _as_array(tokens: TokenVector) -> Tokens:

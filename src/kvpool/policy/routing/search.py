@@ -1,10 +1,12 @@
-"""The instance that a policy would choose of all, found by looking at few.
+"""What a ranking policy chooses, found by looking at few.
 
 An instance is chosen by its backlog, its load, and how much it holds of the prompt. So
 
-  - of those that hold some of it, each is looked at: as arrays where they are many;
-  - of those that hold nothing, only the least loaded that the load cap allows is in question. The board's order is
-    followed until what comes then cannot be better than the best one so far.
+  - of those that hold equally much, only the least loaded that the load cap allows is in question;
+  - where even one with nothing to do could not come before the best one so far, none of them is looked at;
+  - where they are few, each is looked at. Where they are many, all those that hold nothing among them, the board's
+    order is followed until what comes then cannot be better than the best one so far. It may be long until it comes
+    to one that holds something, for those are the busy ones: then all that hold as much are looked at, as arrays.
 
 What is found is what the policy would find in a view of all instances: the same figures are compared in the same way.
 Where the order does not lead there soon (much was done lately where little waits, so that the load cap forbids many in
@@ -13,12 +15,12 @@ a row), nothing is found, and all instances have to be looked at.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from math import inf
 from typing import Any, Final
 
-import numpy as np
-
-from kvpool.policy.routing.candidates import FEW, Candidates
+from kvpool.policy.routing.candidates import FEW, Candidates, Values
 from kvpool.policy.routing.load import LoadBoard
 from kvpool.policy.routing.policies import TOLERANCE, Ranking, first_of
 from kvpool.policy.routing.tree import Ints
@@ -26,17 +28,14 @@ from kvpool.policy.routing.tree import Ints
 __all__ = ["find_best"]
 
 _STEPS: Final = 64  # looking at so many takes as long as looking at a few thousand as arrays
-_FEW_ALIKE: Final = 8  # are looked at one by one
+_STEPS_HELD: Final = 6  # and at so many, as looking at those of a thousand that hold equally much
+_FEW_ALIKE: Final = 12  # are looked at one by one
+_DENSE: Final = 16  # of so many of the board at least one, and its order soon leads to some
 _NEAR: Final = 1e-14  # of a time or a load: what two ways to compute it differ by is less
 
 
 def find_best(
-    policy: Ranking,
-    board: LoadBoard,
-    found: Candidates,
-    exec_s: Sequence[Sequence[float]],
-    now: float,
-    work: float,
+    policy: Ranking, board: LoadBoard, found: Candidates, exec_s: Sequence[Values], now: float, work: float
 ) -> int | None:
     """The slot that the policy ranks first.
 
@@ -55,11 +54,12 @@ def find_best(
     if len(board.newcomers) > FEW:
         return None
     search = _Search(policy, board, found, exec_s, now, board.limit(now, work))
-    search.look_at_holders()
-    if search.done:
-        return search.slot
-    board.refresh(now)
-    return search.slot if search.follow_idle() and search.follow_busy() and search.slot >= 0 else None
+    search.look_at_few()
+    if search.goes_on():
+        board.refresh(now)
+        if not (search.follow_idle() and search.follow_running() and search.follow_waiting()):
+            return None
+    return search.slot if search.slot >= 0 else None
 
 
 class _Search:
@@ -70,7 +70,7 @@ class _Search:
         policy: Ranking,
         board: LoadBoard,
         found: Candidates,
-        exec_s: Sequence[Sequence[float]],
+        exec_s: Sequence[Values],
         now: float,
         limit: float,
     ) -> None:
@@ -79,71 +79,108 @@ class _Search:
         self._exec_s, self._now, self._limit = exec_s, now, limit
         self._best: tuple[Any, ...] = ()
         self._none = len(found.lengths) - 1  # the place in `lengths` of those that hold nothing
-        self._least_s = min(times[-1] for times in exec_s)  # that it takes one of them
+        self._followed: list[int] = []  # places in `lengths` of those that the board's order is followed for
         self._left = _STEPS
 
-    @property
-    def done(self) -> bool:
-        """Whether none of those that hold nothing can come before the best one so far, however little they do."""
-        return self._hopeless(0.0, 0.0)
+    def goes_on(self) -> bool:
+        """Whether one of those that the order is followed for may come before the best one so far."""
+        self._followed = [at for at in self._followed if not self._is_hopeless(at, 0.0, 0.0)]
+        return bool(self._followed)
 
-    def look_at_holders(self) -> None:
-        """All of them, and all newcomers: these stand in no order."""
-        found, bounds = self._found, self._found.bounds
-        for at in range(self._none):
-            slots = found.slots[bounds[at] : bounds[at + 1]]
-            if len(slots) > _FEW_ALIKE:
-                self._consider_many(np.asarray(slots), at)
+    def look_at_few(self) -> None:
+        """Newcomers, which stand in no order, and those that hold some where few hold so much."""
+        found, size = self._found, len(self._board)
+        for at in range(self._none if self._policy.minds_cached else 0):
+            if self._is_hopeless(at, 0.0, 0.0):
+                continue
+            count = found.count(at)
+            if count <= _FEW_ALIKE:
+                for slot in found.few(at):
+                    self._consider(slot, at)
+            elif count * _DENSE < size:
+                self._consider_many(found.slots(at), at)
             else:
-                for slot in slots:
-                    self._consider(int(slot), at)
+                self._followed.append(at)
+        self._followed.append(self._none)
         for slot in self._board.newcomers:
-            self._consider(slot, found.at(slot))
+            self._consider(slot, self._at(slot))
 
     def follow_idle(self) -> bool:
         """Those that have nothing to do: the first that may get more is the best of a model. False to give up."""
-        board, found = self._board, self._found
+        board = self._board
         faded = board.faded(self._now)
-        models: set[int] = set()
+        found: set[tuple[int, int]] = set()
         for done, slot in board.order.idle:
             load = done * faded
             if load * (1 - _NEAR) > self._limit or self._hopeless(0.0, load, slot < self.slot):
                 break
-            self._left -= 1
-            if self._left < 0:
+            if not self._step():
                 return False
-            if found.at(slot) == self._none and self._consider(slot, self._none):
-                models.add(board.model_of(slot))
-                if len(models) == len(self._exec_s):
+            at = self._at(slot)
+            if at in self._followed and self._consider(slot, at):
+                found.add((at, board.model_of(slot)))
+                if len(found) == len(self._followed) * len(self._exec_s):
                     break
         return True
 
-    def follow_busy(self) -> bool:
-        """The others, both orders of them. False to give up."""
-        order, now = self._board.order, self._now
-        for free_at, slot in order.running:
-            if self._hopeless(free_at - now - _NEAR * abs(free_at), 0.0):
+    def follow_running(self) -> bool:
+        """Those whose work is done at a time that is known. False to give up."""
+        for free_at, slot in self._board.order.running:
+            if self._hopeless(free_at - self._now - _NEAR * abs(free_at), 0.0):
                 break
-            self._left -= 1
-            if self._left < 0:
+            if not self._step():
                 return False
-            if self._found.at(slot) == self._none:
-                self._consider(slot, self._none)
-        # Many may wait equally long, nothing at all where the last request takes longer than predicted, and their order
-        # is then a bound only.
-        waiting = order.waiting
-        first, end = 0, len(waiting)
-        while first < end:
-            middle = (first + end) // 2
-            if self._hopeless(waiting[middle][0], 0.0):  # not by load, which is in no order where backlogs are dust
-                end = middle
-            else:
-                first = middle + 1
-        if end:
-            self._consider_many(self._found.without(slot for _, _, slot in waiting[:end]), self._none)
+            at = self._at(slot)
+            if at in self._followed:
+                self._consider(slot, at)
         return True
 
+    def follow_waiting(self) -> bool:
+        """Those whose backlog stands still; many may have the same one. False to give up."""
+        board, waiting = self._board, self._board.order.waiting
+        faded = board.faded(self._now) * (1 - _NEAR)
+        place, tried = 0, []
+        alike: list[float] = []
+        found: set[tuple[int, int]] = set()  # of those that are alike
+        while place < len(waiting):
+            *figures, slot = waiting[place]
+            backlog, least = figures[0], figures[1] * faded
+            if self._hopeless(backlog, 0.0):
+                break
+            if least > self._limit or self._hopeless(backlog, least, slot < self.slot):
+                place = bisect_left(waiting, (backlog, inf, inf), place)  # of one backlog, loads rise
+                continue
+            if not self._step():
+                break
+            place += 1
+            at = self._at(slot)
+            if at not in self._followed:
+                continue
+            self._consider(slot, at)
+            tried.append(slot)
+            if figures != alike:
+                alike, found = figures, set()
+            found.add((at, board.model_of(slot)))
+            if len(found) == len(self._followed) * len(self._exec_s):
+                place = bisect_left(waiting, (*figures, inf), place)
+        board.enter_anew(tried)
+        return self._left >= 0
+
     # ---- inside
+
+    def _step(self) -> bool:
+        """One more is looked at; False to give up."""
+        self._left -= 1
+        if self._left < _STEPS - _STEPS_HELD and self._followed and self._followed[0] != self._none:
+            held = [at for at in self._followed if at != self._none]
+            for at in held:
+                self._consider_many(self._found.slots(at), at)
+            self._followed = self._followed[len(held) :]  # the last one is `_none`, if it is there
+        return self._left >= 0
+
+    def _at(self, slot: int) -> int:
+        """What one holds, where that makes a difference."""
+        return self._found.at(slot) if self._policy.minds_cached else self._none
 
     def _consider_many(self, slots: Ints, at: int) -> None:
         """Looks at the least loaded of those that hold equally much and may get more, of each model."""
@@ -170,17 +207,22 @@ class _Search:
         return True
 
     def _hopeless(self, backlog: float, load: float, where_equal: bool = True) -> bool:
-        """Whether who holds nothing and has at least so much to do cannot come before the best one so far."""
+        """Whether nobody that is followed, has at least so much to do, can come before the best one so far."""
+        return all(self._is_hopeless(at, backlog, load, where_equal) for at in self._followed)
+
+    def _is_hopeless(self, at: int, backlog: float, load: float, where_equal: bool = True) -> bool:
+        """As `_hopeless`, of those that hold so much."""
         if self.slot < 0:
             return False
-        rank = self._policy.rank(backlog, load, 0, self._least_s)
+        exec_s = self._exec_s[0][at] if len(self._exec_s) == 1 else min(times[at] for times in self._exec_s)
+        rank = self._policy.rank(backlog, load, self._found.lengths[at], exec_s)
         return not _before(rank, self._best, where_equal)
 
 
 def _before(rank: tuple[Any, ...], other: tuple[Any, ...], where_equal: bool) -> bool:
     """Whether a rank comes before another one; figures that differ by rounding are equal, but for the last."""
     for mine, theirs in zip(rank[:-1], other[:-1], strict=True):
-        if abs(mine - theirs) > TOLERANCE * abs(theirs if theirs < mine else mine):
+        if mine != theirs and abs(mine - theirs) > TOLERANCE * abs(theirs if theirs < mine else mine):
             return bool(mine < theirs)
     mine, theirs = rank[-1], other[-1]
     return bool(mine < theirs or (where_equal and mine == theirs))

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ArgumentError
-from kvpool.index import InstanceIndex, MovedEvent, RemovedEvent, StoredEvent
+from kvpool.index import InstanceHits, InstanceIndex, MovedEvent, RemovedEvent, StoredEvent
 from kvpool.types import TokenVector
 
 __all__ = ["BLOCKS_MAX", "Ints", "PromptTree"]
@@ -72,6 +72,10 @@ class PromptTree:
     def match(self, tokens: TokenVector, namespace: str = "") -> tuple[Ints, Ints]:
         """The instances that hold the first block of a prompt, and how many tokens of it each holds: longest first."""
         return self._index.match_arrays(tokens, None, namespace)
+
+    def find(self, tokens: TokenVector, namespace: str = "") -> InstanceHits:
+        """As match, to be asked how much one instance holds, or who holds so much."""
+        return self._index.find(tokens, namespace)
 
     def insert(self, tokens: TokenVector, instance: int, namespace: str = "") -> int:
         """The instance holds the prompt, or soon will; for `ttl_s` from now. Returns how many blocks are new."""

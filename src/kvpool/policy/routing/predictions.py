@@ -1,0 +1,97 @@
+"""The cost models of a fleet, and what one prompt takes with each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvpool.errors import ArgumentError
+from kvpool.policy.cost import CostModel
+
+__all__ = ["Models", "Times"]
+
+_FEW: Final = 8  # below that, arrays cost more than they save
+
+
+class Models:
+    """The fleet's model, number 0, and each other one that an instance has. Equal ones are one.
+
+    Each decision asks all of them, so one that nobody has any more is let go of.
+
+    Args:
+        model: The fleet's; it stays.
+    """
+
+    def __init__(self, model: CostModel) -> None:
+        self._models = [model]
+        self._users = [0]  # how many instances have each
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __iter__(self) -> Iterator[CostModel]:
+        return iter(self._models)
+
+    def checked(self, model: CostModel | None) -> CostModel:
+        """The model of an instance that brings this one. Raises ArgumentError when its blocks are not the fleet's."""
+        own = self._models[0]
+        if model is None:
+            return own
+        if model.block_tokens != own.block_tokens:
+            raise ArgumentError(f"blocks of {model.block_tokens} tokens; the fleet has {own.block_tokens}")
+        return model
+
+    def number(self, model: CostModel) -> int:
+        """The number that `take` gives it."""
+        return self._models.index(model) if model in self._models else len(self._models)
+
+    def take(self, model: CostModel) -> None:
+        """An instance has it from now on."""
+        number = self.number(model)
+        if number == len(self._models):
+            self._models.append(model)
+            self._users.append(0)
+        self._users[number] += 1
+
+    def give_back(self, number: int) -> int | None:
+        """An instance that had it is gone. Returns the number whose model has this one now; None for no such change."""
+        self._users[number] -= 1
+        if number == 0 or self._users[number]:
+            return None
+        last = len(self._models) - 1
+        self._models[number], self._users[number] = self._models[last], self._users[last]
+        del self._models[last], self._users[last]
+        return last
+
+
+class Times:
+    """What a prompt takes with one model: predicted when it is asked for, where few lengths are held of it.
+
+    Args:
+        model: That predicts.
+        tokens: Of the prompt.
+        lengths: That are held of it, as `Candidates.lengths`.
+    """
+
+    __slots__ = ("_lengths", "_seconds", "_tokens", "model")
+
+    def __init__(self, model: CostModel, tokens: int, lengths: Sequence[int]) -> None:
+        self.model = model
+        self._tokens = tokens
+        self._lengths = lengths
+        self._seconds: dict[int, float] = {}
+        if len(lengths) > _FEW:
+            many = model.exec_many_s(tokens, np.array(lengths)).tolist()
+            self._seconds = dict(zip(lengths, many, strict=True))
+
+    def of(self, cached: int) -> float:
+        """By how many tokens are cached."""
+        seconds = self._seconds.get(cached)
+        if seconds is None:
+            seconds = self._seconds[cached] = self.model.exec_s(self._tokens, cached)
+        return seconds
+
+    def __getitem__(self, at: int) -> float:
+        return self.of(self._lengths[at])
