@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from kvpool.errors import ArgumentError, Unsupported
 
 _MIB = 1 << 20
+_KIB = 1 << 10
+_API_KEY = "KVPOOL_ROUTER_API_KEY"
+_INSTANCE_KEY = "KVPOOL_ROUTER_INSTANCE_KEY"
 
 
 def add_parser(commands: Any) -> None:
@@ -37,6 +41,17 @@ def add_parser(commands: Any) -> None:
     add("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of the model; four bytes a token without one")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="of the lines on stderr")
 
+    security = parser.add_argument_group("security")
+    add = security.add_argument
+    add("--tls-cert", type=Path, metavar="FILE", help="certificate of the public listener, PEM; with --tls-key")
+    add("--tls-key", type=Path, metavar="FILE", help="key to it, PEM without a password")
+    add(
+        "--api-key",
+        metavar="KEY",
+        help=f"clients must name it as a bearer token; {_API_KEY} is safer: ps shows options",
+    )
+    add("--instance-key", metavar="KEY", help=f"is sent to instances in place of the client's; or {_INSTANCE_KEY}")
+
     routing = parser.add_argument_group("routing")
     add = routing.add_argument
     add("--cap", type=float, default=2.0, help="most load of an instance, times the mean")
@@ -59,6 +74,10 @@ def add_parser(commands: Any) -> None:
     limits = parser.add_argument_group("limits")
     add = limits.add_argument
     add("--in-flight", type=int, default=256, metavar="N", help="requests of an instance; 503 when all have so many")
+    add("--requests", type=int, default=4096, metavar="N", help="that the router has at a time; 503 beyond it")
+    add("--connections", type=int, default=8192, metavar="N", help="of clients; 503 beyond it")
+    add("--head-kib", type=float, default=32.0, metavar="KIB", help="of a request's line and headers")
+    add("--head-timeout", type=float, default=10.0, metavar="S", help="for a client to send them")
     add("--body-mib", type=float, default=16.0, metavar="MIB", help="of a request's body")
     add("--held-mib", type=float, default=512.0, metavar="MIB", help="of all requests at a time; 503 beyond it")
     add("--retries", type=int, default=2, metavar="N", help="other instances that are tried before the first byte")
@@ -68,6 +87,11 @@ def add_parser(commands: Any) -> None:
     add("--stall-timeout", type=float, default=120.0, metavar="S", help="between two pieces of an answer")
     add("--deadline", type=float, default=3600.0, metavar="S", help="of a request, retries and all")
     add("--shutdown-timeout", type=float, default=30.0, metavar="S", help="for running requests after SIGTERM")
+
+
+def _key(given: str | None, variable: str) -> str | None:
+    """An option that is there and empty is refused later: nobody means to switch a key off so."""
+    return given if given is not None else os.environ.get(variable) or None
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -83,6 +107,10 @@ def _run(arguments: argparse.Namespace) -> None:
         host=given.host,
         port=given.port,
         admin_port=given.admin_port,
+        tls_cert=given.tls_cert,
+        tls_key=given.tls_key,
+        api_key=_key(given.api_key, _API_KEY),
+        instance_key=_key(given.instance_key, _INSTANCE_KEY),
         profile=given.profile,
         tokenizer=given.tokenizer,
         health=router.HealthSettings(
@@ -97,6 +125,10 @@ def _run(arguments: argparse.Namespace) -> None:
         ),
         retries=given.retries,
         in_flight_max=given.in_flight,
+        requests_max=given.requests,
+        connections_max=given.connections,
+        head_bytes_max=int(given.head_kib * _KIB),
+        head_timeout_s=given.head_timeout,
         body_bytes_max=int(given.body_mib * _MIB),
         held_bytes_max=int(given.held_mib * _MIB),
         connect_timeout_s=given.connect_timeout,

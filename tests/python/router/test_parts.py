@@ -204,18 +204,20 @@ def test_a_trial_whose_client_left_is_open_again():
 
 
 def test_the_tree_does_not_grow_for_ever():
+    """At once, and by its longest unused: what is asked for again and again stays, however old it is."""
     fleet, clock = made_fleet(A, tree_blocks_max=100)
     tree = fleet._tree
     for number in range(50):
-        with fleet.lease(prompt(number)) as lease:
-            lease.first_byte()
-            lease.finished()
+        for asked in (prompt(0), prompt(number)):  # of four blocks each
+            with fleet.lease(asked) as lease:
+                lease.first_byte()
+                lease.finished()
+            assert len(tree) <= 100
         clock.now += 1.0
-        fleet.tick()
-        assert len(tree) <= 100
-    assert len(tree) > 0
-    assert tree.match(prompt(49).tokens, "")[1].tolist() == [64]  # the newest are kept
-    assert tree.ttl_s == 300.0
+    assert len(tree) == 100
+    assert [tree.match(prompt(number).tokens)[1].tolist() for number in (0, 49, 26, 25)] == [[64], [64], [64], []]
+    fleet.measure()
+    assert fleet._metrics.registry.get_sample_value("kvpool_router_tree_blocks_evicted_total") == 25 * 4
 
 
 def test_an_id_is_used_again_and_brings_nothing_along():

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvpool.control.router.auth import CHALLENGE, KeyCheck
 from kvpool.control.router.errors import error_object
 from kvpool.control.router.service import Router
 from kvpool.control.router.settings import InstanceSpec
@@ -40,13 +41,14 @@ def public_app(router: Router) -> Starlette:
         async with router.running():
             yield
 
+    key_check = KeyCheck(router.settings.api_key)
     other = router.forwarder("other")
     return Starlette(
         routes=[
             Route("/v1/completions", router.forwarder("completions"), methods=["POST"]),
             Route("/v1/chat/completions", router.forwarder("chat"), methods=["POST"]),
             Route("/v1/{rest:path}", other, methods=_METHODS),
-            *_shown(router, urls=False),
+            *_shown(router, key_check, urls=False),
         ],
         exception_handlers={HTTPException: _refused},
         lifespan=lifespan,
@@ -87,24 +89,33 @@ def admin_app(router: Router) -> Starlette:
             Route("/instances/{name}", remove, methods=["DELETE"]),
             Route("/instances/{name}/drain", drain, methods=["POST"]),
             Route("/instances/{name}/resume", resume, methods=["POST"]),
-            *_shown(router, urls=True),
+            *_shown(router, KeyCheck(None), urls=True),
         ],
         middleware=[Middleware(TrustedHostMiddleware, ["127.0.0.1", "localhost"]), Middleware(_NoBrowsers)],
         exception_handlers={HTTPException: _refused, ArgumentError: _wrong, StateError: _wrong},
     )
 
 
-def _shown(router: Router, urls: bool) -> list[Route]:
+def _shown(router: Router, key_check: KeyCheck, urls: bool) -> list[Route]:
+    """What says how the router is. Health is for everybody: who asks for it seldom has a key, and it tells a number."""
+
+    def check(request: Request) -> None:
+        if not key_check.admits(request.headers.raw):
+            challenge = {name.decode(): value.decode() for name, value in (CHALLENGE,)}
+            raise HTTPException(401, "no key, or a wrong one, in the header Authorization", challenge)
+
     async def health(request: Request) -> Response:
         available = router.fleet.available
         status = {"status": "ok" if available else "no instance", "available": available}
         return JSONResponse(status, 200 if available else 503)
 
     async def metrics(request: Request) -> Response:
+        check(request)
         router.fleet.measure()
         return Response(router.metrics.text(), media_type=_TEXT)
 
     async def instances(request: Request) -> Response:
+        check(request)
         return JSONResponse({"policy": router.settings.policy, "instances": router.fleet.report(urls)})
 
     return [Route("/health", health), Route("/metrics", metrics), Route("/instances", instances)]
@@ -136,7 +147,8 @@ async def _short_body(request: Request) -> bytes:
 async def _refused(request: Request, error: Exception) -> Response:
     """What Starlette itself refuses, as OpenAI's clients expect it."""
     assert isinstance(error, HTTPException)
-    body = error_object(error.status_code, error.detail, "not_found" if error.status_code == 404 else "refused")
+    code = {401: "invalid_api_key", 404: "not_found"}.get(error.status_code, "refused")
+    body = error_object(error.status_code, error.detail, code)
     return Response(body, error.status_code, error.headers, media_type="application/json")
 
 

@@ -10,14 +10,20 @@ from typing import Final
 
 __all__ = ["ClientGone", "Refusal", "error_event", "error_object"]
 
-_TYPES: Final = {503: "overloaded_error", 502: "upstream_error", 504: "timeout_error", 500: "server_error"}
+_TYPES: Final = {
+    401: "authentication_error",
+    503: "overloaded_error",
+    502: "upstream_error",
+    504: "timeout_error",
+    500: "server_error",
+}
 
 
 class Refusal(Exception):
     """A request ends with a status of the router's own.
 
     Args:
-        status: 400, 408, 413, 500, 502, 503 or 504.
+        status: 400, 401, 408, 413, 431, 500, 502, 503 or 504.
         message: For a person.
         code: For a program: a word that stays as it is.
         retry_after_s: When to come back; None says nothing of it.

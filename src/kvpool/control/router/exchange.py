@@ -15,6 +15,7 @@ from uuid import uuid4
 import anyio
 from starlette.types import Receive, Scope, Send
 
+from kvpool.control.router.auth import CHALLENGE
 from kvpool.control.router.errors import ClientGone, Refusal
 from kvpool.control.router.upstream import Headers
 
@@ -59,6 +60,12 @@ class Exchange:
     def age_s(self) -> float:
         """Since the request's headers were read."""
         return time.monotonic() - self.began_s
+
+    def check_head(self, bytes_max: int) -> None:
+        """Raises Refusal, 431, when path and headers are longer: what comes in one piece the server lets through."""
+        size = len(self.path) + sum(len(name) + len(value) for name, value in self.raw_headers)
+        if size > bytes_max:
+            raise Refusal(431, f"the headers have more than {bytes_max} bytes", "headers_too_large")
 
     async def body(self, bytes_max: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
         """The request's body. `take` is told of the bytes of each piece as it comes.
@@ -111,6 +118,8 @@ class Exchange:
             return
         body = refusal.body
         headers = [_JSON, (b"content-length", str(len(body)).encode())]
+        if refusal.status == 401:
+            headers.append(CHALLENGE)
         if refusal.retry_after_s is not None:
             headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
         if not self._read_whole:  # the rest of the body is not read

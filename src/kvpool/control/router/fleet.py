@@ -153,8 +153,10 @@ class Fleet:
             balance=Balance(cap=settings.cap, idle=settings.idle, warmup_s=settings.warmup_s),
             learn_at="dispatch",  # the same prompt a moment later follows into the same queue
             holders_max=0,
+            blocks_max=settings.tree_blocks_max,
         )
         self._tree = self.scheduler.tree(Kind.COLOCATED)
+        self._evicted_counted = 0  # of what the tree evicted, in the metrics
         self._by_name: dict[str, Instance] = {}
         self._by_number: dict[int, Instance] = {}
         for spec in settings.instances:
@@ -274,14 +276,9 @@ class Fleet:
             (self.scheduler.resume if self._open(instance) else self.scheduler.drain)(instance.number)
 
     def tick(self) -> None:
-        """What time alone changes: exclusions end, a tree that is too large loses its oldest. Every second or so."""
+        """What time alone changes: exclusions end. Every second or so."""
         for instance in self:
             self.refresh(instance)
-        limit, ttl_s = self._settings.tree_blocks_max, self._settings.ttl_s
-        while len(self._tree) > limit and self._tree.ttl_s is not None and self._tree.ttl_s > 1e-3:
-            self._tree.ttl_s /= 2
-            self._tree.expire()
-        self._tree.ttl_s = ttl_s
 
     def measure(self) -> None:
         """Sets the gauges."""
@@ -291,6 +288,9 @@ class Fleet:
             self._metrics.draining.labels(name).set(instance.draining)
             self._metrics.in_flight.labels(name).set(instance.in_flight)
         self._metrics.tree_blocks.set(len(self._tree))
+        evicted = self._tree.evicted
+        self._metrics.tree_evicted.inc(evicted - self._evicted_counted)
+        self._evicted_counted = evicted
 
     # ---- inside
 

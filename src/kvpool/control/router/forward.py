@@ -21,6 +21,7 @@ from typing import Final
 import anyio
 from starlette.types import Receive, Scope, Send
 
+from kvpool.control.router.auth import KeyCheck
 from kvpool.control.router.budget import Budget
 from kvpool.control.router.errors import ClientGone, Refusal, error_event
 from kvpool.control.router.events import EventCutter
@@ -69,12 +70,16 @@ class Forwarder:
         self._budget = budget
         self._metrics = metrics
         self._kind: Kind = kind
+        self._key_check = KeyCheck(settings.api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
         exchange = Exchange(scope, receive, send, self._settings.stall_timeout_s)
         passage = _Passage(self, exchange)
         try:
+            if not self._key_check.admits(exchange.raw_headers):
+                raise Refusal(401, "no key, or a wrong one, in the header Authorization", "invalid_api_key")
+            exchange.check_head(self._settings.head_bytes_max)
             check_path(exchange.path)
             with self._budget.share() as take:
                 body = await exchange.body(self._settings.body_bytes_max, self._settings.body_timeout_s, take)
@@ -219,6 +224,11 @@ class _Passage:
         if asked.stream or not any(name == b"accept-encoding" for name, _ in headers):
             headers = [(name, value) for name, value in headers if name != b"accept-encoding"]
             headers.append((b"accept-encoding", b"identity"))  # events are cut where they end, so they must be legible
+        own, instances = self._settings.api_key, self._settings.instance_key
+        if own is not None or instances is not None:  # the router's key is no business of the instances
+            headers = [(name, value) for name, value in headers if name != b"authorization"]
+        if instances is not None:
+            headers.append((b"authorization", b"Bearer " + instances.encode("ascii")))
         return [*headers, (b"x-request-id", self.exchange.request_id.encode())]
 
     def _left_s(self) -> float:

@@ -33,6 +33,7 @@ class Metrics:
         self.up = self._gauge("instance_up", "1 for an instance that is healthy or on trial", "instance")
         self.draining = self._gauge("instance_draining", "1 for an instance that is drained", "instance")
         self.tree_blocks = self._gauge("tree_blocks", "Blocks in the prompt tree")
+        self.tree_evicted = self._counter("tree_blocks_evicted", "Blocks that it forgot because they were too many")
         self.decision = self._histogram("decision_seconds", "Choosing an instance", _DECISION_S)
         self.reading = self._histogram("read_seconds", "From a body to tokens", _DECISION_S)
         self.first_byte = self._histogram("first_byte_seconds", "From a request to its answer's first byte", _ANSWER_S)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from math import ceil
@@ -15,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvpool.control.router.app import admin_app, public_app
+from kvpool.control.router.connections import connections
 from kvpool.control.router.logs import event
 from kvpool.control.router.service import Router
 from kvpool.control.router.settings import RouterSettings
@@ -25,6 +28,7 @@ __all__ = ["serve"]
 _LOOPBACK: Final = "127.0.0.1"
 _BACKLOG: Final = 2048
 _IDLE_S: Final = 30  # of a client's connection between two requests
+_FILES: Final = 256  # that are open beside connections
 
 
 class _Server(uvicorn.Server):
@@ -40,9 +44,10 @@ def serve(settings: RouterSettings) -> None:
     """Runs a router until SIGTERM or SIGINT. In the main thread.
 
     Raises:
-        ArgumentError: An address cannot be bound; the profile or the tokenizer is none.
+        ArgumentError: An address cannot be bound; the profile or the tokenizer is none; the certificate cannot be used.
         Unsupported: A package is missing.
     """
+    _check_certificate(settings)
     with closing(_bound(settings.host, settings.port)) as public:
         if settings.admin_port is None:
             asyncio.run(_serve(settings, public, None))
@@ -53,9 +58,9 @@ def serve(settings: RouterSettings) -> None:
 
 async def _serve(settings: RouterSettings, public: socket.socket, admin: socket.socket | None) -> None:
     router = Router(settings)
-    servers = [(_server(public_app(router), settings, "on"), public)]
+    servers = [(_server(public_app(router), settings, lifespan="on", **_tls(settings)), public)]
     if admin is not None:
-        servers.append((_server(admin_app(router), settings, "off"), admin))
+        servers.append((_server(admin_app(router), settings, lifespan="off"), admin))
 
     def stop(number: int) -> None:
         event(logging.INFO, "stopping", signal=signal.Signals(number).name)
@@ -67,25 +72,65 @@ async def _serve(settings: RouterSettings, public: socket.socket, admin: socket.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     where: dict[str, Any] = {"public": _name(public), "admin": None if admin is None else _name(admin)}
+    where["tls"] = settings.tls_cert is not None
     event(logging.INFO, "listening", **where, policy=settings.policy, instances=len(settings.instances))
+    _allow_files(settings.connections_max + settings.requests_max + _FILES)
     await asyncio.gather(*(server.serve([sock]) for server, sock in servers))
     event(logging.INFO, "stopped")
 
 
-def _server(app: ASGIApp, settings: RouterSettings, lifespan: Any) -> _Server:
+def _server(app: ASGIApp, settings: RouterSettings, **options: Any) -> _Server:
+    made: Any = connections(settings.connections_max, settings.head_timeout_s)
     return _Server(
         uvicorn.Config(
             app,
+            http=made,
+            h11_max_incomplete_event_size=settings.head_bytes_max,
             log_config=None,
             access_log=False,
-            lifespan=lifespan,
             server_header=False,
             ws="none",
             proxy_headers=False,
             timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=ceil(settings.shutdown_timeout_s),
+            **options,
         )
     )
+
+
+def _tls(settings: RouterSettings) -> dict[str, Any]:
+    if settings.tls_cert is None:
+        return {}
+    return {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key}
+
+
+def _check_certificate(settings: RouterSettings) -> None:
+    """Raises ArgumentError when it cannot be read, or key and certificate do not fit: before anything listens."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return
+    try:
+        for file in (settings.tls_cert, settings.tls_key):
+            file.open("rb").close()  # what is said of a missing one below names neither
+
+        def no_password() -> str:
+            raise ArgumentError(f"{settings.tls_key} has a password, which nobody is there to type")
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, no_password)
+    except ssl.SSLError as error:
+        raise ArgumentError(f"{settings.tls_cert} with {settings.tls_key}: {error.reason or error}") from error
+    except OSError as error:
+        raise ArgumentError(f"{error.filename}: {error.strerror}") from error
+
+
+def _allow_files(count: int) -> None:
+    """As many open files as the limits of the router say, where the process may have them; less is said in the log."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < count:
+        event(logging.WARNING, "few files", open_files_max=wanted, wanted=count)
 
 
 def _bound(host: str, port: int) -> socket.socket:

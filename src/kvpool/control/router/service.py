@@ -37,7 +37,7 @@ class Router:
         self.settings = settings
         self.metrics = Metrics()
         self.fleet = Fleet(settings, self.metrics)
-        self._budget = Budget(settings.held_bytes_max)
+        self._budget = Budget(settings.held_bytes_max, settings.requests_max)
         self._reader = PromptReader(load_tokenizer(settings.tokenizer))
         self._probes: dict[str, asyncio.Task[None]] = {}
 

@@ -111,12 +111,21 @@ class RouterSettings:
         policy: One of POLICIES.
         host: Where the public listener binds; loopback unless asked.
         port: Its port; 0 takes a free one.
+        tls_cert: File of its certificate, and of those that lead to a known one (PEM); None for HTTP without TLS.
+        tls_key: File of the key to it, without a password.
+        api_key: That clients name as `Authorization: Bearer ...`; None for no such thing.
+        instance_key: That instances are sent in the same way, in place of what the client sent; None for none.
         admin_port: Of the operator's listener, always on 127.0.0.1; None for no such listener.
         profile: A file that `kvpool.control.save_profile` wrote, for the cost model; None for the default one.
         tokenizer: A tokenizer.json of Hugging Face; None for four bytes a token.
         health: When an instance is out.
         retries: Further instances that are tried when one fails before its first byte.
-        in_flight_max: Requests that one instance may have; when all have so many, clients get 503.
+        in_flight_max: Requests that one instance may have, and connections to it; when all have so many, clients get
+            503.
+        requests_max: That the router has at a time; beyond it clients get 503.
+        connections_max: Of clients at a time; beyond it they get 503, and after that many more nothing at all.
+        head_bytes_max: Of a request's line and headers.
+        head_timeout_s: For a client to send these, from connecting or from their first byte.
         body_bytes_max: Of a request.
         held_bytes_max: Of all requests that the router has at a time; beyond it clients get 503.
         connect_timeout_s: To an instance.
@@ -129,19 +138,27 @@ class RouterSettings:
         cap: Load cap, times the mean (`Balance.cap`).
         idle: Utilisation below which there is no load cap (`Balance.idle`).
         warmup_s: How long a newcomer has less than its share (`Balance.warmup_s`).
-        tree_blocks_max: Blocks that the prompt tree may have; the oldest are forgotten beyond it.
+        tree_blocks_max: Blocks that the prompt tree may have; beyond it the longest unused are forgotten.
     """
 
     instances: tuple[InstanceSpec, ...]
     policy: str = "queue-plus-exec"
     host: str = "127.0.0.1"
     port: int = 8000
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    api_key: str | None = field(default=None, repr=False)
+    instance_key: str | None = field(default=None, repr=False)
     admin_port: int | None = None
     profile: Path | None = None
     tokenizer: Path | None = None
     health: HealthSettings = field(default_factory=HealthSettings)
     retries: int = 2
     in_flight_max: int = 256
+    requests_max: int = 4096
+    connections_max: int = 8192
+    head_bytes_max: int = 32 << 10
+    head_timeout_s: float = 10.0
     body_bytes_max: int = 16 << 20
     held_bytes_max: int = 512 << 20
     connect_timeout_s: float = 2.0
@@ -172,5 +189,11 @@ class RouterSettings:
             raise ArgumentError(f"retries {self.retries} and warmup_s {self.warmup_s} must be at least 0")
         if self.held_bytes_max < self.body_bytes_max:
             raise ArgumentError(f"held_bytes_max is {self.held_bytes_max}, less than a body of {self.body_bytes_max}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ArgumentError("tls_cert and tls_key go together, and one of them is not there")
+        for name, key in (("api_key", self.api_key), ("instance_key", self.instance_key)):
+            if key is not None and not fullmatch(r"[\x21-\x7e]{1,1024}", key):
+                raise ArgumentError(f"{name}: 1 to 1024 characters of ASCII without spaces")
+        _positive(self, "requests_max", "connections_max", "head_bytes_max", "head_timeout_s")
         _positive(self, "in_flight_max", "body_bytes_max", "connect_timeout_s", "body_timeout_s", "stall_timeout_s")
         _positive(self, "first_byte_timeout_s", "deadline_s", "shutdown_timeout_s", "ttl_s", "tree_blocks_max")

@@ -88,11 +88,13 @@ class Upstream:
 
     def __init__(self, spec: InstanceSpec, settings: RouterSettings) -> None:
         self._base = httpx.URL(spec.url)
-        # Engines close idle connections after 5 s and more.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
+        # As many as it may have requests, so nobody waits for one but while another one is closed. Engines close idle
+        # connections after 5 s and more.
+        most = settings.in_flight_max
+        limits = httpx.Limits(max_connections=most, max_keepalive_connections=min(64, most), keepalive_expiry=2.0)
         self._client = _client(httpx.Timeout(None, connect=settings.connect_timeout_s), limits)
         # A probe asks whether somebody new gets in, so it has a connection of its own.
-        fresh = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        fresh = httpx.Limits(max_connections=2, max_keepalive_connections=0)
         self._prober = _client(httpx.Timeout(settings.health.timeout_s), fresh)
 
     async def open(self, method: str, path: bytes, headers: Headers, body: bytes) -> Answer:

@@ -1,0 +1,100 @@
+"""Connections of clients: how many there may be, and how long one may take to ask.
+
+What the server below leaves open: a connection that never asks anything stays for ever, and so does one that sends its
+headers byte by byte. Here it has `head_timeout_s` for them; between two requests the server's own time counts.
+
+Beyond the largest number of connections a client still reads why: it gets 503 when it asks, within a second. Beyond
+twice that number it is only hung up on, so that those who read nothing do not add up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvpool.control.router.errors import error_object
+
+__all__ = ["Connection", "connections"]
+
+_REFUSED_S: Final = 1.0
+_BODY: Final = error_object(503, "too many connections", "overloaded")
+_REFUSAL: Final = b"\r\n".join(
+    [
+        b"HTTP/1.1 503 Service Unavailable",
+        b"content-type: application/json",
+        b"content-length: %d" % len(_BODY),
+        b"retry-after: 1",
+        b"connection: close",
+        b"",
+        _BODY,
+    ]
+)
+
+
+class Connection(H11Protocol):
+    """One connection. Belongs to one event loop.
+
+    Args:
+        most: Connections that the server may have.
+        head_timeout_s: For a request's line and headers.
+        options: The server's.
+    """
+
+    def __init__(self, *, most: int, head_timeout_s: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._most = most
+        self._head_timeout_s = head_timeout_s
+        self._refused = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """As asyncio has it."""
+        super().connection_made(transport)
+        if len(self.connections) > 2 * self._most:
+            transport.abort()
+            return
+        self._refused = len(self.connections) > self._most
+        self._give(_REFUSED_S if self._refused else self._head_timeout_s)
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio has it."""
+        if self._refused:
+            self._take()
+            if not self.transport.is_closing():
+                self.transport.write(_REFUSAL)
+                self.transport.close()
+            return
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:  # the headers are there
+            self._take()
+        elif self._timer is None and not self.transport.is_closing():
+            self._give(self._head_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As asyncio has it."""
+        self._take()
+        super().connection_lost(exc)
+
+    def _give(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self._late)
+
+    def _take(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        self.transport.close()
+
+
+def connections(most: int, head_timeout_s: float) -> Callable[..., asyncio.Protocol]:
+    """What makes connections, for a server's configuration."""
+
+    def made(**options: Any) -> asyncio.Protocol:
+        return Connection(most=most, head_timeout_s=head_timeout_s, **options)
+
+    return made

@@ -1,0 +1,206 @@
+"""What a router takes at most: requests, connections, headers, time to ask. Over real sockets."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import uvicorn
+from router.router_kit import PATIENCE_S, _Thread, eventually, fakes, routing
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from kvpool.control.router import RouterSettings, upstream
+from kvpool.control.router import connections as module
+from kvpool.control.router.budget import Budget
+from kvpool.control.router.errors import Refusal
+from kvpool.control.router.server import _server
+from kvpool.errors import ArgumentError
+
+# ---- requests
+
+
+def test_requests_at_a_time_are_bounded_and_health_is_not_one():
+    with fakes("a") as one, routing(*one, requests_max=1) as running:
+        with running.client.stream("POST", "/v1/completions", json={"stream": True, "pieces": 2, "hold_at": 1}) as held:
+            for path in ("/v1/completions", "/v1/embeddings"):
+                refused = running.client.post(path, json={"prompt": "x"})
+                assert refused.status_code == 503
+                assert int(refused.headers["retry-after"]) >= 1
+                assert refused.json()["error"]["code"] == "overloaded"
+            for path in ("/health", "/metrics", "/instances"):
+                assert running.client.get(path).status_code == 200
+            one[0].released.set()
+            assert held.read().endswith(b"data: [DONE]\n\n")
+        eventually(lambda: running.complete().status_code == 200, "the place was not given back")
+        assert len(one[0].seen) == 2
+
+
+def test_a_request_gives_its_place_back_however_it_ends():
+    budget = Budget(bytes_max=10, requests_max=1)
+    for _ in range(2):
+        with pytest.raises(Refusal, match="bytes"), budget.share() as take:
+            assert budget.requests == 1
+            with pytest.raises(Refusal, match="under way"), budget.share():
+                raise AssertionError
+            take(11)
+        assert (budget.requests, budget.held) == (0, 0)
+
+
+def test_connections_to_an_instance_are_as_many_as_its_requests_and_nobody_waits_for_one_for_ever(monkeypatch):
+    made = []
+    client = httpx.AsyncClient
+    monkeypatch.setattr(upstream.httpx, "AsyncClient", lambda **options: made.append(options) or client(**options))
+    with fakes("a") as one, routing(*one, in_flight_max=1) as running:
+        assert [options["limits"].max_connections for options in made] == [1, 2]  # and those of probes
+        for number in range(20):
+            response = eventually(lambda n=number: _served(running.complete(stream=n % 2 == 0, pieces=2)))
+            assert response.status_code == 200
+
+
+def _served(response: httpx.Response) -> httpx.Response | None:
+    return response if response.status_code != 503 else None  # the one before ends a moment after its last byte
+
+
+# ---- headers
+
+
+def test_headers_that_are_too_long_are_refused():
+    with fakes("a") as one, routing(*one, head_bytes_max=2_000) as running:
+        assert running.complete(headers={"x-long": "x" * 1_000}).status_code == 200
+        for refused in (
+            running.complete(headers={"x-long": "x" * 3_000}),
+            running.complete(headers={f"x-{number}": "x" * 50 for number in range(50)}),
+            running.client.get("/v1/models?" + "x" * 3_000),
+        ):
+            assert refused.status_code == 431
+            assert refused.json()["error"]["code"] == "headers_too_large"
+        assert len(one[0].seen) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"requests_max": 0}, {"connections_max": 0}, {"head_bytes_max": 0}, {"head_timeout_s": float("inf")}]
+)
+def test_wrong_bounds_are_refused(wrong):
+    with pytest.raises(ArgumentError):
+        RouterSettings((), **wrong)
+
+
+# ---- connections
+
+
+async def _hello(request: Request) -> PlainTextResponse:
+    await request.body()
+    return PlainTextResponse("hello")
+
+
+@contextmanager
+def server(**settings) -> Iterator[int]:
+    """The router's server in front of an application that says hello; its port."""
+    app = Starlette(routes=[Route("/", _hello, methods=["GET", "POST"])])
+    made: uvicorn.Config = _server(app, RouterSettings((), **settings), lifespan="off").config
+    made.port = 0
+    thread = _Thread(made)
+    try:
+        yield thread.ports[0]
+    finally:
+        thread.stop()
+
+
+@contextmanager
+def connected(port: int) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as sock:
+        yield sock
+
+
+def ask(sock: socket.socket, close: bool = False) -> bytes:
+    """A whole answer; what there is of one, when the server hangs up."""
+    sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n%s\r\n" % (b"connection: close\r\n" if close else b""))
+    answer = b""
+    while b"\r\n\r\nhello" not in answer and (piece := sock.recv(65536)):
+        answer += piece
+    return answer
+
+
+def hung_up(sock: socket.socket) -> bool:
+    """Waits until the server says no more, or hangs up; whether it said nothing."""
+    try:
+        return sock.recv(65536) == b""
+    except ConnectionError:
+        return True
+
+
+def test_connections_are_bounded_and_who_asks_one_too_many_is_told_when_to_come_back():
+    with server(connections_max=2) as port:
+        with connected(port) as first, connected(port) as second:
+            assert ask(first).startswith(b"HTTP/1.1 200 ")
+            assert ask(second).startswith(b"HTTP/1.1 200 ")
+            with connected(port) as third:
+                refused = ask(third)
+                assert refused.startswith(b"HTTP/1.1 503 ")
+                assert b"\r\nretry-after: 1\r\n" in refused
+                assert refused.endswith(b"}}")
+                assert hung_up(third)
+            assert ask(first).startswith(b"HTTP/1.1 200 ")  # who is in stays in
+
+        def served() -> bool:
+            with connected(port) as again:
+                return ask(again, close=True).startswith(b"HTTP/1.1 200 ")
+
+        eventually(served, "the places were not given back")
+
+
+def test_beyond_twice_as_many_nobody_is_told_anything(monkeypatch):
+    monkeypatch.setattr(module, "_REFUSED_S", 600.0)
+    with server(connections_max=1) as port, connected(port) as first:
+        assert ask(first).startswith(b"HTTP/1.1 200 ")
+        with connected(port) as second, connected(port) as third:
+            assert hung_up(third)
+            assert ask(second).startswith(b"HTTP/1.1 503 ")
+
+
+def test_who_is_not_told_because_it_never_asks_is_let_go_of(monkeypatch):
+    monkeypatch.setattr(module, "_REFUSED_S", 0.05)
+    with server(connections_max=1, head_timeout_s=600) as port, connected(port) as first:
+        assert ask(first).startswith(b"HTTP/1.1 200 ")
+        with connected(port) as second:
+            assert hung_up(second)
+
+
+def test_headers_have_their_time_and_nothing_else_counts_in_it():
+    with server(head_timeout_s=0.2) as port, connected(port) as kept, connected(port) as slow:
+        assert ask(kept).startswith(b"HTTP/1.1 200 ")
+        slow.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n1")
+        with connected(port) as silent:
+            assert hung_up(silent)
+        with connected(port) as trickling:
+            trickling.sendall(b"GET / HTTP/1.1\r\n")
+            trickling.settimeout(0.02)
+
+            def gone() -> bool:
+                try:
+                    trickling.sendall(b"x: y\r\n")
+                    return trickling.recv(65536) == b""
+                except TimeoutError:
+                    return False
+                except ConnectionError:
+                    return True
+
+            eventually(gone, "headers may trickle for ever")
+        # A connection that has asked, and one whose body is on its way, have outlived both.
+        assert ask(kept).startswith(b"HTTP/1.1 200 ")
+        slow.sendall(b"2")
+        assert slow.recv(65536).startswith(b"HTTP/1.1 200 ")
+        slow.sendall(b"GET / HT")  # the next one's headers have the same time
+        eventually(lambda: hung_up(slow), "the next headers may take for ever")
+
+
+def test_what_is_no_http_is_answered_and_hung_up_on():
+    with server() as port, connected(port) as sock:
+        sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        assert sock.recv(65536).startswith(b"HTTP/1.1 400 ")

@@ -1,0 +1,186 @@
+"""Keys and TLS of the router, over real sockets: who gets in, and what instances hear of it."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+from router.router_kit import PATIENCE_S, eventually, fakes, logged, routing
+from router.test_command import command
+
+from kvpool import cli
+from kvpool.control.router import RouterSettings
+from kvpool.control.router.auth import KeyCheck
+from kvpool.errors import ArgumentError
+
+pytestmark = pytest.mark.timeout(600)  # some start processes and wait for them
+TLS = Path(__file__).with_name("tls")
+KEY = "correct-horse.battery/staple="
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with fakes("a") as one, routing(*one, api_key=KEY) as running:
+        running.client.headers.update(bearer(KEY))  # for what the kit itself asks
+        running.fake = one[0]
+        yield running
+
+
+# ---- keys
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [("authorization", "Bearer")],
+        [("authorization", f"Basic {KEY}")],
+        [("authorization", f"Bearer {KEY}x")],
+        [("authorization", f"Bearer {KEY[:-1]}")],
+        [("authorization", KEY)],
+        [("authorization", b"Bearer \xff\xe9")],
+        [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer other")],
+        [("x-api-key", KEY)],
+    ],
+)
+def test_who_has_no_key_is_refused_and_no_instance_hears_of_it(guarded, headers):
+    seen = len(guarded.fake.seen)
+    refused = guarded.metric("refused_total", reason="invalid_api_key")
+    with httpx.Client(base_url=guarded.url, timeout=PATIENCE_S, trust_env=False) as client:
+        responses = [
+            client.post("/v1/completions", json={"prompt": "x"}, headers=headers),
+            client.get("/v1/models", headers=headers),
+        ]
+        shown = [client.get(path, headers=headers) for path in ("/metrics", "/instances")]
+        assert client.get("/health", headers=headers).status_code == 200  # is for everybody
+    for response in [*responses, *shown]:
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+    assert len(guarded.fake.seen) == seen
+    assert guarded.metric("refused_total", reason="invalid_api_key") == refused + 2
+
+
+def test_a_body_without_a_key_is_not_waited_for(guarded):
+    """It is refused by its headers: nobody fills the memory who may not ask."""
+
+    def never_ends():
+        yield b"{"
+        yield from iter(lambda: b" " * 1024, None)
+
+    with httpx.Client(base_url=guarded.url, timeout=PATIENCE_S, trust_env=False) as client:
+        try:
+            assert client.post("/v1/completions", content=never_ends()).status_code == 401
+        except httpx.TransportError:
+            pass  # it was still sending when the router hung up
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+def test_who_has_the_key_gets_in_and_the_instance_does_not_hear_of_it(guarded, scheme):
+    response = guarded.complete("x", headers={"authorization": f"{scheme} {KEY}"})
+    assert response.status_code == 200
+    assert "authorization" not in guarded.fake.seen[-1][1]
+    for path in ("/metrics", "/instances"):
+        assert guarded.client.get(path).status_code == 200
+
+
+def test_the_operators_listener_wants_no_key(guarded):
+    with httpx.Client(base_url=guarded.admin_url, timeout=PATIENCE_S, trust_env=False) as client:
+        for path in ("/health", "/metrics", "/instances"):
+            assert client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("api_key", [None, KEY])
+def test_instances_have_a_key_of_their_own(api_key):
+    with fakes("a") as one, routing(*one, api_key=api_key, instance_key="theirs") as running:
+        running.client.headers.update(bearer(KEY))
+        assert running.complete("x").status_code == 200
+        assert one[0].seen[-1][1]["authorization"] == "Bearer theirs"
+
+
+def test_no_key_stands_in_logs_or_in_what_settings_look_like(guarded):
+    with logged() as records:
+        guarded.complete("x")
+        guarded.complete("x", headers=bearer("wrong-and-secret"))
+        eventually(lambda: [record.getMessage() for record in records].count("request") >= 2)
+    text = " ".join(str(vars(record)) for record in records)
+    assert KEY not in text
+    assert "wrong-and-secret" not in text
+    assert KEY not in repr(RouterSettings((), api_key=KEY, instance_key=KEY))
+
+
+def test_without_a_key_everybody_gets_in():
+    assert KeyCheck(None).admits([])
+    check = KeyCheck(KEY)
+    assert check.admits([(b"authorization", b"  bearer   %s " % KEY.encode())])
+    for value in (b"", b"Bearer", b"Bearer ", b"Bearer  ", KEY.encode(), b"Bearer %s," % KEY.encode()):
+        assert not check.admits([(b"authorization", value)])
+    assert not check.admits([])
+
+
+@pytest.mark.parametrize("key", ["", "two words", "ümlaut", "x" * 1025, "line\nbreak"])
+def test_a_key_that_no_header_can_carry_is_refused(key):
+    for name in ("api_key", "instance_key"):
+        with pytest.raises(ArgumentError, match=name) as refusal:
+            RouterSettings((), **{name: key})
+        assert not key or key not in str(refusal.value)
+
+
+# ---- TLS
+
+
+def trusting() -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(TLS / "cert.pem"))
+
+
+def test_the_command_speaks_tls_and_takes_its_key_from_the_environment(monkeypatch):
+    monkeypatch.setenv("KVPOOL_ROUTER_API_KEY", KEY)
+    files = ("--tls-cert", str(TLS / "cert.pem"), "--tls-key", str(TLS / "key.pem"))
+    with fakes("a") as one:
+        instance = ("--instances", one[0].spec.url, "--health-interval", "0.2", "--admin-port", "0")
+        with (
+            command(*instance, *files) as (_, url, admin),
+            httpx.Client(verify=trusting(), timeout=PATIENCE_S, trust_env=False) as client,
+        ):
+            url = url.replace("http://", "https://")
+            eventually(lambda: client.get(f"{url}/health").status_code == 200)
+            fields = {"prompt": "x", "stream": True, "pieces": 3}
+            assert client.post(f"{url}/v1/completions", json=fields).status_code == 401
+            response = client.post(f"{url}/v1/completions", json=fields, headers=bearer(KEY))
+            assert response.text.endswith("data: [DONE]\n\n")
+            with pytest.raises(httpx.TransportError):  # without TLS nobody answers there
+                client.get(f"{url.replace('https://', 'http://')}/health")
+            with pytest.raises(httpx.ConnectError), httpx.Client(timeout=PATIENCE_S, trust_env=False) as other:
+                other.get(f"{url}/health")  # who does not trust the certificate is not fooled
+            assert client.get(f"{admin}/instances").status_code == 200  # loopback: neither TLS nor a key
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["--tls-cert", "cert.pem"], "go together"),
+        (["--tls-cert", "none.pem", "--tls-key", "key.pem"], "none.pem: No such file"),
+        (["--tls-cert", "cert.pem", "--tls-key", "other-key.pem"], "KEY_VALUES_MISMATCH"),
+        (["--tls-cert", "README.md", "--tls-key", "key.pem"], "README.md with"),
+        (["--tls-cert", "cert.pem", "--tls-key", "locked-key.pem"], "has a password"),
+    ],
+)
+def test_a_certificate_that_cannot_be_used_is_said_before_anything_listens(files, message, capsys):
+    arguments = [str(TLS / each) if each.endswith((".pem", ".md")) else each for each in files]
+    assert cli.main(["router", "--port", "0", "--instances", "http://127.0.0.1:1", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_empty_key_is_no_way_to_switch_it_off(capsys, monkeypatch):
+    monkeypatch.setenv("KVPOOL_ROUTER_API_KEY", KEY)
+    assert cli.main(["router", "--port", "0", "--instances", "http://127.0.0.1:1", "--api-key", ""]) == 2
+    assert "api_key" in capsys.readouterr().err
