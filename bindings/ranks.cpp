@@ -56,9 +56,6 @@ std::shared_ptr<RankNode> join(Pool& memory, const std::string& name, const std:
                                const std::string& scheduler, std::uint64_t epoch, std::uint32_t instance,
                                std::uint32_t rank, const std::string& listen, py::handle timeout) {
   const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
-  if (memory.on_device()) {
-    throw Error(ErrorCode::kUnsupported, "the memory of a rank cannot be on a GPU yet: no route reaches it there");
-  }
   RankOptions options;
   options.service.name = name;
   options.service.secret = secret;

@@ -35,6 +35,21 @@ inline PeerCard sample_card() {
   return card;
 }
 
+// The same with HBM on a GPU, in two allocations that stand side by side: as an engine has it.
+inline PeerCard sample_gpu_card() {
+  PeerCard card = sample_card();
+  constexpr std::uint64_t kBase = 0x7D0000000000;
+  constexpr std::uint64_t kHalf = 8 * 3072;
+  CardMedium& hbm = card.media[0];
+  hbm = {16, 0, {{kBase + 512, kHalf, kHalf}, {kBase + 0x200000, kHalf, kHalf}}, MemoryKind::kGpu, {}};
+  hbm.allocations = {{kBase, 0x200000, {}}, {kBase + 0x200000, 16 * kHalf, {}}};
+  for (std::size_t i = 0; i < kCardHandleBytes; ++i) {
+    hbm.allocations[0].handle[i] = static_cast<std::byte>(i);
+    hbm.allocations[1].handle[i] = static_cast<std::byte>(200 - i);
+  }
+  return card;
+}
+
 // The scheduler of two tensor-parallel ranks in each of two stages, of which two have joined.
 inline PeerCard sample_group_card() {
   PeerCard card = sample_card();

@@ -7,11 +7,12 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "card_kit.h"
 #include "kvpool/base/address.h"
-#include "kvpool/transport/frame.h"
+#include "kvpool/transport/meeting.h"
 
 using namespace kvpool;
 using namespace kvpool::testing;
@@ -31,6 +32,7 @@ Bytes forged(const PeerCard& card) {
   for (const CardMedium& medium : card.media) {
     writer.number(medium.blocks).number(static_cast<std::uint8_t>(medium.kind)).number(medium.mapped_bytes);
     writer.array(std::span<const CardSegment>(medium.segments));
+    writer.array(std::span<const CardAllocation>(medium.allocations));
   }
   writer.blob(card.ucx);
   writer.number(card.kv_heads).number(card.head_dim).number(card.itemsize);
@@ -116,11 +118,58 @@ TEST_CASE("a card says which memory is a GPU's, and no other kind") {
   });
 }
 
+TEST_CASE("a card with handles of a GPU's memory is read as it was written") {
+  const PeerCard card = sample_gpu_card();
+  const Bytes bytes = written(card);
+  CHECK(bytes == forged(card));
+  WireReader in(bytes);
+  const PeerCard read = read_card(in);
+  CHECK(in.left() == 0);
+  REQUIRE(read.media[0].allocations.size() == 2);
+  CHECK(read.media[1].allocations.empty());
+  CHECK(std::memcmp(read.media[0].allocations.data(), card.media[0].allocations.data(), 2 * sizeof(CardAllocation)) ==
+        0);
+  CHECK(has_handles(read));
+  CHECK_FALSE(has_handles(sample_card()));
+  CHECK(written(read) == bytes);
+}
+
+TEST_CASE("handles are of memory that the segments lie in, each in one, and of no other kind") {
+  const auto refused = [](const char* says, const std::function<void(CardMedium&)>& change) {
+    check_refused(says, [&](PeerCard& card) { change(card.media[0]); }, sample_gpu_card());
+  };
+  refused("a segment lies in no allocation", [](CardMedium& medium) { medium.allocations.pop_back(); });
+  refused("a segment lies in no allocation", [](CardMedium& medium) { medium.allocations[1].bytes -= 1; });
+  refused("a segment lies in no allocation", [](CardMedium& medium) { medium.segments[0].address -= 513; });
+  // What begins in the one and ends in the other cannot be opened as it lies.
+  refused("a segment lies in no allocation",
+          [](CardMedium& medium) { medium.segments[0].address = medium.allocations[1].address - 1; });
+  refused("address of an allocation", [](CardMedium& medium) { medium.allocations[0].bytes += 1; });
+  refused("address of an allocation",
+          [](CardMedium& medium) { std::swap(medium.allocations[0], medium.allocations[1]); });
+  refused("address of an allocation is 0", [](CardMedium& medium) { medium.allocations[0].address = 0; });
+  refused("length of an allocation is 0", [](CardMedium& medium) { medium.allocations[1].bytes = 0; });
+  refused("an allocation overflows", [](CardMedium& medium) { medium.allocations[1].bytes = ~0ULL; });
+  refused("at most 8192", [](CardMedium& medium) { medium.allocations.resize(8193, medium.allocations[1]); });
+  refused("passed in another way", [](CardMedium& medium) { medium.kind = MemoryKind::kHost; });
+  refused("passed in another way", [](CardMedium& medium) { medium.mapped_bytes = std::uint64_t{1} << 30; });
+  refused("a medium without blocks has memory", [](CardMedium& medium) {
+    CardMedium empty;
+    empty.allocations = medium.allocations;
+    medium = empty;
+  });
+  check_refused(
+      "a logical instance has memory of its own",
+      [](PeerCard& card) { card.media[0].allocations = sample_gpu_card().media[0].allocations; }, sample_group_card());
+}
+
 TEST_CASE("a card that ends too early is refused at every byte") {
-  const Bytes bytes = written(sample_card());
-  for (std::size_t length = 0; length < bytes.size(); ++length) {
-    WireReader in(std::span<const std::byte>(bytes).first(length));
-    REQUIRE(refusal([&] { read_card(in); }) != "nothing was refused");
+  for (const PeerCard& card : {sample_card(), sample_gpu_card()}) {
+    const Bytes bytes = written(card);
+    for (std::size_t length = 0; length < bytes.size(); ++length) {
+      WireReader in(std::span<const std::byte>(bytes).first(length));
+      REQUIRE(refusal([&] { read_card(in); }) != "nothing was refused");
+    }
   }
 }
 
@@ -132,8 +181,10 @@ TEST_CASE("what a card may have at most fits a frame") {
   card.ucx.assign(kCardUcxBytesMax, std::byte{1});
   card.piece_bytes.assign(kCardSegmentsMax, 64);
   for (CardMedium& medium : card.media) medium = {1, 0, std::vector<CardSegment>(kCardSegmentsMax, {64, 64, 64})};
+  card.media[0].kind = MemoryKind::kGpu;
+  for (std::size_t i = 0; i < kCardAllocationsMax; ++i) card.media[0].allocations.push_back({64 + 64 * i, 64, {}});
   const Bytes bytes = written(card);
-  CHECK(bytes.size() < kBodyBytesMax);
+  CHECK(bytes.size() < kCardBytesMax);
   WireReader in(bytes);
   CHECK(read_card(in).piece_bytes.size() == kCardSegmentsMax);
 }

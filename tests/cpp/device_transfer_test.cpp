@@ -14,6 +14,7 @@
 #include "kvpool/cuda/copier.h"
 #include "kvpool/cuda/order.h"
 #include "kvpool/cuda/shared_memory.h"
+#include "kvpool/pool/kept_memory.h"
 #include "peer_process.h"
 #include "ways.h"
 
@@ -363,6 +364,13 @@ TEST_CASE("memory of another GPU's is imported by those that reach it, and nothi
 
 // --- two processes
 
+template <class Holds>
+bool soon(Holds&& holds) {
+  const std::int64_t until = real_seconds(20);
+  while (!holds() && monotonic_ns() < until) usleep(1000);
+  return holds();
+}
+
 ServiceOptions named(const char* name) {
   ServiceOptions options;
   options.name = name;
@@ -372,22 +380,26 @@ ServiceOptions named(const char* name) {
   return options;
 }
 
-std::shared_ptr<Pool> gpu_pool(int device, std::uint32_t blocks = 8) {
+// By which peers get at the memory of a GPU: file descriptors, or IPC handles.
+constexpr DeviceMemoryKind kMemory[] = {DeviceMemoryKind::kVirtual, DeviceMemoryKind::kPlain};
+
+std::shared_ptr<Pool> gpu_pool(int device, DeviceMemoryKind memory = DeviceMemoryKind::kAuto,
+                               std::uint32_t blocks = 8) {
   PoolOptions options = small_options(blocks, blocks);
   options.device = device;
+  options.device_memory = memory;
   options.pin_dram = true;
   options.audit = true;
   return std::make_shared<Pool>(options);
 }
 
-TEST_CASE("pools of two processes send to each other's GPUs and host memory") {
-  if (!alone("pools of two processes send to each other's GPUs and host memory", {}, false)) return;
-  if (!test::kChildMayStartThreads) return;
+// Of two processes; `memory` is that of both.
+void send_to_each_other(DeviceMemoryKind memory) {
   const std::string address = unix_address();
   // The peer sends back what it gets, one more in each stamp's place.
   PeerProcess peer([&](auto&& wait) {
     const FakeCuda cuda;
-    const auto pool = gpu_pool(1);
+    const auto pool = gpu_pool(1, memory);
     Service& service = pool->start_service(named("peer"));
     service.listen(address);
     while (const auto item = service.receive(real_seconds(60))) {
@@ -411,9 +423,10 @@ TEST_CASE("pools of two processes send to each other's GPUs and host memory") {
     return cuda.count("pageable") == 0 ? 0 : 4;
   });
   const FakeCuda cuda;
-  const auto pool = gpu_pool(0);
+  const auto pool = gpu_pool(0, memory);
   Service& service = pool->start_service(named("main"));
   REQUIRE(service.connect(address, real_seconds(20)) == "peer");
+  CHECK(cuda.count("cuIpcOpenMemHandle") == (memory == DeviceMemoryKind::kPlain ? 1 : 0));
   constexpr Medium kMedia[] = {Medium::kHbm, Medium::kDram};
   int left = 8;
   for (const Medium source : kMedia) {
@@ -445,15 +458,17 @@ TEST_CASE("pools of two processes send to each other's GPUs and host memory") {
   CHECK(peer.wait() == 0);
 }
 
-TEST_CASE("blocks on a GPU come back when the process that was writing them is killed and not before") {
-  if (!alone("blocks on a GPU come back when the process that was writing them is killed and not before", {}, false)) {
-    return;
-  }
+TEST_CASE("pools of two processes send to each other's GPUs and host memory") {
+  if (!alone("pools of two processes send to each other's GPUs and host memory", {}, false)) return;
   if (!test::kChildMayStartThreads) return;
+  for (const DeviceMemoryKind memory : kMemory) send_to_each_other(memory);
+}
+
+void kill_a_writer(DeviceMemoryKind memory) {
   const std::string address = unix_address();
   PeerProcess sender([&](auto&& wait) {
     const FakeCuda cuda;
-    const auto pool = gpu_pool(1);
+    const auto pool = gpu_pool(1, memory);
     Service& service = pool->start_service(named("sender"));
     service.connect(address, real_seconds(20));
     const Addresses from = alloc_stamped(*pool, 4, 10);
@@ -468,7 +483,7 @@ TEST_CASE("blocks on a GPU come back when the process that was writing them is k
     return transfer->done() ? 1 : 0;
   });
   const FakeCuda cuda;
-  const auto pool = gpu_pool(0);
+  const auto pool = gpu_pool(0, memory);
   Service& service = pool->start_service(named("main"));
   service.listen(address);
   const auto count = [&](BlockState state) { return pool->audit().media[0].by_state[static_cast<std::size_t>(state)]; };
@@ -485,6 +500,50 @@ TEST_CASE("blocks on a GPU come back when the process that was writing them is k
   CHECK(count(BlockState::kQuarantined) == 4);
   REQUIRE(until([&] { return count(BlockState::kFree) == 8; }));
   CHECK(monotonic_ns() - gone_ns >= 400'000'000);  // what its GPU was at has had time to end: Ghosts::kGpuSettleNs
+}
+
+TEST_CASE("blocks on a GPU come back when the process that was writing them is killed and not before") {
+  if (!alone("blocks on a GPU come back when the process that was writing them is killed and not before", {}, false)) {
+    return;
+  }
+  if (!test::kChildMayStartThreads) return;
+  for (const DeviceMemoryKind memory : kMemory) kill_a_writer(memory);
+}
+
+TEST_CASE("memory that a peer has open by a handle stays when its pool is closed until that peer has ended") {
+  if (!alone("memory that a peer has open by a handle stays when its pool is closed until that peer has ended", {},
+             false)) {
+    return;
+  }
+  if (!test::kChildMayStartThreads) return;
+  for (const bool stopped : {false, true}) {
+    CAPTURE(stopped);
+    const std::string address = unix_address();
+    PeerProcess peer([&](auto&& wait) {
+      const FakeCuda cuda;
+      const auto pool = gpu_pool(1, DeviceMemoryKind::kPlain);
+      pool->start_service(named("peer")).listen(address);
+      wait();
+      return cuda.count("cuIpcOpenMemHandle") == 1 && cuda.count("cuIpcCloseMemHandle") == 1 ? 0 : 1;
+    });
+    const FakeCuda cuda;
+    auto pool = gpu_pool(0, DeviceMemoryKind::kPlain);
+    pool->start_service(named("main")).connect(address, real_seconds(20));
+    // Nothing is promised to it, and nothing written. But what it has open must not be freed.
+    if (stopped) peer.signal(SIGSTOP);
+    pool->close();
+    pool.reset();
+    CHECK(KeptMemory::count() == (stopped ? 1 : 0));
+    CHECK((cuda.count("bytes") > 0) == stopped);
+    if (stopped) {
+      peer.kill_and_wait();
+      CHECK(soon([&] { return KeptMemory::count() == 0; }));
+    } else {
+      peer.go();
+      CHECK(peer.wait() == 0);
+    }
+    CHECK(cuda.left() == "");
+  }
 }
 
 TEST_CASE("a transfer to a GPU of a process that is killed ends as its peer is lost and its blocks are as they were") {

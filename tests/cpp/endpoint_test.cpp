@@ -10,6 +10,8 @@
 #include "child_process.h"
 #include "endpoint_fixture.h"
 #include "fuzz_seeds.h"
+#include "kvpool/transport/hall.h"
+#include "kvpool/transport/meeting.h"
 #include "raw_peer.h"
 
 using namespace kvpool;
@@ -335,6 +337,30 @@ TEST_CASE("an endpoint: over a Unix socket to another user frames have a MAC, an
   if (status == test::kChildSkipped) return;
   CHECK(status == 0);
   close(file);
+}
+
+TEST_CASE("an endpoint: handles of a GPU's memory go to processes of the host, and over no network") {
+  for (const bool local : {true, false}) {
+    const EndpointOptions options{.secret = "sesame", .door = local};
+    Member server("server", options);
+    Member client("client", options);
+    for (Member* member : {&server, &client}) {
+      CardMedium& hbm = member->card.media[0];
+      hbm = {2, 0, {{4096, 4096, 4096}}, MemoryKind::kGpu, {{4096, 8192, {std::byte{7}}}}};
+    }
+    const std::string address = server.endpoint->listen(local ? fresh_name("unix:@") : "tcp:127.0.0.1:0");
+    client.endpoint->connect(address, in_seconds(10));
+    REQUIRE(soon([&] { return server.admitted() == 1; }));
+    for (Member* member : {&server, &client}) CHECK(has_handles(member->peers[0]) == local);
+    // One that sends them all the same is not believed.
+    const auto& link = dynamic_cast<SockLink&>(*server.links[0]);
+    const Bytes body = write_card_body(client.card);
+    if (local) {
+      CHECK(has_handles(take_card(link, body)));
+    } else {
+      CHECK(error_of([&] { take_card(link, body); })->code() == ErrorCode::kProtocol);
+    }
+  }
 }
 
 TEST_CASE("an endpoint: a large card arrives whole") {

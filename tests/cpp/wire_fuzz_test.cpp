@@ -101,6 +101,11 @@ void check_promises(const PeerCard& card) {
       const auto end = static_cast<unsigned __int128>(segment.stride) * medium.blocks + segment.address;
       REQUIRE((end <= UINT64_MAX));
       sum += segment.bytes;
+      if (medium.allocations.empty()) continue;
+      const std::uint64_t last = segment.address + segment.stride * (medium.blocks - 1) + segment.bytes;
+      REQUIRE(std::ranges::any_of(medium.allocations, [&](const CardAllocation& allocation) {
+        return segment.address >= allocation.address && last <= allocation.address + allocation.bytes;
+      }));
     }
     REQUIRE((medium.blocks == 0 || sum == block_bytes));
   }

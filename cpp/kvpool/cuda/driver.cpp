@@ -80,7 +80,10 @@ CudaDriver::CudaDriver(const std::string& name) : library(name) {
   find(mem_get_info, "cuMemGetInfo_v2");
   find(mem_alloc, "cuMemAlloc_v2");
   find(mem_free, "cuMemFree_v2");
+  find(mem_get_address_range, "cuMemGetAddressRange_v2");
   find(ipc_get_mem_handle, "cuIpcGetMemHandle");
+  find(ipc_open_mem_handle, "cuIpcOpenMemHandle_v2");
+  find(ipc_close_mem_handle, "cuIpcCloseMemHandle");
   find(mem_host_register, "cuMemHostRegister_v2");
   find(mem_host_unregister, "cuMemHostUnregister");
   find(pointer_get_attribute, "cuPointerGetAttribute");

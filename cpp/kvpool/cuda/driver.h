@@ -69,7 +69,8 @@ inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
 inline constexpr int kCuPointerMemoryType = 2;
 inline constexpr int kCuPointerDeviceOrdinal = 9;
-inline constexpr int kCuPointerHasIpcHandle = 10;  // a range of several allocations, or of virtual memory, has none
+inline constexpr int kCuPointerLegacyIpcCapable = 10;  // a range of several allocations, or of virtual memory, is not
+inline constexpr unsigned kCuIpcLazyPeerAccess = 1;
 inline constexpr int kCuMemoryTypeDevice = 2;
 inline constexpr int kCuDeviceHostPointerOfRegistered = 91;
 inline constexpr int kCuDeviceVirtualMemory = 102;
@@ -118,7 +119,10 @@ struct CudaDriver {
   CuResult (*mem_get_info)(std::size_t* free, std::size_t* total);
   CuResult (*mem_alloc)(CuPointer* pointer, std::size_t bytes);
   CuResult (*mem_free)(CuPointer pointer);
+  CuResult (*mem_get_address_range)(CuPointer* base, std::size_t* bytes, CuPointer pointer);
   CuResult (*ipc_get_mem_handle)(CuIpcMemHandle* handle, CuPointer pointer);
+  CuResult (*ipc_open_mem_handle)(CuPointer* pointer, CuIpcMemHandle handle, unsigned flags);
+  CuResult (*ipc_close_mem_handle)(CuPointer pointer);
   CuResult (*mem_host_register)(void* base, std::size_t bytes, unsigned flags);
   CuResult (*mem_host_unregister)(void* base);
   CuResult (*pointer_get_attribute)(void* value, int attribute, CuPointer pointer);

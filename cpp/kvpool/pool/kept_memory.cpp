@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <thread>
 #include <utility>
 
@@ -40,7 +41,9 @@ void wait_for_all(std::vector<LateWriter>& writers) noexcept {
       usleep(static_cast<useconds_t>(pause));
       pause = std::min(2 * pause, kLookUsMax);
     }
-    if (writer.process) wait_for_end(writer.process);
+    if (!writer.process) continue;
+    wait_for_end(writer.process);
+    std::this_thread::sleep_for(std::chrono::nanoseconds(writer.settle_ns));
   }
   writers.clear();
 }

@@ -22,7 +22,7 @@ std::uint64_t block_bytes(const PeerCard& peer) noexcept {
 
 }  // namespace
 
-Lane::Lane(MediaSpans local, PeerCard peer, bool peer_writes_directly, Events events)
+Lane::Lane(Memory local, PeerCard peer, bool peer_writes_directly, Events events)
     : local_(std::move(local)),
       peer_(std::move(peer)),
       peer_writes_directly_(peer_writes_directly),
@@ -86,6 +86,10 @@ WriteOutcome Lane::write(const WriteRequest& request) {
     if (placed_by_receiver) flush(request.deadline_ns);
     return outcome;
   } catch (const Error& error) {
+    if (error.code() == ErrorCode::kDeviceLost) {
+      events_.on_device_lost(error);
+      break_off(error);
+    }
     // When this side is departing, a route ends its writes so; what they had begun is over, or settled below.
     if (error.code() == ErrorCode::kPeerLost && !is_departing()) break_off(error);
     if (placed_by_receiver && error.code() != ErrorCode::kArgument) settle(error);
@@ -204,6 +208,11 @@ bool Lane::awaits_proof() const {
   return !peer_said_ && !proved_;
 }
 
+bool Lane::said_over() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return peer_said_;
+}
+
 bool Lane::link_ended() const noexcept {
   const std::lock_guard lock(mutex_);
   return ended_;
@@ -254,16 +263,30 @@ void Lane::on_message(Message&& message) {
 
 Placement Lane::on_data(std::uint64_t /*id*/, std::span<const std::byte> body, std::uint64_t payload_bytes) {
   if (!std::exchange(heard_, true)) events_.on_heard(*this);
-  const DataBody data = read_data_body(body, payload_bytes, local_);  // throws kProtocol
-  const std::lock_guard lock(mutex_);
-  if (peer_said_) throw Error(ErrorCode::kProtocol, "content of a peer that has said it writes no more");
+  const DataBody data = read_data_body(body, payload_bytes, local_.spans);  // throws kProtocol
+  {
+    const std::lock_guard lock(mutex_);
+    if (peer_said_) throw Error(ErrorCode::kProtocol, "content of a peer that has said it writes no more");
+  }
   Placement placement;
-  placement.pieces = data_placement(data, local_);
+  placement.pieces = data_placement(data, local_.spans);
+  landing_ = local_.landing(data.blocks, placement.pieces, payload_bytes);
+  if (landing_ != nullptr) placement.pieces = {landing_->room()};
   return placement;
 }
 
-// Content that is not intact ends the link: the flush behind it is never answered.
-void Lane::on_placed(std::uint64_t /*token*/, bool /*intact*/) {}
+// Content that is not intact ends the link, and so does a GPU that does not take it: the flush behind it is never
+// answered.
+void Lane::on_placed(std::uint64_t /*token*/, bool intact) {
+  const std::unique_ptr<Landing> landing = std::move(landing_);
+  if (landing == nullptr || !intact) return;
+  try {
+    landing->land();
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kDeviceLost) events_.on_device_lost(error);
+    throw;
+  }
+}
 
 void Lane::on_closed(const Error& why) {
   std::shared_ptr<Link> link;

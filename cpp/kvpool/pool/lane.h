@@ -4,7 +4,8 @@
 // Invariants
 //   N1  write() returns, or throws anything but kPeerLost, only when all that it has written is in place and nothing
 //       more of it is on its way: behind what the receiver places itself goes a flush. After kPeerLost the lane is
-//       closed, and never says that this side writes no more.
+//       closed, and never says that this side writes no more. So it is when the GPU of this side is lost in a write:
+//       nobody knows what was on it.
 //   N2  over() only when neither side writes any more: this side has said so, or its link has ended; the other has said
 //       so, or has ended and what it was given lets it write no more, or it is proved to be gone.
 //
@@ -20,11 +21,13 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "kvpool/base/error.h"
 #include "kvpool/base/segment.h"
 #include "kvpool/base/wait.h"
+#include "kvpool/transfer/block_host.h"
 #include "kvpool/transfer/parted.h"
 #include "kvpool/transport/link.h"
 #include "kvpool/transport/route.h"
@@ -37,10 +40,18 @@ class Lane final : public LinkHandler, public Parted, public std::enable_shared_
   struct Events {
     std::function<void(const std::shared_ptr<Lane>& lane, const std::shared_ptr<Link>& link)> on_ended;
     std::function<void(const Lane& lane)> on_changed;
-    std::function<void(const Lane& lane)> on_heard;  // the peer's first word: it has admitted this side
+    std::function<void(const Lane& lane)> on_heard;        // the peer's first word: it has admitted this side
+    std::function<void(const Error& why)> on_device_lost;  // the GPU of this side, and all that is on it
+  };
+  // The blocks of this side. `landing`: as BlockHost::landing.
+  struct Memory {
+    MediaSpans spans;
+    std::function<std::unique_ptr<Landing>(std::span<const Address> blocks, std::vector<iovec>& pieces,
+                                           std::uint64_t bytes)>
+        landing;
   };
   // `peer_writes_directly`: it was given what it needs to write here by itself.
-  Lane(MediaSpans local, PeerCard peer, bool peer_writes_directly, Events events);
+  Lane(Memory local, PeerCard peer, bool peer_writes_directly, Events events);
   // Before anything else.
   void start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes);
 
@@ -65,6 +76,7 @@ class Lane final : public LinkHandler, public Parted, public std::enable_shared_
   // --- Parted ---
   const PeerCard& peer() const noexcept override { return peer_; }
   bool awaits_proof() const override;
+  bool said_over() const noexcept override;
   bool link_ended() const noexcept override;
   void on_writer_gone() override;
   std::uint32_t writes_under_way() const noexcept override { return writes_.load(); }
@@ -82,12 +94,13 @@ class Lane final : public LinkHandler, public Parted, public std::enable_shared_
   void part_if_idle() noexcept;
   bool over_locked() const noexcept;
 
-  const MediaSpans local_;
+  const Memory local_;
   const PeerCard peer_;
   const bool peer_writes_directly_;
   const Events events_;
   std::uint64_t peer_block_bytes_ = 0;
-  bool heard_ = false;  // by whoever handles what arrives
+  bool heard_ = false;                // by whoever handles what arrives
+  std::unique_ptr<Landing> landing_;  // of the frame that is being placed; likewise
   std::atomic<std::uint32_t> writes_{0};
   std::atomic<std::uint64_t> flushes_{0};  // asked for
   std::atomic<std::uint64_t> flushed_{0};  // answered: all up to this one

@@ -7,6 +7,7 @@
 #include "kvpool/base/check.h"
 #include "kvpool/base/digest.h"
 #include "kvpool/base/error.h"
+#include "kvpool/pool/gpu_landing.h"
 
 namespace kvpool {
 namespace {
@@ -16,21 +17,6 @@ struct ReceivedNews final : News {
 };
 
 MediumSpan span_of(const Arena& arena) { return {arena.blocks(), arena.segments()}; }
-
-// A frame's content in a page-locked buffer, and then in the blocks.
-class GpuLanding final : public Landing {
- public:
-  GpuLanding(std::shared_ptr<DeviceStaging> staging, std::vector<iovec>&& pieces, std::size_t bytes)
-      : staging_(std::move(staging)), buffer_(staging_->buffer()), pieces_(std::move(pieces)), bytes_(bytes) {}
-  iovec room() const noexcept override { return {buffer_->data(), bytes_}; }
-  void land() override { staging_->scatter(buffer_->data(), pieces_); }
-
- private:
-  const std::shared_ptr<DeviceStaging> staging_;
-  const std::shared_ptr<PinnedBuffer> buffer_;
-  const std::vector<iovec> pieces_;
-  const std::size_t bytes_;
-};
 
 // A prefix that is cached here, for as long as a transfer builds on it.
 class PrefixHold {
@@ -245,12 +231,7 @@ std::unique_ptr<Landing> PeerBlocks::landing(std::span<const Address> blocks, st
                                              std::uint64_t bytes) {
   const auto lies_on_gpu = [&](Address address) { return on_gpu_[medium_bits_of(address) - 1]; };
   if (std::ranges::none_of(blocks, lies_on_gpu)) return nullptr;
-  if (bytes > DeviceStaging::kBufferBytes) {
-    throw Error(ErrorCode::kProtocol, "a data frame of " + std::to_string(bytes) + " bytes for the memory of a GPU",
-                {{"value", static_cast<std::int64_t>(bytes)},
-                 {"maximum", static_cast<std::int64_t>(DeviceStaging::kBufferBytes)}});
-  }
-  return std::make_unique<GpuLanding>(staging(), std::move(pieces), static_cast<std::size_t>(bytes));
+  return make_gpu_landing(staging(), pieces, bytes);
 }
 
 void PeerBlocks::hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) {

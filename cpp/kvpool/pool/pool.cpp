@@ -244,6 +244,11 @@ void Pool::copy_tier(TierWay way, const Address* from, const Address* to, std::s
 
 void Pool::check_stream(const CallerStream& after) const {
   if (!after || on_device_) return;
+  if (sharding_) {
+    throw Error(ErrorCode::kUnsupported,
+                "stream says nothing of the ranks of this instance, which work in streams of their own processes: each "
+                "waits for all that its GPU has been given by then");
+  }
   throw Error(ErrorCode::kArgument, "stream is for a pool on a GPU: the memory of this one has no streams");
 }
 

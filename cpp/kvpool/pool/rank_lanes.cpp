@@ -62,7 +62,11 @@ std::shared_ptr<LinkHandler> RankLanes::admit(const std::shared_ptr<Link>& link,
   };
   // It has admitted this side, which it does only when it has ended what it wrote in earlier meetings.
   events.on_heard = [this](const Lane& heard) { ghosts_.on_writer_gone(heard.peer().epoch); };
-  const auto lane = std::make_shared<Lane>(spans_, card, exposure.any(), std::move(events));
+  events.on_device_lost = [this](const Error& why) { on_device_lost_(why); };
+  Lane::Memory memory{spans_, [this](std::span<const Address> blocks, std::vector<iovec>& pieces, std::uint64_t bytes) {
+                        return routes_.landing(blocks, pieces, bytes);
+                      }};
+  const auto lane = std::make_shared<Lane>(std::move(memory), card, exposure.any(), std::move(events));
   lane->start(link, routes_.make(card, link));
 
   const std::lock_guard lock(mutex_);
@@ -122,7 +126,17 @@ struct RankLanes::Job {
     if (last) order.report(sum, failure ? &*failure : nullptr);
   }
 
+  // Once for all lanes, though each comes here.
+  void wait_for_gpu() {
+    if (order.after == nullptr) return;
+    const std::lock_guard lock(order_mutex);
+    if (!in_order) order.after->wait(order.request.deadline_ns, order.stop.get());
+    in_order = true;
+  }
+
   const LaneOrder order;
+  std::mutex order_mutex;
+  bool in_order = false;  // under order_mutex
   std::mutex mutex;
   std::size_t missing;
   WriteOutcome sum;
@@ -154,6 +168,7 @@ void RankLanes::write_part(const std::shared_ptr<Job>& job, const LaneWrite& par
   const auto failure = failure_of([&] {
     const auto lane = wait_for_lane(*job, part.to_rank);
     check_part(*lane, *job, part);
+    job->wait_for_gpu();
     WriteRequest request = job->order.request;
     request.strips = part.strips;
     request.cancelled = job->order.stop.get();

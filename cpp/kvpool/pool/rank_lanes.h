@@ -23,6 +23,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "kvpool/cuda/order.h"
 #include "kvpool/pool/ghosts.h"
 #include "kvpool/pool/lane.h"
 #include "kvpool/pool/route_maker.h"
@@ -39,7 +40,8 @@ struct LaneOrder {
   std::uint64_t meeting = 0;
   std::span<const LaneWrite> lanes;
   WriteRequest request;
-  std::shared_ptr<const void> keep;  // all that the above points to
+  std::shared_ptr<const void> keep;          // all that the above points to
+  std::shared_ptr<const DeviceOrder> after;  // waited for before the blocks are read; null: nothing is to be
   std::shared_ptr<std::atomic<bool>> stop;
   std::function<void(const WriteOutcome& outcome, const Error* error)> report;
 };
@@ -50,6 +52,8 @@ class RankLanes {
   RankLanes(RouteMaker& routes, Strands& strands, Ghosts& ghosts)
       : routes_(routes), strands_(strands), ghosts_(ghosts), spans_(routes.memory().spans()) {}
   void start(Endpoint& endpoint) noexcept { endpoint_ = &endpoint; }
+  // Who hears, from any thread, that the GPU of this memory is lost. Before the first lane.
+  void on_device_lost(std::function<void(const Error& why)> call) { on_device_lost_ = std::move(call); }
 
   // Connects to these ranks of a peer. Throws what Endpoint::connect throws, kPeerLost when somebody else answers, or
   // when the meeting is over; lanes that were made stay until depart().
@@ -97,6 +101,7 @@ class RankLanes {
   Ghosts& ghosts_;
   Endpoint* endpoint_ = nullptr;
   const MediaSpans spans_;
+  std::function<void(const Error&)> on_device_lost_ = [](const Error&) {};
 
   std::mutex mutex_;
   std::condition_variable changed_;

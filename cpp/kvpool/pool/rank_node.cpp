@@ -10,6 +10,9 @@
 #include "kvpool/base/fork_guard.h"
 #include "kvpool/base/strips.h"
 #include "kvpool/blocks/block_copy.h"
+#include "kvpool/blocks/device_mover.h"
+#include "kvpool/cuda/copier.h"
+#include "kvpool/cuda/order.h"
 #include "kvpool/pool/late_writers.h"
 #include "kvpool/pool/rank_lanes.h"
 #include "kvpool/pool/workers.h"
@@ -41,17 +44,33 @@ std::int64_t deadline_of(std::uint64_t lifetime_ms) noexcept {
   return monotonic_ns() + static_cast<std::int64_t>(std::min(lifetime_ms, kMost)) * kMillisecond;
 }
 
-// What arrives over a lane is placed by the CPU.
-const RankOptions& checked(const RankOptions& options, const LocalMemory& memory) {
-  if (memory.gpu() == nullptr) return options;
-  throw Error(ErrorCode::kUnsupported, "the memory of a rank cannot be on a GPU yet: no route reaches it there");
+// A lane has no communicator: it would need one for each pair of ranks, and a thread that takes part here.
+const RankOptions& checked(const RankOptions& options) {
+  if (std::ranges::find(options.service.routes, "nccl") == options.service.routes.end()) return options;
+  throw Error(ErrorCode::kUnsupported,
+              "the route nccl is between pools of one rank: leave it out of a rank's routes; loopback, cuda_ipc and "
+              "sock reach a GPU, too");
+}
+
+// Null where the CPU copies between the tiers.
+std::unique_ptr<DeviceMover> make_mover(const LocalMemory& memory) {
+  const Arena& hbm = *memory.arena(Medium::kHbm);
+  if (!hbm.on_device() || hbm.blocks() == 0) return nullptr;
+  return std::make_unique<DeviceMover>(hbm, *memory.arena(Medium::kDram), kernels_for(*hbm.context()));
+}
+
+std::shared_ptr<const DeviceOrder> make_order(const LocalMemory& memory) {
+  auto gpu = memory.gpu();
+  return gpu == nullptr ? nullptr : DeviceOrder::after(std::move(gpu), std::nullopt);
 }
 
 class RankNodeImpl final : public RankNode {
  public:
   RankNodeImpl(const RankOptions& options, LocalMemory memory)
-      : options_(checked(options, memory)),
+      : options_(checked(options)),
         epoch_(random_epoch()),
+        mover_(make_mover(memory)),
+        order_(make_order(memory)),
         routes_(options_.service, std::move(memory), epoch_),
         workers_(options_.service.worker_threads),
         reactor_(Reactor::make("kvpool-rank")),
@@ -69,6 +88,7 @@ class RankNodeImpl final : public RankNode {
           return admit(link, card, initiated_here);
         });
     lanes_.start(*endpoint_);
+    lanes_.on_device_lost([this](const Error& why) { lose(why); });
   }
   ~RankNodeImpl() override { close(); }
 
@@ -115,6 +135,7 @@ class RankNodeImpl final : public RankNode {
   std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerCard& card, bool initiated_here);
   void on_message(Message&& message);
   void on_scheduler_closed(const Error& why);
+  void lose(const Error& why) noexcept;
   void on_meet(std::uint64_t id, MeetBody&& body);
   void on_order(std::uint64_t id, OrderBody&& body);
   void on_stop(std::uint64_t id);
@@ -125,6 +146,8 @@ class RankNodeImpl final : public RankNode {
 
   const RankOptions options_;
   const std::uint64_t epoch_;
+  std::unique_ptr<DeviceMover> mover_;              // between the tiers; null without a GPU
+  const std::shared_ptr<const DeviceOrder> order_;  // after all that the GPU has been given; null without one
   RouteMaker routes_;
   Workers workers_;
   Strands strands_;
@@ -200,6 +223,19 @@ void RankNodeImpl::on_scheduler_closed(const Error& why) {
   lanes_.depart_all(lost, {});
 }
 
+// The GPU is gone, and with it this rank's part of every block on it: so is the instance. The end of the link tells the
+// scheduler.
+void RankNodeImpl::lose(const Error& why) noexcept {
+  std::shared_ptr<Link> scheduler;
+  {
+    const std::lock_guard lock(mutex_);
+    scheduler = scheduler_;
+    if (!why_lost_) why_lost_ = why;
+    changed_.notify_all();
+  }
+  if (scheduler != nullptr) scheduler->close(why);
+}
+
 void RankNodeImpl::close() noexcept {
   std::shared_ptr<Link> scheduler;
   {
@@ -231,6 +267,7 @@ void RankNodeImpl::close() noexcept {
   workers_.stop();
   strands_.stop();
   reactor_->stop();  // its last calls end every link, and make ghosts of those who have not answered
+  mover_.reset();    // the scheduler's link was one of them: nothing is moved any more
   std::vector<std::pair<std::shared_ptr<Parted>, std::shared_ptr<Link>>> left;
   ghosts_.clear(
       [&](const std::shared_ptr<Parted>& party, const std::shared_ptr<Link>& link) { left.emplace_back(party, link); });
@@ -308,12 +345,16 @@ void RankNodeImpl::on_order(std::uint64_t id, OrderBody&& body) {
   order.request.merge = kept->merge;
   order.request.deadline_ns = deadline_of(kept->lifetime_ms);
   order.keep = kept;
+  // The scheduler has no stream of this process to name. Its word comes after the engine's: what fills these blocks has
+  // been given to the GPU by now.
+  order.after = order_;
   order.stop = std::make_shared<std::atomic<bool>>(false);
   order.report = [this, id](const WriteOutcome& outcome, const Error* error) {
     {
       const std::lock_guard lock(mutex_);
       orders_.erase(id);
     }
+    if (error != nullptr && error->code() == ErrorCode::kDeviceLost) return lose(*error);
     if (error != nullptr) return answer(id, *error);
     answer(FrameKind::kReported, id, write_body(ReportBody{outcome.calls, outcome.bytes}));
   };
@@ -331,7 +372,11 @@ void RankNodeImpl::on_stop(std::uint64_t id) {
 }
 
 void RankNodeImpl::on_copy(std::uint64_t id, CopyBody&& body) {
-  workers_.run(Priority::kDecode, [this, id, body = std::move(body)] { answer(id, failure_of([&] { copy(body); })); });
+  workers_.run(Priority::kDecode, [this, id, body = std::move(body)] {
+    const auto failure = failure_of([&] { copy(body); });
+    if (failure && failure->code() == ErrorCode::kDeviceLost) return lose(*failure);
+    answer(id, failure);
+  });
 }
 
 // From one tier to the other: all pairs go the same way.
@@ -345,6 +390,11 @@ void RankNodeImpl::copy(const CopyBody& body) {
                        std::ranges::all_of(body.to, [&](Address a) { return medium_bits_of(a) == target; });
   if (!one_way || !blocks_exist(body.from, spans) || !blocks_exist(body.to, spans)) {
     throw Error(ErrorCode::kArgument, "blocks to copy that do not exist, or that lie in several media");
+  }
+  if (mover_ != nullptr) {
+    if (source == target) throw Error(ErrorCode::kArgument, "blocks of a GPU to copy within their tier");
+    const TierWay way = static_cast<Medium>(source) == Medium::kHbm ? TierWay::kOut : TierWay::kIn;
+    return mover_->move(way, body.from.data(), body.to.data(), body.from.size(), std::nullopt);
   }
   const BlockCopier copier(*memory.arena(static_cast<Medium>(source)), *memory.arena(static_cast<Medium>(target)));
   copier.run(team_, body.from.data(), body.to.data(), body.from.size());

@@ -4,17 +4,21 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <unordered_map>
 #include <utility>
 
 #include "kvpool/arena/device_arena.h"
 #include "kvpool/base/error.h"
+#include "kvpool/cuda/ipc_memory.h"
 #include "kvpool/cuda/staging.h"
+#include "kvpool/pool/gpu_landing.h"
 #include "kvpool/transport/cma_route.h"
 #include "kvpool/transport/cuda_route.h"
 #include "kvpool/transport/memory_route.h"
 #include "kvpool/transport/nccl_route.h"
 #include "kvpool/transport/peer_memory.h"
+#include "kvpool/transport/route_choice.h"
 #include "kvpool/transport/sock_route.h"
 #include "kvpool/transport/ucx_transport.h"
 
@@ -59,7 +63,7 @@ UcxGpuMemory gpu_memory_of(const Arena& arena) {
   for (const Segment& segment : arena.segments()) {
     int has_handle = 0;
     const auto at = static_cast<CuPointer>(reinterpret_cast<std::uintptr_t>(segment.base));
-    const CuResult asked = arena.context()->driver().pointer_get_attribute(&has_handle, kCuPointerHasIpcHandle, at);
+    const CuResult asked = arena.context()->driver().pointer_get_attribute(&has_handle, kCuPointerLegacyIpcCapable, at);
     if (!current || asked != kCudaSuccess || has_handle == 0) return UcxGpuMemory::kUnknown;
   }
   return UcxGpuMemory::kTensors;
@@ -167,13 +171,23 @@ void RouteMaker::prepare_gpu() {
   staging_ = std::make_shared<DeviceStaging>(gpu);
   if (!offers("cuda_ipc")) return;
   for (std::size_t i = 0; i < exported_.size(); ++i) {
-    const auto* arena = dynamic_cast<const DeviceArena*>(memory_.arenas[i].get());
-    // Plain memory, and an engine's, could be given away as an IPC handle. Its peer would read what is at the address
-    // then, should it be freed meanwhile: sock carries these.
-    if (arena == nullptr || arena->memory() == nullptr || arena->memory()->kind() != DeviceMemoryKind::kVirtual)
+    const Arena& arena = *memory_.arenas[i];
+    if (!arena.on_device() || arena.blocks() == 0) continue;
+    const auto* owned = dynamic_cast<const DeviceArena*>(&arena);
+    if (owned != nullptr && owned->memory()->kind() == DeviceMemoryKind::kVirtual) {
+      const int fd = owned->memory()->export_descriptor();
+      exported_[i] = Descriptor::open([fd] { return fd; });
       continue;
-    const int fd = arena->memory()->export_descriptor();
-    exported_[i] = Descriptor::open([fd] { return fd; });
+    }
+    // Plain memory, and an engine's. What has no handle goes by sock.
+    std::vector<std::span<const std::byte>> ranges;
+    for (const Segment& segment : arena.segments()) {
+      ranges.emplace_back(segment.base, (arena.blocks() - 1) * segment.stride + segment.bytes);
+    }
+    for (const IpcAllocation& allocation : ipc_allocations(*gpu, ranges)) {
+      CardAllocation& given = given_[i].emplace_back(CardAllocation{allocation.base, allocation.bytes, {}});
+      std::memcpy(given.handle, &allocation.handle, sizeof(given.handle));
+    }
   }
 }
 
@@ -200,6 +214,11 @@ void RouteMaker::prepare_ucx(const std::string& where) {
   throw Error(
       ErrorCode::kUnsupported,
       notes_.front() + "; there is no other memory: leave ucx out of routes, loopback, cuda_ipc and sock reach it");
+}
+
+// Handles of this process's memory: who has opened them must have closed them before it is freed.
+bool RouteMaker::gives_handles() const noexcept {
+  return std::ranges::any_of(given_, [](const auto& allocations) { return !allocations.empty(); });
 }
 
 RouteMaker::~RouteMaker() { let_go(); }
@@ -243,6 +262,7 @@ std::shared_ptr<void> RouteMaker::introduce(PeerCard& card) const {
     if (arena.blocks() == 0) continue;
     if (arena.on_device()) out.kind = MemoryKind::kGpu;
     if (descriptor_of(medium, arena) >= 0) out.mapped_bytes = arena.mapped_bytes();
+    out.allocations = given_[static_cast<std::size_t>(medium_index(medium))];
     for (const Segment& segment : arena.segments()) {
       out.segments.push_back({reinterpret_cast<std::uint64_t>(segment.base), segment.stride, segment.bytes});
     }
@@ -276,6 +296,21 @@ int RouteMaker::descriptor_of(Medium medium, const Arena& arena) const {
   return exported_[static_cast<std::size_t>(medium_index(medium))].get();
 }
 
+std::unique_ptr<Landing> RouteMaker::landing(std::span<const Address> blocks, std::vector<iovec>& pieces,
+                                             std::uint64_t bytes) const {
+  std::shared_ptr<DeviceStaging> staging;
+  Reach on_gpu{};
+  {
+    const std::lock_guard lock(mutex_);
+    if (memory_.arenas[0] == nullptr) throw Error(ErrorCode::kClosed, "the pool is closed");
+    staging = staging_;
+    on_gpu = memory_.on_gpu();
+  }
+  const Reach reach = reach_of(blocks);
+  if (!(reach[0] && on_gpu[0]) && !(reach[1] && on_gpu[1])) return nullptr;
+  return make_gpu_landing(std::move(staging), pieces, bytes);
+}
+
 RouteMaker::Exposure RouteMaker::exposure(const PeerCard& peer, const Link& link) const {
   const bool same_host = peer.host == host_id();
   const auto both = [&](const char* name) { return offers(name) && contains(peer.routes, name); };
@@ -287,7 +322,9 @@ RouteMaker::Exposure RouteMaker::exposure(const PeerCard& peer, const Link& link
   const auto has_gpu =
       std::ranges::any_of(peer.media, [](const CardMedium& medium) { return medium.kind == MemoryKind::kGpu; });
   const bool loopback = both("loopback") && link.process() == getpid();
-  exposure.by_gpu = has_gpu && ((same_host && ((local_link && both("cuda_ipc")) || both("ucx"))) || loopback);
+  const bool by_ipc = has_gpu && same_host && local_link && both("cuda_ipc");
+  exposure.by_gpu = by_ipc || (has_gpu && ((same_host && both("ucx")) || loopback));
+  exposure.by_handle = by_ipc && gives_handles();
   exposure.by_process =
       exposure.by_gpu || (same_host && (both("ucx") || both("cma") || (both("shm") && local_link))) || loopback;
   return exposure;
@@ -344,9 +381,10 @@ std::shared_ptr<Route> RouteMaker::make_cuda_ipc(const PeerCard& peer, const Lin
   const LocalMemory memory = this->memory();
   const auto gpu = memory.gpu();
   const MediaFiles files = files_of(peer, link);
-  if (gpu == nullptr || files == MediaFiles{-1, -1}) return nullptr;
+  const bool opens_handles = has_handles(peer) && link.process() != getpid();
+  if (gpu == nullptr || (files == MediaFiles{-1, -1} && !opens_handles)) return nullptr;
   return make_cuda_ipc_route({gpu, kernels_for(*gpu), memory.gpu_spans(*gpu), memory.on_gpu(), memory.keepalive()},
-                             peer, files);
+                             peer, files, opens_handles);
 }
 
 std::shared_ptr<Route> RouteMaker::make_gpu_loopback(const PeerCard& peer, const Link& link) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "kvpool/base/segment.h"
 #include "kvpool/blocks/layout.h"
 #include "kvpool/pool/service.h"
+#include "kvpool/transfer/block_host.h"
 #include "kvpool/transport/card.h"
 #include "kvpool/transport/descriptor.h"
 #include "kvpool/transport/link.h"
@@ -69,6 +71,10 @@ class RouteMaker {
   // The arenas' descriptors, in the order of the media that can be mapped.
   std::vector<int> descriptors() const;
 
+  // For content that a link brings for these blocks of this memory: as BlockHost::landing. Throws kClosed, too.
+  std::unique_ptr<Landing> landing(std::span<const Address> blocks, std::vector<iovec>& pieces,
+                                   std::uint64_t bytes) const;
+
   // Every route that both sides can go. Throws kUnsupported when there is none.
   std::vector<std::shared_ptr<Route>> make(const PeerCard& peer, const std::shared_ptr<Link>& link);
   // By what the peer can write here by itself, from what it was given.
@@ -76,6 +82,7 @@ class RouteMaker {
     bool by_process = false;  // its process writes, or the kernel for it: its end is the proof that it does not
     bool by_address = false;  // of these, to addresses of this process, whatever memory is there by then
     bool by_gpu = false;      // of these, by a GPU that its process has set to work: see Ghosts
+    bool by_handle = false;   // of these, to memory that it has open, and that must not be freed before it is closed
     bool by_ucx = false;      // UCX writes, also what is on its way: fence() is the proof
     bool any() const noexcept { return by_process || by_ucx; }
   };
@@ -91,6 +98,7 @@ class RouteMaker {
   std::shared_ptr<Route> make_gpu_loopback(const PeerCard& peer, const Link& link);
   void prepare_gpu();
   void prepare_ucx(const std::string& where);
+  bool gives_handles() const noexcept;
   // What a peer can be given to map a medium with; -1: nothing.
   int descriptor_of(Medium medium, const Arena& arena) const;
 
@@ -106,6 +114,8 @@ class RouteMaker {
   std::shared_ptr<UcxContext> ucx_;               // likewise
   std::shared_ptr<DeviceStaging> staging_;        // likewise; null without a GPU
   std::array<Descriptor, kMediaCount> exported_;  // of media on a GPU; set by the constructor
+  // Of such media that have no descriptor; likewise.
+  std::array<std::vector<CardAllocation>, kMediaCount> given_;
 };
 
 // Pools of this process, so that they find each other's memory: by epoch.

@@ -33,9 +33,9 @@ void ServiceImpl::close() noexcept {
     if (wait_until(until, [&] { return peer.session->writes_under_way() == 0; })) peer.session->say_drained();
   }
   for (const Peer& peer : peers) {
-    // What such a peer writes goes to addresses of this process: it is asked to end.
+    // What such a peer writes goes to memory of this process that is about to be given back: it is asked to end.
     const RouteMaker::Exposure exposure = routes_.exposure(peer.session->peer(), *peer.link);
-    if (exposure.by_address || exposure.by_ucx) {
+    if (exposure.by_address || exposure.by_handle || exposure.by_ucx) {
       static_cast<void>(peer.link->drive(until, [&] { return peer.session->peer_drained(); }));
     }
     peer.link->close(why);

@@ -54,6 +54,7 @@ void ServiceImpl::make_ranks() {
   }
   lanes_ = std::make_unique<RankLanes>(routes_, lane_strands_, *ghosts_);
   lanes_->start(*endpoint_);
+  lanes_->on_device_lost([this](const Error& why) { pool_.fail(why); });
   own_rank_ = make_local_rank_set(*lanes_);
 }
 
@@ -63,11 +64,6 @@ std::shared_ptr<const GroupMeeting> ServiceImpl::plan_group(const PeerCard& card
     const auto incomplete = failure_of([&] { hub_->check_complete(); });
     // The peer reads it, too.
     if (incomplete) throw Error(incomplete->code(), options_.name + ": " + incomplete->what());
-  }
-  if (pool_.on_device()) {
-    throw Error(
-        ErrorCode::kUnsupported,
-        "a pool whose HBM is on a GPU and a logical instance of several ranks have no routes to each other yet");
   }
   if (card.meeting == 0) throw Error(ErrorCode::kProtocol, card.name + " does not say which meeting this is");
   const Sharding own = hub_ != nullptr ? hub_->sharding() : one_rank(blocks_.layout());

@@ -14,6 +14,8 @@ class Parted {
   virtual const PeerCard& peer() const noexcept = 0;
   // Something here waits for the proof that the peer writes no more.
   virtual bool awaits_proof() const = 0;
+  // It has said that it writes no more: nothing of this side's is mapped there either.
+  virtual bool said_over() const noexcept = 0;
   // Nothing arrives over the link any more, and nothing is being placed.
   virtual bool link_ended() const noexcept = 0;
   // The proof is there.

@@ -85,6 +85,8 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
     return !peer_drained() && (!settled_.load() || receiver_->counts().quarantined > 0);
   }
 
+  bool said_over() const noexcept override { return peer_drained(); }
+
   // --- LinkHandler ---
   void on_message(Message&& message) override;
   Placement on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) override;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
+#include <iterator>
 #include <string_view>
 
 #include "kvpool/base/address.h"
@@ -95,11 +96,37 @@ std::uint64_t check_segment(const CardSegment& segment, std::uint32_t blocks) {
   return segment.address + segment.stride * (blocks - 1) + segment.bytes;
 }
 
-// The scheduler of a logical instance counts blocks; their memory is its ranks'.
-void check_absent(const CardMedium& medium) {
-  if (!medium.segments.empty() || medium.mapped_bytes != 0 || medium.kind != MemoryKind::kHost) {
-    fail("a logical instance has memory of its own");
+// One past the end of the memory of this medium that the address lies in; 0: in none. REQUIRES: they have been checked.
+std::uint64_t allocation_end(const CardMedium& medium, std::uint64_t address) noexcept {
+  const auto after = std::ranges::upper_bound(medium.allocations, address, {}, &CardAllocation::address);
+  if (after == medium.allocations.begin()) return 0;
+  const CardAllocation& found = *std::prev(after);
+  return address - found.address < found.bytes ? found.address + found.bytes : 0;
+}
+
+void check_allocations(const CardMedium& medium) {
+  check_range(medium.allocations.size(), 0, kCardAllocationsMax, "number of allocations");
+  if (medium.allocations.empty()) return;
+  if (medium.kind != MemoryKind::kGpu || medium.mapped_bytes != 0) {
+    fail("allocations of a medium that is passed in another way");
   }
+  std::uint64_t end = 1;
+  for (const CardAllocation& allocation : medium.allocations) {
+    check_range(allocation.address, end, UINT64_MAX, "address of an allocation");
+    check_range(allocation.bytes, 1, UINT64_MAX, "length of an allocation");
+    end = add_product(allocation.address, allocation.bytes, 1, "an allocation");
+  }
+  for (const CardSegment& segment : medium.segments) {
+    if (check_segment(segment, medium.blocks) > allocation_end(medium, segment.address)) {
+      fail("a segment lies in no allocation");
+    }
+  }
+}
+
+// The scheduler of a logical instance counts blocks; their memory is its ranks'.
+bool has_memory(const CardMedium& medium) noexcept {
+  return !medium.segments.empty() || medium.mapped_bytes != 0 || medium.kind != MemoryKind::kHost ||
+         !medium.allocations.empty();
 }
 
 void check_kind(std::uint8_t kind) {
@@ -109,12 +136,9 @@ void check_kind(std::uint8_t kind) {
 void check_medium(const CardMedium& medium, std::uint64_t block_bytes, bool group) {
   check_kind(static_cast<std::uint8_t>(medium.kind));
   check_range(medium.blocks, 0, kBlocksMax, "number of blocks");
-  if (group) return check_absent(medium);
-  if (medium.blocks == 0) {
-    if (!medium.segments.empty() || medium.mapped_bytes != 0 || medium.kind != MemoryKind::kHost) {
-      fail("a medium without blocks has memory");
-    }
-    return;
+  if (group || medium.blocks == 0) {
+    if (!has_memory(medium)) return;
+    fail(group ? "a logical instance has memory of its own" : "a medium without blocks has memory");
   }
   check_range(medium.segments.size(), 1, kCardSegmentsMax, "number of segments");
   std::uint64_t segments_bytes = 0;
@@ -133,6 +157,7 @@ void check_medium(const CardMedium& medium, std::uint64_t block_bytes, bool grou
     fail("segments of " + std::to_string(end - lowest) + " bytes in a mapping of " +
          std::to_string(medium.mapped_bytes));
   }
+  check_allocations(medium);
 }
 
 void check_routes(const std::vector<std::string>& routes) {
@@ -192,6 +217,7 @@ CardMedium read_medium(WireReader& in) {
   medium.kind = static_cast<MemoryKind>(kind);
   medium.mapped_bytes = in.number<std::uint64_t>();
   medium.segments = in.array<CardSegment>(kCardSegmentsMax);
+  medium.allocations = in.array<CardAllocation>(kCardAllocationsMax);
   return medium;
 }
 
@@ -227,7 +253,7 @@ void read_ranks(WireReader& in, PeerCard& card) {
 }  // namespace
 
 void write_card(const PeerCard& card, WireWriter& out) {
-  static_assert(sizeof(CardSegment) == 24, "no padding: it goes out as it is");
+  static_assert(sizeof(CardSegment) == 24 && sizeof(CardAllocation) == 80, "no padding: they go out as they are");
   check_card(card);
   out.number(std::uint32_t{0}).number(card.instance).number(card.epoch).number(card.pid).number(card.block_tokens);
   out.text(card.name).text(card.host).text(card.model).text(card.door);
@@ -237,6 +263,7 @@ void write_card(const PeerCard& card, WireWriter& out) {
   for (const CardMedium& medium : card.media) {
     out.number(medium.blocks).number(static_cast<std::uint8_t>(medium.kind)).number(medium.mapped_bytes);
     out.array(std::span<const CardSegment>(medium.segments));
+    out.array(std::span<const CardAllocation>(medium.allocations));
   }
   out.blob(card.ucx);
   write_ranks(card, out);
@@ -263,6 +290,10 @@ PeerCard read_card(WireReader& in) {
   read_ranks(in, card);
   check_card(card);
   return card;
+}
+
+bool has_handles(const PeerCard& card) noexcept {
+  return std::ranges::any_of(card.media, [](const CardMedium& medium) { return !medium.allocations.empty(); });
 }
 
 std::string host_id() {

@@ -13,6 +13,8 @@ namespace kvpool {
 
 inline constexpr std::size_t kNameBytesMax = 255;
 inline constexpr std::size_t kCardSegmentsMax = 2 * 4096;  // K and V of 4,096 layers
+inline constexpr std::size_t kCardAllocationsMax = kCardSegmentsMax;
+inline constexpr std::size_t kCardHandleBytes = 64;
 inline constexpr std::size_t kCardBlockTokensMax = 65536;
 inline constexpr std::size_t kCardModelBytesMax = 1024;
 inline constexpr std::size_t kCardRoutesMax = 16;
@@ -36,11 +38,20 @@ enum class MemoryKind : std::uint8_t {
   kGpu = 1,  // addresses are a GPU's, and what can be mapped is an allocation of it
 };
 
+// Memory of a GPU that segments lie in and that a process of this host can open: an allocation of cuMemAlloc.
+struct CardAllocation {
+  std::uint64_t address;  // in the peer's own address space
+  std::uint64_t bytes;
+  std::byte handle[kCardHandleBytes];  // CUipcMemHandle
+};
+
 struct CardMedium {
   std::uint32_t blocks = 0;
   std::uint64_t mapped_bytes = 0;  // of the memfd or allocation; 0 when the memory cannot be mapped
   std::vector<CardSegment> segments;
   MemoryKind kind = MemoryKind::kHost;
+  // By rising address; empty: its memory has no handles. They stay on the host.
+  std::vector<CardAllocation> allocations = {};
 };
 
 // A rank of a logical instance, and where the ranks of a peer connect to it.
@@ -85,10 +96,14 @@ struct PeerCard {
 };
 
 // Throw Error kProtocol; both check every number and text, so that what read_card returns can be computed with: no sum
-// or product of addresses, strides and blocks overflows, and all blocks of a mapped medium lie within its memfd. A name
-// that this card may have is not yet known to be free: that is the caller's to check, as are epochs and fingerprints.
+// or product of addresses, strides and blocks overflows, all blocks of a mapped medium lie within its memfd, and those
+// of a medium with allocations each segment in one of them. A name that this card may have is not yet known to be free:
+// that is the caller's to check, as are epochs and fingerprints.
 void write_card(const PeerCard& card, WireWriter& out);
 PeerCard read_card(WireReader& in);
+
+// Whether it has what only processes of its host may hear.
+bool has_handles(const PeerCard& card) noexcept;
 
 // Of this process, for PeerCard::host. Where the kernel does not tell, it is one that no other process has.
 std::string host_id();

@@ -1,13 +1,16 @@
 #include "kvpool/transport/cuda_route.h"
 
 #include <array>
+#include <cstring>
 #include <mutex>
 #include <utility>
 #include <vector>
 
 #include "kvpool/base/error.h"
 #include "kvpool/cuda/copier.h"
+#include "kvpool/cuda/ipc_memory.h"
 #include "kvpool/cuda/shared_memory.h"
+#include "kvpool/transport/host_reach.h"
 #include "kvpool/transport/parted_write.h"
 #include "kvpool/transport/reactor.h"
 #include "kvpool/transport/route_choice.h"
@@ -21,31 +24,40 @@ constexpr const char* kWhat = "blocks cannot be copied to a peer";
 // which the pause between two of them is nothing.
 constexpr std::uint64_t kPartBytes = std::uint64_t{64} << 20;
 
-using Regions = std::array<std::span<std::byte>, kMediaCount>;
-
 // Pairs of blocks of the same media on either side.
 struct Group {
   std::vector<Address> from;
   std::vector<Address> to;
 };
 
+// What is mapped of a peer.
+struct MappedSide {
+  MappedSide(const std::shared_ptr<const CudaContext>& context, std::shared_ptr<void> kept,
+             std::shared_ptr<MappedPeer> host)
+      : keepalive(std::move(kept)), reach(context, std::move(host)) {}
+
+  const std::shared_ptr<void> keepalive;
+  HostReach reach;
+};
+
 class CudaRoute final : public Route {
  public:
+  // `host`: what is to be registered before the GPU writes there; null: nothing is.
   CudaRoute(const char* name, GpuSide local, MediaSpans peer, std::shared_ptr<void> peer_keepalive,
-            const Reach& peer_on_gpu, const Regions& to_register)
+            const Reach& peer_on_gpu, std::shared_ptr<MappedPeer> host)
       : name_(name),
         local_(std::move(local)),
         peer_(std::move(peer)),
-        peer_keepalive_(std::move(peer_keepalive)),
         peer_on_gpu_(peer_on_gpu),
-        to_register_(to_register),
-        copier_(local_.context, local_.kernels, kWhat) {}
+        copier_(local_.context, local_.kernels, kWhat),
+        mapped_(std::make_shared<MappedSide>(local_.context, std::move(peer_keepalive), std::move(host))) {}
 
   const char* name() const noexcept override { return name_; }
   RouteTraits traits() const noexcept override { return {.one_sided = true, .by_caller = true, .waits = false}; }
   bool reaches(Medium medium) const noexcept override {
-    const auto at = static_cast<std::size_t>(medium_index(medium));
-    return peer_[at].blocks > 0 && !refused_[at].load(std::memory_order_relaxed);
+    if (peer_[static_cast<std::size_t>(medium_index(medium))].blocks == 0) return false;
+    const auto mapped = this->mapped();
+    return mapped != nullptr && !mapped->reach.refused(medium);
   }
   bool reads(Medium medium) const noexcept override {
     return local_.spans[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
@@ -57,16 +69,19 @@ class CudaRoute final : public Route {
     }
     return false;
   }
+  bool ready(const Reach& from, const Reach& to) noexcept override {
+    const auto mapped = reads_gpu(from) ? this->mapped() : nullptr;
+    return mapped == nullptr || mapped->reach.ready(to);
+  }
   double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override {
     return cost_.estimate_us(pieces, bytes, monotonic_ns());
   }
 
   WriteOutcome write(const WriteRequest& request) override {
     check_blocks(request, local_.spans, peer_, name_);
+    const auto mapped = this->mapped();  // stays until the end of this write
     throw_if_stopped(request, name_, closed_);
-    const Reach from = reach_of(request.from);
-    const bool reads_gpu = (from[0] && local_.on_gpu[0]) || (from[1] && local_.on_gpu[1]);
-    if (reads_gpu) make_reachable(reach_of(request.to));
+    if (reads_gpu(reach_of(request.from))) mapped->reach.wait(reach_of(request.to), request, name_, closed_);
     const std::int64_t began_ns = monotonic_ns();
     const TransferParts parts(request.strips, request.from.size(), PartLimits{.bytes_max = kPartBytes});
     WriteOutcome outcome;
@@ -81,24 +96,24 @@ class CudaRoute final : public Route {
     return outcome;
   }
 
-  void close() noexcept override { closed_.store(true, std::memory_order_relaxed); }
+  // With the last write under way goes what is mapped of the peer, not when the last handle of a transfer is dropped:
+  // once this side has said that it writes no more, the peer may free memory that nobody may have open then.
+  void close() noexcept override {
+    std::shared_ptr<MappedSide> mapped;  // ends without the lock
+    const std::lock_guard lock(mutex_);
+    closed_.store(true);
+    mapped.swap(mapped_);
+  }
 
  private:
-  // The peer's host memory, before it is first written: to register hundreds of gigabytes takes seconds, which nobody
-  // should spend on a peer that is never sent to. A peer whose memory cannot be registered is reached by other routes.
-  void make_reachable(const Reach& to) {
-    for (std::size_t at = 0; at < to.size(); ++at) {
-      if (!to[at] || to_register_[at].empty()) continue;
-      const std::lock_guard lock(mutex_);
-      if (registered_[at] != nullptr) continue;
-      try {
-        registered_[at] =
-            std::make_unique<RegisteredMemory>(local_.context, to_register_[at].data(), to_register_[at].size());
-      } catch (const Error&) {
-        refused_[at].store(true, std::memory_order_relaxed);
-        throw;
-      }
-    }
+  // Null once the route is closed; closed_ is set by then.
+  std::shared_ptr<MappedSide> mapped() const noexcept {
+    const std::lock_guard lock(mutex_);
+    return mapped_;
+  }
+
+  bool reads_gpu(const Reach& from) const noexcept {
+    return (from[0] && local_.on_gpu[0]) || (from[1] && local_.on_gpu[1]);
   }
 
   std::uint64_t write_part(const WriteRequest& request, const TransferPart& part) {
@@ -133,61 +148,84 @@ class CudaRoute final : public Route {
   const char* const name_;
   const GpuSide local_;
   const MediaSpans peer_;
-  const std::shared_ptr<void> peer_keepalive_;
   const Reach peer_on_gpu_;
-  const Regions to_register_;
-  std::mutex mutex_;
-  std::array<std::unique_ptr<RegisteredMemory>, kMediaCount> registered_;  // under mutex_; end before the mapping
-  std::array<std::atomic<bool>, kMediaCount> refused_{};
   DeviceCopier copier_;
   RouteCost cost_{kCudaPrior};
   std::atomic<bool> closed_{false};
+  mutable std::mutex mutex_;
+  std::shared_ptr<MappedSide> mapped_;  // under mutex_
 };
 
-struct PeerKept {
-  std::shared_ptr<MappedPeer> host;
-  std::array<std::unique_ptr<ImportedMemory>, kMediaCount> gpu;
+// A peer's memory of one GPU, by the one way or the other.
+struct PeerGpu {
+  std::unique_ptr<ImportedMemory> imported;
+  std::unique_ptr<OpenedMemory> opened;
 };
+
+MediumSpan map_imported(const CardMedium& medium, int file, const std::shared_ptr<const CudaContext>& context,
+                        PeerGpu& kept) {
+  kept.imported = std::make_unique<ImportedMemory>(context, file, static_cast<std::size_t>(medium.mapped_bytes));
+  return mapped_span(medium, kept.imported->base());
+}
+
+MediumSpan map_opened(const CardMedium& medium, const std::shared_ptr<const CudaContext>& context, PeerGpu& kept) {
+  std::vector<IpcAllocation> allocations(medium.allocations.size());
+  for (std::size_t i = 0; i < allocations.size(); ++i) {
+    const CardAllocation& from = medium.allocations[i];
+    static_assert(sizeof(from.handle) == sizeof(CuIpcMemHandle));
+    allocations[i].base = from.address;
+    allocations[i].bytes = from.bytes;
+    std::memcpy(&allocations[i].handle, from.handle, sizeof(from.handle));
+  }
+  kept.opened = std::make_unique<OpenedMemory>(context, allocations);
+  MediumSpan span{medium.blocks, {}};
+  for (const CardSegment& segment : medium.segments) {
+    // read_card has checked that each lies in one of them.
+    const std::uint64_t bytes = (medium.blocks - 1) * segment.stride + segment.bytes;
+    span.segments.push_back(Segment{kept.opened->at(segment.address, bytes), segment.stride, segment.bytes});
+  }
+  return span;
+}
 
 }  // namespace
 
 std::unique_ptr<Route> make_cuda_loopback_route(GpuSide local, GpuPeer peer) {
   return std::make_unique<CudaRoute>("loopback", std::move(local), std::move(peer.spans), std::move(peer.keepalive),
-                                     peer.on_gpu, Regions{});
+                                     peer.on_gpu, nullptr);
 }
 
-std::unique_ptr<Route> make_cuda_ipc_route(GpuSide local, const PeerCard& card, const MediaFiles& files) {
-  auto kept = std::make_shared<PeerKept>();
+std::unique_ptr<Route> make_cuda_ipc_route(GpuSide local, const PeerCard& card, const MediaFiles& files,
+                                           bool opens_handles) {
+  const auto kept = std::make_shared<std::array<PeerGpu, kMediaCount>>();
+  std::shared_ptr<MappedPeer> host;
   MediaSpans spans;
   Reach on_gpu{};
-  Regions to_register;
   MediaFiles host_files{-1, -1};
   for (std::size_t i = 0; i < files.size(); ++i) {
     if (card.media[i].kind == MemoryKind::kHost && card.media[i].mapped_bytes > 0) host_files[i] = files[i];
   }
   if (host_files != MediaFiles{-1, -1}) {
-    kept->host = MappedPeer::make(card, host_files);
-    spans = kept->host->spans();
-    to_register = kept->host->regions();
+    host = MappedPeer::make(card, host_files);
+    spans = host->spans();
   }
   for (std::size_t i = 0; i < files.size(); ++i) {
     const CardMedium& medium = card.media[i];
-    if (medium.kind != MemoryKind::kGpu || medium.mapped_bytes == 0 || files[i] < 0) continue;
+    const bool imports = medium.mapped_bytes > 0 && files[i] >= 0;
+    const bool opens = opens_handles && !medium.allocations.empty();
+    if (medium.kind != MemoryKind::kGpu || !(imports || opens)) continue;
     try {
-      const auto bytes = static_cast<std::size_t>(medium.mapped_bytes);
-      kept->gpu[i] = std::make_unique<ImportedMemory>(local.context, files[i], bytes);
-      spans[i] = mapped_span(medium, kept->gpu[i]->base());
+      PeerGpu& gpu = (*kept)[i];
+      spans[i] = imports ? map_imported(medium, files[i], local.context, gpu) : map_opened(medium, local.context, gpu);
       on_gpu[i] = true;
     } catch (const Error& error) {
       // Two GPUs, perhaps, that do not reach each other: the peer's host memory is reached all the same.
-      if (kept->host == nullptr || error.code() != ErrorCode::kUnsupported) throw;
+      if (host == nullptr || error.code() != ErrorCode::kUnsupported) throw;
     }
   }
-  if (kept->host == nullptr && !on_gpu[0] && !on_gpu[1]) {
+  if (host == nullptr && !on_gpu[0] && !on_gpu[1]) {
     throw Error(ErrorCode::kUnsupported, "the peer has no memory that a GPU can map");
   }
-  return std::make_unique<CudaRoute>("cuda_ipc", std::move(local), std::move(spans), std::move(kept), on_gpu,
-                                     to_register);
+  return std::make_unique<CudaRoute>("cuda_ipc", std::move(local), std::move(spans), kept, on_gpu, std::move(host));
 }
 
 }  // namespace kvpool

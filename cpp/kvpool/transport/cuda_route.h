@@ -2,9 +2,10 @@
 // which it has mapped.
 //
 // `loopback`: the peer is another pool of this process. `cuda_ipc`: another process on this host. Its GPU memory came
-// as a file descriptor and is imported; its host memory, as for shm, is mapped, and registered with the driver when
-// something is first written there. One copy, by the GPU, on streams of its own: when write() returns the bytes are
-// where they belong, and visible to whatever the peer starts on its GPU later.
+// as a file descriptor and is imported, or as IPC handles and is opened; its host memory, as for shm, is mapped, and
+// registered with the driver when something is first written there (host_reach.h). One copy, by the GPU, on streams of
+// its own: when write() returns the bytes are where they belong, and visible to whatever the peer starts on its GPU
+// later. When the route is closed and no write is under way, nothing of the peer is mapped any more.
 #pragma once
 
 #include <memory>
@@ -39,8 +40,10 @@ struct GpuPeer {
 // Throws as CudaDriver::require.
 std::unique_ptr<Route> make_cuda_loopback_route(GpuSide local, GpuPeer peer);
 
-// Reaches the media that could be mapped: a GPU that this one cannot access is left out. Throws as MappedPeer::make,
-// and kUnsupported when nothing is left. The descriptors are not needed afterwards.
-std::unique_ptr<Route> make_cuda_ipc_route(GpuSide local, const PeerCard& card, const MediaFiles& files);
+// Reaches the media that could be mapped: a GPU that this one cannot access is left out. `opens_handles`: the peer is
+// another process, for a driver opens no handles of its own. Throws as MappedPeer::make, and kUnsupported when nothing
+// is left. The descriptors are not needed afterwards.
+std::unique_ptr<Route> make_cuda_ipc_route(GpuSide local, const PeerCard& card, const MediaFiles& files,
+                                           bool opens_handles);
 
 }  // namespace kvpool

@@ -127,7 +127,7 @@ std::shared_ptr<LinkHandler> Greeting::on_meeting(SockLink& link, const FrameHea
   }
   if (hall_->closed()) throw Error(ErrorCode::kClosed, "the pool is being closed");
   link.keep_descriptors(header.flags);
-  const PeerCard card = read_card_body(body);
+  const PeerCard card = take_card(link, body);
   const bool checksum = wants_checksum_ && (header.flags & kChecksumFlag) != 0;
   if (checksum) link.receive_checksums();
   const Introduction own = hall_->introduction();

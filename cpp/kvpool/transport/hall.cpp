@@ -253,8 +253,22 @@ CardFrame make_card_frame(const SockLink& link, const Introduction& own, bool wa
     frame.header.flags |= static_cast<std::uint8_t>(1U << i);
     frame.descriptors.push_back(own.descriptors[i]);
   }
+  if (!link.passes_descriptors() && has_handles(own.card)) {
+    PeerCard card = own.card;
+    for (CardMedium& medium : card.media) medium.allocations.clear();
+    frame.body = write_card_body(card);
+    return frame;
+  }
   frame.body = write_card_body(own.card);
   return frame;
+}
+
+PeerCard take_card(const SockLink& link, std::span<const std::byte> body) {
+  PeerCard card = read_card_body(body);
+  if (has_handles(card) && !link.passes_descriptors()) {
+    throw Error(ErrorCode::kProtocol, "the card of a peer has handles of a GPU's memory, over a network");
+  }
+  return card;
 }
 
 void send_card(SockLink& link, CardFrame&& card, bool checksum_from_then_on) {

@@ -78,13 +78,15 @@ class Hall : public std::enable_shared_from_this<Hall> {
 // passes on the handshake of others.
 Channel channel_of(const Descriptor& socket, bool tcp) noexcept;
 
-// This side's card as a frame, and what goes with it.
+// This side's card as a frame, and what goes with it. Over a network it has no handles of memory.
 struct CardFrame {
   FrameHeader header{};
   Bytes body;
   std::vector<int> descriptors;
 };
 CardFrame make_card_frame(const SockLink& link, const Introduction& own, bool wants_checksum);
+// The peer's, which has none either over a network. Throws kProtocol.
+PeerCard take_card(const SockLink& link, std::span<const std::byte> body);
 // On a link whose writer is held; gives the writer back. Throws kPeerLost.
 void send_card(SockLink& link, CardFrame&& card, bool checksum_from_then_on);
 

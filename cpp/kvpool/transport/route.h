@@ -64,6 +64,10 @@ class Route {
   // Whether it is made for writes between these media. If not, others that can do them are asked first.
   virtual bool suits(const Reach& /*from*/, const Reach& /*to*/) const noexcept { return true; }
 
+  // Whether a write between these media could begin now. If not, it gets ready meanwhile, and a write waits for that:
+  // others that are ready are taken first.
+  virtual bool ready(const Reach& /*from*/, const Reach& /*to*/) noexcept { return true; }
+
   // What a write of so many pieces and bytes costs, by what this route took before. Microseconds.
   virtual double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept = 0;
 

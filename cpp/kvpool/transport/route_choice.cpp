@@ -32,17 +32,18 @@ std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> ro
                                       std::int64_t now_ns) {
   std::shared_ptr<Route> best;
   double best_us = std::numeric_limits<double>::infinity();
-  bool best_suits = false;
+  int best_rank = 0;
   for (const auto& route : routes) {
     if (!name.empty() && name != route->name()) continue;
     if (!carries(*route, from, to)) continue;
     const bool suits = route->health().able() && route->suits(from, to);
-    if (best_suits && !suits) continue;
+    const int rank = (suits ? 2 : 0) + (suits && route->ready(from, to) ? 1 : 0);
+    if (rank < best_rank) continue;
     const double us = routes.size() == 1 ? 0.0 : route->estimate_us(pieces, bytes) * route->health().factor(now_ns);
-    if (us < best_us || suits != best_suits) {
+    if (us < best_us || rank != best_rank) {
       best_us = us;
       best = route;
-      best_suits = suits;
+      best_rank = rank;
     }
   }
   return best;

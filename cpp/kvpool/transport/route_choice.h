@@ -17,8 +17,8 @@ namespace kvpool {
 Reach reach_of(std::span<const Address> addresses) noexcept;
 
 // The one that is expected to take the least time, among those of this name ("": any) that read the ones and reach the
-// others of these media; null when there is none. One that has failed just now is dearer, and one that cannot reach
-// this peer, or is not made for such a write, is taken when there is no other: see RouteHealth. `now_ns`:
+// others of these media; null when there is none. Of them one that reaches this peer and is made for such writes, if
+// there is any, and of these one that is ready; one that has failed just now is dearer: see RouteHealth. `now_ns`:
 // CLOCK_MONOTONIC.
 std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> routes, const std::string& name,
                                       std::uint64_t pieces, std::uint64_t bytes, const Reach& from, const Reach& to,

@@ -139,7 +139,7 @@ std::shared_ptr<LinkHandler> Visit::on_meeting(SockLink& link, const FrameHeader
   }
   if (hall_->closed()) throw Error(ErrorCode::kClosed, "the pool is being closed");
   link.keep_descriptors(header.flags);
-  PeerCard theirs = read_card_body(body);
+  PeerCard theirs = take_card(link, body);
   theirs.meeting = meeting_;
   if (wants_checksum_ && door_.checksum) link.receive_checksums();
   auto handler = hall_->admit(link.shared_from_this(), theirs, /*initiated_here=*/true);

@@ -18,7 +18,8 @@ constexpr std::size_t kCallsTextMax = std::size_t{1} << 16;
 thread_local std::vector<Context*> current_stack;
 
 std::map<std::string, int> default_settings() {
-  return {{"devices", 4}, {"memory_mib", 256}, {"version", 13000}, {"virtual_memory", 1}, {"delay_us", 200}};
+  return {{"devices", 4},    {"memory_mib", 256}, {"version", 13000},  {"virtual_memory", 1},
+          {"delay_us", 200}, {"ipc", 1},          {"hold_register", 0}};
 }
 
 Context* context_from(void* handle) {

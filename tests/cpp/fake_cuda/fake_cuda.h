@@ -33,6 +33,9 @@ using HostFunction = void*(unsigned long long address, std::size_t bytes);
 //   "memory_mib"      of each                                               256
 //   "version"         of the driver                                         13000
 //   "virtual_memory"  whether it has cuMem*                                 1
+//   "ipc"             whether it gives IPC handles                          1
+//   "hold_register"   from so many bytes on, cuMemHostRegister returns when
+//                     this has become 0 again; 0: at once                   0
 //   "delay_us"        that a piece of a stream's work waits, at most        200
 // What fake_cuda_count counts beside calls:
 //   "bytes"           of all devices, in use now

@@ -48,6 +48,11 @@ std::shared_ptr<Physical> Physical::import(int descriptor) {
   return physical;
 }
 
+std::uint64_t Physical::inode() const {
+  struct stat status{};
+  return fstat(fd, &status) == 0 ? status.st_ino : 0;
+}
+
 Physical::~Physical() {
   munmap(host, bytes);
   close(fd);
@@ -98,6 +103,26 @@ struct Access {  // CUmemAccessDesc
   int location_id;
   int flags;
 };
+
+struct IpcHandle {  // CUipcMemHandle
+  int process;
+  int descriptor;
+  std::uint64_t inode;  // the descriptor may be another file's by now
+  unsigned char rest[48];
+};
+static_assert(sizeof(IpcHandle) == 64);
+
+// What the handle stands for: null when that has gone.
+std::shared_ptr<Physical> physical_of(const IpcHandle& handle) {
+  const std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.descriptor);
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return nullptr;
+  struct stat status{};
+  const bool same = fstat(fd, &status) == 0 && status.st_ino == handle.inode;
+  auto physical = same ? Physical::import(fd) : nullptr;
+  close(fd);
+  return physical;
+}
 
 bool is_right(const Prop* prop) {
   return prop->type == 1 && prop->handle_types == 1 && prop->location_type == 1 && prop->win32 == nullptr &&
@@ -155,7 +180,7 @@ int cuMemAlloc_v2(Address* address, std::size_t bytes) {
   if (bytes == 0) return kInvalidValue;
   if (!fits(context->device, bytes)) return kOutOfMemory;
   *address = take_addresses(bytes);
-  s.ranges[*address] = Range{bytes, true, std::make_shared<Physical>(context->device, bytes), {}};
+  s.ranges[*address] = Range{bytes, true, 0, std::make_shared<Physical>(context->device, bytes), {}};
   return kSuccess;
 }
 
@@ -177,8 +202,54 @@ int cuIpcGetMemHandle(void* handle, Address address) {
   if (enter_context("cuIpcGetMemHandle", "", code) == nullptr) return code;
   const auto found = s.ranges.find(address);
   if (found == s.ranges.end() || !found->second.plain) return kInvalidValue;
-  std::memset(handle, 0, 64);
-  std::memcpy(handle, &address, sizeof address);
+  if (s.settings.at("ipc") == 0) return kNotSupported;
+  const Physical& physical = *found->second.physical;
+  const IpcHandle made{static_cast<int>(getpid()), physical.fd, physical.inode(), {}};
+  std::memcpy(handle, &made, sizeof made);
+  return kSuccess;
+}
+
+int cuIpcOpenMemHandle_v2(Address* address, IpcHandle handle, unsigned flags) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  int code = 0;
+  const Context* context = enter_context("cuIpcOpenMemHandle", std::to_string(flags), code);
+  if (context == nullptr) return code;
+  if (flags != 1) return kInvalidValue;
+  if (handle.process == getpid()) return kInvalidContext;
+  for (auto& [base, range] : s.ranges) {
+    if (range.opened == 0 || range.physical->inode() != handle.inode || !range.access.contains(context->device))
+      continue;
+    ++range.opened;
+    *address = base;
+    return kSuccess;
+  }
+  auto physical = physical_of(handle);
+  if (physical == nullptr) return kInvalidHandle;
+  if (physical->device / 2 != context->device / 2) return kPeerAccessUnsupported;
+  *address = take_addresses(physical->bytes);
+  s.ranges[*address] = Range{physical->bytes, false, 1, physical, {context->device}};
+  return kSuccess;
+}
+
+int cuIpcCloseMemHandle(Address address) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  int code = 0;
+  enter_context("cuIpcCloseMemHandle", "", code);
+  const auto found = s.ranges.find(address);
+  if (found == s.ranges.end() || found->second.opened == 0) return kInvalidValue;
+  if (--found->second.opened == 0) s.ranges.erase(found);
+  return code;
+}
+
+int cuMemGetAddressRange_v2(Address* base, std::size_t* bytes, Address address) {
+  const std::lock_guard lock(state().mutex);
+  int code = 0;
+  if (enter_context("cuMemGetAddressRange", "", code) == nullptr) return code;
+  const Range* range = on_device(address) ? range_of(address, 1, *base) : nullptr;
+  if (range == nullptr || range->physical == nullptr) return kInvalidValue;
+  *bytes = range->bytes;
   return kSuccess;
 }
 
@@ -217,7 +288,7 @@ int cuMemAddressReserve(Address* address, std::size_t bytes, std::size_t, Addres
   if (code != kSuccess) return code;
   if (flags != 0 || bytes == 0 || bytes % kGranularity != 0) return kInvalidValue;
   *address = take_addresses(bytes);
-  state().ranges[*address] = Range{bytes, false, nullptr, {}};
+  state().ranges[*address] = Range{bytes, false, 0, nullptr, {}};
   return kSuccess;
 }
 
@@ -228,7 +299,7 @@ int cuMemAddressFree(Address address, std::size_t bytes) {
   if (code != kSuccess) return code;
   const auto found = s.ranges.find(address);
   if (found == s.ranges.end() || found->second.plain || found->second.bytes != bytes) return kInvalidValue;
-  if (found->second.physical != nullptr) return kInvalidValue;  // still mapped
+  if (found->second.physical != nullptr) return kInvalidValue;  // still mapped, or opened
   s.ranges.erase(found);
   return kSuccess;
 }
@@ -254,7 +325,8 @@ int cuMemUnmap(Address address, std::size_t bytes) {
   const int code = enter("cuMemUnmap", "");
   if (code != kSuccess) return code;
   const auto range = s.ranges.find(address);
-  if (range == s.ranges.end() || range->second.bytes != bytes || range->second.physical == nullptr) {
+  if (range == s.ranges.end() || range->second.bytes != bytes || range->second.physical == nullptr ||
+      range->second.opened > 0) {
     return kInvalidValue;
   }
   range->second.physical = nullptr;
@@ -308,10 +380,19 @@ int cuMemImportFromShareableHandle(Address* handle, void* shareable, int type) {
 
 int cuMemHostRegister_v2(void* base, std::size_t bytes, unsigned flags) {
   State& s = state();
-  const std::lock_guard lock(s.mutex);
+  std::unique_lock lock(s.mutex);
   int code = 0;
   if (enter_context("cuMemHostRegister", std::to_string(bytes) + "," + std::to_string(flags), code) == nullptr) {
     return code;
+  }
+  const auto held = [&] {
+    const int from = s.settings.at("hold_register");
+    return from > 0 && bytes >= static_cast<std::size_t>(from);
+  };
+  while (held()) {
+    lock.unlock();
+    usleep(100);
+    lock.lock();
   }
   const auto address = reinterpret_cast<Address>(base);
   if (on_device(address) || bytes == 0) return kInvalidValue;
@@ -345,6 +426,9 @@ int cuPointerGetAttribute(void* value, int attribute, Address address) {
       return kSuccess;
     case 9:
       *number = is_device ? range->physical->device : 0;
+      return kSuccess;
+    case 10:  // IS_LEGACY_CUDA_IPC_CAPABLE
+      *number = is_device && range->plain ? 1 : 0;
       return kSuccess;
     default:
       return kInvalidValue;

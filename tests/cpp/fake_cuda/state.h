@@ -27,6 +27,7 @@ enum Code : int {
   kNoDevice = 100,
   kInvalidDevice = 101,
   kInvalidContext = 201,
+  kPeerAccessUnsupported = 217,
   kInvalidHandle = 400,
   kNotReady = 600,
   kIllegalAddress = 700,
@@ -45,6 +46,7 @@ struct Physical {
   Physical(int device, std::size_t bytes);
   // Another process's, or this one's once more: a memory file with its device in its name. Null for anything else.
   static std::shared_ptr<Physical> import(int descriptor);
+  std::uint64_t inode() const;  // the same for all who have it
   ~Physical();
   Physical(const Physical&) = delete;
   Physical& operator=(const Physical&) = delete;
@@ -63,6 +65,7 @@ struct Physical {
 struct Range {
   std::size_t bytes = 0;
   bool plain = false;  // of cuMemAlloc
+  int opened = 0;      // by cuIpcOpenMemHandle, so often
   std::shared_ptr<Physical> physical;
   std::set<int> access;  // devices that may
 };

@@ -1,0 +1,58 @@
+// Device memory of cuMemAlloc, whoever called it, given to other processes of this host as IPC handles.
+//
+// A handle is of a whole allocation: an engine's allocator cuts one into many tensors, and whoever opens it sees them
+// all. The driver's documents have one rule: what others have open must not be freed before they have closed it. Who
+// gives handles away keeps the memory until it is known that nobody has them open.
+//
+// Thread-safety: functions, all of it; objects are immutable after construction and may go in any thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kvpool/cuda/context.h"
+
+namespace kvpool {
+
+struct IpcAllocation {
+  CuPointer base = 0;  // in the process that allocated it
+  std::size_t bytes = 0;
+  CuIpcMemHandle handle{};
+};
+
+// The allocations that hold these ranges of the context's GPU, each once, by rising address. Empty when one of them has
+// no handle: virtual memory (an allocator's expandable segments), a memory pool's, or a machine without CUDA IPC.
+// Throws kDeviceLost, kOutOfMemory.
+std::vector<IpcAllocation> ipc_allocations(const CudaContext& context,
+                                           std::span<const std::span<const std::byte>> ranges);
+
+// Another process's allocations, open here while this lives.
+class OpenedMemory {
+ public:
+  // Throws kUnsupported (no such memory, this process's own, or this GPU does not reach the one that it is on),
+  // kOutOfMemory, kDeviceLost. Leaves nothing open then. REQUIRES: by rising address, none overlaps the next.
+  OpenedMemory(std::shared_ptr<const CudaContext> context, std::span<const IpcAllocation> allocations);
+  // In a forked child nothing is closed.
+  ~OpenedMemory();
+  OpenedMemory(const OpenedMemory&) = delete;
+  OpenedMemory& operator=(const OpenedMemory&) = delete;
+
+  // Where the bytes at this address of the other process are for this GPU; null when they lie in no allocation.
+  std::byte* at(std::uint64_t address, std::size_t bytes) const noexcept;
+
+ private:
+  struct Opened {
+    std::uint64_t address;  // there
+    std::size_t bytes;
+    CuPointer base;  // here
+  };
+  void close() noexcept;
+
+  const std::shared_ptr<const CudaContext> context_;
+  std::vector<Opened> opened_;  // by rising address
+};
+
+}  // namespace kvpool

@@ -1,0 +1,153 @@
+// A rank of this process with nothing above it, and orders to it: for tests of lanes.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "endpoint_fixture.h"
+#include "kvpool/pool/rank_lanes.h"
+#include "kvpool/pool/workers.h"
+#include "pool_fixture.h"
+
+namespace kvpool::testing {
+
+inline constexpr std::size_t kPiece = std::size_t{512} << 10;  // a block does not fit into a socket's buffer
+
+struct RankSpec {
+  std::vector<std::size_t> pieces = {kPiece};
+  bool aggregated = true;
+  std::uint32_t dram_blocks = 0;
+  int device = -1;  // of its HBM; -1: ordinary memory
+  DeviceMemoryKind memory = DeviceMemoryKind::kAuto;
+};
+
+// A rank as its own process would have it.
+struct RankHere {
+  RankHere(std::uint32_t number, std::vector<std::string> route_names, const RankSpec& spec = {})
+      : number(number),
+        epoch(1000 + number),
+        pool(std::make_shared<Pool>([&] {
+          PoolOptions options = small_options(8, spec.dram_blocks);
+          options.layout.piece_bytes = spec.pieces;
+          options.layout.aggregated = spec.aggregated;
+          options.device = spec.device;
+          options.device_memory = spec.memory;
+          options.pin_dram = spec.device >= 0;
+          return options;
+        }())),
+        memory{pool->layout(), {pool->arena(Medium::kHbm), pool->arena(Medium::kDram)}},
+        routes(
+            [&] {
+              ServiceOptions options;
+              options.name = "rank";
+              options.secret = "s3cret";
+              options.routes = std::move(route_names);
+              return options;
+            }(),
+            memory, epoch),
+        reactor(Reactor::make("rank")),
+        ghosts(*reactor, workers),
+        lanes(routes, strands, ghosts) {
+    pool->set_instance(number + 1);
+    endpoint = Endpoint::make(
+        *reactor, {.secret = "s3cret"}, [this] { return introduce(); },
+        [this](const std::shared_ptr<Link>& link, const PeerCard& card, bool) { return lanes.admit(link, card); });
+    lanes.start(*endpoint);
+    lanes.on_device_lost([this](const Error&) { device_lost = true; });
+    address = endpoint->listen(fresh_name("unix:@"));
+  }
+  ~RankHere() {
+    endpoint->close();
+    lanes.depart_all(Error(ErrorCode::kClosed, "the test is over"), {});
+    workers.stop();
+    strands.stop();
+    reactor->stop();
+    ghosts.clear([](const auto& /*party*/, const auto& /*link*/) {});
+  }
+
+  Introduction introduce() {
+    Introduction own;
+    own.attachment = routes.introduce(own.card);
+    own.card.name = "rank-" + std::to_string(number);
+    own.card.epoch = epoch;
+    own.card.instance = number + 1;
+    own.card.rank_of = 7;
+    own.card.rank = number;
+    own.card.address = address;
+    own.descriptors = routes.descriptors();
+    return own;
+  }
+  CardRank card() const { return {number, epoch, address}; }
+  std::byte* block(std::size_t i) const {
+    const Segment& segment = pool->arena(Medium::kHbm)->segments()[0];
+    return segment.base + i * segment.stride;
+  }
+  Address at(std::size_t i) const { return all[i]; }
+
+  const std::uint32_t number;
+  const std::uint64_t epoch;
+  std::shared_ptr<Pool> pool;
+  const LocalMemory memory;
+  RouteMaker routes;
+  Workers workers{2};
+  Strands strands;
+  std::unique_ptr<Reactor> reactor;
+  Ghosts ghosts;
+  RankLanes lanes;
+  std::string address;
+  std::unique_ptr<Endpoint> endpoint;
+  std::atomic<bool> device_lost{false};
+  const std::vector<Address> all = alloc(*pool, 8);
+};
+
+// What an order came to.
+struct Outcome {
+  std::atomic<int> reports{0};
+  std::atomic<std::uint64_t> bytes{0};
+  std::atomic<int> code{-1};  // of its error
+};
+
+struct Order {
+  std::vector<LaneWrite> lanes;
+  std::vector<Address> from;
+  std::vector<Address> to;
+};
+
+inline std::shared_ptr<std::atomic<bool>> give(RankHere& rank, std::uint64_t meeting, Order&& given,
+                                               const std::shared_ptr<Outcome>& outcome, double seconds = 10,
+                                               std::shared_ptr<const DeviceOrder> after = nullptr) {
+  const auto kept = std::make_shared<const Order>(std::move(given));
+  LaneOrder order;
+  order.meeting = meeting;
+  order.lanes = kept->lanes;
+  order.request.from = kept->from;
+  order.request.to = kept->to;
+  order.request.deadline_ns = in_seconds(seconds);
+  order.keep = kept;
+  order.after = std::move(after);
+  order.stop = std::make_shared<std::atomic<bool>>(false);
+  order.report = [outcome](const WriteOutcome& written, const Error* error) {
+    outcome->bytes += written.bytes;
+    if (error != nullptr) outcome->code = static_cast<int>(error->code());
+    ++outcome->reports;
+  };
+  auto stop = order.stop;
+  rank.lanes.write(std::move(order));
+  return stop;
+}
+
+inline LaneWrite part(std::uint32_t to, std::uint64_t first, std::uint64_t bytes) {
+  return {to, bytes, {{first, first, bytes}}};
+}
+
+inline int code(ErrorCode code) { return static_cast<int>(code); }
+
+inline MeetBody meeting_of(std::uint64_t number, std::vector<CardRank> ranks) {
+  return {number, "peer", 0, std::move(ranks)};
+}
+
+}  // namespace kvpool::testing
