@@ -71,7 +71,8 @@ class RankArena:
             ticket: What `Pool.export_rank` returned.
             hbm: The engine's own tensors of this rank's layers, as for `Pool`.
             block_dim: As for `Pool`.
-            device: As for `Pool`.
+            device: As for `Pool`: where this rank's part of HBM lies. Ranks of one instance need not have the same. A
+                rank on a GPU that is told to send or to move blocks waits for all that its GPU has been given by then.
             listen: Where ranks of peers connect to, if they may run on other hosts: "tcp:HOST:PORT", port 0 for any.
                 By default a Unix socket, for this host alone. TCP needs a secret.
             timeout: Seconds; None: 30.
@@ -83,7 +84,8 @@ class RankArena:
             AuthError: The secrets differ.
             StateError: That rank has joined already.
             LayoutMismatch: Adopted tensors do not hold this rank's part.
-            OutOfMemory: The machine has not enough memory.
+            OutOfMemory: The machine, or the GPU, has not enough memory.
+            Unsupported: No such device, or a route that is not between ranks ("nccl"), or to none on a GPU ("ucx").
             DeadlineExceeded: The scheduler did not answer in time.
         """
         known = RankTicket.read(ticket)
@@ -128,7 +130,7 @@ class RankArena:
 
     @property
     def lost(self) -> BaseException | None:
-        """Why the rank is of no more use: its scheduler is gone, or it was closed. None as long as it is of use."""
+        """Why the rank is of no more use: its scheduler is gone, its GPU failed, or it was closed. None before that."""
         return self._node.lost()
 
     def wait_lost(self, timeout: float | None = None) -> bool:
@@ -143,7 +145,7 @@ class RankArena:
         return self._node.wait_lost(timeout)
 
     def check(self) -> None:
-        """Raises PeerLost or ClosedError when the rank is of no more use."""
+        """Raises PeerLost, DeviceLost or ClosedError when the rank is of no more use."""
         why = self.lost
         if why is not None:
             raise why

@@ -44,5 +44,18 @@ TEST_CASE("memory is kept until every proof has come, and given back then") {
   CHECK(soon([&] { return KeptMemory::count() == before; }));
 }
 
+TEST_CASE("memory that a GPU may still write stays for a while after the end of the process that had set it to work") {
+  constexpr std::int64_t kSettle = 100'000'000;
+  auto memory = std::make_shared<int>(7);
+  const std::weak_ptr<int> left = memory;
+  std::vector<LateWriter> writers(1);
+  writers[0].process = Descriptor::open([] { return eventfd(1, EFD_CLOEXEC); });  // it has ended
+  writers[0].settle_ns = kSettle;
+  const std::int64_t began = monotonic_ns();
+  KeptMemory::keep(std::move(memory), std::move(writers));
+  CHECK(soon([&] { return left.expired(); }));
+  CHECK(monotonic_ns() - began >= kSettle);
+}
+
 }  // namespace
 }  // namespace kvpool

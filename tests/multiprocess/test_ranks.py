@@ -1,7 +1,8 @@
 """Ranks of logical instances in processes of their own: SIGKILL and SIGSTOP of a rank, of a scheduler and of a pool.
 
 The instance that survives is here, with its ranks; the other one has a process for its scheduler and for each rank.
-Both send to each other. Every word is one number, so whatever lands in a wrong place, or late, is seen.
+Both send to each other. Every word is one number, so whatever lands in a wrong place, or late, is seen. Their HBM is
+where KVPOOL_TEST_DEVICE says: the same tests run on a GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from crew import far_nursery, near_nursery
+from kit import DEVICE
 from transfer.kit import eventually, route_or_skip
 from transfer.ranks_kit import Instance, grown, left, left_in, things
 from victims import LONG, Nursery, Victim, seed_of
@@ -30,7 +32,7 @@ __all__ = ["far_nursery", "near_nursery"]
 LEASE = 0.5
 KILLS = 200 if LONG else 2  # a role and route
 STOPS = 40 if LONG else 1
-ROUTES = ["shm", "cma", "sock-unix", "sock-tcp"]
+ROUTES = ["shm", "cma", "sock-unix", "sock-tcp"] if DEVICE == "cpu" else ["cuda_ipc", "sock-unix", "sock-tcp"]
 ROLES = ["rank", "scheduler", "pool"]
 LAYOUT = KVLayout(layers=4, kv_heads=4, head_dim=64, dtype="float16", block_tokens=128)  # a block of 512 KiB
 OWN = 7  # what the survivor sends
@@ -51,9 +53,13 @@ def take():
             item.close()
 threading.Thread(target=take, daemon=True).start()
 """
-RANK = """
-rank = kvpool.RankArena.join(ticket, **settings)
-rank.tensor().numpy().view(np.uint16)[...] = number
+FILL = """
+from kit import content
+kv = content(memory, kvpool.HBM)
+kv[...] = np.full(kv[...].shape, number, np.uint16).view(np.float16)
+"""
+JOIN = "memory = rank = kvpool.RankArena.join(ticket, **settings)"
+UNTIL_LOST = """
 def until_lost():
     rank.wait_lost()
     rank.close()
@@ -73,20 +79,21 @@ class Crew:
         self.scheduler(
             "import numpy as np\n"
             "pool = kvpool.Pool(layout, hbm_blocks=16, dram_blocks=0, parallel=parallel, name=name, **settings)\n"
-            "addrs = pool.alloc(6)\nNone",
-            layout=LAYOUT, parallel=None if one else ParallelConfig(tp=2), name=self.name, settings=settings,
-            number=self.number,
+            "memory = pool\naddrs = pool.alloc(6)\nNone",
+            layout=LAYOUT, parallel=None if one else ParallelConfig(tp=2), name=self.name,
+            settings=settings | ({"device": DEVICE} if one else {}), number=self.number,
         )  # fmt: skip
         if one:
-            self.scheduler("pool.tensor().numpy().view(np.uint16)[...] = number\nNone")
+            self.scheduler(FILL + "None")
             return
         where = self.scheduler("pool.listen(where)", where=address_of(settings))
         for i in range(2):
             self.ranks.append(stack.enter_context(nursery.victim()))
             ticket = self.scheduler("pool.export_rank(i, address=where)", i=i, where=where)
             self.ranks[-1](
-                "import numpy as np\n" + RANK, ticket=ticket, number=self.number,
-                settings=settings | {"listen": "tcp:127.0.0.1:0" if settings["unix_door"] is False else None},
+                "import numpy as np\n" + JOIN + FILL + UNTIL_LOST, ticket=ticket, number=self.number,
+                settings=settings
+                | {"device": DEVICE, "listen": "tcp:127.0.0.1:0" if settings["unix_door"] is False else None},
             )  # fmt: skip
         self.scheduler("pool.wait_for_ranks(10)")
 

@@ -40,7 +40,7 @@ def prompt(blocks: int, name: int = 0, block_tokens: int = BLOCK) -> np.ndarray:
     return tokens
 
 
-def content(pool: kvpool.Pool, medium: int) -> Any:
+def content(pool: kvpool.Pool | kvpool.RankArena, medium: int) -> Any:
     """The elements of a medium's blocks, to read and to write, as NumPy sees them; also those on a GPU."""
     view = pool.tensor(medium)
     if view.device == "cpu" or not len(view):

@@ -1,4 +1,7 @@
-"""Logical instances for tests: a scheduler and its ranks, all in this process, and the check that nothing is left."""
+"""Logical instances for tests: a scheduler and its ranks, all in this process, and the check that nothing is left.
+
+Their HBM is where KVPOOL_TEST_DEVICE says: the same tests run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from kit import DEVICE, content
 
 import kvpool
 from kvpool import HBM, KVLayout, ParallelConfig, RankArena
@@ -45,6 +49,7 @@ class Instance:
         name: str,
         parallel: ParallelConfig | None,
         *,
+        device: str = DEVICE,
         layout: KVLayout = LAYOUT,
         blocks: int = 12,
         dram: int = 6,
@@ -52,10 +57,12 @@ class Instance:
         **settings: Any,
     ) -> None:
         self.layout = layout
+        self.device = device
         self.settings = SETTINGS | settings
         self.pool = kvpool.Pool(
-            layout, hbm_blocks=blocks, dram_blocks=dram, parallel=parallel, audit=True, name=name, **self.settings
-        )
+            layout, hbm_blocks=blocks, dram_blocks=dram, device="cpu" if parallel else device, parallel=parallel,
+            audit=True, name=name, **self.settings,
+        )  # fmt: skip
         self.ranks: list[RankArena] = []
         if parallel is not None:
             for part in parallel.slices(layout):
@@ -65,7 +72,7 @@ class Instance:
         self.address = self.pool.listen(listen or f"unix:@kvpool-test-{name}-{os.getpid()}-{next(_numbers)}")
 
     def join(self, ticket: str, **options: Any) -> RankArena:
-        return RankArena.join(ticket, **self.settings | options)
+        return RankArena.join(ticket, **{"device": self.device} | self.settings | options)
 
     @property
     def name(self) -> str:
@@ -73,9 +80,9 @@ class Instance:
 
     def parts(self, medium: int = HBM) -> Iterator[tuple[Any, npt.NDArray[Any]]]:
         if not self.ranks:
-            yield (..., slice(None)), self.pool.tensor(medium).numpy()
+            yield (..., slice(None)), content(self.pool, medium)
         for rank in self.ranks:
-            yield rank.slice.index, rank.tensor(medium).numpy()
+            yield rank.slice.index, content(rank, medium)
 
     def write(self, addrs: Any, kv: npt.NDArray[Any]) -> None:
         for i, addr in enumerate(addrs):
