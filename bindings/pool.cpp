@@ -16,7 +16,6 @@
 #include "bind.h"
 #include "events.h"
 #include "gil.h"
-#include "handles.h"
 #include "matching.h"
 #include "reshard.h"
 #include "service.h"
@@ -182,25 +181,6 @@ std::vector<Inserted> insert_all(const PoolPointer& pool, std::vector<std::pair<
 Inserted insert(const PoolPointer& pool, const py::object& tokens, const py::object& addresses, py::handle name,
                 bool free_duplicates) {
   return std::move(insert_all(pool, {{tokens, addresses}}, name, free_duplicates).front());
-}
-
-SwappedIn swap_in(const PoolPointer& pool, py::handle addresses_argument, const py::object& into_argument,
-                  py::handle stream) {
-  const CallerStream after = stream_from(stream);
-  // Copies: without the GIL, another thread may write to the caller's arrays.
-  const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
-  std::vector<Address> into;
-  if (!into_argument.is_none()) into = addresses_from(into_argument).copy();
-  py::array_t<Address> arrived(static_cast<py::ssize_t>(addresses.size()));
-  Address* out = arrived.mutable_data();
-  SwappedIn result;
-  {
-    const GilReleased released;
-    std::vector<IndexPin> pins = pool->swap_in(addresses, into, out, after);
-    result.pins = Pins(pool, std::move(pins));
-  }
-  result.addrs = std::move(arrived);
-  return result;
 }
 
 py::dict to_dict(const MediumCounts& counts) {
@@ -401,52 +381,6 @@ Raises:
           },
           py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kDram),
           "Drops up to n cached blocks of a medium for good, the least recently used first. Returns how many.")
-      .def(
-          "swap_out",
-          [](Pool& pool, py::handle n_argument, py::handle stream) {
-            const std::size_t n = count_from(n_argument, "n");
-            const CallerStream after = stream_from(stream);
-            std::vector<Address> moved;
-            {
-              const GilReleased released;
-              moved = pool.swap_out(n, after);
-            }
-            return to_array(moved.data(), moved.size());
-          },
-          py::arg("n"), py::kw_only(), py::arg("stream") = py::none(),
-          R"(Moves up to n cached blocks from HBM to DRAM, the least recently used first.
-
-Never a pinned or active block. Where DRAM is full its own least recently used blocks are dropped. The old addresses
-become stale; the index follows. Releases the GIL.
-
-On a GPU the copy is on a stream of its own. It begins, on the GPU, when the work that `stream` has been given so far
-has ended; when the call returns the bytes have arrived, for every stream and for the CPU.
-
-Args:
-    n: Blocks to move at most.
-    stream: What may still write these blocks: an int, or an object of torch, CuPy or any with ``__cuda_stream__``.
-        None: whatever the device is doing now, which the calling thread waits for.
-
-Returns:
-    uint64 array of the DRAM addresses of the blocks that moved; fewer than n when no more can.)")
-      .def("swap_in", &swap_in, py::arg("addrs"), py::arg("into") = py::none(), py::kw_only(),
-           py::arg("stream") = py::none(), R"(Brings cached blocks to HBM and pins them there.
-
-Addresses in HBM stay as they are, so the addresses of a match can be passed whole. Makes room as alloc does. Blocks
-that other holders still read by their old address live until the last of them lets go. Releases the GIL.
-
-Args:
-    addrs: Addresses of cached blocks.
-    into: Active HBM blocks to use, one for each address in DRAM; by default the pool allocates.
-    stream: As in swap_out: what may still read or write the blocks that are swapped into.
-
-Returns:
-    A SwappedIn, with one HBM address for each given.
-
-Raises:
-    StaleAddress: A block has left its address.
-    StateError: A block is not cached.
-    OutOfBlocks: HBM cannot make room.)")
       .def("close", &Pool::close, py::call_guard<GilReleased>(),
            "Ends the pool: every verb raises ClosedError from now on. Views of the memory stay valid. Idempotent.")
       .def_property_readonly("closed", &Pool::closed, "Whether close() was called.")
@@ -475,6 +409,7 @@ Raises:
             return make_tensor(pool.arena(static_cast<Medium>(medium)), std::move(shape), std::move(strides), dtype);
           },
           py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
+  bind_swap(module, pool_class);
   bind_service(module, pool_class);
   bind_members(pool_class);
   bind_ranks(module, pool_class);

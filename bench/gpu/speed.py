@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from bench.context import Context
-from bench.gpu import torch_indexing
+from bench.gpu import pool_swap, torch_indexing
 from bench.remote import RemoteError
 from bench.result import Report, Row, Skipped
 
@@ -62,6 +62,7 @@ def run(context: Context) -> Report:
         report.rows += _launch_rows(case, ways) if case.startswith("launch") else [_rate_row(case, piece, ways)]
         for name, rate in torch_rates.get((case, piece), {}).items():
             report.rows[-1].peers[name] = rate
+    report.rows += _pool_rows(cases, context.quick, report.notes)
     report.notes.append(
         f"{device['device']}, sm_{device['sm']}, driver {device['driver']}, kernels for {device['kernels']}. On the "
         "device bytes read and written count, over the bus those that cross it. Pieces are scattered: no two are "
@@ -111,6 +112,30 @@ def _rate_row(case: str, piece: int, ways: dict[str, list[float]]) -> Row:
         peers={way: rate for way, rate in rates.items() if way != best and not way.startswith("kvpool,")},
         details={"way": best, "of_the_ceiling": own[best] / ceiling, "medians": rates, "samples": ways},
     )
+
+
+def _pool_rows(cases: dict[tuple[str, int], dict[str, list[float]]], quick: bool, notes: list[str]) -> list[Row]:
+    """Swap through a pool, against the same ceilings as the kernels alone."""
+    rates = pool_swap.rates(quick)
+    if isinstance(rates, str):
+        notes.append(rates)
+        return []
+    rows = []
+    for (way, piece), values in rates.items():
+        ceiling = median(cases[way, piece][_CEILING])
+        share, from_piece = _TARGETS[way]
+        rows.append(
+            Row(
+                what=f"swap through a pool, {way}, {_size(piece)}",
+                value=median(values),
+                unit="GB/s",
+                target=share * ceiling if piece >= from_piece else None,
+                better="higher",
+                peers={_CEILING: ceiling},
+                details={"of_the_ceiling": median(values) / ceiling, "samples": values},
+            )
+        )
+    return rows
 
 
 def _launch_rows(case: str, ways: dict[str, list[float]]) -> list[Row]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging as _logging
 
 from kvpool._core import __version__
-from kvpool.alloc import KVTensor, SwappedIn
+from kvpool.alloc import KVTensor, SwapIn, SwapOut, SwappedIn
 from kvpool.attachment import Attachment
 from kvpool.cluster import Cluster, Load, Member, MemberCallback, MemberEvent, Registration
 from kvpool.config import Settings
@@ -139,6 +139,8 @@ __all__ = [
     "StaleAddress",
     "StateError",
     "StoredEvent",
+    "SwapIn",
+    "SwapOut",
     "SwappedIn",
     "Transfer",
     "TransferSpec",

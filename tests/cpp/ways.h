@@ -62,7 +62,8 @@ class GpuPair final : public JoinedPair {
   }
   ~GpuPair() override {
     pair_.reset();
-    CHECK(driver_.left() == "");
+    // An event of a wait, when to let go of it was what failed.
+    CHECK((driver_.left() == "" || (driver_.failed() && driver_.left() == "events=1")));
     CHECK(driver_.count("pageable") == 0);
   }
   GpuPair(const GpuPair&) = delete;

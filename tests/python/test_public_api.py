@@ -73,6 +73,8 @@ PUBLIC = [
     "StaleAddress",
     "StateError",
     "StoredEvent",
+    "SwapIn",
+    "SwapOut",
     "SwappedIn",
     "Transfer",
     "TransferSpec",

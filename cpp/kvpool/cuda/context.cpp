@@ -71,15 +71,28 @@ int CudaContext::attribute(int attribute, const char* what) const {
   return value;
 }
 
-CurrentContext::CurrentContext(const CudaContext& context, const char* what) : context_(context), current_(true) {
+CurrentContext::CurrentContext(const CudaContext& context, const char* what)
+    : context_(context), current_(true), capture_mode_(kCuCaptureModeRelaxed) {
   context.driver().require(context.driver().ctx_push(context.handle()), "cuCtxPushCurrent", what);
+  exchange_capture_mode();
 }
 
 CurrentContext::CurrentContext(const CudaContext& context) noexcept
-    : context_(context), current_(context.usable() && context.driver().ctx_push(context.handle()) == kCudaSuccess) {}
+    : context_(context),
+      current_(context.usable() && context.driver().ctx_push(context.handle()) == kCudaSuccess),
+      capture_mode_(kCuCaptureModeRelaxed) {
+  if (current_) exchange_capture_mode();
+}
+
+// When it fails the mode stays as it is, here and in the driver.
+void CurrentContext::exchange_capture_mode() noexcept {
+  const auto exchange = context_.driver().exchange_capture_mode;
+  if (exchange != nullptr) exchange(&capture_mode_);
+}
 
 CurrentContext::~CurrentContext() {
   if (!current_) return;
+  exchange_capture_mode();
   CuContext popped = nullptr;
   context_.driver().ctx_pop(&popped);
 }

@@ -44,7 +44,9 @@ class CudaContext {
   CuContext context_ = nullptr;
 };
 
-// Makes the context current in this thread while it lives.
+// Makes the context current in this thread while it lives, and lets the thread do what is unsafe only for whoever
+// captures a CUDA graph: kvpool puts nothing into a stream that is captured. Without that an engine that captures one
+// in global mode, in whatever thread, would find its capture broken by any call here.
 class CurrentContext {
  public:
   // Throws as CudaDriver::require.
@@ -58,8 +60,11 @@ class CurrentContext {
   explicit operator bool() const noexcept { return current_; }
 
  private:
+  void exchange_capture_mode() noexcept;
+
   const CudaContext& context_;
   bool current_;
+  int capture_mode_;  // the thread's, when this one is gone
 };
 
 }  // namespace kvpool

@@ -21,6 +21,9 @@ CudaFault fault_of(CuResult result) noexcept {
     case 1:    // INVALID_VALUE
     case 400:  // INVALID_HANDLE
       return CudaFault::kArgument;
+    case kCudaCaptureUnsupported:
+    case 906:  // STREAM_CAPTURE_IMPLICIT
+      return CudaFault::kCapturing;
     case 4:    // DEINITIALIZED
     case 46:   // DEVICE_UNAVAILABLE
     case 201:  // INVALID_CONTEXT
@@ -108,6 +111,8 @@ CudaDriver::CudaDriver(const std::string& name) : library(name) {
   find(event_query, "cuEventQuery");
   find(memcpy_async, "cuMemcpyAsync");
   find(memset_async, "cuMemsetD8Async");
+  look(ctx_record_event, "cuCtxRecordEvent");
+  look(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
   look(memcpy_batch_v1, "cuMemcpyBatchAsync");
   look(memcpy_batch_v2, "cuMemcpyBatchAsync_v2");
 }
@@ -142,6 +147,11 @@ void CudaDriver::require(CuResult result, const char* call, const char* what) co
     case CudaFault::kLost:
       code = ErrorCode::kDeviceLost;
       break;
+    case CudaFault::kCapturing:
+      throw Error(ErrorCode::kState,
+                  std::string(what) + ": " + call + " failed with " + name_of(result) +
+                      ", a CUDA graph is being captured: name the stream whose work comes first",
+                  {{"driver_code", result}});
     case CudaFault::kArgument:  // of a call that kvpool made: its caller knows nothing of it
     case CudaFault::kUnsupported:
       code = ErrorCode::kUnsupported;

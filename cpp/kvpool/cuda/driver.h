@@ -28,6 +28,7 @@ inline constexpr CuResult kCudaNoDevice = 100;
 inline constexpr CuResult kCudaInvalidDevice = 101;
 inline constexpr CuResult kCudaNotReady = 600;  // of a question: not yet
 inline constexpr CuResult kCudaNotSupported = 801;
+inline constexpr CuResult kCudaCaptureUnsupported = 900;  // not while a CUDA graph is captured
 
 struct CuMemLocation {
   int type;  // kCuLocationDevice
@@ -67,6 +68,7 @@ inline constexpr int kCuSourceOrderStream = 1;
 inline constexpr unsigned kCuHostRegisterPortable = 1;
 inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
+inline constexpr int kCuCaptureModeRelaxed = 2;
 inline constexpr int kCuPointerMemoryType = 2;
 inline constexpr int kCuPointerDeviceOrdinal = 9;
 inline constexpr int kCuPointerLegacyIpcCapable = 10;  // a range of several allocations, or of virtual memory, is not
@@ -83,6 +85,7 @@ enum class CudaFault : std::uint8_t {
   kMemory,       // the device has not enough
   kUnsupported,  // this machine or this driver cannot do it
   kArgument,     // a handle or an address that is none
+  kCapturing,    // not while a CUDA graph is captured
   kLost,         // the device, or the context with everything in it, is gone; nothing on it works any more
 };
 CudaFault fault_of(CuResult result) noexcept;
@@ -94,8 +97,8 @@ struct CudaDriver {
 
   // "CUDA_ERROR_OUT_OF_MEMORY (2)", or "unknown error (9876)".
   std::string name_of(CuResult result) const;
-  // Throws unless it is success: kOutOfMemory, kDeviceLost or, for everything else, kUnsupported, with the driver's
-  // number in the field `driver_code`. `what` says what cannot be done then.
+  // Throws unless it is success: kOutOfMemory, kDeviceLost, kState (a CUDA graph is being captured) or, for everything
+  // else, kUnsupported, with the driver's number in the field `driver_code`. `what` says what cannot be done then.
   void require(CuResult result, const char* call, const char* what) const;
 
   std::string library;  // as it was opened
@@ -153,7 +156,11 @@ struct CudaDriver {
   CuResult (*memcpy_async)(CuPointer to, CuPointer from, std::size_t bytes, CuStream stream);
   CuResult (*memset_async)(CuPointer to, unsigned char value, std::size_t bytes, CuStream stream);
 
-  // Null where the driver has none. The first is that of CUDA 12.8; in CUDA 13 it lost the failing index.
+  // Null where the driver has none, all that follow. All work of a context, as an event: CUDA 12.5.
+  CuResult (*ctx_record_event)(CuContext context, CuEvent event) = nullptr;
+  // What this thread may do while another one captures a CUDA graph; swaps the old mode for the new: CUDA 10.1.
+  CuResult (*exchange_capture_mode)(int* mode) = nullptr;
+  // The first is that of CUDA 12.8; in CUDA 13 it lost the failing index.
   CuResult (*memcpy_batch_v1)(CuPointer* to, CuPointer* from, std::size_t* bytes, std::size_t count,
                               CuMemcpyAttributes* attributes, std::size_t* attribute_index, std::size_t attribute_count,
                               std::size_t* failed, CuStream stream) = nullptr;

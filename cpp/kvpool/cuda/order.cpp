@@ -11,7 +11,8 @@
 namespace kvpool {
 namespace {
 
-constexpr const char* kWhat = "a transfer cannot be ordered after the caller's work";
+constexpr const char* kWhat = "blocks cannot be copied after the caller's work";
+constexpr int kRecordContextVersion = 12050;
 constexpr std::int64_t kSpinNs = 50'000;  // then it sleeps between two looks
 constexpr long kPauseNs = 50'000;
 
@@ -32,10 +33,36 @@ std::shared_ptr<const DeviceOrder> DeviceOrder::after(std::shared_ptr<const Cuda
   const CudaContext& own = *order->context_;
   const CurrentContext current(own, kWhat);
   check_stream_of(own, *stream, kWhat);
-  const CudaDriver& driver = own.driver();
-  driver.require(driver.event_create(&order->event_, kCuEventDisableTiming), "cuEventCreate", kWhat);
-  driver.require(driver.event_record(order->event_, *stream), "cuEventRecord", kWhat);
+  order->make_event();
+  own.driver().require(own.driver().event_record(order->event_, *stream), "cuEventRecord", kWhat);
   return order;
+}
+
+std::shared_ptr<const DeviceOrder> DeviceOrder::after_now(std::shared_ptr<const CudaContext> context,
+                                                          const CallerStream& stream) {
+  if (stream) return after(std::move(context), stream);
+  std::shared_ptr<DeviceOrder> order(new DeviceOrder(std::move(context)));
+  const CudaContext& own = *order->context_;
+  const CurrentContext current(own, kWhat);
+  if (order->record_device()) return order;
+  own.driver().require(own.driver().ctx_synchronize(), "cuCtxSynchronize", kWhat);
+  order->is_met_ = true;
+  return order;
+}
+
+// REQUIRES: the context is current, here and below.
+void DeviceOrder::make_event() {
+  const CudaDriver& driver = context_->driver();
+  driver.require(driver.event_create(&event_, kCuEventDisableTiming), "cuEventCreate", kWhat);
+}
+
+// False where the driver has no such call.
+bool DeviceOrder::record_device() {
+  const CudaDriver& driver = context_->driver();
+  if (driver.ctx_record_event == nullptr || context_->driver_version() < kRecordContextVersion) return false;
+  make_event();
+  driver.require(driver.ctx_record_event(context_->handle(), event_), "cuCtxRecordEvent", kWhat);
+  return true;
 }
 
 DeviceOrder::~DeviceOrder() {
@@ -52,17 +79,15 @@ bool DeviceOrder::query() const {
 }
 
 bool DeviceOrder::ended() const noexcept {
-  if (event_ == nullptr) return false;
+  if (event_ == nullptr) return is_met_;
   const CurrentContext current(*context_);
   return current && context_->driver().event_query(event_) == kCudaSuccess;
 }
 
 void DeviceOrder::wait(std::int64_t deadline_ns, const std::atomic<bool>* cancelled) const {
+  if (is_met_) return;
+  if (event_ == nullptr) return after_now(context_, std::nullopt)->wait(deadline_ns, cancelled);
   const CurrentContext current(*context_, kWhat);
-  if (event_ == nullptr) {
-    context_->driver().require(context_->driver().ctx_synchronize(), "cuCtxSynchronize", kWhat);
-    return;
-  }
   for (const std::int64_t began = now_ns(); !query();) {
     const std::int64_t now = now_ns();
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {

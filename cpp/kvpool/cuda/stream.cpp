@@ -34,9 +34,11 @@ CudaStream::~CudaStream() {
   context_->driver().stream_destroy(stream_);
 }
 
-void CudaStream::follow(const CallerStream& other) {
+void CudaStream::follow(const CopyOrder& order) {
   constexpr const char* kWhat = "a copy cannot be ordered after the caller's work";
+  if (order.is_met()) return;
   const CudaDriver& driver = context_->driver();
+  const CallerStream& other = order.stream();
   if (!other) {
     driver.require(driver.ctx_synchronize(), "cuCtxSynchronize", kWhat);
     return;

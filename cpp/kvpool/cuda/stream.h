@@ -12,6 +12,28 @@ namespace kvpool {
 // it says nothing, that of the whole device.
 using CallerStream = std::optional<CuStream>;
 
+// What a copy has to wait for before it begins.
+class CopyOrder {
+ public:
+  // The earlier work of that stream, or, without one, of the whole device.
+  CopyOrder(CallerStream stream) noexcept : stream_(stream) {}  // NOLINT(google-explicit-constructor)
+  CopyOrder(CuStream stream) noexcept : stream_(stream) {}      // NOLINT(google-explicit-constructor)
+  CopyOrder(std::nullopt_t none) noexcept : stream_(none) {}    // NOLINT(google-explicit-constructor)
+  // Nothing: what had to end before has ended.
+  static CopyOrder met() noexcept {
+    CopyOrder order{std::nullopt};
+    order.is_met_ = true;
+    return order;
+  }
+
+  bool is_met() const noexcept { return is_met_; }
+  const CallerStream& stream() const noexcept { return stream_; }
+
+ private:
+  CallerStream stream_;
+  bool is_met_ = false;
+};
+
 // Throws kArgument for a stream that is none, or of another context. REQUIRES: the context is current.
 void check_stream_of(const CudaContext& context, CuStream stream, const char* what);
 
@@ -28,9 +50,10 @@ class CudaStream {
   const CudaContext& context() const noexcept { return *context_; }
   CuStream handle() const noexcept { return stream_; }
 
-  // What is put into this stream from now on begins when all that is in the other one now has ended: the GPU waits. For
-  // a whole device this thread waits, here. Throws kArgument for a stream that is none, or of another device.
-  void follow(const CallerStream& other);
+  // What is put into this stream from now on begins when the order is met: the GPU waits for what is in another stream
+  // now. For a whole device this thread waits, here. Throws kArgument for a stream that is none, or of another device;
+  // kState for a whole device while a CUDA graph is captured there.
+  void follow(const CopyOrder& order);
   // Returns when all that is in this stream has ended. Throws as CudaDriver::require: kDeviceLost also when the driver
   // does not say whether it has.
   void drain(const char* what);

@@ -14,6 +14,7 @@
 #include "kvpool/cuda/copier.h"
 #include "kvpool/cuda/order.h"
 #include "kvpool/pool/service.h"
+#include "kvpool/pool/swap_threads.h"
 
 namespace kvpool {
 namespace {
@@ -140,6 +141,7 @@ Pool::Pool(const PoolOptions& options)
       engine_allocates_(options.adopted_hbm && options.adopted_hbm->engine_allocates),
       on_device_(device_of(options) >= 0),
       made_in_(fork_generation()),
+      swap_threads_(std::make_unique<SwapThreads>()),
       stores_{BlockStore(Medium::kHbm, options.adopted_hbm ? options.adopted_hbm->blocks : options.hbm_blocks,
                          first_generation(options)),
               BlockStore(Medium::kDram, options.dram_blocks, first_generation(options))},
@@ -161,8 +163,9 @@ Pool::Pool(const PoolOptions& options)
 
 Pool::~Pool() {
   // In a forked child the index may stand still in the middle of another thread's change: it is left as it is.
-  // The same goes for the threads and locks of the service.
+  // The same goes for the threads and locks of the service, and of swaps.
   if (made_in_ != fork_generation()) {
+    static_cast<void>(swap_threads_.release());
     static_cast<void>(index_.release());
     static_cast<void>(service_.release());
     for (auto& service : dropped_services_) static_cast<void>(service.release());
@@ -176,11 +179,14 @@ Pool::~Pool() {
 void Pool::close() noexcept {
   if (made_in_ != fork_generation()) return;
   // Before everything else: peers write here, and its threads call.
+  swap_threads_->refuse();
   close_service();
+  swap_threads_->close();
   // The arenas go after the locks: letting go of adopted memory may wait for Python.
   std::array<std::shared_ptr<Arena>, kMediaCount> arenas;
   std::shared_ptr<DeviceMover> mover;
   {
+    const std::lock_guard inbound(inbound_);
     const std::lock_guard reclaim(reclaim_);
     const std::lock_guard lock(mutex_);
     closed_.store(true, std::memory_order_relaxed);
@@ -223,12 +229,14 @@ void Pool::fail(const Error& why) {
 }
 
 void Pool::set_mover(TierMover* mover) {
+  const std::lock_guard inbound(inbound_);
   const std::lock_guard reclaim(reclaim_);
   mover_ = mover;
 }
 
-// Throws only where the memory is a GPU's; when that is lost, so is the pool. REQUIRES: reclaim_ is held, mutex_ not.
-void Pool::copy_tier(TierWay way, const Address* from, const Address* to, std::size_t n, const CallerStream& after) {
+// Throws only where the memory is a GPU's; when that is lost, so is the pool. REQUIRES: reclaim_ is held, of a copy in
+// inbound_; mutex_ is not.
+void Pool::copy_tier(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after) {
   if (sharding_) {
     if (mover_ != nullptr) mover_->move(from, to, n);
     return;
@@ -349,9 +357,14 @@ void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out, const Call
 
 // REQUIRES: reclaim_ is held. Throws kOutOfBlocks.
 void Pool::take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out,
-                         const CallerStream& after) {
+                         const CopyOrder& after) {
   while (!take(n, medium, to, out)) {
-    if (!can_make_room(n, medium)) throw_out_of_blocks_locked(n, medium);
+    if (!can_make_room(n, medium)) {
+      // What a swap in copies leaves DRAM soon.
+      if (inbound_begun_ == inbound_over_ || medium == Medium::kHbm) throw_out_of_blocks_locked(n, medium);
+      inbound_ended_.wait(lock, [this, over = inbound_over_] { return inbound_over_ != over; });
+      continue;
+    }
     if (medium == Medium::kHbm) {
       make_room(lock, n, after);
     } else if (medium == Medium::kDram) {

@@ -4,8 +4,15 @@
 //   mutex_    guards everything below; held for microseconds, never while bytes are copied, never while waiting for
 //             Python. A thread that holds Python's GIL may take it. Swaps and evictions go in batches of kBatchBlocks;
 //             delete and audit take as long as what they delete or look at.
-//   reclaim_  one at a time: swap, eviction, deletion. Taken before mutex_, held while bytes are copied; callers let go
-//             of the GIL first. So a node that is held for copying is met only by matches, insertions and frees.
+//   reclaim_  one at a time: swaps out, eviction, deletion, room that is made. Taken before mutex_, held while bytes
+//   are
+//             copied to DRAM; callers let go of the GIL first. So a node that is held for copying is met only by
+//             matches, insertions, frees, and swaps in.
+//   inbound_  one at a time: swaps in. Taken before reclaim_, which a swap in has only while it makes room, so that
+//   both
+//             directions copy at once. What it brings is pinned from its first look at the index to its last, in which
+//             the pages become the caller's: nobody evicts, deletes or moves them meanwhile, and others may match, cut
+//             or read them, as any pinned pages.
 //
 // Errors: every verb that throws, Error or std::bad_alloc, has changed nothing. One exception: room that alloc and
 // swap_in made is not unmade. If another thread takes it, or memory runs out, before it could be used, cached prompts
@@ -16,6 +23,7 @@
 
 #include <array>
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -37,6 +45,7 @@
 #include "kvpool/cuda/stream.h"
 #include "kvpool/index/pins.h"
 #include "kvpool/index/prompt_index.h"
+#include "kvpool/pool/inbound.h"
 #include "kvpool/pool/tier_mover.h"
 #include "kvpool/transfer/parallel.h"
 
@@ -45,6 +54,8 @@ namespace kvpool {
 class DeviceMover;
 class DeviceOrder;
 class Service;
+class Swap;
+class SwapThreads;
 struct ServiceOptions;
 enum class TierWay : std::uint8_t;
 
@@ -188,17 +199,23 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   EventQueue::Batch drain(EventQueue& queue);
   void unsubscribe(const std::shared_ptr<EventQueue>& queue) noexcept;
 
-  // --- moves between the tiers (swap.cpp) ---
+  // --- moves between the tiers (swap.cpp, swap_in.cpp, swap_begin.cpp) ---
 
   // On a GPU the blocks are read when the work that `after` had been given before has ended; without a stream, all work
-  // of the device. The bytes have arrived when the call returns. Throws kArgument for a stream of something else, and
-  // kDeviceLost: every verb does, then.
+  // of the device. The bytes have arrived when the call returns. Throws kArgument for a stream of something else,
+  // kState for no stream while a CUDA graph is captured on the device, and kDeviceLost: every verb does, then.
   std::vector<Address> swap_out(std::size_t n, const CallerStream& after = {});
   // Addresses of cached blocks, in any medium; writes where each lies then, in HBM, and returns pins on them. The
   // blocks to move to are the pool's choice, or, when `into` is not empty, these active HBM blocks: one for each in
   // DRAM. `after`: as in swap_out, for what may still use the blocks that are moved to.
   std::vector<IndexPin> swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out,
                                 const CallerStream& after = {});
+  // The same, carried out by a thread of the pool, those of one direction one after the other. What is wrong with the
+  // arguments is thrown here, what comes later is told by the handle. What swap_in brings is pinned, and `into` is
+  // reserved, from now on. It begins when the work that `after` has been given until now has ended.
+  std::shared_ptr<Swap> begin_swap_out(std::size_t n, const CallerStream& after = {});
+  std::shared_ptr<Swap> begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
+                                      const CallerStream& after = {});
   // Whether HBM is on a GPU: then the CPU may not follow its addresses.
   bool on_device() const noexcept { return on_device_; }
   // For a transfer that is to follow what this stream was given until now; null without a stream. Throws kArgument for
@@ -264,19 +281,11 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
  private:
   using Lock = std::unique_lock<std::mutex>;
 
-  // The blocks that pins of an earlier time may still read, after swap_in gave their page a new address. The mark of
-  // such a block is the HBM block where the page lies now: the same pins keep it there.
-  struct Limbo {
-    PromptNode* node;
-    std::uint64_t stamp;      // pins taken before this may read the blocks
-    std::uint32_t remaining;  // so many of them
-    std::vector<Address> blocks;
-  };
   static constexpr std::size_t kBatchBlocks = 4096;  // moved or dropped at most before others get the lock
   static constexpr std::uint64_t kLimboTag = 1;      // a block's tag while it is in limbo: no node has this address
   static constexpr std::uint64_t kUnreadTag = 2;     // of a reserved block that is free but for those who read it
 
-  void copy_tier(TierWay way, const Address* from, const Address* to, std::size_t n, const CallerStream& after);
+  void copy_tier(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after);
   void check_stream(const CallerStream& after) const;
   BlockStore& store(Medium medium) noexcept { return stores_[static_cast<std::size_t>(medium_index(medium))]; }
   BlockStore& store_of(Address address) noexcept { return store(static_cast<Medium>(medium_bits_of(address))); }
@@ -306,26 +315,32 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   void release_unread(Medium medium, std::uint32_t first, std::uint32_t n, bool tell_engine) noexcept;
   void give_tags(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark) noexcept;
   void take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out,
-                     const CallerStream& after = {});
+                     const CopyOrder& after = CallerStream());
 
   void check_insertion(std::string_view name_space, const InsertItem& item);
   void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;
 
   void release_cached(const Address* addresses, std::size_t n) noexcept;
   std::size_t evict_locked(ValueClass value_class, std::size_t n) noexcept;
-  void make_room(Lock& lock, std::size_t n, const CallerStream& after);
-  std::size_t move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* moved, const CallerStream& after);
+  void make_room(Lock& lock, std::size_t n, const CopyOrder& after);
+  std::size_t move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* moved, const CopyOrder& after);
   void make_dram_room(std::size_t n) noexcept;
-  // Blocks that swap_in moves, where to, and the pins that keep them meanwhile.
-  struct Inbound {
-    std::vector<Address> addresses;  // all of them, where they lie at the beginning
-    std::vector<Address> from;       // those in DRAM
-    std::vector<Address> to;
-    std::vector<IndexPin> pins;
-  };
+  void renew(std::vector<Address>& addresses) noexcept;
+  void check_two_tiers() const;
+  std::vector<Address> carry_out_swap(std::size_t n, const CopyOrder& after);
+  // swap_in: checks and pins, brings the blocks, or gives back what was taken for them.
+  void begin_inbound(std::span<const Address> given, std::span<const Address> into, Inbound& inbound);
+  void finish_inbound(Inbound& inbound, const CopyOrder& after);
+  void abandon_inbound(Inbound& inbound) noexcept;
+  Address page_of(Address address) noexcept;
   void gather_inbound(std::span<const Address> given, Inbound& inbound);
-  void reserve_inbound(Lock& lock, std::span<const Address> into, Inbound& inbound, const CallerStream& after);
+  void name_inbound(std::span<const Address> into, Inbound& inbound);
+  void find_inbound(Inbound& inbound) noexcept;
+  void reserve_inbound(Lock& lock, Inbound& inbound, const CopyOrder& after);
+  void copy_inbound(Lock& lock, const Inbound& inbound, const CopyOrder& after);
   void commit_inbound(Inbound& inbound);
+  std::shared_ptr<Swap> make_swap(const CallerStream& after);
+  std::optional<Error> wait_to_begin(Swap& swap);
 
   void placed(PromptNode& node) noexcept override;
   void dropped(const Address* values, std::size_t n) noexcept override;
@@ -337,7 +352,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
 
   Layout layout_;
   const std::optional<Sharding> sharding_;
-  TierMover* mover_ = nullptr;  // under reclaim_
+  TierMover* mover_ = nullptr;  // set under both inbound_ and reclaim_
   std::atomic<bool> failed_{false};
   std::optional<Error> why_failed_;  // written before failed_
   bool audit_each_call_;
@@ -353,8 +368,13 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   std::vector<std::unique_ptr<Service>> dropped_services_;  // some verb may be in one of them
   std::atomic<Service*> service_ptr_{nullptr};
 
+  std::unique_ptr<SwapThreads> swap_threads_;
+  std::mutex inbound_;
   std::mutex reclaim_;
   std::mutex mutex_;
+  std::condition_variable inbound_ended_;  // with mutex_: a swap in copies no more
+  std::uint64_t inbound_begun_ = 0;        // copies of swaps in; at most one is under way
+  std::uint64_t inbound_over_ = 0;
   std::array<BlockStore, kMediaCount> stores_;
   std::array<std::shared_ptr<Arena>, kMediaCount> arenas_;
   CopyTeam team_;

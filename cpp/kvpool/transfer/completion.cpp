@@ -45,7 +45,7 @@ int Completion::descriptor() {
   const std::lock_guard lock(mutex_);
   if (event_ < 0) {
     event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (event_ < 0) throw Error(ErrorCode::kState, "no descriptor left to wait for the transfer with");
+    if (event_ < 0) throw Error(ErrorCode::kState, "no descriptor left to wait with");
     if (done()) signal_event(event_);
   }
   return event_;

@@ -6,12 +6,11 @@ reader of statistics need is written here, and becomes part of it when the packa
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Generator
 from typing import Any
 
 from kvpool._core import Transfer
+from kvpool.awaiting import until_done
 from kvpool.types import TransferStats
 
 __all__ = ["Transfer", "TransferStats"]
@@ -32,23 +31,8 @@ def _await(self: Transfer) -> Generator[Any, None, Transfer]:
 
 
 async def _finished(transfer: Transfer) -> Transfer:
-    if not transfer.done():
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        # A descriptor of its own: a loop knows one reader for each, and several tasks may await one transfer.
-        descriptor = os.dup(transfer.fileno())
-        loop.add_reader(descriptor, _resolve, future)
-        try:
-            await future
-        finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
+    await until_done(transfer)
     return transfer.wait()
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 Transfer.stats = property(_stats)  # type: ignore[method-assign,assignment]

@@ -5,6 +5,8 @@
 #include <sys/mman.h>
 
 #include <cstdlib>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "state.h"
@@ -15,11 +17,28 @@ namespace {
 constexpr std::size_t kWindowBytes = std::size_t{64} << 30;
 constexpr std::size_t kCallsTextMax = std::size_t{1} << 16;
 
+constexpr int kModeGlobal = 0;
+constexpr int kModeRelaxed = 2;
+
 thread_local std::vector<Context*> current_stack;
+thread_local int capture_mode = kModeGlobal;
 
 std::map<std::string, int> default_settings() {
-  return {{"devices", 4},    {"memory_mib", 256}, {"version", 13000},  {"virtual_memory", 1},
-          {"delay_us", 200}, {"ipc", 1},          {"hold_register", 0}};
+  return {{"devices", 4},        {"memory_mib", 256}, {"version", 13000},
+          {"virtual_memory", 1}, {"delay_us", 200},   {"ipc", 1},
+          {"hold_register", 0},  {"capturing", 0}};
+}
+
+// Whether the call breaks a capture that is under way. What asks for a whole context always does; what may wait for
+// work, or takes and gives memory, unless the thread has said that it knows what it does.
+bool breaks_capture(const std::string& call) {
+  static const std::set<std::string> kOfContext{"cuCtxSynchronize", "cuCtxRecordEvent"};
+  static const std::set<std::string> kUnsafe{"cuEventQuery",    "cuStreamSynchronize", "cuMemAlloc",
+                                             "cuMemFree",       "cuMemCreate",         "cuMemMap",
+                                             "cuMemUnmap",      "cuMemHostRegister",   "cuMemHostUnregister",
+                                             "cuStreamDestroy", "cuStreamCreate",      "cuEventCreate"};
+  if (state().settings.at("capturing") == 0) return false;
+  return kOfContext.contains(call) || (capture_mode != kModeRelaxed && kUnsafe.contains(call));
 }
 
 Context* context_from(void* handle) {
@@ -52,6 +71,10 @@ int enter(const std::string& call, const std::string& argument) {
   if (s.fail_in > 0 && --s.fail_in == 0) {
     s.failed = true;
     return s.fail_code;
+  }
+  if (breaks_capture(call)) {
+    ++s.counts["captures broken"];
+    return kCaptureUnsupported;
   }
   const auto failure = s.failures.find(call);
   return failure == s.failures.end() ? kSuccess : failure->second;
@@ -97,6 +120,8 @@ void fake_cuda_reset() {
   s.registered.clear();
   s.ranges.clear();
   s.handles.clear();
+  for (const Event* event : s.events) delete event;
+  s.events.clear();
   for (Context& context : s.contexts) {
     context.lost = 0;
     context.retained = 0;
@@ -276,6 +301,13 @@ int cuCtxPopCurrent_v2(void** handle) {
   return code;
 }
 
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  const std::lock_guard lock(state().mutex);
+  if (*mode < kModeGlobal || *mode > kModeRelaxed) return kInvalidValue;
+  std::swap(*mode, capture_mode);
+  return kSuccess;
+}
+
 int cuGetErrorName(int result, const char** name) {
   switch (result) {
     case kInvalidValue:
@@ -292,6 +324,9 @@ int cuGetErrorName(int result, const char** name) {
       return kSuccess;
     case kIllegalAddress:
       *name = "CUDA_ERROR_ILLEGAL_ADDRESS";
+      return kSuccess;
+    case kCaptureUnsupported:
+      *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED";
       return kSuccess;
     case kContextDestroyed:
       *name = "CUDA_ERROR_CONTEXT_IS_DESTROYED";

@@ -36,6 +36,7 @@ enum Code : int {
   kNotRegistered = 713,
   kNotPermitted = 800,
   kNotSupported = 801,
+  kCaptureUnsupported = 900,
 };
 
 inline constexpr int kDevicesMax = 8;
@@ -89,7 +90,7 @@ struct Mark {
 
 struct Event {
   Context* context;
-  std::shared_ptr<Mark> mark;  // null: not recorded yet
+  std::vector<std::shared_ptr<Mark>> marks;  // none: not recorded yet
 };
 
 struct Stream {

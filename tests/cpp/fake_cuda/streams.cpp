@@ -249,7 +249,7 @@ int cuStreamWaitEvent(void* handle, void* raw_event, unsigned flags) {
   if (stream == nullptr) return code;
   auto* event = static_cast<Event*>(raw_event);
   if (!state().events.contains(event) || flags != 0) return kInvalidHandle;
-  if (event->mark != nullptr) stream->add([mark = event->mark] { wait_for(mark); });
+  for (const auto& mark : event->marks) stream->add([mark] { wait_for(mark); });
   return kSuccess;
 }
 
@@ -258,7 +258,7 @@ int cuEventCreate(void** handle, unsigned /*flags*/) {
   int code = 0;
   Context* context = enter_context("cuEventCreate", "", code);
   if (context == nullptr) return code;
-  auto* event = new Event{context, nullptr};
+  auto* event = new Event{context, {}};
   state().events.insert(event);
   *handle = event;
   return kSuccess;
@@ -281,23 +281,41 @@ int cuEventRecord(void* raw_event, void* handle) {
   if (stream == nullptr) return code;
   auto* event = static_cast<Event*>(raw_event);
   if (!state().events.contains(event) || event->context != stream->context) return kInvalidHandle;
-  event->mark = stream->add_mark();
+  event->marks = {stream->add_mark()};
+  return kSuccess;
+}
+
+// All that the context's streams have now.
+int cuCtxRecordEvent(void* handle, void* raw_event) {
+  const std::lock_guard lock(state().mutex);
+  const int code = enter("cuCtxRecordEvent", "");
+  if (code != kSuccess) return code;
+  auto* context = static_cast<Context*>(handle);
+  auto* event = static_cast<Event*>(raw_event);
+  if (!state().events.contains(event) || event->context != context) return kInvalidHandle;
+  if (context->lost != 0) return context->lost;
+  event->marks.clear();
+  for (Stream* stream : state().streams) {
+    if (stream->context == context) event->marks.push_back(stream->add_mark());
+  }
   return kSuccess;
 }
 
 int cuEventQuery(void* raw_event) {
-  std::shared_ptr<Mark> mark;
+  std::vector<std::shared_ptr<Mark>> marks;
   {
     const std::lock_guard lock(state().mutex);
     int code = 0;
     if (enter_context("cuEventQuery", "", code) == nullptr) return code;
     auto* event = static_cast<Event*>(raw_event);
     if (!state().events.contains(event)) return kInvalidHandle;
-    mark = event->mark;
+    marks = event->marks;
   }
-  if (mark == nullptr) return kSuccess;
-  const std::lock_guard lock(mark->mutex);
-  return mark->done ? kSuccess : kNotReady;
+  for (const auto& mark : marks) {
+    const std::lock_guard lock(mark->mutex);
+    if (!mark->done) return kNotReady;
+  }
+  return kSuccess;
 }
 
 int cuMemcpyAsync(Address to, Address from, std::size_t bytes, void* handle) {

@@ -1,0 +1,271 @@
+// The verbs that move blocks between the tiers, and the handles of those that are under way.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "bind.h"
+#include "gil.h"
+#include "handles.h"
+#include "kvpool/pool/pool.h"
+#include "kvpool/pool/swap_handle.h"
+#include "service.h"
+#include "stream.h"
+
+namespace kvpool::bindings {
+namespace {
+
+// Each keeps its pool, which goes after the swap.
+struct SwapOutHandle {
+  PoolPointer pool;
+  std::shared_ptr<Swap> swap;
+};
+struct SwapInHandle {
+  PoolPointer pool;
+  std::shared_ptr<Swap> swap;
+  py::object result;  // once somebody has asked for it
+};
+
+// In a forked child a swap is left alone: its thread is the parent's.
+template <class Handle>
+Swap& swap_of(const Handle& handle) {
+  handle.pool->guard_process();
+  return *handle.swap;
+}
+
+// ---- starting
+
+py::object swap_out(const PoolPointer& pool, py::handle n_argument, py::handle stream, bool wait) {
+  const std::size_t n = count_from(n_argument, "n");
+  const CallerStream after = stream_from(stream);
+  if (wait) {
+    std::vector<Address> moved;
+    {
+      const GilReleased released;
+      moved = pool->swap_out(n, after);
+    }
+    return to_array(moved.data(), moved.size());
+  }
+  SwapOutHandle handle{pool, nullptr};
+  {
+    const GilReleased released;
+    handle.swap = pool->begin_swap_out(n, after);
+  }
+  return py::cast(std::move(handle));
+}
+
+py::object swap_in(const PoolPointer& pool, py::handle addresses_argument, const py::object& into_argument,
+                   py::handle stream, bool wait) {
+  const CallerStream after = stream_from(stream);
+  // Copies: without the GIL, another thread may write to the caller's arrays.
+  const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
+  std::vector<Address> into;
+  if (!into_argument.is_none()) into = addresses_from(into_argument).copy();
+  if (!wait) {
+    SwapInHandle handle{pool, nullptr, {}};
+    {
+      const GilReleased released;
+      handle.swap = pool->begin_swap_in(addresses, into, after);
+    }
+    return py::cast(std::move(handle));
+  }
+  py::array_t<Address> arrived(static_cast<py::ssize_t>(addresses.size()));
+  Address* out = arrived.mutable_data();
+  SwappedIn result;
+  {
+    const GilReleased released;
+    std::vector<IndexPin> pins = pool->swap_in(addresses, into, out, after);
+    result.pins = Pins(pool, std::move(pins));
+  }
+  result.addrs = std::move(arrived);
+  return py::cast(std::move(result));
+}
+
+// ---- the handles
+
+template <class Handle>
+Swap& ended(const Handle& handle) {
+  Swap& swap = swap_of(handle);
+  if (!swap.done()) throw Error(ErrorCode::kState, "the swap is still under way: wait() for it first");
+  swap.rethrow_if_failed();
+  return swap;
+}
+
+py::object result_of(const SwapOutHandle& handle) {
+  const std::vector<Address>& moved = ended(handle).addresses();
+  return to_array(moved.data(), moved.size());
+}
+
+py::object result_of(SwapInHandle& handle) {
+  Swap& swap = ended(handle);
+  if (!handle.result) {
+    SwappedIn result;
+    result.addrs = to_array(swap.addresses().data(), swap.addresses().size());
+    result.pins = Pins(handle.pool, swap.take_pins());
+    handle.result = py::cast(std::move(result));
+  }
+  return handle.result;
+}
+
+// Raises TimeoutError when the time comes before.
+void await_end(Swap& swap, py::handle timeout) {
+  const std::int64_t until_ns = deadline_from(timeout, kForever);
+  if (swap.done() || wait_interruptibly(until_ns, [&](std::int64_t slice) { return swap.wait(slice); })) return;
+  PyErr_SetString(PyExc_TimeoutError, "the swap is still under way");
+  throw py::error_already_set();
+}
+
+template <class Handle>
+py::object wait(py::object self, py::handle timeout) {
+  Swap& swap = swap_of(self.cast<const Handle&>());
+  await_end(swap, timeout);
+  swap.rethrow_if_failed();
+  return self;
+}
+
+template <class Handle>
+py::object exception(const Handle& handle, py::handle timeout) {
+  Swap& swap = swap_of(handle);
+  await_end(swap, timeout);
+  try {
+    swap.rethrow_if_failed();
+  } catch (const Error& error) {
+    return exception_from(error);
+  }
+  return py::none();
+}
+
+template <class Handle>
+std::string repr(const Handle& handle, const char* name) {
+  const char* state = "under way";
+  if (handle.swap->done()) {
+    state = "done";
+    try {
+      handle.swap->rethrow_if_failed();
+    } catch (const std::exception&) {
+      state = "failed";
+    }
+  }
+  return "<" + std::string(name) + " " + state + ">";
+}
+
+template <class Handle>
+py::class_<Handle> handle_class(py::module_& module, const char* name, const char* doc) {
+  return py::class_<Handle>(module, name, doc)
+      .def("wait", &wait<Handle>, py::arg("timeout") = py::none(), R"(Waits until it is done. Ctrl-C ends the wait.
+
+When this returns the bytes have arrived, for every stream and for the CPU. Releases the GIL.
+
+Args:
+    timeout: Seconds; None waits as long as it takes.
+
+Returns:
+    Itself.
+
+Raises:
+    TimeoutError: ``timeout`` passed; the swap goes on.
+    Cancelled: By cancel().
+    ClosedError: The pool was closed before a byte had moved.
+    OutOfBlocks, DeviceLost, ...: What the call raises that waits; the pool is as it was.)")
+      .def(
+          "done", [](const Handle& handle) { return swap_of(handle).done(); },
+          "Whether it has ended, one way or another. Does not wait.")
+      .def(
+          "cancel", [](const Handle& handle) { return swap_of(handle).cancel(); },
+          R"(Asks it to end with Cancelled, which only one can that has not begun to move bytes. Does not wait.
+
+Returns:
+    False when it has begun, or ended; then nothing changes.)")
+      .def("exception", &exception<Handle>, py::arg("timeout") = py::none(),
+           R"(Waits until it is done, and returns what wait() would raise, or None when it went well.
+
+Args:
+    timeout: As in wait.
+
+Raises:
+    TimeoutError: ``timeout`` passed; the swap goes on.)")
+      .def(
+          "fileno", [](const Handle& handle) { return swap_of(handle).done_fd(); },
+          "A file descriptor that becomes readable when it is done, for select and its like. Do not read or close it.")
+      .def("__repr__", [name](const Handle& handle) { return repr(handle, name); });
+}
+
+}  // namespace
+
+void bind_swap(py::module_& module, PoolClass& pool) {
+  handle_class<SwapOutHandle>(module, "SwapOut",
+                              R"(Blocks on their way to DRAM: what swap_out returns with ``wait=False``.
+
+A thread of the pool carries it out; swaps out go one after the other, in the order of their calls, beside swaps in. A
+handle that is dropped does not cancel it. Thread-safe. ``await`` it in a coroutine: that raises what ``wait`` raises.
+Cancelling the task that awaits ends its waiting, not the swap.
+
+Attributes:
+    result: What swap_out returns with ``wait=True``.)")
+      .def_property_readonly(
+          "result", [](const SwapOutHandle& handle) { return result_of(handle); },
+          R"(uint64 array of the DRAM addresses of the blocks that moved.
+
+Raises:
+    StateError: It is under way. If it failed: what wait() raises.)");
+  handle_class<SwapInHandle>(module, "SwapIn", R"(Blocks on their way to HBM: what swap_in returns with ``wait=False``.
+
+A thread of the pool carries it out; swaps in go one after the other, in the order of their calls, beside swaps out.
+What it brings is pinned from the call on. A handle that is dropped does not cancel it, and its pins go when it is done.
+Thread-safe. ``await`` it in a coroutine: that raises what ``wait`` raises. Cancelling the task that awaits ends its
+waiting, not the swap.
+
+Attributes:
+    result: What swap_in returns with ``wait=True``.)")
+      .def_property_readonly(
+          "result", [](SwapInHandle& handle) { return result_of(handle); },
+          R"(The SwappedIn; always the same. Close it to let go of the blocks.
+
+Raises:
+    StateError: It is under way. If it failed: what wait() raises.)");
+  pool.def("swap_out", &swap_out, py::arg("n"), py::kw_only(), py::arg("stream") = py::none(), py::arg("wait") = true,
+           R"(Moves up to n cached blocks from HBM to DRAM, the least recently used first.
+
+Never a pinned or active block. Where DRAM is full its own least recently used blocks are dropped. The old addresses
+become stale; the index follows. Releases the GIL. Goes on beside a swap_in.
+
+On a GPU the copy is on a stream of its own. It begins, on the GPU, when the work that `stream` has been given so far
+has ended; when the call returns the bytes have arrived, for every stream and for the CPU.
+
+Args:
+    n: Blocks to move at most.
+    stream: What may still write these blocks: an int, or an object of torch, CuPy or any with ``__cuda_stream__``.
+        None: whatever the device is doing now, a swap_in included, which the calling thread waits for; not while a CUDA
+        graph is captured on the device.
+    wait: False returns at once with a SwapOut, and a thread of the pool does the work. What is moved is chosen then.
+
+Returns:
+    uint64 array of the DRAM addresses of the blocks that moved; fewer than n when no more can. Or a SwapOut.)")
+      .def("swap_in", &swap_in, py::arg("addrs"), py::arg("into") = py::none(), py::kw_only(),
+           py::arg("stream") = py::none(), py::arg("wait") = true, R"(Brings cached blocks to HBM and pins them there.
+
+Addresses in HBM stay as they are, so the addresses of a match can be passed whole. Makes room as alloc does. Blocks
+that other holders still read by their old address live until the last of them lets go. Releases the GIL. Goes on beside
+a swap_out, but for the room that it makes.
+
+Args:
+    addrs: Addresses of cached blocks.
+    into: Active HBM blocks to use, one for each address in DRAM; by default the pool allocates.
+    stream: As in swap_out: what may still read or write the blocks that are swapped into.
+    wait: False returns at once with a SwapIn, and a thread of the pool does the work. The blocks are pinned, and those
+        of `into` the pool's, when the call returns; what is wrong with the arguments it raises itself.
+
+Returns:
+    A SwappedIn, with one HBM address for each given. Or a SwapIn.
+
+Raises:
+    StaleAddress: A block has left its address.
+    StateError: A block is not cached.
+    OutOfBlocks: HBM cannot make room.)");
+}
+
+}  // namespace kvpool::bindings

@@ -1,0 +1,70 @@
+// A swap that a thread of the pool carries out, as its caller sees it.
+//
+// Thread-safety: all of it. Whoever has one keeps its pool. One that is dropped is carried out all the same.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "kvpool/base/address.h"
+#include "kvpool/base/error.h"
+#include "kvpool/cuda/order.h"
+#include "kvpool/index/pins.h"
+#include "kvpool/transfer/completion.h"
+
+namespace kvpool {
+
+class Swap {
+ public:
+  // `pool`: whose pins these are to be. `after`: what has to end before any byte moves; null: nothing.
+  Swap(PinOwner& pool, std::shared_ptr<const DeviceOrder> after) noexcept : pool_(pool), after_(std::move(after)) {}
+  // Lets go of the pins that nobody has taken.
+  ~Swap();
+  Swap(const Swap&) = delete;
+  Swap& operator=(const Swap&) = delete;
+
+  // Whether it has ended, one way or another; then the next three may be called. When it is done its bytes have
+  // arrived, for every stream and for the CPU.
+  bool done() const noexcept { return completion_.done(); }
+  // Returns when it is done, or false at `until_ns` (CLOCK_MONOTONIC).
+  bool wait(std::int64_t until_ns);
+  // Throws what the verb throws that waits, kCancelled, and kClosed of a pool that was closed before it had begun.
+  void rethrow_if_failed() const;
+  // What the verb returns that waits: where the blocks lie now.
+  const std::vector<Address>& addresses() const noexcept { return addresses_; }
+  // Of a swap in: pins on those, the caller's from now on. None when they were taken before.
+  std::vector<IndexPin> take_pins() noexcept { return std::exchange(pins_, {}); }
+
+  // It is to end with kCancelled. False when it has begun to move bytes, or has ended: then nothing changes.
+  bool cancel() noexcept { return stop(Phase::kCancelled); }
+  // An eventfd that becomes readable when it is done; made at the first call, owned by the handle.
+  int done_fd() { return completion_.descriptor(); }
+
+  // --- for who carries it out ---
+
+  // Returns when bytes may move; from then on it is not cancelled. Throws kCancelled, kClosed, and as DeviceOrder. Once.
+  void begin();
+  void succeed(std::vector<Address>&& addresses, std::vector<IndexPin>&& pins) noexcept;
+  void fail(const Error& why) noexcept { completion_.finish(why, nullptr); }
+  // As cancel(), with kClosed.
+  void close() noexcept { stop(Phase::kClosed); }
+
+ private:
+  enum class Phase : std::uint8_t { kWaiting, kBegun, kCancelled, kClosed };
+  bool stop(Phase how) noexcept;
+  [[noreturn]] static void throw_stopped(Phase how);
+
+  PinOwner& pool_;
+  std::shared_ptr<const DeviceOrder> after_;  // until it begins
+  std::atomic<Phase> phase_{Phase::kWaiting};
+  std::atomic<bool> stopped_{false};
+  std::vector<Address> addresses_;
+  std::vector<IndexPin> pins_;
+  Completion completion_;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,263 @@
+// Moves of cached blocks from DRAM to HBM.
+//
+// In three steps: under the lock the arguments are checked and what they name is pinned; then, one swap in at a time,
+// blocks are reserved and the bytes copied; under the lock again the index is pointed at the copies, and the pages are
+// pinned for the caller. Evictions and swaps out go on beside the second step, for they take nothing that is pinned;
+// only room is made as one of them, under reclaim_.
+//
+// Between the first and the second step another swap in may have brought some of the pages (find_inbound).
+//
+// Invariant
+//   A3  What a swap in is to bring is pinned from its checks to its end. Each page lies where it lay then, in nodes that
+//       have been cut at most, or another swap in has brought it: then the old block is in limbo, and its mark says
+//       where the page lies now.
+#include <algorithm>
+#include <string>
+
+#include "kvpool/base/error.h"
+#include "kvpool/blocks/device_mover.h"
+#include "kvpool/pool/pool.h"
+
+namespace kvpool {
+namespace {
+
+bool in_dram(Address address) noexcept { return medium_bits_of(address) == static_cast<std::uint32_t>(Medium::kDram); }
+
+void check_room_named(std::size_t needed, std::size_t given) {
+  if (needed == given) return;
+  throw Error(ErrorCode::kArgument,
+              std::to_string(needed) + " blocks to swap in, and " + std::to_string(given) + " to swap into",
+              {{"needed", static_cast<std::int64_t>(needed)}, {"given", static_cast<std::int64_t>(given)}});
+}
+
+}  // namespace
+
+std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out,
+                                    const CallerStream& after) {
+  guard();
+  check_stream(after);
+  Inbound inbound;
+  begin_inbound(addresses, into, inbound);
+  finish_inbound(inbound, after);
+  std::copy(inbound.addresses.begin(), inbound.addresses.end(), out);
+  return std::move(inbound.held);
+}
+
+// Checks everything, pins what is to come, and reserves `into`. Throws with nothing of that left.
+void Pool::begin_inbound(std::span<const Address> given, std::span<const Address> into, Inbound& inbound) {
+  inbound.held.reserve(given.size());
+  const std::lock_guard lock(mutex_);
+  guard();
+  try {
+    gather_inbound(given, inbound);
+    name_inbound(into, inbound);
+  } catch (...) {
+    for (const IndexPin& pin : inbound.pins) index_->unpin(pin);
+    throw;
+  }
+}
+
+// Brings them. Whatever it throws, it has given back what begin_inbound took.
+void Pool::finish_inbound(Inbound& inbound, const CopyOrder& after) {
+  try {
+    const std::lock_guard one_at_a_time(inbound_);
+    Lock lock(mutex_);
+    guard();
+    find_inbound(inbound);
+    reserve_inbound(lock, inbound, after);
+    if (!inbound.from.empty()) copy_inbound(lock, inbound, after);
+    commit_inbound(inbound);
+    const Address* arrived = inbound.to.data();
+    std::vector<Address>& current = inbound.addresses;
+    for (Address& address : current) address = in_dram(address) ? *arrived++ : address;
+    for (std::size_t i = 0; i < current.size(); ++i) {
+      PromptNode* node = node_of(current[i]);
+      const PromptNode* next = i + 1 < current.size() ? node_of(current[i + 1]) : nullptr;
+      const bool covered = next != nullptr && (next == node || next->parent == node);
+      if (!covered) inbound.held.push_back(index_->pin(node));
+    }
+    counters_.swapped_in_blocks += inbound.from.size();
+    audit_if_asked();
+  } catch (...) {
+    abandon_inbound(inbound);
+    throw;
+  }
+}
+
+// Gives back what was taken for it. Also of a pool that is closed.
+void Pool::abandon_inbound(Inbound& inbound) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const IndexPin& pin : inbound.pins) index_->unpin(pin);
+  inbound.pins.clear();
+  if (inbound.into_named) {
+    for (const Address address : inbound.to) store_of(address).set_state(block_of(address), BlockState::kActive);
+  } else {
+    release_blocks(inbound.to.data(), inbound.to.size());
+  }
+  inbound.to.clear();
+}
+
+// Where a page lies whose block is historical. In limbo: somebody swapped it in after whoever has this address had
+// matched it, and its mark says where to.
+Address Pool::page_of(Address address) noexcept {
+  const BlockStore& blocks = store_of(address);
+  const std::uint32_t block = block_of(address);
+  return blocks.tag(block) == kLimboTag ? store(Medium::kHbm).address_of(blocks.mark(block)) : address;
+}
+
+// Checks the addresses, makes every run of them that lies in DRAM a node of its own, and pins all their nodes.
+void Pool::gather_inbound(std::span<const Address> given, Inbound& inbound) {
+  std::vector<Address>& addresses = inbound.addresses;
+  addresses.assign(given.begin(), given.end());
+  const std::uint32_t stamp = ++move_stamp_;  // nobody else marks blocks before this has looked at all of them
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    check(addresses[i], i, BlockState::kHistorical);
+    addresses[i] = page_of(addresses[i]);
+    BlockStore& blocks = store_of(addresses[i]);
+    const std::uint32_t block = block_of(addresses[i]);
+    if (blocks.mark(block) == stamp) {
+      throw Error(
+          ErrorCode::kArgument,
+          "address " + std::to_string(given[i]) + " (position " + std::to_string(i) + ") stands twice in the list",
+          {{"address", static_cast<std::int64_t>(given[i])}, {"position", static_cast<std::int64_t>(i)}});
+    }
+    blocks.set_mark(block, stamp);
+  }
+  inbound.pins.reserve(addresses.size());
+  inbound.from.reserve(addresses.size());
+  for (std::size_t i = 0; i < addresses.size();) {
+    PromptNode* node = node_of(addresses[i]);
+    const Address* values = node->payload.values.get();
+    const auto at = static_cast<std::uint32_t>(std::find(values, values + node->pages, addresses[i]) - values);
+    std::uint32_t run = 1;  // addresses [i, i + run) are the node's pages [at, at + run)
+    while (i + run < addresses.size() && at + run < node->pages && addresses[i + run] == values[at + run]) ++run;
+    if (in_dram(addresses[i])) {
+      inbound.from.insert(inbound.from.end(), addresses.begin() + static_cast<std::ptrdiff_t>(i),
+                          addresses.begin() + static_cast<std::ptrdiff_t>(i + run));
+    }
+    inbound.pins.push_back(index_->pin(index_->isolate(node, at, run)));
+    i += run;
+  }
+}
+
+// Reserves blocks of the caller's for what is to come, until the copy is committed.
+void Pool::name_inbound(std::span<const Address> into, Inbound& inbound) {
+  if (into.empty()) {
+    if (inbound.from.empty()) return;
+    if (engine_allocates_) {
+      throw Error(ErrorCode::kState, "the engine allocates this pool's HBM: name the blocks to swap into");
+    }
+    if (!two_tiers_) throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM blocks");
+    return;
+  }
+  check_room_named(inbound.from.size(), into.size());
+  check_active_and_distinct(into.data(), into.size(), /*skip_cached=*/false);
+  for (std::size_t i = 0; i < into.size(); ++i) {
+    if (medium_bits_of(into[i]) == static_cast<std::uint32_t>(Medium::kHbm)) continue;
+    throw Error(ErrorCode::kArgument, "swap_in goes to HBM blocks, and position " + std::to_string(i) + " is in DRAM",
+                {{"position", static_cast<std::int64_t>(i)}});
+  }
+  inbound.to.assign(into.begin(), into.end());
+  inbound.into_named = true;
+  for (const Address address : into) store_of(address).set_state(block_of(address), BlockState::kReserved);
+  give_tags(into.data(), into.size(), 0, 0);  // nobody's: what the check above left there could be some peer's epoch
+}
+
+// Where the pages lie now. Nodes have only been cut since: those in DRAM are whole nodes still.
+void Pool::find_inbound(Inbound& inbound) noexcept {
+  inbound.from.clear();
+  for (Address& address : inbound.addresses) {
+    address = page_of(address);
+    if (in_dram(address)) inbound.from.push_back(address);  // within the room: there are no more than before
+  }
+}
+
+// HBM blocks to swap into, making room. Lets go of the lock for that.
+void Pool::reserve_inbound(Lock& lock, Inbound& inbound, const CopyOrder& after) {
+  const std::size_t moving = inbound.from.size();
+  if (inbound.into_named) return check_room_named(moving, inbound.to.size());
+  if (moving == 0) return;
+  std::vector<Address> to(moving);
+  if (!take(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
+    lock.unlock();
+    const std::lock_guard reclaim(reclaim_);
+    lock.lock();
+    guard();
+    while (!take(moving, Medium::kHbm, BlockState::kReserved, to.data())) make_room(lock, moving, after);
+  }
+  inbound.to = std::move(to);
+}
+
+// Lets go of the lock meanwhile.
+void Pool::copy_inbound(Lock& lock, const Inbound& inbound, const CopyOrder& after) {
+  struct Over {
+    Pool& pool;
+    Lock& lock;
+    ~Over() {
+      lock.lock();
+      ++pool.inbound_over_;
+      pool.inbound_ended_.notify_all();
+    }
+  };
+  ++inbound_begun_;
+  lock.unlock();
+  const Over over{*this, lock};
+  copy_tier(TierWay::kIn, inbound.from.data(), inbound.to.data(), inbound.from.size(), after);
+}
+
+// Points the index at the copies. Blocks that others may still read by their old address stay, in limbo, until the last
+// pin of that time goes. Throws std::bad_alloc with nothing moved.
+void Pool::commit_inbound(Inbound& inbound) {
+  const std::vector<Address>& from = inbound.from;
+  // This call's own pins go first, so that what pins are left are others'.
+  for (const IndexPin& pin : inbound.pins) index_->unpin(pin);
+  inbound.pins.clear();
+
+  std::vector<Limbo> limbo;
+  for (std::size_t i = 0; i < from.size(); i += node_of(from[i])->pages) {
+    PromptNode* node = node_of(from[i]);
+    if (node->payload.pins > 0) limbo.push_back({node, 0, node->payload.pins, {&from[i], &from[i] + node->pages}});
+  }
+  limbo_.reserve(limbo_.size() + limbo.size());
+
+  // From here on nothing throws.
+  renew(inbound.to);
+  auto next_limbo = limbo.begin();
+  for (std::size_t i = 0; i < from.size();) {
+    PromptNode* node = node_of(from[i]);
+    const std::uint32_t pages = node->pages;
+    index_->redirect(node, &inbound.to[i]);
+    placed(*node);
+    if (node->payload.pins > 0) {
+      node->payload.has_limbo = true;
+      next_limbo->stamp = index_->tick();
+      for (std::uint32_t k = 0; k < pages; ++k) {
+        BlockStore& dram = store(Medium::kDram);
+        dram.set_tag(block_of(from[i + k]), kLimboTag);
+        dram.set_mark(block_of(from[i + k]), block_of(inbound.to[i + k]));
+      }
+      limbo_.push_back(std::move(*next_limbo++));
+    } else {
+      release_blocks(&from[i], pages);
+    }
+    i += pages;
+  }
+}
+
+void Pool::unpinned(PromptNode& node, std::uint64_t stamp) noexcept {
+  bool more = false;
+  for (std::size_t i = 0; i < limbo_.size();) {
+    Limbo& limbo = limbo_[i];
+    if (limbo.node == &node && stamp < limbo.stamp && --limbo.remaining == 0) {
+      release_blocks(limbo.blocks.data(), limbo.blocks.size());
+      if (i + 1 < limbo_.size()) limbo = std::move(limbo_.back());
+      limbo_.pop_back();
+      continue;
+    }
+    more = more || limbo.node == &node;
+    ++i;
+  }
+  node.payload.has_limbo = more;
+}
+
+}  // namespace kvpool

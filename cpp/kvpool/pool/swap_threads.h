@@ -1,0 +1,42 @@
+// The threads that carry swaps out for callers who do not wait: one for each direction, made with the first of them.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <unordered_set>
+
+#include "kvpool/blocks/device_mover.h"
+#include "kvpool/pool/swap_handle.h"
+#include "kvpool/pool/workers.h"
+
+namespace kvpool {
+
+class SwapThreads {
+ public:
+  using Work = std::function<void()>;  // throws nothing, and ends the swap
+
+  SwapThreads() = default;
+  ~SwapThreads() { close(); }
+  SwapThreads(const SwapThreads&) = delete;
+  SwapThreads& operator=(const SwapThreads&) = delete;
+
+  // Works after what was given for this direction before. Where the system gives no thread, and after close(), here and
+  // now. Throws std::bad_alloc: then it does not work.
+  void run(TierWay way, const std::shared_ptr<Swap>& swap, Work work);
+  // Closes the swaps that have not begun to move bytes, and all to come. Does not wait. Idempotent, as is close().
+  void refuse() noexcept;
+  // The same, and returns when all have ended.
+  void close() noexcept;
+
+ private:
+  std::mutex mutex_;
+  std::unordered_set<std::shared_ptr<Swap>> unfinished_;    // under mutex_
+  bool closed_ = false;                                     // under mutex_
+  std::array<Workers, 2> threads_{Workers(1), Workers(1)};  // by TierWay
+};
+
+}  // namespace kvpool

@@ -1,0 +1,39 @@
+"""The handles of swaps that nobody waits for.
+
+The classes themselves are C++'s. What a coroutine needs is written here, and becomes part of them when the package is
+imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from kvpool._core import SwapIn, SwapOut
+from kvpool.awaiting import until_done
+
+__all__ = ["SwapIn", "SwapOut"]
+
+
+def _await_in(self: SwapIn) -> Generator[Any, None, SwapIn]:
+    """Waits in a coroutine; raises what wait() raises. Cancelling the task ends the waiting, not the swap."""
+    return _brought(self).__await__()
+
+
+def _await_out(self: SwapOut) -> Generator[Any, None, SwapOut]:
+    """Waits in a coroutine; raises what wait() raises. Cancelling the task ends the waiting, not the swap."""
+    return _moved(self).__await__()
+
+
+async def _brought(swap: SwapIn) -> SwapIn:
+    await until_done(swap)
+    return swap.wait()
+
+
+async def _moved(swap: SwapOut) -> SwapOut:
+    await until_done(swap)
+    return swap.wait()
+
+
+SwapIn.__await__ = _await_in  # type: ignore[method-assign]
+SwapOut.__await__ = _await_out  # type: ignore[method-assign]

@@ -1,0 +1,389 @@
+// Swaps that a thread of the pool carries out: what holds from the call on, how they end, and that they leave nothing.
+#include <doctest/doctest.h>
+#include <poll.h>
+
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "child_process.h"
+#include "device_kit.h"
+#include "failing_alloc.h"
+#include "kvpool/base/error.h"
+#include "kvpool/pool/swap_handle.h"
+#include "swap_kit.h"
+#include "thrown.h"
+
+namespace kvpool::testing {
+namespace {
+
+std::optional<ErrorCode> end_of(Swap& swap) {
+  REQUIRE(eventually([&] { return swap.done(); }));
+  return code_of([&] { swap.rethrow_if_failed(); });
+}
+
+std::vector<std::uint32_t> states_of(Pool& pool) {
+  const PoolStats stats = pool.audit();
+  std::vector<std::uint32_t> states;
+  for (const MediumCounts& counts : stats.media) {
+    states.insert(states.end(), counts.by_state.begin(), counts.by_state.end());
+    states.push_back(counts.evictable);
+  }
+  return states;
+}
+
+TEST_CASE("a swap that nobody waits for moves what the other one moves") {
+  const auto pool = std::make_shared<Pool>(small_options(8, 8));
+  const Addresses blocks = alloc(*pool, 4);
+  for (std::size_t i = 0; i < 4; ++i) stamp(*pool, blocks[i], 10 + i);
+  insert(pool, prompt(1, 4), blocks);
+  const auto out = pool->begin_swap_out(3);
+  CHECK_FALSE(end_of(*out));
+  CHECK(out->addresses().size() == 3);
+  CHECK(all_in(out->addresses(), Medium::kDram));
+  CHECK(out->take_pins().empty());
+  Found found = match(pool, prompt(1, 4));
+  const auto in = pool->begin_swap_in(found.addresses, {});
+  found.pins.release();
+  CHECK_FALSE(end_of(*in));
+  CHECK(all_in(in->addresses(), Medium::kHbm));
+  for (std::size_t i = 0; i < 4; ++i) CHECK(has_stamp(*pool, in->addresses()[i], 10 + i));
+  Pins pins(pool, in->take_pins());
+  CHECK(in->take_pins().empty());
+  CHECK(pool->swap_out(4).empty());
+  pins.release();
+  CHECK(pool->swap_out(4).size() == 4);
+  pool->audit();
+}
+
+TEST_CASE("what is to be swapped in is pinned, and what it goes to is reserved, when the call returns") {
+  HeldPool held(8, 8);
+  const Tokens first = held.store(1, 1, Medium::kDram);
+  const Tokens cold = held.store(2, 3, Medium::kDram);
+  const Addresses into = alloc(*held.pool, 3);
+  held.mover.hold(TierWay::kIn, true);
+  const auto before = held.pool->begin_swap_in(match(held.pool, first).addresses, {});
+  REQUIRE(held.mover.begun(TierWay::kIn));
+  const auto swap = held.pool->begin_swap_in(match(held.pool, cold).addresses, into);  // its turn has not come
+  CHECK(held.pool->evict(8, Medium::kDram) == 0);
+  CHECK(code_of([&] { held.pool->erase("", cold.data(), cold.size(), false); }) == ErrorCode::kState);
+  CHECK(code_of([&] { held.pool->free(into.data(), 1); }) == ErrorCode::kState);
+  CHECK_FALSE(swap->done());
+  held.mover.hold(TierWay::kIn, false);
+  CHECK_FALSE(end_of(*swap));
+  CHECK(swap->addresses() == into);
+  CHECK(before->done());  // in the order of the calls
+}
+
+TEST_CASE("what is wrong with the arguments is thrown by the call, and changes nothing") {
+  const auto pool = std::make_shared<Pool>(small_options(8, 8));
+  const Addresses blocks = alloc(*pool, 3, Medium::kDram);
+  insert(pool, prompt(1, 3), blocks);
+  const Addresses mine = alloc(*pool, 2);
+  const auto before = states_of(*pool);
+  const auto code = [&](const Addresses& addresses, const Addresses& into = {}) {
+    return code_of([&] { pool->begin_swap_in(addresses, into); });
+  };
+  CHECK(code({blocks[0], blocks[0]}) == ErrorCode::kArgument);
+  CHECK(code({blocks[0], mine[0]}) == ErrorCode::kState);
+  CHECK(code({blocks[0] + (1U << 5)}) == ErrorCode::kArgument);
+  CHECK(code(blocks, mine) == ErrorCode::kArgument);
+  CHECK(code({blocks[0], blocks[1]}, {mine[0], mine[0]}) == ErrorCode::kArgument);
+  CHECK(code_of([&] { pool->begin_swap_out(1, CuStream{}); }) == ErrorCode::kArgument);
+  CHECK(code_of([&] { pool->begin_swap_in(blocks, {}, CuStream{}); }) == ErrorCode::kArgument);
+  const auto one_tier = std::make_shared<Pool>(small_options(4, 0));
+  CHECK(code_of([&] { one_tier->begin_swap_out(1); }) == ErrorCode::kState);
+  CHECK(states_of(*pool) == before);
+}
+
+TEST_CASE("a swap in that finds no room says so, and the pool is as before") {
+  const auto pool = std::make_shared<Pool>(small_options(4, 8));
+  insert(pool, prompt(1, 3), alloc(*pool, 3, Medium::kDram));
+  const Addresses mine = alloc(*pool, 2);
+  const auto before = states_of(*pool);
+  const auto swap = pool->begin_swap_in(match(pool, prompt(1, 3)).addresses, {});
+  CHECK(end_of(*swap) == ErrorCode::kOutOfBlocks);
+  CHECK(states_of(*pool) == before);
+}
+
+TEST_CASE("blocks of the caller's come back when another swap in has brought some of the pages before") {
+  HeldPool held(8, 8);
+  const Tokens cold = held.store(1, 3, Medium::kDram);
+  const Addresses into = alloc(*held.pool, 3);
+  const Found found = match(held.pool, cold);
+  held.mover.hold(TierWay::kIn, true);
+  const auto one = held.pool->begin_swap_in(std::span(found.addresses).first(1), {});
+  REQUIRE(held.mover.begun(TierWay::kIn));
+  const auto other = held.pool->begin_swap_in(found.addresses, into);
+  held.mover.hold(TierWay::kIn, false);
+  CHECK_FALSE(end_of(*one));
+  CHECK(end_of(*other) == ErrorCode::kArgument);
+  held.pool->free(into.data(), into.size());
+  held.pool->audit();
+}
+
+TEST_CASE("a swap can be cancelled until it begins, and then not") {
+  HeldPool held(8, 8);
+  held.store(1, 2);
+  const Tokens cold = held.store(2, 2, Medium::kDram);
+  for (const TierWay way : {TierWay::kOut, TierWay::kIn}) held.mover.hold(way, true);
+  const auto out = held.pool->begin_swap_out(1);
+  const auto in = held.pool->begin_swap_in(match(held.pool, cold).addresses, {});
+  REQUIRE(held.mover.begun(TierWay::kOut));
+  REQUIRE(held.mover.begun(TierWay::kIn));
+  const auto later_out = held.pool->begin_swap_out(1);
+  const auto later_in = held.pool->begin_swap_in(match(held.pool, cold).addresses, {});
+  CHECK_FALSE(out->cancel());
+  CHECK_FALSE(in->cancel());
+  CHECK(later_out->cancel());
+  CHECK(later_in->cancel());
+  CHECK(later_in->cancel());
+  for (const TierWay way : {TierWay::kOut, TierWay::kIn}) held.mover.hold(way, false);
+  CHECK_FALSE(end_of(*out));
+  CHECK_FALSE(end_of(*in));
+  CHECK(end_of(*later_out) == ErrorCode::kCancelled);
+  CHECK(end_of(*later_in) == ErrorCode::kCancelled);
+  CHECK_FALSE(later_in->cancel());
+  CHECK(held.count(Medium::kDram, BlockState::kHistorical) == 1);
+  CHECK(held.count(Medium::kHbm, BlockState::kHistorical) == 3);
+}
+
+TEST_CASE("a pool that is closed lets a copy end, and closes what has not begun") {
+  HeldPool held(8, 8);
+  held.store(1, 2);
+  const Tokens cold = held.store(2, 2, Medium::kDram);
+  const Tokens colder = held.store(3, 1, Medium::kDram);
+  const Addresses into = alloc(*held.pool, 1);
+  for (const TierWay way : {TierWay::kOut, TierWay::kIn}) held.mover.hold(way, true);
+  const auto out = held.pool->begin_swap_out(1);
+  const auto in = held.pool->begin_swap_in(match(held.pool, cold).addresses, {});
+  REQUIRE(held.mover.begun(TierWay::kOut));
+  REQUIRE(held.mover.begun(TierWay::kIn));
+  const auto later_out = held.pool->begin_swap_out(1);
+  const auto later_in = held.pool->begin_swap_in(match(held.pool, colder).addresses, into);
+  std::atomic<bool> closed{false};
+  std::thread close([&] {
+    held.pool->close();
+    closed = true;
+  });
+  // What is begun now is closed at once, and the copies go on.
+  CHECK(eventually([&] { return !held.pool->begin_swap_out(0)->cancel(); }));
+  CHECK_FALSE(closed);
+  for (const TierWay way : {TierWay::kOut, TierWay::kIn}) held.mover.hold(way, false);
+  close.join();
+  CHECK_FALSE(end_of(*out));
+  CHECK_FALSE(end_of(*in));
+  CHECK(all_in(in->addresses(), Medium::kHbm));
+  CHECK(end_of(*later_out) == ErrorCode::kClosed);
+  CHECK(end_of(*later_in) == ErrorCode::kClosed);
+  CHECK(code_of([&] { held.pool->begin_swap_out(1); }) == ErrorCode::kClosed);
+  CHECK(code_of([&] { held.pool->begin_swap_in({}, {}); }) == ErrorCode::kClosed);
+}
+
+TEST_CASE("a handle that is dropped leaves its swap to end, and no pins") {
+  HeldPool held(8, 8);
+  const Tokens cold = held.store(1, 2, Medium::kDram);
+  held.mover.hold(TierWay::kIn, true);
+  held.pool->begin_swap_in(match(held.pool, cold).addresses, {});
+  REQUIRE(held.mover.begun(TierWay::kIn));
+  held.mover.hold(TierWay::kIn, false);
+  CHECK(eventually([&] { return held.pool->stats().media[0].evictable == 2; }));
+  held.pool->audit();
+}
+
+TEST_CASE("a handle keeps what it brought until it is dropped, also of a pool that is closed") {
+  const auto pool = std::make_shared<Pool>(small_options(8, 8));
+  insert(pool, prompt(1, 2), alloc(*pool, 2, Medium::kDram));
+  auto swap = pool->begin_swap_in(match(pool, prompt(1, 2)).addresses, {});
+  CHECK_FALSE(end_of(*swap));
+  CHECK(pool->stats().media[0].evictable == 0);
+  pool->close();
+  swap.reset();
+}
+
+TEST_CASE("the descriptor of a swap is readable when it is done") {
+  HeldPool held(8, 8);
+  held.store(1, 2);
+  held.mover.hold(TierWay::kOut, true);
+  const auto swap = held.pool->begin_swap_out(2);
+  REQUIRE(held.mover.begun(TierWay::kOut));
+  pollfd waiting{swap->done_fd(), POLLIN, 0};
+  CHECK(poll(&waiting, 1, 0) == 0);
+  CHECK_FALSE(swap->wait(0));
+  held.mover.hold(TierWay::kOut, false);
+  CHECK(poll(&waiting, 1, 60'000) == 1);
+  CHECK(swap->done());
+}
+
+TEST_CASE("a swap that runs out of memory before it begins leaves the pool as it was") {
+  for (const bool out : {true, false}) {
+    const int threw = fail_each_allocation([&](auto&& fail) {
+      const auto pool = std::make_shared<Pool>(small_options(8, 8));
+      insert(pool, prompt(1, 3), alloc(*pool, 3));
+      insert(pool, prompt(2, 3), alloc(*pool, 3, Medium::kDram));
+      const Addresses into = alloc(*pool, 3);
+      const Addresses cold = match(pool, prompt(2, 3)).addresses;
+      const auto before = states_of(*pool);
+      std::shared_ptr<Swap> swap;
+      const bool thrown = fail([&] { swap = out ? pool->begin_swap_out(2) : pool->begin_swap_in(cold, into); });
+      if (thrown) CHECK(states_of(*pool) == before);
+      if (swap != nullptr) CHECK(eventually([&] { return swap->done(); }));
+    });
+    CHECK(threw > 0);
+  }
+}
+
+TEST_CASE("in a forked child a pool with swaps under way is left alone") {
+  HeldPool held(8, 8);
+  held.store(1, 2);
+  held.mover.hold(TierWay::kOut, true);
+  const auto swap = held.pool->begin_swap_out(2);
+  REQUIRE(held.mover.begun(TierWay::kOut));
+  const int status = test::run_in_child([&] {
+    if (code_of([&] { held.pool->begin_swap_out(1); }) != ErrorCode::kFork) return 1;
+    if (code_of([&] { held.pool->begin_swap_in({}, {}); }) != ErrorCode::kFork) return 2;
+    held.pool->close();
+    held.pool.reset();
+    return 0;
+  });
+  CHECK(status == 0);
+  held.mover.hold(TierWay::kOut, false);
+  CHECK_FALSE(end_of(*swap));
+}
+
+#ifdef KVPOOL_FAKE_CUDA_PATH
+
+std::shared_ptr<Pool> gpu_pool() {
+  PoolOptions options = small_options(8, 8);
+  options.device = 0;
+  options.pin_dram = true;
+  options.audit = true;
+  return std::make_shared<Pool>(options);
+}
+
+void store_stamped(const std::shared_ptr<Pool>& pool, Token id, std::size_t pages, Medium medium, std::uint64_t value) {
+  const Addresses blocks = alloc(*pool, pages, medium);
+  for (const Address block : blocks) stamp(*pool, block, value);
+  insert(pool, prompt(id, pages), blocks);
+}
+
+TEST_CASE("on a GPU a swap that nobody waits for follows the work given before the call, and no later work") {
+  for (const int version : {13000, 12040}) {  // with and without events of a whole device
+    for (const bool named : {true, false}) {
+      CAPTURE(version);
+      CAPTURE(named);
+      const FakeCuda cuda;
+      cuda.set("version", version);
+      {
+        const auto pool = gpu_pool();
+        const EngineStream engine(cuda);
+        store_stamped(pool, 1, 2, Medium::kHbm, 5);
+        const Addresses blocks = match(pool, prompt(1, 2)).addresses;
+        engine.run([&] {
+          dawdle();
+          for (const Address block : blocks) stamp(*pool, block, 6);
+        });
+        const auto out = pool->begin_swap_out(2, named ? CallerStream(engine.handle()) : CallerStream());
+        std::atomic<bool> let_go{false};
+        engine.run([&] { eventually([&] { return let_go.load(); }); });
+        CHECK_FALSE(end_of(*out));
+        for (const Address address : out->addresses()) CHECK(has_stamp(*pool, address, 6));
+        let_go = true;
+        engine.wait();
+        const auto in = pool->begin_swap_in(out->addresses(), {}, engine.handle());
+        CHECK_FALSE(end_of(*in));
+        for (const Address address : in->addresses()) CHECK(has_stamp(*pool, address, 6));
+      }
+      CHECK(cuda.left() == "");
+    }
+  }
+}
+
+TEST_CASE("a swap whose stream stalls is cancelled, and is closed with its pool, before that work ends") {
+  for (const bool by_close : {true, false}) {
+    for (const bool named : {true, false}) {
+      const FakeCuda cuda;
+      const auto pool = gpu_pool();
+      const EngineStream engine(cuda);
+      store_stamped(pool, 1, 2, Medium::kHbm, 5);
+      store_stamped(pool, 2, 2, Medium::kDram, 6);
+      std::atomic<bool> let_go{false};
+      engine.run([&] { eventually([&] { return let_go.load(); }); });
+      const CallerStream after = named ? CallerStream(engine.handle()) : CallerStream();
+      const auto before = states_of(*pool);
+      const auto out = pool->begin_swap_out(2, after);
+      const auto in = pool->begin_swap_in(match(pool, prompt(2, 2)).addresses, {}, after);
+      if (by_close) {
+        pool->close();
+      } else {
+        CHECK(out->cancel());
+        CHECK(in->cancel());
+      }
+      const ErrorCode wanted = by_close ? ErrorCode::kClosed : ErrorCode::kCancelled;
+      CHECK(end_of(*out) == wanted);
+      CHECK(end_of(*in) == wanted);
+      if (!by_close) CHECK(states_of(*pool) == before);
+      let_go = true;
+      engine.wait();
+    }
+  }
+}
+
+TEST_CASE("whichever call of the driver fails in a swap that nobody waits for, the pool is as before") {
+  for (const bool out : {true, false}) {
+    int failures = 0;
+    for (int n = 1;; ++n) {
+      CAPTURE(n);
+      const FakeCuda cuda;
+      cuda.set("delay_us", 20);
+      {
+        const auto pool = gpu_pool();
+        const EngineStream engine(cuda);
+        store_stamped(pool, 1, 3, out ? Medium::kHbm : Medium::kDram, 7);
+        const Addresses cold = match(pool, prompt(1, 3)).addresses;
+        const auto before = states_of(*pool);
+        cuda.fail_nth(n, 304);
+        const auto code = code_of([&] {
+          const auto swap =
+              out ? pool->begin_swap_out(3, engine.handle()) : pool->begin_swap_in(cold, {}, engine.handle());
+          REQUIRE(eventually([&] { return swap->done(); }));
+          cuda.fail_nth(0, 0);
+          swap->rethrow_if_failed();
+        });
+        cuda.fail_nth(0, 0);
+        if (code) {
+          ++failures;
+          CHECK(*code == ErrorCode::kUnsupported);
+          CHECK(states_of(*pool) == before);
+        }
+        const Found found = match(pool, prompt(1, 3));
+        CHECK(found.addresses.size() == 3);
+        for (const Address address : found.addresses) CHECK(has_stamp(*pool, address, 7));
+      }
+      const bool reached = cuda.failed();
+      CHECK((cuda.left() == "" || cuda.left() == "events=1"));  // when to let go of it was what failed
+      if (!reached) break;
+    }
+    CHECK(failures >= 5);
+  }
+}
+
+TEST_CASE("a GPU that is lost ends a swap that nobody waits for, and the pool") {
+  const FakeCuda cuda;
+  const auto pool = gpu_pool();
+  const EngineStream engine(cuda);
+  store_stamped(pool, 1, 2, Medium::kHbm, 5);
+  std::atomic<bool> let_go{false};
+  engine.run([&] { eventually([&] { return let_go.load(); }); });
+  const auto swap = pool->begin_swap_out(2, engine.handle());
+  cuda.lose(0, 719);
+  let_go = true;
+  CHECK(end_of(*swap) == ErrorCode::kDeviceLost);
+  CHECK(code_of([&] { pool->begin_swap_out(1); }) == ErrorCode::kDeviceLost);
+}
+
+#endif  // KVPOOL_FAKE_CUDA_PATH
+
+}  // namespace
+}  // namespace kvpool::testing

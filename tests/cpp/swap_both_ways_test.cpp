@@ -1,0 +1,378 @@
+// Swaps out and in at the same time, and what else is done to the pool while bytes are on their way to HBM.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "device_kit.h"
+#include "fuzz_seeds.h"
+#include "kvpool/base/error.h"
+#include "kvpool/pool/swap_handle.h"
+#include "swap_kit.h"
+#include "thrown.h"
+
+namespace kvpool::testing {
+namespace {
+
+TEST_CASE("a swap out and a swap in copy at the same time, whichever began first") {
+  for (const TierWay first : {TierWay::kOut, TierWay::kIn}) {
+    CAPTURE(static_cast<int>(first));
+    HeldPool held(8, 8);
+    held.store(1, 3);
+    const Tokens cold = held.store(2, 2, Medium::kDram);
+    const TierWay second = first == TierWay::kOut ? TierWay::kIn : TierWay::kOut;
+    held.mover.hold(TierWay::kOut, true);
+    held.mover.hold(TierWay::kIn, true);
+    Brought brought;
+    const auto swap = [&](TierWay way) {
+      if (way == TierWay::kOut) {
+        CHECK(held.pool->swap_out(3).size() == 3);
+      } else {
+        brought = swap_in(held.pool, match(held.pool, cold).addresses);
+      }
+    };
+    std::thread one([&] { swap(first); });
+    CHECK(held.mover.begun(first));
+    std::thread other([&] { swap(second); });
+    CHECK(held.mover.begun(second));  // both are under way now
+    CHECK(held.mover.under_way(first) == 1);
+    // The one that began later ends first.
+    held.mover.hold(second, false);
+    other.join();
+    CHECK(held.mover.under_way(first) == 1);
+    held.mover.hold(first, false);
+    one.join();
+    CHECK(all_in(brought.addresses, Medium::kHbm));
+    CHECK(held.count(Medium::kDram, BlockState::kHistorical) == 3);
+    CHECK(held.count(Medium::kHbm, BlockState::kHistorical) == 2);
+    held.pool->audit();
+  }
+}
+
+TEST_CASE("what a swap in copies is neither evicted, deleted nor moved, and may be matched and cut") {
+  HeldPool held(8, 8);
+  const Tokens cold = held.store(1, 4, Medium::kDram);
+  held.mover.hold(TierWay::kIn, true);
+  Brought brought;
+  std::thread in([&] { brought = swap_in(held.pool, match(held.pool, cold).addresses); });
+  REQUIRE(held.mover.begun(TierWay::kIn));
+  CHECK(held.pool->evict(8, Medium::kMixed) == 0);
+  CHECK(code_of([&] { held.pool->erase("", cold.data(), cold.size(), true); }) == ErrorCode::kState);
+  CHECK(held.pool->swap_out(8).empty());
+  Found half = match(held.pool, Tokens(cold.begin(), cold.begin() + 2 * kPage));  // cuts the node
+  CHECK(all_in(half.addresses, Medium::kDram));
+  Tokens branch(cold.begin(), cold.begin() + kPage);
+  const Tokens tail = prompt(7, 1);
+  branch.insert(branch.end(), tail.begin(), tail.end());
+  Held more = insert(held.pool, branch, {half.addresses[0], alloc(*held.pool, 1)[0]});  // and again
+  held.mover.hold(TierWay::kIn, false);
+  in.join();
+  CHECK(all_in(brought.addresses, Medium::kHbm));
+  CHECK(match(held.pool, cold).addresses == brought.addresses);
+  // Whoever matched meanwhile reads on where it read: that is limbo.
+  CHECK(held.count(Medium::kDram, BlockState::kHistorical) == 2);
+  half.pins.release();
+  more.pins.release();
+  CHECK(held.count(Medium::kDram, BlockState::kFree) == 8);
+  held.pool->audit();
+}
+
+TEST_CASE("swaps in of the same pages, and of some of them, find what an earlier one has brought") {
+  for (const bool whole : {true, false}) {
+    HeldPool held(8, 8);
+    const Tokens cold = held.store(1, 6, Medium::kDram);
+    Found found = match(held.pool, cold);
+    const Addresses early(found.addresses.begin(), found.addresses.begin() + 4);
+    const Addresses late(found.addresses.begin() + (whole ? 0 : 2), found.addresses.begin() + (whole ? 4 : 6));
+    found.pins.release();
+    held.mover.hold(TierWay::kIn, true);
+    Brought one;
+    Brought other;
+    std::thread first([&] { one = swap_in(held.pool, early); });
+    REQUIRE(held.mover.begun(TierWay::kIn));
+    const auto second = held.pool->begin_swap_in(late, {});  // has looked at the pages where they are now
+    held.mover.hold(TierWay::kIn, false);
+    first.join();
+    REQUIRE(eventually([&] { return second->done(); }));
+    second->rethrow_if_failed();
+    Addresses both = one.addresses;
+    both.insert(both.end(), second->addresses().end() - (whole ? 0 : 2), second->addresses().end());
+    CHECK(second->addresses().front() == one.addresses[whole ? 0 : 2]);
+    const Tokens part(cold.begin(), cold.begin() + static_cast<std::ptrdiff_t>(both.size() * kPage));
+    CHECK(match(held.pool, part).addresses == both);
+    CHECK(held.count(Medium::kDram, BlockState::kFree) == (whole ? 6 : 8));
+    CHECK(held.pool->stats().counters.swapped_in_blocks == (whole ? 4 : 6));
+  }
+}
+
+TEST_CASE("an allocation in DRAM waits for the blocks that a swap in is about to leave") {
+  HeldPool held(4, 4);
+  const Tokens cold = held.store(1, 4, Medium::kDram);
+  held.mover.hold(TierWay::kIn, true);
+  Brought brought;
+  std::thread in([&] { brought = swap_in(held.pool, match(held.pool, cold).addresses); });
+  REQUIRE(held.mover.begun(TierWay::kIn));
+  Addresses hbm(1);
+  CHECK(code_of([&] { held.pool->alloc_evicting(1, Medium::kHbm, hbm.data()); }) == ErrorCode::kOutOfBlocks);
+  std::atomic<bool> ended{false};
+  Addresses dram(3);
+  std::thread alloc([&] {
+    CHECK_FALSE(code_of([&] { held.pool->alloc_evicting(3, Medium::kDram, dram.data()); }));
+    ended = true;
+  });
+  CHECK_FALSE(ended);
+  held.mover.hold(TierWay::kIn, false);
+  in.join();
+  alloc.join();
+  CHECK(all_in(dram, Medium::kDram));
+}
+
+TEST_CASE("a swap in that has to make room waits for a swap out, and one that has not does not") {
+  HeldPool held(4, 8);
+  held.store(1, 3);
+  const Tokens small = held.store(2, 1, Medium::kDram);
+  const Tokens large = held.store(3, 3, Medium::kDram);
+  held.mover.hold(TierWay::kOut, true);
+  std::thread out([&] { CHECK(held.pool->swap_out(2).size() == 2); });
+  REQUIRE(held.mover.begun(TierWay::kOut));
+  Brought one = swap_in(held.pool, match(held.pool, small).addresses);
+  CHECK(all_in(one.addresses, Medium::kHbm));
+  const auto second = held.pool->begin_swap_in(match(held.pool, large).addresses, {});
+  CHECK_FALSE(second->done());
+  held.mover.hold(TierWay::kOut, false);
+  out.join();
+  REQUIRE(eventually([&] { return second->done(); }));
+  second->rethrow_if_failed();
+  CHECK(all_in(second->addresses(), Medium::kHbm));
+  held.pool->audit();
+}
+
+TEST_CASE("a pool that joins a cluster while blocks are copied gives them addresses of that instance") {
+  HeldPool held(8, 8);
+  held.store(1, 2);
+  const Tokens warm = prompt(1, 2);
+  const Tokens cold = held.store(2, 2, Medium::kDram);
+  for (const TierWay way : {TierWay::kOut, TierWay::kIn}) held.mover.hold(way, true);
+  const auto in = held.pool->begin_swap_in(match(held.pool, cold).addresses, {});
+  const auto out = held.pool->begin_swap_out(2);
+  REQUIRE(held.mover.begun(TierWay::kIn));
+  REQUIRE(held.mover.begun(TierWay::kOut));
+  held.pool->set_instance(77);
+  for (const TierWay way : {TierWay::kOut, TierWay::kIn}) held.mover.hold(way, false);
+  REQUIRE(eventually([&] { return in->done() && out->done(); }));
+  for (const Tokens& tokens : {warm, cold}) {
+    const Found found = match(held.pool, tokens);
+    CHECK(found.addresses.size() == 2);
+    for (const Address address : found.addresses) CHECK(instance_of(address) == 77);
+  }
+  held.pool->audit();
+}
+
+#ifdef KVPOOL_FAKE_CUDA_PATH
+
+TEST_CASE("on a GPU a swap ends while one the other way is held up by its stream") {
+  for (const TierWay stalled : {TierWay::kOut, TierWay::kIn}) {
+    CAPTURE(static_cast<int>(stalled));
+    const FakeCuda cuda;
+    PoolOptions options = small_options(8, 8);
+    options.device = 0;
+    options.pin_dram = true;
+    options.audit = true;
+    const auto pool = std::make_shared<Pool>(options);
+    const EngineStream engine(cuda);
+    const EngineStream other(cuda);
+    const auto store = [&](Token id, Medium medium) {
+      const Addresses blocks = alloc(*pool, 2, medium);
+      for (const Address block : blocks) stamp(*pool, block, id);
+      insert(pool, prompt(id, 2), blocks);
+    };
+    store(1, Medium::kHbm);
+    store(2, Medium::kDram);
+    std::atomic<bool> let_go{false};
+    engine.run([&] { eventually([&] { return let_go.load(); }); });
+    const auto swap = [&](TierWay way, CuStream stream) {
+      if (way == TierWay::kOut) {
+        CHECK(pool->swap_out(2, stream).size() == 2);
+      } else {
+        const Brought brought = swap_in(pool, match(pool, prompt(2, 2)).addresses, {}, stream);
+        for (const Address address : brought.addresses) CHECK(has_stamp(*pool, address, 2));
+      }
+    };
+    std::atomic<bool> ended{false};
+    std::thread held([&] {
+      swap(stalled, engine.handle());
+      ended = true;
+    });
+    const Medium target = stalled == TierWay::kOut ? Medium::kDram : Medium::kHbm;
+    CHECK(eventually([&] { return count(*pool, target, BlockState::kReserved) == 2; }));
+    swap(stalled == TierWay::kOut ? TierWay::kIn : TierWay::kOut, other.handle());
+    CHECK_FALSE(ended);
+    let_go = true;
+    held.join();
+    for (const Token id : {1, 2}) {
+      const Found found = match(pool, prompt(id, 2));
+      CHECK(found.addresses.size() == 2);
+      CHECK(all_in(found.addresses, id == 1 ? Medium::kDram : Medium::kHbm));
+      for (const Address address : found.addresses) CHECK(has_stamp(*pool, address, static_cast<std::uint64_t>(id)));
+    }
+    CHECK(cuda.count("pageable") == 0);
+  }
+}
+
+#endif  // KVPOOL_FAKE_CUDA_PATH
+
+// --- any of it, by several threads
+
+constexpr Token kPrompts = 12;
+constexpr std::size_t kPages = 4;
+
+std::uint64_t stamp_of(Token id, std::size_t page) { return static_cast<std::uint64_t>(id) * 1000 + page; }
+
+class Swapper {
+ public:
+  Swapper(std::shared_ptr<Pool> pool, std::uint64_t seed, std::atomic<int>& wrong)
+      : pool_(std::move(pool)), dice_(seed), wrong_(wrong) {}
+
+  void run(int steps) {
+    for (int i = 0; i < steps; ++i) {
+      const auto error = error_of([&] { step(); });
+      const bool expected = !error || error->code() == ErrorCode::kOutOfBlocks || error->code() == ErrorCode::kState ||
+                            error->code() == ErrorCode::kStaleAddress || error->code() == ErrorCode::kCancelled;
+      wrong_ += expected ? 0 : 1;
+    }
+    under_way_.clear();
+    kept_.clear();
+  }
+
+ private:
+  struct UnderWay {
+    Token id;
+    std::size_t first;
+    std::shared_ptr<Swap> swap;
+  };
+
+  void step() {
+    const Token id = static_cast<Token>(1 + dice_.below(kPrompts));
+    switch (dice_.below(10)) {
+      case 0:
+      case 1: {  // some of the pages, wherever they lie
+        Found found = match(pool_, prompt(id, kPages));
+        const std::size_t first = found.addresses.empty() ? 0 : dice_.below(found.addresses.size());
+        const Addresses part(found.addresses.begin() + static_cast<std::ptrdiff_t>(first), found.addresses.end());
+        verify(id, first, swap_in(pool_, part).addresses);
+        verify(id, 0, found.addresses);
+        break;
+      }
+      case 2:
+      case 3: {
+        const Found found = match(pool_, prompt(id, kPages));
+        if (under_way_.size() < 4) under_way_.push_back({id, 0, pool_->begin_swap_in(found.addresses, {})});
+        break;
+      }
+      case 4:
+        pool_->swap_out(1 + dice_.below(6));
+        break;
+      case 5: {
+        const auto swap = pool_->begin_swap_out(1 + dice_.below(6));
+        if (dice_.one_in(3)) swap->cancel();
+        break;
+      }
+      case 6: {
+        if (under_way_.empty()) break;
+        UnderWay one = dice_.pick(under_way_);
+        if (dice_.one_in(4)) one.swap->cancel();
+        if (dice_.one_in(2)) wrong_ += eventually([&] { return one.swap->done(); }) ? 0 : 1;
+        if (one.swap->done()) {
+          std::erase_if(under_way_, [&](const UnderWay& any) { return any.swap == one.swap; });
+          one.swap->rethrow_if_failed();
+          verify(one.id, one.first, one.swap->addresses());
+          if (dice_.one_in(2)) kept_.emplace_back(pool_, one.swap->take_pins());
+        }
+        break;
+      }
+      case 7: {
+        const Tokens tokens = prompt(id, 1 + dice_.below(kPages));
+        pool_->erase("", tokens.data(), tokens.size(), dice_.one_in(2));
+        break;
+      }
+      case 8:
+        if (!kept_.empty()) kept_.erase(kept_.begin());
+        break;
+      default:
+        serve(id, 1 + dice_.below(kPages));
+    }
+  }
+
+  void serve(Token id, std::size_t pages) {
+    const Tokens tokens = prompt(id, pages);
+    const Found found = match(pool_, tokens);
+    verify(id, 0, found.addresses);
+    Addresses whole = found.addresses;
+    const Addresses fresh = alloc(*pool_, pages - whole.size(), dice_.one_in(3) ? Medium::kDram : Medium::kHbm);
+    for (std::size_t i = 0; i < fresh.size(); ++i) stamp(*pool_, fresh[i], stamp_of(id, whole.size() + i));
+    whole.insert(whole.end(), fresh.begin(), fresh.end());
+    try {
+      verify(id, 0, insert(pool_, tokens, whole, "", /*free_duplicates=*/true).canonical);
+    } catch (...) {
+      pool_->free(fresh.data(), fresh.size());
+      throw;
+    }
+  }
+
+  void verify(Token id, std::size_t first, const Addresses& addresses) {
+    for (std::size_t i = 0; i < addresses.size(); ++i) {
+      wrong_ += has_stamp(*pool_, addresses[i], stamp_of(id, first + i)) ? 0 : 1;
+    }
+  }
+
+  std::shared_ptr<Pool> pool_;
+  Dice dice_;
+  std::atomic<int>& wrong_;
+  std::vector<UnderWay> under_way_;
+  std::vector<Pins> kept_;
+};
+
+void check_swappers(const PoolOptions& options, std::uint64_t seed, int steps) {
+  const auto pool = std::make_shared<Pool>(options);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (std::uint64_t i = 0; i < 4; ++i) {
+    threads.emplace_back([&, i] { Swapper(pool, seed + i, wrong).run(steps); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(wrong == 0);
+  const auto quiet = [&] {  // the last handles were dropped while their swaps were under way
+    const PoolStats stats = pool->audit();
+    for (const MediumCounts& counts : stats.media) {
+      if (counts.by_state[static_cast<std::size_t>(BlockState::kReserved)] > 0) return false;
+      if (counts.evictable != counts.by_state[static_cast<std::size_t>(BlockState::kHistorical)]) return false;
+    }
+    return true;
+  };
+  CHECK(eventually(quiet));
+  for (const Medium medium : {Medium::kHbm, Medium::kDram}) CHECK(count(*pool, medium, BlockState::kActive) == 0);
+}
+
+TEST_CASE("threads that swap both ways, waiting or not, never see a byte that is not theirs, and nothing is lost") {
+  const std::uint64_t seed = fuzz_seeds().back();
+  announce_fuzz("swap", seed);
+  check_swappers(small_options(20, 16), seed, fuzz_length(8000));
+}
+
+#ifdef KVPOOL_FAKE_CUDA_PATH
+TEST_CASE("threads that swap both ways on a GPU never see a byte that is not theirs, and nothing is lost") {
+  const std::uint64_t seed = fuzz_seeds().back();
+  announce_fuzz("swap on a GPU", seed);
+  const FakeCuda cuda;
+  cuda.set("delay_us", 20);
+  PoolOptions options = small_options(20, 16);
+  options.device = 0;
+  options.pin_dram = true;
+  check_swappers(options, seed, fuzz_length(300));
+}
+#endif  // KVPOOL_FAKE_CUDA_PATH
+
+}  // namespace
+}  // namespace kvpool::testing

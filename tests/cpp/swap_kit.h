@@ -1,0 +1,136 @@
+// For tests of swaps that are under way: a pool whose copies are the test's, and waiting for what other threads do.
+#pragma once
+
+#include <doctest/doctest.h>
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "kvpool/blocks/device_mover.h"
+#include "kvpool/pool/tier_mover.h"
+#include "pool_fixture.h"
+
+namespace kvpool::testing {
+
+constexpr std::chrono::seconds kLong{60};  // what takes longer has failed
+
+template <class Holds>
+bool eventually(Holds&& holds) {
+  const auto until = std::chrono::steady_clock::now() + kLong;
+  while (!holds()) {
+    if (std::chrono::steady_clock::now() > until) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+inline std::uint32_t count(Pool& pool, Medium medium, BlockState state) {
+  return pool.stats().media[static_cast<std::size_t>(medium_index(medium))].by_state[static_cast<std::size_t>(state)];
+}
+
+// Copies nothing, and lets each direction begin and end when the test says so.
+class HeldMover final : public TierMover {
+ public:
+  ~HeldMover() = default;
+
+  void move(const Address* from, const Address* /*to*/, std::size_t /*n*/) noexcept override {
+    const TierWay way = medium_of(from[0]) == Medium::kHbm ? TierWay::kOut : TierWay::kIn;
+    std::unique_lock lock(mutex_);
+    Side& own = side(way);
+    ++own.begun;
+    changed_.notify_all();
+    late_ = !changed_.wait_for(lock, kLong, [&] { return !own.held; }) || late_;
+    ++own.ended;
+    changed_.notify_all();
+  }
+
+  // From now on.
+  void hold(TierWay way, bool held) {
+    const std::lock_guard lock(mutex_);
+    side(way).held = held;
+    changed_.notify_all();
+  }
+  // Returns when so many copies of this direction have begun.
+  bool begun(TierWay way, int copies = 1) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, kLong, [&] { return side(way).begun >= copies; });
+  }
+  int under_way(TierWay way) {
+    const std::lock_guard lock(mutex_);
+    return side(way).begun - side(way).ended;
+  }
+  bool late() {
+    const std::lock_guard lock(mutex_);
+    return late_;
+  }
+
+ private:
+  struct Side {
+    bool held = false;
+    int begun = 0;
+    int ended = 0;
+  };
+  Side& side(TierWay way) { return sides_[static_cast<std::size_t>(way)]; }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::array<Side, 2> sides_;
+  bool late_ = false;
+};
+
+// A pool whose content lies elsewhere, and the one who copies it.
+struct HeldPool {
+  HeldPool(std::uint32_t hbm_blocks, std::uint32_t dram_blocks) {
+    PoolOptions options = small_options(hbm_blocks, dram_blocks);
+    options.sharding = Sharding({1, 1, 4, 4, kPage}, {});
+    options.audit = true;
+    pool = std::make_shared<Pool>(options);
+    pool->set_mover(&mover);
+  }
+  ~HeldPool() {
+    for (const TierWay way : {TierWay::kOut, TierWay::kIn}) mover.hold(way, false);
+    if (!pool->closed()) pool->set_mover(nullptr);
+    CHECK_FALSE(mover.late());
+  }
+  HeldPool(const HeldPool&) = delete;
+  HeldPool& operator=(const HeldPool&) = delete;
+
+  // A cached prompt of so many pages, in HBM or in DRAM.
+  Tokens store(Token id, std::size_t pages, Medium medium = Medium::kHbm) {
+    const Tokens tokens = prompt(id, pages);
+    insert(pool, tokens, alloc(*pool, pages, medium));
+    return tokens;
+  }
+  std::uint32_t count(Medium medium, BlockState state) { return testing::count(*pool, medium, state); }
+
+  HeldMover mover;
+  std::shared_ptr<Pool> pool;
+};
+
+// As a caller has it: the addresses, and the pins on them.
+struct Brought {
+  Addresses addresses;
+  Pins pins;
+};
+
+inline Brought swap_in(const std::shared_ptr<Pool>& pool, const Addresses& addresses, const Addresses& into = {},
+                       const CallerStream& after = {}) {
+  Brought brought;
+  brought.addresses.resize(addresses.size());
+  brought.pins = Pins(pool, pool->swap_in(addresses, into, brought.addresses.data(), after));
+  return brought;
+}
+
+inline bool all_in(const Addresses& addresses, Medium medium) {
+  for (const Address address : addresses) {
+    if (medium_of(address) != medium) return false;
+  }
+  return true;
+}
+
+}  // namespace kvpool::testing
