@@ -31,7 +31,8 @@ struct ReactorWatch {
 //   1. `running_id` is the watch or timer whose callback runs now, 0 for none; only the thread changes it.
 //   2. What is not in `watches` (`timers`) is not called any more, unless it is running_id.
 //   3. While `sleeping`, `posted` is empty or the eventfd has been written, and the thread wakes by the first timer.
-//   4. Whoever writes to the eventfd without the mutex is counted in `waking`; when the thread has ended nobody begins to.
+//   4. Whoever writes to the eventfd without the mutex is counted in `waking`; when the thread has ended nobody begins
+//      to.
 struct ReactorState {
   std::mutex mutex;
   std::condition_variable callback_over;
