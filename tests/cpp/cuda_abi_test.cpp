@@ -62,7 +62,10 @@ KVPOOL_SAME_CALL(ctx_synchronize, cuCtxSynchronize);
 KVPOOL_SAME_CALL(mem_get_info, cuMemGetInfo);
 KVPOOL_SAME_CALL(mem_alloc, cuMemAlloc);
 KVPOOL_SAME_CALL(mem_free, cuMemFree);
+KVPOOL_SAME_CALL(mem_get_address_range, cuMemGetAddressRange);
 KVPOOL_SAME_CALL(ipc_get_mem_handle, cuIpcGetMemHandle);
+KVPOOL_SAME_CALL(ipc_open_mem_handle, cuIpcOpenMemHandle);
+KVPOOL_SAME_CALL(ipc_close_mem_handle, cuIpcCloseMemHandle);
 KVPOOL_SAME_CALL(mem_host_register, cuMemHostRegister);
 KVPOOL_SAME_CALL(mem_host_unregister, cuMemHostUnregister);
 KVPOOL_SAME_CALL(pointer_get_attribute, cuPointerGetAttribute);
@@ -87,6 +90,10 @@ KVPOOL_SAME_CALL(event_record, cuEventRecord);
 KVPOOL_SAME_CALL(event_query, cuEventQuery);
 KVPOOL_SAME_CALL(memcpy_async, cuMemcpyAsync);
 KVPOOL_SAME_CALL(memset_async, cuMemsetD8Async);
+KVPOOL_SAME_CALL(exchange_capture_mode, cuThreadExchangeStreamCaptureMode);
+#if CUDA_VERSION >= 12050
+KVPOOL_SAME_CALL(ctx_record_event, cuCtxRecordEvent);
+#endif
 #if CUDA_VERSION >= 13000
 KVPOOL_SAME_CALL(memcpy_batch_v2, cuMemcpyBatchAsync);
 #elif CUDA_VERSION >= 12080
@@ -131,6 +138,8 @@ TEST_CASE("cuda abi: constants are those of cuda.h") {
       {"CUDA_ERROR_INVALID_DEVICE", kCudaInvalidDevice, CUDA_ERROR_INVALID_DEVICE},
       {"CUDA_ERROR_NOT_READY", kCudaNotReady, CUDA_ERROR_NOT_READY},
       {"CUDA_ERROR_NOT_SUPPORTED", kCudaNotSupported, CUDA_ERROR_NOT_SUPPORTED},
+      {"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", kCudaCaptureUnsupported, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED},
+      {"CU_STREAM_CAPTURE_MODE_RELAXED", kCuCaptureModeRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED},
       {"CU_MEM_LOCATION_TYPE_DEVICE", kCuLocationDevice, CU_MEM_LOCATION_TYPE_DEVICE},
       {"CU_MEM_ALLOCATION_TYPE_PINNED", kCuAllocationPinned, CU_MEM_ALLOCATION_TYPE_PINNED},
       {"CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR", kCuHandlePosixFd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR},
@@ -141,6 +150,9 @@ TEST_CASE("cuda abi: constants are those of cuda.h") {
       {"CU_EVENT_DISABLE_TIMING", kCuEventDisableTiming, CU_EVENT_DISABLE_TIMING},
       {"CU_POINTER_ATTRIBUTE_MEMORY_TYPE", kCuPointerMemoryType, CU_POINTER_ATTRIBUTE_MEMORY_TYPE},
       {"CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL", kCuPointerDeviceOrdinal, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL},
+      {"CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE", kCuPointerLegacyIpcCapable,
+       CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE},
+      {"CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS", kCuIpcLazyPeerAccess, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS},
       {"CU_MEMORYTYPE_DEVICE", kCuMemoryTypeDevice, CU_MEMORYTYPE_DEVICE},
       {"CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM", kCuDeviceHostPointerOfRegistered,
        CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM},
@@ -173,7 +185,7 @@ TEST_CASE("cuda abi: errors that end a context are a lost device, and others are
   }
   for (const CUresult result :
        {CUDA_ERROR_NOT_SUPPORTED, CUDA_ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
-        CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, CUDA_ERROR_NOT_PERMITTED}) {
+        CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, CUDA_ERROR_NOT_PERMITTED}) {
     CHECK(fault_of(result) == CudaFault::kUnsupported);
   }
 }
