@@ -176,6 +176,25 @@ def test_callbacks_that_close_each_other_at_once_do_not_wait_for_each_other(url)
             assert not handle._thread.is_alive()
 
 
+def test_callbacks_of_a_pool_that_close_it_at_once_do_not_wait_for_each_other(url):
+    with member(url, "a") as (a, *_), member(url, "b") as (b, *_):
+        together, took = threading.Barrier(2), []
+
+        def close(_: object) -> None:
+            together.wait(60)
+            begin = time.monotonic()
+            b.close()
+            took.append(time.monotonic() - begin)
+
+        handles = [b.on_received(close), b.on_peer(close)]
+        eventually(lambda: "b" in a._attachment._book.names())
+        a.transfer("b", a.alloc(1))
+        eventually(lambda: len(took) == 2)
+        assert max(took) < HUNG
+        b.close()
+        eventually(lambda: not any(handle._thread.is_alive() for handle in handles))
+
+
 class OfTheBoard(dict):
     """The board's members: the first reader, who has the lock of the board, is interrupted."""
 

@@ -18,6 +18,15 @@ __all__ = ["Dispatcher"]
 Item = TypeVar("Item")
 
 
+class _Here(threading.local):
+    """What the current thread is."""
+
+    dispatches = False
+
+
+_here = _Here()
+
+
 class Dispatcher(ABC, Generic[Item]):
     """A callback of a pool, until it is closed. It runs in a thread of its own, one item after another.
 
@@ -54,7 +63,8 @@ class Dispatcher(ABC, Generic[Item]):
     def close(self) -> None:
         """Ends it: when this returns the callback is not running any more. Idempotent.
 
-        The callback itself may call this; then it is the last time that it runs.
+        The callback itself may call this; then it is the last time that it runs. From another callback of a pool it
+        ends soon: two that close each other, or their pool, do not wait for each other.
         """
         if os.getpid() != self._process:
             return  # in a forked child there is no thread, and the descriptor would wake the parent's
@@ -62,7 +72,7 @@ class Dispatcher(ABC, Generic[Item]):
             if not self._stopping:
                 self._stopping = True
                 os.eventfd_write(self._wake, 1)
-        if self._thread is not threading.current_thread():
+        if not _here.dispatches:
             self._thread.join()
 
     @property
@@ -81,6 +91,7 @@ class Dispatcher(ABC, Generic[Item]):
         self.close()
 
     def _run(self, pool: _core.Pool, callback: Callable[[Item], object]) -> None:
+        _here.dispatches = True
         poll = select.poll()
         poll.register(self._items, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
