@@ -13,7 +13,7 @@ from kvpool.cluster.board import Board
 from kvpool.cluster.callback import MemberCallback
 from kvpool.cluster.directory import Directory
 from kvpool.cluster.registration import Registration
-from kvpool.cluster.waiting import busy, join
+from kvpool.cluster.waiting import busy, join, may_wait
 
 __all__ = ["Tender"]
 
@@ -67,9 +67,10 @@ class Tender:
     def close(self) -> None:
         """Ends it, and its callbacks; soon, where this must not wait (waiting.py). Idempotent."""
         self.stop()
-        join(self._thread)
-        for callback in list(self.callbacks):
-            callback.close()
+        if may_wait():
+            join(self._thread)
+            for callback in list(self.callbacks):  # it has told them; nobody adds one any more
+                callback.close()
 
     def _run(self) -> None:
         with busy:
