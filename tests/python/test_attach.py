@@ -27,7 +27,9 @@ _numbers = itertools.count(1)
 # ---- by name
 
 
-@pytest.mark.parametrize("listen", [None, "tcp:127.0.0.1:0", ["tcp:127.0.0.1:0", "unix:@kvpool-attach-{pid}-{n}"]])
+@pytest.mark.parametrize(
+    "listen", [None, "tcp:127.0.0.1:0", "tcp:[::1]:0", ["tcp:127.0.0.1:0", "unix:@kvpool-attach-{pid}-{n}"]]
+)
 def test_every_verb_meets_the_member_that_it_names(url, listen):
     def where() -> Any:
         if not isinstance(listen, list):
