@@ -241,8 +241,8 @@ void ServiceImpl::check_instance(const PeerCard& card) const {
 
 std::shared_ptr<LinkHandler> ServiceImpl::admit(const std::shared_ptr<Link>& link, const PeerCard& card,
                                                 bool initiated_here) {
-  if (const auto lost = failure_of([&] { pool_.guard(); })) throw for_peer(*lost);
   if (card.rank_of != 0) return admit_rank(link, card);
+  if (const auto lost = failure_of([&] { pool_.guard(); })) throw for_peer(*lost);
   check_name(card);
   const auto group = plan_group(card);
   if (group == nullptr) check_layout(card);
