@@ -165,7 +165,10 @@ GPU := build/gpu
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 GPU_JOBS ?= $(shell nproc)
-GPU_TEST_SECONDS ?= 200
+# Of one part each; with the build in front of them, less than ten minutes.
+GPU_KERNEL_SECONDS ?= 120
+GPU_PYTHON_SECONDS ?= 300
+GPU_SANITIZE_SECONDS ?= 300
 CMAKE ?= cmake
 GPU_WHEELS := build/gpu-wheels
 GPU_ENVIRONMENT = PYTHONPATH=$(CURDIR)/$(GPU)/site:$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}
@@ -209,8 +212,8 @@ test-gpu: gpu-build ## tests that need a GPU; no network, no .venv
 .PHONY: gpu-kernel-tests
 gpu-kernel-tests:
 	$(call say,Kernels against their references)
-	@timeout $(GPU_TEST_SECONDS) $(GPU)/kvpool_gpu_tests || { code=$$?; test $$code -ne 77 || echo "no GPU: nothing was tested" >&2; \
-	test $$code -ne 124 || echo "not over after $(GPU_TEST_SECONDS) s" >&2; exit 1; }
+	@timeout $(GPU_KERNEL_SECONDS) $(GPU)/kvpool_gpu_tests || { code=$$?; test $$code -ne 77 || echo "no GPU: nothing was tested" >&2; \
+	test $$code -ne 124 || echo "not over after $(GPU_KERNEL_SECONDS) s" >&2; exit 1; }
 
 # The local suite, the transfer suite and the tests of streams; which may skip what is in tests/python/gpu_suites.py.
 .PHONY: gpu-python-tests
@@ -219,8 +222,8 @@ gpu-python-tests:
 	@ls $(GPU)/_core*.so >/dev/null 2>&1 || { echo "the Python tests were not run: the extension could not be built" >&2; exit 1; }
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -c 'import hypothesis, numpy, pytest, pytest_timeout' || { echo "the Python tests were not run: \
 	carry what is missing, by make gpu-wheels, or install it (NumPy)" >&2; exit 1; }
-	@$(GPU_ENVIRONMENT) timeout $(GPU_TEST_SECONDS) $(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/gpu || { code=$$?; \
-	test $$code -ne 124 || echo "not over after $(GPU_TEST_SECONDS) s" >&2; exit 1; }
+	@$(GPU_ENVIRONMENT) timeout $(GPU_PYTHON_SECONDS) $(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/gpu || { code=$$?; \
+	test $$code -ne 124 || echo "not over after $(GPU_PYTHON_SECONDS) s" >&2; exit 1; }
 
 # A few minutes each, so not a part of test-gpu: the same kernels' tests, without those that are large or many.
 .PHONY: sanitize-gpu
@@ -228,7 +231,7 @@ sanitize-gpu: gpu-build ## the kernels' tests under compute-sanitizer: memcheck 
 	@command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not here (it comes with the CUDA toolkit): nothing was \
 	tested" >&2; exit 1; }
 	@for tool in memcheck racecheck; do printf '\n\033[1m== compute-sanitizer --tool %s\033[0m\n' $$tool; \
-	KVPOOL_SEED=1 timeout $(GPU_TEST_SECONDS) compute-sanitizer --tool $$tool --error-exitcode 1 \
+	KVPOOL_SEED=1 timeout $(GPU_SANITIZE_SECONDS) compute-sanitizer --tool $$tool --error-exitcode 1 \
 	$(GPU)/kvpool_gpu_tests -tce='*beyond 4 GiB*,*thousands*,*follows what*' || { echo "$$tool failed" >&2; exit 1; }; done
 
 .PHONY: bench-gpu
