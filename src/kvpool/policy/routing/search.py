@@ -81,6 +81,7 @@ class _Search:
         self._none = len(found.lengths) - 1  # the place in `lengths` of those that hold nothing
         self._followed: list[int] = []  # places in `lengths` of those that the board's order is followed for
         self._left = _STEPS
+        self._held: dict[int, tuple[int, float]] = {}  # what is cached, and the least that the prompt takes then
 
     def goes_on(self) -> bool:
         """Whether one of those that the order is followed for may come before the best one so far."""
@@ -208,21 +209,27 @@ class _Search:
 
     def _hopeless(self, backlog: float, load: float, where_equal: bool = True) -> bool:
         """Whether nobody that is followed, has at least so much to do, can come before the best one so far."""
-        return all(self._is_hopeless(at, backlog, load, where_equal) for at in self._followed)
+        followed = self._followed
+        if len(followed) == 1:  # as it mostly is
+            return self._is_hopeless(followed[0], backlog, load, where_equal)
+        return all(self._is_hopeless(at, backlog, load, where_equal) for at in followed)
 
     def _is_hopeless(self, at: int, backlog: float, load: float, where_equal: bool = True) -> bool:
         """As `_hopeless`, of those that hold so much."""
         if self.slot < 0:
             return False
-        exec_s = self._exec_s[0][at] if len(self._exec_s) == 1 else min(times[at] for times in self._exec_s)
-        rank = self._policy.rank(backlog, load, self._found.lengths[at], exec_s)
-        return not _before(rank, self._best, where_equal)
+        held = self._held.get(at)
+        if held is None:
+            held = self._held[at] = self._found.lengths[at], min(times[at] for times in self._exec_s)
+        return not _before(self._policy.rank(backlog, load, *held), self._best, where_equal)
 
 
 def _before(rank: tuple[Any, ...], other: tuple[Any, ...], where_equal: bool) -> bool:
     """Whether a rank comes before another one; figures that differ by rounding are equal, but for the last."""
-    for mine, theirs in zip(rank[:-1], other[:-1], strict=True):
+    last = len(rank) - 1
+    for at in range(last):
+        mine, theirs = rank[at], other[at]
         if mine != theirs and abs(mine - theirs) > TOLERANCE * abs(theirs if theirs < mine else mine):
             return bool(mine < theirs)
-    mine, theirs = rank[-1], other[-1]
+    mine, theirs = rank[last], other[last]
     return bool(mine < theirs or (where_equal and mine == theirs))
