@@ -268,7 +268,7 @@ def test_whoever_was_stopped_and_wakes_writes_into_nobodys_blocks(
 
 
 def test_a_pool_that_was_stopped_comes_back_and_nothing_stays_in_quarantine(near_nursery: Nursery) -> None:
-    settings = settings_of("shm")
+    settings = settings_of(ROUTES[0])
     with survivor_of(settings, near_nursery, ParallelConfig(tp=2, pp=2)) as (instance, taker):
         with contextlib.ExitStack() as stack:
             crew = Crew(stack, near_nursery, True, settings)

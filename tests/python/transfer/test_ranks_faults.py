@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -45,13 +46,13 @@ def join(ticket: str, **settings: Any) -> RankArena:
 
 def test_an_instance_without_its_ranks_says_so(scheduler: kvpool.Pool) -> None:
     other = kvpool.Pool(LAYOUT, 4, **SETTINGS)
-    where = other.listen("unix:@kvpool-ranks-early")
+    where = other.listen(f"unix:@kvpool-ranks-early-{os.getpid()}")
     ticket = scheduler.export_rank(0)
     with join(ticket):
         with pytest.raises(kvpool.Busy, match="1 of 2 ranks of this instance have joined"):
             scheduler.connect(where)
         with pytest.raises(kvpool.Busy, match="1 of 2 ranks"):
-            other.connect(scheduler.listen("unix:@kvpool-ranks-early-2"))
+            other.connect(scheduler.listen(f"unix:@kvpool-ranks-early-2-{os.getpid()}"))
         with pytest.raises(kvpool.DeadlineExceeded, match=r"ranks \[1\] have not joined"):
             scheduler.wait_for_ranks(0.05)
         assert [rank.joined for rank in scheduler.ranks()] == [True, False]
@@ -79,7 +80,7 @@ def test_a_rank_joins_once(scheduler: kvpool.Pool) -> None:
 
 @pytest.mark.parametrize("parallel", [None, TP2])
 def test_a_ticket_of_a_dead_scheduler_is_told_apart(parallel: Any) -> None:
-    where = f"unix:@kvpool-ranks-dead-{parallel is None}"
+    where = f"unix:@kvpool-ranks-dead-{parallel is None}-{os.getpid()}"
     first = kvpool.Pool(LAYOUT, 4, parallel=TP2, **SETTINGS)
     ticket = first.export_rank(0, address=first.listen(where))
     first.close()
@@ -109,7 +110,7 @@ def test_a_ticket_that_was_changed_is_refused(scheduler: kvpool.Pool) -> None:
 
 def test_who_has_no_ranks_says_so() -> None:
     one = kvpool.Pool(LAYOUT, 4, **SETTINGS)
-    one.listen("unix:@kvpool-ranks-none")
+    one.listen(f"unix:@kvpool-ranks-none-{os.getpid()}")
     for call in (one.ranks, one.wait_for_ranks, lambda: one.export_rank(0)):
         with pytest.raises(kvpool.StateError):
             call()
@@ -138,7 +139,7 @@ def test_other_shapes_and_raw_bytes_are_refused(instances: Any) -> None:
         with pytest.raises(kvpool.LayoutMismatch):
             other.connect(a.address)
         with pytest.raises(kvpool.LayoutMismatch):
-            a.pool.connect(other.listen("unix:@kvpool-ranks-shape"))
+            a.pool.connect(other.listen(f"unix:@kvpool-ranks-shape-{os.getpid()}"))
         other.close()
     assert a.pool.peers() == []
     with pytest.raises(kvpool.ArgumentError):
