@@ -8,13 +8,10 @@
 #include <utility>
 
 #include "kvpool/base/fork_guard.h"
-#include "kvpool/base/strips.h"
-#include "kvpool/blocks/block_copy.h"
-#include "kvpool/blocks/device_mover.h"
-#include "kvpool/cuda/copier.h"
 #include "kvpool/cuda/order.h"
 #include "kvpool/pool/late_writers.h"
 #include "kvpool/pool/rank_lanes.h"
+#include "kvpool/pool/rank_tiers.h"
 #include "kvpool/pool/workers.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/messages.h"
@@ -52,13 +49,6 @@ const RankOptions& checked(const RankOptions& options) {
               "sock reach a GPU, too");
 }
 
-// Null where the CPU copies between the tiers.
-std::unique_ptr<DeviceMover> make_mover(const LocalMemory& memory) {
-  const Arena& hbm = *memory.arena(Medium::kHbm);
-  if (!hbm.on_device() || hbm.blocks() == 0) return nullptr;
-  return std::make_unique<DeviceMover>(hbm, *memory.arena(Medium::kDram), kernels_for(*hbm.context()));
-}
-
 std::shared_ptr<const DeviceOrder> make_order(const LocalMemory& memory) {
   auto gpu = memory.gpu();
   return gpu == nullptr ? nullptr : DeviceOrder::after(std::move(gpu), std::nullopt);
@@ -69,14 +59,13 @@ class RankNodeImpl final : public RankNode {
   RankNodeImpl(const RankOptions& options, LocalMemory memory)
       : options_(checked(options)),
         epoch_(random_epoch()),
-        mover_(make_mover(memory)),
+        tiers_(std::make_unique<RankTiers>(memory, options_.service.worker_threads)),
         order_(make_order(memory)),
         routes_(options_.service, std::move(memory), epoch_),
         workers_(options_.service.worker_threads),
         reactor_(Reactor::make("kvpool-rank")),
         ghosts_(*reactor_, workers_),
-        lanes_(routes_, strands_, ghosts_),
-        team_(options_.service.worker_threads) {
+        lanes_(routes_, strands_, ghosts_) {
     EndpointOptions endpoint;
     endpoint.secret = options_.service.secret;
     endpoint.trusted_network = options_.service.trusted_network;
@@ -140,13 +129,12 @@ class RankNodeImpl final : public RankNode {
   void on_order(std::uint64_t id, OrderBody&& body);
   void on_stop(std::uint64_t id);
   void on_copy(std::uint64_t id, CopyBody&& body);
-  void copy(const CopyBody& body);
   void answer(FrameKind kind, std::uint64_t id, Bytes body) noexcept;
   void answer(std::uint64_t id, const std::optional<Error>& failure) noexcept;
 
   const RankOptions options_;
   const std::uint64_t epoch_;
-  std::unique_ptr<DeviceMover> mover_;              // between the tiers; null without a GPU
+  std::unique_ptr<RankTiers> tiers_;                // until it is closed
   const std::shared_ptr<const DeviceOrder> order_;  // after all that the GPU has been given; null without one
   RouteMaker routes_;
   Workers workers_;
@@ -154,7 +142,6 @@ class RankNodeImpl final : public RankNode {
   std::unique_ptr<Reactor> reactor_;
   Ghosts ghosts_;
   RankLanes lanes_;
-  CopyTeam team_;
   std::unique_ptr<Endpoint> endpoint_;
 
   mutable std::mutex mutex_;
@@ -267,7 +254,7 @@ void RankNodeImpl::close() noexcept {
   workers_.stop();
   strands_.stop();
   reactor_->stop();  // its last calls end every link, and make ghosts of those who have not answered
-  mover_.reset();    // the scheduler's link was one of them: nothing is moved any more
+  tiers_.reset();    // the scheduler's link was one of them: nothing is moved any more
   std::vector<std::pair<std::shared_ptr<Parted>, std::shared_ptr<Link>>> left;
   ghosts_.clear(
       [&](const std::shared_ptr<Parted>& party, const std::shared_ptr<Link>& link) { left.emplace_back(party, link); });
@@ -373,31 +360,10 @@ void RankNodeImpl::on_stop(std::uint64_t id) {
 
 void RankNodeImpl::on_copy(std::uint64_t id, CopyBody&& body) {
   workers_.run(Priority::kDecode, [this, id, body = std::move(body)] {
-    const auto failure = failure_of([&] { copy(body); });
+    const auto failure = failure_of([&] { tiers_->copy(routes_.memory(), body); });
     if (failure && failure->code() == ErrorCode::kDeviceLost) return lose(*failure);
     answer(id, failure);
   });
-}
-
-// From one tier to the other: all pairs go the same way.
-void RankNodeImpl::copy(const CopyBody& body) {
-  if (body.from.empty()) return;
-  const LocalMemory memory = routes_.memory();
-  const MediaSpans spans = memory.spans();
-  const std::uint32_t source = medium_bits_of(body.from.front());
-  const std::uint32_t target = medium_bits_of(body.to.front());
-  const bool one_way = std::ranges::all_of(body.from, [&](Address a) { return medium_bits_of(a) == source; }) &&
-                       std::ranges::all_of(body.to, [&](Address a) { return medium_bits_of(a) == target; });
-  if (!one_way || !blocks_exist(body.from, spans) || !blocks_exist(body.to, spans)) {
-    throw Error(ErrorCode::kArgument, "blocks to copy that do not exist, or that lie in several media");
-  }
-  if (mover_ != nullptr) {
-    if (source == target) throw Error(ErrorCode::kArgument, "blocks of a GPU to copy within their tier");
-    const TierWay way = static_cast<Medium>(source) == Medium::kHbm ? TierWay::kOut : TierWay::kIn;
-    return mover_->move(way, body.from.data(), body.to.data(), body.from.size(), std::nullopt);
-  }
-  const BlockCopier copier(*memory.arena(static_cast<Medium>(source)), *memory.arena(static_cast<Medium>(target)));
-  copier.run(team_, body.from.data(), body.to.data(), body.from.size());
 }
 
 // What the process that joined holds. In a forked child the node is left as it is: its threads are not there, and its
