@@ -287,7 +287,7 @@ TEST_CASE("nccl lanes: a receiver that waits in vain for a communicator says so 
   CHECK_MESSAGE(text.find("the peer cannot receive by NCCL") != std::string::npos, text);
 }
 
-TEST_CASE("nccl lanes: memory for passes is taken when a lane is opened, as much as the sender says, and no more later") {
+TEST_CASE("nccl lanes: what passes need is taken when a lane is opened, as much as the sender says") {
   const NcclLimits small{.pass_bytes = std::uint64_t{2} << 20};
   const NcclLimits large{.pass_bytes = std::uint64_t{8} << 20};
   Sides sides(nullptr, small, large);

@@ -216,5 +216,30 @@ TEST_CASE("a write tells the route's health how it went, and throws what the rou
   CHECK(route.writes == 5);
 }
 
+TEST_CASE("a route that learns by itself what it does not reach is as good as before for the rest") {
+  class Learning final : public Route {
+   public:
+    const char* name() const noexcept override { return "learning"; }
+    RouteTraits traits() const noexcept override { return {}; }
+    bool reaches(Medium medium) const noexcept override { return medium == Medium::kHbm || !refused_; }
+    double estimate_us(std::uint64_t, std::uint64_t) const noexcept override { return 1; }
+    WriteOutcome write(const WriteRequest&) override {
+      refused_ = true;
+      throw Error(ErrorCode::kUnsupported, "that memory cannot be mapped");
+    }
+    void close() noexcept override {}
+
+   private:
+    bool refused_ = false;
+  };
+  Learning route;
+  const Address to = make_address(1, Medium::kDram, 0, 0);
+  WriteRequest request;
+  request.from = request.to = {&to, 1};
+  CHECK(code_of([&] { write_by(route, request); }) == ErrorCode::kUnsupported);
+  CHECK(route.health().able());
+  CHECK_FALSE(route.health().report());
+}
+
 }  // namespace
 }  // namespace kvpool::testing

@@ -56,7 +56,12 @@ WriteOutcome write_by(Route& route, const WriteRequest& request) {
     route.health().worked(began_ns);
     return outcome;
   } catch (const Error& error) {
-    route.health().failed(error, began_ns, monotonic_ns());
+    const Reach from = reach_of(request.from);
+    const Reach to = reach_of(request.to);
+    // One that has learnt from it what it cannot do serves all else as before.
+    const bool learnt =
+        !carries(route, from, to) || (error.code() == ErrorCode::kUnsupported && !route.suits(from, to));
+    if (!learnt) route.health().failed(error, began_ns, monotonic_ns());
     throw;
   }
 }

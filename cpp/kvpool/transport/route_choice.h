@@ -24,7 +24,8 @@ std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> ro
                                       std::uint64_t pieces, std::uint64_t bytes, const Reach& from, const Reach& to,
                                       std::int64_t now_ns);
 
-// Writes by it, and tells its health how that went. Throws what Route::write throws.
+// Writes by it, and tells its health how that went, unless the route itself says from then on that it does not do such
+// writes. Throws what Route::write throws.
 WriteOutcome write_by(Route& route, const WriteRequest& request);
 
 }  // namespace kvpool

@@ -62,6 +62,7 @@ UcxMemory::UcxMemory(const UcxLibrary& ucx, ucp_context_h context, const UcxLoca
         for (const UcxExtent& extent : ucx_extents(spans_[i], by_segment)) map(extent, gpu.has_value(), mapped);
         regions_.insert(regions_.end(), std::make_move_iterator(mapped.begin()), std::make_move_iterator(mapped.end()));
         mapped.clear();
+        on_gpu_[i] = gpu.has_value();
       } catch (const Error& error) {
         if (!gpu) throw;
         unmap(mapped);

@@ -47,6 +47,7 @@ class UcxMemory {
   const Region* find(const void* address) const noexcept;
   // What was offered, without the media that are left out; and why these are.
   const MediaSpans& spans() const noexcept { return spans_; }
+  const Reach& on_gpu() const noexcept { return on_gpu_; }
   const std::array<std::string, kMediaCount>& refused() const noexcept { return refused_; }
   // In a forked child: forget everything, free nothing.
   void abandon() noexcept { regions_.clear(); }
@@ -58,6 +59,7 @@ class UcxMemory {
   const UcxLibrary& ucx_;
   ucp_context_h context_;
   MediaSpans spans_;
+  Reach on_gpu_{};
   std::array<std::string, kMediaCount> refused_;
   std::vector<Region> regions_;  // in order of addresses
 };

@@ -7,6 +7,7 @@
 #include "kvpool/base/strips.h"
 #include "kvpool/transport/parted_write.h"
 #include "kvpool/transport/reactor.h"
+#include "kvpool/transport/route_choice.h"
 #include "kvpool/transport/ucx_context.h"
 #include "kvpool/transport/ucx_write.h"
 
@@ -45,10 +46,11 @@ bool only_sockets(const std::vector<std::string>& lanes) {
 }  // namespace
 
 UcxRouteCore::UcxRouteCore(const UcxLock&, std::shared_ptr<UcxWorkerCore> worker, std::shared_ptr<UcxPeer> peer,
-                           MediaSpans remote, std::string name, int pidfd)
+                           MediaSpans remote, const Reach& remote_on_gpu, std::string name, int pidfd)
     : worker_(std::move(worker)),
       peer_(std::move(peer)),
       remote_(std::move(remote)),
+      remote_on_gpu_(remote_on_gpu),
       name_(std::move(name)),
       pidfd_(pidfd),
       cost_(only_sockets(describe_lanes(worker_->ucx(), peer_->endpoint)) ? kSocketPrior : kProcessPrior) {}
@@ -68,6 +70,22 @@ bool UcxRouteCore::reads(Medium medium) const noexcept {
   return worker_->context().spans()[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
 }
 
+std::uint8_t UcxRouteCore::kinds_of(const Reach& from, const Reach& to) const noexcept {
+  const Reach& own = worker_->context().memory().on_gpu();
+  std::uint8_t kinds = 0;
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    for (std::size_t j = 0; j < to.size(); ++j) {
+      if (from[i] && to[j])
+        kinds |= static_cast<std::uint8_t>(1U << ((own[i] ? 2U : 0U) + (remote_on_gpu_[j] ? 1U : 0U)));
+    }
+  }
+  return kinds;
+}
+
+bool UcxRouteCore::suits(const Reach& from, const Reach& to) const noexcept {
+  return (kinds_of(from, to) & refused_.load(std::memory_order_relaxed)) == 0;
+}
+
 double UcxRouteCore::estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept {
   return cost_.estimate_us(pieces, bytes, monotonic_ns());
 }
@@ -80,7 +98,15 @@ WriteOutcome UcxRouteCore::write(const WriteRequest& request) {
   StripPlan plan(local, remote_, request.strips, request.merge);
   UcxWrite writing(*worker_, peer_, request, name_, pidfd_);
   plan.emit(request.from, request.to, [&](std::span<const CopyPiece> pieces) { return writing.put(pieces); });
-  const WriteOutcome outcome = writing.finish();
+  WriteOutcome outcome;
+  try {
+    outcome = writing.finish();
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kUnsupported) {
+      refused_.fetch_or(kinds_of(reach_of(request.from), reach_of(request.to)), std::memory_order_relaxed);
+    }
+    throw;
+  }
   const std::int64_t now = monotonic_ns();
   cost_.measured(outcome.calls, outcome.bytes, static_cast<double>(now - started) / 1e3, now);
   return outcome;

@@ -17,13 +17,15 @@ class UcxRouteCore final : public UcxRoute {
  public:
   // `lock` is the worker's.
   UcxRouteCore(const UcxLock& lock, std::shared_ptr<UcxWorkerCore> worker, std::shared_ptr<UcxPeer> peer,
-               MediaSpans remote, std::string name, int pidfd);
+               MediaSpans remote, const Reach& remote_on_gpu, std::string name, int pidfd);
   ~UcxRouteCore() override;
 
   const char* name() const noexcept override { return "ucx"; }
   RouteTraits traits() const noexcept override { return {.one_sided = true, .by_caller = true, .waits = true}; }
   bool reaches(Medium medium) const noexcept override;
   bool reads(Medium medium) const noexcept override;
+  // Not where UCX has said that it has no way between the two kinds of memory.
+  bool suits(const Reach& from, const Reach& to) const noexcept override;
   double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override;
   WriteOutcome write(const WriteRequest& request) override;
   void close() noexcept override;
@@ -32,9 +34,14 @@ class UcxRouteCore final : public UcxRoute {
  private:
   const std::shared_ptr<UcxWorkerCore> worker_;
   const std::shared_ptr<UcxPeer> peer_;
+  // A bit for each pair of kinds of memory that a write has to do with.
+  std::uint8_t kinds_of(const Reach& from, const Reach& to) const noexcept;
+
   const MediaSpans remote_;
+  const Reach remote_on_gpu_;
   const std::string name_;  // of the peer
   const int pidfd_;
+  std::atomic<std::uint8_t> refused_{0};  // of kinds_of()
   RouteCost cost_;
 };
 

@@ -86,9 +86,12 @@ std::shared_ptr<UcxRoute> UcxWorkerCore::make_route(const PeerCard& card, int pi
   context_->require_no_fork();
   const UcxBlob blob = read_ucx_blob(card.ucx);
   const MediaSpans remote = remote_spans(card, require_covered(card, blob));
+  Reach on_gpu{};
+  for (std::size_t i = 0; i < on_gpu.size(); ++i) on_gpu[i] = card.media[i].kind == MemoryKind::kGpu;
   const UcxGpuScope current(context_->gpu());
   const UcxLock held = lock();
-  return std::make_shared<UcxRouteCore>(held, shared_from_this(), connect(held, blob), remote, card.name, pidfd);
+  return std::make_shared<UcxRouteCore>(held, shared_from_this(), connect(held, blob), remote, on_gpu, card.name,
+                                        pidfd);
 }
 
 std::shared_ptr<UcxPeer> UcxWorkerCore::connect(const UcxLock& lock, const UcxBlob& blob) {
