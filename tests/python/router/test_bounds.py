@@ -100,10 +100,13 @@ async def _hello(request: Request) -> PlainTextResponse:
 
 
 @contextmanager
-def server(**settings) -> Iterator[int]:
+def server(refused: list[None] | None = None, **settings) -> Iterator[int]:
     """The router's server in front of an application that says hello; its port."""
+    count = [] if refused is None else refused
     app = Starlette(routes=[Route("/", _hello, methods=["GET", "POST"])])
-    made: uvicorn.Config = _server(app, RouterSettings((), **settings), lifespan="off").config
+    made: uvicorn.Config = _server(
+        app, RouterSettings((), **settings), lambda: count.append(None), lifespan="off"
+    ).config
     made.port = 0
     thread = _Thread(made)
     try:
@@ -136,7 +139,8 @@ def hung_up(sock: socket.socket) -> bool:
 
 
 def test_connections_are_bounded_and_who_asks_one_too_many_is_told_when_to_come_back():
-    with server(connections_max=2) as port:
+    refusals: list[None] = []
+    with server(refusals, connections_max=2) as port:
         with connected(port) as first, connected(port) as second:
             assert ask(first).startswith(b"HTTP/1.1 200 ")
             assert ask(second).startswith(b"HTTP/1.1 200 ")
@@ -147,6 +151,7 @@ def test_connections_are_bounded_and_who_asks_one_too_many_is_told_when_to_come_
                 assert refused.endswith(b"}}")
                 assert hung_up(third)
             assert ask(first).startswith(b"HTTP/1.1 200 ")  # who is in stays in
+            assert len(refusals) == 1
 
         def served() -> bool:
             with connected(port) as again:

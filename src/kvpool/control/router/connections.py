@@ -40,11 +40,13 @@ class Connection(H11Protocol):
     Args:
         most: Connections that the server may have.
         head_timeout_s: For a request's line and headers.
+        on_refused: Is called when there are too many.
         options: The server's.
     """
 
-    def __init__(self, *, most: int, head_timeout_s: float, **options: Any) -> None:
+    def __init__(self, *, most: int, head_timeout_s: float, on_refused: Callable[[], None], **options: Any) -> None:
         super().__init__(**options)
+        self._on_refused = on_refused
         self._most = most
         self._head_timeout_s = head_timeout_s
         self._refused = False
@@ -53,10 +55,12 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """As asyncio has it."""
         super().connection_made(transport)
+        self._refused = len(self.connections) > self._most
+        if self._refused:
+            self._on_refused()
         if len(self.connections) > 2 * self._most:
             transport.abort()
             return
-        self._refused = len(self.connections) > self._most
         self._give(_REFUSED_S if self._refused else self._head_timeout_s)
 
     def data_received(self, data: bytes) -> None:
@@ -91,10 +95,10 @@ class Connection(H11Protocol):
         self.transport.close()
 
 
-def connections(most: int, head_timeout_s: float) -> Callable[..., asyncio.Protocol]:
+def connections(most: int, head_timeout_s: float, on_refused: Callable[[], None]) -> Callable[..., asyncio.Protocol]:
     """What makes connections, for a server's configuration."""
 
     def made(**options: Any) -> asyncio.Protocol:
-        return Connection(most=most, head_timeout_s=head_timeout_s, **options)
+        return Connection(most=most, head_timeout_s=head_timeout_s, on_refused=on_refused, **options)
 
     return made

@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from math import ceil
 from typing import Any, Final
@@ -58,9 +58,10 @@ def serve(settings: RouterSettings) -> None:
 
 async def _serve(settings: RouterSettings, public: socket.socket, admin: socket.socket | None) -> None:
     router = Router(settings)
-    servers = [(_server(public_app(router), settings, lifespan="on", **_tls(settings)), public)]
+    refused = router.metrics.refused.labels("connections")
+    servers = [(_server(public_app(router), settings, refused.inc, lifespan="on", **_tls(settings)), public)]
     if admin is not None:
-        servers.append((_server(admin_app(router), settings, lifespan="off"), admin))
+        servers.append((_server(admin_app(router), settings, refused.inc, lifespan="off"), admin))
 
     def stop(number: int) -> None:
         event(logging.INFO, "stopping", signal=signal.Signals(number).name)
@@ -79,8 +80,8 @@ async def _serve(settings: RouterSettings, public: socket.socket, admin: socket.
     event(logging.INFO, "stopped")
 
 
-def _server(app: ASGIApp, settings: RouterSettings, **options: Any) -> _Server:
-    made: Any = connections(settings.connections_max, settings.head_timeout_s)
+def _server(app: ASGIApp, settings: RouterSettings, on_refused: Callable[[], None], **options: Any) -> _Server:
+    made: Any = connections(settings.connections_max, settings.head_timeout_s, on_refused)
     return _Server(
         uvicorn.Config(
             app,
