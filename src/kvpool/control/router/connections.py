@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvpool.control.router.errors import error_object
 
@@ -72,7 +72,8 @@ class Connection(H11Protocol):
                 self.transport.close()
             return
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:  # the headers are there
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # None before the first request
+        if cycle is not None and not cycle.response_complete:  # the headers are there
             self._take()
         elif self._timer is None and not self.transport.is_closing():
             self._give(self._head_timeout_s)
