@@ -18,7 +18,14 @@ __all__ = ["LOCAL", "STREAMS", "TRANSFER", "Outcome", "run_on_gpu"]
 TESTS = Path(__file__).resolve().parent
 
 # What looks at HBM through NumPy is not for a GPU, nor is what measures memory of the machine.
-LOCAL = ["test_swap.py", "test_prompt_cache.py", "test_alloc.py", "test_events.py", "test_state_machine.py"]
+LOCAL = [
+    "test_swap.py",
+    "test_swap_async.py",
+    "test_prompt_cache.py",
+    "test_alloc.py",
+    "test_events.py",
+    "test_state_machine.py",
+]
 STREAMS = ["cuda/test_streams.py"]
 TRANSFER = [
     f"transfer/test_{name}.py"

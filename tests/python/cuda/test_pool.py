@@ -159,3 +159,68 @@ def test_ucx_does_not_reach_a_gpu_yet(on_fake):
 with small_pool(device="cuda", routes=("ucx", "sock")) as pool, refused(pool, kvpool.Unsupported, "does not reach"):
     pool.listen("unix:@kvpool-never-made")
 """)
+
+
+def test_swaps_that_nobody_waits_for_follow_the_stream_and_end(on_fake):
+    on_fake("""
+import asyncio
+stream = new_stream()
+with small_pool(device="cuda") as pool:
+    stamps = Stamps(pool)
+    stamps.write(store(pool, prompt(4, 1)), range(10, 14))
+    cold = pool.swap_out(4, stream=stream, wait=False).wait(60).result
+    stamps.write(store(pool, prompt(4, 2)), range(20, 24))
+    async def both():
+        out = pool.swap_out(4, stream=stream, wait=False)
+        into = pool.swap_in(cold, stream=stream, wait=False)
+        await asyncio.gather(out, into)
+        return out.result, into.result
+    moved, held = asyncio.run(both())
+    assert stamps.read(held.addrs) == [10, 11, 12, 13]
+    assert stamps.read(moved) == [20, 21, 22, 23]
+    held.close()
+    for wrong in (4711, "0"):
+        with refused(pool, (kvpool.ArgumentError if wrong == 4711 else kvpool.ArgumentTypeError), "stream"):
+            pool.swap_out(1, stream=wrong, wait=False)
+    pool.swap_in(moved, wait=False).wait(60).result.close()  # after all work of the device
+    assert fake_counts("cuCtxRecordEvent") == 1 and fake_counts("cuCtxSynchronize") == 0
+assert fake_counts("pageable") == 0
+del stamps
+assert left() == "contexts=1 streams=1", left()  # of the stream above
+""")
+
+
+def test_a_swap_behind_work_that_stalls_is_cancelled_and_lets_its_pool_close(on_fake):
+    on_fake("""
+import threading
+let_go = threading.Event()
+waits = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: let_go.wait(60))
+stream = ctypes.c_void_p(new_stream())
+pool = small_pool(device="cuda")
+store(pool, prompt(4))
+call("cuLaunchHostFunc", stream, waits, None)
+first, second, third = (pool.swap_out(1, stream=stream.value, wait=False) for _ in range(3))
+assert first.cancel()
+raises(kvpool.Cancelled, lambda: first.wait(60))
+assert not second.done()
+pool.close()
+for swap in (second, third):
+    raises(kvpool.ClosedError, swap.wait)
+let_go.set()
+""")
+
+
+def test_a_graph_that_is_captured_elsewhere_is_not_broken(on_fake):
+    on_fake("""
+stream = new_stream()
+with small_pool(device="cuda") as pool:
+    store(pool, prompt(4))
+    cuda.fake_cuda_set(b"capturing", 1)
+    moved = pool.swap_out(2, stream=stream)
+    pool.swap_in(moved, stream=stream, wait=False).wait(60).result.close()
+    assert fake_counts("captures broken") == 0
+    for wait in (True, False):
+        with refused(pool, kvpool.StateError, "name the stream"):
+            pool.swap_out(1, wait=wait)
+    cuda.fake_cuda_set(b"capturing", 0)
+""")
