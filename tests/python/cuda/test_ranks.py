@@ -196,6 +196,7 @@ SIDES = {
     "gpus to cpus": ((TP2, ["cuda:0", "cuda:1"]), (STAGES, ["cpu", "cpu"])),
     "gpus to gpus that they do not reach": ((TP2, ["cuda:0", "cuda:1"]), (STAGES, ["cuda:2", "cuda:3"])),
     "gpus to one gpu": ((STAGES, ["cuda:0", "cuda:1"]), (None, ["cuda:0"])),
+    "gpu to gpu": ((None, ["cuda:0"]), (None, ["cuda:1"])),
 }
 
 
