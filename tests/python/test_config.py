@@ -163,6 +163,16 @@ def test_settings_check_their_values_when_made_directly():
         Settings(huge_pages="always")
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("nccl_pass_bytes", (1 << 20) - 1), ("nccl_pass_bytes", (256 << 20) + 1), ("nccl_init_s", 0.0),
+     ("nccl_thread_blocks", -1), ("nccl_thread_blocks", 65)],
+)  # fmt: skip
+def test_what_nccl_may_take_has_its_limits(name, wrong):
+    with pytest.raises(errors.ArgumentError, match=name):
+        Settings(**{name: wrong})
+
+
 def test_settings_do_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings().policy = "lfu"

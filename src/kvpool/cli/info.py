@@ -94,5 +94,5 @@ def _text(facts: dict[str, Any]) -> str:
     lines.append("settings")
     for setting in facts["settings"]:
         value = json.dumps(setting["value"]).strip('"')
-        lines.append(f"  {setting['name']:<16}  {value:<8}  {setting['source']}")
+        lines.append(f"  {setting['name']:<18}  {value:<8}  {setting['source']}")
     return "\n".join(lines)

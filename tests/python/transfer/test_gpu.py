@@ -155,6 +155,40 @@ def test_ucx_leaves_a_gpu_to_other_routes_where_it_finds_none(fake_driver):
             child.close()
 
 
+@pytest.fixture(scope="module")
+def fake_nccl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("fake_nccl") / "libnccl.so.2"
+    subprocess.run(
+        [os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-shared", "-fPIC", "-pthread", "-o", str(library),
+         str(SOURCES.parent / "fake_nccl" / "fake_nccl.cpp"), "-ldl"],
+        check=True, timeout=600,
+    )  # fmt: skip
+    return library
+
+
+def test_a_route_that_fails_is_told_of_and_another_one_serves(fake_driver, fake_nccl):
+    settings = {"nccl": str(fake_nccl), "nccl_pass_bytes": 1 << 20, "nccl_init_s": 30.0, "routes": ("nccl", "sock")}
+    with two_processes(fake_driver, **settings) as (a, b):
+        a("addrs = pool.alloc(3); put(addrs, 10); nccl = ctypes.CDLL(library)", library=str(fake_nccl))
+        receive = "with pool.received(30) as item: got = item.take()\nvalues = get(got); pool.free(got)\nvalues"
+        assert a("pool.transfer('b', addrs, route='nccl').wait().stats.route") == "nccl"
+        assert b(receive) == [[10], [11], [12]]
+        assert a("pool.peers()[0].failing_routes") == ()
+
+        a("nccl.fake_nccl_set(b'break_in', 1)")
+        with pytest.raises(kvpool.RouteFailed, match="NCCL"):
+            a("pool.transfer('b', addrs, route='nccl').wait()")
+        (failing,) = a("pool.peers()[0].failing_routes")
+        assert (failing.route, failing.failures, failing.able) == ("nccl", 1, True)
+        assert "NCCL" in failing.why
+        assert a("pool.transfer('b', addrs).wait().stats.route") == "sock"
+        assert b(receive) == [[10], [11], [12]]
+
+        assert a("pool.transfer('b', addrs, route='nccl').wait().stats.route") == "nccl"
+        assert b(receive) == [[10], [11], [12]]
+        assert a("pool.peers()[0].failing_routes") == ()
+
+
 def test_a_pool_in_ordinary_memory_takes_no_stream():
     with small_pool(8) as pool:
         with pytest.raises(kvpool.ArgumentError, match="stream"):
