@@ -3,7 +3,7 @@
 The directory says who is there; this tells the pool, whose C++ half meets members when a verb names them. Three threads
 come with it, none on the way of a block: the cluster's own, which tells of the lease, and does what has to be done when
 the pool leaves; one that hears of changes; one that publishes the load. None of them waits for another
-(cluster/waiting.py).
+(waiting.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any, Literal
 from kvpool import _core
 from kvpool.cluster import Cluster, LeaseWord, Load, Member, MemberCallback, MemberEvent, Registration
 from kvpool.cluster.place import check_seconds
-from kvpool.cluster.waiting import busy
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, Error, Fenced, StateError
 from kvpool.member_book import MemberBook
 from kvpool.transfer import PeerVerbs
 from kvpool.transfer.peers import nccl_library, ucx_library
 from kvpool.types import KVLayout, RawLayout
+from kvpool.waiting import busy
 
 __all__ = ["Attachment", "attach"]
 

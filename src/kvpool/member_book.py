@@ -7,9 +7,9 @@ import threading
 import weakref
 
 from kvpool.cluster import Member, MemberEvent
-from kvpool.cluster.waiting import busy
 from kvpool.errors import Error
 from kvpool.transfer import PeerVerbs
+from kvpool.waiting import busy
 
 __all__ = ["MemberBook"]
 

@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 from kit import Stamps, prompt, refused, run_script, small_layout, small_pool, store
+from transfer.kit import eventually
 
 import kvpool
 from kvpool import DRAM, HBM
@@ -179,7 +180,7 @@ def test_a_handle_that_is_dropped_keeps_nothing_pinned(pool):
     assert pool.stats().hbm.pinned == 2
     del done
     gc.collect()
-    assert pool.stats().hbm.pinned == 0
+    eventually(lambda: pool.stats().hbm.pinned == 0)  # the thread that carried it out lets go of it a moment later
 
 
 def test_a_result_outlives_its_handle(pool):

@@ -90,8 +90,8 @@ def add_parser(commands: Any) -> None:
 
 
 def _key(given: str | None, variable: str) -> str | None:
-    """An option that is there and empty is refused later: nobody means to switch a key off so."""
-    return given if given is not None else os.environ.get(variable) or None
+    """An option or a variable that is there and empty is refused later: nobody means to switch a key off so."""
+    return given if given is not None else os.environ.get(variable)
 
 
 def _run(arguments: argparse.Namespace) -> None:

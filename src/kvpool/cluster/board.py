@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from kvpool.cluster.record import Member, MemberEvent
-from kvpool.cluster.waiting import busy
+from kvpool.waiting import busy
 
 __all__ = ["Board"]
 

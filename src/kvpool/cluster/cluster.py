@@ -20,8 +20,8 @@ from kvpool.cluster.place import Place, check_seconds, parse_place
 from kvpool.cluster.record import Load, Member, MemberEvent, Role
 from kvpool.cluster.registration import Registration
 from kvpool.cluster.tender import Tender
-from kvpool.cluster.waiting import busy
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, ForkError, StateError
+from kvpool.waiting import begin_anew, busy
 
 __all__ = ["Cluster"]
 
@@ -346,9 +346,11 @@ def _end(tender: Tender, process: int) -> None:
 
 def _close_all() -> None:
     """When the process ends without a word: the others are told of a leave, not of a loss."""
-    for cluster in list(_clusters):
-        cluster.close()
-    for tender in list(_tenders):
+    begin_anew()
+    tenders = list(_tenders)
+    for tender in tenders:  # all at once: one that takes its time holds up none of the others
+        tender.stop()
+    for tender in tenders:
         tender.close()
 
 

@@ -319,7 +319,8 @@ class EtcdEntry(Entry):
                 self._directory.call("kv/txn", {"compare": ours, "success": [change]}, _LEAVE_S)
         except Unreachable as error:
             _log.warning("%s cannot say goodbye: %s", record.name, error)
-        self.keeper.close()  # which revokes the lease, and with it the id
+        finally:
+            self.keeper.close()  # which revokes the lease, and with it the id
 
     def abandon(self) -> None:
         """See Entry."""

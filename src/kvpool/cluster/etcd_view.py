@@ -15,7 +15,7 @@ from typing import Any, Final
 from kvpool.cluster.board import Board
 from kvpool.cluster.etcd_keys import Ids, Keys, Value, values
 from kvpool.cluster.gateway import AUTHENTICATE_S, Denied, Gateway, NoAnswer, Options, Stream, encode
-from kvpool.cluster.waiting import busy
+from kvpool.waiting import busy
 
 __all__ = ["EtcdView"]
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from kvpool.cluster.directory import Entry, Unreachable
 from kvpool.cluster.record import Load, Member
-from kvpool.cluster.waiting import busy, may_wait
 from kvpool.errors import ArgumentError, ClosedError, StateError
+from kvpool.waiting import busy, may_wait
 
 __all__ = ["LeaseWord", "Registration"]
 
@@ -184,9 +184,11 @@ class Registration:
             if self._left:
                 return
             self._left = True
-            self._entry.leave(self._written)
-            for end in self._ends:
-                end()
+            try:
+                self._entry.leave(self._written)
+            finally:  # also when Ctrl-C ends a goodbye that takes its time: nobody tries again
+                for end in self._ends:
+                    end()
 
     def tend(self) -> None:
         """Sees to the lease, and writes what is to be written."""

@@ -13,7 +13,7 @@ from kvpool.cluster.board import Board
 from kvpool.cluster.callback import MemberCallback
 from kvpool.cluster.directory import Directory
 from kvpool.cluster.registration import Registration
-from kvpool.cluster.waiting import busy, join, may_wait
+from kvpool.waiting import busy, join, may_wait
 
 __all__ = ["Tender"]
 

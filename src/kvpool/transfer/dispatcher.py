@@ -12,19 +12,11 @@ from typing import Generic, TypeVar
 
 from kvpool import _core
 from kvpool.errors import ClosedError
+from kvpool.waiting import busy, join
 
 __all__ = ["Dispatcher"]
 
 Item = TypeVar("Item")
-
-
-class _Here(threading.local):
-    """What the current thread is."""
-
-    dispatches = False
-
-
-_here = _Here()
 
 
 class Dispatcher(ABC, Generic[Item]):
@@ -43,7 +35,7 @@ class Dispatcher(ABC, Generic[Item]):
             thread: Name of the thread.
         """
         self._process = os.getpid()
-        self._lock = threading.Lock()  # the wake descriptor is not written to once it is closed
+        self._lock = threading.RLock()  # the wake descriptor is not written to once it is closed
         self._stopping = False
         self._items = os.dup(descriptor)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -63,17 +55,17 @@ class Dispatcher(ABC, Generic[Item]):
     def close(self) -> None:
         """Ends it: when this returns the callback is not running any more. Idempotent.
 
-        The callback itself may call this; then it is the last time that it runs. From another callback of a pool it
-        ends soon: two that close each other, or their pool, do not wait for each other.
+        The callback itself may call this; then it is the last time that it runs. From another callback, of a pool or
+        a cluster, or a finalizer that the garbage collector runs, it ends soon: two that close each other do not wait
+        for each other. One that runs for longer than a minute is not waited for.
         """
         if os.getpid() != self._process:
             return  # in a forked child there is no thread, and the descriptor would wake the parent's
-        with self._lock:
+        with busy, self._lock:
             if not self._stopping:
                 self._stopping = True
                 os.eventfd_write(self._wake, 1)
-        if not _here.dispatches:
-            self._thread.join()
+        join(self._thread)
 
     @property
     def closed(self) -> bool:
@@ -91,7 +83,10 @@ class Dispatcher(ABC, Generic[Item]):
         self.close()
 
     def _run(self, pool: _core.Pool, callback: Callable[[Item], object]) -> None:
-        _here.dispatches = True
+        with busy:
+            self._deliver_until_stopped(pool, callback)
+
+    def _deliver_until_stopped(self, pool: _core.Pool, callback: Callable[[Item], object]) -> None:
         poll = select.poll()
         poll.register(self._items, select.POLLIN)
         poll.register(self._wake, select.POLLIN)

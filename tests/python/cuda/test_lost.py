@@ -167,10 +167,13 @@ def test_peers_in_other_processes_hear_of_a_lost_gpu_in_bounded_time(fake_cuda, 
                 )  # fmt: skip
             where = b("pool.listen(where)", where=address_of(route))
             a("pool.connect(where, timeout=30); addrs = pool.alloc(4); fill(pool, addrs); None", where=where)
-            if lost == "a":
-                a("cuda.fake_cuda_set(b'delay_us', 200_000); sent = pool.transfer('b', addrs); None")
-            sides[lost]("cuda.fake_cuda_lose(0, 719)")
-            if lost == "b":
+            if lost == "a":  # in one order, for the copy goes on meanwhile
+                a(
+                    "cuda.fake_cuda_set(b'delay_us', 200_000)\n"
+                    "sent = pool.transfer('b', addrs); cuda.fake_cuda_lose(0, 719); None"
+                )
+            else:
+                b("cuda.fake_cuda_lose(0, 719)")
                 a("sent = pool.transfer('b', addrs); None")
             told = a("type(sent.exception(60)).__name__")
             if lost == "a":

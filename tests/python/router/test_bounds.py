@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
@@ -65,6 +66,26 @@ def test_connections_to_an_instance_are_as_many_as_its_requests_and_nobody_waits
 
 def _served(response: httpx.Response) -> httpx.Response | None:
     return response if response.status_code != 503 else None  # the one before ends a moment after its last byte
+
+
+def test_a_router_without_a_file_left_says_so_and_blames_no_instance(monkeypatch):
+    with fakes("a") as one, routing(*one, retries=0) as running:
+        eventually(lambda: running.complete("x").status_code == 200)
+
+        async def none_left(self: httpx.AsyncClient, *_: object, **__: object) -> httpx.Response:
+            try:
+                raise OSError(errno.EMFILE, "Too many open files")
+            except OSError as error:
+                raise httpx.ConnectError("no connection") from error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(httpx.AsyncClient, "send", none_left)
+            for _ in range(10):  # more than it takes to put an instance out
+                refused = running.complete("x")
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "overloaded"
+            assert running.state("a") == "healthy"
+        assert running.complete("x").status_code == 200
 
 
 # ---- headers
@@ -138,7 +159,8 @@ def hung_up(sock: socket.socket) -> bool:
         return True
 
 
-def test_connections_are_bounded_and_who_asks_one_too_many_is_told_when_to_come_back():
+def test_connections_are_bounded_and_who_asks_one_too_many_is_told_when_to_come_back(monkeypatch):
+    monkeypatch.setattr(module, "_REFUSED_S", 600.0)
     refusals: list[None] = []
     with server(refusals, connections_max=2) as port:
         with connected(port) as first, connected(port) as second:
@@ -178,8 +200,10 @@ def test_who_is_not_told_because_it_never_asks_is_let_go_of(monkeypatch):
 
 
 def test_headers_have_their_time_and_nothing_else_counts_in_it():
-    with server(head_timeout_s=0.2) as port, connected(port) as kept, connected(port) as slow:
+    with server(head_timeout_s=2) as port, ExitStack() as stack:
+        kept = stack.enter_context(connected(port))
         assert ask(kept).startswith(b"HTTP/1.1 200 ")
+        slow = stack.enter_context(connected(port))
         slow.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n1")
         with connected(port) as silent:
             assert hung_up(silent)

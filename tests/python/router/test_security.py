@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import ssl
 from pathlib import Path
 
@@ -70,16 +72,10 @@ def test_who_has_no_key_is_refused_and_no_instance_hears_of_it(guarded, headers)
 
 def test_a_body_without_a_key_is_not_waited_for(guarded):
     """It is refused by its headers: nobody fills the memory who may not ask."""
-
-    def never_ends():
-        yield b"{"
-        yield from iter(lambda: b" " * 1024, None)
-
-    with httpx.Client(base_url=guarded.url, timeout=PATIENCE_S, trust_env=False) as client:
-        try:
-            assert client.post("/v1/completions", content=never_ends()).status_code == 401
-        except httpx.TransportError:
-            pass  # it was still sending when the router hung up
+    host, _, port = guarded.url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), PATIENCE_S) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
@@ -162,6 +158,15 @@ def test_the_command_speaks_tls_and_takes_its_key_from_the_environment(monkeypat
             assert client.get(f"{admin}/instances").status_code == 200  # loopback: neither TLS nor a key
 
 
+def test_who_connects_and_never_speaks_tls_is_hung_up_on():
+    files = ("--tls-cert", str(TLS / "cert.pem"), "--tls-key", str(TLS / "key.pem"))
+    with command("--instances", "http://127.0.0.1:1", *files, "--head-timeout", "0.5") as (_, url, _admin):
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        with socket.create_connection((host, int(port)), PATIENCE_S / 2) as silent:  # asyncio waits twice as long
+            with contextlib.suppress(ConnectionError):
+                assert silent.recv(1) == b""
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -181,6 +186,10 @@ def test_a_certificate_that_cannot_be_used_is_said_before_anything_listens(files
 
 
 def test_an_empty_key_is_no_way_to_switch_it_off(capsys, monkeypatch):
+    arguments = ["router", "--port", "0", "--instances", "http://127.0.0.1:1"]
     monkeypatch.setenv("KVPOOL_ROUTER_API_KEY", KEY)
-    assert cli.main(["router", "--port", "0", "--instances", "http://127.0.0.1:1", "--api-key", ""]) == 2
+    assert cli.main([*arguments, "--api-key", ""]) == 2
+    assert "api_key" in capsys.readouterr().err
+    monkeypatch.setenv("KVPOOL_ROUTER_API_KEY", "")  # a secret that was not filled in
+    assert cli.main(arguments) == 2
     assert "api_key" in capsys.readouterr().err

@@ -122,10 +122,10 @@ logging.getLogger("kvpool.peers").addHandler(Notes(logging.WARNING))
 """
 
 
-def test_ucx_leaves_a_gpu_to_other_routes_where_it_finds_none(fake_driver):
+def test_ucx_leaves_a_gpu_to_other_routes_where_it_finds_none(fake_cuda):
     """UCX knows nothing of the fake driver: to it this machine has no GPU."""
     route_or_skip("ucx-tcp")
-    processes = [Child(KVPOOL_CUDA_LIBRARY=str(fake_driver), UCX_LOG_LEVEL="fatal") for _ in range(2)]
+    processes = [Child(KVPOOL_CUDA_LIBRARY=str(fake_cuda), UCX_LOG_LEVEL="fatal") for _ in range(2)]
     try:
         a, b = processes
         for name, child in (("a", a), ("b", b)):
@@ -142,11 +142,11 @@ def test_ucx_leaves_a_gpu_to_other_routes_where_it_finds_none(fake_driver):
             "dram = pool.alloc(2, medium=kvpool.DRAM); put(dram, 20)"
         )
         assert a("pool.transfer('b', hbm).wait().stats.route") == "sock"
-        assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [[10], [11]]
+        assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [10, 11]
         with pytest.raises(kvpool.Unsupported, match="there is no route ucx from these blocks"):
             a("pool.transfer('b', hbm, route='ucx')")
         assert a("pool.transfer('b', dram, medium=kvpool.DRAM, route='ucx').wait().stats.route") == "ucx"
-        assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [[20], [21]]
+        assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [20, 21]
         a("alone = small_pool(dram_blocks=0, device='cuda:0', secret=secret, routes=('ucx', 'sock'))")
         with pytest.raises(kvpool.Unsupported, match=r"leaves out HBM.*no other memory"):
             a("alone.listen(where)", where=address_of("shm"))
@@ -155,24 +155,13 @@ def test_ucx_leaves_a_gpu_to_other_routes_where_it_finds_none(fake_driver):
             child.close()
 
 
-@pytest.fixture(scope="module")
-def fake_nccl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("fake_nccl") / "libnccl.so.2"
-    subprocess.run(
-        [os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-shared", "-fPIC", "-pthread", "-o", str(library),
-         str(SOURCES.parent / "fake_nccl" / "fake_nccl.cpp"), "-ldl"],
-        check=True, timeout=600,
-    )  # fmt: skip
-    return library
-
-
-def test_a_route_that_fails_is_told_of_and_another_one_serves(fake_driver, fake_nccl):
+def test_a_route_that_fails_is_told_of_and_another_one_serves(fake_cuda, fake_nccl):
     settings = {"nccl": str(fake_nccl), "nccl_pass_bytes": 1 << 20, "nccl_init_s": 30.0, "routes": ("nccl", "sock")}
-    with two_processes(fake_driver, **settings) as (a, b):
+    with two_processes(fake_cuda, **settings) as (a, b):
         a("addrs = pool.alloc(3); put(addrs, 10); nccl = ctypes.CDLL(library)", library=str(fake_nccl))
         receive = "with pool.received(30) as item: got = item.take()\nvalues = get(got); pool.free(got)\nvalues"
         assert a("pool.transfer('b', addrs, route='nccl').wait().stats.route") == "nccl"
-        assert b(receive) == [[10], [11], [12]]
+        assert b(receive) == [10, 11, 12]
         assert a("pool.peers()[0].failing_routes") == ()
 
         a("nccl.fake_nccl_set(b'break_in', 1)")
@@ -182,10 +171,10 @@ def test_a_route_that_fails_is_told_of_and_another_one_serves(fake_driver, fake_
         assert (failing.route, failing.failures, failing.able) == ("nccl", 1, True)
         assert "NCCL" in failing.why
         assert a("pool.transfer('b', addrs).wait().stats.route") == "sock"
-        assert b(receive) == [[10], [11], [12]]
+        assert b(receive) == [10, 11, 12]
 
         assert a("pool.transfer('b', addrs, route='nccl').wait().stats.route") == "nccl"
-        assert b(receive) == [[10], [11], [12]]
+        assert b(receive) == [10, 11, 12]
         assert a("pool.peers()[0].failing_routes") == ()
 
 

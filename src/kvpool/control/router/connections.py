@@ -93,7 +93,7 @@ class Connection(H11Protocol):
 
     def _late(self) -> None:
         self._timer = None
-        self.transport.close()
+        self.transport.abort()  # to close it would wait for the end of TLS
 
 
 def connections(most: int, head_timeout_s: float, on_refused: Callable[[], None]) -> Callable[..., asyncio.Protocol]:

@@ -204,6 +204,8 @@ class _Passage:
                 upstream = lease.instance.upstream
                 answer = await upstream.open(exchange.method, exchange.path, self._headers(asked), body)
             except UpstreamError as error:
+                if error.ours:
+                    raise Refusal(503, str(error), "overloaded", 1) from error
                 lease.broken()
                 if error.sent and not twice:
                     raise Refusal(502, str(error), "upstream_failed") from error

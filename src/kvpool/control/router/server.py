@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from math import ceil
@@ -29,6 +30,8 @@ _LOOPBACK: Final = "127.0.0.1"
 _BACKLOG: Final = 2048
 _IDLE_S: Final = 30  # of a client's connection between two requests
 _FILES: Final = 256  # that are open beside connections
+_FILES_OF_INSTANCE: Final = 66  # connections that are kept, and those of probes
+_PARTING_S: Final = 1.0  # for the end of TLS, when a connection is closed
 
 
 class _Server(uvicorn.Server):
@@ -75,7 +78,9 @@ async def _serve(settings: RouterSettings, public: socket.socket, admin: socket.
     where: dict[str, Any] = {"public": _name(public), "admin": None if admin is None else _name(admin)}
     where["tls"] = settings.tls_cert is not None
     event(logging.INFO, "listening", **where, policy=settings.policy, instances=len(settings.instances))
-    _allow_files(settings.connections_max + settings.requests_max + _FILES)
+    clients = 2 * settings.connections_max * len(servers)  # with those that are refused
+    _allow_files(clients + settings.requests_max + _FILES_OF_INSTANCE * len(settings.instances) + _FILES)
+    _bound_handshakes(loop, settings.head_timeout_s)
     await asyncio.gather(*(server.serve([sock]) for server, sock in servers))
     event(logging.INFO, "stopped")
 
@@ -97,6 +102,20 @@ def _server(app: ASGIApp, settings: RouterSettings, on_refused: Callable[[], Non
             **options,
         )
     )
+
+
+def _bound_handshakes(loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
+    """Who connects and says nothing is not known to the server below before TLS is; asyncio would give it a minute."""
+    create_server = loop.create_server
+
+    async def bounded(*args: Any, **options: Any) -> asyncio.Server:
+        if options.get("ssl") is not None:
+            options["ssl_handshake_timeout"] = timeout_s
+            if sys.version_info >= (3, 11):
+                options["ssl_shutdown_timeout"] = _PARTING_S
+        return await create_server(*args, **options)
+
+    loop.create_server = bounded  # type: ignore[method-assign]
 
 
 def _tls(settings: RouterSettings) -> dict[str, Any]:

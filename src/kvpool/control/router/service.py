@@ -81,13 +81,14 @@ class Router:
     async def _keep_probing(self, instance: Instance) -> None:
         health, breaker = self.settings.health, instance.breaker
         while True:
-            well = False
+            well: bool | None = False
             try:
                 well = await instance.upstream.is_well(health.path, health.timeout_s)
             except Exception:  # whatever it is: who is not asked again would be out for ever
                 LOGGER.exception("error")
-            (breaker.probe_passed if well else breaker.probe_failed)()
-            self.fleet.refresh(instance)
+            if well is not None:
+                (breaker.probe_passed if well else breaker.probe_failed)()
+                self.fleet.refresh(instance)
             await asyncio.sleep(health.interval_s * random.uniform(0.9, 1.1))  # not all at the same moment
 
     async def _tick(self) -> None:

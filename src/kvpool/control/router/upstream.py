@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
@@ -30,11 +31,22 @@ class UpstreamError(Exception):
     Args:
         message: Without its address.
         sent: It may have begun to work on the request.
+        ours: It is the router that has nothing left to ask it with; of the instance nothing is known.
     """
 
-    def __init__(self, message: str, sent: bool) -> None:
+    def __init__(self, message: str, sent: bool, ours: bool = False) -> None:
         super().__init__(message)
         self.sent = sent
+        self.ours = ours
+
+
+def _out_of_files(error: BaseException | None) -> bool:
+    """Whether this process could not open a socket, which lies somewhere in what led to the error."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
@@ -114,6 +126,8 @@ class Upstream:
         try:
             response = await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            if _out_of_files(error):
+                raise UpstreamError("the router has too many files open", sent=False, ours=True) from error
             raise UpstreamError("the instance cannot be reached", sent=False) from error
         except httpx.HTTPError as error:
             raise UpstreamError(f"the instance gave no answer: {type(error).__name__}", sent=True) from error
@@ -127,14 +141,14 @@ class Upstream:
             raise
         return answer
 
-    async def is_well(self, path: str, timeout_s: float) -> bool:
-        """Whether the instance answers a GET with 2xx in time."""
+    async def is_well(self, path: str, timeout_s: float) -> bool | None:
+        """Whether the instance answers a GET with 2xx in time. None: the router has no file left to ask it with."""
         url = self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + path.encode())
         try:
             with anyio.fail_after(timeout_s):
                 return (await self._prober.get(url)).is_success
-        except (httpx.HTTPError, TimeoutError):
-            return False
+        except (httpx.HTTPError, TimeoutError) as error:
+            return None if _out_of_files(error) else False
 
     async def close(self) -> None:
         """Closes all connections."""

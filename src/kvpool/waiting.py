@@ -1,14 +1,14 @@
-"""When a thread may wait for the threads of a cluster: only when none of them can be waiting for it.
+"""When a thread may wait for the threads of a cluster or of a pool's callbacks: when none of them can wait for it.
 
 `close` may be called by anything, anywhere: the garbage collector runs finalizers, and the interpreter handlers of
 signals, in any thread, in the middle of whatever that does. So three kinds of callers only say that it is to end, and
-the cluster's own thread (tender.py) does the rest: those threads themselves; a thread that is in the middle of a call
-that has a lock which they want; and the garbage collector, which does not know what its thread holds.
+the thread that ends (a cluster's: cluster/tender.py) does the rest: those threads themselves; a thread that is in the
+middle of a call that has a lock which they want; and the garbage collector, which does not know what its thread holds.
 
     W1  Every lock that a thread of a cluster can wait for, and under which objects are made or calls are made, is held
         within `busy`.
-    W2  The threads of a cluster run within `busy`, all their lives: none of them waits for another one, but the tender
-        for the reader of etcd's watch, which waits for nobody.
+    W2  The threads of a cluster and those that call an application back run within `busy`, all their lives: none of
+        them waits for another one, but the tender for the reader of etcd's watch, which waits for nobody.
     W3  Whoever waits for one of these threads does so by `join`.
 """
 
@@ -21,9 +21,9 @@ import threading
 from types import TracebackType
 from typing import Any, Final
 
-__all__ = ["busy", "join", "may_wait"]
+__all__ = ["begin_anew", "busy", "join", "may_wait"]
 
-_log = logging.getLogger("kvpool.cluster")
+_log = logging.getLogger("kvpool")
 
 # For a callback of the application that does not end; and for locks that are not ours, such as that of a handler of
 # logging that was interrupted by a signal.
@@ -59,12 +59,12 @@ busy: Final = _Busy()
 
 
 def may_wait() -> bool:
-    """Whether this thread may wait for those of a cluster."""
+    """Whether this thread may wait for those."""
     return not _here.busy and not _here.collecting
 
 
 def join(thread: threading.Thread) -> None:
-    """Waits for the end of one of a cluster's threads, if this thread may wait: for a minute at most."""
+    """Waits for the end of one of those threads, if this thread may wait: for a minute at most."""
     if not may_wait():
         return
     thread.join(_JOIN_S)
@@ -76,10 +76,14 @@ def _on_collection(phase: str, _: dict[str, Any], here: _Here = _here) -> None:
     here.collecting = phase == "start"  # a default: globals are gone when the interpreter ends
 
 
-def _begin_anew() -> None:
-    """In a forked child, where the thread that forked is the main one, whatever it was."""
+def begin_anew() -> None:
+    """Whatever this thread was in the middle of, it is not any more.
+
+    For a forked child, where the thread that forked is the main one; and for the end of the process, when an exception
+    that came from nowhere, as Ctrl-C does, may have left a count behind.
+    """
     _here.busy, _here.collecting = 0, False
 
 
 gc.callbacks.append(_on_collection)
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=begin_anew)
