@@ -109,10 +109,10 @@ TEST_CASE("swaps in of the same pages, and of some of them, find what an earlier
 
 TEST_CASE("an allocation in DRAM waits for the blocks that a swap in is about to leave") {
   HeldPool held(4, 4);
-  const Tokens cold = held.store(1, 4, Medium::kDram);
+  const Addresses cold = match(held.pool, held.store(1, 4, Medium::kDram)).addresses;  // nobody reads them on
   held.mover.hold(TierWay::kIn, true);
   Brought brought;
-  std::thread in([&] { brought = swap_in(held.pool, match(held.pool, cold).addresses); });
+  std::thread in([&] { brought = swap_in(held.pool, cold); });
   REQUIRE(held.mover.begun(TierWay::kIn));
   Addresses hbm(1);
   CHECK(code_of([&] { held.pool->alloc_evicting(1, Medium::kHbm, hbm.data()); }) == ErrorCode::kOutOfBlocks);

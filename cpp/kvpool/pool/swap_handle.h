@@ -46,7 +46,7 @@ class Swap {
 
   // --- for who carries it out ---
 
-  // Returns when bytes may move; from then on it is not cancelled. Throws kCancelled, kClosed, and as DeviceOrder. Once.
+  // Once. Returns when bytes may move; then it is not cancelled any more. Throws kCancelled, kClosed, as DeviceOrder.
   void begin();
   void succeed(std::vector<Address>&& addresses, std::vector<IndexPin>&& pins) noexcept;
   void fail(const Error& why) noexcept { completion_.finish(why, nullptr); }

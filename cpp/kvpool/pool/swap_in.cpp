@@ -8,9 +8,9 @@
 // Between the first and the second step another swap in may have brought some of the pages (find_inbound).
 //
 // Invariant
-//   A3  What a swap in is to bring is pinned from its checks to its end. Each page lies where it lay then, in nodes that
-//       have been cut at most, or another swap in has brought it: then the old block is in limbo, and its mark says
-//       where the page lies now.
+//   A3  What a swap in is to bring is pinned from its checks to its end. Each page lies where it lay then, in a node
+//       that has been cut at most, or another swap in has brought it: then the old block is in limbo, and its mark
+//       says where the page lies now.
 #include <algorithm>
 #include <string>
 
