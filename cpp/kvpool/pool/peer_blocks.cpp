@@ -59,9 +59,16 @@ std::shared_ptr<void> PeerBlocks::keepalive() const {
 void PeerBlocks::let_go() noexcept {
   std::shared_ptr<const Arenas> arenas;  // destroyed without the lock
   std::shared_ptr<DeviceStaging> staging;
+  std::shared_ptr<const DeviceOrder> order;  // which keeps the GPU's context
   const std::lock_guard lock(mutex_);
   arenas.swap(arenas_);
   staging.swap(staging_);
+  order.swap(order_);
+}
+
+std::shared_ptr<const DeviceOrder> PeerBlocks::device_order() {
+  const std::lock_guard lock(mutex_);
+  return order_;
 }
 
 std::shared_ptr<DeviceStaging> PeerBlocks::staging() const {

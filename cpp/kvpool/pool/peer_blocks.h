@@ -34,7 +34,7 @@ class PeerBlocks final : public BlockHost {
   std::uint32_t checksum(std::span<const Address> addresses) override;
   std::unique_ptr<Landing> landing(std::span<const Address> blocks, std::vector<iovec>& pieces,
                                    std::uint64_t bytes) override;
-  std::shared_ptr<const DeviceOrder> device_order() override { return order_; }
+  std::shared_ptr<const DeviceOrder> device_order() override;
   void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) override;
   void release_reading(std::span<const Address> addresses) noexcept override;
   void expect_writes(std::span<const Address> addresses, Writer writer) override;
@@ -60,7 +60,7 @@ class PeerBlocks final : public BlockHost {
   std::shared_ptr<DeviceStaging> staging_;  // likewise; null without a GPU
   const MediaSpans spans_;                  // of what arenas_ keeps
   const std::array<bool, kMediaCount> on_gpu_;
-  std::shared_ptr<const DeviceOrder> order_;  // null without a GPU
+  std::shared_ptr<const DeviceOrder> order_;  // under mutex_; null without a GPU
 };
 
 }  // namespace kvpool

@@ -154,13 +154,6 @@ raises(kvpool.ClosedError, lambda: pool.alloc(1))
 """)
 
 
-def test_ucx_does_not_reach_a_gpu_yet(on_fake):
-    on_fake("""
-with small_pool(device="cuda", routes=("ucx", "sock")) as pool, refused(pool, kvpool.Unsupported, "does not reach"):
-    pool.listen("unix:@kvpool-never-made")
-""")
-
-
 def test_swaps_that_nobody_waits_for_follow_the_stream_and_end(on_fake):
     on_fake("""
 import asyncio
