@@ -226,11 +226,15 @@ void Session::finish_push(std::uint64_t id, std::span<const Address> held, const
   // What a broken route had begun may be on its way: an answer would say that it is not.
   if (error != nullptr && error->code() == ErrorCode::kPeerLost) return on_route_broken(*error);
   // Stopped while it waited for the GPU, because the two part: nobody has cancelled anything.
-  const Error parted(ErrorCode::kPeerLost, "the owner of the blocks and this peer part");
-  if (error != nullptr && error->code() == ErrorCode::kCancelled && lost()) error = &parted;
+  const bool parted = error != nullptr && error->code() == ErrorCode::kCancelled && lost();
   Bytes answer;
-  const auto failure =
-      failure_of([&] { answer = error != nullptr ? write_error(for_peer(*error)) : write_addresses({}); });
+  const auto failure = failure_of([&] {
+    if (error == nullptr) {
+      answer = write_addresses({});
+    } else {
+      answer = write_error(parted ? Error(ErrorCode::kPeerLost, "the owner of the blocks has left") : for_peer(*error));
+    }
+  });
   if (failure) return close_link(*failure);
   tell(error != nullptr ? FrameKind::kRefused : FrameKind::kDone, id, answer);
 }
