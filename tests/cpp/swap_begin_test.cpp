@@ -300,6 +300,95 @@ TEST_CASE("on a GPU a swap that nobody waits for follows the work given before t
   }
 }
 
+// Work that ends when the test says so, or goes.
+class Gate {
+ public:
+  explicit Gate(const EngineStream& engine) : engine_(engine) {
+    engine_.run([open = open_] { eventually([&] { return open->load(); }); });
+  }
+  ~Gate() {
+    open();
+    engine_.wait();
+  }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  void open() { *open_ = true; }
+
+ private:
+  const EngineStream& engine_;
+  const std::shared_ptr<std::atomic<bool>> open_ = std::make_shared<std::atomic<bool>>(false);
+};
+
+TEST_CASE("on a GPU a swap that nobody waits for follows the work that fills what was inserted after the call") {
+  for (const int version : {13000, 12040}) {
+    CAPTURE(version);
+    const FakeCuda cuda;
+    cuda.set("version", version);
+    const auto pool = gpu_pool();
+    const EngineStream first(cuda);
+    const EngineStream engine(cuda);
+    Gate gate(first);
+    const auto out = pool->begin_swap_out(2, first.handle());  // chooses its blocks when the gate opens
+    const Addresses blocks = alloc(*pool, 2);
+    engine.run([&] {
+      dawdle();
+      for (const Address block : blocks) stamp(*pool, block, 7);
+    });
+    insert(pool, prompt(1, 2), blocks);
+    gate.open();
+    CHECK_FALSE(end_of(*out));
+    REQUIRE(out->addresses().size() == 2);
+    for (const Address address : out->addresses()) CHECK(has_stamp(*pool, address, 7));
+    engine.wait();
+  }
+}
+
+TEST_CASE("on a GPU a swap in that nobody waits for follows the work that reads what was freed after the call") {
+  for (const bool make_room : {false, true}) {
+    CAPTURE(make_room);
+    const FakeCuda cuda;
+    const auto pool = gpu_pool();
+    const EngineStream first(cuda);
+    const EngineStream engine(cuda);
+    store_stamped(pool, 1, 2, Medium::kDram, 6);
+    const Addresses mine = alloc(*pool, 8);  // all of HBM
+    for (const Address block : mine) stamp(*pool, block, 5);
+    Gate gate(first);
+    const auto in = pool->begin_swap_in(match(pool, prompt(1, 2)).addresses, {}, first.handle());
+    std::atomic<int> intact{0};
+    engine.run([&] {
+      dawdle();
+      for (const Address block : mine) intact += has_stamp(*pool, block, 5) ? 1 : 0;
+    });
+    if (make_room) {
+      insert(pool, prompt(2, 8), mine);
+    } else {
+      pool->free(mine.data(), mine.size());
+    }
+    gate.open();
+    CHECK_FALSE(end_of(*in));
+    engine.wait();
+    CHECK(intact == 8);
+    for (const Address address : in->addresses()) CHECK(has_stamp(*pool, address, 6));
+  }
+}
+
+TEST_CASE("a swap that nobody waits for and that would break a capture says so, and the pool is as before") {
+  const FakeCuda cuda;
+  const auto pool = gpu_pool();
+  const EngineStream first(cuda);
+  Gate gate(first);
+  const auto out = pool->begin_swap_out(2, first.handle());
+  store_stamped(pool, 1, 2, Medium::kHbm, 7);
+  const auto before = states_of(*pool);
+  cuda.set("capturing", 1);
+  gate.open();
+  CHECK(end_of(*out) == ErrorCode::kState);
+  cuda.set("capturing", 0);
+  CHECK(states_of(*pool) == before);
+  CHECK(pool->swap_out(2).size() == 2);
+}
+
 TEST_CASE("a swap whose stream stalls is cancelled, and is closed with its pool, before that work ends") {
   for (const bool by_close : {true, false}) {
     for (const bool named : {true, false}) {

@@ -118,6 +118,7 @@ void BlockStore::hand_out(std::uint32_t first, std::uint32_t n, BlockState to, A
 void BlockStore::release(std::uint32_t first, std::uint32_t n) noexcept {
   KVPOOL_DCHECK(n <= capacity_ && first <= capacity_ - n);
   BlockMeta* const meta = meta_.get();
+  released_ += n;
   const std::uint32_t last_release = releases_max();
   const std::uint32_t end = first + n;
   std::uint32_t piece = first;  // [piece, block) is free again but not yet in the free set

@@ -69,6 +69,8 @@ class BlockStore {
   // Frees blocks [first, first + n): bumps generations, retires those that wrap, clears tag and mark, coalesces.
   // REQUIRES: none of them is free or retired.
   void release(std::uint32_t first, std::uint32_t n) noexcept;
+  // How many blocks have been freed, ever.
+  std::uint64_t released() const noexcept { return released_; }
 
   // Whether the address names a block here now. kNone says that its generation is the block's: the state of the block
   // is the caller's to check, for a made-up address may name a block that is free. Retired blocks are always stale.
@@ -151,6 +153,7 @@ class BlockStore {
   std::uint32_t own_prefix_;
   Medium medium_;
   std::array<std::uint32_t, kBlockStateCount> counts_{};
+  std::uint64_t released_ = 0;
   FreeSet free_;
 };
 

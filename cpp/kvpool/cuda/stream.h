@@ -1,6 +1,7 @@
 // A stream of kvpool's own, and its order with the streams of others.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 
@@ -12,6 +13,13 @@ namespace kvpool {
 // it says nothing, that of the whole device.
 using CallerStream = std::optional<CuStream>;
 
+// How often blocks of a GPU have come into somebody else's hands: those that were filled and given to the index, and
+// those that were freed. Whoever had them may have left work on the GPU that still writes or reads them.
+struct Turnover {
+  std::uint64_t filled = 0;
+  std::uint64_t freed = 0;
+};
+
 // What a copy has to wait for before it begins.
 class CopyOrder {
  public:
@@ -19,22 +27,26 @@ class CopyOrder {
   CopyOrder(CallerStream stream) noexcept : stream_(stream) {}  // NOLINT(google-explicit-constructor)
   CopyOrder(CuStream stream) noexcept : stream_(stream) {}      // NOLINT(google-explicit-constructor)
   CopyOrder(std::nullopt_t none) noexcept : stream_(none) {}    // NOLINT(google-explicit-constructor)
-  // Nothing: what had to end before has ended.
-  static CopyOrder met() noexcept {
+  // Nothing: what had to end before has ended, for blocks that have not come into other hands since.
+  static CopyOrder met(const Turnover& since) noexcept {
     CopyOrder order{std::nullopt};
     order.is_met_ = true;
+    order.since_ = since;
     return order;
   }
 
   bool is_met() const noexcept { return is_met_; }
   const CallerStream& stream() const noexcept { return stream_; }
+  const Turnover& since() const noexcept { return since_; }
 
  private:
   CallerStream stream_;
   bool is_met_ = false;
+  Turnover since_;  // of one that is met
 };
 
-// Throws kArgument for a stream that is none, or of another context. REQUIRES: the context is current.
+// Throws kArgument for a stream that is none, or of another context, and kState for one that is being captured into a
+// CUDA graph: what follows it would go into that graph. REQUIRES: the context is current.
 void check_stream_of(const CudaContext& context, CuStream stream, const char* what);
 
 // Does not wait for the default stream, nor lets it wait.
@@ -52,7 +64,7 @@ class CudaStream {
 
   // What is put into this stream from now on begins when the order is met: the GPU waits for what is in another stream
   // now. For a whole device this thread waits, here. Throws kArgument for a stream that is none, or of another device;
-  // kState for a whole device while a CUDA graph is captured there.
+  // kState for a stream that is captured, and for a whole device while a CUDA graph is captured there.
   void follow(const CopyOrder& order);
   // Returns when all that is in this stream has ended. Throws as CudaDriver::require: kDeviceLost also when the driver
   // does not say whether it has.

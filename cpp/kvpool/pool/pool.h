@@ -212,7 +212,9 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
                                 const CallerStream& after = {});
   // The same, carried out by a thread of the pool, those of one direction one after the other. What is wrong with the
   // arguments is thrown here, what comes later is told by the handle. What swap_in brings is pinned, and `into` is
-  // reserved, from now on. It begins when the work that `after` has been given until now has ended.
+  // reserved, from now on. It begins when the work that `after` has been given until now has ended. The other blocks are
+  // chosen then: when some have been inserted or freed meanwhile, the copy also waits for all that the device has been
+  // given by then, which may fail with kState while a CUDA graph is captured.
   std::shared_ptr<Swap> begin_swap_out(std::size_t n, const CallerStream& after = {});
   std::shared_ptr<Swap> begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
                                       const CallerStream& after = {});
@@ -339,6 +341,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   void reserve_inbound(Lock& lock, Inbound& inbound, const CopyOrder& after);
   void copy_inbound(Lock& lock, const Inbound& inbound, const CopyOrder& after);
   void commit_inbound(Inbound& inbound);
+  Turnover turnover() noexcept;
+  CopyOrder renewed(TierWay way, const CopyOrder& after) noexcept;
   std::shared_ptr<Swap> make_swap(const CallerStream& after);
   std::optional<Error> wait_to_begin(Swap& swap);
 

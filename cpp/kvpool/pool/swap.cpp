@@ -74,10 +74,11 @@ std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* 
   }
   BlockStore& dram = store(Medium::kDram);
   KVPOOL_CHECK(dram.take(static_cast<std::uint32_t>(from.size()), BlockState::kReserved, to.data()));
+  const CopyOrder order = renewed(TierWay::kOut, after);
 
   lock.unlock();
   try {
-    copy_tier(TierWay::kOut, from.data(), to.data(), from.size(), after);
+    copy_tier(TierWay::kOut, from.data(), to.data(), from.size(), order);
   } catch (...) {
     lock.lock();
     release_blocks(to.data(), from.size());

@@ -9,17 +9,36 @@
 
 namespace kvpool {
 
+// REQUIRES: mutex_ is held, here and below.
+Turnover Pool::turnover() noexcept { return {counters_.inserted_blocks, store(Medium::kHbm).released()}; }
+
+// What a copy between blocks that have just been chosen has to follow. An order that was met before says nothing of work
+// that the GPU was given later: it may still fill what was inserted since, and read what was freed since. Which stream
+// it is in nobody has said, so that is the whole device. Of blocks of DRAM the work has ended when they are freed: the
+// CPU may have them next.
+CopyOrder Pool::renewed(TierWay way, const CopyOrder& after) noexcept {
+  if (!on_device_ || !after.is_met()) return after;
+  const Turnover now = turnover();
+  const bool same = way == TierWay::kOut ? now.filled == after.since().filled : now.freed == after.since().freed;
+  return same ? after : CopyOrder(std::nullopt);
+}
+
 // What was given to the GPU until now is noted here, in the caller's thread.
 std::shared_ptr<Swap> Pool::make_swap(const CallerStream& after) {
   check_stream(after);
   std::shared_ptr<const DeviceOrder> order;
+  Turnover since;  // read before the order is taken: what comes between the two counts as later
+  {
+    const std::lock_guard lock(mutex_);
+    since = turnover();
+  }
   try {
     if (on_device_) order = DeviceOrder::after_now(arena(Medium::kHbm)->context(), after);
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kDeviceLost) fail(error);
     throw;
   }
-  return std::make_shared<Swap>(*this, std::move(order));
+  return std::make_shared<Swap>(*this, std::move(order), since);
 }
 
 // Waits until bytes may move. Returns why they may not.
@@ -36,7 +55,7 @@ std::shared_ptr<Swap> Pool::begin_swap_out(std::size_t n, const CallerStream& af
   swap_threads_->run(TierWay::kOut, swap, [this, swap, n] {
     std::vector<Address> moved;
     auto failure = wait_to_begin(*swap);
-    if (!failure) failure = failure_of([&] { moved = carry_out_swap(n, CopyOrder::met()); });
+    if (!failure) failure = failure_of([&] { moved = carry_out_swap(n, swap->order()); });
     failure ? swap->fail(*failure) : swap->succeed(std::move(moved), {});
   });
   return swap;
@@ -54,7 +73,7 @@ std::shared_ptr<Swap> Pool::begin_swap_in(std::span<const Address> addresses, st
       if (failure) {
         abandon_inbound(*inbound);
       } else {
-        failure = failure_of([&] { finish_inbound(*inbound, CopyOrder::met()); });
+        failure = failure_of([&] { finish_inbound(*inbound, swap->order()); });
       }
       failure ? swap->fail(*failure) : swap->succeed(std::move(inbound->addresses), std::move(inbound->held));
     });

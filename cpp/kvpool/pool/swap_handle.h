@@ -20,8 +20,10 @@ namespace kvpool {
 
 class Swap {
  public:
-  // `pool`: whose pins these are to be. `after`: what has to end before any byte moves; null: nothing.
-  Swap(PinOwner& pool, std::shared_ptr<const DeviceOrder> after) noexcept : pool_(pool), after_(std::move(after)) {}
+  // `pool`: whose pins these are to be. `after`: what has to end before any byte moves; null: nothing. `since`: the
+  // turnover of its blocks when that was noted.
+  Swap(PinOwner& pool, std::shared_ptr<const DeviceOrder> after, const Turnover& since) noexcept
+      : pool_(pool), after_(std::move(after)), since_(since) {}
   // Lets go of the pins that nobody has taken.
   ~Swap();
   Swap(const Swap&) = delete;
@@ -48,6 +50,8 @@ class Swap {
 
   // Once. Returns when bytes may move; then it is not cancelled any more. Throws kCancelled, kClosed, as DeviceOrder.
   void begin();
+  // What its copies have to wait for when it has begun.
+  CopyOrder order() const noexcept { return CopyOrder::met(since_); }
   void succeed(std::vector<Address>&& addresses, std::vector<IndexPin>&& pins) noexcept;
   void fail(const Error& why) noexcept { completion_.finish(why, nullptr); }
   // As cancel(), with kClosed.
@@ -60,6 +64,7 @@ class Swap {
 
   PinOwner& pool_;
   std::shared_ptr<const DeviceOrder> after_;  // until it begins
+  const Turnover since_;
   std::atomic<Phase> phase_{Phase::kWaiting};
   std::atomic<bool> stopped_{false};
   std::vector<Address> addresses_;

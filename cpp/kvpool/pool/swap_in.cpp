@@ -199,10 +199,12 @@ void Pool::copy_inbound(Lock& lock, const Inbound& inbound, const CopyOrder& aft
       pool.inbound_ended_.notify_all();
     }
   };
+  // The caller's own blocks are reserved since its call.
+  const CopyOrder order = inbound.into_named ? after : renewed(TierWay::kIn, after);
   ++inbound_begun_;
   lock.unlock();
   const Over over{*this, lock};
-  copy_tier(TierWay::kIn, inbound.from.data(), inbound.to.data(), inbound.from.size(), after);
+  copy_tier(TierWay::kIn, inbound.from.data(), inbound.to.data(), inbound.from.size(), order);
 }
 
 // Points the index at the copies. Blocks that others may still read by their old address stay, in limbo, until the last
