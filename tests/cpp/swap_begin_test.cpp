@@ -234,6 +234,27 @@ TEST_CASE("a swap that runs out of memory before it begins leaves the pool as it
   }
 }
 
+TEST_CASE("a swap in whose audit finds a fault gives back no block that the index has") {
+  for (const bool named : {true, false}) {
+    PoolOptions options = small_options(8, 8);
+    options.audit = true;
+    const auto pool = std::make_shared<Pool>(options);
+    const Addresses broken = alloc(*pool, 1);
+    insert(pool, prompt(2, 1), broken);
+    const Addresses blocks = alloc(*pool, 3, Medium::kDram);
+    insert(pool, prompt(1, 3), blocks);
+    const Addresses into = named ? alloc(*pool, 3) : Addresses();
+    pool->quarantine(broken.data(), 1);  // the fault: it is the index's
+    Addresses out(3);
+    CHECK(code_of([&] { pool->swap_in(blocks, into, out.data()); }) == ErrorCode::kAudit);
+    CHECK(count(*pool, Medium::kHbm, BlockState::kHistorical) == 3);
+    CHECK(count(*pool, Medium::kHbm, BlockState::kActive) == 0);
+    CHECK(count(*pool, Medium::kHbm, BlockState::kFree) == 4);
+    CHECK(count(*pool, Medium::kDram, BlockState::kFree) == 8);
+    CHECK(pool->stats().media[0].evictable == 4);  // nobody has pins
+  }
+}
+
 TEST_CASE("in a forked child a pool with swaps under way is left alone") {
   HeldPool held(8, 8);
   held.store(1, 2);

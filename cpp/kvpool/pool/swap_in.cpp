@@ -57,7 +57,8 @@ void Pool::begin_inbound(std::span<const Address> given, std::span<const Address
   }
 }
 
-// Brings them. Whatever it throws, it has given back what begin_inbound took.
+// Brings them. Whatever it throws, it has given back what begin_inbound took. When it is the audit that throws, the
+// pages have moved, and nobody has pins on them.
 void Pool::finish_inbound(Inbound& inbound, const CopyOrder& after) {
   try {
     const std::lock_guard one_at_a_time(inbound_);
@@ -77,6 +78,7 @@ void Pool::finish_inbound(Inbound& inbound, const CopyOrder& after) {
       if (!covered) inbound.held.push_back(index_->pin(node));
     }
     counters_.swapped_in_blocks += inbound.from.size();
+    inbound.to.clear();  // the index's now, whatever the audit says
     audit_if_asked();
   } catch (...) {
     abandon_inbound(inbound);
@@ -87,8 +89,10 @@ void Pool::finish_inbound(Inbound& inbound, const CopyOrder& after) {
 // Gives back what was taken for it. Also of a pool that is closed.
 void Pool::abandon_inbound(Inbound& inbound) noexcept {
   const std::lock_guard lock(mutex_);
-  for (const IndexPin& pin : inbound.pins) index_->unpin(pin);
-  inbound.pins.clear();
+  for (auto* pins : {&inbound.pins, &inbound.held}) {
+    for (const IndexPin& pin : *pins) index_->unpin(pin);
+    pins->clear();
+  }
   if (inbound.into_named) {
     for (const Address address : inbound.to) store_of(address).set_state(block_of(address), BlockState::kActive);
   } else {
