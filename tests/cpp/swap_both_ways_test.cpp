@@ -2,7 +2,9 @@
 #include <doctest/doctest.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -127,6 +129,39 @@ TEST_CASE("an allocation in DRAM waits for the blocks that a swap in is about to
   in.join();
   alloc.join();
   CHECK(all_in(dram, Medium::kDram));
+}
+
+TEST_CASE("an allocation in DRAM that a swap in leaves too little room for does not wait for the ones behind it") {
+  constexpr int kSwaps = 12;
+  HeldPool held(kSwaps, kSwaps);
+  std::vector<Addresses> cold;
+  for (int i = 0; i < kSwaps; ++i) cold.push_back(match(held.pool, held.store(1 + i, 1, Medium::kDram)).addresses);
+  held.mover.hold(TierWay::kIn, true);
+  std::vector<std::shared_ptr<Swap>> swaps;
+  for (const Addresses& addresses : cold) swaps.push_back(held.pool->begin_swap_in(addresses, {}));
+  REQUIRE(held.mover.begun(TierWay::kIn));
+  std::atomic<bool> ended{false};
+  std::optional<ErrorCode> code;
+  std::thread alloc([&] {
+    Addresses dram(kSwaps + 1);  // more than there are
+    code = code_of([&] { held.pool->alloc_evicting(dram.size(), Medium::kDram, dram.data()); });
+    ended = true;
+  });
+  // How soon it looks is not known: copies end one by one, slowly, until it has waited for one of them.
+  for (int i = 1; i < kSwaps && !ended; ++i) {
+    held.mover.let_go(TierWay::kIn, i);
+    CHECK(held.mover.begun(TierWay::kIn, i + 1));
+    for (int look = 0; look < 500 && !ended; ++look) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  CHECK(ended);
+  CHECK(held.mover.under_way(TierWay::kIn) == 1);
+  held.mover.hold(TierWay::kIn, false);
+  alloc.join();
+  CHECK(code == ErrorCode::kOutOfBlocks);
+  for (const auto& swap : swaps) {
+    CHECK(eventually([&] { return swap->done(); }));
+    CHECK_NOTHROW(swap->rethrow_if_failed());
+  }
 }
 
 TEST_CASE("a swap in that has to make room waits for a swap out, and one that has not does not") {

@@ -44,7 +44,7 @@ class HeldMover final : public TierMover {
     Side& own = side(way);
     ++own.begun;
     changed_.notify_all();
-    late_ = !changed_.wait_for(lock, kLong, [&] { return !own.held; }) || late_;
+    late_ = !changed_.wait_for(lock, kLong, [&] { return !own.held || own.ended < own.let_go; }) || late_;
     ++own.ended;
     changed_.notify_all();
   }
@@ -53,6 +53,12 @@ class HeldMover final : public TierMover {
   void hold(TierWay way, bool held) {
     const std::lock_guard lock(mutex_);
     side(way).held = held;
+    changed_.notify_all();
+  }
+  // The copies up to this one may end, though the direction is held.
+  void let_go(TierWay way, int copies) {
+    const std::lock_guard lock(mutex_);
+    side(way).let_go = copies;
     changed_.notify_all();
   }
   // Returns when so many copies of this direction have begun.
@@ -74,6 +80,7 @@ class HeldMover final : public TierMover {
     bool held = false;
     int begun = 0;
     int ended = 0;
+    int let_go = 0;
   };
   Side& side(TierWay way) { return sides_[static_cast<std::size_t>(way)]; }
 

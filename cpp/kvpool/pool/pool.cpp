@@ -358,11 +358,15 @@ void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out, const Call
 // REQUIRES: reclaim_ is held. Throws kOutOfBlocks.
 void Pool::take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out,
                          const CopyOrder& after) {
+  bool waited = false;
   while (!take(n, medium, to, out)) {
     if (!can_make_room(n, medium)) {
-      // What a swap in copies leaves DRAM soon.
-      if (inbound_begun_ == inbound_over_ || medium == Medium::kHbm) throw_out_of_blocks_locked(n, medium);
+      // What a swap in copies leaves DRAM soon. No more than one of them: others may follow without end, and whoever
+      // else makes room waits for this.
+      if (waited || inbound_begun_ == inbound_over_ || medium == Medium::kHbm) throw_out_of_blocks_locked(n, medium);
       inbound_ended_.wait(lock, [this, over = inbound_over_] { return inbound_over_ != over; });
+      waited = true;
+      guard();  // the copy may have ended because the device was lost
       continue;
     }
     if (medium == Medium::kHbm) {
