@@ -254,7 +254,8 @@ a swap_out, but for the room that it makes.
 
 Args:
     addrs: Addresses of cached blocks.
-    into: Active HBM blocks to use, one for each address in DRAM; by default the pool allocates.
+    into: Active HBM blocks to use, one for each address in DRAM; by default the pool allocates. When another swap_in
+        brings some of the pages first, the last of them are not needed: they stay active, and are not in the result.
     stream: As in swap_out: what may still read or write the blocks that are swapped into.
     wait: False returns at once with a SwapIn, and a thread of the pool does the work. The blocks are pinned, and those
         of `into` the pool's, when the call returns; what is wrong with the arguments it raises itself.

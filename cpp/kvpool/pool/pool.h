@@ -207,7 +207,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   std::vector<Address> swap_out(std::size_t n, const CallerStream& after = {});
   // Addresses of cached blocks, in any medium; writes where each lies then, in HBM, and returns pins on them. The
   // blocks to move to are the pool's choice, or, when `into` is not empty, these active HBM blocks: one for each in
-  // DRAM. `after`: as in swap_out, for what may still use the blocks that are moved to.
+  // DRAM; when another swap in brings some of the pages first, the last of `into` are not needed and stay active.
+  // `after`: as in swap_out, for what may still use the blocks that are moved to.
   std::vector<IndexPin> swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out,
                                 const CallerStream& after = {});
   // The same, carried out by a thread of the pool, those of one direction one after the other. What is wrong with the

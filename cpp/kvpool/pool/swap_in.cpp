@@ -176,10 +176,18 @@ void Pool::find_inbound(Inbound& inbound) noexcept {
   }
 }
 
-// HBM blocks to swap into, making room. Lets go of the lock for that.
+// HBM blocks to swap into: the first of those that the caller named, or others, making room. Lets go of the lock for
+// that.
 void Pool::reserve_inbound(Lock& lock, Inbound& inbound, const CopyOrder& after) {
   const std::size_t moving = inbound.from.size();
-  if (inbound.into_named) return check_room_named(moving, inbound.to.size());
+  if (inbound.into_named) {
+    // Another swap in has brought some since: their blocks are not needed, and the caller's again.
+    for (std::size_t i = moving; i < inbound.to.size(); ++i) {
+      store_of(inbound.to[i]).set_state(block_of(inbound.to[i]), BlockState::kActive);
+    }
+    inbound.to.resize(moving);  // never more
+    return;
+  }
   if (moving == 0) return;
   std::vector<Address> to(moving);
   if (!take(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
