@@ -9,11 +9,15 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
+#include <vector>
 
 #include "kvpool/blocks/device_mover.h"
+#include "kvpool/pool/swap_handle.h"
 #include "kvpool/pool/tier_mover.h"
 #include "pool_fixture.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 
@@ -131,6 +135,23 @@ inline Brought swap_in(const std::shared_ptr<Pool>& pool, const Addresses& addre
   brought.addresses.resize(addresses.size());
   brought.pins = Pins(pool, pool->swap_in(addresses, into, brought.addresses.data(), after));
   return brought;
+}
+
+// How it has ended.
+inline std::optional<ErrorCode> end_of(Swap& swap) {
+  REQUIRE(eventually([&] { return swap.done(); }));
+  return code_of([&] { swap.rethrow_if_failed(); });
+}
+
+// How many blocks are in each state, to compare.
+inline std::vector<std::uint32_t> states_of(Pool& pool) {
+  const PoolStats stats = pool.audit();
+  std::vector<std::uint32_t> states;
+  for (const MediumCounts& counts : stats.media) {
+    states.insert(states.end(), counts.by_state.begin(), counts.by_state.end());
+    states.push_back(counts.evictable);
+  }
+  return states;
 }
 
 inline bool all_in(const Addresses& addresses, Medium medium) {

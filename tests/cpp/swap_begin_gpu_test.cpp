@@ -1,0 +1,241 @@
+// Swaps that a thread of the pool carries out, on a GPU: what work they follow, and how they end when it stalls or
+// fails.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "device_kit.h"
+#include "kvpool/base/error.h"
+#include "kvpool/pool/swap_handle.h"
+#include "swap_kit.h"
+#include "thrown.h"
+
+#ifdef KVPOOL_FAKE_CUDA_PATH
+
+namespace kvpool::testing {
+namespace {
+
+std::shared_ptr<Pool> gpu_pool() {
+  PoolOptions options = small_options(8, 8);
+  options.device = 0;
+  options.pin_dram = true;
+  options.audit = true;
+  return std::make_shared<Pool>(options);
+}
+
+void store_stamped(const std::shared_ptr<Pool>& pool, Token id, std::size_t pages, Medium medium, std::uint64_t value) {
+  const Addresses blocks = alloc(*pool, pages, medium);
+  for (const Address block : blocks) stamp(*pool, block, value);
+  insert(pool, prompt(id, pages), blocks);
+}
+
+TEST_CASE("on a GPU a swap that nobody waits for follows the work given before the call, and no later work") {
+  for (const int version : {13000, 12040}) {  // with and without events of a whole device
+    for (const bool named : {true, false}) {
+      CAPTURE(version);
+      CAPTURE(named);
+      const FakeCuda cuda;
+      cuda.set("version", version);
+      {
+        const auto pool = gpu_pool();
+        const EngineStream engine(cuda);
+        store_stamped(pool, 1, 2, Medium::kHbm, 5);
+        const Addresses blocks = match(pool, prompt(1, 2)).addresses;
+        engine.run([&] {
+          dawdle();
+          for (const Address block : blocks) stamp(*pool, block, 6);
+        });
+        const auto out = pool->begin_swap_out(2, named ? CallerStream(engine.handle()) : CallerStream());
+        std::atomic<bool> let_go{false};
+        engine.run([&] { eventually([&] { return let_go.load(); }); });
+        CHECK_FALSE(end_of(*out));
+        for (const Address address : out->addresses()) CHECK(has_stamp(*pool, address, 6));
+        let_go = true;
+        engine.wait();
+        const auto in = pool->begin_swap_in(out->addresses(), {}, engine.handle());
+        CHECK_FALSE(end_of(*in));
+        for (const Address address : in->addresses()) CHECK(has_stamp(*pool, address, 6));
+      }
+      CHECK(cuda.left() == "");
+    }
+  }
+}
+
+// Work that ends when the test says so, or goes.
+class Gate {
+ public:
+  explicit Gate(const EngineStream& engine) : engine_(engine) {
+    engine_.run([open = open_] { eventually([&] { return open->load(); }); });
+  }
+  ~Gate() {
+    open();
+    engine_.wait();
+  }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  void open() { *open_ = true; }
+
+ private:
+  const EngineStream& engine_;
+  const std::shared_ptr<std::atomic<bool>> open_ = std::make_shared<std::atomic<bool>>(false);
+};
+
+TEST_CASE("on a GPU a swap that nobody waits for follows the work that fills what was inserted after the call") {
+  for (const int version : {13000, 12040}) {
+    CAPTURE(version);
+    const FakeCuda cuda;
+    cuda.set("version", version);
+    const auto pool = gpu_pool();
+    const EngineStream first(cuda);
+    const EngineStream engine(cuda);
+    Gate gate(first);
+    const auto out = pool->begin_swap_out(2, first.handle());  // chooses its blocks when the gate opens
+    const Addresses blocks = alloc(*pool, 2);
+    engine.run([&] {
+      dawdle();
+      for (const Address block : blocks) stamp(*pool, block, 7);
+    });
+    insert(pool, prompt(1, 2), blocks);
+    gate.open();
+    CHECK_FALSE(end_of(*out));
+    REQUIRE(out->addresses().size() == 2);
+    for (const Address address : out->addresses()) CHECK(has_stamp(*pool, address, 7));
+    engine.wait();
+  }
+}
+
+TEST_CASE("on a GPU a swap in that nobody waits for follows the work that reads what was freed after the call") {
+  for (const bool make_room : {false, true}) {
+    CAPTURE(make_room);
+    const FakeCuda cuda;
+    const auto pool = gpu_pool();
+    const EngineStream first(cuda);
+    const EngineStream engine(cuda);
+    store_stamped(pool, 1, 2, Medium::kDram, 6);
+    const Addresses mine = alloc(*pool, 8);  // all of HBM
+    for (const Address block : mine) stamp(*pool, block, 5);
+    Gate gate(first);
+    const auto in = pool->begin_swap_in(match(pool, prompt(1, 2)).addresses, {}, first.handle());
+    std::atomic<int> intact{0};
+    engine.run([&] {
+      dawdle();
+      for (const Address block : mine) intact += has_stamp(*pool, block, 5) ? 1 : 0;
+    });
+    if (make_room) {
+      insert(pool, prompt(2, 8), mine);
+    } else {
+      pool->free(mine.data(), mine.size());
+    }
+    gate.open();
+    CHECK_FALSE(end_of(*in));
+    engine.wait();
+    CHECK(intact == 8);
+    for (const Address address : in->addresses()) CHECK(has_stamp(*pool, address, 6));
+  }
+}
+
+TEST_CASE("a swap that nobody waits for and that would break a capture says so, and the pool is as before") {
+  const FakeCuda cuda;
+  const auto pool = gpu_pool();
+  const EngineStream first(cuda);
+  Gate gate(first);
+  const auto out = pool->begin_swap_out(2, first.handle());
+  store_stamped(pool, 1, 2, Medium::kHbm, 7);
+  const auto before = states_of(*pool);
+  cuda.set("capturing", 1);
+  gate.open();
+  CHECK(end_of(*out) == ErrorCode::kState);
+  cuda.set("capturing", 0);
+  CHECK(states_of(*pool) == before);
+  CHECK(pool->swap_out(2).size() == 2);
+}
+
+TEST_CASE("a swap whose stream stalls is cancelled, and is closed with its pool, before that work ends") {
+  for (const bool by_close : {true, false}) {
+    for (const bool named : {true, false}) {
+      const FakeCuda cuda;
+      const auto pool = gpu_pool();
+      const EngineStream engine(cuda);
+      store_stamped(pool, 1, 2, Medium::kHbm, 5);
+      store_stamped(pool, 2, 2, Medium::kDram, 6);
+      std::atomic<bool> let_go{false};
+      engine.run([&] { eventually([&] { return let_go.load(); }); });
+      const CallerStream after = named ? CallerStream(engine.handle()) : CallerStream();
+      const auto before = states_of(*pool);
+      const auto out = pool->begin_swap_out(2, after);
+      const auto in = pool->begin_swap_in(match(pool, prompt(2, 2)).addresses, {}, after);
+      if (by_close) {
+        pool->close();
+      } else {
+        CHECK(out->cancel());
+        CHECK(in->cancel());
+      }
+      const ErrorCode wanted = by_close ? ErrorCode::kClosed : ErrorCode::kCancelled;
+      CHECK(end_of(*out) == wanted);
+      CHECK(end_of(*in) == wanted);
+      if (!by_close) CHECK(states_of(*pool) == before);
+      let_go = true;
+      engine.wait();
+    }
+  }
+}
+
+TEST_CASE("whichever call of the driver fails in a swap that nobody waits for, the pool is as before") {
+  for (const bool out : {true, false}) {
+    int failures = 0;
+    for (int n = 1;; ++n) {
+      CAPTURE(n);
+      const FakeCuda cuda;
+      cuda.set("delay_us", 20);
+      {
+        const auto pool = gpu_pool();
+        const EngineStream engine(cuda);
+        store_stamped(pool, 1, 3, out ? Medium::kHbm : Medium::kDram, 7);
+        const Addresses cold = match(pool, prompt(1, 3)).addresses;
+        const auto before = states_of(*pool);
+        cuda.fail_nth(n, 304);
+        const auto code = code_of([&] {
+          const auto swap =
+              out ? pool->begin_swap_out(3, engine.handle()) : pool->begin_swap_in(cold, {}, engine.handle());
+          REQUIRE(eventually([&] { return swap->done(); }));
+          cuda.fail_nth(0, 0);
+          swap->rethrow_if_failed();
+        });
+        cuda.fail_nth(0, 0);
+        if (code) {
+          ++failures;
+          CHECK(*code == ErrorCode::kUnsupported);
+          CHECK(states_of(*pool) == before);
+        }
+        const Found found = match(pool, prompt(1, 3));
+        CHECK(found.addresses.size() == 3);
+        for (const Address address : found.addresses) CHECK(has_stamp(*pool, address, 7));
+      }
+      const bool reached = cuda.failed();
+      CHECK((cuda.left() == "" || cuda.left() == "events=1"));  // when to let go of it was what failed
+      if (!reached) break;
+    }
+    CHECK(failures >= 5);
+  }
+}
+
+TEST_CASE("a GPU that is lost ends a swap that nobody waits for, and the pool") {
+  const FakeCuda cuda;
+  const auto pool = gpu_pool();
+  const EngineStream engine(cuda);
+  store_stamped(pool, 1, 2, Medium::kHbm, 5);
+  std::atomic<bool> let_go{false};
+  engine.run([&] { eventually([&] { return let_go.load(); }); });
+  const auto swap = pool->begin_swap_out(2, engine.handle());
+  cuda.lose(0, 719);
+  let_go = true;
+  CHECK(end_of(*swap) == ErrorCode::kDeviceLost);
+  CHECK(code_of([&] { pool->begin_swap_out(1); }) == ErrorCode::kDeviceLost);
+}
+
+}  // namespace
+}  // namespace kvpool::testing
+
+#endif  // KVPOOL_FAKE_CUDA_PATH
