@@ -240,8 +240,9 @@ Args:
     n: Blocks to move at most.
     stream: What may still write these blocks: an int, or an object of torch, CuPy or any with ``__cuda_stream__``.
         None: whatever the device is doing now, a swap_in included, which the calling thread waits for; not while a CUDA
-        graph is captured on the device.
-    wait: False returns at once with a SwapOut, and a thread of the pool does the work. What is moved is chosen then.
+        graph is captured on the device. Not a stream that is captured itself: StateError.
+    wait: False returns at once with a SwapOut, and a thread of the pool does the work. What is moved is chosen then; if
+        blocks were inserted since the call, it also waits for what the device is doing then.
 
 Returns:
     uint64 array of the DRAM addresses of the blocks that moved; fewer than n when no more can. Or a SwapOut.)")
@@ -258,7 +259,8 @@ Args:
         brings some of the pages first, the last of them are not needed: they stay active, and are not in the result.
     stream: As in swap_out: what may still read or write the blocks that are swapped into.
     wait: False returns at once with a SwapIn, and a thread of the pool does the work. The blocks are pinned, and those
-        of `into` the pool's, when the call returns; what is wrong with the arguments it raises itself.
+        of `into` the pool's, when the call returns; what is wrong with the arguments it raises itself. Without `into`,
+        if HBM blocks were freed since the call, it also waits for what the device is doing then.
 
 Returns:
     A SwappedIn, with one HBM address for each given. Or a SwapIn.

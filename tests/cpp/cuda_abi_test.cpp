@@ -91,6 +91,7 @@ KVPOOL_SAME_CALL(event_query, cuEventQuery);
 KVPOOL_SAME_CALL(memcpy_async, cuMemcpyAsync);
 KVPOOL_SAME_CALL(memset_async, cuMemsetD8Async);
 KVPOOL_SAME_CALL(exchange_capture_mode, cuThreadExchangeStreamCaptureMode);
+KVPOOL_SAME_CALL(stream_is_capturing, cuStreamIsCapturing);
 #if CUDA_VERSION >= 12050
 KVPOOL_SAME_CALL(ctx_record_event, cuCtxRecordEvent);
 #endif
@@ -169,6 +170,8 @@ TEST_CASE("cuda abi: constants are those of cuda.h") {
   }
 }
 
+static_assert(int{CU_STREAM_CAPTURE_STATUS_NONE} == 0);
+
 TEST_CASE("cuda abi: errors that end a context are a lost device, and others are not") {
   for (const CUresult result :
        {CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_DEVICE_UNAVAILABLE, CUDA_ERROR_INVALID_CONTEXT,
@@ -182,6 +185,12 @@ TEST_CASE("cuda abi: errors that end a context are a lost device, and others are
   }
   for (const CUresult result : {CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_INVALID_HANDLE}) {
     CHECK(fault_of(result) == CudaFault::kArgument);
+  }
+  for (const CUresult result :
+       {CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, CUDA_ERROR_STREAM_CAPTURE_MERGE,
+        CUDA_ERROR_STREAM_CAPTURE_UNMATCHED, CUDA_ERROR_STREAM_CAPTURE_UNJOINED, CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
+        CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, CUDA_ERROR_CAPTURED_EVENT, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD}) {
+    CHECK(fault_of(result) == CudaFault::kCapturing);
   }
   for (const CUresult result :
        {CUDA_ERROR_NOT_SUPPORTED, CUDA_ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_UNSUPPORTED_PTX_VERSION,

@@ -45,6 +45,15 @@ class EngineStream {
     };
     REQUIRE(cuda_.find<Launch>("cuLaunchHostFunc")(stream_, call, new std::function<void()>(std::move(work))) == 0);
   }
+  void begin_capture() const {
+    const CurrentContext current(*context_, "a test's stream");
+    REQUIRE(cuda_.find<int(CuStream, int)>("cuStreamBeginCapture_v2")(stream_, 0) == 0);
+  }
+  void end_capture() const {
+    const CurrentContext current(*context_, "a test's stream");
+    void* graph = nullptr;
+    REQUIRE(cuda_.find<int(CuStream, void**)>("cuStreamEndCapture")(stream_, &graph) == 0);
+  }
   void wait() const {
     const CurrentContext current(*context_, "a test's stream");
     REQUIRE(context_->driver().stream_synchronize(stream_) == 0);

@@ -184,6 +184,48 @@ TEST_CASE("pools, swaps and transfers break nobody's capture when they name a st
   }
 }
 
+TEST_CASE("a stream that is being captured is refused, and neither the capture nor the pool suffers") {
+  const FakeCuda cuda;
+  PoolOptions options = small_options(4, 4);
+  options.device = 0;
+  options.pin_dram = true;
+  const auto pool = std::make_shared<Pool>(options);
+  const EngineStream engine(cuda);
+  insert(pool, prompt(1, 2), alloc(*pool, 2));
+  insert(pool, prompt(2, 2), alloc(*pool, 2, Medium::kDram));
+  const Addresses cold = match(pool, prompt(2, 2)).addresses;
+  engine.begin_capture();
+  std::string text;
+  CHECK(code_of([&] { pool->swap_out(2, engine.handle()); }, &text) == ErrorCode::kState);
+  CHECK(text.find("captured") != std::string::npos);
+  CHECK(code_of([&] { swap_in(pool, cold, {}, engine.handle()); }) == ErrorCode::kState);
+  CHECK(code_of([&] { pool->begin_swap_out(2, engine.handle()); }) == ErrorCode::kState);
+  CHECK(code_of([&] { pool->begin_swap_in(cold, {}, engine.handle()); }) == ErrorCode::kState);
+  CHECK(code_of([&] { pool->order_after(engine.handle()); }) == ErrorCode::kState);
+  CHECK(cuda.count("captures broken") == 0);
+  CHECK(count(*pool, Medium::kHbm, BlockState::kHistorical) == 2);
+  engine.end_capture();
+  CHECK(pool->swap_out(2, engine.handle()).size() == 2);
+}
+
+TEST_CASE("a stream of kvpool's that was pulled into a capture all the same is no lost device") {
+  const FakeCuda cuda;
+  const EngineStream engine(cuda);
+  const auto context = CudaContext::retain(0, "a test");
+  const CurrentContext current(*context, "a test");
+  CudaStream stream(context);
+  engine.begin_capture();
+  CuEvent event = nullptr;
+  REQUIRE(context->driver().event_create(&event, kCuEventDisableTiming) == 0);
+  REQUIRE(context->driver().event_record(event, engine.handle()) == 0);
+  REQUIRE(context->driver().stream_wait_event(stream.handle(), event, 0) == 0);
+  CHECK(code_of([&] { stream.drain("a test"); }) == ErrorCode::kState);
+  CHECK(cuda.count("captures broken") == 1);
+  engine.end_capture();
+  CHECK_NOTHROW(stream.drain("a test"));
+  CHECK(context->driver().event_destroy(event) == 0);
+}
+
 TEST_CASE("without a stream a swap says that a graph is being captured, and the pool is as before") {
   const FakeCuda cuda;
   PoolOptions options = small_options(4, 4);

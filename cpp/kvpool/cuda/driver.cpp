@@ -22,7 +22,14 @@ CudaFault fault_of(CuResult result) noexcept {
     case 400:  // INVALID_HANDLE
       return CudaFault::kArgument;
     case kCudaCaptureUnsupported:
+    case 901:  // STREAM_CAPTURE_INVALIDATED
+    case 902:  // STREAM_CAPTURE_MERGE
+    case 903:  // STREAM_CAPTURE_UNMATCHED
+    case 904:  // STREAM_CAPTURE_UNJOINED
+    case 905:  // STREAM_CAPTURE_ISOLATION
     case 906:  // STREAM_CAPTURE_IMPLICIT
+    case 907:  // CAPTURED_EVENT
+    case 908:  // STREAM_CAPTURE_WRONG_THREAD
       return CudaFault::kCapturing;
     case 4:    // DEINITIALIZED
     case 46:   // DEVICE_UNAVAILABLE
@@ -113,6 +120,7 @@ CudaDriver::CudaDriver(const std::string& name) : library(name) {
   find(memset_async, "cuMemsetD8Async");
   look(ctx_record_event, "cuCtxRecordEvent");
   look(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
+  look(stream_is_capturing, "cuStreamIsCapturing");
   look(memcpy_batch_v1, "cuMemcpyBatchAsync");
   look(memcpy_batch_v2, "cuMemcpyBatchAsync_v2");
 }
@@ -148,10 +156,11 @@ void CudaDriver::require(CuResult result, const char* call, const char* what) co
       code = ErrorCode::kDeviceLost;
       break;
     case CudaFault::kCapturing:
-      throw Error(ErrorCode::kState,
-                  std::string(what) + ": " + call + " failed with " + name_of(result) +
-                      ", a CUDA graph is being captured: name the stream whose work comes first",
-                  {{"driver_code", result}});
+      throw Error(
+          ErrorCode::kState,
+          std::string(what) + ": " + call + " failed with " + name_of(result) +
+              ", a CUDA graph is being captured: name the stream whose work comes first, one that is not captured",
+          {{"driver_code", result}});
     case CudaFault::kArgument:  // of a call that kvpool made: its caller knows nothing of it
     case CudaFault::kUnsupported:
       code = ErrorCode::kUnsupported;

@@ -160,6 +160,8 @@ struct CudaDriver {
   CuResult (*ctx_record_event)(CuContext context, CuEvent event) = nullptr;
   // What this thread may do while another one captures a CUDA graph; swaps the old mode for the new: CUDA 10.1.
   CuResult (*exchange_capture_mode)(int* mode) = nullptr;
+  // Whether the stream is being captured; 0: it is not: CUDA 10.0.
+  CuResult (*stream_is_capturing)(CuStream stream, int* status) = nullptr;
   // The first is that of CUDA 12.8; in CUDA 13 it lost the failing index.
   CuResult (*memcpy_batch_v1)(CuPointer* to, CuPointer* from, std::size_t* bytes, std::size_t count,
                               CuMemcpyAttributes* attributes, std::size_t* attribute_index, std::size_t attribute_count,

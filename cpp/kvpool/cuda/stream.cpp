@@ -16,6 +16,15 @@ void check_stream_of(const CudaContext& context, CuStream stream, const char* wh
                 {{"device", context.ordinal()}});
   }
   context.driver().require(result, "cuStreamGetCtx", what);
+  if (context.driver().stream_is_capturing == nullptr) return;
+  int status = 0;
+  context.driver().require(context.driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing", what);
+  if (status == 0) return;
+  throw Error(ErrorCode::kState,
+              std::string(what) +
+                  ": stream is being captured into a CUDA graph, and its work waits for the graph's "
+                  "launch; name one that is not captured",
+              {{"device", context.ordinal()}});
 }
 
 CudaStream::CudaStream(std::shared_ptr<const CudaContext> context) : context_(std::move(context)) {
@@ -52,6 +61,13 @@ void CudaStream::drain(const char* what) {
   const CudaDriver& driver = context_->driver();
   const CuResult result = driver.stream_synchronize(stream_);
   if (result == kCudaSuccess) return;
+  // Pulled into a capture that began after the caller's stream had been looked at: what was put here since does not run
+  // now, nor later, for the call above has broken that capture.
+  int status = 0;
+  if (fault_of(result) == CudaFault::kCapturing && driver.stream_is_capturing != nullptr &&
+      driver.stream_is_capturing(stream_, &status) == kCudaSuccess && status != 0) {
+    driver.require(result, "cuStreamSynchronize", what);
+  }
   // An error need not mean that the work has ended. Asked again, a driver that still works answers.
   if (fault_of(result) != CudaFault::kLost && driver.stream_synchronize(stream_) == kCudaSuccess) {
     driver.require(result, "cuStreamSynchronize", what);

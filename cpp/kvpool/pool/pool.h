@@ -213,9 +213,9 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
                                 const CallerStream& after = {});
   // The same, carried out by a thread of the pool, those of one direction one after the other. What is wrong with the
   // arguments is thrown here, what comes later is told by the handle. What swap_in brings is pinned, and `into` is
-  // reserved, from now on. It begins when the work that `after` has been given until now has ended. The other blocks are
-  // chosen then: when some have been inserted or freed meanwhile, the copy also waits for all that the device has been
-  // given by then, which may fail with kState while a CUDA graph is captured.
+  // reserved, from now on. It begins when the work that `after` has been given until now has ended. The other blocks
+  // are chosen then: when some have been inserted or freed meanwhile, the copy also waits for all that the device has
+  // been given by then, which may fail with kState while a CUDA graph is captured.
   std::shared_ptr<Swap> begin_swap_out(std::size_t n, const CallerStream& after = {});
   std::shared_ptr<Swap> begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
                                       const CallerStream& after = {});

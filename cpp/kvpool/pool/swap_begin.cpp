@@ -12,10 +12,10 @@ namespace kvpool {
 // REQUIRES: mutex_ is held, here and below.
 Turnover Pool::turnover() noexcept { return {counters_.inserted_blocks, store(Medium::kHbm).released()}; }
 
-// What a copy between blocks that have just been chosen has to follow. An order that was met before says nothing of work
-// that the GPU was given later: it may still fill what was inserted since, and read what was freed since. Which stream
-// it is in nobody has said, so that is the whole device. Of blocks of DRAM the work has ended when they are freed: the
-// CPU may have them next.
+// What a copy between blocks that have just been chosen has to follow. An order that was met before says nothing of
+// work that the GPU was given later: it may still fill what was inserted since, and read what was freed since. Which
+// stream it is in nobody has said, so that is the whole device. Of blocks of DRAM the work has ended when they are
+// freed: the CPU may have them next.
 CopyOrder Pool::renewed(TierWay way, const CopyOrder& after) noexcept {
   if (!on_device_ || !after.is_met()) return after;
   const Turnover now = turnover();

@@ -37,6 +37,7 @@ enum Code : int {
   kNotPermitted = 800,
   kNotSupported = 801,
   kCaptureUnsupported = 900,
+  kCapturedEvent = 907,
 };
 
 inline constexpr int kDevicesMax = 8;
@@ -91,6 +92,7 @@ struct Mark {
 struct Event {
   Context* context;
   std::vector<std::shared_ptr<Mark>> marks;  // none: not recorded yet
+  bool captured = false;                     // recorded in a stream that is captured
 };
 
 struct Stream {
@@ -104,6 +106,7 @@ struct Stream {
   std::condition_variable changed;
   std::deque<std::function<void()>> queue;
   bool ended = false;
+  bool captured = false;  // what it is given goes into a graph; under the lock of all
   std::thread thread;
 };
 

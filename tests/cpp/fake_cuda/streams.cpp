@@ -118,6 +118,7 @@ int copy_batch(const char* call, const Address* to, const Address* from, const s
     if (bytes[i] == 0 || !can_copy(copy, stream->context->device)) return kInvalidValue;
     count_pageable(copy);
   }
+  if (stream->captured) return kSuccess;
   // In stream order as a whole, and in any order within: here backwards.
   for (std::size_t i = count; i-- > 0;) {
     const Copy copy{to[i], from[i], bytes[i]};
@@ -206,6 +207,10 @@ int cuStreamSynchronize(void* handle) {
     int code = 0;
     Stream* stream = enter_stream("cuStreamSynchronize", "", handle, code);
     if (stream == nullptr) return code;
+    if (stream->captured) {
+      ++state().counts["captures broken"];
+      return kCaptureUnsupported;
+    }
     context = stream->context;
     mark = stream->add_mark();
   }
@@ -242,6 +247,32 @@ int cuStreamGetCtx(void* handle, void** context) {
   return kSuccess;
 }
 
+int cuStreamBeginCapture_v2(void* handle, int /*mode*/) {
+  const std::lock_guard lock(state().mutex);
+  int code = 0;
+  Stream* stream = enter_stream("cuStreamBeginCapture", "", handle, code);
+  if (stream != nullptr) stream->captured = true;
+  return code;
+}
+
+int cuStreamIsCapturing(void* handle, int* status) {
+  const std::lock_guard lock(state().mutex);
+  int code = 0;
+  const Stream* stream = enter_stream("cuStreamIsCapturing", "", handle, code);
+  if (stream != nullptr) *status = stream->captured ? 1 : 0;
+  return code;
+}
+
+// Of all streams: the fake has one capture at a time, and no graphs.
+int cuStreamEndCapture(void* handle, void** graph) {
+  const std::lock_guard lock(state().mutex);
+  int code = 0;
+  if (enter_stream("cuStreamEndCapture", "", handle, code) == nullptr) return code;
+  for (Stream* stream : state().streams) stream->captured = false;
+  *graph = nullptr;
+  return kSuccess;
+}
+
 int cuStreamWaitEvent(void* handle, void* raw_event, unsigned flags) {
   const std::lock_guard lock(state().mutex);
   int code = 0;
@@ -249,6 +280,8 @@ int cuStreamWaitEvent(void* handle, void* raw_event, unsigned flags) {
   if (stream == nullptr) return code;
   auto* event = static_cast<Event*>(raw_event);
   if (!state().events.contains(event) || flags != 0) return kInvalidHandle;
+  // The stream is pulled into the capture.
+  if (event->captured) stream->captured = true;
   for (const auto& mark : event->marks) stream->add([mark] { wait_for(mark); });
   return kSuccess;
 }
@@ -258,7 +291,7 @@ int cuEventCreate(void** handle, unsigned /*flags*/) {
   int code = 0;
   Context* context = enter_context("cuEventCreate", "", code);
   if (context == nullptr) return code;
-  auto* event = new Event{context, {}};
+  auto* event = new Event{context, {}, false};
   state().events.insert(event);
   *handle = event;
   return kSuccess;
@@ -281,7 +314,9 @@ int cuEventRecord(void* raw_event, void* handle) {
   if (stream == nullptr) return code;
   auto* event = static_cast<Event*>(raw_event);
   if (!state().events.contains(event) || event->context != stream->context) return kInvalidHandle;
-  event->marks = {stream->add_mark()};
+  event->marks.clear();
+  event->captured = stream->captured;
+  if (!event->captured) event->marks = {stream->add_mark()};
   return kSuccess;
 }
 
@@ -295,6 +330,7 @@ int cuCtxRecordEvent(void* handle, void* raw_event) {
   if (!state().events.contains(event) || event->context != context) return kInvalidHandle;
   if (context->lost != 0) return context->lost;
   event->marks.clear();
+  event->captured = false;
   for (Stream* stream : state().streams) {
     if (stream->context == context) event->marks.push_back(stream->add_mark());
   }
@@ -309,6 +345,10 @@ int cuEventQuery(void* raw_event) {
     if (enter_context("cuEventQuery", "", code) == nullptr) return code;
     auto* event = static_cast<Event*>(raw_event);
     if (!state().events.contains(event)) return kInvalidHandle;
+    if (event->captured) {
+      ++state().counts["captures broken"];
+      return kCapturedEvent;
+    }
     marks = event->marks;
   }
   for (const auto& mark : marks) {
@@ -326,6 +366,7 @@ int cuMemcpyAsync(Address to, Address from, std::size_t bytes, void* handle) {
   const Copy copy{to, from, bytes};
   if (!can_copy(copy, stream->context->device)) return kInvalidValue;
   count_pageable(copy);
+  if (stream->captured) return kSuccess;
   stream->add([copy, context = stream->context] { copy_now(copy, context); });
   return kSuccess;
 }
