@@ -117,6 +117,14 @@ TEST_CASE("a fetch that a peer asks for is pushed, or refused, and what is read 
     CHECK(kit.refusal() == ErrorCode::kCancelled);
     kit.pool->free(from.data(), from.size());
   }
+  SUBCASE("with a GPU that is lost meanwhile") {  // whoever asked does not hear that nothing is written
+    kit.say(FrameKind::kFetch, id, write_body(body));
+    const Error lost(ErrorCode::kDeviceLost, "gone");
+    kit.host.end_write(&lost);
+    CHECK(kit.link->closed);
+    CHECK(kit.link->sent.empty());
+    kit.pool->free(from.data(), from.size());
+  }
   SUBCASE("stale") {
     kit.pool->free(from.data(), from.size());
     kit.say(FrameKind::kFetch, id, write_body(body));

@@ -189,6 +189,30 @@ TEST_CASE("a lost link ends everything, and is drained when the last write has e
   CHECK(code_of([&] { kit.session->transfer(request_for(kit, 1)); }) == ErrorCode::kPeerLost);
 }
 
+TEST_CASE("a write whose GPU or peer is lost ends the link, and the peer does not hear that nothing is written") {
+  for (const ErrorCode code : {ErrorCode::kDeviceLost, ErrorCode::kPeerLost}) {
+    for (const bool cancelled : {false, true}) {
+      CAPTURE(static_cast<int>(code));
+      CAPTURE(cancelled);
+      SessionKit kit;
+      TransferRequest request = request_for(kit, 1);
+      const Addresses from = request.from;
+      const auto transfer = kit.session->transfer(std::move(request));
+      kit.say(FrameKind::kReserved, kit.link->take().id, reserved(SessionKit::peer_addresses(1)));
+      if (cancelled) CHECK(transfer->cancel());
+      const Error lost(code, "gone");
+      kit.host.end_write(&lost);
+      CHECK(kit.link->closed);
+      CHECK(kit.link->sent.empty());
+      CHECK(failure(*transfer) == (cancelled ? ErrorCode::kCancelled : code));
+      kit.session->say_drained();
+      kit.session->on_closed(lost);
+      CHECK(kit.link->sent.empty());
+      CHECK(is_unread(kit, from));
+    }
+  }
+}
+
 TEST_CASE("a handle keeps neither the link nor the routes of a peer that is lost") {
   SessionKit kit;
   const auto writing = kit.session->transfer(request_for(kit, 2));

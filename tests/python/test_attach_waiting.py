@@ -20,7 +20,7 @@ from kit import refused, small_pool
 
 import kvpool
 from kvpool import Fenced
-from kvpool.cluster import waiting
+from kvpool import waiting
 
 __all__ = ["url"]
 

@@ -158,7 +158,7 @@ std::shared_ptr<Transfer> ServiceImpl::fetch(FetchRequest&& request, const Given
 // --- threads ---
 
 void ServiceImpl::write(WriteJob&& job) {
-  if (job.request.after != nullptr) {
+  if (pool_.on_device()) {
     job.done = [this, done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
       // With the GPU went the content of every block on it.
       if (error != nullptr && error->code() == ErrorCode::kDeviceLost) pool_.fail(*error);

@@ -22,6 +22,12 @@ std::optional<Error> failure_of(Work&& work) {
   }
 }
 
+// Whether a write that ends so may have begun what nobody calls back: the route lost its peer, or this side the GPU
+// that was copying. Then the peer must not hear that nothing is written any more.
+inline bool breaks_route(const Error& error) noexcept {
+  return error.code() == ErrorCode::kPeerLost || error.code() == ErrorCode::kDeviceLost;
+}
+
 // The error as a peer is told it. That this side has lost its GPU is to the peer that it has lost this side; that a way
 // to the peer broke down, that this side cannot do it.
 inline Error for_peer(const Error& error) {

@@ -224,7 +224,7 @@ void Session::finish_push(std::uint64_t id, std::span<const Address> held, const
     pushes_.erase(id);
   }
   // What a broken route had begun may be on its way: an answer would say that it is not.
-  if (error != nullptr && error->code() == ErrorCode::kPeerLost) return on_route_broken(*error);
+  if (error != nullptr && breaks_route(*error)) return on_route_broken(*error);
   // Stopped while it waited for the GPU, because the two part: nobody has cancelled anything.
   const bool parted = error != nullptr && error->code() == ErrorCode::kCancelled && lost();
   Bytes answer;

@@ -229,7 +229,7 @@ void Outgoing::plan_writes() {
 void Outgoing::give_up(Lock& lock, const Error& why, bool wait_for_peer) {
   const auto self = shared_from_this();
   // A route that broke may have bytes on their way that nobody calls back: the peer must not hear that there are none.
-  const bool tell = !is_quiet() && !session_->lost() && why.code() != ErrorCode::kPeerLost;
+  const bool tell = !is_quiet() && !session_->lost() && !broken_ && why.code() != ErrorCode::kPeerLost;
   why_ = why;
   if (!tell || !wait_for_peer) {
     end(lock, why_);

@@ -80,6 +80,7 @@ class Outgoing final : public AwaitedTransfer {
   bool reading_ = false;      // holds on the sources
   bool lent_ = false;         // marks on the named destinations
   bool told_ = false;         // that it is complete, and the peer has not answered
+  bool broken_ = false;       // a write may go on although it has ended: see breaks_route()
   std::optional<Error> why_;  // it is to end with this, once the write under way has ended
   std::vector<Address> addresses_;
   std::vector<Address> write_to_;  // for blocks [held_, ...) of the request

@@ -74,7 +74,14 @@ WriteJob Outgoing::next_job() {
 }
 
 void Outgoing::on_written(const WriteOutcome& outcome, const Error* error) {
-  if (error != nullptr && error->code() == ErrorCode::kPeerLost) session_->on_route_broken(*error);
+  if (error != nullptr && breaks_route(*error)) {
+    {
+      const Lock lock(mutex_);  // before the link ends, and with it all transfers that have no reason of their own
+      broken_ = true;
+      if (!why_) why_ = *error;
+    }
+    session_->on_route_broken(*error);
+  }
   Lock lock(mutex_);
   KVPOOL_DCHECK(phase_ == Phase::kWriting);
   stats_.calls += outcome.calls;

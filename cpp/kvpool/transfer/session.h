@@ -99,8 +99,8 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   std::uint32_t writes_under_way() const noexcept override { return writes_.load(); }
   // Tells the peer, once, that this side writes nothing any more. REQUIRES: that is so, and stays so.
   void say_drained() noexcept;
-  // A route says that its peer is lost. What it had begun may be on its way, so the session ends, and does not say that
-  // it is drained.
+  // A route says that its peer is lost, or the GPU that was copying is. What it had begun may be on its way, so the
+  // session ends, and does not say that it is drained.
   void on_route_broken(const Error& why) noexcept;
   // Whether the peer has said the same.
   bool peer_drained() const noexcept { return peer_drained_.load(std::memory_order_acquire); }
