@@ -109,6 +109,26 @@ TEST_CASE("swaps in of the same pages, and of some of them, find what an earlier
   }
 }
 
+TEST_CASE("a copy that the ranks cannot do now fails the swap alone: all is as before, and the next one works") {
+  HeldPool held(8, 8);
+  const Tokens hot = held.store(1, 3);
+  const Tokens cold = held.store(2, 2, Medium::kDram);
+  const Addresses before = match(held.pool, cold).addresses;
+  held.mover.fail(ErrorCode::kState);
+  CHECK(code_of([&] { held.pool->swap_out(3); }) == ErrorCode::kState);
+  CHECK(code_of([&] { swap_in(held.pool, before); }) == ErrorCode::kState);
+  const auto later = held.pool->begin_swap_in(before, {});
+  REQUIRE(eventually([&] { return later->done(); }));
+  CHECK(code_of([&] { later->rethrow_if_failed(); }) == ErrorCode::kState);
+  CHECK(match(held.pool, cold).addresses == before);
+  CHECK(all_in(match(held.pool, hot).addresses, Medium::kHbm));
+  for (const Medium medium : {Medium::kHbm, Medium::kDram}) CHECK(held.count(medium, BlockState::kReserved) == 0);
+  held.pool->audit();
+  held.mover.fail(std::nullopt);
+  CHECK(held.pool->swap_out(3).size() == 3);
+  CHECK(all_in(swap_in(held.pool, before).addresses, Medium::kHbm));
+}
+
 TEST_CASE("an allocation in DRAM waits for the blocks that a swap in is about to leave") {
   HeldPool held(4, 4);
   const Addresses cold = match(held.pool, held.store(1, 4, Medium::kDram)).addresses;  // nobody reads them on

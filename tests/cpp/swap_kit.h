@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "kvpool/base/error.h"
 #include "kvpool/blocks/device_mover.h"
 #include "kvpool/pool/swap_handle.h"
 #include "kvpool/pool/tier_mover.h"
@@ -42,7 +43,7 @@ class HeldMover final : public TierMover {
  public:
   ~HeldMover() = default;
 
-  void move(const Address* from, const Address* /*to*/, std::size_t /*n*/) noexcept override {
+  void move(const Address* from, const Address* /*to*/, std::size_t /*n*/) override {
     const TierWay way = medium_of(from[0]) == Medium::kHbm ? TierWay::kOut : TierWay::kIn;
     std::unique_lock lock(mutex_);
     Side& own = side(way);
@@ -51,8 +52,14 @@ class HeldMover final : public TierMover {
     late_ = !changed_.wait_for(lock, kLong, [&] { return !own.held || own.ended < own.let_go; }) || late_;
     ++own.ended;
     changed_.notify_all();
+    if (fails_) throw Error(*fails_, "it cannot be done now");
   }
 
+  // From now on: each copy fails with this, or none.
+  void fail(std::optional<ErrorCode> with) {
+    const std::lock_guard lock(mutex_);
+    fails_ = with;
+  }
   // From now on.
   void hold(TierWay way, bool held) {
     const std::lock_guard lock(mutex_);
@@ -91,6 +98,7 @@ class HeldMover final : public TierMover {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::array<Side, 2> sides_;
+  std::optional<ErrorCode> fails_;
   bool late_ = false;
 };
 

@@ -129,6 +129,10 @@ class RemoteRank final : public RankWriter {
 // Answers of several ranks to one question.
 struct Poll {
   explicit Poll(std::size_t n) : missing(n) {}
+  void expect() {
+    const std::lock_guard lock(mutex);
+    ++missing;
+  }
   void take(const std::optional<Error>& error) {
     const std::lock_guard lock(mutex);
     if (error && !failure) failure = error;
@@ -333,33 +337,47 @@ void RankHub::depart(std::uint64_t meeting, const Error& /*why*/, std::function<
   }
 }
 
-void RankHub::move(const Address* from, const Address* to, std::size_t n) noexcept {
+void RankHub::move(const Address* from, const Address* to, std::size_t n) {
   try {
     for (std::size_t done = 0; done < n;) {
       const std::size_t part = std::min(n - done, kAddressesMax);  // what one message takes
       move_part({{from + done, from + done + part}, {to + done, to + done + part}});
       done += part;
     }
-  } catch (const std::exception& failure) {
-    on_rank_closed(std::nullopt,
-                   Error(ErrorCode::kPeerLost, std::string("blocks could not be moved: ") + failure.what()));
+  } catch (const Error& error) {
+    // A rank that merely could not do it has its blocks as they were, and so has the instance.
+    if (error.code() == ErrorCode::kPeerLost || error.code() == ErrorCode::kDeviceLost) {
+      on_rank_closed(std::nullopt,
+                     Error(ErrorCode::kPeerLost, std::string("blocks could not be moved: ") + error.what()));
+    }
+    throw;
   }
 }
 
 // Throws what the first rank that could not do it says.
 void RankHub::move_part(const CopyBody& body) {
   const auto ranks = joined();
-  const auto poll = std::make_shared<Poll>(ranks.size());
-  for (const auto& rank : ranks) {
-    const auto answered = [poll](const Message* answer, const Error* why) { take_answer(*poll, answer, why); };
-    try {
-      rank->ask(FrameKind::kCopy, write_body(body), answered);
-    } catch (const Error& error) {
-      poll->take(error);
+  const auto poll = std::make_shared<Poll>(0);
+  {
+    // A rank that was asked writes these blocks until it has answered, whatever else fails: the caller gives them back.
+    struct Settled {
+      Poll& poll;
+      ~Settled() {
+        std::unique_lock lock(poll.mutex);
+        poll.changed.wait(lock, [&] { return poll.missing == 0; });
+      }
+    } const settled{*poll};
+    for (const auto& rank : ranks) {
+      poll->expect();
+      try {
+        rank->ask(FrameKind::kCopy, write_body(body),
+                  [poll](const Message* answer, const Error* why) { take_answer(*poll, answer, why); });
+      } catch (...) {
+        poll->take(std::nullopt);  // it was not asked
+        throw;
+      }
     }
   }
-  std::unique_lock lock(poll->mutex);
-  poll->changed.wait(lock, [&] { return poll->missing == 0; });
   if (poll->failure) throw Error(*poll->failure);
 }
 

@@ -59,9 +59,10 @@ class RankHub final : public RankSet, public TierMover {
   void depart(std::uint64_t meeting, const Error& why, std::function<void()> clear) override;
 
   // --- TierMover ---
-  // Copies blocks within every rank, and waits. When a rank is lost meanwhile the instance is, so that nobody reads
-  // what was not copied.
-  void move(const Address* from, const Address* to, std::size_t n) noexcept override;
+  // Copies blocks within every rank, and waits for all that were asked. Throws what the first that could not do it
+  // says: kState (a CUDA graph is being captured there), kOutOfMemory, kUnsupported, kBusy; kPeerLost when a rank is
+  // lost meanwhile, and then the instance is.
+  void move(const Address* from, const Address* to, std::size_t n) override;
 
   // Ranks are told that the scheduler leaves. Idempotent.
   void close() noexcept;

@@ -10,8 +10,9 @@ namespace kvpool {
 
 class TierMover {
  public:
-  // Copies block from[i] to block to[i], and returns when all are copied.
-  virtual void move(const Address* from, const Address* to, std::size_t n) noexcept = 0;
+  // Copies block from[i] to block to[i], and returns when all are copied. Throws Error, std::bad_alloc: then the
+  // content of `to` is undefined, and nothing writes there any more, unless the instance is lost with it.
+  virtual void move(const Address* from, const Address* to, std::size_t n) = 0;
 
  protected:
   ~TierMover() = default;

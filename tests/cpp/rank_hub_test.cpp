@@ -1,0 +1,122 @@
+// What the scheduler of a logical instance makes of what its ranks answer, with links that follow a script.
+#include "kvpool/pool/rank_hub.h"
+
+#include <doctest/doctest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "kvpool/transfer/messages.h"
+#include "thrown.h"
+
+namespace kvpool::testing {
+namespace {
+
+// To a rank that answers, in the thread that asks, as the test says.
+class RankLink final : public Link {
+ public:
+  void send(Message&& message) override { on_sent(message.id); }
+  void send_data(std::uint64_t, std::span<const std::byte>, std::span<const iovec>, std::int64_t,
+                 const std::atomic<bool>*) override {}
+  bool drive(std::int64_t, const std::function<bool()>& done) override { return done(); }
+  void wake() noexcept override {}
+  int descriptor(std::size_t) const noexcept override { return -1; }
+  int pidfd() const noexcept override { return -1; }
+  std::string describe() const override { return "script"; }
+  std::int64_t process() const noexcept override { return 0; }
+  void close(const Error&) noexcept override {}
+
+  std::function<void(std::uint64_t id)> on_sent = [](std::uint64_t) {};
+};
+
+// A scheduler with its two ranks.
+struct Instance {
+  static Sharding two_ranks() {
+    Parallel parallel;
+    parallel.tp = 2;
+    return {{2, 2, 4, 4, 4}, parallel};
+  }
+  Instance() : hub(two_ranks(), {8, 8}, [this](const Error& why) { lost = why.code(); }) {
+    for (std::uint32_t rank = 0; rank < 2; ++rank) {
+      const Layout layout = hub.sharding().rank_layout(rank, true);
+      PeerCard card;
+      card.rank = rank;
+      card.block_tokens = static_cast<std::uint32_t>(layout.block_tokens);
+      card.piece_bytes.assign(layout.piece_bytes.begin(), layout.piece_bytes.end());
+      card.media[0].blocks = card.media[1].blocks = 8;
+      handlers.push_back(hub.admit(links.emplace_back(std::make_shared<RankLink>()), card));
+    }
+  }
+  void answer(std::size_t rank, std::uint64_t id, std::optional<ErrorCode> refusal = std::nullopt) {
+    Message message;
+    message.id = id;
+    message.kind = refusal ? FrameKind::kRefused : FrameKind::kDone;
+    if (refusal) message.body = write_error(Error(*refusal, "it cannot now"));
+    handlers[rank]->on_message(std::move(message));
+  }
+  // From now on, at once.
+  void answers(std::size_t rank, std::optional<ErrorCode> refusal = std::nullopt) {
+    links[rank]->on_sent = [this, rank, refusal](std::uint64_t id) { answer(rank, id, refusal); };
+  }
+  std::optional<ErrorCode> move() {
+    const Address from = make_address(0, Medium::kHbm, 1, 3);
+    const Address to = make_address(0, Medium::kDram, 1, 2);
+    return code_of([&] { hub.move(&from, &to, 1); });
+  }
+
+  std::optional<ErrorCode> lost;
+  RankHub hub;
+  std::vector<std::shared_ptr<RankLink>> links;
+  std::vector<std::shared_ptr<LinkHandler>> handlers;
+};
+
+TEST_CASE("a rank that cannot copy now fails the move, and the instance goes on") {
+  for (const ErrorCode code : {ErrorCode::kState, ErrorCode::kOutOfMemory, ErrorCode::kUnsupported}) {
+    CAPTURE(static_cast<int>(code));
+    Instance instance;
+    instance.answers(0);
+    instance.answers(1, code);
+    CHECK(instance.move() == code);
+    CHECK_FALSE(instance.lost);
+    instance.answers(1);
+    CHECK_FALSE(instance.move());
+  }
+}
+
+TEST_CASE("a rank that is lost in a move is the end of the instance") {
+  Instance instance;
+  instance.answers(0);
+  instance.links[1]->on_sent = [&](std::uint64_t) {
+    instance.handlers[1]->on_closed(Error(ErrorCode::kDeviceLost, "the GPU is gone"));
+  };
+  CHECK(instance.move() == ErrorCode::kPeerLost);
+  CHECK(instance.lost == ErrorCode::kPeerLost);
+  CHECK(instance.move() == ErrorCode::kPeerLost);
+}
+
+TEST_CASE("a move that one rank could not be asked for ends when the others have answered") {
+  Instance instance;
+  std::atomic<std::uint64_t> asked{0};
+  std::atomic<bool> answered{false};
+  instance.links[0]->on_sent = [&](std::uint64_t id) { asked = id; };
+  instance.links[1]->on_sent = [](std::uint64_t) { throw Error(ErrorCode::kBusy, "too much is queued"); };
+  std::thread rank([&] {
+    while (asked == 0) usleep(100);
+    usleep(20'000);  // long enough that one who does not wait is seen
+    answered = true;
+    instance.answer(0, asked);
+  });
+  CHECK(instance.move() == ErrorCode::kBusy);
+  CHECK(answered);
+  rank.join();
+  CHECK_FALSE(instance.lost);
+}
+
+}  // namespace
+}  // namespace kvpool::testing
