@@ -7,7 +7,9 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "kvpool/base/error.h"
 #include "kvpool/cuda/driver.h"
+#include "kvpool/cuda/lasting.h"
 
 namespace kvpool {
 namespace {
@@ -196,6 +198,10 @@ TEST_CASE("cuda abi: errors that end a context are a lost device, and others are
        {CUDA_ERROR_NOT_SUPPORTED, CUDA_ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
         CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, CUDA_ERROR_NOT_PERMITTED}) {
     CHECK(fault_of(result) == CudaFault::kUnsupported);
+    CHECK(is_lasting(Error(ErrorCode::kUnsupported, "a call failed", {{"driver_code", result}})));
+  }
+  for (const CUresult result : {CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_OPERATING_SYSTEM, CUDA_ERROR_UNKNOWN}) {
+    CHECK_FALSE(is_lasting(Error(ErrorCode::kUnsupported, "a call failed", {{"driver_code", result}})));
   }
 }
 

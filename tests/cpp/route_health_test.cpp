@@ -216,6 +216,39 @@ TEST_CASE("a write tells the route's health how it went, and throws what the rou
   CHECK(route.writes == 5);
 }
 
+TEST_CASE("an odd answer of the CUDA driver does not put a route out for good; that it cannot do it does") {
+  struct Odd final : Route {
+    const char* name() const noexcept override { return "odd"; }
+    RouteTraits traits() const noexcept override { return {}; }
+    double estimate_us(std::uint64_t, std::uint64_t) const noexcept override { return 1; }
+    WriteOutcome write(const WriteRequest&) override { throw Error(why); }
+    void close() noexcept override {}
+    Error why{ErrorCode::kUnsupported, "by its own word"};
+  };
+  for (const int result : {1, 304, 999}) {  // an argument, the operating system, unknown
+    CAPTURE(result);
+    Odd route;
+    route.why = Error(ErrorCode::kUnsupported, "odd", {{"driver_code", result}});
+    const auto error = error_of([&] { write_by(route, {}); });
+    REQUIRE(error);
+    CHECK(error->code() == ErrorCode::kRouteFailed);
+    CHECK(error->fields() == route.why.fields());
+    CHECK(route.health().able());
+    REQUIRE(route.health().report());
+    CHECK(route.health().report()->why == "odd");
+  }
+  for (const int result : {217, 801}) {
+    CAPTURE(result);
+    Odd route;
+    route.why = Error(ErrorCode::kUnsupported, "never", {{"driver_code", result}});
+    CHECK(code_of([&] { write_by(route, {}); }) == ErrorCode::kUnsupported);
+    CHECK_FALSE(route.health().able());
+  }
+  Odd route;
+  CHECK(code_of([&] { write_by(route, {}); }) == ErrorCode::kUnsupported);
+  CHECK_FALSE(route.health().able());
+}
+
 TEST_CASE("a route that learns by itself what it does not reach is as good as before for the rest") {
   class Learning final : public Route {
    public:

@@ -306,7 +306,7 @@ void RankNodeImpl::answer(FrameKind kind, std::uint64_t id, Bytes body) noexcept
 
 void RankNodeImpl::answer(std::uint64_t id, const std::optional<Error>& failure) noexcept {
   try {
-    if (failure) return answer(FrameKind::kRefused, id, write_error(*failure));
+    if (failure) return answer(FrameKind::kRefused, id, write_error(for_peer(*failure)));
     answer(FrameKind::kDone, id, {});
   } catch (const std::exception&) {
     answer(FrameKind::kRefused, id, {});  // not even memory for the reason: it ends the link

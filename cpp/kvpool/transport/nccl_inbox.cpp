@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kvpool/base/error.h"
+#include "kvpool/cuda/lasting.h"
 #include "kvpool/transport/data_body.h"
 #include "kvpool/transport/reactor.h"
 
@@ -24,7 +25,7 @@ std::string text_of(const std::exception& error) noexcept {
 // Whether the sender should try again.
 NcclOutcome outcome_of(const std::exception& failure) noexcept {
   const auto* const error = dynamic_cast<const Error*>(&failure);
-  return error != nullptr && error->code() == ErrorCode::kUnsupported ? NcclOutcome::kUnable : NcclOutcome::kFailed;
+  return error != nullptr && is_lasting(*error) ? NcclOutcome::kUnable : NcclOutcome::kFailed;
 }
 
 }  // namespace

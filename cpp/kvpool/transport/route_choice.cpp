@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "kvpool/cuda/lasting.h"
 #include "kvpool/transport/reactor.h"
 
 namespace kvpool {
@@ -61,8 +62,16 @@ WriteOutcome write_by(Route& route, const WriteRequest& request) {
     // One that has learnt from it what it cannot do serves all else as before.
     const bool learnt =
         !carries(route, from, to) || (error.code() == ErrorCode::kUnsupported && !route.suits(from, to));
-    if (!learnt) route.health().failed(error, began_ns, monotonic_ns());
-    throw;
+    if (learnt) throw;
+    if (error.code() != ErrorCode::kUnsupported || is_lasting(error)) {
+      route.health().failed(error, began_ns, monotonic_ns());
+      throw;
+    }
+    // One odd answer of the driver, which it may not give again.
+    Error failed(ErrorCode::kRouteFailed, error.what());
+    for (const auto& [name, value] : error.fields()) failed.add(name, value);
+    route.health().failed(failed, began_ns, monotonic_ns());
+    throw failed;
   }
 }
 

@@ -25,7 +25,7 @@ std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> ro
                                       std::int64_t now_ns);
 
 // Writes by it, and tells its health how that went, unless the route itself says from then on that it does not do such
-// writes. Throws what Route::write throws.
+// writes. Throws what Route::write throws; kRouteFailed for kUnsupported that may be another time: see is_lasting().
 WriteOutcome write_by(Route& route, const WriteRequest& request);
 
 }  // namespace kvpool
