@@ -56,8 +56,8 @@ class CudaRoute final : public Route {
   RouteTraits traits() const noexcept override { return {.one_sided = true, .by_caller = true, .waits = false}; }
   bool reaches(Medium medium) const noexcept override {
     if (peer_[static_cast<std::size_t>(medium_index(medium))].blocks == 0) return false;
-    const auto mapped = this->mapped();
-    return mapped != nullptr && !mapped->reach.refused(medium);
+    const std::lock_guard lock(mutex_);
+    return mapped_ != nullptr && !mapped_->reach.refused(medium);
   }
   bool reads(Medium medium) const noexcept override {
     return local_.spans[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
@@ -70,8 +70,9 @@ class CudaRoute final : public Route {
     return false;
   }
   bool ready(const Reach& from, const Reach& to) noexcept override {
-    const auto mapped = reads_gpu(from) ? this->mapped() : nullptr;
-    return mapped == nullptr || mapped->reach.ready(to);
+    if (!reads_gpu(from)) return true;
+    const std::lock_guard lock(mutex_);
+    return mapped_ == nullptr || mapped_->reach.ready(to);
   }
   double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override {
     return cost_.estimate_us(pieces, bytes, monotonic_ns());
@@ -106,7 +107,8 @@ class CudaRoute final : public Route {
   }
 
  private:
-  // Null once the route is closed; closed_ is set by then.
+  // For a write, which this side counts: nobody else may be the last to hold it. Null once the route is closed; closed_
+  // is set by then.
   std::shared_ptr<MappedSide> mapped() const noexcept {
     const std::lock_guard lock(mutex_);
     return mapped_;
