@@ -19,7 +19,18 @@ constexpr std::int64_t kLookNs = 5'000'000;       // how often a waiting write l
 constexpr std::int64_t kGraceNs = 20'000'000;     // for the flush of a write that is late or cancelled
 constexpr std::int64_t kLetGoNs = 2'000'000'000;  // for UCX, to complete what a closed endpoint had under way
 
+// Of a put for which UCX has no way between the two kinds of memory: its newer protocols take the put and cancel it, at
+// once or later, where the older ones refuse it.
+bool says_no_way(ucs_status_t why) noexcept {
+  return why == UCS_ERR_UNSUPPORTED || why == UCS_ERR_UNREACHABLE || why == UCS_ERR_CANCELED;
+}
+
 }  // namespace
+
+void UcxWrite::Pending::note(ucs_status_t why, bool of_put) noexcept {
+  ucs_status_t& first = of_put && says_no_way(why) ? unable : status;
+  if (first == UCS_OK) first = why;
+}
 
 UcxWrite::UcxWrite(UcxWorkerCore& worker, std::shared_ptr<UcxPeer> peer, const WriteRequest& request,
                    const std::string& name, int pidfd)
@@ -52,8 +63,8 @@ void UcxWrite::on_done(void* request, ucs_status_t status, void* slot) noexcept 
   pending.bytes -= done->bytes;
   if (status == UCS_OK) {
     pending.bytes_done += done->bytes;
-  } else if (pending.status == UCS_OK) {
-    pending.status = status;
+  } else {
+    pending.note(status, done->bytes > 0);  // a flush has none
   }
   pending.free[pending.free_count++] = done;
   pending.worker->ucx().request_free(request);
@@ -74,12 +85,9 @@ ucp_request_param_t UcxWrite::params_for(std::size_t bytes) noexcept {
 bool UcxWrite::start(ucs_status_ptr_t request, std::size_t bytes) noexcept {
   if (request == nullptr) {
     pending_->bytes_done += bytes;
-  } else if (UCS_PTR_IS_ERR(request) && UCS_PTR_STATUS(request) == UCS_ERR_UNSUPPORTED && outcome_.calls == 0) {
-    stop_ = Stop::kUnable;  // it has no way between these two kinds of memory; nothing has begun
-    return false;
   } else if (UCS_PTR_IS_ERR(request)) {
-    if (pending_->status == UCS_OK) pending_->status = UCS_PTR_STATUS(request);
-    stop_ = Stop::kLost;
+    pending_->note(UCS_PTR_STATUS(request), bytes > 0);
+    stop_ = pending_->status == UCS_OK ? Stop::kUnable : Stop::kLost;
     return false;
   } else {
     --pending_->free_count;
@@ -166,7 +174,8 @@ bool UcxWrite::has_room(std::size_t bytes) const noexcept {
 bool UcxWrite::wait_for_room(std::size_t bytes) {
   while (!has_room(bytes)) {
     const std::int64_t now = monotonic_ns();
-    worker_.wait(lock_, std::min(request_.deadline_ns, now + kLookNs), [&] { return has_room(bytes) || lost(); });
+    worker_.wait(lock_, std::min(request_.deadline_ns, now + kLookNs),
+                 [&] { return has_room(bytes) || lost() || pending_->unable != UCS_OK; });
     look_at_process();
     report_progress();
     stop_ = look_for_stop(monotonic_ns());
@@ -182,6 +191,7 @@ bool UcxWrite::lost() noexcept {
 UcxWrite::Stop UcxWrite::look_for_stop(std::int64_t now_ns) noexcept {
   if (lost()) return Stop::kLost;
   if (request_.cancelled != nullptr && request_.cancelled->load(std::memory_order_relaxed)) return Stop::kCancelled;
+  if (pending_->unable != UCS_OK) return Stop::kUnable;
   return now_ns >= request_.deadline_ns ? Stop::kDeadline : Stop::kNone;
 }
 
@@ -202,20 +212,24 @@ bool UcxWrite::flush() {
   return pending_->count() == 0 && !lost();
 }
 
+// A put that was cancelled says that there is no way, or that the endpoint is about to fail. The flush tells: it works
+// on an endpoint that stands, and then nothing of this write is under way any more.
 WriteOutcome UcxWrite::finish() {
-  const bool flushed = outcome_.calls == 0 || (!lost() && flush());
+  const bool doubted = pending_->unable != UCS_OK && pending_->unable != UCS_ERR_UNSUPPORTED;
+  const bool flushed = (outcome_.calls == 0 && !doubted) || (!lost() && flush());
   if (!flushed || lost()) {
     abandon();
     throw_stop(Stop::kLost);
   }
   report_progress();
+  if (stop_ == Stop::kNone && pending_->unable != UCS_OK) stop_ = Stop::kUnable;
   if (stop_ != Stop::kNone) throw_stop(stop_);
   return outcome_;
 }
 
 // Makes UCX let go. The endpoint is lost with it: puts cannot be taken back one by one.
 void UcxWrite::abandon() noexcept {
-  if (outcome_.calls > 0 || lost()) worker_.shut(lock_, *peer_);
+  if (outcome_.calls > 0 || pending_->count() > 0 || lost()) worker_.shut(lock_, *peer_);
   if (worker_.wait(lock_, monotonic_ns() + kLetGoNs, [&] { return pending_->count() == 0; })) return;
   // UCX broke its word. What it may still call back with stays where it is.
   static_cast<void>(pending_.release());
@@ -230,8 +244,8 @@ void UcxWrite::throw_stop(Stop why) {
     case Stop::kDeadline:
       throw Error(ErrorCode::kDeadline, "the write to " + name_ + " was not done by its deadline");
     case Stop::kUnable:
-      throw Error(ErrorCode::kUnsupported,
-                  "UCX " + worker_.ucx().version + " has no way from this memory to that of " + name_);
+      throw Error(ErrorCode::kUnsupported, "UCX " + worker_.ucx().version + " has no way from this memory to that of " +
+                                               name_ + ": it says " + worker_.ucx().status_string(pending_->unable));
     default:
       break;
   }

@@ -48,7 +48,9 @@ class UcxWrite {
     std::size_t bytes = 0;  // of the operations under way
     std::uint64_t bytes_done = 0;
     ucs_status_t status = UCS_OK;  // the first error
+    ucs_status_t unable = UCS_OK;  // of a put, the first that says that there is no way: see finish()
 
+    void note(ucs_status_t why, bool of_put) noexcept;
     std::size_t count() const noexcept { return slots.size() - free_count; }
   };
 
