@@ -124,6 +124,18 @@ TEST_CASE("ucx on a GPU: memory is registered as what it is, and one key opens a
   CHECK(fake().unmapped == 2);
 }
 
+TEST_CASE("ucx on a GPU: what it takes is given to peers as handles, unless the driver keeps it alive for them") {
+  const UcxLibrary ucx = table(22);
+  CHECK(UcxMemory(ucx, nullptr, local(UcxGpuMemory::kPlain)).gives_handles());
+  CHECK(UcxMemory(ucx, nullptr, local(UcxGpuMemory::kTensors)).gives_handles());
+  CHECK_FALSE(UcxMemory(ucx, nullptr, local(UcxGpuMemory::kVirtual)).gives_handles());
+  UcxLocal host = local(UcxGpuMemory::kPlain);
+  host.on_gpu[0].reset();
+  CHECK_FALSE(UcxMemory(ucx, nullptr, host).gives_handles());
+  fake().has_cuda = false;  // then the medium is left out
+  CHECK_FALSE(UcxMemory(ucx, nullptr, local(UcxGpuMemory::kPlain)).gives_handles());
+}
+
 TEST_CASE("ucx on a GPU: an engine's tensors are registered one by one, though they touch") {
   const UcxLibrary ucx = table(22);
   const UcxMemory memory(ucx, nullptr, local(UcxGpuMemory::kTensors));

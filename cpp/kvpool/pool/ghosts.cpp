@@ -22,7 +22,7 @@ constexpr std::int64_t kRetryAfterUs = 10'000;
 void Ghosts::add(const std::shared_ptr<Parted>& session, const std::shared_ptr<Link>& link,
                  RouteMaker::Exposure exposure) {
   // Or has memory open that must not be freed before.
-  const bool may_write = session->awaits_proof() || (exposure.by_handle && !session->said_over());
+  const bool may_write = session->awaits_proof() || exposure.may_hold(session->said_over());
   if (!may_write && !exposure.by_ucx && session->writes_under_way() == 0) return;
   {
     const std::lock_guard lock(mutex_);

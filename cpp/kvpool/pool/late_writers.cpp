@@ -34,7 +34,7 @@ void add_late_writer(const RouteMaker& routes, const std::shared_ptr<Parted>& pa
     writer.fence = [party, link] { return party->link_ended() && RouteMaker::fence(*link); };
     may_write = true;
   }
-  if ((exposure.by_address && party->awaits_proof()) || (exposure.by_handle && !party->said_over())) {
+  if ((exposure.by_address && party->awaits_proof()) || exposure.may_hold(party->said_over())) {
     writer.process = process_of(party->peer(), *link);
     if (exposure.by_gpu) writer.settle_ns = Ghosts::kGpuSettleNs;
     may_write = may_write || writer.process;

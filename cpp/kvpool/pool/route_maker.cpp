@@ -209,6 +209,7 @@ void RouteMaker::prepare_ucx(const std::string& where) {
     const bool hbm = i == static_cast<std::size_t>(medium_index(Medium::kHbm));
     notes_.push_back(std::string("the route ucx leaves out ") + (hbm ? "HBM" : "DRAM") + ": " + why);
   }
+  ucx_gives_handles_ = ucx_->gives_handles();
   if (takes_any || notes_.empty()) return;
   ucx_.reset();
   throw Error(
@@ -323,8 +324,11 @@ RouteMaker::Exposure RouteMaker::exposure(const PeerCard& peer, const Link& link
       std::ranges::any_of(peer.media, [](const CardMedium& medium) { return medium.kind == MemoryKind::kGpu; });
   const bool loopback = both("loopback") && link.process() == getpid();
   const bool by_ipc = has_gpu && same_host && local_link && both("cuda_ipc");
-  exposure.by_gpu = by_ipc || (has_gpu && ((same_host && both("ucx")) || loopback));
-  exposure.by_handle = by_ipc && gives_handles();
+  // UCX opens handles for a peer without blocks on a GPU, too; those of its own process it does not.
+  const bool here = link.process() > 0 ? link.process() == getpid() : peer.pid == static_cast<std::uint64_t>(getpid());
+  exposure.until_exit = same_host && !here && both("ucx") && ucx_gives_handles_;
+  exposure.by_gpu = by_ipc || exposure.until_exit || (has_gpu && ((same_host && both("ucx")) || loopback));
+  exposure.by_handle = (by_ipc && gives_handles()) || exposure.until_exit;
   exposure.by_process =
       exposure.by_gpu || (same_host && (both("ucx") || both("cma") || (both("shm") && local_link))) || loopback;
   return exposure;

@@ -83,8 +83,11 @@ class RouteMaker {
     bool by_address = false;  // of these, to addresses of this process, whatever memory is there by then
     bool by_gpu = false;      // of these, by a GPU that its process has set to work: see Ghosts
     bool by_handle = false;   // of these, to memory that it has open, and that must not be freed before it is closed
+    bool until_exit = false;  // of these, by UCX: open until its process has ended, whatever it says
     bool by_ucx = false;      // UCX writes, also what is on its way: fence() is the proof
     bool any() const noexcept { return by_process || by_ucx; }
+    // Whether it may have memory open. `said_over`: it has said that it writes no more.
+    bool may_hold(bool said_over) const noexcept { return by_handle && (until_exit || !said_over); }
   };
   Exposure exposure(const PeerCard& peer, const Link& link) const;
   // Ends what arrives by UCX over this link. May take seconds. False when UCX did not let go.
@@ -107,6 +110,7 @@ class RouteMaker {
   CopyTeam team_;
   const NcclLibrary* nccl_ = nullptr;
   const NcclLimits nccl_limits_;
+  bool ucx_gives_handles_ = false;  // set by the constructor
   std::vector<std::string> notes_;  // set by the constructor
   NcclRun run_;
   mutable std::mutex mutex_;

@@ -37,6 +37,7 @@ class UcxContextCore final : public UcxContext, public std::enable_shared_from_t
 
   std::shared_ptr<UcxWorker> make_worker() override;
   const std::array<std::string, kMediaCount>& refused() const noexcept override { return memory_->refused(); }
+  bool gives_handles() const noexcept override { return memory_->gives_handles(); }
 
   const UcxLibrary& ucx() const noexcept { return ucx_; }
   ucp_context_h handle() const noexcept { return context_; }

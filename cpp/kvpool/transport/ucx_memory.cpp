@@ -63,6 +63,7 @@ UcxMemory::UcxMemory(const UcxLibrary& ucx, ucp_context_h context, const UcxLoca
         regions_.insert(regions_.end(), std::make_move_iterator(mapped.begin()), std::make_move_iterator(mapped.end()));
         mapped.clear();
         on_gpu_[i] = gpu.has_value();
+        gives_handles_ = gives_handles_ || (gpu && *gpu != UcxGpuMemory::kVirtual);
       } catch (const Error& error) {
         if (!gpu) throw;
         unmap(mapped);

@@ -49,6 +49,9 @@ class UcxMemory {
   const MediaSpans& spans() const noexcept { return spans_; }
   const Reach& on_gpu() const noexcept { return on_gpu_; }
   const std::array<std::string, kMediaCount>& refused() const noexcept { return refused_; }
+  // Some of it is memory that UCX gives to peers as an IPC handle. What was made by cuMemCreate is none: who has
+  // imported it keeps it alive.
+  bool gives_handles() const noexcept { return gives_handles_; }
   // In a forked child: forget everything, free nothing.
   void abandon() noexcept { regions_.clear(); }
 
@@ -60,6 +63,7 @@ class UcxMemory {
   ucp_context_h context_;
   MediaSpans spans_;
   Reach on_gpu_{};
+  bool gives_handles_ = false;
   std::array<std::string, kMediaCount> refused_;
   std::vector<Region> regions_;  // in order of addresses
 };

@@ -88,6 +88,9 @@ class UcxContext {
 
   // Why a medium that is on a GPU is not reached by UCX, by medium_index(); empty for one that is.
   virtual const std::array<std::string, kMediaCount>& refused() const noexcept = 0;
+  // Its keys hold IPC handles. A peer's UCX opens them, and keeps them open when the route is closed, and the worker:
+  // the end of its process alone is known to close them.
+  virtual bool gives_handles() const noexcept = 0;
 
   virtual std::shared_ptr<UcxWorker> make_worker() = 0;
 };
