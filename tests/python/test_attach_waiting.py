@@ -19,8 +19,7 @@ from attach_kit import eventually, join, member, names, url
 from kit import refused, small_pool
 
 import kvpool
-from kvpool import Fenced
-from kvpool import waiting
+from kvpool import Fenced, waiting
 
 __all__ = ["url"]
 
