@@ -28,7 +28,7 @@ std::shared_ptr<Swap> Pool::make_swap(const CallerStream& after) {
   check_stream(after);
   std::shared_ptr<const DeviceOrder> order;
   Turnover since;  // read before the order is taken: what comes between the two counts as later
-  {
+  if (on_device_) {
     const std::lock_guard lock(mutex_);
     since = turnover();
   }
