@@ -124,7 +124,8 @@ def run(context: Context) -> Report:
     report.notes += [
         "Processor time; all sizes take turns. MELL: the least mean and 99th percentile of the rounds. Target of the "
         "ratio: that of the logarithms.",
-        "Decisions: medians of all, the least 99th percentile of a batch. A decision looks at few instances: docs/internals/routing.md.",
+        "Decisions: medians of all, the least 99th percentile of a batch. "
+        "A decision looks at few instances: docs/internals/routing.md.",
     ]
     return report
 
