@@ -153,6 +153,8 @@ class StateError(Error):
     needed: int
     errno: int
     epoch: int
+    device: int  # the GPU on which a CUDA graph is being captured
+    driver_code: int  # and the CUDA driver's number
 
 
 class ClosedError(StateError):

@@ -161,7 +161,10 @@ def test_ids_go_on_after_the_last_and_leave_out_those_that_are_held(local):
     cluster, other = local.join(), local.join()
     held = local.register(other, "held").instance
     state = local.folder / "state"
-    state.write_text(state.read_text().replace(f'"highest": {held}', '"highest": 16382'))
+    with state.open("r+") as file:  # never empty: the threads of both look at it
+        changed = file.read().replace(f'"highest": {held}', '"highest": 16382')
+        file.seek(0)
+        file.write(changed)
     ids = []
     for name in "ab":
         reg = local.register(cluster, name)

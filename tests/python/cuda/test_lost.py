@@ -142,7 +142,9 @@ while True:
     pool = here = hit = error = None
     pools.clear()
     gc.collect()
-    if not failed.startswith(GIVES_BACK):  # what the driver refuses to take back stays with it
+    # What the driver refuses to take back stays with it, and what nobody can reach any more: then no verb has failed.
+    gives_back = failed.startswith(GIVES_BACK) or (not where and failed.startswith("cuCtxPushCurrent"))
+    if not gives_back:
         wait_for(lambda: left() == "", 30)
     if not failed:
         break
