@@ -149,7 +149,7 @@ SANITIZER_tsan := thread
 asan: build/asan ## C++ tests under AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer
 	$(call say,C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer)
 	@mkdir -p $(REPORTS)
-	@KVPOOL_UCX="$(UCX_OF_WHEEL)" ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1:suppressions=tests/cpp/asan.supp UBSAN_OPTIONS=print_stacktrace=1 \
+	@KVPOOL_UCX="$(UCX_OF_WHEEL)" ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	build/asan/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-asan.txt
 
 .PHONY: tsan
