@@ -4,7 +4,7 @@ The instances, workloads and settings are those of examples/pd_disaggregated. Ev
 demo's transformer; sessions arrive at random (Poisson), rates are those of one instance, and settings are compared at
 equal numbers of instances. All tokens are compared with those of one process.
 
-Ten minutes on two quiet cores; `--quick` some, and with `KVPOOL_LONG=1` forty, which the number of loads, settings and
+Five minutes on two quiet cores; `--quick` fewer, and with `KVPOOL_LONG=1` forty, which the number of loads, settings and
 sessions decides (study.py). Needs PyTorch, and the folder examples beside this one.
 """
 
