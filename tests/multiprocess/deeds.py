@@ -101,8 +101,13 @@ def send_some(pool: kvpool.Pool, peer: str, addrs: Any, lent: Any, number: int, 
         pool.free(other)
         handle.wait()
     elif kind == "several":
-        for handle in [pool.transfer(peer, own[:2], **options) for _ in range(4)]:
-            handle.wait()
+        handles: list[Any] = []
+        try:
+            handles += (pool.transfer(peer, own[:2], **options) for _ in range(4))
+        finally:  # of all: one that has failed says nothing of the others, which still read the blocks
+            ends = [handle.exception(30) for handle in handles]
+        for error in filter(None, ends):
+            raise error
     else:
         mine = pool.fetch(peer, lent, timeout=20.0).wait().addrs
         pool.free(mine)
