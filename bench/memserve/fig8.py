@@ -4,8 +4,8 @@ The instances, workloads and settings are those of examples/pd_disaggregated. Ev
 demo's transformer; sessions arrive at random (Poisson), rates are those of one instance, and settings are compared at
 equal numbers of instances. All tokens are compared with those of one process.
 
-Five minutes on two quiet cores; `--quick` fewer, and with `KVPOOL_LONG=1` forty, which the number of loads, settings and
-sessions decides (study.py). Needs PyTorch, and the folder examples beside this one.
+Five minutes on two quiet cores; `--quick` fewer, and with `KVPOOL_LONG=1` forty, which the number of loads, settings
+and sessions decides (study.py). Needs PyTorch, and the folder examples beside this one.
 """
 
 from __future__ import annotations
