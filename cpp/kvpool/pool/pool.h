@@ -4,12 +4,10 @@
 //   mutex_    guards everything below; held for microseconds, never while bytes are copied, never while waiting for
 //             Python. A thread that holds Python's GIL may take it. Swaps and evictions go in batches of kBatchBlocks;
 //             delete and audit take as long as what they delete or look at.
-//   reclaim_  one at a time: swaps out, eviction, deletion, room that is made. Taken before mutex_, held while bytes
-//   are
-//             copied to DRAM; callers let go of the GIL first. So a node that is held for copying is met only by
-//             matches, insertions, frees, and swaps in.
-//   inbound_  one at a time: swaps in. Taken before reclaim_, which a swap in has only while it makes room, so that
-//   both
+//   reclaim_  one at a time: swaps out, eviction, deletion, room that is made. Taken before mutex_, held while bytes go
+//             to DRAM; callers let go of the GIL first. So a node that is held for copying is met only by matches,
+//             insertions, frees, and swaps in.
+//   inbound_  one at a time: swaps in. Taken before reclaim_, which a swap in has only while it makes room, so both
 //             directions copy at once. What it brings is pinned from its first look at the index to its last, in which
 //             the pages become the caller's: nobody evicts, deletes or moves them meanwhile, and others may match, cut
 //             or read them, as any pinned pages.
@@ -163,7 +161,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   // Throws kFork: for handles, which outlive a pool that was closed.
   void guard_process() const;
 
-  // --- blocks (pool.cpp) ---
+  // --- blocks (alloc.cpp) ---
 
   // Takes n blocks if they are free; false if not. MIXED: HBM first, the rest DRAM.
   bool try_alloc(std::size_t n, Medium medium, Address* out);
