@@ -326,6 +326,18 @@ TEST_CASE("what is cancelled before it has blocks never gets them") {
   CHECK(kit.session->counts().promised == 0);
 }
 
+TEST_CASE("a pool that is closing is lost to its peers: they are not told that theirs is closed") {
+  SessionKit kit;
+  static_cast<void>(kit.reserve(kId, SessionKit::reservation(2)));
+  kit.received.close();
+  kit.say(FrameKind::kComplete, kId, write_body(kit.completion(2)));
+  CHECK(kit.refusal() == ErrorCode::kPeerLost);
+  CHECK(kit.count(BlockState::kFree) == 16);
+  kit.pool->close();
+  kit.say(FrameKind::kReserve, kId + 1, write_body(SessionKit::reservation(1)));
+  CHECK(kit.refusal() == ErrorCode::kPeerLost);
+}
+
 TEST_CASE("an answer that cannot be sent ends the link") {
   SessionKit kit;
   kit.link->busy = true;
