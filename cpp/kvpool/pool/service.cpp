@@ -35,9 +35,8 @@ std::uint64_t random_bits() {
 std::string default_name(std::uint64_t epoch) {
   char host[128] = {};
   if (gethostname(host, sizeof(host) - 1) != 0) host[0] = '\0';
-  constexpr std::uint64_t kShown = 0xffff;
   char tail[16];
-  snprintf(tail, sizeof(tail), "%04llx", static_cast<unsigned long long>(epoch & kShown));
+  snprintf(tail, sizeof(tail), "%08llx", static_cast<unsigned long long>(epoch >> 32));  // the lowest bit is always set
   return std::string(host[0] == '\0' ? "pool" : host) + "-" + std::to_string(getpid()) + "-" + tail;
 }
 
