@@ -213,6 +213,21 @@ TEST_CASE("a write whose GPU or peer is lost ends the link, and the peer does no
   }
 }
 
+TEST_CASE("a GPU that is lost in a write while the two part: the peer does not hear that nothing is written") {
+  for (const ErrorCode code : {ErrorCode::kDeviceLost, ErrorCode::kPeerLost}) {
+    CAPTURE(static_cast<int>(code));
+    SessionKit kit;
+    const auto transfer = kit.session->transfer(request_for(kit, 1));
+    kit.say(FrameKind::kReserved, kit.link->take().id, reserved(SessionKit::peer_addresses(1)));
+    kit.session->stop_writing(Error(ErrorCode::kPeerLost, "closed here"));
+    const Error lost(code, "gone");  // a route that was closed for it says that its peer is lost, and has ended
+    kit.host.end_write(&lost);
+    kit.link->sent.clear();
+    kit.session->say_drained();
+    CHECK(kit.link->sent.size() == (code == ErrorCode::kDeviceLost ? 0 : 1));
+  }
+}
+
 TEST_CASE("a handle keeps neither the link nor the routes of a peer that is lost") {
   SessionKit kit;
   const auto writing = kit.session->transfer(request_for(kit, 2));

@@ -41,8 +41,7 @@ void wait_for_all(std::vector<LateWriter>& writers) noexcept {
       usleep(static_cast<useconds_t>(pause));
       pause = std::min(2 * pause, kLookUsMax);
     }
-    if (!writer.process) continue;
-    wait_for_end(writer.process);
+    if (writer.process) wait_for_end(writer.process);
     std::this_thread::sleep_for(std::chrono::nanoseconds(writer.settle_ns));
   }
   writers.clear();

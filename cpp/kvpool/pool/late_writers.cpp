@@ -1,8 +1,10 @@
 #include "kvpool/pool/late_writers.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/syscall.h>
 
+#include <cerrno>
 #include <utility>
 
 #include "kvpool/pool/ghosts.h"
@@ -12,7 +14,7 @@ namespace {
 
 constexpr std::int64_t kPlacingNs = 2'000'000'000;
 
-// A pidfd of its own: the link's goes with the link. None when the process has ended.
+// A pidfd of its own: the link's goes with the link. None when the process has ended (ESRCH), or none can be had.
 Descriptor process_of(const PeerCard& peer, const Link& link) {
   if (link.pidfd() >= 0) return Descriptor::open([&] { return fcntl(link.pidfd(), F_DUPFD_CLOEXEC, 0); });
   return Descriptor::open([&] { return static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(peer.pid), 0)); });
@@ -36,8 +38,15 @@ void add_late_writer(const RouteMaker& routes, const std::shared_ptr<Parted>& pa
   }
   if ((exposure.by_address && party->awaits_proof()) || exposure.may_hold(party->said_over())) {
     writer.process = process_of(party->peer(), *link);
+    const bool ended = !writer.process && errno == ESRCH;
+    if (!writer.process && !ended) {
+      // No descriptor is left, or a sandbox forbids these. A process that took the number since only makes it later.
+      writer.fence = [before = std::move(writer.fence), pid = static_cast<pid_t>(party->peer().pid)] {
+        return (!before || before()) && kill(pid, 0) != 0 && errno == ESRCH;
+      };
+    }
     if (exposure.by_gpu) writer.settle_ns = Ghosts::kGpuSettleNs;
-    may_write = may_write || writer.process;
+    may_write = may_write || !ended;
   }
   if (may_write) late.push_back(std::move(writer));
 }

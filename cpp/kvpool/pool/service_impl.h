@@ -97,6 +97,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   void run(Priority priority, std::function<void()> work) override { workers_.run(priority, std::move(work)); }
   void write(WriteJob&& job) override;
   void drained(Session& session) noexcept override;
+  void write_lost() noexcept override { write_lost_.store(true); }
   void tick_by(std::int64_t at_ns) override;
 
   std::string meet(const std::string& address, const Waiting& waiting);
@@ -174,6 +175,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   AddressBook book_;
   SharedAttempts attempts_;
   std::atomic<int> connecting_{0};  // callers of connect()
+  std::atomic<bool> write_lost_{false};
   std::atomic<std::int64_t> next_tick_{std::numeric_limits<std::int64_t>::max()};
 
   mutable std::mutex mutex_;

@@ -360,6 +360,7 @@ void ServiceImpl::on_session_lost(const SessionPointer& session, const std::shar
 }
 
 bool ServiceImpl::may_write_to(std::uint64_t epoch) noexcept {
+  if (write_lost_.load()) return true;
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [name, peer] : peers_) {
@@ -401,7 +402,7 @@ void ServiceImpl::drained(Session& session) noexcept {
   session.say_drained();
   if (session.by_ranks()) return;  // nobody believes it: see Session
   // Should they have met again, it would be taken for the end of that session's writes; its first word is the proof.
-  if (!is_met_again(session)) LocalServices::tell_drained(session.peer().epoch, epoch_);
+  if (!write_lost_.load() && !is_met_again(session)) LocalServices::tell_drained(session.peer().epoch, epoch_);
   ghosts_->on_drained(session);
 }
 

@@ -330,6 +330,7 @@ std::shared_ptr<Transfer> Session::fetch(const FetchRequest& request, bool frees
 // Throws std::bad_alloc; then nothing is written, and job.done is not called.
 void Session::write(WriteJob&& job) {
   job.done = [self = shared_from_this(), done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
+    if (error != nullptr) self->note_broken(*error);  // before the count falls: who sees no write sees this
     self->writes_.fetch_sub(1);
     done(outcome, error);
     if (!self->lost() || self->writes_under_way() > 0) return;
@@ -354,14 +355,22 @@ void Session::on_leave() {
   });
 }
 
+// A route that was closed because the two part has ended what it wrote; a GPU that is lost then is lost all the same.
+void Session::note_broken(const Error& error) noexcept {
+  const bool gpu = error.code() == ErrorCode::kDeviceLost;
+  if (gpu) host_.write_lost();
+  if (gpu || (error.code() == ErrorCode::kPeerLost && !lost())) broken_.store(true);
+}
+
 void Session::on_route_broken(const Error& why) noexcept {
-  if (lost()) return;  // it was closed for that
-  said_drained_.store(true);
+  note_broken(why);
+  if (lost()) return;
+  broken_.store(true);
   close_link(why);
 }
 
 void Session::say_drained() noexcept {
-  if (said_drained_.exchange(true)) return;
+  if (broken_.load() || said_drained_.exchange(true)) return;
   try {
     send(FrameKind::kCancel, 0, {});
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): then the link's end tells less, not wrong

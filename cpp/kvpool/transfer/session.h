@@ -97,7 +97,8 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   void stop_writing(const Error& why);
   // Writes of this side that are under way; after stop_writing() or on_closed() they fall to zero.
   std::uint32_t writes_under_way() const noexcept override { return writes_.load(); }
-  // Tells the peer, once, that this side writes nothing any more. REQUIRES: that is so, and stays so.
+  // Tells the peer, once, that this side writes nothing any more; never, when a write of it may be on its way for ever.
+  // REQUIRES: no write is under way, and none begins.
   void say_drained() noexcept;
   // A route says that its peer is lost, or the GPU that was copying is. What it had begun may be on its way, so the
   // session ends, and does not say that it is drained.
@@ -129,6 +130,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   class Call;
   std::shared_ptr<Route> choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
                                       const Reach& from, const Reach& to, bool whole = false) const;
+  void note_broken(const Error& error) noexcept;
   Message call(FrameKind kind, Bytes body, const Waiting& waiting, const char* what,
                const std::function<void()>& on_sent = {});
   void handle(Message&& message);
@@ -155,6 +157,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   std::atomic<std::uint64_t> ids_{1};
   std::atomic<bool> lost_{false};
   std::atomic<bool> said_drained_{false};
+  std::atomic<bool> broken_{false};  // see on_route_broken()
   std::atomic<bool> peer_drained_{false};
   std::atomic<bool> ended_{false};
   std::atomic<bool> settled_{false};  // and what was promised to the peer is in quarantine, or free

@@ -55,6 +55,9 @@ class SessionHost {
   virtual void write(WriteJob&& job) = 0;
   // The link has ended, and so has every write of this side. May be told more than once.
   virtual void drained(Session& session) noexcept = 0;
+  // The GPU that was copying for this side is lost: what it had been told to write may be on its way for ever, so
+  // nobody may be told, now or later, that this side writes no more. Called before the write counts as ended.
+  virtual void write_lost() noexcept {}
   // Session::tick() is to be called at this time or soon after; calls may come earlier, too.
   virtual void tick_by(std::int64_t at_ns) = 0;
 };
