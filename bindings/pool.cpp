@@ -89,6 +89,7 @@ PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece
     options.layout.kv_heads = numbers.kv_heads;
     options.layout.head_dim = numbers.head_dim;
     options.layout.itemsize = numbers.itemsize;
+    options.layout.tokens_first = numbers.tokens_first;
   }
   if (!parallel.is_none()) options.sharding = sharding_from(shape, parallel);
   options.device = device;

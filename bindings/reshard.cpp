@@ -37,6 +37,7 @@ KVShape shape_from(const py::tuple& shape) {
   numbers.head_dim = number_from(shape[2], "head_dim");
   numbers.itemsize = number_from(shape[3], "itemsize");
   numbers.block_tokens = number_from(shape[4], "block_tokens");
+  numbers.tokens_first = py::cast<bool>(shape[5]);
   return numbers;
 }
 

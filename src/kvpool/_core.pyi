@@ -167,7 +167,7 @@ class Pool:
         adopted: Sequence[Any] | None,
         block_dim: int,
         engine_allocates: bool,
-        shape: tuple[int, int, int, int, int] | None,
+        shape: tuple[int, int, int, int, int, bool] | None,
         parallel: tuple[int, int, str, tuple[int, ...]] | None,
         device: int,
         policy: str,
@@ -399,7 +399,7 @@ def build_info() -> dict[str, str]: ...
 def describe_ucx(where: str) -> str: ...
 def probe_ucx_lanes(where: str) -> list[str]: ...
 
-_Shape: TypeAlias = tuple[int, int, int, int, int]
+_Shape: TypeAlias = tuple[int, int, int, int, int, bool]
 _Parallel: TypeAlias = tuple[int, int, str, Sequence[int]]
 
 def _rank_slices(shape: _Shape, parallel: _Parallel) -> list[tuple[int, int, int, int, int, int, int, int, int]]: ...

@@ -276,8 +276,9 @@ class Pool(PeerVerbs):
             medium: kvpool.HBM or kvpool.DRAM.
 
         Returns:
-            A KVTensor of shape [block, layer, k/v, head, token, dim]; for a RawLayout, and for the DRAM of a pool over
-            adopted memory, [block, byte]. Index it with ``kvpool.block_ids(addrs)``.
+            A KVTensor of shape [block, layer, k/v, head, token, dim], tokens before heads when the layout's `dims` are
+            "NHD"; for a RawLayout, and for the DRAM of a pool over adopted memory, [block, byte]. Index it with
+            ``kvpool.block_ids(addrs)``.
 
         Raises:
             StateError: The medium is adopted memory: the engine's own tensors are the view. Or the memory is in ranks.
@@ -355,10 +356,8 @@ class Pool(PeerVerbs):
         return f"<Pool {'; '.join(tiers)}>"
 
 
-def _shape(layout: KVLayout | RawLayout) -> tuple[int, int, int, int, int] | None:
-    if isinstance(layout, RawLayout):
-        return None
-    return layout.layers, layout.kv_heads, layout.head_dim, layout.itemsize, layout.block_tokens
+def _shape(layout: KVLayout | RawLayout) -> tuple[int, int, int, int, int, bool] | None:
+    return None if isinstance(layout, RawLayout) else layout._numbers
 
 
 def _check_parallel(parallel: object, layout: KVLayout | RawLayout, device: str, hbm: Sequence[Any] | None) -> None:
@@ -395,16 +394,16 @@ def _one_medium(value: object) -> Medium:
 
 
 def _kv_view(layout: KVLayout, blocks: int) -> tuple[list[int], list[int]]:
-    """Shape and strides (bytes) of [block, layer, k/v, head, token, dim] over an owned arena."""
-    layers, two, heads, tokens, dim = layout.shape
+    """Shape and strides (bytes) of [block, *layout.shape] over an owned arena."""
+    layers, two, first, second, dim = layout.shape  # head and token, or token and head
     row = dim * layout.itemsize
-    piece = heads * tokens * row
+    piece = first * second * row
     # Pieces lie one after another within a block (aggregated), or each in a segment of all blocks (discrete).
     block_stride, piece_stride = (
         (layout.block_bytes, piece) if layout.order == "aggregated" else (piece, piece * blocks)
     )
-    shape = [blocks, layers, two, heads, tokens, dim]
-    return shape, [block_stride, two * piece_stride, piece_stride, tokens * row, row, layout.itemsize]
+    shape = [blocks, layers, two, first, second, dim]
+    return shape, [block_stride, two * piece_stride, piece_stride, second * row, row, layout.itemsize]
 
 
 def _stats(raw: dict[str, Any]) -> PoolStats:

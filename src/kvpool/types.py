@@ -109,8 +109,9 @@ def _block_bytes_checked(owner: str, block_bytes: int) -> None:
 class KVLayout:
     """The shape of a block of keys and values: `block_tokens` tokens, all layers, K and V.
 
-    Within a block the order is [layer, k/v, head, token, dim], so a layer's K (or V) is one piece, and a range of heads
-    within it is contiguous.
+    Within a block the order is [layer, k/v, head, token, dim], or [layer, k/v, token, head, dim]; either way a layer's
+    K (or V) is one piece. Peers whose layouts differ in that are refused: their blocks have the same size, and do not
+    hold the same.
 
     Attributes:
         layers: Number of layers.
@@ -120,6 +121,9 @@ class KVLayout:
         block_tokens: Tokens in a block.
         order: "aggregated": a block is one run of bytes. "discrete": a block is 2 * layers runs, a layer's K or V each,
             in separate tensors, as engines keep them.
+        dims: "HND": heads before tokens, so a range of heads of a piece is contiguous, and goes to ranks that share
+            heads differently in one strip. "NHD": tokens before heads, as vLLM and FlashInfer have it unless told
+            otherwise; such a strip has one token then.
     """
 
     layers: int
@@ -128,6 +132,7 @@ class KVLayout:
     dtype: str = "bfloat16"
     block_tokens: int = 16
     order: Literal["aggregated", "discrete"] = "aggregated"
+    dims: Literal["HND", "NHD"] = "HND"
 
     def __post_init__(self) -> None:
         """Checks every number.
@@ -140,6 +145,7 @@ class KVLayout:
             object.__setattr__(self, name, _count("KVLayout", name, getattr(self, name)))
         _choice("KVLayout", "dtype", self.dtype, tuple(DTYPES))
         _choice("KVLayout", "order", self.order, ("aggregated", "discrete"))
+        _choice("KVLayout", "dims", self.dims, ("HND", "NHD"))
         _block_bytes_checked("KVLayout", self.block_bytes)
 
     @property
@@ -169,8 +175,14 @@ class KVLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of one block: (layers, 2, kv_heads, block_tokens, head_dim)."""
-        return (self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
+        """Shape of one block: (layers, 2, kv_heads, block_tokens, head_dim); of NHD, tokens before heads."""
+        inner = (self.kv_heads, self.block_tokens)
+        return (self.layers, 2, *(inner if self.dims == "HND" else inner[::-1]), self.head_dim)
+
+    @property
+    def _numbers(self) -> tuple[int, int, int, int, int, bool]:
+        """As the core takes them."""
+        return self.layers, self.kv_heads, self.head_dim, self.itemsize, self.block_tokens, self.dims == "NHD"
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:

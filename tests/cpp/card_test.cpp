@@ -36,6 +36,7 @@ Bytes forged(const PeerCard& card) {
   }
   writer.blob(card.ucx);
   writer.number(card.kv_heads).number(card.head_dim).number(card.itemsize);
+  writer.number(static_cast<std::uint8_t>(card.tokens_first));
   writer.number(card.meeting).number(card.rank_of).number(card.rank).text(card.address).number(card.tp);
   writer.array(std::span<const std::uint32_t>(card.stage_layers));
   writer.number(static_cast<std::uint32_t>(card.ranks.size()));

@@ -51,13 +51,17 @@ inline Bytes32 shard(const KVShape& shape, const Parallel& parallel, std::uint32
     for (std::uint32_t seen = stages[0]; layer >= seen; seen += stages[owner]) ++owner;
     if (owner != stage) continue;
     for (std::uint32_t half = 0; half < 2; ++half) {
-      for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
-        const bool mine = parallel.tp <= shape.kv_heads ? head / (shape.kv_heads / parallel.tp) == tp_rank
-                                                        : tp_rank / (parallel.tp / shape.kv_heads) == head;
-        if (!mine) continue;
-        const auto head_bytes = static_cast<std::uint32_t>(shape.head_bytes());
-        for (std::uint32_t byte = 0; byte < head_bytes; ++byte) {
-          content.push_back(((layer * 2 + half) * shape.kv_heads + head) * head_bytes + byte);
+      // HND: all tokens of a head in a row; NHD: all heads of a token.
+      const std::uint32_t rows = shape.tokens_first ? shape.block_tokens : 1;
+      const auto head_bytes = static_cast<std::uint32_t>(shape.tokens_first ? shape.row_bytes() : shape.head_bytes());
+      for (std::uint32_t row = 0; row < rows; ++row) {
+        for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
+          const bool mine = parallel.tp <= shape.kv_heads ? head / (shape.kv_heads / parallel.tp) == tp_rank
+                                                          : tp_rank / (parallel.tp / shape.kv_heads) == head;
+          if (!mine) continue;
+          for (std::uint32_t byte = 0; byte < head_bytes; ++byte) {
+            content.push_back((((layer * 2 + half) * rows + row) * shape.kv_heads + head) * head_bytes + byte);
+          }
         }
       }
     }

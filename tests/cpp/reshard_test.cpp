@@ -132,6 +132,20 @@ TEST_CASE("two halves of the heads: one strip for each layer's K and V") {
         std::vector<std::vector<std::uint64_t>>{{16, 0, 16}, {48, 16, 16}, {80, 32, 16}, {112, 48, 16}});
 }
 
+TEST_CASE("two halves of the heads where tokens come first: one strip for each token of a layer's K and V") {
+  KVShape shape = shape_of(1, 2, 2, 2, 3);  // a row has 4 bytes, a token of all heads 8, K of a layer 24
+  shape.tokens_first = true;
+  const ReshardPlan plan = plan_reshard(Sharding(shape, parallel_of(1, 1)), Sharding(shape, parallel_of(2, 1)));
+  REQUIRE(plan.pairs.size() == 2);
+  CHECK(numbers(plan.pairs[0].strips) == std::vector<std::vector<std::uint64_t>>{
+                                             {0, 0, 4}, {8, 4, 4}, {16, 8, 4}, {24, 12, 4}, {32, 16, 4}, {40, 20, 4}});
+  CHECK(numbers(plan.pairs[1].strips) == std::vector<std::vector<std::uint64_t>>{
+                                             {4, 0, 4}, {12, 4, 4}, {20, 8, 4}, {28, 12, 4}, {36, 16, 4}, {44, 20, 4}});
+  // Nothing to cut where both sides hold the same heads.
+  const ReshardPlan alike = plan_reshard(Sharding(shape, parallel_of(2, 1)), Sharding(shape, parallel_of(2, 1)));
+  CHECK(alike.strips() == 2);
+}
+
 TEST_CASE("stages of whole layers: one strip a pair") {
   const KVShape shape = shape_of(5, 2);
   const Parallel from = parallel_of(1, 2);                     // layers 0-2, 3-4
@@ -243,8 +257,9 @@ TEST_CASE("made-up shapes and configurations give the receiver's shards, each by
       return parallel;
     };
     for (int i = 0; i < fuzz_length(300); ++i) {
-      const KVShape shape =
+      KVShape shape =
           shape_of(1 + dice.below(12), 1 + dice.below(12), 1 + dice.below(3), 1 + dice.below(2), 1 + dice.below(5));
+      shape.tokens_first = dice.one_in(2);
       const Parallel from = any_parallel(shape);
       const Parallel to = any_parallel(shape);
       check_plan(shape, from, to);
@@ -298,6 +313,9 @@ TEST_CASE("instances whose blocks do not hold the same are told in what they dif
   CHECK(text(shape_of(4, 1, 128)).starts_with("kv_heads is 2 at the sender and 1 at the receiver"));
   CHECK(text(shape_of(4, 2, 128, 1)).starts_with("itemsize is 2 at the sender and 1 at the receiver"));
   CHECK(text(shape_of(4, 2, 128, 2, 8)).starts_with("block_tokens is 4 at the sender and 8 at the receiver"));
+  KVShape tokens_first = shape_of(4, 2, 128);
+  tokens_first.tokens_first = true;
+  CHECK(text(tokens_first).starts_with("the order of heads and tokens is HND at the sender and NHD at the receiver"));
 }
 
 TEST_CASE("a configuration that asks for a plan without end is refused") {

@@ -56,8 +56,9 @@ def verify(plan: ReshardPlan) -> None:
     layout = plan.layout
     # Every byte of the logical block has its own number.
     kv = np.arange(layout.block_bytes, dtype=np.uint32).reshape(*layout.shape, layout.itemsize)
-    held = [shard.ravel() for shard in shards(kv, plan.sender)]
-    wanted = [shard.ravel() for shard in shards(kv, plan.receiver)]
+    inner = (0, 1, 3, 2, 4, 5) if layout.dims == "NHD" else (0, 1, 2, 3, 4, 5)  # heads first, and back again
+    held = [shard.transpose(inner).ravel() for shard in shards(kv.transpose(inner), plan.sender)]
+    wanted = [shard.transpose(inner).ravel() for shard in shards(kv.transpose(inner), plan.receiver)]
     received = [np.full(shard.size, UNWRITTEN, np.uint32) for shard in wanted]
     written = [np.zeros(shard.size, np.int64) for shard in wanted]
     for pair in plan.pairs:
@@ -106,6 +107,7 @@ def plans(draw: st.DrawFn) -> ReshardPlan:
         head_dim=draw(st.integers(1, 3)),
         dtype=draw(st.sampled_from(["bfloat16", "float32", "uint8"])),
         block_tokens=draw(st.integers(1, 5)),
+        dims=draw(st.sampled_from(["HND", "NHD"])),
     )
     sender = draw(configs(layout.layers, layout.kv_heads))
     receiver = draw(configs(layout.layers, layout.kv_heads))
@@ -225,6 +227,7 @@ def test_strips_cannot_be_written_to():
         ({"dtype": "float32"}, "itemsize is 2 at the sender and 4 at the receiver"),
         ({"dtype": "float16"}, "dtype is bfloat16 at the sender and float16 at the receiver"),
         ({"block_tokens": 32}, "block_tokens is 16 at the sender and 32 at the receiver"),
+        ({"dims": "NHD"}, "heads and tokens is HND at the sender and NHD at the receiver"),
     ],
 )
 def test_instances_whose_blocks_do_not_hold_the_same_are_refused(changed, text):

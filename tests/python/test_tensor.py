@@ -31,9 +31,10 @@ def pool():
 
 @pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dims", ["HND", "NHD"])
 @pytest.mark.parametrize("dtype", types.DTYPES)
-def test_a_view_has_the_shape_and_type_of_the_layout(dtype, order, medium):
-    layout = kvpool.KVLayout(layers=3, kv_heads=2, head_dim=5, dtype=dtype, block_tokens=4, order=order)
+def test_a_view_has_the_shape_and_type_of_the_layout(dtype, dims, order, medium):
+    layout = kvpool.KVLayout(layers=3, kv_heads=2, head_dim=5, dtype=dtype, block_tokens=4, order=order, dims=dims)
     with small_pool(6, 7, layout) as pool:
         view = pool.tensor(medium)
         blocks = 6 if medium == HBM else 7
@@ -44,6 +45,7 @@ def test_a_view_has_the_shape_and_type_of_the_layout(dtype, order, medium):
         array = view.numpy()
         assert array.shape == view.shape
         assert array.strides == view.strides
+        assert array[0, 0, 0].flags.c_contiguous  # a piece, whichever of heads and tokens comes first
         assert array.dtype == layout.numpy_dtype
         assert dtype in repr(view)
 

@@ -1,5 +1,6 @@
 import pickle
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ def test_a_layout_counts_its_bytes():
     assert layout.piece_bytes == (32 * 2**10,) * 64
     assert layout.segment_bytes == (2 * 2**20,)
     assert layout.shape == (32, 2, 8, 16, 128)
+    assert replace(layout, dims="NHD").shape == (32, 2, 16, 8, 128)
 
 
 def test_a_discrete_layout_has_a_segment_for_each_piece():
@@ -66,6 +68,7 @@ def test_layouts_compare_hash_and_pickle_by_value():
     assert hash(layout) == hash(KVLayout(2, 1, 8))
     assert pickle.loads(pickle.dumps(layout)) == layout
     assert layout != KVLayout(2, 1, 8, order="discrete")
+    assert layout != KVLayout(2, 1, 8, dims="NHD")
 
 
 @pytest.mark.parametrize("name", ["layers", "kv_heads", "head_dim", "block_tokens"])
@@ -94,7 +97,7 @@ def test_a_layout_refuses_an_unknown_dtype_and_names_those_it_knows(dtype):
         KVLayout(1, 1, 1, dtype=dtype)
 
 
-@pytest.mark.parametrize("arguments", [{"dtype": np.float32}, {"order": 1}])
+@pytest.mark.parametrize("arguments", [{"dtype": np.float32}, {"order": 1}, {"dims": 1}])
 def test_a_layout_refuses_a_name_that_is_no_text(arguments):
     with pytest.raises(errors.ArgumentTypeError):
         KVLayout(1, 1, 1, **arguments)
@@ -103,6 +106,8 @@ def test_a_layout_refuses_a_name_that_is_no_text(arguments):
 def test_a_layout_refuses_an_unknown_order():
     with pytest.raises(errors.ArgumentError, match="aggregated, discrete"):
         KVLayout(1, 1, 1, order="mixed")
+    with pytest.raises(errors.ArgumentError, match="HND, NHD"):
+        KVLayout(1, 1, 1, dims="nhd")
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,7 @@ std::shared_ptr<void> RouteMaker::introduce(PeerCard& card) const {
   card.kv_heads = layout.kv_heads;
   card.head_dim = layout.head_dim;
   card.itemsize = layout.itemsize;
+  card.tokens_first = layout.tokens_first;
   for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
     const Arena& arena = *memory.arena(medium);
     CardMedium& out = card.media[medium_index(medium)];

@@ -211,6 +211,12 @@ void ServiceImpl::check_layout(const PeerCard& card) const {
                 {{"offered_bytes", static_cast<std::int64_t>(offered)},
                  {"layout_bytes", static_cast<std::int64_t>(layout.block_bytes())}});
   }
+  // Raw bytes have no such order: whoever moves them knows what they are.
+  if (card.kv_heads == 0 || layout.kv_heads == 0 || card.tokens_first == layout.tokens_first) return;
+  const auto order = [](bool tokens_first) { return std::string(tokens_first ? "NHD" : "HND"); };
+  throw Error(ErrorCode::kLayoutMismatch, "the layouts differ: heads and tokens are " + order(card.tokens_first) +
+                                              " at " + card.name + " and " + order(layout.tokens_first) + " at " +
+                                              options_.name);
 }
 
 void ServiceImpl::check_name(const PeerCard& card) const {

@@ -13,10 +13,15 @@ namespace {
 
 constexpr std::chrono::seconds kPartingTime{2};
 
-// What the pieces of a block are made of; all 0 when that is not known.
-KVShape shape_of(std::size_t pieces, std::uint32_t block_tokens, std::uint32_t kv_heads, std::uint32_t head_dim,
-                 std::uint32_t itemsize) {
-  return {static_cast<std::uint32_t>(pieces / 2), kv_heads, head_dim, itemsize, block_tokens};
+// What the pieces of a block are made of, as a layout and a card say it; all 0 when that is not known.
+template <class Described>
+KVShape shape_of(const Described& blocks) {
+  return {static_cast<std::uint32_t>(blocks.piece_bytes.size() / 2),
+          blocks.kv_heads,
+          blocks.head_dim,
+          blocks.itemsize,
+          blocks.block_tokens,
+          blocks.tokens_first};
 }
 
 // An instance of one rank that is this pool. Throws kLayoutMismatch when nobody knows what its blocks hold.
@@ -26,8 +31,7 @@ Sharding one_rank(const Layout& layout) {
                 "blocks of raw bytes cannot be shared among ranks: give the pool a KVLayout, which knows layers and "
                 "heads");
   }
-  return {shape_of(layout.piece_bytes.size(), layout.block_tokens, layout.kv_heads, layout.head_dim, layout.itemsize),
-          Parallel{}};
+  return {shape_of(layout), Parallel{}};
 }
 
 Sharding sharding_of(const PeerCard& card) {
@@ -40,7 +44,7 @@ Sharding sharding_of(const PeerCard& card) {
     parallel.pp = static_cast<std::uint32_t>(card.stage_layers.size());
     parallel.stage_layers = card.stage_layers;
   }
-  return {shape_of(card.piece_bytes.size(), card.block_tokens, card.kv_heads, card.head_dim, card.itemsize), parallel};
+  return {shape_of(card), parallel};
 }
 
 }  // namespace

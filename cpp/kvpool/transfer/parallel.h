@@ -1,6 +1,7 @@
 // How the block of one logical instance is shared among the ranks of a model that runs tensor- and pipeline-parallel.
 //
-// The content of a logical block is [layer, k/v, head, token, dim]. Pipeline parallelism gives each stage a range of
+// The content of a logical block is [layer, k/v, head, token, dim] (HND), or [layer, k/v, token, head, dim] (NHD).
+// Pipeline parallelism gives each stage a range of
 // layers; tensor parallelism gives each rank of a stage a range of KV heads, or, where there are fewer heads than
 // ranks, one head that neighbouring ranks hold alike (replicas). So what a rank holds of a block is again a block of
 // that order, with fewer layers and heads:
@@ -29,6 +30,7 @@ struct KVShape {
   std::uint32_t head_dim = 0;
   std::uint32_t itemsize = 0;
   std::uint32_t block_tokens = 0;
+  bool tokens_first = false;  // NHD
 
   std::uint64_t row_bytes() const noexcept { return std::uint64_t{head_dim} * itemsize; }  // one token of one head
   std::uint64_t head_bytes() const noexcept { return row_bytes() * block_tokens; }         // one head of K or of V

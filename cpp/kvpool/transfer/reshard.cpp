@@ -10,7 +10,8 @@ namespace kvpool {
 namespace {
 
 // What one receiving rank wants from sending ranks that hold the same: a range of layers and of heads. It is `runs`
-// stretches of `run_bytes`, one for each layer's K and V, each `stride` behind the one before.
+// stretches of `run_bytes`, each `stride` behind the one before: one for each layer's K and V, or, where tokens come
+// before heads (NHD), one for each token of these.
 struct Part {
   std::uint32_t to_rank;
   std::uint64_t runs;
@@ -37,11 +38,21 @@ void check_same_shape(const KVShape& sender, const KVShape& receiver) {
   check_field("head_dim", sender.head_dim, receiver.head_dim);
   check_field("itemsize", sender.itemsize, receiver.itemsize);
   check_field("block_tokens", sender.block_tokens, receiver.block_tokens);
+  if (sender.tokens_first == receiver.tokens_first) return;
+  const auto order = [](const KVShape& shape) { return std::string(shape.tokens_first ? "NHD" : "HND"); };
+  throw Error(ErrorCode::kLayoutMismatch,
+              "the order of heads and tokens is " + order(sender) + " at the sender and " + order(receiver) +
+                  " at the receiver: their blocks do not hold the same",
+              {{"sender", sender.tokens_first}, {"receiver", receiver.tokens_first}});
 }
 
 class Planner {
  public:
-  Planner(const Sharding& from, const Sharding& to) : from_(from), to_(to), head_bytes_(from.shape().head_bytes()) {}
+  Planner(const Sharding& from, const Sharding& to)
+      : from_(from),
+        to_(to),
+        runs_per_piece_(from.shape().tokens_first ? from.shape().block_tokens : 1),
+        head_bytes_(from.shape().head_bytes() / runs_per_piece_) {}
 
   std::vector<ReshardPair> plan() {
     for (std::uint32_t first = 0; first < from_.ranks(); first += from_.replicas()) share(first);
@@ -84,7 +95,7 @@ class Planner {
         if (layer >= layer_end) continue;  // a stage without layers
         KVPOOL_DCHECK(head < head_end);
         parts.push_back({.to_rank = want.rank,
-                         .runs = 2 * std::uint64_t{layer_end - layer},
+                         .runs = 2 * std::uint64_t{layer_end - layer} * runs_per_piece_,
                          .run_bytes = (head_end - head) * head_bytes_,
                          .from = offset(held, layer, head),
                          .from_stride = held.heads * head_bytes_,
@@ -97,7 +108,8 @@ class Planner {
 
   // Of K of a layer and head of the model, in the content of a rank that holds both.
   std::uint64_t offset(const RankSlice& slice, std::uint32_t layer, std::uint32_t head) const noexcept {
-    return (2 * std::uint64_t{layer - slice.layer_first} * slice.heads + (head - slice.head_first)) * head_bytes_;
+    const std::uint64_t runs = 2 * std::uint64_t{layer - slice.layer_first} * runs_per_piece_;
+    return (runs * slice.heads + (head - slice.head_first)) * head_bytes_;
   }
 
   // Where the shares of the first `shares` senders end. The exact place may move by 1/64 of a share to where a receiver
@@ -172,7 +184,8 @@ class Planner {
 
   const Sharding& from_;
   const Sharding& to_;
-  std::uint64_t head_bytes_;
+  std::uint64_t runs_per_piece_;
+  std::uint64_t head_bytes_;  // of a head in a run
   std::uint64_t strips_ = 0;
   std::vector<ReshardPair> pairs_;
 };

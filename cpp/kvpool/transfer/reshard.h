@@ -10,8 +10,8 @@
 //       head.
 //   S3  Where several sending ranks hold the same, none sends more than 1/32 above its share, and one row.
 //   S4  Strips of a pair rise in `from` and `to`, and no two could be one. So there is one where both ranks hold the
-//       same heads, else one for each layer's K and V, and at most one more for each cut between senders that hold
-//       the same.
+//       same heads, else one for each layer's K and V (of each token, where tokens come before heads), and at most
+//       one more for each cut between senders that hold the same.
 //
 // Pure: no I/O, no clock. Cost grows with the strips of the plan. Thread-safety: plans are const after they are made.
 #pragma once

@@ -223,6 +223,7 @@ CardMedium read_medium(WireReader& in) {
 
 void write_ranks(const PeerCard& card, WireWriter& out) {
   out.number(card.kv_heads).number(card.head_dim).number(card.itemsize);
+  out.number(static_cast<std::uint8_t>(card.tokens_first));
   out.number(card.meeting).number(card.rank_of).number(card.rank).text(card.address).number(card.tp);
   out.array(std::span<const std::uint32_t>(card.stage_layers));
   out.number(static_cast<std::uint32_t>(card.ranks.size()));
@@ -233,6 +234,9 @@ void read_ranks(WireReader& in, PeerCard& card) {
   card.kv_heads = in.number<std::uint32_t>();
   card.head_dim = in.number<std::uint32_t>();
   card.itemsize = in.number<std::uint32_t>();
+  const auto order = in.number<std::uint8_t>();
+  check_range(order, 0, 1, "order of heads and tokens");
+  card.tokens_first = order == 1;
   card.meeting = in.number<std::uint64_t>();
   card.rank_of = in.number<std::uint64_t>();
   card.rank = in.number<std::uint32_t>();

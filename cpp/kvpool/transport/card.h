@@ -79,6 +79,7 @@ struct PeerCard {
   std::uint32_t kv_heads = 0;
   std::uint32_t head_dim = 0;
   std::uint32_t itemsize = 0;
+  bool tokens_first = false;
 
   // Of this connection, the same on both sides; chosen by who connects. Lanes between ranks belong to the meeting of
   // their schedulers.

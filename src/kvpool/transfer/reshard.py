@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import EllipsisType
 from typing import Any, Final, Literal, TypeAlias, cast
 
@@ -26,7 +26,7 @@ __all__ = ["ParallelConfig", "RankSlice", "ReshardPair", "ReshardPlan", "plan_re
 
 _RANKS_MAX: Final = 4096
 
-_Shape: TypeAlias = "tuple[int, int, int, int, int]"
+_Shape: TypeAlias = "tuple[int, int, int, int, int, bool]"
 _Index: TypeAlias = "tuple[EllipsisType, slice, slice, slice, slice, slice]"
 
 
@@ -48,7 +48,7 @@ def _shape(layout: KVLayout) -> _Shape:
         raise ArgumentTypeError(
             f"only a KVLayout says what layers and heads a block has; this is a {type(layout).__name__}"
         )
-    return layout.layers, layout.kv_heads, layout.head_dim, layout.itemsize, layout.block_tokens
+    return layout._numbers
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,11 @@ class RankSlice:
 
     @property
     def index(self) -> _Index:
-        """Takes the slice out of an array that ends in [layer, k/v, head, token, dim]: ``kv[slice.index]``."""
-        layers, heads = self.layers, self.heads
-        return (
-            ...,
-            slice(layers.start, layers.stop),
-            slice(None),
-            slice(heads.start, heads.stop),
-            slice(None),
-            slice(None),
-        )
+        """Takes the slice out of an array that ends in `layout.shape` of the whole block: ``kv[slice.index]``."""
+        heads = slice(self.heads.start, self.heads.stop)
+        tokens_first = self.layout is not None and self.layout.dims == "NHD"
+        inner = (slice(None), heads) if tokens_first else (heads, slice(None))
+        return (..., slice(self.layers.start, self.layers.stop), slice(None), *inner, slice(None))
 
 
 @dataclass(frozen=True)
@@ -164,9 +159,7 @@ class ParallelConfig:
                 range(head, head + heads),
                 replica,
                 replicas,
-                KVLayout(layers, heads, layout.head_dim, layout.dtype, layout.block_tokens, layout.order)
-                if layers
-                else None,
+                replace(layout, layers=layers, kv_heads=heads) if layers else None,
             )
             for rank, stage, tp_rank, layer, layers, head, heads, replica, replicas in _core._rank_slices(
                 _shape(layout), self._core_tuple()
@@ -257,8 +250,8 @@ class ReshardPlan:
         """Carries the plan out on arrays of this process: the readable reference of what ranks do over a network.
 
         Args:
-            senders: An array of each rank, of the shape [block, layer, k/v, head, token, dim]; `pool.tensor(...)` of
-                ranks in one process. None for a rank that holds no layer.
+            senders: An array of each rank, of the shape [block, *layout.shape] with the layout of its slice;
+                `pool.tensor(...)` of ranks in one process. None for a rank that holds no layer.
             receivers: Likewise; written to.
             from_blocks: Block numbers at the sender: the same for all ranks.
             to_blocks: As many block numbers at the receiver.

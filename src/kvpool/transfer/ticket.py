@@ -13,7 +13,7 @@ from kvpool.types import KVLayout
 __all__ = ["RankTicket"]
 
 _FORMAT = 1
-_LAYOUT_FIELDS = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "order")
+_LAYOUT_FIELDS = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "order", "dims")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Blocks of any shape, order and place go to peers, to the host and back, and every bit stays where it belongs.
 
-The reference is what NumPy keeps of each block, as [layer, k/v, head, token, dim], whatever lies where.
+The reference is what NumPy keeps of each block, as [layer, k/v, head, token, dim] or [..., token, head, dim], whatever
+lies where.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
-from kit import BLOCK, LONG, prompt, small_pool
+from kit import BLOCK, LONG, prompt, small_layout, small_pool
 from kit import content as elements_of
 from transfer.kit import ON_GPU, address_of
 
@@ -30,6 +32,7 @@ shapes = st.fixed_dictionaries(
         "head_dim": st.sampled_from([1, 2, 3, 5, 8, 16, 33]),
         "block_tokens": st.sampled_from([1, 2, 3, BLOCK, 16]),
         "dtype": st.sampled_from(sorted(kvpool.types.DTYPES)),
+        "dims": st.sampled_from(["HND", "NHD"]),
     }
 )
 bounded = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -119,3 +122,12 @@ def test_cached_blocks_of_any_layout_are_swapped_down_and_up(shape, order, swaps
                     assert set(kvpool.media(held.addrs)) == {HBM}
                     assert same(read(pool, held.addrs), bits[count % BLOCKS :])
         pool.audit()
+
+
+def test_peers_that_order_heads_and_tokens_differently_are_told_and_do_not_meet():
+    """Their blocks have the same size, so nothing else would tell."""
+    with small_pool(name="a") as a, small_pool(layout=small_layout(dims="NHD"), name="b") as b:
+        address = b.listen(address_of("sock-unix"))
+        with pytest.raises(kvpool.LayoutMismatch, match="heads and tokens are NHD at b and HND at a"):
+            a.connect(address)
+        assert a.peers() == b.peers() == []

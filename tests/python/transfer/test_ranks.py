@@ -6,12 +6,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from transfer.kit import route_or_skip
-from transfer.ranks_kit import Instance, contents, instances_of, label, left, same
+from transfer.ranks_kit import LAYOUT, Instance, contents, instances_of, label, left, same
 
 import kvpool
 from kvpool import DRAM, HBM, KVLayout, ParallelConfig
@@ -63,6 +64,22 @@ def test_blocks_arrive_whole_whoever_connects(instances: Any, pair: Any) -> None
     send(a, b, 5)
     send(b, a, 5)
     assert left(a.pool, b.pool) == []
+
+
+@pytest.mark.parametrize("pair", [(TP2, TP4), (None, GRID), (GRID, TP2)], ids=label)
+def test_heads_that_come_behind_tokens_are_cut_right(instances: Any, pair: Any) -> None:
+    a, b = pair_of(instances, pair, layout=replace(LAYOUT, dims="NHD"))
+    send(a, b, 5)
+    send(b, a, 5)
+    assert left(a.pool, b.pool) == []
+
+
+@pytest.mark.parametrize("pair", [(None, None), (TP2, None), (TP2, TP4)], ids=label)
+def test_instances_that_order_heads_and_tokens_differently_do_not_meet(instances: Any, pair: Any) -> None:
+    a, b = instances("a", pair[0]), instances("b", pair[1], layout=replace(LAYOUT, dims="NHD"))
+    with pytest.raises(kvpool.LayoutMismatch, match="heads and tokens"):
+        a.pool.connect(b.address)
+    assert a.pool.peers() == b.pool.peers() == []
 
 
 @pytest.mark.parametrize("pair", SHAPES, ids=label)
