@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import _core, config
+from kvpool.cli import cuda
 from kvpool.errors import Unsupported
 from kvpool.transfer.peers import ucx_library
 
@@ -31,9 +32,10 @@ def collect() -> dict[str, Any]:
     """
     loaded = config.load_with_sources()
     headroom, limit = _core.memory_headroom()
+    build = _core.build_info()
     return {
         "version": _core.__version__,
-        "build": _core.build_info(),
+        "build": build,
         "python": {"version": platform.python_version(), "numpy": np.__version__},
         "machine": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -41,6 +43,7 @@ def collect() -> dict[str, Any]:
             "memory_available_bytes": headroom,
             "memory_limit": limit,
         },
+        "cuda": cuda.collect(build),
         "ucx": _ucx(loaded.settings.ucx),
         "config_file": str(loaded.file) if loaded.file else None,
         "settings": config.describe(loaded),
@@ -72,18 +75,13 @@ def _ucx_text(ucx: dict[str, Any]) -> str:
     return f"{ucx['library'].removeprefix('UCX ')}; another process here is reached by {reached}"
 
 
-def _kernels_text(build: dict[str, str]) -> str:
-    if build["cuda_kernels"]:
-        return f"{build['cuda_kernels'].replace(' ', ', ')}; nvcc {build['cuda_compiler']}"
-    return "none: no CUDA compiler was found when this was built, or it was not wanted"
-
-
 def _text(facts: dict[str, Any]) -> str:
     build, machine = facts["build"], facts["machine"]
     rows = [
         ("kvpool", facts["version"]),
         ("built with", f"{build['compiler']} ({build['build_type']})"),
-        ("CUDA kernels", _kernels_text(build)),
+        ("CUDA kernels", cuda.kernels_text(build)),
+        ("CUDA driver", cuda.driver_text(facts["cuda"], build)),
         ("Python", f"{facts['python']['version']}, NumPy {facts['python']['numpy']}"),
         ("machine", f"{machine['system']}, {machine['processors']} processors"),
         ("memory", f"{machine['memory_available_bytes'] / 2**30:.1f} GiB available, by {machine['memory_limit']}"),
