@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -20,8 +23,10 @@ from kvpool.control.router import RouterSettings, upstream
 from kvpool.control.router import connections as module
 from kvpool.control.router.budget import Budget
 from kvpool.control.router.errors import Refusal
-from kvpool.control.router.server import _server
+from kvpool.control.router.server import _server, _tls
 from kvpool.errors import ArgumentError
+
+TLS = Path(__file__).with_name("tls")
 
 # ---- requests
 
@@ -121,14 +126,15 @@ async def _hello(request: Request) -> PlainTextResponse:
 
 
 @contextmanager
-def server(refused: list[None] | None = None, **settings) -> Iterator[int]:
+def server(refused: list[None] | None = None, idle_s: float | None = None, **fields) -> Iterator[int]:
     """The router's server in front of an application that says hello; its port."""
     count = [] if refused is None else refused
     app = Starlette(routes=[Route("/", _hello, methods=["GET", "POST"])])
-    made: uvicorn.Config = _server(
-        app, RouterSettings((), **settings), lambda: count.append(None), lifespan="off"
-    ).config
+    settings = RouterSettings((), **fields)
+    made: uvicorn.Config = _server(app, settings, lambda: count.append(None), lifespan="off", **_tls(settings)).config
     made.port = 0
+    if idle_s is not None:
+        made.timeout_keep_alive = idle_s
     thread = _Thread(made)
     try:
         yield thread.ports[0]
@@ -233,3 +239,59 @@ def test_what_is_no_http_is_answered_and_hung_up_on():
     with server() as port, connected(port) as sock:
         sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         assert sock.recv(65536).startswith(b"HTTP/1.1 400 ")
+
+
+# ---- connections under TLS
+
+
+@contextmanager
+def speaking_tls(port: int) -> Iterator[socket.socket]:
+    """A client that never closes its side of TLS."""
+    context = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
+    with connected(port) as plain, context.wrap_socket(plain, server_hostname="127.0.0.1") as sock:
+        yield sock
+
+
+@contextmanager
+def tls_server(monkeypatch, **settings) -> Iterator[int]:
+    """With as much patience for the end of TLS as Python 3.10 has: without end."""
+    monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 600.0, raising=False)
+    with server(connections_max=1, tls_cert=TLS / "cert.pem", tls_key=TLS / "key.pem", **settings) as port:
+        yield port
+
+
+def served_tls(port: int) -> bool:
+    with speaking_tls(port) as sock:
+        return ask(sock).startswith(b"HTTP/1.1 200 ")
+
+
+def test_who_is_refused_and_does_not_close_its_side_of_tls_has_no_place_for_good(monkeypatch):
+    with tls_server(monkeypatch) as port, ExitStack() as stack:
+        with speaking_tls(port) as first:
+            assert ask(first).startswith(b"HTTP/1.1 200 ")
+            refused = stack.enter_context(speaking_tls(port))
+            assert ask(refused).startswith(b"HTTP/1.1 503 ")
+            assert hung_up(refused)
+        eventually(lambda: served_tls(port), "who was refused has the place")
+
+
+def _asks_once(sock: socket.socket) -> None:
+    assert ask(sock, close=True).startswith(b"HTTP/1.1 200 ")
+
+
+def _is_idle(sock: socket.socket) -> None:
+    assert ask(sock).startswith(b"HTTP/1.1 200 ")
+
+
+def _asks_nonsense(sock: socket.socket) -> None:
+    sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+    assert sock.recv(65536).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("how", [_asks_once, _is_idle, _asks_nonsense])
+def test_who_was_hung_up_on_and_does_not_close_its_side_of_tls_has_no_place_for_good(how, monkeypatch):
+    idle_s = 0.05 if how is _is_idle else 600.0
+    with tls_server(monkeypatch, idle_s=idle_s, head_timeout_s=600) as port, speaking_tls(port) as sock:
+        how(sock)
+        eventually(lambda: hung_up(sock))
+        eventually(lambda: served_tls(port), "who was hung up on has the place")

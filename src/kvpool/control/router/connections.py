@@ -5,6 +5,9 @@ headers byte by byte. Here it has `head_timeout_s` for them; between two request
 
 Beyond the largest number of connections a client still reads why: it gets 503 when it asks, within a second. Beyond
 twice that number it is only hung up on, so that those who read nothing do not add up.
+
+A connection under TLS that is closed stays until the client has closed its side, too, and counts until then. The client
+has a second for that: asyncio would give it half a minute, and before Python 3.11 all the time that it likes.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from kvpool.control.router.errors import error_object
 __all__ = ["Connection", "connections"]
 
 _REFUSED_S: Final = 1.0
+_PARTING_S: Final = 1.0  # for the end of TLS, when a connection is closed
 _BODY: Final = error_object(503, "too many connections", "overloaded")
 _REFUSAL: Final = b"\r\n".join(
     [
@@ -32,6 +36,24 @@ _REFUSAL: Final = b"\r\n".join(
         _BODY,
     ]
 )
+
+
+class _Transport:
+    """A transport that says when it is closed: the server below does that in many places."""
+
+    def __init__(self, transport: asyncio.Transport, on_close: Callable[[], None]) -> None:
+        self._transport = transport
+        self._on_close = on_close
+
+    def close(self) -> None:
+        """As asyncio has it."""
+        if not self._transport.is_closing():
+            self._transport.close()
+            self._on_close()
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the transport's."""
+        return getattr(self._transport, name)
 
 
 class Connection(H11Protocol):
@@ -54,7 +76,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """As asyncio has it."""
-        super().connection_made(transport)
+        super().connection_made(cast("asyncio.Transport", _Transport(transport, self._part)))
         self._refused = len(self.connections) > self._most
         if self._refused:
             self._on_refused()
@@ -65,23 +87,30 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """As asyncio has it."""
+        if self.transport.is_closing():
+            return  # TLS has its end still before it
         if self._refused:
-            self._take()
-            if not self.transport.is_closing():
-                self.transport.write(_REFUSAL)
-                self.transport.close()
+            self.transport.write(_REFUSAL)
+            self.transport.close()
             return
         super().data_received(data)
+        if self.transport.is_closing():
+            return
         cycle = cast("RequestResponseCycle | None", self.cycle)  # None before the first request
         if cycle is not None and not cycle.response_complete:  # the headers are there
             self._take()
-        elif self._timer is None and not self.transport.is_closing():
+        elif self._timer is None:
             self._give(self._head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As asyncio has it."""
-        self._take()
         super().connection_lost(exc)
+        self._take()
+
+    def _part(self) -> None:
+        self._take()
+        if self.scheme == "https":
+            self._give(_PARTING_S)
 
     def _give(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self._late)

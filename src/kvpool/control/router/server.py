@@ -8,7 +8,6 @@ import resource
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from math import ceil
@@ -31,7 +30,6 @@ _BACKLOG: Final = 2048
 _IDLE_S: Final = 30  # of a client's connection between two requests
 _FILES: Final = 256  # that are open beside connections
 _FILES_OF_INSTANCE: Final = 66  # connections that are kept, and those of probes
-_PARTING_S: Final = 1.0  # for the end of TLS, when a connection is closed
 
 
 class _Server(uvicorn.Server):
@@ -111,8 +109,6 @@ def _bound_handshakes(loop: asyncio.AbstractEventLoop, timeout_s: float) -> None
     async def bounded(*args: Any, **options: Any) -> asyncio.Server:
         if options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = timeout_s
-            if sys.version_info >= (3, 11):
-                options["ssl_shutdown_timeout"] = _PARTING_S
         return await create_server(*args, **options)
 
     loop.create_server = bounded  # type: ignore[method-assign]

@@ -42,11 +42,13 @@ class UpstreamError(Exception):
 
 def _out_of_files(error: BaseException | None) -> bool:
     """Whether this process could not open a socket, which lies somewhere in what led to the error."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    if error is None:
+        return False
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return True
+    # Of a name with several addresses, a group has the errors of each.
+    each: Sequence[BaseException] = getattr(error, "exceptions", ())
+    return any(map(_out_of_files, each)) or _out_of_files(error.__cause__ or error.__context__)
 
 
 def passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
