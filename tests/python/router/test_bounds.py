@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from kvpool.control.router import RouterSettings, upstream
+from kvpool.control.router import InstanceSpec, RouterSettings, upstream
 from kvpool.control.router import connections as module
 from kvpool.control.router.budget import Budget
 from kvpool.control.router.errors import Refusal
@@ -91,6 +91,30 @@ def test_a_router_without_a_file_left_says_so_and_blames_no_instance(monkeypatch
                 assert refused.json()["error"]["code"] == "overloaded"
             assert running.state("a") == "healthy"
         assert running.complete("x").status_code == 200
+
+
+def test_that_there_is_no_file_left_is_seen_where_a_name_has_several_addresses(monkeypatch):
+    """As localhost often has: then the error of each is in a group."""
+    families = {socket.AF_INET6: "::1", socket.AF_INET: "127.0.0.1"}
+    found = [(family, socket.SOCK_STREAM, 6, "", (host, 80)) for family, host in families.items()]
+    tried = []
+
+    async def none_left(*_: object, **__: object) -> None:
+        tried.append(1)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def ask() -> None:
+        instance = upstream.Upstream(InstanceSpec("a", "http://two.test"), RouterSettings(()))
+        assert await instance.is_well("/health", PATIENCE_S) is None
+        with pytest.raises(upstream.UpstreamError, match="files") as error:
+            await instance.open("GET", b"/", [], b"")
+        assert error.value.ours
+        await instance.close()
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", none_left)
+    asyncio.run(ask())
+    assert len(tried) == 4
 
 
 # ---- headers
