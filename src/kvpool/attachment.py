@@ -143,7 +143,8 @@ class Attachment:
     def close(self) -> None:
         """Leaves at once. The others are told "left"; transfers that are under way end with PeerLost. Idempotent.
 
-        From a callback of a cluster, or a finalizer that the garbage collector runs, it is done soon, as Cluster.close.
+        From a callback, of a pool or a cluster, or a finalizer that the garbage collector runs, it is done soon, as
+        Cluster.close.
         """
         if os.getpid() == self._process:
             self._registration.leave()  # which calls _left

@@ -232,12 +232,14 @@ class ProtocolError(Error):
 
 
 class RouteFailed(Error):
-    """A way to the peer broke down: NCCL, say. The peer may be well.
+    """A way to the peer broke down: NCCL, say, or a copy by a GPU. The peer may be well.
 
-    The next transfer takes another route, if there is one; this one is tried again later. `Pool.peers` tells why.
+    The next transfer takes another route, if there is one; this one is tried again later. `Pool.peers` tells why, of
+    the side that was writing.
     """
 
-    nccl_code: int
+    nccl_code: int  # NCCL's number, an ncclResult_t
+    driver_code: int  # the CUDA driver's number, a CUresult
 
 
 class DeviceLost(Error):

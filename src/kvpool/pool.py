@@ -260,9 +260,14 @@ class Pool(PeerVerbs):
     def close(self) -> None:
         """Ends the pool: every verb raises ClosedError from now on. Views of the memory stay valid. Idempotent.
 
-        It leaves its cluster, if it is in one. Peers are told; transfers that are under way end with ClosedError here
-        and PeerLost there. The memory is free as soon as no view shows it. Only what a peer may still write to by its
-        address (cma, ucx; a process that was stopped in a write) is kept until that peer has ended.
+        It leaves its cluster first, if it is in one; but soon after, from a callback, of a pool or a cluster, or a
+        finalizer that the garbage collector runs. Peers are told; transfers that are under way end with ClosedError
+        here and PeerLost there. The memory is free as soon as no view shows it, but for two kinds:
+
+        - What a peer may still write to by its address (cma, ucx; a process that was stopped in a write) is kept until
+          that peer has ended.
+        - ``device_memory="plain"`` and an engine's tensors on a GPU are kept until every peer of this host that had
+          them has closed them: as it leaves, or, with ucx, when its process ends.
         """
         attachment = self._attachment
         if attachment is not None:

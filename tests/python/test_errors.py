@@ -58,6 +58,12 @@ def test_the_tree_at_the_top_of_the_file_names_every_error():
         assert name in (errors.__doc__ or "")
 
 
+@pytest.mark.parametrize("kind", [errors.OutOfMemory, errors.DeviceLost, errors.Unsupported, errors.RouteFailed])
+def test_the_cuda_drivers_number_is_declared_wherever_it_may_be(kind):
+    """CudaDriver::require (cuda/driver.cpp) fills it, and write_by (transport/route_choice.cpp) hands it on."""
+    assert "driver_code" in kind.__annotations__
+
+
 NAMED_OTHERWISE = {"Deadline": "DeadlineExceeded"}
 
 

@@ -38,8 +38,8 @@ class MemberCallback:
     def close(self) -> None:
         """Ends it: when this returns the callback is not running any more. Idempotent.
 
-        One that runs for longer than a minute is not waited for; and from a callback of a cluster, this one or another,
-        or a finalizer that the garbage collector runs, nothing is: then it ends soon.
+        One that runs for longer than a minute is not waited for; and from a callback, of a pool or a cluster, this one
+        or another, or a finalizer that the garbage collector runs, nothing is: then it ends soon.
         """
         if os.getpid() != self._process:
             return  # in a forked child there is no thread, and the locks may be held for ever

@@ -292,9 +292,9 @@ class Cluster:
     def close(self) -> None:
         """Leaves, if there is a registration, and stops watching. Callbacks end. Idempotent; does not raise.
 
-        When this returns it is done, and no callback runs any more. From a callback of a cluster, or a finalizer that
-        the garbage collector runs, it is done soon: those must not wait. A callback that runs for longer than a minute
-        is not waited for.
+        When this returns it is done, and no callback runs any more. From a callback, of a pool or a cluster, or a
+        finalizer that the garbage collector runs, it is done soon: those must not wait. A callback that runs for longer
+        than a minute is not waited for.
         """
         if os.getpid() != self._process:
             return

@@ -137,7 +137,8 @@ class Registration:
     def leave(self) -> None:
         """Says goodbye. Others are told "left". Idempotent.
 
-        From a callback of the cluster, or a finalizer that the garbage collector runs, it is done soon: see waiting.py.
+        From a callback, of a pool or a cluster, or a finalizer that the garbage collector runs, it is done soon: see
+        waiting.py.
         """
         self.leave_soon()
         if may_wait():
