@@ -161,8 +161,8 @@ def tell_story(story: Story, arguments: argparse.Namespace, running: contextlib.
 
 def _serve_here_and_there(a: Instance, b: Instance, number: int, prompt: Tokens) -> Request:
     """A computes a prompt and sends its blocks; B, which waits for them, serves it."""
-    b.order("serve_received", _NEW_TOKENS, _WAIT_S)
     computed = a.ask("serve", prompt, _NEW_TOKENS)
+    b.order("serve_received", _NEW_TOKENS, _WAIT_S)  # from now on: how long A computes is no matter of the sending
     sent = a.ask("send", b.name, number, prompt)
     return Request(number, computed, sent, b.answer())
 
