@@ -2,6 +2,7 @@
 
 #include <doctest/doctest.h>
 
+#include "kvpool/transfer/failure.h"
 #include "message_length.h"
 
 namespace kvpool {
@@ -92,8 +93,23 @@ TEST_CASE("an error keeps its code, its text and the fields that the reader know
   CHECK(got.fields()[1].second == 2);
   check_length(write_error(Error(ErrorCode::kBusy, "text", {{"free", 1}})), read_error);
   Bytes bytes = write_error(sent);
-  bytes[0] = std::byte{static_cast<unsigned char>(ErrorCode::kCancelled) + 1};
-  CHECK_THROWS_AS(read_error(bytes), Error);
+  for (const std::size_t code :
+       {static_cast<std::size_t>(ErrorCode::kFenced), static_cast<std::size_t>(ErrorCode::kDeviceLost), kErrorCodes}) {
+    bytes[0] = static_cast<std::byte>(code);
+    CHECK_THROWS_AS(read_error(bytes), Error);
+  }
+}
+
+TEST_CASE("that a route broke down is told as that, with the number of who said so") {
+  for (const char* field : {"driver_code", "nccl_code"}) {
+    const Error got = read_error(write_error(for_peer(Error(ErrorCode::kRouteFailed, "no way", {{field, 7}}))));
+    CHECK(got.code() == ErrorCode::kRouteFailed);
+    REQUIRE(got.fields().size() == 1);
+    CHECK(std::string(got.fields()[0].first) == field);
+    CHECK(got.fields()[0].second == 7);
+  }
+  const Error lost = read_error(write_error(for_peer(Error(ErrorCode::kDeviceLost, "the GPU is gone"))));
+  CHECK(lost.code() == ErrorCode::kPeerLost);
 }
 
 }  // namespace

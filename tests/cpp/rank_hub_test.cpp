@@ -8,11 +8,16 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "kvpool/transfer/failure.h"
+#include "kvpool/transfer/group_route.h"
 #include "kvpool/transfer/messages.h"
+#include "kvpool/transport/reactor.h"
+#include "kvpool/transport/route_choice.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -59,6 +64,12 @@ struct Instance {
     message.kind = refusal ? FrameKind::kRefused : FrameKind::kDone;
     if (refusal) message.body = write_error(Error(*refusal, "it cannot now"));
     handlers[rank]->on_message(std::move(message));
+  }
+  // From now on, as a rank's process says it.
+  void refuses(std::size_t rank, const Error& why) {
+    links[rank]->on_sent = [this, rank, why](std::uint64_t id) {
+      handlers[rank]->on_message({FrameKind::kRefused, 0, id, write_error(for_peer(why))});
+    };
   }
   // From now on, at once.
   void answers(std::size_t rank, std::optional<ErrorCode> refusal = std::nullopt) {
@@ -116,6 +127,47 @@ TEST_CASE("a move that one rank could not be asked for ends when the others have
   CHECK(answered);
   rank.join();
   CHECK_FALSE(instance.lost);
+}
+
+TEST_CASE("a way between ranks that broke down may be gone again, and is no other error than between pools") {
+  struct Case {
+    Error said;  // by each of the ranks
+    ErrorCode code;
+    bool able;
+  };
+  const std::vector<Case> cases = {
+      {{ErrorCode::kRouteFailed, "NCCL", {{"nccl_code", 2}}}, ErrorCode::kRouteFailed, true},
+      {{ErrorCode::kRouteFailed, "odd", {{"driver_code", 304}}}, ErrorCode::kRouteFailed, true},
+      {{ErrorCode::kUnsupported, "odd", {{"driver_code", 304}}}, ErrorCode::kRouteFailed, true},
+      {{ErrorCode::kUnsupported, "never", {{"driver_code", 801}}}, ErrorCode::kUnsupported, false},
+      {{ErrorCode::kUnsupported, "there is no route"}, ErrorCode::kUnsupported, false},
+  };
+  for (const Case& each : cases) {
+    CAPTURE(std::string(each.said.what()));
+    Instance instance;
+    for (std::size_t rank = 0; rank < 2; ++rank) instance.refuses(rank, each.said);
+    const Sharding& sharding = instance.hub.sharding();
+    const auto group = make_group_route(std::make_shared<const ReshardPlan>(plan_reshard(sharding, sharding)),
+                                        instance.hub.writers(5));
+    const std::vector<BlockStrip> strips = {{0, 0, sharding.shape().block_bytes()}};
+    const Address from = make_address(0, Medium::kHbm, 1, 3);
+    const Address to = make_address(7, Medium::kHbm, 1, 2);
+    WriteRequest request;
+    request.strips = strips;
+    request.from = std::span(&from, 1);
+    request.to = std::span(&to, 1);
+    request.deadline_ns = monotonic_ns() + 10'000'000'000;
+    const auto error = error_of([&] { write_by(*group, request); });
+    REQUIRE(error);
+    CHECK(error->code() == each.code);
+    REQUIRE(error->fields().size() == each.said.fields().size());
+    for (std::size_t i = 0; i < error->fields().size(); ++i) {
+      CHECK(std::string(error->fields()[i].first) == each.said.fields()[i].first);
+      CHECK(error->fields()[i].second == each.said.fields()[i].second);
+    }
+    CHECK(group->health().able() == each.able);
+    CHECK_FALSE(instance.lost);
+  }
 }
 
 }  // namespace

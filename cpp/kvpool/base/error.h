@@ -30,7 +30,7 @@ enum class ErrorCode : std::uint8_t {
   kAuth,            // the peer does not know the secret
   kProtocol,        // the peer says what no kvpool of a version that we speak says
   kCancelled,       // by the caller
-  // Never on the wire.
+  // Never on the wire, but for the last.
   kFenced,       // this pool has no lease in its cluster: it has no peers
   kDeviceLost,   // the GPU, or this process's context on it, is gone, and what was in its memory
   kRouteFailed,  // a way to the peer broke down; the peer may be well, and reached by another, or later

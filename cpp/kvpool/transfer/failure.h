@@ -28,13 +28,11 @@ inline bool breaks_route(const Error& error) noexcept {
   return error.code() == ErrorCode::kPeerLost || error.code() == ErrorCode::kDeviceLost;
 }
 
-// The error as a peer is told it. That this side has lost its GPU, or is closing, is to the peer that it has lost this
-// side; that a way to the peer broke down, that this side cannot do it.
+// The error as a peer is told it: that this side has lost its GPU, or is closing, is to the peer that it has lost this
+// side.
 inline Error for_peer(const Error& error) {
-  if (error.code() == ErrorCode::kDeviceLost || error.code() == ErrorCode::kClosed) {
-    return Error(ErrorCode::kPeerLost, error.what());
-  }
-  return error.code() == ErrorCode::kRouteFailed ? Error(ErrorCode::kUnsupported, error.what()) : error;
+  const bool leaves = error.code() == ErrorCode::kDeviceLost || error.code() == ErrorCode::kClosed;
+  return leaves ? Error(ErrorCode::kPeerLost, error.what()) : error;
 }
 
 }  // namespace kvpool

@@ -10,10 +10,10 @@ namespace {
 
 // Fields that an error may carry to another process. Names are static strings in an Error, so one that is not here is
 // left out on the way in; its number stands in the text anyway.
-constexpr std::array kFieldNames = {"address", "position",     "requested", "capacity",       "free",
-                                    "active",  "evictable",    "pinned",    "retry_after_us", "instance",
-                                    "tokens",  "block_tokens", "needed",    "given",          "limit",
-                                    "blocks",  "blocks_max",   "maximum",   "value"};
+constexpr std::array kFieldNames = {
+    "address", "position",       "requested",  "capacity", "free",         "active",      "evictable",
+    "pinned",  "retry_after_us", "instance",   "tokens",   "block_tokens", "needed",      "given",
+    "limit",   "blocks",         "blocks_max", "maximum",  "value",        "driver_code", "nccl_code"};
 constexpr std::size_t kErrorTextMax = 4096;
 constexpr std::size_t kErrorFieldsMax = 16;
 constexpr std::size_t kFieldNameMax = 64;
@@ -41,6 +41,12 @@ std::uint32_t read_blocks(WireReader& in) {
   const auto blocks = in.number<std::uint32_t>();
   if (blocks > kAddressesMax) malformed(std::to_string(blocks) + " blocks in one request");
   return blocks;
+}
+
+// What a side that lost its lease or its GPU says is kPeerLost.
+bool may_be_told(std::uint8_t code) noexcept {
+  return code <= static_cast<std::uint8_t>(ErrorCode::kCancelled) ||
+         code == static_cast<std::uint8_t>(ErrorCode::kRouteFailed);
 }
 
 std::vector<Token> read_tokens(WireReader& in) { return in.array<Token>(kTokenBytesMax / sizeof(Token)); }
@@ -203,7 +209,7 @@ Bytes write_error(const Error& error) {
 Error read_error(std::span<const std::byte> bytes) {
   WireReader in(bytes);
   const auto code = in.number<std::uint8_t>();
-  if (code > static_cast<std::uint8_t>(ErrorCode::kCancelled)) malformed("error code " + std::to_string(code));
+  if (!may_be_told(code)) malformed("error code " + std::to_string(code));
   const std::string text = in.text(kErrorTextMax);
   Error error(static_cast<ErrorCode>(code), text);
   const auto fields = in.number<std::uint8_t>();
