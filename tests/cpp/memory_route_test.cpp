@@ -133,7 +133,8 @@ TEST_CASE("a route keeps what it was given to keep, and reports what reaches whe
   CHECK(route->traits().one_sided);
   CHECK(route->reaches(Medium::kDram));
   CHECK_FALSE(route->reaches(Medium::kHbm));
-  CHECK(route->estimate_us(1, 4096) < route->estimate_us(1000, 4'096'000));
+  const Reach dram = reach_of(Medium::kDram);
+  CHECK(route->estimate_us(dram, dram, 1, 4096) < route->estimate_us(dram, dram, 1000, 4'096'000));
   route.reset();
   CHECK(keepalive.use_count() == 1);
 }

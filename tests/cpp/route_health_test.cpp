@@ -144,7 +144,7 @@ class PricedRoute final : public Route {
   const char* name() const noexcept override { return name_; }
   RouteTraits traits() const noexcept override { return {}; }
   bool suits(const Reach&, const Reach&) const noexcept override { return suits_; }
-  double estimate_us(std::uint64_t, std::uint64_t) const noexcept override { return us_; }
+  double estimate_us(const Reach&, const Reach&, std::uint64_t, std::uint64_t) const noexcept override { return us_; }
   WriteOutcome write(const WriteRequest&) override {
     ++writes;
     if (fails_with) throw Error(*fails_with, std::string(name_) + " is broken");
@@ -220,7 +220,7 @@ TEST_CASE("an odd answer of the CUDA driver does not put a route out for good; t
   struct Odd final : Route {
     const char* name() const noexcept override { return "odd"; }
     RouteTraits traits() const noexcept override { return {}; }
-    double estimate_us(std::uint64_t, std::uint64_t) const noexcept override { return 1; }
+    double estimate_us(const Reach&, const Reach&, std::uint64_t, std::uint64_t) const noexcept override { return 1; }
     WriteOutcome write(const WriteRequest&) override { throw Error(why); }
     void close() noexcept override {}
     Error why{ErrorCode::kUnsupported, "by its own word"};
@@ -255,7 +255,7 @@ TEST_CASE("a route that learns by itself what it does not reach is as good as be
     const char* name() const noexcept override { return "learning"; }
     RouteTraits traits() const noexcept override { return {}; }
     bool reaches(Medium medium) const noexcept override { return medium == Medium::kHbm || !refused_; }
-    double estimate_us(std::uint64_t, std::uint64_t) const noexcept override { return 1; }
+    double estimate_us(const Reach&, const Reach&, std::uint64_t, std::uint64_t) const noexcept override { return 1; }
     WriteOutcome write(const WriteRequest&) override {
       refused_ = true;
       throw Error(ErrorCode::kUnsupported, "that memory cannot be mapped");

@@ -72,7 +72,7 @@ class ScriptRoute final : public Route {
   const char* name() const noexcept override { return "script"; }
   RouteTraits traits() const noexcept override { return {.one_sided = one_sided_, .by_caller = true, .waits = false}; }
   bool reaches(Medium medium) const noexcept override { return medium == Medium::kHbm || reaches_dram; }
-  double estimate_us(std::uint64_t, std::uint64_t) const noexcept override { return 1; }
+  double estimate_us(const Reach&, const Reach&, std::uint64_t, std::uint64_t) const noexcept override { return 1; }
   WriteOutcome write(const WriteRequest&) override { return {}; }
   void close() noexcept override { closed = true; }
   bool reaches_dram = true;

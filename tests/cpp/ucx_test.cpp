@@ -247,7 +247,8 @@ TEST_CASE("UCX: blocks that do not exist are refused before anything is written"
   CHECK(wrong(blocks_of(Medium::kHbm, 0, 1), blocks_of(Medium::kDram, 8, 1)));
   CHECK(wrong(blocks_of(Medium::kHbm, 0, 2), blocks_of(Medium::kHbm, 0, 1)));
   CHECK(pair.to_b->reaches(Medium::kHbm));
-  CHECK(pair.to_b->estimate_us(1, 4096) < pair.to_b->estimate_us(100, 409'600));
+  const Reach hbm = reach_of(Medium::kHbm);
+  CHECK(pair.to_b->estimate_us(hbm, hbm, 1, 4096) < pair.to_b->estimate_us(hbm, hbm, 100, 409'600));
 }
 
 TEST_CASE("UCX: what is missing is told with what to install") {

@@ -126,7 +126,10 @@ class GroupRoute final : public Route {
     return {.one_sided = true, .by_caller = false, .waits = true, .whole = false};
   }
   // The only route between two instances: the ranks choose among theirs.
-  double estimate_us(std::uint64_t /*pieces*/, std::uint64_t /*bytes*/) const noexcept override { return 0; }
+  double estimate_us(const Reach& /*from*/, const Reach& /*to*/, std::uint64_t /*pieces*/,
+                     std::uint64_t /*bytes*/) const noexcept override {
+    return 0;
+  }
 
   WriteOutcome write(const WriteRequest& request) override {
     const bool all = request.strips.size() == 1 && request.strips.front().from == 0 && request.strips.front().to == 0 &&

@@ -20,6 +20,7 @@
 #include "kvpool/transport/parted_write.h"
 #include "kvpool/transport/peer_memory.h"
 #include "kvpool/transport/reactor.h"
+#include "kvpool/transport/route_choice.h"
 #include "kvpool/transport/route_cost.h"
 
 namespace kvpool {
@@ -157,7 +158,9 @@ class CmaRoute final : public Route {
   }
 
   const char* name() const noexcept override { return "cma"; }
-  RouteTraits traits() const noexcept override { return {.one_sided = true, .by_caller = true, .waits = false}; }
+  RouteTraits traits() const noexcept override {
+    return {.one_sided = true, .by_caller = true, .waits = false, .by_name = true};
+  }
   bool reaches(Medium medium) const noexcept override {
     return peer_[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
   }
@@ -165,16 +168,19 @@ class CmaRoute final : public Route {
   bool reads(Medium medium) const noexcept override {
     return local_[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
   }
-  double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override {
-    return cost_.estimate_us(pieces, bytes, monotonic_ns());
+  double estimate_us(const Reach& from, const Reach& to, std::uint64_t pieces,
+                     std::uint64_t bytes) const noexcept override {
+    return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
   }
+  RouteCost* cost() noexcept override { return &cost_; }
 
   WriteOutcome write(const WriteRequest& request) override {
     const std::int64_t began_ns = monotonic_ns();
     Writer writer(process_);
     const WriteOutcome outcome = write_in_parts(request, local_, peer_, writer, team_, name(), closed_);
     const std::int64_t ended_ns = monotonic_ns();
-    cost_.measured(outcome.calls, outcome.bytes, static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
+    cost_.measured(reach_of(request.from), reach_of(request.to), outcome.calls, outcome.bytes,
+                   static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
     return outcome;
   }
 

@@ -74,9 +74,16 @@ class CudaRoute final : public Route {
     const std::lock_guard lock(mutex_);
     return mapped_ == nullptr || mapped_->reach.ready(to);
   }
-  double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override {
-    return cost_.estimate_us(pieces, bytes, monotonic_ns());
+  bool is_ready(const Reach& from, const Reach& to) const noexcept override {
+    if (!reads_gpu(from)) return true;
+    const std::lock_guard lock(mutex_);
+    return mapped_ == nullptr || mapped_->reach.is_ready(to);
   }
+  double estimate_us(const Reach& from, const Reach& to, std::uint64_t pieces,
+                     std::uint64_t bytes) const noexcept override {
+    return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
+  }
+  RouteCost* cost() noexcept override { return &cost_; }
 
   WriteOutcome write(const WriteRequest& request) override {
     check_blocks(request, local_.spans, peer_, name_);
@@ -93,7 +100,8 @@ class CudaRoute final : public Route {
       if (request.bytes_done != nullptr) request.bytes_done->fetch_add(parts[i].bytes(), std::memory_order_relaxed);
     }
     const std::int64_t ended_ns = monotonic_ns();
-    cost_.measured(outcome.calls, outcome.bytes, static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
+    cost_.measured(reach_of(request.from), reach_of(request.to), outcome.calls, outcome.bytes,
+                   static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
     return outcome;
   }
 

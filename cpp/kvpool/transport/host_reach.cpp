@@ -89,6 +89,15 @@ bool HostReach::ready(const Reach& media) noexcept {
   return all;
 }
 
+bool HostReach::is_ready(const Reach& media) const noexcept {
+  const std::lock_guard lock(shared_->mutex);
+  for (std::size_t medium = 0; medium < media.size(); ++medium) {
+    if (!media[medium] || !shared_->is_to_register(medium)) continue;
+    if (shared_->regions[medium].stage != Stage::kReady) return false;
+  }
+  return true;
+}
+
 // Whether it is there. Throws std::system_error when there is no thread to be had.
 bool HostReach::begin(std::size_t medium) {
   const std::lock_guard threads(mutex_);

@@ -34,6 +34,8 @@ class HostReach {
 
   // Whether a GPU can be sent there now. If not, it begins.
   bool ready(const Reach& media) noexcept;
+  // The same, and nothing begins.
+  bool is_ready(const Reach& media) const noexcept;
   // Waits until it can. Throws why the driver does not register it, kDeadline, kCancelled, kPeerLost (`closed`).
   void wait(const Reach& media, const WriteRequest& request, const char* route, const std::atomic<bool>& closed);
   // Why not is known, and remembered: the driver does not take this medium.

@@ -5,6 +5,7 @@
 #include "kvpool/transport/copy_choice.h"
 #include "kvpool/transport/parted_write.h"
 #include "kvpool/transport/reactor.h"
+#include "kvpool/transport/route_choice.h"
 #include "kvpool/transport/route_cost.h"
 
 namespace kvpool {
@@ -35,9 +36,11 @@ class MemoryRoute final : public Route {
   bool reads(Medium medium) const noexcept override {
     return local_[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
   }
-  double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override {
-    return cost_.estimate_us(pieces, bytes, monotonic_ns());
+  double estimate_us(const Reach& from, const Reach& to, std::uint64_t pieces,
+                     std::uint64_t bytes) const noexcept override {
+    return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
   }
+  RouteCost* cost() noexcept override { return &cost_; }
 
   WriteOutcome write(const WriteRequest& request) override {
     const std::int64_t began_ns = monotonic_ns();
@@ -46,7 +49,7 @@ class MemoryRoute final : public Route {
     const WriteOutcome outcome = write_in_parts(request, local_, peer_, copier, team_, name_, closed_);
     const std::int64_t ended_ns = monotonic_ns();
     const double us = static_cast<double>(ended_ns - began_ns) / 1e3;
-    cost_.measured(outcome.calls, outcome.bytes, us, ended_ns);
+    cost_.measured(reach_of(request.from), reach_of(request.to), outcome.calls, outcome.bytes, us, ended_ns);
     choice_.took(pick, outcome.bytes, us);
     return outcome;
   }

@@ -10,6 +10,7 @@
 #include "kvpool/transport/data_body.h"
 #include "kvpool/transport/parted_write.h"
 #include "kvpool/transport/reactor.h"
+#include "kvpool/transport/route_choice.h"
 #include "kvpool/transport/route_cost.h"
 
 namespace kvpool {
@@ -114,9 +115,11 @@ class NcclRoute final : public Route {
   RouteTraits traits() const noexcept override {
     return {.one_sided = false, .by_caller = false, .waits = true, .whole = false};
   }
-  double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override {
-    return cost_.estimate_us(pieces, bytes, monotonic_ns());
+  double estimate_us(const Reach& from, const Reach& to, std::uint64_t pieces,
+                     std::uint64_t bytes) const noexcept override {
+    return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
   }
+  RouteCost* cost() noexcept override { return &cost_; }
   std::shared_ptr<Passage> passage() const noexcept override { return passage_; }
   void close() noexcept override {
     closed_.store(true, std::memory_order_relaxed);
@@ -143,7 +146,8 @@ class NcclRoute final : public Route {
       if (request.bytes_done != nullptr) request.bytes_done->fetch_add(bytes, std::memory_order_relaxed);
     }
     const std::int64_t ended_ns = monotonic_ns();
-    cost_.measured(outcome.calls, outcome.bytes, static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
+    cost_.measured(reach_of(request.from), reach_of(request.to), outcome.calls, outcome.bytes,
+                   static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
     return outcome;
   }
 

@@ -7,7 +7,6 @@
 // Thread-safety: write() may be called by several threads at once.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -17,14 +16,14 @@
 
 #include "kvpool/base/address.h"
 #include "kvpool/base/medium.h"
+#include "kvpool/base/reach.h"
 #include "kvpool/base/strips.h"
 #include "kvpool/transport/route_health.h"
 
 namespace kvpool {
 
 class DeviceOrder;
-
-using Reach = std::array<bool, kMediaCount>;  // media that a write is about, by medium_index()
+class RouteCost;
 
 struct WriteRequest {
   std::uint64_t transfer = 0;  // id; what is placed by the receiver carries it
@@ -48,6 +47,7 @@ struct RouteTraits {
   bool by_caller = true;  // cheap enough to run in the caller's thread for small transfers
   bool waits = false;     // a write may have to wait for the peer to take it
   bool whole = true;      // sender and receiver have the whole content at hand, so that they can compare checksums
+  bool by_name = false;   // only where the settings of both sides name it
 };
 
 class Passage;
@@ -67,9 +67,15 @@ class Route {
   // Whether a write between these media could begin now. If not, it gets ready meanwhile, and a write waits for that:
   // others that are ready are taken first.
   virtual bool ready(const Reach& /*from*/, const Reach& /*to*/) noexcept { return true; }
+  // The same, and nothing begins by asking.
+  virtual bool is_ready(const Reach& /*from*/, const Reach& /*to*/) const noexcept { return true; }
 
-  // What a write of so many pieces and bytes costs, by what this route took before. Microseconds.
-  virtual double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept = 0;
+  // What a write of so many pieces and bytes between these media costs, by what was measured, and what this route took
+  // before. Microseconds.
+  virtual double estimate_us(const Reach& from, const Reach& to, std::uint64_t pieces,
+                             std::uint64_t bytes) const noexcept = 0;
+  // What that is reckoned by, for who measures it. Null: nobody does. Lives as long as the route.
+  virtual RouteCost* cost() noexcept { return nullptr; }
 
   // Returns when the bytes are where they belong and visible to whoever learns of it by a later message on the control
   // link (one-sided), or are handed to the link in order before such a message (placed by the receiver). Throws Error

@@ -40,7 +40,8 @@ std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> ro
     const bool suits = route->health().able() && route->suits(from, to);
     const int rank = (suits ? 2 : 0) + (suits && route->ready(from, to) ? 1 : 0);
     if (rank < best_rank) continue;
-    const double us = routes.size() == 1 ? 0.0 : route->estimate_us(pieces, bytes) * route->health().factor(now_ns);
+    const double us =
+        routes.size() == 1 ? 0.0 : route->estimate_us(from, to, pieces, bytes) * route->health().factor(now_ns);
     if (us < best_us || rank != best_rank) {
       best_us = us;
       best = route;
@@ -48,6 +49,24 @@ std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> ro
     }
   }
   return best;
+}
+
+Rivals rivals_between(std::span<const std::shared_ptr<Route>> routes, Medium from, Medium to) {
+  Rivals rivals;
+  const Reach source = reach_of(from);
+  const Reach target = reach_of(to);
+  for (const auto& route : routes) {
+    if (!carries(*route, source, target) || !route->health().able() || !route->suits(source, target)) continue;
+    const RouteTraits traits = route->traits();
+    if (!traits.by_caller || route->cost() == nullptr) continue;
+    if (!route->is_ready(source, target)) {
+      rivals.all = false;
+      continue;
+    }
+    rivals.by_name = rivals.by_name || traits.by_name;
+    rivals.routes.push_back(route);
+  }
+  return rivals;
 }
 
 WriteOutcome write_by(Route& route, const WriteRequest& request) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "kvpool/base/address.h"
 #include "kvpool/base/medium.h"
@@ -23,6 +24,16 @@ Reach reach_of(std::span<const Address> addresses) noexcept;
 std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> routes, const std::string& name,
                                       std::uint64_t pieces, std::uint64_t bytes, const Reach& from, const Reach& to,
                                       std::int64_t now_ns);
+
+// Among which cheapest_route() chooses between two media while all of them work: if there are several, to measure them
+// says more than their guesses. Not those that a caller's thread has to keep out of: they take long to get ready, and
+// the first write is when.
+struct Rivals {
+  std::vector<std::shared_ptr<Route>> routes;
+  bool by_name = false;  // one of them is a route that the settings have to name
+  bool all = true;       // false: others would be among them, and are not ready yet
+};
+Rivals rivals_between(std::span<const std::shared_ptr<Route>> routes, Medium from, Medium to);
 
 // Writes by it, and tells its health how that went, unless the route itself says from then on that it does not do such
 // writes. Throws what Route::write throws; kRouteFailed for kUnsupported that may be another time: see is_lasting().

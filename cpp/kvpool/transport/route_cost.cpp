@@ -29,11 +29,6 @@ std::uint64_t pack(double correction, std::uint32_t now_ms) noexcept {
 
 }  // namespace
 
-double RouteCost::prior_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept {
-  return prior_.latency_us + prior_.us_per_piece * static_cast<double>(pieces) +
-         prior_.us_per_byte * static_cast<double>(bytes);
-}
-
 std::size_t RouteCost::cell_of(std::uint64_t pieces, std::uint64_t bytes) noexcept {
   const std::size_t by_bytes = class_of(bytes, 12, kByteClasses);
   const std::size_t by_piece = class_of(bytes / std::max<std::uint64_t>(pieces, 1), 10, kPieceClasses);
@@ -56,20 +51,60 @@ void RouteCost::correct(Cell& cell, double sample, std::uint32_t now_ms) noexcep
   cell.store(pack(std::clamp(next, -kCorrectionMax, kCorrectionMax), now_ms), std::memory_order_relaxed);
 }
 
-double RouteCost::estimate_us(std::uint64_t pieces, std::uint64_t bytes, std::int64_t now_ns) const noexcept {
-  std::uint64_t word = cells_[cell_of(pieces, bytes)].load(std::memory_order_relaxed);
-  if (word == 0) word = all_.load(std::memory_order_relaxed);
-  const double us = prior_us(pieces, bytes);
-  return word == 0 ? us : us * std::exp(faded(word, milliseconds(now_ns)));
+double RouteCost::Table::estimate_us(std::uint64_t pieces, std::uint64_t bytes, std::int64_t now_ns) const noexcept {
+  std::uint64_t word = cells[cell_of(pieces, bytes)].load(std::memory_order_relaxed);
+  if (word == 0) word = all.load(std::memory_order_relaxed);
+  const double us = write.us(pieces, bytes);
+  return (word == 0 ? us : us * std::exp(faded(word, milliseconds(now_ns)))) + arrival.us(pieces, bytes);
 }
 
-void RouteCost::measured(std::uint64_t pieces, std::uint64_t bytes, double us, std::int64_t now_ns) noexcept {
-  const double expected = prior_us(pieces, bytes);
+double RouteCost::estimate_us(const Reach& from, const Reach& to, std::uint64_t pieces, std::uint64_t bytes,
+                              std::int64_t now_ns) const noexcept {
+  std::optional<double> most;
+  const Table* last = nullptr;
+  for (std::size_t i = 0; i < tables_.size(); ++i) {
+    if (!from[i / kMediaCount] || !to[i % kMediaCount]) continue;
+    const Table* table = tables_[i].load(std::memory_order_acquire);
+    if (table == nullptr) table = &guess_;
+    if (table == last) continue;
+    last = table;
+    most = std::max(most.value_or(0), table->estimate_us(pieces, bytes, now_ns));
+  }
+  return most ? *most : guess_.estimate_us(pieces, bytes, now_ns);
+}
+
+void RouteCost::measured(const Reach& from, const Reach& to, std::uint64_t pieces, std::uint64_t bytes, double us,
+                         std::int64_t now_ns) noexcept {
+  Table* table = nullptr;
+  for (std::size_t i = 0; i < tables_.size(); ++i) {
+    if (!from[i / kMediaCount] || !to[i % kMediaCount]) continue;
+    Table* one = tables_[i].load(std::memory_order_acquire);
+    if (one == nullptr) one = &guess_;
+    if (table != nullptr && table != one) return;
+    table = one;
+  }
+  if (table == nullptr) return;
+  const double expected = table->write.us(pieces, bytes);
   if (!(us > 0) || !(expected > 0)) return;
   const double sample = std::log(us / expected);
   const std::uint32_t now_ms = milliseconds(now_ns);
-  correct(cells_[cell_of(pieces, bytes)], sample, now_ms);
-  correct(all_, sample, now_ms);
+  correct(table->cells[cell_of(pieces, bytes)], sample, now_ms);
+  correct(table->all, sample, now_ms);
+}
+
+void RouteCost::settle(Medium from, Medium to, const RoutePrior& write, const RoutePrior& arrival) {
+  auto table = std::make_unique<Table>(write, arrival);
+  const std::lock_guard lock(mutex_);
+  settled_.push_back(std::move(table));
+  tables_[place_of(from, to)].store(settled_.back().get(), std::memory_order_release);
+}
+
+std::optional<RoutePrior> RouteCost::settled(Medium from, Medium to) const noexcept {
+  const Table* table = tables_[place_of(from, to)].load(std::memory_order_acquire);
+  if (table == nullptr) return std::nullopt;
+  return RoutePrior{table->write.latency_us + table->arrival.latency_us,
+                    table->write.us_per_piece + table->arrival.us_per_piece,
+                    table->write.us_per_byte + table->arrival.us_per_byte};
 }
 
 }  // namespace kvpool

@@ -96,7 +96,8 @@ SimRoute::SimRoute(SimClock& clock, const SimFaults& faults, const SimWatch& wat
       peer_(peer),
       link_(std::move(link)) {}
 
-double SimRoute::estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept {
+double SimRoute::estimate_us(const Reach& /*from*/, const Reach& /*to*/, std::uint64_t pieces,
+                             std::uint64_t bytes) const noexcept {
   return one_sided_ ? static_cast<double>(pieces) : static_cast<double>(bytes);
 }
 

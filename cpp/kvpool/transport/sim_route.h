@@ -47,7 +47,8 @@ class SimRoute final : public Route {
 
   const char* name() const noexcept override { return one_sided_ ? "sim" : "sim-sock"; }
   RouteTraits traits() const noexcept override { return {.one_sided = one_sided_, .by_caller = true, .waits = false}; }
-  double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override;
+  double estimate_us(const Reach& from, const Reach& to, std::uint64_t pieces,
+                     std::uint64_t bytes) const noexcept override;
   // All steps at once.
   WriteOutcome write(const WriteRequest& request) override;
   void close() noexcept override { closed_ = true; }

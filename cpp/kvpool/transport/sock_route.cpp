@@ -86,9 +86,11 @@ class SockRoute final : public Route {
   const char* name() const noexcept override { return "sock"; }
   RouteTraits traits() const noexcept override { return {.one_sided = false, .by_caller = true, .waits = true}; }
   bool reaches(Medium) const noexcept override { return true; }
-  double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override {
-    return cost_.estimate_us(pieces, bytes, monotonic_ns());
+  double estimate_us(const Reach& from, const Reach& to, std::uint64_t pieces,
+                     std::uint64_t bytes) const noexcept override {
+    return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
   }
+  RouteCost* cost() noexcept override { return &cost_; }
 
   WriteOutcome write(const WriteRequest& request) override {
     check_sources(request);
@@ -111,7 +113,8 @@ class SockRoute final : public Route {
     }
     outcome.calls = maker.calls();
     const std::int64_t ended_ns = monotonic_ns();
-    cost_.measured(outcome.calls, outcome.bytes, static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
+    cost_.measured(reach_of(request.from), reach_of(request.to), outcome.calls, outcome.bytes,
+                   static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
     return outcome;
   }
 

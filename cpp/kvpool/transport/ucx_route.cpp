@@ -86,8 +86,9 @@ bool UcxRouteCore::suits(const Reach& from, const Reach& to) const noexcept {
   return (kinds_of(from, to) & refused_.load(std::memory_order_relaxed)) == 0;
 }
 
-double UcxRouteCore::estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept {
-  return cost_.estimate_us(pieces, bytes, monotonic_ns());
+double UcxRouteCore::estimate_us(const Reach& from, const Reach& to, std::uint64_t pieces,
+                                 std::uint64_t bytes) const noexcept {
+  return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
 }
 
 WriteOutcome UcxRouteCore::write(const WriteRequest& request) {
@@ -108,7 +109,8 @@ WriteOutcome UcxRouteCore::write(const WriteRequest& request) {
     throw;
   }
   const std::int64_t now = monotonic_ns();
-  cost_.measured(outcome.calls, outcome.bytes, static_cast<double>(now - started) / 1e3, now);
+  cost_.measured(reach_of(request.from), reach_of(request.to), outcome.calls, outcome.bytes,
+                 static_cast<double>(now - started) / 1e3, now);
   return outcome;
 }
 

@@ -21,12 +21,16 @@ class UcxRouteCore final : public UcxRoute {
   ~UcxRouteCore() override;
 
   const char* name() const noexcept override { return "ucx"; }
-  RouteTraits traits() const noexcept override { return {.one_sided = true, .by_caller = true, .waits = true}; }
+  RouteTraits traits() const noexcept override {
+    return {.one_sided = true, .by_caller = true, .waits = true, .by_name = true};
+  }
   bool reaches(Medium medium) const noexcept override;
   bool reads(Medium medium) const noexcept override;
   // Not where UCX has said that it has no way between the two kinds of memory.
   bool suits(const Reach& from, const Reach& to) const noexcept override;
-  double estimate_us(std::uint64_t pieces, std::uint64_t bytes) const noexcept override;
+  double estimate_us(const Reach& from, const Reach& to, std::uint64_t pieces,
+                     std::uint64_t bytes) const noexcept override;
+  RouteCost* cost() noexcept override { return &cost_; }
   WriteOutcome write(const WriteRequest& request) override;
   void close() noexcept override;
   std::vector<std::string> lanes() override;

@@ -1,0 +1,14 @@
+// Which media a write is about.
+#pragma once
+
+#include <array>
+
+#include "kvpool/base/medium.h"
+
+namespace kvpool {
+
+using Reach = std::array<bool, kMediaCount>;  // by medium_index()
+
+inline constexpr Reach reach_of(Medium medium) noexcept { return {medium != Medium::kDram, medium != Medium::kHbm}; }
+
+}  // namespace kvpool
