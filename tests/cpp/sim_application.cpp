@@ -1,4 +1,5 @@
 // What the applications of the simulated world do: everything that a peer can be asked for, at any time.
+#include "kvpool/transfer/route_probe.h"
 #include "sim_world.h"
 
 namespace kvpool::testing {
@@ -43,7 +44,8 @@ void SimWorld::act(Member& member) {
     for (Job& job : member.jobs) go_on(job);
     return;
   }
-  work_alone(member);
+  if (drawn < 97) return work_alone(member);
+  probe(member);
 }
 
 SimWorld::Peering* SimWorld::any_peering(Member& member) {
@@ -280,6 +282,20 @@ void SimWorld::give_back(Member& member, Peering& peering, std::size_t n, std::i
   }
   waiting_ = false;
   if (clock_.now_ns() > std::max(deadline, member.resumed_ns) + kMs) fail("R3: a return came after its deadline");
+}
+
+// Measures the routes, whatever comes of it: nobody may notice.
+void SimWorld::probe(Member& member) {
+  SimDice& dice = clock_.dice();
+  Peering* const peering = any_peering(member);
+  if (peering == nullptr || waiting_) return;
+  waiting_ = true;
+  const std::int64_t until = clock_.now_ns() + dice.between(0, 20 * kMs);
+  const Medium to = dice.chance(800) ? Medium::kHbm : Medium::kDram;
+  clock_.log("probe", peering->other->process->actor());
+  count("probes");
+  RouteProbe(*peering->session, Medium::kHbm, to, peering->routes).run(until, draw_deadline());
+  waiting_ = false;
 }
 
 void SimWorld::receive(Member& member) {

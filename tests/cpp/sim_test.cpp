@@ -46,8 +46,9 @@ TEST_CASE("in a simulated world where everything fails, no byte is wrong, nothin
     for (const auto& [what, n] : world.happened()) happened[what] += n;
   }
   if (std::getenv("KVPOOL_SEED") != nullptr) return;
-  for (const char* what : {"transfers", "fetches", "borrowings", "successes", "failures", "cancellations", "kills",
-                           "pauses", "resets", "cuts", "disconnections", "slow applications", "items received"}) {
+  for (const char* what :
+       {"transfers", "fetches", "borrowings", "successes", "failures", "cancellations", "kills", "pauses", "resets",
+        "cuts", "disconnections", "slow applications", "items received", "probes"}) {
     CHECK_MESSAGE(happened[what] > kSeeds / 20, std::string(what), ": ", happened[what]);
   }
 }

@@ -153,6 +153,7 @@ void SimWorld::meet(Member& left, Member& right) {
                                                   self.process->blocks().spans(), other.process->blocks().spans(),
                                                   link));
     }
+    peering.routes = routes;
     peering.session->start(link, std::move(routes));
     self.process->add_session(peering.session);
     link->start(std::make_shared<Watcher>(*this, peering));

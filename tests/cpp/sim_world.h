@@ -50,6 +50,7 @@ class SimWorld {
     Member* other;
     std::shared_ptr<Session> session;
     std::shared_ptr<SimLink> link;
+    std::vector<std::shared_ptr<Route>> routes;
     std::vector<Address> borrowed;
     std::map<Address, std::uint64_t> named_by;  // the last transfer to each, by serial
     bool over = false;                          // on_closed has come
@@ -114,6 +115,7 @@ class SimWorld {
   void fetch(Member& member);
   void borrow(Member& member);
   void give_back(Member& member, Peering& peering, std::size_t n, std::int64_t timeout_ns);
+  void probe(Member& member);
   void receive(Member& member);
   void take(Member& member, std::unique_ptr<Received> item);
   void work_alone(Member& member);

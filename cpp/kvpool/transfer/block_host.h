@@ -89,6 +89,8 @@ class BlockHost {
 
   virtual const Layout& layout() const noexcept = 0;
   virtual std::uint32_t instance() const noexcept = 0;
+  // Whether the blocks of this medium lie on a GPU.
+  virtual bool on_gpu(Medium /*medium*/) const noexcept { return false; }
 
   // --- for peers that write here ---
 

@@ -1,7 +1,6 @@
 #include "kvpool/transfer/session.h"
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -78,26 +77,6 @@ void Session::let_go() noexcept {
   if (link_ended() && writes_under_way() == 0) ended.swap(link_);
 }
 
-std::vector<std::string> Session::route_names() const {
-  std::vector<std::string> names;
-  const std::lock_guard lock(mutex_);
-  names.reserve(routes_.size());
-  for (const auto& route : routes_) {
-    // Of a pool on a GPU there are two of the same name: one by the CPU, one by the GPU.
-    if (std::ranges::find(names, route->name()) == names.end()) names.emplace_back(route->name());
-  }
-  return names;
-}
-
-std::vector<RouteFailure> Session::route_failures() const {
-  std::vector<RouteFailure> failures;
-  const std::lock_guard lock(mutex_);
-  for (const auto& route : routes_) {
-    if (auto report = route->health().report()) failures.push_back({route->name(), std::move(*report)});
-  }
-  return failures;
-}
-
 std::uint32_t Session::under_way() const {
   const std::lock_guard lock(mutex_);
   return static_cast<std::uint32_t>(pending_.size() + pushes_.size());
@@ -141,162 +120,12 @@ void Session::check_of_peer(std::span<const Address> addresses) const {
   }
 }
 
-// --- requests that wait for their answer ---
-
-// A request whose caller waits in the call. Ends once: answered, lost or given up.
-class Session::Call final : public PendingAnswer {
- public:
-  explicit Call(Session& session) noexcept : session_(session) {}
-
-  void on_answer(Message&& message) override {
-    {
-      const std::lock_guard lock(mutex_);
-      if (!over_) {
-        answer_ = std::move(message);
-        return finish();
-      }
-      if (!given_up_) return;
-    }
-    session_.on_unwanted(message);
-  }
-  void on_lost(const Error& why) override {
-    const std::lock_guard lock(mutex_);
-    if (over_) return;
-    lost_ = why;
-    finish();
-  }
-  std::int64_t on_tick(std::int64_t /*now_ns*/) override { return kNever; }  // the caller looks at the clock
-
-  bool done() const noexcept { return done_.load(std::memory_order_acquire); }
-  // Nobody waits any more. False: it was answered, or lost, just now.
-  bool give_up() noexcept {
-    const std::lock_guard lock(mutex_);
-    if (over_) return false;
-    return given_up_ = over_ = true;
-  }
-  // REQUIRES: done(). Throws what ended it.
-  Message take() {
-    if (lost_) throw Error(*lost_);
-    return std::move(answer_);
-  }
-
- private:
-  void finish() noexcept {
-    over_ = true;
-    done_.store(true, std::memory_order_release);
-  }
-
-  Session& session_;  // calls it
-  std::mutex mutex_;
-  bool over_ = false;
-  bool given_up_ = false;
-  std::atomic<bool> done_{false};
-  Message answer_;
-  std::optional<Error> lost_;
-};
-
-Message Session::call(FrameKind kind, Bytes body, const Waiting& waiting, const char* what,
-                      const std::function<void()>& on_sent) {
-  const std::uint64_t id = next_id();
-  const auto open = link();
-  if (open == nullptr) throw_lost();
-  const auto pending = std::make_shared<Call>(*this);
-  expect_answer(id, pending);
-  try {
-    send(kind, id, std::move(body));
-    if (on_sent) on_sent();
-    while (!pending->done() && host_.now_ns() < waiting.until_ns && !lost()) {
-      if (open->drive(waiting.slice_ns(host_.now_ns()), [&] { return pending->done(); })) break;
-      waiting.check();
-    }
-  } catch (...) {
-    static_cast<void>(pending->give_up());
-    forget_answer(id);
-    throw;
-  }
-  const bool late = pending->give_up();
-  forget_answer(id);
-  if (late) {
-    if (lost()) throw_lost();
-    throw Error(ErrorCode::kDeadline, std::string("peer ") + peer_.name + " did not answer in time: " + what);
-  }
-  Message answer = pending->take();
-  if (answer.kind == FrameKind::kRefused) throw read_error(answer.body);
-  return answer;
-}
-
-// The answer to a request that nobody waits for any more. What was lent goes back.
-void Session::on_unwanted(const Message& answer) {
-  if (answer.kind == FrameKind::kLent) tell(FrameKind::kReturn, next_id(), answer.body);
-  if ((answer.id & kFetchBit) != 0) receiver_->on_fetch_over(answer.id);
-}
-
-std::vector<Address> Session::borrow(std::size_t n, Medium medium, bool may_evict, const Waiting& waiting) {
-  if (n > kAddressesMax) {
-    throw Error(ErrorCode::kArgument, std::to_string(n) + " blocks; one request takes " + std::to_string(kAddressesMax),
-                {{"requested", static_cast<std::int64_t>(n)}, {"maximum", kAddressesMax}});
-  }
-  const LendBody body{static_cast<std::uint32_t>(n), medium, may_evict};
-  const Message answer = call(FrameKind::kLend, write_body(body), waiting, "lending blocks");
-  try {
-    if (answer.kind != FrameKind::kLent) throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
-    std::vector<Address> addresses = read_addresses(answer.body);
-    if (addresses.size() != n) {
-      throw Error(ErrorCode::kProtocol, "the peer lent another number of blocks than asked for");
-    }
-    borrowed_.add(addresses);
-    return addresses;
-  } catch (const Error& error) {
-    close_link(error);  // it says what no session of ours says
-    throw;
-  } catch (...) {
-    on_unwanted(answer);
-    throw;
-  }
-}
-
-void Session::give_back(std::span<const Address> addresses, const Waiting& waiting) {
-  Bytes body = write_addresses(addresses);
-  borrowed_.begin_write(addresses);  // nobody else writes them, or gives them back
-  bool sent = false;
-  try {
-    static_cast<void>(call(FrameKind::kReturn, std::move(body), waiting, "taking blocks back", [&] {
-      sent = true;
-      borrowed_.drop_written(addresses);
-    }));
-  } catch (...) {
-    if (!sent) borrowed_.end_write(addresses);
-    throw;
-  }
-}
-
 void Session::tell(FrameKind kind, std::uint64_t id, std::span<const std::byte> body) noexcept {
   const auto failure = failure_of([&] { send(kind, id, Bytes(body.begin(), body.end())); });
   if (failure && failure->code() != ErrorCode::kPeerLost) close_link(*failure);
 }
 
 // --- transfers ---
-
-std::shared_ptr<Route> Session::choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
-                                             const Reach& from, const Reach& to, bool whole) const {
-  const std::int64_t now_ns = host_.now_ns();
-  std::unique_lock lock(mutex_);
-  if (routes_.empty()) {
-    lock.unlock();
-    throw_lost();
-  }
-  if (whole && name.empty()) {
-    std::vector<std::shared_ptr<Route>> checkable;
-    std::ranges::copy_if(routes_, std::back_inserter(checkable), [](const auto& one) { return one->traits().whole; });
-    if (auto best = cheapest_route(checkable, name, pieces, bytes, from, to, now_ns)) return best;
-  }
-  auto best = cheapest_route(routes_, name, pieces, bytes, from, to, now_ns);
-  if (best != nullptr) return best;
-  std::string known;
-  for (const auto& route : routes_) known += (known.empty() ? "" : ", ") + std::string(route->name());
-  throw Error(ErrorCode::kUnsupported, "there is no route " + name + " from these blocks to those of peer " +
-                                           peer_.name + "; there are: " + known);
-}
 
 std::shared_ptr<Transfer> Session::transfer(TransferRequest&& request) {
   auto outgoing = prepare(std::move(request));
@@ -309,8 +138,7 @@ std::shared_ptr<Outgoing> Session::prepare(TransferRequest&& request) {
   const Layout& layout = host_.blocks().layout();
   const std::uint64_t bytes = request.from.size() * layout.block_bytes();
   const std::uint64_t pieces = request.from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size());
-  Reach reach = reach_of(request.to);
-  if (request.to.empty()) reach = {request.medium != Medium::kDram, request.medium != Medium::kHbm};
+  const Reach reach = request.to.empty() ? reach_of(request.medium) : reach_of(request.to);
   auto route = choose_route(request.route, pieces, bytes, reach_of(request.from), reach, request.checksum);
   if (request.checksum && !route->traits().whole) {
     throw Error(ErrorCode::kUnsupported, std::string("no checksum of the whole can be compared with ") + peer_.name +
@@ -325,25 +153,6 @@ std::shared_ptr<Transfer> Session::fetch(const FetchRequest& request, bool frees
   auto fetch = std::make_shared<Fetch>(shared_from_this(), next_id() | kFetchBit, request, frees_on_failure);
   fetch->start();
   return fetch;
-}
-
-// Throws std::bad_alloc; then nothing is written, and job.done is not called.
-void Session::write(WriteJob&& job) {
-  job.done = [self = shared_from_this(), done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
-    if (error != nullptr) self->note_broken(*error);  // before the count falls: who sees no write sees this
-    self->writes_.fetch_sub(1);
-    done(outcome, error);
-    if (!self->lost() || self->writes_under_way() > 0) return;
-    self->host_.drained(*self);
-    self->let_go();
-  };
-  writes_.fetch_add(1);
-  try {
-    host_.write(std::move(job));
-  } catch (...) {
-    writes_.fetch_sub(1);
-    throw;
-  }
 }
 
 // The peer takes its leave. It writes nothing any more, and waits to hear the same from here.

@@ -7,6 +7,7 @@
 // route writes.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -29,6 +30,7 @@
 #include "kvpool/transport/link.h"
 #include "kvpool/transport/passage.h"
 #include "kvpool/transport/route_choice.h"
+#include "kvpool/transport/route_cost.h"
 
 namespace kvpool {
 
@@ -63,12 +65,17 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   std::shared_ptr<Outgoing> prepare(TransferRequest&& request);
   // `frees_on_failure`: the destinations are nobody's when it fails.
   std::shared_ptr<Transfer> fetch(const FetchRequest& request, bool frees_on_failure);
+  // Measures the routes between all media where it is a question, has not been done, and the limits want it: returns
+  // when that is over, after a short time. What fails leaves guesses. Throws kCancelled when the caller has given up.
+  void measure_routes(const Waiting& waiting);
 
   const PeerCard& peer() const noexcept override { return peer_; }
   bool lost() const noexcept { return lost_.load(); }
   bool peer_writes_directly() const noexcept { return peer_writes_directly_; }
   bool by_ranks() const noexcept { return by_ranks_; }
   std::vector<std::string> route_names() const;
+  // What they are taken to cost, of those that are reckoned so.
+  std::vector<RoutePrice> route_prices() const;
   // Of the routes that have failed, and not worked since.
   std::vector<RouteFailure> route_failures() const;
   ReceiverCounts counts() const { return receiver_->counts(); }
@@ -109,6 +116,13 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   // --- for the transfers of this session ---
   // Throws std::bad_alloc; then nothing is written, and job.done is not called.
   void write(WriteJob&& job);
+  // The same in this thread: it has ended when this returns.
+  void write_here(WriteJob&& job);
+  std::uint64_t next_id() noexcept { return ids_.fetch_add(1, std::memory_order_relaxed); }
+  // Asks, and waits for the answer in this thread. Throws what the peer answers, kDeadline, kPeerLost, kCancelled.
+  // `on_sent`: called when the request is on its way.
+  Message call(FrameKind kind, std::uint64_t id, Bytes body, const Waiting& waiting, const char* what,
+               const std::function<void()>& on_sent = {});
   SessionHost& host() noexcept { return host_; }
   // Null once the link has ended and nothing of this side is under way: see let_go().
   std::shared_ptr<Link> link() const;
@@ -128,11 +142,21 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
 
  private:
   class Call;
+  struct Question {  // which route to take between two media
+    Medium from;
+    Medium to;
+    std::vector<std::shared_ptr<Route>> routes;
+  };
+  // For a write. Between media that nobody has measured yet, that begins, in another thread.
   std::shared_ptr<Route> choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
-                                      const Reach& from, const Reach& to, bool whole = false) const;
+                                      const Reach& from, const Reach& to, bool whole = false);
+  std::shared_ptr<Route> cheapest(const std::string& name, std::uint64_t pieces, std::uint64_t bytes, const Reach& from,
+                                  const Reach& to, bool whole) const;
+  void measure_soon(const Reach& from, const Reach& to) noexcept;
+  std::vector<Question> claim_questions(const Reach& from, const Reach& to);
+  void measure(const std::vector<Question>& questions, const Waiting& waiting);
+  void after_write() noexcept;
   void note_broken(const Error& error) noexcept;
-  Message call(FrameKind kind, Bytes body, const Waiting& waiting, const char* what,
-               const std::function<void()>& on_sent = {});
   void handle(Message&& message);
   bool handle_later(Message& message);
   void settle();
@@ -145,7 +169,6 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   void begin_push(std::uint64_t id, const std::shared_ptr<FetchBody>& body);
   void finish_push(std::uint64_t id, std::span<const Address> held, const Error* error) noexcept;
   bool stop_push(std::uint64_t id);
-  std::uint64_t next_id() noexcept { return ids_.fetch_add(1, std::memory_order_relaxed); }
 
   SessionHost& host_;
   const PeerCard peer_;
@@ -162,6 +185,8 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   std::atomic<bool> ended_{false};
   std::atomic<bool> settled_{false};  // and what was promised to the peer is in quarantine, or free
   std::atomic<std::uint32_t> writes_{0};
+  // By pair of media, from and to: it has been measured, is being, or is no question.
+  std::array<std::atomic<bool>, std::size_t{kMediaCount} * kMediaCount> claimed_{};
 
   mutable std::mutex mutex_;
   std::shared_ptr<Link> link_;

@@ -22,6 +22,7 @@ struct SessionLimits {
   std::int64_t reserve_ns = 30'000'000'000;  // a reservation lives at most so long
   std::uint32_t transfers_max = 4096;        // of one peer, under way
   std::uint32_t reserved_max = 1U << 20;     // blocks that one peer may hold here, reserved and lent together
+  bool measure_routes = false;               // before writes depend on it, where it is a question: see route_probe.h
 };
 
 // One write, with all that its request points to.
@@ -53,6 +54,8 @@ class SessionHost {
   // Writes, and calls job.done: in this thread before it returns when that is quick and this thread may be kept, else
   // from another thread. Throws std::bad_alloc; then nothing is written, and job.done is not called.
   virtual void write(WriteJob&& job) = 0;
+  // The same in this thread, however long it takes.
+  virtual void write_here(WriteJob&& job) { carry_out(job); }
   // The link has ended, and so has every write of this side. May be told more than once.
   virtual void drained(Session& session) noexcept = 0;
   // The GPU that was copying for this side is lost: what it had been told to write may be on its way for ever, so

@@ -1,0 +1,188 @@
+// The routes of a session: which one a write takes, what they are taken to cost, and writing by them.
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "kvpool/transfer/failure.h"
+#include "kvpool/transfer/route_probe.h"
+#include "kvpool/transfer/session.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::array kMedia{Medium::kHbm, Medium::kDram};
+
+std::size_t at(Medium medium) noexcept { return static_cast<std::size_t>(medium_index(medium)); }
+
+}  // namespace
+
+std::vector<std::string> Session::route_names() const {
+  std::vector<std::string> names;
+  const std::lock_guard lock(mutex_);
+  names.reserve(routes_.size());
+  for (const auto& route : routes_) {
+    // Of a pool on a GPU there are two of the same name: one by the CPU, one by the GPU.
+    if (std::ranges::find(names, route->name()) == names.end()) names.emplace_back(route->name());
+  }
+  return names;
+}
+
+std::vector<RouteFailure> Session::route_failures() const {
+  std::vector<RouteFailure> failures;
+  const std::lock_guard lock(mutex_);
+  for (const auto& route : routes_) {
+    if (auto report = route->health().report()) failures.push_back({route->name(), std::move(*report)});
+  }
+  return failures;
+}
+
+std::vector<RoutePrice> Session::route_prices() const {
+  std::vector<RoutePrice> prices;
+  const std::lock_guard lock(mutex_);
+  for (const auto& route : routes_) {
+    const RouteCost* const cost = route->cost();
+    if (cost == nullptr) continue;
+    bool measured = false;
+    for (const Medium from : kMedia) {
+      for (const Medium to : kMedia) {
+        const auto prior = cost->settled(from, to);
+        if (!prior) continue;
+        measured = true;
+        prices.push_back({route->name(), std::pair(from, to), *prior});
+      }
+    }
+    if (!measured) prices.push_back({route->name(), std::nullopt, cost->guess()});
+  }
+  return prices;
+}
+
+// --- the choice ---
+
+std::shared_ptr<Route> Session::choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
+                                             const Reach& from, const Reach& to, bool whole) {
+  auto route = cheapest(name, pieces, bytes, from, to, whole);
+  if (name.empty()) measure_soon(from, to);
+  return route;
+}
+
+std::shared_ptr<Route> Session::cheapest(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
+                                         const Reach& from, const Reach& to, bool whole) const {
+  const std::int64_t now_ns = host_.now_ns();
+  std::unique_lock lock(mutex_);
+  if (routes_.empty()) {
+    lock.unlock();
+    throw_lost();
+  }
+  if (whole && name.empty()) {
+    std::vector<std::shared_ptr<Route>> checkable;
+    std::ranges::copy_if(routes_, std::back_inserter(checkable), [](const auto& one) { return one->traits().whole; });
+    if (auto best = cheapest_route(checkable, name, pieces, bytes, from, to, now_ns)) return best;
+  }
+  auto best = cheapest_route(routes_, name, pieces, bytes, from, to, now_ns);
+  if (best != nullptr) return best;
+  std::string known;
+  for (const auto& route : routes_) known += (known.empty() ? "" : ", ") + std::string(route->name());
+  throw Error(ErrorCode::kUnsupported, "there is no route " + name + " from these blocks to those of peer " +
+                                           peer_.name + "; there are: " + known);
+}
+
+// --- measuring ---
+
+// Those that have not been asked before. A question is worth it where guesses are far off: with memory on a GPU, or a
+// route that does not go without saying. Between processes of one host without either, memory is faster than a socket.
+std::vector<Session::Question> Session::claim_questions(const Reach& from, const Reach& to) {
+  std::vector<Question> questions;
+  if (!host_.limits().measure_routes || by_ranks_) return questions;
+  BlockHost& blocks = host_.blocks();
+  for (const Medium source : kMedia) {
+    for (const Medium target : kMedia) {
+      std::atomic<bool>& claimed = claimed_[at(source) * kMediaCount + at(target)];
+      if (!from[at(source)] || !to[at(target)] || claimed.load(std::memory_order_relaxed)) continue;
+      Rivals rivals;
+      if (blocks.spans()[at(source)].blocks > 0 && peer_.media[at(target)].blocks > 0) {
+        const std::lock_guard lock(mutex_);
+        rivals = rivals_between(routes_, source, target);
+      }
+      const bool on_gpu = blocks.on_gpu(source) || peer_.media[at(target)].kind == MemoryKind::kGpu;
+      const bool asks = rivals.routes.size() > 1 && (on_gpu || rivals.by_name);
+      if (!asks && !rivals.all) continue;  // perhaps later
+      if (claimed.exchange(true) || !asks) continue;
+      questions.push_back({source, target, std::move(rivals.routes)});
+    }
+  }
+  return questions;
+}
+
+void Session::measure(const std::vector<Question>& questions, const Waiting& waiting) {
+  const std::int64_t until_ns = std::min(waiting.until_ns, host_.now_ns() + RouteProbe::kTimeNs);
+  const auto failure = failure_of([&] {
+    for (const Question& question : questions) {
+      if (host_.now_ns() >= until_ns || lost()) return;
+      RouteProbe(*this, question.from, question.to, question.routes).run(until_ns, waiting);
+    }
+  });
+  if (failure && failure->code() == ErrorCode::kCancelled) throw Error(*failure);
+}
+
+void Session::measure_routes(const Waiting& waiting) {
+  std::vector<Question> questions;
+  if (failure_of([&] { questions = claim_questions({true, true}, {true, true}); })) return;
+  measure(questions, waiting);
+}
+
+void Session::measure_soon(const Reach& from, const Reach& to) noexcept {
+  static_cast<void>(failure_of([&] {
+    auto questions = claim_questions(from, to);
+    if (questions.empty()) return;
+    host_.run(Priority::kBackground, [self = shared_from_this(), questions = std::move(questions)] {
+      self->measure(questions, self->host_.now_ns() + RouteProbe::kTimeNs);
+    });
+  }));
+}
+
+// --- writing ---
+
+void Session::after_write() noexcept {
+  if (!lost() || writes_under_way() > 0) return;
+  host_.drained(*this);
+  let_go();
+}
+
+// Throws std::bad_alloc; then nothing is written, and job.done is not called.
+void Session::write(WriteJob&& job) {
+  job.done = [self = shared_from_this(), done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
+    if (error != nullptr) self->note_broken(*error);  // before the count falls: who sees no write sees this
+    self->writes_.fetch_sub(1);
+    done(outcome, error);
+    self->after_write();
+  };
+  writes_.fetch_add(1);
+  try {
+    host_.write(std::move(job));
+  } catch (...) {
+    writes_.fetch_sub(1);
+    throw;
+  }
+}
+
+void Session::write_here(WriteJob&& job) {
+  const auto self = shared_from_this();
+  bool told = false;
+  job.done = [&, done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
+    told = true;
+    if (error != nullptr) note_broken(*error);  // likewise
+    writes_.fetch_sub(1);
+    done(outcome, error);
+  };
+  writes_.fetch_add(1);
+  try {
+    host_.write_here(std::move(job));
+  } catch (...) {
+    if (!told) writes_.fetch_sub(1);
+    after_write();
+    throw;
+  }
+  after_write();
+}
+
+}  // namespace kvpool
