@@ -43,6 +43,7 @@ std::vector<std::string> start_service(Pool& pool, const py::object& settings, p
   options.worker_threads = setting<int>(settings, "transfer_threads");
   options.trusted_network = setting<bool>(settings, "trusted_network");
   options.unix_door = setting<bool>(settings, "unix_door");
+  options.measure_routes = setting<bool>(settings, "measure_routes");
   options.ucx = text_from(ucx, "ucx");
   options.nccl = text_from(nccl, "nccl");
   options.nccl_limits.pass_bytes = setting<std::uint64_t>(settings, "nccl_pass_bytes");
@@ -65,6 +66,18 @@ py::tuple failures_of(const PeerInfo& peer) {
   return failures;
 }
 
+// (route, source, target, latency in us, us per piece, us per byte) of each; source and target are 0 for a guess.
+py::tuple prices_of(const PeerInfo& peer) {
+  py::tuple prices(peer.route_prices.size());
+  for (std::size_t i = 0; i < peer.route_prices.size(); ++i) {
+    const auto& [route, between, prior] = peer.route_prices[i];
+    const int source = between ? static_cast<int>(between->first) : 0;
+    const int target = between ? static_cast<int>(between->second) : 0;
+    prices[i] = py::make_tuple(route, source, target, prior.latency_us, prior.us_per_piece, prior.us_per_byte);
+  }
+  return prices;
+}
+
 // (name, instance, epoch, joined, error), or None.
 py::object next_peer_event(Pool& pool) {
   const std::optional<PeerEvent> event = service_of(pool).next_peer_event();
@@ -84,7 +97,7 @@ py::list peers(Pool& pool) {
   for (const PeerInfo& peer : peers) {
     list.append(py::make_tuple(peer.name, peer.instance, peer.epoch, peer.link, py::tuple(py::cast(peer.routes)),
                                peer.pid, peer.lent_blocks, peer.borrowed_blocks, peer.reserved_blocks, peer.transfers,
-                               failures_of(peer)));
+                               failures_of(peer), prices_of(peer)));
   }
   return list;
 }

@@ -323,7 +323,20 @@ class Pool:
     def _peers(
         self,
     ) -> list[
-        tuple[str, int, int, str, tuple[str, ...], int, int, int, int, int, tuple[tuple[str, int, bool, str], ...]]
+        tuple[
+            str,
+            int,
+            int,
+            str,
+            tuple[str, ...],
+            int,
+            int,
+            int,
+            int,
+            int,
+            tuple[tuple[str, int, bool, str], ...],
+            tuple[tuple[str, int, int, float, float, float], ...],
+        ]
     ]: ...
     def _transfer_counts(
         self,

@@ -65,6 +65,9 @@ class Settings:
             nobody else can send or change packets.
         unix_door: Peers on this host that connect by TCP are met over a Unix socket instead, so that memory can be
             shared. False keeps them on TCP, for measuring it.
+        measure_routes: When two pools have met, `connect` measures the routes between them, for at most about 50 ms,
+            where which of them is fastest is a question: from or to a GPU, and with "cma" or "ucx". A few free blocks
+            of both are used meanwhile. False: the choice begins with guesses, which transfers correct.
         ucx: Which UCX to use: "wheel" (of the extra kvpool[ucx]), "system", or a path: libucp.so.0, or its folder.
         nccl: Which NCCL to use: "wheel" (of the extra kvpool[nccl12] or kvpool[nccl13]), "system", or a path:
             libnccl.so.2, or its folder.
@@ -96,6 +99,7 @@ class Settings:
     transfer_threads: int = 2
     trusted_network: bool = False
     unix_door: bool = True
+    measure_routes: bool = True
     ucx: str = "wheel"
     nccl: str = "wheel"
     nccl_pass_bytes: int = 16 << 20

@@ -67,6 +67,7 @@ PUBLIC = [
     "ReceivedCallback",
     "Registration",
     "RemovedEvent",
+    "RouteCost",
     "RouteFailed",
     "RouteReport",
     "Settings",

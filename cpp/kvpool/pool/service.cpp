@@ -50,7 +50,7 @@ ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options)
     : pool_(pool),
       options_(options),
       epoch_(random_epoch()),
-      limits_{options.reserve_ns, options.transfers_max, options.reserved_max},
+      limits_{options.reserve_ns, options.transfers_max, options.reserved_max, options.measure_routes},
       received_(options.received_max),
       blocks_(pool, received_),
       routes_(options, LocalMemory{pool.layout(), {pool.arena(Medium::kHbm), pool.arena(Medium::kDram)}}, epoch_),
@@ -156,14 +156,22 @@ std::shared_ptr<Transfer> ServiceImpl::fetch(FetchRequest&& request, const Given
 
 // --- threads ---
 
+// With a GPU goes the content of every block on it.
+void ServiceImpl::watch_device(WriteJob& job) {
+  if (!pool_.on_device()) return;
+  job.done = [this, done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
+    if (error != nullptr && error->code() == ErrorCode::kDeviceLost) pool_.fail(*error);
+    done(outcome, error);
+  };
+}
+
+void ServiceImpl::write_here(WriteJob&& job) {
+  watch_device(job);
+  carry_out(job);
+}
+
 void ServiceImpl::write(WriteJob&& job) {
-  if (pool_.on_device()) {
-    job.done = [this, done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
-      // With the GPU went the content of every block on it.
-      if (error != nullptr && error->code() == ErrorCode::kDeviceLost) pool_.fail(*error);
-      done(outcome, error);
-    };
-  }
+  watch_device(job);
   const RouteTraits traits = job.route->traits();
   const bool may_begin = job.request.after == nullptr || job.request.after->ended();
   if (traits.by_caller && may_begin && job.bytes <= inline_bytes(traits) && !reactor_->in_thread()) {

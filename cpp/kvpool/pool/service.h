@@ -19,6 +19,7 @@
 #include "kvpool/transfer/request.h"
 #include "kvpool/transfer/tally.h"
 #include "kvpool/transport/nccl_limits.h"
+#include "kvpool/transport/route_cost.h"
 #include "kvpool/transport/route_health.h"
 
 namespace kvpool {
@@ -38,6 +39,7 @@ struct ServiceOptions {
   std::uint32_t received_max = 65536;     // items that wait for the application; then peers get kBusy
   bool trusted_network = false;           // frames on TCP carry a checksum instead of a MAC
   bool unix_door = true;                  // peers on this host that connect by TCP are met over a Unix socket
+  bool measure_routes = true;             // when peers meet, where it is a question: see transfer/route_probe.h
   bool joins_cluster = false;             // nobody is met before join(), which brings the instance id
   std::string ucx = "wheel";              // wheel | system | path of libucp; used when a route is "ucx"
   std::string nccl = "wheel";             // wheel | system | path of libnccl; used when a route is "nccl"
@@ -56,6 +58,7 @@ struct PeerInfo {
   std::uint32_t reserved_blocks = 0;         // of ours, for transfers of it that are under way
   std::uint32_t transfers = 0;               // from here, and requests to it, that are under way
   std::vector<RouteFailure> route_failures;  // of routes to it that have failed, and not worked since
+  std::vector<RoutePrice> route_prices;      // what they are taken to cost
 };
 
 // Blocks that a peer sent and wants the application to know of.
@@ -81,8 +84,8 @@ class Service {
   // "unix:/path", "unix:@abstract", "tcp:HOST:PORT" (port 0: any). Returns the address to connect to.
   virtual std::string listen(const std::string& address) = 0;
   // Returns the peer's name, also when it is a peer already, or calls at the same time. As long as nobody listens there
-  // it tries again, unless told not to. Throws kAuth, kPeerLost (nobody listens), kProtocol, kLayoutMismatch,
-  // kDeadline, kCancelled.
+  // it tries again, unless told not to. Then the routes to it are measured, where that is a question. Throws kAuth,
+  // kPeerLost (nobody listens), kProtocol, kLayoutMismatch, kDeadline, kCancelled.
   virtual std::string connect(const std::string& address, const Waiting& waiting, bool wait_for_listener = true) = 0;
   virtual void disconnect(const std::string& peer, const GivenUp& given_up = {}) = 0;
   virtual std::vector<PeerInfo> peers() = 0;

@@ -1,6 +1,6 @@
 // The service as its parts see it: service.cpp has the verbs and the threads, service_peers.cpp the peers' coming and
-// going, service_close.cpp the end, service_ranks.cpp what is done when one of two peers has several ranks,
-// service_members.cpp what a cluster's directory has to say.
+// going, service_report.cpp what is told of them, service_close.cpp the end, service_ranks.cpp what is done when one of
+// two peers has several ranks, service_members.cpp what a cluster's directory has to say.
 //
 // Locks: mutex_ guards who is there. A session's calls are made without it, but for its counters.
 #pragma once
@@ -96,11 +96,15 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   TransferTally& tally() noexcept override { return tally_; }
   void run(Priority priority, std::function<void()> work) override { workers_.run(priority, std::move(work)); }
   void write(WriteJob&& job) override;
+  void write_here(WriteJob&& job) override;
   void drained(Session& session) noexcept override;
   void write_lost() noexcept override { write_lost_.store(true); }
   void tick_by(std::int64_t at_ns) override;
 
+  void watch_device(WriteJob& job);
+  std::string visit(const std::string& address, const Waiting& waiting, bool wait_for_listener);
   std::string meet(const std::string& address, const Waiting& waiting);
+  void measure_routes(const std::string& peer, const Waiting& waiting);
   std::string name_of(std::uint64_t epoch) const;
   Introduction introduce();
   std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerCard& card, bool initiated_here);

@@ -114,6 +114,19 @@ void ServiceImpl::settle_instance() {
 
 std::string ServiceImpl::connect(const std::string& address, const Waiting& waiting, bool wait_for_listener) {
   const CountedCall call(connecting_);
+  std::string name = visit(address, waiting, wait_for_listener);
+  measure_routes(name, waiting);
+  return name;
+}
+
+// Before the first transfer. Whatever has happened meanwhile is heard when one is asked for.
+void ServiceImpl::measure_routes(const std::string& peer, const Waiting& waiting) {
+  SessionPointer session;
+  if (failure_of([&] { session = find(peer); }) || session == nullptr) return;
+  session->measure_routes(waiting);
+}
+
+std::string ServiceImpl::visit(const std::string& address, const Waiting& waiting, bool wait_for_listener) {
   const std::int64_t began_ns = monotonic_ns();
   int draws = 1;
   std::optional<Error> refused;
@@ -430,42 +443,6 @@ void ServiceImpl::on_peer_drained(std::uint64_t epoch) noexcept {
   }
   for (const SessionPointer& session : sessions) session->on_writer_gone();
   ghosts_->on_writer_gone(epoch);
-}
-
-// --- what the application hears of it ---
-
-// The peers that are here, first, so that none is missed.
-int ServiceImpl::begin_peer_events() {
-  const std::lock_guard lock(mutex_);
-  if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
-  const int descriptor = events_.begin();
-  for (const auto& [name, peer] : peers_) tell_joined(peer.session->peer());
-  return descriptor;
-}
-
-// REQUIRES: mutex_ is held, as for the next, so that events come in the order of what they tell.
-void ServiceImpl::tell_joined(const PeerCard& card) { events_.push({card.name, card.instance, card.epoch, true, {}}); }
-
-void ServiceImpl::tell_lost(const Session& session) {
-  const PeerCard& card = session.peer();
-  Error why(ErrorCode::kPeerLost, "a newer process has come under the name " + card.name);
-  if (session.lost()) why = *failure_of([&] { session.throw_lost(); });
-  events_.push({card.name, card.instance, card.epoch, false, std::move(why)});
-}
-
-std::vector<PeerInfo> ServiceImpl::peers() {
-  std::vector<PeerInfo> list;
-  const std::lock_guard lock(mutex_);
-  for (const auto& [name, peer] : peers_) {
-    if (peer.session->lost()) continue;
-    const PeerCard& card = peer.session->peer();
-    const ReceiverCounts counts = peer.session->counts();
-    list.push_back({name, card.instance, card.epoch, peer.link->describe(), peer.session->route_names(), card.pid,
-                    counts.lent, peer.session->borrowed_blocks(), counts.reserved, peer.session->under_way(),
-                    peer.session->route_failures()});
-  }
-  std::sort(list.begin(), list.end(), [](const PeerInfo& a, const PeerInfo& b) { return a.name < b.name; });
-  return list;
 }
 
 }  // namespace kvpool

@@ -14,8 +14,18 @@ from typing import Any, Literal
 from kvpool import _core
 from kvpool.errors import Error
 from kvpool.transfer.dispatcher import Dispatcher
+from kvpool.types import Medium
 
-__all__ = ["PeerCallback", "PeerEvent", "PeerInfo", "RankInfo", "RouteReport", "nccl_library", "ucx_library"]
+__all__ = [
+    "PeerCallback",
+    "PeerEvent",
+    "PeerInfo",
+    "RankInfo",
+    "RouteCost",
+    "RouteReport",
+    "nccl_library",
+    "ucx_library",
+]
 
 _log = logging.getLogger("kvpool.peers")
 
@@ -39,6 +49,43 @@ class RouteReport:
 
 
 @dataclass(frozen=True)
+class RouteCost:
+    """What a write to a peer is taken to cost by one way, before what transfers took in the last seconds corrects it.
+
+    A write of so many pieces and bytes is expected to take
+    ``latency_us + us_per_piece * pieces + bytes / (gigabytes_per_s * 1000)`` microseconds.
+
+    Attributes:
+        route: Its name; of two of the same name, by the CPU and by the GPU, either.
+        source: The medium here that it was measured from. None: it was not, and the numbers are a guess for all media.
+        target: The medium there that it was measured to, or None.
+        latency_us: Of any write, in microseconds.
+        us_per_piece: Of each range of memory, in microseconds.
+        gigabytes_per_s: Of long writes, 10^9 bytes a second.
+    """
+
+    route: str
+    source: Medium | None
+    target: Medium | None
+    latency_us: float
+    us_per_piece: float
+    gigabytes_per_s: float
+
+    @property
+    def measured(self) -> bool:
+        """Whether it was measured with this peer."""
+        return self.source is not None
+
+    @classmethod
+    def of(
+        cls, route: str, source: int, target: int, latency_us: float, us_per_piece: float, us_per_byte: float
+    ) -> RouteCost:
+        """From what the core tells: media as numbers, 0 for none, and what a byte costs, which is never 0."""
+        between = (Medium(source), Medium(target)) if source else (None, None)
+        return cls(route, between[0], between[1], latency_us, us_per_piece, 1e-3 / us_per_byte)
+
+
+@dataclass(frozen=True)
 class PeerInfo:
     """A peer of a pool, at one moment.
 
@@ -54,6 +101,8 @@ class PeerInfo:
         reserved_blocks: Of ours, for its transfers that are under way.
         transfers: Ours to it, and what it has asked to be sent, that are under way.
         failing_routes: Those of `routes` by which the last transfer to it has failed.
+        route_costs: What its routes are taken to cost: for each pair of media between which one was measured, or else a
+            guess. None of those that go by ranks.
     """
 
     name: str
@@ -67,11 +116,14 @@ class PeerInfo:
     reserved_blocks: int
     transfers: int
     failing_routes: tuple[RouteReport, ...] = ()
+    route_costs: tuple[RouteCost, ...] = ()
 
     @classmethod
     def of(cls, *facts: Any) -> PeerInfo:
         """From what the core tells, in the order of the fields."""
-        values = [*facts[:-1], tuple(RouteReport(*one) for one in facts[-1])]
+        *plain, failures, costs = facts
+        reports = tuple(RouteReport(*one) for one in failures)
+        values = [*plain, reports, tuple(RouteCost.of(*one) for one in costs)]
         return cls(*values)
 
 

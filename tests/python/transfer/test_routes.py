@@ -13,6 +13,7 @@ from transfer.kit import (
     UCX_SETTINGS,
     Child,
     address_of,
+    blocks_at_peers,
     not_on_gpu,
     pair_of,
     route_or_skip,
@@ -80,7 +81,7 @@ def test_adopted_memory_travels_by_the_routes_that_reach_it():
         "pool.listen(where)"
     )
     for routes, found in ((("shm", "sock"), "sock"), (("cma", "sock"), "cma")):
-        with small_pool(routes=routes) as pool:
+        with small_pool(routes=routes, measure_routes=False) as pool:  # by the guess, whatever the machine is at
             peer = pool.connect(child(make, routes=routes, where=address_of("shm")))
             addrs = pool.alloc(3)
             pool.tensor(kvpool.HBM).numpy()[kvpool.block_ids(addrs)] = 7
@@ -89,6 +90,27 @@ def test_adopted_memory_travels_by_the_routes_that_reach_it():
             assert child("[float(t[ids].min()) for t in tensors]", ids=kvpool.block_ids(done.addrs)) == [7, 7]
             child("pool.close()")
     child.close()
+
+
+@not_on_gpu("cma is for memory of the host")
+def test_routes_are_measured_when_pools_meet_unless_told_not_to():
+    route_or_skip("cma")
+    routes = {"routes": ("cma", "sock")}
+
+    def costs(**settings):
+        with pair_of("shm", a=routes | settings, b=routes) as pair:
+            assert blocks_at_peers(pair.a) == pair.b("blocks_at_peers(pool)") == 0
+            assert pair.a.stats().hbm.active == pair.b("pool.stats().hbm.active") == 0
+            return pair.a.peers()[0].route_costs
+
+    guesses = costs(measure_routes=False)
+    assert [(one.route, one.measured, one.source) for one in guesses] == [("cma", False, None), ("sock", False, None)]
+    found = next(found for found in (costs() for _ in range(50)) if all(one.measured for one in found))  # busy machines
+    hbm = {one.route: one for one in found if one.source == one.target == kvpool.HBM}
+    assert set(hbm) == {"cma", "sock"}
+    for one in found:
+        assert one.latency_us >= 0 <= one.us_per_piece
+        assert 0 < one.gigabytes_per_s <= 1000
 
 
 def test_the_wheel_s_library_is_found_without_loading_it(monkeypatch, tmp_path):

@@ -1,0 +1,166 @@
+// What peers that meet measure of the routes between them, over real sockets.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fake_driver.h"
+#include "joined_service.h"
+
+namespace kvpool::testing {
+namespace {
+
+constexpr std::uint32_t kBlocks = 16;
+
+std::size_t measured(ServiceNode& node) {
+  std::size_t pairs = 0;
+  for (const PeerInfo& peer : node.service().peers()) {
+    for (const RoutePrice& price : peer.route_prices) pairs += price.between ? 1 : 0;
+  }
+  return pairs;
+}
+
+std::uint32_t used(ServiceNode& node) { return 2 * kBlocks - node.count(BlockState::kFree); }
+
+// On a machine that is busy the time may not do: then with new pools.
+void retry(const std::function<bool()>& holds) {
+  for (int i = 0; i < 200; ++i) {
+    if (holds()) return;
+  }
+  FAIL("never in 200 tries");
+}
+
+bool soon(const std::function<bool()>& holds, double seconds) {
+  const std::int64_t until = real_seconds(seconds);
+  while (!holds()) {
+    if (monotonic_ns() > until) return false;
+    usleep(200);
+  }
+  return true;
+}
+
+void send(ServiceNode& from, ServiceNode& to, std::uint64_t first) {
+  const Addresses blocks = alloc_stamped(*from.pool(), 2, first);
+  TransferRequest request;
+  request.peer = to.name();
+  request.from = blocks;
+  request.deadline_ns = real_seconds(20);
+  const auto sent = from.service().transfer(std::move(request));
+  REQUIRE(sent->wait(real_seconds(20)));
+  sent->rethrow_if_failed();
+  const auto item = to.service().receive(real_seconds(20));
+  REQUIRE(item != nullptr);
+  CHECK(are_stamped(*to.pool(), item->addresses, first));
+  free_all(*to.pool(), item->addresses);
+  free_all(*from.pool(), blocks);
+}
+
+TEST_CASE("who connects has measured routes that are named; who was connected to does when it sends") {
+  retry([] {
+    ServiceNode a("a", {"cma", "sock"}, kBlocks);
+    ServiceNode b("b", {"cma", "sock"}, kBlocks);
+    a.meet(b);
+    CHECK(used(a) + used(b) == 0);
+    CHECK(a.service().receive(0) == nullptr);
+    CHECK(b.service().receive(0) == nullptr);
+    CHECK(a.service().transfer_counts(TransferKind::kSend).ended[0] == 0);
+    CHECK(measured(b) == 0);
+    send(b, a, 50);
+    const bool later = soon([&] { return measured(b) == 2; }, 2);
+    CHECK(soon([&] { return used(a) + used(b) == 0; }, 20));
+    return measured(a) == 8 && later;
+  });
+}
+
+TEST_CASE("between pools of one host by default routes, and without the setting, nothing is measured") {
+  for (const bool named : {false, true}) {
+    const std::vector<std::string> routes =
+        named ? std::vector<std::string>{"cma", "sock"} : std::vector<std::string>{};
+    const auto off = [&](ServiceOptions& options) { options.measure_routes = !named; };
+    ServiceNode a("a", routes, kBlocks, off);
+    ServiceNode b("b", routes, kBlocks, off);
+    a.meet(b);
+    send(a, b, 10);
+    send(b, a, 20);
+    CHECK(measured(a) + measured(b) == 0);
+    for (const PeerInfo& peer : a.service().peers()) {
+      CHECK(peer.route_prices.size() == peer.routes.size());
+      for (const RoutePrice& price : peer.route_prices) CHECK(price.prior.us(1, 4096) > 0);
+    }
+  }
+}
+
+TEST_CASE("pools that close while they are measured leave no block behind and no thread waiting") {
+  for (int round = 0; round < 12; ++round) {
+    ServiceNode a("a", {"cma", "sock"}, kBlocks);
+    ServiceNode b("b", {"cma", "sock"}, kBlocks);
+    const std::string where = b.service().listen(unix_address());
+    std::atomic<bool> connecting{false};
+    std::thread caller([&] {
+      connecting = true;
+      static_cast<void>(error_of([&] { a.service().connect(where, real_seconds(20)); }));
+    });
+    CHECK(soon([&] { return connecting.load(); }, 20));
+    usleep(static_cast<useconds_t>(round * 300));
+    (round % 2 == 0 ? a : b).pool()->close();
+    ServiceNode& other = round % 2 == 0 ? b : a;
+    if (round % 2 != 0) a.service().close();  // or it would go on calling
+    caller.join();
+    CHECK(soon([&] { return used(other) == 0; }, 20));
+  }
+}
+
+#ifdef KVPOOL_FAKE_CUDA_PATH
+
+TEST_CASE("from and to a GPU the routes are measured, and what the CPU does alone is not") {
+  const FakeCuda cuda;
+  cuda.set("delay_us", 0);
+  retry([&] {
+    const PairOptions on_gpu{.hbm_blocks = kBlocks, .dram_blocks = kBlocks, .device = 0};
+    ServiceNode a("a", {}, on_gpu, {});
+    ServiceNode b("b", {}, on_gpu.of_b(), {});
+    a.meet(b);
+    CHECK(used(a) + used(b) == 0);
+    bool hbm = false;
+    for (const RoutePrice& price : a.service().peers()[0].route_prices) {
+      if (!price.between) continue;
+      CHECK((price.between->first == Medium::kHbm || price.between->second == Medium::kHbm));
+      hbm = hbm || *price.between == std::pair(Medium::kHbm, Medium::kHbm);
+    }
+    send(a, b, 30);
+    send(b, a, 40);
+    CHECK(soon([&] { return used(a) + used(b) == 0; }, 20));
+    return hbm;
+  });
+  CHECK(cuda.left() == "");
+}
+
+TEST_CASE("whichever call of the driver fails while routes are measured, no block is left over") {
+  constexpr int kCalls = 400;
+  constexpr int kStep = 13;
+  int met = 0;
+  for (int n = 1; n < kCalls; n += kStep) {
+    CAPTURE(n);
+    const FakeCuda cuda;
+    cuda.set("delay_us", 0);
+    const PairOptions on_gpu{.hbm_blocks = kBlocks, .dram_blocks = kBlocks, .device = 0};
+    ServiceNode a("a", {}, on_gpu, {});
+    ServiceNode b("b", {}, on_gpu.of_b(), {});
+    cuda.fail_nth(n, 304);
+    const auto error = error_of([&] { a.meet(b); });
+    cuda.fail_nth(0, 0);
+    CHECK((!error || error->code() == ErrorCode::kUnsupported || error->code() == ErrorCode::kPeerLost));
+    if (!error) ++met;
+    CHECK(soon([&] { return used(a) + used(b) == 0; }, 20));
+  }
+  CHECK(met > 0);
+}
+
+#endif  // KVPOOL_FAKE_CUDA_PATH
+
+}  // namespace
+}  // namespace kvpool::testing
