@@ -91,7 +91,7 @@ def test_restarting_members_leaks_no_descriptor_and_no_thread(place, near_nurser
                 send_by_name(home.pool, "victim")
             home.settled()
             counts.append(things())
-        # A worker that had nothing to do so far starts late, and the allocator maps what it likes: less than one a round.
+        # A worker that had nothing to do starts late, and the allocator maps what it likes: less than one a round.
         for what in ("descriptors", "threads", "mappings"):
             eventually(lambda what=what: things()[what] - counts[1][what] < rounds - 2)
 
