@@ -208,6 +208,16 @@ TEST_CASE("measuring mends a choice that the guesses have wrong, and for longer 
   CHECK(kit.fast->writes == writes);
 }
 
+TEST_CASE("what blocks are too short to show is not taken for a rate") {
+  ProbeKit kit;
+  kit.measure();
+  const auto fast = kit.fast->cost()->settled(Medium::kHbm, Medium::kHbm);
+  REQUIRE(fast);
+  CHECK(fast->latency_us == doctest::Approx(kFast.latency_us).epsilon(0.1));
+  CHECK(fast->us_per_byte >= kSlow.us_per_byte);  // its guess
+  CHECK(fast->us_per_piece >= kSlow.us_per_piece);
+}
+
 TEST_CASE("without the setting, without a question, and between ranks nothing is measured") {
   ProbeKit off(/*measures=*/false);
   off.measure();

@@ -13,6 +13,7 @@ namespace kvpool {
 namespace {
 
 constexpr std::uint64_t kSmallBytes = 512;
+constexpr std::uint64_t kRateBytes = std::uint64_t{64} << 10;  // in fewer no rate shows
 constexpr std::int64_t kLifetimeMs = 10'000;  // of the reservation, and of a write: longer than any lease that is usual
 constexpr std::int64_t kNsPerMs = 1'000'000;
 constexpr std::int64_t kEndNs = 1'000'000'000;  // for the peer to say that it has its blocks back
@@ -190,9 +191,16 @@ void RouteProbe::settle() {
   std::vector<Found> all;
   for (const Candidate& candidate : candidates_) {
     if (candidate.out || candidate.route->cost() == nullptr) continue;
-    const auto write = fit_cost(candidate.written);
+    auto write = fit_cost(candidate.written);
     const auto arrived = fit_cost(candidate.arrived);
     if (!write || !arrived) return;  // a measurement beside a guess decides nothing
+    const auto shorter = [](const CostSample& one) { return one.bytes < kRateBytes; };
+    if (std::ranges::all_of(candidate.written, shorter)) {
+      // Blocks of a few KiB: latency is what was measured, and the noise of it must not make long writes free.
+      const RoutePrior& guess = candidate.route->cost()->guess();
+      write->us_per_piece = std::max(write->us_per_piece, guess.us_per_piece);
+      write->us_per_byte = std::max(write->us_per_byte, guess.us_per_byte);
+    }
     const auto more = [](double whole, double part) { return std::max(whole - part, 0.0); };
     all.push_back({candidate.route->cost(),
                    *write,

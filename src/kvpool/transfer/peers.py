@@ -61,7 +61,7 @@ class RouteCost:
         target: The medium there that it was measured to, or None.
         latency_us: Of any write, in microseconds.
         us_per_piece: Of each range of memory, in microseconds.
-        gigabytes_per_s: Of long writes, 10^9 bytes a second.
+        gigabytes_per_s: Of long writes, 10^9 bytes a second; 1000 where no time for bytes was seen.
     """
 
     route: str
