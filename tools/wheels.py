@@ -80,10 +80,10 @@ def newest_of_each_major(toolkits: Iterable[Toolkit]) -> list[Toolkit]:
 
 
 def found_toolkits() -> list[Toolkit]:
-    """Those of this machine: of nvcc on the PATH, of CUDA_HOME, and in /usr/local."""
+    """Those of this machine: of nvcc on the PATH, in /usr/local, and of CUDA_HOME; of equal ones the last of these."""
     nvcc = shutil.which("nvcc")
-    homes = [Path(home) for home in glob.glob("/usr/local/cuda*")]
-    homes += [Path(nvcc).resolve().parents[1]] if nvcc else []
+    homes = [Path(nvcc).resolve().parents[1]] if nvcc else []  # /usr/local, where that is a script that calls another
+    homes += [Path(home) for home in sorted(glob.glob("/usr/local/cuda*"))]
     homes += [Path(os.environ["CUDA_HOME"])] if os.environ.get("CUDA_HOME") else []
     found = [_toolkit(home) for home in dict.fromkeys(home.resolve() for home in homes)]
     return newest_of_each_major(toolkit for toolkit in found if toolkit)
