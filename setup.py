@@ -31,11 +31,11 @@ LABEL = os.environ.get("KVPOOL_WHEEL_LABEL", "")
 class EggInfo(egg_info):
     """Makes the label a part of the version: of the metadata, and so of the wheel's name."""
 
-    def initialize_options(self) -> None:
-        """In front of all that asks for the version."""
-        super().initialize_options()
+    def finalize_options(self) -> None:
+        """After the options of setup.cfg, where a source package says that it has no label."""
         if LABEL:
             self.tag_build = f"+{LABEL}"
+        super().finalize_options()
 
 
 class Build(build):

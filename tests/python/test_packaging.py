@@ -63,23 +63,33 @@ def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-def test_the_source_package_has_all_that_a_wheel_is_built_from(source_tree, tmp_path, monkeypatch):
-    monkeypatch.setattr(wheels, "ROOT", source_tree)
-    files = sorted(str(path.relative_to(source_tree)) for path in source_tree.rglob("*") if path.is_file())
-    package = wheels.make_sdist(files, tmp_path / "work", tmp_path / "out")
-    shutil.unpack_archive(package, tmp_path, filter="data")
-    unpacked = tmp_path / package.name.removesuffix(".tar.gz")
-    packed = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
-    assert set(files) - packed == set()
-    assert {name for name in packed - set(files) if "egg-info" not in name} == {"PKG-INFO", "setup.cfg"}
+@pytest.fixture(scope="module")
+def source_package(source_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source package of it, unpacked."""
+    folder = tmp_path_factory.mktemp("package")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wheels, "ROOT", source_tree)
+        package = wheels.make_sdist(files_of(source_tree), folder / "work", folder / "out")
+    shutil.unpack_archive(package, folder, filter="data")
+    return folder / package.name.removesuffix(".tar.gz")
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_source_package_has_all_that_a_wheel_is_built_from(source_tree, source_package):
+    files, packed = files_of(source_tree), files_of(source_package)
+    assert files - packed == set()
+    assert {name for name in packed - files if "egg-info" not in name} == {"PKG-INFO", "setup.cfg"}
 
 
 @pytest.mark.parametrize(("label", "version"), [("", VERSION), ("cu13", LABELLED)])
-def test_the_label_is_a_part_of_the_version(source_tree, tmp_path, label, version):
+def test_the_label_is_a_part_of_the_version(source_package, tmp_path, label, version):
     hook = "import sys; from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel(sys.argv[1])"
     subprocess.run(
         [sys.executable, "-c", hook, str(tmp_path)],
-        cwd=source_tree, env=wheel_check.clean_environment() | {"KVPOOL_WHEEL_LABEL": label},
+        cwd=source_package, env=wheel_check.clean_environment() | {"KVPOOL_WHEEL_LABEL": label},
         check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     (metadata,) = tmp_path.glob("*.dist-info/METADATA")
