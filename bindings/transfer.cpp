@@ -262,7 +262,7 @@ std::string repr(const TransferHandle& handle) {
 }
 
 void bind_handle(py::module_& module) {
-  py::class_<TransferHandle>(module, "Transfer", R"(A transfer under way.
+  py::class_<TransferHandle> handle(module, "Transfer", R"(A transfer under way.
 
 Transfers are independent of each other and unordered. A handle that is dropped does not cancel its transfer. Thread-safe.
 ``await`` it in a coroutine: that raises what ``wait`` raises. Cancelling the task that awaits ends its waiting, not the
@@ -271,7 +271,9 @@ transfer: call ``cancel()`` for that.
 Attributes:
     addrs: uint64 array: where the blocks are at the receiver, in the order of the call; of a fetch, here.
     stats: What it cost, a TransferStats, once it has ended.
-    progress: (bytes written, bytes to write).)")
+    progress: (bytes written, bytes to write).)");
+  bind_wait_on(handle);
+  handle
       .def("wait", &wait, py::arg("timeout") = py::none(), R"(Waits until it is done. Ctrl-C ends the wait.
 
 When this returns, the bytes are in place for every thread that learns of it through kvpool. Releases the GIL.

@@ -1,6 +1,8 @@
 // The handle of a transfer, as Python sees it.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
 #include <memory>
 
 #include "kvpool/pool/pool.h"
@@ -13,5 +15,8 @@ struct TransferHandle {
   std::shared_ptr<Pool> pool;
   std::shared_ptr<Transfer> transfer;
 };
+
+// A method of it: wait_on.cpp.
+void bind_wait_on(pybind11::class_<TransferHandle>& handle);
 
 }  // namespace kvpool::bindings

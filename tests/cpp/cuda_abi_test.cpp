@@ -94,6 +94,7 @@ KVPOOL_SAME_CALL(memcpy_async, cuMemcpyAsync);
 KVPOOL_SAME_CALL(memset_async, cuMemsetD8Async);
 KVPOOL_SAME_CALL(exchange_capture_mode, cuThreadExchangeStreamCaptureMode);
 KVPOOL_SAME_CALL(stream_is_capturing, cuStreamIsCapturing);
+KVPOOL_SAME_CALL(stream_wait_value, cuStreamWaitValue32);
 #if CUDA_VERSION >= 12050
 KVPOOL_SAME_CALL(ctx_record_event, cuCtxRecordEvent);
 #endif
@@ -151,6 +152,8 @@ TEST_CASE("cuda abi: constants are those of cuda.h") {
       {"CU_MEMHOSTREGISTER_PORTABLE", kCuHostRegisterPortable, CU_MEMHOSTREGISTER_PORTABLE},
       {"CU_STREAM_NON_BLOCKING", kCuStreamNonBlocking, CU_STREAM_NON_BLOCKING},
       {"CU_EVENT_DISABLE_TIMING", kCuEventDisableTiming, CU_EVENT_DISABLE_TIMING},
+      {"CU_STREAM_WAIT_VALUE_GEQ", kCuStreamWaitGeq, CU_STREAM_WAIT_VALUE_GEQ},
+      {"CU_STREAM_WAIT_VALUE_FLUSH", kCuStreamWaitFlush, CU_STREAM_WAIT_VALUE_FLUSH},
       {"CU_POINTER_ATTRIBUTE_MEMORY_TYPE", kCuPointerMemoryType, CU_POINTER_ATTRIBUTE_MEMORY_TYPE},
       {"CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL", kCuPointerDeviceOrdinal, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL},
       {"CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE", kCuPointerLegacyIpcCapable,
@@ -159,6 +162,7 @@ TEST_CASE("cuda abi: constants are those of cuda.h") {
       {"CU_MEMORYTYPE_DEVICE", kCuMemoryTypeDevice, CU_MEMORYTYPE_DEVICE},
       {"CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM", kCuDeviceHostPointerOfRegistered,
        CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM},
+      {"CAN_FLUSH_REMOTE_WRITES", kCuDeviceFlushRemoteWrites, CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES},
       {"VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", kCuDeviceVirtualMemory,
        CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED},
       {"HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", kCuDevicePosixFd,

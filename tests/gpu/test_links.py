@@ -126,6 +126,44 @@ def test_scattered_blocks_arrive_bit_for_bit_between_all_media(route, memory, or
         b("pool.audit()")
 
 
+# A stream of a's own beside the one that copies: what it reads of blocks, in the order of its work, to pinned memory.
+WAITING = """
+import mmap
+waits = ctypes.c_void_p()
+assert driver.cuStreamCreate(ctypes.byref(waits), 1) == 0
+seen = mmap.mmap(-1, layout.block_bytes * len(back))
+where = ctypes.addressof(ctypes.c_char.from_buffer(seen))
+assert driver.cuMemHostRegister_v2(ctypes.c_void_p(where), ctypes.c_size_t(len(seen)), 0) == 0
+
+def read_behind():
+    first = pool.tensor(HBM).__cuda_array_interface__["data"][0]
+    for i, block in enumerate(kvpool.block_ids(back)):
+        assert driver.cuMemcpyAsync(ctypes.c_uint64(where + i * layout.block_bytes),
+                                    ctypes.c_uint64(first + int(block) * layout.block_bytes),
+                                    ctypes.c_size_t(layout.block_bytes), waits) == 0
+    assert driver.cuStreamSynchronize(waits) == 0
+    return bytes(seen)
+"""
+
+
+@pytest.mark.parametrize("route", ["cuda_ipc", "sock", "ucx", "nccl"])
+def test_a_stream_waits_for_a_fetch_and_no_thread_does(route):
+    """Again and again, with other content: what is read too early is that of the time before."""
+    with two_processes(route, "aggregated") as (a, b):
+        theirs = b("theirs = pool.alloc(8)\ntheirs")
+        a("from kvpool import HBM\nback = pool.alloc(8)\n" + WAITING)
+        for number in range(20):
+            content = b("fill(theirs, seed)", seed=100 * number)
+            code = "fetch = pool.fetch('b', theirs, to=back, timeout=60)\nfetch.wait_on(waits.value)\nread_behind()"
+            assert a(code, theirs=theirs) == content
+            assert a("fetch.done()") is True
+            assert a("fetch.exception()") is None
+        # And of one that does not succeed: the stream goes on.
+        a("late = pool.fetch('b', theirs, to=back, timeout=60)\nlate.wait_on(waits.value)\nlate.cancel()")
+        a("read_behind(); None")
+        assert a("late.done()") is True
+
+
 @pytest.mark.parametrize("route", ["ucx", "nccl"])
 def test_a_receiver_that_is_killed_is_lost_and_the_gpu_goes_on(route):
     with two_processes(route, "aggregated", lease_s=2) as (a, b):

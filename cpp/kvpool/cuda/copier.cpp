@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "kvpool/cuda/wait_word.h"
+
 namespace kvpool {
 namespace {
 
@@ -23,7 +25,10 @@ class DeviceCopier::Lease {
   Lease& operator=(const Lease&) = delete;
 
   CuStream handle() const noexcept { return stream_->handle(); }
+  // Nothing here follows a stream that waits for a word, but the GPU may have put the copy behind it in one queue.
   void drain() {
+    const CudaContext& context = stream_->context();
+    if (words_unset(context) && !stream_->ends_within(kWordPatienceNs)) force_words(context);
     stream_->drain(copier_.copier_.what());
     drained_ = true;
   }
@@ -36,6 +41,11 @@ class DeviceCopier::Lease {
 
 DeviceCopier::DeviceCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels, const char* what)
     : copier_(std::move(context), kernels, kThreadBlocks, what) {}
+
+void DeviceCopier::warm_up() {
+  const CurrentContext current(*context(), copier_.what());
+  put_back(take());
+}
 
 std::unique_ptr<CudaStream> DeviceCopier::take() {
   {

@@ -1,6 +1,6 @@
 // Copies between memories that one GPU reaches: its own, page-locked host memory, and what other processes and other
 // GPUs have let it map. How: stream_copier.h. Each call has a stream to itself, so that calls of several threads
-// overlap.
+// overlap. A call that comes to a stand while streams wait for words (wait_word.h) sets these by force.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -36,6 +36,8 @@ class DeviceCopier {
                      bool merge);
   // The same for pieces as they are.
   void copy(std::span<const CopyPiece> pieces);
+  // Takes what the next call needs of the driver, so that it need not then. Throws as CudaDriver::require.
+  void warm_up();
 
  private:
   class Lease;

@@ -121,6 +121,7 @@ CudaDriver::CudaDriver(const std::string& name) : library(name) {
   look(ctx_record_event, "cuCtxRecordEvent");
   look(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
   look(stream_is_capturing, "cuStreamIsCapturing");
+  look(stream_wait_value, "cuStreamWaitValue32_v2");
   look(memcpy_batch_v1, "cuMemcpyBatchAsync");
   look(memcpy_batch_v2, "cuMemcpyBatchAsync_v2");
 }

@@ -68,6 +68,8 @@ inline constexpr int kCuSourceOrderStream = 1;
 inline constexpr unsigned kCuHostRegisterPortable = 1;
 inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
+inline constexpr unsigned kCuStreamWaitGeq = 0;  // until std::int32_t(word - value) >= 0
+inline constexpr unsigned kCuStreamWaitFlush = 1U << 30;
 inline constexpr int kCuCaptureModeRelaxed = 2;
 inline constexpr int kCuPointerMemoryType = 2;
 inline constexpr int kCuPointerDeviceOrdinal = 9;
@@ -77,6 +79,7 @@ inline constexpr int kCuMemoryTypeDevice = 2;
 inline constexpr int kCuDeviceHostPointerOfRegistered = 91;
 inline constexpr int kCuDeviceVirtualMemory = 102;
 inline constexpr int kCuDevicePosixFd = 103;
+inline constexpr int kCuDeviceFlushRemoteWrites = 98;
 inline constexpr int kCuDeviceRdmaOfVirtualMemory = 110;
 
 // What a result means for the caller. The name and the number of the driver stand in the error, whatever it is.
@@ -162,6 +165,8 @@ struct CudaDriver {
   CuResult (*exchange_capture_mode)(int* mode) = nullptr;
   // Whether the stream is being captured; 0: it is not: CUDA 10.0.
   CuResult (*stream_is_capturing)(CuStream stream, int* status) = nullptr;
+  // What the stream is given from now on begins when the word at this address has reached the value: CUDA 11.7.
+  CuResult (*stream_wait_value)(CuStream stream, CuPointer word, std::uint32_t value, unsigned flags) = nullptr;
   // The first is that of CUDA 12.8; in CUDA 13 it lost the failing index.
   CuResult (*memcpy_batch_v1)(CuPointer* to, CuPointer* from, std::size_t* bytes, std::size_t count,
                               CuMemcpyAttributes* attributes, std::size_t* attribute_index, std::size_t attribute_count,

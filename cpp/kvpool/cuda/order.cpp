@@ -1,25 +1,24 @@
 #include "kvpool/cuda/order.h"
 
-#include <sched.h>
-#include <time.h>
-
 #include <string>
 #include <utility>
 
 #include "kvpool/base/error.h"
+#include "kvpool/cuda/looks.h"
+#include "kvpool/cuda/wait_word.h"
 
 namespace kvpool {
 namespace {
 
 constexpr const char* kWhat = "blocks cannot be copied after the caller's work";
 constexpr int kRecordContextVersion = 12050;
-constexpr std::int64_t kSpinNs = 50'000;  // then it sleeps between two looks
-constexpr long kPauseNs = 50'000;
+constexpr std::int64_t kRetryAfterUs = 10'000;
 
-std::int64_t now_ns() noexcept {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * std::int64_t{1'000'000'000} + now.tv_nsec;
+[[noreturn]] void throw_behind_words() {
+  throw Error(ErrorCode::kBusy,
+              "this was to follow all work of the GPU, and a stream there waits for what a peer is to send (wait_on); "
+              "try again when that fetch is done, or name the stream whose work comes first",
+              {{"retry_after_us", kRetryAfterUs}});
 }
 
 }  // namespace
@@ -56,10 +55,14 @@ void DeviceOrder::make_event() {
   driver.require(driver.event_create(&event_, kCuEventDisableTiming), "cuEventCreate", kWhat);
 }
 
+bool DeviceOrder::can_record_device() const noexcept {
+  return context_->driver().ctx_record_event != nullptr && context_->driver_version() >= kRecordContextVersion;
+}
+
 // False where the driver has no such call.
 bool DeviceOrder::record_device() {
+  if (!can_record_device()) return false;
   const CudaDriver& driver = context_->driver();
-  if (driver.ctx_record_event == nullptr || context_->driver_version() < kRecordContextVersion) return false;
   make_event();
   driver.require(driver.ctx_record_event(context_->handle(), event_), "cuCtxRecordEvent", kWhat);
   return true;
@@ -86,10 +89,18 @@ bool DeviceOrder::ended() const noexcept {
 
 void DeviceOrder::wait(std::int64_t deadline_ns, const std::atomic<bool>* cancelled) const {
   if (is_met_) return;
-  if (event_ == nullptr) return after_now(context_, std::nullopt)->wait(deadline_ns, cancelled);
+  if (event_ != nullptr) return look(deadline_ns, cancelled, /*gives_way=*/false);
+  if (!can_record_device() && words_unset(*context_)) throw_behind_words();
+  const auto all = after_now(context_, std::nullopt);
+  if (!all->is_met_) all->look(deadline_ns, cancelled, /*gives_way=*/true);
+}
+
+// `gives_way`: to streams that wait for words.
+void DeviceOrder::look(std::int64_t deadline_ns, const std::atomic<bool>* cancelled, bool gives_way) const {
   const CurrentContext current(*context_, kWhat);
-  for (const std::int64_t began = now_ns(); !query();) {
-    const std::int64_t now = now_ns();
+  const Looks looks;
+  for (std::int64_t behind_ns = looks.began_ns(); !query();) {
+    const std::int64_t now = Looks::now_ns();
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
       throw Error(ErrorCode::kCancelled, "the transfer was cancelled");
     }
@@ -97,12 +108,12 @@ void DeviceOrder::wait(std::int64_t deadline_ns, const std::atomic<bool>* cancel
       throw Error(ErrorCode::kDeadline,
                   "the transfer's deadline came before the end of the work that it was to follow");
     }
-    if (now - began < kSpinNs) {
-      sched_yield();
-    } else {
-      const timespec pause{0, kPauseNs};
-      nanosleep(&pause, nullptr);
+    if (!gives_way || !words_unset(*context_)) {
+      behind_ns = now;
+    } else if (now - behind_ns >= kWordPatienceNs) {
+      throw_behind_words();
     }
+    looks.pause(now);
   }
 }
 

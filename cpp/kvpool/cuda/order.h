@@ -6,6 +6,10 @@
 // Before 12.5 it is that call all the same: a thread that waits in it on our behalf could not be ended either, and
 // would keep the context and its place in the driver for as long as the work stalls.
 //
+// A stream that waits for what a peer sends (wait_word.h) is work of its device, too. What follows the whole device
+// follows that stream; where the peer waits for the very same in its turn, neither would go on before its deadline. So
+// it is given up when words have been waited for so long that this is likely.
+//
 // Thread-safety: all of it. An order may go in any thread.
 #pragma once
 
@@ -38,14 +42,17 @@ class DeviceOrder {
   bool ended() const noexcept;
   // Returns when the work has ended. It looks, again and again, so that nothing of the write is on the GPU before, and
   // it can be given up: throws kDeadline, kCancelled (`cancelled`, may be null). Of a whole device it cannot where the
-  // driver is older than CUDA 12.5. Throws as CudaDriver::require.
+  // driver is older than CUDA 12.5; and there kBusy is thrown when streams of the device wait for words, or, where it
+  // can, have done so for kWordPatienceNs. Throws as CudaDriver::require.
   void wait(std::int64_t deadline_ns, const std::atomic<bool>* cancelled) const;
 
  private:
   explicit DeviceOrder(std::shared_ptr<const CudaContext> context) noexcept;
   void make_event();
+  bool can_record_device() const noexcept;
   bool record_device();
   bool query() const;
+  void look(std::int64_t deadline_ns, const std::atomic<bool>* cancelled, bool gives_way) const;
 
   const std::shared_ptr<const CudaContext> context_;
   CuEvent event_ = nullptr;  // null: of the whole device, at the time of wait()

@@ -33,6 +33,11 @@ std::shared_ptr<PinnedBuffer> DeviceStaging::buffer() {
   return {buffer.release(), put_back};
 }
 
+void DeviceStaging::warm_up() {
+  buffer();
+  copier_.warm_up();
+}
+
 void DeviceStaging::gather(std::span<const iovec> pieces, std::byte* to) {
   std::vector<CopyPiece> copies;
   copies.reserve(pieces.size());

@@ -29,6 +29,9 @@ class DeviceStaging {
   // as PinnedBuffer.
   std::shared_ptr<PinnedBuffer> buffer();
 
+  // Takes what one buffer and one copy need, so that nothing is asked of the driver then but to copy. Throws as both.
+  void warm_up();
+
   // The pieces, one after the other, to the buffer; and back. Pieces are the GPU's or page-locked memory. Return when
   // the bytes have arrived. Throw as DeviceCopier::copy. REQUIRES: they fit.
   void gather(std::span<const iovec> pieces, std::byte* to);

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kvpool/base/error.h"
+#include "kvpool/cuda/looks.h"
 
 namespace kvpool {
 
@@ -55,6 +56,17 @@ void CudaStream::follow(const CopyOrder& order) {
   check_stream_of(*context_, *other, kWhat);
   driver.require(driver.event_record(event_, *other), "cuEventRecord", kWhat);
   driver.require(driver.stream_wait_event(stream_, event_, 0), "cuStreamWaitEvent", kWhat);
+}
+
+bool CudaStream::ends_within(std::int64_t ns) noexcept {
+  const CudaDriver& driver = context_->driver();
+  if (driver.event_record(event_, stream_) != kCudaSuccess) return true;
+  for (const Looks looks; driver.event_query(event_) == kCudaNotReady;) {
+    const std::int64_t now = Looks::now_ns();
+    if (now - looks.began_ns() >= ns) return false;
+    looks.pause(now);
+  }
+  return true;
 }
 
 void CudaStream::drain(const char* what) {

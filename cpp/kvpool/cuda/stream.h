@@ -66,6 +66,9 @@ class CudaStream {
   // now. For a whole device this thread waits, here. Throws kArgument for a stream that is none, or of another device;
   // kState for a stream that is captured, and for a whole device while a CUDA graph is captured there.
   void follow(const CopyOrder& order);
+  // Whether all that is in this stream now ends within so long. Looks again and again. True, too, when the driver does
+  // not say: drain() throws why.
+  bool ends_within(std::int64_t ns) noexcept;
   // Returns when all that is in this stream has ended. Throws as CudaDriver::require: kDeviceLost also when the driver
   // does not say whether it has.
   void drain(const char* what);

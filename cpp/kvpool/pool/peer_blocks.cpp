@@ -241,6 +241,10 @@ std::unique_ptr<Landing> PeerBlocks::landing(std::span<const Address> blocks, st
   return make_gpu_landing(staging(), pieces, bytes);
 }
 
+void PeerBlocks::expect_landing() {
+  if (const auto staging = this->staging(); staging != nullptr) staging->warm_up();
+}
+
 void PeerBlocks::hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) {
   pool_.hold_for_reading(addresses.data(), addresses.size(), for_epoch);
 }

@@ -35,6 +35,7 @@ class PeerBlocks final : public BlockHost {
   std::uint32_t checksum(std::span<const Address> addresses) override;
   std::unique_ptr<Landing> landing(std::span<const Address> blocks, std::vector<iovec>& pieces,
                                    std::uint64_t bytes) override;
+  void expect_landing() override;
   std::shared_ptr<const DeviceOrder> device_order() override;
   void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) override;
   void release_reading(std::span<const Address> addresses) noexcept override;

@@ -49,6 +49,10 @@ void AwaitedTransfer::rethrow_if_failed() const {
   if (completion_.error()) throw Error(*completion_.error());
 }
 
+void AwaitedTransfer::wait_on(const std::shared_ptr<const CudaContext>& /*context*/, CuStream /*stream*/) {
+  throw Error(ErrorCode::kState, "a stream can wait for what a fetch brings; this transfer brings nothing here");
+}
+
 void AwaitedTransfer::throw_not_streamed() {
   throw Error(ErrorCode::kState, "this transfer was not opened for sending by layers");
 }

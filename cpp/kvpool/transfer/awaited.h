@@ -19,6 +19,7 @@ class AwaitedTransfer : public Transfer, public PendingAnswer, public std::enabl
   bool done() const noexcept final { return completion_.done(); }
   void rethrow_if_failed() const final;
   int done_fd() final { return completion_.descriptor(); }
+  void wait_on(const std::shared_ptr<const CudaContext>& context, CuStream stream) override;
 
  protected:
   using Lock = std::unique_lock<std::mutex>;

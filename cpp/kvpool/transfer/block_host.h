@@ -126,6 +126,10 @@ class BlockHost {
     return nullptr;
   }
 
+  // A stream of the GPU is about to wait for content: what placing it takes of the driver is taken now, for later that
+  // might wait for the stream. Throws as landing().
+  virtual void expect_landing() {}
+
   // --- for transfers from here ---
 
   // All that the GPU of this pool was given; null without a GPU.

@@ -79,7 +79,7 @@ void Fetch::on_answer(Message&& message) {
   }
   if (message.kind == FrameKind::kRefused) return end(lock, read_error(message.body), /*may_still_write=*/false);
   if (message.kind != FrameKind::kDone) throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
-  if (phase_ == Phase::kAsked) return end(lock, std::nullopt, false);
+  if (phase_ == Phase::kAsked) return end(lock, outcome(), false);
   end(lock, Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"), false);
 }
 
@@ -108,13 +108,22 @@ void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
   phase_ = Phase::kDone;
   expecting_ = false;
   total_us_ = elapsed_us();
+  const std::shared_ptr<WaitWord> word = std::move(word_);
+  const std::shared_ptr<HeldBlocks> held = held_;
   lock.unlock();
+  const bool gives_back = may_still_write || (error && frees_on_failure_);
+  if (gives_back && held != nullptr) held->take_over();
   // First this: the answer may come at any time, and finds either the fetch or the quarantine.
-  if (may_still_write) session_->receiver().quarantine(std::move(room_));
+  if (may_still_write) {
+    room_.mapped().held = held;
+    session_->receiver().quarantine(std::move(room_));
+  }
   session_->forget_answer(id_);
   if (!may_still_write) {
     BlockHost& blocks = session_->host().blocks();
-    if (error && frees_on_failure_) {
+    if (gives_back && held != nullptr) {
+      blocks.quarantine(to_);
+    } else if (gives_back) {
       blocks.release(to_);
     } else {
       blocks.end_writes(to_);
@@ -122,6 +131,7 @@ void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
   }
   const std::uint64_t bytes = error ? 0 : bytes_total();
   finish_waiting(TransferKind::kFetch, bytes, std::move(error));
+  if (word != nullptr) word->set();
 }
 
 TransferStats Fetch::stats() const {

@@ -6,6 +6,9 @@
 // Invariant
 //   E1  A destination is active again, or free, only when the owner has said that it writes no more, or cannot write;
 //       until then it is quarantined.
+//   E2  Streams that wait for a fetch go on when it has ended, however that was, and done() is true then. If it has
+//       failed, no destination is free before the handle is gone, either: what those streams do with it may be going
+//       on.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +16,9 @@
 #include <optional>
 #include <vector>
 
+#include "kvpool/cuda/wait_word.h"
 #include "kvpool/transfer/awaited.h"
+#include "kvpool/transfer/held_blocks.h"
 
 namespace kvpool {
 
@@ -29,6 +34,7 @@ class Fetch final : public AwaitedTransfer {
   std::uint64_t bytes_done() const noexcept override { return done() && !completion_.error() ? bytes_total() : 0; }
   std::uint64_t bytes_total() const noexcept override;
   bool cancel() override;
+  void wait_on(const std::shared_ptr<const CudaContext>& context, CuStream stream) override;
   void send_layer(std::uint32_t layer, std::shared_ptr<const DeviceOrder> after) override;
   void finish() override;
 
@@ -40,6 +46,7 @@ class Fetch final : public AwaitedTransfer {
   enum class Phase : std::uint8_t { kAsked, kCancelling, kDone };
 
   bool withdraw() noexcept override;
+  std::optional<Error> outcome() const;
   void end(Lock& lock, std::optional<Error> error, bool may_still_write);
   void tell_cancelled();
 
@@ -51,6 +58,9 @@ class Fetch final : public AwaitedTransfer {
   bool expecting_ = false;
   Receiver::QuarantineRoom room_;  // for the destinations
   double total_us_ = 0;
+  std::mutex waiting_;                // of one wait_on() at a time; before mutex_
+  std::shared_ptr<WaitWord> word_;    // under mutex_: from the first wait_on() to the end
+  std::shared_ptr<HeldBlocks> held_;  // under mutex_: from the first wait_on() on
 };
 
 }  // namespace kvpool

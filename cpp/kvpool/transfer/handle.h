@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kvpool/base/address.h"
+#include "kvpool/cuda/context.h"
 #include "kvpool/transfer/request.h"
 
 namespace kvpool {
@@ -30,6 +31,11 @@ class Transfer {
 
   // Asks it to end with kCancelled; false when it has ended already. The handle is done when both sides know.
   virtual bool cancel() = 0;
+  // Of a fetch: the stream, one of this context, does what it is given from now on when the fetch has ended, one way or
+  // another; done() is true then. Does not wait itself. If it fails then, the destinations are not free before this
+  // handle is gone. Once it has ended: nothing, but throws how it failed. Throws kState when it is no fetch, or the
+  // stream is being captured, kArgument for a stream of something else, kUnsupported, kOutOfMemory, kDeviceLost.
+  virtual void wait_on(const std::shared_ptr<const CudaContext>& context, CuStream stream) = 0;
   // An eventfd that becomes readable when it is done; made at the first call, owned by the handle.
   virtual int done_fd() = 0;
 

@@ -238,7 +238,7 @@ void Receiver::end(IncomingMap::iterator entry, bool writers_gone) {
     host_.blocks().release(addresses);
   } else {
     host_.blocks().quarantine(addresses);
-    incoming.room.mapped() = std::move(addresses);
+    incoming.room.mapped().addresses = std::move(addresses);
     quarantined_.insert(std::move(incoming.room));
   }
   incoming_.erase(entry);
@@ -255,9 +255,18 @@ void Receiver::forfeit(std::uint64_t id) {
 void Receiver::release_quarantined(std::uint64_t id) {
   const auto late = quarantined_.find(id);
   if (late == quarantined_.end()) return;
-  host_.blocks().release(late->second);
-  if ((id & kFetchBit) == 0) promised_ -= static_cast<std::uint32_t>(late->second.size());
+  give_back(late->second);
+  if ((id & kFetchBit) == 0) promised_ -= static_cast<std::uint32_t>(late->second.addresses.size());
   quarantined_.erase(late);
+}
+
+// The peer writes them no more.
+void Receiver::give_back(Quarantined& quarantined) noexcept {
+  if (quarantined.held == nullptr) {
+    host_.blocks().release(quarantined.addresses);
+  } else {
+    quarantined.held.reset();
+  }
 }
 
 void Receiver::on_cancel(std::uint64_t id) {
@@ -330,14 +339,14 @@ void Receiver::on_writer_gone() {
 
 Receiver::QuarantineRoom Receiver::quarantine_room(std::uint64_t id, std::vector<Address> addresses) {
   Quarantine one;
-  one.emplace(id, std::move(addresses));
+  one.emplace(id, Quarantined{std::move(addresses)});
   return one.extract(one.begin());
 }
 
 void Receiver::quarantine(QuarantineRoom&& room) noexcept {
   const std::lock_guard lock(mutex_);
-  host_.blocks().quarantine(room.mapped());
-  if (drained_ || (lost_ && !writes_directly_)) return host_.blocks().release(room.mapped());
+  host_.blocks().quarantine(room.mapped().addresses);
+  if (drained_ || (lost_ && !writes_directly_)) return give_back(room.mapped());
   quarantined_.insert(std::move(room));
 }
 
@@ -348,7 +357,7 @@ ReceiverCounts Receiver::counts() const {
   for (const auto& [id, incoming] : incoming_) {
     counts.reserved += static_cast<std::uint32_t>(incoming.reservation.addresses.size());
   }
-  for (const auto& [id, addresses] : quarantined_) counts.quarantined += static_cast<std::uint32_t>(addresses.size());
+  for (const auto& [id, late] : quarantined_) counts.quarantined += static_cast<std::uint32_t>(late.addresses.size());
   counts.promised = promised_;
   counts.transfers = static_cast<std::uint32_t>(incoming_.size());
   return counts;

@@ -23,6 +23,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "kvpool/transfer/held_blocks.h"
 #include "kvpool/transfer/messages.h"
 #include "kvpool/transfer/session_host.h"
 #include "kvpool/transport/card.h"
@@ -71,7 +72,11 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   // Nothing of this incarnation of the peer writes here any more.
   void on_writer_gone();
   // Destinations of a fetch that was given up: the peer may still write them. `room` was made by quarantine_room().
-  using QuarantineRoom = std::map<std::uint64_t, std::vector<Address>>::node_type;
+  struct Quarantined {
+    std::vector<Address> addresses;
+    std::shared_ptr<HeldBlocks> held = {};  // gives them back when nobody has it any more; null: this one does
+  };
+  using QuarantineRoom = std::map<std::uint64_t, Quarantined>::node_type;
   static QuarantineRoom quarantine_room(std::uint64_t id, std::vector<Address> addresses);
   void quarantine(QuarantineRoom&& room) noexcept;
 
@@ -80,7 +85,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
  private:
   // By transfer, or by fetch of this side. A map, because its nodes can be made beforehand: to quarantine must not
   // fail.
-  using Quarantine = std::map<std::uint64_t, std::vector<Address>>;
+  using Quarantine = std::map<std::uint64_t, Quarantined>;
   enum class Phase : std::uint8_t { kReserving, kReserved, kDelivering };
   struct Incoming {
     std::shared_ptr<ReserveSpec> spec;
@@ -123,6 +128,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void on_drained();
   void forfeit(std::uint64_t id);
   void release_quarantined(std::uint64_t id);
+  void give_back(Quarantined& quarantined) noexcept;
   // Takes the entry out and gives its blocks back, or leaves it to the thread that works on it.
   void end(IncomingMap::iterator entry, bool writers_gone);
   void release_lent(bool quarantine) noexcept;

@@ -38,12 +38,17 @@ using HostFunction = void*(unsigned long long address, std::size_t bytes);
 //   "hold_register"   from so many bytes on, cuMemHostRegister returns when
 //                     this has become 0 again; 0: at once                   0
 //   "delay_us"        that a piece of a stream's work waits, at most        200
+//   "wait_value"      whether streams can wait for words                     1
+//   "wait_s"          after which such a wait ends the context               30
+//   "one_queue"       whether the work of all streams of a context goes
+//                     through one queue, in the order in which it came       0
 //   "capturing"       whether some thread captures a graph in global mode   0
 // Meanwhile calls that are unsafe then are refused in threads whose mode is not relaxed, and those that look at a whole
 // context in every thread; each of them breaks the capture.
 // What fake_cuda_count counts beside calls:
 //   "bytes"           of all devices, in use now
 //   "pageable"        copies between a device and host memory that was not registered
+//   "waits passed"    of streams for words
 //   "copied"          pieces that streams have copied
 //   "captures broken" calls that were refused because of a capture
 

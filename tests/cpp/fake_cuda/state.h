@@ -31,6 +31,7 @@ enum Code : int {
   kInvalidHandle = 400,
   kNotReady = 600,
   kIllegalAddress = 700,
+  kLaunchTimeout = 702,
   kContextDestroyed = 709,
   kAlreadyRegistered = 712,
   kNotRegistered = 713,
@@ -111,6 +112,8 @@ struct Stream {
 };
 
 void wait_for(const std::shared_ptr<Mark>& mark);
+// A stream of the current context, for `call`: null, and the code that says why, without one. REQUIRES: the lock.
+Stream* enter_stream(const char* call, const std::string& argument, void* handle, int& code);
 
 struct State {
   State();

@@ -35,9 +35,10 @@ void run(Stream* stream) {
 Stream* stream_from(void* handle, Context* context) {
   State& s = state();
   const auto number = reinterpret_cast<std::uintptr_t>(handle);
-  if (number <= 2) {
+  const bool one_queue = s.settings.at("one_queue") != 0;
+  if (number <= 2 || one_queue) {
     // 0 and 1 are the same stream.
-    Stream*& stream = context->defaults[number == 2 ? 2 : 1];
+    Stream*& stream = context->defaults[number == 2 && !one_queue ? 2 : 1];
     if (stream == nullptr) {
       stream = new Stream(context);
       s.streams.insert(stream);
@@ -90,21 +91,6 @@ void copy_now(const Copy& copy, Context* context) {
   std::memmove(to, from, copy.bytes);
 }
 
-// A stream of the current context, for `call`.
-Stream* enter_stream(const char* call, const std::string& argument, void* handle, int& code) {
-  Context* context = enter_context(call, argument, code);
-  if (context == nullptr) return nullptr;
-  Stream* stream = stream_from(handle, context);
-  if (stream == nullptr) {
-    code = kInvalidHandle;
-  } else if (stream->context != context) {
-    code = kInvalidContext;
-  } else {
-    return stream;
-  }
-  return nullptr;
-}
-
 int copy_batch(const char* call, const Address* to, const Address* from, const std::size_t* bytes, std::size_t count,
                const std::size_t* attribute_index, std::size_t attribute_count, void* handle) {
   const std::lock_guard lock(state().mutex);
@@ -128,6 +114,20 @@ int copy_batch(const char* call, const Address* to, const Address* from, const s
 }
 
 }  // namespace
+
+Stream* enter_stream(const char* call, const std::string& argument, void* handle, int& code) {
+  Context* context = enter_context(call, argument, code);
+  if (context == nullptr) return nullptr;
+  Stream* stream = stream_from(handle, context);
+  if (stream == nullptr) {
+    code = kInvalidHandle;
+  } else if (stream->context != context) {
+    code = kInvalidContext;
+  } else {
+    return stream;
+  }
+  return nullptr;
+}
 
 Stream::Stream(Context* of) : context(of), thread([this] { run(this); }) {}
 

@@ -187,6 +187,21 @@ def test_a_pool_in_ordinary_memory_takes_no_stream():
 
 
 @pytest.mark.parametrize("route", ["cuda_ipc", "sock"])
+def test_a_stream_that_waits_for_a_fetch_goes_on_when_the_owner_is_killed(fake_cuda, route):
+    with two_processes(fake_cuda, routes=(route,), lease_s=2) as (a, b):
+        theirs = b("addrs = pool.alloc(2); put(addrs, 10)\naddrs")
+        a("stream = new_stream(); fetch = pool.fetch('b', theirs)", theirs=theirs)
+        a("got = fetch.wait_on(stream); assert fake.cuStreamSynchronize(ctypes.c_void_p(stream)) == 0")
+        assert a("assert fetch.exception() is None\nget(got)") == [10, 11]
+        b.kill(signal.SIGSTOP)
+        a("late = pool.fetch('b', theirs); late.wait_on(stream); None")
+        assert a("late.done()") is False
+        b.kill(signal.SIGKILL)
+        assert a("assert fake.cuStreamSynchronize(ctypes.c_void_p(stream)) == 0\nlate.done()") is True
+        assert a("type(late.exception()).__name__") == "PeerLost"
+
+
+@pytest.mark.parametrize("route", ["cuda_ipc", "sock"])
 def test_a_receiver_that_is_killed_is_lost_and_a_sender_that_is_killed_leaves_nothing(fake_cuda, route):
     with two_processes(fake_cuda, routes=(route,), lease_s=2, layout=small_layout()) as (a, b):
         a("addrs = pool.alloc(4); put(addrs, 10); fake.fake_cuda_set(b'delay_us', 100_000)")

@@ -1,0 +1,214 @@
+#include "kvpool/cuda/wait_word.h"
+
+#include <sys/mman.h>
+
+#include <map>
+#include <mutex>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvpool/base/error.h"
+#include "kvpool/cuda/stream.h"
+
+namespace kvpool {
+namespace {
+
+constexpr const char* kWhat = "a stream cannot wait for what a peer sends";
+constexpr std::size_t kPageBytes = 4096;
+constexpr std::uint32_t kPageWords = kPageBytes / sizeof(std::uint32_t);
+constexpr CuResult kAlreadyRegistered = 712;
+
+using Word = std::atomic<std::uint32_t>;
+static_assert(sizeof(Word) == sizeof(std::uint32_t) && Word::is_always_lock_free);
+
+CuPointer pointer(const Word* word) noexcept { return static_cast<CuPointer>(reinterpret_cast<std::uintptr_t>(word)); }
+
+void check_supported(const CudaContext& context) {
+  if (context.driver().stream_wait_value == nullptr) {
+    throw Error(ErrorCode::kUnsupported, std::string(kWhat) + ": the CUDA driver has no cuStreamWaitValue32");
+  }
+  if (context.attribute(kCuDeviceHostPointerOfRegistered, kWhat) == 0) {
+    throw Error(ErrorCode::kUnsupported,
+                std::string(kWhat) + ": GPU " + std::to_string(context.ordinal()) +
+                    " does not find page-locked memory where the CPU does",
+                {{"device", context.ordinal()}});
+  }
+}
+
+// A page that is never given back: see Q3. A forked child does not have it.
+Word* map_page() {
+  void* mapped = mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (mapped == MAP_FAILED) throw Error(ErrorCode::kOutOfMemory, std::string(kWhat) + ": no memory for a page");
+  madvise(mapped, kPageBytes, MADV_DONTFORK);
+  auto* words = static_cast<Word*>(mapped);
+  for (std::uint32_t i = 0; i < kPageWords; ++i) new (words + i) Word(0);
+  return words;
+}
+
+// Nothing happens to one that is page-locked. A context that was destroyed and made again has forgotten the page.
+// REQUIRES: the context is current.
+void lock_page(const CudaContext& context, Word* page) {
+  const CudaDriver& driver = context.driver();
+  int type = 0;
+  if (driver.pointer_get_attribute(&type, kCuPointerMemoryType, pointer(page)) == kCudaSuccess) return;
+  const CuResult result = driver.mem_host_register(page, kPageBytes, kCuHostRegisterPortable);
+  if (result != kAlreadyRegistered) driver.require(result, "cuMemHostRegister", kWhat);
+}
+
+std::atomic<std::uint32_t> all_unset{0};
+
+}  // namespace
+
+// The words of one context. Never destroyed.
+class WaitWords {
+ public:
+  explicit WaitWords(const CudaContext& context)
+      : flags_(kCuStreamWaitGeq |
+               (context.attribute(kCuDeviceFlushRemoteWrites, kWhat) != 0 ? kCuStreamWaitFlush : 0U)) {}
+
+  // Of this context: made by the first who asks. Null, with `make` false, when there are none.
+  static WaitWords* of(const CudaContext& context, bool make) {
+    // Never destroyed: threads may outlive static objects.
+    static auto* const mutex = new std::mutex;
+    static auto* const all = new std::map<std::pair<const CudaDriver*, CuContext>, std::unique_ptr<WaitWords>>;
+    const std::pair key{&context.driver(), context.handle()};
+    {
+      const std::lock_guard lock(*mutex);
+      if (const auto found = all->find(key); found != all->end()) return found->second.get();
+    }
+    if (!make) return nullptr;
+    auto made = std::make_unique<WaitWords>(context);  // asks the driver, so without the lock
+    const std::lock_guard lock(*mutex);
+    return all->try_emplace(key, std::move(made)).first->second.get();
+  }
+
+  std::shared_ptr<WaitWord> take(std::shared_ptr<const CudaContext> context) {
+    const CurrentContext current(*context, kWhat);
+    const std::shared_ptr<WaitWord> word(new WaitWord(std::move(context), *this));
+    while (!give(*word)) add_page(*word->context_);
+    lock_page(*word->context_, page_of(word->slot_));  // throws: the word goes back
+    return word;
+  }
+
+  void take_back(WaitWord& word) noexcept {
+    const std::lock_guard lock(mutex_);
+    users_[word.slot_] = nullptr;
+    free_[(first_free_ + free_count_++) % free_.size()] = word.slot_;
+  }
+
+  void force() noexcept {
+    const std::lock_guard lock(mutex_);  // no user goes meanwhile
+    for (WaitWord* user : users_) {
+      if (user == nullptr || user->set_.load()) continue;
+      user->forced_.store(true, std::memory_order_release);
+      user->set();
+    }
+  }
+
+  unsigned flags() const noexcept { return flags_; }
+  std::atomic<std::uint32_t>& unset() noexcept { return unset_; }
+
+ private:
+  // False: there is none left. The word that was free for the longest time.
+  bool give(WaitWord& word) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (free_count_ == 0) return false;
+    word.slot_ = free_[first_free_];
+    first_free_ = (first_free_ + 1) % free_.size();
+    --free_count_;
+    word.value_ = ++values_[word.slot_];
+    word.word_ = pages_[word.slot_ / kPageWords] + word.slot_ % kPageWords;
+    users_[word.slot_] = &word;
+    unset_.fetch_add(1);
+    all_unset.fetch_add(1);
+    return true;
+  }
+
+  // Not under the lock: registering may wait for the GPU, and whoever lets go of a word must not.
+  void add_page(const CudaContext& context) {
+    Word* page = map_page();
+    try {
+      lock_page(context, page);
+      const std::lock_guard lock(mutex_);
+      const std::size_t slots = users_.size() + kPageWords;
+      pages_.reserve(pages_.size() + 1);
+      values_.reserve(slots);
+      users_.reserve(slots);
+      std::vector<std::uint32_t> free(slots);
+      for (std::uint32_t i = 0; i < free_count_; ++i) free[i] = free_[(first_free_ + i) % free_.size()];
+      for (std::uint32_t i = 0; i < kPageWords; ++i)
+        free[free_count_ + i] = static_cast<std::uint32_t>(users_.size()) + i;
+      free_.swap(free);
+      first_free_ = 0;
+      free_count_ += kPageWords;
+      pages_.push_back(page);
+      values_.resize(slots);
+      users_.resize(slots);
+    } catch (...) {
+      context.driver().mem_host_unregister(page);  // nobody has waited for a word of it
+      munmap(page, kPageBytes);
+      throw;
+    }
+  }
+
+  Word* page_of(std::uint32_t slot) {
+    const std::lock_guard lock(mutex_);
+    return pages_[slot / kPageWords];
+  }
+
+  const unsigned flags_;
+  std::atomic<std::uint32_t> unset_{0};
+  std::mutex mutex_;
+  std::vector<Word*> pages_;
+  // By slot.
+  std::vector<std::uint32_t> values_;  // of the last user
+  std::vector<WaitWord*> users_;       // null: free
+  // The free ones, as a ring.
+  std::vector<std::uint32_t> free_;
+  std::size_t first_free_ = 0;
+  std::uint32_t free_count_ = 0;
+};
+
+WaitWord::WaitWord(std::shared_ptr<const CudaContext> context, WaitWords& words) noexcept
+    : context_(std::move(context)), words_(words) {}
+
+std::shared_ptr<WaitWord> WaitWord::take(std::shared_ptr<const CudaContext> context) {
+  check_supported(*context);
+  WaitWords* const words = WaitWords::of(*context, /*make=*/true);
+  return words->take(std::move(context));
+}
+
+WaitWord::~WaitWord() {
+  if (word_ == nullptr || !context_->usable()) return;
+  set();
+  words_.take_back(*this);
+}
+
+void WaitWord::hold_up(CuStream stream) const {
+  const CurrentContext current(*context_, kWhat);
+  check_stream_of(*context_, stream, kWhat);
+  const CudaDriver& driver = context_->driver();
+  driver.require(driver.stream_wait_value(stream, pointer(word_), value_, words_.flags()), "cuStreamWaitValue32",
+                 kWhat);
+}
+
+void WaitWord::set() noexcept {
+  if (!context_->usable() || set_.exchange(true)) return;
+  word_->store(value_, std::memory_order_release);
+  words_.unset().fetch_sub(1);
+  all_unset.fetch_sub(1);
+}
+
+bool words_unset(const CudaContext& context) noexcept {
+  if (all_unset.load() == 0) return false;
+  WaitWords* const words = WaitWords::of(context, /*make=*/false);
+  return words != nullptr && words->unset().load() > 0;
+}
+
+void force_words(const CudaContext& context) noexcept {
+  if (WaitWords* const words = WaitWords::of(context, /*make=*/false); words != nullptr) words->force();
+}
+
+}  // namespace kvpool

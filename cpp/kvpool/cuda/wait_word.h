@@ -1,0 +1,68 @@
+// What a stream waits for that is no work of the GPU: a word in page-locked memory, which this process sets.
+//
+// Words lie in pages of 4 KiB, which a context gets as it needs them and keeps. Who waits looks at its word when the
+// stream's turn comes: that may be long after the word was set, and somebody else has it.
+//
+// Invariants
+//   Q1  A word only rises (as a cyclic number), each user waits for one more than the last, and a wait passes when the
+//       word has reached its value. So a word can be used again at once: a late look passes as the first one would
+//       have, for the next 2^31 users of the word.
+//   Q2  A word has one user at a time, and is set when that one goes.
+//   Q3  A page stays mapped to the end of the process, and page-locked as long as the context.
+//
+// The driver does not know what sets a word. Copies that nothing orders after the waiting stream may stand behind it in
+// a queue of the GPU all the same, and if the word is not set before they end, nothing goes on. Whoever waits for such
+// a copy gives it kWordPatienceNs, and then sets the words by force: their users have failed then.
+//
+// Thread-safety: all of it. In a forked child nothing is touched.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "kvpool/cuda/context.h"
+
+namespace kvpool {
+
+class WaitWords;
+
+// Far more than a copy takes that nothing holds up.
+inline constexpr std::int64_t kWordPatienceNs = 1'000'000'000;
+
+class WaitWord {
+ public:
+  // Throws kUnsupported where streams of this GPU cannot wait so, kOutOfMemory, kDeviceLost, std::bad_alloc.
+  static std::shared_ptr<WaitWord> take(std::shared_ptr<const CudaContext> context);
+  ~WaitWord();
+  WaitWord(const WaitWord&) = delete;
+  WaitWord& operator=(const WaitWord&) = delete;
+
+  // What the stream is given from now on begins when the word is set. Does not wait itself, unless the stream has as
+  // much to do as it can take. Throws as check_stream_of, kUnsupported, kDeviceLost; then the stream does not wait.
+  void hold_up(CuStream stream) const;
+  // Idempotent. What this thread has written, and what the GPU has been seen to have written, the stream sees then.
+  void set() noexcept;
+  // Whether it was set by force: the stream may have gone on too early.
+  bool was_forced() const noexcept { return forced_.load(std::memory_order_acquire); }
+
+ private:
+  friend class WaitWords;
+  WaitWord(std::shared_ptr<const CudaContext> context, WaitWords& words) noexcept;
+
+  const std::shared_ptr<const CudaContext> context_;
+  WaitWords& words_;
+  std::uint32_t slot_ = 0;
+  std::uint32_t value_ = 0;
+  std::atomic<std::uint32_t>* word_ = nullptr;
+  std::atomic<bool> set_{false};
+  std::atomic<bool> forced_{false};
+};
+
+// Whether words of this context are in use and not set: a stream may be waiting.
+bool words_unset(const CudaContext& context) noexcept;
+// Sets them all.
+void force_words(const CudaContext& context) noexcept;
+
+}  // namespace kvpool

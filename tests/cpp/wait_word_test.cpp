@@ -1,0 +1,246 @@
+// Words that streams wait for: the order, words that are used again, failures.
+#include "kvpool/cuda/wait_word.h"
+
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "device_kit.h"
+#include "fuzz_seeds.h"
+#include "kvpool/cuda/copier.h"
+#include "swap_kit.h"
+#include "thrown.h"
+
+#ifdef KVPOOL_FAKE_CUDA_PATH
+
+namespace kvpool::testing {
+namespace {
+
+constexpr std::uint32_t kPageWords = 1024;
+
+TEST_CASE("a stream goes on when its word is set, other streams at once, and all that was written before is seen") {
+  const FakeCuda cuda;
+  const auto context = CudaContext::retain(0, "a test");
+  const EngineStream waits(cuda);
+  const EngineStream goes_on(cuda);
+  int value = 0;  // of two threads that nothing else orders
+  int seen = 0;
+  std::atomic<bool> ran{false};
+  const auto word = WaitWord::take(context);
+  CHECK(words_unset(*context));
+  word->hold_up(waits.handle());
+  waits.run([&] {
+    seen = value;
+    ran = true;
+  });
+  goes_on.run([] {});
+  goes_on.wait();
+  CHECK_FALSE(ran);
+  value = 7;
+  word->set();
+  word->set();
+  waits.wait();
+  CHECK(seen == 7);
+  CHECK_FALSE(words_unset(*context));
+  CHECK_FALSE(word->was_forced());
+  word->hold_up(waits.handle());  // passes
+  waits.wait();
+  CHECK(cuda.count("waits passed") == 2);
+}
+
+TEST_CASE("nobody's capture of a graph is broken by a wait in another stream") {
+  const FakeCuda cuda;
+  const auto context = CudaContext::retain(0, "a test");
+  const EngineStream engine(cuda);
+  cuda.set("capturing", 1);
+  const auto word = WaitWord::take(context);
+  word->hold_up(engine.handle());
+  cuda.set("capturing", 0);
+  CHECK(cuda.count("captures broken") == 0);
+  word->set();
+  engine.wait();
+}
+
+TEST_CASE("a word that is let go of lets its stream go on") {
+  const FakeCuda cuda;
+  const auto context = CudaContext::retain(0, "a test");
+  const EngineStream engine(cuda);
+  WaitWord::take(context)->hold_up(engine.handle());
+  engine.wait();
+  CHECK(cuda.count("waits passed") == 1);
+  CHECK_FALSE(words_unset(*context));
+}
+
+TEST_CASE("thousands of words share two pages, and each stream waits for its own") {
+  const FakeCuda cuda;
+  cuda.set("delay_us", 0);
+  const auto context = CudaContext::retain(0, "a test");
+  std::vector<std::unique_ptr<EngineStream>> engines;
+  for (int i = 0; i < 4; ++i) engines.push_back(std::make_unique<EngineStream>(cuda));
+  constexpr std::size_t kWords = 6000;
+  constexpr std::size_t kAtOnce = kPageWords + 100;
+  std::vector<std::atomic<bool>> may_run(kWords);
+  std::atomic<std::size_t> ran{0};
+  std::atomic<std::size_t> early{0};
+  std::deque<std::pair<std::size_t, std::shared_ptr<WaitWord>>> words;
+  const auto set_first = [&] {
+    may_run[words.front().first] = true;
+    words.front().second->set();
+    words.pop_front();
+  };
+  for (std::size_t i = 0; i < kWords; ++i) {
+    words.emplace_back(i, WaitWord::take(context));
+    const EngineStream& engine = *engines[i % engines.size()];
+    words.back().second->hold_up(engine.handle());
+    engine.run([&, i] {
+      ++ran;
+      if (!may_run[i]) ++early;
+    });
+    if (words.size() > kAtOnce) set_first();
+  }
+  while (!words.empty()) set_first();
+  for (const auto& engine : engines) engine->wait();
+  CHECK(ran == kWords);
+  CHECK(early == 0);
+  CHECK(cuda.count("cuMemHostRegister") <= 2);
+}
+
+TEST_CASE("a stream that looks at its word late finds it passed, whoever has the word by then") {
+  const FakeCuda cuda;
+  const auto context = CudaContext::retain(0, "a test");
+  const EngineStream engine(cuda);
+  std::atomic<bool> open{false};
+  engine.run([&] { eventually([&] { return open.load(); }); });
+  auto word = WaitWord::take(context);
+  word->hold_up(engine.handle());
+  word->set();
+  word = nullptr;
+  // The word has many users meanwhile, and one that has not set it.
+  for (std::uint32_t i = 0; i < 4 * kPageWords; ++i) WaitWord::take(context);
+  std::vector<std::shared_ptr<WaitWord>> others;
+  for (std::uint32_t i = 0; i < 2 * kPageWords; ++i) others.push_back(WaitWord::take(context));
+  open = true;
+  engine.wait();
+  CHECK(cuda.count("waits passed") == 1);
+}
+
+TEST_CASE("words that are forced let their streams go on, and say so") {
+  const FakeCuda cuda;
+  const auto context = CudaContext::retain(0, "a test");
+  const auto other_gpu = CudaContext::retain(1, "a test");
+  const EngineStream engine(cuda);
+  const auto before = WaitWord::take(context);
+  before->set();
+  const auto word = WaitWord::take(context);
+  const auto other = WaitWord::take(other_gpu);
+  word->hold_up(engine.handle());
+  force_words(*context);
+  engine.wait();
+  CHECK(word->was_forced());
+  CHECK_FALSE(before->was_forced());
+  CHECK_FALSE(other->was_forced());
+  CHECK_FALSE(words_unset(*context));
+  CHECK(words_unset(*other_gpu));
+}
+
+TEST_CASE("a copy that the GPU has put behind a stream that waits is waited for no longer than it may be") {
+  const FakeCuda cuda;
+  const auto context = CudaContext::retain(0, "a test");
+  const EngineStream engine(cuda);
+  DeviceCopier copier(context, nullptr, "a test");
+  CuPointer memory = 0;
+  {
+    const CurrentContext current(*context, "a test");
+    REQUIRE(context->driver().mem_alloc(&memory, 128) == 0);
+  }
+  auto* const bytes = reinterpret_cast<std::byte*>(memory);
+  const CopyPiece piece{bytes + 64, bytes, 64};
+  for (const bool one_queue : {false, true}) {
+    CAPTURE(one_queue);
+    cuda.set("one_queue", one_queue ? 1 : 0);
+    const auto word = WaitWord::take(context);
+    word->hold_up(engine.handle());
+    copier.copy({&piece, 1});
+    CHECK(word->was_forced() == one_queue);
+    word->set();
+    engine.wait();
+  }
+  const CurrentContext current(*context, "a test");
+  CHECK(context->driver().mem_free(memory) == 0);
+}
+
+TEST_CASE("what cannot wait for a word says why, and the word is free for others") {
+  const FakeCuda cuda;
+  const auto context = CudaContext::retain(0, "a test");
+  const EngineStream engine(cuda);
+  const EngineStream other_gpu(cuda, 1);
+  const auto word = WaitWord::take(context);
+  CHECK(code_of([&] { word->hold_up(other_gpu.handle()); }) == ErrorCode::kArgument);
+  engine.begin_capture();
+  CHECK(code_of([&] { word->hold_up(engine.handle()); }) == ErrorCode::kState);
+  engine.end_capture();
+  cuda.set("wait_value", 0);
+  std::string text;
+  CHECK(code_of([&] { word->hold_up(engine.handle()); }, &text) == ErrorCode::kUnsupported);
+  CHECK(text.find("cuStreamWaitValue32") != std::string::npos);
+  cuda.fail("cuStreamWaitValue32", 719);
+  CHECK(code_of([&] { word->hold_up(engine.handle()); }) == ErrorCode::kDeviceLost);
+  engine.wait();
+  CHECK(cuda.count("waits passed") == 0);
+}
+
+TEST_CASE("whichever call of the driver fails while a word is taken, the next one gets it") {
+  for (int n = 1;; ++n) {
+    CAPTURE(n);
+    const FakeCuda cuda;  // a page is to be registered again
+    const auto context = CudaContext::retain(0, "a test");
+    cuda.fail_nth(n, 304);
+    const auto code = code_of([&] { WaitWord::take(context); });
+    const bool reached = cuda.failed();
+    cuda.fail_nth(0, 0);
+    if (code) CHECK(*code == ErrorCode::kUnsupported);
+    CHECK_FALSE(words_unset(*context));
+    const EngineStream engine(cuda);
+    WaitWord::take(context)->hold_up(engine.handle());
+    engine.wait();
+    if (!reached) break;
+  }
+}
+
+TEST_CASE("words are taken, waited for, set and forced by many threads at once") {
+  const FakeCuda cuda;
+  cuda.set("delay_us", 0);
+  const auto context = CudaContext::retain(0, "a test");
+  std::atomic<int> ran{0};
+  std::atomic<bool> over{false};
+  std::thread forces([&] {
+    while (!over) force_words(*context);
+  });
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&] {
+      const EngineStream engine(cuda);
+      for (int i = 0; i < 300; ++i) {
+        const auto word = WaitWord::take(context);
+        word->hold_up(engine.handle());
+        engine.run([&] { ++ran; });
+        if (i % 3 != 0) word->set();
+      }
+      engine.wait();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  over = true;
+  forces.join();
+  CHECK(ran == 900);
+  CHECK_FALSE(words_unset(*context));
+}
+
+}  // namespace
+}  // namespace kvpool::testing
+
+#endif  // KVPOOL_FAKE_CUDA_PATH

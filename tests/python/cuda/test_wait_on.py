@@ -1,0 +1,126 @@
+"""Streams that wait for a fetch, while the owner's GPU has still to write what is fetched.
+
+The owner is on another GPU than the stream that waits: what it sends follows all work of its own. `tests/gpu` has the
+same on one GPU, between processes.
+"""
+
+from __future__ import annotations
+
+
+def test_a_stream_finds_what_a_fetch_brings_and_no_thread_waits(on_fake):
+    on_fake("""
+class Stream:
+    def __init__(self, number):
+        self.cuda_stream = number
+
+class Other:
+    def __init__(self, number):
+        self.number = number
+    def __cuda_stream__(self):
+        return (0, self.number)
+
+for route, as_object in zip(ROUTES, (int, Stream, Other)):
+    here, there = pair_on_gpu(route, device="cuda:1", layout=byte_layout())
+    with here, there:
+        owners = new_stream(1)
+        theirs = there.alloc(2)
+        Stamps(there).write(theirs, [1, 2])
+        held = HeldWork(owners).write(there, theirs, [7, 8])
+        stream = new_stream(0)
+        reader = HeldWork(stream)
+        reader.let_go()
+        fetch = here.fetch("there", theirs)
+        addrs = fetch.wait_on(as_object(stream))
+        assert addrs.dtype == np.uint64 and len(addrs) == 2
+        seen = reader.read(here, addrs)
+        assert not fetch.done()
+        held.let_go()
+        assert seen() == [7, 8]
+        assert fetch.done() and fetch.exception() is None
+        assert fetch.addrs.tolist() == addrs.tolist()
+        assert fetch.wait_on(stream).tolist() == addrs.tolist()
+        assert fake_counts("cuStreamWaitValue32") == ROUTES.index(route) + 1
+""")
+
+
+def test_the_wait_is_what_lets_the_stream_find_it(on_fake):
+    """The test above without the call that it is about."""
+    on_fake("""
+here, there = pair_on_gpu("sock", device="cuda:1", layout=byte_layout())
+with here, there:
+    owners = new_stream(1)
+    theirs = there.alloc(2)
+    held = HeldWork(owners).write(there, theirs, [7, 8])
+    stream = new_stream(0)
+    mine = here.alloc(2)
+    Stamps(here).write(mine, [1, 2])
+    reader = HeldWork(stream)
+    reader.let_go()
+    fetch = here.fetch("there", theirs, to=mine)
+    assert reader.read(here, mine)() == [1, 2]
+    held.let_go()
+    fetch.wait()
+""")
+
+
+def test_a_stream_goes_on_however_the_fetch_fails(on_fake):
+    on_fake("""
+for how in ("late", "cancelled", "disconnected", "closed"):
+    here, there = pair_on_gpu("cuda_ipc", device="cuda:1", layout=byte_layout())
+    with here, there:
+        owners = new_stream(1)
+        theirs = there.alloc(2)
+        held = HeldWork(owners)
+        stream = new_stream(0)
+        fetch = here.fetch("there", theirs, timeout=3 if how == "late" else 60)
+        fetch.wait_on(stream)
+        if how == "cancelled":
+            assert fetch.cancel()
+        elif how == "disconnected":
+            here.disconnect("there")
+        elif how == "closed":
+            here.close()
+        call("cuStreamSynchronize", ctypes.c_void_p(stream))
+        assert fetch.done()
+        error = {"late": kvpool.DeadlineExceeded, "cancelled": kvpool.Cancelled, "disconnected": kvpool.PeerLost,
+                 "closed": kvpool.ClosedError}[how]
+        assert type(fetch.exception()) is error, fetch.exception()
+        raises(error, lambda: fetch.wait_on(stream))
+        held.let_go()
+        if how != "closed":
+            assert here.audit().hbm.quarantined == 2  # as long as there is the handle
+            del fetch
+            gc.collect()
+            wait_for(lambda: here.audit().hbm.free == 8)
+""")
+
+
+def test_what_cannot_wait_is_refused(on_fake):
+    on_fake("""
+here, there = pair_on_gpu("sock", device="cuda:1", layout=byte_layout())
+host = small_pool(layout=byte_layout(), routes=("sock",))
+with here, there, host:
+    owners, context = new_stream(1), ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 1)
+    theirs = there.alloc(1)
+    host.connect(there.listen(address_of("sock")))
+    stream = new_stream(0)
+    sent = here.transfer("there", here.alloc(1))
+    raises(kvpool.StateError, lambda: sent.wait_on(stream), "fetch")
+    sent.wait()
+    call("cuCtxPushCurrent_v2", context)
+    held = HeldWork(owners)
+    fetch = here.fetch("there", theirs)
+    raises(kvpool.ArgumentError, lambda: fetch.wait_on(owners), "GPU 0")
+    raises(kvpool.ArgumentError, lambda: fetch.wait_on(None))
+    raises(kvpool.ArgumentTypeError, lambda: fetch.wait_on("main"))
+    by_host = host.fetch("there", theirs)
+    raises(kvpool.ArgumentError, lambda: by_host.wait_on(stream), "no streams")
+    cuda.fake_cuda_set(b"wait_value", 0)
+    raises(kvpool.Unsupported, lambda: fetch.wait_on(stream), "cuStreamWaitValue32")
+    cuda.fake_cuda_set(b"wait_value", 1)
+    held.let_go()
+    fetch.wait()
+    by_host.wait()
+    assert fake_counts("waits passed") == 0
+""")
