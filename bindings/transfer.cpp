@@ -450,7 +450,7 @@ Args:
     timeout: Seconds; None: 30.
 
 Returns:
-    A Transfer.
+    A Transfer. A stream can wait for it in place of a thread: ``wait_on``.
 
 Raises:
     As transfer. A block that has left its address at the owner: the handle raises StaleAddress.)")

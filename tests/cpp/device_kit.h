@@ -65,6 +65,30 @@ class EngineStream {
   CuStream stream_ = nullptr;
 };
 
+// Work of a GPU that ends when the test says so, or goes.
+class Gate {
+ public:
+  explicit Gate(const EngineStream& engine) : engine_(engine) {
+    engine_.run([open = open_] {
+      const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(2);
+      while (!*open && std::chrono::steady_clock::now() < until) {
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+    });
+  }
+  ~Gate() {
+    open();
+    engine_.wait();
+  }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  void open() { *open_ = true; }
+
+ private:
+  const EngineStream& engine_;
+  const std::shared_ptr<std::atomic<bool>> open_ = std::make_shared<std::atomic<bool>>(false);
+};
+
 // Longer than any copy that nothing holds up: what is not ordered after it comes before.
 inline void dawdle() { std::this_thread::sleep_for(std::chrono::milliseconds(30)); }
 

@@ -63,25 +63,6 @@ TEST_CASE("on a GPU a swap that nobody waits for follows the work given before t
   }
 }
 
-// Work that ends when the test says so, or goes.
-class Gate {
- public:
-  explicit Gate(const EngineStream& engine) : engine_(engine) {
-    engine_.run([open = open_] { eventually([&] { return open->load(); }); });
-  }
-  ~Gate() {
-    open();
-    engine_.wait();
-  }
-  Gate(const Gate&) = delete;
-  Gate& operator=(const Gate&) = delete;
-  void open() { *open_ = true; }
-
- private:
-  const EngineStream& engine_;
-  const std::shared_ptr<std::atomic<bool>> open_ = std::make_shared<std::atomic<bool>>(false);
-};
-
 TEST_CASE("on a GPU a swap that nobody waits for follows the work that fills what was inserted after the call") {
   for (const int version : {13000, 12040}) {
     CAPTURE(version);

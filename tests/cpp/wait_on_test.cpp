@@ -4,7 +4,6 @@
 #include <doctest/doctest.h>
 
 #include <atomic>
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -24,27 +23,6 @@ namespace {
 
 constexpr const char* kRoutes[] = {"loopback", "cuda_ipc", "sock"};
 constexpr double kLong = 60;
-
-// Work of a GPU that ends when the test says so, or goes.
-class Gate {
- public:
-  explicit Gate(const EngineStream& engine) : engine_(engine) {
-    engine_.run([open = open_] {
-      while (!*open) std::this_thread::sleep_for(std::chrono::microseconds(100));
-    });
-  }
-  ~Gate() {
-    open();
-    engine_.wait();
-  }
-  Gate(const Gate&) = delete;
-  Gate& operator=(const Gate&) = delete;
-  void open() { *open_ = true; }
-
- private:
-  const EngineStream& engine_;
-  const std::shared_ptr<std::atomic<bool>> open_ = std::make_shared<std::atomic<bool>>(false);
-};
 
 // Pool a, on GPU 0, fetches from b: on another GPU, or on none (-1).
 class Pulling {

@@ -12,7 +12,7 @@
 #include "device_kit.h"
 #include "fuzz_seeds.h"
 #include "kvpool/cuda/copier.h"
-#include "swap_kit.h"
+#include "kvpool/cuda/looks.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA_PATH
@@ -21,6 +21,11 @@ namespace kvpool::testing {
 namespace {
 
 constexpr std::uint32_t kPageWords = 1024;
+constexpr std::int64_t kLongNs = 600'000'000'000;
+
+std::shared_ptr<WaitWord> take(const std::shared_ptr<const CudaContext>& context, std::int64_t for_ns = kLongNs) {
+  return WaitWord::take(context, Looks::now_ns() + for_ns);
+}
 
 TEST_CASE("a stream goes on when its word is set, other streams at once, and all that was written before is seen") {
   const FakeCuda cuda;
@@ -30,7 +35,7 @@ TEST_CASE("a stream goes on when its word is set, other streams at once, and all
   int value = 0;  // of two threads that nothing else orders
   int seen = 0;
   std::atomic<bool> ran{false};
-  const auto word = WaitWord::take(context);
+  const auto word = take(context);
   CHECK(words_unset(*context));
   word->hold_up(waits.handle());
   waits.run([&] {
@@ -57,7 +62,7 @@ TEST_CASE("nobody's capture of a graph is broken by a wait in another stream") {
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream engine(cuda);
   cuda.set("capturing", 1);
-  const auto word = WaitWord::take(context);
+  const auto word = take(context);
   word->hold_up(engine.handle());
   cuda.set("capturing", 0);
   CHECK(cuda.count("captures broken") == 0);
@@ -69,7 +74,7 @@ TEST_CASE("a word that is let go of lets its stream go on") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream engine(cuda);
-  WaitWord::take(context)->hold_up(engine.handle());
+  take(context)->hold_up(engine.handle());
   engine.wait();
   CHECK(cuda.count("waits passed") == 1);
   CHECK_FALSE(words_unset(*context));
@@ -93,7 +98,7 @@ TEST_CASE("thousands of words share two pages, and each stream waits for its own
     words.pop_front();
   };
   for (std::size_t i = 0; i < kWords; ++i) {
-    words.emplace_back(i, WaitWord::take(context));
+    words.emplace_back(i, take(context));
     const EngineStream& engine = *engines[i % engines.size()];
     words.back().second->hold_up(engine.handle());
     engine.run([&, i] {
@@ -113,17 +118,16 @@ TEST_CASE("a stream that looks at its word late finds it passed, whoever has the
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream engine(cuda);
-  std::atomic<bool> open{false};
-  engine.run([&] { eventually([&] { return open.load(); }); });
-  auto word = WaitWord::take(context);
+  Gate gate(engine);
+  auto word = take(context);
   word->hold_up(engine.handle());
   word->set();
   word = nullptr;
   // The word has many users meanwhile, and one that has not set it.
-  for (std::uint32_t i = 0; i < 4 * kPageWords; ++i) WaitWord::take(context);
+  for (std::uint32_t i = 0; i < 4 * kPageWords; ++i) take(context);
   std::vector<std::shared_ptr<WaitWord>> others;
-  for (std::uint32_t i = 0; i < 2 * kPageWords; ++i) others.push_back(WaitWord::take(context));
-  open = true;
+  for (std::uint32_t i = 0; i < 2 * kPageWords; ++i) others.push_back(take(context));
+  gate.open();
   engine.wait();
   CHECK(cuda.count("waits passed") == 1);
 }
@@ -133,10 +137,10 @@ TEST_CASE("words that are forced let their streams go on, and say so") {
   const auto context = CudaContext::retain(0, "a test");
   const auto other_gpu = CudaContext::retain(1, "a test");
   const EngineStream engine(cuda);
-  const auto before = WaitWord::take(context);
+  const auto before = take(context);
   before->set();
-  const auto word = WaitWord::take(context);
-  const auto other = WaitWord::take(other_gpu);
+  const auto word = take(context);
+  const auto other = take(other_gpu);
   word->hold_up(engine.handle());
   force_words(*context);
   engine.wait();
@@ -145,6 +149,25 @@ TEST_CASE("words that are forced let their streams go on, and say so") {
   CHECK_FALSE(other->was_forced());
   CHECK_FALSE(words_unset(*context));
   CHECK(words_unset(*other_gpu));
+}
+
+TEST_CASE("a word that nobody sets in time is set by force, and others are not") {
+  const FakeCuda cuda;
+  const auto context = CudaContext::retain(0, "a test");
+  const EngineStream engine(cuda);
+  const auto other = take(context);
+  std::vector<std::shared_ptr<WaitWord>> words;
+  for (int i = 5; i > 0; --i) {
+    words.push_back(take(context, i * 10'000'000));
+    words.back()->hold_up(engine.handle());
+  }
+  engine.wait();
+  for (const auto& word : words) CHECK(word->was_forced());
+  CHECK_FALSE(other->was_forced());
+  const auto late = take(context, -1);
+  late->hold_up(engine.handle());
+  engine.wait();
+  CHECK(late->was_forced());
 }
 
 TEST_CASE("a copy that the GPU has put behind a stream that waits is waited for no longer than it may be") {
@@ -162,7 +185,7 @@ TEST_CASE("a copy that the GPU has put behind a stream that waits is waited for 
   for (const bool one_queue : {false, true}) {
     CAPTURE(one_queue);
     cuda.set("one_queue", one_queue ? 1 : 0);
-    const auto word = WaitWord::take(context);
+    const auto word = take(context);
     word->hold_up(engine.handle());
     copier.copy({&piece, 1});
     CHECK(word->was_forced() == one_queue);
@@ -178,7 +201,7 @@ TEST_CASE("what cannot wait for a word says why, and the word is free for others
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream engine(cuda);
   const EngineStream other_gpu(cuda, 1);
-  const auto word = WaitWord::take(context);
+  const auto word = take(context);
   CHECK(code_of([&] { word->hold_up(other_gpu.handle()); }) == ErrorCode::kArgument);
   engine.begin_capture();
   CHECK(code_of([&] { word->hold_up(engine.handle()); }) == ErrorCode::kState);
@@ -199,13 +222,13 @@ TEST_CASE("whichever call of the driver fails while a word is taken, the next on
     const FakeCuda cuda;  // a page is to be registered again
     const auto context = CudaContext::retain(0, "a test");
     cuda.fail_nth(n, 304);
-    const auto code = code_of([&] { WaitWord::take(context); });
+    const auto code = code_of([&] { take(context); });
     const bool reached = cuda.failed();
     cuda.fail_nth(0, 0);
     if (code) CHECK(*code == ErrorCode::kUnsupported);
     CHECK_FALSE(words_unset(*context));
     const EngineStream engine(cuda);
-    WaitWord::take(context)->hold_up(engine.handle());
+    take(context)->hold_up(engine.handle());
     engine.wait();
     if (!reached) break;
   }
@@ -225,7 +248,7 @@ TEST_CASE("words are taken, waited for, set and forced by many threads at once")
     threads.emplace_back([&] {
       const EngineStream engine(cuda);
       for (int i = 0; i < 300; ++i) {
-        const auto word = WaitWord::take(context);
+        const auto word = take(context);
         word->hold_up(engine.handle());
         engine.run([&] { ++ran; });
         if (i % 3 != 0) word->set();

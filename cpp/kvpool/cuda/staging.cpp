@@ -1,6 +1,9 @@
 #include "kvpool/cuda/staging.h"
 
+#include <new>
 #include <utility>
+
+#include "kvpool/cuda/wait_word.h"
 
 namespace kvpool {
 namespace {
@@ -25,12 +28,21 @@ std::shared_ptr<PinnedBuffer> DeviceStaging::buffer() {
     }
   }
   if (buffer == nullptr) buffer = std::make_unique<PinnedBuffer>(copier_.context(), kBufferBytes);
-  const auto put_back = [kept = kept_](PinnedBuffer* raw) {
+  const auto put_back = [kept = kept_, context = copier_.context()](PinnedBuffer* raw) {
     std::unique_ptr<PinnedBuffer> returned(raw);
+    // To let go of one may wait for all work of the GPU; not while some of it waits for what buffers bring.
+    const bool keeps_all = words_unset(*context);
     const std::lock_guard lock(kept->mutex);
-    if (kept->buffers.size() < kKeptMax) kept->buffers.push_back(std::move(returned));
+    if (kept->buffers.size() < kKeptMax || keeps_all) kept->keep(returned);
   };
   return {buffer.release(), put_back};
+}
+
+void DeviceStaging::Kept::keep(std::unique_ptr<PinnedBuffer>& buffer) noexcept {
+  try {
+    buffers.push_back(std::move(buffer));
+  } catch (const std::bad_alloc&) {  // above what was reserved; the caller lets go of it
+  }
 }
 
 void DeviceStaging::warm_up() {

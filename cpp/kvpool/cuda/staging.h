@@ -41,6 +41,7 @@ class DeviceStaging {
   struct Kept {
     std::mutex mutex;
     std::vector<std::unique_ptr<PinnedBuffer>> buffers;
+    void keep(std::unique_ptr<PinnedBuffer>& buffer) noexcept;
   };
 
   DeviceCopier copier_;

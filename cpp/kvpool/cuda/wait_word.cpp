@@ -11,6 +11,7 @@
 
 #include "kvpool/base/error.h"
 #include "kvpool/cuda/stream.h"
+#include "kvpool/cuda/word_alarm.h"
 
 namespace kvpool {
 namespace {
@@ -101,9 +102,7 @@ class WaitWords {
   void force() noexcept {
     const std::lock_guard lock(mutex_);  // no user goes meanwhile
     for (WaitWord* user : users_) {
-      if (user == nullptr || user->set_.load()) continue;
-      user->forced_.store(true, std::memory_order_release);
-      user->set();
+      if (user != nullptr) user->force();
     }
   }
 
@@ -174,14 +173,18 @@ class WaitWords {
 WaitWord::WaitWord(std::shared_ptr<const CudaContext> context, WaitWords& words) noexcept
     : context_(std::move(context)), words_(words) {}
 
-std::shared_ptr<WaitWord> WaitWord::take(std::shared_ptr<const CudaContext> context) {
+std::shared_ptr<WaitWord> WaitWord::take(std::shared_ptr<const CudaContext> context, std::int64_t until_ns) {
   check_supported(*context);
   WaitWords* const words = WaitWords::of(*context, /*make=*/true);
-  return words->take(std::move(context));
+  auto word = words->take(std::move(context));
+  word->until_ns_ = until_ns;
+  WordAlarm::add(until_ns, *word);
+  return word;
 }
 
 WaitWord::~WaitWord() {
   if (word_ == nullptr || !context_->usable()) return;
+  WordAlarm::remove(until_ns_, *this);
   set();
   words_.take_back(*this);
 }
@@ -199,6 +202,12 @@ void WaitWord::set() noexcept {
   word_->store(value_, std::memory_order_release);
   words_.unset().fetch_sub(1);
   all_unset.fetch_sub(1);
+}
+
+void WaitWord::force() noexcept {
+  if (set_.load()) return;
+  forced_.store(true, std::memory_order_release);
+  set();
 }
 
 bool words_unset(const CudaContext& context) noexcept {

@@ -33,8 +33,9 @@ inline constexpr std::int64_t kWordPatienceNs = 1'000'000'000;
 
 class WaitWord {
  public:
-  // Throws kUnsupported where streams of this GPU cannot wait so, kOutOfMemory, kDeviceLost, std::bad_alloc.
-  static std::shared_ptr<WaitWord> take(std::shared_ptr<const CudaContext> context);
+  // Set by force when it is not set by then (CLOCK_MONOTONIC). Throws kUnsupported where streams of this GPU cannot
+  // wait so, kOutOfMemory, kDeviceLost, kState, std::bad_alloc.
+  static std::shared_ptr<WaitWord> take(std::shared_ptr<const CudaContext> context, std::int64_t until_ns);
   ~WaitWord();
   WaitWord(const WaitWord&) = delete;
   WaitWord& operator=(const WaitWord&) = delete;
@@ -44,6 +45,8 @@ class WaitWord {
   void hold_up(CuStream stream) const;
   // Idempotent. What this thread has written, and what the GPU has been seen to have written, the stream sees then.
   void set() noexcept;
+  // The same; it is known then.
+  void force() noexcept;
   // Whether it was set by force: the stream may have gone on too early.
   bool was_forced() const noexcept { return forced_.load(std::memory_order_acquire); }
 
@@ -58,6 +61,7 @@ class WaitWord {
   std::atomic<std::uint32_t>* word_ = nullptr;
   std::atomic<bool> set_{false};
   std::atomic<bool> forced_{false};
+  std::int64_t until_ns_ = 0;
 };
 
 // Whether words of this context are in use and not set: a stream may be waiting.

@@ -27,7 +27,7 @@ void Fetch::wait_on(const std::shared_ptr<const CudaContext>& context, CuStream 
     if (word == nullptr) {
       BlockHost& blocks = session_->host().blocks();
       held = std::make_shared<HeldBlocks>(blocks, to_);
-      word = WaitWord::take(context);
+      word = WaitWord::take(context, deadline_ns_ + kWordPatienceNs);
       blocks.expect_landing();
     }
     word->hold_up(stream);
