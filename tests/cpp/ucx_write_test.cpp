@@ -246,5 +246,70 @@ TEST_CASE("ucx write: another error of a put is the peer's loss, also beside one
   }
 }
 
+// As OneRoute, with DRAM beside it. The peer's HBM is on a GPU.
+struct MixedRoute {
+  MixedRoute() : hbm(4 * kBlock), dram(4 * kBlock) {
+    fake() = {};
+    UcxLocal local;
+    local.spans[0] = {4, {{hbm.data(), kBlock, kBlock}}};
+    local.spans[1] = {4, {{dram.data(), kBlock, kBlock}}};
+    context = std::make_shared<UcxContextCore>(library(), local, nullptr);
+    worker = context->make_worker();
+    PeerCard card;
+    card.name = "peer";
+    for (std::size_t i = 0; i < local.spans.size(); ++i) {
+      const Segment& segment = local.spans[i].segments[0];
+      card.media[i].blocks = 4;
+      card.media[i].segments = {{reinterpret_cast<std::uint64_t>(segment.base), kBlock, kBlock}};
+    }
+    card.media[0].kind = MemoryKind::kGpu;
+    card.ucx = worker->blob();
+    route = worker->make_route(card);
+  }
+  // From HBM to HBM, and from DRAM to DRAM.
+  void write() {
+    const auto at = [](Medium medium, std::uint32_t block) { return make_address(0, medium, 1, block); };
+    write_blocks(*route, {{0, 0, kBlock}}, {at(Medium::kHbm, 0), at(Medium::kDram, 0)},
+                 {at(Medium::kHbm, 2), at(Medium::kDram, 2)});
+  }
+  bool suits(Medium medium) const {
+    Reach reach{};
+    reach[static_cast<std::size_t>(medium_index(medium))] = true;
+    return route->suits(reach, reach);
+  }
+
+  std::vector<std::byte> hbm;
+  std::vector<std::byte> dram;
+  std::shared_ptr<UcxContextCore> context;
+  std::shared_ptr<UcxWorker> worker;
+  std::shared_ptr<UcxRoute> route;
+};
+
+TEST_CASE("ucx write: of a write of several kinds of memory only that is given up which has no way") {
+  for (const ucs_status_t why : {UCS_ERR_UNSUPPORTED, UCS_ERR_CANCELED}) {
+    for (const bool at_once : {false, true}) {
+      for (const bool to_gpu : {true, false}) {
+        CAPTURE(why);
+        CAPTURE(at_once);
+        CAPTURE(to_gpu);
+        MixedRoute mixed;
+        if (!to_gpu) fake().puts.push_back({});
+        fake().puts.push_back({why, at_once});
+        CHECK(code_of([&] { mixed.write(); }) == ErrorCode::kUnsupported);
+        CHECK(mixed.suits(Medium::kHbm) == !to_gpu);
+        CHECK(mixed.suits(Medium::kDram) == to_gpu);
+      }
+    }
+  }
+}
+
+TEST_CASE("ucx write: all kinds of memory of a write that have no way are given up") {
+  MixedRoute mixed;
+  fake().puts = {{UCS_ERR_CANCELED, false}, {UCS_ERR_CANCELED, false}};
+  CHECK(code_of([&] { mixed.write(); }) == ErrorCode::kUnsupported);
+  CHECK_FALSE(mixed.suits(Medium::kHbm));
+  CHECK_FALSE(mixed.suits(Medium::kDram));
+}
+
 }  // namespace
 }  // namespace kvpool::testing

@@ -7,7 +7,6 @@
 #include "kvpool/base/strips.h"
 #include "kvpool/transport/parted_write.h"
 #include "kvpool/transport/reactor.h"
-#include "kvpool/transport/route_choice.h"
 #include "kvpool/transport/ucx_context.h"
 #include "kvpool/transport/ucx_write.h"
 
@@ -75,8 +74,7 @@ std::uint8_t UcxRouteCore::kinds_of(const Reach& from, const Reach& to) const no
   std::uint8_t kinds = 0;
   for (std::size_t i = 0; i < from.size(); ++i) {
     for (std::size_t j = 0; j < to.size(); ++j) {
-      if (from[i] && to[j])
-        kinds |= static_cast<std::uint8_t>(1U << ((own[i] ? 2U : 0U) + (remote_on_gpu_[j] ? 1U : 0U)));
+      if (from[i] && to[j]) kinds |= ucx_kind(own[i], remote_on_gpu_[j]);
     }
   }
   return kinds;
@@ -104,7 +102,7 @@ WriteOutcome UcxRouteCore::write(const WriteRequest& request) {
     outcome = writing.finish();
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kUnsupported) {
-      refused_.fetch_or(kinds_of(reach_of(request.from), reach_of(request.to)), std::memory_order_relaxed);
+      refused_.fetch_or(writing.kinds_unable(), std::memory_order_relaxed);
     }
     throw;
   }

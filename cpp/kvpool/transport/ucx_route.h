@@ -38,14 +38,14 @@ class UcxRouteCore final : public UcxRoute {
  private:
   const std::shared_ptr<UcxWorkerCore> worker_;
   const std::shared_ptr<UcxPeer> peer_;
-  // A bit for each pair of kinds of memory that a write has to do with.
+  // ucx_kind() of each pair of media that a write may have to do with.
   std::uint8_t kinds_of(const Reach& from, const Reach& to) const noexcept;
 
   const MediaSpans remote_;
   const Reach remote_on_gpu_;
   const std::string name_;  // of the peer
   const int pidfd_;
-  std::atomic<std::uint8_t> refused_{0};  // of kinds_of()
+  std::atomic<std::uint8_t> refused_{0};  // of those puts, ucx_kind()
   RouteCost cost_;
 };
 

@@ -38,6 +38,18 @@ void on_endpoint_closed(void* request, ucs_status_t, void* argument) {
   peer.worker->note_completion();
 }
 
+// Which of the peer's regions are its GPU's: no region holds blocks of two media.
+void note_gpu(UcxPeer& peer, const MediaSpans& remote, const Reach& on_gpu) noexcept {
+  for (UcxPeer::Region& region : peer.regions) {
+    for (std::size_t i = 0; i < remote.size(); ++i) {
+      for (const Segment& segment : remote[i].segments) {
+        const auto base = reinterpret_cast<std::uint64_t>(segment.base);
+        if (on_gpu[i] && base >= region.base && base - region.base < region.bytes) region.on_gpu = true;
+      }
+    }
+  }
+}
+
 }  // namespace
 
 const UcxPeer::Region* UcxPeer::find(std::uint64_t address) const noexcept {
@@ -90,8 +102,9 @@ std::shared_ptr<UcxRoute> UcxWorkerCore::make_route(const PeerCard& card, int pi
   for (std::size_t i = 0; i < on_gpu.size(); ++i) on_gpu[i] = card.media[i].kind == MemoryKind::kGpu;
   const UcxGpuScope current(context_->gpu());
   const UcxLock held = lock();
-  return std::make_shared<UcxRouteCore>(held, shared_from_this(), connect(held, blob), remote, on_gpu, card.name,
-                                        pidfd);
+  auto peer = connect(held, blob);
+  note_gpu(*peer, remote, on_gpu);
+  return std::make_shared<UcxRouteCore>(held, shared_from_this(), std::move(peer), remote, on_gpu, card.name, pidfd);
 }
 
 std::shared_ptr<UcxPeer> UcxWorkerCore::connect(const UcxLock& lock, const UcxBlob& blob) {

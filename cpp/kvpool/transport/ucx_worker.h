@@ -31,6 +31,7 @@ struct UcxPeer {
     std::uint64_t base;
     std::uint64_t bytes;
     ucp_rkey_h key;
+    bool on_gpu = false;
   };
   UcxWorkerCore* worker = nullptr;
   ucp_ep_h endpoint = nullptr;  // null: closed, by us or after it failed; never opened again

@@ -27,9 +27,11 @@ bool says_no_way(ucs_status_t why) noexcept {
 
 }  // namespace
 
-void UcxWrite::Pending::note(ucs_status_t why, bool of_put) noexcept {
-  ucs_status_t& first = of_put && says_no_way(why) ? unable : status;
+void UcxWrite::Pending::note(ucs_status_t why, const Slot& of) noexcept {
+  const bool no_way = of.bytes > 0 && says_no_way(why);  // a flush has none
+  ucs_status_t& first = no_way ? unable : status;
   if (first == UCS_OK) first = why;
+  if (no_way) kinds_unable |= of.kind;
 }
 
 UcxWrite::UcxWrite(UcxWorkerCore& worker, std::shared_ptr<UcxPeer> peer, const WriteRequest& request,
@@ -44,7 +46,7 @@ UcxWrite::UcxWrite(UcxWorkerCore& worker, std::shared_ptr<UcxPeer> peer, const W
   pending_->worker = &worker_;
   pending_->free_count = pending_->slots.size();
   for (std::size_t i = 0; i < pending_->slots.size(); ++i) {
-    pending_->slots[i] = {pending_.get(), 0};
+    pending_->slots[i] = {pending_.get(), 0, 0};
     pending_->free[i] = &pending_->slots[i];
   }
   lock_ = worker_.lock();
@@ -64,7 +66,7 @@ void UcxWrite::on_done(void* request, ucs_status_t status, void* slot) noexcept 
   if (status == UCS_OK) {
     pending.bytes_done += done->bytes;
   } else {
-    pending.note(status, done->bytes > 0);  // a flush has none
+    pending.note(status, *done);
   }
   pending.free[pending.free_count++] = done;
   pending.worker->ucx().request_free(request);
@@ -72,9 +74,10 @@ void UcxWrite::on_done(void* request, ucs_status_t status, void* slot) noexcept 
 }
 
 // For the operation that start() is called with next: it takes the slot that is on top of the free ones.
-ucp_request_param_t UcxWrite::params_for(std::size_t bytes) noexcept {
+ucp_request_param_t UcxWrite::params_for(std::size_t bytes, std::uint8_t kind) noexcept {
   Pending::Slot* slot = pending_->free[pending_->free_count - 1];
   slot->bytes = bytes;
+  slot->kind = kind;
   ucp_request_param_t params{};
   params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   params.cb.send = [](void* request, ucs_status_t status, void* data) { on_done(request, status, data); };
@@ -86,7 +89,7 @@ bool UcxWrite::start(ucs_status_ptr_t request, std::size_t bytes) noexcept {
   if (request == nullptr) {
     pending_->bytes_done += bytes;
   } else if (UCS_PTR_IS_ERR(request)) {
-    pending_->note(UCS_PTR_STATUS(request), bytes > 0);
+    pending_->note(UCS_PTR_STATUS(request), *pending_->free[pending_->free_count - 1]);
     stop_ = pending_->status == UCS_OK ? Stop::kUnable : Stop::kLost;
     return false;
   } else {
@@ -111,7 +114,7 @@ bool UcxWrite::put(std::span<const CopyPiece> pieces) {
           std::min<std::uint64_t>({left, kPutBytesMax, remote->base + remote->bytes - to,
                                    local->base + local->bytes - reinterpret_cast<std::uint64_t>(from)});
       if (!between_slices() || !wait_for_room(bytes)) return false;
-      ucp_request_param_t params = params_for(bytes);
+      ucp_request_param_t params = params_for(bytes, ucx_kind(local->on_gpu, remote->on_gpu));
       params.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
       params.memh = local->handle;
       if (local->on_gpu) {
@@ -205,7 +208,7 @@ void UcxWrite::report_progress() noexcept {
 bool UcxWrite::flush() {
   // Puts whose room the flush needs.
   if (!wait(request_.deadline_ns + kGraceNs, [&] { return pending_->free_count > 0; }) || lost()) return false;
-  const ucp_request_param_t params = params_for(0);
+  const ucp_request_param_t params = params_for(0, 0);
   if (!start(worker_.ucx().ep_flush_nbx(peer_->endpoint, &params), 0)) return false;
   // A cancelled one waits, too, for as long as it may: what is under way to the peer cannot be called back.
   wait(std::max(request_.deadline_ns, monotonic_ns()) + kGraceNs, [&] { return pending_->count() == 0; });

@@ -15,6 +15,11 @@
 
 namespace kvpool {
 
+// A put from memory of one kind to memory of another, as a bit.
+constexpr std::uint8_t ucx_kind(bool from_gpu, bool to_gpu) noexcept {
+  return static_cast<std::uint8_t>(1U << ((from_gpu ? 2U : 0U) + (to_gpu ? 1U : 0U)));
+}
+
 // Made, used and destroyed in one thread, which holds the worker's lock in between but for waiting.
 //
 // Invariant: when put() or finish() has thrown, or finish() has returned, UCX has nothing of this write any more.
@@ -31,6 +36,8 @@ class UcxWrite {
   bool put(std::span<const CopyPiece> pieces);
   // Waits until everything is where it belongs. Throws why it is not.
   WriteOutcome finish();
+  // When that was kUnsupported: between which kinds of memory there is no way, a bit of each.
+  std::uint8_t kinds_unable() const noexcept { return pending_->kinds_unable; }
 
  private:
   enum class Stop : std::uint8_t { kNone, kCancelled, kDeadline, kLost, kUnable };
@@ -40,6 +47,7 @@ class UcxWrite {
     struct Slot {
       Pending* pending;
       std::size_t bytes;
+      std::uint8_t kind;
     };
     UcxWorkerCore* worker;
     std::array<Slot, 128> slots;
@@ -47,17 +55,18 @@ class UcxWrite {
     std::size_t free_count;
     std::size_t bytes = 0;  // of the operations under way
     std::uint64_t bytes_done = 0;
-    ucs_status_t status = UCS_OK;  // the first error
-    ucs_status_t unable = UCS_OK;  // of a put, the first that says that there is no way: see finish()
+    ucs_status_t status = UCS_OK;   // the first error
+    ucs_status_t unable = UCS_OK;   // of a put, the first that says that there is no way: see finish()
+    std::uint8_t kinds_unable = 0;  // of all that say so
 
-    void note(ucs_status_t why, bool of_put) noexcept;
+    void note(ucs_status_t why, const Slot& of) noexcept;
     std::size_t count() const noexcept { return slots.size() - free_count; }
   };
 
   static void on_done(void* request, ucs_status_t status, void* slot) noexcept;
   bool flush();
   bool start(ucs_status_ptr_t request, std::size_t bytes) noexcept;
-  ucp_request_param_t params_for(std::size_t bytes) noexcept;
+  ucp_request_param_t params_for(std::size_t bytes, std::uint8_t kind) noexcept;
   bool has_room(std::size_t bytes) const noexcept;
   bool wait_for_room(std::size_t bytes);
   bool between_slices();
