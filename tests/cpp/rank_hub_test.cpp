@@ -13,11 +13,13 @@
 #include <utility>
 #include <vector>
 
+#include "failing_alloc.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/group_route.h"
 #include "kvpool/transfer/messages.h"
 #include "kvpool/transport/reactor.h"
 #include "kvpool/transport/route_choice.h"
+#include "swap_kit.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -58,12 +60,15 @@ struct Instance {
       handlers.push_back(hub.admit(links.emplace_back(std::make_shared<RankLink>()), card));
     }
   }
-  void answer(std::size_t rank, std::uint64_t id, std::optional<ErrorCode> refusal = std::nullopt) {
+  static Message answer_to(std::uint64_t id, std::optional<ErrorCode> refusal) {
     Message message;
     message.id = id;
     message.kind = refusal ? FrameKind::kRefused : FrameKind::kDone;
-    if (refusal) message.body = write_error(Error(*refusal, "it cannot now"));
-    handlers[rank]->on_message(std::move(message));
+    if (refusal) message.body = write_error(Error(*refusal, "it cannot now", {{"retry_after_us", 5}}));
+    return message;
+  }
+  void answer(std::size_t rank, std::uint64_t id, std::optional<ErrorCode> refusal = std::nullopt) {
+    handlers[rank]->on_message(answer_to(id, refusal));
   }
   // From now on, as a rank's process says it.
   void refuses(std::size_t rank, const Error& why) {
@@ -167,6 +172,38 @@ TEST_CASE("a way between ranks that broke down may be gone again, and is no othe
     }
     CHECK(group->health().able() == each.able);
     CHECK_FALSE(instance.lost);
+  }
+}
+
+TEST_CASE("a refusal that finds no memory ends its move, which fails") {
+  bool more = true;
+  for (std::uint64_t n = 1; more; ++n) {
+    CAPTURE(n);
+    Instance instance;
+    instance.answers(0);
+    instance.links[1]->on_sent = [&](std::uint64_t id) {
+      Message refusal = Instance::answer_to(id, ErrorCode::kBusy);
+      const FailNthAllocation failure(n);
+      instance.handlers[1]->on_message(std::move(refusal));
+      more = failure.failed_one();
+    };
+    std::atomic<bool> over{false};
+    std::atomic<bool> threw{false};
+    std::thread mover([&] {
+      try {
+        threw = instance.move().has_value();
+      } catch (const std::bad_alloc&) {
+        threw = true;
+      }
+      over = true;
+    });
+    REQUIRE(eventually([&] { return over.load(); }));
+    mover.join();
+    CHECK(threw);
+    CHECK_FALSE(instance.lost);
+    CHECK((!more || n < 100));
+    instance.answers(1);
+    CHECK_FALSE(instance.move());
   }
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "kvpool/pool/joined_rank.h"
+#include "kvpool/pool/rank_poll.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/messages.h"
 #include "kvpool/transport/reactor.h"
@@ -125,36 +126,6 @@ class RemoteRank final : public RankWriter {
   const std::uint64_t meeting_;
   const std::shared_ptr<Orders> orders_ = std::make_shared<Orders>();
 };
-
-// Answers of several ranks to one question.
-struct Poll {
-  explicit Poll(std::size_t n) : missing(n) {}
-  void expect() {
-    const std::lock_guard lock(mutex);
-    ++missing;
-  }
-  void take(const std::optional<Error>& error) {
-    const std::lock_guard lock(mutex);
-    if (error && !failure) failure = error;
-    --missing;
-    changed.notify_all();
-  }
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::size_t missing;
-  std::optional<Error> failure;
-};
-
-void take_answer(Poll& poll, const Message* answer, const Error* why) {
-  std::optional<Error> error;
-  if (why != nullptr) error = *why;
-  std::optional<Error> unread;
-  if (why == nullptr && answer->kind == FrameKind::kRefused) {
-    unread = failure_of([&] { error = read_error(answer->body); });
-  }
-  poll.take(unread ? unread : error);
-  if (unread) throw Error(*unread);  // ends the link
-}
 
 }  // namespace
 
@@ -292,15 +263,15 @@ std::vector<std::unique_ptr<RankWriter>> RankHub::writers(std::uint64_t meeting)
 
 void RankHub::meet(const GroupMeeting& meeting, const Waiting& waiting) {
   const auto ranks = joined();
-  const auto poll = std::make_shared<Poll>(ranks.size());
+  const auto poll = std::make_shared<RankPoll>(ranks.size());
   for (const auto& rank : ranks) {
     const MeetBody body{meeting.meeting, meeting.peer, lifetime_ms(waiting.until_ns),
                         meeting.partners(rank->card().rank)};
     rank->ask(FrameKind::kMeet, write_body(body),
-              [poll](const Message* answer, const Error* why) { take_answer(*poll, answer, why); });
+              [poll](const Message* answer, const Error* why) { poll->take(answer, why); });
   }
   std::unique_lock lock(poll->mutex);
-  while (poll->missing > 0 && !poll->failure) {
+  while (poll->missing > 0 && !poll->failed) {
     const std::int64_t now = monotonic_ns();
     if (now >= waiting.until_ns) {
       throw Error(ErrorCode::kDeadline,
@@ -311,7 +282,7 @@ void RankHub::meet(const GroupMeeting& meeting, const Waiting& waiting) {
     waiting.check();
     lock.lock();
   }
-  if (poll->failure) throw Error(*poll->failure);
+  poll->rethrow_if_failed();
 }
 
 void RankHub::depart(std::uint64_t meeting, const Error& /*why*/, std::function<void()> clear) {
@@ -357,11 +328,11 @@ void RankHub::move(const Address* from, const Address* to, std::size_t n) {
 // Throws what the first rank that could not do it says.
 void RankHub::move_part(const CopyBody& body) {
   const auto ranks = joined();
-  const auto poll = std::make_shared<Poll>(0);
+  const auto poll = std::make_shared<RankPoll>(0);
   {
     // A rank that was asked writes these blocks until it has answered, whatever else fails: the caller gives them back.
     struct Settled {
-      Poll& poll;
+      RankPoll& poll;
       ~Settled() {
         std::unique_lock lock(poll.mutex);
         poll.changed.wait(lock, [&] { return poll.missing == 0; });
@@ -371,14 +342,14 @@ void RankHub::move_part(const CopyBody& body) {
       poll->expect();
       try {
         rank->ask(FrameKind::kCopy, write_body(body),
-                  [poll](const Message* answer, const Error* why) { take_answer(*poll, answer, why); });
+                  [poll](const Message* answer, const Error* why) { poll->take(answer, why); });
       } catch (...) {
-        poll->take(std::nullopt);  // it was not asked
+        poll->take(nullptr);  // it was not asked
         throw;
       }
     }
   }
-  if (poll->failure) throw Error(*poll->failure);
+  poll->rethrow_if_failed();
 }
 
 void RankHub::close() noexcept {
