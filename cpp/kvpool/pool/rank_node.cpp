@@ -134,8 +134,9 @@ class RankNodeImpl final : public RankNode {
 
   const RankOptions options_;
   const std::uint64_t epoch_;
-  std::unique_ptr<RankTiers> tiers_;                // until it is closed
-  const std::shared_ptr<const DeviceOrder> order_;  // after all that the GPU has been given; null without one
+  // Both until it is closed: they keep the GPU's context.
+  std::unique_ptr<RankTiers> tiers_;
+  std::shared_ptr<const DeviceOrder> order_;  // after all that the GPU has been given; null without one
   RouteMaker routes_;
   Workers workers_;
   Strands strands_;
@@ -254,7 +255,8 @@ void RankNodeImpl::close() noexcept {
   workers_.stop();
   strands_.stop();
   reactor_->stop();  // its last calls end every link, and make ghosts of those who have not answered
-  tiers_.reset();    // the scheduler's link was one of them: nothing is moved any more
+  tiers_.reset();    // the scheduler's link was one of them: nothing is moved or ordered any more
+  order_.reset();
   std::vector<std::pair<std::shared_ptr<Parted>, std::shared_ptr<Link>>> left;
   ghosts_.clear(
       [&](const std::shared_ptr<Parted>& party, const std::shared_ptr<Link>& link) { left.emplace_back(party, link); });
