@@ -169,7 +169,8 @@ Returns:
 Raises:
     TimeoutError: ``timeout`` passed; the swap goes on.
     Cancelled: By cancel().
-    ClosedError: The pool was closed before a byte had moved.
+    ClosedError: The pool was closed before a byte had moved. Of a swap out that had moved a part, the part is its
+        result.
     OutOfBlocks, DeviceLost, ...: What the call raises that waits; the pool is as it was.)")
       .def(
           "done", [](const Handle& handle) { return swap_of(handle).done(); },
@@ -177,6 +178,10 @@ Raises:
       .def(
           "cancel", [](const Handle& handle) { return swap_of(handle).cancel(); },
           R"(Asks it to end with Cancelled, which only one can that has not begun to move bytes. Does not wait.
+
+Those are the bytes of the blocks that it swaps: until then it waits for its turn and for the GPU, or a swap in makes
+room, and what has made room by then stays where it went. It ends soon, whatever the GPU does; but with drivers older
+than CUDA 12.5, when it waits for the whole device, only when that work has ended.
 
 Returns:
     False when it has begun, or ended; then nothing changes.)")

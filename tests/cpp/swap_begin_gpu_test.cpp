@@ -6,30 +6,15 @@
 #include <memory>
 #include <vector>
 
-#include "device_kit.h"
+#include "gpu_swap_kit.h"
 #include "kvpool/base/error.h"
 #include "kvpool/pool/swap_handle.h"
-#include "swap_kit.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA_PATH
 
 namespace kvpool::testing {
 namespace {
-
-std::shared_ptr<Pool> gpu_pool() {
-  PoolOptions options = small_options(8, 8);
-  options.device = 0;
-  options.pin_dram = true;
-  options.audit = true;
-  return std::make_shared<Pool>(options);
-}
-
-void store_stamped(const std::shared_ptr<Pool>& pool, Token id, std::size_t pages, Medium medium, std::uint64_t value) {
-  const Addresses blocks = alloc(*pool, pages, medium);
-  for (const Address block : blocks) stamp(*pool, block, value);
-  insert(pool, prompt(id, pages), blocks);
-}
 
 TEST_CASE("on a GPU a swap that nobody waits for follows the work given before the call, and no later work") {
   for (const int version : {13000, 12040}) {  // with and without events of a whole device

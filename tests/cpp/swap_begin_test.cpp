@@ -141,6 +141,19 @@ TEST_CASE("a swap can be cancelled until it begins, and then not") {
   CHECK(held.count(Medium::kHbm, BlockState::kHistorical) == 3);
 }
 
+TEST_CASE("a swap that has ended is not cancelled any more, however it ended") {
+  HeldPool held(4, 8);
+  const Tokens cold = held.store(1, 3, Medium::kDram);
+  const Addresses mine = alloc(*held.pool, 2);
+  const auto empty = held.pool->begin_swap_out(0);
+  CHECK_FALSE(end_of(*empty));
+  CHECK_FALSE(empty->cancel());
+  const auto failed = held.pool->begin_swap_in(match(held.pool, cold).addresses, {});
+  CHECK(end_of(*failed) == ErrorCode::kOutOfBlocks);
+  CHECK_FALSE(failed->cancel());
+  CHECK(end_of(*failed) == ErrorCode::kOutOfBlocks);
+}
+
 TEST_CASE("a pool that is closed lets a copy end, and closes what has not begun") {
   HeldPool held(8, 8);
   held.store(1, 2);

@@ -13,13 +13,6 @@ namespace kvpool {
 // it says nothing, that of the whole device.
 using CallerStream = std::optional<CuStream>;
 
-// How often blocks of a GPU have come into somebody else's hands: those that were filled and given to the index, and
-// those that were freed. Whoever had them may have left work on the GPU that still writes or reads them.
-struct Turnover {
-  std::uint64_t filled = 0;
-  std::uint64_t freed = 0;
-};
-
 // What a copy has to wait for before it begins.
 class CopyOrder {
  public:
@@ -27,22 +20,19 @@ class CopyOrder {
   CopyOrder(CallerStream stream) noexcept : stream_(stream) {}  // NOLINT(google-explicit-constructor)
   CopyOrder(CuStream stream) noexcept : stream_(stream) {}      // NOLINT(google-explicit-constructor)
   CopyOrder(std::nullopt_t none) noexcept : stream_(none) {}    // NOLINT(google-explicit-constructor)
-  // Nothing: what had to end before has ended, for blocks that have not come into other hands since.
-  static CopyOrder met(const Turnover& since) noexcept {
+  // Nothing: what had to end before has ended.
+  static CopyOrder met() noexcept {
     CopyOrder order{std::nullopt};
     order.is_met_ = true;
-    order.since_ = since;
     return order;
   }
 
   bool is_met() const noexcept { return is_met_; }
   const CallerStream& stream() const noexcept { return stream_; }
-  const Turnover& since() const noexcept { return since_; }
 
  private:
   CallerStream stream_;
   bool is_met_ = false;
-  Turnover since_;  // of one that is met
 };
 
 // Throws kArgument for a stream that is none, or of another context, and kState for one that is being captured into a

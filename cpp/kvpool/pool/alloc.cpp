@@ -87,7 +87,7 @@ void Pool::alloc_evicting(std::size_t n, Medium medium, Address* out, const Call
 
 // REQUIRES: reclaim_ is held. Throws kOutOfBlocks.
 void Pool::take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out,
-                         const CopyOrder& after) {
+                         const MoveOrder& order) {
   bool waited = false;
   while (!take(n, medium, to, out)) {
     if (!can_make_room(n, medium)) {
@@ -100,7 +100,7 @@ void Pool::take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to
       continue;
     }
     if (medium == Medium::kHbm) {
-      make_room(lock, n, after);
+      make_room(lock, n, order);
     } else if (medium == Medium::kDram) {
       make_dram_room(n);
     } else {

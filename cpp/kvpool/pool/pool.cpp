@@ -11,6 +11,7 @@
 #include "kvpool/blocks/device_mover.h"
 #include "kvpool/cuda/copier.h"
 #include "kvpool/cuda/order.h"
+#include "kvpool/pool/gpu_call.h"
 #include "kvpool/pool/service.h"
 #include "kvpool/pool/swap_threads.h"
 
@@ -240,16 +241,20 @@ void Pool::copy_tier(TierWay way, const Address* from, const Address* to, std::s
     return;
   }
   if (device_mover_ == nullptr) return (way == TierWay::kOut ? *out_copier_ : *in_copier_).run(team_, from, to, n);
-  try {
-    device_mover_->move(way, from, to, n, after);
-  } catch (const Error& error) {
-    if (error.code() == ErrorCode::kDeviceLost) fail(error);
-    throw;
-  }
+  ask_gpu(*this, [&] { device_mover_->move(way, from, to, n, after); });
 }
 
-void Pool::check_stream(const CallerStream& after) const {
-  if (!after || on_device_) return;
+// Before anything is done for a copy that is to follow it. What is wrong with a stream later, the copy finds.
+void Pool::check_stream(const CallerStream& after) {
+  constexpr const char* kWhat = "blocks cannot be copied after the work of a stream";
+  if (!after) return;
+  if (on_device_) {
+    const auto gpu = arena(Medium::kHbm)->context();
+    return ask_gpu(*this, [&] {
+      const CurrentContext current(*gpu, kWhat);
+      check_stream_of(*gpu, *after, kWhat);
+    });
+  }
   if (sharding_) {
     throw Error(ErrorCode::kUnsupported,
                 "stream says nothing of the ranks of this instance, which work in streams of their own processes: each "

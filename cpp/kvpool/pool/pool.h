@@ -12,9 +12,9 @@
 //             the pages become the caller's: nobody evicts, deletes or moves them meanwhile, and others may match, cut
 //             or read them, as any pinned pages.
 //
-// Errors: every verb that throws, Error or std::bad_alloc, has changed nothing. One exception: room that alloc and
-// swap_in made is not unmade. If another thread takes it, or memory runs out, before it could be used, cached prompts
-// have moved down a tier or gone.
+// Errors: every verb that throws, Error or std::bad_alloc, has changed nothing. One exception: room that alloc and the
+// swaps made is not unmade. If another thread takes it, memory runs out, or the GPU begins to refuse, before it could
+// be used, cached prompts have moved down a tier or gone.
 //
 // After fork every verb throws kFork in the child, and destruction there frees nothing that the parent uses.
 #pragma once
@@ -40,10 +40,10 @@
 #include "kvpool/blocks/block_copy.h"
 #include "kvpool/blocks/block_store.h"
 #include "kvpool/blocks/layout.h"
-#include "kvpool/cuda/stream.h"
 #include "kvpool/index/pins.h"
 #include "kvpool/index/prompt_index.h"
 #include "kvpool/pool/inbound.h"
+#include "kvpool/pool/move_order.h"
 #include "kvpool/pool/tier_mover.h"
 #include "kvpool/transfer/parallel.h"
 
@@ -210,17 +210,15 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   std::vector<IndexPin> swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out,
                                 const CallerStream& after = {});
   // The same, carried out by a thread of the pool, those of one direction one after the other. What is wrong with the
-  // arguments is thrown here, what comes later is told by the handle. What swap_in brings is pinned, and `into` is
-  // reserved, from now on. It begins when the work that `after` has been given until now has ended. The other blocks
-  // are chosen then: when some have been inserted or freed meanwhile, the copy also waits for all that the device has
-  // been given by then, which may fail with kState while a CUDA graph is captured.
+  // arguments is thrown here, the handle tells the rest. What swap_in brings is pinned, and `into` reserved, from now
+  // on. Other blocks are chosen when the work that `after` has been given until now has ended: if some were inserted or
+  // freed meanwhile, all that the device has been given by then has to end, too (kState while a graph is captured).
   std::shared_ptr<Swap> begin_swap_out(std::size_t n, const CallerStream& after = {});
   std::shared_ptr<Swap> begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
                                       const CallerStream& after = {});
   // Whether HBM is on a GPU: then the CPU may not follow its addresses.
   bool on_device() const noexcept { return on_device_; }
-  // For a transfer that is to follow what this stream was given until now; null without a stream. Throws kArgument for
-  // a stream of something else.
+  // For a transfer that is to follow this stream; null without one. Throws kArgument for a stream of something else.
   std::shared_ptr<const DeviceOrder> order_after(const CallerStream& stream);
 
   // --- blocks of peers (remote.cpp): for the service, which knows whose they are ---
@@ -287,7 +285,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   static constexpr std::uint64_t kUnreadTag = 2;     // of a reserved block that is free but for those who read it
 
   void copy_tier(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after);
-  void check_stream(const CallerStream& after) const;
+  void check_stream(const CallerStream& after);
   BlockStore& store(Medium medium) noexcept { return stores_[static_cast<std::size_t>(medium_index(medium))]; }
   BlockStore& store_of(Address address) noexcept { return store(static_cast<Medium>(medium_bits_of(address))); }
   bool is_local(Address address) noexcept {
@@ -316,34 +314,37 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   void release_unread(Medium medium, std::uint32_t first, std::uint32_t n, bool tell_engine) noexcept;
   void give_tags(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark) noexcept;
   void take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out,
-                     const CopyOrder& after = CallerStream());
+                     const MoveOrder& order = CallerStream());
 
   void check_insertion(std::string_view name_space, const InsertItem& item);
   void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;
 
   void release_cached(const Address* addresses, std::size_t n) noexcept;
   std::size_t evict_locked(ValueClass value_class, std::size_t n) noexcept;
-  void make_room(Lock& lock, std::size_t n, const CopyOrder& after);
-  std::size_t move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* moved, const CopyOrder& after);
+  void make_room(Lock& lock, std::size_t n, const MoveOrder& order);
+  std::size_t move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* moved, const MoveOrder& order);
   void make_dram_room(std::size_t n) noexcept;
   void renew(std::vector<Address>& addresses) noexcept;
   void check_two_tiers() const;
-  std::vector<Address> carry_out_swap(std::size_t n, const CopyOrder& after);
-  // swap_in: checks and pins, brings the blocks, or gives back what was taken for them.
+  std::vector<Address> carry_out_swap(std::size_t n, const MoveOrder& order);
   void begin_inbound(std::span<const Address> given, std::span<const Address> into, Inbound& inbound);
-  void finish_inbound(Inbound& inbound, const CopyOrder& after);
+  void finish_inbound(Inbound& inbound, const MoveOrder& order);
   void abandon_inbound(Inbound& inbound) noexcept;
   Address page_of(Address address) noexcept;
   void gather_inbound(std::span<const Address> given, Inbound& inbound);
   void name_inbound(std::span<const Address> into, Inbound& inbound);
   void find_inbound(Inbound& inbound) noexcept;
-  void reserve_inbound(Lock& lock, Inbound& inbound, const CopyOrder& after);
-  void copy_inbound(Lock& lock, const Inbound& inbound, const CopyOrder& after);
+  void prepare_inbound(Inbound& inbound, const MoveOrder& order);
+  void reserve_inbound(Lock& lock, Inbound& inbound, const MoveOrder& order);
+  void give_back_inbound(Inbound& inbound, std::size_t keep) noexcept;
+  void copy_inbound(Lock& lock, const Inbound& inbound, const MoveOrder& order);
   void commit_inbound(Inbound& inbound);
-  Turnover turnover() noexcept;
-  CopyOrder renewed(TierWay way, const CopyOrder& after) noexcept;
   std::shared_ptr<Swap> make_swap(const CallerStream& after);
-  std::optional<Error> wait_to_begin(Swap& swap);
+  Turnover turnover() noexcept;
+  bool is_late(TierWay way, const MoveOrder& order) noexcept;
+  void follow_device(Swap& swap, const Turnover& now);
+  void lock_to_reclaim(Lock& reclaim, Lock& lock, const MoveOrder& order);
+  void probe_device(Lock& lock);
 
   void placed(PromptNode& node) noexcept override;
   void dropped(const Address* values, std::size_t n) noexcept override;

@@ -9,6 +9,7 @@
 #include "kvpool/base/error.h"
 #include "kvpool/blocks/device_mover.h"
 #include "kvpool/pool/pool.h"
+#include "kvpool/pool/swap_handle.h"
 
 namespace kvpool {
 
@@ -31,12 +32,20 @@ void Pool::make_dram_room(std::size_t n) noexcept {
 }
 
 // Makes at least n HBM blocks free: moves the coldest down, or drops them where DRAM has no room for them even after
-// its own coldest blocks went. REQUIRES: reclaim_ is held. Throws kOutOfBlocks.
-void Pool::make_room(Lock& lock, std::size_t n, const CopyOrder& after) {
+// its own coldest blocks went. REQUIRES: reclaim_ is held. Throws kOutOfBlocks, and what copying throws.
+void Pool::make_room(Lock& lock, std::size_t n, const MoveOrder& order) {
   const BlockStore& hbm = store(Medium::kHbm);
   const BlockStore& dram = store(Medium::kDram);
+  bool probed = false;
   while (hbm.free_count() < n) {
     if (!can_make_room(n, Medium::kHbm)) throw_out_of_blocks_locked(n, Medium::kHbm);
+    if (!probed && dram.free_count() < n - hbm.free_count() && can_make_room(1, Medium::kDram)) {
+      probed = true;
+      if (order.of_device() || is_late(TierWay::kOut, order)) {
+        probe_device(lock);
+        continue;
+      }
+    }
     make_dram_room(std::min<std::size_t>(n - hbm.free_count(), dram.capacity()));
     // What went from DRAM may have taken HBM blocks that hung below with it.
     if (hbm.free_count() >= n) return;
@@ -45,14 +54,14 @@ void Pool::make_room(Lock& lock, std::size_t n, const CopyOrder& after) {
     if (hbm.free_count() >= n) return;
     // What a transfer reads is dropped, but not free yet: DRAM may have less room than was made, or none.
     const std::size_t down = std::min<std::size_t>({n - hbm.free_count(), kBatchBlocks, dram.free_count()});
-    if (down > 0) move_to_dram(lock, down, nullptr, after);
+    if (down > 0) move_to_dram(lock, down, nullptr, order);
   }
 }
 
 // Moves up to n of the coldest HBM blocks to free DRAM blocks and returns how many went. A block that is matched while
-// it is copied stays. Throws what copying throws, with nothing moved. REQUIRES: reclaim_ is held; n DRAM blocks are
-// free. The lock is let go while bytes are copied.
-std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* moved, const CopyOrder& after) {
+// it is copied stays. Throws what copying throws, with nothing moved. `moved`: of a swap out, whose copy this is; null:
+// it makes room. REQUIRES: reclaim_ is held; n DRAM blocks are free. The lock is let go while bytes are copied.
+std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* moved, const MoveOrder& order) {
   std::vector<Address> from;
   std::vector<Address> to;
   std::vector<PromptNode*> held;
@@ -74,11 +83,14 @@ std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* 
   }
   BlockStore& dram = store(Medium::kDram);
   KVPOOL_CHECK(dram.take(static_cast<std::uint32_t>(from.size()), BlockState::kReserved, to.data()));
-  const CopyOrder order = renewed(TierWay::kOut, after);
+  const bool late = is_late(TierWay::kOut, order);
+  const Turnover now = turnover();
 
   lock.unlock();
   try {
-    copy_tier(TierWay::kOut, from.data(), to.data(), from.size(), order);
+    if (late) follow_device(*order.swap(), now);
+    if (order.swap() != nullptr && moved != nullptr) order.swap()->begin();
+    copy_tier(TierWay::kOut, from.data(), to.data(), from.size(), order.at_copy());
   } catch (...) {
     lock.lock();
     release_blocks(to.data(), from.size());
@@ -127,23 +139,27 @@ std::vector<Address> Pool::swap_out(std::size_t n, const CallerStream& after) {
   return carry_out_swap(n, after);
 }
 
-std::vector<Address> Pool::carry_out_swap(std::size_t n, const CopyOrder& after) {
-  const std::lock_guard reclaim(reclaim_);
-  Lock lock(mutex_);
+std::vector<Address> Pool::carry_out_swap(std::size_t n, const MoveOrder& order) {
+  Lock reclaim(reclaim_, std::defer_lock);
+  Lock lock(mutex_, std::defer_lock);
+  lock_to_reclaim(reclaim, lock, order);
   guard();
   check_two_tiers();
+  const BlockStore& dram = store(Medium::kDram);
   // No more than DRAM has room for, or a later batch would push out what an earlier one brought.
-  n = std::min({n, index_->evictable(ValueClass::kHbm),
-                store(Medium::kDram).free_count() + index_->evictable(ValueClass::kDram)});
+  n = std::min({n, index_->evictable(ValueClass::kHbm), dram.free_count() + index_->evictable(ValueClass::kDram)});
   std::vector<Address> moved;
   moved.reserve(n);
-  // What has moved stays moved when memory runs out or a GPU refuses; only when nothing has does the caller hear of it.
+  // What has moved stays moved when memory runs out, a GPU refuses or the pool is closed; only when nothing has does
+  // the caller hear of it.
   while (moved.size() < n) {
     const std::size_t before = moved.size();
-    const std::size_t batch = std::min({n - before, kBatchBlocks, index_->evictable(ValueClass::kHbm)});
     try {
-      make_dram_room(std::min<std::size_t>(batch, store(Medium::kDram).capacity()));
-      move_to_dram(lock, std::min<std::size_t>(batch, store(Medium::kDram).free_count()), &moved, after);
+      const bool makes_room = dram.free_count() < std::min(n - before, kBatchBlocks);
+      if (makes_room && (order.of_device() || is_late(TierWay::kOut, order))) probe_device(lock);
+      const std::size_t batch = std::min({n - before, kBatchBlocks, index_->evictable(ValueClass::kHbm)});
+      make_dram_room(std::min<std::size_t>(batch, dram.capacity()));
+      move_to_dram(lock, std::min<std::size_t>(batch, dram.free_count()), &moved, order);
     } catch (const std::exception&) {
       if (moved.empty()) throw;
       break;

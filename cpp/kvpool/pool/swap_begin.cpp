@@ -1,26 +1,87 @@
-// Swaps whose callers do not wait: docs/adr/0015-swaps-go-both-ways-at-once.md.
+// Swaps whose callers do not wait, and what they wait for: docs/adr/0015-swaps-go-both-ways-at-once.md.
 #include <utility>
 
 #include "kvpool/base/error.h"
 #include "kvpool/cuda/order.h"
+#include "kvpool/pool/gpu_call.h"
 #include "kvpool/pool/pool.h"
+#include "kvpool/pool/swap_handle.h"
 #include "kvpool/pool/swap_threads.h"
 #include "kvpool/transfer/failure.h"
 
 namespace kvpool {
+namespace {
 
-// REQUIRES: mutex_ is held, here and below.
+// How often a thread waits for the GPU without reclaim_ before it does with it: an engine that inserts all the time
+// would keep it from its swap for ever.
+constexpr int kLooksWithoutLock = 2;
+
+// Waits for what the swap is to follow, and works. Returns why it failed; of one that was stopped before it had begun,
+// by whom.
+template <class Work>
+std::optional<Error> carry_out(Pool& pool, Swap& swap, Work&& work) {
+  return failure_of([&] {
+    try {
+      ask_gpu(pool, [&] { swap.start(); });
+      work();
+    } catch (...) {
+      swap.begin();
+      throw;
+    }
+    swap.begin();  // there was nothing to move
+  });
+}
+
+}  // namespace
+
+// REQUIRES: mutex_ is held.
 Turnover Pool::turnover() noexcept { return {counters_.inserted_blocks, store(Medium::kHbm).released()}; }
 
-// What a copy between blocks that have just been chosen has to follow. An order that was met before says nothing of
-// work that the GPU was given later: it may still fill what was inserted since, and read what was freed since. Which
-// stream it is in nobody has said, so that is the whole device. Of blocks of DRAM the work has ended when they are
-// freed: the CPU may have them next.
-CopyOrder Pool::renewed(TierWay way, const CopyOrder& after) noexcept {
-  if (!on_device_ || !after.is_met()) return after;
+// Whether blocks that are chosen now for a swap may be of later than what it has waited for. The GPU may still fill
+// what was inserted since, and read what was freed since. In which stream nobody has said, so that all work of the
+// device has to end once more. Of blocks of DRAM the work has ended when they are freed: the CPU may have them next.
+// REQUIRES: mutex_ is held.
+bool Pool::is_late(TierWay way, const MoveOrder& order) noexcept {
+  if (!on_device_ || order.swap() == nullptr) return false;
   const Turnover now = turnover();
-  const bool same = way == TierWay::kOut ? now.filled == after.since().filled : now.freed == after.since().freed;
-  return same ? after : CopyOrder(std::nullopt);
+  const Turnover& since = order.swap()->since();
+  return way == TierWay::kOut ? now.filled != since.filled : now.freed != since.freed;
+}
+
+// In the swap's thread: returns when all has ended that the GPU has been given by now. `now`: from before, so that what
+// comes between the two counts as later. Throws kCancelled, kClosed, as DeviceOrder. REQUIRES: mutex_ is not held.
+void Pool::follow_device(Swap& swap, const Turnover& now) {
+  ask_gpu(*this, [&] {
+    swap.check();
+    swap.follow(*DeviceOrder::after_now(arena(Medium::kHbm)->context(), std::nullopt), now);
+  });
+}
+
+// Takes both, for copies to DRAM. Where a thread of the pool has to wait for the GPU first it does so here without
+// them: work that stalls keeps nobody else from making room.
+void Pool::lock_to_reclaim(Lock& reclaim, Lock& lock, const MoveOrder& order) {
+  for (int look = 0;; ++look) {
+    reclaim.lock();
+    lock.lock();
+    if (look == kLooksWithoutLock || !is_late(TierWay::kOut, order)) return;
+    const Turnover now = turnover();
+    lock.unlock();
+    reclaim.unlock();
+    follow_device(*order.swap(), now);
+  }
+}
+
+// Before cached blocks are given up for a copy that is to follow the whole device: throws what the GPU would refuse
+// that with, as it does while a CUDA graph is captured. Lets go of the lock. REQUIRES: reclaim_ is held.
+void Pool::probe_device(Lock& lock) {
+  if (!on_device_) return;
+  struct Unlocked {
+    Lock& lock;
+    explicit Unlocked(Lock& held) : lock(held) { lock.unlock(); }
+    ~Unlocked() { lock.lock(); }
+  };
+  const Unlocked unlocked(lock);
+  ask_gpu(*this, [&] { DeviceOrder::after_now(arena(Medium::kHbm)->context(), std::nullopt); });
 }
 
 // What was given to the GPU until now is noted here, in the caller's thread.
@@ -29,23 +90,13 @@ std::shared_ptr<Swap> Pool::make_swap(const CallerStream& after) {
   std::shared_ptr<const DeviceOrder> order;
   Turnover since;  // read before the order is taken: what comes between the two counts as later
   if (on_device_) {
-    const std::lock_guard lock(mutex_);
-    since = turnover();
-  }
-  try {
-    if (on_device_) order = DeviceOrder::after_now(arena(Medium::kHbm)->context(), after);
-  } catch (const Error& error) {
-    if (error.code() == ErrorCode::kDeviceLost) fail(error);
-    throw;
+    {
+      const std::lock_guard lock(mutex_);
+      since = turnover();
+    }
+    order = ask_gpu(*this, [&] { return DeviceOrder::after_now(arena(Medium::kHbm)->context(), after); });
   }
   return std::make_shared<Swap>(*this, std::move(order), since);
-}
-
-// Waits until bytes may move. Returns why they may not.
-std::optional<Error> Pool::wait_to_begin(Swap& swap) {
-  auto failure = failure_of([&] { swap.begin(); });
-  if (failure && failure->code() == ErrorCode::kDeviceLost) fail(*failure);
-  return failure;
 }
 
 std::shared_ptr<Swap> Pool::begin_swap_out(std::size_t n, const CallerStream& after) {
@@ -54,8 +105,7 @@ std::shared_ptr<Swap> Pool::begin_swap_out(std::size_t n, const CallerStream& af
   auto swap = make_swap(after);
   swap_threads_->run(TierWay::kOut, swap, [this, swap, n] {
     std::vector<Address> moved;
-    auto failure = wait_to_begin(*swap);
-    if (!failure) failure = failure_of([&] { moved = carry_out_swap(n, swap->order()); });
+    const auto failure = carry_out(*this, *swap, [&] { moved = carry_out_swap(n, MoveOrder(*swap)); });
     failure ? swap->fail(*failure) : swap->succeed(std::move(moved), {});
   });
   return swap;
@@ -69,12 +119,8 @@ std::shared_ptr<Swap> Pool::begin_swap_in(std::span<const Address> addresses, st
   begin_inbound(addresses, into, *inbound);
   try {
     swap_threads_->run(TierWay::kIn, swap, [this, swap, inbound] {
-      auto failure = wait_to_begin(*swap);
-      if (failure) {
-        abandon_inbound(*inbound);
-      } else {
-        failure = failure_of([&] { finish_inbound(*inbound, swap->order()); });
-      }
+      const auto failure = carry_out(*this, *swap, [&] { finish_inbound(*inbound, MoveOrder(*swap)); });
+      if (failure) abandon_inbound(*inbound);  // again, unless it did not come so far
       failure ? swap->fail(*failure) : swap->succeed(std::move(inbound->addresses), std::move(inbound->held));
     });
   } catch (...) {

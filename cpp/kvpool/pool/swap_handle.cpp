@@ -29,23 +29,31 @@ void Swap::throw_stopped(Phase how) {
   throw Error(ErrorCode::kCancelled, "the swap was cancelled");
 }
 
-void Swap::begin() {
-  const auto check = [this] {
-    const Phase phase = phase_.load();
-    if (phase != Phase::kWaiting) throw_stopped(phase);
-  };
+void Swap::check() const {
+  const Phase phase = phase_.load();
+  if (phase == Phase::kCancelled || phase == Phase::kClosed) throw_stopped(phase);
+  if (stopped_.load(std::memory_order_relaxed)) throw Error(ErrorCode::kClosed, "the pool was closed during the swap");
+}
+
+void Swap::start() {
   const std::shared_ptr<const DeviceOrder> after = std::move(after_);  // lets go of its event
   check();
-  if (after != nullptr) {
-    try {
-      after->wait(std::numeric_limits<std::int64_t>::max(), &stopped_);
-    } catch (const Error&) {
-      check();
-      throw;
-    }
+  if (after != nullptr) follow(*after, since_);
+}
+
+void Swap::follow(const DeviceOrder& order, const Turnover& since) {
+  try {
+    order.wait(std::numeric_limits<std::int64_t>::max(), &stopped_);
+  } catch (const Error&) {
+    check();
+    throw;
   }
+  since_ = since;
+}
+
+void Swap::begin() {
   Phase before = Phase::kWaiting;
-  if (!phase_.compare_exchange_strong(before, Phase::kBegun)) throw_stopped(before);
+  if (!phase_.compare_exchange_strong(before, Phase::kBegun) && before != Phase::kBegun) throw_stopped(before);
 }
 
 void Swap::succeed(std::vector<Address>&& addresses, std::vector<IndexPin>&& pins) noexcept {

@@ -14,6 +14,7 @@
 #include "kvpool/base/error.h"
 #include "kvpool/cuda/order.h"
 #include "kvpool/index/pins.h"
+#include "kvpool/pool/move_order.h"
 #include "kvpool/transfer/completion.h"
 
 namespace kvpool {
@@ -41,21 +42,37 @@ class Swap {
   // Of a swap in: pins on those, the caller's from now on. None when they were taken before.
   std::vector<IndexPin> take_pins() noexcept { return std::exchange(pins_, {}); }
 
-  // It is to end with kCancelled. False when it has begun to move bytes, or has ended: then nothing changes.
+  // It is to end with kCancelled. False when it has begun to move its bytes, or has ended: then nothing changes. To
+  // make room for them is no beginning.
   bool cancel() noexcept { return stop(Phase::kCancelled); }
   // An eventfd that becomes readable when it is done; made at the first call, owned by the handle.
   int done_fd() { return completion_.descriptor(); }
 
-  // --- for who carries it out ---
+  // --- for the thread that carries it out ---
 
-  // Once. Returns when bytes may move; then it is not cancelled any more. Throws kCancelled, kClosed, as DeviceOrder.
+  // Once. Returns when what had to end before any byte moves has ended. Throws kCancelled, kClosed, as DeviceOrder.
+  void start();
+  // Returns when this has ended, too, so that the turnover counts from `since` on. Throws as start(); when it has
+  // begun, kClosed alone.
+  void follow(const DeviceOrder& order, const Turnover& since);
+  // Throws kCancelled, kClosed, as follow().
+  void check() const;
+  // From now on its bytes move, or it ends: it is not cancelled any more. Throws kCancelled, kClosed, when it was
+  // before. Again: does nothing.
   void begin();
-  // What its copies have to wait for when it has begun.
-  CopyOrder order() const noexcept { return CopyOrder::met(since_); }
+  // What its blocks' turnover was when work was noted that has ended by now.
+  const Turnover& since() const noexcept { return since_; }
+  // REQUIRES: begin() was called.
   void succeed(std::vector<Address>&& addresses, std::vector<IndexPin>&& pins) noexcept;
   void fail(const Error& why) noexcept { completion_.finish(why, nullptr); }
-  // As cancel(), with kClosed.
-  void close() noexcept { stop(Phase::kClosed); }
+
+  // --- for the pool ---
+
+  // As cancel(), with kClosed; one that has begun waits for nothing of the GPU any more before it copies on.
+  void close() noexcept {
+    stop(Phase::kClosed);
+    stopped_.store(true, std::memory_order_relaxed);
+  }
 
  private:
   enum class Phase : std::uint8_t { kWaiting, kBegun, kCancelled, kClosed };
@@ -64,7 +81,7 @@ class Swap {
 
   PinOwner& pool_;
   std::shared_ptr<const DeviceOrder> after_;  // until it begins
-  const Turnover since_;
+  Turnover since_;                            // its thread's
   std::atomic<Phase> phase_{Phase::kWaiting};
   std::atomic<bool> stopped_{false};
   std::vector<Address> addresses_;

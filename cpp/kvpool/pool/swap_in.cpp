@@ -3,7 +3,8 @@
 // In three steps: under the lock the arguments are checked and what they name is pinned; then, one swap in at a time,
 // blocks are reserved and the bytes copied; under the lock again the index is pointed at the copies, and the pages are
 // pinned for the caller. Evictions and swaps out go on beside the second step, for they take nothing that is pinned;
-// only room is made as one of them, under reclaim_.
+// only room is made as one of them, under reclaim_. A thread of the pool reserves the blocks before its turn, for it
+// may have to wait for the GPU to leave them, and nobody else is to wait with it.
 //
 // Between the first and the second step another swap in may have brought some of the pages (find_inbound).
 //
@@ -17,6 +18,7 @@
 #include "kvpool/base/error.h"
 #include "kvpool/blocks/device_mover.h"
 #include "kvpool/pool/pool.h"
+#include "kvpool/pool/swap_handle.h"
 
 namespace kvpool {
 namespace {
@@ -59,14 +61,16 @@ void Pool::begin_inbound(std::span<const Address> given, std::span<const Address
 
 // Brings them. Whatever it throws, it has given back what begin_inbound took. When it is the audit that throws, the
 // pages have moved, and nobody has pins on them.
-void Pool::finish_inbound(Inbound& inbound, const CopyOrder& after) {
+void Pool::finish_inbound(Inbound& inbound, const MoveOrder& order) {
   try {
+    if (order.swap() != nullptr) prepare_inbound(inbound, order);
     const std::lock_guard one_at_a_time(inbound_);
     Lock lock(mutex_);
     guard();
     find_inbound(inbound);
-    reserve_inbound(lock, inbound, after);
-    if (!inbound.from.empty()) copy_inbound(lock, inbound, after);
+    reserve_inbound(lock, inbound, order);
+    if (order.swap() != nullptr) order.swap()->begin();
+    if (!inbound.from.empty()) copy_inbound(lock, inbound, order);
     commit_inbound(inbound);
     const Address* arrived = inbound.to.data();
     std::vector<Address>& current = inbound.addresses;
@@ -93,12 +97,18 @@ void Pool::abandon_inbound(Inbound& inbound) noexcept {
     for (const IndexPin& pin : *pins) index_->unpin(pin);
     pins->clear();
   }
+  give_back_inbound(inbound, 0);
+}
+
+// Of the blocks to swap into all but the first `keep`: to the caller, when it named them.
+void Pool::give_back_inbound(Inbound& inbound, std::size_t keep) noexcept {
+  const std::span<const Address> rest = std::span(inbound.to).subspan(keep);
   if (inbound.into_named) {
-    for (const Address address : inbound.to) store_of(address).set_state(block_of(address), BlockState::kActive);
+    for (const Address address : rest) store_of(address).set_state(block_of(address), BlockState::kActive);
   } else {
-    release_blocks(inbound.to.data(), inbound.to.size());
+    release_blocks(rest.data(), rest.size());
   }
-  inbound.to.clear();
+  inbound.to.resize(keep);
 }
 
 // Where a page lies whose block is historical. In limbo: somebody swapped it in after whoever has this address had
@@ -176,32 +186,43 @@ void Pool::find_inbound(Inbound& inbound) noexcept {
   }
 }
 
-// HBM blocks to swap into: the first of those that the caller named, or others, making room. Lets go of the lock for
-// that.
-void Pool::reserve_inbound(Lock& lock, Inbound& inbound, const CopyOrder& after) {
+// In a thread of the pool. When it returns, what is to be swapped into is the swap's, and the GPU has no more to do
+// with it: neither what was freed after the swap was asked for, nor what room was made of.
+void Pool::prepare_inbound(Inbound& inbound, const MoveOrder& order) {
+  Lock lock(mutex_);
+  guard();
+  find_inbound(inbound);
+  reserve_inbound(lock, inbound, order);
+  // The caller's own blocks are reserved since its call.
+  if (inbound.into_named || inbound.to.empty() || !is_late(TierWay::kIn, order)) return;
+  const Turnover now = turnover();
+  lock.unlock();
+  follow_device(*order.swap(), now);
+}
+
+// HBM blocks to swap into: those that the caller named, or others, making room. Lets go of the lock for that.
+void Pool::reserve_inbound(Lock& lock, Inbound& inbound, const MoveOrder& order) {
   const std::size_t moving = inbound.from.size();
-  if (inbound.into_named) {
-    // Another swap in has brought some since: their blocks are not needed, and the caller's again.
-    for (std::size_t i = moving; i < inbound.to.size(); ++i) {
-      store_of(inbound.to[i]).set_state(block_of(inbound.to[i]), BlockState::kActive);
-    }
-    inbound.to.resize(moving);  // never more
-    return;
+  if (inbound.into_named || !inbound.to.empty()) {
+    // Another swap in has brought some since: their blocks are not needed. There are never more.
+    return give_back_inbound(inbound, moving);
   }
   if (moving == 0) return;
   std::vector<Address> to(moving);
   if (!take(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
     lock.unlock();
-    const std::lock_guard reclaim(reclaim_);
-    lock.lock();
+    Lock reclaim(reclaim_, std::defer_lock);
+    lock_to_reclaim(reclaim, lock, order);
     guard();
-    while (!take(moving, Medium::kHbm, BlockState::kReserved, to.data())) make_room(lock, moving, after);
+    // The copy to the room that is made follows the whole device, unless the caller has named a stream.
+    if (order.swap() != nullptr || order.of_device()) probe_device(lock);
+    while (!take(moving, Medium::kHbm, BlockState::kReserved, to.data())) make_room(lock, moving, order);
   }
   inbound.to = std::move(to);
 }
 
 // Lets go of the lock meanwhile.
-void Pool::copy_inbound(Lock& lock, const Inbound& inbound, const CopyOrder& after) {
+void Pool::copy_inbound(Lock& lock, const Inbound& inbound, const MoveOrder& order) {
   struct Over {
     Pool& pool;
     Lock& lock;
@@ -211,12 +232,10 @@ void Pool::copy_inbound(Lock& lock, const Inbound& inbound, const CopyOrder& aft
       pool.inbound_ended_.notify_all();
     }
   };
-  // The caller's own blocks are reserved since its call.
-  const CopyOrder order = inbound.into_named ? after : renewed(TierWay::kIn, after);
   ++inbound_begun_;
   lock.unlock();
   const Over over{*this, lock};
-  copy_tier(TierWay::kIn, inbound.from.data(), inbound.to.data(), inbound.from.size(), order);
+  copy_tier(TierWay::kIn, inbound.from.data(), inbound.to.data(), inbound.from.size(), order.at_copy());
 }
 
 // Points the index at the copies. Blocks that others may still read by their old address stay, in limbo, until the last
