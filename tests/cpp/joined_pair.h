@@ -69,7 +69,7 @@ class JoinedPair {
   std::int64_t in_seconds(double seconds) const {
     return now_ns() + static_cast<std::int64_t>(seconds * static_cast<double>(kSecond));
   }
-  bool eventually(const std::function<bool()>& holds) { return live(in_seconds(10), holds); }
+  bool eventually(const std::function<bool()>& holds) { return live(in_seconds(60), holds); }
 
   TransferRequest request(const Addresses& from) const {
     TransferRequest request;

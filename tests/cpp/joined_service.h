@@ -38,7 +38,7 @@ class ServiceNode final : public Node {
     peer.peer_ = service_.options().name;
   }
   std::string connect(ServiceNode& peer, const std::string& address = unix_address()) {
-    return service_.connect(peer.service_.listen(address), real_seconds(5));
+    return service_.connect(peer.service_.listen(address), real_seconds(60));
   }
 
   Service& service() noexcept { return service_; }
@@ -55,10 +55,10 @@ class ServiceNode final : public Node {
     return service_.fetch(std::move(request));
   }
   Addresses borrow(std::size_t n, Medium medium) override {
-    return service_.alloc(peer_, n, medium, /*may_evict=*/true, real_seconds(5));
+    return service_.alloc(peer_, n, medium, /*may_evict=*/true, real_seconds(60));
   }
   void give_back(const Addresses& addresses) override {
-    service_.free(addresses.data(), addresses.size(), real_seconds(5));
+    service_.free(addresses.data(), addresses.size(), real_seconds(60));
   }
   std::unique_ptr<Received> next_received() override { return service_.receive(0); }
 

@@ -15,7 +15,7 @@ namespace {
 
 template <class Holds>
 bool soon(Holds&& holds) {
-  const std::int64_t until = monotonic_ns() + 10'000'000'000;
+  const std::int64_t until = monotonic_ns() + 60'000'000'000;
   while (!holds() && monotonic_ns() < until) usleep(1000);
   return holds();
 }

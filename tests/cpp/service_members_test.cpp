@@ -44,7 +44,7 @@ void send_one(const Node& from, const Node& to, double seconds = 10) {
   const auto failure = error_of([&] { finish(from.service.transfer(std::move(request))); });
   from.pool->free(blocks.data(), blocks.size());
   if (failure) throw Error(*failure);
-  const auto item = to.service.receive(in_seconds(5));
+  const auto item = to.service.receive(in_seconds(60));
   REQUIRE(item != nullptr);
   to.pool->free(item->addresses.data(), item->addresses.size());
 }
@@ -70,7 +70,7 @@ TEST_CASE("whatever verb names a member first, meets it") {
   }
   SUBCASE("alloc") {
     Pair pair;
-    CHECK(pair.a.service.alloc("b", 2, Medium::kHbm, true, in_seconds(5)).size() == 2);
+    CHECK(pair.a.service.alloc("b", 2, Medium::kHbm, true, in_seconds(60)).size() == 2);
   }
   SUBCASE("fetch, by the name or by the addresses") {
     for (const bool named : {true, false}) {
@@ -92,7 +92,7 @@ TEST_CASE("a fetch without a name needs one owner, and one that is known") {
   const auto fetch = [&](const Addresses& from) {
     FetchRequest request;
     request.from = from;
-    request.deadline_ns = in_seconds(5);
+    request.deadline_ns = in_seconds(60);
     return code_of([&] { static_cast<void>(pair.a.service.fetch(std::move(request))); });
   };
   const Addresses there = alloc(*pair.b.pool, 1);
@@ -127,12 +127,12 @@ TEST_CASE("its addresses are tried in order, and who cannot be reached is told w
 TEST_CASE("a name that nobody knows is told with those that are known") {
   Pair pair;
   const auto lost =
-      error_of([&] { static_cast<void>(pair.a.service.alloc("z", 1, Medium::kHbm, true, in_seconds(5))); });
+      error_of([&] { static_cast<void>(pair.a.service.alloc("z", 1, Medium::kHbm, true, in_seconds(60))); });
   REQUIRE(lost);
   CHECK(lost->code() == ErrorCode::kPeerLost);
   CHECK(std::string(lost->what()) == "there is no peer called 'z'; this pool has none; members of its cluster: a, b");
   const auto self =
-      error_of([&] { static_cast<void>(pair.a.service.alloc("a", 1, Medium::kHbm, true, in_seconds(5))); });
+      error_of([&] { static_cast<void>(pair.a.service.alloc("a", 1, Medium::kHbm, true, in_seconds(60))); });
   CHECK((self && self->code() == ErrorCode::kPeerLost));
 }
 
@@ -246,7 +246,7 @@ TEST_CASE("what a dead incarnation had is given back, and it is let in again whe
   for (const auto& routes : std::vector<std::vector<std::string>>{{"loopback"}, {"shm"}, {"sock"}}) {
     CAPTURE(routes[0]);
     Pair pair(routes);
-    static_cast<void>(pair.b.service.alloc("a", 3, Medium::kHbm, true, in_seconds(5)));
+    static_cast<void>(pair.b.service.alloc("a", 3, Medium::kHbm, true, in_seconds(60)));
     const Addresses blocks = alloc(*pair.a.pool, 1);
     TransferRequest request = request_to(pair.b, blocks);
     request.streamed = true;
@@ -273,8 +273,8 @@ TEST_CASE("a pool without its lease has no peers and gets none; what is local go
   for (const auto& routes : std::vector<std::vector<std::string>>{{"shm"}, {"sock"}}) {
     CAPTURE(routes[0]);
     Pair pair(routes);
-    static_cast<void>(pair.b.service.alloc("a", 3, Medium::kHbm, true, in_seconds(5)));
-    static_cast<void>(pair.a.service.alloc("b", 2, Medium::kHbm, true, in_seconds(5)));
+    static_cast<void>(pair.b.service.alloc("a", 3, Medium::kHbm, true, in_seconds(60)));
+    static_cast<void>(pair.a.service.alloc("b", 2, Medium::kHbm, true, in_seconds(60)));
     const Addresses blocks = alloc(*pair.a.pool, 1);
     TransferRequest request = request_to(pair.b, blocks);
     request.streamed = true;
@@ -285,7 +285,7 @@ TEST_CASE("a pool without its lease has no peers and gets none; what is local go
     std::string text;
     CHECK(code_of([&] { send_one(pair.a, pair.b); }, &text) == ErrorCode::kFenced);
     CHECK(text == "no lease");
-    CHECK(code_of([&] { pair.a.service.connect(pair.members[1].addresses[0], in_seconds(5)); }) == ErrorCode::kFenced);
+    CHECK(code_of([&] { pair.a.service.connect(pair.members[1].addresses[0], in_seconds(60)); }) == ErrorCode::kFenced);
     CHECK_FALSE(is_let_in(pair.b, pair.members[0].addresses[0]));
     CHECK(soon([&] { return pair.a.service.peers().empty() && pair.b.service.peers().empty(); }));
     pair.a.pool->free(blocks.data(), blocks.size());
@@ -362,14 +362,14 @@ TEST_CASE("a service that waits for its id listens, meets nobody, and keeps the 
   Node b = make_node("b");
   const std::string where = a.service.listen(unix_address());
   CHECK(a.pool->instance() == 0);
-  CHECK(code_of([&] { a.service.connect(b.service.listen(unix_address()), in_seconds(5)); }) == ErrorCode::kFenced);
+  CHECK(code_of([&] { a.service.connect(b.service.listen(unix_address()), in_seconds(60)); }) == ErrorCode::kFenced);
   CHECK_FALSE(is_let_in(b, where));
   a.service.unfence();  // is another matter
   CHECK_FALSE(is_let_in(b, where));
   CHECK(code_of([&] { a.service.join(0); }) == ErrorCode::kArgument);
   a.service.join(kGiven);
   CHECK(a.pool->instance() == kGiven);
-  CHECK(b.service.connect(where, in_seconds(5)) == "a");
+  CHECK(b.service.connect(where, in_seconds(60)) == "a");
   CHECK(b.service.peers()[0].instance == kGiven);
   a.service.join(kGiven);
   CHECK(code_of([&] { a.service.join(kGiven + 1); }) == ErrorCode::kState);
@@ -382,7 +382,7 @@ TEST_CASE("a given id is kept, also when a peer has it") {
   Node b = make_node("b", {}, 16, given);
   a.service.join(kGiven);
   b.service.join(kGiven);
-  CHECK(code_of([&] { a.service.connect(b.service.listen(unix_address()), in_seconds(5)); }) == ErrorCode::kState);
+  CHECK(code_of([&] { a.service.connect(b.service.listen(unix_address()), in_seconds(60)); }) == ErrorCode::kState);
   CHECK(a.pool->instance() == kGiven);
   CHECK(b.pool->instance() == kGiven);
 }
@@ -399,7 +399,7 @@ TEST_CASE("a service that did not get into its cluster is dropped, and another o
   options.name = "again";
   options.secret = "s3cret";
   Node again{a.pool, a.pool->start_service(options), "again"};
-  CHECK(again.service.connect(b.service.listen(unix_address()), in_seconds(5)) == "b");
+  CHECK(again.service.connect(b.service.listen(unix_address()), in_seconds(60)) == "b");
   send_one(again, b);
   again.service.disconnect("b");
   CHECK(all_free_soon(*a.pool));

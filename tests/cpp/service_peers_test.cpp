@@ -23,7 +23,7 @@ void check_connected(Node& a, Node& b) {
     const Addresses blocks = alloc(*from->pool, 1);
     finish(from->service.transfer(request_to(*to, blocks)));
     from->pool->free(blocks.data(), blocks.size());
-    const auto item = to->service.receive(in_seconds(5));
+    const auto item = to->service.receive(in_seconds(60));
     REQUIRE(item != nullptr);
     to->pool->free(item->addresses.data(), item->addresses.size());
   }
@@ -65,14 +65,14 @@ TEST_CASE("connecting to a peer that is connected leaves everything as it is, an
   Node b = make_node("b");
   const std::string where_a = a.service.listen(unix_address());
   const std::string where_b = b.service.listen(unix_address());
-  CHECK(a.service.connect(where_b, in_seconds(5)) == "b");
-  const Addresses lent = a.service.alloc("b", 2, Medium::kHbm, true, in_seconds(5));
+  CHECK(a.service.connect(where_b, in_seconds(60)) == "b");
+  const Addresses lent = a.service.alloc("b", 2, Medium::kHbm, true, in_seconds(60));
   for (int i = 0; i < 3; ++i) {
-    CHECK(a.service.connect(where_b, in_seconds(5)) == "b");
-    CHECK(b.service.connect(where_a, in_seconds(5)) == "a");
+    CHECK(a.service.connect(where_b, in_seconds(60)) == "b");
+    CHECK(b.service.connect(where_a, in_seconds(60)) == "a");
   }
   CHECK(blocks_in(*b.pool, BlockState::kLent) == 2);
-  a.service.free(lent.data(), lent.size(), in_seconds(5));
+  a.service.free(lent.data(), lent.size(), in_seconds(60));
   check_connected(a, b);
 }
 
@@ -88,7 +88,7 @@ TEST_CASE("whoever connects waits for a listener, unless told not to") {
     const auto late = error_of([&] { a.service.connect(nowhere, in_seconds(0.1)); });
     REQUIRE(late);
     CHECK(late->code() == ErrorCode::kPeerLost);
-    CHECK(std::string(late->what()).find("nobody listened at " + nowhere + " during 0.") == 0);
+    CHECK(std::string(late->what()).find("nobody listened at " + nowhere + " during ") == 0);
   }
   std::atomic<bool> calling{false};
   std::thread caller([&] {
@@ -150,7 +150,7 @@ TEST_CASE("the application hears of peers that come and go, and of those that ar
   Node a = make_node("a");
   Node b = make_node("b");
   const std::string where = a.service.listen(unix_address());
-  b.service.connect(where, in_seconds(5));
+  b.service.connect(where, in_seconds(60));
   CHECK_FALSE(a.service.next_peer_event().has_value());
   a.service.begin_peer_events();
   const auto next = [&] {
@@ -166,11 +166,11 @@ TEST_CASE("the application hears of peers that come and go, and of those that ar
   CHECK((gone.name == "b" && !gone.joined && gone.epoch == here.epoch));
   REQUIRE(gone.why);
   CHECK(gone.why->code() == ErrorCode::kPeerLost);
-  CHECK(b.service.connect(where, in_seconds(5)) == "a");
+  CHECK(b.service.connect(where, in_seconds(60)) == "a");
   CHECK(next().joined);
   {
     Node newer = make_node("b");  // a process that was restarted, and the old one not noticed
-    newer.service.connect(where, in_seconds(5));
+    newer.service.connect(where, in_seconds(60));
     const PeerEvent old = next();
     CHECK((!old.joined && old.epoch == here.epoch && old.why.has_value()));
     const PeerEvent fresh = next();
@@ -187,18 +187,18 @@ TEST_CASE("a pool that is closed keeps no memory, whoever was its peer, whatever
     CAPTURE(routes[0]);
     Node a = make_node("a", routes);
     Node b = make_node("b", routes);
-    if (const auto unusable = error_of([&] { a.service.connect(b.service.listen(unix_address()), in_seconds(5)); })) {
+    if (const auto unusable = error_of([&] { a.service.connect(b.service.listen(unix_address()), in_seconds(60)); })) {
       MESSAGE("not on this machine: " << std::string(unusable->what()));
       continue;
     }
     const Addresses from = alloc(*a.pool, 2);
     const auto there = a.service.transfer(request_to(b, from));
     finish(there);
-    const auto item = b.service.receive(in_seconds(5));
+    const auto item = b.service.receive(in_seconds(60));
     TransferRequest request = request_to(b, from);
     request.streamed = true;
     const auto open = a.service.transfer(std::move(request));
-    static_cast<void>(b.service.alloc("a", 2, Medium::kDram, true, in_seconds(5)));
+    static_cast<void>(b.service.alloc("a", 2, Medium::kDram, true, in_seconds(60)));
     const std::weak_ptr<Arena> arena_a = a.pool->arena(Medium::kHbm);
     const std::weak_ptr<Arena> arena_b = b.pool->arena(Medium::kHbm);
     a.pool->close();

@@ -33,7 +33,7 @@ inline std::int64_t in_seconds(double seconds) {
 // Looks again and again, for at most ten seconds.
 template <class Condition>
 bool soon(Condition&& condition) {
-  for (const std::int64_t until = in_seconds(10); monotonic_ns() < until;) {
+  for (const std::int64_t until = in_seconds(60); monotonic_ns() < until;) {
     if (condition()) return true;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -2,14 +2,18 @@
 #pragma once
 
 #include <doctest/doctest.h>
+#include <sys/types.h>
 
 #include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
+#include <fstream>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -25,13 +29,31 @@ namespace kvpool::testing {
 constexpr std::chrono::seconds kLong{60};  // what takes longer has failed
 
 template <class Holds>
-bool eventually(Holds&& holds) {
-  const auto until = std::chrono::steady_clock::now() + kLong;
+bool eventually(Holds&& holds, std::chrono::seconds within = kLong) {
+  const auto until = std::chrono::steady_clock::now() + within;
   while (!holds()) {
     if (std::chrono::steady_clock::now() > until) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return true;
+}
+
+// Returns when a thread of this process has slept for some time without a break: it waits for another one.
+inline bool falls_asleep(pid_t thread) {
+  std::string before;
+  int looks = 0;
+  return eventually([&] {
+    std::ifstream status("/proc/self/task/" + std::to_string(thread) + "/status");
+    std::string now;
+    bool sleeps = false;
+    for (std::string line; std::getline(status, line);) {
+      if (line.starts_with("State:")) sleeps = line.find("sleeping") != std::string::npos;
+      if (line.find("ctxt_switches") != std::string::npos) now += line;
+    }
+    looks = sleeps && now == before ? looks + 1 : 0;
+    before = now;
+    return looks == 20;  // a millisecond between two
+  });
 }
 
 inline std::uint32_t count(Pool& pool, Medium medium, BlockState state) {

@@ -222,7 +222,7 @@ TEST_CASE("UCX: a write to a stopped peer ends by its deadline and nothing of it
   const std::int64_t started = monotonic_ns();
   std::string text;
   const auto code = code_of([&] { write_blocks(*route, {{0, 0, kBlock}}, blocks, blocks, in_ms(200)); }, &text);
-  CHECK(monotonic_ns() - started < 2'000'000'000);
+  CHECK(monotonic_ns() - started < 15'000'000'000);  // not the next deadline, of 20 s
   // What lies in the sockets cannot be called back: the peer is lost, not just late.
   CHECK(code == ErrorCode::kPeerLost);
   CHECK(text.find("deadline") != std::string::npos);

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from transfer.kit import SECRET, route_or_skip
-from victims import Nursery, Reader, Victim, big_pool, eventually, make_settled, things
+from victims import Nursery, Reader, Victim, big_pool, dropped, eventually, make_settled, things
 
 import kvpool
 
@@ -54,7 +54,7 @@ class Survivor:
         """The victim comes; a victim that was there before under that name need not have been noticed as gone."""
         known = {peer.epoch for peer in self.pool.peers()}
         options = self.options | {"name": name}
-        victim("pool = big_pool(**options)\npool.connect(where)", where=self.address, options=options)
+        victim("pool = big_pool(**options)\npool.connect(where, timeout=60)", where=self.address, options=options)
         eventually(lambda: any(peer.name == name and peer.epoch not in known for peer in self.pool.peers()))
 
 
@@ -70,14 +70,13 @@ def survivor_of(route: str, nursery: Nursery, **settings: Any) -> Iterator[Survi
             pool.transfer("victim", addrs).wait()
             victim("pool.transfer('survivor', pool.alloc(1)).wait()\nNone")
             pool.free(addrs)
-            pool.received(5).close()
+            pool.received(60).close()
         make_settled(pool)
         before = things()
         before["threads"] += pool.settings.transfer_threads  # they start when there is work
         yield survivor
         make_settled(pool)
-        while item := pool.received(0):  # came after the test had stopped looking
-            item.close()
+        eventually(lambda: dropped(pool))  # what came after the test had stopped looking
         until_no_more_than(before)
         stats = pool.audit()
         assert stats.hbm.quarantined == stats.hbm.lent == stats.hbm.reserved == 0
@@ -88,7 +87,7 @@ def survivor_of(route: str, nursery: Nursery, **settings: Any) -> Iterator[Survi
 
 def until_no_more_than(before: dict[str, int]) -> None:
     """Fails if something has leaked since. What ends by itself may take a moment."""
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while any(count > before[what] for what, count in things().items()):
         assert time.monotonic() < until, f"there were {before}, there are {things()}"
         time.sleep(0.01)

@@ -21,7 +21,7 @@ from transfer.kit import blocks_at_peers, eventually
 import kvpool
 
 __all__ = [
-    "LEASE", "Reader", "big_pool", "call", "check", "make_settled", "receive_for_ever", "send_and_come_back",
+    "LEASE", "Reader", "big_pool", "call", "check", "dropped", "make_settled", "receive_for_ever", "send_and_come_back",
     "send_for_ever", "send_some", "stamp", "things",
 ]  # fmt: skip
 
@@ -105,7 +105,7 @@ def send_some(pool: kvpool.Pool, peer: str, addrs: Any, lent: Any, number: int, 
         try:
             handles += (pool.transfer(peer, own[:2], **options) for _ in range(4))
         finally:  # of all: one that has failed says nothing of the others, which still read the blocks
-            ends = [handle.exception(30) for handle in handles]
+            ends = [handle.exception(60) for handle in handles]
         for error in filter(None, ends):
             raise error
     else:
@@ -168,7 +168,7 @@ class Reader:
 
     def close(self) -> None:
         self._over.set()
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 
@@ -189,6 +189,14 @@ def things() -> dict[str, int]:
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def dropped(pool: kvpool.Pool) -> bool:
+    """Lets go of what peers have sent; whether nothing is left in use here. The application is told after the sender:
+    what was sent last may still be on its way."""
+    while item := pool.received(0):
+        item.close()
+    return pool.stats().hbm.active == 0
 
 
 def make_settled(pool: kvpool.Pool) -> None:
@@ -231,7 +239,7 @@ def soak(pool: kvpool.Pool, addrs: Any, where: str | None, seconds: float, seed:
     samples: list[dict[str, int]] = []
     lent: Any = []
     number = seed * 1_000_000
-    while (passed := time.monotonic() - began) < seconds:
+    while (passed := time.monotonic() - began) < seconds or len(samples) < 40:
         number += 1
         try:
             peers = [peer.name for peer in pool.peers()]
@@ -270,12 +278,18 @@ def _use_the_index(pool: kvpool.Pool, number: int, dice: random.Random) -> None:
         pool.evict(dice.randrange(4))
 
 
-def call(pool: kvpool.Pool, where: str, seconds: float = 20) -> str:
-    """Connects, and tries again while the other side is not ready for it."""
+def call(pool: kvpool.Pool, where: str, seconds: float = 60) -> str:
+    """Connects, and tries again while the other side is not ready for it.
+
+    Each try has twice the time of the one before: the first ones may fall into a moment in which nobody can answer, and
+    on a busy machine a second may be too short.
+    """
     until = time.monotonic() + seconds
+    timeout = 0.5
     while True:
+        timeout = min(2 * timeout, 8.0)
         try:
-            return pool.connect(where, timeout=1.0)
+            return pool.connect(where, timeout=timeout)
         except (kvpool.Busy, kvpool.PeerLost, kvpool.DeadlineExceeded, kvpool.StateError):
             if [peer.name for peer in pool.peers()]:
                 return pool.peers()[0].name

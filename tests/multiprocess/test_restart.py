@@ -27,7 +27,7 @@ ROUTES = ["shm", "sock-unix", "sock-tcp"]
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_server_that_is_restarted_is_met_again_every_time(route, place, near_nursery, far_nursery):
     nursery = far_nursery if route == "sock-tcp" else near_nursery
-    options = {"routes": (route.partition("-")[0],), "secret": SECRET}
+    options = {"routes": (route.partition("-")[0],), "secret": SECRET, "lease_s": 20.0}
     where = ""
     epochs = set()
     old: list[int] = []
@@ -71,7 +71,7 @@ def test_a_server_that_is_restarted_is_met_again_every_time(route, place, near_n
 def test_a_client_that_comes_back_before_it_was_missed_takes_its_own_place(route, near_nursery, far_nursery):
     """The old process is stopped, not dead: whoever is newest under a name is the peer."""
     nursery = far_nursery if route == "sock-tcp" else near_nursery
-    with survivor_of(route, nursery, lease_s=5.0) as survivor, reading(survivor.pool) as reader:
+    with survivor_of(route, nursery, lease_s=30.0) as survivor, reading(survivor.pool) as reader:
         pool = survivor.pool
         with nursery.victim() as old:
             survivor.greet(old)
@@ -96,7 +96,7 @@ def test_a_client_that_comes_back_before_it_was_missed_takes_its_own_place(route
 def test_a_forked_child_keeps_no_connection_open_and_does_not_hang(route, near_nursery, far_nursery):
     nursery = far_nursery if route == "sock-tcp" else near_nursery
     with (
-        survivor_of(route, nursery, lease_s=20.0) as survivor,
+        survivor_of(route, nursery, lease_s=60.0) as survivor,
         reading(survivor.pool) as reader,
         nursery.victim() as victim,
     ):
@@ -123,7 +123,7 @@ for kind in range(3):
             gc.collect()
         if kind == 2:  # it stays when its parent has gone
             os.close(write)
-            time.sleep(6)
+            time.sleep(30)
         os._exit(0)
     os.close(write)
     looks.append(os.read(read, 100))
@@ -139,5 +139,5 @@ looks
         victim.kill()
         killed = time.monotonic()
         eventually(lambda: survivor.pool.peers() == [])
-        assert time.monotonic() - killed < 2, "noticed by its lease only, or when the child ended"
+        assert time.monotonic() - killed < 15, "noticed by its lease only, or when the child ended"
         eventually(lambda: blocks_at_peers(survivor.pool) == 0)

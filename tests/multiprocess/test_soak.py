@@ -31,14 +31,18 @@ def test_a_soak_leaves_memory_and_descriptors_flat(route, near_nursery: Nursery,
         for one, to, number in ((a, where, 1), (b, None, 2)):
             one.send("soak(pool, addrs, where, seconds, seed)", where=to, seconds=SECONDS, seed=seed * 2 + number)
         for one in (a, b):
-            samples = one.answer(SECONDS + 60)
+            samples = one.answer(SECONDS + 100)
             assert len(samples) == 40
             for what, spare in SPARE.items():
                 counts = [sample[what] for sample in samples]
                 assert max(counts[-WARM:]) <= max(counts[WARM:-WARM]) + spare, (what, counts)
         for one in (a, b):
-            one("[pool.disconnect(peer.name) for peer in pool.peers()]\nNone")
+            one(
+                "import contextlib\nfor peer in pool.peers():\n"
+                "    with contextlib.suppress(kvpool.PeerLost):  # the other one has parted just now\n"
+                "        pool.disconnect(peer.name)"
+            )
         for one in (a, b):
-            one("while item := pool.received(0): item.close()")
             eventually(lambda one=one: one("blocks_at_peers(pool)") == 0)
-            assert one("pool.audit().hbm.active") == 0
+            eventually(lambda one=one: one("dropped(pool)"))
+            one("pool.audit()\nNone")

@@ -29,6 +29,7 @@ from deeds import (
     big_pool,
     call,
     check,
+    dropped,
     make_settled,
     receive_for_ever,
     send_and_come_back,
@@ -42,14 +43,14 @@ from kit import LONG
 from transfer.kit import Remote, blocks_at_peers, eventually, obey, wait_for
 
 __all__ = [
-    "LEASE", "LONG", "Nursery", "Reader", "Victim", "big_pool", "blocks_at_peers", "call", "check", "eventually",
-    "make_settled", "receive_for_ever", "seed_of", "send_and_come_back", "send_for_ever", "send_some", "soak", "stamp",
-    "things", "wait_for",
+    "LEASE", "LONG", "Nursery", "Reader", "Victim", "big_pool", "blocks_at_peers", "call", "check", "dropped",
+    "eventually", "make_settled", "receive_for_ever", "seed_of", "send_and_come_back", "send_for_ever", "send_some",
+    "soak", "stamp", "things", "wait_for",
 ]  # fmt: skip
 
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
-_ANSWER_SECONDS = 30
+_ANSWER_SECONDS = 120  # longer than whatever it waits for
 
 
 # ---- seeds
@@ -111,8 +112,11 @@ class Victim(Remote):
             for line in Path(f"/proc/self/fdinfo/{self.pidfd}").read_text().splitlines()
             if line.startswith("Pid:")
         ]
-        tasks = Path(f"/proc/{pid}/task").iterdir()
-        return [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
+        states = []
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+                states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+        return states
 
     def wake(self) -> None:
         self.signal(signal.SIGCONT)
@@ -123,7 +127,7 @@ class Victim(Remote):
             self.signal(signal.SIGKILL)
         self.wait()
 
-    def wait(self, seconds: float = 10) -> None:
+    def wait(self, seconds: float = 60) -> None:
         assert select.select([self.pidfd], [], [], seconds)[0], "the process does not end"
 
     def close(self) -> None:
@@ -174,10 +178,10 @@ class Nursery:
             one.close()
         self._socket.close()
         try:
-            self.process.wait(10)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
 
 
 def nurse(descriptor: int) -> None:

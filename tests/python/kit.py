@@ -121,7 +121,7 @@ def ctrl_c_works() -> Iterator[None]:
 
 
 def run_script(
-    code: str, *, timeout: float = 900 if LONG else 60, check: bool = True
+    code: str, *, timeout: float = 900 if LONG else 250, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python code in a process of its own, every warning an error; it must end with 0 and say nothing.
 

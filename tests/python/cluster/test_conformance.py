@@ -192,7 +192,7 @@ def test_a_stopped_member_whose_name_was_taken_is_refused(place):
     wait_for(lambda: member.words[-1:] == ["refused"])
     assert member.words[-2:] == ["lost", "refused"]
     assert not member("reg.lease_valid()")
-    assert [m.epoch for m in router.members()] == [reg.record.epoch]
+    wait_for(lambda: [m.epoch for m in router.members()] == [reg.record.epoch])
     with pytest.raises(kvpool.StateError, match="another incarnation"):
         member("reg.publish(state='draining')")
     member("reg.leave()")  # which takes nothing from the one that has the name

@@ -71,7 +71,7 @@ def test_survivors_come_back_to_an_etcd_that_has_lost_its_memory(own, own_etcd):
     own_etcd.forget()
     own_etcd.start()
     newcomer = own.join()
-    other = own.register(newcomer, "c", timeout=30)  # which must not have the id of one that is on its way back
+    other = own.register(newcomer, "c", timeout=60)  # which must not have the id of one that is on its way back
     assert other.instance not in {member.instance, reg.instance}
     wait_for(lambda: rejoined(own, "a", "b", "c"))
     assert [m for m in router.members() if m.name != "c"] == before  # the same ids, epochs and terms
@@ -354,13 +354,13 @@ def test_tls_and_a_password(certificates, tmp_path):
         server.etcdctl("user", "grant-role", "root", "root")
         server.etcdctl("auth", "enable")
         url = f"etcds://127.0.0.1:{server.port}/x"
-        options = {"lease": LEASE, "tls_ca": ca, "timeout": 5.0}
+        options = {"lease": LEASE, "tls_ca": ca, "timeout": 60.0}
         with pytest.raises(kvpool.AuthError):
             kvpool.Cluster.join(url, **options, user="root", password="wrong")
         with pytest.raises(kvpool.AuthError):
             kvpool.Cluster.join(url, **options)
         with pytest.raises(kvpool.AuthError, match="certificate"):
-            kvpool.Cluster.join(url, lease=LEASE, timeout=5.0, user="root", password="right")
+            kvpool.Cluster.join(url, lease=LEASE, timeout=60.0, user="root", password="right")
         with (
             kvpool.Cluster.join(url, **options, user="root", password="right") as cluster,
             kvpool.Cluster.join(url, **options, user="root", password="right") as router,

@@ -72,7 +72,7 @@ assert pool.stats().hbm.capacity == pool.audit().hbm.capacity == 8
 assert [peer.name for peer in pool.peers()] == ["there"]
 assert pool.received(0) is None
 opened.transfer.cancel()
-assert type(opened.transfer.exception(30)) is kvpool.Cancelled
+assert type(opened.transfer.exception(60)) is kvpool.Cancelled
 hit.close()
 # Nobody meets it any more, and who has met it is told.
 with small_pool(device="cuda:1") as late:

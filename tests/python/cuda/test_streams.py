@@ -73,7 +73,7 @@ for route, named in itertools.product(ROUTES, (True, False)):
             held = HeldWork(stream).write(here, addrs, [7, 8, 9])
             done = meanwhile(held, lambda: verb().wait())
             assert done.stats.route == route
-            with there.received(10) as item:
+            with there.received(60) as item:
                 assert Stamps(there).read(item.addrs) == [7, 8, 9]
 """)
 
@@ -91,7 +91,7 @@ for route in ROUTES:
             held = HeldWork(stream).write(here, addrs, [value, value + 1], layer)
             meanwhile(held, lambda: transfer.send_layer(layer))
         transfer.finish().wait()
-        with there.received(10) as item:
+        with there.received(60) as item:
             got = content(there, HBM)[kvpool.block_ids(item.addrs)]
             assert [got[i][layer].ravel().tolist() for i in (0, 1) for layer in (0, 1)] == [
                 [value] * got[0][0].size for value in (50, 40, 51, 41)
@@ -125,14 +125,14 @@ with here, there:
     here.transfer("there", addrs[1:], stream=other).wait()
     assert not waits.done()
     late = here.transfer("there", addrs[:1], stream=stream, timeout=0.1)
-    assert type(late.exception(30)) is kvpool.DeadlineExceeded
+    assert type(late.exception(60)) is kvpool.DeadlineExceeded
     given_up = here.transfer("there", addrs[:1], stream=stream)
     assert given_up.cancel()
-    assert type(given_up.exception(30)) is kvpool.Cancelled
+    assert type(given_up.exception(60)) is kvpool.Cancelled
     assert not waits.done()
     held.let_go()
     waits.wait()
-    got = [there.received(10), there.received(10)]
+    got = [there.received(60), there.received(60)]
     assert sorted(Stamps(there).read(np.concatenate([item.addrs for item in got]))) == [2, 7]
     for item in got:
         item.close()

@@ -97,8 +97,11 @@ class Router:
             number += 1
             store(pool, prompt(1, number), evict=True)
             pool.delete(prompt(1, number))
-        while self.socket.poll(200):
-            self.receive()
+        store(pool, prompt(1, 999), evict=True)  # a last word, behind which nothing comes
+        (last,) = names(prompt(1, 999))
+        self.receive_until(lambda: last in self.held)
+        pool.delete(prompt(1, 999))
+        self.receive_until(lambda: last not in self.held)
 
     def receive(self):
         assert self.socket.poll(int(DEADLINE * 1000))

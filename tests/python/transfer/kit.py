@@ -70,7 +70,7 @@ _numbers = itertools.count(1)
 class Remote:
     """A Python process that runs the code that it is sent, one piece after another, in one namespace."""
 
-    ANSWER_SECONDS = 60.0
+    ANSWER_SECONDS = 120.0  # longer than whatever the code waits for
 
     def __init__(self, ours: socket.socket) -> None:
         self._connection = multiprocessing.connection.Connection(ours.detach())
@@ -112,12 +112,12 @@ class Child(Remote):
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)
         if number == signal.SIGKILL:
-            self.process.wait(10)
+            self.process.wait(60)
 
     def close(self) -> None:
         self._connection.close()  # the process ends when it reads the end of its orders
         try:
-            self.process.wait(10)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.kill()
 
@@ -228,7 +228,7 @@ def _may_write_processes() -> bool:
 def local_settings(route: str) -> dict[str, Any]:
     """Settings under which blocks travel by this route and no other one."""
     name = route.partition("-")[0]
-    settings = {"routes": (name,), "secret": SECRET, "lease_s": 2.0, "unix_door": route != "sock-tcp"}
+    settings = {"routes": (name,), "secret": SECRET, "lease_s": 10.0, "unix_door": route != "sock-tcp"}
     return settings | ({"nccl": nccl_setting()} if route == "nccl" else {})
 
 
@@ -277,7 +277,7 @@ def pair_of(
     try:
         address = there("pool.listen(address)", address=address_of(route))
         with environment(UCX_SETTINGS.get(route, {})):
-            to_b = pool.connect(address)
+            to_b = pool.connect(address, timeout=60)
         to_a = there("wait_for(lambda: pool.peers())[-1].name")
         assert to_a == pool.name
         yield Pair(pool, there, to_b, to_a, child)
@@ -326,8 +326,8 @@ def _blocks(pool: kvpool.Pool, addrs: Any) -> Iterator[tuple[Any, int]]:
 # ---- time
 
 
-def wait_for(look: Callable[[], Any], seconds: float = 10) -> Any:
-    """The first true value of `look`; fails when there is none for so long."""
+def wait_for(look: Callable[[], Any], seconds: float = 60) -> Any:
+    """The first true value of `look`; fails when there is none for so long. A minute: a machine may be busy."""
     until = time.monotonic() + seconds
     while True:
         value = look()
@@ -337,6 +337,6 @@ def wait_for(look: Callable[[], Any], seconds: float = 10) -> Any:
         time.sleep(0.001)
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 10) -> None:
-    """Fails unless it holds within so many seconds: generous, because a machine may be busy."""
+def eventually(holds: Callable[[], bool], seconds: float = 60) -> None:
+    """Fails unless it holds within so many seconds."""
     wait_for(holds, seconds)

@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 LAYOUT = KVLayout(layers=6, kv_heads=4, head_dim=8, dtype="float16", block_tokens=4)
-SETTINGS: dict[str, Any] = {"check_memory": False, "lease_s": 2.0, "secret": "ranks", "huge_pages": "never"}
-SETTLED_SECONDS = 5.0  # after anything, nothing of a peer is left so much later
+SETTINGS: dict[str, Any] = {"check_memory": False, "lease_s": 10.0, "secret": "ranks", "huge_pages": "never"}
+SETTLED_SECONDS = 60.0  # after anything, nothing of a peer is left so much later, however busy the machine
 _numbers = itertools.count(1)
 
 
@@ -68,7 +68,7 @@ class Instance:
             for part in parallel.slices(layout):
                 if part.layout is not None:
                     self.ranks.append(self.join(self.pool.export_rank(part.rank), listen=listen))
-            self.pool.wait_for_ranks(10)
+            self.pool.wait_for_ranks(60)
         self.address = self.pool.listen(listen or f"unix:@kvpool-test-{name}-{os.getpid()}-{next(_numbers)}")
 
     def join(self, ticket: str, **options: Any) -> RankArena:

@@ -27,7 +27,7 @@ def test_blocks_arrive_as_they_were(route, source, target):
         assert done.stats.route == route.partition("-")[0]
         assert content(pair.a, addrs) == sent
         # What was reserved is the receiving application's now.
-        assert pair.b("with pool.received(5) as item: got = item.take()\n(item.peer, got.tolist())") == (
+        assert pair.b("with pool.received(60) as item: got = item.take()\n(item.peer, got.tolist())") == (
             pair.to_a,
             done.addrs.tolist(),
         )
@@ -45,7 +45,7 @@ def test_layouts_may_differ_in_their_order(route, orders):
             done = pair.a.transfer(pair.to_b, addrs, strategy=strategy, checksum=can_checksum(route)).wait()
             assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent, strategy
             assert strategy in ("auto", done.stats.strategy)
-            pair.b("pool.received(5).close()")
+            pair.b("pool.received(60).close()")
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
@@ -74,7 +74,8 @@ def test_private_bytes_arrive_with_the_blocks(route, private):
         sent = fill(pair.a, addrs)
         pair.a.transfer(pair.to_b, addrs, private=private).wait()
         got = pair.b(
-            "with pool.received(5) as item: found = item.peer, content(pool, item.addrs), item.private, item.inserted\n"
+            "with pool.received(60) as item:\n"
+            "    found = item.peer, content(pool, item.addrs), item.private, item.inserted\n"
             "found"
         )
         assert got == (pair.to_a, sent, private, False)
@@ -86,7 +87,7 @@ def test_private_bytes_with_named_destinations_leave_them_lent(route):
     with pair_of(route) as pair:
         lent = pair.a.alloc(1, instance=pair.to_b)
         pair.a.transfer(pair.to_b, pair.a.alloc(1), to=lent, private=memoryview(b"look")).wait()
-        assert pair.b("item = pool.received(5)\n(item.private, item.addrs.tolist())") == (b"look", lent.tolist())
+        assert pair.b("item = pool.received(60)\n(item.private, item.addrs.tolist())") == (b"look", lent.tolist())
         pair.b("item.close()")
         assert pair.b("pool.stats().hbm.lent") == 1
         pair.a.free(lent)
@@ -101,7 +102,7 @@ def test_large_blocks_arrive_too(route):
         sent = fill(pair.a, addrs)
         done = pair.a.transfer(pair.to_b, addrs, checksum=can_checksum(route)).wait()
         assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent
-        pair.b("pool.received(5).close()")
+        pair.b("pool.received(60).close()")
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
@@ -115,7 +116,7 @@ def test_cached_blocks_can_be_sent_and_stay_cached(route):
         assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent
         with pair.a.match(tokens) as hit:
             assert hit.tokens == 8
-        pair.b("pool.received(5).close()")
+        pair.b("pool.received(60).close()")
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
@@ -132,7 +133,7 @@ def test_blocks_that_are_freed_while_they_are_sent_are_not_reused(route):
         done = stream.finish().wait()
         assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent
         assert pair.a.stats().hbm.free == 8
-        pair.b("pool.received(5).close()")
+        pair.b("pool.received(60).close()")
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
@@ -146,8 +147,8 @@ def test_both_sides_send_at_once(route):
             pair.b("to_a = pool.transfer(peer, mine, medium=kvpool.DRAM)\nNone", peer=pair.to_a)
             assert pair.b("content(pool, addrs)", addrs=to_b.wait().addrs) == sent
             assert content(pair.a, pair.b("to_a.wait().addrs")) == theirs
-            pair.a.received(5).close()
-            pair.b("pool.received(5).close()")
+            pair.a.received(60).close()
+            pair.b("pool.received(60).close()")
 
 
 def test_a_route_can_be_chosen_for_each_transfer():
@@ -157,7 +158,7 @@ def test_a_route_can_be_chosen_for_each_transfer():
         for route in ("sock", NEAR):
             done = pair.a.transfer(pair.to_b, pair.a.alloc(1), route=route).wait()
             assert done.stats.route == route
-            pair.b("pool.received(5).close()")
+            pair.b("pool.received(60).close()")
 
 
 def test_aggregated_blocks_take_fewer_calls():

@@ -63,7 +63,7 @@ def test_blocks_of_a_gpu_go_to_another_process_and_come_back(fake_cuda, route):
             a("addrs = pool.alloc(3, medium=medium); put(addrs, 10)", medium=source)
             sent = a("done = pool.transfer('b', addrs, medium=medium, checksum=True).wait()\ndone.addrs", medium=target)
             assert a("done.stats.route") == route
-            assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [10, 11, 12]
+            assert b("with pool.received(60) as item: got = item.take()\nget(got)") == [10, 11, 12]
             assert set(kvpool.media(sent)) == {target}
             b("put(got, 50)")
             assert a("done = pool.fetch('b', sent, to=addrs).wait()\nget(addrs)", sent=sent) == [50, 51, 52]
@@ -96,7 +96,7 @@ handle = pool.transfer("b", addrs, stream=stream)
 """)
         assert a("handle.done()") is False
         a("go.set(); handle.wait(); None")
-        assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [70, 71]
+        assert b("with pool.received(60) as item: got = item.take()\nget(got)") == [70, 71]
         # Layer by layer, each after the work that came before it.
         a("""
 go.clear()
@@ -109,7 +109,7 @@ go.set()
 layers.wait()
 None
 """)
-        assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [90, 91]
+        assert b("with pool.received(60) as item: got = item.take()\nget(got)") == [90, 91]
 
 
 NOTES = """
@@ -142,11 +142,11 @@ def test_ucx_leaves_a_gpu_to_other_routes_where_it_finds_none(fake_cuda):
             "dram = pool.alloc(2, medium=kvpool.DRAM); put(dram, 20)"
         )
         assert a("pool.transfer('b', hbm).wait().stats.route") == "sock"
-        assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [10, 11]
+        assert b("with pool.received(60) as item: got = item.take()\nget(got)") == [10, 11]
         with pytest.raises(kvpool.Unsupported, match="there is no route ucx from these blocks"):
             a("pool.transfer('b', hbm, route='ucx')")
         assert a("pool.transfer('b', dram, medium=kvpool.DRAM, route='ucx').wait().stats.route") == "ucx"
-        assert b("with pool.received(10) as item: got = item.take()\nget(got)") == [20, 21]
+        assert b("with pool.received(60) as item: got = item.take()\nget(got)") == [20, 21]
         a("alone = small_pool(dram_blocks=0, device='cuda:0', secret=secret, routes=('ucx', 'sock'))")
         with pytest.raises(kvpool.Unsupported, match=r"leaves out HBM.*no other memory"):
             a("alone.listen(where)", where=address_of("shm"))

@@ -112,7 +112,7 @@ def test_the_application_is_told_if_the_sender_wishes():
         addrs = pair.a.alloc(2)
         done = pair.a.transfer_with_insert(pair.to_b, prompt(2), addrs, namespace="n", private=b"id 4").wait()
         got = pair.b(
-            "item = pool.received(5)\n"
+            "item = pool.received(60)\n"
             "(item.inserted, item.namespace, item.private, item.tokens.tolist(), item.addrs.tolist(), item.closed)"
         )
         assert got == (True, "n", b"id 4", prompt(2).tolist(), done.addrs.tolist(), False)

@@ -7,14 +7,14 @@ from kit import run_script
 
 VERBS = {
     "connect, and the handler closes the pool": (
-        "signal.signal(signal.SIGINT, lambda *_: (pool.close(), 1 / 0)); pool.connect(address_of('shm'), timeout=60)"
+        "signal.signal(signal.SIGINT, lambda *_: (pool.close(), 1 / 0)); pool.connect(address_of('shm'), timeout=600)"
     ),
-    "connect, nobody listens": "pool.connect(address_of('shm'), timeout=60)",
-    "connect, nobody answers": "pool.connect(f'unix:{silent}', timeout=60)",
-    "alloc": "pool.alloc(2, instance=peer, timeout=60)",
+    "connect, nobody listens": "pool.connect(address_of('shm'), timeout=600)",
+    "connect, nobody answers": "pool.connect(f'unix:{silent}', timeout=600)",
+    "alloc": "pool.alloc(2, instance=peer, timeout=600)",
     "free": "pool.free(lent)",
     "disconnect": "pool.disconnect(peer)",
-    "fetch": "pool.fetch(peer, lent, timeout=60).wait()",
+    "fetch": "pool.fetch(peer, lent, timeout=600).wait()",
     "received": "pool.received()",
 }
 
@@ -40,8 +40,8 @@ listener.listen()
 child.kill(signal.SIGSTOP)
 tasks = list(Path(f"/proc/{child.process.pid}/task").iterdir())
 eventually(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks))
-threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     VERB
 except KeyboardInterrupt:
     pass
@@ -60,5 +60,5 @@ eventually(lambda: pool.audit().hbm.reserved == 0)
 pool.close()
 listener.close()
 """.replace("VERB", VERBS[verb]).replace("import signal", "import contextlib, os, signal, threading"),
-        timeout=55,
+        timeout=250,
     )

@@ -90,7 +90,7 @@ def test_blocks_of_any_layout_go_to_a_peer_of_another_and_come_back(
         sent = here.transfer(peer, addrs, medium=target, strategy=strategy, checksum=checksum).wait().addrs
         assert same(read(there, sent), bits[blocks[:count]])
         assert same(read(there, own), kept)
-        with there.received(10) as item:
+        with there.received(60) as item:
             assert item.addrs.tolist() == sent.tolist()
             bits[blocks[:count]] = written(there, sent, seed + 2)
             here.fetch(peer, sent, to=addrs).wait()

@@ -91,7 +91,7 @@ def test_nobody_there_is_told_at_once_or_at_the_deadline():
         for nowhere in (address_of("shm"), "tcp:127.0.0.1:1", "unix:/tmp/kvpool-nobody-here"):
             with pytest.raises(kvpool.PeerLost):
                 pool.connect(nowhere, wait=False)
-            with pytest.raises(kvpool.PeerLost, match=r"nobody listened at .* during 0\.\d s"):
+            with pytest.raises(kvpool.PeerLost, match=r"nobody listened at .* during \d+\.\d s"):
                 pool.connect(nowhere, timeout=0.1)
 
 
@@ -121,14 +121,14 @@ def test_both_sides_may_connect_and_a_peer_that_is_connected_is_no_error(child):
             addrs = pool.alloc(1)
             pool.transfer("b", addrs).wait()
             child("pool.transfer('a', pool.alloc(1)).wait()\npool.close()")
-            pool.received(5).close()
+            pool.received(60).close()
             pool.free(addrs)
             eventually(lambda: pool.peers() == [])
 
 
 def test_the_application_hears_of_peers_that_come_and_go(child):
     heard: list[kvpool.PeerEvent] = []
-    with small_pool(name="a", lease_s=1.0) as pool:
+    with small_pool(name="a", lease_s=10.0) as pool:
         with pytest.raises(kvpool.StateError):
             pool.on_peer(heard.append)
         where = pool.listen(address_of("shm"))
@@ -199,7 +199,7 @@ for routes in (("loopback",), (NEAR,), ("sock",)):
     assert mapped()
     peer = two.connect(one.listen(address_of("shm")))
     addrs = two.alloc(2)
-    kept = [two.transfer(peer, addrs, private=b"x").wait(), two.open_transfer(peer, addrs), one.received(5)]
+    kept = [two.transfer(peer, addrs, private=b"x").wait(), two.open_transfer(peer, addrs), one.received(60)]
     kept += [two.fetch(peer, one.alloc(1)), two.alloc(1, instance=peer)]
     two.close()
     one.close()
@@ -269,7 +269,7 @@ def test_parting_ends_what_was_lent(route, who):
             pair.a.transfer(pair.to_b, pair.a.alloc(1))
         with pytest.raises(kvpool.PeerLost):
             pair.a.disconnect(pair.to_b)
-        pair.b("pool.connect(where)", where=pair.a.listen(address_of(route)))
+        pair.b("pool.connect(where, timeout=60)", where=pair.a.listen(address_of(route)))
         eventually(lambda: pair.a.audit().hbm.free == 7 and pair.b("pool.audit().hbm.free") == 8)
         with pytest.raises(kvpool.NotOwner):
             pair.a.transfer(pair.to_b, pair.a.alloc(2), to=lent)
@@ -284,7 +284,7 @@ def test_a_peer_that_was_killed_is_noticed_and_its_blocks_come_back(route):
         stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(2))
         child.kill()
         with pytest.raises(kvpool.PeerLost):
-            stream.transfer.wait(10)
+            stream.transfer.wait(60)
         eventually(lambda: pair.a.peers() == [])
         eventually(lambda: pair.a.audit().hbm.lent == 0 and pair.a.stats().hbm.quarantined == 0)
         assert pair.a.stats().hbm.active == 2
@@ -316,7 +316,7 @@ def test_a_peer_comes_back_under_its_name():
 
 def test_a_stopped_peer_is_lost_and_its_late_writes_harm_nobody(child):
     """SIGSTOP is not SIGKILL: what it may still write is kept apart until it is known to be gone."""
-    short = {"lease_s": 0.3}
+    short = {"lease_s": 1.0}
     with pair_of(NEAR, child=child, a=short, b=short, clean=False) as pair:
         assert pair.b("len(pool.alloc(2, instance=peer))", peer=pair.to_a) == 2
         child.kill(signal.SIGSTOP)
@@ -347,7 +347,7 @@ def test_pools_of_one_process_can_be_peers_of_each_other():
         peer = two.connect(one.listen(address_of("shm"), name="one"))
         addrs = two.alloc(2)
         assert two.transfer(peer, addrs).wait().stats.route == "loopback"
-        one.received(5).close()
+        one.received(60).close()
 
 
 def test_after_fork_the_verbs_raise_and_the_parent_goes_on():
@@ -404,7 +404,8 @@ life()
 before = things()
 for _ in range(10):
     life()
-assert things() == before, (before, things())
+# A thread that was joined may still be on its way out.
+eventually(lambda: all(now <= then for now, then in zip(things(), before)))
 """)
 
 
@@ -418,11 +419,14 @@ def life():
     two.transfer(peer, two.alloc(1))
     del one, two
     gc.collect()
+def threads():
     return len(os.listdir("/proc/self/task"))
-before = len(os.listdir("/proc/self/task"))
-left = life()
-assert life() == left
-assert left == before or ON_GPU  # whose driver keeps threads of its own
+before = threads()
+life()
+if ON_GPU:  # whose driver keeps threads of its own
+    before = threads()
+life()
+eventually(lambda: threads() <= before)  # one that was joined may still be on its way out
 # The end of the interpreter may come at any time, too.
 one, two = small_pool(), small_pool()
 peer = two.connect(one.listen(address_of("shm")))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transfer.kit import route_or_skip
+from transfer.kit import eventually, route_or_skip
 from transfer.ranks_kit import LAYOUT, Instance, contents, instances_of, label, left, same
 
 import kvpool
@@ -50,8 +50,8 @@ def send(source: Instance, target: Instance, blocks: int, seed: int = 0, **optio
     """Sends, looks at what arrives, and frees all of it."""
     addrs, kv = source.filled(blocks, seed)
     handle = source.pool.transfer(target.name, addrs, private=b"x", **options)
-    handle.wait(20)
-    with target.pool.received(timeout=10) as item:
+    handle.wait(60)
+    with target.pool.received(timeout=60) as item:
         assert (item.peer, item.private) == (source.name, b"x")
         assert same(target.read(item.addrs), kv)
         target.pool.free(item.take())
@@ -109,7 +109,7 @@ def test_blocks_that_were_swapped_are_moved_in_every_rank(instances: Any, pair: 
     assert same(a.read(low), kv)
     a.write(addrs, np.zeros_like(kv))  # the old ones are not what is sent
     with a.pool.match(tokens) as hit:
-        a.pool.transfer_with_insert("b", tokens, hit.addrs).wait(10)
+        a.pool.transfer_with_insert("b", tokens, hit.addrs).wait(60)
         with a.pool.swap_in(hit.addrs) as high:
             assert same(a.read(high.addrs), kv)
     with b.pool.match(tokens) as hit:
@@ -123,16 +123,16 @@ def test_lent_blocks_are_written_and_fetched(instances: Any, pair: Any) -> None:
     a, b = pair_of(instances, pair)
     addrs, kv = a.filled(3)
     lent = a.pool.alloc(3, instance="b")
-    a.pool.transfer("b", addrs, to=lent).wait(10)
+    a.pool.transfer("b", addrs, to=lent).wait(60)
     assert same(b.read(lent), kv)
     other = contents(3, seed=9)
     b.write(lent, other)
-    fetched = a.pool.fetch("b", lent).wait(10).addrs
+    fetched = a.pool.fetch("b", lent).wait(60).addrs
     assert same(a.read(fetched), other)
-    low = a.pool.fetch("b", lent, medium=DRAM).wait(10).addrs
+    low = a.pool.fetch("b", lent, medium=DRAM).wait(60).addrs
     assert same(a.read(low), other)
     with pytest.raises(kvpool.NotOwner):
-        a.pool.transfer("b", addrs[:1], to=b.pool.alloc(1)).wait(10)
+        a.pool.transfer("b", addrs[:1], to=b.pool.alloc(1)).wait(60)
     a.pool.free(lent)
     assert left(a.pool, b.pool) == []
 
@@ -148,9 +148,9 @@ def test_layers_are_sent_as_they_are_computed(instances: Any, pair: Any) -> None
             computed[:, layer] = kv[:, layer]
             a.write(addrs, computed)
             stream.send_layer(layer)
-    stream.transfer.wait(10)
+    stream.transfer.wait(60)
     assert stream.transfer.progress == (stream.transfer.progress[1],) * 2
-    with b.pool.received(10) as item:
+    with b.pool.received(60) as item:
         assert same(b.read(item.addrs), kv)
     assert left(a.pool, b.pool) == []
 
@@ -164,7 +164,7 @@ def test_many_at_once_in_both_directions(instances: Any) -> None:
             for turn in range(10):
                 addrs, kv = source.filled(2, number * 100 + turn)
                 lent = source.pool.alloc(2, instance=target.name)
-                source.pool.transfer(target.name, addrs, to=lent).wait(20)
+                source.pool.transfer(target.name, addrs, to=lent).wait(60)
                 if not same(target.read(lent), kv):
                     wrong.append(f"{source.name} {number} {turn}")
                 source.pool.free(lent)
@@ -195,13 +195,16 @@ def test_a_transfer_is_cancelled_at_any_moment(instances: Any, pair: Any, route:
         handle = a.pool.transfer("b", addrs, private=b"%d" % turn)
         time.sleep(0.0004 * turn)
         handle.cancel()
-        with contextlib.suppress(kvpool.Cancelled):
-            handle.wait(10)
-            with b.pool.received(10) as item:
+        try:
+            handle.wait(60)
+            with b.pool.received(60) as item:
                 assert same(b.read(item.addrs), kv)
+        except (kvpool.Cancelled, kvpool.OutOfBlocks):  # the latter while what was cancelled before is given back
+            dropped(b.pool)  # it may have come all the same
     assert left(a.pool, b.pool) == []
+    eventually(lambda: dropped(b.pool))
     if not a.pool.peers():  # a frame that was cut short ends the link, as between two pools
-        a.pool.connect(b.address)
+        reconnect(a, b)
     send(a, b, 2)
 
 
@@ -210,14 +213,14 @@ def test_a_deadline_ends_a_transfer_and_leaves_nothing(instances: Any, pair: Any
     a, b = pair_of(instances, pair, layout=BIG, blocks=24, dram=0)
     addrs, _ = a.filled(12)
     stream = a.pool.open_transfer("b", addrs, timeout=0.2)
-    stream.send_layer(0)
     with pytest.raises(kvpool.DeadlineExceeded):
-        stream.transfer.wait(10)
+        stream.send_layer(0)  # if it comes in time
+        stream.transfer.wait(60)
     for timeout in (0.0005, 0.001, 0.002):
         with contextlib.suppress(kvpool.DeadlineExceeded):
-            a.pool.transfer("b", addrs, timeout=timeout).wait(10)
-            b.pool.received(10).close()
+            a.pool.transfer("b", addrs, timeout=timeout).wait(60)
         assert left(a.pool, b.pool) == []  # or there is no room for the next one
+        eventually(lambda: dropped(b.pool))  # what came whole though the sender had stopped waiting, too
     send(a, b, 2)
 
 
@@ -235,14 +238,21 @@ def test_they_part_and_meet_again(instances: Any, pair: Any) -> None:
         assert left(a.pool, b.pool) == []
 
 
+def dropped(pool: kvpool.Pool) -> bool:
+    """Lets go of what has come. The application is told after the sender: it may still be on its way."""
+    while item := pool.received(0):
+        item.close()
+    return pool.stats().hbm.active == 0
+
+
 def reconnect(one: Instance, other: Instance) -> None:
     """The other side may not have noticed yet that it was left."""
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while True:
         try:
             one.pool.connect(other.address)
             return
-        except (kvpool.StateError, kvpool.Busy, kvpool.PeerLost):
+        except (kvpool.StateError, kvpool.Busy, kvpool.PeerLost, kvpool.DeadlineExceeded):
             if time.monotonic() > until:
                 raise
             time.sleep(0.01)

@@ -149,12 +149,12 @@ def test_other_shapes_and_raw_bytes_are_refused(instances: Any) -> None:
 def test_the_address_of_a_rank_is_not_that_of_its_instance(instances: Any) -> None:
     a, b = instances("a", TP2), instances("b", None)
     for pool in (b.pool, instances("c", GRID).pool):
-        before = things()
+        before = things() | {"threads": 200}  # they start when there is work
         for rank in a.ranks:
             with pytest.raises(kvpool.Error, match="scheduler"):
                 pool.connect(rank.address)
         assert pool.peers() == []
-        assert "descriptors" not in grown(before)
+        assert grown(before) == {}
     a.pool.connect(b.address)
 
 
@@ -186,7 +186,7 @@ def work(one: Instance, addrs: Any, other: str, over: threading.Event, told: lis
     try:
         while not over.is_set():
             with contextlib.suppress(kvpool.OutOfBlocks, kvpool.Busy):
-                one.pool.transfer(other, addrs, private=b"x").wait(20)
+                one.pool.transfer(other, addrs, private=b"x").wait(60)
     except BaseException as error:
         told.append(error)
 
@@ -221,17 +221,17 @@ def test_whoever_closes_in_mid_transfer_leaves_the_others_whole(instances: Any, 
         time.sleep(0.02 + 0.01 * turn)
         eval(who).close()
         for thread in threads[2:]:
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
         over.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert len(told) == 2
         assert all(isinstance(error, (kvpool.PeerLost, kvpool.ClosedError)) for error in told), told
         assert left(survivor.pool) == []
         addrs, kv = third.filled(3)
-        third.pool.transfer(survivor.name, addrs, private=b"still").wait(10)
-        while (item := survivor.pool.received(10)) and item.private != b"still":
+        third.pool.transfer(survivor.name, addrs, private=b"still").wait(60)
+        while (item := survivor.pool.received(60)) and item.private != b"still":
             item.close()
         assert same(survivor.read(item.addrs), kv)
         item.close()
@@ -246,7 +246,7 @@ def test_an_instance_that_lost_a_rank_says_why(instances: Any) -> None:
     lent = b.pool.alloc(2, instance="a")
     ticket = a.pool.export_rank(1)
     a.ranks[1].close()
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     with pytest.raises(kvpool.PeerLost, match="rank 1 of this instance is lost"):
         while time.monotonic() < until:
             a.pool.free(a.pool.alloc(1))
@@ -261,7 +261,7 @@ def test_an_instance_that_lost_a_rank_says_why(instances: Any) -> None:
     assert left(b.pool) == []
     assert len(lent) == 2
     a.pool.close()
-    assert a.ranks[0].wait_lost(5)
+    assert a.ranks[0].wait_lost(60)
     with pytest.raises(kvpool.PeerLost, match="scheduler"):
         a.ranks[0].check()
 
@@ -291,7 +291,7 @@ def test_a_rank_that_is_forgotten_is_closed() -> None:
     view = join(pool.export_rank(0)).tensor().numpy()  # nobody keeps the rank
     gc.collect()
     with pytest.raises(kvpool.PeerLost):
-        pool.wait_for_ranks(5)
+        pool.wait_for_ranks(60)
     view[...] = 1  # the memory lives as long as its views
     pool.close()
     del view, pool
@@ -313,7 +313,7 @@ def test_waiting_ends_when_the_pool_is_closed() -> None:
     thread.start()
     time.sleep(0.05)
     pool.close()
-    thread.join(5)
+    thread.join(60)
     assert [type(error) for error in told] == [kvpool.ClosedError]
 
 
@@ -321,7 +321,7 @@ def test_a_forked_child_leaves_ranks_as_they_are() -> None:
     run = run_script(
         """
 import os, sys, threading, warnings
-settings = dict(check_memory=False, secret="ranks", lease_s=2.0)
+settings = dict(check_memory=False, secret="ranks", lease_s=20.0)
 pool = kvpool.Pool(kit.small_layout(), 4, 4, parallel=kvpool.ParallelConfig(tp=2), **settings)
 ranks = [kvpool.RankArena.join(pool.export_rank(i), **settings) for i in range(2)]
 pid = os.fork()
@@ -348,7 +348,7 @@ if pid == 0:
     sys.exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 assert ranks[0].lost is None
-pool.wait_for_ranks(1)
+pool.wait_for_ranks(60)
 pool.close()
 """
     )
@@ -362,8 +362,8 @@ def test_nothing_is_left_after_an_instance_has_come_and_gone_many_times(instance
         b = Instance("b", GRID if turn % 2 else None)
         b.pool.connect(a.address)
         addrs, _ = b.filled(2)
-        b.pool.transfer("a", addrs, private=b"x").wait(10)
-        a.pool.received(10).close()
+        b.pool.transfer("a", addrs, private=b"x").wait(60)
+        a.pool.received(60).close()
         b.pool.alloc(2, instance="a")
         b.close()
         del b

@@ -71,7 +71,7 @@ for i in range(100):
 
 
 def test_pools_that_are_dropped_unclosed_end():
-    assert subprocess.run([sys.executable, "-c", DROPS], check=False, timeout=50).returncode == 0
+    assert subprocess.run([sys.executable, "-c", DROPS], check=False, timeout=250).returncode == 0
 
 
 @pytest.mark.parametrize("route", [NEAR, "sock-unix"])
@@ -102,10 +102,10 @@ def test_a_forked_child_leaves_transfers_and_callbacks_alone(route):
             assert time.process_time() - began < 0.1  # nothing was woken for ever
             for layer in range(pair.a.kv_layout.layers):
                 stream.send_layer(layer)
-            stream.finish().wait(10)
+            stream.finish().wait(60)
             pair.b("t = pool.transfer(peer, pool.alloc(1), private=b'on').wait()\nNone", peer=pair.to_a)
             wait_for(lambda: seen == [b"on"])
-        pair.b("pool.received(5).close()")
+        pair.b("pool.received(60).close()")
 
 
 def test_ctrl_c_is_not_lost_while_connect_waits():
@@ -117,9 +117,9 @@ def test_ctrl_c_is_not_lost_while_connect_waits():
         with socket.socket(socket.AF_UNIX) as silent, small_pool() as pool:
             silent.bind(f"\0kvpool-test-silent-{os.getpid()}")
             silent.listen()
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(KeyboardInterrupt):
-                pool.connect(f"unix:@kvpool-test-silent-{os.getpid()}", timeout=0.5)
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+                pool.connect(f"unix:@kvpool-test-silent-{os.getpid()}", timeout=60)
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -153,5 +153,5 @@ def test_a_peer_cannot_fill_the_memory_with_what_nobody_asks_for():
                 pair.a.transfer(pair.to_b, mine, to=lent, private=megabyte).wait()
         pair.b("while (item := pool.received(0)) is not None: item.close()")
         pair.a.transfer(pair.to_b, mine, to=lent, private=megabyte).wait()
-        pair.b("pool.received(10).close()")  # told after the sender
+        pair.b("pool.received(60).close()")  # told after the sender
         pair.a.free(np.concatenate([lent, mine]))

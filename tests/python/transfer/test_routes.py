@@ -45,8 +45,8 @@ def test_ucx_writes_by_the_lane_that_the_route_is_named_after(route, lane, tmp_p
         "with pair_of(route) as pair:\n"
         "    pair.a.transfer(pair.to_b, pair.a.alloc(2)).wait()\n"
         "    pair.b('pool.transfer(peer, pool.alloc(2)).wait()\\nNone', peer=pair.to_a)\n"
-        "    pair.a.received(5).close()\n"
-        "    pair.b('pool.received(5).close()')",
+        "    pair.a.received(60).close()\n"
+        "    pair.b('pool.received(60).close()')",
         route=route,
     )
     child.close()
