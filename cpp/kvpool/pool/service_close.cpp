@@ -1,5 +1,6 @@
 // The end of a service: everything that could still touch the pool's memory ends first, or is proved to have, or the
 // memory is kept.
+#include <algorithm>
 #include <utility>
 
 #include "kvpool/base/error.h"
@@ -12,6 +13,7 @@ namespace kvpool {
 namespace {
 
 constexpr std::int64_t kDrainNs = 2'000'000'000;
+constexpr std::int64_t kHeardNs = 500'000'000;  // for a peer's answer that nobody needs but to know that it has heard
 
 }  // namespace
 
@@ -33,10 +35,15 @@ void ServiceImpl::close() noexcept {
     if (wait_until(until, [&] { return peer.session->writes_under_way() == 0; })) peer.session->say_drained();
   }
   for (const Peer& peer : peers) {
-    // What such a peer writes goes to memory of this process that is about to be given back: it is asked to end.
+    // What such a peer writes goes to memory of this process that is about to be given back: it is asked to end. The
+    // others answer, too. That this side writes no more may wait behind another thread's frame, and would be lost with
+    // the link: then the peer keeps blocks apart until this process ends.
     const RouteMaker::Exposure exposure = routes_.exposure(peer.session->peer(), *peer.link);
-    if (exposure.by_address || exposure.by_handle || exposure.by_ucx) {
-      static_cast<void>(peer.link->drive(until, [&] { return peer.session->peer_drained(); }));
+    const bool must_end = exposure.by_address || exposure.by_handle || exposure.by_ucx;
+    const std::int64_t answer_ns = must_end ? until : std::min(until, monotonic_ns() + kHeardNs);
+    if (must_end || peer.group == nullptr) {
+      const auto answered = [&] { return peer.session->peer_drained() || peer.session->link_ended(); };
+      static_cast<void>(peer.link->drive(answer_ns, answered));
     }
     peer.link->close(why);
   }
