@@ -155,7 +155,7 @@ RouteMaker::RouteMaker(const ServiceOptions& options, LocalMemory memory, std::u
   prepare_gpu();
   if (offers("nccl")) {
     if (!memory_.arena(Medium::kHbm)->on_device()) {
-      throw Error(ErrorCode::kUnsupported, "the route nccl is for HBM on a GPU, and this pool's is not on one");
+      throw Error(ErrorCode::kUnsupported, "the route nccl is for HBM on a GPU, and the HBM here is not on one");
     }
     nccl_ = &load_nccl(options.nccl);
   }
@@ -412,10 +412,7 @@ std::shared_ptr<Route> RouteMaker::make_nccl(const LocalMemory& memory, const st
   own.keepalive = memory.keepalive();
   own.limits = nccl_limits_;
   if (!dram.pinned()) own.local[static_cast<std::size_t>(medium_index(Medium::kDram))] = {};
-  // Kernels read DRAM by the host's addresses, and need a driver that is one.
-  constexpr const char* kWhat = "blocks cannot travel by NCCL";
-  const bool maps = dram.blocks() == 0 || own.context->attribute(kCuDeviceHostPointerOfRegistered, kWhat) != 0;
-  if (maps && own.context->driver().library == "libcuda.so.1") own.kernels = cuda::gpu_kernels();
+  own.kernels = kernels_for(*own.context);
   return make_nccl_route(own, link, run_);
 }
 

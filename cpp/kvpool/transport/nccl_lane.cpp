@@ -1,6 +1,7 @@
 #include "kvpool/transport/nccl_lane.h"
 
 #include <algorithm>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -8,8 +9,8 @@ namespace kvpool {
 namespace {
 
 constexpr const char* kWhat = "blocks cannot travel by NCCL";
-// Longer pieces go by the copy engines.
-constexpr std::uint64_t kKernelPieceBytesMax = std::uint64_t{256} << 10;
+// Of a kernel that gathers or scatters: enough for any link, and most of the GPU is left to the model.
+constexpr std::uint32_t kThreadBlocks = 64;
 constexpr int kDrainTries = 3;
 
 CuPointer pointer(const void* address) noexcept {
@@ -75,7 +76,8 @@ class NcclLane::Staging {
   CuPointer base_ = 0;
 };
 
-NcclLane::NcclLane(const NcclMemory& memory, NcclWay way) : memory_(memory), way_(way) {}
+NcclLane::NcclLane(const NcclMemory& memory, NcclWay way)
+    : memory_(memory), way_(way), copier_(memory.context, memory.kernels, kThreadBlocks, kWhat) {}
 
 NcclLane::~NcclLane() { let_go(); }
 
@@ -172,41 +174,27 @@ bool NcclLane::lies_in_messages(const NcclContent& content) const noexcept {
 
 // Between the blocks and the staging memory.
 void NcclLane::copy(const NcclContent& content) {
-  const bool one_medium = std::adjacent_find(content.blocks.begin(), content.blocks.end(), [](Address a, Address b) {
-                            return medium_bits_of(a) != medium_bits_of(b);
-                          }) == content.blocks.end();
-  const bool small = content.bytes / pieces_.size() <= kKernelPieceBytesMax;
-  if (memory_.kernels != nullptr && one_medium && small) return copy_by_kernel(content);
-  copy_by_engine();
-}
-
-void NcclLane::copy_by_kernel(const NcclContent& content) {
-  const MediumSpan& medium = memory_.local[medium_bits_of(content.blocks.front()) - 1];
-  std::byte* staging = reinterpret_cast<std::byte*>(staging_->base());  // NOLINT(performance-no-int-to-ptr)
-  std::vector<PlannedStrip> strips =
-      cuda::plan_staging(medium, content.ranges, content.blocks.size(), cuda::StagingOrder::kByRange, staging);
   const bool sends = way_ == NcclWay::kSend;
+  std::byte* staging = reinterpret_cast<std::byte*>(staging_->base());  // NOLINT(performance-no-int-to-ptr)
+  const auto medium = [](Address address) { return medium_bits_of(address); };
+  if (std::ranges::adjacent_find(content.blocks, std::not_equal_to<>(), medium) != content.blocks.end()) {
+    std::vector<CopyPiece> copies;
+    copies.reserve(pieces_.size());
+    for (const iovec& piece : pieces_) {
+      auto* const block = static_cast<std::byte*>(piece.iov_base);
+      copies.push_back(sends ? CopyPiece{staging, block, piece.iov_len} : CopyPiece{block, staging, piece.iov_len});
+      staging += piece.iov_len;
+    }
+    return copier_.copy(stream_->handle(), copies);
+  }
+  std::vector<PlannedStrip> strips =
+      cuda::plan_staging(memory_.local[medium(content.blocks.front()) - 1], content.ranges, content.blocks.size(),
+                         cuda::StagingOrder::kByRange, staging);
   if (!sends) strips = cuda::reverse(strips);
-  std::vector<cuda::BlockPair> pairs(content.blocks.size());
-  for (std::uint32_t i = 0; i < pairs.size(); ++i) {
-    const std::uint32_t block = block_of(content.blocks[i]);
-    pairs[i] = sends ? cuda::BlockPair{block, i} : cuda::BlockPair{i, block};
-  }
-  memory_.context->driver().require(memory_.kernels->copy({strips, pairs}, stream_->handle(), {}), "the copy kernel",
-                                    kWhat);
-}
-
-void NcclLane::copy_by_engine() {
-  const CudaDriver& driver = memory_.context->driver();
-  CuPointer staging = staging_->base();
-  for (const iovec& piece : pieces_) {
-    const CuPointer block = pointer(piece.iov_base);
-    const bool sends = way_ == NcclWay::kSend;
-    driver.require(
-        driver.memcpy_async(sends ? staging : block, sends ? block : staging, piece.iov_len, stream_->handle()),
-        "cuMemcpyAsync", kWhat);
-    staging += piece.iov_len;
-  }
+  std::vector<Address> places(content.blocks.size());  // in the staging memory
+  for (std::uint32_t i = 0; i < places.size(); ++i) places[i] = make_address(0, Medium::kHbm, 0, i);
+  copier_.copy(stream_->handle(), strips, sends ? content.blocks : places, sends ? places : content.blocks,
+               /*merge=*/true);
 }
 
 // For all that is in the stream; what NCCL has put there may never end by itself.

@@ -18,6 +18,7 @@
 #include "kvpool/base/strips.h"
 #include "kvpool/cuda/kernels.h"
 #include "kvpool/cuda/stream.h"
+#include "kvpool/cuda/stream_copier.h"
 #include "kvpool/transport/nccl_communicator.h"
 #include "kvpool/transport/nccl_limits.h"
 
@@ -47,12 +48,15 @@ struct NcclContent {
 
 class NcclLane {
  public:
+  // Throws as StreamCopier.
   NcclLane(const NcclMemory& memory, NcclWay way);
   ~NcclLane();
   NcclLane(const NcclLane&) = delete;
   NcclLane& operator=(const NcclLane&) = delete;
 
   bool is_open() const noexcept { return communicator_ != nullptr; }
+  // Has taken nothing of the GPU.
+  bool is_empty() const noexcept { return stream_ == nullptr; }
   // For open(), of both sides. Throws kUnsupported.
   NcclId make_id() const;
   // Takes the staging memory, `pass_bytes` of it, and returns when the peer has opened its side. Throws as
@@ -74,12 +78,11 @@ class NcclLane {
   void run(const NcclContent& content, const NcclCheck& check);
   bool lies_in_messages(const NcclContent& content) const noexcept;
   void copy(const NcclContent& content);
-  void copy_by_kernel(const NcclContent& content);
-  void copy_by_engine();
   void wait(const NcclCheck& check);
 
   const NcclMemory memory_;
   const NcclWay way_;
+  StreamCopier copier_;
   std::unique_ptr<NcclCommunicator> communicator_;
   std::unique_ptr<CudaStream> stream_;
   std::unique_ptr<Event> event_;
