@@ -142,13 +142,14 @@ come in the order in which transfers were completed, each once: to one caller of
 Ctrl-C ends the wait. Releases the GIL.
 
 Args:
-    timeout: Seconds; 0 looks without waiting; None waits until something comes or the pool is closed.
+    timeout: Seconds; 0 looks without waiting; None waits until something comes, or nothing more can.
 
 Returns:
     A Received, or None when the timeout passed.
 
 Raises:
-    ClosedError: The pool was closed.)")
+    ClosedError: The pool was closed.
+    DeviceLost, PeerLost: Its GPU, or a rank of its instance, was lost, and with it every block; and nothing waits.)")
       .def("_received_fd", [](Pool& self) { return service_of(self).received_fd(); });
 }
 

@@ -225,6 +225,7 @@ void Pool::fail(const Error& why) {
   if (failed_.load(std::memory_order_relaxed)) return;
   why_failed_ = why;
   failed_.store(true, std::memory_order_release);
+  if (Service* const open = service()) open->fail(why);
 }
 
 void Pool::set_mover(TierMover* mover) {

@@ -26,9 +26,14 @@ ReceivedQueue::~ReceivedQueue() {
   if (event_ >= 0) ::close(event_);
 }
 
+void ReceivedQueue::check_open_locked(const char* closed) const {
+  if (why_failed_) throw Error(*why_failed_);
+  if (closed_) throw Error(ErrorCode::kClosed, closed);
+}
+
 void ReceivedQueue::reserve(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (closed_) throw Error(ErrorCode::kClosed, "the receiving pool is closed");
+  check_open_locked("the receiving pool is closed");
   if (items_.size() + kept_.size() >= capacity_ || (!items_.empty() && bytes_ + bytes > kBytesMax)) {
     throw Error(ErrorCode::kBusy,
                 std::to_string(items_.size()) + " items with " + std::to_string(bytes_) +
@@ -61,7 +66,7 @@ std::unique_ptr<Received> ReceivedQueue::try_pop() {
   items_.pop_front();
   bytes_ -= weight_of(*item);
   waiting_.store(items_.size(), std::memory_order_release);
-  if (event_ >= 0 && items_.empty()) {
+  if (event_ >= 0 && items_.empty() && !ended_locked()) {
     eventfd_t count = 0;
     static_cast<void>(eventfd_read(event_, &count));
   }
@@ -79,28 +84,38 @@ std::unique_ptr<Received> ReceivedQueue::pop(std::int64_t until_ns) {
   }
   const std::chrono::steady_clock::time_point until{std::chrono::nanoseconds(until_ns)};
   std::unique_lock lock(mutex_);
-  arrived_.wait_until(lock, until, [this] { return !items_.empty() || closed_; });
+  arrived_.wait_until(lock, until, [this] { return !items_.empty() || ended_locked(); });
   std::unique_ptr<Received> item = try_pop();
-  if (item == nullptr && closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
+  if (item == nullptr) check_open_locked("the pool is closed");
   return item;
 }
 
 int ReceivedQueue::descriptor() {
   const std::lock_guard lock(mutex_);
   if (event_ < 0) {
-    event_ = eventfd(static_cast<unsigned>(items_.size()), EFD_CLOEXEC | EFD_NONBLOCK);
+    event_ = eventfd(static_cast<unsigned>(items_.size()) + (ended_locked() ? 1 : 0), EFD_CLOEXEC | EFD_NONBLOCK);
     if (event_ < 0) throw Error(ErrorCode::kState, "no descriptor left to wait for what peers send with");
   }
   return event_;
 }
 
-void ReceivedQueue::close() noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    closed_ = true;
-    if (event_ >= 0) static_cast<void>(eventfd_write(event_, 1));
-  }
+// Who polls the descriptor calls pop(), and hears why nothing more comes.
+void ReceivedQueue::wake() noexcept {
+  if (event_ >= 0) static_cast<void>(eventfd_write(event_, 1));
   arrived_.notify_all();
+}
+
+void ReceivedQueue::close() noexcept {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  wake();
+}
+
+void ReceivedQueue::fail(const Error& why) {
+  const std::lock_guard lock(mutex_);
+  if (why_failed_) return;
+  why_failed_ = why;
+  wake();
 }
 
 }  // namespace kvpool

@@ -9,7 +9,9 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 
+#include "kvpool/base/error.h"
 #include "kvpool/pool/service.h"
 
 namespace kvpool {
@@ -25,19 +27,25 @@ class ReceivedQueue {
   static constexpr std::size_t kBytesMax = std::size_t{256} << 20;
 
   // Keeps room for one item with so many bytes of tokens and private data. Throws kBusy when the application is too far
-  // behind, kClosed.
+  // behind, and as pop() once nothing more comes.
   void reserve(std::size_t bytes = 0);
   void unreserve() noexcept;
   // REQUIRES: room was kept for it.
   void push(std::unique_ptr<Received> item) noexcept;
 
-  // The next item; null at `until_ns`. Spins for at most 50 us, then sleeps. Throws kClosed once closed and empty.
+  // The next item; null at `until_ns`. Spins for at most 50 us, then sleeps. Throws kClosed once closed and empty, or
+  // what it has failed with.
   std::unique_ptr<Received> pop(std::int64_t until_ns);
   int descriptor();
   // What still waits can be taken with pop(); nothing more comes.
   void close() noexcept;
+  // The same, for another reason. The first one counts, and counts more than that the queue is closed.
+  void fail(const Error& why);
 
  private:
+  bool ended_locked() const noexcept { return closed_ || why_failed_; }
+  void check_open_locked(const char* closed) const;
+  void wake() noexcept;
   std::unique_ptr<Received> try_pop();
 
   const std::uint32_t capacity_;
@@ -48,6 +56,7 @@ class ReceivedQueue {
   std::list<std::unique_ptr<Received>> kept_;  // room: items that are to come, and must not fail then
   std::size_t bytes_ = 0;                      // of items_
   int event_ = -1;
+  std::optional<Error> why_failed_;
   bool closed_ = false;
 };
 

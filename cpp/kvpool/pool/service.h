@@ -109,7 +109,7 @@ class Service {
   // the addresses are.
   virtual std::shared_ptr<Transfer> fetch(FetchRequest&& request, const GivenUp& given_up = {}) = 0;
 
-  // The next item, or null at `until_ns`. Throws kClosed.
+  // The next item, or null at `until_ns`. Throws kClosed, and what the pool has failed with, once none is left.
   virtual std::unique_ptr<Received> receive(std::int64_t until_ns) = 0;
   virtual int received_fd() = 0;  // readable while items wait
 
@@ -146,6 +146,8 @@ class Service {
   // The transfers that were begun here, as far as they have ended; also once it is closed.
   virtual TransferTally::Counts transfer_counts(TransferKind kind) const noexcept = 0;
 
+  // The pool has failed: who waits for what peers send hears it.
+  virtual void fail(const Error& why) = 0;
   // Ends everything: transfers fail with kClosed, peers are told, threads joined. Idempotent.
   virtual void close() noexcept = 0;
 };

@@ -78,6 +78,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   bool wait_for_ranks(std::int64_t deadline_ns) override;
   std::uint64_t epoch() const noexcept override { return epoch_; }
   TransferTally::Counts transfer_counts(TransferKind kind) const noexcept override { return tally_.counts(kind); }
+  void fail(const Error& why) override { received_.fail(why); }
   void close() noexcept override;
 
  private:
@@ -168,7 +169,8 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   RouteMaker routes_;
   Workers workers_;
   Strands strands_;
-  Strands lane_strands_;  // what waits in the one may wait for what goes on in the other, of this pool or another
+  Strands lane_strands_;  // what waits in one may wait for what goes on in another, of this pool or a peer
+  Strands receiving_;
   std::unique_ptr<Reactor> reactor_;
   std::unique_ptr<Ghosts> ghosts_;
   // Lanes of this process, or those of the ranks that have joined.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvpool import _core
 from kvpool._core import Received
-from kvpool.errors import Error
+from kvpool.errors import ClosedError, DeviceLost, Error, PeerLost
 from kvpool.transfer.dispatcher import Dispatcher
 
 __all__ = ["Received", "ReceivedCallback"]
@@ -18,7 +18,8 @@ _log = logging.getLogger("kvpool.received")
 class ReceivedCallback(Dispatcher[Received]):
     """A callback of `Pool.on_received`, until it is closed. It runs in a thread of its own, one item after another.
 
-    Use it in a ``with``, or call ``close()``; then items wait in the queue again. Closing the pool ends it, too.
+    Use it in a ``with``, or call ``close()``; then items wait in the queue again. Closing the pool ends it, too, and so
+    does the loss of its GPU, or of a rank of its instance: the logger "kvpool.received" says so.
     """
 
     def __init__(self, pool: _core.Pool, callback: Callable[[Received], object]) -> None:
@@ -26,7 +27,11 @@ class ReceivedCallback(Dispatcher[Received]):
         super().__init__(pool, pool._received_fd(), callback, "kvpool-received")
 
     def _take(self, pool: _core.Pool) -> Received | None:
-        return pool.received(0)
+        try:
+            return pool.received(0)
+        except (DeviceLost, PeerLost) as error:
+            _log.error("nothing more is received: %s", error)
+            raise ClosedError(str(error)) from error
 
     def _failed(self, item: Received) -> None:
         _log.exception("the callback for what %s sent has failed", item.peer, extra={"peer": item.peer})
