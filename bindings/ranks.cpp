@@ -53,8 +53,10 @@ void destroy(RankNode* node) {
 std::shared_ptr<RankNode> join(Pool& memory, const std::string& name, const std::string& secret,
                                const std::string& model, std::vector<std::string> routes, double lease_s,
                                int transfer_threads, bool trusted_network, bool unix_door, const std::string& ucx,
-                               const std::string& scheduler, std::uint64_t epoch, std::uint32_t instance,
-                               std::uint32_t rank, const std::string& listen, py::handle timeout) {
+                               const std::string& nccl, std::uint64_t nccl_pass_bytes, double nccl_init_s,
+                               int nccl_thread_blocks, const std::string& scheduler, std::uint64_t epoch,
+                               std::uint32_t instance, std::uint32_t rank, const std::string& listen,
+                               py::handle timeout) {
   const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
   RankOptions options;
   options.service.name = name;
@@ -66,6 +68,10 @@ std::shared_ptr<RankNode> join(Pool& memory, const std::string& name, const std:
   options.service.trusted_network = trusted_network;
   options.service.unix_door = unix_door;
   options.service.ucx = ucx;
+  options.service.nccl = nccl;
+  options.service.nccl_limits.pass_bytes = nccl_pass_bytes;
+  options.service.nccl_limits.init_ns = static_cast<std::int64_t>(nccl_init_s * 1e9);
+  options.service.nccl_limits.thread_blocks_max = nccl_thread_blocks;
   options.scheduler = scheduler;
   options.scheduler_epoch = epoch;
   options.instance = instance;
@@ -106,8 +112,9 @@ void bind_ranks(py::module_& module, PoolClass& pool) {
       .def("close", &RankNode::close, py::call_guard<GilReleased>());
   module.def("_join_rank", &join, py::arg("memory"), py::kw_only(), py::arg("name"), py::arg("secret"),
              py::arg("model"), py::arg("routes"), py::arg("lease_s"), py::arg("transfer_threads"),
-             py::arg("trusted_network"), py::arg("unix_door"), py::arg("ucx"), py::arg("scheduler"), py::arg("epoch"),
-             py::arg("instance"), py::arg("rank"), py::arg("listen"), py::arg("timeout"));
+             py::arg("trusted_network"), py::arg("unix_door"), py::arg("ucx"), py::arg("nccl"),
+             py::arg("nccl_pass_bytes"), py::arg("nccl_init_s"), py::arg("nccl_thread_blocks"), py::arg("scheduler"),
+             py::arg("epoch"), py::arg("instance"), py::arg("rank"), py::arg("listen"), py::arg("timeout"));
 }
 
 }  // namespace kvpool::bindings

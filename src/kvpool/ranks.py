@@ -8,7 +8,7 @@ from typing import Any
 from kvpool import _core
 from kvpool.errors import ArgumentError
 from kvpool.pool import Pool
-from kvpool.transfer.peers import ucx_library
+from kvpool.transfer.peers import nccl_library, ucx_library
 from kvpool.transfer.reshard import RankSlice
 from kvpool.transfer.ticket import RankTicket
 from kvpool.types import HBM, KVLayout
@@ -16,7 +16,10 @@ from kvpool.types import HBM, KVLayout
 __all__ = ["RankArena"]
 
 # Settings of the pool that is only memory here, and of the links to peers.
-_LINK_SETTINGS = ("secret", "model", "lease_s", "transfer_threads", "trusted_network", "unix_door")
+_LINK_SETTINGS = (
+    "secret", "model", "lease_s", "transfer_threads", "trusted_network", "unix_door", "nccl_pass_bytes", "nccl_init_s",
+    "nccl_thread_blocks",
+)  # fmt: skip
 
 
 class RankArena:
@@ -85,7 +88,8 @@ class RankArena:
             StateError: That rank has joined already.
             LayoutMismatch: Adopted tensors do not hold this rank's part.
             OutOfMemory: The machine, or the GPU, has not enough memory.
-            Unsupported: No such device, or a route that is not between ranks ("nccl"), or to none on a GPU ("ucx").
+            Unsupported: No such device, or a route that this rank cannot have: "nccl" without NCCL, or without HBM on a
+                GPU; "ucx" where UCX takes none of its memory.
             DeadlineExceeded: The scheduler did not answer in time.
         """
         known = RankTicket.read(ticket)
@@ -106,6 +110,7 @@ class RankArena:
                 name=f"{known.name}/rank-{known.rank}",
                 routes=list(wanted.routes),
                 ucx=ucx_library(wanted.ucx),
+                nccl=nccl_library(wanted.nccl),
                 scheduler=known.address,
                 epoch=known.epoch,
                 instance=known.instance,

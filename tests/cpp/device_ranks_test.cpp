@@ -15,56 +15,19 @@
 #include "fuzz_seeds.h"
 #include "kvpool/cuda/order.h"
 #include "peer_process.h"
-#include "rank_here.h"
+#include "rank_on_gpu.h"
 
 #ifdef KVPOOL_FAKE_CUDA_PATH
 
 namespace kvpool::testing {
 namespace {
 
-const std::vector<std::string> kGpuRoutes = {"loopback", "cuda_ipc", "sock"};
-
-RankSpec on_gpu(int device) {
-  RankSpec spec;
-  spec.device = device;
-  return spec;
-}
-
-// The spans of a rank as the CPU finds them.
-MediaSpans host_view(const FakeCuda& cuda, const RankHere& rank) {
-  MediaSpans spans = rank.memory.spans();
-  for (MediumSpan& span : spans) {
-    for (Segment& segment : span.segments) {
-      if (span.blocks > 0) segment.base = cuda.host(segment.base, (span.blocks - 1) * segment.stride + segment.bytes);
-    }
-  }
-  return spans;
-}
+const std::vector<std::string> kGpuRoutes = {"loopback", "cuda_ipc", "sock", "nccl"};
 
 std::vector<std::byte> content_of(const MediaSpans& spans, Address address, std::size_t bytes) {
   std::vector<std::byte> content(bytes);
   for (std::size_t i = 0; i < bytes; ++i) content[i] = content_byte(span_of(spans, address), block_of(address), i);
   return content;
-}
-
-void fill(const FakeCuda& cuda, const RankHere& rank, std::size_t block, std::uint8_t value) {
-  fill_block(cuda, *rank.memory.arenas[0], block_of(rank.at(block)), value);
-}
-
-bool is(const FakeCuda& cuda, const RankHere& rank, std::size_t block, std::uint8_t value) {
-  return block_is(cuda, *rank.memory.arenas[0], block_of(rank.at(block)), value);
-}
-
-// Gives an order for whole blocks, and waits for its report: the error's code, or nothing.
-std::optional<ErrorCode> send(RankHere& from, RankHere& to, std::vector<Address> sources, std::vector<Address> targets,
-                              std::shared_ptr<const DeviceOrder> after = nullptr) {
-  const auto outcome = std::make_shared<Outcome>();
-  std::uint64_t bytes = 0;
-  for (const std::size_t piece : from.pool->layout().piece_bytes) bytes += piece;
-  give(from, 5, {{part(to.number, 0, bytes)}, std::move(sources), std::move(targets)}, outcome, 20, std::move(after));
-  REQUIRE(soon([&] { return outcome->reports == 1; }));
-  if (outcome->code < 0) return std::nullopt;
-  return static_cast<ErrorCode>(outcome->code.load());
 }
 
 TEST_CASE("ranks on GPUs send to ranks on GPUs and on none, and get from them") {
@@ -187,7 +150,7 @@ TEST_CASE("an order of a rank on a GPU reads what that GPU had been given before
 }
 
 TEST_CASE("a rank that loses its GPU in a write says nothing of the end of its writes, and tells its own process") {
-  for (const char* route : {"loopback", "cuda_ipc", "sock"}) {
+  for (const std::string& route : kGpuRoutes) {
     CAPTURE(route);
     const FakeCuda cuda;
     RankHere a(0, {route}, on_gpu(0));
@@ -199,8 +162,8 @@ TEST_CASE("a rank that loses its GPU in a write says nothing of the end of its w
     std::atomic<int> clear{0};
     const Error why(ErrorCode::kPeerLost, "over");
     b.lanes.depart(5, why, [&] { ++clear; });
-    // What the GPU of a was at, nobody knows. By sock it could not write at all.
-    if (std::string(route) == "sock") {
+    // What the GPU of a was at, nobody knows. By sock and nccl it could not write at all.
+    if (route == "sock" || route == "nccl") {
       CHECK(soon([&] { return clear == 1; }));
     } else {
       usleep(20'000);

@@ -129,6 +129,10 @@ class Side {
         },
         [this](std::uint64_t, bool intact) { ++(intact ? placed : given_up); });
   }
+  // What it has taken of the GPU is given back by the receiver's thread.
+  ~Side() { route_.reset(); }
+  Side(const Side&) = delete;
+  Side& operator=(const Side&) = delete;
   void meet(Side& other) const { link_->to = other.route_->passage(); }
 
   // Byte `at` of a block's content, written and read by the test.

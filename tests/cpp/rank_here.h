@@ -23,13 +23,15 @@ struct RankSpec {
   std::uint32_t dram_blocks = 0;
   int device = -1;  // of its HBM; -1: ordinary memory
   DeviceMemoryKind memory = DeviceMemoryKind::kAuto;
+  std::uint32_t instance = 0;  // ranks of several have the same numbers
+  std::string listen;          // "": at an address of its own
 };
 
 // A rank as its own process would have it.
 struct RankHere {
   RankHere(std::uint32_t number, std::vector<std::string> route_names, const RankSpec& spec = {})
       : number(number),
-        epoch(1000 + number),
+        epoch(epoch_of(spec.instance, number)),
         pool(std::make_shared<Pool>([&] {
           PoolOptions options = small_options(8, spec.dram_blocks);
           options.layout.piece_bytes = spec.pieces;
@@ -46,6 +48,9 @@ struct RankHere {
               options.name = "rank";
               options.secret = "s3cret";
               options.routes = std::move(route_names);
+#ifdef KVPOOL_FAKE_NCCL_PATH
+              options.nccl = KVPOOL_FAKE_NCCL_PATH;
+#endif
               return options;
             }(),
             memory, epoch),
@@ -53,18 +58,22 @@ struct RankHere {
         ghosts(*reactor, workers),
         lanes(routes, strands, ghosts) {
     pool->set_instance(number + 1);
+    routes.receive_by([this](const void* key, std::function<void()> work) {
+      receiving.run(key, Priority::kDecode, std::move(work));
+    });
     endpoint = Endpoint::make(
         *reactor, {.secret = "s3cret"}, [this] { return introduce(); },
         [this](const std::shared_ptr<Link>& link, const PeerCard& card, bool) { return lanes.admit(link, card); });
     lanes.start(*endpoint);
     lanes.on_device_lost([this](const Error&) { device_lost = true; });
-    address = endpoint->listen(fresh_name("unix:@"));
+    address = endpoint->listen(spec.listen.empty() ? fresh_name("unix:@") : spec.listen);
   }
   ~RankHere() {
     endpoint->close();
     lanes.depart_all(Error(ErrorCode::kClosed, "the test is over"), {});
     workers.stop();
     strands.stop();
+    receiving.stop();
     reactor->stop();
     ghosts.clear([](const auto& /*party*/, const auto& /*link*/) {});
   }
@@ -81,6 +90,9 @@ struct RankHere {
     own.descriptors = routes.descriptors();
     return own;
   }
+  static std::uint64_t epoch_of(std::uint32_t instance, std::uint32_t number) {
+    return 1000 + std::uint64_t{100} * instance + number;
+  }
   CardRank card() const { return {number, epoch, address}; }
   std::byte* block(std::size_t i) const {
     const Segment& segment = pool->arena(Medium::kHbm)->segments()[0];
@@ -95,6 +107,7 @@ struct RankHere {
   RouteMaker routes;
   Workers workers{2};
   Strands strands;
+  Strands receiving;
   std::unique_ptr<Reactor> reactor;
   Ghosts ghosts;
   RankLanes lanes;

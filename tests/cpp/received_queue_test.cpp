@@ -6,10 +6,12 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 
 #include "kvpool/transport/reactor.h"
+#include "pool_fixture.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -49,6 +51,23 @@ TEST_CASE("who waits for what peers send hears why nothing more comes") {
     CHECK(code_of([&] { queue.pop(0); }) == expected);
     CHECK(code_of([&] { queue.reserve(); }) == expected);
   }
+}
+
+TEST_CASE("who waits for what peers send hears that the pool has failed") {
+  const auto pool = std::make_shared<Pool>(small_options(4, 4));
+  ServiceOptions options;
+  options.secret = "s3cret";
+  Service& service = pool->start_service(options);
+  std::atomic<bool> waits{false};
+  std::optional<ErrorCode> heard;
+  std::thread waiter([&] {
+    waits = true;
+    heard = code_of([&] { service.receive(in_a_minute()); });
+  });
+  while (!waits) std::this_thread::yield();
+  pool->fail(Error(ErrorCode::kDeviceLost, "the GPU is gone"));
+  waiter.join();
+  CHECK(heard == ErrorCode::kDeviceLost);
 }
 
 TEST_CASE("what came before a pool failed can still be taken, and the first reason counts") {

@@ -164,6 +164,72 @@ def test_a_stream_waits_for_a_fetch_and_no_thread_does(route):
         assert a("late.done()") is True
 
 
+# In the process of a rank, or of the pool that is one: its part of the same blocks of the whole cache.
+PART = """
+def whole(seed, blocks):
+    return np.random.default_rng(seed).integers(0, 1 << 16, (blocks, *whole_layout.shape), np.uint16)
+
+def put(addrs, seed):
+    def change(array):
+        for block, words in zip(kvpool.block_ids(addrs), whole(seed, len(addrs)), strict=True):
+            array[block] = (words if part is None else words[part]).view(array.dtype)
+    arena(kvpool.decode_address(addrs[0]).medium, change)
+
+def holds(addrs, seed):
+    array = arena(kvpool.decode_address(addrs[0]).medium)
+    parts = [words if part is None else words[part] for words in whole(seed, len(addrs))]
+    return all((array[block].view(np.uint16) == words).all()
+               for block, words in zip(kvpool.block_ids(addrs), parts, strict=True))
+"""
+
+
+@pytest.mark.parametrize("route", ["cuda_ipc", "nccl"])
+def test_ranks_of_a_logical_instance_send_to_a_pool_and_back_bit_for_bit(route):
+    layout = kvpool.KVLayout(3, 4, 32, "float16", 16)
+    parallel = kvpool.ParallelConfig(tp=2)
+    common = {"secret": SECRET, "routes": (route,)}
+    processes = [Child(NCCL_HOSTID=f"kvpool-test-{os.getpid()}-{number}") for number in range(3)]
+    scheduler = kvpool.Pool(layout, BLOCKS, BLOCKS, parallel=parallel, name="a", **common)
+    try:
+        for child, part in zip(processes, [*parallel.slices(layout), None], strict=True):
+            child("part = index", index=None if part is None else part.index)
+            make = (
+                "layout = whole_layout; pool = kvpool.Pool(layout, blocks, blocks, device='cuda:0', name='b', **common)"
+                if part is None
+                else "pool = kvpool.RankArena.join(ticket, device='cuda:0', **common); layout = pool.layout"
+            )
+            try:
+                child(f"{make}\n{SETUP}\n{PART}", library=DRIVER, blocks=BLOCKS, whole_layout=layout, common=common,
+                      ticket=None if part is None else scheduler.export_rank(part.rank))  # fmt: skip
+            except kvpool.Unsupported as error:
+                if "no NCCL:" in str(error):
+                    pytest.skip(f"NCCL is not installed: {error}")
+                raise
+        *ranks, single = processes
+        scheduler.wait_for_ranks(60)
+        address = single("pool.listen(address)", address=address_of("shm"))
+        assert scheduler.connect(address, timeout=60) == "b"
+        for seed, (source, target) in enumerate([(HBM, HBM), (HBM, DRAM), (DRAM, HBM)]):
+            addrs = scheduler.alloc(6, medium=source)[::2].tolist()
+            for rank in ranks:
+                rank("put(addrs, seed)", addrs=addrs, seed=seed)
+            scheduler.transfer("b", addrs, medium=target, timeout=60).wait()
+            single("with pool.received(60) as item: got = item.take().tolist()\nNone")
+            assert single("holds(got, seed)", seed=seed)
+            single("put(got, seed); pool.transfer('a', got, medium=medium, timeout=60).wait(); pool.free(got)",
+                   seed=50 + seed, medium=target)  # fmt: skip
+            with scheduler.received(60) as item:
+                back = item.take().tolist()
+            for rank in ranks:
+                assert rank("holds(addrs, seed)", addrs=back, seed=50 + seed)
+        scheduler.audit()
+        single("pool.audit()")
+    finally:
+        scheduler.close()
+        for child in processes:
+            child.close()
+
+
 @pytest.mark.parametrize("route", ["ucx", "nccl"])
 def test_a_receiver_that_is_killed_is_lost_and_the_gpu_goes_on(route):
     with two_processes(route, "aggregated", lease_s=2) as (a, b):

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "kvpool/base/strips.h"
-#include "kvpool/transport/data_body.h"
 #include "kvpool/transport/reactor.h"
 #include "kvpool/transport/route_choice.h"
 
@@ -30,9 +29,28 @@ Lane::Lane(Memory local, PeerCard peer, bool peer_writes_directly, Events events
       peer_block_bytes_(block_bytes(peer_)) {}
 
 void Lane::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes) {
+  for (const auto& route : routes) {
+    if (passage_ == nullptr) passage_ = route->passage();
+  }
+  if (passage_ != nullptr) begin_passage();
   const std::lock_guard lock(mutex_);
   link_ = std::move(link);
   routes_ = std::move(routes);
+  quiet_ = passage_ == nullptr;
+}
+
+// The passage does not keep the lane, which has it; but the link does, as long as there is something to admit.
+void Lane::begin_passage() {
+  passage_->begin(
+      [self = weak_from_this()](std::uint64_t, std::span<const std::byte> body, std::uint64_t bytes) {
+        const auto lane = self.lock();
+        if (lane == nullptr) return Placement{};
+        return Placement{data_placement(lane->admit(body, bytes), lane->local_.spans)};
+      },
+      [](std::uint64_t, bool) {},  // the sender hears which
+      [self = weak_from_this()](const Error& why) {
+        if (const auto lane = self.lock()) lane->events_.on_device_lost(why);
+      });
 }
 
 // --- writing ---
@@ -80,22 +98,24 @@ WriteOutcome Lane::write(const WriteRequest& request) {
   if (route == nullptr) {
     throw Error(ErrorCode::kUnsupported, "there is no route to these blocks of " + peer_.name);
   }
-  const bool placed_by_receiver = !route->traits().one_sided;
+  // By a passage it is in place when the write returns, and left when it throws.
+  const bool placed_from_link = !route->traits().one_sided && route->passage() == nullptr;
   try {
     const WriteOutcome outcome = write_by(*route, request);
-    if (placed_by_receiver) flush(request.deadline_ns);
+    if (placed_from_link) flush(request.deadline_ns);
     return outcome;
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kDeviceLost) {
       events_.on_device_lost(error);
       break_off(error);
     }
-    // When this side is departing, a route ends its writes so; what they had begun is over, or settled below.
+    // When this side is departing, a route ends its writes so; what they had begun is over, or settled below, or the
+    // peer does not say that its lane is over before it has given up what was announced to it.
     if (error.code() == ErrorCode::kPeerLost && !is_departing()) break_off(error);
-    if (placed_by_receiver && error.code() != ErrorCode::kArgument) settle(error);
+    if (placed_from_link && error.code() != ErrorCode::kArgument) settle(error);
     throw;
   } catch (const std::exception& failure) {  // no memory, and frames may have gone before
-    if (placed_by_receiver) settle(Error(ErrorCode::kOutOfMemory, failure.what()));
+    if (placed_from_link) settle(Error(ErrorCode::kOutOfMemory, failure.what()));
     throw;
   }
 }
@@ -186,7 +206,7 @@ void Lane::greet(const Waiting& waiting) { flush(waiting); }
 
 bool Lane::over_locked() const noexcept {
   const bool own_over = why_departing_ && writes_.load() == 0 && (said_ || ended_);
-  return own_over && (peer_said_ || (ended_ && (!peer_writes_directly_ || proved_)));
+  return own_over && quiet_ && (peer_said_ || (ended_ && (!peer_writes_directly_ || proved_)));
 }
 
 void Lane::abandon() noexcept {
@@ -215,7 +235,7 @@ bool Lane::said_over() const noexcept {
 
 bool Lane::link_ended() const noexcept {
   const std::lock_guard lock(mutex_);
-  return ended_;
+  return ended_ && quiet_;
 }
 
 void Lane::on_writer_gone() {
@@ -235,6 +255,7 @@ void Lane::on_message(Message&& message) {
     const std::lock_guard lock(mutex_);
     link = link_;
   }
+  if (passage_ != nullptr && Passage::takes(message.kind)) return passage_->on_message(std::move(message));
   switch (message.kind) {
     case FrameKind::kFlush:
       if (link != nullptr) link->send(Message{FrameKind::kDone, 0, message.id, {}});
@@ -253,7 +274,8 @@ void Lane::on_message(Message&& message) {
         const std::lock_guard lock(mutex_);
         peer_said_ = true;
       }
-      return depart(Error(ErrorCode::kPeerLost, peer_.name + " has left"));
+      depart(Error(ErrorCode::kPeerLost, peer_.name + " has left"));
+      return await_quiet();
     default:
       break;
   }
@@ -261,13 +283,33 @@ void Lane::on_message(Message&& message) {
               "a frame of kind " + std::to_string(static_cast<int>(message.kind)) + " is none between ranks");
 }
 
-Placement Lane::on_data(std::uint64_t /*id*/, std::span<const std::byte> body, std::uint64_t payload_bytes) {
-  if (!std::exchange(heard_, true)) events_.on_heard(*this);
-  const DataBody data = read_data_body(body, payload_bytes, local_.spans);  // throws kProtocol
+// What the peer announced before it said that it writes no more may still be arriving: it is given up.
+void Lane::await_quiet() {
+  if (passage_ == nullptr) return;
+  std::function<void()> work = [self = shared_from_this()] { self->on_quiet(); };
+  if (!passage_->defer(work)) on_quiet();
+}
+
+// Nothing is received any more, and nothing is admitted.
+void Lane::on_quiet() noexcept {
   {
     const std::lock_guard lock(mutex_);
-    if (peer_said_) throw Error(ErrorCode::kProtocol, "content of a peer that has said it writes no more");
+    quiet_ = true;
   }
+  events_.on_changed(*this);
+}
+
+// Throws kProtocol.
+DataBody Lane::admit(std::span<const std::byte> body, std::uint64_t payload_bytes) const {
+  DataBody data = read_data_body(body, payload_bytes, local_.spans);
+  const std::lock_guard lock(mutex_);
+  if (peer_said_) throw Error(ErrorCode::kProtocol, "content of a peer that has said it writes no more");
+  return data;
+}
+
+Placement Lane::on_data(std::uint64_t /*id*/, std::span<const std::byte> body, std::uint64_t payload_bytes) {
+  if (!std::exchange(heard_, true)) events_.on_heard(*this);
+  const DataBody data = admit(body, payload_bytes);
   Placement placement;
   placement.pieces = data_placement(data, local_.spans);
   landing_ = local_.landing(data.blocks, placement.pieces, payload_bytes);
@@ -297,6 +339,7 @@ void Lane::on_closed(const Error& why) {
   }
   depart(Error(why.code() == ErrorCode::kClosed ? ErrorCode::kClosed : ErrorCode::kPeerLost,
                peer_.name + " is lost: " + why.what()));
+  if (passage_ != nullptr) passage_->close([self = shared_from_this()] { self->on_quiet(); });
   if (link != nullptr) {
     link->wake();
     events_.on_ended(shared_from_this(), link);

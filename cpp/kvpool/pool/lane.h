@@ -3,13 +3,14 @@
 //
 // Invariants
 //   N1  write() returns, or throws anything but kPeerLost, only when all that it has written is in place and nothing
-//       more of it is on its way: behind what the receiver places itself goes a flush. After kPeerLost the lane is
-//       closed, and never says that this side writes no more. So it is when the GPU of this side is lost in a write:
-//       nobody knows what was on it.
+//       more of it is on its way: behind what the receiver places from the link goes a flush; what it receives beside
+//       the link (passage.h) it answers. After kPeerLost the lane is closed, and never says that this side writes no
+//       more. So it is when the GPU of this side is lost in a write: nobody knows what was on it.
 //   N2  over() only when neither side writes any more: this side has said so, or its link has ended; the other has said
-//       so, or has ended and what it was given lets it write no more, or it is proved to be gone.
+//       so, or has ended and what it was given lets it write no more, or it is proved to be gone. And only when nothing
+//       is being received here of what the other had announced, whatever it has said since.
 //
-// What arrives by `sock` is placed in whatever blocks of this rank the frame names: a rank knows no owners. A peer's
+// What arrives is placed in whatever blocks of this rank the other side names: a rank knows no owners. A peer's
 // scheduler answers for its ranks, as it does where they write by themselves.
 //
 // Thread-safety: all of it.
@@ -29,7 +30,9 @@
 #include "kvpool/base/wait.h"
 #include "kvpool/transfer/block_host.h"
 #include "kvpool/transfer/parted.h"
+#include "kvpool/transport/data_body.h"
 #include "kvpool/transport/link.h"
+#include "kvpool/transport/passage.h"
 #include "kvpool/transport/route.h"
 
 namespace kvpool {
@@ -83,12 +86,17 @@ class Lane final : public LinkHandler, public Parted, public std::enable_shared_
 
  private:
   using Routes = std::vector<std::shared_ptr<Route>>;
+  void begin_passage();
+  DataBody admit(std::span<const std::byte> body, std::uint64_t payload_bytes) const;
+  void await_quiet();
+  void on_quiet() noexcept;
   Routes begin_write();
   bool is_departing() const noexcept;
   void end_write() noexcept;
   void flush(const Waiting& waiting);
   bool say_over(Link& link) noexcept;
-  // After a failure of a route by which the receiver places the bytes. Throws kPeerLost when it cannot be known.
+  // After a failure of a route by which the receiver places what the link brings. Throws kPeerLost when it cannot be
+  // known.
   void settle(const Error& why);
   [[noreturn]] void break_off(const Error& why);
   void part_if_idle() noexcept;
@@ -101,6 +109,7 @@ class Lane final : public LinkHandler, public Parted, public std::enable_shared_
   std::uint64_t peer_block_bytes_ = 0;
   bool heard_ = false;                // by whoever handles what arrives
   std::unique_ptr<Landing> landing_;  // of the frame that is being placed; likewise
+  std::shared_ptr<Passage> passage_;  // of a route that has one; from start() on
   std::atomic<std::uint32_t> writes_{0};
   std::atomic<std::uint64_t> flushes_{0};  // asked for
   std::atomic<std::uint64_t> flushed_{0};  // answered: all up to this one
@@ -114,6 +123,7 @@ class Lane final : public LinkHandler, public Parted, public std::enable_shared_
   bool said_ = false;       // that is said
   bool peer_said_ = false;  // the same of the peer
   bool ended_ = false;      // the link
+  bool quiet_ = true;       // nothing is received by the passage, nor will be
   bool proved_ = false;     // that the peer is gone
 };
 

@@ -41,14 +41,6 @@ std::int64_t deadline_of(std::uint64_t lifetime_ms) noexcept {
   return monotonic_ns() + static_cast<std::int64_t>(std::min(lifetime_ms, kMost)) * kMillisecond;
 }
 
-// A lane has no communicator: it would need one for each pair of ranks, and a thread that takes part here.
-const RankOptions& checked(const RankOptions& options) {
-  if (std::ranges::find(options.service.routes, "nccl") == options.service.routes.end()) return options;
-  throw Error(ErrorCode::kUnsupported,
-              "the route nccl is between pools of one rank: leave it out of a rank's routes; loopback, cuda_ipc and "
-              "sock reach a GPU, too");
-}
-
 std::shared_ptr<const DeviceOrder> make_order(const LocalMemory& memory) {
   auto gpu = memory.gpu();
   return gpu == nullptr ? nullptr : DeviceOrder::after(std::move(gpu), std::nullopt);
@@ -57,7 +49,7 @@ std::shared_ptr<const DeviceOrder> make_order(const LocalMemory& memory) {
 class RankNodeImpl final : public RankNode {
  public:
   RankNodeImpl(const RankOptions& options, LocalMemory memory)
-      : options_(checked(options)),
+      : options_(options),
         epoch_(random_epoch()),
         tiers_(std::make_unique<RankTiers>(memory, options_.service.worker_threads)),
         order_(make_order(memory)),
@@ -66,6 +58,9 @@ class RankNodeImpl final : public RankNode {
         reactor_(Reactor::make("kvpool-rank")),
         ghosts_(*reactor_, workers_),
         lanes_(routes_, strands_, ghosts_) {
+    routes_.receive_by([this](const void* key, std::function<void()> work) {
+      receiving_.run(key, Priority::kDecode, std::move(work));
+    });
     EndpointOptions endpoint;
     endpoint.secret = options_.service.secret;
     endpoint.trusted_network = options_.service.trusted_network;
@@ -140,6 +135,7 @@ class RankNodeImpl final : public RankNode {
   RouteMaker routes_;
   Workers workers_;
   Strands strands_;
+  Strands receiving_;  // what waits in the one may wait for what goes on in the other, at a peer
   std::unique_ptr<Reactor> reactor_;
   Ghosts ghosts_;
   RankLanes lanes_;
@@ -254,6 +250,7 @@ void RankNodeImpl::close() noexcept {
   lanes_.abandon();
   workers_.stop();
   strands_.stop();
+  receiving_.stop();
   reactor_->stop();  // its last calls end every link, and make ghosts of those who have not answered
   tiers_.reset();    // the scheduler's link was one of them: nothing is moved or ordered any more
   order_.reset();

@@ -19,7 +19,9 @@
 namespace kvpool {
 
 struct RankOptions {
-  ServiceOptions service;         // secret, routes, lease_ns, worker_threads, trusted_network, unix_door and ucx count
+  // Of these secret, model, routes, lease_ns, worker_threads, trusted_network, unix_door, ucx, nccl and its limits
+  // count.
+  ServiceOptions service;
   std::string scheduler;          // its address
   std::uint64_t scheduler_epoch;  // of the instance that was meant
   std::uint32_t instance = 0;     // of its addresses

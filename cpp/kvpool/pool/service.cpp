@@ -57,9 +57,8 @@ ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options)
       workers_(options.worker_threads),
       joining_(options.joins_cluster),
       proposed_instance_(random_instance()) {
-  routes_.receive_by([this](const void* key, std::function<void()> work) {
-    lane_strands_.run(key, Priority::kDecode, std::move(work));
-  });
+  routes_.receive_by(
+      [this](const void* key, std::function<void()> work) { receiving_.run(key, Priority::kDecode, std::move(work)); });
   if (joining_) fenced_.emplace(ErrorCode::kFenced, "this pool is not in its cluster yet");
   if (options_.name.empty()) options_.name = default_name(epoch_);
   reactor_ = Reactor::make("kvpool-serve");

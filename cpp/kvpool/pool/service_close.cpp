@@ -55,6 +55,7 @@ void ServiceImpl::close() noexcept {
   workers_.stop();
   strands_.stop();
   lane_strands_.stop();
+  receiving_.stop();
   reactor_->stop();
   LocalServices::remove(epoch_);
   drop_received();

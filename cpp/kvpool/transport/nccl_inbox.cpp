@@ -37,9 +37,10 @@ NcclInbox::NcclInbox(const NcclMemory& memory, std::weak_ptr<Link> link, NcclRun
       run_(std::move(run)),
       lane_(memory, NcclWay::kReceive) {}
 
-void NcclInbox::begin(Admit admit, Placed placed) {
+void NcclInbox::begin(Admit admit, Placed placed, Lost lost) {
   admit_ = std::move(admit);
   placed_ = std::move(placed);
+  lost_ = std::move(lost);
 }
 
 void NcclInbox::on_message(Message&& message) {
@@ -130,8 +131,7 @@ void NcclInbox::carry_out(Work& work) noexcept {
       open(*channel);
     } catch (const std::exception& error) {
       NcclPassedBody failed;
-      failed.outcome = outcome_of(error);
-      failed.why = text_of(error);
+      note(error, failed);
       answer(channel->generation, failed);
     }
     return;
@@ -185,10 +185,16 @@ NcclPassedBody NcclInbox::receive(Pass& pass) noexcept {
     outcome.outcome = NcclOutcome::kPlaced;
   } catch (const std::exception& error) {
     lane_.shut();
-    outcome.outcome = outcome_of(error);
-    outcome.why = text_of(error);
+    note(error, outcome);
   }
   return outcome;
+}
+
+void NcclInbox::note(const std::exception& failure, NcclPassedBody& outcome) noexcept {
+  outcome.outcome = outcome_of(failure);
+  outcome.why = text_of(failure);
+  const auto* const error = dynamic_cast<const Error*>(&failure);
+  if (error != nullptr && error->code() == ErrorCode::kDeviceLost) lost_(*error);
 }
 
 void NcclInbox::answer(std::uint64_t id, const NcclPassedBody& body) noexcept {

@@ -21,15 +21,16 @@
 
 namespace kvpool {
 
-// Runs work that may wait for a peer, one piece after another for each key; what was given runs before the executor
-// ends. Throws std::bad_alloc; then it does not run.
+// Runs work that may wait for a peer or the GPU, one piece after another for each key; what was given runs before the
+// executor ends, and in the caller's thread after that. Throws std::bad_alloc; then it does not run.
 using NcclRun = std::function<void(const void* key, std::function<void()> work)>;
 
 class NcclInbox final : public Passage, public std::enable_shared_from_this<NcclInbox> {
  public:
   NcclInbox(const NcclMemory& memory, std::weak_ptr<Link> link, NcclRun run);
 
-  void begin(Admit admit, Placed placed) override;
+  using Passage::begin;
+  void begin(Admit admit, Placed placed, Lost lost) override;
   void on_message(Message&& message) override;  // but for kPassed, which is the sending half's
   bool defer(std::function<void()>& work) override;
   void close(std::function<void()> settled) noexcept override;
@@ -52,6 +53,7 @@ class NcclInbox final : public Passage, public std::enable_shared_from_this<Nccl
   void carry_out(Work& work) noexcept;
   void open(const NcclChannelBody& channel);
   NcclPassedBody receive(Pass& pass) noexcept;
+  void note(const std::exception& failure, NcclPassedBody& outcome) noexcept;
   void check(std::uint64_t generation, std::int64_t deadline_ns) const;
   void answer(std::uint64_t id, const NcclPassedBody& body) noexcept;
 
@@ -61,6 +63,7 @@ class NcclInbox final : public Passage, public std::enable_shared_from_this<Nccl
   const NcclRun run_;
   Admit admit_;
   Placed placed_;
+  Lost lost_;
   std::uint64_t announced_ = 0;  // these two by the thread that reads the link
   std::uint64_t pass_bytes_max_ = kNcclPassBytesMax;
   std::atomic<bool> closed_{false};

@@ -35,7 +35,9 @@ class NcclPassage final : public Passage {
  public:
   NcclPassage(std::shared_ptr<NcclInbox> inbox, std::function<void(std::uint64_t id, const NcclPassedBody&)> on_passed)
       : inbox_(std::move(inbox)), on_passed_(std::move(on_passed)) {}
-  void begin(Admit admit, Placed placed) override { inbox_->begin(std::move(admit), std::move(placed)); }
+  void begin(Admit admit, Placed placed, Lost lost) override {
+    inbox_->begin(std::move(admit), std::move(placed), std::move(lost));
+  }
   void on_message(Message&& message) override {
     if (message.kind != FrameKind::kPassed) return inbox_->on_message(std::move(message));
     on_passed_(message.id, read_passed(message.body));
@@ -104,11 +106,22 @@ class NcclRoute final : public Route {
       : local_(memory.local),
         limits_(memory.limits),
         link_(link),
+        run_(std::move(run)),
         answers_(std::make_shared<Answers>()),
         passage_(std::make_shared<NcclPassage>(
-            std::make_shared<NcclInbox>(memory, link, std::move(run)),
+            std::make_shared<NcclInbox>(memory, link, run_),
             [answers = answers_](std::uint64_t id, const NcclPassedBody& body) { answers->on_passed(id, body); })),
-        lane_(memory, NcclWay::kSend) {}
+        lane_(std::make_shared<NcclLane>(memory, NcclWay::kSend)) {}
+  // Whoever drops it may be the thread that reads all links, and NCCL's abort waits for the GPU, as its memory does.
+  ~NcclRoute() override {
+    if (lane_->is_empty()) return;
+    try {
+      run_(this, [lane = std::move(lane_)] { lane->let_go(); });
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): no memory: the lane has gone here
+    }
+  }
+  NcclRoute(const NcclRoute&) = delete;
+  NcclRoute& operator=(const NcclRoute&) = delete;
 
   const char* name() const noexcept override { return "nccl"; }
   // It waits for the GPU, and for the peer's: never in a caller's thread.
@@ -185,7 +198,7 @@ class NcclRoute final : public Route {
   std::uint64_t send(const WriteRequest& request, const TransferPart& part) {
     bool announced = false;
     try {
-      if (!lane_.is_open()) open(request);
+      if (!lane_->is_open()) open(request);
       NcclPassBody pass;
       pass.generation = generation_;
       pass.number = number_ + 1;
@@ -201,17 +214,19 @@ class NcclRoute final : public Route {
       number_ = pass.number;
       std::vector<ContentRange> ranges;
       for (const BlockStrip& strip : part.strips) ranges.push_back({strip.from, strip.bytes});
-      lane_.pass({ranges, request.from.subspan(part.first_block, part.blocks), pass.bytes, pass.message_bytes},
-                 [&] { check(request); });
+      lane_->pass({ranges, request.from.subspan(part.first_block, part.blocks), pass.bytes, pass.message_bytes},
+                  [&] { check(request); });
       while (!answers_->get()) {
         throw_if_stopped(request, name(), closed_);
         answers_->wait();
       }
       throw_if_refused();
       return (pass.bytes + pass.message_bytes - 1) / pass.message_bytes;
-    } catch (...) {
-      halt(announced);
-      throw;
+    } catch (const std::exception& failure) {
+      const auto* const error = dynamic_cast<const Error*>(&failure);
+      const bool device_lost = error != nullptr && error->code() == ErrorCode::kDeviceLost;  // which says no less
+      if (halt(announced) || device_lost) throw;
+      throw Error(ErrorCode::kPeerLost, "the peer does not say that it has stopped receiving by NCCL");
     }
   }
 
@@ -219,10 +234,10 @@ class NcclRoute final : public Route {
     NcclChannelBody channel;
     channel.generation = ++generation_;
     channel.pass_bytes = limits_.pass_bytes;
-    channel.id = lane_.make_id();
+    channel.id = lane_->make_id();
     tell(FrameKind::kChannel, 0, write_body(channel));
     const std::int64_t until_ns = monotonic_ns() + limits_.init_ns;
-    lane_.open(channel.id, channel.pass_bytes, [&] {
+    lane_->open(channel.id, channel.pass_bytes, [&] {
       throw_if_stopped(request, name(), closed_);
       answers_->throw_if_unmade(channel.generation);
       if (monotonic_ns() < until_ns) return;
@@ -246,28 +261,28 @@ class NcclRoute final : public Route {
                 "the peer did not receive the content: " + answer->why);
   }
 
-  // Leaves the communicator, and returns when the peer has, too: what it has under way is written by nobody any more.
-  // Throws kPeerLost when it does not say so in time, which only a GPU that hangs can be the reason of.
-  void halt(bool announced) {
-    lane_.shut();
+  // Leaves the communicator, and returns true when the peer has, too: what it has under way is written by nobody any
+  // more. False when the peer does not say so: it is not heard any more, or its GPU hangs.
+  bool halt(bool announced) {
+    lane_->shut();
     try {
       tell(FrameKind::kHalt, 0, write_halt(generation_));
     } catch (const std::exception&) {
       if (const auto link = link_.lock()) link->close(Error(ErrorCode::kPeerLost, "the peer cannot be told to stop"));
-      return;
+      return !announced || answers_->get().has_value();
     }
     const std::int64_t until_ns = monotonic_ns() + kHaltNs;
-    while (announced && !answers_->get() && !closed_.load(std::memory_order_relaxed)) {
-      if (monotonic_ns() >= until_ns) {
-        throw Error(ErrorCode::kPeerLost, "the peer does not say that it has stopped receiving by NCCL");
-      }
+    while (announced && !answers_->get()) {
+      if (closed_.load(std::memory_order_relaxed) || monotonic_ns() >= until_ns) return false;
       answers_->wait();
     }
+    return true;
   }
 
   const MediaSpans local_;
   const NcclLimits limits_;
   const std::weak_ptr<Link> link_;
+  const NcclRun run_;
   const std::shared_ptr<Answers> answers_;
   const std::shared_ptr<NcclPassage> passage_;
   RouteCost cost_{kNcclPrior};
@@ -276,7 +291,7 @@ class NcclRoute final : public Route {
   std::condition_variable turn_changed_;
   bool taken_ = false;
 
-  NcclLane lane_;  // these are whose turn it is
+  std::shared_ptr<NcclLane> lane_;  // these are whose turn it is
   std::uint64_t generation_ = 0;
   std::uint64_t number_ = 0;
 };

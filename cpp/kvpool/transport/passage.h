@@ -11,7 +11,9 @@
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <utility>
 
+#include "kvpool/base/error.h"
 #include "kvpool/transport/link.h"
 
 namespace kvpool {
@@ -21,10 +23,15 @@ class Passage {
   // As LinkHandler::on_data and on_placed: where content of transfer `id` goes; and that it is there, or never will be.
   using Admit = std::function<Placement(std::uint64_t id, std::span<const std::byte> body, std::uint64_t bytes)>;
   using Placed = std::function<void(std::uint64_t token, bool intact)>;
+  // The GPU of this side is lost, and all that is on it.
+  using Lost = std::function<void(const Error& why)>;
 
   virtual ~Passage() = default;
   // Before the first message.
-  virtual void begin(Admit admit, Placed placed) = 0;
+  virtual void begin(Admit admit, Placed placed, Lost lost) = 0;
+  void begin(Admit admit, Placed placed) {
+    begin(std::move(admit), std::move(placed), [](const Error&) {});
+  }
   // Of the kinds for which takes() is true; called as LinkHandler::on_message. Throws Error kProtocol.
   virtual void on_message(Message&& message) = 0;
   static bool takes(FrameKind kind) noexcept {

@@ -72,7 +72,8 @@ struct State {
 };
 
 std::map<std::string, int> default_settings() {
-  return {{"version", 22809}, {"join", 1}, {"stall", 0}, {"break_in", 0}, {"polls", 0}};
+  return {{"version", 22809}, {"join", 1},   {"stall", 0},     {"break_in", 0},
+          {"polls", 0},       {"linger", 0}, {"hold_abort", 0}};
 }
 
 // Never destroyed: streams may outlive static objects.
@@ -200,7 +201,7 @@ bool is_to_break() {
   return left > 0 && --left == 0;
 }
 
-void pass(const Message& message) {
+void pass_bytes(const Message& message) {
   Comm& comm = *message.comm;
   if (comm.state != kSuccess && comm.state != kInProgress) return wait_for_abort(comm);
   std::uint64_t expected = message.bytes;
@@ -219,6 +220,13 @@ void pass(const Message& message) {
   while (setting("stall") != 0 && !comm.aborted) nap();
   if (!move_bytes(comm, message.sends, message.at + message.bytes - last, last)) return;
   count("messages");
+}
+
+void pass(const Message& message) {
+  pass_bytes(message);
+  if (message.sends || !message.comm->aborted || setting("linger") == 0) return;
+  while (setting("linger") != 0) nap();
+  *message.at = std::byte{0xee};
 }
 
 int launch(const std::vector<Op>& ops) {
@@ -331,6 +339,7 @@ int ncclCommAbort(void* handle) {
     comm = std::move(found->second);
     state().comms.erase(found);
   }
+  while (setting("hold_abort") != 0) nap();
   comm->aborted = true;
   comm->joining.join();
   return kSuccess;

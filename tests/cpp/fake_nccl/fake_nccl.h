@@ -22,6 +22,10 @@ using CountFunction = std::size_t(const char* name);    // fake_nccl_count: how 
 //   "stall"        1: messages that begin from now on stop before their last byte 0
 //   "break_in"     messages from now on of which the last breaks its communicator 0: none
 //   "polls"        answers "in progress" after each group                         0
+//   "linger"       1: what is to be received stays in its stream when its
+//                  communicator is aborted, until this is 0, and then still
+//                  writes a byte                                                  0
+//   "hold_abort"   1: ncclCommAbort waits until this is 0                         0
 // What fake_nccl_count counts beside calls:
 //   "communicators"  that were made and not aborted
 //   "messages"       that have been passed, at either end

@@ -213,6 +213,28 @@ def test_ranks_in_processes_of_their_own_send_to_each_other_and_back(fake_cuda: 
                 assert member("fake.fake_cuda_count(b'pageable')") == 0
 
 
+BY_NCCL = {
+    "tp 1 to tp 2": (False, (None, ["cuda:0"]), (TP2, ["cuda:1", "cuda:2"])),
+    "tp 2 to tp 4": (False, SIDES["gpus to gpus"][0], (ParallelConfig(tp=4), ["cuda:2", "cuda:3", "cuda:0", "cuda:1"])),
+    "heads to stages, adopted": (True, *SIDES["gpus to gpus"]),
+}
+
+
+@pytest.mark.parametrize("sides", BY_NCCL)
+def test_ranks_send_to_each_other_by_nccl_and_back(fake_cuda: Path, fake_nccl: Path, sides: str) -> None:
+    adopts, *both = BY_NCCL[sides]
+    with crews(fake_cuda, *both, adopts=adopts, routes=("nccl",), nccl=str(fake_nccl), nccl_init_s=60.0) as (a, b):
+        for member in (*a.members, *b.members):
+            member("nccl = ctypes.CDLL(path)\nnccl.fake_nccl_count.restype = ctypes.c_size_t", path=str(fake_nccl))
+        for seed, medium, there in [(10, 1, 1), (30, 1, 2), (50, 2, 1)]:
+            send(a, b, seed, medium, there)
+            send(b, a, seed + 10, medium, there)
+        for member in (*a.members, *b.members):
+            assert member("nccl.fake_nccl_count(b'messages')") > 0
+            assert member("nccl.fake_nccl_count(b'mismatches')") == 0
+            assert member("fake.fake_cuda_count(b'pageable')") == 0
+
+
 @pytest.mark.parametrize("adopts", [False, True], ids=["own", "adopted"])
 def test_memory_that_an_engine_has_allocated_is_opened_once_for_all_of_its_tensors(
     fake_cuda: Path, adopts: bool
@@ -257,12 +279,12 @@ def test_tiers_of_a_rank_on_a_gpu_are_moved_by_its_own_gpu(fake_cuda: Path) -> N
 
 
 @pytest.mark.parametrize("adopts", [False, True], ids=["own", "adopted"])
-@pytest.mark.parametrize("route", ["cuda_ipc", "sock"])
+@pytest.mark.parametrize("route", ["cuda_ipc", "sock", "nccl"])
 def test_a_rank_on_a_gpu_that_is_killed_loses_its_instance_and_no_block_of_a_peer(
-    fake_cuda: Path, route: str, adopts: bool
+    fake_cuda: Path, fake_nccl: Path, route: str, adopts: bool
 ) -> None:
     with crews(
-        fake_cuda, (TP2, ["cuda:0", "cuda:1"]), (None, ["cuda:1"]), adopts=adopts, routes=(route,)
+        fake_cuda, (TP2, ["cuda:0", "cuda:1"]), (None, ["cuda:1"]), adopts=adopts, routes=(route,), nccl=str(fake_nccl)
     ) as (a, b):  # fmt: skip
         assert a.scheduler is not None
         addrs = a.scheduler.alloc(4)
@@ -292,13 +314,16 @@ def test_a_rank_whose_gpu_fails_says_so_and_its_instance_is_lost(fake_cuda: Path
         eventually(lambda: b("pool.peers()") == [], seconds=30)
 
 
-def test_what_a_rank_on_a_gpu_cannot_do_is_refused(on_fake: Any) -> None:
+def test_what_a_rank_cannot_do_with_a_gpu_or_without_is_refused(on_fake: Any) -> None:
     on_fake("""
 settings = dict(check_memory=False, secret="ranks", lease_s=2.0)
 pool = kvpool.Pool(small_layout(), 4, 4, parallel=kvpool.ParallelConfig(tp=2), **settings)
 ticket = pool.export_rank(0)
-raises(kvpool.Unsupported, lambda: kvpool.RankArena.join(ticket, device="cuda:0", routes=("nccl", "sock"), **settings),
-       "nccl", "between pools of one rank")
+raises(kvpool.Unsupported, lambda: kvpool.RankArena.join(ticket, routes=("nccl", "sock"), **settings),
+       "nccl", "HBM on a GPU")
+raises(kvpool.Unsupported,
+       lambda: kvpool.RankArena.join(ticket, device="cuda:0", routes=("nccl",), nccl="/nowhere", **settings),
+       "kvpool[nccl")
 assert left() == "", left()
 ranks = [kvpool.RankArena.join(pool.export_rank(i), device=f"cuda:{i}", **settings) for i in range(2)]
 pool.wait_for_ranks(10)

@@ -1,0 +1,460 @@
+// Ranks of logical instances on fake GPUs whose lanes go by NCCL.
+#include <doctest/doctest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "block_memory.h"
+#include "child_process.h"
+#include "fake_nccl.h"
+#include "fuzz_seeds.h"
+#include "kvpool/pool/rank_set.h"
+#include "kvpool/transfer/group_route.h"
+#include "peer_process.h"
+#include "rank_on_gpu.h"
+#include "reshard_model.h"
+
+#ifdef KVPOOL_FAKE_CUDA_PATH
+
+namespace kvpool::testing {
+namespace {
+
+constexpr std::uint64_t kMeeting = 5;
+constexpr std::uint32_t kRankBlocks = 8;
+const Error kOver(ErrorCode::kPeerLost, "over");
+
+// Every wait of the fake ends when a test does, however it does.
+struct LetGo {
+  const FakeNccl& nccl;
+  ~LetGo() {
+    for (const char* held : {"stall", "linger", "hold_abort"}) nccl.set(held, 0);
+  }
+};
+
+// ---- logical instances
+
+// The ranks of an instance, each on a GPU, as their schedulers would use them.
+class Instance {
+ public:
+  Instance(std::uint32_t number, const Sharding& sharding, const Parallel& parallel, bool aggregated)
+      : sharding_(sharding), parallel_(parallel) {
+    for (std::uint32_t rank = 0; rank < sharding.ranks(); ++rank) {
+      RankSpec spec = on_gpu(static_cast<int>((number + rank) % 4));
+      spec.instance = number;
+      spec.pieces = sharding.rank_layout(rank, aggregated).piece_bytes;
+      spec.aggregated = aggregated;
+      spec.dram_blocks = kRankBlocks;
+      ranks_.push_back(std::make_unique<RankHere>(rank, std::vector<std::string>{"nccl"}, spec));
+    }
+  }
+  const Sharding& sharding() const { return sharding_; }
+  void meet(Instance& peer) {
+    std::vector<CardRank> cards;
+    for (const auto& rank : peer.ranks_) cards.push_back(rank->card());
+    for (const auto& rank : ranks_) rank->lanes.meet(meeting_of(kMeeting, cards), in_seconds(60));
+  }
+  std::unique_ptr<Route> route_to(const Instance& peer) {
+    std::vector<std::unique_ptr<RankWriter>> writers;
+    for (const auto& rank : ranks_) {
+      writers.push_back(std::move(make_local_rank_set(rank->lanes)->writers(kMeeting).front()));
+    }
+    return make_group_route(std::make_shared<const ReshardPlan>(plan_reshard(sharding_, peer.sharding_)),
+                            std::move(writers));
+  }
+  // What each rank has of a block whose bytes are these.
+  void put(const FakeCuda& cuda, Address address, const std::vector<std::byte>& whole) const {
+    each_byte(cuda, address, [&](std::byte& byte, std::uint32_t number) { byte = whole[number]; });
+  }
+  // How many bytes of all ranks are not as in the whole block.
+  std::size_t wrong(const FakeCuda& cuda, Address address, const std::vector<std::byte>& whole) const {
+    std::size_t wrong = 0;
+    each_byte(cuda, address, [&](const std::byte& byte, std::uint32_t number) { wrong += byte != whole[number]; });
+    return wrong;
+  }
+
+ private:
+  template <class Call>
+  void each_byte(const FakeCuda& cuda, Address address, const Call& call) const {
+    for (std::uint32_t rank = 0; rank < ranks_.size(); ++rank) {
+      const MediaSpans spans = host_view(cuda, *ranks_[rank]);
+      const Bytes32 numbers = shard(sharding_.shape(), parallel_, rank);
+      for (std::size_t at = 0; at < numbers.size(); ++at) {
+        call(content_byte(span_of(spans, address), block_of(address), at), numbers[at]);
+      }
+    }
+  }
+
+  const Sharding sharding_;
+  const Parallel parallel_;
+  std::vector<std::unique_ptr<RankHere>> ranks_;
+};
+
+std::vector<std::byte> random_block(Dice& dice, const KVShape& shape) {
+  std::vector<std::byte> whole(shape.block_bytes());
+  for (std::byte& byte : whole) byte = static_cast<std::byte>(dice.below(256));
+  return whole;
+}
+
+Address block_at(Medium medium, std::uint32_t block) { return make_address(1, medium, 0, block); }
+
+// These blocks, which are filled anew, arrive bit for bit.
+void check_group_write(const FakeCuda& cuda, Dice& dice, Instance& from, Instance& to) {
+  const KVShape& shape = from.sharding().shape();
+  const std::vector<Address> sources = {block_at(Medium::kHbm, 4), block_at(Medium::kHbm, 5),
+                                        block_at(Medium::kDram, 0), block_at(Medium::kHbm, 1)};
+  const std::vector<Address> targets = {block_at(Medium::kHbm, 0), block_at(Medium::kDram, 3),
+                                        block_at(Medium::kDram, 4), block_at(Medium::kHbm, 7)};
+  // Once in one medium on each side, once in both.
+  for (const std::size_t count : {std::size_t{1}, std::size_t{2}, sources.size()}) {
+    std::vector<std::vector<std::byte>> wholes;
+    for (std::size_t i = 0; i < count; ++i) {
+      wholes.push_back(random_block(dice, shape));
+      from.put(cuda, sources[i], wholes[i]);
+      to.put(cuda, targets[i], random_block(dice, shape));
+    }
+    const BlockStrip all{0, 0, shape.block_bytes()};
+    WriteRequest request;
+    request.transfer = count;
+    request.strips = {&all, 1};
+    request.from = std::span(sources).first(count);
+    request.to = std::span(targets).first(count);
+    request.deadline_ns = in_seconds(60);
+    const std::unique_ptr<Route> route = from.route_to(to);
+    CHECK(route->write(request).bytes >= count * shape.block_bytes());
+    for (std::size_t i = 0; i < count; ++i) CHECK(to.wrong(cuda, targets[i], wholes[i]) == 0);
+  }
+}
+
+TEST_CASE("nccl ranks: TP 1, 2 and 4 send to each other what the whole cache has, bit for bit") {
+  const FakeCuda cuda;
+  const FakeNccl nccl;
+  cuda.set("delay_us", 10);
+  Dice dice(11);
+  const KVShape shape = shape_of(3, 4, 8);
+  for (const auto& [tp, tp_peer] : {std::pair(1U, 2U), std::pair(1U, 4U), std::pair(2U, 4U)}) {
+    CAPTURE(tp);
+    CAPTURE(tp_peer);
+    const Parallel parallel = parallel_of(tp, 1);
+    const Parallel of_peer = parallel_of(tp_peer, 1);
+    Instance a(0, Sharding(shape, parallel), parallel, true);
+    Instance b(1, Sharding(shape, of_peer), of_peer, false);
+    a.meet(b);
+    check_group_write(cuda, dice, a, b);
+    check_group_write(cuda, dice, b, a);
+  }
+  CHECK(nccl.count("mismatches") == 0);
+  CHECK(nccl.count("messages") > 0);
+  CHECK(cuda.count("pageable") == 0);
+}
+
+TEST_CASE("nccl ranks: every rank of two stages sends to every rank of TP 2, both ways at once") {
+  const FakeCuda cuda;
+  const FakeNccl nccl;
+  cuda.set("delay_us", 10);
+  const KVShape shape = shape_of(4, 2, 8);
+  const Parallel stages = parallel_of(1, 2);
+  const Parallel heads = parallel_of(2, 1);
+  Instance a(0, Sharding(shape, stages), stages, true);
+  Instance b(1, Sharding(shape, heads), heads, true);
+  a.meet(b);
+  Dice dice(12);
+  const BlockStrip all{0, 0, shape.block_bytes()};
+  const auto write = [&](Instance& from, Instance& to, const std::vector<Address>& blocks) {
+    const std::unique_ptr<Route> route = from.route_to(to);
+    for (std::uint64_t i = 0; i < 6; ++i) {
+      WriteRequest request;
+      request.transfer = i;
+      request.strips = {&all, 1};
+      request.from = blocks;
+      request.to = blocks;
+      request.deadline_ns = in_seconds(60);
+      route->write(request);
+    }
+  };
+  const std::vector<Address> forth = {block_at(Medium::kHbm, 0), block_at(Medium::kHbm, 2)};
+  const std::vector<Address> back = {block_at(Medium::kHbm, 5), block_at(Medium::kHbm, 6)};
+  const auto whole_forth = random_block(dice, shape);
+  const auto whole_back = random_block(dice, shape);
+  for (const Address address : forth) a.put(cuda, address, whole_forth);
+  for (const Address address : back) b.put(cuda, address, whole_back);
+  std::thread other([&] { write(b, a, back); });
+  write(a, b, forth);
+  other.join();
+  for (const Address address : forth) CHECK(b.wrong(cuda, address, whole_forth) == 0);
+  for (const Address address : back) CHECK(a.wrong(cuda, address, whole_back) == 0);
+  CHECK(nccl.count("ncclCommInitRankConfig") == 16);  // for each of four pairs and each direction, both ends
+}
+
+// ---- what ends in the middle of a pass
+
+struct TwoRanks {
+  FakeCuda cuda;
+  FakeNccl nccl;
+  RankHere a{0, {"nccl"}, on_gpu(0)};
+  RankHere b{1, {"nccl"}, on_gpu(1)};
+  LetGo let_go{nccl};
+
+  TwoRanks() {
+    a.lanes.meet(meeting_of(kMeeting, {b.card()}), in_seconds(60));
+    fill(cuda, a, 3, 10);
+  }
+  // An order of a that stops before its last byte, and whose receiver does not leave before released().
+  std::shared_ptr<Outcome> stall(double seconds = 60, std::shared_ptr<std::atomic<bool>>* stop = nullptr) {
+    nccl.set("stall", 1);
+    nccl.set("linger", 1);
+    const std::size_t received = nccl.count("ncclRecv");
+    const auto outcome = std::make_shared<Outcome>();
+    const auto given = give(a, kMeeting, {{part(1, 0, kPiece)}, {a.at(3)}, {b.at(6)}}, outcome, seconds);
+    if (stop != nullptr) *stop = given;
+    REQUIRE(soon([&] { return nccl.count("ncclRecv") > received || outcome->reports == 1; }));
+    return outcome;
+  }
+  void release() {
+    released = true;
+    nccl.set("stall", 0);
+    nccl.set("linger", 0);
+  }
+  std::atomic<bool> released{false};
+};
+
+// When a meeting is clear here: nobody writes in it any more.
+struct Clear {
+  std::atomic<int> calls{0};
+  std::atomic<bool> early{false};
+  std::function<void()> call(const std::atomic<bool>& released) {
+    return [this, &released] {
+      if (!released) early = true;
+      ++calls;
+    };
+  }
+};
+
+TEST_CASE("nccl ranks: no meeting is over before what was arriving in it has been given up") {
+  for (const std::string first : {"the sender departs", "the receiver departs", "the link ends"}) {
+    CAPTURE(first);
+    Clear clear_a;
+    Clear clear_b;
+    TwoRanks ranks;
+    const auto outcome = ranks.stall();
+    if (first == "the sender departs") {
+      ranks.a.lanes.depart(kMeeting, kOver, [&] { ++clear_a.calls; });
+      ranks.b.lanes.depart(kMeeting, kOver, clear_b.call(ranks.released));
+    } else if (first == "the receiver departs") {
+      ranks.b.lanes.depart(kMeeting, kOver, clear_b.call(ranks.released));
+      ranks.a.lanes.depart(kMeeting, kOver, [&] { ++clear_a.calls; });
+    } else {
+      ranks.a.lanes.abandon();
+      ranks.b.lanes.depart(kMeeting, kOver, clear_b.call(ranks.released));
+      ranks.a.lanes.depart(kMeeting, kOver, [&] { ++clear_a.calls; });
+    }
+    // The sender does not wait for it: what it cannot know it does not say.
+    REQUIRE(soon([&] { return outcome->reports == 1; }));
+    CHECK(outcome->code == code(ErrorCode::kPeerLost));
+    REQUIRE(soon([&] { return ranks.nccl.count("ncclCommAbort") >= 2; }));
+    CHECK(soon([&] { return clear_a.calls == 1; }));
+    // Nor does anybody else who has to do with the receiver.
+    ranks.nccl.set("stall", 0);
+    RankHere c(2, {"nccl"}, on_gpu(2));
+    c.lanes.meet(meeting_of(kMeeting + 1, {ranks.b.card()}), in_seconds(60));
+    fill(ranks.cuda, c, 1, 77);
+    const auto other = std::make_shared<Outcome>();
+    give(c, kMeeting + 1, {{part(1, 0, kPiece)}, {c.at(1)}, {ranks.b.at(2)}}, other, 60);
+    REQUIRE(soon([&] { return other->reports == 1; }));
+    CHECK(other->code == -1);
+    CHECK(is(ranks.cuda, ranks.b, 2, 77));
+    CHECK(clear_b.calls == 0);
+    ranks.release();
+    CHECK(soon([&] { return clear_b.calls == 1; }));
+    CHECK_FALSE(clear_b.early);
+    // The two meet again, and it works.
+    ranks.a.lanes.meet(meeting_of(kMeeting + 2, {ranks.b.card()}), in_seconds(60));
+    const auto again = std::make_shared<Outcome>();
+    give(ranks.a, kMeeting + 2, {{part(1, 0, kPiece)}, {ranks.a.at(3)}, {ranks.b.at(6)}}, again, 60);
+    REQUIRE(soon([&] { return again->reports == 1; }));
+    CHECK(again->code == -1);
+    CHECK(is(ranks.cuda, ranks.b, 6, 10));
+  }
+}
+
+TEST_CASE("nccl ranks: an order that is cancelled, or too late, reports when its receiver has given it up") {
+  for (const bool by_deadline : {false, true}) {
+    CAPTURE(by_deadline);
+    TwoRanks ranks;
+    CHECK_FALSE(send(ranks.a, ranks.b, {ranks.a.at(3)}, {ranks.b.at(5)}));  // the communicator is there
+    const std::size_t aborted = ranks.nccl.count("ncclCommAbort");
+    std::shared_ptr<std::atomic<bool>> stop;
+    const auto outcome = ranks.stall(by_deadline ? 3 : 60, &stop);
+    if (!by_deadline) stop->store(true);
+    REQUIRE(soon([&] { return ranks.nccl.count("ncclCommAbort") >= aborted + 2 || outcome->reports == 1; }));
+    usleep(20'000);
+    CHECK(outcome->reports == 0);
+    ranks.release();
+    REQUIRE(soon([&] { return outcome->reports == 1; }));
+    CHECK(outcome->code == code(by_deadline ? ErrorCode::kDeadline : ErrorCode::kCancelled));
+    fill(ranks.cuda, ranks.b, 6, 1);
+    CHECK_FALSE(send(ranks.a, ranks.b, {ranks.a.at(3)}, {ranks.b.at(6)}));
+    CHECK(is(ranks.cuda, ranks.b, 6, 10));
+  }
+}
+
+TEST_CASE("nccl ranks: NCCL that fails fails the order and not the lane, and sock serves when there is sock") {
+  const FakeCuda cuda;
+  const FakeNccl nccl;
+  for (const bool with_sock : {false, true}) {
+    CAPTURE(with_sock);
+    std::vector<std::string> routes = {"nccl"};
+    if (with_sock) routes.emplace_back("sock");
+    RankHere a(0, routes, on_gpu(0));
+    RankHere b(1, routes, on_gpu(1));
+    a.lanes.meet(meeting_of(kMeeting, {b.card()}), in_seconds(60));
+    fill(cuda, a, 3, 10);
+    nccl.set("break_in", 1);
+    CHECK(send(a, b, {a.at(3)}, {b.at(6)}) == ErrorCode::kRouteFailed);
+    nccl.set("break_in", 0);
+    const std::size_t before = nccl.count("ncclSend");
+    for (std::uint8_t i = 0; i < 4; ++i) {
+      fill(cuda, b, 6, 1);
+      CHECK_FALSE(send(a, b, {a.at(3)}, {b.at(6)}));
+      CHECK(is(cuda, b, 6, 10));
+    }
+    CHECK(nccl.count("ncclSend") == before + (with_sock ? 0 : 4));
+  }
+}
+
+TEST_CASE("nccl ranks: a rank whose GPU is lost while it receives tells its own process, and its sender") {
+  TwoRanks ranks;
+  const auto outcome = ranks.stall();
+  ranks.nccl.set("linger", 0);
+  ranks.cuda.lose(1, 719);
+  REQUIRE(soon([&] { return outcome->reports == 1; }));
+  CHECK(outcome->code == code(ErrorCode::kRouteFailed));
+  CHECK(ranks.b.device_lost);
+  CHECK_FALSE(ranks.a.device_lost);
+}
+
+TEST_CASE("nccl ranks: who reads links waits for no abort of NCCL") {
+  TwoRanks ranks;
+  CHECK_FALSE(send(ranks.a, ranks.b, {ranks.a.at(3)}, {ranks.b.at(5)}));
+  CHECK_FALSE(send(ranks.b, ranks.a, {ranks.b.at(5)}, {ranks.a.at(6)}));
+  ranks.nccl.set("hold_abort", 1);
+  std::thread departing([&] { ranks.a.lanes.depart(kMeeting, kOver, {}); });
+  REQUIRE(soon([&] { return ranks.nccl.count("ncclCommAbort") >= 2; }));
+  RankHere c(2, {"nccl"}, on_gpu(2));
+  c.lanes.meet(meeting_of(kMeeting + 1, {ranks.a.card(), ranks.b.card()}), in_seconds(60));
+  const auto outcome = std::make_shared<Outcome>();
+  give(c, kMeeting + 1, {{part(0, 0, kPiece), part(1, 0, kPiece)}, {c.at(1)}, {ranks.b.at(2)}}, outcome, 60);
+  CHECK(soon([&] { return outcome->reports == 1; }));
+  CHECK(outcome->code == -1);
+  ranks.nccl.set("hold_abort", 0);
+  departing.join();
+  Clear clear;
+  ranks.released = true;
+  for (RankHere* side : {&ranks.a, &ranks.b}) side->lanes.depart(kMeeting, kOver, clear.call(ranks.released));
+  CHECK(soon([&] { return clear.calls == 2; }));
+  CHECK(soon([&] { return ranks.nccl.count("communicators") == 4; }));  // those of c
+}
+
+TEST_CASE("nccl ranks: a rank whose process is killed in a pass, at either side") {
+  if (!test::kChildMayStartThreads) return;
+  for (const bool sender_dies : {true, false}) {
+    CAPTURE(sender_dies);
+    RankSpec far = on_gpu(1);
+    far.listen = "unix:@kvpool-nccl-rank-" + std::to_string(getpid()) + (sender_dies ? "-s" : "-r");
+    PeerProcess other([&](const auto& wait) {
+      const FakeCuda cuda;
+      const FakeNccl nccl;
+      RankHere b(1, {"nccl"}, far);
+      if (!wait()) return 1;
+      if (sender_dies) {
+        nccl.set("stall", 1);
+        give(b, kMeeting, {{part(0, 0, kPiece)}, {b.at(1)}, {b.at(6)}}, std::make_shared<Outcome>(), 60);
+      }
+      wait();
+      return 0;
+    });
+    Clear clear;
+    std::atomic<bool> released{false};
+    const FakeCuda cuda;
+    const FakeNccl nccl;
+    RankHere a(0, {"nccl"}, on_gpu(0));
+    const LetGo let_go{nccl};
+    nccl.set("stall", 1);
+    nccl.set("linger", 1);
+    const CardRank card{1, RankHere::epoch_of(0, 1), far.listen};
+    REQUIRE(soon([&] { return !error_of([&] { a.lanes.meet(meeting_of(kMeeting, {card}), in_seconds(30)); }); }));
+    const auto outcome = std::make_shared<Outcome>();
+    if (!sender_dies) give(a, kMeeting, {{part(1, 0, kPiece)}, {a.at(3)}, {a.at(6)}}, outcome, 60);
+    other.go();
+    REQUIRE(soon([&] { return nccl.count(sender_dies ? "ncclRecv" : "ncclSend") >= 1; }));
+    CHECK(other.kill_and_wait() == -SIGKILL);
+    if (!sender_dies) {
+      REQUIRE(soon([&] { return outcome->reports == 1; }));
+      CHECK(outcome->code == code(ErrorCode::kPeerLost));
+    }
+    a.lanes.depart(kMeeting, kOver, clear.call(released));
+    REQUIRE(soon([&] { return nccl.count("ncclCommAbort") >= 1; }));
+    usleep(20'000);
+    if (sender_dies) CHECK(clear.calls == 0);
+    released = true;
+    nccl.set("linger", 0);
+    CHECK(soon([&] { return clear.calls == 1; }));
+    if (sender_dies) CHECK_FALSE(clear.early);
+    CHECK(soon([&] { return nccl.count("communicators") == 0; }));
+  }
+}
+
+TEST_CASE("nccl ranks: orders that are stopped, fail or are parted from report once, and their meeting is cleared") {
+  for (const std::uint64_t seed : fuzz_seeds()) {
+    announce_fuzz("nccl ranks", seed);
+    Dice dice(seed);
+    const FakeCuda cuda;
+    const FakeNccl nccl;
+    cuda.set("delay_us", 10);
+    RankHere a(0, {"nccl"}, on_gpu(0));
+    RankHere b(1, {"nccl"}, on_gpu(1));
+    std::atomic<int> clear{0};
+    for (int meeting = 1; meeting <= fuzz_length(4); ++meeting) {
+      a.lanes.meet(meeting_of(static_cast<std::uint64_t>(meeting), {b.card()}), in_seconds(60));
+      nccl.set("break_in", dice.one_in(2) ? static_cast<int>(1 + dice.below(12)) : 0);
+      std::vector<std::shared_ptr<Outcome>> outcomes(12);
+      for (auto& outcome : outcomes) outcome = std::make_shared<Outcome>();
+      std::atomic<std::size_t> ended{0};
+      std::vector<std::thread> threads;
+      for (std::size_t t = 0; t < 3; ++t) {
+        threads.emplace_back([&, t, seed_of_thread = dice.any()] {
+          Dice own(seed_of_thread);
+          for (std::size_t i = t; i < outcomes.size(); i += 3) {
+            RankHere& from = own.one_in(2) ? a : b;
+            RankHere& to = &from == &a ? b : a;
+            const std::size_t block = t * 2;  // of its own: threads do not write the same bytes
+            const auto stop =
+                give(from, static_cast<std::uint64_t>(meeting),
+                     {{part(to.number, 0, kPiece)}, {from.at(block + 1)}, {to.at(block)}}, outcomes[i], 60);
+            if (own.one_in(6)) stop->store(true);
+            while (outcomes[i]->reports == 0) usleep(100);
+            ++ended;
+          }
+        });
+      }
+      const std::size_t until = dice.below(outcomes.size() + 1);
+      while (ended < until) usleep(100);
+      a.lanes.depart(static_cast<std::uint64_t>(meeting), kOver, [&] { ++clear; });
+      b.lanes.depart(static_cast<std::uint64_t>(meeting), kOver, [&] { ++clear; });
+      for (std::thread& thread : threads) thread.join();
+      for (const auto& outcome : outcomes) CHECK(outcome->reports == 1);
+      CHECK(soon([&] { return clear == 2 * meeting; }));
+    }
+    CHECK(soon([&] { return nccl.count("communicators") == 0; }));
+    CHECK(nccl.count("mismatches") == 0);
+  }
+}
+
+}  // namespace
+}  // namespace kvpool::testing
+
+#endif  // KVPOOL_FAKE_CUDA_PATH
