@@ -1,4 +1,4 @@
-// For tests of swaps on the fake GPU: a pool there, and work that stalls.
+// For tests of swaps on the fake GPU: a pool there.
 #pragma once
 
 #include "device_kit.h"
@@ -6,7 +6,6 @@
 
 #ifdef KVPOOL_FAKE_CUDA_PATH
 
-#include <atomic>
 #include <memory>
 
 namespace kvpool::testing {
@@ -25,25 +24,6 @@ inline void store_stamped(const std::shared_ptr<Pool>& pool, Token id, std::size
   for (const Address block : blocks) stamp(*pool, block, value);
   insert(pool, prompt(id, pages), blocks);
 }
-
-// Work that ends when the test says so, or goes.
-class Gate {
- public:
-  explicit Gate(const EngineStream& engine) : engine_(engine) {
-    engine_.run([open = open_] { eventually([&] { return open->load(); }); });
-  }
-  ~Gate() {
-    open();
-    engine_.wait();
-  }
-  Gate(const Gate&) = delete;
-  Gate& operator=(const Gate&) = delete;
-  void open() { *open_ = true; }
-
- private:
-  const EngineStream& engine_;
-  const std::shared_ptr<std::atomic<bool>> open_ = std::make_shared<std::atomic<bool>>(false);
-};
 
 }  // namespace kvpool::testing
 

@@ -7,6 +7,7 @@
 #include "kvpool/base/strips.h"
 #include "kvpool/transport/parted_write.h"
 #include "kvpool/transport/reactor.h"
+#include "kvpool/transport/route_choice.h"
 #include "kvpool/transport/ucx_context.h"
 #include "kvpool/transport/ucx_write.h"
 
