@@ -45,6 +45,7 @@ verbs = {
     "subscribe": lambda: pool.subscribe(),
     "listen": lambda: pool.listen(address_of("new")),
     "connect": lambda: pool.connect(address_of("new")),
+    "received": lambda: pool.received(0),
 }
 """
 
@@ -70,7 +71,6 @@ assert silent == []
 # What ends something, or only looks, goes on.
 assert pool.stats().hbm.capacity == pool.audit().hbm.capacity == 8
 assert [peer.name for peer in pool.peers()] == ["there"]
-assert pool.received(0) is None
 opened.transfer.cancel()
 assert type(opened.transfer.exception(60)) is kvpool.Cancelled
 hit.close()
