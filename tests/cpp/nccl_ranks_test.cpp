@@ -127,7 +127,7 @@ TEST_CASE("nccl ranks: an order that is cancelled, or too late, reports when its
     CHECK_FALSE(send(ranks.a, ranks.b, {ranks.a.at(3)}, {ranks.b.at(5)}));  // the communicator is there
     const std::size_t aborted = ranks.nccl.count("ncclCommAbort");
     std::shared_ptr<std::atomic<bool>> stop;
-    const auto outcome = ranks.stall(by_deadline ? 3 : 60, &stop);
+    const auto outcome = ranks.stall(by_deadline ? 10 : 60, &stop);
     if (!by_deadline) stop->store(true);
     REQUIRE(soon([&] { return ranks.nccl.count("ncclCommAbort") >= aborted + 2 || outcome->reports == 1; }));
     usleep(20'000);

@@ -2,6 +2,7 @@
 // without a lease keeps to itself.
 #include <doctest/doctest.h>
 
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <string>
@@ -314,11 +315,13 @@ TEST_CASE("fencing and expelling amid many transfers lose no block, and end ever
   std::atomic<bool> stop{false};
   std::atomic<int> unended{0};
   std::vector<std::thread> senders;
+  std::array<Addresses, 4> all_blocks;  // before any of them is filled by the other
+  for (int i = 0; i < 4; ++i) all_blocks[static_cast<std::size_t>(i)] = alloc(*(i % 2 == 0 ? pair.a : pair.b).pool, 2);
   for (int i = 0; i < 4; ++i) {
     senders.emplace_back([&, i] {
       const Node& from = i % 2 == 0 ? pair.a : pair.b;
       const Node& to = i % 2 == 0 ? pair.b : pair.a;
-      const Addresses blocks = alloc(*from.pool, 2);
+      const Addresses& blocks = all_blocks[static_cast<std::size_t>(i)];
       while (!stop) {
         static_cast<void>(error_of([&] {
           TransferRequest request = request_to(to, blocks);

@@ -16,6 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from transfer.kit import stop_process
 
 __all__ = ["EtcdServer", "etcd_or_skip"]
 
@@ -71,9 +72,10 @@ class EtcdServer:
             self._process.wait()
             self._process = None
 
-    def signal(self, number: int) -> None:
+    def stop(self) -> None:
+        """It answers nothing more when this returns."""
         assert self._process is not None
-        self._process.send_signal(number)
+        stop_process(self._process.pid)
 
     def forget(self) -> None:
         """What it knew. It is not running."""

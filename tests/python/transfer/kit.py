@@ -41,7 +41,7 @@ __all__ = [
     "BLOCK_ROUTES", "NEAR", "NEAR_ROUTES", "ON_GPU", "SECRET", "UCX_SETTINGS", "Child", "Pair", "address_of",
     "blocks_at_peers", "can_checksum", "content", "environment", "eventually", "fill", "local_settings", "nccl_setting",
     "not_on_gpu", "pair_of", "prompt", "route_or_skip", "shared_child", "small_layout", "small_pool", "state_of",
-    "store", "wait_for",
+    "stop_process", "store", "wait_for",
 ]  # fmt: skip
 
 PRELUDE = "from transfer.kit import *\nimport asyncio, kvpool, numpy as np, os, signal, threading, time"
@@ -340,3 +340,17 @@ def wait_for(look: Callable[[], Any], seconds: float = 60) -> Any:
 def eventually(holds: Callable[[], bool], seconds: float = 60) -> None:
     """Fails unless it holds within so many seconds."""
     wait_for(holds, seconds)
+
+
+def stop_process(pid: int) -> None:
+    """It does nothing more when this returns: on a busy machine a signal may take a while to be taken."""
+
+    def states() -> list[str]:
+        found = []
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+                found.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+        return found
+
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: all(state == "T" for state in states()))
