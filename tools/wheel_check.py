@@ -124,7 +124,7 @@ def _of_metadata(wheel: Path, files: dict[str, bytes], expected: Expected) -> li
 
 def clean_environment() -> dict[str, str]:
     """This process's environment, without what would change what is built or tried."""
-    dropped = ("KVPOOL_", "CUDA", "PYTHON", "CMAKE_ARGS", "NVCC_")
+    dropped = ("KVPOOL_", "CUDA", "PYTHON", "CMAKE_ARGS", "NVCC_", "AUDITWHEEL_")
     return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
 
 
