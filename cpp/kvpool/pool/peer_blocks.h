@@ -23,6 +23,7 @@ class PeerBlocks final : public BlockHost {
 
   const Layout& layout() const noexcept override { return pool_.layout(); }
   std::uint32_t instance() const noexcept override { return pool_.instance(); }
+  bool fills_with_zeros() const noexcept override { return pool_.zeroes_on_alloc(); }
   bool on_gpu(Medium medium) const noexcept override { return on_gpu_[static_cast<std::size_t>(medium_index(medium))]; }
   std::optional<Reservation> reserve(const ReserveSpec& spec, Writer writer, Room room) override;
   std::optional<std::vector<Address>> lend(std::size_t n, Medium medium, Writer writer, Room room) override;

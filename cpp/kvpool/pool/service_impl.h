@@ -96,6 +96,9 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   const SessionLimits& limits() const noexcept override { return limits_; }
   TransferTally& tally() noexcept override { return tally_; }
   void run(Priority priority, std::function<void()> work) override { workers_.run(priority, std::move(work)); }
+  void run_waiting(const void* key, Priority priority, std::function<void()> work) override {
+    strands_.run(key, priority, std::move(work));
+  }
   void write(WriteJob&& job) override;
   void write_here(WriteJob&& job) override;
   void drained(Session& session) noexcept override;

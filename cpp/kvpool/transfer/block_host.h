@@ -91,6 +91,8 @@ class BlockHost {
   virtual std::uint32_t instance() const noexcept = 0;
   // Whether the blocks of this medium lie on a GPU.
   virtual bool on_gpu(Medium /*medium*/) const noexcept { return false; }
+  // Whether blocks that are given out are filled with zeros first, which may take long.
+  virtual bool fills_with_zeros() const noexcept { return false; }
 
   // --- for peers that write here ---
 

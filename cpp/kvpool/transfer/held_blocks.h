@@ -25,6 +25,8 @@ class HeldBlocks {
 
   // REQUIRES: the blocks are quarantined, or are about to be, and nobody else gives them back.
   void take_over() noexcept { owns_.store(true); }
+  // The host is about to go: they are given back no more.
+  void disown() noexcept { owns_.store(false); }
 
  private:
   BlockHost& host_;

@@ -21,6 +21,13 @@ constexpr std::uint32_t kMarkMask = (1U << 31) - 1;  // the upper half is for fe
 
 }  // namespace
 
+// What waits for the end of a peer may live longer than the host.
+Receiver::~Receiver() {
+  for (const auto& [id, quarantined] : quarantined_) {
+    if (quarantined.held != nullptr) quarantined.held->disown();
+  }
+}
+
 Receiver::Receiver(SessionHost& host, const PeerCard& peer, bool writes_directly, Send send, Abandon abandon)
     : host_(host),
       peer_(peer.name),
@@ -74,6 +81,11 @@ void Receiver::check_quota(std::size_t blocks) const {
   }
 }
 
+// What the thread that reads the link may do for blocks: nothing that takes long.
+Room Receiver::first_room(bool may_evict) const noexcept {
+  return may_evict || host_.blocks().fills_with_zeros() ? Room::kTry : Room::kFree;
+}
+
 // --- reserving ---
 
 void Receiver::on_reserve(std::uint64_t id, ReserveBody&& body) {
@@ -108,10 +120,10 @@ void Receiver::on_reserve(std::uint64_t id, ReserveBody&& body) {
     return true;
   };
   auto failure = failure_of([&] { host_.tick_by(deadline); });
-  if (!failure && attempt(body.may_evict ? Room::kTry : Room::kFree)) return;
+  if (!failure && attempt(first_room(body.may_evict))) return;
   if (!failure) {
-    failure =
-        failure_of([&] { host_.run(Priority::kDecode, [attempt] { static_cast<void>(attempt(Room::kEvict)); }); });
+    const Room room = body.may_evict ? Room::kEvict : Room::kFree;
+    failure = failure_of([&] { host_.run(Priority::kDecode, [attempt, room] { static_cast<void>(attempt(room)); }); });
   }
   if (failure) finish_reserve(id, std::nullopt, std::move(failure));
 }

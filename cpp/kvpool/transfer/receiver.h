@@ -45,6 +45,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   using Abandon = std::function<void(const Error&)>;
   // `writes_directly`: the peer was given the means to write without this process's help. `abandon` ends the link.
   Receiver(SessionHost& host, const PeerCard& peer, bool writes_directly, Send send, Abandon abandon);
+  ~Receiver();
+  Receiver(const Receiver&) = delete;
+  Receiver& operator=(const Receiver&) = delete;
 
   // The peer's requests. Throw Error kProtocol (the link closes) for what no session of ours would say; everything else
   // that is wrong is answered with kRefused.
@@ -110,6 +113,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void send(Message&& message);
   void check_id(std::uint64_t id) const;
   void check_quota(std::size_t blocks) const;
+  Room first_room(bool may_evict) const noexcept;
   void finish_lend(std::uint64_t id, std::size_t blocks, std::optional<std::vector<Address>> lent,
                    std::optional<Error> error);
   void add_lent(std::span<const Address> addresses);

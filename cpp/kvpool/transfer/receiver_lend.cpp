@@ -21,9 +21,10 @@ void Receiver::on_lend(std::uint64_t id, const LendBody& body) {
     return true;
   };
   // Without room to be made, the answer is quick; what evicts or swaps goes where it keeps nobody waiting.
-  if (attempt(body.may_evict ? Room::kTry : Room::kFree)) return;
+  if (attempt(first_room(body.may_evict))) return;
+  const Room room = body.may_evict ? Room::kEvict : Room::kFree;
   auto failure =
-      failure_of([&] { host_.run(Priority::kDecode, [attempt] { static_cast<void>(attempt(Room::kEvict)); }); });
+      failure_of([&] { host_.run(Priority::kDecode, [attempt, room] { static_cast<void>(attempt(room)); }); });
   if (failure) finish_lend(id, body.blocks, std::nullopt, std::move(failure));
 }
 

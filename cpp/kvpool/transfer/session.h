@@ -147,12 +147,13 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
     Medium to;
     std::vector<std::shared_ptr<Route>> routes;
   };
-  // For a write. Between media that nobody has measured yet, that begins, in another thread.
+  // For a write. Between media that nobody has measured yet, that begins behind it, in another thread.
   std::shared_ptr<Route> choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
                                       const Reach& from, const Reach& to, bool whole = false);
   std::shared_ptr<Route> cheapest(const std::string& name, std::uint64_t pieces, std::uint64_t bytes, const Reach& from,
                                   const Reach& to, bool whole) const;
-  void measure_soon(const Reach& from, const Reach& to) noexcept;
+  void want_measured(const Reach& from, const Reach& to) noexcept;
+  void measure_wanted() noexcept;
   std::vector<Question> claim_questions(const Reach& from, const Reach& to);
   void measure(const std::vector<Question>& questions, const Waiting& waiting);
   void after_write() noexcept;
@@ -187,6 +188,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   std::atomic<std::uint32_t> writes_{0};
   // By pair of media, from and to: it has been measured, is being, or is no question.
   std::array<std::atomic<bool>, std::size_t{kMediaCount} * kMediaCount> claimed_{};
+  std::atomic<std::uint32_t> wanted_{0};  // to be measured when no write is under way
 
   mutable std::mutex mutex_;
   std::shared_ptr<Link> link_;

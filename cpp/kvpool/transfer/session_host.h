@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <utility>
 
 #include "kvpool/base/error.h"
 #include "kvpool/transfer/block_host.h"
@@ -51,6 +52,10 @@ class SessionHost {
   // Runs work that may take long, soon, on a thread where it keeps no other peer waiting. Throws std::bad_alloc; then
   // it does not run.
   virtual void run(Priority priority, std::function<void()> work) = 0;
+  // The same for work that waits for one peer, whom `key` stands for: it keeps no other peer waiting, however long.
+  virtual void run_waiting(const void* /*key*/, Priority priority, std::function<void()> work) {
+    run(priority, std::move(work));
+  }
   // Writes, and calls job.done: in this thread before it returns when that is quick and this thread may be kept, else
   // from another thread. Throws std::bad_alloc; then nothing is written, and job.done is not called.
   virtual void write(WriteJob&& job) = 0;

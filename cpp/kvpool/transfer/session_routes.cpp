@@ -61,7 +61,7 @@ std::vector<RoutePrice> Session::route_prices() const {
 std::shared_ptr<Route> Session::choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
                                              const Reach& from, const Reach& to, bool whole) {
   auto route = cheapest(name, pieces, bytes, from, to, whole);
-  if (name.empty()) measure_soon(from, to);
+  if (name.empty()) want_measured(from, to);
   return route;
 }
 
@@ -105,7 +105,7 @@ std::vector<Session::Question> Session::claim_questions(const Reach& from, const
       }
       const bool on_gpu = blocks.on_gpu(source) || peer_.media[at(target)].kind == MemoryKind::kGpu;
       const bool asks = rivals.routes.size() > 1 && (on_gpu || rivals.by_name);
-      if (!asks && !rivals.all) continue;  // perhaps later
+      if (!rivals.all) continue;  // later: a measurement beside a guess decides nothing
       if (claimed.exchange(true) || !asks) continue;
       questions.push_back({source, target, std::move(rivals.routes)});
     }
@@ -130,11 +130,33 @@ void Session::measure_routes(const Waiting& waiting) {
   measure(questions, waiting);
 }
 
-void Session::measure_soon(const Reach& from, const Reach& to) noexcept {
+// A bit for each pair of media, as in claimed_.
+void Session::want_measured(const Reach& from, const Reach& to) noexcept {
+  if (!host_.limits().measure_routes || by_ranks_) return;
+  std::uint32_t wanted = 0;
+  for (const Medium source : kMedia) {
+    for (const Medium target : kMedia) {
+      const std::size_t pair = at(source) * kMediaCount + at(target);
+      if (from[at(source)] && to[at(target)] && !claimed_[pair].load(std::memory_order_relaxed)) wanted |= 1U << pair;
+    }
+  }
+  if (wanted != 0) wanted_.fetch_or(wanted, std::memory_order_relaxed);
+}
+
+// Behind the write that has asked, so that neither meets the other, nor a stream that waits for what is written.
+void Session::measure_wanted() noexcept {
+  if (wanted_.load(std::memory_order_relaxed) == 0) return;
+  const std::uint32_t wanted = wanted_.exchange(0);
   static_cast<void>(failure_of([&] {
-    auto questions = claim_questions(from, to);
+    std::vector<Question> questions;
+    for (const Medium source : kMedia) {
+      for (const Medium target : kMedia) {
+        if ((wanted >> (at(source) * kMediaCount + at(target)) & 1) == 0) continue;
+        std::ranges::move(claim_questions(reach_of(source), reach_of(target)), std::back_inserter(questions));
+      }
+    }
     if (questions.empty()) return;
-    host_.run(Priority::kBackground, [self = shared_from_this(), questions = std::move(questions)] {
+    host_.run_waiting(this, Priority::kBackground, [self = shared_from_this(), questions = std::move(questions)] {
       self->measure(questions, self->host_.now_ns() + RouteProbe::kTimeNs);
     });
   }));
@@ -143,7 +165,8 @@ void Session::measure_soon(const Reach& from, const Reach& to) noexcept {
 // --- writing ---
 
 void Session::after_write() noexcept {
-  if (!lost() || writes_under_way() > 0) return;
+  if (writes_under_way() > 0) return;
+  if (!lost()) return measure_wanted();
   host_.drained(*this);
   let_go();
 }
