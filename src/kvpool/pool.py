@@ -166,7 +166,7 @@ class Pool(PeerVerbs):
         LayoutMismatch: Adopted tensors do not have the layout's shape.
         Unsupported: This machine cannot do it, such as a device that is not there.
         DeviceLost: The GPU does not work any more. Every verb raises it from then on, but for those that end something
-            (close, disconnect) or only look (stats, audit, peers, received).
+            (close, disconnect) or only look (stats, audit, peers).
     """
 
     def __init__(

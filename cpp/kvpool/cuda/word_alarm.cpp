@@ -66,6 +66,9 @@ void start() {
   } catch (const std::system_error&) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw Error(ErrorCode::kState, "no thread left to see to it that a stream does not wait for ever");
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }

@@ -46,7 +46,7 @@ void add_late_writer(const RouteMaker& routes, const std::shared_ptr<Parted>& pa
       };
     }
     if (exposure.by_gpu) writer.settle_ns = Ghosts::kGpuSettleNs;
-    may_write = may_write || !ended;
+    may_write = may_write || !ended || writer.settle_ns > 0;
   }
   if (may_write) late.push_back(std::move(writer));
 }

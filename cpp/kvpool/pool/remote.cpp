@@ -234,6 +234,8 @@ Service& Pool::start_service(const ServiceOptions& options) {
   if (service_ != nullptr) throw Error(ErrorCode::kState, "the pool listens or is connected already");
   service_ = Service::make(*this, options);
   service_ptr_.store(service_.get(), std::memory_order_release);
+  const std::lock_guard state(mutex_);
+  if (failed_.load(std::memory_order_acquire)) service_->fail(*why_failed_);  // meanwhile, and told nobody
   return *service_;
 }
 

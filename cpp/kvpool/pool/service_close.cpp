@@ -57,7 +57,7 @@ void ServiceImpl::close() noexcept {
   lane_strands_.stop();
   receiving_.stop();
   reactor_->stop();
-  LocalServices::remove(epoch_);
+  LocalServices::remove(epoch_, write_lost_.load());
   drop_received();
   let_go_of_memory(std::move(left));
   std::unordered_map<std::string, Peer> gone;

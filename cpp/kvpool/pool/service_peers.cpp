@@ -276,7 +276,7 @@ std::shared_ptr<LinkHandler> ServiceImpl::admit(const std::shared_ptr<Link>& lin
   Peer before;
   {
     const std::lock_guard lock(mutex_);
-    if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
+    if (closed_) throw Error(initiated_here ? ErrorCode::kClosed : ErrorCode::kPeerLost, "the pool is closed");
     check_membership(card, initiated_here);
     check_instance(card);
     const auto known = peers_.find(card.name);

@@ -287,8 +287,9 @@ void Session::stop_writing(const Error& why) {
     pending.swap(pending_);
     for (const auto& [id, stop] : pushes_) stop->store(true, std::memory_order_relaxed);
   }
-  for (const auto& route : routes) route->close();
+  // In this order: a route may unmap a GPU's memory, which waits for streams, and these may wait for a fetch to end.
   for (const auto& [id, waiting] : pending) waiting->on_lost(*why_lost_);
+  for (const auto& route : routes) route->close();
   if (const auto open = link()) open->wake();
 }
 
