@@ -172,7 +172,7 @@ TEST_CASE("nccl ranks: a rank whose GPU is lost while it receives tells its own 
   ranks.cuda.lose(1, 719);
   REQUIRE(soon([&] { return outcome->reports == 1; }));
   CHECK(outcome->code == code(ErrorCode::kRouteFailed));
-  CHECK(ranks.b.device_lost);
+  CHECK(soon([&] { return ranks.b.device_lost.load(); }));
   CHECK_FALSE(ranks.a.device_lost);
 }
 

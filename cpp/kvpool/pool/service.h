@@ -40,6 +40,7 @@ struct ServiceOptions {
   bool trusted_network = false;           // frames on TCP carry a checksum instead of a MAC
   bool unix_door = true;                  // peers on this host that connect by TCP are met over a Unix socket
   bool measure_routes = true;             // when peers meet, where it is a question: see transfer/route_probe.h
+  std::int64_t measure_ns = 50'000'000;   // no write of a measurement begins later
   bool joins_cluster = false;             // nobody is met before join(), which brings the instance id
   std::string ucx = "wheel";              // wheel | system | path of libucp; used when a route is "ucx"
   std::string nccl = "wheel";             // wheel | system | path of libnccl; used when a route is "nccl"

@@ -28,7 +28,6 @@ namespace kvpool {
 
 class RouteProbe {
  public:
-  static constexpr std::int64_t kTimeNs = 50'000'000;                      // no write begins later
   static constexpr std::uint64_t kBytesMax = std::uint64_t{4} << 20;       // of a write
   static constexpr std::uint64_t kBlockBytesMax = std::uint64_t{1} << 20;  // of a block
   static constexpr std::size_t kBlocksMax = 32;

@@ -114,7 +114,7 @@ std::vector<Session::Question> Session::claim_questions(const Reach& from, const
 }
 
 void Session::measure(const std::vector<Question>& questions, const Waiting& waiting) {
-  const std::int64_t until_ns = std::min(waiting.until_ns, host_.now_ns() + RouteProbe::kTimeNs);
+  const std::int64_t until_ns = std::min(waiting.until_ns, host_.now_ns() + host_.limits().measure_ns);
   const auto failure = failure_of([&] {
     for (const Question& question : questions) {
       if (host_.now_ns() >= until_ns || lost()) return;
@@ -157,7 +157,7 @@ void Session::measure_wanted() noexcept {
     }
     if (questions.empty()) return;
     host_.run_waiting(this, Priority::kBackground, [self = shared_from_this(), questions = std::move(questions)] {
-      self->measure(questions, self->host_.now_ns() + RouteProbe::kTimeNs);
+      self->measure(questions, self->host_.now_ns() + self->host_.limits().measure_ns);
     });
   }));
 }
