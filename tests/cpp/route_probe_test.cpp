@@ -21,6 +21,7 @@ namespace {
 
 constexpr std::int64_t kMs = 1'000'000;
 constexpr std::int64_t kSecond = 1000 * kMs;
+constexpr std::size_t kBlocks = 64;  // of each medium
 
 // Writes at once, and takes as long as it is told to.
 class ModelRoute final : public Route {
@@ -81,7 +82,8 @@ constexpr RoutePrior kSlow{200, 3, 1 / 500.0};
 // Two processes; from a to b there are two routes, each of which is guessed to be the other.
 class ProbeKit {
  public:
-  explicit ProbeKit(bool measures = true) : a_(clock_, bugs_, identity("a", 1)), b_(clock_, bugs_, identity("b", 2)) {
+  explicit ProbeKit(bool measures = true, std::size_t blocks_a = kBlocks, std::size_t blocks_b = kBlocks)
+      : a_(clock_, bugs_, identity("a", 1, blocks_a)), b_(clock_, bugs_, identity("b", 2, blocks_b)) {
     SessionLimits limits;
     limits.measure_routes = measures;
     a_.set_limits(limits);
@@ -149,12 +151,12 @@ class ProbeKit {
   std::shared_ptr<Session> b;
 
  private:
-  static SimIdentity identity(const char* name, std::uint32_t instance) {
+  static SimIdentity identity(const char* name, std::uint32_t instance, std::size_t blocks) {
     SimIdentity identity;
     identity.name = name;
     identity.instance = instance;
     identity.epoch = 2 * instance + 1;
-    identity.hbm_blocks = identity.dram_blocks = 16;
+    identity.hbm_blocks = identity.dram_blocks = blocks;
     return identity;
   }
   // All that statistics tell of a pool.
@@ -279,27 +281,57 @@ TEST_CASE("without a free block on either side nothing is measured, and with few
       CAPTURE(left);
       ProbeKit kit;
       Pool& pool = (here ? kit.here() : kit.there()).pool();
-      const Addresses taken = alloc(pool, 16 - left);
+      const Addresses taken = alloc(pool, kBlocks - left);
       kit.measure();
       CHECK(kit.is_settled() == (left > 0));
       CHECK(kit.is_settled(Medium::kDram, Medium::kDram));
       pool.free(taken.data(), taken.size());
       const PoolStats stats = pool.audit();
-      CHECK(stats.media[0].by_state[static_cast<std::size_t>(BlockState::kFree)] == 16);
+      CHECK(stats.media[0].by_state[static_cast<std::size_t>(BlockState::kFree)] == kBlocks);
     }
   }
+}
+
+TEST_CASE("it takes one block of eight at most, of either side") {
+  for (const auto& [a, b, most] : {std::tuple(kBlocks, kBlocks, 8), std::tuple(kBlocks, std::size_t{31}, 3),
+                                   std::tuple(std::size_t{15}, kBlocks, 1), std::tuple(std::size_t{7}, kBlocks, 0)}) {
+    CAPTURE(a);
+    CAPTURE(b);
+    ProbeKit kit(/*measures=*/true, a, b);
+    std::size_t seen = 0;
+    kit.fast->on_write = [&](int) {
+      for (SimProcess* const process : {&kit.here(), &kit.there()}) {
+        for (const MediumCounts& medium : process->pool().stats().media) {
+          const std::size_t taken = medium.capacity - medium.by_state[static_cast<std::size_t>(BlockState::kFree)];
+          seen = std::max(seen, taken);
+        }
+      }
+    };
+    kit.measure();
+    CHECK(seen == static_cast<std::size_t>(most));
+    CHECK(kit.is_settled() == (most > 0));
+    kit.check_nothing_left();
+  }
+}
+
+TEST_CASE("of one block nothing is taken for what several cost") {
+  ProbeKit kit(/*measures=*/true, 8, 8);
+  kit.measure();
+  REQUIRE(kit.is_settled());
+  CHECK(kit.fast->cost()->settled(Medium::kHbm, Medium::kHbm)->us_per_piece >= kSlow.us_per_piece);  // its guess
+  CHECK(kit.slow->cost()->settled(Medium::kHbm, Medium::kHbm)->us_per_piece >= kFast.us_per_piece);
 }
 
 TEST_CASE("nothing cached makes room for it") {
   ProbeKit kit;
   for (SimProcess* const process : {&kit.here(), &kit.there()}) {
-    const Held held = insert(process->shared_pool(), prompt(1, 16), alloc(process->pool(), 16));
-    CHECK(held.outcome.inserted == 16);
+    const Held held = insert(process->shared_pool(), prompt(1, kBlocks), alloc(process->pool(), kBlocks));
+    CHECK(held.outcome.inserted == kBlocks);
   }
   kit.measure();
   CHECK_FALSE(kit.is_settled());
   for (SimProcess* const process : {&kit.here(), &kit.there()}) {
-    CHECK(match(process->shared_pool(), prompt(1, 16)).addresses.size() == 16);
+    CHECK(match(process->shared_pool(), prompt(1, kBlocks)).addresses.size() == kBlocks);
   }
 }
 

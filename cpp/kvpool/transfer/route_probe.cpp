@@ -22,11 +22,11 @@ double microseconds(std::int64_t ns) noexcept { return static_cast<double>(ns) /
 
 }  // namespace
 
-// Free blocks of this pool, as many as there are: reserved for nobody, so that nobody but this probe has them.
+// Free blocks of this pool, at most so many: reserved for nobody, so that nobody but this probe has them.
 class RouteProbe::OwnBlocks {
  public:
-  OwnBlocks(BlockHost& host, Medium medium) : host_(host) {
-    for (std::size_t n = kBlocksMax; n > 0 && addresses_.empty(); n /= 2) {
+  OwnBlocks(BlockHost& host, Medium medium, std::size_t blocks_max) : host_(host) {
+    for (std::size_t n = blocks_max; n > 0 && addresses_.empty(); n /= 2) {
       ReserveSpec spec;
       spec.blocks = n;
       spec.medium = medium;
@@ -57,7 +57,7 @@ RouteProbe::RouteProbe(Session& session, Medium from, Medium to, const std::vect
 void RouteProbe::run(std::int64_t until_ns, const Waiting& waiting) {
   bool given_up = false;
   const Waiting limited(until_ns, [&] { return given_up = given_up || (waiting.given_up && waiting.given_up()); });
-  const OwnBlocks own(session_.host().blocks(), from_);
+  const OwnBlocks own(session_.host().blocks(), from_, blocks_max());
   if (own.addresses().empty()) return;
   const auto failure = failure_of([&] {
     if (!reserve(own.addresses().size(), limited)) return;
@@ -66,6 +66,12 @@ void RouteProbe::run(std::int64_t until_ns, const Waiting& waiting) {
   end(Waiting(std::min(std::max(until_ns, waiting.until_ns), session_.host().now_ns() + kEndNs)));
   if (given_up) throw Error(ErrorCode::kCancelled, "the caller has given up waiting");
   if (!failure) static_cast<void>(failure_of([&] { settle(); }));
+}
+
+std::size_t RouteProbe::blocks_max() const noexcept {
+  const auto here = session_.host().blocks().spans()[static_cast<std::size_t>(medium_index(from_))].blocks;
+  const auto there = session_.peer().media[static_cast<std::size_t>(medium_index(to_))].blocks;
+  return std::min<std::size_t>(std::min<std::uint64_t>(here, there) / kShare, kBlocksMax);
 }
 
 // Blocks at the peer, at most so many. False when it has none to spare.
@@ -193,16 +199,18 @@ void RouteProbe::settle() {
   std::vector<Found> all;
   for (const Candidate& candidate : candidates_) {
     if (candidate.out || candidate.route->cost() == nullptr) continue;
+    const RoutePrior& guess = candidate.route->cost()->guess();
     auto write = fit_cost(candidate.written);
     const auto arrived = fit_cost(candidate.arrived);
     if (!write || !arrived) return;  // a measurement beside a guess decides nothing
     const auto shorter = [](const CostSample& one) { return one.bytes < kRateBytes; };
     if (std::ranges::all_of(candidate.written, shorter)) {
       // Blocks of a few KiB: latency is what was measured, and the noise of it must not make long writes free.
-      const RoutePrior& guess = candidate.route->cost()->guess();
       write->us_per_piece = std::max(write->us_per_piece, guess.us_per_piece);
       write->us_per_byte = std::max(write->us_per_byte, guess.us_per_byte);
     }
+    // Nor does one block show what several cost more than its bytes.
+    if (addresses_.size() == 1) write->us_per_piece = std::max(write->us_per_piece, guess.us_per_piece);
     const auto more = [](double whole, double part) { return std::max(whole - part, 0.0); };
     all.push_back({candidate.route->cost(),
                    *write,

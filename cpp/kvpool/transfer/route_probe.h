@@ -7,8 +7,9 @@
 //   says that the transfer will not be ────────▶ has them back
 //   gives its own back
 //
-// So the wire and the receiver know nothing of it, and whatever ends a transfer leaves as little of this one. Where
-// either side has no free block nothing is measured, and the guesses stay, as they do where the time did not do.
+// So the wire and the receiver know nothing of it, and whatever ends a transfer leaves as little of this one. It takes
+// at most one block of kShare on either side, as somebody may be about to ask for the last ones. Where either side is
+// smaller, or has no free block, nothing is measured, and the guesses stay, as they do where the time did not do.
 //
 // Thread-safety: a probe belongs to one thread, which it keeps while it lasts.
 #pragma once
@@ -31,6 +32,7 @@ class RouteProbe {
   static constexpr std::uint64_t kBytesMax = std::uint64_t{4} << 20;       // of a write
   static constexpr std::uint64_t kBlockBytesMax = std::uint64_t{1} << 20;  // of a block
   static constexpr std::size_t kBlocksMax = 32;
+  static constexpr std::size_t kShare = 8;  // one block of so many, of either side's medium
   static constexpr int kRepeats = 3;
 
   // `routes`: of this session, from the one medium to the other.
@@ -55,6 +57,7 @@ class RouteProbe {
   };
   class OwnBlocks;
 
+  std::size_t blocks_max() const noexcept;
   bool reserve(std::size_t blocks, const Waiting& waiting);
   std::vector<Size> sizes() const;
   void sample_all(std::span<const Address> own, std::int64_t until_ns, const Waiting& waiting);

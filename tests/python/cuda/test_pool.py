@@ -175,8 +175,10 @@ with small_pool(device="cuda") as pool:
     for wrong in (4711, "0"):
         with refused(pool, (kvpool.ArgumentError if wrong == 4711 else kvpool.ArgumentTypeError), "stream"):
             pool.swap_out(1, stream=wrong, wait=False)
+    # At most one until now: where the one swap took blocks that the other had freed since it was ordered.
+    assert (before := fake_counts("cuCtxRecordEvent")) <= 1
     pool.swap_in(moved, wait=False).wait(60).result.close()  # after all work of the device
-    assert fake_counts("cuCtxRecordEvent") == 1 and fake_counts("cuCtxSynchronize") == 0
+    assert fake_counts("cuCtxRecordEvent") == before + 1 and fake_counts("cuCtxSynchronize") == 0
 assert fake_counts("pageable") == 0
 del stamps
 assert left() == "contexts=1 streams=1", left()  # of the stream above
