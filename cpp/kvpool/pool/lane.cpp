@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kvpool/base/strips.h"
+#include "kvpool/transfer/failure.h"
 #include "kvpool/transport/reactor.h"
 #include "kvpool/transport/route_choice.h"
 
@@ -177,8 +178,24 @@ void Lane::depart(const Error& why) noexcept {
       why_departing_ = Error(why.code() == ErrorCode::kClosed ? why.code() : ErrorCode::kPeerLost, why.what());
     routes = routes_;
   }
-  for (const auto& route : routes) route->close();
+  for (const auto& route : routes) {
+    route->close();
+    if (auto open = route->let_go()) drop_aside(std::move(open));
+  }
   part_if_idle();
+}
+
+// As of a session: it may wait for the GPU, and counts as a write meanwhile.
+void Lane::drop_aside(std::shared_ptr<void> open) noexcept {
+  writes_.fetch_add(1);
+  const void* const key = open.get();
+  const auto failure = failure_of([&] {
+    events_.run_aside(key, [self = shared_from_this(), dropped = std::move(open)]() mutable {
+      dropped.reset();
+      self->end_write();
+    });
+  });
+  if (failure) end_write();  // it was dropped here
 }
 
 // Says that this side writes no more, once that is so, and lets go of the link when there is nothing more to hear on

@@ -45,6 +45,8 @@ class Lane final : public LinkHandler, public Parted, public std::enable_shared_
     std::function<void(const Lane& lane)> on_changed;
     std::function<void(const Lane& lane)> on_heard;        // the peer's first word: it has admitted this side
     std::function<void(const Error& why)> on_device_lost;  // the GPU of this side, and all that is on it
+    // Runs work that waits for nobody but what `key` stands for, soon. Throws std::bad_alloc; then it does not run.
+    std::function<void(const void* key, std::function<void()> work)> run_aside;
   };
   // The blocks of this side. `landing`: as BlockHost::landing.
   struct Memory {
@@ -99,6 +101,7 @@ class Lane final : public LinkHandler, public Parted, public std::enable_shared_
   // known.
   void settle(const Error& why);
   [[noreturn]] void break_off(const Error& why);
+  void drop_aside(std::shared_ptr<void> open) noexcept;
   void part_if_idle() noexcept;
   bool over_locked() const noexcept;
 

@@ -63,6 +63,9 @@ std::shared_ptr<LinkHandler> RankLanes::admit(const std::shared_ptr<Link>& link,
   // It has admitted this side, which it does only when it has ended what it wrote in earlier meetings.
   events.on_heard = [this](const Lane& heard) { ghosts_.on_writer_gone(heard.peer().epoch); };
   events.on_device_lost = [this](const Error& why) { on_device_lost_(why); };
+  events.run_aside = [this](const void* key, std::function<void()> work) {
+    strands_.run(key, Priority::kBackground, std::move(work));
+  };
   Lane::Memory memory{spans_, [this](std::span<const Address> blocks, std::vector<iovec>& pieces, std::uint64_t bytes) {
                         return routes_.landing(blocks, pieces, bytes);
                       }};

@@ -287,10 +287,31 @@ void Session::stop_writing(const Error& why) {
     pending.swap(pending_);
     for (const auto& [id, stop] : pushes_) stop->store(true, std::memory_order_relaxed);
   }
-  // In this order: a route may unmap a GPU's memory, which waits for streams, and these may wait for a fetch to end.
+  // In this order: unmapping a GPU's memory waits for streams, and these may wait for a fetch to end.
   for (const auto& [id, waiting] : pending) waiting->on_lost(*why_lost_);
-  for (const auto& route : routes) route->close();
+  for (const auto& route : routes) {
+    route->close();
+    if (auto open = route->let_go()) drop_aside(std::move(open));
+  }
   if (const auto open = link()) open->wake();
+}
+
+// Giving it back may wait for streams, and these for fetches from other peers, whose answers this thread may be the one
+// to bring. Until it is done it counts as a write: this side has not ended before.
+void Session::drop_aside(std::shared_ptr<void> open) noexcept {
+  writes_.fetch_add(1);
+  const auto ended = [self = shared_from_this()] {
+    self->writes_.fetch_sub(1);
+    self->after_write();
+  };
+  const void* const key = open.get();  // not the session's: what waits there may be a write that is yet to be stopped
+  const auto failure = failure_of([&] {
+    host_.run_waiting(key, Priority::kBackground, [ended, dropped = std::move(open)]() mutable {
+      dropped.reset();
+      ended();
+    });
+  });
+  if (failure) ended();  // it was dropped here
 }
 
 void Session::on_closed(const Error& why) {

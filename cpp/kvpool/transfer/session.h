@@ -166,6 +166,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   void on_unwanted(const Message& answer);
   void close_link(const Error& why) noexcept;
   void let_go() noexcept;
+  void drop_aside(std::shared_ptr<void> open) noexcept;
   void on_fetch(std::uint64_t id, FetchBody&& body);  // fetch.cpp
   void begin_push(std::uint64_t id, const std::shared_ptr<FetchBody>& body);
   void finish_push(std::uint64_t id, std::span<const Address> held, const Error* error) noexcept;

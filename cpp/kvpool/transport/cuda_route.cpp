@@ -105,18 +105,17 @@ class CudaRoute final : public Route {
     return outcome;
   }
 
+  void close() noexcept override { closed_.store(true); }
   // With the last write under way goes what is mapped of the peer, not when the last handle of a transfer is dropped:
   // once this side has said that it writes no more, the peer may free memory that nobody may have open then.
-  void close() noexcept override {
-    std::shared_ptr<MappedSide> mapped;  // ends without the lock
+  std::shared_ptr<void> let_go() noexcept override {
     const std::lock_guard lock(mutex_);
-    closed_.store(true);
-    mapped.swap(mapped_);
+    return std::exchange(mapped_, nullptr);
   }
 
  private:
-  // For a write, which this side counts: nobody else may be the last to hold it. Null once the route is closed; closed_
-  // is set by then.
+  // For a write, which this side counts: nobody but it and who has let go may be the last to hold it. Null once that
+  // has happened; closed_ is set by then.
   std::shared_ptr<MappedSide> mapped() const noexcept {
     const std::lock_guard lock(mutex_);
     return mapped_;

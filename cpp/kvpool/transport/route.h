@@ -88,8 +88,11 @@ class Route {
   // What receives here that the peer writes by this route, when that takes this side's help.
   virtual std::shared_ptr<Passage> passage() const noexcept { return nullptr; }
 
-  // Writes that come later fail with kPeerLost, those under way soon. Idempotent.
+  // Writes that come later fail with kPeerLost, those under way soon. Idempotent, and waits for nothing.
   virtual void close() noexcept = 0;
+  // After close(): what it still has open of the peer, if giving that back may wait for a GPU; once, then null. Whoever
+  // drops it does so in a thread that nobody waits for, and says only then that this side writes no more.
+  virtual std::shared_ptr<void> let_go() noexcept { return nullptr; }
 
   // How its writes have ended: see write_by().
   RouteHealth& health() noexcept { return health_; }

@@ -3,10 +3,11 @@
 //
 // The fake has four GPUs of 256 MiB each. Their memory has addresses that nobody but the fake can follow: code that
 // reads it as if it were the CPU's dies of SIGSEGV at that place. Streams are threads, and every piece of their work
-// waits a little before it begins: two streams whose order nobody asked for run in any order. Handles, addresses and
-// contexts that are wrong are refused as the driver refuses them; work whose memory went before it ran ends the
-// context, as on a GPU (CUDA_ERROR_ILLEGAL_ADDRESS). A stream that is captured (cuStreamBeginCapture) pulls in those
-// that wait for its events, and what they are told to copy is not copied.
+// waits a little before it begins: two streams whose order nobody asked for run in any order. What takes memory away
+// (cuMemFree, cuMemUnmap, cuIpcCloseMemHandle, cuMemHostUnregister) waits for all streams of the current context.
+// Handles, addresses and contexts that are wrong are refused as the driver refuses them; work whose memory went before
+// it ran ends the context, as on a GPU (CUDA_ERROR_ILLEGAL_ADDRESS). A stream that is captured (cuStreamBeginCapture)
+// pulls in those that wait for its events, and what they are told to copy is not copied.
 #pragma once
 
 #include <cstddef>

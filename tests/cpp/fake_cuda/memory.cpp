@@ -186,9 +186,10 @@ int cuMemAlloc_v2(Address* address, std::size_t bytes) {
 
 int cuMemFree_v2(Address address) {
   State& s = state();
-  const std::lock_guard lock(s.mutex);
+  std::unique_lock lock(s.mutex);
   int code = 0;
-  enter_context("cuMemFree", "", code);
+  const Context* context = enter_context("cuMemFree", "", code);
+  if (context != nullptr) wait_for_device(lock, context->device);
   const auto found = s.ranges.find(address);
   if (found == s.ranges.end() || !found->second.plain) return kInvalidValue;
   s.ranges.erase(found);
@@ -234,9 +235,10 @@ int cuIpcOpenMemHandle_v2(Address* address, IpcHandle handle, unsigned flags) {
 
 int cuIpcCloseMemHandle(Address address) {
   State& s = state();
-  const std::lock_guard lock(s.mutex);
+  std::unique_lock lock(s.mutex);
   int code = 0;
-  enter_context("cuIpcCloseMemHandle", "", code);
+  const Context* context = enter_context("cuIpcCloseMemHandle", "", code);
+  if (context != nullptr) wait_for_device(lock, context->device);
   const auto found = s.ranges.find(address);
   if (found == s.ranges.end() || found->second.opened == 0) return kInvalidValue;
   if (--found->second.opened == 0) s.ranges.erase(found);
@@ -321,9 +323,10 @@ int cuMemMap(Address address, std::size_t bytes, std::size_t offset, Address han
 
 int cuMemUnmap(Address address, std::size_t bytes) {
   State& s = state();
-  const std::lock_guard lock(s.mutex);
+  std::unique_lock lock(s.mutex);
   const int code = enter("cuMemUnmap", "");
   if (code != kSuccess) return code;
+  if (const Context* context = current_context(); context != nullptr) wait_for_device(lock, context->device);
   const auto range = s.ranges.find(address);
   if (range == s.ranges.end() || range->second.bytes != bytes || range->second.physical == nullptr ||
       range->second.opened > 0) {
@@ -402,9 +405,10 @@ int cuMemHostRegister_v2(void* base, std::size_t bytes, unsigned flags) {
 }
 
 int cuMemHostUnregister(void* base) {
-  const std::lock_guard lock(state().mutex);
+  std::unique_lock lock(state().mutex);
   int code = 0;
   const Context* context = enter_context("cuMemHostUnregister", "", code);
+  if (context != nullptr) wait_for_device(lock, context->device);
   const bool lost = context == nullptr && current_context() != nullptr && current_context()->lost == code;
   if (context == nullptr && !lost) return code;
   if (state().registered.erase(reinterpret_cast<Address>(base)) == 0) return kNotRegistered;

@@ -165,6 +165,16 @@ void wait_for(const std::shared_ptr<Mark>& mark) {
   mark->done_changed.wait(lock, [&] { return mark->done; });
 }
 
+void wait_for_device(std::unique_lock<std::mutex>& lock, int device) {
+  std::vector<std::shared_ptr<Mark>> marks;
+  for (Stream* stream : state().streams) {
+    if (stream->context->device == device) marks.push_back(stream->add_mark());
+  }
+  lock.unlock();
+  for (const auto& mark : marks) wait_for(mark);
+  lock.lock();
+}
+
 }  // namespace kvpool::fake_cuda
 
 using namespace kvpool::fake_cuda;

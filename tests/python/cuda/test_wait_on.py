@@ -124,3 +124,33 @@ with here, there, host:
     by_host.wait()
     assert fake_counts("waits passed") == 0
 """)
+
+
+def test_a_peer_that_dies_keeps_no_stream_that_waits_for_another(on_fake):
+    """Its GPU memory is unmapped, which waits for that stream."""
+    on_fake("""
+from transfer.kit import Child
+child = Child()
+here, there = pair_on_gpu("cuda_ipc", device="cuda:1", layout=byte_layout())
+with here, there:
+    address = child(
+        "pool = small_pool(device='cuda:0', layout=small_layout(dtype='uint8'), routes=('cuda_ipc',), lease_s=2.0)\\n"
+        "pool.listen(address, name='third')", address=address_of("shm"))
+    assert here.connect(address) == "third"
+    owners = new_stream(1)
+    theirs = there.alloc(2)
+    held = HeldWork(owners).write(there, theirs, [7, 8])
+    stream = new_stream(0)
+    reader = HeldWork(stream)
+    reader.let_go()
+    fetch = here.fetch("there", theirs, timeout=60)
+    seen = reader.read(here, fetch.wait_on(stream))
+    unmapped = fake_counts("cuMemUnmap")
+    child.kill()
+    wait_for(lambda: fake_counts("cuMemUnmap") > unmapped and [one.name for one in here.peers()] == ["there"])
+    assert not fetch.done()
+    held.let_go()
+    assert seen() == [7, 8]
+    assert fetch.exception() is None
+    wait_for(lambda: here.audit().hbm.quarantined == 0)
+""")
