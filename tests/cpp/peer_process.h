@@ -58,6 +58,13 @@ class PeerProcess {
     return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
   }
   void signal(int number) const { kill(pid_, number); }
+  // It does nothing more when this returns.
+  void stop() const {
+    signal(SIGSTOP);
+    int status = 0;
+    while (waitpid(pid_, &status, WUNTRACED) < 0 && errno == EINTR) {
+    }
+  }
   int kill_and_wait() {
     signal(SIGKILL);
     return wait();

@@ -43,7 +43,7 @@ TEST_CASE("who wants the same shares one attempt, and its outcome") {
     std::atomic<int> made{0};
     const auto outcomes = call_together(attempts, in_seconds(30), in_seconds(30), [&](int call) {
       made = call;
-      if (call == 1) usleep(100'000);
+      if (call == 1) usleep(500'000);
       if (!works) throw Error(ErrorCode::kAuth, "attempt " + std::to_string(call));
     });
     CHECK(made < kCallers);  // mostly 1: who comes when it is over makes another

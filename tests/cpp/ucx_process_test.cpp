@@ -219,6 +219,7 @@ TEST_CASE("UCX: a write to a stopped peer ends by its deadline and nothing of it
   const auto blocks = blocks_of(Medium::kHbm, 0, 64);
   write_blocks(*route, {{0, 0, kBlock}}, blocks, blocks);
   kill(target.pid(), SIGSTOP);
+  waitpid(target.pid(), nullptr, WUNTRACED);
   const std::int64_t started = monotonic_ns();
   std::string text;
   const auto code = code_of([&] { write_blocks(*route, {{0, 0, kBlock}}, blocks, blocks, in_ms(200)); }, &text);

@@ -140,7 +140,7 @@ def test_who_notices_too_late_has_broken_a_promise() -> None:
     story = two_instances.Story(Console(quiet=True))
     story.noticed("A", "B is gone", 0.02)
     assert set(story.promises.values()) == {True}
-    story.noticed("B", "A is gone", 2.0)
+    story.noticed("B", "A is gone", 20.0)
     assert set(story.promises.values()) == {True, False}
 
 

@@ -88,7 +88,8 @@ def test_a_transfer_can_be_cancelled_at_any_moment_and_ends_once(route, nursery,
         theirs = pool.alloc(8, instance="victim")
         ends = dict.fromkeys(["done", "cancelled", "full"], 0)
         for number in range(1, 3000 if LONG else 150):
-            own = addrs[: dice.choice([1, 8, 24])]
+            # By a socket only what it takes at once: a frame that is cut short ends the link, which is tested below.
+            own = addrs[: 1 if route.startswith("sock") else dice.choice([1, 8, 24])]
             stamp(pool, own, number)
             ends[cancel_one(pool, own, theirs, number, dice)] += 1
             assert victim.told() == []

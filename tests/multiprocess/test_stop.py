@@ -53,7 +53,8 @@ def test_what_a_stopped_sender_still_writes_lands_in_no_block_that_is_used_again
             eventually(lambda seen=reader.items: reader.items > seen)
             time.sleep(0.02 * dice.random())
             victim.stop()
-            time.sleep(LEASE * dice.choice([0.5, 1.5, 2.0, 3.0]) * (0.8 + 0.4 * dice.random()))
+            lent = pool.stats().hbm.lent  # none, if it was just coming back
+            time.sleep(LEASE * dice.choice([0.5, 1.5, 2.0]) * (0.8 + 0.4 * dice.random()))
             eventually(lambda: pool.stats().hbm.active == 0)  # the reader has looked at what came before
             lost = pool.peers() == []
             if lost:  # its blocks follow a moment after it has gone
@@ -63,7 +64,7 @@ def test_what_a_stopped_sender_still_writes_lands_in_no_block_that_is_used_again
             stats = pool.audit().hbm
             if lost or pool.peers():  # or it has gone just now
                 assert stats.free == 0
-                assert lost == (stats.lent == 0)
+                assert stats.lent == (0 if lost else lent)
             victim.told()
             victim.wake()
             if lost:
@@ -72,7 +73,7 @@ def test_what_a_stopped_sender_still_writes_lands_in_no_block_that_is_used_again
                 time.sleep(0.05)  # to write what it was about to write; there is no end of it to wait for
             assert check(pool, own, 0xABCD00 + run) == [], f"stop {run}: a late write"
             if lost:  # over a socket only this process writes; else what was lent, and perhaps reserved, is kept apart
-                assert (stats.quarantined == 0) if route.startswith("sock") else (stats.quarantined >= 8)
+                assert (stats.quarantined == 0) if route.startswith("sock") else (stats.quarantined >= lent)
             pool.free(own)
             eventually(lambda: pool.stats().hbm.quarantined == 0)
         assert reader.wrong == []

@@ -113,7 +113,7 @@ while True:
     cuda.fake_cuda_reset()
     cuda.fake_cuda_fail_nth(n, 700)
     try:
-        pools.append(small_pool(4, 4, device="cuda:0", routes=("cuda_ipc",), name="here", lease_s=2.0))
+        pools.append(small_pool(4, 4, device="cuda:0", routes=("cuda_ipc",), name="here", lease_s=10.0))
         here = pools[0]
         store(here, prompt(3))
         where = "swapped out"
@@ -122,7 +122,7 @@ while True:
         with here.match(prompt(3)) as hit, here.swap_in(hit.addrs):
             pass
         where = "met"
-        pools.append(small_pool(4, 4, device="cuda:1", routes=("cuda_ipc",), name="there", lease_s=2.0))
+        pools.append(small_pool(4, 4, device="cuda:1", routes=("cuda_ipc",), name="there", lease_s=10.0))
         here.connect(pools[1].listen(address_of("x")))
         where = "sent"
         with here.match(prompt(3)) as hit:
@@ -166,14 +166,14 @@ def test_peers_in_other_processes_hear_of_a_lost_gpu_in_bounded_time(fake_cuda, 
             for name, child in sides.items():
                 child(
                     "from gpu_memory import driver\ncuda = driver()\n"
-                    "pool = small_pool(device='cuda:0', secret=secret, name=name, routes=(route,), lease_s=2.0)",
+                    "pool = small_pool(device='cuda:0', secret=secret, name=name, routes=(route,), lease_s=10.0)",
                     secret=SECRET, name=name, route=route,
                 )  # fmt: skip
             where = b("pool.listen(where)", where=address_of(route))
             a("pool.connect(where, timeout=30); addrs = pool.alloc(4); fill(pool, addrs); None", where=where)
             if lost == "a":  # in one order, for the copy goes on meanwhile
                 a(
-                    "cuda.fake_cuda_set(b'delay_us', 200_000)\n"
+                    "cuda.fake_cuda_set(b'delay_us', 1_000_000)\n"
                     "sent = pool.transfer('b', addrs); cuda.fake_cuda_lose(0, 719); None"
                 )
             else:

@@ -103,7 +103,7 @@ class Crew:
         self, start: Callable[[], Child], name: str, parallel: ParallelConfig | None, devices: list[str],
         settings: dict[str, Any], adopts: bool,
     ) -> None:  # fmt: skip
-        common = {"secret": SECRET, "lease_s": 2.0, "check_memory": False, "huge_pages": "never"} | settings
+        common = {"secret": SECRET, "lease_s": 10.0, "check_memory": False, "huge_pages": "never"} | settings
         self.name = name
         self.scheduler: kvpool.Pool | None = None
         self.members: list[Child] = []
@@ -290,7 +290,7 @@ def test_a_rank_on_a_gpu_that_is_killed_loses_its_instance_and_no_block_of_a_pee
         addrs = a.scheduler.alloc(4)
         a.put(addrs.tolist(), 10)
         for member in a.members:
-            member("fake.fake_cuda_set(b'delay_us', 100_000)")  # a write is long under way
+            member("fake.fake_cuda_set(b'delay_us', 1_000_000)")  # a write is long under way
         handle = a.scheduler.transfer("b", addrs)
         a.members[1].kill(signal.SIGKILL)
         assert isinstance(handle.exception(60), kvpool.PeerLost)
@@ -316,7 +316,7 @@ def test_a_rank_whose_gpu_fails_says_so_and_its_instance_is_lost(fake_cuda: Path
 
 def test_what_a_rank_cannot_do_with_a_gpu_or_without_is_refused(on_fake: Any) -> None:
     on_fake("""
-settings = dict(check_memory=False, secret="ranks", lease_s=2.0)
+settings = dict(check_memory=False, secret="ranks", lease_s=10.0)
 pool = kvpool.Pool(small_layout(), 4, 4, parallel=kvpool.ParallelConfig(tp=2), **settings)
 ticket = pool.export_rank(0)
 raises(kvpool.Unsupported, lambda: kvpool.RankArena.join(ticket, routes=("nccl", "sock"), **settings),

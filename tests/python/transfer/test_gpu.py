@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transfer.kit import SECRET, Child, address_of, eventually, route_or_skip, small_layout, small_pool
+from transfer.kit import SECRET, Child, address_of, eventually, route_or_skip, small_layout, small_pool, stop_process
 
 import kvpool
 
@@ -188,12 +188,12 @@ def test_a_pool_in_ordinary_memory_takes_no_stream():
 
 @pytest.mark.parametrize("route", ["cuda_ipc", "sock"])
 def test_a_stream_that_waits_for_a_fetch_goes_on_when_the_owner_is_killed(fake_cuda, route):
-    with two_processes(fake_cuda, routes=(route,), lease_s=2) as (a, b):
+    with two_processes(fake_cuda, routes=(route,), lease_s=20) as (a, b):
         theirs = b("addrs = pool.alloc(2); put(addrs, 10)\naddrs")
         a("stream = new_stream(); fetch = pool.fetch('b', theirs)", theirs=theirs)
         a("got = fetch.wait_on(stream); assert fake.cuStreamSynchronize(ctypes.c_void_p(stream)) == 0")
         assert a("assert fetch.exception() is None\nget(got)") == [10, 11]
-        b.kill(signal.SIGSTOP)
+        stop_process(b.process.pid)
         a("late = pool.fetch('b', theirs); late.wait_on(stream); None")
         assert a("late.done()") is False
         b.kill(signal.SIGKILL)
@@ -203,14 +203,14 @@ def test_a_stream_that_waits_for_a_fetch_goes_on_when_the_owner_is_killed(fake_c
 
 @pytest.mark.parametrize("route", ["cuda_ipc", "sock"])
 def test_a_receiver_that_is_killed_is_lost_and_a_sender_that_is_killed_leaves_nothing(fake_cuda, route):
-    with two_processes(fake_cuda, routes=(route,), lease_s=2, layout=small_layout()) as (a, b):
-        a("addrs = pool.alloc(4); put(addrs, 10); fake.fake_cuda_set(b'delay_us', 100_000)")
+    with two_processes(fake_cuda, routes=(route,), lease_s=10, layout=small_layout()) as (a, b):
+        a("addrs = pool.alloc(4); put(addrs, 10); fake.fake_cuda_set(b'delay_us', 1_000_000)")
         a("handle = pool.transfer('b', addrs)")
         b.kill(signal.SIGKILL)
         assert a("type(handle.exception(60)).__name__") == "PeerLost"
         assert a("get(addrs)") == [10, 11, 12, 13]
-    with two_processes(fake_cuda, routes=(route,), lease_s=2) as (a, b):
-        a("addrs = pool.alloc(4); put(addrs, 10); fake.fake_cuda_set(b'delay_us', 100_000)")
+    with two_processes(fake_cuda, routes=(route,), lease_s=10) as (a, b):
+        a("addrs = pool.alloc(4); put(addrs, 10); fake.fake_cuda_set(b'delay_us', 1_000_000)")
         a("handle = pool.transfer('b', addrs)")
         a.kill(signal.SIGKILL)
         eventually(lambda: b("stats = pool.stats()\nstats.hbm.free") == 8, seconds=30)

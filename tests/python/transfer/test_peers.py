@@ -316,7 +316,7 @@ def test_a_peer_comes_back_under_its_name():
 
 def test_a_stopped_peer_is_lost_and_its_late_writes_harm_nobody(child):
     """SIGSTOP is not SIGKILL: what it may still write is kept apart until it is known to be gone."""
-    short = {"lease_s": 1.0}
+    short = {"lease_s": 3.0}
     with pair_of(NEAR, child=child, a=short, b=short, clean=False) as pair:
         assert pair.b("len(pool.alloc(2, instance=peer))", peer=pair.to_a) == 2
         child.kill(signal.SIGSTOP)
@@ -440,7 +440,7 @@ transfer = two.transfer(peer, two.alloc(1))
 def test_blocks_of_a_killed_peer_that_was_met_over_tcp_are_released_when_it_wrote_by_ucx(route):
     """Its link has no descriptor of its process, and UCX may still deliver what it sent: both need a proof."""
     route_or_skip(route)
-    settings = {"routes": ("ucx",), "unix_door": False, "lease_s": 1.0, "secret": "s"}
+    settings = {"routes": ("ucx",), "unix_door": False, "lease_s": 3.0, "secret": "s"}
     child = Child(**UCX_SETTINGS[route])
     with environment(UCX_SETTINGS[route]), small_pool(**settings) as pool:
         child("pool = small_pool(**settings)", settings=settings)
@@ -454,7 +454,7 @@ def test_blocks_of_a_killed_peer_that_was_met_over_tcp_are_released_when_it_wrot
 
 def test_lent_blocks_of_a_peer_that_is_gone_are_freed_with_the_others():
     child = Child()
-    settings = {"routes": (NEAR,), "lease_s": 1.0}
+    settings = {"routes": (NEAR,), "lease_s": 10.0}
     with small_pool(**settings) as pool:
         peer = pool.connect(child("pool = small_pool(**settings)\npool.listen(address)", settings=settings,
                                   address=address_of("shm")))  # fmt: skip
