@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mell_kit import CAPACITY, Driver, operations
 
-from kvpool import ArgumentError, AuditError
+from kvpool import ArgumentError, ArgumentTypeError, AuditError
 from kvpool.policy import mell
 from kvpool.policy.mell import Class
 
@@ -237,8 +238,43 @@ def test_what_cannot_be_is_refused_and_changes_nothing(call):
 def test_a_scheduler_of_no_use_is_not_made():
     with pytest.raises(ArgumentError, match="capacity"):
         mell.Mell(7)
-    with pytest.raises(ArgumentError, match="slack"):
-        mell.Mell(C, mell.Settings(slack=C // 4 + 1))
+    for name, value in (("slack", C // 4 + 1), ("slack", -1), ("reserve", -1), ("candidates", 0), ("candidates", -3)):
+        with pytest.raises(ArgumentError, match=f"{name}.*{value}|{value}.*{name}"):
+            mell.Mell(C, mell.Settings(**{name: value}))
+    for name in ("slack", "reserve", "candidates"):
+        with pytest.raises(ArgumentTypeError, match=name):
+            mell.Mell(C, mell.Settings(**{name: 5.5}))
+    with pytest.raises(ArgumentTypeError, match="capacity"):
+        mell.Mell(float(C))
+
+
+@pytest.mark.parametrize("size", [55.5, float("nan"), "55", None, True])
+def test_a_size_that_is_no_int_is_refused_and_changes_nothing(size):
+    scheduler = mell.Mell(100)
+    scheduler.batch(arrivals=[("a", 50), ("b", 30), ("c", 70)])
+    before = {request: (scheduler.where(request), scheduler.sizes[request]) for request in "abc"}
+    for call in (
+        lambda: scheduler.grow("a", size),
+        lambda: scheduler.allocate("d", size),
+        lambda: scheduler.batch(["a"], [("c", 71)], [("z", 20), ("y", size)]),
+        lambda: scheduler.batch(["b"], [("c", 71), ("a", size)]),
+    ):
+        with pytest.raises(ArgumentTypeError, match="must be an int"):
+            call()
+    assert {request: (scheduler.where(request), size) for request, size in scheduler.sizes.items()} == before
+    scheduler.audit()
+
+
+def test_sizes_of_numpy_are_as_ints():
+    """Its shifts and sums are of 64 bits, those of keys have 512."""
+    other = mell.Mell(np.int64(1000), mell.Settings(slack=np.int32(7)))
+    of_numpy = [(number, np.int64(10 + 97 * number)) for number in range(10)]
+    assert other.batch(arrivals=of_numpy).placed == [
+        mell.Place(number, other.where(number), 10 + 97 * number) for number in range(10)
+    ]
+    other.batch(departures=[9], growths=[(0, np.uint16(500))])
+    other.audit()
+    assert all(type(size) is int for size in [*other.sizes.values(), *other.gpus.values()])
 
 
 def test_the_audit_finds_a_broken_property():

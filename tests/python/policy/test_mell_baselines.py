@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvpool import ArgumentError
+from kvpool import ArgumentError, ArgumentTypeError
 from kvpool.policy import mell
 
 C = 100
@@ -107,3 +107,77 @@ def test_a_request_that_is_longer_than_a_gpu_is_refused():
     for maker in MAKERS.values():
         with pytest.raises(ArgumentError):
             maker().batch(arrivals=[("a", C + 1)])
+
+
+def state(scheduler):
+    return dict(scheduler.gpus), {gpu: scheduler.requests(gpu) for gpu in scheduler.gpus}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("operations", "text"),
+    [
+        ({"growths": [("a", C + 1)]}, f"from .* to {C + 1} tokens"),
+        ({"departures": ["x"]}, "'x' does not run"),
+        ({"growths": [("x", 3)]}, "'x' does not run"),
+        ({"departures": ["a", "a"]}, "'a' is named twice"),
+        ({"departures": ["a"], "growths": [("a", 60)]}, "'a' is named twice"),
+        ({"arrivals": [("z", 0)]}, "'z' of 0 tokens"),
+        ({"arrivals": [("b", 5)]}, "'b' runs already"),
+        ({"arrivals": [("z", 5), ("z", 5)]}, "'z' runs already"),
+        ({"arrivals": [("z", C + 1)]}, f"'z' of {C + 1} tokens"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused_before_anything_changes(name, operations, text):
+    scheduler = MAKERS[name]()
+    scheduler.batch(arrivals=[("a", 50), ("b", 40), ("c", 30)])
+    before = state(scheduler)
+    with pytest.raises(ArgumentError, match=text):
+        scheduler.batch(**{"departures": ["c"], **operations})
+    if "departures" not in operations:
+        with pytest.raises(ArgumentError, match=text):
+            scheduler.batch(**operations, **({} if "growths" in operations else {"growths": [("a", 55)]}))
+    assert state(scheduler) == before
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("size", [50.5, float("nan"), "60", True])
+def test_a_size_that_is_no_int_is_refused_before_anything_changes(name, size):
+    scheduler = MAKERS[name]()
+    scheduler.batch(arrivals=[("a", 50), ("b", 40)])
+    before = state(scheduler)
+    for operations in ({"growths": [("b", 41), ("a", size)]}, {"arrivals": [("y", 5), ("z", size)]}):
+        with pytest.raises(ArgumentTypeError, match="must be an int"):
+            scheduler.batch(departures=[], **operations)
+    assert state(scheduler) == before
+
+
+def test_a_request_that_grows_to_all_of_a_gpu_has_it_alone():
+    for name, maker in MAKERS.items():
+        scheduler = maker()
+        scheduler.batch(arrivals=[("a", 50), ("b", 40)])
+        scheduler.batch(growths=[("a", C)])
+        assert sorted(scheduler.gpus.values()) == [60 if "reserve" in name else 40, C]
+
+
+def test_a_final_length_beyond_a_gpu_and_a_request_without_one_are_refused():
+    scheduler = mell.BestFit(C, mell.Overflow.RESERVE, {"a": 60, "long": C + 1, "odd": 1.5}.__getitem__)
+    scheduler.batch(arrivals=[("a", 1)])
+    for error, operations in (
+        (ArgumentError, {"arrivals": [("long", 1)]}),
+        (ArgumentTypeError, {"arrivals": [("odd", 1)]}),
+        (ArgumentError, {"growths": [("b", 2)]}),
+    ):
+        with pytest.raises(error):
+            scheduler.batch(["a"], **operations)
+    assert scheduler.gpus == {0: 60}
+
+
+def test_a_capacity_is_a_number_of_tokens():
+    for kind in (mell.BestFit, mell.WorstFit, mell.LoadBalance):
+        for capacity in (0, -1):
+            with pytest.raises(ArgumentError, match="1 or more"):
+                kind(capacity)
+        for capacity in (1.5, "100"):
+            with pytest.raises(ArgumentTypeError, match="capacity"):
+                kind(capacity)

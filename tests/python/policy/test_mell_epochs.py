@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import ArgumentError
+from kvpool import ArgumentError, ArgumentTypeError
 from kvpool.policy import mell
 
 
@@ -59,9 +59,12 @@ def test_what_is_longer_than_a_gpu_is_refused_and_counted():
 def test_the_requests_of_a_lost_gpu_arrive_anew():
     scheduler, monitor = cluster()
     assert monitor.lost(0) == ["c"]
-    assert "c" not in scheduler.sizes
+    assert monitor.lost(0) == []
+    assert monitor.waiting == {"c": 70}
     plan = monitor.plan()
     assert [(place.request, place.tokens) for place in plan.placed] == [("c", 70)]
+    assert (plan.moves, plan.activated, plan.terminated) == ([], (2,), (0,))
+    assert scheduler.where("c") == 2
 
 
 def moved():
@@ -98,7 +101,9 @@ def test_a_request_whose_move_waits_is_lost_with_either_gpu():
         lost = monitor.lost((1, destination)[at])
         assert "b" in lost
         assert monitor.waiting["b"] == 35
-        assert "b" not in scheduler.sizes
+        plan = monitor.plan()
+        assert "b" in {place.request for place in plan.placed}
+        assert scheduler.sizes["b"] == 35
 
 
 def test_a_request_is_submitted_once():
@@ -109,3 +114,23 @@ def test_a_request_is_submitted_once():
     monitor.submit("new", 1)
     with pytest.raises(ArgumentError):
         monitor.submit("new", 1)
+
+
+@pytest.mark.parametrize("size", [3.5, float("nan"), "3", None, True])
+def test_a_size_that_is_no_int_is_refused_and_the_next_epoch_is_planned(size):
+    scheduler, monitor = cluster()
+    with pytest.raises(ArgumentTypeError, match="'x'"):
+        monitor.submit("x", size)
+    monitor.report(1, {"a": 61, "b": 35})
+    with pytest.raises(ArgumentTypeError, match="'b'"):
+        monitor.report(1, {"a": 60, "b": size})
+    assert monitor.waiting == {}
+    monitor.plan()
+    assert dict(scheduler.sizes) == {"a": 61, "b": 35, "c": 70}  # the report before is the last one
+
+
+def test_a_gpu_is_a_number():
+    _, monitor = cluster()
+    for call in (monitor.lost, lambda gpu: monitor.report(gpu, {})):
+        with pytest.raises(ArgumentTypeError, match="GPU"):
+            call("0")

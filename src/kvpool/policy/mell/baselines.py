@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 
 from kvpool.errors import ArgumentError
+from kvpool.policy.mell.checks import check_batch, sizes_of, whole
 from kvpool.policy.mell.ordered import Ordered
 from kvpool.policy.mell.plan import Move, Place, Plan, RequestId
 
@@ -65,6 +66,11 @@ class _Bins:
         self._use(number, size - self.held[number][request])
         self.held[number][request] = size
 
+    def size_of(self, request: RequestId) -> int | None:
+        """What it takes; None where it does not run."""
+        number = self.where.get(request)
+        return None if number is None else self.held[number][request]
+
     def overflow(self, number: int) -> int:
         return self.used.get(number, 0) - self.capacity
 
@@ -87,7 +93,15 @@ class _Baseline(ABC):
     """What the three have in common."""
 
     def __init__(self, capacity: int) -> None:
-        """Makes a scheduler without GPUs of `capacity` tokens each."""
+        """Makes a scheduler without GPUs of `capacity` tokens each.
+
+        Raises:
+            ArgumentError: A capacity below 1.
+            ArgumentTypeError: It is no int.
+        """
+        capacity = whole(capacity, "the capacity")
+        if capacity < 1:
+            raise ArgumentError(f"a capacity of {capacity} tokens; it must be 1 or more")
         self._bins = _Bins(capacity)
 
     @property
@@ -115,14 +129,24 @@ class _Baseline(ABC):
         growths: Iterable[tuple[RequestId, int]] = (),
         arrivals: Iterable[tuple[RequestId, int]] = (),
     ) -> Plan:
-        """Departures, growth and arrivals, as `Mell.batch`."""
+        """Departures, growth and arrivals, as `Mell.batch`.
+
+        Raises:
+            ArgumentError: As `Mell.batch`; nothing has changed then.
+            ArgumentTypeError: As `Mell.batch`; nothing has changed then.
+        """
         bins = self._bins
+        gone, came = list(departures), sizes_of(arrivals)
+        growing = sizes_of(growths)
+        check_batch(bins.capacity, lambda each: 0 if each in bins.where else None, gone, growing, came)
+        grown_rooms, rooms = self._rooms(growing), self._rooms(came)
+        check_batch(bins.capacity, bins.size_of, gone, grown_rooms, rooms)
         active = set(bins.held)
-        for request in departures:
+        for request in gone:
             bins.take(request)
         grown: dict[int, None] = {}
-        for request, size in growths:
-            bins.resize(request, self._room_of(request, size))
+        for request, room in grown_rooms:
+            bins.resize(request, room)
             grown[bins.where[request]] = None
         moves: list[Move] = []
         again: list[Move] = []
@@ -130,15 +154,16 @@ class _Baseline(ABC):
             while bins.overflow(number) > 0:
                 self._relieve(number, moves, again)
         placed = []
-        for request, size in arrivals:
-            if request in bins.where or not 0 < self._room_of(request, size) <= bins.capacity:
-                raise ArgumentError(f"request {request!r} of {size} tokens runs already, or is longer than a GPU")
-            bins.put(request, self._room_of(request, size), self._dispatch(self._room_of(request, size)))
+        for (request, size), (_, room) in zip(came, rooms, strict=True):
+            bins.put(request, room, self._dispatch(room))
             placed.append(Place(request, bins.where[request], size))
         self._rebalance(moves)
         touched = {move.destination for move in [*moves, *again]} | {place.gpu for place in placed}
         left = set(bins.held)
         return Plan(moves, placed, tuple(sorted(touched - active)), tuple(sorted((active | touched) - left)), again)
+
+    def _rooms(self, entries: Iterable[tuple[RequestId, int]]) -> list[tuple[RequestId, int]]:
+        return sizes_of((request, self._room_of(request, size)) for request, size in entries)
 
     def _room_of(self, request: RequestId, size: int) -> int:
         """The room that a request takes when it has `size` tokens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvpool.errors import ArgumentError
+from kvpool.policy.mell.checks import sizes_of, whole
 from kvpool.policy.mell.plan import Plan, RequestId
 from kvpool.policy.mell.scheduler import Mell
 
@@ -23,13 +24,16 @@ class ClusterMonitor:
     it: so the monitor remembers who has reported it last, and gives it up only when both instances have reported
     without it.
 
+    What was lost with an instance departs and arrives anew in the next plan, in its one batch. Until then the scheduler
+    has it where it was, and no plan is made that nobody hears of.
+
     It plans an epoch and carries nothing out: `Plan.activated` and `Plan.terminated` say which GPUs start and stop, the
     latter once nothing is left there (`Backlog.occupied`).
 
     Not thread-safe.
 
     Attributes:
-        waiting: Requests that were submitted and are not placed yet.
+        waiting: Requests that were submitted, or lost, and are not placed yet.
         refused: Requests that no GPU has room for, with their sizes; `take_refused` empties it.
     """
 
@@ -38,6 +42,9 @@ class ClusterMonitor:
         self._scheduler = scheduler
         self._reports: dict[int, dict[RequestId, int]] = {}
         self._seen: dict[RequestId, int] = {}  # who has reported each request last
+        self._ways: dict[RequestId, tuple[int, ...]] = {}  # the GPUs that plans have moved it over since, each once
+        self._lost: dict[RequestId, None] = {}  # since the last plan
+        self._lost_gpus: dict[int, None] = {}
         self.waiting: dict[RequestId, int] = {}
         self.refused: dict[RequestId, int] = {}
 
@@ -49,7 +56,9 @@ class ClusterMonitor:
 
         Raises:
             ArgumentError: It runs or waits already, or its size is not positive.
+            ArgumentTypeError: Its size is no int.
         """
+        size = whole(size, f"the tokens of request {request!r}")
         if request in self._scheduler.sizes or request in self.waiting or size < 1:
             raise ArgumentError(f"request {request!r} of {size} tokens runs or waits already, or has no tokens")
         if size > self._scheduler.capacity:
@@ -61,9 +70,15 @@ class ClusterMonitor:
     def report(self, gpu: int, requests: Mapping[RequestId, int]) -> None:
         """What an instance runs; the last report of an epoch counts.
 
-        A request that is under way from one instance to another is reported by either of them.
+        A request that is under way from one instance to another is reported by either of them. What an instance reports
+        after it was said to be lost counts for nothing until the next plan.
+
+        Raises:
+            ArgumentTypeError: A size, or the number of the GPU, is no int.
         """
-        self._reports[gpu] = dict(requests)
+        gpu, sizes = whole(gpu, "a GPU"), dict(sizes_of(requests.items()))
+        if gpu not in self._lost_gpus:
+            self._reports[gpu] = sizes
 
     def plan(self) -> Plan:
         """The plan of this epoch, in one batch; the reports are used up.
@@ -76,20 +91,31 @@ class ClusterMonitor:
             for request, size in requests.items():
                 reported[request] = max(size, reported.get(request, 0))
                 self._seen[request] = gpu
-        departures, growths = [], []
+                way = self._ways.pop(request, ())
+                if gpu in way:
+                    self._ways[request] = way[way.index(gpu) :]
+        departures, growths = list(self._lost), []
         for request, size in scheduler.sizes.items():
+            if request in self._lost:
+                continue
             if request in reported and reported[request] > scheduler.capacity:
                 self.refused[request] = reported[request]
                 departures.append(request)
             elif request in reported:
                 if reported[request] > size:
                     growths.append((request, reported[request]))
-            elif {scheduler.where(request), self._last(request)} <= self._reports.keys():
+            elif {scheduler.where(request), self._seen.get(request, scheduler.where(request))} <= self._reports.keys():
                 departures.append(request)
-        plan = scheduler.batch(departures, growths, self.waiting.items())
-        self._reports.clear()
-        self.waiting.clear()
-        self._seen = {request: gpu for request, gpu in self._seen.items() if request in scheduler.sizes}
+        plan = scheduler.batch(departures, growths, self.waiting.items(), self._lost_gpus)
+        left = scheduler.sizes.keys() - self._lost.keys()
+        self._seen = {request: gpu for request, gpu in self._seen.items() if request in left}
+        self._ways = {request: way for request, way in self._ways.items() if request in left}
+        for move in plan.moves:
+            for request in move.requests:
+                way = self._ways.get(request, (move.source,))
+                self._ways[request] = way if move.destination in way else (*way, move.destination)
+        for each in (self._reports, self.waiting, self._lost, self._lost_gpus):
+            each.clear()
         return plan
 
     def take_refused(self) -> dict[RequestId, int]:
@@ -100,25 +126,29 @@ class ClusterMonitor:
     def lost(self, gpu: int) -> list[RequestId]:
         """An instance is gone with all it had: its requests arrive anew, with the tokens that they had.
 
-        So do those that were to come there, and those that were to leave and had not: where one still runs, it is to be
-        stopped.
+        So do those that were to come there, if only on their way, and those that were to leave and had not: where one
+        still runs, it is to be stopped. They are placed by the next plan, which the instance has no part in but for
+        being terminated. Later plans may use its number for another one.
 
         Returns:
-            Those requests.
+            Those requests. One that has ended, which the monitor may not know yet, is to be taken out of `waiting`.
+
+        Raises:
+            ArgumentTypeError: The number of the GPU is no int.
         """
-        scheduler = self._scheduler
+        scheduler, gpu = self._scheduler, whole(gpu, "a GPU")
         requests = {
             request: size
             for request, size in scheduler.sizes.items()
-            if gpu in (scheduler.where(request), self._last(request))
+            if request not in self._lost and gpu in self._places(request)
         }
         self._reports.pop(gpu, None)
-        scheduler.batch(departures=requests)
-        for request in requests:
-            self._seen.pop(request, None)
+        self._lost_gpus[gpu] = None
+        self._lost.update(dict.fromkeys(requests))
         self.waiting.update(requests)
         return list(requests)
 
-    def _last(self, request: RequestId) -> int:
-        """Who has reported a request last; where the scheduler has it before anybody did."""
-        return self._seen.get(request, self._scheduler.where(request))
+    def _places(self, request: RequestId) -> set[int]:
+        """The GPUs where a request may be, as far as the monitor can tell."""
+        where = self._scheduler.where(request)
+        return {where, self._seen.get(request, where), *self._ways.get(request, ())}

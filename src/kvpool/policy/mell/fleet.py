@@ -69,6 +69,7 @@ class Fleet:
         self.ordered = (self.singles, self.tee_room, self.small_room, self.low, self.tee_gpus)
         self._vacant: list[int] = []  # numbers below len(ever made); some may be in use again
         self._ever = 0
+        self._barred: frozenset[int] = frozenset()
         self.was_active: dict[int, bool] = {}
         self._journal: list[tuple[Callable[..., object], tuple[object, ...]]] = []
         self._marks = 0
@@ -168,13 +169,23 @@ class Fleet:
                 self._index(gpu)
 
     def vacant(self) -> int:
-        """The lowest number that no active GPU has."""
+        """The lowest number that no active GPU has, and that is not barred."""
         while self._vacant:
             number = self._vacant[0]
-            if number not in self.gpus:
+            if number not in self.gpus and number not in self._barred:
                 return number
             heapq.heappop(self._vacant)
-        return self._ever
+        number = self._ever
+        while number in self._barred:
+            number += 1
+        return number
+
+    def bar(self, numbers: Iterable[int]) -> None:
+        """Keeps numbers from being `vacant`, whatever leaves them, until the next call."""
+        for number in self._barred:
+            if number < self._ever:
+                heapq.heappush(self._vacant, number)
+        self._barred = frozenset(numbers)
 
     # ---- what is undone
 

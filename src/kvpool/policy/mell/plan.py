@@ -49,7 +49,7 @@ class Plan:
         moves: In order.
         placed: New requests.
         activated: GPUs that run from now on.
-        terminated: GPUs that have nothing left.
+        terminated: GPUs that have nothing left, or were lost.
         redispatched: Of schedulers that do not migrate: requests that are stopped and prefilled again elsewhere.
     """
 

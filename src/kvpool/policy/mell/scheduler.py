@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpool.errors import ArgumentError
+from kvpool.policy.mell.checks import check_batch, sizes_of, whole
 from kvpool.policy.mell.classes import Class
 from kvpool.policy.mell.consolidate import consolidate
 from kvpool.policy.mell.fleet import Fleet
@@ -20,24 +21,35 @@ __all__ = ["Mell"]
 
 @dataclass(frozen=True)
 class _Operations:
-    """What is to be done: requests that are gone, that grow, and that arrive, and the sizes that the first two had."""
+    """What is to be done: requests that are gone, that grow, and that arrive.
 
+    Attributes:
+        fallen: What lost GPUs had. It goes at once, and nothing is done while some of it is left.
+        gone: The others that depart.
+        grown: Requests and their new sizes.
+        came: New requests and their sizes.
+        before: The sizes of the first three.
+    """
+
+    fallen: list[RequestId]
     gone: list[RequestId]
     grown: list[tuple[RequestId, int]]
     came: list[tuple[RequestId, int]]
     before: dict[RequestId, int]
 
     def __len__(self) -> int:
-        return len(self.gone) + len(self.grown) + len(self.came)
+        return len(self.fallen) + len(self.gone) + len(self.grown) + len(self.came)
 
     def singly(self) -> Iterator[_Operations]:
         """One after the other."""
+        if self.fallen:
+            yield _Operations(self.fallen, [], [], [], self.before)
         for request in self.gone:
-            yield _Operations([request], [], [], self.before)
+            yield _Operations([], [request], [], [], self.before)
         for entry in self.grown:
-            yield _Operations([], [entry], [], self.before)
+            yield _Operations([], [], [entry], [], self.before)
         for entry in self.came:
-            yield _Operations([], [], [entry], self.before)
+            yield _Operations([], [], [], [entry], self.before)
 
 
 class Mell:
@@ -61,15 +73,15 @@ class Mell:
             settings: See `Settings`.
 
         Raises:
-            ArgumentError: A capacity below 8, or a slack below 0 or above C/4.
+            ArgumentError: A capacity below 8, a slack below 0 or above C/4, a reserve below 0, or no candidate.
+            ArgumentTypeError: One of these is no int.
         """
-        settings = settings or Settings()
+        capacity, self._settings = whole(capacity, "the capacity"), _checked(settings or Settings())
         if capacity < 8:
             raise ArgumentError(f"a GPU of {capacity} tokens has no classes; the capacity must be 8 or more")
-        if not 0 <= 4 * settings.slack <= capacity:
-            raise ArgumentError(f"a slack of {settings.slack} tokens; it must be 0 to C/4, {capacity // 4}")
+        if not 0 <= 4 * self._settings.slack <= capacity:
+            raise ArgumentError(f"a slack of {self._settings.slack} tokens; it must be 0 to C/4, {capacity // 4}")
         self._fleet = Fleet(capacity)
-        self._settings = settings
 
     # ---- what is
 
@@ -120,6 +132,7 @@ class Mell:
 
         Raises:
             ArgumentError: It is longer than C, not positive, or runs already.
+            ArgumentTypeError: Its size is no int.
         """
         return self.batch(arrivals={request: size}.items())
 
@@ -136,6 +149,7 @@ class Mell:
 
         Raises:
             ArgumentError: It does not run, is to shrink, or would be longer than C.
+            ArgumentTypeError: Its size is no int.
         """
         return self.batch(growths={request: size}.items())
 
@@ -146,6 +160,7 @@ class Mell:
         departures: Iterable[RequestId] = (),
         growths: Iterable[tuple[RequestId, int]] = (),
         arrivals: Iterable[tuple[RequestId, int]] = (),
+        lost: Iterable[int] = (),
     ) -> Plan:
         """Many operations at once, repaired once at the end.
 
@@ -155,24 +170,34 @@ class Mell:
         Args:
             departures: Requests that are gone.
             growths: Requests and their new sizes, each at most once; none of them departs.
-            arrivals: New requests and their sizes.
+            arrivals: New requests and their sizes. One that departs may begin anew.
+            lost: GPUs that are gone with all they had: that departs, named or not, and nothing goes there, or
+                moves from there, in this plan. A later one may use the number again, for another GPU.
 
         Raises:
             ArgumentError: As the single operations; nothing has changed then.
+            ArgumentTypeError: As the single operations, or a number of a GPU is no int; nothing has changed then.
         """
-        gone, grown, came = list(departures), list(growths), list(arrivals)
-        self._accept(gone, grown, came)
         fleet = self._fleet
+        barred = {whole(number, "a lost GPU"): None for number in lost}
+        fallen = [request for number in barred if number in fleet.gpus for request in self.requests(number)]
+        gone, grown, came = list(departures), sizes_of(growths), sizes_of(arrivals)
+        if fallen:
+            named = set(gone)
+            gone += [request for request in fallen if request not in named]
+        check_batch(fleet.capacity, fleet.sizes.get, gone, grown, came)
         fleet.was_active.clear()
+        fleet.bar(barred)
         before = {request: fleet.sizes[request] for request in [*gone, *(request for request, _ in grown)]}
-        operations = _Operations(gone, self._grow_freely(grown), came, before)
+        others = [request for request in gone if fleet.where[request].number not in barred]
+        operations = _Operations(fallen, others, self._grow_freely(grown), came, before)
         moves = (
             self._fewest(operations)
             if len(operations) > 1 and self._settings.never_more
             else self._together(operations)
         )
-        absent = {request: before[request] for request in gone} | dict(came)
-        moves = [kept for move in moves if (kept := _without(absent, move))]
+        absent = {*gone, *(request for request, _ in came)}
+        moves = [kept for move in moves if (kept := self._without(absent, before, move))]
         return self._plan(moves, [Place(request, fleet.where[request].number, size) for request, size in came])
 
     def _fewest(self, operations: _Operations) -> list[Move]:
@@ -196,7 +221,7 @@ class Mell:
         """Misfits go first, so that what comes after finds the room; S, M and L before T, largest first."""
         fleet = self._fleet
         operation = GrowthOperation(fleet, self._settings, operations.before)
-        for request in operations.gone:
+        for request in [*operations.fallen, *operations.gone]:
             operation.depart(request)
         for request, size in sorted(operations.grown, key=_size, reverse=True):
             if fleet.class_of(size) > Class.T:
@@ -253,42 +278,23 @@ class Mell:
                 terminated.append(number)
         return Plan(moves, placed, tuple(sorted(activated)), tuple(sorted(terminated)))
 
-    # ---- what is refused
+    def _without(self, absent: set[RequestId], before: Mapping[RequestId, int], move: Move) -> Move | None:
+        """A move without the requests that are gone before it or begin after it; None where nothing else moves."""
+        left = tuple(request for request in move.requests if request not in absent)
+        if len(left) == len(move.requests):
+            return move
+        sizes = self._fleet.sizes
+        tokens = sum(before[request] if request in before else sizes[request] for request in left)
+        return Move(left, move.source, move.destination, tokens) if left else None
 
-    def _accept(
-        self, gone: list[RequestId], grown: list[tuple[RequestId, int]], came: list[tuple[RequestId, int]]
-    ) -> None:
-        """Raises ArgumentError for what no scheduler could carry out."""
-        fleet = self._fleet
-        seen: set[RequestId] = set()
-        for request in [*gone, *(request for request, _ in grown)]:
-            if request not in fleet.sizes:
-                raise ArgumentError(f"request {request!r} does not run")
-            if request in seen:
-                raise ArgumentError(f"request {request!r} is named twice in one batch")
-            seen.add(request)
-        for request, size in grown:
-            if not fleet.sizes[request] <= size <= fleet.capacity:
-                raise ArgumentError(
-                    f"request {request!r} cannot grow from {fleet.sizes[request]} to {size} tokens: it never shrinks, "
-                    f"and a GPU has {fleet.capacity}"
-                )
-        for request, size in came:
-            if request in fleet.sizes or request in seen:
-                raise ArgumentError(f"request {request!r} runs already, or is named twice in one batch")
-            if not 0 < size <= fleet.capacity:
-                raise ArgumentError(f"request {request!r} of {size} tokens; a GPU has {fleet.capacity}")
-            seen.add(request)
+
+def _checked(settings: Settings) -> Settings:
+    """With ints, none of which is below what it may be. Raises ArgumentError, and ArgumentTypeError for no int."""
+    reserve, candidates = whole(settings.reserve, "reserve"), whole(settings.candidates, "candidates")
+    if reserve < 0 or candidates < 1:
+        raise ArgumentError(f"reserve {reserve} must be 0 tokens or more, and candidates {candidates} 1 or more")
+    return replace(settings, slack=whole(settings.slack, "slack"), reserve=reserve, candidates=candidates)
 
 
 def _size(entry: tuple[RequestId, int]) -> int:
     return entry[1]
-
-
-def _without(absent: dict[RequestId, int], move: Move) -> Move | None:
-    """A move without the requests that are gone before it or begin after it; None where nothing else moves."""
-    left = tuple(request for request in move.requests if request not in absent)
-    if len(left) == len(move.requests):
-        return move
-    tokens = move.tokens - sum(absent.get(request, 0) for request in move.requests)
-    return Move(left, move.source, move.destination, tokens) if left else None

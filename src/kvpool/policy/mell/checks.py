@@ -1,0 +1,79 @@
+"""What schedulers refuse, before anything has changed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+from kvpool.errors import ArgumentError, ArgumentTypeError
+from kvpool.policy.mell.plan import RequestId
+
+__all__ = ["check_batch", "sizes_of", "whole"]
+
+
+def whole(value: object, what: str) -> int:
+    """An int of Python's own, for what Python takes for an index: sums and shifts of NumPy's are of 64 bits.
+
+    Raises:
+        ArgumentTypeError: It is none; a bool is none.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentTypeError(f"{what} must be an int, not {type(value).__name__} ({value!r})")
+    return operator.index(cast(Any, value))
+
+
+def sizes_of(entries: Iterable[tuple[RequestId, int]]) -> list[tuple[RequestId, int]]:
+    """Requests and their tokens, which are ints.
+
+    Raises:
+        ArgumentTypeError: Some are not.
+    """
+    return [
+        (request, size if type(size) is int else whole(size, f"the tokens of request {request!r}"))
+        for request, size in entries
+    ]
+
+
+def check_batch(
+    capacity: int,
+    size_of: Callable[[RequestId], int | None],
+    gone: Sequence[RequestId],
+    grown: Sequence[tuple[RequestId, int]],
+    came: Sequence[tuple[RequestId, int]],
+) -> None:
+    """Looks for what no scheduler could carry out.
+
+    Args:
+        capacity: C, tokens of KV cache on each GPU.
+        size_of: The tokens of a request; None where it does not run.
+        gone: Requests that depart.
+        grown: Requests and their new sizes.
+        came: New requests and their sizes.
+
+    Raises:
+        ArgumentError: A request departs or grows that does not run, or both, or twice; it is to shrink; it arrives and
+            runs, unless it departs, or arrives twice; or a size is not positive, or above C.
+    """
+    seen: set[RequestId] = set()
+    for request in [*gone, *(request for request, _ in grown)]:
+        if size_of(request) is None:
+            raise ArgumentError(f"request {request!r} does not run")
+        if request in seen:
+            raise ArgumentError(f"request {request!r} is named twice in one batch")
+        seen.add(request)
+    for request, size in grown:
+        before = size_of(request) or 0
+        if not before <= size <= capacity:
+            raise ArgumentError(
+                f"request {request!r} cannot grow from {before} to {size} tokens: it never shrinks, and a GPU has "
+                f"{capacity}"
+            )
+    absent = set(gone)
+    arriving: set[RequestId] = set()
+    for request, size in came:
+        if request in arriving or (request not in absent and size_of(request) is not None):
+            raise ArgumentError(f"request {request!r} runs already, or is named twice in one batch")
+        if not 0 < size <= capacity:
+            raise ArgumentError(f"request {request!r} of {size} tokens; a GPU has {capacity}")
+        arriving.add(request)
