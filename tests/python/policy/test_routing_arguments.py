@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 from policy.fleet import BLOCK, Fleet, UnitModel, prompt
 from policy.kit import made_model
 
-from kvpool import ArgumentError, StateError
+from kvpool import ArgumentError, ArgumentTypeError, StateError
 from kvpool.policy import cost, routing
 from kvpool.policy.routing import Balance, Kind, QueuePlusExec, SessionId
 
@@ -80,6 +82,12 @@ def test_equal_models_are_one():
         (lambda s: s.add_instance(1 << 14), ArgumentError, "16384"),
         (lambda s: s.add_instance(-1), ArgumentError, "-1"),
         (lambda s: s.add_instance(5, capacity=0), ArgumentError, "capacity"),
+        (lambda s: s.add_instance(5, capacity=-1), ArgumentError, "capacity"),
+        (lambda s: s.add_instance(5, capacity=float("nan")), ArgumentError, "capacity"),
+        (lambda s: s.add_instance(5, capacity=float("inf")), ArgumentError, "capacity"),
+        (lambda s: s.add_instance(5, capacity=1e308), ArgumentError, "capacity"),  # two of them are infinite
+        (lambda s: s.add_instance(5, capacity=1e-300), ArgumentError, "capacity"),
+        (lambda s: s.add_instance(5, capacity="1"), ArgumentTypeError, "capacity"),
         (lambda s: s.add_instance(5, model=made_model()), ArgumentError, "blocks of 16"),
         (lambda s: s.remove_instance(5), ArgumentError, "instance 5"),
         (lambda s: s.drain(5), ArgumentError, "instance 5"),
@@ -107,6 +115,8 @@ def test_bad_input_is_a_typed_error(call, error, text):
         (lambda: Balance(half_life_s=0), "half_life_s"),
         (lambda: Balance(warmup_floor=0), "warmup_floor"),
         (lambda: Balance(idle=1.5), "idle"),
+        (lambda: Balance(slack=float("nan")), "slack"),
+        (lambda: Balance(warmup_s=float("nan")), "warmup_s"),
         (lambda: SessionId(first="x"), "'x'"),
         (lambda: QueuePlusExec(thrift=-1), "thrift"),
         (lambda: SessionId(sessions_max=0), "sessions_max"),
@@ -135,3 +145,69 @@ def test_tokens_of_every_kind_are_the_same_prompt():
     fleet.hold(2, prompt(3))
     for tokens in (prompt(3), prompt(3).astype(np.int64), prompt(3).tolist(), prompt(3).tobytes()):
         assert fleet.serve(tokens).cached == 3 * BLOCK
+    others = (tuple(prompt(3).tolist()), bytearray(prompt(3)), array("i", prompt(3).tolist()), list(prompt(3)))
+    for tokens in (
+        *others,
+        memoryview(prompt(3)),
+        memoryview(prompt(3).astype(np.int64)),
+        array("q", prompt(3).tolist()),
+    ):
+        assert fleet.serve(tokens, output=tokens).cached == 3 * BLOCK
+    assert fleet.serve(range(3 * BLOCK), output=range(BLOCK)).cached == 0
+    assert fleet.serve(range(3 * BLOCK)).cached == 3 * BLOCK
+
+
+WRONG_TOKENS = [
+    ([1.5, 2], ArgumentTypeError, r"tokens\[0\] is float"),
+    ([1, np.float64(2)], ArgumentTypeError, r"tokens\[1\] is float64"),
+    ((1, None), ArgumentTypeError, r"tokens\[1\] is NoneType"),
+    (["a"], ArgumentTypeError, r"tokens\[0\] is str"),
+    ([[1], [2]], ArgumentTypeError, r"tokens\[0\] is list"),
+    ([[1], [2, 3]], ArgumentTypeError, r"tokens\[0\] is list"),
+    ("hello", ArgumentTypeError, "str"),
+    (None, ArgumentTypeError, "NoneType"),
+    ({1: 2}, ArgumentTypeError, "dict"),
+    (np.arange(3.0), ArgumentTypeError, "float64"),
+    (np.arange(3, dtype=np.uint32), ArgumentTypeError, "uint32"),
+    (memoryview(np.arange(3.0)), ArgumentTypeError, "float64"),
+    (array("d", [1.0]), ArgumentTypeError, r"tokens\[0\] is float"),
+    (np.zeros((2, 2), np.int32), ArgumentError, "one dimension"),
+    (np.array(3), ArgumentError, "one dimension"),
+    ([1, 2**31], ArgumentError, r"tokens\[1\] = 2147483648 does not fit"),
+    ([1, 2**70], ArgumentError, "does not fit"),
+    (np.array([1, -(2**31) - 1]), ArgumentError, "does not fit"),
+    (b"123", ArgumentError, "3 bytes"),
+    (memoryview(b"12345678")[::2], ArgumentError, "4 bytes"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "error", "text"), WRONG_TOKENS)
+def test_tokens_that_are_none_are_refused_as_by_the_index(tokens, error, text):
+    fleet = Fleet(2)
+    with pytest.raises(error, match=text):
+        fleet.route(tokens)
+    assert fleet.scheduler.in_flight == 0
+    decision = fleet.route(prompt(2))
+    with pytest.raises(error, match=text):
+        fleet.scheduler.finished(decision.ticket, tokens)
+    assert (fleet.scheduler.in_flight, fleet.scheduler.backlog_s(decision.instance)) == (1, 2 * BLOCK)
+    assert fleet.scheduler.tree(Kind.COLOCATED).blocks(decision.instance) == 0
+
+
+def test_what_remembers_sessions_remembers_them_for_one_use():
+    """Each use would overwrite where the other one sent a session, and no session would stay anywhere."""
+    for one in (SessionId(), SessionId("hash")):
+        with pytest.raises(ArgumentError, match="one SessionId"):
+            Fleet(0, policy=one, decode_policy=one)
+    stateless = routing.LongestPrefix()
+    Fleet(0, policy=stateless, decode_policy=stateless)
+    fleet = Fleet(0, policy=SessionId(), decode_policy=SessionId())
+    for instance in range(4):
+        fleet.scheduler.add_instance(instance, Kind.PREFILL)
+        fleet.scheduler.add_instance(10 + instance, Kind.DECODE)
+    sent = {}
+    for turn in range(12):
+        decision = fleet.route(prompt(1, name=turn), session=f"s{turn % 3}")
+        chosen = decision.instance, decision.decode
+        assert sent.setdefault(f"s{turn % 3}", chosen) == chosen
+    assert len(set(sent.values())) == 3

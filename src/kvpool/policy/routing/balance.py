@@ -32,7 +32,7 @@ class Balance:
     warmup_floor: float = 0.1
 
     def __post_init__(self) -> None:
-        if not self.cap >= 1 or self.slack < 0 or not self.half_life_s > 0 or self.warmup_s < 0:
+        if not (self.cap >= 1 and self.slack >= 0 and self.half_life_s > 0 and self.warmup_s >= 0):
             raise ArgumentError(f"cap at least 1, slack and warmup_s at least 0, half_life_s above 0: {self}")
         if not 0 < self.warmup_floor <= 1 or not 0 <= self.idle <= 1:
             raise ArgumentError(f"warmup_floor above 0 and idle at least 0, both at most 1: {self}")

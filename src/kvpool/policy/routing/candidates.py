@@ -10,16 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.index import InstanceHits
 from kvpool.policy.routing.load import Floats, LoadBoard
+from kvpool.policy.routing.tokens import Tokens
 from kvpool.policy.routing.tree import Ints, PromptTree
 from kvpool.policy.routing.types import Holder
 
-__all__ = ["FEW", "Candidates", "Tokens", "Values"]
-
-Tokens = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+__all__ = ["FEW", "Candidates", "Values"]
 
 
 class Values(Protocol):

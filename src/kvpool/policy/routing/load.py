@@ -22,7 +22,7 @@ from math import inf, log
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import ArgumentError
+from kvpool.errors import ArgumentError, ArgumentTypeError
 from kvpool.policy.routing.balance import Balance
 from kvpool.policy.routing.fading import Fading
 from kvpool.policy.routing.order import LoadOrder, Work
@@ -31,6 +31,7 @@ from kvpool.policy.routing.places import Bools, Floats, Places
 __all__ = ["Bools", "Floats", "LoadBoard"]
 
 _SUMMED = 1 << 16  # changes after which sums are made anew: each rounds
+_CAPACITY_LEAST, _CAPACITY_MOST = 1e-100, 1e100  # their sums and quotients are finite, and not 0
 
 
 class LoadBoard(Places):
@@ -67,9 +68,18 @@ class LoadBoard(Places):
     # ---- who is there
 
     def add(self, instance: int, now: float, capacity: float = 1.0, model: int = 0) -> None:
-        """An instance joins. Raises ArgumentError when it is there already, or is no id."""
-        if not capacity > 0:
-            raise ArgumentError(f"capacity is {capacity}; it must be above 0")
+        """An instance joins.
+
+        Raises:
+            ArgumentError: It is there already, or is no id, or its capacity is out of range.
+            ArgumentTypeError: Its capacity is no number.
+        """
+        try:
+            in_range = _CAPACITY_LEAST <= capacity <= _CAPACITY_MOST
+        except TypeError:
+            raise ArgumentTypeError(f"capacity must be a number, not {type(capacity).__name__}") from None
+        if not in_range:
+            raise ArgumentError(f"capacity is {capacity}; it must be from {_CAPACITY_LEAST} to {_CAPACITY_MOST}")
         slot = self._enter(instance, model, capacity, now)
         self._equal = self._equal and capacity == 1.0
         self.newcomers.add(slot)

@@ -17,11 +17,12 @@ from kvpool.errors import ArgumentError, StateError
 from kvpool.index import MovedEvent, RemovedEvent, StoredEvent
 from kvpool.policy.cost import CostModel, KVTransfer
 from kvpool.policy.routing.balance import Balance
-from kvpool.policy.routing.candidates import Candidates, Tokens, Values
+from kvpool.policy.routing.candidates import Candidates, Values
 from kvpool.policy.routing.load import LoadBoard
 from kvpool.policy.routing.policies import LongestPrefix, Policy, QueuePlusExec, Ranking, View
 from kvpool.policy.routing.predictions import Models, Times
 from kvpool.policy.routing.search import find_best
+from kvpool.policy.routing.tokens import Tokens, as_array, checked
 from kvpool.policy.routing.tree import BLOCKS_MAX, PromptTree
 from kvpool.policy.routing.types import Decision, Fetch, Holder, Kind, Request
 from kvpool.types import TokenVector
@@ -56,7 +57,8 @@ class GlobalScheduler:
         model: Predicts prefills; `add_instance` may name another one for an instance.
         clock: Seconds from any start: time.monotonic, or the simulator's.
         policy: Chooses who computes the prompt; eq. 1 by default.
-        decode_policy: Chooses who decodes what a prefill-only instance computed; the longest prefix by default.
+        decode_policy: Chooses who decodes what a prefill-only instance computed; the longest prefix by default. Another
+            object than `policy` where that remembers what was sent where, as `SessionId` does.
         transfer: How KV gets from one instance to another; None where it cannot, and then nothing is fetched.
         ttl_s: How long a prefix is believed that no event vouches for; None for ever.
         balance: Load cap and newcomers.
@@ -84,6 +86,8 @@ class GlobalScheduler:
             raise ArgumentError(f"learn_at is {learn_at!r}; it must be 'response' or 'dispatch'")
         if holders_max < 0:
             raise ArgumentError(f"holders_max is {holders_max}; it must be at least 0")
+        if policy is not None and policy is decode_policy and _remembers(policy):
+            raise ArgumentError(f"policy and decode_policy are one {type(policy).__name__}, which is for one of them")
         self._clock = clock
         self._policy = policy or QueuePlusExec()
         self._decode_policy = decode_policy or LongestPrefix()
@@ -116,8 +120,12 @@ class GlobalScheduler:
             instance: Its id, 0 to 16383.
             kind: What it does.
             by_events: Its KV events are applied, so responses teach nothing that lasts.
-            capacity: Relative to the others, for their shares of the load.
+            capacity: Relative to the others, for their shares of the load; 1e-100 to 1e100.
             model: Predicts its prefills, where not as the others'.
+
+        Raises:
+            ArgumentError: It is there already, or a value is out of range.
+            ArgumentTypeError: The capacity is no number.
         """
         if instance in self._instances:
             raise ArgumentError(f"instance {instance} is there already")
@@ -178,11 +186,12 @@ class GlobalScheduler:
         """Decides where a request goes, and counts it as that instance's work from now on.
 
         Raises:
-            ArgumentError: The prompt is empty.
+            ArgumentError: The prompt is empty, or a token does not fit in int32.
+            ArgumentTypeError: The tokens are no ints.
             StateError: No instance takes prompts, or none decodes for those that only prefill.
         """
-        tokens = _as_array(request.tokens)
-        if len(tokens) == 0:
+        tokens = as_array(request.tokens)
+        if tokens.size == 0:
             raise ArgumentError("a prompt of no tokens")
         now = self._clock()
         board = self._prefill
@@ -234,10 +243,14 @@ class GlobalScheduler:
         Args:
             ticket: Of the decision.
             output: Tokens that were generated.
+
+        Raises:
+            ArgumentError: The ticket names no request that is under way, or a token does not fit in int32.
+            ArgumentTypeError: The tokens are no ints.
         """
+        generated = checked(as_array(output))
         self.first_token(ticket)
         flight = self._flight(ticket)
-        generated = _as_array(output)
         tokens = np.concatenate([flight.tokens, generated]) if len(generated) else flight.tokens
         if flight.decode is None:
             self._learn_response(tokens, flight.namespace, flight.instance)
@@ -375,13 +388,10 @@ class GlobalScheduler:
             self._decode.finish(flight.decode, flight.decode_work, self._clock(), done)
 
 
+def _remembers(policy: Policy) -> bool:
+    """Whether it is told where requests go, and may do the next ones by it."""
+    return isinstance(policy, Ranking) and type(policy).sent is not Ranking.sent
+
+
 def _most(exec_s: Sequence[Values]) -> float:
     return exec_s[0][-1] if len(exec_s) == 1 else max(times[-1] for times in exec_s)
-
-
-def _as_array(tokens: TokenVector) -> Tokens:
-    if isinstance(tokens, np.ndarray):
-        return tokens
-    if isinstance(tokens, bytes | bytearray | memoryview):
-        return np.frombuffer(tokens, dtype=np.int32)
-    return np.asarray(tokens, dtype=np.int64)
