@@ -28,7 +28,7 @@ class _Operations:
         gone: The others that depart.
         grown: Requests and their new sizes.
         came: New requests and their sizes.
-        before: The sizes of the first three.
+        before: The sizes that the first three had.
     """
 
     fallen: list[RequestId]
