@@ -105,7 +105,8 @@ def test_that_there_is_no_file_left_is_seen_where_a_name_has_several_addresses(m
 
     async def ask() -> None:
         instance = upstream.Upstream(InstanceSpec("a", "http://two.test"), RouterSettings(()))
-        assert await instance.is_well("/health", PATIENCE_S) is None
+        with pytest.raises(upstream.UpstreamError, match="files"):
+            await instance.probe("/health", PATIENCE_S)
         with pytest.raises(upstream.UpstreamError, match="files") as error:
             await instance.open("GET", b"/", [], b"")
         assert error.value.ours

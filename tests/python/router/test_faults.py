@@ -5,10 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
+from itertools import pairwise
 
 import httpx
 import pytest
-from router.router_kit import PATIENCE_S, QUICK, asking_alone, events, eventually, fakes, processes, routing, unheard
+from router.router_kit import (
+    PATIENCE_S,
+    QUICK,
+    asking_alone,
+    events,
+    eventually,
+    fakes,
+    logged,
+    processes,
+    routing,
+    unheard,
+)
 
 from kvpool.control.router import HealthSettings, InstanceSpec
 
@@ -136,14 +149,30 @@ def test_a_probe_that_fails_in_an_unforeseen_way_is_a_failed_probe_and_not_the_l
     with fakes("a") as one, routing(*one) as running:
         upstream = running.router.fleet.get("a").upstream
 
-        async def fails(path: str, timeout_s: float) -> bool:
+        async def fails(path: str, timeout_s: float) -> str | None:
             raise RuntimeError("planted")
 
-        upstream.is_well = fails
+        upstream.probe = fails
         eventually(lambda: running.state("a") == "out")
-        del upstream.is_well
+        del upstream.probe
         eventually(lambda: running.state("a") == "healthy")
         assert running.complete("x").status_code == 200
+
+
+def test_why_an_instance_was_never_well_is_logged_once_for_each_reason():
+    def causes() -> list[str]:
+        return [each.fields["cause"] for each in records if each.getMessage() == "instance not up"]
+
+    with logged() as records, unheard() as port:
+        spec = InstanceSpec("late", f"http://127.0.0.1:{port}")
+        with routing(spec, up=0, health=replace(QUICK, path="/nowhere")) as running:
+            eventually(causes)
+            (first,) = [each.fields for each in records if each.getMessage() == "instance not up"]
+            assert first == {"instance": "late", "url": spec.url, "path": "/nowhere", "cause": "Connection refused"}
+            with fakes("late", port=port):  # where nobody listened for some probes
+                eventually(lambda: causes()[-1] == "it answered with status 404")
+            assert running.state("late") == "starting"
+        assert all(one != next_one for one, next_one in pairwise(causes()))
 
 
 def test_the_unreachable_is_ejected_by_requests_alone_and_comes_back_by_one():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from policy.kit import made_model, made_profile
+from router.router_kit import logged
 
 from kvpool.control import save_profile
 from kvpool.control.router import HealthSettings, InstanceSpec, RouterSettings
@@ -201,6 +202,29 @@ def test_a_trial_whose_client_left_is_open_again():
     for _ in range(3):
         with fleet.lease(prompt(1)):
             pass
+
+
+def test_what_keeps_a_newcomer_out_is_logged_when_it_changes_and_only_of_newcomers():
+    fleet, _ = made_fleet(A, B, health=HealthSettings(path="/ok", fails=1))
+    (a, b) = fleet
+    with logged() as records:
+        for wrong in ("refused", "refused", "status 503", "refused"):
+            fleet.probed(a, wrong)
+        fleet.probed(b, None)
+        fleet.probed(b, "refused")
+        fleet.probed(a, None)
+    told = [(each.getMessage(), each.fields.get("cause")) for each in records]
+    assert told == [
+        *[("instance not up", cause) for cause in ("refused", "status 503", "refused")],
+        ("instance up", None),
+        ("instance ejected", None),  # b
+        ("instance up", None),
+    ]
+    assert {name: records[0].fields[name] for name in ("instance", "url", "path")} == {
+        "instance": "a",
+        "url": A.url,
+        "path": "/ok",
+    }
 
 
 def test_the_tree_does_not_grow_for_ever():

@@ -46,6 +46,7 @@ class Instance:
         draining: It gets no new requests.
         in_flight: Requests that it has.
         epoch: Raised when it is ejected: what was sent before says nothing of what came back.
+        wrong: What the last probe found wrong; None where nothing was, and before the first.
     """
 
     def __init__(self, number: int, spec: InstanceSpec, upstream: Upstream, breaker: Breaker) -> None:
@@ -56,6 +57,7 @@ class Instance:
         self.draining = False
         self.in_flight = 0
         self.epoch = 0
+        self.wrong: str | None = None
         self.trying = False  # a trial is under way
         self.on_board = False
         self.waiting: set[anyio.CancelScope] = set()  # of requests that have no byte yet
@@ -261,6 +263,24 @@ class Fleet:
     def has_other(self, tried: Collection[int]) -> bool:
         """Whether an instance that was not tried may get a request now."""
         return any(instance.number not in tried and self._open(instance) for instance in self)
+
+    def probed(self, instance: Instance, wrong: str | None) -> None:
+        """An instance was asked how it is.
+
+        One that has never been well is not ejected, so nothing else would say why it gets nothing: the first failed
+        probe is logged, and each with another reason.
+
+        Args:
+            instance: Which.
+            wrong: What is wrong with it; None where nothing is.
+        """
+        breaker, spec = instance.breaker, instance.spec
+        if wrong is not None and wrong != instance.wrong and breaker.state is State.STARTING:
+            path = self._settings.health.path
+            event(logging.WARNING, "instance not up", instance=spec.name, url=spec.url, path=path, cause=wrong)
+        instance.wrong = wrong
+        (breaker.probe_passed if wrong is None else breaker.probe_failed)()
+        self.refresh(instance)
 
     def refresh(self, instance: Instance) -> None:
         """Brings the scheduler to what the books say. To be called after every change of them."""

@@ -15,6 +15,7 @@ from kvpool.control.router.logs import LOGGER
 from kvpool.control.router.metrics import Metrics
 from kvpool.control.router.prompts import Kind, PromptReader, load_tokenizer
 from kvpool.control.router.settings import InstanceSpec, RouterSettings
+from kvpool.control.router.upstream import UpstreamError
 
 __all__ = ["Router"]
 
@@ -79,16 +80,18 @@ class Router:
             self._probes[instance.spec.name] = asyncio.create_task(self._keep_probing(instance))
 
     async def _keep_probing(self, instance: Instance) -> None:
-        health, breaker = self.settings.health, instance.breaker
+        health = self.settings.health
         while True:
-            well: bool | None = False
+            known, wrong = True, None
             try:
-                well = await instance.upstream.is_well(health.path, health.timeout_s)
-            except Exception:  # whatever it is: who is not asked again would be out for ever
+                wrong = await instance.upstream.probe(health.path, health.timeout_s)
+            except UpstreamError:  # of the router's own making
+                known = False
+            except Exception as error:  # whatever it is: who is not asked again would be out for ever
                 LOGGER.exception("error")
-            if well is not None:
-                (breaker.probe_passed if well else breaker.probe_failed)()
-                self.fleet.refresh(instance)
+                wrong = type(error).__name__
+            if known:
+                self.fleet.probed(instance, wrong)
             await asyncio.sleep(health.interval_s * random.uniform(0.9, 1.1))  # not all at the same moment
 
     async def _tick(self) -> None:

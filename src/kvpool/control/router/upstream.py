@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
@@ -49,6 +51,20 @@ def _out_of_files(error: BaseException | None) -> bool:
     # Of a name with several addresses, a group has the errors of each.
     each: Sequence[BaseException] = getattr(error, "exceptions", ())
     return any(map(_out_of_files, each)) or _out_of_files(error.__cause__ or error.__context__)
+
+
+def _cause(error: BaseException) -> str:
+    """What the system said, which lies somewhere in what led to the error, without addresses; else the error's name."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, ssl.SSLCertVerificationError):
+            return f"its certificate is not trusted: {found.verify_message}"
+        if isinstance(found, (ssl.SSLError, socket.gaierror)):  # whose numbers are not those of the system
+            return f"{found.strerror or found}"
+        if isinstance(found, OSError) and found.errno:
+            return os.strerror(found.errno)  # asyncio has put the address into its text
+        found = found.__cause__ or found.__context__ or next(iter(getattr(found, "exceptions", ())), None)
+    return type(error).__name__
 
 
 def passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
@@ -143,14 +159,23 @@ class Upstream:
             raise
         return answer
 
-    async def is_well(self, path: str, timeout_s: float) -> bool | None:
-        """Whether the instance answers a GET with 2xx in time. None: the router has no file left to ask it with."""
+    async def probe(self, path: str, timeout_s: float) -> str | None:
+        """Asks the instance how it is: what is wrong, without its address; None when it answers a GET with 2xx in time.
+
+        Raises:
+            UpstreamError: The router has no file left to ask it with, so nothing is known of it.
+        """
         url = self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + path.encode())
         try:
             with anyio.fail_after(timeout_s):
-                return (await self._prober.get(url)).is_success
+                response = await self._prober.get(url)
         except (httpx.HTTPError, TimeoutError) as error:
-            return None if _out_of_files(error) else False
+            if _out_of_files(error):
+                raise UpstreamError("the router has too many files open", sent=False, ours=True) from error
+            if isinstance(error, (httpx.TimeoutException, TimeoutError)):
+                return f"no answer within {timeout_s:g} s"
+            return _cause(error)
+        return None if response.is_success else f"it answered with status {response.status_code}"
 
     async def close(self) -> None:
         """Closes all connections."""
