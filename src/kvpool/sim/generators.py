@@ -109,7 +109,7 @@ def generate(
     Args:
         shape: Or the name of a preset.
         rate: Mean requests a second. Sessions start as a Poisson process of as much less as they have turns.
-        requests: About how many; sessions that have begun are not cut.
+        requests: How many, all turns counted; the last session to begin is cut short where it would have more.
         seed: Of everything.
         block_tokens: Tokens a block.
         **changes: Fields of the shape to change.
@@ -133,7 +133,7 @@ def generate(
         source = _Source(chosen, block_tokens, seed)
         if chosen.turns == 1:
             return islice(source.singles(rate), requests)
-        return islice(source.sessions(rate / chosen.turns), max(1, round(requests / chosen.turns)))
+        return source.sessions(rate / chosen.turns, requests)
 
     note = f"{chosen.what}; Poisson arrivals, {rate:g} requests/s on average"
     return Workload(name, block_tokens, start, (note,))
@@ -190,15 +190,22 @@ class _Source:
             ids = np.concatenate([beginning, self._fresh.take(asked)])
             yield SimRequest(time_s, ids, len(ids) * self._block, output)
 
-    def sessions(self, rate: float) -> Iterator[SimRequest]:
-        """The first requests of sessions, from which the others follow."""
+    def sessions(self, rate: float, requests: int) -> Iterator[SimRequest]:
+        """The first requests of sessions, from which the others follow, until all together are so many."""
+        left = requests
         for number, time_s in enumerate(self._times(rate)):
-            turns = self._session(f"s{number}", self._turns.next())
-            first = next(turns)
+            turns = self._session(f"s{number}", min(left, self._turns.next()))
+            left -= len(turns)
+            following = iter(turns)
+            for turn in turns:
+                turn.then = following
+            first = next(following)
             first.time_s = time_s
             yield first
+            if not left:
+                return
 
-    def _session(self, name: str, turns: int) -> Iterator[SimRequest]:
+    def _session(self, name: str, turns: int) -> list[SimRequest]:
         said = self._beginning()
         rest: list[SimRequest] = []
         for _ in range(turns):
@@ -210,10 +217,7 @@ class _Source:
             said = np.concatenate([ids, answer])
             pause = self._pauses.next() if rest else 0.0
             rest.append(SimRequest(pause, ids, len(ids) * self._block, output, name, answer))
-        turn = iter(rest)
-        for each in rest:
-            each.then = turn
-        return turn
+        return rest
 
     def _beginning(self) -> Ids:
         if not self._shared_blocks:

@@ -52,8 +52,8 @@ class Setup:
         block_tokens: Of a block; None is the trace's, or 16.
         rate: Requests a second, on average; None is the trace's, or 4.
         rate_scale: How many times faster than that.
-        requests: At most; None is all of a trace, or 20,000.
-        skip: Requests at the start that are not measured.
+        requests: At most, of a made-up workload just as many; None is all of a trace, or 20,000.
+        skip: Requests at the start that are not measured; fewer than there are.
         seed: Of everything that is drawn.
         fetch: Whether instances fetch prefixes from each other where it pays.
         learn: As in `Cluster`.
@@ -115,8 +115,8 @@ class Setup:
         if self.block_tokens is not None and self.block_tokens < 1:
             raise ArgumentError(f"block_tokens is {self.block_tokens}; at least 1 is needed")
         most = self.requests or (_REQUESTS if self.trace is None else None)
-        if most is not None and self.skip >= most:
-            raise ArgumentError(f"skip is {self.skip} of {most} requests: nothing would be measured")
+        if most is not None:
+            self.check_skip(most)
         if self.link_gb_s is not None and not self.link_gb_s > 0:
             raise ArgumentError(f"link_gb_s is {self.link_gb_s}; it must be above 0")
 
@@ -195,9 +195,21 @@ class Setup:
 
         Args:
             told: As in `ClusterSim`.
+
+        Raises:
+            ArgumentError: As `make_workload` and `make_cluster` do; a row of the trace is wrong; or the trace is so
+                short that all its requests are skipped.
         """
         workload = self.make_workload()
-        return ClusterSim(self.make_cluster(workload.block_tokens), skip=self.skip, told=told).run(workload.start())
+        cluster = self.make_cluster(workload.block_tokens)
+        measures = ClusterSim(cluster, skip=self.skip, told=told).run(workload.start())
+        self.check_skip(measures.arrived)
+        return measures
+
+    def check_skip(self, requests: int) -> None:
+        """Raises ArgumentError when none of so many requests is measured."""
+        if self.skip >= requests:
+            raise ArgumentError(f"skip is {self.skip} of {requests} requests: nothing would be measured")
 
     def of_size(self, factor: int) -> Setup:
         """The smallest cluster of its kind, `factor` times: one instance, or as many that prefill and decode."""

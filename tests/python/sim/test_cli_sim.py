@@ -45,7 +45,7 @@ def test_a_table_for_people(capsys):
 def test_json_and_the_same_bytes_again(capsys, tmp_path):
     found = asked(capsys)
     run = found["runs"][0]
-    assert run["requests"]["ended"] == run["requests"]["arrived"] > 50
+    assert run["requests"]["ended"] == run["requests"]["arrived"] == 120
     assert 0 < run["hit_ratio"] < 1
     assert 0 < run["ttft_s"]["p50"] <= run["ttft_s"]["p99"] <= run["jct_s"]["p99"]
     written = []
@@ -138,12 +138,30 @@ def test_an_overloaded_cluster_and_what_is_refused_are_told(capsys):
         (["--block-tokens", "0"], "block"),
         (["--batch-requests", "0"], "batch_requests"),
         (["--find-gpus", "--slo-ttft", "inf"], "promised"),
-        (["--find-gpus", "--slo-ttft", "1", "--skip", "119", "--rate", "0.001"], "nothing"),
         (["--out", "/dev/null/x"], "--out"),
     ],
 )
 def test_a_wrong_question_is_one_line(capsys, arguments, text):
     assert text in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--skip", "5"], "skip is 5 of 5 requests"),
+        (["--find-gpus", "--slo-ttft", "1", "--skip", "5"], "skip is 5 of 5 requests"),
+        (["--find-gpus", "--slo-tpot", "1"], "a promise about nothing"),
+    ],
+)
+def test_a_question_of_which_a_trace_says_nothing_is_one_line(capsys, tmp_path, arguments, text):
+    trace = tmp_path / "azure.csv"
+    rows = [f"2023-11-16 18:15:{at:02d}.5,100,1" for at in range(5)]  # answers of one token
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    assert cli.main(["sim", "--trace", str(trace), "--quiet", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
 
 
 def test_a_file_that_is_no_trace_is_one_line(capsys, tmp_path):

@@ -52,7 +52,7 @@ def test_documents_are_as_unequal_as_zipf_says():
 def test_turns_hold_what_was_said_before():
     sessions = list(generate("chat", rate=10.0, requests=4000, seed=3).start())
     turns = [turns_of(session) for session in sessions]
-    assert sum(map(len, turns)) == pytest.approx(4000, rel=0.1)
+    assert np.mean([len(session) for session in turns]) == pytest.approx(PRESETS["chat"].turns, rel=0.1)
     for session in turns[:200]:
         for before, after in pairwise(session):
             said = np.concatenate([before.ids, before.output_ids])
@@ -61,6 +61,19 @@ def test_turns_hold_what_was_said_before():
             assert after.session == before.session
             assert after.prompt <= PRESETS["chat"].longest + 16
     assert len({session[0].session for session in turns}) == len(sessions)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("requests", [1, 2, 7, 50])
+def test_there_are_as_many_requests_as_were_asked_for_and_more_begin_alike(name, requests):
+    def drawn(count):
+        starts = generate(name, rate=5.0, requests=count, seed=9).start()
+        return [[(each.time_s, each.ids.tobytes(), each.output) for each in turns_of(start)] for start in starts]
+
+    fewer, more = drawn(requests), drawn(requests + 30)
+    assert sum(map(len, fewer)) == requests
+    assert fewer[:-1] == more[: len(fewer) - 1]
+    assert fewer[-1] == more[len(fewer) - 1][: len(fewer[-1])]
 
 
 def test_fresh_ids_begin_again_when_all_are_used():

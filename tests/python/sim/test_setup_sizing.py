@@ -162,6 +162,12 @@ def test_more_dram_hits_more():
     assert ratios[0] < ratios[1] < ratios[2]
 
 
+def test_sessions_too_are_as_many_requests_as_asked_for_so_the_last_is_measured_alone():
+    done = Setup(requests=50, gpus=2, skip=49).run()
+    assert (done.arrived, done.ended, done.refused) == (50, 50, 0)
+    assert done.ttft_s.count == done.jct_s.count == 1
+
+
 def test_a_measured_profile_takes_the_place_of_the_roofline():
     shape = cost.ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256)
     model = cost.CostModel(shape, cost.Fits(cost.WaveModel(1, 16, 16, 1e12, 1e10, 1e-6), {}))
