@@ -47,6 +47,8 @@ _SWEPT: Final[dict[str, tuple[str, type]]] = {
     "seed": ("seed", int),
 }
 _SWEPT_MAX: Final = 100
+_SHARE: Final = Slo(ttft_s=1.0).quantile
+_GPUS_MAX: Final = 1024
 
 
 def add_parser(commands: Any) -> None:
@@ -62,6 +64,13 @@ def add_parser(commands: Any) -> None:
     _add_cluster(parser.add_argument_group("cluster"))
     _add_questions(parser.add_argument_group("what is asked"))
     parser.set_defaults(run=_run)
+
+
+# What packing has no use for: it makes up the number of GPUs, and looks at what decodes alone.
+_NOT_PACKED: Final = (
+    *("sweep", "find_gpus", "gpus_max", "slo_ttft", "slo_tpot", "slo_share"),
+    *("gpus", "prefill", "decode", "dram_gb", "link_gb_s", "fetch", "learn", "batch_tokens", "batch_requests"),
+)
 
 
 def _add_workload(group: Any) -> None:
@@ -98,9 +107,10 @@ def _add_cluster(group: Any) -> None:
         help=f"{', '.join(POLICIES)}: which instance computes a prompt (default {plain.policy}); "
         f"{', '.join(PACKERS)}: pack what decodes onto as few GPUs as it takes, and count migrations",
     )
-    group.add_argument("--gpus", type=int, default=plain.gpus, metavar="N", help=f"all of them (default {plain.gpus})")
-    group.add_argument("--prefill", type=int, default=0, metavar="P", help="instances that only prefill, with --decode")
-    group.add_argument("--decode", type=int, default=0, metavar="D", help="instances that only decode; --gpus is void")
+    # Options without a default of their own have that of Setup: so it is seen which were given.
+    group.add_argument("--gpus", type=int, metavar="N", help=f"all of them (default {plain.gpus})")
+    group.add_argument("--prefill", type=int, metavar="P", help="instances that only prefill, with --decode")
+    group.add_argument("--decode", type=int, metavar="D", help="instances that only decode; --gpus is void")
     group.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs an instance (default 1)")
     group.add_argument(
         "--model", choices=MODELS, default=plain.model, metavar="NAME", help=f"{', '.join(MODELS)} ({plain.model})"
@@ -114,29 +124,18 @@ def _add_cluster(group: Any) -> None:
     )
     group.add_argument("--profile", type=Path, metavar="FILE", help="measured by profile_ops, in place of --model")
     group.add_argument("--hbm-gb", type=float, metavar="GB", help="HBM for KV a GPU; default: what the weights leave")
-    group.add_argument("--dram-gb", type=float, default=0.0, metavar="GB", help="DRAM for KV a GPU (default 0)")
+    group.add_argument("--dram-gb", type=float, metavar="GB", help="DRAM for KV a GPU (default 0)")
     group.add_argument("--link-gb-s", type=float, metavar="GB", help="between instances, GB/s a GPU; default: its own")
-    group.add_argument("--fetch", action="store_true", help="fetch prefixes from other instances where it pays")
+    group.add_argument(
+        "--fetch", action="store_true", default=None, help="fetch prefixes from other instances where it pays"
+    )
     group.add_argument(
         "--learn",
         choices=("response", "dispatch", "events"),
-        default=plain.learn,
         help="when the router learns what an instance holds (default response; events are exact, and slower)",
     )
-    group.add_argument(
-        "--batch-tokens",
-        type=int,
-        default=plain.batch_tokens,
-        metavar="N",
-        help="of a prefill batch (default 8192)",
-    )
-    group.add_argument(
-        "--batch-requests",
-        type=int,
-        default=plain.batch_requests,
-        metavar="N",
-        help="decoding together (default 256)",
-    )
+    group.add_argument("--batch-tokens", type=int, metavar="N", help="of a prefill batch (default 8192)")
+    group.add_argument("--batch-requests", type=int, metavar="N", help="decoding together (default 256)")
 
 
 def _add_questions(group: Any) -> None:
@@ -144,12 +143,17 @@ def _add_questions(group: Any) -> None:
         "--sweep", metavar="WHAT=A,B,...", help=f"one run for each value; WHAT is one of {', '.join(_SWEPT)}"
     )
     group.add_argument("--find-gpus", action="store_true", help="the fewest GPUs that keep --slo-ttft or --slo-tpot")
-    group.add_argument("--slo-ttft", type=float, metavar="S", help="seconds to the first token, at most")
-    group.add_argument("--slo-tpot", type=float, metavar="S", help="seconds between tokens, at most")
-    group.add_argument("--slo-share", type=float, default=0.99, metavar="Q", help="of requests (default 0.99)")
     group.add_argument(
-        "--gpus-max", type=int, default=1024, metavar="N", help="for --find-gpus, at most (default 1024)"
+        "--slo-ttft",
+        type=float,
+        metavar="S",
+        help="seconds to the first token, at most: tells which share keeps it",
     )
+    group.add_argument("--slo-tpot", type=float, metavar="S", help="seconds between tokens, at most; likewise")
+    group.add_argument(
+        "--slo-share", type=float, metavar="Q", help=f"of requests for which it is kept (default {_SHARE:g})"
+    )
+    group.add_argument("--gpus-max", type=int, metavar="N", help=f"for --find-gpus, at most (default {_GPUS_MAX})")
     group.add_argument("--out", type=Path, metavar="DIR", help="write sim.json there, and plots where matplotlib is")
     group.add_argument("--json", action="store_true", help="print JSON in place of the table")
     group.add_argument("--quiet", action="store_true", help="no progress")
@@ -181,7 +185,7 @@ def _setup(arguments: argparse.Namespace, **changes: Any) -> Setup:
         "trace gpus prefill decode tp model hardware hbm_gb dram_gb link_gb_s block_tokens rate rate_scale requests "
         "skip seed fetch learn batch_tokens batch_requests"
     )
-    given = {name: getattr(arguments, name) for name in fields.split()}
+    given = {name: value for name in fields.split() if (value := getattr(arguments, name)) is not None}
     given["workload"] = arguments.workload or (None if arguments.trace else Setup.workload)
     given["policy"] = arguments.policy if arguments.policy in POLICIES else Setup.policy
     return Setup(profile=profile, **{**given, **changes})
@@ -189,6 +193,9 @@ def _setup(arguments: argparse.Namespace, **changes: Any) -> Setup:
 
 def _simulated(arguments: argparse.Namespace) -> dict[str, Any]:
     """One run, or one for each value of --sweep."""
+    if arguments.gpus_max is not None:
+        raise ArgumentError("--gpus-max is for --find-gpus")
+    slo = _slo(arguments)
     setup = _setup(arguments)
     values: list[Any] = [None]
     field, what = "", ""
@@ -202,8 +209,22 @@ def _simulated(arguments: argparse.Namespace) -> dict[str, Any]:
     runs = []
     for value, each in zip(values, setups, strict=True):
         with sim_show.Progress(arguments.quiet, f"{what}={value}" if what else each.policy, arguments.requests) as bar:
-            runs.append(_entry(each, each.run(bar.told), value))
-    return {**_head(setup), "sweep": what or None, "runs": runs}
+            runs.append(_entry(each, each.run(bar.told), value, slo))
+    return {**_head(setup), "sweep": what or None, "slo": slo and _promise(slo), "runs": runs}
+
+
+def _slo(arguments: argparse.Namespace) -> Slo | None:
+    """What is promised, if anything is. Raises ArgumentError."""
+    share = _SHARE if arguments.slo_share is None else arguments.slo_share
+    if arguments.slo_ttft is None and arguments.slo_tpot is None and not arguments.find_gpus:
+        if arguments.slo_share is not None:
+            raise ArgumentError("--slo-share is of --slo-ttft or --slo-tpot: neither is given")
+        return None
+    return Slo(arguments.slo_ttft, arguments.slo_tpot, share)
+
+
+def _promise(slo: Slo) -> dict[str, Any]:
+    return {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "share": slo.quantile}
 
 
 def _swept(text: str) -> tuple[str, str, list[Any]]:
@@ -225,32 +246,42 @@ def _found(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fewest GPUs that keep the promise."""
     if arguments.sweep:
         raise ArgumentError("--find-gpus and --sweep exclude each other")
-    slo = Slo(arguments.slo_ttft, arguments.slo_tpot, arguments.slo_share)
+    slo = _slo(arguments)
+    assert slo is not None  # for --find-gpus there is one, or it is refused
     setup = _setup(arguments)
+    gpus_max = _GPUS_MAX if arguments.gpus_max is None else arguments.gpus_max
     with sim_show.Progress(arguments.quiet, "find-gpus", None) as bar:
         found, tries = find_gpus(
             setup,
             slo,
-            arguments.gpus_max,
+            gpus_max,
             told=bar.told,
             tried=lambda each: bar.note(f"{each.setup.gpu_count} GPUs: {'kept' if each.kept else 'not kept'}"),
         )
     return {
         **_head(setup),
         "sweep": "gpus",
-        "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "share": slo.quantile},
+        "slo": _promise(slo),
         "gpus_needed": found.setup.gpu_count if found else None,
-        "gpus_max": arguments.gpus_max,
-        "runs": [{**_entry(each.setup, each.measures, each.setup.gpu_count), "kept": each.kept} for each in tries],
+        "gpus_max": gpus_max,
+        "runs": [_entry(each.setup, each.measures, each.setup.gpu_count, slo) for each in tries],
     }
 
 
 def _packed(arguments: argparse.Namespace) -> dict[str, Any]:
     """MELL, or what it is compared with."""
-    if arguments.sweep or arguments.find_gpus:
-        raise ArgumentError(f"--policy {arguments.policy} finds the number of GPUs itself: no --sweep or --find-gpus")
+    given = {name: getattr(arguments, name) for name in _NOT_PACKED}
+    useless = [name for name, value in given.items() if value is not None and value is not False]  # 0 is given
+    if useless:
+        options = ", ".join("--" + name.replace("_", "-") for name in useless)
+        raise ArgumentError(
+            f"--policy {arguments.policy} finds the number of GPUs itself, and packs what decodes alone: it has no use "
+            f"for {options}"
+        )
     setup = _setup(arguments)
-    return {**_head(setup), "policy": arguments.policy, "packed": pack(setup, arguments.policy)}
+    with sim_show.Progress(arguments.quiet, arguments.policy, arguments.requests) as bar:
+        packed = pack(setup, arguments.policy, bar.told)
+    return {**_head(setup), "policy": arguments.policy, "packed": packed}
 
 
 def _head(setup: Setup) -> dict[str, Any]:
@@ -270,8 +301,9 @@ def _head(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _entry(setup: Setup, measures: Measures, value: Any) -> dict[str, Any]:
-    """One run, ready for JSON."""
+def _entry(setup: Setup, measures: Measures, value: Any, slo: Slo | None) -> dict[str, Any]:
+    """One run, ready for JSON; of a promise, whether it was kept, and for which share of the requests each limit."""
+    promised = {} if slo is None else {"kept": slo.kept(measures), "within": slo.within(measures)}
     return {
         "value": value,
         "policy": setup.policy,
@@ -282,6 +314,7 @@ def _entry(setup: Setup, measures: Measures, value: Any) -> dict[str, Any]:
         "dram_gb_per_gpu": setup.dram_gb,
         **measures.as_json(),
         "ttft_cdf": _thin(measures.ttft_s.cumulative()),
+        **promised,
     }
 
 

@@ -81,7 +81,7 @@ def table(result: dict[str, Any]) -> str:
         return "\n".join(lines)
     lines += _columns([_row(result, run) for run in result["runs"]])
     lines += _warnings(result["runs"])
-    if "slo" in result:
+    if "gpus_needed" in result:
         lines += ["", _answer(result)]
     return "\n".join(lines)
 
@@ -101,6 +101,8 @@ def _row(result: dict[str, Any], run: dict[str, Any]) -> dict[str, str]:
     for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("JCT", "jct_s")):
         row[name] = "/".join(_short(run[key][of]) for of in ("mean", "p50", "p99"))
     row["busiest"] = f"{run['imbalance']:.2f}x"
+    for key, share in run.get("within", {}).items():
+        row[f"{key.removesuffix('_s').upper()} <= {result['slo'][key]:g}s"] = f"{share:.2%}"
     if "kept" in run:
         row["SLO"] = "kept" if run["kept"] else "not kept"
     return row
@@ -151,8 +153,10 @@ def _answer(result: dict[str, Any]) -> str:
 def _packed(policy: str, packed: dict[str, Any]) -> list[str]:
     instances, bound, gpus = packed["instances"], packed["lower_bound"], packed["gpus"]
     requests = packed["requests"]
+    skipped_s = packed["measured_from_s"]
     return [
         f"{policy}: {requests['arrived']:,} requests, {requests['refused']:,} of them longer than an instance: refused",
+        *([f"measured       from {skipped_s:,.0f} s on"] if skipped_s else []),
         f"GPUs           {gpus['mean']:.2f} on average, {gpus['peak']} at most",
         f"instances      {instances['mean']:.2f} on average, no packing less than {bound['mean']:.2f}; "
         f"{instances['peak']} at most, no packing less than {bound['peak']}",
@@ -168,7 +172,7 @@ def _packed(policy: str, packed: dict[str, Any]) -> list[str]:
 
 
 def write(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Writes sim.json, and sim.png where matplotlib is installed and there is something to see.
+    """Writes sim.json, and sim.png where matplotlib is installed.
 
     Returns the names of the files. Raises ArgumentError when the folder cannot be written to.
     """
@@ -176,8 +180,8 @@ def write(folder: Path, result: dict[str, Any]) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "sim.json").write_text(json.dumps(result, indent=1) + "\n")
         names = ["sim.json"]
-        if result.get("runs") and importlib.util.find_spec("matplotlib") is not None:
-            _draw(folder / "sim.png", result)
+        if importlib.util.find_spec("matplotlib") is not None:
+            (_draw_packed if "packed" in result else _draw)(folder / "sim.png", result)
             names.append("sim.png")
     except OSError as error:
         raise ArgumentError(f"--out {folder}: {error}") from error
@@ -186,13 +190,11 @@ def write(folder: Path, result: dict[str, Any]) -> list[str]:
 
 def _draw(path: Path, result: dict[str, Any]) -> None:
     """The distribution of TTFT, and where values were swept hits and waiting times against them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     runs, sweep = result["runs"], result["sweep"]
     panels = 3 if sweep and len(runs) > 1 else 1
     figure = Figure(figsize=(5.2 * panels, 3.9), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for run in runs:
         label = f"{sweep} {run['value']}" if panels > 1 else run["policy"]
@@ -213,7 +215,33 @@ def _draw(path: Path, result: dict[str, Any]) -> None:
             panel.set_xticks(list(places), names)
             panel.set_xlabel(sweep)
             panel.legend(frameon=False, fontsize=7)
-    for panel in axes:
+    _save(figure, path, result)
+
+
+def _draw_packed(path: Path, result: dict[str, Any]) -> None:
+    """GPUs over time, beside the lower bound; what is left out of the figures is shaded."""
+    from matplotlib.figure import Figure
+
+    packed = result["packed"]
+    series, tp = packed["gpus_over_time"], result["tp"]
+    figure = Figure(figsize=(7.8, 3.9), layout="constrained")
+    axes = figure.subplots()
+    edges = [series["step_s"] * at for at in range(len(series["mean"]) + 1)]
+    axes.stairs(series["mean"], edges, label=result["policy"])
+    if series["peak"] != series["mean"]:
+        axes.stairs(series["peak"], edges, color="C0", alpha=0.4, label=f"{result['policy']}, peaks")
+    axes.stairs(series["lower_bound"], edges, color="0.4", linestyle="--", label="no packing less")
+    if packed["measured_from_s"]:
+        axes.axvspan(0, packed["measured_from_s"], color="0.9", zorder=0, label="not measured")
+    axes.set(xlabel="time (s)", ylabel="GPUs" if tp == 1 else f"GPUs, {tp} an instance", xlim=(0, edges[-1]))
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=7)
+    _save(figure, path, result)
+
+
+def _save(figure: Any, path: Path, result: dict[str, Any]) -> None:
+    """What all figures have in common."""
+    for panel in figure.axes:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{result['workload']}, {result['model']} on {result['hardware']}", x=0.02, ha="left", fontsize=11)

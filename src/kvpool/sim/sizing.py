@@ -45,6 +45,19 @@ class Slo:
         promised = [(sketch, most) for sketch, most in ((ttft, self.ttft_s), (tpot, self.tpot_s)) if most is not None]
         return all(self._of(sketch, measures.refused) <= most for sketch, most in promised)
 
+    def within(self, measures: Measures) -> dict[str, float]:
+        """The share of requests that kept each limit, by its name: "ttft_s", "tpot_s". What was refused did not.
+
+        Raises ArgumentError as `kept` does.
+        """
+        found = {}
+        for name, most in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
+            if most is not None:
+                sketch: Sketch = getattr(measures, name)
+                self._of(sketch, measures.refused)
+                found[name] = sketch.share(most) * sketch.count / (sketch.count + measures.refused)
+        return found
+
     def can_be_kept(self, measures: Measures) -> bool:
         """Whether more GPUs may help: not where too many were refused, which no instance of this kind has room for."""
         promised = [(measures.ttft_s, self.ttft_s), (measures.tpot_s, self.tpot_s)]

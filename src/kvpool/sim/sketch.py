@@ -68,6 +68,16 @@ class Sketch:
                 return min(self._middle(bucket), self.largest)
         return self.largest
 
+    def share(self, value: float) -> float:
+        """The share of the numbers that are at most `value`, as `quantile` has them; 1 of nothing."""
+        if not self.count:
+            return 1.0
+        within = self.zeros if value >= 0 else 0
+        within += sum(
+            count for bucket, count in self._buckets.items() if min(self._middle(bucket), self.largest) <= value
+        )
+        return within / self.count
+
     def cumulative(self) -> list[tuple[float, float]]:
         """(value, share of the numbers that are at most that), rising: the distribution, for a plot."""
         points, seen = [], self.zeros

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from kvpool import cli
+from kvpool.cli import sim_show
 
 QUICK = ["sim", "--workload", "chat", "--requests", "120", "--gpus", "2", "--quiet"]
 
@@ -92,10 +93,73 @@ def test_what_is_refused_breaks_the_promise_and_the_answer_says_so(capsys):
     assert "refused requests count as broken promises" in out
 
 
-def test_packing_tells_of_migrations(capsys):
-    arguments = ["sim", "--workload", "poisson", "--requests", "100", "--policy", "mell", "--hbm-gb", "2"]
-    assert cli.main(arguments) == 0
-    assert "migrations" in capsys.readouterr().out
+PACKED = ["sim", "--workload", "poisson", "--requests", "100", "--policy", "mell", "--hbm-gb", "2"]
+
+
+def test_packing_tells_of_migrations_and_draws_gpus_over_time(capsys, tmp_path):
+    assert cli.main([*PACKED, "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "migrations" in captured.out
+    series = json.loads((tmp_path / "sim.json").read_text())["packed"]["gpus_over_time"]
+    assert len(series["mean"]) == len(series["peak"]) == len(series["lower_bound"]) > 10
+    assert (tmp_path / "sim.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_packing_tells_how_far_it_is_unless_it_is_to_be_quiet(capsys, monkeypatch):
+    monkeypatch.setattr(sim_show, "_LINE_EVERY_S", 0.0)
+    assert cli.main(PACKED) == 0
+    assert "mell: " in capsys.readouterr().err
+    assert cli.main([*PACKED, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        ["--gpus", "8"],  # as it is without the option
+        ["--prefill", "1", "--decode", "1"],
+        ["--dram-gb", "0"],
+        ["--link-gb-s", "10"],
+        ["--fetch"],
+        ["--learn", "response"],
+        ["--batch-tokens", "8192"],
+        ["--batch-requests", "256"],
+        ["--sweep", "dram=1"],
+        ["--find-gpus"],
+        ["--gpus-max", "4"],
+        ["--slo-ttft", "1"],
+        ["--slo-tpot", "1"],
+        ["--slo-share", "0.9"],
+    ],
+)
+def test_packing_refuses_what_it_has_no_use_for(capsys, useless):
+    assert cli.main([*PACKED, *useless]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    for option in useless[::2]:
+        assert option in captured.err
+    for option in ("--gpus", "--fetch", "--slo-ttft"):
+        assert (f"{option}," in captured.err or captured.err.endswith(f"{option}\n")) == (option in useless)
+
+
+def test_a_limit_tells_the_share_of_requests_that_keep_it(capsys):
+    found = asked(capsys, "--slo-ttft", "0.02", "--slo-tpot", "0.05")
+    assert found["slo"] == {"ttft_s": 0.02, "tpot_s": 0.05, "share": 0.99}
+    (run,) = found["runs"]
+    assert run["within"]["tpot_s"] == 1
+    assert 0 < run["within"]["ttft_s"] < 0.99
+    assert run["ttft_s"]["p50"] <= 0.02 < run["ttft_s"]["p99"]
+    assert run["kept"] is False
+    assert asked(capsys, "--slo-ttft", "0.02", "--slo-share", "0.5")["runs"][0]["kept"] is True
+    assert asked(capsys, "--slo-ttft", "0.02", "--sweep", "rate=1,2")["runs"][1]["within"].keys() == {"ttft_s"}
+    plain = asked(capsys)
+    assert plain["slo"] is None
+    assert not {"kept", "within"} & plain["runs"][0].keys()
+    assert cli.main([*QUICK, "--slo-ttft", "0.02"]) == 0
+    out = capsys.readouterr().out
+    assert "TTFT <= 0.02s" in out
+    assert "not kept" in out
 
 
 def test_an_overloaded_cluster_and_what_is_refused_are_told(capsys):
@@ -116,6 +180,10 @@ def test_an_overloaded_cluster_and_what_is_refused_are_told(capsys):
         (["--sweep", "policy=random"], "policy 'random'"),
         (["--sweep", "dram=0,-1"], "dram_gb"),
         (["--find-gpus"], "promise"),
+        (["--slo-share", "0.9"], "--slo-share"),
+        (["--slo-ttft", "0"], "promised"),
+        (["--slo-ttft", "1", "--gpus-max", "4"], "--gpus-max"),
+        (["--find-gpus", "--slo-ttft", "1", "--gpus-max", "0"], "at most 0"),
         (["--find-gpus", "--slo-ttft", "1", "--sweep", "dram=1"], "exclude each other"),
         (["--policy", "mell", "--sweep", "dram=1"], "mell"),
         (["--model", "llama-3-70b"], "more GPUs"),

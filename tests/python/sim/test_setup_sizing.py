@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvpool import ArgumentError
@@ -139,6 +140,7 @@ def test_a_promise_counts_what_was_refused_and_none_is_kept_of_nothing():
         measures.ttft_s.add(2.0)
     assert not slo.kept(measures)
     assert slo.can_be_kept(measures)
+    assert slo.within(measures) == {"ttft_s": 90 / 105, "tpot_s": 90 / 95}
     only_refused = Measures(refused=3)
     assert not slo.kept(only_refused)
 
@@ -185,7 +187,36 @@ def test_packing_needs_no_less_than_the_bound_and_mell_not_more_than_others():
         json.dumps(each)
     assert packed["mell"]["instances"]["mean"] == min(each["instances"]["mean"] for each in packed.values())
     assert packed["mell"]["moves_per_s"] > 0
+
+    # From the epoch on in which the first request that is not skipped arrives: as if nothing had been before.
+    steps = pack(setup, "mell")["gpus_over_time"]
+    assert steps["step_s"] == 1.0
+    arrived_s = [request.time_s for request in setup.make_workload().start()]
+    for skip in (1, 200, 399):
+        late, first = pack(replace(setup, skip=skip), "mell"), int(arrived_s[skip])
+        assert late["measured_from_s"] == first
+        assert late["gpus_over_time"] == steps
+        assert late["gpus"]["mean"] == pytest.approx(np.mean(steps["mean"][first:]))
+        assert late["gpus"]["peak"] == max(steps["peak"][first:])
+        assert late["lower_bound"]["mean"] == pytest.approx(np.mean(steps["lower_bound"][first:]))
+    seen = []
+    pack(setup, "mell", lambda *told: seen.append(told))
+    assert [now_s for _, now_s in seen] == [float(at + 1) for at in range(len(steps["mean"]))]
+    assert 0 < seen[-1][0] <= 400
+    assert seen == sorted(seen)
+
+
+def test_gpus_over_time_are_few_points_that_keep_mean_and_peak():
+    packed = pack(replace(SMALL, requests=900, rate=1.0, tp=2, gpus=2, hbm_gb=0.3), "mell")
+    steps = packed["gpus_over_time"]
+    assert steps["step_s"] > 1
+    assert len(steps["mean"]) <= 200
+    assert max(steps["peak"]) == packed["gpus"]["peak"]
+    assert np.mean(steps["mean"]) == pytest.approx(packed["gpus"]["mean"], rel=0.02)  # the last step may be shorter
+
+
+def test_what_cannot_be_packed_is_refused():
     with pytest.raises(ArgumentError, match="no packer"):
-        pack(setup, "tetris")
+        pack(SMALL, "tetris")
     with pytest.raises(ArgumentError, match="wait for answers"):
         pack(Setup(requests=100), "mell")

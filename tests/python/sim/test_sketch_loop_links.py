@@ -21,6 +21,10 @@ def test_a_quantile_is_as_near_as_promised(values, q):
     exact = sorted(values)[int(q * (len(values) - 1))]
     assert sketch.quantile(q) == pytest.approx(exact, rel=0.0101)
     assert sketch.mean == pytest.approx(np.mean(values))
+    at = sketch.quantile(q)  # of those as it has them, at least so many are at most that
+    assert sketch.share(at) * len(values) > q * (len(values) - 1)
+    assert sketch.share(max(values)) == 1.0
+    assert sketch.share(min(values) / 1.03) == 0.0
     shares = [share for _, share in sketch.cumulative()]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -29,8 +33,10 @@ def test_a_quantile_is_as_near_as_promised(values, q):
 def test_a_sketch_of_nothing_and_of_zeros():
     sketch = Sketch()
     assert (sketch.mean, sketch.quantile(0.5), sketch.cumulative()) == (0.0, 0.0, [])
+    assert sketch.share(1.0) == 1.0
     for value in (0.0, 0.0, 0.0, 8.0):
         sketch.add(value)
+    assert [sketch.share(value) for value in (-1.0, 0.0, 7.9, 8.0)] == [0.0, 0.75, 0.75, 1.0]
     assert sketch.quantile(0.5) == 0.0
     assert sketch.quantile(1.0) == pytest.approx(8.0, rel=0.005)
     assert sketch.as_json()["max"] == 8.0
