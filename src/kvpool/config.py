@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import operator
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
@@ -233,10 +234,29 @@ def _from_arguments(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, st
             yield name, value, "argument"
 
 
-def _known(name: str, source: str) -> None:
+def check_names(names: Iterable[str], callee: Callable[..., Any]) -> None:
+    """Checks what a call was given as settings: what it does not know may be an argument of its own, misspelt.
+
+    Args:
+        names: Of what it was given.
+        callee: Which takes settings beside its own arguments.
+
+    Raises:
+        ArgumentError: A name is no setting; it says which setting or argument is near, or all that there are.
+    """
+    for name in names:
+        if name not in FIELDS:
+            found = inspect.signature(callee).parameters.values()
+            own = [each.name for each in found if each.kind is not each.VAR_KEYWORD and each.name != "self"]
+            _known(name, "argument", own)
+
+
+def _known(name: str, source: str, own: Sequence[str] = ()) -> None:
+    """Raises ArgumentError unless it is a setting; `own` are other names that may be meant."""
     if name not in FIELDS:
-        meant = difflib.get_close_matches(name, FIELDS, n=1)
-        hint = f"did you mean {meant[0]}?" if meant else f"the settings are {', '.join(FIELDS)}"
+        meant = difflib.get_close_matches(name, [*own, *FIELDS], n=1)
+        arguments = f"the arguments are {', '.join(own)}; " if own else ""
+        hint = f"did you mean {meant[0]}?" if meant else f"{arguments}the settings are {', '.join(FIELDS)}"
         raise ArgumentError(f"settings: {source}: {name!r} is unknown; {hint}", source=source)
 
 

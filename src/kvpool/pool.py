@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 from kvpool import _core
 from kvpool.attachment import Attachment, attach
 from kvpool.cluster import Cluster
-from kvpool.config import Settings, load
+from kvpool.config import Settings, check_names, load
 from kvpool.errors import ArgumentError, ArgumentTypeError, StateError
 from kvpool.index import EventStream, MatchReport
 from kvpool.transfer import PeerVerbs
@@ -185,6 +185,7 @@ class Pool(PeerVerbs):
         """See the class."""
         if not isinstance(layout, KVLayout | RawLayout):
             raise ArgumentTypeError(f"layout must be a KVLayout or a RawLayout, not {type(layout).__name__}")
+        check_names(settings, Pool.__init__)
         ordinal = _ordinal(device)
         if hbm is not None and hbm_blocks:
             raise ArgumentError("give hbm_blocks or the engine's own tensors as hbm, not both", hbm_blocks=hbm_blocks)

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+import kvpool
 from kvpool import config, errors
 from kvpool.config import Settings
 
@@ -150,6 +151,22 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
 def test_an_unknown_argument_is_named():
     with pytest.raises(errors.ArgumentError, match="argument: 'polici' is unknown; did you mean policy"):
         config.load(environment={}, polici="lru")
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "message"),
+    [
+        ({"hbm_block": 8}, "'hbm_block' is unknown; did you mean hbm_blocks?"),
+        ({"dram_block": 8}, "'dram_block' is unknown; did you mean dram_blocks?"),
+        ({"devise": "cpu"}, "'devise' is unknown; did you mean device?"),
+        ({"copy_thread": 2}, "'copy_thread' is unknown; did you mean copy_threads?"),
+        ({"x": 1}, "'x' is unknown; the arguments are layout, hbm_blocks, .*, parallel; the settings are policy, "),
+    ],
+)
+def test_a_misspelt_argument_of_a_pool_is_told_from_a_setting(misspelt, message):
+    with pytest.raises(errors.ArgumentError, match=message) as caught:
+        kvpool.Pool(kvpool.RawLayout(64), **misspelt)
+    assert "self" not in str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["2", 2.0, True, None])
