@@ -106,6 +106,14 @@ void ServiceImpl::throw_unknown(const std::string& name) const {
 
 // For a caller who knows the owner of blocks by their addresses alone.
 std::string ServiceImpl::owner_of(const std::vector<Address>& addresses) const {
+  const bool all_own = std::all_of(addresses.begin(), addresses.end(), [&](Address address) {
+    // From before this pool had an id, or with it; 0 is no address.
+    return address != 0 && (instance_of(address) == 0 || instance_of(address) == pool_.instance());
+  });
+  if (all_own && !addresses.empty()) {
+    throw Error(ErrorCode::kArgument, "these blocks are of this pool, and here already: there is nothing to fetch",
+                {{"instance", pool_.instance()}});
+  }
   const std::uint32_t instance = addresses.empty() ? 0 : instance_of(addresses[0]);
   for (std::size_t i = 0; i < addresses.size(); ++i) {
     if (instance_of(addresses[i]) == instance && instance != 0) continue;

@@ -13,6 +13,7 @@ from kvpool.types import KVLayout
 __all__ = ["RankTicket"]
 
 _FORMAT = 1
+_SHOWN = 40  # characters of what is no ticket
 _LAYOUT_FIELDS = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "order", "dims")
 
 
@@ -77,7 +78,8 @@ class RankTicket:
             fields["layout"] = KVLayout(**fields["layout"])
             ticket = cls(**fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArgumentError(f"this is no ticket of export_rank: {error!r}") from error
+            begin = repr(text[:_SHOWN]) + ("..." if len(text) > _SHOWN else "")
+            raise ArgumentError(f"ticket must be the text that export_rank returned, not {begin}") from error
         if version != _FORMAT:
             raise ArgumentError(f"a ticket of format {version}; this kvpool reads {_FORMAT}")
         return ticket

@@ -170,6 +170,17 @@ def test_a_wrong_argument_fetches_nothing(setting, arguments, error):
         setting.a.fetch(call.pop("peer"), call.pop("addrs"), **call)
 
 
+def test_blocks_of_this_pool_are_not_fetched_but_here_already(setting):
+    own = setting.a.alloc(2)
+    for addrs in (own, own[:1], own & np.uint64((1 << 50) - 1)):  # the last: as before the pool had an id
+        with nothing_changes(setting, ArgumentError, "of this pool, and here already"):
+            setting.a.fetch(None, addrs)
+    for addrs in ([0], [int(own[0]), setting.not_lent]):
+        with nothing_changes(setting, ArgumentError, "one owner's blocks"):
+            setting.a.fetch(None, addrs)
+    setting.a.free(own)
+
+
 @pytest.mark.parametrize(
     ("address", "error"),
     [

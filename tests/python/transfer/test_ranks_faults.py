@@ -101,6 +101,10 @@ def test_a_ticket_that_was_changed_is_refused(scheduler: kvpool.Pool) -> None:
     for text in ("", "{}", "[]", "null", '{"kvpool_rank": 1}', ticket.replace('"epoch":', '"epoch":"x","e":')):
         with pytest.raises(kvpool.ArgumentError):
             join(text)
+    with pytest.raises(kvpool.ArgumentError, match=r"the text that export_rank returned, not 'foo'$"):
+        join("foo")
+    with pytest.raises(kvpool.ArgumentError, match=r"the text that export_rank returned, not 'x{40}'\.\.\.$"):
+        join("x" * 1000)
     with pytest.raises(kvpool.ArgumentError, match="format 2"):
         join(json.dumps(json.loads(ticket) | {"kvpool_rank": 2}))
     with pytest.raises(kvpool.ArgumentTypeError):
