@@ -2,7 +2,8 @@
 
 One thread computes. Others, that of the dispatcher's pipe and those of the pool's callbacks, only put what comes into
 the mail. A round reads the mail, prefills one prompt (first come, first served), and decodes one token of each
-request that is being decoded: so answers stream side by side.
+request that is being decoded: so answers stream side by side. What is sent back to prefill is not waited for, but
+looked at in each round: an instance that says nothing must not stop the answers of others.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _T = TypeVar("_T")
 
 _HEARD_S: Final = 0.5  # what one process has heard of a member, all others have by then
 _AGAIN_S: Final = 0.005
+_LOOK_S: Final = 0.001  # between looks at what is sent back, when there is nothing else to do
 _REST_S = 10.0  # until the rest of something that has come by halves is there; then its sender is gone
 _SETTLE_S = 10.0  # until blocks that were kept for a dead peer are free
 
@@ -72,6 +74,15 @@ class Decoding:
 
 
 @dataclass
+class SentBack:
+    """An answered request whose KV is on its way to prefill."""
+
+    letter: Letter
+    work: Work
+    transfer: kvpool.Transfer  # ends by itself: it has a deadline
+
+
+@dataclass
 class Halves:
     """What has come of a request whose first token is not known yet."""
 
@@ -97,6 +108,7 @@ class Worker:
         self._mail: queue.SimpleQueue[Mail] = queue.SimpleQueue()
         self._waiting: deque[messages.Serve] = deque()
         self._decoding: dict[tuple[int, int], Decoding] = {}
+        self._sent_back: list[SentBack] = []
         self._halves: dict[tuple[int, int], Halves] = {}
         self._over = False
         self._audit_until: float | None = None  # an audit is wanted: when to give up waiting for peers
@@ -112,6 +124,7 @@ class Worker:
             self._read_mail()
             if self._over:
                 return
+            self._end_sent_back()
             if self._audit_until is not None:
                 self._audit(self._audit_until)
             if self._waiting:
@@ -134,8 +147,9 @@ class Worker:
     def _read_mail(self) -> None:
         """Reads all that is there; waits for something if there is nothing else to do."""
         busy = bool(self._waiting or self._decoding)
+        pause_s = _LOOK_S if self._sent_back else 1.0 if self._audit_until is None else 0.01
         with contextlib.suppress(queue.Empty):
-            self._open(self._mail.get(block=not busy, timeout=1.0 if self._audit_until is None else 0.01))
+            self._open(self._mail.get(block=not busy, timeout=pause_s))
             while not self._over:
                 self._open(self._mail.get_nowait())
         late = time.monotonic() - _REST_S
@@ -268,14 +282,25 @@ class Worker:
         if not work.finished:
             return
         del self._decoding[letter.key]
-        sent_back_bytes = 0
-        with work, work.calling_kvpool():
-            try:
-                sent = self._design.answered(self.pool, decoding.prefill, work)
-                sent_back_bytes = sent.wait().stats.bytes if sent is not None else 0
-            except kvpool.Error as error:  # the answer is out; a cache that was not filled costs time later
-                _log.warning("what request %d has left could not be kept: %s", letter.request, error)
-        self._tell(messages.Answered(*letter.key, sent_back_bytes, work.kvpool_s))
+        sent = None
+        with work.calling_kvpool(), _keeping(letter):
+            sent = self._design.answered(self.pool, decoding.prefill, work)
+        if sent is not None:
+            self._sent_back.append(SentBack(letter, work, sent))
+            return
+        work.close()
+        self._tell(messages.Answered(*letter.key, 0, work.kvpool_s))
+
+    def _end_sent_back(self) -> None:
+        """Ends the requests whose KV has arrived at prefill, or will not."""
+        for ended in [one for one in self._sent_back if one.transfer.done()]:
+            self._sent_back.remove(ended)
+            letter, work, sent_bytes = ended.letter, ended.work, 0
+            with self._failing(letter, work):
+                with _keeping(letter):
+                    sent_bytes = ended.transfer.wait().stats.bytes
+                work.close()
+                self._tell(messages.Answered(*letter.key, sent_bytes, work.kvpool_s))
 
     # ---- what goes wrong
 
@@ -297,6 +322,9 @@ class Worker:
         self._waiting.clear()
         for key in [*self._decoding, *self._halves]:
             self._drop(key)
+        if self._sent_back:  # each ends by its deadline; its blocks are pinned as long
+            self._audit_until = time.monotonic() + _SETTLE_S
+            return
         stats = self.pool.audit()
         hbm = stats.hbm
         if not hbm.active + hbm.pinned + hbm.reserved + hbm.lent + hbm.quarantined or time.monotonic() > until:
@@ -315,6 +343,15 @@ class Worker:
 
 def _role(name: str) -> Literal["prefill", "decode", "both"]:
     return "prefill" if name.startswith("prefill") else "decode" if name.startswith("decode") else "both"
+
+
+@contextlib.contextmanager
+def _keeping(letter: Letter) -> Iterator[None]:
+    """Lets an error of kvpool pass: the answer is out, and a cache that was not filled costs time later."""
+    try:
+        yield
+    except kvpool.Error as error:
+        _log.warning("what request %d has left could not be kept: %s", letter.request, error)
 
 
 def _begin(send: Callable[[], _T]) -> _T:

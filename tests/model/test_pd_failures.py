@@ -34,6 +34,8 @@ from pd_kit import CONFIG, chats, play, tokens  # noqa: E402
 pytestmark = pytest.mark.timeout(600)  # each run imports PyTorch in every instance, and again in each that comes back
 SESSIONS = chats(count=4, turns=2, new_tokens=12)
 GENEROUS_S = 120.0  # for what takes some seconds: the machine is busy with other things
+# Ten times what is promised for a quiet machine: a lease and a second, and two seconds from joining.
+SURVIVORS_S, RESTARTED_S = 40.0, 20.0
 LONG = replace(CONFIG, tokens_max=1 << 15)  # so that no answer ends before a test has said what it wants
 
 
@@ -70,14 +72,21 @@ def test_an_instance_is_killed_and_comes_back(
     (lost,) = times(result, "lost", victim)
     first_joined, joined = times(result, "joined", victim)
     assert first_joined <= 0 <= killed <= lost < joined
-    for survivor in set(setting.instances) - {victim}:
-        if not setting.colocated:
-            assert times(result, "noticed", survivor)[0] - killed < GENEROUS_S
-        for went_on in times(result, "went_on", survivor):
-            assert went_on - killed < GENEROUS_S
+    (survivor,) = set(setting.instances) - {victim}
+    if setting.colocated:  # who prefills and decodes has no peers, so it is told nothing; but it has all the work
+        went_on = [answer.done_s for answer in result.answers if answer.decode == survivor and answer.done_s > killed]
+        assert went_on
+        assert min(went_on) - killed < SURVIVORS_S
+        return
+    noticed = times(result, "noticed", survivor)[0]
+    assert 0 <= noticed - killed < SURVIVORS_S
+    # There is no other one of the victim's kind, and not all turns were asked when it was killed. So both have work
+    # when it is back, and the survivor maybe before; of one that had given no token yet the next is its first.
+    went_on = [at for kind in ("went_on", "served") for at in times(result, kind, survivor) if at >= noticed]
+    assert went_on
+    assert min(went_on) - max(noticed, joined) < SURVIVORS_S
     served = times(result, "served", victim)
-    if not setting.colocated:  # there is no other one of its kind, and not all turns were asked when it was killed
-        assert 0 <= served[1] - joined < GENEROUS_S
+    assert 0 <= served[-1] - joined < RESTARTED_S
 
 
 def test_all_instances_are_killed_and_one_of_them_twice(reference: Reference) -> None:
@@ -282,6 +291,31 @@ def test_who_was_stopped_for_longer_than_a_lease_serves_on(victim: str, referenc
         assert {event.kind for event in dispatcher.events(0)} == {"joined", "served", "noticed", "went_on"}
 
     asyncio.run(serving(test, Setting("PD-Caching-3", 1, 1), lease_s=1.0))
+
+
+def test_who_sends_back_to_one_that_is_stopped_decodes_on() -> None:
+    """The transfer ends by its deadline, or when the other goes on; until then the blocks are pinned."""
+    prompt, new_tokens = tokens(20, 2), 1000  # still under way when prefill is stopped
+    with contextlib.closing(Reference(LONG)) as alone:
+        expected = alone.tokens(prompt, new_tokens)
+
+    async def test(dispatcher: Dispatcher) -> None:
+        long, short = dispatcher.ask(0, tokens(20, 1), 20_000), dispatcher.ask(1, prompt, new_tokens)
+        assert len(await read(long, 3)) == 3
+        got = await read(short, 3)
+        async with stopped(dispatcher, "prefill-0"):
+            got += await read(short, new_tokens - 3)  # the last one is told before they are sent back
+            before = len(long._request.tokens)
+            until = time.monotonic() + GENEROUS_S
+            while len(long._request.tokens) < before + 5:
+                assert time.monotonic() < until, "nothing more is decoded"
+                await asyncio.sleep(0.001)
+            assert short._request.answered is None
+        assert await read(short) == []  # it ends
+        assert tuple(got) == expected
+        long.cancel()
+
+    asyncio.run(serving(test, Setting("PD-Caching-3", 1, 1), config=LONG, hbm_blocks=1 << 14, lease_s=60.0))
 
 
 def test_a_request_has_a_deadline() -> None:
