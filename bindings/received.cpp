@@ -10,7 +10,7 @@
 namespace kvpool::bindings {
 namespace {
 
-// An item of the queue. Until it is closed it pins what is cached, or owns the blocks.
+// An item of the queue. Until it is closed it pins what is cached, or owns the blocks, unless they are lent.
 class ReceivedItem {
  public:
   ReceivedItem(PoolPointer pool, std::unique_ptr<Received> item) : pool_(std::move(pool)), item_(std::move(item)) {}
@@ -26,6 +26,10 @@ class ReceivedItem {
     if (item_->inserted) {
       throw Error(ErrorCode::kState, "the blocks are the index's: keep the item open for as long as you read them");
     }
+    if (item_->lent) {
+      throw Error(ErrorCode::kState, "the blocks are lent to " + item_->peer +
+                                         ", which keeps them: read them at addrs, or copy them to blocks of your own");
+    }
     open_ = false;
   }
 
@@ -33,11 +37,11 @@ class ReceivedItem {
     if (closed()) return;
     open_ = false;
     item_->pins.release();
-    if (item_->inserted) return;
+    if (item_->inserted || item_->lent) return;
     try {
       pool_->free(item_->addresses.data(), item_->addresses.size());
     } catch (const std::exception&) {
-      // The pool is closed, or the blocks are not the application's: a peer writes into blocks that it has borrowed.
+      // The pool is closed, or the application has freed or inserted what it did not take.
     }
   }
 
@@ -86,8 +90,9 @@ is closed.
 Attributes:
     peer: Who sent it.
     addrs: uint64 array, in the sender's order. Inserted: cached, and pinned until the item is closed. Otherwise active:
-        they belong to the item until take(). Or blocks that the sender has borrowed, and keeps.
+        they belong to the item until take(). Lent: the sender's, which may write them again, or give them back.
     inserted: Whether the blocks were given to the index.
+    lent: Whether they are blocks that the sender has borrowed, and keeps.
     tokens: int32 array: the prompt of an insertion, else empty.
     namespace: Of the prompt.
     private: The sender's bytes.
@@ -98,6 +103,9 @@ Attributes:
       .def_property_readonly(
           "inserted", [](const ReceivedItem& self) { return self.item().inserted; },
           "Whether the blocks were given to the index.")
+      .def_property_readonly(
+          "lent", [](const ReceivedItem& self) { return self.item().lent; },
+          "Whether they are blocks that the sender has borrowed, and keeps.")
       .def_property_readonly("tokens", &tokens, "int32 array: the prompt of an insertion, else empty.")
       .def_property_readonly(
           "namespace", [](const ReceivedItem& self) { return self.item().name_space; }, "Of the prompt.")
@@ -116,8 +124,9 @@ Returns:
 
 Raises:
     ClosedError: It is closed, or was taken before.
-    StateError: The blocks were inserted: they are the index's.)")
-      .def("close", &ReceivedItem::close, "Unpins what was inserted; frees what was not taken. Idempotent.")
+    StateError: The blocks were inserted: they are the index's. Or they are lent: they are the sender's.)")
+      .def("close", &ReceivedItem::close,
+           "Unpins what was inserted; frees what was not taken; leaves what is lent as it is. Idempotent.")
       .def(
           "__enter__",
           [](py::object self) {
@@ -132,12 +141,13 @@ Raises:
         const Received& item = self.item();
         return "<Received from " + item.peer + ": " + std::to_string(item.addresses.size()) + " blocks, " +
                std::to_string(item.private_bytes.size()) + " private bytes" + (item.inserted ? ", inserted" : "") +
-               (self.closed() ? ", closed>" : ">");
+               (item.lent ? ", lent" : "") + (self.closed() ? ", closed>" : ">");
       });
   pool.def("received", &receive, py::arg("timeout") = py::none(),
            R"(The next thing that a peer sent for the application.
 
-That is: blocks without a prompt, which are the application's now, and whatever was sent with ``private`` bytes. Items
+That is: blocks without a prompt, which are the application's now, and whatever was sent with ``private`` bytes, also to
+blocks that the sender has borrowed (``lent``). Items
 come in the order in which transfers were completed, each once: to one caller of this, or to the callback of on_received.
 Ctrl-C ends the wait. Releases the GIL.
 

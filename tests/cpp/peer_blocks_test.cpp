@@ -3,6 +3,9 @@
 
 #include <doctest/doctest.h>
 
+#include <atomic>
+#include <thread>
+
 #include "failing_alloc.h"
 #include "kvpool/base/digest.h"
 #include "pool_fixture.h"
@@ -31,6 +34,18 @@ struct Kit {
     delivery.spec.insert = insert;
     if (insert) delivery.spec.tokens = prompt(1, n);
     delivery.reservation = *blocks.reserve(delivery.spec, kWriter, Room::kFree);
+    delivery.private_bytes = Bytes(2, std::byte{1});
+    return delivery;
+  }
+  // Of blocks that are lent to kWriter.
+  Delivery named(std::size_t n, bool insert, Token id = 1) {
+    Delivery delivery;
+    delivery.peer = "peer";
+    delivery.named = true;
+    delivery.spec.blocks = n;
+    delivery.spec.insert = insert;
+    if (insert) delivery.spec.tokens = prompt(id, n);
+    delivery.reservation.addresses = *blocks.lend(n, Medium::kHbm, {kWriter.epoch, 0}, Room::kEvict);
     delivery.private_bytes = Bytes(2, std::byte{1});
     return delivery;
   }
@@ -145,6 +160,76 @@ TEST_CASE("a delivery that runs out of memory, or of room in the queue, has chan
   REQUIRE(item != nullptr);
   CHECK(item->inserted);
   kit.pool->unpin(&item->pin, 1);
+}
+
+TEST_CASE("an item says whose its blocks are") {
+  Kit kit;
+  kit.deliver(kit.named(2, /*insert=*/false));
+  const auto lent = kit.received.pop(0);
+  CHECK((lent->lent && !lent->inserted));
+  CHECK(kit.count(BlockState::kLent) == 2);
+  kit.deliver(kit.named(1, /*insert=*/true));
+  const auto inserted = kit.received.pop(0);
+  CHECK((!inserted->lent && inserted->inserted));
+  kit.pool->unpin(&inserted->pin, 1);
+  kit.deliver(kit.delivery(1, /*insert=*/false));
+  const auto own = kit.received.pop(0);
+  CHECK((!own->lent && !own->inserted));
+}
+
+TEST_CASE("lent blocks whose insertion runs out of memory are lent to the same peer as before") {
+  int attempts = 0;
+  fail_each_allocation([&](auto&& fail) {
+    ++attempts;
+    Kit kit;
+    Delivery delivery = kit.named(3, /*insert=*/true);
+    const Addresses lent = delivery.reservation.addresses;
+    if (!fail([&] { static_cast<void>(kit.blocks.deliver(std::move(delivery))); })) return;
+    CHECK(kit.count(BlockState::kLent) == 3);
+    CHECK_NOTHROW(kit.blocks.check_writable(lent, kWriter, /*lent_only=*/true));
+    kit.deliver(std::move(delivery));
+    CHECK(kit.count(BlockState::kHistorical) == 3);
+    const auto item = kit.received.pop(0);
+    kit.pool->unpin(&item->pin, 1);
+  });
+  CHECK(attempts > 3);
+}
+
+// The application knows where they are when an earlier transfer to them told it. Its free() used to succeed while they
+// were between lent and cached: then they were lent again and free at once, and the pool's counts were wrong.
+TEST_CASE("lent blocks that go to the index cannot be freed on the way by who knows their addresses") {
+  constexpr int kRounds = 50'000;
+  constexpr Token kPrompts = 20'000;  // more than the pool holds
+  Kit kit;
+  std::atomic<Address> target{0};
+  std::atomic<bool> stop{false};
+  std::atomic<int> freed{0};
+  std::atomic<int> refused{0};
+  std::thread application([&] {
+    while (!stop) {
+      const Address address = target;
+      if (address == 0) continue;
+      try {
+        kit.pool->free(&address, 1);
+        ++freed;
+      } catch (const Error&) {
+        ++refused;
+      }
+    }
+  });
+  std::optional<ErrorCode> failure;
+  for (int round = 0; round < kRounds && freed == 0 && !failure; ++round) {
+    Delivery delivery = kit.named(1, /*insert=*/true, round % kPrompts);
+    target = delivery.reservation.addresses[0];
+    while (round == 0 && refused == 0) std::this_thread::yield();
+    failure = code_of([&] { kit.blocks.publish(std::move(kit.blocks.deliver(std::move(delivery)).news)); });
+    if (const auto item = kit.received.pop(0); item != nullptr) kit.pool->unpin(&item->pin, 1);
+  }
+  stop = true;
+  application.join();
+  CHECK_FALSE(failure.has_value());
+  CHECK(freed == 0);
+  CHECK(kit.count(BlockState::kHistorical) == 8);
 }
 
 }  // namespace

@@ -316,7 +316,8 @@ void SimWorld::take(Member& member, std::unique_ptr<Received> item) {
   const auto sent = sent_.find(serial);
   if (sent == sent_.end()) return fail("R1: an item arrived that nobody sent");
   if (!got_.insert(serial).second) return fail("R3: an item arrived twice");
-  const bool own = !item->inserted && !sent->second.named;  // what is lent stays the peer's
+  if (item->lent != (sent->second.named && !item->inserted)) return fail("an item is wrong about whose its blocks are");
+  const bool own = !item->inserted && !item->lent;  // what is lent stays the peer's
   for (std::size_t i = 0; i < item->addresses.size() && (own || item->inserted); ++i) {
     if (!has_stamp(pool, item->addresses[i], sent->second.stamps.at(i)))
       return fail("R1: a block arrived with wrong bytes");

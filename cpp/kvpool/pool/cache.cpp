@@ -63,6 +63,13 @@ std::vector<InsertOutcome> Pool::insert(std::string_view name_space, std::span<c
                                         bool free_duplicates) {
   guard();
   const std::lock_guard lock(mutex_);
+  std::vector<InsertOutcome> outcomes = insert_locked(name_space, items, free_duplicates);
+  audit_if_asked();
+  return outcomes;
+}
+
+std::vector<InsertOutcome> Pool::insert_locked(std::string_view name_space, std::span<const InsertItem> items,
+                                               bool free_duplicates) {
   for (const InsertItem& item : items) check_insertion(name_space, item);
   if (items.size() > 1) {
     const std::uint64_t stamp = ++check_stamp_;
@@ -101,7 +108,6 @@ std::vector<InsertOutcome> Pool::insert(std::string_view name_space, std::span<c
       counters_.freed_blocks += outcome.duplicates.size();
     }
   }
-  audit_if_asked();
   return outcomes;
 }
 

@@ -146,15 +146,7 @@ IndexPin PeerBlocks::insert(const Delivery& delivery, std::vector<Address>& cach
   std::vector<Address> addresses = delivery.reservation.held;
   addresses.insert(addresses.end(), arrived.begin(), arrived.end());
   const InsertItem item{spec.tokens.data(), spec.tokens.size(), addresses.data(), addresses.size(), cached.data()};
-  const Pool::Ownership before = pool_.ownership_of(arrived.empty() ? 0 : arrived[0]);
-  pool_.take_over(arrived.data(), arrived.size());
-  IndexPin pin;
-  try {
-    pin = pool_.insert(spec.name_space, {&item, 1}, /*free_duplicates=*/true).front().pin;
-  } catch (...) {
-    pool_.give_to_peer(arrived.data(), arrived.size(), before.state, before.epoch, before.mark);
-    throw;
-  }
+  const IndexPin pin = pool_.insert_arrived(spec.name_space, item, arrived);
   for (Address& address : cached) {
     if (instance_of(address) == 0) address |= Address{pool_.instance()} << kInstanceShift;
   }
@@ -198,6 +190,7 @@ Delivered PeerBlocks::deliver(Delivery&& delivery) {
   }
   news->item->peer = std::move(delivery.peer);
   news->item->inserted = insert_them;
+  news->item->lent = delivery.named && !insert_them;
   news->item->name_space = std::move(delivery.spec.name_space);
   news->item->tokens = std::move(delivery.spec.tokens);
   if (delivery.private_bytes) news->item->private_bytes = std::move(*delivery.private_bytes);

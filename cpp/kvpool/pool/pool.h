@@ -243,10 +243,11 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
     std::uint32_t mark = 0;
   };
   Ownership ownership_of(Address address) noexcept;
-  // Reserved or lent blocks become active; and back. REQUIRES: they are.
+  // Reserved or lent blocks become active. REQUIRES: they are.
   void take_over(const Address* addresses, std::size_t n) noexcept;
-  void give_to_peer(const Address* addresses, std::size_t n, BlockState to, std::uint64_t epoch,
-                    std::uint32_t mark) noexcept;
+  // As insert(), of a prompt whose last blocks are reserved or lent, to one owner: nobody meets these active in
+  // between. Duplicates become free. REQUIRES: they are.
+  IndexPin insert_arrived(std::string_view name_space, const InsertItem& item, std::span<const Address> arrived);
   // The caller's active blocks become reserved for an owner. Throws as free() does.
   void reserve_active(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark);
   // As match(), but no use that is counted in the statistics; only what lies here.
@@ -312,11 +313,15 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   void close_service() noexcept;
   void release_blocks(const Address* addresses, std::size_t n, bool tell_engine = false) noexcept;
   void release_unread(Medium medium, std::uint32_t first, std::uint32_t n, bool tell_engine) noexcept;
+  Ownership ownership_locked(Address address) noexcept;
+  void give_locked(std::span<const Address> addresses, const Ownership& to) noexcept;
   void give_tags(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark) noexcept;
   void take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out,
                      const MoveOrder& order = CallerStream());
 
   void check_insertion(std::string_view name_space, const InsertItem& item);
+  std::vector<InsertOutcome> insert_locked(std::string_view name_space, std::span<const InsertItem> items,
+                                           bool free_duplicates);
   void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;
 
   void release_cached(const Address* addresses, std::size_t n) noexcept;

@@ -99,30 +99,48 @@ void Pool::check_writable(const Address* addresses, std::size_t n, std::uint64_t
 Pool::Ownership Pool::ownership_of(Address address) noexcept {
   if (address == 0) return {};
   const std::lock_guard lock(mutex_);
+  return ownership_locked(address);
+}
+
+Pool::Ownership Pool::ownership_locked(Address address) noexcept {
   const BlockStore& blocks = store_of(address);
   const std::uint32_t block = block_of(address);
   return {blocks.state(block), blocks.tag(block), blocks.mark(block)};
 }
 
-void Pool::take_over(const Address* addresses, std::size_t n) noexcept {
-  const std::lock_guard lock(mutex_);
-  for (std::size_t i = 0; i < n; ++i) store_of(addresses[i]).set_state(block_of(addresses[i]), BlockState::kActive);
-  give_tags(addresses, n, 0, 0);
+void Pool::give_locked(std::span<const Address> addresses, const Ownership& to) noexcept {
+  for (const Address address : addresses) store_of(address).set_state(block_of(address), to.state);
+  give_tags(addresses.data(), addresses.size(), to.epoch, to.mark);
 }
 
-void Pool::give_to_peer(const Address* addresses, std::size_t n, BlockState to, std::uint64_t epoch,
-                        std::uint32_t mark) noexcept {
+void Pool::take_over(const Address* addresses, std::size_t n) noexcept {
   const std::lock_guard lock(mutex_);
-  for (std::size_t i = 0; i < n; ++i) store_of(addresses[i]).set_state(block_of(addresses[i]), to);
-  give_tags(addresses, n, epoch, mark);
+  give_locked({addresses, n}, {BlockState::kActive, 0, 0});
+}
+
+// What the index is given has to be active. If that were so without the lock, whoever knows the address of a block
+// that was lent, and told of, could free it before the index has it.
+IndexPin Pool::insert_arrived(std::string_view name_space, const InsertItem& item, std::span<const Address> arrived) {
+  guard();
+  const std::lock_guard lock(mutex_);
+  const Ownership before = arrived.empty() ? Ownership() : ownership_locked(arrived[0]);
+  give_locked(arrived, {BlockState::kActive, 0, 0});
+  IndexPin pin;
+  try {
+    pin = insert_locked(name_space, {&item, 1}, /*free_duplicates=*/true).front().pin;
+  } catch (...) {
+    give_locked(arrived, before);
+    throw;
+  }
+  audit_if_asked();
+  return pin;
 }
 
 void Pool::reserve_active(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark) {
   guard();
   const std::lock_guard lock(mutex_);
   check_active_and_distinct(addresses, n, /*skip_cached=*/false);
-  for (std::size_t i = 0; i < n; ++i) store_of(addresses[i]).set_state(block_of(addresses[i]), BlockState::kReserved);
-  give_tags(addresses, n, epoch, mark);
+  give_locked({addresses, n}, {BlockState::kReserved, epoch, mark});
 }
 
 IndexHit Pool::match_for_peer(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out) {

@@ -65,8 +65,9 @@ struct PeerInfo {
 // Blocks that a peer sent and wants the application to know of.
 struct Received {
   std::string peer;
-  std::vector<Address> addresses;  // active: the application's now; inserted: cached and pinned; named: still lent
+  std::vector<Address> addresses;  // active, the application's now; inserted: cached and pinned; lent: the peer's
   bool inserted = false;
+  bool lent = false;
   std::string name_space;
   std::vector<Token> tokens;  // of an insertion
   Bytes private_bytes;

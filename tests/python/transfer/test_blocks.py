@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from transfer.kit import BLOCK_ROUTES, NEAR, can_checksum, content, fill, pair_of, small_layout
+from transfer.kit import BLOCK_ROUTES, NEAR, can_checksum, content, fill, pair_of, prompt, small_layout
 
 import kvpool
 from kvpool import DRAM, HBM, MIXED
@@ -44,7 +44,7 @@ def test_layouts_may_differ_in_their_order(route, orders):
         for strategy in STRATEGIES:
             done = pair.a.transfer(pair.to_b, addrs, strategy=strategy, checksum=can_checksum(route)).wait()
             assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent, strategy
-            assert strategy in ("auto", done.stats.strategy)
+            assert done.stats.strategy == ("by_request_agg" if strategy == "auto" else strategy)
             pair.b("pool.received(60).close()")
 
 
@@ -88,9 +88,23 @@ def test_private_bytes_with_named_destinations_leave_them_lent(route):
         lent = pair.a.alloc(1, instance=pair.to_b)
         pair.a.transfer(pair.to_b, pair.a.alloc(1), to=lent, private=memoryview(b"look")).wait()
         assert pair.b("item = pool.received(60)\n(item.private, item.addrs.tolist())") == (b"look", lent.tolist())
+        assert pair.b("(item.lent, item.inserted, 'lent' in repr(item))") == (True, False, True)
+        with pytest.raises(kvpool.StateError, match="lent to"):
+            pair.b("item.take()")
+        assert not pair.b("item.closed")
         pair.b("item.close()")
-        assert pair.b("pool.stats().hbm.lent") == 1
+        assert pair.b("(pool.stats().hbm.lent, item.closed, item.addrs.tolist())") == (1, True, lent.tolist())
         pair.a.free(lent)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_item_of_blocks_that_stay_here_is_not_lent(named):
+    with pair_of(NEAR) as pair:
+        lent = pair.a.alloc(1, instance=pair.to_b) if named else None
+        pair.a.transfer_with_insert(pair.to_b, prompt(1), pair.a.alloc(1), to=lent, private=b"").wait()
+        pair.a.transfer(pair.to_b, pair.a.alloc(1)).wait()
+        assert pair.b("with pool.received(60) as item: found = item.lent, item.inserted\nfound") == (False, True)
+        assert pair.b("with pool.received(60) as item: found = item.lent, item.inserted\nfound") == (False, False)
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -51,6 +52,39 @@ def test_what_a_replaced_pool_of_this_process_had_borrowed_comes_back():
                 first.alloc(2, instance="lender")
                 second.connect(address)  # under the name of the first, which is lost
                 wait_for(lambda: lender.audit().hbm.free == lender.stats().hbm.capacity)
+
+
+def test_lent_blocks_that_go_to_the_index_are_not_freed_by_the_item_that_told_of_them():
+    """The item of an earlier transfer to them freed them, if it was closed in the moment before the index had them:
+    then blocks were lent and free at once."""
+    done = threading.Event()
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def application():
+        while not done.is_set():
+            if (item := lender.received(0.1)) is not None:
+                item.close()
+
+    thread = threading.Thread(target=application)
+    with small_pool(name="lender") as lender, small_pool(name="borrower") as borrower:
+        peer = borrower.connect(lender.listen(address_of("loopback")))
+        mine = borrower.alloc(1)
+        thread.start()
+        try:
+            until = time.monotonic() + 1.5
+            rounds = 0
+            while rounds < 20 or time.monotonic() < until:
+                lent = borrower.alloc(1, instance=peer)
+                borrower.transfer(peer, mine, to=lent, private=b"").wait()
+                borrower.transfer_with_insert(peer, np.full(len(prompt(1)), rounds), mine, to=lent).wait()
+                rounds += 1
+                lender.audit()
+        finally:
+            done.set()
+            thread.join()
+            sys.setswitchinterval(switch_interval)
+        assert lender.audit().hbm.lent == lender.stats().hbm.active == 0
 
 
 # A thread of one pool lets go of another one's adopted memory, for which it needs the interpreter.
