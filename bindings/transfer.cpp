@@ -302,7 +302,8 @@ Raises:
           R"(Asks it to end with Cancelled. Does not wait: it is done when the receiver knows.
 
 Returns:
-    False when it has ended already; then nothing changes.)")
+    True: it is being cancelled, also by an earlier call. False: nothing changes. It has ended; or it is about to end,
+    and as it would have without this call: the receiver was told already that all is written, or it has failed.)")
       .def("exception", &exception, py::arg("timeout") = py::none(),
            R"(Waits until it is done, and returns what wait() would raise, or None when it went well.
 
@@ -378,8 +379,8 @@ Args:
     evict: Whether the receiver may drop cached prompts for it.
     private: Up to 1 MiB for the receiving application, which gets it with the blocks: see received. None: the
         application is not told.
-    strategy: How blocks are cut into calls: "by_layer", "by_layer_agg", "by_request", "by_request_agg"; "auto"
-        chooses by the size of the pieces and the route.
+    strategy: How blocks are cut into calls: "by_layer", "by_layer_agg", "by_request", "by_request_agg". "auto" is
+        "by_request_agg": what lies in a row is one call. (Small pieces the route "sock" gathers by itself.)
     priority: "decode" goes before "prefill", and that before "background".
     route: "shm", "cuda_ipc", "cma", "sock", "ucx", "nccl" or "loopback"; None: the cheapest that both sides have.
     checksum: The receiver verifies the content before it commits.

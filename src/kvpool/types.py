@@ -386,7 +386,7 @@ class TransferStats:
 
     Attributes:
         route: By which the bytes went; "" when there were none to send.
-        strategy: How blocks were cut into calls.
+        strategy: How blocks were cut into calls; never "auto", but what that was.
         blocks: Of the request.
         skipped_blocks: Of these, the prefix that the receiver had already.
         calls: Pieces handed to the network, or copied.

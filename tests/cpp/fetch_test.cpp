@@ -58,6 +58,7 @@ TEST_CASE("the destinations of a fetch are the caller's again only when the owne
   }
   SUBCASE("cancelled") {
     CHECK(fetch->cancel());
+    CHECK(fetch->cancel());  // as before: it is being cancelled
     CHECK(kit.link->take().kind == FrameKind::kCancel);
     CHECK_FALSE(fetch->done());
     kit.say(FrameKind::kRefused, id, write_error(Error(ErrorCode::kCancelled, "stopped")));

@@ -151,11 +151,54 @@ TEST_CASE("a cancelled transfer is done when both sides know") {
   }
   CHECK(kit.link->take().kind == FrameKind::kCancel);
   CHECK_FALSE(transfer->done());
+  CHECK(transfer->cancel());  // it is being cancelled
+  CHECK(kit.link->sent.empty());
   kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));  // had been said before
   kit.say(FrameKind::kDone, id, write_addresses({}));
   CHECK(failure(*transfer) == ErrorCode::kCancelled);
   CHECK_FALSE(transfer->cancel());
   CHECK(is_unread(kit, from));
+}
+
+TEST_CASE("a transfer is not cancelled when it ends in another way, and says so") {
+  SessionKit kit;
+  const auto transfer = kit.session->transfer(request_for(kit, 1));
+  const std::uint64_t id = kit.link->take().id;
+  kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(1)));
+  SUBCASE("the receiver was told that all is written") {
+    kit.host.end_write();
+    CHECK(kit.link->take().kind == FrameKind::kComplete);
+    CHECK_FALSE(transfer->cancel());
+    CHECK(kit.link->sent.empty());
+    kit.say(FrameKind::kDone, id, write_addresses({}));
+    CHECK_NOTHROW(transfer->rethrow_if_failed());
+  }
+  SUBCASE("it has failed in its write") {
+    kit.session->stop_writing(Error(ErrorCode::kBusy, "later"));
+    CHECK_FALSE(transfer->cancel());
+    kit.host.end_write();
+    CHECK(failure(*transfer) == ErrorCode::kBusy);
+  }
+}
+
+TEST_CASE("statistics name the strategy that was used") {
+  const auto used = [](Strategy asked, bool streamed) {
+    SessionKit kit;
+    TransferRequest request = request_for(kit, 1);
+    request.strategy = asked;
+    request.streamed = streamed;
+    return kit.session->transfer(std::move(request))->stats().strategy;
+  };
+  for (const Strategy strategy :
+       {Strategy::kByLayer, Strategy::kByLayerAgg, Strategy::kByRequest, Strategy::kByRequestAgg}) {
+    CHECK(used(strategy, false) == strategy_name(strategy));
+  }
+  CHECK(used(Strategy::kAuto, false) == "by_request_agg");
+  for (const Strategy strategy :
+       {Strategy::kAuto, Strategy::kByLayerAgg, Strategy::kByRequest, Strategy::kByRequestAgg}) {
+    CHECK(used(strategy, true) == "by_layer_agg");
+  }
+  CHECK(used(Strategy::kByLayer, true) == "by_layer");
 }
 
 TEST_CASE("a cancellation that cannot be sent ends the link, so that the receiver does not wait for ever") {

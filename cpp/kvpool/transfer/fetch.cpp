@@ -153,7 +153,7 @@ std::uint64_t Fetch::bytes_total() const noexcept {
 bool Fetch::cancel() {
   {
     const Lock lock(mutex_);
-    if (phase_ != Phase::kAsked) return false;
+    if (phase_ != Phase::kAsked) return phase_ == Phase::kCancelling;
     phase_ = Phase::kCancelling;
   }
   tell_cancelled();

@@ -29,7 +29,8 @@ class Transfer {
   virtual std::uint64_t bytes_done() const noexcept = 0;
   virtual std::uint64_t bytes_total() const noexcept = 0;
 
-  // Asks it to end with kCancelled; false when it has ended already. The handle is done when both sides know.
+  // Asks it to end with kCancelled. False when it ends, or has ended, in another way: the receiver was told that all is
+  // written, or it has failed. The handle is done when both sides know.
   virtual bool cancel() = 0;
   // Of a fetch: the stream, one of this context, does what it is given from now on when the fetch has ended, one way or
   // another; done() is true then. Does not wait itself. If it fails then, the destinations are not free before this

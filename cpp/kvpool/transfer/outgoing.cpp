@@ -24,6 +24,7 @@ Outgoing::Outgoing(std::shared_ptr<Session> session, std::uint64_t id, TransferR
     : AwaitedTransfer(std::move(session), id, request.deadline_ns),
       request_(std::move(request)),
       route_(std::move(route)),
+      strategy_(strategy_used(request_.strategy, request_.streamed)),
       one_sided_(route_->traits().one_sided),
       named_(!request_.to.empty()) {
   check_request();
@@ -97,6 +98,7 @@ void Outgoing::start() {
   phase_ns_ = started_ns_;
   stats_.blocks = request_.from.size();
   stats_.route = route_->name();
+  stats_.strategy = strategy_name(strategy_);
   if (request_.streamed) {
     sent_layers_.resize(layer_count(session_->host().blocks().layout()));
     layers_left_ = sent_layers_.size();
@@ -219,7 +221,7 @@ void Outgoing::plan_writes() {
     steps_.clear();
     finished_ = true;
   } else if (!request_.streamed) {
-    steps_ = plan_steps(layout, request_.strategy);
+    steps_ = plan_steps(layout, strategy_);
   }
 }
 
@@ -307,19 +309,18 @@ std::int64_t Outgoing::on_tick(std::int64_t now_ns) {
 
 TransferStats Outgoing::stats() const {
   const Lock lock(mutex_);
-  TransferStats stats = stats_;
-  stats.strategy = strategy_name(request_.strategy == Strategy::kAuto ? Strategy::kByRequestAgg : request_.strategy);
-  return stats;
+  return stats_;
 }
 
 bool Outgoing::cancel() {
   Lock lock(mutex_);
-  if (phase_ == Phase::kDone || phase_ == Phase::kCompleting || phase_ == Phase::kCancelling) return false;
+  if (phase_ == Phase::kCancelling) return true;
+  if (phase_ == Phase::kDone || phase_ == Phase::kCompleting) return false;
   Error why(ErrorCode::kCancelled, "the transfer to " + request_.peer + " was cancelled");
   if (phase_ == Phase::kWriting) {
     if (!why_) why_ = std::move(why);
     stop_.store(true, std::memory_order_relaxed);
-    return true;
+    return why_->code() == ErrorCode::kCancelled;
   }
   give_up(lock, why, /*wait_for_peer=*/true);
   return true;
@@ -340,10 +341,9 @@ void Outgoing::send_layer(std::uint32_t layer, std::shared_ptr<const DeviceOrder
   }
   if (phase_ == Phase::kDone) return;
   if (!finished_) {  // else the receiver has all of it
-    const Strategy strategy = request_.strategy == Strategy::kByLayer ? Strategy::kByLayer : Strategy::kByLayerAgg;
     if (after == nullptr) after = session_->host().blocks().device_order();
     layer_orders_.reserve(steps_.size() + 1);
-    steps_.push_back(layer_step(session_->host().blocks().layout(), strategy, layer));
+    steps_.push_back(layer_step(session_->host().blocks().layout(), strategy_, layer));
     layer_orders_.push_back(std::move(after));
   }
   sent_layers_[layer] = true;

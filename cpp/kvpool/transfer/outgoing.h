@@ -70,6 +70,7 @@ class Outgoing final : public AwaitedTransfer {
 
   TransferRequest request_;
   std::shared_ptr<Route> route_;  // until it has ended: a handle keeps no memory of the peer mapped
+  const Strategy strategy_;
   const bool one_sided_;
   const bool named_;               // destinations that the peer has lent
   std::atomic<bool> stop_{false};  // the write under way is to end

@@ -19,7 +19,7 @@ class DeviceOrder;
 
 using Token = std::int32_t;
 
-// How blocks are cut into calls (MemServe §5.2; by_layer_agg is ours). kAuto chooses by piece size and route.
+// How blocks are cut into calls (MemServe §5.2; by_layer_agg is ours). kAuto: see strategy_used().
 enum class Strategy : std::uint8_t { kAuto, kByLayer, kByLayerAgg, kByRequest, kByRequestAgg };
 const char* strategy_name(Strategy strategy) noexcept;
 

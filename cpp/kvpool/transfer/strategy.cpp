@@ -52,6 +52,11 @@ BlockStrip layer_strip(const Layout& layout, std::uint32_t layer) noexcept {
   return strip;
 }
 
+Strategy strategy_used(Strategy asked, bool streamed) noexcept {
+  if (streamed) return asked == Strategy::kByLayer ? Strategy::kByLayer : Strategy::kByLayerAgg;
+  return asked == Strategy::kAuto ? Strategy::kByRequestAgg : asked;
+}
+
 bool is_layered(Strategy strategy) noexcept {
   return strategy == Strategy::kByLayer || strategy == Strategy::kByLayerAgg;
 }

@@ -25,8 +25,11 @@ struct WriteStep {
   bool merge;
 };
 
+// What is used where this was asked for: kAuto makes one call of what lies in a row, as by_request_agg. Where the
+// caller sends layer by layer, all but by_layer is by_layer_agg.
+Strategy strategy_used(Strategy asked, bool streamed) noexcept;
 bool is_layered(Strategy strategy) noexcept;
-// The steps of a strategy in order; kAuto is by_request_agg. One step of a streamed transfer is one layer.
+// The steps of a strategy in order. One step of a streamed transfer is one layer.
 std::vector<WriteStep> plan_steps(const Layout& layout, Strategy strategy);
 WriteStep layer_step(const Layout& layout, Strategy strategy, std::uint32_t layer);
 

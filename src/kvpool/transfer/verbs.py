@@ -231,7 +231,8 @@ class PeerVerbs(_core.Pool):
             medium: Where the receiver reserves.
             evict: Whether the receiver may drop cached prompts for it.
             private: For the receiving application.
-            strategy: "by_layer", or "by_layer_agg" to gather each layer into one message.
+            strategy: "by_layer", or "by_layer_agg", where of each layer what lies in a row is one call; any other, as
+                "auto", is "by_layer_agg".
             priority: "decode", "prefill" or "background".
             route: One route.
             checksum: The receiver verifies the content.
