@@ -124,6 +124,93 @@ TEST_CASE("nothing is completed before all of it was placed, intact, in the bloc
   CHECK(kit.count(BlockState::kReserved) == 2);  // the other transfer's
 }
 
+TEST_CASE("nothing that was sent to lent blocks is completed before all of it was placed, intact, in such blocks") {
+  SessionKit kit(/*one_sided=*/false);
+  const Addresses lent = kit.lend(50, 2);
+  const Addresses own = alloc(*kit.pool, 1);
+  CompleteBody completion = kit.completion(2);
+  completion.named = lent;
+  SUBCASE("none") {}
+  SUBCASE("half") { CHECK(kit.place(kId, {lent[0]})); }
+  SUBCASE("half, and so it says") {
+    CHECK(kit.place(kId, {lent[0]}));
+    completion.bytes /= 2;
+  }
+  SUBCASE("the other half by another transfer") {
+    CHECK(kit.place(kId, {lent[0]}));
+    CHECK(kit.place(kId + 1, {lent[1]}));
+  }
+  SUBCASE("the other half damaged") {
+    CHECK(kit.place(kId, {lent[0]}));
+    CHECK(kit.place(kId, {lent[1]}, /*intact=*/false));
+  }
+  SUBCASE("all of it, and something for a block that is not lent") {
+    CHECK(kit.place(kId, lent));
+    CHECK_FALSE(kit.place(kId, own));
+  }
+  SUBCASE("all of it, but for what is being placed") {
+    CHECK(kit.place(kId, lent));
+    const Placement placement = kit.data(kId, {lent[0]});
+    kit.say(FrameKind::kComplete, kId, write_body(completion));
+    CHECK(kit.refusal() == ErrorCode::kProtocol);
+    kit.session->on_placed(placement.token, true);
+  }
+  SUBCASE("all of it, of a transfer that was cancelled") {
+    CHECK(kit.place(kId, lent));
+    kit.say(FrameKind::kCancel, kId);
+    CHECK(kit.answer().kind == FrameKind::kDone);
+  }
+  kit.say(FrameKind::kComplete, kId, write_body(completion));
+  CHECK(kit.refusal() == ErrorCode::kProtocol);
+  CHECK(kit.received.pop(0) == nullptr);
+  CHECK(kit.count(BlockState::kLent) == 2);
+  // The same number once more: nothing is left of what went wrong.
+  completion.bytes = kit.bytes_of(2);
+  CHECK(kit.place(kId, {lent[0]}));
+  CHECK(kit.place(kId, {lent[1]}));
+  kit.say(FrameKind::kComplete, kId, write_body(completion));
+  CHECK(kit.answer().kind == FrameKind::kDone);
+  CHECK(kit.received.pop(0)->lent);
+}
+
+TEST_CASE("what a peer has written by itself is not counted here, what was dropped is") {
+  SessionKit kit(/*one_sided=*/true);
+  const Addresses lent = kit.lend(50, 1);
+  CompleteBody completion = kit.completion(1);
+  completion.named = lent;
+  kit.say(FrameKind::kComplete, kId, write_body(completion));
+  CHECK(kit.answer().kind == FrameKind::kDone);
+  CHECK_FALSE(kit.place(kId + 1, alloc(*kit.pool, 1)));
+  kit.say(FrameKind::kComplete, kId + 1, write_body(completion));
+  CHECK(kit.refusal() == ErrorCode::kProtocol);
+}
+
+TEST_CASE("a number under which lent blocks are written is no reservation's") {
+  SessionKit kit(/*one_sided=*/false);
+  const Addresses lent = kit.lend(50, 1);
+  CHECK(kit.place(kId, lent));
+  kit.say(FrameKind::kReserve, kId, write_body(SessionKit::reservation(1)));
+  CHECK(kit.refusal() == ErrorCode::kProtocol);
+  kit.say(FrameKind::kCancel, kId);
+  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.say(FrameKind::kReserve, kId, write_body(SessionKit::reservation(1)));
+  CHECK(kit.answer().kind == FrameKind::kReserved);
+}
+
+TEST_CASE("a peer that begins transfers to lent blocks without end is left") {
+  SessionKit kit(/*one_sided=*/false);
+  kit.host.limits_of.reserved_max = kit.host.limits_of.transfers_max = 2;
+  const Addresses lent = kit.lend(50, 1);
+  const auto begin = [&](std::uint64_t id) { return code_of([&] { static_cast<void>(kit.place(id, lent)); }); };
+  std::uint64_t id = kId;
+  while (id < kId + 100'000 && !begin(id)) ++id;
+  CHECK(begin(id) == ErrorCode::kProtocol);
+  CHECK_FALSE(begin(kId).has_value());
+  kit.say(FrameKind::kCancel, kId);
+  CHECK(kit.answer().kind == FrameKind::kDone);
+  CHECK_FALSE(begin(id).has_value());
+}
+
 TEST_CASE("data for blocks that are not the peer's is dropped") {
   SessionKit kit(/*one_sided=*/false);
   const Addresses own = alloc(*kit.pool, 1);
@@ -144,6 +231,7 @@ TEST_CASE("a block that goes to the index is not written any more") {
   body.insert = true;
   body.tokens = prompt(1, 1);
   body.has_checksum = true;
+  CHECK(kit.place(kId, lent));
   body.checksum = kit.peer_blocks.checksum(lent);
   kit.say(FrameKind::kComplete, kId, write_body(body));
   CHECK_FALSE(kit.place(kId, lent));  // the checksum is still being computed

@@ -17,6 +17,7 @@ constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kNsPerMs = 1'000'000;
 constexpr std::uint64_t kLifetimeMsMax = 1U << 30;
 constexpr std::int64_t kRetryAfterUs = 10'000;
+constexpr std::size_t kLateMax = 4096;
 constexpr std::uint32_t kMarkMask = (1U << 31) - 1;  // the upper half is for fetches
 
 }  // namespace
@@ -106,8 +107,8 @@ void Receiver::on_reserve(std::uint64_t id, ReserveBody&& body) {
     const std::lock_guard lock(mutex_);
     check_quota(body.blocks);
     mark = incoming.mark = ++marks_ & kMarkMask;
-    if (quarantined_.contains(id) || !incoming_.try_emplace(id, std::move(incoming)).second) {
-      throw Error(ErrorCode::kProtocol, "transfer " + std::to_string(id) + " was reserved before");
+    if (quarantined_.contains(id) || arrived_.contains(id) || !incoming_.try_emplace(id, std::move(incoming)).second) {
+      throw Error(ErrorCode::kProtocol, "transfer " + std::to_string(id) + " was reserved or written before");
     }
     promised_ += body.blocks;
   });
@@ -204,15 +205,26 @@ Placement Receiver::admit(Placement placement, const std::vector<Address>& block
   const auto entry = incoming_.find(id);
   const bool reserved = entry != incoming_.end();
   if (reserved && (entry->second.ended || entry->second.phase != Phase::kReserved)) return {};
+  ArrivedContent* const content = reserved ? &entry->second.content : content_to_lent(id);
   if (!may_place(id, blocks, entry)) {
-    if (reserved) entry->second.damaged = true;
+    if (content != nullptr) content->damaged = true;
     return {};
   }
-  if (reserved) {
-    ++entry->second.placing;  // from now on its blocks stay, until on_placed
-    entry->second.placing_bytes += payload_bytes;
-  }
+  if (content != nullptr) content->begin(payload_bytes);  // from now on reserved blocks stay, until on_placed
   return placement;
+}
+
+// Of a transfer that has no reservation; null for a fetch of this side. REQUIRES: mutex_ is held. Throws kProtocol, and
+// std::bad_alloc.
+ArrivedContent* Receiver::content_to_lent(std::uint64_t id) {
+  if ((id & kFetchBit) != 0) return nullptr;
+  // Peers of ours write a lent block for one transfer at a time, and say how each has ended, if perhaps late.
+  const std::size_t most = std::size_t{host_.limits().reserved_max} + host_.limits().transfers_max + kLateMax;
+  if (arrived_.size() >= most && !arrived_.contains(id)) {
+    throw Error(ErrorCode::kProtocol, "content of " + std::to_string(most) + " transfers came, and they do not end",
+                {{"limit", static_cast<std::int64_t>(most)}});
+  }
+  return &arrived_[id];
 }
 
 void Receiver::on_placed(std::uint64_t id, bool intact) {
@@ -228,13 +240,13 @@ void Receiver::on_passed(std::uint64_t id, bool intact) { settle_placed(id, inta
 
 void Receiver::settle_placed(std::uint64_t id, bool intact) {
   const std::lock_guard lock(mutex_);
+  if (const auto arrived = arrived_.find(id); arrived != arrived_.end()) {
+    static_cast<void>(arrived->second.settle(intact));
+    return;
+  }
   const auto entry = incoming_.find(id);
-  if (entry == incoming_.end()) return;  // lent blocks, or blocks of a fetch
-  Incoming& incoming = entry->second;
-  incoming.damaged = incoming.damaged || !intact;
-  if (--incoming.placing > 0) return;
-  incoming.placed_bytes += std::exchange(incoming.placing_bytes, 0);
-  if (incoming.ended) end(entry, /*writers_gone=*/false);
+  if (entry == incoming_.end()) return;  // blocks of a fetch, or lent ones of a transfer that is over
+  if (entry->second.content.settle(intact) && entry->second.ended) end(entry, /*writers_gone=*/false);
 }
 
 // --- endings ---
@@ -243,7 +255,7 @@ void Receiver::settle_placed(std::uint64_t id, bool intact) {
 void Receiver::end(IncomingMap::iterator entry, bool writers_gone) {
   Incoming& incoming = entry->second;
   incoming.ended = true;
-  if (incoming.phase != Phase::kReserved || incoming.placing > 0) return;
+  if (incoming.phase != Phase::kReserved || incoming.content.placing > 0) return;
   std::vector<Address>& addresses = incoming.reservation.addresses;
   if (writers_gone || !incoming.one_sided || drained_) {
     promised_ -= static_cast<std::uint32_t>(addresses.size());
@@ -259,6 +271,7 @@ void Receiver::end(IncomingMap::iterator entry, bool writers_gone) {
 // The peer writes nothing of this transfer any more.
 void Receiver::forfeit(std::uint64_t id) {
   const std::lock_guard lock(mutex_);
+  arrived_.erase(id);
   release_quarantined(id);
   if (const auto entry = incoming_.find(id); entry != incoming_.end()) end(entry, /*writers_gone=*/true);
 }
@@ -322,6 +335,7 @@ void Receiver::on_lost() {
     const auto current = entry++;
     end(current, /*writers_gone=*/safe);
   }
+  arrived_.clear();
   release_lent(/*quarantine=*/!safe);
   while (safe && !quarantined_.empty()) release_quarantined(quarantined_.begin()->first);
 }

@@ -8,6 +8,7 @@
 //       application is told, it is told once.
 //   D4  Content is placed only in blocks that are in a reservation, in the lent set, or reserved for a fetch of this
 //       side, and such a block leaves there only when nothing is being placed.
+//   D5  A transfer of which this process has placed or dropped content completes only if all of it was placed, intact.
 //
 // Thread-safety: all of it. Answers are sent without the lock. Lives on while work that it gave to other threads runs.
 #pragma once
@@ -21,6 +22,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "kvpool/transfer/held_blocks.h"
@@ -37,6 +39,27 @@ struct ReceiverCounts {
   std::uint32_t quarantined = 0;
   std::uint32_t transfers = 0;
   std::uint32_t promised = 0;  // what the limit counts: all of these, and requests that are being answered
+};
+
+// What has come of a transfer's content, as far as this process places it.
+struct ArrivedContent {
+  bool damaged = false;       // a payload arrived broken, or for blocks of somebody else
+  std::uint32_t placing = 0;  // payloads that are being placed now: one, of a peer that keeps the rules
+  std::uint64_t placing_bytes = 0;
+  std::uint64_t placed_bytes = 0;
+
+  void begin(std::uint64_t bytes) noexcept {
+    ++placing;
+    placing_bytes += bytes;
+  }
+  // True: nothing is being placed any more.
+  bool settle(bool intact) noexcept {
+    if (placing == 0) return false;  // of another transfer, to which the peer had given the same number
+    damaged = damaged || !intact;
+    if (--placing > 0) return false;
+    placed_bytes += std::exchange(placing_bytes, 0);
+    return true;
+  }
 };
 
 class Receiver : public std::enable_shared_from_this<Receiver> {
@@ -97,15 +120,13 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     Quarantine::node_type room;  // for its blocks
     Phase phase = Phase::kReserving;
     bool one_sided = false;
-    bool ended = false;         // cancelled, too old or lost while another thread works on it: it releases
-    bool damaged = false;       // a payload arrived broken, or for blocks of somebody else
-    std::uint32_t placing = 0;  // payloads that are being placed now: one, of a peer that keeps the rules
-    std::uint64_t placing_bytes = 0;
-    std::uint64_t placed_bytes = 0;
+    bool ended = false;  // cancelled, too old or lost while another thread works on it: it releases
+    ArrivedContent content;
     std::int64_t deadline_ns = 0;
     std::uint32_t mark = 0;
   };
   using IncomingMap = std::unordered_map<std::uint64_t, Incoming>;
+  using ArrivedMap = std::unordered_map<std::uint64_t, ArrivedContent>;
   enum class Lent : std::uint8_t { kHeld, kLeaving };  // kLeaving: goes to the index, or is being given back
 
   void answer(std::uint64_t id, FrameKind kind, std::span<const Address> addresses);
@@ -123,7 +144,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   bool may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry);
   Placement admit(Placement placement, const std::vector<Address>& blocks, std::uint64_t payload_bytes);
   void settle_placed(std::uint64_t id, bool intact);
-  void check_complete(const Incoming& incoming, const CompleteBody& body) const;
+  ArrivedContent* content_to_lent(std::uint64_t id);
+  void forget_content(std::uint64_t id) noexcept;
+  void check_content(const ArrivedContent& content, std::size_t blocks, std::uint64_t bytes_sent) const;
   void complete_reserved(std::uint64_t id, const CompleteBody& body, Delivery& delivery);
   void complete_named(std::uint64_t id, CompleteBody& body, Delivery& delivery);
   void verify(std::uint64_t id, std::uint32_t checksum, const std::shared_ptr<Delivery>& delivery);
@@ -150,6 +173,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   bool lost_ = false;
   bool drained_ = false;
   IncomingMap incoming_;
+  // By transfer without a reservation, whose content was placed in lent blocks, or dropped; until it completes.
+  ArrivedMap arrived_;
   std::unordered_map<Address, Lent> lent_;  // quarantined from the loss of the link until the writer is gone
   Quarantine quarantined_;
   // Blocks in reservations, lent or quarantined for the peer, and of requests that are being answered.

@@ -28,26 +28,32 @@ void Receiver::on_complete(std::uint64_t id, CompleteBody&& body) {
     complete_reserved(id, body, *delivery);
   });
   if (refused) {
-    if (!named) forfeit(id);  // whatever is wrong with it, its sender writes no more
+    // Whatever is wrong with it, its sender writes no more.
+    if (named) {
+      forget_content(id);
+    } else {
+      forfeit(id);
+    }
     return refuse(id, *refused);
   }
   if (body.has_checksum) return verify(id, body.checksum, delivery);
   deliver(id, *delivery);
 }
 
-// REQUIRES: mutex_ is held.
-void Receiver::check_complete(const Incoming& incoming, const CompleteBody& body) const {
-  if (incoming.damaged) {
-    throw Error(ErrorCode::kProtocol, "content arrived damaged, or for blocks that were not reserved");
-  }
-  if (incoming.one_sided) return;
-  const std::uint64_t needed = incoming.reservation.addresses.size() * host_.blocks().layout().block_bytes();
-  if (incoming.placed_bytes != body.bytes || incoming.placed_bytes != needed) {
+void Receiver::forget_content(std::uint64_t id) noexcept {
+  const std::lock_guard lock(mutex_);
+  arrived_.erase(id);
+}
+
+// Of content that this process has placed.
+void Receiver::check_content(const ArrivedContent& content, std::size_t blocks, std::uint64_t bytes_sent) const {
+  const std::uint64_t needed = blocks * host_.blocks().layout().block_bytes();
+  if (content.placed_bytes != bytes_sent || content.placed_bytes != needed) {
     throw Error(
         ErrorCode::kProtocol,
-        std::to_string(body.bytes) + " bytes were sent, " + std::to_string(incoming.placed_bytes) +
+        std::to_string(bytes_sent) + " bytes were sent, " + std::to_string(content.placed_bytes) +
             " have arrived, and the blocks take " + std::to_string(needed),
-        {{"needed", static_cast<std::int64_t>(needed)}, {"given", static_cast<std::int64_t>(incoming.placed_bytes)}});
+        {{"needed", static_cast<std::int64_t>(needed)}, {"given", static_cast<std::int64_t>(content.placed_bytes)}});
   }
 }
 
@@ -63,7 +69,11 @@ void Receiver::complete_reserved(std::uint64_t id, const CompleteBody& body, Del
   if (entry->second.phase == Phase::kDelivering) {
     throw Error(ErrorCode::kProtocol, number_of(id) + " was completed before");
   }
-  check_complete(entry->second, body);
+  const Incoming& incoming = entry->second;
+  if (incoming.content.damaged) {
+    throw Error(ErrorCode::kProtocol, "content arrived damaged, or for blocks that were not reserved");
+  }
+  if (!incoming.one_sided) check_content(incoming.content, incoming.reservation.addresses.size(), body.bytes);
   entry->second.phase = Phase::kDelivering;
   delivery.spec = std::move(*entry->second.spec);
   delivery.reservation = std::move(entry->second.reservation);
@@ -79,8 +89,16 @@ void Receiver::complete_named(std::uint64_t id, CompleteBody& body, Delivery& de
   incoming.deadline_ns = kNever;
   if (body.insert) incoming.named = body.named;
   const std::lock_guard lock(mutex_);
+  const ArrivedMap::node_type arrived = arrived_.extract(id);
   check_quota(0);
   if (quarantined_.contains(id)) throw Error(ErrorCode::kProtocol, number_of(id) + " has a reservation");
+  if (arrived && (arrived.mapped().damaged || arrived.mapped().placing > 0)) {
+    throw Error(ErrorCode::kProtocol, "content arrived damaged, for blocks that were not lent, or has not arrived");
+  }
+  // The peer may have written all of it by itself; else this process has placed it.
+  if (arrived || !writes_directly_) {
+    check_content(arrived ? arrived.mapped() : ArrivedContent(), body.named.size(), body.bytes);
+  }
   const auto [entry, is_new] = incoming_.try_emplace(id, std::move(incoming));
   if (!is_new) throw Error(ErrorCode::kProtocol, number_of(id) + " has a reservation");
   try {
