@@ -110,5 +110,5 @@ class Dispatcher(ABC, Generic[Item]):
                 return
             try:
                 callback(item)
-            except Exception:
+            except BaseException:  # also what ends a task or a thread of the application's own: this one is the pool's
                 self._failed(item)

@@ -10,7 +10,20 @@ import threading
 
 import pytest
 from kit import run_script
-from transfer.kit import BLOCK_ROUTES, NEAR, can_checksum, content, eventually, fill, pair_of, prompt, wait_for
+from transfer.kit import (
+    BLOCK_ROUTES,
+    NEAR,
+    address_of,
+    can_checksum,
+    content,
+    eventually,
+    fill,
+    local_settings,
+    pair_of,
+    prompt,
+    small_pool,
+    wait_for,
+)
 
 import kvpool
 from kvpool import DRAM
@@ -193,6 +206,42 @@ def test_a_callback_gets_what_is_sent(caplog):
         assert len(got) == 2
 
 
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, KeyboardInterrupt])
+def test_a_callback_that_is_ended_from_within_is_called_again(kind, caplog):
+    """These are no Exception: the thread used to end, without a word, and the item stayed open."""
+    with pair_of(NEAR) as pair:
+        got, peers, kept = [], [], []
+
+        def on_item(item):
+            kept.append(item)
+            if item.private == b"bad":
+                raise kind("not for this thread")
+            got.append(item.private)
+
+        def on_peer(event):
+            peers.append(event.kind)
+            raise kind("not for this thread")
+
+        with caplog.at_level(logging.ERROR, "kvpool"):
+            with pair.a.on_received(on_item) as items, pair.a.on_peer(on_peer) as events:
+                for private in (b"bad", b"good"):
+                    pair.b(
+                        "pool.transfer(peer, pool.alloc(1), private=private).wait()\nNone",
+                        peer=pair.to_a, private=private,
+                    )  # fmt: skip
+                wait_for(lambda: got == [b"good"] and peers == ["joined"])
+                assert kept[0].closed
+                assert not items.closed
+                with small_pool(name="third", **local_settings(NEAR)) as third:
+                    third.connect(pair.a.listen(address_of(NEAR)), timeout=60)
+                    wait_for(lambda: peers[:2] == ["joined", "joined"])
+                wait_for(lambda: peers == ["joined", "joined", "lost"])
+                assert not events.closed
+            wait_for(lambda: caplog.text.count(f"{kind.__name__}: not for this thread") == 4)
+        while kept:
+            kept.pop().close()
+
+
 def test_a_callback_may_use_the_pool_and_end_itself():
     with pair_of(NEAR) as pair:
         ended = threading.Event()
@@ -248,7 +297,7 @@ def test_a_batch_starts_many(route):
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
-@pytest.mark.parametrize("strategy", ["by_layer", "by_layer_agg"])
+@pytest.mark.parametrize("strategy", ["by_layer", "by_layer_agg", "auto"])
 @pytest.mark.parametrize("named", [False, True])
 def test_a_stream_sends_layers_as_they_are_computed(route, strategy, named):
     with pair_of(route) as pair:
@@ -275,7 +324,7 @@ def test_a_stream_sends_layers_as_they_are_computed(route, strategy, named):
         with pytest.raises(kvpool.StateError):
             stream.send_layer(0)
         assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent
-        assert done.stats.strategy == strategy
+        assert done.stats.strategy == ("by_layer_agg" if strategy == "auto" else strategy)
         pair.a.free(to) if named else pair.b("pool.received(60).close()")
 
 
