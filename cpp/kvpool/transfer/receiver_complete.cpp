@@ -95,10 +95,7 @@ void Receiver::complete_named(std::uint64_t id, CompleteBody& body, Delivery& de
   if (arrived && (arrived.mapped().damaged || arrived.mapped().placing > 0)) {
     throw Error(ErrorCode::kProtocol, "content arrived damaged, for blocks that were not lent, or has not arrived");
   }
-  // The peer may have written all of it by itself; else this process has placed it.
-  if (arrived || !writes_directly_) {
-    check_content(arrived ? arrived.mapped() : ArrivedContent(), body.named.size(), body.bytes);
-  }
+  if (arrived) check_content(arrived.mapped(), body.named.size(), body.bytes);  // else its sender wrote
   const auto [entry, is_new] = incoming_.try_emplace(id, std::move(incoming));
   if (!is_new) throw Error(ErrorCode::kProtocol, number_of(id) + " has a reservation");
   try {
