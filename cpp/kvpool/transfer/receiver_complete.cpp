@@ -95,7 +95,8 @@ void Receiver::complete_named(std::uint64_t id, CompleteBody& body, Delivery& de
   if (arrived && (arrived.mapped().damaged || arrived.mapped().placing > 0)) {
     throw Error(ErrorCode::kProtocol, "content arrived damaged, for blocks that were not lent, or has not arrived");
   }
-  if (arrived) check_content(arrived.mapped(), body.named.size(), body.bytes);  // else its sender wrote
+  // Of content that did not come by this process only its sender knows how much there was.
+  if (arrived) check_content(arrived.mapped(), body.named.size(), body.bytes);
   const auto [entry, is_new] = incoming_.try_emplace(id, std::move(incoming));
   if (!is_new) throw Error(ErrorCode::kProtocol, number_of(id) + " has a reservation");
   try {
