@@ -8,7 +8,7 @@
 //       application is told, it is told once.
 //   D4  Content is placed only in blocks that are in a reservation, in the lent set, or reserved for a fetch of this
 //       side, and such a block leaves there only when nothing is being placed.
-//   D5  A transfer of which this process has placed or dropped content completes only if all of it was placed, intact.
+//   D5  A transfer whose content comes by this process completes only if all of it was placed, intact.
 //
 // Thread-safety: all of it. Answers are sent without the lock. Lives on while work that it gave to other threads runs.
 #pragma once
