@@ -256,7 +256,7 @@ TEST_CASE("a link: descriptors that do not belong are closed, and so is the link
 
 TEST_CASE("a link: a peer that is silent for the lease is lost; one that answers is not") {
   constexpr std::int64_t kLease = 300'000'000;
-  const auto asked_more_than_once = [](Wire wire) {
+  const auto asked_more_than_once = [kLease](Wire wire) {
     Victim victim(wire);
     FrameForge forge(wire, false);
     forge.add(FrameKind::kCard);

@@ -178,16 +178,18 @@ void Lane::depart(const Error& why) noexcept {
       why_departing_ = Error(why.code() == ErrorCode::kClosed ? why.code() : ErrorCode::kPeerLost, why.what());
     routes = routes_;
   }
+  for (const auto& route : routes) route->close();
+  std::vector<std::shared_ptr<void>> open_there;
   for (const auto& route : routes) {
-    route->close();
-    if (auto open = route->let_go()) drop_aside(std::move(open));
+    if (auto one = route->let_go()) open_there.push_back(std::move(one));
   }
+  writes_.fetch_add(static_cast<std::uint32_t>(open_there.size()));  // of all, before the first has ended
+  for (auto& one : open_there) drop_aside(std::move(one));
   part_if_idle();
 }
 
-// As of a session: it may wait for the GPU, and counts as a write meanwhile.
+// As of a session: it may wait for the GPU, and counts as a write meanwhile. REQUIRES: it is counted.
 void Lane::drop_aside(std::shared_ptr<void> open) noexcept {
-  writes_.fetch_add(1);
   const void* const key = open.get();
   const auto failure = failure_of([&] {
     events_.run_aside(key, [self = shared_from_this(), dropped = std::move(open)]() mutable {

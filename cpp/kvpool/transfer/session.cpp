@@ -278,9 +278,11 @@ void Session::on_placed(std::uint64_t token, bool intact) { receiver_->on_placed
 void Session::stop_writing(const Error& why) {
   std::unordered_map<std::uint64_t, std::shared_ptr<PendingAnswer>> pending;
   std::vector<std::shared_ptr<Route>> routes;  // writes under way have theirs in their job
+  std::vector<std::shared_ptr<void>> open_there;
   {
     const std::lock_guard lock(mutex_);
     if (lost()) return;
+    open_there.reserve(routes_.size());
     routes.swap(routes_);
     why_lost_ = why;
     lost_.store(true);
@@ -289,17 +291,18 @@ void Session::stop_writing(const Error& why) {
   }
   // In this order: unmapping a GPU's memory waits for streams, and these may wait for a fetch to end.
   for (const auto& [id, waiting] : pending) waiting->on_lost(*why_lost_);
+  for (const auto& route : routes) route->close();
   for (const auto& route : routes) {
-    route->close();
-    if (auto open = route->let_go()) drop_aside(std::move(open));
+    if (auto one = route->let_go()) open_there.push_back(std::move(one));
   }
+  writes_.fetch_add(static_cast<std::uint32_t>(open_there.size()));  // of all, before the first has ended
+  for (auto& one : open_there) drop_aside(std::move(one));
   if (const auto open = link()) open->wake();
 }
 
 // Giving it back may wait for streams, and these for fetches from other peers, whose answers this thread may be the one
-// to bring. Until it is done it counts as a write: this side has not ended before.
+// to bring. Until it is done it counts as a write: this side has not ended before. REQUIRES: it is counted.
 void Session::drop_aside(std::shared_ptr<void> open) noexcept {
-  writes_.fetch_add(1);
   const auto ended = [self = shared_from_this()] {
     self->writes_.fetch_sub(1);
     self->after_write();

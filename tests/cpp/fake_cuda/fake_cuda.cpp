@@ -26,7 +26,7 @@ thread_local int capture_mode = kModeGlobal;
 std::map<std::string, int> default_settings() {
   return {{"devices", 4},    {"memory_mib", 256}, {"version", 13000},   {"virtual_memory", 1},
           {"delay_us", 200}, {"ipc", 1},          {"hold_register", 0}, {"capturing", 0},
-          {"wait_value", 1}, {"wait_s", 30},      {"one_queue", 0}};
+          {"wait_value", 1}, {"wait_s", 30},      {"one_queue", 0},     {"unmap_waits", 0}};
 }
 
 // Whether the call breaks a capture that is under way. What asks for a whole context always does; what may wait for

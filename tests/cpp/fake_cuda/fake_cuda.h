@@ -3,11 +3,10 @@
 //
 // The fake has four GPUs of 256 MiB each. Their memory has addresses that nobody but the fake can follow: code that
 // reads it as if it were the CPU's dies of SIGSEGV at that place. Streams are threads, and every piece of their work
-// waits a little before it begins: two streams whose order nobody asked for run in any order. What takes memory away
-// (cuMemFree, cuMemUnmap, cuIpcCloseMemHandle, cuMemHostUnregister) waits for all streams of the current context.
-// Handles, addresses and contexts that are wrong are refused as the driver refuses them; work whose memory went before
-// it ran ends the context, as on a GPU (CUDA_ERROR_ILLEGAL_ADDRESS). A stream that is captured (cuStreamBeginCapture)
-// pulls in those that wait for its events, and what they are told to copy is not copied.
+// waits a little before it begins: two streams whose order nobody asked for run in any order. Handles, addresses and
+// contexts that are wrong are refused as the driver refuses them; work whose memory went before it ran ends the
+// context, as on a GPU (CUDA_ERROR_ILLEGAL_ADDRESS). A stream that is captured (cuStreamBeginCapture) pulls in those
+// that wait for its events, and what they are told to copy is not copied.
 #pragma once
 
 #include <cstddef>
@@ -38,6 +37,9 @@ using HostFunction = void*(unsigned long long address, std::size_t bytes);
 //   "ipc"             whether it gives IPC handles                          1
 //   "hold_register"   from so many bytes on, cuMemHostRegister returns when
 //                     this has become 0 again; 0: at once                   0
+//   "unmap_waits"     whether what takes memory away (cuMemFree, cuMemUnmap,
+//                     cuIpcCloseMemHandle, cuMemHostUnregister) waits for
+//                     all streams of the current context                    0
 //   "delay_us"        that a piece of a stream's work waits, at most        200
 //   "wait_value"      whether streams can wait for words                     1
 //   "wait_s"          after which such a wait ends the context               30

@@ -112,8 +112,8 @@ struct Stream {
 };
 
 void wait_for(const std::shared_ptr<Mark>& mark);
-// What the streams of a device have been given until now has ended, as calls do that take memory away. Lets go of the
-// lock meanwhile: of what is under it nothing is as before. REQUIRES: the lock.
+// What calls do that take memory away, with "unmap_waits": what the streams of a device have been given until now has
+// ended. Lets go of the lock meanwhile: of what is under it nothing is as before. REQUIRES: the lock.
 void wait_for_device(std::unique_lock<std::mutex>& lock, int device);
 // A stream of the current context, for `call`: null, and the code that says why, without one. REQUIRES: the lock.
 Stream* enter_stream(const char* call, const std::string& argument, void* handle, int& code);

@@ -166,6 +166,7 @@ void wait_for(const std::shared_ptr<Mark>& mark) {
 }
 
 void wait_for_device(std::unique_lock<std::mutex>& lock, int device) {
+  if (state().settings.at("unmap_waits") == 0) return;
   std::vector<std::shared_ptr<Mark>> marks;
   for (Stream* stream : state().streams) {
     if (stream->context->device == device) marks.push_back(stream->add_mark());

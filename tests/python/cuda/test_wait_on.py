@@ -131,6 +131,7 @@ def test_a_peer_that_dies_keeps_no_stream_that_waits_for_another(on_fake):
     on_fake("""
 from transfer.kit import Child
 child = Child()
+cuda.fake_cuda_set(b"unmap_waits", 1)
 here, there = pair_on_gpu("cuda_ipc", device="cuda:1", layout=byte_layout())
 with here, there:
     address = child(
