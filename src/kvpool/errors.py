@@ -220,6 +220,7 @@ class ProtocolError(Error):
     """The peer says what no kvpool says, or none of a version that we speak."""
 
     address: int
+    limit: int
     needed: int
     given: int
     value: int

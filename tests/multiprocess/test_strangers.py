@@ -205,7 +205,9 @@ def test_bytes_that_change_on_the_way_are_never_delivered(far_nursery, request):
                 "pool.free(addrs)\nerror",
                 number=flip, where=proxy.address,
             )  # fmt: skip
-            assert isinstance(error, (kvpool.PeerLost, kvpool.ProtocolError, kvpool.AuthError, type(None))), error
+            # DeadlineExceeded: a length that changed in the greeting, and the rest of that never comes.
+            expected = kvpool.PeerLost, kvpool.ProtocolError, kvpool.AuthError, kvpool.DeadlineExceeded, type(None)
+            assert isinstance(error, expected), error
             proxy.reset()
             eventually(lambda: pool.peers() == [])
             assert victim("eventually(lambda: pool.peers() == [])\npool.audit().hbm.active") == 0

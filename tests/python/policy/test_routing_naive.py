@@ -67,6 +67,8 @@ class BesideANaiveOne(RuleBasedStateMachine):
     def end(self, data, well):
         ticket = data.draw(st.sampled_from(sorted(self.prompts)))
         tokens = self.prompts.pop(ticket)
+        # Requests of an instance that has gone end by failed(), also when one of its number has come since.
+        well = well and any(entry[0] == ticket for queue in self.queues.values() for entry in queue)
         (self.fleet.scheduler.finished if well else self.fleet.scheduler.failed)(ticket)
         for instance, queue in self.queues.items():
             if any(entry[0] == ticket for entry in queue):
