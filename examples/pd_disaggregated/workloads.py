@@ -10,8 +10,9 @@ session a turn is asked when the one before it was answered. The model's context
 so the lengths of turns and answers are a quarter of what was recorded (SCALE). Prefixes keep their length: they
 are what caching is about.
 
-The recorded lengths are read from the folder of public traces (docs/traces.md) where it is. Elsewhere the lengths are
-drawn from what the traces' owners publish about them, and `Workload.source` says so.
+The recorded lengths are read from the folder of public traces (docs/traces.md) where it is. Elsewhere those of chat are
+drawn from the trace's percentiles, which are in examples/data, and those of react by the means of its trace.
+`Workload.source` says which.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from llama import BOS, encode
 from prompts import load_corpus
 
@@ -47,15 +47,11 @@ _ANSWER_TOKENS = 20
 
 _CHAT_TRACE = "azure2023_conv.csv.xz"
 _REACT_TRACE = "derived_react_hotpotqa_blk16.jsonl.xz"
-# Published of azure2023_conv: mean and largest number of tokens in and out, and the deviation of their logarithms.
-_CONTEXT = (1154.7, 0.985, 14_050)
-_GENERATED = (211.1, 0.859, 1_000)
+_CHAT_PERCENTILES = Path(__file__).parents[1] / "data" / "azure2023_conv_percentiles.csv"
 # Of the ReAct trace: how many sessions have so many turns, and the mean lengths of an answer and of an observation.
 _REACT_TURNS = {2: 35, 3: 294, 4: 72, 5: 39, 6: 72}
 _REACT_ANSWER_TOKENS = 43
 _REACT_OBSERVATION_TOKENS = 190
-
-Lengths = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -145,9 +141,10 @@ def _chat(sessions: int, rng: np.random.Generator) -> tuple[str, list[_Script]]:
         contexts = rng.choice([row.prompt for row in rows], sessions)
         answers = rng.choice([row.response for row in rows], (sessions, _CHAT_TURNS))
     else:
-        source = "log-normal lengths with the mean and deviation of azure2023_conv"
-        contexts = _log_normal(_CONTEXT, sessions, rng)
-        answers = _log_normal(_GENERATED, sessions * _CHAT_TURNS, rng).reshape(sessions, _CHAT_TURNS)
+        source = "lengths drawn from the percentiles of azure2023_conv (Azure, CC BY 4.0)"
+        percents, inputs, outputs = np.loadtxt(_CHAT_PERCENTILES, delimiter=",", skiprows=3).T
+        contexts = np.interp(rng.uniform(0, 100, sessions), percents, inputs).astype(np.int64)
+        answers = np.interp(rng.uniform(0, 100, (sessions, _CHAT_TURNS)), percents, outputs).astype(np.int64)
     contexts = np.minimum(contexts // SCALE, _CHAT_TOKENS_MAX)
     answers = np.maximum(answers // SCALE, _ANSWER_TOKENS_MIN)
     added = np.maximum((contexts - answers[:, :-1].sum(axis=1)) // _CHAT_TURNS, _ADDED_TOKENS_MIN)
@@ -232,11 +229,6 @@ def _text(rng: np.random.Generator, tokens: int) -> Tokens:
 
 def _about(mean: int, rng: np.random.Generator) -> int:
     return _ANSWER_TOKENS_MIN + int(rng.poisson(mean - _ANSWER_TOKENS_MIN))
-
-
-def _log_normal(published: tuple[float, float, int], count: int, rng: np.random.Generator) -> Lengths:
-    mean, sigma, largest = published
-    return np.minimum(recorded.long_tailed(mean, sigma, count, rng), largest)
 
 
 def _traces() -> Path:

@@ -11,6 +11,8 @@ pytest.importorskip("torch")
 
 from pd_disaggregated import workloads  # the examples import torch
 
+from kvpool.sim import workload as recorded
+
 NAMES = sorted(workloads.WORKLOADS)
 
 
@@ -119,12 +121,24 @@ def test_lengths_follow_the_trace(traces, monkeypatch):
     assert 1155 / 4 < np.mean(ends) < 2 * 1155 / 4
 
 
-def test_without_the_trace_lengths_have_its_mean(tmp_path, monkeypatch):
+def test_without_the_trace_lengths_come_from_its_percentiles(tmp_path, monkeypatch):
+    """Its median answer has 129 tokens, a tenth have more than 424, none more than 1,000 (mean 211)."""
     monkeypatch.setenv("KVPOOL_TRACES", str(tmp_path))
     workload = workloads.make("chat", 2000, 1.0)
-    assert "log-normal" in workload.source
+    assert "percentiles of azure2023_conv (Azure" in workload.source
     answers = [turn.new_tokens for session in workload.sessions for turn in session.turns]
-    assert np.mean(answers) == pytest.approx(211 / 4, rel=0.1)
+    assert np.mean(answers) == pytest.approx(211 / 4, rel=0.05)
+    assert np.percentile(answers, [50, 90]) == pytest.approx([129 / 4, 424 / 4], rel=0.05)
+    assert max(answers) <= 1000 / 4
+    ends = [workloads.prompt_tokens_max(session) - session.turns[-1].new_tokens for session in workload.sessions]
+    assert 1155 / 4 < np.mean(ends) < 2 * 1155 / 4
+
+
+def test_the_percentiles_are_those_of_the_trace(traces):
+    rows = recorded.azure(traces / "azure2023_conv.csv.xz")
+    percents, *columns = np.loadtxt(workloads._CHAT_PERCENTILES, delimiter=",", skiprows=3).T
+    for column, lengths in zip(columns, ([row.prompt for row in rows], [row.response for row in rows]), strict=True):
+        assert np.rint(np.percentile(lengths, percents)) == pytest.approx(column)
 
 
 def test_the_longest_sequence_is_counted():
