@@ -29,6 +29,28 @@ if TYPE_CHECKING:
 
 _OUT = Path("build/pd_disaggregated")
 _RATE = 0.5
+_EPILOG = """\
+designs:
+  PD            one instance prefills and decodes, and keeps nothing
+  PD-CC         ... and keeps prompts and answers
+  PD-Basic      prefill sends every prompt to decode, whole
+  PD-Caching-1  ... and prefill keeps prompts
+  PD-Caching-2  ... and decode keeps prompts and answers, and is sent only what it does not have
+  PD-Caching-3  ... and decode sends answers back to prefill
+
+workloads:
+  chat          conversations of five turns, with the lengths of azure2023_conv
+  documents     five questions on each document of 1,000 tokens
+  react         agents that share a long prompt with examples
+
+begin with:
+  python -m examples.pd_disaggregated run                      PD-Caching-3, conversations
+  python -m examples.pd_disaggregated run --design PD-Basic    the same without caches
+  python -m examples.pd_disaggregated all --quick              all of it, and a report
+  python -m examples.pd_disaggregated run --help               what else can be chosen
+
+What the designs do is in examples/pd_disaggregated/designs.py; its README.md says where to begin.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +79,7 @@ def _run(console: Console, options: argparse.Namespace) -> int:
     (run,) = _measure(console, [cell])
     console.print(f"[dim]{run.source}[/dim]\n")
     header, rows = report.setting_rows([run])
-    for part in (slice(2, 7), slice(7, 12), slice(12, None)):  # each fits a terminal of 80 columns
+    for part in (slice(2, 8), slice(8, 14), slice(14, None)):  # each fits a terminal of 80 columns
         console.print(report.table(header[part], [row[part] for row in rows]))
     console.print(report.table(*report.turn_rows(run)))
     if run.cell.kill:
@@ -125,9 +147,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(
         prog="python -m examples.pd_disaggregated",
-        description="Serve multi-turn sessions with prefill and decode in processes of their own, in the four designs "
-        "of the MemServe paper, or colocated. Every token is compared with those of one process.",
-        epilog="What the designs do is in examples/pd_disaggregated/designs.py; its README.md says where to begin.",
+        description="Serve multi-turn sessions with prefill and decode in processes of their own, in the four\n"
+        "designs of the MemServe paper, or colocated. Every token is compared with those of one process.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run", help="one workload, one setting", description="Serve one workload.")

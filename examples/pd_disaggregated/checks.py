@@ -144,23 +144,44 @@ def _lost(runs: Sequence[Measured]) -> int:
 
 
 def _deaths(runs: Sequence[Measured]) -> Iterator[Check]:
-    """That every request ended needs no line: a run without an answer to each is an error."""
+    """Each run with kills. Who had nothing to do after a kill has its time count from when it had; see `deaths`."""
     for run in runs:
         if not run.cell.kill:
             continue
-        killed = sum(event.kind == "killed" for event in run.events)
-        yield Check("instances killed in the middle of a run", killed, "", len(run.cell.kill), "higher")
-        if run.noticed_s:
-            what = "until all others have noticed a kill, at most"
-            yield Check(what, max(run.noticed_s), "s", LEASE_S, "lower")
-        if run.silences_s:
-            what = "until the others give the next token after a kill, at most"
-            yield Check(what, max(run.silences_s), "s", LEASE_S + _SURVIVE_S, "lower")
-        what = "killed instances that have served again"
+        yield from _whole(run)
+        yield from _survivors(run)
+        what = "kills: instances that were started again and have served"
         yield Check(what, len(run.returns_s), "", len(run.cell.kill), "higher")
         if run.returns_s:
-            what = "until an instance that was started again gives a token after joining, at most"
+            what = (
+                f"kills: from joining to the first token of one that was started again, worst of {len(run.returns_s)}"
+            )
             yield Check(what, max(run.returns_s), "s", _SERVES_S_MAX, "lower")
+
+
+def _whole(run: Measured) -> Iterator[Check]:
+    """What the kills must not have done to requests, tokens and blocks."""
+    killed = sum(event.kind == "killed" for event in run.events)
+    yield Check("kills: instances killed (-9) in the middle of a run", killed, "", len(run.cell.kill), "higher")
+    ended = run.summary.requests if run.verified else 0
+    what = "kills: requests that ended with the tokens of one process"
+    yield Check(what, ended, "", run.cell.made().requests, "higher")
+    yield Check("kills: of these, begun again after a kill", run.summary.retried, "", None, "higher")
+    yield Check("kills: instances whose pool was audited at the end", run.audited, "", run.cell.instances, "higher")
+    yield Check("kills: blocks lost in all of them", run.lost_blocks, "", 0, "lower")
+
+
+def _survivors(run: Measured) -> Iterator[Check]:
+    """What the kills must not have done to the others."""
+    yield Check("kills: instances that ended and were not killed", run.strays, "", 0, "lower")
+    if run.noticed_s:
+        what = f"kills: until an instance that had met a killed one is told, worst of {len(run.noticed_s)}"
+        yield Check(what, max(run.noticed_s), "s", LEASE_S, "lower")
+    what = "kills: other instances that gave tokens after it, of all kills"
+    yield Check(what, len(run.silences_s), "", len(run.cell.kill), "higher")
+    if run.silences_s:
+        what = f"kills: from a kill to the next token of another instance, worst of {len(run.silences_s)}"
+        yield Check(what, max(run.silences_s), "s", LEASE_S + _SURVIVE_S, "lower")
 
 
 def _by_design(runs: Sequence[Measured], workload: str) -> dict[str, Measured]:

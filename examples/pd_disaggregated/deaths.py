@@ -1,67 +1,97 @@
-"""What users notice when an instance is killed: how long nobody else answers, and how soon it is of use again."""
+"""What users notice when an instance is killed: how long the others do not answer, and how soon it is of use again.
+
+Who has nothing to do gives no token, and that is nobody's fault. So every time counts from when there was something to
+do for the instance, where that came later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from pd_disaggregated.records import Answer, Event, EventKind, RunResult
+from pd_disaggregated.records import Event, RunResult
 
 
 def noticed_s(result: RunResult) -> list[float]:
-    """Seconds from each kill until the last of the other instances has been told of it."""
-    return [max(at) for at in _after_kills(result.events, "noticed") if at]
+    """For each kill and each other instance that kvpool told of it: seconds from the kill.
+
+    It is told where it has met the one that was killed, which needs that something was sent between them.
+    """
+    return [noticed.at_s - kill.at_s for kill, _, noticed in _survivors(result) if noticed is not None]
 
 
 def silences_s(result: RunResult) -> list[float]:
-    """Seconds from each kill to the first token of an instance that has been told of it.
+    """For each kill and each other instance that lives: seconds from the kill to its next token.
 
-    None for a kill after which no such token came: the run was over, or nobody else is there.
+    To the first one after it was told of the kill, where it was told: what it gave before does not show that it can
+    do without the one that is gone. One that gave none because nothing was left to do is not counted.
     """
-    return [min(at) for at in _after_kills(result.events, "went_on") if at]
-
-
-def _after_kills(events: list[Event], kind: EventKind) -> Iterator[list[float]]:
-    """For each kill, when this happened to others before the next kill, in seconds from it."""
-    kills = sorted((event for event in events if event.kind == "killed"), key=lambda event: event.at_s)
-    for number, kill in enumerate(kills, 1):
-        end = kills[number].at_s if number < len(kills) else float("inf")
-        yield [
-            event.at_s - kill.at_s
-            for event in events
-            if event.kind == kind and event.instance != kill.instance and kill.at_s <= event.at_s < end
-        ]
+    silences = []
+    for kill, name, noticed in _survivors(result):
+        token = _next_token(result, name, noticed or kill)
+        if token is not None:
+            silences.append(_waited_s(token, kill))
+    return silences
 
 
 def returns_s(result: RunResult) -> list[float]:
-    """Seconds from each return of a killed instance to its first token.
-
-    Counted from when there was something to do for it, where it was idle before: for one that prefills from the first
-    question that it has answered since, for one that decodes from when that was prefilled.
-    """
-    return [
-        served.at_s - max(joined.at_s, _first_work_s(result.answers, joined))
-        for joined, served in _returned(result.events)
-    ]
-
-
-def _first_work_s(answers: Sequence[Answer], joined: Event) -> float:
-    """When it came; not later than it did, for what was begun elsewhere."""
-    name, since = joined.instance, joined.at_s
-    asked = (one.asked_s for one in answers if one.prefill == name and one.first_s > since)
-    prefilled = (one.first_s for one in answers if one.decode == name != one.prefill and one.done_s > since)
-    return min((*asked, *prefilled), default=since)
+    """For each kill after which the instance has served again: seconds from its return to its first token."""
+    returns = []
+    for kill in _kills(result):
+        joined = next(_after(result, kill.instance, kill, "joined"), None)
+        token = None if joined is None else next(_after(result, kill.instance, joined, "served"), None)
+        if joined is not None and token is not None:
+            returns.append(_waited_s(token, joined))
+    return returns
 
 
-def _returned(events: list[Event]) -> Iterator[tuple[Event, Event]]:
-    """For each kill after which the instance has served again: when it joined, and when it gave its first token."""
-    dead: set[str] = set()
-    joined: dict[str, Event] = {}
-    for event in sorted(events, key=lambda event: event.at_s):
+def strays(result: RunResult) -> int:
+    """How many instances ended that the run had not killed: those that are left must not die of it."""
+    found = 0
+    killed: set[str] = set()
+    for event in result.events:
         if event.kind == "killed":
-            dead.add(event.instance)
-            joined.pop(event.instance, None)
-        elif event.kind == "joined" and event.instance in dead:
-            dead.discard(event.instance)
-            joined[event.instance] = event
-        elif event.kind == "served" and event.instance in joined:
-            yield joined.pop(event.instance), event
+            killed.add(event.instance)
+        elif event.kind == "joined":
+            killed.discard(event.instance)
+        elif event.kind == "lost":
+            found += event.instance not in killed
+    return found
+
+
+def _kills(result: RunResult) -> list[Event]:
+    return [event for event in result.events if event.kind == "killed"]
+
+
+def _survivors(result: RunResult) -> Iterator[tuple[Event, str, Event | None]]:
+    """For each kill every other instance that lives then, and when it was told."""
+    for kill in _kills(result):
+        for name in result.setting.instances:
+            if name != kill.instance and _is_up(result, name, kill.at_s):
+                told = (event for event in _after(result, name, kill, "noticed") if event.peer == kill.instance)
+                yield kill, name, next(told, None)
+
+
+def _is_up(result: RunResult, name: str, at_s: float) -> bool:
+    """Whether it has joined by then, and has not been killed or lost since."""
+    happened = [event.kind for event in result.events if event.instance == name and event.at_s <= at_s]
+    return next((kind == "joined" for kind in reversed(happened) if kind in ("joined", "killed", "lost")), False)
+
+
+def _next_token(result: RunResult, name: str, since: Event) -> Event | None:
+    """Of one that has given none since it joined, the next one is its first."""
+    return next(_after(result, name, since, "went_on", "served"), None)
+
+
+def _after(result: RunResult, name: str, since: Event, *kinds: str) -> Iterator[Event]:
+    """What happened to an instance from then on, until it was killed."""
+    for event in result.events:
+        if event is since or event.at_s < since.at_s or event.instance != name:
+            continue
+        if event.kind == "killed":
+            return
+        if event.kind in kinds:
+            yield event
+
+
+def _waited_s(token: Event, since: Event) -> float:
+    return token.at_s - (since.at_s if token.since_s is None else max(since.at_s, token.since_s))

@@ -56,7 +56,7 @@ class Dispatcher:
         self._numbers = itertools.count()
         self._requests: dict[int, Request] = {}  # those that are not over, the oldest first
         self._audits: dict[str, asyncio.Future[kvpool.PoolStats]] = {}
-        self._events: list[tuple[float, str, EventKind]] = []
+        self._events: list[Event] = []  # on the clock of time.monotonic
         self._next_token: dict[str, EventKind] = {}  # of an instance: what its next token says about it
         self._failure: BaseException | None = None
 
@@ -116,8 +116,12 @@ class Dispatcher:
 
     def kill(self, name: str) -> None:
         """Kills an instance (-9). It is started again, as one that ended by itself would be."""
-        self._happened(self._fleet.instances[name], "killed")
-        self._fleet.instances[name].kill()
+        victim = self._fleet.instances[name]
+        self._happened(victim, "killed")
+        victim.kill()
+        for other in self._fleet.instances.values():
+            if other is not victim and other.joined:
+                self._next_token.setdefault(other.name, "went_on")
 
     def pids(self) -> dict[str, int]:
         """The processes of the instances, for those who look at them from outside."""
@@ -126,7 +130,12 @@ class Dispatcher:
 
     def events(self, start: float) -> list[Event]:
         """What has happened to instances, in seconds from `start` (time.monotonic)."""
-        return [Event(at - start, name, kind) for at, name, kind in self._events]
+        return [
+            dataclasses.replace(
+                event, at_s=event.at_s - start, since_s=None if event.since_s is None else event.since_s - start
+            )
+            for event in self._events
+        ]
 
     async def audit(self) -> dict[str, kvpool.PoolStats]:
         """Has every instance let go of what it works on and audit its pool. For the end of a run.
@@ -175,7 +184,7 @@ class Dispatcher:
         if isinstance(message, messages.Audited):
             self._audits[instance.name].set_result(message.stats)
         elif isinstance(message, messages.Noticed):
-            self._happened(instance, "noticed")
+            self._happened(instance, "noticed", peer=message.peer)
             self._next_token.setdefault(instance.name, "went_on")
         else:
             request = self._requests.get(message.request)
@@ -200,12 +209,14 @@ class Dispatcher:
         message: messages.Token | messages.Prefilled | messages.Answered | messages.Failed,
     ) -> None:
         if isinstance(message, messages.Token):
+            if instance.name in self._next_token:
+                waiting = [one.waits_since for one in self._requests.values() if one.waits_for(instance)]
+                kind = self._next_token.pop(instance.name)
+                self._happened(instance, kind, since_s=min(waiting, default=request.begun))
             if instance is request.decode:
                 request.taken_over = True
             if request.accept(message):
                 self.streamed_tokens += 1
-            if instance.name in self._next_token:
-                self._happened(instance, self._next_token.pop(instance.name))
         elif isinstance(message, messages.Failed):
             self._leave(request)
             asyncio.get_running_loop().call_later(_AGAIN_S, self._place_all)
@@ -254,8 +265,8 @@ class Dispatcher:
                 self._withdraw(request)
                 self._end(request, RequestFailed(f"request {request.number} has had its {self._deadline_s} s"))
 
-    def _happened(self, instance: Instance, kind: EventKind) -> None:
-        self._events.append((time.monotonic(), instance.name, kind))
+    def _happened(self, instance: Instance, kind: EventKind, *, peer: str = "", since_s: float | None = None) -> None:
+        self._events.append(Event(time.monotonic(), instance.name, kind, peer, since_s))
 
 
 def run(

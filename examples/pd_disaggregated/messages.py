@@ -94,6 +94,8 @@ class Failed:
 class Noticed:
     """A peer is gone, and this instance goes on without it."""
 
+    peer: str
+
 
 @dataclass(frozen=True)
 class Audited:

@@ -177,12 +177,17 @@ class Event:
         instance: Its name.
         kind: "killed": by order of the run. "lost": the dispatcher has noticed that it ended. "joined": the
             cluster has told that it is there; also at the beginning, before 0. "served": the first token of it since
-            it joined. "noticed": kvpool has told it that a peer is lost. "went_on": the first token of it after that.
+            it joined. "noticed": kvpool has told it that a peer is lost. "went_on": the first token of it after another
+            was killed, and the first one after it noticed that.
+        peer: Of "noticed": whose loss it was. Otherwise empty.
+        since_s: Of "served" and "went_on": since when there had been something to do for it. None otherwise.
     """
 
     at_s: float
     instance: str
     kind: EventKind
+    peer: str = ""
+    since_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,7 @@ class RunResult:
         answers: Of all turns of all sessions, in the order in which they were done.
         wall_s: From the start to the last answer.
         audits: Of each instance at the end, by name: its pool, audited.
-        events: What happened to instances.
+        events: What happened to instances, in order.
         verified: Whether every token was compared with that of a single process. (A difference raises.)
     """
 

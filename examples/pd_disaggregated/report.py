@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Rows = list[list[str]]
 
-_FIGURES = ("TTFT ms", "P50", "P99", "2nd token ms", "P99", "TPOT ms", "P99", "JCT ms", "P50", "P99")
+_FIGURES = ("TTFT ms", "P50", "P99", "2nd token ms", "P50", "P99", "TPOT ms", "P50", "P99", "JCT ms", "P50", "P99")
 _CACHES = ("hit P", "hit D", "to D", "to P", "kvpool")
 _BY_TURN = ("turn", "requests", "prompt", "hit P", "decoded", "hit D", "to D", "to P")
 
@@ -86,7 +86,9 @@ def check_rows(checks: Sequence[Check]) -> tuple[list[str], Rows]:
 def event_rows(run: Measured) -> tuple[list[str], Rows]:
     """Header and one row for each thing that happened to an instance in the course of the run."""
     return ["at", "instance", ""], [
-        [f"{event.at_s:.2f} s", event.instance, event.kind] for event in run.events if event.at_s > 0
+        [f"{event.at_s:.2f} s", event.instance, f"{event.kind} {event.peer}".rstrip()]
+        for event in run.events
+        if event.at_s > 0
     ]
 
 
@@ -197,8 +199,8 @@ def _markdown_table(header: Sequence[str], rows: Rows) -> str:
 def _cells(summary: Summary) -> list[str]:
     return [
         *_times(summary.ttft_s, "mean", "p50", "p99"),
-        *_times(summary.ttst_s, "mean", "p99"),
-        *_times(summary.tpot_s, "mean", "p99"),
+        *_times(summary.ttst_s, "mean", "p50", "p99"),
+        *_times(summary.tpot_s, "mean", "p50", "p99"),
         *_times(summary.jct_s, "mean", "p50", "p99"),
         f"{summary.hit_at_prefill:.1%}",
         f"{summary.hit_at_decode:.1%}",

@@ -33,6 +33,7 @@ class Request:
         tokens: The answer, as far as it was streamed.
         times: When each token came.
         attempt: From 1; 0 before the first one.
+        begun: When it was given to prefill (time.monotonic).
         base: Tokens that were streamed before this attempt.
         prefill: Where it is prefilled; None while it waits for a place.
         decode: Where it is decoded.
@@ -49,6 +50,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     attempt: int = 0
+    begun: float = 0.0
     base: int = 0
     prefill: Instance | None = None
     decode: Instance | None = None
@@ -63,6 +65,7 @@ class Request:
     def begin(self, prefill: Instance, decode: Instance) -> messages.Serve:
         """A new attempt, there: what prefill is to be told."""
         self.attempt += 1
+        self.begun = time.monotonic()
         self.base = len(self.tokens)
         self.prefill, self.decode = prefill, decode
         self.taken_over = False
@@ -82,6 +85,11 @@ class Request:
     def waits_for(self, instance: Instance) -> bool:
         """Whether it is that instance's turn: prefill's up to the first token, then decode's."""
         return instance is (self.decode if len(self.tokens) > self.base else self.prefill)
+
+    @property
+    def waits_since(self) -> float:
+        """Since when it has been the turn of whoever's it is (time.monotonic). REQUIRES: an attempt has begun."""
+        return self.times[self.base] if len(self.tokens) > self.base else self.begun
 
     def accept(self, message: messages.Token) -> bool:
         """A token of this attempt. False: it was streamed before."""

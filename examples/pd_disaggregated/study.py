@@ -45,7 +45,7 @@ standard  all that the study must show, 9 to 12 minutes on two quiet cores: all 
 long      three loads and three instances for every workload, more sessions: forty minutes
 """
 _SESSIONS: dict[Size, int] = {"quick": 3, "standard": 5, "long": 8}
-_KILL_SESSIONS_MIN = 6  # with fewer, nothing may be left to ask when the last one that was killed is back
+_KILL_SESSIONS_MIN = 12  # with fewer, nothing may be left to ask when the last one that was killed is back
 _AT_ONE_LOAD = ("documents",)  # in the standard study: its sessions take longest to arrive
 _KILLED = Setting("PD-Caching-3", 2, 2)
 
@@ -113,10 +113,12 @@ class Measured:
         tokens: Of each answer, by (session, turn).
         verified: Whether the run has compared all tokens with those of one process.
         lost_blocks: Neither free nor cached at the end, in all instances.
+        audited: Instances whose pool was audited at the end.
         events: What happened to instances.
-        noticed_s: After each kill, until the others were told of it: see `deaths`.
-        silences_s: After each kill, until one of the others gave a token.
+        noticed_s: After each kill, until each of the others that had met it was told: see `deaths`.
+        silences_s: After each kill, until each of the others gave a token.
         returns_s: After each restart, until the instance gave a token.
+        strays: Instances that ended and were not killed by the run.
     """
 
     cell: Cell
@@ -125,10 +127,12 @@ class Measured:
     tokens: dict[tuple[int, int], tuple[int, ...]]
     verified: bool
     lost_blocks: int
+    audited: int
     events: tuple[Event, ...]
     noticed_s: tuple[float, ...]
     silences_s: tuple[float, ...]
     returns_s: tuple[float, ...]
+    strays: int
 
     def as_json(self) -> dict[str, Any]:
         """All figures, for programs; without the tokens."""
@@ -138,10 +142,12 @@ class Measured:
             "summary": self.summary.as_json(),
             "verified": self.verified,
             "lost_blocks": self.lost_blocks,
+            "audited": self.audited,
             "events": [asdict(event) for event in self.events],
             "noticed_s": self.noticed_s,
             "silences_s": self.silences_s,
             "returns_s": self.returns_s,
+            "strays": self.strays,
         }
 
 
@@ -176,10 +182,11 @@ def _rates(name: str, size: Size) -> Sequence[float]:
 def _with_kills(name: str, sessions: int, seed: int) -> Cell:
     """Two of each kind, so that somebody is left to serve on while one of either kind is away.
 
-    Both are killed in the first half, so that there is enough to do for them when they are back.
+    At the highest load, so that all of them are at work when it happens. Both are killed in the first half, so that
+    there is enough to do for them when they are back.
     """
     kill = (("prefill-0", 0.2), ("decode-0", 0.45))
-    return Cell(name, RATES[name][0], _KILLED, sessions, seed, kill)
+    return Cell(name, RATES[name][2], _KILLED, sessions, seed, kill)
 
 
 def measure(cell: Cell, run: Run, on_answer: Callable[[Answer], None] | None = None) -> Measured:
@@ -204,10 +211,12 @@ def measure(cell: Cell, run: Run, on_answer: Callable[[Answer], None] | None = N
         tokens={(answer.session, answer.turn): answer.tokens for answer in result.answers},
         verified=result.verified,
         lost_blocks=result.lost_blocks,
+        audited=len(result.audits),
         events=tuple(result.events),
         noticed_s=tuple(deaths.noticed_s(result)),
         silences_s=tuple(deaths.silences_s(result)),
         returns_s=tuple(deaths.returns_s(result)),
+        strays=deaths.strays(result),
     )
 
 

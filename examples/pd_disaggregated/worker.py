@@ -163,7 +163,7 @@ class Worker:
             self._receive(mail)
         elif isinstance(mail, kvpool.transfer.PeerEvent):
             if mail.kind == "lost":
-                self._tell(messages.Noticed())
+                self._tell(messages.Noticed(mail.name))
         elif isinstance(mail, messages.Serve):
             self._waiting.append(mail)
         elif isinstance(mail, messages.Cancel):

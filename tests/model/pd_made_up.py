@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from pd_disaggregated import study
 from pd_disaggregated.records import Answer, Event, RunResult, Session, Setting, Turn
+
+import kvpool
 
 BLOCK = 16
 TOKEN_BYTES = 2048  # of the demo's model
@@ -59,10 +63,32 @@ def made_up(setting, sessions, *, on_answer=None, kill=(), lease_s=3.0, ttft_s=0
                 on_answer(answers[-1])
             said = end - base
     events = [Event(-1.0, name, "joined") for name in setting.instances]
-    for at, order in enumerate(kill, 1):
-        times = {"killed": 8 + at / 10, "lost": 8.5, "joined": 9.5, "served": 10.6}
-        events += [Event(when, order.instance, kind) for kind, when in times.items()]
-    return RunResult(setting, answers, 40.0, audits or {}, events, verified=True)
+    for number, order in enumerate(kill, 1):
+        events += killed(10.0 * number, order.instance, setting)
+    if audits is None:
+        audits = dict.fromkeys(setting.instances, empty())
+    return RunResult(setting, answers, 40.0, audits, events, verified=True)
+
+
+def killed(at, victim, setting):
+    """What happens when an instance is killed: the others are told, and go on; it comes back and serves."""
+    others = [name for name in setting.instances if name != victim]
+    return [
+        Event(at, victim, "killed"),
+        *(Event(at + 0.1, name, "noticed", peer=victim) for name in others),
+        Event(at + 0.2, victim, "lost"),
+        *(Event(at + 0.3, name, "went_on", since_s=at - 1.0) for name in others),
+        Event(at + 1.5, victim, "joined"),
+        Event(at + 2.6, victim, "served", since_s=at + 2.0),
+    ]
+
+
+@functools.cache
+def empty():
+    """A pool of which nothing is used."""
+    layout = kvpool.KVLayout(layers=1, kv_heads=1, head_dim=8, dtype="float32", block_tokens=BLOCK)
+    with kvpool.Pool(layout, hbm_blocks=4) as pool:
+        return pool.stats()
 
 
 def measured(design="PD-Caching-3", workload="chat", rate=1.0, kill=(), **changes):

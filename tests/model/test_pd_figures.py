@@ -15,6 +15,8 @@ from pd_made_up import ANSWER, BLOCK, TOKEN_BYTES, conversation, made_up, measur
 
 import kvpool
 
+TWO_EACH = Setting("PD-Caching-3", 2, 2)
+
 
 @pytest.fixture(autouse=True)
 def no_traces(monkeypatch, tmp_path):
@@ -121,49 +123,86 @@ def test_questions_on_a_document_reuse_no_answers():
 # ---- kills
 
 
-def played(events, answers=()):
-    """A run of these events and answers: (prefill, decode, asked, first token, last token)."""
-    sessions = [conversation(number, turns=1) for number in range(len(answers))]
-    made = made_up(Setting("PD-Caching-3", 2, 2), sessions).answers
-    made = [
-        dataclasses.replace(one, prefill=prefill, decode=decode, asked_s=asked_s, first_s=first_s, done_s=done_s)
-        for one, (prefill, decode, asked_s, first_s, done_s) in zip(made, answers, strict=True)
-    ]
-    return RunResult(Setting("PD-Caching-3", 2, 2), made, 9.0, {}, [Event(*event) for event in events])
+def played(*events, setting=TWO_EACH):
+    """A run of these events: when, who, what, and what else an event has; all have joined before."""
+    joined = [Event(-1.0, name, "joined") for name in setting.instances]
+    return RunResult(setting, [], 9.0, {}, [*joined, *(Event(*event) for event in events)])
 
 
-def test_after_a_kill_the_others_notice_and_go_on():
-    result = played([
+def test_after_a_kill_each_of_the_others_is_told_and_goes_on():
+    result = played(
         (2.0, "prefill-0", "killed"),
-        (2.1, "decode-0", "noticed"),
-        (2.4, "decode-1", "noticed"),
-        (2.5, "decode-1", "went_on"),
-        (2.8, "decode-0", "went_on"),
-        (3.0, "prefill-0", "went_on"),  # of another kill, before
-        (5.0, "decode-0", "killed"),
-        (5.3, "prefill-0", "noticed"),
-        (6.0, "prefill-0", "went_on"),
-        (7.0, "decode-1", "killed"),
-    ])  # fmt: skip
-    assert deaths.noticed_s(result) == pytest.approx([0.4, 0.3])
-    assert deaths.silences_s(result) == pytest.approx([0.5, 1.0])
-    assert deaths.noticed_s(played([])) == deaths.silences_s(played([])) == []
+        (2.05, "decode-1", "went_on", "", 1.0),  # on what it has: it does not know yet
+        (2.1, "decode-0", "noticed", "prefill-0"),
+        (2.2, "prefill-1", "went_on", "", 1.5),  # it has never met the one that was killed
+        (2.4, "decode-1", "noticed", "prefill-0"),
+        (2.5, "decode-1", "went_on", "", 1.0),
+        (2.8, "decode-0", "went_on", "", 1.0),
+    )
+    assert deaths.noticed_s(result) == pytest.approx([0.1, 0.4])
+    assert deaths.silences_s(result) == pytest.approx([0.2, 0.8, 0.5])
+    assert deaths.noticed_s(played()) == deaths.silences_s(played()) == []
+
+
+def test_a_kill_waits_for_no_loss_of_another_peer():
+    result = played(
+        (2.0, "prefill-0", "killed"),
+        (2.1, "decode-0", "noticed", "decode-1"),
+        (2.2, "decode-0", "went_on", "", 1.0),
+        (3.0, "decode-0", "noticed", "prefill-0"),
+        (3.5, "decode-0", "went_on", "", 1.0),
+    )
+    assert deaths.noticed_s(result) == pytest.approx([1.0])
+    assert deaths.silences_s(result) == pytest.approx([1.5])
+
+
+def test_who_has_nothing_to_do_is_not_slow():
+    def silences(*events):
+        return deaths.silences_s(played((2.0, "prefill-0", "killed"), *events))
+
+    assert silences((7.0, "decode-0", "went_on", "", 6.5)) == pytest.approx([0.5])
+    assert silences((7.0, "decode-0", "went_on", "", 0.5)) == pytest.approx([5.0])
+    assert silences((7.0, "decode-0", "served", "", 6.0)) == pytest.approx([1.0])  # its first since it joined
+    assert silences((3.0, "decode-0", "noticed", "prefill-0")) == []  # nothing was left to do
+
+
+def test_only_who_lives_is_a_survivor():
+    """The first one that is killed is not up when the second one is; the second one was, and had no time."""
+    result = played(
+        (2.0, "prefill-0", "killed"),
+        (2.5, "decode-0", "killed"),
+        (2.6, "prefill-0", "lost"),
+        (3.0, "prefill-0", "joined"),
+        (3.5, "prefill-0", "served", "", 3.1),
+        (4.0, "decode-0", "joined"),
+        (4.5, "decode-0", "noticed", "prefill-0"),  # of its next life
+        (4.6, "decode-0", "served", "", 4.2),
+        setting=Setting("PD-Caching-3", 1, 1),
+    )
+    assert deaths.noticed_s(result) == deaths.silences_s(result) == []
+    assert deaths.returns_s(result) == pytest.approx([0.4, 0.4])
 
 
 def test_a_return_counts_from_when_there_was_something_to_do():
-    events = [(-1.0, "joined"), (0.5, "served"), (2.0, "killed"), (2.1, "lost"), (4.0, "joined"), (6.0, "served")]
-    for name, answers, expected in (
-        ("decode-1", [("prefill-1", "decode-1", 0.0, 0.4, 1.0), ("prefill-0", "decode-1", 3.0, 3.5, 7.0)], [2.0]),
-        ("decode-1", [("prefill-1", "decode-1", 0.0, 0.4, 1.0), ("prefill-0", "decode-1", 5.0, 5.5, 7.0)], [0.5]),
-        # What it had prefilled before it was killed goes on elsewhere: that is nothing to do for it.
-        ("prefill-0", [("prefill-0", "decode-0", 0.0, 1.0, 9.0), ("prefill-0", "decode-0", 5.8, 6.0, 9.0)], [0.2]),
-        ("instance-0", [("instance-0", "instance-0", 5.9, 6.0, 9.0)], [0.1]),
-        ("decode-1", [], [2.0]),
-    ):
-        of = [(at_s, name, kind) for at_s, kind in events]
-        assert deaths.returns_s(played(of, answers)) == pytest.approx(expected)
-        assert deaths.returns_s(played(of[:-1], answers)) == []
-        assert deaths.returns_s(played(of[:2], answers)) == []
+    events = [
+        (0.5, "prefill-0", "served", "", 0.1),
+        (2.0, "prefill-0", "killed"),
+        (2.1, "prefill-0", "lost"),
+        (4.0, "prefill-0", "joined"),
+    ]
+    for since_s, waited_s in ((5.5, 0.5), (3.0, 2.0), (4.0, 2.0)):
+        served = (6.0, "prefill-0", "served", "", since_s)
+        assert deaths.returns_s(played(*events, served)) == pytest.approx([waited_s])
+    assert deaths.returns_s(played(*events)) == []
+    assert deaths.returns_s(played(*events[:2])) == []
+    assert deaths.returns_s(played(*events, (5.0, "prefill-0", "killed"), (6.0, "prefill-0", "served", "", 4.0))) == []
+
+
+def test_who_ends_by_itself_is_told_from_who_was_killed():
+    assert deaths.strays(played((2.0, "prefill-0", "killed"), (2.1, "prefill-0", "lost"))) == 0
+    assert deaths.strays(played((2.0, "prefill-0", "killed"), (2.1, "decode-1", "lost"))) == 1
+    back = ((2.0, "prefill-0", "killed"), (2.1, "prefill-0", "lost"), (3.0, "prefill-0", "joined"))
+    assert deaths.strays(played(*back, (4.0, "prefill-0", "lost"))) == 1
 
 
 # ---- promises
@@ -179,7 +218,9 @@ def test_a_study_as_designed_meets_every_promise():
     assert of(found, ["PD-Caching-2", "decode computed"]).value == 0
     assert of(found, ["chat", "bytes"]).value == of(found, ["chat", "bytes"]).target > 0
     assert of(found, ["PD over", "react"]).value > 1.8
-    assert of(found, ["started again"]).value == pytest.approx(0.6)
+    assert of(found, ["joining"]).value == pytest.approx(0.6)
+    assert of(found, ["next token"]).value == pytest.approx(0.3)
+    assert of(found, ["tokens of one process"]).value == runs[-1].cell.made().requests
 
 
 def test_broken_promises_are_seen():
@@ -209,18 +250,29 @@ def test_broken_promises_are_seen():
     assert missed("mean TTFT of PD over", measured("PD", "react"), measured("PD-CC", "react", ttft_s=5.0))
 
 
-def test_an_instance_that_returns_late_and_one_that_was_never_killed_are_seen():
+def test_what_a_kill_must_not_do_is_seen():
     run = measured(kill=(("prefill-0", 0.5),))
+    assert [check.what for check in checks.check([run]) if check.met is False] == []
+    fewer = dataclasses.replace(run.summary, requests=run.summary.requests - 1)
     for words, changes in {
-        "started again": {"returns_s": (0.5, 2.1)},
-        "have served again": {"returns_s": ()},
-        "others have noticed": {"noticed_s": (0.1, 3.1)},
-        "others give the next": {"silences_s": (4.1,)},
-        "killed": {"events": ()},
+        "from joining": {"returns_s": (0.5, 2.1)},
+        "have served": {"returns_s": ()},
+        "is told": {"noticed_s": (0.1, 3.1)},
+        "next token of another": {"silences_s": (0.1, 4.1)},
+        "gave tokens": {"silences_s": ()},
+        "instances killed": {"events": ()},
+        "were not killed": {"strays": 1},
+        "requests that ended": {"summary": fewer},
+        "audited": {"audited": 1},
     }.items():
         missed = [check.what for check in checks.check([dataclasses.replace(run, **changes)]) if check.met is False]
         assert len(missed) == 1
         assert words in missed[0]
+    # These are seen of all runs, and of this one.
+    for words, changes in {"requests that ended": {"verified": False}, "blocks lost": {"lost_blocks": 1}}.items():
+        missed = [check.what for check in checks.check([dataclasses.replace(run, **changes)]) if check.met is False]
+        assert len(missed) == 2
+        assert words in missed[1]
 
 
 def test_a_block_that_is_lost_counts():

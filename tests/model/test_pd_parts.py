@@ -12,10 +12,11 @@ torch = pytest.importorskip("torch")
 
 from llama import Llama, LlamaConfig, PagedKV  # noqa: E402
 from pd_disaggregated import messages  # noqa: E402
+from pd_disaggregated.dispatcher import Dispatcher  # noqa: E402
 from pd_disaggregated.fleet import Fleet, Instance  # noqa: E402
 from pd_disaggregated.letter import Letter  # noqa: E402
 from pd_disaggregated.places import Places  # noqa: E402
-from pd_disaggregated.records import DESIGNS, Setting  # noqa: E402
+from pd_disaggregated.records import DESIGNS, Event, Setting  # noqa: E402
 from pd_disaggregated.requests import Request, RequestFailed  # noqa: E402
 from pd_disaggregated.worker import Plan  # noqa: E402
 
@@ -178,6 +179,41 @@ def test_a_request_waits_for_one_instance_at_a_time() -> None:
     assert [request.waits_for(p0), request.waits_for(d0)] == [False, True]
     request.begin(p0, d0)
     assert [request.waits_for(p0), request.waits_for(d0)] == [True, False]
+
+
+def test_a_kill_is_told_with_who_heard_of_it_and_who_went_on() -> None:
+    """Each of the others: its next token after the kill, and the one after it was told; and since when it had work."""
+
+    async def events() -> list[Event]:
+        plan = Plan(Setting("PD-Caching-3", 1, 2), "local://none", LlamaConfig(), 0, 64, 3.0)
+        dispatcher = Dispatcher(plan, deadline_s=60.0, patience_s=60.0)  # nothing is started
+        by_name = dispatcher._fleet.instances
+        for instance in by_name.values():
+            instance.joined, instance.joins = True, 1
+        for number in range(2):
+            dispatcher.ask(number, np.zeros(20, np.int32), 5)
+        prefill, first, second = by_name.values()
+        assert [request.decode for request in dispatcher._requests.values()] == [first, second]
+        dispatcher.kill("decode-0")
+        dispatcher.said(prefill, messages.Token(1, 1, 0, 40))
+        dispatcher.said(prefill, messages.Noticed("decode-0"))
+        dispatcher.said(second, messages.Token(1, 1, 0, 40))
+        dispatcher.said(second, messages.Token(1, 1, 1, 41))
+        dispatcher.said(prefill, messages.Token(0, 1, 0, 50))
+        return dispatcher.events(0.0)
+
+    killed, went_on, noticed, other, again = asyncio.run(events())
+    assert (killed.instance, killed.kind) == ("decode-0", "killed")
+    assert (noticed.instance, noticed.kind, noticed.peer) == ("prefill-0", "noticed", "decode-0")
+    assert [(one.instance, one.kind) for one in (went_on, other, again)] == [
+        ("prefill-0", "went_on"), ("decode-1", "went_on"), ("prefill-0", "went_on"),
+    ]  # fmt: skip
+    # Prefill has had both prompts since before the kill; who decodes has had nothing until the first token was out.
+    assert went_on.since_s is not None
+    assert again.since_s is not None
+    assert other.since_s is not None
+    assert went_on.since_s <= again.since_s <= killed.at_s
+    assert killed.at_s <= other.since_s <= noticed.at_s <= other.at_s
 
 
 def test_nobody_is_up() -> None:

@@ -108,7 +108,8 @@ def test_the_report_holds_all_runs_and_promises(tmp_path):
     for check in found:
         assert check.what in text
     assert "killed in the middle" in text
-    assert "10.60 s | prefill-0 | served" in text
+    assert "12.60 s | prefill-0 | served" in text
+    assert "10.10 s | decode-0 | noticed prefill-0" in text
     content = json.loads((path.parent / "report.json").read_text(encoding="utf-8"))
     assert len(content["runs"]) == len(runs)
     assert [check["met"] for check in content["checks"]] == [check.met for check in found]
