@@ -14,6 +14,7 @@ import kvpool
 from pd_disaggregated import plots
 from pd_disaggregated.checks import Check
 from pd_disaggregated.metrics import Spread, Summary
+from pd_disaggregated.records import EventKind
 from pd_disaggregated.study import ONE_EACH, Measured, most_compared
 from pd_disaggregated.workloads import CONTEXT_TOKENS_MAX, SCALE
 
@@ -24,6 +25,14 @@ Rows = list[list[str]]
 
 _FIGURES = ("TTFT ms", "P50", "P99", "2nd token ms", "P50", "P99", "TPOT ms", "P50", "P99", "JCT ms", "P50", "P99")
 _CACHES = ("hit P", "hit D", "to D", "to P", "kvpool")
+_HAPPENED: dict[EventKind, str] = {
+    "killed": "killed",
+    "lost": "has ended, and is started again",
+    "joined": "joined",
+    "served": "gives its first token",
+    "noticed": "is told that {peer} is lost",
+    "went_on": "gives a token",
+}
 _BY_TURN = ("turn", "requests", "prompt", "hit P", "decoded", "hit D", "to D", "to P")
 
 _READING = f"""## How to read it
@@ -86,7 +95,7 @@ def check_rows(checks: Sequence[Check]) -> tuple[list[str], Rows]:
 def event_rows(run: Measured) -> tuple[list[str], Rows]:
     """Header and one row for each thing that happened to an instance in the course of the run."""
     return ["at", "instance", ""], [
-        [f"{event.at_s:.2f} s", event.instance, f"{event.kind} {event.peer}".rstrip()]
+        [f"{event.at_s:.2f} s", event.instance, _HAPPENED[event.kind].format(peer=event.peer)]
         for event in run.events
         if event.at_s > 0
     ]

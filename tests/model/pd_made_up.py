@@ -57,6 +57,7 @@ def made_up(setting, sessions, *, on_answer=None, kill=(), lease_s=3.0, ttft_s=0
                     bytes_to_decode=0 if setting.colocated else (-(-prompt // BLOCK) * BLOCK - held) * TOKEN_BYTES,
                     bytes_to_prefill=(at_prefill - hit) * TOKEN_BYTES if setting.design == "PD-Caching-3" else 0,
                     kvpool_s=0.002,
+                    attempts=2 if kill else 1,
                 )
             )
             if on_answer is not None:

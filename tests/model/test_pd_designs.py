@@ -90,11 +90,12 @@ def test_what_is_sent_is_all_or_what_decode_does_not_have(runs: dict[str, RunRes
 
 
 def test_only_the_last_design_sends_back_and_only_answers(runs: dict[str, RunResult]) -> None:
+    """Where decode is done before prefill has kept the prompt, as on a busy machine, that is new there, too."""
     for name in DISAGGREGATED[:-1]:
         assert {answer.bytes_to_prefill for answer in runs[name].answers} == {0}
     for turn in by_turn(runs["PD-Caching-3"]):
-        new = whole(turn.prompt_tokens + len(turn.tokens) - 1) - whole(turn.prompt_tokens)
-        assert turn.bytes_to_prefill == new * TOKEN_BYTES
+        end, prompt = whole(turn.prompt_tokens + len(turn.tokens) - 1), whole(turn.prompt_tokens)
+        assert turn.bytes_to_prefill in ((end - prompt) * TOKEN_BYTES, (end - turn.cached_at_prefill) * TOKEN_BYTES)
 
 
 @pytest.mark.parametrize("design", DISAGGREGATED)

@@ -254,6 +254,7 @@ def test_what_a_kill_must_not_do_is_seen():
     run = measured(kill=(("prefill-0", 0.5),))
     assert [check.what for check in checks.check([run]) if check.met is False] == []
     fewer = dataclasses.replace(run.summary, requests=run.summary.requests - 1)
+    idle = dataclasses.replace(run.summary, retried=0)
     for words, changes in {
         "from joining": {"returns_s": (0.5, 2.1)},
         "have served": {"returns_s": ()},
@@ -263,6 +264,7 @@ def test_what_a_kill_must_not_do_is_seen():
         "instances killed": {"events": ()},
         "were not killed": {"strays": 1},
         "requests that ended": {"summary": fewer},
+        "begun again": {"summary": idle},
         "audited": {"audited": 1},
     }.items():
         missed = [check.what for check in checks.check([dataclasses.replace(run, **changes)]) if check.met is False]

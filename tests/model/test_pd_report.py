@@ -68,6 +68,7 @@ def test_the_standard_study_can_show_all_that_it_must():
     assert {one.strategy for one in settings} == {"by_layer", "by_request_agg"}
     (killed,) = [cell for cell in cells if cell.kill]
     assert {name.partition("-")[0] for name, _ in killed.kill} == {"prefill", "decode"}
+    assert killed.rate > max(study.RATES[killed.workload])  # all are at work
     assert len(cells) * 4 < len(study.plan(list(study.RATES), size="long")) * 3
 
 
@@ -108,8 +109,8 @@ def test_the_report_holds_all_runs_and_promises(tmp_path):
     for check in found:
         assert check.what in text
     assert "killed in the middle" in text
-    assert "12.60 s | prefill-0 | served" in text
-    assert "10.10 s | decode-0 | noticed prefill-0" in text
+    assert "12.60 s | prefill-0 | gives its first token" in text
+    assert "10.10 s | decode-0 | is told that prefill-0 is lost" in text
     content = json.loads((path.parent / "report.json").read_text(encoding="utf-8"))
     assert len(content["runs"]) == len(runs)
     assert [check["met"] for check in content["checks"]] == [check.met for check in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from victims import eventually as eventually_within
 
 import kvpool
 
-__all__ = ["CLUSTER_LEASE", "JOIN", "LINK_LEASE", "Home", "eventually", "home_of", "send_by_name"]
+__all__ = ["CLUSTER_LEASE", "JOIN", "LINK_LEASE", "Home", "Traffic", "eventually", "home_of", "ids", "send_by_name"]
 
 # The cluster's lease: a machine that is busy with other things must not make one run out.
 CLUSTER_LEASE = 6.0
@@ -102,3 +103,40 @@ def send_by_name(pool: kvpool.Pool, peer: str, seconds: float = 60) -> float:
                 time.sleep(0.01)
     finally:
         pool.free(addrs)
+
+
+class Traffic:
+    """Sends to a member all the time; every failure is kept."""
+
+    def __init__(self, pool: kvpool.Pool, peer: str) -> None:
+        self.done = 0
+        self.failed: list[kvpool.Error] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(pool, peer))
+        self._thread.start()
+
+    def _run(self, pool: kvpool.Pool, peer: str) -> None:
+        addrs = pool.alloc(2)
+        stamp(pool, addrs, 7)
+        while not self._over.wait(0.002):
+            try:
+                pool.transfer(peer, addrs, private=(7).to_bytes(4, "little"), timeout=20).wait()
+                self.done += 1
+            except kvpool.OutOfBlocks:
+                continue  # its application has not had time
+            except kvpool.Error as error:
+                self.failed.append(error)
+        pool.free(addrs)
+
+    def goes_on(self) -> None:
+        seen = self.done
+        eventually(lambda: self.done > seen + 3)
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+def ids(cluster: kvpool.Cluster) -> dict[str, int]:
+    return {one.name: one.instance for one in cluster.members()}

@@ -7,17 +7,13 @@ that stop when nobody counts them.
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator
 
 import pytest
-from attached import Home, eventually, home_of, send_by_name
+from attached import Traffic, eventually, home_of, ids, send_by_name
 from cluster.etcd_server import EtcdServer
 from cluster.kit import EtcdPlace, LocalPlace
 from crew import near_nursery
-from victims import stamp
-
-import kvpool
 
 __all__ = ["near_nursery"]
 
@@ -29,49 +25,12 @@ def own_etcd(tmp_path) -> Iterator[EtcdServer]:
     server.kill()
 
 
-class Traffic:
-    """Sends to a member all the time; every failure is kept."""
-
-    def __init__(self, pool: kvpool.Pool, peer: str) -> None:
-        self.done = 0
-        self.failed: list[kvpool.Error] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(pool, peer))
-        self._thread.start()
-
-    def _run(self, pool: kvpool.Pool, peer: str) -> None:
-        addrs = pool.alloc(2)
-        stamp(pool, addrs, 7)
-        while not self._over.wait(0.002):
-            try:
-                pool.transfer(peer, addrs, private=(7).to_bytes(4, "little"), timeout=20).wait()
-                self.done += 1
-            except kvpool.OutOfBlocks:
-                continue  # its application has not had time
-            except kvpool.Error as error:
-                self.failed.append(error)
-        pool.free(addrs)
-
-    def goes_on(self) -> None:
-        seen = self.done
-        eventually(lambda: self.done > seen + 3)
-
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-
-
-def ids(home: Home) -> dict[str, int]:
-    return {one.name: one.instance for one in home.cluster.members()}
-
-
 def test_the_folder_of_a_local_cluster_is_removed_and_nobody_notices(near_nursery):
     place = LocalPlace()
     try:
         with home_of(place, 60.0) as home, home.member(near_nursery) as victim:
             send_by_name(home.pool, "victim")
-            before = ids(home)
+            before = ids(home.cluster)
             traffic = Traffic(home.pool, "victim")
             for _ in range(3):
                 shutil.rmtree(place.folder, ignore_errors=True)  # while they put back what is missing
@@ -79,7 +38,7 @@ def test_the_folder_of_a_local_cluster_is_removed_and_nobody_notices(near_nurser
                 eventually(lambda: (place.folder / "m.victim.lock").exists())
             traffic.close()
             assert traffic.failed == []
-            assert ids(home) == before
+            assert ids(home.cluster) == before
             assert "lost" not in home.events.of("victim")
             with home.member(near_nursery, "newcomer") as newcomer:
                 assert newcomer("attachment.instance") not in before.values()
@@ -95,7 +54,7 @@ def test_etcd_is_killed_and_comes_back(memory, own_etcd, near_nursery):
     try:
         with home_of(place, 60.0) as home, home.member(near_nursery) as victim:
             send_by_name(home.pool, "victim")
-            before = ids(home)
+            before = ids(home.cluster)
             traffic = Traffic(home.pool, "victim")
             own_etcd.kill()
             traffic.goes_on()
@@ -113,7 +72,7 @@ def test_etcd_is_killed_and_comes_back(memory, own_etcd, near_nursery):
             traffic.close()
             assert traffic.failed == []
             assert victim("words") == []
-            assert ids(home)["victim"] == before["victim"]
+            assert ids(home.cluster)["victim"] == before["victim"]
             victim.kill()
     finally:
         place.close()

@@ -29,9 +29,9 @@ examples:
   kvpool sim --workload chat --gpus 8 --rate 20
   kvpool sim --trace conversation_trace.jsonl --gpus 16 --hardware H100-80GB --dram-gb 64
   kvpool sim --workload agent --policy session-id --sweep dram=0,16,64 --out build/sim
-  kvpool sim --workload poisson --rate 30 --prefill 3 --decode 1
+  kvpool sim --workload poisson --rate 8 --prefill 3 --decode 1
   kvpool sim --trace azure.csv --slo-ttft 2 --find-gpus
-  kvpool sim --trace azure.csv --policy mell --hbm-gb 12
+  kvpool sim --trace azure.csv --policy mell --hbm-gb 12 --rate-scale 10
 
 Traces are read as they are published: Mooncake (JSON lines), Azure and Vidur (CSV), plain or .xz, .gz, .bz2.
 Without --profile times are those of a roofline from data sheets: good for comparing, rough for absolute figures."""
