@@ -235,6 +235,7 @@ def attach(
     name: str | None,
     role: Literal["prefill", "decode", "both"],
     listen: str | Sequence[str] | None,
+    timeout: float | None,
 ) -> Attachment:
     """Makes a pool a member: see `Pool.attach`. Whatever fails, pool and cluster are as they were."""
     if not isinstance(cluster, Cluster):
@@ -262,6 +263,7 @@ def attach(
             hbm_blocks=stats["hbm"]["capacity"],
             dram_blocks=stats["dram"]["capacity"],
             load=_load_of(pool, 0),
+            timeout=timeout,
         )
         try:
             pool._join(registration.instance)
