@@ -209,6 +209,8 @@ class LocalEntry(Entry):
         if not folder.is_there():
             raise Unreachable(f"{folder.path} was removed")
         whole = self._page.is_at(folder.descriptor) and folder.has(self._file + RECORD_SUFFIX)
+        if not self.valid():
+            return "lost"  # it was stopped while it looked, and others may have what is not its own any more
         return "held" if whole else "forgotten"
 
     def write(self, record: Member) -> None:
