@@ -205,14 +205,26 @@ class Attachment:
             if self.closed:
                 return  # the fence that it has now stays
             if word == "lost":
-                self._book.remember_peers()
-                pool._fence(f"{self.name} has lost its lease in the cluster; it goes on when it has one again")
+                self._keep_to_itself(pool)
             elif word == "regained":
                 pool._unfence()
                 args = pool, self._book.met()
                 threading.Thread(target=_meet_again, args=args, name="kvpool-meet", daemon=True).start()
             else:
-                pool._fence(f"another process is {self.name} in the cluster now")
+                pool._fence(f"another process is {self.name} in the cluster now, or has its instance id")
+
+    def _look_at_clock(self, pool: PeerVerbs) -> None:
+        """Fences the pool when its lease has lapsed, also while the cluster's thread is held up and says nothing."""
+        if not self._registration.lapsed():
+            return
+        with busy, self._own, contextlib.suppress(ClosedError):
+            if not self.closed and self._registration.lapsed():
+                self._keep_to_itself(pool)
+
+    def _keep_to_itself(self, pool: PeerVerbs) -> None:
+        """The caller has the lock of its own lease."""
+        self._book.remember_peers()
+        pool._fence(f"{self.name} has lost its lease in the cluster; it goes on when it has one again")
 
     # ---- load
 
@@ -222,6 +234,7 @@ class Attachment:
         if pool is None or pool.closed or self.closed:
             self.close()
             return False
+        self._look_at_clock(pool)
         with contextlib.suppress(StateError):  # it is just being closed; or another has the name
             self._book.remember_peers()
             self._registration.publish(load=_load_of(pool, self._requests))

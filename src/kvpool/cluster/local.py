@@ -199,6 +199,10 @@ class LocalEntry(Entry):
         """See Entry."""
         return self._page.fresh and self._page.lapses == self.record.term
 
+    def lapsed(self) -> bool:
+        """See Entry: the kernel asks nobody, so what is not valid is lost."""
+        return not self.valid()
+
     def hold(self) -> Hold:
         """See Entry."""
         while self._former and time.monotonic() >= self._former[0][0]:
