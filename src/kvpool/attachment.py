@@ -174,6 +174,17 @@ class Attachment:
         """Who it is."""
         return f"<Attachment {self.name}, instance {self.instance}{', left' if self.closed else ''}>"
 
+    def _membership(self) -> dict[str, Any]:
+        """What metrics tell of the cluster, as this pool sees it. Waits for nobody, and does not raise."""
+        board, registration = self._cluster._board, self._registration
+        return {
+            "members": board.members(),
+            "events": board.told(),
+            "lease_valid": registration.lease_valid(),
+            "leases_lost": registration.lost,
+            "renewals_failed": registration.renewals_failed,
+        }
+
     # ---- what the directory tells
 
     def _on_change(self, event: MemberEvent) -> None:
