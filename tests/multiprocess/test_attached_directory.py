@@ -6,8 +6,10 @@ that stop when nobody counts them.
 
 from __future__ import annotations
 
+import random
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +17,7 @@ from attached import Home, eventually, home_of, send_by_name
 from cluster.etcd_server import EtcdServer
 from cluster.kit import EtcdPlace, LocalPlace
 from crew import near_nursery
-from victims import stamp
+from victims import LONG, seed_of, stamp
 
 import kvpool
 
@@ -60,6 +62,9 @@ class Traffic:
         self._over.set()
         self._thread.join(60)
         assert not self._thread.is_alive()
+
+
+KILLS = 1000 if LONG else 30
 
 
 def ids(home: Home) -> dict[str, int]:
@@ -114,6 +119,31 @@ def test_etcd_is_killed_and_comes_back(memory, own_etcd, near_nursery):
             assert traffic.failed == []
             assert victim("words") == []
             assert ids(home)["victim"] == before["victim"]
+            victim.kill()
+    finally:
+        place.close()
+
+
+def test_etcd_that_is_killed_at_any_moment_of_a_transfer_makes_none_fail(own_etcd, near_nursery, request):
+    dice = random.Random(seed_of(request))
+    place = EtcdPlace(own_etcd)
+    try:
+        with home_of(place, 60.0) as home, home.member(near_nursery) as victim:
+            send_by_name(home.pool, "victim")
+            before = ids(home)
+            traffic = Traffic(home.pool, "victim")
+            for _ in range(KILLS):
+                traffic.goes_on()
+                time.sleep(0.01 * dice.random())
+                own_etcd.kill()
+                traffic.goes_on()
+                own_etcd.start()
+            eventually(home.attachment._registration.lease_valid)
+            traffic.close()
+            assert traffic.failed == []
+            assert ids(home) == before
+            assert "lost" not in home.events.of("victim")
+            assert victim("words") == []
             victim.kill()
     finally:
         place.close()

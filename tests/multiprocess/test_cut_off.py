@@ -7,6 +7,7 @@ two, because etcd came back empty while the one that had it could not be heard (
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from cluster.etcd_server import EtcdServer
 from cluster.kit import EtcdPlace
 from crew import near_nursery
 from proxy import Proxy
-from victims import Nursery, Victim
+from victims import LONG, Nursery, Victim
 
 import kvpool
 
@@ -70,6 +71,23 @@ def test_one_that_is_cut_off_alone_is_lost_and_comes_back_in_a_new_term(home, ow
         (found,) = (one for one in home.cluster.members() if one.name == "victim")
         assert (found.instance, found.term) == (instance, 1)
         send_by_name(home.pool, "victim")
+
+
+def test_one_that_is_cut_off_for_less_than_its_lease_again_and_again_is_not_lost(home, own_etcd, near_nursery):
+    with (
+        Proxy(f"tcp:127.0.0.1:{own_etcd.port}") as proxy,
+        member_behind(proxy, home, near_nursery) as (victim, _),
+    ):
+        until = "attachment._registration._entry.keeper.valid_until_ns"
+        for up, down in ((True, True), (True, False), (False, True)) * (20 if LONG else 1):
+            proxy.hold(up=up, down=down)
+            time.sleep(CLUSTER_LEASE / 4)
+            healed_ns = time.monotonic_ns()
+            proxy.hold(up=False, down=False)
+            eventually(lambda healed_ns=healed_ns: victim(until) > healed_ns + CLUSTER_LEASE * 0.9e9)  # renewed since
+            send_by_name(home.pool, "victim")
+        assert victim("list(words)") == []
+        assert "lost" not in home.events.of("victim")
 
 
 def test_the_id_of_one_that_is_cut_off_while_etcd_is_emptied_is_not_given_again(home, own_etcd, near_nursery):
