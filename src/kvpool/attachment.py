@@ -181,7 +181,7 @@ class Attachment:
             "members": board.members(),
             "events": board.told(),
             "lease_valid": registration.lease_valid(),
-            "leases_lost": registration.lost,
+            "leases_lost": registration.leases_lost,
             "renewals_failed": registration.renewals_failed,
         }
 

@@ -144,6 +144,7 @@ class EtcdEntry(Entry):
         taken = other is not None and other.epoch != record.epoch
         if taken or (holder is not None and holder.content != str(record.epoch).encode()):
             self.over = True
+            directory.view.own = frozenset(), 0
             self.keeper.close()
             return None
         known = directory.highest_known(record.instance)

@@ -51,7 +51,7 @@ class Registration:
         self._left = False
         self._asking = threading.Lock()  # the entry is asked by one at a time
         self._unreachable = False
-        self._lost = 0
+        self._leases_lost = 0
 
     @property
     def name(self) -> str:
@@ -151,9 +151,9 @@ class Registration:
         return not self._over and self._word == "regained" and self._entry.lapsed()
 
     @property
-    def lost(self) -> int:
+    def leases_lost(self) -> int:
         """How often the lease was lost, as `on_lease` says."""
-        return self._lost
+        return self._leases_lost
 
     @property
     def renewals_failed(self) -> int:
@@ -286,7 +286,7 @@ class Registration:
         _log.log(level, "%s: lease %s", self.name, word, extra=self._fields(_WHY[word]) | {"event": word})
         with busy, self._lock:
             self._word = word
-            self._lost += word == "lost"
+            self._leases_lost += word == "lost"
             callbacks = list(self._callbacks)
             self._late.clear()
         for callback in callbacks:

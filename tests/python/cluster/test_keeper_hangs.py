@@ -65,7 +65,7 @@ def test_one_whose_keeper_hangs_and_cannot_be_replaced_fences_itself(place, no_p
     hang(reg._entry.keeper)
     wait_for(lambda: words == ["lost"])
     assert not reg.lease_valid()
-    assert reg.lost == 1
+    assert reg.leases_lost == 1
     let_go()
     wait_for(lambda: words[:2] == ["lost", "regained"])
     assert reg.record.term == 1
