@@ -174,6 +174,17 @@ class Attachment:
         """Who it is."""
         return f"<Attachment {self.name}, instance {self.instance}{', left' if self.closed else ''}>"
 
+    def _membership(self) -> dict[str, Any]:
+        """What metrics tell of the cluster, as this pool sees it. Waits for nobody, and does not raise."""
+        board, registration = self._cluster._board, self._registration
+        return {
+            "members": board.members(),
+            "events": board.told(),
+            "lease_valid": registration.lease_valid(),
+            "leases_lost": registration.leases_lost,
+            "renewals_failed": registration.renewals_failed,
+        }
+
     # ---- what the directory tells
 
     def _on_change(self, event: MemberEvent) -> None:
@@ -205,14 +216,26 @@ class Attachment:
             if self.closed:
                 return  # the fence that it has now stays
             if word == "lost":
-                self._book.remember_peers()
-                pool._fence(f"{self.name} has lost its lease in the cluster; it goes on when it has one again")
+                self._keep_to_itself(pool)
             elif word == "regained":
                 pool._unfence()
                 args = pool, self._book.met()
                 threading.Thread(target=_meet_again, args=args, name="kvpool-meet", daemon=True).start()
             else:
-                pool._fence(f"another process is {self.name} in the cluster now")
+                pool._fence(f"another process is {self.name} in the cluster now, or has its instance id")
+
+    def _look_at_clock(self, pool: PeerVerbs) -> None:
+        """Fences the pool when its lease has lapsed, also while the cluster's thread is held up and says nothing."""
+        if not self._registration.lapsed():
+            return
+        with busy, self._own, contextlib.suppress(ClosedError):
+            if not self.closed and self._registration.lapsed():
+                self._keep_to_itself(pool)
+
+    def _keep_to_itself(self, pool: PeerVerbs) -> None:
+        """The caller has the lock of its own lease."""
+        self._book.remember_peers()
+        pool._fence(f"{self.name} has lost its lease in the cluster; it goes on when it has one again")
 
     # ---- load
 
@@ -222,6 +245,7 @@ class Attachment:
         if pool is None or pool.closed or self.closed:
             self.close()
             return False
+        self._look_at_clock(pool)
         with contextlib.suppress(StateError):  # it is just being closed; or another has the name
             self._book.remember_peers()
             self._registration.publish(load=_load_of(pool, self._requests))
@@ -235,6 +259,7 @@ def attach(
     name: str | None,
     role: Literal["prefill", "decode", "both"],
     listen: str | Sequence[str] | None,
+    timeout: float | None,
 ) -> Attachment:
     """Makes a pool a member: see `Pool.attach`. Whatever fails, pool and cluster are as they were."""
     if not isinstance(cluster, Cluster):
@@ -262,6 +287,7 @@ def attach(
             hbm_blocks=stats["hbm"]["capacity"],
             dram_blocks=stats["dram"]["capacity"],
             load=_load_of(pool, 0),
+            timeout=timeout,
         )
         try:
             pool._join(registration.instance)

@@ -221,6 +221,7 @@ class Pool(PeerVerbs):
         name: str | None = None,
         role: Literal["prefill", "decode", "both"] = "both",
         listen: str | Sequence[str] | None = None,
+        timeout: float | None = None,
     ) -> Attachment:
         """Makes this pool a member of a cluster: from then on every verb reaches every member by its name.
 
@@ -239,6 +240,8 @@ class Pool(PeerVerbs):
             role: "prefill", "decode" or "both".
             listen: Where peers connect to, one address or several, the best first. By default a Unix socket in a
                 cluster of one machine, and TCP on the loopback in others: name an interface for other hosts.
+            timeout: Seconds to wait for the directory, for the name of a dead member, and, when etcd knows nobody, for
+                members that may be on their way back to it. By default 10 and two leases.
 
         Returns:
             A handle to leave by. The pool keeps it, and closes it when it is closed.
@@ -246,7 +249,8 @@ class Pool(PeerVerbs):
         Raises:
             StateError: The pool is attached, or has been, or speaks with peers already; a live member has the name;
                 the cluster has a member of this process already; an address is in use.
-            DeadlineExceeded: The directory does not answer, or the name of a dead member is not free yet.
+            DeadlineExceeded: The directory does not answer, or the name of a dead member is not free yet; or etcd knows
+                nobody, and members that may be on their way back have not been given a lease for it yet.
             ArgumentError: An address, name or role that is none; TCP without a secret; two different secrets.
             ArgumentTypeError: A value of the wrong type.
             ClosedError, ForkError: As everywhere. Whatever is raised, pool and cluster are as they were.
@@ -255,7 +259,7 @@ class Pool(PeerVerbs):
             if self._attachment is not None:
                 state = "has left its cluster: make a new one" if self._attachment.closed else "is attached already"
                 raise StateError(f"this pool {state}")
-            self._attachment = attach(self, cluster, name=name, role=role, listen=listen)
+            self._attachment = attach(self, cluster, name=name, role=role, listen=listen, timeout=timeout)
             return self._attachment
 
     def close(self) -> None:

@@ -8,8 +8,10 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -63,6 +65,27 @@ def test_an_empty_cluster_and_a_wrong_place_are_told(url, capsys):
     assert "nobody" in capsys.readouterr().out
     assert cli.main(["cluster", "ftp://x"]) == 2
     assert "ftp://x" in capsys.readouterr().err
+
+
+@pytest.fixture(params=["nobody listens", "somebody listens and says nothing"])
+def unreachable(request):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if request.param == "nobody listens":
+            server.close()
+        yield f"etcd://127.0.0.1:{port}/x"
+
+
+@pytest.mark.parametrize("command", ["cluster", "top"])
+def test_an_etcd_that_does_not_answer_is_told_in_a_line(unreachable, command, capfd):
+    if command == "top":
+        pytest.importorskip("rich", reason="rich is not installed")
+    assert cli.main([command, unreachable, "--timeout", "0.5"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("kvpool: cluster: etcd does not answer: 127.0.0.1:")
+    assert all(thread.name != "kvpool-etcd" for thread in threading.enumerate())
 
 
 def test_a_cluster_is_forgotten_when_nobody_is_there(url, capsys):

@@ -7,9 +7,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
-from kvpool.cluster.record import Member, MemberEvent
+from kvpool.cluster.record import Kind, Member, MemberEvent
 from kvpool.waiting import busy
 
 __all__ = ["Board"]
@@ -25,6 +25,7 @@ class Board:
         self._changed = threading.Condition()
         self._members: dict[str, Member] = {}
         self._sinks: list[Callable[[MemberEvent], None]] = []
+        self._told = dict.fromkeys(get_args(Kind), 0)
 
     def show(self, member: Member) -> None:
         """A member is there, as it says. One of the same name that was another incarnation is lost."""
@@ -35,15 +36,17 @@ class Board:
                     self._put("changed", dataclasses.replace(member, since_ns=before.since_ns))
                 return
             if before is not None:
-                self._remove(before, "lost")
+                is_same = before.epoch == member.epoch
+                why = "it is back in a new term" if is_same else "another incarnation has its name"
+                self._remove(before, "lost", why)
             self._put("joined", dataclasses.replace(member, since_ns=time.monotonic_ns()))
 
-    def remove(self, name: str, kind: Literal["left", "lost"]) -> None:
-        """A member is gone. Nothing happens if it was not there."""
+    def remove(self, name: str, kind: Literal["left", "lost"], why: str) -> None:
+        """A member is gone, and why. Nothing happens if it was not there."""
         with busy, self._changed:
             before = self._members.get(name)
             if before is not None:
-                self._remove(before, kind)
+                self._remove(before, kind, why)
 
     def members(self) -> list[Member]:
         """Who is there, by name."""
@@ -54,6 +57,11 @@ class Board:
         """One member."""
         with busy, self._changed:
             return self._members.get(name)
+
+    def told(self) -> dict[Kind, int]:
+        """How many events of each kind there have been."""
+        with busy, self._changed:
+            return dict(self._told)
 
     def subscribe(self, sink: Callable[[MemberEvent], None]) -> None:
         """Tells `sink` of who is there, as "joined", and of every change from now on. It must not wait or raise."""
@@ -81,16 +89,19 @@ class Board:
 
     def _put(self, kind: Literal["joined", "changed"], member: Member) -> None:
         self._members[member.name] = member
-        self._tell(MemberEvent(kind, member))
+        self._tell(MemberEvent(kind, member), "")
 
-    def _remove(self, member: Member, kind: Literal["left", "lost"]) -> None:
+    def _remove(self, member: Member, kind: Literal["left", "lost"], why: str) -> None:
         del self._members[member.name]
-        self._tell(MemberEvent(kind, member))
+        self._tell(MemberEvent(kind, member), why)
 
-    def _tell(self, event: MemberEvent) -> None:
+    def _tell(self, event: MemberEvent, why: str) -> None:
+        self._told[event.kind] += 1
         if event.kind != "changed":
             member = event.member
-            _log.info("%s (instance %d, epoch %d) %s", member.name, member.instance, member.epoch, event.kind)
+            what = f"{event.kind}: {why}" if why else event.kind
+            fields = member._log_fields(why) | {"event": event.kind}
+            _log.info("%s (instance %d, epoch %d) %s", member.name, member.instance, member.epoch, what, extra=fields)
         for sink in self._sinks:
             sink(event)
         self._changed.notify_all()

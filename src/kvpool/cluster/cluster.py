@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from kvpool.cluster.board import Board
 from kvpool.cluster.callback import MemberCallback
@@ -24,6 +24,8 @@ from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, Deadlin
 from kvpool.waiting import begin_anew, busy
 
 __all__ = ["Cluster"]
+
+_REGISTER_S: Final = 10.0  # to register, beside the leases that it may have to wait for
 
 
 class Cluster:
@@ -212,7 +214,7 @@ class Cluster:
         hbm_blocks: int = 0,
         dram_blocks: int = 0,
         load: Load | None = None,
-        timeout: float = 10.0,
+        timeout: float | None = None,
     ) -> Registration:
         """Makes this process a member. For integrators: `Pool.attach` calls this.
 
@@ -231,7 +233,8 @@ class Cluster:
             hbm_blocks: Its capacity.
             dram_blocks: Its capacity.
             load: How busy it is at first.
-            timeout: Seconds to wait for the directory, and for the name.
+            timeout: Seconds to wait for the directory, and for the name. By default 10 and two leases: one for a dead
+                member to lose the name, one for those who may be on their way back to an etcd that knows nobody.
 
         Returns:
             The registration, with the id given. It is on this process's own board when this returns.
@@ -252,7 +255,8 @@ class Cluster:
             {} if layout is None else layout, model, parallel, hbm_blocks, dram_blocks, load or Load(),
         )  # fmt: skip
         record.to_bytes()  # which checks its length
-        until = time.monotonic() + check_seconds("timeout", timeout)
+        timeout_s = _REGISTER_S + 2 * self.lease_s if timeout is None else check_seconds("timeout", timeout)
+        until = time.monotonic() + timeout_s
         with busy, self._tender.lock:
             self._check_open()
             if self.registration is not None:

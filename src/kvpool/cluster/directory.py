@@ -35,6 +35,17 @@ class Entry(ABC):
         """Whether the lease is certainly still held, as far as this process can tell by itself. Any thread; no wait."""
 
     @abstractmethod
+    def lapsed(self) -> bool:
+        """Whether the lease is lost by this machine's clock alone. Any thread; no wait.
+
+        Nothing here has kept it alive for longer than it lasts. `hold()` says "lost" then, until it is entered again.
+        """
+
+    def renewals_failed(self) -> int:
+        """How many renewals the directory has not answered. Any thread; no wait."""
+        return 0
+
+    @abstractmethod
     def hold(self) -> Hold:
         """What has become of the lease.
 

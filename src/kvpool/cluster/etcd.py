@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import time
 from typing import Any, Final
 
 from kvpool.cluster.board import Board
-from kvpool.cluster.directory import Directory, Entry, Hold, Unreachable
-from kvpool.cluster.etcd_keys import Ids, Keys, Value, absent, on_lease, put, unchanged, values
+from kvpool.cluster.directory import Directory, Entry, Unreachable
+from kvpool.cluster.etcd_entry import EtcdEntry
+from kvpool.cluster.etcd_keys import Ids, Keys, Value, absent, put, unchanged, values
 from kvpool.cluster.etcd_view import EtcdView
 from kvpool.cluster.gateway import AUTHENTICATE_S, Denied, Gateway, NoAnswer, Options, encode
 from kvpool.cluster.keeper_process import KeeperProcess
@@ -21,10 +21,7 @@ from kvpool.errors import ArgumentError, AuthError, DeadlineExceeded, StateError
 
 __all__ = ["EtcdDirectory"]
 
-_log = logging.getLogger("kvpool.cluster")
-
 _RETRY_S: Final = 0.05
-_LEAVE_S: Final = 2.0
 _EXPIRY_SLACK_S: Final = (
     2.0  # TTLs are told in whole seconds, and etcd looks for those that have run out twice a second
 )
@@ -51,7 +48,7 @@ class EtcdDirectory(Directory):
         self.board = Board()
         try:
             self.gateway = Gateway(self.options)
-            self._view = EtcdView(self.options, self.keys, self.board, self.heartbeat_s, self.lease_s)
+            self.view = EtcdView(self.options, self.keys, self.board, self.heartbeat_s, self.lease_s)
         except OSError as error:
             raise ArgumentError(f"cluster: the files of TLS cannot be used: {error}") from error
 
@@ -59,10 +56,10 @@ class EtcdDirectory(Directory):
         """See Directory."""
         until = time.monotonic() + timeout_s
         self.board = board
-        self._view = EtcdView(self.options, self.keys, board, self.heartbeat_s, self.lease_s)
+        self.view = EtcdView(self.options, self.keys, board, self.heartbeat_s, self.lease_s)
         while True:
             try:
-                self._view.read_all(max(0.001, until - time.monotonic()))
+                self.view.read_all(max(0.001, until - time.monotonic()))
                 break
             except Denied as error:
                 raise AuthError(f"cluster: etcd does not let us in: {error}") from None
@@ -70,7 +67,7 @@ class EtcdDirectory(Directory):
                 if time.monotonic() + _RETRY_S >= until:
                     raise DeadlineExceeded(f"cluster: etcd does not answer: {error}") from None
             time.sleep(_RETRY_S)
-        self._view.start()
+        self.view.start()
 
     def call(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Asks etcd, for an entry.
@@ -90,13 +87,27 @@ class EtcdDirectory(Directory):
         found = values(self.call("kv/range", {"key": encode(key)}))
         return found[0] if found else None
 
+    def read_at_once(self, *keys: str) -> list[Value | None]:
+        """Several keys, as they stood at one moment. Raises Unreachable."""
+        body = {"success": [{"request_range": {"key": encode(key)}} for key in keys]}
+        found = [values(one.get("response_range", {})) for one in self.call("kv/txn", body)["responses"]]
+        return [one[0] if one else None for one in found]
+
+    def highest_known(self, *more: int) -> int:
+        """The highest id that this process knows to have been given.
+
+        The counter as it was last seen counts, besides those who are there: one that the others were told to be lost
+        may live, cut off, with an id that nobody else remembers.
+        """
+        return max([self.view.highest, *more, *(member.instance for member in self.board.members())])
+
     def grant(self) -> tuple[int, int, int]:
         """A new lease: its id, its seconds, and when it was asked for (CLOCK_MONOTONIC). Raises Unreachable."""
         asked_ns = time.monotonic_ns()
         answer = self.call("lease/grant", {"TTL": str(int(self.lease_s)), "ID": "0"})
         ttl_s = int(answer["TTL"])
         self.lease_s = float(ttl_s)
-        self._view.lease_s = self.lease_s
+        self.view.lease_s = self.lease_s
         return int(answer["ID"]), ttl_s, asked_ns
 
     def revoke(self, lease: int) -> None:
@@ -168,10 +179,8 @@ class EtcdDirectory(Directory):
             if value is not None:
                 return Ids.read(value.content), value
             if time.monotonic() >= began + self.lease_s:
-                known = max((member.instance for member in self.board.members()), default=0)
-                self.call("kv/txn", {
-                    "compare": [absent(self.keys.ids)], "success": [put(self.keys.ids, Ids.new(known).to_bytes())],
-                })  # fmt: skip
+                fresh = Ids.new(self.highest_known()).to_bytes()
+                self.call("kv/txn", {"compare": [absent(self.keys.ids)], "success": [put(self.keys.ids, fresh)]})
             elif time.monotonic() >= until:
                 raise DeadlineExceeded("register: etcd is new; members that live are given a lease to come back")
             time.sleep(_RETRY_S)
@@ -206,123 +215,24 @@ class EtcdDirectory(Directory):
 
     def descriptors(self) -> tuple[int, ...]:
         """See Directory."""
-        entry = self._entry
+        entry, notice = self._entry, self.view.descriptor()
+        found = () if notice is None else (notice,)
         if entry is None or entry.over:
-            return ()
+            return found
         try:
-            return (entry.keeper.descriptor(),)
+            return (*found, entry.keeper.descriptor())
         except ValueError:  # it is just being closed
-            return ()
+            return found
 
     def tend(self) -> None:
         """See Directory."""
-        self._view.tend()
+        self.view.take_notice()
+        self.view.tend()
 
     def close(self) -> None:
         """See Directory."""
-        self._view.close()
+        self.view.close()
         self.gateway.close()
 
     def abandon(self) -> None:
         """See Directory: connections keep nothing alive."""
-
-
-class EtcdEntry(Entry):
-    """A record and an id on a lease, which a process of its own keeps."""
-
-    def __init__(
-        self,
-        directory: EtcdDirectory,
-        record: Member,
-        birth: str,
-        granted: tuple[int, int, int],
-        keeper: KeeperProcess,
-    ) -> None:
-        """Starts to keep the lease, on which the record stands already."""
-        self.record = record
-        self.over = False
-        self._directory = directory
-        self._birth = birth
-        self._lease = granted[0]
-        self._gone = False
-        self.keeper = keeper
-        self._lapses = self.keeper.beacon.lapses
-        self.keeper.keep(*granted, directory.keys.member(record.name))
-
-    def valid(self) -> bool:
-        """See Entry."""
-        return time.monotonic_ns() < self.keeper.valid_until_ns
-
-    def hold(self) -> Hold:
-        """See Entry."""
-        self._gone |= self.keeper.gone()
-        if not self._gone:
-            return "held"
-        value = self._directory.read(self._directory.keys.ids)
-        forgotten = value is None or Ids.read(value.content).birth != self._birth
-        return "forgotten" if forgotten and self.keeper.beacon.lapses == self._lapses else "lost"
-
-    def write(self, record: Member) -> None:
-        """See Entry."""
-        key = self._directory.keys.member(record.name)
-        answer = self._directory.call("kv/txn", {
-            "compare": [on_lease(key, self._lease)], "success": [put(key, record.to_bytes(), self._lease)],
-        })  # fmt: skip
-        if not answer.get("succeeded"):
-            raise Unreachable("the record is not there any more")
-        self.record = record
-
-    def enter_again(self, record: Member, *, lost: bool) -> int | None:
-        """See Entry."""
-        directory, keys = self._directory, self._directory.keys
-        self._gone |= self.keeper.gone()  # what it says must be read, or the tender never sleeps
-        record = dataclasses.replace(record, term=self.record.term + lost)
-        member, instance = keys.member(record.name), keys.instance(record.instance)
-        there, holder, counted = directory.read(member), directory.read(instance), directory.read(keys.ids)
-        other = keys.record(there) if there is not None else None
-        taken = other is not None and other.epoch != record.epoch
-        if taken or (holder is not None and holder.content != str(record.epoch).encode()):
-            self.over = True
-            self.keeper.close()
-            return None
-        known = max([record.instance, *(one.instance for one in directory.board.members())])
-        ids = Ids.new(known) if counted is None else Ids.read(counted.content).raised(known)
-        lease, ttl_s, asked_ns = directory.grant()
-        try:
-            answer = directory.call("kv/txn", {
-                "compare": [unchanged(member, there), unchanged(instance, holder), unchanged(keys.ids, counted)],
-                "success": [
-                    put(member, record.to_bytes(), lease), put(instance, str(record.epoch).encode(), lease),
-                    put(keys.ids, ids.to_bytes()),
-                ],
-            })  # fmt: skip
-            if not answer.get("succeeded"):
-                raise Unreachable("somebody else has changed it just now")
-        except Unreachable:
-            directory.revoke(lease)
-            raise
-        self.record, self._birth, self._lease, self._gone = record, ids.birth, lease, False
-        self._lapses = self.keeper.beacon.lapses
-        self.keeper.keep(lease, ttl_s, asked_ns, member)
-        return record.term
-
-    def leave(self, record: Member) -> None:
-        """See Entry."""
-        if self.over:
-            return
-        self.over = True
-        key = self._directory.keys.member(record.name)
-        content = dataclasses.replace(record, state="left").to_bytes()
-        ours = [on_lease(key, self._lease)]
-        try:
-            for change in (put(key, content, self._lease), {"request_delete_range": {"key": encode(key)}}):
-                self._directory.call("kv/txn", {"compare": ours, "success": [change]}, _LEAVE_S)
-        except Unreachable as error:
-            _log.warning("%s cannot say goodbye: %s", record.name, error)
-        finally:
-            self.keeper.close()  # which revokes the lease, and with it the id
-
-    def abandon(self) -> None:
-        """See Entry."""
-        self.over = True
-        self.keeper.abandon()

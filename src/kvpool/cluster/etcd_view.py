@@ -2,11 +2,17 @@
 
 The watch is resumed from the revision after the last that was seen. Everything is read again only at first, when
 etcd has compacted what was missed, and when it has come back with nothing in it.
+
+A connection can be dead without anybody being told: half-open, or through something that forwards nothing any more. So
+a watch that has been silent for a lease is checked beside it: whether its endpoint answers, and whether a key has
+changed, come or gone since. If so all is read again, and watched from there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -20,12 +26,22 @@ from kvpool.waiting import busy
 __all__ = ["EtcdView"]
 
 _SOON_S: Final = 0.02
+_RUN_OUT: Final = "its lease has run out, or somebody has deleted its record"
+_NOT_BACK: Final = "it has not come back to an etcd that has lost its memory"
 
 _log = logging.getLogger("kvpool.cluster")
 
 
 class EtcdView:
-    """A thread that reads the watch. `read_all` comes first, `start` then; any thread may call the rest."""
+    """A thread that reads the watch. `read_all` comes first, `start` then; any thread may call the rest.
+
+    Attributes:
+        lease_s: Of the members, and for how long a watch may be silent before it is checked.
+        highest: The highest id that was given, as the counter has last said.
+        own: The keys of this process's own member, and the lease on which they stand.
+        doubt: Something has happened to those, or to all that etcd knew, that they may not have outlived.
+        told_lost: The watch has told of the end of the member's own record: others were told that it is lost.
+    """
 
     def __init__(self, options: Options, keys: Keys, board: Board, heartbeat_s: float, lease_s: float) -> None:
         """Has seen nothing."""
@@ -37,6 +53,13 @@ class EtcdView:
         self.lease_s = lease_s
         self._birth: str | None = None
         self._revision = 0
+        self._count = 0  # of all keys below the prefix
+        self._has_missed = False
+        self.highest = 0
+        self.own: tuple[frozenset[str], int] = frozenset(), 0
+        self.doubt = self.told_lost = False
+        self._notice: int | None = None
+        self._noticing = threading.Lock()  # it is not written to once it is closed
         self._heard = self._checked = time.monotonic()
         self._missing: dict[str, float] = {}  # until when each may come back, after etcd had lost its memory
         self._stream: Stream | None = None
@@ -55,14 +78,19 @@ class EtcdView:
             NoAnswer: etcd does not answer in time.
             Denied: It does not let us.
         """
-        ranges = ({"key": encode(self._keys.ids)}, self._keys.all_members())
-        body = {"success": [{"request_range": one} for one in ranges]}  # both of one revision
+        all_keys = self._keys.everything() | {"count_only": True}
+        ranges = ({"key": encode(self._keys.ids)}, self._keys.all_members(), all_keys)
+        body = {"success": [{"request_range": one} for one in ranges]}  # all of one revision
         answer = self._gateway.call("kv/txn", body, timeout_s, authenticate_s=authenticate_s)
-        counted, seen = (values(one.get("response_range", {})) for one in answer["responses"])
-        birth = Ids.read(counted[0].content).birth if counted else None
-        revision = int(answer["header"]["revision"])
-        forgotten = self._birth is not None and (birth != self._birth or revision < self._revision)
-        self._birth, self._revision = birth, revision
+        found = [one.get("response_range", {}) for one in answer["responses"]]
+        counted, seen = values(found[0]), values(found[1])
+        before, revision = self._birth, int(answer["header"]["revision"])
+        self._note_ids(counted[0].content if counted else b"")
+        forgotten = before is not None and (self._birth != before or revision < self._revision)
+        self._revision, self._count = revision, int(found[2].get("count", 0))
+        keys, lease = self.own
+        if not any(value.key in keys and value.lease == lease for value in seen):
+            self._raise_doubt()
         there = {self._keys.name_of(value.key) for value in seen}
         gone = [member.name for member in self._board.members() if member.name not in there]
         for name in gone:
@@ -70,11 +98,13 @@ class EtcdView:
                 with self._lock:
                     self._missing.setdefault(name, time.monotonic() + 2 * self.lease_s)
             else:
-                self._board.remove(name, "lost")
+                self.told_lost |= self._keys.member(name) in self.own[0]
+                self._board.remove(name, "lost", _RUN_OUT)
         self._show(seen)
 
     def start(self) -> None:
         """Begins to watch."""
+        self._notice = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread.start()
 
     def tend(self) -> None:
@@ -86,17 +116,23 @@ class EtcdView:
                 del self._missing[name]
             stream = self._stream
         for name in late:
-            self._board.remove(name, "lost")
+            self._board.remove(name, "lost", _NOT_BACK)
         if stream is not None and now - max(self._heard, self._checked) > self.lease_s:
             self._checked = now
-            try:
-                body = {"key": encode(self._keys.ids)}
-                timeout_s = max(1.0, self._heartbeat_s)
-                endpoint = self._gateway.endpoint
-                self._checker.call("kv/range", body, timeout_s, endpoint, authenticate_s=AUTHENTICATE_S)
-            except (NoAnswer, Denied) as error:
-                _log.warning("etcd does not answer any more: %s", error)
+            why = self._silence_of(stream)
+            if why:
+                _log.warning("the watch of etcd is begun again: %s", why, extra={"why": why})
                 stream.stop()
+
+    def descriptor(self) -> int | None:
+        """Readable when there is a doubt to look into. None before this is started, and when it is closed."""
+        return self._notice
+
+    def take_notice(self) -> None:
+        """Before a look: from now on the descriptor tells of the next doubt."""
+        with busy, self._noticing, contextlib.suppress(BlockingIOError):
+            if self._notice is not None:
+                os.eventfd_read(self._notice)
 
     def close(self) -> None:
         """Ends the watch. Idempotent."""
@@ -109,6 +145,42 @@ class EtcdView:
             self._thread.join()
         self._gateway.close()
         self._checker.close()
+        with busy, self._noticing:
+            if self._notice is not None:
+                os.close(self._notice)
+                self._notice = None
+
+    def _silence_of(self, stream: Stream) -> str:
+        """Why a watch that has been silent for a lease should have told something; "" if all is well.
+
+        Asked beside it, of the same endpoint. What is deleted is told by the number of keys, all else by revisions.
+        """
+        heard, revision, count = self._heard, self._revision, self._count
+        everything = self._keys.everything()
+        newer = everything | {"min_mod_revision": str(revision + 1), "limit": "1", "keys_only": True}
+        body = {"success": [{"request_range": one} for one in (newer, everything | {"count_only": True})]}
+        try:
+            timeout_s = max(1.0, self._heartbeat_s)
+            endpoint = self._gateway.endpoint
+            answer = self._checker.call("kv/txn", body, timeout_s, endpoint, authenticate_s=AUTHENTICATE_S)
+        except (NoAnswer, Denied) as error:
+            return f"etcd does not answer any more: {error}"
+        changed, there = (one.get("response_range", {}) for one in answer["responses"])
+        missed = changed.get("kvs") or int(there.get("count", 0)) != count
+        missed = missed or int(answer["header"]["revision"]) < revision  # it is another one, that has forgotten all
+        if self._heard != heard or self._stream is not stream:
+            return ""  # it has told something just now, or is another one
+        self._has_missed |= bool(missed)
+        return "it is silent, although something has happened" if missed else ""
+
+    def _raise_doubt(self) -> None:
+        """Lets the tender look after this process's own keys, if it has any."""
+        if not self.own[0]:
+            return
+        self.doubt = True
+        with busy, self._noticing:
+            if self._notice is not None:
+                os.eventfd_write(self._notice, 1)
 
     def _run(self) -> None:
         with busy:
@@ -130,8 +202,9 @@ class EtcdView:
 
     def _watch_once(self) -> None:
         timeout_s = max(self._heartbeat_s, 1.0)
-        if self._revision == 0:
+        if self._revision == 0 or self._has_missed:
             self.read_all(timeout_s, AUTHENTICATE_S)
+            self._has_missed = False
         else:
             birth, revision = self._read_birth(timeout_s)
             if birth != self._birth or revision < self._revision:
@@ -156,20 +229,44 @@ class EtcdView:
                 _log.info("the watch of etcd was cancelled (%s); all is read again", message.get("cancel_reason", ""))
                 self._revision = 0
                 return
-            self._take_events(message.get("events", ()))
-            self._revision = max(self._revision, int(message.get("header", {}).get("revision", 0)))
+            events = message.get("events", ())
+            self._take_events(events)
+            if not events and not message.get("created"):  # nothing is under way: a sign of life that etcd gives
+                self._revision = max(self._revision, int(message.get("header", {}).get("revision", 0)))
 
     def _take_events(self, events: Iterable[dict[str, Any]]) -> None:
+        """Shows what has happened.
+
+        All is seen up to an event's own revision, not up to that of the message: etcd tells the past in portions, each
+        under the revision that it has now; and says that one before all, when it begins.
+        """
         for event in events:
             value = Value.read(event["kv"])
+            deleted = event.get("type") == "DELETE"
+            if deleted or event["kv"].get("version") == "1":
+                self._count += -1 if deleted else 1
             if value.key == self._keys.ids:
-                self._birth = Ids.read(value.content).birth if value.content else None
-            elif not value.key.startswith(self._keys.members):
-                continue
-            elif event.get("type") == "DELETE":
-                self._board.remove(self._keys.name_of(value.key), "lost")
-            else:
+                self._note_ids(value.content)
+            elif value.key.startswith(self._keys.members) and deleted:
+                self._board.remove(self._keys.name_of(value.key), "lost", _RUN_OUT)
+            elif value.key.startswith(self._keys.members):
                 self._show([value])
+            keys, lease = self.own
+            if value.key in keys and value.lease != lease:
+                self.told_lost |= deleted and value.key.startswith(self._keys.members)
+                self._raise_doubt()
+            self._revision = max(self._revision, value.revision)
+
+    def _note_ids(self, content: bytes) -> None:
+        before = self._birth
+        if not content:
+            self._birth = None
+            self._raise_doubt()  # without it ids are given again
+            return
+        ids = Ids.read(content)
+        self._birth = ids.birth
+        # A counter that was begun anew knows less; one that goes on may have begun from 1 again.
+        self.highest = ids.highest if ids.birth == before else max(self.highest, ids.highest)
 
     def _show(self, seen: Iterable[Value]) -> None:
         for value in seen:
@@ -179,7 +276,7 @@ class EtcdView:
             with self._lock:
                 self._missing.pop(record.name, None)
             if record.state == "left":
-                self._board.remove(record.name, "left")
+                self._board.remove(record.name, "left", "it has said goodbye")
             else:
                 self._board.show(record)
 

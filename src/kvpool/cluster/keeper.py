@@ -5,6 +5,8 @@ C++). When the member ends, however it ends, the lease is revoked at once, so th
 for it to run out; and the keeper ends too. A member that is stopped is not renewed.
 
     page    0 beat │ 1 lapses (cpp/kvpool/base/beacon.h) │ 2 until when the lease is certainly held, written here
+            3 by when the keeper does something again │ 4 how many renewals etcd has not answered: the same. One that is
+            overdue hangs, or is stopped: its member sees to that
     stdin   a line of JSON to begin with; then {"lease": ID, "ttl_s": SECONDS, "key": KEY} for each lease to keep
             instead; the key, as etcd's JSON has it, stands on the lease
     stdout  {"ready": true} at first; {"gone": ID} when etcd does not know a lease
@@ -26,11 +28,13 @@ from typing import Any, Final
 
 from kvpool.cluster.gateway import Denied, Gateway, NoAnswer, Options
 
-__all__ = ["PAGE_BYTES", "UNTIL_WORD", "Keeper", "main"]
+__all__ = ["DUE_WORD", "FAILED_WORD", "PAGE_BYTES", "UNTIL_WORD", "Keeper", "main"]
 
 PAGE_BYTES: Final = 4096
 BEAT_WORD: Final = 0
 UNTIL_WORD: Final = 2
+DUE_WORD: Final = 3
+FAILED_WORD: Final = 4
 _REVOKE_S: Final = 2.0
 _AGAIN_S: Final = 0.2  # before a revocation that was not answered is tried again
 _LINE_BYTES_MAX: Final = 1 << 16
@@ -49,6 +53,7 @@ class Keeper:
         self._parent = int(first["parent"])
         self._lease: int | None = None
         self._ttl_s = 0.0
+        self._has_password = bool(options["user"])
         self._key = ""
         self._next = 0.0
         self._line = b""
@@ -63,12 +68,14 @@ class Keeper:
             self._take_orders()
             self._revoke()
             return
+        self._promise(self._heartbeat_s)
         os.write(sys.stdout.fileno(), b'{"ready": true}\n')
         poll = select.poll()
         poll.register(parent, select.POLLIN)
         poll.register(sys.stdin.fileno(), select.POLLIN)
         while True:
             wait_s = max(0.0, self._next - time.monotonic()) if self._lease else 3600.0
+            self._promise(wait_s)
             ready = {descriptor for descriptor, _ in poll.poll(wait_s * 1000)}
             if parent in ready or (sys.stdin.fileno() in ready and not self._take_orders()):
                 while poll_once(sys.stdin.fileno()) and self._take_orders():
@@ -98,8 +105,10 @@ class Keeper:
         try:
             # As long as the lease could last, but not so long that the next endpoint is asked too late.
             timeout_s = max(self._heartbeat_s, self._ttl_s / 3)
+            self._promise_answer(timeout_s)
             answer = self._gateway.call("lease/keepalive", {"ID": str(lease)}, timeout_s, authenticate_s=self._ttl_s)
         except (NoAnswer, Denied):
+            self._page[FAILED_WORD] += 1
             return soon_s
         ttl_s = int((answer.get("result") or {}).get("TTL", 0))
         if ttl_s > 0:
@@ -118,14 +127,22 @@ class Keeper:
         (etcd before 3.5.3). A key is read only when all is read, and goes with its lease.
         """
         try:
-            answer = self._gateway.call(
-                "kv/range", {"key": self._key}, max(self._heartbeat_s, self._ttl_s / 3), authenticate_s=self._ttl_s
-            )
+            timeout_s = max(self._heartbeat_s, self._ttl_s / 3)
+            self._promise_answer(timeout_s)
+            answer = self._gateway.call("kv/range", {"key": self._key}, timeout_s, authenticate_s=self._ttl_s)
         except NoAnswer:
             return True
         except Denied:
             return False
         return any(int(one.get("lease", 0)) == lease for one in answer.get("kvs", ()))
+
+    def _promise(self, within_s: float) -> None:
+        """Within so many seconds it does something again, whatever etcd does."""
+        self._page[DUE_WORD] = time.monotonic_ns() + int(within_s * 1e9)
+
+    def _promise_answer(self, timeout_s: float) -> None:
+        """The same, before etcd is asked something that takes so long at most; longer with the check of a password."""
+        self._promise(timeout_s + (self._ttl_s if self._has_password else 0.0))
 
     def _revoke(self) -> None:
         until = time.monotonic() + self._ttl_s  # then it has run out

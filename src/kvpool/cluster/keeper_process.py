@@ -17,7 +17,7 @@ from typing import Final
 from kvpool import _core
 from kvpool.cluster.directory import Unreachable
 from kvpool.cluster.gateway import Options, encode
-from kvpool.cluster.keeper import PAGE_BYTES, UNTIL_WORD
+from kvpool.cluster.keeper import DUE_WORD, FAILED_WORD, PAGE_BYTES, UNTIL_WORD
 from kvpool.errors import DeadlineExceeded, Unsupported
 
 __all__ = ["KeeperProcess"]
@@ -33,6 +33,7 @@ from kvpool.cluster.keeper import main
 main()
 """
 _END_S: Final = 4.0
+_START_S: Final = 10.0  # that a new one is given to begin, on a busy machine
 
 
 class KeeperProcess:
@@ -50,6 +51,7 @@ class KeeperProcess:
         self._heartbeat_s = heartbeat_s
         self._line = b""
         self._lease: tuple[int, float, str] | None = None
+        self._patient_until = 0.0  # with one that was started again
         try:
             self._page = os.memfd_create("kvpool-keeper", os.MFD_CLOEXEC)
         except OSError as error:
@@ -75,6 +77,21 @@ class KeeperProcess:
             return self._words[UNTIL_WORD]
         except ValueError:  # it was released
             return 0
+
+    @property
+    def failed(self) -> int:
+        """How many renewals etcd has not answered. 0 when this is closed."""
+        try:
+            return self._words[FAILED_WORD]
+        except ValueError:
+            return 0
+
+    def silent_s(self) -> float:
+        """For how long it has done nothing although it should have: it hangs, is stopped, or has ended. Any thread."""
+        try:
+            return max(0.0, (time.monotonic_ns() - self._words[DUE_WORD]) / 1e9)
+        except ValueError:
+            return 0.0
 
     @property
     def pid(self) -> int:
@@ -106,10 +123,12 @@ class KeeperProcess:
         """Renews this lease from now on, which was asked for at `granted_ns`, and on which this key stands."""
         self._lease = (lease, ttl_s, encode(key))
         self._words[UNTIL_WORD] = granted_ns + int(ttl_s * 1e9)
+        # One that had nothing to do has something now; one that does nothing is given no more time for it.
+        self._words[DUE_WORD] = min(self._words[DUE_WORD], time.monotonic_ns() + int(self._heartbeat_s * 1e9))
         self._order()
 
     def gone(self) -> bool:
-        """Whether etcd has said that it does not know the lease. Starts the process again if it has ended.
+        """Whether etcd has said that it does not know the lease. Starts the process again if it has ended, or hangs.
 
         Raises:
             Unreachable: It cannot be started again now; ask again.
@@ -119,7 +138,7 @@ class KeeperProcess:
             content = os.read(self._process.stdout.fileno(), 1 << 16)
         except BlockingIOError:
             content = None
-        if content == b"":
+        if content == b"" or self._hangs():
             self._start_again()
             return False
         *lines, self._line = (self._line + (content or b"")).split(b"\n")
@@ -160,6 +179,12 @@ class KeeperProcess:
         _tell(process, first)
         return process
 
+    def _hangs(self) -> bool:
+        """Whether it has been silent for so long that another one must take over: perhaps the lease is not lost yet."""
+        if self._lease is None or time.monotonic() < self._patient_until:
+            return False
+        return self.silent_s() > self._lease[1] / 2
+
     def _start_again(self) -> None:
         """The one that has ended is let go of only when there is another: until then `gone` sees its end each time."""
         time.sleep(self._heartbeat_s / 8)  # one that cannot run must not be started without end
@@ -168,7 +193,7 @@ class KeeperProcess:
         except Unsupported as error:
             raise Unreachable(str(error)) from error
         old, self._process = self._process, fresh
-        self._line = b""
+        self._line, self._patient_until = b"", time.monotonic() + _START_S
         _hang_up(old)
         old.kill()
         old.wait()

@@ -199,6 +199,10 @@ class LocalEntry(Entry):
         """See Entry."""
         return self._page.fresh and self._page.lapses == self.record.term
 
+    def lapsed(self) -> bool:
+        """See Entry: the kernel asks nobody, so what is not valid is lost."""
+        return not self.valid()
+
     def hold(self) -> Hold:
         """See Entry."""
         while self._former and time.monotonic() >= self._former[0][0]:
@@ -209,6 +213,8 @@ class LocalEntry(Entry):
         if not folder.is_there():
             raise Unreachable(f"{folder.path} was removed")
         whole = self._page.is_at(folder.descriptor) and folder.has(self._file + RECORD_SUFFIX)
+        if not self.valid():
+            return "lost"  # it was stopped while it looked, and others may have what is not its own any more
         return "held" if whole else "forgotten"
 
     def write(self, record: Member) -> None:

@@ -102,7 +102,12 @@ class LocalView:
 
     def _gone(self, seen: _Seen) -> None:
         if seen.name:
-            self._board.remove(seen.name, "left" if seen.page.left else "lost")
+            if seen.page.left:
+                self._board.remove(seen.name, "left", "it has said goodbye")
+            else:
+                locked = seen.page.is_locked()
+                why = "it was silent for longer than its lease" if locked else "its process has ended"
+                self._board.remove(seen.name, "lost", why)
 
     def _record(self, folder: Folder, file: str, seen: _Seen) -> Member | None:
         """The record of a member, read again only when its file is another one."""

@@ -14,12 +14,14 @@ from typing import Any, Final, Literal, get_args
 
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["INSTANCE_MAX", "RECORD_BYTES_MAX", "Load", "Member", "MemberEvent", "Role", "State"]
+__all__ = ["INSTANCE_MAX", "RECORD_BYTES_MAX", "Kind", "Load", "Member", "MemberEvent", "Role", "State"]
 
 Role = Literal["prefill", "decode", "both"]
 State = Literal[
     "up", "draining", "left"
 ]  # "left" stands in a directory for a moment, so that others can tell it from "lost"
+
+Kind = Literal["joined", "changed", "left", "lost"]
 
 INSTANCE_MAX: Final = 16383  # 14 bits of an address
 RECORD_BYTES_MAX: Final = 64 << 10
@@ -191,6 +193,10 @@ class Member:
             other.term,
         )
 
+    def _log_fields(self, why: str) -> dict[str, object]:
+        """For `extra` of what is logged of it, and why that has happened."""
+        return {"member": self.name, "instance": self.instance, "epoch": self.epoch, "role": self.role, "why": why}
+
     def to_bytes(self) -> bytes:
         """As it is written down.
 
@@ -256,5 +262,5 @@ class MemberEvent:
         member: As it is now, or was last.
     """
 
-    kind: Literal["joined", "changed", "left", "lost"]
+    kind: Kind
     member: Member

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from kvpool.cluster.directory import Entry, Unreachable
 from kvpool.cluster.record import Load, Member
@@ -19,6 +19,12 @@ __all__ = ["LeaseWord", "Registration"]
 LeaseWord = Literal["lost", "regained", "refused"]
 
 _log = logging.getLogger("kvpool.cluster")
+
+_WHY: Final[dict[LeaseWord, str]] = {
+    "lost": "the others were told that it is lost, or may have been",
+    "regained": "name and id were taken back, in a new term",
+    "refused": "another incarnation has its name or its id",
+}
 
 
 class Registration:
@@ -45,6 +51,7 @@ class Registration:
         self._left = False
         self._asking = threading.Lock()  # the entry is asked by one at a time
         self._unreachable = False
+        self._leases_lost = 0
 
     @property
     def name(self) -> str:
@@ -134,6 +141,25 @@ class Registration:
         """
         return not self._over and self._word == "regained" and self._entry.valid()
 
+    def lapsed(self) -> bool:
+        """Whether the lease is lost by this machine's clock alone, before `on_lease` has said so. No wait.
+
+        What keeps it alive has not done so for longer than it lasts: the process was stopped, or the keeper of a lease
+        in etcd hangs. Whoever has no time to wait for the cluster's thread, which may be held up, fences itself then;
+        "lost" and "regained" follow. A directory that does not answer is no reason.
+        """
+        return not self._over and self._word == "regained" and self._entry.lapsed()
+
+    @property
+    def leases_lost(self) -> int:
+        """How often the lease was lost, as `on_lease` says."""
+        return self._leases_lost
+
+    @property
+    def renewals_failed(self) -> int:
+        """How many renewals of the lease the directory has not answered. Always 0 on one machine."""
+        return self._entry.renewals_failed()
+
     def leave(self) -> None:
         """Says goodbye. Others are told "left". Idempotent.
 
@@ -200,11 +226,12 @@ class Registration:
         try:
             self._see_to_lease()
             if self._unreachable:
-                _log.info("%s: the directory answers again", self.name)
+                _log.info("%s: the directory answers again", self.name, extra=self._fields("it answers again"))
                 self._unreachable = False
         except Unreachable as error:
             if not self._unreachable:
-                _log.warning("%s: the directory does not answer: %s", self.name, error)
+                fields = self._fields(str(error))
+                _log.warning("%s: the directory does not answer: %s", self.name, error, extra=fields)
                 self._unreachable = True
 
     def abandon(self) -> None:
@@ -222,7 +249,8 @@ class Registration:
                     self._write_if_due()
                     return
                 if hold == "forgotten":
-                    _log.info("%s: the directory has lost its memory; entering again", self.name)
+                    why = "the directory has lost what it knew of it"
+                    _log.info("%s enters again: %s", self.name, why, extra=self._fields(why))
             if hold == "lost":
                 self._tell("lost")
         with busy, self._asking:
@@ -254,9 +282,11 @@ class Registration:
             self._wanted = dataclasses.replace(self._wanted, term=record.term)
 
     def _tell(self, word: LeaseWord) -> None:
-        _log.log(logging.INFO if word == "regained" else logging.WARNING, "%s: lease %s", self.name, word)
+        level = logging.INFO if word == "regained" else logging.WARNING
+        _log.log(level, "%s: lease %s", self.name, word, extra=self._fields(_WHY[word]) | {"event": word})
         with busy, self._lock:
             self._word = word
+            self._leases_lost += word == "lost"
             callbacks = list(self._callbacks)
             self._late.clear()
         for callback in callbacks:
@@ -274,4 +304,8 @@ class Registration:
         try:
             callback(word)
         except Exception:
-            _log.exception("%s: a callback for the lease, which is %s, has failed", self.name, word)
+            fields = self._fields("a callback of the application has raised")
+            _log.exception("%s: a callback for the lease, which is %s, has failed", self.name, word, extra=fields)
+
+    def _fields(self, why: str) -> dict[str, object]:
+        return self._wanted._log_fields(why)

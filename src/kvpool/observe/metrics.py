@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Final
@@ -32,6 +33,8 @@ except ImportError as error:
 __all__ = ["MetricsServer", "PoolCollector", "serve_metrics"]
 
 _STATES: Final = ("free", "active", "historical", "reserved", "lent", "quarantined", "retired")
+_ROLES: Final = ("prefill", "decode", "both")
+_MEMBER_STATES: Final = ("up", "draining")
 _OTHERS: Final = "(others)"  # no peer's name: those have no brackets to be mistaken for
 
 _MEDIUM_GAUGES: Final = (
@@ -108,6 +111,7 @@ class PoolCollector(Collector):
             _add_stats(families, name, stats)
             _add_peers(families, name, peers, self._peers_max)
             _add_transfers(families, name, transfers)
+            _add_membership(families, name, pool)
         return families
 
     def describe(self) -> Iterable[Metric]:
@@ -238,6 +242,28 @@ def _add_stats(families: _Families, pool_name: str, stats: PoolStats) -> None:
         families.gauge(name, text, [pool_name], getattr(stats, field))
     for name, text, field in _COUNTERS:
         families.counter(name, text, [pool_name], getattr(stats, field))
+
+
+def _add_membership(families: _Families, pool_name: str, pool: Pool) -> None:
+    """Of a pool that is attached to a cluster, or was."""
+    if pool._attachment is None:
+        return
+    seen = pool._attachment._membership()
+    there = Counter((member.role, member.state) for member in seen["members"])
+    for role in _ROLES:
+        for state in _MEMBER_STATES:
+            families.gauge(
+                "kvpool_members", "Members of the cluster, as this pool sees it.", [pool_name, role, state],
+                there[role, state], "role", "state",
+            )  # fmt: skip
+    for kind, events in seen["events"].items():
+        text = "What members were told to have done, or to have met with."
+        families.counter("kvpool_member_events", text, [pool_name, kind], events, "kind")
+    text = "Whether this pool's lease in its cluster is certainly held."
+    families.gauge("kvpool_lease_valid", text, [pool_name], seen["lease_valid"])
+    families.counter("kvpool_leases_lost", "How often this pool has lost its lease.", [pool_name], seen["leases_lost"])
+    text = "Renewals of this pool's lease that etcd has not answered."
+    families.counter("kvpool_lease_renewals_failed", text, [pool_name], seen["renewals_failed"])
 
 
 def _add_peers(families: _Families, pool_name: str, peers: list[PeerInfo], peers_max: int) -> None:

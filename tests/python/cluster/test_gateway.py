@@ -13,7 +13,7 @@ import pytest
 from cluster.kit import in_thread
 
 from kvpool.cluster.gateway import Denied, Gateway, NoAnswer, Options
-from kvpool.cluster.keeper import PAGE_BYTES, UNTIL_WORD, Keeper
+from kvpool.cluster.keeper import DUE_WORD, FAILED_WORD, PAGE_BYTES, UNTIL_WORD, Keeper
 
 WITHOUT_TOKEN = {"lease/keepalive"}  # what etcd asks no token for
 
@@ -96,6 +96,21 @@ def test_a_lease_is_renewed_while_the_password_is_still_being_checked(etcd, kept
     assert keeper._renew(7) == 0.5
     assert words[UNTIL_WORD] > time.monotonic_ns()
     assert etcd.asked == ["lease/keepalive"]
+
+
+def test_a_keeper_says_by_when_it_does_something_again_and_counts_what_was_not_answered(etcd, kept):
+    """Which tells one that hangs from one whose etcd does not answer."""
+    keeper, words = kept
+    assert words[DUE_WORD] == 0
+    keeper._renew(7)
+    first = words[DUE_WORD]
+    assert first > time.monotonic_ns()
+    assert words[FAILED_WORD] == 0
+    keeper._gateway.close()
+    keeper._gateway = Gateway(Options((("127.0.0.1", 1),)))
+    assert keeper._renew(7) == 0.125
+    assert words[DUE_WORD] > first
+    assert words[FAILED_WORD] == 1
 
 
 def test_a_lease_that_etcd_does_not_know_yet_is_not_gone_while_its_key_stands(etcd, kept, capfd):

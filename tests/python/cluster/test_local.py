@@ -14,6 +14,7 @@ from cluster.kit import Events, LocalPlace, wait_for
 import kvpool
 from kvpool.cluster.local_folder import Folder, folder_path
 from kvpool.cluster.local_ids import IdHold, held_ids
+from kvpool.cluster.local_page import OwnPage
 from kvpool.cluster.local_view import RECORD_SUFFIX
 
 
@@ -268,3 +269,18 @@ def test_a_bad_address_or_option_is_refused(url, options, error):
         kvpool.Cluster.join(url, **options)
     assert "word@" not in str(raised.value)
     assert not os.path.exists(folder_path("x"))
+
+
+def test_one_that_is_stopped_while_it_looks_at_its_page_has_lost_its_lease(local, monkeypatch):
+    """What it finds then says nothing: another one may have the name by now."""
+    reg = local.register(local.join(), "a")
+    page = reg._entry._page
+
+    def is_at(folder):
+        monkeypatch.setattr(OwnPage, "lapses", 1)  # counted when it wakes
+        return False
+
+    with reg._asking:  # the cluster's thread does not ask meanwhile
+        monkeypatch.setattr(page, "is_at", is_at)
+        assert reg._entry.hold() == "lost"
+        monkeypatch.undo()

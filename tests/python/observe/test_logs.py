@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 
+from cluster.kit import Events, LocalPlace
 from kit import run_script, small_pool
 from transfer.kit import pair_of
 
@@ -51,3 +52,29 @@ def test_transfers_log_nothing(caplog):
         with contextlib.suppress(Exception):
             cancelled.wait()
         assert caplog.records == []
+
+
+def test_members_that_come_and_go_are_logged_with_who_and_why(caplog):
+    place = LocalPlace()
+    try:
+        with caplog.at_level(logging.INFO, "kvpool.cluster"):
+            router = place.join()
+            events = Events(router)
+            reg = place.register(place.join(), "a", role="prefill")
+            events.wait("a", "joined")
+            killed = place.member("b", role="decode")
+            events.wait("b", "joined")
+            killed.kill()
+            events.wait("b", "joined", "lost")
+            reg._tell("lost")
+            reg.leave()
+            events.wait("a", "joined", "left")
+    finally:
+        place.close()
+    found = {(one.event, one.member): one for one in caplog.records if hasattr(one, "event")}
+    joined, left, lost, lease = (found[key] for key in (("joined", "a"), ("left", "a"), ("lost", "b"), ("lost", "a")))
+    assert (joined.epoch, joined.role, joined.instance) == (reg.record.epoch, "prefill", reg.instance)
+    assert (left.epoch, left.why) == (reg.record.epoch, "it has said goodbye")
+    assert (lost.epoch, lost.role, lost.why) == (killed.epoch, "decode", "its process has ended")
+    assert (lease.levelno, lease.epoch) == (logging.WARNING, reg.record.epoch)
+    assert "may have been" in lease.why

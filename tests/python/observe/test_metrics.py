@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from attach_kit import eventually, member, url
 from kit import prompt, refused, small_pool, store
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
@@ -17,6 +18,8 @@ from transfer.kit import pair_of
 import kvpool
 from kvpool import DRAM
 from kvpool.observe.metrics import PoolCollector, serve_metrics
+
+__all__ = ["url"]
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -148,6 +151,35 @@ def test_peers_and_transfers_are_told():
         pool.free(lent)
         (totals, _) = pool.transfer_totals().values()
         assert [bound for bound, _ in totals.durations] == sorted(bound for bound, _ in totals.durations)
+
+
+def test_a_member_tells_who_is_there_and_how_its_lease_is(url):
+    with member(url, "a", role="prefill") as (a, *_), member(url, "b", role="decode") as (b, *_):
+        eventually(lambda: len(a._attachment._book.names()) == 1)
+        b._attachment._registration.publish(state="draining")
+        eventually(lambda: a._attachment._membership()["events"]["changed"] > 0)
+        samples = scraped(a)
+        roles = {
+            (dict(labels)["role"], dict(labels)["state"]): number
+            for (name, labels), number in samples.items()
+            if name == "kvpool_members"
+        }
+        assert len(roles) == 6
+        assert {who for who, number in roles.items() if number} == {("prefill", "up"), ("decode", "draining")}
+        assert value(samples, "kvpool_member_events_total", kind="joined") == 2
+        assert value(samples, "kvpool_member_events_total", kind="lost") == 0
+        assert value(samples, "kvpool_lease_valid") == 1
+        assert value(samples, "kvpool_leases_lost_total") == 0
+        assert value(samples, "kvpool_lease_renewals_failed_total") == 0
+        b.close()
+        eventually(lambda: value(scraped(a), "kvpool_member_events_total", kind="left") == 1)
+        assert value(scraped(a), "kvpool_members", role="decode", state="draining") == 0
+        a._attachment.close()
+        assert value(scraped(a), "kvpool_lease_valid") == 0
+
+
+def test_a_pool_that_is_in_no_cluster_tells_of_none(pool):
+    assert not [name for name, _ in scraped(pool) if "member" in name or "lease" in name]
 
 
 def test_series_of_peers_have_a_bound():

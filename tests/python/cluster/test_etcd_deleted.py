@@ -1,0 +1,157 @@
+"""Keys in etcd that somebody deletes or replaces under members that live: name and id stay with one of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cluster.kit import EtcdPlace, Events, wait_for
+
+import kvpool
+from kvpool.cluster.etcd_keys import Ids
+from kvpool.cluster.gateway import after, decode, encode
+
+
+class Keys:
+    """What stands below the prefix of a place, read and changed past the members."""
+
+    def __init__(self, place: EtcdPlace) -> None:
+        self._call = place.server.call
+        self._prefix = place.prefix
+
+    def read(self, key: str) -> bytes | None:
+        found = self._call("kv/range", {"key": encode(f"{self._prefix}/{key}")}).get("kvs", [])
+        return decode(found[0]["value"]) if found else None
+
+    def put(self, key: str, content: bytes) -> None:
+        self._call("kv/put", {"key": encode(f"{self._prefix}/{key}"), "value": encode(content)})
+
+    def delete(self, key: str) -> None:
+        self._call("kv/deleterange", {"key": encode(f"{self._prefix}/{key}")})
+
+    def delete_all(self) -> None:
+        below = f"{self._prefix}/"
+        self._call("kv/deleterange", {"key": encode(below), "range_end": after(below)})
+
+
+@pytest.fixture
+def place(etcd_server):
+    one = EtcdPlace(etcd_server)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def keys(place):
+    return Keys(place)
+
+
+def listener(registration):
+    words = []
+    registration.on_lease(words.append)
+    return words
+
+
+def test_a_record_that_is_deleted_is_put_back_in_a_new_term(place, keys):
+    """The others were told that the member is lost, and have parted from it: so it must begin anew, too."""
+    router = place.join()
+    events = Events(router)
+    reg = place.register(place.join(), "a")
+    words = listener(reg)
+    events.wait("a", "joined")
+    keys.delete("members/a")
+    events.wait("a", "joined", "lost", "joined")
+    wait_for(lambda: words == ["lost", "regained"])
+    (back,) = router.members()
+    assert (back.instance, back.epoch, back.term) == (reg.instance, reg.record.epoch, 1)
+    wait_for(reg.lease_valid)
+    other = place.join()
+    with pytest.raises(kvpool.StateError, match="lives"):
+        place.register(other, "a", timeout=60)
+
+
+def test_an_id_that_is_deleted_is_put_back_in_silence(place, keys):
+    router = place.join()
+    events = Events(router)
+    reg = place.register(place.join(), "a")
+    words = listener(reg)
+    events.wait("a", "joined")
+    keys.delete(f"instances/{reg.instance}")
+    wait_for(lambda: keys.read(f"instances/{reg.instance}") == str(reg.record.epoch).encode())
+    wait_for(reg.lease_valid)
+    assert words == []
+    assert events.of("a") == ["joined"]
+
+
+def test_a_name_that_somebody_else_has_taken_is_refused_to_the_first(place, keys):
+    reg = place.register(place.join(), "a")
+    words = listener(reg)
+    record = json.loads(keys.read("members/a"))
+    keys.put("members/a", json.dumps(record | {"epoch": record["epoch"] + 1000, "instance": 77}).encode())
+    wait_for(lambda: words == ["lost", "refused"])
+    assert not reg.lease_valid()
+    with pytest.raises(kvpool.StateError, match="another incarnation"):
+        reg.publish(state="draining")
+    wait_for(lambda: keys.read(f"instances/{reg.instance}") is None)  # it gives back what it had
+
+
+def test_an_id_that_somebody_else_has_taken_is_refused_to_the_first(place, keys):
+    reg = place.register(place.join(), "a")
+    words = listener(reg)
+    keys.put(f"instances/{reg.instance}", b"12345")
+    wait_for(lambda: words == ["lost", "refused"])
+    wait_for(lambda: keys.read("members/a") is None)
+    assert keys.read(f"instances/{reg.instance}") == b"12345"
+
+
+def test_the_counter_of_ids_that_is_deleted_goes_on(place, keys):
+    first = place.register(place.join(), "a")
+    gone = place.register(place.join(), "b")
+    gone.leave()  # nobody has this id any more, and nobody is to have it again
+    words = listener(first)
+    before = Ids.read(keys.read("ids"))
+    wait_for(lambda: first._entry._directory.view.highest == before.highest)
+    keys.delete("ids")
+    wait_for(lambda: keys.read("ids") is not None)
+    assert Ids.read(keys.read("ids")) == before
+    assert place.register(place.join(), "c").instance == gone.instance + 1
+    wait_for(first.lease_valid)
+    assert words == []
+
+
+def test_all_that_is_below_the_prefix_is_deleted_and_all_come_back_with_their_ids(place, keys):
+    router = place.join()
+    events = Events(router)
+    members = [place.register(place.join(), name) for name in "ab"]
+    words = [listener(one) for one in members]
+    before = [one.instance for one in members]
+    events.wait("b", "joined")
+    keys.delete_all()
+    for name in "ab":
+        events.wait(name, "joined", "lost", "joined")
+    wait_for(lambda: words == [["lost", "regained"]] * 2)
+    assert [one.instance for one in router.members()] == before
+    assert place.register(place.join(), "c").instance not in before
+    for one in members:
+        wait_for(one.lease_valid)
+
+
+def test_what_the_watch_does_not_tell_is_found_within_a_lease(place, keys, monkeypatch):
+    cluster = place.join()
+    reg = place.register(cluster, "a")
+    words = listener(reg)
+    monkeypatch.setattr(cluster._directory.view, "_take_events", lambda events: None)
+    keys.delete("members/a")
+    wait_for(lambda: words == ["lost", "regained"])
+    assert json.loads(keys.read("members/a"))["term"] == 1
+
+
+def test_a_publication_that_finds_no_record_puts_it_back_at_once(place, keys, monkeypatch):
+    cluster = place.join(lease=60)
+    place.register(place.join(), "first")  # so that nobody waits for a lease
+    reg = place.register(cluster, "a")
+    monkeypatch.setattr(cluster._directory.view, "_take_events", lambda events: None)
+    keys.delete("members/a")
+    reg.publish(state="draining")
+    # Sooner than by the look that comes once a lease.
+    wait_for(lambda: (found := keys.read("members/a")) and json.loads(found)["state"] == "draining", 30)

@@ -1,0 +1,83 @@
+"""An etcd that has lost its memory gives no id to two that live; what cannot be known is settled when it is known."""
+
+from __future__ import annotations
+
+import pytest
+from cluster.kit import EtcdPlace, Events, wait_for
+
+from kvpool.cluster.directory import Unreachable
+
+
+@pytest.fixture
+def own(own_etcd):
+    one = EtcdPlace(own_etcd)
+    yield one
+    one.close()
+
+
+class CutOff:
+    """A member that hears nothing of its lease until it is `back`."""
+
+    def __init__(self, registration, monkeypatch) -> None:
+        self.words = []
+        registration.on_lease(self.words.append)
+        self._entry = registration._entry
+        self._hold = self._entry.hold
+        self._patch = monkeypatch
+
+        def nobody_answers():
+            raise Unreachable("the test has cut it off")
+
+        self._patch.setattr(self._entry, "hold", nobody_answers)
+
+    def back(self) -> None:
+        self._patch.setattr(self._entry, "hold", self._hold)
+
+
+def lose_memory(server):
+    server.kill()
+    server.forget()
+    server.start()
+
+
+def test_the_id_of_one_that_was_lost_and_lives_is_remembered_by_those_who_saw_it(own, own_etcd, monkeypatch):
+    """Nobody lists it any more; but its addresses are in the hands of others, and it will be back."""
+    cluster = own.join()
+    events = Events(cluster)
+    survivor = own.register(cluster, "a")
+    reg = own.register(own.join(), "b")
+    events.wait("b", "joined")
+    cut_off = CutOff(reg, monkeypatch)
+    own_etcd.call("lease/revoke", {"ID": str(reg._entry._lease)})  # as if it had run out
+    events.wait("b", "joined", "lost")
+    lose_memory(own_etcd)
+    newcomer = own.register(own.join(), "c")
+    assert newcomer.instance not in (survivor.instance, reg.instance)
+    cut_off.back()
+    wait_for(lambda: cut_off.words == ["lost", "regained"])
+    events.wait("b", "joined", "lost", "joined")
+    found = {one.name: one.instance for one in cluster.members()}
+    assert found == {"a": survivor.instance, "b": reg.instance, "c": newcomer.instance}
+
+
+def test_whoever_comes_back_too_late_for_its_id_is_refused(own, own_etcd, monkeypatch):
+    """Nobody else was there to remember it: then one of the two ends, and that is the one that was away."""
+    reg = own.register(own.join(), "a")
+    cut_off = CutOff(reg, monkeypatch)
+    lose_memory(own_etcd)
+    newcomer = own.register(own.join(), "b")  # after a lease
+    assert newcomer.instance == reg.instance
+    cut_off.back()
+    wait_for(lambda: cut_off.words[-1:] == ["refused"])
+    assert not reg.lease_valid()
+    assert newcomer.lease_valid()
+    wait_for(lambda: [one.name for one in own.join().members()] == ["b"])
+
+
+def test_survivors_are_back_before_their_keepers_ask_again(own, own_etcd):
+    """The watch tells that etcd is new: with a heartbeat of half a minute nobody waits for that."""
+    own.register(own.join(), "first")  # so that the next one need not wait for a lease
+    reg = own.register(own.join(lease=90.0, heartbeat=30.0), "a")
+    lose_memory(own_etcd)
+    wait_for(lambda: "a" in [one.name for one in own.join().members()], 20)
+    assert reg.instance == next(one.instance for one in own.join().members() if one.name == "a")

@@ -1,0 +1,142 @@
+"""A watch of etcd that is dead without anybody being told; and how far what a watch has told is known."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from cluster.kit import EtcdPlace, Events, wait_for
+
+from kvpool.cluster.board import Board
+from kvpool.cluster.etcd_keys import Ids, Keys
+from kvpool.cluster.etcd_view import EtcdView
+from kvpool.cluster.gateway import Gateway, NoAnswer, Options, Stream, encode
+
+
+class DeadStream:
+    """A connection that is open, and by which nothing comes."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+
+    def __iter__(self):
+        self.stopped.wait(120)
+        raise NoAnswer("the stream has ended")
+        yield
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def place(etcd_server):
+    one = EtcdPlace(etcd_server)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Every watch that is begun; `dead` of the next ones are dead."""
+    begun, stream = [], Gateway.stream
+
+    def begin(gateway, *arguments):
+        begun.append(DeadStream() if begun_dead else stream(gateway, *arguments))
+        if begun_dead:
+            begun_dead.pop()
+        return begun[-1]
+
+    begun_dead: list[int] = []
+    monkeypatch.setattr(Gateway, "stream", begin)
+    return begun, begun_dead
+
+
+def test_who_watches_by_a_dead_connection_sees_all_the_same(place, streams):
+    """Joined, changed, lost: each behind a watch that says nothing."""
+    begun, dead = streams
+    first = place.register(place.join(), "a")
+    wait_for(lambda: len(begun) == 1)
+    dead.append(1)
+    router = place.join()
+    events = Events(router)
+    wait_for(lambda: len(begun) == 2)
+    assert isinstance(begun[1], DeadStream)
+    place.register(place.join(), "b")
+    events.wait("b", "joined")
+    assert begun[1].stopped.is_set()
+    assert events.of("a") == ["joined"]
+
+    def blind():
+        """The one that is read now ends, and the next one is dead."""
+        view = router._directory.view
+        wait_for(lambda: isinstance(view._stream, Stream))
+        dead.append(1)
+        view._stream.stop()
+        wait_for(lambda: isinstance(view._stream, DeadStream))
+
+    blind()
+    first.publish(state="draining")
+    wait_for(lambda: [one.state for one in router.members()] == ["draining", "up"])
+    blind()
+    first.leave()
+    wait_for(lambda: [one.name for one in router.members()] == ["b"])
+    assert events.of("b") == ["joined"]
+
+
+def test_a_watch_that_is_silent_because_nothing_happens_is_left_alone(place, etcd_server, streams, monkeypatch):
+    """Also when others write to the same etcd."""
+    begun, _ = streams
+    router = place.join()
+    wait_for(lambda: len(begun) == 1)
+    view, checks, check = router._directory.view, [], EtcdView._silence_of
+    monkeypatch.setattr(EtcdView, "_silence_of", lambda *given: checks.append(check(*given)) or checks[-1])
+    for number in range(3):
+        etcd_server.call("kv/put", {"key": encode("elsewhere"), "value": encode(str(number))})
+        seen = len(checks)
+        wait_for(lambda seen=seen: len(checks) > seen)
+    assert set(checks) == {""}
+    assert len(begun) == 1
+    assert view._stream is begun[0]
+
+
+@pytest.fixture
+def view():
+    one = EtcdView(Options((("127.0.0.1", 1),)), Keys("x"), Board(), 1.0, 3.0)
+    one._revision = 10
+    return one
+
+
+def event(revision, **more):
+    kv = {"key": encode("x/instances/1"), "mod_revision": str(revision), "version": "1"}
+    return {"kv": kv, **more}
+
+
+def test_what_was_missed_is_not_skipped_when_a_watch_breaks_before_it_has_told_it(view):
+    """etcd tells its own revision first, then the past in portions: what counts is what it has told."""
+    view._read([{"created": True, "header": {"revision": "50"}}])
+    assert view._revision == 10
+    view._read([{"header": {"revision": "50"}, "events": [event(20), event(30)]}])
+    assert view._revision == 30
+    view._read([{"header": {"revision": "60"}}])  # a sign of life, behind all that there was to tell
+    assert view._revision == 60
+
+
+def test_the_number_of_keys_is_kept(view):
+    view._count = 4
+    changed = event(13)
+    changed["kv"]["version"] = "2"
+    view._read([{"events": [event(11), event(12), changed, event(14, type="DELETE")]}])
+    assert view._count == 5
+
+
+def test_a_counter_that_was_begun_anew_does_not_make_forget_what_was_given(view):
+    view._note_ids(Ids(9, "one").to_bytes())
+    view._note_ids(Ids(4, "one").to_bytes())
+    assert view.highest == 4  # it has begun from 1 again
+    view._note_ids(Ids(1, "another").to_bytes())
+    assert view.highest == 4
+    view._note_ids(b"")
+    assert view.highest == 4

@@ -1,0 +1,74 @@
+"""Clusters with a long lease: who comes to an etcd that knows nobody waits for one, and is given the time for it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from cluster.kit import EtcdPlace
+from kit import small_pool
+
+import kvpool
+from kvpool.cluster import etcd
+
+LONG = 60.0
+
+
+class FastClock:
+    """A second passes with each wait of whoever registers; what others do takes its time."""
+
+    monotonic_ns = staticmethod(time.monotonic_ns)
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.waited_s
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.001)
+        self.waited_s += 1.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    one = FastClock()
+    monkeypatch.setattr(etcd, "time", one)
+    return one
+
+
+@pytest.fixture
+def empty(etcd_server):
+    one = EtcdPlace(etcd_server, secret="s")
+    yield one
+    one.close()
+
+
+def test_a_pool_attaches_to_a_new_cluster(place, clock):
+    with place.join(lease=LONG, secret="s") as cluster, small_pool() as pool:
+        pool.attach(cluster, name="a")
+        assert [one.name for one in cluster.members()] == ["a"]
+
+
+def test_who_is_first_in_an_etcd_waits_for_a_lease_by_default(empty, clock):
+    empty.register(empty.join(lease=LONG), "a")
+    assert clock.waited_s >= LONG - 1
+
+
+def test_an_attach_that_is_given_too_little_time_for_it_says_why_and_leaves_all_as_it_was(empty, clock):
+    with empty.join(lease=LONG) as cluster, small_pool() as pool:
+        with pytest.raises(kvpool.DeadlineExceeded, match="members that live are given a lease"):
+            pool.attach(cluster, name="a", timeout=5)
+        assert cluster.members() == []
+        assert cluster.registration is None
+        assert pool.name is None
+        pool.attach(cluster, name="a", timeout=10 * LONG)
+        assert [one.name for one in cluster.members()] == ["a"]
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), 4000, "x", True])
+def test_a_time_that_is_none_is_refused(empty, timeout):
+    with empty.join() as cluster, small_pool() as pool:
+        with pytest.raises((kvpool.ArgumentError, kvpool.ArgumentTypeError), match="timeout"):
+            pool.attach(cluster, name="a", timeout=timeout)
+        assert cluster.registration is None
