@@ -79,7 +79,8 @@ class Settings:
             NCCL.
         transfers_max: Transfers of one peer that may be under way; then it is told Busy.
         reserved_max: Blocks of one peer that may be reserved and lent together; then it is told Busy.
-        received_max: Items that may wait for the application (`Pool.received`); then peers are told Busy.
+        received_max: Items that may wait for the application (`Pool.received`); then peers are told Busy. A sixteenth
+            of it, at least one, is each peer's own, whoever fills the rest.
     """
 
     policy: Literal["lru", "lfu", "fifo"] = "lru"
