@@ -75,6 +75,8 @@ class ScriptRoute final : public Route {
   double estimate_us(const Reach&, const Reach&, std::uint64_t, std::uint64_t) const noexcept override { return 1; }
   WriteOutcome write(const WriteRequest&) override { return {}; }
   void close() noexcept override { closed = true; }
+  std::shared_ptr<Passage> passage() const noexcept override { return passage_of; }
+  std::shared_ptr<Passage> passage_of;
   bool reaches_dram = true;
   bool closed = false;
 

@@ -104,6 +104,7 @@ void Receiver::on_reserve(std::uint64_t id, ReserveBody&& body) {
     incoming.room = quarantine_room(id, {});
     incoming.one_sided = body.one_sided;
     incoming.deadline_ns = deadline;
+    incoming.prompt = hold_request(spec->name_space.size() + spec->tokens.size() * sizeof(Token));
     const std::lock_guard lock(mutex_);
     check_quota(body.blocks);
     mark = incoming.mark = ++marks_ & kMarkMask;

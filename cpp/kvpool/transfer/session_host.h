@@ -3,6 +3,7 @@
 // sessions.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -25,6 +26,7 @@ struct SessionLimits {
   std::uint32_t reserved_max = 1U << 20;     // blocks that one peer may hold here, reserved and lent together
   bool measure_routes = false;               // before writes depend on it, where it is a question: see route_probe.h
   std::int64_t measure_ns = 50'000'000;      // no write of a measurement begins later
+  std::size_t request_bytes_max = std::size_t{256} << 20;  // of memory that requests of one peer take: request_bytes.h
 };
 
 // One write, with all that its request points to.
