@@ -153,6 +153,7 @@ TEST_CASE("a fetch that a peer asks for is pushed, or refused, and what is read 
   SUBCASE("too long a list of what waits") {
     kit.host.limits_of.request_bytes_max = 2 * 2 * sizeof(Address);
     kit.say(FrameKind::kFetch, id, write_body(body));
+    CHECK(kit.host.writes.front().peer == kPeerEpoch);
     kit.say(FrameKind::kFetch, id + 1, write_body(body));
     CHECK(kit.refusal() == ErrorCode::kBusy);
     kit.host.end_write();

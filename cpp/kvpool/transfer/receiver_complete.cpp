@@ -130,8 +130,9 @@ void Receiver::verify(std::uint64_t id, std::uint32_t checksum, const std::share
                          {{"needed", checksum}, {"given", found}});
            }));
   };
+  const void* const key = &incoming_;  // not the receiver's: who asks for blocks does not wait for a checksum
   // Without memory to hand it on, it is done here.
-  if (failure_of([&] { host_.run(Priority::kDecode, work); })) work();
+  if (failure_of([&] { host_.run(key, work); })) work();
 }
 
 void Receiver::deliver(std::uint64_t id, Delivery& delivery) {

@@ -158,7 +158,7 @@ std::shared_ptr<Transfer> Session::fetch(const FetchRequest& request, bool frees
 // The peer takes its leave. It writes nothing any more, and waits to hear the same from here.
 void Session::on_leave() {
   peer_drained_.store(true, std::memory_order_release);
-  host_.run(Priority::kDecode, [self = shared_from_this()] {
+  host_.run(this, [self = shared_from_this()] {
     self->stop_writing(Error(ErrorCode::kPeerLost, "peer " + self->peer_.name + " has left"));
     if (self->writes_under_way() == 0) self->host_.drained(*self);
   });
