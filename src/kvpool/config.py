@@ -61,7 +61,7 @@ class Settings:
             "nccl", which take time to start; "nccl" is for HBM on a GPU alone. Separated by commas in the environment.
         lease_s: Seconds after which a peer that says nothing is lost.
         reserve_s: Seconds after which blocks that were reserved for a peer's transfer are taken back.
-        transfer_threads: Threads that write what is large, and make room for peers.
+        transfer_threads: Threads that write what is large, for one peer after another.
         trusted_network: Frames on TCP carry a checksum instead of a message authentication code. For networks where
             nobody else can send or change packets.
         unix_door: Peers on this host that connect by TCP are met over a Unix socket instead, so that memory can be
@@ -79,7 +79,8 @@ class Settings:
             NCCL.
         transfers_max: Transfers of one peer that may be under way; then it is told Busy.
         reserved_max: Blocks of one peer that may be reserved and lent together; then it is told Busy.
-        received_max: Items that may wait for the application (`Pool.received`); then peers are told Busy.
+        received_max: Items that may wait for the application (`Pool.received`); then peers are told Busy. A sixteenth
+            of it, at least one, is each peer's own, whoever fills the rest.
     """
 
     policy: Literal["lru", "lfu", "fifo"] = "lru"

@@ -150,6 +150,19 @@ TEST_CASE("a fetch that a peer asks for is pushed, or refused, and what is read 
     kit.host.end_write();
     kit.pool->free(from.data(), from.size());
   }
+  SUBCASE("too long a list of what waits") {
+    kit.host.limits_of.request_bytes_max = 2 * 2 * sizeof(Address);
+    kit.say(FrameKind::kFetch, id, write_body(body));
+    CHECK(kit.host.writes.front().peer == kPeerEpoch);
+    kit.say(FrameKind::kFetch, id + 1, write_body(body));
+    CHECK(kit.refusal() == ErrorCode::kBusy);
+    kit.host.end_write();
+    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.say(FrameKind::kFetch, id + 1, write_body(body));
+    kit.host.end_write();
+    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.pool->free(from.data(), from.size());
+  }
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 

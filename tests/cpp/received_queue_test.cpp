@@ -7,9 +7,11 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 
+#include "failing_alloc.h"
 #include "kvpool/transport/reactor.h"
 #include "pool_fixture.h"
 #include "thrown.h"
@@ -19,9 +21,26 @@ namespace {
 
 std::int64_t in_a_minute() { return monotonic_ns() + 60'000'000'000; }
 
-void push_one(ReceivedQueue& queue) {
-  queue.reserve();
-  queue.push(std::make_unique<Received>());
+void push_one(ReceivedQueue& queue, const std::string& peer = "peer", std::size_t bytes = 0) {
+  queue.reserve(peer, bytes);
+  auto item = std::make_unique<Received>();
+  item->peer = peer;
+  item->private_bytes.resize(bytes);
+  queue.push(std::move(item));
+}
+
+// Whether room was kept for one more.
+bool keeps_room(ReceivedQueue& queue, const std::string& peer, std::size_t bytes = 0) {
+  const auto refused = code_of([&] { queue.reserve(peer, bytes); });
+  if (refused) CHECK(refused == ErrorCode::kBusy);
+  return !refused;
+}
+
+// For so many items of the peer there was still room.
+std::size_t fill(ReceivedQueue& queue, const std::string& peer, std::size_t bytes = 0) {
+  std::size_t items = 0;
+  while (items < 10'000 && keeps_room(queue, peer, bytes)) ++items;
+  return items;
 }
 
 bool is_readable(int descriptor) {
@@ -49,7 +68,7 @@ TEST_CASE("who waits for what peers send hears why nothing more comes") {
     const ErrorCode expected = fails ? ErrorCode::kDeviceLost : ErrorCode::kClosed;
     CHECK(heard == expected);
     CHECK(code_of([&] { queue.pop(0); }) == expected);
-    CHECK(code_of([&] { queue.reserve(); }) == expected);
+    CHECK(code_of([&] { queue.reserve("peer"); }) == expected);
   }
 }
 
@@ -75,15 +94,63 @@ TEST_CASE("what came before a pool failed can still be taken, and the first reas
   const int descriptor = queue.descriptor();
   CHECK_FALSE(is_readable(descriptor));
   push_one(queue);
-  queue.reserve();  // promised to a peer that is in the middle of a transfer
+  queue.reserve("peer");  // promised to a peer that is in the middle of a transfer
   queue.fail(Error(ErrorCode::kDeviceLost, "the GPU is gone"));
   queue.fail(Error(ErrorCode::kPeerLost, "a rank is gone"));
-  queue.push(std::make_unique<Received>());
+  auto promised = std::make_unique<Received>();
+  promised->peer = "peer";
+  queue.push(std::move(promised));
   CHECK(queue.pop(in_a_minute()) != nullptr);
   CHECK(queue.pop(in_a_minute()) != nullptr);
   CHECK(code_of([&] { queue.pop(in_a_minute()); }) == ErrorCode::kDeviceLost);
   queue.close();
   CHECK(code_of([&] { queue.pop(in_a_minute()); }) == ErrorCode::kDeviceLost);
+}
+
+TEST_CASE("a peer alone may fill the queue, and its share of it is every other peer's own") {
+  ReceivedQueue queue(64);
+  for (int i = 0; i < 64; ++i) push_one(queue, "a");
+  CHECK(fill(queue, "a") == 0);
+  CHECK(fill(queue, "b") == 4);
+  CHECK(fill(queue, "c") == 4);
+  for (int i = 0; i < 64; ++i) CHECK(queue.pop(0)->peer == "a");
+  CHECK(fill(queue, "a") == 56);  // with what b and c have
+}
+
+TEST_CASE("of a queue for few items one is every peer's own") {
+  ReceivedQueue queue(2);
+  CHECK(fill(queue, "a") == 2);
+  CHECK(fill(queue, "b") == 1);
+  CHECK(fill(queue, "c") == 1);
+  queue.unreserve("c");
+  CHECK(fill(queue, "c") == 1);
+}
+
+TEST_CASE("a peer alone may fill the queue with bytes, and every other peer has a share for its own") {
+  ReceivedQueue queue(4096);
+  constexpr std::size_t kItem = ReceivedQueue::kBytesMax / ReceivedQueue::kShares / 2;
+  CHECK(fill(queue, "a", kItem) == 2 * ReceivedQueue::kShares);
+  CHECK(fill(queue, "b", kItem) == 2);
+  CHECK(fill(queue, "c", ReceivedQueue::kBytesMax / ReceivedQueue::kShares + 1) == 1);  // one always is
+  queue.unreserve("b", kItem);
+  CHECK(fill(queue, "b", kItem) == 1);
+}
+
+TEST_CASE("an item that was taken makes room for as many bytes as it had") {
+  ReceivedQueue queue(4096);
+  push_one(queue, "a", 1000);
+  CHECK(fill(queue, "a", ReceivedQueue::kBytesMax) == 0);
+  CHECK(queue.pop(0) != nullptr);
+  CHECK(fill(queue, "a", ReceivedQueue::kBytesMax) == 1);
+}
+
+TEST_CASE("memory that runs out while room is kept has taken none") {
+  const int threw = fail_each_allocation([](auto&& fail) {
+    ReceivedQueue queue(1);
+    const std::string peer = "a peer whose name is too long to lie in its string";
+    if (fail([&] { queue.reserve(peer); })) CHECK(fill(queue, peer) == 1);
+  });
+  CHECK(threw > 1);
 }
 
 TEST_CASE("the descriptor stays readable once nothing more comes, so that whoever polls it hears why") {

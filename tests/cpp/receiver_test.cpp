@@ -1,8 +1,13 @@
 // The receiving half of the protocol, against a peer that follows a script.
 #include <doctest/doctest.h>
 
+#include <functional>
+#include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
+#include "kvpool/transport/passage.h"
 #include "session_kit.h"
 
 namespace kvpool::testing {
@@ -307,6 +312,125 @@ TEST_CASE("what a peer may have under way is limited, and it is told when to com
   kit.say(FrameKind::kCancel, 1);
   CHECK(kit.answer().kind == FrameKind::kDone);
   static_cast<void>(kit.reserve(7, SessionKit::reservation(3)));
+}
+
+TEST_CASE("what a peer's requests take of memory is limited, however few they are") {
+  SessionKit kit;
+  const auto insertion = [](Token id) {
+    ReserveBody body = SessionKit::reservation(2);
+    body.insert = true;
+    body.name_space = "ab";
+    body.tokens = prompt(id, 2);
+    return body;
+  };
+  const std::size_t one = 2 + 2 * kPage * sizeof(Token);
+  kit.host.limits_of.request_bytes_max = 2 * one + 1;
+  static_cast<void>(kit.reserve(1, insertion(1)));
+  static_cast<void>(kit.reserve(2, insertion(2)));
+  kit.say(FrameKind::kReserve, 3, write_body(insertion(3)));
+  const Message refused = kit.answer();
+  REQUIRE(refused.kind == FrameKind::kRefused);
+  CHECK(read_error(refused.body).code() == ErrorCode::kBusy);
+  CHECK(kit.count(BlockState::kReserved) == 4);
+  CHECK(kit.session->counts().promised == 4);
+  static_cast<void>(kit.reserve(3, SessionKit::reservation(1)));  // without a prompt
+  SUBCASE("a transfer that is cancelled makes room") {
+    kit.say(FrameKind::kCancel, 1);
+    CHECK(kit.answer().kind == FrameKind::kDone);
+  }
+  SUBCASE("a transfer that is complete makes room") {
+    kit.say(FrameKind::kComplete, 1, write_body(kit.completion(2)));
+    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.pool->unpin(&kit.received.pop(0)->pin, 1);
+  }
+  SUBCASE("a transfer that is too late makes room") { kit.session->tick(kit.host.now + 1001 * kMs); }
+  kit.host.now += 1001 * kMs;
+  static_cast<void>(kit.reserve(4, insertion(4)));
+}
+
+TEST_CASE("a reservation that is refused, or has no blocks yet and is given up, takes no memory") {
+  SessionKit kit(/*one_sided=*/true, /*hbm_blocks=*/2);
+  ReserveBody body = SessionKit::reservation(2);
+  body.insert = true;
+  body.tokens = prompt(1, 2);
+  kit.host.limits_of.request_bytes_max = body.tokens.size() * sizeof(Token);
+  const Addresses cached = alloc(*kit.pool, 2);
+  static_cast<void>(insert(kit.pool, prompt(7, 2), cached));
+  kit.say(FrameKind::kReserve, 1, write_body(body));  // no room
+  CHECK(kit.refusal() == ErrorCode::kOutOfBlocks);
+  body.may_evict = true;
+  kit.say(FrameKind::kReserve, 2, write_body(body));
+  CHECK(kit.link->sent.empty());  // room is being made
+  kit.say(FrameKind::kReserve, 3, write_body(body));
+  CHECK(kit.refusal() == ErrorCode::kBusy);
+  kit.say(FrameKind::kCancel, 2);
+  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.host.run_works();
+  CHECK(kit.refusal() == ErrorCode::kCancelled);
+  CHECK(kit.reserve(4, body).size() == 2);
+}
+
+TEST_CASE("what waits to be verified is limited, and what is refused leaves nothing") {
+  SessionKit kit;
+  const Addresses lent = kit.lend(50, 1);
+  const auto completion = [&](const Addresses& blocks) {
+    CompleteBody body = kit.completion(blocks.size());
+    body.has_checksum = true;
+    body.checksum = kit.peer_blocks.checksum(blocks);
+    return body;
+  };
+  const Addresses first = kit.reserve(1, SessionKit::reservation(2));
+  const Addresses second = kit.reserve(2, SessionKit::reservation(2));
+  kit.host.limits_of.request_bytes_max = 5;  // of private bytes each completion has 3
+  kit.say(FrameKind::kComplete, 1, write_body(completion(first)));
+  CHECK(kit.link->sent.empty());
+  kit.say(FrameKind::kComplete, 2, write_body(completion(second)));
+  CHECK(kit.refusal() == ErrorCode::kBusy);
+  CompleteBody named = completion(lent);
+  named.named = lent;
+  kit.say(FrameKind::kComplete, 3, write_body(named));
+  CHECK(kit.refusal() == ErrorCode::kBusy);
+  CHECK(kit.count(BlockState::kReserved) == 2);
+  CHECK(kit.count(BlockState::kLent) == 1);
+  kit.host.run_works();
+  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.host.limits_of.request_bytes_max = 3 + sizeof(Address);
+  kit.say(FrameKind::kComplete, 4, write_body(named));
+  kit.host.run_works();
+  CHECK(kit.answer().kind == FrameKind::kDone);
+}
+
+TEST_CASE("a peer that has too much waiting behind content on its way is left") {
+  // Content that never arrives.
+  struct Stalled final : Passage {
+    void begin(Admit, Placed, Lost) override {}
+    void on_message(Message&&) override {}
+    bool defer(std::function<void()>& work) override {
+      works.push_back(std::move(work));
+      return true;
+    }
+    void close(std::function<void()> settled) noexcept override { settled(); }
+    std::vector<std::function<void()>> works;
+  };
+  SessionKit kit;
+  const auto stalled = std::make_shared<Stalled>();
+  const auto route = std::make_shared<ScriptRoute>(true);
+  route->passage_of = stalled;
+  const auto session = std::make_shared<Session>(kit.host, kit.session->peer(), true);
+  session->start(kit.link, {route});
+  kit.host.limits_of.request_bytes_max = 4096;
+  const Message complete{FrameKind::kComplete, 0, 1, write_body(kit.completion(2))};
+  const auto say = [&] { session->on_message(Message(complete)); };
+  std::size_t said = 0;
+  while (said < 4096 && !code_of(say)) ++said;
+  CHECK(said > 8);
+  CHECK(said < 4096 / complete.body.size());
+  CHECK(stalled->works.size() == said);
+  for (const auto& work : std::exchange(stalled->works, {})) work();  // it has arrived after all
+  kit.link->sent.clear();
+  CHECK_FALSE(code_of(say));
+  stalled->works.clear();  // they keep the session
+  session->on_closed(Error(ErrorCode::kPeerLost, "the test ends"));
 }
 
 TEST_CASE("numbers that are no transfer's are refused") {

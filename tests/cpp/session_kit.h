@@ -75,6 +75,8 @@ class ScriptRoute final : public Route {
   double estimate_us(const Reach&, const Reach&, std::uint64_t, std::uint64_t) const noexcept override { return 1; }
   WriteOutcome write(const WriteRequest&) override { return {}; }
   void close() noexcept override { closed = true; }
+  std::shared_ptr<Passage> passage() const noexcept override { return passage_of; }
+  std::shared_ptr<Passage> passage_of;
   bool reaches_dram = true;
   bool closed = false;
 
@@ -89,7 +91,7 @@ class ScriptHost final : public SessionHost {
   std::int64_t now_ns() const noexcept override { return now; }
   const SessionLimits& limits() const noexcept override { return limits_of; }
   TransferTally& tally() noexcept override { return tally_of; }
-  void run(Priority, std::function<void()> work) override { works.push_back(std::move(work)); }
+  void run(const void*, std::function<void()> work) override { works.push_back(std::move(work)); }
   void write(WriteJob&& job) override {
     if (!writes_at_once) return writes.push_back(std::move(job));
     const auto here = reinterpret_cast<std::uintptr_t>(__builtin_frame_address(0));

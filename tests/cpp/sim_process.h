@@ -131,7 +131,7 @@ class SimProcess final : public SessionHost {
   std::int64_t now_ns() const noexcept override { return clock_.now_ns(); }
   const SessionLimits& limits() const noexcept override { return limits_; }
   TransferTally& tally() noexcept override { return tally_; }
-  void run(Priority /*priority*/, std::function<void()> work) override {
+  void run(const void* /*key*/, std::function<void()> work) override {
     clock_.after(clock_.dice().between(0, kWorkNs), actor_, std::move(work));
   }
   void write(WriteJob&& job) override {

@@ -162,19 +162,20 @@ Delivered PeerBlocks::deliver(Delivery&& delivery) {
   Delivered delivered;
   delivered.cached.resize(insert_them ? delivery.reservation.held.size() + arrived.size() : 0);
   std::unique_ptr<ReceivedNews> news;
+  const std::size_t bytes_told =
+      (delivery.private_bytes ? delivery.private_bytes->size() : 0) + delivery.spec.tokens.size() * sizeof(Token);
   if (tell) {
     news = std::make_unique<ReceivedNews>();
     news->item = std::make_unique<Received>();
     news->item->addresses.reserve(delivered.cached.size());
-    received_.reserve((delivery.private_bytes ? delivery.private_bytes->size() : 0) +
-                      delivery.spec.tokens.size() * sizeof(Token));
+    received_.reserve(delivery.peer, bytes_told);
   }
   if (insert_them) {
     IndexPin pin;
     try {
       pin = insert(delivery, delivered.cached);
     } catch (...) {
-      if (tell) received_.unreserve();
+      if (tell) received_.unreserve(delivery.peer, bytes_told);
       throw;
     }
     if (!tell) {

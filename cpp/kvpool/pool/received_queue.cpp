@@ -31,27 +31,55 @@ void ReceivedQueue::check_open_locked(const char* closed) const {
   if (closed_) throw Error(ErrorCode::kClosed, closed);
 }
 
-void ReceivedQueue::reserve(std::size_t bytes) {
+void ReceivedQueue::reserve(const std::string& peer, std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   check_open_locked("the receiving pool is closed");
-  if (items_.size() + kept_.size() >= capacity_ || (!items_.empty() && bytes_ + bytes > kBytesMax)) {
-    throw Error(ErrorCode::kBusy,
-                std::to_string(items_.size()) + " items with " + std::to_string(bytes_) +
-                    " bytes wait for the receiving application: it does not call received()",
-                {{"limit", capacity_}, {"retry_after_us", kRetryAfterUs}});
-  }
+  const auto known = of_.find(peer);
+  check_room_locked(known == of_.end() ? Load{} : known->second, bytes);
   kept_.emplace_back();
+  try {
+    Load& own = of_[peer];
+    for (Load* const load : {&own, &all_}) {
+      ++load->items;
+      load->bytes += bytes;
+    }
+  } catch (...) {
+    kept_.pop_back();
+    throw;
+  }
 }
 
-void ReceivedQueue::unreserve() noexcept {
+// Of what all may have together, or of what is the peer's own.
+void ReceivedQueue::check_room_locked(const Load& own, std::size_t bytes) const {
+  const auto fits = [bytes](const Load& load, std::size_t items_max, std::size_t bytes_max) {
+    return load.items == 0 || (load.items < items_max && load.bytes + bytes <= bytes_max);
+  };
+  if (fits(all_, capacity_, kBytesMax) || fits(own, capacity_ / kShares, kBytesMax / kShares)) return;
+  throw Error(ErrorCode::kBusy,
+              std::to_string(all_.items) + " items with " + std::to_string(all_.bytes) +
+                  " bytes wait for the receiving application, " + std::to_string(own.items) +
+                  " of them from this peer: it does not call received()",
+              {{"limit", capacity_}, {"retry_after_us", kRetryAfterUs}});
+}
+
+void ReceivedQueue::let_go_locked(const std::string& peer, std::size_t bytes) noexcept {
+  const auto own = of_.find(peer);
+  for (Load* const load : {&own->second, &all_}) {
+    --load->items;
+    load->bytes -= bytes;
+  }
+  if (own->second.items == 0) of_.erase(own);
+}
+
+void ReceivedQueue::unreserve(const std::string& peer, std::size_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
   kept_.pop_back();
+  let_go_locked(peer, bytes);
 }
 
 void ReceivedQueue::push(std::unique_ptr<Received> item) noexcept {
   {
     const std::lock_guard lock(mutex_);
-    bytes_ += weight_of(*item);
     kept_.front() = std::move(item);
     items_.splice(items_.end(), kept_, kept_.begin());
     waiting_.store(items_.size(), std::memory_order_release);
@@ -64,7 +92,7 @@ std::unique_ptr<Received> ReceivedQueue::try_pop() {
   if (items_.empty()) return nullptr;
   std::unique_ptr<Received> item = std::move(items_.front());
   items_.pop_front();
-  bytes_ -= weight_of(*item);
+  let_go_locked(item->peer, weight_of(*item));
   waiting_.store(items_.size(), std::memory_order_release);
   if (event_ >= 0 && items_.empty() && !ended_locked()) {
     eventfd_t count = 0;

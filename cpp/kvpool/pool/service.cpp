@@ -178,10 +178,11 @@ void ServiceImpl::write(WriteJob&& job) {
     return carry_out(job);
   }
   const Priority priority = job.priority;
-  const void* const peer = job.route.get();
+  const std::uint64_t peer = job.peer;
+  const void* const route = job.route.get();
   const auto shared = std::make_shared<WriteJob>(std::move(job));
-  if (traits.waits) return strands_.run(peer, priority, [shared] { carry_out(*shared); });
-  workers_.run(priority, [shared] { carry_out(*shared); });
+  if (traits.waits) return strands_.run(route, priority, [shared] { carry_out(*shared); });
+  workers_.run(peer, priority, [shared] { carry_out(*shared); });
 }
 
 void ServiceImpl::tick_by(std::int64_t at_ns) {

@@ -1,7 +1,8 @@
 // The half of a pool that speaks with its peers.
 //
 // One C++ thread (the reactor) answers peers and keeps leases; it never needs Python's GIL. Worker threads write what
-// is large. Thread-safety: everything here may be called by several threads; everything that waits has a deadline.
+// is large, for one peer after another; steps that take long for a peer, as making room, have threads that no content
+// can fill. Thread-safety: everything here may be called by several threads; everything that waits has a deadline.
 #pragma once
 
 #include <cstdint>

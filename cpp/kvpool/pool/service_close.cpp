@@ -52,6 +52,7 @@ void ServiceImpl::close() noexcept {
   for (const Peer& peer : peers) {
     if (peer.group == nullptr) left.push_back({peer.session, peer.link});
   }
+  steps_.stop();
   workers_.stop();
   strands_.stop();
   lane_strands_.stop();

@@ -95,7 +95,9 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   std::int64_t now_ns() const noexcept override { return monotonic_ns(); }
   const SessionLimits& limits() const noexcept override { return limits_; }
   TransferTally& tally() noexcept override { return tally_; }
-  void run(Priority priority, std::function<void()> work) override { workers_.run(priority, std::move(work)); }
+  void run(const void* key, std::function<void()> work) override {
+    steps_.run(key, Priority::kDecode, std::move(work));
+  }
   void run_waiting(const void* key, Priority priority, std::function<void()> work) override {
     strands_.run(key, priority, std::move(work));
   }
@@ -170,7 +172,8 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   PeerEvents events_;
   PeerBlocks blocks_;
   RouteMaker routes_;
-  Workers workers_;
+  Workers workers_;  // large writes
+  Strands steps_;    // what peers wait for, and no write keeps waiting
   Strands strands_;
   Strands lane_strands_;  // what waits in one may wait for what goes on in another, of this pool or a peer
   Strands receiving_;

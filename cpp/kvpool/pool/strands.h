@@ -1,4 +1,5 @@
-// Work that may wait for a peer, one piece after another for each peer, so that a slow one keeps only itself waiting.
+// Work that may wait for a peer, or that one waits for: one piece after another for each peer, so that a slow one keeps
+// only itself waiting.
 //
 // Thread-safety: all of it.
 #pragma once

@@ -34,17 +34,17 @@ bool Workers::start_one() {
   return started;
 }
 
-void Workers::run(Priority priority, std::function<void()> work) {
+void Workers::run(std::uint64_t peer, Priority priority, std::function<void()> work) {
   {
     const std::lock_guard lock(mutex_);
     bool served = !stopping_;
     // A thread that was told of earlier work, and has not woken yet, is not there for this.
-    if (served && static_cast<std::size_t>(idle_) <= queued_ && static_cast<int>(threads_.size()) < threads_max_) {
+    if (served && static_cast<std::size_t>(idle_) <= shares_.size() &&
+        static_cast<int>(threads_.size()) < threads_max_) {
       served = start_one() || !threads_.empty();
     }
     if (served) {
-      queues_[static_cast<std::size_t>(priority)].push_back(std::move(work));
-      ++queued_;
+      shares_.add(peer, priority, std::move(work));
       work_.notify_one();
       return;
     }
@@ -52,21 +52,10 @@ void Workers::run(Priority priority, std::function<void()> work) {
   work();
 }
 
-std::function<void()> Workers::take_locked() {
-  for (auto& queue : queues_) {
-    if (queue.empty()) continue;
-    std::function<void()> work = std::move(queue.front());
-    queue.pop_front();
-    --queued_;
-    return work;
-  }
-  return {};
-}
-
 void Workers::loop() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    if (std::function<void()> work = take_locked()) {
+    if (std::function<void()> work = shares_.take()) {
       lock.unlock();
       work();
       work = nullptr;  // what it kept alive goes without the lock
@@ -82,7 +71,7 @@ void Workers::loop() {
         work_.wait(lock);
       }
       --idle_;
-      if (late && queued_ == 0 && !stopping_) return leave_locked();
+      if (late && shares_.size() == 0 && !stopping_) return leave_locked();
     }
   }
 }

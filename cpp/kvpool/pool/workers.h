@@ -1,18 +1,19 @@
-// Threads for what takes long: large writes, evictions for peers. The most urgent first.
+// Threads for what takes long, as large writes: the most urgent first, and peers in turns (shares.h).
 //
 // Thread-safety: all of it.
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <condition_variable>
-#include <deque>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "kvpool/pool/shares.h"
 #include "kvpool/transfer/request.h"
 
 namespace kvpool {
@@ -26,26 +27,26 @@ class Workers {
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
-  void run(Priority priority, std::function<void()> work);
+  // `peer` stands for whom the work is done. Throws std::bad_alloc; then it does not run.
+  void run(std::uint64_t peer, Priority priority, std::function<void()> work);
+  // For nobody in particular.
+  void run(Priority priority, std::function<void()> work) { run(0, priority, std::move(work)); }
   // Runs what is left, then joins. What comes later runs in its caller's thread. Idempotent.
   void stop() noexcept;
 
  private:
-  static constexpr std::size_t kPriorities = 3;
   void loop();
   bool start_one();
   void leave_locked();
-  std::function<void()> take_locked();
 
   const int threads_max_;
   const std::optional<std::chrono::milliseconds> linger_;
   std::mutex mutex_;
   std::condition_variable work_;
-  std::array<std::deque<std::function<void()>>, kPriorities> queues_;
+  Shares shares_;
   std::vector<std::thread> threads_;
   std::vector<std::thread> left_;  // ended, or about to; to be joined
   int idle_ = 0;                   // threads that wait, or have been told and not woken yet
-  std::size_t queued_ = 0;
   bool stopping_ = false;
 };
 

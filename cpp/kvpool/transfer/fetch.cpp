@@ -8,6 +8,7 @@
 #include "kvpool/base/strips.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/messages.h"
+#include "kvpool/transfer/request_bytes.h"
 #include "kvpool/transfer/strategy.h"
 
 namespace kvpool {
@@ -17,6 +18,12 @@ constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kNsPerMs = 1'000'000;
 constexpr std::uint64_t kLifetimeMsMax = 1U << 30;
 constexpr std::int64_t kRetryAfterUs = 10'000;
+
+// That a peer has asked for, until it is answered.
+struct HeldFetch {
+  RequestBytes::Held waiting;
+  FetchBody body;
+};
 
 }  // namespace
 
@@ -170,8 +177,9 @@ void Session::on_fetch(std::uint64_t id, FetchBody&& body) {
     if ((id & kFetchBit) == 0) throw Error(ErrorCode::kProtocol, "this is no number of a fetch");
     if (body.from.empty()) throw Error(ErrorCode::kArgument, "a fetch needs blocks");
     check_of_peer(body.to);
-    const auto held = std::make_shared<FetchBody>(std::move(body));
-    begin_push(id, held);
+    auto waiting = receiver_->hold_request((body.from.size() + body.to.size()) * sizeof(Address));
+    const auto held = std::make_shared<HeldFetch>(HeldFetch{std::move(waiting), std::move(body)});
+    begin_push(id, std::shared_ptr<FetchBody>(held, &held->body));
   });
   if (!refused) return;
   Bytes answer;

@@ -104,6 +104,7 @@ void Receiver::on_reserve(std::uint64_t id, ReserveBody&& body) {
     incoming.room = quarantine_room(id, {});
     incoming.one_sided = body.one_sided;
     incoming.deadline_ns = deadline;
+    incoming.prompt = hold_request(spec->name_space.size() + spec->tokens.size() * sizeof(Token));
     const std::lock_guard lock(mutex_);
     check_quota(body.blocks);
     mark = incoming.mark = ++marks_ & kMarkMask;
@@ -124,7 +125,7 @@ void Receiver::on_reserve(std::uint64_t id, ReserveBody&& body) {
   if (!failure && attempt(first_room(body.may_evict))) return;
   if (!failure) {
     const Room room = body.may_evict ? Room::kEvict : Room::kFree;
-    failure = failure_of([&] { host_.run(Priority::kDecode, [attempt, room] { static_cast<void>(attempt(room)); }); });
+    failure = failure_of([&] { host_.run(this, [attempt, room] { static_cast<void>(attempt(room)); }); });
   }
   if (failure) finish_reserve(id, std::nullopt, std::move(failure));
 }

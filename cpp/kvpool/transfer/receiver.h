@@ -27,6 +27,7 @@
 
 #include "kvpool/transfer/held_blocks.h"
 #include "kvpool/transfer/messages.h"
+#include "kvpool/transfer/request_bytes.h"
 #include "kvpool/transfer/session_host.h"
 #include "kvpool/transport/card.h"
 #include "kvpool/transport/link.h"
@@ -108,6 +109,11 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
 
   ReceiverCounts counts() const;
 
+  // So much more memory that the peer's requests take. Throws kBusy above the limit.
+  RequestBytes::Held hold_request(std::size_t bytes) const {
+    return request_bytes_->hold(bytes, host_.limits().request_bytes_max);
+  }
+
  private:
   // By transfer, or by fetch of this side. A map, because its nodes can be made beforehand: to quarantine must not
   // fail.
@@ -118,6 +124,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     Reservation reservation;
     std::vector<Address> named;  // destinations that were lent before, while they go to the index
     Quarantine::node_type room;  // for its blocks
+    RequestBytes::Held prompt;   // or, of lent blocks, all that its completion has while it is verified
+    RequestBytes::Held told;     // private bytes, likewise
     Phase phase = Phase::kReserving;
     bool one_sided = false;
     bool ended = false;  // cancelled, too old or lost while another thread works on it: it releases
@@ -166,6 +174,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   const bool writes_directly_;
   const Send send_;
   const Abandon abandon_;
+  const std::shared_ptr<RequestBytes> request_bytes_ = std::make_shared<RequestBytes>();
 
   std::unique_ptr<Landing> landing_;  // of the frame that is being placed: the link's reader alone looks at it
 

@@ -74,6 +74,7 @@ void Receiver::complete_reserved(std::uint64_t id, const CompleteBody& body, Del
     throw Error(ErrorCode::kProtocol, "content arrived damaged, or for blocks that were not reserved");
   }
   if (!incoming.one_sided) check_content(incoming.content, incoming.reservation.addresses.size(), body.bytes);
+  if (body.has_checksum && delivery.private_bytes) entry->second.told = hold_request(delivery.private_bytes->size());
   entry->second.phase = Phase::kDelivering;
   delivery.spec = std::move(*entry->second.spec);
   delivery.reservation = std::move(entry->second.reservation);
@@ -88,6 +89,11 @@ void Receiver::complete_named(std::uint64_t id, CompleteBody& body, Delivery& de
   incoming.phase = Phase::kDelivering;
   incoming.deadline_ns = kNever;
   if (body.insert) incoming.named = body.named;
+  if (body.has_checksum) {  // only then it waits here
+    incoming.prompt =
+        hold_request((delivery.private_bytes ? delivery.private_bytes->size() : 0) +
+                     body.named.size() * sizeof(Address) + body.name_space.size() + body.tokens.size() * sizeof(Token));
+  }
   const std::lock_guard lock(mutex_);
   const ArrivedMap::node_type arrived = arrived_.extract(id);
   check_quota(0);
@@ -124,8 +130,9 @@ void Receiver::verify(std::uint64_t id, std::uint32_t checksum, const std::share
                          {{"needed", checksum}, {"given", found}});
            }));
   };
+  const void* const key = &incoming_;  // not the receiver's: who asks for blocks does not wait for a checksum
   // Without memory to hand it on, it is done here.
-  if (failure_of([&] { host_.run(Priority::kDecode, work); })) work();
+  if (failure_of([&] { host_.run(key, work); })) work();
 }
 
 void Receiver::deliver(std::uint64_t id, Delivery& delivery) {

@@ -23,8 +23,7 @@ void Receiver::on_lend(std::uint64_t id, const LendBody& body) {
   // Without room to be made, the answer is quick; what evicts or swaps goes where it keeps nobody waiting.
   if (attempt(first_room(body.may_evict))) return;
   const Room room = body.may_evict ? Room::kEvict : Room::kFree;
-  auto failure =
-      failure_of([&] { host_.run(Priority::kDecode, [attempt, room] { static_cast<void>(attempt(room)); }); });
+  auto failure = failure_of([&] { host_.run(this, [attempt, room] { static_cast<void>(attempt(room)); }); });
   if (failure) finish_lend(id, body.blocks, std::nullopt, std::move(failure));
 }
 

@@ -158,7 +158,7 @@ std::shared_ptr<Transfer> Session::fetch(const FetchRequest& request, bool frees
 // The peer takes its leave. It writes nothing any more, and waits to hear the same from here.
 void Session::on_leave() {
   peer_drained_.store(true, std::memory_order_release);
-  host_.run(Priority::kDecode, [self = shared_from_this()] {
+  host_.run(this, [self = shared_from_this()] {
     self->stop_writing(Error(ErrorCode::kPeerLost, "peer " + self->peer_.name + " has left"));
     if (self->writes_under_way() == 0) self->host_.drained(*self);
   });
@@ -209,13 +209,19 @@ bool Session::handle_later(Message& message) {
     default:
       return false;
   }
-  const auto kept = std::make_shared<Message>(std::move(message));
+  struct Kept {
+    RequestBytes::Held bytes;
+    Message message;
+  };
+  // A sender of ours says it behind the few passes that are under way; who says more ends the link.
+  auto bytes = deferred_->hold(sizeof(Kept) + message.body.size(), host_.limits().request_bytes_max);
+  const auto kept = std::make_shared<Kept>(Kept{std::move(bytes), std::move(message)});
   std::function<void()> work = [self = shared_from_this(), kept] {
     if (self->ended_.load()) return;
-    if (const auto failure = failure_of([&] { self->handle(std::move(*kept)); })) self->close_link(*failure);
+    if (const auto failure = failure_of([&] { self->handle(std::move(kept->message)); })) self->close_link(*failure);
   };
   if (passage_->defer(work)) return true;
-  message = std::move(*kept);
+  message = std::move(kept->message);
   return false;
 }
 

@@ -24,6 +24,7 @@
 #include "kvpool/transfer/handle.h"
 #include "kvpool/transfer/parted.h"
 #include "kvpool/transfer/receiver.h"
+#include "kvpool/transfer/request_bytes.h"
 #include "kvpool/transfer/session_host.h"
 #include "kvpool/transfer/transfer_id.h"
 #include "kvpool/transport/card.h"
@@ -179,6 +180,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   BorrowedBlocks borrowed_;
   std::shared_ptr<Receiver> receiver_;
   std::shared_ptr<Passage> passage_;  // of a route that has one; as receiver_, from start() on
+  const std::shared_ptr<RequestBytes> deferred_ = std::make_shared<RequestBytes>();  // what waits for it
   std::atomic<std::uint64_t> ids_{1};
   std::atomic<bool> lost_{false};
   std::atomic<bool> said_drained_{false};

@@ -3,6 +3,7 @@
 // sessions.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -25,6 +26,7 @@ struct SessionLimits {
   std::uint32_t reserved_max = 1U << 20;     // blocks that one peer may hold here, reserved and lent together
   bool measure_routes = false;               // before writes depend on it, where it is a question: see route_probe.h
   std::int64_t measure_ns = 50'000'000;      // no write of a measurement begins later
+  std::size_t request_bytes_max = std::size_t{256} << 20;  // of memory that requests of one peer take: request_bytes.h
 };
 
 // One write, with all that its request points to.
@@ -33,6 +35,7 @@ struct WriteJob {
   WriteRequest request;
   std::shared_ptr<void> keep;  // lives until `done` was called
   Priority priority = Priority::kPrefill;
+  std::uint64_t peer = 0;  // the epoch of whom it is for, once a session has it
   std::uint64_t bytes = 0;
   std::function<void(const WriteOutcome& outcome, const Error* error)> done;  // called exactly once
 };
@@ -50,12 +53,13 @@ class SessionHost {
   // Counts the transfers of all sessions.
   virtual TransferTally& tally() noexcept = 0;
 
-  // Runs work that may take long, soon, on a thread where it keeps no other peer waiting. Throws std::bad_alloc; then
-  // it does not run.
-  virtual void run(Priority priority, std::function<void()> work) = 0;
-  // The same for work that waits for one peer, whom `key` stands for: it keeps no other peer waiting, however long.
-  virtual void run_waiting(const void* /*key*/, Priority priority, std::function<void()> work) {
-    run(priority, std::move(work));
+  // Runs a step that a peer waits for and that may take long, as making room, soon, on a thread where neither another
+  // peer nor content that is being written keeps it waiting. `key` stands for the peer: one step after another for
+  // each. Throws std::bad_alloc; then it does not run.
+  virtual void run(const void* key, std::function<void()> work) = 0;
+  // The same for work that waits for the peer: it keeps no other one waiting, however long.
+  virtual void run_waiting(const void* key, Priority /*priority*/, std::function<void()> work) {
+    run(key, std::move(work));
   }
   // Writes, and calls job.done: in this thread before it returns when that is quick and this thread may be kept, else
   // from another thread. Throws std::bad_alloc; then nothing is written, and job.done is not called.
