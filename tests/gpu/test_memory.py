@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from gpu_memory import DeviceArray, driver
+from gpu_memory import DeviceArray, driver, is_fake
 from kit import prompt, store
 from transfer.kit import eventually
 
@@ -42,6 +42,11 @@ def test_a_pool_that_does_not_fit_is_refused_and_leaves_nothing_behind(free_byte
     """By kvpool's own look, and by the driver itself."""
     layout = kvpool.RawLayout(block_bytes=MIB, block_tokens=4)
     options = {"device": "cuda:0", "device_memory": kind, "check_memory": checked}
+    slack = 0 if is_fake() else 4 * MIB  # what a driver may keep for itself; a pool that stayed would be far more
+
+    def is_as(before: int) -> bool:
+        return abs(free_bytes() - before) <= slack
+
     with kvpool.Pool(layout, 8, 4, **options) as other:  # with it goes all that a first pool takes for good
         addrs = store(other, prompt(3))
         kv = DeviceArray(other.tensor(HBM))
@@ -57,12 +62,12 @@ def test_a_pool_that_does_not_fit_is_refused_and_leaves_nothing_behind(free_byte
             assert caught.value.device == 0
             assert 0 < caught.value.available_bytes < blocks * MIB
             del caught
-            eventually(lambda: free_bytes() == before, seconds=10)
+            eventually(lambda: is_as(before), seconds=10)
         # What is there may be had, and is there again afterwards.
         with kvpool.Pool(layout, max(1, before // MIB // 2), **options) as half:
             assert half.stats().device_bytes >= before // MIB // 2 * MIB
             assert free_bytes() <= before - before // MIB // 2 * MIB
-        eventually(lambda: free_bytes() == before, seconds=10)
+        eventually(lambda: is_as(before), seconds=10)
         with other.match(prompt(3)) as hit, other.swap_in(hit.addrs) as held:
             assert (kv[kvpool.block_ids(held.addrs)] == 7).all()
         other.audit()
