@@ -87,22 +87,20 @@ def _a_gpu() -> None:
         pytest.skip("no CUDA GPU")
 
 
-def test_every_verb_says_that_the_gpu_is_lost_and_close_works():
+def run(code: str, timeout: float) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(CUDA_TESTS), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", SCRIPT + LOSE + VERBS + CHECKS],
-        capture_output=True, text=True, timeout=200, check=False, env=os.environ | {"PYTHONPATH": path},
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", code],
+        capture_output=True, text=True, timeout=timeout, check=False, env=os.environ | {"PYTHONPATH": path},
     )  # fmt: skip
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["all told"]), done.stdout + done.stderr
 
 
-def test_a_process_that_has_lost_its_context_leaves_the_gpu_to_others():
-    """The test above has ended a context of that process alone."""
-    test_every_verb_says_that_the_gpu_is_lost_and_close_works()
-    done = subprocess.run(
-        [sys.executable, "-c", "from fake import *\nwith small_pool(device='cuda:0') as pool:\n"
-         "    store(pool, prompt(2))\n    assert len(pool.swap_out(2)) == 2\n"],
-        capture_output=True, text=True, timeout=100, check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(CUDA_TESTS), *filter(None, sys.path)])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_every_verb_says_that_the_gpu_is_lost_and_close_works_and_other_processes_have_the_gpu_as_before():
+    lost = run(SCRIPT + LOSE + VERBS + CHECKS, 150)
+    assert (lost.returncode, lost.stdout.splitlines()[-1:]) == (0, ["all told"]), lost.stdout + lost.stderr
+    other = run(
+        "from fake import *\nwith small_pool(device='cuda:0') as pool:\n    store(pool, prompt(2))\n"
+        "    assert len(pool.swap_out(2)) == 2\n",
+        100,
+    )
+    assert other.returncode == 0, other.stderr
