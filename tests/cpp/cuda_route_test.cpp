@@ -167,6 +167,7 @@ TEST_CASE("a write by the GPU that is stopped between two parts has those in pla
       WriteRequest request = route.request();
       std::atomic<bool> cancelled{false};
       request.cancelled = &cancelled;
+      const std::size_t waits = cuda.count("cuStreamSynchronize");
       std::size_t launched = 0;
       TellingKernels::on_launch() = [&] {
         if (++launched < last) return 0;
@@ -177,6 +178,7 @@ TEST_CASE("a write by the GPU that is stopped between two parts has those in pla
       };
       CHECK(code_of([&] { route.write(request); }) == wanted);
       CHECK(launched == last);
+      CHECK(cuda.count("cuStreamSynchronize") - waits == last);  // to let go of a stream waits here, not on a GPU
       CHECK(route.arrived() == last);
       CHECK(route.done <= last * kRouteBlockBytes);
     }
@@ -194,6 +196,7 @@ TEST_CASE("when a part cannot be begun, the one before it is waited for") {
   };  // no memory: a kernel that cannot run is done without
   CHECK(code_of([&] { route.write(route.request()); }) == ErrorCode::kOutOfMemory);
   CHECK(route.arrived() == 2);
+  CHECK(cuda.count("cuStreamSynchronize") == 3);  // what the third had begun, too
   TellingKernels::on_launch() = nullptr;
   route.clear();
   CHECK(route.write(route.request()).calls == route.parts());
