@@ -203,7 +203,8 @@ gpu-build: gpu-is-there
 	else echo "without Python: $$(tail -n 1 $(GPU)/why)" >&2; rm -f $(GPU)/CMakeCache.txt $(GPU)/_core*.so; $(GPU_CONFIGURE) -DKVPOOL_PYTHON=OFF && \
 	$(CMAKE) --build $(GPU) -j $(GPU_JOBS) --target kvpool_gpu_tests kvpool_gpu_bench; fi
 
-# Both parts run, whatever the first one says; the last lines say what failed.
+# Both parts run, whatever the first one says; the last lines say what failed. Each says at its end, also when its time
+# is over before, what has passed, what has failed, and what was not run.
 .PHONY: test-gpu
 test-gpu: gpu-build ## tests that need a GPU; no network, no .venv
 	@failed=; for part in gpu-kernel-tests gpu-python-tests; do $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
@@ -212,8 +213,7 @@ test-gpu: gpu-build ## tests that need a GPU; no network, no .venv
 .PHONY: gpu-kernel-tests
 gpu-kernel-tests:
 	$(call say,Kernels against their references)
-	@timeout $(GPU_KERNEL_SECONDS) $(GPU)/kvpool_gpu_tests || { code=$$?; test $$code -ne 77 || echo "no GPU: nothing was tested" >&2; \
-	test $$code -ne 124 || echo "not over after $(GPU_KERNEL_SECONDS) s" >&2; exit 1; }
+	@$(GPU_PYTHON) -m tools.gpu_tests kernels --seconds $(GPU_KERNEL_SECONDS) $(GPU)/kvpool_gpu_tests
 
 # The local suite, the transfer suite and the tests of streams; which may skip what is in tests/python/gpu_suites.py.
 .PHONY: gpu-python-tests
@@ -222,8 +222,7 @@ gpu-python-tests:
 	@ls $(GPU)/_core*.so >/dev/null 2>&1 || { echo "the Python tests were not run: the extension could not be built" >&2; exit 1; }
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -c 'import hypothesis, numpy, pytest, pytest_timeout' || { echo "the Python tests were not run: \
 	carry what is missing, by make gpu-wheels, or install it (NumPy)" >&2; exit 1; }
-	@$(GPU_ENVIRONMENT) timeout $(GPU_PYTHON_SECONDS) $(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/gpu || { code=$$?; \
-	test $$code -ne 124 || echo "not over after $(GPU_PYTHON_SECONDS) s" >&2; exit 1; }
+	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m tools.gpu_tests python --seconds $(GPU_PYTHON_SECONDS) tests/gpu
 
 # A few minutes each, so not a part of test-gpu: the same kernels' tests, without those that are large or many.
 .PHONY: sanitize-gpu
@@ -232,13 +231,14 @@ sanitize-gpu: gpu-build ## the kernels' tests under compute-sanitizer: memcheck 
 	tested" >&2; exit 1; }
 	@for tool in memcheck racecheck; do printf '\n\033[1m== compute-sanitizer --tool %s\033[0m\n' $$tool; \
 	KVPOOL_SEED=1 timeout $(GPU_SANITIZE_SECONDS) compute-sanitizer --tool $$tool --error-exitcode 1 \
-	$(GPU)/kvpool_gpu_tests -tce='*beyond 4 GiB*,*thousands*,*follows what*' || { echo "$$tool failed" >&2; exit 1; }; done
+	$(GPU)/kvpool_gpu_tests -tce='*beyond 4 GiB*,*thousands*,*follows what*,*first launch*' || { echo "$$tool failed" >&2; exit 1; }; done
 
 .PHONY: bench-gpu
 bench-gpu: gpu-build ## measure on the GPU; no network, no .venv
 	@if ls $(GPU)/_core*.so >/dev/null 2>&1; then $(GPU_ENVIRONMENT) $(GPU_PYTHON) bench/run.py gpu gpu-links gpu-fig11 $(BENCH_ARGS) | tee $(GPU)/bench.txt; \
 	! grep -q '^gpu[a-z0-9-]* skipped' $(GPU)/bench.txt; \
-	else echo "without Python no table: the figures as they come"; $(GPU)/kvpool_gpu_bench; fi
+	else echo "without Python no table: the figures as they come"; failed=; for part in device layouts bus launch; do \
+	$(GPU)/kvpool_gpu_bench $$part || failed="$$failed $$part"; done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }; fi
 
 # ---- a release: see CONTRIBUTING.md
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +29,7 @@ class Row:
         p99: 99th percentile of kvpool's.
         peers: Name of a peer to its median in the same run.
         details: Whatever else belongs into the JSON.
+        error: Why there is no figure; the value is none then. "": there is one.
     """
 
     what: str
@@ -36,16 +40,17 @@ class Row:
     p99: float | None = None
     peers: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without one."""
-        if self.target is None:
+        """Whether the target is met; None without one, and without a figure."""
+        if self.target is None or self.error:
             return None
         return self.value <= self.target if self.better == "lower" else self.value >= self.target
 
     def as_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "met": self.met}
+        return {**dataclasses.asdict(self), "value": None if self.error else self.value, "met": self.met}
 
 
 def timed_row(what: str, samples: dict[str, Sample], target: float | None = None, **details: Any) -> Row:
@@ -68,6 +73,12 @@ def timed_row(what: str, samples: dict[str, Sample], target: float | None = None
     )
 
 
+def failed_row(what: str, error: Exception | str) -> Row:
+    """A row for a figure that could not be had."""
+    said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return Row(what, math.nan, unit="", error=said.strip().partition("\n")[0] or "no word of why")
+
+
 @dataclass
 class Report:
     """All rows of a bench, and what a person should know about them.
@@ -83,3 +94,13 @@ class Report:
     notes: list[str] = field(default_factory=list)
     series: dict[str, Any] = field(default_factory=dict)
     plots: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """An error inside becomes a row, and what comes after is measured all the same. Skipped goes on."""
+        try:
+            yield
+        except Skipped:
+            raise
+        except Exception as error:
+            self.rows.append(failed_row(what, error))

@@ -47,6 +47,8 @@ class Screen:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
+    if row.error:
+        return (row.what, "", "", "", "FAILED", row.error)
     sign = "<=" if row.better == "lower" else ">="
     return (
         row.what,
@@ -78,7 +80,7 @@ def _rich_table(cells: Sequence[tuple[str, ...]]) -> Any:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="dim", pad_edge=True)
     for number, name in enumerate(_HEADER):
         table.add_column(name, justify="right" if number in (1, 2, 3) else "left", no_wrap=1 <= number <= 4)
-    styles = {"met": "green", "MISSED": "bold red"}
+    styles = {"met": "green", "MISSED": "bold red", "FAILED": "bold red"}
     for row in cells:
         table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
     return table

@@ -8,6 +8,7 @@ import datetime
 import importlib
 import json
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,20 @@ def main(arguments: Sequence[str]) -> int:
                 failed.append(name)
                 screen.line(f"\n{name} failed: {error}", style="bold red")
                 continue
+            except Exception as error:  # a bug in one must not cost the figures of the others
+                failed.append(name)
+                screen.line(f"\n{name} failed: {type(error).__name__}: {error}", style="bold red")
+                screen.line(traceback.format_exc(), style="dim")
+                continue
+            failed += [f"{name}: {row.what}" for row in report.rows if row.error]
             missed += [f"{name}: {row.what}" for row in report.rows if row.met is False]
             told = _tell(screen, peers, told)
     screen.line()
     screen.line(f"{time.perf_counter() - started:.0f} s. Figures and plots: {options.out}")
     for row in missed:
         screen.line(f"  target missed: {row}", style="red")
+    for row in failed:
+        screen.line(f"  failed: {row}", style="bold red")
     return 1 if failed else 0
 
 

@@ -57,7 +57,36 @@ cudaError_t launch_work(const TableLaunch& launch, cudaStream_t stream, unsigned
   return start(reinterpret_cast<const Large*>(launch.header), &run_tiles<Large, Work>);
 }
 
+// What the runtime tells of a kernel it knows only when that is loaded.
+template <class Work>
+cudaError_t load_work() {
+  cudaFuncAttributes attributes;
+  const void* const kernels[] = {
+      reinterpret_cast<const void*>(&run_tiles<RemoteTable, Work>),
+      reinterpret_cast<const void*>(&run_tiles<InlineTable<kSmallTableBytes>, Work>),
+      reinterpret_cast<const void*>(&run_tiles<InlineTable<kInlineTableBytes>, Work>),
+  };
+  for (const void* kernel : kernels) {
+    const cudaError_t result = cudaFuncGetAttributes(&attributes, kernel);
+    if (result != cudaSuccess) return result;
+  }
+  return cudaSuccess;
+}
+
 }  // namespace
+
+int load_on_gpu() noexcept {
+  cudaError_t result = cudaSuccess;
+  for (const KernelKind kind : {KernelKind::kCopy, KernelKind::kPermute, KernelKind::kToFp8}) {
+    for (const std::uint32_t width : {16u, 4u, 2u, 1u}) {
+      with_work(static_cast<std::uint32_t>(kind), width, [&]<class Work>(Work) {
+        if (result == cudaSuccess) result = load_work<Work>();
+      });
+    }
+  }
+  if (result != cudaSuccess) cudaGetLastError();  // as below
+  return static_cast<int>(result);
+}
 
 int launch_on_gpu(const TableLaunch& launch, Stream stream, std::uint32_t thread_blocks_max) noexcept {
   int device = 0;

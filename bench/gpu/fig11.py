@@ -14,6 +14,7 @@ from typing import NamedTuple
 from bench.context import Context
 from bench.gpu.links import require_gpu
 from bench.gpu.side import layout
+from bench.remote import RemoteError
 from bench.result import Report, Row
 from bench.transfer.pair import Kind, Pair, Point, measure
 
@@ -56,15 +57,19 @@ def run(context: Context) -> Report:
             )
             for order in _ORDERS
         ]
-        notes: list[str] = []
-        with ExitStack() as processes:
-            pairs = Pair.start(kinds, context.peers)
-            for pair in pairs:
-                processes.callback(pair.close)
-            point = measure(pairs, count, size, context.pick(3, 5), 0.0, notes)
-        report.notes += [f"{way.name}: {note}" for note in notes]
-        if len(point.facts) == len(_ORDERS):
-            report.rows += _rows(way, point)
+        with report.guarded(way.name):
+            notes: list[str] = []
+            with ExitStack() as processes:
+                noted = len(context.peers.notes)
+                pairs = Pair.start(kinds, context.peers)
+                for pair in pairs:
+                    processes.callback(pair.close)
+                point = measure(pairs, count, size, context.pick(3, 5), 0.0, notes)
+            report.notes += [f"{way.name}: {note}" for note in notes]
+            if len(point.facts) == len(_ORDERS):
+                report.rows += _rows(way, point)
+            elif not any(": Unsupported: " in note for note in notes):  # this machine does not have it
+                raise RemoteError("; ".join(notes + context.peers.notes[noted:]) or "it was not measured")
     report.series = {"tokens": tokens, "blocks": count, "block_bytes": size}
     report.notes.append(
         f"{count} scattered blocks of {size / (1 << 20):.1f} MiB to named destinations, both processes on the first "

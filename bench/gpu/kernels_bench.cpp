@@ -1,11 +1,13 @@
 // Measures the kernels against what the CUDA runtime does with the same bytes in the same run. Prints a line of JSON
 // for each figure; bench/gpu/speed.py runs it and makes the table.
 //
-//   kvpool_gpu_bench [--quick]
+//   kvpool_gpu_bench [--quick] [PART ...]
 //
 // Rates of the device count bytes read and bytes written, those of the bus the bytes that cross it.
-#include <cstring>
+#include <algorithm>
 #include <iterator>
+#include <string>
+#include <vector>
 
 #include "kvpool/cuda/kernels.h"
 #include "measure.h"
@@ -284,8 +286,31 @@ void bench_launch(Bench& bench) {
 }  // namespace
 }  // namespace kvpool::bench
 
+// All parts, or those that are named. A part that fails ends the program, so
+// whoever wants the others all the same asks for each by itself.
 int main(int argc, char** argv) {
   using namespace kvpool::bench;
+  struct Part {
+    const char* name;
+    void (*run)(Bench& bench);
+  };
+  constexpr Part kParts[] = {
+      {"device", bench_device}, {"layouts", bench_layouts}, {"bus", bench_bus}, {"launch", bench_launch}};
+  bool quick = false;
+  std::vector<std::string> named;
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument == "--quick") {
+      quick = true;
+      continue;
+    }
+    const auto is_it = [&](const Part& part) { return argument == part.name; };
+    if (std::none_of(std::begin(kParts), std::end(kParts), is_it)) {
+      std::fprintf(stderr, "there is no part %s\n", argument.c_str());
+      return 2;
+    }
+    named.push_back(argument);
+  }
   int devices = 0;
   const cudaError_t result = cudaGetDeviceCount(&devices);
   if (result != cudaSuccess || devices == 0) {
@@ -301,10 +326,10 @@ int main(int argc, char** argv) {
       "\"%s\"}\n",
       device.name, 10 * device.major + device.minor, device.multiProcessorCount, device.l2CacheSize >> 20, driver,
       kvpool::cuda::kernel_targets());
-  Bench bench{argc > 1 && std::strcmp(argv[1], "--quick") == 0, *kvpool::cuda::gpu_kernels(), {}};
-  bench_device(bench);
-  bench_layouts(bench);
-  bench_bus(bench);
-  bench_launch(bench);
+  std::fflush(stdout);
+  Bench bench{quick, *kvpool::cuda::gpu_kernels(), {}};
+  for (const Part& part : kParts) {
+    if (named.empty() || std::find(named.begin(), named.end(), part.name) != named.end()) part.run(bench);
+  }
   return 0;
 }

@@ -6,12 +6,15 @@ writes each byte as well.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 from bench.context import Context
 from bench.gpu.device import Device, NoDevice
 from bench.gpu.side import layout
+from bench.remote import RemoteError
 from bench.result import Report, Row, Skipped
 from bench.transfer.pair import Kind, Pair, measure
 
@@ -41,52 +44,70 @@ def run(context: Context) -> Report:
     count = context.pick(_QUICK_BLOCKS, _BLOCKS)
     size = layout(_LAYERS, "aggregated").block_bytes
     for order, kind in kinds.items():
-        for pair in Pair.start([kind], context.peers):
-            with pair:
-                ceiling = pair.sender.ask(
-                    "copy_rate", nbytes=context.pick(_QUICK_CEILING_BYTES, _CEILING_BYTES), rounds=15
-                )
-                point = measure([pair], count, size, context.pick(3, 5), 0.2, report.notes)
-                timing = point.timings.get((order, "transfer"))
-                if timing is None:
-                    continue
-                rate = 2 * count * size / timing.sample.median_us / 1e3
-                report.rows.append(
-                    Row(
-                        what=f"cuda_ipc, {count} scattered {order} blocks of {size / (1 << 20):.1f} MiB",
-                        value=rate,
-                        unit="GB/s",
-                        target=_SHARE * ceiling if order == "aggregated" else None,
-                        better="higher",
-                        peers={"cuMemcpyAsync": ceiling},
-                        details={"of_the_ceiling": rate / ceiling, "rounds_us": timing.rounds_us, **point.facts[order]},
-                    )
-                )
+        with report.guarded(_what(count, order, size)):
+            report.rows.append(_rate_row(context, report, kind, count, size, order))
     _launches(context, report, kinds["aggregated"])
     report.notes.append("Both processes use the first GPU. Rates count bytes read and bytes written.")
     return report
+
+
+def _what(count: int, order: str, size: int) -> str:
+    return f"cuda_ipc, {count} scattered {order} blocks of {size / (1 << 20):.1f} MiB"
+
+
+def _rate_row(context: Context, report: Report, kind: Kind, count: int, size: int, order: str) -> Row:
+    """Raises RemoteError where a side fails."""
+    with _one_pair(kind, context) as pair:
+        ceiling = pair.sender.ask("copy_rate", nbytes=context.pick(_QUICK_CEILING_BYTES, _CEILING_BYTES), rounds=15)
+        notes: list[str] = []
+        point = measure([pair], count, size, context.pick(3, 5), 0.2, notes)
+        timing = point.timings.get((order, "transfer"))
+        if timing is None or order not in point.facts:
+            raise RemoteError("; ".join(notes) or "it was not measured")
+        report.notes += notes
+        rate = 2 * count * size / timing.sample.median_us / 1e3
+        return Row(
+            what=_what(count, order, size),
+            value=rate,
+            unit="GB/s",
+            target=_SHARE * ceiling if order == "aggregated" else None,
+            better="higher",
+            peers={"cuMemcpyAsync": ceiling},
+            details={"of_the_ceiling": rate / ceiling, "rounds_us": timing.rounds_us, **point.facts[order]},
+        )
 
 
 def _launches(context: Context, report: Report, kind: Kind) -> None:
     """What transfer() takes before it returns, for blocks that a thread of kvpool's copies, or sets the GPU to copy."""
     size = layout(_LAYERS, "aggregated").block_bytes
     for count in (1, 16):
-        for pair in Pair.start([kind], context.peers):
-            with pair:
-                pair.open(count, size)
-                pair.verify("transfer", 1)
-                pair.sender.ask("begin_times", calls=20)
-                times = sorted(pair.sender.ask("begin_times", calls=context.pick(_QUICK_CALLS, _CALLS)))
-                pair.shut()
-                report.rows.append(
-                    Row(
-                        what=f"transfer() of {count} blocks, until it returns",
-                        value=median(times),
-                        target=_LAUNCH_US,
-                        p99=times[len(times) * 99 // 100],
-                        details={"n": len(times), "min": times[0]},
-                    )
+        what = f"transfer() of {count} blocks, until it returns"
+        with report.guarded(what), _one_pair(kind, context) as pair:
+            pair.open(count, size)
+            pair.verify("transfer", 1)
+            pair.sender.ask("begin_times", calls=20)
+            times = sorted(pair.sender.ask("begin_times", calls=context.pick(_QUICK_CALLS, _CALLS)))
+            pair.shut()
+            report.rows.append(
+                Row(
+                    what=what,
+                    value=median(times),
+                    target=_LAUNCH_US,
+                    p99=times[len(times) * 99 // 100],
+                    details={"n": len(times), "min": times[0]},
                 )
+            )
+
+
+@contextmanager
+def _one_pair(kind: Kind, context: Context) -> Iterator[Pair]:
+    """Raises RemoteError where it does not start."""
+    noted = len(context.peers.notes)
+    pairs = Pair.start([kind], context.peers)
+    if not pairs:
+        raise RemoteError("; ".join(context.peers.notes[noted:]) or "its processes do not start")
+    with pairs[0] as pair:
+        yield pair
 
 
 def require_gpu() -> None:

@@ -16,22 +16,16 @@ from bench.workload import BLOCK_TOKENS, Tokens, random_tokens
 
 PIECES = (16 << 10, 64 << 10, 256 << 10)
 WAYS = ("device to pinned", "pinned to device", "both ways")  # as kvpool_gpu_bench names them
-Rates = dict[tuple[str, int], list[float]]  # by way and bytes of a block: GB/s over the bus, of each round
+Rates = dict[str, list[float]]  # by way: GB/s over the bus, of each round
 _STREAM = 2  # the thread's default one, which is idle: without a stream each direction would wait for the other
 
 
-def rates(quick: bool) -> Rates | str:
-    """Of each round, or why there are none."""
-    found: Rates = {}
-    for piece in PIECES:
-        blocks = ((64 << 20) if quick else (256 << 20)) // piece
-        try:
-            pool = kvpool.Pool(kvpool.RawLayout(block_bytes=piece), 2 * blocks, 2 * blocks, device="cuda:0")
-        except kvpool.Unsupported as error:
-            return f"no pool on the GPU: {error}"
-        with pool, no_collections():
-            found.update(_rates_of(pool, piece, blocks, 5 if quick else 15))
-    return found
+def rates(piece: int, quick: bool) -> Rates:
+    """Of blocks of so many bytes. Raises what the pool raises."""
+    blocks = ((64 << 20) if quick else (256 << 20)) // piece
+    pool = kvpool.Pool(kvpool.RawLayout(block_bytes=piece), 2 * blocks, 2 * blocks, device="cuda:0")
+    with pool, no_collections():
+        return _rates_of(pool, piece, blocks, 5 if quick else 15)
 
 
 def _rates_of(pool: kvpool.Pool, piece: int, blocks: int, rounds: int) -> Rates:
@@ -42,12 +36,12 @@ def _rates_of(pool: kvpool.Pool, piece: int, blocks: int, rounds: int) -> Rates:
         np.random.default_rng(number).shuffle(kept)
         pool.insert(tokens[number], kept).close()
         pool.free(free)
-    found: Rates = {(way, piece): [] for way in WAYS}
+    found: Rates = {way: [] for way in WAYS}
     for number in range(-2, rounds):  # two to warm up
         times = _round(pool, tokens, blocks, hot=number % 2)
         if number >= 0:
             for way, (time_ns, ways) in zip(WAYS, times, strict=True):
-                found[way, piece].append(ways * blocks * piece / time_ns)
+                found[way].append(ways * blocks * piece / time_ns)
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,13 +18,14 @@ from typing import Any
 from bench.context import Context
 from bench.gpu import pool_swap, torch_indexing
 from bench.remote import RemoteError
-from bench.result import Report, Row, Skipped
+from bench.result import Report, Row, Skipped, failed_row
 
 TITLE = "GPU: gather, scatter, swap and layouts against one cudaMemcpyAsync of as many bytes; launch cost"
 PEERS: set[str] = set()
 _CEILING = "cudaMemcpyAsync"
 _NO_GPU = 77
 _RUN_S_MAX = 400
+_PARTS = ("device", "layouts", "bus", "launch")  # of the program
 # Of the ceiling, by case; and from which length of a piece on.
 _TARGETS = {
     "gather": (0.9, 16 << 10),
@@ -43,26 +45,26 @@ def run(context: Context) -> Report:
 
     Raises:
         Skipped: There is no GPU, or the program was not built.
-        RemoteError: The program failed.
+        RemoteError: The program has measured nothing.
     """
-    device, figures = _measure(context.quick)
-    report = Report(series={"device": device, "figures": figures})
-    torch_rates = torch_indexing.rates(context.quick)
-    if isinstance(torch_rates, str):
-        report.notes.append(torch_rates)
-        torch_rates = {}
+    report = Report()
+    device, figures = _measure(context.quick, report)
+    report.series = {"device": device, "figures": figures}
+    torch_rates = _torch_rates(context.quick, report)
     cases: dict[tuple[str, int], dict[str, list[float]]] = {}
     for figure in figures:
         cases.setdefault((figure["case"], figure["piece"]), {}).setdefault(figure["way"], []).extend(figure["values"])
-    copies = cases.pop(("device copy", max(piece for case, piece in cases if case == "device copy")))
-    report.notes.append(
-        f"One cudaMemcpyAsync on the device moves {median(copies[_CEILING]):.0f} GB/s, read and written."
-    )
+    with report.guarded("device copy"):
+        copies = cases.pop(("device copy", max(piece for case, piece in cases if case == "device copy")))
+        report.notes.append(
+            f"One cudaMemcpyAsync on the device moves {median(copies[_CEILING]):.0f} GB/s, read and written."
+        )
     for (case, piece), ways in cases.items():
-        report.rows += _launch_rows(case, ways) if case.startswith("launch") else [_rate_row(case, piece, ways)]
-        for name, rate in torch_rates.get((case, piece), {}).items():
-            report.rows[-1].peers[name] = rate
-    report.rows += _pool_rows(cases, context.quick, report.notes)
+        with report.guarded(f"{case}, {_size(piece)}"):
+            report.rows += _launch_rows(case, ways) if case.startswith("launch") else [_rate_row(case, piece, ways)]
+            for name, rate in torch_rates.get((case, piece), {}).items():
+                report.rows[-1].peers[name] = rate
+    _add_pool_rows(cases, context.quick, report)
     report.notes.append(
         f"{device['device']}, sm_{device['sm']}, driver {device['driver']}, kernels for {device['kernels']}. On the "
         "device bytes read and written count, over the bus those that cross it. Pieces are scattered: no two are "
@@ -71,19 +73,57 @@ def run(context: Context) -> Report:
     return report
 
 
-def _measure(quick: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    program = _program()
-    command = [str(program), *(["--quick"] if quick else [])]
+def _torch_rates(quick: bool, report: Report) -> torch_indexing.Rates:
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_RUN_S_MAX)
-    except subprocess.TimeoutExpired:
-        raise RemoteError(f"{program.name} did not end within {_RUN_S_MAX} s") from None
-    if ran.returncode == _NO_GPU:
-        raise Skipped(ran.stderr.strip())
-    if ran.returncode != 0:
-        raise RemoteError(f"{program.name} ended with {ran.returncode}: {ran.stderr.strip()[-300:]}")
-    device, *figures = (json.loads(line) for line in ran.stdout.splitlines())
+        found = torch_indexing.rates(quick)
+    except Exception as error:  # a peer's: the figures are kvpool's
+        found = f"torch failed: {type(error).__name__}: {error}"
+    if isinstance(found, str):
+        report.notes.append(found)
+        return {}
+    return found
+
+
+def _measure(quick: bool, report: Report) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The device and all figures; each part in a process of its own, so that one that fails costs no other.
+
+    Raises:
+        Skipped: There is no GPU.
+        RemoteError: No part has measured anything.
+    """
+    program = _program()
+    device: dict[str, Any] = {}
+    figures: list[dict[str, Any]] = []
+    until = time.monotonic() + _RUN_S_MAX
+    for part in _PARTS:
+        command = [str(program), *(["--quick"] if quick else []), part]
+        left_s = until - time.monotonic()
+        said, error = _output_of(command, left_s if part == _PARTS[-1] else left_s / 2)  # one that hangs leaves time
+        found = [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith("\n")]  # the last is cut
+        device = device or (found[0] if found else {})
+        figures += found[1:]
+        if error:
+            report.rows.append(failed_row(f"{part}: what this program has not measured", error))
+    if not figures:
+        raise RemoteError("; ".join(row.error for row in report.rows) or f"{program.name} said nothing")
     return device, figures
+
+
+def _output_of(command: list[str], seconds: float) -> tuple[str, str]:
+    """What the program says, and what ended it before its time, "" for nothing."""
+    error = ""
+    try:
+        ran = subprocess.run(command, capture_output=True, check=False, timeout=max(seconds, 0.1))
+        said = ran.stdout
+        why = ran.stderr.decode(errors="replace").strip()
+        if ran.returncode == _NO_GPU:
+            raise Skipped(why)
+        if ran.returncode != 0:
+            error = f"{' '.join(command)} ended with {ran.returncode}: {why[-300:]}"
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout or b""
+        error = f"{' '.join(command)} was not over after {seconds:.0f} s"
+    return said.decode(errors="replace"), error
 
 
 def _program() -> Path:
@@ -114,28 +154,24 @@ def _rate_row(case: str, piece: int, ways: dict[str, list[float]]) -> Row:
     )
 
 
-def _pool_rows(cases: dict[tuple[str, int], dict[str, list[float]]], quick: bool, notes: list[str]) -> list[Row]:
+def _add_pool_rows(cases: dict[tuple[str, int], dict[str, list[float]]], quick: bool, report: Report) -> None:
     """Swap through a pool, against the same ceilings as the kernels alone."""
-    rates = pool_swap.rates(quick)
-    if isinstance(rates, str):
-        notes.append(rates)
-        return []
-    rows = []
-    for (way, piece), values in rates.items():
-        ceiling = median(cases[way, piece][_CEILING])
-        share, from_piece = _TARGETS[way]
-        rows.append(
-            Row(
-                what=f"swap through a pool, {way}, {_size(piece)}",
-                value=median(values),
-                unit="GB/s",
-                target=share * ceiling if piece >= from_piece else None,
-                better="higher",
-                peers={_CEILING: ceiling},
-                details={"of_the_ceiling": median(values) / ceiling, "samples": values},
-            )
-        )
-    return rows
+    for piece in pool_swap.PIECES:
+        with report.guarded(f"swap through a pool, {_size(piece)}"):
+            for way, values in pool_swap.rates(piece, quick).items():
+                ceiling = median(cases[way, piece][_CEILING])
+                share, from_piece = _TARGETS[way]
+                report.rows.append(
+                    Row(
+                        what=f"swap through a pool, {way}, {_size(piece)}",
+                        value=median(values),
+                        unit="GB/s",
+                        target=share * ceiling if piece >= from_piece else None,
+                        better="higher",
+                        peers={_CEILING: ceiling},
+                        details={"of_the_ceiling": median(values) / ceiling, "samples": values},
+                    )
+                )
 
 
 def _launch_rows(case: str, ways: dict[str, list[float]]) -> list[Row]:

@@ -28,6 +28,7 @@ from kvpool.cluster.place import check_seconds
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, Error, Fenced, StateError
 from kvpool.member_book import MemberBook
 from kvpool.transfer import PeerVerbs
+from kvpool.transfer.gpu_routes import tell_unused
 from kvpool.transfer.peers import nccl_library, ucx_library
 from kvpool.types import KVLayout, RawLayout
 from kvpool.waiting import busy
@@ -310,6 +311,7 @@ def _service(pool: PeerVerbs, wanted: Any) -> Iterator[None]:
         notes = pool._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl), joins_cluster=True)
         for note in notes:
             _log.warning("%s", note)
+        tell_unused(pool, wanted)
         pool.settings = wanted
     try:
         yield

@@ -8,6 +8,7 @@ from typing import Any
 from kvpool import _core
 from kvpool.errors import ArgumentError
 from kvpool.pool import Pool
+from kvpool.transfer.gpu_routes import tell_unused
 from kvpool.transfer.peers import nccl_library, ucx_library
 from kvpool.transfer.reshard import RankSlice
 from kvpool.transfer.ticket import RankTicket
@@ -122,6 +123,7 @@ class RankArena:
         except BaseException:
             memory.close()
             raise
+        tell_unused(memory, wanted)
         return cls(known, memory, node, part)
 
     def tensor(self, medium: int = HBM) -> _core.KVTensor:

@@ -116,6 +116,8 @@ class StreamKernels {
   ~StreamKernels() {
     fake() = nullptr;
     answer() = 0;
+    load_answer() = 0;
+    loaded_on() = -1;
   }
   StreamKernels(const StreamKernels&) = delete;
   StreamKernels& operator=(const StreamKernels&) = delete;
@@ -125,6 +127,15 @@ class StreamKernels {
   static std::atomic<int>& answer() {
     static std::atomic<int> code{0};
     return code;
+  }
+  // What loading answers from now on; in which device's context it was asked last.
+  static std::atomic<int>& load_answer() {
+    static std::atomic<int> code{0};
+    return code;
+  }
+  static std::atomic<int>& loaded_on() {
+    static std::atomic<int> device{-1};
+    return device;
   }
   static std::atomic<int>& launches() {
     static std::atomic<int> count{0};
@@ -140,6 +151,12 @@ class StreamKernels {
   static const FakeCuda*& fake() {
     static const FakeCuda* cuda = nullptr;
     return cuda;
+  }
+  static int load() {
+    int device = -1;
+    CHECK(fake()->find<int(int*)>("cuCtxGetDevice")(&device) == 0);
+    loaded_on() = device;
+    return load_answer();
   }
   static int copy(const cuda::CopyJob& job, cuda::Stream stream, const cuda::LaunchOptions&) {
     ++launches();
@@ -161,7 +178,7 @@ class StreamKernels {
     return code;
   }
 
-  cuda::KernelSet set_{"stream", &copy, nullptr, nullptr, nullptr};
+  cuda::KernelSet set_{"stream", &copy, nullptr, nullptr, nullptr, &load};
 };
 
 }  // namespace kvpool::testing

@@ -10,6 +10,7 @@
 
 #include "fuzz_seeds.h"
 #include "kvpool/base/strips.h"
+#include "kvpool/cuda/driver.h"
 #include "kvpool/cuda/kernel_plan.h"
 #include "thrown.h"
 
@@ -302,6 +303,9 @@ TEST_CASE("a build says whether it has kernels, and what for") {
   const std::vector<PlannedStrip> strips{{place.from, place.to, 0, 16, 16}};
   const std::vector<BlockPair> pairs{{0, 0}};
   CHECK(testing::code_of([&] { kernels->copy({strips, pairs}, nullptr, {}); }) == ErrorCode::kArgument);
+  // Without a GPU loading them is an answer, too, by which a pool does without.
+  const CudaFault fault = fault_of(kernels->load());
+  CHECK((fault == CudaFault::kNone || fault == CudaFault::kUnsupported));
 }
 
 }  // namespace

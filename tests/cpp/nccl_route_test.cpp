@@ -225,6 +225,41 @@ TEST_CASE("nccl: after NCCL has failed another route serves") {
   CHECK(pair.a.service->peers()[0].route_failures.empty());
 }
 
+TEST_CASE("nccl: after a pass has stood still to the deadline, or a communicator was not made, another route serves") {
+  for (const char* what : {"stall", "join"}) {
+    CAPTURE(what);
+    NcclPair pair({48, 80, 64, 64}, false, {"nccl", "sock"});
+    const Addresses blocks = pair.filled(pair.a, 2, 10);
+    pair.nccl.set(what, what == std::string("stall") ? 1 : 0);
+    TransferRequest by_nccl = NcclPair::request(pair.b, blocks, 3);
+    by_nccl.route = "nccl";
+    const auto late = NcclPair::end_of(*pair.a.service->transfer(std::move(by_nccl)));
+    REQUIRE(late);
+    CHECK(late->code() == ErrorCode::kDeadline);
+    const auto failures = pair.a.service->peers()[0].route_failures;
+    REQUIRE(failures.size() == 1);
+    CHECK(failures[0].route == "nccl");
+    CHECK(failures[0].report.able);
+    CHECK(failures[0].report.why.find("had not ended") != std::string::npos);
+    const auto next = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
+    CHECK_FALSE(NcclPair::end_of(*next));
+    CHECK(next->stats().route == "sock");
+    pair.nccl.set(what, what == std::string("stall") ? 0 : 1);
+  }
+}
+
+TEST_CASE("nccl: a short deadline of the caller's says nothing of the route") {
+  NcclPair pair({48, 80, 64, 64}, false, {"nccl", "sock"});
+  const Addresses blocks = pair.filled(pair.a, 2, 10);
+  pair.nccl.set("stall", 1);
+  TransferRequest by_nccl = NcclPair::request(pair.b, blocks, 0.2);
+  by_nccl.route = "nccl";
+  const auto late = NcclPair::end_of(*pair.a.service->transfer(std::move(by_nccl)));
+  REQUIRE(late);
+  CHECK(late->code() == ErrorCode::kDeadline);
+  CHECK(pair.a.service->peers()[0].route_failures.empty());
+}
+
 TEST_CASE("nccl: a GPU without room for it leaves the peer to other routes") {
   NcclPair pair({48, 80, 64, 64}, false, {"nccl", "sock"});
   const Addresses blocks = pair.filled(pair.a, 2, 10);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 
 import pytest
 from gpu_memory import driver
@@ -12,6 +14,27 @@ from transfer.kit import nccl_setting
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The suites first: they are what a session is for when it is cut short."""
     items.sort(key=lambda item: "test_suites" not in item.nodeid)
+
+
+def _tell(**what: object) -> None:
+    """To tools/gpu_tests.py, which says it when this run is ended from outside."""
+    where = os.environ.get("KVPOOL_TEST_PROGRESS")
+    if where:
+        with open(where, "a") as file:
+            file.write(json.dumps(what) + "\n")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _tell(collected=[item.nodeid for item in session.items])
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _tell(begun=nodeid)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        _tell(ended=report.nodeid, outcome=report.outcome)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -49,3 +49,19 @@ def test_swap_follows_the_work_of_a_stream_of_torchs(pool, named):
     tensor[ids] = 5.0
     with pool.match(prompt(4)) as hit, pool.swap_in(hit.addrs, stream=torch.cuda.current_stream()) as held:
         assert (tensor[kvpool.block_ids(held.addrs).tolist()] == 2.0).all().item()
+
+
+def test_the_cuda_array_interface_is_torchs_tensor_of_the_same_memory_too(pool):
+    """What it says of streams: none to wait for; torch orders what it is told by its own."""
+    tensor = torch.as_tensor(pool.tensor(HBM), device="cuda:0")  # bfloat16 has no name there: 16-bit integers
+    shared = torch.from_dlpack(pool.tensor(HBM))
+    assert tensor.data_ptr() == shared.data_ptr()
+    assert tensor.stride() == shared.stride()
+    ids = kvpool.block_ids(pool.alloc(2)).tolist()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG_CYCLES // 10)
+        shared[ids] = 3.0
+        seen = tensor[ids].to(torch.int32)
+    stream.synchronize()
+    assert (seen == 0x4040).all().item()

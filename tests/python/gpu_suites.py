@@ -6,6 +6,7 @@ They run in a process of their own, with the fake driver here (`make test`) and 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -81,7 +82,7 @@ def run_on_gpu(file: str, *, timeout: float, only: str = "", **variables: str) -
     } | variables  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [sys.executable, "-u", "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={report}"]
         try:
             done = subprocess.run(
                 [*command, *(("-k", only) if only else ()), str(TESTS / file)],
@@ -89,11 +90,21 @@ def run_on_gpu(file: str, *, timeout: float, only: str = "", **variables: str) -
             )  # fmt: skip
         except subprocess.TimeoutExpired as late:
             said = b"".join(part for part in (late.stdout, late.stderr) if isinstance(part, bytes))
-            return Outcome(-1, f"{file} was not over after {timeout} s\n{said.decode(errors='replace')[-5000:]}")
+            return Outcome(-1, f"{file} was not over after {timeout} s: {_so_far(said.decode(errors='replace'))}")
         outcome = Outcome(done.returncode, f"{file}\n{done.stdout[-8000:]}{done.stderr[-4000:]}")
         if report.is_file():
             _count(ElementTree.parse(report), outcome)
         return outcome
+
+
+def _so_far(said: str) -> str:
+    """What had become of the tests, of what `pytest -v` had said."""
+    collected = re.search(r"collected (\d+) item", said)
+    ends = re.findall(r"^\S+::(.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", said, re.MULTILINE)
+    begun = re.findall(r"^\S+::(\S+)", said, re.MULTILINE)
+    counts = ", ".join(f"{sum(how == one for _, how in ends)} {one.lower()}" for one in ("PASSED", "FAILED", "SKIPPED"))
+    running = begun[-1] if len(begun) > len(ends) else "none"
+    return f"{counts} of {collected[1] if collected else '?'} tests; {running} was running\n{said[-5000:]}"
 
 
 def _count(report: ElementTree.ElementTree, outcome: Outcome) -> None:

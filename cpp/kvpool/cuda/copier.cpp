@@ -1,7 +1,10 @@
 #include "kvpool/cuda/copier.h"
 
+#include <exception>
+#include <new>
 #include <utility>
 
+#include "kvpool/base/error.h"
 #include "kvpool/cuda/wait_word.h"
 
 namespace kvpool {
@@ -12,32 +15,6 @@ constexpr std::uint32_t kThreadBlocks = 64;
 constexpr std::size_t kIdleStreamsMax = 8;
 
 }  // namespace
-
-// A stream for one call, drained when it goes back.
-class DeviceCopier::Lease {
- public:
-  explicit Lease(DeviceCopier& copier) : copier_(copier), stream_(copier.take()) {}
-  ~Lease() {
-    // Of a device that is lost nothing is known: its streams are not used again.
-    if (drained_) copier_.put_back(std::move(stream_));
-  }
-  Lease(const Lease&) = delete;
-  Lease& operator=(const Lease&) = delete;
-
-  CuStream handle() const noexcept { return stream_->handle(); }
-  // Nothing here follows a stream that waits for a word, but the GPU may have put the copy behind it in one queue.
-  void drain() {
-    const CudaContext& context = stream_->context();
-    if (words_unset(context) && !stream_->ends_within(kWordPatienceNs)) force_words(context);
-    stream_->drain(copier_.copier_.what());
-    drained_ = true;
-  }
-
- private:
-  DeviceCopier& copier_;
-  std::unique_ptr<CudaStream> stream_;
-  bool drained_ = false;
-};
 
 DeviceCopier::DeviceCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels, const char* what)
     : copier_(std::move(context), kernels, kThreadBlocks, what) {}
@@ -71,33 +48,73 @@ void DeviceCopier::put_back(std::unique_ptr<CudaStream> stream) noexcept {
   if (idle_.size() < kIdleStreamsMax) idle_.push_back(std::move(stream));
 }
 
-// Returns what put(stream) does, when all that it has put there has ended.
+CuStream DeviceCopier::Run::stream() {
+  if (!current_) current_.emplace(*copier_.context(), copier_.copier_.what());
+  std::unique_ptr<CudaStream>& stream = parts_.back();
+  if (stream == nullptr) stream = copier_.take();
+  return stream->handle();
+}
+
+std::uint64_t DeviceCopier::Run::copy(std::span<const PlannedStrip> plan, std::span<const Address> from,
+                                      std::span<const Address> to, bool merge) {
+  if (plan.empty() || from.empty()) return 0;
+  return copier_.copier_.copy(stream(), plan, from, to, merge);
+}
+
+void DeviceCopier::Run::copy(std::span<const CopyPiece> pieces) {
+  if (!pieces.empty()) copier_.copier_.copy(stream(), pieces);
+}
+
+void DeviceCopier::Run::wait() {
+  // Of a device that is lost nothing is known: its streams are not used again.
+  std::unique_ptr<CudaStream> stream = std::move(parts_.front());
+  parts_.pop_front();
+  if (stream == nullptr) return;
+  // Nothing here follows a stream that waits for a word, but the GPU may have put the copy behind it in one queue.
+  const CudaContext& context = stream->context();
+  if (words_unset(context) && !stream->ends_within(kWordPatienceNs)) force_words(context);
+  stream->drain(copier_.copier_.what());
+  copier_.put_back(std::move(stream));
+}
+
+void DeviceCopier::Run::wait_for_all() {
+  std::exception_ptr failure;
+  while (!parts_.empty()) {
+    try {
+      wait();
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::kDeviceLost) throw;  // and with it all that is left
+      failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+// Returns what put(run) does, when all that it has put there has ended.
 template <class Put>
-std::uint64_t DeviceCopier::on_a_stream(Put&& put) {
-  const CurrentContext current(*context(), copier_.what());
-  Lease lease(*this);
+std::uint64_t DeviceCopier::at_once(Put&& put) {
+  Run run(*this);
+  run.begin();
   std::uint64_t outcome = 0;
   try {
-    outcome = put(lease.handle());
+    outcome = put(run);
   } catch (...) {
     // What is under way already must not write into blocks that are somebody else's by then.
-    lease.drain();
+    run.wait_for_all();
     throw;
   }
-  lease.drain();
+  run.wait_for_all();
   return outcome;
 }
 
 std::uint64_t DeviceCopier::copy(std::span<const PlannedStrip> plan, std::span<const Address> from,
                                  std::span<const Address> to, bool merge) {
-  if (plan.empty() || from.empty()) return 0;
-  return on_a_stream([&](CuStream stream) { return copier_.copy(stream, plan, from, to, merge); });
+  return at_once([&](Run& run) { return run.copy(plan, from, to, merge); });
 }
 
 void DeviceCopier::copy(std::span<const CopyPiece> pieces) {
-  if (pieces.empty()) return;
-  on_a_stream([&](CuStream stream) {
-    copier_.copy(stream, pieces);
+  at_once([&](Run& run) {
+    run.copy(pieces);
     return pieces.size();
   });
 }

@@ -7,8 +7,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -36,13 +38,44 @@ class DeviceCopier {
                      bool merge);
   // The same for pieces as they are.
   void copy(std::span<const CopyPiece> pieces);
+
+  // Copies of one thread in parts, which overlap: while one is under way the next is put behind it, so that the GPU
+  // does not stand still in between. Each part has a stream to itself.
+  // Thread-safety: none; for one thread, on its stack. Keeps the context current there.
+  class Run {
+   public:
+    explicit Run(DeviceCopier& copier) noexcept : copier_(copier) {}
+    Run(const Run&) = delete;
+    Run& operator=(const Run&) = delete;
+
+    // The part that follows; what is copied from now on belongs to it.
+    void begin() { parts_.emplace_back(); }
+    // As those of DeviceCopier, but they return when the copies are under way, and may be when they throw. Whoever ends
+    // the run because of that waits for all of it first. REQUIRES: begin().
+    std::uint64_t copy(std::span<const PlannedStrip> plan, std::span<const Address> from, std::span<const Address> to,
+                       bool merge);
+    void copy(std::span<const CopyPiece> pieces);
+    // That were begun and not waited for.
+    std::size_t parts() const noexcept { return parts_.size(); }
+    // Returns when the bytes of the oldest part, or of all of them, have arrived. Throw as CudaStream::drain; of that
+    // part nothing is written any more then, unless it is kDeviceLost. REQUIRES, of wait(): parts() > 0.
+    void wait();
+    void wait_for_all();
+
+   private:
+    CuStream stream();
+
+    DeviceCopier& copier_;
+    std::optional<CurrentContext> current_;          // as of the first copy
+    std::deque<std::unique_ptr<CudaStream>> parts_;  // null: nothing of it is the GPU's
+  };
+
   // Takes what the next call needs of the driver, so that it need not then. Throws as CudaDriver::require.
   void warm_up();
 
  private:
-  class Lease;
   template <class Put>
-  std::uint64_t on_a_stream(Put&& put);
+  std::uint64_t at_once(Put&& put);
   std::unique_ptr<CudaStream> take();
   void put_back(std::unique_ptr<CudaStream> stream) noexcept;
 

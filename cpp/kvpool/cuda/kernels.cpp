@@ -28,7 +28,7 @@ int run(const Job& job, Stream stream, const LaunchOptions& options) {
 }  // namespace
 
 const KernelSet* gpu_kernels() noexcept {
-  static constexpr KernelSet kSet{"gpu", run<CopyJob>, run<PermuteJob>, run<Fp8Job>, gpu_result_name};
+  static constexpr KernelSet kSet{"gpu", run<CopyJob>, run<PermuteJob>, run<Fp8Job>, gpu_result_name, load_on_gpu};
   return &kSet;
 }
 

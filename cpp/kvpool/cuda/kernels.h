@@ -111,9 +111,14 @@ struct KernelSet {
   int (*to_fp8)(const Fp8Job& job, Stream stream, const LaunchOptions& options);
   // The name of a result, "cudaErrorIllegalAddress" say.
   const char* (*result_name)(int result);
+  // Loads all of them into the current context, where they are not there yet; a launch then loads nothing. Returns a
+  // CUresult. Left to its first launch, a kernel is loaded when the whole context stands still, and so behind a stream
+  // that waits for what this very launch is to bring.
+  int (*load)();
 };
 
-// The GPU's; null where this build has no CUDA compiler. Loads libcuda at its first launch, not before.
+// The GPU's; null where this build has no CUDA compiler. Opens libcuda when it is first asked to load or to
+// launch, not before.
 const KernelSet* gpu_kernels() noexcept;
 
 // The references: in the calling thread, at once, whatever the stream. Where a stream has to be kept in order, call

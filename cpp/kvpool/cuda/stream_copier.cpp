@@ -36,8 +36,19 @@ std::uint64_t count_pieces(std::span<const PlannedStrip> plan, std::span<const A
 
 }  // namespace
 
-const cuda::KernelSet* kernels_for(const CudaContext& context) noexcept {
-  return context.driver().library == "libcuda.so.1" ? cuda::gpu_kernels() : nullptr;
+const cuda::KernelSet* kernels_for(const CudaContext& context) {
+  const cuda::KernelSet* const kernels = context.driver().library == "libcuda.so.1" ? cuda::gpu_kernels() : nullptr;
+  return kernels != nullptr ? loaded(context, *kernels) : nullptr;
+}
+
+const cuda::KernelSet* loaded(const CudaContext& context, const cuda::KernelSet& kernels) {
+  constexpr const char* kWhat = "the copy kernels cannot be loaded";
+  const CurrentContext current(context, kWhat);
+  const CuResult result = kernels.load();
+  const CudaFault fault = fault_of(result);
+  if (fault == CudaFault::kUnsupported || fault == CudaFault::kArgument) return nullptr;
+  context.driver().require(result, "cudaFuncGetAttributes", kWhat);
+  return &kernels;
 }
 
 StreamCopier::StreamCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels,

@@ -20,9 +20,13 @@
 
 namespace kvpool {
 
-// The kernels that can be launched in this context: null without any, and where another library than the machine's own
-// driver answers, which the kernels would not call.
-const cuda::KernelSet* kernels_for(const CudaContext& context) noexcept;
+// The kernels that can be launched in this context, all of them loaded: null without any, where this GPU or its driver
+// cannot run them, and where another library than the machine's own driver answers, which the kernels would not call.
+// Whoever makes a pool asks first, before any stream waits for a word (wait_word.h); to ask again loads nothing. Throws
+// kOutOfMemory, kDeviceLost, kState.
+const cuda::KernelSet* kernels_for(const CudaContext& context);
+// These, loaded; null where they cannot run. Throws as above.
+const cuda::KernelSet* loaded(const CudaContext& context, const cuda::KernelSet& kernels);
 
 class StreamCopier {
  public:

@@ -20,9 +20,7 @@ namespace kvpool {
 namespace {
 
 constexpr const char* kWhat = "blocks cannot be copied to a peer";
-// Whether to stop is looked at between two parts. At the rate of a bus this one takes a millisecond or two, beside
-// which the pause between two of them is nothing.
-constexpr std::uint64_t kPartBytes = std::uint64_t{64} << 20;
+constexpr std::size_t kPartsUnderWay = 2;
 
 // Pairs of blocks of the same media on either side.
 struct Group {
@@ -91,14 +89,7 @@ class CudaRoute final : public Route {
     throw_if_stopped(request, name_, closed_);
     if (reads_gpu(reach_of(request.from))) mapped->reach.wait(reach_of(request.to), request, name_, closed_);
     const std::int64_t began_ns = monotonic_ns();
-    const TransferParts parts(request.strips, request.from.size(), PartLimits{.bytes_max = kPartBytes});
-    WriteOutcome outcome;
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      if (i > 0) throw_if_stopped(request, name_, closed_);
-      outcome.calls += write_part(request, parts[i]);
-      outcome.bytes += parts[i].bytes();
-      if (request.bytes_done != nullptr) request.bytes_done->fetch_add(parts[i].bytes(), std::memory_order_relaxed);
-    }
+    const WriteOutcome outcome = write_parts(request);
     const std::int64_t ended_ns = monotonic_ns();
     cost_.measured(reach_of(request.from), reach_of(request.to), outcome.calls, outcome.bytes,
                    static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
@@ -125,7 +116,35 @@ class CudaRoute final : public Route {
     return (from[0] && local_.on_gpu[0]) || (from[1] && local_.on_gpu[1]);
   }
 
-  std::uint64_t write_part(const WriteRequest& request, const TransferPart& part) {
+  WriteOutcome write_parts(const WriteRequest& request) {
+    const TransferParts parts(request.strips, request.from.size(), PartLimits{.bytes_max = local_.part_bytes});
+    WriteOutcome outcome;
+    DeviceCopier::Run run(copier_);
+    std::size_t arrived = 0;
+    const auto await_one = [&] {
+      run.wait();
+      const std::uint64_t bytes = parts[arrived++].bytes();
+      outcome.bytes += bytes;
+      if (request.bytes_done != nullptr) request.bytes_done->fetch_add(bytes, std::memory_order_relaxed);
+    };
+    try {
+      for (std::size_t i = 0; i < parts.size(); ++i) {
+        if (run.parts() == kPartsUnderWay) await_one();
+        if (i > 0) throw_if_stopped(request, name_, closed_);
+        run.begin();
+        outcome.calls += write_part(request, parts[i], run);
+      }
+      while (run.parts() > 0) await_one();
+    } catch (...) {
+      // What is under way must not write into blocks that are somebody else's by then.
+      run.wait_for_all();
+      throw;
+    }
+    return outcome;
+  }
+
+  // Returns how many pieces there are. What the GPU copies of it is under way then.
+  std::uint64_t write_part(const WriteRequest& request, const TransferPart& part, DeviceCopier::Run& run) {
     std::array<Group, std::size_t{kMediaCount} * kMediaCount> groups;
     for (std::size_t i = part.first_block; i < part.first_block + part.blocks; ++i) {
       Group& group = groups[(medium_bits_of(request.from[i]) - 1) * kMediaCount + medium_bits_of(request.to[i]) - 1];
@@ -149,7 +168,7 @@ class CudaRoute final : public Route {
       }
       plan.clear();
       plan_strips(local_.spans[from], peer_[to], part.strips, request.merge, plan);
-      calls += copier_.copy(plan, groups[i].from, groups[i].to, request.merge);
+      calls += run.copy(plan, groups[i].from, groups[i].to, request.merge);
     }
     return calls;
   }

@@ -8,6 +8,7 @@
 // later. When the route is closed and no write is under way, nothing of the peer is mapped any more.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -20,6 +21,11 @@ namespace kvpool {
 
 class CudaContext;
 
+// A write is cut into parts of so many bytes, and two of them are under way. Whether to stop is looked at before each:
+// a bus takes some ten milliseconds for two. A GPU copies one in a tenth of a millisecond, beside which what lies
+// between the end of a part and the CPU's next is little, and hidden by the other part.
+inline constexpr std::uint64_t kCudaPartBytes = std::uint64_t{256} << 20;
+
 // The local side: `spans` describes memory that `keepalive` keeps, all of it reachable for this GPU and page-locked
 // where it is the host's. Media that are not have no blocks.
 struct GpuSide {
@@ -28,6 +34,7 @@ struct GpuSide {
   MediaSpans spans;
   Reach on_gpu{};  // media that are not the host's
   std::shared_ptr<void> keepalive;
+  std::uint64_t part_bytes = kCudaPartBytes;
 };
 
 // A pool of this process, likewise.

@@ -48,34 +48,6 @@ class NcclLane::Event {
   CuEvent event_ = nullptr;
 };
 
-class NcclLane::Staging {
- public:
-  Staging(const CudaContext& context, std::size_t bytes) : context_(context), bytes_(bytes) {
-    const CudaDriver& driver = context.driver();
-    try {
-      driver.require(driver.mem_alloc(&base_, bytes), "cuMemAlloc", kWhat);
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kOutOfMemory) throw;
-      // Blocks have the memory, and keep it: there is no use in trying for every transfer.
-      throw Error(ErrorCode::kUnsupported,
-                  std::string(error.what()) + ": there is no room for a pass buffer of " + std::to_string(bytes) +
-                      " bytes (the setting nccl_pass_bytes of who sends)",
-                  {{"needed_bytes", static_cast<std::int64_t>(bytes)}});
-    }
-  }
-  ~Staging() { context_.driver().mem_free(base_); }
-  Staging(const Staging&) = delete;
-  Staging& operator=(const Staging&) = delete;
-
-  CuPointer base() const noexcept { return base_; }
-  std::size_t bytes() const noexcept { return bytes_; }
-
- private:
-  const CudaContext& context_;
-  const std::size_t bytes_;
-  CuPointer base_ = 0;
-};
-
 NcclLane::NcclLane(const NcclMemory& memory, NcclWay way)
     : memory_(memory), way_(way), copier_(memory.context, memory.kernels, kThreadBlocks, kWhat) {}
 
@@ -102,15 +74,15 @@ NcclId NcclLane::make_id() const {
   return id;
 }
 
-// All that a pass needs is taken here: memory that is given back while others use the GPU holds all of them up.
+// All that a pass needs is taken here, and none of it given back to the driver while others pass: nccl_staging.h.
 void NcclLane::open(const NcclId& id, std::uint64_t pass_bytes, const NcclCheck& check) {
   const CurrentContext current(*memory_.context, kWhat);
   shut();
   if (stream_ == nullptr) stream_ = std::make_unique<CudaStream>(memory_.context);
   if (event_ == nullptr) event_ = std::make_unique<Event>(*memory_.context);
-  if (staging_ == nullptr || staging_->bytes() != pass_bytes) {
+  if (staging_ == nullptr || staging_->bytes() < pass_bytes) {
     staging_.reset();
-    staging_ = std::make_unique<Staging>(*memory_.context, static_cast<std::size_t>(pass_bytes));
+    staging_ = std::make_unique<NcclStaging>(memory_.context, static_cast<std::size_t>(pass_bytes));
   }
   communicator_ =
       std::make_unique<NcclCommunicator>(*memory_.library, id, way_, memory_.limits.thread_blocks_max, check);
@@ -134,6 +106,7 @@ void NcclLane::shut() noexcept {
 
 void NcclLane::pass(const NcclContent& content, const NcclCheck& check) {
   const CurrentContext current(*memory_.context, kWhat);
+  const NcclPassing passing(*memory_.context);
   try {
     run(content, check);
   } catch (...) {

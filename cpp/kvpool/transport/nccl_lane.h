@@ -21,6 +21,7 @@
 #include "kvpool/cuda/stream_copier.h"
 #include "kvpool/transport/nccl_communicator.h"
 #include "kvpool/transport/nccl_limits.h"
+#include "kvpool/transport/nccl_staging.h"
 
 namespace kvpool {
 
@@ -73,7 +74,6 @@ class NcclLane {
 
  private:
   class Event;
-  class Staging;
 
   void run(const NcclContent& content, const NcclCheck& check);
   bool lies_in_messages(const NcclContent& content) const noexcept;
@@ -86,7 +86,7 @@ class NcclLane {
   std::unique_ptr<NcclCommunicator> communicator_;
   std::unique_ptr<CudaStream> stream_;
   std::unique_ptr<Event> event_;
-  std::unique_ptr<Staging> staging_;
+  std::unique_ptr<NcclStaging> staging_;
   std::vector<iovec> pieces_;  // of the content that is being passed
 };
 

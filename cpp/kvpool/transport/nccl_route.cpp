@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -21,6 +22,7 @@ constexpr RoutePrior kNcclPrior{100, 0.02, 1 / 20e3};
 constexpr auto kLook = std::chrono::milliseconds(5);
 constexpr std::int64_t kNsPerMs = 1'000'000;
 constexpr std::int64_t kHaltNs = 10'000'000'000;
+constexpr std::int64_t kStallNs = 1'000'000'000;
 
 // Pieces that both sides may well have in one run are a message each; else all is one, and gathered.
 std::uint64_t message_bytes_of(const TransferPart& part) noexcept {
@@ -197,6 +199,7 @@ class NcclRoute final : public Route {
   // Returns how many messages it was.
   std::uint64_t send(const WriteRequest& request, const TransferPart& part) {
     bool announced = false;
+    const std::int64_t began_ns = monotonic_ns();
     try {
       if (!lane_->is_open()) open(request);
       NcclPassBody pass;
@@ -224,9 +227,24 @@ class NcclRoute final : public Route {
       return (pass.bytes + pass.message_bytes - 1) / pass.message_bytes;
     } catch (const std::exception& failure) {
       const auto* const error = dynamic_cast<const Error*>(&failure);
+      if (error != nullptr && error->code() == ErrorCode::kDeadline) note_stall(began_ns);
       const bool device_lost = error != nullptr && error->code() == ErrorCode::kDeviceLost;  // which says no less
       if (halt(announced) || device_lost) throw;
       throw Error(ErrorCode::kPeerLost, "the peer does not say that it has stopped receiving by NCCL");
+    }
+  }
+
+  // A pass that has come to a stand ends at the caller's deadline, which is nobody's fault in general. But one that
+  // takes a thousand times what it should would take the next transfer with it, too: others are to serve.
+  void note_stall(std::int64_t began_ns) noexcept {
+    const std::int64_t now_ns = monotonic_ns();
+    if (now_ns - began_ns < kStallNs) return;
+    try {
+      health().failed(Error(ErrorCode::kRouteFailed, "a pass by NCCL had not ended after " +
+                                                         std::to_string((now_ns - began_ns) / kNsPerMs) +
+                                                         " ms, at the transfer's deadline"),
+                      began_ns, now_ns);
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): then it is as cheap as before
     }
   }
 

@@ -1,10 +1,13 @@
-"""What `kvpool info` says of CUDA: this build's kernels, this machine's driver, and whether they go together."""
+"""What `kvpool info` says of CUDA: this build's kernels, this machine's driver, whether they go together, and NCCL."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 from typing import Any
+
+from kvpool.transfer.gpu_routes import nccl_extra
+from kvpool.transfer.peers import nccl_library
 
 # By the major version of the toolkit that compiled the kernels: the oldest driver that runs them, by the version of
 # CUDA that it is for and by its own. A driver runs what newer toolkits of its major version made; but kernels with more
@@ -48,6 +51,40 @@ def driver_text(cuda: dict[str, Any], build: dict[str, str]) -> str:
     has = tuple(map(int, cuda["driver"].split(".")))
     others = [other for other, (oldest, _) in _OLDEST_DRIVERS.items() if oldest <= has]
     return f"{said}, or a wheel for CUDA {max(others)}" if others else said
+
+
+def collect_nccl(setting: str) -> dict[str, Any]:
+    """What the route "nccl" would use: `library` and `version`, "2.28.9", or None and the `error`."""
+    where = nccl_library(setting)
+    facts: dict[str, Any] = {"setting": setting, "library": None, "version": None, "error": None}
+    if where == "wheel":
+        return facts | {"error": f"not installed: for the route nccl between GPUs install {nccl_extra()}"}
+    if os.path.isdir(where):
+        beneath = (os.path.join(where, *parts, "libnccl.so.2") for parts in ((), ("lib",), ("lib64",)))
+        where = next(filter(os.path.isfile, beneath), where)
+    try:
+        version = _nccl_version("libnccl.so.2" if where == "system" else where)
+    except OSError as error:
+        return facts | {"error": f"{error}; for the route nccl between GPUs install {nccl_extra()}"}
+    return facts | {"library": where, "version": version}
+
+
+def nccl_text(nccl: dict[str, Any]) -> str:
+    """One line: the version and where it is, or what to install."""
+    return str(nccl["error"]) if nccl["library"] is None else f"{nccl['version']} in {nccl['library']}"
+
+
+def _nccl_version(library: str) -> str:
+    """Raises OSError where there is no such library, or none of NCCL."""
+    nccl = ctypes.CDLL(library)
+    version = ctypes.c_int()
+    try:
+        code = nccl.ncclGetVersion(ctypes.byref(version))
+    except AttributeError as error:
+        raise OSError(str(error)) from None
+    if code != 0:
+        raise OSError(f"ncclGetVersion failed with {code}")
+    return f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
 
 
 def _oldest_driver(build: dict[str, str]) -> tuple[tuple[int, int], int | None]:

@@ -45,6 +45,7 @@ def collect() -> dict[str, Any]:
         },
         "cuda": cuda.collect(build),
         "ucx": _ucx(loaded.settings.ucx),
+        "nccl": cuda.collect_nccl(loaded.settings.nccl),
         "config_file": str(loaded.file) if loaded.file else None,
         "settings": config.describe(loaded),
     }
@@ -86,6 +87,7 @@ def _text(facts: dict[str, Any]) -> str:
         ("machine", f"{machine['system']}, {machine['processors']} processors"),
         ("memory", f"{machine['memory_available_bytes'] / 2**30:.1f} GiB available, by {machine['memory_limit']}"),
         ("UCX", _ucx_text(facts["ucx"])),
+        ("NCCL", cuda.nccl_text(facts["nccl"])),
         ("settings file", facts["config_file"] or "none"),
     ]
     lines = [f"{name:<14}  {value}" for name, value in rows]

@@ -13,6 +13,7 @@ from typing import Any
 from kvpool import _core
 from kvpool.config import Settings
 from kvpool.errors import ArgumentError, ArgumentTypeError, DeadlineExceeded, StateError
+from kvpool.transfer.gpu_routes import tell_unused
 from kvpool.transfer.peers import PeerCallback, PeerEvent, PeerInfo, RankInfo, nccl_library, ucx_library
 from kvpool.transfer.received import Received, ReceivedCallback
 from kvpool.transfer.reshard import ParallelConfig
@@ -184,6 +185,7 @@ class PeerVerbs(_core.Pool):
             if self._name() is None:
                 for note in self._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl)):
                     _log.warning("%s", note)
+                tell_unused(self, wanted)
                 self.settings = wanted
             elif (name is not None and name != self._name()) or wanted.secret != self.settings.secret:
                 what = "with another secret" if wanted.secret != self.settings.secret else f"as {self._name()!r}"

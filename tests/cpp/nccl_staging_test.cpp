@@ -1,0 +1,178 @@
+// Memory that lanes of NCCL share: it is not given back while any of them passes something.
+#include "kvpool/transport/nccl_staging.h"
+
+#include <doctest/doctest.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "fake_nccl.h"
+#include "kvpool/arena/device_arena.h"
+#include "kvpool/cuda/wait_word.h"
+#include "kvpool/transport/nccl_lane.h"
+#include "kvpool/transport/reactor.h"
+#include "thrown.h"
+
+#ifdef KVPOOL_FAKE_CUDA_PATH
+
+namespace kvpool::testing {
+namespace {
+
+constexpr std::size_t kSmall = 4096;
+constexpr std::size_t kLarge = 65536;
+
+TEST_CASE("staging memory goes at once when nothing is passed, and with the last pass when something is") {
+  const FakeCuda cuda;
+  {
+    const auto context = CudaContext::retain(0, "a test");
+    const CurrentContext current(*context, "a test");
+    {
+      const NcclStaging alone(context, kSmall);
+    }
+    CHECK(cuda.count("cuMemFree") == 1);
+    {
+      const NcclPassing first(*context);
+      std::optional<NcclPassing> second(std::in_place, *context);
+      {
+        const NcclStaging during(context, kSmall);
+      }
+      second.reset();
+      CHECK(cuda.count("cuMemFree") == 1);
+      CHECK(cuda.count("bytes") == kSmall);
+      // Another GPU's lanes have nothing to do with it.
+      const auto other = CudaContext::retain(1, "a test");
+      const CurrentContext there(*other, "a test");
+      {
+        const NcclStaging elsewhere(other, kSmall);
+      }
+      CHECK(cuda.count("cuMemFree") == 2);
+    }
+    CHECK(cuda.count("cuMemFree") == 3);
+    CHECK(cuda.count("bytes") == 0);
+  }
+  CHECK(cuda.left() == "");
+}
+
+TEST_CASE("staging memory that is kept serves the next who asks for as much") {
+  const FakeCuda cuda;
+  {
+    const auto context = CudaContext::retain(0, "a test");
+    const CurrentContext current(*context, "a test");
+    const NcclPassing passing(*context);
+    {
+      const NcclStaging first(context, kSmall);
+    }
+    {
+      const NcclStaging larger(context, kLarge);
+      CHECK(cuda.count("cuMemAlloc") == 2);
+      const NcclStaging again(context, kSmall / 2);
+      CHECK(again.bytes() == kSmall);
+      CHECK(cuda.count("cuMemAlloc") == 2);
+      CHECK(again.base() != larger.base());
+    }
+    CHECK(cuda.count("bytes") == kSmall + kLarge);
+  }
+  CHECK(cuda.left() == "");
+}
+
+TEST_CASE("staging memory stays while a stream waits for a word, and goes with the next occasion") {
+  const FakeCuda cuda;
+  const auto context = CudaContext::retain(0, "a test");
+  const CurrentContext current(*context, "a test");
+  const auto word = WaitWord::take(context, monotonic_ns() + 60'000'000'000);
+  {
+    const NcclStaging first(context, kSmall);
+  }
+  CHECK(cuda.count("cuMemFree") == 0);
+  word->set();
+  {
+    const NcclPassing passing(*context);
+  }
+  CHECK(cuda.count("cuMemFree") == 1);
+  CHECK(cuda.count("bytes") == 0);
+}
+
+TEST_CASE("staging memory that there is no room for is refused, and nothing is kept of the trial") {
+  const FakeCuda cuda;
+  {
+    const auto context = CudaContext::retain(0, "a test");
+    const CurrentContext current(*context, "a test");
+    CHECK(code_of([&] { NcclStaging(context, std::size_t{1} << 40); }) == ErrorCode::kUnsupported);
+    const NcclStaging next(context, kSmall);
+    CHECK(cuda.count("bytes") == kSmall);
+  }
+  CHECK(cuda.left() == "");
+}
+
+// A direction between two GPUs, as the two routes have it.
+class LanePair {
+ public:
+  explicit LanePair(const NcclMemory& from, const NcclMemory& to)
+      : sender_(std::make_unique<NcclLane>(from, NcclWay::kSend)),
+        receiver_(std::make_unique<NcclLane>(to, NcclWay::kReceive)) {}
+  void open(std::uint64_t pass_bytes) {
+    const NcclId id = sender_->make_id();
+    std::thread other([&] { sender_->open(id, pass_bytes, [] {}); });
+    receiver_->open(id, pass_bytes, [] {});
+    other.join();
+  }
+  NcclLane& receiver() { return *receiver_; }
+
+ private:
+  const std::unique_ptr<NcclLane> sender_;
+  const std::unique_ptr<NcclLane> receiver_;
+};
+
+TEST_CASE("a lane that needs more staging memory does not wait for another that receives") {
+  const FakeCuda cuda;
+  {
+    const FakeNccl nccl;
+    constexpr std::size_t kBytes = 512;
+    std::array<std::shared_ptr<DeviceArena>, 2> arenas;
+    std::array<NcclMemory, 2> memory;
+    for (int device = 0; device < 2; ++device) {
+      auto& arena = arenas[static_cast<std::size_t>(device)];
+      arena =
+          std::make_shared<DeviceArena>(DeviceArenaOptions{.blocks = 2, .segment_bytes = {kBytes}, .device = device});
+      NcclMemory& side = memory[static_cast<std::size_t>(device)];
+      side.library = &load_nccl(KVPOOL_FAKE_NCCL_PATH);
+      side.context = arena->context();
+      side.local[0] = {arena->blocks(), arena->segments()};
+      side.keepalive = arena;
+    }
+    LanePair waiting(memory[0], memory[1]);
+    LanePair growing(memory[0], memory[1]);
+    waiting.open(kSmall);
+    growing.open(kSmall);
+    cuda.set("unmap_waits", 1);
+    std::atomic<bool> gives_up{false};
+    std::atomic<bool> ended{false};
+    std::thread receives([&] {
+      const ContentRange whole{0, kBytes};
+      const Address block = make_address(1, Medium::kHbm, 0, 1);
+      const std::int64_t until_ns = monotonic_ns() + 20'000'000'000;
+      const auto code = code_of([&] {
+        waiting.receiver().pass({{&whole, 1}, {&block, 1}, kBytes, kBytes}, [&] {
+          if (gives_up || monotonic_ns() > until_ns) throw Error(ErrorCode::kCancelled, "nobody sends");
+        });
+      });
+      CHECK(code == ErrorCode::kCancelled);
+      ended = true;
+    });
+    while (nccl.count("ncclRecv") == 0) std::this_thread::yield();
+    growing.open(kLarge);
+    CHECK_FALSE(ended);
+    gives_up = true;
+    receives.join();
+  }
+  CHECK(cuda.left() == "");
+}
+
+}  // namespace
+}  // namespace kvpool::testing
+
+#endif  // KVPOOL_FAKE_CUDA_PATH
