@@ -174,7 +174,8 @@ void ServiceImpl::write(WriteJob&& job) {
   watch_device(job);
   const RouteTraits traits = job.route->traits();
   const bool may_begin = job.request.after == nullptr || job.request.after->ended();
-  if (traits.by_caller && may_begin && job.bytes <= inline_bytes(traits) && !reactor_->in_thread()) {
+  if (traits.by_caller && may_begin && job.bytes <= inline_bytes(traits) && !reactor_->in_thread() &&
+      !job.route->wants_other_thread()) {
     return carry_out(job);
   }
   const Priority priority = job.priority;

@@ -97,6 +97,7 @@ void SockLink::send_data(std::uint64_t id, std::span<const std::byte> body, std:
   header.body_bytes = static_cast<std::uint32_t>(body.size());
   header.payload_bytes = bytes;
   try {
+    if (handling()) return writer_.send_copy(header, body, pieces);
     writer_.send_data(header, body, pieces, deadline_ns, cancelled);
   } catch (const Error& error) {
     if (writer_.torn()) close_with(error, Farewell::kNone);  // half a frame: nothing can follow it

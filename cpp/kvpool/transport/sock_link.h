@@ -59,6 +59,7 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   void send(Message&& message) override;
   void send_data(std::uint64_t id, std::span<const std::byte> body, std::span<const iovec> pieces,
                  std::int64_t deadline_ns, const std::atomic<bool>* cancelled) override;
+  bool would_queue() noexcept override { return handling() && writer_.occupied(); }
   bool drive(std::int64_t deadline_ns, const std::function<bool()>& done) override;
   void wake() noexcept override;
   std::shared_ptr<void> attachment() const override { return attachment_; }
@@ -90,12 +91,15 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   bool half_broken() const noexcept { return writer_.broken(); }
 
  private:
+  class Handling;
   class RoleGuard;
   class Waiter;
   enum class Read : std::uint8_t { kSome, kNothing, kOver };
 
   SockLink(Reactor& reactor, SockLinkParts&& parts, std::shared_ptr<LinkMeeting> meeting);
   bool forked() const noexcept;
+  // Whether this thread handles what a link has brought, this one or another.
+  static bool handling() noexcept;
 
   // FrameSink: called by the thread that reads.
   void on_frame(const FrameHeader& header, Bytes&& body) override;
