@@ -42,8 +42,6 @@ std::string default_name(std::uint64_t epoch) {
 
 }  // namespace
 
-std::uint32_t ServiceImpl::random_instance() { return static_cast<std::uint32_t>(random_bits() % kInstanceMax) + 1; }
-
 std::uint64_t ServiceImpl::random_epoch() { return random_bits() | 1; }
 
 ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options)
@@ -57,7 +55,7 @@ ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options)
       routes_(options, LocalMemory{pool.layout(), {pool.arena(Medium::kHbm), pool.arena(Medium::kDram)}}, epoch_),
       workers_(options.worker_threads),
       joining_(options.joins_cluster),
-      proposed_instance_(random_instance()) {
+      proposed_instance_(InstanceId::draw()) {
   routes_.receive_by(
       [this](const void* key, std::function<void()> work) { receiving_.run(key, Priority::kDecode, std::move(work)); });
   if (joining_) fenced_.emplace(ErrorCode::kFenced, "this pool is not in its cluster yet");

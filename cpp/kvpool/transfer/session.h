@@ -74,6 +74,8 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   bool peer_writes_directly() const noexcept { return peer_writes_directly_; }
   bool by_ranks() const noexcept { return by_ranks_; }
   std::vector<std::string> route_names() const;
+  // Whether the peer has said anything. A side that was called does not know before that it has been admitted.
+  bool heard() const noexcept { return heard_.load(std::memory_order_relaxed); }
   // What they are taken to cost, of those that are reckoned so.
   std::vector<RoutePrice> route_prices() const;
   // Of the routes that have failed, and not worked since.
@@ -184,6 +186,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   std::atomic<bool> said_drained_{false};
   std::atomic<bool> broken_{false};  // see on_route_broken()
   std::atomic<bool> peer_drained_{false};
+  std::atomic<bool> heard_{false};
   std::atomic<bool> ended_{false};
   std::atomic<bool> settled_{false};  // and what was promised to the peer is in quarantine, or free
   std::atomic<std::uint32_t> writes_{0};
