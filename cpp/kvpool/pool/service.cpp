@@ -10,6 +10,7 @@
 #include "kvpool/cuda/order.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/service_impl.h"
+#include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/outgoing.h"
 
 namespace kvpool {
@@ -86,36 +87,59 @@ std::unique_ptr<Received> ServiceImpl::receive(std::int64_t until_ns) {
   return item;
 }
 
-void ServiceImpl::free(const Address* addresses, std::size_t n, const Waiting& waiting) {
-  std::vector<std::pair<SessionPointer, std::vector<Address>>> groups;
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
-    for (std::size_t i = 0; i < n; ++i) {
-      const std::uint32_t instance = instance_of(addresses[i]);
-      if (instance == 0 || instance == pool_.instance()) continue;
-      auto group = std::find_if(groups.begin(), groups.end(),
-                                [&](const auto& other) { return other.first->peer().instance == instance; });
-      if (group == groups.end()) {
-        const auto peer = std::find_if(peers_.begin(), peers_.end(), [&](const auto& entry) {
-          return entry.second.session->peer().instance == instance;
-        });
-        if (peer == peers_.end()) {
-          if (departed_.contains(instance)) continue;
-          throw Error(ErrorCode::kNotOwner,
-                      "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
-                          ") belongs to instance " + std::to_string(instance) + ", which is no peer of this pool",
-                      {{"address", static_cast<std::int64_t>(addresses[i])},
-                       {"position", static_cast<std::int64_t>(i)},
-                       {"instance", instance}});
-        }
-        if (peer->second.session->lost()) continue;  // departed, or about to be
-        group = groups.insert(groups.end(), {peer->second.session, {}});
+// Those of peers that are gone are left out: what they had lent is gone with them. Throws kNotOwner, kClosed.
+std::vector<ServiceImpl::LentGroup> ServiceImpl::group_lent(const Address* addresses, std::size_t n) {
+  std::vector<LentGroup> groups;
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::uint32_t instance = instance_of(addresses[i]);
+    if (instance == 0 || instance == pool_.instance()) continue;
+    auto group = std::find_if(groups.begin(), groups.end(),
+                              [&](const auto& other) { return other.session->peer().instance == instance; });
+    if (group == groups.end()) {
+      const auto peer = std::find_if(peers_.begin(), peers_.end(), [&](const auto& entry) {
+        return entry.second.session->peer().instance == instance;
+      });
+      if (peer == peers_.end()) {
+        if (departed_.contains(instance)) continue;
+        throw Error(ErrorCode::kNotOwner,
+                    "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
+                        ") belongs to instance " + std::to_string(instance) + ", which is no peer of this pool",
+                    {{"address", static_cast<std::int64_t>(addresses[i])},
+                     {"position", static_cast<std::int64_t>(i)},
+                     {"instance", instance}});
       }
       group->second.push_back(addresses[i]);
     }
   }
-  for (const auto& [session, group] : groups) session->give_back(group, waiting);
+    group->addresses.push_back(addresses[i]);
+    group->positions.push_back(i);
+  }
+  return groups;
+}
+
+void ServiceImpl::free(const Address* addresses, std::size_t n, const Waiting& waiting,
+                       const std::function<void()>& free_own) {
+  const std::vector<LentGroup> groups = group_lent(addresses, n);
+  std::size_t marked = 0;
+  try {
+    for (; marked < groups.size(); ++marked) {
+      groups[marked].session->borrowed().begin_write(groups[marked].addresses, groups[marked].positions);
+    }
+    if (free_own) free_own();
+  } catch (...) {
+    while (marked > 0) {
+      const LentGroup& group = groups[--marked];
+      group.session->borrowed().end_write(group.addresses);
+    }
+    throw;
+  }
+  std::optional<Error> first;
+  for (const LentGroup& group : groups) {
+    const auto failure = failure_of([&] { group.session->give_back_marked(group.addresses, waiting); });
+    if (failure && !first) first = failure;
+  if (first) throw Error(*first);
 }
 
 std::vector<std::shared_ptr<Transfer>> ServiceImpl::transfer_batch(std::vector<TransferRequest>&& requests,

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -97,8 +98,12 @@ class Service {
 
   virtual std::vector<Address> alloc(const std::string& peer, std::size_t n, Medium medium, bool may_evict,
                                      const Waiting& waiting) = 0;
-  // The lent blocks among these, of any number of peers; others are left alone. All or nothing a peer.
-  virtual void free(const Address* addresses, std::size_t n, const Waiting& waiting) = 0;
+  // The lent blocks among these, of any number of peers; others are left alone. When one of them is wrong, or
+  // `free_own` throws, which frees the others, nothing has happened. From then on nobody keeps the others' from being
+  // freed: what a peer answers is thrown when all have been asked. Blocks of a peer that could not be asked (kBusy)
+  // stay lent.
+  virtual void free(const Address* addresses, std::size_t n, const Waiting& waiting,
+                    const std::function<void()>& free_own = {}) = 0;
 
   // In a cluster, a verb that names a member meets it first, if it is not connected: that takes at most until the
   // verb's deadline, or until `given_up`, and throws kPeerLost with what was tried. Every call tries again.

@@ -54,7 +54,8 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
                              const Waiting& waiting) override {
     return reach(peer, waiting.until_ns, waiting.given_up)->borrow(n, medium, may_evict, waiting);
   }
-  void free(const Address* addresses, std::size_t n, const Waiting& waiting) override;
+  void free(const Address* addresses, std::size_t n, const Waiting& waiting,
+            const std::function<void()>& free_own) override;
   std::shared_ptr<Transfer> transfer(TransferRequest&& request, const GivenUp& given_up) override {
     const auto session = reach(request.peer, request.deadline_ns, given_up);
     return session->transfer(std::move(request));
@@ -151,6 +152,12 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   void on_peer_drained(std::uint64_t epoch) noexcept override;
   bool may_write_to(std::uint64_t epoch) noexcept override;
   void tick();
+  struct LentGroup {  // of one peer, among the addresses of a call
+    SessionPointer session;
+    std::vector<Address> addresses;
+    std::vector<std::size_t> positions;
+  };
+  std::vector<LentGroup> group_lent(const Address* addresses, std::size_t n);
   struct Left {
     std::shared_ptr<Parted> party;
     std::shared_ptr<Link> link;

@@ -124,10 +124,14 @@ std::vector<Address> Session::borrow(std::size_t n, Medium medium, bool may_evic
 }
 
 void Session::give_back(std::span<const Address> addresses, const Waiting& waiting) {
-  Bytes body = write_addresses(addresses);
   borrowed_.begin_write(addresses);  // nobody else writes them, or gives them back
+  give_back_marked(addresses, waiting);
+}
+
+void Session::give_back_marked(std::span<const Address> addresses, const Waiting& waiting) {
   bool sent = false;
   try {
+    Bytes body = write_addresses(addresses);
     static_cast<void>(call(FrameKind::kReturn, next_id(), std::move(body), waiting, "taking blocks back", [&] {
       sent = true;
       borrowed_.drop_written(addresses);
