@@ -49,7 +49,7 @@ ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options)
     : pool_(pool),
       options_(options),
       epoch_(random_epoch()),
-      limits_{options.reserve_ns, options.transfers_max, options.reserved_max, options.measure_routes,
+      limits_{options.reserve_max_ns, options.transfers_max, options.reserved_max, options.measure_routes,
               options.measure_ns},
       received_(options.received_max),
       blocks_(pool, received_),
@@ -110,9 +110,9 @@ std::vector<ServiceImpl::LentGroup> ServiceImpl::group_lent(const Address* addre
                      {"position", static_cast<std::int64_t>(i)},
                      {"instance", instance}});
       }
-      group->second.push_back(addresses[i]);
+      if (peer->second.session->lost()) continue;  // departed, or about to be
+      group = groups.insert(groups.end(), {peer->second.session, {}, {}});
     }
-  }
     group->addresses.push_back(addresses[i]);
     group->positions.push_back(i);
   }
@@ -139,6 +139,7 @@ void ServiceImpl::free(const Address* addresses, std::size_t n, const Waiting& w
   for (const LentGroup& group : groups) {
     const auto failure = failure_of([&] { group.session->give_back_marked(group.addresses, waiting); });
     if (failure && !first) first = failure;
+  }
   if (first) throw Error(*first);
 }
 

@@ -28,12 +28,12 @@ namespace kvpool {
 class Pool;
 
 struct ServiceOptions {
-  std::string name;                          // "": host name, pid and a random number
-  std::string secret;                        // shared by all peers; required for TCP
-  std::string model;                         // fingerprint: peers with another one are refused
-  std::vector<std::string> routes;           // those that may be used; empty: all but cma (opt-in)
-  std::int64_t lease_ns = 3'000'000'000;     // a peer that says nothing for so long is lost
-  std::int64_t reserve_ns = 30'000'000'000;  // a reservation lives at most so long
+  std::string name;                               // "": host name, pid and a random number
+  std::string secret;                             // shared by all peers; required for TCP
+  std::string model;                              // fingerprint: peers with another one are refused
+  std::vector<std::string> routes;                // those that may be used; empty: all but cma (opt-in)
+  std::int64_t lease_ns = 3'000'000'000;          // a peer that says nothing for so long is lost
+  std::int64_t reserve_max_ns = 600'000'000'000;  // a reservation lives at most so long
   int worker_threads = 2;
   std::uint32_t transfers_max = 4096;     // of one peer, under way
   std::uint32_t reserved_max = 1U << 20;  // blocks of one peer, reserved and lent together
