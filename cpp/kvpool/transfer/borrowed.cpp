@@ -81,6 +81,12 @@ void BorrowedBlocks::drop_written(std::span<const Address> addresses) noexcept {
   count_ -= static_cast<std::uint32_t>(addresses.size());
 }
 
+void BorrowedBlocks::take_again(std::span<const Address> addresses) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const Address address : addresses) *find(address) = generation_of(address) << kGenerationAt | kBorrowed;
+  count_ += static_cast<std::uint32_t>(addresses.size());
+}
+
 std::uint32_t BorrowedBlocks::count() const noexcept {
   const std::lock_guard lock(mutex_);
   return count_;

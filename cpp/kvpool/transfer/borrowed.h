@@ -32,6 +32,8 @@ class BorrowedBlocks {
   void begin_write(std::span<const Address> addresses, std::span<const std::size_t> positions = {});
   void end_write(std::span<const Address> addresses) noexcept;
   void drop_written(std::span<const Address> addresses) noexcept;  // ends the write, and they are no longer lent
+  // Undoes that. REQUIRES: the peer has not heard of it.
+  void take_again(std::span<const Address> addresses) noexcept;
   void remove(std::span<const Address> addresses);
 
   std::uint32_t count() const noexcept;
