@@ -183,6 +183,33 @@ TEST_CASE("whoever is told that the peer calls at the same time waits until it h
   CHECK((b.admitted() == 1) == refuses);
 }
 
+// As a peer does that meets this side by its own call while it lets it in: the answer does not come any more.
+TEST_CASE("a connection that ends before the peer has answered is no reason not to call again") {
+  Node a = make_node("a", {"sock"});
+  RawPeer b("b", 77);
+  std::atomic<int> calls{0};
+  b.on_admit = [&](Link& link) {
+    if (++calls <= 2) link.close(Error(ErrorCode::kPeerLost, "a has connected again"));
+  };
+  const std::string where = b.endpoint->listen(unix_address());
+  const auto error = error_of([&] { CHECK(a.service.connect(where, in_seconds(30)) == "b"); });
+  CHECK_MESSAGE(!error, std::string(error ? error->what() : ""));
+  CHECK(calls == 3);
+  // But it is, when the time is over, or when there is a reason.
+  RawPeer c("c", 78);
+  c.card.instance = 78;
+  c.on_admit = [](Link& link) { link.close(Error(ErrorCode::kPeerLost, "never")); };
+  const auto late = error_of([&] { a.service.connect(c.endpoint->listen(unix_address()), in_seconds(0.2)); });
+  REQUIRE(late);
+  CHECK((late->code() == ErrorCode::kPeerLost || late->code() == ErrorCode::kDeadline));
+  RawPeer d("d", 79);
+  d.card.instance = 79;
+  d.refuse = Error(ErrorCode::kPeerLost, "closing");
+  const auto told = error_of([&] { a.service.connect(d.endpoint->listen(unix_address()), in_seconds(30)); });
+  REQUIRE(told);
+  CHECK(std::string(told->what()) == "closing");
+}
+
 TEST_CASE("the application hears of peers that come and go, and of those that are here") {
   Node a = make_node("a");
   Node b = make_node("b");

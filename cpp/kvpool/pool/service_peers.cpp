@@ -154,8 +154,8 @@ std::string ServiceImpl::visit(const std::string& address, const Waiting& waitin
         if (late) throw_nobody_listened(address, *refused, monotonic_ns() - began_ns);
       } else if (refused && error.code() == ErrorCode::kDeadline) {
         throw_nobody_listened(address, *refused, monotonic_ns() - began_ns);  // it overslept
-      } else if (error.code() != ErrorCode::kBusy || late) {
-        throw;
+      } else if (late || (error.code() != ErrorCode::kBusy && !field_of(error, "unanswered"))) {
+        throw;  // else its own call to us may have come in between
       }
     }
     waiting.check();

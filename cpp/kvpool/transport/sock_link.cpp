@@ -184,8 +184,10 @@ void SockLink::on_link_frame(const FrameHeader& header, Bytes&& body) {
     case FrameKind::kPing:
       return send_control(FrameKind::kPong, {});
     case FrameKind::kBye:
+      told_why_ = true;
       return close_with(read_bye(body), Farewell::kNone);
     case FrameKind::kReject:
+      told_why_ = true;
       return close_with(read_reject(body), Farewell::kNone);
     case FrameKind::kDoor:
     case FrameKind::kCard: {

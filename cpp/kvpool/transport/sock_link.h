@@ -80,6 +80,8 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   void keep_descriptors(std::uint8_t flags);
   // Reads what came early, in this thread, and what there is.
   void read_now() { on_ready(/*events=*/0); }
+  // Whether the peer has said why it ended the link. From within on_closed.
+  bool told_why() const noexcept { return told_why_; }
   // Closes the link and tells the peer, whose connect() throws the same.
   void reject(const Error& why) noexcept;
 
@@ -136,8 +138,8 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   FrameWriter writer_;
 
   // Invariants. The role of the reader is what makes callbacks of one link never overlap:
-  //   1. `reading_`: one thread has the role, the reactor's or a driver. It alone uses reader_, handler_ and meeting_.
-  //   The
+  //   1. `reading_`: one thread has the role, the reactor's or a driver. It alone uses reader_, told_why_, handler_ and
+  //   meeting_. The
   //      role is taken and given up under mutex_, so what one reader left is what the next one finds.
   //   2. While a driver reads, the reactor does not ask for input, so that the two do not wake each other.
   //   3. When nobody has the role and the link has not ended, then the reactor asks for input, or a driver that waits
@@ -163,6 +165,7 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   std::atomic<std::int64_t> heard_ns_;
 
   FrameReader reader_;
+  bool told_why_ = false;
   std::shared_ptr<LinkMeeting> meeting_;
   std::shared_ptr<LinkHandler> handler_;
   std::shared_ptr<void> attachment_;
