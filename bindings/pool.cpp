@@ -274,8 +274,9 @@ Raises:
       .def("free", &free_blocks, py::arg("addrs"), R"(Frees active blocks of the caller. Thread-safe.
 
 Blocks that peers lent are given back to them; they may stand between others in the list, and then the call waits for the
-peers without the GIL. A wrong address anywhere in the list frees nothing. What a peer had lent that is gone is gone with
-it, and no error.
+peers without the GIL. A wrong address anywhere in the list, of whichever peer, frees nothing. What a peer had lent that is
+gone is gone with it, and no error. Of what goes wrong later the first is raised, when all peers have been asked and all
+else is free.
 
 Args:
     addrs: Addresses; uint64 array, buffer, or list.
@@ -284,7 +285,9 @@ Raises:
     StaleAddress: One was freed or moved before.
     StateError: One is cached (see delete and evict) or in use by a transfer.
     NotOwner: One belongs to another instance.
-    ArgumentError: One stands twice in the list, or is no address.)")
+    ArgumentError: One stands twice in the list, or is no address.
+    PeerLost, DeadlineExceeded: A peer was lost meanwhile, or did not answer; its blocks are lent no more.
+    Busy: A peer takes messages too slowly: unless it has answered so itself, its blocks are still lent.)")
       .def(
           "adopt",
           [](Pool& pool, py::handle blocks_argument) {

@@ -39,7 +39,7 @@ std::vector<std::string> start_service(Pool& pool, const py::object& settings, p
   options.model = setting<std::string>(settings, "model");
   options.routes = setting<std::vector<std::string>>(settings, "routes");
   options.lease_ns = nanoseconds(setting<double>(settings, "lease_s"));
-  options.reserve_ns = nanoseconds(setting<double>(settings, "reserve_s"));
+  options.reserve_max_ns = nanoseconds(setting<double>(settings, "reserve_max_s"));
   options.worker_threads = setting<int>(settings, "transfer_threads");
   options.trusted_network = setting<bool>(settings, "trusted_network");
   options.unix_door = setting<bool>(settings, "unix_door");

@@ -60,7 +60,8 @@ class Settings:
             all but "cma", which lets peers reach all memory of this process, not only the blocks, and "ucx" and
             "nccl", which take time to start; "nccl" is for HBM on a GPU alone. Separated by commas in the environment.
         lease_s: Seconds after which a peer that says nothing is lost.
-        reserve_s: Seconds after which blocks that were reserved for a peer's transfer are taken back.
+        reserve_max_s: Seconds for which blocks are reserved for a peer's transfer at most. They are taken back when the
+            time is over that the transfer may take, or these, whichever is shorter; and when the peer is lost.
         transfer_threads: Threads that write what is large, for one peer after another.
         trusted_network: Frames on TCP carry a checksum instead of a message authentication code. For networks where
             nobody else can send or change packets.
@@ -97,7 +98,7 @@ class Settings:
     model: str = ""
     routes: tuple[str, ...] = ()
     lease_s: float = 3.0
-    reserve_s: float = 30.0
+    reserve_max_s: float = 600.0
     transfer_threads: int = 2
     trusted_network: bool = False
     unix_door: bool = True
@@ -127,7 +128,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "copy_threads": (1, 256),
     "numa_node": (-1, 1023),
     "lease_s": (0.05, 3600.0),
-    "reserve_s": (0.05, 3600.0),
+    "reserve_max_s": (0.05, 86400.0),
     "transfer_threads": (1, 256),
     "nccl_pass_bytes": (1 << 20, 256 << 20),
     "nccl_init_s": (0.05, 600.0),

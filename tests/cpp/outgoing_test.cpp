@@ -491,6 +491,28 @@ TEST_CASE("a return that could not be sent has changed nothing") {
   kit.link->busy = true;
   CHECK(code_of([&] { kit.session->give_back(borrowed, kit.host.now + kMs); }) == ErrorCode::kBusy);
   CHECK(kit.session->borrowed_blocks() == 2);
+  kit.link->busy = false;
+  kit.link->meanwhile = [&](std::int64_t) { kit.say(FrameKind::kDone, kit.link->take().id, write_addresses({})); };
+  kit.session->give_back(borrowed, kit.host.now + kMs);
+  CHECK(kit.session->borrowed_blocks() == 0);
+}
+
+// It used to be taken for a block that was lent twice, and the link was closed.
+TEST_CASE("a block that goes back may be lent again before the thread that gives it back has noticed") {
+  SessionKit kit;
+  const Addresses borrowed = kit.borrow(1);
+  Addresses again;
+  kit.link->at_once = [&] {
+    kit.say(FrameKind::kDone, kit.link->take().id, write_addresses({}));
+    kit.link->meanwhile = [&](std::int64_t) {
+      kit.say(FrameKind::kLent, kit.link->take().id, write_addresses(borrowed));
+    };
+    again = kit.session->borrow(1, Medium::kHbm, true, kit.host.now + kMs);  // as another thread may
+  };
+  kit.session->give_back(borrowed, kit.host.now + kMs);
+  CHECK(again == borrowed);
+  CHECK_FALSE(kit.link->closed);
+  CHECK(kit.session->borrowed_blocks() == 1);
 }
 
 TEST_CASE("a peer that lends what it has not, or another number, is left") {

@@ -74,6 +74,32 @@ TEST_CASE("a reservation that is placed by the receiver is free at its deadline"
   CHECK(kit.refusal() == ErrorCode::kDeadline);
 }
 
+// It used to end after 30 s, whatever the sender had asked for.
+TEST_CASE("a reservation lives as long as the sender asks for, and no longer than the receiver's limit") {
+  SessionKit kit;
+  const std::int64_t most_ms = kit.host.limits_of.reserve_max_ns / kMs;
+  CHECK(most_ms == 600'000);
+  for (const auto& [asked_ms, granted_ms] : std::vector<std::pair<std::uint64_t, std::int64_t>>{
+           {1, 1}, {20'000, 20'000}, {60'000, 60'000}, {599'999, 599'999}, {600'001, most_ms}, {UINT64_MAX, most_ms}}) {
+    CAPTURE(asked_ms);
+    ReserveBody body = SessionKit::reservation(2);
+    body.one_sided = false;
+    body.lifetime_ms = asked_ms;
+    kit.reserve(kId, body);
+    CHECK(kit.host.tick_at == kit.host.now + granted_ms * kMs);
+    kit.session->tick(kit.host.now += granted_ms * kMs - 1);
+    CHECK(kit.count(BlockState::kReserved) == 2);
+    kit.session->tick(++kit.host.now);
+    CHECK(kit.count(BlockState::kFree) == 16);
+  }
+  ReserveBody body = SessionKit::reservation(2);
+  body.one_sided = false;
+  body.lifetime_ms = 60'000;
+  kit.reserve(kId, body);
+  kit.session->on_closed(Error(ErrorCode::kPeerLost, "the peer has crashed"));
+  CHECK(kit.count(BlockState::kFree) == 16);  // whatever was granted
+}
+
 TEST_CASE("a reservation that lives on keeps none that is late from being free, whichever came first") {
   SessionKit kit;
   for (const std::uint64_t lives : {kId, kId + 1, kId + 2}) {

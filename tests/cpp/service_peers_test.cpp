@@ -47,6 +47,9 @@ TEST_CASE("when both sides connect at once each gets the other's name, and one c
         const auto error = error_of([&] {
           const std::string name = self.service.connect(i % 2 == 0 ? where_b : where_a, in_seconds(10));
           if (name != (i % 2 == 0 ? "b" : "a")) ++wrong;
+          // And it is there, to stay: neither of the two connections is about to be dropped for the other.
+          const Addresses lent = self.service.alloc(name, 1, Medium::kHbm, true, in_seconds(10));
+          self.service.free(lent.data(), lent.size(), in_seconds(10));
         });
         if (error) {
           ++wrong;
@@ -144,6 +147,67 @@ TEST_CASE("what a connection had lent is free when its peer has made another one
   CHECK(all_free_soon(*a.pool));
   CHECK(a.service.peers().size() == 1);
   CHECK(soon([&] { return b.handlers[0]->closed_count() == 1; }));
+}
+
+// A connection that a peer has made and that this side has admitted may come to nothing: the peer has not admitted it
+// yet. connect() used to return its name at once.
+TEST_CASE("whoever is told that the peer calls at the same time waits until it has been met, or calls again") {
+  Node a = make_node("a", {"sock"});
+  RawPeer b("b", 77);
+  std::atomic<bool> refuses{false};
+  std::atomic<int> refused{0};
+  b.on_admit = [&](Link&) {
+    if (!refuses) return;
+    ++refused;
+    throw Error(ErrorCode::kState, "b and a are connected already", {{"epoch", 77}});
+  };
+  const auto link = b.endpoint->connect(a.service.listen(unix_address()), in_seconds(10));
+  REQUIRE(soon([&] { return a.service.peers().size() == 1; }));
+  refuses = true;
+  std::atomic<bool> met{false};
+  std::thread caller([&, where = b.endpoint->listen(unix_address())] {
+    const auto error = error_of([&] { CHECK(a.service.connect(where, in_seconds(30)) == "b"); });
+    CHECK_MESSAGE(!error, std::string(error ? error->what() : ""));
+    met = true;
+  });
+  CHECK(soon([&] { return refused >= 3; }));  // it asks again and again
+  CHECK_FALSE(met);
+  SUBCASE("the peer says something: the connection stays") { link->send(message_of(FrameKind::kCancel, 1)); }
+  SUBCASE("the peer drops the connection, and lets this side in") {
+    refuses = false;
+    link->close(Error(ErrorCode::kState, "for another one"));
+  }
+  caller.join();
+  CHECK(met);
+  CHECK(a.service.peers().size() == 1);
+  CHECK((b.admitted() == 1) == refuses);
+}
+
+// As a peer does that meets this side by its own call while it lets it in: the answer does not come any more.
+TEST_CASE("a connection that ends before the peer has answered is no reason not to call again") {
+  Node a = make_node("a", {"sock"});
+  RawPeer b("b", 77);
+  std::atomic<int> calls{0};
+  b.on_admit = [&](Link& link) {
+    if (++calls <= 2) link.close(Error(ErrorCode::kPeerLost, "a has connected again"));
+  };
+  const std::string where = b.endpoint->listen(unix_address());
+  const auto error = error_of([&] { CHECK(a.service.connect(where, in_seconds(30)) == "b"); });
+  CHECK_MESSAGE(!error, std::string(error ? error->what() : ""));
+  CHECK(calls == 3);
+  // But it is, when the time is over, or when there is a reason.
+  RawPeer c("c", 78);
+  c.card.instance = 78;
+  c.on_admit = [](Link& link) { link.close(Error(ErrorCode::kPeerLost, "never")); };
+  const auto late = error_of([&] { a.service.connect(c.endpoint->listen(unix_address()), in_seconds(0.2)); });
+  REQUIRE(late);
+  CHECK((late->code() == ErrorCode::kPeerLost || late->code() == ErrorCode::kDeadline));
+  RawPeer d("d", 79);
+  d.card.instance = 79;
+  d.refuse = Error(ErrorCode::kPeerLost, "closing");
+  const auto told = error_of([&] { a.service.connect(d.endpoint->listen(unix_address()), in_seconds(30)); });
+  REQUIRE(told);
+  CHECK(std::string(told->what()) == "closing");
 }
 
 TEST_CASE("the application hears of peers that come and go, and of those that are here") {

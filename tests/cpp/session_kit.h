@@ -33,6 +33,7 @@ class ScriptLink final : public Link {
     if (closed) throw Error(ErrorCode::kPeerLost, "closed");
     if (busy) throw Error(ErrorCode::kBusy, "too much is queued");
     sent.push_back(std::move(message));
+    if (const auto peer = std::exchange(at_once, nullptr)) peer();
   }
   void send_data(std::uint64_t, std::span<const std::byte>, std::span<const iovec>, std::int64_t,
                  const std::atomic<bool>*) override {}
@@ -59,6 +60,7 @@ class ScriptLink final : public Link {
 
   std::vector<Message> sent;
   std::function<void(std::int64_t deadline_ns)> meanwhile;
+  std::function<void()> at_once;  // what the peer does about the next message, before send() has returned
   bool closed = false;
   bool busy = false;
   std::int64_t pid = 0;

@@ -101,7 +101,7 @@ class SimProcess final : public SessionHost {
         peer_blocks_(*pool_, received_),
         blocks_(peer_blocks_, bugs) {
     pool_->set_instance(identity.instance);
-    limits_.reserve_ns = 120'000'000;
+    limits_.reserve_max_ns = 120'000'000;
     limits_.transfers_max = 12;
     limits_.reserved_max = 40;
   }

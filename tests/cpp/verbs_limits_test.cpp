@@ -132,6 +132,25 @@ TEST_CASE_TEMPLATE("the deadline ends a transfer whose next layer does not come"
   CHECK(are_stamped(*b.pool(), lent, 40));
 }
 
+// In virtual time only. The receiver used to take its blocks back after 30 s.
+TEST_CASE_TEMPLATE("a transfer that takes 40 of its 60 seconds arrives", Way, SimDirect, SimPlaced) {
+  const auto pair = Way::join();
+  Node& a = pair->a();
+  Node& b = pair->b();
+  const Addresses from = alloc_stamped(*a.pool(), 3, 60);
+  TransferRequest request = pair->request(from);
+  request.streamed = true;
+  request.deadline_ns = pair->in_seconds(60);
+  const auto transfer = a.transfer(std::move(request));
+  transfer->send_layer(0);
+  CHECK_FALSE(pair->live(pair->in_seconds(40), [&] { return transfer->done(); }));
+  CHECK(b.count(BlockState::kReserved) == from.size());
+  transfer->send_layer(1);
+  transfer->finish();
+  pair->finish(*transfer);
+  CHECK(are_stamped(*b.pool(), pair->receive(b)->addresses, 60));
+}
+
 TEST_CASE_TEMPLATE("a full receiver says so and both sides are as they were", Way, KVPOOL_WAYS) {
   if (!Way::here()) return;
   const auto pair = Way::join();

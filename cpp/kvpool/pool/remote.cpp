@@ -4,7 +4,6 @@
 //   L2  A block that somebody reads for a transfer is not reused before the last reader lets go, whatever was done to
 //       it meanwhile: it waits in state reserved, with kUnreadTag.
 #include <algorithm>
-#include <exception>
 #include <string>
 
 #include "kvpool/base/error.h"
@@ -231,18 +230,8 @@ void Pool::free_with_lent(const Address* addresses, std::size_t n, const GivenUp
     }
     check_active_and_distinct(local.data(), local.size(), /*skip_cached=*/false);
   }
-  std::exception_ptr refused;
-  try {
-    service()->free(addresses, n, {monotonic_ns() + kDeadlineNs, given_up});
-  } catch (const Error& error) {
-    // What the caller said wrong changes nothing; a peer that is gone keeps nobody from freeing the rest.
-    const bool unheard = error.code() == ErrorCode::kPeerLost || error.code() == ErrorCode::kDeadline ||
-                         error.code() == ErrorCode::kCancelled;
-    if (!unheard) throw;
-    refused = std::current_exception();
-  }
-  free(local.data(), local.size());
-  if (refused) std::rethrow_exception(refused);
+  // Once nothing is wrong, a peer that is gone or does not answer keeps nobody from freeing the rest.
+  service()->free(addresses, n, {monotonic_ns() + kDeadlineNs, given_up}, [&] { free(local.data(), local.size()); });
 }
 
 Service& Pool::start_service(const ServiceOptions& options) {

@@ -10,6 +10,7 @@
 #include "kvpool/cuda/order.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/service_impl.h"
+#include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/outgoing.h"
 
 namespace kvpool {
@@ -42,22 +43,20 @@ std::string default_name(std::uint64_t epoch) {
 
 }  // namespace
 
-std::uint32_t ServiceImpl::random_instance() { return static_cast<std::uint32_t>(random_bits() % kInstanceMax) + 1; }
-
 std::uint64_t ServiceImpl::random_epoch() { return random_bits() | 1; }
 
 ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options)
     : pool_(pool),
       options_(options),
       epoch_(random_epoch()),
-      limits_{options.reserve_ns, options.transfers_max, options.reserved_max, options.measure_routes,
+      limits_{options.reserve_max_ns, options.transfers_max, options.reserved_max, options.measure_routes,
               options.measure_ns},
       received_(options.received_max),
       blocks_(pool, received_),
       routes_(options, LocalMemory{pool.layout(), {pool.arena(Medium::kHbm), pool.arena(Medium::kDram)}}, epoch_),
       workers_(options.worker_threads),
       joining_(options.joins_cluster),
-      proposed_instance_(random_instance()) {
+      proposed_instance_(InstanceId::draw()) {
   routes_.receive_by(
       [this](const void* key, std::function<void()> work) { receiving_.run(key, Priority::kDecode, std::move(work)); });
   if (joining_) fenced_.emplace(ErrorCode::kFenced, "this pool is not in its cluster yet");
@@ -88,36 +87,60 @@ std::unique_ptr<Received> ServiceImpl::receive(std::int64_t until_ns) {
   return item;
 }
 
-void ServiceImpl::free(const Address* addresses, std::size_t n, const Waiting& waiting) {
-  std::vector<std::pair<SessionPointer, std::vector<Address>>> groups;
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
-    for (std::size_t i = 0; i < n; ++i) {
-      const std::uint32_t instance = instance_of(addresses[i]);
-      if (instance == 0 || instance == pool_.instance()) continue;
-      auto group = std::find_if(groups.begin(), groups.end(),
-                                [&](const auto& other) { return other.first->peer().instance == instance; });
-      if (group == groups.end()) {
-        const auto peer = std::find_if(peers_.begin(), peers_.end(), [&](const auto& entry) {
-          return entry.second.session->peer().instance == instance;
-        });
-        if (peer == peers_.end()) {
-          if (departed_.contains(instance)) continue;
-          throw Error(ErrorCode::kNotOwner,
-                      "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
-                          ") belongs to instance " + std::to_string(instance) + ", which is no peer of this pool",
-                      {{"address", static_cast<std::int64_t>(addresses[i])},
-                       {"position", static_cast<std::int64_t>(i)},
-                       {"instance", instance}});
-        }
-        if (peer->second.session->lost()) continue;  // departed, or about to be
-        group = groups.insert(groups.end(), {peer->second.session, {}});
+// Those of peers that are gone are left out: what they had lent is gone with them. Throws kNotOwner, kClosed.
+std::vector<ServiceImpl::LentGroup> ServiceImpl::group_lent(const Address* addresses, std::size_t n) {
+  std::vector<LentGroup> groups;
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::uint32_t instance = instance_of(addresses[i]);
+    if (instance == 0 || instance == pool_.instance()) continue;
+    auto group = std::find_if(groups.begin(), groups.end(),
+                              [&](const auto& other) { return other.session->peer().instance == instance; });
+    if (group == groups.end()) {
+      const auto peer = std::find_if(peers_.begin(), peers_.end(), [&](const auto& entry) {
+        return entry.second.session->peer().instance == instance;
+      });
+      if (peer == peers_.end()) {
+        if (departed_.contains(instance)) continue;
+        throw Error(ErrorCode::kNotOwner,
+                    "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
+                        ") belongs to instance " + std::to_string(instance) + ", which is no peer of this pool",
+                    {{"address", static_cast<std::int64_t>(addresses[i])},
+                     {"position", static_cast<std::int64_t>(i)},
+                     {"instance", instance}});
       }
-      group->second.push_back(addresses[i]);
+      if (peer->second.session->lost()) continue;  // departed, or about to be
+      group = groups.insert(groups.end(), {peer->second.session, {}, {}});
     }
+    group->addresses.push_back(addresses[i]);
+    group->positions.push_back(i);
   }
-  for (const auto& [session, group] : groups) session->give_back(group, waiting);
+  return groups;
+}
+
+void ServiceImpl::free(const Address* addresses, std::size_t n, const Waiting& waiting,
+                       const std::function<void()>& free_own) {
+  const std::vector<LentGroup> groups = group_lent(addresses, n);
+  std::size_t marked = 0;
+  try {
+    for (; marked < groups.size(); ++marked) {
+      groups[marked].session->borrowed().begin_write(groups[marked].addresses, groups[marked].positions);
+    }
+    if (free_own) free_own();
+  } catch (...) {
+    while (marked > 0) {
+      const LentGroup& group = groups[--marked];
+      group.session->borrowed().end_write(group.addresses);
+    }
+    throw;
+  }
+  std::optional<Error> first;
+  for (const LentGroup& group : groups) {
+    const auto failure = failure_of([&] { group.session->give_back_marked(group.addresses, waiting); });
+    if (failure && !first) first = failure;
+  }
+  if (first) throw Error(*first);
 }
 
 std::vector<std::shared_ptr<Transfer>> ServiceImpl::transfer_batch(std::vector<TransferRequest>&& requests,
@@ -174,7 +197,8 @@ void ServiceImpl::write(WriteJob&& job) {
   watch_device(job);
   const RouteTraits traits = job.route->traits();
   const bool may_begin = job.request.after == nullptr || job.request.after->ended();
-  if (traits.by_caller && may_begin && job.bytes <= inline_bytes(traits) && !reactor_->in_thread()) {
+  if (traits.by_caller && may_begin && job.bytes <= inline_bytes(traits) && !reactor_->in_thread() &&
+      !job.route->wants_other_thread()) {
     return carry_out(job);
   }
   const Priority priority = job.priority;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -28,12 +29,12 @@ namespace kvpool {
 class Pool;
 
 struct ServiceOptions {
-  std::string name;                          // "": host name, pid and a random number
-  std::string secret;                        // shared by all peers; required for TCP
-  std::string model;                         // fingerprint: peers with another one are refused
-  std::vector<std::string> routes;           // those that may be used; empty: all but cma (opt-in)
-  std::int64_t lease_ns = 3'000'000'000;     // a peer that says nothing for so long is lost
-  std::int64_t reserve_ns = 30'000'000'000;  // a reservation lives at most so long
+  std::string name;                               // "": host name, pid and a random number
+  std::string secret;                             // shared by all peers; required for TCP
+  std::string model;                              // fingerprint: peers with another one are refused
+  std::vector<std::string> routes;                // those that may be used; empty: all but cma (opt-in)
+  std::int64_t lease_ns = 3'000'000'000;          // a peer that says nothing for so long is lost
+  std::int64_t reserve_max_ns = 600'000'000'000;  // a reservation lives at most so long
   int worker_threads = 2;
   std::uint32_t transfers_max = 4096;     // of one peer, under way
   std::uint32_t reserved_max = 1U << 20;  // blocks of one peer, reserved and lent together
@@ -98,8 +99,12 @@ class Service {
 
   virtual std::vector<Address> alloc(const std::string& peer, std::size_t n, Medium medium, bool may_evict,
                                      const Waiting& waiting) = 0;
-  // The lent blocks among these, of any number of peers; others are left alone. All or nothing a peer.
-  virtual void free(const Address* addresses, std::size_t n, const Waiting& waiting) = 0;
+  // The lent blocks among these, of any number of peers; others are left alone. When one of them is wrong, or
+  // `free_own` throws, which frees the others, nothing has happened. From then on nobody keeps the others' from being
+  // freed: what a peer answers is thrown when all have been asked. Blocks of a peer that could not be asked (kBusy)
+  // stay lent.
+  virtual void free(const Address* addresses, std::size_t n, const Waiting& waiting,
+                    const std::function<void()>& free_own = {}) = 0;
 
   // In a cluster, a verb that names a member meets it first, if it is not connected: that takes at most until the
   // verb's deadline, or until `given_up`, and throws kPeerLost with what was tried. Every call tries again.

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "kvpool/pool/ghosts.h"
+#include "kvpool/pool/instance_id.h"
 #include "kvpool/pool/kept_memory.h"
 #include "kvpool/pool/local_services.h"
 #include "kvpool/pool/peer_blocks.h"
@@ -53,7 +54,8 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
                              const Waiting& waiting) override {
     return reach(peer, waiting.until_ns, waiting.given_up)->borrow(n, medium, may_evict, waiting);
   }
-  void free(const Address* addresses, std::size_t n, const Waiting& waiting) override;
+  void free(const Address* addresses, std::size_t n, const Waiting& waiting,
+            const std::function<void()>& free_own) override;
   std::shared_ptr<Transfer> transfer(TransferRequest&& request, const GivenUp& given_up) override {
     const auto session = reach(request.peer, request.deadline_ns, given_up);
     return session->transfer(std::move(request));
@@ -111,7 +113,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   std::string visit(const std::string& address, const Waiting& waiting, bool wait_for_listener);
   std::string meet(const std::string& address, const Waiting& waiting);
   void measure_routes(const std::string& peer, const Waiting& waiting);
-  std::string name_of(std::uint64_t epoch) const;
+  std::string name_of(std::uint64_t epoch, bool settled = false) const;
   Introduction introduce();
   std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerCard& card, bool initiated_here);
   void check_layout(const PeerCard& card) const;
@@ -152,13 +154,18 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   void on_peer_drained(std::uint64_t epoch) noexcept override;
   bool may_write_to(std::uint64_t epoch) noexcept override;
   void tick();
+  struct LentGroup {  // of one peer, among the addresses of a call
+    SessionPointer session;
+    std::vector<Address> addresses;
+    std::vector<std::size_t> positions;
+  };
+  std::vector<LentGroup> group_lent(const Address* addresses, std::size_t n);
   struct Left {
     std::shared_ptr<Parted> party;
     std::shared_ptr<Link> link;
   };
   void let_go_of_memory(std::vector<Left> left) noexcept;
   void drop_received() noexcept;
-  static std::uint32_t random_instance();
   static std::uint64_t random_epoch();
 
   class LinkWatcher;
@@ -192,9 +199,9 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
 
   mutable std::mutex mutex_;
   bool closed_ = false;
-  bool joining_;                 // the instance id is still to come
-  std::optional<Error> fenced_;  // what is thrown meanwhile
-  std::uint32_t proposed_instance_;
+  bool joining_;                  // the instance id is still to come
+  std::optional<Error> fenced_;   // what is thrown meanwhile
+  InstanceId proposed_instance_;  // which no pool of this process proposes, as long as this one is there
   std::unordered_map<std::string, Peer> peers_;
   std::map<std::weak_ptr<Link>, std::uint64_t, std::owner_less<>> met_;  // epochs of peers that connect() has met
   std::unordered_set<std::uint32_t>

@@ -109,7 +109,7 @@ std::string ServiceImpl::listen(const std::string& address) {
 // From now on the pool's addresses carry its id, and the id stays.
 void ServiceImpl::settle_instance() {
   const std::lock_guard lock(mutex_);
-  if (!joining_ && pool_.instance() == 0) pool_.set_instance(proposed_instance_);
+  if (!joining_ && pool_.instance() == 0) pool_.set_instance(proposed_instance_.value());
 }
 
 std::string ServiceImpl::connect(const std::string& address, const Waiting& waiting, bool wait_for_listener) {
@@ -139,22 +139,23 @@ std::string ServiceImpl::visit(const std::string& address, const Waiting& waitin
     } catch (const Error& error) {
       const bool late = monotonic_ns() + pause_ns >= waiting.until_ns;
       if (const auto epoch = field_of(error, "epoch"); error.code() == ErrorCode::kState && epoch) {
-        // It calls us at this moment, or has not noticed yet that it has lost us.
-        const std::string name = name_of(static_cast<std::uint64_t>(*epoch));
+        // It calls us at this moment, or has not noticed yet that it has lost us. Until it has been heard, it may drop
+        // the connection that it made, for another of the two or for none: then it is ours to call again.
+        const std::string name = name_of(static_cast<std::uint64_t>(*epoch), /*settled=*/!late);
         if (!name.empty()) return name;
         if (late) throw;
       } else if (error.code() == ErrorCode::kState && field_of(error, "instance")) {
         // Another peer has our id by chance. As long as nobody has seen an address of ours, another will do.
         if (pool_.instance() != 0 || draws++ == kInstanceDraws) throw;
         const std::lock_guard lock(mutex_);
-        proposed_instance_ = random_instance();
+        proposed_instance_ = InstanceId::draw();
       } else if (wait_for_listener && nobody_listens(error)) {
         refused = error;
         if (late) throw_nobody_listened(address, *refused, monotonic_ns() - began_ns);
       } else if (refused && error.code() == ErrorCode::kDeadline) {
         throw_nobody_listened(address, *refused, monotonic_ns() - began_ns);  // it overslept
-      } else if (error.code() != ErrorCode::kBusy || late) {
-        throw;
+      } else if (late || (error.code() != ErrorCode::kBusy && !field_of(error, "unanswered"))) {
+        throw;  // else its own call to us may have come in between
       }
     }
     waiting.check();
@@ -186,11 +187,12 @@ std::string ServiceImpl::meet(const std::string& address, const Waiting& waiting
   return name;
 }
 
-// Of a peer that is connected; "" for none.
-std::string ServiceImpl::name_of(std::uint64_t epoch) const {
+// Of a peer that is connected; "" for none. `settled`: by a connection that both sides are known to have admitted.
+std::string ServiceImpl::name_of(std::uint64_t epoch, bool settled) const {
   const std::lock_guard lock(mutex_);
   for (const auto& [name, peer] : peers_) {
-    if (peer.session->peer().epoch == epoch && !peer.session->lost()) return name;
+    if (peer.session->peer().epoch != epoch || peer.session->lost()) continue;
+    if (!settled || peer.initiator == epoch_ || peer.session->heard()) return name;
   }
   return {};
 }
@@ -204,7 +206,7 @@ Introduction ServiceImpl::introduce() {
   introduction.descriptors = routes_.descriptors();
   if (hub_ != nullptr) hub_->introduce(introduction.card);
   const std::lock_guard lock(mutex_);
-  introduction.card.instance = pool_.instance() != 0 ? pool_.instance() : proposed_instance_;
+  introduction.card.instance = pool_.instance() != 0 ? pool_.instance() : proposed_instance_.value();
   return introduction;
 }
 
@@ -245,7 +247,7 @@ void ServiceImpl::check_name(const PeerCard& card) const {
 
 // REQUIRES: mutex_ is held.
 void ServiceImpl::check_instance(const PeerCard& card) const {
-  const std::uint32_t own = pool_.instance() != 0 ? pool_.instance() : proposed_instance_;
+  const std::uint32_t own = pool_.instance() != 0 ? pool_.instance() : proposed_instance_.value();
   bool taken = card.instance == own;
   for (const auto& [name, peer] : peers_) {
     const PeerCard& other = peer.session->peer();
@@ -290,7 +292,7 @@ std::shared_ptr<LinkHandler> ServiceImpl::admit(const std::shared_ptr<Link>& lin
       std::erase_if(met_, [](const auto& entry) { return entry.first.expired(); });
       met_[link] = card.epoch;
     }
-    if (pool_.instance() == 0) pool_.set_instance(proposed_instance_);
+    if (pool_.instance() == 0) pool_.set_instance(proposed_instance_.value());
     departed_.erase(card.instance);
     const bool goes_on =
         before.session != nullptr && before.session->peer().epoch == card.epoch && !before.session->lost();

@@ -53,11 +53,11 @@ std::uint32_t* BorrowedBlocks::checked(Address address, std::size_t position) {
   return word;
 }
 
-void BorrowedBlocks::begin_write(std::span<const Address> addresses) {
+void BorrowedBlocks::begin_write(std::span<const Address> addresses, std::span<const std::size_t> positions) {
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < addresses.size(); ++i) {
     try {
-      *checked(addresses[i], i) |= kWritten;
+      *checked(addresses[i], positions.empty() ? i : positions[i]) |= kWritten;
     } catch (...) {
       for (std::size_t j = 0; j < i; ++j) *find(addresses[j]) &= ~kWritten;
       throw;
@@ -79,6 +79,12 @@ void BorrowedBlocks::drop_written(std::span<const Address> addresses) noexcept {
   const std::lock_guard lock(mutex_);
   for (const Address address : addresses) *find(address) = 0;
   count_ -= static_cast<std::uint32_t>(addresses.size());
+}
+
+void BorrowedBlocks::take_again(std::span<const Address> addresses) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const Address address : addresses) *find(address) = generation_of(address) << kGenerationAt | kBorrowed;
+  count_ += static_cast<std::uint32_t>(addresses.size());
 }
 
 std::uint32_t BorrowedBlocks::count() const noexcept {

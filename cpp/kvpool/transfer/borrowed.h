@@ -28,10 +28,12 @@ class BorrowedBlocks {
   // Throws Error kProtocol when the peer lent what it has not, or lent before.
   void add(std::span<const Address> addresses);
   // Throw Error kNotOwner (not borrowed), kStaleAddress (given back since), kState (written by another transfer, or
-  // twice in the list), and change nothing then.
-  void begin_write(std::span<const Address> addresses);
+  // twice in the list), and change nothing then. `positions`: what an error calls each one's; else that in the list.
+  void begin_write(std::span<const Address> addresses, std::span<const std::size_t> positions = {});
   void end_write(std::span<const Address> addresses) noexcept;
   void drop_written(std::span<const Address> addresses) noexcept;  // ends the write, and they are no longer lent
+  // Undoes that. REQUIRES: the peer has not heard of it.
+  void take_again(std::span<const Address> addresses) noexcept;
   void remove(std::span<const Address> addresses);
 
   std::uint32_t count() const noexcept;

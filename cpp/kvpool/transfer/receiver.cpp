@@ -89,9 +89,11 @@ Room Receiver::first_room(bool may_evict) const noexcept {
 
 // --- reserving ---
 
+// A sender that lives ends its transfer when the time that it asks for is over; what it sent later would find nobody
+// who waits for it. One that does not is lost soon. So the limit is for those that do neither.
 void Receiver::on_reserve(std::uint64_t id, ReserveBody&& body) {
   const std::int64_t lifetime = std::min<std::int64_t>(
-      host_.limits().reserve_ns, static_cast<std::int64_t>(std::min(body.lifetime_ms, kLifetimeMsMax)) * kNsPerMs);
+      host_.limits().reserve_max_ns, static_cast<std::int64_t>(std::min(body.lifetime_ms, kLifetimeMsMax)) * kNsPerMs);
   const std::int64_t deadline = host_.now_ns() + lifetime;
   std::shared_ptr<ReserveSpec> spec;
   std::uint32_t mark = 0;

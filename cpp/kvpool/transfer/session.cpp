@@ -189,6 +189,7 @@ void Session::say_drained() noexcept {
 // --- what arrives ---
 
 void Session::on_message(Message&& message) {
+  if (!heard()) heard_.store(true, std::memory_order_relaxed);
   if (passage_ != nullptr && Passage::takes(message.kind)) return passage_->on_message(std::move(message));
   if (!handle_later(message)) handle(std::move(message));
 }

@@ -61,6 +61,9 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   // Throw Error; see service.h.
   std::vector<Address> borrow(std::size_t n, Medium medium, bool may_evict, const Waiting& waiting);
   void give_back(std::span<const Address> addresses, const Waiting& waiting);
+  // The second half of it. REQUIRES: borrowed().begin_write() has marked them; they are borrowed no more afterwards,
+  // or, when the request could not be sent, marked no more.
+  void give_back_marked(std::span<const Address> addresses, const Waiting& waiting);
   std::shared_ptr<Transfer> transfer(TransferRequest&& request);
   // Checks everything and holds the blocks, but does not begin.
   std::shared_ptr<Outgoing> prepare(TransferRequest&& request);
@@ -72,6 +75,8 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
 
   const PeerCard& peer() const noexcept override { return peer_; }
   bool lost() const noexcept { return lost_.load(); }
+  // Whether the peer has said anything. A side that was called does not know before that it has been admitted.
+  bool heard() const noexcept { return heard_.load(std::memory_order_relaxed); }
   bool peer_writes_directly() const noexcept { return peer_writes_directly_; }
   bool by_ranks() const noexcept { return by_ranks_; }
   std::vector<std::string> route_names() const;
@@ -183,6 +188,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   const std::shared_ptr<RequestBytes> deferred_ = std::make_shared<RequestBytes>();  // what waits for it
   std::atomic<std::uint64_t> ids_{1};
   std::atomic<bool> lost_{false};
+  std::atomic<bool> heard_{false};
   std::atomic<bool> said_drained_{false};
   std::atomic<bool> broken_{false};  // see on_route_broken()
   std::atomic<bool> peer_drained_{false};

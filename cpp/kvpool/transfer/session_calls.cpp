@@ -124,16 +124,19 @@ std::vector<Address> Session::borrow(std::size_t n, Medium medium, bool may_evic
 }
 
 void Session::give_back(std::span<const Address> addresses, const Waiting& waiting) {
-  Bytes body = write_addresses(addresses);
   borrowed_.begin_write(addresses);  // nobody else writes them, or gives them back
+  give_back_marked(addresses, waiting);
+}
+
+// They are not borrowed any more before the peer can hear of it: it may lend them again at once, to another thread.
+void Session::give_back_marked(std::span<const Address> addresses, const Waiting& waiting) {
   bool sent = false;
+  borrowed_.drop_written(addresses);
   try {
-    static_cast<void>(call(FrameKind::kReturn, next_id(), std::move(body), waiting, "taking blocks back", [&] {
-      sent = true;
-      borrowed_.drop_written(addresses);
-    }));
+    static_cast<void>(call(FrameKind::kReturn, next_id(), write_addresses(addresses), waiting, "taking blocks back",
+                           [&] { sent = true; }));
   } catch (...) {
-    if (!sent) borrowed_.end_write(addresses);
+    if (!sent) borrowed_.take_again(addresses);
     throw;
   }
 }

@@ -21,11 +21,11 @@ namespace kvpool {
 class Session;
 
 struct SessionLimits {
-  std::int64_t reserve_ns = 30'000'000'000;  // a reservation lives at most so long
-  std::uint32_t transfers_max = 4096;        // of one peer, under way
-  std::uint32_t reserved_max = 1U << 20;     // blocks that one peer may hold here, reserved and lent together
-  bool measure_routes = false;               // before writes depend on it, where it is a question: see route_probe.h
-  std::int64_t measure_ns = 50'000'000;      // no write of a measurement begins later
+  std::int64_t reserve_max_ns = 600'000'000'000;  // a reservation lives at most so long
+  std::uint32_t transfers_max = 4096;             // of one peer, under way
+  std::uint32_t reserved_max = 1U << 20;          // blocks that one peer may hold here, reserved and lent together
+  bool measure_routes = false;           // before writes depend on it, where it is a question: see route_probe.h
+  std::int64_t measure_ns = 50'000'000;  // no write of a measurement begins later
   std::size_t request_bytes_max = std::size_t{256} << 20;  // of memory that requests of one peer take: request_bytes.h
 };
 

@@ -51,8 +51,9 @@ class Endpoint {
   // given. Throws kArgument (syntax; a TCP address with an empty secret), kState (in use).
   virtual std::string listen(const std::string& address) = 0;
   // Meets the peer that listens there. A peer on this host that has a Unix door is met through the door, so that it can
-  // pass descriptors. Returns its link, admitted. Throws kPeerLost (nobody there), kDeadline, kAuth, kProtocol, and
-  // whatever either side's Admit threw; kCancelled when the caller gives up. `meeting` goes into the cards that both
+  // pass descriptors. Returns its link, admitted. Throws kPeerLost (nobody there; with the field `unanswered` when the
+  // link has ended before the peer said whether it lets this side in), kDeadline, kAuth, kProtocol, and whatever either
+  // side's Admit threw; kCancelled when the caller gives up. `meeting` goes into the cards that both
   // sides' Admit sees.
   virtual std::shared_ptr<Link> connect(const std::string& address, const Waiting& waiting,
                                         std::uint64_t meeting = 0) = 0;

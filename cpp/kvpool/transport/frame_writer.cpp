@@ -144,8 +144,7 @@ void FrameWriter::send(const FrameHeader& header, Bytes&& body) {
                     " bytes wait for it",
                 {{"retry_after_us", 1000}});
   }
-  const bool at_once = !writing_ && waiting_ == 0 && !queued();
-  if (!at_once) {
+  if (occupied_locked()) {
     queue_.emplace_back().header = header;
     queue_.back().body = std::move(body);
     queued_bytes_ += bytes;
@@ -172,6 +171,11 @@ void FrameWriter::flush() noexcept {
   }
   drain(kFramesAtOnce);
   give_up_role();
+}
+
+bool FrameWriter::occupied() noexcept {
+  const std::lock_guard lock(mutex_);
+  return occupied_locked();
 }
 
 // Sends what is queued, until the socket is full or so many frames are through. Returns whether nothing is left.
@@ -225,7 +229,7 @@ bool FrameWriter::write_current(std::span<const int> descriptors) noexcept {
 void FrameWriter::seal(OutFrame& frame) noexcept {
   if (frame.sealed) return;
   frame.sealed = true;
-  frame.header.body_bytes = static_cast<std::uint32_t>(frame.body.size());
+  frame.header.body_bytes = static_cast<std::uint32_t>(frame.body.size() - frame.header.payload_bytes);
   frame.header.sequence = ++sequence_;
   if (tag_.bytes() == 0) return;
   tag_.begin();
@@ -307,6 +311,17 @@ void FrameWriter::send_data(const FrameHeader& header, std::span<const std::byte
   }
   drain(kFramesAtOnce);
   give_up_role();
+}
+
+void FrameWriter::send_copy(const FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces) {
+  Bytes content;
+  content.reserve(body.size() + header.payload_bytes);
+  content.insert(content.end(), body.begin(), body.end());
+  for (const iovec& piece : pieces) {
+    const auto* const bytes = static_cast<const std::byte*>(piece.iov_base);
+    content.insert(content.end(), bytes, bytes + piece.iov_len);
+  }
+  send(header, std::move(content));
 }
 
 // Walks header, body, pieces and tag of a data frame.

@@ -2,7 +2,7 @@
 //
 // One thread at a time has the role of the writer. A message goes out at once when nobody writes and nothing is queued;
 // else it is queued, and whoever writes sends it between two frames. What the socket does not take waits in the queue
-// for flush(). Only send_data waits.
+// for flush(). Only send_data waits; who must not wait has send_copy.
 #pragma once
 
 #include <atomic>
@@ -28,11 +28,17 @@ class FrameWriter {
   // want_room(bool): whether flush() is to be called once the socket takes bytes. Called with the writer's lock held.
   FrameWriter(int fd, TagKind tag, const Key& key, std::size_t queue_bytes_max, std::function<void(bool)> want_room);
 
-  // As Link::send. Takes the body only when it does not throw. `header`: kind, flags and id count.
+  // As Link::send. Takes the body only when it does not throw. `header`: kind, flags and id count, and payload_bytes:
+  // so many at the end of the body are the payload.
   void send(const FrameHeader& header, Bytes&& body);
   // As Link::send_data. What it throws with torn() has left half a frame in the stream: the link must be closed.
   void send_data(const FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces,
                  std::int64_t deadline_ns, const std::atomic<bool>* cancelled);
+  // The same without waiting: what the socket does not take now is queued, for which all of it is copied. Throws as
+  // send().
+  void send_copy(const FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces);
+  // Whether others' bytes go first.
+  bool occupied() noexcept;
   // Sends what is queued, as far as the socket takes it, and not too much at once.
   void flush() noexcept;
 
@@ -63,6 +69,8 @@ class FrameWriter {
   void check_open() const;
   [[noreturn]] void throw_ended();
   bool queued() const noexcept { return current_is_ || !queue_.empty(); }
+  // REQUIRES: mutex_ is held.
+  bool occupied_locked() const noexcept { return writing_ || waiting_ > 0 || queued(); }
   void take_role(std::unique_lock<std::mutex>& lock, std::int64_t deadline_ns, const std::atomic<bool>* cancelled);
   void give_up_role() noexcept;
   void settle() noexcept;

@@ -57,8 +57,16 @@ class Link {
   // Sends one data frame from these pieces without copying them, waiting for room on the way. Thread-safe; frames of
   // several threads do not mix, and messages of send() get in between. Throws kPeerLost, kDeadline, kCancelled; a
   // frame that was begun and not finished closes the link, so that the peer never takes it for whole.
+  //
+  // From within a call of a handler it never waits, for then nobody would read: of two peers that write to each other
+  // so, both would wait for room that neither makes. What does not go at once is copied and queued, and kBusy is thrown
+  // as by send().
   virtual void send_data(std::uint64_t id, std::span<const std::byte> body, std::span<const iovec> pieces,
                          std::int64_t deadline_ns, const std::atomic<bool>* cancelled) = 0;
+
+  // This thread is in a call of a handler, and others' bytes go first: send_data would only add to what is queued.
+  // Whoever can have another thread write had better do so.
+  virtual bool would_queue() noexcept { return false; }
 
   // Reads and handles what arrives, in this thread, until done() or the deadline; so an answer costs no change of
   // threads. When another thread reads already, waits. `done` is looked at after each frame. Spins for at most 50 us,

@@ -70,6 +70,9 @@ class Route {
   // The same, and nothing begins by asking.
   virtual bool is_ready(const Reach& /*from*/, const Reach& /*to*/) const noexcept { return true; }
 
+  // Whether a write would do better in another thread now: this one brings what peers send, and must not wait for them.
+  virtual bool wants_other_thread() noexcept { return false; }
+
   // What a write of so many pieces and bytes between these media costs, by what was measured, and what this route took
   // before. Microseconds.
   virtual double estimate_us(const Reach& from, const Reach& to, std::uint64_t pieces,

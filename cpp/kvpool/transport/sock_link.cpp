@@ -97,6 +97,7 @@ void SockLink::send_data(std::uint64_t id, std::span<const std::byte> body, std:
   header.body_bytes = static_cast<std::uint32_t>(body.size());
   header.payload_bytes = bytes;
   try {
+    if (handling()) return writer_.send_copy(header, body, pieces);
     writer_.send_data(header, body, pieces, deadline_ns, cancelled);
   } catch (const Error& error) {
     if (writer_.torn()) close_with(error, Farewell::kNone);  // half a frame: nothing can follow it
@@ -183,8 +184,10 @@ void SockLink::on_link_frame(const FrameHeader& header, Bytes&& body) {
     case FrameKind::kPing:
       return send_control(FrameKind::kPong, {});
     case FrameKind::kBye:
+      told_why_ = true;
       return close_with(read_bye(body), Farewell::kNone);
     case FrameKind::kReject:
+      told_why_ = true;
       return close_with(read_reject(body), Farewell::kNone);
     case FrameKind::kDoor:
     case FrameKind::kCard: {

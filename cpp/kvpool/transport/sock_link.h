@@ -59,6 +59,7 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   void send(Message&& message) override;
   void send_data(std::uint64_t id, std::span<const std::byte> body, std::span<const iovec> pieces,
                  std::int64_t deadline_ns, const std::atomic<bool>* cancelled) override;
+  bool would_queue() noexcept override { return handling() && writer_.occupied(); }
   bool drive(std::int64_t deadline_ns, const std::function<bool()>& done) override;
   void wake() noexcept override;
   std::shared_ptr<void> attachment() const override { return attachment_; }
@@ -79,6 +80,8 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   void keep_descriptors(std::uint8_t flags);
   // Reads what came early, in this thread, and what there is.
   void read_now() { on_ready(/*events=*/0); }
+  // Whether the peer has said why it ended the link. From within on_closed.
+  bool told_why() const noexcept { return told_why_; }
   // Closes the link and tells the peer, whose connect() throws the same.
   void reject(const Error& why) noexcept;
 
@@ -90,12 +93,15 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   bool half_broken() const noexcept { return writer_.broken(); }
 
  private:
+  class Handling;
   class RoleGuard;
   class Waiter;
   enum class Read : std::uint8_t { kSome, kNothing, kOver };
 
   SockLink(Reactor& reactor, SockLinkParts&& parts, std::shared_ptr<LinkMeeting> meeting);
   bool forked() const noexcept;
+  // Whether this thread handles what a link has brought, this one or another.
+  static bool handling() noexcept;
 
   // FrameSink: called by the thread that reads.
   void on_frame(const FrameHeader& header, Bytes&& body) override;
@@ -132,8 +138,8 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   FrameWriter writer_;
 
   // Invariants. The role of the reader is what makes callbacks of one link never overlap:
-  //   1. `reading_`: one thread has the role, the reactor's or a driver. It alone uses reader_, handler_ and meeting_.
-  //   The
+  //   1. `reading_`: one thread has the role, the reactor's or a driver. It alone uses reader_, told_why_, handler_ and
+  //   meeting_. The
   //      role is taken and given up under mutex_, so what one reader left is what the next one finds.
   //   2. While a driver reads, the reactor does not ask for input, so that the two do not wake each other.
   //   3. When nobody has the role and the link has not ended, then the reactor asks for input, or a driver that waits
@@ -159,6 +165,7 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   std::atomic<std::int64_t> heard_ns_;
 
   FrameReader reader_;
+  bool told_why_ = false;
   std::shared_ptr<LinkMeeting> meeting_;
   std::shared_ptr<LinkHandler> handler_;
   std::shared_ptr<void> attachment_;

@@ -20,6 +20,8 @@ constexpr std::int64_t kSleepNsMax = 1'000'000'000;
 constexpr int kFramesAtOnce = 16;
 constexpr int kCallsAtOnce = 4;
 
+thread_local int handling_depth = 0;
+
 }  // namespace
 
 // ---- the reactor
@@ -86,9 +88,20 @@ void SockLink::set_interest() noexcept {
 
 // ---- one reader
 
+class SockLink::Handling {
+ public:
+  Handling() noexcept { ++handling_depth; }
+  ~Handling() { --handling_depth; }
+  Handling(const Handling&) = delete;
+  Handling& operator=(const Handling&) = delete;
+};
+
+bool SockLink::handling() noexcept { return handling_depth > 0; }
+
 // Handles what is buffered, as long as go_on() after each frame. False: the link ends.
 template <class GoOn>
 bool SockLink::step_while(GoOn&& go_on) noexcept {
+  const Handling here;
   try {
     while (!closing_.load(std::memory_order_acquire)) {
       if (!reader_.step() || !go_on()) return !closing_.load(std::memory_order_acquire);

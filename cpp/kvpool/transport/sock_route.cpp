@@ -91,6 +91,7 @@ class SockRoute final : public Route {
     return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
   }
   RouteCost* cost() noexcept override { return &cost_; }
+  bool wants_other_thread() noexcept override { return link_->would_queue(); }
 
   WriteOutcome write(const WriteRequest& request) override {
     check_sources(request);

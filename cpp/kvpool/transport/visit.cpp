@@ -151,6 +151,9 @@ std::shared_ptr<LinkHandler> Visit::on_meeting(SockLink& link, const FrameHeader
 void Visit::on_closed(const Error& why) noexcept {
   try {
     why_over_ = why;
+    // Two that call each other: the peer may have ended this connection for its own before it had answered by this one.
+    const bool asked = stage_.load() == Stage::kCardSent && !link_->told_why();
+    if (asked && why.code() == ErrorCode::kPeerLost) why_over_->add("unanswered", 1);
   } catch (...) {
     why_over_.emplace(ErrorCode::kPeerLost, "");
   }
