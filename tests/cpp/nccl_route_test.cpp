@@ -236,8 +236,9 @@ TEST_CASE("nccl: after a pass has stood still to the deadline, or a communicator
     const auto late = NcclPair::end_of(*pair.a.service->transfer(std::move(by_nccl)));
     REQUIRE(late);
     CHECK(late->code() == ErrorCode::kDeadline);
+    // The transfer ends by its deadline; that its pass has not ended is noted by who waits for the pass, soon after.
+    REQUIRE(NcclPair::eventually([&] { return pair.a.service->peers()[0].route_failures.size() == 1; }));
     const auto failures = pair.a.service->peers()[0].route_failures;
-    REQUIRE(failures.size() == 1);
     CHECK(failures[0].route == "nccl");
     CHECK(failures[0].report.able);
     CHECK(failures[0].report.why.find("had not ended") != std::string::npos);
