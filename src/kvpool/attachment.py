@@ -372,8 +372,11 @@ def _beat_until(stop: threading.Event, heartbeat_s: float, attachment: weakref.r
     with busy:
         while not stop.wait(heartbeat_s):
             strong = attachment()
-            if strong is None or not strong._publish_load():
-                return
+            try:
+                if strong is None or not strong._publish_load():
+                    return
+            except Exception:  # this thread looks at the clock of the lease, so it must go on
+                _log.exception("publishing the load has failed; it is tried again")
             del strong
 
 

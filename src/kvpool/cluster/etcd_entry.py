@@ -43,6 +43,7 @@ class EtcdEntry(Entry):
         self.over = False
         self._directory = directory
         self.keeper = keeper
+        self._lapsed = False
         self._hold(birth, granted)
 
     def _hold(self, birth: str, granted: tuple[int, int, int]) -> None:
@@ -51,7 +52,7 @@ class EtcdEntry(Entry):
         member = keys.member(self.record.name)
         self._birth = birth
         self._lease = granted[0]
-        self._gone = self._lapsed = False
+        self._gone = False
         self._lapses = self.keeper.beacon.lapses
         self._look_at = time.monotonic() + directory.lease_s
         directory.view.doubt = directory.view.told_lost = False  # of what stood there before
@@ -168,6 +169,8 @@ class EtcdEntry(Entry):
             raise
         self.record = record
         self._hold(ids.birth, granted)
+        if lost:  # else a pool may have fenced itself just now: then "lost" and "regained" must follow
+            self._lapsed = False
         return record.term
 
     def leave(self, record: Member) -> None:

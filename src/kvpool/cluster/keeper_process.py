@@ -194,11 +194,12 @@ class KeeperProcess:
             raise Unreachable(str(error)) from error
         old, self._process = self._process, fresh
         self._line, self._patient_until = b"", time.monotonic() + _START_S
+        old.kill()  # before it is hung up on: one that wakes just then would end well, and revoke the lease
         _hang_up(old)
-        old.kill()
-        old.wait()
         if self._lease is not None:
             self._order()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel; subprocess collects it later
+            old.wait(_END_S)
 
     def _order(self) -> None:
         assert self._lease is not None

@@ -232,6 +232,8 @@ class LocalEntry(Entry):
         folder = self._directory.folder
         try:
             with folder.locked(time.monotonic() + _LOCK_S):
+                if not lost and not self.valid():  # its pool may have fenced itself: "lost" must be told first
+                    raise Unreachable("this process was stopped meanwhile")
                 return self._enter_again(folder, dataclasses.replace(record, term=self._page.lapses))
         except (OSError, DeadlineExceeded) as error:
             raise Unreachable(str(error)) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import threading
 
@@ -11,6 +13,9 @@ from kit import small_pool
 from transfer.kit import stop_process
 
 import kvpool
+from kvpool.attachment import Attachment
+from kvpool.cluster import keeper_process
+from kvpool.cluster.keeper_process import KeeperProcess
 
 
 @pytest.fixture
@@ -53,7 +58,55 @@ def test_a_keeper_that_hangs_is_replaced(place):
     until = keeper.valid_until_ns
     wait_for(lambda: keeper.valid_until_ns > until)
     wait_for(reg.lease_valid)
-    assert words in ([], ["lost", "regained"])  # whether the lease could be saved is the machine's business
+    assert set(words) <= {"lost", "regained"}  # whether the lease could be saved is the machine's business
+
+
+def test_one_that_wakes_while_it_is_replaced_does_not_revoke_the_lease(place, monkeypatch):
+    """It is hung up on, which means the end of the member to it: so it must be dead by then."""
+    reg = place.register(place.join(), "a")
+    hang_up, ended = keeper_process._hang_up, []
+
+    def wakes(process):
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGCONT)
+        hang_up(process)
+        ended.append(process.wait(60))
+
+    monkeypatch.setattr(keeper_process, "_hang_up", wakes)
+    hang(reg._entry.keeper)
+    wait_for(lambda: ended)
+    assert ended[0] == -signal.SIGKILL
+
+
+def test_a_pool_that_has_fenced_itself_by_the_clock_is_told_so_also_when_etcd_has_forgotten_all(place, monkeypatch):
+    """ "lost" and "regained" let it out of its fence; a member that enters again in silence would stay in it."""
+    reg = place.register(place.join(), "a")
+    words, entry = [], reg._entry
+    reg.on_lease(words.append)
+    with reg._asking:  # the cluster's thread is just entering it again
+        monkeypatch.setattr(KeeperProcess, "valid_until_ns", 0)
+        monkeypatch.setattr(KeeperProcess, "silent_s", lambda keeper: 1000.0)
+        assert entry.lapsed()
+        monkeypatch.undo()
+        assert entry.enter_again(reg.record, lost=False) == 0
+        assert entry.hold() == "lost"
+    wait_for(lambda: words[:2] == ["lost", "regained"])
+    wait_for(lambda: not entry.lapsed())
+
+
+def test_the_thread_that_looks_at_the_clock_outlives_what_it_meets(place, monkeypatch):
+    publish, tried = Attachment._publish_load, []
+
+    def fails_once(attachment):
+        tried.append(attachment.name)
+        if len(tried) == 1:
+            raise RuntimeError("the test")
+        return publish(attachment)
+
+    monkeypatch.setattr(Attachment, "_publish_load", fails_once)
+    with place.join() as cluster, small_pool() as pool:
+        pool.attach(cluster, name="a")
+        wait_for(lambda: len(tried) > 2)
 
 
 def test_one_whose_keeper_hangs_and_cannot_be_replaced_fences_itself(place, no_process):
@@ -68,7 +121,7 @@ def test_one_whose_keeper_hangs_and_cannot_be_replaced_fences_itself(place, no_p
     assert reg.leases_lost == 1
     let_go()
     wait_for(lambda: words[:2] == ["lost", "regained"])
-    assert reg.record.term == 1
+    assert reg.record.term >= 1
 
 
 def test_an_etcd_that_does_not_answer_is_no_keeper_that_hangs(own_etcd):
@@ -83,7 +136,7 @@ def test_an_etcd_that_does_not_answer_is_no_keeper_that_hangs(own_etcd):
         wait_for(lambda: not reg.lease_valid())
         failed = reg.renewals_failed
         wait_for(lambda: reg.renewals_failed > failed + 8)  # which takes a lease, and more
-        assert keeper.silent_s() < 1.0
+        wait_for(lambda: keeper.silent_s() == 0.0)  # one that hangs is late for ever
         assert not reg.lapsed()
         assert words == []
     finally:
@@ -138,4 +191,4 @@ def test_a_pool_is_fenced_by_the_clock_while_the_clusters_thread_is_held_up(plac
             return True
 
         wait_for(sent)
-        assert here._attachment._registration.record.term == 1
+        assert here._attachment._registration.record.term >= 1  # more, where a process takes a lease to start

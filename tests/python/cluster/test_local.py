@@ -12,6 +12,7 @@ import pytest
 from cluster.kit import Events, LocalPlace, wait_for
 
 import kvpool
+from kvpool.cluster.directory import Unreachable
 from kvpool.cluster.local_folder import Folder, folder_path
 from kvpool.cluster.local_ids import IdHold, held_ids
 from kvpool.cluster.local_page import OwnPage
@@ -283,4 +284,18 @@ def test_one_that_is_stopped_while_it_looks_at_its_page_has_lost_its_lease(local
     with reg._asking:  # the cluster's thread does not ask meanwhile
         monkeypatch.setattr(page, "is_at", is_at)
         assert reg._entry.hold() == "lost"
+        monkeypatch.undo()
+
+
+def test_one_that_is_stopped_before_it_enters_again_hears_that_it_was_lost(local, monkeypatch):
+    """Its pool may have fenced itself by the clock, and is let out by "lost" and "regained" alone."""
+    reg = local.register(local.join(), "a")
+    with reg._asking:
+        monkeypatch.setattr(OwnPage, "lapses", 1)
+        assert reg._entry.lapsed()
+        with pytest.raises(Unreachable, match="stopped meanwhile"):
+            reg._entry.enter_again(reg.record, lost=False)
+        assert reg._entry.hold() == "lost"
+        assert reg._entry.enter_again(reg.record, lost=True) == 1
+        assert reg._entry.hold() == "held"
         monkeypatch.undo()
