@@ -1,12 +1,17 @@
 #include "kvpool/pool/strands.h"
 
 #include <doctest/doctest.h>
+#include <pthread.h>
+#include <signal.h>
 
 #include <atomic>
 #include <chrono>
 #include <future>
+#include <memory>
 #include <thread>
 #include <vector>
+
+#include "failing_alloc.h"
 
 namespace kvpool {
 namespace {
@@ -52,6 +57,40 @@ TEST_CASE("threads that have nothing to do end, and others begin when there is w
     std::this_thread::sleep_for(std::chrono::milliseconds(round % 2 == 0 ? 5 : 0));
   }
   workers.stop();
+}
+
+TEST_CASE("a thread that ends, and the end of all, need no memory") {
+  Workers workers(1, std::chrono::milliseconds(1));
+  std::promise<void> ran;
+  workers.run(Priority::kPrefill, [&] {
+    static thread_local std::unique_ptr<testing::FailNthAllocation> failure;
+    failure = std::make_unique<testing::FailNthAllocation>(1);
+    ran.set_value();
+  });
+  ran.get_future().wait();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // it has left, as a rule
+  const testing::FailNthAllocation failure(1);
+  workers.stop();
+}
+
+TEST_CASE("memory that runs out when a thread is to begin leaves the caller's signals as they were") {
+  sigset_t before;
+  pthread_sigmask(SIG_SETMASK, nullptr, &before);
+  REQUIRE(sigismember(&before, SIGUSR2) == 0);
+  testing::fail_each_allocation([](auto&& fail) {
+    Workers workers(1);
+    std::atomic<int> ran{0};
+    const bool thrown = fail([&] { workers.run(Priority::kPrefill, [&] { ++ran; }); });
+    workers.stop();
+    CHECK(ran == (thrown ? 0 : 1));
+    sigset_t after;
+    pthread_sigmask(SIG_SETMASK, nullptr, &after);
+    CHECK(sigismember(&after, SIGUSR2) == 0);
+    sigset_t own;
+    sigemptyset(&own);
+    sigaddset(&own, SIGUSR2);
+    pthread_sigmask(SIG_UNBLOCK, &own, nullptr);
+  });
 }
 
 TEST_CASE("what comes after the end runs in its caller's thread") {

@@ -4,8 +4,7 @@
 #include <signal.h>
 
 #include <algorithm>
-#include <iterator>
-#include <system_error>
+#include <exception>
 #include <utility>
 
 namespace kvpool {
@@ -19,6 +18,7 @@ Workers::~Workers() { stop(); }
 bool Workers::start_one() {
   for (std::thread& thread : left_) thread.join();  // it has let go of the lock for the last time
   left_.clear();
+  left_.reserve(threads_.size() + 1);  // to leave must not fail
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
@@ -27,7 +27,7 @@ bool Workers::start_one() {
   try {
     threads_.emplace_back([this] { loop(); });
     pthread_setname_np(threads_.back().native_handle(), "kvpool-work");
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {  // no thread, or no memory for one
     started = false;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -87,15 +87,16 @@ void Workers::leave_locked() {
 
 void Workers::stop() noexcept {
   std::vector<std::thread> threads;
+  std::vector<std::thread> left;
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
     threads.swap(threads_);
-    std::move(left_.begin(), left_.end(), std::back_inserter(threads));
-    left_.clear();
+    left.swap(left_);
   }
   work_.notify_all();
   for (std::thread& thread : threads) thread.join();
+  for (std::thread& thread : left) thread.join();
 }
 
 }  // namespace kvpool
