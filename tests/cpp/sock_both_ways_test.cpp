@@ -4,9 +4,11 @@
 
 #include <atomic>
 #include <barrier>
+#include <new>
 #include <thread>
 #include <vector>
 
+#include "failing_alloc.h"
 #include "service_kit.h"
 #include "thrown.h"
 
@@ -139,6 +141,51 @@ TEST_CASE("a link: content that is sent by who handles what arrives is queued no
   for (End* one : {&end, &other}) one->link->close(Error(ErrorCode::kClosed, "the test is over"));
   reactor->stop();
   theirs_reactor->stop();
+}
+
+TEST_CASE("a link: when there is no memory for the rest of a frame the link ends, and nobody takes it for whole") {
+  int ran_out = 0;
+  for (std::uint64_t n = 1, more = 1; more != 0; ++n) {
+    CAPTURE(n);
+    const Bytes content = some_bytes(std::size_t{2} << 20);  // outlives the links, as the sink
+    Bytes sink(content.size());
+    std::atomic<int> outcome{0};  // 1: sent, 2: no memory
+    std::atomic<bool> reached{false};
+    LinkPair pair(Wire::kUnix);
+    pair.right.handler->answer = [&](const Message&) {  // it reads nothing meanwhile
+      while (outcome == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    };
+    pair.right.handler->place = [&](std::uint64_t token, std::uint64_t bytes) {
+      return Placement{{{sink.data(), bytes}}, token};
+    };
+    pair.left.handler->answer = [&](const Message&) {
+      const iovec piece{const_cast<std::byte*>(content.data()), content.size()};
+      const FailNthAllocation failure(n);
+      int ended = 1;
+      try {
+        pair.left.link->send_data(7, {}, {&piece, 1}, in_seconds(30), nullptr);
+      } catch (const std::bad_alloc&) {
+        ended = 2;
+      }
+      reached = failure.failed_one();
+      outcome = ended;
+    };
+    pair.left.link->send(message_of(FrameKind::kLend, 1));
+    pair.right.link->send(message_of(FrameKind::kLend, 2));
+    REQUIRE(soon([&] { return outcome != 0; }));
+    if (outcome == 2) {
+      ++ran_out;
+      CHECK(soon([&] { return pair.left.handler->closed_count() == 1 && pair.right.handler->closed_count() == 1; }));
+      CHECK(pair.left.handler->why()->code() == ErrorCode::kOutOfMemory);
+      for (const auto& [token, intact] : pair.right.handler->placed) CHECK_FALSE(intact);
+    } else {
+      CHECK(soon([&] { return pair.right.handler->placed_count() == 1; }));
+      CHECK(pair.right.handler->placed[0].second);
+      CHECK(sink == content);
+    }
+    more = reached ? 1 : 0;
+  }
+  CHECK(ran_out > 0);
 }
 
 TEST_CASE("two pools that send to each other by sock from several threads at once both come to an end") {

@@ -61,7 +61,7 @@ FrameWriter::FrameWriter(int fd, TagKind tag, const Key& key, std::size_t queue_
       sent_ns_(monotonic_ns()) {}
 
 std::size_t FrameWriter::frame_bytes(const OutFrame& frame) const noexcept {
-  return sizeof(FrameHeader) + frame.body.size() + tag_.bytes();
+  return frame.body.size() + (frame.rest ? 0 : sizeof(FrameHeader) + tag_.bytes());
 }
 
 // REQUIRES: mutex_ is held.
@@ -212,9 +212,9 @@ bool FrameWriter::write_current(std::span<const int> descriptors) noexcept {
         skip -= bytes;
       }
     };
-    add(&current_.header, sizeof(FrameHeader));
+    if (!current_.rest) add(&current_.header, sizeof(FrameHeader));
     add(current_.body.data(), current_.body.size());
-    add(current_.tag.data(), tag_.bytes());
+    if (!current_.rest) add(current_.tag.data(), tag_.bytes());
     const ssize_t sent = write_some(pieces, count, current_.sent == 0 ? descriptors : std::span<const int>{});
     if (sent <= 0) return false;
     current_.sent += static_cast<std::size_t>(sent);
@@ -313,17 +313,6 @@ void FrameWriter::send_data(const FrameHeader& header, std::span<const std::byte
   give_up_role();
 }
 
-void FrameWriter::send_copy(const FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces) {
-  Bytes content;
-  content.reserve(body.size() + header.payload_bytes);
-  content.insert(content.end(), body.begin(), body.end());
-  for (const iovec& piece : pieces) {
-    const auto* const bytes = static_cast<const std::byte*>(piece.iov_base);
-    content.insert(content.end(), bytes, bytes + piece.iov_len);
-  }
-  send(header, std::move(content));
-}
-
 // Walks header, body, pieces and tag of a data frame.
 class FrameWriter::DataCursor {
  public:
@@ -397,6 +386,67 @@ class FrameWriter::DataCursor {
   std::size_t count_ = 0;
   std::size_t bytes_ = 0;  // of pieces
 };
+
+void FrameWriter::send_copy(const FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces) {
+  bool at_once = false;
+  {
+    const std::lock_guard lock(mutex_);
+    check_open();
+    at_once = !occupied_locked();
+    if (at_once) writing_ = true;
+  }
+  if (!at_once) {
+    Bytes content;
+    content.reserve(body.size() + header.payload_bytes);
+    content.insert(content.end(), body.begin(), body.end());
+    for (const iovec& piece : pieces) {
+      const auto* const bytes = static_cast<const std::byte*>(piece.iov_base);
+      content.insert(content.end(), bytes, bytes + piece.iov_len);
+    }
+    return send(header, std::move(content));
+  }
+  FrameHeader own = header;
+  own.sequence = ++sequence_;
+  DataCursor cursor(own, body, pieces, tag_);
+  cursor.gather();
+  for (auto batch = cursor.batch(); !batch.empty(); batch = cursor.batch()) {
+    const ssize_t sent = write_some(batch.data(), batch.size(), {});
+    if (sent > 0) {
+      cursor.sent(static_cast<std::size_t>(sent));
+      continue;
+    }
+    if (sent < 0) break;
+    try {
+      keep_rest(cursor);
+    } catch (...) {
+      torn_.store(true, std::memory_order_release);
+      give_up_role();
+      throw;
+    }
+    break;
+  }
+  drain(kFramesAtOnce);
+  give_up_role();
+  if (broken()) throw_ended();
+}
+
+// What a frame that was begun has not sent yet goes first, whenever there is room. REQUIRES: the role, and no current
+// frame.
+void FrameWriter::keep_rest(DataCursor& cursor) {
+  OutFrame frame;
+  for (auto batch = cursor.batch(); !batch.empty(); batch = cursor.batch()) {
+    for (const iovec piece : batch) {  // a copy: sent() changes it
+      const auto* const bytes = static_cast<const std::byte*>(piece.iov_base);
+      frame.body.insert(frame.body.end(), bytes, bytes + piece.iov_len);
+      cursor.sent(piece.iov_len);
+    }
+  }
+  frame.sealed = frame.rest = true;
+  const std::lock_guard lock(mutex_);
+  queued_bytes_ += sizeof(FrameHeader) + frame.body.size() + kTagBytes;
+  current_ = std::move(frame);
+  current_is_ = true;
+}
 
 // Half a frame costs the whole link, and everybody else's requests with it. So one that was begun is finished even when
 // nobody wants it any more, if the peer takes it within a moment.

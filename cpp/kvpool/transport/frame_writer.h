@@ -34,8 +34,8 @@ class FrameWriter {
   // As Link::send_data. What it throws with torn() has left half a frame in the stream: the link must be closed.
   void send_data(const FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces,
                  std::int64_t deadline_ns, const std::atomic<bool>* cancelled);
-  // The same without waiting: what the socket does not take now is queued, for which all of it is copied. Throws as
-  // send().
+  // The same without waiting: what the socket does not take now is copied and queued. Throws as send(); with torn(), as
+  // send_data().
   void send_copy(const FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces);
   // Whether others' bytes go first.
   bool occupied() noexcept;
@@ -62,6 +62,7 @@ class FrameWriter {
     Tag tag{};
     std::size_t sent = 0;  // bytes of header, body and tag
     bool sealed = false;
+    bool rest = false;  // the body is what is left of a frame that was begun: nothing goes around it
   };
   class DataCursor;
 
@@ -80,6 +81,7 @@ class FrameWriter {
   void seal(OutFrame& frame) noexcept;
   ssize_t write_some(iovec* pieces, std::size_t count, std::span<const int> descriptors) noexcept;
   void wait_for_room(std::int64_t deadline_ns, const std::atomic<bool>* cancelled) const;
+  void keep_rest(DataCursor& cursor);
   void write_data(FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces,
                   std::int64_t deadline_ns, const std::atomic<bool>* cancelled);
 

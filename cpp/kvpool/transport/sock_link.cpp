@@ -102,6 +102,10 @@ void SockLink::send_data(std::uint64_t id, std::span<const std::byte> body, std:
   } catch (const Error& error) {
     if (writer_.torn()) close_with(error, Farewell::kNone);  // half a frame: nothing can follow it
     throw;
+  } catch (const std::bad_alloc&) {
+    if (writer_.torn())
+      close_with(Error(ErrorCode::kOutOfMemory, "no memory for the rest of a frame"), Farewell::kNone);
+    throw;
   }
 }
 
