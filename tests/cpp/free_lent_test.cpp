@@ -36,7 +36,7 @@ struct Lender : Member {
       if (message.kind == FrameKind::kLend) {
         Addresses lent;
         for (std::uint32_t i = 0; i < read_lend(message.body).blocks; ++i) {
-          lent.push_back(make_address(id.value(), Medium::kHbm, 1, i));
+          lent.push_back(make_address(id.value(), Medium::kHbm, 1, next_block++));
         }
         to->send(message_of(FrameKind::kLent, message.id, write_addresses(lent)));
       }
@@ -46,6 +46,7 @@ struct Lender : Member {
   }
 
   const InstanceId id = InstanceId::draw();
+  std::uint32_t next_block = 0;  // of whoever reads the link
 };
 
 }  // namespace
@@ -134,6 +135,30 @@ TEST_CASE("a peer that is lost, or refuses, keeps neither the others' blocks nor
     REQUIRE(again);
     CHECK(again->code() == ErrorCode::kNotOwner);
   }
+}
+
+// A peer that gets more in one message takes it for nonsense, and ends the connection.
+TEST_CASE("more lent blocks than one message takes are given back in several, and each one once") {
+  Node a = make_node("a");
+  Lender b("b");
+  b.card.media[0].blocks = 1U << 20;
+  std::vector<std::size_t> returned;  // by whoever reads b's link; looked at when all is answered
+  b.meet(a, [&](Link& link, const Message& message) {
+    returned.push_back(read_addresses(message.body).size());
+    link.send(message_of(FrameKind::kDone, message.id, write_addresses({})));
+  });
+  Addresses lent = a.service.alloc("b", kAddressesMax, Medium::kHbm, true, in_seconds(60));
+  const Addresses more = a.service.alloc("b", 2, Medium::kHbm, true, in_seconds(60));
+  lent.insert(lent.end(), more.begin(), more.end());
+  lent.push_back(lent.front());
+  const auto twice = error_of([&] { free_all(a, lent); });
+  REQUIRE(twice);
+  CHECK(position_in(*twice) == static_cast<std::int64_t>(lent.size() - 1));
+  CHECK(returned.empty());
+  lent.pop_back();
+  const auto error = error_of([&] { free_all(a, lent); });
+  CHECK_MESSAGE(!error, std::string(error ? error->what() : ""));
+  CHECK(returned == std::vector<std::size_t>{kAddressesMax, 2});
 }
 
 }  // namespace kvpool::testing

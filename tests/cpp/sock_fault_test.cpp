@@ -8,9 +8,12 @@
 
 #include "child_process.h"
 #include "fuzz_seeds.h"
+#include "kvpool/transport/frame_writer.h"
 #include "kvpool/transport/keepalive.h"
+#include "kvpool/transport/reactor.h"
 #include "raw_peer.h"
 #include "sock_fixture.h"
+#include "thrown.h"
 
 using namespace kvpool;
 using namespace kvpool::testing;
@@ -364,4 +367,22 @@ TEST_CASE("a link: nothing is left of links that came and went") {
     pair.left.link->drive(in_seconds(0.001), [] { return false; });
   }
   CHECK(open_descriptors() == before);
+}
+
+// Whoever waited for its turn used to write behind it, before the link was closed: over a Unix socket, where frames
+// have no tag, the peer took that for the rest.
+TEST_CASE("a link: nothing is sent behind half a frame") {
+  auto [mine, theirs] = socket_pair(Wire::kUnix);  // nobody reads
+  FrameWriter writer(mine.get(), TagKind::kNone, Key{}, std::size_t{1} << 20, [](bool) {});
+  const Bytes content(std::size_t{8} << 20);
+  const iovec piece{const_cast<std::byte*>(content.data()), content.size()};
+  FrameHeader header{};
+  header.kind = static_cast<std::uint8_t>(FrameKind::kData);
+  header.payload_bytes = content.size();
+  CHECK(code_of([&] { writer.send_data(header, {}, {&piece, 1}, monotonic_ns() + 50'000'000, nullptr); }) ==
+        ErrorCode::kDeadline);
+  REQUIRE(writer.torn());
+  FrameHeader next{};
+  next.kind = static_cast<std::uint8_t>(FrameKind::kPing);
+  CHECK(code_of([&] { writer.send(next, {}); }) == ErrorCode::kPeerLost);
 }

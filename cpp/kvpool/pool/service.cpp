@@ -11,6 +11,7 @@
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/service_impl.h"
 #include "kvpool/transfer/failure.h"
+#include "kvpool/transfer/messages.h"
 #include "kvpool/transfer/outgoing.h"
 
 namespace kvpool {
@@ -87,7 +88,8 @@ std::unique_ptr<Received> ServiceImpl::receive(std::int64_t until_ns) {
   return item;
 }
 
-// Those of peers that are gone are left out: what they had lent is gone with them. Throws kNotOwner, kClosed.
+// No group is larger than what one message takes. Those of peers that are gone are left out: what they had lent is gone
+// with them. Throws kNotOwner, kClosed.
 std::vector<ServiceImpl::LentGroup> ServiceImpl::group_lent(const Address* addresses, std::size_t n) {
   std::vector<LentGroup> groups;
   const std::lock_guard lock(mutex_);
@@ -95,8 +97,9 @@ std::vector<ServiceImpl::LentGroup> ServiceImpl::group_lent(const Address* addre
   for (std::size_t i = 0; i < n; ++i) {
     const std::uint32_t instance = instance_of(addresses[i]);
     if (instance == 0 || instance == pool_.instance()) continue;
-    auto group = std::find_if(groups.begin(), groups.end(),
-                              [&](const auto& other) { return other.session->peer().instance == instance; });
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& other) {
+      return other.session->peer().instance == instance && other.addresses.size() < kAddressesMax;
+    });
     if (group == groups.end()) {
       const auto peer = std::find_if(peers_.begin(), peers_.end(), [&](const auto& entry) {
         return entry.second.session->peer().instance == instance;

@@ -28,6 +28,9 @@ constexpr std::size_t kCallBytesMax = std::size_t{512} << 10;
 constexpr std::size_t kCallPieces = 512;
 static_assert(kCallPieces <= IOV_MAX);
 
+// Said before the role is given up: who takes it next would write behind half a frame.
+constexpr const char* kTorn = "a frame was given up in its middle";
+
 void check_patience(std::int64_t deadline_ns, const std::atomic<bool>* cancelled) {
   if (cancelled != nullptr && cancelled->load(std::memory_order_acquire)) {
     throw Error(ErrorCode::kCancelled, "cancelled before the data was sent");
@@ -306,6 +309,7 @@ void FrameWriter::send_data(const FrameHeader& header, std::span<const std::byte
     FrameHeader own = header;
     write_data(own, body, pieces, deadline_ns, cancelled);
   } catch (...) {
+    if (torn()) end(kTorn);
     give_up_role();
     throw;
   }
@@ -420,6 +424,7 @@ void FrameWriter::send_copy(const FrameHeader& header, std::span<const std::byte
       keep_rest(cursor);
     } catch (...) {
       torn_.store(true, std::memory_order_release);
+      end(kTorn);
       give_up_role();
       throw;
     }
