@@ -227,11 +227,17 @@ class NcclRoute final : public Route {
       return (pass.bytes + pass.message_bytes - 1) / pass.message_bytes;
     } catch (const std::exception& failure) {
       const auto* const error = dynamic_cast<const Error*>(&failure);
-      if (error != nullptr && error->code() == ErrorCode::kDeadline) note_stall(began_ns);
+      if (error != nullptr && is_late(*error, request)) note_stall(began_ns);
       const bool device_lost = error != nullptr && error->code() == ErrorCode::kDeviceLost;  // which says no less
       if (halt(announced) || device_lost) throw;
       throw Error(ErrorCode::kPeerLost, "the peer does not say that it has stopped receiving by NCCL");
     }
+  }
+
+  // The transfer's own timer may have cancelled the write before it looked at the time itself.
+  static bool is_late(const Error& error, const WriteRequest& request) noexcept {
+    return error.code() == ErrorCode::kDeadline ||
+           (error.code() == ErrorCode::kCancelled && monotonic_ns() >= request.deadline_ns);
   }
 
   // A pass that has come to a stand ends at the caller's deadline, which is nobody's fault in general. But one that
