@@ -171,6 +171,8 @@ GPU_PYTHON_SECONDS ?= 300
 GPU_SANITIZE_SECONDS ?= 300
 CMAKE ?= cmake
 GPU_WHEELS := build/gpu-wheels
+GPU_DOWNLOAD = $(BIN)/python -m pip --disable-pip-version-check download --quiet --only-binary=:all: --implementation cp \
+	--python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 -d $(GPU_WHEELS)
 GPU_ENVIRONMENT = PYTHONPATH=$(CURDIR)/$(GPU)/site:$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}
 GPU_CONFIGURE = $(CMAKE) -S . -B $(GPU) $(shell command -v ninja >/dev/null && echo -G Ninja) -DCMAKE_BUILD_TYPE=Release \
 	-DKVPOOL_CUDA=ON -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
@@ -178,9 +180,9 @@ GPU_CONFIGURE = $(CMAKE) -S . -B $(GPU) $(shell command -v ninja >/dev/null && e
 .PHONY: gpu-wheels
 gpu-wheels: $(DONE)/venv ## what to carry to a GPU machine without network
 	@rm -rf $(GPU_WHEELS)
-	@$(BIN)/python -m pip --disable-pip-version-check download --quiet --only-binary=:all: --implementation cp \
-	--python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 -d $(GPU_WHEELS) \
+	@$(GPU_DOWNLOAD) \
 	"pybind11>=3.0" "pytest>=8" "pytest-timeout>=2.3" "hypothesis>=6.100"
+	@$(GPU_DOWNLOAD) --no-deps "$(NIXL)" || echo "$(NIXL) is not to be had: make bench-gpu will leave NIXL out" >&2
 	@ls $(GPU_WHEELS)
 
 # Said at once, not after minutes of building.

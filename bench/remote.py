@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
-_ANSWER_S_MAX = 600.0
+ANSWER_S_MAX = 600.0
 
 
 class RemoteError(RuntimeError):
@@ -34,15 +34,23 @@ class RemoteError(RuntimeError):
 class Remote:
     """One process, from the parent's side. Use it in a `with`, or close it."""
 
-    def __init__(self, module: str, python: str = sys.executable, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+        answer_s_max: float = ANSWER_S_MAX,
+    ) -> None:
         """Starts the process and does not wait for it.
 
         Args:
             module: With the class `Subject`.
             python: The interpreter, which may be that of another virtual environment.
             environment: Variables to add.
+            answer_s_max: How long an answer may take.
         """
         self.module = module
+        self._answer_s_max = answer_s_max
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
         self._process = subprocess.Popen(
             [python, "-m", "bench.remote", module],
@@ -81,8 +89,8 @@ class Remote:
         output = self._process.stdout
         assert output is not None
         # The parent never reads ahead: it asks one question and reads one line, so select sees all there is.
-        if not select.select([output], [], [], _ANSWER_S_MAX)[0]:
-            raise RemoteError(f"{self.module} did not answer for {_ANSWER_S_MAX:.0f} s")
+        if not select.select([output], [], [], self._answer_s_max)[0]:
+            raise RemoteError(f"{self.module} did not answer for {self._answer_s_max:.0f} s")
         line = output.readline()
         if not line:
             raise RemoteError(f"{self.module} died: {self._error_text()}")

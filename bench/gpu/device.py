@@ -43,8 +43,23 @@ class Device:
         device, context, self._stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         self._must("cuDeviceGet", ctypes.byref(device), 0)
         self._must("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self._must("cuCtxPushCurrent_v2", context)
+        self._context = context
+        self.enter()
         self._must("cuStreamCreate", ctypes.byref(self._stream), 1)
+
+    def enter(self) -> None:
+        """Makes its context current in the calling thread, for libraries that ask which one is. Once a thread."""
+        self._must("cuCtxPushCurrent_v2", self._context)
+
+    def allocate(self, nbytes: int) -> int:
+        """Address of so many bytes, which may hold anything; plain memory, as cudaMalloc gives it."""
+        address = ctypes.c_uint64()
+        self._must("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Gives back what `allocate` gave."""
+        self._must("cuMemFree_v2", ctypes.c_uint64(address))
 
     def write(self, address: int, data: Bytes) -> None:
         """Copies an array to the device, and waits. REQUIRES: it is contiguous."""
@@ -56,22 +71,21 @@ class Device:
 
     def copy_rates(self, nbytes: int, rounds: int) -> list[float]:
         """What one cuMemcpyAsync within the device does, read and written: GB/s of each of so many, after two."""
-        source, target = ctypes.c_uint64(), ctypes.c_uint64()
-        self._must("cuMemAlloc_v2", ctypes.byref(source), ctypes.c_size_t(nbytes))
+        source = self.allocate(nbytes)
         try:
-            self._must("cuMemAlloc_v2", ctypes.byref(target), ctypes.c_size_t(nbytes))
+            target = self.allocate(nbytes)
             try:
                 rates = []
                 for number in range(rounds + 2):
                     started = perf_counter()
-                    self._copy(target.value, source.value, nbytes)
+                    self._copy(target, source, nbytes)
                     if number >= 2:
                         rates.append(2 * nbytes / (perf_counter() - started) / 1e9)
                 return rates
             finally:
-                self._must("cuMemFree_v2", target)
+                self.free(target)
         finally:
-            self._must("cuMemFree_v2", source)
+            self.free(source)
 
     def copy_rate(self, nbytes: int, rounds: int) -> float:
         """The median of `copy_rates`."""

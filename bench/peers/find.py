@@ -11,13 +11,17 @@ KVPOOL_PEERS names a folder with one virtual environment a peer, since their req
 Some answer from one process, which is started with the run. Those that move bytes need two processes and several
 settings, so they are programs that a bench starts itself. A peer that is absent or does not start is left out, and the
 run says so.
+
+NIXL on a GPU may also be installed beside kvpool, where nobody makes an environment: see docs/how-to/gpu-build.md.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
@@ -34,6 +38,7 @@ class _Peer:
     paths: tuple[str, ...] = ()  # below the folder of all peers, to be added to PYTHONPATH
     environment: dict[str, str] = field(default_factory=dict)
     libraries: str = ""  # below the folder of all peers, to be added to LD_LIBRARY_PATH
+    beside: tuple[str, ...] = ()  # packages of kvpool's own Python, any of which does without the folder
     quick: bool = True  # whether it takes part in a quick run: each costs ten seconds to import
 
 
@@ -43,9 +48,18 @@ _PEERS = (
     _Peer("vLLM", "venv-vllm", "bench.peers.vllm_blocks", (), {"VLLM_LOGGING_LEVEL": "ERROR"}),
 )
 SINGLE = tuple(peer.name for peer in _PEERS)  # answer from one process
+_QUIET_NIXL = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}
 # Peers that a bench starts itself, two processes at a time.
 _PROGRAMS = (
-    _Peer("NIXL", "venv-nixl", "bench.peers.nixl", (), {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}),
+    _Peer("NIXL", "venv-nixl", "bench.peers.nixl", (), _QUIET_NIXL),
+    _Peer(
+        "NIXL on a GPU",
+        "venv-nixl",
+        "bench.peers.nixl_gpu",
+        (),
+        _QUIET_NIXL,
+        beside=("nixl", "nixl_cu13", "nixl_cu12"),
+    ),
     _Peer("Mooncake", "venv-mooncake", "bench.peers.mooncake", (), {"MC_LOG_LEVEL": "ERROR"}, libraries="ibv"),
     _Peer("UCX", "venv-ucx", "bench.peers.ucx", (), {"UCX_LOG_LEVEL": "error"}),
 )
@@ -93,6 +107,9 @@ class Peers:
     def _find(self, peer: _Peer) -> None:
         folder = os.environ.get(VARIABLE)
         python = Path(folder or "", peer.folder, "bin", "python")
+        if not (folder and python.exists()) and any(find_spec(package) for package in peer.beside):
+            self._programs[peer.name] = Program(peer.module, sys.executable, peer.environment)
+            return
         if not folder:
             self.notes.append(f"{peer.name}: skipped, {VARIABLE} is not set")
             return

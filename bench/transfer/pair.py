@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.measure import Sample
 from bench.peers.find import Peers, Program
-from bench.remote import Remote, RemoteError
+from bench.remote import ANSWER_S_MAX, Remote, RemoteError
 
 _NOTE_CHARACTERS_MAX = 240
 
@@ -27,6 +27,7 @@ class Kind:
         environment: Variables for both processes.
         options: Passed to `receive` and `send`.
         bytes_min: Blocks smaller than this are not measured.
+        answer_s_max: One that does not answer for so long has failed.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Kind:
     environment: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     bytes_min: int = 0
+    answer_s_max: float = ANSWER_S_MAX
 
 
 class Pair:
@@ -51,8 +53,9 @@ class Pair:
     def start_again(self) -> None:
         """Fresh processes: after a failure nobody knows what the old ones may still write."""
         environment = {**self._program.environment, **self.kind.environment}
-        self.receiver = Remote(self._program.module, self._program.python, environment)
-        self.sender = Remote(self._program.module, self._program.python, environment)
+        self.receiver, self.sender = (
+            Remote(self._program.module, self._program.python, environment, self.kind.answer_s_max) for _ in range(2)
+        )
 
     @classmethod
     def start(cls, kinds: Sequence[Kind], peers: Peers) -> list[Pair]:
