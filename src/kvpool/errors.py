@@ -151,6 +151,7 @@ class StateError(Error):
     pinned: int
     instance: int
     needed: int
+    maximum: int  # how many there may be
     errno: int
     epoch: int
     device: int  # the GPU on which a CUDA graph is being captured

@@ -31,6 +31,7 @@ __all__ = ["BoundaryProfile", "IterationSample", "LinkSample"]
 
 _FORMAT: Final = "kvpool boundary profile"
 _VERSION: Final = 1
+_NOTHING: Final = 1e-9  # of a transfer's time: what rounding leaves of no time
 _FIELDS: Final = ("format", "version", "model", "machine", "context", "links", "iterations")
 
 
@@ -80,8 +81,8 @@ class BoundaryProfile:
         samples = self.links[name]
         features = np.array([[1.0, sample.bytes] for sample in samples]).reshape(-1, 2)
         latency_s, per_byte_s = fit_nonnegative(features, np.array([sample.seconds for sample in samples]))
-        if per_byte_s <= 0:
-            largest = max(samples)
+        largest = max(samples)
+        if per_byte_s * largest.bytes < _NOTHING * largest.seconds:
             return cost.Link(largest.bytes / largest.seconds)
         return cost.Link(1 / float(per_byte_s), latency_s=float(latency_s))
 
