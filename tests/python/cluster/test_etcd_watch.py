@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from cluster.kit import EtcdPlace, Events, wait_for
+from cluster.kit import Events, wait_for
 
 from kvpool.cluster.board import Board
 from kvpool.cluster.etcd_keys import Ids, Keys
@@ -32,13 +32,6 @@ class DeadStream:
 
 
 @pytest.fixture
-def place(etcd_server):
-    one = EtcdPlace(etcd_server)
-    yield one
-    one.close()
-
-
-@pytest.fixture
 def streams(monkeypatch):
     """Every watch that is begun; `dead` of the next ones are dead."""
     begun, stream = [], Gateway.stream
@@ -54,17 +47,17 @@ def streams(monkeypatch):
     return begun, begun_dead
 
 
-def test_who_watches_by_a_dead_connection_sees_all_the_same(place, streams):
+def test_who_watches_by_a_dead_connection_sees_all_the_same(etcd, streams):
     """Joined, changed, lost: each behind a watch that says nothing."""
     begun, dead = streams
-    first = place.register(place.join(), "a")
+    first = etcd.register(etcd.join(), "a")
     wait_for(lambda: len(begun) == 1)
     dead.append(1)
-    router = place.join()
+    router = etcd.join()
     events = Events(router)
     wait_for(lambda: len(begun) == 2)
     assert isinstance(begun[1], DeadStream)
-    place.register(place.join(), "b")
+    etcd.register(etcd.join(), "b")
     events.wait("b", "joined")
     assert begun[1].stopped.is_set()
     assert events.of("a") == ["joined"]
@@ -86,10 +79,10 @@ def test_who_watches_by_a_dead_connection_sees_all_the_same(place, streams):
     assert events.of("b") == ["joined"]
 
 
-def test_a_watch_that_is_silent_because_nothing_happens_is_left_alone(place, etcd_server, streams, monkeypatch):
+def test_a_watch_that_is_silent_because_nothing_happens_is_left_alone(etcd, etcd_server, streams, monkeypatch):
     """Also when others write to the same etcd."""
     begun, _ = streams
-    router = place.join()
+    router = etcd.join()
     wait_for(lambda: len(begun) == 1)
     view, checks, check = router._directory.view, [], EtcdView._silence_of
     view._heartbeat_s = 60.0  # an etcd that takes its time on a busy machine is not what this is about
