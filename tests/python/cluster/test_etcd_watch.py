@@ -96,6 +96,25 @@ def test_a_watch_that_is_silent_because_nothing_happens_is_left_alone(etcd, etcd
     assert view._stream is begun[0]
 
 
+def test_a_watch_that_breaks_is_logged_with_whom_it_concerns(etcd, etcd_server, caplog):
+    """The member of this process and its lease; a process that is no member has neither."""
+    router, cluster = etcd.join(), etcd.join()
+    etcd.register(cluster, "a b")
+    for view in (cluster._directory.view, router._directory.view):
+        with caplog.at_level("WARNING", "kvpool.cluster"):
+            caplog.clear()
+            stream = wait_for(lambda view=view: isinstance(view._stream, Stream) and view._stream)
+            stream.stop()
+            wait_for(lambda: caplog.records)
+        (found,) = caplog.records
+        (name, lease) = ("a b", view.own[1]) if view is cluster._directory.view else ("", 0)
+        assert found.getMessage() == f"the watch of etcd is broken: {found.why}"
+        assert (found.name, found.levelname) == ("kvpool.cluster", "WARNING")
+        assert (found.address, found.member, found.lease) == (f"127.0.0.1:{etcd_server.port}", name, lease)
+        assert found.why
+    assert cluster._directory.view.own[1] > 0
+
+
 @pytest.fixture
 def view():
     one = EtcdView(Options((("127.0.0.1", 1),)), Keys("x"), Board(), 1.0, 3.0)
