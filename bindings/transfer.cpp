@@ -154,7 +154,14 @@ TransferRequest request_of(Pool& pool, const py::object& specification) {
 std::vector<TransferHandle> transfer_batch(const PoolPointer& pool, const py::sequence& specifications) {
   std::vector<TransferRequest> requests;
   requests.reserve(specifications.size());
-  for (std::size_t i = 0; i < specifications.size(); ++i) requests.push_back(request_of(*pool, specifications[i]));
+  const py::object type = py::module_::import("kvpool.types").attr("TransferSpec");
+  for (std::size_t i = 0; i < specifications.size(); ++i) {
+    const py::object specification = specifications[i];
+    if (!py::isinstance(specification, type)) {
+      throw_type_error("specs must be TransferSpec, and one is " + std::string(Py_TYPE(specification.ptr())->tp_name));
+    }
+    requests.push_back(request_of(*pool, specification));
+  }
   Service& service = service_of(*pool);
   std::vector<std::shared_ptr<Transfer>> transfers = call_interruptibly(
       [&](const GivenUp& given_up) { return service.transfer_batch(std::move(requests), given_up); });
@@ -276,7 +283,8 @@ Returns:
     A list of Transfer, in the same order.
 
 Raises:
-    As transfer, when an argument of one is wrong: then none was started.)")
+    As transfer, when an argument of one is wrong: then none was started.
+    ArgumentTypeError: One is no TransferSpec.)")
       .def("fetch", &fetch, py::arg("peer"), py::arg("addrs"), py::kw_only(), to, medium, evict, priority, timeout,
            R"(Brings copies of a peer's blocks here.
 

@@ -81,6 +81,13 @@ def test_a_wrong_argument_starts_nothing(setting, verb, name, value, error):
             setting.a.transfer_batch([right, kvpool.TransferSpec(**arguments)])
 
 
+def test_a_batch_is_of_specs(setting):
+    right = kvpool.TransferSpec(setting.peer, setting.mine)
+    for wrong in (7, None, {"peer": setting.peer, "addrs": setting.mine}):
+        with nothing_changes(setting, ArgumentTypeError, "TransferSpec"):
+            setting.a.transfer_batch([right, wrong])
+
+
 @pytest.mark.parametrize(
     ("kind", "error"),
     [("freed", StaleAddress), ("returned", NotOwner), ("not_lent", NotOwner)],
