@@ -156,7 +156,7 @@ asan: build/asan ## C++ tests under AddressSanitizer, LeakSanitizer and Undefine
 tsan: build/tsan ## C++ tests under ThreadSanitizer
 	$(call say,C++ tests under ThreadSanitizer)
 	@mkdir -p $(REPORTS)
-	@KVPOOL_UCX="$(UCX_OF_WHEEL)" TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1:suppressions=tests/cpp/tsan.supp \
+	@KVPOOL_UCX="$(UCX_OF_WHEEL)" TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
 	$(FIXED_LAYOUT) build/tsan/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-tsan.txt
 
 # ---- on a machine with a GPU, which may have no network: see docs/how-to/gpu-build.md

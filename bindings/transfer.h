@@ -16,6 +16,9 @@ struct TransferHandle {
   std::shared_ptr<Transfer> transfer;
 };
 
+// Its class: transfer_handle.cpp.
+void bind_transfer_handle(pybind11::module_& module);
+
 // A method of it: wait_on.cpp.
 void bind_wait_on(pybind11::class_<TransferHandle>& handle);
 

@@ -13,9 +13,10 @@ import numpy as np
 
 import kvpool
 from bench.gpu.device import Device
+from bench.gpu.region import OnDevice
 from bench.measure import no_collections
 from bench.transfer.own import listen, settings
-from bench.transfer.side import Side, scattered
+from bench.transfer.side import scattered
 
 _HEADS, _DIM = 40, 128  # of Llama-2-13B
 
@@ -25,8 +26,8 @@ def layout(layers: int, order: Any) -> kvpool.KVLayout:
     return kvpool.KVLayout(layers, _HEADS, _DIM, "float16", 16, order=order)
 
 
-class Subject(Side):
-    """See bench/transfer/side.py. The region is the host's copy of all HBM; it goes there and back as a whole."""
+class Subject(OnDevice):
+    """See bench/transfer/side.py. The region is all HBM."""
 
     def __init__(self) -> None:
         # Two ranks of NCCL on one GPU have to look like two hosts. Before NCCL is loaded.
@@ -75,18 +76,6 @@ class Subject(Side):
     def facts(self) -> dict[str, Any]:
         stats = self._calls["transfer"]().stats
         return {"route": stats.route, "calls": stats.calls}
-
-    def stamp(self, number: int) -> None:
-        super().stamp(number)
-        self._device.write(self._base, self._host)
-
-    def check(self, number: int, slots: list[int]) -> None:
-        self._device.read(self._base, self._host)
-        super().check(number, slots)
-
-    def check_others(self, slots: list[int]) -> None:
-        self._device.read(self._base, self._host)
-        super().check_others(slots)
 
     def end(self) -> None:
         self._calls = {}

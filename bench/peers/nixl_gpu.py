@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 
 from bench.gpu.device import Device
+from bench.gpu.region import OnDevice
 from bench.peers import nixl
 
 
-class Subject(nixl.Subject):
-    """See bench/transfer/side.py. The region is the host's copy of the memory; it goes there and back as a whole.
-
-    Option: `parts` of a block, each of which is a descriptor.
-    """
+class Subject(OnDevice, nixl.Subject):
+    """See bench/transfer/side.py. Option: `parts` of a block, each of which is a descriptor."""
 
     _medium = "VRAM"
 
@@ -34,18 +32,6 @@ class Subject(nixl.Subject):
     def send(self, count: int, size: int, card: dict[str, Any], *, parts: int = 1) -> list[int]:
         self._parts = parts
         return super().send(count, size, card)
-
-    def stamp(self, number: int) -> None:
-        super().stamp(number)
-        self._device.write(self._base, self._host)
-
-    def check(self, number: int, slots: list[int]) -> None:
-        self._device.read(self._base, self._host)
-        super().check(number, slots)
-
-    def check_others(self, slots: list[int]) -> None:
-        self._device.read(self._base, self._host)
-        super().check_others(slots)
 
     def facts(self) -> dict[str, Any]:
         return {"descriptors": len(self._order) * self._parts}

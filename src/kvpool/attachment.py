@@ -1,4 +1,4 @@
-"""A pool as a member of a cluster: `Pool.attach` makes an `Attachment`.
+"""A pool as a member of a cluster: an `Attachment`, which `Pool.attach` makes (attaching.py).
 
 The directory says who is there; this tells the pool, whose C++ half meets members when a verb names them. Three threads
 come with it, none on the way of a block: the cluster's own, which tells of the lease, and does what has to be done when
@@ -9,31 +9,25 @@ the pool leaves; one that hears of changes; one that publishes the load. None of
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import ipaddress
 import logging
 import os
-import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from kvpool import _core
 from kvpool.cluster import Cluster, LeaseWord, Load, Member, MemberCallback, MemberEvent, Registration
 from kvpool.cluster.place import check_seconds
-from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, Error, Fenced, StateError
+from kvpool.errors import ClosedError, DeadlineExceeded, Error, Fenced, StateError
 from kvpool.member_book import MemberBook
 from kvpool.transfer import PeerVerbs
-from kvpool.transfer.gpu_routes import tell_unused
-from kvpool.transfer.peers import nccl_library, ucx_library
-from kvpool.types import KVLayout, RawLayout
 from kvpool.waiting import busy
 
-__all__ = ["Attachment", "attach"]
+__all__ = ["Attachment", "load_of"]
 
 _log = logging.getLogger("kvpool.cluster")
 _LOOK_S = 0.01  # how often drain looks
@@ -249,111 +243,20 @@ class Attachment:
         self._look_at_clock(pool)
         with contextlib.suppress(StateError):  # it is just being closed; or another has the name
             self._book.remember_peers()
-            self._registration.publish(load=_load_of(pool, self._requests))
+            self._registration.publish(load=load_of(pool, self._requests))
         return True
 
 
-def attach(
-    pool: PeerVerbs,
-    cluster: Cluster,
-    *,
-    name: str | None,
-    role: Literal["prefill", "decode", "both"],
-    listen: str | Sequence[str] | None,
-    timeout: float | None,
-) -> Attachment:
-    """Makes a pool a member: see `Pool.attach`. Whatever fails, pool and cluster are as they were."""
-    if not isinstance(cluster, Cluster):
-        raise ArgumentTypeError(f"cluster must be a kvpool.Cluster, not {type(cluster).__name__}")
-    addresses = _addresses(cluster, listen)
-    if cluster.secret and pool.settings.secret not in ("", cluster.secret):
-        raise ArgumentError("the pool has another secret than the cluster: leave it out, or give both the same")
-    wanted = pool._settings_for(name, cluster.secret or None)
-    for address in addresses:
-        if address.startswith("tcp:") and not wanted.secret:
-            raise ArgumentError(f"listen: {address} needs a secret: give each member's Cluster.join the same secret=")
-        _core._check_listen_address(address, bool(wanted.secret))
-        _check_can_be_called(address)
-    with _service(pool, wanted):
-        endpoints = [pool._listen(address) for address in addresses]
-        stats = pool._stats()
-        registration = cluster.register(
-            name=pool._name() or "",
-            role=role,
-            epoch=pool._epoch(),
-            endpoints=endpoints,
-            layout=_layout_json(pool.kv_layout),
-            model=wanted.model,
-            parallel=None if pool.parallel is None else dataclasses.asdict(pool.parallel),
-            hbm_blocks=stats["hbm"]["capacity"],
-            dram_blocks=stats["dram"]["capacity"],
-            load=_load_of(pool, 0),
-            timeout=timeout,
-        )
-        try:
-            pool._join(registration.instance)
-            return Attachment(pool, cluster, registration)
-        except BaseException:
-            registration.leave()
-            raise
-
-
-# ---- inside
-
-
-@contextlib.contextmanager
-def _service(pool: PeerVerbs, wanted: Any) -> Iterator[None]:
-    """The pool begins to speak with peers, but meets none yet; if the block raises, it has never begun."""
-    before = pool.settings
-    with pool._serving:
-        if pool._name() is not None:
-            raise StateError("this pool speaks with peers already: attach it before listen, connect and export_rank")
-        notes = pool._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl), joins_cluster=True)
-        for note in notes:
-            _log.warning("%s", note)
-        tell_unused(pool, wanted)
-        pool.settings = wanted
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(Error):
-            pool._drop_service()
-        pool.settings = before
-        raise
-
-
-def _addresses(cluster: Cluster, listen: object) -> list[str]:
-    if listen is None:
-        local = cluster._place.kind == "local"
-        return [f"unix:@kvpool-{secrets.token_hex(16)}" if local else "tcp:127.0.0.1:0"]
-    given = [listen] if isinstance(listen, str) else listen
-    if not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
-        raise ArgumentTypeError(f"listen must be an address or several, not {listen!r}")
-    if not given:
-        raise ArgumentError("listen is empty: a member must be reached by at least one address")
-    return list(given)
-
-
-def _check_can_be_called(address: str) -> None:
-    """Peers are given the address as it stands; it is one, which was checked."""
-    host = address.removeprefix("tcp:").rpartition(":")[0].strip("[]")
-    every = host == "*"
-    with contextlib.suppress(ValueError):  # a name
-        every = every or ipaddress.ip_address(host).is_unspecified
-    if every:
-        raise ArgumentError(f"listen: {address} is every interface: name the address or host by which others call it")
-
-
-def _layout_json(layout: KVLayout | RawLayout) -> dict[str, Any]:
-    return {"kind": type(layout).__name__, **dataclasses.asdict(layout)}
-
-
-def _load_of(pool: _core.Pool, requests: int) -> Load:
+def load_of(pool: _core.Pool, requests: int) -> Load:
+    """What a pool tells its cluster of itself, and what its engine has told it."""
     stats = pool._stats()
     hbm, dram = stats["hbm"], stats["dram"]
     return Load(
         hbm["free"], hbm["active"], hbm["historical"], dram["free"], dram["active"], dram["historical"], requests
     )
+
+
+# ---- inside
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -103,7 +103,10 @@ TEST_CASE("a wrong address of any peer, anywhere in the list, frees nothing of a
   for (const Address twice : good) {
     Addresses list = good;
     list.push_back(twice);
-    CHECK(error_of([&] { free_all(a, list); }));
+    const auto error = error_of([&] { free_all(a, list); });
+    REQUIRE(error);
+    CHECK(error->code() == ErrorCode::kArgument);
+    CHECK(position_in(*error) == static_cast<std::int64_t>(good.size()));
     nothing_has_changed();
   }
   free_all(a, good);

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <map>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 

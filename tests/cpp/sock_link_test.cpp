@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <stdexcept>
 
 #include "fuzz_seeds.h"
 #include "sock_fixture.h"

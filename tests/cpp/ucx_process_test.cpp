@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <sys/syscall.h>
 
+#include <stdexcept>
 #include <thread>
 
 #include "ucx_kit.h"

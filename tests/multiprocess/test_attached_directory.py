@@ -7,22 +7,14 @@ that stop when nobody counts them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 
 import pytest
 from attached import Traffic, eventually, home_of, ids, send_by_name
-from cluster.etcd_server import EtcdServer
-from cluster.kit import EtcdPlace, LocalPlace
+from cluster.kit import LocalPlace
+from cluster.own_etcd import own, own_etcd
 from crew import near_nursery
 
-__all__ = ["near_nursery"]
-
-
-@pytest.fixture
-def own_etcd(tmp_path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path)
-    yield server
-    server.kill()
+__all__ = ["near_nursery", "own", "own_etcd"]
 
 
 def test_the_folder_of_a_local_cluster_is_removed_and_nobody_notices(near_nursery):
@@ -49,30 +41,26 @@ def test_the_folder_of_a_local_cluster_is_removed_and_nobody_notices(near_nurser
 
 
 @pytest.mark.parametrize("memory", ["with its data", "empty"])
-def test_etcd_is_killed_and_comes_back(memory, own_etcd, near_nursery):
-    place = EtcdPlace(own_etcd)
-    try:
-        with home_of(place, 60.0) as home, home.member(near_nursery) as victim:
-            send_by_name(home.pool, "victim")
-            before = ids(home.cluster)
-            traffic = Traffic(home.pool, "victim")
-            own_etcd.kill()
-            traffic.goes_on()
-            if memory == "empty":
-                own_etcd.forget()
-            traffic.goes_on()
-            own_etcd.start()
-            traffic.goes_on()
-            with place.join() as watching:  # one that knows nothing from before
-                eventually(lambda: {one.name: one.instance for one in watching.members()} == before)
-            with home.member(near_nursery, "newcomer") as newcomer:
-                assert newcomer("attachment.instance") not in before.values()
-                send_by_name(home.pool, "newcomer")
-            traffic.goes_on()
-            traffic.close()
-            assert traffic.failed == []
-            assert victim("words") == []
-            assert ids(home.cluster)["victim"] == before["victim"]
-            victim.kill()
-    finally:
-        place.close()
+def test_etcd_is_killed_and_comes_back(memory, own, own_etcd, near_nursery):
+    with home_of(own, 60.0) as home, home.member(near_nursery) as victim:
+        send_by_name(home.pool, "victim")
+        before = ids(home.cluster)
+        traffic = Traffic(home.pool, "victim")
+        own_etcd.kill()
+        traffic.goes_on()
+        if memory == "empty":
+            own_etcd.forget()
+        traffic.goes_on()
+        own_etcd.start()
+        traffic.goes_on()
+        with own.join() as watching:  # one that knows nothing from before
+            eventually(lambda: {one.name: one.instance for one in watching.members()} == before)
+        with home.member(near_nursery, "newcomer") as newcomer:
+            assert newcomer("attachment.instance") not in before.values()
+            send_by_name(home.pool, "newcomer")
+        traffic.goes_on()
+        traffic.close()
+        assert traffic.failed == []
+        assert victim("words") == []
+        assert ids(home.cluster)["victim"] == before["victim"]
+        victim.kill()

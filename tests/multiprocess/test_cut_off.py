@@ -12,32 +12,20 @@ from collections.abc import Iterator
 
 import pytest
 from attached import CLUSTER_LEASE, JOIN, Home, eventually, home_of, send_by_name
-from cluster.etcd_server import EtcdServer
-from cluster.kit import EtcdPlace
+from cluster.own_etcd import own, own_etcd
 from crew import near_nursery
 from proxy import Proxy
 from victims import LONG, Nursery, Victim
 
 import kvpool
 
-__all__ = ["near_nursery"]
+__all__ = ["near_nursery", "own", "own_etcd"]
 
 
 @pytest.fixture
-def own_etcd(tmp_path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path)
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def home(own_etcd) -> Iterator[Home]:
-    place = EtcdPlace(own_etcd)
-    try:
-        with home_of(place, 60.0) as one:
-            yield one
-    finally:
-        place.close()
+def home(own) -> Iterator[Home]:
+    with home_of(own, 60.0) as one:
+        yield one
 
 
 @contextlib.contextmanager

@@ -16,14 +16,13 @@ import threading
 import time
 from collections.abc import Iterator
 
-import pytest
 from attached import CLUSTER_LEASE, Traffic, eventually, home_of, ids, send_by_name
-from cluster.etcd_server import EtcdServer
-from cluster.kit import EtcdPlace, LocalPlace
+from cluster.kit import LocalPlace
+from cluster.own_etcd import own, own_etcd
 from crew import near_nursery
 from victims import LONG, Nursery, Victim, seed_of
 
-__all__ = ["near_nursery"]
+__all__ = ["near_nursery", "own", "own_etcd"]
 
 KILLS = 1000 if LONG else 30
 LINK_LEASE = 60.0  # nothing here may end by it
@@ -87,38 +86,27 @@ def test_the_first_member_of_a_local_cluster_is_killed_at_any_moment(near_nurser
     assert entered > 0
 
 
-@pytest.fixture
-def own_etcd(tmp_path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path)
-    yield server
-    server.kill()
-
-
-def test_etcd_is_killed_at_any_moment_and_comes_back_with_its_data_or_empty(own_etcd, near_nursery, request):
+def test_etcd_is_killed_at_any_moment_and_comes_back_with_its_data_or_empty(own, own_etcd, near_nursery, request):
     """No transfer fails, nobody is told that a lease was lost, and all are members again with the ids that they had."""
     dice = random.Random(seed_of(request))
-    place = EtcdPlace(own_etcd)
-    try:
-        with home_of(place, LINK_LEASE) as home, home.member(near_nursery) as victim:
-            send_by_name(home.pool, "victim")
-            before = ids(home.cluster)
-            traffic = Traffic(home.pool, "victim")
-            for life in range(KILLS):
-                time.sleep(0.05 * dice.random())
-                own_etcd.kill()
-                traffic.goes_on()
-                if life % 3 == 2:
-                    own_etcd.forget()
-                own_etcd.start()
-                with place.join() as watching:  # one that knows nothing from before
-                    eventually(lambda watching=watching: ids(watching) == before)
-            with home.member(near_nursery, "newcomer") as newcomer:
-                assert newcomer("attachment.instance") not in before.values()
-                send_by_name(home.pool, "newcomer")
-            traffic.close()
-            assert traffic.failed == []
-            assert victim("words") == []
-            assert ids(home.cluster)["victim"] == before["victim"]
-            victim.kill()
-    finally:
-        place.close()
+    with home_of(own, LINK_LEASE) as home, home.member(near_nursery) as victim:
+        send_by_name(home.pool, "victim")
+        before = ids(home.cluster)
+        traffic = Traffic(home.pool, "victim")
+        for life in range(KILLS):
+            time.sleep(0.05 * dice.random())
+            own_etcd.kill()
+            traffic.goes_on()
+            if life % 3 == 2:
+                own_etcd.forget()
+            own_etcd.start()
+            with own.join() as watching:  # one that knows nothing from before
+                eventually(lambda watching=watching: ids(watching) == before)
+        with home.member(near_nursery, "newcomer") as newcomer:
+            assert newcomer("attachment.instance") not in before.values()
+            send_by_name(home.pool, "newcomer")
+        traffic.close()
+        assert traffic.failed == []
+        assert victim("words") == []
+        assert ids(home.cluster)["victim"] == before["victim"]
+        victim.kill()

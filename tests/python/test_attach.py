@@ -216,12 +216,12 @@ def test_the_load_goes_out_with_the_heartbeat(url):
 
 
 def test_one_that_came_back_under_its_name_is_met_by_the_next_verb(url):
-    with member(url, "a") as (a, *_):
+    with member(url, "a") as (a, cluster, _):
         own = a.alloc(1)
         instances = set()
         for _ in range(4):
             with member(url, "b") as (b, _, attachment):
-                eventually(lambda: a._attachment._book._told.get("b", [0])[0] == attachment.instance)
+                eventually(lambda: attachment.instance in [one.instance for one in cluster.members()])
                 a.transfer("b", own).wait()
                 instances.add(attachment.instance)
                 assert blocks_at_peers(b) == 0

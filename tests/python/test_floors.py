@@ -43,8 +43,11 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "transfer": {"errors", "types", "config", "awaiting", "waiting", "_core"},
     "cluster": {"errors", "types", "config", "waiting", "_core"},
     "member_book": {"errors", "waiting", "cluster", "transfer"},
-    "attachment": {"errors", "types", "_core", "waiting", "cluster", "transfer", "member_book"},
-    "pool": {"errors", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "attachment"},
+    "attachment": {"errors", "_core", "waiting", "cluster", "transfer", "member_book"},
+    "attaching": {"errors", "types", "_core", "cluster", "transfer", "attachment"},
+    "stats": set(),
+    "pool": {"errors", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "attachment"}
+    | {"attaching", "stats"},
     "policy": {"errors", "types", "index"},  # pure: data in, plans out
     "ranks": {"errors", "types", "_core", "transfer", "pool"},
     "control": {"errors", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "pool", "policy"},

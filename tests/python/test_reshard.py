@@ -268,6 +268,9 @@ def test_a_configuration_that_does_not_fit_the_layout_is_refused():
     assert (caught.value.given, caught.value.needed) == (5, 4)
     with pytest.raises(ArgumentTypeError, match="only a KVLayout"):
         ParallelConfig().slices(RawLayout(4096))
+    for sides in (("2", ParallelConfig()), (ParallelConfig(), None)):
+        with pytest.raises(ArgumentTypeError, match="must be a ParallelConfig"):
+            plan_reshard(KVLayout(2, 2, 8, "uint8", 1), *sides)
     with pytest.raises(ArgumentError, match="more than 4194304 strips"):
         plan_reshard(KVLayout(1 << 20, 64, 1, "uint8", 1), ParallelConfig(1), ParallelConfig(64))
 

@@ -4,8 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <initializer_list>
-#include <stdexcept>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -39,18 +40,37 @@ inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::k
 
 using ErrorField = std::pair<const char*, std::int64_t>;
 
-class Error : public std::runtime_error {
+// What an error says is shared by its copies, and no copy changes what another says: threads may copy, read and destroy
+// copies of one error at the same time. It does not lie in std::runtime_error, whose copies share their text, too, but
+// count themselves inside the C++ library, where ThreadSanitizer does not look.
+class Error : public std::exception {
  public:
-  Error(ErrorCode code, const std::string& message, std::initializer_list<ErrorField> fields = {})
-      : std::runtime_error(message), code_(code), fields_(fields) {}
+  Error(ErrorCode code, std::string message, std::initializer_list<ErrorField> fields = {})
+      : code_(code), said_(std::make_shared<const Said>(Said{std::move(message), fields})) {}
+  // No moves: they would leave an error that says nothing.
+  Error(const Error&) noexcept = default;
+  Error& operator=(const Error&) noexcept = default;
+  ~Error() override = default;
 
+  const char* what() const noexcept override { return said_->text.c_str(); }
   ErrorCode code() const noexcept { return code_; }
-  const std::vector<ErrorField>& fields() const noexcept { return fields_; }
-  void add(const char* name, std::int64_t value) { fields_.emplace_back(name, value); }  // a static string
+  const std::vector<ErrorField>& fields() const noexcept { return said_->fields; }
+
+  // To this copy alone. `name` is a static string.
+  void add(const char* name, std::int64_t value) {
+    Said said = *said_;
+    said.fields.emplace_back(name, value);
+    said_ = std::make_shared<const Said>(std::move(said));
+  }
 
  private:
+  struct Said {
+    std::string text;
+    std::vector<ErrorField> fields;
+  };
+
   ErrorCode code_;
-  std::vector<ErrorField> fields_;
+  std::shared_ptr<const Said> said_;
 };
 
 }  // namespace kvpool

@@ -289,7 +289,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   void check_stream(const CallerStream& after);
   BlockStore& store(Medium medium) noexcept { return stores_[static_cast<std::size_t>(medium_index(medium))]; }
   BlockStore& store_of(Address address) noexcept { return store(static_cast<Medium>(medium_bits_of(address))); }
-  bool is_local(Address address) noexcept {
+  bool is_local(Address address) const noexcept {
     const std::uint32_t instance = instance_of(address);
     return instance == 0 || instance == stores_[0].instance();
   }

@@ -191,8 +191,10 @@ void Pool::hold_for_reading(const Address* addresses, std::size_t n, std::uint64
 }
 
 // What an engine frees it uses again at once, whatever the pool says: as long as a transfer reads it, it must not.
+// Leaves out those of other instances.
 void Pool::check_unread(const Address* addresses, std::size_t n) const {
   for (std::size_t i = 0; i < n; ++i) {
+    if (!is_local(addresses[i])) continue;
     const auto& readers = readers_[medium_bits_of(addresses[i]) - 1];
     if (readers.empty() || readers[block_of(addresses[i])] == 0) continue;
     throw Error(ErrorCode::kState,
@@ -228,7 +230,8 @@ void Pool::free_with_lent(const Address* addresses, std::size_t n, const GivenUp
       check(addresses[i], i, BlockState::kActive);
       local.push_back(addresses[i]);
     }
-    check_active_and_distinct(local.data(), local.size(), /*skip_cached=*/false);
+    check_distinct(addresses, n, ++check_stamp_);  // of the whole list, so that errors name positions in it
+    if (engine_allocates_) check_unread(addresses, n);
   }
   // Once nothing is wrong, a peer that is gone or does not answer keeps nobody from freeing the rest.
   service()->free(addresses, n, {monotonic_ns() + kDeadlineNs, given_up}, [&] { free(local.data(), local.size()); });

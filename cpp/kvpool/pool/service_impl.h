@@ -1,6 +1,7 @@
-// The service as its parts see it: service.cpp has the verbs and the threads, service_peers.cpp the peers' coming and
-// going, service_report.cpp what is told of them, service_close.cpp the end, service_ranks.cpp what is done when one of
-// two peers has several ranks, service_members.cpp what a cluster's directory has to say.
+// The service as its parts see it: service.cpp has the verbs and the threads, service_visit.cpp how this side calls a
+// peer, service_peers.cpp who is admitted, service_parting.cpp how peers go, service_report.cpp what is told of them,
+// service_close.cpp the end, service_ranks.cpp what is done when one of two peers has several ranks,
+// service_members.cpp what a cluster's directory has to say.
 //
 // Locks: mutex_ guards who is there. A session's calls are made without it, but for its counters.
 #pragma once

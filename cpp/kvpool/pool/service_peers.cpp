@@ -1,11 +1,5 @@
-// Peers that come and go.
-#include <unistd.h>
-
+// Who is admitted as a peer, by which connection, and what it is told of this pool.
 #include <algorithm>
-#include <cerrno>
-#include <cstdio>
-#include <optional>
-#include <string_view>
 #include <utility>
 
 #include "kvpool/base/error.h"
@@ -16,44 +10,7 @@
 namespace kvpool {
 namespace {
 
-constexpr std::int64_t kDrainNs = 2'000'000'000;
 constexpr std::int64_t kRetryAfterUs = 10'000;
-constexpr int kInstanceDraws = 8;
-constexpr std::int64_t kPauseNs = 1'000'000;  // before connect() tries again; twice as long each time
-constexpr std::int64_t kPauseNsMax = 50'000'000;
-
-std::optional<std::int64_t> field_of(const Error& error, std::string_view name) {
-  for (const auto& [field, value] : error.fields()) {
-    if (field == name) return value;
-  }
-  return std::nullopt;
-}
-
-// The listener has not been started yet, perhaps: the port is closed, the socket not there.
-bool nobody_listens(const Error& error) {
-  const auto number = field_of(error, "errno");
-  return error.code() == ErrorCode::kPeerLost && (number == ECONNREFUSED || number == ENOENT);
-}
-
-[[noreturn]] void throw_nobody_listened(const std::string& address, const Error& error, std::int64_t ns) {
-  char seconds[32];
-  snprintf(seconds, sizeof(seconds), "%.1f", static_cast<double>(ns) / 1e9);
-  throw Error(ErrorCode::kPeerLost,
-              "nobody listened at " + address + " during " + seconds +
-                  " s; is the other process running, and is this the address that its listen() returned?",
-              {{"errno", *field_of(error, "errno")}});
-}
-
-class CountedCall {
- public:
-  explicit CountedCall(std::atomic<int>& calls) noexcept : calls_(calls) { calls_.fetch_add(1); }
-  ~CountedCall() { calls_.fetch_sub(1); }
-  CountedCall(const CountedCall&) = delete;
-  CountedCall& operator=(const CountedCall&) = delete;
-
- private:
-  std::atomic<int>& calls_;
-};
 
 }  // namespace
 
@@ -98,8 +55,6 @@ class ServiceImpl::LinkWatcher final : public LinkHandler {
   std::shared_ptr<Link> link_;
 };
 
-// --- meeting ---
-
 std::string ServiceImpl::listen(const std::string& address) {
   pool_.guard();
   settle_instance();
@@ -110,91 +65,6 @@ std::string ServiceImpl::listen(const std::string& address) {
 void ServiceImpl::settle_instance() {
   const std::lock_guard lock(mutex_);
   if (!joining_ && pool_.instance() == 0) pool_.set_instance(proposed_instance_.value());
-}
-
-std::string ServiceImpl::connect(const std::string& address, const Waiting& waiting, bool wait_for_listener) {
-  const CountedCall call(connecting_);
-  std::string name = visit(address, waiting, wait_for_listener);
-  measure_routes(name, waiting);
-  return name;
-}
-
-// Before the first transfer. Whatever has happened meanwhile is heard when one is asked for.
-void ServiceImpl::measure_routes(const std::string& peer, const Waiting& waiting) {
-  SessionPointer session;
-  if (failure_of([&] { session = find(peer); }) || session == nullptr) return;
-  session->measure_routes(waiting);
-}
-
-std::string ServiceImpl::visit(const std::string& address, const Waiting& waiting, bool wait_for_listener) {
-  const std::int64_t began_ns = monotonic_ns();
-  int draws = 1;
-  std::optional<Error> refused;
-  for (std::int64_t pause_ns = kPauseNs;; pause_ns = std::min(2 * pause_ns, kPauseNsMax)) {
-    try {
-      pool_.guard();  // whose GPU may be lost
-      check_unfenced();
-      if (hub_ != nullptr) hub_->check_complete();
-      return meet(address, waiting);
-    } catch (const Error& error) {
-      const bool late = monotonic_ns() + pause_ns >= waiting.until_ns;
-      if (const auto epoch = field_of(error, "epoch"); error.code() == ErrorCode::kState && epoch) {
-        // It calls us at this moment, or has not noticed yet that it has lost us. Until it has been heard, it may drop
-        // the connection that it made, for another of the two or for none: then it is ours to call again.
-        const std::string name = name_of(static_cast<std::uint64_t>(*epoch), /*settled=*/!late);
-        if (!name.empty()) return name;
-        if (late) throw;
-      } else if (error.code() == ErrorCode::kState && field_of(error, "instance")) {
-        // Another peer has our id by chance. As long as nobody has seen an address of ours, another will do.
-        if (pool_.instance() != 0 || draws++ == kInstanceDraws) throw;
-        const std::lock_guard lock(mutex_);
-        proposed_instance_ = InstanceId::draw();
-      } else if (wait_for_listener && nobody_listens(error)) {
-        refused = error;
-        if (late) throw_nobody_listened(address, *refused, monotonic_ns() - began_ns);
-      } else if (refused && error.code() == ErrorCode::kDeadline) {
-        throw_nobody_listened(address, *refused, monotonic_ns() - began_ns);  // it overslept
-      } else if (late || (error.code() != ErrorCode::kBusy && !field_of(error, "unanswered"))) {
-        throw;  // else its own call to us may have come in between
-      }
-    }
-    waiting.check();
-    usleep(static_cast<useconds_t>(pause_ns / 1000));
-  }
-}
-
-// One visit. Throws what Endpoint::connect throws, and kPeerLost.
-std::string ServiceImpl::meet(const std::string& address, const Waiting& waiting) {
-  const std::uint64_t meeting = random_epoch();
-  const std::shared_ptr<Link> link = endpoint_->connect(address, waiting, meeting);
-  std::uint64_t epoch = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    if (const auto noted = met_.extract(link)) epoch = noted.mapped();
-  }
-  if (epoch == 0) {
-    // It has taken this pool for a rank, and has made a lane of the link.
-    const Error why(ErrorCode::kPeerLost, "it was another that was looked for");
-    lanes_ != nullptr ? lanes_->depart(meeting, why, {}) : link->close(why);
-    throw Error(ErrorCode::kArgument, "at " + address + " is a rank of a logical instance: connect to its scheduler");
-  }
-  meet_ranks(link, address, waiting);
-  // Not only by this link: the peer may have called at the same time, and its connection be the one that stays.
-  std::string name = name_of(epoch);
-  const SessionPointer session = name.empty() ? nullptr : find(name);
-  if (session == nullptr) throw Error(ErrorCode::kPeerLost, "the peer at " + address + " left as soon as it was met");
-  session->greet();
-  return name;
-}
-
-// Of a peer that is connected; "" for none. `settled`: by a connection that both sides are known to have admitted.
-std::string ServiceImpl::name_of(std::uint64_t epoch, bool settled) const {
-  const std::lock_guard lock(mutex_);
-  for (const auto& [name, peer] : peers_) {
-    if (peer.session->peer().epoch != epoch || peer.session->lost()) continue;
-    if (!settled || peer.initiator == epoch_ || peer.session->heard()) return name;
-  }
-  return {};
 }
 
 Introduction ServiceImpl::introduce() {
@@ -343,108 +213,6 @@ void ServiceImpl::check_rival(const Peer& known, const PeerCard& card, bool init
   if (initiated_here && known.initiator == card.epoch && epoch_ < card.epoch) return;
   throw Error(ErrorCode::kState, options_.name + " and " + card.name + " are connected already",
               {{"epoch", static_cast<std::int64_t>(initiated_here ? card.epoch : epoch_)}});
-}
-
-// --- parting ---
-
-// Called when the link has ended: once for each session.
-void ServiceImpl::on_session_lost(const SessionPointer& session, const std::shared_ptr<Link>& link,
-                                  const std::shared_ptr<const GroupMeeting>& group) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return;  // close() looks after it
-  }
-  // First this: should the peer come back, it is found among the peers or among the ghosts.
-  if (group == nullptr) {
-    ghosts_->add(session, link, routes_.exposure(session->peer(), *link));
-  } else {
-    // Who writes here are the peer's ranks, and each rank of this instance knows when they write no more.
-    const Error why(ErrorCode::kPeerLost, session->peer().name + " is lost");
-    rank_set().depart(group->meeting, why, [session] { session->on_writer_gone(); });
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    const auto entry = peers_.find(session->peer().name);
-    if (entry != peers_.end() && entry->second.session == session) {
-      peers_.erase(entry);
-      tell_lost(*session);
-    }
-    departed_.insert(session->peer().instance);
-  }
-  if (group != nullptr) return;
-  // A pool of this process may have told that it writes no more before there was anybody to hear it.
-  const PeerCard& peer = session->peer();
-  const bool told = link->process() > 0;  // by the kernel; over TCP there is only the peer's word
-  const bool here =
-      told ? link->process() == getpid() : peer.pid == static_cast<std::uint64_t>(getpid()) && peer.host == host_id();
-  if (here && !LocalServices::may_write(peer.epoch, epoch_)) ghosts_->on_writer_gone(peer.epoch);
-}
-
-bool ServiceImpl::may_write_to(std::uint64_t epoch) noexcept {
-  if (write_lost_.load()) return true;
-  {
-    const std::lock_guard lock(mutex_);
-    for (const auto& [name, peer] : peers_) {
-      const Session& session = *peer.session;
-      if (session.peer().epoch == epoch && !(session.lost() && session.writes_under_way() == 0)) return true;
-    }
-  }
-  return ghosts_->is_writing_to(epoch);
-}
-
-void ServiceImpl::disconnect(const std::string& name, const GivenUp& given_up) {
-  Peer peer;
-  {
-    const std::lock_guard lock(mutex_);
-    const auto entry = peers_.find(name);
-    if (entry == peers_.end()) throw Error(ErrorCode::kPeerLost, "there is no peer called '" + name + "'");
-    peer = entry->second;
-  }
-  peer.session->stop_writing(Error(ErrorCode::kPeerLost, "the connection to " + name + " was closed here"));
-  const Waiting waiting(monotonic_ns() + kDrainNs, given_up);
-  const auto failure = failure_of([&] {
-    while (peer.session->writes_under_way() > 0 && monotonic_ns() < waiting.until_ns) {
-      usleep(1000);
-      waiting.check();
-    }
-    if (peer.session->writes_under_way() == 0) peer.session->say_drained();
-    // It answers when it writes nothing either; then nothing of it needs to be kept.
-    const auto answered = [&] { return peer.session->peer_drained() || peer.session->link_ended(); };
-    while (!peer.link->drive(waiting.slice_ns(monotonic_ns()), answered) && monotonic_ns() < waiting.until_ns) {
-      waiting.check();
-    }
-  });
-  peer.link->close(Error(ErrorCode::kPeerLost, "closed by " + options_.name));
-  if (failure) throw Error(*failure);
-}
-
-void ServiceImpl::drained(Session& session) noexcept {
-  // Should the link have ended, peers in other processes learn it from the end of this one, or when they meet us again.
-  session.say_drained();
-  if (session.by_ranks()) return;  // nobody believes it: see Session
-  // Should they have met again, it would be taken for the end of that session's writes; its first word is the proof.
-  if (!write_lost_.load() && !is_met_again(session)) LocalServices::tell_drained(session.peer().epoch, epoch_);
-  ghosts_->on_drained(session);
-}
-
-bool ServiceImpl::is_met_again(const Session& session) const noexcept {
-  const std::lock_guard lock(mutex_);
-  return std::ranges::any_of(peers_, [&](const auto& entry) {
-    const Session& other = *entry.second.session;
-    return &other != &session && other.peer().epoch == session.peer().epoch;
-  });
-}
-
-void ServiceImpl::on_peer_drained(std::uint64_t epoch) noexcept {
-  std::vector<SessionPointer> sessions;
-  {
-    const std::lock_guard lock(mutex_);
-    for (const auto& [name, peer] : peers_) {
-      if (peer.session->peer().epoch == epoch) sessions.push_back(peer.session);
-    }
-  }
-  for (const SessionPointer& session : sessions) session->on_writer_gone();
-  ghosts_->on_writer_gone(epoch);
 }
 
 }  // namespace kvpool

@@ -1,5 +1,7 @@
 #include "kvpool/transfer/borrowed.h"
 
+#include <algorithm>
+
 #include "kvpool/base/error.h"
 
 namespace kvpool {
@@ -35,7 +37,8 @@ void BorrowedBlocks::add(std::span<const Address> addresses) {
   }
 }
 
-std::uint32_t* BorrowedBlocks::checked(Address address, std::size_t position) {
+std::uint32_t* BorrowedBlocks::checked(std::span<const Address> addresses, std::size_t i, std::size_t position) {
+  const Address address = addresses[i];
   std::uint32_t* const word = find(address);
   const auto fail = [&](ErrorCode code, const std::string& what) {
     throw Error(code, "address " + std::to_string(address) + " (position " + std::to_string(position) + ") " + what,
@@ -49,7 +52,13 @@ std::uint32_t* BorrowedBlocks::checked(Address address, std::size_t position) {
   if (*word >> kGenerationAt != generation_of(address)) {
     fail(ErrorCode::kStaleAddress, "was given back to peer " + peer_ + " before");
   }
-  if ((*word & kWritten) != 0) fail(ErrorCode::kState, "is being written by another transfer, or stands twice here");
+  if ((*word & kWritten) != 0) {  // by this very list, or by another
+    const auto before = addresses.first(i);
+    if (std::find(before.begin(), before.end(), address) != before.end()) {
+      fail(ErrorCode::kArgument, "stands twice in the list");
+    }
+    fail(ErrorCode::kState, "is being written by another transfer");
+  }
   return word;
 }
 
@@ -57,7 +66,7 @@ void BorrowedBlocks::begin_write(std::span<const Address> addresses, std::span<c
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < addresses.size(); ++i) {
     try {
-      *checked(addresses[i], positions.empty() ? i : positions[i]) |= kWritten;
+      *checked(addresses, i, positions.empty() ? i : positions[i]) |= kWritten;
     } catch (...) {
       for (std::size_t j = 0; j < i; ++j) *find(addresses[j]) &= ~kWritten;
       throw;

@@ -27,8 +27,9 @@ class BorrowedBlocks {
 
   // Throws Error kProtocol when the peer lent what it has not, or lent before.
   void add(std::span<const Address> addresses);
-  // Throw Error kNotOwner (not borrowed), kStaleAddress (given back since), kState (written by another transfer, or
-  // twice in the list), and change nothing then. `positions`: what an error calls each one's; else that in the list.
+  // Throw Error kNotOwner (not borrowed), kStaleAddress (given back since), kArgument (twice in the list), kState
+  // (written by another transfer), and change nothing then. `positions`: what an error calls each one's; else that in
+  // the list.
   void begin_write(std::span<const Address> addresses, std::span<const std::size_t> positions = {});
   void end_write(std::span<const Address> addresses) noexcept;
   void drop_written(std::span<const Address> addresses) noexcept;  // ends the write, and they are no longer lent
@@ -44,7 +45,7 @@ class BorrowedBlocks {
   static constexpr std::uint32_t kWritten = 2;
   static constexpr int kGenerationAt = 8;
   std::uint32_t* find(Address address) noexcept;
-  std::uint32_t* checked(Address address, std::size_t position);
+  std::uint32_t* checked(std::span<const Address> addresses, std::size_t i, std::size_t position);
 
   std::string peer_;
   std::uint32_t instance_;

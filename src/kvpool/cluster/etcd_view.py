@@ -121,7 +121,7 @@ class EtcdView:
             self._checked = now
             why = self._silence_of(stream)
             if why:
-                _log.warning("the watch of etcd is begun again: %s", why, extra={"why": why})
+                _log.warning("the watch of etcd is begun again: %s", why, extra=self._log_fields(why))
                 stream.stop()
 
     def descriptor(self) -> int | None:
@@ -182,6 +182,12 @@ class EtcdView:
             if self._notice is not None:
                 os.eventfd_write(self._notice, 1)
 
+    def _log_fields(self, why: str) -> dict[str, object]:
+        """For `extra`: which etcd, why, and which member and lease of this process depend on it; or "" and 0."""
+        keys, lease = self.own
+        own = (self._keys.name_of(key) for key in keys if key.startswith(self._keys.members))
+        return {"address": self._gateway.address, "member": next(own, ""), "lease": lease, "why": why}
+
     def _run(self) -> None:
         with busy:
             self._watch_until_stopped()
@@ -194,9 +200,9 @@ class EtcdView:
                 self._watch_once()
             except (NoAnswer, Denied) as error:
                 if wait_s <= _SOON_S and not self._stopping.is_set():
-                    _log.warning("the watch of etcd is broken: %s", error)
-            except Exception:
-                _log.exception("the watch of etcd has failed; it begins anew")
+                    _log.warning("the watch of etcd is broken: %s", error, extra=self._log_fields(str(error)))
+            except Exception as error:
+                _log.exception("the watch of etcd has failed; it begins anew", extra=self._log_fields(str(error)))
                 self._revision = 0
             wait_s = _SOON_S if self._heard != heard else min(2 * max(wait_s, _SOON_S), self._heartbeat_s)
 
@@ -208,7 +214,8 @@ class EtcdView:
         else:
             birth, revision = self._read_birth(timeout_s)
             if birth != self._birth or revision < self._revision:
-                _log.warning("etcd has come back without what it knew")
+                why = "etcd has come back without what it knew"
+                _log.warning(why, extra=self._log_fields(why))
                 self.read_all(timeout_s, AUTHENTICATE_S)
         request = self._keys.everything() | {"start_revision": str(self._revision + 1), "progress_notify": True}
         stream = self._gateway.stream("watch", {"create_request": request}, timeout_s)
@@ -226,7 +233,8 @@ class EtcdView:
         for message in stream:
             self._heard = time.monotonic()
             if message.get("canceled"):
-                _log.info("the watch of etcd was cancelled (%s); all is read again", message.get("cancel_reason", ""))
+                why = message.get("cancel_reason", "")
+                _log.info("the watch of etcd was cancelled (%s); all is read again", why, extra=self._log_fields(why))
                 self._revision = 0
                 return
             events = message.get("events", ())

@@ -86,6 +86,12 @@ class Gateway:
         """The number of the one that answered last."""
         return self._at
 
+    @property
+    def address(self) -> str:
+        """Of that one."""
+        host, port = self._options.hosts[self._at]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
     def call(
         self,
         path: str,
@@ -123,7 +129,7 @@ class Gateway:
                 try:
                     return self._ask_authenticated(path, body, time.monotonic() + share_s, authenticate_s)
                 except NoAnswer as error:
-                    why = f"{self._host()}: {error}"
+                    why = f"{self.address}: {error}"
                     if endpoint is None:
                         self._move_to(self._at + 1)
             raise NoAnswer(why)
@@ -228,10 +234,6 @@ class Gateway:
 
     def _headers(self) -> dict[str, str]:
         return {"Content-Type": "application/json"} | ({"Authorization": self._token} if self._token else {})
-
-    def _host(self) -> str:
-        host, port = self._options.hosts[self._at]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def _move_to(self, endpoint: int) -> None:
         self._drop()

@@ -304,7 +304,11 @@ def plan_reshard(
     Raises:
         LayoutMismatch: The two do not hold the same in a block.
         ArgumentError: A configuration does not fit the layout, or the plan would have millions of strips.
+        ArgumentTypeError: A value of the wrong type.
     """
+    for side, spread in (("sender", sender), ("receiver", receiver)):
+        if not isinstance(spread, ParallelConfig):
+            raise ArgumentTypeError(f"{side} must be a ParallelConfig, not {type(spread).__name__}")
     other = layout if receiver_layout is None else receiver_layout
     pairs = _core._plan_reshard(_shape(layout), sender._core_tuple(), _shape(other), receiver._core_tuple())
     if layout.dtype != other.dtype:

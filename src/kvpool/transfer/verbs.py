@@ -121,11 +121,15 @@ class PeerVerbs(_core.Pool):
             A line of JSON.
 
         Raises:
-            StateError: The pool is an instance of one rank: make it with ``parallel=``.
-            ArgumentError: There is no such rank, or it holds no layer.
+            StateError: The pool is an instance of one rank: make it with ``parallel=``. Or an address is named, and it
+                does not listen.
+            ArgumentError: There is no such rank, or it holds no layer; the address is none.
+            ArgumentTypeError: A value of the wrong type.
         """
         if self.parallel is None or not isinstance(self.kv_layout, KVLayout):
             raise StateError("this pool is an instance of one rank: make it with parallel=ParallelConfig(...)")
+        if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+            raise ArgumentTypeError(f"rank must be an int, not {type(rank).__name__} ({rank!r})")
         number = operator.index(rank)
         slices = self.parallel.slices(self.kv_layout)
         if not 0 <= number < len(slices) or slices[number].layout is None:
@@ -137,6 +141,8 @@ class PeerVerbs(_core.Pool):
                 if self._rank_address is None:
                     self._rank_address = self.listen(f"unix:@kvpool-{secrets.token_hex(16)}")
                 address = self._rank_address
+        else:
+            _core._check_connect_address(address, bool(self.settings.secret))
         epoch, instance = self._scheduler_facts()
         capacity = self._stats()
         return RankTicket(
@@ -155,7 +161,7 @@ class PeerVerbs(_core.Pool):
         """The ranks of this logical instance that hold a part of its blocks, joined or not.
 
         Raises:
-            StateError: The pool is an instance of one rank.
+            StateError: The pool is an instance of one rank, or no rank was exported yet.
         """
         return [RankInfo(*rank) for rank in self._ranks()]
 

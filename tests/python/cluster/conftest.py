@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from cluster.etcd_server import EtcdServer
 from cluster.kit import EtcdPlace, LocalPlace
+from cluster.own_etcd import own, own_etcd
+
+__all__ = ["own", "own_etcd"]
 
 
 @pytest.fixture(scope="session")
@@ -14,17 +17,14 @@ def etcd_server(tmp_path_factory):
     server.kill()
 
 
-@pytest.fixture
-def own_etcd(tmp_path):
-    """One that the test may kill."""
-    server = EtcdServer(tmp_path)
-    yield server
-    server.kill()
-
-
 @pytest.fixture(params=["local", "etcd"])
 def place(request):
-    one = LocalPlace() if request.param == "local" else EtcdPlace(request.getfixturevalue("etcd_server"))
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def etcd(etcd_server):
+    one = EtcdPlace(etcd_server)
     yield one
     one.close()
 

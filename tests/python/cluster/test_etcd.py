@@ -20,14 +20,6 @@ from kvpool.cluster.gateway import encode
 DOWN_S = 60.0 if os.environ.get("KVPOOL_LONG") else 2 * LEASE
 
 
-@pytest.fixture
-def own(own_etcd):
-    """A place of an etcd that the test may kill."""
-    one = EtcdPlace(own_etcd)
-    yield one
-    one.close()
-
-
 def rejoined(own, *names):
     """Whether these stand in etcd now, as somebody sees them who comes new."""
     with kvpool.Cluster.join(own.url, lease=LEASE) as fresh:

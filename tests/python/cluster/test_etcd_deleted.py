@@ -35,15 +35,8 @@ class Keys:
 
 
 @pytest.fixture
-def place(etcd_server):
-    one = EtcdPlace(etcd_server)
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def keys(place):
-    return Keys(place)
+def keys(etcd):
+    return Keys(etcd)
 
 
 def listener(registration):
@@ -52,11 +45,11 @@ def listener(registration):
     return words
 
 
-def test_a_record_that_is_deleted_is_put_back_in_a_new_term(place, keys):
+def test_a_record_that_is_deleted_is_put_back_in_a_new_term(etcd, keys):
     """The others were told that the member is lost, and have parted from it: so it must begin anew, too."""
-    router = place.join()
+    router = etcd.join()
     events = Events(router)
-    reg = place.register(place.join(), "a")
+    reg = etcd.register(etcd.join(), "a")
     words = listener(reg)
     events.wait("a", "joined")
     keys.delete("members/a")
@@ -65,15 +58,15 @@ def test_a_record_that_is_deleted_is_put_back_in_a_new_term(place, keys):
     (back,) = router.members()
     assert (back.instance, back.epoch, back.term) == (reg.instance, reg.record.epoch, 1)
     wait_for(reg.lease_valid)
-    other = place.join()
+    other = etcd.join()
     with pytest.raises(kvpool.StateError, match="lives"):
-        place.register(other, "a", timeout=60)
+        etcd.register(other, "a", timeout=60)
 
 
-def test_an_id_that_is_deleted_is_put_back_in_silence(place, keys):
-    router = place.join()
+def test_an_id_that_is_deleted_is_put_back_in_silence(etcd, keys):
+    router = etcd.join()
     events = Events(router)
-    reg = place.register(place.join(), "a")
+    reg = etcd.register(etcd.join(), "a")
     words = listener(reg)
     events.wait("a", "joined")
     keys.delete(f"instances/{reg.instance}")
@@ -83,8 +76,8 @@ def test_an_id_that_is_deleted_is_put_back_in_silence(place, keys):
     assert events.of("a") == ["joined"]
 
 
-def test_a_name_that_somebody_else_has_taken_is_refused_to_the_first(place, keys):
-    reg = place.register(place.join(), "a")
+def test_a_name_that_somebody_else_has_taken_is_refused_to_the_first(etcd, keys):
+    reg = etcd.register(etcd.join(), "a")
     words = listener(reg)
     record = json.loads(keys.read("members/a"))
     keys.put("members/a", json.dumps(record | {"epoch": record["epoch"] + 1000, "instance": 77}).encode())
@@ -95,8 +88,8 @@ def test_a_name_that_somebody_else_has_taken_is_refused_to_the_first(place, keys
     wait_for(lambda: keys.read(f"instances/{reg.instance}") is None)  # it gives back what it had
 
 
-def test_an_id_that_somebody_else_has_taken_is_refused_to_the_first(place, keys):
-    reg = place.register(place.join(), "a")
+def test_an_id_that_somebody_else_has_taken_is_refused_to_the_first(etcd, keys):
+    reg = etcd.register(etcd.join(), "a")
     words = listener(reg)
     keys.put(f"instances/{reg.instance}", b"12345")
     wait_for(lambda: words == ["lost", "refused"])
@@ -104,9 +97,9 @@ def test_an_id_that_somebody_else_has_taken_is_refused_to_the_first(place, keys)
     assert keys.read(f"instances/{reg.instance}") == b"12345"
 
 
-def test_the_counter_of_ids_that_is_deleted_goes_on(place, keys):
-    first = place.register(place.join(), "a")
-    gone = place.register(place.join(), "b")
+def test_the_counter_of_ids_that_is_deleted_goes_on(etcd, keys):
+    first = etcd.register(etcd.join(), "a")
+    gone = etcd.register(etcd.join(), "b")
     gone.leave()  # nobody has this id any more, and nobody is to have it again
     words = listener(first)
     before = Ids.read(keys.read("ids"))
@@ -114,15 +107,15 @@ def test_the_counter_of_ids_that_is_deleted_goes_on(place, keys):
     keys.delete("ids")
     wait_for(lambda: keys.read("ids") is not None)
     assert Ids.read(keys.read("ids")) == before
-    assert place.register(place.join(), "c").instance == gone.instance + 1
+    assert etcd.register(etcd.join(), "c").instance == gone.instance + 1
     wait_for(first.lease_valid)
     assert words == []
 
 
-def test_all_that_is_below_the_prefix_is_deleted_and_all_come_back_with_their_ids(place, keys):
-    router = place.join()
+def test_all_that_is_below_the_prefix_is_deleted_and_all_come_back_with_their_ids(etcd, keys):
+    router = etcd.join()
     events = Events(router)
-    members = [place.register(place.join(), name) for name in "ab"]
+    members = [etcd.register(etcd.join(), name) for name in "ab"]
     words = [listener(one) for one in members]
     before = [one.instance for one in members]
     events.wait("b", "joined")
@@ -131,14 +124,14 @@ def test_all_that_is_below_the_prefix_is_deleted_and_all_come_back_with_their_id
         events.wait(name, "joined", "lost", "joined")
     wait_for(lambda: words == [["lost", "regained"]] * 2)
     assert [one.instance for one in router.members()] == before
-    assert place.register(place.join(), "c").instance not in before
+    assert etcd.register(etcd.join(), "c").instance not in before
     for one in members:
         wait_for(one.lease_valid)
 
 
-def test_what_the_watch_does_not_tell_is_found_within_a_lease(place, keys, monkeypatch):
-    cluster = place.join()
-    reg = place.register(cluster, "a")
+def test_what_the_watch_does_not_tell_is_found_within_a_lease(etcd, keys, monkeypatch):
+    cluster = etcd.join()
+    reg = etcd.register(cluster, "a")
     words = listener(reg)
     monkeypatch.setattr(cluster._directory.view, "_take_events", lambda events: None)
     keys.delete("members/a")
@@ -146,10 +139,10 @@ def test_what_the_watch_does_not_tell_is_found_within_a_lease(place, keys, monke
     assert json.loads(keys.read("members/a"))["term"] == 1
 
 
-def test_a_publication_that_finds_no_record_puts_it_back_at_once(place, keys, monkeypatch):
-    cluster = place.join(lease=60)
-    place.register(place.join(), "first")  # so that nobody waits for a lease
-    reg = place.register(cluster, "a")
+def test_a_publication_that_finds_no_record_puts_it_back_at_once(etcd, keys, monkeypatch):
+    cluster = etcd.join(lease=60)
+    etcd.register(etcd.join(), "first")  # so that nobody waits for a lease
+    reg = etcd.register(cluster, "a")
     monkeypatch.setattr(cluster._directory.view, "_take_events", lambda events: None)
     keys.delete("members/a")
     reg.publish(state="draining")

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-from cluster.kit import EtcdPlace, Events, wait_for
+from cluster.kit import Events, wait_for
 
 from kvpool.cluster.directory import Unreachable
-
-
-@pytest.fixture
-def own(own_etcd):
-    one = EtcdPlace(own_etcd)
-    yield one
-    one.close()
 
 
 class CutOff:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from cluster.kit import EtcdPlace, Events, wait_for
+from cluster.kit import Events, wait_for
 
 from kvpool.cluster.board import Board
 from kvpool.cluster.etcd_keys import Ids, Keys
@@ -32,13 +32,6 @@ class DeadStream:
 
 
 @pytest.fixture
-def place(etcd_server):
-    one = EtcdPlace(etcd_server)
-    yield one
-    one.close()
-
-
-@pytest.fixture
 def streams(monkeypatch):
     """Every watch that is begun; `dead` of the next ones are dead."""
     begun, stream = [], Gateway.stream
@@ -54,17 +47,17 @@ def streams(monkeypatch):
     return begun, begun_dead
 
 
-def test_who_watches_by_a_dead_connection_sees_all_the_same(place, streams):
+def test_who_watches_by_a_dead_connection_sees_all_the_same(etcd, streams):
     """Joined, changed, lost: each behind a watch that says nothing."""
     begun, dead = streams
-    first = place.register(place.join(), "a")
+    first = etcd.register(etcd.join(), "a")
     wait_for(lambda: len(begun) == 1)
     dead.append(1)
-    router = place.join()
+    router = etcd.join()
     events = Events(router)
     wait_for(lambda: len(begun) == 2)
     assert isinstance(begun[1], DeadStream)
-    place.register(place.join(), "b")
+    etcd.register(etcd.join(), "b")
     events.wait("b", "joined")
     assert begun[1].stopped.is_set()
     assert events.of("a") == ["joined"]
@@ -86,10 +79,10 @@ def test_who_watches_by_a_dead_connection_sees_all_the_same(place, streams):
     assert events.of("b") == ["joined"]
 
 
-def test_a_watch_that_is_silent_because_nothing_happens_is_left_alone(place, etcd_server, streams, monkeypatch):
+def test_a_watch_that_is_silent_because_nothing_happens_is_left_alone(etcd, etcd_server, streams, monkeypatch):
     """Also when others write to the same etcd."""
     begun, _ = streams
-    router = place.join()
+    router = etcd.join()
     wait_for(lambda: len(begun) == 1)
     view, checks, check = router._directory.view, [], EtcdView._silence_of
     view._heartbeat_s = 60.0  # an etcd that takes its time on a busy machine is not what this is about
@@ -101,6 +94,25 @@ def test_a_watch_that_is_silent_because_nothing_happens_is_left_alone(place, etc
     assert set(checks) == {""}
     assert len(begun) == 1
     assert view._stream is begun[0]
+
+
+def test_a_watch_that_breaks_is_logged_with_whom_it_concerns(etcd, etcd_server, caplog):
+    """The member of this process and its lease; a process that is no member has neither."""
+    router, cluster = etcd.join(), etcd.join()
+    etcd.register(cluster, "a b")
+    for view in (cluster._directory.view, router._directory.view):
+        with caplog.at_level("WARNING", "kvpool.cluster"):
+            caplog.clear()
+            stream = wait_for(lambda view=view: isinstance(view._stream, Stream) and view._stream)
+            stream.stop()
+            wait_for(lambda: caplog.records)
+        (found,) = caplog.records
+        (name, lease) = ("a b", view.own[1]) if view is cluster._directory.view else ("", 0)
+        assert found.getMessage() == f"the watch of etcd is broken: {found.why}"
+        assert (found.name, found.levelname) == ("kvpool.cluster", "WARNING")
+        assert (found.address, found.member, found.lease) == (f"127.0.0.1:{etcd_server.port}", name, lease)
+        assert found.why
+    assert cluster._directory.view.own[1] > 0
 
 
 @pytest.fixture

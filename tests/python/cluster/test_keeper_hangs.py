@@ -124,23 +124,19 @@ def test_one_whose_keeper_hangs_and_cannot_be_replaced_fences_itself(place, no_p
     assert reg.record.term >= 1
 
 
-def test_an_etcd_that_does_not_answer_is_no_keeper_that_hangs(own_etcd):
+def test_an_etcd_that_does_not_answer_is_no_keeper_that_hangs(own, own_etcd):
     """The keeper asks again and again, so it is well; and nobody can be told anything."""
-    place = EtcdPlace(own_etcd)
-    try:
-        reg = place.register(place.join(), "a")
-        words = []
-        reg.on_lease(words.append)
-        keeper = reg._entry.keeper
-        own_etcd.kill()
-        wait_for(lambda: not reg.lease_valid())
-        failed = reg.renewals_failed
-        wait_for(lambda: reg.renewals_failed > failed + 8)  # which takes a lease, and more
-        wait_for(lambda: keeper.silent_s() == 0.0)  # one that hangs is late for ever
-        assert not reg.lapsed()
-        assert words == []
-    finally:
-        place.close()
+    reg = own.register(own.join(), "a")
+    words = []
+    reg.on_lease(words.append)
+    keeper = reg._entry.keeper
+    own_etcd.kill()
+    wait_for(lambda: not reg.lease_valid())
+    failed = reg.renewals_failed
+    wait_for(lambda: reg.renewals_failed > failed + 8)  # which takes a lease, and more
+    wait_for(lambda: keeper.silent_s() == 0.0)  # one that hangs is late for ever
+    assert not reg.lapsed()
+    assert words == []
 
 
 def test_a_pool_is_fenced_by_the_clock_while_the_clusters_thread_is_held_up(place, monkeypatch):

@@ -81,6 +81,13 @@ def test_a_wrong_argument_starts_nothing(setting, verb, name, value, error):
             setting.a.transfer_batch([right, kvpool.TransferSpec(**arguments)])
 
 
+def test_a_batch_is_of_specs(setting):
+    right = kvpool.TransferSpec(setting.peer, setting.mine)
+    for wrong in (7, None, {"peer": setting.peer, "addrs": setting.mine}):
+        with nothing_changes(setting, ArgumentTypeError, "TransferSpec"):
+            setting.a.transfer_batch([right, wrong])
+
+
 @pytest.mark.parametrize(
     ("kind", "error"),
     [("freed", StaleAddress), ("returned", NotOwner), ("not_lent", NotOwner)],
@@ -106,8 +113,9 @@ def test_destinations_must_be_as_many_and_each_once(setting):
     with nothing_changes(setting, ArgumentError, "2 blocks are sent, and to names 1") as caught:
         setting.a.transfer(setting.peer, setting.mine, to=setting.lent[:1])
     assert (caught.value.needed, caught.value.given) == (2, 1)
-    with nothing_changes(setting, StateError):
+    with nothing_changes(setting, ArgumentError, "twice") as caught:
         setting.a.transfer(setting.peer, setting.mine, to=setting.lent[:1] * 2)
+    assert (caught.value.address, caught.value.position) == (setting.lent[0], 1)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +158,14 @@ def test_a_wrong_address_anywhere_frees_nothing(setting, kind):
         addrs[at:at] = wrong if isinstance(wrong, list) else [wrong]
         with nothing_changes(setting, {"cached": StateError, "freed": StaleAddress}.get(kind, NotOwner)):
             setting.a.free(addrs)
+
+
+def test_an_address_stands_once_in_a_list_that_is_freed_whoever_owns_it(setting):
+    for twice in (setting.mine[1], setting.lent[1]):
+        addrs = [setting.lent[0], setting.mine[1], setting.mine[0], setting.lent[1], twice]
+        with nothing_changes(setting, ArgumentError, "twice") as caught:
+            setting.a.free(addrs)
+        assert (caught.value.address, caught.value.position) == (twice, 4)
 
 
 @pytest.mark.parametrize(

@@ -120,10 +120,20 @@ def test_who_has_no_ranks_says_so() -> None:
             call()
     one.close()
     several = kvpool.Pool(LAYOUT, 4, parallel=ParallelConfig(pp=3, stage_layers=(6, 0, 0)), **SETTINGS)
+    for call in (several.ranks, several.wait_for_ranks, lambda: several.export_rank(0, address="unix:@nobody")):
+        with pytest.raises(kvpool.StateError):
+            call()
     several.export_rank(0)
     for rank in (-1, 1, 3, 99):
         with pytest.raises(kvpool.ArgumentError):
             several.export_rank(rank)
+    for wrong in ("0", 0.0, None, True):
+        with pytest.raises(kvpool.ArgumentTypeError, match="rank must be an int"):
+            several.export_rank(wrong)  # type: ignore[arg-type]
+    with pytest.raises(kvpool.ArgumentTypeError):
+        several.export_rank(0, address=7)  # type: ignore[arg-type]
+    with pytest.raises(kvpool.ArgumentError):
+        several.export_rank(0, address="somewhere")
     assert [rank.rank for rank in several.ranks()] == [0]
     with pytest.raises(kvpool.StateError):
         several.tensor()

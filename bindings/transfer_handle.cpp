@@ -1,0 +1,172 @@
+// The handle of a transfer: wait for it, end it, and what became of it.
+#include <string>
+#include <vector>
+
+#include "bind.h"
+#include "service.h"
+#include "stream.h"
+#include "transfer.h"
+
+namespace kvpool::bindings {
+namespace {
+
+// In a forked child a transfer is left alone: its locks and threads are the parent's.
+Transfer& transfer_of(const TransferHandle& handle) {
+  handle.pool->guard_process();
+  return *handle.transfer;
+}
+
+bool wait_until(Transfer& transfer, std::int64_t until_ns) {
+  return transfer.done() || wait_interruptibly(until_ns, [&](std::int64_t slice) { return transfer.wait(slice); });
+}
+
+[[noreturn]] void throw_timeout(const Transfer& transfer) {
+  const std::string text = "the transfer is still under way: " + std::to_string(transfer.bytes_done()) + " of " +
+                           std::to_string(transfer.bytes_total()) + " bytes";
+  PyErr_SetString(PyExc_TimeoutError, text.c_str());
+  throw py::error_already_set();
+}
+
+py::object wait(py::object self, py::handle timeout) {
+  Transfer& transfer = transfer_of(self.cast<const TransferHandle&>());
+  if (!wait_until(transfer, deadline_from(timeout, kForever))) throw_timeout(transfer);
+  transfer.rethrow_if_failed();
+  return self;
+}
+
+py::object exception(const TransferHandle& handle, py::handle timeout) {
+  Transfer& transfer = transfer_of(handle);
+  if (!wait_until(transfer, deadline_from(timeout, kForever))) throw_timeout(transfer);
+  try {
+    transfer.rethrow_if_failed();
+  } catch (const Error& error) {
+    return exception_from(error);
+  }
+  return py::none();
+}
+
+const Transfer& ended(const TransferHandle& handle) {
+  const Transfer& transfer = transfer_of(handle);
+  if (!transfer.done()) throw Error(ErrorCode::kState, "the transfer is still under way: wait() for it first");
+  return transfer;
+}
+
+py::object addresses(const TransferHandle& handle) {
+  const Transfer& transfer = ended(handle);
+  transfer.rethrow_if_failed();
+  const std::vector<Address>& found = transfer.addresses();
+  return to_array(found.data(), found.size());
+}
+
+py::tuple stats(const TransferHandle& handle) {
+  const TransferStats stats = ended(handle).stats();
+  return py::make_tuple(stats.route, stats.strategy, stats.blocks, stats.skipped_blocks, stats.calls, stats.runs,
+                        stats.bytes, stats.reserve_us, stats.write_us, stats.complete_us, stats.total_us);
+}
+
+std::string repr(const TransferHandle& handle) {
+  const Transfer& transfer = *handle.transfer;
+  const char* state = "under way";
+  if (transfer.done()) {
+    state = "done";
+    try {
+      transfer.rethrow_if_failed();
+    } catch (const std::exception&) {
+      state = "failed";
+    }
+  }
+  return std::string("<Transfer ") + state + ", " + std::to_string(transfer.bytes_done()) + " of " +
+         std::to_string(transfer.bytes_total()) + " bytes>";
+}
+
+}  // namespace
+
+void bind_transfer_handle(py::module_& module) {
+  py::class_<TransferHandle> handle(module, "Transfer", R"(A transfer under way.
+
+Transfers are independent of each other and unordered. A handle that is dropped does not cancel its transfer. Thread-safe.
+``await`` it in a coroutine: that raises what ``wait`` raises. Cancelling the task that awaits ends its waiting, not the
+transfer: call ``cancel()`` for that.
+
+Attributes:
+    addrs: uint64 array: where the blocks are at the receiver, in the order of the call; of a fetch, here.
+    stats: What it cost, a TransferStats, once it has ended.
+    progress: (bytes written, bytes to write).)");
+  bind_wait_on(handle);
+  handle
+      .def("wait", &wait, py::arg("timeout") = py::none(), R"(Waits until it is done. Ctrl-C ends the wait.
+
+When this returns, the bytes are in place for every thread that learns of it through kvpool. Releases the GIL.
+
+Args:
+    timeout: Seconds; None waits as long as the transfer's own deadline lets it live.
+
+Returns:
+    Itself.
+
+Raises:
+    TimeoutError: ``timeout`` passed; the transfer goes on. It is no kvpool.Error, except for DeadlineExceeded, which
+        says that the transfer's own deadline passed, and that it has ended.
+    Cancelled: By cancel().
+    PeerLost, DeadlineExceeded, Busy, OutOfBlocks, NotOwner, StaleAddress, ClosedError, ...: It failed. The blocks
+        that it should have sent are as they were.)")
+      .def(
+          "done", [](const TransferHandle& handle) { return handle.transfer->done(); },
+          "Whether it has ended, one way or another. Does not wait.")
+      .def(
+          "cancel",
+          [](const TransferHandle& handle) {
+            const GilReleased released;
+            return transfer_of(handle).cancel();
+          },
+          R"(Asks it to end with Cancelled. Does not wait: it is done when the receiver knows.
+
+Returns:
+    True: it is being cancelled, also by an earlier call. False: nothing changes. It has ended; or it is about to end,
+    and as it would have without this call: the receiver was told already that all is written, or it has failed.)")
+      .def("exception", &exception, py::arg("timeout") = py::none(),
+           R"(Waits until it is done, and returns what wait() would raise, or None when it went well.
+
+Args:
+    timeout: As in wait.
+
+Raises:
+    TimeoutError: ``timeout`` passed; the transfer goes on.)")
+      .def_property_readonly("addrs", &addresses,
+                             R"(uint64 array: where the blocks are at the receiver, in the order of the call.
+
+After an insertion the canonical ones, where the receiver's index has them. Of a fetch: where they are here.
+
+Raises:
+    StateError: It is under way. If it failed: what wait() raises.)")
+      .def_property_readonly(
+          "progress",
+          [](const TransferHandle& handle) {
+            return py::make_tuple(handle.transfer->bytes_done(), handle.transfer->bytes_total());
+          },
+          "(bytes written, bytes to write), at any time.")
+      .def(
+          "fileno", [](const TransferHandle& handle) { return transfer_of(handle).done_fd(); },
+          "A file descriptor that becomes readable when it is done, for select and its like. Do not read or close it.")
+      .def("_stats", &stats)
+      .def(
+          "_send_layer",
+          [](const TransferHandle& handle, py::handle layer_argument, py::handle stream) {
+            const std::size_t layer = count_from(layer_argument, "layer");
+            if (layer > UINT32_MAX)
+              throw Error(ErrorCode::kArgument, "layer " + std::to_string(layer) + " is not there");
+            Transfer& transfer = transfer_of(handle);
+            auto after = handle.pool->order_after(stream_from(stream));
+            const GilReleased released;
+            transfer.send_layer(static_cast<std::uint32_t>(layer), std::move(after));
+          },
+          py::arg("layer"), py::arg("stream") = py::none())
+      .def("_finish",
+           [](const TransferHandle& handle) {
+             const GilReleased released;
+             transfer_of(handle).finish();
+           })
+      .def("__repr__", &repr);
+}
+
+}  // namespace kvpool::bindings
