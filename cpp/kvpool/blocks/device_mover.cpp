@@ -1,5 +1,7 @@
 #include "kvpool/blocks/device_mover.h"
 
+#include <algorithm>
+
 #include "kvpool/base/check.h"
 #include "kvpool/base/error.h"
 
@@ -30,6 +32,16 @@ DeviceMover::DeviceMover(const Arena& device, const Arena& host, const cuda::Ker
   const MediumSpan on_host{host.blocks(), host.segments()};
   plan_strips(on_device, on_host, std::span(&whole, 1), true, lane(TierWay::kOut).plan);
   plan_strips(on_host, on_device, std::span(&whole, 1), true, lane(TierWay::kIn).plan);
+  // One launch for as many blocks as both sides have. Longer pieces go by the copy engines.
+  for (auto& lane : lanes_) {
+    if (lane->plan.empty() || device.block_bytes() / lane->plan.size() > StreamCopier::kKernelPieceBytesMax) continue;
+    const std::size_t bytes = copier_.table_bytes(lane->plan.size(), std::min(device.blocks(), host.blocks()));
+    if (bytes > 0) lane->stream.add_table(bytes);
+  }
+}
+
+std::size_t DeviceMover::device_bytes() const noexcept {
+  return lanes_[0]->stream.table_bytes() + lanes_[1]->stream.table_bytes();
 }
 
 void DeviceMover::move(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after) {
@@ -39,7 +51,7 @@ void DeviceMover::move(TierWay way, const Address* from, const Address* to, std:
   const CurrentContext current(*context_, kWhat);
   own.stream.follow(after);
   try {
-    copier_.copy(own.stream.handle(), own.plan, {from, n}, {to, n}, /*merge=*/true);
+    copier_.copy(own.stream.handle(), own.plan, {from, n}, {to, n}, /*merge=*/true, own.stream.table());
   } catch (...) {
     // What is under way already must not write into blocks that are somebody else's by then.
     own.stream.drain(kWhat);

@@ -22,7 +22,7 @@
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/address.h"
 #include "kvpool/base/strips.h"
-#include "kvpool/cuda/stream.h"
+#include "kvpool/cuda/copy_stream.h"
 #include "kvpool/cuda/stream_copier.h"
 
 namespace kvpool {
@@ -43,12 +43,14 @@ class DeviceMover {
   void move(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after);
   // Fills blocks of the device arena with zeros, after all that the device is doing now. Throws as move().
   void zero(const Address* blocks, std::size_t n);
+  // Memory of the GPU that it has taken for itself.
+  std::size_t device_bytes() const noexcept;
 
  private:
   struct Lane {
     explicit Lane(const std::shared_ptr<const CudaContext>& context) : stream(context) {}
     std::mutex mutex;
-    CudaStream stream;
+    CopyStream stream;
     std::vector<PlannedStrip> plan;
   };
   Lane& lane(TierWay way) noexcept { return *lanes_[static_cast<std::size_t>(way)]; }

@@ -16,6 +16,7 @@
 #include "kvpool/base/address.h"
 #include "kvpool/base/strips.h"
 #include "kvpool/cuda/context.h"
+#include "kvpool/cuda/copy_table.h"
 #include "kvpool/cuda/kernels.h"
 
 namespace kvpool {
@@ -45,17 +46,22 @@ class StreamCopier {
   const char* what() const noexcept { return what_; }
 
   // Strip s of block from[i] to block to[i], for all of them; the plan has only blocks of one medium on each side.
-  // `merge`: neighbours that lie in a row are one piece. Returns how many pieces there are. Throws kDeviceLost,
-  // kUnsupported, kOutOfMemory, std::bad_alloc; some of the copies may be in the stream then. REQUIRES: the context is
-  // current, the stream is of it, and host memory is page-locked; no two pieces overlap where they are written.
+  // `merge`: neighbours that lie in a row are one piece. A kernel is one launch when its description travels with it
+  // (cuda::kInlineTableBytes), or has room in `table`, which is the stream's; else several. Returns how many pieces
+  // there are. Throws kDeviceLost, kUnsupported, kOutOfMemory, std::bad_alloc; some of the copies may be in the stream
+  // then. REQUIRES: the context is current, the stream is of it, and host memory is page-locked; no two pieces overlap
+  // where they are written.
   std::uint64_t copy(CuStream stream, std::span<const PlannedStrip> plan, std::span<const Address> from,
-                     std::span<const Address> to, bool merge);
+                     std::span<const Address> to, bool merge, CopyTable* table = nullptr);
   // The same for pieces as they are, by the copy engines.
   void copy(CuStream stream, std::span<const CopyPiece> pieces);
 
+  // How much of a table a copy of so many strips and pairs takes, to be one launch; 0: it needs none.
+  std::size_t table_bytes(std::size_t strips, std::size_t pairs) const noexcept;
+
  private:
   bool launch(CuStream stream, std::span<const PlannedStrip> plan, std::span<const Address> from,
-              std::span<const Address> to);
+              std::span<const Address> to, CopyTable* table);
   void copy_some(CuStream stream, std::span<const CopyPiece> pieces);
   bool copied_as_batch(CuStream stream, std::span<const CopyPiece> pieces);
 

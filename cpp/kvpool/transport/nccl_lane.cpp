@@ -164,6 +164,7 @@ void NcclLane::copy(const NcclContent& content) {
       cuda::plan_staging(memory_.local[medium(content.blocks.front()) - 1], content.ranges, content.blocks.size(),
                          cuda::StagingOrder::kByRange, staging);
   if (!sends) strips = cuda::reverse(strips);
+  // Without a table: the blocks that a pass has at most (kDataBlocksMax) are one launch or two.
   std::vector<Address> places(content.blocks.size());  // in the staging memory
   for (std::uint32_t i = 0; i < places.size(); ++i) places[i] = make_address(0, Medium::kHbm, 0, i);
   copier_.copy(stream_->handle(), strips, sends ? content.blocks : places, sends ? places : content.blocks,
