@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import threading
 from collections.abc import Sequence
@@ -20,12 +21,13 @@ from kvpool.types import DRAM, HBM, KVLayout, Medium, RawLayout
 
 __all__ = ["ArenaInfo", "MediumStats", "Pool", "PoolStats"]
 
+_log = logging.getLogger("kvpool")
+
 # Of the settings, those that the core takes when a pool is made; the others are for peers.
 _LOCAL_SETTINGS = (
     "policy", "copy_threads", "huge_pages", "numa_node", "check_memory", "pin_dram", "device_memory", "audit",
     "zero_on_alloc",
 )  # fmt: skip
-
 
 _DIGITS_MAX = 4  # of the number of a GPU
 
@@ -88,7 +90,9 @@ class PoolStats:
         namespaces: Namespaces with cached prompts, and the default one.
         metadata_bytes: Memory of the allocator.
         device_bytes: Memory of the GPU that the pool has taken: its blocks, rounded up to what the driver gives; 0 for
-            adopted memory and without a GPU.
+            adopted memory and without a GPU. With kernels also memory for the descriptions of long copies.
+        kernel_piece_bytes: Mean length of pieces up to which kernels copy, and from which on the copy engines do: out
+            of the pool's GPU, into it, and within it. Measured when the first pool on it is made; None when it was not.
     """
 
     hbm: MediumStats
@@ -109,6 +113,7 @@ class PoolStats:
     namespaces: int
     metadata_bytes: int
     device_bytes: int
+    kernel_piece_bytes: tuple[int, int, int] | None
 
     @property
     def hit_ratio(self) -> float:
@@ -211,6 +216,10 @@ class Pool(PeerVerbs):
             device=ordinal,
             **options,
         )
+        self._gpu = _ordinal(self.device)
+        bounds = _core.kernel_piece_bytes(self._gpu)
+        if bounds is not None:
+            _log.info("%s: kernels copy pieces of up to %d bytes out, %d in, %d within", self.device, *bounds)
         self._attaching = threading.Lock()
         self._attachment: Attachment | None = None
 
@@ -317,7 +326,7 @@ class Pool(PeerVerbs):
 
     def stats(self) -> PoolStats:
         """The state of every block and the counters, at one moment."""
-        return _stats(self._stats())
+        return _stats(self._stats(), self._gpu)
 
     def audit(self) -> PoolStats:
         """Checks every invariant of the allocator and the index, and returns the stats.
@@ -325,7 +334,7 @@ class Pool(PeerVerbs):
         Looks at every block and node. Raises AuditError when an invariant is broken: a bug in kvpool, or memory that
         was overwritten.
         """
-        return _stats(self._audit())
+        return _stats(self._audit(), self._gpu)
 
     def explain_match(self, tokens: _core.TokenVector, namespace: str = "") -> MatchReport:
         """Says what match would find, and why it ends there. Pins nothing and does not count as a use.
@@ -416,8 +425,8 @@ def _kv_view(layout: KVLayout, blocks: int) -> tuple[list[int], list[int]]:
     return shape, [block_stride, two * piece_stride, piece_stride, second * row, row, layout.itemsize]
 
 
-def _stats(raw: dict[str, Any]) -> PoolStats:
+def _stats(raw: dict[str, Any], gpu: int) -> PoolStats:
     fields = dict(raw)
     hbm = MediumStats(**cast("dict[str, int]", fields.pop("hbm")))
     dram = MediumStats(**cast("dict[str, int]", fields.pop("dram")))
-    return PoolStats(hbm=hbm, dram=dram, **fields)
+    return PoolStats(hbm=hbm, dram=dram, kernel_piece_bytes=_core.kernel_piece_bytes(gpu), **fields)

@@ -149,7 +149,7 @@ TEST_CASE("what needs no table takes none") {
   CHECK(table_of(&kernels.set(), 3000) == 0);
   CHECK(table_of(&kernels.set(), 5000) > 0);
   {
-    constexpr std::size_t kLong = 2 * StreamCopier::kKernelPieceBytesMax;
+    constexpr std::size_t kLong = 2 * kKernelPieceBytesGuess;
     const DeviceArena few(DeviceArenaOptions{.blocks = 4, .segment_bytes = {kLong}});
     CHECK(DeviceMover(few, *make_absent_arena(Medium::kDram, 0, kLong), &kernels.set()).device_bytes() == 0);
   }
@@ -211,7 +211,7 @@ TEST_CASE("copies that are put into one stream have parts of its table, until th
     constexpr std::uint32_t kEach = 5000;
     const auto from = on_gpu(kMany);
     const auto to = on_gpu(kMany, {32});
-    DeviceCopier copier(from->context(), &kernels.set(), "a test");
+    DeviceCopier copier(from->context(), &kernels.set(), {}, "a test");
     copier.add_tables(1, 3, 2, 3 * kEach);
     CHECK(copier.table_bytes() >= cuda::table_bytes_of(3 * 2, 3 * kEach));
     const BlockStrip whole{0, 0, kBlockBytes};
@@ -229,7 +229,7 @@ TEST_CASE("copies that are put into one stream have parts of its table, until th
       for (std::uint32_t g = 0; g < 4; ++g) {
         groups.emplace_back(shuffled(hbm, g * kEach, kEach, 10 * round + g),
                             shuffled(hbm, g * kEach, kEach, 10 * round + g + 5));
-        run.copy(plan, groups[g].first, groups[g].second, true);
+        run.copy(GpuWay::kWithin, plan, groups[g].first, groups[g].second, true);
       }
       CHECK(TableKernels::by_table() == 3);
       CHECK(TableKernels::launches() == 3 + 2);  // the fourth as without a table
@@ -242,9 +242,9 @@ TEST_CASE("copies that are put into one stream have parts of its table, until th
     const Addresses others = shuffled(hbm, kEach, kEach, 1);
     TableKernels::by_table() = 0;
     run.begin();
-    run.copy(plan, all, all, true);
+    run.copy(GpuWay::kWithin, plan, all, all, true);
     run.begin();
-    run.copy(plan, others, others, true);
+    run.copy(GpuWay::kWithin, plan, others, others, true);
     CHECK(TableKernels::by_table() == 1);
     run.wait_for_all();
     CHECK(wrong(cuda, *to, all, 22, all) == 0);
@@ -260,7 +260,7 @@ TEST_CASE("a stream with a table is kept, however many calls go on at once") {
   const TableKernels kernels(cuda);
   {
     const auto arena = on_gpu(64, {32});
-    DeviceCopier copier(arena->context(), &kernels.set(), "a test");
+    DeviceCopier copier(arena->context(), &kernels.set(), {}, "a test");
     copier.add_tables(2, 1, 1, 5000);
     const std::size_t memory = memory_calls(cuda);
     const PlannedStrip strip{arena->segments()[0].base, arena->segments()[0].base, 32, 32, 32};
@@ -270,7 +270,7 @@ TEST_CASE("a stream with a table is kept, however many calls go on at once") {
         const Addresses from{hbm(i)};
         const Addresses to{hbm(32 + i)};
         run.begin();
-        run.copy({&strip, 1}, from, to, true);
+        run.copy(GpuWay::kWithin, {&strip, 1}, from, to, true);
       }
       run.wait_for_all();
     }
@@ -348,7 +348,7 @@ TEST_CASE("a GPU that is lost takes its tables with it") {
     const Tiers tiers(&kernels.set());
     const Addresses from = shuffled(hbm, 0, kMany, 1);
     const Addresses to = shuffled(dram, 0, kMany, 2);
-    DeviceCopier copier(tiers.device->context(), &kernels.set(), "a test");
+    DeviceCopier copier(tiers.device->context(), &kernels.set(), {}, "a test");
     copier.add_tables(2, 1, 1, kMany);
     cuda.lose(0, 719);
     CHECK(code_of([&] { tiers.move(TierWay::kOut, from, to); }) == ErrorCode::kDeviceLost);

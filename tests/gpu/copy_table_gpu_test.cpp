@@ -109,7 +109,7 @@ TEST_CASE("copies that are put into one stream without a wait have tables that d
   const auto to = on_gpu();
   const auto bytes = content(7);
   must(cudaMemcpy(from->segments()[0].base, bytes.data(), bytes.size(), cudaMemcpyDefault));
-  DeviceCopier copier(from->context(), &counting_kernels(), "a test");
+  DeviceCopier copier(from->context(), &counting_kernels(), {}, "a test");
   copier.add_tables(1, 4, 1, kMany);
   const PlannedStrip strip{from->segments()[0].base, to->segments()[0].base, kBlockBytes, kBlockBytes, kBlockBytes};
   for (const unsigned round : {1u, 2u, 3u, 4u, 5u}) {
@@ -121,7 +121,7 @@ TEST_CASE("copies that are put into one stream without a wait have tables that d
     run.begin();
     constexpr std::size_t kQuarter = kMany / 4;
     for (std::size_t i = 0; i < 4; ++i) {
-      run.copy({&strip, 1}, std::span(source).subspan(i * kQuarter, kQuarter),
+      run.copy(GpuWay::kWithin, {&strip, 1}, std::span(source).subspan(i * kQuarter, kQuarter),
                std::span(target).subspan(i * kQuarter, kQuarter), true);
     }
     run.wait_for_all();

@@ -32,9 +32,12 @@ enum class TierWay : std::uint8_t { kOut, kIn };  // from the GPU to the host, a
 // Thread-safety: all of it; calls of one direction go one after the other.
 class DeviceMover {
  public:
-  // `kernels`: what copies small pieces; null: the copy engines copy them, too. Throws as CudaDriver::require.
-  // REQUIRES: device.on_device(); the host arena is pinned, or has no blocks; equal block_bytes.
-  DeviceMover(const Arena& device, const Arena& host, const cuda::KernelSet* kernels);
+  // `kernels`: what copies small pieces; null: the copy engines copy them, too. `bounds`: which are small. Throws as
+  // CudaDriver::require. REQUIRES: device.on_device(); the host arena is pinned, or has no blocks; equal block_bytes.
+  DeviceMover(const Arena& device, const Arena& host, const cuda::KernelSet* kernels, const CopyBounds& bounds = {});
+  // With the kernels of this build and what is measured of this GPU, where they can run there. Throws the same, and as
+  // kernels_for().
+  static std::unique_ptr<DeviceMover> make(const Arena& device, const Arena& host);
   DeviceMover(const DeviceMover&) = delete;
   DeviceMover& operator=(const DeviceMover&) = delete;
 

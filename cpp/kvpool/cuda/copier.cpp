@@ -10,14 +10,13 @@
 namespace kvpool {
 namespace {
 
-// Thread blocks of a kernel that leaves most of the GPU to the model, and still keeps a bus or a link busy.
-constexpr std::uint32_t kThreadBlocks = 64;
 constexpr std::size_t kIdleStreamsMax = 8;
 
 }  // namespace
 
-DeviceCopier::DeviceCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels, const char* what)
-    : copier_(std::move(context), kernels, kThreadBlocks, what) {}
+DeviceCopier::DeviceCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels,
+                           const CopyBounds& bounds, const char* what)
+    : copier_(std::move(context), kernels, bounds, kLinkThreadBlocks, what) {}
 
 void DeviceCopier::warm_up() {
   const CurrentContext current(*context(), copier_.what());
@@ -76,12 +75,12 @@ CopyStream& DeviceCopier::Run::stream(bool with_table) {
   return *stream;
 }
 
-std::uint64_t DeviceCopier::Run::copy(std::span<const PlannedStrip> plan, std::span<const Address> from,
+std::uint64_t DeviceCopier::Run::copy(GpuWay way, std::span<const PlannedStrip> plan, std::span<const Address> from,
                                       std::span<const Address> to, bool merge) {
   if (plan.empty() || from.empty()) return 0;
   const bool with_table = copier_.copier_.table_bytes(plan.size(), from.size()) > 0;
   const CopyStream& own = stream(with_table);
-  return copier_.copier_.copy(own.handle(), plan, from, to, merge, own.table());
+  return copier_.copier_.copy(own.handle(), way, plan, from, to, merge, own.table());
 }
 
 void DeviceCopier::Run::copy(std::span<const CopyPiece> pieces) {
@@ -130,9 +129,9 @@ std::uint64_t DeviceCopier::at_once(Put&& put) {
   return outcome;
 }
 
-std::uint64_t DeviceCopier::copy(std::span<const PlannedStrip> plan, std::span<const Address> from,
+std::uint64_t DeviceCopier::copy(GpuWay way, std::span<const PlannedStrip> plan, std::span<const Address> from,
                                  std::span<const Address> to, bool merge) {
-  return at_once([&](Run& run) { return run.copy(plan, from, to, merge); });
+  return at_once([&](Run& run) { return run.copy(way, plan, from, to, merge); });
 }
 
 void DeviceCopier::copy(std::span<const CopyPiece> pieces) {

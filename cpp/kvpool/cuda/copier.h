@@ -24,7 +24,8 @@ namespace kvpool {
 class DeviceCopier {
  public:
   // As StreamCopier.
-  DeviceCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels, const char* what);
+  DeviceCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels, const CopyBounds& bounds,
+               const char* what);
   DeviceCopier(const DeviceCopier&) = delete;
   DeviceCopier& operator=(const DeviceCopier&) = delete;
 
@@ -34,8 +35,8 @@ class DeviceCopier {
   // Returns when the bytes have arrived, how many pieces there were. `merge`: neighbours that lie in a row are one.
   // Throws kDeviceLost, kUnsupported, kOutOfMemory, std::bad_alloc. Whatever it throws, but for kDeviceLost, nothing is
   // written any more then. REQUIRES: host memory is page-locked; no two pieces overlap where they are written.
-  std::uint64_t copy(std::span<const PlannedStrip> plan, std::span<const Address> from, std::span<const Address> to,
-                     bool merge);
+  std::uint64_t copy(GpuWay way, std::span<const PlannedStrip> plan, std::span<const Address> from,
+                     std::span<const Address> to, bool merge);
   // The same for pieces as they are.
   void copy(std::span<const CopyPiece> pieces);
 
@@ -52,8 +53,8 @@ class DeviceCopier {
     void begin() { parts_.emplace_back(); }
     // As those of DeviceCopier, but they return when the copies are under way, and may be when they throw. Whoever ends
     // the run because of that waits for all of it first. REQUIRES: begin().
-    std::uint64_t copy(std::span<const PlannedStrip> plan, std::span<const Address> from, std::span<const Address> to,
-                       bool merge);
+    std::uint64_t copy(GpuWay way, std::span<const PlannedStrip> plan, std::span<const Address> from,
+                       std::span<const Address> to, bool merge);
     void copy(std::span<const CopyPiece> pieces);
     // That were begun and not waited for.
     std::size_t parts() const noexcept { return parts_.size(); }

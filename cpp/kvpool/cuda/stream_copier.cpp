@@ -52,19 +52,21 @@ const cuda::KernelSet* loaded(const CudaContext& context, const cuda::KernelSet&
 }
 
 StreamCopier::StreamCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels,
-                           std::uint32_t thread_blocks, const char* what)
+                           const CopyBounds& bounds, std::uint32_t thread_blocks, const char* what)
     : context_(std::move(context)),
       kernels_(context_->attribute(kCuDeviceHostPointerOfRegistered, what) != 0 ? kernels : nullptr),
+      bounds_(bounds),
       thread_blocks_(thread_blocks),
       what_(what) {}
 
-std::uint64_t StreamCopier::copy(CuStream stream, std::span<const PlannedStrip> plan, std::span<const Address> from,
-                                 std::span<const Address> to, bool merge, CopyTable* table) {
+std::uint64_t StreamCopier::copy(CuStream stream, GpuWay way, std::span<const PlannedStrip> plan,
+                                 std::span<const Address> from, std::span<const Address> to, bool merge,
+                                 CopyTable* table) {
   if (plan.empty() || from.empty()) return 0;
   const std::uint64_t pieces = count_pieces(plan, from, to, merge);
   std::uint64_t bytes = 0;
   for (const PlannedStrip& strip : plan) bytes += std::uint64_t{strip.bytes} * from.size();
-  const bool small = kernels_ != nullptr && bytes / pieces <= kKernelPieceBytesMax;
+  const bool small = kernels_ != nullptr && bytes / pieces <= bounds_.of(way);
   if (small && launch(stream, plan, from, to, table)) return pieces;
   std::vector<CopyPiece> room(std::min<std::uint64_t>(kBatchPieces, pieces));
   struct Call {

@@ -36,7 +36,9 @@ struct Group {
 // What is mapped of a peer, and what copies there: to let go of either may wait for the GPU.
 struct MappedSide {
   MappedSide(const GpuSide& local, const MediaSpans& peer, std::shared_ptr<void> kept, std::shared_ptr<MappedPeer> host)
-      : keepalive(std::move(kept)), reach(local.context, std::move(host)), copier(local.context, local.kernels, kWhat) {
+      : keepalive(std::move(kept)),
+        reach(local.context, std::move(host)),
+        copier(local.context, local.kernels, local.bounds, kWhat) {
     // A destination stands once in a write, so there are no more pairs than the peer has blocks.
     std::size_t strips = 0;
     std::uint64_t pairs = 0;
@@ -182,7 +184,8 @@ class CudaRoute final : public Route {
       }
       plan.clear();
       plan_strips(local_.spans[from], peer_[to], part.strips, request.merge, plan);
-      calls += run.copy(plan, groups[i].from, groups[i].to, request.merge);
+      const GpuWay way = !local_.on_gpu[from] ? GpuWay::kIn : !peer_on_gpu_[to] ? GpuWay::kOut : GpuWay::kWithin;
+      calls += run.copy(way, plan, groups[i].from, groups[i].to, request.merge);
     }
     return calls;
   }
