@@ -2,9 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+#include <tuple>
+
 #include "bind.h"
 #include "gil.h"
 #include "kvpool/arena/arena.h"
+#include "kvpool/cuda/copy_bounds.h"
 #include "kvpool/cuda/kernels.h"
 #include "kvpool/transport/ucx_transport.h"
 
@@ -31,6 +35,15 @@ void bind_machine(py::module_& module) {
         return info;
       },
       "How this extension was built.");
+  module.def(
+      "kernel_piece_bytes",
+      [](int gpu) -> std::optional<std::tuple<std::size_t, std::size_t, std::size_t>> {
+        const auto bounds = known_copy_bounds(gpu);
+        if (!bounds) return std::nullopt;
+        return std::tuple(bounds->of(GpuWay::kOut), bounds->of(GpuWay::kIn), bounds->of(GpuWay::kWithin));
+      },
+      py::arg("gpu"),
+      "Mean length of pieces up to which kernels copy: out of this GPU, into it, within it. None: not measured.");
   module.def("describe_ucx", &describe_ucx, py::arg("where"), py::call_guard<GilReleased>(),
              "Opens the UCX there: its version, and the file. Raises Unsupported.");
   module.def("probe_ucx_lanes", &probe_ucx_lanes, py::arg("where"), py::call_guard<GilReleased>(),

@@ -254,31 +254,55 @@ void bench_bus(Bench& bench) {
   }
 }
 
-// What the calling thread spends, and what passes until little is moved.
+// Microseconds of each call, and until what it has put into the stream has ended.
+std::pair<std::vector<double>, std::vector<double>> wait_times_us(const Bench& bench, int calls,
+                                                                  const std::function<void()>& call) {
+  std::pair<std::vector<double>, std::vector<double>> times;
+  for (int i = 0; i < calls; ++i) {
+    const auto started = std::chrono::steady_clock::now();
+    const auto since = [&] {
+      return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - started).count();
+    };
+    call();
+    times.first.push_back(since());
+    must(cudaStreamSynchronize(bench.clock.stream()), "launch");
+    times.second.push_back(since());
+  }
+  return times;
+}
+
+// What the calling thread spends, and what passes until little is moved. What is longer than a launch can carry goes by
+// a table, and, beside it, as several launches.
 void bench_launch(Bench& bench) {
   const std::size_t piece = 2 * kKiB;
-  const Memory from(16'384 * piece, false);
-  const Memory to(16'384 * piece, false);
+  const std::size_t most = 20'000;
+  const Memory from(most * piece, false);
+  const Memory to(most * piece, false);
+  const Memory table_host(cuda::table_bytes_of(80, most), true);
+  const Memory table_device(table_host.size(), false);
   const int calls = bench.quick ? 200 : 2000;
   for (const std::size_t strips_count : {1u, 80u}) {
-    for (const std::size_t count : {1u, 64u, 1024u, 3000u}) {
+    for (const std::size_t count : {1u, 64u, 1024u, 3000u, 20'000u}) {
       std::vector<PlannedStrip> strips;
       for (std::size_t s = 0; s < strips_count; ++s) {
         strips.push_back({from.data() + 16 * s, to.data() + 16 * s, 16, piece, piece});
       }
       std::vector<BlockPair> pairs;
       for (std::uint32_t k = 0; k < count; ++k) pairs.push_back({k, k});
+      const bool is_long = cuda::table_bytes_of(strips_count, count) > cuda::kInlineTableBytes;
       const std::string way = std::to_string(strips_count) + " strips, " + std::to_string(count) + " pairs";
       const auto launch = [&] { copy(bench, strips, pairs, 0); };
-      print_figures("launch", piece, way, "us", call_times_us(calls, bench.clock.stream(), launch));
-      std::vector<double> ends;
-      for (int i = 0; i < calls / 10; ++i) {
-        const auto started = std::chrono::steady_clock::now();
-        launch();
-        must(cudaStreamSynchronize(bench.clock.stream()), "launch");
-        ends.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - started).count());
-      }
-      print_figures("launch and wait", piece, way, "us", ends);
+      // Of a long one, what it is without a table.
+      const char* const call = is_long ? "launches without a table" : "launch";
+      print_figures(call, piece, way, "us", call_times_us(calls, bench.clock.stream(), launch));
+      print_figures(std::string(call) + " and wait", piece, way, "us", wait_times_us(bench, calls / 10, launch).second);
+      if (!is_long) continue;
+      // The table is written again only when nothing reads it, so each call is waited for.
+      LaunchOptions options;
+      options.table = {table_host.data(), table_device.data(), table_host.size()};
+      const auto by_table = wait_times_us(bench, calls / 4, [&] { copy(bench, strips, pairs, 0, options); });
+      print_figures("launch", piece, way, "us", by_table.first);
+      print_figures("launch and wait", piece, way, "us", by_table.second);
     }
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import threading
 from collections.abc import Sequence
@@ -21,12 +22,13 @@ from kvpool.types import DRAM, HBM, KVLayout, Medium, RawLayout
 
 __all__ = ["ArenaInfo", "MediumStats", "Pool", "PoolStats"]
 
+_log = logging.getLogger("kvpool")
+
 # Of the settings, those that the core takes when a pool is made; the others are for peers.
 _LOCAL_SETTINGS = (
     "policy", "copy_threads", "huge_pages", "numa_node", "check_memory", "pin_dram", "device_memory", "audit",
     "zero_on_alloc",
 )  # fmt: skip
-
 
 _DIGITS_MAX = 4  # of the number of a GPU
 
@@ -105,6 +107,10 @@ class Pool(PeerVerbs):
             device=ordinal,
             **options,
         )
+        self._gpu = _ordinal(self.device)
+        bounds = _core.kernel_piece_bytes(self._gpu)
+        if bounds is not None:
+            _log.info("%s: kernels copy pieces of up to %d bytes out, %d in, %d within", self.device, *bounds)
         self._attaching = threading.Lock()
         self._attachment: Attachment | None = None
 
@@ -211,7 +217,7 @@ class Pool(PeerVerbs):
 
     def stats(self) -> PoolStats:
         """The state of every block and the counters, at one moment."""
-        return stats_of(self._stats())
+        return stats_of(self._stats(), self._gpu)
 
     def audit(self) -> PoolStats:
         """Checks every invariant of the allocator and the index, and returns the stats.
@@ -219,7 +225,7 @@ class Pool(PeerVerbs):
         Looks at every block and node. Raises AuditError when an invariant is broken: a bug in kvpool, or memory that
         was overwritten.
         """
-        return stats_of(self._audit())
+        return stats_of(self._audit(), self._gpu)
 
     def explain_match(self, tokens: _core.TokenVector, namespace: str = "") -> MatchReport:
         """Says what match would find, and why it ends there. Pins nothing and does not count as a use.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
+from kvpool import _core
+
 __all__ = ["ArenaInfo", "MediumStats", "PoolStats", "stats_of"]
 
 
@@ -66,7 +68,9 @@ class PoolStats:
         namespaces: Namespaces with cached prompts, and the default one.
         metadata_bytes: Memory of the allocator.
         device_bytes: Memory of the GPU that the pool has taken: its blocks, rounded up to what the driver gives; 0 for
-            adopted memory and without a GPU.
+            adopted memory and without a GPU. With kernels also memory for the descriptions of long copies.
+        kernel_piece_bytes: Mean length of pieces up to which kernels copy, and from which on the copy engines do: out
+            of the pool's GPU, into it, and within it. Measured when the first pool on it is made; None when it was not.
     """
 
     hbm: MediumStats
@@ -87,6 +91,7 @@ class PoolStats:
     namespaces: int
     metadata_bytes: int
     device_bytes: int
+    kernel_piece_bytes: tuple[int, int, int] | None
 
     @property
     def hit_ratio(self) -> float:
@@ -115,9 +120,9 @@ class ArenaInfo:
     device: str
 
 
-def stats_of(raw: dict[str, Any]) -> PoolStats:
-    """Of what the core has counted."""
+def stats_of(raw: dict[str, Any], gpu: int) -> PoolStats:
+    """Of what the core has counted for a pool on this GPU; -1 for none."""
     fields = dict(raw)
     hbm = MediumStats(**cast("dict[str, int]", fields.pop("hbm")))
     dram = MediumStats(**cast("dict[str, int]", fields.pop("dram")))
-    return PoolStats(hbm=hbm, dram=dram, **fields)
+    return PoolStats(hbm=hbm, dram=dram, kernel_piece_bytes=_core.kernel_piece_bytes(gpu), **fields)

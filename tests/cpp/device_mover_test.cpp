@@ -157,7 +157,7 @@ TEST_CASE("blocks of any layout cross to the host and back bit by bit, whatever 
 TEST_CASE("large pieces go by the copy engines, small ones by a kernel") {
   const FakeCuda cuda;
   const StreamKernels kernels(cuda);
-  constexpr std::size_t kLarge = StreamCopier::kKernelPieceBytesMax + 4096;
+  constexpr std::size_t kLarge = kKernelPieceBytesGuess + 4096;
   const Tiers large(3, {kLarge, kLarge}, {kLarge, kLarge}, &kernels.set());
   const int launches = StreamKernels::launches();
   large.out(0, 1);

@@ -256,7 +256,7 @@ TEST_CASE(
   options.segment_bytes = {64, 128, 64};
   const DeviceArena to(options);
   cuda.fail("cuMemcpyBatchAsync_v2", 801);
-  DeviceCopier copier(CudaContext::retain(0, "a test"), nullptr, "a test");
+  DeviceCopier copier(CudaContext::retain(0, "a test"), nullptr, {}, "a test");
   for (std::uint32_t block = 0; block < 8; ++block) {
     fill_block(cuda, from, block, static_cast<std::uint8_t>(40 + block));
     fill_block(cuda, to, block, 1);
@@ -267,7 +267,7 @@ TEST_CASE(
   const auto address = [](std::uint32_t block) { return make_address(0, Medium::kHbm, 1, block); };
   const Addresses source{address(0), address(5)};
   const Addresses target{address(3), address(0)};
-  const std::uint64_t pieces = copier.copy(plan, source, target, true);
+  const std::uint64_t pieces = copier.copy(kvpool::GpuWay::kWithin, plan, source, target, true);
   CHECK(pieces > 1);
   CHECK(cuda.count("cuMemcpyBatchAsync_v2") == 1);
   CHECK(cuda.count("cuMemcpyAsync") == pieces);

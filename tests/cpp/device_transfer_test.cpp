@@ -318,7 +318,7 @@ TEST_CASE("a kernel copies small pieces as the copy engines do, in one launch, u
   const DeviceArena to(options);
   const StreamKernels kernels(cuda);
   for (const bool by_kernel : {true, false}) {
-    DeviceCopier copier(context, by_kernel ? &kernels.set() : nullptr, "a test");
+    DeviceCopier copier(context, by_kernel ? &kernels.set() : nullptr, {}, "a test");
     for (std::uint32_t block = 0; block < 8; ++block) {
       fill_block(cuda, from, block, static_cast<std::uint8_t>(40 + block));
       fill_block(cuda, to, block, 1);
@@ -330,7 +330,7 @@ TEST_CASE("a kernel copies small pieces as the copy engines do, in one launch, u
     const Addresses source{address(0), address(1), address(5)};
     const Addresses target{address(3), address(4), address(0)};
     StreamKernels::launches() = 0;
-    CHECK(copier.copy(plan, source, target, true) > 0);
+    CHECK(copier.copy(kvpool::GpuWay::kWithin, plan, source, target, true) > 0);
     CHECK(StreamKernels::launches() == (by_kernel ? 1 : 0));
     CHECK(block_is(cuda, to, 3, 40));
     CHECK(block_is(cuda, to, 4, 41));

@@ -174,7 +174,7 @@ TEST_CASE("a copy that the GPU has put behind a stream that waits is waited for 
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream engine(cuda);
-  DeviceCopier copier(context, nullptr, "a test");
+  DeviceCopier copier(context, nullptr, {}, "a test");
   CuPointer memory = 0;
   {
     const CurrentContext current(*context, "a test");

@@ -87,3 +87,13 @@ def test_memory_that_is_taken_by_others_meanwhile_is_an_error_of_the_same_kind(f
         assert driver().cuMemFree_v2(taken) == 0
     with kvpool.Pool(kvpool.RawLayout(block_bytes=MIB), 2 * left // MIB, device="cuda:0") as pool:
         assert np.asarray(pool.alloc(1)).size == 1
+
+
+def test_how_the_gpu_copies_best_is_measured_where_kernels_run():
+    with kvpool.Pool(kvpool.RawLayout(block_bytes=MIB), 4, 4, device="cuda:0") as pool:
+        bounds = pool.stats().kernel_piece_bytes
+    if is_fake() or not kvpool._core.build_info()["cuda_kernels"]:
+        assert bounds is None
+    else:
+        assert bounds is not None
+        assert all(16 << 10 <= bound <= MIB for bound in bounds)

@@ -1,5 +1,7 @@
 #include "kvpool/blocks/device_mover.h"
 
+#include <algorithm>
+
 #include "kvpool/base/check.h"
 #include "kvpool/base/error.h"
 
@@ -7,9 +9,8 @@ namespace kvpool {
 namespace {
 
 constexpr const char* kWhat = "blocks cannot be copied between the GPU and the host";
-// Thread blocks of a copy over the bus: these keep half a megabyte on its way, which is what a bus of 64 GB/s needs a
-// few times over. More do not make it faster, and the model needs the rest of the GPU.
-constexpr std::uint32_t kThreadBlocks = 32;
+
+GpuWay way_of(TierWay way) noexcept { return way == TierWay::kOut ? GpuWay::kOut : GpuWay::kIn; }
 
 CuPointer pointer(const std::byte* address) noexcept {
   return static_cast<CuPointer>(reinterpret_cast<std::uintptr_t>(address));
@@ -17,10 +18,17 @@ CuPointer pointer(const std::byte* address) noexcept {
 
 }  // namespace
 
-DeviceMover::DeviceMover(const Arena& device, const Arena& host, const cuda::KernelSet* kernels)
+std::unique_ptr<DeviceMover> DeviceMover::make(const Arena& device, const Arena& host) {
+  const cuda::KernelSet* const kernels = kernels_for(*device.context());
+  const CopyBounds bounds = kernels != nullptr ? measured_copy_bounds(device.context(), *kernels) : CopyBounds{};
+  return std::make_unique<DeviceMover>(device, host, kernels, bounds);
+}
+
+DeviceMover::DeviceMover(const Arena& device, const Arena& host, const cuda::KernelSet* kernels,
+                         const CopyBounds& bounds)
     : context_(device.context()),
       device_segments_(device.segments()),
-      copier_(context_, kernels, kThreadBlocks, kWhat) {
+      copier_(context_, kernels, bounds, kBusThreadBlocks, kWhat) {
   KVPOOL_CHECK(device.on_device() && device.block_bytes() == host.block_bytes());
   KVPOOL_CHECK(host.pinned() || host.blocks() == 0);
   const CurrentContext current(*context_, kWhat);
@@ -30,6 +38,17 @@ DeviceMover::DeviceMover(const Arena& device, const Arena& host, const cuda::Ker
   const MediumSpan on_host{host.blocks(), host.segments()};
   plan_strips(on_device, on_host, std::span(&whole, 1), true, lane(TierWay::kOut).plan);
   plan_strips(on_host, on_device, std::span(&whole, 1), true, lane(TierWay::kIn).plan);
+  // One launch for as many blocks as both sides have. Longer pieces go by the copy engines.
+  for (const TierWay way : {TierWay::kOut, TierWay::kIn}) {
+    Lane& own = lane(way);
+    if (own.plan.empty() || device.block_bytes() / own.plan.size() > bounds.of(way_of(way))) continue;
+    const std::size_t bytes = copier_.table_bytes(own.plan.size(), std::min(device.blocks(), host.blocks()));
+    if (bytes > 0) own.stream.add_table(bytes);
+  }
+}
+
+std::size_t DeviceMover::device_bytes() const noexcept {
+  return lanes_[0]->stream.table_bytes() + lanes_[1]->stream.table_bytes();
 }
 
 void DeviceMover::move(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after) {
@@ -39,7 +58,7 @@ void DeviceMover::move(TierWay way, const Address* from, const Address* to, std:
   const CurrentContext current(*context_, kWhat);
   own.stream.follow(after);
   try {
-    copier_.copy(own.stream.handle(), own.plan, {from, n}, {to, n}, /*merge=*/true);
+    copier_.copy(own.stream.handle(), way_of(way), own.plan, {from, n}, {to, n}, /*merge=*/true, own.stream.table());
   } catch (...) {
     // What is under way already must not write into blocks that are somebody else's by then.
     own.stream.drain(kWhat);

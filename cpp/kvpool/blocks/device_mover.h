@@ -22,7 +22,7 @@
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/address.h"
 #include "kvpool/base/strips.h"
-#include "kvpool/cuda/stream.h"
+#include "kvpool/cuda/copy_stream.h"
 #include "kvpool/cuda/stream_copier.h"
 
 namespace kvpool {
@@ -32,9 +32,12 @@ enum class TierWay : std::uint8_t { kOut, kIn };  // from the GPU to the host, a
 // Thread-safety: all of it; calls of one direction go one after the other.
 class DeviceMover {
  public:
-  // `kernels`: what copies small pieces; null: the copy engines copy them, too. Throws as CudaDriver::require.
-  // REQUIRES: device.on_device(); the host arena is pinned, or has no blocks; equal block_bytes.
-  DeviceMover(const Arena& device, const Arena& host, const cuda::KernelSet* kernels);
+  // `kernels`: what copies small pieces; null: the copy engines copy them, too. `bounds`: which are small. Throws as
+  // CudaDriver::require. REQUIRES: device.on_device(); the host arena is pinned, or has no blocks; equal block_bytes.
+  DeviceMover(const Arena& device, const Arena& host, const cuda::KernelSet* kernels, const CopyBounds& bounds = {});
+  // With the kernels of this build and what is measured of this GPU, where they can run there. Throws the same, and as
+  // kernels_for().
+  static std::unique_ptr<DeviceMover> make(const Arena& device, const Arena& host);
   DeviceMover(const DeviceMover&) = delete;
   DeviceMover& operator=(const DeviceMover&) = delete;
 
@@ -43,12 +46,14 @@ class DeviceMover {
   void move(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after);
   // Fills blocks of the device arena with zeros, after all that the device is doing now. Throws as move().
   void zero(const Address* blocks, std::size_t n);
+  // Memory of the GPU that it has taken for itself.
+  std::size_t device_bytes() const noexcept;
 
  private:
   struct Lane {
     explicit Lane(const std::shared_ptr<const CudaContext>& context) : stream(context) {}
     std::mutex mutex;
-    CudaStream stream;
+    CopyStream stream;
     std::vector<PlannedStrip> plan;
   };
   Lane& lane(TierWay way) noexcept { return *lanes_[static_cast<std::size_t>(way)]; }

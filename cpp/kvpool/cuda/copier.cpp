@@ -10,34 +10,54 @@
 namespace kvpool {
 namespace {
 
-// Thread blocks of a kernel that leaves most of the GPU to the model, and still keeps a bus or a link busy.
-constexpr std::uint32_t kThreadBlocks = 64;
 constexpr std::size_t kIdleStreamsMax = 8;
 
 }  // namespace
 
-DeviceCopier::DeviceCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels, const char* what)
-    : copier_(std::move(context), kernels, kThreadBlocks, what) {}
+DeviceCopier::DeviceCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels,
+                           const CopyBounds& bounds, const char* what)
+    : copier_(std::move(context), kernels, bounds, kLinkThreadBlocks, what) {}
 
 void DeviceCopier::warm_up() {
   const CurrentContext current(*context(), copier_.what());
-  put_back(take());
+  put_back(take(false));
 }
 
-std::unique_ptr<CudaStream> DeviceCopier::take() {
+void DeviceCopier::add_tables(std::size_t count, std::size_t copies, std::size_t strips, std::size_t pairs) {
+  if (copier_.table_bytes(strips, pairs) == 0) return;
+  const CurrentContext current(*context(), copier_.what());
+  // Each copy has a part of its own, a little longer than its description.
+  const std::size_t bytes = cuda::table_bytes_of(copies * strips, pairs) + copies * CopyTable::length_of(1);
+  std::vector<std::unique_ptr<CopyStream>> streams;
+  streams.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    auto stream = std::make_unique<CopyStream>(context());
+    stream->add_table(bytes);
+    if (stream->table() == nullptr) break;
+    table_bytes_ += stream->table_bytes();
+    streams.push_back(std::move(stream));
+  }
+  const std::lock_guard lock(mutex_);
+  tabled_.swap(streams);
+}
+
+std::unique_ptr<CopyStream> DeviceCopier::take(bool with_table) {
   {
     const std::lock_guard lock(mutex_);
-    if (!idle_.empty()) {
-      auto stream = std::move(idle_.back());
-      idle_.pop_back();
+    auto& from = with_table && !tabled_.empty() ? tabled_ : idle_;
+    if (!from.empty()) {
+      auto stream = std::move(from.back());
+      from.pop_back();
       return stream;
     }
   }
-  return std::make_unique<CudaStream>(context());
+  // Made in a thread that copies, and perhaps let go of in one: without a table.
+  return std::make_unique<CopyStream>(context());
 }
 
-void DeviceCopier::put_back(std::unique_ptr<CudaStream> stream) noexcept {
+void DeviceCopier::put_back(std::unique_ptr<CopyStream> stream) noexcept {
   const std::lock_guard lock(mutex_);
+  if (stream->table() != nullptr) return tabled_.push_back(std::move(stream));
   if (idle_.capacity() == 0) {
     try {
       idle_.reserve(kIdleStreamsMax);
@@ -48,26 +68,28 @@ void DeviceCopier::put_back(std::unique_ptr<CudaStream> stream) noexcept {
   if (idle_.size() < kIdleStreamsMax) idle_.push_back(std::move(stream));
 }
 
-CuStream DeviceCopier::Run::stream() {
+CopyStream& DeviceCopier::Run::stream(bool with_table) {
   if (!current_) current_.emplace(*copier_.context(), copier_.copier_.what());
-  std::unique_ptr<CudaStream>& stream = parts_.back();
-  if (stream == nullptr) stream = copier_.take();
-  return stream->handle();
+  std::unique_ptr<CopyStream>& stream = parts_.back();
+  if (stream == nullptr) stream = copier_.take(with_table);
+  return *stream;
 }
 
-std::uint64_t DeviceCopier::Run::copy(std::span<const PlannedStrip> plan, std::span<const Address> from,
+std::uint64_t DeviceCopier::Run::copy(GpuWay way, std::span<const PlannedStrip> plan, std::span<const Address> from,
                                       std::span<const Address> to, bool merge) {
   if (plan.empty() || from.empty()) return 0;
-  return copier_.copier_.copy(stream(), plan, from, to, merge);
+  const bool with_table = copier_.copier_.table_bytes(plan.size(), from.size()) > 0;
+  const CopyStream& own = stream(with_table);
+  return copier_.copier_.copy(own.handle(), way, plan, from, to, merge, own.table());
 }
 
 void DeviceCopier::Run::copy(std::span<const CopyPiece> pieces) {
-  if (!pieces.empty()) copier_.copier_.copy(stream(), pieces);
+  if (!pieces.empty()) copier_.copier_.copy(stream(false).handle(), pieces);
 }
 
 void DeviceCopier::Run::wait() {
   // Of a device that is lost nothing is known: its streams are not used again.
-  std::unique_ptr<CudaStream> stream = std::move(parts_.front());
+  std::unique_ptr<CopyStream> stream = std::move(parts_.front());
   parts_.pop_front();
   if (stream == nullptr) return;
   // Nothing here follows a stream that waits for a word, but the GPU may have put the copy behind it in one queue.
@@ -107,9 +129,9 @@ std::uint64_t DeviceCopier::at_once(Put&& put) {
   return outcome;
 }
 
-std::uint64_t DeviceCopier::copy(std::span<const PlannedStrip> plan, std::span<const Address> from,
+std::uint64_t DeviceCopier::copy(GpuWay way, std::span<const PlannedStrip> plan, std::span<const Address> from,
                                  std::span<const Address> to, bool merge) {
-  return at_once([&](Run& run) { return run.copy(plan, from, to, merge); });
+  return at_once([&](Run& run) { return run.copy(way, plan, from, to, merge); });
 }
 
 void DeviceCopier::copy(std::span<const CopyPiece> pieces) {

@@ -13,7 +13,7 @@ constexpr std::size_t kKeptMax = 4;
 }  // namespace
 
 DeviceStaging::DeviceStaging(std::shared_ptr<const CudaContext> context)
-    : copier_(std::move(context), nullptr, "content cannot be copied between the GPU and a buffer"),
+    : copier_(std::move(context), nullptr, {}, "content cannot be copied between the GPU and a buffer"),
       kept_(std::make_shared<Kept>()) {
   kept_->buffers.reserve(kKeptMax);
 }

@@ -52,20 +52,22 @@ const cuda::KernelSet* loaded(const CudaContext& context, const cuda::KernelSet&
 }
 
 StreamCopier::StreamCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels,
-                           std::uint32_t thread_blocks, const char* what)
+                           const CopyBounds& bounds, std::uint32_t thread_blocks, const char* what)
     : context_(std::move(context)),
       kernels_(context_->attribute(kCuDeviceHostPointerOfRegistered, what) != 0 ? kernels : nullptr),
+      bounds_(bounds),
       thread_blocks_(thread_blocks),
       what_(what) {}
 
-std::uint64_t StreamCopier::copy(CuStream stream, std::span<const PlannedStrip> plan, std::span<const Address> from,
-                                 std::span<const Address> to, bool merge) {
+std::uint64_t StreamCopier::copy(CuStream stream, GpuWay way, std::span<const PlannedStrip> plan,
+                                 std::span<const Address> from, std::span<const Address> to, bool merge,
+                                 CopyTable* table) {
   if (plan.empty() || from.empty()) return 0;
   const std::uint64_t pieces = count_pieces(plan, from, to, merge);
   std::uint64_t bytes = 0;
   for (const PlannedStrip& strip : plan) bytes += std::uint64_t{strip.bytes} * from.size();
-  const bool small = kernels_ != nullptr && bytes / pieces <= kKernelPieceBytesMax;
-  if (small && launch(stream, plan, from, to)) return pieces;
+  const bool small = kernels_ != nullptr && bytes / pieces <= bounds_.of(way);
+  if (small && launch(stream, plan, from, to, table)) return pieces;
   std::vector<CopyPiece> room(std::min<std::uint64_t>(kBatchPieces, pieces));
   struct Call {
     StreamCopier* self;
@@ -90,14 +92,22 @@ void StreamCopier::copy(CuStream stream, std::span<const CopyPiece> pieces) {
   }
 }
 
+std::size_t StreamCopier::table_bytes(std::size_t strips, std::size_t pairs) const noexcept {
+  const std::size_t bytes = cuda::table_bytes_of(strips, pairs);
+  return kernels_ != nullptr && bytes > cuda::kInlineTableBytes ? CopyTable::length_of(bytes) : 0;
+}
+
 // False when the GPU or its driver cannot run the kernels of this build (a driver that is older than they are, say):
 // then the copy engines copy, from now on.
 bool StreamCopier::launch(CuStream stream, std::span<const PlannedStrip> plan, std::span<const Address> from,
-                          std::span<const Address> to) {
+                          std::span<const Address> to, CopyTable* table) {
   if (kernels_refused_.load(std::memory_order_relaxed)) return false;
   std::vector<cuda::BlockPair> pairs(from.size());
   for (std::size_t i = 0; i < from.size(); ++i) pairs[i] = {block_of(from[i]), block_of(to[i])};
-  const cuda::LaunchOptions options{.thread_blocks_max = thread_blocks_, .table = {}};
+  cuda::LaunchOptions options{.thread_blocks_max = thread_blocks_, .table = {}};
+  const std::size_t bytes = table_bytes(plan.size(), pairs.size());
+  // Taken whatever the launch says: its copy of the table may be under way.
+  if (table != nullptr && bytes > 0) options.table = table->take(bytes);
   const CuResult result = kernels_->copy({plan, pairs}, stream, options);
   if (fault_of(result) == CudaFault::kUnsupported) {
     kernels_refused_.store(true, std::memory_order_relaxed);

@@ -1,8 +1,8 @@
 // Puts copies into a stream: the one place that knows how pieces are copied on a GPU.
 //
 // Many small pieces are one kernel that reads and writes both sides itself (cuda/kernels.h); few large ones go by the
-// copy engines, in one call where the driver has it (cuMemcpyBatchAsync, CUDA 12.8), else one by one. What this GPU or
-// its driver turns out not to support is not asked for again.
+// copy engines (copy_bounds.h says which are which), in one call where the driver has it (cuMemcpyBatchAsync,
+// CUDA 12.8), else one by one. What this GPU or its driver turns out not to support is not asked for again.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -16,6 +16,8 @@
 #include "kvpool/base/address.h"
 #include "kvpool/base/strips.h"
 #include "kvpool/cuda/context.h"
+#include "kvpool/cuda/copy_bounds.h"
+#include "kvpool/cuda/copy_table.h"
 #include "kvpool/cuda/kernels.h"
 
 namespace kvpool {
@@ -28,39 +30,49 @@ const cuda::KernelSet* kernels_for(const CudaContext& context);
 // These, loaded; null where they cannot run. Throws as above.
 const cuda::KernelSet* loaded(const CudaContext& context, const cuda::KernelSet& kernels);
 
+// Thread blocks of a kernel. Over the bus these keep half a megabyte on its way, which is what 64 GB/s need a few times
+// over: more do not make it faster, and the model needs the rest of the GPU. What may also stay within the GPU, or go
+// over a link, has more, and leaves most of it, too.
+inline constexpr std::uint32_t kBusThreadBlocks = 32;
+inline constexpr std::uint32_t kLinkThreadBlocks = 64;
+
 class StreamCopier {
  public:
-  // Mean length of a piece up to which a kernel copies. Below, the copy engines are slower than the bus: each piece
-  // costs them one to two microseconds.
-  static constexpr std::size_t kKernelPieceBytesMax = std::size_t{256} << 10;
-
-  // `kernels`: null, the copy engines copy small pieces, too. `thread_blocks`: of a kernel, at most. `what` begins the
-  // text of errors: what cannot be done then; it is kept, not copied. Throws as CudaDriver::require.
-  StreamCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels, std::uint32_t thread_blocks,
-               const char* what);
+  // `kernels`: null, the copy engines copy small pieces, too; what is small `bounds` says. `thread_blocks`: of a
+  // kernel, at most. `what` begins the text of errors: what cannot be done then; it is kept, not copied. Throws as
+  // CudaDriver::require.
+  StreamCopier(std::shared_ptr<const CudaContext> context, const cuda::KernelSet* kernels, const CopyBounds& bounds,
+               std::uint32_t thread_blocks, const char* what);
   StreamCopier(const StreamCopier&) = delete;
   StreamCopier& operator=(const StreamCopier&) = delete;
 
   const std::shared_ptr<const CudaContext>& context() const noexcept { return context_; }
   const char* what() const noexcept { return what_; }
+  const CopyBounds& bounds() const noexcept { return bounds_; }
 
   // Strip s of block from[i] to block to[i], for all of them; the plan has only blocks of one medium on each side.
-  // `merge`: neighbours that lie in a row are one piece. Returns how many pieces there are. Throws kDeviceLost,
-  // kUnsupported, kOutOfMemory, std::bad_alloc; some of the copies may be in the stream then. REQUIRES: the context is
-  // current, the stream is of it, and host memory is page-locked; no two pieces overlap where they are written.
-  std::uint64_t copy(CuStream stream, std::span<const PlannedStrip> plan, std::span<const Address> from,
-                     std::span<const Address> to, bool merge);
+  // `merge`: neighbours that lie in a row are one piece. A kernel is one launch when its description travels with it
+  // (cuda::kInlineTableBytes), or has room in `table`, which is the stream's; else several. Returns how many pieces
+  // there are. Throws kDeviceLost, kUnsupported, kOutOfMemory, std::bad_alloc; some of the copies may be in the stream
+  // then. REQUIRES: the context is current, the stream is of it, and host memory is page-locked; no two pieces overlap
+  // where they are written.
+  std::uint64_t copy(CuStream stream, GpuWay way, std::span<const PlannedStrip> plan, std::span<const Address> from,
+                     std::span<const Address> to, bool merge, CopyTable* table = nullptr);
   // The same for pieces as they are, by the copy engines.
   void copy(CuStream stream, std::span<const CopyPiece> pieces);
 
+  // How much of a table a copy of so many strips and pairs takes, to be one launch; 0: it needs none.
+  std::size_t table_bytes(std::size_t strips, std::size_t pairs) const noexcept;
+
  private:
   bool launch(CuStream stream, std::span<const PlannedStrip> plan, std::span<const Address> from,
-              std::span<const Address> to);
+              std::span<const Address> to, CopyTable* table);
   void copy_some(CuStream stream, std::span<const CopyPiece> pieces);
   bool copied_as_batch(CuStream stream, std::span<const CopyPiece> pieces);
 
   const std::shared_ptr<const CudaContext> context_;
   const cuda::KernelSet* const kernels_;
+  const CopyBounds bounds_;
   const std::uint32_t thread_blocks_;
   const char* const what_;
   std::atomic<bool> kernels_refused_{false};  // this GPU or its driver cannot run what was compiled

@@ -2,6 +2,7 @@
 #include <string>
 
 #include "kvpool/base/error.h"
+#include "kvpool/blocks/device_mover.h"
 #include "kvpool/pool/pool.h"
 
 namespace kvpool {
@@ -42,6 +43,7 @@ PoolStats Pool::stats_locked() noexcept {
     stats.index_blocks += index_->pages(static_cast<ValueClass>(value_class));
   }
   if (arenas_[0] != nullptr && arenas_[0]->on_device()) stats.device_bytes = arenas_[0]->mapped_bytes();
+  if (device_mover_ != nullptr) stats.device_bytes += device_mover_->device_bytes();
   stats.counters = counters_;
   stats.index_nodes = index_->node_count();
   stats.index_bytes = index_->bytes();

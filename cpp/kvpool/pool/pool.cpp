@@ -151,7 +151,7 @@ Pool::Pool(const PoolOptions& options)
   two_tiers_ = arenas_[0]->blocks() > 0 && arenas_[1]->blocks() > 0;
   if (on_device_) {
     if (arenas_[0]->blocks() > 0) {
-      device_mover_ = std::make_shared<DeviceMover>(*arenas_[0], *arenas_[1], kernels_for(*arenas_[0]->context()));
+      device_mover_ = DeviceMover::make(*arenas_[0], *arenas_[1]);
     }
   } else if (two_tiers_) {
     out_copier_.emplace(*arenas_[0], *arenas_[1]);

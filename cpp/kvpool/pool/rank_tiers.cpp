@@ -13,7 +13,7 @@ namespace {
 std::unique_ptr<DeviceMover> make_mover(const LocalMemory& memory) {
   const Arena& hbm = *memory.arena(Medium::kHbm);
   if (!hbm.on_device() || hbm.blocks() == 0) return nullptr;
-  return std::make_unique<DeviceMover>(hbm, *memory.arena(Medium::kDram), kernels_for(*hbm.context()));
+  return DeviceMover::make(hbm, *memory.arena(Medium::kDram));
 }
 
 }  // namespace

@@ -79,6 +79,9 @@ Registry& registry() {
   return *instance;
 }
 
+// Whoever made the pool has measured them, if they could be.
+CopyBounds bounds_of(const CudaContext& gpu) { return known_copy_bounds(gpu.ordinal()).value_or(CopyBounds{}); }
+
 }  // namespace
 
 void ProcessPools::add(std::uint64_t epoch, const LocalMemory& memory) {
@@ -388,8 +391,9 @@ std::shared_ptr<Route> RouteMaker::make_cuda_ipc(const PeerCard& peer, const Lin
   const MediaFiles files = files_of(peer, link);
   const bool opens_handles = has_handles(peer) && link.process() != getpid();
   if (gpu == nullptr || (files == MediaFiles{-1, -1} && !opens_handles)) return nullptr;
-  return make_cuda_ipc_route({gpu, kernels_for(*gpu), memory.gpu_spans(*gpu), memory.on_gpu(), memory.keepalive()},
-                             peer, files, opens_handles);
+  return make_cuda_ipc_route(
+      {gpu, kernels_for(*gpu), bounds_of(*gpu), memory.gpu_spans(*gpu), memory.on_gpu(), memory.keepalive()}, peer,
+      files, opens_handles);
 }
 
 std::shared_ptr<Route> RouteMaker::make_gpu_loopback(const PeerCard& peer, const Link& link) {
@@ -397,8 +401,9 @@ std::shared_ptr<Route> RouteMaker::make_gpu_loopback(const PeerCard& peer, const
   const auto gpu = memory.gpu();
   const auto found = gpu != nullptr && link.process() == getpid() ? ProcessPools::find(peer.epoch) : std::nullopt;
   if (!found || !has_blocks(found->gpu_spans(*gpu))) return nullptr;
-  return make_cuda_loopback_route({gpu, kernels_for(*gpu), memory.gpu_spans(*gpu), memory.on_gpu(), memory.keepalive()},
-                                  {found->gpu_spans(*gpu), found->on_gpu(), found->keepalive()});
+  return make_cuda_loopback_route(
+      {gpu, kernels_for(*gpu), bounds_of(*gpu), memory.gpu_spans(*gpu), memory.on_gpu(), memory.keepalive()},
+      {found->gpu_spans(*gpu), found->on_gpu(), found->keepalive()});
 }
 
 // A peer that names the route has HBM on a GPU, too: else it could not.
@@ -413,6 +418,7 @@ std::shared_ptr<Route> RouteMaker::make_nccl(const LocalMemory& memory, const st
   own.limits = nccl_limits_;
   if (!dram.pinned()) own.local[static_cast<std::size_t>(medium_index(Medium::kDram))] = {};
   own.kernels = kernels_for(*own.context);
+  own.bounds = bounds_of(*own.context);
   return make_nccl_route(own, link, run_);
 }
 

@@ -1,5 +1,6 @@
 #include "kvpool/transport/cuda_route.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <mutex>
@@ -21,6 +22,10 @@ namespace {
 
 constexpr const char* kWhat = "blocks cannot be copied to a peer";
 constexpr std::size_t kPartsUnderWay = 2;
+// Of what a table has room for. Parts of shorter strips are several launches.
+constexpr std::uint64_t kStripBytesMin = 2048;
+
+constexpr std::size_t kGroups = std::size_t{kMediaCount} * kMediaCount;
 
 // Pairs of blocks of the same media on either side.
 struct Group {
@@ -28,14 +33,26 @@ struct Group {
   std::vector<Address> to;
 };
 
-// What is mapped of a peer.
+// What is mapped of a peer, and what copies there: to let go of either may wait for the GPU.
 struct MappedSide {
-  MappedSide(const std::shared_ptr<const CudaContext>& context, std::shared_ptr<void> kept,
-             std::shared_ptr<MappedPeer> host)
-      : keepalive(std::move(kept)), reach(context, std::move(host)) {}
+  MappedSide(const GpuSide& local, const MediaSpans& peer, std::shared_ptr<void> kept, std::shared_ptr<MappedPeer> host)
+      : keepalive(std::move(kept)),
+        reach(local.context, std::move(host)),
+        copier(local.context, local.kernels, local.bounds, kWhat) {
+    // A destination stands once in a write, so there are no more pairs than the peer has blocks.
+    std::size_t strips = 0;
+    std::uint64_t pairs = 0;
+    for (std::size_t i = 0; i < peer.size(); ++i) {
+      strips = std::max(strips, local.spans[i].segments.size() + peer[i].segments.size());
+      pairs += peer[i].blocks;
+    }
+    pairs = std::min(pairs, local.part_bytes / kStripBytesMin);
+    copier.add_tables(kPartsUnderWay, kGroups, strips, static_cast<std::size_t>(pairs));
+  }
 
   const std::shared_ptr<void> keepalive;
   HostReach reach;
+  DeviceCopier copier;
 };
 
 class CudaRoute final : public Route {
@@ -47,8 +64,7 @@ class CudaRoute final : public Route {
         local_(std::move(local)),
         peer_(std::move(peer)),
         peer_on_gpu_(peer_on_gpu),
-        copier_(local_.context, local_.kernels, kWhat),
-        mapped_(std::make_shared<MappedSide>(local_.context, std::move(peer_keepalive), std::move(host))) {}
+        mapped_(std::make_shared<MappedSide>(local_, peer_, std::move(peer_keepalive), std::move(host))) {}
 
   const char* name() const noexcept override { return name_; }
   RouteTraits traits() const noexcept override { return {.one_sided = true, .by_caller = true, .waits = false}; }
@@ -89,7 +105,7 @@ class CudaRoute final : public Route {
     throw_if_stopped(request, name_, closed_);
     if (reads_gpu(reach_of(request.from))) mapped->reach.wait(reach_of(request.to), request, name_, closed_);
     const std::int64_t began_ns = monotonic_ns();
-    const WriteOutcome outcome = write_parts(request);
+    const WriteOutcome outcome = write_parts(request, mapped->copier);
     const std::int64_t ended_ns = monotonic_ns();
     cost_.measured(reach_of(request.from), reach_of(request.to), outcome.calls, outcome.bytes,
                    static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
@@ -116,10 +132,10 @@ class CudaRoute final : public Route {
     return (from[0] && local_.on_gpu[0]) || (from[1] && local_.on_gpu[1]);
   }
 
-  WriteOutcome write_parts(const WriteRequest& request) {
+  WriteOutcome write_parts(const WriteRequest& request, DeviceCopier& copier) {
     const TransferParts parts(request.strips, request.from.size(), PartLimits{.bytes_max = local_.part_bytes});
     WriteOutcome outcome;
-    DeviceCopier::Run run(copier_);
+    DeviceCopier::Run run(copier);
     std::size_t arrived = 0;
     const auto await_one = [&] {
       run.wait();
@@ -145,7 +161,7 @@ class CudaRoute final : public Route {
 
   // Returns how many pieces there are. What the GPU copies of it is under way then.
   std::uint64_t write_part(const WriteRequest& request, const TransferPart& part, DeviceCopier::Run& run) {
-    std::array<Group, std::size_t{kMediaCount} * kMediaCount> groups;
+    std::array<Group, kGroups> groups;
     for (std::size_t i = part.first_block; i < part.first_block + part.blocks; ++i) {
       Group& group = groups[(medium_bits_of(request.from[i]) - 1) * kMediaCount + medium_bits_of(request.to[i]) - 1];
       group.from.push_back(request.from[i]);
@@ -168,7 +184,8 @@ class CudaRoute final : public Route {
       }
       plan.clear();
       plan_strips(local_.spans[from], peer_[to], part.strips, request.merge, plan);
-      calls += run.copy(plan, groups[i].from, groups[i].to, request.merge);
+      const GpuWay way = !local_.on_gpu[from] ? GpuWay::kIn : !peer_on_gpu_[to] ? GpuWay::kOut : GpuWay::kWithin;
+      calls += run.copy(way, plan, groups[i].from, groups[i].to, request.merge);
     }
     return calls;
   }
@@ -177,7 +194,6 @@ class CudaRoute final : public Route {
   const GpuSide local_;
   const MediaSpans peer_;
   const Reach peer_on_gpu_;
-  DeviceCopier copier_;
   RouteCost cost_{kCudaPrior};
   std::atomic<bool> closed_{false};
   mutable std::mutex mutex_;

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "kvpool/base/segment.h"
+#include "kvpool/cuda/copy_bounds.h"
 #include "kvpool/cuda/kernels.h"
 #include "kvpool/transport/peer_memory.h"
 #include "kvpool/transport/route.h"
@@ -31,6 +32,7 @@ inline constexpr std::uint64_t kCudaPartBytes = std::uint64_t{256} << 20;
 struct GpuSide {
   std::shared_ptr<const CudaContext> context;
   const cuda::KernelSet* kernels = nullptr;  // null: the copy engines copy everything
+  CopyBounds bounds;                         // and where not, long pieces
   MediaSpans spans;
   Reach on_gpu{};  // media that are not the host's
   std::shared_ptr<void> keepalive;

@@ -9,8 +9,6 @@ namespace kvpool {
 namespace {
 
 constexpr const char* kWhat = "blocks cannot travel by NCCL";
-// Of a kernel that gathers or scatters: enough for any link, and most of the GPU is left to the model.
-constexpr std::uint32_t kThreadBlocks = 64;
 constexpr int kDrainTries = 3;
 
 CuPointer pointer(const void* address) noexcept {
@@ -49,7 +47,7 @@ class NcclLane::Event {
 };
 
 NcclLane::NcclLane(const NcclMemory& memory, NcclWay way)
-    : memory_(memory), way_(way), copier_(memory.context, memory.kernels, kThreadBlocks, kWhat) {}
+    : memory_(memory), way_(way), copier_(memory.context, memory.kernels, memory.bounds, kLinkThreadBlocks, kWhat) {}
 
 NcclLane::~NcclLane() { let_go(); }
 
@@ -164,9 +162,11 @@ void NcclLane::copy(const NcclContent& content) {
       cuda::plan_staging(memory_.local[medium(content.blocks.front()) - 1], content.ranges, content.blocks.size(),
                          cuda::StagingOrder::kByRange, staging);
   if (!sends) strips = cuda::reverse(strips);
+  // Without a table: the blocks that a pass has at most (kDataBlocksMax) are one launch or two.
   std::vector<Address> places(content.blocks.size());  // in the staging memory
   for (std::uint32_t i = 0; i < places.size(); ++i) places[i] = make_address(0, Medium::kHbm, 0, i);
-  copier_.copy(stream_->handle(), strips, sends ? content.blocks : places, sends ? places : content.blocks,
+  const GpuWay way = is_hbm(content.blocks.front()) ? GpuWay::kWithin : sends ? GpuWay::kIn : GpuWay::kOut;
+  copier_.copy(stream_->handle(), way, strips, sends ? content.blocks : places, sends ? places : content.blocks,
                /*merge=*/true);
 }
 

@@ -33,6 +33,7 @@ struct NcclMemory {
   MediaSpans local;
   std::shared_ptr<void> keepalive;
   const cuda::KernelSet* kernels = nullptr;
+  CopyBounds bounds;  // of what those copy
   NcclLimits limits;
 };
 

@@ -38,6 +38,7 @@ with small_pool(device="cuda:1", device_memory="plain") as pool:
     assert pool.stats().device_bytes == hbm.mapped_bytes == hbm.payload_bytes == fake_counts("bytes")
 with small_pool(device="cuda:1") as pool:
     assert pool.stats().device_bytes == pool.arena(HBM).mapped_bytes == 2 << 20 == fake_counts("bytes")
+    assert pool.stats().kernel_piece_bytes is None  # no kernels run here, so nothing is measured
 with small_pool() as pool:
     assert pool.stats().device_bytes == 0
 assert left() == ""

@@ -1,0 +1,39 @@
+// A stream of kvpool's own for copies, and the table that belongs to it.
+//
+// Thread-safety: none; may go in any thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "kvpool/cuda/copy_table.h"
+#include "kvpool/cuda/stream.h"
+
+namespace kvpool {
+
+class CopyStream {
+ public:
+  // As CudaStream, and so in all that has its name.
+  explicit CopyStream(const std::shared_ptr<const CudaContext>& context) : context_(context), stream_(context) {}
+
+  // Descriptions of so many bytes, of all copies between two calls of drain(), are one launch each. Where memory for
+  // them is short there is none, and such copies are several. Throws as CopyTable::make. The stream is to be destroyed
+  // where one may wait for the GPU then. REQUIRES: nothing is in the stream; bytes > 0.
+  void add_table(std::size_t bytes) { table_ = CopyTable::make(context_, bytes); }
+  CopyTable* table() const noexcept { return table_.get(); }
+  std::size_t table_bytes() const noexcept { return table_ != nullptr ? table_->bytes() : 0; }
+
+  const CudaContext& context() const noexcept { return *context_; }
+  CuStream handle() const noexcept { return stream_.handle(); }
+  void follow(const CopyOrder& order) { stream_.follow(order); }
+  bool ends_within(std::int64_t ns) noexcept { return stream_.ends_within(ns); }
+  void drain(const char* what);
+
+ private:
+  const std::shared_ptr<const CudaContext> context_;
+  CudaStream stream_;
+  std::unique_ptr<CopyTable> table_;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,469 @@
+// Copies of many blocks: one launch by a table, several where there is none, and whose table it is meanwhile.
+#include "kvpool/cuda/copy_table.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kvpool/arena/device_arena.h"
+#include "kvpool/blocks/device_mover.h"
+#include "kvpool/cuda/copier.h"
+#include "kvpool/transport/cuda_route.h"
+#include "kvpool/transport/reactor.h"
+#include "table_kernels.h"
+#include "thrown.h"
+
+#ifdef KVPOOL_FAKE_CUDA_PATH
+
+namespace kvpool::testing {
+namespace {
+
+using Addresses = std::vector<Address>;
+
+constexpr std::uint32_t kMany = 20'000;
+constexpr std::size_t kBlockBytes = 32;
+
+Address hbm(std::uint32_t block) { return make_address(0, Medium::kHbm, 1, block); }
+Address dram(std::uint32_t block) { return make_address(0, Medium::kDram, 1, block); }
+
+std::shared_ptr<Arena> on_gpu(std::uint32_t blocks, std::vector<std::size_t> pieces = {8, 24}) {
+  return std::make_shared<DeviceArena>(DeviceArenaOptions{.blocks = blocks, .segment_bytes = std::move(pieces)});
+}
+
+std::shared_ptr<Arena> on_host(std::uint32_t blocks) {
+  ArenaOptions options;
+  options.blocks = blocks;
+  options.segment_bytes = {kBlockBytes};
+  options.huge_pages = HugePages::kNever;
+  options.pin = true;
+  options.pin_device = 0;
+  options.commit_threads = 1;
+  return make_owned_arena(options);
+}
+
+// All words of a block: who filled it, and its number.
+std::uint64_t stamp(std::uint32_t seed, std::uint32_t block) { return (std::uint64_t{seed} << 32) | block; }
+
+void fill(const FakeCuda& cuda, const Arena& arena, std::uint32_t seed) {
+  for (const Segment& segment : arena.segments()) {
+    std::byte* const bytes = cuda.host(segment.base, segment.stride * arena.blocks());
+    for (std::uint32_t block = 0; block < arena.blocks(); ++block) {
+      const std::uint64_t word = stamp(seed, block);
+      for (std::size_t at = 0; at < segment.bytes; at += 8) {
+        std::memcpy(bytes + block * segment.stride + at, &word, 8);
+      }
+    }
+  }
+}
+
+// How many of these blocks do not hold what the other list's block of that seed held.
+std::size_t wrong(const FakeCuda& cuda, const Arena& arena, const Addresses& to, std::uint32_t seed,
+                  const Addresses& from) {
+  std::size_t count = 0;
+  for (const Segment& segment : arena.segments()) {
+    const std::byte* const bytes = cuda.host(segment.base, segment.stride * arena.blocks());
+    for (std::size_t i = 0; i < to.size(); ++i) {
+      const std::uint64_t word = stamp(seed, block_of(from[i]));
+      bool same = true;
+      for (std::size_t at = 0; at < segment.bytes; at += 8) {
+        same = same && std::memcmp(bytes + block_of(to[i]) * segment.stride + at, &word, 8) == 0;
+      }
+      count += same ? 0 : 1;
+    }
+  }
+  return count;
+}
+
+// Blocks [first, first + n), in any order.
+Addresses shuffled(Address (*make)(std::uint32_t), std::uint32_t first, std::uint32_t n, unsigned seed) {
+  Addresses all;
+  for (std::uint32_t i = 0; i < n; ++i) all.push_back(make(first + i));
+  std::shuffle(all.begin(), all.end(), std::minstd_rand(seed));
+  return all;
+}
+
+// Whatever takes memory of the driver or gives it back.
+std::size_t memory_calls(const FakeCuda& cuda) {
+  std::size_t count = 0;
+  for (const char* call : {"cuMemAlloc", "cuMemFree", "cuMemHostRegister", "cuMemHostUnregister", "cuMemCreate",
+                           "cuMemMap", "cuMemUnmap"}) {
+    count += cuda.count(call);
+  }
+  return count;
+}
+
+struct Tiers {
+  explicit Tiers(const cuda::KernelSet* kernels, std::uint32_t blocks = kMany)
+      : device(on_gpu(blocks)), host(on_host(blocks)), mover(std::make_unique<DeviceMover>(*device, *host, kernels)) {}
+  void move(TierWay way, const Addresses& from, const Addresses& to, const CopyOrder& after = CopyOrder::met()) const {
+    mover->move(way, from.data(), to.data(), from.size(), after);
+  }
+  std::shared_ptr<Arena> device;
+  std::shared_ptr<Arena> host;
+  std::unique_ptr<DeviceMover> mover;
+};
+
+TEST_CASE("20,000 blocks cross to the host and back in one launch each way, which takes no memory of the driver") {
+  const FakeCuda cuda;
+  cuda.set("delay_us", 0);
+  const TableKernels kernels(cuda);
+  {
+    const Tiers tiers(&kernels.set());
+    CHECK(tiers.mover->device_bytes() == cuda.count("bytes") - tiers.device->mapped_bytes());
+    CHECK(tiers.mover->device_bytes() >= 2 * cuda::table_bytes_of(2, kMany));
+    const std::size_t memory = memory_calls(cuda);
+    for (const std::uint32_t round : {0u, 1u, 2u}) {
+      fill(cuda, *tiers.device, 10 + round);
+      fill(cuda, *tiers.host, 5);
+      const Addresses from = shuffled(hbm, 0, kMany, 2 * round + 1);
+      const Addresses to = shuffled(dram, 0, kMany, 2 * round + 2);
+      TableKernels::launches() = 0;
+      tiers.move(TierWay::kOut, from, to);
+      CHECK(TableKernels::launches() == 1);
+      CHECK(wrong(cuda, *tiers.host, to, 10 + round, from) == 0);
+      fill(cuda, *tiers.device, 6);
+      tiers.move(TierWay::kIn, to, from);
+      CHECK(TableKernels::launches() == 2);
+      CHECK(wrong(cuda, *tiers.device, from, 10 + round, from) == 0);
+    }
+    CHECK(TableKernels::by_table() == 6);
+    CHECK(memory_calls(cuda) == memory);
+    CHECK(cuda.count("pageable") == 0);
+  }
+  CHECK(cuda.left() == "");
+}
+
+TEST_CASE("what needs no table takes none") {
+  const FakeCuda cuda;
+  const TableKernels kernels(cuda);
+  const auto table_of = [](const cuda::KernelSet* with, std::uint32_t blocks) {
+    return Tiers(with, blocks).mover->device_bytes();
+  };
+  CHECK(table_of(nullptr, kMany) == 0);
+  CHECK(table_of(&kernels.set(), 3000) == 0);
+  CHECK(table_of(&kernels.set(), 5000) > 0);
+  {
+    constexpr std::size_t kLong = 2 * kKernelPieceBytesGuess;
+    const DeviceArena few(DeviceArenaOptions{.blocks = 4, .segment_bytes = {kLong}});
+    CHECK(DeviceMover(few, *make_absent_arena(Medium::kDram, 0, kLong), &kernels.set()).device_bytes() == 0);
+  }
+  CHECK(cuda.left() == "");
+}
+
+TEST_CASE("where memory for a table is short, a copy is several launches and as right") {
+  for (const char* call : {"cuMemAlloc", "cuMemHostRegister"}) {
+    CAPTURE(call);
+    const FakeCuda cuda;
+    cuda.set("delay_us", 0);
+    const TableKernels kernels(cuda);
+    {
+      const auto device = on_gpu(kMany);
+      const auto host = on_host(kMany);
+      cuda.fail(call, 2);
+      DeviceMover mover(*device, *host, &kernels.set());
+      CHECK(mover.device_bytes() == 0);
+      fill(cuda, *device, 7);
+      const Addresses from = shuffled(hbm, 0, kMany, 1);
+      const Addresses to = shuffled(dram, 0, kMany, 2);
+      mover.move(TierWay::kOut, from.data(), to.data(), kMany, CopyOrder::met());
+      CHECK(wrong(cuda, *host, to, 7, from) == 0);
+      CHECK(TableKernels::launches() == 6);
+      CHECK(TableKernels::by_table() == 0);
+      cuda.fail(call, 0);
+    }
+    CHECK(cuda.left() == "");
+  }
+}
+
+TEST_CASE("whichever call of the driver fails when tables are taken, a mover leaves nothing behind") {
+  int failures = 0;
+  for (int n = 1;; ++n) {
+    CAPTURE(n);
+    const FakeCuda cuda;
+    const TableKernels kernels(cuda);
+    const auto device = on_gpu(5000);
+    const auto host = on_host(5000);
+    const std::size_t before = cuda.count("bytes");
+    cuda.fail_nth(n, 700);
+    const auto code = code_of([&] {
+      const DeviceMover mover(*device, *host, &kernels.set());
+      cuda.fail_nth(0, 0);
+    });
+    if (code) CHECK(*code == ErrorCode::kDeviceLost);
+    failures += code ? 1 : 0;
+    CHECK(cuda.count("bytes") == before);
+    if (!cuda.failed()) break;
+  }
+  CHECK(failures >= 10);
+}
+
+TEST_CASE("copies that are put into one stream have parts of its table, until there is no more") {
+  const FakeCuda cuda;
+  cuda.set("delay_us", 2'000);
+  const TableKernels kernels(cuda);
+  {
+    constexpr std::uint32_t kEach = 5000;
+    const auto from = on_gpu(kMany);
+    const auto to = on_gpu(kMany, {32});
+    DeviceCopier copier(from->context(), &kernels.set(), {}, "a test");
+    copier.add_tables(1, 3, 2, 3 * kEach);
+    CHECK(copier.table_bytes() >= cuda::table_bytes_of(3 * 2, 3 * kEach));
+    const BlockStrip whole{0, 0, kBlockBytes};
+    std::vector<PlannedStrip> plan;
+    plan_strips({kMany, from->segments()}, {kMany, to->segments()}, {&whole, 1}, true, plan);
+    const std::size_t memory = memory_calls(cuda);
+    for (const std::uint32_t round : {1u, 2u}) {
+      fill(cuda, *from, 20 + round);
+      fill(cuda, *to, 1);
+      TableKernels::launches() = 0;
+      TableKernels::by_table() = 0;
+      DeviceCopier::Run run(copier);
+      run.begin();
+      std::vector<std::pair<Addresses, Addresses>> groups;
+      for (std::uint32_t g = 0; g < 4; ++g) {
+        groups.emplace_back(shuffled(hbm, g * kEach, kEach, 10 * round + g),
+                            shuffled(hbm, g * kEach, kEach, 10 * round + g + 5));
+        run.copy(GpuWay::kWithin, plan, groups[g].first, groups[g].second, true);
+      }
+      CHECK(TableKernels::by_table() == 3);
+      CHECK(TableKernels::launches() == 3 + 2);  // the fourth as without a table
+      run.wait_for_all();
+      for (const auto& [source, target] : groups) CHECK(wrong(cuda, *to, target, 20 + round, source) == 0);
+    }
+    // Another part meanwhile: no table is taken in a thread that copies.
+    DeviceCopier::Run run(copier);
+    const Addresses all = shuffled(hbm, 0, kEach, 1);
+    const Addresses others = shuffled(hbm, kEach, kEach, 1);
+    TableKernels::by_table() = 0;
+    run.begin();
+    run.copy(GpuWay::kWithin, plan, all, all, true);
+    run.begin();
+    run.copy(GpuWay::kWithin, plan, others, others, true);
+    CHECK(TableKernels::by_table() == 1);
+    run.wait_for_all();
+    CHECK(wrong(cuda, *to, all, 22, all) == 0);
+    CHECK(wrong(cuda, *to, others, 22, others) == 0);
+    CHECK(memory_calls(cuda) == memory);
+    CHECK(cuda.count("pageable") == 0);
+  }
+  CHECK(cuda.left() == "");
+}
+
+TEST_CASE("a stream with a table is kept, however many calls go on at once") {
+  const FakeCuda cuda;
+  const TableKernels kernels(cuda);
+  {
+    const auto arena = on_gpu(64, {32});
+    DeviceCopier copier(arena->context(), &kernels.set(), {}, "a test");
+    copier.add_tables(2, 1, 1, 5000);
+    const std::size_t memory = memory_calls(cuda);
+    const PlannedStrip strip{arena->segments()[0].base, arena->segments()[0].base, 32, 32, 32};
+    for (int round = 0; round < 2; ++round) {
+      DeviceCopier::Run run(copier);
+      for (std::uint32_t i = 0; i < 20; ++i) {
+        const Addresses from{hbm(i)};
+        const Addresses to{hbm(32 + i)};
+        run.begin();
+        run.copy(GpuWay::kWithin, {&strip, 1}, from, to, true);
+      }
+      run.wait_for_all();
+    }
+    CHECK(memory_calls(cuda) == memory);
+    CHECK(cuda.count("bytes") == arena->mapped_bytes() + copier.table_bytes());
+  }
+  CHECK(cuda.left() == "");
+}
+
+TEST_CASE("a table is not used again while nobody knows whether what it describes is under way") {
+  const FakeCuda cuda;
+  const TableKernels kernels(cuda);
+  const Tiers tiers(&kernels.set());
+  const EngineStream engine(cuda);
+  fill(cuda, *tiers.device, 8);
+  constexpr std::uint32_t kHalf = kMany / 2;
+  const Addresses first = shuffled(hbm, 0, kHalf, 1);
+  const Addresses first_to = shuffled(dram, 0, kHalf, 2);
+  const Addresses second = shuffled(hbm, kHalf, kHalf, 3);
+  const Addresses second_to = shuffled(dram, kHalf, kHalf, 4);
+  Gate gate(engine);
+  cuda.fail("cuStreamSynchronize", 999);
+  CHECK(code_of([&] { tiers.move(TierWay::kOut, first, first_to, engine.handle()); }) == ErrorCode::kDeviceLost);
+  cuda.fail("cuStreamSynchronize", 0);
+  TableKernels::launches() = 0;
+  std::thread other([&] { tiers.move(TierWay::kOut, second, second_to); });
+  while (TableKernels::launches() == 0) std::this_thread::yield();
+  gate.open();
+  other.join();
+  CHECK(wrong(cuda, *tiers.host, first_to, 8, first) == 0);
+  CHECK(wrong(cuda, *tiers.host, second_to, 8, second) == 0);
+}
+
+TEST_CASE("a launch that fails has its table to itself, and the next copy has all of it") {
+  const FakeCuda cuda;
+  const TableKernels kernels(cuda);
+  const Tiers tiers(&kernels.set());
+  fill(cuda, *tiers.device, 8);
+  const Addresses from = shuffled(hbm, 0, kMany, 1);
+  const Addresses to = shuffled(dram, 0, kMany, 2);
+  TableKernels::fail_launch() = 2;
+  CHECK(code_of([&] { tiers.move(TierWay::kOut, from, to); }) == ErrorCode::kOutOfMemory);
+  TableKernels::fail_launch() = 0;
+  TableKernels::launches() = 0;
+  tiers.move(TierWay::kOut, from, to);
+  CHECK(TableKernels::launches() == 1);
+  CHECK(wrong(cuda, *tiers.host, to, 8, from) == 0);
+  TableKernels::fail_launch() = 209;  // the copy engines do it, behind the table's copy
+  tiers.move(TierWay::kIn, to, from);
+  CHECK(wrong(cuda, *tiers.device, from, 8, from) == 0);
+  TableKernels::fail_launch() = 0;
+}
+
+TEST_CASE("a copy by table in a stream that was pulled into a capture says so, and the next one is right") {
+  const FakeCuda cuda;
+  const TableKernels kernels(cuda);
+  const Tiers tiers(&kernels.set());
+  const EngineStream engine(cuda);
+  fill(cuda, *tiers.device, 8);
+  const Addresses from = shuffled(hbm, 0, kMany, 1);
+  const Addresses to = shuffled(dram, 0, kMany, 2);
+  engine.begin_capture();
+  CHECK(code_of([&] { tiers.move(TierWay::kOut, from, to, engine.handle()); }) == ErrorCode::kState);
+  engine.end_capture();
+  TableKernels::launches() = 0;
+  tiers.move(TierWay::kOut, from, to, engine.handle());
+  CHECK(TableKernels::launches() == 1);
+  CHECK(wrong(cuda, *tiers.host, to, 8, from) == 0);
+}
+
+TEST_CASE("a GPU that is lost takes its tables with it") {
+  const FakeCuda cuda;
+  const TableKernels kernels(cuda);
+  {
+    const Tiers tiers(&kernels.set());
+    const Addresses from = shuffled(hbm, 0, kMany, 1);
+    const Addresses to = shuffled(dram, 0, kMany, 2);
+    DeviceCopier copier(tiers.device->context(), &kernels.set(), {}, "a test");
+    copier.add_tables(2, 1, 1, kMany);
+    cuda.lose(0, 719);
+    CHECK(code_of([&] { tiers.move(TierWay::kOut, from, to); }) == ErrorCode::kDeviceLost);
+  }
+  CHECK(cuda.left() == "");
+}
+
+// A route from a pool's two media to another's.
+struct ManyRoute {
+  explicit ManyRoute(const cuda::KernelSet* kernels) {
+    GpuSide local;
+    local.context = from->context();
+    local.kernels = kernels;
+    local.spans = {MediumSpan{kMany, from->segments()}, MediumSpan{kMany, from_host->segments()}};
+    local.on_gpu = {true, false};
+    local.keepalive = from;
+    GpuPeer peer;
+    peer.spans = {MediumSpan{kMany, to->segments()}, MediumSpan{kMany, to_host->segments()}};
+    peer.on_gpu = {true, false};
+    peer.keepalive = to;
+    route = make_cuda_loopback_route(std::move(local), std::move(peer));
+  }
+  void write(const Addresses& source, const Addresses& target) const {
+    const BlockStrip whole{0, 0, kBlockBytes};
+    WriteRequest request;
+    request.strips = {&whole, 1};
+    request.from = source;
+    request.to = target;
+    request.deadline_ns = monotonic_ns() + 60'000'000'000;
+    CHECK(route->write(request).bytes == source.size() * kBlockBytes);
+  }
+
+  std::shared_ptr<Arena> from = on_gpu(kMany);
+  std::shared_ptr<Arena> from_host = on_host(kMany);
+  std::shared_ptr<Arena> to = on_gpu(kMany, {32});
+  std::shared_ptr<Arena> to_host = on_host(kMany);
+  std::unique_ptr<Route> route;
+};
+
+TEST_CASE("a write to a peer is one launch for each two media, and takes no memory of the driver") {
+  const FakeCuda cuda;
+  cuda.set("delay_us", 100);
+  const TableKernels kernels(cuda);
+  {
+    const ManyRoute route(&kernels.set());
+    fill(cuda, *route.from, 30);
+    fill(cuda, *route.from_host, 31);
+    const std::size_t memory = memory_calls(cuda);
+    constexpr std::uint32_t kHalf = kMany / 2;
+    Addresses source = shuffled(hbm, 0, kHalf, 1);
+    Addresses target = shuffled(hbm, kHalf, kHalf, 2);
+    const Addresses others = shuffled(hbm, kHalf, kHalf, 3);
+    const Addresses others_to = shuffled(dram, 0, kHalf, 4);
+    const Addresses hosts = shuffled(dram, 0, kHalf, 5);
+    const Addresses hosts_to = shuffled(hbm, 0, kHalf, 6);
+    const Addresses first = source;
+    const Addresses first_to = target;
+    for (const auto& [more, more_to] : {std::pair(others, others_to), std::pair(hosts, hosts_to)}) {
+      source.insert(source.end(), more.begin(), more.end());
+      target.insert(target.end(), more_to.begin(), more_to.end());
+    }
+    route.write(source, target);
+    CHECK(TableKernels::launches() == 3);
+    CHECK(TableKernels::by_table() == 3);
+    CHECK(wrong(cuda, *route.to, first_to, 30, first) == 0);
+    CHECK(wrong(cuda, *route.to_host, others_to, 30, others) == 0);
+    CHECK(wrong(cuda, *route.to, hosts_to, 31, hosts) == 0);
+    CHECK(memory_calls(cuda) == memory);
+    route.route->close();
+    CHECK(memory_calls(cuda) == memory);
+    CHECK(route.route->let_go() != nullptr);  // which may wait for the GPU, and gives the tables back
+    CHECK(memory_calls(cuda) > memory);
+    CHECK(cuda.count("pageable") == 0);
+  }
+  CHECK(cuda.left() == "");
+}
+
+TEST_CASE("parts of a write have tables of their own, which are used again when a part has ended") {
+  const FakeCuda cuda;
+  cuda.set("delay_us", 2'000);
+  const TableKernels kernels(cuda);
+  {
+    constexpr std::size_t kBytes = 2048;
+    const auto from = on_gpu(kMany, {kBytes});
+    const auto to = on_gpu(kMany, {kBytes});
+    GpuSide local;
+    local.context = from->context();
+    local.kernels = &kernels.set();
+    local.spans[0] = {kMany, from->segments()};
+    local.on_gpu[0] = true;
+    local.part_bytes = kMany / 4 * kBytes;
+    GpuPeer peer;
+    peer.spans[0] = {kMany, to->segments()};
+    peer.on_gpu[0] = true;
+    const auto route = make_cuda_loopback_route(std::move(local), std::move(peer));
+    CHECK(cuda.count("cuMemAlloc") == 2);  // two parts are under way
+    fill(cuda, *from, 40);
+    const Addresses source = shuffled(hbm, 0, kMany, 1);
+    const Addresses target = shuffled(hbm, 0, kMany, 2);
+    const BlockStrip whole{0, 0, kBytes};
+    WriteRequest request;
+    request.strips = {&whole, 1};
+    request.from = source;
+    request.to = target;
+    request.deadline_ns = monotonic_ns() + 60'000'000'000;
+    route->write(request);
+    CHECK(TableKernels::launches() == 4);
+    CHECK(TableKernels::by_table() == 4);
+    CHECK(wrong(cuda, *to, target, 40, source) == 0);
+    CHECK(cuda.count("cuMemAlloc") == 2);
+  }
+  CHECK(cuda.left() == "");
+}
+
+}  // namespace
+}  // namespace kvpool::testing
+
+#endif  // KVPOOL_FAKE_CUDA_PATH
