@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mell_kit import sizes
 
@@ -216,6 +216,9 @@ class Traffic:
     st.lists(st.integers(1, 100), min_size=1, max_size=3),
     st.integers(0, 9),
     st.sampled_from(Fit),
+)
+@example(  # a request is to go on before it has come, and only the first of its moves can be stopped
+    [[("arrive", 0, 61)], [*[("arrive", 0, 61)] * 3, ("arrive", 0, 81), ("grow", 1, 180)]], [0], [1], 0, Fit.FIRST
 )
 def test_nothing_waits_for_ever_where_everything_can_be_prefilled(epochs, link, compute, call, fit):
     """No move is older than what was before it takes, at any time and while more comes; then all of them are made."""

@@ -227,12 +227,16 @@ class _Epoch:
                 return without_room
 
     def stuck(self, without_room: set[_Waiting]) -> set[_Waiting]:
-        """What has no room, and no prospect of it: where it is to go nothing comes or goes, nor is about to."""
+        """What has no room, and no prospect of it: where it is to go nothing comes or goes, nor is about to.
+
+        Not what waits for an earlier move of its own requests: these are not where it is to take them from.
+        """
         alive = set(self._touched)
         for each in self.waiting:
             if each not in without_room:  # it waits for a boundary, which is offered to it sooner or later
                 alive.update((each.move.source, each.move.destination))
-        return {each for each in without_room if each.move.destination not in alive}
+        counted = self._counted_on()
+        return {each for each in without_room if counted[each] is not None and each.move.destination not in alive}
 
     def stop(self, each: _Waiting) -> None:
         """Its requests leave their source, where something can prefill them at the destination one day."""
