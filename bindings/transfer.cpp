@@ -125,8 +125,16 @@ TransferHandle open_transfer(const PoolPointer& pool, py::handle peer, py::handl
   return start(pool, std::move(request));
 }
 
+// Of what has the fields of a TransferSpec: the bindings know no class of Python's.
+py::object field_of(const py::object& specification, const char* name) {
+  if (!py::hasattr(specification, name)) {
+    throw_type_error("specs must be TransferSpec, and one is " + std::string(Py_TYPE(specification.ptr())->tp_name));
+  }
+  return specification.attr(name);
+}
+
 bool flag_of(const py::object& specification, const char* name) {
-  const py::object value = specification.attr(name);
+  const py::object value = field_of(specification, name);
   if (PyBool_Check(value.ptr()) == 0) {
     throw_type_error(std::string(name) + " must be a bool, and is " + Py_TYPE(value.ptr())->tp_name);
   }
@@ -134,7 +142,7 @@ bool flag_of(const py::object& specification, const char* name) {
 }
 
 TransferRequest request_of(Pool& pool, const py::object& specification) {
-  const auto field = [&](const char* name) { return py::object(specification.attr(name)); };
+  const auto field = [&](const char* name) { return field_of(specification, name); };
   const py::object to = field("to");
   const py::object medium = field("medium");
   const py::object private_bytes = field("private");
@@ -154,14 +162,7 @@ TransferRequest request_of(Pool& pool, const py::object& specification) {
 std::vector<TransferHandle> transfer_batch(const PoolPointer& pool, const py::sequence& specifications) {
   std::vector<TransferRequest> requests;
   requests.reserve(specifications.size());
-  const py::object type = py::module_::import("kvpool.types").attr("TransferSpec");
-  for (std::size_t i = 0; i < specifications.size(); ++i) {
-    const py::object specification = specifications[i];
-    if (!py::isinstance(specification, type)) {
-      throw_type_error("specs must be TransferSpec, and one is " + std::string(Py_TYPE(specification.ptr())->tp_name));
-    }
-    requests.push_back(request_of(*pool, specification));
-  }
+  for (std::size_t i = 0; i < specifications.size(); ++i) requests.push_back(request_of(*pool, specifications[i]));
   Service& service = service_of(*pool);
   std::vector<std::shared_ptr<Transfer>> transfers = call_interruptibly(
       [&](const GivenUp& given_up) { return service.transfer_batch(std::move(requests), given_up); });

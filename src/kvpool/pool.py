@@ -217,7 +217,7 @@ class Pool(PeerVerbs):
 
     def stats(self) -> PoolStats:
         """The state of every block and the counters, at one moment."""
-        return stats_of(self._stats(), self._gpu)
+        return stats_of(self._stats(), _core.kernel_piece_bytes(self._gpu))
 
     def audit(self) -> PoolStats:
         """Checks every invariant of the allocator and the index, and returns the stats.
@@ -225,7 +225,7 @@ class Pool(PeerVerbs):
         Looks at every block and node. Raises AuditError when an invariant is broken: a bug in kvpool, or memory that
         was overwritten.
         """
-        return stats_of(self._audit(), self._gpu)
+        return stats_of(self._audit(), _core.kernel_piece_bytes(self._gpu))
 
     def explain_match(self, tokens: _core.TokenVector, namespace: str = "") -> MatchReport:
         """Says what match would find, and why it ends there. Pins nothing and does not count as a use.

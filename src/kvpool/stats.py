@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kvpool import _core
-
 __all__ = ["ArenaInfo", "MediumStats", "PoolStats", "stats_of"]
 
 
@@ -120,9 +118,9 @@ class ArenaInfo:
     device: str
 
 
-def stats_of(raw: dict[str, Any], gpu: int) -> PoolStats:
-    """Of what the core has counted for a pool on this GPU; -1 for none."""
+def stats_of(raw: dict[str, Any], kernel_piece_bytes: tuple[int, int, int] | None) -> PoolStats:
+    """Of what the core has counted, and measured of the pool's GPU."""
     fields = dict(raw)
     hbm = MediumStats(**cast("dict[str, int]", fields.pop("hbm")))
     dram = MediumStats(**cast("dict[str, int]", fields.pop("dram")))
-    return PoolStats(hbm=hbm, dram=dram, kernel_piece_bytes=_core.kernel_piece_bytes(gpu), **fields)
+    return PoolStats(hbm=hbm, dram=dram, kernel_piece_bytes=kernel_piece_bytes, **fields)

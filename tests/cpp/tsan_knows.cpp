@@ -1,0 +1,4 @@
+// What ThreadSanitizer cannot see, because the loader was not built with it: a thread that has ended leaves its
+// variables of libraries opened at run time to the loader, which frees them with the next thread's start.
+extern "C" const char* __tsan_default_suppressions();  // NOLINT: the sanitizer's name
+extern "C" const char* __tsan_default_suppressions() { return "race:_dl_deallocate_tls\n"; }  // NOLINT
