@@ -19,7 +19,7 @@
 #include "table_kernels.h"
 #include "thrown.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -466,4 +466,4 @@ TEST_CASE("parts of a write have tables of their own, which are used again when 
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

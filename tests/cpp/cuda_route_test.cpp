@@ -17,7 +17,7 @@
 #include "kvpool/transport/reactor.h"
 #include "thrown.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -234,4 +234,4 @@ TEST_CASE("whichever call of the driver fails in a write by the GPU, nothing of 
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -14,7 +14,7 @@
 #include "kvpool/base/error.h"
 #include "thrown.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool {
 namespace {
@@ -252,4 +252,4 @@ TEST_CASE("the fake's device memory kills whoever follows its address with the C
 }  // namespace
 }  // namespace kvpool
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

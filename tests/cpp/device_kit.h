@@ -3,7 +3,7 @@
 
 #include "fake_driver.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 #include <atomic>
 #include <chrono>
@@ -183,4 +183,4 @@ class StreamKernels {
 
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

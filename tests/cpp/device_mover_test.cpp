@@ -15,7 +15,7 @@
 #include "kvpool/base/error.h"
 #include "thrown.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool {
 namespace {
@@ -409,4 +409,4 @@ TEST_CASE("many threads may move at once") {
 }  // namespace
 }  // namespace kvpool
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

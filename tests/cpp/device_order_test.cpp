@@ -16,7 +16,7 @@
 #include "thrown.h"
 #include "ways.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -286,4 +286,4 @@ TEST_CASE(
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -17,7 +17,7 @@
 #include "pool_fixture.h"
 #include "thrown.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -364,4 +364,4 @@ TEST_CASE("threads that swap a pool on a GPU against each other see whole blocks
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

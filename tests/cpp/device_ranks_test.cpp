@@ -17,7 +17,7 @@
 #include "peer_process.h"
 #include "rank_on_gpu.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -218,4 +218,4 @@ TEST_CASE("whichever call of the driver fails in an order, it reports, and a lat
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -18,7 +18,7 @@
 #include "peer_process.h"
 #include "ways.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -601,4 +601,4 @@ TEST_CASE("a transfer to a GPU of a process that is killed ends as its peer is l
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -1,7 +1,7 @@
 // The fake CUDA driver (fake_cuda/fake_cuda.h) as the one that kvpool finds, while a test runs.
 #pragma once
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 #include <dlfcn.h>
 #include <doctest/doctest.h>
@@ -12,6 +12,7 @@
 #include <string>
 
 #include "fake_cuda/fake_cuda.h"
+#include "fake_paths.h"
 #include "kvpool/cuda/driver.h"
 
 namespace kvpool::testing {
@@ -27,7 +28,7 @@ class ChosenDriver {
 
 class FakeCuda {
  public:
-  FakeCuda() : chosen_(KVPOOL_FAKE_CUDA_PATH), handle_(dlopen(KVPOOL_FAKE_CUDA_PATH, RTLD_NOW)) {
+  FakeCuda() : chosen_(fake_cuda_path()), handle_(dlopen(fake_cuda_path(), RTLD_NOW)) {
     REQUIRE(handle_ != nullptr);
     find<fake_cuda::ResetFunction>("fake_cuda_reset")();
   }
@@ -64,4 +65,4 @@ class FakeCuda {
 
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

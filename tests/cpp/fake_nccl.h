@@ -3,7 +3,7 @@
 
 #include "device_kit.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 #include <dlfcn.h>
 #include <doctest/doctest.h>
@@ -16,7 +16,7 @@ namespace kvpool::testing {
 
 class FakeNccl {
  public:
-  FakeNccl() : handle_(dlopen(KVPOOL_FAKE_NCCL_PATH, RTLD_NOW)) {
+  FakeNccl() : handle_(dlopen(fake_nccl_path(), RTLD_NOW)) {
     REQUIRE(handle_ != nullptr);
     find<fake_nccl::ResetFunction>("fake_nccl_reset")();
   }
@@ -41,4 +41,4 @@ class FakeNccl {
 
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -4,7 +4,7 @@
 #include "device_kit.h"
 #include "swap_kit.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 #include <memory>
 
@@ -27,4 +27,4 @@ inline void store_stamped(const std::shared_ptr<Pool>& pool, Token id, std::size
 
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

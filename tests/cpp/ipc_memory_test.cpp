@@ -18,7 +18,7 @@
 #include "thrown.h"
 #include "ucx_kit.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -165,4 +165,4 @@ TEST_CASE("another process's memory is open as long as somebody here has it and 
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

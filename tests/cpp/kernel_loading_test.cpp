@@ -9,7 +9,7 @@
 #include "kvpool/cuda/stream_copier.h"
 #include "thrown.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -60,4 +60,4 @@ TEST_CASE("the kernels of this build are not asked for where another library ans
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

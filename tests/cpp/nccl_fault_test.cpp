@@ -14,7 +14,7 @@
 #include "peer_process.h"
 #include "session_kit.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -27,7 +27,7 @@ class InboxTest {
  public:
   InboxTest() : arena_(DeviceArenaOptions{.blocks = kArenaBlocks, .segment_bytes = {kPieceBytes}}) {
     NcclMemory memory;
-    memory.library = &load_nccl(KVPOOL_FAKE_NCCL_PATH);
+    memory.library = &load_nccl(fake_nccl_path());
     memory.context = arena_.context();
     memory.local[0] = {arena_.blocks(), arena_.segments()};
     spans_ = memory.local;
@@ -289,4 +289,4 @@ TEST_CASE("nccl: a process that is killed in the middle of a transfer, at either
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -15,7 +15,7 @@
 #include "rank_on_gpu.h"
 #include "reshard_model.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -178,4 +178,4 @@ TEST_CASE("nccl ranks: every rank of two stages sends to every rank of TP 2, bot
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

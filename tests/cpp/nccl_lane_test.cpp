@@ -18,7 +18,7 @@
 #include "kvpool/transport/reactor.h"
 #include "thrown.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -111,7 +111,7 @@ class Side {
             DeviceArenaOptions{.blocks = kLaneBlocks, .segment_bytes = std::move(segments), .device = device})),
         link_(std::make_shared<QueueLink>()) {
     NcclMemory memory;
-    memory.library = &load_nccl(KVPOOL_FAKE_NCCL_PATH);
+    memory.library = &load_nccl(fake_nccl_path());
     memory.context = arena_->context();
     memory.local[0] = {arena_->blocks(), arena_->segments()};
     memory.keepalive = arena_;
@@ -433,4 +433,4 @@ TEST_CASE("nccl lanes: a block that is not there is refused before anything is s
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

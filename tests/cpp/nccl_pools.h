@@ -3,7 +3,7 @@
 
 #include "fake_nccl.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 #include <memory>
 #include <string>
@@ -46,7 +46,7 @@ inline NcclNode make_nccl_node(const std::string& name, int device, bool aggrega
   service.name = name;
   service.secret = "s3cret";
   service.routes = routes;
-  service.nccl = KVPOOL_FAKE_NCCL_PATH;
+  service.nccl = fake_nccl_path();
   Service& started = pool->start_service(service);
   return {pool, &started, name};
 }
@@ -134,4 +134,4 @@ struct NcclPair {
 
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

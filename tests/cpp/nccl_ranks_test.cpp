@@ -15,7 +15,7 @@
 #include "peer_process.h"
 #include "rank_on_gpu.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -304,4 +304,4 @@ TEST_CASE("nccl ranks: orders that are stopped, fail or are parted from report o
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -6,7 +6,7 @@
 #include "kvpool/transport/nccl_library.h"
 #include "nccl_pools.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -407,7 +407,7 @@ TEST_CASE("nccl: a pool that is not on a GPU cannot name it, and one that is nee
   FakeNccl nccl;
   ServiceOptions service;
   service.secret = "s3cret";
-  service.nccl = KVPOOL_FAKE_NCCL_PATH;
+  service.nccl = fake_nccl_path();
   service.routes = {"nccl"};
   const auto ordinary = std::make_shared<Pool>(small_options(4, 4));
   CHECK(code_of([&] { ordinary->start_service(service); }) == ErrorCode::kUnsupported);
@@ -418,7 +418,7 @@ TEST_CASE("nccl: a pool that is not on a GPU cannot name it, and one that is nee
   std::string text;
   CHECK(code_of([&] { on_gpu->start_service(service); }, &text) == ErrorCode::kUnsupported);
   CHECK(text.find("kvpool[nccl") != std::string::npos);
-  service.nccl = KVPOOL_FAKE_NCCL_PATH;
+  service.nccl = fake_nccl_path();
   on_gpu->start_service(service);  // nothing is left of what failed
 }
 
@@ -431,13 +431,13 @@ TEST_CASE("nccl: no checksum of what the CPU cannot read") {
 
 TEST_CASE("nccl: the library is looked at before it is used") {
   FakeNccl nccl;
-  const NcclLibrary& library = load_nccl(KVPOOL_FAKE_NCCL_PATH);
+  const NcclLibrary& library = load_nccl(fake_nccl_path());
   CHECK(library.version_text() == "2.28.9");
-  CHECK(&load_nccl(KVPOOL_FAKE_NCCL_PATH) == &library);
+  CHECK(&load_nccl(fake_nccl_path()) == &library);
   CHECK(code_of([] { load_nccl("wheel"); }) == ErrorCode::kUnsupported);
-  CHECK(code_of([] { load_nccl(KVPOOL_FAKE_CUDA_PATH); }) == ErrorCode::kUnsupported);  // a library, but another one
+  CHECK(code_of([] { load_nccl(fake_cuda_path()); }) == ErrorCode::kUnsupported);  // a library, but another one
   nccl.set("version", 21700);
-  const std::string other = std::string(KVPOOL_FAKE_NCCL_PATH);
+  const std::string other = std::string(fake_nccl_path());
   const std::string by_other_name = other.substr(0, other.rfind('/')) + "/." + other.substr(other.rfind('/'));
   const std::string text = text_of([&] { load_nccl(by_other_name); });
   CHECK_MESSAGE(text.find("2.17.0") != std::string::npos, text);
@@ -447,4 +447,4 @@ TEST_CASE("nccl: the library is looked at before it is used") {
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

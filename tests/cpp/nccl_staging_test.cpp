@@ -17,7 +17,7 @@
 #include "kvpool/transport/reactor.h"
 #include "thrown.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -139,7 +139,7 @@ TEST_CASE("a lane that needs more staging memory does not wait for another that 
       arena =
           std::make_shared<DeviceArena>(DeviceArenaOptions{.blocks = 2, .segment_bytes = {kBytes}, .device = device});
       NcclMemory& side = memory[static_cast<std::size_t>(device)];
-      side.library = &load_nccl(KVPOOL_FAKE_NCCL_PATH);
+      side.library = &load_nccl(fake_nccl_path());
       side.context = arena->context();
       side.local[0] = {arena->blocks(), arena->segments()};
       side.keepalive = arena;
@@ -175,4 +175,4 @@ TEST_CASE("a lane that needs more staging memory does not wait for another that 
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

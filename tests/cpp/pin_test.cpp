@@ -11,7 +11,7 @@
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/error.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool {
 namespace {
@@ -136,4 +136,4 @@ TEST_CASE("a forked child does not call the driver") {
 }  // namespace
 }  // namespace kvpool
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "fake_paths.h"
 #include "kvpool/pool/pool.h"
 
 namespace kvpool::testing {
@@ -77,9 +78,9 @@ inline Medium medium_of(Address address) { return static_cast<Medium>(medium_bit
 
 // Where the CPU finds these bytes of an arena: those of a GPU, the fake driver knows.
 inline std::byte* cpu_address(const Arena& arena, std::byte* at, [[maybe_unused]] std::size_t bytes) {
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
   if (arena.on_device()) {
-    static void* const driver = dlopen(KVPOOL_FAKE_CUDA_PATH, RTLD_NOW);
+    static void* const driver = dlopen(fake_cuda_path(), RTLD_NOW);
     static auto* const host =
         reinterpret_cast<void* (*)(unsigned long long, std::size_t)>(dlsym(driver, "fake_cuda_host"));
     return static_cast<std::byte*>(host(reinterpret_cast<std::uintptr_t>(at), bytes));

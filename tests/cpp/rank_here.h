@@ -48,8 +48,8 @@ struct RankHere {
               options.name = "rank";
               options.secret = "s3cret";
               options.routes = std::move(route_names);
-#ifdef KVPOOL_FAKE_NCCL_PATH
-              options.nccl = KVPOOL_FAKE_NCCL_PATH;
+#ifdef KVPOOL_FAKE_CUDA
+              options.nccl = fake_nccl_path();
 #endif
               return options;
             }(),

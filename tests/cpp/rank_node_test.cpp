@@ -10,7 +10,7 @@
 #include "joined_service.h"
 #include "pool_fixture.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -51,4 +51,4 @@ TEST_CASE("a rank that is closed keeps nothing of its GPU, though somebody holds
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -3,7 +3,7 @@
 
 #include "device_kit.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 #include <memory>
 #include <optional>
@@ -54,4 +54,4 @@ inline std::optional<ErrorCode> send(RankHere& from, RankHere& to, std::vector<A
 
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

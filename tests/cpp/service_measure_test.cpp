@@ -117,7 +117,7 @@ TEST_CASE("pools that close while they are measured leave no block behind and no
   }
 }
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 TEST_CASE("from and to a GPU the routes are measured, and what the CPU does alone is not") {
   const FakeCuda cuda;
@@ -164,7 +164,7 @@ TEST_CASE("whichever call of the driver fails while routes are measured, no bloc
   CHECK(met > 0);
 }
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA
 
 }  // namespace
 }  // namespace kvpool::testing

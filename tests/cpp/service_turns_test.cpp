@@ -11,7 +11,7 @@
 #include "joined_service.h"
 #include "kvpool/cuda/order.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -91,4 +91,4 @@ TEST_CASE("a peer's transfer has blocks and is verified while content for anothe
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -11,7 +11,7 @@
 #include "kvpool/pool/swap_handle.h"
 #include "thrown.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -204,4 +204,4 @@ TEST_CASE("a GPU that is lost ends a swap that nobody waits for, and the pool") 
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -229,7 +229,7 @@ TEST_CASE("a pool that joins a cluster while blocks are copied gives them addres
   held.pool->audit();
 }
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 TEST_CASE("on a GPU a swap ends while one the other way is held up by its stream") {
   for (const TierWay stalled : {TierWay::kOut, TierWay::kIn}) {
@@ -280,7 +280,7 @@ TEST_CASE("on a GPU a swap ends while one the other way is held up by its stream
   }
 }
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA
 
 // --- any of it, by several threads
 
@@ -420,7 +420,7 @@ TEST_CASE("threads that swap both ways, waiting or not, never see a byte that is
   check_swappers(small_options(20, 16), seed, fuzz_length(8000));
 }
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 TEST_CASE("threads that swap both ways on a GPU never see a byte that is not theirs, and nothing is lost") {
   const std::uint64_t seed = fuzz_seeds().back();
   announce_fuzz("swap on a GPU", seed);
@@ -431,7 +431,7 @@ TEST_CASE("threads that swap both ways on a GPU never see a byte that is not the
   options.pin_dram = true;
   check_swappers(options, seed, fuzz_length(300));
 }
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA
 
 }  // namespace
 }  // namespace kvpool::testing

@@ -15,7 +15,7 @@
 #include "kvpool/pool/swap_handle.h"
 #include "thrown.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -301,4 +301,4 @@ TEST_CASE("a GPU that is lost when a stream is looked at is the pool's loss") {
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -4,7 +4,7 @@
 
 #include "device_kit.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 #include <algorithm>
 #include <atomic>
@@ -106,4 +106,4 @@ class TableKernels {
 
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -16,7 +16,7 @@
 #include "kvpool/cuda/order.h"
 #include "swap_kit.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -392,4 +392,4 @@ TEST_CASE("streams begin to wait in many threads while the fetch ends") {
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

@@ -15,7 +15,7 @@
 #include "kvpool/cuda/looks.h"
 #include "thrown.h"
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
@@ -266,4 +266,4 @@ TEST_CASE("words are taken, waited for, set and forced by many threads at once")
 }  // namespace
 }  // namespace kvpool::testing
 
-#endif  // KVPOOL_FAKE_CUDA_PATH
+#endif  // KVPOOL_FAKE_CUDA

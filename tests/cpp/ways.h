@@ -51,7 +51,7 @@ struct UcxWay {
   }
 };
 
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 // Pools with HBM on two GPUs of the fake driver.
 class GpuPair final : public JoinedPair {
  public:
@@ -124,7 +124,7 @@ TYPE_TO_STRING_AS("sock-unix", kvpool::testing::SockUnix);
 TYPE_TO_STRING_AS("sock-tcp", kvpool::testing::SockTcp);
 TYPE_TO_STRING_AS("ucx-cma", kvpool::testing::UcxCma);
 TYPE_TO_STRING_AS("ucx-tcp", kvpool::testing::UcxTcp);
-#ifdef KVPOOL_FAKE_CUDA_PATH
+#ifdef KVPOOL_FAKE_CUDA
 TYPE_TO_STRING_AS("gpu-loopback", kvpool::testing::GpuLoopback);
 TYPE_TO_STRING_AS("gpu-cuda-ipc", kvpool::testing::GpuIpc);
 TYPE_TO_STRING_AS("gpu-sock", kvpool::testing::GpuSock);

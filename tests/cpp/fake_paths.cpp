@@ -1,0 +1,8 @@
+#include "fake_paths.h"
+
+namespace kvpool::testing {
+
+const char* fake_cuda_path() { return KVPOOL_FAKE_CUDA_PATH; }
+const char* fake_nccl_path() { return KVPOOL_FAKE_NCCL_PATH; }
+
+}  // namespace kvpool::testing

@@ -1,0 +1,10 @@
+// Where the build put the libraries that stand for the CUDA driver and for NCCL. Functions, not macros: a path on every
+// compiler's command line would keep a compiler cache from serving two checkouts.
+#pragma once
+
+namespace kvpool::testing {
+
+const char* fake_cuda_path();
+const char* fake_nccl_path();
+
+}  // namespace kvpool::testing
