@@ -63,10 +63,11 @@ class Settings:
         reserve_max_s: Seconds for which blocks are reserved for a peer's transfer at most. They are taken back when the
             time is over that the transfer may take, or these, whichever is shorter; and when the peer is lost.
         transfer_threads: Threads that write what is large, for one peer after another.
-        trusted_network: Frames on TCP carry a checksum instead of a message authentication code. For networks where
-            nobody else can send or change packets.
+        trusted_network: Frames on TCP carry a checksum instead of a message authentication code, if the peer has this
+            set as well. For networks where nobody else can send or change packets; the loopback of a machine with
+            other users is none.
         unix_door: Peers on this host that connect by TCP are met over a Unix socket instead, so that memory can be
-            shared. False keeps them on TCP, for measuring it.
+            shared. If that socket does not let them in, connect fails. False on either side keeps them on TCP.
         measure_routes: When two pools have met, `connect` measures the routes between them, for at most about 50 ms,
             where which of them is fastest is a question: from or to a GPU, and with "cma" or "ucx". A few free blocks
             of both are used meanwhile. False: the choice begins with guesses, which transfers correct.

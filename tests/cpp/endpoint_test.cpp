@@ -249,63 +249,6 @@ TEST_CASE("an endpoint: peers on one host meet through the door, and may pass de
   close(file);
 }
 
-TEST_CASE("an endpoint: without a door that answers, peers on one host stay on TCP") {
-  for (const bool trusted : {true, false}) {
-    Member client("client");
-    SockAddress address = parse_address("tcp:127.0.0.1:0");
-    const Descriptor listener = listen_at(address);
-    std::thread relay([&] {
-      // A server by hand, which tells of a door that is not there: that of a peer in another network namespace.
-      pollfd caller{listener.get(), POLLIN, 0};
-      poll(&caller, 1, 10000);
-      Descriptor socket = Descriptor::open([&] { return accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC); });
-      Handshake handshake(Handshake::Role::kServer, "sesame");
-      std::byte bytes[4096];
-      while (!handshake.done()) {
-        const ssize_t got = recv(socket.get(), bytes, sizeof(bytes), 0);
-        Bytes out;
-        handshake.advance({bytes, static_cast<std::size_t>(got)}, out);
-        send_raw(socket, out);
-      }
-      FrameTag tag(TagKind::kMac, handshake.keys().send);
-      const auto frame = [&](FrameKind kind, std::uint8_t flags, std::uint64_t sequence, const Bytes& body) {
-        FrameHeader header{};
-        header.kind = static_cast<std::uint8_t>(kind);
-        header.flags = flags;
-        header.sequence = sequence;
-        header.body_bytes = static_cast<std::uint32_t>(body.size());
-        tag.begin();
-        tag.update(&header, sizeof(header));
-        tag.update(body.data(), body.size());
-        const Tag sum = tag.finish();
-        Bytes all(sizeof(header) + body.size() + sum.size());
-        std::memcpy(all.data(), &header, sizeof(header));
-        std::copy(body.begin(), body.end(), all.begin() + sizeof(header));
-        std::copy(sum.begin(), sum.end(), all.end() - static_cast<std::ptrdiff_t>(sum.size()));
-        return all;
-      };
-      send_raw(socket, frame(FrameKind::kDoor, 0, 1, write_body(DoorBody{trusted, host_id(), "kvpool-no-such-door"})));
-      FrameHeader card{};
-      REQUIRE(recv(socket.get(), &card, sizeof(card), MSG_WAITALL) == sizeof(card));
-      CHECK(card.kind == static_cast<std::uint8_t>(FrameKind::kCard));
-      CHECK((card.flags & kChecksumFlag) != 0);  // on loopback it is content with checksums
-      Bytes rest(card.body_bytes + kTagBytes);
-      REQUIRE(recv(socket.get(), rest.data(), rest.size(), MSG_WAITALL) == static_cast<ssize_t>(rest.size()));
-      CHECK(read_card_body({rest.data(), card.body_bytes}).name == "client");
-      send_raw(socket, frame(FrameKind::kCard, 0, 2, write_card_body(card_of("by hand"))));
-      if (trusted) tag.use_checksum();
-      send_raw(socket, frame(FrameKind::kLend, 0, 3, some_bytes(9)));
-      recv(socket.get(), bytes, sizeof(bytes), 0);
-    });
-    const auto link = client.endpoint->connect(format_address(address), in_seconds(10));
-    CHECK(link->describe().starts_with("tcp 127.0.0.1:"));
-    CHECK(link->pidfd() == -1);
-    CHECK(link->drive(in_seconds(10), [&] { return client.handlers[0]->message_count() == 1; }));
-    link->close(Error(ErrorCode::kClosed, "over"));
-    relay.join();
-  }
-}
-
 TEST_CASE("an endpoint: what the pool sends while it admits a peer comes after the card") {
   for (int round = 0; round < 20; ++round) {
     Member server("server");

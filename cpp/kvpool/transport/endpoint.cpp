@@ -9,8 +9,6 @@
 namespace kvpool {
 namespace {
 
-constexpr std::int64_t kDoorNs = 1'000'000'000;  // a door on the same host answers at once, or is not there
-
 class SockEndpoint final : public Endpoint {
  public:
   explicit SockEndpoint(std::shared_ptr<Hall> hall) : hall_(std::move(hall)), born_(fork_generation()) {}
@@ -28,11 +26,10 @@ class SockEndpoint final : public Endpoint {
     if (hall_->reactor.in_thread()) throw Error(ErrorCode::kState, "a callback of the reactor cannot wait for a peer");
     const VisitPatience patience(*hall_, text, waiting);
     const auto visit = Visit::begin(hall_, address, patience);
-    if (const auto by_door = meet_by_door(*visit, address, patience)) {
-      visit->leave(Error(ErrorCode::kPeerLost, "met on the same host"));
-      return by_door->introduce(patience, meeting);
-    }
-    return visit->introduce(patience, meeting);
+    if (!has_door_here(visit->door(), address)) return visit->introduce(patience, meeting);
+    const SockAddress door{.tcp = false, .path = "@" + visit->door().door, .host = {}, .port = 0};
+    visit->leave(Error(ErrorCode::kPeerLost, "met on the same host"));
+    return enter_by(door, text, waiting)->introduce(patience, meeting);
   }
 
   void close() noexcept override {
@@ -40,21 +37,22 @@ class SockEndpoint final : public Endpoint {
   }
 
  private:
-  // A peer on this host that has a Unix door is met through the door; null when there is none, or nobody answers there
-  // (it may lie in another network namespace).
-  std::shared_ptr<Visit> meet_by_door(Visit& visit, const SockAddress& address, const VisitPatience& patience) {
-    const DoorBody& door = visit.door();
-    if (!address.tcp || door.door.empty() || door.host != host_id()) return nullptr;
-    const SockAddress local{.tcp = false, .path = "@" + door.door, .host = {}, .port = 0};
-    const VisitPatience short_patience(
-        *hall_, format_address(local),
-        {std::min(patience.deadline_ns(), monotonic_ns() + kDoorNs), patience.waiting().given_up});
+  // Whether the peer is on this host and can be met over a Unix socket.
+  bool has_door_here(const DoorBody& door, const SockAddress& address) const {
+    return address.tcp && hall_->options.door && !door.door.empty() && door.place == door_place();
+  }
+
+  // The peer itself has told of this door, under a MAC. If it does not answer, somebody may be in the way who wants the
+  // two to meet by TCP: that is never done in silence.
+  std::shared_ptr<Visit> enter_by(const SockAddress& door, const std::string& address, const Waiting& waiting) {
+    const std::string name = format_address(door);
     try {
-      return Visit::begin(hall_, local, short_patience);
+      return Visit::begin(hall_, door, VisitPatience(*hall_, name, waiting));
     } catch (const Error& error) {
-      if (error.code() == ErrorCode::kPeerLost || error.code() == ErrorCode::kDeadline) return nullptr;
-      visit.leave(error);
-      throw;
+      if (error.code() != ErrorCode::kPeerLost && error.code() != ErrorCode::kDeadline) throw;
+      throw Error(error.code(), "the peer at " + address + " is on this host, and its Unix door " + name +
+                                    " does not let this side in: " + error.what() +
+                                    ". With the setting unix_door off on either side the two meet by TCP");
     }
   }
 

@@ -16,12 +16,14 @@ namespace kvpool {
 
 struct EndpointOptions {
   std::string secret;
-  bool trusted_network = false;           // TCP frames carry a CRC-32C instead of a MAC
+  bool trusted_network = false;           // TCP frames carry a CRC-32C instead of a MAC, if both sides say so
   std::int64_t lease_ns = 3'000'000'000;  // a link that is silent for so long is closed: kPeerLost
   std::int64_t handshake_ns = 5'000'000'000;
   std::size_t queue_bytes_max = std::size_t{64} << 20;
-  bool door = true;                 // TCP listeners let peers on this host in by a Unix socket as well
-  std::size_t handshakes_max = 64;  // under way at once, before anybody has proved anything
+  bool door = true;  // peers on one host that meet by TCP go on over a Unix socket
+  // Callers that a listener keeps at each stage: nothing said, hello said, secret proved. At most a 16th of the
+  // descriptors that the process may have open.
+  std::size_t handshakes_max = 128;
 };
 
 // What the pool says of itself, at the moment of asking, and the descriptors that local peers get with it.
@@ -51,7 +53,9 @@ class Endpoint {
   // given. Throws kArgument (syntax; a TCP address with an empty secret), kState (in use).
   virtual std::string listen(const std::string& address) = 0;
   // Meets the peer that listens there. A peer on this host that has a Unix door is met through the door, so that it can
-  // pass descriptors. Returns its link, admitted. Throws kPeerLost (nobody there; with the field `unanswered` when the
+  // pass descriptors; it is not met by TCP then, even if the door does not answer. A listener that strangers crowd may
+  // disconnect a caller before it has proved that it knows the secret: then this calls again.
+  // Returns its link, admitted. Throws kPeerLost (nobody there; the door refuses; with the field `unanswered` when the
   // link has ended before the peer said whether it lets this side in), kDeadline, kAuth, kProtocol, and whatever either
   // side's Admit threw; kCancelled when the caller gives up. `meeting` goes into the cards that both
   // sides' Admit sees.

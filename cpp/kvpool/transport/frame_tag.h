@@ -14,7 +14,7 @@ namespace kvpool {
 
 enum class TagKind : std::uint8_t {
   kNone,      // Unix sockets: the kernel copies the bytes
-  kChecksum,  // CRC-32C, then zeros: loopback, and networks declared trusted
+  kChecksum,  // CRC-32C, then zeros: networks that both sides declare trusted
   kMac,       // the first 16 bytes of a keyed BLAKE3
 };
 

@@ -14,27 +14,28 @@ constexpr std::size_t kReadBytes = 4096;
 
 }  // namespace
 
-Greeting::Greeting(std::shared_ptr<Hall> hall, std::uint64_t id, Descriptor socket, bool tcp)
+Greeting::Greeting(std::shared_ptr<Hall> hall, std::shared_ptr<Listener> listener, std::uint64_t id, Descriptor socket,
+                   bool tcp)
     : hall_(std::move(hall)),
+      listener_(std::move(listener)),
       id_(id),
       tcp_(tcp),
       channel_(channel_of(socket, tcp)),
-      socket_(std::move(socket)),
-      handshake_(Handshake::Role::kServer, hall_->options.secret, channel_) {}
+      socket_(std::move(socket)) {}
 
-void Greeting::start(const std::shared_ptr<Hall>& hall, std::uint64_t id, Descriptor socket, bool tcp) {
-  const auto greeting = std::make_shared<Greeting>(hall, id, std::move(socket), tcp);
-  // No call comes before this one has returned: it is in the reactor's thread.
-  greeting->watch_ = hall->reactor.watch(greeting->socket_.get(), [greeting](std::uint32_t) { greeting->on_ready(); });
+void Greeting::start() {
+  const auto self = shared_from_this();
   try {
-    greeting->timer_ = hall->reactor.at(monotonic_ns() + hall->options.handshake_ns, [greeting] {
-      greeting->abandon(Error(ErrorCode::kDeadline, "the peer did not introduce itself in time"));
+    // No call comes before this one has returned: it is in the reactor's thread.
+    watch_ = hall_->reactor.watch(socket_.get(), [self](std::uint32_t) { self->on_ready(); });
+    timer_ = hall_->reactor.at(monotonic_ns() + hall_->options.handshake_ns, [self] {
+      self->abandon(Error(ErrorCode::kDeadline, "the peer did not introduce itself in time"));
     });
-    hall->add_greeting(id, greeting);
   } catch (...) {
-    greeting->drop();
+    drop();
     throw;
   }
+  on_ready();  // a peer that waited in the backlog has said hello by now: it does not count as silent
 }
 
 void Greeting::abandon(const Error& why) noexcept {
@@ -47,6 +48,15 @@ void Greeting::abandon(const Error& why) noexcept {
     link = link_;
   }
   link ? link->reject(why) : drop();
+}
+
+// The other end sees a reset. Closed in the usual way, each stranger would leave a connection in TIME_WAIT behind.
+void Greeting::send_away() noexcept {
+  hall_->reactor.unwatch(watch_);
+  const linger at_once{1, 0};
+  if (tcp_) setsockopt(socket_.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+  socket_.reset();
+  drop();
 }
 
 // ---- the handshake
@@ -69,20 +79,29 @@ void Greeting::shake_hands() {
                                                     : receive_with_descriptors(socket_.get(), message, descriptors_);
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
   if (got <= 0) return drop();
-  const std::span<const std::byte> arrived(bytes, static_cast<std::size_t>(got));
+  advance({bytes, static_cast<std::size_t>(got)});
+}
+
+void Greeting::advance(std::span<const std::byte> arrived) {
+  if (!handshake_) handshake_.emplace(Handshake::Role::kServer, hall_->options.secret, channel_);
   Bytes out;
   std::size_t taken = 0;
   try {
-    taken = handshake_.advance(arrived, out);
+    taken = handshake_->advance(arrived, out);
   } catch (...) {
     answer(out);
     throw;
   }
-  if (!descriptors_.empty() && !handshake_.done()) {
+  if (!descriptors_.empty() && !handshake_->done()) {
     throw Error(ErrorCode::kProtocol, "descriptors came before it was known who sends them");
   }
+  if (handshake_->done()) {
+    listener_->heard_proof(id_);
+  } else if (handshake_->version() != 0) {
+    listener_->heard_hello(id_);
+  }
   answer(out);
-  if (handshake_.done()) make_link(Bytes(arrived.begin() + static_cast<std::ptrdiff_t>(taken), arrived.end()));
+  if (handshake_->done()) make_link(Bytes(arrived.begin() + static_cast<std::ptrdiff_t>(taken), arrived.end()));
 }
 
 // A socket that has carried nothing yet takes an answer at once, or is of no use.
@@ -95,9 +114,10 @@ void Greeting::answer(const Bytes& out) {
 
 void Greeting::make_link(Bytes&& early) {
   hall_->reactor.unwatch(watch_);  // the link watches the socket from now on
-  wants_checksum_ = hall_->content_with_checksums(socket_, channel_);
-  const DoorBody door = hall_->door_body(socket_, tcp_, channel_);
-  SockLinkParts parts = hall_->parts(std::move(socket_), channel_, handshake_.keys());
+  tune_socket(socket_, tcp_, hall_->options.lease_ns);
+  wants_checksum_ = hall_->trusts_network(tcp_);
+  const DoorBody door = hall_->door_body(tcp_);
+  SockLinkParts parts = hall_->parts(std::move(socket_), channel_, handshake_->keys());
   parts.early = std::move(early);
   parts.early_descriptors = std::move(descriptors_);
   const auto link = SockLink::make(hall_->reactor, std::move(parts), shared_from_this());
@@ -172,7 +192,7 @@ void Greeting::over() noexcept {
     const std::lock_guard lock(mutex_);
     link_.reset();
   }
-  hall_->end_greeting(id_);
+  listener_->end(id_);
 }
 
 }  // namespace kvpool

@@ -4,21 +4,27 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <span>
 #include <vector>
 
 #include "kvpool/transport/hall.h"
 #include "kvpool/transport/handshake.h"
+#include "kvpool/transport/listener.h"
 
 namespace kvpool {
 
 class Greeting final : public LinkMeeting, public std::enable_shared_from_this<Greeting> {
  public:
-  // In the reactor's thread. Throws what the reactor throws.
-  static void start(const std::shared_ptr<Hall>& hall, std::uint64_t id, Descriptor socket, bool tcp);
-  Greeting(std::shared_ptr<Hall> hall, std::uint64_t id, Descriptor socket, bool tcp);
+  Greeting(std::shared_ptr<Hall> hall, std::shared_ptr<Listener> listener, std::uint64_t id, Descriptor socket,
+           bool tcp);
+  // In the reactor's thread. Throws what the reactor throws; then the greeting has ended.
+  void start();
 
   // Ends it, from any thread; waits for a call that is under way, unless within it.
   void abandon(const Error& why) noexcept;
+  // In the reactor's thread, of a caller that has not proved that it knows the secret: others need its place.
+  void send_away() noexcept;
 
   std::shared_ptr<LinkHandler> on_meeting(SockLink& link, const FrameHeader& header, Bytes&& body) override;
   void on_closed(const Error& why) noexcept override;
@@ -26,17 +32,19 @@ class Greeting final : public LinkMeeting, public std::enable_shared_from_this<G
  private:
   void on_ready();
   void shake_hands();
+  void advance(std::span<const std::byte> arrived);
   void answer(const Bytes& out);
   void make_link(Bytes&& early);
   void drop() noexcept;
   void over() noexcept;
 
   const std::shared_ptr<Hall> hall_;
-  const std::uint64_t id_;
+  const std::shared_ptr<Listener> listener_;
+  const std::uint64_t id_;  // at the listener
   const bool tcp_;
   const Channel channel_;
-  Descriptor socket_;  // until there is a link
-  Handshake handshake_;
+  Descriptor socket_;                   // until there is a link
+  std::optional<Handshake> handshake_;  // made when the caller says something: most strangers say nothing
   std::vector<Descriptor> descriptors_;
   bool wants_checksum_ = false;
   std::mutex mutex_;

@@ -1,24 +1,17 @@
 #include "kvpool/transport/hall.h"
 
-#include <sys/epoll.h>
 #include <sys/random.h>
 #include <unistd.h>
 
-#include <cerrno>
-#include <new>
-#include <system_error>
 #include <utility>
 
 #include "kvpool/base/fork_guard.h"
-#include "kvpool/transport/greeting.h"
+#include "kvpool/transport/listener.h"
 #include "kvpool/transport/meeting.h"
 #include "kvpool/transport/sock_pass.h"
 
 namespace kvpool {
 namespace {
-
-constexpr int kAcceptsAtOnce = 16;
-constexpr std::int64_t kRestNs = 100'000'000;  // after the kernel refused a descriptor
 
 // Nobody can guess it, so nobody can take it beforehand.
 std::string random_door() {
@@ -64,19 +57,13 @@ std::string Hall::listen(const std::string& text) {
 }
 
 void Hall::start(const SockAddress& address, Descriptor socket) {
-  const auto listener = std::make_shared<Listener>();
-  listener->address = address;
-  listener->file = socket_file(address);
-  listener->socket = std::move(socket);
   const std::lock_guard lock(mutex_);
   if (closed()) {
-    remove_socket_file(listener->address, listener->file);
+    remove_socket_file(address, socket_file(address));
     throw Error(ErrorCode::kClosed, "the pool is closed");
   }
   listeners_.reserve(listeners_.size() + 1);
-  listener->watch = reactor.watch(listener->socket.get(),
-                                  [self = shared_from_this(), listener](std::uint32_t) { self->on_caller(*listener); });
-  listeners_.push_back(listener);
+  listeners_.push_back(Listener::start(shared_from_this(), address, std::move(socket)));
 }
 
 // Where peers on this host come in that found us by a TCP address: only here can they pass descriptors.
@@ -85,87 +72,11 @@ void Hall::open_door() {
     const std::lock_guard lock(mutex_);
     if (!door_.empty()) return;
   }
-  try {
-    const std::string name = random_door();
-    SockAddress address{.tcp = false, .path = "@" + name, .host = {}, .port = 0};
-    start(address, listen_at(address));
-    const std::lock_guard lock(mutex_);
-    door_ = name;
-  } catch (const Error&) {
-    // Without a door they stay on TCP.
-  }
-}
-
-void Hall::on_caller(Listener& listener) noexcept {
-  for (int i = 0; i < kAcceptsAtOnce && !closed(); ++i) {
-    if (is_full()) return;
-    Descriptor socket = Descriptor::open(
-        [&] { return accept4(listener.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK); });
-    if (!socket) {
-      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) pause_for_a_while();
-      if (errno == EINTR || errno == ECONNABORTED) continue;
-      return;
-    }
-    if (!welcome(std::move(socket), listener.address.tcp)) return pause_for_a_while();
-  }
-}
-
-// As many strangers as there may be: until one of them is through, callers wait in the backlog.
-bool Hall::is_full() noexcept {
+  const std::string name = random_door();
+  SockAddress address{.tcp = false, .path = "@" + name, .host = {}, .port = 0};
+  start(address, listen_at(address));
   const std::lock_guard lock(mutex_);
-  full_ = greetings_.size() >= options.handshakes_max;
-  if (full_) want_callers(false);
-  return full_;
-}
-
-bool Hall::welcome(Descriptor socket, bool tcp) noexcept {
-  try {
-    tune_socket(socket, tcp, options.lease_ns);
-    check_user(socket, tcp);
-    Greeting::start(shared_from_this(), ++last_greeting_, std::move(socket), tcp);
-    return true;
-  } catch (const Error& error) {
-    return error.code() == ErrorCode::kAuth;  // another user's: not our trouble
-  } catch (...) {
-    return false;
-  }
-}
-
-// The kernel or the memory has no room: not to spin on a caller who waits in the backlog.
-void Hall::pause_for_a_while() noexcept {
-  const std::lock_guard lock(mutex_);
-  want_callers(false);
-  try {
-    reactor.at(monotonic_ns() + kRestNs, [self = shared_from_this()] {
-      const std::lock_guard again(self->mutex_);
-      self->want_callers(true);
-    });
-  } catch (...) {
-    want_callers(true);
-  }
-}
-
-// REQUIRES: mutex_ is held.
-void Hall::want_callers(bool wanted) noexcept {
-  const std::uint32_t events = wanted ? EPOLLIN : 0U;
-  for (const auto& listener : listeners_) reactor.want(listener->watch, events);
-}
-
-// ---- greetings
-
-void Hall::add_greeting(std::uint64_t id, std::shared_ptr<Greeting> greeting) {
-  const std::lock_guard lock(mutex_);
-  greetings_.emplace(id, std::move(greeting));
-}
-
-void Hall::end_greeting(std::uint64_t id) noexcept {
-  std::shared_ptr<Greeting> ended;  // destroyed without the lock
-  const std::lock_guard lock(mutex_);
-  const auto found = greetings_.find(id);
-  if (found == greetings_.end()) return;
-  ended = std::move(found->second);
-  greetings_.erase(found);
-  if (std::exchange(full_, false)) want_callers(true);
+  door_ = name;
 }
 
 void Hall::close() noexcept {
@@ -175,21 +86,7 @@ void Hall::close() noexcept {
     const std::lock_guard lock(mutex_);
     listeners.swap(listeners_);
   }
-  for (const auto& listener : listeners) {
-    reactor.unwatch(listener->watch);  // from here on nobody is let in by it
-    remove_socket_file(listener->address, listener->file);
-    listener->socket.reset();
-  }
-  while (true) {
-    std::shared_ptr<Greeting> greeting;
-    {
-      const std::lock_guard lock(mutex_);
-      if (greetings_.empty()) break;
-      greeting = std::move(greetings_.begin()->second);
-      greetings_.erase(greetings_.begin());
-    }
-    greeting->abandon(Error(ErrorCode::kClosed, "the pool was closed"));
-  }
+  for (const auto& listener : listeners) listener->close();
   reactor.wait_for_callback();  // it may be admitting somebody; whoever comes after it sees closed_
 }
 
@@ -207,10 +104,6 @@ Introduction Hall::introduction() const {
 
 Channel channel_of(const Descriptor& socket, bool tcp) noexcept {
   return !tcp && unix_peer(socket.get()).uid == geteuid() ? Channel::kLocal : Channel::kNetwork;
-}
-
-bool Hall::content_with_checksums(const Descriptor& socket, Channel channel) const noexcept {
-  return channel == Channel::kNetwork && (options.trusted_network || peer_is_loopback(socket));
 }
 
 void Hall::check_user(const Descriptor& socket, bool tcp) const {
@@ -235,12 +128,12 @@ SockLinkParts Hall::parts(Descriptor socket, Channel channel, const SessionKeys&
   return parts;
 }
 
-DoorBody Hall::door_body(const Descriptor& socket, bool tcp, Channel channel) const {
+DoorBody Hall::door_body(bool tcp) const {
   DoorBody body;
-  body.checksum = content_with_checksums(socket, channel);
+  body.checksum = trusts_network(tcp);
   const std::lock_guard lock(mutex_);
   body.door = door_;
-  if (tcp && !door_.empty()) body.host = host_id();
+  if (tcp && !door_.empty()) body.place = door_place();
   return body;
 }
 

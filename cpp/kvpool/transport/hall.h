@@ -1,4 +1,4 @@
-// What the listeners, the greetings of strangers and the visits of one endpoint share.
+// What the listeners, the greetings of callers and the visits of one endpoint share.
 #pragma once
 
 #include <atomic>
@@ -6,7 +6,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "kvpool/transport/endpoint.h"
@@ -17,37 +16,27 @@
 
 namespace kvpool {
 
-class Greeting;
-
-// A listening socket that the reactor watches.
-struct Listener {
-  SockAddress address;
-  SocketFile file;
-  Descriptor socket;
-  std::uint64_t watch = 0;
-};
+class Listener;
 
 class Hall : public std::enable_shared_from_this<Hall> {
  public:
   static std::shared_ptr<Hall> make(Reactor& reactor, EndpointOptions options, Endpoint::Introduce introduce,
                                     Endpoint::Admit admit);
 
-  // Throws what listen_at throws; kClosed.
+  // Throws what listen_at throws; kClosed. A TCP listener that cannot have its Unix door fails as well.
   std::string listen(const std::string& address);
   void close() noexcept;
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
-  void add_greeting(std::uint64_t id, std::shared_ptr<Greeting> greeting);
-  void end_greeting(std::uint64_t id) noexcept;
-
   // What the pool says of itself, with its door.
   Introduction introduction() const;
-  // Frames to and from this peer may carry checksums instead of MACs, as far as this side is concerned.
-  bool content_with_checksums(const Descriptor& socket, Channel channel) const noexcept;
+  // Whether this side's settings let a checksum take the MAC's place. Only a network can be declared trusted: a Unix
+  // socket to another user is none.
+  bool trusts_network(bool tcp) const noexcept { return tcp && options.trusted_network; }
   // Throws kAuth when nothing but its user can tell a friend here, and it is another user's.
   void check_user(const Descriptor& socket, bool tcp) const;
   SockLinkParts parts(Descriptor socket, Channel channel, const SessionKeys& keys) const;
-  DoorBody door_body(const Descriptor& socket, bool tcp, Channel channel) const;
+  DoorBody door_body(bool tcp) const;
 
   Reactor& reactor;
   const EndpointOptions options;
@@ -59,18 +48,10 @@ class Hall : public std::enable_shared_from_this<Hall> {
   Hall(Reactor& reactor, EndpointOptions options, Endpoint::Introduce introduce, Endpoint::Admit admit);
   void start(const SockAddress& address, Descriptor socket);
   void open_door();
-  void on_caller(Listener& listener) noexcept;
-  bool welcome(Descriptor socket, bool tcp) noexcept;
-  void pause_for_a_while() noexcept;
-  bool is_full() noexcept;
-  void want_callers(bool wanted) noexcept;
 
   std::atomic<bool> closed_{false};
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<Listener>> listeners_;
-  std::unordered_map<std::uint64_t, std::shared_ptr<Greeting>> greetings_;
-  std::uint64_t last_greeting_ = 0;
-  bool full_ = false;  // as many greetings as there may be: nobody is let in
   std::string door_;
 };
 

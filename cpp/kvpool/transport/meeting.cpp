@@ -1,5 +1,8 @@
 #include "kvpool/transport/meeting.h"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <string_view>
@@ -14,7 +17,7 @@ constexpr std::size_t kFieldNameMax = 64;
 // Of a refusal, what this side understands; as in Error, they are static strings.
 constexpr std::array<std::string_view, 5> kFieldNames = {"epoch", "instance", "retry_after_us", "offered_bytes",
                                                          "layout_bytes"};
-constexpr std::size_t kHostBytesMax = 255;
+constexpr std::size_t kPlaceBytesMax = 255;
 constexpr std::size_t kDoorBytesMax = 107;  // what fits into an abstract socket name
 
 // A text of the peer's goes into logs and terminals: what could steer those is taken out.
@@ -31,9 +34,15 @@ std::string_view as_text(std::span<const std::byte> body) {
 
 }  // namespace
 
+std::string door_place() {
+  struct stat network{};
+  const bool known = stat("/proc/self/ns/net", &network) == 0;
+  return host_id() + "-" + (known ? std::to_string(network.st_ino) : "unknown-" + std::to_string(getpid()));
+}
+
 Bytes write_body(const DoorBody& body) {
   Bytes out;
-  WireWriter(out).number(static_cast<std::uint8_t>(body.checksum)).text(body.host).text(body.door);
+  WireWriter(out).number(static_cast<std::uint8_t>(body.checksum)).text(body.place).text(body.door);
   return out;
 }
 
@@ -41,7 +50,7 @@ DoorBody read_door(std::span<const std::byte> body) {
   WireReader in(body);
   DoorBody door;
   door.checksum = in.number<std::uint8_t>() != 0;
-  door.host = in.text(kHostBytesMax);
+  door.place = in.text(kPlaceBytesMax);
   door.door = in.text(kDoorBytesMax);
   in.finish();
   return door;

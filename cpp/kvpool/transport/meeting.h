@@ -20,12 +20,16 @@ inline constexpr std::size_t kDescriptorsMax = 4;        // that go with a card
 inline constexpr std::uint8_t kDescriptorFlags = (1U << kDescriptorsMax) - 1;
 inline constexpr std::uint8_t kChecksumFlag = 1U << kDescriptorsMax;
 
-// The first frame of a server.
+// The first frame of a server. It has a MAC, so nobody between the two can change what it says.
 struct DoorBody {
-  bool checksum = false;  // it is content with checksums instead of MACs
-  std::string host;       // as PeerCard::host
+  bool checksum = false;  // its settings declare the network trusted: a checksum may take the MAC's place
+  std::string place;      // where the door can be reached: door_place() of the server
   std::string door;       // as PeerCard::door; "" for none
 };
+// Of this process. Two processes with the same place see the same abstract socket names: they share the host, the PID
+// namespace and the network namespace. Where the kernel does not tell, no other process has the same.
+std::string door_place();
+
 Bytes write_body(const DoorBody& body);
 DoorBody read_door(std::span<const std::byte> body);  // throws kProtocol
 

@@ -88,18 +88,6 @@ void tune_socket(const Descriptor& socket, bool tcp, std::int64_t lease_ns) noex
   setsockopt(socket.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &ms, sizeof(ms));
 }
 
-bool peer_is_loopback(const Descriptor& socket) noexcept {
-  sockaddr_storage peer{};
-  socklen_t length = sizeof(peer);
-  if (getpeername(socket.get(), reinterpret_cast<sockaddr*>(&peer), &length) != 0) return false;
-  if (peer.ss_family == AF_INET) {
-    return ntohl(reinterpret_cast<const sockaddr_in&>(peer).sin_addr.s_addr) >> 24 == 127;
-  }
-  if (peer.ss_family != AF_INET6) return false;
-  const in6_addr& address = reinterpret_cast<const sockaddr_in6&>(peer).sin6_addr;
-  return IN6_IS_ADDR_LOOPBACK(&address) || (IN6_IS_ADDR_V4MAPPED(&address) && address.s6_addr[12] == 127);
-}
-
 std::string describe_peer(const Descriptor& socket) {
   sockaddr_storage peer{};
   socklen_t length = sizeof(peer);

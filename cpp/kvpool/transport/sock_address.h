@@ -45,14 +45,13 @@ class Patience {
   virtual void check() const = 0;  // throws when there is no sense in going on
   // Waits until the descriptor has one of the events, for a short while at most. Then check().
   void wait(int fd, short events) const;
-  void pause() const;
+  void pause(std::int64_t ns) const;
 };
 // A connected socket, nonblocking. Throws kPeerLost (nobody there), kArgument, and what the patience throws.
 Descriptor dial(const SockAddress& address, const Patience& patience);
 
 // No delay for small messages, and an end to a connection that the other host no longer acknowledges.
 void tune_socket(const Descriptor& socket, bool tcp, std::int64_t lease_ns) noexcept;
-bool peer_is_loopback(const Descriptor& socket) noexcept;
 std::string describe_peer(const Descriptor& socket);  // "unix", "tcp 10.0.0.2:4000"
 
 }  // namespace kvpool

@@ -29,9 +29,10 @@
 namespace kvpool {
 namespace {
 
-constexpr int kBacklog = 512;
+constexpr int kBacklog = 4096;  // the kernel takes net.core.somaxconn if that is less
 constexpr int kLookMs = 50;
 constexpr int kRetryMs = 2;
+constexpr std::int64_t kRetryNs = 2'000'000;
 constexpr std::int64_t kListenNs = 10'000'000'000;  // for the resolver, when a name is listened at
 
 struct AnySockaddr {
@@ -240,7 +241,7 @@ int try_connect(const Descriptor& made, const AnySockaddr& to, const Patience& p
       getsockopt(made.get(), SOL_SOCKET, SO_ERROR, &error, &length);
       if (error != 0) return error;
     } else if (errno == EAGAIN && to.storage.ss_family == AF_UNIX) {
-      patience.pause();  // its backlog is full
+      patience.pause(kRetryNs);  // its backlog is full
     } else {
       return errno;
     }
@@ -256,9 +257,9 @@ void Patience::wait(int fd, short events) const {
   poll(&watched, 1, kLookMs);
 }
 
-void Patience::pause() const {
+void Patience::pause(std::int64_t ns) const {
   check();
-  poll(nullptr, 0, kRetryMs);
+  usleep(static_cast<useconds_t>(ns / 1000));
 }
 
 Descriptor listen_at(SockAddress& address) { return address.tcp ? listen_tcp(address) : listen_unix(address); }

@@ -13,6 +13,9 @@ namespace {
 
 constexpr std::int64_t kLookNs = 50'000'000;
 constexpr std::size_t kReadBytes = 4096;
+constexpr std::int64_t kPauseNs = 2'000'000;  // before it calls again; twice as long each time
+constexpr std::int64_t kPauseNsMax = 50'000'000;
+constexpr int kUnheardTries = 4;
 
 void send_whole(const Descriptor& socket, const Bytes& out, const Patience& patience) {
   for (std::size_t sent = 0; sent < out.size();) {
@@ -29,10 +32,25 @@ void send_whole(const Descriptor& socket, const Bytes& out, const Patience& pati
   }
 }
 
-// Proves and is proved to. What came behind the handshake is left in `early`.
-SessionKeys shake_hands(const Descriptor& socket, const SockAddress& address, Channel channel,
-                        const std::string& secret, Bytes& early, std::vector<Descriptor>& descriptors,
-                        const Patience& patience) {
+}  // namespace
+
+// How far a handshake has come, and what is left of it.
+struct Visit::Shaken {
+  enum class Heard : std::uint8_t { kNotConnected, kNothing, kHello, kProof };
+
+  void shake_hands(const Descriptor& socket, const SockAddress& address, Channel channel, const std::string& secret,
+                   const Patience& patience);
+
+  Heard heard = Heard::kNotConnected;
+  SessionKeys keys{};
+  Bytes early;  // what came behind the handshake
+  std::vector<Descriptor> descriptors;
+};
+
+// Proves and is proved to.
+void Visit::Shaken::shake_hands(const Descriptor& socket, const SockAddress& address, Channel channel,
+                                const std::string& secret, const Patience& patience) {
+  heard = Heard::kNothing;
   Handshake handshake(Handshake::Role::kClient, secret, channel);
   Bytes out = handshake.start();
   while (!handshake.done()) {
@@ -55,16 +73,16 @@ SessionKeys shake_hands(const Descriptor& socket, const SockAddress& address, Ch
     }
     const std::span<const std::byte> arrived(bytes, static_cast<std::size_t>(got));
     const std::size_t taken = handshake.advance(arrived, out);
+    if (handshake.version() != 0) heard = Heard::kHello;
     early.assign(arrived.begin() + static_cast<std::ptrdiff_t>(taken), arrived.end());
     if (!descriptors.empty() && !handshake.done()) {
       throw Error(ErrorCode::kProtocol, "descriptors came before it was known who sends them");
     }
   }
+  heard = Heard::kProof;
   send_whole(socket, out, patience);
-  return handshake.keys();
+  keys = handshake.keys();
 }
-
-}  // namespace
 
 void VisitPatience::check() const {
   if (hall_.closed()) throw Error(ErrorCode::kClosed, "the pool was closed while it called " + address_);
@@ -72,21 +90,40 @@ void VisitPatience::check() const {
   if (monotonic_ns() >= waiting_.until_ns) throw Error(ErrorCode::kDeadline, address_ + " did not answer in time");
 }
 
+// A listener that strangers crowd disconnects the oldest callers that have proved nothing, and this one may be among
+// them. A kvpool that has said hello closes for no other reason but its own end. What has said nothing may be no kvpool
+// at all: that gets a few tries.
 std::shared_ptr<Visit> Visit::begin(const std::shared_ptr<Hall>& hall, const SockAddress& address,
                                     const VisitPatience& patience) {
+  int tries_left = kUnheardTries;
+  for (std::int64_t pause_ns = kPauseNs;; pause_ns = std::min(2 * pause_ns, kPauseNsMax)) {
+    Shaken shaken;
+    try {
+      return call(hall, address, patience, shaken);
+    } catch (const Error& error) {
+      const bool unheard = shaken.heard == Shaken::Heard::kNothing && --tries_left > 0;
+      const bool sent_away = unheard || shaken.heard == Shaken::Heard::kHello;
+      if (error.code() != ErrorCode::kPeerLost || !sent_away) throw;
+    }
+    patience.pause(pause_ns);
+  }
+}
+
+// Once.
+std::shared_ptr<Visit> Visit::call(const std::shared_ptr<Hall>& hall, const SockAddress& address,
+                                   const VisitPatience& patience, Shaken& shaken) {
   patience.check();
   Descriptor socket = dial(address, patience);
   tune_socket(socket, address.tcp, hall->options.lease_ns);
   hall->check_user(socket, address.tcp);
-  Bytes early;
-  std::vector<Descriptor> descriptors;
   const Channel channel = channel_of(socket, address.tcp);
   SockLinkParts parts = hall->parts(std::move(socket), channel, SessionKeys{});
-  parts.keys = shake_hands(parts.socket, address, channel, hall->options.secret, early, descriptors, patience);
-  parts.early = std::move(early);
-  parts.early_descriptors = std::move(descriptors);
+  shaken.shake_hands(parts.socket, address, channel, hall->options.secret, patience);
+  parts.keys = shaken.keys;
+  parts.early = std::move(shaken.early);
+  parts.early_descriptors = std::move(shaken.descriptors);
   const auto visit = std::make_shared<Visit>(hall);
-  visit->wants_checksum_ = hall->content_with_checksums(parts.socket, channel);
+  visit->wants_checksum_ = hall->trusts_network(address.tcp);
   visit->link_ = SockLink::make(hall->reactor, std::move(parts), visit);
   visit->wait_for(Stage::kDoorSeen, patience);
   return visit;
@@ -112,7 +149,7 @@ std::shared_ptr<Link> Visit::introduce(const VisitPatience& patience, std::uint6
 
 // Only an answer to a ping can be on its way: a moment.
 void Visit::hold_writer(const VisitPatience& patience) {
-  while (!link_->writer().hold()) patience.pause();
+  while (!link_->writer().hold()) patience.pause(kPauseNs);
 }
 
 void Visit::wait_for(Stage stage, const VisitPatience& patience) {

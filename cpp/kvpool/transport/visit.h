@@ -31,8 +31,8 @@ class Visit final : public LinkMeeting {
  public:
   explicit Visit(std::shared_ptr<Hall> hall) : hall_(std::move(hall)) {}
 
-  // Connects, proves, and listens to what the server says first. Throws what Endpoint::connect throws; then the server
-  // has admitted nobody.
+  // Connects, proves, and listens to what the server says first. Calls again when a crowded listener has disconnected
+  // it before its proof. Throws what Endpoint::connect throws; then the server has admitted nobody.
   static std::shared_ptr<Visit> begin(const std::shared_ptr<Hall>& hall, const SockAddress& address,
                                       const VisitPatience& patience);
   const DoorBody& door() const noexcept { return door_; }
@@ -46,6 +46,10 @@ class Visit final : public LinkMeeting {
  private:
   enum class Stage : std::uint8_t { kCalled, kDoorSeen, kCardSent, kAdmitted, kOver };
 
+  struct Shaken;
+
+  static std::shared_ptr<Visit> call(const std::shared_ptr<Hall>& hall, const SockAddress& address,
+                                     const VisitPatience& patience, Shaken& shaken);
   void wait_for(Stage stage, const VisitPatience& patience);
   void hold_writer(const VisitPatience& patience);
 

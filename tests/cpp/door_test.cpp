@@ -1,0 +1,129 @@
+// What protects a connection: which frames have a MAC, and when two peers on one host go on over a Unix socket.
+#include <doctest/doctest.h>
+#include <poll.h>
+
+#include "endpoint_fixture.h"
+#include "hand_server.h"
+#include "kvpool/transport/hall.h"
+#include "kvpool/transport/meeting.h"
+
+using namespace kvpool;
+using namespace kvpool::testing;
+
+namespace {
+
+EndpointOptions with(bool trusted) { return {.secret = "sesame", .trusted_network = trusted, .door = false}; }
+
+}  // namespace
+
+TEST_CASE("a connection: on TCP frames have a MAC unless both sides declare the network trusted") {
+  for (const bool server_trusts : {false, true}) {
+    for (const bool client_trusts : {false, true}) {
+      CAPTURE(server_trusts);
+      CAPTURE(client_trusts);
+      HandServer server;  // on loopback, which is a network as any other
+      const bool both = server_trusts && client_trusts;
+      const TagKind agreed = both ? TagKind::kChecksum : TagKind::kMac;
+      std::thread by_hand([&] {
+        server.meet();
+        server.send(FrameKind::kDoor, write_body(DoorBody{server_trusts, {}, {}}));
+        const RawFrame card = server.receive();
+        CHECK(card.kind_is(FrameKind::kCard));
+        CHECK(card.has(TagKind::kMac, server.keys().receive));
+        CHECK(((card.header.flags & kChecksumFlag) != 0) == client_trusts);
+        server.send(FrameKind::kCard, write_card_body(card_of("by hand")));
+        server.send(FrameKind::kLend, some_bytes(9), agreed);
+        RawFrame sent = server.receive();
+        while (!sent.kind_is(FrameKind::kLend)) sent = server.receive();
+        CHECK(sent.has(agreed, server.keys().receive));
+        CHECK(sent.has(TagKind::kChecksum, {}) == both);
+      });
+      Member client("client", with(client_trusts));
+      const auto link = client.endpoint->connect(server.address(), in_seconds(60));
+      CHECK(link->drive(in_seconds(60), [&] { return client.handlers[0]->message_count() == 1; }));
+      link->send(message_of(FrameKind::kLend, 1, some_bytes(50)));
+      by_hand.join();
+    }
+  }
+}
+
+TEST_CASE("a connection: a server says that it trusts the network when its settings do, and not of a Unix socket") {
+  for (const bool trusted : {false, true}) {
+    Member member("member", with(trusted));
+    const auto hall = Hall::make(
+        *member.reactor, with(trusted), [] { return Introduction{}; },
+        [](const std::shared_ptr<Link>&, const PeerCard&, bool) { return nullptr; });
+    CHECK(hall->trusts_network(/*tcp=*/true) == trusted);
+    CHECK_FALSE(hall->trusts_network(/*tcp=*/false));
+    CHECK(hall->door_body(/*tcp=*/true).checksum == trusted);
+    CHECK_FALSE(hall->door_body(/*tcp=*/false).checksum);
+    hall->close();
+  }
+}
+
+TEST_CASE("a door: when it does not let a peer in, that is an error which says so, and nobody goes on by TCP") {
+  for (const bool refuses : {true, false}) {
+    CAPTURE(refuses);
+    HandServer server;
+    std::string name = fresh_name("@");
+    SockAddress address = parse_address("unix:" + name);
+    const Descriptor silent = listen_at(address);  // nobody accepts there
+    if (refuses) name += "-is-not-there";
+    std::thread by_hand([&] {
+      server.meet();
+      server.send(FrameKind::kDoor, write_body(DoorBody{true, door_place(), name.substr(1)}));
+      std::byte bytes[4096];
+      std::size_t said = 0;
+      for (ssize_t got = 1; got > 0; said += static_cast<std::size_t>(std::max<ssize_t>(got, 0))) {
+        got = recv(server.socket().get(), bytes, sizeof(bytes), 0);
+      }
+      CHECK(said < 300);  // no card: at most a goodbye
+    });
+    Member client("client");
+    const auto error = error_of([&] { client.endpoint->connect(server.address(), in_seconds(refuses ? 60 : 0.3)); });
+    by_hand.join();
+    REQUIRE(error);
+    CHECK(error->code() == (refuses ? ErrorCode::kPeerLost : ErrorCode::kDeadline));
+    const std::string text = error->what();
+    for (const std::string& part : {server.address(), "unix:" + name, std::string("unix_door")}) {
+      CAPTURE(part);
+      CHECK(text.find(part) != std::string::npos);
+    }
+    CHECK(error->fields().empty());  // no errno: it is not to be taken for an address where nobody listens
+    CHECK(client.admitted() == 0);
+  }
+}
+
+TEST_CASE("a door: one that this side does not want, or that lies in another place, is left alone") {
+  for (const bool wanted : {false, true}) {
+    CAPTURE(wanted);
+    HandServer server;
+    std::thread by_hand([&] {
+      server.meet();
+      const std::string place = wanted ? host_id() + "-1" : door_place();  // another network namespace, or this one
+      server.send(FrameKind::kDoor, write_body(DoorBody{false, place, "kvpool-no-such-door"}));
+      CHECK(server.receive().kind_is(FrameKind::kCard));
+      server.send(FrameKind::kCard, write_card_body(card_of("by hand")));
+    });
+    Member client("client", {.secret = "sesame", .door = wanted});
+    const auto link = client.endpoint->connect(server.address(), in_seconds(60));
+    by_hand.join();
+    CHECK(link->describe().starts_with("tcp 127.0.0.1:"));
+    CHECK(link->pidfd() == -1);
+  }
+}
+
+TEST_CASE("a door: strangers at the TCP port and at the door keep no peer from coming in by it") {
+  Member server("server", {.secret = "sesame", .handshake_ns = 600 * kSecond, .handshakes_max = 4});
+  const std::string at = server.endpoint->listen("tcp:127.0.0.1:0");
+  Member first("first");
+  const auto met = first.endpoint->connect(at, in_seconds(60));
+  const std::string door = "@" + first.peers[0].door;
+  std::vector<Descriptor> strangers;
+  for (int i = 0; i < 50; ++i) {
+    strangers.push_back(dial(parse_address(at), NoPatience()));
+    strangers.push_back(dial(parse_address("unix:" + door), NoPatience()));
+  }
+  Member client("client");
+  CHECK(client.endpoint->connect(at, in_seconds(60))->describe() == "unix");
+}

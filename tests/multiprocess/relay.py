@@ -1,0 +1,116 @@
+"""Somebody between two pools who does not know their secret: passes their handshake on, and then forges content."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+
+__all__ = ["Relay"]
+
+_HEADER = struct.Struct("<IBBHQQQ")  # body bytes, kind, flags, zero, sequence, id, payload bytes
+_TAG_BYTES = 16
+_DATA = 22
+_HELLO_BYTES, _PROOF_BYTES = 44, 32
+
+
+def _crc_table() -> list[int]:
+    table = []
+    for byte in range(256):
+        crc = byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        table.append(crc)
+    return table
+
+
+_TABLE = _crc_table()
+
+
+def checksum_tag(frame: bytes) -> bytes:
+    """What anybody can compute: the tag that a frame has where both sides trust the network."""
+    crc = 0xFFFFFFFF
+    for byte in frame:
+        crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
+    return struct.pack("<I", crc ^ 0xFFFFFFFF) + bytes(_TAG_BYTES - 4)
+
+
+class Relay:
+    """Listens at `address`, and forwards frames to and from the pool that listens at the TCP address given.
+
+    Of each data frame that goes to the pool it flips the bits of the payload, and computes the tag anew as a checksum.
+
+    Attributes:
+        forged: Data frames that were changed.
+        checksums: Frames, of those that came by unchanged, that had a checksum for a tag.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.removeprefix("tcp:").rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp:127.0.0.1:{self._listener.getsockname()[1]}"
+        self.forged = 0
+        self.checksums = 0
+        self._ends: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in (self._listener, *self._ends):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(60)
+        for end in (self._listener, *self._ends):
+            end.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(self._target)
+                self._ends += [client, server]
+                with contextlib.suppress(EOFError, OSError):
+                    for source, sink, count in (
+                        (client, server, _HELLO_BYTES), (server, client, _HELLO_BYTES), (client, server, _PROOF_BYTES),
+                        (server, client, 1 + _PROOF_BYTES),
+                    ):  # fmt: skip
+                        sink.sendall(_take(source, count))
+                    for source, sink in ((client, server), (server, client)):
+                        thread = threading.Thread(
+                            target=self._forward, args=(source, sink, sink is server), daemon=True
+                        )
+                        self._threads.append(thread)
+                        thread.start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket, forges: bool) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                header = _take(source, _HEADER.size)
+                body_bytes, kind, *_, payload_bytes = _HEADER.unpack(header)
+                body, payload, tag = (_take(source, count) for count in (body_bytes, payload_bytes, _TAG_BYTES))
+                if forges and kind == _DATA:
+                    payload = bytes(byte ^ 0xFF for byte in payload)
+                    tag = checksum_tag(header + body + payload)
+                    self.forged += 1
+                elif tag[4:] == bytes(_TAG_BYTES - 4):
+                    self.checksums += 1
+                sink.sendall(header + body + payload + tag)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def _take(source: socket.socket, count: int) -> bytes:
+    taken = b""
+    while len(taken) < count:
+        piece = source.recv(count - len(taken))
+        if not piece:
+            raise EOFError
+        taken += piece
+    return taken
