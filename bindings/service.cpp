@@ -29,7 +29,7 @@ Value setting(const py::object& settings, const char* name) {
   }
 }
 
-// Returns what a log should say of it.
+// Returns what a log should say of it. One that joins a cluster is seen by the verbs at once.
 std::vector<std::string> start_service(Pool& pool, const py::object& settings, py::handle ucx, py::handle nccl,
                                        bool joins_cluster) {
   ServiceOptions options;
@@ -53,7 +53,7 @@ std::vector<std::string> start_service(Pool& pool, const py::object& settings, p
   options.reserved_max = setting<std::uint32_t>(settings, "reserved_max");
   options.received_max = setting<std::uint32_t>(settings, "received_max");
   const GilReleased released;
-  return pool.start_service(options).notes();
+  return (joins_cluster ? pool.start_service(options) : pool.prepare_service(options)).notes();
 }
 
 // (route, failures, able, why) of each.
@@ -126,6 +126,18 @@ py::dict transfer_counts(Pool& pool) {
   return kinds;
 }
 
+// As service_of, and of one that is not published yet.
+Service& prepared_service_of(Pool& pool) {
+  pool.guard_open();
+  Service* service = nullptr;
+  {
+    const GilReleased released;  // another thread may drop a service, and let go of memory that is Python's
+    service = pool.prepared_service();
+  }
+  if (service == nullptr) throw Error(ErrorCode::kState, "this pool has no service: start it first");
+  return *service;
+}
+
 }  // namespace
 
 GivenUp asks_for_signals() {
@@ -173,6 +185,11 @@ void bind_service(py::module_& module, PoolClass& pool) {
   });
   pool.def("_start_service", &start_service, py::arg("settings"), py::arg("ucx"), py::arg("nccl"),
            py::arg("joins_cluster") = false)
+      .def("_publish_service",
+           [](Pool& self) {
+             const GilReleased released;
+             self.publish_service();
+           })
       .def("_name",
            [](Pool& self) -> py::object {
              self.guard_open();
@@ -183,7 +200,7 @@ void bind_service(py::module_& module, PoolClass& pool) {
           "_listen",
           [](Pool& self, py::handle address_argument) {
             const std::string address(text_from(address_argument, "address"));
-            Service& service = service_of(self);
+            Service& service = prepared_service_of(self);
             const GilReleased released;
             return service.listen(address);
           },
@@ -193,7 +210,7 @@ void bind_service(py::module_& module, PoolClass& pool) {
           [](Pool& self, py::handle address_argument, py::handle timeout, bool wait) {
             const std::string address(text_from(address_argument, "address"));
             const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
-            Service& service = service_of(self);
+            Service& service = prepared_service_of(self);
             return call_interruptibly(
                 [&](const GivenUp& given_up) { return service.connect(address, {deadline, given_up}, wait); });
           },

@@ -154,6 +154,20 @@ def test_an_attach_that_fails_leaves_pool_and_cluster_as_they_were(url):
         pool.transfer("taken", pool.alloc(1)).wait()
 
 
+def test_a_pool_whose_first_connect_or_listen_failed_can_be_attached(url):
+    nowhere = f"unix:@kvpool-nowhere-{os.getpid()}"
+    with small_pool() as pool, small_pool() as other, join(url) as cluster:
+        taken = other.listen(f"unix:@kvpool-taken-{os.getpid()}")
+        for error, call in (
+            (PeerLost, lambda: pool.connect(nowhere, secret="x", wait=False)),
+            (StateError, lambda: pool.listen(taken, name="x")),
+        ):
+            with refused(pool, error):
+                call()
+        pool.attach(cluster, name="late")
+        assert names(cluster) == ["late"]
+
+
 def test_attaches_that_fail_leave_no_descriptor_and_no_thread(url):
     def kept() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))

@@ -265,10 +265,18 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   // more. It is not called any more when this has returned.
   void set_mover(TierMover* mover);
 
-  // The service is made by the first caller and lives as long as the pool is open. Throws kState when there is one.
+  // Makes the service, which no verb sees before it is published: the first listen or connect may fail, and then the
+  // pool is as before. Throws kState when there is one.
+  Service& prepare_service(const ServiceOptions& options);
+  void publish_service();
+  // Both at once.
   Service& start_service(const ServiceOptions& options);
-  // One that has not joined its cluster, and is not to: it is closed, and another may be started.
+  // Closes the service; another may be made. Its peers are parted from, and what they lent is gone.
+  // REQUIRES: nobody is in a call of one that was never published.
   void drop_service();
+  // Published or not; null when there is none.
+  Service* prepared_service();
+  // Null before one is published.
   Service* service() const noexcept { return service_ptr_.load(std::memory_order_acquire); }
 
   // --- what there is (audit.cpp) ---

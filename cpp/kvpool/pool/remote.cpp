@@ -237,26 +237,46 @@ void Pool::free_with_lent(const Address* addresses, std::size_t n, const GivenUp
   service()->free(addresses, n, {monotonic_ns() + kDeadlineNs, given_up}, [&] { free(local.data(), local.size()); });
 }
 
-Service& Pool::start_service(const ServiceOptions& options) {
+Service& Pool::prepare_service(const ServiceOptions& options) {
   guard();
   const std::lock_guard lock(service_mutex_);
   guard();
   if (service_ != nullptr) throw Error(ErrorCode::kState, "the pool listens or is connected already");
   service_ = Service::make(*this, options);
+  return *service_;
+}
+
+void Pool::publish_service() {
+  guard();
+  const std::lock_guard lock(service_mutex_);
+  guard();
+  if (service_ == nullptr) throw Error(ErrorCode::kState, "the pool has no service to publish");
   service_ptr_.store(service_.get(), std::memory_order_release);
   const std::lock_guard state(mutex_);
   if (failed_.load(std::memory_order_acquire)) service_->fail(*why_failed_);  // meanwhile, and told nobody
-  return *service_;
+}
+
+Service& Pool::start_service(const ServiceOptions& options) {
+  Service& service = prepare_service(options);
+  publish_service();
+  return service;
+}
+
+Service* Pool::prepared_service() {
+  const std::lock_guard lock(service_mutex_);
+  return service_.get();
 }
 
 void Pool::drop_service() {
   guard_process();
   const std::lock_guard lock(service_mutex_);
   if (service_ == nullptr) return;
-  dropped_services_.reserve(dropped_services_.size() + 1);
+  const bool published = service() != nullptr;
+  if (published) dropped_services_.reserve(dropped_services_.size() + 1);
   service_ptr_.store(nullptr, std::memory_order_release);
   service_->close();
-  dropped_services_.push_back(std::move(service_));
+  if (published) dropped_services_.push_back(std::move(service_));  // some verb may be in it
+  service_.reset();
 }
 
 }  // namespace kvpool

@@ -122,7 +122,6 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   void check_instance(const PeerCard& card) const;
   void end_half_open(const PeerCard& card);
   void check_rival(const Peer& known, const PeerCard& card, bool initiated_here) const;
-  void settle_instance();
   void tell_joined(const PeerCard& card);
   void tell_lost(const Session& session);
   void on_session_lost(const SessionPointer& session, const std::shared_ptr<Link>& link,
@@ -203,6 +202,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   bool joining_;                  // the instance id is still to come
   std::optional<Error> fenced_;   // what is thrown meanwhile
   InstanceId proposed_instance_;  // which no pool of this process proposes, as long as this one is there
+  int listening_ = 0;             // calls of listen() under way: callers may hear the proposed id before they return
   std::unordered_map<std::string, Peer> peers_;
   std::map<std::weak_ptr<Link>, std::uint64_t, std::owner_less<>> met_;  // epochs of peers that connect() has met
   std::unordered_set<std::uint32_t>

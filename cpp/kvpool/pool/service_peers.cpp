@@ -57,14 +57,18 @@ class ServiceImpl::LinkWatcher final : public LinkHandler {
 
 std::string ServiceImpl::listen(const std::string& address) {
   pool_.guard();
-  settle_instance();
-  return endpoint_->listen(address);
-}
-
-// From now on the pool's addresses carry its id, and the id stays.
-void ServiceImpl::settle_instance() {
+  {
+    const std::lock_guard lock(mutex_);
+    ++listening_;
+  }
+  std::string bound;
+  const auto failure = failure_of([&] { bound = endpoint_->listen(address); });
   const std::lock_guard lock(mutex_);
+  --listening_;
+  if (failure) throw Error(*failure);
+  // From now on the pool's addresses carry its id, and the id stays.
   if (!joining_ && pool_.instance() == 0) pool_.set_instance(proposed_instance_.value());
+  return bound;
 }
 
 Introduction ServiceImpl::introduce() {

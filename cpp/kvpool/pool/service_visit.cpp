@@ -88,8 +88,8 @@ std::string ServiceImpl::visit(const std::string& address, const Waiting& waitin
         if (late) throw;
       } else if (error.code() == ErrorCode::kState && field_of(error, "instance")) {
         // Another peer has our id by chance. As long as nobody has seen an address of ours, another will do.
-        if (pool_.instance() != 0 || draws++ == kInstanceDraws) throw;
         const std::lock_guard lock(mutex_);
+        if (pool_.instance() != 0 || listening_ > 0 || draws++ == kInstanceDraws) throw;
         proposed_instance_ = InstanceId::draw();
       } else if (wait_for_listener && nobody_listens(error)) {
         refused = error;

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import operator
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvpool import _core
 from kvpool.config import Settings
-from kvpool.errors import ArgumentError, ArgumentTypeError, DeadlineExceeded, StateError
+from kvpool.errors import ArgumentError, ArgumentTypeError, DeadlineExceeded, Error, StateError
 from kvpool.transfer.gpu_routes import tell_unused
 from kvpool.transfer.peers import PeerCallback, PeerEvent, PeerInfo, RankInfo, nccl_library, ucx_library
 from kvpool.transfer.received import Received, ReceivedCallback
@@ -37,6 +38,9 @@ class PeerVerbs(_core.Pool):
         """See `Pool`."""
         super().__init__(**options)
         self._serving = threading.Lock()
+        self._prepared: Settings | None = None  # under _serving: of a service that is not published yet
+        self._notes: list[str] = []  # what a log should say of it
+        self._first_calls = 0  # under _serving: listen and connect that share it
         self._exporting = threading.Lock()
         self._rank_address: str | None = None
         self._callback: ReceivedCallback | None = None
@@ -63,11 +67,12 @@ class PeerVerbs(_core.Pool):
         Raises:
             ArgumentError: The address is none; TCP without a secret.
             StateError: The address is in use; or this pool speaks under another name or with another secret already.
+                A listen that fails leaves the pool as it was: the next one may give another name and secret.
         """
         wanted = self._settings_for(name, secret)
         _core._check_listen_address(address, bool(wanted.secret))
-        self._serve(name, wanted)
-        bound = self._listen(address)
+        with self._speaking(name, wanted):
+            bound = self._listen(address)
         _log.info("listening at %s", bound, extra={"address": bound})
         return bound
 
@@ -78,7 +83,10 @@ class PeerVerbs(_core.Pool):
 
         As long as nobody listens there it tries again, so that two processes may be started in any order. A wrong
         secret, version or layout fails at once. Both sides may connect to each other: one connection stays. Ctrl-C
-        ends the wait. Releases the GIL.
+        ends the wait. A pool of this host that listens on TCP is met over its Unix socket (setting ``unix_door``).
+        Releases the GIL.
+
+        All or nothing: a connect that fails leaves the pool as it was, and the next one may give another secret.
 
         Args:
             address: What its listen returned.
@@ -90,19 +98,19 @@ class PeerVerbs(_core.Pool):
             The peer's name, for the verbs that take a peer; also when it was connected already.
 
         Raises:
-            PeerLost: Nobody listens there.
+            PeerLost: Nobody listens there. Or the peer is on this host, and its Unix socket refuses.
             AuthError: The secrets differ.
             ProtocolError: It is no kvpool, or none that speaks our version.
             LayoutMismatch: Its blocks have another shape, or hold the cache of another model.
-            DeadlineExceeded: It did not answer in time.
+            DeadlineExceeded: It did not answer in time; the message says whether it was the address or the Unix socket.
             Busy: Writes of an earlier connection to it are not over.
             StateError: This pool speaks with another secret already; or the peer has not noticed yet that an earlier
                 connection has ended.
         """
         wanted = self._settings_for(None, secret)
         _core._check_connect_address(address, bool(wanted.secret))
-        self._serve(None, wanted)
-        peer = self._connect(address, timeout, wait)
+        with self._speaking(None, wanted):
+            peer = self._connect(address, timeout, wait)
         _log.info("met %s at %s", peer, address, extra={"peer": peer, "address": address})
         return peer
 
@@ -185,17 +193,56 @@ class PeerVerbs(_core.Pool):
         given = {key: value for key, value in (("name", name), ("secret", secret)) if value is not None}
         return dataclasses.replace(self.settings, **given)  # type: ignore[arg-type]  # replace() checks the types
 
-    def _serve(self, name: str | None, wanted: Settings) -> None:
-        """Begins to speak with peers, if it has not begun."""
+    @contextlib.contextmanager
+    def _speaking(self, name: str | None, wanted: Settings) -> Iterator[None]:
+        """Around a listen or connect. The first that succeeds makes this a pool that speaks with peers, for good.
+
+        Until then no verb sees the service. When the last call that shares it has failed, the service is gone.
+        """
+        first = self._prepare(name, wanted)
+        try:
+            yield
+            if first:
+                self._publish(wanted)
+        finally:
+            if first:
+                self._end_first_call()
+
+    def _prepare(self, name: str | None, wanted: Settings) -> bool:
+        """Makes the service, unless there is one. Returns False when the pool speaks with peers already."""
         with self._serving:
-            if self._name() is None:
-                for note in self._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl)):
-                    _log.warning("%s", note)
-                tell_unused(self, wanted)
-                self.settings = wanted
-            elif (name is not None and name != self._name()) or wanted.secret != self.settings.secret:
-                what = "with another secret" if wanted.secret != self.settings.secret else f"as {self._name()!r}"
-                raise StateError(f"this pool speaks with peers {what} already")
+            if (known := self._name()) is not None:
+                if (name is not None and name != known) or wanted.secret != self.settings.secret:
+                    what = "with another secret" if wanted.secret != self.settings.secret else f"as {known!r}"
+                    raise StateError(f"this pool speaks with peers {what} already")
+                return False
+            if self._prepared is None:
+                self._notes = self._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl))
+                self._prepared = wanted
+            elif self._prepared != wanted:
+                raise StateError(
+                    "another thread is in this pool's first listen or connect, with another name or secret"
+                )
+            self._first_calls += 1
+            return True
+
+    def _publish(self, wanted: Settings) -> None:
+        with self._serving:
+            if self._prepared is None:
+                return  # another call was the first
+            self._publish_service()
+            self._prepared, self.settings = None, wanted
+        for note in self._notes:
+            _log.warning("%s", note)
+        tell_unused(self, wanted)
+
+    def _end_first_call(self) -> None:
+        with self._serving:
+            self._first_calls -= 1
+            if self._first_calls == 0 and self._prepared is not None:
+                self._prepared = None
+                with contextlib.suppress(Error):  # this is a forked child, whose parent has the service
+                    self._drop_service()
 
     def peers(self) -> list[PeerInfo]:
         """The peers that are connected now."""
