@@ -19,6 +19,7 @@ struct Sent {
   std::uint64_t id;
   Bytes body;
   Bytes payload;
+  PayloadEnd end = PayloadEnd::kWhole;
 };
 
 // Writes down what the reader hands over, and gives places of random shape, or none.
@@ -34,7 +35,7 @@ class Sink final : public FrameSink {
     got.push_back({FrameKind::kData, header.id, Bytes(body.begin(), body.end()), {}});
     Placement placement;
     placement.token = ++token_;
-    if (header.payload_bytes > 0 && dice_.one_in(4)) {
+    if (!never_drops && dice_.one_in(4)) {
       dropped.push_back(got.size() - 1);
       return placement;
     }
@@ -53,12 +54,13 @@ class Sink final : public FrameSink {
     placing_ = false;
     CHECK(token == token_);
     got.back().payload = target_;
-    if (!intact) ++damaged;
+    if (!intact) given_up_or_damaged.push_back(got.size() - 1);
   }
 
   std::vector<Sent> got;
   std::vector<std::size_t> dropped;
-  int damaged = 0;
+  std::vector<std::size_t> given_up_or_damaged;
+  bool never_drops = false;
   bool placing() const { return placing_; }
 
  private:
@@ -82,7 +84,8 @@ std::vector<Sent> random_conversation(Dice& dice) {
   for (std::uint32_t i = dice.below(12) + 1; i > 0; --i) {
     if (dice.one_in(2)) {
       sent.push_back({FrameKind::kData, dice.any(), some_bytes(random_size(dice, 100'000), i),
-                      some_bytes(random_size(dice, 2'000'000), i + 7)});
+                      some_bytes(std::max<std::size_t>(1, random_size(dice, 2'000'000)), i + 7),
+                      dice.one_in(5) ? PayloadEnd::kGivenUp : PayloadEnd::kWhole});
     } else {
       sent.push_back({dice.one_in(2) ? FrameKind::kLend : FrameKind::kDone,
                       dice.any(),
@@ -95,8 +98,12 @@ std::vector<Sent> random_conversation(Dice& dice) {
 
 Bytes bytes_of(const std::vector<Sent>& sent, Wire wire) {
   FrameForge forge(wire, false);
-  for (const Sent& frame : sent) forge.add(frame.kind, frame.id, frame.body, frame.payload);
+  for (const Sent& frame : sent) forge.add(frame.kind, frame.id, frame.body, frame.payload, frame.end);
   return forge.take();
+}
+
+bool contains(const std::vector<std::size_t>& list, std::size_t i) {
+  return std::find(list.begin(), list.end(), i) != list.end();
 }
 
 void check_same(const Sent& got, const Sent& sent, bool with_payload) {
@@ -142,9 +149,10 @@ TEST_CASE("frames: what is sent arrives, however it is cut and wherever it is pl
       REQUIRE_FALSE(error);
       reader.end();
       REQUIRE(sink.got.size() == sent.size());
-      CHECK(sink.damaged == 0);
       for (std::size_t i = 0; i < sent.size(); ++i) {
-        check_same(sink.got[i], sent[i], std::find(sink.dropped.begin(), sink.dropped.end(), i) == sink.dropped.end());
+        const bool dropped = contains(sink.dropped, i);
+        check_same(sink.got[i], sent[i], !dropped);
+        CHECK(contains(sink.given_up_or_damaged, i) == (!dropped && sent[i].end == PayloadEnd::kGivenUp));
       }
     }
   }
@@ -190,12 +198,16 @@ TEST_CASE("frames: bytes that were changed, lost, doubled or moved end the strea
         CHECK(error->code() == ErrorCode::kProtocol);
         ++found;
       }
-      // What came out until then is what was sent. The last data frame may be one whose end never came or was wrong.
+      // What came out until then is what was sent. The payload of the last frame may be one whose end never came or was
+      // wrong; its head is right even then.
       REQUIRE(sink.got.size() <= sent.size());
-      const bool last_is_data = !sink.got.empty() && sink.got.back().kind == FrameKind::kData;
-      const std::size_t sure = sink.got.size() - (last_is_data ? 1 : 0);
-      for (std::size_t i = 0; i < sure; ++i) {
-        check_same(sink.got[i], sent[i], std::find(sink.dropped.begin(), sink.dropped.end(), i) == sink.dropped.end());
+      for (std::size_t i = 0; i < sink.got.size(); ++i) {
+        const bool last = i + 1 == sink.got.size();
+        const bool placed = !contains(sink.dropped, i) && !last;
+        check_same(sink.got[i], sent[i], placed && sent[i].end == PayloadEnd::kWhole);
+        if (!last)
+          CHECK(contains(sink.given_up_or_damaged, i) ==
+                (!contains(sink.dropped, i) && sent[i].end == PayloadEnd::kGivenUp));
       }
       if (!error) CHECK(sink.got.size() <= sent.size());
     }
@@ -229,12 +241,60 @@ TEST_CASE("frames: a bit that flips anywhere is found, every time") {
       CHECK(error->code() == ErrorCode::kProtocol);
       ++ended;
     }  // else it waits for more: a length was changed
-    REQUIRE(sink.got.size() <= hit + (hit == 1 ? 1 : 0));  // a payload is placed before its tag is read
-    for (std::size_t i = 0; i < std::min(hit, sink.got.size()); ++i) check_same(sink.got[i], sent[i], false);
-    const bool placed = sink.got.size() == 2 && sink.dropped.empty();
-    REQUIRE(sink.damaged == (placed && hit == 1 ? 1 : 0));
+    const std::size_t before = bytes_of({sent.begin(), sent.begin() + 1}, wire).size();
+    const std::size_t head = sizeof(FrameHeader) + sent[1].body.size() + kTagBytes;
+    const bool head_right = hit == 1 && at >= before + head;  // only then the sink may hear of it
+    REQUIRE(sink.got.size() <= hit + (head_right ? 1 : 0));
+    for (std::size_t i = 0; i < sink.got.size(); ++i) check_same(sink.got[i], sent[i], false);
+    const bool placed = head_right && sink.dropped.empty();
+    REQUIRE(sink.given_up_or_damaged.size() == (placed ? 1 : 0));
   }
   CHECK(ended > flips / 2);
+}
+
+// A man in the middle may do with the bytes what he likes, and hold back what he likes. What he cannot do is have a
+// byte placed where the sender has not said.
+TEST_CASE("frames: no byte is placed before the head of its frame was found right") {
+  for (const Wire wire : {Wire::kTcpChecksum, Wire::kTcpMac}) {
+    const Bytes body = some_bytes(60, 2);
+    const Bytes payload = some_bytes(5000, 3);
+    const Bytes whole = bytes_of({{FrameKind::kData, 7, body, payload}}, wire);
+    const std::size_t head = sizeof(FrameHeader) + body.size() + kTagBytes;
+    for (std::size_t at = 0; at < head + 40; ++at) {
+      Bytes bytes = whole;
+      bytes[at] ^= std::byte{0x10};
+      bytes.resize(head + payload.size());  // the last tag never comes
+      const auto [mine, theirs] = socket_pair(Wire::kUnix);
+      Dice dice(at + 1);
+      Sink sink(dice);
+      sink.never_drops = true;
+      FrameReader reader(mine.get(), tag_of(wire), keys_of(true).receive, false, sink);
+      static_cast<void>(feed(reader, theirs, bytes, dice));
+      CHECK(sink.got.size() == (at < head ? 0 : 1));
+      CHECK(sink.placing() == (at >= head));
+      reader.end();
+      CHECK(sink.given_up_or_damaged.size() == (at < head ? 0 : 1));
+    }
+  }
+}
+
+TEST_CASE("frames: nobody but the sender gives a payload up, and nobody takes that back") {
+  for (const Wire wire : {Wire::kTcpChecksum, Wire::kTcpMac}) {
+    for (const PayloadEnd end : {PayloadEnd::kWhole, PayloadEnd::kGivenUp, static_cast<PayloadEnd>(2)}) {
+      for (const bool changed : {false, true}) {
+        Bytes bytes = bytes_of({{FrameKind::kData, 7, some_bytes(60), some_bytes(5000), end}}, wire);
+        if (changed) bytes[bytes.size() - kTagBytes - 1] ^= std::byte{1};
+        const auto [mine, theirs] = socket_pair(Wire::kUnix);
+        Dice dice(5);
+        Sink sink(dice);
+        sink.never_drops = true;
+        FrameReader reader(mine.get(), tag_of(wire), keys_of(true).receive, false, sink);
+        const auto error = feed(reader, theirs, bytes, dice);
+        CHECK(error.has_value() == (changed || end == static_cast<PayloadEnd>(2)));
+        CHECK(sink.given_up_or_damaged.size() == (changed || end != PayloadEnd::kWhole ? 1 : 0));
+      }
+    }
+  }
 }
 
 TEST_CASE("frames: garbage ends the stream with a protocol error, or waits for more") {

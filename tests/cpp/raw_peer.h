@@ -18,21 +18,27 @@ namespace kvpool::testing {
 // Writes frames as the left or the right end of a fixture's pair does. `header` is what the next frame starts from.
 class FrameForge {
  public:
-  FrameForge(Wire wire, bool left) : tag_(tag_of(wire), keys_of(left).send) {}
+  FrameForge(Wire wire, bool left) : FrameForge(tag_of(wire), keys_of(left).send) {}
+  FrameForge(TagKind tag, const Key& key) : tag_(tag, key) {}
 
-  void add(FrameKind kind, std::uint64_t id = 0, const Bytes& body = {}, const Bytes& payload = {}) {
+  void add(FrameKind kind, std::uint64_t id = 0, const Bytes& body = {}, const Bytes& payload = {},
+           PayloadEnd end = PayloadEnd::kWhole) {
     header.id = id;
     header.body_bytes = static_cast<std::uint32_t>(body.size());
     header.payload_bytes = payload.size();
+    tag_.begin();
     const std::size_t begun = out_.size();
     add_header(kind);
     out_.insert(out_.end(), body.begin(), body.end());
-    out_.insert(out_.end(), payload.begin(), payload.end());
-    if (tag_.bytes() == 0) return;
-    tag_.begin();
     tag_.update(out_.data() + begun, out_.size() - begun);
-    const Tag tag = tag_.finish();
-    out_.insert(out_.end(), tag.begin(), tag.end());
+    const Tag first = tag_.finish();
+    add_tag(first);
+    if (payload.empty()) return;
+    out_.insert(out_.end(), payload.begin(), payload.end());
+    out_.push_back(static_cast<std::byte>(end));
+    tag_.update(payload.data(), payload.size());
+    tag_.update(&end, sizeof(end));
+    add_tag(end == PayloadEnd::kGivenUp ? tag_.given_up(first) : tag_.finish());
   }
   void add_header(FrameKind kind) { add_header(static_cast<std::uint8_t>(kind)); }
   void add_header(std::uint8_t kind) {
@@ -48,6 +54,10 @@ class FrameForge {
   std::uint64_t sequence = 0;
 
  private:
+  void add_tag(const Tag& tag) {
+    out_.insert(out_.end(), tag.begin(), tag.begin() + static_cast<std::ptrdiff_t>(tag_.bytes()));
+  }
+
   FrameTag tag_;
   Bytes out_;
 };

@@ -48,6 +48,7 @@ SimWorld::SimWorld(const SimPlan& plan) : plan_(plan), clock_(plan.seed) {
   faults_.reorder = rate(200);
   faults_.replay = rate(100);
   faults_.damage = rate(4);
+  faults_.give_up = 500;
   faults_.busy = rate(3);
   faults_.abort = 300;
   faults_.lease_ns = 60 * kMs;

@@ -8,12 +8,10 @@
 
 #include "child_process.h"
 #include "fuzz_seeds.h"
-#include "kvpool/transport/frame_writer.h"
 #include "kvpool/transport/keepalive.h"
 #include "kvpool/transport/reactor.h"
 #include "raw_peer.h"
 #include "sock_fixture.h"
-#include "thrown.h"
 
 using namespace kvpool;
 using namespace kvpool::testing;
@@ -131,6 +129,7 @@ TEST_CASE("a link: frames that no peer sends close it") {
       {"a second card", [](FrameForge& f) { f.add(FrameKind::kCard); }},
       {"a door", [](FrameForge& f) { f.add(FrameKind::kDoor); }},
       {"a payload of a message", [](FrameForge& f) { f.add(FrameKind::kLend, 1, {}, some_bytes(8)); }},
+      {"data without a payload", [](FrameForge& f) { f.add(FrameKind::kData, 1, some_bytes(24)); }},
       {"a body of a ping", [](FrameForge& f) { f.add(FrameKind::kPing, 1, some_bytes(8)); }},
       {"a huge body",
        [](FrameForge& f) {
@@ -189,7 +188,7 @@ TEST_CASE("a link: nothing but a card is taken before the peer is admitted") {
   for (const FrameKind kind : {FrameKind::kLend, FrameKind::kData, FrameKind::kDone}) {
     Victim victim(Wire::kUnix);
     FrameForge forge(Wire::kUnix, false);
-    forge.add(kind, 1, some_bytes(10));
+    forge.add(kind, 1, some_bytes(10), kind == FrameKind::kData ? some_bytes(10) : Bytes{});
     send_raw(victim.peer, forge.take());
     REQUIRE(soon([&] { return victim.end.handler->closed_count() == 1; }));
     CHECK(victim.end.handler->why()->code() == ErrorCode::kProtocol);
@@ -367,22 +366,4 @@ TEST_CASE("a link: nothing is left of links that came and went") {
     pair.left.link->drive(in_seconds(0.001), [] { return false; });
   }
   CHECK(open_descriptors() == before);
-}
-
-// Whoever waited for its turn used to write behind it, before the link was closed: over a Unix socket, where frames
-// have no tag, the peer took that for the rest.
-TEST_CASE("a link: nothing is sent behind half a frame") {
-  auto [mine, theirs] = socket_pair(Wire::kUnix);  // nobody reads
-  FrameWriter writer(mine.get(), TagKind::kNone, Key{}, std::size_t{1} << 20, [](bool) {});
-  const Bytes content(std::size_t{8} << 20);
-  const iovec piece{const_cast<std::byte*>(content.data()), content.size()};
-  FrameHeader header{};
-  header.kind = static_cast<std::uint8_t>(FrameKind::kData);
-  header.payload_bytes = content.size();
-  CHECK(code_of([&] { writer.send_data(header, {}, {&piece, 1}, monotonic_ns() + 50'000'000, nullptr); }) ==
-        ErrorCode::kDeadline);
-  REQUIRE(writer.torn());
-  FrameHeader next{};
-  next.kind = static_cast<std::uint8_t>(FrameKind::kPing);
-  CHECK(code_of([&] { writer.send(next, {}); }) == ErrorCode::kPeerLost);
 }

@@ -2,7 +2,9 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstring>
+#include <functional>
 #include <string>
 
 #include "kvpool/transport/data_body.h"
@@ -31,6 +33,7 @@ class PlacingLink final : public Link {
       payload.insert(payload.end(), first, first + piece.iov_len);
     }
     CHECK(payload.size() <= kDataBytesMax);
+    longest_ = std::max(longest_, payload.size());
     CHECK(body.size() <= kBodyBytesMax);
     const DataBody data = read_data_body(body, payload.size(), target_);
     CHECK(data.blocks.size() * data.ranges.size() <= kDataPiecesMax);
@@ -51,6 +54,10 @@ class PlacingLink final : public Link {
   std::string describe() const override { return "test"; }
   void close(const Error&) noexcept override { closed_ = true; }
 
+  std::uint64_t payload_bytes_wanted() const noexcept override { return wanted_ ? wanted_() : kPayloadBytesMax; }
+
+  void want(std::function<std::uint64_t()> wanted) { wanted_ = std::move(wanted); }
+  std::size_t longest() const { return longest_; }
   void fail_after(int frames) { frames_left_ = frames; }
   bool closed() const { return closed_; }
   std::uint64_t frames() const { return frames_; }
@@ -58,6 +65,8 @@ class PlacingLink final : public Link {
 
  private:
   const MediaSpans& target_;
+  std::function<std::uint64_t()> wanted_;
+  std::size_t longest_ = 0;
   int frames_left_ = -1;
   bool closed_ = false;
   std::uint64_t frames_ = 0;
@@ -77,6 +86,31 @@ TEST_CASE("frames place at the receiver what a naive copy writes, whatever the l
       const WriteOutcome outcome = testing::write_whole(*route, trial);
       CHECK(outcome.calls >= link->pieces());  // gathered ones are fewer on the way
       CHECK(trial.target == trial.expected);
+    }
+  }
+}
+
+TEST_CASE("frames are no longer than the link wants them, and nothing is lost when it changes its mind") {
+  for (const std::uint64_t seed : testing::fuzz_seeds()) {
+    testing::announce_fuzz("sock", seed);
+    Dice dice(seed);
+    for (int round = 0; round < testing::fuzz_length(30); ++round) {
+      CAPTURE(seed);
+      CAPTURE(round);
+      const Trial trial = Trial::small(dice);
+      const auto link = std::make_shared<PlacingLink>(trial.target.spans());
+      std::uint64_t most = 0;
+      const bool steady = dice.one_in(2);
+      std::uint64_t wanted = 1 + dice.below(300);
+      link->want([&] {
+        if (!steady && dice.one_in(3)) wanted = 1 + dice.below(dice.one_in(2) ? 20 : 3000);
+        most = std::max(most, wanted);
+        return wanted;
+      });
+      const auto route = make_sock_route(trial.source.spans(), nullptr, link);
+      testing::write_whole(*route, trial);
+      CHECK(trial.target == trial.expected);
+      CHECK(link->longest() <= most);
     }
   }
 }

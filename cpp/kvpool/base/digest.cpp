@@ -53,7 +53,7 @@ void KeyedHash::update(const void* data, std::size_t bytes) noexcept {
     from += taken;
     bytes -= taken;
     if (gathered_ < kGatherBytes) return;
-    hash_gathered();
+    blake3_hasher_update(hasher_in(state_), gather_, gathered_);
   }
   // Whole groups go without a copy, and begin where BLAKE3's tree has a subtree of their size.
   const std::size_t whole = bytes - bytes % kGatherBytes;
@@ -62,14 +62,16 @@ void KeyedHash::update(const void* data, std::size_t bytes) noexcept {
   if (gathered_ > 0) std::memcpy(gather_, from + whole, gathered_);
 }
 
-void KeyedHash::hash_gathered() noexcept {
-  if (gathered_ > 0) blake3_hasher_update(hasher_in(state_), gather_, gathered_);
-  gathered_ = 0;
-}
-
-Digest KeyedHash::finish() noexcept {
-  hash_gathered();
-  return digest_of(*hasher_in(state_));
+// What is gathered goes into a copy: hashed into the state itself, it would shift all that follows off the borders of
+// BLAKE3's tree, where it hashes sixteen chunks at once.
+Digest KeyedHash::finish() const noexcept {
+  const blake3_hasher& state = *std::launder(reinterpret_cast<const blake3_hasher*>(state_));
+  if (gathered_ == 0) return digest_of(state);
+  blake3_hasher copy = state;
+  blake3_hasher_update(&copy, gather_, gathered_);
+  const Digest digest = digest_of(copy);
+  wipe(&copy, sizeof(copy));
+  return digest;
 }
 
 void KeyedHash::reset() noexcept {

@@ -31,15 +31,13 @@ class KeyedHash {
   KeyedHash(const KeyedHash&) = delete;
   KeyedHash& operator=(const KeyedHash&) = delete;
   void update(const void* data, std::size_t bytes) noexcept;
-  Digest finish() noexcept;  // of the bytes until now; more may follow
-  void reset() noexcept;     // begins anew with the same key
+  Digest finish() const noexcept;  // of the bytes until now; more may follow, as fast as before
+  void reset() noexcept;           // begins anew with the same key
 
  private:
   static constexpr std::size_t kStateBytes = 1920;
   static constexpr std::size_t kStateAlign = 8;
   static constexpr std::size_t kGatherBytes = 16384;  // sixteen chunks: what AVX-512 takes at once
-
-  void hash_gathered() noexcept;
 
   alignas(kStateAlign) std::byte state_[kStateBytes];  // a blake3_hasher
   std::size_t gathered_ = 0;

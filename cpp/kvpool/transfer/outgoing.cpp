@@ -237,7 +237,9 @@ void Outgoing::give_up(Lock& lock, const Error& why, bool wait_for_peer) {
     end(lock, why_);
   } else {
     phase_ = Phase::kCancelling;
+    const bool reading = std::exchange(reading_, false);  // the peer may take long to answer: the sources do not wait
     lock.unlock();
+    if (reading) session_->host().blocks().release_reading(request_.from);
   }
   if (tell) session_->tell(FrameKind::kCancel, id_);  // or the link ends, and on_lost comes
 }

@@ -1,9 +1,11 @@
 // Frames: what a link carries. docs/wire.md describes the bytes.
 //
-//   header 32 bytes | body | payload | tag
+//   header 32 bytes | body | tag                                    of a message
+//   header 32 bytes | body | tag | payload | end 1 byte | tag       of a data frame
 //
 // The body is a message; the payload, of data frames only, is block content that the receiver places where the body
-// says. Links that authenticate append a tag of kTagBytes over everything before it.
+// says. On links that authenticate, the first tag covers header and body, and is checked before a byte of the payload
+// is placed; the last one covers the whole frame. Each has kTagBytes; other links have none.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +13,8 @@
 
 namespace kvpool {
 
-inline constexpr std::uint16_t kWireVersionMin = 1;
-inline constexpr std::uint16_t kWireVersionMax = 1;
+inline constexpr std::uint16_t kWireVersionMin = 2;
+inline constexpr std::uint16_t kWireVersionMax = 2;
 
 enum class FrameKind : std::uint8_t {
   // Link level: never seen by a LinkHandler.
@@ -59,9 +61,15 @@ struct FrameHeader {
   std::uint16_t zero;           // must be
   std::uint64_t sequence;       // of this direction of this link: 1, 2, 3, ...; any other than the next ends the link
   std::uint64_t id;             // of the request or transfer
-  std::uint64_t payload_bytes;  // 0 but for kData
+  std::uint64_t payload_bytes;  // of kData at least 1, of all others 0
 };
 static_assert(sizeof(FrameHeader) == 32);
+
+// The byte behind a payload.
+enum class PayloadEnd : std::uint8_t {
+  kWhole = 0,
+  kGivenUp = 1,  // the sender stopped in the middle and filled up with zeros: the payload is worth nothing
+};
 
 // The longest is a request with 4 MiB of tokens, half a million addresses, private bytes and a namespace, or two times
 // half a million addresses.

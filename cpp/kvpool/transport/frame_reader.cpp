@@ -53,38 +53,19 @@ bool FrameReader::step() {
       case State::kHeader:
         if (!begin_frame()) return false;
         break;
-      case State::kBody: {
-        if (buffered() < header_.body_bytes) return false;
-        const auto body = take(header_.body_bytes);
-        tag_.update(body.data(), body.size());
-        if (is_data(header_)) {
-          placement_ = sink_.on_data_frame(header_, body);
-          begin_payload();
-        } else {
-          body_.assign(body.begin(), body.end());
-          state_ = State::kTag;
-        }
+      case State::kBody:
+        if (!take_body()) return false;
+        if (state_ == State::kHeader) return true;
         break;
-      }
       case State::kLargeBody:
-        take_large_body();
-        if (body_.size() < header_.body_bytes) return false;
-        if (is_data(header_)) {
-          placement_ = sink_.on_data_frame(header_, body_);
-          body_ = {};
-          begin_payload();
-        } else {
-          state_ = State::kTag;
-        }
+        if (!take_large_body()) return false;
+        if (state_ == State::kHeader) return true;
         break;
       case State::kPayload:
         if (!take_payload()) return false;
-        state_ = State::kTag;
         break;
-      case State::kTag:
-        if (buffered() < tag_.bytes()) return false;
-        finish_frame();
-        return true;
+      case State::kEnd:
+        return finish_payload();
     }
   }
 }
@@ -97,9 +78,10 @@ bool FrameReader::begin_frame() {
   ++sequence_;
   tag_.begin();
   tag_.update(&header_, sizeof(header_));
-  const std::size_t next = tag_.bytes() + sizeof(header_) + header_.body_bytes;
+  const std::size_t head = header_.body_bytes + tag_.bytes();
+  const std::size_t next = sizeof(PayloadEnd) + tag_.bytes() + sizeof(header_) + head;
   ahead_ = std::min(has_large_payload(header_) ? next : std::max(next, kAheadBytes), kBufferBytes);
-  if (header_.body_bytes <= kBufferBytes) {
+  if (head <= kBufferBytes) {
     state_ = State::kBody;
   } else {
     body_.clear();
@@ -109,23 +91,63 @@ bool FrameReader::begin_frame() {
   return true;
 }
 
-void FrameReader::take_large_body() {
+bool FrameReader::take_body() {
+  if (buffered() < header_.body_bytes + tag_.bytes()) return false;
+  const auto body = take(header_.body_bytes);
+  tag_.update(body.data(), body.size());
+  check_first_tag();
+  if (is_data(header_)) {
+    begin_payload(sink_.on_data_frame(header_, body));
+    return true;
+  }
+  body_.assign(body.begin(), body.end());
+  state_ = State::kHeader;
+  sink_.on_frame(header_, std::move(body_));
+  return true;
+}
+
+// What is left of it is read straight into its own memory.
+bool FrameReader::take_large_body() {
   const auto bytes = take(std::min(buffered(), header_.body_bytes - body_.size()));
   tag_.update(bytes.data(), bytes.size());
   body_.insert(body_.end(), bytes.begin(), bytes.end());
+  if (body_.size() < header_.body_bytes || buffered() < tag_.bytes()) return false;
+  check_first_tag();
+  Bytes body = std::move(body_);
+  if (is_data(header_)) {
+    begin_payload(sink_.on_data_frame(header_, body));
+    return true;
+  }
+  state_ = State::kHeader;
+  sink_.on_frame(header_, std::move(body));
+  return true;
 }
 
-void FrameReader::begin_payload() {
+void FrameReader::check_first_tag() {
+  const auto theirs = take(tag_.bytes());
+  if (theirs.empty()) return;
+  first_tag_ = tag_.finish();
+  if (!equal_secret(first_tag_.data(), theirs.data(), theirs.size())) throw_wrong_tag();
+}
+
+void FrameReader::throw_wrong_tag() const {
+  throw Error(ErrorCode::kProtocol, tag_.kind() == TagKind::kMac
+                                        ? "a frame from the peer has a wrong authentication code"
+                                        : "a frame from the peer has a wrong checksum");
+}
+
+void FrameReader::begin_payload(Placement&& placement) {
+  placement_ = std::move(placement);
   std::uint64_t room = 0;
   for (const iovec& piece : placement_.pieces) room += piece.iov_len;
-  dropped_ = placement_.pieces.empty() && header_.payload_bytes > 0;
+  dropped_ = placement_.pieces.empty();
   KVPOOL_CHECK(dropped_ || room == header_.payload_bytes);
-  if (dropped_) scratch_.resize(kBufferBytes);
-  call_.reserve(std::min<std::size_t>(placement_.pieces.size(), IOV_MAX) + 2);
   piece_ = 0;
   piece_filled_ = 0;
   payload_left_ = header_.payload_bytes;
-  state_ = State::kPayload;
+  state_ = State::kPayload;  // from here on end() tells the sink
+  if (dropped_) scratch_.resize(kBufferBytes);
+  call_.reserve(std::min<std::size_t>(placement_.pieces.size(), IOV_MAX) + 2);
 }
 
 // Bytes of the payload that came along with an earlier read.
@@ -150,32 +172,32 @@ bool FrameReader::take_payload() {
       advance_payload(bytes);
     }
   }
-  return payload_left_ == 0;
+  if (payload_left_ > 0) return false;
+  state_ = State::kEnd;
+  return true;
 }
 
-void FrameReader::finish_frame() {
-  const auto bytes = take(tag_.bytes());
-  bool intact = true;
-  if (!bytes.empty()) {
-    const Tag tag = tag_.finish();
-    intact = equal_secret(tag.data(), bytes.data(), tag.size());
-  }
+bool FrameReader::finish_payload() {
+  if (buffered() < sizeof(PayloadEnd) + tag_.bytes()) return false;
+  const auto end = static_cast<PayloadEnd>(take(sizeof(PayloadEnd))[0]);
+  const bool given_up = end == PayloadEnd::kGivenUp;
+  const auto theirs = take(tag_.bytes());
+  tag_.update(&end, sizeof(end));
+  const Tag tag = given_up ? tag_.given_up(first_tag_) : tag_.finish();
+  const bool right = theirs.empty() || equal_secret(tag.data(), theirs.data(), theirs.size());
   state_ = State::kHeader;
-  if (is_data(header_)) {
-    const std::uint64_t token = placement_.token;
-    placement_.pieces.clear();
-    if (!dropped_) sink_.on_placed_frame(token, intact);
+  const std::uint64_t token = placement_.token;
+  placement_.pieces.clear();
+  if (!dropped_) sink_.on_placed_frame(token, right && end == PayloadEnd::kWhole);
+  if (!right) throw_wrong_tag();
+  if (!given_up && end != PayloadEnd::kWhole) {
+    throw Error(ErrorCode::kProtocol, "a payload from the peer ends in no way that there is");
   }
-  if (!intact) {
-    throw Error(ErrorCode::kProtocol, tag_.kind() == TagKind::kMac
-                                          ? "a frame from the peer has a wrong authentication code"
-                                          : "a frame from the peer has a wrong checksum");
-  }
-  if (!is_data(header_)) sink_.on_frame(header_, std::move(body_));
+  return true;
 }
 
 void FrameReader::end() noexcept {
-  const bool placing = is_data(header_) && !dropped_ && (state_ == State::kPayload || state_ == State::kTag);
+  const bool placing = is_data(header_) && !dropped_ && (state_ == State::kPayload || state_ == State::kEnd);
   state_ = State::kHeader;
   if (!placing) return;
   try {
@@ -198,10 +220,14 @@ FrameReader::Filled FrameReader::fill() {
   } else if (state_ == State::kLargeBody) {
     straight = std::min<std::size_t>(header_.body_bytes - body_before, kBodyStepBytes);
     body_.resize(body_before + straight);
-    call_.push_back({body_.data() + body_before, straight});
-    if (body_.size() < header_.body_bytes) ahead = 0;
+    if (straight > 0) call_.push_back({body_.data() + body_before, straight});
+    if (body_.size() < header_.body_bytes) {
+      ahead = 0;
+    } else if (has_large_payload(header_)) {
+      ahead = tag_.bytes() - std::min(tag_.bytes(), buffered());
+    }
   } else if (state_ == State::kBody && has_large_payload(header_)) {
-    ahead = header_.body_bytes - buffered();  // and nothing of the large payload behind it
+    ahead = header_.body_bytes + tag_.bytes() - buffered();  // and nothing of the large payload behind it
   }
   if (straight == 0 && ahead == 0) ahead = sizeof(FrameHeader);
   if (ahead > 0) call_.push_back(room(ahead));

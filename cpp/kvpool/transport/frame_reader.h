@@ -4,6 +4,10 @@
 // straight into the pieces that the receiver names, its checksum computed as it lands: only bytes that came along with
 // an earlier read are copied. After a frame with a large payload the reader takes no more than the next header and body
 // ahead, so that a row of such frames is copied hardly at all.
+//
+// Invariant
+//   X1  The sink sees a body only when the tag behind it was right. So no message is handled, and no byte placed where
+//       the sender did not mean it, that a man in the middle has written.
 #pragma once
 
 #include <cstddef>
@@ -21,9 +25,9 @@ namespace kvpool {
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
-  virtual void on_frame(const FrameHeader& header, Bytes&& body) = 0;  // every kind but kData; its tag was right
+  virtual void on_frame(const FrameHeader& header, Bytes&& body) = 0;  // every kind but kData
   virtual Placement on_data_frame(const FrameHeader& header, std::span<const std::byte> body) = 0;
-  virtual void on_placed_frame(std::uint64_t token, bool intact) = 0;
+  virtual void on_placed_frame(std::uint64_t token, bool intact) = 0;  // as LinkHandler::on_placed
 };
 
 class FrameReader {
@@ -56,13 +60,16 @@ class FrameReader {
   static constexpr std::size_t kAheadBytes = std::size_t{16} << 10;
 
  private:
-  enum class State : std::uint8_t { kHeader, kBody, kLargeBody, kPayload, kTag };
+  enum class State : std::uint8_t { kHeader, kBody, kLargeBody, kPayload, kEnd };
 
   bool begin_frame();
-  void take_large_body();
+  bool take_body();
+  bool take_large_body();
+  void begin_payload(Placement&& placement);
   bool take_payload();
-  void begin_payload();
-  void finish_frame();
+  bool finish_payload();
+  void check_first_tag();
+  [[noreturn]] void throw_wrong_tag() const;
   void advance_payload(std::size_t bytes) noexcept;
   std::size_t payload_pieces(std::vector<iovec>& pieces);
 
@@ -79,7 +86,8 @@ class FrameReader {
   State state_ = State::kHeader;
   std::uint64_t sequence_ = 0;  // of the last frame
   FrameHeader header_{};
-  Bytes body_;  // of a frame that is not data, or whose body is large
+  Tag first_tag_{};  // of a data frame
+  Bytes body_;       // of a frame that is not data, or whose body is large
   std::size_t ahead_ = kAheadBytes;
 
   // The payload under way.

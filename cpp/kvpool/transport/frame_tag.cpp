@@ -23,7 +23,7 @@ void FrameTag::update(const void* data, std::size_t bytes) noexcept {
   if (kind_ == TagKind::kChecksum) crc_ = crc32c(crc_, data, bytes);
 }
 
-Tag FrameTag::finish() noexcept {
+Tag FrameTag::finish() const noexcept {
   Tag tag{};
   if (kind_ == TagKind::kMac) {
     const Digest digest = hash_->finish();
@@ -32,6 +32,14 @@ Tag FrameTag::finish() noexcept {
     std::memcpy(tag.data(), &crc_, sizeof(crc_));
   }
   return tag;
+}
+
+Tag FrameTag::given_up(const Tag& first) noexcept {
+  constexpr PayloadEnd kEnd = PayloadEnd::kGivenUp;
+  begin();
+  update(first.data(), first.size());
+  update(&kEnd, sizeof(kEnd));
+  return finish();
 }
 
 namespace {
@@ -87,10 +95,12 @@ void check_header(const FrameHeader& header, std::uint64_t sequence) {
     fail("a body of " + std::to_string(header.body_bytes) + " bytes; at most " + std::to_string(body_max));
   }
   if (header.zero != 0) fail("bytes that must be zero are not");
-  const std::size_t payload_max = header.kind == static_cast<std::uint8_t>(FrameKind::kData) ? kPayloadBytesMax : 0;
+  const bool data = header.kind == static_cast<std::uint8_t>(FrameKind::kData);
+  const std::size_t payload_max = data ? kPayloadBytesMax : 0;
   if (header.payload_bytes > payload_max) {
     fail("a payload of " + std::to_string(header.payload_bytes) + " bytes; at most " + std::to_string(payload_max));
   }
+  if (data && header.payload_bytes == 0) fail("data without a payload");
   if (header.sequence != sequence) {
     fail("frame " + std::to_string(header.sequence) + " where " + std::to_string(sequence) + " should be");
   }

@@ -20,7 +20,8 @@ enum class TagKind : std::uint8_t {
 
 using Tag = std::array<std::byte, kTagBytes>;
 
-// The tag of one direction of a link. begin(), update() over header, body and payload in order, finish().
+// The tags of one direction of a link. Of each frame: begin(), update() over header and body, finish() for the first
+// tag; of a data frame then update() over payload and end byte, and finish() for the last one.
 class FrameTag {
  public:
   FrameTag(TagKind kind, const Key& key);
@@ -32,7 +33,10 @@ class FrameTag {
 
   void begin() noexcept;
   void update(const void* data, std::size_t bytes) noexcept;
-  Tag finish() noexcept;
+  Tag finish() const noexcept;  // over all bytes since begin(); more may follow
+  // The last tag of a frame whose payload was given up. It does not cover the payload, which nobody uses, but the
+  // frame's first tag: so it fits this frame only. begin() comes next.
+  Tag given_up(const Tag& first) noexcept;
 
  private:
   TagKind kind_;
@@ -41,7 +45,7 @@ class FrameTag {
 };
 
 // Throws Error kProtocol: a kind that this version does not know, a length above its limit, a payload where none
-// belongs, a sequence number that is not the next one. What it lets pass is safe to allocate.
+// belongs, data without one, a sequence number that is not the next one. What it lets pass is safe to allocate.
 void check_header(const FrameHeader& header, std::uint64_t sequence);
 
 }  // namespace kvpool

@@ -38,10 +38,10 @@ class LinkHandler {
   virtual ~LinkHandler() = default;
   // Throwing Error kProtocol closes the link.
   virtual void on_message(Message&& message) = 0;
-  // A data frame arrived; its body has been read, its payload has not.
+  // A data frame arrived; its body has been read and is authentic, its payload has not.
   virtual Placement on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) = 0;
-  // The payload lies where on_data said. Not intact: the checksum or MAC was wrong, or the link ended within it; in
-  // both cases the link closes next. Not called for a payload that was dropped.
+  // The payload lies where on_data said. Not intact: the sender gave it up, and the link goes on; or its checksum or
+  // MAC was wrong, or the link ended within it, and the link closes next. Not called for a payload that was dropped.
   virtual void on_placed(std::uint64_t token, bool intact) = 0;
   virtual void on_closed(const Error& why) = 0;
 };
@@ -55,8 +55,9 @@ class Link {
   virtual void send(Message&& message) = 0;
 
   // Sends one data frame from these pieces without copying them, waiting for room on the way. Thread-safe; frames of
-  // several threads do not mix, and messages of send() get in between. Throws kPeerLost, kDeadline, kCancelled; a
-  // frame that was begun and not finished closes the link, so that the peer never takes it for whole.
+  // several threads do not mix, and messages of send() get in between. Throws kPeerLost, kDeadline, kCancelled, and
+  // kArgument for a frame of no bytes or too many. The pieces are read no more when it has returned or thrown: what is
+  // left of a frame that was begun goes out as zeros, and the peer is told to drop it.
   //
   // From within a call of a handler it never waits, for then nobody would read: of two peers that write to each other
   // so, both would wait for room that neither makes. What does not go at once is copied and queued, and kBusy is thrown
@@ -67,6 +68,8 @@ class Link {
   // This thread is in a call of a handler, and others' bytes go first: send_data would only add to what is queued.
   // Whoever can have another thread write had better do so.
   virtual bool would_queue() noexcept { return false; }
+  // How long the payload of a data frame should be, so that others need not wait long behind it.
+  virtual std::uint64_t payload_bytes_wanted() const noexcept { return kPayloadBytesMax; }
 
   // Reads and handles what arrives, in this thread, until done() or the deadline; so an answer costs no change of
   // threads. When another thread reads already, waits. `done` is looked at after each frame. Spins for at most 50 us,

@@ -12,18 +12,34 @@ namespace {
 constexpr std::int64_t kSoonNs = 2'000;
 constexpr std::int64_t kPartNs = 200'000;  // until the other end notices
 
-Tag tag_of(const Bytes& frame, std::size_t bytes) {
+// The tags of a frame, as FrameTag has them.
+struct Tags {
+  Tag first;
+  Tag last;
+};
+
+Tags tags_of(std::span<const std::byte> head, std::span<const std::byte> payload, PayloadEnd end) {
   FrameTag tag(TagKind::kChecksum, Key{});
   tag.begin();
-  tag.update(frame.data(), bytes);
-  return tag.finish();
+  tag.update(head.data(), head.size());
+  Tags tags{tag.finish(), {}};
+  tag.update(payload.data(), payload.size());
+  tag.update(&end, sizeof(end));
+  tags.last = end == PayloadEnd::kGivenUp ? tag.given_up(tags.first) : tag.finish();
+  return tags;
 }
 
-bool is_intact(const Bytes& frame) {
-  const std::size_t bytes = frame.size() - kTagBytes;
-  const Tag tag = tag_of(frame, bytes);
-  return std::memcmp(tag.data(), frame.data() + bytes, kTagBytes) == 0;
+bool equal(const Tag& tag, std::span<const std::byte> bytes) {
+  return std::memcmp(tag.data(), bytes.data(), tag.size()) == 0;
 }
+
+Bytes bytes_of(std::span<const iovec> pieces) {
+  Bytes bytes;
+  for (const iovec& piece : pieces) WireWriter(bytes).raw(piece.iov_base, piece.iov_len);
+  return bytes;
+}
+
+[[noreturn]] void throw_damaged() { throw Error(ErrorCode::kProtocol, "a frame was damaged on its way"); }
 
 }  // namespace
 
@@ -49,21 +65,24 @@ void SimLink::start(std::shared_ptr<LinkHandler> handler) {
 // --- sending ---
 
 Bytes SimLink::make_frame(FrameKind kind, std::uint64_t id, std::span<const std::byte> body,
-                          std::span<const std::byte> payload) {
+                          std::span<const std::byte> payload, PayloadEnd end) {
   const FrameHeader header{
       static_cast<std::uint32_t>(body.size()), static_cast<std::uint8_t>(kind), 0, 0, sent_ + 1, id, payload.size()};
   Bytes frame;
   WireWriter writer(frame);
-  writer.raw(&header, sizeof(header)).raw(body.data(), body.size()).raw(payload.data(), payload.size());
-  const Tag tag = tag_of(frame, frame.size());
-  writer.raw(tag.data(), tag.size());
+  writer.raw(&header, sizeof(header)).raw(body.data(), body.size());
+  const Tags tags = tags_of(frame, payload, end);
+  writer.raw(tags.first.data(), kTagBytes);
+  if (payload.empty()) return frame;
+  writer.raw(payload.data(), payload.size()).raw(&end, sizeof(end)).raw(tags.last.data(), kTagBytes);
   return frame;
 }
 
 void SimLink::send(Message&& message) {
   if (closing_) throw Error(ErrorCode::kPeerLost, "the link is closed");
   if (clock_.dice().chance(faults_.busy)) throw Error(ErrorCode::kBusy, "too much is queued for the peer");
-  auto frame = std::make_shared<const Bytes>(make_frame(message.kind, message.id, message.body, {}));
+  auto frame =
+      std::make_shared<const Bytes>(make_frame(message.kind, message.id, message.body, {}, PayloadEnd::kWhole));
   clock_.log("send", static_cast<std::uint64_t>(message.kind) << 32 | actor_, message.id);
   transmit(++sent_, std::move(frame));
 }
@@ -71,13 +90,25 @@ void SimLink::send(Message&& message) {
 void SimLink::send_data(std::uint64_t id, std::span<const std::byte> body, std::span<const iovec> pieces,
                         std::int64_t deadline_ns, const std::atomic<bool>* cancelled) {
   if (closing_) throw Error(ErrorCode::kPeerLost, "the link is closed");
-  if (cancelled != nullptr && cancelled->load()) throw Error(ErrorCode::kCancelled, "the transfer was cancelled");
-  if (clock_.now_ns() >= deadline_ns) throw Error(ErrorCode::kDeadline, "the transfer was not done by its deadline");
-  Bytes payload;
-  for (const iovec& piece : pieces) WireWriter(payload).raw(piece.iov_base, piece.iov_len);
-  auto frame = std::make_shared<const Bytes>(make_frame(FrameKind::kData, id, body, payload));
+  const bool unwanted = cancelled != nullptr && cancelled->load();
+  const bool late = clock_.now_ns() >= deadline_ns;
+  if ((unwanted || late) && clock_.dice().chance(faults_.give_up)) give_up_data(id, body, pieces);
+  if (unwanted) throw Error(ErrorCode::kCancelled, "the transfer was cancelled");
+  if (late) throw Error(ErrorCode::kDeadline, "the transfer was not done by its deadline");
+  auto frame =
+      std::make_shared<const Bytes>(make_frame(FrameKind::kData, id, body, bytes_of(pieces), PayloadEnd::kWhole));
   clock_.log("data", actor_, id);
   transmit(++sent_, std::move(frame));
+}
+
+// As on a socket: a frame that was begun when its transfer ended goes out to its end, with zeros from some byte on.
+void SimLink::give_up_data(std::uint64_t id, std::span<const std::byte> body, std::span<const iovec> pieces) {
+  Bytes payload = bytes_of(pieces);
+  const auto from = static_cast<std::ptrdiff_t>(clock_.dice().below(payload.size()));
+  std::fill(payload.begin() + from, payload.end(), std::byte{0});
+  clock_.log("given up", actor_, id);
+  transmit(++sent_,
+           std::make_shared<const Bytes>(make_frame(FrameKind::kData, id, body, payload, PayloadEnd::kGivenUp)));
 }
 
 // One try. What is lost is sent again, by the kernel: that goes on while the process stands still.
@@ -151,35 +182,42 @@ void SimLink::read() {
 void SimLink::handle(const Bytes& frame) {
   FrameHeader header;
   std::memcpy(&header, frame.data(), sizeof(header));
-  const bool intact = is_intact(frame);
-  damaged_ = damaged_ || !intact;
-  if (faults_.keep_replays) header.sequence = handled_;
-  check_header(header, handled_);
-  const std::span<const std::byte> rest = std::span(frame).subspan(sizeof(header));
-  if (header.body_bytes + header.payload_bytes + kTagBytes != rest.size()) {
+  FrameHeader expected = header;
+  if (faults_.keep_replays) expected.sequence = handled_;
+  const std::size_t tail = header.payload_bytes > 0 ? sizeof(PayloadEnd) + kTagBytes : 0;
+  const std::size_t head = sizeof(header) + header.body_bytes;
+  if (head + kTagBytes + header.payload_bytes + tail != frame.size()) {
+    damaged_ = true;
     throw Error(ErrorCode::kProtocol, "a frame of another length than it says");
   }
-  const std::span<const std::byte> body = rest.first(header.body_bytes);
+  const std::span<const std::byte> all(frame);
+  const std::span<const std::byte> body = all.subspan(sizeof(header), header.body_bytes);
+  const std::span<const std::byte> payload = all.subspan(head + kTagBytes, header.payload_bytes);
+  const auto end = tail > 0 ? static_cast<PayloadEnd>(all[all.size() - tail]) : PayloadEnd::kWhole;
+  const Tags tags = tags_of(all.first(head), payload, end);
+  const bool right = tail == 0 || equal(tags.last, all.last(kTagBytes));
+  const bool first_right = equal(tags.first, all.subspan(head, kTagBytes));
+  damaged_ = damaged_ || !first_right || !right;
+  check_header(expected, handled_);
+  if (!first_right) throw_damaged();
   const auto kind = static_cast<FrameKind>(header.kind);
   if (kind == FrameKind::kData) {
-    // As on a socket: the tag comes last, so a body is read before it is known to be intact.
-    return begin_payload(header.id, body, rest.subspan(header.body_bytes, header.payload_bytes), intact);
+    // As on a socket: the last tag comes last, so a payload is placed before it is known to be intact.
+    return begin_payload(header.id, body, Payload{{}, Bytes(payload.begin(), payload.end()), 0, end, right});
   }
-  if (!intact) throw Error(ErrorCode::kProtocol, "a frame was damaged on its way");
   if (kind == FrameKind::kPing) return;
   clock_.log("handle", static_cast<std::uint64_t>(kind) << 32 | actor_, header.id);
   handler_->on_message(Message{kind, header.flags, header.id, Bytes(body.begin(), body.end())});
 }
 
-void SimLink::begin_payload(std::uint64_t id, std::span<const std::byte> body, std::span<const std::byte> payload,
-                            bool intact) {
-  Placement placement = handler_->on_data(id, body, payload.size());
-  if (placement.pieces.empty()) {
+void SimLink::begin_payload(std::uint64_t id, std::span<const std::byte> body, Payload&& payload) {
+  payload.placement = handler_->on_data(id, body, payload.bytes.size());
+  if (payload.placement.pieces.empty()) {
     clock_.log("dropped", actor_, id);
-    if (!intact) throw Error(ErrorCode::kProtocol, "a frame was damaged on its way");
+    if (!payload.right) throw_damaged();
     return;
   }
-  payload_.emplace(Payload{std::move(placement), Bytes(payload.begin(), payload.end()), 0, intact});
+  payload_.emplace(std::move(payload));
   land();
 }
 
@@ -208,10 +246,11 @@ void SimLink::land_chunk() {
   }
   if (payload.landed < payload.bytes.size()) return land();
   const std::uint64_t token = payload.placement.token;
-  const bool intact = payload.intact;
+  const bool right = payload.right;
+  const bool intact = right && payload.end == PayloadEnd::kWhole;
   payload_.reset();
   handler_->on_placed(token, intact);
-  if (!intact) return close(Error(ErrorCode::kProtocol, "a frame was damaged on its way"));
+  if (!right) return close(Error(ErrorCode::kProtocol, "a frame was damaged on its way"));
   wait_to_read();
 }
 
@@ -236,7 +275,7 @@ void SimLink::check_lease() {
     return close(Error(ErrorCode::kPeerLost, "the peer is silent"));
   }
   if (const auto other = other_.lock()) {
-    auto frame = std::make_shared<const Bytes>(make_frame(FrameKind::kPing, 0, {}, {}));
+    auto frame = std::make_shared<const Bytes>(make_frame(FrameKind::kPing, 0, {}, {}, PayloadEnd::kWhole));
     transmit(++sent_, std::move(frame));
   }
   clock_.after(faults_.lease_ns / 3, actor_, [weak = weak_from_this()] {

@@ -29,8 +29,9 @@ struct SimFaults {
   std::uint32_t reorder = 0;  // delayed by up to delay_max_ns more
   std::uint32_t replay = 0;
   std::uint32_t damage = 0;
-  std::uint32_t busy = 0;   // of each send(): more is queued than may be
-  std::uint32_t abort = 0;  // of each end of a link: what is on its way is lost, too
+  std::uint32_t give_up = 0;  // of each data frame that came too late, or was cancelled: that it had begun
+  std::uint32_t busy = 0;     // of each send(): more is queued than may be
+  std::uint32_t abort = 0;    // of each end of a link: what is on its way is lost, too
   std::int64_t delay_ns = 50'000;
   std::int64_t delay_max_ns = 5'000'000;
   std::int64_t resend_ns = 20'000'000;
@@ -83,18 +84,19 @@ class SimLink final : public Link, public std::enable_shared_from_this<SimLink> 
     Placement placement;
     Bytes bytes;
     std::size_t landed = 0;
-    bool intact = true;
+    PayloadEnd end = PayloadEnd::kWhole;
+    bool right = true;  // the last tag
   };
 
   Bytes make_frame(FrameKind kind, std::uint64_t id, std::span<const std::byte> body,
-                   std::span<const std::byte> payload);
+                   std::span<const std::byte> payload, PayloadEnd end);
+  void give_up_data(std::uint64_t id, std::span<const std::byte> body, std::span<const iovec> pieces);
   void transmit(std::uint64_t number, std::shared_ptr<const Bytes> frame);
   void arrive(std::uint64_t number, std::shared_ptr<const Bytes> frame);
   void wait_to_read();
   void read();
   void handle(const Bytes& frame);
-  void begin_payload(std::uint64_t id, std::span<const std::byte> body, std::span<const std::byte> payload,
-                     bool intact);
+  void begin_payload(std::uint64_t id, std::span<const std::byte> body, Payload&& payload);
   void land();
   void land_chunk();
   void check_lease();

@@ -31,8 +31,12 @@ SimWrite::SimWrite(const SimRoute& route, const WriteRequest& request) : route_(
   outcome_.calls = pieces_.size();
 }
 
-void SimWrite::check_stopped() const {
+void SimWrite::check_open() const {
   if (route_.closed_) throw Error(ErrorCode::kPeerLost, "the route to the peer is closed");
+}
+
+void SimWrite::check_stopped() const {
+  check_open();
   if (request_.cancelled != nullptr && request_.cancelled->load()) {
     throw Error(ErrorCode::kCancelled, "the transfer was cancelled");
   }
@@ -44,10 +48,11 @@ void SimWrite::check_stopped() const {
 bool SimWrite::step() {
   const bool over = parts_ ? next_part_ == parts_->size() : pieces_.empty();
   if (over) return true;
-  check_stopped();
   if (parts_) {
-    send_frame();
+    check_open();
+    send_frame();  // the link looks at the deadline, for a frame may have begun before it
   } else {
+    check_stopped();
     copy_some();
   }
   return false;

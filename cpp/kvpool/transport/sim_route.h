@@ -27,6 +27,7 @@ class SimWrite {
   const WriteOutcome& outcome() const noexcept { return outcome_; }
 
  private:
+  void check_open() const;
   void check_stopped() const;
   void copy_some();
   void send_frame();

@@ -87,26 +87,20 @@ void SockLink::send_data(std::uint64_t id, std::span<const std::byte> body, std:
   if (forked()) throw Error(ErrorCode::kFork, "a link belongs to the process that made it");
   std::uint64_t bytes = 0;
   for (const iovec& piece : pieces) bytes += std::min<std::size_t>(piece.iov_len, kPayloadBytesMax + 1);
-  if (bytes > kPayloadBytesMax || body.size() > kBodyBytesMax) {
-    throw Error(ErrorCode::kArgument, "a data frame of " + std::to_string(bytes) + " bytes is too large",
-                {{"maximum", static_cast<std::int64_t>(kPayloadBytesMax)}});
+  if (bytes == 0 || bytes > kPayloadBytesMax || body.size() > kBodyBytesMax) {
+    throw Error(ErrorCode::kArgument,
+                "no data frame that a link sends: " + std::to_string(bytes) + " bytes, and a body of " +
+                    std::to_string(body.size()),
+                {{"value", static_cast<std::int64_t>(bytes)},
+                 {"minimum", 1},
+                 {"maximum", static_cast<std::int64_t>(kPayloadBytesMax)}});
   }
   FrameHeader header{};
   header.kind = static_cast<std::uint8_t>(FrameKind::kData);
   header.id = id;
-  header.body_bytes = static_cast<std::uint32_t>(body.size());
   header.payload_bytes = bytes;
-  try {
-    if (handling()) return writer_.send_copy(header, body, pieces);
-    writer_.send_data(header, body, pieces, deadline_ns, cancelled);
-  } catch (const Error& error) {
-    if (writer_.torn()) close_with(error, Farewell::kNone);  // half a frame: nothing can follow it
-    throw;
-  } catch (const std::bad_alloc&) {
-    if (writer_.torn())
-      close_with(Error(ErrorCode::kOutOfMemory, "no memory for the rest of a frame"), Farewell::kNone);
-    throw;
-  }
+  if (handling()) return writer_.send_copy(header, body, pieces);
+  writer_.send_data(header, body, pieces, deadline_ns, cancelled);
 }
 
 void SockLink::send_control(FrameKind kind, Bytes&& body) noexcept {

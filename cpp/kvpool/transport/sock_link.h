@@ -60,6 +60,7 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   void send_data(std::uint64_t id, std::span<const std::byte> body, std::span<const iovec> pieces,
                  std::int64_t deadline_ns, const std::atomic<bool>* cancelled) override;
   bool would_queue() noexcept override { return handling() && writer_.occupied(); }
+  std::uint64_t payload_bytes_wanted() const noexcept override { return writer_.payload_bytes_wanted(); }
   bool drive(std::int64_t deadline_ns, const std::function<bool()>& done) override;
   void wake() noexcept override;
   std::shared_ptr<void> attachment() const override { return attachment_; }

@@ -1,5 +1,6 @@
 #include "kvpool/transport/sock_route.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -96,22 +97,9 @@ class SockRoute final : public Route {
   WriteOutcome write(const WriteRequest& request) override {
     check_sources(request);
     const std::int64_t began_ns = monotonic_ns();
-    constexpr PartLimits kFrameLimits{.bytes_max = kDataBytesMax,
-                                      .blocks_max = kDataBlocksMax,
-                                      .strips_max = kDataRangesMax,
-                                      .pieces_max = kDataPiecesMax};
-    const TransferParts frames(request.strips, request.from.size(), kFrameLimits);
     FrameMaker maker(request, local_, reads_gpu(request) ? staging_.get() : nullptr);
     WriteOutcome outcome;
-    for (std::size_t i = 0; i < frames.size(); ++i) {
-      throw_if_stopped(request, name(), closed_);
-      maker.make(frames[i]);
-      link_->send_data(request.transfer, maker.body(), maker.pieces(), request.deadline_ns, request.cancelled);
-      outcome.bytes += frames[i].bytes();
-      if (request.bytes_done != nullptr) {
-        request.bytes_done->fetch_add(frames[i].bytes(), std::memory_order_relaxed);
-      }
-    }
+    for (std::size_t sent = 0; sent < request.from.size();) sent = send_blocks(request, sent, maker, outcome);
     outcome.calls = maker.calls();
     const std::int64_t ended_ns = monotonic_ns();
     cost_.measured(reach_of(request.from), reach_of(request.to), outcome.calls, outcome.bytes,
@@ -122,6 +110,38 @@ class SockRoute final : public Route {
   void close() noexcept override { closed_.store(true, std::memory_order_relaxed); }
 
  private:
+  // Sends blocks from this one on, for as long as the link wants frames of about the same length. Returns which one is
+  // next.
+  std::size_t send_blocks(const WriteRequest& request, std::size_t first, FrameMaker& maker, WriteOutcome& outcome) {
+    const PartLimits limits{.bytes_max = frame_bytes_max(),
+                            .blocks_max = kDataBlocksMax,
+                            .strips_max = kDataRangesMax,
+                            .pieces_max = kDataPiecesMax};
+    const TransferParts frames(request.strips, request.from.size() - first, limits);
+    if (frames.size() == 0) return request.from.size();
+    std::size_t next = first;
+    for (std::size_t i = 0; i < frames.size(); ++i) {
+      TransferPart frame = frames[i];
+      frame.first_block += first;
+      const bool whole_blocks = frame.first_block >= next;  // of those before, every frame was sent
+      if (whole_blocks && i > 0 && is_far(limits.bytes_max, frame_bytes_max())) return frame.first_block;
+      throw_if_stopped(request, name(), closed_);
+      maker.make(frame);
+      link_->send_data(request.transfer, maker.body(), maker.pieces(), request.deadline_ns, request.cancelled);
+      next = frame.first_block + frame.blocks;
+      outcome.bytes += frame.bytes();
+      if (request.bytes_done != nullptr) {
+        request.bytes_done->fetch_add(frame.bytes(), std::memory_order_relaxed);
+      }
+    }
+    return next;
+  }
+
+  std::uint64_t frame_bytes_max() const noexcept { return std::min(kDataBytesMax, link_->payload_bytes_wanted()); }
+  static bool is_far(std::uint64_t one, std::uint64_t other) noexcept {
+    return one > 2 * other || other > 2 * one || (other == kDataBytesMax && one != other);
+  }
+
   bool reads_gpu(const WriteRequest& request) const noexcept {
     const Reach from = reach_of(request.from);
     return (from[0] && on_gpu_[0]) || (from[1] && on_gpu_[1]);

@@ -1,0 +1,352 @@
+// A peer that knows the secret, and whose frames are authentic, but say anything: what it was not given stays as it is,
+// and whoever keeps the rules goes on. KVPOOL_LONG=1: 100,000 frames.
+#include <doctest/doctest.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <memory>
+
+#include "fuzz_seeds.h"
+#include "kvpool/transfer/messages.h"
+#include "kvpool/transport/data_body.h"
+#include "kvpool/transport/frame_reader.h"
+#include "kvpool/transport/handshake.h"
+#include "kvpool/transport/meeting.h"
+#include "raw_peer.h"
+#include "service_kit.h"
+#include "thrown.h"
+
+using namespace kvpool;
+using namespace kvpool::testing;
+using namespace kvpool::testing::services;
+
+namespace {
+
+constexpr std::uint32_t kStranger = 77;
+
+class Nobody final : public Patience {
+ public:
+  void check() const override {}
+};
+
+PeerCard card_like(const Pool& pool, std::uint64_t epoch) {
+  PeerCard card;
+  card.name = "stranger";
+  card.instance = kStranger;
+  card.epoch = epoch;
+  card.pid = 4321;
+  card.host = "another host";
+  card.block_tokens = pool.layout().block_tokens;
+  card.piece_bytes.assign(pool.layout().piece_bytes.begin(), pool.layout().piece_bytes.end());
+  card.routes = {"sock"};
+  const std::uint64_t bytes = pool.layout().block_bytes();
+  card.media[0] = {8, 0, {{0x100000, bytes, bytes}}};
+  return card;
+}
+
+// One connection of the stranger: all frames have a MAC, in both directions.
+class Stranger final : public FrameSink {
+ public:
+  Stranger(const std::string& address, const Pool& like, std::uint64_t epoch)
+      : socket_(dial(parse_address(address), Nobody())) {
+    Handshake handshake(Handshake::Role::kClient, "s3cret");
+    say(handshake.start());
+    for (Bytes out; !handshake.done(); say(std::exchange(out, {}))) {
+      std::byte bytes[33];  // no message of the server is shorter, or the two that follow each other: nothing is lost
+      pollfd ready{socket_.get(), POLLIN, 0};
+      poll(&ready, 1, 10'000);
+      const ssize_t got = recv(socket_.get(), bytes, sizeof(bytes), 0);
+      if (got <= 0) return;  // refused
+      const auto taken = handshake.advance({bytes, static_cast<std::size_t>(got)}, out);
+      early_.assign(bytes + taken, bytes + got);
+    }
+    forge_ = std::make_unique<FrameForge>(TagKind::kMac, handshake.keys().send);
+    reader_ = std::make_unique<FrameReader>(socket_.get(), TagKind::kMac, handshake.keys().receive, false, *this);
+    reader_->put_early(early_, {});
+    forge_->add(FrameKind::kCard, 0, write_card_body(card_like(like, epoch)));
+    say(forge_->take());
+    for (const std::int64_t until = in_seconds(10); !admitted_ && open_ && monotonic_ns() < until; listen()) {
+      pollfd ready{socket_.get(), POLLIN, 0};
+      poll(&ready, 1, 100);
+    }
+  }
+
+  bool admitted() const { return admitted_ && open_; }
+  FrameForge& forge() { return *forge_; }
+  // Returns when the victim has handled all of it, or has left.
+  void flush() {
+    forge_->add(FrameKind::kPing);
+    say(forge_->take());
+    for (++pings_; open_ && pongs_ < pings_; listen()) {
+      pollfd ready{socket_.get(), POLLIN, 0};
+      poll(&ready, 1, 1000);
+    }
+  }
+  // Hears what it was answered: blocks that it was given.
+  void listen() {
+    try {
+      while (open_) {
+        while (reader_->step()) {
+        }
+        const auto filled = reader_->fill();
+        if (filled == FrameReader::Filled::kNothing) return;
+        if (filled == FrameReader::Filled::kEnd) open_ = false;
+      }
+    } catch (const Error&) {
+      open_ = false;
+    }
+  }
+
+  Addresses given;  // lent or reserved, perhaps no more
+  Addresses lent;   // likewise
+
+ private:
+  void on_frame(const FrameHeader& header, Bytes&& body) override {
+    const auto kind = static_cast<FrameKind>(header.kind);
+    if (kind == FrameKind::kCard) admitted_ = true;
+    if (kind == FrameKind::kReject || kind == FrameKind::kBye) open_ = false;
+    Addresses more;
+    if (kind == FrameKind::kPong) ++pongs_;
+    if (kind == FrameKind::kLent) more = lent = read_addresses(body);
+    if (kind == FrameKind::kReserved) more = read_reserved(body).addresses;
+    given.insert(given.end(), more.begin(), more.end());
+  }
+  Placement on_data_frame(const FrameHeader&, std::span<const std::byte>) override { return {}; }
+  void on_placed_frame(std::uint64_t, bool) override {}
+
+  void say(const Bytes& bytes) {
+    for (std::size_t sent = 0; open_ && sent < bytes.size();) {
+      const ssize_t got = send(socket_.get(), bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (got > 0) {
+        sent += static_cast<std::size_t>(got);
+        continue;
+      }
+      if (errno != EAGAIN) open_ = false;
+      if (reader_ != nullptr) listen();  // or both wait for room
+      pollfd room{socket_.get(), POLLOUT, 0};
+      poll(&room, 1, 100);
+    }
+  }
+
+  Descriptor socket_;
+  Bytes early_;
+  bool open_ = true;
+  bool admitted_ = false;
+  std::uint64_t pings_ = 0;
+  std::uint64_t pongs_ = 0;
+  std::unique_ptr<FrameForge> forge_;
+  std::unique_ptr<FrameReader> reader_;
+};
+
+// Makes up frames: mostly such as a peer might send, with addresses that are its own, somebody else's, or made up.
+class Inventor {
+ public:
+  Inventor(Dice& dice, const Pool& pool, Addresses others)
+      : dice_(dice), bytes_(pool.layout().block_bytes()), others_(std::move(others)) {}
+
+  void add_frame(Stranger& stranger) {
+    mine_ = stranger.given;
+    FrameForge& forge = stranger.forge();
+    if (dice_.one_in(30) && !stranger.lent.empty()) return add_transfer(forge, stranger.lent);
+    // Or its limit is soon reached, and all that it asks for is refused.
+    if (dice_.one_in(10) && !mine_.empty())
+      return forge.add(FrameKind::kReturn, id(), write_addresses({&dice_.pick(mine_), 1}));
+    const FrameKind kind = dice_.one_in(200) ? static_cast<FrameKind>(dice_.below(64)) : dice_.pick(kKinds);
+    Bytes body = body_of(kind);
+    Bytes payload;
+    if (kind == FrameKind::kData) {
+      payload = some_bytes(dice_.one_in(20) ? 1 + dice_.below(3000) : std::max<std::uint64_t>(1, payload_bytes_),
+                           static_cast<unsigned>(dice_.below(200)));
+    }
+    if (dice_.one_in(40) && !body.empty())
+      body[dice_.below(body.size())] ^= static_cast<std::byte>(1U << dice_.below(8));
+    if (dice_.one_in(300)) body.resize(dice_.below(body.size() + 1));
+    if (dice_.one_in(300)) forge.header.flags = static_cast<std::uint8_t>(dice_.any());
+    const std::array ends = {PayloadEnd::kWhole, PayloadEnd::kWhole, PayloadEnd::kWhole, PayloadEnd::kGivenUp};
+    forge.add(kind, id(), body, payload, dice_.one_in(500) ? static_cast<PayloadEnd>(9) : dice_.pick(ends));
+  }
+
+ private:
+  // As it should be; but perhaps a part of it is given up.
+  void add_transfer(FrameForge& forge, const Addresses& lent) {
+    const BlockStrip whole{0, 0, bytes_};
+    const Addresses to = {dice_.pick(lent)};
+    Bytes body;
+    write_data_body({&whole, 1}, to, body);
+    const std::uint64_t number = 1000 + dice_.below(1'000'000);
+    forge.add(FrameKind::kData, number, body, some_bytes(bytes_, 3),
+              dice_.one_in(4) ? PayloadEnd::kGivenUp : PayloadEnd::kWhole);
+    CompleteBody complete;
+    complete.named = to;
+    complete.bytes = bytes_;
+    complete.has_private = true;
+    forge.add(FrameKind::kComplete, number, write_body(complete));
+  }
+
+  static constexpr std::array kKinds = {
+      FrameKind::kLend,    FrameKind::kLend,     FrameKind::kReturn,   FrameKind::kReserve,
+      FrameKind::kReserve, FrameKind::kData,     FrameKind::kData,     FrameKind::kData,
+      FrameKind::kData,    FrameKind::kComplete, FrameKind::kComplete, FrameKind::kCancel,
+      FrameKind::kFetch,   FrameKind::kDone,     FrameKind::kRefused,  FrameKind::kPong};
+
+  std::uint64_t id() { return dice_.one_in(50) ? dice_.any() : 1 + dice_.below(12); }
+
+  Address address() {
+    if (!mine_.empty() && !dice_.one_in(12))
+      return mine_[mine_.size() - 1 - dice_.below(std::min<std::size_t>(mine_.size(), 8))];
+    if (dice_.one_in(2)) return dice_.pick(others_);
+    return make_address(1 + dice_.below(100), dice_.one_in(2) ? Medium::kHbm : Medium::kDram, dice_.below(4),
+                        dice_.below(20));
+  }
+
+  Addresses addresses(std::size_t most) {
+    Addresses some(dice_.below(most) + 1);
+    for (Address& one : some) one = address();
+    return some;
+  }
+
+  Bytes body_of(FrameKind kind) {
+    switch (kind) {
+      case FrameKind::kLend:
+        return write_body(LendBody{dice_.below(4), dice_.one_in(4) ? Medium::kDram : Medium::kHbm, dice_.one_in(2)});
+      case FrameKind::kReturn:
+      case FrameKind::kDone:
+        return write_addresses(addresses(2));
+      case FrameKind::kReserve: {
+        ReserveBody body;
+        body.blocks = dice_.below(3) + 1;
+        body.may_evict = dice_.one_in(2);
+        body.one_sided = dice_.one_in(8);
+        body.lifetime_ms = dice_.below(2000);
+        if (dice_.one_in(5)) {
+          body.insert = true;
+          body.tokens = prompt(static_cast<Token>(dice_.below(9)), body.blocks);
+        }
+        return write_body(body);
+      }
+      case FrameKind::kComplete: {
+        CompleteBody body;
+        if (dice_.one_in(2)) body.named = addresses(2);
+        body.bytes = dice_.one_in(4) ? dice_.any() : bytes_ * std::max<std::size_t>(1, body.named.size());
+        body.has_private = dice_.one_in(2);
+        if (body.has_private) body.private_bytes = some_bytes(dice_.below(60));
+        body.has_checksum = dice_.one_in(6);
+        return write_body(body);
+      }
+      case FrameKind::kFetch: {
+        FetchBody body;
+        body.lifetime_ms = dice_.below(1000);
+        body.from = addresses(2);
+        for (std::size_t i = 0; i < body.from.size(); ++i)
+          body.to.push_back(make_address(kStranger, Medium::kHbm, 1, dice_.below(8)));
+        return write_body(body);
+      }
+      case FrameKind::kRefused:
+        return write_error(Error(ErrorCode::kBusy, "no"));
+      case FrameKind::kData: {
+        std::vector<BlockStrip> strips;
+        if (dice_.one_in(2)) {
+          strips.push_back({0, 0, bytes_});
+        } else {
+          const std::uint64_t at = dice_.below(bytes_);
+          strips.push_back({0, at, 1 + dice_.below(dice_.one_in(10) ? bytes_ : bytes_ - at)});
+        }
+        const Addresses to = addresses(2);
+        payload_bytes_ = strip_bytes(strips) * to.size();
+        Bytes body;
+        write_data_body(strips, to, body);
+        return body;
+      }
+      default:
+        return {};
+    }
+  }
+
+  Dice& dice_;
+  const std::uint64_t bytes_;
+  Addresses others_;
+  Addresses mine_;
+  std::uint64_t payload_bytes_ = 1;
+};
+
+}  // namespace
+
+TEST_CASE("a peer whose authentic frames say anything changes nothing that it was not given, and keeps nobody out") {
+  const int frames_max = std::getenv("KVPOOL_LONG") != nullptr ? 100'000 : 3'000;
+  const std::uint64_t seed = fuzz_seeds().back();
+  announce_fuzz("strange frames", seed);
+  Dice dice(seed);
+  const auto over_tcp = [](ServiceOptions& options) { options.unix_door = false; };
+  Node victim = make_node("victim", {"sock"}, 16, over_tcp);
+  Node honest = make_node("honest", {"sock"}, 16, over_tcp);
+  const std::string address = victim.service.listen("tcp:127.0.0.1:0");
+  honest.service.connect(address, in_seconds(30));
+  // What the stranger has no business with: an item that was delivered, blocks lent to somebody else, the victim's own.
+  const Addresses source = alloc(*honest.pool, 2);
+  stamp(*honest.pool, source, 100);
+  TransferRequest request = request_to(victim, source);
+  request.private_bytes = Bytes(1);
+  finish(honest.service.transfer(std::move(request)));
+  const auto item = victim.service.receive(in_seconds(10));
+  REQUIRE(item);
+  const Addresses own = alloc(*victim.pool, 2);
+  stamp(*victim.pool, own, 110);
+  const Addresses lent = honest.service.alloc("victim", 2, Medium::kHbm, true, in_seconds(10));
+  stamp(*victim.pool, lent, 120);
+  const auto untouched = [&] {
+    return is_stamped(*victim.pool, item->addresses, 100) && is_stamped(*victim.pool, own, 110) &&
+           is_stamped(*victim.pool, lent, 120);
+  };
+  Addresses others = item->addresses;
+  others.insert(others.end(), own.begin(), own.end());
+  others.insert(others.end(), lent.begin(), lent.end());
+  Inventor inventor(dice, *victim.pool, others);
+  int frames = 0;
+  int connections = 0;
+  int refused = 0;
+  int items = 0;
+  const auto drop_items = [&] {
+    while (const auto news = victim.service.receive(0)) {
+      ++items;
+      if (!news->lent && !news->inserted) victim.pool->free(news->addresses.data(), news->addresses.size());
+    }
+  };
+  while (frames < frames_max) {
+    Stranger stranger(address, *victim.pool, 1000 + static_cast<std::uint64_t>(++connections));
+    if (!stranger.admitted()) {  // the last one is being taken leave of
+      REQUIRE(++refused < 5'000);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      continue;
+    }
+    while (stranger.admitted() && frames < frames_max) {
+      for (std::uint32_t burst = 1 + dice.below(6); burst > 0; --burst, ++frames) inventor.add_frame(stranger);
+      stranger.flush();
+      stranger.listen();
+      drop_items();
+    }
+    REQUIRE(untouched());
+  }
+  std::printf("strange frames: %d in %d connections, %d items came of them\n", frames, connections - refused, items);
+  CHECK(items > 0);  // some are as they should be
+  // The honest peer never noticed.
+  REQUIRE(honest.service.peers().size() == 1);
+  stamp(*honest.pool, source, 90);
+  TransferRequest again = request_to(victim, source);
+  again.to = lent;
+  again.private_bytes = Bytes(1);
+  finish(honest.service.transfer(std::move(again)));
+  CHECK(is_stamped(*victim.pool, lent, 90));
+  CHECK(is_stamped(*victim.pool, item->addresses, 100));
+  // And nothing is left of the stranger.
+  CHECK(soon([&] {
+    drop_items();
+    const PoolStats stats = victim.pool->audit();
+    const auto& states = stats.media[0].by_state;
+    return victim.service.peers().size() == 1 && states[static_cast<std::size_t>(BlockState::kLent)] == 2 &&
+           states[static_cast<std::size_t>(BlockState::kReserved)] == 0 &&
+           states[static_cast<std::size_t>(BlockState::kActive)] == 4;
+  }));
+}
