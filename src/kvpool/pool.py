@@ -47,10 +47,12 @@ class Pool(PeerVerbs):
             and so on: in that GPU's memory; "cuda" is "cuda:0". DRAM is page-locked then.
         hbm: Instead of hbm_blocks: an engine's own tensors, one for each layer in order, which become the device tier
             without a copy. Anything with ``__dlpack__`` or ``__cuda_array_interface__``, all on one device, which is
-            the pool's then. The engine's block ids are the block numbers.
+            the pool's then. The engine's block ids are the block numbers. Shapes and types must be those that the
+            layout declares.
         block_dim: The dimension of those tensors that counts blocks. What stands before it enumerates pieces, such as
             K and V; what follows must be contiguous.
-        engine_allocates: The engine's own allocator decides about the adopted blocks: see adopt and take_released.
+        engine_allocates: The engine's own allocator decides about the adopted blocks, and tells by adopt and free which
+            it holds. They can be sent and filled by transfers, and are never cached.
         parallel: Makes this the scheduler of a logical instance of several ranks: it allocates and indexes blocks whose
             memory is in its ranks, each of which holds its layers and heads of every block. Hand a ticket of
             export_rank to each worker, which joins with RankArena.join. `layout` is that of the whole block.

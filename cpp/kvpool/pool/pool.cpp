@@ -157,7 +157,6 @@ Pool::Pool(const PoolOptions& options)
     out_copier_.emplace(*arenas_[0], *arenas_[1]);
     in_copier_.emplace(*arenas_[1], *arenas_[0]);
   }
-  if (engine_allocates_) released_.reserve(stores_[0].capacity());
 }
 
 Pool::~Pool() {
