@@ -85,13 +85,7 @@ PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece
   };
   PoolOptions options;
   options.layout = Layout{block_tokens, std::move(piece_bytes), aggregated};
-  if (!shape.is_none()) {
-    const KVShape numbers = shape_from(shape);
-    options.layout.kv_heads = numbers.kv_heads;
-    options.layout.head_dim = numbers.head_dim;
-    options.layout.itemsize = numbers.itemsize;
-    options.layout.tokens_first = numbers.tokens_first;
-  }
+  if (!shape.is_none()) options.layout.format = shape_from(shape).format();
   if (!parallel.is_none()) options.sharding = sharding_from(shape, parallel);
   options.device = device;
   options.device_memory = device_memory_named(device_memory);
@@ -236,7 +230,8 @@ Args:
 
 Raises:
     StaleAddress: One was freed or moved before.
-    StateError: One is cached (see delete and evict) or in use by a transfer.
+    StateError: One is cached (see delete and evict) or in use by a transfer; also by one that reads it, where the
+        engine allocates: it must not use the block again yet.
     NotOwner: One belongs to another instance.
     ArgumentError: One stands twice in the list, or is no address.
     PeerLost, DeadlineExceeded: A peer was lost meanwhile, or did not answer; its blocks are lent no more.
@@ -249,26 +244,20 @@ Raises:
             pool.adopt(blocks.data(), blocks.size(), addresses.mutable_data());
             return addresses;
           },
-          py::arg("blocks"), R"(Tells the pool that the engine has allocated these blocks of its own.
+          py::arg("blocks"), R"(Tells the pool that the engine holds these blocks of its own, from now until ``free``.
 
-For a pool over adopted memory made with ``engine_allocates=True``. All or nothing.
+For a pool over adopted memory made with ``engine_allocates=True``. All or nothing, thread-safe.
 
 Args:
     blocks: The engine's block ids.
 
 Returns:
-    uint64 array with the address of each; the blocks are active.)")
-      .def(
-          "take_released",
-          [](Pool& pool) {
-            const std::vector<std::uint32_t> blocks = pool.take_released();
-            py::array_t<std::int64_t> ids(static_cast<py::ssize_t>(blocks.size()));
-            std::copy(blocks.begin(), blocks.end(), ids.mutable_data());
-            return ids;
-          },
-          R"(The engine's blocks that the index gave up since the last call; the engine may use them again.
+    uint64 array with the address of each. The blocks are active: they can be sent, and be what fetch writes ``to``, and
+    are never cached. Call ``free`` before the engine uses them for anything else.
 
-For a pool over adopted memory made with ``engine_allocates=True``. Returns an int64 array of block ids.)")
+Raises:
+    StateError: A block is not free: the engine has not given it back. Or the pool allocates by itself.
+    ArgumentError: There is no such block.)")
       .def("match", &match<Pool>, py::arg("tokens"), py::arg("namespace") = "",
            R"(Finds the longest cached prefix of a prompt, in whole blocks, and pins it.
 
@@ -299,7 +288,7 @@ Returns:
 
 Raises:
     ArgumentError: Tokens are no multiple of a block, too few or too many addresses, one stands twice.
-    StateError: A block is cached already as something else.
+    StateError: A block is cached already as something else, or is one that an engine allocates.
     StaleAddress: A block was freed or moved.)")
       .def(
           "insert_batch",

@@ -303,7 +303,7 @@ TEST_CASE("a pool of LFU and one of FIFO choose other victims than LRU") {
   }
 }
 
-TEST_CASE("adopted memory: states follow the engine's calls, and what the index gives up is told") {
+TEST_CASE("adopted memory: states follow the engine's calls, and its blocks are never cached") {
   std::vector<std::byte> memory(4 * 128);
   PoolOptions options = small_options(0, 4);
   options.audit = true;
@@ -322,19 +322,38 @@ TEST_CASE("adopted memory: states follow the engine's calls, and what the index 
           Addresses again(2);
           pool->adopt(ids, 2, again.data());
         }) == ErrorCode::kState);
-  stamp(*pool, out[0], 5);
-  insert(pool, prompt(1, 2), out);
-  REQUIRE(pool->swap_out(2).size() == 2);
-  CHECK(pool->take_released() == std::vector<std::uint32_t>{3, 1});
-  CHECK(pool->take_released().empty());
+
+  // The engine may use its blocks again at any moment: no match may ever meet them.
+  const auto audited = pool->audit();
+  CHECK(code_of([&] { insert(pool, prompt(1, 2), out); }) == ErrorCode::kState);
+  CHECK(code_of([&] { pool->swap_out(2); }) == ErrorCode::kState);
+  CHECK(code_of([&] { pool->begin_swap_out(2); }) == ErrorCode::kState);
+  Addresses cached(2);
+  REQUIRE(pool->try_alloc(2, Medium::kDram, cached.data()));
+  Addresses mixed = {cached[0], out[1]};
+  CHECK(code_of([&] { insert(pool, prompt(1, 2), mixed); }) == ErrorCode::kState);
+  CHECK(pool->audit().media[0].by_state == audited.media[0].by_state);
+  CHECK(match(pool, prompt(1, 2)).hit.pages == 0);
+
+  // What the pool caches in blocks of its own does not move into the engine's.
+  insert(pool, prompt(1, 2), cached);
   Found cold = match(pool, prompt(1, 2));
-  CHECK(has_stamp(*pool, cold.addresses[0], 5));
-  pool->adopt(ids, 2, out.data());
+  REQUIRE(cold.addresses == cached);
   Addresses hot(2);
+  CHECK(code_of([&] { Pins none(pool, pool->swap_in(cold.addresses, out, hot.data())); }) == ErrorCode::kState);
   CHECK(code_of([&] { Pins none(pool, pool->swap_in(cold.addresses, {}, hot.data())); }) == ErrorCode::kState);
-  Pins pins(pool, pool->swap_in(cold.addresses, out, hot.data()));
-  CHECK(hot == out);
-  CHECK(has_stamp(*pool, hot[0], 5));
+  CHECK(pool->audit().media[0].by_state == audited.media[0].by_state);
+
+  // Given back, an address names nothing any more, though the block is the engine's again.
+  pool->free(out.data(), 2);
+  Addresses again(2);
+  pool->adopt(ids, 2, again.data());
+  CHECK(code_of([&] { pool->hold_for_reading(out.data(), 1, 0); }) == ErrorCode::kStaleAddress);
+  CHECK(code_of([&] { pool->free(out.data(), 1); }) == ErrorCode::kStaleAddress);
+  pool->hold_for_reading(again.data(), 2, 0);
+  CHECK(code_of([&] { pool->free(again.data(), 2); }) == ErrorCode::kState);
+  pool->release_reading(again.data(), 2);
+  pool->free(again.data(), 2);
 }
 
 TEST_CASE("a closed pool refuses every verb, and its pins can still be let go") {

@@ -1,4 +1,4 @@
-"""Pools over an engine's own tensors: any layout of theirs, and allocation by the engine."""
+"""Pools over an engine's own tensors: any layout of theirs. Allocation by the engine: test_engine_allocates.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import weakref
 
 import numpy as np
 import pytest
-from kit import BLOCK, cached_tokens, prompt, refused, small_layout, state_of
+from kit import BLOCK, cached_tokens, prompt, refused, small_layout
 
 import kvpool
-from kvpool import DRAM, HBM, MIXED
+from kvpool import DRAM, HBM
 
 BLOCKS = 6
 LAYOUT = small_layout()  # two layers, two heads of four float32, blocks of four tokens
@@ -52,13 +52,14 @@ def pieces_two_dimensions_deep():
     return [np.zeros((2, 2, BLOCKS, 2, BLOCK, 4), np.float32)]
 
 
+# Which dimension counts blocks, and what the layout has to declare.
 ENGINES = {
-    paged: 0,
-    halves_first: 1,
-    heads_with_k_beside_v: 0,
-    interleaved_layers: 0,
-    bytes_of_layers: 0,
-    pieces_two_dimensions_deep: 2,
+    paged: (0, LAYOUT),
+    halves_first: (1, LAYOUT),
+    heads_with_k_beside_v: (0, small_layout(pages="fused")),
+    interleaved_layers: (0, LAYOUT),
+    bytes_of_layers: (0, LAYOUT),
+    pieces_two_dimensions_deep: (2, LAYOUT),
 }
 
 
@@ -78,8 +79,8 @@ def block_of(tensors, block_dim, block):
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.__name__)
 def test_blocks_of_any_engine_go_down_and_up_bit_by_bit(engine):
-    tensors, block_dim = engine(), ENGINES[engine]
-    with adopting(tensors, block_dim) as pool:
+    tensors, (block_dim, layout) = engine(), ENGINES[engine]
+    with adopting(tensors, block_dim, layout) as pool:
         random = np.random.default_rng(5)
         for tensor in tensors:
             tensor.view(np.uint8)[...] = random.integers(0, 256, tensor.view(np.uint8).shape, np.uint8)
@@ -250,134 +251,34 @@ def test_adoption_and_blocks_of_its_own_exclude_each_other():
         kvpool.Pool(LAYOUT, 4, engine_allocates=True)
 
 
-# ---- the engine allocates
+@pytest.mark.parametrize(
+    ("tensors", "block_dim", "layout", "texts"),
+    [
+        # As many bytes as the layout says, and other pages: a reshard would cut them in the wrong places.
+        (heads_with_k_beside_v, 0, LAYOUT, ("[6, 2, 4, 8]", "[k/v 2] [head, token, dim] [2, 4, 4]", 'pages="fused"')),
+        (paged, 0, small_layout(pages="fused"), ("[6, 2, 2, 4, 4]", "[head, token, 2 * dim]", 'pages="split"')),
+        (halves_first, 1, small_layout(kv_heads=4, head_dim=2), ("[2, 6, 2, 4, 4]", "[4, 4, 2]")),
+        (lambda: [np.zeros((BLOCKS, 2, BLOCK, 2, 4), np.float32) for _ in range(2)], 0, LAYOUT, ('dims="NHD"',)),
+        (lambda: [np.zeros((2, 2, BLOCKS, 2, BLOCK, 4), np.float32)], 2, small_layout(kv_heads=4, head_dim=2), ()),
+        (lambda: [np.zeros((2, BLOCKS, BLOCK, 8), np.float32) for _ in range(2)], 1, LAYOUT, ("does not hold",)),
+        (lambda: [tensor.astype(np.int32) for tensor in paged()], 0, LAYOUT, ("int32", "float32")),
+        (lambda: [tensor.view(np.float16) for tensor in paged()], 0, LAYOUT, ("float16", "float32")),
+    ],
+)
+def test_tensors_that_contradict_what_the_layout_declares_are_refused(tensors, block_dim, layout, texts):
+    with pytest.raises(kvpool.LayoutMismatch) as caught:
+        adopting(tensors(), block_dim, layout)
+    assert caught.value.position == 0
+    for text in texts:
+        assert text in str(caught.value)
 
 
-@pytest.fixture
-def engine_pool():
-    with adopting(paged(), engine_allocates=True) as pool:
-        yield pool
-
-
-def test_the_pool_mirrors_what_the_engine_takes_and_gives_back(engine_pool):
-    addrs = engine_pool.adopt([4, 2, 5])
-    assert kvpool.block_ids(addrs).tolist() == [4, 2, 5]
-    assert engine_pool.stats().hbm.active == 3
-    engine_pool.free(addrs[:1])
-    again = engine_pool.adopt(np.array([4]))
-    assert again[0] != addrs[0]
-    with refused(engine_pool, kvpool.StaleAddress):
-        engine_pool.free(addrs[:1])
-    assert engine_pool.take_released().tolist() == []  # the engine's own frees are no news to it
-
-
-def test_the_engine_cannot_take_what_it_has(engine_pool):
-    engine_pool.adopt([1])
-    with refused(engine_pool, kvpool.StateError, "active", block=1, position=1):
-        engine_pool.adopt([2, 1])
-    with refused(engine_pool, kvpool.StateError, "active", block=3, position=2):
-        engine_pool.adopt([3, 2, 3])
-    with refused(engine_pool, kvpool.ArgumentError, "6 blocks", block=6, position=1):
-        engine_pool.adopt([2, 6])
-    for wrong in ([-1], [2**24], [2**64]):
-        with refused(engine_pool, kvpool.ArgumentError, wrong[0]):
-            engine_pool.adopt(wrong)
-    with refused(engine_pool, kvpool.ArgumentTypeError):
-        engine_pool.adopt([1.5])
-
-
-def test_the_engine_cannot_take_a_cached_block(engine_pool):
-    engine_pool.insert(prompt(1), engine_pool.adopt([3])).close()
-    with refused(engine_pool, kvpool.StateError, "historical", block=3, position=0):
-        engine_pool.adopt([3])
-
-
-def test_the_pool_never_allocates_the_engines_blocks(engine_pool):
-    for call in (lambda: engine_pool.alloc(1), lambda: engine_pool.alloc(7), lambda: engine_pool.alloc(1, evict=False)):
-        with refused(engine_pool, kvpool.StateError, "adopt"):
-            call()
-    assert kvpool.media(engine_pool.alloc(4, medium=MIXED)).tolist() == [DRAM] * 4
-    with refused(engine_pool, kvpool.OutOfBlocks, requested=3):
-        engine_pool.alloc(3, medium=MIXED)
-
-
-def test_adopt_is_for_engines_that_allocate():
-    with adopting(paged()) as pool:
-        with refused(pool, kvpool.StateError, "alloc"):
-            pool.adopt([1])
-        assert pool.take_released().tolist() == []
-
-
-@pytest.mark.parametrize("how", ["evict", "delete", "swap_out"])
-def test_the_engine_learns_what_the_index_gave_up(engine_pool, how):
-    engine_pool.insert(prompt(2), engine_pool.adopt([5, 1])).close()
-    if how == "evict":
-        assert engine_pool.evict(2, medium=HBM) == 2
-    elif how == "delete":
-        assert engine_pool.delete(prompt(2)) == 2
-    else:
-        assert len(engine_pool.swap_out(2)) == 2
-        assert cached_tokens(engine_pool, prompt(2)) == 2 * BLOCK
-    released = engine_pool.take_released()
-    assert released.dtype == np.int64
-    assert sorted(released.tolist()) == [1, 5]
-    assert engine_pool.take_released().tolist() == []
-    engine_pool.adopt(released)
-
-
-def test_the_engine_learns_which_duplicates_were_freed(engine_pool):
-    engine_pool.insert(prompt(3), engine_pool.adopt([5, 1, 4])).close()
-    mine = np.r_[engine_pool.adopt([0]), engine_pool.alloc(1, medium=DRAM), engine_pool.adopt([2])]
-    with engine_pool.insert(prompt(3), mine, free_duplicates=True) as held:
-        assert held.duplicates.tolist() == mine.tolist()
-    assert sorted(engine_pool.take_released().tolist()) == [0, 2]  # of its own blocks
-    assert engine_pool.stats().dram.free == 6
-    engine_pool.adopt([0, 2])
-
-
-def test_what_the_engine_took_again_is_not_released_any_more(engine_pool):
-    for _ in range(3):
-        engine_pool.insert(prompt(6), engine_pool.adopt(list(range(6)))).close()
-        engine_pool.evict(4, medium=HBM)
-        engine_pool.evict(2, medium=HBM)
-    addrs = engine_pool.adopt([0, 3])
-    assert sorted(engine_pool.take_released().tolist()) == [1, 2, 4, 5]
-    engine_pool.free(addrs)
-    assert engine_pool.take_released().tolist() == []
-
-
-def test_a_prompt_comes_back_to_blocks_of_the_engines_choice():
-    tensors = paged()
-    with adopting(tensors, engine_allocates=True) as pool:
-        addrs = pool.adopt([0, 1, 2])
-        for tensor in tensors:
-            for at in range(3):
-                tensor[at] = at + 1
-        pool.insert(prompt(3), addrs).close()
-        pool.swap_out(2)
-        assert sorted(pool.take_released().tolist()) == [1, 2]
-        into = pool.adopt([5, 4])
-        with pool.match(prompt(3)) as hit:
-            with refused(pool, kvpool.StateError, "swap into"):
-                pool.swap_in(hit.addrs)
-            with pool.swap_in(hit.addrs, into=into) as held:
-                assert kvpool.block_ids(held.addrs).tolist() == [0, 5, 4]
-        for tensor in tensors:
-            assert [(tensor[at] == value).all() for at, value in ((0, 1), (5, 2), (4, 3))] == [True] * 3
-        assert pool.take_released().tolist() == []
-        assert pool.stats().hbm.historical == 3
-
-
-def test_failed_swaps_into_the_engines_blocks_leave_them_active(engine_pool):
-    engine_pool.insert(prompt(2), engine_pool.adopt([0, 1])).close()
-    engine_pool.swap_out(2)
-    into = engine_pool.adopt([3, 4])
-    before = state_of(engine_pool)
-    addrs = engine_pool.explain_match(prompt(2)).addrs
-    with pytest.raises(kvpool.ArgumentError):
-        engine_pool.swap_in(addrs, into=into[:1])
-    assert state_of(engine_pool) == before
-    engine_pool.free(into)
+def test_a_type_that_numpy_does_not_know_may_come_as_bits():
+    with adopting([tensor.view(np.uint32) for tensor in paged()]) as pool:
+        assert pool.stats().hbm.capacity == BLOCKS
+    halves = [np.zeros((BLOCKS, 2, 2, BLOCK, 4), np.uint16) for _ in range(2)]
+    with adopting(halves, layout=small_layout(dtype="bfloat16")) as pool:
+        assert pool.stats().hbm.capacity == BLOCKS
 
 
 # ---- lifetime

@@ -483,7 +483,6 @@ def test_after_close_every_call_says_that_the_pool_is_closed():
         "swap_out": lambda: pool.swap_out(1),
         "swap_in": lambda: pool.swap_in(hit.addrs),
         "adopt": lambda: pool.adopt([1]),
-        "take_released": lambda: pool.take_released(),
         "explain_match": lambda: pool.explain_match(prompt(1)),
         "subscribe": lambda: pool.subscribe(),
         "drain": lambda: stream.drain(),

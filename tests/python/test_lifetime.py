@@ -265,7 +265,6 @@ calls = {
     "swap_out": lambda: pool.swap_out(1),
     "swap_in": lambda: pool.swap_in(hit.addrs),
     "adopt": lambda: pool.adopt([1]),
-    "take_released": lambda: pool.take_released(),
     "explain_match": lambda: pool.explain_match(kit.prompt(1)),
     "subscribe": lambda: pool.subscribe(),
     "drain": lambda: stream.drain(),

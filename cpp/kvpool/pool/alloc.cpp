@@ -247,7 +247,7 @@ void Pool::check_distinct(const Address* addresses, std::size_t n, std::uint64_t
 }
 
 // Frees blocks run by run. REQUIRES: checked; no address twice.
-void Pool::release_blocks(const Address* addresses, std::size_t n, bool tell_engine) noexcept {
+void Pool::release_blocks(const Address* addresses, std::size_t n) noexcept {
   for (std::size_t i = 0; i < n;) {
     const std::uint32_t first = block_of(addresses[i]);
     const std::uint32_t bits = medium_bits_of(addresses[i]);
@@ -255,28 +255,25 @@ void Pool::release_blocks(const Address* addresses, std::size_t n, bool tell_eng
     while (i + run < n && block_of(addresses[i + run]) == first + run && medium_bits_of(addresses[i + run]) == bits) {
       ++run;
     }
-    release_unread(static_cast<Medium>(bits), first, run, tell_engine);
+    release_unread(static_cast<Medium>(bits), first, run);
     i += run;
   }
 }
 
 // Frees blocks [first, first + n); those that a transfer reads, when it has read them.
-void Pool::release_unread(Medium medium, std::uint32_t first, std::uint32_t n, bool tell_engine) noexcept {
+void Pool::release_unread(Medium medium, std::uint32_t first, std::uint32_t n) noexcept {
   BlockStore& blocks = store(medium);
   const auto& readers = readers_[static_cast<std::size_t>(medium_index(medium))];
-  const bool tell = tell_engine && engine_allocates_ && medium == Medium::kHbm;
   const std::uint32_t end = first + n;
   std::uint32_t unread = first;  // [unread, block) can go
   const auto release_until = [&](std::uint32_t block) {
     if (block > unread) blocks.release(unread, block - unread);
-    for (std::uint32_t i = unread; tell && i < block; ++i) released_.push_back(i);  // within the reserved room
     unread = block + 1;
   };
   for (std::uint32_t block = first; !readers.empty() && block < end; ++block) {
     if (readers[block] == 0) continue;
     blocks.set_state(block, BlockState::kReserved);
     blocks.set_tag(block, kUnreadTag);
-    blocks.set_mark(block, tell ? 1 : 0);
     release_until(block);
   }
   release_until(end);
@@ -314,19 +311,8 @@ void Pool::adopt(const std::uint32_t* blocks, std::size_t n, Address* out) {
     release_blocks(out, i);
     throw error;
   }
-  // What the engine has taken again is no news to it.
-  std::erase_if(released_, [&](std::uint32_t block) { return hbm.state(block) != BlockState::kFree; });
   counters_.allocated_blocks += n;
   audit_if_asked();
-}
-
-std::vector<std::uint32_t> Pool::take_released() {
-  guard();
-  const std::lock_guard lock(mutex_);
-  std::vector<std::uint32_t> fresh;
-  fresh.reserve(engine_allocates_ ? stores_[0].capacity() : 0);
-  released_.swap(fresh);
-  return fresh;
 }
 
 }  // namespace kvpool

@@ -54,6 +54,7 @@ PoolStats Pool::stats_locked() noexcept {
 // Checks, beyond what each floor checks of itself, that the index and the stores tell the same story:
 //   A1  every local address in the index names a historical block whose tag is that node;
 //   L2  no free block is being read;
+//   L3  where the engine allocates, no HBM block is cached or lent;
 //   A2  every other historical block is in limbo, with the limbo tag, and its node still has the pins that hold it.
 PoolStats Pool::audit_locked() {
   const auto fail = [](const std::string& what) { throw Error(ErrorCode::kAudit, "pool: " + what); };
@@ -62,6 +63,9 @@ PoolStats Pool::audit_locked() {
     for (std::uint32_t block = 0; block < readers_[i].size(); ++block) {
       if (readers_[i][block] > 0 && stores_[i].state(block) == BlockState::kFree) fail("a free block is read (L2)");
     }
+  }
+  if (engine_allocates_ && (stores_[0].count(BlockState::kHistorical) > 0 || stores_[0].count(BlockState::kLent) > 0)) {
+    fail("a block of the engine is cached or lent (L3)");
   }
   index_->audit();
   index_->for_each_node([&](const PromptNode& node) {

@@ -25,6 +25,22 @@ IndexHit Pool::match(std::string_view name_space, const Token* tokens, std::size
   return hit;
 }
 
+// A later match would hand out what the engine has used again since, and nobody would have told.
+void Pool::check_not_the_engines(const InsertItem& item) const {
+  for (std::size_t i = 0; i < item.n_addresses; ++i) {
+    const Address address = item.addresses[i];
+    if (!is_local(address) || medium_bits_of(address) != static_cast<std::uint32_t>(Medium::kHbm)) continue;
+    throw Error(ErrorCode::kState,
+                "address " + std::to_string(address) + " (position " + std::to_string(i) + "): HBM block " +
+                    std::to_string(block_of(address)) +
+                    " is the engine's, which may use it again at any moment: copy it to blocks that a pool allocates, "
+                    "and insert those",
+                {{"address", static_cast<std::int64_t>(address)},
+                 {"position", static_cast<std::int64_t>(i)},
+                 {"block", block_of(address)}});
+  }
+}
+
 void Pool::check_insertion(std::string_view name_space, const InsertItem& item) {
   const std::size_t page = layout_.block_tokens;
   if (item.n_tokens % page != 0) {
@@ -41,7 +57,9 @@ void Pool::check_insertion(std::string_view name_space, const InsertItem& item) 
                 {{"needed", static_cast<std::int64_t>(item.n_tokens / page)},
                  {"given", static_cast<std::int64_t>(item.n_addresses)}});
   }
-  if (!check_active_and_distinct(item.addresses, item.n_addresses, /*skip_cached=*/true)) return;
+  const bool all_active = !check_active_and_distinct(item.addresses, item.n_addresses, /*skip_cached=*/true);
+  if (engine_allocates_) check_not_the_engines(item);
+  if (all_active) return;
 
   // Cached blocks may stand where the index has this very page: the prefix that a match gave. (An address in limbo is
   // one that a match gave before its page was swapped in.)
@@ -104,7 +122,7 @@ std::vector<InsertOutcome> Pool::insert_locked(std::string_view name_space, std:
     counters_.inserted_blocks += outcome.inserted;
     counters_.duplicate_blocks += outcome.duplicates.size();
     if (free_duplicates && !outcome.duplicates.empty()) {
-      release_cached(outcome.duplicates.data(), outcome.duplicates.size());
+      release_blocks(outcome.duplicates.data(), outcome.duplicates.size());
       counters_.freed_blocks += outcome.duplicates.size();
     }
   }
@@ -210,7 +228,7 @@ void Pool::placed(PromptNode& node) noexcept {
 void Pool::dropped(const Address* values, std::size_t n) noexcept {
   if (!is_local(values[0])) return;  // values of one node are of one class
   dropped_blocks_ += n;
-  release_cached(values, n);
+  release_blocks(values, n);
 }
 
 }  // namespace kvpool

@@ -112,6 +112,7 @@ std::shared_ptr<Arena> make_hbm(const PoolOptions& options) {
                    : make_adopted_device_arena(Medium::kHbm, adopted.blocks, adopted.segments, adopted.keepalive,
                                                adopted.device);
   check_pieces(*arena, options.layout);
+  check_adopted_pages(options.layout, adopted.tensors);
   return arena;
 }
 
@@ -157,7 +158,6 @@ Pool::Pool(const PoolOptions& options)
     out_copier_.emplace(*arenas_[0], *arenas_[1]);
     in_copier_.emplace(*arenas_[1], *arenas_[0]);
   }
-  if (engine_allocates_) released_.reserve(stores_[0].capacity());
 }
 
 Pool::~Pool() {

@@ -37,6 +37,7 @@
 #include "kvpool/base/copy.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/wait.h"
+#include "kvpool/blocks/adopted_pages.h"
 #include "kvpool/blocks/block_copy.h"
 #include "kvpool/blocks/block_store.h"
 #include "kvpool/blocks/layout.h"
@@ -61,8 +62,9 @@ struct AdoptedMemory {
   std::uint32_t blocks = 0;
   std::vector<Segment> segments;
   std::shared_ptr<void> keepalive;
-  int device = -1;                // the GPU that it is on; -1: ordinary memory
-  bool engine_allocates = false;  // the engine's allocator decides; the pool mirrors it with adopt() and free()
+  int device = -1;                        // the GPU that it is on; -1: ordinary memory
+  bool engine_allocates = false;          // the engine's allocator decides; the pool mirrors it with adopt() and free()
+  std::vector<TensorShape> tensors = {};  // what the segments are of; empty: only sizes are checked
 };
 
 struct PoolOptions {
@@ -176,10 +178,9 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   // freed.
   void free(const Address* addresses, std::size_t n, const GivenUp& given_up = {});
 
-  // Adopted memory whose engine allocates: these blocks are the engine's now (free -> active), and which blocks the
-  // index gave up since the last call (historical -> free): the engine may use them again.
+  // Adopted memory whose engine allocates: the engine holds these blocks now (free -> active), until free(). HBM blocks
+  // of such a pool are never anything else but reserved by a fetch that fills them: insert and the swaps refuse them.
   void adopt(const std::uint32_t* blocks, std::size_t n, Address* out);
-  std::vector<std::uint32_t> take_released();
 
   // --- cached prompts (cache.cpp) ---
 
@@ -231,7 +232,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   // `evict` is not set.
   bool take_for_peer(std::size_t n, Medium medium, BlockState to, std::uint64_t epoch, std::uint32_t mark, bool evict,
                      Address* out);
-  // Reserved, lent or quarantined blocks become free. REQUIRES: they are.
+  // Reserved, lent or quarantined blocks become free; those that an engine allocates become active, as they were before
+  // a fetch was to fill them. REQUIRES: they are.
   void release_from_peer(const Address* addresses, std::size_t n) noexcept;
   void quarantine(const Address* addresses, std::size_t n) noexcept;
   // Throws kStaleAddress, kNotOwner, kArgument unless each is lent to this owner, or reserved for this mark of it.
@@ -319,20 +321,20 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   void check_unread(const Address* addresses, std::size_t n) const;
   void free_with_lent(const Address* addresses, std::size_t n, const GivenUp& given_up);
   void close_service() noexcept;
-  void release_blocks(const Address* addresses, std::size_t n, bool tell_engine = false) noexcept;
-  void release_unread(Medium medium, std::uint32_t first, std::uint32_t n, bool tell_engine) noexcept;
+  void release_blocks(const Address* addresses, std::size_t n) noexcept;
+  void release_unread(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
   Ownership ownership_locked(Address address) noexcept;
   void give_locked(std::span<const Address> addresses, const Ownership& to) noexcept;
   void give_tags(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark) noexcept;
   void take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out,
                      const MoveOrder& order = CallerStream());
 
+  void check_not_the_engines(const InsertItem& item) const;
   void check_insertion(std::string_view name_space, const InsertItem& item);
   std::vector<InsertOutcome> insert_locked(std::string_view name_space, std::span<const InsertItem> items,
                                            bool free_duplicates);
   void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;
 
-  void release_cached(const Address* addresses, std::size_t n) noexcept;
   std::size_t evict_locked(ValueClass value_class, std::size_t n) noexcept;
   void make_room(Lock& lock, std::size_t n, const MoveOrder& order);
   std::size_t move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* moved, const MoveOrder& order);
@@ -402,7 +404,6 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   std::shared_ptr<DeviceMover> device_mover_;
   std::unique_ptr<PromptIndex> index_;
   std::vector<Limbo> limbo_;
-  std::vector<std::uint32_t> released_;  // to tell the engine: free blocks, each once; room for every block
   std::array<std::vector<std::uint16_t>, kMediaCount> readers_;  // of each block; empty until the first transfer
   PoolCounters counters_;
   std::uint64_t dropped_blocks_ = 0;        // by the index, for whatever reason

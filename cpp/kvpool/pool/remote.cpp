@@ -3,6 +3,9 @@
 //   L1  A block that is reserved or lent carries its owner's epoch as its tag, and the transfer's mark.
 //   L2  A block that somebody reads for a transfer is not reused before the last reader lets go, whatever was done to
 //       it meanwhile: it waits in state reserved, with kUnreadTag.
+//   L3  Where the engine allocates, an HBM block is the engine's from adopt() to free(). It is active then, or reserved
+//   or
+//       quarantined as what a fetch of the engine fills; it is never cached, lent, or freed by anybody else.
 #include <algorithm>
 #include <string>
 
@@ -66,7 +69,14 @@ void Pool::give_tags(const Address* addresses, std::size_t n, std::uint64_t epoc
 
 void Pool::release_from_peer(const Address* addresses, std::size_t n) noexcept {
   const std::lock_guard lock(mutex_);
-  release_blocks(addresses, n);
+  if (!engine_allocates_) return release_blocks(addresses, n);
+  for (std::size_t i = 0; i < n; ++i) {
+    if (medium_bits_of(addresses[i]) == static_cast<std::uint32_t>(Medium::kHbm)) {
+      give_locked({&addresses[i], 1}, {BlockState::kActive, 0, 0});  // the engine's, until it frees it
+    } else {
+      release_blocks(&addresses[i], 1);
+    }
+  }
 }
 
 void Pool::quarantine(const Address* addresses, std::size_t n) noexcept {
@@ -212,9 +222,7 @@ void Pool::release_reading(const Address* addresses, std::size_t n) noexcept {
     const std::uint32_t block = block_of(addresses[i]);
     std::uint16_t& readers = readers_[medium_bits_of(addresses[i]) - 1][block];
     if (--readers > 0 || blocks.state(block) != BlockState::kReserved || blocks.tag(block) != kUnreadTag) continue;
-    const bool tell = blocks.mark(block) != 0;
     blocks.release(block, 1);
-    if (tell) released_.push_back(block);  // within the reserved room
   }
 }
 

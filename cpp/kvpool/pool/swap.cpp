@@ -13,11 +13,6 @@
 
 namespace kvpool {
 
-// Blocks that the index gave up. An engine that allocates for itself is told.
-void Pool::release_cached(const Address* addresses, std::size_t n) noexcept {
-  release_blocks(addresses, n, /*tell_engine=*/true);
-}
-
 // Counts what hangs below and goes too, of whatever medium; returns what went of this class.
 std::size_t Pool::evict_locked(ValueClass value_class, std::size_t n) noexcept {
   const std::uint64_t before = dropped_blocks_;
@@ -113,7 +108,7 @@ std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* 
     } else {
       index_->redirect(node, &to[i]);
       placed(*node);
-      release_cached(&from[i], pages);
+      release_blocks(&from[i], pages);
       if (moved != nullptr) moved->insert(moved->end(), &to[i], &to[i] + pages);
       gone += pages;
     }
@@ -130,6 +125,10 @@ void Pool::renew(std::vector<Address>& addresses) noexcept {
 }
 
 void Pool::check_two_tiers() const {
+  if (engine_allocates_) {
+    throw Error(ErrorCode::kState,
+                "the engine allocates this pool's HBM: its blocks are never cached, so there are none to swap out");
+  }
   if (!two_tiers_) throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM or no DRAM blocks");
 }
 

@@ -156,11 +156,14 @@ void Pool::gather_inbound(std::span<const Address> given, Inbound& inbound) {
 
 // Reserves blocks of the caller's for what is to come, until the copy is committed.
 void Pool::name_inbound(std::span<const Address> into, Inbound& inbound) {
+  if (engine_allocates_ && !inbound.from.empty()) {
+    throw Error(
+        ErrorCode::kState,
+        "the engine allocates this pool's HBM, and may use its blocks again at any moment: cached blocks cannot "
+        "move there, only be copied there by fetch");
+  }
   if (into.empty()) {
     if (inbound.from.empty()) return;
-    if (engine_allocates_) {
-      throw Error(ErrorCode::kState, "the engine allocates this pool's HBM: name the blocks to swap into");
-    }
     if (!two_tiers_) throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM blocks");
     return;
   }
