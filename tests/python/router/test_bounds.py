@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from kvpool.control.router import InstanceSpec, RouterSettings, upstream
 from kvpool.control.router import connections as module
+from kvpool.control.router.body import HeldBody
 from kvpool.control.router.budget import Budget
 from kvpool.control.router.errors import Refusal
 from kvpool.control.router.server import _server, _tls
@@ -50,11 +51,11 @@ def test_requests_at_a_time_are_bounded_and_health_is_not_one():
 def test_a_request_gives_its_place_back_however_it_ends():
     budget = Budget(bytes_max=10, requests_max=1)
     for _ in range(2):
-        with pytest.raises(Refusal, match="bytes"), budget.share() as take:
+        with pytest.raises(Refusal, match="bytes"), budget.share() as share:
             assert budget.requests == 1
             with pytest.raises(Refusal, match="under way"), budget.share():
                 raise AssertionError
-            take(11)
+            share.take(11)
         assert (budget.requests, budget.held) == (0, 0)
 
 
@@ -105,12 +106,14 @@ def test_that_there_is_no_file_left_is_seen_where_a_name_has_several_addresses(m
 
     async def ask() -> None:
         instance = upstream.Upstream(InstanceSpec("a", "http://two.test"), RouterSettings(()))
+        prober = upstream.Prober(InstanceSpec("a", "http://two.test"), PATIENCE_S)
         with pytest.raises(upstream.UpstreamError, match="files"):
-            await instance.probe("/health", PATIENCE_S)
+            await prober.probe("/health")
         with pytest.raises(upstream.UpstreamError, match="files") as error:
-            await instance.open("GET", b"/", [], b"")
+            await instance.open("GET", b"/", [], HeldBody(b"", asyncio.sleep))
         assert error.value.ours
         await instance.close()
+        await prober.close()
 
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", none_left)
