@@ -105,7 +105,7 @@ def add_parser(commands: Any) -> None:
     add(
         "--held-mib",
         type=float,
-        default=128.0,
+        default=64.0,
         metavar="MIB",
         help="of all requests at a time; large bodies wait for room, others get 503",
     )

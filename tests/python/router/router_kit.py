@@ -81,10 +81,15 @@ def fakes(*names: str, port: int = 0) -> Iterator[list[Fake]]:
 
 
 class FakeProcess:
-    """A fake instance in a process, to be killed."""
+    """A fake instance in a process, to be killed.
 
-    def __init__(self, name: str) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("fake.py")), name]
+    Args:
+        name: Its.
+        program: What it runs: fake.py, or deaf.py for one that is not busy with what it gets.
+    """
+
+    def __init__(self, name: str, program: str = "fake.py") -> None:
+        command = [sys.executable, str(Path(__file__).with_name(program)), name]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         port = self.process.stdout.readline().strip()
@@ -98,11 +103,11 @@ class FakeProcess:
 
 
 @contextmanager
-def processes(*names: str) -> Iterator[list[FakeProcess]]:
+def processes(*names: str, program: str = "fake.py") -> Iterator[list[FakeProcess]]:
     with contextlib.ExitStack() as stack:
         running = []
         for name in names:
-            running.append(FakeProcess(name))
+            running.append(FakeProcess(name, program))
             stack.callback(running[-1].stop)
         yield running
 

@@ -263,6 +263,40 @@ def test_headers_have_their_time_and_nothing_else_counts_in_it():
         eventually(lambda: hung_up(slow), "the next headers may take for ever")
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked",
+        "POST / HTTP/1.1\r\nhost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5",
+        "GET / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\ntransfer-encoding: chunked",
+        "POST / HTTP/1.0\r\nhost: x\r\ntransfer-encoding: chunked",
+    ],
+)
+def test_a_body_whose_end_is_said_in_two_ways_is_refused_and_hung_up_on(head):
+    """What one reader takes for the body's end, another one takes for the next request."""
+    with server() as port, connected(port) as sock:
+        sock.sendall(head.encode() + b"\r\n\r\n5\r\nhello\r\n0\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        answers = b"".join(iter(lambda: _received(sock), b""))
+    assert answers.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in answers.lower()
+    assert answers.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("framing", ["content-length: 5\r\n\r\nhello", "transfer-encoding: chunked\r\n\r\n0\r\n\r\n"])
+def test_a_body_whose_end_is_said_in_one_way_is_read(framing):
+    with server() as port, connected(port) as sock:
+        sock.sendall(f"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{framing}".encode())
+        answers = b"".join(iter(lambda: _received(sock), b""))
+    assert answers.startswith(b"HTTP/1.1 200 ")
+
+
+def _received(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(65536)
+    except ConnectionResetError:  # what was sent behind it had not been read
+        return b""
+
+
 def test_what_is_no_http_is_answered_and_hung_up_on():
     with server() as port, connected(port) as sock:
         sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")

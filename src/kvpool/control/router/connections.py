@@ -28,6 +28,7 @@ from kvpool.control.router.errors import error_object
 __all__ = ["Connection", "connections"]
 
 _REFUSED_S: Final = 1.0
+_READ_BYTES: Final = 64 << 10
 _PARTING_S: Final = 1.0  # for the end of TLS, when a connection is closed
 _BODY: Final = error_object(503, "too many connections", "overloaded")
 _REFUSAL: Final = b"\r\n".join(
@@ -96,6 +97,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """As asyncio has it."""
+        if hasattr(transport, "max_size"):  # asyncio reads 256 KiB at once otherwise, and of all that send at once
+            transport.max_size = _READ_BYTES
         super().connection_made(cast("asyncio.Transport", _Transport(transport, self._part)))
         self._refused = len(self.connections) > self._most
         if self._refused:

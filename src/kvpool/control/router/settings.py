@@ -174,7 +174,7 @@ class RouterSettings:
     prompt_bytes_max: int = 1 << 20
     readers: int = 1
     reader_wait_s: float = 2.0
-    held_bytes_max: int = 128 << 20
+    held_bytes_max: int = 64 << 20
     connect_timeout_s: float = 2.0
     body_timeout_s: float = 30.0
     first_byte_timeout_s: float = 600.0
