@@ -44,6 +44,7 @@ _POLICIES: dict[str, Callable[[], routing.Policy]] = {
     "queue + exec, thrift 0.5": lambda: routing.QueuePlusExec(thrift=0.5),
     "queue + exec, fetching": routing.QueuePlusExec,
 }
+_AS_IN_THE_PAPER = routing.Balance(patience=float("inf"))  # whose policies may leave an instance idle
 _SESSIONS, _PLACED = "session", "session, placed"
 _TREES = ("longest prefix", "queue + exec", "queue + exec, thrift 0.5", "queue + exec, fetching")
 
@@ -57,7 +58,9 @@ class Subject:
         results = []
         for seed in range(seeds):
             fleet = FleetSim(
-                lambda clock: routing.GlobalScheduler(model, clock, policy=_POLICIES[policy](), transfer=transfer),
+                lambda clock: routing.GlobalScheduler(
+                    model, clock, policy=_POLICIES[policy](), transfer=transfer, balance=_AS_IN_THE_PAPER
+                ),
                 _INSTANCES,
                 model,
                 _CAPACITY_BLOCKS,

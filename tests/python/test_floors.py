@@ -67,7 +67,8 @@ PYTHON_EXTRAS = {
     "observe/events": {"msgpack", "zmq"},
     "cli/sim_show.py": {"matplotlib", "rich"},
     "cli/top.py": {"rich"},
-    "control/router": {"anyio", "httpx", "prometheus_client", "starlette", "tokenizers", "uvicorn"},
+    "control/reading": {"msgspec", "tokenizers"},
+    "control/router": {"anyio", "h11", "httpx", "prometheus_client", "starlette", "uvicorn"},
 }
 
 

@@ -14,6 +14,7 @@ _MIB = 1 << 20
 _KIB = 1 << 10
 _API_KEY = "KVPOOL_ROUTER_API_KEY"
 _INSTANCE_KEY = "KVPOOL_ROUTER_INSTANCE_KEY"
+_ADMIN_KEY = "KVPOOL_ROUTER_ADMIN_KEY"
 
 
 def add_parser(commands: Any) -> None:
@@ -31,7 +32,12 @@ def add_parser(commands: Any) -> None:
     add("--policy", default="queue-plus-exec", help="queue-plus-exec, longest-prefix, session-id or least-load")
     add("--host", default="127.0.0.1", help="where to listen")
     add("--port", type=int, default=8000, help="0 takes a free one")
-    add("--admin-port", type=int, metavar="PORT", help="of the operator's listener on 127.0.0.1; none by default")
+    add(
+        "--admin-port",
+        type=int,
+        metavar="PORT",
+        help="of the operator's listener on 127.0.0.1, which wants --admin-key; none by default",
+    )
     add(
         "--profile",
         type=Path,
@@ -51,6 +57,13 @@ def add_parser(commands: Any) -> None:
         help=f"clients must name it as a bearer token; {_API_KEY} is safer: ps shows options",
     )
     add("--instance-key", metavar="KEY", help=f"is sent to instances in place of the client's; or {_INSTANCE_KEY}")
+
+    add(
+        "--admin-key",
+        metavar="KEY",
+        help=f"the operator must name it as a bearer token; or {_ADMIN_KEY}. Without one a key is made at start, in a "
+        "file that the log names",
+    )
 
     routing = parser.add_argument_group("routing")
     add = routing.add_argument
@@ -78,8 +91,24 @@ def add_parser(commands: Any) -> None:
     add("--connections", type=int, default=8192, metavar="N", help="of clients; 503 beyond it")
     add("--head-kib", type=float, default=32.0, metavar="KIB", help="of a request's line and headers")
     add("--head-timeout", type=float, default=10.0, metavar="S", help="for a client to send them")
-    add("--body-mib", type=float, default=16.0, metavar="MIB", help="of a request's body")
-    add("--held-mib", type=float, default=512.0, metavar="MIB", help="of all requests at a time; 503 beyond it")
+    add(
+        "--parse-mib",
+        type=float,
+        default=4.0,
+        metavar="MIB",
+        help="of a body that is held and read; a longer one passes as a stream, routed by load",
+    )
+    add("--body-mib", type=float, default=64.0, metavar="MIB", help="of a request's body; 413 beyond it")
+    add("--prompt-mib", type=float, default=1.0, metavar="MIB", help="of a prompt that are read, to route by it")
+    add("--readers", type=int, default=1, metavar="N", help="processes that read bodies of more than 64 KiB")
+    add("--reader-wait", type=float, default=2.0, metavar="S", help="for one of them; then a request is routed by load")
+    add(
+        "--held-mib",
+        type=float,
+        default=64.0,
+        metavar="MIB",
+        help="of all requests at a time; large bodies wait for room, others get 503",
+    )
     add("--retries", type=int, default=2, metavar="N", help="other instances that are tried before the first byte")
     add("--connect-timeout", type=float, default=2.0, metavar="S", help="to an instance")
     add("--body-timeout", type=float, default=30.0, metavar="S", help="for a client to send its request")
@@ -111,6 +140,7 @@ def _run(arguments: argparse.Namespace) -> None:
         tls_key=given.tls_key,
         api_key=_key(given.api_key, _API_KEY),
         instance_key=_key(given.instance_key, _INSTANCE_KEY),
+        admin_key=_key(given.admin_key, _ADMIN_KEY),
         profile=given.profile,
         tokenizer=given.tokenizer,
         health=router.HealthSettings(
@@ -129,7 +159,11 @@ def _run(arguments: argparse.Namespace) -> None:
         connections_max=given.connections,
         head_bytes_max=int(given.head_kib * _KIB),
         head_timeout_s=given.head_timeout,
+        parse_bytes_max=int(given.parse_mib * _MIB),
         body_bytes_max=int(given.body_mib * _MIB),
+        prompt_bytes_max=int(given.prompt_mib * _MIB),
+        readers=given.readers,
+        reader_wait_s=given.reader_wait,
         held_bytes_max=int(given.held_mib * _MIB),
         connect_timeout_s=given.connect_timeout,
         body_timeout_s=given.body_timeout,

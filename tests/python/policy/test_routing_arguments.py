@@ -207,7 +207,7 @@ def test_what_remembers_sessions_remembers_them_for_one_use():
         fleet.scheduler.add_instance(10 + instance, Kind.DECODE)
     sent = {}
     for turn in range(12):
-        decision = fleet.route(prompt(1, name=turn), session=f"s{turn % 3}")
+        decision = fleet.serve(prompt(1, name=turn), session=f"s{turn % 3}")
         chosen = decision.instance, decision.decode
         assert sent.setdefault(f"s{turn % 3}", chosen) == chosen
     assert len(set(sent.values())) == 3

@@ -51,8 +51,9 @@ def test_thrift_waits_for_what_is_cached_rather_than_compute_it_again():
         fleet = Fleet(2, policy=QueuePlusExec(thrift))
         fleet.hold(1, prompt(9))
         fleet.scheduler._prefill.assign(fleet.scheduler._prefill.slot(1), 38.0, fleet.now)
+        fleet.scheduler._prefill.assign(fleet.scheduler._prefill.slot(2), 0.125, fleet.now)  # nobody is idle
         chosen.append(fleet.route(prompt(10)).instance)
-    assert chosen == [2, 2, 1]  # 38 + 1.1 * 4 = 42.4 against 44
+    assert chosen == [2, 2, 1]  # 38 + 1.1 * 4 = 42.4 against 44.125
 
 
 def test_a_queue_gets_shorter_as_time_passes_and_never_below_what_waits_behind_its_head():
@@ -98,7 +99,7 @@ def test_hashed_sessions_move_only_when_their_instance_leaves():
     again = Fleet(8, policy=SessionId(first="hash"))
     again.scheduler.remove_instance(3)
     for session, home in homes.items():
-        moved = again.route(prompt(1), session).instance
+        moved = again.serve(prompt(1), session).instance
         assert moved == home if home != 3 else moved != 3
 
 

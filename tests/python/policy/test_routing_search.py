@@ -16,9 +16,9 @@ from kvpool.policy.routing import (
     LongestPrefix,
     QueuePlusExec,
     Request,
+    choosing,
     search,
 )
-from kvpool.policy.routing import scheduler as module
 from kvpool.policy.routing.policies import SessionId, first_of
 
 POLICIES = {
@@ -96,6 +96,9 @@ BALANCES = st.sampled_from(
         Balance(cap=1.0, slack=0.0, idle=0, warmup_s=0, half_life_s=64.0),
         Balance(cap=2.0, slack=1.0, idle=0, warmup_s=0, half_life_s=64.0),
         Balance(cap=1.5, slack=0.5, idle=0.25, warmup_s=128.0, warmup_floor=0.125, half_life_s=64.0),
+        Balance(cap=2.0, slack=1.0, idle=0, warmup_s=0, half_life_s=64.0, patience=4.0),
+        Balance(cap=2.0, slack=1.0, idle=0, warmup_s=0, half_life_s=64.0, patience=float("inf")),
+        Balance(cap=float("inf"), warmup_s=0, half_life_s=64.0, patience=0.0),
     ]
 )
 STEPS = st.lists(
@@ -160,8 +163,8 @@ def test_few_are_enough(name, data, balance, instances, kinds, capacities, model
 def test_a_large_fleet_is_not_looked_at_as_a_whole(monkeypatch):
     """Hundreds of instances, idle, busy and late ones, and a prefix that half of them hold."""
     views = []
-    seen = module.GlobalScheduler._view
-    monkeypatch.setattr(module.GlobalScheduler, "_view", lambda *of: views.append(of) or seen(*of))
+    seen = choosing.view
+    monkeypatch.setattr(choosing, "view", lambda *of: views.append(of) or seen(*of))
     for policy in (LeastLoad, LongestPrefix, QueuePlusExec):
         both = Both(policy, Balance(idle=0, warmup_s=0, half_life_s=64.0), 300, [Kind.COLOCATED], [1.0], 0)
         few, _ = both.schedulers
@@ -179,8 +182,8 @@ def test_a_large_fleet_is_not_looked_at_as_a_whole(monkeypatch):
 def test_many_that_are_late_alike_are_not_looked_at_one_by_one(monkeypatch, holding):
     """Instances that take longer than predicted have the same backlog, none; here hundreds have the same load too."""
     views, looks = [], []
-    seen, look = module.GlobalScheduler._view, search._Search._consider
-    monkeypatch.setattr(module.GlobalScheduler, "_view", lambda *of: views.append(of) or seen(*of))
+    seen, look = choosing.view, search._Search._consider
+    monkeypatch.setattr(choosing, "view", lambda *of: views.append(of) or seen(*of))
     monkeypatch.setattr(search._Search, "_consider", lambda *of: looks.append(of) or look(*of))
     for policy in (LeastLoad, SessionId, QueuePlusExec):
         both = Both(policy, Balance(idle=0, warmup_s=0, half_life_s=64.0), 300, [Kind.COLOCATED], [1.0], 0)

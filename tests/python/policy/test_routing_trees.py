@@ -22,7 +22,9 @@ def test_a_tree_learns_at_the_response():
 def test_at_dispatch_the_same_prompt_follows_into_the_queue():
     for learn_at, cached in (("dispatch", 2 * BLOCK), ("response", 0)):
         fleet = Fleet(2, learn_at=learn_at, policy=LongestPrefix())
-        first, second = fleet.route(prompt(3)), fleet.route(prompt(3, fork=2))
+        first = fleet.route(prompt(3))
+        fleet.now += 4  # 8 s are left, and 8 s of the next prompt are the same
+        second = fleet.route(prompt(3, fork=2))
         assert (second.instance == first.instance, second.cached) == (cached > 0, cached)
 
 

@@ -23,6 +23,7 @@ from router.fake import FakeInstance, config
 
 from kvpool.control.router import HealthSettings, InstanceSpec, Router, RouterSettings, admin_app, public_app
 
+ADMIN_KEY = "the-operators"
 PATIENCE_S = 60.0  # of a busy machine; no test is meant to need it
 # Its timeout is long: where nobody hangs, nobody is to fall out because this machine was busy.
 QUICK = HealthSettings(interval_s=0.1, timeout_s=30.0, fails=2, passes=1, errors=3, backoff_s=0.1, backoff_max_s=0.4)
@@ -80,10 +81,15 @@ def fakes(*names: str, port: int = 0) -> Iterator[list[Fake]]:
 
 
 class FakeProcess:
-    """A fake instance in a process, to be killed."""
+    """A fake instance in a process, to be killed.
 
-    def __init__(self, name: str) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("fake.py")), name]
+    Args:
+        name: Its.
+        program: What it runs: fake.py, or deaf.py for one that is not busy with what it gets.
+    """
+
+    def __init__(self, name: str, program: str = "fake.py") -> None:
+        command = [sys.executable, str(Path(__file__).with_name(program)), name]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         port = self.process.stdout.readline().strip()
@@ -97,11 +103,11 @@ class FakeProcess:
 
 
 @contextmanager
-def processes(*names: str) -> Iterator[list[FakeProcess]]:
+def processes(*names: str, program: str = "fake.py") -> Iterator[list[FakeProcess]]:
     with contextlib.ExitStack() as stack:
         running = []
         for name in names:
-            running.append(FakeProcess(name))
+            running.append(FakeProcess(name, program))
             stack.callback(running[-1].stop)
         yield running
 
@@ -122,7 +128,8 @@ class Running:
         self.router = router
         self.url, self.admin_url = (f"http://127.0.0.1:{port}" for port in ports)
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False)
-        self.admin = httpx.Client(base_url=self.admin_url, timeout=PATIENCE_S, trust_env=False)
+        named = {"authorization": f"Bearer {ADMIN_KEY}"}
+        self.admin = httpx.Client(base_url=self.admin_url, headers=named, timeout=PATIENCE_S, trust_env=False)
 
     def complete(self, prompt: Any = "hello", headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": prompt, **fields}, headers=headers)
@@ -150,7 +157,7 @@ class Running:
 @contextmanager
 def routing(*instances: Any, up: int | None = None, **settings: Any) -> Iterator[Running]:
     """A router in front of fakes, once `up` of them (all) are up."""
-    settings = {"health": QUICK, "connect_timeout_s": 30.0} | settings
+    settings = {"health": QUICK, "connect_timeout_s": 30.0, "admin_key": ADMIN_KEY} | settings
     specs = tuple(each if isinstance(each, InstanceSpec) else each.spec for each in instances)
     router = Router(RouterSettings(specs, shutdown_timeout_s=5, **settings))
     thread = _Thread(config(public_app(router)), config(admin_app(router)))

@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from kvpool.control.router import InstanceSpec, RouterSettings, upstream
 from kvpool.control.router import connections as module
+from kvpool.control.router.body import HeldBody
 from kvpool.control.router.budget import Budget
 from kvpool.control.router.errors import Refusal
 from kvpool.control.router.server import _server, _tls
@@ -50,11 +51,11 @@ def test_requests_at_a_time_are_bounded_and_health_is_not_one():
 def test_a_request_gives_its_place_back_however_it_ends():
     budget = Budget(bytes_max=10, requests_max=1)
     for _ in range(2):
-        with pytest.raises(Refusal, match="bytes"), budget.share() as take:
+        with pytest.raises(Refusal, match="bytes"), budget.share() as share:
             assert budget.requests == 1
             with pytest.raises(Refusal, match="under way"), budget.share():
                 raise AssertionError
-            take(11)
+            share.take(11)
         assert (budget.requests, budget.held) == (0, 0)
 
 
@@ -105,12 +106,14 @@ def test_that_there_is_no_file_left_is_seen_where_a_name_has_several_addresses(m
 
     async def ask() -> None:
         instance = upstream.Upstream(InstanceSpec("a", "http://two.test"), RouterSettings(()))
+        prober = upstream.Prober(InstanceSpec("a", "http://two.test"), PATIENCE_S)
         with pytest.raises(upstream.UpstreamError, match="files"):
-            await instance.probe("/health", PATIENCE_S)
+            await prober.probe("/health")
         with pytest.raises(upstream.UpstreamError, match="files") as error:
-            await instance.open("GET", b"/", [], b"")
+            await instance.open("GET", b"/", [], HeldBody(b"", asyncio.sleep))
         assert error.value.ours
         await instance.close()
+        await prober.close()
 
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", none_left)
@@ -258,6 +261,40 @@ def test_headers_have_their_time_and_nothing_else_counts_in_it():
         assert slow.recv(65536).startswith(b"HTTP/1.1 200 ")
         slow.sendall(b"GET / HT")  # the next one's headers have the same time
         eventually(lambda: hung_up(slow), "the next headers may take for ever")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked",
+        "POST / HTTP/1.1\r\nhost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5",
+        "GET / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\ntransfer-encoding: chunked",
+        "POST / HTTP/1.0\r\nhost: x\r\ntransfer-encoding: chunked",
+    ],
+)
+def test_a_body_whose_end_is_said_in_two_ways_is_refused_and_hung_up_on(head):
+    """What one reader takes for the body's end, another one takes for the next request."""
+    with server() as port, connected(port) as sock:
+        sock.sendall(head.encode() + b"\r\n\r\n5\r\nhello\r\n0\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        answers = b"".join(iter(lambda: _received(sock), b""))
+    assert answers.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in answers.lower()
+    assert answers.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("framing", ["content-length: 5\r\n\r\nhello", "transfer-encoding: chunked\r\n\r\n0\r\n\r\n"])
+def test_a_body_whose_end_is_said_in_one_way_is_read(framing):
+    with server() as port, connected(port) as sock:
+        sock.sendall(f"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{framing}".encode())
+        answers = b"".join(iter(lambda: _received(sock), b""))
+    assert answers.startswith(b"HTTP/1.1 200 ")
+
+
+def _received(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(65536)
+    except ConnectionResetError:  # what was sent behind it had not been read
+        return b""
 
 
 def test_what_is_no_http_is_answered_and_hung_up_on():

@@ -7,11 +7,13 @@ import logging
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +23,9 @@ from kvpool import cli
 
 pytestmark = pytest.mark.timeout(600)  # it starts processes and waits for them
 HOW_TO = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "router.md"
+
+OPERATED = ("--admin-port", "0", "--admin-key", "the-operators")
+KEY = {"authorization": "Bearer the-operators"}
 
 
 @pytest.fixture(autouse=True)
@@ -36,12 +41,19 @@ def _loggers_as_before():
 @contextmanager
 def command(*arguments: str) -> Iterator[tuple[subprocess.Popen, str, str | None]]:
     """The process, and the addresses of its listeners by its first line."""
+    with listening(*arguments) as (process, first):
+        yield process, f"http://{first['public']}", first["admin"] and f"http://{first['admin']}"
+
+
+@contextmanager
+def listening(*arguments: str) -> Iterator[tuple[subprocess.Popen, dict[str, Any]]]:
+    """The process, and its first line."""
     line = [sys.executable, "-m", "kvpool", "router", "--port", "0", *arguments]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
     try:
         first = json.loads(process.stderr.readline())
         assert first["event"] == "listening"
-        yield process, f"http://{first['public']}", first["admin"] and f"http://{first['admin']}"
+        yield process, first
     finally:
         process.kill()
         process.wait(PATIENCE_S)
@@ -51,13 +63,13 @@ def command(*arguments: str) -> Iterator[tuple[subprocess.Popen, str, str | None
 def test_the_command_routes_and_ends_when_its_requests_have():
     with (
         fakes("a") as one,
-        command("--instances", f"a={one[0].spec.url}", "--admin-port", "0", "--health-interval", "0.2") as running,
+        command("--instances", f"a={one[0].spec.url}", "--health-interval", "0.2", *OPERATED) as running,
         httpx.Client(timeout=PATIENCE_S, trust_env=False) as client,
     ):
         process, url, admin = running
         assert url.startswith("http://127.0.0.1:")  # loopback, unless asked
         eventually(lambda: client.get(f"{url}/health").status_code == 200)
-        assert client.get(f"{admin}/instances").json()["instances"][0]["state"] == "healthy"
+        assert client.get(f"{admin}/instances", headers=KEY).json()["instances"][0]["state"] == "healthy"
         fields = {"prompt": "x", "stream": True, "pieces": 10, "every_s": 0.1}
         with client.stream("POST", f"{url}/v1/completions", json=fields) as response:
             pieces = response.iter_text()
@@ -71,6 +83,28 @@ def test_the_command_routes_and_ends_when_its_requests_have():
     assert names[-1] == "stopped"
     assert "stopping" in names
     assert next(line for line in lines if line["event"] == "request")["outcome"] == "done"
+
+
+def test_a_key_for_the_operator_is_made_in_a_file_that_goes_with_the_router(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("KVPOOL_ROUTER_ADMIN_KEY", raising=False)
+    with (
+        fakes("a") as one,
+        listening("--instances", f"a={one[0].spec.url}", "--admin-port", "0") as (process, first),
+        httpx.Client(base_url=f"http://{first['admin']}", timeout=PATIENCE_S, trust_env=False) as client,
+    ):
+        file = Path(first["admin_key_file"])
+        assert file.parent == tmp_path
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        key = file.read_text().strip()
+        assert len(key) >= 32
+        assert client.get("/instances").status_code == 401
+        assert client.get("/instances", headers={"authorization": f"Bearer {key}"}).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(PATIENCE_S) == 0
+    assert key not in rest
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_signal_cuts_off_what_does_not_end():

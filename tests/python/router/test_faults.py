@@ -24,6 +24,7 @@ from router.router_kit import (
 )
 
 from kvpool.control.router import HealthSettings, InstanceSpec
+from kvpool.control.router.upstream import Prober
 
 pytestmark = pytest.mark.timeout(600)  # it starts processes and waits for them
 
@@ -145,16 +146,15 @@ def test_the_sick_gets_nothing_and_comes_back():
         eventually(lambda: running.where(f"{os.urandom(8).hex()} " * 30) == "a")
 
 
-def test_a_probe_that_fails_in_an_unforeseen_way_is_a_failed_probe_and_not_the_last_one():
+def test_a_probe_that_fails_in_an_unforeseen_way_is_a_failed_probe_and_not_the_last_one(monkeypatch):
     with fakes("a") as one, routing(*one) as running:
-        upstream = running.router.fleet.get("a").upstream
 
-        async def fails(path: str, timeout_s: float) -> str | None:
+        async def fails(self: Prober, path: str) -> str | None:
             raise RuntimeError("planted")
 
-        upstream.probe = fails
-        eventually(lambda: running.state("a") == "out")
-        del upstream.probe
+        with monkeypatch.context() as patch:
+            patch.setattr(Prober, "probe", fails)
+            eventually(lambda: running.state("a") == "out")
         eventually(lambda: running.state("a") == "healthy")
         assert running.complete("x").status_code == 200
 

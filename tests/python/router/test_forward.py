@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -122,7 +123,7 @@ def asked_barely(running: Running, path: str) -> bytes:
 
 
 def test_a_body_that_is_too_long_is_refused_with_and_without_its_length():
-    with fakes("a") as one, routing(*one, body_bytes_max=10_000) as running:
+    with fakes("a") as one, routing(*one, parse_bytes_max=10_000, body_bytes_max=10_000) as running:
         assert running.complete("x" * 9_000).status_code == 200
         named = running.complete("x" * 20_000)
 
@@ -138,17 +139,37 @@ def test_a_body_that_is_too_long_is_refused_with_and_without_its_length():
         assert running.metric("refused_total", reason="body_too_large") == 2
 
 
+SMALL = {"parse_bytes_max": 10_000, "body_bytes_max": 10_000, "held_bytes_max": 10_000}
+
+
 def test_the_bytes_of_all_requests_together_are_bounded():
-    with fakes("a") as one, routing(*one, body_bytes_max=10_000, held_bytes_max=10_000) as running:
-        fields = {"prompt": "x" * 8_000, "stream": True, "pieces": 2, "hold_at": 1}
-        with running.client.stream("POST", "/v1/completions", json=fields) as first:
+    with (
+        fakes("a") as one,
+        routing(*one, **SMALL) as running,
+    ):
+        fields = {"stream": True, "pieces": 2, "hold_at": 0}
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(running.complete, "x" * 8_000, **fields)  # held for as long as it may be sent again
+            eventually(lambda: one[0].under_way == 1)
             refused = running.complete("x" * 8_000)
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
             assert running.complete("x" * 1_000).status_code == 200
             one[0].released.set()
+            assert first.result(PATIENCE_S).text.endswith("data: [DONE]\n\n")
+        assert running.complete("x" * 8_000).status_code == 200
+
+
+def test_what_an_answer_has_begun_for_is_held_no_longer():
+    with (
+        fakes("a") as one,
+        routing(*one, **SMALL) as running,
+    ):
+        fields = {"prompt": "x" * 8_000, "stream": True, "pieces": 2, "hold_at": 1}
+        with running.client.stream("POST", "/v1/completions", json=fields) as first:
+            assert running.complete("x" * 8_000).status_code == 200
+            one[0].released.set()
             assert first.read().endswith(b"data: [DONE]\n\n")
-        eventually(lambda: running.complete("x" * 8_000).status_code == 200, "the bytes were not given back")
 
 
 def test_a_body_that_never_comes_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 
 import numpy as np
@@ -11,9 +12,20 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from router.router_kit import PATIENCE_S
 
+from kvpool.control.reading.process import NotRead, ReaderProcess
+from kvpool.control.reading.prompts import (
+    ByteTokens,
+    Reading,
+    Unreadable,
+    chat_text,
+    is_quick,
+    load_tokenizer,
+    read_prompt,
+)
 from kvpool.control.router.errors import Refusal
-from kvpool.control.router.prompts import Asked, ByteTokens, PromptReader, chat_text, load_tokenizer
+from kvpool.control.router.prompts import Asked, PromptReader
 from kvpool.errors import ArgumentError
 
 TEXTS = st.text(st.characters(codec=None), max_size=200)  # lone surrogates too: JSON can hold them
@@ -32,8 +44,17 @@ JSON = st.recursive(
 )
 
 
+def asked_of(body: bytes, kind: str = "completions", headers: dict[str, str] | None = None, **options) -> Asked:
+    options = {"tokenizer": None, "prompt_bytes_max": 1 << 20, "processes": 1, "wait_s": PATIENCE_S} | options
+    reader = PromptReader(**options)
+    try:
+        return asyncio.run(reader.read(kind, headers or {}, body))
+    finally:
+        reader.close()
+
+
 def read(kind: str, headers: dict[str, str] | None = None, **fields) -> Asked:
-    return asyncio.run(PromptReader(ByteTokens()).read(kind, headers or {}, json.dumps(fields).encode()))
+    return asked_of(json.dumps(fields).encode(), kind, headers)
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:
@@ -86,19 +107,122 @@ def test_what_are_no_tokens_is_not_taken_for_tokens(prompt):
     assert asked.namespace != read("completions", prompt=[1]).namespace
 
 
-@pytest.mark.parametrize(("size", "aside"), [(1000, False), (2 << 20, True)])
-def test_long_prompts_are_read_where_others_do_not_wait(size, aside):
-    where = []
+@pytest.fixture(scope="module")
+def process():
+    made = ReaderProcess(None, 1 << 20)
+    yield made
+    made.close()
 
-    class Noted(ByteTokens):
-        def encode(self, text: str) -> np.ndarray:
-            where.append(threading.current_thread())
-            return super().encode(text)
 
-    body = json.dumps({"prompt": "x" * size}).encode()
-    asked = asyncio.run(PromptReader(Noted()).read("completions", {}, body))
-    assert len(asked.tokens) == size // 4
-    assert (where != [threading.current_thread()]) == aside
+LONG = {
+    "a text": {"prompt": "x" * 200_000},
+    "a text beyond what is read": {"prompt": "x" * (2 << 20)},
+    "ids": {"prompt": list(range(100_000))},
+    "ids beyond what is read": {"prompt": [123_456] * 300_000},
+    "several prompts of ids": {"prompt": [[5] * 300_000, [6]]},
+    "a chat": {"messages": [{"role": "user", "content": "x" * 100_000}] * 2, "user": "u", "stream": True, "model": "m"},
+    "an image": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:," + "x" * 100_000}}]}
+        ]
+    },
+    "a prompt of many values": {"prompt": [{}] * 200_000},
+    "a chat of many values": {"messages": [[]] * 200_000},
+    "many values that are of no interest": {"prompt": "x", "z": [{}] * 200_000},
+    "a salt that is long": {"prompt": "x", "cache_salt": "y" * 100_000},
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_process_reads_long_bodies_as_they_are_read_here(process, name):
+    kind, body = "chat" if "messages" in LONG[name] else "completions", json.dumps(LONG[name]).encode()
+    assert not is_quick(body)
+    here, there = read_prompt(ByteTokens(), kind, "s", body), process.read(kind, "s", body, PATIENCE_S)
+    assert here.tokens.tolist() == there.tokens.tolist()
+    assert (here.session, here.namespace, here.stream) == (there.session, there.namespace, there.stream)
+    assert 1 <= len(here.tokens) <= 1 << 18
+
+
+def test_a_prompt_beyond_what_is_read_begins_as_it_does():
+    for prompt, more in (("x" * 1000, "y" * 1000), (list(range(100, 400)), list(range(300)))):
+        short, long = (
+            read_prompt(ByteTokens(), "completions", None, json.dumps({"prompt": each}).encode(), 1000)
+            for each in (prompt, prompt + more)
+        )
+        assert 0 < len(long.tokens) <= 250
+        assert common(short.tokens, long.tokens) == min(len(short.tokens), len(long.tokens))
+        assert short.namespace == long.namespace
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"7", b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
+def test_a_process_says_what_is_wrong_and_reads_on(process, body):
+    with pytest.raises(Unreadable):
+        process.read("completions", None, body.ljust(100_000), PATIENCE_S)
+    with pytest.raises(NotRead):  # some read this; the router need not
+        process.read("completions", None, b'{"prompt": NaN}'.ljust(100_000), PATIENCE_S)
+    assert process.read("completions", None, b'{"prompt": "x"}', PATIENCE_S).session is None
+
+
+def test_a_process_that_died_or_is_late_is_replaced(process):
+    body = b'{"prompt": "x"}'
+    process.read("completions", None, body, PATIENCE_S)
+    process._process.kill()
+    process._process.wait(PATIENCE_S)
+    with pytest.raises(NotRead):
+        process.read("completions", None, body, PATIENCE_S)
+    assert process.read("completions", None, body, PATIENCE_S).stream is False
+    process._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(NotRead):
+        process.read("completions", None, body, 0.1)
+    assert process.read("completions", None, body, PATIENCE_S).stream is False
+
+
+def test_a_process_ends_with_the_router():
+    made = ReaderProcess(None, 1 << 20)
+    made.start()
+    process = made._process
+    made._sock.close()  # as when the router is killed
+    assert process.wait(PATIENCE_S) is not None
+    made.close()
+
+
+def test_short_bodies_are_read_here_and_long_ones_and_those_of_many_values_in_a_process(monkeypatch):
+    there = []
+
+    def noted(self: ReaderProcess, kind: str, session: str | None, body: bytes, timeout_s: float) -> Reading:
+        there.append(threading.current_thread())
+        return read_prompt(ByteTokens(), kind, session, body)
+
+    monkeypatch.setattr(ReaderProcess, "read", noted)
+    for prompt, aside in (("x" * 1000, False), ([{}] * 10_000, True), ("x" * (1 << 20), True)):
+        there.clear()
+        read("completions", prompt=prompt)
+        assert (there != []) == aside
+        assert threading.current_thread() not in there
+
+
+def test_what_is_not_read_in_time_is_routed_by_load(monkeypatch):
+    """One process is busy, and another body comes."""
+    held = threading.Event()
+
+    def holds(self: ReaderProcess, kind: str, session: str | None, body: bytes, timeout_s: float) -> Reading:
+        assert held.wait(PATIENCE_S)
+        raise NotRead("planted")
+
+    monkeypatch.setattr(ReaderProcess, "read", holds)
+    body = json.dumps({"prompt": "x" * 100_000, "user": "u"}).encode()
+
+    async def two() -> list[Asked]:
+        reader = PromptReader(None, 1 << 20, 1, 0.05)
+        first = asyncio.create_task(reader.read("completions", {}, body))
+        await asyncio.sleep(0)
+        second = await reader.read("completions", {"x-session-id": "h"}, body)
+        held.set()
+        return [second, await first]
+
+    second, first = asyncio.run(two())
+    assert (second.unread, second.session, second.tokens.tolist()) == ("busy", "h", [0])
+    assert (first.unread, first.session) == ("failed", None)
 
 
 def test_sessions_come_from_the_header_or_the_user():
@@ -138,7 +262,7 @@ def test_any_json_object_is_read(value, kind, field):
 def test_what_is_nested_too_deeply_is_refused():
     for body in (b"[" * 100_000, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"):
         with pytest.raises(Refusal) as refused:
-            asyncio.run(PromptReader(ByteTokens()).read("completions", {}, body))
+            asked_of(body)
         assert refused.value.status == 400
 
 
@@ -148,11 +272,11 @@ def test_a_tokenizer_file_makes_the_tokens(tmp_path):
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     file = tmp_path / "tokenizer.json"
     made.save(str(file))
-    reader = PromptReader(load_tokenizer(file))
     body = json.dumps({"prompt": "three two one four"}).encode()
-    assert asyncio.run(reader.read("completions", {}, body)).tokens.tolist() == [3, 2, 1, 0]
-    assert len(asyncio.run(reader.read("completions", {}, b'{"prompt": ""}')).tokens) == 1
-    assert len(asyncio.run(reader.read("completions", {}, b'{"prompt": "\\ud800"}')).tokens) == 1
+    assert asked_of(body, tokenizer=file).tokens.tolist() == [3, 2, 1, 0]
+    assert asked_of(body.ljust(100_000), tokenizer=file).tokens.tolist() == [3, 2, 1, 0]  # in a process
+    assert len(asked_of(b'{"prompt": ""}', tokenizer=file).tokens) == 1
+    assert len(asked_of(b'{"prompt": "\\ud800"}', tokenizer=file).tokens) == 1
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from router.router_kit import PATIENCE_S, eventually, fakes, logged, routing
+from router.router_kit import ADMIN_KEY, PATIENCE_S, eventually, fakes, logged, routing
 from router.test_command import command
 
 from kvpool import cli
-from kvpool.control.router import RouterSettings
+from kvpool.control.router import Router, RouterSettings, admin_app
 from kvpool.control.router.auth import KeyCheck
 from kvpool.errors import ArgumentError
 
@@ -87,10 +87,27 @@ def test_who_has_the_key_gets_in_and_the_instance_does_not_hear_of_it(guarded, s
         assert guarded.client.get(path).status_code == 200
 
 
-def test_the_operators_listener_wants_no_key(guarded):
-    with httpx.Client(base_url=guarded.admin_url, timeout=PATIENCE_S, trust_env=False) as client:
-        for path in ("/health", "/metrics", "/instances"):
-            assert client.get(path).status_code == 200
+@pytest.mark.parametrize("headers", [{}, bearer(KEY), bearer(ADMIN_KEY + "x"), {"authorization": ADMIN_KEY}])
+def test_the_operators_listener_wants_a_key_of_its_own(guarded, headers):
+    asked = [
+        ("GET", "/metrics"), ("GET", "/instances"), ("POST", "/instances"), ("DELETE", "/instances/a"),
+        ("POST", "/instances/a/drain"), ("POST", "/instances/a/resume"), ("GET", "/nowhere"),
+    ]  # fmt: skip
+    with httpx.Client(base_url=guarded.admin_url, timeout=PATIENCE_S, trust_env=False, headers=headers) as client:
+        for method, path in asked:
+            refused = client.request(method, path)
+            assert refused.status_code == 401, path
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert client.get("/health").status_code == 200  # for everybody
+    assert not guarded.states()["a"]["draining"]
+    for path in ("/metrics", "/instances"):
+        assert guarded.admin.get(path).status_code == 200
+
+
+def test_an_operators_listener_without_a_key_is_not_made():
+    with pytest.raises(ArgumentError, match="admin_key"):
+        admin_app(Router(RouterSettings(())))
 
 
 @pytest.mark.parametrize("api_key", [None, KEY])
@@ -109,7 +126,7 @@ def test_no_key_stands_in_logs_or_in_what_settings_look_like(guarded):
     text = " ".join(str(vars(record)) for record in records)
     assert KEY not in text
     assert "wrong-and-secret" not in text
-    assert KEY not in repr(RouterSettings((), api_key=KEY, instance_key=KEY))
+    assert KEY not in repr(RouterSettings((), api_key=KEY, instance_key=KEY, admin_key=KEY))
 
 
 def test_without_a_key_everybody_gets_in():
@@ -123,7 +140,7 @@ def test_without_a_key_everybody_gets_in():
 
 @pytest.mark.parametrize("key", ["", "two words", "ümlaut", "x" * 1025, "line\nbreak"])
 def test_a_key_that_no_header_can_carry_is_refused(key):
-    for name in ("api_key", "instance_key"):
+    for name in ("api_key", "instance_key", "admin_key"):
         with pytest.raises(ArgumentError, match=name) as refusal:
             RouterSettings((), **{name: key})
         assert not key or key not in str(refusal.value)
@@ -138,6 +155,7 @@ def trusting() -> ssl.SSLContext:
 
 def test_the_command_speaks_tls_and_takes_its_key_from_the_environment(monkeypatch):
     monkeypatch.setenv("KVPOOL_ROUTER_API_KEY", KEY)
+    monkeypatch.setenv("KVPOOL_ROUTER_ADMIN_KEY", ADMIN_KEY)
     files = ("--tls-cert", str(TLS / "cert.pem"), "--tls-key", str(TLS / "key.pem"))
     with fakes("a") as one:
         instance = ("--instances", one[0].spec.url, "--health-interval", "0.2", "--admin-port", "0")
@@ -155,7 +173,8 @@ def test_the_command_speaks_tls_and_takes_its_key_from_the_environment(monkeypat
                 client.get(f"{url.replace('https://', 'http://')}/health")
             with pytest.raises(httpx.ConnectError), httpx.Client(timeout=PATIENCE_S, trust_env=False) as other:
                 other.get(f"{url}/health")  # who does not trust the certificate is not fooled
-            assert client.get(f"{admin}/instances").status_code == 200  # loopback: neither TLS nor a key
+            operators = client.get(f"{admin}/instances", headers=bearer(ADMIN_KEY))
+            assert operators.status_code == 200  # loopback: no TLS
 
 
 def test_who_connects_and_never_speaks_tls_is_hung_up_on():

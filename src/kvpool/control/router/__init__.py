@@ -3,11 +3,15 @@
     server      two listeners, signals, the end
     app         routes: what the public sees, what the operator sees
     forward     one request: choose, send, retry, relay
+    intake      a request's body: held and read, or passed on as a stream    <- body, budget, exchange
+    prompts     what a body asks for; long ones are read in processes (kvpool.control.reading)
     fleet       who is there, who may get more, what the scheduler is told   <- health, upstream
-    prompts     from a request's body to tokens      events   where a stream of events may be cut
+    probing     how instances are, asked on a thread and loop of its own
+    events      where a stream of events may be cut
     settings    costs   errors   metrics   logs
 
-Needs the extra `kvpool[router]`. One event loop owns all of it: nothing here is thread-safe.
+Needs the extra `kvpool[router]`. One event loop owns all of it but for probing, so nothing here is
+thread-safe.
 """
 
 from kvpool.control.router.app import admin_app, public_app

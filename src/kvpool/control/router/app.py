@@ -1,7 +1,8 @@
 """The routes. The public application forwards and shows; the operator's changes what there is.
 
-The operator's one listens on loopback, and browsers are kept from it: a page that somebody visits could send requests
-there. They carry an Origin, or (DNS rebinding) a Host that is not this machine's.
+The operator's one listens on loopback and wants a key: everybody who has a process on the machine reaches loopback.
+Browsers are kept from it: a page that somebody visits could send requests there. They carry an Origin, or (DNS
+rebinding) a Host that is not this machine's.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ __all__ = ["admin_app", "public_app"]
 _TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS: Final = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _SPEC_MAX: Final = 4096
+_NO_KEY: Final = "no key, or a wrong one, in the header Authorization"
+_CHALLENGE: Final = {CHALLENGE[0].decode(): CHALLENGE[1].decode()}
 
 
 def public_app(router: Router) -> Starlette:
@@ -56,7 +59,14 @@ def public_app(router: Router) -> Starlette:
 
 
 def admin_app(router: Router) -> Starlette:
-    """What the operator sees. Has no lifespan: the public one runs the router."""
+    """What the operator sees. Has no lifespan: the public one runs the router.
+
+    Raises:
+        ArgumentError: The settings have no admin_key.
+    """
+    if router.settings.admin_key is None:
+        raise ArgumentError("the operator's listener needs an admin_key")
+    key_check = KeyCheck(router.settings.admin_key)
 
     async def add(request: Request) -> Response:
         body = await _short_body(request)
@@ -89,9 +99,13 @@ def admin_app(router: Router) -> Starlette:
             Route("/instances/{name}", remove, methods=["DELETE"]),
             Route("/instances/{name}/drain", drain, methods=["POST"]),
             Route("/instances/{name}/resume", resume, methods=["POST"]),
-            *_shown(router, KeyCheck(None), urls=True),
+            *_shown(router, KeyCheck(None), urls=True),  # _Keyed has checked it
         ],
-        middleware=[Middleware(TrustedHostMiddleware, ["127.0.0.1", "localhost"]), Middleware(_NoBrowsers)],
+        middleware=[
+            Middleware(TrustedHostMiddleware, ["127.0.0.1", "localhost"]),
+            Middleware(_NoBrowsers),
+            Middleware(_Keyed, key_check),
+        ],
         exception_handlers={HTTPException: _refused, ArgumentError: _wrong, StateError: _wrong},
     )
 
@@ -101,8 +115,7 @@ def _shown(router: Router, key_check: KeyCheck, urls: bool) -> list[Route]:
 
     def check(request: Request) -> None:
         if not key_check.admits(request.headers.raw):
-            challenge = {name.decode(): value.decode() for name, value in (CHALLENGE,)}
-            raise HTTPException(401, "no key, or a wrong one, in the header Authorization", challenge)
+            raise HTTPException(401, _NO_KEY, _CHALLENGE)
 
     async def health(request: Request) -> Response:
         available = router.fleet.available
@@ -131,6 +144,21 @@ class _NoBrowsers:
                 error_object(403, "not from a web page", "forbidden"), 403, media_type="application/json"
             )
             await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+class _Keyed:
+    """Lets nobody in without the key, but to /health."""
+
+    def __init__(self, app: ASGIApp, key_check: KeyCheck) -> None:
+        self._app = app
+        self._key_check = key_check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health" and not self._key_check.admits(scope["headers"]):
+            body = error_object(401, _NO_KEY, "invalid_api_key")
+            await Response(body, 401, _CHALLENGE, "application/json")(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

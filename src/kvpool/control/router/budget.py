@@ -1,16 +1,25 @@
-"""How many requests the router has in all, and bytes of them. A limit for each alone would let many fill the memory."""
+"""How many requests the router has in all, and bytes of them. A limit for each alone would let many fill the memory.
+
+Large bodies have a part of the bytes and wait for their turn in it, while their clients are not read from; what is left
+is for small ones, which nobody keeps waiting: they fit or are refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import anyio
+
 from kvpool.control.router.errors import Refusal
 
-__all__ = ["Budget"]
+__all__ = ["STREAM_BYTES", "Budget", "Share"]
 
+STREAM_BYTES: Final = 1 << 20  # that a streamed body takes: its connections hold no more of it
 _PAUSE_S: Final = 1
+_LARGE_PART: Final = 3, 4  # of all bytes
 
 
 class Budget:
@@ -27,31 +36,103 @@ class Budget:
 
     def __init__(self, bytes_max: int, requests_max: int) -> None:
         self._bytes_max = bytes_max
+        self._large_max = self.for_large(bytes_max)
         self._requests_max = requests_max
+        self._waiting: deque[tuple[int, anyio.Event]] = deque()
+        self._held_large = 0
         self.held = 0
         self.requests = 0
 
-    @contextmanager
-    def share(self) -> Iterator[Callable[[int], None]]:
-        """A request's share, given back at the end. Yields what takes more bytes for it.
+    @staticmethod
+    def for_large(bytes_max: int) -> int:
+        """Bytes that large bodies may hold together, of so many in all."""
+        part, of = _LARGE_PART
+        return bytes_max * part // of
 
-        That raises Refusal: 503, with when to come back, when there are not as many left; then it takes none. So does
-        entering, when there are as many requests as there may be.
-        """
+    @contextmanager
+    def share(self) -> Iterator[Share]:
+        """A request's share, given back at the end. Raises Refusal, 503, when there are as many as there may be."""
         if self.requests >= self._requests_max:
             raise Refusal(503, "too many requests are under way", "overloaded", retry_after_s=_PAUSE_S)
-        taken = 0
-
-        def take(size: int) -> None:
-            nonlocal taken
-            if self.held + size > self._bytes_max:
-                raise Refusal(503, "too many bytes of requests are held", "overloaded", retry_after_s=_PAUSE_S)
-            self.held += size
-            taken += size
-
+        share = Share(self)
         self.requests += 1
         try:
-            yield take
+            yield share
         finally:
             self.requests -= 1
-            self.held -= taken
+            share.give_back()
+
+    # ---- for shares
+
+    def _take(self, size: int) -> None:
+        if self.held + size > self._bytes_max:
+            raise _full()
+        self.held += size
+
+    async def _wait_for(self, size: int, timeout_s: float) -> None:
+        """Takes bytes of the part for large bodies, first come first served."""
+        if not self._waiting and self._fits(size):
+            self._take_large(size)
+            return
+        granted = anyio.Event()
+        self._waiting.append((size, granted))
+        try:
+            with anyio.fail_after(timeout_s):
+                await granted.wait()
+        except BaseException as error:
+            if granted.is_set():  # at the same moment
+                self._give_back(0, size)
+            else:
+                self._waiting.remove((size, granted))
+                self._grant()  # a smaller one may have waited behind it
+            if isinstance(error, TimeoutError):
+                raise _full() from error
+            raise
+
+    def _give_back(self, small: int, large: int) -> None:
+        self.held -= small + large
+        self._held_large -= large
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and self._fits(self._waiting[0][0]):
+            size, granted = self._waiting.popleft()
+            self._take_large(size)
+            granted.set()
+
+    def _take_large(self, size: int) -> None:
+        self._held_large += size
+        self.held += size
+
+    def _fits(self, size: int) -> bool:
+        return self._held_large + size <= self._large_max and self.held + size <= self._bytes_max
+
+
+class Share:
+    """What one request holds of a budget."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._small = self._large = 0
+
+    def take(self, size: int) -> None:
+        """Takes more bytes, or none and raises Refusal: 503, with when to come back."""
+        self._budget._take(size)
+        self._small += size
+
+    async def wait_for(self, size: int, timeout_s: float) -> None:
+        """Takes bytes for a large body as soon as there are as many. Raises Refusal, 503, when there are not in time.
+
+        REQUIRES: no more than `Budget.for_large` says.
+        """
+        await self._budget._wait_for(size, timeout_s)
+        self._large += size
+
+    def give_back(self) -> None:
+        """Gives all of it back; nothing when that was done."""
+        small, large, self._small, self._large = self._small, self._large, 0, 0
+        self._budget._give_back(small, large)
+
+
+def _full() -> Refusal:
+    return Refusal(503, "too many bytes of requests are held", "overloaded", retry_after_s=_PAUSE_S)

@@ -6,6 +6,10 @@ headers byte by byte. Here it has `head_timeout_s` for them; between two request
 Beyond the largest number of connections a client still reads why: it gets 503 when it asks, within a second. Beyond
 twice that number it is only hung up on, so that those who read nothing do not add up.
 
+A request that says in two ways where its body ends (Content-Length and Transfer-Encoding) is refused with 400, and the
+connection is closed: a server or proxy beside this one may read it the other way, and take a part of the body for the
+next request (RFC 9112, 6.1).
+
 A connection under TLS that is closed stays until the client has closed its side, too, and counts until then. The client
 has a second for that: asyncio would give it half a minute, and before Python 3.11 all the time that it likes.
 """
@@ -16,6 +20,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final, cast
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvpool.control.router.errors import error_object
@@ -23,6 +28,7 @@ from kvpool.control.router.errors import error_object
 __all__ = ["Connection", "connections"]
 
 _REFUSED_S: Final = 1.0
+_READ_BYTES: Final = 64 << 10
 _PARTING_S: Final = 1.0  # for the end of TLS, when a connection is closed
 _BODY: Final = error_object(503, "too many connections", "overloaded")
 _REFUSAL: Final = b"\r\n".join(
@@ -56,6 +62,19 @@ class _Transport:
         return getattr(self._transport, name)
 
 
+class _Framing(h11.Connection):
+    """Reads requests, but for those whose end may be understood in two ways."""
+
+    def next_event(self) -> Any:
+        """As h11 has it."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
+                raise h11.RemoteProtocolError("the end of the body is said in two ways", error_status_hint=400)
+        return event
+
+
 class Connection(H11Protocol):
     """One connection. Belongs to one event loop.
 
@@ -68,6 +87,8 @@ class Connection(H11Protocol):
 
     def __init__(self, *, most: int, head_timeout_s: float, on_refused: Callable[[], None], **options: Any) -> None:
         super().__init__(**options)
+        head_bytes_max = self.config.h11_max_incomplete_event_size
+        self.conn = _Framing(h11.SERVER, *([] if head_bytes_max is None else [head_bytes_max]))
         self._on_refused = on_refused
         self._most = most
         self._head_timeout_s = head_timeout_s
@@ -76,6 +97,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """As asyncio has it."""
+        if hasattr(transport, "max_size"):  # asyncio reads 256 KiB at once otherwise, and of all that send at once
+            transport.max_size = _READ_BYTES
         super().connection_made(cast("asyncio.Transport", _Transport(transport, self._part)))
         self._refused = len(self.connections) > self._most
         if self._refused:

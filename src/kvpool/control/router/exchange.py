@@ -7,7 +7,7 @@ ASGI says of a client that leaves in two ways: `receive` tells `http.disconnect`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from re import fullmatch
 from typing import Any, Final
 from uuid import uuid4
@@ -51,7 +51,7 @@ class Exchange:
         self.request_id = given if fullmatch(r"[A-Za-z0-9._:/+=-]{1,128}", given) else uuid4().hex
         self.status = 0
         self.sent_bytes = 0
-        self._read_whole = False
+        self._whole = anyio.Event()  # the body was read
         self._receive = receive
         self._send = send
         self._stall_timeout_s = stall_timeout_s
@@ -67,37 +67,32 @@ class Exchange:
         if size > bytes_max:
             raise Refusal(431, f"the headers have more than {bytes_max} bytes", "headers_too_large")
 
-    async def body(self, bytes_max: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
-        """The request's body. `take` is told of the bytes of each piece as it comes.
-
-        Raises:
-            Refusal: 413, it is too long; 408, it does not come; what `take` raises.
-            ClientGone: The client left.
-        """
-        too_long = Refusal(413, f"the body has more than {bytes_max} bytes", "body_too_large")
+    @property
+    def content_length(self) -> int | None:
+        """Bytes of the body, where the client says so; 0 where it sends none."""
         length = self.headers.get("content-length", "")
-        if length.isdecimal() and int(length) > bytes_max:
-            raise too_long
-        parts, size = [], 0
-        try:
-            with anyio.fail_after(timeout_s):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > bytes_max:
-                        raise too_long
-                    take(len(parts[-1]))
-                    if not message.get("more_body", False):
-                        self._read_whole = True
-                        return b"".join(parts)
-        except TimeoutError as error:
-            raise Refusal(408, f"the body did not come within {timeout_s:g} s", "body_timeout") from error
+        if length.isdecimal():
+            return int(length)
+        return None if "transfer-encoding" in self.headers else 0
+
+    @property
+    def body_is_whole(self) -> bool:
+        """Whether all of the body was read."""
+        return self._whole.is_set()
+
+    async def next_of_body(self) -> bytes:
+        """The next piece of the body, which may be empty. No deadline of its own. Raises ClientGone."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        if not message.get("more_body", False):
+            self._whole.set()
+        piece: bytes = message.get("body", b"")
+        return piece
 
     async def gone(self) -> None:
-        """Returns when the client has left. Only after the body was read."""
+        """Returns when the client has left. Nothing is noticed of that before the body was read."""
+        await self._whole.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -105,6 +100,8 @@ class Exchange:
         """Begins the answer; X-Request-Id is added."""
         self.status = status
         headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        if not self.body_is_whole:  # the rest of the body is not read
+            headers.append((b"connection", b"close"))
         await self._tell({"type": "http.response.start", "status": status, "headers": headers})
 
     async def piece(self, data: bytes, more: bool = True) -> None:
@@ -122,8 +119,6 @@ class Exchange:
             headers.append(CHALLENGE)
         if refusal.retry_after_s is not None:
             headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
-        if not self._read_whole:  # the rest of the body is not read
-            headers.append((b"connection", b"close"))
         await self.start(refusal.status, headers)
         await self.piece(body if self.method != "HEAD" else b"", more=False)
 

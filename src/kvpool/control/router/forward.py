@@ -9,6 +9,7 @@ short, so that nobody takes a part for the whole.
     the connection broke, or the        when the request may be sent twice: completions and chats, GET and HEAD
      instance was ejected meanwhile
     502, 503, 504 of the instance       so, too
+    a body that passes as a stream      only as long as no byte of it was sent
     no byte in time                     never: the work may be going on, and more of it would not help
 """
 
@@ -22,11 +23,13 @@ import anyio
 from starlette.types import Receive, Scope, Send
 
 from kvpool.control.router.auth import KeyCheck
-from kvpool.control.router.budget import Budget
+from kvpool.control.router.body import Body, HeldBody
+from kvpool.control.router.budget import Budget, Share
 from kvpool.control.router.errors import ClientGone, Refusal, error_event
 from kvpool.control.router.events import EventCutter
 from kvpool.control.router.exchange import Exchange
 from kvpool.control.router.fleet import Fleet, Lease
+from kvpool.control.router.intake import Intake
 from kvpool.control.router.logs import LOGGER, event
 from kvpool.control.router.metrics import Metrics
 from kvpool.control.router.paths import check_path
@@ -49,6 +52,7 @@ class Forwarder:
     Args:
         settings: Limits and deadlines.
         fleet: Where requests go.
+        intake: Takes their bodies in; one for all forwarders.
         reader: Says what they ask.
         budget: Of the bytes of all requests; one for all forwarders.
         metrics: To count in.
@@ -59,6 +63,7 @@ class Forwarder:
         self,
         settings: RouterSettings,
         fleet: Fleet,
+        intake: Intake,
         reader: PromptReader,
         budget: Budget,
         metrics: Metrics,
@@ -66,6 +71,7 @@ class Forwarder:
     ) -> None:
         self._settings = settings
         self._fleet = fleet
+        self._intake = intake
         self._reader = reader
         self._budget = budget
         self._metrics = metrics
@@ -81,12 +87,10 @@ class Forwarder:
                 raise Refusal(401, "no key, or a wrong one, in the header Authorization", "invalid_api_key")
             exchange.check_head(self._settings.head_bytes_max)
             check_path(exchange.path)
-            with self._budget.share() as take:
-                body = await exchange.body(self._settings.body_bytes_max, self._settings.body_timeout_s, take)
-                began = time.perf_counter()
-                asked = await self._reader.read(self._kind, exchange.headers, body)
-                self._metrics.reading.observe(time.perf_counter() - began)
-                await self._while_there(exchange, passage, asked, body)
+            with self._budget.share() as share:
+                body = await self._intake.take(exchange, self._kind != "other", share)
+                asked = await self._read(exchange, body)
+                await self._while_there(exchange, passage, asked, _Load(body, share))
         except Refusal as refusal:
             await passage.refuse(refusal)
         except ClientGone:
@@ -94,7 +98,18 @@ class Forwarder:
         finally:
             self._note(passage)
 
-    async def _while_there(self, exchange: Exchange, passage: _Passage, asked: Asked, body: bytes) -> None:
+    async def _read(self, exchange: Exchange, body: Body) -> Asked:
+        began = time.perf_counter()
+        if isinstance(body, HeldBody):
+            asked = await self._reader.read(self._kind, exchange.headers, body.data)
+        else:
+            asked = self._reader.unread(self._kind, exchange.headers, "large")
+        self._metrics.reading.observe(time.perf_counter() - began)
+        if asked.unread is not None and self._kind != "other":
+            self._metrics.unread.labels(asked.unread).inc()
+        return asked
+
+    async def _while_there(self, exchange: Exchange, passage: _Passage, asked: Asked, load: _Load) -> None:
         """Serves the client as long as it is there: when it leaves, all that is under way for it is cancelled."""
 
         async def watch() -> None:
@@ -105,7 +120,7 @@ class Forwarder:
 
         async with anyio.create_task_group() as group:
             group.start_soon(watch)
-            await passage.serve(asked, body)
+            await passage.serve(asked, load)
             group.cancel_scope.cancel()
 
     def _note(self, passage: _Passage) -> None:
@@ -133,6 +148,25 @@ class Forwarder:
         )
 
 
+class _Load:
+    """The body of a request, and its share of the budget: both are let go of when the answer begins."""
+
+    def __init__(self, body: Body, share: Share) -> None:
+        self._body: Body | None = body
+        self._share = share
+
+    @property
+    def body(self) -> Body:
+        """REQUIRES: no answer has begun."""
+        assert self._body is not None
+        return self._body
+
+    def drop(self) -> None:
+        """Nobody sends it again."""
+        self._body = None
+        self._share.give_back()
+
+
 class _Passage:
     """A request on its way through: the state between its tries."""
 
@@ -149,10 +183,10 @@ class _Passage:
         self.tokens = self.cached = 0
         self.first_byte_s: float | None = None
 
-    async def serve(self, asked: Asked, body: bytes) -> None:
+    async def serve(self, asked: Asked, load: _Load) -> None:
         """Answers the request, however it ends; raises nothing but cancellation."""
         try:
-            await self._try_instances(asked, body)
+            await self._try_instances(asked, load)
         except Refusal as refusal:
             await self.refuse(refusal)
         except ClientGone:
@@ -170,7 +204,7 @@ class _Passage:
         except ClientGone:
             self.outcome = "client gone"
 
-    async def _try_instances(self, asked: Asked, body: bytes) -> None:
+    async def _try_instances(self, asked: Asked, load: _Load) -> None:
         failure: _Elsewhere | None = None
         while True:
             try:
@@ -184,10 +218,11 @@ class _Passage:
                 self.tries += 1
                 self._tried.append(lease.instance.number)
                 try:
-                    answer = await self._open(lease, asked, body)
+                    answer = await self._open(lease, asked, load.body)
                 except _Elsewhere as error:
                     failure = error
                 else:
+                    load.drop()
                     await self._relay(lease, asked, answer)
                     return
             if self.tries > self._settings.retries:
@@ -196,9 +231,9 @@ class _Passage:
 
     # ---- until the first byte
 
-    async def _open(self, lease: Lease, asked: Asked, body: bytes) -> Answer:
+    async def _open(self, lease: Lease, asked: Asked, body: Body) -> Answer:
         """Sends the request. Raises _Elsewhere, or Refusal when another instance would not help."""
-        exchange, twice = self.exchange, self._kind != "other" or self.exchange.method in ("GET", "HEAD")
+        exchange, idempotent = self.exchange, self._kind != "other" or self.exchange.method in ("GET", "HEAD")
         with lease.instance.awaited(min(self._settings.first_byte_timeout_s, self._left_s())) as scope:
             try:
                 upstream = lease.instance.upstream
@@ -207,9 +242,10 @@ class _Passage:
                 if error.ours:
                     raise Refusal(503, str(error), "overloaded", 1) from error
                 lease.broken()
-                if error.sent and not twice:
+                if not body.may_be_sent or (error.sent and not idempotent):
                     raise Refusal(502, str(error), "upstream_failed") from error
                 raise _Elsewhere(str(error)) from error
+        twice = idempotent and body.may_be_sent
         if scope.cancelled_caught and lease.instance_fell:
             fell = "the instance fell out while it was waited for"
             raise _Elsewhere(fell) if twice else Refusal(502, fell, "upstream_failed")
@@ -251,7 +287,7 @@ class _Passage:
     def _first_byte(self, lease: Lease, asked: Asked) -> None:
         self.first_byte_s = round(self.exchange.age_s, 6)
         self._metrics.first_byte.observe(self.first_byte_s)
-        if asked.kind != "other":
+        if asked.kind != "other" and asked.unread is None:
             self.tokens, self.cached = len(asked.tokens), lease.decision.cached
             self._metrics.tokens.inc(self.tokens)
             self._metrics.cached.inc(self.cached)

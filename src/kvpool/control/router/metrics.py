@@ -24,6 +24,7 @@ class Metrics:
             "retries", "Requests that went on to another instance, by the failed one", "instance"
         )
         self.refused = self._counter("refused", "Requests and connections that the router itself refused", "reason")
+        self.unread = self._counter("prompts_unread", "Prompts that were routed by load alone, by why", "reason")
         self.broken = self._counter("streams_broken", "Answers that broke after their first byte", "instance")
         self.gone = self._counter("clients_gone", "Clients that left before their answer was whole", "instance")
         self.ejections = self._counter("ejections", "Times that an instance was taken out as unhealthy", "instance")

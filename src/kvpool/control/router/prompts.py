@@ -1,39 +1,38 @@
-"""From a request's body to the tokens that it is routed by.
+"""What requests ask for: short bodies are read where they come, others in processes beside, and some not at all.
 
-The router has no model. Two prompts that begin alike must become tokens that begin alike, and nothing else is asked of
-them; the instance makes its own tokens. So by default a token is four bytes of the prompt's UTF-8, about what a word
-piece of English has, which also gives the cost model lengths of the right size. With a tokenizer.json they are the
-model's own. Token ids that the client sends are taken as they are.
-
-A chat becomes one text: tools first, for chat templates put them first, then each message behind its role. Whatever
-follows a message stands behind it, so a chat that goes on has the earlier one as a prefix.
+A request whose body is not read (it is too long, or all processes are busy, or the body is odd) is routed by load.
 """
 
 from __future__ import annotations
 
-import json
+import logging
+import queue
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Final
 
+import anyio
 import anyio.to_thread
-import numpy as np
-import numpy.typing as npt
 
+from kvpool.control.reading.process import NotRead, ReaderProcess
+from kvpool.control.reading.prompts import (
+    NOTHING,
+    Kind,
+    Reading,
+    Tokens,
+    Unreadable,
+    is_quick,
+    load_tokenizer,
+    read_prompt,
+    short,
+)
 from kvpool.control.router.errors import Refusal
-from kvpool.errors import ArgumentError, Unsupported
+from kvpool.control.router.logs import event
 
-__all__ = ["Asked", "ByteTokens", "PromptReader", "Tokenizer", "chat_text", "load_tokenizer"]
+__all__ = ["Asked", "Kind", "PromptReader"]
 
-Tokens = npt.NDArray[np.int32]
-Kind = Literal["completions", "chat", "other"]
-
-_BYTES: Final = 4  # a token
-_LONG: Final = 1 << 20  # bytes of a body, milliseconds of reading
-_TOKEN_MAX: Final = 2**31 - 1
-_NOTHING: Final = np.zeros(1, dtype=np.int32)  # less than a block: no tree learns it
+_READING_S: Final = 10.0  # of one body, in the process: beyond it the process is replaced
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ class Asked:
         tokens: Of the prompt; at least one.
         session: Of the client, None where it names none.
         namespace: Model, salt and kind of token: prompts of different ones share no cache.
-        stream: The client wants events.
+        stream: The client wants events, or may want them.
+        unread: Why its prompt is not known, for metrics; None where it is.
     """
 
     kind: Kind
@@ -53,87 +53,34 @@ class Asked:
     session: str | None = None
     namespace: str = ""
     stream: bool = False
-
-
-class Tokenizer(Protocol):
-    """Text to tokens, so that texts that begin alike have tokens that begin alike."""
-
-    slow: bool  # long texts take so long that others would wait for it
-
-    def encode(self, text: str) -> Tokens:
-        """int32, at least one. Pure; may run in any thread."""
-
-
-class ByteTokens:
-    """Four bytes of UTF-8 a token, the last one filled up with zeros."""
-
-    slow = False
-
-    def encode(self, text: str) -> Tokens:
-        """As Tokenizer.encode."""
-        data = text.encode("utf-8", "surrogatepass")  # JSON may hold half a pair
-        filled = data + bytes(-len(data) % _BYTES or (0 if data else _BYTES))
-        return np.frombuffer(filled, dtype="<i4").astype(np.int32, copy=False)
-
-
-class _HuggingFace:
-    slow = True
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def encode(self, text: str) -> Tokens:
-        clean = text.encode("utf-8", "replace").decode()
-        ids = self._tokenizer.encode(clean, add_special_tokens=False).ids
-        return np.array(ids, dtype=np.int32) if ids else _NOTHING
-
-
-def load_tokenizer(path: Path | None) -> Tokenizer:
-    """From a tokenizer.json, or ByteTokens for None.
-
-    Raises:
-        ArgumentError: The file cannot be read, or is no tokenizer.
-        Unsupported: The package `tokenizers` is not installed.
-    """
-    if path is None:
-        return ByteTokens()
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise Unsupported("--tokenizer needs the package tokenizers: pip install tokenizers") from error
-    try:
-        return _HuggingFace(tokenizers.Tokenizer.from_str(path.read_text()))
-    except OSError as error:
-        raise ArgumentError(f"tokenizer {path}: {error.strerror}") from error
-    except Exception as error:  # the package raises no class of its own
-        raise ArgumentError(f"tokenizer {path}: {error}") from error
-
-
-def chat_text(messages: Any, tools: Any = None) -> str:
-    """One text of a chat; it begins with the text of each chat that it continues."""
-    parts = [] if not tools else [_canonical(tools), "\n"]
-    for message in messages if isinstance(messages, list) else [messages]:
-        if not isinstance(message, Mapping):
-            parts.append(_canonical(message))
-            continue
-        rest = {key: value for key, value in message.items() if key not in ("role", "content") and value}
-        parts += ["<|", str(message.get("role")), "|>", _content(message.get("content"))]
-        parts += [_canonical(rest)] if rest else []
-        parts.append("\n")
-    return "".join(parts)
+    unread: str | None = None
 
 
 class PromptReader:
-    """Reads requests. Thread-safe.
+    """Reads requests. Belongs to one event loop.
 
     Args:
-        tokenizer: For texts.
+        tokenizer: A tokenizer.json; None for four bytes a token.
+        prompt_bytes_max: Of a prompt that are read.
+        processes: That read what is long, at most.
+        wait_s: For one of them to be free.
+
+    Raises:
+        ArgumentError: The tokenizer is none.
+        Unsupported: A tokenizer is given, and its package is missing.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Path | None, prompt_bytes_max: int, processes: int, wait_s: float) -> None:
+        self._tokenizer = load_tokenizer(tokenizer)
+        self._prompt_bytes_max = prompt_bytes_max
+        self._wait_s = wait_s
+        self._all = [ReaderProcess(tokenizer, prompt_bytes_max) for _ in range(processes)]
+        self._free: queue.LifoQueue[ReaderProcess] = queue.LifoQueue()  # the one that runs already comes first
+        for process in reversed(self._all):
+            self._free.put(process)
+        self._limiter: anyio.CapacityLimiter | None = None
 
-    async def read(self, kind: Kind, headers: Mapping[str, str], body: bytes) -> Asked:
+    async def read(self, kind: Kind, headers: Mapping[str, str], body: bytes | bytearray) -> Asked:
         """What a request wants. What the router does not know in a body is the instance's to judge.
 
         Raises:
@@ -141,70 +88,70 @@ class PromptReader:
         """
         session = headers.get("x-session-id")
         if kind == "other":
-            return Asked(kind, _NOTHING, _short(session))
-        if self._tokenizer.slow or len(body) > _LONG:  # others do not wait for it
-            return await anyio.to_thread.run_sync(self._read, kind, session, body)
-        return self._read(kind, session, body)
+            return Asked(kind, NOTHING, short(session))
+        try:
+            if not is_quick(body):
+                read = await self._read_aside(kind, session, body)
+            elif self._tokenizer.slow:
+                read = await anyio.to_thread.run_sync(self._read, kind, session, body)
+            else:
+                read = self._read(kind, session, body)
+        except Unreadable as error:
+            raise Refusal(400, str(error), "invalid_json") from error
+        except NotRead:
+            return self.unread(kind, headers, "failed")
+        except TimeoutError:
+            return self.unread(kind, headers, "busy")
+        return Asked(kind, read.tokens, read.session, read.namespace, read.stream)
 
-    def _read(self, kind: Kind, session: str | None, body: bytes) -> Asked:
-        fields = _parse(body)
-        user = fields.get("user")
-        session = _short(session or (user if isinstance(user, str) and user else None))
-        tokens, unit = self._tokens(kind, fields)
-        salt = fields.get("cache_salt")
-        namespace = _short(_canonical([unit, fields.get("model"), *([] if salt is None else [salt])]))
-        return Asked(kind, tokens, session, namespace or "", fields.get("stream") is True)
+    def unread(self, kind: Kind, headers: Mapping[str, str], why: str) -> Asked:
+        """A request whose body is not looked at."""
+        return Asked(kind, NOTHING, short(headers.get("x-session-id")), stream=True, unread=why)
 
-    def _tokens(self, kind: Kind, fields: Mapping[str, Any]) -> tuple[Tokens, str]:
-        """The tokens, and what kind of token they are."""
-        if kind == "chat":
-            return self._tokenizer.encode(chat_text(fields.get("messages"), fields.get("tools"))), "text"
-        prompt = fields.get("prompt")
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            prompt = prompt[0]  # of several prompts the first one decides
-        if isinstance(prompt, str):
-            return self._tokenizer.encode(prompt), "text"
-        if _are_ids(prompt):
-            return np.array(prompt, dtype=np.int32), "ids"
-        return self._tokenizer.encode(_canonical(prompt)), "json"
+    async def start(self) -> None:
+        """Starts one process, so that the first long body does not wait for it."""
+        async with self._gate():
+            await anyio.to_thread.run_sync(self._start)
 
+    def close(self) -> None:
+        """Ends the processes. REQUIRES: nothing is being read."""
+        for process in self._all:
+            process.close()
 
-def _short(text: str | None) -> str | None:
-    """What clients make up is remembered: it has to be short, and legible for the scheduler."""
-    if text is None or (len(text) <= 64 and text.isascii()):
-        return text
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
+    # ---- inside
 
+    def _read(self, kind: Kind, session: str | None, body: bytes | bytearray) -> Reading:
+        return read_prompt(self._tokenizer, kind, session, body, self._prompt_bytes_max)
 
-def _are_ids(prompt: Any) -> bool:
-    if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
-        return False
-    return bool(min(prompt) >= 0 and max(prompt) <= _TOKEN_MAX)
+    async def _read_aside(self, kind: Kind, session: str | None, body: bytes | bytearray) -> Reading:
+        """Raises TimeoutError when no process is free in time."""
+        gate = self._gate()
+        with anyio.fail_after(self._wait_s):
+            await gate.acquire()
+        try:
+            # Not among the threads that others may use up: the gate bounds these.
+            return await anyio.to_thread.run_sync(self._ask, kind, session, body, limiter=anyio.CapacityLimiter(1))
+        finally:
+            gate.release()
 
+    def _gate(self) -> anyio.CapacityLimiter:
+        """As many as there are processes; it belongs to the loop that runs."""
+        if self._limiter is None:
+            self._limiter = anyio.CapacityLimiter(len(self._all))
+        return self._limiter
 
-def _parse(body: bytes) -> Mapping[str, Any]:
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is no JSON: {error}", "invalid_json") from error
-    if not isinstance(fields, dict):
-        raise Refusal(400, "the body is no JSON object", "invalid_json")
-    return fields
+    def _ask(self, kind: Kind, session: str | None, body: bytes | bytearray) -> Reading:
+        process = self._free.get_nowait()
+        try:
+            return process.read(kind, session, body, _READING_S)
+        finally:
+            self._free.put(process)
 
-
-def _canonical(value: Any) -> str:
-    try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"))
-    except RecursionError as error:
-        raise Refusal(400, "the body is nested too deeply", "invalid_json") from error
-
-
-def _content(content: Any) -> str:
-    """A message's text; what is no text (an image, say) by its JSON."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        texts = (part.get("text") if isinstance(part, Mapping) else None for part in content)
-        pairs = zip(content, texts, strict=True)
-        return "".join(text if isinstance(text, str) else _canonical(part) for part, text in pairs)
-    return "" if content is None else _canonical(content)
+    def _start(self) -> None:
+        process = self._free.get_nowait()
+        try:
+            process.start()
+        except OSError as error:  # it is tried again by the first long body
+            event(logging.WARNING, "no process to read prompts", cause=str(error))
+        finally:
+            self._free.put(process)

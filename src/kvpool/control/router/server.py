@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
+import secrets
 import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from math import ceil
+from tempfile import mkstemp
 from typing import Any, Final
 
 import uvicorn
@@ -53,11 +57,37 @@ def serve(settings: RouterSettings) -> None:
         if settings.admin_port is None:
             asyncio.run(_serve(settings, public, None))
             return
-        with closing(_bound(_LOOPBACK, settings.admin_port)) as admin:
-            asyncio.run(_serve(settings, public, admin))
+        with closing(_bound(_LOOPBACK, settings.admin_port)) as admin, _admin_key(settings) as (keyed, file):
+            asyncio.run(_serve(keyed, public, admin, file))
 
 
-async def _serve(settings: RouterSettings, public: socket.socket, admin: socket.socket | None) -> None:
+@contextmanager
+def _admin_key(settings: RouterSettings) -> Iterator[tuple[RouterSettings, str | None]]:
+    """The settings with a key for the operator. One that is made here stands in a file as long as the router runs.
+
+    The log names the file and not the key: logs are read by more people than the operator.
+    """
+    if settings.admin_key is not None:
+        yield settings, None
+        return
+    key = secrets.token_urlsafe(32)
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    try:
+        number, file = mkstemp(".key", "kvpool-router-", folder if folder and os.path.isdir(folder) else None)
+    except OSError as error:
+        raise ArgumentError(f"no file for the operator's key ({error.strerror}): name one by --admin-key") from error
+    try:
+        with open(number, "w") as out:  # which only this user may read
+            out.write(key + "\n")
+        yield replace(settings, admin_key=key), file
+    finally:
+        with suppress(OSError):
+            os.unlink(file)
+
+
+async def _serve(
+    settings: RouterSettings, public: socket.socket, admin: socket.socket | None, admin_key_file: str | None = None
+) -> None:
     router = Router(settings)
     refused = router.metrics.refused.labels("connections")
     servers = [(_server(public_app(router), settings, refused.inc, lifespan="on", **_tls(settings)), public)]
@@ -74,12 +104,13 @@ async def _serve(settings: RouterSettings, public: socket.socket, admin: socket.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     where: dict[str, Any] = {"public": _name(public), "admin": None if admin is None else _name(admin)}
+    where["admin_key_file"] = admin_key_file
     where["tls"] = settings.tls_cert is not None
     event(logging.INFO, "listening", **where, policy=settings.policy, instances=len(settings.instances))
     clients = 2 * settings.connections_max * len(servers)  # with those that are refused
     _allow_files(clients + settings.requests_max + _FILES_OF_INSTANCE * len(settings.instances) + _FILES)
     _bound_handshakes(loop, settings.head_timeout_s)
-    await asyncio.gather(*(server.serve([sock]) for server, sock in servers))
+    await asyncio.gather(router.warm(), *(server.serve([sock]) for server, sock in servers))
     event(logging.INFO, "stopped")
 
 

@@ -10,6 +10,8 @@ from re import fullmatch, sub
 from typing import Final
 from urllib.parse import urlsplit
 
+from kvpool.control.reading.prompts import INLINE_BYTES
+from kvpool.control.router.budget import STREAM_BYTES, Budget
 from kvpool.errors import ArgumentError
 from kvpool.policy.routing import LeastLoad, LongestPrefix, Policy, QueuePlusExec, SessionId
 
@@ -116,6 +118,7 @@ class RouterSettings:
         api_key: That clients name as `Authorization: Bearer ...`; None for no such thing.
         instance_key: That instances are sent in the same way, in place of what the client sent; None for none.
         admin_port: Of the operator's listener, always on 127.0.0.1; None for no such listener.
+        admin_key: That the operator names as `Authorization: Bearer ...`; None for one that `serve` makes.
         profile: A file that `kvpool.control.save_profile` wrote, for the cost model; None for the default one.
         tokenizer: A tokenizer.json of Hugging Face; None for four bytes a token.
         health: When an instance is out.
@@ -126,8 +129,14 @@ class RouterSettings:
         connections_max: Of clients at a time; beyond it they get 503, and after that many more nothing at all.
         head_bytes_max: Of a request's line and headers.
         head_timeout_s: For a client to send these, from connecting or from their first byte.
-        body_bytes_max: Of a request.
-        held_bytes_max: Of all requests that the router has at a time; beyond it clients get 503.
+        parse_bytes_max: Of a request's body that is held and read, to route it by its prompt. A longer one passes as a
+            stream and is routed by load.
+        body_bytes_max: Of a request; beyond it clients get 413.
+        prompt_bytes_max: Of a prompt that are read to route by; what follows makes no difference.
+        readers: Processes that read bodies of more than 64 KiB.
+        reader_wait_s: For one of them to be free; then a request is routed by load.
+        held_bytes_max: Of all requests that the router has at a time, three quarters of them for bodies of more than
+            64 KiB: these wait until there is room, others get 503.
         connect_timeout_s: To an instance.
         body_timeout_s: For a client to send its request.
         first_byte_timeout_s: From sending a request to the first byte of its answer's body.
@@ -150,6 +159,7 @@ class RouterSettings:
     api_key: str | None = field(default=None, repr=False)
     instance_key: str | None = field(default=None, repr=False)
     admin_port: int | None = None
+    admin_key: str | None = field(default=None, repr=False)
     profile: Path | None = None
     tokenizer: Path | None = None
     health: HealthSettings = field(default_factory=HealthSettings)
@@ -159,8 +169,12 @@ class RouterSettings:
     connections_max: int = 8192
     head_bytes_max: int = 32 << 10
     head_timeout_s: float = 10.0
-    body_bytes_max: int = 16 << 20
-    held_bytes_max: int = 512 << 20
+    parse_bytes_max: int = 4 << 20
+    body_bytes_max: int = 64 << 20
+    prompt_bytes_max: int = 1 << 20
+    readers: int = 1
+    reader_wait_s: float = 2.0
+    held_bytes_max: int = 64 << 20
     connect_timeout_s: float = 2.0
     body_timeout_s: float = 30.0
     first_byte_timeout_s: float = 600.0
@@ -187,13 +201,24 @@ class RouterSettings:
             raise ArgumentError(f"port and admin_port are both {self.port}")
         if self.retries < 0 or not self.warmup_s >= 0:
             raise ArgumentError(f"retries {self.retries} and warmup_s {self.warmup_s} must be at least 0")
-        if self.held_bytes_max < self.body_bytes_max:
-            raise ArgumentError(f"held_bytes_max is {self.held_bytes_max}, less than a body of {self.body_bytes_max}")
+        if self.body_bytes_max < self.parse_bytes_max:
+            raise ArgumentError(
+                f"body_bytes_max is {self.body_bytes_max}, less than parse_bytes_max, {self.parse_bytes_max}"
+            )
+        needed, most = self.body_bytes_max, self.held_bytes_max
+        if needed > INLINE_BYTES:  # some are large: held, or streamed
+            needed, most = max(self.parse_bytes_max, STREAM_BYTES), Budget.for_large(most)
+        if most < needed:
+            raise ArgumentError(
+                f"held_bytes_max is {self.held_bytes_max}, which leaves {most} for bodies; one may need {needed}"
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ArgumentError("tls_cert and tls_key go together, and one of them is not there")
-        for name, key in (("api_key", self.api_key), ("instance_key", self.instance_key)):
+        for name in ("api_key", "instance_key", "admin_key"):
+            key = getattr(self, name)
             if key is not None and not fullmatch(r"[\x21-\x7e]{1,1024}", key):
                 raise ArgumentError(f"{name}: 1 to 1024 characters of ASCII without spaces")
         _positive(self, "requests_max", "connections_max", "head_bytes_max", "head_timeout_s")
+        _positive(self, "parse_bytes_max", "prompt_bytes_max", "readers", "reader_wait_s")
         _positive(self, "in_flight_max", "body_bytes_max", "connect_timeout_s", "body_timeout_s", "stall_timeout_s")
         _positive(self, "first_byte_timeout_s", "deadline_s", "shutdown_timeout_s", "ttl_s", "tree_blocks_max")

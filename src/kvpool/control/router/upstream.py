@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
 from typing import Final
@@ -13,9 +14,10 @@ from typing import Final
 import anyio
 import httpx
 
+from kvpool.control.router.body import Body
 from kvpool.control.router.settings import InstanceSpec, RouterSettings
 
-__all__ = ["Answer", "Headers", "Upstream", "UpstreamError"]
+__all__ = ["Answer", "Headers", "Prober", "Upstream", "UpstreamError"]
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -25,6 +27,7 @@ _NOT_PASSED: Final = frozenset(
     b"upgrade host content-length expect date server x-kvpool-instance x-request-id".split()
 )
 _CLOSE_S: Final = 2.0
+_LATE_S: Final = 0.5  # by which a timer is late when the machine is overloaded
 
 
 class UpstreamError(Exception):
@@ -123,24 +126,26 @@ class Upstream:
         most = settings.in_flight_max
         limits = httpx.Limits(max_connections=most, max_keepalive_connections=min(64, most), keepalive_expiry=2.0)
         self._client = _client(httpx.Timeout(None, connect=settings.connect_timeout_s), limits)
-        # A probe asks whether somebody new gets in, so it has a connection of its own.
-        fresh = httpx.Limits(max_connections=2, max_keepalive_connections=0)
-        self._prober = _client(httpx.Timeout(settings.health.timeout_s), fresh)
 
-    async def open(self, method: str, path: bytes, headers: Headers, body: bytes) -> Answer:
+    async def open(self, method: str, path: bytes, headers: Headers, body: Body) -> Answer:
         """Sends a request and waits for the first piece of its answer's body. No deadline of its own: cancel it.
 
         Args:
             method: Of HTTP.
             path: With the query, as it came.
             headers: That go through, and what the router adds.
-            body: All of it.
+            body: The client's.
 
         Raises:
             UpstreamError: No connection, or no answer on it.
+            Exception: What reading a streamed body raises.
         """
         url = self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + path)
-        request = httpx.Request(method, url, headers=list(headers), content=body)
+        if body.length == 0:
+            request = httpx.Request(method, url, headers=list(headers))
+        else:
+            length = [] if body.length is None else [(b"content-length", str(body.length).encode())]
+            request = httpx.Request(method, url, headers=[*headers, *length], content=body)
         try:
             response = await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -159,28 +164,50 @@ class Upstream:
             raise
         return answer
 
-    async def probe(self, path: str, timeout_s: float) -> str | None:
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._client.aclose()
+
+
+class Prober:
+    """Asks one instance how it is. Belongs to one event loop.
+
+    Args:
+        spec: The instance.
+        timeout_s: Of a probe.
+    """
+
+    def __init__(self, spec: InstanceSpec, timeout_s: float) -> None:
+        self._base = httpx.URL(spec.url)
+        self._timeout_s = timeout_s
+        # A probe asks whether somebody new gets in, so it takes a new connection.
+        self._client = _client(httpx.Timeout(timeout_s), httpx.Limits(max_connections=2, max_keepalive_connections=0))
+
+    async def probe(self, path: str) -> str | None:
         """Asks the instance how it is: what is wrong, without its address; None when it answers a GET with 2xx in time.
 
         Raises:
-            UpstreamError: The router has no file left to ask it with, so nothing is known of it.
+            UpstreamError: Nothing is known of it: the router has no file left to ask it with, or was itself so slow
+                that the answer may have come in time.
         """
         url = self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + path.encode())
+        began = time.monotonic()
         try:
-            with anyio.fail_after(timeout_s):
-                response = await self._prober.get(url)
+            with anyio.fail_after(self._timeout_s):
+                response = await self._client.get(url)
         except (httpx.HTTPError, TimeoutError) as error:
             if _out_of_files(error):
                 raise UpstreamError("the router has too many files open", sent=False, ours=True) from error
             if isinstance(error, (httpx.TimeoutException, TimeoutError)):
-                return f"no answer within {timeout_s:g} s"
+                if time.monotonic() - began > self._timeout_s + _LATE_S:
+                    raise UpstreamError("the router was too slow to ask", sent=True, ours=True) from error
+                return f"no answer within {self._timeout_s:g} s"
             return _cause(error)
         return None if response.is_success else f"it answered with status {response.status_code}"
 
     async def close(self) -> None:
         """Closes all connections."""
         await self._client.aclose()
-        await self._prober.aclose()
 
 
 def _client(timeout: httpx.Timeout, limits: httpx.Limits) -> httpx.AsyncClient:

@@ -45,6 +45,7 @@ class LoadBoard(Places):
     Attributes:
         order: Who is least loaded, but for newcomers and those that are closed; `refresh` brings it up to date.
         newcomers: Slots of those that have less than a full share yet, closed ones too.
+        idle: Slots of open instances that have nothing to do, newcomers among them.
     """
 
     def __init__(self, balance: Balance, drains: bool) -> None:
@@ -52,6 +53,7 @@ class LoadBoard(Places):
         self.balance = balance
         self.order = LoadOrder()
         self.newcomers: set[int] = set()
+        self.idle: set[int] = set()
         self._drains = drains
         # An instance that is busy for the share u of its time has a load of u * half_life / ln 2.
         self._idle_load = balance.idle * balance.half_life_s / log(2) if drains else 0.0
@@ -83,6 +85,7 @@ class LoadBoard(Places):
         slot = self._enter(instance, model, capacity, now)
         self._equal = self._equal and capacity == 1.0
         self.newcomers.add(slot)
+        self.idle.add(slot)
         self._warm_at = min(self._warm_at, now + self.balance.warmup_s)
         self.refresh(now)
 
@@ -99,6 +102,9 @@ class LoadBoard(Places):
         if last in self.newcomers:
             self.newcomers.remove(last)
             self.newcomers.add(slot)
+        self.idle -= {slot, last}
+        if slot != last:
+            self._note_idle(slot)
         if moved and slot != last:
             self._put(slot, float(self._since[slot]))
         self._sum()
@@ -110,6 +116,7 @@ class LoadBoard(Places):
             return
         self._closed += 1 if not is_open else -1
         self._open[slot] = is_open
+        self._note_idle(slot)
         if not is_open:
             self.order.drop(slot)
             self._moved.discard(slot)
@@ -241,6 +248,11 @@ class LoadBoard(Places):
         share = self._share(now)
         return load / (share if slots is None else share[slots])
 
+    def is_idle(self) -> Bools:
+        """As the attribute `idle`, by slot."""
+        nothing: Bools = self._unfinished[: len(self)] == 0.0
+        return nothing & self.is_open
+
     def may_get_more(self, load: Floats, now: float, work: float) -> Bools:
         """Which instances may get work of this size; at least one, where any is open."""
         may = self.is_open
@@ -261,6 +273,12 @@ class LoadBoard(Places):
         return below & may if self._closed else below
 
     # ---- inside
+
+    def _note_idle(self, slot: int) -> None:
+        if self._open.item(slot) and self._unfinished.item(slot) == 0.0:
+            self.idle.add(slot)
+        else:
+            self.idle.discard(slot)
 
     def _share(self, now: float) -> Floats:
         capacity, joined = self._columns[0, : len(self)], self._columns[1, : len(self)]
@@ -317,6 +335,7 @@ class LoadBoard(Places):
 
     def _changed(self, slot: int, unfinished: float, done: float, now: float) -> None:
         """So much more is unfinished and done, counted as `_done` is."""
+        self._note_idle(slot)
         if self._open[slot]:
             self._sums[0] += unfinished
             self._sums[1] += done

@@ -1,5 +1,8 @@
 """The policies of MemServe, Table 6, and eq. 1: from what is known of the instances to the one that is chosen.
 
+None of them leaves an instance idle while a request waits longer than computing its prefix again would take
+(`kvpool.policy.routing.choosing`).
+
 A policy chooses by a view of all instances. One that ranks each by its own figures alone says how (`Ranking`), and is
 then asked for few of them (`kvpool.policy.routing.search`); what it chooses is the same.
 
@@ -49,7 +52,8 @@ class View(NamedTuple):
         backlog: Work before it is free; eq. 1's first term.
         exec_s: What the prompt takes there; eq. 1's second term.
         load: Backlog and what it did lately, for its share.
-        open: Takes new requests.
+        open: Takes new requests, and the request does not wait for it longer than the prefix takes to compute again
+            on an idle instance (`Balance.patience`).
         allowed: Open, and below the load cap. At least one is.
         session: Of the request.
     """

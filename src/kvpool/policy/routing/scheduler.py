@@ -17,11 +17,11 @@ from kvpool.errors import ArgumentError, StateError
 from kvpool.index import MovedEvent, RemovedEvent, StoredEvent
 from kvpool.policy.cost import CostModel, KVTransfer
 from kvpool.policy.routing.balance import Balance
-from kvpool.policy.routing.candidates import Candidates, Values
+from kvpool.policy.routing.candidates import Candidates
+from kvpool.policy.routing.choosing import choose
 from kvpool.policy.routing.load import LoadBoard
-from kvpool.policy.routing.policies import LongestPrefix, Policy, QueuePlusExec, Ranking, View
+from kvpool.policy.routing.policies import LongestPrefix, Policy, QueuePlusExec, Ranking
 from kvpool.policy.routing.predictions import Models, Times
-from kvpool.policy.routing.search import find_best
 from kvpool.policy.routing.tokens import Tokens, as_array, checked
 from kvpool.policy.routing.tree import BLOCKS_MAX, PromptTree
 from kvpool.policy.routing.types import Decision, Fetch, Holder, Kind, Request
@@ -195,10 +195,12 @@ class GlobalScheduler:
             raise ArgumentError("a prompt of no tokens")
         now = self._clock()
         board = self._prefill
+        if board.closed == len(board):
+            raise StateError(f"none of {len(board)} instances takes prompts")
         found = self._find(board, tokens, request.namespace, Kind.COLOCATED, Kind.PREFILL)
         # What a prompt takes depends on the instance's model and on how much it holds: few of either.
         times = [Times(model, len(tokens), found.lengths) for model in self._models]
-        slot = self._choose(self._policy, board, found, times, now, request.session)
+        slot = choose(self._policy, board, found, times, now, request.session)
         instance, cached = board.id_of(slot), found.lengths[found.at(slot)]
         own = times[board.model_of(slot)]
         exec_s, model = own.of(cached), own.model
@@ -297,58 +299,12 @@ class GlobalScheduler:
     def _find(self, board: LoadBoard, tokens: Tokens, namespace: str, *kinds: Kind) -> Candidates:
         return Candidates.find([self._trees[kind] for kind in kinds if self._kinds[kind]], board, tokens, namespace)
 
-    def _choose(
-        self,
-        policy: Policy,
-        board: LoadBoard,
-        found: Candidates,
-        exec_s: Sequence[Values],
-        now: float,
-        session: str | None,
-    ) -> int:
-        """The slot that the policy chooses.
-
-        Args:
-            policy: That decides.
-            board: Of those that it decides among.
-            found: Who of them holds how much.
-            exec_s: What the prompt takes, for each model; the most of it is for the load cap.
-            now: Seconds.
-            session: Of the request.
-        """
-        if board.closed == len(board):
-            does = "decodes what others prefill" if board is self._decode else "takes prompts"
-            raise StateError(f"none of {len(board)} instances {does}")
-        if isinstance(policy, Ranking) and policy.ranks(session):
-            home = policy.home(session)
-            at_home = home >= 0 and board.has_open(home)
-            slot = board.slot(home) if at_home else find_best(policy, board, found, exec_s, now, _most(exec_s))
-            if slot is not None:
-                policy.sent(session, board.id_of(slot))
-                return slot
-        return policy.choose(self._view(board, found, exec_s, now, session))
-
-    def _view(
-        self,
-        board: LoadBoard,
-        found: Candidates,
-        exec_s: Sequence[Values],
-        now: float,
-        session: str | None,
-    ) -> View:
-        """All instances."""
-        spread = found.spread(exec_s[0])
-        for number, other in enumerate(exec_s[1:], start=1):
-            spread = np.where(board.models == number, found.spread(other), spread)
-        cached = found.spread(found.lengths).astype(np.int64)
-        load = board.load(now)
-        allowed = board.may_get_more(load, now, _most(exec_s))
-        return View(board.ids, cached, board.backlog(now), spread, load, board.is_open, allowed, session)
-
     def _choose_decode(self, found: Candidates, tokens: int, now: float, session: str | None) -> tuple[int, int]:
         board = self._decode
+        if board.closed == len(board):
+            raise StateError(f"none of {len(board)} instances decodes what others prefill")
         missing = [float(tokens - held) for held in found.lengths]
-        slot = self._choose(self._decode_policy, board, found, [missing], now, session)
+        slot = choose(self._decode_policy, board, found, [missing], now, session)
         return board.id_of(slot), found.lengths[found.at(slot)]
 
     def _fetch(self, instance: int, holders: Sequence[Holder], own: Times) -> Fetch | None:
@@ -391,7 +347,3 @@ class GlobalScheduler:
 def _remembers(policy: Policy) -> bool:
     """Whether it is told where requests go, and may do the next ones by it."""
     return isinstance(policy, Ranking) and type(policy).sent is not Ranking.sent
-
-
-def _most(exec_s: Sequence[Values]) -> float:
-    return exec_s[0][-1] if len(exec_s) == 1 else max(times[-1] for times in exec_s)

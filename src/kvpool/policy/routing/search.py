@@ -20,10 +20,13 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any, Final
 
+import numpy as np
+
 from kvpool.policy.routing.candidates import FEW, Candidates, Values
 from kvpool.policy.routing.load import LoadBoard
 from kvpool.policy.routing.policies import TOLERANCE, Ranking, first_of
 from kvpool.policy.routing.tree import Ints
+from kvpool.policy.routing.waiting import Wait
 
 __all__ = ["find_best"]
 
@@ -35,7 +38,13 @@ _NEAR: Final = 1e-14  # of a time or a load: what two ways to compute it differ 
 
 
 def find_best(
-    policy: Ranking, board: LoadBoard, found: Candidates, exec_s: Sequence[Values], now: float, work: float
+    policy: Ranking,
+    board: LoadBoard,
+    found: Candidates,
+    exec_s: Sequence[Values],
+    now: float,
+    work: float,
+    wait: Wait | None = None,
 ) -> int | None:
     """The slot that the policy ranks first.
 
@@ -46,6 +55,7 @@ def find_best(
         exec_s: What the prompt takes, for each model and for each of `found.lengths`.
         now: Seconds.
         work: What the prompt takes at most, for the load cap.
+        wait: Bounds the backlog of the one that is chosen; None for no bound.
 
     Returns:
         None where it was not found, or no instance takes it.
@@ -53,7 +63,7 @@ def find_best(
     board.settle(now)
     if len(board.newcomers) > FEW:
         return None
-    search = _Search(policy, board, found, exec_s, now, board.limit(now, work))
+    search = _Search(policy, board, found, exec_s, now, board.limit(now, work), wait)
     search.look_at_few()
     if search.goes_on():
         board.refresh(now)
@@ -73,10 +83,13 @@ class _Search:
         exec_s: Sequence[Values],
         now: float,
         limit: float,
+        wait: Wait | None,
     ) -> None:
         self.slot = -1
         self._policy, self._board, self._found = policy, board, found
-        self._exec_s, self._now, self._limit = exec_s, now, limit
+        self._exec_s, self._now, self._limit, self._wait = exec_s, now, limit, wait
+        # How long a request may wait depends on what is held, for a policy too that minds only the load.
+        self._minds_cached = policy.minds_cached or wait is not None
         self._best: tuple[Any, ...] = ()
         self._none = len(found.lengths) - 1  # the place in `lengths` of those that hold nothing
         self._followed: list[int] = []  # places in `lengths` of those that the board's order is followed for
@@ -91,7 +104,7 @@ class _Search:
     def look_at_few(self) -> None:
         """Newcomers, which stand in no order, and those that hold some where few hold so much."""
         found, size = self._found, len(self._board)
-        for at in range(self._none if self._policy.minds_cached else 0):
+        for at in range(self._none if self._minds_cached else 0):
             if self._is_hopeless(at, 0.0, 0.0):
                 continue
             count = found.count(at)
@@ -127,7 +140,8 @@ class _Search:
     def follow_running(self) -> bool:
         """Those whose work is done at a time that is known. False to give up."""
         for free_at, slot in self._board.order.running:
-            if self._hopeless(free_at - self._now - _NEAR * abs(free_at), 0.0):
+            backlog = free_at - self._now - _NEAR * abs(free_at)
+            if self._waits_too_long(backlog) or self._hopeless(backlog, 0.0):
                 break
             if not self._step():
                 return False
@@ -146,7 +160,7 @@ class _Search:
         while place < len(waiting):
             *figures, slot = waiting[place]
             backlog, least = figures[0], figures[1] * faded
-            if self._hopeless(backlog, 0.0):
+            if self._waits_too_long(backlog) or self._hopeless(backlog, 0.0):
                 break
             if least > self._limit or self._hopeless(backlog, least, slot < self.slot):
                 place = bisect_left(waiting, (backlog, inf, inf), place)  # of one backlog, loads rise
@@ -181,7 +195,7 @@ class _Search:
 
     def _at(self, slot: int) -> int:
         """What one holds, where that makes a difference."""
-        return self._found.at(slot) if self._policy.minds_cached else self._none
+        return self._found.at(slot) if self._minds_cached else self._none
 
     def _consider_many(self, slots: Ints, at: int) -> None:
         """Looks at the least loaded of those that hold equally much and may get more, of each model."""
@@ -190,8 +204,10 @@ class _Search:
         allowed = (load <= self._limit) & board.is_open[slots]
         for model in range(len(self._exec_s)):
             left = (allowed & (board.models[slots] == model) if len(self._exec_s) > 1 else allowed).nonzero()[0]
+            exec_s = self._exec_s[model][at]
+            if self._wait is not None and len(left):
+                left = left[self._wait.pays_of(board.backlog(now, slots[left]), np.full(len(left), exec_s))]
             if len(left):
-                exec_s = self._exec_s[model][at]
                 ranks = self._policy.rank(board.backlog(now, slots[left]), load[left], self._found.lengths[at], exec_s)
                 self._consider(int(slots[left][first_of(ranks, len(left))].min()), at)
 
@@ -201,11 +217,18 @@ class _Search:
         load = board.load_of(slot, now)
         if load > self._limit or not board.is_open_at(slot):
             return False
+        backlog = board.backlog_of(slot, now)
         exec_s = self._exec_s[board.model_of(slot) if len(self._exec_s) > 1 else 0][at]
-        rank = self._policy.rank(board.backlog_of(slot, now), load, self._found.lengths[at], exec_s)
+        if self._wait is not None and not self._wait.pays(backlog, exec_s):
+            return False
+        rank = self._policy.rank(backlog, load, self._found.lengths[at], exec_s)
         if self.slot < 0 or _before(rank, self._best, slot < self.slot):
             self._best, self.slot = rank, slot
         return True
+
+    def _waits_too_long(self, backlog: float) -> bool:
+        """Whether nobody with so much to do may get the request, whatever it holds."""
+        return self._wait is not None and not self._wait.pays(backlog, 0.0)
 
     def _hopeless(self, backlog: float, load: float, where_equal: bool = True) -> bool:
         """Whether nobody that is followed, has at least so much to do, can come before the best one so far."""

@@ -1,0 +1,328 @@
+"""From a request's body to the tokens that it is routed by.
+
+The router has no model. Two prompts that begin alike must become tokens that begin alike, and nothing else is asked of
+them; the instance makes its own tokens. So by default a token is four bytes of the prompt's UTF-8, about what a word
+piece of English has, which also gives the cost model lengths of the right size. With a tokenizer.json they are the
+model's own. Token ids that the client sends are taken as they are.
+
+A chat becomes one text: tools first, for chat templates put them first, then each message behind its role. Whatever
+follows a message stands behind it, so a chat that goes on has the earlier one as a prefix.
+
+A body of a few MiB can hold a million values, each of which Python makes an object of. So only the fields that matter
+are decoded, a prompt with too many values in it is taken as the text that it is, and beyond `prompt_bytes_max` a prompt
+is not read: its beginning is enough to route by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import ArgumentError, Unsupported
+
+__all__ = [
+    "INLINE_BYTES",
+    "NOTHING",
+    "ByteTokens",
+    "Kind",
+    "Reading",
+    "Tokenizer",
+    "Tokens",
+    "Unreadable",
+    "chat_text",
+    "is_quick",
+    "load_tokenizer",
+    "read_prompt",
+    "short",
+]
+
+Tokens = npt.NDArray[np.int32]
+Kind = Literal["completions", "chat", "other"]
+
+INLINE_BYTES: Final = 64 << 10  # a body of so many is read in well under a millisecond, but for what `is_quick` says
+_BYTES: Final = 4  # a token
+_TOKEN_MAX: Final = 2**31 - 1
+_VALUES_QUICK: Final = 4096  # in a body
+_VALUES_MAX: Final = 100_000  # in a prompt: each takes up to 250 bytes
+_FIELDS: Final = ("model", "user", "stream", "cache_salt", "prompt", "messages", "tools")
+NOTHING: Final = np.zeros(1, dtype=np.int32)  # less than a block: no tree learns it
+
+
+class Unreadable(Exception):
+    """The body is no JSON object.
+
+    Args:
+        message: For the client.
+        sure: Every reader of JSON says so. Otherwise the instance may be less strict.
+    """
+
+    def __init__(self, message: str, sure: bool = True) -> None:
+        super().__init__(message)
+        self.sure = sure
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read.
+
+    Attributes:
+        tokens: Of the prompt; at least one.
+        session: Of the client, None where it names none.
+        namespace: Model, salt and kind of token: prompts of different ones share no cache.
+        stream: The client wants events.
+    """
+
+    tokens: Tokens
+    session: str | None
+    namespace: str
+    stream: bool
+
+
+class Tokenizer(Protocol):
+    """Text to tokens, so that texts that begin alike have tokens that begin alike."""
+
+    slow: bool  # texts take so long that others would wait for it
+
+    def encode(self, text: str) -> Tokens:
+        """int32, at least one. Pure; may run in any thread."""
+
+
+class ByteTokens:
+    """Four bytes of UTF-8 a token, the last one filled up with zeros."""
+
+    slow = False
+
+    def encode(self, text: str) -> Tokens:
+        """As Tokenizer.encode."""
+        data = text.encode("utf-8", "surrogatepass")  # JSON may hold half a pair
+        filled = data + bytes(-len(data) % _BYTES or (0 if data else _BYTES))
+        return np.frombuffer(filled, dtype="<i4").astype(np.int32, copy=False)
+
+
+class _HuggingFace:
+    slow = True
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> Tokens:
+        clean = text.encode("utf-8", "replace").decode()
+        # Unlike `encode`, this one lets other threads run meanwhile.
+        ids = self._tokenizer.encode_batch_fast([clean], add_special_tokens=False)[0].ids
+        return np.array(ids, dtype=np.int32) if ids else NOTHING
+
+
+def load_tokenizer(path: Path | None) -> Tokenizer:
+    """From a tokenizer.json, or ByteTokens for None.
+
+    Raises:
+        ArgumentError: The file cannot be read, or is no tokenizer.
+        Unsupported: The package `tokenizers` is not installed.
+    """
+    if path is None:
+        return ByteTokens()
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise Unsupported("--tokenizer needs the package tokenizers: pip install tokenizers") from error
+    try:
+        return _HuggingFace(tokenizers.Tokenizer.from_str(path.read_text()))
+    except OSError as error:
+        raise ArgumentError(f"tokenizer {path}: {error.strerror}") from error
+    except Exception as error:  # the package raises no class of its own
+        raise ArgumentError(f"tokenizer {path}: {error}") from error
+
+
+def is_quick(body: bytes | bytearray) -> bool:
+    """Whether reading a body takes so little that nobody else notices."""
+    return len(body) <= INLINE_BYTES and _values(body) <= _VALUES_QUICK
+
+
+def read_prompt(
+    tokenizer: Tokenizer,
+    kind: Kind,
+    session: str | None,
+    body: bytes | bytearray,
+    prompt_bytes_max: int = 1 << 20,
+) -> Reading:
+    """Reads a body. What the router does not know in it is the instance's to judge. Pure.
+
+    Args:
+        tokenizer: For texts.
+        kind: Of the endpoint; not "other".
+        session: That the headers name, if they do.
+        body: JSON.
+        prompt_bytes_max: Of a prompt that are read: bytes of ids, characters of a text.
+
+    Raises:
+        Unreadable: The body is no JSON object.
+    """
+    fields = _parse(body, prompt_bytes_max)
+    user = fields.get("user")
+    session = short(session or (user if isinstance(user, str) and user else None))
+    tokens, unit = _tokens(tokenizer, kind, fields, prompt_bytes_max)
+    salt = fields.get("cache_salt")
+    namespace = short(_canonical([unit, fields.get("model"), *([] if salt is None else [salt])]))
+    return Reading(tokens, session, namespace or "", fields.get("stream") is True)
+
+
+def chat_text(messages: Any, tools: Any = None) -> str:
+    """One text of a chat; it begins with the text of each chat that it continues."""
+    parts = [] if not tools else [_canonical(tools), "\n"]
+    for message in messages if isinstance(messages, list) else [messages]:
+        if not isinstance(message, Mapping):
+            parts.append(_canonical(message))
+            continue
+        rest = {key: value for key, value in message.items() if key not in ("role", "content") and value}
+        parts += ["<|", str(message.get("role")), "|>", _content(message.get("content"))]
+        parts += [_canonical(rest)] if rest else []
+        parts.append("\n")
+    return "".join(parts)
+
+
+def short(text: str | None) -> str | None:
+    """What clients make up is remembered: it has to be short, and legible for the scheduler."""
+    if text is None or (len(text) <= 64 and text.isascii()):
+        return text
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
+
+
+# ---- inside
+
+
+class _Raw(msgspec.Struct):
+    """The fields that matter, not decoded yet. Others are skipped."""
+
+    model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    user: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    stream: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    cache_salt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Ids:
+    """Token ids."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+
+
+class _Opaque(str):
+    """JSON with too many values in it to look at them."""
+
+
+_RAW: Final = msgspec.json.Decoder(_Raw)
+_IDS: Final = msgspec.json.Decoder(list[int])
+_ANY: Final = msgspec.json.Decoder()
+
+
+def _values(data: bytes | bytearray) -> int:
+    """About how many lists, objects and keys there are; more where texts have such characters."""
+    return data.count(b"[") + data.count(b"{") + data.count(b":")
+
+
+def _parse(body: bytes | bytearray, prompt_bytes_max: int) -> Mapping[str, Any]:
+    try:
+        raw = _RAW.decode(body)
+        given = ((name, getattr(raw, name)) for name in _FIELDS)
+        return {
+            name: _decoded(name, bytes(value), prompt_bytes_max) for name, value in given if value is not msgspec.UNSET
+        }
+    except RecursionError as error:
+        raise Unreadable("the body is nested too deeply") from error
+    except msgspec.ValidationError as error:
+        raise Unreadable("the body is no JSON object") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _parse_laxly(body, error)
+
+
+def _parse_laxly(body: bytes | bytearray, strict: Exception) -> Mapping[str, Any]:
+    """As Python's own reader has it, which lets NaN and halves of surrogate pairs pass; of short bodies only."""
+    if len(body) > INLINE_BYTES:
+        raise Unreadable(f"the body is no JSON: {strict}", sure=False) from strict
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"the body is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise Unreadable("the body is no JSON object")
+    return fields
+
+
+def _decoded(name: str, value: bytes, prompt_bytes_max: int) -> Any:
+    if name == "prompt" and (ids := _ids(value, prompt_bytes_max)) is not None:
+        return _Ids(ids)
+    if not value.startswith(b'"') and _values(value) > _VALUES_MAX:
+        return _Opaque(value[:prompt_bytes_max].decode("utf-8", "replace"))
+    try:
+        return _ANY.decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        if len(value) > INLINE_BYTES:
+            return _Opaque(value[:prompt_bytes_max].decode("utf-8", "replace"))
+        return json.loads(value)  # a number too large for others
+
+
+def _ids(value: bytes, prompt_bytes_max: int) -> Tokens | None:
+    """A list of token ids, its beginning if it is longer; None for anything else."""
+    if not value.startswith(b"[") or not value[1:64].lstrip()[:1].isdigit():
+        return None
+    if len(value) > prompt_bytes_max:
+        value = value[: value.rfind(b",", 0, prompt_bytes_max)] + b"]"
+    try:
+        ids = _IDS.decode(value)
+    except msgspec.DecodeError:
+        return None
+    return _checked(ids)
+
+
+def _checked(ids: list[int]) -> Tokens | None:
+    if not ids or min(ids) < 0 or max(ids) > _TOKEN_MAX:
+        return None
+    return np.array(ids, dtype=np.int32)
+
+
+def _tokens(tokenizer: Tokenizer, kind: Kind, fields: Mapping[str, Any], most: int) -> tuple[Tokens, str]:
+    """The tokens, and what kind of token they are."""
+    if kind == "chat":
+        return tokenizer.encode(chat_text(fields.get("messages"), fields.get("tools"))[:most]), "text"
+    prompt = fields.get("prompt")
+    if isinstance(prompt, _Opaque):
+        return tokenizer.encode(prompt), "json"
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[0]  # of several prompts the first one decides
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt[:most]), "text"
+    if isinstance(prompt, list) and not any(type(token) is not int for token in prompt):
+        ids = _checked(prompt[: most // _BYTES])
+        prompt = prompt if ids is None else _Ids(ids)
+    if isinstance(prompt, _Ids):
+        return prompt.tokens, "ids"
+    return tokenizer.encode(_canonical(prompt)[:most]), "json"
+
+
+def _canonical(value: Any) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    except RecursionError as error:
+        raise Unreadable("the body is nested too deeply") from error
+
+
+def _content(content: Any) -> str:
+    """A message's text; what is no text (an image, say) by its JSON."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        texts = (part.get("text") if isinstance(part, Mapping) else None for part in content)
+        pairs = zip(content, texts, strict=True)
+        return "".join(text if isinstance(text, str) else _canonical(part) for part, text in pairs)
+    return "" if content is None else _canonical(content)

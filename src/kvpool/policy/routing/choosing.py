@@ -1,0 +1,112 @@
+"""Which instance gets a request: the policy's choice, but no request waits in vain while an instance is idle.
+
+A policy alone may send all requests to the instances that hold a bit of the prompt, and none to the others. So while an
+instance is idle, a busy one is in question only where waiting for it costs no more than computing the prefix again:
+
+    backlog there <= patience * (execution on the idle one - execution there)
+
+That holds for every policy, for sessions too. Backlogs are seconds (tokens, for instances that decode), so the bound is
+one of time, however loaded the others are. The load cap comes second: where it forbids every instance that this rule
+allows, it does not count for the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+
+from kvpool.policy.routing.candidates import FEW, Candidates, Values
+from kvpool.policy.routing.load import LoadBoard
+from kvpool.policy.routing.policies import Policy, Ranking, View
+from kvpool.policy.routing.search import find_best
+from kvpool.policy.routing.waiting import Wait
+
+__all__ = ["choose", "view"]
+
+
+def choose(
+    policy: Policy, board: LoadBoard, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None
+) -> int:
+    """The slot of the instance that gets a request.
+
+    Args:
+        policy: That decides.
+        board: Of those that it decides among. REQUIRES: one of them is open.
+        found: Who of them holds how much.
+        exec_s: What the prompt takes, for each model and each of `found.lengths`; the most of it is for the load cap.
+        now: Seconds.
+        session: Of the request.
+    """
+    if isinstance(policy, Ranking) and policy.ranks(session):
+        slot = _find(policy, board, found, exec_s, now, session)
+        if slot is not None:
+            policy.sent(session, board.id_of(slot))
+            return slot
+    return policy.choose(view(board, found, exec_s, now, session))
+
+
+def view(board: LoadBoard, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None) -> View:
+    """All instances, for a policy that is to see them all. Arguments as of `choose`."""
+    spread = found.spread(exec_s[0])
+    for number, other in enumerate(exec_s[1:], start=1):
+        spread = np.where(board.models == number, found.spread(other), spread)
+    cached = found.spread(found.lengths).astype(np.int64)
+    load, backlog = board.load(now), board.backlog(now)
+    is_open, allowed = board.is_open, board.may_get_more(load, now, _most(exec_s))
+    idle = board.is_idle()
+    if idle.any() and board.balance.patience != inf:
+        wait = Wait(board.balance.patience, float(spread[idle].min()))
+        is_open = is_open & wait.pays_of(backlog, spread)
+        allowed = allowed & is_open
+        if not allowed.any():
+            allowed = is_open
+    return View(board.ids, cached, backlog, spread, load, is_open, allowed, session)
+
+
+def _find(
+    policy: Ranking, board: LoadBoard, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None
+) -> int | None:
+    """The slot that a ranking policy chooses, found by looking at few; None where it was not found."""
+    work, home = _most(exec_s), policy.home(session)
+    slot = (
+        board.slot(home) if home >= 0 and board.has_open(home) else find_best(policy, board, found, exec_s, now, work)
+    )
+    if slot is None:
+        return None
+    wait = _wait_exceeded(board, found, exec_s, slot, now)
+    return slot if wait is None else find_best(policy, board, found, exec_s, now, work, wait)
+
+
+def _wait_exceeded(board: LoadBoard, found: Candidates, exec_s: Sequence[Values], slot: int, now: float) -> Wait | None:
+    """How long the request may wait, if that is less than it would wait at an instance; else None."""
+    backlog, patience = board.backlog_of(slot, now), board.balance.patience
+    if backlog <= 0.0 or patience == inf or not board.idle:
+        return None
+    own_s = exec_s[board.model_of(slot) if len(exec_s) > 1 else 0][found.at(slot)]
+    kinds = sorted((times[at], model, at) for model, times in enumerate(exec_s) for at in range(len(found.lengths)))
+    for least_s, model, at in kinds:
+        wait = Wait(patience, least_s)
+        if wait.pays(backlog, own_s):
+            return None
+        if _has_idle(board, found, model if len(exec_s) > 1 else None, at):
+            return wait
+    return None
+
+
+def _has_idle(board: LoadBoard, found: Candidates, model: int | None, at: int) -> bool:
+    """Whether an idle instance of a model (None: of any) holds so much, as a place in `found.lengths`."""
+    idle = board.idle
+    if len(idle) <= FEW or at == len(found.lengths) - 1:
+        some = (slot for slot in idle if found.at(slot) == at)
+    elif found.count(at) <= FEW:
+        some = (slot for slot in found.few(at) if slot in idle)
+    else:
+        slots = found.slots(at)
+        some = iter(slots[board.is_idle()[slots]].tolist())
+    return any(model is None or board.model_of(slot) == model for slot in some)
+
+
+def _most(exec_s: Sequence[Values]) -> float:
+    return exec_s[0][-1] if len(exec_s) == 1 else max(times[-1] for times in exec_s)
