@@ -67,6 +67,7 @@ void bind_members(PoolClass& pool) {
              const GilReleased released;
              service.unfence();
            })
+      .def("_dropped_by", [](Pool& self) { return service_of(self).dropped_by(); })
       .def("_drop_service", [](Pool& self) {
         const GilReleased released;
         self.drop_service();

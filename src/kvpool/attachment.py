@@ -52,6 +52,7 @@ class Attachment:
         self._own = threading.Lock()  # of its own lease: none that has left is let out of its fence again
         self._stop = threading.Event()
         self._book = MemberBook(pool, self._epoch)
+        cluster._directory.attest(self._book)
         self._watch: MemberCallback = cluster.on_change(_weakly(self._on_change))
         self._end = weakref.finalize(self, _leave_soon, registration, self._watch, self._process)
         cluster._board.subscribe(self._book.enter)
@@ -191,15 +192,15 @@ class Attachment:
             if event.kind != "changed":
                 self._book.remember_peers()
             if event.kind == "lost" and member.epoch != self._epoch and not self._is_back(member):
-                pool._expel(member.epoch, f"the cluster has given up {member.name}: its lease has run out")
+                pool._expel(member.epoch, f"the cluster has given up {member.name}")
             if event.kind == "joined":
                 self._book.tell_again()
             elif event.kind == "left":
                 self._book.forget(member.name)
 
     def _is_back(self, lost: Member) -> bool:
-        """It has fenced itself, so what it had in its old term is over, and the connections that it has now are new."""
-        return any(one.epoch == lost.epoch and one.term > lost.term for one in self._cluster.members())
+        """Whether it is listed again by now: it has no connection from before, so those that it has are new."""
+        return any(one.epoch == lost.epoch and one.since_ns > lost.since_ns for one in self._cluster.members())
 
     # ---- what becomes of its own lease
 
@@ -220,7 +221,13 @@ class Attachment:
                 pool._fence(f"another process is {self.name} in the cluster now, or has its instance id")
 
     def _look_at_clock(self, pool: PeerVerbs) -> None:
-        """Fences the pool when its lease has lapsed, also while the cluster's thread is held up and says nothing."""
+        """Fences the pool when its lease has lapsed, also while the cluster's thread is held up and says nothing.
+
+        The same when a peer has refused it as one that was dropped.
+        """
+        why = pool._dropped_by()
+        if why:
+            self._registration.note_dropped(why)
         if not self._registration.lapsed():
             return
         with busy, self._own, contextlib.suppress(ClosedError):

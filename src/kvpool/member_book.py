@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from typing import Final
 
 from kvpool.cluster import Member, MemberEvent
 from kvpool.errors import Error
-from kvpool.transfer import PeerVerbs
+from kvpool.transfer import PeerInfo, PeerVerbs
 from kvpool.waiting import busy
 
 __all__ = ["MemberBook"]
 
+_LINKED_MAX: Final = 4096
 _Entry = tuple[int, int, list[str]]  # instance, epoch, endpoints
 
 
@@ -28,6 +30,7 @@ class MemberBook:
         self._epoch = epoch
         self._lock = threading.Lock()  # pictures reach the pool in their order
         self._told: dict[str, _Entry] = {}
+        self._linked: dict[int, None] = {}  # epochs of those with whom it was ever linked, the oldest first
         self._met: set[str] = set()  # of whom it has been a peer, and who has not left since
 
     def names(self) -> set[str]:
@@ -66,9 +69,42 @@ class MemberBook:
         pool = self._pool()
         if pool is None:
             return
-        names = {peer.name for peer in pool.peers()}
+        self._remember(pool.peers())
+
+    def _remember(self, peers: list[PeerInfo]) -> None:
         with busy, self._lock:
-            self._met |= names & self._told.keys()  # none that has left, although its connection is still there
+            # None that has left, although its connection is still there.
+            self._met |= {peer.name for peer in peers} & self._told.keys()
+            self._linked.update(dict.fromkeys(peer.epoch for peer in peers))
+            while len(self._linked) > _LINKED_MAX:
+                del self._linked[next(iter(self._linked))]
+
+    # ---- what a directory asks before it gives a member up (Witness)
+
+    def is_linked(self, member: Member) -> bool:
+        """Whether there is a link to this incarnation now."""
+        return any(peer.epoch == member.epoch for peer in self._peers())
+
+    def has_parted(self, member: Member) -> bool:
+        """Whether there was a link to it, and is none now."""
+        linked = self.is_linked(member)
+        with busy, self._lock:
+            return not linked and member.epoch in self._linked
+
+    def instances(self) -> list[int]:
+        """The ids of those that are linked now."""
+        return [peer.instance for peer in self._peers()]
+
+    def _peers(self) -> list[PeerInfo]:
+        pool = self._pool()
+        if pool is None:
+            return []
+        try:
+            peers = pool.peers()
+        except Error:  # closed, or a parent process's
+            return []
+        self._remember(peers)
+        return peers
 
     def forget(self, name: str) -> None:
         """It has left, and is not met again."""

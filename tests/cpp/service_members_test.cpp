@@ -275,6 +275,25 @@ TEST_CASE("what a dead incarnation had is given back, and it is let in again whe
   }
 }
 
+TEST_CASE("a peer that was dropped learns so when it calls, and one that was never met does not") {
+  Pair pair({"sock"});
+  send_one(pair.a, pair.b);
+  pair.a.service.expel(pair.b.service.epoch(), "its record has run out");
+  CHECK(soon([&] { return pair.a.service.peers().empty() && pair.b.service.peers().empty(); }));
+  CHECK(pair.b.service.dropped_by().empty());
+  CHECK_FALSE(is_let_in(pair.b, pair.members[0].addresses[0]));
+  CHECK(pair.b.service.dropped_by().find("its record has run out") != std::string::npos);
+  pair.b.service.fence("it was dropped");
+  CHECK(pair.b.service.dropped_by().empty());
+  pair.b.service.unfence();
+  CHECK(pair.b.service.dropped_by().empty());
+
+  Pair strangers({"sock"});
+  strangers.a.service.expel(strangers.b.service.epoch(), "its record has run out");
+  CHECK_FALSE(is_let_in(strangers.b, strangers.members[0].addresses[0]));
+  CHECK(strangers.b.service.dropped_by().empty());  // nothing was taken from it
+}
+
 TEST_CASE("a pool without its lease has no peers and gets none; what is local goes on") {
   for (const auto& routes : std::vector<std::vector<std::string>>{{"shm"}, {"sock"}}) {
     CAPTURE(routes[0]);

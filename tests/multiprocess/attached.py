@@ -46,9 +46,9 @@ attachment.instance
 class Home:
     """The survivor: a member of this process, what it has heard, and what it has been sent."""
 
-    def __init__(self, place: Place, link_lease: float) -> None:
+    def __init__(self, place: Place, link_lease: float, **options: Any) -> None:
         self.place = place
-        self.options: dict[str, Any] = {"lease_s": link_lease, "routes": ("shm",)}
+        self.options: dict[str, Any] = {"lease_s": link_lease, "routes": ("shm",)} | options
         self.cluster = place.join(lease=CLUSTER_LEASE)
         if not self.cluster.secret:  # etcd keeps none, and its pools meet over TCP
             self.options["secret"] = SECRET
@@ -78,8 +78,9 @@ class Home:
 
 
 @contextlib.contextmanager
-def home_of(place: Place, link_lease: float = LEASE) -> Iterator[Home]:
-    home = Home(place, link_lease)
+def home_of(place: Place, link_lease: float = LEASE, **options: Any) -> Iterator[Home]:
+    """`options` of every pool."""
+    home = Home(place, link_lease, **options)
     try:
         yield home
         home.settled()

@@ -1,6 +1,6 @@
-"""A member that alone is cut off from etcd: the others are told, it fences itself when it hears, and it is back.
+"""A member that alone is cut off from etcd is kept by its links; one that is cut off from its peers, too, is dropped.
 
-Bugs these tests are there to find: a member that was given up and goes on as if it was not (5); an id that is given to
+Bugs these tests are there to find: a member that was dropped and goes on as if it was not (5); an id that is given to
 two, because etcd came back empty while the one that had it could not be heard (6).
 """
 
@@ -11,13 +11,17 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from attached import CLUSTER_LEASE, JOIN, Home, eventually, home_of, send_by_name
+from attached import CLUSTER_LEASE, JOIN, Home, Traffic, eventually, home_of, send_by_name
+from cluster.kit import Events
 from cluster.own_etcd import own, own_etcd
 from crew import near_nursery
 from proxy import Proxy
 from victims import LONG, Nursery, Victim
 
 import kvpool
+from kvpool.cluster.gateway import encode
+
+LINK_LEASE = 2.0  # of those that are cut off from their peers, too
 
 __all__ = ["near_nursery", "own", "own_etcd"]
 
@@ -40,25 +44,79 @@ def member_behind(proxy: Proxy, home: Home, nursery: Nursery) -> Iterator[tuple[
         victim.kill()
 
 
-def test_one_that_is_cut_off_alone_is_lost_and_comes_back_in_a_new_term(home, own_etcd, near_nursery):
+def is_listed(own_etcd, home):
+    return "kvs" in own_etcd.call("kv/range", {"key": encode(f"{home.place.prefix}/members/victim")})
+
+
+def runs_out(own_etcd, home):
+    """Until etcd has given up the victim's record."""
+    eventually(lambda: not is_listed(own_etcd, home))
+
+
+def test_one_that_is_cut_off_alone_is_kept_by_its_link(home, own_etcd, near_nursery):
+    """Its lease runs out, and nobody who is linked to it loses it: neither a transfer nor a block that is lent."""
     with (
         Proxy(f"tcp:127.0.0.1:{own_etcd.port}") as proxy,
         member_behind(proxy, home, near_nursery) as (victim, instance),
+        home.place.join(lease=CLUSTER_LEASE) as router,
     ):
+        watching = Events(router)
+        lent = home.pool.alloc(2, instance="victim")
+        traffic = Traffic(home.pool, "victim")
+        watching.wait("victim", "joined")
         proxy.hold(up=True, down=True)
-        home.events.wait("victim", "joined", "lost")
-        addrs = home.pool.alloc(1)
-        with pytest.raises(kvpool.PeerLost):
-            home.pool.transfer("victim", addrs).wait()
-        home.pool.free(addrs)
-        assert victim("list(words)") == []  # it cannot tell this from an etcd that is down
-        assert not victim("attachment._registration.lease_valid()")
+        runs_out(own_etcd, home)
+        watching.wait("victim", "joined", "lost")  # it has no link, and cannot know better
+        traffic.goes_on()
         proxy.hold(up=False, down=False)
+        watching.wait("victim", "joined", "lost", "joined")
+        traffic.goes_on()
+        traffic.close()
+        home.pool.free(lent)
+        assert traffic.failed == []
+        assert "lost" not in home.events.of("victim")
+        assert victim("list(words)") == []
+        (found,) = (one for one in router.members() if one.name == "victim")
+        assert (found.instance, found.term) == (instance, 0)
+
+
+@pytest.mark.parametrize("learns", ["from its peer", "from etcd"])
+def test_one_that_is_cut_off_from_all_is_dropped_learns_so_and_begins_a_new_term(own, own_etcd, near_nursery, learns):
+    with (
+        home_of(own, LINK_LEASE, routes=("sock",), unix_door=False) as home,  # so that links stay in the proxy
+        Proxy(f"tcp:127.0.0.1:{own_etcd.port}") as to_etcd,
+        contextlib.ExitStack() as stack,
+    ):
+        url = f"etcd://{to_etcd.address.removeprefix('tcp:')}/{own.prefix}"
+        victim = stack.enter_context(near_nursery.victim())
+        instance = victim(JOIN, url=url, lease=CLUSTER_LEASE, options=home.options, name="victim")
+        # The survivor calls it by the second proxy; its own calls go the direct way.
+        to_victim = stack.enter_context(Proxy(victim("attachment._registration.record.endpoints[0]")))
+        victim("attachment._registration.publish(endpoints=[where])", where=to_victim.address)
+        eventually(lambda: any(one.endpoints == (to_victim.address,) for one in home.cluster.members()))
+        send_by_name(home.pool, "victim")
+        home.pool.alloc(2, instance="victim")
+        assert victim("pool.stats().hbm.lent") == 2
+        for proxy in (to_etcd, to_victim):
+            proxy.hold(up=True, down=True)
+        home.events.wait("victim", "joined", "lost")  # its record has run out, and its link has ended
+        eventually(lambda: victim("len(pool.peers())") == 0)
+        assert victim("list(words)") == []  # it cannot tell this from an etcd that is down
+        if learns == "from its peer":
+            code = "addrs = pool.alloc(1)\npool.transfer('survivor', addrs, timeout=1.0).wait()"
+            with pytest.raises(kvpool.Error):
+                victim(code)
+            eventually(lambda: victim("list(words)") == ["lost"])
+            with pytest.raises(kvpool.Fenced):
+                victim(code)
+        for proxy in (to_etcd, to_victim):
+            proxy.hold(up=False, down=False)
         home.events.wait("victim", "joined", "lost", "joined")
         eventually(lambda: victim("list(words)") == ["lost", "regained"])
         (found,) = (one for one in home.cluster.members() if one.name == "victim")
         assert (found.instance, found.term) == (instance, 1)
         send_by_name(home.pool, "victim")
+        victim.kill()
 
 
 def test_one_that_is_cut_off_for_less_than_its_lease_again_and_again_is_not_lost(home, own_etcd, near_nursery):
@@ -84,14 +142,15 @@ def test_the_id_of_one_that_is_cut_off_while_etcd_is_emptied_is_not_given_again(
         member_behind(proxy, home, near_nursery) as (_, instance),
     ):
         proxy.hold(up=True, down=True)
-        home.events.wait("victim", "joined", "lost")
+        runs_out(own_etcd, home)
         own_etcd.kill()
         own_etcd.forget()
         own_etcd.start()
         with home.member(near_nursery, "newcomer") as newcomer:
             assert newcomer("attachment.instance") not in (instance, home.attachment.instance)
             proxy.hold(up=False, down=False)
-            home.events.wait("victim", "joined", "lost", "joined")
+            eventually(lambda: is_listed(own_etcd, home))
+            assert "lost" not in home.events.of("victim")
             found = {one.name: one.instance for one in home.cluster.members()}
             assert found["victim"] == instance
             assert found["newcomer"] == newcomer("attachment.instance")

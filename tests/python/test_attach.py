@@ -245,14 +245,14 @@ def test_one_that_came_back_under_its_name_is_met_by_the_next_verb(url):
 
 
 @pytest.mark.parametrize("is_back", [True, False])
-def test_who_is_back_in_a_new_term_is_not_parted_from_for_its_old_one(url, monkeypatch, is_back):
+def test_who_is_listed_again_is_not_parted_from_for_what_was_before(url, monkeypatch, is_back):
     with two(url) as (a, b):
         own = a.alloc(1)
         stream = a.open_transfer("b", own)
         attachment = a._attachment
         members = attachment._cluster.members()
         (old,) = [one for one in members if one.name == "b"]
-        seen = [dataclasses.replace(one, term=one.term + is_back) for one in members]
+        seen = [dataclasses.replace(one, since_ns=one.since_ns + is_back) for one in members]
         monkeypatch.setattr(attachment._cluster, "members", lambda: seen)
         attachment._on_change(kvpool.MemberEvent("lost", old))  # late: the new connection is there already
         if is_back:

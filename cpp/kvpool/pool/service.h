@@ -143,6 +143,9 @@ class Service {
   // let in, until unfence(). Waits shortly for writes that are under way. Both idempotent.
   virtual void fence(const std::string& why) = 0;
   virtual void unfence() = 0;
+  // What a peer said that has dropped this incarnation, and refused it since; "" when none has. Forgotten by fence()
+  // and unfence().
+  virtual std::string dropped_by() const = 0;
 
   // --- of a logical instance; throw kState of another ---
   virtual std::vector<RankInfo> ranks() = 0;

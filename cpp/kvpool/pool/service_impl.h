@@ -77,6 +77,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   void expel(std::uint64_t epoch, const std::string& why) override;
   void fence(const std::string& why) override;
   void unfence() override;
+  std::string dropped_by() const override;
   std::vector<RankInfo> ranks() override;
   bool wait_for_ranks(std::int64_t deadline_ns) override;
   std::uint64_t epoch() const noexcept override { return epoch_; }
@@ -137,6 +138,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   void check_unfenced() const;
   void part_from(std::uint64_t epoch, const Error& why);
   void check_membership(const PeerCard& card, bool initiated_here) const;
+  void note_refusal(const Error& why);
 
   // --- service_ranks.cpp ---
   void make_ranks();
@@ -200,6 +202,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   bool closed_ = false;
   bool joining_;                  // the instance id is still to come
   std::optional<Error> fenced_;   // what is thrown meanwhile
+  std::string dropped_by_;        // what the peer said
   InstanceId proposed_instance_;  // which no pool of this process proposes, as long as this one is there
   int listening_ = 0;             // calls of listen() under way: callers may hear the proposed id before they return
   std::unordered_map<std::string, Peer> peers_;

@@ -3,8 +3,12 @@
 //
 //   M1  An incarnation that was expelled has no session here, and gets none, before the directory names it again.
 //   M2  A pool that is fenced has no session, and gets none.
+//   M3  A pool that calls a peer which has dropped it learns so: the refusal carries the caller's own epoch. A peer
+//   that
+//       never had a session with it refuses without: it has taken nothing from the caller.
 // Both are told under mutex_ before sessions are looked for, and admit() looks under it: nobody slips in between.
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include "kvpool/base/error.h"
@@ -180,10 +184,27 @@ void ServiceImpl::check_membership(const PeerCard& card, bool initiated_here) co
   }
   const auto why = book_.expelled(card.epoch);
   if (!why) return;
-  throw Error(initiated_here ? ErrorCode::kPeerLost : ErrorCode::kBusy,
-              "to " + options_.name + " this incarnation of " + card.name + " is dead (" + *why +
-                  ") until its cluster names it again",
-              {{"retry_after_us", kRetryAfterUs}});
+  Error refusal(initiated_here ? ErrorCode::kPeerLost : ErrorCode::kBusy,
+                "to " + options_.name + " this incarnation of " + card.name + " is dead (" + *why +
+                    ") until its cluster names it again",
+                {{"retry_after_us", kRetryAfterUs}});
+  if (departed_.contains(card.instance)) refusal.add("epoch", static_cast<std::int64_t>(card.epoch));
+  throw Error(std::move(refusal));
+}
+
+// Whether a peer that was called has dropped this incarnation.
+void ServiceImpl::note_refusal(const Error& why) {
+  const auto is_own_epoch = [&](const ErrorField& field) {
+    return std::string_view(field.first) == "epoch" && static_cast<std::uint64_t>(field.second) == epoch_;
+  };
+  if (why.code() != ErrorCode::kBusy || std::ranges::none_of(why.fields(), is_own_epoch)) return;
+  const std::lock_guard lock(mutex_);
+  if (!fenced_) dropped_by_ = why.what();
+}
+
+std::string ServiceImpl::dropped_by() const {
+  const std::lock_guard lock(mutex_);
+  return dropped_by_;
 }
 
 // --- this pool's own lease ---
@@ -194,6 +215,7 @@ void ServiceImpl::fence(const std::string& why) {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     fenced_.emplace(ErrorCode::kFenced, why);
+    dropped_by_.clear();
     for (const auto& [name, peer] : peers_) peers.push_back(peer);
   }
   const Error lost(ErrorCode::kPeerLost, why);
@@ -208,6 +230,7 @@ void ServiceImpl::fence(const std::string& why) {
 
 void ServiceImpl::unfence() {
   const std::lock_guard lock(mutex_);
+  dropped_by_.clear();
   if (!joining_) fenced_.reset();
 }
 

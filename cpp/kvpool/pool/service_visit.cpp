@@ -79,6 +79,7 @@ std::string ServiceImpl::visit(const std::string& address, const Waiting& waitin
       if (hub_ != nullptr) hub_->check_complete();
       return meet(address, waiting);
     } catch (const Error& error) {
+      note_refusal(error);
       const bool late = monotonic_ns() + pause_ns >= waiting.until_ns;
       if (const auto epoch = field_of(error, "epoch"); error.code() == ErrorCode::kState && epoch) {
         // It calls us at this moment, or has not noticed yet that it has lost us. Until it has been heard, it may drop

@@ -26,6 +26,10 @@ def add_parser(commands: Any) -> None:
         "--forget", metavar="NAME",
         help="remove what a local cluster without members has left on this machine: its secret, its counter of ids",
     )  # fmt: skip
+    parser.add_argument(
+        "--repair-ids", action="store_true",
+        help="write the counter of ids in etcd again, above every id that etcd shows, where no member lives to do so",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
@@ -96,6 +100,9 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.url is None:
         raise ArgumentError("which cluster? local://NAME or etcd://HOST:PORT/PREFIX")
     with join(arguments) as cluster:
+        if arguments.repair_ids:
+            print(f"the counter of ids says that {cluster.repair_ids()} were given")
+            return
         members = cluster.members()
     print(json.dumps([_facts(one) for one in members], indent=2) if arguments.json else _text(members))
 

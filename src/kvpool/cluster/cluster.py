@@ -240,7 +240,8 @@ class Cluster:
             The registration, with the id given. It is on this process's own board when this returns.
 
         Raises:
-            StateError: A live member has the name, this cluster has a registration already, or all ids are taken.
+            StateError: A live member has the name, this cluster has a registration already, all ids are taken, or the
+                counter of ids in etcd cannot be read and no member mends it (see `repair_ids`).
             DeadlineExceeded: The directory did not answer, or did not free the name of a dead member, in time. The
                 first member of a new etcd waits for a lease, because others may be on their way back.
             AuthError: The folder of a local cluster was made anew with another secret: join again.
@@ -292,6 +293,25 @@ class Cluster:
         if place.kind != "local":
             raise ArgumentError(f"forget: {url} is no local cluster: in etcd, what a member has goes with its lease")
         return forget_folder(folder_path(place.name), time.monotonic() + check_seconds("timeout", timeout))
+
+    def repair_ids(self) -> int:
+        """Writes the counter of ids in etcd again: above every id that etcd shows, and that this process knows of.
+
+        Members that live do so by themselves when somebody has deleted it, overwritten it or set it back. This is for a
+        cluster without any: `register` refuses there, because it cannot know which ids were given. A counter
+        that is well stays as it is.
+
+        Returns:
+            How many ids were given, as the counter says now.
+
+        Raises:
+            DeadlineExceeded: etcd does not answer, or a member has just changed it.
+            ArgumentError: A local cluster, whose ids the kernel keeps.
+            ClosedError: The cluster is closed.
+            ForkError: Called in a forked child.
+        """
+        self._check_open()
+        return self._directory.repair_ids()
 
     def close(self) -> None:
         """Leaves, if there is a registration, and stops watching. Callbacks end. Idempotent; does not raise.

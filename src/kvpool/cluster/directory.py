@@ -7,18 +7,32 @@ otherwise. It shows what it sees on a `Board`. The conformance suite (tests/pyth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Literal, Protocol
 
 from kvpool.cluster.board import Board
 from kvpool.cluster.record import Member
+from kvpool.errors import ArgumentError
 
-__all__ = ["Directory", "Entry", "Hold", "Unreachable"]
+__all__ = ["Directory", "Entry", "Hold", "Unreachable", "Witness"]
 
 Hold = Literal["held", "forgotten", "lost"]
 
 
 class Unreachable(Exception):
     """The directory does not answer. What was asked may have been done all the same; it will be asked again."""
+
+
+class Witness(Protocol):
+    """What the direct links of an attached pool show of other members. Any thread; no wait; no lock of the board's."""
+
+    def is_linked(self, member: Member) -> bool:
+        """Whether a link to this incarnation is there now: it lives, whatever the directory says."""
+
+    def has_parted(self, member: Member) -> bool:
+        """Whether there was a link to it, which has ended: what it had here was taken back."""
+
+    def instances(self) -> list[int]:
+        """The ids of those that are linked now."""
 
 
 class Entry(ABC):
@@ -41,6 +55,10 @@ class Entry(ABC):
         Nothing here has kept it alive for longer than it lasts. `hold()` says "lost" then, until it is entered again.
         """
 
+    @abstractmethod
+    def dropped(self, why: str) -> None:
+        """A peer has refused this member, which it has dropped: `hold()` says "lost" next. Any thread; no wait."""
+
     def renewals_failed(self) -> int:
         """How many renewals the directory has not answered. Any thread; no wait."""
         return 0
@@ -49,8 +67,9 @@ class Entry(ABC):
     def hold(self) -> Hold:
         """What has become of the lease.
 
-        "lost": others have, or may have been told that the member is lost. "forgotten": the directory has lost its
-        memory and nobody was told anything; the member has only to be entered again.
+        "lost": another incarnation has the name or the id, peers have dropped this one, or this process was stopped for
+        longer than its lease. "forgotten": the directory does not list it, and nobody has taken anything from it; the
+        member has only to be entered again.
 
         Raises:
             Unreachable: The directory does not answer, so nobody knows.
@@ -90,8 +109,19 @@ class Directory(ABC):
     secret: str
     """What the members prove to each other that they know; "" when the directory has none."""
 
+    witness: Witness | None = None
+    """Of the pool that is attached. A directory that cannot be silent needs none."""
+
     lease_s: float
     """As it is, which can be longer than was asked for."""
+
+    def attest(self, witness: Witness) -> None:
+        """From now on the links of a pool are asked, too, before a member is given up. Any thread."""
+        self.witness = witness
+
+    def repair_ids(self) -> int:
+        """See Cluster.repair_ids."""
+        raise ArgumentError("repair_ids: the kernel keeps the ids of a local cluster; there is nothing to repair")
 
     @abstractmethod
     def open(self, board: Board, timeout_s: float) -> None:

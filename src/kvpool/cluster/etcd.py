@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import time
 from typing import Any, Final
 
 from kvpool.cluster.board import Board
-from kvpool.cluster.directory import Directory, Entry, Unreachable
+from kvpool.cluster.directory import Directory, Entry, Unreachable, Witness
 from kvpool.cluster.etcd_entry import EtcdEntry
-from kvpool.cluster.etcd_keys import Ids, Keys, Value, absent, put, unchanged, values
+from kvpool.cluster.etcd_keys import Holder, Ids, Keys, Value, absent, get, put, unchanged, values
 from kvpool.cluster.etcd_view import EtcdView
 from kvpool.cluster.gateway import AUTHENTICATE_S, Denied, Gateway, NoAnswer, Options, encode
 from kvpool.cluster.keeper_process import KeeperProcess
@@ -21,7 +22,10 @@ from kvpool.errors import ArgumentError, AuthError, DeadlineExceeded, StateError
 
 __all__ = ["EtcdDirectory"]
 
+_log = logging.getLogger("kvpool.cluster")
+
 _RETRY_S: Final = 0.05
+_ID_LEASE_S: Final = 3600  # an id stays taken for so long after its member was last heard of
 _EXPIRY_SLACK_S: Final = (
     2.0  # TTLs are told in whole seconds, and etcd looks for those that have run out twice a second
 )
@@ -57,6 +61,7 @@ class EtcdDirectory(Directory):
         until = time.monotonic() + timeout_s
         self.board = board
         self.view = EtcdView(self.options, self.keys, board, self.heartbeat_s, self.lease_s)
+        self.view.witness = self.witness
         while True:
             try:
                 self.view.read_all(max(0.001, until - time.monotonic()))
@@ -89,17 +94,28 @@ class EtcdDirectory(Directory):
 
     def read_at_once(self, *keys: str) -> list[Value | None]:
         """Several keys, as they stood at one moment. Raises Unreachable."""
-        body = {"success": [{"request_range": {"key": encode(key)}} for key in keys]}
+        body = {"success": [get(key) for key in keys]}
         found = [values(one.get("response_range", {})) for one in self.call("kv/txn", body)["responses"]]
         return [one[0] if one else None for one in found]
 
-    def highest_known(self, *more: int) -> int:
-        """The highest id that this process knows to have been given.
+    def attest(self, witness: Witness) -> None:
+        """See Directory."""
+        self.witness = self.view.witness = witness
+
+    def given_at_least(self, *more: int) -> int:
+        """How many ids were given, as far as this process knows: by the counter, by the board, and by its links.
 
         The counter as it was last seen counts, besides those who are there: one that the others were told to be lost
         may live, cut off, with an id that nobody else remembers.
         """
-        return max([self.view.highest, *more, *(member.instance for member in self.board.members())])
+        linked = [] if self.witness is None else self.witness.instances()
+        return max([self.view.given, *more, *linked, *(member.instance for member in self.board.members())])
+
+    def mend_ids(self, there: Value | None, birth: str, given: int) -> None:
+        """Writes the counter of ids again, with what this process knows. Raises Unreachable."""
+        ids = Ids(self.given_at_least(given), birth)
+        changed = {"compare": [unchanged(self.keys.ids, there)], "success": [put(self.keys.ids, ids.to_bytes())]}
+        self.call("kv/txn", changed)
 
     def grant(self) -> tuple[int, int, int]:
         """A new lease: its id, its seconds, and when it was asked for (CLOCK_MONOTONIC). Raises Unreachable."""
@@ -107,8 +123,12 @@ class EtcdDirectory(Directory):
         answer = self.call("lease/grant", {"TTL": str(int(self.lease_s)), "ID": "0"})
         ttl_s = int(answer["TTL"])
         self.lease_s = float(ttl_s)
-        self.view.lease_s = self.lease_s
+        self.view.note_lease(self.lease_s)
         return int(answer["ID"]), ttl_s, asked_ns
+
+    def grant_for_id(self) -> int:
+        """A new lease for the key of an id, which outlasts the member's own. Raises Unreachable."""
+        return int(self.call("lease/grant", {"TTL": str(_ID_LEASE_S), "ID": "0"})["ID"])
 
     def revoke(self, lease: int) -> None:
         """Ends a lease; if etcd does not answer, it runs out."""
@@ -141,19 +161,24 @@ class EtcdDirectory(Directory):
             time.sleep(_RETRY_S)
 
     def _enter_once(self, record: Member, keeper: KeeperProcess, until: float) -> EtcdEntry | None:
-        """One try, on a lease of its own: nobody renews it yet, so it must not grow old. None: somebody was faster."""
+        """One try, on leases of its own: nobody renews them yet. None: somebody was faster."""
         self._wait_for_name(record.name, until)
         ids = self._wait_for_ids(until)
-        granted = self.grant()
+        leases: list[int] = []
         entry: EtcdEntry | None = None
         try:
-            entered = self._try_to_enter(record, ids, granted[0])
+            granted = self.grant()
+            leases.append(granted[0])
+            leases.append(self.grant_for_id())
+            entered = self._try_to_enter(record, ids, leases[0], leases[1])
             if entered is not None:
-                entry = EtcdEntry(self, entered, ids[0].birth, granted, keeper)
+                held = Holder(record.epoch, entered[1])
+                entry = EtcdEntry(self, entered[0], held, ids[0].birth, granted, leases[1], keeper)
             return entry
         finally:
             if entry is None:
-                self.revoke(granted[0])
+                for lease in leases:
+                    self.revoke(lease)
 
     def _wait_for_name(self, name: str, until: float) -> None:
         """Until nobody has the name. A member that lives is told by its lease, which outlasts what it had left."""
@@ -172,28 +197,75 @@ class EtcdDirectory(Directory):
             time.sleep(_RETRY_S)
 
     def _wait_for_ids(self, until: float) -> tuple[Ids, Value]:
-        """The counter of ids. Where there is none, members may be on their way back with the ids that they have."""
+        """The counter of ids. Where there is none, members may be on their way back with the ids that they have.
+
+        One that cannot be read is mended by any member that lives, within a lease; nobody else can know what it was.
+
+        Raises:
+            StateError: No member has mended it.
+        """
         began = time.monotonic()
         while True:
             value = self.read(self.keys.ids)
-            if value is not None:
-                return Ids.read(value.content), value
+            ids = Ids.read(value.content) if value is not None else None
+            if value is not None and ids is not None:
+                return ids, value
             if time.monotonic() >= began + self.lease_s:
-                fresh = Ids.new(self.highest_known()).to_bytes()
+                if value is not None:
+                    raise StateError(
+                        f"register: {self.keys.no_counter(value)}, and no member that lives has mended it: an id that "
+                        f"somebody has might be given again. `kvpool cluster {self._url()} --repair-ids` writes one "
+                        "above every id that etcd shows",
+                        shown=max(self._shown_ids()[1], default=0),
+                    )
+                fresh = Ids.new(self.given_at_least(*self._shown_ids()[1])).to_bytes()
                 self.call("kv/txn", {"compare": [absent(self.keys.ids)], "success": [put(self.keys.ids, fresh)]})
             elif time.monotonic() >= until:
                 raise DeadlineExceeded("register: etcd is new; members that live are given a lease to come back")
             time.sleep(_RETRY_S)
 
-    def _try_to_enter(self, record: Member, ids: tuple[Ids, Value], lease: int) -> Member | None:
-        """None: somebody was faster, or the answer was lost."""
-        counter, counted = ids
-        for step in range(INSTANCE_MAX):
-            number = (counter.highest + step) % INSTANCE_MAX + 1
-            if self.read(self.keys.instance(number)) is None:
-                break
-        else:
+    def repair_ids(self) -> int:
+        """See Cluster.repair_ids."""
+        try:
+            there = self.read(self.keys.ids)
+            given = self.given_at_least(*self._shown_ids()[1])
+            ids = Ids.read(there.content) if there is not None else None
+            if ids is not None and ids.given >= given:
+                return ids.given
+            ids = Ids.new(given) if ids is None else ids.raised(given)
+            changed = {"compare": [unchanged(self.keys.ids, there)], "success": [put(self.keys.ids, ids.to_bytes())]}
+            if not self.call("kv/txn", changed).get("succeeded"):
+                raise DeadlineExceeded("repair_ids: a member has changed the counter just now: look again")
+        except Unreachable as error:
+            raise DeadlineExceeded(f"repair_ids: etcd does not answer: {error}") from None
+        return ids.given
+
+    def _url(self) -> str:
+        hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.options.hosts)
+        return f"etcd{'s' if self.options.tls else ''}://{hosts}/{self._place.name}"
+
+    def _shown_ids(self) -> tuple[set[int], list[int]]:
+        """The ids that are taken, and how many were given, by all that etcd shows beside the counter."""
+        body = {"success": [{"request_range": one} for one in (self.keys.all_instances(), self.keys.all_members())]}
+        answers = self.call("kv/txn", body)["responses"]
+        instances, members = (values(one.get("response_range", {})) for one in answers)
+        taken = {self.keys.number_of(value.key) for value in instances} - {0}
+        records = [record for record in map(self.keys.record, members) if record is not None]
+        taken |= {record.instance for record in records}
+        holders = [Holder.read(value.content) for value in instances]
+        return taken, [*taken, *(holder.given for holder in holders if holder is not None)]
+
+    def _try_to_enter(
+        self, record: Member, ids: tuple[Ids, Value], lease: int, id_lease: int
+    ) -> tuple[Member, int] | None:
+        """The record, and how many ids were given with its own. None: somebody was faster, or the answer was lost."""
+        counted = ids[1]
+        taken, shown = self._shown_ids()
+        known = self.given_at_least(*shown)
+        found = ids[0].raised(known).next_free(taken | {member.instance for member in self.board.members()})
+        if found is None:
             raise StateError(f"register: all {INSTANCE_MAX} ids are taken", needed=1)
+        counter, number = found
         record = dataclasses.replace(record, instance=number)
         answer = self.call("kv/txn", {
             "compare": [
@@ -202,15 +274,18 @@ class EtcdDirectory(Directory):
             ],
             "success": [
                 put(self.keys.member(record.name), record.to_bytes(), lease),
-                put(self.keys.instance(number), str(record.epoch).encode(), lease),
-                put(self.keys.ids, dataclasses.replace(counter, highest=number).to_bytes()),
+                put(self.keys.instance(number), Holder(record.epoch, counter.given).to_bytes(), id_lease),
+                put(self.keys.ids, counter.to_bytes()),
             ],
         })  # fmt: skip
         if answer.get("succeeded"):
-            return record
+            if known > ids[0].given:
+                _log.warning("the counter of ids in etcd was at %d, though %d were given", ids[0].given, known)
+            return record, counter.given
         mine = self.read(self.keys.member(record.name))
         if mine is not None and mine.lease == lease:  # a try before was done, though its answer did not come
-            return self.keys.record(mine)
+            there = self.keys.record(mine)
+            return None if there is None else (there, counter.given)
         return None
 
     def descriptors(self) -> tuple[int, ...]:

@@ -1,8 +1,11 @@
 """What stands in etcd, and how it is read and changed.
 
 PREFIX/members/NAME      the record of a member, on its lease
-PREFIX/instances/NUMBER  the epoch of the incarnation that has the id, on the same lease
-PREFIX/ids               the highest id ever given, and a random mark by which etcd can be told from one that was
+PREFIX/instances/NUMBER  the incarnation that has the id, and how many ids had been given with it; on a lease of an
+                         hour, so that an id stays taken when etcd has been silent for longer than the member's lease
+PREFIX/dropped/EPOCH     the incarnation was dropped by a peer: its record had run out, and its link to the peer had
+                         ended. It must fence itself before it goes on. On a lease of an hour
+PREFIX/ids               how many ids were given, and a random mark by which etcd can be told from one that was
                          started anew with nothing in it
 """
 
@@ -12,13 +15,19 @@ import json
 import logging
 import secrets
 import urllib.parse
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from kvpool.cluster.gateway import after, decode, encode
 from kvpool.cluster.record import INSTANCE_MAX, Member
 
-__all__ = ["Ids", "Keys", "Value", "absent", "on_lease", "put", "unchanged", "values"]
+__all__ = [
+    "Holder", "Ids", "Keys", "Value", "absent", "delete", "get", "on_lease", "put", "unchanged", "values",
+]  # fmt: skip
+
+_GIVEN_MAX: Final = 1 << 53  # what every reader of JSON has as an integer
+_SHOWN_BYTES: Final = 60  # of what is no counter, in an error
 
 _log = logging.getLogger("kvpool.cluster")
 
@@ -49,41 +58,73 @@ class Value:
 
 @dataclass(frozen=True)
 class Ids:
-    """What stands in PREFIX/ids.
+    """What stands in PREFIX/ids: a counter that only grows, also when the 16,383 ids begin again.
 
     Attributes:
-        highest: The id given last.
+        given: How many ids were given.
         birth: The mark of this etcd's data.
     """
 
-    highest: int
+    given: int
     birth: str
 
     @classmethod
-    def new(cls, highest: int) -> Ids:
+    def new(cls, given: int) -> Ids:
         """Of a cluster that begins, or begins again."""
-        return cls(highest, secrets.token_hex(8))
+        return cls(given, secrets.token_hex(8))
 
-    def raised(self, highest: int) -> Ids:
-        """With at least this highest."""
-        return replace(self, highest=max(self.highest, highest))
+    def raised(self, given: int) -> Ids:
+        """With at least so many given."""
+        return replace(self, given=max(self.given, given))
+
+    def next_free(self, taken: Collection[int]) -> tuple[Ids, int] | None:
+        """The counter after the next id that is not taken, and that id. None: all are."""
+        for step in range(1, INSTANCE_MAX + 1):
+            number = (self.given + step - 1) % INSTANCE_MAX + 1
+            if number not in taken:
+                return replace(self, given=self.given + step), number
+        return None
 
     def to_bytes(self) -> bytes:
         """As it is written down."""
-        return json.dumps({"v": 1, "highest": self.highest, "birth": self.birth}).encode()
+        return json.dumps({"v": 1, "given": self.given, "birth": self.birth}).encode()
 
     @classmethod
-    def read(cls, content: bytes) -> Ids:
-        """Of what nobody here has written, a new one, with a warning."""
+    def read(cls, content: bytes) -> Ids | None:
+        """None for what no member has written."""
         try:
             fields = json.loads(content)
-            highest, birth = fields["highest"], fields["birth"]
-            if isinstance(highest, int) and isinstance(birth, str) and 0 <= highest <= INSTANCE_MAX:
-                return cls(highest, birth)
+            given, birth = fields["given"], fields["birth"]
         except (ValueError, TypeError, KeyError, RecursionError):
-            pass
-        _log.warning("what stands under ids in etcd is no counter; it is begun anew")
-        return cls.new(0)
+            return None
+        if type(given) is int and isinstance(birth, str) and 0 <= given <= _GIVEN_MAX:
+            return cls(given, birth)
+        return None
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What stands in PREFIX/instances/NUMBER.
+
+    Attributes:
+        epoch: Of the incarnation that has the id.
+        given: How many ids had been given with this one.
+    """
+
+    epoch: int
+    given: int
+
+    def to_bytes(self) -> bytes:
+        """As it is written down."""
+        return f"{self.epoch} {self.given}".encode()
+
+    @classmethod
+    def read(cls, content: bytes) -> Holder | None:
+        """None for what no member has written."""
+        words = content.split()
+        if len(words) != 2 or not all(word.isdigit() and len(word) <= 20 for word in words):
+            return None
+        return cls(int(words[0]), min(int(words[1]), _GIVEN_MAX))
 
 
 class Keys:
@@ -95,6 +136,7 @@ class Keys:
         self.members = f"{prefix}/members/"
         self.ids = f"{prefix}/ids"
         self._instances = f"{prefix}/instances/"
+        self._dropped = f"{prefix}/dropped/"
 
     def member(self, name: str) -> str:
         """Of a member's record."""
@@ -104,6 +146,10 @@ class Keys:
         """Of who has an id."""
         return self._instances + str(number)
 
+    def dropped(self, epoch: int) -> str:
+        """Of an incarnation that a peer has dropped."""
+        return self._dropped + str(epoch)
+
     def name_of(self, key: str) -> str:
         """Of the member whose record it is."""
         return urllib.parse.unquote(key.removeprefix(self.members), errors="surrogatepass")
@@ -111,6 +157,21 @@ class Keys:
     def all_members(self) -> dict[str, Any]:
         """The range of all records."""
         return {"key": encode(self.members), "range_end": after(self.members)}
+
+    def all_instances(self) -> dict[str, Any]:
+        """The range of all ids that are taken."""
+        return {"key": encode(self._instances), "range_end": after(self._instances)}
+
+    def number_of(self, key: str) -> int:
+        """The id that a key of `all_instances` is of; 0 for what is none."""
+        number = key.removeprefix(self._instances)
+        return int(number) if number.isdigit() and len(number) <= 5 else 0
+
+    def no_counter(self, value: Value) -> str:
+        """What to say of a counter of ids that nobody can read, with what stands there."""
+        shown = repr(value.content[:_SHOWN_BYTES])[1:]
+        more = f" and {len(value.content) - _SHOWN_BYTES} bytes more" if len(value.content) > _SHOWN_BYTES else ""
+        return f"the key {self.ids} in etcd holds {shown}{more}, which is no counter of ids"
 
     def everything(self) -> dict[str, Any]:
         """The range of all that stands below the prefix."""
@@ -151,6 +212,16 @@ def on_lease(key: str, lease: int) -> dict[str, Any]:
 def put(key: str, content: bytes, lease: int = 0) -> dict[str, Any]:
     """Writes a key."""
     return {"request_put": {"key": encode(key), "value": encode(content), "lease": str(lease)}}
+
+
+def delete(key: str) -> dict[str, Any]:
+    """Deletes a key."""
+    return {"request_delete_range": {"key": encode(key)}}
+
+
+def get(key: str) -> dict[str, Any]:
+    """Reads a key."""
+    return {"request_range": {"key": encode(key)}}
 
 
 def values(answer: dict[str, Any]) -> list[Value]:

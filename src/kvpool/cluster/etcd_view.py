@@ -6,6 +6,8 @@ etcd has compacted what was missed, and when it has come back with nothing in it
 A connection can be dead without anybody being told: half-open, or through something that forwards nothing any more. So
 a watch that has been silent for a lease is checked beside it: whether its endpoint answers, and whether a key has
 changed, come or gone since. If so all is read again, and watched from there.
+
+A record that is gone is a loss only if nothing else explains it: see etcd_unlisted.py.
 """
 
 from __future__ import annotations
@@ -15,15 +17,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from kvpool.cluster.board import Board
-from kvpool.cluster.etcd_keys import Ids, Keys, Value, values
+from kvpool.cluster.directory import Unreachable, Witness
+from kvpool.cluster.etcd_keys import Ids, Keys, Value, absent, put, values
+from kvpool.cluster.etcd_unlisted import Contact, Unlisted
 from kvpool.cluster.gateway import AUTHENTICATE_S, Denied, Gateway, NoAnswer, Options, Stream, encode
+from kvpool.cluster.record import Member
 from kvpool.waiting import busy
 
 __all__ = ["EtcdView"]
+
+_DROPPED_S: Final = 3600  # for how long it is written down that a peer was dropped
 
 _SOON_S: Final = 0.02
 _RUN_OUT: Final = "its lease has run out, or somebody has deleted its record"
@@ -37,10 +44,10 @@ class EtcdView:
 
     Attributes:
         lease_s: Of the members, and for how long a watch may be silent before it is checked.
-        highest: The highest id that was given, as the counter has last said.
-        own: The keys of this process's own member, and the lease on which they stand.
+        given: How many ids were given, as far as the counter has ever said.
+        own: The keys of this process's own member, and the lease on which each stands; -1 for one that must not be.
         doubt: Something has happened to those, or to all that etcd knew, that they may not have outlived.
-        told_lost: The watch has told of the end of the member's own record: others were told that it is lost.
+        witness: Of what direct links show of other members, where a pool is attached.
     """
 
     def __init__(self, options: Options, keys: Keys, board: Board, heartbeat_s: float, lease_s: float) -> None:
@@ -55,15 +62,18 @@ class EtcdView:
         self._revision = 0
         self._count = 0  # of all keys below the prefix
         self._has_missed = False
-        self.highest = 0
-        self.own: tuple[frozenset[str], int] = frozenset(), 0
-        self.doubt = self.told_lost = False
+        self.given = 0
+        self.own: Mapping[str, int] = {}
+        self.doubt = False
+        self.witness: Witness | None = None
+        self._contact = Contact(lease_s, heartbeat_s)
+        self._unlisted = Unlisted()
         self._notice: int | None = None
         self._noticing = threading.Lock()  # it is not written to once it is closed
         self._heard = self._checked = time.monotonic()
-        self._missing: dict[str, float] = {}  # until when each may come back, after etcd had lost its memory
         self._stream: Stream | None = None
-        self._lock = threading.Lock()  # of the two above
+        self._lock = threading.Lock()  # of the stream
+        self._dropping = threading.Lock()  # one at a time: the watch's thread and the tender's
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpool-etcd", daemon=True)
 
@@ -88,18 +98,16 @@ class EtcdView:
         self._note_ids(counted[0].content if counted else b"")
         forgotten = before is not None and (self._birth != before or revision < self._revision)
         self._revision, self._count = revision, int(found[2].get("count", 0))
-        keys, lease = self.own
-        if not any(value.key in keys and value.lease == lease for value in seen):
+        self._contact.answered()
+        own = self.own
+        if not any(own.get(value.key) == value.lease for value in seen):
             self._raise_doubt()
         there = {self._keys.name_of(value.key) for value in seen}
         gone = [member.name for member in self._board.members() if member.name not in there]
+        if forgotten:
+            self._contact.forgive()
         for name in gone:
-            if forgotten:
-                with self._lock:
-                    self._missing.setdefault(name, time.monotonic() + 2 * self.lease_s)
-            else:
-                self.told_lost |= self._keys.member(name) in self.own[0]
-                self._board.remove(name, "lost", _RUN_OUT)
+            self._miss(name, _NOT_BACK if forgotten else _RUN_OUT)
         self._show(seen)
 
     def start(self) -> None:
@@ -108,21 +116,23 @@ class EtcdView:
         self._thread.start()
 
     def tend(self) -> None:
-        """Gives up on who did not come back, and on a connection behind which there is nobody any more."""
+        """Gives up on members that did not come back, and on a connection that is dead."""
+        if self._contact.is_due():
+            self._ask_for_sign_of_life()
+        self._unlisted.settle(self._give_up)
         now = time.monotonic()
         with self._lock:
-            late = [name for name, until in self._missing.items() if now >= until]
-            for name in late:
-                del self._missing[name]
             stream = self._stream
-        for name in late:
-            self._board.remove(name, "lost", _NOT_BACK)
         if stream is not None and now - max(self._heard, self._checked) > self.lease_s:
             self._checked = now
             why = self._silence_of(stream)
             if why:
                 _log.warning("the watch of etcd is begun again: %s", why, extra=self._log_fields(why))
                 stream.stop()
+
+    def note_lease(self, lease_s: float) -> None:
+        """The lease as etcd has granted it, which can be longer than was asked for."""
+        self.lease_s = self._contact.lease_s = lease_s
 
     def descriptor(self) -> int | None:
         """Readable when there is a doubt to look into. None before this is started, and when it is closed."""
@@ -150,6 +160,62 @@ class EtcdView:
                 os.close(self._notice)
                 self._notice = None
 
+    def _ask_for_sign_of_life(self) -> None:
+        body = {"key": encode(self._keys.ids), "count_only": True}
+        with contextlib.suppress(NoAnswer, Denied):
+            self._checker.call("kv/range", body, max(1.0, self._heartbeat_s), authenticate_s=AUTHENTICATE_S)
+            self._contact.answered()
+
+    def _miss(self, name: str, why: str) -> None:
+        """A member's record is gone. It is given up at once if nothing else explains that."""
+        if self._board.find(name) is None:
+            return
+        self._unlisted.add(name, self._contact.forgiven_until(), why)
+        self._unlisted.settle(self._give_up)
+
+    def _give_up(self, name: str, why: str) -> bool:
+        """Takes a member off the board whose record is gone. False: not now; it is looked at again.
+
+        A peer that this process had a link to must learn that it was dropped, so that is written down first. If the
+        member is back before that, it was not dropped.
+        """
+        member = self._board.find(name)
+        if member is None:
+            return True
+        own = self._keys.member(name) in self.own
+        if own or (self.witness is not None and self.witness.is_linked(member)):
+            return False
+        try:
+            if self.witness is not None and self.witness.has_parted(member) and not self._drop(member):
+                return not self._unlisted.has(name)
+        except (NoAnswer, Unreachable):
+            return False
+        except Denied as error:  # one that may only read tells nobody
+            _log.warning("%s cannot be told that it was dropped: %s", name, error, extra=member._log_fields(str(error)))
+        if not self._unlisted.has(name):
+            return True  # its record came back meanwhile
+        self._board.remove(name, "lost", why)
+        return True
+
+    def _drop(self, member: Member) -> bool:
+        """Writes down that a peer was dropped. False: its record is there again, or another one's of its name."""
+        key = self._keys.dropped(member.epoch)
+        timeout_s = max(1.0, self._heartbeat_s)
+        by_nobody_yet = [absent(key), absent(self._keys.member(member.name))]
+        with self._dropping:
+            granted = self._checker.call("lease/grant", {"TTL": str(_DROPPED_S), "ID": "0"}, timeout_s)
+            lease = int(granted["ID"])
+            change = {
+                "compare": by_nobody_yet,
+                "success": [put(key, str(member.term).encode(), lease)],
+                "failure": [{"request_range": {"key": encode(key)}}],
+            }
+            answer = self._checker.call("kv/txn", change, timeout_s, authenticate_s=AUTHENTICATE_S)
+            if answer.get("succeeded"):
+                return True
+            self._checker.call("lease/revoke", {"ID": str(lease)}, timeout_s)
+        return bool(values(answer["responses"][0].get("response_range", {})))
+
     def _silence_of(self, stream: Stream) -> str:
         """Why a watch that has been silent for a lease should have told something; "" if all is well.
 
@@ -163,6 +229,7 @@ class EtcdView:
             timeout_s = max(1.0, self._heartbeat_s)
             endpoint = self._gateway.endpoint
             answer = self._checker.call("kv/txn", body, timeout_s, endpoint, authenticate_s=AUTHENTICATE_S)
+            self._contact.answered()
         except (NoAnswer, Denied) as error:
             return f"etcd does not answer any more: {error}"
         changed, there = (one.get("response_range", {}) for one in answer["responses"])
@@ -175,7 +242,7 @@ class EtcdView:
 
     def _raise_doubt(self) -> None:
         """Lets the tender look after this process's own keys, if it has any."""
-        if not self.own[0]:
+        if not self.own:
             return
         self.doubt = True
         with busy, self._noticing:
@@ -184,9 +251,9 @@ class EtcdView:
 
     def _log_fields(self, why: str) -> dict[str, object]:
         """For `extra`: which etcd, why, and which member and lease of this process depend on it; or "" and 0."""
-        keys, lease = self.own
-        own = (self._keys.name_of(key) for key in keys if key.startswith(self._keys.members))
-        return {"address": self._gateway.address, "member": next(own, ""), "lease": lease, "why": why}
+        own = ((self._keys.name_of(key), on) for key, on in self.own.items() if key.startswith(self._keys.members))
+        name, lease = next(own, ("", 0))
+        return {"address": self._gateway.address, "member": name, "lease": lease, "why": why}
 
     def _run(self) -> None:
         with busy:
@@ -232,6 +299,7 @@ class EtcdView:
     def _read(self, stream: Stream) -> None:
         for message in stream:
             self._heard = time.monotonic()
+            self._contact.answered()
             if message.get("canceled"):
                 why = message.get("cancel_reason", "")
                 _log.info("the watch of etcd was cancelled (%s); all is read again", why, extra=self._log_fields(why))
@@ -256,35 +324,34 @@ class EtcdView:
             if value.key == self._keys.ids:
                 self._note_ids(value.content)
             elif value.key.startswith(self._keys.members) and deleted:
-                self._board.remove(self._keys.name_of(value.key), "lost", _RUN_OUT)
+                self._miss(self._keys.name_of(value.key), _RUN_OUT)
             elif value.key.startswith(self._keys.members):
                 self._show([value])
-            keys, lease = self.own
-            if value.key in keys and value.lease != lease:
-                self.told_lost |= deleted and value.key.startswith(self._keys.members)
+            if self.own.get(value.key, value.lease) != value.lease:
                 self._raise_doubt()
             self._revision = max(self._revision, value.revision)
 
     def _note_ids(self, content: bytes) -> None:
-        before = self._birth
+        """A counter that is gone, cannot be read or has gone back is mended by a member that looks (etcd_entry.py)."""
+        ids = Ids.read(content) if content else None
+        if ids is None or ids.given < self.given:
+            self._raise_doubt()
         if not content:
             self._birth = None
-            self._raise_doubt()  # without it ids are given again
-            return
-        ids = Ids.read(content)
-        self._birth = ids.birth
-        # A counter that was begun anew knows less; one that goes on may have begun from 1 again.
-        self.highest = ids.highest if ids.birth == before else max(self.highest, ids.highest)
+        elif ids is not None:
+            self._birth = ids.birth
+            self.given = max(self.given, ids.given)
 
     def _show(self, seen: Iterable[Value]) -> None:
         for value in seen:
             record = self._keys.record(value)
             if record is None:
                 continue
-            with self._lock:
-                self._missing.pop(record.name, None)
+            self._unlisted.discard(record.name)
             if record.state == "left":
                 self._board.remove(record.name, "left", "it has said goodbye")
+            elif record.state == "ended":
+                self._board.remove(record.name, "lost", "its process has ended")
             else:
                 self._board.show(record)
 
@@ -292,5 +359,11 @@ class EtcdView:
         """The mark of etcd's data, None when it has none; and its revision."""
         body = {"key": encode(self._keys.ids)}
         answer = self._gateway.call("kv/range", body, timeout_s, authenticate_s=AUTHENTICATE_S)
+        self._contact.answered()
         found = values(answer)
-        return (Ids.read(found[0].content).birth if found else None), int(answer["header"]["revision"])
+        ids = Ids.read(found[0].content) if found else None
+        if ids is not None:
+            birth: str | None = ids.birth
+        else:
+            birth = self._birth if found else None
+        return birth, int(answer["header"]["revision"])

@@ -1,14 +1,15 @@
 """The keeper: a small process that renews a member's lease in etcd, whatever the member's interpreter is doing.
 
 It renews while the member's process lives (a pidfd) and beats (word 0 of a page that they share, written by a thread of
-C++). When the member ends, however it ends, the lease is revoked at once, so that the others are told without waiting
-for it to run out; and the keeper ends too. A member that is stopped is not renewed.
+C++). When the member ends, however it ends, its record is marked as that of a process that has ended, and the leases of
+record and id are revoked, so that the others are told at once, and know that this is no silence; and the keeper ends
+too. A member that is stopped is not renewed.
 
     page    0 beat │ 1 lapses (cpp/kvpool/base/beacon.h) │ 2 until when the lease is certainly held, written here
             3 by when the keeper does something again │ 4 how many renewals etcd has not answered: the same. One that is
             overdue hangs, or is stopped: its member sees to that
-    stdin   a line of JSON to begin with; then {"lease": ID, "ttl_s": SECONDS, "key": KEY} for each lease to keep
-            instead; the key, as etcd's JSON has it, stands on the lease
+    stdin   a line of JSON to begin with; then {"lease": ID, "ttl_s": SECONDS, "key": KEY, "id_lease": ID} for each
+            lease to keep instead; the key, as etcd's JSON has it, is the record's, and stands on the lease
     stdout  {"ready": true} at first; {"gone": ID} when etcd does not know a lease
 
 All times are CLOCK_MONOTONIC. What the lease is held until is counted from before the renewal was sent: etcd cannot
@@ -26,7 +27,7 @@ import sys
 import time
 from typing import Any, Final
 
-from kvpool.cluster.gateway import Denied, Gateway, NoAnswer, Options
+from kvpool.cluster.gateway import Denied, Gateway, NoAnswer, Options, decode, encode
 
 __all__ = ["DUE_WORD", "FAILED_WORD", "PAGE_BYTES", "UNTIL_WORD", "Keeper", "main"]
 
@@ -55,6 +56,7 @@ class Keeper:
         self._ttl_s = 0.0
         self._has_password = bool(options["user"])
         self._key = ""
+        self._id_lease = 0
         self._next = 0.0
         self._line = b""
 
@@ -93,7 +95,7 @@ class Keeper:
         for line in lines:
             order = json.loads(line)
             self._lease, self._ttl_s, self._next = int(order["lease"]), float(order["ttl_s"]), 0.0
-            self._key = str(order["key"])
+            self._key, self._id_lease = str(order["key"]), int(order["id_lease"])
         return bool(content)
 
     def _renew(self, lease: int) -> float:
@@ -145,16 +147,43 @@ class Keeper:
         self._promise(timeout_s + (self._ttl_s if self._has_password else 0.0))
 
     def _revoke(self) -> None:
+        """Tells that the member has ended, and gives back what it had."""
         until = time.monotonic() + self._ttl_s  # then it has run out
-        while self._lease and time.monotonic() < until:
+        leases = [lease for lease in (self._lease, self._id_lease) if lease]
+        while leases and time.monotonic() < until:
             try:
-                left_s = until - time.monotonic()
-                self._gateway.call("lease/revoke", {"ID": str(self._lease)}, _REVOKE_S, authenticate_s=left_s)
-                return
+                if self._lease:
+                    self._mark_ended(until)
+                while leases:
+                    self._give_back(leases[-1], until)
+                    leases.pop()
             except Denied:
                 return
             except NoAnswer:
                 time.sleep(_AGAIN_S)
+
+    def _give_back(self, lease: int, until: float) -> None:
+        try:
+            self._ask("lease/revoke", {"ID": str(lease)}, until)
+        except NoAnswer as error:
+            if "lease not found" not in str(error):
+                raise
+
+    def _mark_ended(self, until: float) -> None:
+        """Writes into the record that its process has ended, if the record still stands on the lease."""
+        found = self._ask("kv/range", {"key": self._key}, until).get("kvs", [])
+        if not found or int(found[0].get("lease", 0)) != self._lease:
+            return  # it has left
+        try:
+            record = json.loads(decode(found[0]["value"])) | {"state": "ended"}
+        except (ValueError, TypeError):
+            return
+        ours = {"key": self._key, "target": "LEASE", "result": "EQUAL", "lease": str(self._lease)}
+        put = {"key": self._key, "value": encode(json.dumps(record)), "lease": str(self._lease)}
+        self._ask("kv/txn", {"compare": [ours], "success": [{"request_put": put}]}, until)
+
+    def _ask(self, path: str, body: dict[str, Any], until: float) -> dict[str, Any]:
+        return self._gateway.call(path, body, _REVOKE_S, authenticate_s=until - time.monotonic())
 
 
 def poll_once(descriptor: int) -> bool:

@@ -50,7 +50,7 @@ class KeeperProcess:
         self._options = options
         self._heartbeat_s = heartbeat_s
         self._line = b""
-        self._lease: tuple[int, float, str] | None = None
+        self._lease: tuple[int, float, str, int] | None = None
         self._patient_until = 0.0  # with one that was started again
         try:
             self._page = os.memfd_create("kvpool-keeper", os.MFD_CLOEXEC)
@@ -119,9 +119,12 @@ class KeeperProcess:
         if not self._line:
             raise Unsupported("register: the keeper of the lease has ended at once")
 
-    def keep(self, lease: int, ttl_s: float, granted_ns: int, key: str) -> None:
-        """Renews this lease from now on, which was asked for at `granted_ns`, and on which this key stands."""
-        self._lease = (lease, ttl_s, encode(key))
+    def keep(self, lease: int, ttl_s: float, granted_ns: int, key: str, id_lease: int) -> None:
+        """Renews this lease from now on, which was asked for at `granted_ns`, and on which the record stands.
+
+        The lease of the id is only given back by it, with the other, when the member has ended.
+        """
+        self._lease = (lease, ttl_s, encode(key), id_lease)
         self._words[UNTIL_WORD] = granted_ns + int(ttl_s * 1e9)
         # One that had nothing to do has something now; one that does nothing is given no more time for it.
         self._words[DUE_WORD] = min(self._words[DUE_WORD], time.monotonic_ns() + int(self._heartbeat_s * 1e9))
@@ -203,7 +206,7 @@ class KeeperProcess:
 
     def _order(self) -> None:
         assert self._lease is not None
-        _tell(self._process, dict(zip(("lease", "ttl_s", "key"), self._lease, strict=True)))
+        _tell(self._process, dict(zip(("lease", "ttl_s", "key", "id_lease"), self._lease, strict=True)))
 
     def _drop_page(self) -> None:
         self.beacon.stop()

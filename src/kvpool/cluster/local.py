@@ -203,6 +203,9 @@ class LocalEntry(Entry):
         """See Entry: the kernel asks nobody, so what is not valid is lost."""
         return not self.valid()
 
+    def dropped(self, why: str) -> None:
+        """See Entry. The kernel has told the peer, and tells this process by itself."""
+
     def hold(self) -> Hold:
         """See Entry."""
         while self._former and time.monotonic() >= self._former[0][0]:

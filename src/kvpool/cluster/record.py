@@ -17,9 +17,8 @@ from kvpool.errors import ArgumentError, ArgumentTypeError
 __all__ = ["INSTANCE_MAX", "RECORD_BYTES_MAX", "Kind", "Load", "Member", "MemberEvent", "Role", "State"]
 
 Role = Literal["prefill", "decode", "both"]
-State = Literal[
-    "up", "draining", "left"
-]  # "left" stands in a directory for a moment, so that others can tell it from "lost"
+# "left" and "ended" stand in a directory for a moment, so that others can tell them from a lease that ran out.
+State = Literal["up", "draining", "left", "ended"]
 
 Kind = Literal["joined", "changed", "left", "lost"]
 

@@ -21,7 +21,7 @@ LeaseWord = Literal["lost", "regained", "refused"]
 _log = logging.getLogger("kvpool.cluster")
 
 _WHY: Final[dict[LeaseWord, str]] = {
-    "lost": "the others were told that it is lost, or may have been",
+    "lost": "peers have dropped it, it was stopped for longer than its lease, or another has its name or id",
     "regained": "name and id were taken back, in a new term",
     "refused": "another incarnation has its name or its id",
 }
@@ -115,14 +115,14 @@ class Registration:
     def on_lease(self, callback: Callable[[LeaseWord], object]) -> None:
         """Calls back when something becomes of the lease, in the cluster's thread, which waits for it.
 
-        "lost": the others were told, or may have been, that this member is gone: it was stopped for longer than its
-        lease, or cut off from the directory until that gave it up. It must fence itself: give up what it has
-        under way with others, and what it holds there. When all callbacks have returned the name and the id are taken
-        back, in a new term: "regained"; the member may go on, from nothing.
+        "lost": a peer has dropped this member, because its record had run out and the link to it had ended; or it was
+        stopped for longer than its lease; or another incarnation has its name or its id. It must fence itself: give up
+        what it has under way with others, and what it holds there. When all callbacks have returned the name and the
+        id are taken back, in a new term: "regained"; the member may go on, from nothing.
         "refused": another incarnation has the name now. This one must end, or register anew under another name.
 
-        A directory that does not answer is no loss: nobody can be told anything by it, and blocks go on moving. Nor
-        is one that has lost its memory: the member is entered again in silence.
+        A directory that does not answer is no loss, also if the lease runs out meanwhile: blocks go on moving, and the
+        member is entered again in silence when the directory is back, with what it knew or without.
 
         A callback that raises is logged. One that is added after a loss is told of it.
         """
@@ -149,6 +149,12 @@ class Registration:
         "lost" and "regained" follow. A directory that does not answer is no reason.
         """
         return not self._over and self._word == "regained" and self._entry.lapsed()
+
+    def note_dropped(self, why: str) -> None:
+        """A peer has refused this member, which it has dropped: the lease is lost. No wait."""
+        if not self._over and self._word == "regained":
+            self._entry.dropped(why)
+            self._wake()
 
     @property
     def leases_lost(self) -> int:
@@ -249,7 +255,7 @@ class Registration:
                     self._write_if_due()
                     return
                 if hold == "forgotten":
-                    why = "the directory has lost what it knew of it"
+                    why = "the directory does not list it any more"
                     _log.info("%s enters again: %s", self.name, why, extra=self._fields(why))
             if hold == "lost":
                 self._tell("lost")

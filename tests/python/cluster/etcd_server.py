@@ -77,6 +77,13 @@ class EtcdServer:
         assert self._process is not None
         stop_process(self._process.pid)
 
+    def wake(self) -> None:
+        """After `stop`. It has been seen to panic then (3.5.1); so it is started again if it has ended."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+        if not self._answers():
+            self.start()
+
     def forget(self) -> None:
         """What it knew. It is not running."""
         shutil.rmtree(self._folder / "data")
