@@ -55,6 +55,7 @@ FAIR_SKIPS: list[tuple[str, Callable[[], bool]]] = [
     (r"openssl is not installed", lambda: not shutil.which("openssl")),
     (r"this machine lets no process write to another one's memory", _ptrace_is_restricted),
     (r"this machine lets no process make a network namespace", _no_network_namespace),
+    (r"only root can act as another user", lambda: os.getuid() != 0),
     (r"no C\+\+ compiler", lambda: not os.environ.get("CXX") and not shutil.which("c++")),
     (r"no traces", lambda: not TRACES.is_dir()),
     (r"no CUDA (device|driver|GPU)", lambda: not Path("/dev/nvidiactl").exists()),

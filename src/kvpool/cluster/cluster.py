@@ -14,7 +14,6 @@ from kvpool.cluster.board import Board
 from kvpool.cluster.callback import MemberCallback
 from kvpool.cluster.directory import Directory
 from kvpool.cluster.local import LocalDirectory
-from kvpool.cluster.local_folder import folder_path
 from kvpool.cluster.local_forget import forget_folder
 from kvpool.cluster.place import Place, check_seconds, parse_place
 from kvpool.cluster.record import Load, Member, MemberEvent, Role
@@ -88,7 +87,8 @@ class Cluster:
             ArgumentTypeError: A value of the wrong type.
             DeadlineExceeded: The directory does not answer.
             AuthError: etcd does not let us in; or the local cluster has another secret.
-            StateError: The folder of a local cluster is not ours, or cannot be written.
+            StateError: The folder of a local cluster cannot be written, or other users may open it; or other users sit
+                in every place where it could be. It says who sits where.
         """
         place = parse_place(
             url, lease=lease, heartbeat=heartbeat, secret=secret,
@@ -292,7 +292,7 @@ class Cluster:
         place = parse_place(url, lease=3.0, heartbeat=None, secret=None)
         if place.kind != "local":
             raise ArgumentError(f"forget: {url} is no local cluster: in etcd, what a member has goes with its lease")
-        return forget_folder(folder_path(place.name), time.monotonic() + check_seconds("timeout", timeout))
+        return forget_folder(place.name, time.monotonic() + check_seconds("timeout", timeout))
 
     def repair_ids(self) -> int:
         """Writes the counter of ids in etcd again: above every id that etcd shows, and that this process knows of.

@@ -37,13 +37,18 @@ class LocalDirectory(Directory):
         self.lease_s = place.lease_s
         self._heartbeat_s = place.heartbeat_s
         self._given = place.secret
-        self._path = folder_path(place.name)
+        self._name = place.name
         self._look_at = 0.0
         self._board = Board()
         self._view = LocalView(self._board)
         self._watch: FolderWatch | None = None
         self._entry: LocalEntry | None = None
         self._opened = False
+
+    @property
+    def _path(self) -> str:
+        """Where the folder is, or is made next; another place than before, if another user has taken that one."""
+        return folder_path(self._name)
 
     def open(self, board: Board, timeout_s: float) -> None:
         """See Directory."""
@@ -53,7 +58,7 @@ class LocalDirectory(Directory):
         self.secret = self._state.secret_for(self._given, self._path)
         self.folder = Folder(self._path)
         self._opened = True
-        self._watch = _watch(self._path)
+        self._watch = _watch(self.folder.path)
         self._view.look_at_all(self.folder)
 
     def _settled_state(self, until: float, known: State | None) -> State:
@@ -70,18 +75,18 @@ class LocalDirectory(Directory):
         """
         while True:
             folder = Folder(self._path)
-            with contextlib.suppress(FileNotFoundError), _typed_errors(self._path), folder.locked(until):
+            with contextlib.suppress(FileNotFoundError), _typed_errors(folder.path), folder.locked(until):
                 state = self._settle(folder, known, late=time.monotonic() >= until)
                 if state is not None:
                     return state
             if time.monotonic() >= until + _LOCK_S:
-                raise DeadlineExceeded(f"cluster: {self._path} is removed again and again")
+                raise DeadlineExceeded(f"cluster: {folder.path} is removed again and again")
             time.sleep(_SURVIVORS_S)
 
     def _settle(self, folder: Folder, known: State | None, *, late: bool) -> State | None:
         """None: members live who must come back first. The caller has the lock."""
         state = folder.state()
-        survivors = held_ids(self._path) if state is None else set()
+        survivors = held_ids(self._name) if state is None else set()
         if state is None and (known or not survivors or late):
             fresh = dataclasses.replace(State.new(self._given), highest=max(survivors, default=0))
             state = known or fresh
@@ -94,7 +99,7 @@ class LocalDirectory(Directory):
     def _replaces_secret(self, folder: Folder, state: State) -> bool:
         if self._given is None or state.is_known_by(self._given):
             return False
-        return not held_ids(self._path) and not clear_dead(folder, "")
+        return not held_ids(self._name) and not clear_dead(folder, "")
 
     def enter(self, record: Member, timeout_s: float) -> Entry:
         """See Directory."""
@@ -103,11 +108,11 @@ class LocalDirectory(Directory):
             self._settled_state(until, self.known_state())
             folder = Folder(self._path)
             # The folder may be removed just now.
-            with contextlib.suppress(FileNotFoundError), _typed_errors(self._path), folder.locked(until):
+            with contextlib.suppress(FileNotFoundError), _typed_errors(folder.path), folder.locked(until):
                 self._entry = self._enter(folder, record)
                 return self._entry
             if time.monotonic() >= until:
-                raise DeadlineExceeded(f"cluster: {self._path} is removed again and again")
+                raise DeadlineExceeded(f"cluster: {folder.path} is removed again and again")
 
     def _enter(self, folder: Folder, record: Member) -> LocalEntry:
         file = member_file(record.name)
@@ -116,7 +121,7 @@ class LocalDirectory(Directory):
             raise StateError(f"register: a member that lives has the name {record.name}", instance=taken[file])
         state = folder.state() or self.known_state()
         if not state.same_secret(self._state):
-            raise AuthError(f"register: {self._path} was removed and made anew, with another secret; join again")
+            raise AuthError(f"register: {folder.path} was removed and made anew, with another secret; join again")
         number, hold = self._next_id(state.highest, set(taken.values()))
         try:
             folder.put_state(dataclasses.replace(state, highest=number))
@@ -126,11 +131,12 @@ class LocalDirectory(Directory):
             raise
 
     def _next_id(self, highest: int, taken: set[int]) -> tuple[int, IdHold]:
+        taken = taken | held_ids(self._name)
         for step in range(INSTANCE_MAX):
             number = (highest + step) % INSTANCE_MAX + 1
             if number not in taken:
                 with contextlib.suppress(FileExistsError):
-                    return number, IdHold(self._path, number)
+                    return number, IdHold(self._name, number)
         raise StateError(f"register: all {INSTANCE_MAX} ids are taken", needed=1)
 
     def descriptors(self) -> tuple[int, ...]:
@@ -161,11 +167,11 @@ class LocalDirectory(Directory):
             folder = Folder(self._path)
             with folder.locked(time.monotonic() + _LOCK_S):
                 folder.raise_highest(self.known_state())
-            watch = _watch(self._path)
+            watch = _watch(folder.path)
         except (OSError, Error) as error:
-            _log.warning("%s was removed and cannot be made again yet: %s", self._path, error)
+            _log.warning("%s was removed and cannot be made again yet: %s", self.folder.path, error)
             return False
-        _log.warning("%s was removed; it is made again", self._path)
+        _log.warning("%s was removed; it is made again, as %s", self.folder.path, folder.path)
         if self._watch is not None:
             self._watch.close()
         self.folder, self._watch = folder, watch

@@ -1,6 +1,6 @@
 """The folder of a local cluster: where it is, that it is ours, its lock, and what stands in its file `state`.
 
-/dev/shm/kvpool-1000/NAME/    0700, of this user; on a disk-less file system, so that it ends with the machine
+/dev/shm/kvpool-1000/NAME/    0700, of this user; if another user has that name, elsewhere (user_folder.py)
 lock                      locked while a member enters
 state                     0600: the highest id ever given, the secret
 m.NODE.lock  m.NODE.json  of each member: its page (local_page.py), its record
@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import secrets
-import stat
 import time
 import urllib.parse
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from typing import Final
 
 from kvpool.cluster.local_page import lock_file, unlock_file
 from kvpool.cluster.record import INSTANCE_MAX
+from kvpool.cluster.user_folder import check_owner, cluster_path, this_users_places
 from kvpool.errors import AuthError, DeadlineExceeded, StateError
 
 __all__ = ["Folder", "State", "folder_path", "member_file"]
@@ -33,13 +33,12 @@ _FILE_BYTES_MAX: Final = 150
 
 
 def folder_path(name: str) -> str:
-    """Where the cluster of that name is, for this user.
+    """Where the cluster of that name is, for this user, or would be made. It may change when it is removed.
 
-    Not $XDG_RUNTIME_DIR first, which a login shell has and a service has not: the two would never meet.
+    Raises:
+        StateError: Other users sit in every place.
     """
-    roots = ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR", ""))
-    root = next((one for one in roots if os.path.isabs(one) and os.access(one, os.W_OK)), "/tmp")
-    return os.path.join(root, f"kvpool-{os.getuid()}", name)
+    return cluster_path(name, this_users_places())
 
 
 def member_file(name: str) -> str:
@@ -104,7 +103,7 @@ class Folder:
             for one in (os.path.dirname(path), path):
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(one, 0o700)
-                _check_ours(one)
+                check_owner(one, os.getuid())
             self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise StateError(f"cluster: {path} cannot be used: {error.strerror}", errno=error.errno) from error
@@ -217,12 +216,6 @@ class Folder:
             self.put_state(state)
         elif there.highest < state.highest:
             self.put_state(replace(there, highest=state.highest))
-
-
-def _check_ours(path: str) -> None:
-    found = os.stat(path, follow_symlinks=False)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise StateError(f"cluster: {path} is no folder that only this user may open")
 
 
 def _digest(secret: str) -> str:

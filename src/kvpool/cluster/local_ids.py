@@ -2,17 +2,21 @@
 
 The kernel keeps such a name for as long as the process lives, so an id that a survivor has is known even when the
 folder of the cluster, with its counter, was removed under it. Nothing ever listens on these sockets.
+
+Any user can give a socket any name. So each name ends with a random number, which nobody can take beforehand, and names
+count only if the kernel says that this user made the socket.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
+import secrets
 import socket
-from pathlib import Path
+from collections.abc import Iterator
 
 from kvpool.cluster.record import INSTANCE_MAX
+from kvpool.cluster.unix_sockets import socket_names
 
 __all__ = ["IdHold", "held_ids"]
 
@@ -20,19 +24,20 @@ __all__ = ["IdHold", "held_ids"]
 class IdHold:
     """One id, held by this process."""
 
-    def __init__(self, folder: str, instance: int) -> None:
-        """Takes it.
+    def __init__(self, cluster: str, instance: int) -> None:
+        """Takes it: says so first, and looks then who else has said so. Of two who do so at once none has it.
 
         Raises:
-            FileExistsError: A process that lives has it.
+            FileExistsError: A process of this user that lives has it.
         """
+        self._name = _prefix(cluster) + f"{instance}-{secrets.token_hex(8)}".encode()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         try:
-            self._socket.bind("\0" + _prefix(folder) + str(instance))
-        except OSError as error:
+            self._socket.bind(self._name)
+            if any(number == instance and name != self._name for name, number in _holds(cluster)):
+                raise FileExistsError(f"the id {instance} is held")
+        except BaseException:
             self._socket.close()
-            if error.errno == errno.EADDRINUSE:
-                raise FileExistsError(error.errno, "the id is held") from None
             raise
 
     def close(self) -> None:
@@ -40,18 +45,24 @@ class IdHold:
         self._socket.close()
 
 
-def held_ids(folder: str) -> set[int]:
-    """The ids that processes of this machine (of this network namespace) hold in the cluster of a folder."""
+def held_ids(cluster: str) -> set[int]:
+    """The ids that processes of this user hold in a cluster of this machine (of this network namespace)."""
+    return {number for _, number in _holds(cluster) if 1 <= number <= INSTANCE_MAX}
+
+
+def _holds(cluster: str) -> Iterator[tuple[bytes, int]]:
+    """Name and id of each. None where the kernel does not say whose a socket is: then the folder alone tells."""
+    prefix = _prefix(cluster)
+    uid = os.getuid()
     try:
-        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
+        for name, owner in socket_names(prefix):
+            number = name.removeprefix(prefix).partition(b"-")[0]
+            if owner == uid and number.isdigit():
+                yield name, int(number)
     except OSError:
-        return set()
-    marked = "@" + _prefix(folder)
-    names = (line.rpartition(" ")[2] for line in lines)
-    numbers = (name.removeprefix(marked) for name in names if name.startswith(marked))
-    ids = {int(number) for number in numbers if number.isdecimal()}
-    return {one for one in ids if 1 <= one <= INSTANCE_MAX}  # any process can make any name
+        return
 
 
-def _prefix(folder: str) -> str:
-    return f"kvpool-{os.getuid()}-{hashlib.blake2b(os.fsencode(folder), digest_size=12).hexdigest()}-"
+def _prefix(cluster: str) -> bytes:
+    digest = hashlib.blake2b(os.fsencode(cluster), digest_size=12).hexdigest()
+    return b"\0" + f"kvpool-{os.getuid()}-{digest}-".encode()

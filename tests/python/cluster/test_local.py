@@ -122,9 +122,8 @@ def test_the_lock_of_the_folder_does_not_stay_with_a_child(local):
 
 
 def test_only_ids_that_can_be_count_as_held(local):
-    folder = str(local.folder)
-    holds = [IdHold(folder, number) for number in (0, 3, 16383, 16384, 10**20)]
-    assert held_ids(folder) == {3, 16383}
+    holds = [IdHold(local.name, number) for number in (0, 3, 16383, 16384, 10**20)]
+    assert held_ids(local.name) == {3, 16383}
     for hold in holds:
         hold.close()
 
@@ -211,13 +210,13 @@ def test_a_cluster_with_members_is_not_forgotten(local, state):
     assert local.join(timeout=30).wait_for(n=1)[0].instance == member.instance
     assert member.words == []
     member.kill()
-    wait_for(lambda: not held_ids(str(local.folder)))
+    wait_for(lambda: not held_ids(local.name))
     assert kvpool.Cluster.forget(local.url)
 
 
 def test_what_a_dead_member_has_left_is_forgotten_with_the_rest(local):
     local.member("a").kill()
-    wait_for(lambda: not held_ids(str(local.folder)))
+    wait_for(lambda: not held_ids(local.name))
     assert (local.folder / "m.a.lock").exists()
     assert kvpool.Cluster.forget(local.url)
     assert not local.folder.exists()
