@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import pytest
 from router.router_kit import PATIENCE_S, Running, events, eventually, fakes, logged, routing, unheard
 
 from kvpool.control.router import InstanceSpec
+from kvpool.control.router.body import HeldBody
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +169,8 @@ def test_what_an_answer_has_begun_for_is_held_no_longer():
     ):
         fields = {"prompt": "x" * 8_000, "stream": True, "pieces": 2, "hold_at": 1}
         with running.client.stream("POST", "/v1/completions", json=fields) as first:
+            held = [each for each in gc.get_objects() if isinstance(each, HeldBody) and each.data]
+            assert held == []
             assert running.complete("x" * 8_000).status_code == 200
             one[0].released.set()
             assert first.read().endswith(b"data: [DONE]\n\n")

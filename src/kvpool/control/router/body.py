@@ -21,6 +21,9 @@ class Body(Protocol):
     def may_be_sent(self) -> bool:
         """Whether all of it is still there to be sent."""
 
+    def release(self) -> None:
+        """Lets go of what is held of it: others may refer to it for as long as its answer takes."""
+
     def __aiter__(self) -> AsyncIterator[bytes]:
         """From its beginning."""
 
@@ -46,6 +49,10 @@ class HeldBody:
     def may_be_sent(self) -> bool:
         """As Body.may_be_sent."""
         return True
+
+    def release(self) -> None:
+        """As Body.release."""
+        self.data = b""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """As Body.__aiter__: in pieces, for what waits to be sent is copied."""
@@ -82,6 +89,10 @@ class StreamedBody:
     def may_be_sent(self) -> bool:
         """As Body.may_be_sent."""
         return not self._begun
+
+    def release(self) -> None:
+        """As Body.release."""
+        self._head, self._begun = b"", True
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """As Body.__aiter__; raises what reading from the client raises."""

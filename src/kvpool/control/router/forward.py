@@ -88,9 +88,9 @@ class Forwarder:
             exchange.check_head(self._settings.head_bytes_max)
             check_path(exchange.path)
             with self._budget.share() as share:
-                body = await self._intake.take(exchange, self._kind != "other", share)
-                asked = await self._read(exchange, body)
-                await self._while_there(exchange, passage, asked, _Load(body, share))
+                load = _Load(await self._intake.take(exchange, self._kind != "other", share), share)
+                asked = await self._read(exchange, load.body)
+                await self._while_there(exchange, passage, asked, load)
         except Refusal as refusal:
             await passage.refuse(refusal)
         except ClientGone:
@@ -152,18 +152,12 @@ class _Load:
     """The body of a request, and its share of the budget: both are let go of when the answer begins."""
 
     def __init__(self, body: Body, share: Share) -> None:
-        self._body: Body | None = body
+        self.body = body
         self._share = share
-
-    @property
-    def body(self) -> Body:
-        """REQUIRES: no answer has begun."""
-        assert self._body is not None
-        return self._body
 
     def drop(self) -> None:
         """Nobody sends it again."""
-        self._body = None
+        self.body.release()
         self._share.give_back()
 
 
