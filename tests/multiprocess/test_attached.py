@@ -98,8 +98,7 @@ def test_restarting_members_leaks_no_descriptor_and_no_thread(place, near_nurser
 
 def test_one_that_was_stopped_beyond_its_lease_wakes_up_harmless_and_works_again(place, near_nursery, request):
     dice = random.Random(seed_of(request))
-    # In etcd it is lost when both have ended: its record, and its link.
-    with home_of(place, CLUSTER_LEASE / 2) as home, home.member(near_nursery) as victim:
+    with home_of(place, LINK_LEASE) as home, home.member(near_nursery) as victim:
         pool = home.pool
         victim("""
 def work():
