@@ -12,6 +12,7 @@
 #include "dlpack.h"
 #include "kvpool/base/error.h"
 #include "kvpool/cuda/context.h"
+#include "vectors.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -28,6 +29,11 @@ struct TensorView {
 [[noreturn]] void throw_mismatch(std::size_t position, const std::string& what) {
   throw Error(ErrorCode::kLayoutMismatch, "tensor " + std::to_string(position) + ": " + what,
               {{"position", static_cast<std::int64_t>(position)}});
+}
+
+// Ctrl-C, say, is not what a tensor says of itself.
+void throw_unless_exception(const py::error_already_set& error) {
+  if (!error.matches(PyExc_Exception)) throw error;
 }
 
 // The GPU whose memory this is, as the driver knows it.
@@ -109,10 +115,15 @@ TensorView view_by_dlpack(const py::object& tensor, std::size_t position) {
     capsule = device_from(where.first, where.second, position) < 0 ? tensor.attr("__dlpack__")()
                                                                    : tensor.attr("__dlpack__")(py::arg("stream") = -1);
   } catch (const py::error_already_set& error) {
+    throw_unless_exception(error);
     throw_mismatch(position, std::string("it gives no DLPack view: ") + error.what());
+  } catch (const py::cast_error&) {
+    throw_mismatch(position, "it gives no DLPack view: its __dlpack_device__ returns no two ints");
+  }
+  if (PyCapsule_IsValid(capsule.ptr(), "dltensor") == 0) {
+    throw_mismatch(position, "it gives no DLPack view: its __dlpack__ returns " + type_name(capsule));
   }
   const auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
-  if (managed == nullptr) throw py::error_already_set();
   const DLTensor& view = managed->dl_tensor;
   TensorView result;
   result.device = device_from(static_cast<int>(view.device.device_type), view.device.device_id, position);
@@ -151,6 +162,7 @@ TensorView view_by_cuda_interface(const py::object& tensor, std::size_t position
     result.device = gpu_of(result.data, position);
     return result;
   } catch (const py::error_already_set& error) {
+    throw_unless_exception(error);
     throw_mismatch(position, std::string("its __cuda_array_interface__ is not one: ") + error.what());
   } catch (const py::cast_error& error) {
     throw_mismatch(position, std::string("its __cuda_array_interface__ is not one: ") + error.what());
@@ -162,8 +174,7 @@ TensorView view_by_cuda_interface(const py::object& tensor, std::size_t position
 TensorView view_of(const py::object& tensor, std::size_t position) {
   if (py::hasattr(tensor, "__dlpack__")) return view_by_dlpack(tensor, position);
   if (py::hasattr(tensor, "__cuda_array_interface__")) return view_by_cuda_interface(tensor, position);
-  throw_type_error("tensor " + std::to_string(position) +
-                   " has no __dlpack__: " + py::str(py::type::of(tensor)).cast<std::string>());
+  throw_type_error("tensor " + std::to_string(position) + " has no __dlpack__: " + type_name(tensor));
 }
 
 void append_segments(const TensorView& view, std::size_t position, std::size_t block_dim,
@@ -203,11 +214,9 @@ std::shared_ptr<void> keep(py::object object) {
 }  // namespace
 
 AdoptedMemory adopt_tensors(const py::object& argument, std::size_t block_dim, bool engine_allocates) {
-  if (PySequence_Check(argument.ptr()) == 0) {
-    throw_type_error("hbm must be a sequence of tensors, and is " +
-                     py::str(py::type::of(argument)).cast<std::string>());
-  }
-  const py::tuple tensors(argument);  // a list may change while the pool lives
+  const std::vector<py::object> items = items_from(argument, "hbm");
+  py::tuple tensors(items.size());  // a list may change while the pool lives
+  for (std::size_t i = 0; i < items.size(); ++i) tensors[i] = items[i];
   AdoptedMemory adopted;
   adopted.engine_allocates = engine_allocates;
   if (tensors.size() == 0) throw Error(ErrorCode::kArgument, "no tensors to adopt");
@@ -218,7 +227,7 @@ AdoptedMemory adopt_tensors(const py::object& argument, std::size_t block_dim, b
                                    std::to_string(block_dim));
     }
     for (const std::int64_t extent : view.shape) {
-      if (extent == 0) throw_mismatch(position, "it is empty");
+      if (extent <= 0) throw_mismatch(position, "it is empty");
     }
     const std::int64_t blocks = view.shape[block_dim];
     if (position == 0) {

@@ -1,5 +1,5 @@
-// From Python's arguments to the core's: tokens, addresses, counts, names. Each raises the package's own errors, with
-// the position and the value that is wrong.
+// From Python's arguments to the core's: counts, flags, names, times. Each raises the package's own errors, with the
+// value that is wrong. Vectors: vectors.h.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -7,59 +7,42 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "kvpool/base/address.h"
 #include "kvpool/base/error.h"
-#include "kvpool/index/token_run.h"
+#include "kvpool/base/medium.h"
 
 namespace kvpool::bindings {
 
 namespace py = pybind11;
 
+// Raises ArgumentTypeError. If an argument's own method has raised, that exception becomes the cause; one that is no
+// Exception, such as KeyboardInterrupt, goes on instead.
 [[noreturn]] void throw_type_error(const std::string& message);
 
-// A vector argument as a contiguous array of T: borrowed where the argument already is one, converted otherwise.
-// The argument must outlive it.
-template <class T>
-class Vector {
- public:
-  const T* data() const noexcept { return data_; }
-  std::size_t size() const noexcept { return size_; }
+[[noreturn]] void throw_argument(const std::string& message, std::initializer_list<ErrorField> fields = {});
 
-  void borrow(const T* data, std::size_t size) noexcept {
-    data_ = data;
-    size_ = size;
-  }
-  T* own(std::size_t size) {
-    owned_.resize(size);
-    borrow(owned_.data(), size);
-    return owned_.data();
-  }
-  std::vector<T> copy() const { return std::vector<T>(data_, data_ + size_); }
-  // Keeps the exporter of a buffer alive.
-  void keep(py::object owner) { owner_ = std::move(owner); }
+std::string type_name(py::handle object);
 
- private:
-  const T* data_ = nullptr;
-  std::size_t size_ = 0;
-  std::vector<T> owned_;
-  py::object owner_;
-};
+// A str; bytes that are no UTF-8 become U+FFFD.
+py::object text_of(std::string_view text);
 
-// Token ids: a 1-d NumPy array or buffer of int32 or int64, bytes (as int32 in the machine's order), a list or tuple of
-// ints. Every id must fit in int32.
-Vector<Token> tokens_from(py::handle argument);
+// The digits of an int; of one that is too long for Python to print, how many bits it has. Runs no code of the
+// caller's.
+std::string int_text(py::handle integer);
 
-// Addresses: a 1-d NumPy array or buffer of uint64 (or int64), a list or tuple of ints.
-Vector<Address> addresses_from(py::handle argument);
+// The int that an object is by its __index__.
+py::object index_from(py::handle argument, const std::string& name);
 
-// Non-negative numbers below 2^32, from the same kinds of vectors.
-std::vector<std::uint32_t> block_numbers_from(py::handle argument);
-
+// A number that is not negative; what does not fit in 63 bits becomes the largest that does.
 std::size_t count_from(py::handle argument, const char* name);
+
+// True or False, also NumPy's.
+bool flag_from(py::handle argument, const char* name);
 
 // The text of a str, valid as long as the argument is.
 std::string_view text_from(py::handle argument, const char* name);

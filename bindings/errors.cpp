@@ -2,6 +2,7 @@
 #include <exception>
 #include <string>
 
+#include "arguments.h"
 #include "bind.h"
 #include "kvpool/base/error.h"
 
@@ -62,7 +63,7 @@ py::object exception_from(const Error& error) {
     const bool is_address = std::string(name) == "address";  // 64 bits without a sign
     fields[name] = is_address ? py::cast(static_cast<std::uint64_t>(value)) : py::cast(value);
   }
-  return type(std::string(error.what()), **fields);
+  return type(text_of(error.what()), **fields);
 }
 
 void bind_errors(py::module_& /*module*/) {

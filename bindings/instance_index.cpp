@@ -13,6 +13,7 @@
 
 #include "arguments.h"
 #include "bind.h"
+#include "vectors.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -46,9 +47,9 @@ std::uint32_t instance_from(py::handle argument) {
 
 std::vector<InstanceHit> hits_of(LockedInstanceIndex& self, py::handle tokens_argument, py::handle now,
                                  py::handle name_argument) {
-  const Vector<Token> tokens = tokens_from(tokens_argument);
+  const std::uint64_t time = now.is_none() ? 0 : count_from(now, "now");  // which may run Python code
+  const Vector<Token> tokens = tokens_to_find(tokens_argument);
   const std::string_view name = name_from(name_argument);
-  const std::uint64_t time = now.is_none() ? 0 : count_from(now, "now");
   std::vector<InstanceHit> hits;
   const std::lock_guard lock(self.mutex);
   if (now.is_none()) {
@@ -87,7 +88,7 @@ struct FoundHits {
 };
 
 FoundHits find(LockedInstanceIndex& self, py::handle tokens_argument, py::handle name_argument) {
-  const Vector<Token> tokens = tokens_from(tokens_argument);
+  const Vector<Token> tokens = tokens_to_find(tokens_argument);
   const std::string_view name = name_from(name_argument);
   FoundHits found{{}, self.index.page_tokens()};
   const std::lock_guard lock(self.mutex);
@@ -111,10 +112,10 @@ py::list bounds_of(const FoundHits& self) {
 }
 
 // As slices of Python: what lies beyond the end is not there.
-py::array_t<std::int64_t> instances_of(const FoundHits& self, std::size_t start, std::size_t stop) {
+py::array_t<std::int64_t> instances_of(const FoundHits& self, py::handle start_argument, py::handle stop_argument) {
   const auto& instances = self.hits.instances();
-  stop = std::min(stop, instances.size());
-  start = std::min(start, stop);
+  const std::size_t stop = std::min(count_from(stop_argument, "stop"), instances.size());
+  const std::size_t start = std::min(count_from(start_argument, "start"), stop);
   py::array_t<std::int64_t> result(static_cast<py::ssize_t>(stop - start));
   std::copy(instances.begin() + static_cast<std::ptrdiff_t>(start),
             instances.begin() + static_cast<std::ptrdiff_t>(stop), result.mutable_data());
@@ -134,7 +135,8 @@ void bind_instance_index(py::module_& module) {
       .def("instances", &instances_of, py::arg("start"), py::arg("stop"),
            "Those at [start, stop), the longest first and of equals by instance; int64.")
       .def(
-          "level", [](const FoundHits& self, std::uint32_t instance) { return self.hits.level_of(instance); },
+          "level",
+          [](const FoundHits& self, py::handle instance) { return self.hits.level_of(instance_from(instance)); },
           py::arg("instance"), "The place in `lengths` of what an instance holds; len(lengths) where that is nothing.");
 
   py::class_<LockedInstanceIndex>(module, "InstanceIndex", "The C++ half of kvpool.InstanceIndex.")
@@ -158,7 +160,8 @@ void bind_instance_index(py::module_& module) {
       .def(
           "insert",
           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle now,
-             py::handle name_argument, bool lasting) {
+             py::handle name_argument, py::handle lasting_argument) {
+            const bool lasting = flag_from(lasting_argument, "lasting");
             const Vector<Token> tokens = tokens_from(tokens_argument);
             const std::string_view name = name_from(name_argument);
             const std::uint32_t id = instance_from(instance);

@@ -10,6 +10,7 @@
 #include "handles.h"
 #include "kvpool/index/shared_index.h"
 #include "kvpool/pool/pool.h"
+#include "vectors.h"
 
 namespace kvpool::bindings {
 
@@ -32,23 +33,19 @@ Match match_tokens(const std::shared_ptr<Owner>& owner, const Vector<Token>& tok
 
 template <class Owner>
 Match match(const std::shared_ptr<Owner>& owner, py::handle tokens_argument, py::handle name) {
-  const Vector<Token> tokens = tokens_from(tokens_argument);
+  const Vector<Token> tokens = tokens_to_find(tokens_argument);
   return match_tokens(owner, tokens, name_from(name));
 }
 
 template <class Owner>
-std::vector<Match> match_batch(const std::shared_ptr<Owner>& owner, const py::sequence& prompts, py::handle name) {
-  std::vector<Match> matches;
-  matches.reserve(prompts.size());
-  // All prompts are read before the first is matched, and kept: a sequence may make each item when it is asked for.
-  std::vector<py::object> kept;
+std::vector<Match> match_batch(const std::shared_ptr<Owner>& owner, py::handle prompts, py::handle name_argument) {
+  const std::string_view name = name_from(name_argument);
+  // All prompts are read before the first is matched.
   std::vector<Vector<Token>> tokens;
-  kept.reserve(prompts.size());
-  tokens.reserve(prompts.size());
-  for (std::size_t i = 0; i < prompts.size(); ++i) {
-    tokens.push_back(tokens_from(kept.emplace_back(prompts[i])));
-  }
-  for (const Vector<Token>& prompt : tokens) matches.push_back(match_tokens(owner, prompt, name_from(name)));
+  for (const py::object& prompt : items_from(prompts, "prompts")) tokens.push_back(tokens_from(prompt));
+  std::vector<Match> matches;
+  matches.reserve(tokens.size());
+  for (const Vector<Token>& prompt : tokens) matches.push_back(match_tokens(owner, prompt, name));
   return matches;
 }
 

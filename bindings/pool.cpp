@@ -22,6 +22,7 @@
 #include "service.h"
 #include "stream.h"
 #include "tensor.h"
+#include "vectors.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -69,7 +70,7 @@ void destroy(Pool* pool) {
 
 PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece_bytes, bool aggregated,
                       const py::object& hbm_blocks, const py::object& dram_blocks, const py::object& adopted,
-                      const py::object& block_dim, bool engine_allocates, const py::object& shape,
+                      const py::object& block_dim, py::handle engine_allocates, const py::object& shape,
                       const py::object& parallel, int device, const std::string& policy, int copy_threads,
                       const std::string& huge_pages, int numa_node, bool check_memory, const std::string& pin_dram,
                       const std::string& device_memory, bool audit, bool zero_on_alloc) {
@@ -92,7 +93,8 @@ PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece
   options.hbm_blocks = blocks(hbm_blocks, "hbm_blocks");
   options.dram_blocks = blocks(dram_blocks, "dram_blocks");
   if (!adopted.is_none()) {
-    options.adopted_hbm = adopt_tensors(adopted, count_from(block_dim, "block_dim"), engine_allocates);
+    options.adopted_hbm =
+        adopt_tensors(adopted, count_from(block_dim, "block_dim"), flag_from(engine_allocates, "engine_allocates"));
     check_device(options);
     options.device = options.adopted_hbm->device;
   }
@@ -108,11 +110,12 @@ PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece
   return {new Pool(options), destroy};
 }
 
-py::array_t<Address> alloc(Pool& pool, py::handle n_argument, py::handle medium_argument, bool evict,
+py::array_t<Address> alloc(Pool& pool, py::handle n_argument, py::handle medium_argument, py::handle evict_argument,
                            py::handle instance, py::handle timeout, py::handle stream) {
   const std::size_t n = count_from(n_argument, "n");
   const Medium medium = medium_from(medium_argument);
   const CallerStream after = stream_from(stream);
+  const bool evict = flag_from(evict_argument, "evict");
   if (!instance.is_none()) return alloc_at_peer(pool, n, medium, evict, instance, timeout);
   if (n > pool.capacity(medium)) pool.throw_out_of_blocks(n, medium);  // before memory is made for the answer
   py::array_t<Address> addresses(static_cast<py::ssize_t>(n));
@@ -140,13 +143,13 @@ void free_blocks(Pool& pool, py::handle addresses_argument) {
     pool.free(addresses.data(), addresses.size());
     return;
   }
-  const std::vector<Address> mixed = addresses.copy();
-  call_interruptibly([&](const GivenUp& given_up) { pool.free(mixed.data(), mixed.size(), given_up); });
+  call_interruptibly([&](const GivenUp& given_up) { pool.free(addresses.data(), addresses.size(), given_up); });
 }
 
-std::vector<Inserted> insert_all(const PoolPointer& pool, std::vector<std::pair<py::object, py::object>> prompts,
-                                 py::handle name_argument, bool free_duplicates) {
+std::vector<Inserted> insert_all(const PoolPointer& pool, const std::vector<std::pair<py::object, py::object>>& prompts,
+                                 py::handle name_argument, py::handle free_duplicates_argument) {
   const std::string_view name = name_from(name_argument);
+  const bool free_duplicates = flag_from(free_duplicates_argument, "free_duplicates");
   std::vector<Vector<Token>> tokens;
   std::vector<Vector<Address>> addresses;
   std::vector<Inserted> inserted(prompts.size());
@@ -175,7 +178,7 @@ std::vector<Inserted> insert_all(const PoolPointer& pool, std::vector<std::pair<
 }
 
 Inserted insert(const PoolPointer& pool, const py::object& tokens, const py::object& addresses, py::handle name,
-                bool free_duplicates) {
+                py::handle free_duplicates) {
   return std::move(insert_all(pool, {{tokens, addresses}}, name, free_duplicates).front());
 }
 
@@ -292,17 +295,19 @@ Raises:
     StaleAddress: A block was freed or moved.)")
       .def(
           "insert_batch",
-          [](const PoolPointer& pool, const std::vector<std::pair<py::object, py::object>>& prompts, py::handle name,
-             bool free_duplicates) { return insert_all(pool, prompts, name, free_duplicates); },
+          [](const PoolPointer& pool, py::handle prompts, py::handle name, py::handle free_duplicates) {
+            return insert_all(pool, pairs_from(prompts, "prompts"), name, free_duplicates);
+          },
           py::arg("prompts"), py::arg("namespace") = "", py::arg("free_duplicates") = false,
           "insert() for each (tokens, addrs) of a list, all or nothing. Returns a list of Inserted.")
       .def(
           "delete",
-          [](Pool& pool, py::handle tokens_argument, py::handle name_argument, bool descendants) {
-            const std::vector<Token> tokens = tokens_from(tokens_argument).copy();
+          [](Pool& pool, py::handle tokens_argument, py::handle name_argument, py::handle descendants) {
+            const bool longer = flag_from(descendants, "descendants");
+            const Vector<Token> tokens = tokens_from(tokens_argument);
             const std::string name(name_from(name_argument));
             const GilReleased released;
-            return pool.erase(name, tokens.data(), tokens.size(), descendants);
+            return pool.erase(name, tokens.data(), tokens.size(), longer);
           },
           py::arg("tokens"), py::arg("namespace") = "", py::arg("descendants") = false,
           R"(Removes the cached blocks of a prompt that no longer prompt shares.
@@ -344,8 +349,9 @@ Raises:
       .def("_explain", &explain, py::arg("tokens"), py::arg("namespace"))
       .def(
           "_subscribe",
-          [](const PoolPointer& pool, py::handle capacity, bool include_cached) {
-            return event_source(pool, count_from(capacity, "capacity_tokens"), include_cached);
+          [](const PoolPointer& pool, py::handle capacity, py::handle include_cached) {
+            return event_source(pool, count_from(capacity, "capacity_tokens"),
+                                flag_from(include_cached, "include_cached"));
           },
           py::arg("capacity_tokens"), py::arg("include_cached"))
       .def(

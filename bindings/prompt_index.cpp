@@ -12,26 +12,30 @@
 #include "handles.h"
 #include "kvpool/index/shared_index.h"
 #include "matching.h"
+#include "vectors.h"
 
 namespace kvpool::bindings {
 namespace {
 
 using IndexPointer = std::shared_ptr<SharedIndex>;
 
-IndexPointer make_index(const py::object& block_tokens, const std::string& policy) {
+IndexPointer make_index(const py::object& block_tokens, py::handle policy_argument) {
   const std::size_t page = count_from(block_tokens, "block_tokens");
   if (page < 1 || page > 65536) {
     throw Error(ErrorCode::kArgument, "block_tokens must be 1 to 65536, and is " + std::to_string(page));
   }
+  const std::string_view policy = text_from(policy_argument, "policy");
   const EvictionPolicy kind =
-      policy == "lru"    ? EvictionPolicy::kLru
-      : policy == "lfu"  ? EvictionPolicy::kLfu
-      : policy == "fifo" ? EvictionPolicy::kFifo
-                         : throw Error(ErrorCode::kArgument, "policy must be lru, lfu or fifo, and is " + policy);
+      policy == "lru"   ? EvictionPolicy::kLru
+      : policy == "lfu" ? EvictionPolicy::kLfu
+      : policy == "fifo"
+          ? EvictionPolicy::kFifo
+          : throw Error(ErrorCode::kArgument, "policy must be lru, lfu or fifo, and is " + std::string(policy));
   return std::make_shared<SharedIndex>(static_cast<std::uint32_t>(page), kind);
 }
 
-std::vector<Inserted> insert_all(const IndexPointer& index, std::vector<std::pair<py::object, py::object>> prompts,
+std::vector<Inserted> insert_all(const IndexPointer& index,
+                                 const std::vector<std::pair<py::object, py::object>>& prompts,
                                  py::handle name_argument) {
   const std::string_view name = name_from(name_argument);
   const std::size_t page = index->page_tokens();
@@ -70,6 +74,10 @@ std::vector<Inserted> insert_all(const IndexPointer& index, std::vector<std::pai
 
 Inserted insert(const IndexPointer& index, const py::object& tokens, const py::object& values, py::handle name) {
   return std::move(insert_all(index, {{tokens, values}}, name).front());
+}
+
+std::vector<Inserted> insert_batch(const IndexPointer& index, py::handle prompts, py::handle name) {
+  return insert_all(index, pairs_from(prompts, "prompts"), name);
 }
 
 py::tuple explain(SharedIndex& index, py::handle tokens_argument, py::handle name) {
@@ -119,7 +127,7 @@ Returns:
           "Tokens that match() would find. Pins nothing and does not count as a use.")
       .def("match_batch", &match_batch<SharedIndex>, py::arg("prompts"), py::arg("namespace") = "",
            "match() for each prompt of a list. Returns a list of Match.")
-      .def("insert_batch", &insert_all, py::arg("prompts"), py::arg("namespace") = "",
+      .def("insert_batch", &insert_batch, py::arg("prompts"), py::arg("namespace") = "",
            "insert() for each (tokens, values) of a list, all or nothing. Returns a list of Inserted.")
       .def("_explain", &explain, py::arg("tokens"), py::arg("namespace"))
       .def("insert", &insert, py::arg("tokens"), py::arg("values"), py::arg("namespace") = "",
@@ -134,9 +142,10 @@ Returns:
     An Inserted: ``addrs`` holds the values that the index has now, ``duplicates`` the given ones that it has not.)")
       .def(
           "delete",
-          [](SharedIndex& index, py::handle tokens_argument, py::handle name_argument, bool descendants) {
+          [](SharedIndex& index, py::handle tokens_argument, py::handle name_argument, py::handle descendants) {
+            const bool longer = flag_from(descendants, "descendants");
             const Vector<Token> tokens = tokens_from(tokens_argument);
-            const auto gone = index.erase(name_from(name_argument), tokens.data(), tokens.size(), descendants);
+            const auto gone = index.erase(name_from(name_argument), tokens.data(), tokens.size(), longer);
             return to_array(gone.data(), gone.size());
           },
           py::arg("tokens"), py::arg("namespace") = "", py::arg("descendants") = false,
@@ -156,8 +165,9 @@ Returns the values of the removed blocks. Raises StateError, and removes nothing
           "__len__", [](SharedIndex& index) { return index.stats().pages; }, "Blocks stored.")
       .def(
           "_subscribe",
-          [](const IndexPointer& index, py::handle capacity, bool include_cached) {
-            return event_source(index, count_from(capacity, "capacity_tokens"), include_cached);
+          [](const IndexPointer& index, py::handle capacity, py::handle include_cached) {
+            return event_source(index, count_from(capacity, "capacity_tokens"),
+                                flag_from(include_cached, "include_cached"));
           },
           py::arg("capacity_tokens"), py::arg("include_cached"));
 }

@@ -15,6 +15,7 @@
 #include "kvpool/pool/swap_handle.h"
 #include "service.h"
 #include "stream.h"
+#include "vectors.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -39,10 +40,10 @@ Swap& swap_of(const Handle& handle) {
 
 // ---- starting
 
-py::object swap_out(const PoolPointer& pool, py::handle n_argument, py::handle stream, bool wait) {
+py::object swap_out(const PoolPointer& pool, py::handle n_argument, py::handle stream, py::handle wait) {
   const std::size_t n = count_from(n_argument, "n");
   const CallerStream after = stream_from(stream);
-  if (wait) {
+  if (flag_from(wait, "wait")) {
     std::vector<Address> moved;
     {
       const GilReleased released;
@@ -59,9 +60,9 @@ py::object swap_out(const PoolPointer& pool, py::handle n_argument, py::handle s
 }
 
 py::object swap_in(const PoolPointer& pool, py::handle addresses_argument, const py::object& into_argument,
-                   py::handle stream, bool wait) {
+                   py::handle stream, py::handle wait_argument) {
+  const bool wait = flag_from(wait_argument, "wait");
   const CallerStream after = stream_from(stream);
-  // Copies: without the GIL, another thread may write to the caller's arrays.
   const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
   std::vector<Address> into;
   if (!into_argument.is_none()) into = addresses_from(into_argument).copy();

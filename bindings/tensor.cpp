@@ -5,7 +5,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,6 +17,7 @@
 #include "dlpack.h"
 #include "kvpool/arena/arena.h"
 #include "kvpool/cuda/context.h"
+#include "vectors.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -64,9 +67,9 @@ void check_stream(const KVTensor& tensor, const py::object& stream) {
     throw Error(ErrorCode::kArgument, "memory of the CPU has no stream: pass stream=None");
   }
   if (PyLong_Check(stream.ptr()) == 0 || PyBool_Check(stream.ptr()) != 0) {
-    throw_type_error("stream must be None or an int, not " + py::str(py::type::of(stream)).cast<std::string>());
+    throw_type_error("stream must be None or an int, not " + type_name(stream));
   }
-  if (stream.equal(py::int_(0))) {
+  if (PyLong_AsLong(stream.ptr()) == 0) {
     throw Error(ErrorCode::kArgument, "stream 0 may be two streams: 1 is the default one, 2 that of the thread");
   }
 }
@@ -121,19 +124,30 @@ py::capsule make_capsule(const KVTensor& tensor, const char* name) {
   return py::reinterpret_steal<py::capsule>(capsule);
 }
 
+// What is above the largest int becomes that.
+std::pair<int, int> int_pair(const py::object& argument, const char* name) {
+  const std::vector<py::object> items = items_from(argument, name);
+  if (items.size() != 2)
+    throw_type_error(std::string(name) + " must be two ints, and has " + std::to_string(items.size()) + " items");
+  const auto number = [&](const py::object& item) {
+    return static_cast<int>(std::min<std::size_t>(count_from(item, name), std::numeric_limits<int>::max()));
+  };
+  return {number(items[0]), number(items[1])};
+}
+
 py::capsule to_dlpack(const KVTensor& tensor, const py::object& stream, const py::object& max_version,
                       const py::object& dl_device, const py::object& copy) {
   check_stream(tensor, stream);
-  if (!copy.is_none() && copy.cast<bool>()) {
+  if (!copy.is_none() && flag_from(copy, "copy")) {
     throw Error(ErrorCode::kUnsupported, "a view is never a copy: copy what you imported");
   }
   const DLDevice device = device_of(tensor);
   const std::pair<int, int> here(static_cast<int>(device.device_type), device.device_id);
-  if (!dl_device.is_none() && dl_device.cast<std::pair<int, int>>() != here) {
+  if (!dl_device.is_none() && int_pair(dl_device, "dl_device") != here) {
     throw Error(ErrorCode::kUnsupported,
                 "this memory is on " + (tensor.arena->on_device() ? device_name(*tensor.arena) : "the CPU"));
   }
-  if (!max_version.is_none() && max_version.cast<std::pair<int, int>>().first >= 1) {
+  if (!max_version.is_none() && int_pair(max_version, "max_version").first >= 1) {
     return make_capsule<DLManagedTensorVersioned>(tensor, "dltensor_versioned");
   }
   return make_capsule<DLManagedTensor>(tensor, "dltensor");

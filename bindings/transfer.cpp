@@ -14,6 +14,7 @@
 #include "kvpool/transport/frame.h"
 #include "service.h"
 #include "stream.h"
+#include "vectors.h"
 
 namespace kvpool::bindings {
 namespace {
@@ -44,12 +45,12 @@ Priority priority_from(py::handle argument) {
 struct Options {
   py::handle to;
   py::handle medium;
-  bool evict;
+  py::handle evict;
   py::handle private_bytes;
   py::handle strategy;
   py::handle priority;
   py::handle route;
-  bool checksum;
+  py::handle checksum;
   py::handle stream;
   py::handle timeout;
 };
@@ -60,14 +61,14 @@ TransferRequest request_from(Pool& pool, py::handle peer, py::handle addresses, 
   request.from = addresses_from(addresses).copy();
   if (!options.to.is_none()) request.to = addresses_from(options.to).copy();
   request.medium = medium_from(options.medium);
-  request.may_evict = options.evict;
+  request.may_evict = flag_from(options.evict, "evict");
   if (!options.private_bytes.is_none()) {
     request.private_bytes = bytes_from(options.private_bytes, "private", kPrivateBytesMax);
   }
   request.strategy = strategy_from(options.strategy);
   request.priority = priority_from(options.priority);
   if (!options.route.is_none()) request.route = text_from(options.route, "route");
-  request.checksum = options.checksum;
+  request.checksum = flag_from(options.checksum, "checksum");
   request.deadline_ns = deadline_from(options.timeout, kTimeoutNs);
   if (!options.to.is_none() && request.to.size() != request.from.size()) {
     throw Error(
@@ -97,17 +98,18 @@ TransferHandle start(const PoolPointer& pool, TransferRequest&& request) {
 }
 
 TransferHandle transfer(const PoolPointer& pool, py::handle peer, py::handle addresses, py::handle to,
-                        py::handle medium, bool evict, py::handle private_bytes, py::handle strategy,
-                        py::handle priority, py::handle route, bool checksum, py::handle stream, py::handle timeout) {
+                        py::handle medium, py::handle evict, py::handle private_bytes, py::handle strategy,
+                        py::handle priority, py::handle route, py::handle checksum, py::handle stream,
+                        py::handle timeout) {
   return start(pool,
                request_from(*pool, peer, addresses,
                             {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout}));
 }
 
 TransferHandle transfer_with_insert(const PoolPointer& pool, py::handle peer, py::handle tokens, py::handle addresses,
-                                    py::handle name_space, py::handle to, py::handle medium, bool evict,
+                                    py::handle name_space, py::handle to, py::handle medium, py::handle evict,
                                     py::handle private_bytes, py::handle strategy, py::handle priority,
-                                    py::handle route, bool checksum, py::handle stream, py::handle timeout) {
+                                    py::handle route, py::handle checksum, py::handle stream, py::handle timeout) {
   TransferRequest request = request_from(
       *pool, peer, addresses, {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
   add_tokens(request, tokens, name_space);
@@ -115,9 +117,9 @@ TransferHandle transfer_with_insert(const PoolPointer& pool, py::handle peer, py
 }
 
 TransferHandle open_transfer(const PoolPointer& pool, py::handle peer, py::handle addresses, py::handle tokens,
-                             py::handle name_space, py::handle to, py::handle medium, bool evict,
+                             py::handle name_space, py::handle to, py::handle medium, py::handle evict,
                              py::handle private_bytes, py::handle strategy, py::handle priority, py::handle route,
-                             bool checksum, py::handle stream, py::handle timeout) {
+                             py::handle checksum, py::handle stream, py::handle timeout) {
   TransferRequest request = request_from(
       *pool, peer, addresses, {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
   if (!tokens.is_none()) add_tokens(request, tokens, name_space);
@@ -127,42 +129,36 @@ TransferHandle open_transfer(const PoolPointer& pool, py::handle peer, py::handl
 
 // Of what has the fields of a TransferSpec: the bindings know no class of Python's.
 py::object field_of(const py::object& specification, const char* name) {
-  if (!py::hasattr(specification, name)) {
-    throw_type_error("specs must be TransferSpec, and one is " + std::string(Py_TYPE(specification.ptr())->tp_name));
-  }
-  return specification.attr(name);
-}
-
-bool flag_of(const py::object& specification, const char* name) {
-  const py::object value = field_of(specification, name);
-  if (PyBool_Check(value.ptr()) == 0) {
-    throw_type_error(std::string(name) + " must be a bool, and is " + Py_TYPE(value.ptr())->tp_name);
-  }
-  return value.is(py::handle(Py_True));
+  const std::string wrong = "specs must be TransferSpec, and one is " + type_name(specification);
+  if (!py::hasattr(specification, name)) throw_type_error(wrong);
+  auto field = py::reinterpret_steal<py::object>(PyObject_GetAttrString(specification.ptr(), name));
+  if (!field) throw_type_error(wrong);
+  return field;
 }
 
 TransferRequest request_of(Pool& pool, const py::object& specification) {
   const auto field = [&](const char* name) { return field_of(specification, name); };
   const py::object to = field("to");
   const py::object medium = field("medium");
+  const py::object evict = field("evict");
   const py::object private_bytes = field("private");
   const py::object strategy = field("strategy");
   const py::object priority = field("priority");
   const py::object route = field("route");
+  const py::object checksum = field("checksum");
   const py::object stream = field("stream");
   const py::object timeout = field("timeout");
-  TransferRequest request = request_from(pool, field("peer"), field("addrs"),
-                                         {to, medium, flag_of(specification, "evict"), private_bytes, strategy,
-                                          priority, route, flag_of(specification, "checksum"), stream, timeout});
+  TransferRequest request =
+      request_from(pool, field("peer"), field("addrs"),
+                   {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
   const py::object tokens = field("tokens");
   if (!tokens.is_none()) add_tokens(request, tokens, field("namespace"));
   return request;
 }
 
-std::vector<TransferHandle> transfer_batch(const PoolPointer& pool, const py::sequence& specifications) {
+std::vector<TransferHandle> transfer_batch(const PoolPointer& pool, py::handle specifications) {
   std::vector<TransferRequest> requests;
-  requests.reserve(specifications.size());
-  for (std::size_t i = 0; i < specifications.size(); ++i) requests.push_back(request_of(*pool, specifications[i]));
+  for (const py::object& one : items_from(specifications, "specs")) requests.push_back(request_of(*pool, one));
   Service& service = service_of(*pool);
   std::vector<std::shared_ptr<Transfer>> transfers = call_interruptibly(
       [&](const GivenUp& given_up) { return service.transfer_batch(std::move(requests), given_up); });
@@ -173,12 +169,12 @@ std::vector<TransferHandle> transfer_batch(const PoolPointer& pool, const py::se
 }
 
 TransferHandle fetch(const PoolPointer& pool, py::handle peer, py::handle addresses, py::handle to, py::handle medium,
-                     bool evict, py::handle priority, py::handle timeout) {
+                     py::handle evict, py::handle priority, py::handle timeout) {
   FetchRequest request;
   if (!peer.is_none()) request.peer = text_from(peer, "peer");
   request.from = addresses_from(addresses).copy();
   request.medium = medium_from(medium);
-  request.may_evict = evict;
+  request.may_evict = flag_from(evict, "evict");
   request.priority = priority_from(priority);
   request.deadline_ns = deadline_from(timeout, kTimeoutNs);
   if (!to.is_none()) {

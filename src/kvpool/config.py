@@ -12,14 +12,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from kvpool.arguments import int_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
 if sys.version_info >= (3, 11):
@@ -293,7 +293,9 @@ def _checked(name: str, value: object, source: str) -> Any:
         if not isinstance(value, str):
             raise _wrong_type(where, "a str", value, source)
         if value not in get_args(kind):
-            raise ArgumentError(f"{where} is {value!r}; it must be one of {', '.join(get_args(kind))}", source=source)
+            raise ArgumentError(
+                f"{where} is {shown(value)}; it must be one of {', '.join(get_args(kind))}", source=source
+            )
         return value
     if kind is bool:
         if not isinstance(value, bool):
@@ -306,15 +308,15 @@ def _checked(name: str, value: object, source: str) -> Any:
     if kind is float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise _wrong_type(where, "a number", value, source)
-        number: float = float(value)
+        number: float = value  # a huge int is no float
     else:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise _wrong_type(where, "an int", value, source)
-        number = operator.index(cast(Any, value))
+        number = int_from(value, where)
     low, high = _RANGES[name]
     if not low <= number <= high:
-        raise ArgumentError(f"{where} is {number}; it must be from {low} to {high}", value=number, source=source)
-    return number
+        raise ArgumentError(f"{where} is {shown(number)}; it must be from {low} to {high}", value=number, source=source)
+    return float(number) if kind is float else number
 
 
 def _checked_text(name: str, value: object, where: str, source: str) -> str:
@@ -337,12 +339,14 @@ def _checked_routes(value: object, where: str, source: str) -> tuple[str, ...]:
         raise _wrong_type(where, "a list of str", value, source)
     for one in value:
         if one not in ROUTES:
-            raise ArgumentError(f"{where} has {one!r}; each must be one of {', '.join(ROUTES)}", source=source)
+            raise ArgumentError(f"{where} has {shown(one)}; each must be one of {', '.join(ROUTES)}", source=source)
     return tuple(dict.fromkeys(value))
 
 
 def _wrong_type(where: str, wanted: str, value: object, source: str, kind: str | None = None) -> ArgumentTypeError:
-    return ArgumentTypeError(f"{where} must be {wanted}, not {kind or type(value).__name__} ({value!r})", source=source)
+    return ArgumentTypeError(
+        f"{where} must be {wanted}, not {kind or type(value).__name__} ({shown(value)})", source=source
+    )
 
 
 def describe(loaded: Loaded) -> list[dict[str, Any]]:

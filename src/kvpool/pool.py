@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import operator
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from kvpool import _core
+from kvpool.arguments import flag_from, int_from, shown
 from kvpool.attaching import attach
 from kvpool.attachment import Attachment
 from kvpool.cluster import Cluster
@@ -85,9 +85,9 @@ class Pool(PeerVerbs):
             raise ArgumentTypeError(f"layout must be a KVLayout or a RawLayout, not {type(layout).__name__}")
         check_names(settings, Pool.__init__)
         ordinal = _ordinal(device)
-        if hbm is not None and hbm_blocks:
+        if hbm is not None and (type(hbm_blocks) is not int or hbm_blocks):
             raise ArgumentError("give hbm_blocks or the engine's own tensors as hbm, not both", hbm_blocks=hbm_blocks)
-        if hbm is None and engine_allocates:
+        if flag_from(engine_allocates, "engine_allocates") and hbm is None:
             raise ArgumentError("engine_allocates is for adopted tensors: give them as hbm")
         _check_parallel(parallel, layout, device, hbm)
         self.settings: Settings = load(**settings)
@@ -292,16 +292,14 @@ def _ordinal(device: object) -> int:
     name, colon, number = device.partition(":")
     digits = number if colon else "0"
     if name != "cuda" or not (digits.isascii() and digits.isdigit()) or len(digits) > _DIGITS_MAX:
-        raise ArgumentError(f"device is {device!r}; it must be 'cpu' or 'cuda:N'")
+        raise ArgumentError(f"device is {shown(device)}; it must be 'cpu' or 'cuda:N'")
     return int(digits)
 
 
 def _one_medium(value: object) -> Medium:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ArgumentTypeError(f"medium must be kvpool.HBM or kvpool.DRAM, not {type(value).__name__} ({value!r})")
-    number = operator.index(cast(Any, value))
+    number = int_from(value, "medium, kvpool.HBM or kvpool.DRAM,")
     if number not in (HBM, DRAM):
-        raise ArgumentError(f"medium must be kvpool.HBM (1) or kvpool.DRAM (2), and is {number}", value=number)
+        raise ArgumentError(f"medium must be kvpool.HBM (1) or kvpool.DRAM (2), and is {shown(number)}", value=number)
     return Medium(number)
 
 

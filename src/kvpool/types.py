@@ -11,16 +11,17 @@ An address is 64 bits, and names one block for as long as the block is not freed
 
 from __future__ import annotations
 
-import operator
+import contextlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arguments import int_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -79,21 +80,19 @@ _BLOCK_BYTES_MAX: Final = 1 << 40
 
 def _count(owner: str, name: str, value: object, maximum: int = _DIMENSION_MAX) -> int:
     """The value as an int in [1, maximum]; accepts what Python accepts as an index, except bool."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ArgumentTypeError(f"{owner}: {name} must be an int, not {type(value).__name__} ({value!r})")
-    number = operator.index(cast(Any, value))
+    number = int_from(value, f"{owner}: {name}")
     if not 1 <= number <= maximum:
         raise ArgumentError(
-            f"{owner}: {name} is {number}; it must be from 1 to {maximum}", value=number, maximum=maximum
+            f"{owner}: {name} is {shown(number)}; it must be from 1 to {maximum}", value=number, maximum=maximum
         )
     return number
 
 
 def _choice(owner: str, name: str, value: object, choices: Sequence[str]) -> None:
     if not isinstance(value, str):
-        raise ArgumentTypeError(f"{owner}: {name} must be a str, not {type(value).__name__} ({value!r})")
+        raise ArgumentTypeError(f"{owner}: {name} must be a str, not {type(value).__name__} ({shown(value)})")
     if value not in choices:
-        raise ArgumentError(f"{owner}: {name} is {value!r}; it must be one of {', '.join(choices)}")
+        raise ArgumentError(f"{owner}: {name} is {shown(value)}; it must be one of {', '.join(choices)}")
 
 
 def _block_bytes_checked(owner: str, block_bytes: int) -> None:
@@ -271,6 +270,7 @@ Layout: TypeAlias = KVLayout | RawLayout
 # ---- addresses ------------------------------------------------------------------------------------------------------
 
 _BLOCK_BITS: Final = 24
+_ADDRESSES_MAX: Final = 1 << 28  # in one call; an array can claim any number, with a stride of 0
 _GENERATION_BITS: Final = 24
 _MEDIUM_BITS: Final = 2
 _GENERATION_SHIFT: Final = _BLOCK_BITS
@@ -312,11 +312,9 @@ def decode_address(address: int | np.unsignedinteger[Any]) -> Address:
         ArgumentError: It is negative, has more than 64 bits, or names no medium.
         ArgumentTypeError: It is not an int.
     """
-    if isinstance(address, bool) or not hasattr(address, "__index__"):
-        raise ArgumentTypeError(f"an address must be an int, not {type(address).__name__} ({address!r})")
-    number = operator.index(address)
+    number = int_from(address, "an address")
     if not 0 <= number < 1 << 64:
-        raise ArgumentError(f"address {number} does not fit 64 unsigned bits", address=number)
+        raise ArgumentError(f"address {shown(number)} does not fit 64 unsigned bits", address=number)
     medium = number >> _MEDIUM_SHIFT & (1 << _MEDIUM_BITS) - 1
     if medium not in (HBM, DRAM):
         raise ArgumentError(f"address {number:#x} names no medium: its medium bits are {medium}", address=number)
@@ -363,9 +361,16 @@ def media(addresses: AddressLike) -> npt.NDArray[np.uint8]:
 
 
 def _address_array(addresses: AddressLike) -> npt.NDArray[np.uint64]:
+    """A copy, so that what is checked is what is used: another thread may write the array meanwhile."""
     if isinstance(addresses, np.ndarray):
         if addresses.dtype == np.uint64:
-            return addresses
+            if addresses.size > _ADDRESSES_MAX:
+                raise ArgumentError(
+                    f"there are {addresses.size} addresses, and may be {_ADDRESSES_MAX}",
+                    given=addresses.size,
+                    maximum=_ADDRESSES_MAX,
+                )
+            return np.array(addresses)
         # Not converted: a signed or floating-point array has already lost what tells an address from another.
         raise ArgumentTypeError(f"addresses must be uint64, not {addresses.dtype} (shape {addresses.shape})")
     if isinstance(addresses, (str, bytes, bytearray)) or not isinstance(addresses, (Sequence, array)):
@@ -373,14 +378,20 @@ def _address_array(addresses: AddressLike) -> npt.NDArray[np.uint64]:
             f"addresses must be a uint64 array or a sequence of ints, not {type(addresses).__name__}"
         )
     try:
-        return np.array(array("Q", addresses), dtype=np.uint64)
-    except TypeError as error:
-        raise ArgumentTypeError(f"addresses must be ints: {error}") from None
-    except OverflowError:
-        index, number = next((i, n) for i, n in enumerate(addresses) if not 0 <= n < 1 << 64)
-        raise ArgumentError(
-            f"addresses[{index}] is {number}, which does not fit 64 unsigned bits", address=number, position=index
-        ) from None
+        items = list(addresses)
+    except Exception as error:
+        raise ArgumentTypeError(f"addresses: {type(addresses).__name__} cannot be read: {shown(error)}") from error
+    with contextlib.suppress(Exception):
+        return np.array(array("Q", items), dtype=np.uint64)
+    numbers = [int_from(item, f"addresses must be ints: addresses[{index}]") for index, item in enumerate(items)]
+    for index, number in enumerate(numbers):
+        if not 0 <= number < 1 << 64:
+            raise ArgumentError(
+                f"addresses[{index}] is {shown(number)}, which does not fit 64 unsigned bits",
+                address=number,
+                position=index,
+            )
+    return np.array(array("Q", numbers), dtype=np.uint64)
 
 
 def _media_checked(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:

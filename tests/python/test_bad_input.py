@@ -333,11 +333,8 @@ def test_a_namespace_is_a_str(setting, namespace, error):
         lambda pool: pool.match(),
         lambda pool: pool.match([1], "", 3),
         lambda pool: pool.match([1], tenant="x"),
-        lambda pool: pool.match_batch(5),
-        lambda pool: pool.insert_batch([(1, 2, 3)]),
         lambda pool: pool.insert([1, 2, 3, 4]),
         lambda pool: pool.alloc(),
-        lambda pool: pool.alloc(1, evict="perhaps"),
     ],
 )
 def test_a_call_of_the_wrong_form_is_a_type_error(setting, call):

@@ -30,9 +30,10 @@ CPP_FOREIGN = re.compile(r"^(pybind11|torch|ATen|c10|cuda|nccl|ucp|ucs|uct|dlpac
 CPP_FOREIGN_ALLOWED = {"ucp/api/ucp.h": "transport/ucx_library.h"}
 
 # Each module or folder of src/kvpool, and those that it may import.
-LOWEST = {"errors"}
+LOWEST = {"errors", "arguments"}
 PYTHON_FLOORS: dict[str, set[str]] = {
     "errors": set(),
+    "arguments": {"errors"},
     "types": LOWEST,
     "config": LOWEST,
     "awaiting": set(),
@@ -40,13 +41,13 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "_core": {"errors", "types"},
     "alloc": {"errors", "types", "config", "awaiting", "_core"},
     "index": {"errors", "types", "config", "_core"},
-    "transfer": {"errors", "types", "config", "awaiting", "waiting", "_core"},
+    "transfer": {"errors", "arguments", "types", "config", "awaiting", "waiting", "_core"},
     "cluster": {"errors", "types", "config", "waiting", "_core"},
     "member_book": {"errors", "waiting", "cluster", "transfer"},
     "attachment": {"errors", "_core", "waiting", "cluster", "transfer", "member_book"},
     "attaching": {"errors", "types", "_core", "cluster", "transfer", "attachment"},
     "stats": set(),
-    "pool": {"errors", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "attachment"}
+    "pool": {"errors", "arguments", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "attachment"}
     | {"attaching", "stats"},
     "policy": {"errors", "types", "index"},  # pure: data in, plans out
     "ranks": {"errors", "types", "_core", "transfer", "pool"},

@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "kvpool/base/error.h"
+#include "kvpool/index/read_once.h"
 
 namespace kvpool {
 namespace {
@@ -82,7 +83,8 @@ void InstanceIndex::match(std::string_view name_space, const Token* tokens, std:
   out.clear();
   Tree::Root* root = tree_.find_root(name_space);
   if (root == nullptr) return;
-  const Tree::Place place = tree_.descend(root, tokens, n_tokens / tree_.page_tokens(), kNoVisit);
+  PageCopy copy(tree_.page_tokens());
+  const Tree::Place place = descend_read_once(tree_, root, tokens, n_tokens / tree_.page_tokens(), copy, kNoVisit);
   if (place.pages == 0) return;
   collect(place, out);
   Node* last = place.at_end_of_node() ? place.node : cut(place.node, place.pages_in_node);
@@ -96,7 +98,8 @@ void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::
   out.clear();
   Tree::Root* root = tree_.find_root(name_space);
   if (root == nullptr) return;
-  const Tree::Place place = tree_.descend(root, tokens, n_tokens / tree_.page_tokens(), kNoVisit);
+  PageCopy copy(tree_.page_tokens());
+  const Tree::Place place = descend_read_once(tree_, root, tokens, n_tokens / tree_.page_tokens(), copy, kNoVisit);
   if (place.pages > 0) collect(place, out);
 }
 
@@ -105,7 +108,8 @@ void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::
   out.clear();
   Tree::Root* root = tree_.find_root(name_space);
   if (root == nullptr) return;
-  const Tree::Place place = tree_.descend(root, tokens, n_tokens / tree_.page_tokens(), kNoVisit);
+  PageCopy copy(tree_.page_tokens());
+  const Tree::Place place = descend_read_once(tree_, root, tokens, n_tokens / tree_.page_tokens(), copy, kNoVisit);
   if (place.pages == 0) return;
   collect(
       place, [&](std::size_t n) { out.reserve(n); },

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kvpool/base/error.h"
+#include "kvpool/index/read_once.h"
 
 namespace kvpool {
 namespace {
@@ -42,15 +43,17 @@ IndexHit PromptIndex::match(std::string_view name_space, const Token* tokens, st
   if (root == nullptr) return {};
   const std::size_t page_tokens = tree_.page_tokens();
   Address* end = out;
-  const Tree::Place place = tree_.descend(root, tokens, n_tokens / page_tokens, [&](Node* node, std::uint32_t pages) {
-    // The neighbours in the recency list are written when the pins below take the node out of it.
-    if (node->payload.older != nullptr) prefetch(&node->payload.older->payload.newer);
-    if (node->payload.newer != nullptr) prefetch(&node->payload.newer->payload.older);
-    end = std::copy_n(node->payload.values.get(), pages, end);
-  });
+  PageCopy copy(page_tokens);
+  const Tree::Place place =
+      descend_read_once(tree_, root, tokens, n_tokens / page_tokens, copy, [&](Node* node, std::uint32_t pages) {
+        // The neighbours in the recency list are written when the pins below take the node out of it.
+        if (node->payload.older != nullptr) prefetch(&node->payload.older->payload.newer);
+        if (node->payload.newer != nullptr) prefetch(&node->payload.newer->payload.older);
+        end = std::copy_n(node->payload.values.get(), pages, end);
+      });
   const std::size_t done = place.pages * page_tokens;
   IndexHit hit;
-  hit.partial_tokens = tree_.agreement_beyond(place, tokens + done, n_tokens - done);
+  hit.partial_tokens = agreement_beyond_read_once(tree_, place, tokens + done, n_tokens - done, copy);
   if (place.pages == 0) return hit;
   Node* last = place.at_end_of_node() ? place.node : cut(place.node, place.pages_in_node);
   hit.pages = place.pages;

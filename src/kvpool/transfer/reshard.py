@@ -9,7 +9,6 @@ receiver do it differently. The planning is C++ (cpp/kvpool/transfer/reshard.h, 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import EllipsisType
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
+from kvpool.arguments import int_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError
 from kvpool.types import KVLayout
 
@@ -31,12 +31,10 @@ _Index: TypeAlias = "tuple[EllipsisType | slice, ...]"
 
 
 def _number(name: str, value: object, minimum: int, maximum: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ArgumentTypeError(f"ParallelConfig: {name} must be an int, not {type(value).__name__} ({value!r})")
-    number = operator.index(cast(Any, value))
+    number = int_from(value, f"ParallelConfig: {name}")
     if not minimum <= number <= maximum:
         raise ArgumentError(
-            f"ParallelConfig: {name} is {number}; it must be from {minimum} to {maximum}",
+            f"ParallelConfig: {name} is {shown(number)}; it must be from {minimum} to {maximum}",
             value=number,
             maximum=maximum,
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import operator
 import secrets
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvpool import _core
+from kvpool.arguments import flag_from, int_from, shown
 from kvpool.config import Settings
 from kvpool.errors import ArgumentError, ArgumentTypeError, DeadlineExceeded, Error, StateError
 from kvpool.transfer.gpu_routes import tell_unused
@@ -109,6 +109,7 @@ class PeerVerbs(_core.Pool):
         """
         wanted = self._settings_for(None, secret)
         _core._check_connect_address(address, bool(wanted.secret))
+        flag_from(wait, "wait")
         with self._speaking(None, wanted):
             peer = self._connect(address, timeout, wait)
         _log.info("met %s at %s", peer, address, extra={"peer": peer, "address": address})
@@ -136,13 +137,11 @@ class PeerVerbs(_core.Pool):
         """
         if self.parallel is None or not isinstance(self.kv_layout, KVLayout):
             raise StateError("this pool is an instance of one rank: make it with parallel=ParallelConfig(...)")
-        if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-            raise ArgumentTypeError(f"rank must be an int, not {type(rank).__name__} ({rank!r})")
-        number = operator.index(rank)
+        number = int_from(rank, "rank")
         slices = self.parallel.slices(self.kv_layout)
         if not 0 <= number < len(slices) or slices[number].layout is None:
             raise ArgumentError(
-                f"there is no rank {number} that holds a layer; ranks are 0 to {len(slices) - 1}", rank=number
+                f"there is no rank {shown(number)} that holds a layer; ranks are 0 to {len(slices) - 1}", rank=number
             )
         if address is None:
             with self._exporting:

@@ -56,8 +56,8 @@ WRONG = {
     "route": [("road", kvpool.Unsupported), (1, ArgumentTypeError), ("cma", kvpool.Unsupported)],
     "timeout": [(-1, ArgumentError), (float("nan"), ArgumentError), (float("inf"), ArgumentError),
                 ("1", ArgumentTypeError), (True, ArgumentTypeError)],
-    "evict": [("yes", TypeError)],
-    "checksum": [("yes", TypeError)],
+    "evict": [("yes", ArgumentTypeError), (1, ArgumentTypeError)],
+    "checksum": [("yes", ArgumentTypeError), (None, ArgumentTypeError)],
 }  # fmt: skip
 CASES = [(name, value, error) for name, values in WRONG.items() for value, error in values]
 SHORT = [f"{name}={value!r}"[:40] for name, value, _ in CASES]

@@ -1,0 +1,77 @@
+// Walking down a radix tree with tokens that another thread may be writing: an application's own array, which a match
+// reads where it lies, because copying a long prompt would cost as much as matching it.
+//
+// What decides whether a page agrees is read once: the first page of a node from a copy, the rest of a run in one pass.
+// So a match finds a prefix of what the array held in the meantime, each page of it as it was at one moment, and no
+// read leaves a run. A compiler barrier follows each read, so that no later use can become a second read.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "kvpool/index/token_run.h"
+
+namespace kvpool {
+
+inline void memory_barrier() noexcept { asm volatile("" : : : "memory"); }
+
+// How many tokens from the start two runs of n tokens agree in. Of `theirs` each token is read once.
+std::size_t agreement_read_once(const Token* ours, const Token* theirs, std::size_t n) noexcept;
+
+// A copy of one page at a time.
+class PageCopy {
+ public:
+  // Throws std::bad_alloc.
+  explicit PageCopy(std::size_t page_tokens) {
+    if (page_tokens > near_.size()) far_.resize(page_tokens);
+  }
+
+  // n tokens, at most a page; valid until the next call.
+  const Token* read(const Token* tokens, std::size_t n) noexcept {
+    Token* const to = far_.empty() ? near_.data() : far_.data();
+    std::memcpy(to, tokens, n * sizeof(Token));
+    memory_barrier();
+    return to;
+  }
+
+ private:
+  std::array<Token, 64> near_;
+  std::vector<Token> far_;
+};
+
+// As tree.descend(root, tokens, pages, visit).
+template <class Tree, class Visit>
+typename Tree::Place descend_read_once(const Tree& tree, typename Tree::Node* root, const Token* tokens,
+                                       std::size_t pages, PageCopy& copy, Visit&& visit) {
+  const std::size_t page = tree.page_tokens();
+  typename Tree::Place place{root, 0, 0};
+  while (place.pages < pages) {
+    const Token* rest = tokens + place.pages * page;
+    typename Tree::Node* child = tree.find_child(place.node, copy.read(rest, page));
+    if (child == nullptr) break;
+    const std::size_t comparable = std::min<std::size_t>(child->pages, pages - place.pages);
+    const std::size_t agreed =
+        agreement_read_once(child->tokens.get() + page, rest + page, (comparable - 1) * page);  // beyond the first page
+    const auto whole = static_cast<std::uint32_t>(1 + agreed / page);
+    visit(child, whole);
+    place = typename Tree::Place{child, whole, place.pages + whole};
+    if (whole < child->pages) break;
+  }
+  return place;
+}
+
+// As tree.agreement_beyond(place, rest, n). Less than a page, for the walk ended there.
+template <class Tree>
+std::size_t agreement_beyond_read_once(const Tree& tree, const typename Tree::Place& place, const Token* rest,
+                                       std::size_t n, PageCopy& copy) noexcept {
+  const std::size_t within = std::min<std::size_t>(n, tree.page_tokens());
+  if (within == 0) return 0;
+  return std::min<std::size_t>(tree.agreement_beyond(place, copy.read(rest, within), within), tree.page_tokens() - 1);
+}
+
+}  // namespace kvpool
