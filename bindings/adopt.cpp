@@ -19,6 +19,7 @@ namespace {
 struct TensorView {
   std::byte* data;
   std::size_t item_bytes;
+  std::string dtype;
   std::vector<std::int64_t> shape;
   std::vector<std::int64_t> strides;  // in elements
   int device = -1;                    // a GPU; -1: the CPU
@@ -39,6 +40,43 @@ int gpu_of(const std::byte* data, std::size_t position) {
     throw_mismatch(position, "the CUDA driver does not know its memory");
   }
   return ordinal;
+}
+
+// Names are those of kvpool's types where it has the type.
+std::string dtype_name_of(const DLDataType& dtype) {
+  const int bits = dtype.bits * dtype.lanes;
+  switch (dtype.code) {
+    case kDLInt:
+      return "int" + std::to_string(bits);
+    case kDLUInt:
+      return "uint" + std::to_string(bits);
+    case kDLFloat:
+      return "float" + std::to_string(bits);
+    case kDLBfloat:
+      return "bfloat" + std::to_string(bits);
+    case kDLFloat8_e4m3fn:
+      return "float8_e4m3fn";
+    case kDLFloat8_e5m2:
+      return "float8_e5m2";
+    default:
+      return "DLPack type " + std::to_string(dtype.code) + " of " + std::to_string(bits) + " bits";
+  }
+}
+
+// Of a typestr such as "<f2": order, kind, bytes.
+std::string dtype_name_of(const std::string& typestr, std::size_t item_bytes) {
+  const std::string bits = std::to_string(8 * item_bytes);
+  switch (typestr[1]) {
+    case 'i':
+      return "int" + bits;
+    case 'u':
+    case 'V':
+      return "uint" + bits;
+    case 'f':
+      return "float" + bits;
+    default:
+      return typestr;
+  }
 }
 
 std::vector<std::int64_t> dense_strides(const std::vector<std::int64_t>& shape) {
@@ -80,6 +118,7 @@ TensorView view_by_dlpack(const py::object& tensor, std::size_t position) {
   result.device = device_from(static_cast<int>(view.device.device_type), view.device.device_id, position);
   result.data = static_cast<std::byte*>(view.data) + view.byte_offset;
   result.item_bytes = (static_cast<std::size_t>(view.dtype.bits) * view.dtype.lanes + 7) / 8;
+  result.dtype = dtype_name_of(view.dtype);
   result.shape.assign(view.shape, view.shape + view.ndim);
   result.strides = view.strides == nullptr ? dense_strides(result.shape)
                                            : std::vector<std::int64_t>(view.strides, view.strides + view.ndim);
@@ -98,6 +137,7 @@ TensorView view_by_cuda_interface(const py::object& tensor, std::size_t position
     const auto typestr = interface["typestr"].cast<std::string>();  // "<f2": order, kind, bytes
     result.item_bytes = typestr.size() < 3 ? 0 : std::stoul(typestr.substr(2));
     if (result.item_bytes == 0) throw_mismatch(position, "its type '" + typestr + "' has no size");
+    result.dtype = dtype_name_of(typestr, result.item_bytes);
     result.strides = dense_strides(result.shape);
     if (interface.contains("strides") && !interface["strides"].is_none()) {
       result.strides = interface["strides"].cast<std::vector<std::int64_t>>();
@@ -192,6 +232,7 @@ AdoptedMemory adopt_tensors(const py::object& argument, std::size_t block_dim, b
           position, "it has " + std::to_string(blocks) + " blocks, and tensor 0 has " + std::to_string(adopted.blocks));
     }
     append_segments(view, position, block_dim, adopted.segments);
+    adopted.tensors.push_back({view.shape, block_dim, view.dtype, view.item_bytes});
   }
   adopted.keepalive = keep(tensors);
   return adopted;

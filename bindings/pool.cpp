@@ -85,13 +85,7 @@ PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece
   };
   PoolOptions options;
   options.layout = Layout{block_tokens, std::move(piece_bytes), aggregated};
-  if (!shape.is_none()) {
-    const KVShape numbers = shape_from(shape);
-    options.layout.kv_heads = numbers.kv_heads;
-    options.layout.head_dim = numbers.head_dim;
-    options.layout.itemsize = numbers.itemsize;
-    options.layout.tokens_first = numbers.tokens_first;
-  }
+  if (!shape.is_none()) options.layout.format = shape_from(shape).format();
   if (!parallel.is_none()) options.sharding = sharding_from(shape, parallel);
   options.device = device;
   options.device_memory = device_memory_named(device_memory);

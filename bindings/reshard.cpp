@@ -28,6 +28,11 @@ LayerSplit split_from(const std::string& name) {
   throw Error(ErrorCode::kArgument, "split must be vllm or sglang, and is " + name);
 }
 
+DType dtype_from(const std::string& name) {
+  if (const auto dtype = dtype_named(name)) return *dtype;
+  throw Error(ErrorCode::kArgument, "there is no element type " + name);
+}
+
 }  // namespace
 
 KVShape shape_from(const py::tuple& shape) {
@@ -35,9 +40,10 @@ KVShape shape_from(const py::tuple& shape) {
   numbers.layers = number_from(shape[0], "layers");
   numbers.kv_heads = number_from(shape[1], "kv_heads");
   numbers.head_dim = number_from(shape[2], "head_dim");
-  numbers.itemsize = number_from(shape[3], "itemsize");
+  numbers.dtype = dtype_from(py::cast<std::string>(shape[3]));
   numbers.block_tokens = number_from(shape[4], "block_tokens");
   numbers.tokens_first = py::cast<bool>(shape[5]);
+  numbers.fused = py::cast<bool>(shape[6]);
   return numbers;
 }
 

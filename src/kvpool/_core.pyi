@@ -170,7 +170,7 @@ class Pool:
         adopted: Sequence[Any] | None,
         block_dim: int,
         engine_allocates: bool,
-        shape: tuple[int, int, int, int, int, bool] | None,
+        shape: tuple[int, int, int, str, int, bool, bool] | None,
         parallel: tuple[int, int, str, tuple[int, ...]] | None,
         device: int,
         policy: str,
@@ -415,7 +415,7 @@ def kernel_piece_bytes(gpu: int) -> tuple[int, int, int] | None: ...
 def describe_ucx(where: str) -> str: ...
 def probe_ucx_lanes(where: str) -> list[str]: ...
 
-_Shape: TypeAlias = tuple[int, int, int, int, int, bool]
+_Shape: TypeAlias = tuple[int, int, int, str, int, bool, bool]
 _Parallel: TypeAlias = tuple[int, int, str, Sequence[int]]
 
 def _rank_slices(shape: _Shape, parallel: _Parallel) -> list[tuple[int, int, int, int, int, int, int, int, int]]: ...

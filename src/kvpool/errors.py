@@ -10,7 +10,7 @@
     │   ├── ClosedError                 the pool or handle was closed
     │   └── Fenced                      the pool has no lease in its cluster: verbs that need peers wait for it
     ├── NotOwner                        the address belongs to another instance or pool
-    ├── LayoutMismatch                  memory offered, or a peer's, does not have the layout's shape
+    ├── LayoutMismatch                  memory offered, or a peer's, does not hold what the layout says
     ├── PeerLost                        the peer is gone, or does not answer
     ├── DeadlineExceeded (TimeoutError) not done by its deadline
     ├── Busy                            more than one peer may have under way: try again later
@@ -175,13 +175,24 @@ class NotOwner(Error):
 
 
 class LayoutMismatch(Error):
-    """Memory that was offered does not have the layout's shape."""
+    """Memory that was offered, or a peer's blocks, do not hold what the layout says.
+
+    Of a peer, offered_* are its numbers and layout_* this side's; 0 layers, heads and dim are raw bytes.
+    """
 
     device: int  # the number of a GPU
     segment: int
     other_segment: int
     offered_bytes: int
     layout_bytes: int
+    offered_layers: int
+    layout_layers: int
+    offered_kv_heads: int
+    layout_kv_heads: int
+    offered_head_dim: int
+    layout_head_dim: int
+    offered_block_tokens: int
+    layout_block_tokens: int
     position: int
     sender: int
     receiver: int

@@ -61,7 +61,7 @@ class Pool(PeerVerbs):
     Raises:
         ArgumentError, ArgumentTypeError: A number, name or type is wrong.
         OutOfMemory: The machine, its cgroup or the GPU has not enough memory.
-        LayoutMismatch: Adopted tensors do not have the layout's shape.
+        LayoutMismatch: Adopted tensors do not hold the pages that the layout declares: other sizes, shapes or types.
         Unsupported: This machine cannot do it, such as a device that is not there.
         DeviceLost: The GPU does not work any more. Every verb raises it from then on, but for those that end something
             (close, disconnect) or only look (stats, audit, peers).
@@ -189,8 +189,8 @@ class Pool(PeerVerbs):
 
         Returns:
             A KVTensor of shape [block, layer, k/v, head, token, dim], tokens before heads when the layout's `dims` are
-            "NHD"; for a RawLayout, and for the DRAM of a pool over adopted memory, [block, byte]. Index it with
-            ``kvpool.block_ids(addrs)``.
+            "NHD", [block, layer, head, token, 2 * dim] when its `pages` are "fused". For a RawLayout, and for DRAM of
+            a pool over adopted memory, [block, byte]. Index it with ``kvpool.block_ids(addrs)``.
 
         Raises:
             StateError: The medium is adopted memory: the engine's own tensors are the view. Or the memory is in ranks.
@@ -268,7 +268,7 @@ class Pool(PeerVerbs):
         return f"<Pool {'; '.join(tiers)}>"
 
 
-def _shape(layout: KVLayout | RawLayout) -> tuple[int, int, int, int, int, bool] | None:
+def _shape(layout: KVLayout | RawLayout) -> tuple[int, int, int, str, int, bool, bool] | None:
     return None if isinstance(layout, RawLayout) else layout._numbers
 
 
@@ -307,12 +307,12 @@ def _one_medium(value: object) -> Medium:
 
 def _kv_view(layout: KVLayout, blocks: int) -> tuple[list[int], list[int]]:
     """Shape and strides (bytes) of [block, *layout.shape] over an owned arena."""
-    layers, two, first, second, dim = layout.shape  # head and token, or token and head
+    *pieces, first, second, dim = layout.shape  # head and token, or token and head
     row = dim * layout.itemsize
     piece = first * second * row
     # Pieces lie one after another within a block (aggregated), or each in a segment of all blocks (discrete).
     block_stride, piece_stride = (
         (layout.block_bytes, piece) if layout.order == "aggregated" else (piece, piece * blocks)
     )
-    shape = [blocks, layers, two, first, second, dim]
-    return shape, [block_stride, two * piece_stride, piece_stride, second * row, row, layout.itemsize]
+    per_layer = [2 * piece_stride, piece_stride] if layout.pages == "split" else [piece_stride]
+    return [blocks, *pieces, first, second, dim], [block_stride, *per_layer, second * row, row, layout.itemsize]

@@ -109,9 +109,10 @@ def _block_bytes_checked(owner: str, block_bytes: int) -> None:
 class KVLayout:
     """The shape of a block of keys and values: `block_tokens` tokens, all layers, K and V.
 
-    Within a block the order is [layer, k/v, head, token, dim], or [layer, k/v, token, head, dim]; either way a layer's
-    K (or V) is one piece. Peers whose layouts differ in that are refused: their blocks have the same size, and do not
-    hold the same.
+    Within a block the order is [layer, k/v, head, token, dim], or [layer, k/v, token, head, dim]: a layer's K (or V) is
+    one piece. Where an engine keeps K and V of a token side by side, declare ``pages="fused"``: a layer is one piece
+    then, [head, token, 2 * dim] or [token, head, 2 * dim]. Peers whose layouts differ in anything but `order` are
+    refused: blocks of the same size may hold different things.
 
     Attributes:
         layers: Number of layers.
@@ -119,11 +120,14 @@ class KVLayout:
         head_dim: Elements of a head.
         dtype: One of `kvpool.types.DTYPES`.
         block_tokens: Tokens in a block.
-        order: "aggregated": a block is one run of bytes. "discrete": a block is 2 * layers runs, a layer's K or V each,
-            in separate tensors, as engines keep them.
+        order: "aggregated": a block is one run of bytes. "discrete": a block is as many runs as it has pieces, in
+            separate tensors, as engines keep them.
         dims: "HND": heads before tokens, so a range of heads of a piece is contiguous, and goes to ranks that share
             heads differently in one strip. "NHD": tokens before heads, as vLLM and FlashInfer have it unless told
             otherwise; such a strip has one token then.
+        pages: "split": K and V of a layer are two pieces. "fused": they are one piece, each row of which holds K and
+            then V of a token of a head, as vLLM has it on the CPU. Latent attention (MLA) is one head of
+            ``head_dim = latent / 2``, fused.
     """
 
     layers: int
@@ -133,6 +137,7 @@ class KVLayout:
     block_tokens: int = 16
     order: Literal["aggregated", "discrete"] = "aggregated"
     dims: Literal["HND", "NHD"] = "HND"
+    pages: Literal["split", "fused"] = "split"
 
     def __post_init__(self) -> None:
         """Checks every number.
@@ -146,6 +151,7 @@ class KVLayout:
         _choice("KVLayout", "dtype", self.dtype, tuple(DTYPES))
         _choice("KVLayout", "order", self.order, ("aggregated", "discrete"))
         _choice("KVLayout", "dims", self.dims, ("HND", "NHD"))
+        _choice("KVLayout", "pages", self.pages, ("split", "fused"))
         _block_bytes_checked("KVLayout", self.block_bytes)
 
     @property
@@ -165,8 +171,9 @@ class KVLayout:
 
     @property
     def piece_bytes(self) -> tuple[int, ...]:
-        """Bytes of each of the 2 * layers pieces of a block: layer 0 K, layer 0 V, layer 1 K, ..."""
-        return (self.block_bytes // (2 * self.layers),) * (2 * self.layers)
+        """Bytes of each piece of a block: layer 0 K, layer 0 V, layer 1 K, ...; when fused, layer 0, layer 1, ..."""
+        pieces = self.layers if self.pages == "fused" else 2 * self.layers
+        return (self.block_bytes // pieces,) * pieces
 
     @property
     def segment_bytes(self) -> tuple[int, ...]:
@@ -174,15 +181,28 @@ class KVLayout:
         return (self.block_bytes,) if self.order == "aggregated" else self.piece_bytes
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of one block: (layers, 2, kv_heads, block_tokens, head_dim); of NHD, tokens before heads."""
-        inner = (self.kv_heads, self.block_tokens)
-        return (self.layers, 2, *(inner if self.dims == "HND" else inner[::-1]), self.head_dim)
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one block: (layers, 2, kv_heads, block_tokens, head_dim); of NHD, tokens before heads.
+
+        When fused it is (layers, kv_heads, block_tokens, 2 * head_dim), likewise.
+        """
+        inner = (self.kv_heads, self.block_tokens) if self.dims == "HND" else (self.block_tokens, self.kv_heads)
+        if self.pages == "fused":
+            return (self.layers, *inner, 2 * self.head_dim)
+        return (self.layers, 2, *inner, self.head_dim)
 
     @property
-    def _numbers(self) -> tuple[int, int, int, int, int, bool]:
+    def _numbers(self) -> tuple[int, int, int, str, int, bool, bool]:
         """As the core takes them."""
-        return self.layers, self.kv_heads, self.head_dim, self.itemsize, self.block_tokens, self.dims == "NHD"
+        return (
+            self.layers,
+            self.kv_heads,
+            self.head_dim,
+            self.dtype,
+            self.block_tokens,
+            self.dims == "NHD",
+            self.pages == "fused",
+        )
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:

@@ -25,9 +25,7 @@ inline PeerCard sample_card() {
   }
   card.ucx = {std::byte{1}, std::byte{2}, std::byte{3}};
   card.door = "kvpool-4321-1";
-  card.kv_heads = 8;
-  card.head_dim = 12;
-  card.itemsize = 2;
+  card.format = {8, 12, DType::kBfloat16, false, false};
   card.meeting = 77;
   card.rank_of = 0xFEDC;
   card.rank = 3;

@@ -35,8 +35,10 @@ Bytes forged(const PeerCard& card) {
     writer.array(std::span<const CardAllocation>(medium.allocations));
   }
   writer.blob(card.ucx);
-  writer.number(card.kv_heads).number(card.head_dim).number(card.itemsize);
-  writer.number(static_cast<std::uint8_t>(card.tokens_first));
+  writer.number(card.format.kv_heads).number(card.format.head_dim);
+  writer.number(static_cast<std::uint8_t>(card.format.dtype));
+  writer.number(static_cast<std::uint8_t>(card.format.tokens_first));
+  writer.number(static_cast<std::uint8_t>(card.format.fused));
   writer.number(card.meeting).number(card.rank_of).number(card.rank).text(card.address).number(card.tp);
   writer.array(std::span<const std::uint32_t>(card.stage_layers));
   writer.number(static_cast<std::uint32_t>(card.ranks.size()));
@@ -181,6 +183,7 @@ TEST_CASE("what a card may have at most fits a frame") {
   card.door.assign(kCardDoorBytesMax, 'd');
   card.ucx.assign(kCardUcxBytesMax, std::byte{1});
   card.piece_bytes.assign(kCardSegmentsMax, 64);
+  card.format = {1, 2, DType::kBfloat16, false, false};
   for (CardMedium& medium : card.media) medium = {1, 0, std::vector<CardSegment>(kCardSegmentsMax, {64, 64, 64})};
   card.media[0].kind = MemoryKind::kGpu;
   for (std::size_t i = 0; i < kCardAllocationsMax; ++i) card.media[0].allocations.push_back({64 + 64 * i, 64, {}});
@@ -226,7 +229,53 @@ TEST_CASE("what a card says of ranks fits together") {
   check_refused("address of a rank has 0 bytes", [](PeerCard& card) { card.address = ""; });
   check_refused("address of a rank is not printable", [](PeerCard& card) { card.address = "a\nb"; });
   check_refused("the rank is 4096", [](PeerCard& card) { card.rank = 4096; });
-  check_refused("number of KV heads is 1048577", [](PeerCard& card) { card.kv_heads = (1U << 20) + 1; });
+}
+
+TEST_CASE("a card's page format describes its pieces, or nothing at all") {
+  for (const bool tokens_first : {false, true}) {
+    for (std::uint8_t dtype = 1; dtype <= static_cast<std::uint8_t>(kDTypeMax); ++dtype) {
+      PeerCard card = sample_card();
+      card.format = {8, 24 / dtype_bytes(DType{dtype}), DType{dtype}, tokens_first, false};
+      const Bytes split = written(card);
+      WireReader in(split);
+      CHECK(read_card(in).format == card.format);
+      // As many bytes in as many pieces, of another content.
+      card.format.head_dim /= 2;
+      card.format.fused = true;
+      const Bytes fused = written(card);
+      WireReader again(fused);
+      CHECK(read_card(again).format == card.format);
+    }
+  }
+  check_accepted([](PeerCard& card) { card.format = {}; });
+  check_refused("number of KV heads is 1048577", [](PeerCard& card) { card.format.kv_heads = (1U << 20) + 1; });
+  check_refused("head dimension is 0", [](PeerCard& card) { card.format.head_dim = 0; });
+  check_refused("element type is 0", [](PeerCard& card) { card.format.dtype = DType::kNone; });
+  check_refused("element type is 8", [](PeerCard& card) { card.format.dtype = DType{8}; });
+  check_refused("a piece has 3072 bytes, and by its page format 6144",
+                [](PeerCard& card) { card.format.dtype = DType::kFloat32; });
+  check_refused("by its page format 6144", [](PeerCard& card) { card.format.fused = true; });
+  check_refused("by its page format 1536", [](PeerCard& card) { card.format.kv_heads = 4; });
+  check_refused("15 pieces are no whole layers", [](PeerCard& card) {
+    card.piece_bytes.resize(15);
+    card.media[0] = card.media[1] = {};
+  });
+  check_refused("raw bytes have a page format", [](PeerCard& card) { card.format.kv_heads = 0; });
+  check_refused("raw bytes have a page format", [](PeerCard& card) {
+    card.format = {};
+    card.format.tokens_first = true;
+  });
+  PeerCard card = sample_card();
+  for (const std::size_t behind : {1U, 2U}) {  // the flags: the last bytes of the format
+    Bytes bytes = written(card);
+    Bytes without;
+    WireWriter tail(without);
+    tail.number(card.meeting).number(card.rank_of).number(card.rank).text(card.address).number(card.tp);
+    tail.number(std::uint64_t{0});  // two empty lists
+    bytes[bytes.size() - without.size() - behind] = std::byte{2};
+    WireReader in(bytes);
+    CHECK(refusal([&] { read_card(in); }).find("is 2; it can be 0 to 1") != std::string::npos);
+  }
 }
 
 TEST_CASE("a name is 1 to 255 bytes of UTF-8 that can be shown") {
@@ -289,7 +338,10 @@ TEST_CASE("a block has at least one piece, none of them empty, and a sum") {
   check_refused("length of a piece is 0", [](PeerCard& card) { card.piece_bytes[3] = 0; });
   check_refused("block's pieces overflows",
                 [](PeerCard& card) { card.piece_bytes[0] = card.piece_bytes[1] = 1ULL << 63; });
-  check_refused("49153 bytes, and 49152 in a medium", [](PeerCard& card) { card.piece_bytes[0] += 1; });
+  check_refused("49153 bytes, and 49152 in a medium", [](PeerCard& card) {
+    card.piece_bytes[0] += 1;
+    card.format = {};
+  });
 }
 
 TEST_CASE("a medium's blocks and memory go together") {

@@ -361,13 +361,13 @@ TEST_CASE("the bytes of a handshake are those of docs/wire.md") {
   Bytes expected;
   WireWriter writer(expected);
   writer.raw("KVPL", 4).number(std::uint8_t{1}).number(std::uint8_t{1});
-  writer.number(std::uint16_t{1}).number(std::uint16_t{1});
+  writer.number(std::uint16_t{2}).number(std::uint16_t{2});
   writer.number(std::uint16_t{0}).raw(nonce_of(1).data(), 32);
   CHECK(messages.at(0) == expected);
   CHECK(hex(messages.at(1)) ==
-        "4b56504c02010100010001000202020202020202020202020202020202020202020202020202020202020202");
-  CHECK(hex(messages.at(2)) == "1c736b5366ed61bf9b1e035294a3828eac03c72d2018870c7656985b15dd2bde");
-  CHECK(hex(messages.at(3)) == "01490a029e55adf53594e19c4b2331c641b1f9e262fd9e51619d17cae81b7f11c3");
-  CHECK(hex(client.keys().send) == "83d2e9735ff73db5c02f596b783aa1c3dd7bae30357598de30b04b1bbab4403b");
-  CHECK(hex(client.keys().receive) == "5d86003fbcd6f18cfcaec3ea9c2f6f9823b076b27d4c7eaab02cf6684207efd2");
+        "4b56504c02010200020002000202020202020202020202020202020202020202020202020202020202020202");
+  CHECK(hex(messages.at(2)) == "5c4f44d92efe233d784f96ef40f83a46bd113e8ad1bde7801104f0e27a06fa51");
+  CHECK(hex(messages.at(3)) == "01a11848fdf38dd6fd696e31f89eb0bf4dd481329a88b5a508aca89220d0232f1b");
+  CHECK(hex(client.keys().send) == "3fc89d84bba5e12ddfce75bbdfe296b90a9b7a9ef5310f6b423444434ccb0ea1");
+  CHECK(hex(client.keys().receive) == "82bc47a5bcfb22d01392e88d21b90a19816f1cd9efb995a556ed9484cf64b138");
 }

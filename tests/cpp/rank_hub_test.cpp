@@ -47,7 +47,7 @@ struct Instance {
   static Sharding two_ranks() {
     Parallel parallel;
     parallel.tp = 2;
-    return {{2, 2, 4, 4, 4}, parallel};
+    return {{2, 2, 4, DType::kFloat32, 4}, parallel};
   }
   Instance() : hub(two_ranks(), {8, 8}, [this](const Error& why) { lost = why.code(); }) {
     for (std::uint32_t rank = 0; rank < 2; ++rank) {
@@ -56,6 +56,7 @@ struct Instance {
       card.rank = rank;
       card.block_tokens = static_cast<std::uint32_t>(layout.block_tokens);
       card.piece_bytes.assign(layout.piece_bytes.begin(), layout.piece_bytes.end());
+      card.format = layout.format;
       card.media[0].blocks = card.media[1].blocks = 8;
       handlers.push_back(hub.admit(links.emplace_back(std::make_shared<RankLink>()), card));
     }

@@ -18,7 +18,7 @@ namespace {
 TEST_CASE("a rank that is closed keeps nothing of its GPU, though somebody holds on to it") {
   const FakeCuda cuda;
   PoolOptions sharded = small_options(8, 8);
-  sharded.sharding = Sharding({1, 1, 4, 4, kPage}, {});
+  sharded.sharding = Sharding({1, 1, 4, DType::kFloat32, kPage}, {});
   const auto scheduler = std::make_shared<Pool>(sharded);
   ServiceOptions service;
   service.name = "scheduler";

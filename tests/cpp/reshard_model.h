@@ -16,9 +16,14 @@ namespace kvpool::testing {
 
 using Bytes32 = std::vector<std::uint32_t>;  // the number of each byte
 
+// itemsize is 1 or 2.
 inline KVShape shape_of(std::uint32_t layers, std::uint32_t heads, std::uint32_t dim = 2, std::uint32_t itemsize = 2,
                         std::uint32_t tokens = 4) {
-  return {.layers = layers, .kv_heads = heads, .head_dim = dim, .itemsize = itemsize, .block_tokens = tokens};
+  return {.layers = layers,
+          .kv_heads = heads,
+          .head_dim = dim,
+          .dtype = itemsize == 1 ? DType::kInt8 : DType::kBfloat16,
+          .block_tokens = tokens};
 }
 
 inline Parallel parallel_of(std::uint32_t tp, std::uint32_t pp, LayerSplit split = LayerSplit::kVllm) {
@@ -50,7 +55,8 @@ inline Bytes32 shard(const KVShape& shape, const Parallel& parallel, std::uint32
     std::uint32_t owner = 0;
     for (std::uint32_t seen = stages[0]; layer >= seen; seen += stages[owner]) ++owner;
     if (owner != stage) continue;
-    for (std::uint32_t half = 0; half < 2; ++half) {
+    const std::uint32_t pieces = shape.fused ? 1 : 2;
+    for (std::uint32_t piece = 0; piece < pieces; ++piece) {
       // HND: all tokens of a head in a row; NHD: all heads of a token.
       const std::uint32_t rows = shape.tokens_first ? shape.block_tokens : 1;
       const auto head_bytes = static_cast<std::uint32_t>(shape.tokens_first ? shape.row_bytes() : shape.head_bytes());
@@ -60,7 +66,7 @@ inline Bytes32 shard(const KVShape& shape, const Parallel& parallel, std::uint32
                                                           : tp_rank / (parallel.tp / shape.kv_heads) == head;
           if (!mine) continue;
           for (std::uint32_t byte = 0; byte < head_bytes; ++byte) {
-            content.push_back((((layer * 2 + half) * rows + row) * shape.kv_heads + head) * head_bytes + byte);
+            content.push_back((((layer * pieces + piece) * rows + row) * shape.kv_heads + head) * head_bytes + byte);
           }
         }
       }

@@ -146,6 +146,15 @@ TEST_CASE("two halves of the heads where tokens come first: one strip for each t
   CHECK(alike.strips() == 2);
 }
 
+TEST_CASE("two halves of the heads where K and V are fused: one strip for each layer, K and V of a token together") {
+  KVShape shape = shape_of(2, 2);  // a row of K and V has 8 bytes, a head of a layer 32, a layer 64
+  shape.fused = true;
+  const ReshardPlan plan = plan_reshard(Sharding(shape, parallel_of(1, 1)), Sharding(shape, parallel_of(2, 1)));
+  REQUIRE(plan.pairs.size() == 2);
+  CHECK(numbers(plan.pairs[0].strips) == std::vector<std::vector<std::uint64_t>>{{0, 0, 32}, {64, 32, 32}});
+  CHECK(numbers(plan.pairs[1].strips) == std::vector<std::vector<std::uint64_t>>{{32, 0, 32}, {96, 32, 32}});
+}
+
 TEST_CASE("stages of whole layers: one strip a pair") {
   const KVShape shape = shape_of(5, 2);
   const Parallel from = parallel_of(1, 2);                     // layers 0-2, 3-4
@@ -260,6 +269,7 @@ TEST_CASE("made-up shapes and configurations give the receiver's shards, each by
       KVShape shape =
           shape_of(1 + dice.below(12), 1 + dice.below(12), 1 + dice.below(3), 1 + dice.below(2), 1 + dice.below(5));
       shape.tokens_first = dice.one_in(2);
+      shape.fused = dice.one_in(3);
       const Parallel from = any_parallel(shape);
       const Parallel to = any_parallel(shape);
       check_plan(shape, from, to);
@@ -311,11 +321,17 @@ TEST_CASE("instances whose blocks do not hold the same are told in what they dif
         "head_dim is 128 at the sender and 64 at the receiver: their blocks do not hold the same");
   CHECK(text(shape_of(5, 2, 128)).starts_with("layers is 4 at the sender and 5 at the receiver"));
   CHECK(text(shape_of(4, 1, 128)).starts_with("kv_heads is 2 at the sender and 1 at the receiver"));
-  CHECK(text(shape_of(4, 2, 128, 1)).starts_with("itemsize is 2 at the sender and 1 at the receiver"));
+  CHECK(text(shape_of(4, 2, 128, 1)).starts_with("dtype is bfloat16 at the sender and int8 at the receiver"));
+  KVShape same_size = shape_of(4, 2, 128);
+  same_size.dtype = DType::kFloat16;
+  CHECK(text(same_size).starts_with("dtype is bfloat16 at the sender and float16 at the receiver"));
   CHECK(text(shape_of(4, 2, 128, 2, 8)).starts_with("block_tokens is 4 at the sender and 8 at the receiver"));
   KVShape tokens_first = shape_of(4, 2, 128);
   tokens_first.tokens_first = true;
   CHECK(text(tokens_first).starts_with("the order of heads and tokens is HND at the sender and NHD at the receiver"));
+  KVShape fused = shape_of(4, 2, 128);
+  fused.fused = true;
+  CHECK(text(fused).starts_with("the page format is split at the sender and fused at the receiver"));
 }
 
 TEST_CASE("a configuration that asks for a plan without end is refused") {

@@ -128,7 +128,7 @@ class HeldMover final : public TierMover {
 struct HeldPool {
   HeldPool(std::uint32_t hbm_blocks, std::uint32_t dram_blocks) {
     PoolOptions options = small_options(hbm_blocks, dram_blocks);
-    options.sharding = Sharding({1, 1, 4, 4, kPage}, {});
+    options.sharding = Sharding({1, 1, 4, DType::kFloat32, kPage}, {});
     options.audit = true;
     pool = std::make_shared<Pool>(options);
     pool->set_mover(&mover);

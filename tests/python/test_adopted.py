@@ -52,13 +52,14 @@ def pieces_two_dimensions_deep():
     return [np.zeros((2, 2, BLOCKS, 2, BLOCK, 4), np.float32)]
 
 
+# Which dimension counts blocks, and what the layout has to declare.
 ENGINES = {
-    paged: 0,
-    halves_first: 1,
-    heads_with_k_beside_v: 0,
-    interleaved_layers: 0,
-    bytes_of_layers: 0,
-    pieces_two_dimensions_deep: 2,
+    paged: (0, LAYOUT),
+    halves_first: (1, LAYOUT),
+    heads_with_k_beside_v: (0, small_layout(pages="fused")),
+    interleaved_layers: (0, LAYOUT),
+    bytes_of_layers: (0, LAYOUT),
+    pieces_two_dimensions_deep: (2, LAYOUT),
 }
 
 
@@ -78,8 +79,8 @@ def block_of(tensors, block_dim, block):
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.__name__)
 def test_blocks_of_any_engine_go_down_and_up_bit_by_bit(engine):
-    tensors, block_dim = engine(), ENGINES[engine]
-    with adopting(tensors, block_dim) as pool:
+    tensors, (block_dim, layout) = engine(), ENGINES[engine]
+    with adopting(tensors, block_dim, layout) as pool:
         random = np.random.default_rng(5)
         for tensor in tensors:
             tensor.view(np.uint8)[...] = random.integers(0, 256, tensor.view(np.uint8).shape, np.uint8)
@@ -248,6 +249,36 @@ def test_adoption_and_blocks_of_its_own_exclude_each_other():
         kvpool.Pool(LAYOUT, 4, hbm=paged())
     with pytest.raises(kvpool.ArgumentError, match="adopted"):
         kvpool.Pool(LAYOUT, 4, engine_allocates=True)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "block_dim", "layout", "texts"),
+    [
+        # As many bytes as the layout says, and other pages: a reshard would cut them in the wrong places.
+        (heads_with_k_beside_v, 0, LAYOUT, ("[6, 2, 4, 8]", "[k/v 2] [head, token, dim] [2, 4, 4]", 'pages="fused"')),
+        (paged, 0, small_layout(pages="fused"), ("[6, 2, 2, 4, 4]", "[head, token, 2 * dim]", 'pages="split"')),
+        (halves_first, 1, small_layout(kv_heads=4, head_dim=2), ("[2, 6, 2, 4, 4]", "[4, 4, 2]")),
+        (lambda: [np.zeros((BLOCKS, 2, BLOCK, 2, 4), np.float32) for _ in range(2)], 0, LAYOUT, ('dims="NHD"',)),
+        (lambda: [np.zeros((2, 2, BLOCKS, 2, BLOCK, 4), np.float32)], 2, small_layout(kv_heads=4, head_dim=2), ()),
+        (lambda: [np.zeros((2, BLOCKS, BLOCK, 8), np.float32) for _ in range(2)], 1, LAYOUT, ("does not hold",)),
+        (lambda: [tensor.astype(np.int32) for tensor in paged()], 0, LAYOUT, ("int32", "float32")),
+        (lambda: [tensor.view(np.float16) for tensor in paged()], 0, LAYOUT, ("float16", "float32")),
+    ],
+)
+def test_tensors_that_contradict_what_the_layout_declares_are_refused(tensors, block_dim, layout, texts):
+    with pytest.raises(kvpool.LayoutMismatch) as caught:
+        adopting(tensors(), block_dim, layout)
+    assert caught.value.position == 0
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_a_type_that_numpy_does_not_know_may_come_as_bits():
+    with adopting([tensor.view(np.uint32) for tensor in paged()]) as pool:
+        assert pool.stats().hbm.capacity == BLOCKS
+    halves = [np.zeros((BLOCKS, 2, 2, BLOCK, 4), np.uint16) for _ in range(2)]
+    with adopting(halves, layout=small_layout(dtype="bfloat16")) as pool:
+        assert pool.stats().hbm.capacity == BLOCKS
 
 
 # ---- lifetime

@@ -93,8 +93,9 @@ def test_members_say_what_they_are(url):
         assert len(one.endpoints) == 1
 
 
-def test_layouts_that_differ_are_told_when_they_meet(url):
-    other = small_pool(layout=small_layout(kv_heads=4))
+@pytest.mark.parametrize("changes", [{"kv_heads": 4}, {"kv_heads": 4, "head_dim": 2}, {"pages": "fused"}])
+def test_layouts_that_differ_are_told_when_they_meet(url, changes):
+    other = small_pool(layout=small_layout(**changes))
     with member(url, "a") as (a, *_), member(url, "b", other):
         eventually(lambda: len(a._attachment._book.names()) == 1)
         with refused(a, kvpool.LayoutMismatch, "the layouts differ"):

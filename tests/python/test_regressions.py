@@ -135,7 +135,7 @@ def test_a_pool_of_a_forked_child_does_not_take_the_parents_addresses():
 def test_adopted_tensors_must_be_cut_where_the_layout_is():
     layout = kvpool.KVLayout(layers=2, kv_heads=1, head_dim=4, dtype="float32", block_tokens=4)
     piece = layout.piece_bytes[0] // 4
-    kvpool.Pool(layout, hbm=[np.zeros((3, 2, piece), np.float32) for _ in range(2)]).close()
+    kvpool.Pool(layout, hbm=[np.zeros((3, 2 * piece), np.float32) for _ in range(2)]).close()
     with pytest.raises(kvpool.LayoutMismatch, match="cut a block"):
         kvpool.Pool(layout, hbm=[np.zeros((3, piece + 1), np.float32), np.zeros((3, 3 * piece - 1), np.float32)])
     with pytest.raises(kvpool.LayoutMismatch, match="no DLPack view"):

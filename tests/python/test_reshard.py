@@ -56,6 +56,8 @@ def verify(plan: ReshardPlan) -> None:
     layout = plan.layout
     # Every byte of the logical block has its own number.
     kv = np.arange(layout.block_bytes, dtype=np.uint32).reshape(*layout.shape, layout.itemsize)
+    if layout.pages == "fused":
+        kv = kv[:, None]  # one piece a layer
     inner = (0, 1, 3, 2, 4, 5) if layout.dims == "NHD" else (0, 1, 2, 3, 4, 5)  # heads first, and back again
     held = [shard.transpose(inner).ravel() for shard in shards(kv.transpose(inner), plan.sender)]
     wanted = [shard.transpose(inner).ravel() for shard in shards(kv.transpose(inner), plan.receiver)]
@@ -77,7 +79,7 @@ def verify(plan: ReshardPlan) -> None:
 
 def verify_balance(plan: ReshardPlan) -> None:
     """Ranks that hold the same send the same, to 1/32 and a token of a head."""
-    row = plan.layout.head_dim * plan.layout.itemsize
+    row = plan.layout.shape[-1] * plan.layout.itemsize
     groups: dict[tuple[int, int], list[int]] = {}
     for slice_ in plan.senders:
         groups.setdefault((slice_.stage, slice_.heads.start), []).append(plan.bytes_sent[slice_.rank])
@@ -108,6 +110,7 @@ def plans(draw: st.DrawFn) -> ReshardPlan:
         dtype=draw(st.sampled_from(["bfloat16", "float32", "uint8"])),
         block_tokens=draw(st.integers(1, 5)),
         dims=draw(st.sampled_from(["HND", "NHD"])),
+        pages=draw(st.sampled_from(["split", "fused"])),
     )
     sender = draw(configs(layout.layers, layout.kv_heads))
     receiver = draw(configs(layout.layers, layout.kv_heads))
@@ -224,7 +227,7 @@ def test_strips_cannot_be_written_to():
         ({"layers": 5}, "layers is 4 at the sender and 5 at the receiver"),
         ({"kv_heads": 4}, "kv_heads is 2 at the sender and 4 at the receiver"),
         ({"head_dim": 64}, "head_dim is 128 at the sender and 64 at the receiver"),
-        ({"dtype": "float32"}, "itemsize is 2 at the sender and 4 at the receiver"),
+        ({"pages": "fused"}, "the page format is split at the sender and fused at the receiver"),
         ({"dtype": "float16"}, "dtype is bfloat16 at the sender and float16 at the receiver"),
         ({"block_tokens": 32}, "block_tokens is 16 at the sender and 32 at the receiver"),
         ({"dims": "NHD"}, "heads and tokens is HND at the sender and NHD at the receiver"),

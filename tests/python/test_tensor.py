@@ -32,9 +32,10 @@ def pool():
 @pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dims", ["HND", "NHD"])
+@pytest.mark.parametrize("pages", ["split", "fused"])
 @pytest.mark.parametrize("dtype", types.DTYPES)
-def test_a_view_has_the_shape_and_type_of_the_layout(dtype, dims, order, medium):
-    layout = kvpool.KVLayout(layers=3, kv_heads=2, head_dim=5, dtype=dtype, block_tokens=4, order=order, dims=dims)
+def test_a_view_has_the_shape_and_type_of_the_layout(dtype, dims, pages, order, medium):
+    layout = kvpool.KVLayout(3, 2, 5, dtype, block_tokens=4, order=order, dims=dims, pages=pages)
     with small_pool(6, 7, layout) as pool:
         view = pool.tensor(medium)
         blocks = 6 if medium == HBM else 7
@@ -45,7 +46,8 @@ def test_a_view_has_the_shape_and_type_of_the_layout(dtype, dims, order, medium)
         array = view.numpy()
         assert array.shape == view.shape
         assert array.strides == view.strides
-        assert array[0, 0, 0].flags.c_contiguous  # a piece, whichever of heads and tokens comes first
+        piece = array[0, 0, 0] if pages == "split" else array[0, 0]
+        assert piece.flags.c_contiguous  # whichever of heads and tokens comes first
         assert array.dtype == layout.numpy_dtype
         assert dtype in repr(view)
 

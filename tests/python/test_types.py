@@ -33,6 +33,15 @@ def test_a_layout_counts_its_bytes():
     assert replace(layout, dims="NHD").shape == (32, 2, 16, 8, 128)
 
 
+def test_pages_of_k_beside_v_are_one_piece_a_layer():
+    layout = KVLayout(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", block_tokens=16, pages="fused")
+    assert layout.block_bytes == 2 * 2**20
+    assert layout.piece_bytes == (64 * 2**10,) * 32
+    assert layout.shape == (32, 8, 16, 256)
+    assert replace(layout, dims="NHD").shape == (32, 16, 8, 256)
+    assert replace(layout, order="discrete").segment_bytes == layout.piece_bytes
+
+
 def test_a_discrete_layout_has_a_segment_for_each_piece():
     layout = KVLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32", block_tokens=4, order="discrete")
     assert layout.segment_bytes == layout.piece_bytes == (128,) * 4
@@ -69,6 +78,7 @@ def test_layouts_compare_hash_and_pickle_by_value():
     assert pickle.loads(pickle.dumps(layout)) == layout
     assert layout != KVLayout(2, 1, 8, order="discrete")
     assert layout != KVLayout(2, 1, 8, dims="NHD")
+    assert layout != KVLayout(2, 1, 8, pages="fused")
 
 
 @pytest.mark.parametrize("name", ["layers", "kv_heads", "head_dim", "block_tokens"])
@@ -97,7 +107,7 @@ def test_a_layout_refuses_an_unknown_dtype_and_names_those_it_knows(dtype):
         KVLayout(1, 1, 1, dtype=dtype)
 
 
-@pytest.mark.parametrize("arguments", [{"dtype": np.float32}, {"order": 1}, {"dims": 1}])
+@pytest.mark.parametrize("arguments", [{"dtype": np.float32}, {"order": 1}, {"dims": 1}, {"pages": 1}])
 def test_a_layout_refuses_a_name_that_is_no_text(arguments):
     with pytest.raises(errors.ArgumentTypeError):
         KVLayout(1, 1, 1, **arguments)
@@ -108,6 +118,8 @@ def test_a_layout_refuses_an_unknown_order():
         KVLayout(1, 1, 1, order="mixed")
     with pytest.raises(errors.ArgumentError, match="HND, NHD"):
         KVLayout(1, 1, 1, dims="nhd")
+    with pytest.raises(errors.ArgumentError, match="split, fused"):
+        KVLayout(1, 1, 1, pages="both")
 
 
 @pytest.mark.parametrize(

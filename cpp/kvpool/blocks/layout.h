@@ -6,17 +6,15 @@
 #include <numeric>
 #include <vector>
 
+#include "kvpool/base/page_format.h"
+
 namespace kvpool {
 
 struct Layout {
   std::uint32_t block_tokens = 16;
   std::vector<std::size_t> piece_bytes;  // canonical order: layer-major, K before V
   bool aggregated = true;                // one segment with all pieces of a block, or one segment a piece
-  // What a piece is made of: for blocks that are shared among ranks. 0: not known, raw bytes.
-  std::uint32_t kv_heads = 0;
-  std::uint32_t head_dim = 0;
-  std::uint32_t itemsize = 0;
-  bool tokens_first = false;  // a piece is [token, head, dim] (NHD), else [head, token, dim] (HND)
+  PageFormat format = {};                // what a piece is made of; unknown for raw bytes
 
   std::size_t block_bytes() const noexcept {
     return std::accumulate(piece_bytes.begin(), piece_bytes.end(), std::size_t{0});

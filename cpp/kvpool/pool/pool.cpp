@@ -112,6 +112,7 @@ std::shared_ptr<Arena> make_hbm(const PoolOptions& options) {
                    : make_adopted_device_arena(Medium::kHbm, adopted.blocks, adopted.segments, adopted.keepalive,
                                                adopted.device);
   check_pieces(*arena, options.layout);
+  check_adopted_pages(options.layout, adopted.tensors);
   return arena;
 }
 

@@ -37,6 +37,7 @@
 #include "kvpool/base/copy.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/wait.h"
+#include "kvpool/blocks/adopted_pages.h"
 #include "kvpool/blocks/block_copy.h"
 #include "kvpool/blocks/block_store.h"
 #include "kvpool/blocks/layout.h"
@@ -61,8 +62,9 @@ struct AdoptedMemory {
   std::uint32_t blocks = 0;
   std::vector<Segment> segments;
   std::shared_ptr<void> keepalive;
-  int device = -1;                // the GPU that it is on; -1: ordinary memory
-  bool engine_allocates = false;  // the engine's allocator decides; the pool mirrors it with adopt() and free()
+  int device = -1;                        // the GPU that it is on; -1: ordinary memory
+  bool engine_allocates = false;          // the engine's allocator decides; the pool mirrors it with adopt() and free()
+  std::vector<TensorShape> tensors = {};  // what the segments are of; empty: only sizes are checked
 };
 
 struct PoolOptions {

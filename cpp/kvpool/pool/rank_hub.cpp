@@ -8,6 +8,7 @@
 #include "kvpool/pool/rank_poll.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/messages.h"
+#include "kvpool/transfer/same_blocks.h"
 #include "kvpool/transport/reactor.h"
 
 namespace kvpool {
@@ -156,25 +157,14 @@ void RankHub::check_fits(const PeerCard& card) const {
                 "this instance has no rank " + std::to_string(card.rank) + " that holds a part of its blocks",
                 {{"value", card.rank}, {"maximum", sharding_.ranks() - 1}});
   }
-  const Layout wanted = sharding_.rank_layout(card.rank, /*aggregated=*/true);
-  const bool same = std::equal(card.piece_bytes.begin(), card.piece_bytes.end(), wanted.piece_bytes.begin(),
-                               wanted.piece_bytes.end()) &&
-                    card.block_tokens == wanted.block_tokens;
-  std::uint64_t offered = 0;
-  for (const std::uint64_t bytes : card.piece_bytes) offered += bytes;
-  if (!same) {
-    throw Error(ErrorCode::kLayoutMismatch,
-                "rank " + std::to_string(card.rank) + " holds " + std::to_string(offered) + " bytes of a block in " +
-                    std::to_string(card.piece_bytes.size()) + " pieces, and is to hold " +
-                    std::to_string(wanted.block_bytes()) + " in " + std::to_string(wanted.piece_bytes.size()),
-                {{"offered_bytes", static_cast<std::int64_t>(offered)},
-                 {"layout_bytes", static_cast<std::int64_t>(wanted.block_bytes())}});
-  }
+  const std::string number = std::to_string(card.rank);
+  check_same_blocks(card, "rank " + number, sharding_.rank_layout(card.rank, /*aggregated=*/true),
+                    "its part of this instance's blocks");
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
     if (card.media[i].blocks == blocks_[i]) continue;
     throw Error(ErrorCode::kLayoutMismatch,
-                "rank " + std::to_string(card.rank) + " has " + std::to_string(card.media[i].blocks) + " " +
-                    (i == 0 ? "HBM" : "DRAM") + " blocks, and its instance " + std::to_string(blocks_[i]),
+                "rank " + number + " has " + std::to_string(card.media[i].blocks) + " " + (i == 0 ? "HBM" : "DRAM") +
+                    " blocks, and its instance " + std::to_string(blocks_[i]),
                 {{"blocks", card.media[i].blocks}, {"blocks_needed", blocks_[i]}});
   }
 }

@@ -6,6 +6,7 @@
 
 #include "kvpool/base/strips.h"
 #include "kvpool/transfer/failure.h"
+#include "kvpool/transfer/same_blocks.h"
 #include "kvpool/transport/reactor.h"
 
 namespace kvpool {
@@ -50,6 +51,7 @@ std::shared_ptr<LinkHandler> RankLanes::admit(const std::shared_ptr<Link>& link,
   if (one_rank && card.is_group()) {
     throw Error(ErrorCode::kArgument, card.name + " is the scheduler of a logical instance: connect to mine");
   }
+  check_same_rows(card, routes_.memory().layout);
   const auto exposure = routes_.exposure(card, *link);
   Lane::Events events;
   events.on_ended = [this, exposure](const std::shared_ptr<Lane>& lane, const std::shared_ptr<Link>& ended) {

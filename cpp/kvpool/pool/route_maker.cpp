@@ -256,10 +256,7 @@ std::shared_ptr<void> RouteMaker::introduce(PeerCard& card) const {
   const Layout& layout = memory.layout;
   card.block_tokens = layout.block_tokens;
   card.piece_bytes.assign(layout.piece_bytes.begin(), layout.piece_bytes.end());
-  card.kv_heads = layout.kv_heads;
-  card.head_dim = layout.head_dim;
-  card.itemsize = layout.itemsize;
-  card.tokens_first = layout.tokens_first;
+  card.format = layout.format;
   for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
     const Arena& arena = *memory.arena(medium);
     CardMedium& out = card.media[medium_index(medium)];

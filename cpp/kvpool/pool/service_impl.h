@@ -117,7 +117,6 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   std::string name_of(std::uint64_t epoch, bool settled = false) const;
   Introduction introduce();
   std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerCard& card, bool initiated_here);
-  void check_layout(const PeerCard& card) const;
   void check_name(const PeerCard& card) const;
   void check_instance(const PeerCard& card) const;
   void end_half_open(const PeerCard& card);

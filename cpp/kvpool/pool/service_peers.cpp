@@ -6,6 +6,7 @@
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/service_impl.h"
 #include "kvpool/transfer/failure.h"
+#include "kvpool/transfer/same_blocks.h"
 
 namespace kvpool {
 namespace {
@@ -80,30 +81,6 @@ Introduction ServiceImpl::introduce() {
   return introduction;
 }
 
-void ServiceImpl::check_layout(const PeerCard& card) const {
-  const Layout& layout = blocks_.layout();
-  std::uint64_t offered = 0;
-  for (const std::uint64_t bytes : card.piece_bytes) offered += bytes;
-  const bool same_pieces = std::equal(card.piece_bytes.begin(), card.piece_bytes.end(), layout.piece_bytes.begin(),
-                                      layout.piece_bytes.end());
-  if (!same_pieces || card.block_tokens != layout.block_tokens) {
-    throw Error(ErrorCode::kLayoutMismatch,
-                "the layouts differ: " + card.name + " has blocks of " + std::to_string(card.block_tokens) +
-                    " tokens, " + std::to_string(card.piece_bytes.size()) + " pieces and " + std::to_string(offered) +
-                    " bytes, " + options_.name + " has " + std::to_string(layout.block_tokens) + " tokens, " +
-                    std::to_string(layout.piece_bytes.size()) + " pieces and " + std::to_string(layout.block_bytes()) +
-                    " bytes",
-                {{"offered_bytes", static_cast<std::int64_t>(offered)},
-                 {"layout_bytes", static_cast<std::int64_t>(layout.block_bytes())}});
-  }
-  // Raw bytes have no such order: whoever moves them knows what they are.
-  if (card.kv_heads == 0 || layout.kv_heads == 0 || card.tokens_first == layout.tokens_first) return;
-  const auto order = [](bool tokens_first) { return std::string(tokens_first ? "NHD" : "HND"); };
-  throw Error(ErrorCode::kLayoutMismatch, "the layouts differ: heads and tokens are " + order(card.tokens_first) +
-                                              " at " + card.name + " and " + order(layout.tokens_first) + " at " +
-                                              options_.name);
-}
-
 void ServiceImpl::check_name(const PeerCard& card) const {
   if (card.model != options_.model) {
     throw Error(ErrorCode::kLayoutMismatch, "the models differ: " + card.name + " has '" + card.model + "', " +
@@ -135,8 +112,9 @@ std::shared_ptr<LinkHandler> ServiceImpl::admit(const std::shared_ptr<Link>& lin
   if (card.rank_of != 0) return admit_rank(link, card);
   if (const auto lost = failure_of([&] { pool_.guard(); })) throw for_peer(*lost);
   check_name(card);
+  // Of the whole block, also where it is shared among ranks: tensor and pipeline parallelism may differ, nothing else.
+  check_same_blocks(card, card.name, blocks_.layout(), options_.name);
   const auto group = plan_group(card);
-  if (group == nullptr) check_layout(card);
   const bool writes_directly = group != nullptr || routes_.exposure(card, *link).any();
   const auto session =
       std::make_shared<Session>(static_cast<SessionHost&>(*this), card, writes_directly, group != nullptr);

@@ -13,20 +13,22 @@ namespace {
 
 constexpr std::chrono::seconds kPartingTime{2};
 
-// What the pieces of a block are made of, as a layout and a card say it; all 0 when that is not known.
+// The logical block, as a layout and a card describe it. REQUIRES: the format is known.
 template <class Described>
 KVShape shape_of(const Described& blocks) {
-  return {static_cast<std::uint32_t>(blocks.piece_bytes.size() / 2),
-          blocks.kv_heads,
-          blocks.head_dim,
-          blocks.itemsize,
+  const PageFormat& format = blocks.format;
+  return {static_cast<std::uint32_t>(blocks.piece_bytes.size() / format.pieces_per_layer()),
+          format.kv_heads,
+          format.head_dim,
+          format.dtype,
           blocks.block_tokens,
-          blocks.tokens_first};
+          format.tokens_first,
+          format.fused};
 }
 
 // An instance of one rank that is this pool. Throws kLayoutMismatch when nobody knows what its blocks hold.
 Sharding one_rank(const Layout& layout) {
-  if (layout.kv_heads == 0) {
+  if (!layout.format.known()) {
     throw Error(ErrorCode::kLayoutMismatch,
                 "blocks of raw bytes cannot be shared among ranks: give the pool a KVLayout, which knows layers and "
                 "heads");
@@ -35,7 +37,7 @@ Sharding one_rank(const Layout& layout) {
 }
 
 Sharding sharding_of(const PeerCard& card) {
-  if (card.kv_heads == 0) {
+  if (!card.format.known()) {
     throw Error(ErrorCode::kLayoutMismatch, card.name + " has blocks of raw bytes: they cannot be shared among ranks");
   }
   Parallel parallel;

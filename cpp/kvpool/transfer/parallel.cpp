@@ -21,19 +21,19 @@ void check_shape(const KVShape& shape) {
   check_number("layers", shape.layers, kShapeNumberMax);
   check_number("kv_heads", shape.kv_heads, kShapeNumberMax);
   check_number("head_dim", shape.head_dim, kShapeNumberMax);
-  check_number("itemsize", shape.itemsize, 16);
+  if (dtype_bytes(shape.dtype) == 0) throw Error(ErrorCode::kArgument, "a shape needs an element type");
   check_number("block_tokens", shape.block_tokens, kShapeNumberMax);
   std::uint64_t room = kShapeBytesMax / 2;  // K and V
   for (const std::uint64_t factor :
-       {shape.layers, shape.kv_heads, shape.head_dim, shape.itemsize, shape.block_tokens}) {
+       {shape.layers, shape.kv_heads, shape.head_dim, dtype_bytes(shape.dtype), shape.block_tokens}) {
     room /= factor;
   }
   if (room == 0) {
     throw Error(ErrorCode::kArgument,
                 "a block of " + std::to_string(shape.layers) + " layers, " + std::to_string(shape.kv_heads) +
-                    " KV heads of " + std::to_string(shape.head_dim) + " x " + std::to_string(shape.itemsize) +
-                    " bytes and " + std::to_string(shape.block_tokens) + " tokens has more than " +
-                    std::to_string(kShapeBytesMax) + " bytes",
+                    " KV heads of " + std::to_string(shape.head_dim) + " x " +
+                    std::to_string(dtype_bytes(shape.dtype)) + " bytes and " + std::to_string(shape.block_tokens) +
+                    " tokens has more than " + std::to_string(kShapeBytesMax) + " bytes",
                 {{"maximum", static_cast<std::int64_t>(kShapeBytesMax)}});
   }
 }
@@ -114,13 +114,16 @@ RankSlice Sharding::slice(std::uint32_t rank) const noexcept {
 Layout Sharding::rank_layout(std::uint32_t rank, bool aggregated) const {
   Layout layout;
   layout.block_tokens = shape_.block_tokens;
-  layout.piece_bytes.assign(2 * std::size_t{slice(rank).layers}, rank_heads_ * shape_.head_bytes());
+  layout.piece_bytes.assign(std::size_t{shape_.pieces_per_layer()} * slice(rank).layers,
+                            rank_heads_ * shape_.head_bytes());
   layout.aggregated = aggregated;
+  layout.format = shape_.format();
+  layout.format.kv_heads = rank_heads_;
   return layout;
 }
 
 std::uint64_t Sharding::rank_bytes(std::uint32_t rank) const noexcept {
-  return 2 * std::uint64_t{slice(rank).layers} * rank_heads_ * shape_.head_bytes();
+  return std::uint64_t{shape_.pieces_per_layer()} * slice(rank).layers * rank_heads_ * shape_.head_bytes();
 }
 
 }  // namespace kvpool

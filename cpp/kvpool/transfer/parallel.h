@@ -1,10 +1,10 @@
 // How the block of one logical instance is shared among the ranks of a model that runs tensor- and pipeline-parallel.
 //
-// The content of a logical block is [layer, k/v, head, token, dim] (HND), or [layer, k/v, token, head, dim] (NHD).
-// Pipeline parallelism gives each stage a range of
-// layers; tensor parallelism gives each rank of a stage a range of KV heads, or, where there are fewer heads than
-// ranks, one head that neighbouring ranks hold alike (replicas). So what a rank holds of a block is again a block of
-// that order, with fewer layers and heads:
+// The content of a logical block is [layer, k/v, head, token, dim] (HND), or [layer, k/v, token, head, dim] (NHD);
+// where K and V are fused it is [layer, head, token, 2 * dim], or [layer, token, head, 2 * dim]. Pipeline parallelism
+// gives each stage a range of layers; tensor parallelism gives each rank of a stage a range of KV heads, or, where
+// there are fewer heads than ranks, one head that neighbouring ranks hold alike (replicas). So what a rank holds of a
+// block is again a block of that order, with fewer layers and heads:
 //
 //      6 layers, 2 heads, TP 4, PP 2         tp rank 0     1     2     3
 //                               stage 0     ┌─────────────────────────────┐
@@ -28,13 +28,17 @@ struct KVShape {
   std::uint32_t layers = 0;
   std::uint32_t kv_heads = 0;
   std::uint32_t head_dim = 0;
-  std::uint32_t itemsize = 0;
+  DType dtype = DType::kNone;
   std::uint32_t block_tokens = 0;
   bool tokens_first = false;  // NHD
+  bool fused = false;         // one piece a layer, K and V beside each other in its rows
 
-  std::uint64_t row_bytes() const noexcept { return std::uint64_t{head_dim} * itemsize; }  // one token of one head
-  std::uint64_t head_bytes() const noexcept { return row_bytes() * block_tokens; }         // one head of K or of V
-  std::uint64_t block_bytes() const noexcept { return 2 * std::uint64_t{layers} * kv_heads * head_bytes(); }
+  PageFormat format() const noexcept { return {kv_heads, head_dim, dtype, tokens_first, fused}; }
+  std::uint32_t pieces_per_layer() const noexcept { return format().pieces_per_layer(); }
+  std::uint64_t row_bytes() const noexcept { return format().row_bytes(); }         // one token of one head of a piece
+  std::uint64_t head_bytes() const noexcept { return row_bytes() * block_tokens; }  // one head of a piece
+  std::uint64_t piece_bytes() const noexcept { return kv_heads * head_bytes(); }
+  std::uint64_t block_bytes() const noexcept { return std::uint64_t{pieces_per_layer()} * layers * piece_bytes(); }
   bool operator==(const KVShape&) const = default;
 };
 

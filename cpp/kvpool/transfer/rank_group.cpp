@@ -8,14 +8,14 @@
 namespace kvpool {
 namespace {
 
-// [first, end) of the pieces of the logical block: 2 * layer is K of a layer, 2 * layer + 1 its V.
+// [first, end) of the pieces of the logical block: K and V of each layer in turn, or, fused, one for each layer.
 struct PieceRange {
   std::uint64_t first;
   std::uint64_t end;
 };
 
 std::vector<PieceRange> pieces_of(const KVShape& shape, std::span<const BlockStrip> logical) {
-  const std::uint64_t piece = shape.kv_heads * shape.head_bytes();
+  const std::uint64_t piece = shape.piece_bytes();
   std::vector<PieceRange> ranges;
   ranges.reserve(logical.size());
   std::uint64_t end = 0;
@@ -38,8 +38,9 @@ std::vector<PieceRange> pieces_of(const KVShape& shape, std::span<const BlockStr
 
 LaneWrite lane_of(const Sharding& sharding, const ReshardPair& pair, std::span<const PieceRange> ranges) {
   const RankSlice held = sharding.slice(pair.from_rank);
-  const std::uint64_t first = 2 * std::uint64_t{held.layer_first};
-  const std::uint64_t end = first + 2 * std::uint64_t{held.layers};
+  const std::uint64_t per_layer = sharding.shape().pieces_per_layer();
+  const std::uint64_t first = per_layer * held.layer_first;
+  const std::uint64_t end = first + per_layer * held.layers;
   const std::uint64_t piece = held.heads * sharding.shape().head_bytes();
   LaneWrite lane{pair.to_rank, 0, {}};
   for (const PieceRange& range : ranges) {

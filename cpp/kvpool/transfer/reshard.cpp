@@ -1,6 +1,7 @@
 #include "kvpool/transfer/reshard.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <string>
 
 #include "kvpool/base/check.h"
@@ -10,8 +11,8 @@ namespace kvpool {
 namespace {
 
 // What one receiving rank wants from sending ranks that hold the same: a range of layers and of heads. It is `runs`
-// stretches of `run_bytes`, each `stride` behind the one before: one for each layer's K and V, or, where tokens come
-// before heads (NHD), one for each token of these.
+// stretches of `run_bytes`, each `stride` behind the one before: one for each piece of a layer (K and V, or both
+// fused), or, where tokens come before heads (NHD), one for each token of these.
 struct Part {
   std::uint32_t to_rank;
   std::uint64_t runs;
@@ -24,26 +25,35 @@ struct Part {
   std::uint64_t bytes() const noexcept { return runs * run_bytes; }
 };
 
+[[noreturn]] void fail_differing(const char* name, const std::string& sender, const std::string& receiver,
+                                 std::initializer_list<ErrorField> fields = {}) {
+  throw Error(ErrorCode::kLayoutMismatch,
+              std::string(name) + " is " + sender + " at the sender and " + receiver +
+                  " at the receiver: their blocks do not hold the same",
+              fields);
+}
+
 void check_field(const char* name, std::uint32_t sender, std::uint32_t receiver) {
   if (sender == receiver) return;
-  throw Error(ErrorCode::kLayoutMismatch,
-              std::string(name) + " is " + std::to_string(sender) + " at the sender and " + std::to_string(receiver) +
-                  " at the receiver: their blocks do not hold the same",
-              {{"sender", sender}, {"receiver", receiver}});
+  fail_differing(name, std::to_string(sender), std::to_string(receiver), {{"sender", sender}, {"receiver", receiver}});
 }
 
 void check_same_shape(const KVShape& sender, const KVShape& receiver) {
   check_field("layers", sender.layers, receiver.layers);
   check_field("kv_heads", sender.kv_heads, receiver.kv_heads);
   check_field("head_dim", sender.head_dim, receiver.head_dim);
-  check_field("itemsize", sender.itemsize, receiver.itemsize);
   check_field("block_tokens", sender.block_tokens, receiver.block_tokens);
-  if (sender.tokens_first == receiver.tokens_first) return;
-  const auto order = [](const KVShape& shape) { return std::string(shape.tokens_first ? "NHD" : "HND"); };
-  throw Error(ErrorCode::kLayoutMismatch,
-              "the order of heads and tokens is " + order(sender) + " at the sender and " + order(receiver) +
-                  " at the receiver: their blocks do not hold the same",
-              {{"sender", sender.tokens_first}, {"receiver", receiver.tokens_first}});
+  if (sender.dtype != receiver.dtype) {
+    fail_differing("dtype", dtype_name(sender.dtype), dtype_name(receiver.dtype));
+  }
+  if (sender.tokens_first != receiver.tokens_first) {
+    const auto order = [](const KVShape& shape) { return std::string(shape.tokens_first ? "NHD" : "HND"); };
+    fail_differing("the order of heads and tokens", order(sender), order(receiver));
+  }
+  if (sender.fused != receiver.fused) {
+    const auto kind = [](const KVShape& shape) { return std::string(shape.fused ? "fused" : "split"); };
+    fail_differing("the page format", kind(sender), kind(receiver));
+  }
 }
 
 class Planner {
@@ -52,6 +62,7 @@ class Planner {
       : from_(from),
         to_(to),
         runs_per_piece_(from.shape().tokens_first ? from.shape().block_tokens : 1),
+        runs_per_layer_(runs_per_piece_ * from.shape().pieces_per_layer()),
         head_bytes_(from.shape().head_bytes() / runs_per_piece_) {}
 
   std::vector<ReshardPair> plan() {
@@ -95,7 +106,7 @@ class Planner {
         if (layer >= layer_end) continue;  // a stage without layers
         KVPOOL_DCHECK(head < head_end);
         parts.push_back({.to_rank = want.rank,
-                         .runs = 2 * std::uint64_t{layer_end - layer} * runs_per_piece_,
+                         .runs = (layer_end - layer) * runs_per_layer_,
                          .run_bytes = (head_end - head) * head_bytes_,
                          .from = offset(held, layer, head),
                          .from_stride = held.heads * head_bytes_,
@@ -106,9 +117,9 @@ class Planner {
     return parts;
   }
 
-  // Of K of a layer and head of the model, in the content of a rank that holds both.
+  // Of the first piece of a layer and of a head of the model, in the content of a rank that holds both.
   std::uint64_t offset(const RankSlice& slice, std::uint32_t layer, std::uint32_t head) const noexcept {
-    const std::uint64_t runs = 2 * std::uint64_t{layer - slice.layer_first} * runs_per_piece_;
+    const std::uint64_t runs = (layer - slice.layer_first) * runs_per_layer_;
     return (runs * slice.heads + (head - slice.head_first)) * head_bytes_;
   }
 
@@ -185,6 +196,7 @@ class Planner {
   const Sharding& from_;
   const Sharding& to_;
   std::uint64_t runs_per_piece_;
+  std::uint64_t runs_per_layer_;
   std::uint64_t head_bytes_;  // of a head in a run
   std::uint64_t strips_ = 0;
   std::vector<ReshardPair> pairs_;

@@ -5,7 +5,10 @@
 namespace kvpool {
 namespace {
 
-std::uint32_t pieces_per_layer(const Layout& layout) noexcept { return layout.piece_bytes.size() % 2 == 0 ? 2 : 1; }
+std::uint32_t pieces_per_layer(const Layout& layout) noexcept {
+  if (layout.format.known()) return layout.format.pieces_per_layer();
+  return layout.piece_bytes.size() % 2 == 0 ? 2 : 1;
+}
 
 bool merges(Strategy strategy) noexcept { return strategy != Strategy::kByLayer && strategy != Strategy::kByRequest; }
 

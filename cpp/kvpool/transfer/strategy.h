@@ -15,7 +15,8 @@
 
 namespace kvpool {
 
-// A block's pieces are layer-major, K before V; where their number is odd each is a layer of its own.
+// A block's pieces are layer-major, K before V, or one a layer where K and V are fused. Of raw blocks two pieces count
+// as a layer; where their number is odd, each does.
 std::uint32_t layer_count(const Layout& layout) noexcept;
 // REQUIRES: layer < layer_count(layout).
 BlockStrip layer_strip(const Layout& layout, std::uint32_t layer) noexcept;

@@ -171,10 +171,34 @@ void check_routes(const std::vector<std::string>& routes) {
   }
 }
 
+void check_flag(std::uint8_t value, const char* what) { check_range(value, 0, 1, what); }
+
+void check_dtype(std::uint8_t dtype) { check_range(dtype, 0, static_cast<std::uint8_t>(kDTypeMax), "element type"); }
+
+// The format says how long a piece is, and must not contradict the pieces. REQUIRES: the pieces, the tokens of a block
+// and the dtype have been checked.
+void check_format(const PeerCard& card) {
+  const PageFormat& format = card.format;
+  if (!format.known()) {
+    if (format != PageFormat{}) fail("blocks of raw bytes have a page format");
+    return;
+  }
+  check_range(format.kv_heads, 1, kCardShapeMax, "number of KV heads");
+  check_range(format.head_dim, 1, kCardShapeMax, "head dimension");
+  check_range(static_cast<std::uint64_t>(format.dtype), 1, static_cast<std::uint64_t>(kDTypeMax), "element type");
+  if (card.piece_bytes.size() % format.pieces_per_layer() != 0) {
+    fail(std::to_string(card.piece_bytes.size()) + " pieces are no whole layers");
+  }
+  // At most 2^20 heads of rows of 2^23 bytes, for 2^16 tokens: it fits 64 bits.
+  const std::uint64_t piece = std::uint64_t{format.kv_heads} * format.row_bytes() * card.block_tokens;
+  for (const std::uint64_t bytes : card.piece_bytes) {
+    if (bytes != piece) {
+      fail("a piece has " + std::to_string(bytes) + " bytes, and by its page format " + std::to_string(piece));
+    }
+  }
+}
+
 void check_ranks(const PeerCard& card) {
-  check_range(card.kv_heads, 0, kCardShapeMax, "number of KV heads");
-  check_range(card.head_dim, 0, kCardShapeMax, "head dimension");
-  check_range(card.itemsize, 0, kCardShapeMax, "size of an element");
   check_range(card.rank, 0, kCardRanksMax - 1, "rank");
   check_text(card.address, card.rank_of == 0 ? 0 : 1, kCardAddressBytesMax, "address of a rank");
   if (card.rank_of != 0 && card.is_group()) fail("a rank has ranks");
@@ -205,6 +229,7 @@ void check_card(const PeerCard& card) {
   check_range(card.ucx.size(), 0, kCardUcxBytesMax, "length of the UCX part");
   check_routes(card.routes);
   const std::uint64_t block_bytes = check_pieces(card.piece_bytes);
+  check_format(card);
   for (const CardMedium& medium : card.media) check_medium(medium, block_bytes, card.is_group());
   check_ranks(card);
 }
@@ -221,9 +246,28 @@ CardMedium read_medium(WireReader& in) {
   return medium;
 }
 
+void write_format(const PageFormat& format, WireWriter& out) {
+  out.number(format.kv_heads).number(format.head_dim).number(static_cast<std::uint8_t>(format.dtype));
+  out.number(static_cast<std::uint8_t>(format.tokens_first)).number(static_cast<std::uint8_t>(format.fused));
+}
+
+PageFormat read_format(WireReader& in) {
+  PageFormat format;
+  format.kv_heads = in.number<std::uint32_t>();
+  format.head_dim = in.number<std::uint32_t>();
+  const auto dtype = in.number<std::uint8_t>();
+  check_dtype(dtype);
+  format.dtype = static_cast<DType>(dtype);
+  const auto tokens_first = in.number<std::uint8_t>();
+  check_flag(tokens_first, "order of heads and tokens");
+  format.tokens_first = tokens_first == 1;
+  const auto fused = in.number<std::uint8_t>();
+  check_flag(fused, "page format");
+  format.fused = fused == 1;
+  return format;
+}
+
 void write_ranks(const PeerCard& card, WireWriter& out) {
-  out.number(card.kv_heads).number(card.head_dim).number(card.itemsize);
-  out.number(static_cast<std::uint8_t>(card.tokens_first));
   out.number(card.meeting).number(card.rank_of).number(card.rank).text(card.address).number(card.tp);
   out.array(std::span<const std::uint32_t>(card.stage_layers));
   out.number(static_cast<std::uint32_t>(card.ranks.size()));
@@ -231,12 +275,6 @@ void write_ranks(const PeerCard& card, WireWriter& out) {
 }
 
 void read_ranks(WireReader& in, PeerCard& card) {
-  card.kv_heads = in.number<std::uint32_t>();
-  card.head_dim = in.number<std::uint32_t>();
-  card.itemsize = in.number<std::uint32_t>();
-  const auto order = in.number<std::uint8_t>();
-  check_range(order, 0, 1, "order of heads and tokens");
-  card.tokens_first = order == 1;
   card.meeting = in.number<std::uint64_t>();
   card.rank_of = in.number<std::uint64_t>();
   card.rank = in.number<std::uint32_t>();
@@ -270,6 +308,7 @@ void write_card(const PeerCard& card, WireWriter& out) {
     out.array(std::span<const CardAllocation>(medium.allocations));
   }
   out.blob(card.ucx);
+  write_format(card.format, out);
   write_ranks(card, out);
 }
 
@@ -291,6 +330,7 @@ PeerCard read_card(WireReader& in) {
   for (CardMedium& medium : card.media) medium = read_medium(in);
   const auto ucx = in.blob(kCardUcxBytesMax);
   card.ucx.assign(ucx.begin(), ucx.end());
+  card.format = read_format(in);
   read_ranks(in, card);
   check_card(card);
   return card;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kvpool/base/medium.h"
+#include "kvpool/base/page_format.h"
 #include "kvpool/transport/wire.h"
 
 namespace kvpool {
@@ -75,11 +76,7 @@ struct PeerCard {
   Bytes ucx;         // of the ucx transport: worker address and rkeys; empty without it
   std::string door;  // abstract Unix socket name (without the leading zero) where local peers get in
 
-  // What kind of content the pieces hold, as in Layout; all 0 when that is not known.
-  std::uint32_t kv_heads = 0;
-  std::uint32_t head_dim = 0;
-  std::uint32_t itemsize = 0;
-  bool tokens_first = false;
+  PageFormat format;  // of the pieces, as in Layout
 
   // Of this connection, the same on both sides; chosen by who connects. Lanes between ranks belong to the meeting of
   // their schedulers.

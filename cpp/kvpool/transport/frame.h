@@ -11,8 +11,8 @@
 
 namespace kvpool {
 
-inline constexpr std::uint16_t kWireVersionMin = 1;
-inline constexpr std::uint16_t kWireVersionMax = 1;
+inline constexpr std::uint16_t kWireVersionMin = 2;
+inline constexpr std::uint16_t kWireVersionMax = 2;
 
 enum class FrameKind : std::uint8_t {
   // Link level: never seen by a LinkHandler.

@@ -19,15 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
-from kvpool.errors import ArgumentError, ArgumentTypeError, LayoutMismatch
+from kvpool.errors import ArgumentError, ArgumentTypeError
 from kvpool.types import KVLayout
 
 __all__ = ["ParallelConfig", "RankSlice", "ReshardPair", "ReshardPlan", "plan_reshard"]
 
 _RANKS_MAX: Final = 4096
 
-_Shape: TypeAlias = "tuple[int, int, int, int, int, bool]"
-_Index: TypeAlias = "tuple[EllipsisType, slice, slice, slice, slice, slice]"
+_Shape: TypeAlias = "tuple[int, int, int, str, int, bool, bool]"
+_Index: TypeAlias = "tuple[EllipsisType | slice, ...]"
 
 
 def _number(name: str, value: object, minimum: int, maximum: int) -> int:
@@ -81,7 +81,9 @@ class RankSlice:
         heads = slice(self.heads.start, self.heads.stop)
         tokens_first = self.layout is not None and self.layout.dims == "NHD"
         inner = (slice(None), heads) if tokens_first else (heads, slice(None))
-        return (..., slice(self.layers.start, self.layers.stop), slice(None), *inner, slice(None))
+        layers = slice(self.layers.start, self.layers.stop)
+        halves = () if self.layout is not None and self.layout.pages == "fused" else (slice(None),)
+        return (..., layers, *halves, *inner, slice(None))
 
 
 @dataclass(frozen=True)
@@ -311,11 +313,6 @@ def plan_reshard(
             raise ArgumentTypeError(f"{side} must be a ParallelConfig, not {type(spread).__name__}")
     other = layout if receiver_layout is None else receiver_layout
     pairs = _core._plan_reshard(_shape(layout), sender._core_tuple(), _shape(other), receiver._core_tuple())
-    if layout.dtype != other.dtype:
-        raise LayoutMismatch(
-            f"dtype is {layout.dtype} at the sender and {other.dtype} at the receiver: "
-            "their blocks do not hold the same"
-        )
     for _, _, _, strips in pairs:
         strips.flags.writeable = False
     return ReshardPlan(

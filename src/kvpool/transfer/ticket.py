@@ -14,7 +14,7 @@ __all__ = ["RankTicket"]
 
 _FORMAT = 1
 _SHOWN = 40  # characters of what is no ticket
-_LAYOUT_FIELDS = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "order", "dims")
+_LAYOUT_FIELDS = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "order", "dims", "pages")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Blocks of any shape, order and place go to peers, to the host and back, and every bit stays where it belongs.
 
-The reference is what NumPy keeps of each block, as [layer, k/v, head, token, dim] or [..., token, head, dim], whatever
-lies where.
+The reference is what NumPy keeps of each block, as [layer, k/v, head, token, dim], or with tokens before heads or K and
+V fused, whatever lies where. Peers whose blocks hold other things do not meet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from kit import BLOCK, LONG, prompt, small_layout, small_pool
+from kit import BLOCK, LONG, prompt, small_pool
 from kit import content as elements_of
 from transfer.kit import ON_GPU, address_of
 
@@ -33,6 +33,7 @@ shapes = st.fixed_dictionaries(
         "block_tokens": st.sampled_from([1, 2, 3, BLOCK, 16]),
         "dtype": st.sampled_from(sorted(kvpool.types.DTYPES)),
         "dims": st.sampled_from(["HND", "NHD"]),
+        "pages": st.sampled_from(["split", "fused"]),
     }
 )
 bounded = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -124,11 +125,59 @@ def test_cached_blocks_of_any_layout_are_swapped_down_and_up(shape, order, swaps
         pool.audit()
 
 
-def test_peers_that_order_heads_and_tokens_differently_are_told_and_do_not_meet():
-    """Their blocks have the same size, so nothing else would tell."""
-    with small_pool(name="a") as a, small_pool(layout=small_layout(dims="NHD"), name="b") as b:
-        address = b.listen(address_of("sock-unix"))
-        either = "heads and tokens are (NHD at b and HND at a|HND at a and NHD at b)"  # whoever is first
-        with pytest.raises(kvpool.LayoutMismatch, match=either):
-            a.connect(address)
+KV = {"layers": 2, "kv_heads": 8, "head_dim": 16, "dtype": "bfloat16", "block_tokens": 4}
+SAID = {
+    "K": "2 layers of 8 KV heads x 16 (bfloat16, HND, K and V split), 4 tokens a block",
+    "raw": "raw blocks of 4096 bytes in 1 piece, 4 tokens a block",
+}
+# Blocks of the same number of bytes, most in as many pieces: nothing but the declaration tells them apart.
+OTHERS = {
+    "dtype": ({"dtype": "float16"}, "8 KV heads x 16 (float16,"),
+    "heads": ({"kv_heads": 16, "head_dim": 8}, "16 KV heads x 8 (bfloat16,"),
+    "int8": ({"dtype": "int8", "head_dim": 32}, "8 KV heads x 32 (int8,"),
+    "layers": ({"layers": 4, "kv_heads": 4}, "4 layers of 4 KV heads x 16"),
+    "tokens": ({"block_tokens": 8, "kv_heads": 4}, "4 KV heads x 16 (bfloat16, HND, K and V split), 8 tokens a block"),
+    "dims": ({"dims": "NHD"}, "(bfloat16, NHD, K and V split)"),
+    "pages": ({"pages": "fused"}, "(bfloat16, HND, K and V fused)"),
+    "pieces": (
+        {"pages": "fused", "layers": 4, "head_dim": 8},
+        "4 layers of 8 KV heads x 8 (bfloat16, HND, K and V fused)",
+    ),
+}
+
+
+def meet_and_differ(a: kvpool.Pool, b: kvpool.Pool, *texts: str) -> None:
+    for caller, other in ((a, b), (b, a)):
+        address = other.listen(address_of("sock-unix"))
+        with pytest.raises(kvpool.LayoutMismatch, match="the layouts differ") as caught:
+            caller.connect(address)
+        for text in texts:
+            assert text in str(caught.value)
+        assert caught.value.offered_bytes == caught.value.layout_bytes == 4096
         assert a.peers() == b.peers() == []
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_peers_whose_blocks_have_the_same_size_and_hold_other_things_do_not_meet(other):
+    changes, text = OTHERS[other]
+    with (
+        small_pool(layout=kvpool.KVLayout(**KV), name="a") as a,
+        small_pool(layout=kvpool.KVLayout(**KV | changes), name="b") as b,
+    ):
+        meet_and_differ(a, b, SAID["K"], text)
+
+
+def test_raw_blocks_meet_only_raw_blocks_of_the_same_size_and_tokens():
+    raw = kvpool.RawLayout(4096, 4)
+    with small_pool(layout=raw, name="a") as a, small_pool(layout=kvpool.KVLayout(**KV), name="b") as b:
+        meet_and_differ(a, b, SAID["raw"], SAID["K"])
+    with small_pool(layout=raw, name="a") as a, small_pool(layout=kvpool.RawLayout(4096, 8), name="b") as b:
+        meet_and_differ(a, b, SAID["raw"], "raw blocks of 4096 bytes in 1 piece, 8 tokens a block")
+    with small_pool(layout=raw, name="a") as a, small_pool(layout=raw, name="b") as b:
+        assert a.connect(b.listen(address_of("sock-unix"))) == "b"
+
+
+def test_pools_that_store_the_same_blocks_differently_meet():
+    discrete = kvpool.KVLayout(**KV, order="discrete")
+    with small_pool(layout=discrete, name="a") as a, small_pool(layout=kvpool.KVLayout(**KV), name="b") as b:
+        assert a.connect(b.listen(address_of("sock-unix"))) == "b"

@@ -74,11 +74,28 @@ def test_heads_that_come_behind_tokens_are_cut_right(instances: Any, pair: Any) 
     assert left(a.pool, b.pool) == []
 
 
-@pytest.mark.parametrize("pair", [(None, None), (TP2, None), (TP2, TP4)], ids=label)
-def test_instances_that_order_heads_and_tokens_differently_do_not_meet(instances: Any, pair: Any) -> None:
-    a, b = instances("a", pair[0]), instances("b", pair[1], layout=replace(LAYOUT, dims="NHD"))
-    with pytest.raises(kvpool.LayoutMismatch, match="heads and tokens"):
-        a.pool.connect(b.address)
+@pytest.mark.parametrize("pair", [(TP2, TP4), (None, GRID), (GRID, TP2)], ids=label)
+@pytest.mark.parametrize("dims", ["HND", "NHD"])
+def test_pages_of_k_beside_v_are_cut_right(instances: Any, pair: Any, dims: Any) -> None:
+    a, b = pair_of(instances, pair, layout=replace(LAYOUT, dims=dims, pages="fused"))
+    send(a, b, 5)
+    send(b, a, 5, strategy="by_layer")
+    assert left(a.pool, b.pool) == []
+
+
+# Blocks of the same size, which hold other things.
+OTHERS = {"NHD": {"dims": "NHD"}, "fused": {"pages": "fused"}, "bfloat16": {"dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize("pair", [(TP2, None), (None, TP2), (TP2, TP4)], ids=label)
+@pytest.mark.parametrize("said", OTHERS)
+def test_instances_whose_blocks_hold_other_things_do_not_meet(instances: Any, pair: Any, said: str) -> None:
+    a, b = instances("a", pair[0]), instances("b", pair[1], layout=replace(LAYOUT, **OTHERS[said]))
+    for caller, other in ((a, b), (b, a)):
+        with pytest.raises(kvpool.LayoutMismatch, match="6 layers of 4 KV heads x 8") as caught:
+            caller.pool.connect(other.address)
+        assert said in str(caught.value)
+        assert "float16, HND, K and V split" in str(caught.value)
     assert a.pool.peers() == b.pool.peers() == []
 
 

@@ -98,6 +98,11 @@ def test_a_ticket_that_was_changed_is_refused(scheduler: kvpool.Pool) -> None:
     for change in ({"hbm_blocks": 3}, {"dram_blocks": 0}, {"layout": json.loads(ticket)["layout"] | {"head_dim": 16}}):
         with pytest.raises(kvpool.LayoutMismatch):
             join(json.dumps(json.loads(ticket) | change))
+    for change in ({"dtype": "bfloat16"}, {"dims": "NHD"}, {"pages": "fused"}):  # parts of the same size
+        with pytest.raises(kvpool.LayoutMismatch, match="its part of this instance's blocks has") as caught:
+            join(json.dumps(json.loads(ticket) | {"layout": json.loads(ticket)["layout"] | change}))
+        assert "6 layers of 2 KV heads x 8 (float16, HND, K and V split)" in str(caught.value)
+        assert next(iter(change.values())) in str(caught.value)
     for text in ("", "{}", "[]", "null", '{"kvpool_rank": 1}', ticket.replace('"epoch":', '"epoch":"x","e":')):
         with pytest.raises(kvpool.ArgumentError):
             join(text)
@@ -147,6 +152,7 @@ def test_other_shapes_and_raw_bytes_are_refused(instances: Any) -> None:
         KVLayout(layers=5, kv_heads=4, head_dim=8, dtype="float16", block_tokens=4),
         KVLayout(layers=6, kv_heads=4, head_dim=8, dtype="float16", block_tokens=8),
         KVLayout(layers=6, kv_heads=8, head_dim=4, dtype="float16", block_tokens=4),
+        KVLayout(layers=6, kv_heads=4, head_dim=8, dtype="bfloat16", block_tokens=4),
         kvpool.RawLayout(LAYOUT.block_bytes, 4),
     ):
         other = kvpool.Pool(layout, 4, **SETTINGS)

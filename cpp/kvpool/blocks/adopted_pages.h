@@ -1,0 +1,34 @@
+// Whether an engine's tensors hold the pages that a layout declares. Sizes alone do not tell: a page [head, token, K|V]
+// has as many bytes as [k/v, head, token, dim], and cutting it as such sends wrong bytes. Shapes and types do.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvpool/blocks/layout.h"
+
+namespace kvpool {
+
+struct TensorShape {
+  std::vector<std::int64_t> shape;
+  std::size_t block_dim = 0;  // which dimension counts blocks
+  std::string dtype;          // "bfloat16", "uint16", ...
+  std::size_t item_bytes = 0;
+};
+
+// Throws kLayoutMismatch (position) unless each tensor may hold pages of the layout's format, in the layout's order:
+//
+//   shape   [head, token, row] or [token, head, row], as the format says, without the dimension of the blocks, and
+//           dimensions of 1 left out; before them nothing, or k/v (of a split format), or layers and k/v. Or one
+//           dimension behind that of the blocks: the bytes of a page, which declare nothing, so that the layout counts.
+//   dtype   that of the format; or an integer of the same size, as engines and NumPy hold types that they do not know;
+//           or bytes, where one dimension stands behind that of the blocks.
+//
+// A layout of raw bytes fits everything. REQUIRES: each tensor has a dimension block_dim, no extent is 0, and the
+// tensors' pieces are whole pieces of the layout.
+void check_adopted_pages(const Layout& layout, std::span<const TensorShape> tensors);
+
+}  // namespace kvpool
