@@ -336,8 +336,8 @@ Placement Lane::on_data(std::uint64_t /*id*/, std::span<const std::byte> body, s
   return placement;
 }
 
-// Content that is not intact ends the link, and so does a GPU that does not take it: the flush behind it is never
-// answered.
+// Content that is damaged ends the link, and so does a GPU that does not take it: the flush behind it is never
+// answered. Content that its sender gave up is of an order that fails there.
 void Lane::on_placed(std::uint64_t /*token*/, bool intact) {
   const std::unique_ptr<Landing> landing = std::move(landing_);
   if (landing == nullptr || !intact) return;

@@ -44,7 +44,7 @@ struct ReceiverCounts {
 
 // What has come of a transfer's content, as far as this process places it.
 struct ArrivedContent {
-  bool damaged = false;       // a payload arrived broken, or for blocks of somebody else
+  bool damaged = false;       // a payload arrived broken, was given up, or was for blocks of somebody else
   std::uint32_t placing = 0;  // payloads that are being placed now: one, of a peer that keeps the rules
   std::uint64_t placing_bytes = 0;
   std::uint64_t placed_bytes = 0;
