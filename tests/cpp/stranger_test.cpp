@@ -81,7 +81,11 @@ TEST_CASE("strangers: they come faster than a peer can, and it gets in") {
 
 TEST_CASE("strangers: a caller that has proved that it knows the secret keeps its place, until its time is over") {
   constexpr std::int64_t kHandshakeNs = 3 * kSecond;
-  Member server("server", {.secret = "sesame", .handshake_ns = kHandshakeNs, .door = false, .handshakes_max = kPlaces});
+  Member server("server", {.secret = "sesame",
+                           .lease_ns = 600 * kSecond,
+                           .handshake_ns = kHandshakeNs,
+                           .door = false,
+                           .handshakes_max = kPlaces});
   const std::int64_t begun_ns = monotonic_ns();
   const std::string at = server.endpoint->listen("tcp:127.0.0.1:0");
   const Descriptor slow = dial(parse_address(at), NoPatience());  // knows the secret, and takes its time with its card
