@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <string_view>
 #include <system_error>
 
 #include "kvpool/transport/sock_pass.h"
@@ -15,7 +16,7 @@ constexpr std::int64_t kLookNs = 50'000'000;
 constexpr std::size_t kReadBytes = 4096;
 constexpr std::int64_t kPauseNs = 2'000'000;  // before it calls again; twice as long each time
 constexpr std::int64_t kPauseNsMax = 50'000'000;
-constexpr int kUnheardTries = 4;
+constexpr int kUnheardTries = 8;
 
 void send_whole(const Descriptor& socket, const Bytes& out, const Patience& patience) {
   for (std::size_t sent = 0; sent < out.size();) {
@@ -30,6 +31,13 @@ void send_whole(const Descriptor& socket, const Bytes& out, const Patience& pati
                   {{"errno", errno}});
     }
   }
+}
+
+// Even before connect() had returned.
+bool was_reset(const Error& error) noexcept {
+  return std::ranges::any_of(error.fields(), [](const ErrorField& field) {
+    return std::string_view(field.first) == "errno" && field.second == ECONNRESET;
+  });
 }
 
 }  // namespace
@@ -101,7 +109,8 @@ std::shared_ptr<Visit> Visit::begin(const std::shared_ptr<Hall>& hall, const Soc
     try {
       return call(hall, address, patience, shaken);
     } catch (const Error& error) {
-      const bool unheard = shaken.heard == Shaken::Heard::kNothing && --tries_left > 0;
+      const bool silence = shaken.heard == Shaken::Heard::kNothing || was_reset(error);
+      const bool unheard = silence && --tries_left > 0;
       const bool sent_away = unheard || shaken.heard == Shaken::Heard::kHello;
       if (error.code() != ErrorCode::kPeerLost || !sent_away) throw;
     }

@@ -307,6 +307,7 @@ except TypeError as error:
 
 def test_a_pool_that_is_closed_gives_its_memory_back_whatever_handle_is_kept():
     run_script("""
+from pathlib import Path
 from transfer.kit import *
 def mapped():
     lines = Path("/proc/self/maps").read_text().splitlines()
