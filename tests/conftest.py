@@ -61,6 +61,8 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
     for item in items:
+        if " at 0x" in item.nodeid:  # workers of pytest-xdist must agree on the names
+            raise pytest.UsageError(f"the name of a test must be the same in every process: {item.nodeid}")
         if must_be_alone(item.path):
             item.add_marker("alone")
 

@@ -82,6 +82,13 @@ def test_a_skip_passes_on_a_developers_machine(tmp_path):
     assert "1 passed, 2 skipped, 1 xfailed" in run.stdout
 
 
+def test_a_test_with_an_address_in_its_name_is_refused(tmp_path):
+    content = "import pytest\n@pytest.mark.parametrize('it', [1], ids=[repr(object())])\ndef test_it(it):\n    pass\n"
+    run = run_pytest(tmp_path, content)
+    assert run.returncode == 4
+    assert "must be the same in every process" in run.stdout + run.stderr
+
+
 CPP = "shard {} of 2: {} of 9 test cases\n[doctest] test cases:  {} |  {} passed | {} failed | 0 skipped\n"
 PYTHON = '<testsuites><testsuite errors="0" failures="{}" skipped="2" tests="9"></testsuite></testsuites>'
 CPP_REPORTS = [f"cpp-{name}-{part}of2.txt" for name in ("asan", "tsan") for part in (1, 2)]
