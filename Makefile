@@ -37,7 +37,7 @@ PYTEST_WORKERS ?= 3
 # What `build/release` holds: the extension module that .venv imports, and the C++ tests beside it.
 export KVPOOL_BUILD_DIR := build/release
 export CMAKE_ARGS := --log-level=NOTICE $(CCACHE) -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
-SANITIZED = -DKVPOOL_UNITY=$(UNITY) $(CCACHE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release -DKVPOOL_PYTHON=OFF -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
+SANITIZED = -DKVPOOL_UNITY=$(UNITY) -DKVPOOL_SCRIPTS_PYTHON=$(CURDIR)/$(BIN)/python $(CCACHE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release -DKVPOOL_PYTHON=OFF -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
 # ThreadSanitizer wants its shadow where a kernel may have put something else; without randomisation it never has.
 FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
 
