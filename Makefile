@@ -22,10 +22,22 @@ CPP_STYLED := $(shell find cpp bindings cuda tests/cpp tests/gpu bench/gpu -name
 BUILD_REQUIRES = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ',')
 TYPED := src $(wildcard examples bench tools)
 
+# The sanitizer builds take half as long from nothing when several files are compiled at once. UNITY=OFF is for somebody who changes one
+# file again and again. With ccache on the PATH, what was compiled before is not compiled again; CCACHE= does without.
+UNITY ?= ON
+CCACHE ?= $(if $(shell command -v ccache),-DCMAKE_C_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+
+# The C++ tests run in parts, each a process; those that a worker has ended make room for the next. Python's run in
+# workers, but for those that tests/conftest.py says want to be alone.
+PARTS ?= 8
+PARTS_AT_ONCE ?= 2
+PART_SECONDS ?= 900
+PYTEST_WORKERS ?= 3
+
 # What `build/release` holds: the extension module that .venv imports, and the C++ tests beside it.
 export KVPOOL_BUILD_DIR := build/release
-export CMAKE_ARGS := --log-level=NOTICE -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
-SANITIZED = -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release -DKVPOOL_PYTHON=OFF -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
+export CMAKE_ARGS := --log-level=NOTICE $(CCACHE) -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
+SANITIZED = -DKVPOOL_UNITY=$(UNITY) -DKVPOOL_SCRIPTS_PYTHON=$(CURDIR)/$(BIN)/python $(CCACHE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release -DKVPOOL_PYTHON=OFF -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
 # ThreadSanitizer wants its shadow where a kernel may have put something else; without randomisation it never has.
 FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
 
@@ -55,13 +67,13 @@ $(DONE)/tools: $(DONE)/venv pyproject.toml
 	@touch $@
 
 # Not to be had for this Python, or not now: the next call tries again, and all that needs no torch works.
-$(DONE)/torch: $(DONE)/venv Makefile
+$(DONE)/torch: $(DONE)/venv Makefile | $(DONE)/tools
 	$(call say,PyTorch ($(TORCH)))
 	@if $(PIP) "$(TORCH)"; then touch $@; else echo "$(TORCH) cannot be installed for $$($(BIN)/python --version); \
 	what needs it is skipped" >&2; fi
 
 # Another library that brings a UCX of its own, to test both in one process. Without what it would pull in.
-$(DONE)/nixl: $(DONE)/venv Makefile
+$(DONE)/nixl: $(DONE)/venv Makefile | $(DONE)/torch
 	$(call say,NIXL ($(NIXL)))
 	@if $(PIP) --no-deps "$(NIXL)"; then touch $@; else echo "$(NIXL) cannot be installed for $$($(BIN)/python --version); \
 	what needs it is skipped" >&2; fi
@@ -103,16 +115,41 @@ docs: $(DONE)/module $(DONE)/package-dev ## API reference in build/docs
 # ---- tests
 
 # In this order, so that what fails fast fails first. The first that fails is the last; under KVPOOL_CI all of them run.
-TEST_STEPS := style types cpp-test python-and-builds asan tsan
+# No C++ tests of the release build: AddressSanitizer's build runs all of them, and Python's use the release build.
+TEST_STEPS := set-up style types python-and-builds asan tsan
 
 .PHONY: test
 test: ## all tests, sanitizers, lint and types
+	@$(MAKE) --no-print-directory steps STEPS="$(TEST_STEPS)"
+	@$(BIN)/python .ci/summary.py $(REPORTS)
+
+# Hours: what takes long and what AddressSanitizer has seen before. The tests of the release build, those with one
+# thread under ThreadSanitizer, then the long forms of all.
+LONG_STEPS := cpp-test tsan-all long-forms
+
+.PHONY: test-long
+test-long: ## hours: long forms, the release build's C++ tests, all tests under ThreadSanitizer
+	@$(MAKE) --no-print-directory steps STEPS="$(LONG_STEPS)"
+
+.PHONY: long-forms
+long-forms: export KVPOOL_LONG := 1
+long-forms:
+	@$(MAKE) --no-print-directory asan PART_SECONDS=86400 PARTS_AT_ONCE=$(PARTS)
+	@$(MAKE) --no-print-directory python-test
+
+.PHONY: steps
+steps:
 	@rm -rf $(REPORTS)
 	@mkdir -p $(REPORTS)
-	@failed=; for step in $(TEST_STEPS); do \
+	@failed=; for step in $(STEPS); do \
 	$(MAKE) --no-print-directory $$step || { failed="$$failed $$step"; test -n "$${KVPOOL_CI:-}" || break; }; done; \
 	if test -n "$$failed"; then $(BIN)/python .ci/failures.py $(REPORTS); echo "failed:$$failed" >&2; exit 1; fi
-	@$(BIN)/python .ci/summary.py $(REPORTS)
+
+# pip waits for the network while the compiler works. One pip at a time: what it installs stands in a row.
+.PHONY: set-up
+set-up: $(DONE)/tools
+	@$(MAKE) --no-print-directory -j2 $(DONE)/nixl $(DONE)/module
+	@$(MAKE) --no-print-directory $(DONE)/package-dev
 
 # The Python tests mostly wait, for peers, leases and deadlines; compilers use what they leave.
 .PHONY: python-and-builds
@@ -120,7 +157,7 @@ python-and-builds: $(DONE)/torch $(DONE)/nixl $(DONE)/module $(DONE)/package-dev
 	@$(MAKE) --no-print-directory -j2 python-test builds
 
 .PHONY: builds
-builds: $(DONE)/module $(DONE)/package-dev
+builds: $(DONE)/tools
 	@failed=; for build in build/asan build/tsan; do \
 	nice -n 15 $(MAKE) --no-print-directory $$build || { failed=1; test -n "$${KVPOOL_CI:-}" || break; }; done; test -z "$$failed"
 
@@ -129,35 +166,52 @@ cpp-test: $(DONE)/module $(DONE)/package-dev ## C++ tests
 	$(call say,C++ tests)
 	@mkdir -p $(REPORTS)
 	@$(BIN)/cmake --build build/release --target kvpool_tests
-	@KVPOOL_UCX="$(UCX_OF_WHEEL)" build/release/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-release.txt
+	@KVPOOL_UCX="$(UCX_OF_WHEEL)" $(call in_parts,cpp-release) build/release/kvpool_tests
 
+in_parts = $(BIN)/python .ci/shards.py $(REPORTS)/$(1) $(PARTS) $(PARTS_AT_ONCE) $(PART_SECONDS)
+
+# Two calls, both under KVPOOL_CI even if the first fails. Of tests that PYTEST_ARGS names, all may be in one of the calls:
+# then the other one ends with status 5.
 .PHONY: python-test
 python-test: $(DONE)/torch $(DONE)/nixl $(DONE)/module $(DONE)/package-dev ## Python tests
 	$(call say,Python tests)
 	@mkdir -p $(REPORTS)
-	@$(BIN)/python -m pytest -q --junitxml=$(REPORTS)/python.xml $(PYTEST_ARGS)
+	@failed=; none=; run() { status=0; $(BIN)/python -m pytest -q "$$@" $(PYTEST_ARGS) || status=$$?; \
+	if test $$status = 5; then none=x$$none; elif test $$status != 0; then failed=1; test -n "$${KVPOOL_CI:-}" || exit 1; fi; }; \
+	run -n $(PYTEST_WORKERS) --dist loadfile -m "not alone" --junitxml=$(REPORTS)/python.xml; \
+	run -m alone --junitxml=$(REPORTS)/python-alone.xml; test -z "$$failed" -a "$$none" != xx
 
-.PHONY: build/asan build/tsan
-build/asan build/tsan: build/%: $(DONE)/package-dev
+# tsan leaves out the tests that can have but one thread; tsan-all has them too.
+.PHONY: build/asan build/tsan build/tsan-all
+build/asan build/tsan build/tsan-all: build/%: $(DONE)/tools
 	$(call say,C++ tests for $*)
-	@$(BIN)/cmake -S . -B $@ $(SANITIZED) -DKVPOOL_SANITIZE=$(SANITIZER_$*) >/dev/null
+	@$(BIN)/cmake -S . -B $@ $(SANITIZED) $(SANITIZER_$*) >/dev/null
 	@$(BIN)/cmake --build $@
-SANITIZER_asan := address
-SANITIZER_tsan := thread
+SANITIZER_asan := -DKVPOOL_SANITIZE=address
+SANITIZER_tsan := -DKVPOOL_SANITIZE=thread -DKVPOOL_ONLY_THREADS=ON
+SANITIZER_tsan-all := -DKVPOOL_SANITIZE=thread
 
 .PHONY: asan
-asan: build/asan ## C++ tests under AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer
+asan: build/asan $(DONE)/package-dev ## C++ tests under AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer
 	$(call say,C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer)
 	@mkdir -p $(REPORTS)
 	@KVPOOL_UCX="$(UCX_OF_WHEEL)" ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
-	build/asan/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-asan.txt
+	$(call in_parts,cpp-asan) build/asan/kvpool_tests
 
 .PHONY: tsan
-tsan: build/tsan ## C++ tests under ThreadSanitizer
+tsan: build/tsan $(DONE)/package-dev ## C++ tests that can have threads under ThreadSanitizer
+	$(call under_tsan,tsan)
+
+.PHONY: tsan-all
+tsan-all: build/tsan-all $(DONE)/package-dev
+	$(call under_tsan,tsan-all)
+
+define under_tsan
 	$(call say,C++ tests under ThreadSanitizer)
 	@mkdir -p $(REPORTS)
 	@KVPOOL_UCX="$(UCX_OF_WHEEL)" TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
-	$(FIXED_LAYOUT) build/tsan/kvpool_tests 2>&1 | tee $(REPORTS)/cpp-tsan.txt
+	$(FIXED_LAYOUT) $(call in_parts,cpp-$(1)) build/$(1)/kvpool_tests
+endef
 
 # ---- on a machine with a GPU, which may have no network: see docs/how-to/gpu-build.md
 
@@ -281,18 +335,20 @@ types: $(DONE)/torch $(DONE)/module $(DONE)/package-dev
 	$(call say,Types)
 	@for part in $(TYPED); do $(BIN)/mypy --strict $$part; done
 
-# clang-tidy reads how each file is compiled from build/release; a file that passed is not read again until it or a
+# clang-tidy reads how each file is compiled from build/tidy, where none is compiled together with others. A file that passed is not read again until it or a
 # header changes.
 TIDIED := $(patsubst %.cpp,build/tidy/%.done,$(shell find cpp bindings -name '*.cpp' 2>/dev/null))
 
 .PHONY: tidy
 tidy: $(DONE)/module $(DONE)/package-dev
 	$(call say,clang-tidy)
+	@$(BIN)/cmake -S . -B build/tidy -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release -DKVPOOL_LTO=OFF \
+	-DKVPOOL_CUDA=OFF -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" >/dev/null
 	@$(MAKE) --no-print-directory -j$(JOBS) $(TIDIED)
 
 build/tidy/%.done: %.cpp .clang-tidy bindings/.clang-tidy $(shell find cpp bindings -name '*.h' 2>/dev/null)
 	@mkdir -p $(@D)
-	@$(BIN)/clang-tidy --quiet -p build/release $< 2> >(grep -v 'warnings generated\|^Suppressed' >&2)
+	@$(BIN)/clang-tidy --quiet -p build/tidy $< 2> >(grep -v 'warnings generated\|^Suppressed' >&2)
 	@touch $@
 
 .PHONY: clean

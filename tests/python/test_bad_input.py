@@ -218,7 +218,9 @@ VECTORS = [
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "text"), [*VECTORS, (b"12345678", kvpool.ArgumentTypeError, "'B'")], ids=lambda v: repr(v)[:24]
+    ("given", "error", "text"),
+    [*VECTORS, (b"12345678", kvpool.ArgumentTypeError, "'B'")],
+    ids=lambda v: repr(v).partition(" at 0x")[0][:24],
 )
 def test_addresses_are_a_vector_of_uint64(setting, given, error, text):
     pool = setting.pool
@@ -264,7 +266,7 @@ def test_an_address_of_another_pool_is_not_taken_for_an_own_one():
         (b"123", kvpool.ArgumentError, "3 bytes"),
         (bytearray(5), kvpool.ArgumentError, "5 bytes"),
     ],
-    ids=lambda value: repr(value)[:24],
+    ids=lambda value: repr(value).partition(" at 0x")[0][:24],
 )
 def test_tokens_are_a_vector_of_int32_or_int64(setting, given, error, text):
     pool = setting.pool

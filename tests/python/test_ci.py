@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,13 +29,24 @@ def test_good():
 """
 
 
-def run_pytest(folder: Path, content: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: Path, content: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(ROOT / "tests" / "conftest.py", folder)
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "test_it.py").write_text(content)
     base = {name: value for name, value in os.environ.items() if not name.startswith(("KVPOOL_", "PYTEST_"))}
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(folder),
+            *options,
+            str(folder),
+        ],
         capture_output=True,
         text=True,
         env={**base, **environment},
@@ -42,18 +55,23 @@ def run_pytest(folder: Path, content: str, **environment: str) -> subprocess.Com
     )
 
 
-def test_a_skip_without_a_good_reason_fails_in_ci(tmp_path):
-    run = run_pytest(tmp_path, SKIPPING, KVPOOL_CI="1")
+WAYS = pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "workers"])
+
+
+@WAYS
+def test_a_skip_without_a_good_reason_fails_in_ci(tmp_path, options):
+    run = run_pytest(tmp_path, SKIPPING, *options, KVPOOL_CI="1")
     assert run.returncode == 1
     assert "1 failed, 1 passed, 1 skipped, 1 xfailed" in run.stdout
     assert "not in FAIR_SKIPS" in run.stdout
     assert "not today" in run.stdout
 
 
-def test_a_file_that_is_skipped_whole_fails_in_ci(tmp_path):
+@WAYS
+def test_a_file_that_is_skipped_whole_fails_in_ci(tmp_path, options):
     content = "import pytest\npytest.importorskip('no_such_module')"
-    assert run_pytest(tmp_path, content).returncode == 5
-    run = run_pytest(tmp_path, content, KVPOOL_CI="1")
+    assert run_pytest(tmp_path, content, *options).returncode == 5
+    run = run_pytest(tmp_path, content, *options, KVPOOL_CI="1")
     assert run.returncode not in (0, 5)
     assert "no_such_module" in run.stdout
 
@@ -64,15 +82,25 @@ def test_a_skip_passes_on_a_developers_machine(tmp_path):
     assert "1 passed, 2 skipped, 1 xfailed" in run.stdout
 
 
-CPP = "[doctest] test cases:  {} |  {} passed | {} failed | 0 skipped\n"
+def test_a_test_with_an_address_in_its_name_is_refused(tmp_path):
+    content = "import pytest\n@pytest.mark.parametrize('it', [1], ids=[repr(object())])\ndef test_it(it):\n    pass\n"
+    run = run_pytest(tmp_path, content)
+    assert run.returncode == 4
+    assert "must be the same in every process" in run.stdout + run.stderr
+
+
+CPP = "shard {} of 2: {} of 9 test cases\n[doctest] test cases:  {} |  {} passed | {} failed | 0 skipped\n"
 PYTHON = '<testsuites><testsuite errors="0" failures="{}" skipped="2" tests="9"></testsuite></testsuites>'
+CPP_REPORTS = [f"cpp-{name}-{part}of2.txt" for name in ("asan", "tsan") for part in (1, 2)]
 
 
 @pytest.fixture
 def reports(tmp_path):
-    for name in ("cpp-release.txt", "cpp-asan.txt", "cpp-tsan.txt"):
-        (tmp_path / name).write_text(CPP.format(5, 5, 0))
+    for name in ("asan", "tsan"):
+        (tmp_path / f"cpp-{name}-1of2.txt").write_text(CPP.format(1, 5, 5, 5, 0))
+        (tmp_path / f"cpp-{name}-2of2.txt").write_text(CPP.format(2, 4, 4, 4, 0))
     (tmp_path / "python.xml").write_text(PYTHON.format(0))
+    (tmp_path / "python-alone.xml").write_text(PYTHON.format(0))
     return tmp_path
 
 
@@ -82,27 +110,93 @@ def summary(folder):
 
 
 def test_the_summary_adds_up_all_reports(reports):
-    assert summary(reports) == (0, "22 passed, 0 failed, 2 skipped", "")
+    assert summary(reports) == (0, "32 passed, 0 failed, 4 skipped", "")
 
 
 def test_the_summary_fails_with_a_failed_test(reports):
     (reports / "python.xml").write_text(PYTHON.format(1))
-    assert summary(reports)[:2] == (1, "21 passed, 1 failed, 2 skipped")
+    assert summary(reports)[:2] == (1, "31 passed, 1 failed, 4 skipped")
 
 
-@pytest.mark.parametrize("name", ["cpp-release.txt", "cpp-asan.txt", "cpp-tsan.txt", "python.xml"])
+@pytest.mark.parametrize("name", [*CPP_REPORTS, "python.xml", "python-alone.xml"])
 def test_the_summary_fails_when_a_report_is_missing_or_cut_short(reports, name):
     (reports / name).write_text("")
     assert summary(reports)[0] == 1
     (reports / name).unlink()
     status, _, errors = summary(reports)
     assert status == 1
-    assert name in errors
+    assert re.split(r"-\d", name)[0] in errors
 
 
 def test_the_summary_fails_when_no_test_ran(reports):
-    (reports / "cpp-asan.txt").write_text(CPP.format(0, 0, 0))
+    for part in (1, 2):
+        (reports / f"cpp-asan-{part}of2.txt").write_text(CPP.format(part, 0, 0, 0, 0).replace("of 9", "of 0"))
     assert summary(reports)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        CPP.format(2, 4, 3, 3, 0),  # one of its cases was not run
+        CPP.format(2, 3, 3, 3, 0),  # one case is in no part
+        CPP.format(1, 4, 4, 4, 0),  # the same part twice
+        CPP.format(2, 4, 4, 4, 0).replace("of 2:", "of 3:"),
+        CPP.format(2, 4, 4, 4, 0).replace("of 9", "of 8"),
+        CPP.format(2, 4, 4, 4, 0).partition("\n")[2],  # ran without a shard
+    ],
+)
+def test_the_summary_fails_when_a_test_case_was_in_no_part(reports, said):
+    (reports / "cpp-tsan-2of2.txt").write_text(said)
+    status, _, errors = summary(reports)
+    assert status == 1
+    assert "cpp-tsan" in errors
+
+
+# A program in place of kvpool_tests: it says which part it is, and does what is told.
+PROGRAM = """#!/bin/sh
+echo "shard $KVPOOL_SHARD"
+{}
+"""
+
+
+def run_parts(folder, line, *, parts=3, seconds=60):
+    program = folder / "program"
+    program.write_text(PROGRAM.format(line))
+    program.chmod(0o755)
+    prefix = folder / "reports" / "cpp-it"
+    prefix.parent.mkdir(exist_ok=True)
+    script = ROOT / ".ci" / "shards.py"
+    run = subprocess.run(
+        [sys.executable, script, prefix, str(parts), "2", str(seconds), program],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return run, {path.name: path.read_text() for path in prefix.parent.iterdir()}
+
+
+def test_every_part_is_run_and_reported(tmp_path):
+    run, reports = run_parts(tmp_path, "exit 0", parts=5)
+    run, reports = run_parts(tmp_path, "exit 0")  # the reports of five parts do not stay
+    assert run.returncode == 0
+    assert reports == {f"cpp-it-{part}of3.txt": f"shard {part}/3\n" for part in (1, 2, 3)}
+
+
+def test_a_part_that_fails_keeps_no_other_from_running(tmp_path):
+    run, reports = run_parts(tmp_path, 'test "$KVPOOL_SHARD" != 1/3')
+    assert run.returncode == 1
+    assert len(reports) == 3
+    assert all(f"shard {part}/3" in run.stdout for part in (1, 2, 3))
+
+
+def test_a_part_that_dies_says_so(tmp_path):
+    run, reports = run_parts(tmp_path, 'test "$KVPOOL_SHARD" != 2/3 || kill -SEGV $$')
+    assert run.returncode == 1
+    assert "ended by signal 11" in reports["cpp-it-2of3.txt"]
+
+
+def test_a_part_that_hangs_is_killed_with_what_it_started(tmp_path):
+    run, reports = run_parts(tmp_path, 'test "$KVPOOL_SHARD" != 2/3 || { sleep 600 & wait; }', seconds=5)
+    assert run.returncode == 1
+    assert "killed after 5 s" in reports["cpp-it-2of3.txt"]
 
 
 DOCTEST = """[doctest] run with "--help" for options
@@ -130,9 +224,9 @@ def failures(folder: Path) -> str:
 
 
 def test_what_failed_in_cpp_is_told_again(tmp_path):
-    (tmp_path / "cpp-release.txt").write_text(DOCTEST)
+    (tmp_path / "cpp-asan-1of2.txt").write_text(DOCTEST)
     told = failures(tmp_path)
-    assert "== cpp-release.txt: 1 failed" in told
+    assert "== cpp-asan-1of2.txt: 1 failed" in told
     assert "a card is read" in told
     assert "CHECK( one == two ) is NOT correct!" in told
     assert "a card that speaks" not in told
@@ -140,8 +234,8 @@ def test_what_failed_in_cpp_is_told_again(tmp_path):
 
 
 def test_a_cpp_run_that_died_shows_its_last_words(tmp_path):
-    (tmp_path / "cpp-asan.txt").write_text("card fuzz: KVPOOL_SEED=7\nSegmentation fault\n")
-    assert failures(tmp_path).strip() == "== cpp-asan.txt: 1 failed\nSegmentation fault"
+    (tmp_path / "cpp-asan-2of2.txt").write_text("card fuzz: KVPOOL_SEED=7\nSegmentation fault\n")
+    assert failures(tmp_path).strip() == "== cpp-asan-2of2.txt: 1 failed\nSegmentation fault"
 
 
 def test_what_failed_in_python_is_told_again(tmp_path):
@@ -155,6 +249,129 @@ def test_what_failed_in_python_is_told_again(tmp_path):
 
 
 def test_a_run_without_failures_is_silent(tmp_path):
-    (tmp_path / "cpp-release.txt").write_text("[doctest] Status: SUCCESS!\n")
+    (tmp_path / "cpp-asan-1of2.txt").write_text("[doctest] Status: SUCCESS!\n")
     (tmp_path / "python.xml").write_text(PYTHON.format(0))
     assert failures(tmp_path) == ""
+
+
+# ---- what `make test` builds and runs: its time is watched by counting
+
+
+def makefile(name: str) -> str:
+    found = re.search(rf"^{name}\s*[:?]?=\s*(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found, name
+    return found[1]
+
+
+def recipe_of(target: str) -> str:
+    """What `make` would do for a target whose prerequisites are there."""
+    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found, target
+    return found[1]
+
+
+def script_of(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "cmake" / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_step_is_a_target():
+    for step in (*makefile("TEST_STEPS").split(), *makefile("LONG_STEPS").split()):
+        recipe_of(step)
+
+
+def test_make_test_builds_the_cpp_tests_for_the_two_sanitizers_alone():
+    steps = makefile("TEST_STEPS").split()
+    assert {"asan", "tsan"} <= set(steps)
+    assert not {"cpp-test", "tsan-all", "long-forms"} & set(steps)
+    assert {"cpp-test", "tsan-all", "long-forms"} <= set(makefile("LONG_STEPS").split())
+    assert "KVPOOL_ONLY_THREADS" not in makefile("SANITIZER_asan")  # it runs all
+
+
+def test_the_sanitizers_compile_few_files():
+    """Some 40 for AddressSanitizer, from nearly 300 sources; each takes ten to thirty seconds of a processor."""
+    unity = script_of("unity")
+    cpp = ROOT / "cpp"
+    settings = re.findall(r"kvpool_unity\(\s*(\w+) (\d+)", (ROOT / "CMakeLists.txt").read_text())
+    at_most = {target: int(size) for target, size in settings}
+    core = sorted(cpp.rglob("*.cpp"))
+    tests = sorted((ROOT / "tests" / "cpp").glob("*.cpp"))
+    groups = unity.grouped(core, unity.Sources([cpp]), at_most["kvpool_core"])
+    assert len(groups) < len(core) / 5
+    groups = unity.grouped(tests, unity.Sources([ROOT / "tests" / "cpp", cpp]), at_most["kvpool_tests"])
+    assert len(groups) < len(tests) / 3
+    assert sorted(file for group in groups for file in group) == tests
+    assert makefile("UNITY") == "ON"
+    assert "KVPOOL_UNITY=$(UNITY)" in makefile("SANITIZED")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("namespace {\nconstexpr int kOne = 1;\n}", "namespace {\nconstexpr long kOne = 2;\n}"),
+        ("namespace {\nvoid fail(int n) {\n}\n}", "namespace {\nvoid fail(int n) {\n}\n}"),
+        ("struct Rig {\n};", "class Rig : public Other {\n};"),
+        ("using Page = int;", "struct Page {\n};"),
+        ("#define ROOM 3", "int ROOM = 3;"),
+        ("struct Node {\n};", '#include "here.h"'),
+    ],
+)
+def test_files_that_declare_a_name_twice_are_not_compiled_together(tmp_path, one, other):
+    unity = script_of("unity")
+    (tmp_path / "here.h").write_text("namespace kvpool {\nstruct Node {\n};\n}")
+    files = [tmp_path / "a.cpp", tmp_path / "b.cpp", tmp_path / "c.cpp"]
+    for file, text in zip(files, (one, other, "class Rig;\nint elsewhere(int fail);"), strict=True):
+        file.write_text(text)
+    groups = unity.grouped(files, unity.Sources([]), 10_000)
+    assert groups == [[files[0], files[2]], [files[1]]]
+    assert unity.grouped(files, unity.Sources([]), 1) == [[file] for file in files]
+
+
+def test_threadsanitizer_sees_every_test_that_can_have_a_thread(tmp_path):
+    one_thread = script_of("one_thread")
+    cases = {
+        "plain.cpp": ('#include "sum.h"\n#include <vector>', True),
+        "threads.cpp": ("#include <thread>", False),
+        "locks.cpp": ('#include "sum.h"\n#include <mutex>', False),
+        "hidden.cpp": ('#include "team.h"', False),  # its header says nothing of threads, the source beside it does
+        "deep.cpp": ('#include "uses_team.h"', False),
+    }
+    (tmp_path / "sum.h").write_text("int sum(int a, int b);")
+    (tmp_path / "sum.cpp").write_text('#include "sum.h"')
+    (tmp_path / "team.h").write_text("void team();")
+    (tmp_path / "team.cpp").write_text('#include "team.h"\n#  include <thread>')
+    (tmp_path / "uses_team.h").write_text('#include "team.h"')
+    for name, (text, alone) in cases.items():
+        (tmp_path / name).write_text(text)
+        assert one_thread.has_one_thread(tmp_path / name, []) == alone, name
+
+
+def test_most_cpp_tests_run_under_threadsanitizer_too():
+    """Those that do not are structures that one thread uses."""
+    one_thread = script_of("one_thread")
+    roots = [ROOT / "cpp", ROOT / "tests" / "cpp"]
+    tests = sorted((ROOT / "tests" / "cpp").glob("*_test.cpp"))
+    left_out = {file.name for file in tests if one_thread.has_one_thread(file, roots)}
+    assert {"radix_tree_test.cpp", "fp8_test.cpp"} <= left_out
+    assert len(left_out) < len(tests) / 3
+    for file in tests:
+        if re.search(r"std::(j?thread|async|atomic|mutex)|pthread_", file.read_text()):
+            assert file.name not in left_out
+
+
+def test_every_python_test_is_in_one_of_the_two_calls():
+    recipe = recipe_of("python-test")
+    assert '-m "not alone"' in recipe
+    assert "-m alone" in recipe
+    conftest = (ROOT / "tests" / "conftest.py").read_text()
+    listed = conftest.partition("ALONE: ")[2].partition("\n]\n")[0]
+    patterns = re.findall(r"^    \(\n? *r\"([^\"]+)\"", listed, re.MULTILINE)
+    assert patterns
+    for choice in "|".join(patterns).split("|"):
+        assert list((ROOT / "tests").glob(f"{choice}*")), (
+            f"ALONE of tests/conftest.py names {choice}, which is not there"
+        )

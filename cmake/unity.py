@@ -1,0 +1,100 @@
+"""Says which source files are compiled together: files of one group declare no name twice.
+
+python cmake/unity.py BYTES INCLUDE_DIR... -- FILE...
+
+Prints a line `group;file` for each file. A group holds up to BYTES of source. What a file declares outside of functions
+and classes begins at the start of a line, because clang-format does not indent what is in a namespace. A name that is
+missed here costs a compiler error, never a wrong program.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
+INCLUDE = re.compile(r"^#include \"([^\"]+)\"", re.MULTILINE)
+MACRO = re.compile(r"^#define (\w+)", re.MULTILINE)
+# A definition, not a declaration of what a header defines.
+TYPE = re.compile(
+    r"^(?:struct|class|enum class|enum|union|namespace)\s+(?:alignas\([^)]*\) )?(\w+)(?!\w|[^{;]*;)", re.MULTILINE
+)
+ALIAS = re.compile(r"^using (\w+) =", re.MULTILINE)
+# A type and then a name: a function, a variable or a constant.
+VALUE = re.compile(
+    r"^(?!(?:using|namespace|struct|class|enum|union|return) |template|TEST_CASE|extern \"C\")"
+    r"[A-Za-z_\[][^\n;={(]*?[\s*&](\w+)\s*(?:\[[^\]]*\])*\s*[;={(]",
+    re.MULTILINE,
+)
+SHARED = {"kvpool", "testing", "std"}  # namespaces, which many files open
+
+
+def declared(text: str) -> frozenset[str]:
+    """The names that a text declares outside of functions and classes."""
+    text = COMMENT.sub("", text)
+    names = {match[1] for pattern in (MACRO, TYPE, ALIAS, VALUE) for match in pattern.finditer(text)}
+    return frozenset(names - SHARED)
+
+
+class Sources:
+    """What files declare themselves, and what the headers that they include declare."""
+
+    def __init__(self, roots: list[Path]) -> None:
+        self._roots = roots
+        self.own = lru_cache(maxsize=None)(self._own)
+        self.included = lru_cache(maxsize=None)(self._included)
+
+    def _own(self, file: Path) -> frozenset[str]:
+        return declared(file.read_text())
+
+    def _included(self, file: Path) -> frozenset[Path]:
+        found: set[Path] = set()
+        waiting = [file]
+        while waiting:
+            here = waiting.pop()
+            for name in INCLUDE.findall(here.read_text()):
+                header = next((root / name for root in (here.parent, *self._roots) if (root / name).is_file()), None)
+                if header is not None and header not in found:
+                    found.add(header)
+                    waiting.append(header)
+        return frozenset(found)
+
+    def clash(self, one: Path, other: Path) -> bool:
+        """Whether a name has one meaning in one file, or in a header of it alone, and another in the other file."""
+        mine, theirs = self.included(one) | {one}, self.included(other) | {other}
+        if self.own(one) & self.own(other):
+            return True
+        names_here = frozenset().union(*(self.own(file) for file in mine - theirs))
+        names_there = frozenset().union(*(self.own(file) for file in theirs - mine))
+        return bool(names_here & names_there)
+
+
+def grouped(files: list[Path], sources: Sources, at_most: int) -> list[list[Path]]:
+    """The files in groups, each in the first group that has room for it and no clash with it."""
+    groups: list[list[Path]] = []
+    for file in files:
+        for group in groups:
+            size = sum(each.stat().st_size for each in (*group, file))
+            if size <= at_most and not any(sources.clash(file, each) for each in group):
+                group.append(file)
+                break
+        else:
+            groups.append([file])
+    return groups
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the groups."""
+    at = arguments.index("--")
+    sources = Sources([Path(folder) for folder in arguments[1:at]])
+    files = sorted(Path(name) for name in arguments[at + 1 :])
+    for number, group in enumerate(grouped(files, sources, int(arguments[0]))):
+        for file in group:
+            print(f"{number};{file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
