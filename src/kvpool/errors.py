@@ -86,7 +86,8 @@ class ArgumentError(Error, ValueError):
     address: int  # the address that is wrong, and
     position: int  # where it stands in the list
     value: int  # a number out of range, and
-    maximum: int  # the largest that is possible
+    minimum: int  # the least that is possible, and
+    maximum: int  # the largest
     source: str  # where a setting came from
     given: int  # how many there were, and
     needed: int  # how many there must be

@@ -77,4 +77,4 @@ def test_members_that_come_and_go_are_logged_with_who_and_why(caplog):
     assert (left.epoch, left.why) == (reg.record.epoch, "it has said goodbye")
     assert (lost.epoch, lost.role, lost.why) == (killed.epoch, "decode", "its process has ended")
     assert (lease.levelno, lease.epoch) == (logging.WARNING, reg.record.epoch)
-    assert "may have been" in lease.why
+    assert "longer than its lease" in lease.why

@@ -169,7 +169,7 @@ def test_what_an_answer_has_begun_for_is_held_no_longer():
     ):
         fields = {"prompt": "x" * 8_000, "stream": True, "pieces": 2, "hold_at": 1}
         with running.client.stream("POST", "/v1/completions", json=fields) as first:
-            held = [each for each in gc.get_objects() if isinstance(each, HeldBody) and each.data]
+            held = [each for each in gc.get_objects() if type(each) is HeldBody and each.data]
             assert held == []
             assert running.complete("x" * 8_000).status_code == 200
             one[0].released.set()

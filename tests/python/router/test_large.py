@@ -253,9 +253,7 @@ def memory_mib(process: int) -> float:
     return total / 1024
 
 
-@pytest.mark.parametrize(
-    "count", [4, pytest.param(60, marks=pytest.mark.skipif("KVPOOL_LONG" not in os.environ, reason="long"))]
-)
+@pytest.mark.parametrize("count", [4, 60] if os.environ.get("KVPOOL_LONG") else [4])
 def test_large_bodies_at_once_take_neither_memory_nor_instances(count):
     with processes("a", "b", program="deaf.py") as two:
         instances = ",".join(f"{each.spec.name}={each.spec.url}" for each in two)
