@@ -177,7 +177,8 @@ TensorView view_of(const py::object& tensor, std::size_t position) {
   throw_type_error("tensor " + std::to_string(position) + " has no __dlpack__: " + type_name(tensor));
 }
 
-void append_segments(const TensorView& view, std::size_t position, std::size_t block_dim,
+// More runs than pieces are refused before they are counted: with strides of 0 a small tensor has no end of them.
+void append_segments(const TensorView& view, std::size_t position, std::size_t block_dim, std::size_t pieces,
                      std::vector<Segment>& segments) {
   std::int64_t piece = 1;  // elements
   for (std::size_t i = view.shape.size(); i-- > block_dim + 1;) {
@@ -194,6 +195,10 @@ void append_segments(const TensorView& view, std::size_t position, std::size_t b
     std::int64_t offset = 0;
     for (std::size_t i = 0; i < block_dim; ++i) offset += index[i] * view.strides[i];
     const auto item = static_cast<std::int64_t>(view.item_bytes);
+    if (segments.size() >= pieces) {
+      throw_mismatch(position, "with it a block has more than " + std::to_string(pieces) +
+                                   (pieces == 1 ? " run" : " runs") + " of bytes, and so many pieces has the layout");
+    }
     segments.push_back(Segment{view.data + offset * item, static_cast<std::size_t>(view.strides[block_dim] * item),
                                static_cast<std::size_t>(piece * item)});
     std::size_t digit = block_dim;
@@ -213,7 +218,8 @@ std::shared_ptr<void> keep(py::object object) {
 
 }  // namespace
 
-AdoptedMemory adopt_tensors(const py::object& argument, std::size_t block_dim, bool engine_allocates) {
+AdoptedMemory adopt_tensors(const py::object& argument, std::size_t block_dim, bool engine_allocates,
+                            std::size_t pieces) {
   const std::vector<py::object> items = items_from(argument, "hbm");
   py::tuple tensors(items.size());  // a list may change while the pool lives
   for (std::size_t i = 0; i < items.size(); ++i) tensors[i] = items[i];
@@ -240,7 +246,7 @@ AdoptedMemory adopt_tensors(const py::object& argument, std::size_t block_dim, b
       throw_mismatch(
           position, "it has " + std::to_string(blocks) + " blocks, and tensor 0 has " + std::to_string(adopted.blocks));
     }
-    append_segments(view, position, block_dim, adopted.segments);
+    append_segments(view, position, block_dim, pieces, adopted.segments);
     adopted.tensors.push_back({view.shape, block_dim, view.dtype, view.item_bytes});
   }
   adopted.keepalive = keep(tensors);

@@ -94,7 +94,8 @@ PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece
   options.dram_blocks = blocks(dram_blocks, "dram_blocks");
   if (!adopted.is_none()) {
     options.adopted_hbm =
-        adopt_tensors(adopted, count_from(block_dim, "block_dim"), flag_from(engine_allocates, "engine_allocates"));
+        adopt_tensors(adopted, count_from(block_dim, "block_dim"), flag_from(engine_allocates, "engine_allocates"),
+                      options.layout.piece_bytes.size());
     check_device(options);
     options.device = options.adopted_hbm->device;
   }

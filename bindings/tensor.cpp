@@ -69,7 +69,8 @@ void check_stream(const KVTensor& tensor, const py::object& stream) {
   if (PyLong_Check(stream.ptr()) == 0 || PyBool_Check(stream.ptr()) != 0) {
     throw_type_error("stream must be None or an int, not " + type_name(stream));
   }
-  if (PyLong_AsLong(stream.ptr()) == 0) {
+  int overflow = 0;  // of an int that is no stream either; it leaves no exception behind
+  if (PyLong_AsLongAndOverflow(stream.ptr(), &overflow) == 0) {
     throw Error(ErrorCode::kArgument, "stream 0 may be two streams: 1 is the default one, 2 that of the thread");
   }
 }

@@ -220,6 +220,14 @@ def test_tensors_that_overlap_are_refused():
         adopting([writable, paged()[0]])
 
 
+def test_tensors_of_more_runs_than_the_layout_has_pieces_are_refused_before_they_are_counted():
+    page = paged()[0]
+    endless = np.lib.stride_tricks.as_strided(page, (1 << 50, *page.shape), (0, *page.strides))
+    with pytest.raises(kvpool.LayoutMismatch, match="more than 4 runs") as caught:
+        adopting([endless], block_dim=1)
+    assert caught.value.position == 0
+
+
 @pytest.mark.parametrize(
     ("hbm", "error"),
     [

@@ -223,13 +223,12 @@ def test_the_documented_recipe_serves_no_byte_of_an_engine_that_reuses_blocks_at
         count = dice.randint(1, 5)
         tokens = prompt(count, name + 1000)
         blocks = reusing.take(count)
-        loaded = load(tokens, blocks)
-        assert len(loaded) == min(count, cached.get(name, 0)), step
-        assert reusing.holds(blocks[: len(loaded)], values[: len(loaded)]), step
-        hits += len(loaded)
-        computed = blocks[len(loaded) :]
-        reusing.fill(computed, values[len(loaded) : count])
-        addrs = np.concatenate([loaded, engine.adopt(computed)])
+        addrs = engine.adopt(blocks)
+        filled = load(tokens, addrs)
+        assert filled == min(count, cached.get(name, 0)), step
+        assert reusing.holds(blocks[:filled], values[:filled]), step
+        hits += filled
+        reusing.fill(blocks[filled:], values[filled:count])
         if dice.random() < 0.7:
             save(tokens, addrs)
             cached[name] = max(count, cached.get(name, 0))
@@ -239,6 +238,22 @@ def test_the_documented_recipe_serves_no_byte_of_an_engine_that_reuses_blocks_at
     engine.audit()
     store.audit()
     assert engine.stats().hbm.free == len(reusing.free)
+
+
+def test_the_recipe_leaves_nothing_behind_when_it_fails(recipe):
+    engine, store, save, load = recipe["engine"], recipe["store"], recipe["save"], recipe["load"]
+    held = engine.adopt([4, 6])
+    with pytest.raises(kvpool.ArgumentError):
+        save(prompt(1, 4321), held)  # two blocks for the tokens of one
+    assert store.stats().dram.active == 0
+    save(prompt(2, 4321), held)
+    assert load(prompt(2, 4321), held[:1]) == 1  # more is cached than there is room for
+    store.close()
+    with pytest.raises(kvpool.Error):
+        load(prompt(2, 4321), held)
+    eventually(lambda: engine.stats().hbm.active == 2)
+    engine.free(held)
+    assert engine.stats().hbm.active == 0
 
 
 def test_a_save_of_what_the_engine_gave_back_too_early_stores_nothing(recipe):

@@ -1,5 +1,6 @@
 // Whether an engine's tensors hold the pages that a layout declares. Sizes alone do not tell: a page [head, token, K|V]
-// has as many bytes as [k/v, head, token, dim], and cutting it as such sends wrong bytes. Shapes and types do.
+// has as many bytes as [k/v, head, token, dim], and cutting it as such sends wrong bytes. Shapes and types do, unless
+// two dimensions have the same extent: then nothing here tells heads from tokens.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +25,8 @@ struct TensorShape {
 //   shape   [head, token, row] or [token, head, row], as the format says, without the dimension of the blocks, and
 //           dimensions of 1 left out; before them nothing, or k/v (of a split format), or layers and k/v. Or one
 //           dimension behind that of the blocks: the bytes of a page, which declare nothing, so that the layout counts.
-//   dtype   that of the format; or an integer of the same size, as engines and NumPy hold types that they do not know;
-//           or bytes, where one dimension stands behind that of the blocks.
+//   dtype   that of the format; or an unsigned integer (or int8) of the same size, as engines and NumPy hold types that
+//           they do not know; or bytes, where one dimension stands behind that of the blocks.
 //
 // A layout of raw bytes fits everything. REQUIRES: each tensor has a dimension block_dim, no extent is 0, and the
 // tensors' pieces are whole pieces of the layout.

@@ -3,9 +3,8 @@
 //   L1  A block that is reserved or lent carries its owner's epoch as its tag, and the transfer's mark.
 //   L2  A block that somebody reads for a transfer is not reused before the last reader lets go, whatever was done to
 //       it meanwhile: it waits in state reserved, with kUnreadTag.
-//   L3  Where the engine allocates, an HBM block is the engine's from adopt() to free(). It is active then, or reserved
-//   or
-//       quarantined as what a fetch of the engine fills; it is never cached, lent, or freed by anybody else.
+//   L3  Where the engine allocates, an HBM block is the engine's from adopt() to free(). It is active then; while a
+//       fetch of the engine fills it, reserved or quarantined. It is never cached or lent; only the engine frees it.
 #include <algorithm>
 #include <string>
 

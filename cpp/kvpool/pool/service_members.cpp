@@ -4,8 +4,7 @@
 //   M1  An incarnation that was expelled has no session here, and gets none, before the directory names it again.
 //   M2  A pool that is fenced has no session, and gets none.
 //   M3  A pool that calls a peer which has dropped it learns so: the refusal carries the caller's own epoch. A peer
-//   that
-//       never had a session with it refuses without: it has taken nothing from the caller.
+//       that never had a session with it refuses without: it has taken nothing from the caller.
 // Both are told under mutex_ before sessions are looked for, and admit() looks under it: nobody slips in between.
 #include <algorithm>
 #include <string_view>
