@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any, cast
 
+import numpy as np
+
 from kvpool.errors import ArgumentTypeError
 
 __all__ = ["flag_from", "int_from", "shown"]
@@ -20,7 +22,7 @@ def int_from(value: object, what: str) -> int:
         what: What the message calls it.
 
     Raises:
-        ArgumentTypeError: It is no int. If its `__index__` has raised, that is the cause.
+        ArgumentTypeError: It is not an int. If its `__index__` has raised, that is the cause.
     """
     cause: Exception | None = None
     if not isinstance(value, bool):
@@ -32,14 +34,14 @@ def int_from(value: object, what: str) -> int:
 
 
 def flag_from(value: object, what: str) -> bool:
-    """The value, if it is a bool.
+    """The value, if it is a bool of Python or NumPy.
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: It is not a bool.
     """
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, np.bool_)):
         raise ArgumentTypeError(f"{what} must be a bool, not {type(value).__name__} ({shown(value)})")
-    return value
+    return bool(value)
 
 
 def shown(value: object) -> str:

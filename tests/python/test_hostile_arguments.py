@@ -314,6 +314,8 @@ def test_a_batch_is_a_list_of_pairs_and_a_flag_is_a_bool():
             with refused(pool, kvpool.ArgumentTypeError, text):
                 call()
         assert len(pool.alloc(1, evict=np.bool_(False))) == 1
+        with pytest.raises(kvpool.PeerLost):
+            pool.connect("unix:@kvpool-nobody-listens-here", wait=np.bool_(False))
 
 
 def test_the_exception_of_an_argument_is_the_cause_and_ctrl_c_is_not_swallowed():

@@ -109,7 +109,7 @@ class PeerVerbs(_core.Pool):
         """
         wanted = self._settings_for(None, secret)
         _core._check_connect_address(address, bool(wanted.secret))
-        flag_from(wait, "wait")
+        wait = flag_from(wait, "wait")
         with self._speaking(None, wanted):
             peer = self._connect(address, timeout, wait)
         _log.info("met %s at %s", peer, address, extra={"peer": peer, "address": address})
