@@ -115,8 +115,9 @@ docs: $(DONE)/module $(DONE)/package-dev ## API reference in build/docs
 # ---- tests
 
 # In this order, so that what fails fast fails first. The first that fails is the last; under KVPOOL_CI all of them run.
-# No C++ tests of the release build: AddressSanitizer's build runs all of them, and Python's use the release build.
-TEST_STEPS := set-up style types python-and-builds asan tsan
+# Of the C++ tests only those of the release build that a sanitizer leaves out: AddressSanitizer's build runs all others, and
+# Python's use the release build.
+TEST_STEPS := set-up style types cpp-plain python-and-builds asan tsan
 
 .PHONY: test
 test: ## all tests, sanitizers, lint and types
@@ -167,6 +168,13 @@ cpp-test: $(DONE)/module $(DONE)/package-dev ## C++ tests
 	@mkdir -p $(REPORTS)
 	@$(BIN)/cmake --build build/release --target kvpool_tests
 	@KVPOOL_UCX="$(UCX_OF_WHEEL)" $(call in_parts,cpp-release) build/release/kvpool_tests
+
+.PHONY: cpp-plain
+cpp-plain: $(DONE)/module $(DONE)/package-dev ## C++ tests that a sanitizer leaves out
+	$(call say,C++ tests without a sanitizer)
+	@mkdir -p $(REPORTS)
+	@$(BIN)/cmake --build build/release --target kvpool_plain_tests
+	@$(BIN)/python .ci/shards.py $(REPORTS)/cpp-plain 1 1 $(PART_SECONDS) build/release/kvpool_plain_tests
 
 in_parts = $(BIN)/python .ci/shards.py $(REPORTS)/$(1) $(PARTS) $(PARTS_AT_ONCE) $(PART_SECONDS)
 

@@ -10,7 +10,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-CPP_RUNS = ("cpp-asan", "cpp-tsan")
+CPP_RUNS = ("cpp-plain", "cpp-asan", "cpp-tsan")
 PYTHON_REPORTS = ("python.xml", "python-alone.xml")
 
 Counts = tuple[int, int, int]  # passed, failed, skipped

@@ -50,6 +50,7 @@ class Attachment:
         self._process = os.getpid()
         self._requests = 0
         self._own = threading.Lock()  # of its own lease: none that has left is let out of its fence again
+        self._known_at = 0.0  # by when every peer has heard of the term that it is in (time.monotonic())
         self._stop = threading.Event()
         self._book = MemberBook(pool, self._epoch)
         cluster._directory.attest(self._book)
@@ -214,6 +215,9 @@ class Attachment:
             if word == "lost":
                 self._keep_to_itself(pool)
             elif word == "regained":
+                # A peer whose watch is dead notices it within a lease and a question. And no lease that has just been
+                # granted runs out before.
+                self._known_at = time.monotonic() + 2 * self._cluster.lease_s
                 pool._unfence()
                 args = pool, self._book.met()
                 threading.Thread(target=_meet_again, args=args, name="kvpool-meet", daemon=True).start()
@@ -223,11 +227,16 @@ class Attachment:
     def _look_at_clock(self, pool: PeerVerbs) -> None:
         """Fences the pool when its lease has lapsed, also while the cluster's thread is held up and says nothing.
 
-        The same when a peer has refused it as one that was dropped.
+        The same when a peer has refused it as one that was dropped. In a new term the peer may only not have heard of
+        it yet: such a refusal is forgotten.
         """
         why = pool._dropped_by()
-        if why:
+        if why and time.monotonic() >= self._known_at:
             self._registration.note_dropped(why)
+        elif why:
+            with busy, self._own, contextlib.suppress(ClosedError):
+                if pool._dropped_by():  # so it has no fence, which would have to stay
+                    pool._unfence()
         if not self._registration.lapsed():
             return
         with busy, self._own, contextlib.suppress(ClosedError):

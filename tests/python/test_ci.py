@@ -91,12 +91,12 @@ def test_a_test_with_an_address_in_its_name_is_refused(tmp_path):
 
 CPP = "shard {} of 2: {} of 9 test cases\n[doctest] test cases:  {} |  {} passed | {} failed | 0 skipped\n"
 PYTHON = '<testsuites><testsuite errors="0" failures="{}" skipped="2" tests="9"></testsuite></testsuites>'
-CPP_REPORTS = [f"cpp-{name}-{part}of2.txt" for name in ("asan", "tsan") for part in (1, 2)]
+CPP_REPORTS = [f"cpp-{name}-{part}of2.txt" for name in ("plain", "asan", "tsan") for part in (1, 2)]
 
 
 @pytest.fixture
 def reports(tmp_path):
-    for name in ("asan", "tsan"):
+    for name in ("plain", "asan", "tsan"):
         (tmp_path / f"cpp-{name}-1of2.txt").write_text(CPP.format(1, 5, 5, 5, 0))
         (tmp_path / f"cpp-{name}-2of2.txt").write_text(CPP.format(2, 4, 4, 4, 0))
     (tmp_path / "python.xml").write_text(PYTHON.format(0))
@@ -110,12 +110,12 @@ def summary(folder):
 
 
 def test_the_summary_adds_up_all_reports(reports):
-    assert summary(reports) == (0, "32 passed, 0 failed, 4 skipped", "")
+    assert summary(reports) == (0, "41 passed, 0 failed, 4 skipped", "")
 
 
 def test_the_summary_fails_with_a_failed_test(reports):
     (reports / "python.xml").write_text(PYTHON.format(1))
-    assert summary(reports)[:2] == (1, "31 passed, 1 failed, 4 skipped")
+    assert summary(reports)[:2] == (1, "40 passed, 1 failed, 4 skipped")
 
 
 @pytest.mark.parametrize("name", [*CPP_REPORTS, "python.xml", "python-alone.xml"])
@@ -290,6 +290,17 @@ def test_make_test_builds_the_cpp_tests_for_the_two_sanitizers_alone():
     assert not {"cpp-test", "tsan-all", "long-forms"} & set(steps)
     assert {"cpp-test", "tsan-all", "long-forms"} <= set(makefile("LONG_STEPS").split())
     assert "KVPOOL_ONLY_THREADS" not in makefile("SANITIZER_asan")  # it runs all
+
+
+def test_what_a_sanitizer_leaves_out_is_run_without_one():
+    assert "cpp-plain" in makefile("TEST_STEPS").split()
+    assert "kvpool_plain_tests" in recipe_of("cpp-plain")
+    plain = re.search(r"add_executable\(\s*kvpool_plain_tests ([^)]*)\)", (ROOT / "CMakeLists.txt").read_text())
+    assert plain
+    files = (ROOT / "tests" / "cpp").glob("*_test.cpp")
+    left_out = {file.name for file in files if re.search(r"doctest::skip|kSanitized", file.read_text())}
+    assert left_out
+    assert left_out <= {Path(name).name for name in plain[1].split()}
 
 
 def test_the_sanitizers_compile_few_files():

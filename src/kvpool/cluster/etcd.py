@@ -221,7 +221,11 @@ class EtcdDirectory(Directory):
                 fresh = Ids.new(self.given_at_least(*self._shown_ids()[1])).to_bytes()
                 self.call("kv/txn", {"compare": [absent(self.keys.ids)], "success": [put(self.keys.ids, fresh)]})
             elif time.monotonic() >= until:
-                raise DeadlineExceeded("register: etcd is new; members that live are given a lease to come back")
+                if value is not None:
+                    why = f"{self.keys.no_counter(value)}; members that live are given a lease to mend it"
+                else:
+                    why = "etcd is new; members that live are given a lease to come back"
+                raise DeadlineExceeded(f"register: {why}")
             time.sleep(_RETRY_S)
 
     def repair_ids(self) -> int:

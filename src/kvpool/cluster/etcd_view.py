@@ -74,6 +74,7 @@ class EtcdView:
         self._stream: Stream | None = None
         self._lock = threading.Lock()  # of the stream
         self._dropping = threading.Lock()  # one at a time: the watch's thread and the tender's
+        self._showing = threading.Lock()  # so that no record comes back between a look at it and its member's loss
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpool-etcd", daemon=True)
 
@@ -192,9 +193,9 @@ class EtcdView:
             return False
         except Denied as error:  # one that may only read tells nobody
             _log.warning("%s cannot be told that it was dropped: %s", name, error, extra=member._log_fields(str(error)))
-        if not self._unlisted.has(name):
-            return True  # its record came back meanwhile
-        self._board.remove(name, "lost", why)
+        with busy, self._showing:
+            if self._unlisted.has(name):  # else its record came back meanwhile
+                self._board.remove(name, "lost", why)
         return True
 
     def _drop(self, member: Member) -> bool:
@@ -347,13 +348,17 @@ class EtcdView:
             record = self._keys.record(value)
             if record is None:
                 continue
-            self._unlisted.discard(record.name)
-            if record.state == "left":
-                self._board.remove(record.name, "left", "it has said goodbye")
-            elif record.state == "ended":
-                self._board.remove(record.name, "lost", "its process has ended")
-            else:
-                self._board.show(record)
+            with busy, self._showing:
+                self._unlisted.discard(record.name)
+                self._put_on_board(record)
+
+    def _put_on_board(self, record: Member) -> None:
+        if record.state == "left":
+            self._board.remove(record.name, "left", "it has said goodbye")
+        elif record.state == "ended":
+            self._board.remove(record.name, "lost", "its process has ended")
+        else:
+            self._board.show(record)
 
     def _read_birth(self, timeout_s: float) -> tuple[str | None, int]:
         """The mark of etcd's data, None when it has none; and its revision."""

@@ -75,6 +75,7 @@ class UserPlaces:
             if make and not file.exists() and os.stat(self.home).st_uid == self.uid:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 mine = folder / f"local-{self.boot}.{secrets.token_hex(8)}"
+                mine.touch(mode=0o600)  # the folder may be one that others can read
                 mine.write_text(secrets.token_hex(8))
                 try:
                     os.link(mine, file)  # of several processes, one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 
@@ -119,6 +120,21 @@ def test_one_that_is_back_after_a_silence_is_not_lost(scene, clock):
     clock.now += 100
     scene.view.tend()
     assert scene.told == ["joined"]
+
+
+def test_a_record_that_is_back_at_the_last_moment_is_shown(scene, monkeypatch):
+    """The watch's thread shows it while the tender's, which has just looked, takes the member off the board."""
+    watch = threading.Thread(target=lambda: scene.lists(MEMBER))
+
+    def has(name):
+        watch.start()
+        watch.join(0.2)  # it cannot wait for this thread
+        return True
+
+    monkeypatch.setattr(scene.view._unlisted, "has", has)
+    scene.view._give_up("a", "its lease has run out")
+    watch.join(30)
+    assert scene.board.find("a") is not None
 
 
 def test_one_that_is_linked_is_kept_until_its_link_ends(scene, clock):

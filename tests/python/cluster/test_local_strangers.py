@@ -90,6 +90,7 @@ def test_when_every_name_is_taken_the_home_keeps_another_one(places):
     for root in places.fixed():
         if os.path.isdir(os.path.dirname(root)):
             take(root)
+    os.makedirs(f"{places.home}/.cache/kvpool")  # by something else, with the usual mode
     path = cluster_path("x", places)
     assert os.path.dirname(os.path.dirname(path)) == places.shared[0]
     assert os.path.dirname(path) not in places.fixed()
@@ -100,7 +101,7 @@ def test_when_every_name_is_taken_the_home_keeps_another_one(places):
             os.rmdir(root)
     assert cluster_path("x", places) == path
     file = Path(places.home, ".cache", "kvpool", "local-boot-1")
-    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600  # nobody else can read which name it is
     for content in ("../../etc", "", "0" * 15, "0" * 17):
         file.write_text(content)
         assert cluster_path("y", places) == f"{places.shared[0]}/kvpool-{OURS}/y"

@@ -285,3 +285,11 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "wrong.json").write_text("{}")
     with pytest.raises(ArgumentError, match=r"wrong\.json"):
         load_tokenizer(tmp_path / "wrong.json")
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+@pytest.mark.parametrize("field", ["prompt", "messages", "model", "user", "cache_salt", "tools"])
+def test_a_number_of_thousands_of_digits_is_the_instances_to_judge(kind, field):
+    """Python converts 4,300."""
+    body = json.dumps({field: [0]}).replace("0", "1" * 5000).encode()
+    assert len(asked_of(body, kind).tokens)

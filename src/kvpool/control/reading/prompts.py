@@ -267,9 +267,14 @@ def _decoded(name: str, value: bytes, prompt_bytes_max: int) -> Any:
     try:
         return _ANY.decode(value)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        if len(value) > INLINE_BYTES:
-            return _Opaque(value[:prompt_bytes_max].decode("utf-8", "replace"))
-        return json.loads(value)  # a number too large for others
+        if len(value) <= INLINE_BYTES:
+            try:
+                return json.loads(value)  # a number too large for others
+            except UnicodeDecodeError:
+                raise
+            except ValueError:  # it has more digits than Python converts
+                pass
+        return _Opaque(value[:prompt_bytes_max].decode("utf-8", "replace"))
 
 
 def _ids(value: bytes, prompt_bytes_max: int) -> Tokens | None:

@@ -32,7 +32,7 @@ class Probing:
     def __init__(self, health: HealthSettings, tell: Callable[[Instance, str | None], None]) -> None:
         self._health = health
         self._tell = tell
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by name; of the thread's loop
+        self._tasks: dict[Instance, asyncio.Task[None]] = {}  # of the thread's loop
         self._home: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -53,13 +53,13 @@ class Probing:
 
     async def forget(self, instance: Instance) -> None:
         """Probes an instance no longer."""
-        await self._there(self._end(instance.spec.name))
+        await self._there(self._end(instance))
 
     async def close(self) -> None:
         """Ends all probes and the thread."""
         if self._loop is None or self._thread is None:
             return
-        await self._there(self._end(*self._tasks))
+        await self._there(self._end_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join)
         self._loop.close()
@@ -81,10 +81,13 @@ class Probing:
 
     def _watch(self, instance: Instance) -> None:
         assert self._loop is not None
-        self._tasks[instance.spec.name] = self._loop.create_task(self._keep_probing(instance))
+        self._tasks[instance] = self._loop.create_task(self._keep_probing(instance))
 
-    async def _end(self, *names: str) -> None:
-        tasks = [self._tasks.pop(name) for name in names if name in self._tasks]
+    async def _end_all(self) -> None:
+        await self._end(*self._tasks)
+
+    async def _end(self, *instances: Instance) -> None:
+        tasks = [self._tasks.pop(instance) for instance in instances if instance in self._tasks]
         for task in tasks:
             task.cancel()
         for task in tasks:

@@ -1,0 +1,44 @@
+"""A member that begins a new term calls its peers at once, before they may have heard of the term."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from cluster.kit import EtcdPlace, free_name, wait_for
+from kit import small_pool
+
+from kvpool.cluster.etcd_keys import Keys
+from kvpool.cluster.gateway import encode
+
+HEARTBEAT = 0.3
+
+
+@pytest.fixture
+def place(own_etcd):
+    one = EtcdPlace(own_etcd, heartbeat=HEARTBEAT, secret=free_name(), timeout=60.0)
+    yield one
+    one.close()
+
+
+def test_a_peer_that_has_not_heard_of_the_new_term_does_not_end_it(place, monkeypatch):
+    with small_pool() as dropped, small_pool() as peer:
+        of_dropped = dropped.attach(place.join(), name="a")
+        of_peer = peer.attach(place.join(), name="b")
+        wait_for(lambda: of_dropped._book.names() and of_peer._book.names())
+        dropped._meet("b", 30.0)
+        wait_for(lambda: of_dropped._book.met() == ["b"])
+        of_peer._book.remember_peers()
+        # The peer drops the member, and is slow to hear that it is back.
+        monkeypatch.setattr(of_peer._book, "_tell", lambda: None)
+        peer._expel(of_dropped._epoch, "the test has given it up")
+        key = Keys(place.prefix).dropped(of_dropped._epoch)
+        place.server.call("kv/put", {"key": encode(key), "value": encode("0")})
+        wait_for(lambda: of_dropped._registration.record.term == 1)
+        wait_for(dropped._dropped_by)
+        monkeypatch.undo()
+        of_peer._book.tell_again()
+        wait_for(lambda: [one.name for one in dropped.peers()] == ["b"])
+        time.sleep(4 * HEARTBEAT)
+        assert of_dropped._registration.leases_lost == 1
+        assert not dropped._dropped_by()
