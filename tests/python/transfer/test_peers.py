@@ -257,6 +257,21 @@ def test_a_listen_that_fails_leaves_no_trace():
         assert (pool.name, pool.settings.secret) == ("y", "second")
 
 
+def test_a_first_call_that_is_interrupted_while_it_makes_the_service_leaves_no_trace():
+    class Interrupted(kvpool.Pool):
+        def _start_service(self, *args: Any, **options: Any) -> list[str]:
+            super()._start_service(*args, **options)
+            raise KeyboardInterrupt  # as Python hears Ctrl-C: when a long call of the core returns
+
+    with Interrupted(small_layout(), hbm_blocks=2) as pool:
+        for call in (pool.listen, pool.connect):
+            with pytest.raises(KeyboardInterrupt):
+                call(address_of("shm"), secret="first")
+        pool.__class__ = kvpool.Pool
+        pool.listen(address_of("shm"), secret="second")
+        assert pool.settings.secret == "second"
+
+
 def test_a_first_call_that_fails_leaves_another_one_of_the_same_pool_alone():
     for round_ in range(10):
         with small_pool(name="a") as pool, small_pool(name="b") as other, ThreadPoolExecutor(4) as threads:
