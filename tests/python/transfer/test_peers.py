@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -459,6 +460,30 @@ def test_a_stopped_peer_is_lost_and_its_late_writes_harm_nobody(child):
         child.kill()
         eventually(lambda: pair.a.audit().hbm.quarantined == 0)
         assert pair.a.stats().hbm.free == 8
+
+
+def test_what_a_stopped_peer_has_not_read_yet_does_not_overwrite_what_comes_by_another_route(child):
+    """The first transfer ends at its deadline, and the peer places its content later than that of the second."""
+    to = child("pool = small_pool(name='b', lease_s=30.0)\npool.listen(where)", where=address_of("shm"))
+    with small_pool(lease_s=30.0) as pool:
+        assert pool.connect(to) == "b"
+        lent, addrs = pool.alloc(1, instance="b"), pool.alloc(2)
+        sent = fill(pool, addrs, 1)
+        child.kill(signal.SIGSTOP)
+        with pytest.raises(kvpool.DeadlineExceeded):
+            pool.transfer("b", addrs[:1], to=lent, route="sock", timeout=0.3).wait()
+        with pytest.raises(kvpool.Busy, match="given up"):
+            pool.transfer("b", addrs[1:], to=lent, route="shm")
+        child.kill(signal.SIGCONT)
+
+        def write_again() -> bool:
+            with contextlib.suppress(kvpool.Busy):
+                pool.transfer("b", addrs[1:], to=lent, route="shm").wait()
+                return True
+            return False
+
+        eventually(write_again)
+        assert child("content(pool, addrs)", addrs=lent) == sent[1:]
 
 
 def test_many_peers_at_once(child):
