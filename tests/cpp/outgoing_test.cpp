@@ -473,6 +473,58 @@ TEST_CASE("whose the destinations are after a late insertion is known when the r
   }
 }
 
+// What a link has not brought yet when its transfer ends comes later than what is written past it.
+TEST_CASE("nothing overtakes on its way to lent blocks what a transfer that was given up has sent") {
+  SessionKit kit(/*one_sided=*/false);
+  const Addresses borrowed = kit.borrow(1);
+  const auto write = [&] {
+    TransferRequest request = request_for(kit, 1);
+    request.to = borrowed;
+    return kit.session->transfer(std::move(request));
+  };
+  const auto transfer = write();
+  std::uint64_t id = 0;
+  SUBCASE("too late within a frame") {
+    kit.host.now += 101 * kMs;
+    const Error late(ErrorCode::kDeadline, "the peer did not take the data by the deadline");
+    kit.host.end_write(&late);
+    id = kit.link->take().id;
+  }
+  SUBCASE("too late for the confirmation") {
+    kit.host.end_write();
+    kit.link->sent.clear();
+    kit.session->tick(kit.host.now += 101 * kMs);
+    id = kit.link->take().id;
+  }
+  SUBCASE("cancelled, and too late for the answer to that") {
+    transfer->cancel();
+    const Error cancelled(ErrorCode::kCancelled, "cancelled before the data was sent");
+    kit.host.end_write(&cancelled);
+    id = kit.link->take().id;
+    CHECK_FALSE(transfer->done());
+    kit.session->tick(kit.host.now += 101 * kMs);
+  }
+  REQUIRE(transfer->done());
+  const auto past = std::make_shared<ScriptRoute>(/*one_sided=*/true);
+  kit.session->start(kit.link, {past});
+  TransferRequest refused = request_for(kit, 1);
+  const Addresses from = refused.from;
+  refused.to = borrowed;
+  CHECK(code_of([&] { kit.session->transfer(std::move(refused)); }) == ErrorCode::kBusy);
+  const std::uint32_t free = kit.count(BlockState::kFree);
+  kit.pool->free(from.data(), from.size());
+  CHECK(kit.count(BlockState::kFree) == free + 1);  // nobody reads them
+  kit.session->start(kit.link, {kit.route});
+  const auto behind = write();  // by the link: it comes behind
+  kit.host.end_write();
+  kit.say(FrameKind::kDone, kit.link->take().id, write_addresses({}));
+  CHECK_NOTHROW(behind->rethrow_if_failed());
+  kit.session->start(kit.link, {past});
+  CHECK(code_of([&] { write(); }) == ErrorCode::kBusy);
+  kit.say(FrameKind::kDone, id, write_addresses({}));
+  CHECK_NOTHROW(write());
+}
+
 TEST_CASE("a loan that comes too late goes back") {
   SessionKit kit;
   kit.link->meanwhile = [&](std::int64_t deadline_ns) { kit.host.now = deadline_ns; };

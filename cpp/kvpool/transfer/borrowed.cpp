@@ -5,6 +5,11 @@
 #include "kvpool/base/error.h"
 
 namespace kvpool {
+namespace {
+
+constexpr std::int64_t kRetryAfterUs = 10'000;
+
+}  // namespace
 
 BorrowedBlocks::BorrowedBlocks(std::string peer, std::uint32_t instance, std::array<std::uint32_t, kMediaCount> blocks)
     : peer_(std::move(peer)), instance_(instance), blocks_(blocks) {}
@@ -94,6 +99,14 @@ void BorrowedBlocks::take_again(std::span<const Address> addresses) noexcept {
   const std::lock_guard lock(mutex_);
   for (const Address address : addresses) *find(address) = generation_of(address) << kGenerationAt | kBorrowed;
   count_ += static_cast<std::uint32_t>(addresses.size());
+}
+
+void BorrowedBlocks::check_nothing_overdue() const {
+  if (overdue_.load() == 0) return;
+  throw Error(ErrorCode::kBusy,
+              "an earlier transfer to blocks of peer " + peer_ +
+                  " was given up, and the peer has not yet said that what was sent by the connection is over",
+              {{"retry_after_us", kRetryAfterUs}});
 }
 
 std::uint32_t BorrowedBlocks::count() const noexcept {

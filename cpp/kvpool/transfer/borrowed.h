@@ -3,11 +3,14 @@
 // Invariants
 //   W1  A block is written by at most one transfer at a time, and only while it is borrowed.
 //   W2  A block that is being written is not given back.
+//   W3  No write overtakes an earlier one. What a transfer has sent by the link and then given up may still be on its
+//       way when it ends; until the peer has answered behind it, nobody writes past the link.
 //
 // Thread-safety: all of it.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -37,6 +40,12 @@ class BorrowedBlocks {
   void take_again(std::span<const Address> addresses) noexcept;
   void remove(std::span<const Address> addresses);
 
+  // Around the time from the end of a transfer that was given up to the peer's answer. Before its end_write().
+  void begin_overdue() noexcept { overdue_.fetch_add(1); }
+  void end_overdue() noexcept { overdue_.fetch_sub(1); }
+  // For a write past the link, after its begin_write(). Throws kBusy.
+  void check_nothing_overdue() const;
+
   std::uint32_t count() const noexcept;
 
  private:
@@ -53,6 +62,7 @@ class BorrowedBlocks {
   mutable std::mutex mutex_;
   std::array<std::vector<std::uint32_t>, kMediaCount> words_;  // empty until the first block is borrowed
   std::uint32_t count_ = 0;
+  std::atomic<std::uint32_t> overdue_{0};
 };
 
 }  // namespace kvpool

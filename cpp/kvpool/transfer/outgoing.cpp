@@ -38,11 +38,13 @@ Outgoing::Outgoing(std::shared_ptr<Session> session, std::uint64_t id, TransferR
     write_to_ = request_.to;
     addresses_ = std::move(request_.to);
     session_->borrowed().begin_write(write_to_);
+    lent_ = true;
+    if (one_sided_) session_->borrowed().check_nothing_overdue();
   } catch (...) {
+    if (lent_) session_->borrowed().end_write(write_to_);
     blocks.release_reading(request_.from);
     throw;
   }
-  lent_ = true;
 }
 
 // A handle that was never started, because something threw on the way.
@@ -148,8 +150,9 @@ void Outgoing::on_answer(Message&& message) {
   Lock lock(mutex_);
   if (phase_ == Phase::kDone) return settle(lock, message);
   if (phase_ == Phase::kCancelling) {
-    if (message.kind == FrameKind::kDone) end(lock, why_);
-    return;  // what it had answered before it heard
+    if (message.kind != FrameKind::kDone) return;  // what it had answered before it heard
+    cancel_told_ = false;
+    return end(lock, why_);
   }
   if (message.kind == FrameKind::kRefused) {
     const Error error = read_error(message.body);
@@ -183,6 +186,11 @@ void Outgoing::on_answer(Message&& message) {
 // The receiver was told to insert the destinations, and answers after the deadline: only now it is known whose they
 // are. (An answer without blocks is the one to the cancellation.)
 void Outgoing::settle(Lock& lock, const Message& message) {
+  if (std::exchange(overdue_, false)) {  // the peer handles one frame after the other: what was sent before is over
+    lock.unlock();
+    session_->forget_answer(id_);
+    return session_->borrowed().end_overdue();
+  }
   if (!told_ || !lent_) return;
   const bool inserted = message.kind == FrameKind::kDone && !read_addresses(message.body).empty();
   if (!inserted && message.kind != FrameKind::kRefused) return;
@@ -233,6 +241,7 @@ void Outgoing::give_up(Lock& lock, const Error& why, bool wait_for_peer) {
   // A route that broke may have bytes on their way that nobody calls back: the peer must not hear that there are none.
   const bool tell = !is_quiet() && !session_->lost() && !broken_ && why.code() != ErrorCode::kPeerLost;
   why_ = why;
+  cancel_told_ = tell;
   if (!tell || !wait_for_peer) {
     end(lock, why_);
   } else {
@@ -251,11 +260,15 @@ void Outgoing::end(Lock& lock, std::optional<Error> error) {
   // Blocks that the peer may be inserting are nobody's to write until it has answered: see settle().
   const bool unsettled = told_ && request_.insert && lent_ && !session_->lost();
   const bool lent = !unsettled && std::exchange(lent_, false);
+  // Another route would overtake what the link has not brought yet.
+  overdue_ = lent && error && !one_sided_ && next_step_ > 0 && cancel_told_ && !session_->lost();
+  if (overdue_) session_->borrowed().begin_overdue();
+  const bool answered = !unsettled && !overdue_;
   const bool reading = std::exchange(reading_, false);
   stats_.total_us = elapsed_us();
   const std::shared_ptr<Route> route = std::move(route_);  // destroyed without the lock
   lock.unlock();
-  if (!is_quiet() && !unsettled) session_->forget_answer(id_);
+  if (!is_quiet() && answered) session_->forget_answer(id_);
   if (lent) {
     // Blocks that the peer has inserted are no longer lent; all others are as they were.
     if (request_.insert && !error) {
@@ -271,6 +284,7 @@ void Outgoing::end(Lock& lock, std::optional<Error> error) {
 void Outgoing::on_lost(const Error& why) {
   Lock lock(mutex_);
   if (phase_ == Phase::kDone) {
+    if (std::exchange(overdue_, false)) session_->borrowed().end_overdue();
     if (std::exchange(lent_, false)) session_->borrowed().end_write(write_to_);
     return;
   }

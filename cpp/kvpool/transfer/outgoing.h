@@ -81,6 +81,8 @@ class Outgoing final : public AwaitedTransfer {
   bool reading_ = false;      // holds on the sources
   bool lent_ = false;         // marks on the named destinations
   bool told_ = false;         // that it is complete, and the peer has not answered
+  bool cancel_told_ = false;  // that it will not be, and the peer has not answered
+  bool overdue_ = false;      // it has ended, and what it sent to lent blocks by the link may be on its way
   bool broken_ = false;       // a write may go on although it has ended: see breaks_route()
   std::optional<Error> why_;  // it is to end with this, once the write under way has ended
   std::vector<Address> addresses_;

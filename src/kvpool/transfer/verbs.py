@@ -216,8 +216,12 @@ class PeerVerbs(_core.Pool):
                     raise StateError(f"this pool speaks with peers {what} already")
                 return False
             if self._prepared is None:
-                self._notes = self._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl))
-                self._prepared = wanted
+                try:
+                    self._notes = self._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl))
+                    self._prepared = wanted
+                except BaseException:  # Ctrl-C is heard behind the call, which may have made the service
+                    self._drop_prepared()
+                    raise
             elif self._prepared != wanted:
                 raise StateError(
                     "another thread is in this pool's first listen or connect, with another name or secret"
@@ -239,9 +243,12 @@ class PeerVerbs(_core.Pool):
         with self._serving:
             self._first_calls -= 1
             if self._first_calls == 0 and self._prepared is not None:
-                self._prepared = None
-                with contextlib.suppress(Error):  # this is a forked child, whose parent has the service
-                    self._drop_service()
+                self._drop_prepared()
+
+    def _drop_prepared(self) -> None:
+        self._prepared = None
+        with contextlib.suppress(Error):  # this is a forked child, whose parent has the service
+            self._drop_service()
 
     def peers(self) -> list[PeerInfo]:
         """The peers that are connected now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -257,6 +258,21 @@ def test_a_listen_that_fails_leaves_no_trace():
         assert (pool.name, pool.settings.secret) == ("y", "second")
 
 
+def test_a_first_call_that_is_interrupted_while_it_makes_the_service_leaves_no_trace():
+    class Interrupted(kvpool.Pool):
+        def _start_service(self, *args: Any, **options: Any) -> list[str]:
+            super()._start_service(*args, **options)
+            raise KeyboardInterrupt  # as Python hears Ctrl-C: when a long call of the core returns
+
+    with Interrupted(small_layout(), hbm_blocks=2) as pool:
+        for call in (pool.listen, pool.connect):
+            with pytest.raises(KeyboardInterrupt):
+                call(address_of("shm"), secret="first")
+        pool.__class__ = kvpool.Pool
+        pool.listen(address_of("shm"), secret="second")
+        assert pool.settings.secret == "second"
+
+
 def test_a_first_call_that_fails_leaves_another_one_of_the_same_pool_alone():
     for round_ in range(10):
         with small_pool(name="a") as pool, small_pool(name="b") as other, ThreadPoolExecutor(4) as threads:
@@ -444,6 +460,30 @@ def test_a_stopped_peer_is_lost_and_its_late_writes_harm_nobody(child):
         child.kill()
         eventually(lambda: pair.a.audit().hbm.quarantined == 0)
         assert pair.a.stats().hbm.free == 8
+
+
+def test_what_a_stopped_peer_has_not_read_yet_does_not_overwrite_what_comes_by_another_route(child):
+    """The first transfer ends at its deadline, and the peer places its content later than that of the second."""
+    to = child("pool = small_pool(name='b', lease_s=30.0)\npool.listen(where)", where=address_of("shm"))
+    with small_pool(lease_s=30.0) as pool:
+        assert pool.connect(to) == "b"
+        lent, addrs = pool.alloc(1, instance="b"), pool.alloc(2)
+        sent = fill(pool, addrs, 1)
+        child.kill(signal.SIGSTOP)
+        with pytest.raises(kvpool.DeadlineExceeded):
+            pool.transfer("b", addrs[:1], to=lent, route="sock", timeout=0.3).wait()
+        with pytest.raises(kvpool.Busy, match="given up"):
+            pool.transfer("b", addrs[1:], to=lent, route="shm")
+        child.kill(signal.SIGCONT)
+
+        def write_again() -> bool:
+            with contextlib.suppress(kvpool.Busy):
+                pool.transfer("b", addrs[1:], to=lent, route="shm").wait()
+                return True
+            return False
+
+        eventually(write_again)
+        assert child("content(pool, addrs)", addrs=lent) == sent[1:]
 
 
 def test_many_peers_at_once(child):
