@@ -11,6 +11,7 @@ __all__ = ["Relay"]
 
 _HEADER = struct.Struct("<IBBHQQQ")  # body bytes, kind, flags, zero, sequence, id, payload bytes
 _TAG_BYTES = 16
+_END_BYTES = 1  # behind a payload
 _DATA = 22
 _HELLO_BYTES, _PROOF_BYTES = 44, 32
 
@@ -43,7 +44,7 @@ class Relay:
 
     Attributes:
         forged: Data frames that were changed.
-        checksums: Frames, of those that came by unchanged, that had a checksum for a tag.
+        checksums: Frames that came with a checksum for their first tag.
     """
 
     def __init__(self, target: str) -> None:
@@ -93,14 +94,18 @@ class Relay:
             while True:
                 header = _take(source, _HEADER.size)
                 body_bytes, kind, *_, payload_bytes = _HEADER.unpack(header)
-                body, payload, tag = (_take(source, count) for count in (body_bytes, payload_bytes, _TAG_BYTES))
-                if forges and kind == _DATA:
-                    payload = bytes(byte ^ 0xFF for byte in payload)
-                    tag = checksum_tag(header + body + payload)
-                    self.forged += 1
-                elif tag[4:] == bytes(_TAG_BYTES - 4):
-                    self.checksums += 1
-                sink.sendall(header + body + payload + tag)
+                head, tag = header + _take(source, body_bytes), _take(source, _TAG_BYTES)
+                self.checksums += tag[4:] == bytes(_TAG_BYTES - 4)
+                frame = head + tag
+                if kind == _DATA:
+                    content, tag = _take(source, payload_bytes + _END_BYTES), _take(source, _TAG_BYTES)
+                    if forges:
+                        payload, end = content[:payload_bytes], content[payload_bytes:]
+                        content = bytes(byte ^ 0xFF for byte in payload) + end
+                        tag = checksum_tag(head + content)
+                        self.forged += 1
+                    frame += content + tag
+                sink.sendall(frame)
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
