@@ -28,6 +28,7 @@ from transfer.kit import (
     route_or_skip,
     small_layout,
     small_pool,
+    stop_process,
 )  # fmt: skip
 
 import kvpool
@@ -469,16 +470,16 @@ def test_what_a_stopped_peer_has_not_read_yet_does_not_overwrite_what_comes_by_a
         assert pool.connect(to) == "b"
         lent, addrs = pool.alloc(1, instance="b"), pool.alloc(2)
         sent = fill(pool, addrs, 1)
-        child.kill(signal.SIGSTOP)
+        stop_process(child.process.pid)
         with pytest.raises(kvpool.DeadlineExceeded):
             pool.transfer("b", addrs[:1], to=lent, route="sock", timeout=0.3).wait()
         with pytest.raises(kvpool.Busy, match="given up"):
-            pool.transfer("b", addrs[1:], to=lent, route="shm")
+            pool.transfer("b", addrs[1:], to=lent, route=NEAR)
         child.kill(signal.SIGCONT)
 
         def write_again() -> bool:
             with contextlib.suppress(kvpool.Busy):
-                pool.transfer("b", addrs[1:], to=lent, route="shm").wait()
+                pool.transfer("b", addrs[1:], to=lent, route=NEAR).wait()
                 return True
             return False
 
