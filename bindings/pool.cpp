@@ -248,7 +248,7 @@ Raises:
             pool.adopt(blocks.data(), blocks.size(), addresses.mutable_data());
             return addresses;
           },
-          py::arg("blocks"), R"(Tells the pool that the engine holds these blocks of its own, from now until ``free``.
+          py::arg("blocks"), R"(Tells the pool that the engine uses these blocks, from now until ``free``.
 
 For a pool over adopted memory made with ``engine_allocates=True``. All or nothing, thread-safe.
 

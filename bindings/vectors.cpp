@@ -142,7 +142,7 @@ void read_strided(const char* from, std::size_t n, py::ssize_t stride, Vector<T>
   }
 }
 
-// `code` is the array-interface kind ('i', 'u', ...); false when the type is none that T takes.
+// `code` is the array-interface kind ('i', 'u', ...); false when T does not take the type.
 template <class T>
 bool read_typed(char code, std::size_t size, const char* from, std::size_t n, py::ssize_t stride, Vector<T>& out) {
   if (code == 'i' && size == 8) {

@@ -72,7 +72,7 @@ std::string text_of(const PageFormat& format, std::uint32_t block_tokens) {
          (format.fused ? "2 * dim] " : "dim] ") + text_of(piece_of(format, block_tokens));
 }
 
-// The declaration that these tensors would fit, for the message; "" when there is none.
+// The declaration that these tensors would fit, for the message; "" when they fit none.
 std::string hint_for(const TensorShape& tensor, const Layout& layout) {
   for (const bool fused : {false, true}) {
     for (const bool tokens_first : {false, true}) {

@@ -276,7 +276,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   // Closes the service; another may be made. Its peers are parted from, and what they lent is gone.
   // REQUIRES: nobody is in a call of one that was never published.
   void drop_service();
-  // Published or not; null when there is none.
+  // The service, published or not; null before prepare_service().
   Service* prepared_service();
   // Null before one is published.
   Service* service() const noexcept { return service_ptr_.load(std::memory_order_acquire); }

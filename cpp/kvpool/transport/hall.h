@@ -30,8 +30,8 @@ class Hall : public std::enable_shared_from_this<Hall> {
 
   // What the pool says of itself, with its door.
   Introduction introduction() const;
-  // Whether this side's settings let a checksum take the MAC's place. Only a network can be declared trusted: a Unix
-  // socket to another user is none.
+  // Whether this side's settings let a checksum take the MAC's place. That is for TCP alone: a Unix
+  // socket to another user always has the MAC.
   bool trusts_network(bool tcp) const noexcept { return tcp && options.trusted_network; }
   // Throws kAuth when nothing but its user can tell a friend here, and it is another user's.
   void check_user(const Descriptor& socket, bool tcp) const;
