@@ -10,8 +10,8 @@
 #include "bind.h"
 #include "gil.h"
 #include "kvpool/pool/pool.h"
-#include "kvpool/pool/rank_hub.h"
-#include "kvpool/pool/rank_node.h"
+#include "kvpool/ranks/rank_hub.h"
+#include "kvpool/ranks/rank_node.h"
 #include "reshard.h"
 #include "service.h"
 

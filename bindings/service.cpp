@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bind.h"
-#include "kvpool/transport/endpoint.h"
+#include "kvpool/net/connect/endpoint.h"
 
 namespace kvpool::bindings {
 namespace {

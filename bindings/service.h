@@ -12,8 +12,8 @@
 #include "kvpool/base/error.h"
 #include "kvpool/base/medium.h"
 #include "kvpool/base/wait.h"
+#include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
-#include "kvpool/pool/service.h"
 
 namespace kvpool::bindings {
 

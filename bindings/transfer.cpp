@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bind.h"
-#include "kvpool/transport/frame.h"
+#include "kvpool/net/frame.h"
 #include "service.h"
 #include "stream.h"
 #include "vectors.h"

@@ -1,5 +1,5 @@
 // A stream of the application's that waits for a fetch.
-#include "kvpool/pool/wait_on.h"
+#include "kvpool/peers/wait_on.h"
 
 #include <vector>
 

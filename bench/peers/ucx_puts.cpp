@@ -87,7 +87,7 @@ const char* side_map(std::uint64_t base, std::uint64_t bytes, std::uint64_t* map
   return text(status);
 }
 
-const char* side_card(char* address, std::uint64_t* address_bytes, char* key, std::uint64_t* key_bytes) {
+const char* side_metadata(char* address, std::uint64_t* address_bytes, char* key, std::uint64_t* key_bytes) {
   ucp_address_t* worker = nullptr;
   std::size_t bytes = 0;
   if (const ucs_status_t status = ucp_worker_get_address(side.worker, &worker, &bytes); status != UCS_OK) {

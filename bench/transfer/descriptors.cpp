@@ -20,11 +20,12 @@
 #include <vector>
 
 #include "kvpool/arena/arena.h"
+#include "kvpool/base/clock.h"
 #include "kvpool/base/copy.h"
 #include "kvpool/base/strips.h"
-#include "kvpool/transport/cma_route.h"
-#include "kvpool/transport/memory_route.h"
-#include "kvpool/transport/reactor.h"
+#include "kvpool/net/reactor.h"
+#include "kvpool/routes/host/cma_route.h"
+#include "kvpool/routes/host/memory_route.h"
 
 namespace {
 
@@ -45,15 +46,15 @@ MediaSpans spans_of(const Arena& arena) {
   return spans;
 }
 
-PeerCard card_of(const Arena& arena) {
-  PeerCard card;
-  card.media[kDram].blocks = arena.blocks();
-  card.media[kDram].mapped_bytes = arena.mapped_bytes();
+PeerMetadata metadata_of(const Arena& arena) {
+  PeerMetadata metadata;
+  metadata.media[kDram].blocks = arena.blocks();
+  metadata.media[kDram].mapped_bytes = arena.mapped_bytes();
   for (const Segment& segment : arena.segments()) {
-    card.media[kDram].segments.push_back(
+    metadata.media[kDram].segments.push_back(
         {reinterpret_cast<std::uint64_t>(segment.base), segment.stride, segment.bytes});
   }
-  return card;
+  return metadata;
 }
 
 // Blocks of an arena in random order.
@@ -157,8 +158,8 @@ void measure_routes(const Size& size, int threads) {
   std::memset(source->segments()[0].base, 1, kArenaBytes);
   const Peer peer;
   CopyTeam team(threads);
-  const auto shm = make_shm_route(spans_of(*source), source, card_of(*target), {-1, target->memfd()}, team);
-  const auto cma = make_cma_route(spans_of(*source), source, card_of(*target), peer.pid(), peer.pidfd(), team);
+  const auto shm = make_shm_route(spans_of(*source), source, metadata_of(*target), {-1, target->memfd()}, team);
+  const auto cma = make_cma_route(spans_of(*source), source, metadata_of(*target), peer.pid(), peer.pidfd(), team);
   const BlockStrip whole{0, 0, size.bytes};
   const auto from = scattered(blocks, size.count, 1);
   const auto to = scattered(blocks, size.count, 2);

@@ -1,4 +1,4 @@
-#include "kvpool/pool/address_book.h"
+#include "kvpool/peers/address_book.h"
 
 #include <doctest/doctest.h>
 

@@ -1,4 +1,4 @@
-#include "kvpool/transport/caller_queue.h"
+#include "kvpool/net/connect/caller_queue.h"
 
 #include <doctest/doctest.h>
 

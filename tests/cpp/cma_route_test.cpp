@@ -1,4 +1,4 @@
-#include "kvpool/transport/cma_route.h"
+#include "kvpool/routes/host/cma_route.h"
 
 #include <doctest/doctest.h>
 #include <sys/mman.h>
@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "child_process.h"
+#include "kvpool/base/clock.h"
 #include "peer_process.h"
 #include "route_trial.h"
 
@@ -19,15 +20,16 @@ using testing::Dice;
 using testing::PeerProcess;
 using testing::Trial;
 
-PeerCard card_of(const MediaSpans& spans) {
-  PeerCard card;
+PeerMetadata metadata_of(const MediaSpans& spans) {
+  PeerMetadata metadata;
   for (std::size_t i = 0; i < spans.size(); ++i) {
-    card.media[i].blocks = spans[i].blocks;
+    metadata.media[i].blocks = spans[i].blocks;
     for (const Segment& segment : spans[i].segments) {
-      card.media[i].segments.push_back({reinterpret_cast<std::uint64_t>(segment.base), segment.stride, segment.bytes});
+      metadata.media[i].segments.push_back(
+          {reinterpret_cast<std::uint64_t>(segment.base), segment.stride, segment.bytes});
     }
   }
-  return card;
+  return metadata;
 }
 
 // Whether this machine lets a process write into its child at all.
@@ -86,8 +88,8 @@ TEST_CASE("cma writes into another process what a naive copy writes") {
       });
       const testing::BlockMemory before(trial.target);
       CopyTeam team(2);
-      const auto route =
-          make_cma_route(trial.source.spans(), nullptr, card_of(trial.target.spans()), peer.pid(), peer.pidfd(), team);
+      const auto route = make_cma_route(trial.source.spans(), nullptr, metadata_of(trial.target.spans()), peer.pid(),
+                                        peer.pidfd(), team);
       const WriteOutcome outcome = testing::write_whole(*route, trial);
       CHECK(
           outcome.calls ==
@@ -107,7 +109,7 @@ TEST_CASE("cma refuses what every route refuses") {
   PeerProcess peer([](const auto& wait) { return wait() ? 0 : 1; });
   CopyTeam team(1);
   const auto route =
-      make_cma_route(trial.source.spans(), nullptr, card_of(trial.target.spans()), peer.pid(), peer.pidfd(), team);
+      make_cma_route(trial.source.spans(), nullptr, metadata_of(trial.target.spans()), peer.pid(), peer.pidfd(), team);
   CHECK(std::string(route->name()) == "cma");
   CHECK(route->traits().one_sided);
   CHECK(route->reaches(Medium::kHbm));
@@ -123,7 +125,7 @@ TEST_CASE("cma reports a peer that is killed in the middle of a write as lost") 
     PeerProcess peer([&](const auto& wait) { return wait() ? 0 : 1; });
     CopyTeam team(threads);
     const MediaSpans spans = spans_at(memory, kBlocks, kBytes);
-    const auto route = make_cma_route(spans, nullptr, card_of(spans), peer.pid(), peer.pidfd(), team);
+    const auto route = make_cma_route(spans, nullptr, metadata_of(spans), peer.pid(), peer.pidfd(), team);
     const WholeWrite write(kBlocks, kBytes);
     std::atomic<std::uint64_t> done{0};
     std::thread killer([&] {
@@ -136,7 +138,7 @@ TEST_CASE("cma reports a peer that is killed in the middle of a write as lost") 
     while (!code) code = code_of([&] { route->write(request); });
     killer.join();
     CHECK(code == ErrorCode::kPeerLost);
-    CHECK(code_of([&] { make_cma_route(spans, nullptr, card_of(spans), peer.pid(), peer.pidfd(), team); }) ==
+    CHECK(code_of([&] { make_cma_route(spans, nullptr, metadata_of(spans), peer.pid(), peer.pidfd(), team); }) ==
           ErrorCode::kPeerLost);
   }
   munmap(memory, kBlocks * kBytes);
@@ -149,7 +151,7 @@ TEST_CASE("cma writes into a peer that is stopped") {
   peer.signal(SIGSTOP);
   const MediaSpans spans = spans_at(bytes, 1, sizeof(bytes));
   CopyTeam team(1);
-  const auto route = make_cma_route(spans, nullptr, card_of(spans), peer.pid(), peer.pidfd(), team);
+  const auto route = make_cma_route(spans, nullptr, metadata_of(spans), peer.pid(), peer.pidfd(), team);
   const WholeWrite write(1, sizeof(bytes));
   CHECK(route->write(write.request()).bytes == sizeof(bytes));
 }
@@ -165,17 +167,17 @@ TEST_CASE("cma tells what is wrong: no memory there, a hole in it, no pidfd, not
     munmap(memory + 10 * kBytes, kBytes);
     return wait() && wait() ? 0 : 1;
   });
-  const auto make = [&](const PeerCard& card, int pidfd) {
-    return make_cma_route(spans, nullptr, card, peer.pid(), pidfd, team);
+  const auto make = [&](const PeerMetadata& metadata, int pidfd) {
+    return make_cma_route(spans, nullptr, metadata, peer.pid(), pidfd, team);
   };
-  CHECK(code_of([&] { make(card_of(spans), -1); }) == ErrorCode::kUnsupported);
+  CHECK(code_of([&] { make(metadata_of(spans), -1); }) == ErrorCode::kUnsupported);
   const PeerProcess other([](const auto& wait) { return wait() ? 0 : 1; });
-  CHECK(code_of([&] { make(card_of(spans), other.pidfd()); }) == ErrorCode::kProtocol);
-  PeerCard wrong = card_of(spans);
+  CHECK(code_of([&] { make(metadata_of(spans), other.pidfd()); }) == ErrorCode::kProtocol);
+  PeerMetadata wrong = metadata_of(spans);
   wrong.media[0].segments[0].address = 16;
   CHECK(code_of([&] { make(wrong, peer.pidfd()); }) == ErrorCode::kProtocol);
 
-  const auto route = make(card_of(spans), peer.pidfd());
+  const auto route = make(metadata_of(spans), peer.pidfd());
   const WholeWrite write(kBlocks, kBytes);
   std::optional<ErrorCode> code;
   // Its munmap may come a moment later.
@@ -197,7 +199,7 @@ TEST_CASE("cma says what to do where the kernel does not allow it") {
     CopyTeam team(1);
     const MediaSpans spans = spans_at(bytes, 1, sizeof(bytes));
     try {
-      make_cma_route(spans, nullptr, card_of(spans), parent, pidfd, team);
+      make_cma_route(spans, nullptr, metadata_of(spans), parent, pidfd, team);
     } catch (const Error& error) {
       const bool helps = std::string(error.what()).find("ptrace_scope") != std::string::npos;
       return error.code() == ErrorCode::kUnsupported && helps ? 0 : 1;

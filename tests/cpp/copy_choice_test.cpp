@@ -1,4 +1,4 @@
-#include "kvpool/transport/copy_choice.h"
+#include "kvpool/routes/host/copy_choice.h"
 
 #include <doctest/doctest.h>
 

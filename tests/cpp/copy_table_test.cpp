@@ -12,10 +12,11 @@
 #include <vector>
 
 #include "kvpool/arena/device_arena.h"
+#include "kvpool/base/clock.h"
 #include "kvpool/blocks/device_mover.h"
 #include "kvpool/cuda/copier.h"
-#include "kvpool/transport/cuda_route.h"
-#include "kvpool/transport/reactor.h"
+#include "kvpool/net/reactor.h"
+#include "kvpool/routes/cuda_ipc/cuda_route.h"
 #include "table_kernels.h"
 #include "thrown.h"
 

@@ -1,4 +1,4 @@
-#include "kvpool/transport/cost_fit.h"
+#include "kvpool/routes/cost_fit.h"
 
 #include <doctest/doctest.h>
 

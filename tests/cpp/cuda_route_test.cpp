@@ -1,6 +1,6 @@
 // Writes by a GPU that are cut into parts: how these follow each other, and that nothing of a write that has ended is
 // under way. What a transfer by these routes does, device_transfer_test.cpp and verbs_test.cpp try.
-#include "kvpool/transport/cuda_route.h"
+#include "kvpool/routes/cuda_ipc/cuda_route.h"
 
 #include <doctest/doctest.h>
 
@@ -14,7 +14,8 @@
 
 #include "device_kit.h"
 #include "kvpool/arena/device_arena.h"
-#include "kvpool/transport/reactor.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/reactor.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA

@@ -12,8 +12,8 @@
 #include "device_kit.h"
 #include "kvpool/arena/device_arena.h"
 #include "kvpool/base/error.h"
+#include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
-#include "kvpool/pool/service.h"
 #include "pool_fixture.h"
 #include "thrown.h"
 

@@ -40,11 +40,11 @@ TEST_CASE("ranks on GPUs send to ranks on GPUs and on none, and get from them") 
     RankHere host(3, all);
     RankHere* const ranks[] = {&a, &b, &far, &host};
     for (RankHere* from : ranks) {
-      std::vector<CardRank> later;
+      std::vector<MetadataRank> later;
       for (RankHere* to : ranks) {
-        if (to->number > from->number) later.push_back(to->card());
+        if (to->number > from->number) later.push_back(to->metadata());
       }
-      from->lanes.meet(meeting_of(5, later), in_seconds(10));
+      from->channels.meet(meeting_of(5, later), in_seconds(10));
     }
     std::uint8_t value = 10;
     for (RankHere* from : ranks) {
@@ -81,7 +81,7 @@ TEST_CASE("strips of blocks in any layout go between ranks on GPUs as they do in
       spec_b.aggregated = dice.one_in(2);
       RankHere a(0, {route}, spec_a);
       RankHere b(1, {route}, spec_b);
-      a.lanes.meet(meeting_of(5, {b.card()}), in_seconds(10));
+      a.channels.meet(meeting_of(5, {b.metadata()}), in_seconds(10));
       for (int step = 0; step < fuzz_length(6); ++step) {
         RankHere& from = dice.one_in(2) ? a : b;
         RankHere& to = &from == &a ? b : a;
@@ -95,19 +95,19 @@ TEST_CASE("strips of blocks in any layout go between ranks on GPUs as they do in
             content_byte(span_of(source, address), block_of(address), i) = static_cast<std::byte>(dice.below(256));
           }
         }
-        LaneWrite lane{to.number, 0, random_strips(dice, from_bytes, to_bytes)};
-        lane.bytes = strip_bytes(lane.strips);
+        ChannelWrite channel{to.number, 0, random_strips(dice, from_bytes, to_bytes)};
+        channel.bytes = strip_bytes(channel.strips);
         std::vector<std::vector<std::byte>> expected;
         for (std::size_t i = 0; i < order.to.size(); ++i) {
           std::vector<std::byte> content = content_of(target, order.to[i], to_bytes);
           const std::vector<std::byte> sent = content_of(source, order.from[i], from_bytes);
-          for (const BlockStrip& strip : lane.strips) {
+          for (const BlockStrip& strip : channel.strips) {
             std::memcpy(content.data() + strip.to, sent.data() + strip.from, strip.bytes);
           }
           expected.push_back(std::move(content));
         }
         const auto outcome = std::make_shared<Outcome>();
-        give(from, 5, {{lane}, order.from, order.to}, outcome);
+        give(from, 5, {{channel}, order.from, order.to}, outcome);
         REQUIRE(soon([&] { return outcome->reports == 1; }));
         REQUIRE(outcome->code == -1);
         for (std::size_t i = 0; i < order.to.size(); ++i) {
@@ -126,7 +126,7 @@ TEST_CASE("an order of a rank on a GPU reads what that GPU had been given before
     RankHere a(0, {route}, on_gpu(0));
     RankHere b(1, {route}, on_gpu(1));
     RankHere c(2, {route}, on_gpu(1));
-    a.lanes.meet(meeting_of(5, {b.card(), c.card()}), in_seconds(10));
+    a.channels.meet(meeting_of(5, {b.metadata(), c.metadata()}), in_seconds(10));
     fill(cuda, a, 3, 10);
     std::atomic<bool> may_end{false};
     engine.run([&] {
@@ -155,13 +155,13 @@ TEST_CASE("a rank that loses its GPU in a write says nothing of the end of its w
     const FakeCuda cuda;
     RankHere a(0, {route}, on_gpu(0));
     RankHere b(1, {route}, on_gpu(1));
-    a.lanes.meet(meeting_of(5, {b.card()}), in_seconds(10));
+    a.channels.meet(meeting_of(5, {b.metadata()}), in_seconds(10));
     cuda.lose(0, 719);
     CHECK(send(a, b, {a.at(3)}, {b.at(6)}) == ErrorCode::kPeerLost);
     CHECK(a.device_lost);
     std::atomic<int> clear{0};
     const Error why(ErrorCode::kPeerLost, "over");
-    b.lanes.depart(5, why, [&] { ++clear; });
+    b.channels.depart(5, why, [&] { ++clear; });
     // What the GPU of a was at, nobody knows. By sock and nccl it could not write at all.
     if (route == "sock" || route == "nccl") {
       CHECK(soon([&] { return clear == 1; }));
@@ -184,7 +184,7 @@ TEST_CASE("whichever call of the driver fails in an order, it reports, and a lat
       {
         RankHere a(0, {route}, on_gpu(0));
         RankHere b(1, {route}, on_gpu(1));
-        a.lanes.meet(meeting_of(5, {b.card()}), in_seconds(10));
+        a.channels.meet(meeting_of(5, {b.metadata()}), in_seconds(10));
         fill(cuda, a, 3, 10);
         cuda.fail_nth(n, 304);
         const auto failure = send(a, b, {a.at(3)}, {b.at(6)});
@@ -199,9 +199,9 @@ TEST_CASE("whichever call of the driver fails in an order, it reports, and a lat
         }
         const Error why(ErrorCode::kPeerLost, "over");
         std::atomic<int> clear{0};
-        for (RankHere* side : {&a, &b}) side->lanes.depart(5, why, [&] { ++clear; });
+        for (RankHere* side : {&a, &b}) side->channels.depart(5, why, [&] { ++clear; });
         REQUIRE(soon([&] { return clear == 2; }));
-        a.lanes.meet(meeting_of(6, {b.card()}), in_seconds(10));
+        a.channels.meet(meeting_of(6, {b.metadata()}), in_seconds(10));
         const auto outcome = std::make_shared<Outcome>();
         give(a, 6, {{part(1, 0, kPiece)}, {a.at(3)}, {b.at(5)}}, outcome, 20);
         REQUIRE(soon([&] { return outcome->reports == 1; }));

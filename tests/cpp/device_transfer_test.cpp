@@ -11,10 +11,11 @@
 #include "child_process.h"
 #include "device_kit.h"
 #include "kvpool/arena/device_arena.h"
+#include "kvpool/base/clock.h"
 #include "kvpool/cuda/copier.h"
 #include "kvpool/cuda/order.h"
 #include "kvpool/cuda/shared_memory.h"
-#include "kvpool/pool/kept_memory.h"
+#include "kvpool/peers/retained_memory.h"
 #include "peer_process.h"
 #include "ways.h"
 
@@ -509,7 +510,8 @@ void kill_a_writer(DeviceMemoryKind memory) {
   const bool kept = count(BlockState::kQuarantined) == 4;
   CHECK((kept || monotonic_ns() - before_ns >= 400'000'000));
   REQUIRE(until([&] { return count(BlockState::kFree) == 8; }));
-  CHECK(monotonic_ns() - gone_ns >= 400'000'000);  // what its GPU was at has had time to end: Ghosts::kGpuSettleNs
+  CHECK(monotonic_ns() - gone_ns >=
+        400'000'000);  // what its GPU was at has had time to end: WriterQuarantine::kGpuSettleNs
 }
 
 TEST_CASE("blocks on a GPU come back when the process that was writing them is killed and not before") {
@@ -543,11 +545,11 @@ TEST_CASE("memory that a peer has open by a handle stays when its pool is closed
     if (stopped) peer.stop();
     pool->close();
     pool.reset();
-    CHECK(KeptMemory::count() == (stopped ? 1 : 0));
+    CHECK(RetainedMemory::count() == (stopped ? 1 : 0));
     CHECK((cuda.count("bytes") > 0) == stopped);
     if (stopped) {
       peer.kill_and_wait();
-      CHECK(soon([&] { return KeptMemory::count() == 0; }));
+      CHECK(soon([&] { return RetainedMemory::count() == 0; }));
     } else {
       peer.go();
       CHECK(peer.wait() == 0);

@@ -4,8 +4,8 @@
 
 #include "endpoint_fixture.h"
 #include "hand_server.h"
-#include "kvpool/transport/hall.h"
-#include "kvpool/transport/meeting.h"
+#include "kvpool/net/connect/endpoint_state.h"
+#include "kvpool/net/connect/handshake_messages.h"
 
 using namespace kvpool;
 using namespace kvpool::testing;
@@ -27,11 +27,11 @@ TEST_CASE("a connection: on TCP frames have a MAC unless both sides declare the 
       std::thread by_hand([&] {
         server.meet();
         server.send(FrameKind::kDoor, write_body(DoorBody{server_trusts, {}, {}}));
-        const RawFrame card = server.receive();
-        CHECK(card.kind_is(FrameKind::kCard));
-        CHECK(card.has(TagKind::kMac, server.keys().receive));
-        CHECK(((card.header.flags & kChecksumFlag) != 0) == client_trusts);
-        server.send(FrameKind::kCard, write_card_body(card_of("by hand")));
+        const RawFrame metadata = server.receive();
+        CHECK(metadata.kind_is(FrameKind::kMetadata));
+        CHECK(metadata.has(TagKind::kMac, server.keys().receive));
+        CHECK(((metadata.header.flags & kChecksumFlag) != 0) == client_trusts);
+        server.send(FrameKind::kMetadata, write_metadata_body(metadata_of("by hand")));
         server.send(FrameKind::kLend, some_bytes(9), agreed);
         RawFrame sent = server.receive();
         while (!sent.kind_is(FrameKind::kLend)) sent = server.receive();
@@ -50,14 +50,14 @@ TEST_CASE("a connection: on TCP frames have a MAC unless both sides declare the 
 TEST_CASE("a connection: a server says that it trusts the network when its settings do, and not of a Unix socket") {
   for (const bool trusted : {false, true}) {
     Member member("member", with(trusted));
-    const auto hall = Hall::make(
+    const auto endpoint_state = EndpointState::make(
         *member.reactor, with(trusted), [] { return Introduction{}; },
-        [](const std::shared_ptr<Link>&, const PeerCard&, bool) { return nullptr; });
-    CHECK(hall->trusts_network(/*tcp=*/true) == trusted);
-    CHECK_FALSE(hall->trusts_network(/*tcp=*/false));
-    CHECK(hall->door_body(/*tcp=*/true).checksum == trusted);
-    CHECK_FALSE(hall->door_body(/*tcp=*/false).checksum);
-    hall->close();
+        [](const std::shared_ptr<Link>&, const PeerMetadata&, bool) { return nullptr; });
+    CHECK(endpoint_state->trusts_network(/*tcp=*/true) == trusted);
+    CHECK_FALSE(endpoint_state->trusts_network(/*tcp=*/false));
+    CHECK(endpoint_state->door_body(/*tcp=*/true).checksum == trusted);
+    CHECK_FALSE(endpoint_state->door_body(/*tcp=*/false).checksum);
+    endpoint_state->close();
   }
 }
 
@@ -77,7 +77,7 @@ TEST_CASE("a door: when it does not let a peer in, that is an error which says s
       for (ssize_t got = 1; got > 0; said += static_cast<std::size_t>(std::max<ssize_t>(got, 0))) {
         got = recv(server.socket().get(), bytes, sizeof(bytes), 0);
       }
-      CHECK(said < 300);  // no card: at most a goodbye
+      CHECK(said < 300);  // no metadata: at most a goodbye
     });
     Member client("client");
     const auto error = error_of([&] { client.endpoint->connect(server.address(), in_seconds(refuses ? 60 : 0.3)); });
@@ -102,8 +102,8 @@ TEST_CASE("a door: one that this side does not want, or that lies in another pla
       server.meet();
       const std::string place = wanted ? host_id() + "-1" : door_place();  // another network namespace, or this one
       server.send(FrameKind::kDoor, write_body(DoorBody{false, place, "kvpool-no-such-door"}));
-      CHECK(server.receive().kind_is(FrameKind::kCard));
-      server.send(FrameKind::kCard, write_card_body(card_of("by hand")));
+      CHECK(server.receive().kind_is(FrameKind::kMetadata));
+      server.send(FrameKind::kMetadata, write_metadata_body(metadata_of("by hand")));
     });
     Member client("client", {.secret = "sesame", .door = wanted});
     const auto link = client.endpoint->connect(server.address(), in_seconds(60));

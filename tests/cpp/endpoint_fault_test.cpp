@@ -11,6 +11,7 @@
 #include "child_process.h"
 #include "endpoint_fixture.h"
 #include "fuzz_seeds.h"
+#include "kvpool/base/clock.h"
 #include "raw_peer.h"
 
 using namespace kvpool;

@@ -10,33 +10,33 @@
 #include <string>
 #include <vector>
 
-#include "kvpool/transport/endpoint.h"
-#include "kvpool/transport/sock_address.h"
+#include "kvpool/net/connect/endpoint.h"
+#include "kvpool/net/sock_address.h"
 #include "sock_fixture.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
 
-inline PeerCard card_of(const std::string& name) {
-  PeerCard card;
-  card.name = name;
-  card.instance = 1;
-  card.epoch = 77;
-  card.pid = static_cast<std::uint64_t>(getpid());
-  card.host = host_id();
-  card.block_tokens = 16;
-  card.piece_bytes = {4096};
-  card.routes = {"sock"};
-  return card;
+inline PeerMetadata metadata_of(const std::string& name) {
+  PeerMetadata metadata;
+  metadata.name = name;
+  metadata.instance = 1;
+  metadata.epoch = 77;
+  metadata.pid = static_cast<std::uint64_t>(getpid());
+  metadata.host = host_id();
+  metadata.block_tokens = 16;
+  metadata.piece_bytes = {4096};
+  metadata.routes = {"sock"};
+  return metadata;
 }
 
 // A pool as far as an endpoint sees one.
 struct Member {
   explicit Member(const std::string& name, EndpointOptions options = {.secret = "sesame"})
-      : card(card_of(name)), reactor(Reactor::make("member")) {
+      : metadata(metadata_of(name)), reactor(Reactor::make("member")) {
     endpoint = Endpoint::make(
-        *reactor, std::move(options), [this] { return Introduction{card, descriptors, nullptr}; },
-        [this](const std::shared_ptr<Link>& link, const PeerCard& peer, bool initiated_here) {
+        *reactor, std::move(options), [this] { return Introduction{metadata, descriptors, nullptr}; },
+        [this](const std::shared_ptr<Link>& link, const PeerMetadata& peer, bool initiated_here) {
           if (refuse) throw Error(*refuse);
           if (on_admit) on_admit(*link);
           const std::lock_guard lock(mutex);
@@ -58,13 +58,13 @@ struct Member {
     return links.size();
   }
 
-  PeerCard card;
+  PeerMetadata metadata;
   std::vector<int> descriptors;
   std::optional<Error> refuse;
   std::function<void(Link&)> on_admit;
   std::mutex mutex;
   std::vector<std::shared_ptr<Link>> links;
-  std::vector<PeerCard> peers;
+  std::vector<PeerMetadata> peers;
   std::vector<bool> initiated;
   std::vector<std::shared_ptr<Recorder>> handlers;
   std::unique_ptr<Reactor> reactor;

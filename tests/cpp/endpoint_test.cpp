@@ -10,8 +10,8 @@
 #include "child_process.h"
 #include "endpoint_fixture.h"
 #include "fuzz_seeds.h"
-#include "kvpool/transport/hall.h"
-#include "kvpool/transport/meeting.h"
+#include "kvpool/net/connect/endpoint_state.h"
+#include "kvpool/net/connect/handshake_messages.h"
 #include "raw_peer.h"
 
 using namespace kvpool;
@@ -249,7 +249,7 @@ TEST_CASE("an endpoint: peers on one host meet through the door, and may pass de
   close(file);
 }
 
-TEST_CASE("an endpoint: what the pool sends while it admits a peer comes after the card") {
+TEST_CASE("an endpoint: what the pool sends while it admits a peer comes after the metadata") {
   for (int round = 0; round < 20; ++round) {
     Member server("server");
     server.on_admit = [&](Link& link) {
@@ -288,7 +288,7 @@ TEST_CASE("an endpoint: handles of a GPU's memory go to processes of the host, a
     Member server("server", options);
     Member client("client", options);
     for (Member* member : {&server, &client}) {
-      CardMedium& hbm = member->card.media[0];
+      MetadataMedium& hbm = member->metadata.media[0];
       hbm = {2, 0, {{4096, 4096, 4096}}, MemoryKind::kGpu, {{4096, 8192, {std::byte{7}}}}};
     }
     const std::string address = server.endpoint->listen(local ? fresh_name("unix:@") : "tcp:127.0.0.1:0");
@@ -297,22 +297,22 @@ TEST_CASE("an endpoint: handles of a GPU's memory go to processes of the host, a
     for (Member* member : {&server, &client}) CHECK(has_handles(member->peers[0]) == local);
     // One that sends them all the same is not believed.
     const auto& link = dynamic_cast<SockLink&>(*server.links[0]);
-    const Bytes body = write_card_body(client.card);
+    const Bytes body = write_metadata_body(client.metadata);
     if (local) {
-      CHECK(has_handles(take_card(link, body)));
+      CHECK(has_handles(take_metadata(link, body)));
     } else {
-      CHECK(error_of([&] { take_card(link, body); })->code() == ErrorCode::kProtocol);
+      CHECK(error_of([&] { take_metadata(link, body); })->code() == ErrorCode::kProtocol);
     }
   }
 }
 
-TEST_CASE("an endpoint: a large card arrives whole") {
+TEST_CASE("an endpoint: a large metadata arrives whole") {
   Member server("server");
   Member client("client");
   for (Member* member : {&server, &client}) {
-    CardMedium& medium = member->card.media[1];
+    MetadataMedium& medium = member->metadata.media[1];
     medium.blocks = 1;
-    member->card.piece_bytes.assign(8000, 16);
+    member->metadata.piece_bytes.assign(8000, 16);
     for (std::uint64_t i = 0; i < 8000; ++i) medium.segments.push_back({0x100000 + i * 64, 16, 16});
   }
   const auto link = client.endpoint->connect(server.endpoint->listen(fresh_name("unix:@")), in_seconds(10));

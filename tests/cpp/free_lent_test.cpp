@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "endpoint_fixture.h"
-#include "kvpool/pool/instance_id.h"
+#include "kvpool/peers/instance_id.h"
 #include "kvpool/transfer/messages.h"
 #include "service_kit.h"
 
@@ -24,11 +24,11 @@ std::optional<std::int64_t> position_in(const Error& error) {
 // A peer as the wire sees one, which lends blocks and then does as it is told when they come back.
 struct Lender : Member {
   explicit Lender(const std::string& name) : Member(name, {.secret = "s3cret"}) {
-    card.instance = id.value();
-    card.block_tokens = kPage;
-    card.piece_bytes = {64, 64};
-    card.media[0].blocks = 16;
-    card.media[0].segments = {{0x10000, 128, 128}};  // which nobody looks at: there is only sock
+    metadata.instance = id.value();
+    metadata.block_tokens = kPage;
+    metadata.piece_bytes = {64, 64};
+    metadata.media[0].blocks = 16;
+    metadata.media[0].segments = {{0x10000, 128, 128}};  // which nobody looks at: there is only sock
   }
   void meet(Node& node, std::function<void(Link&, const Message&)> on_return) {
     const auto link = endpoint->connect(node.service.listen(unix_address()), in_seconds(60));
@@ -144,7 +144,7 @@ TEST_CASE("a peer that is lost, or refuses, keeps neither the others' blocks nor
 TEST_CASE("more lent blocks than one message takes are given back in several, and each one once") {
   Node a = make_node("a");
   Lender b("b");
-  b.card.media[0].blocks = 1U << 20;
+  b.metadata.media[0].blocks = 1U << 20;
   std::vector<std::size_t> returned;  // by whoever reads b's link; looked at when all is answered
   b.meet(a, [&](Link& link, const Message& message) {
     returned.push_back(read_addresses(message.body).size());

@@ -6,8 +6,9 @@
 #include <array>
 
 #include "fuzz_seeds.h"
-#include "kvpool/transport/frame_cursor.h"
-#include "kvpool/transport/frame_writer.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/frame_cursor.h"
+#include "kvpool/net/frame_writer.h"
 #include "raw_peer.h"
 #include "sock_fixture.h"
 #include "thrown.h"

@@ -7,9 +7,10 @@
 #include <vector>
 
 #include "fuzz_seeds.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/reactor.h"
+#include "kvpool/routes/host/memory_route.h"
 #include "kvpool/transfer/group_route.h"
-#include "kvpool/transport/memory_route.h"
-#include "kvpool/transport/reactor.h"
 #include "local_rank.h"
 #include "reshard_model.h"
 

@@ -37,7 +37,8 @@ class CopyRoute final : public Route {
   const char* name() const noexcept override { return "copy"; }
   RouteTraits traits() const noexcept override { return {.one_sided = one_sided, .by_caller = true, .waits = false}; }
   bool reaches(Medium medium) const noexcept override { return medium == Medium::kDram; }
-  double estimate_us(const Reach&, const Reach&, std::uint64_t pieces, std::uint64_t bytes) const noexcept override {
+  double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t pieces,
+                     std::uint64_t bytes) const noexcept override {
     return static_cast<double>(pieces) + static_cast<double>(bytes) / 1000;
   }
   WriteOutcome write(const WriteRequest& request) override {
@@ -101,14 +102,14 @@ struct Instances {
   }
 
   std::unique_ptr<Route> route() {
-    std::vector<LocalRank::Lanes> lanes(plan->from.ranks());
+    std::vector<LocalRank::Lanes> channels(plan->from.ranks());
     for (const ReshardPair& pair : plan->pairs) {
       routes.push_back(std::make_shared<CopyRoute>(sent[pair.from_rank], received[pair.to_rank]));
-      lanes[pair.from_rank].emplace(pair.to_rank, routes.back());
+      channels[pair.from_rank].emplace(pair.to_rank, routes.back());
     }
     std::vector<std::unique_ptr<RankWriter>> ranks(plan->from.ranks());
     for (std::uint32_t rank = 0; rank < plan->from.ranks(); ++rank) {
-      if (!lanes[rank].empty()) ranks[rank] = std::make_unique<LocalRank>(std::move(lanes[rank]));
+      if (!channels[rank].empty()) ranks[rank] = std::make_unique<LocalRank>(std::move(channels[rank]));
     }
     return make_group_route(plan, std::move(ranks));
   }
@@ -249,7 +250,7 @@ TEST_CASE("calls and bytes of all ranks are added up, copies for replicas too") 
   CHECK(outcome.calls == 2 * 4);
   CHECK(outcome.bytes == 2 * 4 * shape.block_bytes());
   route->close();
-  for (const auto& lane : instances.routes) CHECK(lane->closed);
+  for (const auto& channel : instances.routes) CHECK(channel->closed);
 }
 
 TEST_CASE("a rank of this process that fails ends the write, and no other is begun") {

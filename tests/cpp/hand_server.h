@@ -8,9 +8,9 @@
 #include <string>
 #include <utility>
 
-#include "kvpool/transport/frame_tag.h"
-#include "kvpool/transport/handshake.h"
-#include "kvpool/transport/sock_address.h"
+#include "kvpool/net/connect/handshake.h"
+#include "kvpool/net/frame_tag.h"
+#include "kvpool/net/sock_address.h"
 #include "raw_peer.h"
 
 namespace kvpool::testing {

@@ -1,4 +1,4 @@
-#include "kvpool/transport/handshake.h"
+#include "kvpool/net/connect/handshake.h"
 
 #include <doctest/doctest.h>
 

@@ -1,4 +1,4 @@
-#include "kvpool/pool/instance_id.h"
+#include "kvpool/peers/instance_id.h"
 
 #include <doctest/doctest.h>
 

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "doctest/doctest.h"
-#include "kvpool/pool/service.h"
+#include "kvpool/peers/service.h"
 #include "pool_fixture.h"
 #include "thrown.h"
 

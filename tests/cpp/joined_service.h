@@ -11,7 +11,8 @@
 #include <vector>
 
 #include "joined_pair.h"
-#include "kvpool/transport/reactor.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/reactor.h"
 
 namespace kvpool::testing {
 

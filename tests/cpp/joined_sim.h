@@ -23,7 +23,7 @@ class SimNode final : public Node {
 
   SimProcess& process() noexcept { return process_; }
   void meet(const SimProcess& peer, bool one_sided, std::shared_ptr<SimLink> link, std::shared_ptr<Route> route) {
-    session_ = std::make_shared<Session>(process_, peer.card(), one_sided);
+    session_ = std::make_shared<Session>(process_, peer.metadata(), one_sided);
     link_ = std::move(link);
     session_->start(link_, {std::move(route)});
     process_.add_session(session_);

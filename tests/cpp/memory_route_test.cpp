@@ -1,4 +1,4 @@
-#include "kvpool/transport/memory_route.h"
+#include "kvpool/routes/host/memory_route.h"
 
 #include <doctest/doctest.h>
 #include <fcntl.h>
@@ -12,6 +12,7 @@
 
 #include "child_process.h"
 #include "kvpool/arena/arena.h"
+#include "kvpool/base/clock.h"
 #include "peer_process.h"
 #include "route_trial.h"
 
@@ -40,15 +41,15 @@ MediaSpans spans_of(const Arena& arena) {
   return spans;
 }
 
-PeerCard card_of(const Arena& arena) {
-  PeerCard card;
-  CardMedium& medium = card.media[kDramIndex];
+PeerMetadata metadata_of(const Arena& arena) {
+  PeerMetadata metadata;
+  MetadataMedium& medium = metadata.media[kDramIndex];
   medium.blocks = arena.blocks();
   medium.mapped_bytes = arena.mapped_bytes();
   for (const Segment& segment : arena.segments()) {
     medium.segments.push_back({reinterpret_cast<std::uint64_t>(segment.base), segment.stride, segment.bytes});
   }
-  return card;
+  return metadata;
 }
 
 MediaFiles files_of(int dram) {
@@ -133,7 +134,7 @@ TEST_CASE("a route keeps what it was given to keep, and reports what reaches whe
   CHECK(route->traits().one_sided);
   CHECK(route->reaches(Medium::kDram));
   CHECK_FALSE(route->reaches(Medium::kHbm));
-  const Reach dram = reach_of(Medium::kDram);
+  const MediaSet dram = media_set_of(Medium::kDram);
   CHECK(route->estimate_us(dram, dram, 1, 4096) < route->estimate_us(dram, dram, 1000, 4'096'000));
   route.reset();
   CHECK(keepalive.use_count() == 1);
@@ -168,7 +169,7 @@ TEST_CASE("shm writes into a peer process, which sees the bytes when it is told 
       return 0;
     });
     CopyTeam team(2);
-    const auto route = make_shm_route(spans_of(*source), source, card_of(*target), files_of(target->memfd()), team);
+    const auto route = make_shm_route(spans_of(*source), source, metadata_of(*target), files_of(target->memfd()), team);
     CHECK(std::string(route->name()) == "shm");
     CHECK(route->reaches(Medium::kDram));
     CHECK_FALSE(route->reaches(Medium::kHbm));
@@ -194,7 +195,7 @@ TEST_CASE("a peer that is killed in the middle takes nothing with it") {
   std::unique_ptr<Route> route;
   {
     const auto target = arena_of(kBlocks, {kBytes});
-    route = make_shm_route(spans_of(*source), source, card_of(*target), files_of(target->memfd()), team);
+    route = make_shm_route(spans_of(*source), source, metadata_of(*target), files_of(target->memfd()), team);
     testing::PeerProcess peer([&](const auto& wait) { return wait() ? 0 : 1; });
     peer.signal(SIGKILL);
     CHECK(peer.wait() == -SIGKILL);
@@ -214,33 +215,33 @@ TEST_CASE("a peer that is killed in the middle takes nothing with it") {
   CHECK(code == ErrorCode::kPeerLost);
 }
 
-TEST_CASE("memory that is not what the card says is not mapped") {
+TEST_CASE("memory that is not what the metadata says is not mapped") {
   const auto arena = arena_of(8, {4096});
   CopyTeam team(1);
-  const auto refused = [&](const PeerCard& card, int fd) {
-    return code_of([&] { make_shm_route(spans_of(*arena), arena, card, files_of(fd), team); });
+  const auto refused = [&](const PeerMetadata& metadata, int fd) {
+    return code_of([&] { make_shm_route(spans_of(*arena), arena, metadata, files_of(fd), team); });
   };
-  const PeerCard card = card_of(*arena);
-  CHECK_FALSE(refused(card, arena->memfd()));  // nothing is wrong with it
-  CHECK(refused(card, -1) == ErrorCode::kUnsupported);
+  const PeerMetadata metadata = metadata_of(*arena);
+  CHECK_FALSE(refused(metadata, arena->memfd()));  // nothing is wrong with it
+  CHECK(refused(metadata, -1) == ErrorCode::kUnsupported);
 
-  PeerCard longer = card;
+  PeerMetadata longer = metadata;
   longer.media[kDramIndex].mapped_bytes += 4096;
   CHECK(refused(longer, arena->memfd()) == ErrorCode::kProtocol);
-  PeerCard more_blocks = card;
+  PeerMetadata more_blocks = metadata;
   more_blocks.media[kDramIndex].blocks += 1;
   CHECK(refused(more_blocks, arena->memfd()) == ErrorCode::kProtocol);
 
   const int unsealed = memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   REQUIRE(ftruncate(unsealed, 8 * 4096) == 0);
-  CHECK(refused(card, unsealed) == ErrorCode::kProtocol);
+  CHECK(refused(metadata, unsealed) == ErrorCode::kProtocol);
   close(unsealed);
   const int no_memory = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
-  CHECK(refused(card, no_memory) == ErrorCode::kProtocol);
+  CHECK(refused(metadata, no_memory) == ErrorCode::kProtocol);
   close(no_memory);
   const int read_only = open(("/proc/self/fd/" + std::to_string(arena->memfd())).c_str(), O_RDONLY | O_CLOEXEC);
   REQUIRE(read_only >= 0);
-  CHECK(refused(card, read_only) == ErrorCode::kUnsupported);
+  CHECK(refused(metadata, read_only) == ErrorCode::kUnsupported);
   close(read_only);
 }
 
@@ -255,7 +256,7 @@ TEST_CASE("a route's mapping is not inherited by a child, and goes with the rout
   const auto arena = arena_of(512, {4096});
   CopyTeam team(1);
   const int before = mappings_of("memory_route_test");
-  auto route = make_shm_route({}, nullptr, card_of(*arena), files_of(arena->memfd()), team);
+  auto route = make_shm_route({}, nullptr, metadata_of(*arena), files_of(arena->memfd()), team);
   CHECK(mappings_of("memory_route_test") == before + 1);
   const int status = test::run_in_child([&] {
     const int inherited = mappings_of("memory_route_test");

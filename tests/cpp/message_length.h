@@ -6,7 +6,7 @@
 #include <cstddef>
 
 #include "kvpool/base/error.h"
-#include "kvpool/transport/wire.h"
+#include "kvpool/net/wire.h"
 
 namespace kvpool::testing {
 

@@ -8,8 +8,8 @@
 
 #include "child_process.h"
 #include "kvpool/arena/device_arena.h"
-#include "kvpool/transport/data_body.h"
-#include "kvpool/transport/nccl_inbox.h"
+#include "kvpool/net/data_body.h"
+#include "kvpool/routes/nccl/nccl_inbox.h"
 #include "nccl_pools.h"
 #include "peer_process.h"
 #include "session_kit.h"

@@ -10,7 +10,7 @@
 #include "block_memory.h"
 #include "fake_nccl.h"
 #include "fuzz_seeds.h"
-#include "kvpool/pool/rank_set.h"
+#include "kvpool/ranks/rank_set.h"
 #include "kvpool/transfer/group_route.h"
 #include "rank_on_gpu.h"
 #include "reshard_model.h"
@@ -39,14 +39,14 @@ class Instance {
   }
   const Sharding& sharding() const { return sharding_; }
   void meet(Instance& peer) {
-    std::vector<CardRank> cards;
-    for (const auto& rank : peer.ranks_) cards.push_back(rank->card());
-    for (const auto& rank : ranks_) rank->lanes.meet(meeting_of(kMeeting, cards), in_seconds(60));
+    std::vector<MetadataRank> metadata;
+    for (const auto& rank : peer.ranks_) metadata.push_back(rank->metadata());
+    for (const auto& rank : ranks_) rank->channels.meet(meeting_of(kMeeting, metadata), in_seconds(60));
   }
   std::unique_ptr<Route> route_to(const Instance& peer) {
     std::vector<std::unique_ptr<RankWriter>> writers;
     for (const auto& rank : ranks_) {
-      writers.push_back(std::move(make_local_rank_set(rank->lanes)->writers(kMeeting).front()));
+      writers.push_back(std::move(make_local_rank_set(rank->channels)->writers(kMeeting).front()));
     }
     return make_group_route(std::make_shared<const ReshardPlan>(plan_reshard(sharding_, peer.sharding_)),
                             std::move(writers));

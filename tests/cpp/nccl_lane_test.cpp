@@ -13,9 +13,10 @@
 
 #include "fake_nccl.h"
 #include "kvpool/arena/device_arena.h"
-#include "kvpool/transport/data_body.h"
-#include "kvpool/transport/nccl_route.h"
-#include "kvpool/transport/reactor.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/data_body.h"
+#include "kvpool/net/reactor.h"
+#include "kvpool/routes/nccl/nccl_route.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA
@@ -66,7 +67,7 @@ class OneThread {
   std::thread thread_;
 };
 
-// What it sends, the other side's passage is told, in order.
+// What it sends, the other side's route receiver is told, in order.
 class QueueLink final : public Link {
  public:
   void send(Message&& message) override {
@@ -94,7 +95,7 @@ class QueueLink final : public Link {
     last.reset();
   }
 
-  std::shared_ptr<Passage> to;
+  std::shared_ptr<RouteReceiver> to;
   std::atomic<bool> closed{false};
 
  private:
@@ -120,7 +121,7 @@ class Side {
     spans_ = memory.local;
     route_ = make_nccl_route(memory, link_,
                              [this](const void*, std::function<void()> work) { receiver_.run(std::move(work)); });
-    route_->passage()->begin(
+    route_->route_receiver()->begin(
         [this](std::uint64_t id, std::span<const std::byte> body, std::uint64_t bytes) {
           Placement placement;
           if (admits) placement.pieces = data_placement(read_data_body(body, bytes, spans_), spans_);
@@ -133,7 +134,7 @@ class Side {
   ~Side() { route_.reset(); }
   Side(const Side&) = delete;
   Side& operator=(const Side&) = delete;
-  void meet(Side& other) const { link_->to = other.route_->passage(); }
+  void meet(Side& other) const { link_->to = other.route_->route_receiver(); }
 
   // Byte `at` of a block's content, written and read by the test.
   void fill(std::uint32_t block, unsigned seed) const {
@@ -372,7 +373,7 @@ TEST_CASE("nccl lanes: a route that is closed, or whose link has ended, ends its
   CHECK(code_of([&] { sides.a.write(60); }) == ErrorCode::kPeerLost);
   closer.join();
   std::atomic<bool> settled{false};
-  sides.b.route().passage()->close([&] { settled = true; });
+  sides.b.route().route_receiver()->close([&] { settled = true; });
   CHECK(in_time([&] { return settled.load(); }));
   CHECK(sides.b.given_up == 1);
   CHECK(sides.nccl.count("communicators") == 0);

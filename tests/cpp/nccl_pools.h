@@ -10,9 +10,10 @@
 #include <thread>
 #include <vector>
 
+#include "kvpool/base/clock.h"
+#include "kvpool/net/reactor.h"
+#include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
-#include "kvpool/pool/service.h"
-#include "kvpool/transport/reactor.h"
 #include "pool_fixture.h"
 #include "thrown.h"
 

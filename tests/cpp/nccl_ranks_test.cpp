@@ -1,4 +1,4 @@
-// Ranks on fake GPUs whose lanes go by NCCL: what ends, fails or is killed in the middle of a pass.
+// Ranks on fake GPUs whose channels go by NCCL: what ends, fails or is killed in the middle of a pass.
 #include <doctest/doctest.h>
 #include <signal.h>
 #include <unistd.h>
@@ -39,7 +39,7 @@ struct TwoRanks {
   LetGo let_go{nccl};
 
   TwoRanks() {
-    a.lanes.meet(meeting_of(kMeeting, {b.card()}), in_seconds(60));
+    a.channels.meet(meeting_of(kMeeting, {b.metadata()}), in_seconds(60));
     fill(cuda, a, 3, 10);
   }
   // An order of a that stops before its last byte, and whose receiver does not leave before released().
@@ -81,15 +81,15 @@ TEST_CASE("nccl ranks: no meeting is over before what was arriving in it has bee
     TwoRanks ranks;
     const auto outcome = ranks.stall();
     if (first == "the sender departs") {
-      ranks.a.lanes.depart(kMeeting, kOver, [&] { ++clear_a.calls; });
-      ranks.b.lanes.depart(kMeeting, kOver, clear_b.call(ranks.released));
+      ranks.a.channels.depart(kMeeting, kOver, [&] { ++clear_a.calls; });
+      ranks.b.channels.depart(kMeeting, kOver, clear_b.call(ranks.released));
     } else if (first == "the receiver departs") {
-      ranks.b.lanes.depart(kMeeting, kOver, clear_b.call(ranks.released));
-      ranks.a.lanes.depart(kMeeting, kOver, [&] { ++clear_a.calls; });
+      ranks.b.channels.depart(kMeeting, kOver, clear_b.call(ranks.released));
+      ranks.a.channels.depart(kMeeting, kOver, [&] { ++clear_a.calls; });
     } else {
-      ranks.a.lanes.abandon();
-      ranks.b.lanes.depart(kMeeting, kOver, clear_b.call(ranks.released));
-      ranks.a.lanes.depart(kMeeting, kOver, [&] { ++clear_a.calls; });
+      ranks.a.channels.abandon();
+      ranks.b.channels.depart(kMeeting, kOver, clear_b.call(ranks.released));
+      ranks.a.channels.depart(kMeeting, kOver, [&] { ++clear_a.calls; });
     }
     // The sender does not wait for it: what it cannot know it does not say.
     REQUIRE(soon([&] { return outcome->reports == 1; }));
@@ -99,7 +99,7 @@ TEST_CASE("nccl ranks: no meeting is over before what was arriving in it has bee
     // Nor does anybody else who has to do with the receiver.
     ranks.nccl.set("stall", 0);
     RankHere c(2, {"nccl"}, on_gpu(2));
-    c.lanes.meet(meeting_of(kMeeting + 1, {ranks.b.card()}), in_seconds(60));
+    c.channels.meet(meeting_of(kMeeting + 1, {ranks.b.metadata()}), in_seconds(60));
     fill(ranks.cuda, c, 1, 77);
     const auto other = std::make_shared<Outcome>();
     give(c, kMeeting + 1, {{part(1, 0, kPiece)}, {c.at(1)}, {ranks.b.at(2)}}, other, 60);
@@ -111,7 +111,7 @@ TEST_CASE("nccl ranks: no meeting is over before what was arriving in it has bee
     CHECK(soon([&] { return clear_b.calls == 1; }));
     CHECK_FALSE(clear_b.early);
     // The two meet again, and it works.
-    ranks.a.lanes.meet(meeting_of(kMeeting + 2, {ranks.b.card()}), in_seconds(60));
+    ranks.a.channels.meet(meeting_of(kMeeting + 2, {ranks.b.metadata()}), in_seconds(60));
     const auto again = std::make_shared<Outcome>();
     give(ranks.a, kMeeting + 2, {{part(1, 0, kPiece)}, {ranks.a.at(3)}, {ranks.b.at(6)}}, again, 60);
     REQUIRE(soon([&] { return again->reports == 1; }));
@@ -141,7 +141,7 @@ TEST_CASE("nccl ranks: an order that is cancelled, or too late, reports when its
   }
 }
 
-TEST_CASE("nccl ranks: NCCL that fails fails the order and not the lane, and sock serves when there is sock") {
+TEST_CASE("nccl ranks: NCCL that fails fails the order and not the channel, and sock serves when there is sock") {
   const FakeCuda cuda;
   const FakeNccl nccl;
   for (const bool with_sock : {false, true}) {
@@ -150,7 +150,7 @@ TEST_CASE("nccl ranks: NCCL that fails fails the order and not the lane, and soc
     if (with_sock) routes.emplace_back("sock");
     RankHere a(0, routes, on_gpu(0));
     RankHere b(1, routes, on_gpu(1));
-    a.lanes.meet(meeting_of(kMeeting, {b.card()}), in_seconds(60));
+    a.channels.meet(meeting_of(kMeeting, {b.metadata()}), in_seconds(60));
     fill(cuda, a, 3, 10);
     nccl.set("break_in", 1);
     CHECK(send(a, b, {a.at(3)}, {b.at(6)}) == ErrorCode::kRouteFailed);
@@ -189,10 +189,10 @@ TEST_CASE("nccl ranks: who reads links waits for no abort of NCCL") {
   CHECK_FALSE(send(ranks.a, ranks.b, {ranks.a.at(3)}, {ranks.b.at(5)}));
   CHECK_FALSE(send(ranks.b, ranks.a, {ranks.b.at(5)}, {ranks.a.at(6)}));
   ranks.nccl.set("hold_abort", 1);
-  std::thread departing([&] { ranks.a.lanes.depart(kMeeting, kOver, {}); });
+  std::thread departing([&] { ranks.a.channels.depart(kMeeting, kOver, {}); });
   REQUIRE(soon([&] { return ranks.nccl.count("ncclCommAbort") >= 2; }));
   RankHere c(2, {"nccl"}, on_gpu(2));
-  c.lanes.meet(meeting_of(kMeeting + 1, {ranks.a.card(), ranks.b.card()}), in_seconds(60));
+  c.channels.meet(meeting_of(kMeeting + 1, {ranks.a.metadata(), ranks.b.metadata()}), in_seconds(60));
   const auto outcome = std::make_shared<Outcome>();
   give(c, kMeeting + 1, {{part(0, 0, kPiece), part(1, 0, kPiece)}, {c.at(1)}, {ranks.b.at(2)}}, outcome, 60);
   CHECK(soon([&] { return outcome->reports == 1; }));
@@ -201,7 +201,7 @@ TEST_CASE("nccl ranks: who reads links waits for no abort of NCCL") {
   departing.join();
   Clear clear;
   ranks.released = true;
-  for (RankHere* side : {&ranks.a, &ranks.b}) side->lanes.depart(kMeeting, kOver, clear.call(ranks.released));
+  for (RankHere* side : {&ranks.a, &ranks.b}) side->channels.depart(kMeeting, kOver, clear.call(ranks.released));
   CHECK(soon([&] { return clear.calls == 2; }));
   CHECK(soon([&] { return ranks.nccl.count("communicators") == 4; }));  // those of c
 }
@@ -232,8 +232,9 @@ TEST_CASE("nccl ranks: a rank whose process is killed in a pass, at either side"
     const LetGo let_go{nccl};
     nccl.set("stall", 1);
     nccl.set("linger", 1);
-    const CardRank card{1, RankHere::epoch_of(0, 1), far.listen};
-    REQUIRE(soon([&] { return !error_of([&] { a.lanes.meet(meeting_of(kMeeting, {card}), in_seconds(30)); }); }));
+    const MetadataRank metadata{1, RankHere::epoch_of(0, 1), far.listen};
+    REQUIRE(
+        soon([&] { return !error_of([&] { a.channels.meet(meeting_of(kMeeting, {metadata}), in_seconds(30)); }); }));
     const auto outcome = std::make_shared<Outcome>();
     if (!sender_dies) give(a, kMeeting, {{part(1, 0, kPiece)}, {a.at(3)}, {a.at(6)}}, outcome, 60);
     other.go();
@@ -243,7 +244,7 @@ TEST_CASE("nccl ranks: a rank whose process is killed in a pass, at either side"
       REQUIRE(soon([&] { return outcome->reports == 1; }));
       CHECK(outcome->code == code(ErrorCode::kPeerLost));
     }
-    a.lanes.depart(kMeeting, kOver, clear.call(released));
+    a.channels.depart(kMeeting, kOver, clear.call(released));
     REQUIRE(soon([&] { return nccl.count("ncclCommAbort") >= 1; }));
     usleep(20'000);
     if (sender_dies) CHECK(clear.calls == 0);
@@ -266,7 +267,7 @@ TEST_CASE("nccl ranks: orders that are stopped, fail or are parted from report o
     RankHere b(1, {"nccl"}, on_gpu(1));
     std::atomic<int> clear{0};
     for (int meeting = 1; meeting <= fuzz_length(4); ++meeting) {
-      a.lanes.meet(meeting_of(static_cast<std::uint64_t>(meeting), {b.card()}), in_seconds(60));
+      a.channels.meet(meeting_of(static_cast<std::uint64_t>(meeting), {b.metadata()}), in_seconds(60));
       nccl.set("break_in", dice.one_in(2) ? static_cast<int>(1 + dice.below(12)) : 0);
       std::vector<std::shared_ptr<Outcome>> outcomes(12);
       for (auto& outcome : outcomes) outcome = std::make_shared<Outcome>();
@@ -290,8 +291,8 @@ TEST_CASE("nccl ranks: orders that are stopped, fail or are parted from report o
       }
       const std::size_t until = dice.below(outcomes.size() + 1);
       while (ended < until) usleep(100);
-      a.lanes.depart(static_cast<std::uint64_t>(meeting), kOver, [&] { ++clear; });
-      b.lanes.depart(static_cast<std::uint64_t>(meeting), kOver, [&] { ++clear; });
+      a.channels.depart(static_cast<std::uint64_t>(meeting), kOver, [&] { ++clear; });
+      b.channels.depart(static_cast<std::uint64_t>(meeting), kOver, [&] { ++clear; });
       for (std::thread& thread : threads) thread.join();
       for (const auto& outcome : outcomes) CHECK(outcome->reports == 1);
       CHECK(soon([&] { return clear == 2 * meeting; }));

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "kvpool/transport/nccl_library.h"
+#include "kvpool/routes/nccl/nccl_library.h"
 #include "nccl_pools.h"
 
 #ifdef KVPOOL_FAKE_CUDA

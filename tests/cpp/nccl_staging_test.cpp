@@ -1,5 +1,5 @@
 // Memory that lanes of NCCL share: it is not given back while any of them passes something.
-#include "kvpool/transport/nccl_staging.h"
+#include "kvpool/routes/nccl/nccl_staging.h"
 
 #include <doctest/doctest.h>
 
@@ -12,9 +12,10 @@
 
 #include "fake_nccl.h"
 #include "kvpool/arena/device_arena.h"
+#include "kvpool/base/clock.h"
 #include "kvpool/cuda/wait_word.h"
-#include "kvpool/transport/nccl_lane.h"
-#include "kvpool/transport/reactor.h"
+#include "kvpool/net/reactor.h"
+#include "kvpool/routes/nccl/nccl_lane.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA

@@ -363,7 +363,9 @@ TEST_CASE("a write tells how it ended once, whatever comes of that") {
   struct Broken final : Route {
     const char* name() const noexcept override { return "broken"; }
     RouteTraits traits() const noexcept override { return {}; }
-    double estimate_us(const Reach&, const Reach&, std::uint64_t, std::uint64_t) const noexcept override { return 1; }
+    double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t) const noexcept override {
+      return 1;
+    }
     WriteOutcome write(const WriteRequest&) override {
       if (breaks) throw Error(ErrorCode::kPeerLost, "gone");
       return {1, 2};

@@ -1,4 +1,4 @@
-#include "kvpool/transfer/parallel.h"
+#include "kvpool/blocks/parallel.h"
 
 #include <doctest/doctest.h>
 

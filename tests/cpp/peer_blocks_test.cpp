@@ -1,5 +1,5 @@
 // The pool as sessions see it.
-#include "kvpool/pool/peer_blocks.h"
+#include "kvpool/peers/peer_blocks.h"
 
 #include <doctest/doctest.h>
 

@@ -1,4 +1,4 @@
-#include "kvpool/pool/peer_events.h"
+#include "kvpool/peers/peer_events.h"
 
 #include <doctest/doctest.h>
 #include <poll.h>

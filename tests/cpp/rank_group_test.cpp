@@ -25,15 +25,15 @@ TEST_CASE("orders for the whole block are the plan") {
   std::size_t strips = 0;
   std::uint64_t bytes = 0;
   for (const RankOrder& order : rank_orders(plan, whole(shape))) {
-    for (const LaneWrite& lane : order.lanes) {
+    for (const ChannelWrite& channel : order.channels) {
       const auto pair = std::ranges::find_if(plan.pairs, [&](const ReshardPair& candidate) {
-        return candidate.from_rank == order.from_rank && candidate.to_rank == lane.to_rank;
+        return candidate.from_rank == order.from_rank && candidate.to_rank == channel.to_rank;
       });
       REQUIRE(pair != plan.pairs.end());
-      CHECK(pair->bytes == lane.bytes);
-      CHECK(pair->strips.size() == lane.strips.size());
-      strips += lane.strips.size();
-      bytes += lane.bytes;
+      CHECK(pair->bytes == channel.bytes);
+      CHECK(pair->strips.size() == channel.strips.size());
+      strips += channel.strips.size();
+      bytes += channel.bytes;
     }
   }
   CHECK(strips == plan.strips());
@@ -63,15 +63,15 @@ TEST_CASE("ranges that were asked for one by one stay apart") {
   const std::uint64_t piece = shape.block_bytes() / 8;
   pieces.reserve(8);
   for (std::uint64_t i = 0; i < 8; ++i) pieces.push_back({i * piece, i * piece, piece});
-  CHECK(rank_orders(plan, pieces).front().lanes.front().strips.size() == 8);
-  CHECK(rank_orders(plan, whole(shape)).front().lanes.front().strips.size() == 1);
+  CHECK(rank_orders(plan, pieces).front().channels.front().strips.size() == 8);
+  CHECK(rank_orders(plan, whole(shape)).front().channels.front().strips.size() == 1);
 }
 
 TEST_CASE("ranks begin at different receivers") {
   const KVShape shape = shape_of(4, 4);
   const ReshardPlan plan = plan_reshard(sharding_of(shape, 1, 4), sharding_of(shape, 4, 1));
   std::vector<std::uint32_t> first;
-  for (const RankOrder& order : rank_orders(plan, whole(shape))) first.push_back(order.lanes.front().to_rank);
+  for (const RankOrder& order : rank_orders(plan, whole(shape))) first.push_back(order.channels.front().to_rank);
   CHECK(first == std::vector<std::uint32_t>{0, 1, 2, 3});
 }
 

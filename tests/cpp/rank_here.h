@@ -1,4 +1,4 @@
-// A rank of this process with nothing above it, and orders to it: for tests of lanes.
+// A rank of this process with nothing above it, and orders to it: for tests of channels.
 #pragma once
 
 #include <atomic>
@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "endpoint_fixture.h"
-#include "kvpool/pool/rank_lanes.h"
-#include "kvpool/pool/workers.h"
+#include "kvpool/exec/worker_pool.h"
+#include "kvpool/ranks/rank_channels.h"
 #include "pool_fixture.h"
 
 namespace kvpool::testing {
@@ -55,45 +55,47 @@ struct RankHere {
             }(),
             memory, epoch),
         reactor(Reactor::make("rank")),
-        ghosts(*reactor, workers),
-        lanes(routes, strands, ghosts) {
+        writer_quarantine(*reactor, workers),
+        channels(routes, serial_executor, writer_quarantine) {
     pool->set_instance(number + 1);
     routes.receive_by([this](const void* key, std::function<void()> work) {
       receiving.run(key, Priority::kDecode, std::move(work));
     });
     endpoint = Endpoint::make(
         *reactor, {.secret = "s3cret"}, [this] { return introduce(); },
-        [this](const std::shared_ptr<Link>& link, const PeerCard& card, bool) { return lanes.admit(link, card); });
-    lanes.start(*endpoint);
-    lanes.on_device_lost([this](const Error&) { device_lost = true; });
+        [this](const std::shared_ptr<Link>& link, const PeerMetadata& metadata, bool) {
+          return channels.admit(link, metadata);
+        });
+    channels.start(*endpoint);
+    channels.on_device_lost([this](const Error&) { device_lost = true; });
     address = endpoint->listen(spec.listen.empty() ? fresh_name("unix:@") : spec.listen);
   }
   ~RankHere() {
     endpoint->close();
-    lanes.depart_all(Error(ErrorCode::kClosed, "the test is over"), {});
+    channels.depart_all(Error(ErrorCode::kClosed, "the test is over"), {});
     workers.stop();
-    strands.stop();
+    serial_executor.stop();
     receiving.stop();
     reactor->stop();
-    ghosts.clear([](const auto& /*party*/, const auto& /*link*/) {});
+    writer_quarantine.clear([](const auto& /*party*/, const auto& /*link*/) {});
   }
 
   Introduction introduce() {
     Introduction own;
-    own.attachment = routes.introduce(own.card);
-    own.card.name = "rank-" + std::to_string(number);
-    own.card.epoch = epoch;
-    own.card.instance = number + 1;
-    own.card.rank_of = 7;
-    own.card.rank = number;
-    own.card.address = address;
+    own.attachment = routes.introduce(own.metadata);
+    own.metadata.name = "rank-" + std::to_string(number);
+    own.metadata.epoch = epoch;
+    own.metadata.instance = number + 1;
+    own.metadata.rank_of = 7;
+    own.metadata.rank = number;
+    own.metadata.address = address;
     own.descriptors = routes.descriptors();
     return own;
   }
   static std::uint64_t epoch_of(std::uint32_t instance, std::uint32_t number) {
     return 1000 + std::uint64_t{100} * instance + number;
   }
-  CardRank card() const { return {number, epoch, address}; }
+  MetadataRank metadata() const { return {number, epoch, address}; }
   std::byte* block(std::size_t i) const {
     const Segment& segment = pool->arena(Medium::kHbm)->segments()[0];
     return segment.base + i * segment.stride;
@@ -105,12 +107,12 @@ struct RankHere {
   std::shared_ptr<Pool> pool;
   const LocalMemory memory;
   RouteMaker routes;
-  Workers workers{2};
-  Strands strands;
-  Strands receiving;
+  WorkerPool workers{2};
+  SerialExecutor serial_executor;
+  SerialExecutor receiving;
   std::unique_ptr<Reactor> reactor;
-  Ghosts ghosts;
-  RankLanes lanes;
+  WriterQuarantine writer_quarantine;
+  RankChannels channels;
   std::string address;
   std::unique_ptr<Endpoint> endpoint;
   std::atomic<bool> device_lost{false};
@@ -125,7 +127,7 @@ struct Outcome {
 };
 
 struct Order {
-  std::vector<LaneWrite> lanes;
+  std::vector<ChannelWrite> channels;
   std::vector<Address> from;
   std::vector<Address> to;
 };
@@ -134,9 +136,9 @@ inline std::shared_ptr<std::atomic<bool>> give(RankHere& rank, std::uint64_t mee
                                                const std::shared_ptr<Outcome>& outcome, double seconds = 10,
                                                std::shared_ptr<const DeviceOrder> after = nullptr) {
   const auto kept = std::make_shared<const Order>(std::move(given));
-  LaneOrder order;
+  ChannelOrder order;
   order.meeting = meeting;
-  order.lanes = kept->lanes;
+  order.channels = kept->channels;
   order.request.from = kept->from;
   order.request.to = kept->to;
   order.request.deadline_ns = in_seconds(seconds);
@@ -149,17 +151,17 @@ inline std::shared_ptr<std::atomic<bool>> give(RankHere& rank, std::uint64_t mee
     ++outcome->reports;
   };
   auto stop = order.stop;
-  rank.lanes.write(std::move(order));
+  rank.channels.write(std::move(order));
   return stop;
 }
 
-inline LaneWrite part(std::uint32_t to, std::uint64_t first, std::uint64_t bytes) {
+inline ChannelWrite part(std::uint32_t to, std::uint64_t first, std::uint64_t bytes) {
   return {to, bytes, {{first, first, bytes}}};
 }
 
 inline int code(ErrorCode code) { return static_cast<int>(code); }
 
-inline MeetBody meeting_of(std::uint64_t number, std::vector<CardRank> ranks) {
+inline MeetBody meeting_of(std::uint64_t number, std::vector<MetadataRank> ranks) {
   return {number, "peer", 0, std::move(ranks)};
 }
 

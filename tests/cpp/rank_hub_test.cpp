@@ -1,5 +1,5 @@
 // What the scheduler of a logical instance makes of what its ranks answer, with links that follow a script.
-#include "kvpool/pool/rank_hub.h"
+#include "kvpool/ranks/rank_hub.h"
 
 #include <doctest/doctest.h>
 #include <unistd.h>
@@ -14,11 +14,12 @@
 #include <vector>
 
 #include "failing_alloc.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/reactor.h"
+#include "kvpool/routes/route_choice.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/group_route.h"
 #include "kvpool/transfer/messages.h"
-#include "kvpool/transport/reactor.h"
-#include "kvpool/transport/route_choice.h"
 #include "swap_kit.h"
 #include "thrown.h"
 
@@ -52,13 +53,13 @@ struct Instance {
   Instance() : hub(two_ranks(), {8, 8}, [this](const Error& why) { lost = why.code(); }) {
     for (std::uint32_t rank = 0; rank < 2; ++rank) {
       const Layout layout = hub.sharding().rank_layout(rank, true);
-      PeerCard card;
-      card.rank = rank;
-      card.block_tokens = static_cast<std::uint32_t>(layout.block_tokens);
-      card.piece_bytes.assign(layout.piece_bytes.begin(), layout.piece_bytes.end());
-      card.format = layout.format;
-      card.media[0].blocks = card.media[1].blocks = 8;
-      handlers.push_back(hub.admit(links.emplace_back(std::make_shared<RankLink>()), card));
+      PeerMetadata metadata;
+      metadata.rank = rank;
+      metadata.block_tokens = static_cast<std::uint32_t>(layout.block_tokens);
+      metadata.piece_bytes.assign(layout.piece_bytes.begin(), layout.piece_bytes.end());
+      metadata.format = layout.format;
+      metadata.media[0].blocks = metadata.media[1].blocks = 8;
+      handlers.push_back(hub.admit(links.emplace_back(std::make_shared<RankLink>()), metadata));
     }
   }
   static Message answer_to(std::uint64_t id, std::optional<ErrorCode> refusal) {

@@ -19,7 +19,7 @@ OrderBody some_order() {
   body.meeting = 77;
   body.merge = false;
   body.lifetime_ms = 1234;
-  body.lanes = {{2, 96, {{0, 64, 32}, {64, 0, 64}}}, {5, 8, {{96, 8, 8}}}};
+  body.channels = {{2, 96, {{0, 64, 32}, {64, 0, 64}}}, {5, 8, {{96, 8, 8}}}};
   body.from = {1, 2, 3};
   body.to = {4, 5, 6};
   return body;
@@ -41,10 +41,10 @@ TEST_CASE("what a scheduler tells its ranks comes out as it went in, and of no o
   CHECK(order.meeting == 77);
   CHECK_FALSE(order.merge);
   CHECK(order.lifetime_ms == 1234);
-  REQUIRE(order.lanes.size() == 2);
-  CHECK(order.lanes[0].to_rank == 2);
-  CHECK(order.lanes[0].bytes == 96);  // added up by the reader
-  CHECK(order.lanes[1].strips[0].from == 96);
+  REQUIRE(order.channels.size() == 2);
+  CHECK(order.channels[0].to_rank == 2);
+  CHECK(order.channels[0].bytes == 96);  // added up by the reader
+  CHECK(order.channels[1].strips[0].from == 96);
   CHECK(order.from == some_order().from);
   CHECK(order.to == some_order().to);
   check_length(write_body(some_order()), read_order);
@@ -63,7 +63,7 @@ TEST_CASE("orders and copies that mean nothing are refused") {
   CHECK_THROWS_AS(read_order(write_body(order)), Error);
   CHECK_THROWS_AS(read_copy(write_body(CopyBody{{1, 2}, {3}})), Error);
   order = some_order();
-  order.lanes[0].strips = {{0, 0, UINT64_MAX}, {0, 0, 2}};  // their sum is beyond 64 bits
+  order.channels[0].strips = {{0, 0, UINT64_MAX}, {0, 0, 2}};  // their sum is beyond 64 bits
   CHECK_THROWS_AS(read_order(write_body(order)), Error);
   Bytes flags = write_body(some_order());
   flags[8] = std::byte{2};
@@ -73,11 +73,11 @@ TEST_CASE("orders and copies that mean nothing are refused") {
   CHECK_THROWS_AS(read_meet(write_body(crowd)), Error);
 }
 
-TEST_CASE("an order has room for so many strips, of all lanes together") {
+TEST_CASE("an order has room for so many strips, of all channels together") {
   OrderBody order = some_order();
-  order.lanes[0].strips.assign(kOrderStripsMax - 1, BlockStrip{0, 0, 1});
-  CHECK(read_order(write_body(order)).lanes[0].strips.size() == kOrderStripsMax - 1);
-  order.lanes[0].strips.push_back({0, 0, 1});
+  order.channels[0].strips.assign(kOrderStripsMax - 1, BlockStrip{0, 0, 1});
+  CHECK(read_order(write_body(order)).channels[0].strips.size() == kOrderStripsMax - 1);
+  order.channels[0].strips.push_back({0, 0, 1});
   try {
     write_body(order);
     FAIL("it was written");
@@ -107,7 +107,7 @@ TEST_CASE("fuzz: whatever a rank is told, its readers return it or throw a proto
             const OrderBody order = read_order(bytes);
             REQUIRE(order.from.size() == order.to.size());
             std::size_t strips = 0;
-            for (const LaneWrite& lane : order.lanes) strips += lane.strips.size();
+            for (const ChannelWrite& channel : order.channels) strips += channel.strips.size();
             REQUIRE(strips <= kOrderStripsMax);
             break;
           }

@@ -1,5 +1,5 @@
 // A rank of a logical instance beside its scheduler, in one process: what it keeps of its GPU.
-#include "kvpool/pool/rank_node.h"
+#include "kvpool/ranks/rank_node.h"
 
 #include <doctest/doctest.h>
 

@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "kvpool/transport/frame_tag.h"
+#include "kvpool/net/frame_tag.h"
 #include "sock_fixture.h"
 
 namespace kvpool::testing {

@@ -1,4 +1,4 @@
-#include "kvpool/transport/reactor.h"
+#include "kvpool/net/reactor.h"
 
 #include <doctest/doctest.h>
 #include <pthread.h>
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "child_process.h"
+#include "kvpool/base/clock.h"
 #include "sock_fixture.h"
 
 using namespace kvpool;

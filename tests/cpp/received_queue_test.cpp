@@ -1,5 +1,5 @@
 // What peers sent for the application, and who waits for it.
-#include "kvpool/pool/received_queue.h"
+#include "kvpool/peers/received_queue.h"
 
 #include <doctest/doctest.h>
 #include <poll.h>
@@ -12,7 +12,8 @@
 #include <utility>
 
 #include "failing_alloc.h"
-#include "kvpool/transport/reactor.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/reactor.h"
 #include "pool_fixture.h"
 #include "thrown.h"
 

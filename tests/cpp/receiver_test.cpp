@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "kvpool/transport/passage.h"
+#include "kvpool/routes/route_receiver.h"
 #include "session_kit.h"
 
 namespace kvpool::testing {
@@ -428,7 +428,7 @@ TEST_CASE("what waits to be verified is limited, and what is refused leaves noth
 
 TEST_CASE("a peer that has too much waiting behind content on its way is left") {
   // Content that never arrives.
-  struct Stalled final : Passage {
+  struct Stalled final : RouteReceiver {
     void begin(Admit, Placed, Lost) override {}
     void on_message(Message&&) override {}
     bool defer(std::function<void()>& work) override {
@@ -441,7 +441,7 @@ TEST_CASE("a peer that has too much waiting behind content on its way is left") 
   SessionKit kit;
   const auto stalled = std::make_shared<Stalled>();
   const auto route = std::make_shared<ScriptRoute>(true);
-  route->passage_of = stalled;
+  route->route_receiver_of = stalled;
   const auto session = std::make_shared<Session>(kit.host, kit.session->peer(), true);
   session->start(kit.link, {route});
   kit.host.limits_of.request_bytes_max = 4096;

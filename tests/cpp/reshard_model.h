@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "kvpool/base/error.h"
-#include "kvpool/transfer/parallel.h"
+#include "kvpool/blocks/parallel.h"
 #include "thrown.h"
 
 namespace kvpool::testing {

@@ -220,7 +220,7 @@ TEST_CASE("a cut next to the end of a run moves there instead of leaving a slive
 }
 
 TEST_CASE("a cut next to the end of a receiver moves there, so that each sender has one receiver") {
-  // Shares of 266 2/3 runs, receivers of 268, 264 and 268.
+  // FairQueue of 266 2/3 runs, receivers of 268, 264 and 268.
   const KVShape shape = shape_of(400, 1, 2, 2, 16);
   Parallel to = parallel_of(1, 3);
   to.stage_layers = {134, 132, 134};

@@ -1,4 +1,4 @@
-#include "kvpool/transport/route_cost.h"
+#include "kvpool/routes/route_cost.h"
 
 #include <doctest/doctest.h>
 
@@ -12,8 +12,8 @@ namespace {
 
 constexpr std::int64_t kSecondNs = 1'000'000'000;
 constexpr RoutePrior kPrior{10, 1, 0.001};
-constexpr Reach kHbm = reach_of(Medium::kHbm);
-constexpr Reach kDram = reach_of(Medium::kDram);
+constexpr MediaSet kHbm = media_set_of(Medium::kHbm);
+constexpr MediaSet kDram = media_set_of(Medium::kDram);
 
 TEST_CASE("a cost is its prior until something was measured") {
   const RouteCost cost(kPrior);
@@ -100,7 +100,7 @@ TEST_CASE("what was measured takes the guess's place between two media, and stay
 
 TEST_CASE("a write between several pairs of media costs what the dearest does, and says nothing of either") {
   RouteCost cost(kPrior);
-  const Reach both{true, true};
+  const MediaSet both{true, true};
   cost.settle(Medium::kHbm, Medium::kDram, {500, 0, 1});
   CHECK(cost.estimate_us(both, kDram, 1, 1000, kSecondNs) == doctest::Approx(1500));
   for (int i = 0; i < 40; ++i) cost.measured(both, kDram, 1, 1000, 3, kSecondNs);

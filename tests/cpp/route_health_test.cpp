@@ -1,5 +1,5 @@
 // Routes that fail: what they cost then, and which one serves instead.
-#include "kvpool/transport/route_health.h"
+#include "kvpool/routes/route_health.h"
 
 #include <doctest/doctest.h>
 
@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "kvpool/transport/route_choice.h"
+#include "kvpool/routes/route_choice.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -143,8 +143,10 @@ class PricedRoute final : public Route {
   PricedRoute(const char* name, double us, bool suits = true) : name_(name), us_(us), suits_(suits) {}
   const char* name() const noexcept override { return name_; }
   RouteTraits traits() const noexcept override { return {}; }
-  bool suits(const Reach&, const Reach&) const noexcept override { return suits_; }
-  double estimate_us(const Reach&, const Reach&, std::uint64_t, std::uint64_t) const noexcept override { return us_; }
+  bool suits(const MediaSet&, const MediaSet&) const noexcept override { return suits_; }
+  double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t) const noexcept override {
+    return us_;
+  }
   WriteOutcome write(const WriteRequest&) override {
     ++writes;
     if (fails_with) throw Error(*fails_with, std::string(name_) + " is broken");
@@ -220,7 +222,9 @@ TEST_CASE("an odd answer of the CUDA driver does not put a route out for good; t
   struct Odd final : Route {
     const char* name() const noexcept override { return "odd"; }
     RouteTraits traits() const noexcept override { return {}; }
-    double estimate_us(const Reach&, const Reach&, std::uint64_t, std::uint64_t) const noexcept override { return 1; }
+    double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t) const noexcept override {
+      return 1;
+    }
     WriteOutcome write(const WriteRequest&) override { throw Error(why); }
     void close() noexcept override {}
     Error why{ErrorCode::kUnsupported, "by its own word"};
@@ -255,7 +259,9 @@ TEST_CASE("a route that learns by itself what it does not reach is as good as be
     const char* name() const noexcept override { return "learning"; }
     RouteTraits traits() const noexcept override { return {}; }
     bool reaches(Medium medium) const noexcept override { return medium == Medium::kHbm || !refused_; }
-    double estimate_us(const Reach&, const Reach&, std::uint64_t, std::uint64_t) const noexcept override { return 1; }
+    double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t) const noexcept override {
+      return 1;
+    }
     WriteOutcome write(const WriteRequest&) override {
       refused_ = true;
       throw Error(ErrorCode::kUnsupported, "that memory cannot be mapped");

@@ -1,5 +1,5 @@
 // Which ways there are to a peer, by what the kernel says of it.
-#include "kvpool/pool/route_maker.h"
+#include "kvpool/peers/route_maker.h"
 
 #include <doctest/doctest.h>
 #include <unistd.h>
@@ -11,9 +11,9 @@ namespace {
 
 struct Side {
   explicit Side(std::uint64_t epoch) : kit(), routes(options(), memory_of(*kit.pool), epoch) {
-    static_cast<void>(routes.introduce(card));
-    card.epoch = epoch;
-    card.name = "side " + std::to_string(epoch);
+    static_cast<void>(routes.introduce(metadata));
+    metadata.epoch = epoch;
+    metadata.name = "side " + std::to_string(epoch);
   }
   static LocalMemory memory_of(Pool& pool) {
     return {pool.layout(), {pool.arena(Medium::kHbm), pool.arena(Medium::kDram)}};
@@ -25,7 +25,7 @@ struct Side {
   }
   SessionKit kit;
   RouteMaker routes;
-  PeerCard card;
+  PeerMetadata metadata;
 };
 
 std::vector<std::string> names(const std::vector<std::shared_ptr<Route>>& routes) {
@@ -34,18 +34,18 @@ std::vector<std::string> names(const std::vector<std::shared_ptr<Route>>& routes
   return names;
 }
 
-TEST_CASE("a pool of this process is one by the kernel's word, not by its card's") {
+TEST_CASE("a pool of this process is one by the kernel's word, not by its metadata's") {
   Side one(11);
   Side two(12);
   const auto link = std::make_shared<ScriptLink>();
   link->pid = getpid();
-  CHECK(names(one.routes.make(two.card, link)) == std::vector<std::string>{"loopback", "sock"});
-  CHECK(one.routes.exposure(two.card, *link).by_process);
+  CHECK(names(one.routes.make(two.metadata, link)) == std::vector<std::string>{"loopback", "sock"});
+  CHECK(one.routes.exposure(two.metadata, *link).by_process);
   // Over TCP the kernel does not tell; and a process that says that it is ours may be another.
   for (const std::int64_t pid : {0, getpid() + 1}) {
     link->pid = pid;
-    CHECK(names(one.routes.make(two.card, link)) == std::vector<std::string>{"sock"});
-    CHECK_FALSE(one.routes.exposure(two.card, *link).by_process);
+    CHECK(names(one.routes.make(two.metadata, link)) == std::vector<std::string>{"sock"});
+    CHECK_FALSE(one.routes.exposure(two.metadata, *link).by_process);
   }
 }
 
@@ -60,8 +60,8 @@ TEST_CASE("what a pool keeps for its peers goes when it is let go of") {
   CHECK(arena.expired());
   const auto link = std::make_shared<ScriptLink>();
   link->pid = getpid();
-  CHECK(names(two.routes.make(one.card, link)) == std::vector<std::string>{"sock"});
-  CHECK_THROWS_AS(one.routes.introduce(one.card), Error);
+  CHECK(names(two.routes.make(one.metadata, link)) == std::vector<std::string>{"sock"});
+  CHECK_THROWS_AS(one.routes.introduce(one.metadata), Error);
   CHECK(one.kit.peer_blocks.checksum(Addresses{make_address(0, Medium::kHbm, 1, 0)}) == 0);
 }
 

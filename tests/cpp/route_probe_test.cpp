@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "kvpool/base/strips.h"
+#include "kvpool/routes/route_choice.h"
 #include "kvpool/transfer/outgoing.h"
-#include "kvpool/transport/route_choice.h"
 #include "sim_process.h"
 #include "thrown.h"
 
@@ -34,8 +34,8 @@ class ModelRoute final : public Route {
   RouteTraits traits() const noexcept override {
     return {.one_sided = true, .by_caller = true, .waits = false, .by_name = by_name};
   }
-  bool is_ready(const Reach&, const Reach&) const noexcept override { return is_ready_now; }
-  double estimate_us(const Reach& from, const Reach& to, std::uint64_t pieces,
+  bool is_ready(const MediaSet&, const MediaSet&) const noexcept override { return is_ready_now; }
+  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
                      std::uint64_t bytes) const noexcept override {
     return cost_.estimate_us(from, to, pieces, bytes, clock_.now_ns());
   }
@@ -55,7 +55,8 @@ class ModelRoute final : public Route {
     });
     const double us = truth_.us(outcome.calls, outcome.bytes);
     clock_.run(clock_.now_ns() + static_cast<std::int64_t>(us * 1e3), [] { return false; });
-    cost_.measured(reach_of(request.from), reach_of(request.to), outcome.calls, outcome.bytes, us, clock_.now_ns());
+    cost_.measured(media_set_of(request.from), media_set_of(request.to), outcome.calls, outcome.bytes, us,
+                   clock_.now_ns());
     return outcome;
   }
   void close() noexcept override { closed_ = true; }
@@ -112,7 +113,7 @@ class ProbeKit {
   // What a write of four blocks takes now.
   std::string chosen(Medium from = Medium::kHbm, Medium to = Medium::kHbm) const {
     const std::vector<std::shared_ptr<Route>> routes{slow, fast};
-    return cheapest_route(routes, "", 4, 1024, reach_of(from), reach_of(to), clock_.now_ns())->name();
+    return cheapest_route(routes, "", 4, 1024, media_set_of(from), media_set_of(to), clock_.now_ns())->name();
   }
   void measure(std::int64_t timeout_ns = kSecond) { a->measure_routes(clock_.now_ns() + timeout_ns); }
   bool is_settled(Medium from = Medium::kHbm, Medium to = Medium::kHbm) const {
@@ -173,7 +174,7 @@ class ProbeKit {
   }
   std::shared_ptr<Session> join(SimProcess& self, SimProcess& other, const std::shared_ptr<SimLink>& link,
                                 std::vector<std::shared_ptr<Route>> routes) {
-    auto session = std::make_shared<Session>(self, other.card(), /*peer_writes_directly=*/true);
+    auto session = std::make_shared<Session>(self, other.metadata(), /*peer_writes_directly=*/true);
     session->start(link, std::move(routes));
     self.add_session(session);
     link->start(session);

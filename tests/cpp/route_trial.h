@@ -9,9 +9,10 @@
 #include <vector>
 
 #include "block_memory.h"
+#include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
-#include "kvpool/transport/reactor.h"
-#include "kvpool/transport/route.h"
+#include "kvpool/net/reactor.h"
+#include "kvpool/routes/route.h"
 #include "thrown.h"
 
 namespace kvpool::testing {

@@ -23,13 +23,13 @@ Layout layout_of(std::uint32_t layers, PageFormat format, std::uint32_t tokens) 
   return layout;
 }
 
-PeerCard card_of(const Layout& layout) {
-  PeerCard card;
-  card.name = "peer";
-  card.block_tokens = layout.block_tokens;
-  card.piece_bytes.assign(layout.piece_bytes.begin(), layout.piece_bytes.end());
-  card.format = layout.format;
-  return card;
+PeerMetadata metadata_of(const Layout& layout) {
+  PeerMetadata metadata;
+  metadata.name = "peer";
+  metadata.block_tokens = layout.block_tokens;
+  metadata.piece_bytes.assign(layout.piece_bytes.begin(), layout.piece_bytes.end());
+  metadata.format = layout.format;
+  return metadata;
 }
 
 Layout raw_of(std::size_t bytes, std::uint32_t tokens) {
@@ -42,7 +42,7 @@ Layout raw_of(std::size_t bytes, std::uint32_t tokens) {
 const Layout kOwn = layout_of(4, {8, 16, DType::kBfloat16, false, false}, 32);
 
 std::string refusal(const Layout& theirs) {
-  const auto call = [&] { check_same_blocks(card_of(theirs), "peer", kOwn, "own"); };
+  const auto call = [&] { check_same_blocks(metadata_of(theirs), "peer", kOwn, "own"); };
   CHECK(code_of(call) == ErrorCode::kLayoutMismatch);
   return text_of(call);
 }
@@ -52,8 +52,8 @@ std::string refusal(const Layout& theirs) {
 TEST_CASE("blocks of the same format are the same, however they are stored") {
   Layout discrete = kOwn;
   discrete.aggregated = false;
-  CHECK_NOTHROW(check_same_blocks(card_of(discrete), "peer", kOwn, "own"));
-  CHECK_NOTHROW(check_same_blocks(card_of(raw_of(4096, 4)), "peer", raw_of(4096, 4), "own"));
+  CHECK_NOTHROW(check_same_blocks(metadata_of(discrete), "peer", kOwn, "own"));
+  CHECK_NOTHROW(check_same_blocks(metadata_of(raw_of(4096, 4)), "peer", raw_of(4096, 4), "own"));
 }
 
 TEST_CASE("blocks of the same size and another content are refused, and both sides are described") {
@@ -89,7 +89,7 @@ TEST_CASE("raw blocks in as many pieces are not a cache's") {
 
 TEST_CASE("a refusal has the numbers of both sides") {
   try {
-    check_same_blocks(card_of(layout_of(2, {4, 64, DType::kInt8, false, true}, 16)), "peer", kOwn, "own");
+    check_same_blocks(metadata_of(layout_of(2, {4, 64, DType::kInt8, false, true}, 16)), "peer", kOwn, "own");
     FAIL("nothing was refused");
   } catch (const Error& error) {
     std::map<std::string, std::int64_t> fields(error.fields().begin(), error.fields().end());
@@ -107,16 +107,16 @@ TEST_CASE("a refusal has the numbers of both sides") {
 }
 
 TEST_CASE("ranks may hold other layers and heads of a block, and no other rows") {
-  CHECK_NOTHROW(check_same_rows(card_of(layout_of(9, {2, 16, DType::kBfloat16, false, false}, 32)), kOwn));
+  CHECK_NOTHROW(check_same_rows(metadata_of(layout_of(9, {2, 16, DType::kBfloat16, false, false}, 32)), kOwn));
   for (const PageFormat& other :
        {PageFormat{8, 16, DType::kFloat16, false, false}, PageFormat{8, 32, DType::kBfloat16, false, false},
         PageFormat{8, 16, DType::kBfloat16, true, false}, PageFormat{8, 16, DType::kBfloat16, false, true},
         PageFormat{}}) {
     Layout theirs = kOwn;
     theirs.format = other;
-    CHECK(code_of([&] { check_same_rows(card_of(theirs), kOwn); }) == ErrorCode::kLayoutMismatch);
+    CHECK(code_of([&] { check_same_rows(metadata_of(theirs), kOwn); }) == ErrorCode::kLayoutMismatch);
   }
   Layout tokens = kOwn;
   tokens.block_tokens = 16;
-  CHECK(code_of([&] { check_same_rows(card_of(tokens), kOwn); }) == ErrorCode::kLayoutMismatch);
+  CHECK(code_of([&] { check_same_rows(metadata_of(tokens), kOwn); }) == ErrorCode::kLayoutMismatch);
 }

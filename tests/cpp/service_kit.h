@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "kvpool/base/error.h"
-#include "kvpool/pool/service.h"
-#include "kvpool/transport/reactor.h"
+#include "kvpool/net/reactor.h"
+#include "kvpool/peers/service.h"
 #include "pool_fixture.h"
 #include "sock_fixture.h"
 

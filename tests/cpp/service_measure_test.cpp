@@ -10,6 +10,7 @@
 
 #include "fake_driver.h"
 #include "joined_service.h"
+#include "kvpool/base/clock.h"
 
 namespace kvpool::testing {
 namespace {

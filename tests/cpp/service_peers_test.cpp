@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "endpoint_fixture.h"
-#include "kvpool/pool/kept_memory.h"
+#include "kvpool/peers/retained_memory.h"
 #include "kvpool/transfer/messages.h"
 #include "service_kit.h"
 
@@ -126,14 +126,14 @@ TEST_CASE("a caller may give up, wherever it waits") {
         ErrorCode::kCancelled);
 }
 
-// A peer as the wire sees one, whose card fits that of the nodes here.
+// A peer as the wire sees one, whose metadata fits that of the nodes here.
 struct RawPeer : Member {
   RawPeer(const std::string& name, std::uint64_t epoch) : Member(name, {.secret = "s3cret"}) {
-    card.instance = 77;
-    card.epoch = epoch;
-    card.block_tokens = kPage;
-    card.piece_bytes = {64, 64};
-    card.routes = {"shm", "sock"};
+    metadata.instance = 77;
+    metadata.epoch = epoch;
+    metadata.block_tokens = kPage;
+    metadata.piece_bytes = {64, 64};
+    metadata.routes = {"shm", "sock"};
   }
 };
 
@@ -197,13 +197,13 @@ TEST_CASE("a connection that ends before the peer has answered is no reason not 
   CHECK(calls == 3);
   // But it is, when the time is over, or when there is a reason.
   RawPeer c("c", 78);
-  c.card.instance = 78;
+  c.metadata.instance = 78;
   c.on_admit = [](Link& link) { link.close(Error(ErrorCode::kPeerLost, "never")); };
   const auto late = error_of([&] { a.service.connect(c.endpoint->listen(unix_address()), in_seconds(0.2)); });
   REQUIRE(late);
   CHECK((late->code() == ErrorCode::kPeerLost || late->code() == ErrorCode::kDeadline));
   RawPeer d("d", 79);
-  d.card.instance = 79;
+  d.metadata.instance = 79;
   d.refuse = Error(ErrorCode::kPeerLost, "closing");
   const auto told = error_of([&] { a.service.connect(d.endpoint->listen(unix_address()), in_seconds(30)); });
   REQUIRE(told);
@@ -270,7 +270,7 @@ TEST_CASE("a pool that is closed keeps no memory, whoever was its peer, whatever
     CHECK(soon([&] { return b.service.peers().empty(); }));
     b.pool->close();
     CHECK(arena_b.expired());
-    CHECK(KeptMemory::count() == 0);
+    CHECK(RetainedMemory::count() == 0);
     CHECK(open->done());
     CHECK(there->stats().route == routes[0]);
   }

@@ -1,6 +1,6 @@
 // What a service does beside the verbs (verbs_test.cpp): meeting and parting, own and lent blocks in one list, batches,
 // threads.
-#include "kvpool/pool/service.h"
+#include "kvpool/peers/service.h"
 
 #include <atomic>
 #include <string>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "joined_service.h"
+#include "kvpool/base/clock.h"
 
 namespace kvpool::testing {
 namespace {

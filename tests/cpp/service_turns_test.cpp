@@ -9,6 +9,7 @@
 
 #include "device_kit.h"
 #include "joined_service.h"
+#include "kvpool/base/clock.h"
 #include "kvpool/cuda/order.h"
 
 #ifdef KVPOOL_FAKE_CUDA

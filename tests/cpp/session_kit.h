@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "kvpool/pool/peer_blocks.h"
-#include "kvpool/pool/received_queue.h"
+#include "kvpool/net/data_body.h"
+#include "kvpool/peers/peer_blocks.h"
+#include "kvpool/peers/received_queue.h"
 #include "kvpool/transfer/messages.h"
 #include "kvpool/transfer/session.h"
-#include "kvpool/transport/data_body.h"
 #include "pool_fixture.h"
 #include "thrown.h"
 
@@ -74,11 +74,13 @@ class ScriptRoute final : public Route {
   const char* name() const noexcept override { return "script"; }
   RouteTraits traits() const noexcept override { return {.one_sided = one_sided_, .by_caller = true, .waits = false}; }
   bool reaches(Medium medium) const noexcept override { return medium == Medium::kHbm || reaches_dram; }
-  double estimate_us(const Reach&, const Reach&, std::uint64_t, std::uint64_t) const noexcept override { return 1; }
+  double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t) const noexcept override {
+    return 1;
+  }
   WriteOutcome write(const WriteRequest&) override { return {}; }
   void close() noexcept override { closed = true; }
-  std::shared_ptr<Passage> passage() const noexcept override { return passage_of; }
-  std::shared_ptr<Passage> passage_of;
+  std::shared_ptr<RouteReceiver> route_receiver() const noexcept override { return route_receiver_of; }
+  std::shared_ptr<RouteReceiver> route_receiver_of;
   bool reaches_dram = true;
   bool closed = false;
 
@@ -140,12 +142,12 @@ class SessionKit {
         link(std::make_shared<ScriptLink>()),
         route(std::make_shared<ScriptRoute>(one_sided)) {
     pool->set_instance(kOwnInstance);
-    PeerCard card;
-    card.name = "peer";
-    card.instance = kPeerInstance;
-    card.epoch = kPeerEpoch;
-    card.media[0].blocks = card.media[1].blocks = kPeerBlocks;
-    session = std::make_shared<Session>(host, card, one_sided);
+    PeerMetadata metadata;
+    metadata.name = "peer";
+    metadata.instance = kPeerInstance;
+    metadata.epoch = kPeerEpoch;
+    metadata.media[0].blocks = metadata.media[1].blocks = kPeerBlocks;
+    session = std::make_shared<Session>(host, metadata, one_sided);
     session->start(link, {route});
   }
   ~SessionKit() {

@@ -9,13 +9,13 @@
 #include <utility>
 #include <vector>
 
-#include "kvpool/pool/peer_blocks.h"
+#include "kvpool/peers/peer_blocks.h"
+#include "kvpool/peers/received_queue.h"
 #include "kvpool/pool/pool.h"
-#include "kvpool/pool/received_queue.h"
 #include "kvpool/transfer/session.h"
-#include "kvpool/transport/sim_clock.h"
-#include "kvpool/transport/sim_route.h"
 #include "pool_fixture.h"
+#include "sim_clock.h"
+#include "sim_route.h"
 
 namespace kvpool::testing {
 
@@ -115,14 +115,14 @@ class SimProcess final : public SessionHost {
   bool alive() const noexcept { return clock_.alive(actor_); }
   bool able() const noexcept { return alive() && !clock_.paused(actor_); }
 
-  PeerCard card() const {
-    PeerCard card;
-    card.name = identity_.name;
-    card.instance = identity_.instance;
-    card.epoch = identity_.epoch;
-    card.media[0].blocks = identity_.hbm_blocks;
-    card.media[1].blocks = identity_.dram_blocks;
-    return card;
+  PeerMetadata metadata() const {
+    PeerMetadata metadata;
+    metadata.name = identity_.name;
+    metadata.instance = identity_.instance;
+    metadata.epoch = identity_.epoch;
+    metadata.media[0].blocks = identity_.hbm_blocks;
+    metadata.media[1].blocks = identity_.dram_blocks;
+    return metadata;
   }
   void add_session(std::shared_ptr<Session> session) { sessions_.push_back(std::move(session)); }
 

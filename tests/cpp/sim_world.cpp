@@ -40,7 +40,9 @@ class SimWorld::Watcher final : public LinkHandler {
 
 SimWorld::SimWorld(const SimPlan& plan) : plan_(plan), clock_(plan.seed) {
   SimDice& dice = clock_.dice();
-  watch_ = [this](const std::byte* at, std::size_t bytes, SimClock::Actor writer) { on_landing(at, bytes, writer); };
+  watch_ = [this](const std::byte* at, std::size_t bytes, SimClock::Actor writer) {
+    on_staging_buffer(at, bytes, writer);
+  };
   const auto rate = [&](std::uint32_t most) {
     return dice.chance(500) ? 0 : static_cast<std::uint32_t>(dice.below(most));
   };
@@ -145,8 +147,8 @@ void SimWorld::meet(Member& left, Member& right) {
     peering.self = &self;
     peering.other = &other;
     peering.link = link;
-    peering.session =
-        std::make_shared<Session>(*self.process, other.process->card(), one_sided_ && !plan_.bugs.free_at_link_loss);
+    peering.session = std::make_shared<Session>(*self.process, other.process->metadata(),
+                                                one_sided_ && !plan_.bugs.free_at_link_loss);
     std::vector<std::shared_ptr<Route>> routes;
     for (const bool one_sided : {true, false}) {
       if (!(one_sided ? one_sided_ : placed_)) continue;
@@ -266,7 +268,7 @@ void SimWorld::finish_disconnect(Peering& peering) {
 // --- the oracle ---
 
 // Every byte that lands, lands in a block that its writer may write now, or that nobody uses until the writer is gone.
-void SimWorld::on_landing(const std::byte* at, std::size_t bytes, SimClock::Actor writer) {
+void SimWorld::on_staging_buffer(const std::byte* at, std::size_t bytes, SimClock::Actor writer) {
   clock_.log("land", writer, bytes);
   std::uint64_t epoch = 0;
   for (const auto& member : members_) {

@@ -104,7 +104,7 @@ class SimWorld {
   void pause(Member& member);
   void disconnect(Peering& peering);
   void finish_disconnect(Peering& peering);
-  void on_landing(const std::byte* at, std::size_t bytes, SimClock::Actor writer);
+  void on_staging_buffer(const std::byte* at, std::size_t bytes, SimClock::Actor writer);
   void fail(const std::string& what);
   void count(const char* what) { ++happened_[what]; }
 

@@ -8,8 +8,9 @@
 
 #include "child_process.h"
 #include "fuzz_seeds.h"
-#include "kvpool/transport/keepalive.h"
-#include "kvpool/transport/reactor.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/keepalive.h"
+#include "kvpool/net/reactor.h"
 #include "raw_peer.h"
 #include "sock_fixture.h"
 
@@ -23,7 +24,7 @@ constexpr std::size_t kSpan = 300;
 // A conversation with every kind of frame in it, as a peer on the right would send it.
 Bytes conversation(Wire wire) {
   FrameForge forge(wire, /*left=*/false);
-  forge.add(FrameKind::kCard);
+  forge.add(FrameKind::kMetadata);
   forge.add(FrameKind::kLend, 1, some_bytes(20));
   forge.add(FrameKind::kData, 2, some_bytes(24), some_bytes(kSpan));
   forge.add(FrameKind::kPing);
@@ -95,8 +96,8 @@ TEST_CASE("a link: every bit that flips on a TCP connection is found, and closes
   for (const Wire wire : {Wire::kTcpChecksum, Wire::kTcpMac}) {
     CAPTURE(name_of(wire));
     const Bytes bytes = conversation(wire);
-    const std::size_t card = 32 + kTagBytes;
-    for (std::size_t at = card; at < bytes.size(); at += wire == Wire::kTcpMac ? 1 : 3) {
+    const std::size_t metadata = 32 + kTagBytes;
+    for (std::size_t at = metadata; at < bytes.size(); at += wire == Wire::kTcpMac ? 1 : 3) {
       CAPTURE(at);
       Bytes flipped = bytes;
       flipped[at] ^= static_cast<std::byte>(1U << at % 8);
@@ -126,7 +127,7 @@ TEST_CASE("a link: frames that no peer sends close it") {
   const Wrong wrongs[] = {
       {"an unknown kind", [](FrameForge& f) { f.add_header(std::uint8_t{99}); }},
       {"kind 0", [](FrameForge& f) { f.add_header(std::uint8_t{0}); }},
-      {"a second card", [](FrameForge& f) { f.add(FrameKind::kCard); }},
+      {"a second metadata", [](FrameForge& f) { f.add(FrameKind::kMetadata); }},
       {"a door", [](FrameForge& f) { f.add(FrameKind::kDoor); }},
       {"a payload of a message", [](FrameForge& f) { f.add(FrameKind::kLend, 1, {}, some_bytes(8)); }},
       {"data without a payload", [](FrameForge& f) { f.add(FrameKind::kData, 1, some_bytes(24)); }},
@@ -174,7 +175,7 @@ TEST_CASE("a link: frames that no peer sends close it") {
       CAPTURE(wrong.what);
       Victim victim(wire);
       FrameForge forge(wire, false);
-      forge.add(FrameKind::kCard);
+      forge.add(FrameKind::kMetadata);
       wrong.forge(forge);
       send_raw(victim.peer, forge.take());
       REQUIRE(soon([&] { return victim.end.handler->closed_count() == 1; }));
@@ -184,7 +185,7 @@ TEST_CASE("a link: frames that no peer sends close it") {
   }
 }
 
-TEST_CASE("a link: nothing but a card is taken before the peer is admitted") {
+TEST_CASE("a link: nothing but peer metadata is taken before the peer is admitted") {
   for (const FrameKind kind : {FrameKind::kLend, FrameKind::kData, FrameKind::kDone}) {
     Victim victim(Wire::kUnix);
     FrameForge forge(Wire::kUnix, false);
@@ -200,7 +201,7 @@ TEST_CASE("a link: a farewell and a refusal are passed on, whatever they contain
   for (int round = 0; round < 40; ++round) {
     Victim victim(Wire::kUnix);
     FrameForge forge(Wire::kUnix, false);
-    forge.add(FrameKind::kCard);
+    forge.add(FrameKind::kMetadata);
     Bytes body(dice.below(60));
     for (auto& byte : body) byte = static_cast<std::byte>(dice.any());
     forge.add(round % 2 == 0 ? FrameKind::kBye : FrameKind::kReject, 0, body);
@@ -237,7 +238,7 @@ TEST_CASE("a link: descriptors that do not belong are closed, and so is the link
       Victim victim(Wire::kUnix);
       FrameForge forge(Wire::kUnix, false);
       forge.header.flags = flags;
-      forge.add(FrameKind::kCard);
+      forge.add(FrameKind::kMetadata);
       send_raw(victim.peer, forge.take(), std::vector<int>(static_cast<std::size_t>(count), file));
       if (fits) {
         forge.add(FrameKind::kLend, 1);
@@ -261,9 +262,9 @@ TEST_CASE("a link: a peer that is silent for the lease is lost; one that answers
   const auto asked_more_than_once = [kLease](Wire wire) {
     Victim victim(wire);
     FrameForge forge(wire, false);
-    forge.add(FrameKind::kCard);
+    forge.add(FrameKind::kMetadata);
     send_raw(victim.peer, forge.take());
-    const auto keeper = std::make_shared<LinkKeeper>(*victim.reactor, kLease);
+    const auto keeper = std::make_shared<LinkKeepalive>(*victim.reactor, kLease);
     const std::int64_t begun = monotonic_ns();
     keeper->add(victim.end.link);
     REQUIRE(soon([&] { return victim.end.handler->closed_count() == 1; }));
@@ -280,8 +281,8 @@ TEST_CASE("a link: a peer that is silent for the lease is lost; one that answers
   }
   constexpr std::int64_t kLonger = 4'000'000'000;  // a busy machine lets nobody answer for some time
   LinkPair pair(Wire::kUnix);
-  const auto left = std::make_shared<LinkKeeper>(*pair.left_reactor, kLonger);
-  const auto right = std::make_shared<LinkKeeper>(*pair.right_reactor, kLonger);
+  const auto left = std::make_shared<LinkKeepalive>(*pair.left_reactor, kLonger);
+  const auto right = std::make_shared<LinkKeepalive>(*pair.right_reactor, kLonger);
   left->add(pair.left.link);
   right->add(pair.right.link);
   std::this_thread::sleep_for(std::chrono::nanoseconds(3 * kLonger / 2));
@@ -292,8 +293,8 @@ TEST_CASE("a link: a peer that is silent for the lease is lost; one that answers
 TEST_CASE("a link: two that have nothing to say wake their reactors seldom") {
   constexpr std::int64_t kLease = 3'000'000'000;
   LinkPair pair(Wire::kUnix);
-  const auto left = std::make_shared<LinkKeeper>(*pair.left_reactor, kLease);
-  const auto right = std::make_shared<LinkKeeper>(*pair.right_reactor, kLease);
+  const auto left = std::make_shared<LinkKeepalive>(*pair.left_reactor, kLease);
+  const auto right = std::make_shared<LinkKeepalive>(*pair.right_reactor, kLease);
   left->add(pair.left.link);
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   right->add(pair.right.link);

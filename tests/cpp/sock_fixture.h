@@ -20,8 +20,9 @@
 #include <thread>
 #include <vector>
 
-#include "kvpool/transport/sock_address.h"
-#include "kvpool/transport/sock_link.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/sock_address.h"
+#include "kvpool/net/sock_link.h"
 
 namespace kvpool::testing {
 
@@ -145,7 +146,7 @@ class Recorder : public LinkHandler {
   bool over_ = false;
 };
 
-// Admits whoever sends a card frame: for links that meet without an endpoint.
+// Admits whoever sends peer metadata frame: for links that meet without an endpoint.
 class Admitting : public LinkMeeting {
  public:
   explicit Admitting(std::shared_ptr<LinkHandler> handler) : handler_(std::move(handler)) {}
@@ -218,13 +219,13 @@ struct End {
   std::shared_ptr<SockLink> link;
 };
 
-// Makes a link on the socket and has it admitted as soon as the peer's card frame comes; sends one, too.
+// Makes a link on the socket and has it admitted as soon as the peer's metadata frame comes; sends one, too.
 inline void start(End& end, Reactor& reactor, SockLinkParts parts) {
   end.link = SockLink::make(reactor, std::move(parts), std::make_shared<Admitting>(end.handler));
-  FrameHeader card{};
-  card.kind = static_cast<std::uint8_t>(FrameKind::kCard);
+  FrameHeader metadata{};
+  metadata.kind = static_cast<std::uint8_t>(FrameKind::kMetadata);
   REQUIRE(end.link->writer().hold());
-  end.link->writer().release(card, {}, {}, false);
+  end.link->writer().release(metadata, {}, {}, false);
 }
 
 struct LinkPair {

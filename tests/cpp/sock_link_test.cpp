@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "fuzz_seeds.h"
+#include "kvpool/base/clock.h"
 #include "sock_fixture.h"
 
 using namespace kvpool;

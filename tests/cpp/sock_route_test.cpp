@@ -1,4 +1,4 @@
-#include "kvpool/transport/sock_route.h"
+#include "kvpool/routes/sock/sock_route.h"
 
 #include <doctest/doctest.h>
 
@@ -7,7 +7,8 @@
 #include <functional>
 #include <string>
 
-#include "kvpool/transport/data_body.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/data_body.h"
 #include "route_trial.h"
 
 namespace kvpool {

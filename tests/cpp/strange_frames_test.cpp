@@ -10,11 +10,12 @@
 #include <memory>
 
 #include "fuzz_seeds.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/connect/handshake.h"
+#include "kvpool/net/connect/handshake_messages.h"
+#include "kvpool/net/data_body.h"
+#include "kvpool/net/frame_reader.h"
 #include "kvpool/transfer/messages.h"
-#include "kvpool/transport/data_body.h"
-#include "kvpool/transport/frame_reader.h"
-#include "kvpool/transport/handshake.h"
-#include "kvpool/transport/meeting.h"
 #include "raw_peer.h"
 #include "service_kit.h"
 #include "thrown.h"
@@ -32,19 +33,19 @@ class Nobody final : public Patience {
   void check() const override {}
 };
 
-PeerCard card_like(const Pool& pool, std::uint64_t epoch) {
-  PeerCard card;
-  card.name = "stranger";
-  card.instance = kStranger;
-  card.epoch = epoch;
-  card.pid = 4321;
-  card.host = "another host";
-  card.block_tokens = pool.layout().block_tokens;
-  card.piece_bytes.assign(pool.layout().piece_bytes.begin(), pool.layout().piece_bytes.end());
-  card.routes = {"sock"};
+PeerMetadata metadata_like(const Pool& pool, std::uint64_t epoch) {
+  PeerMetadata metadata;
+  metadata.name = "stranger";
+  metadata.instance = kStranger;
+  metadata.epoch = epoch;
+  metadata.pid = 4321;
+  metadata.host = "another host";
+  metadata.block_tokens = pool.layout().block_tokens;
+  metadata.piece_bytes.assign(pool.layout().piece_bytes.begin(), pool.layout().piece_bytes.end());
+  metadata.routes = {"sock"};
   const std::uint64_t bytes = pool.layout().block_bytes();
-  card.media[0] = {8, 0, {{0x100000, bytes, bytes}}};
-  return card;
+  metadata.media[0] = {8, 0, {{0x100000, bytes, bytes}}};
+  return metadata;
 }
 
 // One connection of the stranger: all frames have a MAC, in both directions.
@@ -66,7 +67,7 @@ class Stranger final : public FrameSink {
     forge_ = std::make_unique<FrameForge>(TagKind::kMac, handshake.keys().send);
     reader_ = std::make_unique<FrameReader>(socket_.get(), TagKind::kMac, handshake.keys().receive, false, *this);
     reader_->put_early(early_, {});
-    forge_->add(FrameKind::kCard, 0, write_card_body(card_like(like, epoch)));
+    forge_->add(FrameKind::kMetadata, 0, write_metadata_body(metadata_like(like, epoch)));
     say(forge_->take());
     for (const std::int64_t until = in_seconds(10); !admitted_ && open_ && monotonic_ns() < until; listen()) {
       pollfd ready{socket_.get(), POLLIN, 0};
@@ -106,7 +107,7 @@ class Stranger final : public FrameSink {
  private:
   void on_frame(const FrameHeader& header, Bytes&& body) override {
     const auto kind = static_cast<FrameKind>(header.kind);
-    if (kind == FrameKind::kCard) admitted_ = true;
+    if (kind == FrameKind::kMetadata) admitted_ = true;
     if (kind == FrameKind::kReject || kind == FrameKind::kBye) open_ = false;
     Addresses more;
     if (kind == FrameKind::kPong) ++pongs_;

@@ -10,7 +10,8 @@
 
 #include "endpoint_fixture.h"
 #include "hand_server.h"
-#include "kvpool/transport/meeting.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/connect/handshake_messages.h"
 
 using namespace kvpool;
 using namespace kvpool::testing;
@@ -88,7 +89,8 @@ TEST_CASE("strangers: a caller that has proved that it knows the secret keeps it
                            .handshakes_max = kPlaces});
   const std::int64_t begun_ns = monotonic_ns();
   const std::string at = server.endpoint->listen("tcp:127.0.0.1:0");
-  const Descriptor slow = dial(parse_address(at), NoPatience());  // knows the secret, and takes its time with its card
+  const Descriptor slow =
+      dial(parse_address(at), NoPatience());  // knows the secret, and takes its time with its metadata
   Handshake handshake(Handshake::Role::kClient, "sesame");
   send_raw(slow, handshake.start());
   while (!handshake.done()) {
@@ -131,8 +133,8 @@ TEST_CASE("strangers: a peer that lost its place to them before its proof calls 
       }
       server.meet();
       server.send(FrameKind::kDoor, write_body(DoorBody{}));
-      CHECK(server.receive().kind_is(FrameKind::kCard));
-      server.send(FrameKind::kCard, write_card_body(card_of("by hand")));
+      CHECK(server.receive().kind_is(FrameKind::kMetadata));
+      server.send(FrameKind::kMetadata, write_metadata_body(metadata_of("by hand")));
     });
     Member client("client");
     CHECK(client.endpoint->connect(server.address(), in_seconds(60)) != nullptr);

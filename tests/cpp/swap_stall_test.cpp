@@ -20,7 +20,7 @@
 namespace kvpool::testing {
 namespace {
 
-// A block comes into the index, and is freed: both directions' turnover moves, and the pool is as before.
+// A block comes into the index, and is freed: both directions' reuse_counts moves, and the pool is as before.
 void turn_over(const std::shared_ptr<Pool>& pool) {
   const Tokens tokens = prompt(99, 1);
   insert(pool, tokens, alloc(*pool, 1));

@@ -1,5 +1,5 @@
 // Which memory of a GPU UCX is given, over a table of functions that stand for UCX.
-#include "kvpool/transport/ucx_devices.h"
+#include "kvpool/routes/ucx/ucx_devices.h"
 
 #include <doctest/doctest.h>
 
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "block_memory.h"
-#include "kvpool/transport/ucx_memory.h"
+#include "kvpool/routes/ucx/ucx_memory.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -169,14 +169,14 @@ TEST_CASE("ucx on a GPU: memory that it refuses when it is registered leaves not
   CHECK(fake().unmapped == fake().mapped.size());
 }
 
-PeerCard card_of(MemoryKind kind) {
-  PeerCard card;
-  card.media[0].blocks = 10;
-  card.media[0].kind = kind;
-  card.media[0].segments = {{kHbmAt, 256, 256}, {kHbmAt + 2560, 256, 256}};
-  card.media[1].blocks = 4;
-  card.media[1].segments = {{kDramAt, 512, 512}};
-  return card;
+PeerMetadata metadata_of(MemoryKind kind) {
+  PeerMetadata metadata;
+  metadata.media[0].blocks = 10;
+  metadata.media[0].kind = kind;
+  metadata.media[0].segments = {{kHbmAt, 256, 256}, {kHbmAt + 2560, 256, 256}};
+  metadata.media[1].blocks = 4;
+  metadata.media[1].segments = {{kDramAt, 512, 512}};
+  return metadata;
 }
 
 TEST_CASE("ucx on a GPU: a peer's medium is reached when its keys open all of it, and may be left out") {
@@ -185,15 +185,15 @@ TEST_CASE("ucx on a GPU: a peer's medium is reached when its keys open all of it
   const UcxBlob::Region whole{kHbmAt, 5120, Bytes(4)};
   UcxBlob blob;
   blob.regions = {dram, whole};
-  CHECK(require_covered(card_of(MemoryKind::kGpu), blob) == Reach{true, true});
-  CHECK(require_covered(card_of(MemoryKind::kHost), blob) == Reach{true, true});
+  CHECK(require_covered(metadata_of(MemoryKind::kGpu), blob) == MediaSet{true, true});
+  CHECK(require_covered(metadata_of(MemoryKind::kHost), blob) == MediaSet{true, true});
   blob.regions = {dram};
-  CHECK(require_covered(card_of(MemoryKind::kGpu), blob) == Reach{false, true});
-  CHECK(code_of([&] { require_covered(card_of(MemoryKind::kHost), blob); }) == ErrorCode::kProtocol);
+  CHECK(require_covered(metadata_of(MemoryKind::kGpu), blob) == MediaSet{false, true});
+  CHECK(code_of([&] { require_covered(metadata_of(MemoryKind::kHost), blob); }) == ErrorCode::kProtocol);
   blob.regions = {dram, half};
-  CHECK(code_of([&] { require_covered(card_of(MemoryKind::kGpu), blob); }) == ErrorCode::kProtocol);
+  CHECK(code_of([&] { require_covered(metadata_of(MemoryKind::kGpu), blob); }) == ErrorCode::kProtocol);
   blob.regions = {whole};
-  CHECK(code_of([&] { require_covered(card_of(MemoryKind::kGpu), blob); }) == ErrorCode::kProtocol);
+  CHECK(code_of([&] { require_covered(metadata_of(MemoryKind::kGpu), blob); }) == ErrorCode::kProtocol);
 }
 
 }  // namespace

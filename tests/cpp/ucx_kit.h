@@ -24,8 +24,9 @@
 
 #include "block_memory.h"
 #include "doctest/doctest.h"
-#include "kvpool/transport/reactor.h"
-#include "kvpool/transport/ucx_transport.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/net/reactor.h"
+#include "kvpool/routes/ucx/ucx_transport.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -187,20 +188,20 @@ class UcxSide {
   void start() { worker_ = make_ucx_worker(ucx_place(), spans_, memory_); }
   UcxWorker& worker() { return *worker_; }
   void stop() { worker_.reset(); }
-  PeerCard card() const { return card(worker_->blob()); }
+  PeerMetadata metadata() const { return metadata(worker_->blob()); }
   // With the blob of another process, whose memory lies where this one's does.
-  PeerCard card(const Bytes& blob) const {
-    PeerCard card;
-    card.name = "peer";
+  PeerMetadata metadata(const Bytes& blob) const {
+    PeerMetadata metadata;
+    metadata.name = "peer";
     for (std::size_t i = 0; i < spans_.size(); ++i) {
-      card.media[i].blocks = spans_[i].blocks;
+      metadata.media[i].blocks = spans_[i].blocks;
       for (const Segment& segment : spans_[i].segments) {
-        card.media[i].segments.push_back(
+        metadata.media[i].segments.push_back(
             {reinterpret_cast<std::uint64_t>(segment.base), segment.stride, segment.bytes});
       }
     }
-    card.ucx = blob;
-    return card;
+    metadata.ucx = blob;
+    return metadata;
   }
 
  private:

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "kvpool/base/clock.h"
 #include "ucx_kit.h"
 
 using namespace kvpool;
@@ -70,7 +71,7 @@ class Target {
   Target(const Target&) = delete;
   Target& operator=(const Target&) = delete;
 
-  PeerCard card() const { return side_.card(blob_); }
+  PeerMetadata metadata() const { return side_.metadata(blob_); }
   UcxSide& side() { return side_; }
   pid_t pid() const { return pid_; }
   int pidfd() const { return pidfd_; }
@@ -123,7 +124,7 @@ TEST_CASE("UCX: shared memory and cma are used although peers may fail") {
   Target target(shape, true);
   UcxSide a(shape, shape, true);
   a.start();
-  const auto route = a.worker().make_route(target.card(), target.pidfd());
+  const auto route = a.worker().make_route(target.metadata(), target.pidfd());
   write_blocks(*route, {{0, 0, 4096}}, blocks_of(Medium::kDram, 0, 8), blocks_of(Medium::kDram, 0, 8));
   const auto lanes = route->lanes();
   std::string all;
@@ -145,7 +146,7 @@ TEST_CASE("UCX: two processes write exactly") {
   UcxSide a(shape, shape, true);
   fill_random(dice, a.memory(), a.bytes());
   a.start();
-  const auto route = a.worker().make_route(target.card(), target.pidfd());
+  const auto route = a.worker().make_route(target.metadata(), target.pidfd());
   for (int round = 0; round < fuzz_length(20); ++round) {
     const auto from = random_blocks(dice, 64, 1 + dice.below(128));
     const auto to = random_blocks(dice, 64, from.size());
@@ -169,7 +170,7 @@ void kill_in_the_middle(bool with_pidfd) {
   Target target(shape, true);
   UcxSide a(shape, shape, true);
   a.start();
-  const auto route = a.worker().make_route(target.card(), with_pidfd ? target.pidfd() : -1);
+  const auto route = a.worker().make_route(target.metadata(), with_pidfd ? target.pidfd() : -1);
   const auto blocks = blocks_of(Medium::kHbm, 0, 16);
   write_blocks(*route, {{0, 0, kBlock}}, blocks, blocks);
   std::thread killer([&] {
@@ -216,7 +217,7 @@ TEST_CASE("UCX: a write to a stopped peer ends by its deadline and nothing of it
   Target target(shape, true);
   UcxSide a(shape, shape, true);
   a.start();
-  const auto route = a.worker().make_route(target.card(), target.pidfd());
+  const auto route = a.worker().make_route(target.metadata(), target.pidfd());
   const auto blocks = blocks_of(Medium::kHbm, 0, 64);
   write_blocks(*route, {{0, 0, kBlock}}, blocks, blocks);
   kill(target.pid(), SIGSTOP);
@@ -247,7 +248,7 @@ TEST_CASE("UCX: a cancelled write ends and the route goes on") {
   Target target(shape, true);
   UcxSide a(shape, shape, true);
   a.start();
-  const auto route = a.worker().make_route(target.card(), target.pidfd());
+  const auto route = a.worker().make_route(target.metadata(), target.pidfd());
   const auto blocks = blocks_of(Medium::kHbm, 0, 32);
   std::atomic<bool> cancelled{false};
   std::thread canceller([&] {
@@ -274,7 +275,7 @@ TEST_CASE("UCX: what a sender goes on writing does not arrive after the receiver
   Target target(shape, true);
   UcxSide a(shape, shape, true);
   a.start();
-  const auto route = a.worker().make_route(target.card(), target.pidfd());
+  const auto route = a.worker().make_route(target.metadata(), target.pidfd());
   const auto blocks = blocks_of(Medium::kHbm, 0, 64);
   std::thread sender([&] {
     CHECK(code_of([&] {

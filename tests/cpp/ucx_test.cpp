@@ -18,7 +18,7 @@ struct Pair {
   explicit Pair(const SpanShape& shape, bool shared = true) : a(shape, shape, shared), b(shape, shape, shared) {
     a.start();
     b.start();
-    to_b = a.worker().make_route(b.card());
+    to_b = a.worker().make_route(b.metadata());
   }
   UcxSide a;
   UcxSide b;
@@ -37,7 +37,7 @@ void write_random_layouts(std::uint64_t seed, int rounds) {
     fill_random(dice, b.memory(), b.bytes());
     a.start();
     b.start();
-    const auto route = a.worker().make_route(b.card());
+    const auto route = a.worker().make_route(b.metadata());
     for (int write = 0; write < 8; ++write) {
       const auto from = random_blocks(dice, blocks, 1 + dice.below(2 * blocks));
       auto to = random_blocks(dice, blocks, from.size());
@@ -124,7 +124,7 @@ TEST_CASE("UCX: closing a route or a worker ends the writes of other threads") {
   Pair pair(plain_shape(8, {kBlock}));
   const auto blocks = blocks_of(Medium::kHbm, 0, 8);
   for (const bool whole_worker : {false, true}) {
-    const auto route = pair.a.worker().make_route(pair.b.card());
+    const auto route = pair.a.worker().make_route(pair.b.metadata());
     std::atomic<int> lost{0};
     std::vector<std::thread> threads;
     threads.reserve(3);
@@ -148,7 +148,7 @@ TEST_CASE("UCX: closing a route or a worker ends the writes of other threads") {
     route->close();
     CHECK(route->lanes().empty());
   }
-  CHECK(code_of([&] { pair.a.worker().make_route(pair.b.card()); }) == ErrorCode::kClosed);
+  CHECK(code_of([&] { pair.a.worker().make_route(pair.b.metadata()); }) == ErrorCode::kClosed);
 }
 
 TEST_CASE("UCX: workers and routes that come and go leave nothing behind") {
@@ -173,7 +173,7 @@ TEST_CASE("UCX: workers and routes that come and go leave nothing behind") {
       a.start();
       UcxSide b(shape, shape, true);
       b.start();
-      for (int i = 0; i < 5; ++i) write_blocks(*a.worker().make_route(b.card()), {{0, 0, 4096}}, block, block);
+      for (int i = 0; i < 5; ++i) write_blocks(*a.worker().make_route(b.metadata()), {{0, 0, 4096}}, block, block);
     }
     if (round == 5) {
       descriptors = entries("/proc/self/fd");
@@ -198,7 +198,7 @@ TEST_CASE("UCX: a forked child is refused and frees nothing") {
   write_blocks(*pair.to_b, {{0, 0, 4096}}, block, block);
   CHECK(test::run_in_child([&] {
           const auto write = [&] { write_blocks(*pair.to_b, {{0, 0, 4096}}, block, block); };
-          const auto connect = [&] { pair.a.worker().make_route(pair.b.card()); };
+          const auto connect = [&] { pair.a.worker().make_route(pair.b.metadata()); };
           if (code_of(write) != ErrorCode::kFork || code_of(connect) != ErrorCode::kFork) return 1;
           pair.to_b->close();
           pair.a.worker().close();
@@ -210,30 +210,30 @@ TEST_CASE("UCX: a forked child is refused and frees nothing") {
   CHECK(write_blocks(*pair.to_b, {{0, 0, 4096}}, block, block).bytes == 4096);
 }
 
-TEST_CASE("UCX: cards whose keys do not open their blocks are refused") {
-  if (!alone("UCX: cards whose keys do not open their blocks are refused")) return;
+TEST_CASE("UCX: metadata whose keys do not open their blocks are refused") {
+  if (!alone("UCX: metadata whose keys do not open their blocks are refused")) return;
   Pair pair(plain_shape(8, {4096}));
-  const PeerCard good = pair.b.card();
-  const auto refused = [&](const PeerCard& card) {
-    return code_of([&] { pair.a.worker().make_route(card); }) == ErrorCode::kProtocol;
+  const PeerMetadata good = pair.b.metadata();
+  const auto refused = [&](const PeerMetadata& metadata) {
+    return code_of([&] { pair.a.worker().make_route(metadata); }) == ErrorCode::kProtocol;
   };
-  PeerCard card = good;
-  card.media[0].blocks = 9'000;
-  CHECK(refused(card));
-  card = good;
-  card.media[1].segments[0].address -= 1 << 20;
-  CHECK(refused(card));
-  card = good;
-  card.media[1].segments[0].stride = std::uint64_t{1} << 62;
-  CHECK(refused(card));
+  PeerMetadata metadata = good;
+  metadata.media[0].blocks = 9'000;
+  CHECK(refused(metadata));
+  metadata = good;
+  metadata.media[1].segments[0].address -= 1 << 20;
+  CHECK(refused(metadata));
+  metadata = good;
+  metadata.media[1].segments[0].stride = std::uint64_t{1} << 62;
+  CHECK(refused(metadata));
   for (std::size_t bytes = 0; bytes < good.ucx.size(); ++bytes) {
-    card = good;
-    card.ucx.resize(bytes);
-    REQUIRE(refused(card));
+    metadata = good;
+    metadata.ucx.resize(bytes);
+    REQUIRE(refused(metadata));
   }
-  card = good;
-  card.ucx.push_back(std::byte{0});
-  CHECK(refused(card));
+  metadata = good;
+  metadata.ucx.push_back(std::byte{0});
+  CHECK(refused(metadata));
   CHECK(pair.a.worker().make_route(good) != nullptr);
 }
 
@@ -247,7 +247,7 @@ TEST_CASE("UCX: blocks that do not exist are refused before anything is written"
   CHECK(wrong(blocks_of(Medium::kHbm, 0, 1), blocks_of(Medium::kDram, 8, 1)));
   CHECK(wrong(blocks_of(Medium::kHbm, 0, 2), blocks_of(Medium::kHbm, 0, 1)));
   CHECK(pair.to_b->reaches(Medium::kHbm));
-  const Reach hbm = reach_of(Medium::kHbm);
+  const MediaSet hbm = media_set_of(Medium::kHbm);
   CHECK(pair.to_b->estimate_us(hbm, hbm, 1, 4096) < pair.to_b->estimate_us(hbm, hbm, 100, 409'600));
 }
 

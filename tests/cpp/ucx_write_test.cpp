@@ -1,5 +1,5 @@
 // What a write makes of what UCX says of its puts, over a table of functions that stand for UCX.
-#include "kvpool/transport/ucx_write.h"
+#include "kvpool/routes/ucx/ucx_write.h"
 
 #include <doctest/doctest.h>
 #include <sys/eventfd.h>
@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "block_memory.h"
-#include "kvpool/transport/ucx_context.h"
-#include "kvpool/transport/ucx_worker.h"
+#include "kvpool/routes/ucx/ucx_context.h"
+#include "kvpool/routes/ucx/ucx_worker.h"
 #include "thrown.h"
 #include "ucx_kit.h"
 
@@ -148,12 +148,12 @@ struct OneRoute {
     local.spans[0] = {8, {{memory.data(), kBlock, kBlock}}};
     context = std::make_shared<UcxContextCore>(library(), local, nullptr);
     worker = context->make_worker();
-    PeerCard card;
-    card.name = "peer";
-    card.media[0].blocks = 8;
-    card.media[0].segments = {{reinterpret_cast<std::uint64_t>(memory.data()), kBlock, kBlock}};
-    card.ucx = worker->blob();
-    route = worker->make_route(card);
+    PeerMetadata metadata;
+    metadata.name = "peer";
+    metadata.media[0].blocks = 8;
+    metadata.media[0].segments = {{reinterpret_cast<std::uint64_t>(memory.data()), kBlock, kBlock}};
+    metadata.ucx = worker->blob();
+    route = worker->make_route(metadata);
   }
   WriteOutcome write() {
     return write_blocks(*route, {{0, 0, kBlock}}, {block(0), block(2), block(4)}, {block(1), block(3), block(5)});
@@ -255,16 +255,16 @@ struct MixedRoute {
     local.spans[1] = {4, {{dram.data(), kBlock, kBlock}}};
     context = std::make_shared<UcxContextCore>(library(), local, nullptr);
     worker = context->make_worker();
-    PeerCard card;
-    card.name = "peer";
+    PeerMetadata metadata;
+    metadata.name = "peer";
     for (std::size_t i = 0; i < local.spans.size(); ++i) {
       const Segment& segment = local.spans[i].segments[0];
-      card.media[i].blocks = 4;
-      card.media[i].segments = {{reinterpret_cast<std::uint64_t>(segment.base), kBlock, kBlock}};
+      metadata.media[i].blocks = 4;
+      metadata.media[i].segments = {{reinterpret_cast<std::uint64_t>(segment.base), kBlock, kBlock}};
     }
-    card.media[0].kind = MemoryKind::kGpu;
-    card.ucx = worker->blob();
-    route = worker->make_route(card);
+    metadata.media[0].kind = MemoryKind::kGpu;
+    metadata.ucx = worker->blob();
+    route = worker->make_route(metadata);
   }
   // From HBM to HBM, and from DRAM to DRAM.
   void write() {
@@ -273,7 +273,7 @@ struct MixedRoute {
                  {at(Medium::kHbm, 2), at(Medium::kDram, 2)});
   }
   bool suits(Medium medium) const {
-    Reach reach{};
+    MediaSet reach{};
     reach[static_cast<std::size_t>(medium_index(medium))] = true;
     return route->suits(reach, reach);
   }

@@ -1,5 +1,5 @@
 // Streams that wait for a fetch: what they find, how they go on when it fails, and whose the blocks are then.
-#include "kvpool/pool/wait_on.h"
+#include "kvpool/peers/wait_on.h"
 
 #include <doctest/doctest.h>
 

@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "card_kit.h"
 #include "fuzz_seeds.h"
+#include "kvpool/net/connect/handshake.h"
 #include "kvpool/transfer/messages.h"
-#include "kvpool/transport/handshake.h"
+#include "metadata_kit.h"
 
 using namespace kvpool;
 using namespace kvpool::testing;
@@ -83,28 +83,28 @@ bool refuses(const std::function<void()>& call) {
   }
 }
 
-// What a reader of cards promises to those who compute with them.
-void check_promises(const PeerCard& card) {
+// What a reader of metadata promises to those who compute with them.
+void check_promises(const PeerMetadata& metadata) {
   std::uint64_t block_bytes = 0;
-  for (const std::uint64_t bytes : card.piece_bytes) {
+  for (const std::uint64_t bytes : metadata.piece_bytes) {
     REQUIRE(bytes > 0);
     REQUIRE(block_bytes + bytes > block_bytes);
     block_bytes += bytes;
   }
-  REQUIRE((card.instance > 0 && card.instance < 16384 && card.epoch != 0));
-  REQUIRE((!card.name.empty() && card.name.size() <= 255));
-  for (const CardMedium& medium : card.media) {
+  REQUIRE((metadata.instance > 0 && metadata.instance < 16384 && metadata.epoch != 0));
+  REQUIRE((!metadata.name.empty() && metadata.name.size() <= 255));
+  for (const MetadataMedium& medium : metadata.media) {
     REQUIRE(medium.blocks <= 1U << 24);
     REQUIRE((medium.blocks > 0) == !medium.segments.empty());
     unsigned __int128 sum = 0;
-    for (const CardSegment& segment : medium.segments) {
+    for (const MetadataSegment& segment : medium.segments) {
       REQUIRE((segment.bytes > 0 && segment.bytes <= segment.stride));
       const auto end = static_cast<unsigned __int128>(segment.stride) * medium.blocks + segment.address;
       REQUIRE((end <= UINT64_MAX));
       sum += segment.bytes;
       if (medium.allocations.empty()) continue;
       const std::uint64_t last = segment.address + segment.stride * (medium.blocks - 1) + segment.bytes;
-      REQUIRE(std::ranges::any_of(medium.allocations, [&](const CardAllocation& allocation) {
+      REQUIRE(std::ranges::any_of(medium.allocations, [&](const MetadataAllocation& allocation) {
         return segment.address >= allocation.address && last <= allocation.address + allocation.bytes;
       }));
     }
@@ -133,7 +133,7 @@ void read_anyhow(Dice& dice, const Bytes& bytes) {
         length = in.blob(most).size();
         break;
       case 4:
-        length = in.array<CardSegment>(most).size();
+        length = in.array<MetadataSegment>(most).size();
         break;
       default:
         in.take(dice.below(50));
@@ -214,11 +214,11 @@ TEST_CASE("random bytes do not disturb a reader of words") {
   }
 }
 
-TEST_CASE("a mutated card is refused or keeps what cards promise") {
+TEST_CASE("a mutated metadata is refused or keeps what metadata promise") {
   for (const std::uint64_t seed : FuzzTime()) {
-    announce_fuzz("card", seed);
+    announce_fuzz("metadata", seed);
     Dice dice(seed);
-    const Bytes good[] = {written(sample_card()), written(sample_gpu_card())};
+    const Bytes good[] = {written(sample_metadata()), written(sample_gpu_metadata())};
     int accepted = 0;
     int refused = 0;
     for (int round = 0; round < fuzz_length(20000); ++round) {
@@ -226,10 +226,10 @@ TEST_CASE("a mutated card is refused or keeps what cards promise") {
       for (std::uint32_t i = 0, times = 1 + dice.below(3); i < times; ++i) mutate(dice, bytes);
       const bool threw = refuses([&] {
         WireReader in(bytes);
-        const PeerCard card = read_card(in);
-        check_promises(card);
+        const PeerMetadata metadata = read_metadata(in);
+        check_promises(metadata);
         // Reading and writing are each other's inverse.
-        const Bytes again = written(card);
+        const Bytes again = written(metadata);
         REQUIRE(again.size() + in.left() == bytes.size());
         REQUIRE(std::memcmp(again.data(), bytes.data(), again.size()) == 0);
       });

@@ -1,11 +1,11 @@
-#include "kvpool/transport/wire.h"
+#include "kvpool/net/wire.h"
 
 #include <doctest/doctest.h>
 
 #include <string>
 #include <vector>
 
-#include "kvpool/transport/frame.h"
+#include "kvpool/net/frame.h"
 
 using namespace kvpool;
 

@@ -202,16 +202,16 @@ def test_a_part_that_hangs_is_killed_with_what_it_started(tmp_path):
 DOCTEST = """[doctest] run with "--help" for options
 card fuzz: KVPOOL_SEED=7
 ===============================================================================
-card_test.cpp:3:
+peer_metadata_test.cpp:3:
 TEST CASE:  a card is read
 
-card_test.cpp:4: ERROR: CHECK( one == two ) is NOT correct!
+peer_metadata_test.cpp:4: ERROR: CHECK( one == two ) is NOT correct!
 card fuzz: KVPOOL_SEED=8
 ===============================================================================
-card_test.cpp:9:
+peer_metadata_test.cpp:9:
 TEST CASE:  a card that speaks
 
-card_test.cpp:10: MESSAGE: nothing to see
+peer_metadata_test.cpp:10: MESSAGE: nothing to see
 ===============================================================================
 [doctest] test cases: 3 | 2 passed | 1 failed | 0 skipped
 [doctest] Status: FAILURE!

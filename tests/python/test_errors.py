@@ -60,7 +60,7 @@ def test_the_tree_at_the_top_of_the_file_names_every_error():
 
 @pytest.mark.parametrize("kind", [errors.OutOfMemory, errors.DeviceLost, errors.Unsupported, errors.RouteFailed])
 def test_the_cuda_drivers_number_is_declared_wherever_it_may_be(kind):
-    """CudaDriver::require (cuda/driver.cpp) fills it, and write_by (transport/route_choice.cpp) hands it on."""
+    """CudaDriver::require (cuda/driver.cpp) fills it, and write_by (routes/route_choice.cpp) hands it on."""
     assert "driver_code" in kind.__annotations__
 
 

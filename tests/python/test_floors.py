@@ -19,15 +19,19 @@ CPP_FLOORS: dict[str, set[str]] = {
     "cuda": {"base"},
     "arena": {"base", "cuda"},
     "attention": {"base"},
-    "transport": {"base", "cuda"},
+    "net": {"base"},
+    "exec": {"base"},
     "blocks": {"base", "cuda", "arena"},
-    "transfer": {"base", "cuda", "blocks", "transport"},
-    "pool": {"base", "cuda", "index", "arena", "attention", "transport", "blocks", "transfer"},
+    "routes": {"base", "cuda", "net"},
+    "transfer": {"base", "cuda", "blocks", "net", "routes"},
+    "pool": {"base", "cuda", "index", "arena", "blocks", "exec"},
+    "peers": {"base", "cuda", "index", "arena", "blocks", "exec", "net", "routes", "transfer", "pool"},
+    "ranks": {"base", "cuda", "index", "arena", "blocks", "exec", "net", "routes", "transfer", "pool", "peers"},
 }
 CPP_FOREIGN = re.compile(r"^(pybind11|torch|ATen|c10|cuda|nccl|ucp|ucs|uct|dlpack|doctest|boost|absl)\b|^Python\.h")
 
 # Headers whose library is opened at run time, and the one file that may include them (third_party/README.md).
-CPP_FOREIGN_ALLOWED = {"ucp/api/ucp.h": "transport/ucx_library.h"}
+CPP_FOREIGN_ALLOWED = {"ucp/api/ucp.h": "routes/ucx/ucx_library.h"}
 
 # Each module or folder of src/kvpool, and those that it may import.
 LOWEST = {"errors", "arguments"}
@@ -169,7 +173,7 @@ def test_bindings_import_only_the_errors_and_numpy():
         ("pool/a.cpp", '#  include  "kvpool/base/gone.h"', "no file of cpp/"),
         ("pool/a.cpp", '#include "x.h"', "no file of cpp/"),
         ("pool/a.cpp", "#include <pybind11/pybind11.h>", "nothing foreign"),
-        ("transport/ucx_worker.cpp", "#include <ucp/api/ucp.h>", "nothing foreign"),
+        ("routes/ucx/ucx_worker.cpp", "#include <ucp/api/ucp.h>", "nothing foreign"),
         ("service/a.cpp", "", "no floor"),
     ],
 )

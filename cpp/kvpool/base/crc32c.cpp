@@ -84,18 +84,18 @@ __attribute__((target("sse4.2,pclmul"))) inline std::uint32_t moved_past(std::ui
   return static_cast<std::uint32_t>(_mm_crc32_u64(0, static_cast<std::uint64_t>(_mm_cvtsi128_si64(product))));
 }
 
-template <std::size_t Lane>
+template <std::size_t RankChannel>
 __attribute__((target("sse4.2,pclmul"))) inline std::uint32_t three_lanes(std::uint32_t crc,
                                                                           const std::byte* data) noexcept {
   std::uint64_t first = crc;
   std::uint64_t second = 0;
   std::uint64_t third = 0;
-  for (std::size_t at = 0; at < Lane; at += 8) {
+  for (std::size_t at = 0; at < RankChannel; at += 8) {
     first = _mm_crc32_u64(first, load_u64(data + at));
-    second = _mm_crc32_u64(second, load_u64(data + Lane + at));
-    third = _mm_crc32_u64(third, load_u64(data + 2 * Lane + at));
+    second = _mm_crc32_u64(second, load_u64(data + RankChannel + at));
+    third = _mm_crc32_u64(third, load_u64(data + 2 * RankChannel + at));
   }
-  return moved_past<2 * Lane>(first) ^ moved_past<Lane>(second) ^ static_cast<std::uint32_t>(third);
+  return moved_past<2 * RankChannel>(first) ^ moved_past<RankChannel>(second) ^ static_cast<std::uint32_t>(third);
 }
 
 __attribute__((target("sse4.2,pclmul"))) std::uint32_t sse42_raw(std::uint32_t crc, const std::byte* data,

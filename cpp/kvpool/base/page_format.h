@@ -10,7 +10,7 @@
 
 namespace kvpool {
 
-// The values travel in the cards of peers (docs/wire.md).
+// The values travel in the metadata of peers (docs/wire.md).
 enum class DType : std::uint8_t {
   kNone = 0,  // raw bytes
   kFloat32 = 1,

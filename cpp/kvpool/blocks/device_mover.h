@@ -50,18 +50,18 @@ class DeviceMover {
   std::size_t device_bytes() const noexcept;
 
  private:
-  struct Lane {
-    explicit Lane(const std::shared_ptr<const CudaContext>& context) : stream(context) {}
+  struct RankChannel {
+    explicit RankChannel(const std::shared_ptr<const CudaContext>& context) : stream(context) {}
     std::mutex mutex;
     CopyStream stream;
     std::vector<PlannedStrip> plan;
   };
-  Lane& lane(TierWay way) noexcept { return *lanes_[static_cast<std::size_t>(way)]; }
+  RankChannel& lane(TierWay way) noexcept { return *lanes_[static_cast<std::size_t>(way)]; }
 
   const std::shared_ptr<const CudaContext> context_;
   const std::vector<Segment> device_segments_;
   StreamCopier copier_;
-  std::array<std::unique_ptr<Lane>, 2> lanes_;  // by TierWay
+  std::array<std::unique_ptr<RankChannel>, 2> lanes_;  // by TierWay
 };
 
 }  // namespace kvpool

@@ -11,22 +11,22 @@ namespace {
 // what is left is to be looked at.
 
 std::size_t agree_in_pieces(const Token* ours, const Token* theirs, std::size_t n, bool& more) noexcept {
-  using Lane = Token __attribute__((vector_size(16)));
+  using RankChannel = Token __attribute__((vector_size(16)));
   constexpr std::size_t kLanes = 8;
-  constexpr std::size_t kLaneTokens = sizeof(Lane) / sizeof(Token);
+  constexpr std::size_t kLaneTokens = sizeof(RankChannel) / sizeof(Token);
   constexpr std::size_t kStep = kLanes * kLaneTokens;
   std::size_t at = 0;
   for (; at + kStep <= n; at += kStep) {
-    std::array<Lane, kLanes> differences;
+    std::array<RankChannel, kLanes> differences;
     for (std::size_t i = 0; i < kLanes; ++i) {
-      Lane a;
-      Lane b;
+      RankChannel a;
+      RankChannel b;
       std::memcpy(&a, ours + at + i * kLaneTokens, sizeof a);
       std::memcpy(&b, theirs + at + i * kLaneTokens, sizeof b);
       differences[i] = a ^ b;
     }
-    const Lane any = ((differences[0] | differences[1]) | (differences[2] | differences[3])) |
-                     ((differences[4] | differences[5]) | (differences[6] | differences[7]));
+    const RankChannel any = ((differences[0] | differences[1]) | (differences[2] | differences[3])) |
+                            ((differences[4] | differences[5]) | (differences[6] | differences[7]));
     memory_barrier();
     std::array<std::uint64_t, 2> words;
     std::memcpy(words.data(), &any, sizeof words);

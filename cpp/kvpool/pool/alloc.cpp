@@ -93,8 +93,8 @@ void Pool::take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to
     if (!can_make_room(n, medium)) {
       // What a swap in copies leaves DRAM soon. No more than one of them: others may follow without end, and whoever
       // else makes room waits for this.
-      if (waited || inbound_begun_ == inbound_over_ || medium == Medium::kHbm) throw_out_of_blocks_locked(n, medium);
-      inbound_ended_.wait(lock, [this, over = inbound_over_] { return inbound_over_ != over; });
+      if (waited || swaps_in_begun_ == swaps_in_over_ || medium == Medium::kHbm) throw_out_of_blocks_locked(n, medium);
+      swap_in_ended_.wait(lock, [this, over = swaps_in_over_] { return swaps_in_over_ != over; });
       waited = true;
       guard();  // the copy may have ended because the device was lost
       continue;

@@ -11,7 +11,7 @@ class Swap;
 
 // How often blocks of a GPU have come into somebody else's hands: those that were filled and given to the index, and
 // those that were freed. Whoever had them may have left work on the GPU that still writes or reads them.
-struct Turnover {
+struct ReuseCounts {
   std::uint64_t filled = 0;
   std::uint64_t freed = 0;
 };

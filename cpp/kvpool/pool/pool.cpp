@@ -11,8 +11,8 @@
 #include "kvpool/blocks/device_mover.h"
 #include "kvpool/cuda/copier.h"
 #include "kvpool/cuda/order.h"
+#include "kvpool/peers/service.h"
 #include "kvpool/pool/gpu_call.h"
-#include "kvpool/pool/service.h"
 #include "kvpool/pool/swap_threads.h"
 
 namespace kvpool {
@@ -185,7 +185,7 @@ void Pool::close() noexcept {
   std::array<std::shared_ptr<Arena>, kMediaCount> arenas;
   std::shared_ptr<DeviceMover> mover;
   {
-    const std::lock_guard inbound(inbound_);
+    const std::lock_guard pending(swap_in_mutex_);
     const std::lock_guard reclaim(reclaim_);
     const std::lock_guard lock(mutex_);
     closed_.store(true, std::memory_order_relaxed);
@@ -229,13 +229,13 @@ void Pool::fail(const Error& why) {
 }
 
 void Pool::set_mover(TierMover* mover) {
-  const std::lock_guard inbound(inbound_);
+  const std::lock_guard pending(swap_in_mutex_);
   const std::lock_guard reclaim(reclaim_);
   mover_ = mover;
 }
 
 // Throws only where the memory is a GPU's; when that is lost, so is the pool. REQUIRES: reclaim_ is held, of a copy in
-// inbound_; mutex_ is not.
+// swap_in_mutex_; mutex_ is not.
 void Pool::copy_tier(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after) {
   if (sharding_) {
     if (mover_ != nullptr) mover_->move(from, to, n);

@@ -7,7 +7,8 @@
 //   reclaim_  one at a time: swaps out, eviction, deletion, room that is made. Taken before mutex_, held while bytes go
 //             to DRAM; callers let go of the GIL first. So a node that is held for copying is met only by matches,
 //             insertions, frees, and swaps in.
-//   inbound_  one at a time: swaps in. Taken before reclaim_, which a swap in has only while it makes room, so both
+//   swap_in_mutex_  one at a time: swaps in. Taken before reclaim_, which a swap in has only while it makes room, so
+//   both
 //             directions copy at once. What it brings is pinned from its first look at the index to its last, in which
 //             the pages become the caller's: nobody evicts, deletes or moves them meanwhile, and others may match, cut
 //             or read them, as any pinned pages.
@@ -41,12 +42,12 @@
 #include "kvpool/blocks/block_copy.h"
 #include "kvpool/blocks/block_store.h"
 #include "kvpool/blocks/layout.h"
+#include "kvpool/blocks/parallel.h"
 #include "kvpool/index/pins.h"
 #include "kvpool/index/prompt_index.h"
-#include "kvpool/pool/inbound.h"
 #include "kvpool/pool/move_order.h"
+#include "kvpool/pool/pending_swap_in.h"
 #include "kvpool/pool/tier_mover.h"
-#include "kvpool/transfer/parallel.h"
 
 namespace kvpool {
 
@@ -342,22 +343,22 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   void renew(std::vector<Address>& addresses) noexcept;
   void check_two_tiers() const;
   std::vector<Address> carry_out_swap(std::size_t n, const MoveOrder& order);
-  void begin_inbound(std::span<const Address> given, std::span<const Address> into, Inbound& inbound);
-  void finish_inbound(Inbound& inbound, const MoveOrder& order);
-  void abandon_inbound(Inbound& inbound) noexcept;
+  void begin_swap_in(std::span<const Address> given, std::span<const Address> into, PendingSwapIn& pending);
+  void finish_swap_in(PendingSwapIn& pending, const MoveOrder& order);
+  void abandon_swap_in(PendingSwapIn& pending) noexcept;
   Address page_of(Address address) noexcept;
-  void gather_inbound(std::span<const Address> given, Inbound& inbound);
-  void name_inbound(std::span<const Address> into, Inbound& inbound);
-  void find_inbound(Inbound& inbound) noexcept;
-  void prepare_inbound(Inbound& inbound, const MoveOrder& order);
-  void reserve_inbound(Lock& lock, Inbound& inbound, const MoveOrder& order);
-  void give_back_inbound(Inbound& inbound, std::size_t keep) noexcept;
-  void copy_inbound(Lock& lock, const Inbound& inbound, const MoveOrder& order);
-  void commit_inbound(Inbound& inbound);
+  void gather_swap_in(std::span<const Address> given, PendingSwapIn& pending);
+  void name_swap_in(std::span<const Address> into, PendingSwapIn& pending);
+  void find_swap_in(PendingSwapIn& pending) noexcept;
+  void prepare_swap_in(PendingSwapIn& pending, const MoveOrder& order);
+  void reserve_swap_in(Lock& lock, PendingSwapIn& pending, const MoveOrder& order);
+  void give_back_swap_in(PendingSwapIn& pending, std::size_t keep) noexcept;
+  void copy_swap_in(Lock& lock, const PendingSwapIn& pending, const MoveOrder& order);
+  void commit_swap_in(PendingSwapIn& pending);
   std::shared_ptr<Swap> make_swap(const CallerStream& after);
-  Turnover turnover() noexcept;
+  ReuseCounts reuse_counts() noexcept;
   bool is_late(TierWay way, const MoveOrder& order) noexcept;
-  void follow_device(Swap& swap, const Turnover& now);
+  void follow_device(Swap& swap, const ReuseCounts& now);
   void lock_to_reclaim(Lock& reclaim, Lock& lock, const MoveOrder& order);
   void probe_device(Lock& lock);
 
@@ -371,7 +372,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
 
   Layout layout_;
   const std::optional<Sharding> sharding_;
-  TierMover* mover_ = nullptr;  // set under both inbound_ and reclaim_
+  TierMover* mover_ = nullptr;  // set under both swap_in_mutex_ and reclaim_
   std::atomic<bool> failed_{false};
   std::optional<Error> why_failed_;  // written before failed_
   bool audit_each_call_;
@@ -388,12 +389,12 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   std::atomic<Service*> service_ptr_{nullptr};
 
   std::unique_ptr<SwapThreads> swap_threads_;
-  std::mutex inbound_;
+  std::mutex swap_in_mutex_;
   std::mutex reclaim_;
   std::mutex mutex_;
-  std::condition_variable inbound_ended_;  // with mutex_: a swap in copies no more
-  std::uint64_t inbound_begun_ = 0;        // copies of swaps in; at most one is under way
-  std::uint64_t inbound_over_ = 0;
+  std::condition_variable swap_in_ended_;  // with mutex_: a swap in copies no more
+  std::uint64_t swaps_in_begun_ = 0;       // copies of swaps in; at most one is under way
+  std::uint64_t swaps_in_over_ = 0;
   std::array<BlockStore, kMediaCount> stores_;
   std::array<std::shared_ptr<Arena>, kMediaCount> arenas_;
   CopyTeam team_;

@@ -8,11 +8,11 @@
 #include <algorithm>
 #include <string>
 
+#include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/fork_guard.h"
+#include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
-#include "kvpool/pool/service.h"
-#include "kvpool/transport/reactor.h"
 
 namespace kvpool {
 

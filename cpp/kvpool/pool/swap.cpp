@@ -79,7 +79,7 @@ std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* 
   BlockStore& dram = store(Medium::kDram);
   KVPOOL_CHECK(dram.take(static_cast<std::uint32_t>(from.size()), BlockState::kReserved, to.data()));
   const bool late = is_late(TierWay::kOut, order);
-  const Turnover now = turnover();
+  const ReuseCounts now = reuse_counts();
 
   lock.unlock();
   try {

@@ -2,12 +2,12 @@
 #include <utility>
 
 #include "kvpool/base/error.h"
+#include "kvpool/base/failure.h"
 #include "kvpool/cuda/order.h"
 #include "kvpool/pool/gpu_call.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/swap_handle.h"
 #include "kvpool/pool/swap_threads.h"
-#include "kvpool/transfer/failure.h"
 
 namespace kvpool {
 namespace {
@@ -35,7 +35,7 @@ std::optional<Error> carry_out(Pool& pool, Swap& swap, Work&& work) {
 }  // namespace
 
 // REQUIRES: mutex_ is held.
-Turnover Pool::turnover() noexcept { return {counters_.inserted_blocks, store(Medium::kHbm).released()}; }
+ReuseCounts Pool::reuse_counts() noexcept { return {counters_.inserted_blocks, store(Medium::kHbm).released()}; }
 
 // Whether blocks that are chosen now for a swap may be of later than what it has waited for. The GPU may still fill
 // what was inserted since, and read what was freed since. In which stream nobody has said, so that all work of the
@@ -43,14 +43,14 @@ Turnover Pool::turnover() noexcept { return {counters_.inserted_blocks, store(Me
 // REQUIRES: mutex_ is held.
 bool Pool::is_late(TierWay way, const MoveOrder& order) noexcept {
   if (!on_device_ || order.swap() == nullptr) return false;
-  const Turnover now = turnover();
-  const Turnover& since = order.swap()->since();
+  const ReuseCounts now = reuse_counts();
+  const ReuseCounts& since = order.swap()->since();
   return way == TierWay::kOut ? now.filled != since.filled : now.freed != since.freed;
 }
 
 // In the swap's thread: returns when all has ended that the GPU has been given by now. `now`: from before, so that what
 // comes between the two counts as later. Throws kCancelled, kClosed, as DeviceOrder. REQUIRES: mutex_ is not held.
-void Pool::follow_device(Swap& swap, const Turnover& now) {
+void Pool::follow_device(Swap& swap, const ReuseCounts& now) {
   ask_gpu(*this, [&] {
     swap.check();
     swap.follow(*DeviceOrder::after_now(arena(Medium::kHbm)->context(), std::nullopt), now);
@@ -64,7 +64,7 @@ void Pool::lock_to_reclaim(Lock& reclaim, Lock& lock, const MoveOrder& order) {
     reclaim.lock();
     lock.lock();
     if (look == kLooksWithoutLock || !is_late(TierWay::kOut, order)) return;
-    const Turnover now = turnover();
+    const ReuseCounts now = reuse_counts();
     lock.unlock();
     reclaim.unlock();
     follow_device(*order.swap(), now);
@@ -88,11 +88,11 @@ void Pool::probe_device(Lock& lock) {
 std::shared_ptr<Swap> Pool::make_swap(const CallerStream& after) {
   check_stream(after);
   std::shared_ptr<const DeviceOrder> order;
-  Turnover since;  // read before the order is taken: what comes between the two counts as later
+  ReuseCounts since;  // read before the order is taken: what comes between the two counts as later
   if (on_device_) {
     {
       const std::lock_guard lock(mutex_);
-      since = turnover();
+      since = reuse_counts();
     }
     order = ask_gpu(*this, [&] { return DeviceOrder::after_now(arena(Medium::kHbm)->context(), after); });
   }
@@ -115,16 +115,16 @@ std::shared_ptr<Swap> Pool::begin_swap_in(std::span<const Address> addresses, st
                                           const CallerStream& after) {
   guard();
   auto swap = make_swap(after);
-  const auto inbound = std::make_shared<Inbound>();
-  begin_inbound(addresses, into, *inbound);
+  const auto pending = std::make_shared<PendingSwapIn>();
+  begin_swap_in(addresses, into, *pending);
   try {
-    swap_threads_->run(TierWay::kIn, swap, [this, swap, inbound] {
-      const auto failure = carry_out(*this, *swap, [&] { finish_inbound(*inbound, MoveOrder(*swap)); });
-      if (failure) abandon_inbound(*inbound);  // again, unless it did not come so far
-      failure ? swap->fail(*failure) : swap->succeed(std::move(inbound->addresses), std::move(inbound->held));
+    swap_threads_->run(TierWay::kIn, swap, [this, swap, pending] {
+      const auto failure = carry_out(*this, *swap, [&] { finish_swap_in(*pending, MoveOrder(*swap)); });
+      if (failure) abandon_swap_in(*pending);  // again, unless it did not come so far
+      failure ? swap->fail(*failure) : swap->succeed(std::move(pending->addresses), std::move(pending->held));
     });
   } catch (...) {
-    abandon_inbound(*inbound);
+    abandon_swap_in(*pending);
     throw;
   }
   return swap;

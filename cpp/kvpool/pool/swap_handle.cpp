@@ -41,7 +41,7 @@ void Swap::start() {
   if (after != nullptr) follow(*after, since_);
 }
 
-void Swap::follow(const DeviceOrder& order, const Turnover& since) {
+void Swap::follow(const DeviceOrder& order, const ReuseCounts& since) {
   try {
     order.wait(std::numeric_limits<std::int64_t>::max(), &stopped_);
   } catch (const Error&) {
@@ -59,7 +59,7 @@ void Swap::begin() {
 void Swap::succeed(std::vector<Address>&& addresses, std::vector<IndexPin>&& pins) noexcept {
   addresses_ = std::move(addresses);
   pins_ = std::move(pins);
-  completion_.finish(std::nullopt, nullptr);
+  completion_.finish();
 }
 
 }  // namespace kvpool

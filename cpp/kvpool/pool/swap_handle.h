@@ -13,17 +13,17 @@
 #include "kvpool/base/address.h"
 #include "kvpool/base/error.h"
 #include "kvpool/cuda/order.h"
+#include "kvpool/exec/completion.h"
 #include "kvpool/index/pins.h"
 #include "kvpool/pool/move_order.h"
-#include "kvpool/transfer/completion.h"
 
 namespace kvpool {
 
 class Swap {
  public:
   // `pool`: whose pins these are to be. `after`: what has to end before any byte moves; null: nothing. `since`: the
-  // turnover of its blocks when that was noted.
-  Swap(PinOwner& pool, std::shared_ptr<const DeviceOrder> after, const Turnover& since) noexcept
+  // reuse_counts of its blocks when that was noted.
+  Swap(PinOwner& pool, std::shared_ptr<const DeviceOrder> after, const ReuseCounts& since) noexcept
       : pool_(pool), after_(std::move(after)), since_(since) {}
   // Lets go of the pins that nobody has taken.
   ~Swap();
@@ -52,19 +52,19 @@ class Swap {
 
   // Once. Returns when what had to end before any byte moves has ended. Throws kCancelled, kClosed, as DeviceOrder.
   void start();
-  // Returns when this has ended, too, so that the turnover counts from `since` on. Throws as start(); when it has
+  // Returns when this has ended, too, so that the reuse_counts counts from `since` on. Throws as start(); when it has
   // begun, kClosed alone.
-  void follow(const DeviceOrder& order, const Turnover& since);
+  void follow(const DeviceOrder& order, const ReuseCounts& since);
   // Throws kCancelled, kClosed, as follow().
   void check() const;
   // From now on its bytes move, or it ends: it is not cancelled any more. Throws kCancelled, kClosed, when it was
   // before. Again: does nothing.
   void begin();
-  // What its blocks' turnover was when work was noted that has ended by now.
-  const Turnover& since() const noexcept { return since_; }
+  // What its blocks' reuse_counts was when work was noted that has ended by now.
+  const ReuseCounts& since() const noexcept { return since_; }
   // REQUIRES: begin() was called.
   void succeed(std::vector<Address>&& addresses, std::vector<IndexPin>&& pins) noexcept;
-  void fail(const Error& why) noexcept { completion_.finish(why, nullptr); }
+  void fail(const Error& why) noexcept { completion_.finish(why); }
 
   // --- for the pool ---
 
@@ -81,7 +81,7 @@ class Swap {
 
   PinOwner& pool_;
   std::shared_ptr<const DeviceOrder> after_;  // until it begins
-  Turnover since_;                            // its thread's
+  ReuseCounts since_;                         // its thread's
   std::atomic<Phase> phase_{Phase::kWaiting};
   std::atomic<bool> stopped_{false};
   std::vector<Address> addresses_;

@@ -6,7 +6,7 @@
 // only room is made as one of them, under reclaim_. A thread of the pool reserves the blocks before its turn, for it
 // may have to wait for the GPU to leave them, and nobody else is to wait with it.
 //
-// Between the first and the second step another swap in may have brought some of the pages (find_inbound).
+// Between the first and the second step another swap in may have brought some of the pages (find_swap_in).
 //
 // Invariant
 //   A3  What a swap in is to bring is pinned from its checks to its end. Each page lies where it lay then, in a node
@@ -38,77 +38,77 @@ std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::spa
                                     const CallerStream& after) {
   guard();
   check_stream(after);
-  Inbound inbound;
-  begin_inbound(addresses, into, inbound);
-  finish_inbound(inbound, after);
-  std::copy(inbound.addresses.begin(), inbound.addresses.end(), out);
-  return std::move(inbound.held);
+  PendingSwapIn pending;
+  begin_swap_in(addresses, into, pending);
+  finish_swap_in(pending, after);
+  std::copy(pending.addresses.begin(), pending.addresses.end(), out);
+  return std::move(pending.held);
 }
 
 // Checks everything, pins what is to come, and reserves `into`. Throws with nothing of that left.
-void Pool::begin_inbound(std::span<const Address> given, std::span<const Address> into, Inbound& inbound) {
-  inbound.held.reserve(given.size());
+void Pool::begin_swap_in(std::span<const Address> given, std::span<const Address> into, PendingSwapIn& pending) {
+  pending.held.reserve(given.size());
   const std::lock_guard lock(mutex_);
   guard();
   try {
-    gather_inbound(given, inbound);
-    name_inbound(into, inbound);
+    gather_swap_in(given, pending);
+    name_swap_in(into, pending);
   } catch (...) {
-    for (const IndexPin& pin : inbound.pins) index_->unpin(pin);
+    for (const IndexPin& pin : pending.pins) index_->unpin(pin);
     throw;
   }
 }
 
-// Brings them. Whatever it throws, it has given back what begin_inbound took. When it is the audit that throws, the
+// Brings them. Whatever it throws, it has given back what begin_swap_in took. When it is the audit that throws, the
 // pages have moved, and nobody has pins on them.
-void Pool::finish_inbound(Inbound& inbound, const MoveOrder& order) {
+void Pool::finish_swap_in(PendingSwapIn& pending, const MoveOrder& order) {
   try {
-    if (order.swap() != nullptr) prepare_inbound(inbound, order);
-    const std::lock_guard one_at_a_time(inbound_);
+    if (order.swap() != nullptr) prepare_swap_in(pending, order);
+    const std::lock_guard one_at_a_time(swap_in_mutex_);
     Lock lock(mutex_);
     guard();
-    find_inbound(inbound);
-    reserve_inbound(lock, inbound, order);
+    find_swap_in(pending);
+    reserve_swap_in(lock, pending, order);
     if (order.swap() != nullptr) order.swap()->begin();
-    if (!inbound.from.empty()) copy_inbound(lock, inbound, order);
-    commit_inbound(inbound);
-    const Address* arrived = inbound.to.data();
-    std::vector<Address>& current = inbound.addresses;
+    if (!pending.from.empty()) copy_swap_in(lock, pending, order);
+    commit_swap_in(pending);
+    const Address* arrived = pending.to.data();
+    std::vector<Address>& current = pending.addresses;
     for (Address& address : current) address = in_dram(address) ? *arrived++ : address;
     for (std::size_t i = 0; i < current.size(); ++i) {
       PromptNode* node = node_of(current[i]);
       const PromptNode* next = i + 1 < current.size() ? node_of(current[i + 1]) : nullptr;
       const bool covered = next != nullptr && (next == node || next->parent == node);
-      if (!covered) inbound.held.push_back(index_->pin(node));
+      if (!covered) pending.held.push_back(index_->pin(node));
     }
-    counters_.swapped_in_blocks += inbound.from.size();
-    inbound.to.clear();  // the index's now, whatever the audit says
+    counters_.swapped_in_blocks += pending.from.size();
+    pending.to.clear();  // the index's now, whatever the audit says
     audit_if_asked();
   } catch (...) {
-    abandon_inbound(inbound);
+    abandon_swap_in(pending);
     throw;
   }
 }
 
 // Gives back what was taken for it. Also of a pool that is closed.
-void Pool::abandon_inbound(Inbound& inbound) noexcept {
+void Pool::abandon_swap_in(PendingSwapIn& pending) noexcept {
   const std::lock_guard lock(mutex_);
-  for (auto* pins : {&inbound.pins, &inbound.held}) {
+  for (auto* pins : {&pending.pins, &pending.held}) {
     for (const IndexPin& pin : *pins) index_->unpin(pin);
     pins->clear();
   }
-  give_back_inbound(inbound, 0);
+  give_back_swap_in(pending, 0);
 }
 
 // Of the blocks to swap into all but the first `keep`: to the caller, when it named them.
-void Pool::give_back_inbound(Inbound& inbound, std::size_t keep) noexcept {
-  const std::span<const Address> rest = std::span(inbound.to).subspan(keep);
-  if (inbound.into_named) {
+void Pool::give_back_swap_in(PendingSwapIn& pending, std::size_t keep) noexcept {
+  const std::span<const Address> rest = std::span(pending.to).subspan(keep);
+  if (pending.into_named) {
     for (const Address address : rest) store_of(address).set_state(block_of(address), BlockState::kActive);
   } else {
     release_blocks(rest.data(), rest.size());
   }
-  inbound.to.resize(keep);
+  pending.to.resize(keep);
 }
 
 // Where a page lies whose block is historical. In limbo: somebody swapped it in after whoever has this address had
@@ -120,8 +120,8 @@ Address Pool::page_of(Address address) noexcept {
 }
 
 // Checks the addresses, makes every run of them that lies in DRAM a node of its own, and pins all their nodes.
-void Pool::gather_inbound(std::span<const Address> given, Inbound& inbound) {
-  std::vector<Address>& addresses = inbound.addresses;
+void Pool::gather_swap_in(std::span<const Address> given, PendingSwapIn& pending) {
+  std::vector<Address>& addresses = pending.addresses;
   addresses.assign(given.begin(), given.end());
   const std::uint32_t stamp = ++move_stamp_;  // nobody else marks blocks before this has looked at all of them
   for (std::size_t i = 0; i < addresses.size(); ++i) {
@@ -137,8 +137,8 @@ void Pool::gather_inbound(std::span<const Address> given, Inbound& inbound) {
     }
     blocks.set_mark(block, stamp);
   }
-  inbound.pins.reserve(addresses.size());
-  inbound.from.reserve(addresses.size());
+  pending.pins.reserve(addresses.size());
+  pending.from.reserve(addresses.size());
   for (std::size_t i = 0; i < addresses.size();) {
     PromptNode* node = node_of(addresses[i]);
     const Address* values = node->payload.values.get();
@@ -146,69 +146,69 @@ void Pool::gather_inbound(std::span<const Address> given, Inbound& inbound) {
     std::uint32_t run = 1;  // addresses [i, i + run) are the node's pages [at, at + run)
     while (i + run < addresses.size() && at + run < node->pages && addresses[i + run] == values[at + run]) ++run;
     if (in_dram(addresses[i])) {
-      inbound.from.insert(inbound.from.end(), addresses.begin() + static_cast<std::ptrdiff_t>(i),
+      pending.from.insert(pending.from.end(), addresses.begin() + static_cast<std::ptrdiff_t>(i),
                           addresses.begin() + static_cast<std::ptrdiff_t>(i + run));
     }
-    inbound.pins.push_back(index_->pin(index_->isolate(node, at, run)));
+    pending.pins.push_back(index_->pin(index_->isolate(node, at, run)));
     i += run;
   }
 }
 
 // Reserves blocks of the caller's for what is to come, until the copy is committed.
-void Pool::name_inbound(std::span<const Address> into, Inbound& inbound) {
-  if (engine_allocates_ && !inbound.from.empty()) {
+void Pool::name_swap_in(std::span<const Address> into, PendingSwapIn& pending) {
+  if (engine_allocates_ && !pending.from.empty()) {
     throw Error(
         ErrorCode::kState,
         "the engine allocates this pool's HBM, and may use its blocks again at any moment: cached blocks cannot "
         "move there, only be copied there by fetch");
   }
   if (into.empty()) {
-    if (inbound.from.empty()) return;
+    if (pending.from.empty()) return;
     if (!two_tiers_) throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM blocks");
     return;
   }
-  check_room_named(inbound.from.size(), into.size());
+  check_room_named(pending.from.size(), into.size());
   check_active_and_distinct(into.data(), into.size(), /*skip_cached=*/false);
   for (std::size_t i = 0; i < into.size(); ++i) {
     if (medium_bits_of(into[i]) == static_cast<std::uint32_t>(Medium::kHbm)) continue;
     throw Error(ErrorCode::kArgument, "swap_in goes to HBM blocks, and position " + std::to_string(i) + " is in DRAM",
                 {{"position", static_cast<std::int64_t>(i)}});
   }
-  inbound.to.assign(into.begin(), into.end());
-  inbound.into_named = true;
+  pending.to.assign(into.begin(), into.end());
+  pending.into_named = true;
   for (const Address address : into) store_of(address).set_state(block_of(address), BlockState::kReserved);
   give_tags(into.data(), into.size(), 0, 0);  // nobody's: what the check above left there could be some peer's epoch
 }
 
 // Where the pages lie now. Nodes have only been cut since: those in DRAM are whole nodes still.
-void Pool::find_inbound(Inbound& inbound) noexcept {
-  inbound.from.clear();
-  for (Address& address : inbound.addresses) {
+void Pool::find_swap_in(PendingSwapIn& pending) noexcept {
+  pending.from.clear();
+  for (Address& address : pending.addresses) {
     address = page_of(address);
-    if (in_dram(address)) inbound.from.push_back(address);  // within the room: there are no more than before
+    if (in_dram(address)) pending.from.push_back(address);  // within the room: there are no more than before
   }
 }
 
 // In a thread of the pool. When it returns, what is to be swapped into is the swap's, and the GPU has no more to do
 // with it: neither what was freed after the swap was asked for, nor what room was made of.
-void Pool::prepare_inbound(Inbound& inbound, const MoveOrder& order) {
+void Pool::prepare_swap_in(PendingSwapIn& pending, const MoveOrder& order) {
   Lock lock(mutex_);
   guard();
-  find_inbound(inbound);
-  reserve_inbound(lock, inbound, order);
+  find_swap_in(pending);
+  reserve_swap_in(lock, pending, order);
   // The caller's own blocks are reserved since its call.
-  if (inbound.into_named || inbound.to.empty() || !is_late(TierWay::kIn, order)) return;
-  const Turnover now = turnover();
+  if (pending.into_named || pending.to.empty() || !is_late(TierWay::kIn, order)) return;
+  const ReuseCounts now = reuse_counts();
   lock.unlock();
   follow_device(*order.swap(), now);
 }
 
 // HBM blocks to swap into: those that the caller named, or others, making room. Lets go of the lock for that.
-void Pool::reserve_inbound(Lock& lock, Inbound& inbound, const MoveOrder& order) {
-  const std::size_t moving = inbound.from.size();
-  if (inbound.into_named || !inbound.to.empty()) {
+void Pool::reserve_swap_in(Lock& lock, PendingSwapIn& pending, const MoveOrder& order) {
+  const std::size_t moving = pending.from.size();
+  if (pending.into_named || !pending.to.empty()) {
     // Another swap in has brought some since: their blocks are not needed. There are never more.
-    return give_back_inbound(inbound, moving);
+    return give_back_swap_in(pending, moving);
   }
   if (moving == 0) return;
   std::vector<Address> to(moving);
@@ -221,33 +221,33 @@ void Pool::reserve_inbound(Lock& lock, Inbound& inbound, const MoveOrder& order)
     if (order.swap() != nullptr || order.of_device()) probe_device(lock);
     while (!take(moving, Medium::kHbm, BlockState::kReserved, to.data())) make_room(lock, moving, order);
   }
-  inbound.to = std::move(to);
+  pending.to = std::move(to);
 }
 
 // Lets go of the lock meanwhile.
-void Pool::copy_inbound(Lock& lock, const Inbound& inbound, const MoveOrder& order) {
+void Pool::copy_swap_in(Lock& lock, const PendingSwapIn& pending, const MoveOrder& order) {
   struct Over {
     Pool& pool;
     Lock& lock;
     ~Over() {
       lock.lock();
-      ++pool.inbound_over_;
-      pool.inbound_ended_.notify_all();
+      ++pool.swaps_in_over_;
+      pool.swap_in_ended_.notify_all();
     }
   };
-  ++inbound_begun_;
+  ++swaps_in_begun_;
   lock.unlock();
   const Over over{*this, lock};
-  copy_tier(TierWay::kIn, inbound.from.data(), inbound.to.data(), inbound.from.size(), order.at_copy());
+  copy_tier(TierWay::kIn, pending.from.data(), pending.to.data(), pending.from.size(), order.at_copy());
 }
 
 // Points the index at the copies. Blocks that others may still read by their old address stay, in limbo, until the last
 // pin of that time goes. Throws std::bad_alloc with nothing moved.
-void Pool::commit_inbound(Inbound& inbound) {
-  const std::vector<Address>& from = inbound.from;
+void Pool::commit_swap_in(PendingSwapIn& pending) {
+  const std::vector<Address>& from = pending.from;
   // This call's own pins go first, so that what pins are left are others'.
-  for (const IndexPin& pin : inbound.pins) index_->unpin(pin);
-  inbound.pins.clear();
+  for (const IndexPin& pin : pending.pins) index_->unpin(pin);
+  pending.pins.clear();
 
   std::vector<Limbo> limbo;
   for (std::size_t i = 0; i < from.size(); i += node_of(from[i])->pages) {
@@ -257,12 +257,12 @@ void Pool::commit_inbound(Inbound& inbound) {
   limbo_.reserve(limbo_.size() + limbo.size());
 
   // From here on nothing throws.
-  renew(inbound.to);
+  renew(pending.to);
   auto next_limbo = limbo.begin();
   for (std::size_t i = 0; i < from.size();) {
     PromptNode* node = node_of(from[i]);
     const std::uint32_t pages = node->pages;
-    index_->redirect(node, &inbound.to[i]);
+    index_->redirect(node, &pending.to[i]);
     placed(*node);
     if (node->payload.pins > 0) {
       node->payload.has_limbo = true;
@@ -270,7 +270,7 @@ void Pool::commit_inbound(Inbound& inbound) {
       for (std::uint32_t k = 0; k < pages; ++k) {
         BlockStore& dram = store(Medium::kDram);
         dram.set_tag(block_of(from[i + k]), kLimboTag);
-        dram.set_mark(block_of(from[i + k]), block_of(inbound.to[i + k]));
+        dram.set_mark(block_of(from[i + k]), block_of(pending.to[i + k]));
       }
       limbo_.push_back(std::move(*next_limbo++));
     } else {

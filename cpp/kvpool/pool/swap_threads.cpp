@@ -35,7 +35,7 @@ void SwapThreads::refuse() noexcept {
 
 void SwapThreads::close() noexcept {
   refuse();
-  for (Workers& thread : threads_) thread.stop();
+  for (WorkerPool& thread : threads_) thread.stop();
 }
 
 }  // namespace kvpool

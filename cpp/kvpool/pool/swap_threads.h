@@ -10,8 +10,8 @@
 #include <unordered_set>
 
 #include "kvpool/blocks/device_mover.h"
+#include "kvpool/exec/worker_pool.h"
 #include "kvpool/pool/swap_handle.h"
-#include "kvpool/pool/workers.h"
 
 namespace kvpool {
 
@@ -34,9 +34,9 @@ class SwapThreads {
 
  private:
   std::mutex mutex_;
-  std::unordered_set<std::shared_ptr<Swap>> unfinished_;    // under mutex_
-  bool closed_ = false;                                     // under mutex_
-  std::array<Workers, 2> threads_{Workers(1), Workers(1)};  // by TierWay
+  std::unordered_set<std::shared_ptr<Swap>> unfinished_;             // under mutex_
+  bool closed_ = false;                                              // under mutex_
+  std::array<WorkerPool, 2> threads_{WorkerPool(1), WorkerPool(1)};  // by TierWay
 };
 
 }  // namespace kvpool

@@ -6,7 +6,7 @@
 #include <memory>
 #include <mutex>
 
-#include "kvpool/transfer/completion.h"
+#include "kvpool/exec/completion.h"
 #include "kvpool/transfer/handle.h"
 #include "kvpool/transfer/session.h"
 

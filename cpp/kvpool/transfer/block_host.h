@@ -75,9 +75,9 @@ enum class Room : std::uint8_t {
 class DeviceOrder;
 
 // Content of one data frame, on its way to blocks that the CPU cannot write.
-class Landing {
+class StagingBuffer {
  public:
-  virtual ~Landing() = default;
+  virtual ~StagingBuffer() = default;
   virtual iovec room() const noexcept = 0;  // where the payload goes first
   // Takes it from there to the blocks; returns when it has arrived. Throws, and nothing is written any more then.
   virtual void land() = 0;
@@ -123,14 +123,14 @@ class BlockHost {
   virtual std::uint32_t checksum(std::span<const Address> addresses) = 0;
   // For content that goes to these blocks, to these pieces of them, so many bytes in all: null where the CPU reaches
   // the pieces. Throws kProtocol for more than a data frame of ours has, and when there is no buffer to be had.
-  virtual std::unique_ptr<Landing> landing(std::span<const Address> /*blocks*/, std::vector<iovec>& /*pieces*/,
-                                           std::uint64_t /*bytes*/) {
+  virtual std::unique_ptr<StagingBuffer> staging_buffer(std::span<const Address> /*blocks*/,
+                                                        std::vector<iovec>& /*pieces*/, std::uint64_t /*bytes*/) {
     return nullptr;
   }
 
   // A stream of the GPU is about to wait for content: what placing it takes of the driver is taken now, for later that
-  // might wait for the stream. Throws as landing().
-  virtual void expect_landing() {}
+  // might wait for the stream. Throws as staging_buffer().
+  virtual void expect_staging_buffer() {}
 
   // --- for transfers from here ---
 

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "kvpool/base/failure.h"
 #include "kvpool/base/strips.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/messages.h"
@@ -196,7 +197,7 @@ void Session::begin_push(std::uint64_t id, const std::shared_ptr<FetchBody>& bod
   WriteJob job;
   job.bytes = body->from.size() * layout.block_bytes();
   job.route = choose_route("", body->from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size()), job.bytes,
-                           reach_of(body->from), reach_of(body->to));
+                           media_set_of(body->from), media_set_of(body->to));
   job.request.transfer = id;
   job.request.strips = std::span(&strip->first, 1);
   job.request.from = body->from;

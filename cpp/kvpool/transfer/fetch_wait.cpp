@@ -28,7 +28,7 @@ void Fetch::wait_on(const std::shared_ptr<const CudaContext>& context, CuStream 
       BlockHost& blocks = session_->host().blocks();
       held = std::make_shared<HeldBlocks>(blocks, to_);
       word = WaitWord::take(context, deadline_ns_ + kWordPatienceNs);
-      blocks.expect_landing();
+      blocks.expect_staging_buffer();
     }
     word->hold_up(stream);
     const Lock lock(mutex_);

@@ -126,7 +126,7 @@ class GroupRoute final : public Route {
     return {.one_sided = true, .by_caller = false, .waits = true, .whole = false};
   }
   // The only route between two instances: the ranks choose among theirs.
-  double estimate_us(const Reach& /*from*/, const Reach& /*to*/, std::uint64_t /*pieces*/,
+  double estimate_us(const MediaSet& /*from*/, const MediaSet& /*to*/, std::uint64_t /*pieces*/,
                      std::uint64_t /*bytes*/) const noexcept override {
     return 0;
   }

@@ -9,9 +9,9 @@
 
 #include "kvpool/base/address.h"
 #include "kvpool/base/error.h"
+#include "kvpool/net/link.h"
+#include "kvpool/net/wire.h"
 #include "kvpool/transfer/request.h"
-#include "kvpool/transport/link.h"
-#include "kvpool/transport/wire.h"
 
 namespace kvpool {
 

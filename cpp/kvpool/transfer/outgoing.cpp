@@ -3,8 +3,8 @@
 #include <limits>
 #include <utility>
 
+#include "kvpool/base/failure.h"
 #include "kvpool/base/strips.h"
-#include "kvpool/transfer/failure.h"
 
 namespace kvpool {
 namespace {

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "kvpool/base/check.h"
+#include "kvpool/base/failure.h"
 #include "kvpool/base/strips.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/outgoing.h"

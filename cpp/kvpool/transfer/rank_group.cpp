@@ -36,30 +36,30 @@ std::vector<PieceRange> pieces_of(const KVShape& shape, std::span<const BlockStr
   return ranges;
 }
 
-LaneWrite lane_of(const Sharding& sharding, const ReshardPair& pair, std::span<const PieceRange> ranges) {
+ChannelWrite channel_of(const Sharding& sharding, const ReshardPair& pair, std::span<const PieceRange> ranges) {
   const RankSlice held = sharding.slice(pair.from_rank);
   const std::uint64_t per_layer = sharding.shape().pieces_per_layer();
   const std::uint64_t first = per_layer * held.layer_first;
   const std::uint64_t end = first + per_layer * held.layers;
   const std::uint64_t piece = held.heads * sharding.shape().head_bytes();
-  LaneWrite lane{pair.to_rank, 0, {}};
+  ChannelWrite channel{pair.to_rank, 0, {}};
   for (const PieceRange& range : ranges) {
     const std::uint64_t low = std::max(range.first, first);
     const std::uint64_t high = std::min(range.end, end);
     if (low >= high) continue;
     for (const BlockStrip& strip : clip_strips(pair.strips, (low - first) * piece, (high - first) * piece)) {
-      lane.strips.push_back(strip);
-      lane.bytes += strip.bytes;
+      channel.strips.push_back(strip);
+      channel.bytes += strip.bytes;
     }
   }
-  return lane;
+  return channel;
 }
 
 }  // namespace
 
 std::uint64_t RankOrder::bytes() const noexcept {
   std::uint64_t bytes = 0;
-  for (const LaneWrite& lane : lanes) bytes += lane.bytes;
+  for (const ChannelWrite& channel : channels) bytes += channel.bytes;
   return bytes;
 }
 
@@ -69,12 +69,12 @@ std::vector<RankOrder> rank_orders(const ReshardPlan& plan, std::span<const Bloc
   for (std::uint32_t rank = 0; rank < plan.from.ranks(); ++rank) {
     RankOrder order{rank, {}};
     for (const ReshardPair& pair : plan.of_sender(rank)) {
-      LaneWrite lane = lane_of(plan.from, pair, ranges);
-      if (!lane.strips.empty()) order.lanes.push_back(std::move(lane));
+      ChannelWrite channel = channel_of(plan.from, pair, ranges);
+      if (!channel.strips.empty()) order.channels.push_back(std::move(channel));
     }
-    if (order.lanes.empty()) continue;
-    const auto first = static_cast<std::ptrdiff_t>(rank % order.lanes.size());
-    std::ranges::rotate(order.lanes, order.lanes.begin() + first);
+    if (order.channels.empty()) continue;
+    const auto first = static_cast<std::ptrdiff_t>(rank % order.channels.size());
+    std::ranges::rotate(order.channels, order.channels.begin() + first);
     orders.push_back(std::move(order));
   }
   return orders;

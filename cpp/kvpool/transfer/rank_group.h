@@ -18,7 +18,7 @@
 namespace kvpool {
 
 // What one rank writes into one rank of the receiver.
-struct LaneWrite {
+struct ChannelWrite {
   std::uint32_t to_rank = 0;
   std::uint64_t bytes = 0;  // of each block
   std::vector<BlockStrip> strips;
@@ -28,7 +28,7 @@ struct LaneWrite {
 // at first.
 struct RankOrder {
   std::uint32_t from_rank = 0;
-  std::vector<LaneWrite> lanes;
+  std::vector<ChannelWrite> channels;
 
   std::uint64_t bytes() const noexcept;  // of each block
 };

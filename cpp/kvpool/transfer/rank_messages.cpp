@@ -15,15 +15,16 @@ void check_same_length(const std::vector<Address>& from, const std::vector<Addre
   malformed(std::to_string(from.size()) + " blocks to " + std::to_string(to.size()));
 }
 
-LaneWrite read_lane(WireReader& in, std::size_t strips_max) {
+ChannelWrite read_channel(WireReader& in, std::size_t strips_max) {
   static_assert(sizeof(BlockStrip) == 24, "no padding: it goes out as it is");
-  LaneWrite lane;
-  lane.to_rank = in.number<std::uint32_t>();
-  lane.strips = in.array<BlockStrip>(strips_max);
-  for (const BlockStrip& strip : lane.strips) {
-    if (__builtin_add_overflow(lane.bytes, strip.bytes, &lane.bytes)) malformed("the sum of its strips overflows");
+  ChannelWrite channel;
+  channel.to_rank = in.number<std::uint32_t>();
+  channel.strips = in.array<BlockStrip>(strips_max);
+  for (const BlockStrip& strip : channel.strips) {
+    if (__builtin_add_overflow(channel.bytes, strip.bytes, &channel.bytes))
+      malformed("the sum of its strips overflows");
   }
-  return lane;
+  return channel;
 }
 
 }  // namespace
@@ -33,7 +34,7 @@ Bytes write_body(const MeetBody& body) {
   WireWriter writer(out);
   writer.number(body.meeting).text(body.peer).number(body.lifetime_ms);
   writer.number(static_cast<std::uint32_t>(body.ranks.size()));
-  for (const CardRank& rank : body.ranks) writer.number(rank.rank).number(rank.epoch).text(rank.address);
+  for (const MetadataRank& rank : body.ranks) writer.number(rank.rank).number(rank.epoch).text(rank.address);
   return out;
 }
 
@@ -46,10 +47,10 @@ MeetBody read_meet(std::span<const std::byte> bytes) {
   const auto ranks = in.number<std::uint32_t>();
   if (ranks > kRanksMax) malformed(std::to_string(ranks) + " ranks to meet");
   for (std::uint32_t i = 0; i < ranks; ++i) {
-    CardRank rank;
+    MetadataRank rank;
     rank.rank = in.number<std::uint32_t>();
     rank.epoch = in.number<std::uint64_t>();
-    rank.address = in.text(kCardAddressBytesMax);
+    rank.address = in.text(kMetadataAddressBytesMax);
     body.ranks.push_back(std::move(rank));
   }
   in.finish();
@@ -59,7 +60,7 @@ MeetBody read_meet(std::span<const std::byte> bytes) {
 Bytes write_body(const OrderBody& body) {
   Bytes out;
   std::size_t strips = 0;
-  for (const LaneWrite& lane : body.lanes) strips += lane.strips.size();
+  for (const ChannelWrite& channel : body.channels) strips += channel.strips.size();
   if (strips > kOrderStripsMax) {
     throw Error(ErrorCode::kUnsupported, "one write of a rank would have " + std::to_string(strips) +
                                              " strips a block; at most " + std::to_string(kOrderStripsMax) +
@@ -68,9 +69,9 @@ Bytes write_body(const OrderBody& body) {
   out.reserve(64 + strips * sizeof(BlockStrip) + 2 * body.from.size() * sizeof(Address));
   WireWriter writer(out);
   writer.number(body.meeting).number(static_cast<std::uint8_t>(body.merge ? 1 : 0)).number(body.lifetime_ms);
-  writer.number(static_cast<std::uint32_t>(body.lanes.size()));
-  for (const LaneWrite& lane : body.lanes) {
-    writer.number(lane.to_rank).array(std::span<const BlockStrip>(lane.strips));
+  writer.number(static_cast<std::uint32_t>(body.channels.size()));
+  for (const ChannelWrite& channel : body.channels) {
+    writer.number(channel.to_rank).array(std::span<const BlockStrip>(channel.strips));
   }
   writer.array(std::span<const Address>(body.from)).array(std::span<const Address>(body.to));
   return out;
@@ -84,12 +85,12 @@ OrderBody read_order(std::span<const std::byte> bytes) {
   if (merge > 1) malformed("unknown flags " + std::to_string(merge));
   body.merge = merge == 1;
   body.lifetime_ms = in.number<std::uint64_t>();
-  const auto lanes = in.number<std::uint32_t>();
-  if (lanes > kOrderLanesMax) malformed(std::to_string(lanes) + " lanes in one order");
+  const auto channels = in.number<std::uint32_t>();
+  if (channels > kOrderLanesMax) malformed(std::to_string(channels) + " channels in one order");
   std::size_t strips_left = kOrderStripsMax;
-  for (std::uint32_t i = 0; i < lanes; ++i) {
-    body.lanes.push_back(read_lane(in, strips_left));
-    strips_left -= body.lanes.back().strips.size();
+  for (std::uint32_t i = 0; i < channels; ++i) {
+    body.channels.push_back(read_channel(in, strips_left));
+    strips_left -= body.channels.back().strips.size();
   }
   body.from = in.array<Address>(kAddressesMax);
   body.to = in.array<Address>(kAddressesMax);

@@ -8,21 +8,21 @@
 #include <vector>
 
 #include "kvpool/base/address.h"
+#include "kvpool/net/connect/peer_metadata.h"
+#include "kvpool/net/wire.h"
 #include "kvpool/transfer/rank_group.h"
-#include "kvpool/transport/card.h"
-#include "kvpool/transport/wire.h"
 
 namespace kvpool {
 
 inline constexpr std::size_t kOrderLanesMax = kRanksMax;
-inline constexpr std::size_t kOrderStripsMax = 65536;  // of all lanes together
+inline constexpr std::size_t kOrderStripsMax = 65536;  // of all channels together
 
-// Connect to these ranks of a peer: their lanes belong to this meeting.
+// Connect to these ranks of a peer: their channels belong to this meeting.
 struct MeetBody {
   std::uint64_t meeting = 0;
   std::string peer;  // for people
   std::uint64_t lifetime_ms = 0;
-  std::vector<CardRank> ranks;
+  std::vector<MetadataRank> ranks;
 };
 
 // Write these parts of the blocks `from` into the blocks `to`.
@@ -30,7 +30,7 @@ struct OrderBody {
   std::uint64_t meeting = 0;
   bool merge = true;
   std::uint64_t lifetime_ms = 0;
-  std::vector<LaneWrite> lanes;
+  std::vector<ChannelWrite> channels;
   std::vector<Address> from;  // of the own instance
   std::vector<Address> to;    // as many of the peer's
 };

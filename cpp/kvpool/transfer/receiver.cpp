@@ -6,9 +6,10 @@
 #include <utility>
 
 #include "kvpool/base/check.h"
+#include "kvpool/base/failure.h"
+#include "kvpool/net/data_body.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/transfer_id.h"
-#include "kvpool/transport/data_body.h"
 
 namespace kvpool {
 namespace {
@@ -29,7 +30,7 @@ Receiver::~Receiver() {
   }
 }
 
-Receiver::Receiver(SessionHost& host, const PeerCard& peer, bool writes_directly, Send send, Abandon abandon)
+Receiver::Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly, Send send, Abandon abandon)
     : host_(host),
       peer_(peer.name),
       epoch_(peer.epoch),
@@ -188,10 +189,11 @@ Placement Receiver::on_data(std::uint64_t id, std::span<const std::byte> body, s
   Placement placement;
   placement.pieces = data_placement(data, spans);
   placement.token = id;
-  std::unique_ptr<Landing> landing = host_.blocks().landing(data.blocks, placement.pieces, payload_bytes);
-  if (landing != nullptr) placement.pieces = {landing->room()};
+  std::unique_ptr<StagingBuffer> staging_buffer =
+      host_.blocks().staging_buffer(data.blocks, placement.pieces, payload_bytes);
+  if (staging_buffer != nullptr) placement.pieces = {staging_buffer->room()};
   placement = admit(std::move(placement), data.blocks, payload_bytes);
-  if (!placement.pieces.empty()) landing_ = std::move(landing);
+  if (!placement.pieces.empty()) staging_buffer_ = std::move(staging_buffer);
   return placement;
 }
 
@@ -232,8 +234,9 @@ ArrivedContent* Receiver::content_to_lent(std::uint64_t id) {
 
 void Receiver::on_placed(std::uint64_t id, bool intact) {
   std::optional<Error> failure;
-  if (const std::unique_ptr<Landing> landing = std::move(landing_); landing != nullptr && intact) {
-    failure = failure_of([&] { landing->land(); });
+  if (const std::unique_ptr<StagingBuffer> staging_buffer = std::move(staging_buffer_);
+      staging_buffer != nullptr && intact) {
+    failure = failure_of([&] { staging_buffer->land(); });
   }
   settle_placed(id, intact && !failure);
   if (failure) throw Error(*failure);

@@ -25,12 +25,12 @@
 #include <utility>
 #include <vector>
 
+#include "kvpool/net/connect/peer_metadata.h"
+#include "kvpool/net/link.h"
 #include "kvpool/transfer/held_blocks.h"
 #include "kvpool/transfer/messages.h"
 #include "kvpool/transfer/request_bytes.h"
 #include "kvpool/transfer/session_host.h"
-#include "kvpool/transport/card.h"
-#include "kvpool/transport/link.h"
 
 namespace kvpool {
 
@@ -68,7 +68,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   using Send = std::function<void(Message&&)>;
   using Abandon = std::function<void(const Error&)>;
   // `writes_directly`: the peer was given the means to write without this process's help. `abandon` ends the link.
-  Receiver(SessionHost& host, const PeerCard& peer, bool writes_directly, Send send, Abandon abandon);
+  Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly, Send send, Abandon abandon);
   ~Receiver();
   Receiver(const Receiver&) = delete;
   Receiver& operator=(const Receiver&) = delete;
@@ -176,7 +176,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   const Abandon abandon_;
   const std::shared_ptr<RequestBytes> request_bytes_ = std::make_shared<RequestBytes>();
 
-  std::unique_ptr<Landing> landing_;  // of the frame that is being placed: the link's reader alone looks at it
+  std::unique_ptr<StagingBuffer>
+      staging_buffer_;  // of the frame that is being placed: the link's reader alone looks at it
 
   mutable std::mutex mutex_;
   bool lost_ = false;

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "kvpool/base/check.h"
-#include "kvpool/transfer/failure.h"
+#include "kvpool/base/failure.h"
 #include "kvpool/transfer/receiver.h"
 
 namespace kvpool {

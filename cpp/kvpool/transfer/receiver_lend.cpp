@@ -1,7 +1,7 @@
 // Blocks that a peer borrows.
 #include <utility>
 
-#include "kvpool/transfer/failure.h"
+#include "kvpool/base/failure.h"
 #include "kvpool/transfer/receiver.h"
 
 namespace kvpool {

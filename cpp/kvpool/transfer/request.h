@@ -10,8 +10,9 @@
 
 #include "kvpool/base/address.h"
 #include "kvpool/base/medium.h"
+#include "kvpool/base/priority.h"
 #include "kvpool/base/strips.h"
-#include "kvpool/transport/wire.h"
+#include "kvpool/net/wire.h"
 
 namespace kvpool {
 
@@ -22,8 +23,6 @@ using Token = std::int32_t;
 // How blocks are cut into calls (MemServe §5.2; by_layer_agg is ours). kAuto: see strategy_used().
 enum class Strategy : std::uint8_t { kAuto, kByLayer, kByLayerAgg, kByRequest, kByRequestAgg };
 const char* strategy_name(Strategy strategy) noexcept;
-
-enum class Priority : std::uint8_t { kDecode = 0, kPrefill = 1, kBackground = 2 };
 
 struct TransferRequest {
   std::string peer;

@@ -205,17 +205,17 @@ class Planner {
 // S1 and S2: within each receiver the strips, sorted by where they land, follow each other without gap or overlap from
 // the first byte to the last.
 [[maybe_unused]] bool writes_each_byte_once(const ReshardPlan& plan) {
-  std::vector<std::vector<BlockStrip>> landing(plan.to.ranks());
+  std::vector<std::vector<BlockStrip>> staging_buffer(plan.to.ranks());
   for (const ReshardPair& pair : plan.pairs) {
     for (const BlockStrip& strip : pair.strips) {
       if (strip.bytes == 0 || strip.from + strip.bytes > plan.from.rank_bytes(pair.from_rank)) return false;
-      landing[pair.to_rank].push_back(strip);
+      staging_buffer[pair.to_rank].push_back(strip);
     }
   }
   for (std::uint32_t rank = 0; rank < plan.to.ranks(); ++rank) {
-    std::ranges::sort(landing[rank], {}, &BlockStrip::to);
+    std::ranges::sort(staging_buffer[rank], {}, &BlockStrip::to);
     std::uint64_t at = 0;
-    for (const BlockStrip& strip : landing[rank]) {
+    for (const BlockStrip& strip : staging_buffer[rank]) {
       if (strip.to != at) return false;
       at += strip.bytes;
     }

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "kvpool/base/strips.h"
-#include "kvpool/transfer/parallel.h"
+#include "kvpool/blocks/parallel.h"
 
 namespace kvpool {
 

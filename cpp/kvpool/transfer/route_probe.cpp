@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "kvpool/base/failure.h"
 #include "kvpool/base/strips.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/messages.h"

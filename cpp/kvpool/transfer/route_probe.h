@@ -21,9 +21,9 @@
 #include <vector>
 
 #include "kvpool/base/wait.h"
+#include "kvpool/routes/cost_fit.h"
+#include "kvpool/routes/route.h"
 #include "kvpool/transfer/session.h"
-#include "kvpool/transport/cost_fit.h"
-#include "kvpool/transport/route.h"
 
 namespace kvpool {
 

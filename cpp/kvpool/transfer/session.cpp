@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "kvpool/base/check.h"
-#include "kvpool/transfer/failure.h"
+#include "kvpool/base/failure.h"
 #include "kvpool/transfer/fetch.h"
 #include "kvpool/transfer/outgoing.h"
 
@@ -15,13 +15,13 @@ namespace {
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kRetryAfterUs = 10'000;
 
-std::array<std::uint32_t, kMediaCount> blocks_of(const PeerCard& peer) {
+std::array<std::uint32_t, kMediaCount> blocks_of(const PeerMetadata& peer) {
   return {peer.media[0].blocks, peer.media[1].blocks};
 }
 
 }  // namespace
 
-Session::Session(SessionHost& host, const PeerCard& peer, bool peer_writes_directly, bool by_ranks)
+Session::Session(SessionHost& host, const PeerMetadata& peer, bool peer_writes_directly, bool by_ranks)
     : host_(host),
       peer_(peer),
       peer_writes_directly_(peer_writes_directly),
@@ -41,12 +41,14 @@ void Session::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Rout
         if (const auto open = link.lock()) open->close(why);
       });
   for (const auto& route : routes) {
-    if (passage_ == nullptr) passage_ = route->passage();
+    if (route_receiver_ == nullptr) route_receiver_ = route->route_receiver();
   }
-  if (passage_ != nullptr) {
-    passage_->begin([receiver = receiver_](std::uint64_t id, std::span<const std::byte> body,
-                                           std::uint64_t bytes) { return receiver->on_pass(id, body, bytes); },
-                    [receiver = receiver_](std::uint64_t token, bool intact) { receiver->on_passed(token, intact); });
+  if (route_receiver_ != nullptr) {
+    route_receiver_->begin(
+        [receiver = receiver_](std::uint64_t id, std::span<const std::byte> body, std::uint64_t bytes) {
+          return receiver->on_pass(id, body, bytes);
+        },
+        [receiver = receiver_](std::uint64_t token, bool intact) { receiver->on_passed(token, intact); });
   }
   const std::lock_guard lock(mutex_);
   link_ = std::move(link);
@@ -138,8 +140,8 @@ std::shared_ptr<Outgoing> Session::prepare(TransferRequest&& request) {
   const Layout& layout = host_.blocks().layout();
   const std::uint64_t bytes = request.from.size() * layout.block_bytes();
   const std::uint64_t pieces = request.from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size());
-  const Reach reach = request.to.empty() ? reach_of(request.medium) : reach_of(request.to);
-  auto route = choose_route(request.route, pieces, bytes, reach_of(request.from), reach, request.checksum);
+  const MediaSet reach = request.to.empty() ? media_set_of(request.medium) : media_set_of(request.to);
+  auto route = choose_route(request.route, pieces, bytes, media_set_of(request.from), reach, request.checksum);
   if (request.checksum && !route->traits().whole) {
     throw Error(ErrorCode::kUnsupported, std::string("no checksum of the whole can be compared with ") + peer_.name +
                                              " by the route " + route->name() +
@@ -190,14 +192,15 @@ void Session::say_drained() noexcept {
 
 void Session::on_message(Message&& message) {
   if (!heard()) heard_.store(true, std::memory_order_relaxed);
-  if (passage_ != nullptr && Passage::takes(message.kind)) return passage_->on_message(std::move(message));
+  if (route_receiver_ != nullptr && RouteReceiver::takes(message.kind))
+    return route_receiver_->on_message(std::move(message));
   if (!handle_later(message)) handle(std::move(message));
 }
 
 // What may set blocks free waits for content that is on its way to them. A sender that keeps to the protocol says
 // nothing of the kind before its write has ended; one that does not must not make this side write where it should not.
 bool Session::handle_later(Message& message) {
-  if (passage_ == nullptr) return false;
+  if (route_receiver_ == nullptr) return false;
   switch (message.kind) {
     case FrameKind::kReturn:
     case FrameKind::kComplete:
@@ -221,15 +224,15 @@ bool Session::handle_later(Message& message) {
     if (self->ended_.load()) return;
     if (const auto failure = failure_of([&] { self->handle(std::move(kept->message)); })) self->close_link(*failure);
   };
-  if (passage_->defer(work)) return true;
+  if (route_receiver_->defer(work)) return true;
   message = std::move(kept->message);
   return false;
 }
 
 void Session::on_writer_gone() {
-  if (passage_ != nullptr) {
+  if (route_receiver_ != nullptr) {
     std::function<void()> work = [receiver = receiver_] { receiver->on_writer_gone(); };
-    if (passage_->defer(work)) return;
+    if (route_receiver_->defer(work)) return;
   }
   receiver_->on_writer_gone();
 }
@@ -329,7 +332,7 @@ void Session::on_closed(const Error& why) {
   // Whatever ended the link, to those who wait for the peer it is lost.
   stop_writing(Error(why.code() == ErrorCode::kClosed ? ErrorCode::kClosed : ErrorCode::kPeerLost,
                      "peer " + peer_.name + " is lost: " + why.what()));
-  if (passage_ != nullptr) return passage_->close([self = shared_from_this()] { self->settle(); });
+  if (route_receiver_ != nullptr) return route_receiver_->close([self = shared_from_this()] { self->settle(); });
   settle();
 }
 

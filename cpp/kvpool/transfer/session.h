@@ -20,18 +20,18 @@
 #include <vector>
 
 #include "kvpool/base/wait.h"
+#include "kvpool/net/connect/peer_metadata.h"
+#include "kvpool/net/link.h"
+#include "kvpool/routes/route_choice.h"
+#include "kvpool/routes/route_cost.h"
+#include "kvpool/routes/route_receiver.h"
 #include "kvpool/transfer/borrowed.h"
+#include "kvpool/transfer/departing_peer.h"
 #include "kvpool/transfer/handle.h"
-#include "kvpool/transfer/parted.h"
 #include "kvpool/transfer/receiver.h"
 #include "kvpool/transfer/request_bytes.h"
 #include "kvpool/transfer/session_host.h"
 #include "kvpool/transfer/transfer_id.h"
-#include "kvpool/transport/card.h"
-#include "kvpool/transport/link.h"
-#include "kvpool/transport/passage.h"
-#include "kvpool/transport/route_choice.h"
-#include "kvpool/transport/route_cost.h"
 
 namespace kvpool {
 
@@ -47,12 +47,12 @@ class PendingAnswer {
   virtual std::int64_t on_tick(std::int64_t now_ns) = 0;
 };
 
-class Session final : public LinkHandler, public Parted, public std::enable_shared_from_this<Session> {
+class Session final : public LinkHandler, public DepartingPeer, public std::enable_shared_from_this<Session> {
  public:
   // `peer_writes_directly`: the peer was given what it needs to write into this pool's memory by itself. `by_ranks`:
   // not the peer, but its ranks write, into those of this instance. Then only on_writer_gone() says that they have
   // ended: a scheduler that takes its leave may have lost a rank in the middle of a write.
-  Session(SessionHost& host, const PeerCard& peer, bool peer_writes_directly, bool by_ranks = false);
+  Session(SessionHost& host, const PeerMetadata& peer, bool peer_writes_directly, bool by_ranks = false);
   // Before the first message. The cheapest route is chosen for each transfer.
   void start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes);
 
@@ -73,7 +73,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   // when that is over, after a short time. What fails leaves guesses. Throws kCancelled when the caller has given up.
   void measure_routes(const Waiting& waiting);
 
-  const PeerCard& peer() const noexcept override { return peer_; }
+  const PeerMetadata& peer() const noexcept override { return peer_; }
   bool lost() const noexcept { return lost_.load(); }
   // Whether the peer has said anything. A side that was called does not know before that it has been admitted.
   bool heard() const noexcept { return heard_.load(std::memory_order_relaxed); }
@@ -141,7 +141,7 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   // The same for what the peer has to hear: if it cannot be sent, the link ends.
   void tell(FrameKind kind, std::uint64_t id, std::span<const std::byte> body = {}) noexcept;
   // The link itself has ended: nothing more arrives, and nothing is being placed.
-  bool link_ended() const noexcept override { return ended_.load() && (passage_ == nullptr || settled_.load()); }
+  bool link_ended() const noexcept override { return ended_.load() && (route_receiver_ == nullptr || settled_.load()); }
   // Addresses that the peer named of its own blocks. Throws kProtocol.
   void check_of_peer(std::span<const Address> addresses) const;
   [[noreturn]] void throw_lost() const;
@@ -155,12 +155,12 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   };
   // For a write. Between media that nobody has measured yet, that begins behind it, in another thread.
   std::shared_ptr<Route> choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
-                                      const Reach& from, const Reach& to, bool whole = false);
-  std::shared_ptr<Route> cheapest(const std::string& name, std::uint64_t pieces, std::uint64_t bytes, const Reach& from,
-                                  const Reach& to, bool whole) const;
-  void want_measured(const Reach& from, const Reach& to) noexcept;
+                                      const MediaSet& from, const MediaSet& to, bool whole = false);
+  std::shared_ptr<Route> cheapest(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
+                                  const MediaSet& from, const MediaSet& to, bool whole) const;
+  void want_measured(const MediaSet& from, const MediaSet& to) noexcept;
   void measure_wanted() noexcept;
-  std::vector<Question> claim_questions(const Reach& from, const Reach& to);
+  std::vector<Question> claim_questions(const MediaSet& from, const MediaSet& to);
   void measure(const std::vector<Question>& questions, const Waiting& waiting);
   void after_write() noexcept;
   void note_broken(const Error& error) noexcept;
@@ -179,12 +179,12 @@ class Session final : public LinkHandler, public Parted, public std::enable_shar
   bool stop_push(std::uint64_t id);
 
   SessionHost& host_;
-  const PeerCard peer_;
+  const PeerMetadata peer_;
   const bool peer_writes_directly_;
   const bool by_ranks_;
   BorrowedBlocks borrowed_;
   std::shared_ptr<Receiver> receiver_;
-  std::shared_ptr<Passage> passage_;  // of a route that has one; as receiver_, from start() on
+  std::shared_ptr<RouteReceiver> route_receiver_;  // of a route that has one; as receiver_, from start() on
   const std::shared_ptr<RequestBytes> deferred_ = std::make_shared<RequestBytes>();  // what waits for it
   std::atomic<std::uint64_t> ids_{1};
   std::atomic<bool> lost_{false};

@@ -2,9 +2,9 @@
 
 #include <utility>
 
+#include "kvpool/base/failure.h"
 #include "kvpool/cuda/order.h"
-#include "kvpool/transfer/failure.h"
-#include "kvpool/transport/route_choice.h"
+#include "kvpool/routes/route_choice.h"
 
 namespace kvpool {
 

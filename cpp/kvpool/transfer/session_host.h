@@ -11,10 +11,10 @@
 #include <utility>
 
 #include "kvpool/base/error.h"
+#include "kvpool/routes/route.h"
 #include "kvpool/transfer/block_host.h"
 #include "kvpool/transfer/request.h"
 #include "kvpool/transfer/tally.h"
-#include "kvpool/transport/route.h"
 
 namespace kvpool {
 

@@ -3,7 +3,7 @@
 #include <iterator>
 #include <utility>
 
-#include "kvpool/transfer/failure.h"
+#include "kvpool/base/failure.h"
 #include "kvpool/transfer/route_probe.h"
 #include "kvpool/transfer/session.h"
 
@@ -59,14 +59,14 @@ std::vector<RoutePrice> Session::route_prices() const {
 // --- the choice ---
 
 std::shared_ptr<Route> Session::choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
-                                             const Reach& from, const Reach& to, bool whole) {
+                                             const MediaSet& from, const MediaSet& to, bool whole) {
   auto route = cheapest(name, pieces, bytes, from, to, whole);
   if (name.empty()) want_measured(from, to);
   return route;
 }
 
 std::shared_ptr<Route> Session::cheapest(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
-                                         const Reach& from, const Reach& to, bool whole) const {
+                                         const MediaSet& from, const MediaSet& to, bool whole) const {
   const std::int64_t now_ns = host_.now_ns();
   std::unique_lock lock(mutex_);
   if (routes_.empty()) {
@@ -90,7 +90,7 @@ std::shared_ptr<Route> Session::cheapest(const std::string& name, std::uint64_t 
 
 // Those that have not been asked before. A question is worth it where guesses are far off: with memory on a GPU, or a
 // route that does not go without saying. Between processes of one host without either, memory is faster than a socket.
-std::vector<Session::Question> Session::claim_questions(const Reach& from, const Reach& to) {
+std::vector<Session::Question> Session::claim_questions(const MediaSet& from, const MediaSet& to) {
   std::vector<Question> questions;
   if (!host_.limits().measure_routes || by_ranks_) return questions;
   BlockHost& blocks = host_.blocks();
@@ -98,16 +98,16 @@ std::vector<Session::Question> Session::claim_questions(const Reach& from, const
     for (const Medium target : kMedia) {
       std::atomic<bool>& claimed = claimed_[at(source) * kMediaCount + at(target)];
       if (!from[at(source)] || !to[at(target)] || claimed.load(std::memory_order_relaxed)) continue;
-      Rivals rivals;
+      RouteCandidates candidates;
       if (blocks.spans()[at(source)].blocks > 0 && peer_.media[at(target)].blocks > 0) {
         const std::lock_guard lock(mutex_);
-        rivals = rivals_between(routes_, source, target);
+        candidates = candidates_between(routes_, source, target);
       }
       const bool on_gpu = blocks.on_gpu(source) || peer_.media[at(target)].kind == MemoryKind::kGpu;
-      const bool asks = rivals.routes.size() > 1 && (on_gpu || rivals.by_name);
-      if (!rivals.all) continue;  // later: a measurement beside a guess decides nothing
+      const bool asks = candidates.routes.size() > 1 && (on_gpu || candidates.by_name);
+      if (!candidates.all) continue;  // later: a measurement beside a guess decides nothing
       if (claimed.exchange(true) || !asks) continue;
-      questions.push_back({source, target, std::move(rivals.routes)});
+      questions.push_back({source, target, std::move(candidates.routes)});
     }
   }
   return questions;
@@ -131,7 +131,7 @@ void Session::measure_routes(const Waiting& waiting) {
 }
 
 // A bit for each pair of media, as in claimed_.
-void Session::want_measured(const Reach& from, const Reach& to) noexcept {
+void Session::want_measured(const MediaSet& from, const MediaSet& to) noexcept {
   if (!host_.limits().measure_routes || by_ranks_) return;
   std::uint32_t wanted = 0;
   for (const Medium source : kMedia) {
@@ -152,7 +152,7 @@ void Session::measure_wanted() noexcept {
     for (const Medium source : kMedia) {
       for (const Medium target : kMedia) {
         if ((wanted >> (at(source) * kMediaCount + at(target)) & 1) == 0) continue;
-        std::ranges::move(claim_questions(reach_of(source), reach_of(target)), std::back_inserter(questions));
+        std::ranges::move(claim_questions(media_set_of(source), media_set_of(target)), std::back_inserter(questions));
       }
     }
     if (questions.empty()) return;

@@ -1,0 +1,25 @@
+// An exception as a value, for work whose caller must not see one fly.
+#pragma once
+
+#include <exception>
+#include <optional>
+#include <string>
+
+#include "kvpool/base/error.h"
+
+namespace kvpool {
+
+// What the work threw. What is no Error is memory that ran out.
+template <class Work>
+std::optional<Error> failure_of(Work&& work) {
+  try {
+    work();
+    return std::nullopt;
+  } catch (const Error& error) {
+    return error;
+  } catch (const std::exception& error) {
+    return Error(ErrorCode::kOutOfMemory, std::string("memory ran out: ") + error.what());
+  }
+}
+
+}  // namespace kvpool

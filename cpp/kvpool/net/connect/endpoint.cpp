@@ -1,0 +1,92 @@
+#include "kvpool/net/connect/endpoint.h"
+
+#include <algorithm>
+
+#include "kvpool/base/fork_guard.h"
+#include "kvpool/net/connect/client_handshake.h"
+#include "kvpool/net/connect/endpoint_state.h"
+
+namespace kvpool {
+namespace {
+
+class SockEndpoint final : public Endpoint {
+ public:
+  explicit SockEndpoint(std::shared_ptr<EndpointState> endpoint_state)
+      : endpoint_state_(std::move(endpoint_state)), born_(fork_generation()) {}
+  ~SockEndpoint() override { close(); }
+
+  std::string listen(const std::string& address) override {
+    check_usable();
+    return endpoint_state_->listen(address);
+  }
+
+  std::shared_ptr<Link> connect(const std::string& text, const Waiting& waiting, std::uint64_t meeting) override {
+    check_usable();
+    check_connect_address(text, !endpoint_state_->options.secret.empty());
+    const SockAddress address = parse_address(text);
+    if (endpoint_state_->reactor.in_thread())
+      throw Error(ErrorCode::kState, "a callback of the reactor cannot wait for a peer");
+    const ClientTimeouts patience(*endpoint_state_, text, waiting);
+    const auto handshake = ClientHandshake::begin(endpoint_state_, address, patience);
+    if (!has_door_here(handshake->door(), address)) return handshake->introduce(patience, meeting);
+    const SockAddress door{.tcp = false, .path = "@" + handshake->door().door, .host = {}, .port = 0};
+    handshake->leave(Error(ErrorCode::kPeerLost, "met on the same host"));
+    return enter_by(door, text, waiting)->introduce(patience, meeting);
+  }
+
+  void close() noexcept override {
+    if (fork_generation() == born_) endpoint_state_->close();
+  }
+
+ private:
+  // Whether the peer is on this host and can be met over a Unix socket.
+  bool has_door_here(const DoorBody& door, const SockAddress& address) const {
+    return address.tcp && endpoint_state_->options.door && !door.door.empty() && door.place == door_place();
+  }
+
+  // The peer itself has told of this door, under a MAC. If it does not answer, somebody may be in the way who wants the
+  // two to meet by TCP: that is never done in silence.
+  std::shared_ptr<ClientHandshake> enter_by(const SockAddress& door, const std::string& address,
+                                            const Waiting& waiting) {
+    const std::string name = format_address(door);
+    try {
+      return ClientHandshake::begin(endpoint_state_, door, ClientTimeouts(*endpoint_state_, name, waiting));
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kPeerLost && error.code() != ErrorCode::kDeadline) throw;
+      throw Error(error.code(), "the peer at " + address + " is on this host, and its Unix door " + name +
+                                    " does not let this side in: " + error.what() +
+                                    ". With the setting unix_door off on either side the two meet by TCP");
+    }
+  }
+
+  void check_usable() const {
+    if (fork_generation() != born_) {
+      throw Error(ErrorCode::kFork, "an endpoint belongs to the process that made it");
+    }
+    if (endpoint_state_->closed()) throw Error(ErrorCode::kClosed, "the pool is closed");
+  }
+
+  const std::shared_ptr<EndpointState> endpoint_state_;
+  const std::uint32_t born_;
+};
+
+}  // namespace
+
+void check_listen_address(const std::string& address, bool has_secret) {
+  if (parse_address(address).tcp && !has_secret) {
+    throw Error(ErrorCode::kArgument, "listening at " + address + " needs a secret: anybody can reach a TCP port");
+  }
+}
+
+void check_connect_address(const std::string& address, bool has_secret) {
+  if (parse_address(address).tcp && !has_secret) {
+    throw Error(ErrorCode::kArgument, "connecting to " + address + " needs a secret: TCP carries it to anybody");
+  }
+}
+
+std::unique_ptr<Endpoint> Endpoint::make(Reactor& reactor, EndpointOptions options, Introduce introduce, Admit admit) {
+  return std::make_unique<SockEndpoint>(
+      EndpointState::make(reactor, std::move(options), std::move(introduce), std::move(admit)));
+}
+
+}  // namespace kvpool

@@ -1,0 +1,47 @@
+// The bodies of the frames that peers exchange while they meet and when they part. docs/wire.md has the bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "kvpool/base/error.h"
+#include "kvpool/net/connect/peer_metadata.h"
+#include "kvpool/net/wire.h"
+
+namespace kvpool {
+
+inline constexpr std::size_t kMetadataBytesMax = std::size_t{4} << 20;
+inline constexpr std::size_t kShortBodyBytesMax = 4096;  // of kBye, kDoor and kReject
+inline constexpr std::size_t kDescriptorsMax = 4;        // that go with peer metadata
+
+// Flags of a kMetadata frame: bit i says that descriptor i comes along; the last that the sender is content with
+// checksums.
+inline constexpr std::uint8_t kDescriptorFlags = (1U << kDescriptorsMax) - 1;
+inline constexpr std::uint8_t kChecksumFlag = 1U << kDescriptorsMax;
+
+// The first frame of a server. It has a MAC, so nobody between the two can change what it says.
+struct DoorBody {
+  bool checksum = false;  // its settings declare the network trusted: a checksum may take the MAC's place
+  std::string place;      // where the door can be reached: door_place() of the server
+  std::string door;       // as PeerMetadata::door; "" for none
+};
+// Of this process. Two processes with the same place see the same abstract socket names: they share the host, the PID
+// namespace and the network namespace. Where the kernel does not tell, no other process has the same.
+std::string door_place();
+
+Bytes write_body(const DoorBody& body);
+DoorBody read_door(std::span<const std::byte> body);  // throws kProtocol
+
+Bytes write_metadata_body(const PeerMetadata& metadata);
+PeerMetadata read_metadata_body(std::span<const std::byte> body);  // throws kProtocol
+
+// A refusal arrives with the code and the text that it left with. A code that is none, or no text, reads as kPeerLost.
+Bytes write_reject(const Error& why);
+Error read_reject(std::span<const std::byte> body);
+
+Bytes write_bye(const Error& why);
+Error read_bye(std::span<const std::byte> body);  // kPeerLost, "closed by the peer: ..."
+
+}  // namespace kvpool

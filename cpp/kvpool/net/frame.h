@@ -1,0 +1,83 @@
+// Frames: what a link carries. docs/wire.md describes the bytes.
+//
+//   header 32 bytes | body | tag                                    of a message
+//   header 32 bytes | body | tag | payload | end 1 byte | tag       of a data frame
+//
+// The body is a message; the payload, of data frames only, is block content that the receiver places where the body
+// says. On links that authenticate, the first tag covers header and body, and is checked before a byte of the payload
+// is placed; the last one covers the whole frame. Each has kTagBytes; other links have none.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpool {
+
+inline constexpr std::uint16_t kWireVersionMin = 2;
+inline constexpr std::uint16_t kWireVersionMax = 2;
+
+enum class FrameKind : std::uint8_t {
+  // Link level: never seen by a LinkHandler.
+  kPing = 1,
+  kPong = 2,
+  kBye = 3,
+  // While peers meet, in this order: the server's kDoor, the client's kMetadata, the server's kMetadata, which admits
+  // the
+  // client.
+  kDoor = 4,      // where peers on the same host get in
+  kMetadata = 5,  // a PeerMetadata, and its descriptors
+  kReject = 6,    // instead of peer metadata, or after it: an error, and the end
+  // Requests carry an id of the sender's choice; the answer repeats it.
+  kLend = 16,      // lend me blocks                                 -> kLent or kRefused
+  kReturn = 17,    // I give lent blocks back                        -> kDone or kRefused
+  kReserve = 18,   // reserve blocks for transfer `id`               -> kReserved or kRefused
+  kComplete = 19,  // transfer `id` has been written                 -> kDone or kRefused
+  kCancel = 20,    // transfer `id` will not be; nothing writes now  -> kDone
+  kFetch = 21,     // write your blocks into mine                    -> kDone or kRefused
+  kData = 22,      // block content for transfer `id`                no answer
+  // What goes by NCCL is said here, on the link. Of one direction; the other one has its own.
+  kChannel = 24,  // join me in this communicator                    no answer: NCCL is one
+  kPass = 25,     // receive content by NCCL for transfer `id`       -> kPassed
+  kHalt = 26,     // I have left the communicator                    no answer
+  // From the scheduler of a logical instance to its ranks, and between ranks of two of them.
+  kMeet = 48,    // connect to these ranks of a peer                  -> kDone or kRefused
+  kOrder = 49,   // write these parts of blocks to ranks of a peer    -> kReported or kRefused
+  kStop = 50,    // order `id` is to end soon                         no answer of its own
+  kDepart = 51,  // a meeting is over: write nothing in it any more -> kDone, when nobody writes here either
+  kCopy = 52,    // copy blocks to other blocks of yours              -> kDone
+  kFlush = 53,   // rank to rank: what came before this is in place   -> kDone
+  // Answers.
+  kLent = 32,
+  kReserved = 33,
+  kDone = 34,
+  kRefused = 35,
+  kReported = 36,
+  kPassed = 37,  // also when it was refused
+};
+
+struct FrameHeader {
+  std::uint32_t body_bytes;
+  std::uint8_t kind;
+  std::uint8_t flags;
+  std::uint16_t zero;           // must be
+  std::uint64_t sequence;       // of this direction of this link: 1, 2, 3, ...; any other than the next ends the link
+  std::uint64_t id;             // of the request or transfer
+  std::uint64_t payload_bytes;  // of kData at least 1, of all others 0
+};
+static_assert(sizeof(FrameHeader) == 32);
+
+// The byte behind a payload.
+enum class PayloadEnd : std::uint8_t {
+  kWhole = 0,
+  kGivenUp = 1,  // the sender stopped in the middle and filled up with zeros: the payload is worth nothing
+};
+
+// The longest is a request with 4 MiB of tokens, half a million addresses, private bytes and a namespace, or two times
+// half a million addresses.
+inline constexpr std::size_t kBodyBytesMax = std::size_t{10} << 20;
+inline constexpr std::size_t kPayloadBytesMax = std::size_t{16} << 20;  // of one data frame
+inline constexpr std::size_t kPrivateBytesMax = std::size_t{1} << 20;
+inline constexpr std::size_t kTokenBytesMax = std::size_t{4} << 20;
+inline constexpr std::size_t kTagBytes = 16;
+
+}  // namespace kvpool

@@ -1,0 +1,34 @@
+// Notices peers that say nothing, and says something to them: one timer for all links of an endpoint.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "kvpool/net/reactor.h"
+#include "kvpool/net/sock_link.h"
+
+namespace kvpool {
+
+// A link on which nothing came, or nothing went, for about a third of the lease gets a ping. One on which nothing came
+// for the lease is closed: kPeerLost. Links are looked at only as long as somebody else owns them, and the keeper lives
+// until the last is closed. The reactor outlives it.
+class LinkKeepalive : public std::enable_shared_from_this<LinkKeepalive> {
+ public:
+  LinkKeepalive(Reactor& reactor, std::int64_t lease_ns) noexcept : reactor_(reactor), lease_ns_(lease_ns) {}
+  void add(const std::shared_ptr<SockLink>& link);
+
+ private:
+  void tick() noexcept;
+  std::int64_t look_at(SockLink& link, std::int64_t now) noexcept;
+  void tick_at(std::int64_t at_ns);
+
+  Reactor& reactor_;
+  const std::int64_t lease_ns_;
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<SockLink>> links_;
+  bool ticking_ = false;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,49 @@
+// The one thread that answers peers: waits for descriptors, timers and posted work.
+//
+// It sleeps when nothing happens: a reactor with nothing but quiet links wakes at most twice a second. After something
+// has happened it looks again without sleeping for at most 50 us. Timers that fall close together are one wake-up.
+//
+// What a callback throws ends with the callback: a watch whose callback threw is left alone from then on, as by want 0.
+// In a forked child nothing here does anything: what returns void returns, what can throw throws kFork.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+namespace kvpool {
+
+class Reactor {
+ public:
+  // Starts the thread, with all signals blocked. Throws Error kState when the kernel gives none.
+  static std::unique_ptr<Reactor> make(const char* thread_name);
+  virtual ~Reactor() = default;
+
+  // Calls ready(epoll events) in the reactor's thread whenever `fd` is (level triggered, EPOLLIN | EPOLLRDHUP, and
+  // EPOLLOUT when asked for). The watch ends with its removal, which waits for a call that is under way unless it comes
+  // from within that call. Thread-safe.
+  // REQUIRES: the descriptor stays open until the watch is removed, and is watched once.
+  virtual std::uint64_t watch(int fd, std::function<void(std::uint32_t)> ready) = 0;
+  virtual void unwatch(std::uint64_t watch) noexcept = 0;
+  // Which events matter from now on; 0 leaves the descriptor alone (another thread reads it). Thread-safe, cheap.
+  virtual void want(std::uint64_t watch, std::uint32_t events) noexcept = 0;
+
+  // Runs in the reactor's thread, soon, or at `at_ns` (CLOCK_MONOTONIC); timers may be up to 100 ms late when idle.
+  virtual void post(std::function<void()> work) = 0;
+  virtual std::uint64_t at(std::int64_t at_ns, std::function<void()> work) = 0;
+  virtual void cancel(std::uint64_t timer) noexcept = 0;  // waits as unwatch does
+
+  virtual bool in_thread() const noexcept = 0;
+  // Waits until the watch or timer whose callback runs now is through; within one, returns at once.
+  virtual void wait_for_callback() noexcept = 0;
+  // Joins the thread; what was posted has run, and each watch that was left has been called a last time with EPOLLHUP.
+  // Timers are dropped, and its own descriptors closed. From then on watch, post and at throw kClosed. Idempotent; not
+  // from the thread itself.
+  virtual void stop() noexcept = 0;
+  // False from the moment at which the last calls of stop() begin.
+  virtual bool running() const noexcept = 0;
+  // How often the thread woke up from sleep.
+  virtual std::uint64_t wakeups() const noexcept = 0;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,69 @@
+// The pool as sessions see it: block_host.h over a Pool and the queue of what its application is to hear.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "kvpool/cuda/order.h"
+#include "kvpool/cuda/staging.h"
+#include "kvpool/peers/received_queue.h"
+#include "kvpool/pool/pool.h"
+#include "kvpool/transfer/block_host.h"
+
+namespace kvpool {
+
+class PeerBlocks final : public BlockHost {
+ public:
+  // Both outlive it. Throws kClosed.
+  PeerBlocks(Pool& pool, ReceivedQueue& received);
+
+  const Layout& layout() const noexcept override { return pool_.layout(); }
+  std::uint32_t instance() const noexcept override { return pool_.instance(); }
+  bool fills_with_zeros() const noexcept override { return pool_.zeroes_on_alloc(); }
+  bool on_gpu(Medium medium) const noexcept override { return on_gpu_[static_cast<std::size_t>(medium_index(medium))]; }
+  std::optional<Reservation> reserve(const ReserveSpec& spec, Writer writer, Room room) override;
+  std::optional<std::vector<Address>> lend(std::size_t n, Medium medium, Writer writer, Room room) override;
+  void check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) override;
+  void release(std::span<const Address> addresses) noexcept override;
+  void quarantine(std::span<const Address> addresses) noexcept override;
+  Delivered deliver(Delivery&& delivery) override;
+  void publish(std::unique_ptr<News> news) noexcept override;
+  const MediaSpans& spans() const noexcept override { return spans_; }
+  std::uint32_t checksum(std::span<const Address> addresses) override;
+  std::unique_ptr<StagingBuffer> staging_buffer(std::span<const Address> blocks, std::vector<iovec>& pieces,
+                                                std::uint64_t bytes) override;
+  void expect_staging_buffer() override;
+  std::shared_ptr<const DeviceOrder> device_order() override;
+  void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) override;
+  void release_reading(std::span<const Address> addresses) noexcept override;
+  void expect_writes(std::span<const Address> addresses, Writer writer) override;
+  void end_writes(std::span<const Address> addresses) noexcept override;
+
+  // Throws kClosed once it was let go of.
+  std::shared_ptr<Arena> arena(Medium medium) const;
+  // Keeps the memory of spans() alive. Null once it was let go of.
+  std::shared_ptr<void> keepalive() const;
+  // The pool is closed: keeps its memory no longer. What keepalive() gave out does.
+  void let_go() noexcept;
+
+ private:
+  IndexPin insert(const Delivery& delivery, std::vector<Address>& cached);
+  std::shared_ptr<DeviceStaging> staging() const;
+  bool take(std::size_t n, Medium medium, BlockState to, Writer writer, Room room, Address* out);
+
+  Pool& pool_;
+  ReceivedQueue& received_;
+  using Arenas = std::array<std::shared_ptr<Arena>, kMediaCount>;
+  mutable std::mutex mutex_;
+  std::shared_ptr<const Arenas> arenas_;    // under mutex_
+  std::shared_ptr<DeviceStaging> staging_;  // likewise; null without a GPU
+  const MediaSpans spans_;                  // of what arenas_ keeps
+  const std::array<bool, kMediaCount> on_gpu_;
+  std::shared_ptr<const DeviceOrder> order_;  // under mutex_; null without a GPU
+};
+
+}  // namespace kvpool

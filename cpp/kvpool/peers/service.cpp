@@ -1,0 +1,248 @@
+#include "kvpool/peers/service.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <random>
+#include <utility>
+
+#include "kvpool/base/clock.h"
+#include "kvpool/base/error.h"
+#include "kvpool/base/failure.h"
+#include "kvpool/cuda/order.h"
+#include "kvpool/peers/service_impl.h"
+#include "kvpool/pool/pool.h"
+#include "kvpool/transfer/messages.h"
+#include "kvpool/transfer/outgoing.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+// What is written in the caller's thread. Waking a worker and being woken by it costs as much as copying a MiB or two;
+// a network may make its writer wait, and a socket copies twice besides.
+constexpr std::uint64_t kInlineBytes = std::uint64_t{4} << 20;
+constexpr std::uint64_t kInlineNetworkBytes = std::uint64_t{1} << 20;
+constexpr std::uint64_t kInlineSocketBytes = std::uint64_t{256} << 10;
+
+std::uint64_t inline_bytes(const RouteTraits& traits) noexcept {
+  if (!traits.one_sided) return kInlineSocketBytes;
+  return traits.waits ? kInlineNetworkBytes : kInlineBytes;
+}
+
+std::uint64_t random_bits() {
+  std::random_device device;
+  return (static_cast<std::uint64_t>(device()) << 32) | device();
+}
+
+std::string default_name(std::uint64_t epoch) {
+  char host[128] = {};
+  if (gethostname(host, sizeof(host) - 1) != 0) host[0] = '\0';
+  char tail[16];
+  snprintf(tail, sizeof(tail), "%08llx", static_cast<unsigned long long>(epoch >> 32));  // the lowest bit is always set
+  return std::string(host[0] == '\0' ? "pool" : host) + "-" + std::to_string(getpid()) + "-" + tail;
+}
+
+}  // namespace
+
+std::uint64_t ServiceImpl::random_epoch() { return random_bits() | 1; }
+
+ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options)
+    : pool_(pool),
+      options_(options),
+      epoch_(random_epoch()),
+      limits_{options.reserve_max_ns, options.transfers_max, options.reserved_max, options.measure_routes,
+              options.measure_ns},
+      received_(options.received_max),
+      blocks_(pool, received_),
+      routes_(options, LocalMemory{pool.layout(), {pool.arena(Medium::kHbm), pool.arena(Medium::kDram)}}, epoch_),
+      workers_(options.worker_threads),
+      joining_(options.joins_cluster),
+      proposed_instance_(InstanceId::draw()) {
+  routes_.receive_by(
+      [this](const void* key, std::function<void()> work) { receiving_.run(key, Priority::kDecode, std::move(work)); });
+  if (joining_) fenced_.emplace(ErrorCode::kFenced, "this pool is not in its cluster yet");
+  if (options_.name.empty()) options_.name = default_name(epoch_);
+  reactor_ = Reactor::make("kvpool-serve");
+  writer_quarantine_ = std::make_unique<WriterQuarantine>(*reactor_, workers_);
+  EndpointOptions endpoint;
+  endpoint.secret = options_.secret;
+  endpoint.trusted_network = options_.trusted_network;
+  endpoint.lease_ns = options_.lease_ns;
+  endpoint.door = options_.unix_door;
+  endpoint_ = Endpoint::make(
+      *reactor_, endpoint, [this] { return introduce(); },
+      [this](const std::shared_ptr<Link>& link, const PeerMetadata& metadata, bool initiated_here) {
+        return admit(link, metadata, initiated_here);
+      });
+  make_ranks();
+  LocalServices::add(epoch_, this);
+}
+
+// --- verbs ---
+
+std::unique_ptr<Received> ServiceImpl::receive(std::int64_t until_ns) {
+  std::unique_ptr<Received> item = received_.pop(until_ns);
+  if (item != nullptr && item->pin.node != nullptr) {
+    item->pins = Pins(pool_.shared_from_this(), std::exchange(item->pin, {}));
+  }
+  return item;
+}
+
+// No group is larger than what one message takes. Those of peers that are gone are left out: what they had lent is gone
+// with them. Throws kNotOwner, kClosed.
+std::vector<ServiceImpl::LentGroup> ServiceImpl::group_lent(const Address* addresses, std::size_t n) {
+  std::vector<LentGroup> groups;
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::uint32_t instance = instance_of(addresses[i]);
+    if (instance == 0 || instance == pool_.instance()) continue;
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& other) {
+      return other.session->peer().instance == instance && other.addresses.size() < kAddressesMax;
+    });
+    if (group == groups.end()) {
+      const auto peer = std::find_if(peers_.begin(), peers_.end(), [&](const auto& entry) {
+        return entry.second.session->peer().instance == instance;
+      });
+      if (peer == peers_.end()) {
+        if (departed_.contains(instance)) continue;
+        throw Error(ErrorCode::kNotOwner,
+                    "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
+                        ") belongs to instance " + std::to_string(instance) + ", which is no peer of this pool",
+                    {{"address", static_cast<std::int64_t>(addresses[i])},
+                     {"position", static_cast<std::int64_t>(i)},
+                     {"instance", instance}});
+      }
+      if (peer->second.session->lost()) continue;  // departed, or about to be
+      group = groups.insert(groups.end(), {peer->second.session, {}, {}});
+    }
+    group->addresses.push_back(addresses[i]);
+    group->positions.push_back(i);
+  }
+  return groups;
+}
+
+void ServiceImpl::free(const Address* addresses, std::size_t n, const Waiting& waiting,
+                       const std::function<void()>& free_own) {
+  const std::vector<LentGroup> groups = group_lent(addresses, n);
+  std::size_t marked = 0;
+  try {
+    for (; marked < groups.size(); ++marked) {
+      groups[marked].session->borrowed().begin_write(groups[marked].addresses, groups[marked].positions);
+    }
+    if (free_own) free_own();
+  } catch (...) {
+    while (marked > 0) {
+      const LentGroup& group = groups[--marked];
+      group.session->borrowed().end_write(group.addresses);
+    }
+    throw;
+  }
+  std::optional<Error> first;
+  for (const LentGroup& group : groups) {
+    const auto failure = failure_of([&] { group.session->give_back_marked(group.addresses, waiting); });
+    if (failure && !first) first = failure;
+  }
+  if (first) throw Error(*first);
+}
+
+std::vector<std::shared_ptr<Transfer>> ServiceImpl::transfer_batch(std::vector<TransferRequest>&& requests,
+                                                                   const GivenUp& given_up) {
+  std::vector<SessionPointer> sessions;  // first all of them: what is prepared holds blocks
+  sessions.reserve(requests.size());
+  for (const TransferRequest& request : requests) {
+    sessions.push_back(reach(request.peer, request.deadline_ns, given_up));
+  }
+  std::vector<std::shared_ptr<Outgoing>> prepared;
+  prepared.reserve(requests.size());
+  for (std::size_t i = 0; i < requests.size(); ++i) prepared.push_back(sessions[i]->prepare(std::move(requests[i])));
+  std::vector<std::shared_ptr<Transfer>> handles(prepared.begin(), prepared.end());
+  for (const auto& transfer : prepared) transfer->start_or_fail();
+  return handles;
+}
+
+std::shared_ptr<Transfer> ServiceImpl::fetch(FetchRequest&& request, const GivenUp& given_up) {
+  if (request.peer.empty()) request.peer = owner_of(request.from);
+  const SessionPointer session = reach(request.peer, request.deadline_ns, given_up);
+  const bool allocated = request.to.empty() && !request.from.empty();
+  if (allocated) {
+    request.to.resize(request.from.size());
+    if (!pool_.try_alloc(request.to.size(), request.medium, request.to.data())) {
+      if (!request.may_evict) pool_.throw_out_of_blocks(request.to.size(), request.medium);
+      pool_.alloc_evicting(request.to.size(), request.medium, request.to.data());
+    }
+  }
+  try {
+    return session->fetch(request, /*frees_on_failure=*/allocated);
+  } catch (...) {
+    if (allocated) pool_.free(request.to.data(), request.to.size());
+    throw;
+  }
+}
+
+// --- threads ---
+
+// With a GPU goes the content of every block on it.
+void ServiceImpl::watch_device(WriteJob& job) {
+  if (!pool_.on_device()) return;
+  job.done = [this, done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
+    if (error != nullptr && error->code() == ErrorCode::kDeviceLost) pool_.fail(*error);
+    done(outcome, error);
+  };
+}
+
+void ServiceImpl::write_here(WriteJob&& job) {
+  watch_device(job);
+  carry_out(job);
+}
+
+void ServiceImpl::write(WriteJob&& job) {
+  watch_device(job);
+  const RouteTraits traits = job.route->traits();
+  const bool may_begin = job.request.after == nullptr || job.request.after->ended();
+  if (traits.by_caller && may_begin && job.bytes <= inline_bytes(traits) && !reactor_->in_thread() &&
+      !job.route->wants_other_thread()) {
+    return carry_out(job);
+  }
+  const Priority priority = job.priority;
+  const std::uint64_t peer = job.peer;
+  const void* const route = job.route.get();
+  const auto shared = std::make_shared<WriteJob>(std::move(job));
+  if (traits.waits) return serial_executor_.run(route, priority, [shared] { carry_out(*shared); });
+  workers_.run(peer, priority, [shared] { carry_out(*shared); });
+}
+
+void ServiceImpl::tick_by(std::int64_t at_ns) {
+  std::int64_t scheduled = next_tick_.load(std::memory_order_relaxed);
+  while (at_ns < scheduled) {
+    if (!next_tick_.compare_exchange_weak(scheduled, at_ns, std::memory_order_relaxed)) continue;
+    try {
+      reactor_->at(at_ns, [this] { tick(); });
+    } catch (...) {
+      next_tick_.store(kNever, std::memory_order_relaxed);  // or no later call would ask for one
+      throw;
+    }
+    return;
+  }
+}
+
+void ServiceImpl::tick() {
+  next_tick_.store(kNever, std::memory_order_relaxed);
+  std::vector<SessionPointer> sessions;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    for (const auto& [name, peer] : peers_) sessions.push_back(peer.session);
+  }
+  const std::int64_t now = monotonic_ns();
+  std::int64_t next = kNever;
+  for (const SessionPointer& session : sessions) next = std::min(next, session->tick(now));
+  if (next != kNever) tick_by(std::max(next, now + 1));
+}
+
+std::unique_ptr<Service> Service::make(Pool& pool, const ServiceOptions& options) {
+  return std::make_unique<ServiceImpl>(pool, options);
+}
+
+}  // namespace kvpool

@@ -1,0 +1,42 @@
+// One attempt at a time for each name: who wants the same meanwhile waits for its outcome, instead of trying as well.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+
+#include "kvpool/base/error.h"
+#include "kvpool/base/wait.h"
+
+namespace kvpool {
+
+class SingleFlight {
+ public:
+  // Calls attempt() in this thread, or waits for the one that another thread makes for this name; throws what it threw.
+  // An attempt that failed because its own caller gave up, or had no time left, says nothing to the others: the next
+  // of them makes another. Throws kPeerLost at the deadline, kCancelled.
+  void run(const std::string& name, const Waiting& waiting, const std::function<void()>& attempt);
+
+ private:
+  struct Attempt {
+    std::condition_variable ended;
+    bool over = false;
+    bool given_up = false;
+    std::optional<Error> failure;
+  };
+
+  void lead(const std::string& name, const std::shared_ptr<Attempt>& mine, const Waiting& waiting,
+            const std::function<void()>& attempt);
+  bool follow(const std::string& name, Attempt& other, const Waiting& waiting);
+
+  std::mutex mutex_;
+  std::unordered_map<std::string, std::shared_ptr<Attempt>> under_way_;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,133 @@
+// A connection between a rank here and a rank of a peer. It carries bytes only: what they mean is between their
+// schedulers, whose meeting it belongs to. docs/adr/0008-logical-instances.md.
+//
+// Invariants
+//   N1  write() returns, or throws anything but kPeerLost, only when all that it has written is in place and nothing
+//       more of it is on its way: behind what the receiver places from the link goes a flush; what it receives beside
+//       the link (route_receiver.h) it answers. After kPeerLost the channel is closed, and never says that this side
+//       writes no more. So it is when the GPU of this side is lost in a write: nobody knows what was on it.
+//   N2  over() only when neither side writes any more: this side has said so, or its link has ended; the other has said
+//       so, or has ended and what it was given lets it write no more, or it is proved to be gone. And only when nothing
+//       is being received here of what the other had announced, whatever it has said since.
+//
+// What arrives is placed in whatever blocks of this rank the other side names: a rank knows no owners. A peer's
+// scheduler answers for its ranks, as it does where they write by themselves.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "kvpool/base/error.h"
+#include "kvpool/base/segment.h"
+#include "kvpool/base/wait.h"
+#include "kvpool/net/data_body.h"
+#include "kvpool/net/link.h"
+#include "kvpool/routes/route.h"
+#include "kvpool/routes/route_receiver.h"
+#include "kvpool/transfer/block_host.h"
+#include "kvpool/transfer/departing_peer.h"
+
+namespace kvpool {
+
+class RankChannel final : public LinkHandler, public DepartingPeer, public std::enable_shared_from_this<RankChannel> {
+ public:
+  // Called without any lock, from any thread: the link has ended; the last write has, or the channel may be over.
+  struct Events {
+    std::function<void(const std::shared_ptr<RankChannel>& channel, const std::shared_ptr<Link>& link)> on_ended;
+    std::function<void(const RankChannel& channel)> on_changed;
+    std::function<void(const RankChannel& channel)> on_heard;  // the peer's first word: it has admitted this side
+    std::function<void(const Error& why)> on_device_lost;      // the GPU of this side, and all that is on it
+    // Runs work that waits for nobody but what `key` stands for, soon. Throws std::bad_alloc; then it does not run.
+    std::function<void(const void* key, std::function<void()> work)> run_aside;
+  };
+  // The blocks of this side. `staging buffer`: as BlockHost::staging_buffer.
+  struct Memory {
+    MediaSpans spans;
+    std::function<std::unique_ptr<StagingBuffer>(std::span<const Address> blocks, std::vector<iovec>& pieces,
+                                                 std::uint64_t bytes)>
+        staging_buffer;
+  };
+  // `peer_writes_directly`: it was given what it needs to write here by itself.
+  RankChannel(Memory local, PeerMetadata peer, bool peer_writes_directly, Events events);
+  // Before anything else.
+  void start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes);
+
+  // By the cheapest route. Throws what Route::write throws.
+  WriteOutcome write(const WriteRequest& request);
+  // Says something, and waits until the peer has answered. Throws kPeerLost, kDeadline, kCancelled.
+  void greet(const Waiting& waiting);
+  // No new write begins, those under way end soon, and the peer hears when they have. Idempotent, never blocks.
+  void depart(const Error& why) noexcept;
+  bool over() const noexcept;
+  // Ends the link.
+  void abandon() noexcept;
+  // Bytes of one block at the peer, of a medium.
+  std::uint64_t peer_block_bytes() const noexcept { return peer_block_bytes_; }
+
+  // --- LinkHandler ---
+  void on_message(Message&& message) override;
+  Placement on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) override;
+  void on_placed(std::uint64_t token, bool intact) override;
+  void on_closed(const Error& why) override;
+
+  // --- DepartingPeer ---
+  const PeerMetadata& peer() const noexcept override { return peer_; }
+  bool awaits_proof() const override;
+  bool said_over() const noexcept override;
+  bool link_ended() const noexcept override;
+  void on_writer_gone() override;
+  std::uint32_t writes_under_way() const noexcept override { return writes_.load(); }
+
+ private:
+  using Routes = std::vector<std::shared_ptr<Route>>;
+  void begin_route_receiver();
+  DataBody admit(std::span<const std::byte> body, std::uint64_t payload_bytes) const;
+  void await_quiet();
+  void on_quiet() noexcept;
+  Routes begin_write();
+  bool is_departing() const noexcept;
+  void end_write() noexcept;
+  void flush(const Waiting& waiting);
+  bool say_over(Link& link) noexcept;
+  // After a failure of a route by which the receiver places what the link brings. Throws kPeerLost when it cannot be
+  // known.
+  void settle(const Error& why);
+  [[noreturn]] void break_off(const Error& why);
+  void drop_aside(std::shared_ptr<void> open) noexcept;
+  void part_if_idle() noexcept;
+  bool over_locked() const noexcept;
+
+  const Memory local_;
+  const PeerMetadata peer_;
+  const bool peer_writes_directly_;
+  const Events events_;
+  std::uint64_t peer_block_bytes_ = 0;
+  bool heard_ = false;                             // by whoever handles what arrives
+  std::unique_ptr<StagingBuffer> staging_buffer_;  // of the frame that is being placed; likewise
+  std::shared_ptr<RouteReceiver> route_receiver_;  // of a route that has one; from start() on
+  std::atomic<std::uint32_t> writes_{0};
+  std::atomic<std::uint64_t> flushes_{0};  // asked for
+  std::atomic<std::uint64_t> flushed_{0};  // answered: all up to this one
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<Link> link_;  // until it has ended
+  Routes routes_;
+  std::optional<Error> why_departing_;
+  bool broken_ = false;     // a write of this side may be on its way for ever
+  bool saying_ = false;     // somebody says, or has said, that this side writes no more
+  bool said_ = false;       // that is said
+  bool peer_said_ = false;  // the same of the peer
+  bool ended_ = false;      // the link
+  bool quiet_ = true;       // nothing is received by the route receiver, nor will be
+  bool proved_ = false;     // that the peer is gone
+};
+
+}  // namespace kvpool

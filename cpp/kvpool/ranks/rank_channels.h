@@ -1,0 +1,119 @@
+// The channels of one rank to the ranks of its peers, and what is written by them. A rank of a logical instance has
+// them in its own process (rank_node.h); a pool that is an instance of one rank has them beside its service
+// (rank_set.h).
+//
+// Lanes belong to a meeting of two schedulers: a number that is never used again. When the schedulers part, each tells
+// its ranks to depart from the meeting, and hears when nobody writes there any more.
+//
+// Invariants
+//   N3  An order reports once, when every channel of it has ended its part (N1).
+//   N4  After depart() no channel of that meeting begins, whoever comes late.
+//
+// Thread-safety: all of it. Callbacks come from any thread, and none is called with a lock held.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "kvpool/cuda/order.h"
+#include "kvpool/exec/serial_executor.h"
+#include "kvpool/net/connect/endpoint.h"
+#include "kvpool/peers/route_maker.h"
+#include "kvpool/peers/writer_quarantine.h"
+#include "kvpool/ranks/rank_channel.h"
+#include "kvpool/transfer/rank_group.h"
+#include "kvpool/transfer/rank_messages.h"
+
+namespace kvpool {
+
+// Parts of blocks to write, channel by channel. `request` has the blocks and the deadline; its strips, flag and counter
+// are not looked at.
+struct ChannelOrder {
+  std::uint64_t meeting = 0;
+  std::span<const ChannelWrite> channels;
+  WriteRequest request;
+  std::shared_ptr<const void> keep;          // all that the above points to
+  std::shared_ptr<const DeviceOrder> after;  // waited for before the blocks are read; null: nothing is to be
+  std::shared_ptr<std::atomic<bool>> stop;
+  std::function<void(const WriteOutcome& outcome, const Error* error)> report;
+};
+
+class RankChannels {
+ public:
+  // All outlive it. `endpoint` is where it connects from: made after it, so it is told later.
+  RankChannels(RouteMaker& routes, SerialExecutor& serial_executor, WriterQuarantine& writer_quarantine)
+      : routes_(routes),
+        serial_executor_(serial_executor),
+        writer_quarantine_(writer_quarantine),
+        spans_(routes.memory().spans()) {}
+  void start(Endpoint& endpoint) noexcept { endpoint_ = &endpoint; }
+  // Who hears, from any thread, that the GPU of this memory is lost. Before the first channel.
+  void on_device_lost(std::function<void(const Error& why)> call) { on_device_lost_ = std::move(call); }
+
+  // Connects to these ranks of a peer. Throws what Endpoint::connect throws, kPeerLost when somebody else answers, or
+  // when the meeting is over; channels that were made stay until depart().
+  void meet(const MeetBody& body, const Waiting& waiting);
+  // A rank of a peer has connected, or was connected to. Throws as Endpoint::Admit; kBusy as long as writes to this
+  // incarnation, of an earlier meeting, are under way: so when both sides have admitted each other, none are.
+  std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerMetadata& metadata);
+
+  // Waits for channels that are not there yet until the order's deadline, and reports. Throws std::bad_alloc; then
+  // nothing is written, and nothing reported.
+  void write(ChannelOrder&& order);
+
+  // Writes of this side end soon. Calls `clear` once nobody writes in this meeting any more, here or there.
+  void depart(std::uint64_t meeting, const Error& why, std::function<void()> clear);
+  // Ends the links of channels that are not over: what their peers may still write is then for the writer quarantine to
+  // prove.
+  void abandon() noexcept;
+  // The same as depart() for all meetings. From now on nothing begins.
+  void depart_all(const Error& why, std::function<void()> clear);
+
+ private:
+  struct Slot {
+    std::shared_ptr<RankChannel> channel;
+  };
+  struct Meeting {
+    std::map<std::uint32_t, std::shared_ptr<Slot>> slots;  // by rank of the peer
+    std::optional<Error> why_over;
+    std::vector<std::function<void()>> clears;
+  };
+  struct Job;
+
+  static constexpr std::size_t kPastMax = 4096;  // meetings that are over and remembered
+
+  void connect(const MeetBody& body, const MetadataRank& rank, const Waiting& waiting);
+  std::shared_ptr<RankChannel> channel_to(std::uint64_t meeting, const MetadataRank& rank);
+  void check_return_locked(const PeerMetadata& metadata) const;
+  std::shared_ptr<Slot> slot_locked(std::uint64_t meeting, std::uint32_t rank);
+  std::shared_ptr<RankChannel> wait_for_channel(const Job& job, std::uint32_t rank);
+  void write_part(const std::shared_ptr<Job>& job, const ChannelWrite& part);
+  void check_part(const RankChannel& channel, const Job& job, const ChannelWrite& part) const;
+  bool is_past_locked(std::uint64_t meeting) const noexcept;
+  void look_at_meetings();
+
+  RouteMaker& routes_;
+  SerialExecutor& serial_executor_;
+  WriterQuarantine& writer_quarantine_;
+  Endpoint* endpoint_ = nullptr;
+  const MediaSpans spans_;
+  std::function<void(const Error&)> on_device_lost_ = [](const Error&) {};
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::unordered_map<std::uint64_t, Meeting> meetings_;
+  std::deque<std::uint64_t> past_;
+  std::optional<Error> why_closed_;
+  std::vector<std::function<void()>> all_clears_;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,89 @@
+// The ranks of a logical instance, at its scheduler: who has joined, and what they are told.
+//
+// A rank that is lost takes its part of every block with it, so the instance is lost: on_lost is called, once.
+//
+// Invariants
+//   N5  Every request to a rank ends once: by its answer, or by the end of the link.
+//   N6  A rank counts as joined from its admission to the end of its link; ranks are never replaced.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kvpool/blocks/parallel.h"
+#include "kvpool/pool/tier_mover.h"
+#include "kvpool/ranks/rank_set.h"
+
+namespace kvpool {
+
+class JoinedRank;
+
+struct RankInfo {
+  std::uint32_t rank = 0;
+  bool joined = false;
+  std::uint64_t pid = 0;
+  std::string host;
+  std::string link;     // how it is connected: "unix", "tcp 10.0.0.2:4000"
+  std::string address;  // where ranks of peers connect to it
+};
+
+class RankHub final : public RankSet, public TierMover {
+ public:
+  // `blocks` by medium_index(). `on_lost` comes from any thread.
+  RankHub(const Sharding& sharding, std::array<std::uint32_t, kMediaCount> blocks,
+          std::function<void(const Error& why)> on_lost);
+  ~RankHub() override;
+
+  const Sharding& sharding() const noexcept { return sharding_; }
+  // What the metadata of the instance says of its ranks.
+  void introduce(PeerMetadata& metadata) const;
+  // A rank joins. Throws kArgument (no such rank), kState (it has joined already, or the instance is lost),
+  // kLayoutMismatch (it holds something else).
+  std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerMetadata& metadata);
+  std::vector<RankInfo> ranks() const;
+  // False at the deadline. Throws kPeerLost when a rank is lost.
+  bool wait_for_ranks(std::int64_t deadline_ns);
+  // Throws kBusy unless all ranks are there, kPeerLost when one is lost.
+  void check_complete() const;
+
+  // --- RankSet ---
+  std::vector<std::unique_ptr<RankWriter>> writers(std::uint64_t meeting) override;
+  void meet(const GroupMeeting& meeting, const Waiting& waiting) override;
+  void depart(std::uint64_t meeting, const Error& why, std::function<void()> clear) override;
+
+  // --- TierMover ---
+  // Copies blocks within every rank, and waits for all that were asked. Throws what the first that could not do it
+  // says: kState (a CUDA graph is being captured there), kOutOfMemory, kUnsupported, kBusy; kPeerLost when a rank is
+  // lost meanwhile, and then the instance is.
+  void move(const Address* from, const Address* to, std::size_t n) override;
+
+  // Ranks are told that the scheduler leaves. Idempotent.
+  void close() noexcept;
+
+ private:
+  void check_fits(const PeerMetadata& metadata) const;
+  void move_part(const CopyBody& body);
+  // One rank, or, without a number, what makes the instance as useless.
+  void on_rank_closed(std::optional<std::uint32_t> rank, const Error& why);
+  std::vector<std::shared_ptr<JoinedRank>> joined() const;
+
+  const Sharding sharding_;
+  const std::array<std::uint32_t, kMediaCount> blocks_;
+  const std::function<void(const Error&)> on_lost_;
+  std::size_t needed_ = 0;  // ranks that hold a part of a block
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::uint32_t, std::shared_ptr<JoinedRank>> joined_;
+  std::optional<Error> why_lost_;
+  bool closed_ = false;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,26 @@
+// From how long some writes took to what a write costs.
+//
+// Thread-safety: pure.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "kvpool/routes/route_cost.h"
+
+namespace kvpool {
+
+struct CostSample {
+  std::uint64_t pieces = 0;
+  std::uint64_t bytes = 0;
+  double us = 0;
+};
+
+// The prior that fits these best: the sum of the squares of its relative errors is least, and no part of it is
+// negative, so more never costs less. Of writes of the same size the median counts: with three of them, one outlier
+// does not. Samples that took no time are left out. Nothing when the rest does not have two lengths: no rate follows
+// from one.
+std::optional<RoutePrior> fit_cost(std::span<const CostSample> samples);
+
+}  // namespace kvpool

@@ -1,0 +1,53 @@
+// A peer's host memory, mapped here and made reachable for a GPU: registered with the driver by a thread of its own.
+//
+// To register hundreds of gigabytes takes seconds. Nobody should spend them on a peer that is never sent to, and no
+// write on the way to another place should wait for them: so it begins when a write first asks, and whoever cannot go
+// another way waits, each to its own deadline.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "kvpool/base/error.h"
+#include "kvpool/cuda/shared_memory.h"
+#include "kvpool/routes/peer_memory.h"
+#include "kvpool/routes/route.h"
+
+namespace kvpool {
+
+class RegisteredPeerMemory {
+ public:
+  // `peer` may be null: then there is nothing to register.
+  RegisteredPeerMemory(std::shared_ptr<const CudaContext> context, std::shared_ptr<MappedPeer> peer);
+  // Waits for nobody: what is being registered meanwhile is given back when that has ended.
+  ~RegisteredPeerMemory();
+  RegisteredPeerMemory(const RegisteredPeerMemory&) = delete;
+  RegisteredPeerMemory& operator=(const RegisteredPeerMemory&) = delete;
+
+  // Whether a GPU can be sent there now. If not, it begins.
+  bool ready(const MediaSet& media) noexcept;
+  // The same, and nothing begins.
+  bool is_ready(const MediaSet& media) const noexcept;
+  // Waits until it can. Throws why the driver does not register it, kDeadline, kCancelled, kPeerLost (`closed`).
+  void wait(const MediaSet& media, const WriteRequest& request, const char* route, const std::atomic<bool>& closed);
+  // Why not is known, and remembered: the driver does not take this medium.
+  bool refused(Medium medium) const noexcept;
+
+ private:
+  struct Shared;
+  bool begin(std::size_t medium);
+
+  const std::shared_ptr<Shared> shared_;
+  std::mutex mutex_;                                 // of the threads; shared_ has its own
+  std::array<std::thread, kMediaCount> registrars_;  // under mutex_
+};
+
+}  // namespace kvpool

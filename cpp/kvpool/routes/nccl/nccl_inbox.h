@@ -1,0 +1,82 @@
+// The receiving half of the nccl route: joins the communicators that the peer opens, and receives what it announces.
+//
+// Invariants
+//   U1  Content is received only into blocks that were the sender's when it was announced, and these are set free by
+//       nobody before it has arrived or its lane is shut: Receiver keeps reservations, defer() keeps all else.
+//   U2  Each pass that was announced is answered once, unless the link ends first.
+//   U3  At most one thread works here at a time, and only while there is work.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <variant>
+
+#include "kvpool/routes/nccl/nccl_lane.h"
+#include "kvpool/routes/nccl/nccl_messages.h"
+#include "kvpool/routes/route_receiver.h"
+
+namespace kvpool {
+
+// Runs work that may wait for a peer or the GPU, one piece after another for each key; what was given runs before the
+// executor ends, and in the caller's thread after that. Throws std::bad_alloc; then it does not run.
+using NcclRun = std::function<void(const void* key, std::function<void()> work)>;
+
+class NcclInbox final : public RouteReceiver, public std::enable_shared_from_this<NcclInbox> {
+ public:
+  NcclInbox(const NcclMemory& memory, std::weak_ptr<Link> link, NcclRun run);
+
+  using RouteReceiver::begin;
+  void begin(Admit admit, Placed placed, Lost lost) override;
+  void on_message(Message&& message) override;  // but for kPassed, which is the sending half's
+  bool defer(std::function<void()>& work) override;
+  void close(std::function<void()> settled) noexcept override;
+  // What is arriving is given up soon, and nothing more is received.
+  void stop() noexcept { closed_.store(true); }
+
+ private:
+  struct Pass {
+    NcclPassBody body;
+    std::uint64_t transfer = 0;
+    std::uint64_t token = 0;
+    bool admitted = false;
+    std::int64_t deadline_ns = 0;
+  };
+  using Work = std::variant<NcclChannelBody, Pass, std::function<void()>>;
+
+  void announce(Message&& message);
+  void push(Work&& work);
+  void work_off() noexcept;
+  void carry_out(Work& work) noexcept;
+  void open(const NcclChannelBody& channel);
+  NcclPassedBody receive(Pass& pass) noexcept;
+  void note(const std::exception& failure, NcclPassedBody& outcome) noexcept;
+  void check(std::uint64_t generation, std::int64_t deadline_ns) const;
+  void answer(std::uint64_t id, const NcclPassedBody& body) noexcept;
+
+  const MediaSpans local_;
+  const std::int64_t init_ns_;
+  const std::weak_ptr<Link> link_;
+  const NcclRun run_;
+  Admit admit_;
+  Placed placed_;
+  Lost lost_;
+  std::uint64_t announced_ = 0;  // these two by the thread that reads the link
+  std::uint64_t pass_bytes_max_ = kNcclPassBytesMax;
+  std::atomic<bool> closed_{false};
+  std::atomic<std::uint64_t> halted_{0};  // generations up to this one have been left by the sender
+
+  std::mutex mutex_;
+  std::deque<Work> queue_;
+  std::function<void()> settled_;  // once it is closed, until all else is done
+  std::size_t passes_ = 0;         // in the queue, or being received
+  bool working_ = false;
+
+  NcclLane lane_;                 // of the thread that works here
+  std::uint64_t generation_ = 0;  // that lane_ is open for; likewise
+};
+
+}  // namespace kvpool

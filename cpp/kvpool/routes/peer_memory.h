@@ -1,0 +1,47 @@
+// A peer's blocks as this process reaches them.
+//
+// Thread-safety: what is made here is immutable.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "kvpool/base/segment.h"
+#include "kvpool/net/connect/peer_metadata.h"
+#include "kvpool/routes/route.h"
+
+namespace kvpool {
+
+// The peer's blocks at the addresses that they have in the peer: for routes that name remote addresses (cma, ucx).
+// Never to be dereferenced here. Media on a GPU have no blocks in them, but for those of `gpu_media`.
+MediaSpans remote_spans(const PeerMetadata& metadata, const MediaSet& gpu_media = {});
+
+// The medium as it is reached here, where its memory is mapped at `base`. Throws kProtocol.
+MediumSpan mapped_span(const MetadataMedium& medium, std::byte* base);
+
+// Files of the peer's media, by medium_index(); -1 for a medium that cannot be mapped.
+using MediaFiles = std::array<int, kMediaCount>;
+
+// The peer's owned arenas, mapped into this process. The mapping needs neither the descriptors nor the peer any more;
+// it ends with this object. A forked child does not inherit it.
+class MappedPeer {
+ public:
+  // Maps every medium of host memory that has a descriptor and mapped_bytes; the others get no blocks. Throws Error
+  // kProtocol (the descriptor is no memory file, may shrink, or is too short for what the metadata says of it),
+  // kUnsupported (nothing to map, or the kernel does not).
+  static std::unique_ptr<MappedPeer> make(const PeerMetadata& metadata, const MediaFiles& files);
+  virtual ~MappedPeer() = default;
+
+  const MediaSpans& spans() const noexcept { return spans_; }
+  // Where each medium is mapped, and how long it is; empty for one that is not.
+  const std::array<std::span<std::byte>, kMediaCount>& regions() const noexcept { return regions_; }
+
+ protected:
+  MediaSpans spans_;
+  std::array<std::span<std::byte>, kMediaCount> regions_{};
+};
+
+}  // namespace kvpool

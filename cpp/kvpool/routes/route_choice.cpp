@@ -1,0 +1,98 @@
+#include "kvpool/routes/route_choice.h"
+
+#include <limits>
+
+#include "kvpool/base/clock.h"
+#include "kvpool/cuda/lasting.h"
+#include "kvpool/net/reactor.h"
+
+namespace kvpool {
+
+MediaSet media_set_of(std::span<const Address> addresses) noexcept {
+  MediaSet reach{};
+  for (const Address address : addresses) {
+    const std::uint32_t bits = medium_bits_of(address);
+    if (bits >= 1 && bits <= kMediaCount) reach[bits - 1] = true;
+  }
+  return reach;
+}
+
+namespace {
+
+bool carries(const Route& route, const MediaSet& from, const MediaSet& to) noexcept {
+  for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
+    const auto at = static_cast<std::size_t>(medium_index(medium));
+    if ((from[at] && !route.reads(medium)) || (to[at] && !route.reaches(medium))) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> routes, const std::string& name,
+                                      std::uint64_t pieces, std::uint64_t bytes, const MediaSet& from,
+                                      const MediaSet& to, std::int64_t now_ns) {
+  std::shared_ptr<Route> best;
+  double best_us = std::numeric_limits<double>::infinity();
+  int best_rank = 0;
+  for (const auto& route : routes) {
+    if (!name.empty() && name != route->name()) continue;
+    if (!carries(*route, from, to)) continue;
+    const bool suits = route->health().able() && route->suits(from, to);
+    const int rank = (suits ? 2 : 0) + (suits && route->ready(from, to) ? 1 : 0);
+    if (rank < best_rank) continue;
+    const double us =
+        routes.size() == 1 ? 0.0 : route->estimate_us(from, to, pieces, bytes) * route->health().factor(now_ns);
+    if (us < best_us || rank != best_rank) {
+      best_us = us;
+      best = route;
+      best_rank = rank;
+    }
+  }
+  return best;
+}
+
+RouteCandidates candidates_between(std::span<const std::shared_ptr<Route>> routes, Medium from, Medium to) {
+  RouteCandidates candidates;
+  const MediaSet source = media_set_of(from);
+  const MediaSet target = media_set_of(to);
+  for (const auto& route : routes) {
+    if (!carries(*route, source, target) || !route->health().able() || !route->suits(source, target)) continue;
+    const RouteTraits traits = route->traits();
+    if (!traits.by_caller || route->cost() == nullptr) continue;
+    if (!route->is_ready(source, target)) {
+      candidates.all = false;
+      continue;
+    }
+    candidates.by_name = candidates.by_name || traits.by_name;
+    candidates.routes.push_back(route);
+  }
+  return candidates;
+}
+
+WriteOutcome write_by(Route& route, const WriteRequest& request) {
+  const std::int64_t began_ns = monotonic_ns();
+  try {
+    const WriteOutcome outcome = route.write(request);
+    route.health().worked(began_ns);
+    return outcome;
+  } catch (const Error& error) {
+    const MediaSet from = media_set_of(request.from);
+    const MediaSet to = media_set_of(request.to);
+    // One that has learnt from it what it cannot do serves all else as before.
+    const bool learnt =
+        !carries(route, from, to) || (error.code() == ErrorCode::kUnsupported && !route.suits(from, to));
+    if (learnt) throw;
+    if (error.code() != ErrorCode::kUnsupported || is_lasting(error)) {
+      route.health().failed(error, began_ns, monotonic_ns());
+      throw;
+    }
+    // One odd answer of the driver, which it may not give again.
+    Error failed(ErrorCode::kRouteFailed, error.what());
+    for (const auto& [name, value] : error.fields()) failed.add(name, value);
+    route.health().failed(failed, began_ns, monotonic_ns());
+    throw failed;
+  }
+}
+
+}  // namespace kvpool

@@ -1,0 +1,106 @@
+// What a write by a route costs: a prior, corrected by what writes really took.
+//
+//   cost(pieces, bytes) = (latency_us + us_per_piece * pieces + us_per_byte * bytes) * correction + arrival
+//
+// The prior is a guess until it was measured between two media: see transfer/route_probe.h. Arrival, of the same form,
+// is what the receiver still does when the write has ended; of a guess nothing. The correction is kept by size of the
+// write and of its pieces, since what is wrong about a prior differs there: caches, threads, gathering. Sizes that were
+// not seen yet take the correction of all writes together. A correction fades within seconds, to the prior: a route
+// that lost because the machine was busy for a moment is tried again.
+//
+// Thread-safety: all of it; for an estimate one pointer and one word are read, for a measurement one or two words are
+// written. Measurements that come at the same time may displace each other.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvpool/base/media_set.h"
+
+namespace kvpool {
+
+struct RoutePrior {
+  double latency_us;
+  double us_per_piece;
+  double us_per_byte;
+
+  double us(std::uint64_t pieces, std::uint64_t bytes) const noexcept {
+    return latency_us + us_per_piece * static_cast<double>(pieces) + us_per_byte * static_cast<double>(bytes);
+  }
+};
+
+// Measured on Sapphire Rapids, 2 MiB pages, scattered pieces of 4 KiB to 64 KiB.
+inline constexpr RoutePrior kMemoryPrior{0.2, 0.02, 1 / 12e3};
+inline constexpr RoutePrior kCmaPrior{1.5, 0.3, 1 / 7e3};
+inline constexpr RoutePrior kSockPrior{15, 0.3, 1 / 3e3};
+// Not measured: what the data sheets of an H100 and PCIe 5 lead to expect.
+inline constexpr RoutePrior kCudaPrior{12, 0.02, 1 / 40e3};
+
+class RouteCost {
+ public:
+  explicit RouteCost(const RoutePrior& guess) noexcept : guess_(guess, {0, 0, 0}) {}
+
+  // Between several pairs of media it is that of the dearest. `now_ns`: CLOCK_MONOTONIC.
+  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+                     std::int64_t now_ns) const noexcept;
+  // A write took so long. One that was cancelled or failed says nothing and is not told. One between pairs of media
+  // that were settled apart says nothing of either.
+  void measured(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes, double us,
+                std::int64_t now_ns) noexcept;
+
+  // From now on this is the prior between these two media, with nothing to correct yet: an estimate sees all of that,
+  // or nothing. Throws std::bad_alloc, and has changed nothing then.
+  void settle(Medium from, Medium to, const RoutePrior& write, const RoutePrior& arrival = {0, 0, 0});
+  // The sum of what was settled; nothing when nobody has.
+  std::optional<RoutePrior> settled(Medium from, Medium to) const noexcept;
+  const RoutePrior& guess() const noexcept { return guess_.write; }
+
+ private:
+  static constexpr std::size_t kByteClasses = 8;   // of the write: up to 4 KiB, 16 KiB, ... and above
+  static constexpr std::size_t kPieceClasses = 6;  // of a piece: up to 1 KiB, 4 KiB, ... and above
+  // Logarithm of the correction (float) above the time of its last measurement in ms (u32, never 0).
+  using Cell = std::atomic<std::uint64_t>;
+
+  // A prior and what it is corrected by.
+  struct Table {
+    Table(const RoutePrior& for_write, const RoutePrior& for_arrival) noexcept
+        : write(for_write), arrival(for_arrival) {}
+    double estimate_us(std::uint64_t pieces, std::uint64_t bytes, std::int64_t now_ns) const noexcept;
+
+    const RoutePrior write;
+    const RoutePrior arrival;
+    std::array<Cell, kByteClasses * kPieceClasses> cells{};
+    Cell all{0};
+  };
+
+  static constexpr std::size_t place_of(std::size_t from, std::size_t to) noexcept { return from * kMediaCount + to; }
+  static std::size_t place_of(Medium from, Medium to) noexcept {
+    return place_of(static_cast<std::size_t>(medium_index(from)), static_cast<std::size_t>(medium_index(to)));
+  }
+  static std::size_t cell_of(std::uint64_t pieces, std::uint64_t bytes) noexcept;
+  static double faded(std::uint64_t word, std::uint32_t now_ms) noexcept;
+  static void correct(Cell& cell, double sample, std::uint32_t now_ms) noexcept;
+
+  Table guess_;
+  std::array<std::atomic<Table*>, std::size_t{kMediaCount} * kMediaCount> tables_{};  // null: the guess
+  std::mutex mutex_;
+  // Under mutex_. All that were ever settled: an estimate may be looking at one that has been replaced.
+  std::vector<std::unique_ptr<Table>> settled_;
+};
+
+// What a write by this route is taken to cost, for people: without corrections.
+struct RoutePrice {
+  std::string route;
+  std::optional<std::pair<Medium, Medium>> between;  // from and to, where it was measured; nothing: a guess for all
+  RoutePrior prior;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,50 @@
+// The receiving half of a route in which the receiver takes part: the sender announces content on the link, and this
+// side receives it by other means than the link, in a thread of its own, into blocks that were checked before.
+//
+// So content may still be arriving while the link says what comes next, or ends. What would set blocks free waits here
+// until nothing is written into them any more: see defer() and close().
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <utility>
+
+#include "kvpool/base/error.h"
+#include "kvpool/net/link.h"
+
+namespace kvpool {
+
+class RouteReceiver {
+ public:
+  // As LinkHandler::on_data and on_placed: where content of transfer `id` goes; and that it is there, or never will be.
+  using Admit = std::function<Placement(std::uint64_t id, std::span<const std::byte> body, std::uint64_t bytes)>;
+  using Placed = std::function<void(std::uint64_t token, bool intact)>;
+  // The GPU of this side is lost, and all that is on it.
+  using Lost = std::function<void(const Error& why)>;
+
+  virtual ~RouteReceiver() = default;
+  // Before the first message.
+  virtual void begin(Admit admit, Placed placed, Lost lost) = 0;
+  void begin(Admit admit, Placed placed) {
+    begin(std::move(admit), std::move(placed), [](const Error&) {});
+  }
+  // Of the kinds for which takes() is true; called as LinkHandler::on_message. Throws Error kProtocol.
+  virtual void on_message(Message&& message) = 0;
+  static bool takes(FrameKind kind) noexcept {
+    return kind == FrameKind::kChannel || kind == FrameKind::kPass || kind == FrameKind::kHalt ||
+           kind == FrameKind::kPassed;
+  }
+
+  // Runs the work when all that has been announced so far has arrived, or was given up and is written no more. False:
+  // that is so now, and the caller goes on by itself; the work was not taken.
+  virtual bool defer(std::function<void()>& work) = 0;
+  // The link has ended: gives up what is arriving, then calls `settled`, once, perhaps before it returns. Nothing is
+  // written here any more from then on.
+  virtual void close(std::function<void()> settled) noexcept = 0;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,96 @@
+// The memory that peers may write through UCX: this pool's, registered once, and a peer's, as its blob describes it.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvpool/base/segment.h"
+#include "kvpool/net/connect/peer_metadata.h"
+#include "kvpool/routes/ucx/ucx_library.h"
+#include "kvpool/routes/ucx/ucx_transport.h"
+
+namespace kvpool {
+
+struct UcxExtent {
+  std::uint64_t base;
+  std::uint64_t bytes;
+};
+
+// The memory of all blocks of a medium, in order of addresses: what overlaps or touches is one extent; with
+// `by_segment`, what overlaps alone: segments that touch may be allocations of their own.
+std::vector<UcxExtent> ucx_extents(const MediumSpan& span, bool by_segment);
+
+// This pool's memory. Thread-safe after construction.
+class UcxMemory {
+ public:
+  // Throws Error kUnsupported when UCX cannot register memory of the host; of a GPU's it leaves out the medium. The
+  // context outlives it.
+  UcxMemory(const UcxLibrary& ucx, ucp_context_h context, const UcxLocal& local);
+  ~UcxMemory();
+  UcxMemory(const UcxMemory&) = delete;
+  UcxMemory& operator=(const UcxMemory&) = delete;
+
+  struct Region {
+    std::uint64_t base;
+    std::uint64_t bytes;
+    ucp_mem_h handle;
+    Bytes key;  // packed
+    bool on_gpu = false;
+  };
+  std::span<const Region> regions() const noexcept { return regions_; }
+  // The region that holds this address; null: none.
+  const Region* find(const void* address) const noexcept;
+  // What was offered, without the media that are left out; and why these are.
+  const MediaSpans& spans() const noexcept { return spans_; }
+  const MediaSet& on_gpu() const noexcept { return on_gpu_; }
+  const std::array<std::string, kMediaCount>& refused() const noexcept { return refused_; }
+  // Some of it is memory that UCX gives to peers as an IPC handle. What was made by cuMemCreate is none: who has
+  // imported it keeps it alive.
+  bool gives_handles() const noexcept { return gives_handles_; }
+  // In a forked child: forget everything, free nothing.
+  void abandon() noexcept { regions_.clear(); }
+
+ private:
+  void map(const UcxExtent& extent, bool on_gpu, std::vector<Region>& out);
+  void unmap(std::vector<Region>& regions) noexcept;
+
+  const UcxLibrary& ucx_;
+  ucp_context_h context_;
+  MediaSpans spans_;
+  MediaSet on_gpu_{};
+  bool gives_handles_ = false;
+  std::array<std::string, kMediaCount> refused_;
+  std::vector<Region> regions_;  // in order of addresses
+};
+
+// What PeerMetadata::ucx holds:
+//   u32 version | text version of UCX | blob worker address | u32 count | count x (u64 base, u64 bytes, blob key)
+struct UcxBlob {
+  struct Region {
+    std::uint64_t base;
+    std::uint64_t bytes;
+    Bytes key;
+  };
+  std::string ucx_version;
+  Bytes address;
+  std::vector<Region> regions;  // in order of addresses, apart from each other
+};
+
+Bytes write_ucx_blob(const std::string& ucx_version, std::span<const std::byte> address,
+                     std::span<const UcxMemory::Region> regions);
+// Throws Error kProtocol.
+UcxBlob read_ucx_blob(std::span<const std::byte> bytes);
+// An address or a key as UCX must be given it. UCX reads both without knowing where they end, so zeros follow, in which
+// a wrong one comes to an end. What is in them cannot be checked: it is trusted as the authenticated peer itself is.
+Bytes ucx_padded(std::span<const std::byte> bytes);
+
+// The media of the metadata whose blocks the blob's keys open: all of the host's; one that is on a GPU may have been
+// left out. Throws Error kProtocol when blocks of another one lie outside of them.
+MediaSet require_covered(const PeerMetadata& metadata, const UcxBlob& blob);
+
+}  // namespace kvpool

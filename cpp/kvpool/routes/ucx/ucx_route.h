@@ -1,0 +1,52 @@
+// The way to one peer through UCX: puts, then a flush.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvpool/base/segment.h"
+#include "kvpool/routes/route_cost.h"
+#include "kvpool/routes/ucx/ucx_transport.h"
+#include "kvpool/routes/ucx/ucx_worker.h"
+
+namespace kvpool {
+
+class UcxRouteCore final : public UcxRoute {
+ public:
+  // `lock` is the worker's.
+  UcxRouteCore(const UcxLock& lock, std::shared_ptr<UcxWorkerCore> worker, std::shared_ptr<UcxPeer> peer,
+               MediaSpans remote, const MediaSet& remote_on_gpu, std::string name, int pidfd);
+  ~UcxRouteCore() override;
+
+  const char* name() const noexcept override { return "ucx"; }
+  RouteTraits traits() const noexcept override {
+    return {.one_sided = true, .by_caller = true, .waits = true, .by_name = true};
+  }
+  bool reaches(Medium medium) const noexcept override;
+  bool reads(Medium medium) const noexcept override;
+  // Not where UCX has said that it has no way between the two kinds of memory.
+  bool suits(const MediaSet& from, const MediaSet& to) const noexcept override;
+  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
+                     std::uint64_t bytes) const noexcept override;
+  RouteCost* cost() noexcept override { return &cost_; }
+  WriteOutcome write(const WriteRequest& request) override;
+  void close() noexcept override;
+  std::vector<std::string> lanes() override;
+
+ private:
+  const std::shared_ptr<UcxWorkerCore> worker_;
+  const std::shared_ptr<UcxPeer> peer_;
+  // ucx_kind() of each pair of media that a write may have to do with.
+  std::uint8_t kinds_of(const MediaSet& from, const MediaSet& to) const noexcept;
+
+  const MediaSpans remote_;
+  const MediaSet remote_on_gpu_;
+  const std::string name_;  // of the peer
+  const int pidfd_;
+  std::atomic<std::uint8_t> refused_{0};  // of those puts, ucx_kind()
+  RouteCost cost_;
+};
+
+}  // namespace kvpool

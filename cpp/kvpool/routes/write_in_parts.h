@@ -1,0 +1,37 @@
+// What the one-sided routes of one host have in common: a write by this process's own threads, cut into parts, that
+// ends early when it is cancelled, late, or its route closed.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "kvpool/base/copy.h"
+#include "kvpool/base/strips.h"
+#include "kvpool/routes/route.h"
+
+namespace kvpool {
+
+// Throws what stops a write: kPeerLost (`closed`), kCancelled, kDeadline.
+void throw_if_stopped(const WriteRequest& request, const char* route, const std::atomic<bool>& closed);
+
+// Throws kArgument unless the blocks of the request are among these, as many destinations as sources.
+void check_blocks(const WriteRequest& request, const MediaSpans& local, const MediaSpans& peer, const char* route);
+
+// How a route moves pieces: in whichever thread of the team. Throws Error.
+class PieceMover {
+ public:
+  virtual void move(std::span<const CopyPiece> pieces) = 0;
+
+ protected:
+  ~PieceMover() = default;
+};
+
+// Moves everything that the request names, from `local` to `peer`. Writes of up to CopyTeam::kInlineBytes are the
+// caller's alone; larger ones are shared with the team. Whether to stop is looked at before each part, at least once a
+// MiB. Throws what check_blocks, throw_if_stopped or the mover throws, when no thread is at it any more.
+WriteOutcome write_in_parts(const WriteRequest& request, const MediaSpans& local, const MediaSpans& peer,
+                            PieceMover& mover, CopyTeam& team, const char* route, const std::atomic<bool>& closed);
+
+}  // namespace kvpool

@@ -1,0 +1,186 @@
+// Ranks of this process that meet over real sockets, with nothing above them.
+#include "kvpool/ranks/rank_channels.h"
+
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "fuzz_seeds.h"
+#include "kvpool/base/clock.h"
+#include "rank_here.h"
+
+namespace kvpool::testing {
+namespace {
+
+const std::vector<std::string> kRoutes = {"loopback", "shm", "sock"};
+
+TEST_CASE("an order reports once, when the parts of all its channels are in place") {
+  for (const std::string& route : kRoutes) {
+    CAPTURE(route);
+    RankHere a(0, {route});
+    RankHere b(1, {route});
+    RankHere c(2, {route});
+    a.channels.meet(meeting_of(5, {b.metadata(), c.metadata()}), in_seconds(5));
+    std::memset(a.block(3), 33, kPiece);
+    const auto outcome = std::make_shared<Outcome>();
+    give(a, 5, {{part(1, 0, kPiece / 2), part(2, kPiece / 2, kPiece / 2)}, {a.at(3)}, {b.at(6)}}, outcome);
+    REQUIRE(soon([&] { return outcome->reports == 1; }));
+    CHECK(outcome->code == -1);
+    CHECK(outcome->bytes == kPiece);
+    CHECK(b.block(6)[0] == std::byte{33});
+    CHECK(b.block(6)[kPiece / 2 - 1] == std::byte{33});
+    CHECK(b.block(6)[kPiece / 2] == std::byte{0});
+    CHECK(c.block(6)[kPiece - 1] == std::byte{33});
+    CHECK(outcome->reports == 1);
+  }
+}
+
+TEST_CASE("after departing no channel of that meeting begins, and both sides hear that nobody writes") {
+  for (const std::string& route : kRoutes) {
+    CAPTURE(route);
+    RankHere a(0, {route});
+    RankHere b(1, {route});
+    a.channels.meet(meeting_of(5, {b.metadata()}), in_seconds(5));
+    std::atomic<int> clear{0};
+    const Error why(ErrorCode::kPeerLost, "over");
+    a.channels.depart(5, why, [&] { ++clear; });
+    REQUIRE(soon([&] { return clear == 1; }));
+    b.channels.depart(5, why, [&] { ++clear; });
+    REQUIRE(soon([&] { return clear == 2; }));
+    const auto outcome = std::make_shared<Outcome>();
+    give(a, 5, {{part(1, 0, kPiece)}, {a.at(0)}, {b.at(0)}}, outcome);
+    REQUIRE(soon([&] { return outcome->reports == 1; }));
+    CHECK(outcome->code == code(ErrorCode::kPeerLost));
+    for (RankHere* side : {&a, &b}) {
+      const MetadataRank other = side == &a ? b.metadata() : a.metadata();
+      const auto refused = error_of([&] { side->channels.meet(meeting_of(5, {other}), in_seconds(5)); });
+      REQUIRE(refused);
+      CHECK(refused->code() == ErrorCode::kPeerLost);
+    }
+    a.channels.meet(meeting_of(6, {b.metadata()}), in_seconds(5));  // another one
+  }
+}
+
+TEST_CASE("an order that is there before its channels waits for them, to its deadline or until it is stopped") {
+  RankHere a(0, {"shm"});
+  RankHere b(1, {"shm"});
+  const auto stopped = std::make_shared<Outcome>();
+  const auto late = std::make_shared<Outcome>();
+  const auto done = std::make_shared<Outcome>();
+  give(a, 5, {{part(9, 0, kPiece)}, {a.at(0)}, {b.at(0)}}, stopped)->store(true);
+  give(a, 5, {{part(8, 0, kPiece)}, {a.at(0)}, {b.at(0)}}, late, 0.05);
+  give(a, 5, {{part(1, 0, kPiece)}, {a.at(0)}, {b.at(0)}}, done);
+  REQUIRE(soon([&] { return stopped->reports + late->reports == 2; }));
+  CHECK(stopped->code == code(ErrorCode::kCancelled));
+  CHECK(late->code == code(ErrorCode::kDeadline));
+  CHECK(done->reports == 0);
+  b.channels.meet(meeting_of(5, {a.metadata()}), in_seconds(5));  // whoever connects
+  REQUIRE(soon([&] { return done->reports == 1; }));
+  CHECK(done->code == -1);
+}
+
+TEST_CASE("what does not exist is not written, and who is looked for is found or nobody") {
+  RankHere a(0, {"shm"});
+  RankHere b(1, {"shm"});
+  a.channels.meet(meeting_of(5, {b.metadata()}), in_seconds(5));
+  const Address beyond = b.at(0) + 100;
+  const std::vector<Order> wrong = {{{part(1, 0, kPiece)}, {a.at(0)}, {beyond}},
+                                    {{part(1, 0, kPiece)}, {beyond}, {b.at(0)}},
+                                    {{part(1, 1, kPiece)}, {a.at(0)}, {b.at(0)}}};
+  for (Order order : wrong) {
+    const auto outcome = std::make_shared<Outcome>();
+    give(a, 5, std::move(order), outcome);
+    REQUIRE(soon([&] { return outcome->reports == 1; }));
+    CHECK(outcome->code == code(ErrorCode::kArgument));
+  }
+  MetadataRank other = b.metadata();
+  other.epoch = 1;  // an earlier incarnation
+  const auto gone = error_of([&] { a.channels.meet(meeting_of(6, {other}), in_seconds(5)); });
+  REQUIRE(gone);
+  CHECK(gone->code() == ErrorCode::kPeerLost);
+  const auto again = error_of([&] { a.channels.meet(meeting_of(5, {b.metadata()}), in_seconds(5)); });
+  REQUIRE(again);
+  CHECK(again->code() == ErrorCode::kState);
+}
+
+TEST_CASE("a channel that is broken is not hidden by an earlier failure, and leaves no descriptor") {
+  RankHere a(0, {"sock"});
+  RankHere b(1, {"sock"});
+  RankHere c(2, {"sock"});
+  const int before = open_descriptors();
+  a.channels.meet(meeting_of(5, {b.metadata(), c.metadata()}), in_seconds(5));
+  // The rank c reads nothing for a while.
+  std::atomic<bool> held{false};
+  std::atomic<bool> go_on{false};
+  c.reactor->at(monotonic_ns(), [&] {
+    held = true;
+    while (!go_on) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  REQUIRE(soon([&] { return held.load(); }));
+  const auto outcome = std::make_shared<Outcome>();
+  // Refused at once for b; c is stopped in the middle of a frame.
+  Order order{{part(2, 0, kPiece), part(1, 1, kPiece)}, {}, {}};
+  for (int i = 0; i < 8; ++i) {
+    order.from.push_back(a.at(static_cast<std::size_t>(i)));
+    order.to.push_back(b.at(static_cast<std::size_t>(i)));
+  }
+  give(a, 5, std::move(order), outcome);
+  REQUIRE(soon([&] { return outcome->reports == 1; }));
+  CHECK(outcome->code == code(ErrorCode::kPeerLost));
+  go_on = true;
+  const Error why(ErrorCode::kPeerLost, "over");
+  std::atomic<int> clear{0};
+  for (RankHere* side : {&a, &b, &c}) side->channels.depart(5, why, [&] { ++clear; });
+  CHECK(soon([&] { return clear == 3; }));
+  CHECK(soon([&] { return open_descriptors() <= before; }));
+}
+
+TEST_CASE("fuzz: orders of many threads report once each, and every meeting that is departed from is cleared") {
+  for (const std::uint64_t seed : fuzz_seeds()) {
+    announce_fuzz("rank channels", seed);
+    Dice dice(seed);
+    for (const std::string& route : kRoutes) {
+      RankHere a(0, {route});
+      RankHere b(1, {route});
+      std::atomic<int> clear{0};
+      int meetings = 0;
+      for (int step = 0; step < fuzz_length(6); ++step) {
+        const auto meeting = static_cast<std::uint64_t>(++meetings);
+        std::vector<std::shared_ptr<Outcome>> outcomes(24);
+        for (auto& outcome : outcomes) outcome = std::make_shared<Outcome>();
+        std::vector<std::thread> threads;
+        for (std::size_t t = 0; t < 4; ++t) {
+          threads.emplace_back([&, t, seed_of_thread = dice.any()] {
+            Dice own(seed_of_thread);
+            for (std::size_t i = t; i < outcomes.size(); i += 4) {
+              RankHere& from = own.one_in(2) ? a : b;
+              RankHere& to = &from == &a ? b : a;
+              const std::size_t block = (t % 4) * 2;  // of its own: threads do not write the same bytes
+              const auto stop = give(from, meeting,
+                                     {{part(to.number, 0, kPiece)}, {from.at(block + 1)}, {to.at(block)}}, outcomes[i]);
+              if (own.one_in(6)) stop->store(true);
+              while (outcomes[i]->reports == 0) std::this_thread::yield();
+            }
+          });
+        }
+        const auto met = error_of([&] { a.channels.meet(meeting_of(meeting, {b.metadata()}), in_seconds(5)); });
+        if (dice.one_in(2)) std::this_thread::sleep_for(std::chrono::milliseconds(dice.below(20)));
+        const Error why(ErrorCode::kPeerLost, "over");
+        a.channels.depart(meeting, why, [&] { ++clear; });
+        b.channels.depart(meeting, why, [&] { ++clear; });
+        for (std::thread& thread : threads) thread.join();
+        for (const auto& outcome : outcomes) CHECK(outcome->reports == 1);
+        CHECK_FALSE(met);
+        CHECK(soon([&] { return clear == 2 * meetings; }));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvpool::testing

@@ -1,0 +1,125 @@
+// How long a peer that has left is watched, by what it was given.
+#include "kvpool/peers/writer_quarantine.h"
+
+#include <doctest/doctest.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <memory>
+
+#include "kvpool/base/clock.h"
+#include "kvpool/net/descriptor.h"
+#include "session_kit.h"
+
+namespace kvpool::testing {
+namespace {
+
+// A link whose peer's process ends when the test says so.
+class ProcessLink final : public Link {
+ public:
+  void send(Message&&) override {}
+  void send_data(std::uint64_t, std::span<const std::byte>, std::span<const iovec>, std::int64_t,
+                 const std::atomic<bool>*) override {}
+  bool drive(std::int64_t, const std::function<bool()>& done) override { return done(); }
+  void wake() noexcept override {}
+  int descriptor(std::size_t) const noexcept override { return -1; }
+  int pidfd() const noexcept override { return process_.get(); }
+  std::string describe() const override { return "process"; }
+  void close(const Error&) noexcept override {}
+
+  void end_process() { KVPOOL_CHECK(eventfd_write(process_.get(), 1) == 0); }
+
+ private:
+  const Descriptor process_ = Descriptor::open([] { return eventfd(0, EFD_CLOEXEC); });
+};
+
+// A peer that has nothing under way, in either direction.
+class Party final : public DepartingPeer {
+ public:
+  explicit Party(bool said_over) : said_over_(said_over) { metadata_.epoch = kPeerEpoch; }
+  const PeerMetadata& peer() const noexcept override { return metadata_; }
+  bool awaits_proof() const override { return false; }
+  bool said_over() const noexcept override { return said_over_; }
+  bool link_ended() const noexcept override { return true; }
+  void on_writer_gone() override { gone = true; }
+  std::uint32_t writes_under_way() const noexcept override { return 0; }
+  std::atomic<bool> gone{false};
+
+ private:
+  const bool said_over_;
+  PeerMetadata metadata_;
+};
+
+struct Watch {
+  ~Watch() {
+    workers.stop();
+    reactor->stop();
+  }
+  std::shared_ptr<Party> part(bool said_over, RouteMaker::Exposure exposure) {
+    auto party = std::make_shared<Party>(said_over);
+    writer_quarantine.add(party, link, exposure);
+    return party;
+  }
+  int left() {
+    int count = 0;
+    writer_quarantine.clear([&](const auto&, const auto&) { ++count; });
+    return count;
+  }
+  std::unique_ptr<Reactor> reactor = Reactor::make("test");
+  WorkerPool workers{1};
+  WriterQuarantine writer_quarantine{*reactor, workers};
+  const std::shared_ptr<ProcessLink> link = std::make_shared<ProcessLink>();
+};
+
+constexpr RouteMaker::Exposure kByRoute{.by_process = true, .by_handle = true};
+constexpr RouteMaker::Exposure kByUcx{.by_process = true, .by_handle = true, .until_exit = true, .by_ucx = true};
+
+bool soon(const std::atomic<bool>& flag) {
+  const std::int64_t until = monotonic_ns() + 30'000'000'000;
+  while (!flag && monotonic_ns() < until) usleep(1000);
+  return flag;
+}
+
+TEST_CASE("a peer that has handles open is watched until it says that it is over, or its process ends") {
+  for (const bool said_over : {false, true}) {
+    Watch watch;
+    watch.part(said_over, kByRoute);
+    CHECK(watch.left() == (said_over ? 0 : 1));
+  }
+  Watch watch;
+  const auto party = watch.part(false, kByRoute);
+  watch.link->end_process();
+  CHECK(soon(party->gone));
+  CHECK(watch.left() == 0);
+}
+
+TEST_CASE("what UCX has opened for a peer is open until the peer's process ends, whatever the peer says") {
+  for (const bool said_over : {false, true}) {
+    Watch watch;
+    const auto party = watch.part(said_over, kByUcx);
+    watch.workers.stop();  // its worker is closed by now: that is no proof of it
+    watch.writer_quarantine.on_drained(*party);
+    CHECK_FALSE(party->gone);
+    CHECK(watch.left() == 1);
+  }
+  Watch watch;
+  const auto party = watch.part(true, kByUcx);
+  watch.workers.stop();
+  watch.link->end_process();
+  CHECK(soon(party->gone));
+  CHECK(watch.left() == 0);
+}
+
+TEST_CASE("a peer that comes back is watched for what it has open by the connection that it comes back with") {
+  Watch watch;
+  const auto party = watch.part(true, kByUcx);
+  watch.workers.stop();
+  watch.writer_quarantine.on_writer_gone(kPeerEpoch);
+  CHECK(party->gone);
+  watch.part(true, kByUcx);
+  CHECK(watch.left() == 1);
+}
+
+}  // namespace
+}  // namespace kvpool::testing
