@@ -61,6 +61,13 @@ TEST_CASE("a connection: a server says that it trusts the network when its setti
   }
 }
 
+TEST_CASE("a door: a byte other than 0 or 1 for the checksum is refused") {
+  Bytes body = write_body(DoorBody{.checksum = true, .place = "here", .door = "door"});
+  CHECK(read_door(body).checksum);
+  body[0] = std::byte{2};
+  CHECK_THROWS_AS(read_door(body), Error);
+}
+
 TEST_CASE("a door: when it does not let a peer in, that is an error which says so, and nobody goes on by TCP") {
   for (const bool refuses : {true, false}) {
     CAPTURE(refuses);

@@ -21,9 +21,8 @@ enum class FrameKind : std::uint8_t {
   kPing = 1,
   kPong = 2,
   kBye = 3,
-  // While peers meet, in this order: the server's kDoor, the client's kMetadata, the server's kMetadata, which admits
-  // the
-  // client.
+  // While peers meet, in this order: the server's kDoor, the client's kMetadata, and the server's kMetadata, which
+  // admits the client.
   kDoor = 4,      // where peers on the same host get in
   kMetadata = 5,  // a PeerMetadata, and its descriptors
   kReject = 6,    // instead of peer metadata, or after it: an error, and the end
@@ -58,7 +57,7 @@ enum class FrameKind : std::uint8_t {
 struct FrameHeader {
   std::uint32_t body_bytes;
   std::uint8_t kind;
-  std::uint8_t flags;
+  std::uint8_t flags;           // of kMetadata; of all others 0
   std::uint16_t zero;           // must be
   std::uint64_t sequence;       // of this direction of this link: 1, 2, 3, ...; any other than the next ends the link
   std::uint64_t id;             // of the request or transfer
@@ -79,5 +78,11 @@ inline constexpr std::size_t kPayloadBytesMax = std::size_t{16} << 20;  // of on
 inline constexpr std::size_t kPrivateBytesMax = std::size_t{1} << 20;
 inline constexpr std::size_t kTokenBytesMax = std::size_t{4} << 20;
 inline constexpr std::size_t kTagBytes = 16;
+
+// The flags of kMetadata: bit i says that descriptor i comes with it, the bit above them that this side declares the
+// network trusted. No other kind has flags.
+inline constexpr std::size_t kDescriptorsMax = 4;
+inline constexpr std::uint8_t kDescriptorFlags = (1U << kDescriptorsMax) - 1;
+inline constexpr std::uint8_t kChecksumFlag = 1U << kDescriptorsMax;
 
 }  // namespace kvpool

@@ -94,6 +94,11 @@ void check_header(const FrameHeader& header, std::uint64_t sequence) {
   if (header.body_bytes > body_max) {
     fail("a body of " + std::to_string(header.body_bytes) + " bytes; at most " + std::to_string(body_max));
   }
+  const bool metadata = header.kind == static_cast<std::uint8_t>(FrameKind::kMetadata);
+  if ((header.flags & ~(metadata ? kDescriptorFlags | kChecksumFlag : 0)) != 0) {
+    fail("flags " + std::to_string(header.flags) + ", of which some are unknown for kind " +
+         std::to_string(header.kind));
+  }
   if (header.zero != 0) fail("bytes that must be zero are not");
   const bool data = header.kind == static_cast<std::uint8_t>(FrameKind::kData);
   const std::size_t payload_max = data ? kPayloadBytesMax : 0;

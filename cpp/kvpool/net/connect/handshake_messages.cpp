@@ -49,7 +49,12 @@ Bytes write_body(const DoorBody& body) {
 DoorBody read_door(std::span<const std::byte> body) {
   WireReader in(body);
   DoorBody door;
-  door.checksum = in.number<std::uint8_t>() != 0;
+  const auto checksum = in.number<std::uint8_t>();
+  if (checksum > 1) {
+    throw Error(ErrorCode::kProtocol, "the peer's door frame has " + std::to_string(checksum) +
+                                          " where 0 or 1 says whether a checksum takes the MAC's place");
+  }
+  door.checksum = checksum != 0;
   door.place = in.text(kPlaceBytesMax);
   door.door = in.text(kDoorBytesMax);
   in.finish();

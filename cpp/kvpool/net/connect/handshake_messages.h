@@ -8,18 +8,13 @@
 
 #include "kvpool/base/error.h"
 #include "kvpool/net/connect/peer_metadata.h"
+#include "kvpool/net/frame.h"
 #include "kvpool/net/wire.h"
 
 namespace kvpool {
 
 inline constexpr std::size_t kMetadataBytesMax = std::size_t{4} << 20;
 inline constexpr std::size_t kShortBodyBytesMax = 4096;  // of kBye, kDoor and kReject
-inline constexpr std::size_t kDescriptorsMax = 4;        // that go with peer metadata
-
-// Flags of a kMetadata frame: bit i says that descriptor i comes along; the last that the sender is content with
-// checksums.
-inline constexpr std::uint8_t kDescriptorFlags = (1U << kDescriptorsMax) - 1;
-inline constexpr std::uint8_t kChecksumFlag = 1U << kDescriptorsMax;
 
 // The first frame of a server. It has a MAC, so nobody between the two can change what it says.
 struct DoorBody {
