@@ -17,7 +17,9 @@ struct StreamingMemory {
   }
   template <class T>
   void store(std::uint64_t address, const T& unit) const {
-    std::memcpy(host_kernels::launch_memory->at(address, sizeof(T), sizeof(T)), &unit, sizeof(T));
+    std::byte* const place = host_kernels::launch_memory->at(address, sizeof(T), sizeof(T));
+    std::memcpy(place, &unit, sizeof(T));
+    if (host_kernels::breaks_stores) *place ^= std::byte{1};
   }
 };
 

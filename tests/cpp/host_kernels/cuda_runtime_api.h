@@ -15,6 +15,7 @@
 namespace kvpool::host_kernels {
 
 inline const Driver* driver = nullptr;
+inline bool breaks_stores = false;
 
 // The memory that a launch may touch, as the fake driver tells it. A launch asks once for each allocation.
 class LaunchMemory {
