@@ -65,7 +65,7 @@ add_library(kvpool_kernels OBJECT ${KVPOOL_CUDA_SOURCES})
 set_target_properties(
   kvpool_kernels PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_EXTENSIONS OFF CUDA_VISIBILITY_PRESET hidden
                             INTERPROCEDURAL_OPTIMIZATION OFF)
-target_include_directories(kvpool_kernels PRIVATE ${CMAKE_CURRENT_LIST_DIR}/../cpp)
+target_include_directories(kvpool_kernels PRIVATE ${CMAKE_CURRENT_LIST_DIR}/../cuda ${CMAKE_CURRENT_LIST_DIR}/../cpp)
 target_compile_options(kvpool_kernels PRIVATE -Xcompiler=-Wall,-Wextra)
 if(KVPOOL_WERROR)
   target_compile_options(kvpool_kernels PRIVATE -Xcompiler=-Werror --Werror=all-warnings)

@@ -48,4 +48,9 @@ struct StreamingMemory {
   }
 };
 
+// The strips and pairs of a table in the device's memory.
+__device__ inline const unsigned char* table_in_memory(const TableHeader& /*header*/, const unsigned char* data) {
+  return data;
+}
+
 }  // namespace kvpool::cuda

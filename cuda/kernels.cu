@@ -2,9 +2,9 @@
 // is launched.
 #include <cuda_runtime_api.h>
 
+#include <access.cuh>  // in angle brackets, so that the tests can put another one in its place
 #include <algorithm>
 
-#include "access.cuh"
 #include "kvpool/cuda/gpu_launch.h"
 
 namespace kvpool::cuda {
@@ -25,18 +25,25 @@ struct RemoteTable {
   const unsigned char* data;
 };
 
+template <std::size_t kBytes>
+__device__ TableView view_of(const InlineTable<kBytes>& table) {
+  return {&table.header, table.data};
+}
+__device__ TableView view_of(const RemoteTable& table) {
+  return {&table.header, table_in_memory(table.header, table.data)};
+}
+
 template <class Table, class Work>
 __global__ void __launch_bounds__(kBlockThreads, kResident) run_tiles(const __grid_constant__ Table table) {
   StreamingMemory memory;
-  run_thread<Work>(TableView{&table.header, table.data}, blockIdx.x, gridDim.x, threadIdx.x, memory);
+  run_thread<Work>(view_of(table), blockIdx.x, gridDim.x, threadIdx.x, memory);
 }
 
 template <class Work>
 cudaError_t launch_work(const TableLaunch& launch, cudaStream_t stream, unsigned blocks) {
   const auto start = [&](const auto* table, auto kernel) {
     void* arguments[] = {const_cast<void*>(static_cast<const void*>(table))};
-    return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(kBlockThreads), arguments, 0,
-                            stream);
+    return cudaLaunchKernel(kernel, dim3{blocks, 1, 1}, dim3{kBlockThreads, 1, 1}, arguments, 0, stream);
   };
   if (launch.device_data != nullptr) {
     if (launch.device_data != launch.data) {

@@ -94,6 +94,7 @@ FAIR_SKIPS: list[tuple[str, Callable[[], bool]]] = [
     (r"this machine lets no process make a network namespace", _no_network_namespace),
     (r"only root can act as another user", lambda: os.getuid() != 0),
     (r"no C\+\+ compiler", lambda: not os.environ.get("CXX") and not shutil.which("c++")),
+    (r"no nvcc", lambda: not os.environ.get("CUDACXX") and not shutil.which("nvcc")),
     (r"no traces", lambda: not TRACES.is_dir()),
     (r"no CUDA (device|driver|GPU)", lambda: not Path("/dev/nvidiactl").exists()),
     # Which tests those are: tests/python/gpu_suites.py.

@@ -1,4 +1,4 @@
-// Where the build put the libraries that stand for the CUDA driver and for NCCL. Functions, not macros: a path on every
+// Where the build put the libraries that stand for the CUDA driver, for NCCL and for the kernels. Functions, not macros: a path on every
 // compiler's command line would keep a compiler cache from serving two checkouts.
 #pragma once
 
@@ -6,5 +6,6 @@ namespace kvpool::testing {
 
 const char* fake_cuda_path();
 const char* fake_nccl_path();
+const char* host_kernels_path();
 
 }  // namespace kvpool::testing

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "kvpool/cuda/kernels.h"
+
 namespace kvpool::testing {
 
 inline void must(cudaError_t result) {
@@ -57,9 +59,19 @@ class GpuStream {
   GpuStream& operator=(const GpuStream&) = delete;
   cudaStream_t get() const noexcept { return stream_; }
   void wait() const { must(cudaStreamSynchronize(stream_)); }
+  // Into the stream, both.
+  void fill(std::byte* at, int value, std::size_t bytes) const { must(cudaMemsetAsync(at, value, bytes, stream_)); }
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) const {
+    must(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_));
+  }
 
  private:
   cudaStream_t stream_ = nullptr;
 };
+
+// What the cases of kernel_cases.h need to know.
+struct GpuHere {};
+inline constexpr bool kOnCpu = false;
+inline const cuda::KernelSet& kernels() { return *cuda::gpu_kernels(); }
 
 }  // namespace kvpool::testing

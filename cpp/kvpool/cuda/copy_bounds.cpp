@@ -98,7 +98,7 @@ class Track {
   StreamCopier engines_;
 };
 
-// By the number of the GPU: kernels run by the machine's own driver only.
+// By the number of the GPU: a process has one driver whose kernels it runs.
 struct Known {
   std::mutex race;  // one at a time: two would measure each other
   std::mutex mutex;

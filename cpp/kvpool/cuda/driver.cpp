@@ -124,6 +124,7 @@ CudaDriver::CudaDriver(const std::string& name) : library(name) {
   look(stream_wait_value, "cuStreamWaitValue32_v2");
   look(memcpy_batch_v1, "cuMemcpyBatchAsync");
   look(memcpy_batch_v2, "cuMemcpyBatchAsync_v2");
+  look(kernel_launcher, "kvpool_kernel_launcher");
 }
 
 const CudaDriver& CudaDriver::get() {

@@ -93,6 +93,10 @@ enum class CudaFault : std::uint8_t {
 };
 CudaFault fault_of(CuResult result) noexcept;
 
+namespace cuda {
+struct Launcher;
+}
+
 struct CudaDriver {
   // The driver of this process. Filled when it is first asked for, and then for good; a failure is not remembered.
   // Throws Error kUnsupported: no such library, or one that lacks an entry point (named).
@@ -174,6 +178,8 @@ struct CudaDriver {
   CuResult (*memcpy_batch_v2)(CuPointer* to, CuPointer* from, std::size_t* bytes, std::size_t count,
                               CuMemcpyAttributes* attributes, std::size_t* attribute_index, std::size_t attribute_count,
                               CuStream stream) = nullptr;
+  // Not of any real driver: kvpool's kernels, of a library that stands for one (gpu_launch.h). It may have none: null.
+  const cuda::Launcher* (*kernel_launcher)() = nullptr;
 
  private:
   explicit CudaDriver(const std::string& name);

@@ -1,4 +1,4 @@
-// What cuda/kernels.cu defines, where there is a CUDA compiler.
+// What cuda/kernels.cu defines, where there is a compiler for it.
 #pragma once
 
 #include "kvpool/cuda/kernel_plan.h"
@@ -12,5 +12,16 @@ int launch_on_gpu(const TableLaunch& launch, Stream stream, std::uint32_t thread
 int load_on_gpu() noexcept;
 
 const char* gpu_result_name(int result);
+
+// The three of them, as a library other than the machine's driver may bring them.
+struct Launcher {
+  int (*launch)(const TableLaunch& launch, Stream stream, std::uint32_t thread_blocks_max) noexcept;
+  int (*load)() noexcept;
+  const char* (*result_name)(int result);
+};
+
+// The kernels that this launcher launches; null without one. There is one set: the launcher named last is the one that
+// it uses, so a process has one such library.
+const KernelSet* kernels_of(const Launcher* launcher) noexcept;
 
 }  // namespace kvpool::cuda

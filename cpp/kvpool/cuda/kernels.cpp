@@ -1,34 +1,72 @@
 #include "kvpool/cuda/kernels.h"
 
+#include <atomic>
+
 #include "kvpool/base/check.h"
 #include "kvpool/cuda/gpu_launch.h"
 #include "kvpool/cuda/kernel_plan.h"
 
 namespace kvpool::cuda {
 
-#ifdef KVPOOL_CUDA_TARGETS
 namespace {
 
 struct Target {
+  const Launcher& launcher;
   Stream stream;
   std::uint32_t thread_blocks_max;
 };
 
 int launch_one(void* context, const TableLaunch& launch) {
   const Target& target = *static_cast<const Target*>(context);
-  return launch_on_gpu(launch, target.stream, target.thread_blocks_max);
+  return target.launcher.launch(launch, target.stream, target.thread_blocks_max);
 }
 
-template <class Job>
+// `Source` has a static launcher().
+template <class Source, class Job>
 int run(const Job& job, Stream stream, const LaunchOptions& options) {
-  Target target{stream, options.thread_blocks_max};
+  Target target{Source::launcher(), stream, options.thread_blocks_max};
   return launch_job(job, options.table, launch_one, &target);
 }
+
+template <class Source>
+constexpr KernelSet set_of(const char* name) {
+  return {name,
+          run<Source, CopyJob>,
+          run<Source, PermuteJob>,
+          run<Source, Fp8Job>,
+          [](int result) { return Source::launcher().result_name(result); },
+          [] { return Source::launcher().load(); }};
+}
+
+std::atomic<const Launcher*> named{nullptr};
+
+struct Named {
+  static const Launcher& launcher() noexcept { return *named.load(std::memory_order_acquire); }
+};
+
+}  // namespace
+
+const KernelSet* kernels_of(const Launcher* launcher) noexcept {
+  static constexpr KernelSet kSet = set_of<Named>("named");
+  if (launcher == nullptr) return nullptr;
+  named.store(launcher, std::memory_order_release);
+  return &kSet;
+}
+
+#ifdef KVPOOL_CUDA_TARGETS
+namespace {
+
+struct OnGpu {
+  static const Launcher& launcher() noexcept {
+    static constexpr Launcher kLauncher{launch_on_gpu, load_on_gpu, gpu_result_name};
+    return kLauncher;
+  }
+};
 
 }  // namespace
 
 const KernelSet* gpu_kernels() noexcept {
-  static constexpr KernelSet kSet{"gpu", run<CopyJob>, run<PermuteJob>, run<Fp8Job>, gpu_result_name, load_on_gpu};
+  static constexpr KernelSet kSet = set_of<OnGpu>("gpu");
   return &kSet;
 }
 

@@ -4,6 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include "kvpool/cuda/gpu_launch.h"
+
 namespace kvpool {
 namespace {
 
@@ -37,7 +39,13 @@ std::uint64_t count_pieces(std::span<const PlannedStrip> plan, std::span<const A
 }  // namespace
 
 const cuda::KernelSet* kernels_for(const CudaContext& context) {
-  const cuda::KernelSet* const kernels = context.driver().library == "libcuda.so.1" ? cuda::gpu_kernels() : nullptr;
+  const CudaDriver& driver = context.driver();
+  const cuda::KernelSet* kernels = nullptr;
+  if (driver.library == "libcuda.so.1") {
+    kernels = cuda::gpu_kernels();
+  } else if (driver.kernel_launcher != nullptr) {
+    kernels = cuda::kernels_of(driver.kernel_launcher());
+  }
   return kernels != nullptr ? loaded(context, *kernels) : nullptr;
 }
 

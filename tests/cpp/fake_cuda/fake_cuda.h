@@ -7,6 +7,8 @@
 // contexts that are wrong are refused as the driver refuses them; work whose memory went before it ran ends the
 // context, as on a GPU (CUDA_ERROR_ILLEGAL_ADDRESS). A stream that is captured (cuStreamBeginCapture) pulls in those
 // that wait for its events, and what they are told to copy is not copied.
+//
+// Kernels run in the streams, too, where FAKE_CUDA_KERNELS names a library of them: launch.cpp and ../host_kernels.
 #pragma once
 
 #include <cstddef>
@@ -52,7 +54,7 @@ using HostFunction = void*(unsigned long long address, std::size_t bytes);
 //   "bytes"           of all devices, in use now
 //   "pageable"        copies between a device and host memory that was not registered
 //   "waits passed"    of streams for words
-//   "copied"          pieces that streams have copied
+//   "copied"          pieces that streams have copied, and kernels that they have begun
 //   "captures broken" calls that were refused because of a capture
 
 }  // namespace kvpool::fake_cuda

@@ -36,6 +36,25 @@ def on_fake(fake_cuda: Path) -> Script:
     return run
 
 
+LAUNCHES = """
+def launches(seen=[0]):
+    now = fake_counts("cuLaunchKernel")
+    since, seen[0] = now - seen[0], now
+    return since
+"""
+
+
+@pytest.fixture
+def on_kernels(fake_cuda: Path, host_kernels: Path) -> Script:
+    """As on_fake, and the driver has kernels (tests/cpp/host_kernels). In the code launches() is how many kernels were
+    launched since it was last asked."""
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        return run_script(LAUNCHES + code, 120, KVPOOL_CUDA_LIBRARY=str(fake_cuda), FAKE_CUDA_KERNELS=str(host_kernels))
+
+    return run
+
+
 @pytest.fixture
 def on_gpu(request: pytest.FixtureRequest) -> Script:
     """The same, for tests that ask nothing of the fake: on a real GPU where KVPOOL_TEST_DEVICE names one."""

@@ -213,6 +213,21 @@ def test_ranks_in_processes_of_their_own_send_to_each_other_and_back(fake_cuda: 
                 assert member("fake.fake_cuda_count(b'pageable')") == 0
 
 
+@pytest.mark.parametrize("adopts", [False, True], ids=["own", "adopted"])
+def test_ranks_send_by_kernels(
+    fake_cuda: Path, host_kernels: Path, monkeypatch: pytest.MonkeyPatch, adopts: bool
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_KERNELS", str(host_kernels))
+    with crews(fake_cuda, *SIDES["gpus to gpus"], adopts=adopts) as (a, b):
+        count = "fake.fake_cuda_count(b'cuLaunchKernel')"
+        before = [member(count) for crew in (a, b) for member in crew.members]
+        for seed, medium, there in [(10, 1, 1), (30, 1, 2), (50, 2, 1)]:
+            send(a, b, seed, medium, there)
+            send(b, a, seed + 10, medium, there)
+        after = [member(count) for crew in (a, b) for member in crew.members]
+        assert all(x < y for x, y in zip(before, after, strict=True)), (before, after)
+
+
 BY_NCCL = {
     "tp 1 to tp 2": (False, (None, ["cuda:0"]), (TP2, ["cuda:1", "cuda:2"])),
     "tp 2 to tp 4": (False, SIDES["gpus to gpus"][0], (ParallelConfig(tp=4), ["cuda:2", "cuda:3", "cuda:0", "cuda:1"])),

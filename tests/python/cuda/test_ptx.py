@@ -1,0 +1,202 @@
+"""What nvcc makes of the kernels, interpreted on the CPU: every byte is that of the references, of all kernels.
+
+Random jobs, which the library's planner cuts into launches (tests/cpp/kernel_jobs). No GPU is needed, but nvcc.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from kit import LONG
+from ptx import Fault, Kernel, Memory, PtxError, parse, run
+
+ROOT = Path(__file__).resolve().parents[3]
+TARGETS = ("sm_80", "sm_90")  # the lowest one, and one that has an instruction for fp8
+JOBS = 3000 if LONG else 72
+HEADER_BYTES = 96
+TABLE_AT = 1 << 50  # of a table in the device's memory
+UNITS = {(0, 16): "8CopyWorkINS0_6Unit16", (0, 4): "8CopyWorkIj", (0, 1): "8CopyWorkIh",
+         (1, 16): "11PermuteWorkINS0_6Unit16", (1, 4): "11PermuteWorkIj", (1, 1): "11PermuteWorkIh",
+         (2, 16): "7Fp8WorkINS0_6Unit16", (2, 2): "7Fp8WorkIt"}  # fmt: skip
+TABLES = {"small": "11InlineTableILm4000", "large": "11InlineTableILm31744", "in memory": "11RemoteTable"}
+
+
+@dataclass
+class Launch:
+    kind: int  # copy, permute, to fp8
+    width: int
+    header: bytes
+    data: bytes
+
+
+@dataclass
+class Job:
+    source_at: int
+    source: bytes
+    target_at: int
+    before: bytes
+    after: bytes
+    launches: list[Launch]
+
+
+def read_jobs(stream: io.BytesIO, count: int) -> Iterator[Job]:
+    def number() -> int:
+        return int(struct.unpack("=Q", stream.read(8))[0])
+
+    def content() -> bytes:
+        return stream.read(number())
+
+    for _ in range(count):
+        places = number(), content(), number(), content(), content()
+        yield Job(*places, [Launch(number(), number(), content(), content()) for _ in range(number())])
+
+
+def nvcc() -> str:
+    found = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    if not found:
+        pytest.skip("no nvcc")
+    return found
+
+
+def compiled(target: str, folder: Path) -> str:
+    file = folder / f"{target}.ptx"
+    command = [nvcc(), "-std=c++20", f"-I{ROOT}/cuda", f"-I{ROOT}/cpp", "-ptx", f"-arch={target}", "-o", file]
+    subprocess.run([*command, ROOT / "cuda/kernels.cu"], check=True, timeout=300)
+    return file.read_text()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    nvcc()
+    folder = tmp_path_factory.mktemp("ptx")
+    with ThreadPoolExecutor() as compilers:
+        return dict(zip(TARGETS, compilers.map(lambda target: compiled(target, folder), TARGETS), strict=True))
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[Job]:
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    if not compiler:
+        pytest.skip("no C++ compiler")
+    program = tmp_path_factory.mktemp("jobs") / "kernel_jobs"
+    parts = [ROOT / f"cpp/kvpool/cuda/{name}.cpp" for name in ("kernel_plan", "kernels", "reference")]
+    sources = [ROOT / "tests/cpp/kernel_jobs/kernel_jobs.cpp", *parts]
+    subprocess.run([compiler, "-std=c++20", "-O0", f"-I{ROOT}/cpp", "-o", program, *sources], check=True, timeout=600)
+    seed = os.environ.get("KVPOOL_SEED", "7")
+    made = subprocess.run([program, seed, str(JOBS)], check=True, capture_output=True, timeout=600).stdout
+    return list(read_jobs(io.BytesIO(made), JOBS))
+
+
+def kernel_for(kernels: dict[str, Kernel], launch: Launch, table: str) -> Kernel:
+    work = UNITS[launch.kind, launch.width]
+    (found,) = (kernel for name, kernel in kernels.items() if work in name and TABLES[table] in name)
+    return found
+
+
+def outcome(kernels: dict[str, Kernel], job: Job, table: str, blocks: int, ran: set[str]) -> bytes:
+    """What a job leaves behind when all of its launches find their table in this place."""
+    memory = Memory()
+    memory.add(job.source_at, job.source)
+    memory.add(job.target_at, job.before, writable=True)
+    for i, launch in enumerate(job.launches):
+        kernel = kernel_for(kernels, launch, table)
+        arguments = launch.header + launch.data
+        if table == "in memory":
+            at = TABLE_AT + (i << 20)
+            memory.add(at, launch.data)
+            arguments = launch.header + struct.pack("<Q", at)
+        run(kernel, arguments, memory, blocks)
+        ran.add(kernel.name)
+    return memory.content(job.target_at)
+
+
+def count_wrong(kernels: dict[str, Kernel], jobs: list[Job], ran: set[str] | None = None) -> int:
+    """Jobs that end in a fault or with other bytes than those of the references. Each job is run with a table in every
+    place where one can be."""
+    wrong = 0
+    for number, job in enumerate(jobs):
+        assert all(len(launch.header) == HEADER_BYTES for launch in job.launches)
+        for table in TABLES:
+            try:
+                right = outcome(kernels, job, table, 1 + number % 3, set() if ran is None else ran) == job.after
+            except Fault as fault:
+                print(f"job {number}, table {table}: {fault}")
+                right = False
+            wrong += not right
+    return wrong
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_does_what_its_reference_does(texts, jobs, target):
+    kernels = parse(texts[target])
+    assert len(kernels) == len(UNITS) * len(TABLES)
+    ran: set[str] = set()
+    assert count_wrong(kernels, jobs, ran) == 0
+    assert ran == set(kernels)
+
+
+def swap_fp8_operands(text: str) -> str:
+    return re.sub(r"(cvt\.rn\.satfinite\.e4m3x2\.f32 %rs\d+, )(%[rf]\d+), (%[rf]\d+);", r"\1\3, \2;", text)
+
+
+def flip_end_of_tiles(text: str) -> str:
+    return text.replace("setp.ge.u32", "setp.gt.u32")
+
+
+def drop_predicates(text: str) -> str:
+    return re.sub(r"@!?%p\d+ bra ([^;]+);", "", text)
+
+
+def write_beside(text: str) -> str:
+    return re.sub(r"(st\.global\.cs\.u8 \[%rd\d+)\]", r"\1+1]", text)
+
+
+def misalign(text: str) -> str:
+    return re.sub(r"(st\.global\.cs\.u32 \[%rd\d+)\]", r"\1+2]", text)
+
+
+def add_the_scale(text: str) -> str:
+    return text.replace("mul.f32", "add.f32")
+
+
+# The kinds of work that each change makes wrong, all jobs of them or some.
+CHANGES = {
+    swap_fp8_operands: {2}, flip_end_of_tiles: {0, 1, 2}, drop_predicates: {0, 1, 2}, write_beside: {0, 1, 2},
+    misalign: {0, 1}, add_the_scale: {2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_kernel_that_is_changed_is_found(texts, jobs, change):
+    changed = change(texts["sm_90"])
+    assert changed != texts["sm_90"]
+    kernels = parse(changed)
+    for kind in (0, 1, 2):
+        some = [job for job in jobs if job.launches[0].kind == kind][:12]
+        wrong = count_wrong(kernels, some)
+        assert (wrong > 0) == (kind in CHANGES[change]), (kind, wrong)
+        if change is swap_fp8_operands and kind == 2:  # no job is right
+            assert wrong == len(some) * len(TABLES)
+
+
+def test_an_instruction_that_is_not_known_is_an_error(texts):
+    for known, unknown in {
+        "mul.hi.u32": "mul.hi.s32",
+        "shr.u32": "shr.s32",
+        "st.global.cs.u8": "st.shared.u8",
+        "setp.lt.u32": "setp.ltu.f32",
+        "ld.global.nc.u8": "ld.global.nc.s8",
+    }.items():
+        assert known in texts["sm_90"]
+        with pytest.raises(PtxError, match=re.escape(unknown)):
+            parse(texts["sm_90"].replace(known, unknown))
