@@ -33,7 +33,7 @@ PARTS ?= 8
 PARTS_AT_ONCE ?= 2
 PART_SECONDS ?= 900
 PYTEST_WORKERS ?= 3
-WAITING_WORKERS ?= 4
+WAITING_WORKERS ?= 6
 
 # What `build/release` holds: the extension module that .venv imports, and the C++ tests beside it.
 export KVPOOL_BUILD_DIR := build/release
