@@ -28,11 +28,12 @@ UNITY ?= ON
 CCACHE ?= $(if $(shell command -v ccache),-DCMAKE_C_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 
 # The C++ tests run in parts, each a process; those that a worker has ended make room for the next. Python's run in
-# workers, but for those that tests/conftest.py says want to be alone.
+# workers, but for those that tests/conftest.py says want to be alone. Those that mostly wait run in workers of their own.
 PARTS ?= 8
 PARTS_AT_ONCE ?= 2
 PART_SECONDS ?= 900
 PYTEST_WORKERS ?= 3
+WAITING_WORKERS ?= 6
 
 # What `build/release` holds: the extension module that .venv imports, and the C++ tests beside it.
 export KVPOOL_BUILD_DIR := build/release
@@ -178,16 +179,17 @@ cpp-plain: $(DONE)/module $(DONE)/package-dev ## C++ tests that a sanitizer leav
 
 in_parts = $(BIN)/python .ci/shards.py $(REPORTS)/$(1) $(PARTS) $(PARTS_AT_ONCE) $(PART_SECONDS)
 
-# Two calls, both under KVPOOL_CI even if the first fails. Of tests that PYTEST_ARGS names, all may be in one of the calls:
-# then the other one ends with status 5.
+# Three calls, all of them under KVPOOL_CI even if one fails. PYTEST_ARGS may name tests of some of the calls alone: then the
+# others end with status 5.
 .PHONY: python-test
 python-test: $(DONE)/torch $(DONE)/nixl $(DONE)/module $(DONE)/package-dev ## Python tests
 	$(call say,Python tests)
 	@mkdir -p $(REPORTS)
 	@failed=; none=; run() { status=0; $(BIN)/python -m pytest -q "$$@" $(PYTEST_ARGS) || status=$$?; \
 	if test $$status = 5; then none=x$$none; elif test $$status != 0; then failed=1; test -n "$${KVPOOL_CI:-}" || exit 1; fi; }; \
-	run -n $(PYTEST_WORKERS) --dist loadfile -m "not alone" --junitxml=$(REPORTS)/python.xml; \
-	run -m alone --junitxml=$(REPORTS)/python-alone.xml; test -z "$$failed" -a "$$none" != xx
+	run -n $(PYTEST_WORKERS) --dist loadfile -m "not waiting and not alone" --junitxml=$(REPORTS)/python.xml; \
+	run -n $(WAITING_WORKERS) --dist loadfile -m waiting --junitxml=$(REPORTS)/python-waiting.xml; \
+	run -m alone --junitxml=$(REPORTS)/python-alone.xml; test -z "$$failed" -a "$$none" != xxx
 
 # tsan leaves out the tests that can have but one thread; tsan-all has them too.
 .PHONY: build/asan build/tsan build/tsan-all

@@ -29,32 +29,43 @@ hypothesis.settings.register_profile("default", **SETTINGS)
 hypothesis.settings.register_profile("ci", **SETTINGS, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("KVPOOL_CI") else "default")
 
-# Tests that must not share the machine with others: a pattern that the path below tests/ begins with, and why. They run
-# in a call of pytest of their own, after the workers: `make python-test`.
-ALONE: list[tuple[str, str]] = [
-    (
-        r"multiprocess/",
-        "kills, stops and cuts off processes; leases of a second or two; counts what is left",
-    ),
-    (r"python/cluster/", "leases of a second or two, which a busy machine lets pass"),
+# Where a file runs: a pattern that its path below tests/ begins with, and why. `make python-test` calls pytest once a
+# group.
+#
+# WAITING: tests that mostly wait, for leases, deadlines and processes. They run in more workers than there are
+# processors, but not beside tests that keep the processors busy: on a busy machine a lease of a second runs out.
+WAITING: list[tuple[str, str]] = [
+    (r"multiprocess/", "kills, stops and cuts off processes; leases of a second or two"),
+    (r"python/cluster/", "leases of a second or two"),
     (r"python/test_attach", "the same, and waits that must end in time"),
     (r"python/test_cli_cluster", "the same"),
-    (r"python/test_threads", "two threads of one process against each other"),
-    (r"python/test_tensor|python/test_lifetime", "the memory of this process, which a worker shares with other tests"),
     (r"python/transfer/test_limits|python/transfer/test_waiting", "deadlines of less than a second"),
     (r"model/test_pd_failures|model/test_two_instances", "several instances, each with a lease"),
 ]
 
+# ALONE: tests that run one after the other, with nothing beside them. Each file here costs its whole time.
+ALONE: list[tuple[str, str]] = [
+    (r"python/test_threads", "eight threads of one process against each other, for some seconds"),
+    (r"python/test_tensor|python/test_lifetime", "the memory of this process, which a worker shares with other tests"),
+]
 
-def must_be_alone(path: Path) -> bool:
-    """Whether the tests of a file must not run beside others."""
+GROUPS = {"waiting": WAITING, "alone": ALONE}
+
+
+def group_of(path: Path) -> str | None:
+    """The group whose call of pytest runs a file. None: the call that runs all others."""
     name = path.resolve()
     if ROOT / "tests" not in name.parents:
-        return False
-    return any(re.match(pattern, name.relative_to(ROOT / "tests").as_posix()) for pattern, _ in ALONE)
+        return None
+    within = name.relative_to(ROOT / "tests").as_posix()
+    for group, patterns in GROUPS.items():
+        if any(re.match(pattern, within) for pattern, _ in patterns):
+            return group
+    return None
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "waiting: mostly waits (WAITING of tests/conftest.py)")
     config.addinivalue_line("markers", "alone: must not run beside other tests (ALONE of tests/conftest.py)")
 
 
@@ -63,8 +74,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if " at 0x" in item.nodeid:  # workers of pytest-xdist must agree on the names
             raise pytest.UsageError(f"the name of a test must be the same in every process: {item.nodeid}")
-        if must_be_alone(item.path):
-            item.add_marker("alone")
+        if group := group_of(item.path):
+            item.add_marker(group)
 
 
 def _without(module: str) -> Callable[[], bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -9,21 +11,44 @@ from pathlib import Path
 
 import pytest
 
-FAKES = Path(__file__).resolve().parents[1] / "cpp"
-CORE = FAKES.parents[1] / "cpp"
+ROOT = Path(__file__).resolve().parents[2]
+FAKES = ROOT / "tests" / "cpp"
 
 
-def _compiled(name: str, folder: Path, *options: str) -> Path:
+def _compiled(name: str, spare: Path, *options: str) -> Path:
+    """Compiled once for all workers and all runs: in build/fakes, or in `spare` where nobody may write there."""
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if not compiler:
         pytest.skip("no C++ compiler")
-    library = folder / f"lib{name}.so"
-    sources = map(str, sorted((FAKES / name).glob("*.cpp")))
-    subprocess.run(
-        [compiler, "-std=c++20", "-O0", *options, f"-I{CORE}", "-shared", "-fPIC", "-pthread", "-o", str(library),
-         *sources, "-ldl"],
-        check=True, timeout=600,
-    )  # fmt: skip
+    sources = sorted((FAKES / name).glob("*.cpp"))
+    command = [compiler, "-std=c++20", "-O0", *options, f"-I{ROOT / 'cpp'}", "-shared", "-fPIC", "-pthread"]
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    digest = hashlib.sha256(repr([command, version]).encode())
+    # One may include headers of another, and of the core.
+    used = [
+        *FAKES.glob("fake_*/*"),
+        *FAKES.glob("host_kernels/*"),
+        *ROOT.glob("cuda/*"),
+        *ROOT.glob("cpp/kvpool/*/*.h"),
+    ]
+    for file in sorted(path for path in used if path.is_file()):
+        digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    folder = ROOT / "build" / "fakes"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / f"{name}.lock").open("w")
+    except OSError:
+        folder = spare
+        lock = (folder / f"{name}.lock").open("w")
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        library = folder / f"lib{name}-{digest.hexdigest()[:16]}.so"
+        if not library.exists():
+            for old in folder.glob(f"lib{name}-*"):
+                old.unlink()
+            made = library.with_suffix(".new")
+            subprocess.run([*command, "-o", str(made), *map(str, sources), "-ldl"], check=True, timeout=600)
+            made.rename(library)
     return library
 
 

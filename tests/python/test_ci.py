@@ -93,14 +93,16 @@ CPP = "shard {} of 2: {} of 9 test cases\n[doctest] test cases:  {} |  {} passed
 PYTHON = '<testsuites><testsuite errors="0" failures="{}" skipped="2" tests="9"></testsuite></testsuites>'
 CPP_REPORTS = [f"cpp-{name}-{part}of2.txt" for name in ("plain", "asan", "tsan") for part in (1, 2)]
 
+PYTHON_REPORTS = ["python.xml", "python-waiting.xml", "python-alone.xml"]
+
 
 @pytest.fixture
 def reports(tmp_path):
     for name in ("plain", "asan", "tsan"):
         (tmp_path / f"cpp-{name}-1of2.txt").write_text(CPP.format(1, 5, 5, 5, 0))
         (tmp_path / f"cpp-{name}-2of2.txt").write_text(CPP.format(2, 4, 4, 4, 0))
-    (tmp_path / "python.xml").write_text(PYTHON.format(0))
-    (tmp_path / "python-alone.xml").write_text(PYTHON.format(0))
+    for name in PYTHON_REPORTS:
+        (tmp_path / name).write_text(PYTHON.format(0))
     return tmp_path
 
 
@@ -110,15 +112,15 @@ def summary(folder):
 
 
 def test_the_summary_adds_up_all_reports(reports):
-    assert summary(reports) == (0, "41 passed, 0 failed, 4 skipped", "")
+    assert summary(reports) == (0, "48 passed, 0 failed, 6 skipped", "")
 
 
 def test_the_summary_fails_with_a_failed_test(reports):
     (reports / "python.xml").write_text(PYTHON.format(1))
-    assert summary(reports)[:2] == (1, "40 passed, 1 failed, 4 skipped")
+    assert summary(reports)[:2] == (1, "47 passed, 1 failed, 6 skipped")
 
 
-@pytest.mark.parametrize("name", [*CPP_REPORTS, "python.xml", "python-alone.xml"])
+@pytest.mark.parametrize("name", [*CPP_REPORTS, *PYTHON_REPORTS])
 def test_the_summary_fails_when_a_report_is_missing_or_cut_short(reports, name):
     (reports / name).write_text("")
     assert summary(reports)[0] == 1
@@ -270,8 +272,8 @@ def recipe_of(target: str) -> str:
     return found[1]
 
 
-def script_of(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "cmake" / f"{name}.py")
+def script_of(name: str, folder: Path = ROOT / "cmake"):
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -374,15 +376,45 @@ def test_most_cpp_tests_run_under_threadsanitizer_too():
             assert file.name not in left_out
 
 
-def test_every_python_test_is_in_one_of_the_two_calls():
+CONFTEST = script_of("conftest", ROOT / "tests")
+TEST_FILES = sorted(
+    path for folder in ("python", "model", "multiprocess") for path in (ROOT / "tests" / folder).rglob("*.py")
+)
+
+
+def test_every_python_test_is_in_one_of_the_calls():
     recipe = recipe_of("python-test")
-    assert '-m "not alone"' in recipe
-    assert "-m alone" in recipe
-    conftest = (ROOT / "tests" / "conftest.py").read_text()
-    listed = conftest.partition("ALONE: ")[2].partition("\n]\n")[0]
-    patterns = re.findall(r"^    \(\n? *r\"([^\"]+)\"", listed, re.MULTILINE)
-    assert patterns
+    for chosen in ('"not waiting and not alone"', "waiting", "alone"):
+        assert f"-m {chosen} " in recipe
+    patterns = [pattern for group in CONFTEST.GROUPS.values() for pattern, _ in group]
     for choice in "|".join(patterns).split("|"):
-        assert list((ROOT / "tests").glob(f"{choice}*")), (
-            f"ALONE of tests/conftest.py names {choice}, which is not there"
-        )
+        assert list((ROOT / "tests").glob(f"{choice}*")), f"tests/conftest.py names {choice}, which is not there"
+
+
+def test_few_files_run_alone():
+    """One after the other, with a processor idle: the call was the longest step of all when it had some 40 files."""
+    assert makefile("WAITING_WORKERS") == "6"
+    alone = [path.name for path in TEST_FILES if path.name.startswith("test_") and CONFTEST.group_of(path) == "alone"]
+    assert len(alone) <= 3, alone
+
+
+def seconds_slept(text: str) -> list[float]:
+    """The numbers that time.sleep() is called with."""
+    return [float(found) for found in re.findall(r"\btime\.sleep\((\d+(?:\.\d+)?)\)", text)]
+
+
+def test_no_test_sleeps_for_long():
+    """Tests wait for events. A sleep is the step of such a wait, or the time in which something must not happen.
+
+    Half a minute or more is for a process or a thread that the test ends before.
+    """
+    assert seconds_slept("time.sleep(3)\ntime.sleep(0.5)") == [3.0, 0.5]
+    for path in set(TEST_FILES) - {Path(__file__).resolve()}:
+        long = [seconds for seconds in seconds_slept(path.read_text()) if 2.5 < seconds < 30]
+        assert not long, f"{path} sleeps for {long} s"
+
+
+def test_members_of_an_etcd_do_not_wait_for_a_lease_to_begin():
+    """Two seconds of each of some 150 tests: only what is about a new etcd begins with one."""
+    new = [path.name for path in TEST_FILES if re.search(r"EtcdPlace\([^)]*new=True", path.read_text())]
+    assert new == ["test_long_lease.py"]

@@ -19,6 +19,8 @@ from transfer.kit import Child, stop_process
 from transfer.kit import wait_for as _wait_for
 
 import kvpool
+from kvpool.cluster.etcd_keys import Ids
+from kvpool.cluster.gateway import encode
 from kvpool.cluster.local_folder import folder_path
 
 __all__ = ["LEASE", "EtcdPlace", "Events", "LocalPlace", "Place", "free_name", "wait_for"]
@@ -153,16 +155,24 @@ class LocalPlace(Place):
 
 
 class EtcdPlace(Place):
-    def __init__(self, server: EtcdServer, **options: Any) -> None:
+    """`new`: with no counter of ids, so that the first member waits for a lease, as in an etcd that knows nobody.
+
+    All others save that wait, and begin with the counter that such a member writes.
+    """
+
+    def __init__(self, server: EtcdServer, *, new: bool = False, **options: Any) -> None:
         super().__init__(**options)
         self.server = server
         self.prefix = free_name()
         self.url = f"etcd://127.0.0.1:{server.port}/{self.prefix}"
+        if not new:
+            self._put("ids", Ids.new(0).to_bytes())
 
     def put_garbage(self, name: str, content: bytes) -> None:
-        from kvpool.cluster.gateway import encode
+        self._put(f"members/{name}", content)
 
-        self.server.call("kv/put", {"key": encode(f"{self.prefix}/members/{name}"), "value": encode(content)})
+    def _put(self, key: str, content: bytes) -> None:
+        self.server.call("kv/put", {"key": encode(f"{self.prefix}/{key}"), "value": encode(content)})
 
 
 @contextlib.contextmanager

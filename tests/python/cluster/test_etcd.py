@@ -163,13 +163,12 @@ def test_a_watch_that_was_broken_goes_on_where_it_was(own, own_etcd, monkeypatch
 @pytest.mark.parametrize("moment", ["right after it was entered", "later"])
 def test_an_etcd_with_passwords_that_restarts_loses_nobody(own_etcd, moment):
     """All must prove anew who they are, all at once; what renews the lease must not wait for it."""
+    own = EtcdPlace(own_etcd, user="root", password="right")  # writes its counter of ids while it needs no password
     for command in (("user", "add", "root:right"), ("user", "grant-role", "root", "root"), ("auth", "enable")):
         own_etcd.etcdctl(*command)
-    own = EtcdPlace(own_etcd, user="root", password="right")
     try:
         router = own.join()
         events = Events(router)
-        own.register(own.join(), "first")  # so that etcd has a counter of ids, and nobody waits for a lease
         for _ in range(3):
             member = own.member("a")
             until = member("reg._entry.keeper.valid_until_ns")
@@ -315,7 +314,6 @@ def test_a_killed_member_is_told_before_its_lease_has_run_out(own):
     """The keeper gives the lease back: with a lease of a minute nobody waits a minute."""
     router = own.join()
     events = Events(router)
-    own.register(own.join(), "first")  # or "a" would wait a lease, because etcd has no counter of ids yet
     member = own.member("a", lease=60)
     events.wait("a", "joined")
     member.kill()

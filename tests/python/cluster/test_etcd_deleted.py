@@ -141,8 +141,7 @@ def test_what_the_watch_does_not_tell_is_found_within_a_lease(etcd, keys, monkey
 
 
 def test_a_publication_that_finds_no_record_puts_it_back_at_once(etcd, keys, monkeypatch):
-    cluster = etcd.join(lease=60)
-    etcd.register(etcd.join(), "first")  # so that nobody waits for a lease
+    cluster = etcd.join(lease=60, heartbeat=1.0)
     reg = etcd.register(cluster, "a")
     monkeypatch.setattr(cluster._directory.view, "_take_events", lambda events: None)
     keys.delete("members/a")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from cluster.kit import Events, wait_for
 
 from kvpool.cluster.directory import Unreachable
+from kvpool.cluster.etcd_keys import Keys
+from kvpool.cluster.gateway import encode
 
 
 class CutOff:
@@ -68,8 +70,8 @@ def test_whoever_comes_back_too_late_for_its_id_is_refused(own, own_etcd, monkey
 
 def test_survivors_are_back_before_their_keepers_ask_again(own, own_etcd):
     """The watch tells that etcd is new: with a heartbeat of half a minute nobody waits for that."""
-    own.register(own.join(), "first")  # so that the next one need not wait for a lease
     reg = own.register(own.join(lease=90.0, heartbeat=30.0), "a")
     lose_memory(own_etcd)
-    wait_for(lambda: "a" in [one.name for one in own.join().members()], 20)
-    assert reg.instance == next(one.instance for one in own.join().members() if one.name == "a")
+    record = {"key": encode(Keys(own.prefix).member("a"))}
+    wait_for(lambda: "kvs" in own_etcd.call("kv/range", record), 20)
+    assert [(one.name, one.instance) for one in own.join().members()] == [("a", reg.instance)]

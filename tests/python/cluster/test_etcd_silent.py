@@ -59,7 +59,6 @@ def test_a_member_that_dies_while_etcd_answers_is_told_at_once(own):
     """Its keeper says so: nobody waits for those who may be on their way back."""
     router = own.join(lease=60.0)
     events = Events(router)
-    own.register(own.join(), "first")
     member = own.member("a", lease=60.0)
     events.wait("a", "joined")
     router._directory.view._contact.forgive()  # as if etcd had just been silent

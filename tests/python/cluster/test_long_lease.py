@@ -9,7 +9,7 @@ from cluster.kit import EtcdPlace
 from kit import small_pool
 
 import kvpool
-from kvpool.cluster import etcd
+from kvpool.cluster import etcd as etcd_directory
 
 LONG = 60.0
 
@@ -33,15 +33,20 @@ class FastClock:
 @pytest.fixture
 def clock(monkeypatch):
     one = FastClock()
-    monkeypatch.setattr(etcd, "time", one)
+    monkeypatch.setattr(etcd_directory, "time", one)
     return one
 
 
 @pytest.fixture
 def empty(etcd_server):
-    one = EtcdPlace(etcd_server, secret="s")
+    one = EtcdPlace(etcd_server, new=True, secret="s")
     yield one
     one.close()
+
+
+@pytest.fixture
+def etcd(empty):
+    return empty
 
 
 def test_a_pool_attaches_to_a_new_cluster(place, clock):
