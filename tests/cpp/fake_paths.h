@@ -1,5 +1,5 @@
-// Where the build put the libraries that stand for the CUDA driver, for NCCL and for the kernels. Functions, not macros: a path on every
-// compiler's command line would keep a compiler cache from serving two checkouts.
+// Where the build put the libraries that stand for the CUDA driver, for NCCL and for the kernels. Functions, not
+// macros: a path on every compiler's command line would keep a compiler cache from serving two checkouts.
 #pragma once
 
 namespace kvpool::testing {
