@@ -15,7 +15,7 @@
 #include "device_kit.h"
 #include "kvpool/cuda/stream.h"
 #include "kvpool/cuda/wait_word.h"
-#include "kvpool/transport/reactor.h"
+#include "kvpool/net/reactor.h"
 
 #ifdef KVPOOL_FAKE_CUDA
 
