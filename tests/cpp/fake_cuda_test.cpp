@@ -13,6 +13,7 @@
 
 #include "child_process.h"
 #include "device_kit.h"
+#include "kvpool/base/clock.h"
 #include "kvpool/cuda/stream.h"
 #include "kvpool/cuda/wait_word.h"
 #include "kvpool/net/reactor.h"
