@@ -229,17 +229,19 @@ GPU := build/gpu
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 GPU_JOBS ?= $(shell nproc)
-# Of one part each; with the build in front of them, less than ten minutes.
+# Of one part each.
 GPU_KERNEL_SECONDS ?= 120
-GPU_PYTHON_SECONDS ?= 300
+GPU_PYTHON_SECONDS ?= 450
 GPU_SANITIZE_SECONDS ?= 300
 CMAKE ?= cmake
 GPU_WHEELS := build/gpu-wheels
 GPU_DOWNLOAD = $(BIN)/python -m pip --disable-pip-version-check download --quiet --only-binary=:all: --implementation cp \
 	--python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 -d $(GPU_WHEELS)
 GPU_ENVIRONMENT = PYTHONPATH=$(CURDIR)/$(GPU)/site:$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}
+# Warnings are no errors here: the compiler of a GPU machine is not ours to choose, and a new warning of it must not cost
+# the run.
 GPU_CONFIGURE = $(CMAKE) -S . -B $(GPU) $(shell command -v ninja >/dev/null && echo -G Ninja) -DCMAKE_BUILD_TYPE=Release \
-	-DKVPOOL_CUDA=ON -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
+	-DKVPOOL_CUDA=ON -DKVPOOL_TESTS=ON
 
 .PHONY: gpu-wheels
 gpu-wheels: $(DONE)/venv ## what to carry to a GPU machine without network

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kvpool/cuda/kernels.h"
+#include "kvpool/cuda/stream_copier.h"
 #include "measure.h"
 
 namespace kvpool::bench {
@@ -33,8 +34,12 @@ struct Bench {
   int rounds = quick ? 5 : 15;
 };
 
+// As the product launches a kernel: what stays within the GPU has at most so many thread blocks, what crosses the bus
+// fewer (stream_copier.h). The whole GPU is a row beside it.
+constexpr LaunchOptions kAsProduct{.thread_blocks_max = kLinkThreadBlocks, .table = {}};
+
 void copy(const Bench& bench, const std::vector<PlannedStrip>& strips, const std::vector<BlockPair>& pairs, int stream,
-          const LaunchOptions& options = {}) {
+          const LaunchOptions& options = kAsProduct) {
   must(bench.kernels.copy(CopyJob{strips, pairs}, bench.clock.stream(stream), options), "copy kernel");
 }
 
@@ -95,8 +100,10 @@ void bench_device(Bench& bench) {
     const std::size_t table_bytes = cuda::table_bytes_of(1, swaps.size());
     const Memory table_host(table_bytes, true);
     const Memory table_device(table_bytes, false);
-    LaunchOptions table;
+    LaunchOptions table = kAsProduct;
     table.table = {table_host.data(), table_device.data(), table_bytes};
+    LaunchOptions whole = table;
+    whole.thread_blocks_max = 0;
     const Way ceiling{
         "cudaMemcpyAsync", [&] {
           must(cudaMemcpyAsync(run.data(), arena.data(), bytes, cudaMemcpyDeviceToDevice, bench.clock.stream()),
@@ -106,7 +113,8 @@ void bench_device(Bench& bench) {
       compare_rates(bench.clock, bench.rounds, what, piece, 2 * bytes,
                     {ceiling,
                      {"kvpool", [&] { copy(bench, strips, pairs, 0, table); }},
-                     {"kvpool, no table", [&] { copy(bench, strips, pairs, 0); }}});
+                     {"kvpool, no table", [&] { copy(bench, strips, pairs, 0); }},
+                     {"kvpool, whole GPU", [&] { copy(bench, strips, pairs, 0, whole); }}});
     };
     both("gather", gather, scatter.pairs);
     both("scatter", scatter_strips, scatter.back);
@@ -215,7 +223,10 @@ void bench_bus(Bench& bench) {
     LaunchOptions few;
     for (const std::uint32_t blocks : {8u, 16u, 32u, 64u, 0u}) {
       few.thread_blocks_max = blocks;
-      const std::string name = blocks == 0 ? "kvpool" : "kvpool, " + std::to_string(blocks) + " thread blocks";
+      const bool is_product = blocks == kBusThreadBlocks;
+      const std::string name = is_product    ? "kvpool"
+                               : blocks == 0 ? "kvpool, whole GPU"
+                                             : "kvpool, " + std::to_string(blocks) + " thread blocks";
       const auto kernel_in = [&] { copy(bench, strips_in, in, 0, few); };
       const auto kernel_out = [&] { copy(bench, strips_out, out, 1, few); };
       std::vector<Way> ways_in{{name, kernel_in}};
@@ -224,7 +235,7 @@ void bench_bus(Bench& bench) {
                                     kernel_in();
                                     kernel_out();
                                   }}};
-      if (blocks == 0) {
+      if (is_product) {
         ways_in.insert(ways_in.begin(), {{"cudaMemcpyAsync", [&] { whole(device_in, host_in, 0); }},
                                          {"piece by piece", [&] { copies_in.one_by_one(bench.clock.stream(0)); }},
                                          {"batch", [&] { copies_in.in_batch(bench.clock.stream(0)); }}});
@@ -298,7 +309,7 @@ void bench_launch(Bench& bench) {
       print_figures(std::string(call) + " and wait", piece, way, "us", wait_times_us(bench, calls / 10, launch).second);
       if (!is_long) continue;
       // The table is written again only when nothing reads it, so each call is waited for.
-      LaunchOptions options;
+      LaunchOptions options = kAsProduct;
       options.table = {table_host.data(), table_device.data(), table_host.size()};
       const auto by_table = wait_times_us(bench, calls / 4, [&] { copy(bench, strips, pairs, 0, options); });
       print_figures("launch", piece, way, "us", by_table.first);

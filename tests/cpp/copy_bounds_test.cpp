@@ -60,6 +60,20 @@ TEST_CASE("the bound between kernels and copy engines is where they are as fast 
   CHECK(cuda.left() == "");
 }
 
+TEST_CASE("a copy within the GPU is measured with more than its L2 cache holds") {
+  const FakeCuda cuda;
+  cuda.set("delay_us", 0);
+  cuda.set("l2_kib", 8 * 1024);
+  const TableKernels kernels(cuda);
+  // 8 MiB are twice as many pieces as the 4 MiB that cross the bus, so the engines win at pieces twice as long.
+  const Measured measured = measure(cuda, kernels, 25, 1);
+  CHECK(measured.complete);
+  CHECK(measured.bounds.of(GpuWay::kOut) == 128 * kKiB);
+  CHECK(measured.bounds.of(GpuWay::kIn) == 128 * kKiB);
+  CHECK(measured.bounds.of(GpuWay::kWithin) == 256 * kKiB);
+  CHECK(cuda.left() == "");
+}
+
 TEST_CASE("a GPU that has no memory for it, is too slow, or refuses, is not measured, and nothing of it is kept") {
   const CopyBounds guess;
   for (const char* call : {"cuMemAlloc", "cuMemHostRegister", "cuStreamCreate", "cuMemcpyBatchAsync_v2"}) {
@@ -76,7 +90,7 @@ TEST_CASE("a GPU that has no memory for it, is too slow, or refuses, is not meas
   const FakeCuda cuda;
   cuda.set("delay_us", 0);
   const TableKernels kernels(cuda);
-  const Measured slow = measure(cuda, kernels, 30'000'000, 1);
+  const Measured slow = measure(cuda, kernels, 120'000'000, 1);
   CHECK(slow.bounds == guess);
   CHECK_FALSE(slow.complete);
   CHECK(TableKernels::launches() == 3);  // one for each way

@@ -117,6 +117,32 @@ TEST_CASE("a GPU without virtual memory gives plain memory, unless virtual was a
   CHECK(cuda.left() == "");
 }
 
+TEST_CASE(
+    "where the driver refuses virtual memory that the GPU has, plain memory is taken, unless virtual was asked for") {
+  for (const int code : {800, 801}) {
+    CAPTURE(code);
+    const FakeCuda cuda;
+    cuda.fail("cuMemCreate", code);
+    const DeviceArena arena(options_of(1));
+    CHECK(arena.memory()->kind() == DeviceMemoryKind::kPlain);
+    CHECK(arena.mapped_bytes() == 12288);
+    CHECK(error_of(options_of(1, DeviceMemoryKind::kVirtual)).code() == ErrorCode::kUnsupported);
+  }
+  const FakeCuda cuda;
+  cuda.fail("cuMemCreate", 304);  // nothing that says that it is not to be had at all
+  CHECK(error_of(options_of(1)).code() == ErrorCode::kUnsupported);
+  CHECK(cuda.left() == "");
+}
+
+TEST_CASE("a GPU that another process has to itself is not lost") {
+  const FakeCuda cuda;
+  cuda.fail("cuDevicePrimaryCtxRetain", 46);
+  const Error error = error_of(options_of(1));
+  CHECK(error.code() == ErrorCode::kUnsupported);
+  CHECK(std::string(error.what()).find("EXCLUSIVE_PROCESS") != std::string::npos);
+  CHECK(cuda.left() == "");
+}
+
 TEST_CASE("an arena that does not fit the GPU is refused with the numbers, before or by the driver") {
   for (const bool check_memory : {true, false}) {
     for (const DeviceMemoryKind kind : {DeviceMemoryKind::kVirtual, DeviceMemoryKind::kPlain}) {

@@ -203,7 +203,7 @@ TEST_CASE("whichever call of the driver fails in a swap, the pool is as before a
   }
 }
 
-TEST_CASE("a stream that is none changes nothing, and a pool in ordinary memory takes none") {
+TEST_CASE("a stream of another GPU changes nothing, and a pool in ordinary memory takes none") {
   const FakeCuda cuda;
   const auto pool = std::make_shared<Pool>(device_options(4, 4));
   const EngineStream other_gpu(cuda, 2);

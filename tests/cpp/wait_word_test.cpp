@@ -2,6 +2,7 @@
 #include "kvpool/cuda/wait_word.h"
 
 #include <doctest/doctest.h>
+#include <stdlib.h>
 
 #include <atomic>
 #include <deque>
@@ -194,6 +195,34 @@ TEST_CASE("a copy that the GPU has put behind a stream that waits is waited for 
   }
   const CurrentContext current(*context, "a test");
   CHECK(context->driver().mem_free(memory) == 0);
+}
+
+TEST_CASE("with one queue to the GPU no stream waits for a word") {
+  const FakeCuda cuda;
+  const auto context = CudaContext::retain(0, "a test");
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1", 1);
+  std::string text;
+  CHECK(code_of([&] { take(context); }, &text) == ErrorCode::kUnsupported);
+  CHECK(text.find("CUDA_DEVICE_MAX_CONNECTIONS is 1") != std::string::npos);
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8", 1);
+  CHECK_FALSE(words_unset(*context));
+  take(context)->set();
+  unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
+}
+
+TEST_CASE(
+    "nothing that waits for a whole GPU begins while a stream waits for a word, and no word is given out meanwhile") {
+  const FakeCuda cuda;
+  const auto context = CudaContext::retain(0, "a test");
+  {
+    const auto word = take(context);
+    CHECK(code_of([&] { const Standstill standstill(*context); }) == ErrorCode::kRouteFailed);
+    word->set();
+    const Standstill standstill(*context);
+    CHECK(code_of([&] { take(context); }) == ErrorCode::kBusy);
+    take(CudaContext::retain(1, "a test"));  // another GPU goes on
+  }
+  take(context);
 }
 
 TEST_CASE("what cannot wait for a word says why, and the word is free for others") {

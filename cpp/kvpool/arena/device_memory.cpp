@@ -30,7 +30,7 @@ std::int64_t as_field(std::size_t bytes) { return static_cast<std::int64_t>(std:
 
 DeviceMemory::DeviceMemory(std::shared_ptr<const CudaContext> context, std::size_t bytes, DeviceMemoryKind kind,
                            bool check_memory)
-    : context_(std::move(context)) {
+    : context_(std::move(context)), wanted_(kind) {
   const CurrentContext current(*context_, kWhat);
   kind_ = kind;
   if (kind == DeviceMemoryKind::kAuto) {
@@ -40,11 +40,7 @@ DeviceMemory::DeviceMemory(std::shared_ptr<const CudaContext> context, std::size
                                              " has no virtual memory that can be exported: device_memory='plain' does");
   }
   try {
-    if (kind_ == DeviceMemoryKind::kVirtual) {
-      make_virtual(bytes, check_memory);
-    } else {
-      make_plain(bytes, check_memory);
-    }
+    if (kind_ == DeviceMemoryKind::kPlain || !make_virtual(bytes, check_memory)) make_plain(bytes, check_memory);
   } catch (...) {
     free();
     throw;
@@ -57,19 +53,30 @@ DeviceMemory::~DeviceMemory() {
   if (current) free();
 }
 
-void DeviceMemory::make_virtual(std::size_t bytes, bool check_memory) {
+// False when the machine refuses such memory though its GPU has it (a container without the right to export
+// descriptors, a vGPU), and plain memory does.
+bool DeviceMemory::make_virtual(std::size_t bytes, bool check_memory) {
   const CudaDriver& driver = context_->driver();
   const CuMemProp properties = kvpool::properties(*context_);
   std::size_t granularity = 0;
+  const auto falls_back = [&](CuResult result) {
+    if (wanted_ != DeviceMemoryKind::kAuto || (result != kCudaNotPermitted && result != kCudaNotSupported))
+      return false;
+    kind_ = DeviceMemoryKind::kPlain;
+    return true;
+  };
   require(driver.mem_granularity(&granularity, &properties, kCuGranularityRecommended),
           "cuMemGetAllocationGranularity");
   bytes_ = (bytes + granularity - 1) / granularity * granularity;
   if (check_memory) check_room(bytes_);
-  require(driver.mem_create(&handle_, bytes_, &properties, 0), "cuMemCreate");
+  const CuResult created = driver.mem_create(&handle_, bytes_, &properties, 0);
+  if (falls_back(created)) return false;
+  require(created, "cuMemCreate");
   require(driver.mem_address_reserve(&base_, bytes_, 0, 0, 0), "cuMemAddressReserve");
   require(driver.mem_map(base_, bytes_, 0, handle_, 0), "cuMemMap");
   mapped_ = true;
   give_access();
+  return true;
 }
 
 void DeviceMemory::make_plain(std::size_t bytes, bool check_memory) {

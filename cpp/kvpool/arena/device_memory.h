@@ -17,7 +17,7 @@
 namespace kvpool {
 
 enum class DeviceMemoryKind : std::uint8_t {
-  kAuto,     // virtual where it can be had
+  kAuto,     // virtual where it can be had; plain where the driver refuses (NOT_PERMITTED, NOT_SUPPORTED)
   kVirtual,  // cuMem*: exported as a file descriptor
   kPlain,    // cuMemAlloc: exported as an IPC handle
 };
@@ -44,7 +44,7 @@ class DeviceMemory {
   CuIpcMemHandle export_handle() const;
 
  private:
-  void make_virtual(std::size_t bytes, bool check_memory);
+  bool make_virtual(std::size_t bytes, bool check_memory);
   void make_plain(std::size_t bytes, bool check_memory);
   void check_room(std::size_t bytes) const;
   void give_access();
@@ -54,6 +54,7 @@ class DeviceMemory {
   void free() noexcept;
 
   std::shared_ptr<const CudaContext> context_;
+  const DeviceMemoryKind wanted_;
   DeviceMemoryKind kind_ = DeviceMemoryKind::kPlain;
   CuPointer base_ = 0;   // reserved, or allocated
   CuHandle handle_ = 0;  // 0: none

@@ -41,7 +41,7 @@ class DeviceMover {
   DeviceMover(const DeviceMover&) = delete;
   DeviceMover& operator=(const DeviceMover&) = delete;
 
-  // Copies block from[i] to block to[i] for i in [0, n). Throws Error: kArgument (`after` is no stream of this GPU),
+  // Copies block from[i] to block to[i] for i in [0, n). Throws Error: kArgument (`after` is a stream of another GPU),
   // kDeviceLost, kUnsupported, kOutOfMemory; std::bad_alloc. REQUIRES: no block stands twice in `to`.
   void move(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after);
   // Fills blocks of the device arena with zeros, after all that the device is doing now. Throws as move().

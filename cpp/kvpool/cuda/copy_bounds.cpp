@@ -1,5 +1,6 @@
 #include "kvpool/cuda/copy_bounds.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <new>
@@ -18,20 +19,43 @@ namespace {
 constexpr const char* kWhat = "how a GPU copies best cannot be measured";
 constexpr std::size_t kKiB = 1024;
 constexpr std::array<std::size_t, 6> kLengths{32 * kKiB, 64 * kKiB, 128 * kKiB, 256 * kKiB, 512 * kKiB, 1024 * kKiB};
-// Of one copy. A bus of 12 GB/s takes a third of a millisecond, so that all of a way's 48 copies are below its limit.
-constexpr std::size_t kBytes = 4096 * kKiB;
-constexpr RaceRules kRules{.lengths = kLengths, .tries = 4, .clear_percent = 5, .limit_ns = 25'000'000};
+// Of one copy over the bus. One of 12 GB/s takes a third of a millisecond, so that all of a way's 48 copies are below
+// its limit.
+constexpr std::size_t kBusBytes = 4096 * kKiB;
+// Of one copy within the GPU: as much as its L2 cache holds, so that what is read comes from the memory.
+constexpr std::size_t kWithinBytesMax = 128 * 1024 * kKiB;
+constexpr std::size_t kWithinBytesGuess = 64 * 1024 * kKiB;  // where the driver does not say
+constexpr std::int64_t kBusLimitNs = 25'000'000;
+constexpr std::int64_t kWithinLimitNs = 100'000'000;
 
-// Memory to copy between. Nobody else knows of it.
+RaceRules rules_of(GpuWay way) noexcept {
+  return {.lengths = kLengths,
+          .tries = 4,
+          .clear_percent = 5,
+          .limit_ns = way == GpuWay::kWithin ? kWithinLimitNs : kBusLimitNs};
+}
+
+std::size_t bytes_of(const CudaContext& context, GpuWay way) {
+  if (way != GpuWay::kWithin) return kBusBytes;
+  const int cache = context.attribute(kCuDeviceL2Bytes, kWhat);
+  if (cache <= 0) return kWithinBytesGuess;
+  constexpr std::size_t kStep = kLengths.back();
+  const std::size_t bytes = (static_cast<std::size_t>(cache) + kStep - 1) / kStep * kStep;
+  return std::clamp(bytes, kBusBytes, kWithinBytesMax);
+}
+
+// Memory to copy between, on each side so much. Nobody else knows of it.
 class Scratch {
  public:
-  explicit Scratch(const std::shared_ptr<const CudaContext>& context) : context_(*context), host_(context, kBytes) {
-    context_.driver().require(context_.driver().mem_alloc(&device_, 2 * kBytes), "cuMemAlloc", kWhat);
+  Scratch(const std::shared_ptr<const CudaContext>& context, GpuWay way)
+      : context_(*context), bytes_(bytes_of(*context, way)), host_(context, kBusBytes) {
+    context_.driver().require(context_.driver().mem_alloc(&device_, 2 * bytes_), "cuMemAlloc", kWhat);
   }
   ~Scratch() { context_.driver().mem_free(device_); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
+  std::size_t bytes() const noexcept { return bytes_; }
   std::byte* host() const noexcept { return host_.data(); }
   std::byte* device(std::size_t at) const noexcept {
     return reinterpret_cast<std::byte*>(device_) + at;  // NOLINT(performance-no-int-to-ptr)
@@ -39,6 +63,7 @@ class Scratch {
 
  private:
   const CudaContext& context_;
+  const std::size_t bytes_;
   const PinnedBuffer host_;
   CuPointer device_ = 0;
 };
@@ -49,15 +74,16 @@ class Track {
   Track(const std::shared_ptr<const CudaContext>& context, const cuda::KernelSet& kernels, const Scratch& scratch,
         GpuWay way)
       : way_(way),
+        bytes_(scratch.bytes()),
         from_(way == GpuWay::kIn ? scratch.host() : scratch.device(0)),
-        to_(way == GpuWay::kOut ? scratch.host() : scratch.device(kBytes)),
+        to_(way == GpuWay::kOut ? scratch.host() : scratch.device(bytes_)),
         stream_(context),
         kernel_(context, &kernels, always(), way == GpuWay::kWithin ? kLinkThreadBlocks : kBusThreadBlocks, kWhat),
         engines_(context, nullptr, {}, 0, kWhat) {}
 
   // False when it cannot be done; nothing is under way then. Throws kDeviceLost.
   bool copy(Racer racer, std::size_t piece_bytes) {
-    const std::size_t pieces = kBytes / piece_bytes;
+    const std::size_t pieces = bytes_ / piece_bytes;
     // No two neighbours on one side are neighbours in the same order on the other.
     std::vector<Address> from(pieces);
     std::vector<Address> to(pieces);
@@ -86,11 +112,12 @@ class Track {
  private:
   static CopyBounds always() noexcept {
     CopyBounds bounds;
-    for (const GpuWay way : {GpuWay::kOut, GpuWay::kIn, GpuWay::kWithin}) bounds.set(way, kBytes);
+    for (const GpuWay way : {GpuWay::kOut, GpuWay::kIn, GpuWay::kWithin}) bounds.set(way, kBusBytes);
     return bounds;
   }
 
   const GpuWay way_;
+  const std::size_t bytes_;
   const std::byte* const from_;
   std::byte* const to_;
   CudaStream stream_;
@@ -121,12 +148,12 @@ CopyBounds race_copies(const std::shared_ptr<const CudaContext>& context, const 
     // To give memory back may wait for a stream that waits for a peer: not for a measurement.
     if (!words_unset(*context)) {
       const CurrentContext current(*context, kWhat);
-      const Scratch scratch(context);
       all = true;
       for (const GpuWay way : {GpuWay::kOut, GpuWay::kIn, GpuWay::kWithin}) {
+        const Scratch scratch(context, way);
         Track track(context, kernels, scratch, way);
         const auto found = race_pieces(
-            kRules, clock, [&](Racer racer, std::size_t piece_bytes) { return track.copy(racer, piece_bytes); });
+            rules_of(way), clock, [&](Racer racer, std::size_t piece_bytes) { return track.copy(racer, piece_bytes); });
         if (found) bounds.set(way, *found);
         all = all && found.has_value();
       }

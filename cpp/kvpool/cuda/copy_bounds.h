@@ -36,8 +36,8 @@ class CopyBounds {
   std::array<std::size_t, kGpuWays> bytes_;
 };
 
-// Of this GPU: measured in some tens of milliseconds when nobody in this process has yet, for whoever makes a pool. The
-// guess, for each way, where the GPU has no memory for it, is too busy to say within that time, or refuses; that is
+// Of this GPU: measured in up to some 150 milliseconds when nobody in this process has yet, for whoever makes a pool.
+// The guess, for each way, where the GPU has no memory for it, is too busy to say within that time, or refuses; that is
 // tried again for the next pool. Waits for the GPU, as taking its memory does. Throws kDeviceLost.
 CopyBounds measured_copy_bounds(const std::shared_ptr<const CudaContext>& context, const cuda::KernelSet& kernels);
 // What was measured of the GPU with this number, if anything. Asks nothing of it.

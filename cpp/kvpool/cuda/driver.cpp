@@ -21,6 +21,9 @@ CudaFault fault_of(CuResult result) noexcept {
     case 1:    // INVALID_VALUE
     case 400:  // INVALID_HANDLE
       return CudaFault::kArgument;
+    case kCudaDeviceUnavailable:
+    case 216:  // CONTEXT_ALREADY_IN_USE
+      return CudaFault::kInUse;
     case kCudaCaptureUnsupported:
     case 901:  // STREAM_CAPTURE_INVALIDATED
     case 902:  // STREAM_CAPTURE_MERGE
@@ -32,7 +35,6 @@ CudaFault fault_of(CuResult result) noexcept {
     case 908:  // STREAM_CAPTURE_WRONG_THREAD
       return CudaFault::kCapturing;
     case 4:    // DEINITIALIZED
-    case 46:   // DEVICE_UNAVAILABLE
     case 201:  // INVALID_CONTEXT
     case 214:  // ECC_UNCORRECTABLE
     case 220:  // NVLINK_UNCORRECTABLE
@@ -120,6 +122,7 @@ CudaDriver::CudaDriver(const std::string& name) : library(name) {
   find(memset_async, "cuMemsetD8Async");
   look(ctx_record_event, "cuCtxRecordEvent");
   look(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
+  look(stream_get_ctx_v2, "cuStreamGetCtx_v2");
   look(stream_is_capturing, "cuStreamIsCapturing");
   look(stream_wait_value, "cuStreamWaitValue32_v2");
   look(memcpy_batch_v1, "cuMemcpyBatchAsync");
@@ -162,6 +165,14 @@ void CudaDriver::require(CuResult result, const char* call, const char* what) co
           ErrorCode::kState,
           std::string(what) + ": " + call + " failed with " + name_of(result) +
               ", a CUDA graph is being captured: name the stream whose work comes first, one that is not captured",
+          {{"driver_code", result}});
+    case CudaFault::kInUse:
+      throw Error(
+          ErrorCode::kUnsupported,
+          std::string(what) + ": " + call + " failed with " + name_of(result) +
+              ", this GPU takes no more processes: another one has it to itself, or none may use it (compute mode "
+              "EXCLUSIVE_PROCESS or PROHIBITED; nvidia-smi -q -d COMPUTE says which). Nothing is lost: end the "
+              "other process, or set the mode to DEFAULT",
           {{"driver_code", result}});
     case CudaFault::kArgument:  // of a call that kvpool made: its caller knows nothing of it
     case CudaFault::kUnsupported:

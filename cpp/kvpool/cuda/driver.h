@@ -26,7 +26,9 @@ inline constexpr CuResult kCudaSuccess = 0;
 inline constexpr CuResult kCudaOutOfMemory = 2;
 inline constexpr CuResult kCudaNoDevice = 100;
 inline constexpr CuResult kCudaInvalidDevice = 101;
-inline constexpr CuResult kCudaNotReady = 600;  // of a question: not yet
+inline constexpr CuResult kCudaDeviceUnavailable = 46;  // another process has the GPU to itself
+inline constexpr CuResult kCudaNotReady = 600;          // of a question: not yet
+inline constexpr CuResult kCudaNotPermitted = 800;
 inline constexpr CuResult kCudaNotSupported = 801;
 inline constexpr CuResult kCudaCaptureUnsupported = 900;  // not while a CUDA graph is captured
 
@@ -76,6 +78,7 @@ inline constexpr int kCuPointerDeviceOrdinal = 9;
 inline constexpr int kCuPointerLegacyIpcCapable = 10;  // a range of several allocations, or of virtual memory, is not
 inline constexpr unsigned kCuIpcLazyPeerAccess = 1;
 inline constexpr int kCuMemoryTypeDevice = 2;
+inline constexpr int kCuDeviceL2Bytes = 38;
 inline constexpr int kCuDeviceHostPointerOfRegistered = 91;
 inline constexpr int kCuDeviceVirtualMemory = 102;
 inline constexpr int kCuDevicePosixFd = 103;
@@ -87,8 +90,9 @@ enum class CudaFault : std::uint8_t {
   kNone,
   kMemory,       // the device has not enough
   kUnsupported,  // this machine or this driver cannot do it
-  kArgument,     // a handle or an address that is none
+  kArgument,     // an argument that the driver refuses
   kCapturing,    // not while a CUDA graph is captured
+  kInUse,        // the GPU is in exclusive mode and belongs to another process; nothing is lost
   kLost,         // the device, or the context with everything in it, is gone; nothing on it works any more
 };
 CudaFault fault_of(CuResult result) noexcept;
@@ -105,7 +109,8 @@ struct CudaDriver {
   // "CUDA_ERROR_OUT_OF_MEMORY (2)", or "unknown error (9876)".
   std::string name_of(CuResult result) const;
   // Throws unless it is success: kOutOfMemory, kDeviceLost, kState (a CUDA graph is being captured) or, for everything
-  // else, kUnsupported, with the driver's number in the field `driver_code`. `what` says what cannot be done then.
+  // else (a GPU that another process has to itself, too), kUnsupported, with the driver's number in the field
+  // `driver_code`. `what` says what cannot be done then.
   void require(CuResult result, const char* call, const char* what) const;
 
   std::string library;  // as it was opened
@@ -167,6 +172,8 @@ struct CudaDriver {
   CuResult (*ctx_record_event)(CuContext context, CuEvent event) = nullptr;
   // What this thread may do while another one captures a CUDA graph; swaps the old mode for the new: CUDA 10.1.
   CuResult (*exchange_capture_mode)(int* mode) = nullptr;
+  // The contexts of a stream; the second is null unless the stream is of a green context: CUDA 12.5.
+  CuResult (*stream_get_ctx_v2)(CuStream stream, CuContext* context, void** green) = nullptr;
   // Whether the stream is being captured; 0: it is not: CUDA 10.0.
   CuResult (*stream_is_capturing)(CuStream stream, int* status) = nullptr;
   // What the stream is given from now on begins when the word at this address has reached the value: CUDA 11.7.

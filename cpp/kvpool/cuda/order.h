@@ -25,7 +25,7 @@ namespace kvpool {
 class DeviceOrder {
  public:
   // After what the stream has been given until now; without a stream, after what the whole device has been given by
-  // the time of wait(). Does not wait itself. Throws kArgument for a stream that is none of this GPU, and as
+  // the time of wait(). Does not wait itself. Throws kArgument for a stream of another GPU, and as
   // CudaDriver::require.
   static std::shared_ptr<const DeviceOrder> after(std::shared_ptr<const CudaContext> context,
                                                   const CallerStream& stream);

@@ -23,7 +23,7 @@ std::optional<std::size_t> race_pieces(const RaceRules& rules, const RaceClock& 
       }
     }
     // Nanoseconds below the limit: a product with a hundred does not overflow.
-    if (best[1] * (100 + rules.clear_percent) < best[0] * 100) return bound;
+    if (best[0] * (100 + rules.clear_percent) >= best[1] * 100) return bound;
     bound = length;
   }
   return bound;

@@ -19,7 +19,8 @@ enum class Racer : std::uint8_t { kKernel, kEngines };
 struct RaceRules {
   std::span<const std::size_t> lengths;  // of pieces: rising, at least one
   int tries;                             // of each racer at each length, in turns; the best one counts
-  int clear_percent;                     // by which the engines have to be faster to win
+  int clear_percent;                     // by which the kernel has to be faster to win: a tie is the engines', which
+                                         // leave the whole GPU to the model
   std::int64_t limit_ns;                 // for all of it
 };
 

@@ -7,16 +7,27 @@
 #include "kvpool/cuda/looks.h"
 
 namespace kvpool {
+namespace {
+
+constexpr int kGreenContextVersion = 12050;
+
+}  // namespace
 
 void check_stream_of(const CudaContext& context, CuStream stream, const char* what) {
+  const CudaDriver& driver = context.driver();
   CuContext owner = nullptr;
-  const CuResult result = context.driver().stream_get_ctx(stream, &owner);
-  if (fault_of(result) == CudaFault::kArgument || (result == kCudaSuccess && owner != context.handle())) {
+  // A green context is a part of the GPU; its streams belong to the primary context, which only the newer call says.
+  if (driver.stream_get_ctx_v2 != nullptr && context.driver_version() >= kGreenContextVersion) {
+    void* green = nullptr;
+    driver.require(driver.stream_get_ctx_v2(stream, &owner, &green), "cuStreamGetCtx_v2", what);
+  } else {
+    driver.require(driver.stream_get_ctx(stream, &owner), "cuStreamGetCtx", what);
+  }
+  if (owner != context.handle()) {
     throw Error(ErrorCode::kArgument,
                 "stream is no stream of the primary context of GPU " + std::to_string(context.ordinal()),
                 {{"device", context.ordinal()}});
   }
-  context.driver().require(result, "cuStreamGetCtx", what);
   if (context.driver().stream_is_capturing == nullptr) return;
   int status = 0;
   context.driver().require(context.driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing", what);

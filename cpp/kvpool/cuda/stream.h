@@ -35,8 +35,9 @@ class CopyOrder {
   bool is_met_ = false;
 };
 
-// Throws kArgument for a stream that is none, or of another context, and kState for one that is being captured into a
-// CUDA graph: what follows it would go into that graph. REQUIRES: the context is current.
+// Throws kArgument for a stream of another GPU, and kState for one that is being captured into a CUDA graph: what
+// follows it would go into that graph. REQUIRES: the stream exists (the CUDA driver does not check a handle: one that
+// was never made, or was destroyed, is undefined behaviour there); the context is current.
 void check_stream_of(const CudaContext& context, CuStream stream, const char* what);
 
 // Does not wait for the default stream, nor lets it wait.
@@ -53,7 +54,7 @@ class CudaStream {
   CuStream handle() const noexcept { return stream_; }
 
   // What is put into this stream from now on begins when the order is met: the GPU waits for what is in another stream
-  // now. For a whole device this thread waits, here. Throws kArgument for a stream that is none, or of another device;
+  // now. For a whole device this thread waits, here. Throws kArgument for a stream of another device;
   // kState for a stream that is captured, and for a whole device while a CUDA graph is captured there.
   void follow(const CopyOrder& order);
   // Whether all that is in this stream now ends within so long. Looks again and again. True, too, when the driver does

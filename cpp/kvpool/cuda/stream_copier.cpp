@@ -1,6 +1,8 @@
 #include "kvpool/cuda/stream_copier.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -25,6 +27,11 @@ void for_runs(std::span<const Address> from, std::span<const Address> to, bool m
     sink(block_of(from[i]), block_of(to[i]), run);
     i += run;
   }
+}
+
+bool batches_are_off() {
+  const char* const setting = std::getenv("KVPOOL_CUDA_BATCHES");
+  return setting != nullptr && std::string_view(setting) == "0";
 }
 
 std::uint64_t count_pieces(std::span<const PlannedStrip> plan, std::span<const Address> from,
@@ -65,7 +72,8 @@ StreamCopier::StreamCopier(std::shared_ptr<const CudaContext> context, const cud
       kernels_(context_->attribute(kCuDeviceHostPointerOfRegistered, what) != 0 ? kernels : nullptr),
       bounds_(bounds),
       thread_blocks_(thread_blocks),
-      what_(what) {}
+      what_(what),
+      batches_refused_(batches_are_off()) {}
 
 std::uint64_t StreamCopier::copy(CuStream stream, GpuWay way, std::span<const PlannedStrip> plan,
                                  std::span<const Address> from, std::span<const Address> to, bool merge,
@@ -157,7 +165,9 @@ bool StreamCopier::copied_as_batch(CuStream stream, std::span<const CopyPiece> p
                                                           &attributes, &first, 1, stream)
                                  : driver.memcpy_batch_v1(to.data(), from.data(), bytes.data(), pieces.size(),
                                                           &attributes, &first, 1, &failed, stream);
-  if (result == kCudaNotSupported) {
+  // A driver may refuse a batch of pieces of which it takes each by itself. A piece that is wrong is refused again.
+  // Those of the batch that are under way already are copied twice, in the order of the stream.
+  if (result == kCudaNotSupported || fault_of(result) == CudaFault::kArgument) {
     batches_refused_.store(true, std::memory_order_relaxed);
     return false;
   }

@@ -2,7 +2,8 @@
 //
 // Many small pieces are one kernel that reads and writes both sides itself (cuda/kernels.h); few large ones go by the
 // copy engines (copy_bounds.h says which are which), in one call where the driver has it (cuMemcpyBatchAsync,
-// CUDA 12.8), else one by one. What this GPU or its driver turns out not to support is not asked for again.
+// CUDA 12.8), else one by one. What this GPU or its driver turns out not to support is not asked for again. Some
+// drivers refuse batches that are right, or hang in them: KVPOOL_CUDA_BATCHES=0 in the environment keeps to one by one.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -77,7 +78,7 @@ class StreamCopier {
   const std::uint32_t thread_blocks_;
   const char* const what_;
   std::atomic<bool> kernels_refused_{false};  // this GPU or its driver cannot run what was compiled
-  std::atomic<bool> batches_refused_{false};  // has the call, and does not support it
+  std::atomic<bool> batches_refused_;         // has the call, and does not support it, or is not to be asked
 };
 
 }  // namespace kvpool

@@ -2,10 +2,12 @@
 
 #include <sys/mman.h>
 
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <new>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -20,13 +22,28 @@ constexpr const char* kWhat = "a stream cannot wait for what a peer sends";
 constexpr std::size_t kPageBytes = 4096;
 constexpr std::uint32_t kPageWords = kPageBytes / sizeof(std::uint32_t);
 constexpr CuResult kAlreadyRegistered = 712;
+constexpr std::int64_t kRetryAfterUs = 10'000;
 
 using Word = std::atomic<std::uint32_t>;
 static_assert(sizeof(Word) == sizeof(std::uint32_t) && Word::is_always_lock_free);
 
 CuPointer pointer(const Word* word) noexcept { return static_cast<CuPointer>(reinterpret_cast<std::uintptr_t>(word)); }
 
+// Streams of one GPU share its queues when there are more of them than CUDA_DEVICE_MAX_CONNECTIONS says (8 if it says
+// nothing). With one queue every copy stands behind the stream that waits for it.
+void check_queues() {
+  const char* const connections = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  if (connections == nullptr || std::string_view(connections) != "1") return;
+  throw Error(
+      ErrorCode::kUnsupported,
+      std::string(kWhat) +
+          ": CUDA_DEVICE_MAX_CONNECTIONS is 1, and so what it waits for would stand behind it in the one queue of "
+          "the GPU; set the variable to 8 or more, or wait for the handle on the CPU (wait())",
+      {{"connections", 1}});
+}
+
 void check_supported(const CudaContext& context) {
+  check_queues();
   if (context.driver().stream_wait_value == nullptr) {
     throw Error(ErrorCode::kUnsupported, std::string(kWhat) + ": the CUDA driver has no cuStreamWaitValue32");
   }
@@ -85,6 +102,22 @@ class WaitWords {
     return all->try_emplace(key, std::move(made)).first->second.get();
   }
 
+  // Throws kRouteFailed.
+  void begin_standstill() {
+    const std::lock_guard lock(mutex_);
+    if (unset_.load() > 0) {
+      throw Error(ErrorCode::kRouteFailed,
+                  "no NCCL communicator can be made while a stream of the GPU waits for what a peer is to send "
+                  "(wait_on): its making waits for all work of the GPU. Send something by nccl before the first "
+                  "wait_on, offer another route beside it, or wait for the handle on the CPU");
+    }
+    ++standstills_;
+  }
+  void end_standstill() noexcept {
+    const std::lock_guard lock(mutex_);
+    --standstills_;
+  }
+
   std::shared_ptr<WaitWord> take(std::shared_ptr<const CudaContext> context) {
     const CurrentContext current(*context, kWhat);
     const std::shared_ptr<WaitWord> word(new WaitWord(std::move(context), *this));
@@ -110,9 +143,16 @@ class WaitWords {
   std::atomic<std::uint32_t>& unset() noexcept { return unset_; }
 
  private:
-  // False: there is none left. The word that was free for the longest time.
-  bool give(WaitWord& word) noexcept {
+  // False: there is none left. Throws kBusy. The word that was free for the longest time.
+  bool give(WaitWord& word) {
     const std::lock_guard lock(mutex_);
+    if (standstills_ > 0) {
+      throw Error(
+          ErrorCode::kBusy,
+          std::string(kWhat) +
+              " while an NCCL communicator is made on its GPU, for that waits for all work there; try again then",
+          {{"retry_after_us", kRetryAfterUs}});
+    }
     if (free_count_ == 0) return false;
     word.slot_ = free_[first_free_];
     first_free_ = (first_free_ + 1) % free_.size();
@@ -158,6 +198,7 @@ class WaitWords {
   }
 
   const unsigned flags_;
+  int standstills_ = 0;  // under mutex_
   std::atomic<std::uint32_t> unset_{0};
   std::mutex mutex_;
   std::vector<Word*> pages_;
@@ -209,6 +250,12 @@ void WaitWord::force() noexcept {
   forced_.store(true, std::memory_order_release);
   set();
 }
+
+Standstill::Standstill(const CudaContext& context) : words_(*WaitWords::of(context, /*make=*/true)) {
+  words_.begin_standstill();
+}
+
+Standstill::~Standstill() { words_.end_standstill(); }
 
 bool words_unset(const CudaContext& context) noexcept {
   if (all_unset.load() == 0) return false;

@@ -34,7 +34,8 @@ inline constexpr std::int64_t kWordPatienceNs = 1'000'000'000;
 class WaitWord {
  public:
   // Set by force when it is not set by then (CLOCK_MONOTONIC). Throws kUnsupported where streams of this GPU cannot
-  // wait so, kOutOfMemory, kDeviceLost, kState, std::bad_alloc.
+  // wait so, or would share one queue with the copies that they wait for (CUDA_DEVICE_MAX_CONNECTIONS=1); kBusy while
+  // a Standstill lives; kOutOfMemory, kDeviceLost, kState, std::bad_alloc.
   static std::shared_ptr<WaitWord> take(std::shared_ptr<const CudaContext> context, std::int64_t until_ns);
   ~WaitWord();
   WaitWord(const WaitWord&) = delete;
@@ -62,6 +63,20 @@ class WaitWord {
   std::atomic<bool> set_{false};
   std::atomic<bool> forced_{false};
   std::int64_t until_ns_ = 0;
+};
+
+// While this lives, something waits for all work of a GPU, and what it does not know of must not hold it up: the making
+// of an NCCL communicator, whose kernels are loaded then. No word is given out meanwhile.
+class Standstill {
+ public:
+  // Throws kRouteFailed when words of this context are in use and not set: a stream may be waiting.
+  explicit Standstill(const CudaContext& context);
+  ~Standstill();
+  Standstill(const Standstill&) = delete;
+  Standstill& operator=(const Standstill&) = delete;
+
+ private:
+  WaitWords& words_;
 };
 
 // Whether words of this context are in use and not set: a stream may be waiting.

@@ -173,6 +173,22 @@ void RouteMaker::prepare_gpu() {
   if (gpu == nullptr) return;
   staging_ = std::make_shared<DeviceStaging>(gpu);
   if (!offers("cuda_ipc")) return;
+  try {
+    export_gpu_memory(*gpu);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kDeviceLost || error.code() == ErrorCode::kState) throw;
+    // Peers see no memory to map, and come by the other routes.
+    notes_.push_back(std::string("the route cuda_ipc is left out: ") + error.what());
+    for (std::size_t i = 0; i < exported_.size(); ++i) {
+      exported_[i] = Descriptor();
+      given_[i].clear();
+    }
+    std::erase(names_, "cuda_ipc");
+    if (names_.empty()) throw;
+  }
+}
+
+void RouteMaker::export_gpu_memory(const CudaContext& gpu) {
   for (std::size_t i = 0; i < exported_.size(); ++i) {
     const Arena& arena = *memory_.arenas[i];
     if (!arena.on_device() || arena.blocks() == 0) continue;
@@ -187,7 +203,7 @@ void RouteMaker::prepare_gpu() {
     for (const Segment& segment : arena.segments()) {
       ranges.emplace_back(segment.base, (arena.blocks() - 1) * segment.stride + segment.bytes);
     }
-    for (const IpcAllocation& allocation : ipc_allocations(*gpu, ranges)) {
+    for (const IpcAllocation& allocation : ipc_allocations(gpu, ranges)) {
       MetadataAllocation& given = given_[i].emplace_back(MetadataAllocation{allocation.base, allocation.bytes, {}});
       std::memcpy(given.handle, &allocation.handle, sizeof(given.handle));
     }
@@ -213,6 +229,14 @@ void RouteMaker::prepare_ucx(const std::string& where) {
     notes_.push_back(std::string("the route ucx leaves out ") + (hbm ? "HBM" : "DRAM") + ": " + why);
   }
   ucx_gives_handles_ = ucx_->gives_handles();
+  // UCX hands over virtual memory by a descriptor that the peer takes out of this process (pidfd_getfd), and a kernel
+  // with Yama allows that to tracers alone. Without, UCX goes the long way, by the host, and says nothing.
+  const bool has_virtual = std::ranges::find(local.on_gpu, UcxGpuMemory::kVirtual) != local.on_gpu.end();
+  if (has_virtual && !allow_cma_writers()) {
+    notes_.push_back(
+        "the route ucx may be slow to memory of the GPU: peers may not take its descriptors (prctl PR_SET_PTRACER "
+        "failed); device_memory=\"plain\" needs no such right");
+  }
   if (takes_any || notes_.empty()) return;
   ucx_.reset();
   throw Error(

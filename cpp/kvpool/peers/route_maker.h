@@ -100,12 +100,14 @@ class RouteMaker {
   std::shared_ptr<Route> make_cuda_ipc(const PeerMetadata& peer, const Link& link);
   std::shared_ptr<Route> make_gpu_loopback(const PeerMetadata& peer, const Link& link);
   void prepare_gpu();
+  // What lets peers map what is on this GPU. Throws as CudaDriver::require.
+  void export_gpu_memory(const CudaContext& gpu);
   void prepare_ucx(const std::string& where);
   bool gives_handles() const noexcept;
   // What a peer can be given to map a medium with; -1: nothing.
   int descriptor_of(Medium medium, const Arena& arena) const;
 
-  const std::vector<std::string> names_;
+  std::vector<std::string> names_;  // set by the constructor
   const std::uint64_t epoch_;
   CopyTeam team_;
   const NcclLibrary* nccl_ = nullptr;

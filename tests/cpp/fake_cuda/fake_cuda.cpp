@@ -4,6 +4,7 @@
 
 #include <sys/mman.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <set>
 #include <utility>
@@ -24,9 +25,9 @@ thread_local std::vector<Context*> current_stack;
 thread_local int capture_mode = kModeGlobal;
 
 std::map<std::string, int> default_settings() {
-  return {{"devices", 4},    {"memory_mib", 256}, {"version", 13000},   {"virtual_memory", 1},
-          {"delay_us", 200}, {"ipc", 1},          {"hold_register", 0}, {"capturing", 0},
-          {"wait_value", 1}, {"wait_s", 30},      {"one_queue", 0},     {"unmap_waits", 0}};
+  return {{"devices", 4},   {"memory_mib", 256},  {"version", 13000}, {"virtual_memory", 1}, {"delay_us", 200},
+          {"ipc", 1},       {"hold_register", 0}, {"capturing", 0},   {"wait_value", 1},     {"wait_s", 30},
+          {"one_queue", 0}, {"unmap_waits", 1},   {"l2_kib", 4096},   {"compute_mode", 0}};
 }
 
 // Whether the call breaks a capture that is under way. What asks for a whole context always does; what may wait for
@@ -39,6 +40,19 @@ bool breaks_capture(const std::string& call) {
                                              "cuStreamDestroy", "cuStreamCreate",      "cuEventCreate"};
   if (state().settings.at("capturing") == 0) return false;
   return kOfContext.contains(call) || (capture_mode != kModeRelaxed && kUnsafe.contains(call));
+}
+
+// Those of cuda.h of CUDA 13.0.
+bool is_known_attribute(int attribute) { return attribute >= 1 && attribute <= 147; }
+
+// Streams that were destroyed may have work left, which must not end in another test's world.
+void wait_for_destroyed(std::unique_lock<std::mutex>& lock) {
+  State& s = state();
+  s.stopped.wait_for(lock, std::chrono::seconds(40), [&] {
+    std::size_t known = s.streams.size();
+    for (const Context& context : s.contexts) known += context.defaults.size();
+    return s.working.size() == known;
+  });
 }
 
 Context* context_from(void* handle) {
@@ -68,6 +82,7 @@ int enter(const std::string& call, const std::string& argument) {
   State& s = state();
   if (s.calls.size() < kCallsTextMax) s.calls += (s.calls.empty() ? "" : " ") + call + "(" + argument + ")";
   ++s.counts[call];
+  if (!s.initialized) return kNotInitialized;
   if (s.fail_in > 0 && --s.fail_in == 0) {
     s.failed = true;
     return s.fail_code;
@@ -108,7 +123,8 @@ extern "C" {
 
 void fake_cuda_reset() {
   State& s = state();
-  const std::lock_guard lock(s.mutex);
+  std::unique_lock lock(s.mutex);
+  wait_for_destroyed(lock);
   s.calls.clear();
   s.counts.clear();
   s.failures.clear();
@@ -120,11 +136,12 @@ void fake_cuda_reset() {
   s.registered.clear();
   s.ranges.clear();
   s.handles.clear();
-  for (const Event* event : s.events) delete event;
+  for (const auto& [handle, event] : s.events) delete event;
   s.events.clear();
   for (Context& context : s.contexts) {
     context.lost = 0;
     context.retained = 0;
+    context.peers.clear();
   }
 }
 
@@ -171,8 +188,6 @@ const char* fake_cuda_left() {
     bytes += s.used[i];
     contexts += static_cast<std::size_t>(s.contexts[i].retained);
   }
-  std::size_t streams = s.streams.size();
-  for (const Context& context : s.contexts) streams -= context.defaults.size();
   s.text.clear();
   const auto add = [&](const char* name, std::size_t count) {
     if (count > 0) s.text += (s.text.empty() ? "" : " ") + std::string(name) + "=" + std::to_string(count);
@@ -182,7 +197,7 @@ const char* fake_cuda_left() {
   add("ranges", s.ranges.size());
   add("contexts", contexts);
   add("registered", s.registered.size());
-  add("streams", streams);
+  add("streams", s.streams.size());
   add("events", s.events.size());
   return s.text.c_str();
 }
@@ -207,6 +222,7 @@ void* fake_cuda_host(unsigned long long address, std::size_t bytes) {
 
 int cuInit(unsigned flags) {
   const std::lock_guard lock(state().mutex);
+  state().initialized = true;
   return enter("cuInit", std::to_string(flags));
 }
 
@@ -230,19 +246,29 @@ int cuDeviceGet(int* device, int ordinal) {
   return ordinal >= 0 && ordinal < state().settings.at("devices") ? kSuccess : kInvalidDevice;
 }
 
-int cuDeviceGetAttribute(int* value, int attribute, int /*device*/) {
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
   const std::lock_guard lock(state().mutex);
-  const int has_virtual_memory = state().settings.at("virtual_memory");
+  const int code = enter("cuDeviceGetAttribute", std::to_string(attribute));
+  if (code != kSuccess) return code;
+  const auto& settings = state().settings;
+  if (!is_known_attribute(attribute)) return kInvalidValue;
+  if (device < 0 || device >= settings.at("devices")) return kInvalidDevice;
   switch (attribute) {
+    case 20:  // COMPUTE_MODE
+      *value = settings.at("compute_mode");
+      break;
+    case 38:  // L2_CACHE_SIZE
+      *value = settings.at("l2_kib") * 1024;
+      break;
     case 102:  // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     case 103:  // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
     case 110:  // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-      *value = has_virtual_memory;
+      *value = settings.at("virtual_memory");
       break;
     default:
       *value = 1;
   }
-  return enter("cuDeviceGetAttribute", std::to_string(attribute));
+  return kSuccess;
 }
 
 // Devices 0 and 1 reach each other, and so do 2 and 3.
@@ -250,6 +276,19 @@ int cuDeviceCanAccessPeer(int* can, int device, int peer) {
   const std::lock_guard lock(state().mutex);
   *can = device / 2 == peer / 2 && device != peer ? 1 : 0;
   return enter("cuDeviceCanAccessPeer", std::to_string(device) + "," + std::to_string(peer));
+}
+
+// Lets the current context reach the plain memory of that one.
+int cuCtxEnablePeerAccess(void* handle, unsigned flags) {
+  const std::lock_guard lock(state().mutex);
+  int code = 0;
+  Context* context = enter_context("cuCtxEnablePeerAccess", "", code);
+  if (context == nullptr) return code;
+  const Context* peer = context_from(handle);
+  if (peer == nullptr || peer == context) return kInvalidContext;
+  if (flags != 0) return kInvalidValue;
+  if (peer->device / 2 != context->device / 2) return kPeerAccessUnsupported;
+  return context->peers.insert(peer->device).second ? kSuccess : kPeerAccessAlreadyEnabled;
 }
 
 int cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -268,7 +307,7 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
   if (code != kSuccess) return code;
   Context& released = state().contexts[device];
   if (released.retained == 0) return kInvalidContext;
-  --released.retained;
+  if (--released.retained == 0) released.peers.clear();
   return kSuccess;
 }
 
@@ -324,6 +363,18 @@ int cuGetErrorName(int result, const char** name) {
       return kSuccess;
     case kIllegalAddress:
       *name = "CUDA_ERROR_ILLEGAL_ADDRESS";
+      return kSuccess;
+    case kInvalidDevice:
+      *name = "CUDA_ERROR_INVALID_DEVICE";
+      return kSuccess;
+    case 46:
+      *name = "CUDA_ERROR_DEVICE_UNAVAILABLE";
+      return kSuccess;
+    case kNotPermitted:
+      *name = "CUDA_ERROR_NOT_PERMITTED";
+      return kSuccess;
+    case kNotSupported:
+      *name = "CUDA_ERROR_NOT_SUPPORTED";
       return kSuccess;
     case kCaptureUnsupported:
       *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED";

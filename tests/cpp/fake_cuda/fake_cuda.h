@@ -3,10 +3,23 @@
 //
 // The fake has four GPUs of 256 MiB each. Their memory has addresses that nobody but the fake can follow: code that
 // reads it as if it were the CPU's dies of SIGSEGV at that place. Streams are threads, and every piece of their work
-// waits a little before it begins: two streams whose order nobody asked for run in any order. Handles, addresses and
-// contexts that are wrong are refused as the driver refuses them; work whose memory went before it ran ends the
-// context, as on a GPU (CUDA_ERROR_ILLEGAL_ADDRESS). A stream that is captured (cuStreamBeginCapture) pulls in those
-// that wait for its events, and what they are told to copy is not copied.
+// waits a little before it begins: two streams whose order nobody asked for run in any order. Addresses and contexts
+// that are wrong are refused as the driver refuses them; work whose memory went before it ran ends the context, as on a
+// GPU (CUDA_ERROR_ILLEGAL_ADDRESS). A stream that is captured (cuStreamBeginCapture) pulls in those that wait for its
+// events, and what they are told to copy is not copied.
+//
+// It is at least as strict as the driver:
+//   - A stream or an event that was never made, or was destroyed, ends the process with a message: the driver does not
+//     check them.
+//   - The legacy default stream (0 and 1) and every stream that was not made with CU_STREAM_NON_BLOCKING wait for each
+//     other; nothing may be put into it while such a stream is captured.
+//   - A stream takes kPendingMax pieces of work; a caller that has more waits for room.
+//   - cuStreamDestroy returns at once, and the stream's work goes on.
+//   - What takes memory away waits for all work of the GPU, and so does the loading of a module (the fake NCCL's first
+//     communicator on a GPU). "waits behind words" counts how often a stream waited for a word then.
+//   - Plain memory (cuMemAlloc) is reached by its own GPU, and by others after cuCtxEnablePeerAccess.
+//   - Attributes of devices are those of cuda.h; other numbers are CUDA_ERROR_INVALID_VALUE.
+//   - Host memory is registered once, and only where it is mapped.
 //
 // Kernels run in the streams, too, where FAKE_CUDA_KERNELS names a library of them: launch.cpp and ../host_kernels.
 #pragma once
@@ -28,6 +41,10 @@ using SetFunction = void(const char* name, int value);  // fake_cuda_set: of kSe
 using LeftFunction = const char*();
 // fake_cuda_count: how often this was called, or of kCounts, below.
 using CountFunction = std::size_t(const char* name);
+// fake_cuda_make_green: from now on the stream is one of a green context of its GPU.
+using MakeGreenFunction = void(void* stream);
+// fake_cuda_load_module: waits for all work of the GPU, as what loads a module there.
+using LoadModuleFunction = void(int device);
 // fake_cuda_host: where the CPU finds the bytes of device memory; other addresses as they are. Null: not mapped.
 using HostFunction = void*(unsigned long long address, std::size_t bytes);
 
@@ -41,7 +58,10 @@ using HostFunction = void*(unsigned long long address, std::size_t bytes);
 //                     this has become 0 again; 0: at once                   0
 //   "unmap_waits"     whether what takes memory away (cuMemFree, cuMemUnmap,
 //                     cuIpcCloseMemHandle, cuMemHostUnregister) waits for
-//                     all streams of the current context                    0
+//                     all work of the GPU. 0 is for tests of who frees what
+//                     is still written                                      1
+//   "l2_kib"          CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE                     4096
+//   "compute_mode"    CU_DEVICE_ATTRIBUTE_COMPUTE_MODE; 3: exclusive        0
 //   "delay_us"        that a piece of a stream's work waits, at most        200
 //   "wait_value"      whether streams can wait for words                     1
 //   "wait_s"          after which such a wait ends the context               30
@@ -55,6 +75,10 @@ using HostFunction = void*(unsigned long long address, std::size_t bytes);
 //   "pageable"        copies between a device and host memory that was not registered
 //   "waits passed"    of streams for words
 //   "copied"          pieces that streams have copied, and kernels that they have begun
+//   "bytes copied"    by those
+//   "callers held up" that found a stream full
+//   "waits behind words" calls that waited for all work of a GPU where a stream waited for a word
+//   "modules loaded"  by fake_cuda_load_module
 //   "captures broken" calls that were refused because of a capture
 
 }  // namespace kvpool::fake_cuda

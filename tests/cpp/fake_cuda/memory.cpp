@@ -124,6 +124,21 @@ std::shared_ptr<Physical> physical_of(const IpcHandle& handle) {
   return physical;
 }
 
+// Of this process, every page of it.
+bool is_mapped(void* base, std::size_t bytes) {
+  constexpr std::uintptr_t kPage = 4096;
+  const auto begin = reinterpret_cast<std::uintptr_t>(base) / kPage * kPage;
+  const auto end = reinterpret_cast<std::uintptr_t>(base) + bytes;
+  return msync(reinterpret_cast<void*>(begin), end - begin, MS_ASYNC) == 0;  // NOLINT(performance-no-int-to-ptr)
+}
+
+bool overlaps_registered(Address address, std::size_t bytes) {
+  const auto& registered = state().registered;
+  const auto next = registered.lower_bound(address);
+  if (next != registered.end() && next->first < address + bytes) return true;
+  return next != registered.begin() && std::prev(next)->first + std::prev(next)->second > address;
+}
+
 bool is_right(const Prop* prop) {
   return prop->type == 1 && prop->handle_types == 1 && prop->location_type == 1 && prop->win32 == nullptr &&
          prop->location_id >= 0 && prop->location_id < state().settings.at("devices");
@@ -136,7 +151,8 @@ std::byte* host_address(Address address, std::size_t bytes, int device) {
   Address base = 0;
   const Range* range = range_of(address, bytes, base);
   if (range == nullptr || range->physical == nullptr) return nullptr;
-  if (device >= 0 && !range->plain && !range->access.contains(device)) return nullptr;
+  const bool by_peer = range->plain && device >= 0 && state().contexts[device].peers.contains(range->physical->device);
+  if (device >= 0 && !by_peer && !range->access.contains(device)) return nullptr;
   return range->physical->host + (address - base);
 }
 
@@ -180,7 +196,7 @@ int cuMemAlloc_v2(Address* address, std::size_t bytes) {
   if (bytes == 0) return kInvalidValue;
   if (!fits(context->device, bytes)) return kOutOfMemory;
   *address = take_addresses(bytes);
-  s.ranges[*address] = Range{bytes, true, 0, std::make_shared<Physical>(context->device, bytes), {}};
+  s.ranges[*address] = Range{bytes, true, 0, std::make_shared<Physical>(context->device, bytes), {context->device}};
   return kSuccess;
 }
 
@@ -189,7 +205,7 @@ int cuMemFree_v2(Address address) {
   std::unique_lock lock(s.mutex);
   int code = 0;
   const Context* context = enter_context("cuMemFree", "", code);
-  if (context != nullptr) wait_for_device(lock, context->device);
+  if (context != nullptr) wait_to_unmap(lock, context->device);
   const auto found = s.ranges.find(address);
   if (found == s.ranges.end() || !found->second.plain) return kInvalidValue;
   s.ranges.erase(found);
@@ -238,7 +254,7 @@ int cuIpcCloseMemHandle(Address address) {
   std::unique_lock lock(s.mutex);
   int code = 0;
   const Context* context = enter_context("cuIpcCloseMemHandle", "", code);
-  if (context != nullptr) wait_for_device(lock, context->device);
+  if (context != nullptr) wait_to_unmap(lock, context->device);
   const auto found = s.ranges.find(address);
   if (found == s.ranges.end() || found->second.opened == 0) return kInvalidValue;
   if (--found->second.opened == 0) s.ranges.erase(found);
@@ -326,7 +342,7 @@ int cuMemUnmap(Address address, std::size_t bytes) {
   std::unique_lock lock(s.mutex);
   const int code = enter("cuMemUnmap", "");
   if (code != kSuccess) return code;
-  if (const Context* context = current_context(); context != nullptr) wait_for_device(lock, context->device);
+  if (const Context* context = current_context(); context != nullptr) wait_to_unmap(lock, context->device);
   const auto range = s.ranges.find(address);
   if (range == s.ranges.end() || range->second.bytes != bytes || range->second.physical == nullptr ||
       range->second.opened > 0) {
@@ -398,8 +414,8 @@ int cuMemHostRegister_v2(void* base, std::size_t bytes, unsigned flags) {
     lock.lock();
   }
   const auto address = reinterpret_cast<Address>(base);
-  if (on_device(address) || bytes == 0) return kInvalidValue;
-  if (is_registered(address, 1)) return kAlreadyRegistered;
+  if (on_device(address) || bytes == 0 || flags > 15 || !is_mapped(base, bytes)) return kInvalidValue;
+  if (overlaps_registered(address, bytes)) return kAlreadyRegistered;
   s.registered[address] = bytes;
   return kSuccess;
 }
@@ -408,7 +424,7 @@ int cuMemHostUnregister(void* base) {
   std::unique_lock lock(state().mutex);
   int code = 0;
   const Context* context = enter_context("cuMemHostUnregister", "", code);
-  if (context != nullptr) wait_for_device(lock, context->device);
+  if (context != nullptr) wait_to_unmap(lock, context->device);
   const bool lost = context == nullptr && current_context() != nullptr && current_context()->lost == code;
   if (context == nullptr && !lost) return code;
   if (state().registered.erase(reinterpret_cast<Address>(base)) == 0) return kNotRegistered;

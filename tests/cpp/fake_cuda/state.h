@@ -12,7 +12,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
 namespace kvpool::fake_cuda {
@@ -32,17 +31,21 @@ enum Code : int {
   kNotReady = 600,
   kIllegalAddress = 700,
   kLaunchTimeout = 702,
+  kPeerAccessAlreadyEnabled = 704,
   kContextDestroyed = 709,
   kAlreadyRegistered = 712,
   kNotRegistered = 713,
   kNotPermitted = 800,
   kNotSupported = 801,
   kCaptureUnsupported = 900,
+  kCaptureImplicit = 906,
   kCapturedEvent = 907,
 };
 
 inline constexpr int kDevicesMax = 8;
 inline constexpr std::size_t kGranularity = std::size_t{2} << 20;
+// Pieces of work that a stream takes before its caller has to wait, as a real driver has it (about so many).
+inline constexpr std::size_t kPendingMax = 1024;
 
 // Physical memory: freed when nobody refers to it, neither a handle nor a mapping.
 struct Physical {
@@ -70,7 +73,7 @@ struct Range {
   bool plain = false;  // of cuMemAlloc
   int opened = 0;      // by cuIpcOpenMemHandle, so often
   std::shared_ptr<Physical> physical;
-  std::set<int> access;  // devices that may
+  std::set<int> access;  // devices that may; of plain memory also those whose context has enabled peer access
 };
 
 struct Event;
@@ -80,7 +83,8 @@ struct Context {
   int device = 0;
   int retained = 0;
   int lost = 0;                     // what everything answers
-  std::map<int, Stream*> defaults;  // by handle: 0, 1 and 2
+  std::map<int, Stream*> defaults;  // by handle: 1 (and 0, which is the same), and 2
+  std::set<int> peers;              // whose plain memory it reaches (cuCtxEnablePeerAccess)
 };
 
 // What an event waits for: the end of what was in a stream when it was recorded.
@@ -96,27 +100,52 @@ struct Event {
   bool captured = false;                     // recorded in a stream that is captured
 };
 
+// Lives to the end of the process: a caller may wait for room in one that another thread destroys. Under the lock of
+// all but for what `mutex` is for.
 struct Stream {
-  explicit Stream(Context* context);
-  ~Stream();  // after all of its work
+  Stream(Context* context, bool blocking);
+  // What the application puts here. With the legacy default stream and those that synchronise with it, it waits for
+  // what the other has been given until now. Lets go of the lock while the stream has kPendingMax pieces of work
+  // already: of what is under it nothing is as before. REQUIRES: the lock.
   void add(std::function<void()> work);
-  std::shared_ptr<Mark> add_mark();
+  std::shared_ptr<Mark> add_mark();  // the same, of the end of all that is here then
+  // A mark that waits for nothing but this stream, takes no room, and changes no order. REQUIRES: the lock.
+  std::shared_ptr<Mark> end_of_now();
+  bool is_idle();  // has no work
 
   Context* const context;
+  const bool blocking;    // synchronises with the legacy default stream
+  bool captured = false;  // what it is given goes into a graph
+  bool green = false;     // of a green context of `context`
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> queue;
-  bool ended = false;
-  bool captured = false;  // what it is given goes into a graph; under the lock of all
-  std::thread thread;
+  std::size_t pending = 0;  // in the queue, and under way
+  bool ended = false;       // destroyed by the application: its thread ends when its work has
+
+ private:
+  void push(std::function<void()> work);
+  void wait_for_room();
+  void follow_implicitly();
 };
 
 void wait_for(const std::shared_ptr<Mark>& mark);
-// What calls do that take memory away, with "unmap_waits": what the streams of a device have been given until now has
-// ended. Lets go of the lock meanwhile: of what is under it nothing is as before. REQUIRES: the lock.
+// What all streams of a device have been given until now, also those that were destroyed. REQUIRES: the lock.
+std::vector<std::shared_ptr<Mark>> ends_on(int device);
+// Returns when that has ended. Lets go of the lock meanwhile: of what is under it nothing is as before. REQUIRES: the
+// lock.
 void wait_for_device(std::unique_lock<std::mutex>& lock, int device);
-// A stream of the current context, for `call`: null, and the code that says why, without one. REQUIRES: the lock.
+// The same for calls that take memory away, unless "unmap_waits" is 0.
+void wait_to_unmap(std::unique_lock<std::mutex>& lock, int device);
+// A stream of the current context, for `call`: null, and the code that says why, without one. Ends the process when the
+// handle is none. REQUIRES: the lock.
 Stream* enter_stream(const char* call, const std::string& argument, void* handle, int& code);
+// The stream with this handle in this context; the same. REQUIRES: the lock.
+Stream* stream_of(const char* call, void* handle, Context* context);
+// The event with this handle; the same. REQUIRES: the lock.
+Event* event_of(const char* call, void* handle);
+// What a real driver does not check: says so and ends the process.
+[[noreturn]] void undefined(const std::string& call, const std::string& what);
 
 struct State {
   State();
@@ -140,8 +169,15 @@ struct State {
   std::map<Address, std::shared_ptr<Physical>> handles;
   Address next_handle = 1;
   std::map<Address, std::size_t> registered;  // host memory
-  std::set<Stream*> streams;
-  std::set<Event*> events;
+  // By handle. No handle is given twice, so that one that was destroyed is known.
+  std::map<std::uintptr_t, Stream*> streams;
+  std::map<std::uintptr_t, Event*> events;
+  std::uintptr_t next_object = 0x10000;
+  std::vector<std::unique_ptr<Stream>> all_streams;  // that there ever were
+  std::set<Stream*> working;  // all that have a thread: those above, default ones, and destroyed ones with work left
+  std::condition_variable_any stopped;  // one of those is no more
+  std::multiset<int> held;              // devices of streams that are to wait for a word, each so often
+  bool initialized = false;             // cuInit was called
 };
 
 State& state();  // never destroyed

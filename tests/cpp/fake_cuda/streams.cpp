@@ -1,12 +1,27 @@
 // The fake driver's streams: each is a thread, and every piece of its work waits a little before it begins.
 #include <chrono>
-#include <cstring>
+#include <cstdio>
+#include <cstdlib>
 #include <random>
+#include <thread>
 
 #include "state.h"
 
 namespace kvpool::fake_cuda {
 namespace {
+
+constexpr unsigned kNonBlocking = 1;
+
+void nap(std::minstd_rand& dice) {
+  int delay_us = 0;
+  {
+    const std::lock_guard lock(state().mutex);
+    delay_us = state().settings.at("delay_us");
+  }
+  if (delay_us > 0) {
+    std::this_thread::sleep_for(std::chrono::microseconds(delay_us / 2 + static_cast<int>(dice()) % (delay_us + 1)));
+  }
+}
 
 void run(Stream* stream) {
   std::minstd_rand dice(static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(stream) >> 4));
@@ -15,142 +30,130 @@ void run(Stream* stream) {
     {
       std::unique_lock lock(stream->mutex);
       stream->changed.wait(lock, [&] { return stream->ended || !stream->queue.empty(); });
-      if (stream->queue.empty()) return;
+      if (stream->queue.empty()) break;
       work = std::move(stream->queue.front());
       stream->queue.pop_front();
     }
-    int delay_us = 0;
-    {
-      const std::lock_guard lock(state().mutex);
-      delay_us = state().settings.at("delay_us");
-    }
-    if (delay_us > 0) {
-      std::this_thread::sleep_for(std::chrono::microseconds(delay_us / 2 + static_cast<int>(dice()) % (delay_us + 1)));
-    }
+    nap(dice);
     work();
-  }
-}
-
-// The stream that a handle names in this context, or null. REQUIRES: the lock.
-Stream* stream_from(void* handle, Context* context) {
-  State& s = state();
-  const auto number = reinterpret_cast<std::uintptr_t>(handle);
-  const bool one_queue = s.settings.at("one_queue") != 0;
-  if (number <= 2 || one_queue) {
-    // 0 and 1 are the same stream.
-    Stream*& stream = context->defaults[number == 2 && !one_queue ? 2 : 1];
-    if (stream == nullptr) {
-      stream = new Stream(context);
-      s.streams.insert(stream);
+    work = nullptr;
+    {
+      const std::lock_guard lock(stream->mutex);
+      --stream->pending;
     }
-    return stream;
+    stream->changed.notify_all();
   }
-  auto* stream = static_cast<Stream*>(handle);
-  return s.streams.contains(stream) ? stream : nullptr;
-}
-
-// What work does when its memory has gone meanwhile.
-void break_context(Context* context) {
-  if (context->lost == 0) context->lost = kIllegalAddress;
-}
-
-struct Copy {
-  Address to;
-  Address from;
-  std::size_t bytes;
-};
-
-// REQUIRES: the lock.
-bool can_copy(const Copy& copy, int device) {
-  return host_address(copy.to, copy.bytes, device) != nullptr && host_address(copy.from, copy.bytes, device) != nullptr;
-}
-
-void count_pageable(const Copy& copy) {
-  for (const Address address : {copy.to, copy.from}) {
-    if (!on_device(address) && !is_registered(address, copy.bytes)) ++state().counts["pageable"];
-  }
-}
-
-// The bytes are moved without the lock: a copy that nothing orders against this one races with it, as on a GPU, and as
-// TSan sees.
-void copy_now(const Copy& copy, Context* context) {
-  std::byte* to = nullptr;
-  std::byte* from = nullptr;
-  std::shared_ptr<Physical> keep[2];
-  {
-    State& s = state();
-    const std::lock_guard lock(s.mutex);
-    if (context->lost != 0) return;
-    to = host_address(copy.to, copy.bytes, context->device);
-    from = host_address(copy.from, copy.bytes, context->device);
-    if (to == nullptr || from == nullptr) return break_context(context);
-    keep[0] = physical_at(copy.to);
-    keep[1] = physical_at(copy.from);
-    ++s.counts["copied"];
-  }
-  std::memmove(to, from, copy.bytes);
-}
-
-int copy_batch(const char* call, const Address* to, const Address* from, const std::size_t* bytes, std::size_t count,
-               const std::size_t* attribute_index, std::size_t attribute_count, void* handle) {
   const std::lock_guard lock(state().mutex);
-  int code = 0;
-  Stream* stream = enter_stream(call, std::to_string(count), handle, code);
-  if (stream == nullptr) return code;
-  const bool right = count > 0 && attribute_count > 0 && attribute_count <= count && attribute_index[0] == 0;
-  if (!right || reinterpret_cast<std::uintptr_t>(handle) <= 1) return kInvalidValue;
-  for (std::size_t i = 0; i < count; ++i) {
-    const Copy copy{to[i], from[i], bytes[i]};
-    if (bytes[i] == 0 || !can_copy(copy, stream->context->device)) return kInvalidValue;
-    count_pageable(copy);
-  }
-  if (stream->captured) return kSuccess;
-  // In stream order as a whole, and in any order within: here backwards.
-  for (std::size_t i = count; i-- > 0;) {
-    const Copy copy{to[i], from[i], bytes[i]};
-    stream->add([copy, context = stream->context] { copy_now(copy, context); });
-  }
-  return kSuccess;
+  state().working.erase(stream);
+  state().stopped.notify_all();
 }
 
 }  // namespace
 
+void undefined(const std::string& call, const std::string& what) {
+  std::fprintf(stderr, "fake CUDA driver: %s: %s; on a real driver the behaviour is undefined\n", call.c_str(),
+               what.c_str());
+  std::abort();
+}
+
+Stream* stream_of(const char* call, void* handle, Context* context) {
+  State& s = state();
+  const auto number = reinterpret_cast<std::uintptr_t>(handle);
+  const auto found = s.streams.find(number);
+  if (number > 2 && found == s.streams.end()) {
+    undefined(call, number < s.next_object && number >= 0x10000 && number % 16 == 0
+                        ? "the stream was destroyed, or is an event"
+                        : "the stream was never made");
+  }
+  const bool one_queue = s.settings.at("one_queue") != 0;
+  if (number > 2 && !one_queue) return found->second;
+  // 0 and 1 are the same stream.
+  Stream*& stream = context->defaults[number == 2 && !one_queue ? 2 : 1];
+  if (stream == nullptr) stream = new Stream(context, true);
+  return stream;
+}
+
 Stream* enter_stream(const char* call, const std::string& argument, void* handle, int& code) {
   Context* context = enter_context(call, argument, code);
   if (context == nullptr) return nullptr;
-  Stream* stream = stream_from(handle, context);
-  if (stream == nullptr) {
-    code = kInvalidHandle;
-  } else if (stream->context != context) {
+  Stream* stream = stream_of(call, handle, context);
+  if (stream->context != context) {
     code = kInvalidContext;
-  } else {
-    return stream;
+    return nullptr;
   }
-  return nullptr;
+  // The legacy stream would wait for what is captured.
+  const bool legacy = reinterpret_cast<std::uintptr_t>(handle) <= 1;
+  for (const Stream* other : state().working) {
+    if (legacy && other != stream && other->context == context && other->blocking && other->captured) {
+      ++state().counts["captures broken"];
+      code = kCaptureImplicit;
+      return nullptr;
+    }
+  }
+  return stream;
 }
 
-Stream::Stream(Context* of) : context(of), thread([this] { run(this); }) {}
-
-Stream::~Stream() {
-  {
-    const std::lock_guard lock(mutex);
-    ended = true;
-  }
-  changed.notify_all();
-  thread.join();
+Stream::Stream(Context* of, bool blocks) : context(of), blocking(blocks) {
+  state().all_streams.emplace_back(this);
+  state().working.insert(this);
+  std::thread([this] { run(this); }).detach();
 }
 
-void Stream::add(std::function<void()> work) {
+void Stream::push(std::function<void()> work) {
   {
     const std::lock_guard lock(mutex);
     queue.push_back(std::move(work));
+    ++pending;
   }
   changed.notify_all();
 }
 
-std::shared_ptr<Mark> Stream::add_mark() {
+bool Stream::is_idle() {
+  const std::lock_guard lock(mutex);
+  return pending == 0;
+}
+
+void Stream::wait_for_room() {
+  const auto has_room = [this] { return pending < kPendingMax; };
+  {
+    const std::lock_guard own(mutex);
+    if (has_room()) return;
+  }
+  ++state().counts["callers held up"];
+  state().mutex.unlock();
+  {
+    std::unique_lock own(mutex);
+    changed.wait(own, has_room);
+  }
+  state().mutex.lock();
+}
+
+void Stream::follow_implicitly() {
+  const auto legacy = context->defaults.find(1);
+  if (!blocking || legacy == context->defaults.end()) return;
+  std::vector<Stream*> others;
+  if (legacy->second != this) {
+    others = {legacy->second};
+  } else {
+    for (Stream* stream : state().working) {
+      if (stream != this && stream->context == context && stream->blocking) others.push_back(stream);
+    }
+  }
+  for (Stream* other : others) {
+    if (other->is_idle()) continue;
+    push([mark = other->end_of_now()] { wait_for(mark); });
+  }
+}
+
+void Stream::add(std::function<void()> work) {
+  wait_for_room();
+  follow_implicitly();
+  push(std::move(work));
+}
+
+std::shared_ptr<Mark> Stream::end_of_now() {
   auto mark = std::make_shared<Mark>();
-  add([mark] {
+  push([mark] {
     {
       const std::lock_guard lock(mark->mutex);
       mark->done = true;
@@ -160,20 +163,35 @@ std::shared_ptr<Mark> Stream::add_mark() {
   return mark;
 }
 
+std::shared_ptr<Mark> Stream::add_mark() {
+  wait_for_room();
+  follow_implicitly();
+  return end_of_now();
+}
+
 void wait_for(const std::shared_ptr<Mark>& mark) {
   std::unique_lock lock(mark->mutex);
   mark->done_changed.wait(lock, [&] { return mark->done; });
 }
 
-void wait_for_device(std::unique_lock<std::mutex>& lock, int device) {
-  if (state().settings.at("unmap_waits") == 0) return;
+std::vector<std::shared_ptr<Mark>> ends_on(int device) {
+  if (state().held.contains(device)) ++state().counts["waits behind words"];
   std::vector<std::shared_ptr<Mark>> marks;
-  for (Stream* stream : state().streams) {
-    if (stream->context->device == device) marks.push_back(stream->add_mark());
+  for (Stream* stream : state().working) {
+    if (stream->context->device == device && !stream->is_idle()) marks.push_back(stream->end_of_now());
   }
+  return marks;
+}
+
+void wait_for_device(std::unique_lock<std::mutex>& lock, int device) {
+  const auto marks = ends_on(device);
   lock.unlock();
   for (const auto& mark : marks) wait_for(mark);
   lock.lock();
+}
+
+void wait_to_unmap(std::unique_lock<std::mutex>& lock, int device) {
+  if (state().settings.at("unmap_waits") != 0) wait_for_device(lock, device);
 }
 
 }  // namespace kvpool::fake_cuda
@@ -182,32 +200,35 @@ using namespace kvpool::fake_cuda;
 
 extern "C" {
 
-int cuStreamCreate(void** handle, unsigned /*flags*/) {
+int cuStreamCreate(void** handle, unsigned flags) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
   int code = 0;
   Context* context = enter_context("cuStreamCreate", "", code);
   if (context == nullptr) return code;
-  auto* stream = new Stream(context);
-  s.streams.insert(stream);
-  *handle = stream;
+  if (flags > kNonBlocking) return kInvalidValue;
+  s.next_object += 16;
+  s.streams[s.next_object] = new Stream(context, flags != kNonBlocking);
+  *handle = reinterpret_cast<void*>(s.next_object);  // NOLINT(performance-no-int-to-ptr)
   return kSuccess;
 }
 
+// Returns at once; what is in the stream goes on.
 int cuStreamDestroy_v2(void* handle) {
   State& s = state();
-  Stream* stream = nullptr;
-  int code = 0;
+  const std::lock_guard lock(s.mutex);
+  const int code = enter("cuStreamDestroy", "");
+  if (code != kSuccess) return code;
+  const auto found = s.streams.find(reinterpret_cast<std::uintptr_t>(handle));
+  if (found == s.streams.end()) undefined("cuStreamDestroy", "the stream was never made, or was destroyed before");
+  Stream* const stream = found->second;
+  s.streams.erase(found);
   {
-    const std::lock_guard lock(s.mutex);
-    code = enter("cuStreamDestroy", "");
-    if (code != kSuccess) return code;
-    stream = static_cast<Stream*>(handle);
-    if (s.streams.erase(stream) == 0) return kInvalidHandle;
-    code = stream->context->lost;
+    const std::lock_guard own(stream->mutex);
+    stream->ended = true;
   }
-  delete stream;  // its work may need the lock
-  return code;
+  stream->changed.notify_all();
+  return stream->context->lost;
 }
 
 int cuStreamSynchronize(void* handle) {
@@ -231,20 +252,19 @@ int cuStreamSynchronize(void* handle) {
 }
 
 int cuCtxSynchronize() {
-  std::vector<std::shared_ptr<Mark>> marks;
-  Context* context = nullptr;
-  {
-    const std::lock_guard lock(state().mutex);
-    int code = 0;
-    context = enter_context("cuCtxSynchronize", "", code);
-    if (context == nullptr) return code;
-    for (Stream* stream : state().streams) {
-      if (stream->context == context) marks.push_back(stream->add_mark());
-    }
-  }
-  for (const auto& mark : marks) wait_for(mark);
-  const std::lock_guard lock(state().mutex);
+  std::unique_lock lock(state().mutex);
+  int code = 0;
+  const Context* context = enter_context("cuCtxSynchronize", "", code);
+  if (context == nullptr) return code;
+  wait_for_device(lock, context->device);
   return context->lost;
+}
+
+// What loads a module into a GPU does: NCCL's initialisation, say. Waits for all that the GPU has to do.
+void fake_cuda_load_module(int device) {
+  std::unique_lock lock(state().mutex);
+  ++state().counts["modules loaded"];
+  wait_for_device(lock, device);
 }
 
 int cuStreamGetCtx(void* handle, void** context) {
@@ -252,17 +272,36 @@ int cuStreamGetCtx(void* handle, void** context) {
   int code = 0;
   Context* current = enter_context("cuStreamGetCtx", "", code);
   if (current == nullptr) return code;
-  const Stream* stream = stream_from(handle, current);
-  if (stream == nullptr) return kInvalidHandle;
-  *context = stream->context;
+  Stream* stream = stream_of("cuStreamGetCtx", handle, current);
+  // Of a stream of a green context it is what cuCtxFromGreenCtx makes of that.
+  *context = stream->green ? static_cast<void*>(stream) : stream->context;
   return kSuccess;
+}
+
+int cuStreamGetCtx_v2(void* handle, void** context, void** green) {
+  const std::lock_guard lock(state().mutex);
+  int code = 0;
+  Context* current = enter_context("cuStreamGetCtx_v2", "", code);
+  if (current == nullptr) return code;
+  Stream* stream = stream_of("cuStreamGetCtx_v2", handle, current);
+  *context = stream->context;
+  *green = stream->green ? static_cast<void*>(stream) : nullptr;
+  return kSuccess;
+}
+
+// As if cuGreenCtxStreamCreate had made the stream, in a green context of the same GPU.
+void fake_cuda_make_green(void* handle) {
+  const std::lock_guard lock(state().mutex);
+  stream_of("fake_cuda_make_green", handle, nullptr)->green = true;
 }
 
 int cuStreamBeginCapture_v2(void* handle, int /*mode*/) {
   const std::lock_guard lock(state().mutex);
   int code = 0;
   Stream* stream = enter_stream("cuStreamBeginCapture", "", handle, code);
-  if (stream != nullptr) stream->captured = true;
+  if (stream == nullptr) return code;
+  if (reinterpret_cast<std::uintptr_t>(handle) <= 1) return kCaptureUnsupported;  // not the legacy stream
+  stream->captured = true;
   return code;
 }
 
@@ -279,139 +318,8 @@ int cuStreamEndCapture(void* handle, void** graph) {
   const std::lock_guard lock(state().mutex);
   int code = 0;
   if (enter_stream("cuStreamEndCapture", "", handle, code) == nullptr) return code;
-  for (Stream* stream : state().streams) stream->captured = false;
+  for (Stream* stream : state().working) stream->captured = false;
   *graph = nullptr;
-  return kSuccess;
-}
-
-int cuStreamWaitEvent(void* handle, void* raw_event, unsigned flags) {
-  const std::lock_guard lock(state().mutex);
-  int code = 0;
-  Stream* stream = enter_stream("cuStreamWaitEvent", "", handle, code);
-  if (stream == nullptr) return code;
-  auto* event = static_cast<Event*>(raw_event);
-  if (!state().events.contains(event) || flags != 0) return kInvalidHandle;
-  // The stream is pulled into the capture.
-  if (event->captured) stream->captured = true;
-  for (const auto& mark : event->marks) stream->add([mark] { wait_for(mark); });
-  return kSuccess;
-}
-
-int cuEventCreate(void** handle, unsigned /*flags*/) {
-  const std::lock_guard lock(state().mutex);
-  int code = 0;
-  Context* context = enter_context("cuEventCreate", "", code);
-  if (context == nullptr) return code;
-  auto* event = new Event{context, {}, false};
-  state().events.insert(event);
-  *handle = event;
-  return kSuccess;
-}
-
-int cuEventDestroy_v2(void* handle) {
-  const std::lock_guard lock(state().mutex);
-  const int code = enter("cuEventDestroy", "");
-  if (code != kSuccess) return code;
-  auto* event = static_cast<Event*>(handle);
-  if (state().events.erase(event) == 0) return kInvalidHandle;
-  delete event;
-  return kSuccess;
-}
-
-int cuEventRecord(void* raw_event, void* handle) {
-  const std::lock_guard lock(state().mutex);
-  int code = 0;
-  Stream* stream = enter_stream("cuEventRecord", "", handle, code);
-  if (stream == nullptr) return code;
-  auto* event = static_cast<Event*>(raw_event);
-  if (!state().events.contains(event) || event->context != stream->context) return kInvalidHandle;
-  event->marks.clear();
-  event->captured = stream->captured;
-  if (!event->captured) event->marks = {stream->add_mark()};
-  return kSuccess;
-}
-
-// All that the context's streams have now.
-int cuCtxRecordEvent(void* handle, void* raw_event) {
-  const std::lock_guard lock(state().mutex);
-  const int code = enter("cuCtxRecordEvent", "");
-  if (code != kSuccess) return code;
-  auto* context = static_cast<Context*>(handle);
-  auto* event = static_cast<Event*>(raw_event);
-  if (!state().events.contains(event) || event->context != context) return kInvalidHandle;
-  if (context->lost != 0) return context->lost;
-  event->marks.clear();
-  event->captured = false;
-  for (Stream* stream : state().streams) {
-    if (stream->context == context) event->marks.push_back(stream->add_mark());
-  }
-  return kSuccess;
-}
-
-int cuEventQuery(void* raw_event) {
-  std::vector<std::shared_ptr<Mark>> marks;
-  {
-    const std::lock_guard lock(state().mutex);
-    int code = 0;
-    if (enter_context("cuEventQuery", "", code) == nullptr) return code;
-    auto* event = static_cast<Event*>(raw_event);
-    if (!state().events.contains(event)) return kInvalidHandle;
-    if (event->captured) {
-      ++state().counts["captures broken"];
-      return kCapturedEvent;
-    }
-    marks = event->marks;
-  }
-  for (const auto& mark : marks) {
-    const std::lock_guard lock(mark->mutex);
-    if (!mark->done) return kNotReady;
-  }
-  return kSuccess;
-}
-
-int cuMemcpyAsync(Address to, Address from, std::size_t bytes, void* handle) {
-  const std::lock_guard lock(state().mutex);
-  int code = 0;
-  Stream* stream = enter_stream("cuMemcpyAsync", std::to_string(bytes), handle, code);
-  if (stream == nullptr) return code;
-  const Copy copy{to, from, bytes};
-  if (!can_copy(copy, stream->context->device)) return kInvalidValue;
-  count_pageable(copy);
-  if (stream->captured) return kSuccess;
-  stream->add([copy, context = stream->context] { copy_now(copy, context); });
-  return kSuccess;
-}
-
-int cuMemcpyBatchAsync(Address* to, Address* from, std::size_t* bytes, std::size_t count, void* /*attributes*/,
-                       std::size_t* attribute_index, std::size_t attribute_count, std::size_t* failed, void* stream) {
-  const int code = copy_batch("cuMemcpyBatchAsync", to, from, bytes, count, attribute_index, attribute_count, stream);
-  if (code != kSuccess) *failed = 0;
-  return code;
-}
-
-int cuMemcpyBatchAsync_v2(Address* to, Address* from, std::size_t* bytes, std::size_t count, void* /*attributes*/,
-                          std::size_t* attribute_index, std::size_t attribute_count, void* stream) {
-  return copy_batch("cuMemcpyBatchAsync_v2", to, from, bytes, count, attribute_index, attribute_count, stream);
-}
-
-int cuMemsetD8Async(Address to, unsigned char value, std::size_t bytes, void* handle) {
-  const std::lock_guard lock(state().mutex);
-  int code = 0;
-  Stream* stream = enter_stream("cuMemsetD8Async", std::to_string(bytes), handle, code);
-  if (stream == nullptr) return code;
-  if (!on_device(to) || host_address(to, bytes, stream->context->device) == nullptr) return kInvalidValue;
-  stream->add([to, value, bytes, context = stream->context] {
-    std::byte* at = nullptr;
-    std::shared_ptr<Physical> keep;
-    {
-      const std::lock_guard inner(state().mutex);
-      if (context->lost != 0) return;
-      at = host_address(to, bytes, context->device);
-      if (at == nullptr) return break_context(context);
-      keep = physical_at(to);
-    }
-    std::memset(at, value, bytes);
-  });
   return kSuccess;
 }
 

@@ -48,8 +48,11 @@ int cuStreamWaitValue32_v2(void* handle, Address address, std::uint32_t value, u
     return kInvalidValue;
   }
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(s.settings.at("wait_s"));
+  s.held.insert(stream->context->device);
   stream->add([address, value, context = stream->context, until] {
     while (!is_over(address, value, context, until)) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    const std::lock_guard inner(state().mutex);
+    state().held.erase(state().held.find(context->device));
   });
   return kSuccess;
 }

@@ -26,9 +26,12 @@ using CountFunction = std::size_t(const char* name);    // fake_nccl_count: how 
 //                  communicator is aborted, until this is 0, and then still
 //                  writes a byte                                                  0
 //   "hold_abort"   1: ncclCommAbort waits until this is 0                         0
+//   "loads_lazily" 1: the first communicator on a GPU waits for all that this GPU
+//                  has to do, before it joins the other                           1
 // What fake_nccl_count counts beside calls:
 //   "communicators"  that were made and not aborted
 //   "messages"       that have been passed, at either end
+//   "bytes sent"     by those
 //   "mismatches"     of what was sent and what was to be received
 
 }  // namespace kvpool::fake_nccl

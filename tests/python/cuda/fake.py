@@ -85,6 +85,7 @@ def call(name: str, *arguments: Any) -> None:
 def new_stream(device: int = 0) -> int:
     """A stream of this device, whose context stays current and alive."""
     context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuInit", 0)
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     call("cuCtxPushCurrent_v2", context)
     call("cuStreamCreate", ctypes.byref(stream), 1)

@@ -118,7 +118,7 @@ with small_pool(device="cuda") as pool:
         with refused(pool, kvpool.ArgumentTypeError, "stream"):
             pool.swap_out(1, stream=wrong)
     other = new_stream(1)
-    for wrong in (4711, other, Torch(other)):
+    for wrong in (other, Torch(other)):
         with refused(pool, kvpool.ArgumentError, "stream is no stream of the primary context of GPU 0"):
             pool.swap_out(1, stream=wrong)
     for wrong in (-1, 1 << 64):
@@ -173,9 +173,8 @@ with small_pool(device="cuda") as pool:
     assert stamps.read(held.addrs) == [10, 11, 12, 13]
     assert stamps.read(moved) == [20, 21, 22, 23]
     held.close()
-    for wrong in (4711, "0"):
-        with refused(pool, (kvpool.ArgumentError if wrong == 4711 else kvpool.ArgumentTypeError), "stream"):
-            pool.swap_out(1, stream=wrong, wait=False)
+    with refused(pool, kvpool.ArgumentTypeError, "stream"):
+        pool.swap_out(1, stream="0", wait=False)
     # At most one until now: where the one swap took blocks that the other had freed since it was ordered.
     assert (before := fake_counts("cuCtxRecordEvent")) <= 1
     pool.swap_in(moved, wait=False).wait(60).result.close()  # after all work of the device

@@ -59,6 +59,7 @@ ENGINE = """
 import math
 context, base = ctypes.c_void_p(), ctypes.c_ulonglong()
 number = int(device.partition(":")[2])
+assert fake.cuInit(0) == 0
 assert fake.cuDevicePrimaryCtxRetain(ctypes.byref(context), number) == 0
 assert fake.cuCtxPushCurrent_v2(context) == 0
 shape = (blocks, 2, *layer_shape)

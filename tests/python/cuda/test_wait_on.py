@@ -155,3 +155,44 @@ with here, there:
     assert fetch.exception() is None
     wait_for(lambda: here.audit().hbm.quarantined == 0)
 """)
+
+
+def test_with_one_queue_to_the_gpu_no_stream_waits(on_fake):
+    on_fake("""
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+here, there = pair_on_gpu("sock", device="cuda:1", layout=byte_layout())
+with here, there:
+    fetch = here.fetch("there", there.alloc(1))
+    stream = new_stream(0)
+    raises(kvpool.Unsupported, lambda: fetch.wait_on(stream), "CUDA_DEVICE_MAX_CONNECTIONS is 1", "wait()")
+    fetch.wait()
+    assert fake_counts("cuStreamWaitValue32") == 0
+""")
+
+
+def test_no_nccl_communicator_is_made_while_a_stream_waits(on_fake, fake_nccl):
+    """NCCL loads its kernels then, which waits for all work of the GPU: for the stream that waits, too."""
+    on_fake(f"""
+here, there = pair_on_gpu("nccl", device="cuda:1", layout=byte_layout(), nccl={str(fake_nccl)!r}, measure_routes=False)
+with here, there:
+    theirs = there.alloc(1)
+    Stamps(there).write(theirs, [5])
+    stream, owners = new_stream(0), new_stream(1)  # the context of cuda:1 is current
+    held = HeldWork(owners)
+    fetch = here.fetch("there", theirs, timeout=30)
+    fetch.wait_on(stream)
+    held.let_go()
+    error = fetch.exception(timeout=20)  # long before the stream would be let go of by force
+    assert isinstance(error, kvpool.RouteFailed) and "wait_on" in str(error), error
+    assert fake_counts("waits behind words") == 0
+    # Once there is a communicator, streams may wait.
+    here.fetch("there", theirs).wait()
+    held = HeldWork(owners)
+    fetch = here.fetch("there", theirs)
+    addrs = fetch.wait_on(stream)
+    held.let_go()
+    assert fetch.exception() is None
+    assert (content(here, HBM)[kvpool.block_ids(addrs)] == 5).all()
+    assert fake_counts("waits passed") == 2
+    assert fake_counts("waits behind words") == 0
+""")

@@ -30,6 +30,7 @@ def get(addrs):
 
 def new_stream():
     context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    assert fake.cuInit(0) == 0
     assert fake.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
     assert fake.cuCtxPushCurrent_v2(context) == 0
     assert fake.cuStreamCreate(ctypes.byref(stream), 1) == 0

@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "kvpool/cuda/wait_word.h"
+
 namespace kvpool {
 namespace {
 
@@ -76,6 +78,8 @@ NcclId NcclLane::make_id() const {
 void NcclLane::open(const NcclId& id, std::uint64_t pass_bytes, const NcclCheck& check) {
   const CurrentContext current(*memory_.context, kWhat);
   shut();
+  // Loads NCCL's kernels, and may take memory: both wait for all work of the GPU.
+  const Standstill standstill(*memory_.context);
   if (stream_ == nullptr) stream_ = std::make_unique<CudaStream>(memory_.context);
   if (event_ == nullptr) event_ = std::make_unique<Event>(*memory_.context);
   if (staging_ == nullptr || staging_->bytes() < pass_bytes) {

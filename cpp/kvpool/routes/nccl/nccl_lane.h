@@ -62,7 +62,8 @@ class NcclLane {
   // For open(), of both sides. Throws kUnsupported.
   NcclId make_id() const;
   // Takes the staging memory, `pass_bytes` of it, and returns when the peer has opened its side. Throws as
-  // NcclCommunicator, and as CudaDriver::require; kUnsupported when the GPU has no room for the staging memory.
+  // NcclCommunicator, and as CudaDriver::require; kRouteFailed when a stream of this GPU waits for a word (Standstill);
+  // kUnsupported when the GPU has no room for the staging memory.
   void open(const NcclId& id, std::uint64_t pass_bytes, const NcclCheck& check);
   // Sends the content, or receives it; returns when it is where it belongs. Throws the same; then the lane is shut.
   // REQUIRES: is_open(); the ranges lie within the content of the blocks, which exist; bytes is their sum and at most

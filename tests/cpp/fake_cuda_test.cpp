@@ -1,0 +1,302 @@
+// That the fake driver is as strict as a real one: what it does not forgive, and what it waits for.
+#include <doctest/doctest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "child_process.h"
+#include "device_kit.h"
+#include "kvpool/base/clock.h"
+#include "kvpool/cuda/stream.h"
+#include "kvpool/cuda/wait_word.h"
+#include "kvpool/net/reactor.h"
+
+#ifdef KVPOOL_FAKE_CUDA
+
+namespace kvpool::testing {
+namespace {
+
+using Flags = unsigned;
+
+// A GPU of the fake, current in this thread.
+struct Gpu {
+  explicit Gpu(int device = 0) : context(CudaContext::retain(device, "a test")), current(*context, "a test") {}
+  const CudaDriver& driver() const { return context->driver(); }
+  CuStream stream(Flags flags) const {
+    CuStream made = nullptr;
+    REQUIRE(driver().stream_create(&made, flags) == 0);
+    return made;
+  }
+  CuPointer plain(std::size_t bytes) const {
+    CuPointer made = 0;
+    REQUIRE(driver().mem_alloc(&made, bytes) == 0);
+    return made;
+  }
+  std::shared_ptr<const CudaContext> context;
+  CurrentContext current;
+};
+
+// Work of a stream that stands until it is let go.
+class Held {
+ public:
+  Held(const FakeCuda& cuda, CuStream stream) {
+    const auto wait = [](void* argument) {
+      auto& self = *static_cast<Held*>(argument);
+      while (!self.open_) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    };
+    REQUIRE(cuda.find<int(CuStream, void (*)(void*), void*)>("cuLaunchHostFunc")(stream, wait, this) == 0);
+  }
+  void open() { open_ = true; }
+
+ private:
+  std::atomic<bool> open_{false};
+};
+
+// What the process dies of when it does that, in a child.
+template <typename Body>
+int death_of(const Body& body) {
+  return test::run_in_child([&] {
+    const rlimit none{0, 0};
+    setrlimit(RLIMIT_CORE, &none);
+    close(STDERR_FILENO);
+    signal(SIGABRT, SIG_DFL);  // not the test runner's
+    body();
+    return 0;
+  });
+}
+
+TEST_CASE("a stream or an event that was never made, or has gone, ends the process") {
+  const FakeCuda cuda;
+  const Gpu gpu;
+  const CudaDriver& driver = gpu.driver();
+  const CuStream gone = gpu.stream(1);
+  REQUIRE(driver.stream_destroy(gone) == 0);
+  CuEvent event = nullptr;
+  REQUIRE(driver.event_create(&event, 2) == 0);
+  REQUIRE(driver.event_destroy(event) == 0);
+  for (const CuStream stream : {gone, reinterpret_cast<CuStream>(std::uintptr_t{4711})}) {
+    CHECK(death_of([&] { driver.stream_synchronize(stream); }) == -SIGABRT);
+    CHECK(death_of([&] { driver.stream_destroy(stream); }) == -SIGABRT);
+    CHECK(death_of([&] { check_stream_of(*gpu.context, stream, "a test"); }) == -SIGABRT);
+  }
+  CHECK(death_of([&] { driver.event_query(event); }) == -SIGABRT);
+  CHECK(death_of([&] { driver.event_record(event, nullptr); }) == -SIGABRT);
+  CHECK(death_of([&] { driver.stream_wait_event(nullptr, event, 0); }) == -SIGABRT);
+  // No handle is given twice, so that a late use of one is always found.
+  const CuStream next = gpu.stream(1);
+  CHECK(next != gone);
+  CHECK(driver.stream_destroy(next) == 0);
+}
+
+TEST_CASE("the legacy default stream and the streams that block wait for each other, and no others") {
+  const FakeCuda cuda;
+  const Gpu gpu;
+  const CudaDriver& driver = gpu.driver();
+  const CuStream blocking = gpu.stream(0);
+  const CuStream free = gpu.stream(1);
+  CuEvent event = nullptr;
+  REQUIRE(driver.event_create(&event, 2) == 0);
+  const auto stands = [&](CuStream first, CuStream second) {
+    Held held(cuda, first);
+    REQUIRE(driver.event_record(event, second) == 0);
+    dawdle();
+    const bool stood = driver.event_query(event) == kCudaNotReady;
+    held.open();
+    REQUIRE(driver.stream_synchronize(first) == 0);
+    REQUIRE(driver.stream_synchronize(second) == 0);
+    CHECK(driver.event_query(event) == 0);
+    return stood;
+  };
+  CHECK(stands(nullptr, blocking));
+  CHECK(stands(blocking, nullptr));
+  const auto legacy = reinterpret_cast<CuStream>(std::uintptr_t{1});
+  const auto per_thread = reinterpret_cast<CuStream>(std::uintptr_t{2});
+  CHECK(stands(blocking, legacy));
+  CHECK(stands(legacy, per_thread));
+  CHECK_FALSE(stands(nullptr, free));
+  CHECK_FALSE(stands(free, nullptr));
+  CHECK_FALSE(stands(blocking, free));
+  // A captured stream that blocks takes the legacy stream away.
+  REQUIRE(cuda.find<int(CuStream, int)>("cuStreamBeginCapture_v2")(blocking, 0) == 0);
+  CHECK(driver.event_record(event, nullptr) == 906);
+  void* graph = nullptr;
+  REQUIRE(cuda.find<int(CuStream, void**)>("cuStreamEndCapture")(blocking, &graph) == 0);
+  CHECK(driver.event_destroy(event) == 0);
+  CHECK(driver.stream_destroy(blocking) == 0);
+  CHECK(driver.stream_destroy(free) == 0);
+  CuStream wrong = nullptr;
+  CHECK(driver.stream_create(&wrong, 2) == 1);
+}
+
+TEST_CASE("a stream takes so much, and then its caller waits; others do not") {
+  const FakeCuda cuda;
+  cuda.set("delay_us", 0);
+  const Gpu gpu;
+  const CudaDriver& driver = gpu.driver();
+  const CuStream stream = gpu.stream(1);
+  const CuStream other = gpu.stream(1);
+  const CuPointer memory = gpu.plain(64);
+  Held held(cuda, stream);
+  for (int i = 0; i < 1023; ++i) REQUIRE(driver.memset_async(memory, 1, 64, stream) == 0);
+  CHECK(cuda.count("callers held up") == 0);
+  std::atomic<bool> taken{false};
+  std::thread caller([&] {
+    const CurrentContext current(*gpu.context, "a test");
+    CHECK(driver.memset_async(memory, 2, 64, stream) == 0);
+    taken = true;
+  });
+  while (cuda.count("callers held up") == 0) std::this_thread::yield();
+  CHECK(driver.memset_async(memory, 3, 64, other) == 0);
+  CHECK(driver.stream_synchronize(other) == 0);
+  CHECK_FALSE(taken);
+  held.open();
+  caller.join();
+  CHECK(driver.stream_destroy(stream) == 0);
+  CHECK(driver.stream_destroy(other) == 0);
+  CHECK(driver.mem_free(memory) == 0);
+}
+
+TEST_CASE("a stream that is destroyed goes on, and what takes memory away waits for it") {
+  const FakeCuda cuda;
+  const Gpu gpu;
+  const CudaDriver& driver = gpu.driver();
+  const CuPointer from = gpu.plain(64);
+  const CuPointer to = gpu.plain(64);
+  const CuStream stream = gpu.stream(1);
+  Held held(cuda, stream);
+  REQUIRE(driver.memset_async(from, 7, 64, stream) == 0);
+  REQUIRE(driver.memcpy_async(to, from, 64, stream) == 0);
+  REQUIRE(driver.stream_destroy(stream) == 0);  // returns, though the stream stands
+  std::thread later([&] {
+    dawdle();
+    CHECK(cuda.count("copied") == 0);
+    held.open();
+  });
+  CHECK(driver.mem_free(from) == 0);
+  CHECK(cuda.count("copied") == 1);
+  CHECK(*cuda.host(reinterpret_cast<const std::byte*>(to), 64) == std::byte{7});
+  later.join();
+  CHECK(driver.mem_free(to) == 0);
+  CHECK(driver.ctx_synchronize() == 0);
+}
+
+TEST_CASE("who waits for a whole GPU while a stream there waits for a word is found") {
+  const FakeCuda cuda;
+  const Gpu gpu;
+  const EngineStream engine(cuda);
+  const auto load = [&] { cuda.find<fake_cuda::LoadModuleFunction>("fake_cuda_load_module")(0); };
+  load();
+  CHECK(cuda.count("waits behind words") == 0);
+  const auto word = WaitWord::take(gpu.context, monotonic_ns() + 60'000'000'000);
+  word->hold_up(engine.handle());
+  std::thread later([&] {
+    while (cuda.count("waits behind words") == 0) std::this_thread::yield();
+    word->set();
+  });
+  load();
+  later.join();
+  engine.wait();
+}
+
+TEST_CASE("plain memory is reached by its own GPU, and by those that have enabled it") {
+  const FakeCuda cuda;
+  const Gpu owner(0);
+  const CuPointer memory = owner.plain(64);
+  const Gpu peer(1);
+  const CudaDriver& driver = peer.driver();
+  const CuPointer own = peer.plain(64);
+  const CuStream stream = peer.stream(1);
+  CHECK(driver.memcpy_async(own, memory, 64, stream) == 1);
+  CHECK(driver.memset_async(memory, 1, 64, stream) == 1);
+  const auto enable = [&](CuContext context) {
+    return cuda.find<int(CuContext, unsigned)>("cuCtxEnablePeerAccess")(context, 0);
+  };
+  CHECK(enable(owner.context->handle()) == 0);
+  CHECK(enable(owner.context->handle()) == 704);
+  CHECK(driver.memcpy_async(own, memory, 64, stream) == 0);
+  CHECK(driver.stream_synchronize(stream) == 0);
+  const auto far = CudaContext::retain(2, "a test");
+  CHECK(enable(far->handle()) == 217);
+  CHECK(driver.stream_destroy(stream) == 0);
+  CHECK(driver.mem_free(own) == 0);
+  CHECK(driver.mem_free(memory) == 0);
+}
+
+TEST_CASE("attributes are those that the driver has, of GPUs that there are") {
+  const FakeCuda cuda;
+  const Gpu gpu;
+  int value = -1;
+  CHECK(gpu.driver().device_get_attribute(&value, kCuDeviceL2Bytes, 0) == 0);
+  CHECK(value == 4096 * 1024);
+  for (const int unknown : {0, 148, 9999}) CHECK(gpu.driver().device_get_attribute(&value, unknown, 0) == 1);
+  CHECK(gpu.driver().device_get_attribute(&value, kCuDeviceL2Bytes, 4) == 101);
+  CHECK(gpu.context->attribute(9999, "a test") == 0);
+}
+
+TEST_CASE("host memory is registered once, where it is mapped, and a copy does not outlive that") {
+  const FakeCuda cuda;
+  const Gpu gpu;
+  const CudaDriver& driver = gpu.driver();
+  constexpr std::size_t kPage = 4096;
+  auto* const host =
+      static_cast<std::byte*>(mmap(nullptr, 4 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  CHECK(driver.mem_host_register(host + kPage, 2 * kPage, 1) == 0);
+  CHECK(driver.mem_host_register(host + kPage, kPage, 1) == 712);
+  CHECK(driver.mem_host_register(host, 2 * kPage, 1) == 712);  // its end
+  CHECK(driver.mem_host_register(host + 2 * kPage, 2 * kPage, 1) == 712);
+  CHECK(driver.mem_host_unregister(host) == 713);
+  CHECK(driver.mem_host_register(nullptr, kPage, 1) == 1);  // no memory is there
+  const CuPointer memory = gpu.plain(64);
+  const CuStream stream = gpu.stream(1);
+  cuda.set("unmap_waits", 0);
+  Held held(cuda, stream);
+  REQUIRE(driver.memcpy_async(reinterpret_cast<CuPointer>(host + kPage), memory, 64, stream) == 0);
+  CHECK(driver.mem_host_unregister(host + kPage) == 0);
+  CHECK(driver.mem_host_unregister(host + kPage) == 713);
+  held.open();
+  CHECK(driver.stream_synchronize(stream) == 700);
+  munmap(host, 4 * kPage);
+  driver.stream_destroy(stream);
+}
+
+TEST_CASE("what an event was recorded for is what is waited for, whatever becomes of the event") {
+  const FakeCuda cuda;
+  const Gpu gpu;
+  const CudaDriver& driver = gpu.driver();
+  const CuStream first = gpu.stream(1);
+  const CuStream second = gpu.stream(1);
+  CuEvent event = nullptr;
+  REQUIRE(driver.event_create(&event, 2) == 0);
+  CHECK(driver.event_query(event) == 0);  // never recorded
+  Held held(cuda, first);
+  REQUIRE(driver.event_record(event, first) == 0);
+  REQUIRE(driver.stream_wait_event(second, event, 0) == 0);
+  REQUIRE(driver.event_record(event, second) == 0);
+  REQUIRE(driver.event_destroy(event) == 0);
+  CuEvent end = nullptr;
+  REQUIRE(driver.event_create(&end, 2) == 0);
+  REQUIRE(driver.event_record(end, second) == 0);
+  dawdle();
+  CHECK(driver.event_query(end) == kCudaNotReady);
+  held.open();
+  CHECK(driver.stream_synchronize(second) == 0);
+  CHECK(driver.event_query(end) == 0);
+  const Gpu other(1);
+  const CuStream theirs = other.stream(1);
+  CHECK(driver.event_record(end, theirs) == 400);
+  for (const CuStream stream : {first, second, theirs}) CHECK(driver.stream_destroy(stream) == 0);
+  CHECK(driver.event_destroy(end) == 0);
+  CHECK(cuda.left().find("streams") == std::string::npos);
+}
+
+}  // namespace
+}  // namespace kvpool::testing
+
+#endif  // KVPOOL_FAKE_CUDA
