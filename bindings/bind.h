@@ -8,13 +8,15 @@
 #include "kvpool/base/error.h"
 
 namespace kvpool {
+class PeerNode;
 class Pool;
-}
+}  // namespace kvpool
 
 namespace kvpool::bindings {
 
+using NodePointer = std::shared_ptr<PeerNode>;
 using PoolPointer = std::shared_ptr<Pool>;
-using PoolClass = pybind11::class_<Pool, PoolPointer>;
+using PoolClass = pybind11::class_<PeerNode, NodePointer>;  // node.h
 
 void bind_errors(pybind11::module_& module);
 void bind_handles(pybind11::module_& module);

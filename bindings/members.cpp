@@ -14,30 +14,30 @@ namespace {
 
 using MemberFields = std::tuple<std::string, std::uint32_t, std::uint64_t, std::vector<std::string>>;
 
-void set_members(Pool& pool, std::vector<MemberFields> fields) {
+void set_members(const PeerNode& node, std::vector<MemberFields> fields) {
   std::vector<ClusterMember> members;
   members.reserve(fields.size());
   for (auto& [name, instance, epoch, addresses] : fields) {
     members.push_back({std::move(name), instance, epoch, std::move(addresses)});
   }
-  Service& service = service_of(pool);
+  Service& service = service_of(node);
   const GilReleased released;
   service.set_members(std::move(members));
 }
 
-void meet(Pool& pool, const std::string& name, py::handle timeout) {
+void meet(const PeerNode& node, const std::string& name, py::handle timeout) {
   const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
-  Service& service = service_of(pool);
+  Service& service = service_of(node);
   call_interruptibly([&](const GivenUp& given_up) { service.meet_member(name, {deadline, given_up}); });
 }
 
 }  // namespace
 
 void bind_members(PoolClass& pool) {
-  pool.def("_epoch", [](Pool& self) { return service_of(self).epoch(); })
+  pool.def("_epoch", [](PeerNode& self) { return service_of(self).epoch(); })
       .def(
           "_join",
-          [](Pool& self, std::uint32_t instance) {
+          [](PeerNode& self, std::uint32_t instance) {
             Service& service = service_of(self);
             const GilReleased released;
             service.join(instance);
@@ -47,7 +47,7 @@ void bind_members(PoolClass& pool) {
       .def("_meet", &meet, py::arg("name"), py::arg("timeout"))
       .def(
           "_expel",
-          [](Pool& self, std::uint64_t epoch, const std::string& why) {
+          [](PeerNode& self, std::uint64_t epoch, const std::string& why) {
             Service& service = service_of(self);
             const GilReleased released;
             service.expel(epoch, why);
@@ -55,20 +55,20 @@ void bind_members(PoolClass& pool) {
           py::arg("epoch"), py::arg("why"))
       .def(
           "_fence",
-          [](Pool& self, const std::string& why) {
+          [](PeerNode& self, const std::string& why) {
             Service& service = service_of(self);
             const GilReleased released;
             service.fence(why);
           },
           py::arg("why"))
       .def("_unfence",
-           [](Pool& self) {
+           [](PeerNode& self) {
              Service& service = service_of(self);
              const GilReleased released;
              service.unfence();
            })
-      .def("_dropped_by", [](Pool& self) { return service_of(self).dropped_by(); })
-      .def("_drop_service", [](Pool& self) {
+      .def("_dropped_by", [](PeerNode& self) { return service_of(self).dropped_by(); })
+      .def("_drop_service", [](PeerNode& self) {
         const GilReleased released;
         self.drop_service();
       });

@@ -18,6 +18,7 @@
 #include "events.h"
 #include "gil.h"
 #include "matching.h"
+#include "node.h"
 #include "reshard.h"
 #include "service.h"
 #include "stream.h"
@@ -59,16 +60,17 @@ void check_device(const PoolOptions& options) {
 }
 
 // Waits for threads that may want the GIL, for what they let go of.
-void destroy(Pool* pool) {
+template <class Closed>
+void destroy(Closed* object) {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
-    delete pool;
+    delete object;
     return;
   }
   const GilReleased released;
-  delete pool;
+  delete object;
 }
 
-PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece_bytes, bool aggregated,
+NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece_bytes, bool aggregated,
                       const py::object& hbm_blocks, const py::object& dram_blocks, const py::object& adopted,
                       const py::object& block_dim, py::handle engine_allocates, const py::object& shape,
                       const py::object& parallel, int device, const std::string& policy, int copy_threads,
@@ -108,16 +110,17 @@ PoolPointer make_pool(std::uint32_t block_tokens, std::vector<std::size_t> piece
   options.audit = audit;
   options.zero_on_alloc = zero_on_alloc;
   const GilReleased released;
-  return {new Pool(options), destroy};
+  return {new PeerNode(PoolPointer(new Pool(options), destroy<Pool>)), destroy<PeerNode>};
 }
 
-py::array_t<Address> alloc(Pool& pool, py::handle n_argument, py::handle medium_argument, py::handle evict_argument,
+py::array_t<Address> alloc(PeerNode& node, py::handle n_argument, py::handle medium_argument, py::handle evict_argument,
                            py::handle instance, py::handle timeout, py::handle stream) {
+  Pool& pool = node.pool();
   const std::size_t n = count_from(n_argument, "n");
   const Medium medium = medium_from(medium_argument);
   const CallerStream after = stream_from(stream);
   const bool evict = flag_from(evict_argument, "evict");
-  if (!instance.is_none()) return alloc_at_peer(pool, n, medium, evict, instance, timeout);
+  if (!instance.is_none()) return alloc_at_peer(node, n, medium, evict, instance, timeout);
   if (n > pool.capacity(medium)) pool.throw_out_of_blocks(n, medium);  // before memory is made for the answer
   py::array_t<Address> addresses(static_cast<py::ssize_t>(n));
   Address* out = addresses.mutable_data();
@@ -135,16 +138,16 @@ py::array_t<Address> alloc(Pool& pool, py::handle n_argument, py::handle medium_
   return addresses;
 }
 
-void free_blocks(Pool& pool, py::handle addresses_argument) {
+void free_blocks(PeerNode& node, py::handle addresses_argument) {
   const Vector<Address> addresses = addresses_from(addresses_argument);
-  const auto is_local = [own = pool.instance()](Address address) {
+  const auto is_local = [own = node.pool().instance()](Address address) {
     return instance_of(address) == 0 || instance_of(address) == own;
   };
   if (std::all_of(addresses.data(), addresses.data() + addresses.size(), is_local)) {
-    pool.free(addresses.data(), addresses.size());
+    node.pool().free(addresses.data(), addresses.size());
     return;
   }
-  call_interruptibly([&](const GivenUp& given_up) { pool.free(addresses.data(), addresses.size(), given_up); });
+  call_interruptibly([&](const GivenUp& given_up) { node.free(addresses.data(), addresses.size(), given_up); });
 }
 
 std::vector<Inserted> insert_all(const PoolPointer& pool, const std::vector<std::pair<py::object, py::object>>& prompts,
@@ -195,7 +198,7 @@ py::tuple explain(Pool& pool, py::handle tokens_argument, py::handle name_argume
 void bind_pool(py::module_& module) {
   PoolClass pool_class(module, "Pool", "The C++ half of kvpool.Pool.");
   pool_class
-      .def(py::init(&make_pool), py::kw_only(), py::arg("block_tokens"), py::arg("piece_bytes"), py::arg("aggregated"),
+      .def(py::init(&make_node), py::kw_only(), py::arg("block_tokens"), py::arg("piece_bytes"), py::arg("aggregated"),
            py::arg("hbm_blocks"), py::arg("dram_blocks"), py::arg("adopted"), py::arg("block_dim"),
            py::arg("engine_allocates"), py::arg("shape"), py::arg("parallel"), py::arg("device"), py::arg("policy"),
            py::arg("copy_threads"), py::arg("huge_pages"), py::arg("numa_node"), py::arg("check_memory"),
@@ -240,15 +243,13 @@ Raises:
     ArgumentError: One stands twice in the list, or is no address.
     PeerLost, DeadlineExceeded: A peer was lost meanwhile, or did not answer; its blocks are lent no more.
     Busy: A peer takes messages too slowly: unless it has answered so itself, its blocks are still lent.)")
-      .def(
-          "adopt",
-          [](Pool& pool, py::handle blocks_argument) {
-            const std::vector<std::uint32_t> blocks = block_numbers_from(blocks_argument);
-            py::array_t<Address> addresses(static_cast<py::ssize_t>(blocks.size()));
-            pool.adopt(blocks.data(), blocks.size(), addresses.mutable_data());
-            return addresses;
-          },
-          py::arg("blocks"), R"(Tells the pool that the engine uses these blocks, from now until ``free``.
+      .def("adopt", of_pool([](Pool& pool, py::handle blocks_argument) {
+             const std::vector<std::uint32_t> blocks = block_numbers_from(blocks_argument);
+             py::array_t<Address> addresses(static_cast<py::ssize_t>(blocks.size()));
+             pool.adopt(blocks.data(), blocks.size(), addresses.mutable_data());
+             return addresses;
+           }),
+           py::arg("blocks"), R"(Tells the pool that the engine uses these blocks, from now until ``free``.
 
 For a pool over adopted memory made with ``engine_allocates=True``. All or nothing, thread-safe.
 
@@ -262,7 +263,7 @@ Returns:
 Raises:
     StateError: A block is not free: the engine has not given it back. Or the pool allocates by itself.
     ArgumentError: There is no such block.)")
-      .def("match", &match<Pool>, py::arg("tokens"), py::arg("namespace") = "",
+      .def("match", of_pool(&match<Pool>), py::arg("tokens"), py::arg("namespace") = "",
            R"(Finds the longest cached prefix of a prompt, in whole blocks, and pins it.
 
 Thread-safe. Cost grows with the prompt, not with what is cached.
@@ -273,9 +274,9 @@ Args:
 
 Returns:
     A Match. Its local addresses stay valid, and their content unchanged, until it is closed; use it in a ``with``.)")
-      .def("match_batch", &match_batch<Pool>, py::arg("prompts"), py::arg("namespace") = "",
+      .def("match_batch", of_pool(&match_batch<Pool>), py::arg("prompts"), py::arg("namespace") = "",
            "match() for each prompt of a list. Returns a list of Match.")
-      .def("insert", &insert, py::arg("tokens"), py::arg("addrs"), py::arg("namespace") = "",
+      .def("insert", of_pool(&insert), py::arg("tokens"), py::arg("addrs"), py::arg("namespace") = "",
            py::arg("free_duplicates") = false, R"(Gives blocks to the index: active becomes historical, without a copy.
 
 All or nothing, thread-safe. Where a block of the prompt is cached already, the cached one stays: the given one is a
@@ -294,24 +295,22 @@ Raises:
     ArgumentError: Tokens are no multiple of a block, too few or too many addresses, one stands twice.
     StateError: A block is cached already as something else, or is one that an engine allocates.
     StaleAddress: A block was freed or moved.)")
-      .def(
-          "insert_batch",
-          [](const PoolPointer& pool, py::handle prompts, py::handle name, py::handle free_duplicates) {
-            return insert_all(pool, pairs_from(prompts, "prompts"), name, free_duplicates);
-          },
-          py::arg("prompts"), py::arg("namespace") = "", py::arg("free_duplicates") = false,
-          "insert() for each (tokens, addrs) of a list, all or nothing. Returns a list of Inserted.")
-      .def(
-          "delete",
-          [](Pool& pool, py::handle tokens_argument, py::handle name_argument, py::handle descendants) {
-            const bool longer = flag_from(descendants, "descendants");
-            const Vector<Token> tokens = tokens_from(tokens_argument);
-            const std::string name(name_from(name_argument));
-            const GilReleased released;
-            return pool.erase(name, tokens.data(), tokens.size(), longer);
-          },
-          py::arg("tokens"), py::arg("namespace") = "", py::arg("descendants") = false,
-          R"(Removes the cached blocks of a prompt that no longer prompt shares.
+      .def("insert_batch",
+           of_pool([](const PoolPointer& pool, py::handle prompts, py::handle name, py::handle free_duplicates) {
+             return insert_all(pool, pairs_from(prompts, "prompts"), name, free_duplicates);
+           }),
+           py::arg("prompts"), py::arg("namespace") = "", py::arg("free_duplicates") = false,
+           "insert() for each (tokens, addrs) of a list, all or nothing. Returns a list of Inserted.")
+      .def("delete",
+           of_pool([](Pool& pool, py::handle tokens_argument, py::handle name_argument, py::handle descendants) {
+             const bool longer = flag_from(descendants, "descendants");
+             const Vector<Token> tokens = tokens_from(tokens_argument);
+             const std::string name(name_from(name_argument));
+             const GilReleased released;
+             return pool.erase(name, tokens.data(), tokens.size(), longer);
+           }),
+           py::arg("tokens"), py::arg("namespace") = "", py::arg("descendants") = false,
+           R"(Removes the cached blocks of a prompt that no longer prompt shares.
 
 Args:
     tokens: Token ids.
@@ -323,45 +322,39 @@ Returns:
 
 Raises:
     StateError: Part of it is pinned; nothing was removed.)")
-      .def(
-          "evict",
-          [](Pool& pool, py::handle n_argument, py::handle medium_argument) {
-            const std::size_t n = count_from(n_argument, "n");
-            const Medium medium = medium_from(medium_argument);
-            const GilReleased released;
-            return pool.evict(n, medium);
-          },
-          py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kDram),
-          "Drops up to n cached blocks of a medium for good, the least recently used first. Returns how many.")
-      .def("close", &Pool::close, py::call_guard<GilReleased>(),
+      .def("evict", of_pool([](Pool& pool, py::handle n_argument, py::handle medium_argument) {
+             const std::size_t n = count_from(n_argument, "n");
+             const Medium medium = medium_from(medium_argument);
+             const GilReleased released;
+             return pool.evict(n, medium);
+           }),
+           py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kDram),
+           "Drops up to n cached blocks of a medium for good, the least recently used first. Returns how many.")
+      .def("close", &PeerNode::close, py::call_guard<GilReleased>(),
            "Ends the pool: every verb raises ClosedError from now on. Views of the memory stay valid. Idempotent.")
-      .def_property_readonly("closed", &Pool::closed, "Whether close() was called.")
-      .def("_stats", [](Pool& pool) { return to_dict(pool.stats()); })
-      .def("_audit",
-           [](Pool& pool) {
+      .def_property_readonly("closed", of_pool([](Pool& pool) { return pool.closed(); }), "Whether close() was called.")
+      .def("_stats", of_pool([](Pool& pool) { return to_dict(pool.stats()); }))
+      .def("_audit", of_pool([](Pool& pool) {
              PoolStats stats;
              {
                const GilReleased released;
                stats = pool.audit();
              }
              return to_dict(stats);
-           })
-      .def("_arena", [](Pool& pool, int medium) { return to_dict(*pool.arena(static_cast<Medium>(medium))); })
-      .def("_explain", &explain, py::arg("tokens"), py::arg("namespace"))
-      .def(
-          "_subscribe",
-          [](const PoolPointer& pool, py::handle capacity, py::handle include_cached) {
-            return event_source(pool, count_from(capacity, "capacity_tokens"),
-                                flag_from(include_cached, "include_cached"));
-          },
-          py::arg("capacity_tokens"), py::arg("include_cached"))
-      .def(
-          "_view",
-          [](Pool& pool, int medium, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides,
-             const std::string& dtype) {
-            return make_tensor(pool.arena(static_cast<Medium>(medium)), std::move(shape), std::move(strides), dtype);
-          },
-          py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
+           }))
+      .def("_arena", of_pool([](Pool& pool, int medium) { return to_dict(*pool.arena(static_cast<Medium>(medium))); }))
+      .def("_explain", of_pool(&explain), py::arg("tokens"), py::arg("namespace"))
+      .def("_subscribe", of_pool([](const PoolPointer& pool, py::handle capacity, py::handle include_cached) {
+             return event_source(pool, count_from(capacity, "capacity_tokens"),
+                                 flag_from(include_cached, "include_cached"));
+           }),
+           py::arg("capacity_tokens"), py::arg("include_cached"))
+      .def("_view",
+           of_pool([](Pool& pool, int medium, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides,
+                      const std::string& dtype) {
+             return make_tensor(pool.arena(static_cast<Medium>(medium)), std::move(shape), std::move(strides), dtype);
+           }),
+           py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
   bind_swap(module, pool_class);
   bind_service(module, pool_class);
   bind_members(pool_class);

@@ -18,10 +18,10 @@
 namespace kvpool::bindings {
 namespace {
 
-py::list ranks(Pool& pool) {
+py::list ranks(const PeerNode& node) {
   std::vector<RankInfo> ranks;
   {
-    Service& service = service_of(pool);
+    Service& service = service_of(node);
     const GilReleased released;
     ranks = service.ranks();
   }
@@ -33,9 +33,9 @@ py::list ranks(Pool& pool) {
 }
 
 // What a rank needs to know of its scheduler, beside what Python knows.
-py::tuple scheduler_facts(Pool& pool) {
-  Service& service = service_of(pool);
-  return py::make_tuple(service.epoch(), pool.instance());
+py::tuple scheduler_facts(const PeerNode& node) {
+  Service& service = service_of(node);
+  return py::make_tuple(service.epoch(), node.pool().instance());
 }
 
 LocalMemory memory_of(Pool& pool) { return {pool.layout(), {pool.arena(Medium::kHbm), pool.arena(Medium::kDram)}}; }
@@ -50,7 +50,7 @@ void destroy(RankNode* node) {
   delete node;
 }
 
-std::shared_ptr<RankNode> join(Pool& memory, const std::string& name, const std::string& secret,
+std::shared_ptr<RankNode> join(const PeerNode& memory, const std::string& name, const std::string& secret,
                                const std::string& model, std::vector<std::string> routes, double lease_s,
                                int transfer_threads, bool trusted_network, bool unix_door, const std::string& ucx,
                                const std::string& nccl, std::uint64_t nccl_pass_bytes, double nccl_init_s,
@@ -77,7 +77,7 @@ std::shared_ptr<RankNode> join(Pool& memory, const std::string& name, const std:
   options.instance = instance;
   options.rank = rank;
   options.listen = listen;
-  const LocalMemory local = memory_of(memory);
+  const LocalMemory local = memory_of(memory.pool());
   return call_interruptibly([&](const GivenUp& given_up) {
     return std::shared_ptr<RankNode>(RankNode::join(options, local, Waiting(deadline, given_up)).release(), destroy);
   });
@@ -89,7 +89,7 @@ void bind_ranks(py::module_& module, PoolClass& pool) {
   pool.def("_ranks", &ranks).def("_scheduler_facts", &scheduler_facts);
   pool.def(
       "_wait_for_ranks",
-      [](Pool& self, py::handle timeout) {
+      [](PeerNode& self, py::handle timeout) {
         const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
         Service& service = service_of(self);
         return wait_interruptibly(deadline, [&](std::int64_t until) { return service.wait_for_ranks(until); });

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "bind.h"
+#include "node.h"
 #include "service.h"
 
 namespace kvpool::bindings {
@@ -51,16 +52,16 @@ class ReceivedItem {
   bool open_ = true;
 };
 
-py::object receive(const PoolPointer& pool, py::handle timeout) {
+py::object receive(const NodePointer& node, py::handle timeout) {
   const std::int64_t until = deadline_from(timeout, kForever);
-  Service& service = service_of(*pool);
+  Service& service = service_of(*node);
   std::unique_ptr<Received> item;
   wait_interruptibly(until, [&](std::int64_t slice) {
     item = service.receive(slice);
     return item != nullptr;
   });
   if (item == nullptr) return py::none();
-  return py::cast(ReceivedItem(pool, std::move(item)));
+  return py::cast(ReceivedItem(pool_of(node), std::move(item)));
 }
 
 py::object tokens(const ReceivedItem& received) {
@@ -160,7 +161,7 @@ Returns:
 Raises:
     ClosedError: The pool was closed.
     DeviceLost, PeerLost: Its GPU, or a rank of its instance, was lost, and with it every block; and nothing waits.)")
-      .def("_received_fd", [](Pool& self) { return service_of(self).received_fd(); });
+      .def("_received_fd", [](PeerNode& self) { return service_of(self).received_fd(); });
 }
 
 }  // namespace kvpool::bindings

@@ -30,7 +30,7 @@ Value setting(const py::object& settings, const char* name) {
 }
 
 // Returns what a log should say of it. One that joins a cluster is seen by the verbs at once.
-std::vector<std::string> start_service(Pool& pool, const py::object& settings, py::handle ucx, py::handle nccl,
+std::vector<std::string> start_service(PeerNode& node, const py::object& settings, py::handle ucx, py::handle nccl,
                                        bool joins_cluster) {
   ServiceOptions options;
   options.joins_cluster = joins_cluster;
@@ -53,7 +53,7 @@ std::vector<std::string> start_service(Pool& pool, const py::object& settings, p
   options.reserved_max = setting<std::uint32_t>(settings, "reserved_max");
   options.received_max = setting<std::uint32_t>(settings, "received_max");
   const GilReleased released;
-  return (joins_cluster ? pool.start_service(options) : pool.prepare_service(options)).notes();
+  return (joins_cluster ? node.start_service(options) : node.prepare_service(options)).notes();
 }
 
 // (route, failures, able, why) of each.
@@ -79,17 +79,17 @@ py::tuple prices_of(const PeerInfo& peer) {
 }
 
 // (name, instance, epoch, joined, error), or None.
-py::object next_peer_event(Pool& pool) {
-  const std::optional<PeerEvent> event = service_of(pool).next_peer_event();
+py::object next_peer_event(const PeerNode& node) {
+  const std::optional<PeerEvent> event = service_of(node).next_peer_event();
   if (!event) return py::none();
   return py::make_tuple(event->name, event->instance, event->epoch, event->joined,
                         event->why ? exception_from(*event->why) : py::object(py::none()));
 }
 
-py::list peers(Pool& pool) {
+py::list peers(const PeerNode& node) {
   std::vector<PeerInfo> peers;
   {
-    Service& service = service_of(pool);
+    Service& service = service_of(node);
     const GilReleased released;
     peers = service.peers();
   }
@@ -104,8 +104,8 @@ py::list peers(Pool& pool) {
 
 // For each kind of transfer: how many ended how, by the name of the error; bytes; seconds together; how many took how
 // long.
-py::dict transfer_counts(Pool& pool) {
-  Service& service = service_of(pool);
+py::dict transfer_counts(const PeerNode& node) {
+  Service& service = service_of(node);
   py::dict kinds;
   for (const auto& [kind, name] : {std::pair(TransferKind::kSend, "send"), std::pair(TransferKind::kFetch, "fetch")}) {
     const TransferTally::Counts counts = service.transfer_counts(kind);
@@ -127,12 +127,12 @@ py::dict transfer_counts(Pool& pool) {
 }
 
 // As service_of, and of one that is not published yet.
-Service& prepared_service_of(Pool& pool) {
-  pool.guard_open();
+Service& prepared_service_of(PeerNode& node) {
+  node.pool().guard_open();
   Service* service = nullptr;
   {
     const GilReleased released;  // another thread may drop a service, and let go of memory that is Python's
-    service = pool.prepared_service();
+    service = node.prepared_service();
   }
   if (service == nullptr) throw Error(ErrorCode::kState, "this pool has no service: start it first");
   return *service;
@@ -157,20 +157,20 @@ GivenUp asks_for_signals() {
   };
 }
 
-Service& service_of(Pool& pool) {
-  pool.guard_open();
-  Service* service = pool.service();
+Service& service_of(const PeerNode& node) {
+  node.pool().guard_open();
+  Service* service = node.service();
   if (service == nullptr) {
     throw Error(ErrorCode::kState, "this pool has no peers: call listen() or connect() first");
   }
   return *service;
 }
 
-py::array_t<Address> alloc_at_peer(Pool& pool, std::size_t n, Medium medium, bool evict, py::handle peer_argument,
-                                   py::handle timeout) {
+py::array_t<Address> alloc_at_peer(const PeerNode& node, std::size_t n, Medium medium, bool evict,
+                                   py::handle peer_argument, py::handle timeout) {
   const std::string peer(text_from(peer_argument, "instance"));
   const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
-  Service& service = service_of(pool);
+  Service& service = service_of(node);
   const std::vector<Address> addresses = call_interruptibly(
       [&](const GivenUp& given_up) { return service.alloc(peer, n, medium, evict, {deadline, given_up}); });
   return to_array(addresses.data(), addresses.size());
@@ -186,19 +186,19 @@ void bind_service(py::module_& module, PoolClass& pool) {
   pool.def("_start_service", &start_service, py::arg("settings"), py::arg("ucx"), py::arg("nccl"),
            py::arg("joins_cluster") = false)
       .def("_publish_service",
-           [](Pool& self) {
+           [](PeerNode& self) {
              const GilReleased released;
              self.publish_service();
            })
       .def("_name",
-           [](Pool& self) -> py::object {
-             self.guard_open();
+           [](PeerNode& self) -> py::object {
+             self.pool().guard_open();
              const Service* service = self.service();
              return service == nullptr ? py::none() : py::object(py::str(service->options().name));
            })
       .def(
           "_listen",
-          [](Pool& self, py::handle address_argument) {
+          [](PeerNode& self, py::handle address_argument) {
             const std::string address(text_from(address_argument, "address"));
             Service& service = prepared_service_of(self);
             const GilReleased released;
@@ -207,7 +207,7 @@ void bind_service(py::module_& module, PoolClass& pool) {
           py::arg("address"))
       .def(
           "_connect",
-          [](Pool& self, py::handle address_argument, py::handle timeout, bool wait) {
+          [](PeerNode& self, py::handle address_argument, py::handle timeout, bool wait) {
             const std::string address(text_from(address_argument, "address"));
             const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
             Service& service = prepared_service_of(self);
@@ -215,14 +215,14 @@ void bind_service(py::module_& module, PoolClass& pool) {
                 [&](const GivenUp& given_up) { return service.connect(address, {deadline, given_up}, wait); });
           },
           py::arg("address"), py::arg("timeout"), py::arg("wait"))
-      .def("_begin_peer_events", [](Pool& self) { return service_of(self).begin_peer_events(); })
+      .def("_begin_peer_events", [](PeerNode& self) { return service_of(self).begin_peer_events(); })
       .def("_next_peer_event", &next_peer_event)
-      .def("_end_peer_events", [](Pool& self) { service_of(self).end_peer_events(); })
+      .def("_end_peer_events", [](PeerNode& self) { service_of(self).end_peer_events(); })
       .def("_peers", &peers)
       .def("_transfer_counts", &transfer_counts)
       .def(
           "disconnect",
-          [](Pool& self, py::handle peer_argument) {
+          [](PeerNode& self, py::handle peer_argument) {
             const std::string peer(text_from(peer_argument, "peer"));
             Service& service = service_of(self);
             call_interruptibly([&](const GivenUp& given_up) { service.disconnect(peer, given_up); });

@@ -12,6 +12,7 @@
 #include "kvpool/base/error.h"
 #include "kvpool/base/medium.h"
 #include "kvpool/base/wait.h"
+#include "kvpool/peers/peer_node.h"
 #include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
 
@@ -21,10 +22,10 @@ inline constexpr std::int64_t kTimeoutNs = 30'000'000'000;  // of what waits for
 inline constexpr std::int64_t kForever = INT64_MAX;
 
 // Throws kState when the pool has none yet.
-Service& service_of(Pool& pool);
+Service& service_of(const PeerNode& node);
 
-pybind11::array_t<Address> alloc_at_peer(Pool& pool, std::size_t n, Medium medium, bool evict, pybind11::handle peer,
-                                         pybind11::handle timeout);
+pybind11::array_t<Address> alloc_at_peer(const PeerNode& node, std::size_t n, Medium medium, bool evict,
+                                         pybind11::handle peer, pybind11::handle timeout);
 
 // For what waits in the core, without the GIL: whether a signal's handler has raised, Ctrl-C above all. Python runs
 // handlers in the process's first thread; in others nobody is asked.

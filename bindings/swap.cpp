@@ -13,6 +13,7 @@
 #include "handles.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/swap_handle.h"
+#include "node.h"
 #include "service.h"
 #include "stream.h"
 #include "vectors.h"
@@ -233,7 +234,8 @@ Attributes:
 
 Raises:
     StateError: It is under way. If it failed: what wait() raises.)");
-  pool.def("swap_out", &swap_out, py::arg("n"), py::kw_only(), py::arg("stream") = py::none(), py::arg("wait") = true,
+  pool.def("swap_out", of_pool(&swap_out), py::arg("n"), py::kw_only(), py::arg("stream") = py::none(),
+           py::arg("wait") = true,
            R"(Moves up to n cached blocks from HBM to DRAM, the least recently used first.
 
 Never a pinned or active block. Where DRAM is full its own least recently used blocks are dropped. The old addresses
@@ -252,7 +254,7 @@ Args:
 
 Returns:
     uint64 array of the DRAM addresses of the blocks that moved; fewer than n when no more can. Or a SwapOut.)")
-      .def("swap_in", &swap_in, py::arg("addrs"), py::arg("into") = py::none(), py::kw_only(),
+      .def("swap_in", of_pool(&swap_in), py::arg("addrs"), py::arg("into") = py::none(), py::kw_only(),
            py::arg("stream") = py::none(), py::arg("wait") = true, R"(Brings cached blocks to HBM and pins them there.
 
 Addresses in HBM stay as they are, so the addresses of a match can be passed whole. Makes room as alloc does. Blocks

@@ -12,6 +12,7 @@
 
 #include "bind.h"
 #include "kvpool/net/frame.h"
+#include "node.h"
 #include "service.h"
 #include "stream.h"
 #include "vectors.h"
@@ -89,42 +90,44 @@ void add_tokens(TransferRequest& request, py::handle tokens, py::handle name_spa
 
 // ---- starting
 
-TransferHandle start(const PoolPointer& pool, TransferRequest&& request) {
-  Service& service = service_of(*pool);
-  TransferHandle handle{pool, nullptr};
+TransferHandle start(const NodePointer& node, TransferRequest&& request) {
+  Service& service = service_of(*node);
+  TransferHandle handle{pool_of(node), nullptr};
   handle.transfer =
       call_interruptibly([&](const GivenUp& given_up) { return service.transfer(std::move(request), given_up); });
   return handle;
 }
 
-TransferHandle transfer(const PoolPointer& pool, py::handle peer, py::handle addresses, py::handle to,
+TransferHandle transfer(const NodePointer& node, py::handle peer, py::handle addresses, py::handle to,
                         py::handle medium, py::handle evict, py::handle private_bytes, py::handle strategy,
                         py::handle priority, py::handle route, py::handle checksum, py::handle stream,
                         py::handle timeout) {
-  return start(pool,
-               request_from(*pool, peer, addresses,
+  return start(node,
+               request_from(node->pool(), peer, addresses,
                             {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout}));
 }
 
-TransferHandle transfer_with_insert(const PoolPointer& pool, py::handle peer, py::handle tokens, py::handle addresses,
+TransferHandle transfer_with_insert(const NodePointer& node, py::handle peer, py::handle tokens, py::handle addresses,
                                     py::handle name_space, py::handle to, py::handle medium, py::handle evict,
                                     py::handle private_bytes, py::handle strategy, py::handle priority,
                                     py::handle route, py::handle checksum, py::handle stream, py::handle timeout) {
-  TransferRequest request = request_from(
-      *pool, peer, addresses, {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
+  TransferRequest request =
+      request_from(node->pool(), peer, addresses,
+                   {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
   add_tokens(request, tokens, name_space);
-  return start(pool, std::move(request));
+  return start(node, std::move(request));
 }
 
-TransferHandle open_transfer(const PoolPointer& pool, py::handle peer, py::handle addresses, py::handle tokens,
+TransferHandle open_transfer(const NodePointer& node, py::handle peer, py::handle addresses, py::handle tokens,
                              py::handle name_space, py::handle to, py::handle medium, py::handle evict,
                              py::handle private_bytes, py::handle strategy, py::handle priority, py::handle route,
                              py::handle checksum, py::handle stream, py::handle timeout) {
-  TransferRequest request = request_from(
-      *pool, peer, addresses, {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
+  TransferRequest request =
+      request_from(node->pool(), peer, addresses,
+                   {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
   if (!tokens.is_none()) add_tokens(request, tokens, name_space);
   request.streamed = true;
-  return start(pool, std::move(request));
+  return start(node, std::move(request));
 }
 
 // Of what has the fields of a TransferSpec: the bindings know no class of Python's.
@@ -156,19 +159,19 @@ TransferRequest request_of(Pool& pool, const py::object& specification) {
   return request;
 }
 
-std::vector<TransferHandle> transfer_batch(const PoolPointer& pool, py::handle specifications) {
+std::vector<TransferHandle> transfer_batch(const NodePointer& node, py::handle specifications) {
   std::vector<TransferRequest> requests;
-  for (const py::object& one : items_from(specifications, "specs")) requests.push_back(request_of(*pool, one));
-  Service& service = service_of(*pool);
+  for (const py::object& one : items_from(specifications, "specs")) requests.push_back(request_of(node->pool(), one));
+  Service& service = service_of(*node);
   std::vector<std::shared_ptr<Transfer>> transfers = call_interruptibly(
       [&](const GivenUp& given_up) { return service.transfer_batch(std::move(requests), given_up); });
   std::vector<TransferHandle> handles;
   handles.reserve(transfers.size());
-  for (std::shared_ptr<Transfer>& transfer : transfers) handles.emplace_back(pool, std::move(transfer));
+  for (std::shared_ptr<Transfer>& transfer : transfers) handles.emplace_back(pool_of(node), std::move(transfer));
   return handles;
 }
 
-TransferHandle fetch(const PoolPointer& pool, py::handle peer, py::handle addresses, py::handle to, py::handle medium,
+TransferHandle fetch(const NodePointer& node, py::handle peer, py::handle addresses, py::handle to, py::handle medium,
                      py::handle evict, py::handle priority, py::handle timeout) {
   FetchRequest request;
   if (!peer.is_none()) request.peer = text_from(peer, "peer");
@@ -187,8 +190,8 @@ TransferHandle fetch(const PoolPointer& pool, py::handle peer, py::handle addres
                    {"needed", static_cast<std::int64_t>(request.from.size())}});
     }
   }
-  Service& service = service_of(*pool);
-  TransferHandle handle{pool, nullptr};
+  Service& service = service_of(*node);
+  TransferHandle handle{pool_of(node), nullptr};
   handle.transfer =
       call_interruptibly([&](const GivenUp& given_up) { return service.fetch(std::move(request), given_up); });
   return handle;

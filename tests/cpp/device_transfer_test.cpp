@@ -260,17 +260,17 @@ TEST_CASE("whichever call of the driver fails when two pools meet, they meet or 
         PoolOptions options = small_options(4, 4);
         options.device = 0;
         options.pin_dram = true;
-        const auto one = std::make_shared<Pool>(options);
+        PeerNode one(std::make_shared<Pool>(options));
         options.device = 1;
-        const auto two = std::make_shared<Pool>(options);
+        PeerNode two(std::make_shared<Pool>(options));
         ServiceOptions service;
         service.secret = "s";
         service.name = "one";
         service.measure_routes = false;  // hundreds of calls more: service_measure_test.cpp
         cuda.fail_nth(n, 304);
-        Service& first = one->start_service(service);
+        Service& first = one.start_service(service);
         service.name = "two";
-        Service& second = two->start_service(service);
+        Service& second = two.start_service(service);
         first.connect(second.listen(unix_address()), real_seconds(10));
         cuda.fail_nth(0, 0);
         const std::vector<PeerInfo> peers = first.peers();
@@ -409,7 +409,8 @@ void send_to_each_other(DeviceMemoryKind memory) {
   PeerProcess peer([&](auto&& wait) {
     const FakeCuda cuda;
     const auto pool = gpu_pool(1, memory);
-    Service& service = pool->start_service(named("peer"));
+    PeerNode node(pool);
+    Service& service = node.start_service(named("peer"));
     service.listen(address);
     while (const auto item = service.receive(real_seconds(60))) {
       if (!are_stamped(*pool, item->addresses, 20)) return 1;
@@ -433,7 +434,8 @@ void send_to_each_other(DeviceMemoryKind memory) {
   });
   const FakeCuda cuda;
   const auto pool = gpu_pool(0, memory);
-  Service& service = pool->start_service(named("main"));
+  PeerNode node(pool);
+  Service& service = node.start_service(named("main"));
   REQUIRE(service.connect(address, real_seconds(20)) == "peer");
   CHECK(cuda.count("cuIpcOpenMemHandle") == (memory == DeviceMemoryKind::kPlain ? 1 : 0));
   constexpr Medium kMedia[] = {Medium::kHbm, Medium::kDram};
@@ -478,7 +480,8 @@ void kill_a_writer(DeviceMemoryKind memory) {
   PeerProcess sender([&](auto&& wait) {
     const FakeCuda cuda;
     const auto pool = gpu_pool(1, memory);
-    Service& service = pool->start_service(named("sender"));
+    PeerNode node(pool);
+    Service& service = node.start_service(named("sender"));
     service.connect(address, real_seconds(20));
     const Addresses from = alloc_stamped(*pool, 4, 10);
     cuda.set("delay_us", 3'000'000);  // a write is long under way
@@ -493,7 +496,8 @@ void kill_a_writer(DeviceMemoryKind memory) {
   });
   const FakeCuda cuda;
   const auto pool = gpu_pool(0, memory);
-  Service& service = pool->start_service(named("main"));
+  PeerNode node(pool);
+  Service& service = node.start_service(named("main"));
   service.listen(address);
   const auto count = [&](BlockState state) { return pool->audit().media[0].by_state[static_cast<std::size_t>(state)]; };
   const auto until = [&](auto&& holds) {
@@ -534,13 +538,15 @@ TEST_CASE("memory that a peer has open by a handle stays when its pool is closed
     PeerProcess peer([&](auto&& wait) {
       const FakeCuda cuda;
       const auto pool = gpu_pool(1, DeviceMemoryKind::kPlain);
-      pool->start_service(named("peer")).listen(address);
+      PeerNode node(pool);
+      node.start_service(named("peer")).listen(address);
       wait();
       return cuda.count("cuIpcOpenMemHandle") == 1 && cuda.count("cuIpcCloseMemHandle") == 1 ? 0 : 1;
     });
     const FakeCuda cuda;
     auto pool = gpu_pool(0, DeviceMemoryKind::kPlain);
-    pool->start_service(named("main")).connect(address, real_seconds(20));
+    PeerNode node(pool);
+    node.start_service(named("main")).connect(address, real_seconds(20));
     // Nothing is promised to it, and nothing written. But what it has open must not be freed.
     if (stopped) peer.stop();
     pool->close();
@@ -570,14 +576,16 @@ TEST_CASE("a transfer to a GPU of a process that is killed ends as its peer is l
     PeerProcess receiver([&](auto&& wait) {
       const FakeCuda cuda;
       const auto pool = gpu_pool(1);
-      pool->start_service(named("receiver")).listen(address);
+      PeerNode node(pool);
+      node.start_service(named("receiver")).listen(address);
       wait();
       return 0;
     });
     const int status = test::run_in_child([&] {
       const FakeCuda cuda;
       const auto pool = gpu_pool(0);
-      Service& service = pool->start_service(named("main"));
+      PeerNode node(pool);
+      Service& service = node.start_service(named("main"));
       service.connect(address, real_seconds(20));
       const Addresses from = alloc_stamped(*pool, 4, 10);
       cuda.set("delay_us", 1'000'000);

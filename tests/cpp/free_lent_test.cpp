@@ -12,7 +12,7 @@ namespace kvpool::testing {
 using namespace services;  // NOLINT(google-build-using-namespace)
 namespace {
 
-void free_all(Node& node, const Addresses& addresses) { node.pool->free(addresses.data(), addresses.size()); }
+void free_all(Node& node, const Addresses& addresses) { node.node->free(addresses.data(), addresses.size()); }
 
 std::optional<std::int64_t> position_in(const Error& error) {
   for (const auto& [name, value] : error.fields()) {

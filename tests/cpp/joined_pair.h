@@ -115,6 +115,10 @@ inline bool are_stamped(Pool& pool, const Addresses& addresses, std::uint64_t fi
   return true;
 }
 
-inline void free_all(Pool& pool, const Addresses& addresses) { pool.free(addresses.data(), addresses.size()); }
+// `holder`: a pool, or a node, which frees blocks of peers as well.
+template <class Holder>
+void free_all(Holder& holder, const Addresses& addresses) {
+  holder.free(addresses.data(), addresses.size());
+}
 
 }  // namespace kvpool::testing

@@ -13,6 +13,7 @@
 #include "joined_pair.h"
 #include "kvpool/base/clock.h"
 #include "kvpool/net/reactor.h"
+#include "kvpool/peers/peer_node.h"
 
 namespace kvpool::testing {
 
@@ -31,7 +32,8 @@ class ServiceNode final : public Node {
   ServiceNode(const std::string& name, const std::vector<std::string>& routes, const PairOptions& options,
               const std::function<void(ServiceOptions&)>& change)
       : pool_(std::make_shared<Pool>(pool_options(options))),
-        service_(pool_->start_service(service_options(name, routes, options, change))) {}
+        node_(pool_),
+        service_(node_.start_service(service_options(name, routes, options, change))) {}
 
   // The verbs go to this peer.
   void meet(ServiceNode& peer, const std::string& address = unix_address()) {
@@ -42,6 +44,7 @@ class ServiceNode final : public Node {
     return service_.connect(peer.service_.listen(address), real_seconds(60));
   }
 
+  PeerNode& peer_node() noexcept { return node_; }
   Service& service() noexcept { return service_; }
   const std::string& name() const noexcept { return service_.options().name; }
 
@@ -88,6 +91,7 @@ class ServiceNode final : public Node {
   }
 
   const std::shared_ptr<Pool> pool_;
+  PeerNode node_;
   Service& service_;
   std::string peer_;
 };

@@ -12,6 +12,7 @@
 
 #include "kvpool/base/clock.h"
 #include "kvpool/net/reactor.h"
+#include "kvpool/peers/peer_node.h"
 #include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
 #include "pool_fixture.h"
@@ -23,6 +24,7 @@ inline constexpr std::int64_t kNcclSecond = 1'000'000'000;
 
 // A pool on a fake GPU that speaks NCCL alone.
 struct NcclNode {
+  std::shared_ptr<PeerNode> node;
   std::shared_ptr<Pool> pool;
   Service* service;
   std::string name;
@@ -43,13 +45,14 @@ inline NcclNode make_nccl_node(const std::string& name, int device, bool aggrega
   options.pin_dram = true;
   options.audit = true;
   auto pool = std::make_shared<Pool>(options);
+  auto node = std::make_shared<PeerNode>(pool);
   ServiceOptions service;
   service.name = name;
   service.secret = "s3cret";
   service.routes = routes;
   service.nccl = fake_nccl_path();
-  Service& started = pool->start_service(service);
-  return {pool, &started, name};
+  Service& started = node->start_service(service);
+  return {std::move(node), std::move(pool), &started, name};
 }
 
 struct NcclPair {

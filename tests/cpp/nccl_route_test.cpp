@@ -393,6 +393,8 @@ TEST_CASE("nccl: everything is given back") {
     pair.exchange(pair.a, pair.b, blocks, 10);
     pair.a.pool->close();
     pair.b.pool->close();
+    pair.a.node.reset();
+    pair.b.node.reset();
     pair.a.pool.reset();
     pair.b.pool.reset();
     CHECK(NcclPair::eventually([&] { return pair.nccl.count("communicators") == 0; }));
@@ -410,16 +412,17 @@ TEST_CASE("nccl: a pool that is not on a GPU cannot name it, and one that is nee
   service.nccl = fake_nccl_path();
   service.routes = {"nccl"};
   const auto ordinary = std::make_shared<Pool>(small_options(4, 4));
-  CHECK(code_of([&] { ordinary->start_service(service); }) == ErrorCode::kUnsupported);
+  CHECK(code_of([&] { PeerNode(ordinary).start_service(service); }) == ErrorCode::kUnsupported);
   PoolOptions options = small_options(4, 0);
   options.device = 0;
   const auto on_gpu = std::make_shared<Pool>(options);
   service.nccl = "/nowhere";
   std::string text;
-  CHECK(code_of([&] { on_gpu->start_service(service); }, &text) == ErrorCode::kUnsupported);
+  PeerNode node(on_gpu);
+  CHECK(code_of([&] { node.start_service(service); }, &text) == ErrorCode::kUnsupported);
   CHECK(text.find("kvpool[nccl") != std::string::npos);
   service.nccl = fake_nccl_path();
-  on_gpu->start_service(service);  // nothing is left of what failed
+  node.start_service(service);  // nothing is left of what failed
 }
 
 TEST_CASE("nccl: no checksum of what the CPU cannot read") {

@@ -19,11 +19,11 @@ TEST_CASE("a rank that is closed keeps nothing of its GPU, though somebody holds
   const FakeCuda cuda;
   PoolOptions sharded = small_options(8, 8);
   sharded.sharding = Sharding({1, 1, 4, DType::kFloat32, kPage}, {});
-  const auto scheduler = std::make_shared<Pool>(sharded);
+  PeerNode scheduler(std::make_shared<Pool>(sharded));
   ServiceOptions service;
   service.name = "scheduler";
   service.secret = "s3cret";
-  Service& started = scheduler->start_service(service);
+  Service& started = scheduler.start_service(service);
   RankOptions options;
   options.service.name = "rank";
   options.service.secret = "s3cret";

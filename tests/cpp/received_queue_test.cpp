@@ -14,6 +14,7 @@
 #include "failing_alloc.h"
 #include "kvpool/base/clock.h"
 #include "kvpool/net/reactor.h"
+#include "kvpool/peers/peer_node.h"
 #include "pool_fixture.h"
 #include "thrown.h"
 
@@ -77,7 +78,8 @@ TEST_CASE("who waits for what peers send hears that the pool has failed") {
   const auto pool = std::make_shared<Pool>(small_options(4, 4));
   ServiceOptions options;
   options.secret = "s3cret";
-  Service& service = pool->start_service(options);
+  PeerNode node(pool);
+  Service& service = node.start_service(options);
   std::atomic<bool> waits{false};
   std::optional<ErrorCode> heard;
   std::thread waiter([&] {

@@ -13,6 +13,7 @@
 
 #include "kvpool/base/error.h"
 #include "kvpool/net/reactor.h"
+#include "kvpool/peers/peer_node.h"
 #include "kvpool/peers/service.h"
 #include "pool_fixture.h"
 #include "sock_fixture.h"
@@ -20,22 +21,28 @@
 namespace kvpool::testing::services {
 
 struct Node {
-  std::shared_ptr<Pool> pool;
+  std::shared_ptr<PeerNode> node;
+  std::shared_ptr<Pool> pool;  // of the node
   Service& service;
   std::string name;
 };
+
+inline Node start_node(const PoolOptions& pool_options, const ServiceOptions& options) {
+  const auto pool = std::make_shared<Pool>(pool_options);
+  const auto node = std::make_shared<PeerNode>(pool);
+  return {node, pool, node->start_service(options), options.name};
+}
 
 inline Node make_node(const std::string& name, std::vector<std::string> routes = {}, std::uint32_t blocks = 16,
                       const std::function<void(ServiceOptions&)>& change = {}) {
   PoolOptions options = small_options(blocks, blocks);
   options.audit = true;
-  auto pool = std::make_shared<Pool>(options);
   ServiceOptions service;
   service.name = name;
   service.secret = "s3cret";
   service.routes = std::move(routes);
   if (change) change(service);
-  return {pool, pool->start_service(service), name};
+  return start_node(options, service);
 }
 
 inline std::byte* bytes_of(Pool& pool, Address address) {

@@ -418,14 +418,14 @@ TEST_CASE("a service that did not get into its cluster is dropped, and another o
   Node a = make_node("a", {}, 16, [](ServiceOptions& options) { options.joins_cluster = true; });
   Node b = make_node("b");
   a.service.listen(unix_address());
-  a.pool->drop_service();
-  CHECK(a.pool->service() == nullptr);
+  a.node->drop_service();
+  CHECK(a.node->service() == nullptr);
   CHECK(code_of([&] { static_cast<void>(a.service.receive(0)); }) == ErrorCode::kClosed);
-  a.pool->drop_service();
+  a.node->drop_service();
   ServiceOptions options;
   options.name = "again";
   options.secret = "s3cret";
-  Node again{a.pool, a.pool->start_service(options), "again"};
+  Node again{a.node, a.pool, a.node->start_service(options), "again"};
   CHECK(again.service.connect(b.service.listen(unix_address()), in_seconds(60)) == "b");
   send_one(again, b);
   again.service.disconnect("b");

@@ -79,12 +79,12 @@ TEST_CASE("own and lent blocks are freed together, or not at all") {
   mixed.insert(mixed.begin() + 1, own.begin(), own.end());
   Addresses wrong = mixed;
   wrong.push_back(own[0]);
-  CHECK_THROWS_AS(free_all(*a.pool(), wrong), Error);
+  CHECK_THROWS_AS(free_all(a.peer_node(), wrong), Error);
   wrong.back() = wrong.front();
-  CHECK_THROWS_AS(free_all(*a.pool(), wrong), Error);
+  CHECK_THROWS_AS(free_all(a.peer_node(), wrong), Error);
   CHECK(a.count(BlockState::kActive) == 2);
   CHECK(b.count(BlockState::kLent) == 2);
-  free_all(*a.pool(), mixed);
+  free_all(a.peer_node(), mixed);
   CHECK(a.count(BlockState::kFree) == kBlocks);
   CHECK(b.count(BlockState::kFree) == kBlocks);
   CHECK_THROWS_AS(a.give_back({mixed[0]}), Error);

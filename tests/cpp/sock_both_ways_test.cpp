@@ -199,13 +199,12 @@ TEST_CASE("two pools that send to each other by sock from several threads at onc
     const auto make = [](const std::string& name) {
       PoolOptions options = small_options(640, 0);
       options.layout.piece_bytes.assign(2, 32 << 10);
-      auto pool = std::make_shared<Pool>(options);
       ServiceOptions service;
       service.name = name;
       service.secret = "s3cret";
       service.routes = {"sock"};
       service.unix_door = false;
-      return Node{pool, pool->start_service(service), name};
+      return start_node(options, service);
     };
     Node a = make("a");
     Node b = make("b");

@@ -279,12 +279,22 @@ void Pool::release_unread(Medium medium, std::uint32_t first, std::uint32_t n) n
   release_until(end);
 }
 
-void Pool::free(const Address* addresses, std::size_t n, const GivenUp& given_up) {
+std::vector<Address> Pool::check_free(const Address* addresses, std::size_t n) {
   guard();
-  if (service() != nullptr &&
-      !std::all_of(addresses, addresses + n, [&](Address address) { return is_local(address); })) {
-    return free_with_lent(addresses, n, given_up);
+  std::vector<Address> own;
+  const std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < n; ++i) {
+    if (!is_local(addresses[i])) continue;
+    check(addresses[i], i, BlockState::kActive);
+    own.push_back(addresses[i]);
   }
+  check_distinct(addresses, n, ++check_stamp_);  // of the whole list, so that errors name positions in it
+  if (engine_allocates_) check_unread(addresses, n);
+  return own;
+}
+
+void Pool::free(const Address* addresses, std::size_t n) {
+  guard();
   const std::lock_guard lock(mutex_);
   check_active_and_distinct(addresses, n, /*skip_cached=*/false);
   if (engine_allocates_) check_unread(addresses, n);

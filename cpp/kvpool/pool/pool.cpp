@@ -11,7 +11,6 @@
 #include "kvpool/blocks/device_mover.h"
 #include "kvpool/cuda/copier.h"
 #include "kvpool/cuda/order.h"
-#include "kvpool/peers/service.h"
 #include "kvpool/pool/gpu_call.h"
 #include "kvpool/pool/swap_threads.h"
 
@@ -162,24 +161,23 @@ Pool::Pool(const PoolOptions& options)
 
 Pool::~Pool() {
   // In a forked child the index may stand still in the middle of another thread's change: it is left as it is.
-  // The same goes for the threads and locks of the service, and of swaps.
+  // The same goes for the threads and locks of swaps.
   if (made_in_ != fork_generation()) {
     static_cast<void>(swap_threads_.release());
     static_cast<void>(index_.release());
-    static_cast<void>(service_.release());
-    for (auto& service : dropped_services_) static_cast<void>(service.release());
     return;
   }
   close();
-  service_.reset();  // it uses all that is below
-  dropped_services_.clear();
 }
 
 void Pool::close() noexcept {
   if (made_in_ != fork_generation()) return;
-  // Before everything else: peers write here, and its threads call.
   swap_threads_->refuse();
-  close_service();
+  {
+    // Before the memory goes: peers write here, and the threads of what serves them call.
+    const std::lock_guard lock(observer_mutex_);
+    if (observer_ != nullptr) observer_->on_pool_closing();
+  }
   swap_threads_->close();
   // The arenas go after the locks: letting go of adopted memory may wait for Python.
   std::array<std::shared_ptr<Arena>, kMediaCount> arenas;
@@ -192,12 +190,12 @@ void Pool::close() noexcept {
     arenas.swap(arenas_);
     mover.swap(device_mover_);
   }
-  close_service();  // one that was started meanwhile; from now on none is
 }
 
-void Pool::close_service() noexcept {
-  const std::lock_guard lock(service_mutex_);
-  if (service_ != nullptr) service_->close();
+void Pool::observe(PoolObserver* observer) {
+  const std::lock_guard closing(observer_mutex_);
+  const std::lock_guard lock(mutex_);
+  observer_ = observer;
 }
 
 void Pool::guard_process() const {
@@ -225,7 +223,12 @@ void Pool::fail(const Error& why) {
   if (failed_.load(std::memory_order_relaxed)) return;
   why_failed_ = why;
   failed_.store(true, std::memory_order_release);
-  if (Service* const open = service()) open->fail(why);
+  if (observer_ != nullptr) observer_->on_pool_failed(why);
+}
+
+std::optional<Error> Pool::failure() {
+  const std::lock_guard lock(mutex_);
+  return why_failed_;
 }
 
 void Pool::set_mover(TierMover* mover) {

@@ -37,7 +37,6 @@
 #include "kvpool/arena/device_memory.h"
 #include "kvpool/base/copy.h"
 #include "kvpool/base/error.h"
-#include "kvpool/base/wait.h"
 #include "kvpool/blocks/adopted_pages.h"
 #include "kvpool/blocks/block_copy.h"
 #include "kvpool/blocks/block_store.h"
@@ -47,16 +46,15 @@
 #include "kvpool/index/prompt_index.h"
 #include "kvpool/pool/move_order.h"
 #include "kvpool/pool/pending_swap_in.h"
+#include "kvpool/pool/pool_observer.h"
 #include "kvpool/pool/tier_mover.h"
 
 namespace kvpool {
 
 class DeviceMover;
 class DeviceOrder;
-class Service;
 class Swap;
 class SwapThreads;
-struct ServiceOptions;
 enum class TierWay : std::uint8_t;
 
 struct AdoptedMemory {
@@ -161,6 +159,11 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   void guard_open() const;
   // The content of its blocks is lost: from now on every verb but close and unpin throws this. The first call counts.
   void fail(const Error& why);
+  // What it has failed with; nothing as long as it has not.
+  std::optional<Error> failure();
+  // Tells `observer` how the pool ends; null: nobody any more. REQUIRES: there is none, or null takes its place.
+  // It is not called any more when this has returned.
+  void observe(PoolObserver* observer);
   // Throws kFork: for handles, which outlive a pool that was closed.
   void guard_process() const;
 
@@ -174,10 +177,11 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   [[noreturn]] void throw_out_of_blocks(std::size_t n, Medium medium);
   std::size_t capacity(Medium medium) const noexcept;
 
-  // Active blocks of the caller, and blocks that peers have lent: for those it waits, so that the caller must not hold
-  // the GIL. Nothing is freed when an address is wrong; when a peer does not take its blocks back, the others are
-  // freed.
-  void free(const Address* addresses, std::size_t n, const GivenUp& given_up = {});
+  // Active blocks of the caller. Nothing is freed when an address is wrong.
+  void free(const Address* addresses, std::size_t n);
+  // Throws what free() would throw for those of this pool, and for an address that stands twice. Returns those of this
+  // pool; leaves out the blocks of other instances, and frees nothing.
+  std::vector<Address> check_free(const Address* addresses, std::size_t n);
 
   // Adopted memory whose engine allocates: the engine holds these blocks now (free -> active), until free(). HBM blocks
   // of such a pool are never anything else but reserved by a fetch that fills them: insert and the swaps refuse them.
@@ -268,20 +272,6 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   // more. It is not called any more when this has returned.
   void set_mover(TierMover* mover);
 
-  // Makes the service, which no verb sees before it is published: the first listen or connect may fail, and then the
-  // pool is as before. Throws kState when there is one.
-  Service& prepare_service(const ServiceOptions& options);
-  void publish_service();
-  // Both at once.
-  Service& start_service(const ServiceOptions& options);
-  // Closes the service; another may be made. Its peers are parted from, and what they lent is gone.
-  // REQUIRES: nobody is in a call of one that was never published.
-  void drop_service();
-  // The service, published or not; null before prepare_service().
-  Service* prepared_service();
-  // Null before one is published.
-  Service* service() const noexcept { return service_ptr_.load(std::memory_order_acquire); }
-
   // --- what there is (audit.cpp) ---
 
   PoolStats stats();
@@ -320,8 +310,6 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   void hand_over(Lock& lock, const Address* addresses, std::size_t n);
   void zero_if_asked(Lock& lock, const Address* addresses, std::size_t n);
   void check_unread(const Address* addresses, std::size_t n) const;
-  void free_with_lent(const Address* addresses, std::size_t n, const GivenUp& given_up);
-  void close_service() noexcept;
   void release_blocks(const Address* addresses, std::size_t n) noexcept;
   void release_unread(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
   Ownership ownership_locked(Address address) noexcept;
@@ -383,10 +371,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   std::atomic<bool> closed_{false};
   std::atomic<std::uint32_t> instance_{0};
 
-  std::mutex service_mutex_;
-  std::unique_ptr<Service> service_;
-  std::vector<std::unique_ptr<Service>> dropped_services_;  // some verb may be in one of them
-  std::atomic<Service*> service_ptr_{nullptr};
+  std::mutex observer_mutex_;         // taken before every other lock; held while the observer hears of the closing
+  PoolObserver* observer_ = nullptr;  // set under both observer_mutex_ and mutex_
 
   std::unique_ptr<SwapThreads> swap_threads_;
   std::mutex swap_in_mutex_;

@@ -8,10 +8,8 @@
 #include <algorithm>
 #include <string>
 
-#include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/fork_guard.h"
-#include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
 
 namespace kvpool {
@@ -223,67 +221,6 @@ void Pool::release_reading(const Address* addresses, std::size_t n) noexcept {
     if (--readers > 0 || blocks.state(block) != BlockState::kReserved || blocks.tag(block) != kUnreadTag) continue;
     blocks.release(block, 1);
   }
-}
-
-// --- the service ---
-
-void Pool::free_with_lent(const Address* addresses, std::size_t n, const GivenUp& given_up) {
-  constexpr std::int64_t kDeadlineNs = 30'000'000'000;
-  std::vector<Address> local;
-  {
-    const std::lock_guard lock(mutex_);
-    for (std::size_t i = 0; i < n; ++i) {
-      if (!is_local(addresses[i])) continue;
-      check(addresses[i], i, BlockState::kActive);
-      local.push_back(addresses[i]);
-    }
-    check_distinct(addresses, n, ++check_stamp_);  // of the whole list, so that errors name positions in it
-    if (engine_allocates_) check_unread(addresses, n);
-  }
-  // Once nothing is wrong, a peer that is gone or does not answer keeps nobody from freeing the rest.
-  service()->free(addresses, n, {monotonic_ns() + kDeadlineNs, given_up}, [&] { free(local.data(), local.size()); });
-}
-
-Service& Pool::prepare_service(const ServiceOptions& options) {
-  guard();
-  const std::lock_guard lock(service_mutex_);
-  guard();
-  if (service_ != nullptr) throw Error(ErrorCode::kState, "the pool listens or is connected already");
-  service_ = Service::make(*this, options);
-  return *service_;
-}
-
-void Pool::publish_service() {
-  guard();
-  const std::lock_guard lock(service_mutex_);
-  guard();
-  if (service_ == nullptr) throw Error(ErrorCode::kState, "the pool has no service to publish");
-  service_ptr_.store(service_.get(), std::memory_order_release);
-  const std::lock_guard state(mutex_);
-  if (failed_.load(std::memory_order_acquire)) service_->fail(*why_failed_);  // meanwhile, and told nobody
-}
-
-Service& Pool::start_service(const ServiceOptions& options) {
-  Service& service = prepare_service(options);
-  publish_service();
-  return service;
-}
-
-Service* Pool::prepared_service() {
-  const std::lock_guard lock(service_mutex_);
-  return service_.get();
-}
-
-void Pool::drop_service() {
-  guard_process();
-  const std::lock_guard lock(service_mutex_);
-  if (service_ == nullptr) return;
-  const bool published = service() != nullptr;
-  if (published) dropped_services_.reserve(dropped_services_.size() + 1);
-  service_ptr_.store(nullptr, std::memory_order_release);
-  service_->close();
-  if (published) dropped_services_.push_back(std::move(service_));  // some verb may be in it
-  service_.reset();
 }
 
 }  // namespace kvpool

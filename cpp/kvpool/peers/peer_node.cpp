@@ -1,0 +1,96 @@
+#include "kvpool/peers/peer_node.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "kvpool/base/clock.h"
+#include "kvpool/base/fork_guard.h"
+#include "kvpool/peers/service.h"
+#include "kvpool/pool/pool.h"
+
+namespace kvpool {
+
+PeerNode::PeerNode(std::shared_ptr<Pool> pool) : pool_(std::move(pool)), made_in_(fork_generation()) {
+  pool_->observe(this);
+}
+
+PeerNode::~PeerNode() {
+  if (made_in_ != fork_generation()) {
+    static_cast<void>(service_.release());
+    for (auto& service : dropped_) static_cast<void>(service.release());
+    return;
+  }
+  pool_->observe(nullptr);
+  on_pool_closing();
+}
+
+void PeerNode::close() noexcept { pool_->close(); }
+
+void PeerNode::on_pool_closing() noexcept {
+  const std::lock_guard lock(mutex_);
+  closing_ = true;
+  if (service_ != nullptr) service_->close();
+}
+
+void PeerNode::on_pool_failed(const Error& why) noexcept {
+  if (Service* const open = service()) open->fail(why);
+}
+
+Service& PeerNode::prepare_service(const ServiceOptions& options) {
+  pool_->guard();
+  const std::lock_guard lock(mutex_);
+  pool_->guard();
+  if (closing_) throw Error(ErrorCode::kClosed, "the pool is closed");
+  if (service_ != nullptr) throw Error(ErrorCode::kState, "the pool listens or is connected already");
+  service_ = Service::make(*pool_, options);
+  return *service_;
+}
+
+void PeerNode::publish_service() {
+  pool_->guard();
+  const std::lock_guard lock(mutex_);
+  pool_->guard();
+  if (service_ == nullptr) throw Error(ErrorCode::kState, "the pool has no service to publish");
+  published_.store(service_.get(), std::memory_order_release);
+  // A failure from before this moment was told to nobody. The pool's lock orders the two: either it is seen here, or
+  // on_pool_failed() sees the service.
+  if (const std::optional<Error> why = pool_->failure()) service_->fail(*why);
+}
+
+Service& PeerNode::start_service(const ServiceOptions& options) {
+  Service& service = prepare_service(options);
+  publish_service();
+  return service;
+}
+
+Service* PeerNode::prepared_service() {
+  const std::lock_guard lock(mutex_);
+  return service_.get();
+}
+
+void PeerNode::drop_service() {
+  pool_->guard_process();
+  const std::lock_guard lock(mutex_);
+  if (service_ == nullptr) return;
+  const bool published = service() != nullptr;
+  if (published) dropped_.reserve(dropped_.size() + 1);
+  published_.store(nullptr, std::memory_order_release);
+  service_->close();
+  if (published) dropped_.push_back(std::move(service_));  // some verb may be in it
+  service_.reset();
+}
+
+void PeerNode::free(const Address* addresses, std::size_t n, const GivenUp& given_up) {
+  constexpr std::int64_t kDeadlineNs = 30'000'000'000;
+  Service* const open = service();
+  const auto is_own = [own = pool_->instance()](Address address) {
+    return instance_of(address) == 0 || instance_of(address) == own;
+  };
+  if (open == nullptr || std::all_of(addresses, addresses + n, is_own)) return pool_->free(addresses, n);
+  const std::vector<Address> own = pool_->check_free(addresses, n);
+  // Once nothing is wrong, a peer that is gone or does not answer keeps nobody from freeing the rest.
+  open->free(addresses, n, {monotonic_ns() + kDeadlineNs, given_up}, [&] { pool_->free(own.data(), own.size()); });
+}
+
+}  // namespace kvpool
