@@ -17,6 +17,7 @@
 #include "counts.h"
 #include "events.h"
 #include "gil.h"
+#include "kvpool/ranks/instance_ranks.h"
 #include "matching.h"
 #include "node.h"
 #include "reshard.h"
@@ -110,7 +111,7 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
   options.audit = audit;
   options.zero_on_alloc = zero_on_alloc;
   const GilReleased released;
-  return {new PeerNode(PoolPointer(new Pool(options), destroy<Pool>)), destroy<PeerNode>};
+  return {new PeerNode(PoolPointer(new Pool(options), destroy<Pool>), make_ranks), destroy<PeerNode>};
 }
 
 py::array_t<Address> alloc(PeerNode& node, py::handle n_argument, py::handle medium_argument, py::handle evict_argument,

@@ -15,6 +15,7 @@
 #include "kvpool/peers/peer_node.h"
 #include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
+#include "kvpool/ranks/instance_ranks.h"
 #include "pool_fixture.h"
 #include "thrown.h"
 
@@ -310,7 +311,7 @@ TEST_CASE("what a pool on a GPU cannot do is refused before anything is done") {
   CHECK(code_of([&] { pool->swap_out(1); }) == ErrorCode::kState);
   ServiceOptions by_ucx;
   by_ucx.routes = {"ucx", "sock"};
-  CHECK(code_of([&] { PeerNode(pool).start_service(by_ucx); }) == ErrorCode::kUnsupported);
+  CHECK(code_of([&] { PeerNode(pool, make_ranks).start_service(by_ucx); }) == ErrorCode::kUnsupported);
 }
 
 TEST_CASE("a pool on a GPU is left alone in a forked child") {

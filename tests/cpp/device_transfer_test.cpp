@@ -260,9 +260,9 @@ TEST_CASE("whichever call of the driver fails when two pools meet, they meet or 
         PoolOptions options = small_options(4, 4);
         options.device = 0;
         options.pin_dram = true;
-        PeerNode one(std::make_shared<Pool>(options));
+        PeerNode one(std::make_shared<Pool>(options), make_ranks);
         options.device = 1;
-        PeerNode two(std::make_shared<Pool>(options));
+        PeerNode two(std::make_shared<Pool>(options), make_ranks);
         ServiceOptions service;
         service.secret = "s";
         service.name = "one";
@@ -409,7 +409,7 @@ void send_to_each_other(DeviceMemoryKind memory) {
   PeerProcess peer([&](auto&& wait) {
     const FakeCuda cuda;
     const auto pool = gpu_pool(1, memory);
-    PeerNode node(pool);
+    PeerNode node(pool, make_ranks);
     Service& service = node.start_service(named("peer"));
     service.listen(address);
     while (const auto item = service.receive(real_seconds(60))) {
@@ -434,7 +434,7 @@ void send_to_each_other(DeviceMemoryKind memory) {
   });
   const FakeCuda cuda;
   const auto pool = gpu_pool(0, memory);
-  PeerNode node(pool);
+  PeerNode node(pool, make_ranks);
   Service& service = node.start_service(named("main"));
   REQUIRE(service.connect(address, real_seconds(20)) == "peer");
   CHECK(cuda.count("cuIpcOpenMemHandle") == (memory == DeviceMemoryKind::kPlain ? 1 : 0));
@@ -480,7 +480,7 @@ void kill_a_writer(DeviceMemoryKind memory) {
   PeerProcess sender([&](auto&& wait) {
     const FakeCuda cuda;
     const auto pool = gpu_pool(1, memory);
-    PeerNode node(pool);
+    PeerNode node(pool, make_ranks);
     Service& service = node.start_service(named("sender"));
     service.connect(address, real_seconds(20));
     const Addresses from = alloc_stamped(*pool, 4, 10);
@@ -496,7 +496,7 @@ void kill_a_writer(DeviceMemoryKind memory) {
   });
   const FakeCuda cuda;
   const auto pool = gpu_pool(0, memory);
-  PeerNode node(pool);
+  PeerNode node(pool, make_ranks);
   Service& service = node.start_service(named("main"));
   service.listen(address);
   const auto count = [&](BlockState state) { return pool->audit().media[0].by_state[static_cast<std::size_t>(state)]; };
@@ -538,14 +538,14 @@ TEST_CASE("memory that a peer has open by a handle stays when its pool is closed
     PeerProcess peer([&](auto&& wait) {
       const FakeCuda cuda;
       const auto pool = gpu_pool(1, DeviceMemoryKind::kPlain);
-      PeerNode node(pool);
+      PeerNode node(pool, make_ranks);
       node.start_service(named("peer")).listen(address);
       wait();
       return cuda.count("cuIpcOpenMemHandle") == 1 && cuda.count("cuIpcCloseMemHandle") == 1 ? 0 : 1;
     });
     const FakeCuda cuda;
     auto pool = gpu_pool(0, DeviceMemoryKind::kPlain);
-    PeerNode node(pool);
+    PeerNode node(pool, make_ranks);
     node.start_service(named("main")).connect(address, real_seconds(20));
     // Nothing is promised to it, and nothing written. But what it has open must not be freed.
     if (stopped) peer.stop();
@@ -576,7 +576,7 @@ TEST_CASE("a transfer to a GPU of a process that is killed ends as its peer is l
     PeerProcess receiver([&](auto&& wait) {
       const FakeCuda cuda;
       const auto pool = gpu_pool(1);
-      PeerNode node(pool);
+      PeerNode node(pool, make_ranks);
       node.start_service(named("receiver")).listen(address);
       wait();
       return 0;
@@ -584,7 +584,7 @@ TEST_CASE("a transfer to a GPU of a process that is killed ends as its peer is l
     const int status = test::run_in_child([&] {
       const FakeCuda cuda;
       const auto pool = gpu_pool(0);
-      PeerNode node(pool);
+      PeerNode node(pool, make_ranks);
       Service& service = node.start_service(named("main"));
       service.connect(address, real_seconds(20));
       const Addresses from = alloc_stamped(*pool, 4, 10);

@@ -17,7 +17,7 @@ ServiceOptions with_secret(const std::string& secret) {
 }
 
 std::shared_ptr<PeerNode> fresh_node() {
-  return std::make_shared<PeerNode>(std::make_shared<Pool>(small_options(8, 8)));
+  return std::make_shared<PeerNode>(std::make_shared<Pool>(small_options(8, 8)), make_ranks);
 }
 
 TEST_CASE("a service that was prepared for a call which failed leaves no trace, and another takes its place") {

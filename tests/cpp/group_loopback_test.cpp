@@ -9,8 +9,8 @@
 #include "fuzz_seeds.h"
 #include "kvpool/base/clock.h"
 #include "kvpool/net/reactor.h"
+#include "kvpool/ranks/group_route.h"
 #include "kvpool/routes/host/memory_route.h"
-#include "kvpool/transfer/group_route.h"
 #include "local_rank.h"
 #include "reshard_model.h"
 

@@ -1,5 +1,5 @@
 // The route of a logical instance behaves as the interface of routes says, whatever its ranks do.
-#include "kvpool/transfer/group_route.h"
+#include "kvpool/ranks/group_route.h"
 
 #include <doctest/doctest.h>
 

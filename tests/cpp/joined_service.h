@@ -14,6 +14,7 @@
 #include "kvpool/base/clock.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/peers/peer_node.h"
+#include "kvpool/ranks/instance_ranks.h"
 
 namespace kvpool::testing {
 
@@ -32,7 +33,7 @@ class ServiceNode final : public Node {
   ServiceNode(const std::string& name, const std::vector<std::string>& routes, const PairOptions& options,
               const std::function<void(ServiceOptions&)>& change)
       : pool_(std::make_shared<Pool>(pool_options(options))),
-        node_(pool_),
+        node_(pool_, make_ranks),
         service_(node_.start_service(service_options(name, routes, options, change))) {}
 
   // The verbs go to this peer.

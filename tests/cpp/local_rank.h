@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "kvpool/transfer/group_route.h"
+#include "kvpool/ranks/group_route.h"
 
 namespace kvpool::testing {
 

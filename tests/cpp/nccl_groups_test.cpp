@@ -10,8 +10,8 @@
 #include "block_memory.h"
 #include "fake_nccl.h"
 #include "fuzz_seeds.h"
+#include "kvpool/ranks/group_route.h"
 #include "kvpool/ranks/rank_set.h"
-#include "kvpool/transfer/group_route.h"
 #include "rank_on_gpu.h"
 #include "reshard_model.h"
 

@@ -15,6 +15,7 @@
 #include "kvpool/peers/peer_node.h"
 #include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
+#include "kvpool/ranks/instance_ranks.h"
 #include "pool_fixture.h"
 #include "thrown.h"
 
@@ -45,7 +46,7 @@ inline NcclNode make_nccl_node(const std::string& name, int device, bool aggrega
   options.pin_dram = true;
   options.audit = true;
   auto pool = std::make_shared<Pool>(options);
-  auto node = std::make_shared<PeerNode>(pool);
+  auto node = std::make_shared<PeerNode>(pool, make_ranks);
   ServiceOptions service;
   service.name = name;
   service.secret = "s3cret";

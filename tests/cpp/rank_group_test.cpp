@@ -1,5 +1,5 @@
 // A logical instance's writes, divided among ranks: the orders add up to the plan.
-#include "kvpool/transfer/rank_group.h"
+#include "kvpool/ranks/rank_group.h"
 
 #include <doctest/doctest.h>
 

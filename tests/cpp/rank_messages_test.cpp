@@ -1,4 +1,4 @@
-#include "kvpool/transfer/rank_messages.h"
+#include "kvpool/ranks/rank_messages.h"
 
 #include <doctest/doctest.h>
 

@@ -19,7 +19,7 @@ TEST_CASE("a rank that is closed keeps nothing of its GPU, though somebody holds
   const FakeCuda cuda;
   PoolOptions sharded = small_options(8, 8);
   sharded.sharding = Sharding({1, 1, 4, DType::kFloat32, kPage}, {});
-  PeerNode scheduler(std::make_shared<Pool>(sharded));
+  PeerNode scheduler(std::make_shared<Pool>(sharded), make_ranks);
   ServiceOptions service;
   service.name = "scheduler";
   service.secret = "s3cret";

@@ -15,6 +15,7 @@
 #include "kvpool/base/clock.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/peers/peer_node.h"
+#include "kvpool/ranks/instance_ranks.h"
 #include "pool_fixture.h"
 #include "thrown.h"
 
@@ -78,7 +79,7 @@ TEST_CASE("who waits for what peers send hears that the pool has failed") {
   const auto pool = std::make_shared<Pool>(small_options(4, 4));
   ServiceOptions options;
   options.secret = "s3cret";
-  PeerNode node(pool);
+  PeerNode node(pool, make_ranks);
   Service& service = node.start_service(options);
   std::atomic<bool> waits{false};
   std::optional<ErrorCode> heard;

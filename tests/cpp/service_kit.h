@@ -15,6 +15,7 @@
 #include "kvpool/net/reactor.h"
 #include "kvpool/peers/peer_node.h"
 #include "kvpool/peers/service.h"
+#include "kvpool/ranks/instance_ranks.h"
 #include "pool_fixture.h"
 #include "sock_fixture.h"
 
@@ -29,7 +30,7 @@ struct Node {
 
 inline Node start_node(const PoolOptions& pool_options, const ServiceOptions& options) {
   const auto pool = std::make_shared<Pool>(pool_options);
-  const auto node = std::make_shared<PeerNode>(pool);
+  const auto node = std::make_shared<PeerNode>(pool, make_ranks);
   return {node, pool, node->start_service(options), options.name};
 }
 

@@ -11,7 +11,8 @@
 
 namespace kvpool {
 
-PeerNode::PeerNode(std::shared_ptr<Pool> pool) : pool_(std::move(pool)), made_in_(fork_generation()) {
+PeerNode::PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks)
+    : pool_(std::move(pool)), make_ranks_(std::move(make_ranks)), made_in_(fork_generation()) {
   pool_->observe(this);
 }
 
@@ -43,7 +44,7 @@ Service& PeerNode::prepare_service(const ServiceOptions& options) {
   pool_->guard();
   if (closing_) throw Error(ErrorCode::kClosed, "the pool is closed");
   if (service_ != nullptr) throw Error(ErrorCode::kState, "the pool listens or is connected already");
-  service_ = Service::make(*pool_, options);
+  service_ = Service::make(*pool_, options, make_ranks_);
   return *service_;
 }
 

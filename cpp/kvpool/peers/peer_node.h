@@ -18,6 +18,7 @@
 #include "kvpool/base/address.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/wait.h"
+#include "kvpool/peers/instance_ranks.h"
 #include "kvpool/pool/pool_observer.h"
 
 namespace kvpool {
@@ -28,7 +29,8 @@ struct ServiceOptions;
 
 class PeerNode final : private PoolObserver {
  public:
-  explicit PeerNode(std::shared_ptr<Pool> pool);
+  // `make_ranks`: of cpp/kvpool/ranks.
+  PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks);
   ~PeerNode();
   PeerNode(const PeerNode&) = delete;
   PeerNode& operator=(const PeerNode&) = delete;
@@ -62,6 +64,7 @@ class PeerNode final : private PoolObserver {
   void on_pool_closing() noexcept override;
 
   const std::shared_ptr<Pool> pool_;
+  const MakeRanks make_ranks_;
   const std::uint32_t made_in_;  // fork generation
   std::mutex mutex_;             // guards what follows, but for reads of published_
   bool closing_ = false;         // the pool is being closed: no service is made any more

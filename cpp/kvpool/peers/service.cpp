@@ -47,7 +47,7 @@ std::string default_name(std::uint64_t epoch) {
 
 std::uint64_t ServiceImpl::random_epoch() { return random_bits() | 1; }
 
-ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options)
+ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options, const MakeRanks& make_ranks)
     : pool_(pool),
       options_(options),
       epoch_(random_epoch()),
@@ -75,7 +75,8 @@ ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options)
       [this](const std::shared_ptr<Link>& link, const PeerMetadata& metadata, bool initiated_here) {
         return admit(link, metadata, initiated_here);
       });
-  make_ranks();
+  ranks_ = make_ranks({pool_, options_.name, epoch_, routes_, *writer_quarantine_, *endpoint_,
+                       [this](const Error& why) { on_rank_lost(why); }});
   LocalServices::add(epoch_, this);
 }
 
@@ -241,8 +242,8 @@ void ServiceImpl::tick() {
   if (next != kNever) tick_by(std::max(next, now + 1));
 }
 
-std::unique_ptr<Service> Service::make(Pool& pool, const ServiceOptions& options) {
-  return std::make_unique<ServiceImpl>(pool, options);
+std::unique_ptr<Service> Service::make(Pool& pool, const ServiceOptions& options, const MakeRanks& make_ranks) {
+  return std::make_unique<ServiceImpl>(pool, options, make_ranks);
 }
 
 }  // namespace kvpool

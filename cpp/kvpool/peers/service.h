@@ -16,6 +16,7 @@
 #include "kvpool/base/wait.h"
 #include "kvpool/index/pins.h"
 #include "kvpool/peers/address_book.h"
+#include "kvpool/peers/instance_ranks.h"
 #include "kvpool/peers/peer_events.h"
 #include "kvpool/routes/nccl/nccl_limits.h"
 #include "kvpool/routes/route_cost.h"
@@ -77,12 +78,9 @@ struct Received {
   IndexPin pin;  // while it waits in the queue, which must not keep the pool alive
 };
 
-// A rank of this instance: see rank_hub.h.
-struct RankInfo;
-
 class Service {
  public:
-  static std::unique_ptr<Service> make(Pool& pool, const ServiceOptions& options);
+  static std::unique_ptr<Service> make(Pool& pool, const ServiceOptions& options, const MakeRanks& make_ranks);
   virtual ~Service() = default;
 
   // "unix:/path", "unix:@abstract", "tcp:HOST:PORT" (port 0: any). Returns the address to connect to.

@@ -48,7 +48,7 @@ void ServiceImpl::close() noexcept {
     }
     peer.link->close(why);
   }
-  part_ranks();
+  ranks_->close();
   std::vector<Left> left;
   for (const Peer& peer : peers) {
     if (peer.group == nullptr) left.push_back({peer.session, peer.link});
@@ -56,7 +56,7 @@ void ServiceImpl::close() noexcept {
   steps_.stop();
   workers_.stop();
   serial_executor_.stop();
-  channel_executor_.stop();
+  ranks_->stop();
   receiving_.stop();
   reactor_->stop();
   LocalServices::remove(epoch_, write_lost_.load());

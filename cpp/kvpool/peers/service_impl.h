@@ -1,7 +1,7 @@
 // The service as its parts see it: service.cpp has the verbs and the threads, service_visit.cpp how this side calls a
 // peer, service_peers.cpp who is admitted, service_parting.cpp how peers go, service_report.cpp what is told of them,
-// service_close.cpp the end, service_ranks.cpp what is done when one of two peers has several ranks,
-// service_members.cpp what a cluster's directory has to say.
+// service_close.cpp the end, service_members.cpp what a cluster's directory has to say. What is done when one of two
+// peers has several ranks is behind instance_ranks.h.
 //
 // Locks: mutex_ guards who is there. A session's calls are made without it, but for its counters.
 #pragma once
@@ -24,6 +24,7 @@
 #include "kvpool/net/connect/endpoint.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/peers/instance_id.h"
+#include "kvpool/peers/instance_ranks.h"
 #include "kvpool/peers/local_services.h"
 #include "kvpool/peers/peer_blocks.h"
 #include "kvpool/peers/received_queue.h"
@@ -32,9 +33,6 @@
 #include "kvpool/peers/service.h"
 #include "kvpool/peers/single_flight.h"
 #include "kvpool/peers/writer_quarantine.h"
-#include "kvpool/ranks/rank_channels.h"
-#include "kvpool/ranks/rank_hub.h"
-#include "kvpool/ranks/rank_set.h"
 #include "kvpool/transfer/session.h"
 
 namespace kvpool {
@@ -43,7 +41,7 @@ class Pool;
 
 class ServiceImpl final : public Service, public LocalService, private SessionHost {
  public:
-  ServiceImpl(Pool& pool, const ServiceOptions& options);
+  ServiceImpl(Pool& pool, const ServiceOptions& options, const MakeRanks& make_ranks);
   ~ServiceImpl() override { close(); }
 
   std::string listen(const std::string& address) override;
@@ -79,8 +77,8 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   void fence(const std::string& why) override;
   void unfence() override;
   std::string dropped_by() const override;
-  std::vector<RankInfo> ranks() override;
-  bool wait_for_ranks(std::int64_t deadline_ns) override;
+  std::vector<RankInfo> ranks() override { return ranks_->list(); }
+  bool wait_for_ranks(std::int64_t deadline_ns) override { return ranks_->wait_until_joined(deadline_ns); }
   std::uint64_t epoch() const noexcept override { return epoch_; }
   TransferTally::Counts transfer_counts(TransferKind kind) const noexcept override { return tally_.counts(kind); }
   void fail(const Error& why) override { received_.fail(why); }
@@ -91,8 +89,8 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   struct Peer {
     SessionPointer session;
     std::shared_ptr<Link> link;
-    std::uint64_t initiator = 0;                // epoch of the side that connected
-    std::shared_ptr<const GroupMeeting> group;  // when blocks go between ranks, not over this link
+    std::uint64_t initiator = 0;             // epoch of the side that connected
+    std::shared_ptr<GroupConnection> group;  // when blocks go between ranks, not over this link
   };
 
   // --- SessionHost ---
@@ -127,7 +125,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   void tell_joined(const PeerMetadata& metadata);
   void tell_lost(const Session& session);
   void on_session_lost(const SessionPointer& session, const std::shared_ptr<Link>& link,
-                       const std::shared_ptr<const GroupMeeting>& group);
+                       const std::shared_ptr<GroupConnection>& group);
 
   // --- service_members.cpp ---
   // Null when there is none of this name. Throws kFenced, kClosed.
@@ -142,17 +140,8 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   void check_membership(const PeerMetadata& metadata, bool initiated_here) const;
   void note_refusal(const Error& why);
 
-  // --- service_ranks.cpp ---
-  void make_ranks();
-  // Null when both are instances of one rank. Throws kLayoutMismatch, kBusy while ranks are missing.
-  std::shared_ptr<const GroupMeeting> plan_group(const PeerMetadata& metadata) const;
-  std::vector<std::shared_ptr<Route>> group_routes(const GroupMeeting& group);
-  std::shared_ptr<LinkHandler> admit_rank(const std::shared_ptr<Link>& link, const PeerMetadata& metadata);
   void meet_ranks(const std::shared_ptr<Link>& link, const std::string& address, const Waiting& waiting);
   void on_rank_lost(const Error& why);
-  void part_ranks() noexcept;
-  RankSet& rank_set() const noexcept { return hub_ != nullptr ? static_cast<RankSet&>(*hub_) : *own_rank_; }
-
   bool is_met_again(const Session& session) const noexcept;
   void on_peer_drained(std::uint64_t epoch) noexcept override;
   bool may_write_to(std::uint64_t epoch) noexcept override;
@@ -185,15 +174,11 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   WorkerPool workers_;    // large writes
   SerialExecutor steps_;  // what peers wait for, and no write keeps waiting
   SerialExecutor serial_executor_;
-  SerialExecutor channel_executor_;  // what waits in one may wait for what goes on in another, of this pool or a peer
   SerialExecutor receiving_;
   std::unique_ptr<Reactor> reactor_;
   std::unique_ptr<WriterQuarantine> writer_quarantine_;
-  // Lanes of this process, or those of the ranks that have joined.
-  std::unique_ptr<RankChannels> channels_;
-  std::unique_ptr<RankHub> hub_;
-  std::unique_ptr<RankSet> own_rank_;  // over channels_
   std::unique_ptr<Endpoint> endpoint_;
+  std::unique_ptr<InstanceRanks> ranks_;
   AddressBook book_;
   SingleFlight attempts_;
   std::atomic<int> connecting_{0};  // callers of connect()

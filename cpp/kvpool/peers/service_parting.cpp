@@ -19,7 +19,7 @@ constexpr std::int64_t kDrainNs = 2'000'000'000;
 
 // Called when the link has ended: once for each session.
 void ServiceImpl::on_session_lost(const SessionPointer& session, const std::shared_ptr<Link>& link,
-                                  const std::shared_ptr<const GroupMeeting>& group) {
+                                  const std::shared_ptr<GroupConnection>& group) {
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;  // close() looks after it
@@ -30,7 +30,7 @@ void ServiceImpl::on_session_lost(const SessionPointer& session, const std::shar
   } else {
     // Who writes here are the peer's ranks, and each rank of this instance knows when they write no more.
     const Error why(ErrorCode::kPeerLost, session->peer().name + " is lost");
-    rank_set().depart(group->meeting, why, [session] { session->on_writer_gone(); });
+    group->depart(why, [session] { session->on_writer_gone(); });
   }
   {
     const std::lock_guard lock(mutex_);
@@ -48,6 +48,19 @@ void ServiceImpl::on_session_lost(const SessionPointer& session, const std::shar
   const bool here =
       told ? link->process() == getpid() : peer.pid == static_cast<std::uint64_t>(getpid()) && peer.host == host_id();
   if (here && !LocalServices::may_write(peer.epoch, epoch_)) writer_quarantine_->on_writer_gone(peer.epoch);
+}
+
+// Its part of every block is lost, and with it every block. What it had begun to write may be on its way, so nobody
+// hears that this side writes no more: peers wait for the proof of each rank.
+void ServiceImpl::on_rank_lost(const Error& why) {
+  pool_.fail(
+      Error(ErrorCode::kPeerLost, std::string(why.what()) + "; its part of every block is gone: make a new pool"));
+  std::vector<SessionPointer> sessions;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [name, peer] : peers_) sessions.push_back(peer.session);
+  }
+  for (const SessionPointer& session : sessions) session->on_route_broken(why);
 }
 
 bool ServiceImpl::may_write_to(std::uint64_t epoch) noexcept {

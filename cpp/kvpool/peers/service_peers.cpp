@@ -20,7 +20,7 @@ constexpr std::int64_t kRetryAfterUs = 10'000;
 class ServiceImpl::LinkWatcher final : public LinkHandler {
  public:
   LinkWatcher(ServiceImpl& service, std::shared_ptr<Session> session, std::shared_ptr<Link> link,
-              std::shared_ptr<const GroupMeeting> group)
+              std::shared_ptr<GroupConnection> group)
       : service_(service), session_(std::move(session)), group_(std::move(group)), link_(std::move(link)) {}
   void on_message(Message&& message) override {
     hear();
@@ -53,7 +53,7 @@ class ServiceImpl::LinkWatcher final : public LinkHandler {
   bool heard_ = false;  // by whoever handles what arrives, or admits
   SessionPointer before_;
   const std::shared_ptr<Session> session_;
-  const std::shared_ptr<const GroupMeeting> group_;
+  const std::shared_ptr<GroupConnection> group_;
   std::shared_ptr<Link> link_;
 };
 
@@ -80,7 +80,7 @@ Introduction ServiceImpl::introduce() {
   introduction.metadata.epoch = epoch_;
   introduction.metadata.model = options_.model;
   introduction.descriptors = routes_.descriptors();
-  if (hub_ != nullptr) hub_->introduce(introduction.metadata);
+  ranks_->introduce(introduction.metadata);
   const std::lock_guard lock(mutex_);
   introduction.metadata.instance = pool_.instance() != 0 ? pool_.instance() : proposed_instance_.value();
   return introduction;
@@ -114,16 +114,16 @@ void ServiceImpl::check_instance(const PeerMetadata& metadata) const {
 
 std::shared_ptr<LinkHandler> ServiceImpl::admit(const std::shared_ptr<Link>& link, const PeerMetadata& metadata,
                                                 bool initiated_here) {
-  if (metadata.rank_of != 0) return admit_rank(link, metadata);
+  if (metadata.rank_of != 0) return ranks_->admit(link, metadata);
   if (const auto lost = failure_of([&] { pool_.guard(); })) throw for_peer(*lost);
   check_name(metadata);
   // Of the whole block, also where it is shared among ranks: tensor and pipeline parallelism may differ, nothing else.
   check_same_blocks(metadata, metadata.name, blocks_.layout(), options_.name);
-  const auto group = plan_group(metadata);
+  const auto group = ranks_->plan(metadata);
   const bool writes_directly = group != nullptr || routes_.exposure(metadata, *link).any();
   const auto session =
       std::make_shared<Session>(static_cast<SessionHost&>(*this), metadata, writes_directly, group != nullptr);
-  session->start(link, group != nullptr ? group_routes(*group) : routes_.make(metadata, link));
+  session->start(link, group != nullptr ? group->routes() : routes_.make(metadata, link));
   const auto handler = std::make_shared<LinkWatcher>(*this, session, link, group);
 
   const std::uint64_t initiator = initiated_here ? epoch_ : metadata.epoch;

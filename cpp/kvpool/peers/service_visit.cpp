@@ -77,7 +77,7 @@ std::string ServiceImpl::visit(const std::string& address, const Waiting& waitin
     try {
       pool_.guard();  // whose GPU may be lost
       check_unfenced();
-      if (hub_ != nullptr) hub_->check_complete();
+      ranks_->check_complete();
       return meet(address, waiting);
     } catch (const Error& error) {
       note_refusal(error);
@@ -117,9 +117,8 @@ std::string ServiceImpl::meet(const std::string& address, const Waiting& waiting
     if (const auto noted = met_.extract(link)) epoch = noted.mapped();
   }
   if (epoch == 0) {
-    // It has taken this pool for a rank, and has made a lane of the link.
-    const Error why(ErrorCode::kPeerLost, "it was another that was looked for");
-    channels_ != nullptr ? channels_->depart(meeting, why, {}) : link->close(why);
+    // A rank answered, which takes this side for a rank as well.
+    ranks_->refuse(link, meeting, Error(ErrorCode::kPeerLost, "it was another that was looked for"));
     throw Error(ErrorCode::kArgument, "at " + address + " is a rank of a logical instance: connect to its scheduler");
   }
   meet_ranks(link, address, waiting);
@@ -129,6 +128,25 @@ std::string ServiceImpl::meet(const std::string& address, const Waiting& waiting
   if (session == nullptr) throw Error(ErrorCode::kPeerLost, "the peer at " + address + " left as soon as it was met");
   session->greet();
   return name;
+}
+
+// After two schedulers have met by this link: lets the ranks of both meet. The side that has connected does it; when
+// the link that stays is the other's, that one does.
+void ServiceImpl::meet_ranks(const std::shared_ptr<Link>& link, const std::string& address, const Waiting& waiting) {
+  std::shared_ptr<GroupConnection> group;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [name, peer] : peers_) {
+      if (peer.link == link) group = peer.group;
+    }
+  }
+  if (group == nullptr) return;
+  try {
+    group->meet(address, waiting);
+  } catch (const Error& error) {
+    link->close(error);
+    throw;
+  }
 }
 
 // Of a peer that is connected; "" for none. `settled`: by a connection that both sides are known to have admitted.

@@ -30,8 +30,8 @@
 #include "kvpool/peers/route_maker.h"
 #include "kvpool/peers/writer_quarantine.h"
 #include "kvpool/ranks/rank_channel.h"
-#include "kvpool/transfer/rank_group.h"
-#include "kvpool/transfer/rank_messages.h"
+#include "kvpool/ranks/rank_group.h"
+#include "kvpool/ranks/rank_messages.h"
 
 namespace kvpool {
 

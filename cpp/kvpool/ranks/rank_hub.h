@@ -18,21 +18,13 @@
 #include <vector>
 
 #include "kvpool/blocks/parallel.h"
+#include "kvpool/peers/instance_ranks.h"
 #include "kvpool/pool/tier_mover.h"
 #include "kvpool/ranks/rank_set.h"
 
 namespace kvpool {
 
 class JoinedRank;
-
-struct RankInfo {
-  std::uint32_t rank = 0;
-  bool joined = false;
-  std::uint64_t pid = 0;
-  std::string host;
-  std::string link;     // how it is connected: "unix", "tcp 10.0.0.2:4000"
-  std::string address;  // where ranks of peers connect to it
-};
 
 class RankHub final : public RankSet, public TierMover {
  public:

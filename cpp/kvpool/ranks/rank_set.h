@@ -12,8 +12,8 @@
 
 #include "kvpool/base/error.h"
 #include "kvpool/base/wait.h"
+#include "kvpool/ranks/group_route.h"
 #include "kvpool/ranks/rank_channels.h"
-#include "kvpool/transfer/group_route.h"
 #include "kvpool/transfer/reshard.h"
 
 namespace kvpool {

@@ -9,7 +9,7 @@
 #include "kvpool/base/copy.h"
 #include "kvpool/blocks/device_mover.h"
 #include "kvpool/peers/route_maker.h"
-#include "kvpool/transfer/rank_messages.h"
+#include "kvpool/ranks/rank_messages.h"
 
 namespace kvpool {
 

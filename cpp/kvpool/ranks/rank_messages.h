@@ -10,7 +10,7 @@
 #include "kvpool/base/address.h"
 #include "kvpool/net/connect/peer_metadata.h"
 #include "kvpool/net/wire.h"
-#include "kvpool/transfer/rank_group.h"
+#include "kvpool/ranks/rank_group.h"
 
 namespace kvpool {
 

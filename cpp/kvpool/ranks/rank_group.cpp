@@ -1,4 +1,4 @@
-#include "kvpool/transfer/rank_group.h"
+#include "kvpool/ranks/rank_group.h"
 
 #include <algorithm>
 #include <string>

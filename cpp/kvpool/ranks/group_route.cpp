@@ -1,4 +1,4 @@
-#include "kvpool/transfer/group_route.h"
+#include "kvpool/ranks/group_route.h"
 
 #include <algorithm>
 #include <chrono>

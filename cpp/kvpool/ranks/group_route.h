@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "kvpool/base/error.h"
+#include "kvpool/ranks/rank_group.h"
 #include "kvpool/routes/route.h"
-#include "kvpool/transfer/rank_group.h"
 
 namespace kvpool {
 
