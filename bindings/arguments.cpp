@@ -5,6 +5,8 @@
 #include <limits>
 #include <string>
 
+#include "kvpool/pool/pool.h"
+
 namespace kvpool::bindings {
 namespace {
 
@@ -146,17 +148,19 @@ std::int64_t deadline_from(py::handle seconds, std::int64_t none_ns, const char*
   return now + static_cast<std::int64_t>(value * 1e9);
 }
 
-Medium medium_from(py::handle argument) {
+MediumChoice medium_choice_from(py::handle argument) {
   if (PyLong_Check(argument.ptr()) == 0) {
     throw_type_error("medium must be kvpool.HBM, kvpool.DRAM or kvpool.MIXED, and is " + type_name(argument));
   }
   const std::size_t value = count_from(argument, "medium");
-  if (value < 1 || value > 3) {
+  if (value > UINT8_MAX || !MediumChoice::is_code(static_cast<std::uint32_t>(value))) {
     throw_argument(
-        "medium must be kvpool.HBM (1), kvpool.DRAM (2) or kvpool.MIXED (3), and is " + std::to_string(value),
+        "medium must be kvpool.HBM (1), kvpool.DRAM (2) or kvpool.MIXED (8), and is " + std::to_string(value),
         {{"value", static_cast<std::int64_t>(value)}});
   }
-  return static_cast<Medium>(value);
+  const MediumChoice choice = MediumChoice::from_code(static_cast<std::uint8_t>(value));
+  Pool::check_kept(choice);
+  return choice;
 }
 
 py::array_t<Address> to_array(const Address* values, std::size_t n) {

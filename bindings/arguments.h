@@ -55,7 +55,8 @@ std::vector<std::byte> bytes_from(py::handle argument, const char* name, std::si
 std::int64_t deadline_from(py::handle seconds, std::int64_t none_ns, const char* name = "timeout");
 std::int64_t steady_ns() noexcept;
 
-Medium medium_from(py::handle argument);
+// Throws kUnsupported for DISK, which no pool has yet.
+MediumChoice medium_choice_from(py::handle argument);
 
 py::array_t<Address> to_array(const Address* values, std::size_t n);
 

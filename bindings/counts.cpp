@@ -22,8 +22,8 @@ py::dict to_dict(const MediumCounts& counts) {
 
 py::dict to_dict(const PoolStats& stats) {
   py::dict dict;
-  dict["hbm"] = to_dict(stats.media[0]);
-  dict["dram"] = to_dict(stats.media[1]);
+  dict["hbm"] = to_dict(stats.media[Medium::kHbm]);
+  dict["dram"] = to_dict(stats.media[Medium::kDram]);
   const PoolCounters& counters = stats.counters;
   dict["allocated_blocks"] = counters.allocated_blocks;
   dict["freed_blocks"] = counters.freed_blocks;

@@ -118,7 +118,7 @@ py::array_t<Address> alloc(PeerNode& node, py::handle n_argument, py::handle med
                            py::handle instance, py::handle timeout, py::handle stream) {
   Pool& pool = node.pool();
   const std::size_t n = count_from(n_argument, "n");
-  const Medium medium = medium_from(medium_argument);
+  const MediumChoice medium = medium_choice_from(medium_argument);
   const CallerStream after = stream_from(stream);
   const bool evict = flag_from(evict_argument, "evict");
   if (!instance.is_none()) return alloc_at_peer(node, n, medium, evict, instance, timeout);
@@ -325,7 +325,7 @@ Raises:
     StateError: Part of it is pinned; nothing was removed.)")
       .def("evict", of_pool([](Pool& pool, py::handle n_argument, py::handle medium_argument) {
              const std::size_t n = count_from(n_argument, "n");
-             const Medium medium = medium_from(medium_argument);
+             const MediumChoice medium = medium_choice_from(medium_argument);
              const GilReleased released;
              return pool.evict(n, medium);
            }),

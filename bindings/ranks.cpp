@@ -38,7 +38,7 @@ py::tuple scheduler_facts(const PeerNode& node) {
   return py::make_tuple(service.epoch(), node.pool().instance());
 }
 
-LocalMemory memory_of(Pool& pool) { return {pool.layout(), {pool.arena(Medium::kHbm), pool.arena(Medium::kDram)}}; }
+LocalMemory memory_of(Pool& pool) { return {pool.layout(), pool.arenas()}; }
 
 // Waits for threads.
 void destroy(RankNode* node) {

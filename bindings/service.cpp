@@ -166,7 +166,7 @@ Service& service_of(const PeerNode& node) {
   return *service;
 }
 
-py::array_t<Address> alloc_at_peer(const PeerNode& node, std::size_t n, Medium medium, bool evict,
+py::array_t<Address> alloc_at_peer(const PeerNode& node, std::size_t n, MediumChoice medium, bool evict,
                                    py::handle peer_argument, py::handle timeout) {
   const std::string peer(text_from(peer_argument, "instance"));
   const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);

@@ -24,7 +24,7 @@ inline constexpr std::int64_t kForever = INT64_MAX;
 // Throws kState when the pool has none yet.
 Service& service_of(const PeerNode& node);
 
-pybind11::array_t<Address> alloc_at_peer(const PeerNode& node, std::size_t n, Medium medium, bool evict,
+pybind11::array_t<Address> alloc_at_peer(const PeerNode& node, std::size_t n, MediumChoice medium, bool evict,
                                          pybind11::handle peer, pybind11::handle timeout);
 
 // For what waits in the core, without the GIL: whether a signal's handler has raised, Ctrl-C above all. Python runs

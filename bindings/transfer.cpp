@@ -61,7 +61,7 @@ TransferRequest request_from(Pool& pool, py::handle peer, py::handle addresses, 
   request.peer = text_from(peer, "peer");
   request.from = addresses_from(addresses).copy();
   if (!options.to.is_none()) request.to = addresses_from(options.to).copy();
-  request.medium = medium_from(options.medium);
+  request.medium = medium_choice_from(options.medium);
   request.may_evict = flag_from(options.evict, "evict");
   if (!options.private_bytes.is_none()) {
     request.private_bytes = bytes_from(options.private_bytes, "private", kPrivateBytesMax);
@@ -176,7 +176,7 @@ TransferHandle fetch(const NodePointer& node, py::handle peer, py::handle addres
   FetchRequest request;
   if (!peer.is_none()) request.peer = text_from(peer, "peer");
   request.from = addresses_from(addresses).copy();
-  request.medium = medium_from(medium);
+  request.medium = medium_choice_from(medium);
   request.may_evict = flag_from(evict, "evict");
   request.priority = priority_from(priority);
   request.deadline_ns = deadline_from(timeout, kTimeoutNs);

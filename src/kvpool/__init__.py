@@ -77,11 +77,12 @@ from kvpool.transfer import (
     TransferStream,
     TransferTotals,
 )
-from kvpool.types import DRAM, HBM, MIXED, Address, KVLayout, Medium, RawLayout, block_ids, decode_address, media
+from kvpool.types import DISK, DRAM, HBM, MIXED, Address, KVLayout, Medium, RawLayout, block_ids, decode_address, media
 
 _logging.getLogger("kvpool").addHandler(_logging.NullHandler())  # silent, until the application says where to log
 
 __all__ = [
+    "DISK",
     "DRAM",
     "HBM",
     "MIXED",

@@ -2,10 +2,10 @@
 
 An address is 64 bits, and names one block for as long as the block is not freed (cpp/kvpool/base/address.h):
 
-    63        50 49  48 47              24 23               0
+    63        50 49  47 46              24 23               0
     +-----------+------+------------------+------------------+
     | instance  |medium|    generation    |      block       |
-    |  14 bits  |2 bits|     24 bits      |     24 bits      |
+    |  14 bits  |3 bits|     23 bits      |     24 bits      |
     +-----------+------+------------------+------------------+
 """
 
@@ -25,6 +25,7 @@ from kvpool.arguments import int_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
+    "DISK",
     "DRAM",
     "DTYPES",
     "HBM",
@@ -42,16 +43,18 @@ __all__ = [
 
 
 class Medium(IntEnum):
-    """A kind of memory. `MIXED` is a request, "HBM first, the rest DRAM", and never stands in an address."""
+    """A kind of memory that blocks lie in. No pool keeps blocks on `DISK` yet: to ask for some is `Unsupported`."""
 
     HBM = 1
     DRAM = 2
-    MIXED = 3
+    DISK = 3
 
 
 HBM: Final = Medium.HBM
 DRAM: Final = Medium.DRAM
-MIXED: Final = Medium.MIXED
+DISK: Final = Medium.DISK
+MIXED: Final = 8
+"""Where a verb takes a medium to place blocks in: HBM first, the rest DRAM. No medium, so no address has it."""
 
 
 # ---- layouts --------------------------------------------------------------------------------------------------------
@@ -271,8 +274,8 @@ Layout: TypeAlias = KVLayout | RawLayout
 
 _BLOCK_BITS: Final = 24
 _ADDRESSES_MAX: Final = 1 << 28  # in one call; an array can claim any number, with a stride of 0
-_GENERATION_BITS: Final = 24
-_MEDIUM_BITS: Final = 2
+_GENERATION_BITS: Final = 23
+_MEDIUM_BITS: Final = 3
 _GENERATION_SHIFT: Final = _BLOCK_BITS
 _MEDIUM_SHIFT: Final = _GENERATION_SHIFT + _GENERATION_BITS
 _INSTANCE_SHIFT: Final = _MEDIUM_SHIFT + _MEDIUM_BITS
@@ -294,7 +297,7 @@ class Address(NamedTuple):
 
     Attributes:
         instance: The instance that owns the block; 0 is the pool at hand, before it joins a cluster.
-        medium: HBM or DRAM.
+        medium: HBM, DRAM or DISK.
         generation: Grows by one whenever the block is freed: an address of an older generation is stale.
         block: Number of the block within its medium.
     """
@@ -316,7 +319,7 @@ def decode_address(address: int | np.unsignedinteger[Any]) -> Address:
     if not 0 <= number < 1 << 64:
         raise ArgumentError(f"address {shown(number)} does not fit 64 unsigned bits", address=number)
     medium = number >> _MEDIUM_SHIFT & (1 << _MEDIUM_BITS) - 1
-    if medium not in (HBM, DRAM):
+    if not 1 <= medium <= len(Medium):
         raise ArgumentError(f"address {number:#x} names no medium: its medium bits are {medium}", address=number)
     return Address(
         instance=number >> _INSTANCE_SHIFT,
@@ -396,7 +399,7 @@ def _address_array(addresses: AddressLike) -> npt.NDArray[np.uint64]:
 
 def _media_checked(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
     found = (addresses >> np.uint64(_MEDIUM_SHIFT)).astype(np.uint8) & np.uint8((1 << _MEDIUM_BITS) - 1)
-    wrong = (found == 0) | (found == int(MIXED))
+    wrong = (found == 0) | (found > len(Medium))
     if wrong.any():
         index = int(wrong.argmax())
         number = int(addresses.reshape(-1)[index])

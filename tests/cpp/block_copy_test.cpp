@@ -11,7 +11,7 @@ using testing::BlockMemory;
 using testing::Dice;
 
 std::shared_ptr<Arena> arena_of(Medium medium, const BlockMemory& memory) {
-  const MediumSpan& span = memory.spans()[medium_index(medium)];
+  const MediumSpan& span = memory.spans()[medium];
   return make_adopted_arena(medium, span.blocks, span.segments, nullptr);
 }
 

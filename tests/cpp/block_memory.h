@@ -79,9 +79,7 @@ inline std::byte& content_byte(const MediumSpan& span, std::uint32_t block, std:
   return span.segments[segment].base[block * span.segments[segment].stride + at];
 }
 
-inline const MediumSpan& span_of(const MediaSpans& spans, Address address) {
-  return spans[medium_bits_of(address) - 1];
-}
+inline const MediumSpan& span_of(const MediaSpans& spans, Address address) { return spans[medium_of(address)]; }
 
 // What a write must do, byte by byte.
 inline void naive_write(const MediaSpans& from, const MediaSpans& to, const std::vector<BlockStrip>& strips,
@@ -122,8 +120,8 @@ class BlockMemory {
   bool operator==(const BlockMemory& other) const { return bytes_ == other.bytes_; }
 
  private:
-  std::array<SpanShape, kMediaCount> shapes_;
-  std::array<Content, kMediaCount> bytes_;
+  MediumMap<SpanShape> shapes_;
+  MediumMap<Content> bytes_;
   MediaSpans spans_;
 };
 

@@ -376,7 +376,8 @@ TEST_CASE("every kind of bad address is told by its fault") {
   CHECK(store.find(make_address(0, Medium::kHbm, 1, block)) == AddressFault::kNone);  // from before the pool joined
   CHECK(store.find(make_address(5, Medium::kHbm, 1, block)) == AddressFault::kForeign);
   CHECK(store.find(make_address(0, Medium::kDram, 1, block)) == AddressFault::kNoMedium);
-  CHECK(store.find(make_address(0, Medium::kMixed, 1, block)) == AddressFault::kNoMedium);
+  CHECK(store.find(make_address(0, Medium::kDisk, 1, block)) == AddressFault::kNoMedium);
+  CHECK(store.find(make_address(0, static_cast<Medium>(4), 1, block)) == AddressFault::kNoMedium);
   CHECK(store.find(make_address(0, static_cast<Medium>(0), 1, block)) == AddressFault::kNoMedium);
   CHECK(store.find(0) == AddressFault::kNoMedium);
   CHECK(store.find(~Address{0}) == AddressFault::kNoMedium);

@@ -17,7 +17,7 @@ using namespace kvpool::testing;  // NOLINT(google-build-using-namespace)
 namespace {
 
 constexpr std::uint32_t kLender = 7;
-constexpr std::array<std::uint32_t, kMediaCount> kBlocks = {4, 6};
+constexpr MediumMap<std::uint32_t> kBlocks = {4, 6};
 
 template <class Call>
 bool works(Call&& call) {

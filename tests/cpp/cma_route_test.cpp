@@ -174,7 +174,7 @@ TEST_CASE("cma tells what is wrong: no memory there, a hole in it, no pidfd, not
   const PeerProcess other([](const auto& wait) { return wait() ? 0 : 1; });
   CHECK(code_of([&] { make(metadata_of(spans), other.pidfd()); }) == ErrorCode::kProtocol);
   PeerMetadata wrong = metadata_of(spans);
-  wrong.media[0].segments[0].address = 16;
+  wrong.media[Medium::kHbm].segments[0].address = 16;
   CHECK(code_of([&] { make(wrong, peer.pidfd()); }) == ErrorCode::kProtocol);
 
   const auto route = make(metadata_of(spans), peer.pidfd());

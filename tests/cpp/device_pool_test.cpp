@@ -195,7 +195,8 @@ TEST_CASE("whichever call of the driver fails in a swap, the pool is as before a
           swap();
         }
         CHECK(is_cached(cuda, pool, tokens, 60));
-        CHECK(pool->audit().media[0].by_state[static_cast<std::size_t>(BlockState::kHistorical)] == (out ? 0 : 3));
+        CHECK(pool->audit().media[Medium::kHbm].by_state[static_cast<std::size_t>(BlockState::kHistorical)] ==
+              (out ? 0 : 3));
       }
       const bool reached = cuda.failed();
       CHECK(cuda.left() == "");
@@ -254,7 +255,7 @@ TEST_CASE("blocks of a GPU are zeroed when that was asked for") {
   PoolOptions options = device_options(4, 4);
   options.zero_on_alloc = true;
   const auto pool = std::make_shared<Pool>(options);
-  for (const Address address : alloc(*pool, 8, Medium::kMixed)) CHECK(is_filled(cuda, *pool, address, 0));
+  for (const Address address : alloc(*pool, 8, kMixed)) CHECK(is_filled(cuda, *pool, address, 0));
 }
 
 TEST_CASE("blocks that could not be zeroed are not handed out") {

@@ -418,7 +418,7 @@ void send_to_each_other(DeviceMemoryKind memory) {
       TransferRequest request;
       request.peer = "main";
       request.from = item->addresses;
-      request.medium = static_cast<Medium>(item->private_bytes[0]);
+      request.medium = MediumChoice::from_code(static_cast<std::uint8_t>(item->private_bytes[0]));
       request.private_bytes = Bytes();
       request.route = "cuda_ipc";
       request.deadline_ns = real_seconds(20);
@@ -438,11 +438,11 @@ void send_to_each_other(DeviceMemoryKind memory) {
   Service& service = node.start_service(named("main"));
   REQUIRE(service.connect(address, real_seconds(20)) == "peer");
   CHECK(cuda.count("cuIpcOpenMemHandle") == (memory == DeviceMemoryKind::kPlain ? 1 : 0));
-  constexpr Medium kMedia[] = {Medium::kHbm, Medium::kDram};
+  constexpr Medium kTiers[] = {Medium::kHbm, Medium::kDram};
   int left = 8;
-  for (const Medium source : kMedia) {
-    for (const Medium there : kMedia) {
-      for (const Medium back : kMedia) {
+  for (const Medium source : kTiers) {
+    for (const Medium there : kTiers) {
+      for (const Medium back : kTiers) {
         const Addresses from = alloc_stamped(*pool, 3, 20, source);
         TransferRequest request;
         request.peer = "peer";
@@ -499,7 +499,9 @@ void kill_a_writer(DeviceMemoryKind memory) {
   PeerNode node(pool, make_ranks);
   Service& service = node.start_service(named("main"));
   service.listen(address);
-  const auto count = [&](BlockState state) { return pool->audit().media[0].by_state[static_cast<std::size_t>(state)]; };
+  const auto count = [&](BlockState state) {
+    return pool->audit().media[Medium::kHbm].by_state[static_cast<std::size_t>(state)];
+  };
   const auto until = [&](auto&& holds) {
     const std::int64_t end = real_seconds(30);
     while (!holds() && monotonic_ns() < end) usleep(1000);
@@ -601,7 +603,7 @@ TEST_CASE("a transfer to a GPU of a process that is killed ends as its peer is l
       cuda.set("delay_us", 10);
       if (!are_stamped(*pool, from, 10)) return 3;
       free_all(*pool, from);
-      return pool->audit().media[0].by_state[static_cast<std::size_t>(BlockState::kFree)] == 8 ? 0 : 4;
+      return pool->audit().media[Medium::kHbm].by_state[static_cast<std::size_t>(BlockState::kFree)] == 8 ? 0 : 4;
     });
     CHECK(status == 0);
     receiver.kill_and_wait();

@@ -288,7 +288,7 @@ TEST_CASE("an endpoint: handles of a GPU's memory go to processes of the host, a
     Member server("server", options);
     Member client("client", options);
     for (Member* member : {&server, &client}) {
-      MetadataMedium& hbm = member->metadata.media[0];
+      MetadataMedium& hbm = member->metadata.media[Medium::kHbm];
       hbm = {2, 0, {{4096, 4096, 4096}}, MemoryKind::kGpu, {{4096, 8192, {std::byte{7}}}}};
     }
     const std::string address = server.endpoint->listen(local ? fresh_name("unix:@") : "tcp:127.0.0.1:0");
@@ -310,14 +310,14 @@ TEST_CASE("an endpoint: a large metadata arrives whole") {
   Member server("server");
   Member client("client");
   for (Member* member : {&server, &client}) {
-    MetadataMedium& medium = member->metadata.media[1];
+    MetadataMedium& medium = member->metadata.media[Medium::kDram];
     medium.blocks = 1;
     member->metadata.piece_bytes.assign(8000, 16);
     for (std::uint64_t i = 0; i < 8000; ++i) medium.segments.push_back({0x100000 + i * 64, 16, 16});
   }
   const auto link = client.endpoint->connect(server.endpoint->listen(fresh_name("unix:@")), in_seconds(10));
-  CHECK(server.peers[0].media[1].segments.size() == 8000);
-  CHECK(client.peers[0].media[1].segments[7999].address == 0x100000 + 7999 * 64);
+  CHECK(server.peers[0].media[Medium::kDram].segments.size() == 8000);
+  CHECK(client.peers[0].media[Medium::kDram].segments[7999].address == 0x100000 + 7999 * 64);
 }
 
 TEST_CASE("an endpoint: an older kernel tells the peer's process by its number") {

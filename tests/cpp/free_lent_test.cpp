@@ -27,8 +27,8 @@ struct Lender : Member {
     metadata.instance = id.value();
     metadata.block_tokens = kPage;
     metadata.piece_bytes = {64, 64};
-    metadata.media[0].blocks = 16;
-    metadata.media[0].segments = {{0x10000, 128, 128}};  // which nobody looks at: there is only sock
+    metadata.media[Medium::kHbm].blocks = 16;
+    metadata.media[Medium::kHbm].segments = {{0x10000, 128, 128}};  // which nobody looks at: there is only sock
   }
   void meet(Node& node, std::function<void(Link&, const Message&)> on_return) {
     const auto link = endpoint->connect(node.service.listen(unix_address()), in_seconds(60));
@@ -144,7 +144,7 @@ TEST_CASE("a peer that is lost, or refuses, keeps neither the others' blocks nor
 TEST_CASE("more lent blocks than one message takes are given back in several, and each one once") {
   Node a = make_node("a");
   Lender b("b");
-  b.metadata.media[0].blocks = 1U << 20;
+  b.metadata.media[Medium::kHbm].blocks = 1U << 20;
   std::vector<std::size_t> returned;  // by whoever reads b's link; looked at when all is answered
   b.meet(a, [&](Link& link, const Message& message) {
     returned.push_back(read_addresses(message.body).size());

@@ -27,7 +27,7 @@ class RankMemory {
   RankMemory(const Sharding& sharding, std::uint32_t rank, bool aggregated) {
     const Layout layout = sharding.rank_layout(rank, aggregated);
     for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
-      MediumSpan& span = spans_[static_cast<std::size_t>(medium_index(medium))];
+      MediumSpan& span = spans_[medium];
       span.blocks = kBlocks;
       for (const std::size_t bytes : layout.segment_bytes()) {
         // A gap behind each piece, as strides of an adopted tensor may have it.
@@ -42,7 +42,7 @@ class RankMemory {
   // The bytes of a block in canonical order.
   std::vector<std::byte*> content(Address address) const {
     std::vector<std::byte*> bytes;
-    for (const Segment& segment : spans_[medium_bits_of(address) - 1].segments) {
+    for (const Segment& segment : spans_[medium_of(address)].segments) {
       for (std::size_t i = 0; i < segment.bytes; ++i) {
         bytes.push_back(segment.base + block_of(address) * segment.stride + i);
       }

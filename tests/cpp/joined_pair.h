@@ -43,7 +43,7 @@ class Node {
   virtual const std::shared_ptr<Pool>& pool() = 0;
   virtual std::shared_ptr<Transfer> transfer(TransferRequest&& request) = 0;
   virtual std::shared_ptr<Transfer> fetch(FetchRequest&& request) = 0;  // names its destinations
-  virtual Addresses borrow(std::size_t n, Medium medium) = 0;
+  virtual Addresses borrow(std::size_t n, MediumChoice medium) = 0;
   virtual void give_back(const Addresses& addresses) = 0;
   // What waits for the application; null when nothing does.
   virtual std::unique_ptr<Received> next_received() = 0;
@@ -51,7 +51,7 @@ class Node {
   std::uint32_t count(BlockState state) {
     const PoolStats stats = pool()->audit();
     const auto at = static_cast<std::size_t>(state);
-    return stats.media[0].by_state[at] + stats.media[1].by_state[at];
+    return stats.media[Medium::kHbm].by_state[at] + stats.media[Medium::kDram].by_state[at];
   }
 };
 

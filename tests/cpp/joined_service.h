@@ -59,7 +59,7 @@ class ServiceNode final : public Node {
     request.peer = peer_;
     return service_.fetch(std::move(request));
   }
-  Addresses borrow(std::size_t n, Medium medium) override {
+  Addresses borrow(std::size_t n, MediumChoice medium) override {
     return service_.alloc(peer_, n, medium, /*may_evict=*/true, real_seconds(60));
   }
   void give_back(const Addresses& addresses) override {

@@ -43,7 +43,7 @@ class SimNode final : public Node {
   std::shared_ptr<Transfer> fetch(FetchRequest&& request) override {
     return session_->fetch(request, /*frees_on_failure=*/false);
   }
-  Addresses borrow(std::size_t n, Medium medium) override {
+  Addresses borrow(std::size_t n, MediumChoice medium) override {
     return session_->borrow(n, medium, /*may_evict=*/true, process_.now_ns() + 5 * kSecond);
   }
   void give_back(const Addresses& addresses) override {

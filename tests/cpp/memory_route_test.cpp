@@ -53,7 +53,7 @@ PeerMetadata metadata_of(const Arena& arena) {
 }
 
 MediaFiles files_of(int dram) {
-  MediaFiles files{-1, -1};
+  MediaFiles files = kvpool::kNoFiles;
   files[kDramIndex] = dram;
   return files;
 }

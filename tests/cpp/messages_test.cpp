@@ -13,7 +13,7 @@ using testing::check_length;
 TEST_CASE("messages come out as they went in, and of no other length") {
   ReserveBody reserve;
   reserve.blocks = 3;
-  reserve.medium = Medium::kMixed;
+  reserve.medium = kMixed;
   reserve.insert = true;
   reserve.may_evict = false;
   reserve.one_sided = false;
@@ -22,7 +22,7 @@ TEST_CASE("messages come out as they went in, and of no other length") {
   reserve.tokens = {1, -2, 3};
   const ReserveBody got = read_reserve(write_body(reserve));
   CHECK(got.blocks == 3);
-  CHECK(got.medium == Medium::kMixed);
+  CHECK(got.medium == kMixed);
   CHECK(got.insert);
   CHECK_FALSE(got.may_evict);
   CHECK_FALSE(got.one_sided);
@@ -59,6 +59,17 @@ TEST_CASE("messages come out as they went in, and of no other length") {
   const LendBody lend{9, Medium::kDram, false};
   CHECK(read_lend(write_body(lend)).blocks == 9);
   CHECK(read_lend(write_body(lend)).medium == Medium::kDram);
+  for (std::uint8_t code = 0; code < 32; ++code) {  // behind the number of blocks
+    Bytes body = write_body(lend);
+    body[sizeof(lend.blocks)] = std::byte{code};
+    if (code == 8) {
+      CHECK(read_lend(body).medium == kMixed);
+    } else if (code >= 1 && code <= 3) {
+      CHECK(read_lend(body).medium == kMedia[code - 1U]);
+    } else {
+      CHECK_THROWS_AS(read_lend(body), Error);
+    }
+  }
   CHECK_FALSE(read_lend(write_body(lend)).may_evict);
   check_length(write_body(lend), read_lend);
   check_length(write_body(ReservedBody{1, {7, 8}}), read_reserved);

@@ -18,10 +18,10 @@ inline PeerMetadata sample_metadata() {
   metadata.model = "llama";
   metadata.routes = {"shm", "sock", "ucx"};
   constexpr std::uint64_t kBlock = 16 * 3072;
-  metadata.media[0] = {16, 16 * kBlock, {{0x7F0000000000, kBlock, kBlock}}};
-  metadata.media[1] = {32, 0, {}};
+  metadata.media[Medium::kHbm] = {16, 16 * kBlock, {{0x7F0000000000, kBlock, kBlock}}};
+  metadata.media[Medium::kDram] = {32, 0, {}};
   for (std::uint64_t piece = 0; piece < 16; ++piece) {
-    metadata.media[1].segments.push_back({0x7E0000000000 + piece * 0x100000, 4096, 3072});
+    metadata.media[Medium::kDram].segments.push_back({0x7E0000000000 + piece * 0x100000, 4096, 3072});
   }
   metadata.ucx = {std::byte{1}, std::byte{2}, std::byte{3}};
   metadata.door = "kvpool-4321-1";
@@ -38,7 +38,7 @@ inline PeerMetadata sample_gpu_metadata() {
   PeerMetadata metadata = sample_metadata();
   constexpr std::uint64_t kBase = 0x7D0000000000;
   constexpr std::uint64_t kHalf = 8 * 3072;
-  MetadataMedium& hbm = metadata.media[0];
+  MetadataMedium& hbm = metadata.media[Medium::kHbm];
   hbm = {16, 0, {{kBase + 512, kHalf, kHalf}, {kBase + 0x200000, kHalf, kHalf}}, MemoryKind::kGpu, {}};
   hbm.allocations = {{kBase, 0x200000, {}}, {kBase + 0x200000, 16 * kHalf, {}}};
   for (std::size_t i = 0; i < kMetadataHandleBytes; ++i) {

@@ -418,7 +418,7 @@ TEST_CASE("a route that does not reach the destinations is not chosen") {
   SessionKit kit;
   kit.route->reaches_dram = false;
   TransferRequest request = request_for(kit, 1);
-  request.medium = Medium::kMixed;
+  request.medium = kMixed;
   CHECK(code_of([&] { kit.session->transfer(std::move(request)); }) == ErrorCode::kUnsupported);
 }
 

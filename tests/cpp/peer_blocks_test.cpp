@@ -21,7 +21,9 @@ struct Kit {
       : pool(std::make_shared<Pool>(small_options(hbm, dram))), received(received_max), blocks(*pool, received) {
     pool->set_instance(7);
   }
-  std::uint32_t count(BlockState state) { return pool->audit().media[0].by_state[static_cast<std::size_t>(state)]; }
+  std::uint32_t count(BlockState state) {
+    return pool->audit().media[Medium::kHbm].by_state[static_cast<std::size_t>(state)];
+  }
   void deliver(Delivery&& delivery) {
     Delivered delivered = blocks.deliver(std::move(delivery));
     REQUIRE(delivered.news != nullptr);

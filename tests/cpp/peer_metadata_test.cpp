@@ -108,26 +108,27 @@ TEST_CASE("peer metadata is read as it was written, to its last byte") {
   CHECK(read.meeting == 77);
   CHECK(read.rank_of == metadata.rank_of);
   CHECK(read.address == metadata.address);
-  CHECK(read.media[0].mapped_bytes == metadata.media[0].mapped_bytes);
-  REQUIRE(read.media[1].segments.size() == 16);
-  CHECK(read.media[1].blocks == 32);
-  CHECK(std::memcmp(read.media[1].segments.data(), metadata.media[1].segments.data(), 16 * sizeof(MetadataSegment)) ==
-        0);
+  CHECK(read.media[Medium::kHbm].mapped_bytes == metadata.media[Medium::kHbm].mapped_bytes);
+  REQUIRE(read.media[Medium::kDram].segments.size() == 16);
+  CHECK(read.media[Medium::kDram].blocks == 32);
+  CHECK(std::memcmp(read.media[Medium::kDram].segments.data(), metadata.media[Medium::kDram].segments.data(),
+                    16 * sizeof(MetadataSegment)) == 0);
   CHECK(written(read) == bytes);
 }
 
 TEST_CASE("peer metadata says which memory is a GPU's, and no other kind") {
   PeerMetadata metadata = sample_metadata();
-  metadata.media[0].kind = MemoryKind::kGpu;
+  metadata.media[Medium::kHbm].kind = MemoryKind::kGpu;
   const Bytes bytes = written(metadata);
   WireReader in(bytes);
   const PeerMetadata read = read_metadata(in);
-  CHECK(read.media[0].kind == MemoryKind::kGpu);
-  CHECK(read.media[1].kind == MemoryKind::kHost);
-  check_refused("kind of a medium's memory is 2", [](PeerMetadata& other) { other.media[0].kind = MemoryKind{2}; });
+  CHECK(read.media[Medium::kHbm].kind == MemoryKind::kGpu);
+  CHECK(read.media[Medium::kDram].kind == MemoryKind::kHost);
+  check_refused("kind of a medium's memory is 2",
+                [](PeerMetadata& other) { other.media[Medium::kHbm].kind = MemoryKind{2}; });
   check_refused("a medium without blocks has memory", [](PeerMetadata& other) {
-    other.media[0] = {};
-    other.media[0].kind = MemoryKind::kGpu;
+    other.media[Medium::kHbm] = {};
+    other.media[Medium::kHbm].kind = MemoryKind::kGpu;
   });
 }
 
@@ -138,9 +139,9 @@ TEST_CASE("peer metadata with handles of a GPU's memory is read as it was writte
   WireReader in(bytes);
   const PeerMetadata read = read_metadata(in);
   CHECK(in.left() == 0);
-  REQUIRE(read.media[0].allocations.size() == 2);
-  CHECK(read.media[1].allocations.empty());
-  CHECK(std::memcmp(read.media[0].allocations.data(), metadata.media[0].allocations.data(),
+  REQUIRE(read.media[Medium::kHbm].allocations.size() == 2);
+  CHECK(read.media[Medium::kDram].allocations.empty());
+  CHECK(std::memcmp(read.media[Medium::kHbm].allocations.data(), metadata.media[Medium::kHbm].allocations.data(),
                     2 * sizeof(MetadataAllocation)) == 0);
   CHECK(has_handles(read));
   CHECK_FALSE(has_handles(sample_metadata()));
@@ -149,7 +150,7 @@ TEST_CASE("peer metadata with handles of a GPU's memory is read as it was writte
 
 TEST_CASE("handles are of memory that the segments lie in, each in one, and of no other kind") {
   const auto refused = [](const char* says, const std::function<void(MetadataMedium&)>& change) {
-    check_refused(says, [&](PeerMetadata& metadata) { change(metadata.media[0]); }, sample_gpu_metadata());
+    check_refused(says, [&](PeerMetadata& metadata) { change(metadata.media[Medium::kHbm]); }, sample_gpu_metadata());
   };
   refused("a segment lies in no allocation", [](MetadataMedium& medium) { medium.allocations.pop_back(); });
   refused("a segment lies in no allocation", [](MetadataMedium& medium) { medium.allocations[1].bytes -= 1; });
@@ -173,7 +174,9 @@ TEST_CASE("handles are of memory that the segments lie in, each in one, and of n
   });
   check_refused(
       "a logical instance has memory of its own",
-      [](PeerMetadata& metadata) { metadata.media[0].allocations = sample_gpu_metadata().media[0].allocations; },
+      [](PeerMetadata& metadata) {
+        metadata.media[Medium::kHbm].allocations = sample_gpu_metadata().media[Medium::kHbm].allocations;
+      },
       sample_group_metadata());
 }
 
@@ -197,9 +200,9 @@ TEST_CASE("what peer metadata may have at most fits a frame") {
   metadata.format = {1, 2, DType::kBfloat16, false, false};
   for (MetadataMedium& medium : metadata.media)
     medium = {1, 0, std::vector<MetadataSegment>(kMetadataSegmentsMax, {64, 64, 64})};
-  metadata.media[0].kind = MemoryKind::kGpu;
+  metadata.media[Medium::kHbm].kind = MemoryKind::kGpu;
   for (std::size_t i = 0; i < kMetadataAllocationsMax; ++i)
-    metadata.media[0].allocations.push_back({64 + 64 * i, 64, {}});
+    metadata.media[Medium::kHbm].allocations.push_back({64 + 64 * i, 64, {}});
   const Bytes bytes = written(metadata);
   CHECK(bytes.size() < kMetadataBytesMax);
   WireReader in(bytes);
@@ -219,7 +222,7 @@ TEST_CASE("the metadata of a scheduler of several ranks is read as it was writte
   CHECK(read.ranks[1].rank == 3);
   CHECK(read.ranks[1].epoch == 0xABCE);
   CHECK(read.ranks[1].address == "tcp:10.0.0.2:1");
-  CHECK(read.media[1].blocks == 32);
+  CHECK(read.media[Medium::kDram].blocks == 32);
   CHECK(written(read) == bytes);
 }
 
@@ -228,9 +231,9 @@ TEST_CASE("what peer metadata says of ranks fits together") {
     check_refused(says, change, sample_group_metadata());
   };
   group("a logical instance has memory of its own",
-        [](PeerMetadata& metadata) { metadata.media[0] = sample_metadata().media[0]; });
+        [](PeerMetadata& metadata) { metadata.media[Medium::kHbm] = sample_metadata().media[Medium::kHbm]; });
   group("a logical instance has memory of its own",
-        [](PeerMetadata& metadata) { metadata.media[0].mapped_bytes = 4096; });
+        [](PeerMetadata& metadata) { metadata.media[Medium::kHbm].mapped_bytes = 4096; });
   group("number of pipeline stages is 0", [](PeerMetadata& metadata) { metadata.stage_layers = {}; });
   group("number of ranks is 8194", [](PeerMetadata& metadata) { metadata.tp = 4097; });
   group("the rank is 4; it can be 0 to 3", [](PeerMetadata& metadata) { metadata.ranks[1].rank = 4; });
@@ -277,7 +280,7 @@ TEST_CASE("peer metadata's page format describes its pieces, or nothing at all")
   check_refused("by its page format 1536", [](PeerMetadata& metadata) { metadata.format.kv_heads = 4; });
   check_refused("15 pieces are no whole layers", [](PeerMetadata& metadata) {
     metadata.piece_bytes.resize(15);
-    metadata.media[0] = metadata.media[1] = {};
+    metadata.media[Medium::kHbm] = metadata.media[Medium::kDram] = {};
   });
   check_refused("raw bytes have a page format", [](PeerMetadata& metadata) { metadata.format.kv_heads = 0; });
   check_refused("raw bytes have a page format", [](PeerMetadata& metadata) {
@@ -368,23 +371,24 @@ TEST_CASE("a block has at least one piece, none of them empty, and a sum") {
 }
 
 TEST_CASE("a medium's blocks and memory go together") {
-  check_accepted([](PeerMetadata& metadata) { metadata.media[0] = metadata.media[1] = {}; });
+  check_accepted([](PeerMetadata& metadata) { metadata.media[Medium::kHbm] = metadata.media[Medium::kDram] = {}; });
   check_accepted([](PeerMetadata& metadata) {
-    metadata.media[1].blocks = kBlocksMax;
-    for (MetadataSegment& segment : metadata.media[1].segments) segment.stride = 3072;
+    metadata.media[Medium::kDram].blocks = kBlocksMax;
+    for (MetadataSegment& segment : metadata.media[Medium::kDram].segments) segment.stride = 3072;
   });
   check_refused("number of blocks is 16777217",
-                [](PeerMetadata& metadata) { metadata.media[0].blocks = kBlocksMax + 1; });
-  check_refused("without blocks has memory", [](PeerMetadata& metadata) { metadata.media[0].blocks = 0; });
-  check_refused("without blocks has memory", [](PeerMetadata& metadata) { metadata.media[0] = {0, 4096, {}}; });
-  check_refused("number of segments is 0", [](PeerMetadata& metadata) { metadata.media[0].segments = {}; });
+                [](PeerMetadata& metadata) { metadata.media[Medium::kHbm].blocks = kBlocksMax + 1; });
+  check_refused("without blocks has memory", [](PeerMetadata& metadata) { metadata.media[Medium::kHbm].blocks = 0; });
+  check_refused("without blocks has memory",
+                [](PeerMetadata& metadata) { metadata.media[Medium::kHbm] = {0, 4096, {}}; });
+  check_refused("number of segments is 0", [](PeerMetadata& metadata) { metadata.media[Medium::kHbm].segments = {}; });
   check_refused("at most 8192",
-                [](PeerMetadata& metadata) { metadata.media[1].segments.resize(8193, {4096, 4096, 1}); });
+                [](PeerMetadata& metadata) { metadata.media[Medium::kDram].segments.resize(8193, {4096, 4096, 1}); });
 }
 
 TEST_CASE("segments are what block addresses can be computed from without overflow") {
   const auto segment = [](MetadataSegment changed) {
-    return [changed](PeerMetadata& metadata) { metadata.media[1] = {2, 0, {changed}}; };
+    return [changed](PeerMetadata& metadata) { metadata.media[Medium::kDram] = {2, 0, {changed}}; };
   };
   constexpr std::uint64_t kBlock = 16 * 3072;
   check_accepted(segment({1, kBlock, kBlock}));
@@ -396,10 +400,11 @@ TEST_CASE("segments are what block addresses can be computed from without overfl
   check_refused("stride of a segment is 49151", segment({1, kBlock - 1, kBlock}));
   check_refused("stride of a segment is 0", segment({1, 0, kBlock}));
   check_refused("length of a segment's piece is 0",
-                [](PeerMetadata& metadata) { metadata.media[1].segments[0].bytes = 0; });
+                [](PeerMetadata& metadata) { metadata.media[Medium::kDram].segments[0].bytes = 0; });
   // Two that overflow to the right sum.
   check_refused("sum of a medium's segments overflows", [](PeerMetadata& metadata) {
-    metadata.media[1] = {1, 0, {{1, 1ULL << 63, 1ULL << 63}, {1, (1ULL << 63) + kBlock, (1ULL << 63) + kBlock}}};
+    metadata.media[Medium::kDram] = {
+        1, 0, {{1, 1ULL << 63, 1ULL << 63}, {1, (1ULL << 63) + kBlock, (1ULL << 63) + kBlock}}};
   });
   check_refused("in a medium", segment({1, kBlock, kBlock - 1}));
 }
@@ -407,13 +412,14 @@ TEST_CASE("segments are what block addresses can be computed from without overfl
 TEST_CASE("blocks of a mapped medium lie within its memfd") {
   constexpr std::uint64_t kBase = 1 << 20;
   constexpr std::uint64_t kBlock = 16 * 3072;
-  check_accepted([](PeerMetadata& metadata) { metadata.media[0].mapped_bytes += 4096; });
-  check_refused("in a mapping of 786431", [](PeerMetadata& metadata) { metadata.media[0].mapped_bytes -= 1; });
-  check_refused("in a mapping of 1", [](PeerMetadata& metadata) { metadata.media[0].mapped_bytes = 1; });
+  check_accepted([](PeerMetadata& metadata) { metadata.media[Medium::kHbm].mapped_bytes += 4096; });
+  check_refused("in a mapping of 786431",
+                [](PeerMetadata& metadata) { metadata.media[Medium::kHbm].mapped_bytes -= 1; });
+  check_refused("in a mapping of 1", [](PeerMetadata& metadata) { metadata.media[Medium::kHbm].mapped_bytes = 1; });
   // The last piece may end where the mapping does, though its stride goes on.
   const auto two = [](std::uint64_t second, std::uint64_t mapped) {
     return [second, mapped](PeerMetadata& metadata) {
-      metadata.media[0] = {2, mapped, {{kBase, kBlock, kBlock / 2}, {second, kBlock, kBlock / 2}}};
+      metadata.media[Medium::kHbm] = {2, mapped, {{kBase, kBlock, kBlock / 2}, {second, kBlock, kBlock / 2}}};
     };
   };
   check_accepted(two(kBase + kBlock / 2, 2 * kBlock));

@@ -37,7 +37,7 @@ inline Tokens prompt(Token id, std::size_t pages) {
   return tokens;
 }
 
-inline Addresses alloc(Pool& pool, std::size_t n, Medium medium = Medium::kHbm) {
+inline Addresses alloc(Pool& pool, std::size_t n, MediumChoice medium = Medium::kHbm) {
   Addresses addresses(n);
   if (!pool.try_alloc(n, medium, addresses.data())) pool.alloc_evicting(n, medium, addresses.data());
   return addresses;
@@ -73,8 +73,6 @@ inline Found match(const std::shared_ptr<Pool>& pool, const Tokens& tokens, std:
   found.pins = Pins(pool, found.hit.pin);
   return found;
 }
-
-inline Medium medium_of(Address address) { return static_cast<Medium>(medium_bits_of(address)); }
 
 // Where the CPU finds these bytes of an arena: those of a GPU, the fake driver knows.
 inline std::byte* cpu_address(const Arena& arena, std::byte* at, [[maybe_unused]] std::size_t bytes) {

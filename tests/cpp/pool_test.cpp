@@ -19,8 +19,8 @@ std::shared_ptr<Pool> make_pool(std::uint32_t hbm, std::uint32_t dram) {
   return std::make_shared<Pool>(options);
 }
 
-const MediumCounts& hbm(const PoolStats& stats) { return stats.media[0]; }
-const MediumCounts& dram(const PoolStats& stats) { return stats.media[1]; }
+const MediumCounts& hbm(const PoolStats& stats) { return stats.media[Medium::kHbm]; }
+const MediumCounts& dram(const PoolStats& stats) { return stats.media[Medium::kDram]; }
 std::uint32_t in_state(const MediumCounts& counts, BlockState state) {
   return counts.by_state[static_cast<std::size_t>(state)];
 }
@@ -29,10 +29,23 @@ std::uint32_t in_state(const MediumCounts& counts, BlockState state) {
 
 TEST_CASE("an allocation of both media takes HBM first and keeps the order") {
   const auto pool = make_pool(4, 4);
-  const Addresses blocks = alloc(*pool, 6, Medium::kMixed);
+  const Addresses blocks = alloc(*pool, 6, kMixed);
   for (std::size_t i = 0; i < 6; ++i) CHECK(medium_of(blocks[i]) == (i < 4 ? Medium::kHbm : Medium::kDram));
   pool->free(blocks.data(), blocks.size());
   CHECK(hbm(pool->stats()).by_state[0] == 4);
+}
+
+TEST_CASE("no pool has blocks on DISK, and who asks for some is told so") {
+  const auto pool = make_pool(4, 4);
+  Addresses out(1);
+  CHECK(pool->capacity(Medium::kDisk) == 0);
+  CHECK(code_of([&] { pool->try_alloc(1, Medium::kDisk, out.data()); }) == ErrorCode::kUnsupported);
+  CHECK(code_of([&] { pool->alloc_evicting(1, Medium::kDisk, out.data()); }) == ErrorCode::kUnsupported);
+  CHECK(code_of([&] { pool->evict(1, Medium::kDisk); }) == ErrorCode::kUnsupported);
+  CHECK(code_of([&] { pool->take_for_peer(1, Medium::kDisk, BlockState::kLent, 7, 0, /*evict=*/true, out.data()); }) ==
+        ErrorCode::kUnsupported);
+  CHECK(pool->audit().media[Medium::kDisk].capacity == 0);
+  CHECK(pool->arena(Medium::kDisk)->blocks() == 0);
 }
 
 TEST_CASE("an allocation that cannot be met throws with the counts and takes nothing") {
@@ -41,7 +54,7 @@ TEST_CASE("an allocation that cannot be met throws with the counts and takes not
   Addresses out(4);
   CHECK_FALSE(pool->try_alloc(2, Medium::kHbm, out.data()));
   CHECK(code_of([&] { pool->alloc_evicting(2, Medium::kHbm, out.data()); }) == ErrorCode::kOutOfBlocks);
-  CHECK(code_of([&] { pool->alloc_evicting(7, Medium::kMixed, out.data()); }) == ErrorCode::kOutOfBlocks);
+  CHECK(code_of([&] { pool->alloc_evicting(7, kMixed, out.data()); }) == ErrorCode::kOutOfBlocks);
   CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 3);
   CHECK(in_state(dram(pool->stats()), BlockState::kFree) == 2);
 }
@@ -172,7 +185,7 @@ TEST_CASE("long swaps and evictions go in batches and lose nothing") {
       REQUIRE(has_stamp(*pool, found.addresses[i], static_cast<std::uint64_t>(id) * 10000 + i));
     }
   }
-  CHECK(pool->evict(14500, Medium::kMixed) == 14500);
+  CHECK(pool->evict(14500, kMixed) == 14500);
   CHECK(in_state(hbm(pool->audit()), BlockState::kHistorical) == 500);
 }
 
@@ -332,7 +345,7 @@ TEST_CASE("adopted memory: states follow the engine's calls, and its blocks are 
   REQUIRE(pool->try_alloc(2, Medium::kDram, cached.data()));
   Addresses mixed = {cached[0], out[1]};
   CHECK(code_of([&] { insert(pool, prompt(1, 2), mixed); }) == ErrorCode::kState);
-  CHECK(pool->audit().media[0].by_state == audited.media[0].by_state);
+  CHECK(pool->audit().media[Medium::kHbm].by_state == audited.media[Medium::kHbm].by_state);
   CHECK(match(pool, prompt(1, 2)).hit.pages == 0);
 
   // What the pool caches in blocks of its own does not move into the engine's.
@@ -342,7 +355,7 @@ TEST_CASE("adopted memory: states follow the engine's calls, and its blocks are 
   Addresses hot(2);
   CHECK(code_of([&] { Pins none(pool, pool->swap_in(cold.addresses, out, hot.data())); }) == ErrorCode::kState);
   CHECK(code_of([&] { Pins none(pool, pool->swap_in(cold.addresses, {}, hot.data())); }) == ErrorCode::kState);
-  CHECK(pool->audit().media[0].by_state == audited.media[0].by_state);
+  CHECK(pool->audit().media[Medium::kHbm].by_state == audited.media[Medium::kHbm].by_state);
 
   // Given back, an address names nothing any more, though the block is the engine's again.
   pool->free(out.data(), 2);

@@ -86,7 +86,7 @@ class Worker {
     verify(id, found.addresses);
     Addresses whole = found.addresses;
     Addresses fresh(pages - found.addresses.size());
-    const Medium medium = dice_.one_in(3) ? Medium::kMixed : Medium::kHbm;
+    const MediumChoice medium = dice_.one_in(3) ? kMixed : MediumChoice(Medium::kHbm);
     if (!pool_->try_alloc(fresh.size(), medium, fresh.data()))
       pool_->alloc_evicting(fresh.size(), medium, fresh.data());
     for (std::size_t i = 0; i < fresh.size(); ++i) {

@@ -45,7 +45,8 @@ using kvpool::testing::prefix_of;
 using kvpool::testing::Tokens;
 using kvpool::testing::view_of;
 
-constexpr ValueClass kClasses[] = {ValueClass::kOpaque, ValueClass::kHbm, ValueClass::kDram, ValueClass::kRemote};
+constexpr ValueClass kClasses[] = {ValueClass::kOpaque, ValueClass::kHbm, ValueClass::kDram, ValueClass::kDisk,
+                                   ValueClass::kRemote};
 constexpr std::uint32_t kInstance = 3;
 
 // Notes what it hears, in room made beforehand: it is called where nothing may fail.
@@ -126,7 +127,7 @@ class Fuzz {
         if (!pins_.empty()) unpin(dice_.below(pins_.size()));
         return;
       case 8:
-        return evict(kClasses[dice_.below(4)], dice_.below(4 * pressure_));
+        return evict(kClasses[dice_.below(std::size(kClasses))], dice_.below(4 * pressure_));
       case 9:
         return erase();
       case 10:
@@ -176,13 +177,15 @@ class Fuzz {
     switch (value_class) {
       case ValueClass::kHbm:
       case ValueClass::kDram:
+      case ValueClass::kDisk:
         return make_address(dice_.one_in(2) ? 0 : kInstance, static_cast<Medium>(value_class), 1, block);
       default:
         return make_address(kInstance + 1, Medium::kHbm, 1, block);
     }
   }
   ValueClass random_class() {
-    return setup_.values == PromptIndex::Values::kOpaque ? ValueClass::kOpaque : kClasses[1 + dice_.below(3)];
+    return setup_.values == PromptIndex::Values::kOpaque ? ValueClass::kOpaque
+                                                         : kClasses[1 + dice_.below(std::size(kClasses) - 1)];
   }
 
   void match() {
@@ -446,7 +449,7 @@ class Fuzz {
   // The whole order, to the last page.
   void drain() {
     while (!model_.pages.empty()) {
-      const ValueClass value_class = kClasses[dice_.below(4)];
+      const ValueClass value_class = kClasses[dice_.below(std::size(kClasses))];
       evict(value_class, 1 + dice_.below(3));
       check();
     }

@@ -41,7 +41,7 @@ struct RankHere {
           options.pin_dram = spec.device >= 0;
           return options;
         }())),
-        memory{pool->layout(), {pool->arena(Medium::kHbm), pool->arena(Medium::kDram)}},
+        memory{pool->layout(), pool->arenas()},
         routes(
             [&] {
               ServiceOptions options;

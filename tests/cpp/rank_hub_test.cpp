@@ -58,7 +58,7 @@ struct Instance {
       metadata.block_tokens = static_cast<std::uint32_t>(layout.block_tokens);
       metadata.piece_bytes.assign(layout.piece_bytes.begin(), layout.piece_bytes.end());
       metadata.format = layout.format;
-      metadata.media[0].blocks = metadata.media[1].blocks = 8;
+      metadata.media[Medium::kHbm].blocks = metadata.media[Medium::kDram].blocks = 8;
       handlers.push_back(hub.admit(links.emplace_back(std::make_shared<RankLink>()), metadata));
     }
   }

@@ -38,8 +38,7 @@ TEST_CASE("a rank that is closed keeps nothing of its GPU, though somebody holds
     own.device = 0;
     own.pin_dram = true;
     const auto memory = std::make_shared<Pool>(own);
-    rank = RankNode::join(options, {own.layout, {memory->arena(Medium::kHbm), memory->arena(Medium::kDram)}},
-                          {real_seconds(20), {}});
+    rank = RankNode::join(options, {own.layout, memory->arenas()}, {real_seconds(20), {}});
   }
   REQUIRE(started.wait_for_ranks(real_seconds(20)));
   CHECK(cuda.left() != "");

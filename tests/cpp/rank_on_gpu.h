@@ -33,11 +33,11 @@ inline MediaSpans host_view(const FakeCuda& cuda, const RankHere& rank) {
 }
 
 inline void fill(const FakeCuda& cuda, const RankHere& rank, std::size_t block, std::uint8_t value) {
-  fill_block(cuda, *rank.memory.arenas[0], block_of(rank.at(block)), value);
+  fill_block(cuda, *rank.memory.arenas[Medium::kHbm], block_of(rank.at(block)), value);
 }
 
 inline bool is(const FakeCuda& cuda, const RankHere& rank, std::size_t block, std::uint8_t value) {
-  return block_is(cuda, *rank.memory.arenas[0], block_of(rank.at(block)), value);
+  return block_is(cuda, *rank.memory.arenas[Medium::kHbm], block_of(rank.at(block)), value);
 }
 
 // Gives an order for whole blocks, and waits for its report: the error's code, or nothing.

@@ -25,7 +25,7 @@ void leave(SessionKit& kit) {
       kit.pool->free(item->addresses.data(), item->addresses.size());
     }
   }
-  kit.pool->evict(100, Medium::kMixed);
+  kit.pool->evict(100, kMixed);
   CHECK(kit.count(BlockState::kFree) == 16);
   CHECK(kit.session->counts().promised == 0);
   CHECK(kit.session->counts().transfers == 0);

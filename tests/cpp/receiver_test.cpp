@@ -486,7 +486,7 @@ TEST_CASE("the cached prefix of an insertion is held, and not sent again") {
   const ReservedBody reserved = read_reserved(kit.answer().body);
   CHECK(reserved.held == 2);
   REQUIRE(reserved.addresses.size() == 1);
-  CHECK(kit.pool->evict(4, Medium::kMixed) == 0);  // held
+  CHECK(kit.pool->evict(4, kMixed) == 0);  // held
   CompleteBody completion = kit.completion(1);
   SUBCASE("completed") {
     kit.say(FrameKind::kComplete, kId, write_body(completion));
@@ -495,14 +495,14 @@ TEST_CASE("the cached prefix of an insertion is held, and not sent again") {
     const auto item = kit.received.pop(0);
     REQUIRE(item != nullptr);
     CHECK(item->inserted);
-    CHECK(kit.pool->evict(4, Medium::kMixed) == 0);  // the application's
+    CHECK(kit.pool->evict(4, kMixed) == 0);  // the application's
     kit.pool->unpin(&item->pin, 1);
-    CHECK(kit.pool->evict(4, Medium::kMixed) == 3);
+    CHECK(kit.pool->evict(4, kMixed) == 3);
   }
   SUBCASE("given up") {
     kit.say(FrameKind::kCancel, kId);
     CHECK(kit.answer().kind == FrameKind::kDone);
-    CHECK(kit.pool->evict(4, Medium::kMixed) == 2);
+    CHECK(kit.pool->evict(4, kMixed) == 2);
   }
   CHECK(kit.count(BlockState::kFree) == 16);
 }
@@ -522,7 +522,7 @@ TEST_CASE("pages that came in another way meanwhile are not kept twice") {
   CHECK(read_addresses(kit.answer().body).at(0) == first[0]);
   CHECK(kit.count(BlockState::kHistorical) == 2);
   CHECK(kit.count(BlockState::kFree) == 14);
-  CHECK(kit.pool->evict(4, Medium::kMixed) == 2);  // the application was not told: nothing is pinned
+  CHECK(kit.pool->evict(4, kMixed) == 2);  // the application was not told: nothing is pinned
 }
 
 TEST_CASE("an application that is behind makes its peers wait, and nothing is lost") {

@@ -15,9 +15,7 @@ struct Side {
     metadata.epoch = epoch;
     metadata.name = "side " + std::to_string(epoch);
   }
-  static LocalMemory memory_of(Pool& pool) {
-    return {pool.layout(), {pool.arena(Medium::kHbm), pool.arena(Medium::kDram)}};
-  }
+  static LocalMemory memory_of(Pool& pool) { return {pool.layout(), pool.arenas()}; }
   static ServiceOptions options() {
     ServiceOptions options;
     options.routes = {"loopback", "sock"};

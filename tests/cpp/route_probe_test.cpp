@@ -288,7 +288,7 @@ TEST_CASE("without a free block on either side nothing is measured, and with few
       CHECK(kit.is_settled(Medium::kDram, Medium::kDram));
       pool.free(taken.data(), taken.size());
       const PoolStats stats = pool.audit();
-      CHECK(stats.media[0].by_state[static_cast<std::size_t>(BlockState::kFree)] == kBlocks);
+      CHECK(stats.media[Medium::kHbm].by_state[static_cast<std::size_t>(BlockState::kFree)] == kBlocks);
     }
   }
 }

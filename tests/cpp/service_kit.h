@@ -47,7 +47,7 @@ inline Node make_node(const std::string& name, std::vector<std::string> routes =
 }
 
 inline std::byte* bytes_of(Pool& pool, Address address) {
-  const Segment& segment = pool.arena(static_cast<Medium>(medium_bits_of(address)))->segments()[0];
+  const Segment& segment = pool.arena(medium_of(address))->segments()[0];
   return segment.base + block_of(address) * segment.stride;
 }
 
@@ -82,8 +82,8 @@ inline TransferRequest request_to(const Node& peer, const Addresses& from) {
 
 inline std::uint32_t blocks_in(Pool& pool, BlockState state) {
   const PoolStats stats = pool.audit();
-  return stats.media[0].by_state[static_cast<std::size_t>(state)] +
-         stats.media[1].by_state[static_cast<std::size_t>(state)];
+  return stats.media[Medium::kHbm].by_state[static_cast<std::size_t>(state)] +
+         stats.media[Medium::kDram].by_state[static_cast<std::size_t>(state)];
 }
 
 // Links end in other threads.

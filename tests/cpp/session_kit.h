@@ -146,7 +146,7 @@ class SessionKit {
     metadata.name = "peer";
     metadata.instance = kPeerInstance;
     metadata.epoch = kPeerEpoch;
-    metadata.media[0].blocks = metadata.media[1].blocks = kPeerBlocks;
+    metadata.media[Medium::kHbm].blocks = metadata.media[Medium::kDram].blocks = kPeerBlocks;
     session = std::make_shared<Session>(host, metadata, one_sided);
     session->start(link, {route});
   }
@@ -167,7 +167,7 @@ class SessionKit {
   }
   std::uint32_t count(BlockState state, Medium medium = Medium::kHbm) {
     const PoolStats stats = pool->audit();
-    return stats.media[static_cast<std::size_t>(medium_index(medium))].by_state[static_cast<std::size_t>(state)];
+    return stats.media[medium].by_state[static_cast<std::size_t>(state)];
   }
 
   // --- the peer's side of the script ---

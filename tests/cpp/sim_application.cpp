@@ -68,7 +68,7 @@ std::uint64_t SimWorld::page_stamp(Token prompt, std::size_t page) noexcept {
 
 std::vector<Address> SimWorld::alloc(Member& member, std::size_t n) {
   Pool& pool = member.process->pool();
-  const Medium medium = clock_.dice().chance(700) ? Medium::kHbm : Medium::kMixed;
+  const MediumChoice medium = clock_.dice().chance(700) ? MediumChoice(Medium::kHbm) : kMixed;
   std::vector<Address> addresses(n);
   if (pool.try_alloc(n, medium, addresses.data())) return addresses;
   try {
@@ -137,7 +137,7 @@ void SimWorld::transfer(Member& member) {
   }
   request.peer = peering->session->peer().name;
   request.from = job.local;
-  request.medium = dice.chance(700) ? Medium::kHbm : Medium::kMixed;
+  request.medium = dice.chance(700) ? MediumChoice(Medium::kHbm) : kMixed;
   request.may_evict = dice.chance(800);
   request.strategy = static_cast<Strategy>(dice.below(5));
   request.checksum = dice.chance(300);
@@ -238,7 +238,7 @@ void SimWorld::borrow(Member& member) {
   clock_.log("borrow", n, peering->other->process->actor());
   count("borrowings");
   try {
-    const std::vector<Address> lent = peering->session->borrow(n, Medium::kMixed, dice.chance(700), deadline);
+    const std::vector<Address> lent = peering->session->borrow(n, kMixed, dice.chance(700), deadline);
     peering->borrowed.insert(peering->borrowed.end(), lent.begin(), lent.end());
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kProtocol) fail(std::string("R3: a loan was refused: ") + error.what());
@@ -357,7 +357,7 @@ void SimWorld::work_alone(Member& member) {
       return;
     }
     case 3:
-      pool.evict(dice.below(6), Medium::kMixed);
+      pool.evict(dice.below(6), kMixed);
       return;
     case 4:
       if (member.process->identity().dram_blocks > 0) pool.swap_out(dice.below(5));

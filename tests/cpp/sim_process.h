@@ -40,7 +40,7 @@ class SimBlocks final : public BlockHost {
   std::optional<Reservation> reserve(const ReserveSpec& spec, Writer writer, Room room) override {
     return blocks_.reserve(spec, writer, room);
   }
-  std::optional<std::vector<Address>> lend(std::size_t n, Medium medium, Writer writer, Room room) override {
+  std::optional<std::vector<Address>> lend(std::size_t n, MediumChoice medium, Writer writer, Room room) override {
     return blocks_.lend(n, medium, writer, room);
   }
   void check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) override {
@@ -120,8 +120,8 @@ class SimProcess final : public SessionHost {
     metadata.name = identity_.name;
     metadata.instance = identity_.instance;
     metadata.epoch = identity_.epoch;
-    metadata.media[0].blocks = identity_.hbm_blocks;
-    metadata.media[1].blocks = identity_.dram_blocks;
+    metadata.media[Medium::kHbm].blocks = identity_.hbm_blocks;
+    metadata.media[Medium::kDram].blocks = identity_.dram_blocks;
     return metadata;
   }
   void add_session(std::shared_ptr<Session> session) { sessions_.push_back(std::move(session)); }

@@ -277,11 +277,11 @@ void SimWorld::on_staging_buffer(const std::byte* at, std::size_t bytes, SimCloc
   for (const auto& member : members_) {
     const MediaSpans& spans = member->process->blocks().spans();
     for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
-      const MediumSpan& span = spans[static_cast<std::size_t>(medium_index(medium))];
+      const MediumSpan& span = spans[medium];
       for (const Segment& segment : span.segments) {
         if (at < segment.base || at >= segment.base + segment.stride * span.blocks) continue;
         const auto block = static_cast<std::uint32_t>(static_cast<std::size_t>(at - segment.base) / segment.stride);
-        const Pool::Ownership owner = member->process->pool().ownership_of(make_address(0, medium, 0, block));
+        const BlockOwner owner = member->process->pool().ownership_of(make_address(0, medium, 0, block));
         const bool open = owner.state == BlockState::kReserved || owner.state == BlockState::kLent ||
                           owner.state == BlockState::kQuarantined;
         if (member->process->alive() && (!open || owner.epoch != epoch)) {

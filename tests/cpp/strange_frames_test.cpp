@@ -44,7 +44,7 @@ PeerMetadata metadata_like(const Pool& pool, std::uint64_t epoch) {
   metadata.piece_bytes.assign(pool.layout().piece_bytes.begin(), pool.layout().piece_bytes.end());
   metadata.routes = {"sock"};
   const std::uint64_t bytes = pool.layout().block_bytes();
-  metadata.media[0] = {8, 0, {{0x100000, bytes, bytes}}};
+  metadata.media[Medium::kHbm] = {8, 0, {{0x100000, bytes, bytes}}};
   return metadata;
 }
 
@@ -345,7 +345,7 @@ TEST_CASE("a peer whose authentic frames say anything changes nothing that it wa
   CHECK(soon([&] {
     drop_items();
     const PoolStats stats = victim.pool->audit();
-    const auto& states = stats.media[0].by_state;
+    const auto& states = stats.media[Medium::kHbm].by_state;
     return victim.service.peers().size() == 1 && states[static_cast<std::size_t>(BlockState::kLent)] == 2 &&
            states[static_cast<std::size_t>(BlockState::kReserved)] == 0 &&
            states[static_cast<std::size_t>(BlockState::kActive)] == 4;

@@ -39,7 +39,7 @@ Emitted copy_by_plan(StripPlan& plan, const std::vector<Address>& from, const st
 
 MediaSpans hbm_only(const SpanShape& shape, std::byte* base) {
   MediaSpans spans;
-  spans[medium_index(Medium::kHbm)] = shape.span(base);
+  spans[Medium::kHbm] = shape.span(base);
   return spans;
 }
 

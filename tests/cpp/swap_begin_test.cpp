@@ -193,7 +193,7 @@ TEST_CASE("a handle that is dropped leaves its swap to end, and no pins") {
   held.pool->begin_swap_in(match(held.pool, cold).addresses, {});
   REQUIRE(held.mover.begun(TierWay::kIn));
   held.mover.hold(TierWay::kIn, false);
-  CHECK(eventually([&] { return held.pool->stats().media[0].evictable == 2; }));
+  CHECK(eventually([&] { return held.pool->stats().media[Medium::kHbm].evictable == 2; }));
   held.pool->audit();
 }
 
@@ -202,7 +202,7 @@ TEST_CASE("a handle keeps what it brought until it is dropped, also of a pool th
   insert(pool, prompt(1, 2), alloc(*pool, 2, Medium::kDram));
   auto swap = pool->begin_swap_in(match(pool, prompt(1, 2)).addresses, {});
   CHECK_FALSE(end_of(*swap));
-  CHECK(pool->stats().media[0].evictable == 0);
+  CHECK(pool->stats().media[Medium::kHbm].evictable == 0);
   pool->close();
   swap.reset();
 }
@@ -256,7 +256,7 @@ TEST_CASE("a swap in whose audit finds a fault gives back no block that the inde
     CHECK(count(*pool, Medium::kHbm, BlockState::kActive) == 0);
     CHECK(count(*pool, Medium::kHbm, BlockState::kFree) == 4);
     CHECK(count(*pool, Medium::kDram, BlockState::kFree) == 8);
-    CHECK(pool->stats().media[0].evictable == 4);  // nobody has pins
+    CHECK(pool->stats().media[Medium::kHbm].evictable == 4);  // nobody has pins
   }
 }
 

@@ -60,7 +60,7 @@ TEST_CASE("what a swap in copies is neither evicted, deleted nor moved, and may 
   Brought brought;
   std::thread in([&] { brought = swap_in(held.pool, match(held.pool, cold).addresses); });
   REQUIRE(held.mover.begun(TierWay::kIn));
-  CHECK(held.pool->evict(8, Medium::kMixed) == 0);
+  CHECK(held.pool->evict(8, kMixed) == 0);
   CHECK(code_of([&] { held.pool->erase("", cold.data(), cold.size(), true); }) == ErrorCode::kState);
   CHECK(held.pool->swap_out(8).empty());
   Found half = match(held.pool, Tokens(cold.begin(), cold.begin() + 2 * kPage));  // cuts the node

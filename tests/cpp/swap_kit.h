@@ -57,7 +57,7 @@ inline bool falls_asleep(pid_t thread) {
 }
 
 inline std::uint32_t count(Pool& pool, Medium medium, BlockState state) {
-  return pool.stats().media[static_cast<std::size_t>(medium_index(medium))].by_state[static_cast<std::size_t>(state)];
+  return pool.stats().media[medium].by_state[static_cast<std::size_t>(state)];
 }
 
 // Copies nothing, and lets each direction begin and end when the test says so.

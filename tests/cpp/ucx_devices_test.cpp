@@ -115,7 +115,7 @@ TEST_CASE("ucx on a GPU: memory is registered as what it is, and one key opens a
     CHECK(memory.regions()[1].key.size() == 4);
     CHECK(memory.find(at(kHbmAt + 5119)) == &memory.regions()[1]);
     CHECK(memory.find(at(kHbmAt + 5120)) == nullptr);
-    CHECK(memory.spans()[0].blocks == 10);
+    CHECK(memory.spans()[Medium::kHbm].blocks == 10);
     CHECK(memory.refused()[0].empty());
     CHECK(fake().mapped.size() == 2);
     CHECK(fake().mapped[0].cuda);
@@ -149,8 +149,8 @@ TEST_CASE("ucx on a GPU: a medium that it does not take is left out, and the oth
   fake().has_cuda = false;
   const UcxMemory memory(ucx, nullptr, local(UcxGpuMemory::kPlain));
   CHECK(memory.regions().size() == 1);
-  CHECK(memory.spans()[0].blocks == 0);
-  CHECK(memory.spans()[1].blocks == 4);
+  CHECK(memory.spans()[Medium::kHbm].blocks == 0);
+  CHECK(memory.spans()[Medium::kDram].blocks == 4);
   CHECK(memory.refused()[0].find("without CUDA") != std::string::npos);
   CHECK(memory.refused()[1].empty());
 }
@@ -162,7 +162,7 @@ TEST_CASE("ucx on a GPU: memory that it refuses when it is registered leaves not
   {
     const UcxMemory memory(ucx, nullptr, local(UcxGpuMemory::kTensors));
     CHECK(memory.regions().size() == 1);
-    CHECK(memory.spans()[0].blocks == 0);
+    CHECK(memory.spans()[Medium::kHbm].blocks == 0);
     CHECK(memory.refused()[0].find("ucp_mem_map") != std::string::npos);
     CHECK(fake().unmapped == 1);
   }
@@ -171,11 +171,11 @@ TEST_CASE("ucx on a GPU: memory that it refuses when it is registered leaves not
 
 PeerMetadata metadata_of(MemoryKind kind) {
   PeerMetadata metadata;
-  metadata.media[0].blocks = 10;
-  metadata.media[0].kind = kind;
-  metadata.media[0].segments = {{kHbmAt, 256, 256}, {kHbmAt + 2560, 256, 256}};
-  metadata.media[1].blocks = 4;
-  metadata.media[1].segments = {{kDramAt, 512, 512}};
+  metadata.media[Medium::kHbm].blocks = 10;
+  metadata.media[Medium::kHbm].kind = kind;
+  metadata.media[Medium::kHbm].segments = {{kHbmAt, 256, 256}, {kHbmAt + 2560, 256, 256}};
+  metadata.media[Medium::kDram].blocks = 4;
+  metadata.media[Medium::kDram].segments = {{kDramAt, 512, 512}};
   return metadata;
 }
 

@@ -176,8 +176,8 @@ class UcxSide {
     REQUIRE(base != MAP_FAILED);
     if (shared) ::close(file);
     memory_ = {static_cast<std::byte*>(base), [bytes = bytes_](std::byte* at) { munmap(at, bytes); }};
-    spans_[0] = hbm.span(memory_.get());
-    spans_[1] = dram.span(memory_.get() + hbm.memory_bytes);
+    spans_[Medium::kHbm] = hbm.span(memory_.get());
+    spans_[Medium::kDram] = dram.span(memory_.get() + hbm.memory_bytes);
   }
 
   const MediaSpans& spans() const { return spans_; }

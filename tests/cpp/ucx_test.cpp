@@ -218,13 +218,13 @@ TEST_CASE("UCX: metadata whose keys do not open their blocks are refused") {
     return code_of([&] { pair.a.worker().make_route(metadata); }) == ErrorCode::kProtocol;
   };
   PeerMetadata metadata = good;
-  metadata.media[0].blocks = 9'000;
+  metadata.media[Medium::kHbm].blocks = 9'000;
   CHECK(refused(metadata));
   metadata = good;
-  metadata.media[1].segments[0].address -= 1 << 20;
+  metadata.media[Medium::kDram].segments[0].address -= 1 << 20;
   CHECK(refused(metadata));
   metadata = good;
-  metadata.media[1].segments[0].stride = std::uint64_t{1} << 62;
+  metadata.media[Medium::kDram].segments[0].stride = std::uint64_t{1} << 62;
   CHECK(refused(metadata));
   for (std::size_t bytes = 0; bytes < good.ucx.size(); ++bytes) {
     metadata = good;

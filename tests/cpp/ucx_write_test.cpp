@@ -150,8 +150,8 @@ struct OneRoute {
     worker = context->make_worker();
     PeerMetadata metadata;
     metadata.name = "peer";
-    metadata.media[0].blocks = 8;
-    metadata.media[0].segments = {{reinterpret_cast<std::uint64_t>(memory.data()), kBlock, kBlock}};
+    metadata.media[Medium::kHbm].blocks = 8;
+    metadata.media[Medium::kHbm].segments = {{reinterpret_cast<std::uint64_t>(memory.data()), kBlock, kBlock}};
     metadata.ucx = worker->blob();
     route = worker->make_route(metadata);
   }
@@ -262,7 +262,7 @@ struct MixedRoute {
       metadata.media[i].blocks = 4;
       metadata.media[i].segments = {{reinterpret_cast<std::uint64_t>(segment.base), kBlock, kBlock}};
     }
-    metadata.media[0].kind = MemoryKind::kGpu;
+    metadata.media[Medium::kHbm].kind = MemoryKind::kGpu;
     metadata.ucx = worker->blob();
     route = worker->make_route(metadata);
   }
@@ -274,7 +274,7 @@ struct MixedRoute {
   }
   bool suits(Medium medium) const {
     MediaSet reach{};
-    reach[static_cast<std::size_t>(medium_index(medium))] = true;
+    reach[medium] = true;
     return route->suits(reach, reach);
   }
 

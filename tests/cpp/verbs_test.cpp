@@ -8,7 +8,7 @@
 namespace kvpool::testing {
 namespace {
 
-constexpr std::array kMedia = {Medium::kHbm, Medium::kDram};
+constexpr std::array kTiers = {Medium::kHbm, Medium::kDram};
 constexpr std::uint32_t kBlocks = 32;  // of a pool, in both media
 
 void give_up_item(JoinedPair& pair, Node& node) {
@@ -22,8 +22,8 @@ TEST_CASE_TEMPLATE("blocks arrive as they were in any medium and by any strategy
   Node& a = pair->a();
   Node& b = pair->b();
   std::uint64_t first = 100;
-  for (const Medium source : kMedia) {
-    for (const Medium target : kMedia) {
+  for (const Medium source : kTiers) {
+    for (const Medium target : kTiers) {
       for (const Strategy strategy : {Strategy::kAuto, Strategy::kByLayer, Strategy::kByLayerAgg, Strategy::kByRequest,
                                       Strategy::kByRequestAgg}) {
         CAPTURE(strategy_name(strategy));
@@ -113,9 +113,9 @@ TEST_CASE_TEMPLATE("what came in another way meanwhile is not kept twice", Way, 
   CHECK(item->tokens == prompt(1, 3));
   CHECK(item->addresses == transfer->addresses());
   CHECK(are_stamped(*b.pool(), item->addresses, 30));
-  CHECK(b.pool()->evict(8, Medium::kMixed) == 0);  // the application's, until it lets go
+  CHECK(b.pool()->evict(8, kMixed) == 0);  // the application's, until it lets go
   item.reset();
-  CHECK(b.pool()->evict(8, Medium::kMixed) == 3);
+  CHECK(b.pool()->evict(8, kMixed) == 3);
 }
 
 TEST_CASE_TEMPLATE("lent blocks are written without a word and fetched from and given back", Way, KVPOOL_WAYS) {
@@ -264,7 +264,7 @@ TEST_CASE_TEMPLATE("active and cached blocks are fetched as they are and stale o
   CHECK(b.count(BlockState::kActive) == 2);
   CHECK(b.next_received() == nullptr);
 
-  CHECK(b.pool()->evict(2, Medium::kMixed) == 2);
+  CHECK(b.pool()->evict(2, kMixed) == 2);
   const auto stale = pair->end_of(*a.fetch(pair->fetch_request(theirs, mine)));
   REQUIRE(stale);
   CHECK(stale->code() == ErrorCode::kStaleAddress);

@@ -150,7 +150,7 @@ Bytes sample_body(std::uint32_t kind) {
   const std::vector<Address> addresses{1, 2, ~Address{0}};
   switch (kind) {
     case 0:
-      return write_body(LendBody{7, Medium::kMixed, true});
+      return write_body(LendBody{7, kMixed, true});
     case 1:
       return write_body(ReserveBody{3, Medium::kDram, true, true, true, 30000, "tenant", {1, -2, 3}});
     case 2:

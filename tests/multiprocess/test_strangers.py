@@ -34,7 +34,7 @@ CLIENT, SERVER = 1, 2
 NETWORK, LOCAL = 1, 2
 
 
-def hello(role: int = CLIENT, channel: int = NETWORK, low: int = 2, high: int = 2, version: int = 0) -> bytes:
+def hello(role: int = CLIENT, channel: int = NETWORK, low: int = 3, high: int = 3, version: int = 0) -> bytes:
     return struct.pack("<4sBBHHH", b"KVPL", role, channel, low, high, version) + random.randbytes(32)
 
 
@@ -159,7 +159,7 @@ def test_a_server_that_is_no_pool_is_told_from_one(answer):
                 answers = {
                     "other versions": hello(SERVER, NETWORK, 7, 9),
                     "garbage": b"SSH-2.0-OpenSSH_9.2p1\r\n" * 8,
-                    "a lie": hello(SERVER, NETWORK, 2, 2, 2) + b"\x01" + b"\0" * 32,
+                    "a lie": hello(SERVER, NETWORK, 3, 3, 3) + b"\x01" + b"\0" * 32,
                     "an echo": came,
                 }
                 say(one, answers.get(answer, b""))

@@ -212,5 +212,9 @@ def test_counters_count_blocks(pool):
 
 
 def test_metadata_takes_sixteen_bytes_a_block():
-    with small_pool(hbm_blocks=4096, dram_blocks=0, layout=kvpool.RawLayout(1, 1)) as pool:
-        assert pool.stats().metadata_bytes <= 16 * 4096 + 65536
+    sizes = []
+    for blocks in (4096, 8192):
+        with small_pool(hbm_blocks=blocks, dram_blocks=0, layout=kvpool.RawLayout(1, 1)) as pool:
+            sizes.append(pool.stats().metadata_bytes)
+    assert sizes[1] - sizes[0] == 16 * 4096
+    assert sizes[0] - 16 * 4096 <= 3 * 32768  # what each medium of the list has, whatever its blocks

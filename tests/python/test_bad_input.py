@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kit import BLOCK, LONG, prompt, refused, run_script, small_layout, small_pool, state_of, store
 
 import kvpool
-from kvpool import DRAM, HBM, MIXED
+from kvpool import DISK, DRAM, HBM, MIXED
 
 INT64_MAX = 2**63 - 1
 pytestmark = pytest.mark.timeout(0 if LONG else 120)
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(0 if LONG else 120)
 def changed(addr, **parts):
     """The address with some of its parts replaced."""
     place = kvpool.decode_address(addr)._replace(**parts)
-    return place.instance << 50 | place.medium << 48 | place.generation << 24 | place.block
+    return place.instance << 50 | place.medium << 47 | place.generation << 24 | place.block
 
 
 @pytest.fixture
@@ -44,7 +44,8 @@ def setting():
             never=changed(mine[0], block=7),  # free
             beyond=changed(mine[0], block=1000),
             no_medium=changed(mine[0], medium=0),
-            mixed=changed(mine[0], medium=3),
+            disk=changed(mine[0], medium=3),
+            spare=changed(mine[0], medium=4),
         )
 
 
@@ -106,7 +107,7 @@ def test_a_huge_count_evicts_and_moves_what_there_is(setting):
         (1.0, kvpool.ArgumentTypeError),
     ],
 )
-def test_a_medium_is_one_of_three(setting, medium, error):
+def test_a_medium_is_one_that_verbs_know(setting, medium, error):
     pool = setting.pool
     for call in (
         lambda: pool.alloc(1, medium=medium),
@@ -120,8 +121,17 @@ def test_a_medium_is_one_of_three(setting, medium, error):
 
 def test_the_memory_of_two_media_is_not_one(setting):
     for call in (setting.pool.tensor, setting.pool.arena):
-        with refused(setting.pool, kvpool.ArgumentError, "3", value=3):
+        with refused(setting.pool, kvpool.ArgumentError, "8", value=8):
             call(MIXED)
+        with refused(setting.pool, kvpool.ArgumentError, "3", value=3):
+            call(DISK)
+
+
+def test_no_pool_has_blocks_on_disk(setting):
+    with refused(setting.pool, kvpool.Unsupported, "DISK"):
+        setting.pool.alloc(1, medium=DISK)
+    with refused(setting.pool, kvpool.Unsupported, "DISK"):
+        setting.pool.evict(1, medium=DISK)
 
 
 # ---- addresses
@@ -133,7 +143,8 @@ ADDRESSES = [
     ("beyond", kvpool.ArgumentError, "block 1000"),
     ("foreign", kvpool.NotOwner, "instance 5"),
     ("no_medium", kvpool.ArgumentError, "no medium"),
-    ("mixed", kvpool.ArgumentError, "no medium"),
+    ("disk", kvpool.ArgumentError, "DISK has 0 blocks"),
+    ("spare", kvpool.ArgumentError, "no medium"),
 ]
 
 
@@ -543,7 +554,7 @@ vectors = st.one_of(
     st.lists(anything, max_size=5),
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9),
     st.lists(st.integers(0, 2**64 - 1), max_size=4).map(lambda values: np.array(values, np.uint64)),
-    st.lists(st.integers(0, 15), max_size=4).map(lambda blocks: [1 << 48 | 1 << 24 | block for block in blocks]),
+    st.lists(st.integers(0, 15), max_size=4).map(lambda blocks: [1 << 47 | 1 << 24 | block for block in blocks]),
     st.sampled_from([np.zeros((2, 2), np.uint64), np.zeros(3), np.array([], np.int64), array("l", [3] * 8)]),
 )
 

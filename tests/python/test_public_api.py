@@ -15,6 +15,7 @@ import kvpool._core
 ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC = [
+    "DISK",
     "DRAM",
     "HBM",
     "MIXED",

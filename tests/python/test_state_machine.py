@@ -479,10 +479,10 @@ class LocalApi(RuleBasedStateMachine):
     @rule(seed=seeds, verb=st.sampled_from(["free", "swap_in", "insert", "into"]))
     def wrong_address(self, seed: int, verb: str) -> None:
         dice = random.Random(seed)
-        some = next(iter([*self.active, *self.where.values(), *self.stale]), 1 << 48 | 1 << 24)
+        some = next(iter([*self.active, *self.where.values(), *self.stale]), 1 << 47 | 1 << 24)
         wrong = {
             "foreign": (some | 5 << 50, kvpool.NotOwner),
-            "nowhere": (some & ~(3 << 48), kvpool.ArgumentError),
+            "nowhere": (some & ~(7 << 47), kvpool.ArgumentError),
             "beyond": (some | 0xFFFFFF, kvpool.ArgumentError),
         }
         if self.stale:

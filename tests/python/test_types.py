@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool import errors, types
-from kvpool.types import DRAM, HBM, MIXED, KVLayout, Medium, RawLayout
+from kvpool.types import DISK, DRAM, HBM, MIXED, KVLayout, Medium, RawLayout
 
 
 def address(instance=0, medium=1, generation=1, block=0):
-    return instance << 50 | medium << 48 | generation << 24 | block
+    return instance << 50 | medium << 47 | generation << 24 | block
 
 
 parts = st.tuples(
-    st.integers(0, 2**14 - 1), st.sampled_from([HBM, DRAM]), st.integers(0, 2**24 - 1), st.integers(0, 2**24 - 1)
+    st.integers(0, 2**14 - 1), st.sampled_from(Medium), st.integers(0, 2**23 - 1), st.integers(0, 2**24 - 1)
 )
 
 
@@ -134,7 +134,7 @@ def test_a_raw_layout_refuses_numbers_out_of_range(arguments):
 
 
 def test_media_are_small_numbers_with_names():
-    assert (HBM, DRAM, MIXED) == (1, 2, 3)
+    assert (HBM, DRAM, DISK, MIXED) == (1, 2, 3, 8)
     assert Medium(2).name == "DRAM"
 
 
@@ -184,7 +184,7 @@ def test_an_address_has_64_unsigned_bits(wrong):
         types.block_ids([address(), wrong])
 
 
-@pytest.mark.parametrize("medium", [0, 3])
+@pytest.mark.parametrize("medium", [0, 4, 7])
 def test_an_address_names_a_medium(medium):
     wrong = address(medium=medium)
     with pytest.raises(errors.ArgumentError, match=f"medium bits are {medium}"):

@@ -1,9 +1,9 @@
 // A 64-bit fenced address of one token block.
 //
-//   63        50 49  48 47              24 23               0
+//   63        50 49  47 46              24 23               0
 //   +-----------+------+------------------+------------------+
 //   | instance  |medium|    generation    |      block       |
-//   |  14 bits  |2 bits|     24 bits      |     24 bits      |
+//   |  14 bits  |3 bits|     23 bits      |     24 bits      |
 //   +-----------+------+------------------+------------------+
 //
 // The generation is bumped whenever the block is freed, so an address that outlived its block is told from the one that
@@ -19,10 +19,11 @@ namespace kvpool {
 using Address = std::uint64_t;
 
 inline constexpr int kInstanceBits = 14;
-inline constexpr int kMediumBits = 2;
-inline constexpr int kGenerationBits = 24;
+inline constexpr int kMediumBits = 3;
+inline constexpr int kGenerationBits = 23;
 inline constexpr int kBlockBits = 24;
 static_assert(kInstanceBits + kMediumBits + kGenerationBits + kBlockBits == 64);
+static_assert(kMedia.size() < (1U << kMediumBits) - 1, "a code is left for the next medium");
 
 inline constexpr std::uint32_t kInstanceMax = (1U << kInstanceBits) - 1;
 inline constexpr std::uint32_t kGenerationMax = (1U << kGenerationBits) - 1;
@@ -41,10 +42,12 @@ inline constexpr Address make_address(std::uint32_t instance, Medium medium, std
 inline constexpr std::uint32_t instance_of(Address address) noexcept {
   return static_cast<std::uint32_t>(address >> kInstanceShift);
 }
-// The raw two bits: 0 and 3 are possible in an address that a caller made up.
+// The raw bits, which may name no medium in an address that a caller made up: see is_medium().
 inline constexpr std::uint32_t medium_bits_of(Address address) noexcept {
   return static_cast<std::uint32_t>(address >> kMediumShift) & ((1U << kMediumBits) - 1);
 }
+// REQUIRES: the address names a medium.
+inline constexpr Medium medium_of(Address address) noexcept { return static_cast<Medium>(medium_bits_of(address)); }
 inline constexpr std::uint32_t generation_of(Address address) noexcept {
   return static_cast<std::uint32_t>(address >> kGenerationShift) & kGenerationMax;
 }

@@ -1,16 +1,16 @@
 // Which media a write is about.
 #pragma once
 
-#include <array>
-
 #include "kvpool/base/medium.h"
 
 namespace kvpool {
 
-using MediaSet = std::array<bool, kMediaCount>;  // by medium_index()
+using MediaSet = MediumMap<bool>;
 
-inline constexpr MediaSet media_set_of(Medium medium) noexcept {
-  return {medium != Medium::kDram, medium != Medium::kHbm};
+inline constexpr MediaSet media_set_of(MediumChoice choice) noexcept {
+  MediaSet set{};
+  for (const Medium medium : kMedia) set[medium] = choice.includes(medium);
+  return set;
 }
 
 }  // namespace kvpool

@@ -1,7 +1,6 @@
 // Where the pieces of blocks lie: piece s of block b is [base + b * stride, base + b * stride + bytes) of segment s.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -29,6 +28,6 @@ struct MediumSpan {
   }
 };
 
-using MediaSpans = std::array<MediumSpan, kMediaCount>;  // by medium_index()
+using MediaSpans = MediumMap<MediumSpan>;
 
 }  // namespace kvpool

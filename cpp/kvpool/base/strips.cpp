@@ -92,10 +92,10 @@ void plan_strips(const MediumSpan& from, const MediumSpan& to, std::span<const B
 }
 
 const StripPlan::Range& StripPlan::range_of(Address from, Address to) {
-  const std::size_t source = medium_bits_of(from) - 1;
-  const std::size_t target = medium_bits_of(to) - 1;
-  KVPOOL_DCHECK(source < kMediaCount && target < kMediaCount);
-  Range& range = ranges_[source * kMediaCount + target];
+  KVPOOL_DCHECK(is_medium(medium_bits_of(from)) && is_medium(medium_bits_of(to)));
+  const Medium source = medium_of(from);
+  const Medium target = medium_of(to);
+  Range& range = ranges_[source][target];
   if (!range.planned) {
     range.first = static_cast<std::uint32_t>(plan_.size());
     plan_strips(from_[source], to_[target], strips_, merge_, plan_);
@@ -144,7 +144,7 @@ void ContentPlan::emit(std::span<const Address> blocks, bool merge, std::vector<
     std::size_t stride;
     std::size_t bytes;
   };
-  std::array<std::vector<Part>, kMediaCount> parts;
+  MediumMap<std::vector<Part>> parts;
   const auto add = [&](std::byte* base, std::size_t bytes) {
     if (merge && !pieces.empty() && end_of(pieces.back()) == base) {
       pieces.back().iov_len += bytes;
@@ -155,8 +155,8 @@ void ContentPlan::emit(std::span<const Address> blocks, bool merge, std::vector<
   for (const ContentRange& range : ranges_) {
     for (std::vector<Part>& of_medium : parts) of_medium.clear();
     for (const Address address : blocks) {
-      const std::size_t medium = medium_bits_of(address) - 1;
-      KVPOOL_DCHECK(medium < parts.size());
+      KVPOOL_DCHECK(is_medium(medium_bits_of(address)));
+      const Medium medium = medium_of(address);
       if (parts[medium].empty()) {
         Cursor cursor(spans_[medium], range.at);
         for (std::uint64_t left = range.bytes; left > 0;) {

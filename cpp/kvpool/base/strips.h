@@ -124,7 +124,7 @@ class StripPlan {
   const std::span<const BlockStrip> strips_;
   const bool merge_;
   std::vector<PlannedStrip> plan_;
-  std::array<Range, std::size_t{kMediaCount} * kMediaCount> ranges_{};  // of plan_, by medium of source and destination
+  MediumPairMap<Range> ranges_{};  // of plan_, by medium of source and destination
 };
 
 // How many runs of neighbouring blocks there are: [i, i + k) is one when it lies in a row on both sides.

@@ -61,7 +61,7 @@ BlockStore::BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_
       own_prefix_(local_prefix_),
       medium_(medium),
       free_(meta_.get(), blocks) {
-  KVPOOL_CHECK(medium == Medium::kHbm || medium == Medium::kDram);
+  KVPOOL_CHECK(is_medium(static_cast<std::uint32_t>(medium)));
   counts_[static_cast<std::size_t>(BlockState::kFree)] = blocks;
 }
 

@@ -35,7 +35,7 @@ ValueClass PromptIndex::class_of(Address value) const noexcept {
   if (values_ == Values::kOpaque) return ValueClass::kOpaque;
   const std::uint32_t instance = instance_of(value);
   if (instance != 0 && instance != instance_) return ValueClass::kRemote;
-  return static_cast<ValueClass>(medium_bits_of(value));
+  return value_class_of(medium_of(value));
 }
 
 IndexHit PromptIndex::match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out) {

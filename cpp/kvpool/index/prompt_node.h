@@ -12,11 +12,15 @@ namespace kvpool {
 // Where a value lives, as far as eviction is concerned. A node's values are all of one class.
 enum class ValueClass : std::uint8_t {
   kOpaque = 0,  // an index used alone: values mean nothing to it
-  kHbm = 1,     // blocks of this pool, by medium
+  kHbm = 1,     // blocks of this pool, by medium: the codes of Medium
   kDram = 2,
-  kRemote = 3,  // addresses on other instances: hints that hold no memory here
+  kDisk = 3,
+  kRemote,  // addresses on other instances: hints that hold no memory here
 };
-inline constexpr int kValueClassCount = 4;
+inline constexpr int kValueClassCount = static_cast<int>(ValueClass::kRemote) + 1;
+static_assert(static_cast<std::size_t>(ValueClass::kRemote) == kMedia.size() + 1, "a class for each medium");
+
+inline constexpr ValueClass value_class_of(Medium medium) noexcept { return static_cast<ValueClass>(medium); }
 
 struct PromptPayload {
   using Node = RadixNode<PromptPayload>;

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "kvpool/base/error.h"
+#include "kvpool/base/media_set.h"
 
 namespace kvpool {
 namespace {
@@ -13,12 +14,12 @@ namespace {
 
 void check_place(const DataBody& body, const MediaSpans& local) {
   if (!blocks_exist(body.blocks, local)) fail("a block that does not exist");
-  std::array<bool, kMediaCount> used{};
+  MediaSet used{};
   for (const Address block : body.blocks) {
-    used[static_cast<std::size_t>(medium_index(static_cast<Medium>(medium_bits_of(block))))] = true;
+    used[medium_of(block)] = true;
   }
-  for (std::size_t i = 0; i < used.size(); ++i) {
-    if (used[i] && !ranges_fit(body.ranges, local[i].block_bytes())) fail("a range beyond a block's content");
+  for (const Medium medium : kMedia) {
+    if (used[medium] && !ranges_fit(body.ranges, local[medium].block_bytes())) fail("a range beyond a block's content");
   }
   if (ranges_overlap(body.ranges)) fail("ranges that overlap");
 }

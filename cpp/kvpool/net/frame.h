@@ -13,8 +13,8 @@
 
 namespace kvpool {
 
-inline constexpr std::uint16_t kWireVersionMin = 2;
-inline constexpr std::uint16_t kWireVersionMax = 2;
+inline constexpr std::uint16_t kWireVersionMin = 3;
+inline constexpr std::uint16_t kWireVersionMax = 3;
 
 enum class FrameKind : std::uint8_t {
   // Link level: never seen by a LinkHandler.

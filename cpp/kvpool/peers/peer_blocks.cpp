@@ -18,6 +18,18 @@ struct ReceivedNews final : News {
 
 MediumSpan span_of(const Arena& arena) { return {arena.blocks(), arena.segments()}; }
 
+MediaSpans spans_of(const MediumMap<std::shared_ptr<Arena>>& arenas) {
+  MediaSpans spans;
+  for (const Medium medium : kMedia) spans[medium] = span_of(*arenas[medium]);
+  return spans;
+}
+
+MediaSet gpu_media_of(const MediumMap<std::shared_ptr<Arena>>& arenas) {
+  MediaSet on_gpu{};
+  for (const Medium medium : kMedia) on_gpu[medium] = arenas[medium]->on_device();
+  return on_gpu;
+}
+
 // A prefix that is cached here, for as long as a transfer builds on it.
 class PrefixHold {
  public:
@@ -36,10 +48,10 @@ class PrefixHold {
 PeerBlocks::PeerBlocks(Pool& pool, ReceivedQueue& received)
     : pool_(pool),
       received_(received),
-      arenas_(std::make_shared<const Arenas>(Arenas{pool.arena(Medium::kHbm), pool.arena(Medium::kDram)})),
-      spans_{span_of(*(*arenas_)[0]), span_of(*(*arenas_)[1])},
-      on_gpu_{(*arenas_)[0]->on_device(), (*arenas_)[1]->on_device()} {
-  const auto& context = (*arenas_)[on_gpu_[0] ? 0 : 1]->context();
+      arenas_(std::make_shared<const Arenas>(pool.arenas())),
+      spans_(spans_of(*arenas_)),
+      on_gpu_(gpu_media_of(*arenas_)) {
+  const auto& context = (*arenas_)[on_gpu_[Medium::kHbm] ? Medium::kHbm : Medium::kDram]->context();
   if (context == nullptr) return;
   staging_ = std::make_shared<DeviceStaging>(context);
   order_ = DeviceOrder::after(context, std::nullopt);
@@ -48,7 +60,7 @@ PeerBlocks::PeerBlocks(Pool& pool, ReceivedQueue& received)
 std::shared_ptr<Arena> PeerBlocks::arena(Medium medium) const {
   const std::lock_guard lock(mutex_);
   if (arenas_ == nullptr) throw Error(ErrorCode::kClosed, "the pool is closed");
-  return (*arenas_)[static_cast<std::size_t>(medium_index(medium))];
+  return (*arenas_)[medium];
 }
 
 std::shared_ptr<void> PeerBlocks::keepalive() const {
@@ -78,10 +90,10 @@ std::shared_ptr<DeviceStaging> PeerBlocks::staging() const {
 }
 
 // False: only with room to be made.
-bool PeerBlocks::take(std::size_t n, Medium medium, BlockState to, Writer writer, Room room, Address* out) {
+bool PeerBlocks::take(std::size_t n, MediumChoice medium, BlockState to, Writer writer, Room room, Address* out) {
   constexpr std::size_t kQuickBytes = std::size_t{1} << 20;
   // A GPU fills blocks with zeros when it has done what it is at.
-  const bool slow = on_gpu_[0] || (n > 0 && layout().block_bytes() > kQuickBytes / n);
+  const bool slow = on_gpu_[Medium::kHbm] || (n > 0 && layout().block_bytes() > kQuickBytes / n);
   if (room == Room::kTry && pool_.zeroes_on_alloc() && slow) return false;
   if (pool_.take_for_peer(n, medium, to, writer.epoch, writer.mark, room == Room::kEvict, out)) return true;
   if (room == Room::kFree) pool_.throw_out_of_blocks(n, medium);
@@ -120,7 +132,7 @@ std::optional<Reservation> PeerBlocks::reserve(const ReserveSpec& spec, Writer w
   return reservation;
 }
 
-std::optional<std::vector<Address>> PeerBlocks::lend(std::size_t n, Medium medium, Writer writer, Room room) {
+std::optional<std::vector<Address>> PeerBlocks::lend(std::size_t n, MediumChoice medium, Writer writer, Room room) {
   std::vector<Address> addresses(n);
   if (n > 0 && !take(n, medium, BlockState::kLent, writer, room, addresses.data())) return std::nullopt;
   return addresses;
@@ -230,7 +242,7 @@ std::uint32_t PeerBlocks::checksum(std::span<const Address> addresses) {
 
 std::unique_ptr<StagingBuffer> PeerBlocks::staging_buffer(std::span<const Address> blocks, std::vector<iovec>& pieces,
                                                           std::uint64_t bytes) {
-  const auto lies_on_gpu = [&](Address address) { return on_gpu_[medium_bits_of(address) - 1]; };
+  const auto lies_on_gpu = [&](Address address) { return on_gpu_[medium_of(address)]; };
   if (std::ranges::none_of(blocks, lies_on_gpu)) return nullptr;
   return make_gpu_staging_buffer(staging(), pieces, bytes);
 }

@@ -24,9 +24,9 @@ class PeerBlocks final : public BlockHost {
   const Layout& layout() const noexcept override { return pool_.layout(); }
   std::uint32_t instance() const noexcept override { return pool_.instance(); }
   bool fills_with_zeros() const noexcept override { return pool_.zeroes_on_alloc(); }
-  bool on_gpu(Medium medium) const noexcept override { return on_gpu_[static_cast<std::size_t>(medium_index(medium))]; }
+  bool on_gpu(Medium medium) const noexcept override { return on_gpu_[medium]; }
   std::optional<Reservation> reserve(const ReserveSpec& spec, Writer writer, Room room) override;
-  std::optional<std::vector<Address>> lend(std::size_t n, Medium medium, Writer writer, Room room) override;
+  std::optional<std::vector<Address>> lend(std::size_t n, MediumChoice medium, Writer writer, Room room) override;
   void check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) override;
   void release(std::span<const Address> addresses) noexcept override;
   void quarantine(std::span<const Address> addresses) noexcept override;
@@ -53,16 +53,16 @@ class PeerBlocks final : public BlockHost {
  private:
   IndexPin insert(const Delivery& delivery, std::vector<Address>& cached);
   std::shared_ptr<DeviceStaging> staging() const;
-  bool take(std::size_t n, Medium medium, BlockState to, Writer writer, Room room, Address* out);
+  bool take(std::size_t n, MediumChoice medium, BlockState to, Writer writer, Room room, Address* out);
 
   Pool& pool_;
   ReceivedQueue& received_;
-  using Arenas = std::array<std::shared_ptr<Arena>, kMediaCount>;
+  using Arenas = MediumMap<std::shared_ptr<Arena>>;
   mutable std::mutex mutex_;
   std::shared_ptr<const Arenas> arenas_;    // under mutex_
   std::shared_ptr<DeviceStaging> staging_;  // likewise; null without a GPU
   const MediaSpans spans_;                  // of what arenas_ keeps
-  const std::array<bool, kMediaCount> on_gpu_;
+  const MediaSet on_gpu_;
   std::shared_ptr<const DeviceOrder> order_;  // under mutex_; null without a GPU
 };
 

@@ -43,11 +43,13 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-bool has_blocks(const MediaSpans& spans) noexcept { return spans[0].blocks > 0 || spans[1].blocks > 0; }
+bool has_blocks(const MediaSpans& spans) noexcept {
+  return std::ranges::any_of(spans, [](const MediumSpan& span) { return span.blocks > 0; });
+}
 
 // The descriptors that came with the peer's metadata, by medium.
 MediaFiles files_of(const PeerMetadata& peer, const Link& link) {
-  MediaFiles files{-1, -1};
+  MediaFiles files = kNoFiles;
   std::size_t next = 0;
   for (std::size_t i = 0; i < files.size(); ++i) {
     if (peer.media[i].mapped_bytes > 0) files[i] = link.descriptor(next++);
@@ -133,7 +135,11 @@ MediaSpans LocalMemory::gpu_spans(const CudaContext& gpu) const {
   return spans;
 }
 
-MediaSet LocalMemory::on_gpu() const noexcept { return {arenas[0]->on_device(), arenas[1]->on_device()}; }
+MediaSet LocalMemory::on_gpu() const noexcept {
+  MediaSet set{};
+  for (const Medium medium : kMedia) set[medium] = arena(medium)->on_device();
+  return set;
+}
 
 std::shared_ptr<const CudaContext> LocalMemory::gpu() const noexcept {
   for (const auto& arena : arenas) {
@@ -143,7 +149,7 @@ std::shared_ptr<const CudaContext> LocalMemory::gpu() const noexcept {
 }
 
 std::shared_ptr<void> LocalMemory::keepalive() const {
-  return std::make_shared<std::array<std::shared_ptr<Arena>, kMediaCount>>(arenas);
+  return std::make_shared<MediumMap<std::shared_ptr<Arena>>>(arenas);
 }
 
 RouteMaker::RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t epoch)
@@ -225,8 +231,7 @@ void RouteMaker::prepare_ucx(const std::string& where) {
     const std::string& why = ucx_->refused()[i];
     takes_any = takes_any || (local.spans[i].blocks > 0 && why.empty());
     if (why.empty()) continue;
-    const bool hbm = i == static_cast<std::size_t>(medium_index(Medium::kHbm));
-    notes_.push_back(std::string("the route ucx leaves out ") + (hbm ? "HBM" : "DRAM") + ": " + why);
+    notes_.push_back(std::string("the route ucx leaves out ") + medium_name(kMedia[i]) + ": " + why);
   }
   ucx_gives_handles_ = ucx_->gives_handles();
   // UCX hands over virtual memory by a descriptor that the peer takes out of this process (pidfd_getfd), and a kernel
@@ -255,7 +260,7 @@ void RouteMaker::let_go() noexcept {
   ProcessPools::remove(epoch_);
   std::shared_ptr<UcxContext> ucx;  // destroyed without the lock
   std::shared_ptr<DeviceStaging> staging;
-  std::array<Descriptor, kMediaCount> exported;
+  MediumMap<Descriptor> exported;
   LocalMemory memory;
   const std::lock_guard lock(mutex_);
   ucx.swap(ucx_);
@@ -266,7 +271,7 @@ void RouteMaker::let_go() noexcept {
 
 LocalMemory RouteMaker::memory() const {
   const std::lock_guard lock(mutex_);
-  if (memory_.arenas[0] == nullptr) throw Error(ErrorCode::kClosed, "the pool is closed");
+  if (memory_.arenas[Medium::kHbm] == nullptr) throw Error(ErrorCode::kClosed, "the pool is closed");
   return memory_;
 }
 
@@ -281,14 +286,14 @@ std::shared_ptr<void> RouteMaker::introduce(PeerMetadata& metadata) const {
   metadata.block_tokens = layout.block_tokens;
   metadata.piece_bytes.assign(layout.piece_bytes.begin(), layout.piece_bytes.end());
   metadata.format = layout.format;
-  for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
+  for (const Medium medium : kMedia) {
     const Arena& arena = *memory.arena(medium);
-    MetadataMedium& out = metadata.media[medium_index(medium)];
+    MetadataMedium& out = metadata.media[medium];
     out.blocks = arena.blocks();
     if (arena.blocks() == 0) continue;
     if (arena.on_device()) out.kind = MemoryKind::kGpu;
     if (descriptor_of(medium, arena) >= 0) out.mapped_bytes = arena.mapped_bytes();
-    out.allocations = given_[static_cast<std::size_t>(medium_index(medium))];
+    out.allocations = given_[medium];
     for (const Segment& segment : arena.segments()) {
       out.segments.push_back({reinterpret_cast<std::uint64_t>(segment.base), segment.stride, segment.bytes});
     }
@@ -308,7 +313,7 @@ std::shared_ptr<void> RouteMaker::introduce(PeerMetadata& metadata) const {
 std::vector<int> RouteMaker::descriptors() const {
   const LocalMemory memory = this->memory();
   std::vector<int> descriptors;
-  for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
+  for (const Medium medium : kMedia) {
     const Arena& arena = *memory.arena(medium);
     const int descriptor = arena.blocks() > 0 ? descriptor_of(medium, arena) : -1;
     if (descriptor >= 0) descriptors.push_back(descriptor);
@@ -319,7 +324,7 @@ std::vector<int> RouteMaker::descriptors() const {
 int RouteMaker::descriptor_of(Medium medium, const Arena& arena) const {
   if (!arena.on_device()) return offers("shm") || offers("cuda_ipc") ? arena.memfd() : -1;
   const std::lock_guard lock(mutex_);
-  return exported_[static_cast<std::size_t>(medium_index(medium))].get();
+  return exported_[medium].get();
 }
 
 std::unique_ptr<StagingBuffer> RouteMaker::staging_buffer(std::span<const Address> blocks, std::vector<iovec>& pieces,
@@ -328,12 +333,13 @@ std::unique_ptr<StagingBuffer> RouteMaker::staging_buffer(std::span<const Addres
   MediaSet on_gpu{};
   {
     const std::lock_guard lock(mutex_);
-    if (memory_.arenas[0] == nullptr) throw Error(ErrorCode::kClosed, "the pool is closed");
+    if (memory_.arenas[Medium::kHbm] == nullptr) throw Error(ErrorCode::kClosed, "the pool is closed");
     staging = staging_;
     on_gpu = memory_.on_gpu();
   }
   const MediaSet reach = media_set_of(blocks);
-  if (!(reach[0] && on_gpu[0]) && !(reach[1] && on_gpu[1])) return nullptr;
+  const auto on_gpu_of = [&](Medium medium) { return reach[medium] && on_gpu[medium]; };
+  if (std::ranges::none_of(kMedia, on_gpu_of)) return nullptr;
   return make_gpu_staging_buffer(std::move(staging), pieces, bytes);
 }
 
@@ -384,7 +390,7 @@ std::shared_ptr<Route> RouteMaker::make_one(const std::string& name, const PeerM
       if (peer.media[i].kind != MemoryKind::kHost) files[i] = -1;
     }
     // What a peer has adopted cannot be mapped: the route reaches the media that can.
-    if (files == MediaFiles{-1, -1}) return nullptr;
+    if (files == kNoFiles) return nullptr;
     return make_shm_route(memory.host_spans(), memory.keepalive(), peer, files, team_);
   }
   if (name == "cuda_ipc") return same_host ? make_cuda_ipc(peer, *link) : nullptr;
@@ -411,7 +417,7 @@ std::shared_ptr<Route> RouteMaker::make_cuda_ipc(const PeerMetadata& peer, const
   const auto gpu = memory.gpu();
   const MediaFiles files = files_of(peer, link);
   const bool opens_handles = has_handles(peer) && link.process() != getpid();
-  if (gpu == nullptr || (files == MediaFiles{-1, -1} && !opens_handles)) return nullptr;
+  if (gpu == nullptr || (files == kNoFiles && !opens_handles)) return nullptr;
   return make_cuda_ipc_route(
       {gpu, kernels_for(*gpu), bounds_of(*gpu), memory.gpu_spans(*gpu), memory.on_gpu(), memory.keepalive()}, peer,
       files, opens_handles);
@@ -437,7 +443,7 @@ std::shared_ptr<Route> RouteMaker::make_nccl(const LocalMemory& memory, const st
   own.local = memory.spans();
   own.keepalive = memory.keepalive();
   own.limits = nccl_limits_;
-  if (!dram.pinned()) own.local[static_cast<std::size_t>(medium_index(Medium::kDram))] = {};
+  if (!dram.pinned()) own.local[Medium::kDram] = {};
   own.kernels = kernels_for(*own.context);
   own.bounds = bounds_of(*own.context);
   return make_nccl_route(own, link, run_);

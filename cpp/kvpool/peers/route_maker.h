@@ -31,11 +31,9 @@ class UcxContext;
 // The memory that this process lets its peers write, and writes from.
 struct LocalMemory {
   Layout layout;
-  std::array<std::shared_ptr<Arena>, kMediaCount> arenas;
+  MediumMap<std::shared_ptr<Arena>> arenas;
 
-  const std::shared_ptr<Arena>& arena(Medium medium) const noexcept {
-    return arenas[static_cast<std::size_t>(medium_index(medium))];
-  }
+  const std::shared_ptr<Arena>& arena(Medium medium) const noexcept { return arenas[medium]; }
   MediaSpans spans() const;
   // Of these, what the CPU can follow, and what this GPU can; the other media have no blocks.
   MediaSpans host_spans() const;
@@ -116,12 +114,12 @@ class RouteMaker {
   std::vector<std::string> notes_;  // set by the constructor
   NcclRun run_;
   mutable std::mutex mutex_;
-  LocalMemory memory_;                            // under mutex_; none once it was let go of
-  std::shared_ptr<UcxContext> ucx_;               // likewise
-  std::shared_ptr<DeviceStaging> staging_;        // likewise; null without a GPU
-  std::array<Descriptor, kMediaCount> exported_;  // of media on a GPU; set by the constructor
+  LocalMemory memory_;                      // under mutex_; none once it was let go of
+  std::shared_ptr<UcxContext> ucx_;         // likewise
+  std::shared_ptr<DeviceStaging> staging_;  // likewise; null without a GPU
+  MediumMap<Descriptor> exported_;          // of media on a GPU; set by the constructor
   // Of such media that have no descriptor; likewise.
-  std::array<std::vector<MetadataAllocation>, kMediaCount> given_;
+  MediumMap<std::vector<MetadataAllocation>> given_;
 };
 
 // Pools of this process, so that they find each other's memory: by epoch.

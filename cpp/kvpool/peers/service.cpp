@@ -55,7 +55,7 @@ ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options, const MakeRa
               options.measure_ns},
       received_(options.received_max),
       blocks_(pool, received_),
-      routes_(options, LocalMemory{pool.layout(), {pool.arena(Medium::kHbm), pool.arena(Medium::kDram)}}, epoch_),
+      routes_(options, LocalMemory{pool.layout(), pool.arenas()}, epoch_),
       workers_(options.worker_threads),
       joining_(options.joins_cluster),
       proposed_instance_(InstanceId::draw()) {

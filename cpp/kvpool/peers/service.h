@@ -95,7 +95,7 @@ class Service {
   // What was asked for and cannot be had here in full, for a log: a route that leaves out a medium, say. Each says why.
   virtual const std::vector<std::string>& notes() const noexcept = 0;
 
-  virtual std::vector<Address> alloc(const std::string& peer, std::size_t n, Medium medium, bool may_evict,
+  virtual std::vector<Address> alloc(const std::string& peer, std::size_t n, MediumChoice medium, bool may_evict,
                                      const Waiting& waiting) = 0;
   // The lent blocks among these, of any number of peers; others are left alone. When one of them is wrong, or
   // `free_own` throws, which frees the others, nothing has happened. From then on nobody keeps the others' from being

@@ -50,7 +50,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   std::vector<PeerInfo> peers() override;
   const ServiceOptions& options() const noexcept override { return options_; }
   const std::vector<std::string>& notes() const noexcept override { return routes_.notes(); }
-  std::vector<Address> alloc(const std::string& peer, std::size_t n, Medium medium, bool may_evict,
+  std::vector<Address> alloc(const std::string& peer, std::size_t n, MediumChoice medium, bool may_evict,
                              const Waiting& waiting) override {
     return reach(peer, waiting.until_ns, waiting.given_up)->borrow(n, medium, may_evict, waiting);
   }

@@ -29,7 +29,7 @@ IndexHit Pool::match(std::string_view name_space, const Token* tokens, std::size
 void Pool::check_not_the_engines(const InsertItem& item) const {
   for (std::size_t i = 0; i < item.n_addresses; ++i) {
     const Address address = item.addresses[i];
-    if (!is_local(address) || medium_bits_of(address) != static_cast<std::uint32_t>(Medium::kHbm)) continue;
+    if (!space_.is_local(address) || medium_bits_of(address) != static_cast<std::uint32_t>(Medium::kHbm)) continue;
     throw Error(ErrorCode::kState,
                 "address " + std::to_string(address) + " (position " + std::to_string(i) + "): HBM block " +
                     std::to_string(block_of(address)) +
@@ -57,8 +57,8 @@ void Pool::check_insertion(std::string_view name_space, const InsertItem& item) 
                 {{"needed", static_cast<std::int64_t>(item.n_tokens / page)},
                  {"given", static_cast<std::int64_t>(item.n_addresses)}});
   }
-  const bool all_active = !check_active_and_distinct(item.addresses, item.n_addresses, /*skip_cached=*/true);
-  if (engine_allocates_) check_not_the_engines(item);
+  const bool all_active = !space_.check_active_and_distinct(item.addresses, item.n_addresses, /*skip_cached=*/true);
+  if (space_.engine_allocates()) check_not_the_engines(item);
   if (all_active) return;
 
   // Cached blocks may stand where the index has this very page: the prefix that a match gave. (An address in limbo is
@@ -66,9 +66,9 @@ void Pool::check_insertion(std::string_view name_space, const InsertItem& item) 
   const std::size_t present = index_->peek(name_space, item.tokens, item.n_tokens, item.canonical).pages;
   for (std::size_t i = 0; i < item.n_addresses; ++i) {
     const Address address = item.addresses[i];
-    if (!is_local(address) || store_of(address).state(block_of(address)) != BlockState::kHistorical) continue;
+    if (!space_.is_local(address) || store_of(address).state(block_of(address)) != BlockState::kHistorical) continue;
     if (i < present &&
-        (same_block(item.canonical[i], address) || store_of(address).tag(block_of(address)) == kLimboTag))
+        (same_block(item.canonical[i], address) || store_of(address).tag(block_of(address)) == BlockSpace::kCacheTag))
       continue;
     throw Error(ErrorCode::kState,
                 "address " + std::to_string(address) + " (position " + std::to_string(i) +
@@ -90,8 +90,8 @@ std::vector<InsertOutcome> Pool::insert_locked(std::string_view name_space, std:
                                                bool free_duplicates) {
   for (const InsertItem& item : items) check_insertion(name_space, item);
   if (items.size() > 1) {
-    const std::uint64_t stamp = ++check_stamp_;
-    for (const InsertItem& item : items) check_distinct(item.addresses, item.n_addresses, stamp);
+    const std::uint64_t stamp = space_.new_stamp();
+    for (const InsertItem& item : items) space_.check_distinct(item.addresses, item.n_addresses, stamp);
   }
 
   std::vector<InsertOutcome> outcomes;
@@ -108,7 +108,7 @@ std::vector<InsertOutcome> Pool::insert_locked(std::string_view name_space, std:
       outcome.inserted = pages - insertion.pages_present;
       for (std::size_t i = 0; i < insertion.pages_present; ++i) {
         const Address address = item.addresses[i];
-        if (!is_local(address) || same_block(address, item.canonical[i])) continue;
+        if (!space_.is_local(address) || same_block(address, item.canonical[i])) continue;
         if (store_of(address).state(block_of(address)) != BlockState::kActive) continue;
         if (outcome.duplicates.empty()) outcome.duplicates.reserve(insertion.pages_present - i);
         outcome.duplicates.push_back(address);
@@ -122,7 +122,7 @@ std::vector<InsertOutcome> Pool::insert_locked(std::string_view name_space, std:
     counters_.inserted_blocks += outcome.inserted;
     counters_.duplicate_blocks += outcome.duplicates.size();
     if (free_duplicates && !outcome.duplicates.empty()) {
-      release_blocks(outcome.duplicates.data(), outcome.duplicates.size());
+      space_.release(outcome.duplicates.data(), outcome.duplicates.size());
       counters_.freed_blocks += outcome.duplicates.size();
     }
   }
@@ -133,7 +133,7 @@ std::vector<InsertOutcome> Pool::insert_locked(std::string_view name_space, std:
 void Pool::take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept {
   for (std::size_t i = insertion.pages_present; i < item.n_addresses; ++i) {
     const Address address = item.addresses[i];
-    if (!is_local(address)) continue;
+    if (!space_.is_local(address)) continue;
     store_of(address).set_state(block_of(address), BlockState::kActive);
     store_of(address).set_tag(block_of(address), 0);
   }
@@ -155,17 +155,18 @@ std::size_t Pool::erase(std::string_view name_space, const Token* tokens, std::s
   return erasure.pages;
 }
 
-std::size_t Pool::evict(std::size_t n, Medium medium) {
+std::size_t Pool::evict(std::size_t n, MediumChoice medium) {
   guard();
+  check_kept(medium);
   const std::lock_guard reclaim(reclaim_);
   std::size_t dropped = 0;
-  for (const Medium tier : {Medium::kDram, Medium::kHbm}) {
-    if (medium != tier && medium != Medium::kMixed) continue;
+  for (const Medium tier : {Medium::kDram, Medium::kHbm}) {  // what is farther from the GPU first
+    if (!medium.includes(tier)) continue;
     for (bool more = true; more && dropped < n;) {
       const std::lock_guard lock(mutex_);
       guard();
       const std::size_t batch = std::min(n - dropped, kBatchBlocks);
-      const std::size_t gone = evict_locked(static_cast<ValueClass>(tier), batch);
+      const std::size_t gone = evict_locked(value_class_of(tier), batch);
       dropped += gone;
       more = gone == batch;
       audit_if_asked();
@@ -226,9 +227,9 @@ void Pool::placed(PromptNode& node) noexcept {
 }
 
 void Pool::dropped(const Address* values, std::size_t n) noexcept {
-  if (!is_local(values[0])) return;  // values of one node are of one class
+  if (!space_.is_local(values[0])) return;  // values of one node are of one class
   dropped_blocks_ += n;
-  release_blocks(values, n);
+  space_.release(values, n);
 }
 
 }  // namespace kvpool

@@ -119,7 +119,7 @@ std::shared_ptr<Arena> make_hbm(const PoolOptions& options) {
 // random distance: an address of another pool is stale here, not somebody's block.
 std::uint32_t first_generation() {
   constexpr std::uint32_t kHalf = 1U << (kGenerationBits - 1);
-  constexpr std::uint32_t kStep = 5184557;        // odd, near kHalf / 1.618: any few steps are spread out evenly
+  constexpr std::uint32_t kStep = 2592279;        // odd, near kHalf / 1.618: any few steps are spread out evenly
   constexpr std::uint32_t kSpread = 2654435761U;  // a forked child inherits `next`, and has a process id of its own
   static std::atomic<std::uint32_t> next{std::random_device{}()};
   const auto process = static_cast<std::uint32_t>(getpid()) * kSpread;
@@ -137,25 +137,25 @@ Pool::Pool(const PoolOptions& options)
       sharding_(options.sharding),
       audit_each_call_(options.audit),
       zero_on_alloc_(options.zero_on_alloc),
-      engine_allocates_(options.adopted_hbm && options.adopted_hbm->engine_allocates),
       on_device_(device_of(options) >= 0),
       made_in_(fork_generation()),
       swap_threads_(std::make_unique<SwapThreads>()),
-      stores_{BlockStore(Medium::kHbm, options.adopted_hbm ? options.adopted_hbm->blocks : options.hbm_blocks,
-                         first_generation(options)),
-              BlockStore(Medium::kDram, options.dram_blocks, first_generation(options))},
-      arenas_{make_hbm(options), make_arena(options, Medium::kDram, options.dram_blocks)},
+      space_({options.adopted_hbm ? options.adopted_hbm->blocks : options.hbm_blocks, options.dram_blocks},
+             {first_generation(options), first_generation(options), 1},
+             options.adopted_hbm && options.adopted_hbm->engine_allocates),
+      arenas_{make_hbm(options), make_arena(options, Medium::kDram, options.dram_blocks),
+              make_absent_arena(Medium::kDisk, 0, options.layout.block_bytes())},
       team_(options.copy_threads),
       index_(std::make_unique<PromptIndex>(options.layout.block_tokens, options.policy, PromptIndex::Values::kAddresses,
                                            static_cast<IndexObserver*>(this))) {
-  two_tiers_ = arenas_[0]->blocks() > 0 && arenas_[1]->blocks() > 0;
+  two_tiers_ = arenas_[Medium::kHbm]->blocks() > 0 && arenas_[Medium::kDram]->blocks() > 0;
   if (on_device_) {
-    if (arenas_[0]->blocks() > 0) {
-      device_mover_ = DeviceMover::make(*arenas_[0], *arenas_[1]);
+    if (arenas_[Medium::kHbm]->blocks() > 0) {
+      device_mover_ = DeviceMover::make(*arenas_[Medium::kHbm], *arenas_[Medium::kDram]);
     }
   } else if (two_tiers_) {
-    out_copier_.emplace(*arenas_[0], *arenas_[1]);
-    in_copier_.emplace(*arenas_[1], *arenas_[0]);
+    out_copier_.emplace(*arenas_[Medium::kHbm], *arenas_[Medium::kDram]);
+    in_copier_.emplace(*arenas_[Medium::kDram], *arenas_[Medium::kHbm]);
   }
 }
 
@@ -180,7 +180,7 @@ void Pool::close() noexcept {
   }
   swap_threads_->close();
   // The arenas go after the locks: letting go of adopted memory may wait for Python.
-  std::array<std::shared_ptr<Arena>, kMediaCount> arenas;
+  MediumMap<std::shared_ptr<Arena>> arenas;
   std::shared_ptr<DeviceMover> mover;
   {
     const std::lock_guard pending(swap_in_mutex_);
@@ -274,19 +274,18 @@ std::shared_ptr<const DeviceOrder> Pool::order_after(const CallerStream& stream)
   return DeviceOrder::after(arena(Medium::kHbm)->context(), stream);
 }
 
-std::size_t Pool::capacity(Medium medium) const noexcept {
-  std::size_t capacity = 0;
-  // Of both media together it is what alloc can give.
-  if (medium == Medium::kHbm || (medium == Medium::kMixed && !engine_allocates_)) capacity += stores_[0].capacity();
-  if (medium != Medium::kHbm) capacity += stores_[1].capacity();
-  return capacity;
-}
-
 std::shared_ptr<Arena> Pool::arena(Medium medium) {
   guard();
   const std::lock_guard lock(mutex_);
   guard();
-  return arenas_[static_cast<std::size_t>(medium_index(medium))];
+  return arenas_[medium];
+}
+
+MediumMap<std::shared_ptr<Arena>> Pool::arenas() {
+  guard();
+  const std::lock_guard lock(mutex_);
+  guard();
+  return arenas_;
 }
 
 }  // namespace kvpool

@@ -39,7 +39,7 @@
 #include "kvpool/base/error.h"
 #include "kvpool/blocks/adopted_pages.h"
 #include "kvpool/blocks/block_copy.h"
-#include "kvpool/blocks/block_store.h"
+#include "kvpool/blocks/block_space.h"
 #include "kvpool/blocks/layout.h"
 #include "kvpool/blocks/parallel.h"
 #include "kvpool/index/pins.h"
@@ -107,7 +107,7 @@ struct MediumCounts {
 };
 
 struct PoolStats {
-  std::array<MediumCounts, kMediaCount> media;
+  MediumMap<MediumCounts> media;
   PoolCounters counters;
   std::size_t index_nodes = 0;
   std::size_t index_blocks = 0;
@@ -169,13 +169,15 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
 
   // --- blocks (alloc.cpp) ---
 
-  // Takes n blocks if they are free; false if not. MIXED: HBM first, the rest DRAM.
-  bool try_alloc(std::size_t n, Medium medium, Address* out);
+  // Takes n blocks if they are free; false if not. Of DISK there are none yet: it is kUnsupported, here and below.
+  bool try_alloc(std::size_t n, MediumChoice medium, Address* out);
   // The same, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first. `after`: as in swap_out.
   // Throws kOutOfBlocks.
-  void alloc_evicting(std::size_t n, Medium medium, Address* out, const CallerStream& after = {});
-  [[noreturn]] void throw_out_of_blocks(std::size_t n, Medium medium);
-  std::size_t capacity(Medium medium) const noexcept;
+  void alloc_evicting(std::size_t n, MediumChoice medium, Address* out, const CallerStream& after = {});
+  // Throws kUnsupported for DISK.
+  static void check_kept(MediumChoice medium);
+  [[noreturn]] void throw_out_of_blocks(std::size_t n, MediumChoice medium);
+  std::size_t capacity(MediumChoice medium) const noexcept { return space_.capacity(medium); }
 
   // Active blocks of the caller. Nothing is freed when an address is wrong.
   void free(const Address* addresses, std::size_t n);
@@ -195,7 +197,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   std::vector<InsertOutcome> insert(std::string_view name_space, std::span<const InsertItem> items,
                                     bool free_duplicates);
   std::size_t erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
-  std::size_t evict(std::size_t n, Medium medium);
+  std::size_t evict(std::size_t n, MediumChoice medium);
   MatchExplanation explain(std::string_view name_space, const Token* tokens, std::size_t n_tokens);
   void unpin(const IndexPin* pins, std::size_t n) noexcept override;
 
@@ -235,8 +237,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
 
   // Takes n blocks to `to` (reserved or lent) for an owner, as alloc does; false when that needs room to be made and
   // `evict` is not set.
-  bool take_for_peer(std::size_t n, Medium medium, BlockState to, std::uint64_t epoch, std::uint32_t mark, bool evict,
-                     Address* out);
+  bool take_for_peer(std::size_t n, MediumChoice medium, BlockState to, std::uint64_t epoch, std::uint32_t mark,
+                     bool evict, Address* out);
   // Reserved, lent or quarantined blocks become free; those that an engine allocates become active, as they were before
   // a fetch was to fill them. REQUIRES: they are.
   void release_from_peer(const Address* addresses, std::size_t n) noexcept;
@@ -244,12 +246,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   // Throws kStaleAddress, kNotOwner, kArgument unless each is lent to this owner, or reserved for this mark of it.
   void check_writable(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark, bool lent_only);
   // Who owns a reserved or lent block.
-  struct Ownership {
-    BlockState state = BlockState::kReserved;
-    std::uint64_t epoch = 0;
-    std::uint32_t mark = 0;
-  };
-  Ownership ownership_of(Address address) noexcept;
+  BlockOwner ownership_of(Address address) noexcept;
   // Reserved or lent blocks become active. REQUIRES: they are.
   void take_over(const Address* addresses, std::size_t n) noexcept;
   // As insert(), of a prompt whose last blocks are reserved or lent, to one owner: nobody meets these active in
@@ -278,44 +275,28 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   PoolStats audit();
   const Layout& layout() const noexcept { return layout_; }
   std::shared_ptr<Arena> arena(Medium medium);
+  MediumMap<std::shared_ptr<Arena>> arenas();
 
  private:
   using Lock = std::unique_lock<std::mutex>;
 
   static constexpr std::size_t kBatchBlocks = 4096;  // moved or dropped at most before others get the lock
-  static constexpr std::uint64_t kLimboTag = 1;      // a block's tag while it is in limbo: no node has this address
-  static constexpr std::uint64_t kUnreadTag = 2;     // of a reserved block that is free but for those who read it
 
   void copy_tier(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after);
   void check_stream(const CallerStream& after);
-  BlockStore& store(Medium medium) noexcept { return stores_[static_cast<std::size_t>(medium_index(medium))]; }
-  BlockStore& store_of(Address address) noexcept { return store(static_cast<Medium>(medium_bits_of(address))); }
-  bool is_local(Address address) const noexcept {
-    const std::uint32_t instance = instance_of(address);
-    return instance == 0 || instance == stores_[0].instance();
-  }
+  BlockStore& store(Medium medium) noexcept { return space_.store(medium); }
+  BlockStore& store_of(Address address) noexcept { return space_.store_of(address); }
 
-  void guard_alloc(Medium medium) const;
+  void guard_alloc(MediumChoice medium) const;
   void audit_if_asked();
   PoolStats audit_locked();
   PoolStats stats_locked() noexcept;
 
-  bool take(std::size_t n, Medium medium, BlockState to, Address* out) noexcept;
-  bool can_make_room(std::size_t n, Medium medium) noexcept;
-  [[noreturn]] void throw_out_of_blocks_locked(std::size_t n, Medium medium);
-  // Throws unless the address names a block here in state `wanted` (any taken state when nullopt).
-  void check(Address address, std::size_t position, std::optional<BlockState> wanted);
-  bool check_active_and_distinct(const Address* addresses, std::size_t n, bool skip_cached);
-  void check_distinct(const Address* addresses, std::size_t n, std::uint64_t stamp);
+  bool can_make_room(std::size_t n, MediumChoice medium) noexcept;
+  [[noreturn]] void throw_out_of_blocks_locked(std::size_t n, MediumChoice medium);
   void hand_over(Lock& lock, const Address* addresses, std::size_t n);
   void zero_if_asked(Lock& lock, const Address* addresses, std::size_t n);
-  void check_unread(const Address* addresses, std::size_t n) const;
-  void release_blocks(const Address* addresses, std::size_t n) noexcept;
-  void release_unread(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
-  Ownership ownership_locked(Address address) noexcept;
-  void give_locked(std::span<const Address> addresses, const Ownership& to) noexcept;
-  void give_tags(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark) noexcept;
-  void take_evicting(Lock& lock, std::size_t n, Medium medium, BlockState to, Address* out,
+  void take_evicting(Lock& lock, std::size_t n, MediumChoice medium, BlockState to, Address* out,
                      const MoveOrder& order = CallerStream());
 
   void check_not_the_engines(const InsertItem& item) const;
@@ -365,7 +346,6 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   std::optional<Error> why_failed_;  // written before failed_
   bool audit_each_call_;
   bool zero_on_alloc_;
-  bool engine_allocates_ = false;
   bool on_device_ = false;
   std::uint32_t made_in_;  // fork generation
   std::atomic<bool> closed_{false};
@@ -381,8 +361,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   std::condition_variable swap_in_ended_;  // with mutex_: a swap in copies no more
   std::uint64_t swaps_in_begun_ = 0;       // copies of swaps in; at most one is under way
   std::uint64_t swaps_in_over_ = 0;
-  std::array<BlockStore, kMediaCount> stores_;
-  std::array<std::shared_ptr<Arena>, kMediaCount> arenas_;
+  BlockSpace space_;
+  MediumMap<std::shared_ptr<Arena>> arenas_;
   CopyTeam team_;
   bool two_tiers_ = false;
   // HBM to DRAM and back, in ordinary memory, or between a GPU and the host.
@@ -391,11 +371,9 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool>, p
   std::shared_ptr<DeviceMover> device_mover_;
   std::unique_ptr<PromptIndex> index_;
   std::vector<Limbo> limbo_;
-  std::array<std::vector<std::uint16_t>, kMediaCount> readers_;  // of each block; empty until the first transfer
   PoolCounters counters_;
-  std::uint64_t dropped_blocks_ = 0;        // by the index, for whatever reason
-  std::uint64_t check_stamp_ = kUnreadTag;  // tags active blocks while a list is checked for duplicates
-  std::uint32_t move_stamp_ = 0;            // marks cached blocks, likewise
+  std::uint64_t dropped_blocks_ = 0;  // by the index, for whatever reason
+  std::uint32_t move_stamp_ = 0;      // marks cached blocks, likewise
 };
 
 }  // namespace kvpool

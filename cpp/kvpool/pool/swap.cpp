@@ -88,7 +88,7 @@ std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* 
     copy_tier(TierWay::kOut, from.data(), to.data(), from.size(), order.at_copy());
   } catch (...) {
     lock.lock();
-    release_blocks(to.data(), from.size());
+    space_.release(to.data(), from.size());
     for (std::size_t i = 0; i < from.size();) {
       PromptNode* node = node_of(from[i]);
       i += node->pages;
@@ -104,11 +104,11 @@ std::size_t Pool::move_to_dram(Lock& lock, std::size_t n, std::vector<Address>* 
     PromptNode* node = node_of(from[i]);
     const std::uint32_t pages = node->pages;
     if (node->payload.pins > 0) {
-      release_blocks(&to[i], pages);
+      space_.release(&to[i], pages);
     } else {
       index_->redirect(node, &to[i]);
       placed(*node);
-      release_blocks(&from[i], pages);
+      space_.release(&from[i], pages);
       if (moved != nullptr) moved->insert(moved->end(), &to[i], &to[i] + pages);
       gone += pages;
     }
@@ -125,7 +125,7 @@ void Pool::renew(std::vector<Address>& addresses) noexcept {
 }
 
 void Pool::check_two_tiers() const {
-  if (engine_allocates_) {
+  if (space_.engine_allocates()) {
     throw Error(ErrorCode::kState,
                 "the engine allocates this pool's HBM: its blocks are never cached, so there are none to swap out");
   }

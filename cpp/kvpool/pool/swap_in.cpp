@@ -106,7 +106,7 @@ void Pool::give_back_swap_in(PendingSwapIn& pending, std::size_t keep) noexcept 
   if (pending.into_named) {
     for (const Address address : rest) store_of(address).set_state(block_of(address), BlockState::kActive);
   } else {
-    release_blocks(rest.data(), rest.size());
+    space_.release(rest.data(), rest.size());
   }
   pending.to.resize(keep);
 }
@@ -116,7 +116,7 @@ void Pool::give_back_swap_in(PendingSwapIn& pending, std::size_t keep) noexcept 
 Address Pool::page_of(Address address) noexcept {
   const BlockStore& blocks = store_of(address);
   const std::uint32_t block = block_of(address);
-  return blocks.tag(block) == kLimboTag ? store(Medium::kHbm).address_of(blocks.mark(block)) : address;
+  return blocks.tag(block) == BlockSpace::kCacheTag ? store(Medium::kHbm).address_of(blocks.mark(block)) : address;
 }
 
 // Checks the addresses, makes every run of them that lies in DRAM a node of its own, and pins all their nodes.
@@ -125,7 +125,7 @@ void Pool::gather_swap_in(std::span<const Address> given, PendingSwapIn& pending
   addresses.assign(given.begin(), given.end());
   const std::uint32_t stamp = ++move_stamp_;  // nobody else marks blocks before this has looked at all of them
   for (std::size_t i = 0; i < addresses.size(); ++i) {
-    check(addresses[i], i, BlockState::kHistorical);
+    space_.check(addresses[i], i, BlockState::kHistorical);
     addresses[i] = page_of(addresses[i]);
     BlockStore& blocks = store_of(addresses[i]);
     const std::uint32_t block = block_of(addresses[i]);
@@ -156,7 +156,7 @@ void Pool::gather_swap_in(std::span<const Address> given, PendingSwapIn& pending
 
 // Reserves blocks of the caller's for what is to come, until the copy is committed.
 void Pool::name_swap_in(std::span<const Address> into, PendingSwapIn& pending) {
-  if (engine_allocates_ && !pending.from.empty()) {
+  if (space_.engine_allocates() && !pending.from.empty()) {
     throw Error(
         ErrorCode::kState,
         "the engine allocates this pool's HBM, and may use its blocks again at any moment: cached blocks cannot "
@@ -168,7 +168,7 @@ void Pool::name_swap_in(std::span<const Address> into, PendingSwapIn& pending) {
     return;
   }
   check_room_named(pending.from.size(), into.size());
-  check_active_and_distinct(into.data(), into.size(), /*skip_cached=*/false);
+  space_.check_active_and_distinct(into.data(), into.size(), /*skip_cached=*/false);
   for (std::size_t i = 0; i < into.size(); ++i) {
     if (medium_bits_of(into[i]) == static_cast<std::uint32_t>(Medium::kHbm)) continue;
     throw Error(ErrorCode::kArgument, "swap_in goes to HBM blocks, and position " + std::to_string(i) + " is in DRAM",
@@ -176,8 +176,8 @@ void Pool::name_swap_in(std::span<const Address> into, PendingSwapIn& pending) {
   }
   pending.to.assign(into.begin(), into.end());
   pending.into_named = true;
-  for (const Address address : into) store_of(address).set_state(block_of(address), BlockState::kReserved);
-  give_tags(into.data(), into.size(), 0, 0);  // nobody's: what the check above left there could be some peer's epoch
+  // With no owner: what the check above left there as a tag could be some peer's epoch.
+  space_.give(into, {BlockState::kReserved, 0, 0});
 }
 
 // Where the pages lie now. Nodes have only been cut since: those in DRAM are whole nodes still.
@@ -212,14 +212,14 @@ void Pool::reserve_swap_in(Lock& lock, PendingSwapIn& pending, const MoveOrder& 
   }
   if (moving == 0) return;
   std::vector<Address> to(moving);
-  if (!take(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
+  if (!space_.take(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
     lock.unlock();
     Lock reclaim(reclaim_, std::defer_lock);
     lock_to_reclaim(reclaim, lock, order);
     guard();
     // The copy to the room that is made follows the whole device, unless the caller has named a stream.
     if (order.swap() != nullptr || order.of_device()) probe_device(lock);
-    while (!take(moving, Medium::kHbm, BlockState::kReserved, to.data())) make_room(lock, moving, order);
+    while (!space_.take(moving, Medium::kHbm, BlockState::kReserved, to.data())) make_room(lock, moving, order);
   }
   pending.to = std::move(to);
 }
@@ -269,12 +269,12 @@ void Pool::commit_swap_in(PendingSwapIn& pending) {
       next_limbo->stamp = index_->tick();
       for (std::uint32_t k = 0; k < pages; ++k) {
         BlockStore& dram = store(Medium::kDram);
-        dram.set_tag(block_of(from[i + k]), kLimboTag);
+        dram.set_tag(block_of(from[i + k]), BlockSpace::kCacheTag);
         dram.set_mark(block_of(from[i + k]), block_of(pending.to[i + k]));
       }
       limbo_.push_back(std::move(*next_limbo++));
     } else {
-      release_blocks(&from[i], pages);
+      space_.release(&from[i], pages);
     }
     i += pages;
   }
@@ -285,7 +285,7 @@ void Pool::unpinned(PromptNode& node, std::uint64_t stamp) noexcept {
   for (std::size_t i = 0; i < limbo_.size();) {
     Limbo& limbo = limbo_[i];
     if (limbo.node == &node && stamp < limbo.stamp && --limbo.remaining == 0) {
-      release_blocks(limbo.blocks.data(), limbo.blocks.size());
+      space_.release(limbo.blocks.data(), limbo.blocks.size());
       if (i + 1 < limbo_.size()) limbo = std::move(limbo_.back());
       limbo_.pop_back();
       continue;

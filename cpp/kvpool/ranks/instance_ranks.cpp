@@ -169,6 +169,12 @@ class OwnRanks final : public InstanceRanks {
   const std::unique_ptr<RankSet> ranks_;
 };
 
+MediumMap<std::uint32_t> blocks_of(const Pool& pool) {
+  MediumMap<std::uint32_t> blocks{};
+  for (const Medium medium : kMedia) blocks[medium] = static_cast<std::uint32_t>(pool.capacity(medium));
+  return blocks;
+}
+
 // The scheduler of a logical instance: its ranks have joined from other processes.
 class JoinedRanks final : public InstanceRanks {
  public:
@@ -176,8 +182,7 @@ class JoinedRanks final : public InstanceRanks {
       : pool_(host.pool),
         name_(host.name),
         epoch_(host.epoch),
-        hub_(*host.pool.sharding(), {host.pool.arena(Medium::kHbm)->blocks(), host.pool.arena(Medium::kDram)->blocks()},
-             host.on_rank_lost) {
+        hub_(*host.pool.sharding(), blocks_of(host.pool), host.on_rank_lost) {
     pool_.set_mover(&hub_);
   }
 

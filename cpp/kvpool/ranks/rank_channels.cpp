@@ -213,11 +213,11 @@ void RankChannels::check_part(const RankChannel& channel, const Job& job, const 
   const auto& media = channel.peer().media;
   for (const Address address : job.order.request.to) {
     const std::uint32_t bits = medium_bits_of(address);
-    const bool there = bits >= 1 && bits <= kMediaCount && block_of(address) < media[bits - 1].blocks;
+    const bool there = is_medium(bits) && block_of(address) < media[medium_of(address)].blocks;
     if (!there) fail("a block to write to does not exist in the peer's rank");
   }
   for (const Address address : job.order.request.from) {
-    const MediumSpan& span = spans_[medium_bits_of(address) - 1];
+    const MediumSpan& span = spans_[medium_of(address)];
     if (!strips_fit(part.strips, span.block_bytes(), channel.peer_block_bytes())) {
       fail("the parts to write do not lie within the blocks of both ranks");
     }

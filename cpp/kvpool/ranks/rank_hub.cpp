@@ -131,7 +131,7 @@ class RemoteRank final : public RankWriter {
 
 }  // namespace
 
-RankHub::RankHub(const Sharding& sharding, std::array<std::uint32_t, kMediaCount> blocks,
+RankHub::RankHub(const Sharding& sharding, MediumMap<std::uint32_t> blocks,
                  std::function<void(const Error& why)> on_lost)
     : sharding_(sharding), blocks_(blocks), on_lost_(std::move(on_lost)) {
   for (std::uint32_t rank = 0; rank < sharding_.ranks(); ++rank) {
@@ -165,8 +165,8 @@ void RankHub::check_fits(const PeerMetadata& metadata) const {
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
     if (metadata.media[i].blocks == blocks_[i]) continue;
     throw Error(ErrorCode::kLayoutMismatch,
-                "rank " + number + " has " + std::to_string(metadata.media[i].blocks) + " " +
-                    (i == 0 ? "HBM" : "DRAM") + " blocks, and its instance " + std::to_string(blocks_[i]),
+                "rank " + number + " has " + std::to_string(metadata.media[i].blocks) + " " + medium_name(kMedia[i]) +
+                    " blocks, and its instance " + std::to_string(blocks_[i]),
                 {{"blocks", metadata.media[i].blocks}, {"blocks_needed", blocks_[i]}});
   }
 }

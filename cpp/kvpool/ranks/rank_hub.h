@@ -28,9 +28,8 @@ class JoinedRank;
 
 class RankHub final : public RankSet, public TierMover {
  public:
-  // `blocks` by medium_index(). `on_lost` comes from any thread.
-  RankHub(const Sharding& sharding, std::array<std::uint32_t, kMediaCount> blocks,
-          std::function<void(const Error& why)> on_lost);
+  // `on_lost` comes from any thread.
+  RankHub(const Sharding& sharding, MediumMap<std::uint32_t> blocks, std::function<void(const Error& why)> on_lost);
   ~RankHub() override;
 
   const Sharding& sharding() const noexcept { return sharding_; }
@@ -67,7 +66,7 @@ class RankHub final : public RankSet, public TierMover {
   std::vector<std::shared_ptr<JoinedRank>> joined() const;
 
   const Sharding sharding_;
-  const std::array<std::uint32_t, kMediaCount> blocks_;
+  const MediumMap<std::uint32_t> blocks_;
   const std::function<void(const Error&)> on_lost_;
   std::size_t needed_ = 0;  // ranks that hold a part of a block
 

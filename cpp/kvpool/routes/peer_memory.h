@@ -22,8 +22,9 @@ MediaSpans remote_spans(const PeerMetadata& metadata, const MediaSet& gpu_media 
 // The medium as it is reached here, where its memory is mapped at `base`. Throws kProtocol.
 MediumSpan mapped_span(const MetadataMedium& medium, std::byte* base);
 
-// Files of the peer's media, by medium_index(); -1 for a medium that cannot be mapped.
-using MediaFiles = std::array<int, kMediaCount>;
+// Files of the peer's media, -1 for a medium that cannot be mapped.
+using MediaFiles = MediumMap<int>;
+inline constexpr MediaFiles kNoFiles = same_for_all_media(-1);
 
 // The peer's owned arenas, mapped into this process. The mapping needs neither the descriptors nor the peer any more;
 // it ends with this object. A forked child does not inherit it.
@@ -37,11 +38,11 @@ class MappedPeer {
 
   const MediaSpans& spans() const noexcept { return spans_; }
   // Where each medium is mapped, and how long it is; empty for one that is not.
-  const std::array<std::span<std::byte>, kMediaCount>& regions() const noexcept { return regions_; }
+  const MediumMap<std::span<std::byte>>& regions() const noexcept { return regions_; }
 
  protected:
   MediaSpans spans_;
-  std::array<std::span<std::byte>, kMediaCount> regions_{};
+  MediumMap<std::span<std::byte>> regions_{};
 };
 
 }  // namespace kvpool

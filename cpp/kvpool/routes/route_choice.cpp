@@ -1,5 +1,6 @@
 #include "kvpool/routes/route_choice.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "kvpool/base/clock.h"
@@ -12,7 +13,7 @@ MediaSet media_set_of(std::span<const Address> addresses) noexcept {
   MediaSet reach{};
   for (const Address address : addresses) {
     const std::uint32_t bits = medium_bits_of(address);
-    if (bits >= 1 && bits <= kMediaCount) reach[bits - 1] = true;
+    if (is_medium(bits)) reach[static_cast<Medium>(bits)] = true;
   }
   return reach;
 }
@@ -20,11 +21,9 @@ MediaSet media_set_of(std::span<const Address> addresses) noexcept {
 namespace {
 
 bool carries(const Route& route, const MediaSet& from, const MediaSet& to) noexcept {
-  for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
-    const auto at = static_cast<std::size_t>(medium_index(medium));
-    if ((from[at] && !route.reads(medium)) || (to[at] && !route.reaches(medium))) return false;
-  }
-  return true;
+  return std::ranges::all_of(kMedia, [&](Medium medium) {
+    return (!from[medium] || route.reads(medium)) && (!to[medium] || route.reaches(medium));
+  });
 }
 
 }  // namespace

@@ -62,13 +62,14 @@ double RouteCost::estimate_us(const MediaSet& from, const MediaSet& to, std::uin
                               std::int64_t now_ns) const noexcept {
   std::optional<double> most;
   const Table* last = nullptr;
-  for (std::size_t i = 0; i < tables_.size(); ++i) {
-    if (!from[i / kMediaCount] || !to[i % kMediaCount]) continue;
-    const Table* table = tables_[i].load(std::memory_order_acquire);
-    if (table == nullptr) table = &guess_;
-    if (table == last) continue;
-    last = table;
-    most = std::max(most.value_or(0), table->estimate_us(pieces, bytes, now_ns));
+  for (const Medium source : kMedia) {
+    for (const Medium target : kMedia) {
+      if (!from[source] || !to[target]) continue;
+      const Table* const table = table_of(source, target);
+      if (table == last) continue;
+      last = table;
+      most = std::max(most.value_or(0), table->estimate_us(pieces, bytes, now_ns));
+    }
   }
   return most ? *most : guess_.estimate_us(pieces, bytes, now_ns);
 }
@@ -76,12 +77,13 @@ double RouteCost::estimate_us(const MediaSet& from, const MediaSet& to, std::uin
 void RouteCost::measured(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes, double us,
                          std::int64_t now_ns) noexcept {
   Table* table = nullptr;
-  for (std::size_t i = 0; i < tables_.size(); ++i) {
-    if (!from[i / kMediaCount] || !to[i % kMediaCount]) continue;
-    Table* one = tables_[i].load(std::memory_order_acquire);
-    if (one == nullptr) one = &guess_;
-    if (table != nullptr && table != one) return;
-    table = one;
+  for (const Medium source : kMedia) {
+    for (const Medium target : kMedia) {
+      if (!from[source] || !to[target]) continue;
+      Table* const one = table_of(source, target);
+      if (table != nullptr && table != one) return;
+      table = one;
+    }
   }
   if (table == nullptr) return;
   const double expected = table->write.us(pieces, bytes);
@@ -96,11 +98,11 @@ void RouteCost::settle(Medium from, Medium to, const RoutePrior& write, const Ro
   auto table = std::make_unique<Table>(write, arrival);
   const std::lock_guard lock(mutex_);
   settled_.push_back(std::move(table));
-  tables_[place_of(from, to)].store(settled_.back().get(), std::memory_order_release);
+  tables_[from][to].store(settled_.back().get(), std::memory_order_release);
 }
 
 std::optional<RoutePrior> RouteCost::settled(Medium from, Medium to) const noexcept {
-  const Table* table = tables_[place_of(from, to)].load(std::memory_order_acquire);
+  const Table* table = tables_[from][to].load(std::memory_order_acquire);
   if (table == nullptr) return std::nullopt;
   return RoutePrior{table->write.latency_us + table->arrival.latency_us,
                     table->write.us_per_piece + table->arrival.us_per_piece,

@@ -81,16 +81,20 @@ class RouteCost {
     Cell all{0};
   };
 
-  static constexpr std::size_t place_of(std::size_t from, std::size_t to) noexcept { return from * kMediaCount + to; }
-  static std::size_t place_of(Medium from, Medium to) noexcept {
-    return place_of(static_cast<std::size_t>(medium_index(from)), static_cast<std::size_t>(medium_index(to)));
+  Table* table_of(Medium from, Medium to) noexcept {
+    Table* const table = tables_[from][to].load(std::memory_order_acquire);
+    return table != nullptr ? table : &guess_;
+  }
+  const Table* table_of(Medium from, Medium to) const noexcept {
+    const Table* const table = tables_[from][to].load(std::memory_order_acquire);
+    return table != nullptr ? table : &guess_;
   }
   static std::size_t cell_of(std::uint64_t pieces, std::uint64_t bytes) noexcept;
   static double faded(std::uint64_t word, std::uint32_t now_ms) noexcept;
   static void correct(Cell& cell, double sample, std::uint32_t now_ms) noexcept;
 
   Table guess_;
-  std::array<std::atomic<Table*>, std::size_t{kMediaCount} * kMediaCount> tables_{};  // null: the guess
+  MediumPairMap<std::atomic<Table*>> tables_{};  // null: the guess
   std::mutex mutex_;
   // Under mutex_. All that were ever settled: an estimate may be looking at one that has been replaced.
   std::vector<std::unique_ptr<Table>> settled_;

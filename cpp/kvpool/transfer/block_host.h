@@ -33,7 +33,7 @@ struct Writer {
 // The part of a reservation that is not addresses: which prompt the blocks are for.
 struct ReserveSpec {
   std::size_t blocks = 0;  // of the whole request
-  Medium medium = Medium::kHbm;
+  MediumChoice medium = Medium::kHbm;
   bool insert = false;
   std::string name_space;
   std::vector<Token> tokens;
@@ -99,7 +99,7 @@ class BlockHost {
   // Blocks for a transfer, with the cached prefix of its prompt left out. Throws kOutOfBlocks, kArgument (tokens do not
   // fit the blocks), kState (an engine allocates them).
   virtual std::optional<Reservation> reserve(const ReserveSpec& spec, Writer writer, Room room) = 0;
-  virtual std::optional<std::vector<Address>> lend(std::size_t n, Medium medium, Writer writer, Room room) = 0;
+  virtual std::optional<std::vector<Address>> lend(std::size_t n, MediumChoice medium, Writer writer, Room room) = 0;
 
   // Every address names a block that is lent to this incarnation, or reserved for this transfer of it. Throws
   // kStaleAddress, kNotOwner, kArgument. `lent_only` leaves out the reserved ones.

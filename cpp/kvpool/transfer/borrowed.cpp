@@ -11,13 +11,13 @@ constexpr std::int64_t kRetryAfterUs = 10'000;
 
 }  // namespace
 
-BorrowedBlocks::BorrowedBlocks(std::string peer, std::uint32_t instance, std::array<std::uint32_t, kMediaCount> blocks)
+BorrowedBlocks::BorrowedBlocks(std::string peer, std::uint32_t instance, MediumMap<std::uint32_t> blocks)
     : peer_(std::move(peer)), instance_(instance), blocks_(blocks) {}
 
 std::uint32_t* BorrowedBlocks::find(Address address) noexcept {
   const std::uint32_t bits = medium_bits_of(address);
-  if (bits < 1 || bits > kMediaCount || instance_of(address) != instance_) return nullptr;
-  auto& words = words_[bits - 1];
+  if (!is_medium(bits) || instance_of(address) != instance_) return nullptr;
+  auto& words = words_[static_cast<Medium>(bits)];
   return block_of(address) < words.size() ? &words[block_of(address)] : nullptr;
 }
 
@@ -27,8 +27,8 @@ void BorrowedBlocks::add(std::span<const Address> addresses) {
     throw Error(ErrorCode::kProtocol, "peer " + peer_ + " lent " + what,
                 {{"address", static_cast<std::int64_t>(address)}});
   };
-  for (std::size_t i = 0; i < kMediaCount; ++i) {
-    if (words_[i].empty()) words_[i].resize(blocks_[i]);
+  for (const Medium medium : kMedia) {
+    if (words_[medium].empty()) words_[medium].resize(blocks_[medium]);
   }
   for (std::size_t i = 0; i < addresses.size(); ++i) {
     std::uint32_t* const word = find(addresses[i]);

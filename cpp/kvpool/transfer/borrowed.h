@@ -26,7 +26,7 @@ namespace kvpool {
 class BorrowedBlocks {
  public:
   // `blocks` that the peer has of each medium.
-  BorrowedBlocks(std::string peer, std::uint32_t instance, std::array<std::uint32_t, kMediaCount> blocks);
+  BorrowedBlocks(std::string peer, std::uint32_t instance, MediumMap<std::uint32_t> blocks);
 
   // Throws Error kProtocol when the peer lent what it has not, or lent before.
   void add(std::span<const Address> addresses);
@@ -49,7 +49,7 @@ class BorrowedBlocks {
   std::uint32_t count() const noexcept;
 
  private:
-  // Of each block: generation 24 | being written 1 | borrowed 1.
+  // Of each block: generation 23, from bit 8 | being written 1 | borrowed 1.
   static constexpr std::uint32_t kBorrowed = 1;
   static constexpr std::uint32_t kWritten = 2;
   static constexpr int kGenerationAt = 8;
@@ -58,9 +58,9 @@ class BorrowedBlocks {
 
   std::string peer_;
   std::uint32_t instance_;
-  std::array<std::uint32_t, kMediaCount> blocks_;
+  MediumMap<std::uint32_t> blocks_;
   mutable std::mutex mutex_;
-  std::array<std::vector<std::uint32_t>, kMediaCount> words_;  // empty until the first block is borrowed
+  MediumMap<std::vector<std::uint32_t>> words_;  // empty until the first block is borrowed
   std::uint32_t count_ = 0;
   std::atomic<std::uint32_t> overdue_{0};
 };

@@ -31,10 +31,10 @@ std::uint8_t read_bits(WireReader& in, std::uint8_t known) {
   return bits;
 }
 
-Medium read_medium(WireReader& in) {
+MediumChoice read_medium_choice(WireReader& in) {
   const auto value = in.number<std::uint8_t>();
-  if (value < 1 || value > 3) malformed("medium " + std::to_string(value));
-  return static_cast<Medium>(value);
+  if (!MediumChoice::is_code(value)) malformed("medium " + std::to_string(value));
+  return MediumChoice::from_code(value);
 }
 
 std::uint32_t read_blocks(WireReader& in) {
@@ -57,7 +57,7 @@ Bytes write_body(const LendBody& body) {
   Bytes out;
   WireWriter(out)
       .number(body.blocks)
-      .number(static_cast<std::uint8_t>(body.medium))
+      .number(body.medium.code())
       .number(static_cast<std::uint8_t>(body.may_evict ? kMayEvict : 0));
   return out;
 }
@@ -66,7 +66,7 @@ LendBody read_lend(std::span<const std::byte> bytes) {
   WireReader in(bytes);
   LendBody body;
   body.blocks = read_blocks(in);
-  body.medium = read_medium(in);
+  body.medium = read_medium_choice(in);
   body.may_evict = (read_bits(in, kMayEvict) & kMayEvict) != 0;
   in.finish();
   return body;
@@ -78,7 +78,7 @@ Bytes write_body(const ReserveBody& body) {
   const int bits = (body.may_evict ? kMayEvict : 0) | (body.insert ? kInsert : 0) | (body.one_sided ? kOneSided : 0);
   WireWriter(out)
       .number(body.blocks)
-      .number(static_cast<std::uint8_t>(body.medium))
+      .number(body.medium.code())
       .number(static_cast<std::uint8_t>(bits))
       .number(body.lifetime_ms)
       .text(body.name_space)
@@ -90,7 +90,7 @@ ReserveBody read_reserve(std::span<const std::byte> bytes) {
   WireReader in(bytes);
   ReserveBody body;
   body.blocks = read_blocks(in);
-  body.medium = read_medium(in);
+  body.medium = read_medium_choice(in);
   const std::uint8_t bits = read_bits(in, kMayEvict | kInsert | kOneSided);
   body.may_evict = (bits & kMayEvict) != 0;
   body.insert = (bits & kInsert) != 0;

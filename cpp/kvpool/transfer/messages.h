@@ -20,13 +20,13 @@ inline constexpr std::size_t kNamespaceBytesMax = 65536;
 
 struct LendBody {
   std::uint32_t blocks = 0;
-  Medium medium = Medium::kHbm;
+  MediumChoice medium = Medium::kHbm;
   bool may_evict = true;
 };
 
 struct ReserveBody {
   std::uint32_t blocks = 0;
-  Medium medium = Medium::kHbm;
+  MediumChoice medium = Medium::kHbm;
   bool may_evict = true;
   bool insert = false;
   bool one_sided = true;  // the sender will write by a one-sided route

@@ -113,7 +113,7 @@ void Receiver::complete_named(std::uint64_t id, CompleteBody& body, Delivery& de
   }
   if (!body.insert) mark_held(body.named);
   delivery.named = true;
-  delivery.spec = {body.named.size(), Medium::kMixed, body.insert, std::move(body.name_space), std::move(body.tokens)};
+  delivery.spec = {body.named.size(), kMixed, body.insert, std::move(body.name_space), std::move(body.tokens)};
   delivery.reservation.addresses = std::move(body.named);
 }
 

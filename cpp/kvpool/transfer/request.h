@@ -26,11 +26,11 @@ const char* strategy_name(Strategy strategy) noexcept;
 
 struct TransferRequest {
   std::string peer;
-  std::vector<Address> from;     // blocks of this pool, whole prompt for an insertion
-  std::vector<Address> to;       // lent by the peer; empty: the receiver reserves
-  Medium medium = Medium::kHbm;  // at the receiver, where it reserves
-  bool may_evict = true;         // the receiver may drop cached prompts for it
-  bool insert = false;           // with the tokens below: the receiver inserts
+  std::vector<Address> from;           // blocks of this pool, whole prompt for an insertion
+  std::vector<Address> to;             // lent by the peer; empty: the receiver reserves
+  MediumChoice medium = Medium::kHbm;  // at the receiver, where it reserves
+  bool may_evict = true;               // the receiver may drop cached prompts for it
+  bool insert = false;                 // with the tokens below: the receiver inserts
   std::string name_space;
   std::vector<Token> tokens;
   std::optional<Bytes> private_bytes;  // to the receiving application, with the blocks; nullopt: it is not told
@@ -48,7 +48,7 @@ struct FetchRequest {
   std::string peer;
   std::vector<Address> from;  // blocks of the peer
   std::vector<Address> to;    // active blocks here; empty: they are allocated
-  Medium medium = Medium::kHbm;
+  MediumChoice medium = Medium::kHbm;
   bool may_evict = true;
   Priority priority = Priority::kPrefill;
   std::int64_t deadline_ns = 0;  // CLOCK_MONOTONIC

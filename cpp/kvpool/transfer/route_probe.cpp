@@ -70,8 +70,8 @@ void RouteProbe::run(std::int64_t until_ns, const Waiting& waiting) {
 }
 
 std::size_t RouteProbe::blocks_max() const noexcept {
-  const auto here = session_.host().blocks().spans()[static_cast<std::size_t>(medium_index(from_))].blocks;
-  const auto there = session_.peer().media[static_cast<std::size_t>(medium_index(to_))].blocks;
+  const auto here = session_.host().blocks().spans()[from_].blocks;
+  const auto there = session_.peer().media[to_].blocks;
   return std::min<std::size_t>(std::min<std::uint64_t>(here, there) / kShare, kBlocksMax);
 }
 

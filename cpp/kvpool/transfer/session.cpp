@@ -15,8 +15,10 @@ namespace {
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kRetryAfterUs = 10'000;
 
-std::array<std::uint32_t, kMediaCount> blocks_of(const PeerMetadata& peer) {
-  return {peer.media[0].blocks, peer.media[1].blocks};
+MediumMap<std::uint32_t> blocks_of(const PeerMetadata& peer) {
+  MediumMap<std::uint32_t> blocks{};
+  for (const Medium medium : kMedia) blocks[medium] = peer.media[medium].blocks;
+  return blocks;
 }
 
 }  // namespace
@@ -113,8 +115,8 @@ void Session::forget_answer(std::uint64_t id) noexcept {
 void Session::check_of_peer(std::span<const Address> addresses) const {
   for (const Address address : addresses) {
     const std::uint32_t bits = medium_bits_of(address);
-    if (instance_of(address) == peer_.instance && bits >= 1 && bits <= kMediaCount &&
-        block_of(address) < peer_.media[bits - 1].blocks) {
+    if (instance_of(address) == peer_.instance && is_medium(bits) &&
+        block_of(address) < peer_.media[medium_of(address)].blocks) {
       continue;
     }
     throw Error(ErrorCode::kProtocol, "peer " + peer_.name + " named a block that it has not",

@@ -59,7 +59,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // A word that changes nothing: the peer learns by it that this side has admitted it.
   void greet() noexcept { tell(FrameKind::kCancel, next_id()); }
   // Throw Error; see service.h.
-  std::vector<Address> borrow(std::size_t n, Medium medium, bool may_evict, const Waiting& waiting);
+  std::vector<Address> borrow(std::size_t n, MediumChoice medium, bool may_evict, const Waiting& waiting);
   void give_back(std::span<const Address> addresses, const Waiting& waiting);
   // The second half of it. REQUIRES: borrowed().begin_write() has marked them; they are borrowed no more afterwards,
   // or, when the request could not be sent, marked no more.
@@ -196,7 +196,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   std::atomic<bool> settled_{false};  // and what was promised to the peer is in quarantine, or free
   std::atomic<std::uint32_t> writes_{0};
   // By pair of media, from and to: it has been measured, is being, or is no question.
-  std::array<std::atomic<bool>, std::size_t{kMediaCount} * kMediaCount> claimed_{};
+  MediumPairMap<std::atomic<bool>> claimed_{};
   std::atomic<std::uint32_t> wanted_{0};  // to be measured when no write is under way
 
   mutable std::mutex mutex_;

@@ -99,7 +99,7 @@ void Session::on_unwanted(const Message& answer) {
   if ((answer.id & kFetchBit) != 0) receiver_->on_fetch_over(answer.id);
 }
 
-std::vector<Address> Session::borrow(std::size_t n, Medium medium, bool may_evict, const Waiting& waiting) {
+std::vector<Address> Session::borrow(std::size_t n, MediumChoice medium, bool may_evict, const Waiting& waiting) {
   if (n > kAddressesMax) {
     throw Error(ErrorCode::kArgument, std::to_string(n) + " blocks; one request takes " + std::to_string(kAddressesMax),
                 {{"requested", static_cast<std::int64_t>(n)}, {"maximum", kAddressesMax}});

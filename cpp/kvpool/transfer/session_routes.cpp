@@ -10,9 +10,11 @@
 namespace kvpool {
 namespace {
 
-constexpr std::array kMedia{Medium::kHbm, Medium::kDram};
-
-std::size_t at(Medium medium) noexcept { return static_cast<std::size_t>(medium_index(medium)); }
+// Of a pair of media, in a word.
+std::uint32_t pair_bit(Medium source, Medium target) noexcept {
+  static_assert(kMedia.size() * kMedia.size() <= 32);
+  return 1U << (medium_index(source) * kMedia.size() + medium_index(target));
+}
 
 }  // namespace
 
@@ -96,14 +98,14 @@ std::vector<Session::Question> Session::claim_questions(const MediaSet& from, co
   BlockHost& blocks = host_.blocks();
   for (const Medium source : kMedia) {
     for (const Medium target : kMedia) {
-      std::atomic<bool>& claimed = claimed_[at(source) * kMediaCount + at(target)];
-      if (!from[at(source)] || !to[at(target)] || claimed.load(std::memory_order_relaxed)) continue;
+      std::atomic<bool>& claimed = claimed_[source][target];
+      if (!from[source] || !to[target] || claimed.load(std::memory_order_relaxed)) continue;
       RouteCandidates candidates;
-      if (blocks.spans()[at(source)].blocks > 0 && peer_.media[at(target)].blocks > 0) {
+      if (blocks.spans()[source].blocks > 0 && peer_.media[target].blocks > 0) {
         const std::lock_guard lock(mutex_);
         candidates = candidates_between(routes_, source, target);
       }
-      const bool on_gpu = blocks.on_gpu(source) || peer_.media[at(target)].kind == MemoryKind::kGpu;
+      const bool on_gpu = blocks.on_gpu(source) || peer_.media[target].kind == MemoryKind::kGpu;
       const bool asks = candidates.routes.size() > 1 && (on_gpu || candidates.by_name);
       if (!candidates.all) continue;  // later: a measurement beside a guess decides nothing
       if (claimed.exchange(true) || !asks) continue;
@@ -136,8 +138,8 @@ void Session::want_measured(const MediaSet& from, const MediaSet& to) noexcept {
   std::uint32_t wanted = 0;
   for (const Medium source : kMedia) {
     for (const Medium target : kMedia) {
-      const std::size_t pair = at(source) * kMediaCount + at(target);
-      if (from[at(source)] && to[at(target)] && !claimed_[pair].load(std::memory_order_relaxed)) wanted |= 1U << pair;
+      if (!from[source] || !to[target] || claimed_[source][target].load(std::memory_order_relaxed)) continue;
+      wanted |= pair_bit(source, target);
     }
   }
   if (wanted != 0) wanted_.fetch_or(wanted, std::memory_order_relaxed);
@@ -151,7 +153,7 @@ void Session::measure_wanted() noexcept {
     std::vector<Question> questions;
     for (const Medium source : kMedia) {
       for (const Medium target : kMedia) {
-        if ((wanted >> (at(source) * kMediaCount + at(target)) & 1) == 0) continue;
+        if ((wanted & pair_bit(source, target)) == 0) continue;
         std::ranges::move(claim_questions(media_set_of(source), media_set_of(target)), std::back_inserter(questions));
       }
     }

@@ -233,7 +233,7 @@ def test_batches_are_whole_and_bounded(blocks, first):
     """Every block is told once, in order, whatever the pieces are."""
     first = min(first, blocks - 1)
     size = 4096  # so that four blocks are a batch
-    addrs = np.array([(1 << 48) + n if n % 7 else (2 << 48) + n for n in range(first, blocks)], np.uint64)
+    addrs = np.array([(1 << 47) + n if n % 7 else (2 << 47) + n for n in range(first, blocks)], np.uint64)
     tokens = np.repeat(np.arange(blocks, dtype=np.int32), size)
     event = kvpool.StoredEvent(1, "", tokens, first, addrs)
     batches = list(Translator(size).batches([event, event]))

@@ -73,7 +73,7 @@ struct PeerMetadata {
   std::vector<std::uint64_t> piece_bytes;  // of the logical block, as in Layout
   std::string model;                       // fingerprint, told by the user; "" when none
   std::vector<std::string> routes;         // by which it lets others write: "loopback", "shm", "cuda_ipc", ...
-  MetadataMedium media[kMediaCount];
+  MediumMap<MetadataMedium> media;
   Bytes ucx;         // of the ucx transport: worker address and rkeys; empty without it
   std::string door;  // abstract Unix socket name (without the leading zero) where local peers get in
 

@@ -26,8 +26,6 @@ constexpr std::size_t kPartsUnderWay = 2;
 // Of what a table has room for. Parts of shorter strips are several launches.
 constexpr std::uint64_t kStripBytesMin = 2048;
 
-constexpr std::size_t kGroups = std::size_t{kMediaCount} * kMediaCount;
-
 // Pairs of blocks of the same media on either side.
 struct Group {
   std::vector<Address> from;
@@ -43,12 +41,16 @@ struct MappedSide {
     // A destination stands once in a write, so there are no more pairs than the peer has blocks.
     std::size_t strips = 0;
     std::uint64_t pairs = 0;
+    std::size_t sources = 0;
+    std::size_t targets = 0;
     for (std::size_t i = 0; i < peer.size(); ++i) {
+      sources += local.spans[i].blocks > 0 ? 1 : 0;
+      targets += peer[i].blocks > 0 ? 1 : 0;
       strips = std::max(strips, local.spans[i].segments.size() + peer[i].segments.size());
       pairs += peer[i].blocks;
     }
     pairs = std::min(pairs, local.part_bytes / kStripBytesMin);
-    copier.add_tables(kPartsUnderWay, kGroups, strips, static_cast<std::size_t>(pairs));
+    copier.add_tables(kPartsUnderWay, sources * targets, strips, static_cast<std::size_t>(pairs));
   }
 
   const std::shared_ptr<void> keepalive;
@@ -70,13 +72,11 @@ class CudaRoute final : public Route {
   const char* name() const noexcept override { return name_; }
   RouteTraits traits() const noexcept override { return {.one_sided = true, .by_caller = true, .waits = false}; }
   bool reaches(Medium medium) const noexcept override {
-    if (peer_[static_cast<std::size_t>(medium_index(medium))].blocks == 0) return false;
+    if (peer_[medium].blocks == 0) return false;
     const std::lock_guard lock(mutex_);
     return mapped_ != nullptr && !mapped_->reach.refused(medium);
   }
-  bool reads(Medium medium) const noexcept override {
-    return local_.spans[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
-  }
+  bool reads(Medium medium) const noexcept override { return local_.spans[medium].blocks > 0; }
   // From host memory to host memory the CPU copies better.
   bool suits(const MediaSet& from, const MediaSet& to) const noexcept override {
     for (std::size_t at = 0; at < from.size(); ++at) {
@@ -162,33 +162,38 @@ class CudaRoute final : public Route {
 
   // Returns how many pieces there are. What the GPU copies of it is under way then.
   std::uint64_t write_part(const WriteRequest& request, const TransferPart& part, DeviceCopier::Run& run) {
-    std::array<Group, kGroups> groups;
+    MediumPairMap<Group> groups;
     for (std::size_t i = part.first_block; i < part.first_block + part.blocks; ++i) {
-      Group& group = groups[(medium_bits_of(request.from[i]) - 1) * kMediaCount + medium_bits_of(request.to[i]) - 1];
+      Group& group = groups[medium_of(request.from[i])][medium_of(request.to[i])];
       group.from.push_back(request.from[i]);
       group.to.push_back(request.to[i]);
     }
     std::uint64_t calls = 0;
-    std::vector<PlannedStrip> plan;
-    for (std::size_t i = 0; i < groups.size(); ++i) {
-      const std::size_t from = i / kMediaCount;
-      const std::size_t to = i % kMediaCount;
-      if (groups[i].from.empty()) continue;
-      if (!local_.on_gpu[from] && !peer_on_gpu_[to]) {
-        StripPlan pieces(local_.spans, peer_, part.strips, request.merge);
-        pieces.emit(groups[i].from, groups[i].to, [&](std::span<const CopyPiece> batch) {
-          copy_pieces(batch, CopyWay::kCached);
-          calls += batch.size();
-          return true;
-        });
-        continue;
+    for (const Medium from : kMedia) {
+      for (const Medium to : kMedia) {
+        const Group& group = groups[from][to];
+        if (!group.from.empty()) calls += write_group(request, part, from, to, group, run);
       }
-      plan.clear();
-      plan_strips(local_.spans[from], peer_[to], part.strips, request.merge, plan);
-      const GpuWay way = !local_.on_gpu[from] ? GpuWay::kIn : !peer_on_gpu_[to] ? GpuWay::kOut : GpuWay::kWithin;
-      calls += run.copy(way, plan, groups[i].from, groups[i].to, request.merge);
     }
     return calls;
+  }
+
+  std::uint64_t write_group(const WriteRequest& request, const TransferPart& part, Medium from, Medium to,
+                            const Group& group, DeviceCopier::Run& run) {
+    if (!local_.on_gpu[from] && !peer_on_gpu_[to]) {
+      std::uint64_t calls = 0;
+      StripPlan pieces(local_.spans, peer_, part.strips, request.merge);
+      pieces.emit(group.from, group.to, [&](std::span<const CopyPiece> batch) {
+        copy_pieces(batch, CopyWay::kCached);
+        calls += batch.size();
+        return true;
+      });
+      return calls;
+    }
+    std::vector<PlannedStrip> plan;
+    plan_strips(local_.spans[from], peer_[to], part.strips, request.merge, plan);
+    const GpuWay way = !local_.on_gpu[from] ? GpuWay::kIn : !peer_on_gpu_[to] ? GpuWay::kOut : GpuWay::kWithin;
+    return run.copy(way, plan, group.from, group.to, request.merge);
   }
 
   const char* const name_;
@@ -241,15 +246,15 @@ std::unique_ptr<Route> make_cuda_loopback_route(GpuSide local, GpuPeer peer) {
 
 std::unique_ptr<Route> make_cuda_ipc_route(GpuSide local, const PeerMetadata& metadata, const MediaFiles& files,
                                            bool opens_handles) {
-  const auto kept = std::make_shared<std::array<PeerGpu, kMediaCount>>();
+  const auto kept = std::make_shared<MediumMap<PeerGpu>>();
   std::shared_ptr<MappedPeer> host;
   MediaSpans spans;
   MediaSet on_gpu{};
-  MediaFiles host_files{-1, -1};
+  MediaFiles host_files = kNoFiles;
   for (std::size_t i = 0; i < files.size(); ++i) {
     if (metadata.media[i].kind == MemoryKind::kHost && metadata.media[i].mapped_bytes > 0) host_files[i] = files[i];
   }
-  if (host_files != MediaFiles{-1, -1}) {
+  if (host_files != kNoFiles) {
     host = MappedPeer::make(metadata, host_files);
     spans = host->spans();
   }
@@ -267,7 +272,7 @@ std::unique_ptr<Route> make_cuda_ipc_route(GpuSide local, const PeerMetadata& me
       if (host == nullptr || error.code() != ErrorCode::kUnsupported) throw;
     }
   }
-  if (host == nullptr && !on_gpu[0] && !on_gpu[1]) {
+  if (host == nullptr && on_gpu == MediaSet{}) {
     throw Error(ErrorCode::kUnsupported, "the peer has no memory that a GPU can map");
   }
   return std::make_unique<CudaRoute>("cuda_ipc", std::move(local), std::move(spans), kept, on_gpu, std::move(host));

@@ -56,7 +56,7 @@ struct RegisteredPeerMemory::Shared {
   const std::shared_ptr<MappedPeer> peer;  // its mapping ends after what is registered of it
   mutable std::mutex mutex;
   std::condition_variable changed;
-  std::array<Region, kMediaCount> regions;
+  MediumMap<Region> regions;
 };
 
 RegisteredPeerMemory::RegisteredPeerMemory(std::shared_ptr<const CudaContext> context, std::shared_ptr<MappedPeer> peer)
@@ -148,7 +148,7 @@ void RegisteredPeerMemory::wait(const MediaSet& media, const WriteRequest& reque
 
 bool RegisteredPeerMemory::refused(Medium medium) const noexcept {
   const std::lock_guard lock(shared_->mutex);
-  return shared_->regions[static_cast<std::size_t>(medium_index(medium))].stage == Stage::kRefused;
+  return shared_->regions[medium].stage == Stage::kRefused;
 }
 
 }  // namespace kvpool

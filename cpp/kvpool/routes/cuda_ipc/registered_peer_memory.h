@@ -46,8 +46,8 @@ class RegisteredPeerMemory {
   bool begin(std::size_t medium);
 
   const std::shared_ptr<Shared> shared_;
-  std::mutex mutex_;                                 // of the threads; shared_ has its own
-  std::array<std::thread, kMediaCount> registrars_;  // under mutex_
+  std::mutex mutex_;                   // of the threads; shared_ has its own
+  MediumMap<std::thread> registrars_;  // under mutex_
 };
 
 }  // namespace kvpool

@@ -30,13 +30,9 @@ class MemoryRoute final : public Route {
 
   const char* name() const noexcept override { return name_; }
   RouteTraits traits() const noexcept override { return {.one_sided = true, .by_caller = true, .waits = false}; }
-  bool reaches(Medium medium) const noexcept override {
-    return peer_[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
-  }
+  bool reaches(Medium medium) const noexcept override { return peer_[medium].blocks > 0; }
   // Media on a GPU were left out of the spans.
-  bool reads(Medium medium) const noexcept override {
-    return local_[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
-  }
+  bool reads(Medium medium) const noexcept override { return local_[medium].blocks > 0; }
   double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
                      std::uint64_t bytes) const noexcept override {
     return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());

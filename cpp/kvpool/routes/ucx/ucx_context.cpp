@@ -109,8 +109,8 @@ std::vector<std::string> probe_ucx_lanes(const std::string& where) {
   const auto there = context->make_worker();
   PeerMetadata metadata;
   metadata.name = "probe";
-  metadata.media[0].blocks = 1;
-  metadata.media[0].segments = {{reinterpret_cast<std::uint64_t>(memory.get()), kBytes, kBytes}};
+  metadata.media[Medium::kHbm].blocks = 1;
+  metadata.media[Medium::kHbm].segments = {{reinterpret_cast<std::uint64_t>(memory.get()), kBytes, kBytes}};
   metadata.ucx = there->blob();
   return here->make_route(metadata)->lanes();
 }

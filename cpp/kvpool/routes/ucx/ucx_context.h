@@ -36,7 +36,7 @@ class UcxContextCore final : public UcxContext, public std::enable_shared_from_t
   ~UcxContextCore() override;
 
   std::shared_ptr<UcxWorker> make_worker() override;
-  const std::array<std::string, kMediaCount>& refused() const noexcept override { return memory_->refused(); }
+  const MediumMap<std::string>& refused() const noexcept override { return memory_->refused(); }
   bool gives_handles() const noexcept override { return memory_->gives_handles(); }
 
   const UcxLibrary& ucx() const noexcept { return ucx_; }

@@ -48,7 +48,7 @@ class UcxMemory {
   // What was offered, without the media that are left out; and why these are.
   const MediaSpans& spans() const noexcept { return spans_; }
   const MediaSet& on_gpu() const noexcept { return on_gpu_; }
-  const std::array<std::string, kMediaCount>& refused() const noexcept { return refused_; }
+  const MediumMap<std::string>& refused() const noexcept { return refused_; }
   // Some of it is memory that UCX gives to peers as an IPC handle. What was made by cuMemCreate is none: who has
   // imported it keeps it alive.
   bool gives_handles() const noexcept { return gives_handles_; }
@@ -64,7 +64,7 @@ class UcxMemory {
   MediaSpans spans_;
   MediaSet on_gpu_{};
   bool gives_handles_ = false;
-  std::array<std::string, kMediaCount> refused_;
+  MediumMap<std::string> refused_;
   std::vector<Region> regions_;  // in order of addresses
 };
 

@@ -63,13 +63,9 @@ UcxRouteCore::~UcxRouteCore() {
   worker_->drop(held, peer_);
 }
 
-bool UcxRouteCore::reaches(Medium medium) const noexcept {
-  return remote_[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
-}
+bool UcxRouteCore::reaches(Medium medium) const noexcept { return remote_[medium].blocks > 0; }
 
-bool UcxRouteCore::reads(Medium medium) const noexcept {
-  return worker_->context().spans()[static_cast<std::size_t>(medium_index(medium))].blocks > 0;
-}
+bool UcxRouteCore::reads(Medium medium) const noexcept { return worker_->context().spans()[medium].blocks > 0; }
 
 std::uint8_t UcxRouteCore::kinds_of(const MediaSet& from, const MediaSet& to) const noexcept {
   const MediaSet& own = worker_->context().memory().on_gpu();

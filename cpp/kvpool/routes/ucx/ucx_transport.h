@@ -47,8 +47,8 @@ enum class UcxGpuMemory : std::uint8_t {
 // The pool's memory, as UCX is offered it.
 struct UcxLocal {
   MediaSpans spans;
-  std::shared_ptr<const CudaContext> gpu;                         // that media below are on; null: none is
-  std::array<std::optional<UcxGpuMemory>, kMediaCount> on_gpu{};  // by medium_index(); nothing: the host's
+  std::shared_ptr<const CudaContext> gpu;           // that media below are on; null: none is
+  MediumMap<std::optional<UcxGpuMemory>> on_gpu{};  // nothing: the host's
 };
 
 class UcxRoute : public Route {
@@ -86,8 +86,8 @@ class UcxContext {
                                           std::shared_ptr<void> keepalive);
   virtual ~UcxContext() = default;
 
-  // Why a medium that is on a GPU is not reached by UCX, by medium_index(); empty for one that is.
-  virtual const std::array<std::string, kMediaCount>& refused() const noexcept = 0;
+  // Why a medium that is on a GPU is not reached by UCX; empty for one that is.
+  virtual const MediumMap<std::string>& refused() const noexcept = 0;
   // Its keys hold IPC handles. A peer's UCX opens them, and keeps them open when the route is closed, and the worker:
   // the end of its process alone is known to close them.
   virtual bool gives_handles() const noexcept = 0;

@@ -1,0 +1,179 @@
+// The blocks of a pool in all its media, without a pool.
+#include "kvpool/blocks/block_space.h"
+
+#include <doctest/doctest.h>
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "kvpool/base/error.h"
+
+namespace kvpool {
+namespace {
+
+using Addresses = std::vector<Address>;
+
+constexpr MediumMap<std::uint32_t> kOnes = same_for_all_media(std::uint32_t{1});
+
+BlockSpace make_space(std::uint32_t hbm, std::uint32_t dram, bool engine_allocates = false) {
+  return BlockSpace({hbm, dram}, kOnes, engine_allocates);
+}
+
+Addresses take(BlockSpace& space, std::size_t n, MediumChoice choice, BlockState to = BlockState::kActive) {
+  Addresses blocks(n);
+  REQUIRE(space.take(n, choice, to, blocks.data()));
+  return blocks;
+}
+
+template <class Call>
+ErrorCode code_of(Call&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  FAIL("nothing was thrown");
+  return ErrorCode::kArgument;
+}
+
+TEST_CASE("every medium of the list has its blocks, and DISK has none") {
+  BlockSpace space = make_space(3, 5);
+  CHECK(space.capacity(Medium::kHbm) == 3);
+  CHECK(space.capacity(Medium::kDram) == 5);
+  CHECK(space.capacity(Medium::kDisk) == 0);
+  CHECK(space.capacity(kMixed) == 8);
+  for (const Medium medium : kMedia) CHECK(space.store(medium).medium() == medium);
+  Address out = 0;
+  CHECK_FALSE(space.take(1, Medium::kDisk, BlockState::kActive, &out));
+  CHECK(out == 0);
+  space.audit();
+}
+
+TEST_CASE("MIXED is HBM first and the rest DRAM, all or nothing") {
+  BlockSpace space = make_space(3, 5);
+  Addresses none(9);
+  CHECK_FALSE(space.take(9, kMixed, BlockState::kActive, none.data()));
+  CHECK(space.store(Medium::kHbm).free_count() == 3);
+  const Addresses blocks = take(space, 5, kMixed);
+  for (std::size_t i = 0; i < blocks.size(); ++i) CHECK(medium_of(blocks[i]) == (i < 3 ? Medium::kHbm : Medium::kDram));
+  space.release(blocks.data(), blocks.size());
+  CHECK(space.store(Medium::kDram).free_count() == 5);
+  space.audit();
+}
+
+TEST_CASE("MIXED leaves alone the HBM that an engine allocates") {
+  BlockSpace space = make_space(3, 5, true);
+  CHECK(space.capacity(kMixed) == 5);
+  CHECK(space.capacity(Medium::kHbm) == 3);
+  for (const Address block : take(space, 5, kMixed)) CHECK(medium_of(block) == Medium::kDram);
+  Address out = 0;
+  CHECK_FALSE(space.take(1, kMixed, BlockState::kActive, &out));
+  CHECK(space.store(Medium::kHbm).free_count() == 3);
+}
+
+TEST_CASE("the audit finds a block of an engine that is lent") {
+  BlockSpace space = make_space(3, 0, true);
+  const Addresses blocks = take(space, 1, Medium::kHbm);
+  space.audit();
+  space.give(blocks, {BlockState::kLent, 77, 0});
+  CHECK(code_of([&] { space.audit(); }) == ErrorCode::kAudit);
+}
+
+TEST_CASE("an address of every kind that is wrong is told apart, and names its position") {
+  BlockSpace space = make_space(4, 4);
+  const Addresses blocks = take(space, 2, Medium::kHbm);
+  space.check(blocks[0], 0, BlockState::kActive);
+  const auto code = [&](Address address) { return code_of([&] { space.check(address, 7, BlockState::kActive); }); };
+  CHECK(code(0) == ErrorCode::kArgument);
+  for (std::uint32_t spare = 4; spare < 8; ++spare) {
+    CHECK(code(make_address(0, static_cast<Medium>(spare), 1, 0)) == ErrorCode::kArgument);
+  }
+  CHECK(code(make_address(0, Medium::kDisk, 1, 0)) == ErrorCode::kArgument);
+  CHECK(code(make_address(0, Medium::kHbm, 1, 4)) == ErrorCode::kArgument);
+  CHECK(code(make_address(9, Medium::kHbm, 1, 0)) == ErrorCode::kNotOwner);
+  CHECK(code(make_address(0, Medium::kDram, 1, 0)) == ErrorCode::kStaleAddress);  // free
+  CHECK(code(blocks[0] + (Address{1} << kGenerationShift)) == ErrorCode::kStaleAddress);
+  space.give({&blocks[1], 1}, {BlockState::kLent, 5, 0});
+  CHECK(code(blocks[1]) == ErrorCode::kState);
+  try {
+    space.check(make_address(0, Medium::kDisk, 1, 6), 7, std::nullopt);
+    FAIL("nothing was thrown");
+  } catch (const Error& error) {
+    CHECK(std::string(error.what()).find("position 7") != std::string::npos);
+    CHECK(std::string(error.what()).find("DISK has 0 blocks, and this is block 6") != std::string::npos);
+  }
+}
+
+TEST_CASE("a block that stands twice in a list is refused, also under the id that it had before") {
+  BlockSpace space = make_space(4, 4);
+  const Addresses before = take(space, 2, Medium::kHbm);
+  space.set_instance(12);
+  CHECK(space.instance() == 12);
+  const Address renewed = space.store_of(before[0]).address_of(block_of(before[0]));
+  CHECK(instance_of(renewed) == 12);
+  CHECK(space.is_local(before[0]));
+  CHECK(space.is_local(renewed));
+  CHECK_FALSE(space.is_local(make_address(13, Medium::kHbm, 1, 0)));
+  const std::array twice{before[0], before[1], renewed};
+  CHECK(code_of([&] { space.check_active_and_distinct(twice.data(), twice.size(), false); }) == ErrorCode::kArgument);
+  CHECK_FALSE(space.check_active_and_distinct(before.data(), before.size(), false));
+}
+
+TEST_CASE("two lists that are checked with one stamp may not share a block") {
+  BlockSpace space = make_space(4, 0);
+  const Addresses blocks = take(space, 3, Medium::kHbm);
+  const std::uint64_t stamp = space.new_stamp();
+  space.check_distinct(blocks.data(), 2, stamp);
+  space.check_distinct(&blocks[2], 1, stamp);
+  CHECK(code_of([&] { space.check_distinct(&blocks[1], 1, stamp); }) == ErrorCode::kArgument);
+  space.check_distinct(&blocks[1], 1, space.new_stamp());
+}
+
+TEST_CASE("a block that is read is free only when its last reader lets go") {
+  BlockSpace space = make_space(4, 4);
+  const Addresses blocks = take(space, 3, Medium::kDram);
+  space.hold_for_reading(blocks.data(), 2, 0);
+  space.hold_for_reading(&blocks[1], 1, 0);
+  CHECK(code_of([&] { space.check_unread(blocks.data(), 1); }) == ErrorCode::kState);
+  space.check_unread(&blocks[2], 1);
+  space.release(blocks.data(), blocks.size());
+  CHECK(space.store(Medium::kDram).free_count() == 2);
+  CHECK(space.store(Medium::kDram).count(BlockState::kReserved) == 2);
+  space.audit();
+  space.release_reading(blocks.data(), 2);
+  CHECK(space.store(Medium::kDram).free_count() == 3);
+  space.release_reading(&blocks[1], 1);
+  CHECK(space.store(Medium::kDram).free_count() == 4);
+  space.audit();
+}
+
+TEST_CASE("blocks of which one cannot be read are none of them held") {
+  BlockSpace space = make_space(4, 4);
+  const Addresses blocks = take(space, 2, Medium::kHbm);
+  space.give({&blocks[1], 1}, {BlockState::kLent, 5, 0});
+  CHECK(code_of([&] { space.hold_for_reading(blocks.data(), 2, 6); }) == ErrorCode::kNotOwner);
+  space.check_unread(blocks.data(), 2);
+  space.hold_for_reading(blocks.data(), 2, 5);
+  space.release_reading(blocks.data(), 2);
+  space.check_unread(blocks.data(), 2);
+}
+
+TEST_CASE("an owner writes what it was lent, and what is reserved for this transfer of it") {
+  BlockSpace space = make_space(4, 4);
+  const Addresses blocks = take(space, 2, Medium::kHbm, BlockState::kReserved);
+  space.give({&blocks[0], 1}, {BlockState::kLent, 5, 0});
+  space.give({&blocks[1], 1}, {BlockState::kReserved, 5, 8});
+  CHECK(space.owner_of(blocks[1]).epoch == 5);
+  CHECK(space.owner_of(blocks[1]).mark == 8);
+  space.check_writable(blocks.data(), 2, 5, 8, false);
+  const auto code = [&](std::size_t n, std::uint64_t epoch, std::uint32_t mark, bool lent_only) {
+    return code_of([&] { space.check_writable(blocks.data() + n, 1, epoch, mark, lent_only); });
+  };
+  CHECK(code(0, 6, 0, true) == ErrorCode::kNotOwner);
+  CHECK(code(1, 5, 9, false) == ErrorCode::kNotOwner);
+  CHECK(code(1, 5, 8, true) == ErrorCode::kNotOwner);
+}
+
+}  // namespace
+}  // namespace kvpool
