@@ -257,7 +257,7 @@ struct MixedRoute {
     worker = context->make_worker();
     PeerMetadata metadata;
     metadata.name = "peer";
-    for (std::size_t i = 0; i < local.spans.size(); ++i) {
+    for (const Medium i : {Medium::kHbm, Medium::kDram}) {
       const Segment& segment = local.spans[i].segments[0];
       metadata.media[i].blocks = 4;
       metadata.media[i].segments = {{reinterpret_cast<std::uint64_t>(segment.base), kBlock, kBlock}};
