@@ -70,6 +70,7 @@ TEST_CASE("a kernel must not touch memory that has gone when its turn comes") {
   const GpuHere gpu;
   const Shared to(256, Where::kDevice);
   gpu.fake().set("delay_us", 20'000);
+  gpu.fake().set("unmap_waits", 0);  // as between processes, whose memory goes without a wait
   const GpuStream stream;
   {
     const Shared from(256, Where::kDevice);
@@ -120,6 +121,7 @@ TEST_CASE("a kernel must not read its table where no memory is") {
   const std::size_t bytes = table_bytes_of(1, pairs.size());
   const Shared host(bytes, Where::kPinned);
   gpu.fake().set("delay_us", 20'000);
+  gpu.fake().set("unmap_waits", 0);  // as between processes, whose memory goes without a wait
   const GpuStream stream;
   {
     const Shared device(bytes, Where::kDevice);
