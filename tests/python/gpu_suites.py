@@ -55,6 +55,7 @@ class Outcome:
     code: int  # of pytest
     output: str
     passed: int = 0
+    failures: list[str] = field(default_factory=list)  # the message of every test that failed in its body
     skipped: dict[str, set[str]] = field(default_factory=dict)  # functions, by the reason that they gave
 
     def check(self, file: str, *, nccl: bool, all_of_it: bool = True) -> None:
@@ -110,8 +111,10 @@ def _so_far(said: str) -> str:
 def _count(report: ElementTree.ElementTree, outcome: Outcome) -> None:
     for case in report.iter("testcase"):
         name = case.get("name", "").partition("[")[0]
-        skip = case.find("skipped")
-        if skip is not None:
+        skip, failure = case.find("skipped"), case.find("failure")
+        if failure is not None:
+            outcome.failures.append(failure.get("message", ""))
+        elif skip is not None:
             outcome.skipped.setdefault(skip.get("message", ""), set()).add(name)
-        elif case.find("failure") is None and case.find("error") is None:
+        elif case.find("error") is None:
             outcome.passed += 1
