@@ -256,7 +256,7 @@ TEST_CASE("nccl: a process that is killed in the middle of a transfer, at either
       if (!wait()) return 1;
       if (sender_dies) {
         nccl.set("stall", 1);
-        const auto sent = b.service->transfer(NcclPair::request({nullptr, nullptr, "a"}, alloc(*b.pool, 3)));
+        const auto sent = b.service->transfer(NcclPair::request({nullptr, nullptr, nullptr, "a"}, alloc(*b.pool, 3)));
         wait();
       }
       wait();
@@ -269,7 +269,7 @@ TEST_CASE("nccl: a process that is killed in the middle of a transfer, at either
     std::shared_ptr<Transfer> sent;
     if (!sender_dies) {
       nccl.set("stall", 1);
-      sent = a.service->transfer(NcclPair::request({nullptr, nullptr, "b"}, alloc(*a.pool, 3)));
+      sent = a.service->transfer(NcclPair::request({nullptr, nullptr, nullptr, "b"}, alloc(*a.pool, 3)));
     }
     other.go();
     REQUIRE(NcclPair::eventually([&] { return nccl.count(sender_dies ? "ncclRecv" : "ncclSend") >= 1; }));

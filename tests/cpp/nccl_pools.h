@@ -32,7 +32,7 @@ struct NcclNode {
 
   std::uint32_t count(BlockState state, Medium medium = Medium::kHbm) const {
     const PoolStats stats = pool->audit();
-    return stats.media[medium == Medium::kHbm ? 0 : 1].by_state[static_cast<std::size_t>(state)];
+    return stats.media[medium].by_state[static_cast<std::size_t>(state)];
   }
 };
 
