@@ -266,6 +266,25 @@ TEST_CASE("host memory is registered once, where it is mapped, and a copy does n
   driver.stream_destroy(stream);
 }
 
+TEST_CASE("a forked child makes default streams anew: the threads of its parent's are not there") {
+  if (!test::kChildMayStartThreads) return;
+  const FakeCuda cuda;
+  {
+    const Gpu gpu;
+    REQUIRE(gpu.driver().stream_synchronize(nullptr) == 0);  // so that there is a default stream with a thread
+  }
+  const int status = test::run_in_child([] {
+    alarm(20);
+    const FakeCuda own;
+    const Gpu gpu;
+    const CuPointer memory = gpu.plain(64);
+    std::byte content{7};
+    if (gpu.driver().memcpy_async(memory, reinterpret_cast<CuPointer>(&content), 1, nullptr) != 0) return 1;
+    return gpu.driver().stream_synchronize(nullptr) == 0 ? 0 : 2;
+  });
+  CHECK(status == 0);
+}
+
 TEST_CASE("what an event was recorded for is what is waited for, whatever becomes of the event") {
   const FakeCuda cuda;
   const Gpu gpu;

@@ -97,7 +97,7 @@ TEST_CASE("nccl: lent blocks, a fetch, and an insertion") {
   const auto sent = pair.a.service->transfer(std::move(request));
   CHECK_FALSE(NcclPair::end_of(*sent));
   CHECK(pair.are_filled(pair.b, lent, 50));
-  pair.a.pool->free(lent.data(), lent.size());
+  pair.a.node->free(lent.data(), lent.size());
   CHECK(pair.b.count(BlockState::kLent) == 0);
 
   FetchRequest fetch;

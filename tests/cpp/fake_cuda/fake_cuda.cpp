@@ -2,6 +2,7 @@
 // contexts and what tests ask for.
 #include "fake_cuda.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <chrono>
@@ -74,7 +75,17 @@ State::State() : settings(default_settings()) {
 
 // Never destroyed: pinned memory may be released at the very end of a process.
 State& state() {
-  static State* the_state = new State;
+  static State* the_state = [] {
+    // The lock is held while the process is copied: otherwise a stream's thread may hold it, and the child has no such
+    // thread. Nor has it one for any other stream: default streams are made anew there.
+    pthread_atfork([] { state().mutex.lock(); }, [] { state().mutex.unlock(); },
+                   [] {
+                     for (Context& context : state().contexts) context.defaults.clear();
+                     state().working.clear();
+                     state().mutex.unlock();
+                   });
+    return new State;
+  }();
   return *the_state;
 }
 
