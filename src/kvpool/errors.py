@@ -278,6 +278,7 @@ class Unsupported(Error):
     numa_node: int
     device: int  # the number of a GPU
     driver_code: int
+    connections: int  # CUDA_DEVICE_MAX_CONNECTIONS
     nccl_code: int
     errno: int
 

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -60,6 +61,15 @@ ssize_t receive_with_descriptors(int fd, msghdr& message, std::vector<Descriptor
   }
   for (std::size_t i = 0; i < count; ++i) out.push_back(std::move(got[i]));
   return bytes;
+}
+
+ssize_t receive_now(int fd, std::span<std::byte> bytes, std::vector<Descriptor>* out) {
+  if (out == nullptr) return recv(fd, bytes.data(), bytes.size(), MSG_DONTWAIT);
+  iovec piece{bytes.data(), bytes.size()};
+  msghdr message{};
+  message.msg_iov = &piece;
+  message.msg_iovlen = 1;
+  return receive_with_descriptors(fd, message, *out);
 }
 
 ssize_t send_with_descriptors(int fd, msghdr& message, std::span<const int> descriptors) noexcept {

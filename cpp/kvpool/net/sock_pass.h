@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <sys/types.h>
 
+#include <cstddef>
 #include <span>
 #include <vector>
 
@@ -14,6 +15,8 @@ namespace kvpool {
 // As recvmsg with MSG_DONTWAIT; descriptors that come along are appended to `out`. Throws Error kProtocol when there
 // are more than a peer may send. `message` has no control buffer.
 ssize_t receive_with_descriptors(int fd, msghdr& message, std::vector<Descriptor>& out);
+// The same into one range of bytes; null `out`: from a socket that passes no descriptors, as recv().
+ssize_t receive_now(int fd, std::span<std::byte> bytes, std::vector<Descriptor>* out);
 // As sendmsg with MSG_DONTWAIT. The descriptors go with the first byte; they stay the caller's. None: a plain sendmsg.
 ssize_t send_with_descriptors(int fd, msghdr& message, std::span<const int> descriptors) noexcept;
 

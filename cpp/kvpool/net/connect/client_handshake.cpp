@@ -66,12 +66,7 @@ void ClientHandshake::Shaken::shake_hands(const Descriptor& socket, const SockAd
     send_whole(socket, out, patience);
     out.clear();
     std::byte bytes[kReadBytes];
-    iovec piece{bytes, sizeof(bytes)};
-    msghdr message{};
-    message.msg_iov = &piece;
-    message.msg_iovlen = 1;
-    const ssize_t got = channel == Channel::kNetwork ? recvmsg(socket.get(), &message, MSG_DONTWAIT)
-                                                     : receive_with_descriptors(socket.get(), message, descriptors);
+    const ssize_t got = receive_now(socket.get(), bytes, channel == Channel::kNetwork ? nullptr : &descriptors);
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) {
       patience.wait(socket.get(), POLLIN);
       continue;

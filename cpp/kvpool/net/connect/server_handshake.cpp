@@ -72,12 +72,7 @@ void ServerHandshake::on_ready() {
 
 void ServerHandshake::shake_hands() {
   std::byte bytes[kReadBytes];
-  iovec piece{bytes, sizeof(bytes)};
-  msghdr message{};
-  message.msg_iov = &piece;
-  message.msg_iovlen = 1;
-  const ssize_t got = channel_ == Channel::kNetwork ? recvmsg(socket_.get(), &message, MSG_DONTWAIT)
-                                                    : receive_with_descriptors(socket_.get(), message, descriptors_);
+  const ssize_t got = receive_now(socket_.get(), bytes, channel_ == Channel::kNetwork ? nullptr : &descriptors_);
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
   if (got <= 0) return drop();
   advance({bytes, static_cast<std::size_t>(got)});

@@ -17,6 +17,7 @@
 #include "kvpool/routes/route_choice.h"
 #include "kvpool/routes/route_cost.h"
 #include "kvpool/routes/write_in_parts.h"
+#include "kvpool/routes/write_timer.h"
 
 namespace kvpool {
 namespace {
@@ -105,11 +106,9 @@ class CudaRoute final : public Route {
     const auto mapped = this->mapped();  // stays until the end of this write
     throw_if_stopped(request, name_, closed_);
     if (reads_gpu(media_set_of(request.from))) mapped->reach.wait(media_set_of(request.to), request, name_, closed_);
-    const std::int64_t began_ns = monotonic_ns();
+    WriteTimer timer(cost_, request);
     const WriteOutcome outcome = write_parts(request, mapped->copier);
-    const std::int64_t ended_ns = monotonic_ns();
-    cost_.measured(media_set_of(request.from), media_set_of(request.to), outcome.calls, outcome.bytes,
-                   static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
+    timer.stop(outcome);
     return outcome;
   }
 

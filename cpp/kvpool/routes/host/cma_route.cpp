@@ -16,13 +16,13 @@
 #include <system_error>
 #include <utility>
 
-#include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
 #include "kvpool/net/reactor.h"
+#include "kvpool/routes/host/host_route.h"
 #include "kvpool/routes/peer_memory.h"
 #include "kvpool/routes/route_choice.h"
-#include "kvpool/routes/route_cost.h"
 #include "kvpool/routes/write_in_parts.h"
+#include "kvpool/routes/write_timer.h"
 
 namespace kvpool {
 namespace {
@@ -146,15 +146,12 @@ class Writer final : public PieceMover {
   const Process& peer_;
 };
 
-class CmaRoute final : public Route {
+class CmaRoute final : public HostRoute {
  public:
   CmaRoute(MediaSpans local, std::shared_ptr<void> keepalive, const PeerMetadata& metadata, pid_t pid, int pidfd,
            CopyTeam& team)
-      : local_(std::move(local)),
-        peer_(remote_spans(metadata)),
-        keepalive_(std::move(keepalive)),
-        process_(pid, pidfd),
-        team_(team) {
+      : HostRoute(std::move(local), remote_spans(metadata), std::move(keepalive), team, kCmaPrior),
+        process_(pid, pidfd) {
     probe();
   }
 
@@ -162,26 +159,14 @@ class CmaRoute final : public Route {
   RouteTraits traits() const noexcept override {
     return {.one_sided = true, .by_caller = true, .waits = false, .by_name = true};
   }
-  bool reaches(Medium medium) const noexcept override { return peer_[medium].blocks > 0; }
-  // Media on a GPU were left out of the spans.
-  bool reads(Medium medium) const noexcept override { return local_[medium].blocks > 0; }
-  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
-                     std::uint64_t bytes) const noexcept override {
-    return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
-  }
-  RouteCost* cost() noexcept override { return &cost_; }
 
   WriteOutcome write(const WriteRequest& request) override {
-    const std::int64_t began_ns = monotonic_ns();
+    WriteTimer timer(cost_, request);
     Writer writer(process_);
     const WriteOutcome outcome = write_in_parts(request, local_, peer_, writer, team_, name(), closed_);
-    const std::int64_t ended_ns = monotonic_ns();
-    cost_.measured(media_set_of(request.from), media_set_of(request.to), outcome.calls, outcome.bytes,
-                   static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
+    timer.stop(outcome);
     return outcome;
   }
-
-  void close() noexcept override { closed_.store(true, std::memory_order_relaxed); }
 
  private:
   void probe() const {
@@ -195,13 +180,7 @@ class CmaRoute final : public Route {
     }
   }
 
-  const MediaSpans local_;
-  const MediaSpans peer_;
-  const std::shared_ptr<void> keepalive_;
   const Process process_;
-  CopyTeam& team_;
-  RouteCost cost_{kCmaPrior};
-  std::atomic<bool> closed_{false};
 };
 
 }  // namespace

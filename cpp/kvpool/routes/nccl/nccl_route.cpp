@@ -14,6 +14,7 @@
 #include "kvpool/routes/route_choice.h"
 #include "kvpool/routes/route_cost.h"
 #include "kvpool/routes/write_in_parts.h"
+#include "kvpool/routes/write_timer.h"
 
 namespace kvpool {
 namespace {
@@ -147,7 +148,7 @@ class NcclRoute final : public Route {
       throw Error(ErrorCode::kArgument, "a block to write from does not exist, or the nccl route does not reach it");
     }
     const Turn turn(*this, request);
-    const std::int64_t began_ns = monotonic_ns();
+    WriteTimer timer(cost_, request);
     const TransferParts parts(request.strips, request.from.size(),
                               PartLimits{.bytes_max = limits_.pass_bytes,
                                          .blocks_max = kDataBlocksMax,
@@ -161,9 +162,7 @@ class NcclRoute final : public Route {
       outcome.bytes += bytes;
       if (request.bytes_done != nullptr) request.bytes_done->fetch_add(bytes, std::memory_order_relaxed);
     }
-    const std::int64_t ended_ns = monotonic_ns();
-    cost_.measured(media_set_of(request.from), media_set_of(request.to), outcome.calls, outcome.bytes,
-                   static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
+    timer.stop(outcome);
     return outcome;
   }
 

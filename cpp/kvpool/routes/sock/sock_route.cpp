@@ -13,6 +13,7 @@
 #include "kvpool/routes/route_choice.h"
 #include "kvpool/routes/route_cost.h"
 #include "kvpool/routes/write_in_parts.h"
+#include "kvpool/routes/write_timer.h"
 
 namespace kvpool {
 namespace {
@@ -97,14 +98,12 @@ class SockRoute final : public Route {
 
   WriteOutcome write(const WriteRequest& request) override {
     check_sources(request);
-    const std::int64_t began_ns = monotonic_ns();
+    WriteTimer timer(cost_, request);
     FrameMaker maker(request, local_, reads_gpu(request) ? staging_.get() : nullptr);
     WriteOutcome outcome;
     for (std::size_t sent = 0; sent < request.from.size();) sent = send_blocks(request, sent, maker, outcome);
     outcome.calls = maker.calls();
-    const std::int64_t ended_ns = monotonic_ns();
-    cost_.measured(media_set_of(request.from), media_set_of(request.to), outcome.calls, outcome.bytes,
-                   static_cast<double>(ended_ns - began_ns) / 1e3, ended_ns);
+    timer.stop(outcome);
     return outcome;
   }
 

@@ -11,6 +11,7 @@
 #include "kvpool/routes/ucx/ucx_context.h"
 #include "kvpool/routes/ucx/ucx_write.h"
 #include "kvpool/routes/write_in_parts.h"
+#include "kvpool/routes/write_timer.h"
 
 namespace kvpool {
 namespace {
@@ -91,7 +92,7 @@ WriteOutcome UcxRouteCore::write(const WriteRequest& request) {
   worker_->context().require_no_fork();
   const MediaSpans& local = worker_->context().spans();
   check_blocks(request, local, remote_, name());
-  const std::int64_t started = monotonic_ns();
+  WriteTimer timer(cost_, request);
   StripPlan plan(local, remote_, request.strips, request.merge);
   UcxWrite writing(*worker_, peer_, request, name_, pidfd_);
   plan.emit(request.from, request.to, [&](std::span<const CopyPiece> pieces) { return writing.put(pieces); });
@@ -104,9 +105,7 @@ WriteOutcome UcxRouteCore::write(const WriteRequest& request) {
     }
     throw;
   }
-  const std::int64_t now = monotonic_ns();
-  cost_.measured(media_set_of(request.from), media_set_of(request.to), outcome.calls, outcome.bytes,
-                 static_cast<double>(now - started) / 1e3, now);
+  timer.stop(outcome);
   return outcome;
 }
 

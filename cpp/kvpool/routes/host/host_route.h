@@ -1,0 +1,41 @@
+// What the routes to memory on this host have in common: threads of this process write from spans here to spans there.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "kvpool/base/clock.h"
+#include "kvpool/base/copy.h"
+#include "kvpool/routes/route.h"
+#include "kvpool/routes/route_cost.h"
+
+namespace kvpool {
+
+// The spans leave out media on a GPU: this route neither reads nor writes them.
+class HostRoute : public Route {
+ public:
+  bool reaches(Medium medium) const noexcept final { return peer_[medium].blocks > 0; }
+  bool reads(Medium medium) const noexcept final { return local_[medium].blocks > 0; }
+  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
+                     std::uint64_t bytes) const noexcept final {
+    return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
+  }
+  RouteCost* cost() noexcept final { return &cost_; }
+  void close() noexcept final { closed_.store(true, std::memory_order_relaxed); }
+
+ protected:
+  // `keepalive` holds the memory that the spans name.
+  HostRoute(MediaSpans local, MediaSpans peer, std::shared_ptr<void> keepalive, CopyTeam& team, const RoutePrior& guess)
+      : local_(std::move(local)), peer_(std::move(peer)), keepalive_(std::move(keepalive)), team_(team), cost_(guess) {}
+
+  const MediaSpans local_;
+  const MediaSpans peer_;
+  const std::shared_ptr<void> keepalive_;
+  CopyTeam& team_;
+  RouteCost cost_;
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace kvpool

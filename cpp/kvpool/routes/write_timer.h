@@ -1,0 +1,32 @@
+// The time that one write takes, told to the cost of its route.
+#pragma once
+
+#include <cstdint>
+
+#include "kvpool/base/clock.h"
+#include "kvpool/routes/route.h"
+#include "kvpool/routes/route_cost.h"
+
+namespace kvpool {
+
+// Starts when it is made. A write that throws is not told: it says nothing about the price of one that ends.
+class WriteTimer {
+ public:
+  WriteTimer(RouteCost& cost, const WriteRequest& request) noexcept
+      : cost_(cost), request_(request), began_ns_(monotonic_ns()) {}
+
+  // The write has ended. Tells the cost, and returns the microseconds since the start.
+  double stop(const WriteOutcome& outcome) noexcept {
+    const std::int64_t now_ns = monotonic_ns();
+    const double us = static_cast<double>(now_ns - began_ns_) / 1e3;
+    cost_.measured(media_set_of(request_.from), media_set_of(request_.to), outcome.calls, outcome.bytes, us, now_ns);
+    return us;
+  }
+
+ private:
+  RouteCost& cost_;
+  const WriteRequest& request_;
+  const std::int64_t began_ns_;
+};
+
+}  // namespace kvpool
