@@ -28,7 +28,7 @@ pybind11::array_t<Address> alloc_at_peer(const PeerNode& node, std::size_t n, Me
                                          pybind11::handle peer, pybind11::handle timeout);
 
 // For what waits in the core, without the GIL: whether a signal's handler has raised, Ctrl-C above all. Python runs
-// handlers in the process's first thread; in others nobody is asked.
+// handlers in the process's first thread; in other threads there is nothing to check.
 GivenUp asks_for_signals();
 
 // Calls call(given_up) without the GIL. What a signal's handler raised meanwhile is thrown in place of kCancelled.

@@ -97,7 +97,7 @@ std::shared_ptr<Arena> make_adopted_arena(Medium medium, std::uint32_t blocks, s
                                           std::shared_ptr<void> keepalive,
                                           std::shared_ptr<const CudaContext> context = nullptr);
 
-// Blocks whose memory is elsewhere, in the ranks of a logical instance: counted here, and nothing else. No segments.
+// An arena without segments, for blocks whose memory is in the ranks of a logical instance. It only counts them.
 std::shared_ptr<Arena> make_absent_arena(Medium medium, std::uint32_t blocks, std::size_t block_bytes);
 
 struct MemoryHeadroom {

@@ -1,4 +1,4 @@
-// Gives a mapping its memory now, so that nobody finds out later that there is none.
+// Commits the memory of a mapping now, so that running out of memory is an error here and not a fault later.
 #pragma once
 
 #include <cstddef>

@@ -6,8 +6,8 @@
 //   |  14 bits  |3 bits|     23 bits      |     24 bits      |
 //   +-----------+------+------------------+------------------+
 //
-// The generation is bumped whenever the block is freed, so an address that outlived its block is told from the one that
-// is valid now: it is stale, never somebody else's data. Instance 0 means "this pool", before it joins a cluster.
+// Freeing a block bumps its generation, so an address that outlived its block differs from the valid one: it is stale
+// and is refused, and never names another owner's data. Instance 0 means "this pool", before it joins a cluster.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// A sign of life: a thread that writes the time into a page of shared memory, so that another process can see that this
-// one runs, whatever its interpreter is doing.
+// A heartbeat: a thread writes the time into a page of shared memory, so that other processes can see that this process
+// runs, even while its interpreter is busy.
 //
 // The page (words of 64 bits, in the machine's order):
 //
@@ -30,7 +30,7 @@ class Beacon {
   static constexpr std::size_t kPageBytes = 4096;
 
   // Writes the first beat, then starts. `descriptor` is a file that can be mapped for writing, of kPageBytes or more;
-  // it may be closed afterwards. A count of lapses that stands there is gone on with. REQUIRES: 0 < interval_ns <
+  // it may be closed afterwards. A count of lapses that is already in the page continues. REQUIRES: 0 < interval_ns <
   // lease_ns. Throws kUnsupported when the file cannot be mapped, or the thread not be started.
   Beacon(int descriptor, std::int64_t interval_ns, std::int64_t lease_ns);
   ~Beacon();

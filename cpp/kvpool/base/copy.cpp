@@ -116,7 +116,7 @@ class SignalsBlocked {
 }  // namespace
 
 // Invariants, under `mutex`
-//   C1  `jobs` holds the batches with bytes, or parts, that nobody has taken, and no others.
+//   C1  `jobs` holds exactly the batches that still have bytes, or parts, which no thread has taken.
 //   C2  A worker that has taken tiles or a part of a job is counted in its `workers` until they are done; the
 //       caller leaves, and the job's memory goes, only at zero.
 struct CopyTeam::Impl {

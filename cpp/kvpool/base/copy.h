@@ -17,7 +17,7 @@ struct CopyPiece {
 
 enum class CopyWay : std::uint8_t {
   kCached,     // through the caches: what is in them is copied twice as fast, and its next reader finds it there
-  kStreaming,  // past them: what is not in them is copied half as fast again, and nobody else's data is driven out
+  kStreaming,  // past the caches: half as fast again for data not in the caches, and evicts no other data from them
 };
 
 // Copies the pieces in this thread. On return the bytes are visible to it and, by any release operation or system call

@@ -1,4 +1,4 @@
-// Checksums and message authentication. CRC-32C finds accidents; the keyed BLAKE3 finds forgers.
+// Checksums and message authentication. CRC-32C detects accidental changes; keyed BLAKE3 detects forged data.
 #pragma once
 
 #include <array>

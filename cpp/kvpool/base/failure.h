@@ -1,4 +1,4 @@
-// An exception as a value, for work whose caller must not see one fly.
+// An exception as a value, for work that must not throw into its caller.
 #pragma once
 
 #include <exception>

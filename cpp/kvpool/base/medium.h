@@ -51,8 +51,8 @@ constexpr MediumMap<T> same_for_all_media(const T& value) {
   return map;
 }
 
-// Where somebody asks for blocks: in one medium, or kMixed: HBM first, the rest DRAM. A request, which never stands in
-// an address: the code of kMixed does not fit there.
+// Where a caller asks for blocks: in one medium, or kMixed (HBM first, the rest DRAM). It is a request and never part
+// of an address, whose three bits cannot hold the code of kMixed.
 class MediumChoice {
  public:
   static constexpr std::uint8_t kMixedCode = 8;

@@ -31,7 +31,7 @@ std::optional<DType> dtype_named(std::string_view name) noexcept;
 std::uint32_t dtype_bytes(DType dtype) noexcept;
 
 struct PageFormat {
-  std::uint32_t kv_heads = 0;  // 0: raw bytes that nobody can describe; all fields below are 0 then
+  std::uint32_t kv_heads = 0;  // 0: raw bytes of unknown format; all fields below are 0 then
   std::uint32_t head_dim = 0;
   DType dtype = DType::kNone;
   bool tokens_first = false;  // a piece is [token, head, row] (NHD), else [head, token, row] (HND)

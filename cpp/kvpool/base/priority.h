@@ -5,7 +5,7 @@
 
 namespace kvpool {
 
-// Smaller is more urgent: decoding waits for nobody, prefill for decoding, background work for both.
+// Smaller is more urgent: decoding goes first, prefill waits for decoding, background work waits for both.
 enum class Priority : std::uint8_t { kDecode = 0, kPrefill = 1, kBackground = 2 };
 
 }  // namespace kvpool

@@ -15,7 +15,7 @@ struct Segment {
   std::size_t bytes;   // length of the piece
 };
 
-// The blocks of one medium, as somebody who copies them sees them. The content of a block is the concatenation of its
+// The blocks of one medium, as code that copies them sees them. The content of a block is the concatenation of its
 // pieces in segment order. For memory of another process, `base` may be an address there: see who fills it in.
 struct MediumSpan {
   std::uint32_t blocks = 0;

@@ -70,7 +70,7 @@ class SpanHeap {
   void audit() const;
 
   // For tests: is asked before every allocation, and an allocation that it refuses throws std::bad_alloc. Set it while
-  // nobody allocates.
+  // no thread allocates.
   static inline bool (*refuse_allocation)() noexcept = nullptr;
 
  private:

@@ -9,8 +9,8 @@
 
 namespace kvpool {
 
-// Asked now and then by the thread that waits, several times a second: true when the caller wants no more (Ctrl-C).
-// Empty: nobody has a say.
+// The waiting thread calls it several times a second. Returns true if the caller gives up (Ctrl-C). Empty: the wait
+// cannot be given up.
 using GivenUp = std::function<bool()>;
 
 struct Waiting {

@@ -1,6 +1,6 @@
 // Copies between memories that one GPU reaches: its own, page-locked host memory, and what other processes and other
 // GPUs have let it map. How: stream_copier.h. Each call has a stream to itself, so that calls of several threads
-// overlap. A call that comes to a stand while streams wait for words (wait_word.h) sets these by force.
+// overlap. If a call makes no progress while streams wait for words (wait_word.h), it sets the words by force.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -40,8 +40,8 @@ class DeviceCopier {
   // The same for pieces as they are.
   void copy(std::span<const CopyPiece> pieces);
 
-  // Copies of one thread in parts, which overlap: while one is under way the next is put behind it, so that the GPU
-  // does not stand still in between. Each part has a stream to itself.
+  // Overlapping copies of one thread, in parts: the thread enqueues the next part while one is under way, so that the
+  // GPU is never idle in between. Each part has its own stream.
   // Thread-safety: none; for one thread, on its stack. Keeps the context current there.
   class Run {
    public:
@@ -51,8 +51,8 @@ class DeviceCopier {
 
     // The part that follows; what is copied from now on belongs to it.
     void begin() { parts_.emplace_back(); }
-    // As those of DeviceCopier, but they return when the copies are under way, and may be when they throw. Whoever ends
-    // the run because of that waits for all of it first. REQUIRES: begin().
+    // As those of DeviceCopier, but they return when the copies are under way, and may be when they throw. A caller
+    // that ends the run because of an error first waits for all of it. REQUIRES: begin().
     std::uint64_t copy(GpuWay way, std::span<const PlannedStrip> plan, std::span<const Address> from,
                        std::span<const Address> to, bool merge);
     void copy(std::span<const CopyPiece> pieces);

@@ -1,5 +1,5 @@
-// Up to which length of pieces a kernel copies on a GPU, and from which on its copy engines do: measured once, when the
-// first pool on it is made (piece_race.h), with memory taken for that and given back.
+// The piece length up to which a kernel copies on a GPU, and above which its copy engines do. It is measured once, when
+// the first pool on the GPU is made (piece_race.h), in memory allocated for the measurement.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -36,9 +36,9 @@ class CopyBounds {
   std::array<std::size_t, kGpuWays> bytes_;
 };
 
-// Of this GPU: measured in up to some 150 milliseconds when nobody in this process has yet, for whoever makes a pool.
-// The guess, for each way, where the GPU has no memory for it, is too busy to say within that time, or refuses; that is
-// tried again for the next pool. Waits for the GPU, as taking its memory does. Throws kDeviceLost.
+// The bounds of this GPU, for a pool that is being made. The first call in a process measures them, in up to some 150
+// milliseconds. The guess, for each way, where the GPU has no memory for it, is too busy to say within that time, or
+// refuses; that is tried again for the next pool. Waits for the GPU, as taking its memory does. Throws kDeviceLost.
 CopyBounds measured_copy_bounds(const std::shared_ptr<const CudaContext>& context, const cuda::KernelSet& kernels);
 // What was measured of the GPU with this number, if anything. Asks nothing of it.
 std::optional<CopyBounds> known_copy_bounds(int ordinal);

@@ -1,8 +1,9 @@
-// Device memory of cuMemAlloc, whoever called it, given to other processes of this host as IPC handles.
+// Device memory from cuMemAlloc, called by kvpool or by others, that is given to other processes of this host as IPC
+// handles.
 //
-// A handle is of a whole allocation: an engine's allocator cuts one into many tensors, and whoever opens it sees them
-// all. The driver's documents have one rule: what others have open must not be freed before they have closed it. Who
-// gives handles away keeps the memory until it is known that nobody has them open.
+// A handle covers a whole allocation. An engine's allocator cuts one into many tensors, and a process that opens the
+// handle sees them all. The driver's documentation requires that memory is not freed while another process has it open,
+// so the process that gives handles away keeps the memory until it knows that no other has them open.
 //
 // Thread-safety: functions, all of it; objects are immutable after construction and may go in any thread.
 #pragma once

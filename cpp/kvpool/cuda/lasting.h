@@ -1,7 +1,7 @@
-// Which refusals of the CUDA driver hold for good.
+// Tells which refusals of the CUDA driver are permanent.
 //
-// CudaDriver::require says kUnsupported for all that is neither memory, a capture nor the end of the context. For a
-// caller that is one thing; whoever may try again wants to know whether there is any use in it.
+// CudaDriver::require throws kUnsupported for every failure that is not lack of memory, a capture or the end of the
+// context. Code that may try again needs to know whether trying again can succeed.
 #pragma once
 
 #include "kvpool/base/error.h"

@@ -1,4 +1,4 @@
-// What a write or a swap of this process has to wait for: the work that the application has given to its GPU.
+// The GPU work of the application that a write or a swap of this process has to wait for.
 //
 // Of a stream that is an event. Of a whole device, too, where the driver can record all work of a context in one
 // (CUDA 12.5): legacy or per-thread default streams say nothing of the non-blocking ones that engines work in, and

@@ -1,4 +1,4 @@
-// Memory that is somebody else's, made reachable for a GPU of this process.
+// Makes memory of other owners reachable for a GPU of this process.
 //
 // Thread-safety: immutable after construction; may go in any thread. In a forked child nothing is given back.
 #pragma once
@@ -10,8 +10,8 @@
 
 namespace kvpool {
 
-// Device memory of another process, mapped here. The allocation lives as long as somebody has it mapped: the other
-// process may end.
+// Device memory of another process, mapped here. The allocation lives as long as any process has it mapped, so the
+// other process may end.
 class ImportedMemory {
  public:
   // `descriptor`: as DeviceMemory::export_descriptor() gave it there, not needed afterwards; of so many bytes, all of

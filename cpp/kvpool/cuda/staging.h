@@ -1,6 +1,6 @@
-// Content on its way between a GPU's blocks and something that cannot reach them, through page-locked buffers.
+// Moves content between a GPU's blocks and code that cannot reach them, through page-locked buffers.
 //
-// Thread-safety: all of it; a buffer belongs to whoever has it.
+// Thread-safety: all of it; one thread at a time uses a buffer.
 #pragma once
 
 #include <sys/uio.h>
@@ -25,8 +25,8 @@ class DeviceStaging {
   DeviceStaging(const DeviceStaging&) = delete;
   DeviceStaging& operator=(const DeviceStaging&) = delete;
 
-  // A buffer of kBufferBytes, until it is let go of; outlives this object. Some are kept for the next who asks. Throws
-  // as PinnedBuffer.
+  // A buffer of kBufferBytes, until it is let go of; outlives this object. Some are kept for later calls. Throws as
+  // PinnedBuffer.
   std::shared_ptr<PinnedBuffer> buffer();
 
   // Takes what one buffer and one copy need, so that nothing is asked of the driver then but to copy. Throws as both.

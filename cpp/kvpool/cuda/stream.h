@@ -9,8 +9,8 @@
 
 namespace kvpool {
 
-// Whose earlier work a call has to wait for: a stream's (a cudaStream_t; null, 1 and 2 are the default ones), or, when
-// it says nothing, that of the whole device.
+// Names the earlier work that a call has to wait for: that of a stream (a cudaStream_t; null, 1 and 2 are the default
+// ones), or, if empty, that of the whole device.
 using CallerStream = std::optional<CuStream>;
 
 // What a copy has to wait for before it begins.

@@ -26,7 +26,7 @@ namespace kvpool {
 // The kernels that can be launched in this context, all of them loaded: null without any, where this GPU or its driver
 // cannot run them. The kernels of this build call the machine's own driver, so where another library answers for it
 // (KVPOOL_CUDA_LIBRARY), these are the kernels that it brings itself (CudaDriver::kernel_launcher), if any.
-// Whoever makes a pool asks first, before any stream waits for a word (wait_word.h); to ask again loads nothing. Throws
+// Call it when a pool is made, before any stream waits for a word (wait_word.h); later calls load nothing. Throws
 // kOutOfMemory, kDeviceLost, kState.
 const cuda::KernelSet* kernels_for(const CudaContext& context);
 // These, loaded; null where they cannot run. Throws as above.

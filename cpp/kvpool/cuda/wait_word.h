@@ -1,7 +1,7 @@
-// What a stream waits for that is no work of the GPU: a word in page-locked memory, which this process sets.
+// Lets a stream wait for an event that is not GPU work: for a word in page-locked memory, which this process sets.
 //
-// Words lie in pages of 4 KiB, which a context gets as it needs them and keeps. Who waits looks at its word when the
-// stream's turn comes: that may be long after the word was set, and somebody else has it.
+// Words lie in pages of 4 KiB, which a context allocates as needed and keeps. A stream reads its word when it gets to
+// the wait; that may be long after the word was set and given to another user.
 //
 // Invariants
 //   Q1  A word only rises (as a cyclic number), each user waits for one more than the last, and a wait passes when the
@@ -10,9 +10,9 @@
 //   Q2  A word has one user at a time, and is set when that one goes.
 //   Q3  A page stays mapped to the end of the process, and page-locked as long as the context.
 //
-// The driver does not know what sets a word. Copies that nothing orders after the waiting stream may stand behind it in
-// a queue of the GPU all the same, and if the word is not set before they end, nothing goes on. Whoever waits for such
-// a copy gives it kWordPatienceNs, and then sets the words by force: their users have failed then.
+// The driver does not know what sets a word. Copies that are not ordered after the waiting stream may still be behind
+// it in a queue of the GPU; if the word is only set after they end, neither makes progress. A thread that waits for
+// such a copy waits kWordPatienceNs and then sets the words by force, which fails their users.
 //
 // Thread-safety: all of it. In a forked child nothing is touched.
 #pragma once

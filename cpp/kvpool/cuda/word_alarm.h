@@ -1,8 +1,8 @@
-// Sets words that are not set in time, by a thread that does nothing else.
+// A dedicated thread that sets words which were not set in time.
 //
-// A word is set when a fetch ends, at its deadline at the latest, which threads of the pool look at. But these call the
-// driver, too, and there are calls of it that wait for all work of the GPU (memory that is unmapped when a peer leaves,
-// say): a thread that stands in one waits for the stream that waits for its word.
+// A word is set when a fetch ends, at its deadline at the latest, which threads of the pool look at. But these threads
+// also call the driver, and some driver calls wait for all work of the GPU (unmapping memory when a peer leaves, say):
+// a thread in such a call would wait for a stream that waits for this thread's word.
 //
 // Thread-safety: all of it. The thread is started when there are words, and ends when there have been none for a while.
 #pragma once

@@ -1,5 +1,5 @@
-// Work that waits for a thread, and whose comes next: the most urgent, and among equals the peers take turns, so that
-// one with much to do costs another no more than the piece that is being done.
+// A queue of work for threads. The most urgent work comes first; among equals the peers take turns, so that a peer with
+// much work delays another one only by the piece that is being done.
 //
 // Thread-safety: none.
 #pragma once
@@ -20,10 +20,10 @@ class FairQueue {
  public:
   using Work = std::function<void()>;
 
-  // Behind what the same peer has waiting of that priority. `peer` stands for whom it is done; it means nothing else.
-  // Throws std::bad_alloc; then it was not added.
+  // Adds work behind the same peer's work of that priority. `peer` is only an identity: it names the peer for which the
+  // work is done. Throws std::bad_alloc; then it was not added.
   void add(std::uint64_t peer, Priority priority, Work work);
-  // What comes next; an empty function when nothing waits.
+  // Takes the next work; returns an empty function when the queue is empty.
   Work take() noexcept;
   std::size_t size() const noexcept { return size_; }
 

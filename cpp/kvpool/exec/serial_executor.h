@@ -1,5 +1,5 @@
-// Work that may wait for a peer, or that one waits for: one piece after another for each peer, so that a slow one keeps
-// only itself waiting.
+// Runs work that may wait for a peer, or for which a peer waits. Work for one peer runs one piece after another, so a
+// slow peer delays only itself.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -18,13 +18,13 @@ namespace kvpool {
 
 class SerialExecutor {
  public:
-  // As many peers may keep a thread waiting at a time; more of them wait for each other.
+  // At most so many peers have a thread at a time; the others wait for one of these to become free.
   static constexpr int kThreadsMax = 64;
 
-  // Runs the work after what was given for the same key before, but the most urgent of what waits first. `key` names a
-  // peer; it means nothing else. Throws std::bad_alloc; then the work does not run.
+  // Runs the work after earlier work for the same key; more urgent work overtakes work that has not started. `key` is
+  // only an identity: it names a peer. Throws std::bad_alloc; then the work does not run.
   void run(const void* key, Priority priority, std::function<void()> work);
-  // Runs what is left, then joins.
+  // Runs the remaining work, then joins the threads.
   void stop() noexcept { workers_.stop(); }
 
  private:

@@ -1,4 +1,4 @@
-// Threads for what takes long, as large writes: the most urgent first, and peers in turns (shares.h).
+// Threads for long work, such as large writes: the most urgent first, and peers in turns (fair_queue.h).
 //
 // Thread-safety: all of it.
 #pragma once
@@ -20,18 +20,19 @@ namespace kvpool {
 
 class WorkerPool {
  public:
-  // Starts them with the first work. Throws nothing; when the kernel gives no thread at all, run() works itself.
-  // A thread that had nothing to do for `linger` ends; without it, they stay.
+  // The first work starts the threads. Throws nothing; if the kernel gives no thread at all, run() does the work in its
+  // caller's thread.
+  // A thread that was idle for `linger` ends; without `linger`, threads stay.
   explicit WorkerPool(int threads, std::optional<std::chrono::milliseconds> linger = std::nullopt);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
-  // `peer` stands for whom the work is done. Throws std::bad_alloc; then it does not run.
+  // `peer` identifies the peer for which the work is done. Throws std::bad_alloc; then it does not run.
   void run(std::uint64_t peer, Priority priority, std::function<void()> work);
-  // For nobody in particular.
+  // For work that belongs to no peer.
   void run(Priority priority, std::function<void()> work) { run(0, priority, std::move(work)); }
-  // Runs what is left, then joins. What comes later runs in its caller's thread. Idempotent.
+  // Runs the remaining work, then joins the threads. Work given later runs in its caller's thread. Idempotent.
   void stop() noexcept;
 
  private:

@@ -1,9 +1,9 @@
-// What happened to cached prompts, for whoever keeps a copy of the picture (a router).
+// The changes of cached prompts, as events for readers that keep a copy of the index (routers).
 //
 // An event carries the whole prefix, so a reader needs nothing else to apply it: `tokens` are all tokens from the
 // prompt's start to the end of the pages that changed, and the pages [first_page, tokens / page_tokens) changed.
-// A reader that falls behind loses its oldest events and is told how many; it then subscribes again, and begins with
-// what the index holds at that moment.
+// A reader that falls behind loses its oldest events and is told how many it lost. It then subscribes again, and begins
+// with the current content of the index.
 //
 // Thread-safety: none; the index's owner locks.
 #pragma once
@@ -37,7 +37,7 @@ class EventQueue {
  public:
   explicit EventQueue(std::uint64_t capacity_tokens) : capacity_tokens_(capacity_tokens), room_(capacity_tokens) {}
 
-  // Takes everything out, and the number of events that were lost before the first of them. Throws std::bad_alloc with
+  // Takes all events out, and the number of events that were lost before the first of them. Throws std::bad_alloc with
   // nothing taken.
   struct Batch {
     std::deque<std::shared_ptr<const Event>> events;
@@ -102,7 +102,7 @@ class EventLog {
     return queue;
   }
 
-  // Ends a subscription at once; one whose reader is gone ends with the next event.
+  // Ends a subscription at once; without this call, a subscription whose reader is gone ends with the next event.
   void unsubscribe(const std::shared_ptr<EventQueue>& queue) noexcept {
     std::erase_if(queues_, [&](const std::weak_ptr<EventQueue>& own) { return own.lock() == queue; });
   }

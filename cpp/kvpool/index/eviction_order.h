@@ -1,11 +1,11 @@
-// Which node of a class is evicted next: the order of all nodes that nobody pins or holds.
+// The order in which nodes of a class are evicted. It contains all nodes that are neither pinned nor held.
 //
 // Every policy orders a node before its ancestors (a use of a child is a use of its whole prefix), so the coldest node
 // of a class is a leaf as far as that class goes, and eviction works from the ends of prompts inwards.
 //
-//   LRU   a list: whoever was released last stands last. O(1), no comparisons. Nodes that come from another class keep
-//         the time of their last use: they stand in a second list, sorted by it, and the colder of the two heads goes
-//         first. They come coldest first, so their place is at its end: O(1) again.
+//   LRU   a list: the node released last is last. O(1), no comparisons. Nodes that come from another class keep the
+//         time of their last use: they are in a second list, sorted by this time, and the colder of the two heads is
+//         evicted first. They come coldest first, so each is appended at the end: O(1) again.
 //   LFU   a heap by (hits, last use).
 //   FIFO  a heap by last insertion: matches do not refresh.
 //

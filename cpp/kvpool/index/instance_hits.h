@@ -1,10 +1,11 @@
-// Who holds how much of one prompt: what a router's tree found, kept so that a router can ask for parts of it.
+// How much of one prompt each instance holds: the result of a match in a router's tree, in a form that a router can
+// query in parts.
 //
 //   instances   4 | 1 2 7 | 3 9        longest first; of equals by instance
 //   levels      ^   ^       ^          a length each, longest first
 //
-// A router with a thousand instances, all of which hold a system prompt, asks of a few how much each holds, and wants
-// the few that hold the most: neither takes a look at all of them.
+// A router may have a thousand instances that all hold a system prompt. It asks how much a few of them hold, and which
+// few hold the most; neither query visits all instances.
 //
 // Thread-safety: none; const calls may run at once.
 #pragma once

@@ -161,7 +161,7 @@ std::size_t InstanceIndex::remove(std::string_view name_space, const Token* toke
 
   const std::uint32_t kept = place.pages_in_node - 1;
   if (kept > 0 && node->payload.holders.size() == 1) {
-    // Nobody else holds what goes: the run is shortened where it lies, which needs no memory.
+    // No other instance holds the dropped pages: shorten the run in place, which needs no memory.
     drop_holder_below(node, instance);
     const std::uint32_t gone = node->pages - kept;
     held_pages_[instance] -= gone;

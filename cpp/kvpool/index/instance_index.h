@@ -1,12 +1,12 @@
 // A router's tree: which instances hold which prefixes of prompts.
 //
-// It is told what instances store and lose (their event streams, or the router's own decisions) and answers which
-// instance holds how much of a prompt. It is a picture, not a promise: what it does not hear of it keeps until it
-// expires, or until it is the longest unused of what exceeds the largest size.
+// The router tells it what instances store and lose (from event streams, or from its own decisions), and it answers how
+// much of a prompt each instance holds. The answer may be out of date: pages whose removal it is not told of stay until
+// they expire, or until the tree is too large and they are the longest unused.
 //
 // Invariants
-//   I1  Who holds a page holds everything before it: the holders of a node are among those of its parent. So two nodes
-//       in line with equally many holders have the same ones.
+//   I1  An instance that holds a page holds everything before it: the holders of a node are among those of its parent.
+//       So a node and an ancestor with equally many holders have the same holders.
 //   I2  A use of a page is a use of everything before it: no holder's last use of a node is later than that of its
 //       parent. So what expires first is the end of a prompt.
 //   I3  Every node has a holder.
@@ -55,9 +55,9 @@ class InstanceIndex {
   std::uint32_t page_tokens() const noexcept { return tree_.page_tokens(); }
 
   // The instance holds these pages. Returns how many of them it did not hold before. What is `lasting` never expires:
-  // for an instance that says itself what it loses. Where there are too many pages then, the longest unused go, lasting
-  // or not, whoever holds them; of a prompt that is too long alone, the end. Throws Error kArgument for an instance
-  // above kInstanceMax.
+  // for an instance that says itself what it loses. If there are too many pages then, the longest unused are dropped,
+  // lasting or not, for all their holders; a prompt that alone is too long loses its end. Throws Error kArgument for an
+  // instance above kInstanceMax.
   std::size_t insert(std::string_view name_space, const Token* tokens, std::size_t pages, std::uint32_t instance,
                      std::uint64_t now, bool lasting = false);
 
@@ -73,7 +73,7 @@ class InstanceIndex {
   void peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, InstanceHits& out) const;
 
   // The instance no longer holds this prompt's pages from `first_page` on, nor anything below them. Returns how many
-  // pages that were. Nothing happens when the tokens have no such page.
+  // pages that were. Does nothing if the tokens have no such page.
   std::size_t remove(std::string_view name_space, const Token* tokens, std::size_t n_tokens, std::size_t first_page,
                      std::uint32_t instance);
 
@@ -85,7 +85,7 @@ class InstanceIndex {
   std::size_t expire(std::uint64_t before) noexcept;
 
   std::size_t pages_max() const noexcept { return pages_max_; }
-  // Pages that went because there were too many, so far.
+  // Pages dropped so far because there were too many.
   std::uint64_t pages_evicted() const noexcept { return pages_evicted_; }
 
   // Pages that the instance holds.

@@ -1,4 +1,4 @@
-// Pins as values: what a match or an insertion gave, until it is let go.
+// Pins as values: a match or an insertion returns them, and they hold until they are released.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace kvpool {
 
-// Whoever can release pins: a pool, or an index that is used alone. Thread-safe.
+// Releases pins: a pool, or an index that is used alone. Thread-safe.
 class PinOwner {
  public:
   virtual ~PinOwner() = default;
@@ -18,7 +18,7 @@ class PinOwner {
 };
 
 // Move-only; releases in its destructor. It keeps its owner, so it may outlive every other reference to the pool.
-// Thread-safety: none of its own; release() may run in any thread.
+// Thread-safety: one thread at a time uses an object; release() may run in any thread.
 class Pins {
  public:
   Pins() = default;

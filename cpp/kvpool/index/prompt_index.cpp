@@ -247,7 +247,8 @@ std::size_t PromptIndex::evict(ValueClass value_class, std::size_t n) noexcept {
   return dropped;
 }
 
-// REQUIRES: a leaf, not pinned, not held. With observed == false nobody is told: the insertion never happened.
+// REQUIRES: a leaf, not pinned, not held. With observed == false no observer or event reader is told, as if the
+// insertion had never happened.
 void PromptIndex::drop_tail(Node* leaf, std::uint32_t count, bool observed) noexcept {
   PromptPayload& payload = leaf->payload;
   KVPOOL_DCHECK(leaf->children == nullptr && payload.pins == 0 && !payload.held);

@@ -26,7 +26,8 @@
 
 namespace kvpool {
 
-// What the owner of the values hears. Called in the middle of changes: implementations must not call back.
+// Tells the owner of the values about changes. Called in the middle of a change: implementations must not call the
+// index.
 class IndexObserver {
  public:
   virtual ~IndexObserver() = default;
@@ -96,7 +97,7 @@ class PromptIndex {
   IndexInsertion insert(std::string_view name_space, const Token* tokens, std::size_t pages, const Address* values,
                         Address* canonical);
 
-  // Undoes an insertion that nobody has seen yet. REQUIRES: it is the last change to the index.
+  // Undoes an insertion that no other caller has seen yet. REQUIRES: it is the last change to the index.
   void undo(const IndexInsertion& insertion) noexcept;
 
   void unpin(const IndexPin& pin) noexcept;

@@ -15,7 +15,7 @@
 //
 // Invariants
 //   R1  Every node but a root has at least one page; children of one node differ in their first page.
-//   R2  split() keeps the identity of the lower half: whoever holds a node keeps everything up to the node's end.
+//   R2  split() keeps the identity of the lower half: a reference to a node keeps everything up to the node's end.
 //   R3  A child is found in `table_` under key(parent, hash of its first page), and stands in `parent->children`.
 //   R4  Calls that throw (std::bad_alloc) have changed nothing but, at most, where runs are cut.
 //

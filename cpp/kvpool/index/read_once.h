@@ -2,8 +2,8 @@
 // reads where it lies, because copying a long prompt would cost as much as matching it.
 //
 // What decides whether a page agrees is read once: the first page of a node from a copy, the rest of a run in one pass.
-// So a match finds a prefix whose every token the array held at some moment of the call, and no read leaves a run. A
-// compiler barrier follows each read, so that no later use can become a second read.
+// So every token of the prefix that a match finds was in the array at some moment of the call, and no read goes beyond
+// a run. A compiler barrier follows each read, so that no later use can become a second read.
 #pragma once
 
 #include <algorithm>

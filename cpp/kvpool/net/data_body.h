@@ -1,4 +1,4 @@
-// The body of a data frame: which bytes of which blocks its payload is. docs/wire.md describes the bytes.
+// The body of a data frame: it says which bytes of which blocks the payload holds. docs/wire.md describes the bytes.
 //
 //   u32 ranges | (u64 at, u64 bytes) each | u32 blocks | u64 address each
 //
@@ -26,14 +26,14 @@ inline constexpr std::uint64_t kDataBytesMax = std::uint64_t{4} << 20;  // of a 
 
 struct DataBody {
   std::vector<ContentRange> ranges;
-  std::vector<Address> blocks;  // exist here; whose they are, the caller checks, and that none stands there twice
+  std::vector<Address> blocks;  // exist here; the caller checks their owner, and that none is listed twice
 };
 
-// Of what goes to `strips` of blocks `to`. REQUIRES: the limits above.
+// Writes the body of a frame that fills `strips` of the blocks `to`. REQUIRES: the limits above.
 void write_data_body(std::span<const BlockStrip> strips, std::span<const Address> to, Bytes& out);
 
-// Throws Error kProtocol unless everything is right: counts within the limits and not zero, ranges within the content
-// of the blocks and not overlapping, blocks of `local`, and as many bytes as the payload has.
+// Throws Error kProtocol unless all of these hold: counts within the limits and not zero, ranges within the content of
+// the blocks and not overlapping, blocks of `local`, and as many bytes as the payload has.
 DataBody read_data_body(std::span<const std::byte> body, std::uint64_t payload_bytes, const MediaSpans& local);
 
 // Where the payload goes, piece after piece. REQUIRES: read_data_body returned the body, for the same spans.

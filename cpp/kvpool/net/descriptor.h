@@ -1,8 +1,8 @@
-// Owned file descriptors that do not stay open in a forked child: there they would keep a connection alive whose
-// process has died, and the peer would never see its end.
+// Owned file descriptors that are closed in a forked child. If the child kept them open, a connection would survive the
+// death of its process, and the peer would never notice.
 //
-// A child of fork() closes them all before fork() returns in it (pthread_atfork), and a Descriptor that was made before
-// the fork owns nothing there: its number may be somebody else's by then. All are close-on-exec.
+// A child of fork() closes them all before fork() returns in it (pthread_atfork). A Descriptor that was made before the
+// fork owns nothing in the child, where its number may be reused. All are close-on-exec.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ class Descriptor {
     return *this;
   }
 
-  // Owns what make() returns; nothing when that is negative (errno is kept). No fork comes between the two.
+  // Owns the descriptor that make() returns; nothing if it is negative (errno is kept). No fork can happen in between.
   // REQUIRES: make() does not wait, and makes the descriptor close-on-exec.
   template <class Make>
   static Descriptor open(Make&& make) {

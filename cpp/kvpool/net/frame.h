@@ -1,4 +1,4 @@
-// Frames: what a link carries. docs/wire.md describes the bytes.
+// Frames, the units that a link carries. docs/wire.md describes the bytes.
 //
 //   header 32 bytes | body | tag                                    of a message
 //   header 32 bytes | body | tag | payload | end 1 byte | tag       of a data frame
@@ -23,7 +23,7 @@ enum class FrameKind : std::uint8_t {
   kBye = 3,
   // While peers meet, in this order: the server's kDoor, the client's kMetadata, and the server's kMetadata, which
   // admits the client.
-  kDoor = 4,      // where peers on the same host get in
+  kDoor = 4,      // the Unix socket for peers on the same host
   kMetadata = 5,  // a PeerMetadata, and its descriptors
   kReject = 6,    // instead of peer metadata, or after it: an error, and the end
   // Requests carry an id of the sender's choice; the answer repeats it.
@@ -31,20 +31,20 @@ enum class FrameKind : std::uint8_t {
   kReturn = 17,    // I give lent blocks back                        -> kDone or kRefused
   kReserve = 18,   // reserve blocks for transfer `id`               -> kReserved or kRefused
   kComplete = 19,  // transfer `id` has been written                 -> kDone or kRefused
-  kCancel = 20,    // transfer `id` will not be; nothing writes now  -> kDone
+  kCancel = 20,    // transfer `id` is cancelled; nothing writes now  -> kDone
   kFetch = 21,     // write your blocks into mine                    -> kDone or kRefused
   kData = 22,      // block content for transfer `id`                no answer
-  // What goes by NCCL is said here, on the link. Of one direction; the other one has its own.
+  // Control messages of NCCL, for one direction; the other direction has another communicator.
   kChannel = 24,  // join me in this communicator                    no answer: NCCL is one
   kPass = 25,     // receive content by NCCL for transfer `id`       -> kPassed
   kHalt = 26,     // I have left the communicator                    no answer
   // From the scheduler of a logical instance to its ranks, and between ranks of two of them.
   kMeet = 48,    // connect to these ranks of a peer                  -> kDone or kRefused
   kOrder = 49,   // write these parts of blocks to ranks of a peer    -> kReported or kRefused
-  kStop = 50,    // order `id` is to end soon                         no answer of its own
-  kDepart = 51,  // a meeting is over: write nothing in it any more -> kDone, when nobody writes here either
+  kStop = 50,    // end order `id` soon                               no answer but its report
+  kDepart = 51,  // a meeting is over: write nothing in it any more -> kDone, once this side writes no more either
   kCopy = 52,    // copy blocks to other blocks of yours              -> kDone
-  kFlush = 53,   // rank to rank: what came before this is in place   -> kDone
+  kFlush = 53,   // rank to rank: all earlier content is in place   -> kDone
   // Answers.
   kLent = 32,
   kReserved = 33,

@@ -112,7 +112,7 @@ void FrameCursor::gather_end(PayloadEnd end, const Tag& tag) noexcept {
   stage_ = Stage::kOver;
 }
 
-// ---- a payload that nobody wants any more
+// ---- a payload that is no longer wanted
 
 void FrameCursor::give_up() noexcept {
   KVPOOL_DCHECK(sent_ > 0);

@@ -1,8 +1,8 @@
-// The bytes of one frame, in the order in which they go out. Knows nothing of sockets and threads: one thread at a time
-// uses a cursor.
+// The bytes of one frame, in the order in which they are sent. Knows no sockets. Thread-safety: none; one thread at a
+// time uses a cursor.
 //
 // A payload is hashed batch by batch, just before it is sent, while it is in the caches. A frame that was begun must be
-// finished, for nothing can follow half a frame. But its payload need not be: see give_up().
+// finished, because nothing can follow half a frame. Its payload can be given up: see give_up().
 #pragma once
 
 #include <sys/uio.h>
@@ -33,12 +33,12 @@ class FrameCursor {
   void sent(std::size_t bytes) noexcept;
   std::uint64_t bytes_sent() const noexcept { return sent_; }
 
-  // The pieces are read no more: zeros go out in place of what is left of the payload, and the receiver is told to drop
-  // it. If all of the payload was sent, the frame stays whole. Needs no memory. REQUIRES: some byte was sent.
+  // Stops reading the pieces: sends zeros for the rest of the payload and tells the receiver to drop it. If all of the
+  // payload was sent, the frame stays whole. Needs no memory. REQUIRES: some byte was sent.
   void give_up() noexcept;
   // Lets go of the frame's memory.
   void forget() noexcept { content_ = {}; }
-  // Copies what is left of the frame; the pieces are read no more. Returns how many bytes those are. Throws
+  // Copies the rest of the frame and stops reading the pieces. Returns the number of bytes copied. Throws
   // std::bad_alloc, and then nothing has changed.
   std::size_t copy_rest();
 

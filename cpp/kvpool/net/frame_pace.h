@@ -1,9 +1,10 @@
-// How long the payload of a frame should be, by what the link was measured to take.
+// Chooses the payload size of a frame from the measured speed of the link.
 //
-// Nothing gets around a frame that was begun: not the messages of others, not the end of a transfer that was cancelled.
-// So a frame should take the link a few milliseconds. On a fast link that is as much as a frame may have.
+// Once a frame has begun, everything else waits behind it: messages of other threads, and the cancellation of its own
+// transfer. So a frame should occupy the link for a few milliseconds only. A fast link sends the largest allowed frame
+// in that time.
 //
-// Thread-safety: one thread at a time measures; payload_bytes() is anybody's.
+// Thread-safety: one thread at a time calls measured(); any thread may call payload_bytes().
 #pragma once
 
 #include <atomic>
@@ -13,7 +14,7 @@ namespace kvpool {
 
 class FramePace {
  public:
-  // A frame, or what was sent of it, kept its sender busy for so long.
+  // The sender was busy for `busy_ns` with `bytes` of a frame.
   void measured(std::uint64_t bytes, std::int64_t busy_ns) noexcept;
   std::uint64_t payload_bytes() const noexcept { return payload_bytes_.load(std::memory_order_relaxed); }
 

@@ -1,4 +1,4 @@
-// Frames out of a stream socket. Knows nothing of threads: one thread at a time uses a reader.
+// Reads frames from a stream socket. Thread-safety: none; one thread at a time uses a reader.
 //
 // Small frames are read many at once into a buffer. A large body goes straight into its own memory, and a large payload
 // straight into the pieces that the receiver names, its checksum computed as it lands: only bytes that came along with
@@ -6,8 +6,8 @@
 // ahead, so that a row of such frames is copied hardly at all.
 //
 // Invariant
-//   X1  The sink sees a body only when the tag behind it was right. So no message is handled, and no byte placed where
-//       the sender did not mean it, that a man in the middle has written.
+//   X1  The sink sees a body only after the tag behind it was verified. So a man in the middle can neither forge a
+//       message nor change where a payload is placed.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@
 
 namespace kvpool {
 
-// Who the frames are for. What it throws comes out of FrameReader::step.
+// Receives the frames. FrameReader::step passes on what it throws.
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
@@ -40,23 +40,23 @@ class FrameReader {
   // Bytes that were read from the socket before, at most kBufferBytes. REQUIRES: nothing else was done yet.
   void put_early(std::span<const std::byte> bytes, std::vector<Descriptor> descriptors);
 
-  // Handles what has been read until a frame is through (true) or more is needed (false). Throws Error kProtocol and
-  // what the sink throws; then the stream is of no use any more.
+  // Handles buffered bytes until one frame is complete (true) or more bytes are needed (false). Throws Error kProtocol
+  // and what the sink throws; then the stream can no longer be used.
   bool step();
   // One system call. REQUIRES: step() returned false. Throws Error kPeerLost when the connection broke, kProtocol when
-  // descriptors come where none belong.
+  // descriptors come with a frame that may have none.
   Filled fill();
-  // The stream has ended, within a payload perhaps: the sink is told so.
+  // The stream has ended. Tells the sink if it ended within a payload.
   void end() noexcept;
 
   // From the next frame on.
   void use_checksum() noexcept { tag_.use_checksum(); }
-  // What came along until now; from now on none may come.
+  // Returns the descriptors received so far; from now on none may come.
   std::vector<Descriptor> take_descriptors() noexcept;
 
   static constexpr std::size_t kBufferBytes = std::size_t{64} << 10;
-  // What is read when nothing is known of what comes: small frames many at once, and of a large payload not so much
-  // that it pays to mind the copy.
+  // How many bytes to read when the next frame is unknown: enough for many small frames at once, and so little of a
+  // large payload that copying it is cheap.
   static constexpr std::size_t kAheadBytes = std::size_t{16} << 10;
 
  private:

@@ -1,4 +1,4 @@
-// What protects the bytes of a frame on their way, and the check of a frame's header.
+// The tags that protect a frame's bytes on the wire, and the check of a frame's header.
 #pragma once
 
 #include <array>
@@ -34,8 +34,8 @@ class FrameTag {
   void begin() noexcept;
   void update(const void* data, std::size_t bytes) noexcept;
   Tag finish() const noexcept;  // over all bytes since begin(); more may follow
-  // The last tag of a frame whose payload was given up. It does not cover the payload, which nobody uses, but the
-  // frame's first tag: so it fits this frame only. begin() comes next.
+  // The last tag of a frame whose payload was given up. It covers the frame's first tag instead of the payload, which
+  // is dropped, so it is valid for this frame only. Call begin() next.
   Tag given_up(const Tag& first) noexcept;
 
  private:
@@ -45,7 +45,8 @@ class FrameTag {
 };
 
 // Throws Error kProtocol: a kind that this version does not know, a length above its limit, a payload where none
-// belongs, data without one, a sequence number that is not the next one. What it lets pass is safe to allocate.
+// belongs, data without one, a sequence number that is not the next one. The lengths of an accepted header are safe to
+// allocate.
 void check_header(const FrameHeader& header, std::uint64_t sequence);
 
 }  // namespace kvpool

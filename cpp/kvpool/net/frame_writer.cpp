@@ -148,7 +148,7 @@ void FrameWriter::flush() noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (writing_ || ended_) {
-      want_room_(false);  // who writes asks again when it stops
+      want_room_(false);  // the writing thread asks again when it stops
       return;
     }
     writing_ = true;

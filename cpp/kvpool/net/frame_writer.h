@@ -1,14 +1,14 @@
-// Frames into a stream socket, from any thread.
+// Writes frames to a stream socket, from any thread.
 //
-// One thread at a time has the role of the writer. A message goes out at once when nobody writes and nothing is queued;
-// else it is queued, and whoever writes sends it between two frames. What the socket does not take waits in the queue
-// for flush(). Only send_data waits; callers that must not wait use send_copy.
+// One thread at a time has the role of the writer. A message is sent at once if no thread has the role and nothing is
+// queued; otherwise it is queued, and the thread that has the role sends it between two frames. What the socket does
+// not take stays queued for flush(). Only send_data waits; callers that must not wait use send_copy.
 //
 // Invariants
-//   X2  A frame that was begun is finished. One that is not wanted any more (cancelled, or too late) goes on as zeros,
-//       and the receiver is told to drop it: so the link goes on, and its sender returns at once. Only a connection
-//       that breaks leaves half a frame.
-//   X3  The sources of a data frame are read no more when send_data or send_copy has returned or thrown.
+//   X2  A frame that was begun is finished. If it is no longer wanted (cancelled, or too late), the writer fills it up
+//       with zeros and tells the receiver to drop it, so the link stays usable and the sender returns at once. Only a
+//       broken connection leaves half a frame.
+//   X3  After send_data or send_copy has returned or thrown, the writer no longer reads the sources of the data frame.
 #pragma once
 
 #include <atomic>
@@ -42,26 +42,27 @@ class FrameWriter {
   // As Link::send_data.
   void send_data(const FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces,
                  std::int64_t deadline_ns, const std::atomic<bool>* cancelled);
-  // The same without waiting: what the socket does not take now is copied and queued. Throws as send(), and
+  // The same without waiting: copies and queues what the socket does not take now. Throws as send(), and
   // std::bad_alloc.
   void send_copy(const FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces);
-  // Whether others' bytes go first.
+  // Whether earlier bytes are still to be sent.
   bool occupied() noexcept;
-  // Sends what is queued, as far as the socket takes it, and not too much at once.
+  // Sends queued bytes until the socket takes no more, and only a limited amount per call.
   void flush() noexcept;
 
-  // Queues what is sent, until release() or the end: so `first` comes before it. False when something is being written.
+  // Until release() or the end of the link, messages are only queued, so that `first` goes out before them. Returns
+  // false if a thread is writing.
   bool hold();
   // REQUIRES: hold(). Sends `first`, with descriptors, and then what was queued. Throws kPeerLost.
   void release(const FrameHeader& first, Bytes&& body, std::span<const int> descriptors, bool checksum_from_then_on);
 
-  // From now on everything throws kPeerLost; who waits is woken. `text` says why.
+  // From now on every call throws kPeerLost, and waiting threads are woken. `text` is the reason.
   void end(const char* text) noexcept;
-  // A system call failed: the connection is broken, and reading will soon tell so, too.
+  // Whether a system call failed. The connection is broken then, and the reader will soon notice it, too.
   bool broken() const noexcept { return broken_.load(std::memory_order_acquire); }
   // When bytes last went out. CLOCK_MONOTONIC.
   std::int64_t sent_ns() const noexcept { return sent_ns_.load(std::memory_order_relaxed); }
-  // How long a payload should be, by what the socket takes.
+  // How many bytes a payload should have, by the measured speed of the socket.
   std::uint64_t payload_bytes_wanted() const noexcept { return pace_.payload_bytes(); }
 
  private:
@@ -98,8 +99,8 @@ class FrameWriter {
   // Invariants:
   //   1. `writing_`: one thread has the role. It alone uses tag_, sequence_, current_ and pace_, and writes to the
   //      socket. The role is taken and given up under mutex_.
-  //   2. Bytes of one frame follow each other: while current_is_, no other frame begins. When nobody has the role, a
-  //      frame that was begun is whole, or current_is_.
+  //   2. The bytes of one frame are contiguous on the wire: while current_is_, no other frame begins. When no thread
+  //      has the role, every frame that was begun is complete, or current_is_.
   //   3. When nobody has the role and something is queued, then a thread that waits for the role has been notified and
   //      has not returned, or want_room(true) was the last that was said.
   std::mutex mutex_;

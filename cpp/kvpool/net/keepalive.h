@@ -1,4 +1,4 @@
-// Notices peers that say nothing, and says something to them: one timer for all links of an endpoint.
+// Pings quiet peers and closes links whose peer is silent for a lease, with one timer for all links of an endpoint.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 
 namespace kvpool {
 
-// A link on which nothing came, or nothing went, for about a third of the lease gets a ping. One on which nothing came
-// for the lease is closed: kPeerLost. Links are looked at only as long as somebody else owns them, and the keeper lives
-// until the last is closed. The reactor outlives it.
+// Sends a ping on a link that has received nothing, or sent nothing, for about a third of the lease. Closes a link that
+// has received nothing for the whole lease, with kPeerLost. It holds links by weak_ptr only, and lives until the last
+// of them is closed. The reactor outlives it.
 class LinkKeepalive : public std::enable_shared_from_this<LinkKeepalive> {
  public:
   LinkKeepalive(Reactor& reactor, std::int64_t lease_ns) noexcept : reactor_(reactor), lease_ns_(lease_ns) {}

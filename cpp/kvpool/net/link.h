@@ -1,4 +1,4 @@
-// An authenticated connection to one incarnation of a peer: messages in order, or an end.
+// An authenticated connection to one incarnation of a peer. It delivers messages in order until it ends.
 #pragma once
 
 #include <sys/uio.h>
@@ -25,14 +25,15 @@ struct Message {
   Bytes body;
 };
 
-// Where a data frame's payload goes. Checked by the handler; an empty list drops the payload.
+// Where to put a data frame's payload. The handler checks it; an empty list drops the payload.
 struct Placement {
   std::vector<iovec> pieces;  // their lengths add up to the frame's payload_bytes
   std::uint64_t token = 0;    // given back in placed()
 };
 
-// What a link tells. Called by the thread that happens to read: the reactor's, or one that waits for an answer. Calls
-// of one link never overlap, except closed(), which comes once, last, and from any thread. A handler must not block.
+// Receives the events of a link. The thread that reads the link calls it: the reactor's thread, or a thread that waits
+// for an answer. Calls for one link never overlap, except closed(), which is called once, last, from any thread. A
+// handler must not block.
 class LinkHandler {
  public:
   virtual ~LinkHandler() = default;
@@ -40,8 +41,9 @@ class LinkHandler {
   virtual void on_message(Message&& message) = 0;
   // A data frame arrived; its body has been read and is authentic, its payload has not.
   virtual Placement on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) = 0;
-  // The payload lies where on_data said. Not intact: the sender gave it up, and the link goes on; or its checksum or
-  // MAC was wrong, or the link ended within it, and the link closes next. Not called for a payload that was dropped.
+  // The payload is where on_data put it. `intact` is false when the sender gave the payload up (the link stays open),
+  // or when its checksum or MAC was wrong or the link ended within it (the link closes next). Not called for a payload
+  // that was dropped.
   virtual void on_placed(std::uint64_t token, bool intact) = 0;
   virtual void on_closed(const Error& why) = 0;
 };
@@ -59,40 +61,40 @@ class Link {
   // kArgument for a frame of no bytes or too many. The pieces are read no more when it has returned or thrown: what is
   // left of a frame that was begun goes out as zeros, and the peer is told to drop it.
   //
-  // From within a call of a handler it never waits, for then nobody would read: of two peers that write to each other
-  // so, both would wait for room that neither makes. What does not go at once is copied and queued, and kBusy is thrown
-  // as by send().
+  // Called from within a handler it never waits, because no thread would read the link meanwhile: two peers writing to
+  // each other would both wait for room that neither makes. It copies and queues what the socket does not take at once,
+  // and throws kBusy as send() does.
   virtual void send_data(std::uint64_t id, std::span<const std::byte> body, std::span<const iovec> pieces,
                          std::int64_t deadline_ns, const std::atomic<bool>* cancelled) = 0;
 
-  // This thread is in a call of a handler, and others' bytes go first: send_data would only add to what is queued.
-  // Whoever can have another thread write had better do so.
+  // True when this thread is within a handler and earlier bytes are waiting: send_data would only add to the queue. A
+  // caller that can let another thread write should do so.
   virtual bool would_queue() noexcept { return false; }
-  // How long the payload of a data frame should be, so that others need not wait long behind it.
+  // How many bytes the payload of a data frame should have, so that the frames behind it do not wait long.
   virtual std::uint64_t payload_bytes_wanted() const noexcept { return kPayloadBytesMax; }
 
-  // Reads and handles what arrives, in this thread, until done() or the deadline; so an answer costs no change of
-  // threads. When another thread reads already, waits. `done` is looked at after each frame. Spins for at most 50 us,
-  // then sleeps. May be called by several threads; from the reactor's thread, and once on_closed has come, it returns
-  // at once. Returns done().
+  // Reads and handles frames in this thread until done() or the deadline, so that an answer costs no thread switch.
+  // Waits while another thread reads. Calls `done` after each frame. Spins for at most 50 us, then sleeps. May be
+  // called by several threads; from the reactor's thread, and once on_closed has come, it returns at once. Returns
+  // done().
   virtual bool drive(std::int64_t deadline_ns, const std::function<bool()>& done) = 0;
-  // Another thread finished what a driver may wait for: its done() is looked at again. Thread-safe.
+  // Makes every thread in drive() call its done() again, because another thread has changed the result. Thread-safe.
   virtual void wake() noexcept = 0;
 
-  // The peer's descriptors, received with its metadata; -1 where there is none. Owned by the link.
+  // A descriptor that the peer sent with its metadata; -1 if it sent none with this index. Owned by the link.
   virtual int descriptor(std::size_t index) const noexcept = 0;
-  // What this side's introduction came with, for whoever admits the peer.
+  // What this side attached when it sent its metadata. The code that admits the peer reads it.
   virtual std::shared_ptr<void> attachment() const { return nullptr; }
   // Readable when the peer's process is gone; -1 where the kernel cannot tell (another host, no pidfd). Owned by the
   // link.
   virtual int pidfd() const noexcept = 0;
-  // The peer's process by the kernel's word, as this process would name it; 0 where the kernel does not tell (over TCP,
-  // or from another PID namespace).
+  // The peer's process id in this process's PID namespace, as the kernel reports it; 0 if the kernel does not report it
+  // (over TCP, or from another PID namespace).
   virtual std::int64_t process() const noexcept { return 0; }
-  // For people: "unix", "tcp 10.0.0.2:4000".
+  // For messages and logs: "unix", "tcp 10.0.0.2:4000".
   virtual std::string describe() const = 0;
 
-  // Ends the link; on_closed comes with this error if it has not come before. Idempotent, never blocks.
+  // Ends the link and calls on_closed with this error, unless on_closed was called before. Idempotent, never blocks.
   virtual void close(const Error& why) noexcept = 0;
 };
 

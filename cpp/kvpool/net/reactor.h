@@ -3,8 +3,9 @@
 // It sleeps when nothing happens: a reactor with nothing but quiet links wakes at most twice a second. After something
 // has happened it looks again without sleeping for at most 50 us. Timers that fall close together are one wake-up.
 //
-// What a callback throws ends with the callback: a watch whose callback threw is left alone from then on, as by want 0.
-// In a forked child nothing here does anything: what returns void returns, what can throw throws kFork.
+// An exception does not leave the callback that throws it; the reactor then ignores the callback's watch, as after
+// want(0). In a forked child every method does nothing: methods that return void return, methods that can throw throw
+// kFork.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +21,12 @@ class Reactor {
   virtual ~Reactor() = default;
 
   // Calls ready(epoll events) in the reactor's thread whenever `fd` is (level triggered, EPOLLIN | EPOLLRDHUP, and
-  // EPOLLOUT when asked for). The watch ends with its removal, which waits for a call that is under way unless it comes
-  // from within that call. Thread-safe.
+  // EPOLLOUT when asked for). Removing the watch ends it; the removal waits for a running call, unless it is made from
+  // within that call. Thread-safe.
   // REQUIRES: the descriptor stays open until the watch is removed, and is watched once.
   virtual std::uint64_t watch(int fd, std::function<void(std::uint32_t)> ready) = 0;
   virtual void unwatch(std::uint64_t watch) noexcept = 0;
-  // Which events matter from now on; 0 leaves the descriptor alone (another thread reads it). Thread-safe, cheap.
+  // Sets the events to watch for; 0 for none (another thread reads the descriptor). Thread-safe, cheap.
   virtual void want(std::uint64_t watch, std::uint32_t events) noexcept = 0;
 
   // Runs in the reactor's thread, soon, or at `at_ns` (CLOCK_MONOTONIC); timers may be up to 100 ms late when idle.
@@ -34,7 +35,7 @@ class Reactor {
   virtual void cancel(std::uint64_t timer) noexcept = 0;  // waits as unwatch does
 
   virtual bool in_thread() const noexcept = 0;
-  // Waits until the watch or timer whose callback runs now is through; within one, returns at once.
+  // Waits until the callback that runs now has returned. Called from within a callback, it returns at once.
   virtual void wait_for_callback() noexcept = 0;
   // Joins the thread; what was posted has run, and each watch that was left has been called a last time with EPOLLHUP.
   // Timers are dropped, and its own descriptors closed. From then on watch, post and at throw kClosed. Idempotent; not

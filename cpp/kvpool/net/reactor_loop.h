@@ -1,4 +1,4 @@
-// What a reactor and its thread share, and what the thread does. Only reactor.cpp includes this.
+// The state that a reactor shares with its thread, and the thread's loop. Only reactor.cpp includes this.
 #pragma once
 
 #include <pthread.h>
@@ -28,11 +28,11 @@ struct ReactorWatch {
 // Everything that the thread uses. It stays where it is when the reactor is destroyed in a forked child.
 //
 // Invariants, all under `mutex`:
-//   1. `running_id` is the watch or timer whose callback runs now, 0 for none; only the thread changes it.
-//   2. What is not in `watches` (`timers`) is not called any more, unless it is running_id.
+//   1. `running_id` is the id of the watch or timer whose callback runs now, or 0; only the thread changes it.
+//   2. A callback that is not in `watches` (`timers`) is no longer called, unless it is running_id.
 //   3. While `sleeping`, `posted` is empty or the eventfd has been written, and the thread wakes by the first timer.
-//   4. Whoever writes to the eventfd without the mutex is counted in `waking`; when the thread has ended nobody begins
-//      to.
+//   4. `waking` counts the threads that write to the eventfd without the mutex. After the loop thread has ended, no
+//      thread starts such a write.
 struct ReactorState {
   std::mutex mutex;
   std::condition_variable callback_over;

@@ -29,28 +29,28 @@ std::string format_address(const SockAddress& address);
 // the resolver).
 Descriptor listen_at(SockAddress& address);
 
-// The file of a Unix socket: to remove it only as long as it is one's own.
+// Identifies the file of a Unix socket, so that a process removes only the file that it made.
 struct SocketFile {
   std::uint64_t device = 0;
-  std::uint64_t inode = 0;  // 0: there is none
+  std::uint64_t inode = 0;  // 0: no file
   bool operator==(const SocketFile&) const = default;
 };
 SocketFile socket_file(const SockAddress& address) noexcept;
 void remove_socket_file(const SockAddress& address, const SocketFile& file) noexcept;
 
-// How long somebody waits.
+// Decides how long a call waits.
 class Patience {
  public:
   virtual ~Patience() = default;
-  virtual void check() const = 0;  // throws when there is no sense in going on
+  virtual void check() const = 0;  // throws when waiting on is pointless
   // Waits until the descriptor has one of the events, for a short while at most. Then check().
   void wait(int fd, short events) const;
   void pause(std::int64_t ns) const;
 };
-// A connected socket, nonblocking. Throws kPeerLost (nobody there), kArgument, and what the patience throws.
+// A connected socket, nonblocking. Throws kPeerLost (nothing listens there), kArgument, and what the patience throws.
 Descriptor dial(const SockAddress& address, const Patience& patience);
 
-// No delay for small messages, and an end to a connection that the other host no longer acknowledges.
+// Sends small messages without delay, and ends a connection that the other host no longer acknowledges.
 void tune_socket(const Descriptor& socket, bool tcp, std::int64_t lease_ns) noexcept;
 std::string describe_peer(const Descriptor& socket);  // "unix", "tcp 10.0.0.2:4000"
 

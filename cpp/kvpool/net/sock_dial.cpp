@@ -57,8 +57,8 @@ AnySockaddr unix_sockaddr(const std::string& path) {
 
 // ---- names
 
-// getaddrinfo knows no deadline, so it runs in a thread of its own, which ends when the resolver gives up. What it
-// found is shared with whoever still waits.
+// getaddrinfo has no deadline, so a separate thread runs it and ends when the resolver gives up. The thread shares its
+// result with the callers that still wait.
 struct Lookup {
   std::mutex mutex;
   std::condition_variable found;
@@ -104,7 +104,7 @@ void look_up(Lookup& lookup, const std::string& host, const std::string& port, i
 std::vector<AnySockaddr> resolve(const SockAddress& address, int flags, const Patience& patience) {
   const auto lookup = std::make_shared<Lookup>();
   const std::string port = std::to_string(address.port);
-  look_up(*lookup, address.host, port, flags | AI_NUMERICHOST);  // asks nobody
+  look_up(*lookup, address.host, port, flags | AI_NUMERICHOST);  // asks no resolver
   if (lookup->error == EAI_NONAME) {
     lookup->done = false;
     sigset_t all;
@@ -194,7 +194,7 @@ Descriptor lock_folder_of(const std::string& path) {
   return opened;
 }
 
-// A file that nobody listens behind is what a killed process left.
+// A socket file without a listener was left by a killed process.
 void remove_stale_file(const SockAddress& address, const AnySockaddr& at) {
   struct stat status{};
   if (lstat(address.path.c_str(), &status) != 0) return;

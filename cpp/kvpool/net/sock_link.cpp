@@ -140,7 +140,7 @@ void SockLink::close_with(const Error& why, Farewell farewell) noexcept {
   writer_.end(why.what());
   shutdown(socket_.get(), SHUT_RDWR);
   wake();
-  if (reactor_.running()) return;  // the socket's end brings the reactor, or whoever drives
+  if (reactor_.running()) return;  // the end of the socket wakes the reactor, or the driver
   // Nobody else brings on_closed any more. A reactor that stops after this was asked closes its links itself.
   std::unique_lock lock(mutex_);
   if (reading_ || ended_) return;

@@ -1,6 +1,6 @@
-// A link over a Unix or TCP stream socket, from the moment at which both ends have proved that they know the secret.
+// A link over a Unix or TCP stream socket. It begins when both ends have proved that they know the secret.
 //
-// It lives until it is closed: the reactor keeps it. Once closed it does not touch the reactor any more.
+// The reactor keeps the link alive until it is closed. A closed link no longer uses the reactor.
 #pragma once
 
 #include <atomic>
@@ -25,12 +25,12 @@ namespace kvpool {
 
 class SockLink;
 
-// Who handles a link until it is admitted. Called as a LinkHandler is.
+// Handles a link until the peer is admitted. Called by the same threads, and under the same rules, as a LinkHandler.
 class LinkMeeting {
  public:
   virtual ~LinkMeeting() = default;
-  // A kDoor or kMetadata frame. Returns who handles the link from now on, null to go on meeting. An Error that it
-  // throws is told to the peer and closes the link.
+  // Handles a kDoor or kMetadata frame. Returns the handler of the link from now on, or null to stay in the meeting. If
+  // it throws an Error, the link sends that error to the peer and closes.
   virtual std::shared_ptr<LinkHandler> on_meeting(SockLink& link, const FrameHeader& header, Bytes&& body) = 0;
   virtual void on_closed(const Error& why) noexcept = 0;  // before it was admitted
 };
@@ -50,7 +50,7 @@ struct SockLinkParts {
 
 class SockLink final : public Link, public std::enable_shared_from_this<SockLink>, private FrameSink {
  public:
-  // The link is read from now on. Throws what Reactor::watch throws.
+  // The reactor reads the link from now on. Throws what Reactor::watch throws.
   static std::shared_ptr<SockLink> make(Reactor& reactor, SockLinkParts&& parts, std::shared_ptr<LinkMeeting> meeting);
   ~SockLink() override;
   SockLink(const SockLink&) = delete;
@@ -72,16 +72,16 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   std::string describe() const override { return description_; }
   void close(const Error& why) noexcept override;
 
-  // --- for those who meet. From within on_meeting, or before the peer can send anything that is not a link-level
-  // frame.
+  // --- For the handshake. Call these from within on_meeting, or before the peer can send anything but link-level
+  // frames.
   FrameWriter& writer() noexcept { return writer_; }
   bool passes_descriptors() const noexcept { return passes_descriptors_; }
   void receive_checksums() noexcept { reader_.use_checksum(); }
-  // The descriptors that came with peer metadata whose frame had these flags. Throws kProtocol when they do not fit.
+  // Keeps the descriptors that came with the peer's metadata. Throws kProtocol unless they match the frame's flags.
   void keep_descriptors(std::uint8_t flags);
-  // Reads what came early, in this thread, and what there is.
+  // Handles, in this thread, the bytes that were read early and then what the socket has.
   void read_now() { on_ready(/*events=*/0); }
-  // Whether the peer has said why it ended the link. From within on_closed.
+  // Whether the peer gave a reason for ending the link. Call it from within on_closed.
   bool told_why() const noexcept { return told_why_; }
   // Closes the link and tells the peer, whose connect() throws the same.
   void reject(const Error& why) noexcept;
@@ -101,7 +101,7 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
 
   SockLink(Reactor& reactor, SockLinkParts&& parts, std::shared_ptr<LinkMeeting> meeting);
   bool forked() const noexcept;
-  // Whether this thread handles what a link has brought, this one or another.
+  // Whether this thread is within a handler of any link.
   static bool handling() noexcept;
 
   // FrameSink: called by the thread that reads.
@@ -138,31 +138,31 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   Descriptor passed_[kDescriptorsMax];
   FrameWriter writer_;
 
-  // Invariants. The role of the reader is what makes callbacks of one link never overlap:
-  //   1. `reading_`: one thread has the role, the reactor's or a driver. It alone uses reader_, told_why_, handler_ and
-  //   meeting_. The
-  //      role is taken and given up under mutex_, so what one reader left is what the next one finds.
-  //   2. While a driver reads, the reactor does not ask for input, so that the two do not wake each other.
-  //   3. When nobody has the role and the link has not ended, then the reactor asks for input, or a driver that waits
-  //      has been notified and has not returned yet (it takes the role, or settles who does).
-  //   4. The role is given up only when no whole frame is buffered: nothing would tell of it.
-  //   5. Who gives up the role while closing_ is set finishes the link instead, and keeps the role for ever. close()
-  //      shuts the socket down after it has set closing_, which brings whoever waits for input.
-  // Locks: the writer's, then mutex_, then the reactor's. Nothing of others is called with mutex_ held.
+  // Invariants. One thread at a time has the role of the reader, so callbacks of one link never overlap:
+  //   1. `reading_`: a thread has the role, either the reactor's or a driver. Only this thread uses reader_, told_why_,
+  //      handler_ and meeting_. It takes the role and gives it up under mutex_, so the next reader sees the state that
+  //      the last one left.
+  //   2. While a driver has the role, the reactor does not watch for input, so that the two do not wake each other.
+  //   3. When no thread has the role and the link has not ended, either the reactor watches for input, or a waiting
+  //      driver has been notified and has not returned yet (it takes the role or passes it on).
+  //   4. A thread gives up the role only when no complete frame is buffered: nothing would wake a reader for it.
+  //   5. A thread that would give up the role while closing_ is set finishes the link instead, and keeps the role for
+  //      ever. close() sets closing_ and then shuts the socket down, which wakes the thread that waits for input.
+  // Lock order: the writer's, then mutex_, then the reactor's. No handler or callback runs with mutex_ held.
   std::mutex mutex_;
   std::condition_variable role_free_;
   bool reading_ = false;
   bool driven_ = false;          // the reader is a driver
   std::atomic<int> waiting_{0};  // drivers that wait for the role; changed under mutex_
-  bool room_wanted_ = false;     // the writer asks to be told of room
-  std::uint32_t interest_ = 0;   // what the reactor was asked for
-  bool ended_ = false;           // on_closed has come
+  bool room_wanted_ = false;     // the writer wants to know when the socket has room
+  std::uint32_t interest_ = 0;   // the events that the reactor watches for
+  bool ended_ = false;           // on_closed was called
   std::atomic<bool> closing_{false};
   Error why_;  // set before closing_
   std::uint64_t watch_ = 0;
 
   std::atomic<std::uint64_t> wakes_{0};
-  std::atomic<bool> sleeping_{false};  // the driver that reads sleeps
+  std::atomic<bool> sleeping_{false};  // the driver that has the role sleeps
   std::atomic<std::int64_t> heard_ns_;
 
   FrameReader reader_;

@@ -1,4 +1,4 @@
-// What only Unix sockets can do: pass descriptors, and tell who the peer is.
+// What only Unix sockets can do: pass descriptors, and identify the peer's process.
 #pragma once
 
 #include <sys/socket.h>
@@ -17,7 +17,8 @@ namespace kvpool {
 ssize_t receive_with_descriptors(int fd, msghdr& message, std::vector<Descriptor>& out);
 // The same into one range of bytes; null `out`: from a socket that passes no descriptors, as recv().
 ssize_t receive_now(int fd, std::span<std::byte> bytes, std::vector<Descriptor>* out);
-// As sendmsg with MSG_DONTWAIT. The descriptors go with the first byte; they stay the caller's. None: a plain sendmsg.
+// As sendmsg with MSG_DONTWAIT. The descriptors go with the first byte; the caller still owns them. Without
+// descriptors: a plain sendmsg.
 ssize_t send_with_descriptors(int fd, msghdr& message, std::span<const int> descriptors) noexcept;
 
 struct UnixPeer {
@@ -26,9 +27,9 @@ struct UnixPeer {
 };
 UnixPeer unix_peer(int fd) noexcept;
 
-// Readable when the process at the other end has exited; empty where the kernel cannot tell. Where it has no
-// SO_PEERPIDFD the pid may have been given to another process before this call, which an answer that comes from the
-// peer after this call rules out: make it before the handshake.
+// Readable when the process at the other end has exited; empty where the kernel cannot tell. Call it before the
+// handshake: without SO_PEERPIDFD the pid may have been reused before this call, and an answer of the peer after this
+// call rules that out.
 Descriptor pidfd_of_peer(int fd) noexcept;
 
 }  // namespace kvpool

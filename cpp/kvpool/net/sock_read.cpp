@@ -159,8 +159,8 @@ class SockLink::RoleGuard {
   SockLink& link_;
 };
 
-// A driver that has waited for the role may have been notified that it is free. Unless it took the role, somebody else
-// has to: invariant 3.
+// A driver that waited for the role may have been notified that the role is free. Unless it took the role, somebody
+// else has to: invariant 3.
 class SockLink::Waiter {
  public:
   explicit Waiter(SockLink& link) noexcept : link_(link) {}

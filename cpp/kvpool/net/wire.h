@@ -1,4 +1,4 @@
-// Reading and writing of messages: little-endian, no padding, every length checked before it is believed.
+// Reads and writes messages: little-endian, no padding. Every length is checked before it is used.
 #pragma once
 
 #include <bit>
@@ -21,7 +21,7 @@ static_assert(std::endian::native == std::endian::little, "the wire is little-en
 
 using Bytes = std::vector<std::byte>;
 
-// A bool is not: it has two valid bytes, and a peer can send 256.
+// A bool is no WireNumber: it has two valid values, and a peer can send 256.
 template <class T>
 concept WireNumber = std::unsigned_integral<T> && !std::same_as<T, bool>;
 // What can be copied from any bytes. REQUIRES: no member for which some bytes are not a value (bool, enum, pointer).
@@ -103,7 +103,7 @@ class WireReader {
     return taken;
   }
   std::size_t left() const noexcept { return left_.size(); }
-  // A message that goes on behind its last field is not one that this version wrote.
+  // Throws if bytes follow the last field: this version never writes such a message.
   void finish() const {
     if (!left_.empty()) fail(std::to_string(left_.size()) + " bytes too many");
   }

@@ -1,15 +1,16 @@
-// The route from one logical instance to another: a write becomes an order to each rank, and ends when all have.
+// The route from one logical instance to another. A write becomes one order to each rank, and ends when all orders
+// have.
 //
-// To a session it is a route like others, so the protocol between schedulers is the one between pools. What a rank does
-// with an order is behind RankWriter: a rank of another process is sent the order.
+// A session uses it like any other route, so schedulers speak the same protocol as pools. A RankWriter carries out the
+// order; for a rank in another process it sends the order there.
 //
 // Invariants
 //   G1  write() returns or throws only after every rank that was given an order has reported; a report, but for
-//       kPeerLost, says that nothing of its order is written any more. So the receiver may be told that the transfer is
-//       complete, or is given up.
-//   G2  After the first failure no rank is given an order, and those that have one are asked to stop. The first failure
-//       is the one that is thrown, but for kPeerLost, which hides every other: it says that G1 cannot be kept, because
-//       a rank is lost, and something of its order may still be written.
+//       kPeerLost, says that nothing of its order is written any more. So the sender may tell the receiver that the
+//       transfer is complete, or given up.
+//   G2  After the first failure no rank is given an order, and those that have one are asked to stop. write() throws
+//       the first failure; but kPeerLost replaces every other, because it says that G1 cannot be kept: a rank is lost,
+//       and something of its order may still be written.
 //
 // Thread-safety: write() may be called by several threads at once; reports may come from any thread.
 #pragma once
@@ -31,12 +32,12 @@ class RankWriter {
   using Report = std::function<void(const WriteOutcome& outcome, const Error* error)>;
   virtual ~RankWriter() = default;
 
-  // Writes what the order says, for the blocks of the request (its strips are the logical ones, and not looked at).
+  // Writes what the order says, for the blocks of the request (whose strips are the logical ones and are ignored).
   // Calls `report` exactly once, from here or from another thread, by the request's deadline or soon after, when
   // nothing of this order is written any more: all is in place and visible, or it failed. May throw instead. Order and
   // request live until the report.
   virtual void write(const RankOrder& order, const WriteRequest& request, Report report) = 0;
-  // What is under way for this transfer is to end soon, by its report.
+  // Asks the writes of this transfer to end soon; their report follows.
   virtual void stop(std::uint64_t transfer) noexcept = 0;
   virtual void close() noexcept = 0;  // as Route::close
 };

@@ -33,7 +33,7 @@ KVShape shape_of(const Described& blocks) {
           format.fused};
 }
 
-// An instance of one rank that is this pool. Throws kLayoutMismatch when nobody knows what its blocks hold.
+// An instance whose only rank is this pool. Throws kLayoutMismatch when the format of its blocks is unknown.
 Sharding one_rank(const Layout& layout) {
   if (!layout.format.known()) {
     throw Error(ErrorCode::kLayoutMismatch,
@@ -156,7 +156,7 @@ class OwnRanks final : public InstanceRanks {
       std::unique_lock lock(parting->mutex);
       parting->changed.wait_for(lock, kPartingTime, [&] { return parting->clear; });
     }
-    channels_.abandon();  // who has not answered is left to the writer quarantine
+    channels_.abandon();  // peers that have not answered are left to the writer quarantine
   }
 
   void stop() noexcept override { executor_.stop(); }

@@ -1,5 +1,5 @@
-// The ranks of a pool: several that join from other processes where the pool is sharded, else the pool's own process.
-// docs/adr/0008-logical-instances.md
+// Makes the ranks of a pool. A sharded pool has several, which join from other processes; otherwise the pool's process
+// is the only rank. docs/adr/0008-logical-instances.md
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace kvpool {
 
-// For PeerNode. From now on the ranks of a sharded pool move its blocks between the tiers.
+// Passed to PeerNode. From now on the ranks of a sharded pool move its blocks between HBM and DRAM.
 std::unique_ptr<InstanceRanks> make_ranks(const RanksHost& host);
 
 }  // namespace kvpool

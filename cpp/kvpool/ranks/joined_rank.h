@@ -1,4 +1,4 @@
-// A rank that has joined its scheduler: the link to it, and requests that wait for its answers.
+// A rank that has joined its scheduler: the link to it, and the requests that wait for its answers.
 //
 // Thread-safety: all of it. Callbacks come from any thread, without a lock held.
 #pragma once
@@ -18,7 +18,7 @@ namespace kvpool {
 
 class JoinedRank final : public LinkHandler {
  public:
-  // The answer, or why there is none; called once.
+  // Receives the answer, or the error because of which no answer comes; called once.
   using Answer = std::function<void(const Message* answer, const Error* why)>;
 
   JoinedRank(PeerMetadata metadata, std::shared_ptr<Link> link, std::function<void(const Error& why)> on_closed)
@@ -29,7 +29,8 @@ class JoinedRank final : public LinkHandler {
 
   // Sends a request. Returns its id. Throws kPeerLost; then `answer` is not called.
   std::uint64_t ask(FrameKind kind, Bytes body, Answer answer);
-  // A message that has no answer, or whose answer another request gets. Never throws: a link that takes nothing ends.
+  // Sends a message that has no answer, or whose answer goes to another request. Never throws: if the link does not
+  // take the message, the link ends.
   void tell(FrameKind kind, std::uint64_t id) noexcept;
   void close(const Error& why) noexcept;
 

@@ -217,7 +217,7 @@ void RankChannel::part_if_idle() noexcept {
     say = link != nullptr && !broken_ && !std::exchange(saying_, true);
     leave = said_ && (peer_said_ || !peer_writes_directly_);
   }
-  // Nobody closes the link before the word is out: the peer would wait for the end of this process instead.
+  // Do not close the link before this message is sent: the peer would wait for the end of this process instead.
   if (say) leave = say_over(*link);
   if (link != nullptr && leave) link->close(Error(ErrorCode::kPeerLost, "the meeting is over"));
   events_.on_changed(*this);

@@ -1,17 +1,19 @@
-// A connection between a rank here and a rank of a peer. It carries bytes only: what they mean is between their
-// schedulers, whose meeting it belongs to. docs/adr/0008-logical-instances.md.
+// A connection between a rank here and a rank of a peer. It carries block content only; the protocol runs between the
+// two schedulers, to whose meeting the channel belongs. docs/adr/0008-logical-instances.md.
 //
 // Invariants
 //   N1  write() returns, or throws anything but kPeerLost, only when all that it has written is in place and nothing
-//       more of it is on its way: behind what the receiver places from the link goes a flush; what it receives beside
-//       the link (route_receiver.h) it answers. After kPeerLost the channel is closed, and never says that this side
-//       writes no more. So it is when the GPU of this side is lost in a write: nobody knows what was on it.
-//   N2  over() only when neither side writes any more: this side has said so, or its link has ended; the other has said
-//       so, or has ended and what it was given lets it write no more, or it is proved to be gone. And only when nothing
-//       is being received here of what the other had announced, whatever it has said since.
+//       more of it is on its way. To know that, it sends a flush behind content that the receiver places from the link,
+//       and waits for the answer to content that the receiver takes beside the link (route_receiver.h). After kPeerLost
+//       the channel is closed, and never says that this side writes no more. Losing this side's GPU in a write has the
+//       same effect, because what it still had under way is unknown.
+//   N2  over() is true only when neither side writes any more. For this side: it has said so, or its link has ended.
+//       For the peer: it has said so; or its link has ended and its access does not let it write any more; or it is
+//       proved to be gone. In addition, this side must no longer be receiving anything that the peer had announced,
+//       even if the peer has since said that it writes no more.
 //
-// What arrives is placed in whatever blocks of this rank the other side names: a rank knows no owners. A peer's
-// scheduler answers for its ranks, as it does where they write by themselves.
+// The channel places content in any block of this rank that the peer names, because a rank knows no owners. The peer's
+// scheduler is responsible for its ranks, as it is for ranks that write here by themselves.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -39,13 +41,14 @@ namespace kvpool {
 
 class RankChannel final : public LinkHandler, public DepartingPeer, public std::enable_shared_from_this<RankChannel> {
  public:
-  // Called without any lock, from any thread: the link has ended; the last write has, or the channel may be over.
+  // Called from any thread, without a lock held: when the link has ended, when the last write has ended, or when the
+  // channel may be over.
   struct Events {
     std::function<void(const std::shared_ptr<RankChannel>& channel, const std::shared_ptr<Link>& link)> on_ended;
     std::function<void(const RankChannel& channel)> on_changed;
     std::function<void(const RankChannel& channel)> on_heard;  // the peer's first word: it has admitted this side
     std::function<void(const Error& why)> on_device_lost;      // the GPU of this side, and all that is on it
-    // Runs work that waits for nobody but what `key` stands for, soon. Throws std::bad_alloc; then it does not run.
+    // Soon runs work that waits only for other work of the same `key`. Throws std::bad_alloc; then it does not run.
     std::function<void(const void* key, std::function<void()> work)> run_aside;
   };
   // The blocks of this side. `staging buffer`: as BlockHost::staging_buffer.
@@ -55,16 +58,16 @@ class RankChannel final : public LinkHandler, public DepartingPeer, public std::
                                                  std::uint64_t bytes)>
         staging_buffer;
   };
-  // `peer_writes_directly`: it was given what it needs to write here by itself.
+  // `peer_writes_directly`: the peer has the access that it needs to write here by itself.
   RankChannel(Memory local, PeerMetadata peer, bool peer_writes_directly, Events events);
   // Before anything else.
   void start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes);
 
   // By the cheapest route. Throws what Route::write throws.
   WriteOutcome write(const WriteRequest& request);
-  // Says something, and waits until the peer has answered. Throws kPeerLost, kDeadline, kCancelled.
+  // Sends a message and waits for the peer's answer. Throws kPeerLost, kDeadline, kCancelled.
   void greet(const Waiting& waiting);
-  // No new write begins, those under way end soon, and the peer hears when they have. Idempotent, never blocks.
+  // Begins no new write, ends those under way soon, and tells the peer when they have ended. Idempotent, never blocks.
   void depart(const Error& why) noexcept;
   bool over() const noexcept;
   // Ends the link.
@@ -97,8 +100,8 @@ class RankChannel final : public LinkHandler, public DepartingPeer, public std::
   void end_write() noexcept;
   void flush(const Waiting& waiting);
   bool say_over(Link& link) noexcept;
-  // After a failure of a route by which the receiver places what the link brings. Throws kPeerLost when it cannot be
-  // known.
+  // Called after a route failed whose content the receiver places from the link. Throws kPeerLost if it cannot be known
+  // whether content is still on its way.
   void settle(const Error& why);
   [[noreturn]] void break_off(const Error& why);
   void drop_aside(std::shared_ptr<void> open) noexcept;
@@ -110,8 +113,9 @@ class RankChannel final : public LinkHandler, public DepartingPeer, public std::
   const bool peer_writes_directly_;
   const Events events_;
   std::uint64_t peer_block_bytes_ = 0;
-  bool heard_ = false;                             // by whoever handles what arrives
-  std::unique_ptr<StagingBuffer> staging_buffer_;  // of the frame that is being placed; likewise
+  bool heard_ = false;  // the first frame has arrived; only the thread that handles frames uses it
+  std::unique_ptr<StagingBuffer>
+      staging_buffer_;  // of the frame that is being placed; only the thread that handles frames uses it
   std::shared_ptr<RouteReceiver> route_receiver_;  // of a route that has one; from start() on
   std::atomic<std::uint32_t> writes_{0};
   std::atomic<std::uint64_t> flushes_{0};  // asked for
@@ -121,9 +125,9 @@ class RankChannel final : public LinkHandler, public DepartingPeer, public std::
   std::shared_ptr<Link> link_;  // until it has ended
   Routes routes_;
   std::optional<Error> why_departing_;
-  bool broken_ = false;     // a write of this side may be on its way for ever
-  bool saying_ = false;     // somebody says, or has said, that this side writes no more
-  bool said_ = false;       // that is said
+  bool broken_ = false;     // a write of this side may never be known to have ended
+  bool saying_ = false;     // a thread is sending, or has sent, that this side writes no more
+  bool said_ = false;       // it has been sent
   bool peer_said_ = false;  // the same of the peer
   bool ended_ = false;      // the link
   bool quiet_ = true;       // nothing is received by the route receiver, nor will be

@@ -13,7 +13,7 @@
 namespace kvpool {
 namespace {
 
-// How often who waits for a channel looks at the clock and at whether it is to stop.
+// How often a thread that waits for a channel checks the clock and whether to stop.
 constexpr std::chrono::milliseconds kLook{20};
 constexpr std::int64_t kRetryAfterUs = 10'000;
 
@@ -268,7 +268,8 @@ void RankChannels::abandon() noexcept {
   for (const auto& channel : channels) channel->abandon();
 }
 
-// Which meetings are through. One whose scheduler has not been heard of yet goes when all its channels have gone.
+// Removes the meetings that have ended. A meeting that this rank's scheduler has not announced yet ends when all its
+// channels have ended.
 void RankChannels::look_at_meetings() {
   std::vector<std::function<void()>> clears;
   std::vector<std::shared_ptr<Slot>> ended;  // destroyed without the lock

@@ -1,13 +1,12 @@
-// The channels of one rank to the ranks of its peers, and what is written by them. A rank of a logical instance has
-// them in its own process (rank_node.h); a pool that is an instance of one rank has them beside its service
-// (rank_set.h).
+// The channels of one rank to the ranks of its peers, and the writes on them. A rank of a logical instance keeps them
+// in its own process (rank_node.h); a pool that is an instance of one rank keeps them beside its service (rank_set.h).
 //
-// Lanes belong to a meeting of two schedulers: a number that is never used again. When the schedulers part, each tells
-// its ranks to depart from the meeting, and hears when nobody writes there any more.
+// Channels belong to a meeting of two schedulers, named by a number that is never reused. When the schedulers
+// disconnect, each tells its ranks to depart from the meeting, and is told when no rank writes in it any more.
 //
 // Invariants
 //   N3  An order reports once, when every channel of it has ended its part (N1).
-//   N4  After depart() no channel of that meeting begins, whoever comes late.
+//   N4  After depart(), no channel of that meeting begins; a late connection to it is refused.
 //
 // Thread-safety: all of it. Callbacks come from any thread, and none is called with a lock held.
 #pragma once
@@ -36,46 +35,48 @@
 namespace kvpool {
 
 // Parts of blocks to write, channel by channel. `request` has the blocks and the deadline; its strips, flag and counter
-// are not looked at.
+// are ignored.
 struct ChannelOrder {
   std::uint64_t meeting = 0;
   std::span<const ChannelWrite> channels;
   WriteRequest request;
   std::shared_ptr<const void> keep;          // all that the above points to
-  std::shared_ptr<const DeviceOrder> after;  // waited for before the blocks are read; null: nothing is to be
+  std::shared_ptr<const DeviceOrder> after;  // to wait for before the blocks are read; null: nothing
   std::shared_ptr<std::atomic<bool>> stop;
   std::function<void(const WriteOutcome& outcome, const Error* error)> report;
 };
 
 class RankChannels {
  public:
-  // All outlive it. `endpoint` is where it connects from: made after it, so it is told later.
+  // All arguments outlive this object. start() sets the endpoint from which it connects, which is made after this
+  // object.
   RankChannels(RouteMaker& routes, SerialExecutor& serial_executor, WriterQuarantine& writer_quarantine)
       : routes_(routes),
         serial_executor_(serial_executor),
         writer_quarantine_(writer_quarantine),
         spans_(routes.memory().spans()) {}
   void start(Endpoint& endpoint) noexcept { endpoint_ = &endpoint; }
-  // Who hears, from any thread, that the GPU of this memory is lost. Before the first channel.
+  // Sets the function to call, from any thread, when the GPU of this memory is lost. Call it before the first channel.
   void on_device_lost(std::function<void(const Error& why)> call) { on_device_lost_ = std::move(call); }
 
-  // Connects to these ranks of a peer. Throws what Endpoint::connect throws, kPeerLost when somebody else answers, or
-  // when the meeting is over; channels that were made stay until depart().
+  // Connects to these ranks of a peer. Throws what Endpoint::connect throws, and kPeerLost when another process answers
+  // or the meeting is over; channels made so far stay until depart().
   void meet(const MeetBody& body, const Waiting& waiting);
-  // A rank of a peer has connected, or was connected to. Throws as Endpoint::Admit; kBusy as long as writes to this
-  // incarnation, of an earlier meeting, are under way: so when both sides have admitted each other, none are.
+  // Admits a rank of a peer, which has connected or was connected to. Throws as Endpoint::Admit, and kBusy as long as
+  // writes of an earlier meeting to this incarnation are under way. So once both sides have admitted each other, no
+  // such writes are left.
   std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerMetadata& metadata);
 
-  // Waits for channels that are not there yet until the order's deadline, and reports. Throws std::bad_alloc; then
-  // nothing is written, and nothing reported.
+  // Carries out the order and reports. Waits until the order's deadline for channels that are not connected yet. Throws
+  // std::bad_alloc; then nothing is written, and nothing reported.
   void write(ChannelOrder&& order);
 
-  // Writes of this side end soon. Calls `clear` once nobody writes in this meeting any more, here or there.
+  // Ends this side's writes soon. Calls `clear` once neither side writes in this meeting any more.
   void depart(std::uint64_t meeting, const Error& why, std::function<void()> clear);
-  // Ends the links of channels that are not over: what their peers may still write is then for the writer quarantine to
-  // prove.
+  // Ends the links of channels that are not over. The writer quarantine then waits for the proof that their peers no
+  // longer write.
   void abandon() noexcept;
-  // The same as depart() for all meetings. From now on nothing begins.
+  // Departs from all meetings. From now on no channel begins.
   void depart_all(const Error& why, std::function<void()> clear);
 
  private:

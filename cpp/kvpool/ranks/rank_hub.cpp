@@ -141,7 +141,7 @@ RankHub::RankHub(const Sharding& sharding, MediumMap<std::uint32_t> blocks,
 
 RankHub::~RankHub() { close(); }
 
-// --- who is there ---
+// --- which ranks have joined ---
 
 void RankHub::introduce(PeerMetadata& metadata) const {
   metadata.tp = sharding_.tp();
@@ -279,7 +279,7 @@ void RankHub::meet(const GroupMeeting& meeting, const Waiting& waiting) {
 
 void RankHub::depart(std::uint64_t meeting, const Error& /*why*/, std::function<void()> clear) {
   const auto ranks = joined();
-  // The last answer calls `clear`. A rank that is lost has no memory that anybody could still write.
+  // The last answer calls `clear`. A lost rank has no memory left that a peer could write to.
   struct Clear {
     explicit Clear(std::function<void()> call) : call(std::move(call)) {}
     ~Clear() {

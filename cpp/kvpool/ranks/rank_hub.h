@@ -1,6 +1,6 @@
-// The ranks of a logical instance, at its scheduler: who has joined, and what they are told.
+// The scheduler's side of the ranks of a logical instance: which ranks have joined, and the requests to them.
 //
-// A rank that is lost takes its part of every block with it, so the instance is lost: on_lost is called, once.
+// Losing a rank loses its shard of every block, so the instance is lost: on_lost is called, once.
 //
 // Invariants
 //   N5  Every request to a rank ends once: by its answer, or by the end of the link.
@@ -28,7 +28,7 @@ class JoinedRank;
 
 class RankHub final : public RankSet, public TierMover {
  public:
-  // `on_lost` comes from any thread.
+  // Any thread may call `on_lost`.
   RankHub(const Sharding& sharding, MediumMap<std::uint32_t> blocks, std::function<void(const Error& why)> on_lost);
   ~RankHub() override;
 
@@ -39,7 +39,7 @@ class RankHub final : public RankSet, public TierMover {
   // kLayoutMismatch (it holds something else).
   std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerMetadata& metadata);
   std::vector<RankInfo> ranks() const;
-  // False at the deadline. Throws kPeerLost when a rank is lost.
+  // Waits until all ranks have joined; false at the deadline. Throws kPeerLost when a rank is lost.
   bool wait_for_ranks(std::int64_t deadline_ns);
   // Throws kBusy unless all ranks are there, kPeerLost when one is lost.
   void check_complete() const;
@@ -50,18 +50,18 @@ class RankHub final : public RankSet, public TierMover {
   void depart(std::uint64_t meeting, const Error& why, std::function<void()> clear) override;
 
   // --- TierMover ---
-  // Copies blocks within every rank, and waits for all that were asked. Throws what the first that could not do it
-  // says: kState (a CUDA graph is being captured there), kOutOfMemory, kUnsupported, kBusy; kPeerLost when a rank is
-  // lost meanwhile, and then the instance is.
+  // Copies blocks within every rank, and waits for every rank that was asked. Throws the error of the first rank that
+  // failed: kState (a CUDA graph is being captured there), kOutOfMemory, kUnsupported, kBusy; kPeerLost when a rank,
+  // and with it the instance, is lost meanwhile.
   void move(const Address* from, const Address* to, std::size_t n) override;
 
-  // Ranks are told that the scheduler leaves. Idempotent.
+  // Tells the ranks that the scheduler leaves. Idempotent.
   void close() noexcept;
 
  private:
   void check_fits(const PeerMetadata& metadata) const;
   void move_part(const CopyBody& body);
-  // One rank, or, without a number, what makes the instance as useless.
+  // Marks the instance as lost because of one rank, or, without a number, for another reason.
   void on_rank_closed(std::optional<std::uint32_t> rank, const Error& why);
   std::vector<std::shared_ptr<JoinedRank>> joined() const;
 

@@ -1,5 +1,5 @@
-// The bodies of what a scheduler tells its ranks, and ranks tell each other: docs/wire.md. Reading checks form and
-// caps; whether blocks and strips exist is for the rank to check.
+// The bodies of messages from a scheduler to its ranks, and between ranks: docs/wire.md. Reading checks format and
+// limits; the rank checks that the blocks and strips exist.
 #pragma once
 
 #include <cstdint>

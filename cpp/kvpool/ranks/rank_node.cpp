@@ -261,7 +261,7 @@ void RankNodeImpl::close() noexcept {
   writer_quarantine_.clear([&](const std::shared_ptr<DepartingPeer>& party, const std::shared_ptr<Link>& link) {
     left.emplace_back(party, link);
   });
-  // The memory goes, unless somebody may still write to where it is.
+  // Release the memory, unless a peer may still write to it.
   std::vector<LateWriter> late;
   for (const auto& [party, link] : left) add_late_writer(routes_, party, link, late);
   const auto failure = failure_of([&] {

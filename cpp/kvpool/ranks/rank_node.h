@@ -1,7 +1,9 @@
-// A rank of a logical instance in a process of its own: the memory of its part of every block, and the channels by
-// which it goes to ranks of peers. It does what its scheduler says, and has no index, no allocator and no states.
+// A rank of a logical instance, in a process separate from its scheduler. It has the memory for its shard of every
+// block, and channels to the ranks of peers. It follows its scheduler's orders, and has no index, no allocator and no
+// block states.
 //
-// When the scheduler is gone the rank departs from all meetings, as the proof that peers need, and is of no more use.
+// When the scheduler is gone, the rank departs from all meetings, which proves to peers that it writes no more. It
+// cannot be used again after that.
 //
 // Thread-safety: all of it. No call needs Python's GIL.
 #pragma once
@@ -19,29 +21,30 @@
 namespace kvpool {
 
 struct RankOptions {
-  // Of these secret, model, routes, lease_ns, worker_threads, trusted_network, unix_door, ucx, nccl and its limits
-  // count.
+  // A rank uses only secret, model, routes, lease_ns, worker_threads, trusted_network, unix_door, ucx, nccl and its
+  // limits.
   ServiceOptions service;
   std::string scheduler;          // its address
-  std::uint64_t scheduler_epoch;  // of the instance that was meant
+  std::uint64_t scheduler_epoch;  // of the instance that the rank is to join
   std::uint32_t instance = 0;     // of its addresses
   std::uint32_t rank = 0;
-  std::string listen;  // where ranks of peers connect to, besides a Unix socket on this host; "": only there
+  std::string listen;  // where ranks of peers connect to, besides a Unix socket on this host; "": that socket only
 };
 
 class RankNode {
  public:
-  // Joins. Throws what Endpoint::listen and connect throw, what the scheduler refuses it with (RankHub::admit), and
-  // kPeerLost when another instance answers there.
+  // Joins the scheduler. Throws what Endpoint::listen and connect throw, the scheduler's refusal (RankHub::admit), and
+  // kPeerLost when another instance answers at that address.
   static std::unique_ptr<RankNode> join(const RankOptions& options, LocalMemory memory, const Waiting& waiting);
   virtual ~RankNode() = default;
 
   virtual std::string address() const = 0;
-  // Why the rank is of no more use; nothing as long as it is.
+  // Why the rank was lost or closed; nothing while it serves.
   virtual std::optional<Error> lost() const = 0;
-  // Until the rank is lost or closed; false at the deadline.
+  // Waits until the rank is lost or closed; false at the deadline.
   virtual bool wait_lost(std::int64_t deadline_ns) = 0;
-  // Ends it: the scheduler loses its instance. Waits at most 2 s for peers to end what they write here. Idempotent.
+  // Closes the rank; its scheduler loses the whole instance. Waits at most 2 s for peers to end their writes here.
+  // Idempotent.
   virtual void close() noexcept = 0;
 };
 

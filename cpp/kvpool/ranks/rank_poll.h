@@ -1,4 +1,4 @@
-// The answers of several ranks to one question: who asks waits for all of them, or for the first failure.
+// Collects the answers of several ranks to one question. The caller waits for all of them, or for the first failure.
 #pragma once
 
 #include <condition_variable>
@@ -11,7 +11,8 @@
 
 namespace kvpool {
 
-// Thread-safety: answers are taken in any thread. What is public otherwise: under `mutex`, or when nothing is missing.
+// Thread-safety: any thread may deliver an answer. Use the other public members under `mutex`, or when no answer is
+// missing.
 class RankPoll {
  public:
   explicit RankPoll(std::size_t answers) noexcept : missing(answers) {}
@@ -19,9 +20,9 @@ class RankPoll {
   RankPoll& operator=(const RankPoll&) = delete;
 
   void expect() noexcept;
-  // An answer has come, whatever becomes of it: who waits for the last one would wait for ever. Null: a good one.
+  // Counts an answer, even if handling it fails; otherwise the caller would wait for ever. Null: success.
   void take(const Error* error) noexcept;
-  // As JoinedRank hands it on. Throws kProtocol for one that cannot be read, to end the link.
+  // Takes an answer from JoinedRank. Throws kProtocol if it cannot be read, which ends the link.
   void take(const Message* answer, const Error* why);
   // Throws the first failure; std::bad_alloc when there was no memory to keep it.
   void rethrow_if_failed() const;
@@ -34,7 +35,7 @@ class RankPoll {
  private:
   void take_failure_unread() noexcept;
 
-  std::optional<Error> failure_;  // of one that has failed; none: there was no memory for it
+  std::optional<Error> failure_;  // of the first rank that failed; empty if there was no memory for it
 };
 
 }  // namespace kvpool

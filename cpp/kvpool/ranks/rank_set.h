@@ -1,5 +1,5 @@
-// The ranks of this instance, as its scheduler uses them: one here in this process (a pool that is an instance of one
-// rank), or several that have joined from others (rank_hub.h).
+// The ranks of this instance, as its scheduler uses them: one in this process (a pool that is an instance of one rank),
+// or several that have joined from other processes (rank_hub.h).
 //
 // Thread-safety: all of it.
 #pragma once
@@ -33,7 +33,7 @@ struct GroupMeeting {
 class RankSet {
  public:
   virtual ~RankSet() = default;
-  // Who writes for each rank of this instance, by number.
+  // The writer for each rank of this instance, by rank number.
   virtual std::vector<std::unique_ptr<RankWriter>> writers(std::uint64_t meeting) = 0;
   // Lets every rank connect to its partners. Throws what RankChannels::meet throws, kDeadline, kCancelled, and
   // kPeerLost when a rank of this instance is lost.

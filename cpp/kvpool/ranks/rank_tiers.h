@@ -1,5 +1,5 @@
-// The two tiers of a rank, and the blocks that its scheduler has it move between them: by the CPU, or by its GPU where
-// HBM is on one.
+// The two tiers of a rank. Moves blocks between them when the scheduler says so: with the CPU, or with the GPU if HBM
+// is on one.
 //
 // Thread-safety: copy() may be called by several threads.
 #pragma once
@@ -18,8 +18,9 @@ class RankTiers {
   // Throws as DeviceMover.
   RankTiers(const LocalMemory& memory, int threads);
 
-  // From one tier to the other, in this memory. On a GPU after all that it has been given. Returns when the bytes are
-  // there. Throws kArgument for blocks that do not exist, or that do not all go the same way, and as DeviceMover::move.
+  // Copies from one tier to the other. On a GPU, the copy begins after all work that the GPU was given before. Returns
+  // when the bytes have arrived. Throws kArgument for blocks that do not exist, or that do not all go the same way, and
+  // as DeviceMover::move.
   void copy(const LocalMemory& memory, const CopyBody& body);
 
  private:

@@ -1,4 +1,4 @@
-// From how long some writes took to what a write costs.
+// Fits the cost of a write to measured writes.
 //
 // Thread-safety: pure.
 #pragma once
@@ -19,8 +19,8 @@ struct CostSample {
 
 // The prior that fits these best: the sum of the squares of its relative errors is least, and no part of it is
 // negative, so more never costs less. Of writes of the same size the median counts: with three of them, one outlier
-// does not. Samples that took no time are left out. Nothing when the rest does not have two lengths: no rate follows
-// from one.
+// does not. Samples that took no time are left out. Returns nothing unless the rest has at least two lengths: one
+// length gives no rate.
 std::optional<RoutePrior> fit_cost(std::span<const CostSample> samples);
 
 }  // namespace kvpool

@@ -16,7 +16,7 @@
 namespace kvpool {
 
 // The peer's blocks at the addresses that they have in the peer: for routes that name remote addresses (cma, ucx).
-// Never to be dereferenced here. Media on a GPU have no blocks in them, but for those of `gpu_media`.
+// Never dereference them here. Media on a GPU have no blocks in the result, except those of `gpu_media`.
 MediaSpans remote_spans(const PeerMetadata& metadata, const MediaSet& gpu_media = {});
 
 // The medium as it is reached here, where its memory is mapped at `base`. Throws kProtocol.
@@ -26,8 +26,8 @@ MediumSpan mapped_span(const MetadataMedium& medium, std::byte* base);
 using MediaFiles = MediumMap<int>;
 inline constexpr MediaFiles kNoFiles = same_for_all_media(-1);
 
-// The peer's owned arenas, mapped into this process. The mapping needs neither the descriptors nor the peer any more;
-// it ends with this object. A forked child does not inherit it.
+// The peer's owned arenas, mapped into this process. The mapping does not depend on the descriptors or the peer; it
+// ends with this object. A forked child does not inherit it.
 class MappedPeer {
  public:
   // Maps every medium of host memory that has a descriptor and mapped_bytes; the others get no blocks. Throws Error
@@ -37,7 +37,7 @@ class MappedPeer {
   virtual ~MappedPeer() = default;
 
   const MediaSpans& spans() const noexcept { return spans_; }
-  // Where each medium is mapped, and how long it is; empty for one that is not.
+  // Where each medium is mapped, and its length; empty for a medium that is not mapped.
   const MediumMap<std::span<std::byte>>& regions() const noexcept { return regions_; }
 
  protected:

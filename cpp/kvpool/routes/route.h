@@ -1,8 +1,8 @@
 // A way to write into the blocks of one peer.
 //
-// Routes are either one-sided (loopback, shm, cma, ucx put: the bytes land without the receiver's doing) or placed by
-// the receiver (sock), which checks epoch, owner and generation of every block first. The difference decides what a
-// receiver must do with blocks whose writer it lost: see docs/invariants.md.
+// Routes are either one-sided (loopback, shm, cma, ucx put: the bytes land without the receiver's help) or placed by
+// the receiver (sock), which first checks epoch, owner and generation of every block. The difference decides what a
+// receiver must do with a block after it has lost the peer that writes it: see docs/invariants.md.
 //
 // Thread-safety: write() may be called by several threads at once.
 #pragma once
@@ -28,11 +28,12 @@ class RouteCost;
 struct WriteRequest {
   std::uint64_t transfer = 0;  // id; what is placed by the receiver carries it
   std::span<const BlockStrip> strips;
-  std::span<const Address> from;       // blocks of this pool
-  std::span<const Address> to;         // as many blocks of the peer
-  const DeviceOrder* after = nullptr;  // what has to end before the blocks are read; waited for by who calls write()
-  bool merge = true;                   // neighbours that lie in a row on both sides are one piece
-  std::int64_t deadline_ns = 0;        // CLOCK_MONOTONIC; 0 is long ago
+  std::span<const Address> from;  // blocks of this pool
+  std::span<const Address> to;    // as many blocks of the peer
+  const DeviceOrder* after =
+      nullptr;        // GPU work that must end before the blocks are read; the caller of write() waits for it
+  bool merge = true;  // neighbours that lie in a row on both sides are one piece
+  std::int64_t deadline_ns = 0;  // CLOCK_MONOTONIC; 0 is long ago
   const std::atomic<bool>* cancelled = nullptr;
   std::atomic<std::uint64_t>* bytes_done = nullptr;
 };
@@ -59,45 +60,48 @@ class Route {
   virtual RouteTraits traits() const noexcept = 0;
   // Whether it can write into the peer's blocks of this medium: memory that a peer adopted, say, cannot be mapped.
   virtual bool reaches(Medium) const noexcept { return true; }
-  // Whether it can read this pool's blocks of this medium: those on a GPU, no route can that copies by the CPU.
+  // Whether it can read this pool's blocks of this medium. A route that copies with the CPU cannot read blocks on a
+  // GPU.
   virtual bool reads(Medium) const noexcept { return true; }
-  // Whether it is made for writes between these media. If not, others that can do them are asked first.
+  // Whether it is made for writes between these media. If not, other routes that can do them are preferred.
   virtual bool suits(const MediaSet& /*from*/, const MediaSet& /*to*/) const noexcept { return true; }
 
-  // Whether a write between these media could begin now. If not, it gets ready meanwhile, and a write waits for that:
-  // others that are ready are taken first.
+  // Whether a write between these media could begin now. If not, the route starts to get ready, and a write would wait
+  // for that; routes that are ready are preferred.
   virtual bool ready(const MediaSet& /*from*/, const MediaSet& /*to*/) noexcept { return true; }
-  // The same, and nothing begins by asking.
+  // The same, but asking does not make the route get ready.
   virtual bool is_ready(const MediaSet& /*from*/, const MediaSet& /*to*/) const noexcept { return true; }
 
-  // Whether a write would do better in another thread now: this one brings what peers send, and must not wait for them.
+  // Whether the caller should let another thread write: this thread reads what peers send, and must not wait for them.
   virtual bool wants_other_thread() noexcept { return false; }
 
-  // What a write of so many pieces and bytes between these media costs, by what was measured, and what this route took
-  // before. Microseconds.
+  // The estimated cost, in microseconds, of a write of so many pieces and bytes between these media: from measurements,
+  // and from this route's earlier writes.
   virtual double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
                              std::uint64_t bytes) const noexcept = 0;
-  // What that is reckoned by, for who measures it. Null: nobody does. Lives as long as the route.
+  // The cost model behind the estimate, for the code that measures it; null if it is not measured. Lives as long as the
+  // route.
   virtual RouteCost* cost() noexcept { return nullptr; }
 
-  // Returns when the bytes are where they belong and visible to whoever learns of it by a later message on the control
-  // link (one-sided), or are handed to the link in order before such a message (placed by the receiver). Throws Error
+  // Returns when the bytes are in place and visible to a peer that receives a later message on the control link
+  // (one-sided), or are handed to the link in order before such a message (placed by the receiver). Throws Error
   // kPeerLost, kDeadline, kCancelled, kArgument (an address names no block that this route reaches: nothing was
   // written), kRouteFailed or kUnsupported (the peer goes on); then nothing of this call is written any more when it
   // has thrown. REQUIRES: strips lie within the
   // content of the blocks on both sides, no two destinations overlap, as many destinations as sources.
   virtual WriteOutcome write(const WriteRequest& request) = 0;
 
-  // What receives here that the peer writes by this route, when that takes this side's help.
+  // Receives here what the peer writes by this route, if the route needs this side's help; else null.
   virtual std::shared_ptr<RouteReceiver> route_receiver() const noexcept { return nullptr; }
 
-  // Writes that come later fail with kPeerLost, those under way soon. Idempotent, and waits for nothing.
+  // Makes later writes fail with kPeerLost at once, and those under way soon. Idempotent, and does not wait.
   virtual void close() noexcept = 0;
-  // After close(): what it still has open of the peer, if giving that back may wait for a GPU; once, then null. Whoever
-  // drops it does so in a thread that nobody waits for, and says only then that this side writes no more.
+  // After close(): the peer's memory that the route still has open, if releasing it may wait for a GPU; the first call
+  // returns it, later ones null. The caller drops it in a thread that nothing waits for, and only then tells the peer
+  // that this side writes no more.
   virtual std::shared_ptr<void> let_go() noexcept { return nullptr; }
 
-  // How its writes have ended: see write_by().
+  // Records how its writes have ended: see write_by().
   RouteHealth& health() noexcept { return health_; }
   const RouteHealth& health() const noexcept { return health_; }
 

@@ -1,15 +1,15 @@
-// What a write by a route costs: a prior, corrected by what writes really took.
+// The cost of a write by a route: a prior, corrected by the time that writes took.
 //
 //   cost(pieces, bytes) = (latency_us + us_per_piece * pieces + us_per_byte * bytes) * correction + arrival
 //
-// The prior is a guess until it was measured between two media: see transfer/route_probe.h. Arrival, of the same form,
-// is what the receiver still does when the write has ended; of a guess nothing. The correction is kept by size of the
-// write and of its pieces, since what is wrong about a prior differs there: caches, threads, gathering. Sizes that were
-// not seen yet take the correction of all writes together. A correction fades within seconds, to the prior: a route
-// that lost because the machine was busy for a moment is tried again.
+// The prior is a guess until it was measured between two media: see transfer/route_probe.h. Arrival has the same form
+// and is the receiver's work after the write has ended; it is 0 for a guess. The correction is kept by size of the
+// write and of its pieces, since the error of a prior depends on both: caches, threads, gathering. Sizes without
+// measurements use the correction of all writes together. A correction fades within seconds, to the prior: a route that
+// lost because the machine was busy for a moment is tried again.
 //
 // Thread-safety: all of it; for an estimate one pointer and one word are read, for a measurement one or two words are
-// written. Measurements that come at the same time may displace each other.
+// written. Of simultaneous measurements some may be lost.
 #pragma once
 
 #include <array>
@@ -41,25 +41,25 @@ struct RoutePrior {
 inline constexpr RoutePrior kMemoryPrior{0.2, 0.02, 1 / 12e3};
 inline constexpr RoutePrior kCmaPrior{1.5, 0.3, 1 / 7e3};
 inline constexpr RoutePrior kSockPrior{15, 0.3, 1 / 3e3};
-// Not measured: what the data sheets of an H100 and PCIe 5 lead to expect.
+// Not measured: derived from the data sheets of an H100 and PCIe 5.
 inline constexpr RoutePrior kCudaPrior{12, 0.02, 1 / 40e3};
 
 class RouteCost {
  public:
   explicit RouteCost(const RoutePrior& guess) noexcept : guess_(guess, {0, 0, 0}) {}
 
-  // Between several pairs of media it is that of the dearest. `now_ns`: CLOCK_MONOTONIC.
+  // For several pairs of media, returns the highest cost of a pair. `now_ns`: CLOCK_MONOTONIC.
   double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
                      std::int64_t now_ns) const noexcept;
-  // A write took so long. One that was cancelled or failed says nothing and is not told. One between pairs of media
-  // that were settled apart says nothing of either.
+  // Records the time of a write. Do not record a write that was cancelled or failed. A write over several pairs of
+  // media whose priors were settled separately is ignored.
   void measured(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes, double us,
                 std::int64_t now_ns) noexcept;
 
-  // From now on this is the prior between these two media, with nothing to correct yet: an estimate sees all of that,
-  // or nothing. Throws std::bad_alloc, and has changed nothing then.
+  // Sets the prior between these two media and resets its corrections, atomically for estimates. Throws std::bad_alloc,
+  // and has changed nothing then.
   void settle(Medium from, Medium to, const RoutePrior& write, const RoutePrior& arrival = {0, 0, 0});
-  // The sum of what was settled; nothing when nobody has.
+  // The sum of the settled priors; nothing if no prior was settled.
   std::optional<RoutePrior> settled(Medium from, Medium to) const noexcept;
   const RoutePrior& guess() const noexcept { return guess_.write; }
 
@@ -69,7 +69,7 @@ class RouteCost {
   // Logarithm of the correction (float) above the time of its last measurement in ms (u32, never 0).
   using Cell = std::atomic<std::uint64_t>;
 
-  // A prior and what it is corrected by.
+  // A prior and its corrections.
   struct Table {
     Table(const RoutePrior& for_write, const RoutePrior& for_arrival) noexcept
         : write(for_write), arrival(for_arrival) {}
@@ -96,11 +96,11 @@ class RouteCost {
   Table guess_;
   MediumPairMap<std::atomic<Table*>> tables_{};  // null: the guess
   std::mutex mutex_;
-  // Under mutex_. All that were ever settled: an estimate may be looking at one that has been replaced.
+  // Under mutex_. Keeps every settled prior, because an estimate may still read one that has been replaced.
   std::vector<std::unique_ptr<Table>> settled_;
 };
 
-// What a write by this route is taken to cost, for people: without corrections.
+// The prior of this route as text, for messages.
 struct RoutePrice {
   std::string route;
   std::optional<std::pair<Medium, Medium>> between;  // from and to, where it was measured; nothing: a guess for all

@@ -1,16 +1,16 @@
-// Whether a route to a peer works, by how its writes have ended.
+// Judges whether a route to a peer works, by the outcome of its writes.
 //
-// RouteCost learns from writes that went well. A route that fails at once would look as cheap as ever, and take every
-// transfer with it. So a failure that is the route's own makes it dearer, by so much that any other one serves
-// meanwhile, for a time that doubles with each failure in a row; then it is tried again, by one transfer or a few. One
-// that says that it cannot do it (kUnsupported) is out for this peer: it is asked when there is nothing else.
+// RouteCost learns from successful writes only. A route that fails at once would still look cheap, and every transfer
+// would fail on it. So a failure caused by the route makes the route avoided, with exponential backoff: any other route
+// is preferred meanwhile, then one transfer or a few try it again. A route that reports kUnsupported is the last choice
+// for this peer.
 //
 //   failures in a row    time constant of the fading
 //   1, 2, 3, ... 7       2 s, 4 s, 8 s, ... 128 s
 //
-// What is not the route's own: the peer's death, the caller's deadline, cancellation and arguments, the peer's refusal.
+// Not caused by the route: the peer's death, the caller's deadline, cancellation and arguments, the peer's refusal.
 //
-// Thread-safety: all of it. The clock is whatever now_ns counts: it only rises.
+// Thread-safety: all of it. Any monotonic clock may provide now_ns.
 #pragma once
 
 #include <atomic>
@@ -28,12 +28,12 @@ bool is_the_routes_own(ErrorCode code) noexcept;
 
 class RouteHealth {
  public:
-  // A write that began then has failed. What is not the route's own changes nothing.
+  // Records that a write which began then has failed. Failures not caused by the route change nothing.
   void failed(const Error& why, std::int64_t began_ns, std::int64_t now_ns) noexcept;
-  // A write that began then went well. One that began before the last failure proves nothing about what came after.
+  // Records that a write which began then succeeded. If it began before the last failure, it changes nothing.
   void worked(std::int64_t began_ns) noexcept;
 
-  // False: it cannot write to this peer, by its own word.
+  // False: the route has reported that it cannot write to this peer (kUnsupported).
   bool able() const noexcept { return !unable_.load(std::memory_order_relaxed); }
   // By how much a write is dearer than its estimate: 1 and more.
   double factor(std::int64_t now_ns) const noexcept;
@@ -43,7 +43,7 @@ class RouteHealth {
     bool able = true;
     std::string why;  // the last one
   };
-  // Nothing when it has not failed, or has worked since.
+  // Empty if the route has not failed, or has worked since.
   std::optional<Report> report() const;
 
  private:

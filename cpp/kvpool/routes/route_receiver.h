@@ -1,8 +1,8 @@
-// The receiving half of a route in which the receiver takes part: the sender announces content on the link, and this
-// side receives it by other means than the link, in a thread of its own, into blocks that were checked before.
+// The receiving half of a route in which the receiver takes part: the sender announces content on the link, and a
+// thread of this side receives it by other means than the link, into blocks that were checked before.
 //
-// So content may still be arriving while the link says what comes next, or ends. What would set blocks free waits here
-// until nothing is written into them any more: see defer() and close().
+// So content may still be arriving while the link already carries the next messages, or ends. Work that would free
+// blocks waits here until nothing is written into them any more: see defer() and close().
 //
 // Thread-safety: all of it.
 #pragma once
@@ -23,7 +23,7 @@ class RouteReceiver {
   // As LinkHandler::on_data and on_placed: where content of transfer `id` goes; and that it is there, or never will be.
   using Admit = std::function<Placement(std::uint64_t id, std::span<const std::byte> body, std::uint64_t bytes)>;
   using Placed = std::function<void(std::uint64_t token, bool intact)>;
-  // The GPU of this side is lost, and all that is on it.
+  // Called when the GPU of this side is lost, with all memory on it.
   using Lost = std::function<void(const Error& why)>;
 
   virtual ~RouteReceiver() = default;
@@ -39,11 +39,11 @@ class RouteReceiver {
            kind == FrameKind::kPassed;
   }
 
-  // Runs the work when all that has been announced so far has arrived, or was given up and is written no more. False:
-  // that is so now, and the caller goes on by itself; the work was not taken.
+  // Runs the work once everything announced so far has arrived, or was given up and is no longer written. Returns
+  // false, without taking the work, if that is so already; the caller then does the work itself.
   virtual bool defer(std::function<void()>& work) = 0;
-  // The link has ended: gives up what is arriving, then calls `settled`, once, perhaps before it returns. Nothing is
-  // written here any more from then on.
+  // Call when the link has ended. Gives up what is arriving, then calls `settled` once, perhaps before it returns; from
+  // then on the peer writes nothing here.
   virtual void close(std::function<void()> settled) noexcept = 0;
 };
 

@@ -19,7 +19,7 @@ void throw_if_stopped(const WriteRequest& request, const char* route, const std:
 // Throws kArgument unless the blocks of the request are among these, as many destinations as sources.
 void check_blocks(const WriteRequest& request, const MediaSpans& local, const MediaSpans& peer, const char* route);
 
-// How a route moves pieces: in whichever thread of the team. Throws Error.
+// How a route moves pieces. Any thread of the team calls it. Throws Error.
 class PieceMover {
  public:
   virtual void move(std::span<const CopyPiece> pieces) = 0;
@@ -29,8 +29,8 @@ class PieceMover {
 };
 
 // Moves everything that the request names, from `local` to `peer`. Writes of up to CopyTeam::kInlineBytes are the
-// caller's alone; larger ones are shared with the team. Whether to stop is looked at before each part, at least once a
-// MiB. Throws what check_blocks, throw_if_stopped or the mover throws, when no thread is at it any more.
+// caller's alone; larger ones are shared with the team. Checks whether to stop before each part, at least once per MiB.
+// Throws what check_blocks, throw_if_stopped or the mover throws, after the last thread has stopped.
 WriteOutcome write_in_parts(const WriteRequest& request, const MediaSpans& local, const MediaSpans& peer,
                             PieceMover& mover, CopyTeam& team, const char* route, const std::atomic<bool>& closed);
 

@@ -1,8 +1,8 @@
-// The callers of a listener that are at one stage of the handshake, and who of them must go when there are too many.
+// The callers of a listener at one stage of the handshake. Chooses which caller to disconnect when there are too many.
 //
-// Pure: no socket, no clock, no memory after the constructor. A caller that says nothing costs a descriptor until its
-// handshake times out, so a stranger could fill any fixed number of places. Here a newcomer always gets a place, and
-// the loss falls on the source that takes the most.
+// Pure: no socket, no clock, no memory after the constructor. A silent caller holds a descriptor until its handshake
+// times out, so a stranger could fill any fixed number of places. Here a new caller always gets a place, at the expense
+// of the source that holds the most.
 //
 // Invariants:
 //   J1  size() <= limit.
@@ -27,7 +27,7 @@ class CallerQueue {
   std::optional<std::uint64_t> enter(std::uint64_t id, std::uint64_t source) noexcept;
   // Nothing happens when it is not here.
   void leave(std::uint64_t id) noexcept;
-  // The caller that enter() would send away, were the queue full. None when nobody is here.
+  // The caller that enter() would disconnect if the queue were full. Nothing if the queue is empty.
   std::optional<std::uint64_t> first_to_go() noexcept;
   std::size_t size() const noexcept { return callers_.size(); }
 

@@ -1,4 +1,4 @@
-// The client's side of a meeting, in the thread of who calls connect().
+// The client's side of a handshake. It runs in the thread that calls connect().
 #pragma once
 
 #include <atomic>
@@ -32,8 +32,9 @@ class ClientHandshake final : public LinkMeeting {
   explicit ClientHandshake(std::shared_ptr<EndpointState> endpoint_state)
       : endpoint_state_(std::move(endpoint_state)) {}
 
-  // Connects, proves, and listens to what the server says first. Calls again when a crowded listener has disconnected
-  // it before its proof. Throws what Endpoint::connect throws; then the server has admitted nobody.
+  // Connects, proves that it knows the secret, and reads the server's first frame. Connects again if a crowded listener
+  // has disconnected it before its proof. Throws what Endpoint::connect throws; then the server has not admitted this
+  // side.
   static std::shared_ptr<ClientHandshake> begin(const std::shared_ptr<EndpointState>& endpoint_state,
                                                 const SockAddress& address, const ClientTimeouts& patience);
   const DoorBody& door() const noexcept { return door_; }

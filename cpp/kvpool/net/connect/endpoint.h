@@ -1,4 +1,4 @@
-// Where links come from: listening and connecting over Unix and TCP sockets.
+// Makes links: listens and connects over Unix and TCP sockets.
 #pragma once
 
 #include <cstdint>
@@ -26,22 +26,23 @@ struct EndpointOptions {
   std::size_t handshakes_max = 128;
 };
 
-// What the pool says of itself, at the moment of asking, and the descriptors that local peers get with it.
+// The pool's current metadata, and the descriptors that local peers get with it.
 struct Introduction {
   PeerMetadata metadata;
   std::vector<int> descriptors;
   std::shared_ptr<void> attachment;  // what was made for this peer alone: Link::attachment()
 };
 
-// What listen() and connect() look at first. Throws kArgument: the address is none; TCP without a secret.
+// The first check of listen() and connect(). Throws kArgument for a malformed address, and for TCP without a secret.
 void check_listen_address(const std::string& address, bool has_secret);
 void check_connect_address(const std::string& address, bool has_secret);
 
 class Endpoint {
  public:
   using Introduce = std::function<Introduction()>;
-  // Vets a peer that has proved that it knows the secret, and says who handles its link. Throws an Error to refuse it;
-  // the peer's connect() throws the same. Called once a link before any of its messages; must not block.
+  // Checks a peer that has proved that it knows the secret, and returns the handler of its link. Throws an Error to
+  // refuse the peer, whose connect() then throws the same. Called once a link before any of its messages; must not
+  // block.
   using Admit = std::function<std::shared_ptr<LinkHandler>(const std::shared_ptr<Link>& link,
                                                            const PeerMetadata& metadata, bool initiated_here)>;
 
@@ -52,18 +53,18 @@ class Endpoint {
   // "unix:/path", "unix:@name" (abstract), "tcp:HOST:PORT", "tcp:[::1]:0". Returns the address with the port that was
   // given. Throws kArgument (syntax; a TCP address with an empty secret), kState (in use).
   virtual std::string listen(const std::string& address) = 0;
-  // Meets the peer that listens there. A peer on this host that has a Unix door is met through the door, so that it can
-  // pass descriptors; it is not met by TCP then, even if the door does not answer. A listener that strangers crowd may
-  // disconnect a caller before it has proved that it knows the secret: then this calls again.
-  // Returns its link, admitted. Throws kPeerLost (nobody there; the door refuses; with the field `unanswered` when the
-  // link has ended before the peer said whether it lets this side in), kDeadline, kAuth, kProtocol, and whatever either
-  // side's Admit threw; kCancelled when the caller gives up. `meeting` goes into the metadata that both
-  // sides' Admit sees.
+  // Connects to the peer that listens there. If a peer on this host offers a Unix socket, connects through that socket,
+  // which can pass descriptors; it does not fall back to TCP, even if the socket does not answer. A listener crowded by
+  // strangers may disconnect a caller before its proof; this method then connects again.
+  // Returns its link, admitted. Throws kPeerLost (nothing listens there; the Unix socket refuses; with the field
+  // `unanswered` when the link has ended before the peer said whether it lets this side in), kDeadline, kAuth,
+  // kProtocol, and any Error that either side's Admit threw; kCancelled when the caller gives up. `meeting` goes into
+  // the metadata that both sides' Admit gets.
   virtual std::shared_ptr<Link> connect(const std::string& address, const Waiting& waiting,
                                         std::uint64_t meeting = 0) = 0;
   // Stops listening and closes what is not admitted yet; connect() throws kClosed soon. Links live on. Idempotent.
-  // Waits for an admission under way in the reactor's thread: do not hold a lock that Admit takes. When it has
-  // returned, neither Introduce nor Admit is called but by a connect() that has not returned yet.
+  // Waits for an admission under way in the reactor's thread: do not hold a lock that Admit takes. After it has
+  // returned, only a connect() that has not returned yet may still call Introduce or Admit.
   virtual void close() noexcept = 0;
 };
 

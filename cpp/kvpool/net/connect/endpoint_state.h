@@ -1,4 +1,4 @@
-// What the listeners, the server handshakes of callers and the visits of one endpoint share.
+// The state that the listeners, server handshakes and client handshakes of one endpoint share.
 #pragma once
 
 #include <atomic>
@@ -28,7 +28,7 @@ class EndpointState : public std::enable_shared_from_this<EndpointState> {
   void close() noexcept;
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
-  // What the pool says of itself, with its door.
+  // The pool's metadata, with the address of its Unix socket.
   Introduction introduction() const;
   // Whether this side's settings let a checksum take the MAC's place. That is for TCP alone: a Unix
   // socket to another user always has the MAC.
@@ -55,18 +55,18 @@ class EndpointState : public std::enable_shared_from_this<EndpointState> {
   std::string door_;
 };
 
-// Local is a Unix socket whose other end is this user's. Over another user's, frames have MACs: he could be one who
-// passes on the handshake of others.
+// A channel is local if it is a Unix socket and the peer runs as this user. With another user, frames have MACs,
+// because that user's process could relay somebody else's handshake.
 Channel channel_of(const Descriptor& socket, bool tcp) noexcept;
 
-// This side's metadata as a frame, and what goes with it. Over a network it has no handles of memory.
+// This side's metadata as a frame, with its descriptors. Over a network it has no memory handles.
 struct MetadataFrame {
   FrameHeader header{};
   Bytes body;
   std::vector<int> descriptors;
 };
 MetadataFrame make_metadata_frame(const SockLink& link, const Introduction& own, bool wants_checksum);
-// The peer's, which has none either over a network. Throws kProtocol.
+// Reads the peer's metadata, which over a network must have no memory handles either. Throws kProtocol.
 PeerMetadata take_metadata(const SockLink& link, std::span<const std::byte> body);
 // On a link whose writer is held; gives the writer back. Throws kPeerLost.
 void send_metadata(SockLink& link, MetadataFrame&& metadata, bool checksum_from_then_on);

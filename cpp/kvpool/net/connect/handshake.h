@@ -8,13 +8,13 @@
 //   server: verdict, and its own proof
 //
 // Invariants:
-//   K1  Each proof is a MAC over the role of who proves and over every byte that both sides have sent before it. So a
-//       proof serves nobody else: not the other role (reflection), not another connection (replay: both nonces are in
-//       it), and not a conversation in which somebody changed the versions (downgrade) or the channel.
-//   K2  Each direction of each connection has keys of its own: they depend on the secret and on every byte above.
-//   K3  What has arrived and is not understood yet is at most one message, of a size that this side knows beforehand.
+//   K1  Each proof is a MAC over the sender's role and over every byte that both sides have sent before it. So a proof
+//       is valid only for this role (no reflection), this connection (no replay: both nonces are in it), and these
+//       versions and this channel (no downgrade).
+//   K2  Each direction of each connection has separate keys, which depend on the secret and on every byte above.
+//   K3  The handshake buffers at most one message, whose size this side knows beforehand.
 //
-// An empty secret is a secret like another one: who may use it is the caller's to decide.
+// An empty secret works like any other; the caller decides whether to allow it.
 #pragma once
 
 #include <array>
@@ -42,9 +42,9 @@ struct WireVersions {
   std::uint16_t max = kWireVersionMax;
 };
 
-// What the frames will go over. Both sides must mean the same. Otherwise somebody who stands between a client on TCP
-// and a server on a Unix socket could pass the handshake on, and then speak for himself: frames on a Unix socket have
-// no MAC.
+// The kind of channel that will carry the frames. Both sides must name the same kind. Otherwise a process between a
+// client on TCP and a server on a Unix socket could relay the handshake and then forge frames, which have no MAC on a
+// Unix socket.
 enum class Channel : std::uint8_t {
   kNetwork = 1,  // frames carry a MAC, or both sides trust the network: TCP, and a Unix socket to another user
   kLocal = 2,  // a Unix socket whose other end is of the same user (SO_PEERCRED): no MAC, and descriptors may be passed
@@ -53,10 +53,10 @@ enum class Channel : std::uint8_t {
 class Handshake {
  public:
   enum class Role : std::uint8_t { kClient = 1, kServer = 2 };
-  // Draws a nonce from the kernel. Throws std::system_error when there is none.
+  // Draws a nonce from the kernel. Throws std::system_error if the kernel gives none.
   Handshake(Role role, std::string secret, Channel channel = Channel::kNetwork);
-  // With a nonce of the caller's: for what has to repeat itself, the simulator and tests. A nonce used twice lets
-  // somebody who recorded the first connection replay it.
+  // Uses the caller's nonce: only for the simulator and tests, which must be repeatable. With a nonce used twice, an
+  // attacker who recorded the first connection can replay it.
   Handshake(Role role, std::string secret, Channel channel, WireVersions versions, const Nonce& nonce);
   ~Handshake();
   Handshake(const Handshake&) = default;

@@ -16,7 +16,7 @@ namespace kvpool {
 inline constexpr std::size_t kMetadataBytesMax = std::size_t{4} << 20;
 inline constexpr std::size_t kShortBodyBytesMax = 4096;  // of kBye, kDoor and kReject
 
-// The first frame of a server. It has a MAC, so nobody between the two can change what it says.
+// The first frame of a server. Its MAC protects it from changes on the way.
 struct DoorBody {
   bool checksum = false;  // its settings declare the network trusted: a checksum may take the MAC's place
   std::string place;      // where the door can be reached: door_place() of the server
@@ -32,7 +32,7 @@ DoorBody read_door(std::span<const std::byte> body);  // throws kProtocol
 Bytes write_metadata_body(const PeerMetadata& metadata);
 PeerMetadata read_metadata_body(std::span<const std::byte> body);  // throws kProtocol
 
-// A refusal arrives with the code and the text that it left with. A code that is none, or no text, reads as kPeerLost.
+// A refusal keeps its code and its text on the way. An unknown code, or a missing text, reads as kPeerLost.
 Bytes write_reject(const Error& why);
 Error read_reject(std::span<const std::byte> body);
 

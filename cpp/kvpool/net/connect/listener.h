@@ -1,13 +1,13 @@
-// A listening socket, and the callers that it has accepted and not yet admitted. In the reactor's thread, but for
+// A listening socket, and the callers that it has accepted but not yet admitted. Runs in the reactor's thread, except
 // close() and end().
 //
-// Strangers must not keep out a peer that knows the secret. So the listener accepts at once whatever comes, and bounds
-// what it keeps instead: callers that have said nothing, and callers that have sent a hello and owe the proof, each in
-// a CallerQueue. Whom a queue sends away is disconnected. Two queues, so that strangers who say hello and stop do not
-// push out a peer whose hello is still on its way, nor silent ones a peer whose proof is. A caller that has proved that
-// it knows the secret is in no queue, and is never sent away for others.
+// Strangers must not keep out a peer that knows the secret. So the listener accepts every caller at once and bounds the
+// callers that it keeps: silent ones, and ones that have sent a hello but no proof yet, each kind in a separate
+// CallerQueue. It disconnects the callers that a queue drops. With two queues, strangers that stop after their hello do
+// not displace a peer whose hello is on its way, and silent ones do not displace a peer whose proof is on its way. A
+// caller that has proved that it knows the secret is in no queue, and is never dropped for others.
 //
-// Every listener has its own queues: strangers at a TCP port take no place from the callers of a Unix door.
+// Every listener has its own queues: strangers at a TCP port take no place from callers at a Unix socket.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ class Listener : public std::enable_shared_from_this<Listener> {
                                          Descriptor socket);
   Listener(std::shared_ptr<EndpointState> endpoint_state, const SockAddress& address, Descriptor socket);
 
-  // Stops accepting, and ends every server handshake: their callers are told, if they have proved that they know the
-  // secret. Waits for an accept that is under way. Idempotent.
+  // Stops accepting and ends every server handshake; tells the callers that have proved that they know the secret.
+  // Waits for an accept that is under way. Idempotent.
   void close() noexcept;
 
   // How far a caller has come.

@@ -1,4 +1,4 @@
-// What peers tell each other when they meet, after both have proved that they know the secret.
+// What each peer tells the other when they connect, after both have proved that they know the secret.
 #pragma once
 
 #include <cstddef>
@@ -52,7 +52,7 @@ struct MetadataMedium {
   std::uint64_t mapped_bytes = 0;  // of the memfd or allocation; 0 when the memory cannot be mapped
   std::vector<MetadataSegment> segments;
   MemoryKind kind = MemoryKind::kHost;
-  // By rising address; empty: its memory has no handles. They stay on the host.
+  // In order of address; empty: the memory has no handles. Handles are never sent to another host.
   std::vector<MetadataAllocation> allocations = {};
 };
 
@@ -79,8 +79,8 @@ struct PeerMetadata {
 
   PageFormat format;  // of the pieces, as in Layout
 
-  // Of this connection, the same on both sides; chosen by who connects. Lanes between ranks belong to the meeting of
-  // their schedulers.
+  // The number of this connection, the same on both sides; the client chooses it. Channels between ranks belong to the
+  // meeting of their schedulers.
   std::uint64_t meeting = 0;
   // A rank: the epoch of its logical instance's scheduler, and its number there. 0: a pool.
   std::uint64_t rank_of = 0;
@@ -96,15 +96,16 @@ struct PeerMetadata {
 
 // Throw Error kProtocol; both check every number and text, so that what read_metadata returns can be computed with: no
 // sum or product of addresses, strides and blocks overflows, all blocks of a mapped medium lie within its memfd, and
-// those of a medium with allocations each segment in one of them. A name that this metadata may have is not yet known
-// to be free: that is the caller's to check, as are epochs and fingerprints.
+// those of a medium with allocations each segment in one of them. The caller checks that the name is free, and it
+// checks epochs and fingerprints.
 void write_metadata(const PeerMetadata& metadata, WireWriter& out);
 PeerMetadata read_metadata(WireReader& in);
 
-// Whether it has what only processes of its host may hear.
+// Whether it contains handles that only processes on its host may receive.
 bool has_handles(const PeerMetadata& metadata) noexcept;
 
-// Of this process, for PeerMetadata::host. Where the kernel does not tell, it is one that no other process has.
+// The value of PeerMetadata::host for this process. If the kernel does not identify the host, the value is unique to
+// this process.
 std::string host_id();
 
 }  // namespace kvpool

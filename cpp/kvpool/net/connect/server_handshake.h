@@ -1,4 +1,4 @@
-// The server's side of a meeting: from the accepted socket to the admitted link, in the reactor's thread.
+// The server's side of a handshake, from the accepted socket to the admitted link. It runs in the reactor's thread.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,8 @@ class ServerHandshake final : public LinkMeeting, public std::enable_shared_from
 
   // Ends it, from any thread; waits for a call that is under way, unless within it.
   void abandon(const Error& why) noexcept;
-  // In the reactor's thread, of a caller that has not proved that it knows the secret: others need its place.
+  // Disconnects a caller that has not proved that it knows the secret, because another caller needs its place. Call it
+  // in the reactor's thread.
   void send_away() noexcept;
 
   std::shared_ptr<LinkHandler> on_meeting(SockLink& link, const FrameHeader& header, Bytes&& body) override;

@@ -13,7 +13,7 @@
 namespace kvpool {
 namespace {
 
-// How often who waits looks at the clock and at whether it is to stop.
+// How often a waiting thread checks the clock and whether to stop.
 constexpr std::chrono::milliseconds kLook{5};
 
 enum class Stage : std::uint8_t { kIdle, kBegun, kReady, kRefused };

@@ -1,7 +1,7 @@
 // A peer's host memory, mapped here and made reachable for a GPU: registered with the driver by a thread of its own.
 //
-// To register hundreds of gigabytes takes seconds. Nobody should spend them on a peer that is never sent to, and no
-// write on the way to another place should wait for them: so it begins when a write first asks, and whoever cannot go
+// Registering hundreds of gigabytes takes seconds. A pool should not spend them on a peer to which it never sends, and
+// no write to another place should wait for them: so it begins when a write first asks, and a caller that cannot go
 // another way waits, each to its own deadline.
 //
 // Thread-safety: all of it.

@@ -2,7 +2,7 @@
 //
 // `loopback`: the peer is another pool of this process. `shm`: a process on this host whose arenas are mapped here. One
 // copy, by the caller and, from CopyTeam::kInlineBytes on, by its team. When write() returns the bytes are visible to
-// whoever learns of it by a message that is sent later.
+// a peer that receives a message sent later.
 #pragma once
 
 #include <memory>

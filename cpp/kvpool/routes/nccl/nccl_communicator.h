@@ -14,7 +14,7 @@
 
 namespace kvpool {
 
-enum class NcclWay : std::uint8_t { kSend = 0, kReceive = 1 };  // the rank of who does it
+enum class NcclWay : std::uint8_t { kSend = 0, kReceive = 1 };  // the rank of the side that does it
 
 // Throws when a wait is to end: the deadline, a cancellation, a peer that is lost. Called often.
 using NcclCheck = std::function<void()>;

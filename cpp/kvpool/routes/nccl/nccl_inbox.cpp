@@ -204,7 +204,7 @@ void NcclInbox::answer(std::uint64_t id, const NcclPassedBody& body) noexcept {
   try {
     link->send(Message{FrameKind::kPassed, 0, id, write_body(body)});
   } catch (const Error& error) {
-    link->close(error);  // whoever waits for it learns from the link's end
+    link->close(error);  // threads that wait for it see the end of the link
   } catch (const std::exception& error) {
     link->close(Error(ErrorCode::kOutOfMemory, error.what()));
   }

@@ -5,7 +5,7 @@
 
 namespace kvpool {
 
-// What a pass can have at most, whoever sends it: a receiver takes as much memory for a peer as that asks for.
+// The limits of a pass, for every sender: a receiver allocates as much memory for a peer as a pass asks for.
 inline constexpr std::uint64_t kNcclPassBytesMax = std::uint64_t{256} << 20;
 inline constexpr std::uint64_t kNcclPassBytesMin = std::uint64_t{1} << 20;
 

@@ -8,7 +8,7 @@
 // Invariants
 //   U4  Staging memory is given back only while no pass of its context is under way, and none begins meanwhile.
 //
-// Thread-safety: all of it; a NcclStaging belongs to whoever has it.
+// Thread-safety: all of it; one thread at a time uses a NcclStaging.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// The thread that lets UCX workers answer their peers while nobody of this process waits on them. It sleeps until one
-// of them has something to do.
+// The thread that lets UCX workers answer their peers while no other thread of this process waits on them. It sleeps
+// until one of them has something to do.
 #pragma once
 
 #include <condition_variable>

@@ -114,7 +114,7 @@ void UcxRouteCore::close() noexcept {
   const UcxGpuScope current(worker_->context().gpu());
   const UcxLock held = worker_->lock();
   worker_->shut(held, *peer_);
-  worker_->progress(held);  // whoever waits for its puts sees the end of them
+  worker_->progress(held);  // threads that wait for its puts see their end
 }
 
 std::vector<std::string> UcxRouteCore::lanes() {

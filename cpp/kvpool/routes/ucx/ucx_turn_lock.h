@@ -21,7 +21,7 @@ class UcxTurnLock {
     serving_.fetch_add(1, std::memory_order_release);
     serving_.notify_all();
   }
-  // Somebody waits for the holder. REQUIRES: the caller holds it.
+  // Whether another thread waits for the holder. REQUIRES: the caller holds it.
   bool wanted() const noexcept {
     return next_.load(std::memory_order_relaxed) != serving_.load(std::memory_order_relaxed) + 1;
   }

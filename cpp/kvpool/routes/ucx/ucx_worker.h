@@ -105,7 +105,7 @@ class UcxWorkerCore final : public UcxWorker, public std::enable_shared_from_thi
   std::uint64_t completions_ = 0;
   std::uint64_t completions_told_ = 0;
   std::size_t waiting_ = 0;  // on woken_
-  bool sleeping_ = false;    // somebody sleeps on the descriptor
+  bool sleeping_ = false;    // a thread sleeps on the descriptor
   std::size_t writers_ = 0;
   bool parked_ = false;  // the thread found writers at work; the last one that leaves calls it back
   bool closed_ = false;
