@@ -55,8 +55,8 @@ class Outcome:
     code: int  # of pytest
     output: str
     passed: int = 0
-    failures: list[str] = field(default_factory=list)  # the message of every test that failed in its body
     skipped: dict[str, set[str]] = field(default_factory=dict)  # functions, by the reason that they gave
+    failures: list[str] = field(default_factory=list)  # the message of every test that failed in its body
 
     def check(self, file: str, *, nccl: bool, all_of_it: bool = True) -> None:
         """Fails unless every test has passed but those that are known not to be for a GPU.

@@ -27,7 +27,11 @@ with small_pool(device="cuda:0", device_memory={memory!r}, layout=byte_layout(),
         "there = small_pool(device='cuda:0', layout=small_layout(dtype='uint8'), routes=('cuda_ipc', 'sock'))\\n"
         "there.connect(where); None\\n"
         "there.fetch('here', theirs).wait(); None", where=where, theirs=here.alloc(2))
-    assert child("[list(peer.routes) for peer in there.peers()]") == [["sock"]]
+    if {memory!r} == "virtual":
+        assert child("[list(peer.routes) for peer in there.peers()]") == [["sock"]]
+    # Into HBM here, whose memory cannot be exported.
+    child("sent = there.transfer('here', there.alloc(2), medium=kvpool.HBM); sent.wait(); None")
+    assert child("sent.stats.route") == "sock"
 child.kill()
 """)
 
