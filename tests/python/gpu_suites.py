@@ -30,13 +30,16 @@ LOCAL = [
 STREAMS = ["cuda/test_streams.py"]
 TRANSFER = [
     f"transfer/test_{name}.py"
-    for name in ("arguments", "blocks", "insert", "layouts", "limits", "peers", "regressions", "routes", "waiting")
+    for name in (
+        *("arguments", "blocks", "failed_connects", "insert", "layouts", "limits", "parting", "peers", "regressions"),
+        *("routes", "waiting"),
+    )
 ]
 
 # The tests that pools on a GPU have no use for, and why. All others run: one that skips fails, and so does one of these
 # that runs.
 NOT_ON_GPU = {
-    "transfer/test_peers.py": {
+    "transfer/test_parting.py": {
         "test_blocks_of_a_killed_peer_that_was_met_over_tcp_are_released_when_it_wrote_by_ucx": "ucx",
     },
     "transfer/test_routes.py": {

@@ -12,7 +12,7 @@ SHORT = {
     "transfer/test_insert.py": "",
     "transfer/test_layouts.py": "",
     "transfer/test_limits.py": "",
-    "transfer/test_peers.py": "parting or killed or stopped or fork or dropped",
+    "transfer/test_parting.py": "parting_ends or killed or stopped or fork or dropped",
     "transfer/test_regressions.py": "",
     "transfer/test_waiting.py": "",
 }
