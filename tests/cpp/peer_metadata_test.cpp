@@ -200,6 +200,7 @@ TEST_CASE("what peer metadata may have at most fits a frame") {
   metadata.format = {1, 2, DType::kBfloat16, false, false};
   for (MetadataMedium& medium : metadata.media)
     medium = {1, 0, std::vector<MetadataSegment>(kMetadataSegmentsMax, {64, 64, 64})};
+  metadata.media[Medium::kDisk] = {};  // which may have nothing
   metadata.media[Medium::kHbm].kind = MemoryKind::kGpu;
   for (std::size_t i = 0; i < kMetadataAllocationsMax; ++i)
     metadata.media[Medium::kHbm].allocations.push_back({64 + 64 * i, 64, {}});
@@ -378,6 +379,8 @@ TEST_CASE("a medium's blocks and memory go together") {
   });
   check_refused("number of blocks is 16777217",
                 [](PeerMetadata& metadata) { metadata.media[Medium::kHbm].blocks = kBlocksMax + 1; });
+  check_refused("number of blocks on DISK is 32",
+                [](PeerMetadata& metadata) { metadata.media[Medium::kDisk] = metadata.media[Medium::kDram]; });
   check_refused("without blocks has memory", [](PeerMetadata& metadata) { metadata.media[Medium::kHbm].blocks = 0; });
   check_refused("without blocks has memory",
                 [](PeerMetadata& metadata) { metadata.media[Medium::kHbm] = {0, 4096, {}}; });

@@ -231,6 +231,8 @@ void check_metadata(const PeerMetadata& metadata) {
   const std::uint64_t block_bytes = check_pieces(metadata.piece_bytes);
   check_format(metadata);
   for (const MetadataMedium& medium : metadata.media) check_medium(medium, block_bytes, metadata.is_group());
+  // No release keeps blocks there.
+  check_range(metadata.media[Medium::kDisk].blocks, 0, 0, "number of blocks on DISK");
   check_ranks(metadata);
 }
 
