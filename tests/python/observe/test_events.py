@@ -24,6 +24,7 @@ import kvpool
 from kvpool import DRAM, InstanceIndex
 from kvpool.observe.events import BlockHasher, EventPublisher, EventSubscriber
 from kvpool.observe.events.block_hash import short
+from kvpool.observe.events.translate import Translator
 
 DEADLINE = 60.0  # seconds until a test gives up; far above what anything here takes
 QUICK = {"probe": 0.1, "timeout": 10.0}
@@ -187,6 +188,15 @@ def test_a_router_for_vllm_understands_what_is_published(pool, listen):
         pool.delete(prompt(3), namespace="tenant")
         router.receive_until(lambda: not router.held)
         assert router.sequences == list(range(router.sequences[0], router.sequences[0] + len(router.sequences)))
+
+
+def test_a_block_of_another_instance_is_told_whatever_medium_its_address_names(pool):
+    """insert() takes addresses of other instances as they are, and a name that is missing would end the publisher."""
+    events = pool.subscribe()
+    for medium in kvpool.Medium:
+        pool.insert(prompt(1, 100 + medium), [9 << 50 | int(medium) << 47 | 1 << 24 | 5])
+    told = [event.medium for batch in Translator(BLOCK).batches(events.drain()) for event in batch]
+    assert told == ["GPU", "CPU", "DISK"]
 
 
 def test_the_array_form_and_whole_digests_can_be_had(pool, listen):

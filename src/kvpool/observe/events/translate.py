@@ -19,7 +19,8 @@ __all__ = ["Hashes", "Translator"]
 Event: TypeAlias = StoredEvent | RemovedEvent | MovedEvent
 Hashes: TypeAlias = Literal["int", "bytes"]
 
-_NAMES: Final = {int(Medium.HBM): "GPU", int(Medium.DRAM): "CPU"}  # as vLLM calls its cache, and what it offloads to
+# As vLLM calls its cache, and what it offloads to. A name for every medium: a cached block may be another instance's.
+_NAMES: Final = {int(Medium.HBM): "GPU", int(Medium.DRAM): "CPU", int(Medium.DISK): "DISK"}
 _BATCH_TOKENS: Final = 16_384  # so that a batch has some 100 KiB, and what waits for a slow reader can be reckoned
 
 
