@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -313,6 +314,21 @@ TEST_CASE("what an event was recorded for is what is waited for, whatever become
   for (const CuStream stream : {first, second, theirs}) CHECK(driver.stream_destroy(stream) == 0);
   CHECK(driver.event_destroy(end) == 0);
   CHECK(cuda.left().find("streams") == std::string::npos);
+}
+
+TEST_CASE("an event of a whole context ends, though a stream was destroyed just before") {
+  const FakeCuda cuda;
+  const Gpu gpu;
+  const CudaDriver& driver = gpu.driver();
+  CuEvent event = nullptr;
+  REQUIRE(driver.event_create(&event, 2) == 0);
+  for (int round = 0; round < 500; ++round) {
+    REQUIRE(driver.stream_destroy(gpu.stream(1)) == 0);
+    REQUIRE(driver.ctx_record_event(gpu.context->handle(), event) == 0);
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (driver.event_query(event) == kCudaNotReady) REQUIRE(std::chrono::steady_clock::now() < until);
+  }
+  CHECK(driver.event_destroy(event) == 0);
 }
 
 }  // namespace

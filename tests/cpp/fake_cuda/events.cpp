@@ -63,11 +63,8 @@ int cuCtxRecordEvent(void* handle, void* raw_event) {
   Event* const event = event_of("cuCtxRecordEvent", raw_event);
   if (event->context != context) return kInvalidHandle;
   if (context->lost != 0) return context->lost;
-  event->marks.clear();
+  event->marks = ends_of_now([context](const Stream& stream) { return stream.context == context; });
   event->captured = false;
-  for (Stream* stream : state().working) {
-    if (stream->context == context) event->marks.push_back(stream->end_of_now());
-  }
   return kSuccess;
 }
 

@@ -130,6 +130,8 @@ struct Stream {
 };
 
 void wait_for(const std::shared_ptr<Mark>& mark);
+// What the chosen streams have been given until now, also those that were destroyed. REQUIRES: the lock.
+std::vector<std::shared_ptr<Mark>> ends_of_now(const std::function<bool(const Stream&)>& chosen);
 // What all streams of a device have been given until now, also those that were destroyed. REQUIRES: the lock.
 std::vector<std::shared_ptr<Mark>> ends_on(int device);
 // Returns when that has ended. Lets go of the lock meanwhile: of what is under it nothing is as before. REQUIRES: the

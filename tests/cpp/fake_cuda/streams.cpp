@@ -174,13 +174,19 @@ void wait_for(const std::shared_ptr<Mark>& mark) {
   mark->done_changed.wait(lock, [&] { return mark->done; });
 }
 
-std::vector<std::shared_ptr<Mark>> ends_on(int device) {
-  if (state().held.contains(device)) ++state().counts["waits behind words"];
+std::vector<std::shared_ptr<Mark>> ends_of_now(const std::function<bool(const Stream&)>& chosen) {
   std::vector<std::shared_ptr<Mark>> marks;
   for (Stream* stream : state().working) {
-    if (stream->context->device == device && !stream->is_idle()) marks.push_back(stream->end_of_now());
+    if (!chosen(*stream)) continue;
+    // A destroyed stream without work may have left its loop already: its thread would never reach the mark.
+    if (!stream->is_idle()) marks.push_back(stream->end_of_now());
   }
   return marks;
+}
+
+std::vector<std::shared_ptr<Mark>> ends_on(int device) {
+  if (state().held.contains(device)) ++state().counts["waits behind words"];
+  return ends_of_now([device](const Stream& stream) { return stream.context->device == device; });
 }
 
 void wait_for_device(std::unique_lock<std::mutex>& lock, int device) {
