@@ -1,4 +1,4 @@
-// What a pool counts, and how its memory lies, as dictionaries: those of src/kvpool/stats.py are made of them.
+// What a pool counts, and how its memory lies, as dictionaries: those of src/kvpool/alloc/stats.py are made of them.
 #pragma once
 
 #include <pybind11/pybind11.h>

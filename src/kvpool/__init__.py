@@ -21,7 +21,6 @@ import logging as _logging
 
 from kvpool._core import __version__
 from kvpool.alloc import KVTensor, SwapIn, SwapOut, SwappedIn
-from kvpool.attachment import Attachment
 from kvpool.cluster import Cluster, Load, Member, MemberCallback, MemberEvent, Registration
 from kvpool.config import Settings
 from kvpool.errors import (
@@ -59,6 +58,7 @@ from kvpool.index import (
     RemovedEvent,
     StoredEvent,
 )
+from kvpool.peers.attachment import Attachment
 from kvpool.pool import MediumStats, Pool, PoolStats
 from kvpool.ranks import RankArena
 from kvpool.transfer import (

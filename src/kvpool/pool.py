@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from kvpool import _core
+from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats, stats_of
 from kvpool.arguments import flag_from, int_from, shown
-from kvpool.attaching import attach
-from kvpool.attachment import Attachment
 from kvpool.cluster import Cluster
 from kvpool.config import Settings, check_names, load
 from kvpool.errors import ArgumentError, ArgumentTypeError, StateError
 from kvpool.index import EventStream, MatchReport
-from kvpool.stats import ArenaInfo, MediumStats, PoolStats, stats_of
+from kvpool.peers.attach import attach
+from kvpool.peers.attachment import Attachment
 from kvpool.transfer import PeerVerbs
 from kvpool.transfer.reshard import ParallelConfig
 from kvpool.types import DRAM, HBM, KVLayout, Medium, RawLayout

@@ -41,7 +41,7 @@ def member(url: str, name: str, pool: kvpool.Pool | None = None, **options: Any)
 @contextlib.contextmanager
 def two(url: str, **options: Any) -> Iterator[tuple[kvpool.Pool, kvpool.Pool]]:
     with member(url, "a", **options) as (a, *_), member(url, "b", **options) as (b, *_):
-        eventually(lambda: len(a._attachment._book.names()) == len(b._attachment._book.names()) == 1)
+        eventually(lambda: len(a._attachment._members.names()) == len(b._attachment._members.names()) == 1)
         yield a, b
 
 

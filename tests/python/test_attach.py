@@ -17,7 +17,7 @@ from transfer.kit import blocks_at_peers, content, fill
 
 import kvpool
 from kvpool import ArgumentError, ArgumentTypeError, ClosedError, Fenced, PeerLost, StateError
-from kvpool.attachment import Attachment
+from kvpool.peers.attachment import Attachment
 
 __all__ = ["url"]
 
@@ -37,7 +37,7 @@ def test_every_verb_meets_the_member_that_it_names(url, listen):
         return [one.format(pid=os.getpid(), n=next(_numbers)) for one in listen]
 
     with member(url, "a", listen=where()) as (a, *_), member(url, "b", listen=where()) as (b, *_):
-        eventually(lambda: len(a._attachment._book.names()) == 1)
+        eventually(lambda: len(a._attachment._members.names()) == 1)
         own = a.alloc(2)
         held = fill(a, own)
         sent = a.transfer("b", own).wait().addrs
@@ -97,7 +97,7 @@ def test_members_say_what_they_are(url):
 def test_layouts_that_differ_are_told_when_they_meet(url, changes):
     other = small_pool(layout=small_layout(**changes))
     with member(url, "a") as (a, *_), member(url, "b", other):
-        eventually(lambda: len(a._attachment._book.names()) == 1)
+        eventually(lambda: len(a._attachment._members.names()) == 1)
         with refused(a, kvpool.LayoutMismatch, "the layouts differ"):
             a.alloc(1, instance="b")
 
@@ -280,11 +280,11 @@ def test_whoever_sees_a_member_may_name_it(url, monkeypatch):
 def test_peers_that_have_parted_before_the_loss_is_known_are_met_when_the_lease_is_back(url):
     with two(url) as (a, b):
         a.transfer("b", a.alloc(1)).wait()
-        eventually(lambda: "b" in a._attachment._book._met)
+        eventually(lambda: "b" in a._attachment._members._met)
         for _ in range(2):
             b._expel(a._epoch(), "its lease has run out")  # b hears first
             eventually(lambda: a.peers() == [] == b.peers())
-            b._attachment._book.tell_again()
+            b._attachment._members.tell_again()
             a._attachment._on_lease("lost")
             a._attachment._on_lease("lost")
             with refused(a, Fenced, "lost its lease"):
@@ -296,11 +296,11 @@ def test_peers_that_have_parted_before_the_loss_is_known_are_met_when_the_lease_
 def test_a_peer_that_has_left_is_not_called_again(url):
     with member(url, "a") as (a, _, attachment):
         with member(url, "b") as (b, *_):
-            eventually(lambda: len(attachment._book.names()) == 1)
+            eventually(lambda: len(attachment._members.names()) == 1)
             a.transfer("b", a.alloc(1)).wait()
-            eventually(lambda: "b" in attachment._book._met)
+            eventually(lambda: "b" in attachment._members._met)
             b.close()
-        eventually(lambda: attachment._book._met == set())
+        eventually(lambda: attachment._members._met == set())
 
 
 def test_who_leaves_while_its_lease_comes_back_stays_fenced(url, monkeypatch):

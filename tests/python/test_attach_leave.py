@@ -57,7 +57,7 @@ def test_a_member_that_leaves_has_no_peers_any_more_and_what_is_local_goes_on(ur
 def test_a_cluster_that_is_closed_takes_its_pool_with_it_at_once(url):
     with join(url, heartbeat=30) as cluster, small_pool() as a, member(url, "b") as (b, *_):
         attachment = a.attach(cluster, name="a")
-        eventually(lambda: len(attachment._book.names()) == 1)
+        eventually(lambda: len(attachment._members.names()) == 1)
         own = a.alloc(1)
         stream = a.open_transfer("b", own)
         cluster.close()
@@ -73,7 +73,7 @@ def test_a_registration_that_leaves_by_itself_takes_its_pool_with_it_at_once(url
     """Nobody is told by a heartbeat here: the next one comes when the test is long over."""
     with join(url, heartbeat=30) as cluster, small_pool() as a, member(url, "b") as (b, *_):
         attachment = a.attach(cluster, name="a")
-        eventually(lambda: len(attachment._book.names()) == 1)
+        eventually(lambda: len(attachment._members.names()) == 1)
         own = a.alloc(1)
         stream = a.open_transfer("b", own)
         cluster.registration.leave()

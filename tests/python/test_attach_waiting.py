@@ -1,7 +1,8 @@
 """What may not wait for ever: closing a cluster, or a pool's membership, from the middle of anything.
 
 The garbage collector runs finalizers, and the interpreter handlers of signals, in whatever thread, while that has
-locks. Here the same calls are made just there. What waits ends after a minute, by the limit of waiting.py, and fails.
+locks. Here the same calls are made just there.
+A call that waits gives up after a minute (waiting/threads.py), and fails.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvpool import Fenced, waiting
 
 __all__ = ["url"]
 
-HUNG = 30.0  # less than the minute after which waiting.py gives up
+HUNG = 30.0  # less than the minute after which waiting/threads.py gives up
 
 
 class Once:
@@ -91,17 +92,17 @@ class Wanted:
 
 
 @pytest.fixture(params=["kvpool-members", "kvpool-attach"])
-def thread_with_the_book(request):
+def thread_with_the_table(request):
     return request.param
 
 
 @pytest.mark.parametrize("what", ["cluster", "attachment"])
-def test_a_finalizer_in_a_thread_that_has_the_book_of_members_waits_for_nobody(url, thread_with_the_book, what):
-    """While the cluster's own thread, which paints the board, waits for that book."""
+def test_a_finalizer_in_a_thread_that_has_the_table_of_members_waits_for_nobody(url, thread_with_the_table, what):
+    """While the cluster's own thread, which paints the board, waits for that table."""
     with join(url) as watching, member(url, "a") as (a, cluster, attachment):
         eventually(lambda: names(watching) == ["a"])
         closing = cluster if what == "cluster" else attachment
-        book, wanted = attachment._book, Wanted(attachment._book._lock)
+        table, wanted = attachment._members, Wanted(attachment._members._lock)
         late = join(url)
 
         def close_when_the_board_waits() -> None:
@@ -114,10 +115,10 @@ def test_a_finalizer_in_a_thread_that_has_the_book_of_members_waits_for_nobody(u
         once = Once(close_when_the_board_waits)
 
         def happens() -> None:
-            if threading.current_thread().name == thread_with_the_book:
+            if threading.current_thread().name == thread_with_the_table:
                 once()
 
-        book._lock = Interrupted(wanted, happens)
+        table._lock = Interrupted(wanted, happens)
         with join(url) as other:
             other.register(name="b", role="both", epoch=8)  # of which the members' thread hears
             eventually(lambda: once.took)
@@ -186,7 +187,7 @@ def test_callbacks_of_a_pool_that_close_it_at_once_do_not_wait_for_each_other(ur
             took.append(time.monotonic() - begin)
 
         handles = [b.on_received(close), b.on_peer(close)]
-        eventually(lambda: "b" in a._attachment._book.names())
+        eventually(lambda: "b" in a._attachment._members.names())
         a.transfer("b", a.alloc(1))
         eventually(lambda: len(took) == 2)
         assert max(took) < HUNG

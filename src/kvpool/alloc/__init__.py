@@ -1,6 +1,7 @@
-"""Blocks and their memory: what `Pool.tensor`, `Pool.swap_in` and `Pool.swap_out` return."""
+"""Blocks and their memory: what `Pool.tensor`, `Pool.swap_in`, `Pool.swap_out` and `Pool.stats` return."""
 
 from kvpool._core import KVTensor, SwappedIn
+from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats
 from kvpool.alloc.swap import SwapIn, SwapOut
 
-__all__ = ["KVTensor", "SwapIn", "SwapOut", "SwappedIn"]
+__all__ = ["ArenaInfo", "KVTensor", "MediumStats", "PoolStats", "SwapIn", "SwapOut", "SwappedIn"]

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from typing import Any
 
 from kvpool._core import SwapIn, SwapOut
-from kvpool.awaiting import until_done
+from kvpool.waiting.coroutines import until_done
 
 __all__ = ["SwapIn", "SwapOut"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from kvpool.cluster.record import Kind, Member, MemberEvent
-from kvpool.waiting import busy
+from kvpool.waiting.threads import busy
 
 __all__ = ["Board"]
 

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from kvpool.cluster.board import Board
 from kvpool.cluster.record import MemberEvent
-from kvpool.waiting import busy, join, may_wait
+from kvpool.waiting.threads import busy, join, may_wait
 
 __all__ = ["MemberCallback"]
 

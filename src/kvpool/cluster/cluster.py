@@ -20,7 +20,7 @@ from kvpool.cluster.record import Load, Member, MemberEvent, Role
 from kvpool.cluster.registration import Registration
 from kvpool.cluster.tender import Tender
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, ForkError, StateError
-from kvpool.waiting import begin_anew, busy
+from kvpool.waiting.threads import begin_anew, busy
 
 __all__ = ["Cluster"]
 

@@ -26,7 +26,7 @@ from kvpool.cluster.etcd_keys import Ids, Keys, Value, absent, put, values
 from kvpool.cluster.etcd_unlisted import Contact, Unlisted
 from kvpool.cluster.gateway import AUTHENTICATE_S, Denied, Gateway, NoAnswer, Options, Stream, encode
 from kvpool.cluster.record import Member
-from kvpool.waiting import busy
+from kvpool.waiting.threads import busy
 
 __all__ = ["EtcdView"]
 

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from kvpool.cluster.directory import Entry, Unreachable
 from kvpool.cluster.record import Load, Member
 from kvpool.errors import ArgumentError, ClosedError, StateError
-from kvpool.waiting import busy, may_wait
+from kvpool.waiting.threads import busy, may_wait
 
 __all__ = ["LeaseWord", "Registration"]
 
@@ -170,7 +170,7 @@ class Registration:
         """Says goodbye. Others are told "left". Idempotent.
 
         From a callback, of a pool or a cluster, or a finalizer that the garbage collector runs, it is done soon: see
-        waiting.py.
+        waiting/threads.py.
         """
         self.leave_soon()
         if may_wait():

@@ -13,7 +13,7 @@ from kvpool.cluster.board import Board
 from kvpool.cluster.callback import MemberCallback
 from kvpool.cluster.directory import Directory
 from kvpool.cluster.registration import Registration
-from kvpool.waiting import busy, join, may_wait
+from kvpool.waiting.threads import busy, join, may_wait
 
 __all__ = ["Tender"]
 
@@ -65,7 +65,7 @@ class Tender:
         self.wake()
 
     def close(self) -> None:
-        """Ends it, and its callbacks; soon, where this must not wait (waiting.py). Idempotent."""
+        """Ends it, and its callbacks; soon, where this must not wait (waiting/threads.py). Idempotent."""
         self.stop()
         if may_wait():
             join(self._thread)

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from kvpool import _core
 from kvpool.errors import ClosedError
-from kvpool.waiting import busy, join
+from kvpool.waiting.threads import busy, join
 
 __all__ = ["Dispatcher"]
 

@@ -10,8 +10,8 @@ from collections.abc import Generator
 from typing import Any
 
 from kvpool._core import Transfer
-from kvpool.awaiting import until_done
 from kvpool.types import TransferStats
+from kvpool.waiting.coroutines import until_done
 
 __all__ = ["Transfer", "TransferStats"]
 

@@ -13,9 +13,9 @@ from kit import small_pool
 from transfer.kit import stop_process
 
 import kvpool
-from kvpool.attachment import Attachment
 from kvpool.cluster import keeper_process
 from kvpool.cluster.keeper_process import KeeperProcess
+from kvpool.peers.attachment import Attachment
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def test_peers_and_transfers_are_told():
 
 def test_a_member_tells_who_is_there_and_how_its_lease_is(url):
     with member(url, "a", role="prefill") as (a, *_), member(url, "b", role="decode") as (b, *_):
-        eventually(lambda: len(a._attachment._book.names()) == 1)
+        eventually(lambda: len(a._attachment._members.names()) == 1)
         b._attachment._registration.publish(state="draining")
         eventually(lambda: a._attachment._membership()["events"]["changed"] > 0)
         samples = scraped(a)

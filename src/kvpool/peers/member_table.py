@@ -10,15 +10,15 @@ from typing import Final
 from kvpool.cluster import Member, MemberEvent
 from kvpool.errors import Error
 from kvpool.transfer import PeerInfo, PeerVerbs
-from kvpool.waiting import busy
+from kvpool.waiting.threads import busy
 
-__all__ = ["MemberBook"]
+__all__ = ["MemberTable"]
 
 _LINKED_MAX: Final = 4096
 _Entry = tuple[int, int, list[str]]  # instance, epoch, endpoints
 
 
-class MemberBook:
+class MemberTable:
     """The members that the cluster's board shows, as the pool's C++ half has them. Keeps no pool alive.
 
     Any thread may call anything. The lock is taken below that of the board, under which `enter` is called.

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from kvpool import _core
-from kvpool.attachment import Attachment, load_of
 from kvpool.cluster import Cluster
 from kvpool.errors import ArgumentError, ArgumentTypeError, Error, StateError
+from kvpool.peers.attachment import Attachment, load_of
 from kvpool.transfer import PeerVerbs
 from kvpool.transfer.gpu_routes import tell_unused
 from kvpool.transfer.peers import nccl_library, ucx_library

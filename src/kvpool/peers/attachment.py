@@ -1,9 +1,9 @@
-"""A pool as a member of a cluster: an `Attachment`, which `Pool.attach` makes (attaching.py).
+"""A pool as a member of a cluster: an `Attachment`, which `Pool.attach` makes (attach.py).
 
 The directory says who is there; this tells the pool, whose C++ half meets members when a verb names them. Three threads
 come with it, none on the way of a block: the cluster's own, which tells of the lease, and does what has to be done when
 the pool leaves; one that hears of changes; one that publishes the load. None of them waits for another
-(waiting.py).
+(waiting/threads.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvpool import _core
 from kvpool.cluster import Cluster, LeaseWord, Load, Member, MemberCallback, MemberEvent, Registration
 from kvpool.cluster.place import check_seconds
 from kvpool.errors import ClosedError, DeadlineExceeded, Error, Fenced, StateError
-from kvpool.member_book import MemberBook
+from kvpool.peers.member_table import MemberTable
 from kvpool.transfer import PeerVerbs
-from kvpool.waiting import busy
+from kvpool.waiting.threads import busy
 
 __all__ = ["Attachment", "load_of"]
 
@@ -52,12 +52,12 @@ class Attachment:
         self._own = threading.Lock()  # of its own lease: none that has left is let out of its fence again
         self._known_at = 0.0  # by when every peer has heard of the term that it is in (time.monotonic())
         self._stop = threading.Event()
-        self._book = MemberBook(pool, self._epoch)
-        cluster._directory.attest(self._book)
+        self._members = MemberTable(pool, self._epoch)
+        cluster._directory.attest(self._members)
         self._watch: MemberCallback = cluster.on_change(_weakly(self._on_change))
         self._end = weakref.finalize(self, _leave_soon, registration, self._watch, self._process)
-        cluster._board.subscribe(self._book.enter)
-        registration._at_leave(functools.partial(cluster._board.unsubscribe, self._book.enter))
+        cluster._board.subscribe(self._members.enter)
+        registration._at_leave(functools.partial(cluster._board.unsubscribe, self._members.enter))
         registration._at_leave(_weakly(self._left))
         registration.on_lease(_weakly(self._on_lease))
         beats = threading.Thread(
@@ -191,13 +191,13 @@ class Attachment:
         member = event.member
         with contextlib.suppress(ClosedError):
             if event.kind != "changed":
-                self._book.remember_peers()
+                self._members.remember_peers()
             if event.kind == "lost" and member.epoch != self._epoch and not self._is_back(member):
                 pool._expel(member.epoch, f"the cluster has given up {member.name}")
             if event.kind == "joined":
-                self._book.tell_again()
+                self._members.tell_again()
             elif event.kind == "left":
-                self._book.forget(member.name)
+                self._members.forget(member.name)
 
     def _is_back(self, lost: Member) -> bool:
         """Whether it is listed again by now: it has no connection from before, so those that it has are new."""
@@ -219,7 +219,7 @@ class Attachment:
                 # granted runs out before.
                 self._known_at = time.monotonic() + 2 * self._cluster.lease_s
                 pool._unfence()
-                args = pool, self._book.met()
+                args = pool, self._members.met()
                 threading.Thread(target=_meet_again, args=args, name="kvpool-meet", daemon=True).start()
             else:
                 pool._fence(f"another process is {self.name} in the cluster now, or has its instance id")
@@ -245,7 +245,7 @@ class Attachment:
 
     def _keep_to_itself(self, pool: PeerVerbs) -> None:
         """The caller has the lock of its own lease."""
-        self._book.remember_peers()
+        self._members.remember_peers()
         pool._fence(f"{self.name} has lost its lease in the cluster; it goes on when it has one again")
 
     # ---- load
@@ -258,7 +258,7 @@ class Attachment:
             return False
         self._look_at_clock(pool)
         with contextlib.suppress(StateError):  # it is just being closed; or another has the name
-            self._book.remember_peers()
+            self._members.remember_peers()
             self._registration.publish(load=load_of(pool, self._requests))
         return True
 
