@@ -20,7 +20,8 @@ from attach_kit import eventually, join, member, names, url
 from kit import refused, small_pool
 
 import kvpool
-from kvpool import Fenced, waiting
+from kvpool import Fenced
+from kvpool.waiting import threads as waiting
 
 __all__ = ["url"]
 
