@@ -1,4 +1,4 @@
-"""Runs what is measured in a process of its own, and asks it questions.
+"""Runs the measured code in a separate process, and sends it requests.
 
 Each bench gets a fresh process, so that no bench sees the heap, the caches or the garbage of another, and a peer can
 live in its own virtual environment. While one process is asked the others wait for their next question, so subjects

@@ -29,7 +29,7 @@ class Row:
         p99: 99th percentile of kvpool's.
         peers: Name of a peer to its median in the same run.
         details: Whatever else belongs into the JSON.
-        error: Why there is no figure; the value is none then. "": there is one.
+        error: Why there is no figure; then `value` is None. "": there is a figure.
     """
 
     what: str

@@ -167,7 +167,7 @@ TensorView view_by_cuda_interface(const py::object& tensor, std::size_t position
   } catch (const py::cast_error& error) {
     throw_mismatch(position, std::string("its __cuda_array_interface__ is not one: ") + error.what());
   } catch (const std::logic_error& error) {  // of std::stoul
-    throw_mismatch(position, std::string("its __cuda_array_interface__ has a type that is none: ") + error.what());
+    throw_mismatch(position, std::string("its __cuda_array_interface__ has an invalid type: ") + error.what());
   }
 }
 

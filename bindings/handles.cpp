@@ -44,7 +44,7 @@ Attributes:
     addrs: uint64 array of ``tokens / block_tokens`` addresses (an index alone: values), in the prompt's order; media
         may be mixed.
     partial_tokens: Tokens that agree with what is cached inside the next block.
-    closed: Whether the pin is gone.)")
+    closed: Whether the pin has ended.)")
       .def_readonly("tokens", &Match::tokens, "Tokens cached, whole blocks.")
       .def_readonly("partial_tokens", &Match::partial_tokens, "Tokens that agree inside the next block.")
       .def("__repr__", [](const Match& match) {
@@ -59,7 +59,7 @@ Attributes:
     inserted: Blocks newly stored.
     duplicates: uint64 array of given addresses whose block was cached before; still the caller's, unless
         ``free_duplicates`` was asked for.
-    closed: Whether the pin is gone.)")
+    closed: Whether the pin has ended.)")
       .def_readonly("tokens", &Inserted::tokens, "Tokens of the prompt.")
       .def_readonly("inserted", &Inserted::inserted, "Blocks newly stored.")
       .def_property_readonly(
@@ -69,11 +69,11 @@ Attributes:
         return "<Inserted tokens=" + std::to_string(inserted.tokens) +
                " inserted=" + std::to_string(inserted.inserted) + (inserted.pins.holds() ? " pinned>" : ">");
       });
-  handle_class<SwappedIn>(module, "SwappedIn", R"(Blocks that lie in HBM now, pinned until it is closed.
+  handle_class<SwappedIn>(module, "SwappedIn", R"(Blocks that are now in HBM, pinned until it is closed.
 
 Attributes:
     addrs: uint64 array, one for each address given: where the block lies in HBM.
-    closed: Whether the pins are gone.)")
+    closed: Whether the pins have ended.)")
       .def("__repr__", [](const SwappedIn& swapped) {
         return "<SwappedIn blocks=" + std::to_string(py::len(swapped.addrs)) +
                (swapped.pins.holds() ? " pinned>" : ">");

@@ -178,32 +178,31 @@ Args:
     instance: Instance id, 0 to 16383.
     now: Time of the use, in any unit that grows.
     namespace: Prefixes of different namespaces never match each other.
-    lasting: It holds them until it is told otherwise: expire never drops them. For instances whose events say
-        what they lose.
+    lasting: Whether expire never drops them. For instances whose events report what they lose.
 
 Returns:
-    Blocks that it did not hold before. Where there are more than blocks_max now, the longest unused are forgotten,
-    whoever holds them; of a prompt that is too long alone, the end.)")
+    Blocks that the instance did not hold before. If there are more than blocks_max now, the index forgets the least
+    recently used blocks of any instance; of a prompt that exceeds blocks_max alone, it forgets the end.)")
       .def("match", &match, py::arg("tokens"), py::arg("now") = py::none(), py::arg("namespace") = "",
            R"(How much of a prompt each instance holds.
 
 Args:
     tokens: Token ids.
-    now: Time of the use; None looks without counting as a use.
+    now: Time of the use; None: the call does not count as a use.
     namespace: As in insert.
 
 Returns:
     A list of (instance, tokens), the longest first, for every instance that holds the first block.)")
       .def("match_arrays", &match_arrays, py::arg("tokens"), py::arg("now") = py::none(), py::arg("namespace") = "",
-           R"(As match, for a router that has a thousand instances to weigh.
+           R"(As match, for a router with a thousand instances to compare.
 
 Returns:
     Two int64 arrays of one length: the instances, and the tokens that each holds, the longest first.)")
       .def("find", &find, py::arg("tokens"), py::arg("namespace") = "",
-           R"(As match without counting as a use, for a router that asks of few of many instances how much each holds.
+           R"(As match without counting as a use, for a router that queries a few of many instances.
 
 Returns:
-    What was found, as it was: later calls do not change it.)")
+    A snapshot of the result: later calls do not change it.)")
       .def(
           "remove",
           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle first_block,

@@ -215,8 +215,8 @@ Args:
     n: How many token blocks.
     medium: kvpool.HBM, kvpool.DRAM, or kvpool.MIXED: HBM first, the rest DRAM.
     evict: Whether cached blocks may make room.
-    instance: The name of a peer: it lends blocks of its own. They are where transfer writes ``to``, for as long as the
-        peer is there, and until free. Releases the GIL.
+    instance: The name of a peer, which lends its blocks. transfer(to=...) writes into them until the peer is lost or
+        free() gives them back. Releases the GIL.
     timeout: With instance: seconds until DeadlineExceeded; None: 30.
     stream: Of a pool on a GPU, when room has to be made: as in swap_out.
 

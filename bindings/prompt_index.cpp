@@ -131,7 +131,7 @@ Returns:
            "insert() for each (tokens, values) of a list, all or nothing. Returns a list of Inserted.")
       .def("_explain", &explain, py::arg("tokens"), py::arg("namespace"))
       .def("insert", &insert, py::arg("tokens"), py::arg("values"), py::arg("namespace") = "",
-           R"(Stores one value for each block of a prompt. Blocks that are present keep their value.
+           R"(Stores one value for each block of a prompt. Blocks that are already stored keep their value.
 
 Args:
     tokens: Token ids of whole blocks.
@@ -139,7 +139,7 @@ Args:
     namespace: As in match.
 
 Returns:
-    An Inserted: ``addrs`` holds the values that the index has now, ``duplicates`` the given ones that it has not.)")
+    An Inserted: ``addrs`` holds the values that are now in the index, ``duplicates`` the given ones that are not.)")
       .def(
           "delete",
           [](SharedIndex& index, py::handle tokens_argument, py::handle name_argument, py::handle descendants) {

@@ -241,8 +241,8 @@ Raises:
 Never a pinned or active block. Where DRAM is full its own least recently used blocks are dropped. The old addresses
 become stale; the index follows. Releases the GIL. Goes on beside a swap_in.
 
-On a GPU the copy is on a stream of its own. It begins, on the GPU, when the work that `stream` has been given so far
-has ended; when the call returns the bytes have arrived, for every stream and for the CPU.
+On a GPU the copy runs on a separate stream. It begins, on the GPU, when the work already queued on `stream` has
+ended. When the call returns the bytes have arrived, for every stream and for the CPU.
 
 Args:
     n: Blocks to move at most.

@@ -221,8 +221,8 @@ void bind_tensor(py::module_& module) {
 
 Shape [block, layer, k/v, head, token, dim] for a KVLayout, [block, byte] for a RawLayout; index it with
 ``kvpool.block_ids(addrs)``. ``torch.from_dlpack(view)``, ``jax.dlpack.from_dlpack(view)`` and so on keep the dtype;
-NumPy has no bfloat16 and no float8, so its views of those are uint16 and uint8. A view keeps the memory, also after the
-pool was closed; it carries no ordering. That of a pool on a GPU is for torch, CuPy and JAX (``__dlpack__``,
+NumPy has no bfloat16 and no float8, so its views of those are uint16 and uint8. A view keeps the memory allocated, even
+after the pool is closed; it does not synchronise. A view of a pool on a GPU is for torch, CuPy and JAX (``__dlpack__``,
 ``__cuda_array_interface__``); NumPy cannot read it.
 
 Attributes:

@@ -27,36 +27,36 @@ py::object hold_up(const TransferHandle& handle, py::handle stream_argument) {
 }  // namespace
 
 void bind_wait_on(py::class_<TransferHandle>& handle) {
-  handle.def("wait_on", &hold_up, py::arg("stream"), R"(Of a fetch: lets a CUDA stream wait for it, and no thread.
+  handle.def("wait_on", &hold_up, py::arg("stream"), R"(Makes a CUDA stream, and no thread, wait for a fetch.
 
-What the stream is given from now on begins when the fetch has ended: its kernels may be launched on the blocks at once.
-May be called for several streams, and by several threads. Does not wait itself, unless the stream has as much to do as
-it can take; releases the GIL.
+Work queued on the stream from now on begins when the fetch has ended: you may launch kernels on the blocks at once. May
+be called for several streams, and by several threads. Does not wait itself, unless the stream's queue is full; releases
+the GIL.
 
-A stream cannot be told of a failure. It goes on when the fetch has ended in any way, cancelled, late or with its peer
-or pool gone, and the blocks hold anything then. So ask ``exception()``, which does not wait any more, before you use
-what was computed from them: when the stream has come so far, ``done()`` is True.
+A stream cannot learn of a failure. It continues however the fetch ends, even if it was cancelled, was late, or lost the
+peer or the pool; the content of the blocks is then undefined. So check ``exception()``, which no longer waits, before
+you use the results: when the stream has come so far, ``done()`` is True.
 
-If the fetch fails, blocks that the pool allocated, or that the peer may still write, go back to the pool, but not as
-long as this handle lives. Keep it until the stream has ended what it does with them. Blocks of ``to`` that the peer
-does not write any more are active again, and yours to free.
+If the fetch fails, blocks that the pool allocated, or that the peer may still write to, go back to the pool, but not
+before this handle is gone. Keep it until the stream has finished with them. Blocks of ``to`` that the peer can no
+longer write to are active again, and yours to free.
 
-Meanwhile what follows all work of the GPU follows that stream, too: swaps and transfers without ``stream``, and what
-peers fetch from here. Transfers and peers' fetches that have been held up so for a second raise Busy, for the peer
-might wait for the very same.
+Meanwhile every operation that waits for all work of the GPU waits for that stream, too: swaps and transfers without
+``stream``, and peers' fetches from this pool. Transfers and peers' fetches that wait so for a second raise Busy,
+because the peer might be waiting for this pool in the same way.
 
 Args:
     stream: A stream of the pool's GPU, as an int or an object that has one (torch, CuPy). Not one that is being
         captured.
 
 Returns:
-    uint64 array: the blocks, in the order of the call. When the fetch has ended well, at once.
+    uint64 array: the blocks, in the order of the call. If the fetch has succeeded already, at once.
 
 Raises:
     PeerLost, DeadlineExceeded, Cancelled, ...: It has failed already, as wait() says. The stream does not wait.
-    ArgumentError: The pool is on no GPU; the stream is none of its GPU.
-    StateError: It is no fetch; the stream is being captured.
-    Unsupported: The GPU or its driver cannot wait so; the blocks are those of ranks.
+    ArgumentError: The pool is not on a GPU, or the stream belongs to another GPU.
+    StateError: The transfer is not a fetch, or the stream is being captured.
+    Unsupported: The GPU or its driver does not support such waits, or the blocks belong to ranks.
     DeviceLost: The GPU is lost.)");
 }
 

@@ -118,7 +118,7 @@ def serve_off_and_on(
         pairs = []
         for number, conversation in enumerate(turns):
             prompt = conversation.prompt()
-            if number % 2:  # whoever comes second finds the weights in the CPU's cache
+            if number % 2:  # the second one finds the weights in the CPU's cache
                 on = engine_on.serve(prompt, new_tokens)
                 off = engine_off.serve(prompt, new_tokens)
             else:

@@ -1,4 +1,4 @@
-"""One serving instance in a process of its own: what it does, and how whoever started it speaks to it.
+"""One serving instance in a separate process: what it does, and how its parent process talks to it.
 
 `Server` is the instance: a model, a pool, and the verbs that move blocks to and from its peers. `Instance` is the
 handle of the one who started the process: it asks for one method of the server after another, over a pipe. Blocks never
@@ -62,10 +62,10 @@ class Blocks:
 
 
 class Server:
-    """A model with a pool, and peers. Its methods are what a serving process does; whoever started it says when."""
+    """A model with a pool, and peers. Its methods are what a serving process does, when the parent process asks."""
 
     def __init__(self, name: str, **settings: Any) -> None:
-        # Here, and not above: whoever starts an instance needs no PyTorch.
+        # Here, and not above: the process that starts an instance needs no PyTorch.
         from comparison import use_one_thread, warm_up
         from llama import Llama, LlamaConfig
         from serving import Engine, kv_layout

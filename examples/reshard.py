@@ -1,7 +1,7 @@
 """Blocks go from an instance that runs on some ranks to one that runs on others, in one process.
 
-Each rank has a pool of its own, which holds its layers and heads of every block under the same block numbers. The plan
-says which rank sends which part to whom. Here NumPy carries it out, so that it can be read and watched; kvpool's routes
+Each rank has a pool, which holds its layers and heads of every block under the same block numbers. The plan says which
+rank sends which part to which rank. Here NumPy carries it out, so that you can read and watch it; kvpool's routes
 carry out the same plan between processes.
 
     python examples/reshard.py --from 8x1 --to 2x2 --kv-heads 4

@@ -18,7 +18,7 @@ _ENTRY_KINDS = {1: "compute", 2: "sm"}  # PTX, which a driver compiles for GPUs 
 
 
 def section(elf: bytes, name: str) -> bytes:
-    """The bytes of a section of a 64-bit little-endian ELF file; b"" where there is none of that name.
+    """The bytes of a section of a 64-bit little-endian ELF file; b"" if it has no such section.
 
     Raises:
         ValueError: It is no such file.

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_kernels(program: str, seconds: float) -> Run:
-    """Each test of the program in a process of its own: one that hangs, or dies, costs no other.
+    """Runs each test of the program in a separate process: one that hangs or dies does not stop the others.
 
     It has half of the time that is left, or all of it as the last one.
     """

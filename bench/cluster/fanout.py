@@ -1,7 +1,7 @@
 """What a change of one member costs all the others, against the number of members: on one machine and over etcd.
 
 The members are made up (crowd.py); who watches them is a `Cluster` as every member and every router has one, in a
-process of its own. A load that each of N members tells once a heartbeat costs each of them N times the figure of one.
+separate process. If each of N members reports its load once a heartbeat, each pays N times the figure of one.
 """
 
 from __future__ import annotations

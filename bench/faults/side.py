@@ -1,4 +1,4 @@
-"""A pool in a process of its own, that sends, lends and notes when it was told what; see survive.py."""
+"""A pool in a separate process, which sends, lends and logs what it hears and when; see survive.py."""
 
 from __future__ import annotations
 

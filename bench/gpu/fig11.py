@@ -73,7 +73,7 @@ def run(context: Context) -> Report:
     report.series = {"tokens": tokens, "blocks": count, "block_bytes": size}
     report.notes.append(
         f"{count} scattered blocks of {size / (1 << 20):.1f} MiB to named destinations, both processes on the first "
-        "GPU. NCCL between two ranks of one GPU (each with an NCCL_HOSTID of its own) runs over sockets: its figures "
+        "GPU. NCCL between two ranks of one GPU (each with a different NCCL_HOSTID) runs over sockets: its figures "
         "say nothing of NVLink."
     )
     return report

@@ -322,7 +322,7 @@ void bench_launch(Bench& bench) {
 }  // namespace kvpool::bench
 
 // All parts, or those that are named. A part that fails ends the program, so
-// whoever wants the others all the same asks for each by itself.
+// to measure the others all the same, run each part separately.
 int main(int argc, char** argv) {
   using namespace kvpool::bench;
   struct Part {

@@ -1,4 +1,4 @@
-"""A region that lies in the memory of a GPU, as whoever stamps and checks it sees it."""
+"""A region of a GPU's memory, for code that stamps and checks it."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ class Subject(OnDevice):
         self._make(2 * count, **options)
         return {"address": listen(self._pool, "unix")}
 
-    def send(self, count: int, size: int, card: dict[str, Any], **options: Any) -> list[int]:
+    def send(self, count: int, size: int, target: dict[str, Any], **options: Any) -> list[int]:
         self._make(2 * count, **options)
         pool, route = self._pool, options["route"]
-        peer = pool.connect(card["address"])
+        peer = pool.connect(target["address"])
         self._order = scattered(count, 1)
         own = _by_block(pool.alloc(2 * count, medium=kvpool.HBM))[self._order]
         lent = _by_block(pool.alloc(2 * count, medium=kvpool.HBM, instance=peer))[scattered(count, 2)]

@@ -85,7 +85,7 @@ def _torch_rates(quick: bool, report: Report) -> torch_indexing.Rates:
 
 
 def _measure(quick: bool, report: Report) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The device and all figures; each part in a process of its own, so that one that fails costs no other.
+    """The device and all figures; each part in a separate process, so that a failure does not stop the others.
 
     Raises:
         Skipped: There is no GPU.

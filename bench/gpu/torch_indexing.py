@@ -10,7 +10,7 @@ Rates = dict[tuple[str, int], dict[str, float]]  # by case and bytes of a piece:
 
 
 def rates(quick: bool) -> Rates | str:
-    """Medians, or why there are none. Device memory that was taken is given back."""
+    """Medians, or the reason why they are missing. Frees the device memory that it used."""
     try:
         import torch
     except ImportError:

@@ -36,7 +36,7 @@ _EPOCHS = 5
 
 
 class Subject:
-    """A scheduler of its own; see bench/remote.py."""
+    """A scheduler in its process; see bench/remote.py."""
 
     def build(self, gpus: int) -> int:
         """A fleet that has come to so many GPUs; returns how many requests it has."""

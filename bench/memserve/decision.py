@@ -5,7 +5,8 @@ Each prompt is held by one instance; the system prompt that it begins with is he
 
 Processor time, since a decision waits for nothing: the wall time of a core that nobody else wants. The 99th percentile
 is that of the batch in which it is least: what other processes do to the caches and to the clock of the core is worth
-several times a decision. What comes back with every batch stays in it. That of all decisions has a row of its own.
+several times a decision. An effect that recurs in every batch stays in it. The percentile of all decisions has a
+separate row.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ BATCH = 400
 
 
 class Subject:
-    """A router of its own; see bench/remote.py."""
+    """A router in its process; see bench/remote.py."""
 
     def build(self, instances: int, prompts: int, hot: bool) -> None:
         self._now = 0.0

@@ -46,10 +46,10 @@ class Subject(Side):
         self._make(count, **options)
         return {"address": listen(self._pool, options["link"])}
 
-    def send(self, count: int, size: int, card: dict[str, Any], **options: Any) -> list[int]:
+    def send(self, count: int, size: int, target: dict[str, Any], **options: Any) -> list[int]:
         self._make(count, **options)
         pool, route = self._pool, options["route"]
-        peer = pool.connect(card["address"])
+        peer = pool.connect(target["address"])
         own = np.sort(pool.alloc(count))
         lent = np.sort(pool.alloc(count, instance=peer))
         self._order = _shuffled(count)

@@ -28,16 +28,16 @@ class Subject(Side):
         self._register(count, size)
         return {"address": f"{_HOST}:{self._engine.get_rpc_port()}", "base": self._memory.ctypes.data}
 
-    def send(self, count: int, size: int, card: dict[str, Any]) -> list[int]:
+    def send(self, count: int, size: int, target: dict[str, Any]) -> list[int]:
         self._register(count, size)
         self._order = scattered(count, 1)
         slots = scattered(count, 2)
         here = [int(self._memory.ctypes.data + slot * size) for slot in self._order]
-        there = [int(card["base"] + slot * size) for slot in slots]
+        there = [int(target["base"] + slot * size) for slot in slots]
         sizes = [size] * count
 
         def write() -> None:
-            result = self._engine.batch_transfer_sync_write(card["address"], here, there, sizes)
+            result = self._engine.batch_transfer_sync_write(target["address"], here, there, sizes)
             if result != 0:
                 raise RuntimeError(f"Mooncake says {result}")
 

@@ -52,15 +52,15 @@ class Subject(AttendingSide):
         self._register(count, size)
         return {"metadata": base64.b64encode(self._agent.get_agent_metadata()).decode(), "base": self._base}
 
-    def send(self, count: int, size: int, card: dict[str, Any]) -> list[int]:
+    def send(self, count: int, size: int, target: dict[str, Any]) -> list[int]:
         self._register(count, size)
         self._order = scattered(count, 1)
         slots = scattered(count, 2)
-        name = self._agent.add_remote_agent(base64.b64decode(card["metadata"]))
+        name = self._agent.add_remote_agent(base64.b64decode(target["metadata"]))
         self._peer = name.decode() if isinstance(name, bytes) else name
         agent = self._agent
         here = self._prepare("NIXL_INIT_AGENT", self._base, self._order, size)
-        there = self._prepare(self._peer, card["base"], slots, size)
+        there = self._prepare(self._peer, target["base"], slots, size)
         every = np.arange(count * self._parts, dtype=np.int32)
         request = agent.make_prepped_xfer("WRITE", here, every, there, every)
         self._handles = [request, here, there]

@@ -29,9 +29,9 @@ class Subject(OnDevice, nixl.Subject):
         self._parts = parts
         return super().receive(count, size)
 
-    def send(self, count: int, size: int, card: dict[str, Any], *, parts: int = 1) -> list[int]:
+    def send(self, count: int, size: int, target: dict[str, Any], *, parts: int = 1) -> list[int]:
         self._parts = parts
-        return super().send(count, size, card)
+        return super().send(count, size, target)
 
     def facts(self) -> dict[str, Any]:
         return {"descriptors": len(self._order) * self._parts}

@@ -107,7 +107,7 @@ def stub_torchvision() -> None:
     try:
         importlib.import_module("torchvision")
     except Exception:
-        # These must find out first that there is none.
+        # These must learn first that it is missing.
         importlib.import_module("transformers.image_utils")
         importlib.import_module("transformers.image_processing_utils")
         below = ("", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional", ".io")

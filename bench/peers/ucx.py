@@ -17,7 +17,7 @@ import numpy.typing as npt
 from bench.transfer.build import build
 from bench.transfer.side import AttendingSide, buffer, region, scattered
 
-_CARD_BYTES_MAX = 1 << 16
+_TARGET_BYTES_MAX = 1 << 16
 _NUMBER = ctypes.c_uint64
 
 
@@ -36,10 +36,10 @@ class Subject(AttendingSide):
 
     def receive(self, count: int, size: int) -> dict[str, Any]:
         self._register(count, size)
-        address, key = (ctypes.create_string_buffer(_CARD_BYTES_MAX) for _ in range(2))
-        lengths = [_NUMBER(_CARD_BYTES_MAX) for _ in range(2)]
-        self._call("side_card", address, ctypes.byref(lengths[0]), key, ctypes.byref(lengths[1]))
-        if max(length.value for length in lengths) > _CARD_BYTES_MAX:
+        address, key = (ctypes.create_string_buffer(_TARGET_BYTES_MAX) for _ in range(2))
+        lengths = [_NUMBER(_TARGET_BYTES_MAX) for _ in range(2)]
+        self._call("side_metadata", address, ctypes.byref(lengths[0]), key, ctypes.byref(lengths[1]))
+        if max(length.value for length in lengths) > _TARGET_BYTES_MAX:
             raise RuntimeError("UCX's address is too long")
         return {
             "address": address.raw[: lengths[0].value].hex(),
@@ -47,14 +47,14 @@ class Subject(AttendingSide):
             "base": self._base,
         }
 
-    def send(self, count: int, size: int, card: dict[str, Any]) -> list[int]:
+    def send(self, count: int, size: int, target: dict[str, Any]) -> list[int]:
         self._register(count, size)
-        self._call("side_meet", bytes.fromhex(card["address"]), bytes.fromhex(card["key"]))
+        self._call("side_meet", bytes.fromhex(target["address"]), bytes.fromhex(target["key"]))
         self._order = scattered(count, 1)
         slots = scattered(count, 2)
         self._here, self._there = (
             np.asarray(order * size, np.uint64) + np.uint64(base)
-            for order, base in ((self._order, self._base), (slots, card["base"]))
+            for order, base in ((self._order, self._base), (slots, target["base"]))
         )
         pointers = [ctypes.c_void_p(addresses.ctypes.data) for addresses in (self._here, self._there)]
         numbers = (_NUMBER(count), _NUMBER(size))
@@ -103,6 +103,6 @@ def _build() -> Any:
     root = Path(libucx.__file__).parent
     paths = (f"-I{root / 'include'}", f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}")
     library = build(Path(__file__).with_name("ucx_puts.cpp"), *paths, "-lucp", "-lucs")
-    for name in ("side_open", "side_map", "side_card", "side_meet", "side_put", "side_end"):
+    for name in ("side_open", "side_map", "side_metadata", "side_meet", "side_put", "side_end"):
         getattr(library, name).restype = ctypes.c_char_p
     return library

@@ -37,12 +37,12 @@ class Subject(Side):
         base = self._make(2 * count, size)
         return {"file": f"/proc/{os.getpid()}/fd/{_descriptor(base)}", "bytes": 2 * count * size}
 
-    def send(self, count: int, size: int, card: dict[str, Any]) -> list[int]:
+    def send(self, count: int, size: int, target: dict[str, Any]) -> list[int]:
         base = self._make(2 * count, size)
-        mapped = self._library.map_shared(card["file"].encode(), _NUMBER(card["bytes"]))
+        mapped = self._library.map_shared(target["file"].encode(), _NUMBER(target["bytes"]))
         if not mapped:
             raise RuntimeError("the receiver's memory cannot be mapped")
-        self._mapped = (_NUMBER(mapped), _NUMBER(card["bytes"]))
+        self._mapped = (_NUMBER(mapped), _NUMBER(target["bytes"]))
         self._order = scattered(count, 1)
         slots = scattered(count, 2)
         self._lists = [

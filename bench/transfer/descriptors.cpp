@@ -2,7 +2,7 @@
 //
 // Built by hand, since nothing else needs it:
 //   g++ -O3 -std=c++20 -Icpp bench/transfer/descriptors.cpp <core sources> -pthread -ldl
-// Times in microseconds, medians. The peer of shm and cma is a child process with memory of its own.
+// Times in microseconds, medians. The peer of shm and cma is a child process with separate memory.
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>

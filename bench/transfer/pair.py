@@ -82,10 +82,10 @@ class Pair:
     def open(self, count: int, size: int) -> None:
         """Lets them meet: `count` scattered blocks of `size` bytes."""
         options = dict(self.kind.options)
-        card = self.receiver.ask("receive", count=count, size=size, **options)
+        target = self.receiver.ask("receive", count=count, size=size, **options)
         self.receiver.ask("attend", on=True)
         try:
-            self._slots = self.sender.ask("send", count=count, size=size, card=card, **options)
+            self._slots = self.sender.ask("send", count=count, size=size, target=target, **options)
         finally:
             self.receiver.ask("attend", on=False)
 

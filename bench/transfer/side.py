@@ -3,8 +3,8 @@
 Imports NumPy only, so that peers use it in their own virtual environments. A subject is a pair of processes of one
 module; one is asked to `receive`, then the other to `send` to it, and from then on the sender is timed:
 
-    receive(count, size) -> card      a dictionary that tells the sender where to write
-    send(count, size, card) -> slots  where block i of the transfer goes, as slot numbers of the receiver
+    receive(count, size) -> target      a dictionary that tells the sender where to write
+    send(count, size, target) -> slots  where block i of the transfer goes, as slot numbers of the receiver
     attend(on)                        the receiver does, or stops doing, what it must for bytes to arrive
     end()                             gives everything back
 
@@ -35,7 +35,7 @@ _BUFFER_BYTES_MIN = 4 << 20  # from here on NumPy asks for huge pages
 
 
 def buffer(size: int) -> npt.NDArray[np.uint8]:
-    """Zeros, all touched, from a huge page's boundary on: as good as ordinary memory gets, for whoever is measured."""
+    """Zeros, all touched, aligned to a huge page: the best ordinary memory, for every contestant."""
     whole = np.empty(max(size, _BUFFER_BYTES_MIN) + _HUGE_PAGE, np.uint8)
     start = -whole.ctypes.data % _HUGE_PAGE
     part = whole[start : start + size]
@@ -61,7 +61,7 @@ class Side:
     _calls: dict[str, Callable[[], Any]]  # of the sender: ways to make the same transfer
 
     def stamp(self, number: int) -> None:
-        """Fills every block that is sent with words of its own, which are others for each number."""
+        """Fills every sent block with distinct words, which differ for each number."""
         for index, slot in enumerate(self._order):
             self._region[slot] = self._words(number, index).reshape(self._region.shape[1:])
 
@@ -102,7 +102,7 @@ class Side:
         return times
 
     def attend(self, on: bool) -> None:
-        """Nothing, where bytes arrive without the receiver's doing, or by threads of its own."""
+        """Does nothing if bytes arrive without the receiver's help, or by its background threads."""
 
     def facts(self) -> dict[str, Any]:
         """What a sender can tell about the way that its bytes took."""

@@ -83,7 +83,7 @@ void serve(int listener, const Addresses& to, std::uint64_t bytes) {
 
 extern "C" {
 
-// Serves one connection in a thread of its own, which ends with the connection. Returns the port, or 0.
+// Serves one connection in a separate thread, which ends with the connection. Returns the port, or 0.
 std::uint64_t serve_tcp(const std::uint64_t* to, std::uint64_t count, std::uint64_t bytes) {
   const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address{};

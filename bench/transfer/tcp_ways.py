@@ -33,10 +33,10 @@ class Subject(Side):
             raise RuntimeError("no port to listen on")
         return {"port": port}
 
-    def send(self, count: int, size: int, card: dict[str, Any]) -> list[int]:
+    def send(self, count: int, size: int, target: dict[str, Any]) -> list[int]:
         self._order = scattered(count, 1)
         pointer = self._make(count, size, self._order)
-        self._socket = self._library.connect_tcp(_NUMBER(card["port"]))
+        self._socket = self._library.connect_tcp(_NUMBER(target["port"]))
         if self._socket < 0:
             raise RuntimeError("the receiver does not answer")
         arguments = (ctypes.c_int(self._socket), pointer, _NUMBER(count), _NUMBER(size))

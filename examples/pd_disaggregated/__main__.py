@@ -251,7 +251,7 @@ def _kill(text: str) -> tuple[str, float]:
 
 
 def _number(text: str) -> float:
-    """What is no number is none that is in any range."""
+    """Parses a number; NaN, which is in no range, for anything else."""
     try:
         return float(text)
     except ValueError:

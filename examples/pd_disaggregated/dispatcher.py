@@ -191,7 +191,7 @@ class Dispatcher:
             if request is not None and request.prefill is not None and request.attempt == message.attempt:
                 self._go_on(instance, request, message)
             elif isinstance(message, messages.Token):
-                # Of an attempt that is over: whoever still works on it need not.
+                # The attempt is over: an instance that still works on it can stop.
                 instance.tell(messages.Cancel(message.request, message.attempt))
 
     def failed(self, error: BaseException) -> None:
@@ -236,7 +236,7 @@ class Dispatcher:
             request.leave()
 
     def _withdraw(self, request: Request) -> None:
-        """Whoever works on this attempt need not."""
+        """Tells the instances that work on this attempt to stop."""
         for instance in {request.prefill, request.decode}:
             if instance is not None:
                 instance.tell(messages.Cancel(request.number, request.attempt))

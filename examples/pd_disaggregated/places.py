@@ -72,8 +72,8 @@ class Places:
             return
         for instance in {prefill, decode}:
             load[instance] += blocks
-        self._settle(request.session, self._prefill_homes, prefill)
-        self._settle(request.session, self._decode_homes, decode)
+        self._note_home(request.session, self._prefill_homes, prefill)
+        self._note_home(request.session, self._decode_homes, decode)
         prefill.tell(request.begin(prefill, decode))
 
     def _choose(
@@ -90,7 +90,7 @@ class Places:
             ] or [home.instance]
         return min(instances, key=lambda one: (load[one], sessions[one]), default=None)
 
-    def _settle(self, session: int, homes: dict[int, _Home], instance: Instance) -> None:
+    def _note_home(self, session: int, homes: dict[int, _Home], instance: Instance) -> None:
         home = homes.get(session)
         if home is None or home.instance is not instance or home.at < self._came[instance][1]:
             self._clock += 1

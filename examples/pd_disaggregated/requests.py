@@ -88,7 +88,7 @@ class Request:
 
     @property
     def waits_since(self) -> float:
-        """Since when it has been the turn of whoever's it is (time.monotonic). REQUIRES: an attempt has begun."""
+        """Since when the request has waited for its instance (time.monotonic). REQUIRES: an attempt has begun."""
         return self.times[self.base] if len(self.tokens) > self.base else self.begun
 
     def accept(self, message: messages.Token) -> bool:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Users:
-    """All users of a run, and whoever kills its instances.
+    """All users of a run, and the thread that kills instances.
 
     Attributes:
         answers: In the order in which they were complete.

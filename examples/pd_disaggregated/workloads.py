@@ -85,7 +85,7 @@ def make(name: str, sessions: int, requests_per_s: float, seed: int = 0) -> Work
         seed: Of everything. The sessions' texts do not depend on the rate, only their arrivals do.
 
     Raises:
-        ValueError: An argument is none of these.
+        ValueError: An argument is invalid.
     """
     if name not in WORKLOADS:
         raise ValueError(f"no workload {name!r}: there are {', '.join(WORKLOADS)}")

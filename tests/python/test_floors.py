@@ -57,7 +57,7 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     | {"types"},
     "__main__": {"cli"},
 }
-# The front door imports all, but for what is only imported by name, and is imported by none.
+# The package's __init__ imports every package but those that users import by name; nothing imports __init__.
 PYTHON_FLOORS["__init__"] = set(PYTHON_FLOORS) - {"observe", "cli", "__main__"}
 PYTHON_FOREIGN_ALLOWED = {"numpy", "tomli", "tomllib"}  # tomllib: in the standard library since 3.11
 

@@ -268,7 +268,7 @@ SETTINGS = ("policy", "copy_threads", "huge_pages", "numa_node", "audit", "lease
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     with small_pool(16, audit=False) as here, small_pool(16, audit=False) as there:
-        peer = here.connect(there.listen(f"unix:{tmp_path_factory.mktemp('pair')}/door"))
+        peer = here.connect(there.listen(f"unix:{tmp_path_factory.mktemp('pair')}/socket"))
         yield here, there, {"peer": peer, "mine": here.alloc(2), "theirs": there.alloc(2)}
 
 

@@ -110,7 +110,7 @@ def find_gpus(
         all that were tried, the smallest first.
 
     Raises:
-        ArgumentError: A cluster of `gpus_max` is none, or nothing was measured of what is promised.
+        ArgumentError: `gpus_max` GPUs make no cluster, or the run measured nothing that the limits apply to.
     """
     tries: dict[int, Try] = {}
 

@@ -1,4 +1,4 @@
-"""The load cap, newcomers, and the board that counts load."""
+"""The load cap, newcomers, and the table that counts load."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def test_capacity_counts_in_the_share():
 )
 def test_somebody_open_may_always_get_more_and_nobody_above_the_cap(instances, cap):
     """(load, capacity, age, open) of each."""
-    board = routing.load.LoadBoard(Balance(cap=cap, slack=0.0, idle=0, warmup_s=100.0), drains=True)
+    table = routing.load.LoadTable(Balance(cap=cap, slack=0.0, idle=0, warmup_s=100.0), drains=True)
     for number, (work, capacity, age, is_open) in enumerate(instances):
-        board.add(number, 1000.0 - age, capacity)
-        board.assign(number, work, 1000.0)
-        board.set_open(number, is_open)
-    load = board.load(1000.0)
-    may = board.may_get_more(load, 1000.0, 1.0)
+        table.add(number, 1000.0 - age, capacity)
+        table.assign(number, work, 1000.0)
+        table.set_open(number, is_open)
+    load = table.load(1000.0)
+    may = table.may_get_more(load, 1000.0, 1.0)
     opened = [at for at, (_, _, _, is_open) in enumerate(instances) if is_open]
     assert may.any() == bool(opened)
     shares = [capacity * min(1.0, max(0.1, age / 100)) for _, capacity, age, _ in instances]
@@ -114,26 +114,26 @@ def test_somebody_open_may_always_get_more_and_nobody_above_the_cap(instances, c
 
 
 def test_done_work_fades():
-    board = routing.load.LoadBoard(Balance(half_life_s=10.0, warmup_s=0), drains=True)
-    board.add(3, 0.0)
-    number = board.assign(0, 8.0, 0.0)
-    assert board.load(100.0).tolist() == [8.0]  # not done: it does not fade
-    board.finish(3, number, 100.0)
-    assert [float(board.load(now)[0]) for now in (100.0, 110.0, 130.0)] == [8.0, 4.0, 1.0]
-    cancelled = board.assign(0, 8.0, 130.0)
-    board.finish(3, cancelled, 130.0, done=False)
-    board.finish(3, cancelled, 130.0)
-    assert board.load(130.0).tolist() == [1.0]
+    table = routing.load.LoadTable(Balance(half_life_s=10.0, warmup_s=0), drains=True)
+    table.add(3, 0.0)
+    number = table.assign(0, 8.0, 0.0)
+    assert table.load(100.0).tolist() == [8.0]  # not done: it does not fade
+    table.finish(3, number, 100.0)
+    assert [float(table.load(now)[0]) for now in (100.0, 110.0, 130.0)] == [8.0, 4.0, 1.0]
+    cancelled = table.assign(0, 8.0, 130.0)
+    table.finish(3, cancelled, 130.0, done=False)
+    table.finish(3, cancelled, 130.0)
+    assert table.load(130.0).tolist() == [1.0]
 
 
 def test_the_limit_is_the_same_after_a_long_time():
     """Work that was done is counted anew after 64 half-lives, here while work ends; sums are those of the arrays."""
-    board = routing.load.LoadBoard(Balance(cap=2.0, slack=0.0, idle=0, half_life_s=10.0, warmup_s=0), drains=True)
+    table = routing.load.LoadTable(Balance(cap=2.0, slack=0.0, idle=0, half_life_s=10.0, warmup_s=0), drains=True)
     for instance in range(3):
-        board.add(instance, 0.0)
-    first, second = board.assign(0, 8.0, 0.0), board.assign(1, 6.0, 0.0)
-    board.finish(0, first, 1000.0)
-    assert board.limit(1000.0, 0.0) == pytest.approx(2 * (8 + 6) / 3)
-    board.finish(1, second, 2000.0)
-    assert board.limit(2000.0, 0.0) == pytest.approx(2 * 6 / 3)
-    assert board.load(2000.0).tolist() == pytest.approx([0, 6, 0])
+        table.add(instance, 0.0)
+    first, second = table.assign(0, 8.0, 0.0), table.assign(1, 6.0, 0.0)
+    table.finish(0, first, 1000.0)
+    assert table.limit(1000.0, 0.0) == pytest.approx(2 * (8 + 6) / 3)
+    table.finish(1, second, 2000.0)
+    assert table.limit(2000.0, 0.0) == pytest.approx(2 * 6 / 3)
+    assert table.load(2000.0).tolist() == pytest.approx([0, 6, 0])

@@ -28,11 +28,11 @@ def test_longest_prefix_goes_where_the_most_is_cached():
 def test_equation_1_by_hand():
     """Instance 1 holds 6 of 10 blocks and has 30 s of work; 2 is idle and holds none; 3 holds 2 and has 5 s of work."""
     fleet = Fleet(3, policy=QueuePlusExec())
-    board = fleet.scheduler._prefill
+    table = fleet.scheduler._prefill
     fleet.hold(1, prompt(6))
     fleet.hold(3, prompt(2))
-    board.assign(board.slot(1), 30.0, fleet.now)
-    board.assign(board.slot(3), 5.0, fleet.now)
+    table.assign(table.slot(1), 30.0, fleet.now)
+    table.assign(table.slot(3), 5.0, fleet.now)
     # 1: 30 + 16; 2: 0 + 40; 3: 5 + 32
     first = fleet.route(prompt(10))
     assert (first.instance, first.queue_s, first.exec_s) == (3, 5.0, 32.0)

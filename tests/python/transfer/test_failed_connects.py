@@ -29,7 +29,9 @@ def test_a_first_call_that_is_wrong_leaves_no_trace():
         pool.listen("tcp:127.0.0.1:0", secret="given now")
 
 
-FAILURES = ("wrong secret", "nobody there", "silence", "a door that refuses", "another layout", "unix without a secret")
+FAILURES = (
+    "wrong secret", "nobody there", "silence", "a local socket that refuses", "another layout", "unix without a secret",
+)  # fmt: skip
 
 
 def fail_to_connect(pool: kvpool.Pool, how: str, child: Child) -> type[kvpool.Error]:
@@ -46,9 +48,9 @@ def fail_to_connect(pool: kvpool.Pool, how: str, child: Child) -> type[kvpool.Er
         silent = socket.socket(socket.AF_UNIX)
         silent.bind(where.removeprefix("unix:").replace("@", "\0"))
         silent.listen()
-    elif how == "a door that refuses":
+    elif how == "a local socket that refuses":
         where = child(listen, options={"secret": "first"}, **tcp)
-        child(SHUT_DOORS)
+        child(SHUT_LISTENERS)
     elif how == "another layout":
         where = child(listen, options={"secret": "first", "layout": small_layout(layers=3)}, **tcp)
     else:
@@ -62,7 +64,7 @@ def fail_to_connect(pool: kvpool.Pool, how: str, child: Child) -> type[kvpool.Er
     return type(caught.value)
 
 
-SHUT_DOORS = """
+SHUT_LISTENERS = """
 import socket, stat
 for fd in map(int, os.listdir("/proc/self/fd")):
     try:
@@ -82,7 +84,7 @@ def test_a_connect_that_fails_leaves_no_trace(how, child):
     """Another secret is right afterwards, and over TCP too."""
     expected = {
         "wrong secret": kvpool.AuthError, "nobody there": kvpool.PeerLost, "silence": kvpool.DeadlineExceeded,
-        "a door that refuses": kvpool.PeerLost, "another layout": kvpool.LayoutMismatch,
+        "a local socket that refuses": kvpool.PeerLost, "another layout": kvpool.LayoutMismatch,
         "unix without a secret": kvpool.AuthError,
     }  # fmt: skip
     with small_pool() as pool:

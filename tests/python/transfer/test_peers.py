@@ -20,7 +20,7 @@ import kvpool
 
 @pytest.mark.parametrize("address", ["unix", "abstract", "tcp"])
 def test_two_pools_meet(address, tmp_path, child):
-    where = {"unix": f"unix:{tmp_path}/door", "abstract": address_of("shm"), "tcp": "tcp:127.0.0.1:0"}[address]
+    where = {"unix": f"unix:{tmp_path}/socket", "abstract": address_of("shm"), "tcp": "tcp:127.0.0.1:0"}[address]
     to = child("pool = small_pool(secret=secret)\npool.listen(where, name='b')", secret=SECRET, where=where)
     with small_pool() as pool:
         assert pool.connect(to, secret=SECRET) == "b"
@@ -81,7 +81,7 @@ def test_nobody_there_is_told_at_once_or_at_the_deadline():
 def test_two_processes_may_be_started_in_any_order(address, tmp_path, child):
     with small_pool(secret=SECRET, name="a") as spare:  # a port that is free
         port = spare.listen("tcp:127.0.0.1:0").rpartition(":")[2]
-    where = {"unix": f"unix:{tmp_path}/door", "abstract": address_of("shm"), "tcp": f"tcp:127.0.0.1:{port}"}[address]
+    where = {"unix": f"unix:{tmp_path}/socket", "abstract": address_of("shm"), "tcp": f"tcp:127.0.0.1:{port}"}[address]
     child.send("pool = small_pool(secret=secret)\npool.connect(where, timeout=30)", secret=SECRET, where=where)
     with small_pool(secret=SECRET, name="late") as pool:
         pool.listen(where)

@@ -229,7 +229,7 @@ class _Epoch:
     def stuck(self, without_room: set[_Waiting]) -> set[_Waiting]:
         """What has no room, and no prospect of it: where it is to go nothing comes or goes, nor is about to.
 
-        Not what waits for an earlier move of its own requests: these are not where it is to take them from.
+        A move does not count if it waits for an earlier move of the same requests: they are not at its source yet.
         """
         alive = set(self._touched)
         for each in self.waiting:

@@ -16,7 +16,7 @@ def whole(value: object, what: str) -> int:
     """An int of Python's own, for what Python takes for an index: sums and shifts of NumPy's are of 64 bits.
 
     Raises:
-        ArgumentTypeError: It is none; a bool is none.
+        ArgumentTypeError: It is not one; a bool does not count as one.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ArgumentTypeError(f"{what} must be an int, not {type(value).__name__} ({value!r})")

@@ -49,7 +49,7 @@ def _attempt(
     mark, moves, count = fleet.mark(), len(operation.moves), len(fleet.gpus)
     operation.hold(gpu)
     if empty(operation, gpu, budget):
-        operation.settle()
+        operation.restore()
         if len(operation.moves) <= budget and len(fleet.gpus) < count:
             fleet.forget(mark)
             return True

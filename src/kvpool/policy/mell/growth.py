@@ -14,10 +14,10 @@ __all__ = ["GrowthOperation"]
 
 
 class GrowthOperation(MidOperation):
-    """An operation that also lets requests depart and grow; `settle` restores the properties afterwards."""
+    """An operation that also lets requests depart and grow; `restore` restores the properties afterwards."""
 
     def depart(self, request: RequestId) -> None:
-        """A request is gone. What is left of its GPU is repaired by `settle`."""
+        """A request is gone. What is left of its GPU is repaired by `restore`."""
         gpu = self.fleet.where[request]
         large = request in gpu.large
         self.fleet.take(request)

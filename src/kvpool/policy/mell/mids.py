@@ -105,7 +105,7 @@ class MidOperation(Operation):
 
     # ---- restoring property 4: an L stands without S or M only where none fits
 
-    def settle_offers(self) -> None:
+    def restore_offers(self) -> None:
         """S and M that are new on S- and M-GPUs go beside an L that has room."""
         for request in self.to_offer:
             gpu = self.fleet.where.get(request)
@@ -117,7 +117,7 @@ class MidOperation(Operation):
                 self.admit(self.fleet.gpus[number], request, size)
         self.to_offer.clear()
 
-    def settle_refills(self) -> None:
+    def restore_refills(self) -> None:
         """L-GPUs without S or M get the largest that fits, those with the least room first."""
         fleet = self.fleet
         singles = [fleet.gpus[number] for number in self.to_refill if number in fleet.gpus]
@@ -156,7 +156,7 @@ class MidOperation(Operation):
 
     # ---- restoring properties 1 and 2: at most one incomplete GPU of S and one of M
 
-    def settle_partials(self) -> None:
+    def restore_partials(self) -> None:
         """Leaves at most one incomplete GPU of each role."""
         for role in (Class.M, Class.S):
             while len(self.fleet.partial[role]) > 1:
@@ -184,18 +184,18 @@ class MidOperation(Operation):
 
     # ---- all of it
 
-    def settle(self) -> None:
+    def restore(self) -> None:
         """Restores the five properties of Theorem 1."""
-        self.settle_mids()
+        self.restore_mids()
         self.release_all()
-        self.settle_tees()
+        self.restore_tees()
 
-    def settle_mids(self) -> None:
+    def restore_mids(self) -> None:
         """Restores properties 1, 2 and 4, which T have no part in."""
-        self.settle_offers()
+        self.restore_offers()
         while self.to_refill or any(len(partial) > 1 for partial in self.fleet.partial.values()):
-            self.settle_refills()
-            self.settle_partials()
+            self.restore_refills()
+            self.restore_partials()
 
 
 def _only(holder: dict[RequestId, int]) -> tuple[RequestId, int]:

@@ -196,7 +196,7 @@ class Operation:
 
     # ---- restoring properties 3 and 5
 
-    def settle_tees(self) -> None:
+    def restore_tees(self) -> None:
         """Fills L- and M-GPUs below 75 %, and all T-GPUs but one, from the T-GPU that has least."""
         fleet = self.fleet
         while fleet.tee_gpus:

@@ -233,7 +233,7 @@ class Mell:
                 operation.place_large(request, size)
             elif kind > Class.T:
                 operation.place_mid(request, size)
-        operation.settle_mids()
+        operation.restore_mids()
         operation.release_all()
         for request, size in operations.grown:
             if fleet.class_of(size) <= Class.T:
@@ -242,7 +242,7 @@ class Mell:
             kind = fleet.class_of(size)
             if kind <= Class.T:
                 operation.begin(request, size, operation.place_for_tee(size, kind is Class.SMALL, None))
-        operation.settle()
+        operation.restore()
         if self._settings.consolidate:
             consolidate(operation, MOVES_AN_OPERATION * len(operations))
         return without_detours(operation.moves)

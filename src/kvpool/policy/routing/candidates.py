@@ -1,4 +1,4 @@
-"""What the trees say of one prompt: who of a load board holds how much of it.
+"""Which instances of a load table hold how much of one prompt, according to the trees.
 
 A prompt may be held by all of a thousand instances. What a tree found stays where it is; it is asked how much one
 instance holds, and for those that hold equally much.
@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from kvpool.index import InstanceHits
-from kvpool.policy.routing.load import Floats, LoadBoard
+from kvpool.policy.routing.load import Floats, LoadTable
 from kvpool.policy.routing.tokens import Tokens
 from kvpool.policy.routing.tree import Ints, PromptTree
 from kvpool.policy.routing.types import Holder
@@ -24,7 +24,7 @@ class Values(Protocol):
     """A number for each length that is held of a prompt."""
 
     def __getitem__(self, at: int, /) -> float:
-        """By its place in `Candidates.lengths`; -1 is that of nothing."""
+        """By its index in `Candidates.lengths`; -1 is the index of length 0."""
 
 
 FEW: Final = 64  # so many are looked at one by one; of more, arrays are made
@@ -34,68 +34,68 @@ class Candidates:
     """Who holds how much of a prompt.
 
     Args:
-        board: Where the instances stand. A tree that somebody else feeds may know some that have left it, or come yet.
+        table: Where the instances stand. A tree that somebody else feeds may know some that have left it, or come yet.
         found: What the tree of each kind of instance says; an instance is in one of them.
 
     Attributes:
         lengths: The different numbers of tokens that are held, the longest first, and 0.
     """
 
-    __slots__ = ("_board", "_found", "_places", "lengths")
+    __slots__ = ("_found", "_positions", "_table", "lengths")
 
-    def __init__(self, board: LoadBoard, found: Sequence[InstanceHits]) -> None:
-        self._board = board
+    def __init__(self, table: LoadTable, found: Sequence[InstanceHits]) -> None:
+        self._table = table
         self._found = [(hits, hits.bounds) for hits in found]
-        self._places: list[list[int]] = []  # of each tree's lengths in `lengths`, where there are several trees
+        self._positions: list[list[int]] = []  # of each tree's lengths in `lengths`, where there are several trees
         if len(found) == 1:
             self.lengths = found[0].lengths
         else:
             each = [hits.lengths for hits in found]
             self.lengths = sorted({length for lengths in each for length in lengths}, reverse=True)
-            place = {length: at for at, length in enumerate(self.lengths)}
-            self._places = [[place[length] for length in lengths] for lengths in each]
+            position = {length: at for at, length in enumerate(self.lengths)}
+            self._positions = [[position[length] for length in lengths] for lengths in each]
         self.lengths.append(0)
 
     @classmethod
-    def find(cls, trees: Sequence[PromptTree], board: LoadBoard, tokens: Tokens, namespace: str) -> Candidates:
-        """Asks the trees of all kinds of instance that stand on the board."""
-        return cls(board, [tree.find(tokens, namespace) for tree in trees])
+    def find(cls, trees: Sequence[PromptTree], table: LoadTable, tokens: Tokens, namespace: str) -> Candidates:
+        """Asks the trees of all kinds of instances in the load table."""
+        return cls(table, [tree.find(tokens, namespace) for tree in trees])
 
     def at(self, slot: int) -> int:
-        """What one of the board holds, as a place in `lengths`."""
-        instance = self._board.id_of(slot)
-        if not self._places:
+        """How much an instance of the table holds, as an index into `lengths`."""
+        instance = self._table.id_of(slot)
+        if not self._positions:
             return self._found[0][0].level(instance) if self._found else 0
-        for (hits, _), places in zip(self._found, self._places, strict=True):
+        for (hits, _), positions in zip(self._found, self._positions, strict=True):
             level = hits.level(instance)
-            if level < len(places):
-                return places[level]
+            if level < len(positions):
+                return positions[level]
         return len(self.lengths) - 1
 
     def count(self, at: int) -> int:
-        """How many hold so much, those that are not on the board among them."""
+        """How many instances hold this length, including instances outside the table."""
         return sum(stop - start for _, start, stop in self._spans(at))
 
     def slots(self, at: int) -> Ints:
-        """Those of the board that hold so much; int64."""
-        parts = [self._board.slots(hits.instances(start, stop)) for hits, start, stop in self._spans(at)]
+        """The slots of the instances that hold this length; int64."""
+        parts = [self._table.slots(hits.instances(start, stop)) for hits, start, stop in self._spans(at)]
         slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return slots[slots >= 0]
 
     def few(self, at: int) -> list[int]:
         """As `slots`, quicker for few."""
-        slot_of = self._board.slot_of
+        slot_of = self._table.slot_of
         ids = [each for hits, start, stop in self._spans(at) for each in hits.instances(start, stop).tolist()]
         return [slot for each in ids if (slot := slot_of(each)) >= 0]
 
     def spread(self, values: Values) -> Floats:
-        """From a value for each place in `lengths` to one for each slot of the board."""
-        spread = np.full(len(self._board), values[-1], dtype=np.float64)
+        """Maps a value for each index of `lengths` to one for each slot of the table."""
+        spread = np.full(len(self._table), values[-1], dtype=np.float64)
         for at in range(len(self.lengths) - 1):
             spread[self.slots(at)] = values[at]
         return spread
 
-    def holders(self, board: LoadBoard, now: float, cached: int, room: int) -> list[Holder]:
+    def holders(self, table: LoadTable, now: float, cached: int, room: int) -> list[Holder]:
         """At most `room` of those that hold more than `cached`: the longest first, of equals the least loaded."""
         holders: list[Holder] = []
         for at, held in enumerate(self.lengths):
@@ -104,24 +104,24 @@ class Candidates:
                 break
             count = self.count(at)
             if count <= FEW:
-                ranked = board.ranked(self.few(at), now)
+                ranked = table.ranked(self.few(at), now)
             else:
                 some = self.slots(at)
-                load = board.load(now, some)
+                load = table.load(now, some)
                 if len(some) > left:
                     least = load.argpartition(left - 1)[:left]
                     some, load = some[least], load[least]
-                ranked = sorted(zip(load.tolist(), board.ids[some].tolist(), strict=True))
+                ranked = sorted(zip(load.tolist(), table.ids[some].tolist(), strict=True))
             holders += [Holder(instance, cached, held) for _, instance in ranked[:left]]
         return holders
 
     def _spans(self, at: int) -> Iterator[tuple[InstanceHits, int, int]]:
         """Where in each tree's answer those stand that hold so much."""
-        if not self._places:
+        if not self._positions:
             for hits, bounds in self._found:
                 yield hits, bounds[at], bounds[at + 1]
             return
-        for (hits, bounds), places in zip(self._found, self._places, strict=True):
-            if at in places:
-                level = places.index(at)
+        for (hits, bounds), positions in zip(self._found, self._positions, strict=True):
+            if at in positions:
+                level = positions.index(at)
                 yield hits, bounds[level], bounds[level + 1]

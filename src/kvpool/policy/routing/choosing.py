@@ -18,7 +18,7 @@ from math import inf
 import numpy as np
 
 from kvpool.policy.routing.candidates import FEW, Candidates, Values
-from kvpool.policy.routing.load import LoadBoard
+from kvpool.policy.routing.load import LoadTable
 from kvpool.policy.routing.policies import Policy, Ranking, View
 from kvpool.policy.routing.search import find_best
 from kvpool.policy.routing.waiting import Wait
@@ -27,85 +27,85 @@ __all__ = ["choose", "view"]
 
 
 def choose(
-    policy: Policy, board: LoadBoard, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None
+    policy: Policy, table: LoadTable, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None
 ) -> int:
     """The slot of the instance that gets a request.
 
     Args:
         policy: That decides.
-        board: Of those that it decides among. REQUIRES: one of them is open.
+        table: Of those that it decides among. REQUIRES: one of them is open.
         found: Who of them holds how much.
         exec_s: What the prompt takes, for each model and each of `found.lengths`; the most of it is for the load cap.
         now: Seconds.
         session: Of the request.
     """
     if isinstance(policy, Ranking) and policy.ranks(session):
-        slot = _find(policy, board, found, exec_s, now, session)
+        slot = _find(policy, table, found, exec_s, now, session)
         if slot is not None:
-            policy.sent(session, board.id_of(slot))
+            policy.sent(session, table.id_of(slot))
             return slot
-    return policy.choose(view(board, found, exec_s, now, session))
+    return policy.choose(view(table, found, exec_s, now, session))
 
 
-def view(board: LoadBoard, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None) -> View:
+def view(table: LoadTable, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None) -> View:
     """All instances, for a policy that is to see them all. Arguments as of `choose`."""
     spread = found.spread(exec_s[0])
     for number, other in enumerate(exec_s[1:], start=1):
-        spread = np.where(board.models == number, found.spread(other), spread)
+        spread = np.where(table.models == number, found.spread(other), spread)
     cached = found.spread(found.lengths).astype(np.int64)
-    load, backlog = board.load(now), board.backlog(now)
-    is_open, allowed = board.is_open, board.may_get_more(load, now, _most(exec_s))
-    idle = board.is_idle()
-    if idle.any() and board.balance.patience != inf:
-        wait = Wait(board.balance.patience, float(spread[idle].min()))
+    load, backlog = table.load(now), table.backlog(now)
+    is_open, allowed = table.is_open, table.may_get_more(load, now, _most(exec_s))
+    idle = table.is_idle()
+    if idle.any() and table.balance.patience != inf:
+        wait = Wait(table.balance.patience, float(spread[idle].min()))
         is_open = is_open & wait.pays_of(backlog, spread)
         allowed = allowed & is_open
         if not allowed.any():
             allowed = is_open
-    return View(board.ids, cached, backlog, spread, load, is_open, allowed, session)
+    return View(table.ids, cached, backlog, spread, load, is_open, allowed, session)
 
 
 def _find(
-    policy: Ranking, board: LoadBoard, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None
+    policy: Ranking, table: LoadTable, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None
 ) -> int | None:
     """The slot that a ranking policy chooses, found by looking at few; None where it was not found."""
     work, home = _most(exec_s), policy.home(session)
     slot = (
-        board.slot(home) if home >= 0 and board.has_open(home) else find_best(policy, board, found, exec_s, now, work)
+        table.slot(home) if home >= 0 and table.has_open(home) else find_best(policy, table, found, exec_s, now, work)
     )
     if slot is None:
         return None
-    wait = _wait_exceeded(board, found, exec_s, slot, now)
-    return slot if wait is None else find_best(policy, board, found, exec_s, now, work, wait)
+    wait = _wait_exceeded(table, found, exec_s, slot, now)
+    return slot if wait is None else find_best(policy, table, found, exec_s, now, work, wait)
 
 
-def _wait_exceeded(board: LoadBoard, found: Candidates, exec_s: Sequence[Values], slot: int, now: float) -> Wait | None:
+def _wait_exceeded(table: LoadTable, found: Candidates, exec_s: Sequence[Values], slot: int, now: float) -> Wait | None:
     """How long the request may wait, if that is less than it would wait at an instance; else None."""
-    backlog, patience = board.backlog_of(slot, now), board.balance.patience
-    if backlog <= 0.0 or patience == inf or not board.idle:
+    backlog, patience = table.backlog_of(slot, now), table.balance.patience
+    if backlog <= 0.0 or patience == inf or not table.idle:
         return None
-    own_s = exec_s[board.model_of(slot) if len(exec_s) > 1 else 0][found.at(slot)]
+    own_s = exec_s[table.model_of(slot) if len(exec_s) > 1 else 0][found.at(slot)]
     kinds = sorted((times[at], model, at) for model, times in enumerate(exec_s) for at in range(len(found.lengths)))
     for least_s, model, at in kinds:
         wait = Wait(patience, least_s)
         if wait.pays(backlog, own_s):
             return None
-        if _has_idle(board, found, model if len(exec_s) > 1 else None, at):
+        if _has_idle(table, found, model if len(exec_s) > 1 else None, at):
             return wait
     return None
 
 
-def _has_idle(board: LoadBoard, found: Candidates, model: int | None, at: int) -> bool:
-    """Whether an idle instance of a model (None: of any) holds so much, as a place in `found.lengths`."""
-    idle = board.idle
+def _has_idle(table: LoadTable, found: Candidates, model: int | None, at: int) -> bool:
+    """Whether an idle instance of a model (None: of any) holds the length with this index in `found.lengths`."""
+    idle = table.idle
     if len(idle) <= FEW or at == len(found.lengths) - 1:
         some = (slot for slot in idle if found.at(slot) == at)
     elif found.count(at) <= FEW:
         some = (slot for slot in found.few(at) if slot in idle)
     else:
         slots = found.slots(at)
-        some = iter(slots[board.is_idle()[slots]].tolist())
-    return any(model is None or board.model_of(slot) == model for slot in some)
+        some = iter(slots[table.is_idle()[slots]].tolist())
+    return any(model is None or table.model_of(slot) == model for slot in some)
 
 
 def _most(exec_s: Sequence[Values]) -> float:

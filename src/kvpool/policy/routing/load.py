@@ -1,16 +1,16 @@
 """How much work each instance has, and which may get more.
 
-Work is in seconds for instances that prefill, in tokens for those that decode. An instance's *load* is what it has not
-finished, and what it finished lately, which fades with a half-life: so a load cap binds not only when queues have
+Work is in seconds for instances that prefill, in tokens for those that decode. An instance's *load* is its unfinished
+work plus its recently finished work, which decays with a half-life: so a load cap binds not only when queues have
 grown.
 
     may get more:  load / share <= max(cap * sum of loads / sum of shares, what an idle one does) + slack
 
-`share` is the instance's capacity relative to the largest, and less while it is newer than others. The least loaded
-instance always may, for its load / share is at most the mean.
+`share` is the instance's capacity relative to the largest; it is smaller while the instance is new. The least loaded
+instance always may, because its load / share is at most the mean.
 
-All of it can be asked for one instance, for some, or for all as arrays; the sums over all are kept, and `order` has the
-least loaded at hand.
+All of it is available for one instance, for some, or for all as arrays. The sums over all instances are kept up to
+date, and `order` has the least loaded first.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ import numpy.typing as npt
 from kvpool.errors import ArgumentError, ArgumentTypeError
 from kvpool.policy.routing.balance import Balance
 from kvpool.policy.routing.fading import Fading
+from kvpool.policy.routing.instance_slots import Bools, Floats, InstanceSlots
 from kvpool.policy.routing.order import LoadOrder, Work
-from kvpool.policy.routing.places import Bools, Floats, Places
 
-__all__ = ["Bools", "Floats", "LoadBoard"]
+__all__ = ["Bools", "Floats", "LoadTable"]
 
 _SUMMED = 1 << 16  # changes after which sums are made anew: each rounds
 _CAPACITY_LEAST, _CAPACITY_MOST = 1e-100, 1e100  # their sums and quotients are finite, and not 0
 
 
-class LoadBoard(Places):
-    """The instances of one role. A slot is an instance's place in the arrays; it changes when another one leaves.
+class LoadTable(InstanceSlots):
+    """The instances of one role. A slot is an instance's index in the arrays; it changes when another instance leaves.
 
     Args:
         balance: When an instance has enough.
-        drains: Whether work is seconds that pass by themselves: then the first request of a queue counts only for what
-            is left of it.
+        drains: Whether work is in seconds, which pass by themselves: then only the rest of the first request of a queue
+            counts.
 
     Attributes:
-        order: Who is least loaded, but for newcomers and those that are closed; `refresh` brings it up to date.
-        newcomers: Slots of those that have less than a full share yet, closed ones too.
-        idle: Slots of open instances that have nothing to do, newcomers among them.
+        order: The open instances that have a full share, least loaded first; `refresh` brings it up to date.
+        newcomers: Slots of instances that do not have a full share yet, closed ones included.
+        idle: Slots of open instances that have nothing to do, newcomers included.
     """
 
     def __init__(self, balance: Balance, drains: bool) -> None:
@@ -60,12 +60,12 @@ class LoadBoard(Places):
         self._numbers = count()
         self._fading = Fading(balance.half_life_s)  # of what was done
         self._closed = 0
-        self._warm_at = inf  # when the next newcomer is none any more
-        self._most = 0.0  # the largest capacity of those that are no newcomers
+        self._warm_at = inf  # when the next newcomer gets a full share
+        self._most = 0.0  # the largest capacity of the instances with a full share
         self._equal = True  # capacities
         self._sums = [0.0, 0.0, 0.0]  # unfinished, done, capacity, of those that are open; capacity without newcomers
         self._changes = 0  # since the sums were made
-        self._moved: set[int] = set()  # slots whose place in the order has changed
+        self._moved: set[int] = set()  # slots whose position in the order has changed
 
     # ---- who is there
 
@@ -204,22 +204,22 @@ class LoadBoard(Places):
         return max(self.balance.cap * mean, self._idle_load) + self.balance.slack * work
 
     def faded(self, now: float) -> float:
-        """What work that was done counts of what `order` has of it, where all capacities count in full."""
+        """The factor by which finished work in `order` has decayed, with all capacities at their full value."""
         return self._fading.left(now) * self.largest(now)
 
     def largest(self, now: float) -> float:
         """The capacity that is a share of 1."""
         return 1.0 if self._equal and not self.newcomers else self._largest(now)
 
-    def settle(self, now: float) -> None:
-        """Time has passed: who was a newcomer may be none any more."""
+    def advance(self, now: float) -> None:
+        """Accounts for the time that has passed: newcomers may get a full share, and decayed sums are rebased."""
         if now >= self._warm_at:
-            self._settle(now)
+            self._graduate(now)
         self._rebase_if_due(now)
 
     def refresh(self, now: float) -> None:
         """Brings `order` up to date."""
-        self.settle(now)
+        self.advance(now)
         for slot in self._moved:
             self._put(slot, now)
         self._moved.clear()
@@ -227,7 +227,7 @@ class LoadBoard(Places):
             self._put(slot, now)
 
     def enter_anew(self, slots: Iterable[int]) -> None:
-        """Their places in `order` are to be those of the next `refresh`. REQUIRES: they are in it."""
+        """Has the next `refresh` enter these slots into `order` again. REQUIRES: they are in it."""
         self._moved.update(slots)
 
     # ---- of all
@@ -315,8 +315,8 @@ class LoadBoard(Places):
         self.order.scale(factor)
         self._sum()
 
-    def _settle(self, now: float) -> None:
-        """Newcomers that have been there long enough are none any more."""
+    def _graduate(self, now: float) -> None:
+        """Gives newcomers that have been present for `warmup_s` a full share."""
         warm_at = {slot: self._joined.item(slot) + self.balance.warmup_s for slot in self.newcomers}
         self.newcomers = {slot for slot, since in warm_at.items() if now < since}
         self._warm_at = min((warm_at[slot] for slot in self.newcomers), default=inf)
@@ -334,7 +334,7 @@ class LoadBoard(Places):
         self.order.put(slot, work, self._done.item(slot), self._capacity.item(slot), now, faded)
 
     def _changed(self, slot: int, unfinished: float, done: float, now: float) -> None:
-        """So much more is unfinished and done, counted as `_done` is."""
+        """Adds to the unfinished and the finished work; `done` in the units of `_done`."""
         self._note_idle(slot)
         if self._open[slot]:
             self._sums[0] += unfinished
@@ -346,15 +346,15 @@ class LoadBoard(Places):
             self._sum()
 
     def _sum(self) -> None:
-        """Makes the sums anew."""
+        """Computes the sums again from the arrays."""
         size = len(self)
-        settled = np.ones(size, dtype=np.bool_)
-        settled[list(self.newcomers)] = False
+        has_full_share = np.ones(size, dtype=np.bool_)
+        has_full_share[list(self.newcomers)] = False
         opened, capacity = self._open[:size], self._capacity[:size]
-        self._most = float(capacity[settled].max(initial=0.0))
+        self._most = float(capacity[has_full_share].max(initial=0.0))
         self._sums = [
             float(self._unfinished[:size][opened].sum()),
             float(self._done[:size][opened].sum()),
-            float(capacity[opened & settled].sum()),
+            float(capacity[opened & has_full_share].sum()),
         ]
         self._changes = 0

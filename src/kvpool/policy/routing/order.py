@@ -1,20 +1,20 @@
-"""The instances of a load board in the order in which they are free: who is least loaded is not searched for.
+"""The instances of a load table, in the order in which they become free: finding the least loaded needs no search.
 
-Backlogs of instances that work shrink, all alike, as time passes, and loads fade by one factor: so none of these orders
-changes by time alone, but where an instance has passed the predicted end of what it does.
+As time passes, the backlogs of working instances shrink equally, and loads decay by one factor. So time alone changes
+none of these orders, except when an instance passes the predicted end of its current request.
 
     idle      nothing to do                              by what each did lately, for its capacity
     running   the head of the queue is under way         by when all that waits will be done
     waiting   the head takes longer than predicted, or   by what waits behind it, then by its load when it was entered,
               work does not pass by itself               as if all of that faded from then on: a bound from below
 
-Behind a head that takes longer than predicted there is often nothing, so many have the same backlog there. What is
-unfinished does not fade, so that bound gets looser as time passes; who looks at an instance in vain enters it anew. Of
-those that have done and have to do the very same, entered at about the same time, only the first has to be looked at:
-they stand side by side.
+Often nothing is queued behind a head that takes longer than predicted, so many instances have the same backlog.
+Unfinished work does not decay, so the bound gets looser as time passes; a search that examines an instance without
+choosing it enters it again. Instances with exactly the same finished and unfinished work, entered at about the same
+time, are adjacent, and a search examines only the first of them.
 
-Here are instances that take new work and are no newcomers (`LoadBoard`). A change costs two searches in a sorted list,
-and moving what lies behind in memory: a few microseconds at the 16,384 instances that there can be.
+The order contains instances that take new work and have a full share (`LoadTable`). A change costs two searches in a
+sorted list and a shift of the following entries: a few microseconds for 16,384 instances, the maximum.
 """
 
 from __future__ import annotations

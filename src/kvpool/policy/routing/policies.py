@@ -72,7 +72,7 @@ class Policy(Protocol):
     """Chooses an instance. Anything that does may be one; a `Ranking` decides faster."""
 
     def choose(self, view: View) -> int:
-        """The place of the chosen one in the view's arrays."""
+        """The index of the chosen instance in the view's arrays."""
 
 
 class Ranking:
@@ -82,9 +82,9 @@ class Ranking:
     one with less.
 
     Attributes:
-        minds_cached: Whether what an instance holds, and what the prompt takes there, make a difference to its rank. If
-            not, those that hold some are not searched through. True for a class that has a `rank` of its own, unless it
-            says otherwise itself.
+        minds_cached: Whether the rank of an instance depends on its cached tokens and its execution time. If not, the
+            search skips the instances that hold a part of the prompt. True for a class that defines `rank`, unless the
+            class sets it.
     """
 
     minds_cached: ClassVar[bool] = True
@@ -110,7 +110,7 @@ class Ranking:
         return True
 
     def home(self, session: str | None) -> int:
-        """The instance that gets all of a session as long as it is open; -1 where there is none."""
+        """The instance that gets all requests of a session while it is open; -1 without one."""
         return -1
 
     def sent(self, session: str | None, instance: int) -> None:
@@ -119,18 +119,18 @@ class Ranking:
     def choose(self, view: View) -> int:
         """As Policy.choose: the first of those that rank alike."""
         home = self.home(view.session)
-        if home >= 0 and (places := np.flatnonzero((view.ids == home) & view.open)).size:
-            place = int(places[0])
+        if home >= 0 and (positions := np.flatnonzero((view.ids == home) & view.open)).size:
+            position = int(positions[0])
         else:
             left = np.flatnonzero(view.allowed)
             ranks = self.rank(view.backlog[left], view.load[left], view.cached[left], view.exec_s[left])
-            place = int(left[first_of(ranks, len(left))[0]])
-        self.sent(view.session, int(view.ids[place]))
-        return place
+            position = int(left[first_of(ranks, len(left))[0]])
+        self.sent(view.session, int(view.ids[position]))
+        return position
 
 
 def first_of(ranks: tuple[Any, ...], count: int) -> npt.NDArray[np.intp]:
-    """The places of those that come first and rank alike; figures that differ by rounding are equal, but for the last.
+    """The indices of the first-ranked instances. Ranks that differ by rounding only are equal, but for the last one.
 
     Args:
         ranks: What Ranking.rank says of `count` instances, at least one: arrays, or one figure for all of them.

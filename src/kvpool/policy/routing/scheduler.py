@@ -19,7 +19,7 @@ from kvpool.policy.cost import CostModel, KVTransfer
 from kvpool.policy.routing.balance import Balance
 from kvpool.policy.routing.candidates import Candidates
 from kvpool.policy.routing.choosing import choose
-from kvpool.policy.routing.load import LoadBoard
+from kvpool.policy.routing.load import LoadTable
 from kvpool.policy.routing.policies import LongestPrefix, Policy, QueuePlusExec, Ranking
 from kvpool.policy.routing.predictions import Models, Times
 from kvpool.policy.routing.tokens import Tokens, as_array, checked
@@ -44,7 +44,7 @@ class _InFlight:
     tokens: Tokens
     namespace: str
     instance: int
-    work: int | None  # on the board of prefill; None when it is done there
+    work: int | None  # in the load table of prefill; None when it is done there
     decode: int | None
     decode_work: int | None
     learnt_from: int | None  # the first block that the instance was said to hold before it was so
@@ -96,8 +96,8 @@ class GlobalScheduler:
         self._holders_max = holders_max
         self._models = Models(model)
         self._trees = {kind: PromptTree(model.block_tokens, clock, ttl_s, blocks_max) for kind in Kind}
-        self._prefill = LoadBoard(balance or Balance(), drains=True)
-        self._decode = LoadBoard(balance or Balance(), drains=False)
+        self._prefill = LoadTable(balance or Balance(), drains=True)
+        self._decode = LoadTable(balance or Balance(), drains=False)
         self._instances: dict[int, _Instance] = {}
         self._kinds = dict.fromkeys(Kind, 0)  # how many there are
         self._in_flight: dict[int, _InFlight] = {}
@@ -130,7 +130,7 @@ class GlobalScheduler:
         if instance in self._instances:
             raise ArgumentError(f"instance {instance} is there already")
         own = self._models.checked(model)
-        self._board(kind).add(instance, self._clock(), capacity, self._models.number(own))
+        self._table(kind).add(instance, self._clock(), capacity, self._models.number(own))
         self._models.take(own)
         self._instances[instance] = _Instance(kind, by_events)
         self._kinds[kind] += 1
@@ -138,9 +138,9 @@ class GlobalScheduler:
     def remove_instance(self, instance: int) -> None:
         """An instance is gone, and what it held. Its requests end by `failed`, as the router notices."""
         kind = self._known(instance).kind
-        board = self._board(kind)
-        number = board.model_of(board.slot(instance))
-        board.remove(instance)
+        table = self._table(kind)
+        number = table.model_of(table.slot(instance))
+        table.remove(instance)
         self._trees[kind].forget(instance)
         del self._instances[instance]
         self._kinds[kind] -= 1
@@ -151,11 +151,11 @@ class GlobalScheduler:
 
     def drain(self, instance: int) -> None:
         """The instance gets no new requests, but others may fetch from it. `resume` ends it."""
-        self._board(self._known(instance).kind).set_open(instance, False)
+        self._table(self._known(instance).kind).set_open(instance, False)
 
     def resume(self, instance: int) -> None:
         """The instance gets new requests again."""
-        self._board(self._known(instance).kind).set_open(instance, True)
+        self._table(self._known(instance).kind).set_open(instance, True)
 
     # ---- trees
 
@@ -194,19 +194,19 @@ class GlobalScheduler:
         if tokens.size == 0:
             raise ArgumentError("a prompt of no tokens")
         now = self._clock()
-        board = self._prefill
-        if board.closed == len(board):
-            raise StateError(f"none of {len(board)} instances takes prompts")
-        found = self._find(board, tokens, request.namespace, Kind.COLOCATED, Kind.PREFILL)
+        table = self._prefill
+        if table.closed == len(table):
+            raise StateError(f"none of {len(table)} instances takes prompts")
+        found = self._find(table, tokens, request.namespace, Kind.COLOCATED, Kind.PREFILL)
         # What a prompt takes depends on the instance's model and on how much it holds: few of either.
         times = [Times(model, len(tokens), found.lengths) for model in self._models]
-        slot = choose(self._policy, board, found, times, now, request.session)
-        instance, cached = board.id_of(slot), found.lengths[found.at(slot)]
-        own = times[board.model_of(slot)]
+        slot = choose(self._policy, table, found, times, now, request.session)
+        instance, cached = table.id_of(slot), found.lengths[found.at(slot)]
+        own = times[table.model_of(slot)]
         exec_s, model = own.of(cached), own.model
 
         room = self._holders_max
-        holders = found.holders(board, now, cached, room)
+        holders = found.holders(table, now, cached, room)
         decode, decode_cached = None, 0
         if self._kinds[Kind.DECODE]:
             decoders = self._find(self._decode, tokens, request.namespace, Kind.DECODE)
@@ -220,13 +220,13 @@ class GlobalScheduler:
         fetch = None
         if holders and self._transfer is not None:
             fetch = self._fetch(instance, holders, own)
-        queue_s = board.backlog_of(slot, now)
+        queue_s = table.backlog_of(slot, now)
         spent_s = exec_s - (fetch.saved_s - fetch.transfer_s if fetch else 0.0)
         occupied_s = spent_s if model.parallel.pp == 1 else model.stage_s(len(tokens), cached)
 
         # From here on the request is under way.
         decode_work = None if decode is None else self._decode.assign(self._decode.slot(decode), len(tokens), now)
-        work = board.assign(slot, occupied_s, now)
+        work = table.assign(slot, occupied_s, now)
         learnt = self._learn_dispatched(tokens, request.namespace, instance) if self._learn_at_dispatch else None
         ticket = next(self._tickets)
         self._in_flight[ticket] = _InFlight(tokens, request.namespace, instance, work, decode, decode_work, learnt)
@@ -283,7 +283,7 @@ class GlobalScheduler:
 
     # ---- inside
 
-    def _board(self, kind: Kind) -> LoadBoard:
+    def _table(self, kind: Kind) -> LoadTable:
         return self._decode if kind is Kind.DECODE else self._prefill
 
     def _known(self, instance: int) -> _Instance:
@@ -296,16 +296,16 @@ class GlobalScheduler:
             raise ArgumentError(f"ticket {ticket} names no request that is under way")
         return self._in_flight[ticket]
 
-    def _find(self, board: LoadBoard, tokens: Tokens, namespace: str, *kinds: Kind) -> Candidates:
-        return Candidates.find([self._trees[kind] for kind in kinds if self._kinds[kind]], board, tokens, namespace)
+    def _find(self, table: LoadTable, tokens: Tokens, namespace: str, *kinds: Kind) -> Candidates:
+        return Candidates.find([self._trees[kind] for kind in kinds if self._kinds[kind]], table, tokens, namespace)
 
     def _choose_decode(self, found: Candidates, tokens: int, now: float, session: str | None) -> tuple[int, int]:
-        board = self._decode
-        if board.closed == len(board):
-            raise StateError(f"none of {len(board)} instances decodes what others prefill")
+        table = self._decode
+        if table.closed == len(table):
+            raise StateError(f"none of {len(table)} instances decodes what others prefill")
         missing = [float(tokens - held) for held in found.lengths]
-        slot = choose(self._decode_policy, board, found, [missing], now, session)
-        return board.id_of(slot), found.lengths[found.at(slot)]
+        slot = choose(self._decode_policy, table, found, [missing], now, session)
+        return table.id_of(slot), found.lengths[found.at(slot)]
 
     def _fetch(self, instance: int, holders: Sequence[Holder], own: Times) -> Fetch | None:
         """The holder from which fetching gains the most, if any does (eq. 2)."""

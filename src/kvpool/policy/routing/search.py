@@ -4,7 +4,7 @@ An instance is chosen by its backlog, its load, and how much it holds of the pro
 
   - of those that hold equally much, only the least loaded that the load cap allows is in question;
   - where even one with nothing to do could not come before the best one so far, none of them is looked at;
-  - where they are few, each is looked at. Where they are many, all those that hold nothing among them, the board's
+  - where they are few, each is looked at. Where they are many, all those that hold nothing among them, the table's
     order is followed until what comes then cannot be better than the best one so far. It may be long until it comes
     to one that holds something, for those are the busy ones: then all that hold as much are looked at, as arrays.
 
@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvpool.policy.routing.candidates import FEW, Candidates, Values
-from kvpool.policy.routing.load import LoadBoard
+from kvpool.policy.routing.load import LoadTable
 from kvpool.policy.routing.policies import TOLERANCE, Ranking, first_of
 from kvpool.policy.routing.tree import Ints
 from kvpool.policy.routing.waiting import Wait
@@ -33,13 +33,13 @@ __all__ = ["find_best"]
 _STEPS: Final = 64  # looking at so many takes as long as looking at a few thousand as arrays
 _STEPS_HELD: Final = 6  # and at so many, as looking at those of a thousand that hold equally much
 _FEW_ALIKE: Final = 12  # are looked at one by one
-_DENSE: Final = 16  # of so many of the board at least one, and its order soon leads to some
+_DENSE: Final = 16  # if one in so many instances qualifies, following the table's order soon finds one
 _NEAR: Final = 1e-14  # of a time or a load: what two ways to compute it differ by is less
 
 
 def find_best(
     policy: Ranking,
-    board: LoadBoard,
+    table: LoadTable,
     found: Candidates,
     exec_s: Sequence[Values],
     now: float,
@@ -50,7 +50,7 @@ def find_best(
 
     Args:
         policy: Ranks the instances.
-        board: Where they stand.
+        table: Where they stand.
         found: Who holds how much.
         exec_s: What the prompt takes, for each model and for each of `found.lengths`.
         now: Seconds.
@@ -60,13 +60,13 @@ def find_best(
     Returns:
         None where it was not found, or no instance takes it.
     """
-    board.settle(now)
-    if len(board.newcomers) > FEW:
+    table.advance(now)
+    if len(table.newcomers) > FEW:
         return None
-    search = _Search(policy, board, found, exec_s, now, board.limit(now, work), wait)
+    search = _Search(policy, table, found, exec_s, now, table.limit(now, work), wait)
     search.look_at_few()
     if search.goes_on():
-        board.refresh(now)
+        table.refresh(now)
         if not (search.follow_idle() and search.follow_running() and search.follow_waiting()):
             return None
     return search.slot if search.slot >= 0 else None
@@ -78,7 +78,7 @@ class _Search:
     def __init__(
         self,
         policy: Ranking,
-        board: LoadBoard,
+        table: LoadTable,
         found: Candidates,
         exec_s: Sequence[Values],
         now: float,
@@ -86,13 +86,13 @@ class _Search:
         wait: Wait | None,
     ) -> None:
         self.slot = -1
-        self._policy, self._board, self._found = policy, board, found
+        self._policy, self._table, self._found = policy, table, found
         self._exec_s, self._now, self._limit, self._wait = exec_s, now, limit, wait
         # How long a request may wait depends on what is held, for a policy too that minds only the load.
         self._minds_cached = policy.minds_cached or wait is not None
         self._best: tuple[Any, ...] = ()
-        self._none = len(found.lengths) - 1  # the place in `lengths` of those that hold nothing
-        self._followed: list[int] = []  # places in `lengths` of those that the board's order is followed for
+        self._none = len(found.lengths) - 1  # the index of length 0 in `lengths`
+        self._followed: list[int] = []  # indices of the `lengths` for which the table's order is followed
         self._left = _STEPS
         self._held: dict[int, tuple[int, float]] = {}  # what is cached, and the least that the prompt takes then
 
@@ -103,7 +103,7 @@ class _Search:
 
     def look_at_few(self) -> None:
         """Newcomers, which stand in no order, and those that hold some where few hold so much."""
-        found, size = self._found, len(self._board)
+        found, size = self._found, len(self._table)
         for at in range(self._none if self._minds_cached else 0):
             if self._is_hopeless(at, 0.0, 0.0):
                 continue
@@ -116,15 +116,15 @@ class _Search:
             else:
                 self._followed.append(at)
         self._followed.append(self._none)
-        for slot in self._board.newcomers:
+        for slot in self._table.newcomers:
             self._consider(slot, self._at(slot))
 
     def follow_idle(self) -> bool:
         """Those that have nothing to do: the first that may get more is the best of a model. False to give up."""
-        board = self._board
-        faded = board.faded(self._now)
+        table = self._table
+        faded = table.faded(self._now)
         found: set[tuple[int, int]] = set()
-        for done, slot in board.order.idle:
+        for done, slot in table.order.idle:
             load = done * faded
             if load * (1 - _NEAR) > self._limit or self._hopeless(0.0, load, slot < self.slot):
                 break
@@ -132,14 +132,14 @@ class _Search:
                 return False
             at = self._at(slot)
             if at in self._followed and self._consider(slot, at):
-                found.add((at, board.model_of(slot)))
+                found.add((at, table.model_of(slot)))
                 if len(found) == len(self._followed) * len(self._exec_s):
                     break
         return True
 
     def follow_running(self) -> bool:
         """Those whose work is done at a time that is known. False to give up."""
-        for free_at, slot in self._board.order.running:
+        for free_at, slot in self._table.order.running:
             backlog = free_at - self._now - _NEAR * abs(free_at)
             if self._waits_too_long(backlog) or self._hopeless(backlog, 0.0):
                 break
@@ -152,22 +152,22 @@ class _Search:
 
     def follow_waiting(self) -> bool:
         """Those whose backlog stands still; many may have the same one. False to give up."""
-        board, waiting = self._board, self._board.order.waiting
-        faded = board.faded(self._now) * (1 - _NEAR)
-        place, tried = 0, []
+        table, waiting = self._table, self._table.order.waiting
+        faded = table.faded(self._now) * (1 - _NEAR)
+        position, tried = 0, []
         alike: list[float] = []
         found: set[tuple[int, int]] = set()  # of those that are alike
-        while place < len(waiting):
-            *figures, slot = waiting[place]
+        while position < len(waiting):
+            *figures, slot = waiting[position]
             backlog, least = figures[0], figures[1] * faded
             if self._waits_too_long(backlog) or self._hopeless(backlog, 0.0):
                 break
             if least > self._limit or self._hopeless(backlog, least, slot < self.slot):
-                place = bisect_left(waiting, (backlog, inf, inf), place)  # of one backlog, loads rise
+                position = bisect_left(waiting, (backlog, inf, inf), position)  # of one backlog, loads rise
                 continue
             if not self._step():
                 break
-            place += 1
+            position += 1
             at = self._at(slot)
             if at not in self._followed:
                 continue
@@ -175,10 +175,10 @@ class _Search:
             tried.append(slot)
             if figures != alike:
                 alike, found = figures, set()
-            found.add((at, board.model_of(slot)))
+            found.add((at, table.model_of(slot)))
             if len(found) == len(self._followed) * len(self._exec_s):
-                place = bisect_left(waiting, (*figures, inf), place)
-        board.enter_anew(tried)
+                position = bisect_left(waiting, (*figures, inf), position)
+        table.enter_anew(tried)
         return self._left >= 0
 
     # ---- inside
@@ -199,26 +199,26 @@ class _Search:
 
     def _consider_many(self, slots: Ints, at: int) -> None:
         """Looks at the least loaded of those that hold equally much and may get more, of each model."""
-        board, now = self._board, self._now
-        load = board.load(now, slots)
-        allowed = (load <= self._limit) & board.is_open[slots]
+        table, now = self._table, self._now
+        load = table.load(now, slots)
+        allowed = (load <= self._limit) & table.is_open[slots]
         for model in range(len(self._exec_s)):
-            left = (allowed & (board.models[slots] == model) if len(self._exec_s) > 1 else allowed).nonzero()[0]
+            left = (allowed & (table.models[slots] == model) if len(self._exec_s) > 1 else allowed).nonzero()[0]
             exec_s = self._exec_s[model][at]
             if self._wait is not None and len(left):
-                left = left[self._wait.pays_of(board.backlog(now, slots[left]), np.full(len(left), exec_s))]
+                left = left[self._wait.pays_of(table.backlog(now, slots[left]), np.full(len(left), exec_s))]
             if len(left):
-                ranks = self._policy.rank(board.backlog(now, slots[left]), load[left], self._found.lengths[at], exec_s)
+                ranks = self._policy.rank(table.backlog(now, slots[left]), load[left], self._found.lengths[at], exec_s)
                 self._consider(int(slots[left][first_of(ranks, len(left))].min()), at)
 
     def _consider(self, slot: int, at: int) -> bool:
         """Looks at one; whether it may get more."""
-        board, now = self._board, self._now
-        load = board.load_of(slot, now)
-        if load > self._limit or not board.is_open_at(slot):
+        table, now = self._table, self._now
+        load = table.load_of(slot, now)
+        if load > self._limit or not table.is_open_at(slot):
             return False
-        backlog = board.backlog_of(slot, now)
-        exec_s = self._exec_s[board.model_of(slot) if len(self._exec_s) > 1 else 0][at]
+        backlog = table.backlog_of(slot, now)
+        exec_s = self._exec_s[table.model_of(slot) if len(self._exec_s) > 1 else 0][at]
         if self._wait is not None and not self._wait.pays(backlog, exec_s):
             return False
         rank = self._policy.rank(backlog, load, self._found.lengths[at], exec_s)

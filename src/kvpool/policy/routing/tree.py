@@ -10,9 +10,9 @@ A tree learns in two ways, and each instance in its own:
 Looking a prompt up does not count as a use: one instance of those that hold it will serve it, the others may long have
 evicted it. Sending the prompt there does.
 
-However it learns, a tree has at most `blocks_max` blocks: beyond them it forgets those that were matched or learnt
-longest ago, ends of prompts first, whoever holds them. What it forgets of an instance whose events are followed it
-learns again only when the instance stores it anew.
+However it learns, a tree has at most `blocks_max` blocks: beyond them it forgets the least recently matched or learnt
+ones of any instance, ends of prompts first. If it forgets blocks of an instance that reports by events, it learns them
+again only when the instance stores them again.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ __all__ = ["Decision", "Fetch", "Holder", "Kind", "Request"]
 
 
 class Kind(Enum):
-    """What an instance does; each kind has a prompt tree of its own (MemServe §6)."""
+    """What an instance does; each kind has a separate prompt tree (MemServe §6)."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -25,7 +25,7 @@ class Request:
 
     Attributes:
         tokens: Token ids; a NumPy array of int32 is the fastest.
-        session: Of the client, for the policy session-id. None where there is none: such a request is a session alone.
+        session: The client's session, for the policy session-id. None: the request is a session by itself.
         namespace: Tenant, adapter, salt; prefixes of different ones never match.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvpool.policy.routing.places import Bools, Floats
+from kvpool.policy.routing.instance_slots import Bools, Floats
 from kvpool.policy.routing.policies import TOLERANCE
 
 __all__ = ["Wait"]

@@ -1,6 +1,6 @@
-"""The places of instances on a load board: a slot for each, and what is known of it in arrays by slot.
+"""The slots of the instances of a load table, and the arrays of their values, indexed by slot.
 
-A decision reads figures of a few instances, or of all at once; a change writes those of one.
+A decision reads the values of a few instances, or of all at once; a change writes those of one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvpool.errors import ArgumentError
 
-__all__ = ["Bools", "Floats", "Places"]
+__all__ = ["Bools", "Floats", "InstanceSlots"]
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -21,8 +21,8 @@ _IDS = 1 << 14  # instance ids are below that (kvpool.types)
 _ROOM = 16
 
 
-class Places:
-    """Who is there. A slot is an instance's place in the arrays; it changes when another one leaves."""
+class InstanceSlots:
+    """The present instances. A slot is an instance's index in the arrays; it changes when another instance leaves."""
 
     def __init__(self) -> None:
         self._slot_of = np.full(_IDS, -1, dtype=np.int64)
