@@ -36,7 +36,7 @@ class _Layer(NamedTuple):
 
 
 class NumpyRank:
-    """One rank. Not thread-safe: it has buffers of its own.
+    """One rank. Not thread-safe: it reuses its buffers.
 
     Args:
         model: The shape of the whole model; float32 or float16.
@@ -101,7 +101,7 @@ class NumpyRank:
         return self._random.integers(0, self.model.vocab, count)
 
     def contiguous(self, x: Array) -> Array:
-        """A copy of its own, where it lies scattered."""
+        """A contiguous copy, or `x` itself if it is contiguous."""
         return np.ascontiguousarray(x)
 
     def join(self, first: Array, second: Array) -> Array:

@@ -90,7 +90,7 @@ class TorchRank:
         return self._torch.randint(self.model.vocab, (count,), generator=self._random, device=self.device)
 
     def contiguous(self, x: Tensor) -> Tensor:
-        """A copy of its own."""
+        """A contiguous copy, or `x` itself if it is contiguous."""
         return x.contiguous()
 
     def join(self, first: Tensor, second: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ def load_tokenizer(path: Path | None) -> Tokenizer:
         return _HuggingFace(tokenizers.Tokenizer.from_str(path.read_text()))
     except OSError as error:
         raise ArgumentError(f"tokenizer {path}: {error.strerror}") from error
-    except Exception as error:  # the package raises no class of its own
+    except Exception as error:  # the package raises plain exceptions
         raise ArgumentError(f"tokenizer {path}: {error}") from error
 
 

@@ -81,7 +81,7 @@ class Exchange:
         return self._whole.is_set()
 
     async def next_of_body(self) -> bytes:
-        """The next piece of the body, which may be empty. No deadline of its own. Raises ClientGone."""
+        """The next piece of the body, which may be empty. Has no deadline. Raises ClientGone."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientGone

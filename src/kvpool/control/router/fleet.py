@@ -1,9 +1,9 @@
 """The instances, what each may have, and what the scheduler is told of them.
 
-An instance has a place on the scheduler's board while it is up (healthy or on trial); when it is ejected it leaves, and
-what it was believed to cache is forgotten, for most that fall out come back empty. So whoever returns is a newcomer and
-eased in like one. On the board it is open while it is not drained, below its limit of requests, and not on trial with a
-request already.
+An instance is in the scheduler's load table while it is up (healthy or on trial). When it is ejected it leaves the
+table, and the scheduler forgets what it had cached, because most instances come back empty. A returning instance is
+eased in like a new one. In the table it is open while it is not drained, is below its limit of requests, and has no
+trial request.
 
 A request holds a lease on its instance. However the request ends, the lease ends with it, exactly once.
 """
@@ -59,7 +59,7 @@ class Instance:
         self.epoch = 0
         self.wrong: str | None = None
         self.trying = False  # a trial is under way
-        self.on_board = False
+        self.in_table = False
         self.waiting: set[anyio.CancelScope] = set()  # of requests that have no byte yet
 
     @contextmanager
@@ -140,7 +140,7 @@ class Fleet:
         clock: Seconds from any start.
 
     Raises:
-        ArgumentError: The profile is none.
+        ArgumentError: The profile is invalid.
     """
 
     def __init__(self, settings: RouterSettings, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
@@ -193,7 +193,7 @@ class Fleet:
         instance = self.get(name)
         if instance.in_flight:
             raise StateError(f"instance {name} has {instance.in_flight} requests; drain it first")
-        if instance.on_board:
+        if instance.in_table:
             self.scheduler.remove_instance(instance.number)
         del self._by_name[name], self._by_number[instance.number]
         self._metrics.forget(name)
@@ -210,7 +210,7 @@ class Fleet:
     @property
     def available(self) -> int:
         """Instances that get requests."""
-        return sum(instance.on_board and not instance.draining for instance in self)
+        return sum(instance.in_table and not instance.draining for instance in self)
 
     def report(self, urls: bool) -> list[dict[str, Any]]:
         """Each instance, for /instances; `urls` for eyes that may see addresses."""
@@ -222,8 +222,8 @@ class Fleet:
                 "draining": instance.draining,
                 "in_flight": instance.in_flight,
                 "in_flight_max": self._settings.in_flight_max,
-                "backlog_s": round(self.scheduler.backlog_s(instance.number), 6) if instance.on_board else None,
-                "cached_blocks": self._tree.blocks(instance.number) if instance.on_board else 0,
+                "backlog_s": round(self.scheduler.backlog_s(instance.number), 6) if instance.in_table else None,
+                "cached_blocks": self._tree.blocks(instance.number) if instance.in_table else 0,
             }
             for instance in self
         ]
@@ -243,7 +243,7 @@ class Fleet:
         began = time.perf_counter()
         kept_out = [self._by_number[number] for number in tried if number in self._by_number]
         for instance in kept_out:
-            if instance.on_board:
+            if instance.in_table:
                 self.scheduler.drain(instance.number)
         try:
             decision = self.scheduler.route(Request(asked.tokens, asked.session, asked.namespace))
@@ -288,9 +288,9 @@ class Fleet:
             return  # it was removed meanwhile
         state = instance.breaker.state
         up = state in (State.HEALTHY, State.TRIAL)
-        if up and not instance.on_board:
+        if up and not instance.in_table:
             self._join(instance)
-        elif not up and instance.on_board:
+        elif not up and instance.in_table:
             self._eject(instance)
         if up:
             (self.scheduler.resume if self._open(instance) else self.scheduler.drain)(instance.number)
@@ -304,7 +304,7 @@ class Fleet:
         """Sets the gauges."""
         for instance in self:
             name = instance.spec.name
-            self._metrics.up.labels(name).set(instance.on_board)
+            self._metrics.up.labels(name).set(instance.in_table)
             self._metrics.draining.labels(name).set(instance.draining)
             self._metrics.in_flight.labels(name).set(instance.in_flight)
         self._metrics.tree_blocks.set(len(self._tree))
@@ -318,16 +318,16 @@ class Fleet:
         """Whether an instance may get another request now."""
         full = instance.in_flight >= self._settings.in_flight_max
         busy_trial = instance.breaker.state is State.TRIAL and instance.trying
-        return instance.on_board and not (instance.draining or full or busy_trial)
+        return instance.in_table and not (instance.draining or full or busy_trial)
 
     def _join(self, instance: Instance) -> None:
         self.scheduler.add_instance(instance.number)
-        instance.on_board = True
+        instance.in_table = True
         event(logging.INFO, "instance up", instance=instance.spec.name, state=instance.breaker.state.value)
 
     def _eject(self, instance: Instance) -> None:
         self.scheduler.remove_instance(instance.number)
-        instance.on_board = instance.trying = False
+        instance.in_table = instance.trying = False
         instance.epoch += 1
         self._metrics.ejections.labels(instance.spec.name).inc()
         event(logging.WARNING, "instance ejected", instance=instance.spec.name, in_flight=instance.in_flight)
@@ -335,7 +335,7 @@ class Fleet:
             scope.cancel()
 
     def _nobody(self) -> Refusal:
-        full = any(instance.on_board and not instance.draining for instance in self)
+        full = any(instance.in_table and not instance.draining for instance in self)
         if full:
             return Refusal(503, "all instances are full", "overloaded", retry_after_s=1)
         pause_s = max(1, round(self._settings.health.interval_s))

@@ -81,7 +81,7 @@ class Forwarder:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
         exchange = Exchange(scope, receive, send, self._settings.stall_timeout_s)
-        passage = _Passage(self, exchange)
+        forwarding = _Forwarding(self, exchange)
         try:
             if not self._key_check.admits(exchange.raw_headers):
                 raise Refusal(401, "no key, or a wrong one, in the header Authorization", "invalid_api_key")
@@ -90,13 +90,13 @@ class Forwarder:
             with self._budget.share() as share:
                 load = _Load(await self._intake.take(exchange, self._kind != "other", share), share)
                 asked = await self._read(exchange, load.body)
-                await self._while_there(exchange, passage, asked, load)
+                await self._while_there(exchange, forwarding, asked, load)
         except Refusal as refusal:
-            await passage.refuse(refusal)
+            await forwarding.refuse(refusal)
         except ClientGone:
-            passage.outcome = "client gone"
+            forwarding.outcome = "client gone"
         finally:
-            self._note(passage)
+            self._note(forwarding)
 
     async def _read(self, exchange: Exchange, body: Body) -> Asked:
         began = time.perf_counter()
@@ -109,28 +109,28 @@ class Forwarder:
             self._metrics.unread.labels(asked.unread).inc()
         return asked
 
-    async def _while_there(self, exchange: Exchange, passage: _Passage, asked: Asked, load: _Load) -> None:
+    async def _while_there(self, exchange: Exchange, forwarding: _Forwarding, asked: Asked, load: _Load) -> None:
         """Serves the client as long as it is there: when it leaves, all that is under way for it is cancelled."""
 
         async def watch() -> None:
             await exchange.gone()
-            if passage.outcome is None:
-                passage.outcome = "client gone"
+            if forwarding.outcome is None:
+                forwarding.outcome = "client gone"
                 group.cancel_scope.cancel()
 
         async with anyio.create_task_group() as group:
             group.start_soon(watch)
-            await passage.serve(asked, load)
+            await forwarding.serve(asked, load)
             group.cancel_scope.cancel()
 
-    def _note(self, passage: _Passage) -> None:
+    def _note(self, forwarding: _Forwarding) -> None:
         """Counts and logs a request that has ended."""
-        exchange, metrics = passage.exchange, self._metrics
-        outcome = passage.outcome or "cancelled"
-        metrics.requests.labels(passage.instance, str(exchange.status or 499)).inc()
+        exchange, metrics = forwarding.exchange, self._metrics
+        outcome = forwarding.outcome or "cancelled"
+        metrics.requests.labels(forwarding.instance, str(exchange.status or 499)).inc()
         metrics.duration.observe(exchange.age_s)
         if outcome == "client gone":
-            metrics.gone.labels(passage.instance).inc()
+            metrics.gone.labels(forwarding.instance).inc()
         event(
             logging.INFO,
             "request",
@@ -138,11 +138,11 @@ class Forwarder:
             kind=self._kind,
             status=exchange.status or None,
             outcome=outcome,
-            instance=passage.instance,
-            tries=passage.tries,
-            prompt_tokens=passage.tokens,
-            cached_tokens=passage.cached,
-            first_byte_s=passage.first_byte_s,
+            instance=forwarding.instance,
+            tries=forwarding.tries,
+            prompt_tokens=forwarding.tokens,
+            cached_tokens=forwarding.cached,
+            first_byte_s=forwarding.first_byte_s,
             total_s=round(exchange.age_s, 6),
             sent_bytes=exchange.sent_bytes,
         )
@@ -161,8 +161,8 @@ class _Load:
         self._share.give_back()
 
 
-class _Passage:
-    """A request on its way through: the state between its tries."""
+class _Forwarding:
+    """One request that the router forwards: the state between its tries."""
 
     def __init__(self, forwarder: Forwarder, exchange: Exchange) -> None:
         self._settings = forwarder._settings

@@ -66,7 +66,7 @@ class PromptReader:
         wait_s: For one of them to be free.
 
     Raises:
-        ArgumentError: The tokenizer is none.
+        ArgumentError: The tokenizer is invalid.
         Unsupported: A tokenizer is given, and its package is missing.
     """
 

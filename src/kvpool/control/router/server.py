@@ -49,7 +49,7 @@ def serve(settings: RouterSettings) -> None:
     """Runs a router until SIGTERM or SIGINT. In the main thread.
 
     Raises:
-        ArgumentError: An address cannot be bound; the profile or the tokenizer is none; the certificate cannot be used.
+        ArgumentError: An address cannot be bound; or the profile, tokenizer or certificate is invalid.
         Unsupported: A package is missing.
     """
     _check_certificate(settings)

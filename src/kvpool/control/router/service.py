@@ -30,7 +30,7 @@ class Router:
         settings: All that can be said.
 
     Raises:
-        ArgumentError: The profile or the tokenizer is none.
+        ArgumentError: The profile or the tokenizer is invalid.
         Unsupported: A tokenizer is given, and its package is missing.
     """
 

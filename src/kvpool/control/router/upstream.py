@@ -128,7 +128,7 @@ class Upstream:
         self._client = _client(httpx.Timeout(None, connect=settings.connect_timeout_s), limits)
 
     async def open(self, method: str, path: bytes, headers: Headers, body: Body) -> Answer:
-        """Sends a request and waits for the first piece of its answer's body. No deadline of its own: cancel it.
+        """Sends a request and waits for the first piece of its answer's body. Has no deadline: cancel it.
 
         Args:
             method: Of HTTP.

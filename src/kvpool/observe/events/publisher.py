@@ -32,7 +32,7 @@ _LINGER_MS: Final = 500  # for the last word of a pool that is closed
 
 
 class EventPublisher:
-    """Publishes what happens to a pool's cached prompts, in a thread of its own, until it or the pool is closed.
+    """Publishes what happens to a pool's cached prompts, in a separate thread, until it or the pool is closed.
 
     Three frames a message: topic, sequence (8 bytes, big-endian), batch (see `kvpool.observe.events.wire`). A
     subscriber that has missed some asks the replay endpoint, in vLLM's words: an empty frame and the sequence from
@@ -46,8 +46,8 @@ class EventPublisher:
 
     The pool works as fast as with any subscription; the publisher's thread needs the GIL while it translates. What
     waits is bounded: `capacity_tokens` before it, `replay_bytes` in it, `hwm` messages of some 100 KiB at most for each
-    subscriber that does not read, which then loses messages. The events tell the tokens of prompts to whoever
-    connects: they go no further than this machine unless an endpoint says so. Thread-safe.
+    subscriber that does not read, which then loses messages. The events contain the tokens of prompts, and any
+    subscriber can read them: they stay on this machine unless an endpoint says otherwise. Thread-safe.
 
     Args:
         pool: Whose events they are. It is kept until this is closed.
@@ -161,7 +161,7 @@ class EventPublisher:
         if self._router is not None:
             poller.register(self._router, zmq.POLLIN)
         try:
-            self._publish([AllBlocksCleared()])  # to whoever knew a publisher at this address before
+            self._publish([AllBlocksCleared()])  # to subscribers of an earlier publisher at this address
             while not self._stopping:
                 self._publish_news()
                 if any(socket is self._router for socket, _ in poller.poll(max(1, int(self._interval * 1000)))):
@@ -213,7 +213,7 @@ class EventPublisher:
             if len(frames) == 3 and not frames[1] and len(frames[2]) == 8:
                 self._answer(frames[0], int.from_bytes(frames[2], "big"))
             else:
-                _log.debug("a request for replay that is none: %d frames", len(frames))
+                _log.debug("an invalid request for replay: %d frames", len(frames))
 
     def _answer(self, client: bytes, start: int) -> None:
         """Sends what was asked for. When the client does not read, the rest is not sent, and no end: it asks again."""
@@ -233,7 +233,7 @@ class EventPublisher:
 
     def _send_everything(self, client: bytes) -> None:
         # What happens from here on is in this picture and is published again after it. That does no harm: an event says
-        # what holds of a block, and whoever applies a later part of the story twice ends at the same state.
+        # what holds of a block, and a subscriber that applies some events twice ends in the same state.
         assert self._router is not None
         number = (self._replay.next - 1).to_bytes(8, "big")
         translator = Translator(self._pool.kv_layout.block_tokens, self._hashes)

@@ -32,7 +32,7 @@ _UNSYNCED_WAIT: Final = 0.05  # seconds between two looks at whether a publisher
 
 
 class EventSubscriber:
-    """Feeds a router's tree with the KV events of one instance, in a thread of its own, until it is closed.
+    """Feeds a router's tree with the KV events of one instance, in a separate thread, until it is closed.
 
     The publisher is an `EventPublisher` of kvpool, or an engine that speaks vLLM's format with the tokens in it. It may
     start later, or again. It begins by asking for what is cached. A gap in the sequence is filled from the replay
