@@ -1,6 +1,6 @@
 // Copies whole blocks between an arena on a GPU and one in page-locked host memory, whatever the layout of each.
 //
-// Each direction has a stream of its own, so both can be under way at once, and neither holds up the model's streams.
+// Each direction has its own stream, so both can be under way at once, and neither delays the model's streams.
 // The order with those is by events: a copy begins on the GPU when the caller's stream has done what it had been given
 // before the call. When a call returns its bytes have arrived, for every stream and for the CPU.
 //

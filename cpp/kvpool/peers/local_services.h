@@ -21,7 +21,7 @@ class LocalService {
 class LocalServices {
  public:
   static void add(std::uint64_t epoch, LocalService* service);
-  // Waits for a call that is under way. `may_write`: it has gone, and may write for ever, to whomever it did.
+  // Waits for a call that is under way. `may_write`: it has gone, and may still write to its peers, for ever.
   static void remove(std::uint64_t epoch, bool may_write) noexcept;
   // The service `to`, if it is here, hears that its peer `from` is drained.
   static void tell_drained(std::uint64_t to, std::uint64_t from) noexcept;

@@ -1,8 +1,8 @@
 // What peers sent for the application, until it asks.
 //
-// What may wait is bounded for all peers together. Of that each has a share that is its own: whoever fills the queue,
-// what another peer has waiting within its share still gets in. So as many shares may wait beyond the bound as there
-// are peers.
+// The number of waiting items is bounded for all peers together, and each peer has a reserved share: an item of a peer
+// within its share is accepted even when others have filled the queue. So the queue may exceed the bound by one share
+// for each peer.
 //
 // Thread-safety: all of it.
 #pragma once

@@ -24,7 +24,7 @@ struct LateWriter {
 
 class RetainedMemory {
  public:
-  // A thread of its own keeps it, and ends with it. Without a thread, or without memory for one, it is kept for ever.
+  // A separate thread keeps the memory, and ends with it. If no thread can be started, the memory is kept for ever.
   static void keep(std::shared_ptr<void> memory, std::vector<LateWriter> writers) noexcept;
   // How many are kept now.
   static std::size_t count() noexcept;

@@ -39,7 +39,7 @@ class RouteHealth {
   double factor(std::int64_t now_ns) const noexcept;
 
   struct Report {
-    std::uint64_t failures = 0;  // of its own, ever
+    std::uint64_t failures = 0;  // of this route, ever
     bool able = true;
     std::string why;  // the last one
   };

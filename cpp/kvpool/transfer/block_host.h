@@ -114,7 +114,7 @@ class BlockHost {
   // is behind with what it was sent, and std::bad_alloc; then the delivery is as it was.
   virtual Delivered deliver(Delivery&& delivery) = 0;
   // Tells the application of a delivery. Comes once for each that has news, after the peer has its answer: an
-  // application that wakes may keep the processor from whoever answers.
+  // application that wakes may take the processor from the thread that answers.
   virtual void publish(std::unique_ptr<News> news) noexcept = 0;
 
   // Where the blocks lie in this process. Stays as long as any session.
@@ -137,7 +137,7 @@ class BlockHost {
   // All that the GPU of this pool was given; null without a GPU.
   virtual std::shared_ptr<const DeviceOrder> device_order() { return nullptr; }
 
-  // The blocks stay what they are, whoever frees, evicts or moves them meanwhile, until the release; it comes exactly
+  // The blocks keep their content until the release, even if they are freed, evicted or moved; the release comes exactly
   // once for each hold. Any state but free, reserved and quarantined. `for_epoch`: of the peer that asks for them,
   // which may not see what is lent to another one; 0: this pool's application. Throws kStaleAddress, kNotOwner, kState,
   // kArgument.

@@ -1,5 +1,5 @@
-// Somebody whose link has ended, or is about to, and who may still write here: what was promised to him stays as it is
-// until it is proved that he writes no more. A session with a peer, or a lane between two ranks.
+// A party whose link has ended, or is about to, and which may still write here: its promised blocks stay as they are
+// until it is proved that it writes no more: a session with a peer, or a channel between two ranks.
 #pragma once
 
 #include <cstdint>

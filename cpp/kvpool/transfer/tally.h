@@ -1,4 +1,4 @@
-// How many transfers a pool has begun and how they ended, for whoever watches it: see docs/how-to/metrics.md.
+// How many transfers a pool has begun and how they ended, for monitoring: see docs/how-to/metrics.md.
 //
 // Thread-safety: all of it. What is counted by several threads at once is in no particular order, so the numbers of one
 // snapshot may be apart by the transfers that end meanwhile.

@@ -83,7 +83,7 @@ bool RegisteredPeerMemory::ready(const MediaSet& media) noexcept {
     try {
       all = begin(medium) && all;
     } catch (const std::exception&) {
-      all = false;  // without a thread; whoever waits is told
+      all = false;  // no thread; waiting writes fail
     }
   }
   return all;

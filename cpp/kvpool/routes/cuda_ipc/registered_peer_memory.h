@@ -1,4 +1,4 @@
-// A peer's host memory, mapped here and made reachable for a GPU: registered with the driver by a thread of its own.
+// A peer's host memory, mapped here and made reachable for a GPU: registered with the driver by a separate thread.
 //
 // Registering hundreds of gigabytes takes seconds. A pool should not spend them on a peer to which it never sends, and
 // no write to another place should wait for them: so it begins when a write first asks, and a caller that cannot go

@@ -17,7 +17,7 @@ class DeviceStaging;
 
 // `local` describes memory that `keepalive` keeps as long as the route lives. Writes fail with what the link throws,
 // and with kPeerLost once the route is closed; closing it leaves the link open.
-// `staging`: for the local media that are on a GPU, `on_gpu`; null when there are none.
+// `staging`: for the local media that are on a GPU, `on_gpu`; null without such media.
 std::unique_ptr<Route> make_sock_route(MediaSpans local, std::shared_ptr<void> keepalive, std::shared_ptr<Link> link,
                                        std::shared_ptr<DeviceStaging> staging = nullptr, MediaSet on_gpu = {});
 

@@ -24,7 +24,7 @@ ucp_context_h make_context(const UcxLibrary& ucx) {
     prefer(ucx, config, "POSIX_ERROR_HANDLING", "y");
     prefer(ucx, config, "SYSV_ERROR_HANDLING", "y");
     // Nor does it put through cma, or any memory that it cannot take the keys of away again, for fear of a rendezvous
-    // that goes on after an error. There is none: we send no messages. The second is for older versions.
+    // that goes on after an error. We send no messages, so no rendezvous happens. The second is for older versions.
     prefer(ucx, config, "RNDV_THRESH", "inf");
     prefer(ucx, config, "CMA_MEMORY_INVALIDATE", "y");
   }

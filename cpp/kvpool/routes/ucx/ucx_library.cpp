@@ -29,7 +29,7 @@ std::string folder_of(const std::string& path) {
   return slash == std::string::npos ? "." : path.substr(0, slash);
 }
 
-// The libucs.so.0 that this process has already, whoever brought it; empty when there is none. Copies under other names
+// The libucs.so.0 that is already loaded in this process, by any library; empty if not loaded. Copies under other names
 // (NIXL's wheel carries a renamed one) are no matter: they share nothing with ours.
 std::string loaded_ucs() {
   std::string path;

@@ -52,7 +52,7 @@ struct UcxLibrary {
 };
 
 // Opens UCX there (see UcxContext::make), or returns what this process has opened already: a process has one copy under
-// these names, whoever brought it, and a second one would resolve to it half. Never closed: UCX has threads and hooks.
+// these names, loaded by any library; a second one would half resolve to it. Never closed: UCX has threads and hooks.
 // Throws kUnsupported.
 const UcxLibrary& load_ucx(const std::string& where);
 

@@ -55,7 +55,7 @@ UcxWrite::UcxWrite(UcxWorkerCore& worker, std::shared_ptr<UcxPeer> peer, const W
 }
 
 UcxWrite::~UcxWrite() {
-  if (pending_->count() > 0) abandon();  // an exception that is none of ours
+  if (pending_->count() > 0) abandon();  // an exception from elsewhere
   worker_.leave(lock_);
 }
 
