@@ -137,7 +137,7 @@ class BlockHost {
   // All that the GPU of this pool was given; null without a GPU.
   virtual std::shared_ptr<const DeviceOrder> device_order() { return nullptr; }
 
-  // The blocks keep their content until the release, even if they are freed, evicted or moved; the release comes exactly
+  // The blocks keep their content until the release, even if freed, evicted or moved meanwhile; the release comes exactly
   // once for each hold. Any state but free, reserved and quarantined. `for_epoch`: of the peer that asks for them,
   // which may not see what is lent to another one; 0: this pool's application. Throws kStaleAddress, kNotOwner, kState,
   // kArgument.
