@@ -137,10 +137,10 @@ class BlockHost {
   // All that the GPU of this pool was given; null without a GPU.
   virtual std::shared_ptr<const DeviceOrder> device_order() { return nullptr; }
 
-  // The blocks keep their content until the release, even if freed, evicted or moved meanwhile; the release comes exactly
-  // once for each hold. Any state but free, reserved and quarantined. `for_epoch`: of the peer that asks for them,
-  // which may not see what is lent to another one; 0: this pool's application. Throws kStaleAddress, kNotOwner, kState,
-  // kArgument.
+  // The blocks keep their content until the release, even if freed, evicted or moved meanwhile. The release comes
+  // exactly once for each hold. Any state but free, reserved and quarantined. `for_epoch`: of the peer that asks for
+  // them, which may not see what is lent to another one; 0: this pool's application. Throws kStaleAddress, kNotOwner,
+  // kState, kArgument.
   virtual void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) = 0;
   virtual void release_reading(std::span<const Address> addresses) noexcept = 0;
 
