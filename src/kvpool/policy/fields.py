@@ -1,4 +1,4 @@
-"""Checks of what was read from JSON, field by field: what is wrong is named.
+"""Checks what was read from JSON, field by field; errors name the field.
 
 Profiles come from other machines, and a wrong one would steer a cluster.
 """

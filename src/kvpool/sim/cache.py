@@ -1,17 +1,18 @@
 """The blocks of a simulated instance: what runs, and what is cached, in HBM and in DRAM.
 
-Real is the radix index (`kvpool.PromptIndex`), with its pins and its eviction; counted are the blocks:
+The radix index (`kvpool.PromptIndex`) with its pins and its eviction is real; blocks are only counted:
 
     C1  blocks in the HBM index + private blocks <= hbm_blocks
     C2  blocks in either tier - blocks in the HBM index <= dram_blocks
     C3  when nothing runs nothing is private or pinned
 
-Private are blocks of requests that run and that nobody else can match yet: prompts being computed, answers. A request
-gets the blocks of its final length when it begins, as if the engine knew it: so nothing that has begun is stopped.
+Private blocks belong to running requests, and no other request can match them yet: prompts that are being computed, and
+answers. A request gets the blocks of its final length when it begins, as if the engine knew it: so it is never
+preempted.
 
-DRAM takes what HBM evicts, and what is used there comes back to HBM: the most recently used blocks are in HBM, the next
-ones in DRAM. So the second index stands for both tiers together, and the first one says how much of a prefix lies in
-HBM. While blocks are brought back they are in both tiers, as in a pool: what made room for them in HBM needs DRAM too.
+HBM evicts to DRAM, and a hit in DRAM moves back to HBM: the most recently used blocks are in HBM, the next ones in
+DRAM. So the second index covers both tiers together, and the first one says how much of a prefix is in HBM. While
+blocks are swapped in they are in both tiers, as in a pool, and the blocks evicted for them need DRAM too.
 """
 
 from __future__ import annotations

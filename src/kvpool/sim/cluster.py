@@ -1,13 +1,13 @@
 """A cluster in discrete events: the global scheduler in front, instances behind, links between them.
 
-Real are the scheduler with its trees and policies, and each instance's radix index. Predicted are times: prefills and
-steps of decoding by the cost model, given what the instance itself holds, transfers by links that they share.
+The scheduler with its trees and policies, and each instance's radix index, are real. Times are predicted: the cost
+model predicts prefills and decoding steps from what the instance itself has cached, and transfers share links.
 
     arrival ─▶ route ─▶ queue ─▶ (fetch) ─▶ prefill ─▶ first token ─▶ decode ─▶ end          colocated
                                                            └▶ transfer ─▶ decode ─▶ end      prefill and decode apart
 
-Memory does not grow with the number of requests: they are taken from an iterator one by one, and nothing is kept of one
-that has ended. Same input, same output, byte for byte.
+Memory does not grow with the number of requests: the simulator takes them from an iterator one by one, and keeps
+nothing of a request that has ended. Same input, same output, byte for byte.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Workloads that are made up, seeded: without end, so that a simulation of any length is a part of the same.
+"""Synthetic, seeded workloads without end, so that a shorter simulation runs a prefix of a longer one.
 
 | name        | arrivals                    | prompts                                                              |
 |-------------|-----------------------------|----------------------------------------------------------------------|

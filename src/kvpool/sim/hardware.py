@@ -1,9 +1,10 @@
-"""Models and GPUs by name, and what a cost model of them is when nothing was measured: a roofline.
+"""Models and GPUs by name, and their cost model when nothing was measured: a roofline.
 
-The figures of a GPU are those of its data sheet (dense BF16). Of its arithmetic 60 % is reached in matrix products and
-35 % in attention, of its bandwidth 80 %; a kernel costs some microseconds. Reading weights and computing are added up,
-as the wave model has it, not overlapped: near the knee of the roofline that is up to twice too slow. So this tells
-policies and sizes apart, and says roughly how many GPUs; who needs it nearer measures a profile (`profile_ops`).
+A GPU's figures are those of its data sheet (dense BF16). Matrix products reach 60 % of its arithmetic, attention 35 %,
+and reads 80 % of its bandwidth; a kernel costs some microseconds. The times of reading weights and of computing are
+added, as in the wave model, not overlapped: near the knee of the roofline this is up to twice too slow. So the model
+compares policies and sizes well, and estimates roughly how many GPUs; for better figures measure a profile
+(`profile_ops`).
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     idle ── a prompt ──▶ prefill ── first tokens ──▶ decode ── until somebody joins, leaves, or a prompt comes ──▶ ...
 
-As engines with continuous batching do by default, prompts go first: between two steps of decoding the next prompts are
-computed, as many as fit into `batch_tokens`, and those that decode wait. Prompts are taken in the order of arrival; the
-first one that finds no blocks waits until somebody leaves.
+As engines with continuous batching do by default, prompts go first: between two decoding steps the engine computes the
+next prompts, as many as fit into `batch_tokens`, while decoding requests wait. It takes prompts in the order of
+arrival; the first one that finds too few blocks waits until a request ends.
 
-Steps over which the batch stays the same are one event, whose length is a sum in closed form. A prompt that comes
-meanwhile ends it after the step that is under way, as it would.
+A run of steps with the same batch is one event, whose length is a sum in closed form. A prompt that arrives meanwhile
+ends the event after the current step.
 """
 
 from __future__ import annotations

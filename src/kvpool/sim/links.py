@@ -1,4 +1,4 @@
-"""Links that transfers share: one way out of each instance and one way in, each used by one transfer at a time."""
+"""Links that transfers share: each instance has an outgoing and an incoming one, for one transfer at a time."""
 
 from __future__ import annotations
 

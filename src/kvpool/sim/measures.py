@@ -1,4 +1,4 @@
-"""What a simulation counts, and what comes of it."""
+"""What a simulation counts, and the results."""
 
 from __future__ import annotations
 

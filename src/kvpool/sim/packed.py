@@ -1,4 +1,4 @@
-"""How many GPUs decode a workload when KV caches are packed onto them, and what that moves: MELL and its baselines.
+"""How many GPUs decode a workload when KV caches are packed onto them, and how much migrates: MELL and its baselines.
 
 Here the number of GPUs follows the load, request by request and epoch by epoch (`kvpool.sim.packing`); requests decode
 at one speed, and prefills are done elsewhere. Memory grows with the number of requests.

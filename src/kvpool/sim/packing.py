@@ -1,7 +1,7 @@
 """KV caches that grow on GPUs under a scheduler, epoch by epoch: the study of MELL (§VIII).
 
-Every epoch the requests that run report what they will have at its end, so that room is there before the tokens are
-written; those that ended and those that arrived since are reported with them. All requests decode at one speed,
+In every epoch the running requests report their size at its end, so that room exists before the tokens are written;
+ended and new requests are reported with them. All requests decode at one speed,
 whatever their GPU: so each policy meets the same sizes at the same times, and a lower bound holds for all.
 """
 

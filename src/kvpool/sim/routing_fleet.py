@@ -1,9 +1,9 @@
 """A fleet behind the global scheduler, in discrete events: what a routing policy does to times to first token.
 
-Real are the scheduler with its trees and each instance's radix index, which evicts when it is full. Predicted are
-times: each instance computes one prompt after another, for as long as the cost model says given what its own index
-holds, not what the scheduler believes. Decoding takes a fixed time a token and disturbs nobody (as in the paper's
-3P1D); what it generated is then cached beside the prompt (PD-Caching-3). Same input, same output.
+The scheduler with its trees, and each instance's radix index, which evicts when it is full, are real. Times are
+predicted: each instance computes one prompt after another, and the cost model gives the time from what the instance's
+index holds, not from what the scheduler believes. Decoding takes a fixed time per token and does not slow prefills (as
+in the paper's 3P1D); the answer is then cached after the prompt (PD-Caching-3). Same input, same output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A simulation as a person asks for it: names, gigabytes and GPUs, made into a cluster and a workload."""
+"""A simulation as a user describes it: names, gigabytes and GPUs, made into a cluster and a workload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many GPUs a promise takes: the smallest cluster that keeps it."""
+"""How many GPUs a service level needs: the smallest cluster that meets it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an instance's work takes: a cost model, asked the ways a simulation asks.
+"""The times of an instance's work, from a cost model, as a simulation needs them.
 
 Prompts are counted in ids of blocks where the scheduler sees them, and in tokens where an instance computes them.
 """

@@ -1,12 +1,12 @@
-"""Recorded workloads as they are published, row by row: what is read is not kept.
+"""Recorded workloads as they are published, read row by row without keeping the rows.
 
     JSON, one object a line      timestamp (ms), input_length, output_length, hash_ids       Mooncake
                                  session, turn, input_length, output_length, hash_ids        sessions without a clock
     CSV                          TIMESTAMP, ContextTokens, GeneratedTokens                   Azure
                                  num_prefill_tokens, num_decode_tokens, maybe arrived_at     Vidur
 
-The format is told by the content, and so is the compression (xz, gzip, bzip2). Where a trace has no hash ids nothing is
-shared; where it has no times requests arrive as a Poisson process.
+The content determines the format and the compression (xz, gzip, bzip2). In a trace without hash ids prompts share
+nothing; without times requests arrive as a Poisson process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The architecture-level model: one regression of the time to first token on (x, y) (MemServe §5.3.2).
 
-What the operator-level model is compared with (Fig 14). It knows nothing of what runs inside, so another parallelism
-wants another calibration; `scaled` does what is left to do without: dividing by the number of ranks.
+The operator-level model is compared with it (Fig 14). It knows nothing of the operators, so another parallelism needs
+another calibration; without one, `scaled` can only divide by the number of ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A cost model folded into a few numbers, so that a router can ask it a thousand times a millisecond.
+"""A cost model folded into a few numbers, so that a router can evaluate it a thousand times a millisecond.
 
 All operators but the matrix products are linear in the same monomials, and so is communication: their sum is one vector
-of coefficients. What is left is four products, whose waves are counted.
+of coefficients. The four matrix products remain, whose waves are counted.
 """
 
 from __future__ import annotations

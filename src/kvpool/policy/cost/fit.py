@@ -1,4 +1,4 @@
-"""Least squares with no coefficient below zero, and what a fit is worth.
+"""Least squares with no coefficient below zero, and the quality of a fit.
 
 A negative coefficient would say that more work takes less time, and a prediction outside the measured range could come
 out below zero.

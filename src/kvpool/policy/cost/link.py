@@ -1,4 +1,4 @@
-"""How long bytes take: between instances (eq. 2), between the ranks of one, and out of DRAM."""
+"""How long moving bytes takes: between instances (eq. 2), between the ranks of one, and out of DRAM."""
 
 from __future__ import annotations
 

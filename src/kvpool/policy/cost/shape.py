@@ -1,4 +1,4 @@
-"""What the cost model has to know of a model, and of how it is spread over devices."""
+"""What the cost model must know about a model, and about its distribution over devices."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""What waits to be moved, from one epoch to the next (§V: "deferred" moves), until it is made.
+"""The moves that wait from one epoch to the next (§V: "deferred" moves) until they are made.
 
     backlog = mell.Backlog()
     plan = scheduler.batch(...)
     division = backlog.divide(plan.moves, boundaries, batches, sizes, free)     # once an epoch, also without moves
     division.made, division.parts, division.stopped, division.deferred
 
-The scheduler takes its moves for made. Here is what the instances have not done yet: a list of moves in an order in
-which each has room when those before it are done. So the first always has room, as long as nobody else takes it
-(`held`), and what comes later may overtake it only where it leaves that room.
+The scheduler assumes that its moves are made. A backlog keeps those that the instances have not made yet, in an order
+in which each move has room when those before it are done. So the first always has room, as long as nothing else takes
+it (`held`), and a later move may overtake it only if it leaves that room.
 
-Nothing waits for ever. Boundaries are offered to the oldest first; what is too large for an epoch is carried in parts
-over several; and what finds no room for `patience` epochs, because requests grew where they were not to be any more,
-is stopped, which makes room, and is prefilled at its destination. What no link and no computation carries at all
-waits, of course, until it can be carried or has ended.
+No move waits for ever. The oldest moves get the boundaries first; a move that is too large for an epoch is carried in
+parts over several; and if a move finds no room for `patience` epochs, because requests grew at their source, its
+requests are stopped, which makes room, and prefilled at their destination. A move that no link and no computation can
+carry waits until one can, or until its requests have ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What migration may use in one epoch (§V): boundaries of links, and of what instances compute."""
+"""What migration may use in one epoch (§V): the boundaries of links and of computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How few GPUs could do: lower bounds on the best packing, and what Theorem 2 promises."""
+"""How few GPUs could suffice: lower bounds on the best packing, and the guarantee of Theorem 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of the boundaries of one epoch, while moves are put under them one after the other."""
+"""What is left of the boundaries of one epoch while moves use them, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What schedulers refuse, before anything has changed."""
+"""The arguments that schedulers refuse, before they change anything."""
 
 from __future__ import annotations
 

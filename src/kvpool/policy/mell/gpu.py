@@ -1,4 +1,4 @@
-"""One GPU of a fleet, and what the properties say of it."""
+"""One GPU of a fleet, and its properties."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The policies of MemServe, Table 6, and eq. 1: from what is known of the instances to the one that is chosen.
+"""The policies of MemServe, Table 6, and eq. 1: they choose an instance from what is known of all.
 
 None of them leaves an instance idle while a request waits longer than computing its prefix again would take
 (`kvpool.policy.routing.choosing`).
 
-A policy chooses by a view of all instances. One that ranks each by its own figures alone says how (`Ranking`), and is
-then asked for few of them (`kvpool.policy.routing.search`); what it chooses is the same.
+A policy chooses from a view of all instances. A policy that ranks each instance by its own values alone is a `Ranking`;
+the scheduler then calls it for few instances (`kvpool.policy.routing.search`), with the same result.
 
 | policy         | keeps a session together | shares between sessions | minds load              |
 |----------------|--------------------------|-------------------------|-------------------------|

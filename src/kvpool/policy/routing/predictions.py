@@ -1,4 +1,4 @@
-"""The cost models of a fleet, and what one prompt takes with each."""
+"""The cost models of a fleet, and the time of one prompt with each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The global scheduler: where a request goes (MemServe §6, Fig 6).
 
-For each request: match the prompt against the trees, ask the policy, list who holds more of it, decide by eq. 2 whether
-to fetch that. Then the request's way is told to the scheduler (first_token, finished, failed), and the trees learn.
+For each request it matches the prompt against the trees, asks the policy, lists the instances that hold more of the
+prompt, and decides by eq. 2 whether to fetch from one. The caller then reports the request's progress (first_token,
+finished, failed), and the trees learn from it.
 """
 
 from __future__ import annotations

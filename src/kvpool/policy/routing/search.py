@@ -1,16 +1,17 @@
-"""What a ranking policy chooses, found by looking at few.
+"""Finds the choice of a ranking policy by examining few instances.
 
-An instance is chosen by its backlog, its load, and how much it holds of the prompt. So
+A policy ranks an instance by its backlog, its load, and how much of the prompt it holds. So
 
-  - of those that hold equally much, only the least loaded that the load cap allows is in question;
-  - where even one with nothing to do could not come before the best one so far, none of them is looked at;
-  - where they are few, each is looked at. Where they are many, all those that hold nothing among them, the table's
-    order is followed until what comes then cannot be better than the best one so far. It may be long until it comes
-    to one that holds something, for those are the busy ones: then all that hold as much are looked at, as arrays.
+  - of the instances that hold equally much, only the least loaded that the load cap allows can be chosen;
+  - if even an idle one of them would not rank before the best one so far, the search skips all of them;
+  - if they are few, the search examines each. If they are many (as those that hold nothing), it follows the table's
+  order
+    until the next one cannot be better than the best one so far. The holders of a prompt are busy, so the order may
+    begin with many others: then the search evaluates all that hold as much, as arrays.
 
-What is found is what the policy would find in a view of all instances: the same figures are compared in the same way.
-Where the order does not lead there soon (much was done lately where little waits, so that the load cap forbids many in
-a row), nothing is found, and all instances have to be looked at.
+The result is the one that the policy would find in a view of all instances: the same values are compared in the same
+way. If the order does not lead to it soon (instances with little backlog and much recent work, which the load cap
+forbids, may follow each other), the search finds nothing, and the caller evaluates all instances.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Token ids as arrays, from all that a pool's verbs take.
+"""Token ids as arrays, from everything that a pool's verbs accept.
 
-An array passes as it is: the index that is asked for it checks it. A list becomes one of int32 by Python's own arrays,
-which take nothing but ints, as quickly as NumPy, which would round. Only what these refuse is gone through one by one,
-to say what is wrong.
+An array is passed on unchanged: the index checks it. A list becomes an int32 array by Python's own arrays, which take
+only ints and are as fast as NumPy, which would round. Only a list that they refuse is checked one by one, to name the
+error.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 A tree learns in two ways, and each instance in its own:
 
-  - From the KV events of the instance's pool. Every event is followed, so what the tree says of it lasts until an event
-    says otherwise.
-  - From responses that pass the router. What the instance evicts is not heard of, so what it did not use for `ttl_s` is
-    forgotten.
+  - From the KV events of the instance's pool. The tree applies every event, so its entries last until an event removes
+    them.
+  - From responses that pass the router. The router does not learn of evictions, so the tree forgets blocks that the
+    instance has not used for `ttl_s`.
 
-Looking a prompt up does not count as a use: one instance of those that hold it will serve it, the others may long have
-evicted it. Sending the prompt there does.
+A lookup does not count as a use, because only one of the holders will serve the prompt, and the others may have evicted
+it long ago. Sending the prompt to an instance counts as a use there.
 
 However it learns, a tree has at most `blocks_max` blocks: beyond them it forgets the least recently matched or learnt
 ones of any instance, ends of prompts first. If it forgets blocks of an instance that reports by events, it learns them

@@ -1,4 +1,4 @@
-"""What a router asks, and what it is told."""
+"""Requests of a router, and decisions for it."""
 
 from __future__ import annotations
 
