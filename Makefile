@@ -125,9 +125,9 @@ test: ## all tests, sanitizers, lint and types
 	@$(MAKE) --no-print-directory steps STEPS="$(TEST_STEPS)"
 	@$(BIN)/python .ci/summary.py $(REPORTS)
 
-# Hours: what takes long and what AddressSanitizer has seen before. The tests of the release build, those with one
-# thread under ThreadSanitizer, then the long forms of all.
-LONG_STEPS := cpp-test tsan-all long-forms
+# Hours: what takes long and what AddressSanitizer has seen before. Whether the tests catch the bugs that are planted, the
+# tests of the release build, those with one thread under ThreadSanitizer, then the long forms of all.
+LONG_STEPS := planted cpp-test tsan-all long-forms
 
 .PHONY: test-long
 test-long: ## hours: long forms, the release build's C++ tests, all tests under ThreadSanitizer
@@ -162,6 +162,11 @@ python-and-builds: $(DONE)/torch $(DONE)/nixl $(DONE)/module $(DONE)/package-dev
 builds: $(DONE)/tools
 	@failed=; for build in build/asan build/tsan; do \
 	nice -n 15 $(MAKE) --no-print-directory $$build || { failed=1; test -n "$${KVPOOL_CI:-}" || break; }; done; test -z "$$failed"
+
+.PHONY: planted
+planted: $(DONE)/torch $(DONE)/module $(DONE)/package-dev ## plant bugs in a copy of the tree; say which test catches each
+	$(call say,Planted bugs)
+	@$(BIN)/python -m tools.planted_bugs --cmake=-DKVPOOL_SCRIPTS_PYTHON=$(CURDIR)/$(BIN)/python $(PLANTED)
 
 .PHONY: cpp-test
 cpp-test: $(DONE)/module $(DONE)/package-dev ## C++ tests

@@ -128,6 +128,16 @@ def test_only_ids_that_can_be_count_as_held(local):
         hold.close()
 
 
+def test_an_id_is_held_by_one_process_at_a_time(local):
+    """The last guard against two of one id, when two look for one in the same moment."""
+    first = IdHold(local.name, 3)
+    with pytest.raises(FileExistsError, match="the id 3 is held"):
+        IdHold(local.name, 3)
+    assert held_ids(local.name) == {3}  # the one that failed has let go of it, the first has not
+    first.close()
+    IdHold(local.name, 3).close()
+
+
 def test_a_member_that_cannot_be_written_is_told_as_a_state_error(local, monkeypatch):
     cluster = local.join()
 

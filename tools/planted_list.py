@@ -1,0 +1,319 @@
+"""The bugs that `make planted` puts into a copy of the tree, and the tests of `make test` that must fail with each.
+
+At least one for every floor of docs/architecture.md. `failure` says what a user would meet; a number in it is that of
+the list of failures which users of other systems met (vLLM, SGLang, Mooncake, LMCache), in docs/how-to/faults.md.
+
+A change of the code that a bug stands in changes the bug as well: tests/python/test_ci.py looks whether each still
+fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = ["BUGS", "Bug", "Build"]
+
+Build = Literal["address", "thread", "python"]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One bug.
+
+    Attributes:
+        name: For the command line.
+        floor: The folder below cpp/kvpool or src/kvpool that it is in.
+        failure: What it would do.
+        edits: In each file the text, which stands there once, and what takes its place.
+        tests: Files of tests/cpp, by their names; for Python paths below tests.
+        build: What sees it: AddressSanitizer's build, ThreadSanitizer's, or the Python tests.
+    """
+
+    name: str
+    floor: str
+    failure: str
+    edits: tuple[tuple[str, str, str], ...]
+    tests: tuple[str, ...]
+    build: Build = "address"
+
+
+def _cpp(file: str, old: str, new: str) -> tuple[tuple[str, str, str], ...]:
+    return ((f"cpp/kvpool/{file}", old, new),)
+
+
+def _python(file: str, old: str, new: str) -> tuple[tuple[str, str, str], ...]:
+    return ((f"src/kvpool/{file}", old, new),)
+
+
+BUGS: Final[tuple[Bug, ...]] = (
+    Bug(
+        "run-of-sources",
+        "base",
+        "neighbours are copied as one piece though their destinations are none: wrong bytes, reported as success",
+        _cpp("base/strips.cpp", " && place_of(to[run]) == target + run) ++run;", ") ++run;"),
+        ("strips_test.cpp", "block_copy_test.cpp"),
+    ),
+    Bug(
+        "overlap-of-one-byte",
+        "arena",
+        "an engine's memory whose pieces share a byte is adopted: two blocks write to it",
+        _cpp(
+            "arena/adopted.cpp",
+            "const Wide high = distance + Wide{b.bytes} - 1;",
+            "const Wide high = distance + Wide{b.bytes} - 2;",
+        ),
+        ("adopted_test.cpp",),
+    ),
+    Bug(
+        "stale-address",
+        "blocks",
+        "an address that outlived its block is taken for the block's new owner's (1)",
+        _cpp(
+            "blocks/block_store.cpp",
+            "return generation(block) == generation_of(address) ? AddressFault::kNone : AddressFault::kStale;",
+            "return AddressFault::kNone;",
+        ),
+        ("block_store_test.cpp", "block_space_test.cpp"),
+    ),
+    Bug(
+        "lone-block-lost",
+        "blocks",
+        "what is left of a run is forgotten when it is one block: the pool shrinks",
+        _cpp(
+            "blocks/free_set.cpp",
+            "if (n < length) link(head + n, length - n);",
+            "if (n + 1 < length) link(head + n, length - n);",
+        ),
+        ("free_set_test.cpp",),
+    ),
+    Bug(
+        "reused-before-read",
+        "blocks",
+        "the first of two transfers that ends frees a block which the other still reads (1)",
+        _cpp(
+            "blocks/block_space.cpp",
+            "if (--readers > 0 || blocks.state(block)",
+            "--readers;\n    if (blocks.state(block)",
+        ),
+        ("block_space_test.cpp", "free_lent_test.cpp", "pool_test.cpp", "sim_test.cpp"),
+    ),
+    Bug(
+        "salt-dropped",
+        "index",
+        "tenants share a cache, because the namespace is dropped on the way in and out (9)",
+        (
+            (
+                "cpp/kvpool/index/prompt_index.cpp",
+                "Address* out) {\n  Tree::Root* root = tree_.find_root(name_space);",
+                "Address* out) {\n  Tree::Root* root = tree_.find_root(name_space.substr(0, 0));",
+            ),
+            (
+                "cpp/kvpool/index/prompt_index.cpp",
+                "tree_.ensure_root(name_space)",
+                "tree_.ensure_root(name_space.substr(0, 0))",
+            ),
+        ),
+        ("prompt_index_test.cpp", "prompt_index_fuzz_test.cpp"),
+    ),
+    Bug(
+        "pinned-erased",
+        "index",
+        "a prompt that one request still uses is deleted under it",
+        _cpp("index/prompt_index.cpp", "if (top->payload.pins > 0) {  // P1", "if (top->payload.pins > 1) {  // P1"),
+        ("prompt_index_test.cpp", "prompt_index_fuzz_test.cpp"),
+    ),
+    Bug(
+        "copy-before-caller",
+        "cuda",
+        "a copy does not wait for the kernels that write its source",
+        _cpp(
+            "cuda/order.cpp", "if (result == kCudaNotReady) return false;", "if (result == kCudaNotReady) return true;"
+        ),
+        ("device_order_test.cpp", "device_mover_test.cpp"),
+    ),
+    Bug(
+        "unfair-queue",
+        "exec",
+        "one peer with much to do keeps all others waiting (12)",
+        _cpp("exec/fair_queue.cpp", "turns.order.splice(turns.order.end(), turns.order, turns.order.begin());", ";"),
+        ("fair_queue_test.cpp",),
+    ),
+    Bug(
+        "tag-of-content-unchecked",
+        "net",
+        "content that was changed on its way is taken for good",
+        _cpp(
+            "net/frame_reader.cpp",
+            "theirs.empty() || equal_secret(tag.data(), theirs.data(), theirs.size());",
+            "theirs.empty() || equal_secret(tag.data(), tag.data(), theirs.size());",
+        ),
+        ("sock_fault_test.cpp", "sock_link_test.cpp", "frame_fuzz_test.cpp"),
+    ),
+    Bug(
+        "body-too-long",
+        "net",
+        "a peer says how much memory this side takes for a frame",
+        _cpp("net/frame_tag.cpp", "if (header.body_bytes > body_max) {", "if (header.body_bytes / 2 > body_max) {"),
+        ("frame_fuzz_test.cpp", "strange_frames_test.cpp", "sock_link_test.cpp"),
+    ),
+    Bug(
+        "content-not-kept",
+        "net",
+        "what the socket does not take at once is read from memory that its owner has taken back",
+        _cpp("net/frame_writer.cpp", "leave_rest(current_.copy_rest());", "leave_rest(1);"),
+        ("sock_both_ways_test.cpp",),
+    ),
+    Bug(
+        "parts-to-one-place",
+        "routes",
+        "every part of a large write goes to the first blocks: wrong bytes, reported as success",
+        _cpp(
+            "routes/write_in_parts.cpp",
+            "request_.to.subspan(part.first_block, part.blocks)",
+            "request_.to.subspan(0, part.blocks)",
+        ),
+        ("memory_route_test.cpp", "cma_route_test.cpp"),
+    ),
+    Bug(
+        "late-write-placed",
+        "transfer",
+        "what a paused sender writes after its reservation's end lands in blocks that are another's (5)",
+        _cpp(
+            "transfer/receiver.cpp",
+            "if (reserved && (entry->second.ended || entry->second.phase != Phase::kReserved)) return {};",
+            "if (reserved && entry->second.phase != Phase::kReserved) return {};",
+        ),
+        ("receiver_test.cpp", "given_up_test.cpp"),
+    ),
+    Bug(
+        "incomplete-completed",
+        "transfer",
+        "a transfer of which bytes are missing is delivered as a whole",
+        _cpp(
+            "transfer/receiver_complete.cpp",
+            "if (!incoming.one_sided) check_content(",
+            "if (body.bytes == 0) check_content(",
+        ),
+        ("receiver_test.cpp", "sim_test.cpp"),
+    ),
+    Bug(
+        "reservation-for-ever",
+        "transfer",
+        "blocks that were reserved for a sender which is silent stay reserved (2, 3)",
+        _cpp(
+            "transfer/receiver.cpp",
+            "if (!current->second.ended) end(current, /*writers_gone=*/false);",
+            "if (current->second.ended) end(current, /*writers_gone=*/false);",
+        ),
+        ("receiver_test.cpp", "sim_test.cpp"),
+    ),
+    Bug(
+        "pins-of-failed-swap",
+        "pool",
+        "a swap in that fails keeps its prompts pinned for ever",
+        _cpp(
+            "pool/swap_in.cpp",
+            "for (const IndexPin& pin : *pins) index_->unpin(pin);\n    pins->clear();",
+            "pins->clear();",
+        ),
+        ("swap_begin_test.cpp", "swap_both_ways_test.cpp", "pool_test.cpp"),
+    ),
+    Bug(
+        "quarantine-by-one-proof",
+        "peers",
+        "blocks are used again when one of two ways in which a dead peer wrote is proved closed (5)",
+        _cpp(
+            "peers/writer_quarantine.cpp",
+            "return quarantined_peer.missing == 0 && !quarantined_peer.fencing;\n  });\n  let",
+            "return true;\n  });\n  let",
+        ),
+        ("writer_quarantine_test.cpp",),
+    ),
+    Bug(
+        "old-writes-forgotten",
+        "peers",
+        "a peer that comes back while its earlier writes are under way is let in (7)",
+        _cpp(
+            "peers/writer_quarantine.cpp",
+            "(quarantined_peer.session->writes_under_way() == 0 && !quarantined_peer.fencing))\n      continue;",
+            "!quarantined_peer.fencing)\n      continue;",
+        ),
+        ("writer_quarantine_test.cpp", "service_peers_test.cpp"),
+    ),
+    Bug(
+        "strips-overflow",
+        "ranks",
+        "the lengths of an order between ranks overflow: more is written than was asked for",
+        _cpp(
+            "ranks/rank_messages.cpp",
+            "if (__builtin_add_overflow(channel.bytes, strip.bytes, &channel.bytes))\n",
+            "if (__builtin_add_overflow(channel.bytes, strip.bytes, &channel.bytes), strips_max == 0)\n",
+        ),
+        ("rank_messages_test.cpp",),
+    ),
+    Bug(
+        "race-in-reactor",
+        "net",
+        "a watch is changed while another thread adds one: a race that shows once in a while",
+        _cpp(
+            "net/reactor.cpp",
+            "const std::lock_guard lock(state_->mutex);\n    const auto found = state_->watches.find(watch);\n    if",
+            "const auto found = state_->watches.find(watch);\n    if",
+        ),
+        ("reactor_test.cpp", "sock_both_ways_test.cpp"),
+        build="thread",
+    ),
+    Bug(
+        "never-forgiven",
+        "control",
+        "an instance that failed once gets no request any more (4)",
+        _python(
+            "control/router/health.py",
+            "if self.state is State.TRIAL:\n            self._recover()",
+            "if self.state is State.OUT:\n            self._recover()",
+        ),
+        ("python/router/test_parts.py", "python/router/test_health.py"),
+        build="python",
+    ),
+    Bug(
+        "salt-ignored",
+        "control",
+        "requests of different salts are sent to one cache (9)",
+        _python("control/reading/prompts.py", "*([] if salt is None else [salt])", ""),
+        ("python/router/test_prompts.py",),
+        build="python",
+    ),
+    Bug(
+        "names-without-namespace",
+        "observe",
+        "blocks of different tenants have one name in the events for routers (9)",
+        _python("observe/events/block_hash.py", '_VERSION + namespace.encode("utf-8")', "_VERSION"),
+        ("python/observe/test_block_hash.py",),
+        build="python",
+    ),
+    Bug(
+        "impatient-router",
+        "policy",
+        "a request waits for the holder of its prefix longer than computing it again would take (12)",
+        _python(
+            "policy/routing/waiting.py",
+            "return backlog <= 0.0 or backlog + self.patience * execution <= self._most",
+            "return backlog <= 0.0 or self.patience * execution <= self._most",
+        ),
+        ("python/policy/test_routing_waiting.py",),
+        build="python",
+    ),
+    Bug(
+        "two-of-one-id",
+        "cluster",
+        "two members of a cluster have one id: each is given the other's blocks (6)",
+        _python(
+            "cluster/local_ids.py",
+            "if any(number == instance and name != self._name",
+            "if any(number != instance and name == self._name",
+        ),
+        ("python/cluster/test_local.py", "python/cluster/test_local_strangers.py"),
+        build="python",
+    ),
+)
