@@ -1,4 +1,4 @@
-// Copies of many blocks: one launch by a table, several where there is none, and whose table it is meanwhile.
+// Copies of many blocks: one launch with a table, several without one, and which copy owns the table meanwhile.
 #include "kvpool/cuda/copy_table.h"
 
 #include <doctest/doctest.h>

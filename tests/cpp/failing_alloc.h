@@ -23,7 +23,7 @@ class FailNthAllocation {
 };
 
 // Fails the first allocation of a call, then the second of another, and so on, until a call comes to its end without
-// reaching the allocation that was to fail. attempt(fail) is one such call, on a state of its own: it wraps what is
+// reaching the allocation that was to fail. attempt(fail) is one such call, on fresh state: it wraps what is
 // tested in fail(call), which tells whether std::bad_alloc came out. Returns how many attempts threw.
 //
 //   const int threw = fail_each_allocation([&](auto&& fail) {

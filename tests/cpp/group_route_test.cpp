@@ -84,7 +84,7 @@ struct Instances {
     }
   }
 
-  // The planner, which has tests of its own, cuts an unsharded block.
+  // The planner, which has separate tests, cuts an unsharded block.
   std::vector<Contents> shards(const ReshardPlan& cut) const {
     std::vector<Contents> ranks;
     ranks.reserve(cut.to.ranks());

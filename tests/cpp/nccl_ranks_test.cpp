@@ -279,7 +279,7 @@ TEST_CASE("nccl ranks: orders that are stopped, fail or are parted from report o
           for (std::size_t i = t; i < outcomes.size(); i += 3) {
             RankHere& from = own.one_in(2) ? a : b;
             RankHere& to = &from == &a ? b : a;
-            const std::size_t block = t * 2;  // of its own: threads do not write the same bytes
+            const std::size_t block = t * 2;  // one per thread: threads do not write the same bytes
             const auto stop =
                 give(from, static_cast<std::uint64_t>(meeting),
                      {{part(to.number, 0, kPiece)}, {from.at(block + 1)}, {to.at(block)}}, outcomes[i], 60);

@@ -29,7 +29,7 @@ struct Label {
   void prepare_cut(kvpool::SpanHeap&, std::uint32_t before, std::uint32_t pages, Cut& cut) const {
     REQUIRE(before > 0);
     REQUIRE(before < pages);
-    cut.copy = text + " upper, long enough for memory of its own";
+    cut.copy = text + " upper, long enough for allocated memory";
   }
   static void commit_cut(Cut& cut, Label& upper, Label& lower, std::uint32_t, std::uint32_t) noexcept {
     upper.text.swap(cut.copy);

@@ -79,7 +79,7 @@ TEST_CASE("an order that is there before its channels waits for them, to its dea
   CHECK(stopped->code == code(ErrorCode::kCancelled));
   CHECK(late->code == code(ErrorCode::kDeadline));
   CHECK(done->reports == 0);
-  b.channels.meet(meeting_of(5, {a.metadata()}), in_seconds(5));  // whoever connects
+  b.channels.meet(meeting_of(5, {a.metadata()}), in_seconds(5));  // whichever side connects
   REQUIRE(soon([&] { return done->reports == 1; }));
   CHECK(done->code == -1);
 }
@@ -160,7 +160,7 @@ TEST_CASE("fuzz: orders of many threads report once each, and every meeting that
             for (std::size_t i = t; i < outcomes.size(); i += 4) {
               RankHere& from = own.one_in(2) ? a : b;
               RankHere& to = &from == &a ? b : a;
-              const std::size_t block = (t % 4) * 2;  // of its own: threads do not write the same bytes
+              const std::size_t block = (t % 4) * 2;  // one per thread: threads do not write the same bytes
               const auto stop = give(from, meeting,
                                      {{part(to.number, 0, kPiece)}, {from.at(block + 1)}, {to.at(block)}}, outcomes[i]);
               if (own.one_in(6)) stop->store(true);

@@ -377,7 +377,7 @@ TEST_CASE("fencing and expelling amid many transfers lose no block, and end ever
     while (const auto item = node.service.receive(0)) node.pool->free(item->addresses.data(), item->addresses.size());
     return blocks_in(*node.pool, BlockState::kFree) == 32;
   };
-  // Whoever was parted from may be in quarantine until it is met again.
+  // Blocks of a disconnected member may be in quarantine until it connects again.
   send_one(pair.a, pair.b);
   CHECK(soon([&] { return free_received(pair.a) && free_received(pair.b); }));
   CHECK(pair.a.service.peers().size() == 1);

@@ -55,7 +55,7 @@ class SimClock {
     at(now_ns_ + delay_ns, actor, std::move(work));
   }
 
-  // Runs the next event. False when there is none up to `until_ns`; then that is the time.
+  // Runs the next event. False without an event up to `until_ns`; then that is the time.
   bool step(std::int64_t until_ns);
   // Runs events until done() or that time.
   void run(std::int64_t until_ns, const std::function<bool()>& done);

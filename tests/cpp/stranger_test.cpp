@@ -1,5 +1,5 @@
 // Callers who do not know the secret, many of them, and a peer that does. Handshakes of these servers do not time out
-// while a test lasts: whoever gets in does so because others lose their places.
+// while a test lasts: a peer gets in only because strangers lose their places.
 #include <doctest/doctest.h>
 #include <poll.h>
 #include <sys/resource.h>

@@ -73,7 +73,7 @@ TEST_CASE("what a swap in copies is neither evicted, deleted nor moved, and may 
   in.join();
   CHECK(all_in(brought.addresses, Medium::kHbm));
   CHECK(match(held.pool, cold).addresses == brought.addresses);
-  // Whoever matched meanwhile reads on where it read: that is limbo.
+  // A request that matched meanwhile keeps reading the old blocks: that is limbo.
   CHECK(held.count(Medium::kDram, BlockState::kHistorical) == 2);
   half.pins.release();
   more.pins.release();

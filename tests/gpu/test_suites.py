@@ -15,7 +15,7 @@ from gpu_suites import LOCAL, STREAMS, TRANSFER, Outcome, run_on_gpu
 from transfer.kit import nccl_setting
 
 FILES = [*LOCAL, *STREAMS, *TRANSFER]
-AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))  # each has a few processes of its own, which mostly wait
+AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))  # each starts a few processes, which mostly wait
 
 
 @pytest.fixture(scope="module")

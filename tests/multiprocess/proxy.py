@@ -17,7 +17,7 @@ _PATIENCE_SECONDS = 60
 
 
 class Proxy:
-    """Forwards what comes to a Unix or TCP address of its own to the address of a pool.
+    """Forwards what arrives at its Unix or TCP address to the address of a pool.
 
     `hold(up=..., down=...)` stops forwarding: up is what goes to the pool. Who writes then meets full buffers.
     `limit(n)` forwards n more bytes up, and then does `at_limit`. `mangle` gets what goes up, and may change it.

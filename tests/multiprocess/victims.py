@@ -69,7 +69,7 @@ def seed_of(request: Any) -> int:
 
 @functools.cache
 def namespace_command() -> tuple[str, ...]:
-    """What starts a program in a PID namespace of its own; () where the machine does not let us.
+    """The command that starts a program in a new PID namespace; () if the machine does not permit it.
 
     To a pool such a process is one of another host: the two stay on TCP, where others would meet over a Unix socket.
     """

@@ -123,7 +123,7 @@ def ctrl_c_works() -> Iterator[None]:
 def run_script(
     code: str, *, timeout: float = 900 if LONG else 250, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python code in a process of its own, every warning an error; it must end with 0 and say nothing.
+    """Runs Python code in a separate process, every warning an error; it must exit with 0 and print nothing.
 
     Ctrl-C works there, also when this process runs in the background, where shells have SIGINT ignored.
     """

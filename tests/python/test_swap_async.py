@@ -270,7 +270,7 @@ def test_an_interpreter_may_end_with_a_swap_under_way():
 
 @pytest.mark.parametrize("order", ["aggregated", "discrete"])
 def test_swaps_of_both_directions_are_under_way_together(order):
-    """Both are asked for before either is waited for; whoever began them may go on at once."""
+    """Both are asked for before either is waited for; the caller may go on at once."""
     with small_pool(16, 16, layout=small_layout(order=order)) as pool:
         stamps = Stamps(pool)
         stamps.write(store(pool, prompt(4, 1)), [1, 2, 3, 4])

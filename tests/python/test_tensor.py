@@ -247,7 +247,7 @@ def resident_bytes(pool, medium):
     start = pool.tensor(medium).numpy().__array_interface__["data"][0]
     smaps = Path("/proc/self/smaps").read_text()
     entry = re.search(rf"^{start:x}-.*?(?=^[0-9a-f]+-|\Z)", smaps, re.MULTILINE | re.DOTALL)
-    assert entry, "the arena is not a mapping of its own"
+    assert entry, "the arena is not a separate mapping"
     return tuple(int(re.search(rf"^{name}: +(\d+) kB", entry[0], re.MULTILINE)[1]) << 10 for name in ("Rss", "Pss"))
 
 

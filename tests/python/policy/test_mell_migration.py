@@ -63,7 +63,7 @@ def test_no_boundary_is_exceeded_and_every_move_is_somewhere(plan, boundaries, b
         assert prefilled == found.compute_use.get(gpu, 0)
         profile = boundaries.compute.get(gpu)
         assert prefilled <= (profile.boundary(batches.get(gpu, 0)) if profile else 0)
-    assert divide(list(moves), boundaries, dict(batches), dict(free), fit) == found  # whoever computes it
+    assert divide(list(moves), boundaries, dict(batches), dict(free), fit) == found  # on every instance
     made = [move for move in moves if move not in found.deferred]
     for move in made:
         assert free[move.destination] >= move.tokens

@@ -22,7 +22,7 @@ def test_those_that_hold_more_are_listed_with_their_ranges():
     assert (decision.instance, decision.cached) == (1, 0)
     assert decision.holders == (Holder(5, 0, 36), Holder(4, 0, 28))  # 3 holds as much as 4, and has more to do
     fleet.scheduler.drain(1)
-    assert fleet.route(prompt(10)).holders[0] == Holder(5, 12, 36)  # instance 2 has 3 blocks of its own
+    assert fleet.route(prompt(10)).holders[0] == Holder(5, 12, 36)  # instance 2 has 3 other blocks
     assert decision.fetch is None  # there is no way for it
 
 

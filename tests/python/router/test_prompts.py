@@ -243,7 +243,7 @@ def test_model_and_salt_make_the_namespace():
         {}, {"model": "m"}, {"model": "n"}, {"model": "m", "cache_salt": "s"}, {"model": "m", "cache_salt": None},
         {"model": "m" * 1000}, {"model": "m" * 1001}, {"model": {"odd": 1}},
     )]  # fmt: skip
-    assert len(set(spaces)) == 7  # a salt of null is none
+    assert len(set(spaces)) == 7  # a salt of null is no salt
     assert max(map(len, spaces)) <= 64
 
 

@@ -10,7 +10,7 @@ from transfer.kit import Child
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    """Another process, with pools of its own."""
+    """Another process, with other pools."""
     one = Child()
     yield one
     one.close()
