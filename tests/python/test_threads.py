@@ -1,8 +1,8 @@
 """Eight threads against one pool. Every block has a stamp that no other block has; a wrong byte is a failure.
 
-A block of a cached prompt reads (what names its prefix, its own stamp), over and over. So a thread that matches sees whether
-the block is that page's, whether it is whole, and whether it stays as it is while it is pinned. A block that is active
-reads its owner's stamp until the owner lets go of it.
+A block of a cached prompt reads (what names its prefix, its own stamp), over and over. So a thread that matches sees
+whether the block is that page's, whether it is whole, and whether it stays as it is while it is pinned. A block that is
+active reads its owner's stamp until the owner lets go of it.
 
 By default for some seconds; KVPOOL_LONG=1 runs 10^6 operations a thread, whatever it takes.
 """

@@ -163,7 +163,7 @@ def test_block_ids_index_a_tensor():
 def test_block_ids_are_of_one_pool():
     own = [address(block=1), address(instance=7, block=2), address(instance=7, block=3)]  # 0: from before it had peers
     assert types.block_ids(own).tolist() == [1, 2, 3]
-    assert types.block_ids([address(instance=9, block=4)]).tolist() == [4]  # its number there, whichever instance it belongs to
+    assert types.block_ids([address(instance=9, block=4)]).tolist() == [4]  # its number at its owner
     assert types.block_ids([]).tolist() == []
     with pytest.raises(errors.ArgumentError, match="instances 7 and 9") as caught:
         types.block_ids([*own, address(instance=9, block=4)])
