@@ -10,7 +10,7 @@
 #include "kvpool/arena/arena.h"
 #include "kvpool/cuda/copy_bounds.h"
 #include "kvpool/cuda/kernels.h"
-#include "kvpool/routes/ucx/ucx_transport.h"
+#include "kvpool/routes/ucx/ucx.h"
 
 namespace kvpool::bindings {
 

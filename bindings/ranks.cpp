@@ -67,11 +67,11 @@ std::shared_ptr<RankNode> join(const PeerNode& memory, const std::string& name, 
   options.service.worker_threads = transfer_threads;
   options.service.trusted_network = trusted_network;
   options.service.unix_door = unix_door;
-  options.service.ucx = ucx;
-  options.service.nccl = nccl;
-  options.service.nccl_limits.pass_bytes = nccl_pass_bytes;
-  options.service.nccl_limits.init_ns = static_cast<std::int64_t>(nccl_init_s * 1e9);
-  options.service.nccl_limits.thread_blocks_max = nccl_thread_blocks;
+  options.service.transports.ucx = ucx;
+  options.service.transports.nccl = nccl;
+  options.service.transports.nccl_limits.pass_bytes = nccl_pass_bytes;
+  options.service.transports.nccl_limits.init_ns = static_cast<std::int64_t>(nccl_init_s * 1e9);
+  options.service.transports.nccl_limits.thread_blocks_max = nccl_thread_blocks;
   options.scheduler = scheduler;
   options.scheduler_epoch = epoch;
   options.instance = instance;

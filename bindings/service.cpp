@@ -44,11 +44,11 @@ std::vector<std::string> start_service(PeerNode& node, const py::object& setting
   options.trusted_network = setting<bool>(settings, "trusted_network");
   options.unix_door = setting<bool>(settings, "unix_door");
   options.measure_routes = setting<bool>(settings, "measure_routes");
-  options.ucx = text_from(ucx, "ucx");
-  options.nccl = text_from(nccl, "nccl");
-  options.nccl_limits.pass_bytes = setting<std::uint64_t>(settings, "nccl_pass_bytes");
-  options.nccl_limits.init_ns = nanoseconds(setting<double>(settings, "nccl_init_s"));
-  options.nccl_limits.thread_blocks_max = setting<int>(settings, "nccl_thread_blocks");
+  options.transports.ucx = text_from(ucx, "ucx");
+  options.transports.nccl = text_from(nccl, "nccl");
+  options.transports.nccl_limits.pass_bytes = setting<std::uint64_t>(settings, "nccl_pass_bytes");
+  options.transports.nccl_limits.init_ns = nanoseconds(setting<double>(settings, "nccl_init_s"));
+  options.transports.nccl_limits.thread_blocks_max = setting<int>(settings, "nccl_thread_blocks");
   options.transfers_max = setting<std::uint32_t>(settings, "transfers_max");
   options.reserved_max = setting<std::uint32_t>(settings, "reserved_max");
   options.received_max = setting<std::uint32_t>(settings, "received_max");

@@ -9,6 +9,7 @@
 
 #include "child_process.h"
 #include "kvpool/base/clock.h"
+#include "kvpool/routes/tracers.h"
 #include "peer_process.h"
 #include "route_trial.h"
 
@@ -83,7 +84,7 @@ TEST_CASE("cma writes into another process what a naive copy writes") {
       const Trial trial = round % 5 == 0 ? Trial::large(dice) : Trial::small(dice);
       // The child has a copy of its own of the target, at the same addresses.
       PeerProcess peer([&](const auto& wait) {
-        if (!allow_cma_writers() || !wait()) return 2;
+        if (!allow_tracers() || !wait()) return 2;
         return trial.target == trial.expected ? 0 : 1;
       });
       const testing::BlockMemory before(trial.target);

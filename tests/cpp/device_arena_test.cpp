@@ -65,7 +65,7 @@ TEST_CASE("a device arena is one allocation, and what it takes is told to the by
     CHECK(cuda.count("bytes") == 2 * kMiB);
     CHECK(cuda.count("cuMemCreate") == 1);
     CHECK(cuda.count("cuMemAlloc") == 0);
-    CHECK(arena.memory()->kind() == DeviceMemoryKind::kVirtual);
+    CHECK(arena.device_memory()->kind() == DeviceMemoryKind::kVirtual);
     REQUIRE(arena.segments().size() == 2);
     CHECK(arena.segments()[1].base == arena.segments()[0].base + 10 * 4096);
   }
@@ -75,36 +75,36 @@ TEST_CASE("a device arena is one allocation, and what it takes is told to the by
 TEST_CASE("device memory may be accessed by the GPUs that can reach it") {
   const FakeCuda cuda;
   DeviceArenaOptions options = options_of(1);
-  CHECK(DeviceArena(options).memory()->peers() == std::vector<int>{1});
+  CHECK(DeviceArena(options).device_memory()->peers() == std::vector<int>{1});
   options.device = 3;
-  CHECK(DeviceArena(options).memory()->peers() == std::vector<int>{2});
+  CHECK(DeviceArena(options).device_memory()->peers() == std::vector<int>{2});
   CHECK(cuda.left() == "");
 }
 
 TEST_CASE("a peer that cannot access device memory after all is no error") {
   const FakeCuda cuda;
   cuda.fail("cuDeviceCanAccessPeer", 999);
-  CHECK(DeviceArena(options_of(1)).memory()->peers().empty());
+  CHECK(DeviceArena(options_of(1)).device_memory()->peers().empty());
 }
 
 TEST_CASE("virtual device memory is exported as a file, plain as a handle") {
   const FakeCuda cuda;
   {
     const DeviceArena arena(options_of(1, DeviceMemoryKind::kVirtual));
-    const int descriptor = arena.memory()->export_descriptor();
+    const int descriptor = arena.device_memory()->export_descriptor();
     struct stat facts{};
     REQUIRE(fstat(descriptor, &facts) == 0);
     CHECK(facts.st_size == static_cast<off_t>(arena.mapped_bytes()));
     close(descriptor);
-    CHECK(code_of([&] { arena.memory()->export_handle(); }) == ErrorCode::kUnsupported);
+    CHECK(code_of([&] { arena.device_memory()->export_handle(); }) == ErrorCode::kUnsupported);
   }
   {
     const DeviceArena arena(options_of(1, DeviceMemoryKind::kPlain));
     CHECK(arena.mapped_bytes() == 12288);
     CHECK(cuda.count("bytes") == 12288);
-    const CuIpcMemHandle handle = arena.memory()->export_handle();
+    const CuIpcMemHandle handle = arena.device_memory()->export_handle();
     CHECK(std::ranges::any_of(handle.reserved, [](char byte) { return byte != 0; }));
-    CHECK(code_of([&] { arena.memory()->export_descriptor(); }) == ErrorCode::kUnsupported);
+    CHECK(code_of([&] { arena.device_memory()->export_descriptor(); }) == ErrorCode::kUnsupported);
   }
   CHECK(cuda.left() == "");
 }
@@ -112,7 +112,7 @@ TEST_CASE("virtual device memory is exported as a file, plain as a handle") {
 TEST_CASE("a GPU without virtual memory gives plain memory, unless virtual was asked for") {
   const FakeCuda cuda;
   cuda.set("virtual_memory", 0);
-  CHECK(DeviceArena(options_of(1)).memory()->kind() == DeviceMemoryKind::kPlain);
+  CHECK(DeviceArena(options_of(1)).device_memory()->kind() == DeviceMemoryKind::kPlain);
   CHECK(error_of(options_of(1, DeviceMemoryKind::kVirtual)).code() == ErrorCode::kUnsupported);
   CHECK(cuda.left() == "");
 }
@@ -124,7 +124,7 @@ TEST_CASE(
     const FakeCuda cuda;
     cuda.fail("cuMemCreate", code);
     const DeviceArena arena(options_of(1));
-    CHECK(arena.memory()->kind() == DeviceMemoryKind::kPlain);
+    CHECK(arena.device_memory()->kind() == DeviceMemoryKind::kPlain);
     CHECK(arena.mapped_bytes() == 12288);
     CHECK(error_of(options_of(1, DeviceMemoryKind::kVirtual)).code() == ErrorCode::kUnsupported);
   }

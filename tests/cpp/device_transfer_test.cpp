@@ -347,8 +347,8 @@ TEST_CASE("memory of another GPU's is imported by those that reach it, and nothi
     options.blocks = 4;
     options.segment_bytes = {64};
     const DeviceArena arena(options);
-    const std::size_t bytes = arena.memory()->bytes();
-    const int fd = arena.memory()->export_descriptor();
+    const std::size_t bytes = arena.device_memory()->bytes();
+    const int fd = arena.device_memory()->export_descriptor();
     fill_block(cuda, arena, 2, 77);
     {
       const ImportedMemory near(CudaContext::retain(1, "a test"), fd, bytes);

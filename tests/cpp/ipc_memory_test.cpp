@@ -52,8 +52,8 @@ TEST_CASE("tensors that lie in one allocation have one handle, whatever their or
     for (const Range& range : ranges_of(one)) ranges.push_back(range);
     const auto allocations = ipc_allocations(*context, ranges);
     REQUIRE(allocations.size() == 2);
-    CHECK(allocations[0].base == one.memory()->base());
-    CHECK(allocations[1].base == two.memory()->base());
+    CHECK(allocations[0].base == one.device_memory()->base());
+    CHECK(allocations[1].base == two.device_memory()->base());
     CHECK(allocations[0].bytes == 4 * 96);
     CHECK(cuda.count("cuIpcGetMemHandle") == 2);
     CHECK(ipc_allocations(*context, {}).empty());

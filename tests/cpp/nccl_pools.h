@@ -51,7 +51,7 @@ inline NcclNode make_nccl_node(const std::string& name, int device, bool aggrega
   service.name = name;
   service.secret = "s3cret";
   service.routes = routes;
-  service.nccl = fake_nccl_path();
+  service.transports.nccl = fake_nccl_path();
   Service& started = node->start_service(service);
   return {std::move(node), std::move(pool), &started, name};
 }

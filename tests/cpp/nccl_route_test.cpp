@@ -409,19 +409,19 @@ TEST_CASE("nccl: a pool that is not on a GPU cannot name it, and one that is nee
   FakeNccl nccl;
   ServiceOptions service;
   service.secret = "s3cret";
-  service.nccl = fake_nccl_path();
+  service.transports.nccl = fake_nccl_path();
   service.routes = {"nccl"};
   const auto ordinary = std::make_shared<Pool>(small_options(4, 4));
   CHECK(code_of([&] { PeerNode(ordinary, make_ranks).start_service(service); }) == ErrorCode::kUnsupported);
   PoolOptions options = small_options(4, 0);
   options.device = 0;
   const auto on_gpu = std::make_shared<Pool>(options);
-  service.nccl = "/nowhere";
+  service.transports.nccl = "/nowhere";
   std::string text;
   PeerNode node(on_gpu, make_ranks);
   CHECK(code_of([&] { node.start_service(service); }, &text) == ErrorCode::kUnsupported);
   CHECK(text.find("kvpool[nccl") != std::string::npos);
-  service.nccl = fake_nccl_path();
+  service.transports.nccl = fake_nccl_path();
   node.start_service(service);  // nothing is left of what failed
 }
 

@@ -49,18 +49,18 @@ struct RankHere {
               options.secret = "s3cret";
               options.routes = std::move(route_names);
 #ifdef KVPOOL_FAKE_CUDA
-              options.nccl = fake_nccl_path();
+              options.transports.nccl = fake_nccl_path();
 #endif
               return options;
             }(),
-            memory, epoch),
+            memory, epoch,
+            [this](const void* key, std::function<void()> work) {
+              receiving.run(key, Priority::kDecode, std::move(work));
+            }),
         reactor(Reactor::make("rank")),
         writer_quarantine(*reactor, workers),
         channels(routes, serial_executor, writer_quarantine) {
     pool->set_instance(number + 1);
-    routes.receive_by([this](const void* key, std::function<void()> work) {
-      receiving.run(key, Priority::kDecode, std::move(work));
-    });
     endpoint = Endpoint::make(
         *reactor, {.secret = "s3cret"}, [this] { return introduce(); },
         [this](const std::shared_ptr<Link>& link, const PeerMetadata& metadata, bool) {
@@ -81,15 +81,13 @@ struct RankHere {
   }
 
   Introduction introduce() {
-    Introduction own;
-    own.attachment = routes.introduce(own.metadata);
+    Introduction own = routes.introduce();
     own.metadata.name = "rank-" + std::to_string(number);
     own.metadata.epoch = epoch;
     own.metadata.instance = number + 1;
     own.metadata.rank_of = 7;
     own.metadata.rank = number;
     own.metadata.address = address;
-    own.descriptors = routes.descriptors();
     return own;
   }
   static std::uint64_t epoch_of(std::uint32_t instance, std::uint32_t number) {

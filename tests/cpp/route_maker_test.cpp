@@ -11,7 +11,7 @@ namespace {
 
 struct Side {
   explicit Side(std::uint64_t epoch) : kit(), routes(options(), memory_of(*kit.pool), epoch) {
-    static_cast<void>(routes.introduce(metadata));
+    metadata = routes.introduce().metadata;
     metadata.epoch = epoch;
     metadata.name = "side " + std::to_string(epoch);
   }
@@ -38,12 +38,12 @@ TEST_CASE("a pool of this process is one by the kernel's word, not by its metada
   const auto link = std::make_shared<ScriptLink>();
   link->pid = getpid();
   CHECK(names(one.routes.make(two.metadata, link)) == std::vector<std::string>{"loopback", "sock"});
-  CHECK(one.routes.exposure(two.metadata, *link).by_process);
+  CHECK(one.routes.exposure(two.metadata, link).by_process);
   // Over TCP the kernel does not tell; and a process that says that it is ours may be another.
   for (const std::int64_t pid : {0, getpid() + 1}) {
     link->pid = pid;
     CHECK(names(one.routes.make(two.metadata, link)) == std::vector<std::string>{"sock"});
-    CHECK_FALSE(one.routes.exposure(two.metadata, *link).by_process);
+    CHECK_FALSE(one.routes.exposure(two.metadata, link).by_process);
   }
 }
 
@@ -59,7 +59,7 @@ TEST_CASE("what a pool keeps for its peers goes when it is let go of") {
   const auto link = std::make_shared<ScriptLink>();
   link->pid = getpid();
   CHECK(names(two.routes.make(one.metadata, link)) == std::vector<std::string>{"sock"});
-  CHECK_THROWS_AS(one.routes.introduce(one.metadata), Error);
+  CHECK(code_of([&] { one.routes.introduce(); }) == ErrorCode::kClosed);
   CHECK(one.kit.peer_blocks.checksum(Addresses{make_address(0, Medium::kHbm, 1, 0)}) == 0);
 }
 

@@ -46,6 +46,7 @@ class ScriptLink final : public Link {
   int pidfd() const noexcept override { return -1; }
   std::string describe() const override { return "script"; }
   std::int64_t process() const noexcept override { return pid; }
+  std::shared_ptr<void> attachment() const override { return attached; }
   void close(const Error& error) noexcept override {
     if (!std::exchange(closed, true)) why = error.code();
   }
@@ -64,6 +65,7 @@ class ScriptLink final : public Link {
   bool closed = false;
   bool busy = false;
   std::int64_t pid = 0;
+  std::shared_ptr<void> attached;
   ErrorCode why = ErrorCode::kArgument;
 };
 

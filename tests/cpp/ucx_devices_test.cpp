@@ -136,6 +136,16 @@ TEST_CASE("ucx on a GPU: what it takes is given to peers as handles, unless the 
   CHECK_FALSE(UcxMemory(ucx, nullptr, local(UcxGpuMemory::kPlain)).gives_handles());
 }
 
+TEST_CASE("ucx on a GPU: peers take descriptors of this process only for memory that UCX was given") {
+  const UcxLibrary ucx = table(22);
+  const UcxLocal made_virtual = local(UcxGpuMemory::kVirtual);
+  CHECK(passes_descriptors(made_virtual, UcxMemory(ucx, nullptr, made_virtual).refused()));
+  const UcxLocal plain = local(UcxGpuMemory::kPlain);
+  CHECK_FALSE(passes_descriptors(plain, UcxMemory(ucx, nullptr, plain).refused()));
+  fake().has_cuda = false;  // then UCX is not given the medium
+  CHECK_FALSE(passes_descriptors(made_virtual, UcxMemory(ucx, nullptr, made_virtual).refused()));
+}
+
 TEST_CASE("ucx on a GPU: an engine's tensors are registered one by one, though they touch") {
   const UcxLibrary ucx = table(22);
   const UcxMemory memory(ucx, nullptr, local(UcxGpuMemory::kTensors));

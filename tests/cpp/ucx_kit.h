@@ -26,7 +26,7 @@
 #include "doctest/doctest.h"
 #include "kvpool/base/clock.h"
 #include "kvpool/net/reactor.h"
-#include "kvpool/routes/ucx/ucx_transport.h"
+#include "kvpool/routes/ucx/ucx.h"
 #include "thrown.h"
 
 namespace kvpool::testing {

@@ -47,7 +47,7 @@ struct UcxWay {
   }
   static std::unique_ptr<JoinedPair> join(const PairOptions& options = {}) {
     return std::make_unique<ServicePair>("ucx", unix_address(), options,
-                                         [](ServiceOptions& service) { service.ucx = ucx_place(); });
+                                         [](ServiceOptions& service) { service.transports.ucx = ucx_place(); });
   }
 };
 

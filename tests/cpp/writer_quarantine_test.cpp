@@ -56,7 +56,7 @@ struct Watch {
     workers.stop();
     reactor->stop();
   }
-  std::shared_ptr<Party> part(bool said_over, RouteMaker::Exposure exposure) {
+  std::shared_ptr<Party> part(bool said_over, Exposure exposure) {
     auto party = std::make_shared<Party>(said_over);
     writer_quarantine.add(party, link, exposure);
     return party;
@@ -72,8 +72,8 @@ struct Watch {
   const std::shared_ptr<ProcessLink> link = std::make_shared<ProcessLink>();
 };
 
-constexpr RouteMaker::Exposure kByRoute{.by_process = true, .by_handle = true};
-constexpr RouteMaker::Exposure kByUcx{.by_process = true, .by_handle = true, .until_exit = true, .by_ucx = true};
+constexpr Exposure kByRoute{.by_process = true, .by_handle = true};
+constexpr Exposure kByUcx{.by_process = true, .by_handle = true, .until_exit = true, .until_fence = true};
 
 bool soon(const std::atomic<bool>& flag) {
   const std::int64_t until = monotonic_ns() + 30'000'000'000;

@@ -22,7 +22,7 @@ CPP_FLOORS: dict[str, set[str]] = {
     "net": {"base"},
     "exec": {"base"},
     "blocks": {"base", "cuda", "arena"},
-    "routes": {"base", "cuda", "net"},
+    "routes": {"base", "cuda", "arena", "net", "blocks"},
     "transfer": {"base", "cuda", "blocks", "exec", "net", "routes"},
     "pool": {"base", "cuda", "index", "arena", "blocks", "exec"},
     "peers": {"base", "cuda", "index", "arena", "blocks", "exec", "net", "routes", "transfer", "pool"},
@@ -133,6 +133,27 @@ def python_violations(root: Path) -> Iterator[str]:
                 yield f"{path} imports {name}: nothing foreign but {', '.join(sorted(PYTHON_FOREIGN_ALLOWED))}"
 
 
+# The folders of single transports, and the files that may know them: the list of all, and what lies in such a folder.
+CPP_TRANSPORTS = {"host", "cuda_ipc", "sock", "ucx", "nccl"}
+CPP_TRANSPORTS_KNOWN = {"routes/transports.cpp", "routes/transport_settings.h"}
+
+
+def transport_violations(root: Path) -> Iterator[str]:
+    """Each file under `root` (the folder cpp/kvpool) that knows a transport, or asks an object for its class."""
+    for path in sorted(root.rglob("*")):
+        if path.suffix not in (".h", ".cpp"):
+            continue
+        relative = path.relative_to(root)
+        text = path.read_text()
+        if re.search(r"dynamic_(pointer_)?cast<[^>]*(Arena|Route|Transport|Link)\b", text):
+            yield f"{relative} asks an object for its class: give the interface the question"
+        if relative.parts[0] == "routes" and relative.parts[1] in CPP_TRANSPORTS:
+            continue
+        for name in re.findall(r'#\s*include\s*"kvpool/routes/(\w+)/', text):
+            if name in CPP_TRANSPORTS and relative.as_posix() not in CPP_TRANSPORTS_KNOWN:
+                yield f"{relative} knows the transport {name}: go by routes/transport.h"
+
+
 @pytest.mark.parametrize("floors", [CPP_FLOORS, PYTHON_FLOORS], ids=["C++", "Python"])
 def test_the_floors_have_an_order(floors):
     """No cycle: floors can be taken away one by one, each standing on none that is left."""
@@ -148,6 +169,30 @@ def test_cpp_files_include_lower_floors_only():
     root = ROOT / "cpp" / "kvpool"
     assert list(root.rglob("*.h"))
     assert list(cpp_violations(root)) == []
+
+
+def test_only_the_list_of_transports_knows_them():
+    root = ROOT / "cpp" / "kvpool"
+    folders = {path.name for path in (root / "routes").iterdir() if path.is_dir()}
+    assert folders == CPP_TRANSPORTS
+    assert list(transport_violations(root)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        ("peers/a.cpp", '#include "kvpool/routes/ucx/ucx.h"', "knows the transport ucx"),
+        ("routes/route.h", '#include "kvpool/routes/host/cma_route.h"', "knows the transport host"),
+        ("peers/a.cpp", "dynamic_cast<const DeviceArena*>(&arena)", "asks an object for its class"),
+        ("pool/a.cpp", "std::dynamic_pointer_cast<UcxRoute>(route)", "asks an object for its class"),
+    ],
+)
+def test_code_that_knows_a_transport_is_found(tmp_path, file, line, message):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(line)
+    (found,) = transport_violations(tmp_path)
+    assert message in found
 
 
 def test_python_files_import_lower_floors_only():

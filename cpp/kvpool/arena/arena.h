@@ -25,6 +25,7 @@
 namespace kvpool {
 
 class CudaContext;
+class DeviceMemory;
 
 enum class HugePages : std::uint8_t { kAuto, kNever, kRequire };
 
@@ -61,6 +62,8 @@ class Arena {
   // Whether the memory is a GPU's: then no CPU may follow the segments' addresses, copies go through the driver.
   bool on_device() const noexcept { return context_ != nullptr; }
   const std::shared_ptr<const CudaContext>& context() const noexcept { return context_; }  // null: ordinary memory
+  // The GPU memory that this arena owns; null: it owns none (adopted or ordinary memory, or no blocks).
+  virtual const DeviceMemory* device_memory() const noexcept { return nullptr; }
 
  protected:
   Medium medium_ = Medium::kDram;

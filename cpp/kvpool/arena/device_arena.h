@@ -26,8 +26,7 @@ class DeviceArena final : public Arena {
   // Throws Error: kArgument as make_owned_arena, and as DeviceMemory. Leaves nothing behind.
   explicit DeviceArena(const DeviceArenaOptions& options);
 
-  // Null without blocks.
-  const DeviceMemory* memory() const noexcept { return memory_.get(); }
+  const DeviceMemory* device_memory() const noexcept override { return memory_.get(); }
 
  private:
   std::unique_ptr<const DeviceMemory> memory_;

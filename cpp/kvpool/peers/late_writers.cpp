@@ -32,8 +32,8 @@ void add_late_writer(const RouteMaker& routes, const std::shared_ptr<DepartingPe
     writer.fence = [party] { return party->link_ended(); };
     may_write = true;
   }
-  const RouteMaker::Exposure exposure = routes.exposure(party->peer(), *link);
-  if (exposure.by_ucx && !RouteMaker::fence(*link)) {
+  const Exposure exposure = routes.exposure(party->peer(), link);
+  if (exposure.until_fence && !RouteMaker::fence(*link)) {
     writer.fence = [party, link] { return party->link_ended() && RouteMaker::fence(*link); };
     may_write = true;
   }

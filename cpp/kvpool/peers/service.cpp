@@ -55,12 +55,13 @@ ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options, const MakeRa
               options.measure_ns},
       received_(options.received_max),
       blocks_(pool, received_),
-      routes_(options, LocalMemory{pool.layout(), pool.arenas()}, epoch_),
+      routes_(options, LocalMemory{pool.layout(), pool.arenas()}, epoch_,
+              [this](const void* key, std::function<void()> work) {
+                receiving_.run(key, Priority::kDecode, std::move(work));
+              }),
       workers_(options.worker_threads),
       joining_(options.joins_cluster),
       proposed_instance_(InstanceId::draw()) {
-  routes_.receive_by(
-      [this](const void* key, std::function<void()> work) { receiving_.run(key, Priority::kDecode, std::move(work)); });
   if (joining_) fenced_.emplace(ErrorCode::kFenced, "this pool is not in its cluster yet");
   if (options_.name.empty()) options_.name = default_name(epoch_);
   reactor_ = Reactor::make("kvpool-serve");

@@ -18,9 +18,9 @@
 #include "kvpool/peers/address_book.h"
 #include "kvpool/peers/instance_ranks.h"
 #include "kvpool/peers/peer_events.h"
-#include "kvpool/routes/nccl/nccl_limits.h"
 #include "kvpool/routes/route_cost.h"
 #include "kvpool/routes/route_health.h"
+#include "kvpool/routes/transport_settings.h"
 #include "kvpool/transfer/handle.h"
 #include "kvpool/transfer/request.h"
 #include "kvpool/transfer/tally.h"
@@ -33,7 +33,7 @@ struct ServiceOptions {
   std::string name;                               // "": host name, pid and a random number
   std::string secret;                             // shared by all peers; required for TCP
   std::string model;                              // fingerprint: peers with another one are refused
-  std::vector<std::string> routes;                // those that may be used; empty: all but cma (opt-in)
+  std::vector<std::string> routes;                // those that may be used; empty: those by default
   std::int64_t lease_ns = 3'000'000'000;          // a peer that says nothing for so long is lost
   std::int64_t reserve_max_ns = 600'000'000'000;  // a reservation lives at most so long
   int worker_threads = 2;
@@ -45,9 +45,7 @@ struct ServiceOptions {
   bool measure_routes = true;             // when peers meet, where it is a question: see transfer/route_probe.h
   std::int64_t measure_ns = 50'000'000;   // no write of a measurement begins later
   bool joins_cluster = false;             // nobody is met before join(), which brings the instance id
-  std::string ucx = "wheel";              // wheel | system | path of libucp; used when a route is "ucx"
-  std::string nccl = "wheel";             // wheel | system | path of libnccl; used when a route is "nccl"
-  NcclLimits nccl_limits;
+  TransportSettings transports;
 };
 
 struct PeerInfo {

@@ -39,8 +39,8 @@ void ServiceImpl::close() noexcept {
     // What such a peer writes goes to memory of this process that is about to be given back: it is asked to end. The
     // others answer, too. That this side writes no more may wait behind another thread's frame, and would be lost with
     // the link: then the peer keeps blocks apart until this process ends.
-    const RouteMaker::Exposure exposure = routes_.exposure(peer.session->peer(), *peer.link);
-    const bool must_end = exposure.by_address || exposure.by_handle || exposure.by_ucx;
+    const Exposure exposure = routes_.exposure(peer.session->peer(), peer.link);
+    const bool must_end = exposure.by_address || exposure.by_handle || exposure.until_fence;
     const std::int64_t answer_ns = must_end ? until : std::min(until, monotonic_ns() + kHeardNs);
     if (must_end || peer.group == nullptr) {
       const auto answered = [&] { return peer.session->peer_drained() || peer.session->link_ended(); };

@@ -26,7 +26,7 @@ void ServiceImpl::on_session_lost(const SessionPointer& session, const std::shar
   }
   // First this: should the peer come back, it is found among the peers or among the writer_quarantine.
   if (group == nullptr) {
-    writer_quarantine_->add(session, link, routes_.exposure(session->peer(), *link));
+    writer_quarantine_->add(session, link, routes_.exposure(session->peer(), link));
   } else {
     // Who writes here are the peer's ranks, and each rank of this instance knows when they write no more.
     const Error why(ErrorCode::kPeerLost, session->peer().name + " is lost");

@@ -74,12 +74,10 @@ std::string ServiceImpl::listen(const std::string& address) {
 }
 
 Introduction ServiceImpl::introduce() {
-  Introduction introduction;
-  introduction.attachment = routes_.introduce(introduction.metadata);
+  Introduction introduction = routes_.introduce();
   introduction.metadata.name = options_.name;
   introduction.metadata.epoch = epoch_;
   introduction.metadata.model = options_.model;
-  introduction.descriptors = routes_.descriptors();
   ranks_->introduce(introduction.metadata);
   const std::lock_guard lock(mutex_);
   introduction.metadata.instance = pool_.instance() != 0 ? pool_.instance() : proposed_instance_.value();
@@ -120,7 +118,7 @@ std::shared_ptr<LinkHandler> ServiceImpl::admit(const std::shared_ptr<Link>& lin
   // Of the whole block, also where it is shared among ranks: tensor and pipeline parallelism may differ, nothing else.
   check_same_blocks(metadata, metadata.name, blocks_.layout(), options_.name);
   const auto group = ranks_->plan(metadata);
-  const bool writes_directly = group != nullptr || routes_.exposure(metadata, *link).any();
+  const bool writes_directly = group != nullptr || routes_.exposure(metadata, link).any();
   const auto session =
       std::make_shared<Session>(static_cast<SessionHost&>(*this), metadata, writes_directly, group != nullptr);
   session->start(link, group != nullptr ? group->routes() : routes_.make(metadata, link));

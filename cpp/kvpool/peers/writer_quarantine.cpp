@@ -21,16 +21,17 @@ constexpr std::int64_t kRetryAfterUs = 10'000;
 }  // namespace
 
 void WriterQuarantine::add(const std::shared_ptr<DepartingPeer>& session, const std::shared_ptr<Link>& link,
-                           RouteMaker::Exposure exposure) {
+                           Exposure exposure) {
   // Or has memory open that must not be freed before.
   const bool may_write = session->awaits_proof() || exposure.may_hold(session->said_over());
-  if (!may_write && !exposure.by_ucx && session->writes_under_way() == 0) return;
+  if (!may_write && !exposure.until_fence && session->writes_under_way() == 0) return;
   {
     const std::lock_guard lock(mutex_);
-    const int proofs = (exposure.by_process ? 1 : 0) + (exposure.by_ucx ? 1 : 0);
-    writer_quarantine_.push_back({session, link, may_write ? proofs : 0, exposure.by_ucx, exposure.by_gpu, 0, nullptr});
+    const int proofs = (exposure.by_process ? 1 : 0) + (exposure.until_fence ? 1 : 0);
+    writer_quarantine_.push_back(
+        {session, link, may_write ? proofs : 0, exposure.until_fence, exposure.by_gpu, 0, nullptr});
   }
-  if (exposure.by_ucx) {
+  if (exposure.until_fence) {
     workers_.run(Priority::kBackground, [this, session, link] {
       if (RouteMaker::fence(*link)) on_proof(*session, /*fenced=*/true);
     });

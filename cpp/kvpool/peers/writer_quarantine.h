@@ -30,8 +30,7 @@ class WriterQuarantine {
   WriterQuarantine(Reactor& reactor, WorkerPool& workers) : reactor_(reactor), workers_(workers) {}
 
   // The link has ended; `exposure` is what its peer was given.
-  void add(const std::shared_ptr<DepartingPeer>& session, const std::shared_ptr<Link>& link,
-           RouteMaker::Exposure exposure);
+  void add(const std::shared_ptr<DepartingPeer>& session, const std::shared_ptr<Link>& link, Exposure exposure);
   // Throws kBusy as long as writes of an earlier connection to this incarnation, in either direction, are under way.
   void check_return(std::uint64_t epoch) const;
   // Whether writes to this incarnation, of an earlier connection, are under way.

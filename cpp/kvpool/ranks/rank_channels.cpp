@@ -53,7 +53,7 @@ std::shared_ptr<LinkHandler> RankChannels::admit(const std::shared_ptr<Link>& li
     throw Error(ErrorCode::kArgument, metadata.name + " is the scheduler of a logical instance: connect to mine");
   }
   check_same_rows(metadata, routes_.memory().layout);
-  const auto exposure = routes_.exposure(metadata, *link);
+  const auto exposure = routes_.exposure(metadata, link);
   RankChannel::Events events;
   events.on_ended = [this, exposure](const std::shared_ptr<RankChannel>& channel, const std::shared_ptr<Link>& ended) {
     writer_quarantine_.add(channel, ended, exposure);

@@ -55,14 +55,14 @@ class RankNodeImpl final : public RankNode {
         epoch_(random_epoch()),
         tiers_(std::make_unique<RankTiers>(memory, options_.service.worker_threads)),
         order_(make_order(memory)),
-        routes_(options_.service, std::move(memory), epoch_),
+        routes_(options_.service, std::move(memory), epoch_,
+                [this](const void* key, std::function<void()> work) {
+                  receiving_.run(key, Priority::kDecode, std::move(work));
+                }),
         workers_(options_.service.worker_threads),
         reactor_(Reactor::make("kvpool-rank")),
         writer_quarantine_(*reactor_, workers_),
         channels_(routes_, serial_executor_, writer_quarantine_) {
-    routes_.receive_by([this](const void* key, std::function<void()> work) {
-      receiving_.run(key, Priority::kDecode, std::move(work));
-    });
     EndpointOptions endpoint;
     endpoint.secret = options_.service.secret;
     endpoint.trusted_network = options_.service.trusted_network;
@@ -171,8 +171,7 @@ class RankNodeImpl::SchedulerLink final : public LinkHandler {
 // --- coming and going ---
 
 Introduction RankNodeImpl::introduce() {
-  Introduction introduction;
-  introduction.attachment = routes_.introduce(introduction.metadata);
+  Introduction introduction = routes_.introduce();
   introduction.metadata.name = options_.service.name;
   introduction.metadata.epoch = epoch_;
   introduction.metadata.instance = options_.instance;
@@ -180,7 +179,6 @@ Introduction RankNodeImpl::introduce() {
   introduction.metadata.rank_of = options_.scheduler_epoch;
   introduction.metadata.rank = options_.rank;
   introduction.metadata.address = address();
-  introduction.descriptors = routes_.descriptors();
   return introduction;
 }
 

@@ -8,8 +8,8 @@
 
 #include "kvpool/base/copy.h"
 #include "kvpool/blocks/device_mover.h"
-#include "kvpool/peers/route_maker.h"
 #include "kvpool/ranks/rank_messages.h"
+#include "kvpool/routes/local_memory.h"
 
 namespace kvpool {
 

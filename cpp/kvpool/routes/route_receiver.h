@@ -18,6 +18,10 @@
 
 namespace kvpool {
 
+// Runs work that may wait for a peer or the GPU, one piece after another for each key; what was given runs before the
+// executor ends, and in the caller's thread after that. Throws std::bad_alloc; then it does not run.
+using RouteRun = std::function<void(const void* key, std::function<void()> work)>;
+
 class RouteReceiver {
  public:
   // As LinkHandler::on_data and on_placed: where content of transfer `id` goes; and that it is there, or never will be.

@@ -14,6 +14,7 @@
 #include "kvpool/cuda/shared_memory.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/routes/cuda_ipc/registered_peer_memory.h"
+#include "kvpool/routes/local_memory.h"
 #include "kvpool/routes/route_choice.h"
 #include "kvpool/routes/route_cost.h"
 #include "kvpool/routes/write_in_parts.h"
@@ -237,6 +238,18 @@ MediumSpan map_opened(const MetadataMedium& medium, const std::shared_ptr<const 
 }
 
 }  // namespace
+
+GpuSide gpu_side_of(const LocalMemory& memory, std::shared_ptr<const CudaContext> gpu) {
+  GpuSide side;
+  side.kernels = kernels_for(*gpu);
+  side.bounds =
+      known_copy_bounds(gpu->ordinal()).value_or(CopyBounds{});  // measured when the pool was made, where possible
+  side.spans = memory.gpu_spans(*gpu);
+  side.on_gpu = memory.on_gpu();
+  side.keepalive = memory.keepalive();
+  side.context = std::move(gpu);
+  return side;
+}
 
 std::unique_ptr<Route> make_cuda_loopback_route(GpuSide local, GpuPeer peer) {
   return std::make_unique<CudaRoute>("loopback", std::move(local), std::move(peer.spans), std::move(peer.keepalive),

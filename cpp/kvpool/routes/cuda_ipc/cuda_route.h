@@ -21,6 +21,7 @@
 namespace kvpool {
 
 class CudaContext;
+struct LocalMemory;
 
 // A write is cut into parts of so many bytes, and two of them are under way. Whether to stop is looked at before each:
 // a bus takes some ten milliseconds for two. A GPU copies one in a tenth of a millisecond, beside which what lies
@@ -38,6 +39,9 @@ struct GpuSide {
   std::shared_ptr<void> keepalive;
   std::uint64_t part_bytes = kCudaPartBytes;
 };
+
+// All that this GPU reaches of the memory.
+GpuSide gpu_side_of(const LocalMemory& memory, std::shared_ptr<const CudaContext> gpu);
 
 // A pool of this process, likewise.
 struct GpuPeer {

@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <poll.h>
-#include <sys/prctl.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -184,8 +183,6 @@ class CmaRoute final : public HostRoute {
 };
 
 }  // namespace
-
-bool allow_cma_writers() noexcept { return prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0 || errno == EINVAL; }
 
 std::unique_ptr<Route> make_cma_route(MediaSpans local, std::shared_ptr<void> keepalive, const PeerMetadata& metadata,
                                       pid_t pid, int pidfd, CopyTeam& team) {

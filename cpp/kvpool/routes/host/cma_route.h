@@ -1,7 +1,8 @@
 // Writes straight into another process's memory (process_vm_writev), whatever memory that is: for what an engine
 // allocated, which cannot be mapped. One copy by the kernel, no doing of the receiver.
 //
-// Opt-in, on both sides: who may do this may write anywhere in the process.
+// Opt-in, on both sides: who may do this may write anywhere in the process. The side that is written to allows it by
+// allow_tracers().
 #pragma once
 
 #include <sys/types.h>
@@ -14,11 +15,6 @@
 #include "kvpool/routes/route.h"
 
 namespace kvpool {
-
-// The side that is written to lets others do it: under Yama (ptrace_scope 1) a process has to name who may trace it,
-// and it can name one or all. This names all, of the same user. True when that is so now, or the kernel has no Yama;
-// whether it is enough, the peer's make_cma_route says.
-bool allow_cma_writers() noexcept;
 
 // `local` describes memory that `keepalive` keeps as long as the route lives; so does the team. `pidfd` is duplicated.
 // Reads one byte of the peer to see whether the kernel allows it. Throws Error kUnsupported (it does not, and what to

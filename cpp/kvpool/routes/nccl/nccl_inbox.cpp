@@ -31,7 +31,7 @@ NcclOutcome outcome_of(const std::exception& failure) noexcept {
 
 }  // namespace
 
-NcclInbox::NcclInbox(const NcclMemory& memory, std::weak_ptr<Link> link, NcclRun run)
+NcclInbox::NcclInbox(const NcclMemory& memory, std::weak_ptr<Link> link, RouteRun run)
     : local_(memory.local),
       init_ns_(memory.limits.init_ns),
       link_(std::move(link)),

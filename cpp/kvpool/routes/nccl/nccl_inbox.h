@@ -21,13 +21,9 @@
 
 namespace kvpool {
 
-// Runs work that may wait for a peer or the GPU, one piece after another for each key; what was given runs before the
-// executor ends, and in the caller's thread after that. Throws std::bad_alloc; then it does not run.
-using NcclRun = std::function<void(const void* key, std::function<void()> work)>;
-
 class NcclInbox final : public RouteReceiver, public std::enable_shared_from_this<NcclInbox> {
  public:
-  NcclInbox(const NcclMemory& memory, std::weak_ptr<Link> link, NcclRun run);
+  NcclInbox(const NcclMemory& memory, std::weak_ptr<Link> link, RouteRun run);
 
   using RouteReceiver::begin;
   void begin(Admit admit, Placed placed, Lost lost) override;
@@ -60,7 +56,7 @@ class NcclInbox final : public RouteReceiver, public std::enable_shared_from_thi
   const MediaSpans local_;
   const std::int64_t init_ns_;
   const std::weak_ptr<Link> link_;
-  const NcclRun run_;
+  const RouteRun run_;
   Admit admit_;
   Placed placed_;
   Lost lost_;

@@ -106,7 +106,7 @@ class Answers {
 
 class NcclRoute final : public Route {
  public:
-  NcclRoute(const NcclMemory& memory, const std::shared_ptr<Link>& link, NcclRun run)
+  NcclRoute(const NcclMemory& memory, const std::shared_ptr<Link>& link, RouteRun run)
       : local_(memory.local),
         limits_(memory.limits),
         link_(link),
@@ -306,7 +306,7 @@ class NcclRoute final : public Route {
   const MediaSpans local_;
   const NcclLimits limits_;
   const std::weak_ptr<Link> link_;
-  const NcclRun run_;
+  const RouteRun run_;
   const std::shared_ptr<Answers> answers_;
   const std::shared_ptr<NcclReceiver> route_receiver_;
   RouteCost cost_{kNcclPrior};
@@ -322,7 +322,7 @@ class NcclRoute final : public Route {
 
 }  // namespace
 
-std::shared_ptr<Route> make_nccl_route(const NcclMemory& memory, const std::shared_ptr<Link>& link, NcclRun run) {
+std::shared_ptr<Route> make_nccl_route(const NcclMemory& memory, const std::shared_ptr<Link>& link, RouteRun run) {
   return std::make_shared<NcclRoute>(memory, link, std::move(run));
 }
 

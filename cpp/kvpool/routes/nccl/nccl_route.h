@@ -21,6 +21,6 @@ namespace kvpool {
 // when it would say so again, kNotOwner when the receiver refuses the blocks: the peer goes on in all of these. Unless
 // it is kPeerLost, the receiver has left what was begun, too. `run` runs the receiving half, and gives back what the
 // sending half has taken of the GPU; it may be called until the route is destroyed.
-std::shared_ptr<Route> make_nccl_route(const NcclMemory& memory, const std::shared_ptr<Link>& link, NcclRun run);
+std::shared_ptr<Route> make_nccl_route(const NcclMemory& memory, const std::shared_ptr<Link>& link, RouteRun run);
 
 }  // namespace kvpool

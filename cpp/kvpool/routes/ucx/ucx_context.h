@@ -9,10 +9,10 @@
 #include <string>
 
 #include "kvpool/base/fork_guard.h"
+#include "kvpool/routes/ucx/ucx.h"
 #include "kvpool/routes/ucx/ucx_library.h"
 #include "kvpool/routes/ucx/ucx_memory.h"
 #include "kvpool/routes/ucx/ucx_progress.h"
-#include "kvpool/routes/ucx/ucx_transport.h"
 
 namespace kvpool {
 

@@ -1,5 +1,7 @@
 #include "kvpool/routes/ucx/ucx_devices.h"
 
+#include <algorithm>
+
 namespace kvpool {
 namespace {
 
@@ -34,6 +36,11 @@ std::string why_not_by_ucx(const UcxLibrary& ucx, ucp_context_h context, UcxGpuM
            "several UCX would give a peer the first alone";
   }
   return {};
+}
+
+bool passes_descriptors(const UcxLocal& local, const MediumMap<std::string>& refused) noexcept {
+  return std::ranges::any_of(
+      kMedia, [&](Medium medium) { return local.on_gpu[medium] == UcxGpuMemory::kVirtual && refused[medium].empty(); });
 }
 
 }  // namespace kvpool

@@ -11,8 +11,8 @@
 
 #include "kvpool/base/segment.h"
 #include "kvpool/net/connect/peer_metadata.h"
+#include "kvpool/routes/ucx/ucx.h"
 #include "kvpool/routes/ucx/ucx_library.h"
-#include "kvpool/routes/ucx/ucx_transport.h"
 
 namespace kvpool {
 

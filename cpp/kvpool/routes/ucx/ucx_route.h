@@ -8,7 +8,7 @@
 
 #include "kvpool/base/segment.h"
 #include "kvpool/routes/route_cost.h"
-#include "kvpool/routes/ucx/ucx_transport.h"
+#include "kvpool/routes/ucx/ucx.h"
 #include "kvpool/routes/ucx/ucx_worker.h"
 
 namespace kvpool {

@@ -12,10 +12,10 @@
 #include <mutex>
 #include <vector>
 
+#include "kvpool/routes/ucx/ucx.h"
 #include "kvpool/routes/ucx/ucx_library.h"
 #include "kvpool/routes/ucx/ucx_memory.h"
 #include "kvpool/routes/ucx/ucx_progress.h"
-#include "kvpool/routes/ucx/ucx_transport.h"
 #include "kvpool/routes/ucx/ucx_turn_lock.h"
 
 namespace kvpool {

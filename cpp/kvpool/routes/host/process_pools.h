@@ -1,0 +1,20 @@
+// The pools of this process, so that they find each other's memory: by epoch.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "kvpool/routes/local_memory.h"
+
+namespace kvpool {
+
+class ProcessPools {
+ public:
+  static void add(std::uint64_t epoch, const LocalMemory& memory);
+  static void remove(std::uint64_t epoch) noexcept;
+  static std::optional<LocalMemory> find(std::uint64_t epoch);
+};
+
+}  // namespace kvpool

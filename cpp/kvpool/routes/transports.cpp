@@ -1,0 +1,47 @@
+#include "kvpool/routes/transports.h"
+
+#include <algorithm>
+#include <array>
+
+#include "kvpool/base/error.h"
+#include "kvpool/routes/cuda_ipc/cuda_ipc_transport.h"
+#include "kvpool/routes/host/host_transports.h"
+#include "kvpool/routes/nccl/nccl_transport.h"
+#include "kvpool/routes/sock/sock_transport.h"
+#include "kvpool/routes/ucx/ucx_transport.h"
+
+namespace kvpool {
+namespace {
+
+// Not by default: cma lets peers write anywhere in the process, ucx and nccl take long to start.
+constexpr std::array kTransports = {
+    TransportKind{"loopback", true, make_loopback_transport}, TransportKind{"shm", true, make_shm_transport},
+    TransportKind{"cuda_ipc", true, make_cuda_ipc_transport}, TransportKind{"cma", false, make_cma_transport},
+    TransportKind{"ucx", false, make_ucx_transport},          TransportKind{"nccl", false, make_nccl_transport},
+    TransportKind{"sock", true, make_sock_transport},
+};
+
+}  // namespace
+
+std::span<const TransportKind> all_transports() noexcept { return kTransports; }
+
+std::vector<TransportKind> transports_named(std::span<const TransportKind> kinds,
+                                            const std::vector<std::string>& names) {
+  std::vector<TransportKind> chosen;
+  if (names.empty()) {
+    std::ranges::copy_if(kinds, std::back_inserter(chosen), &TransportKind::by_default);
+    return chosen;
+  }
+  for (const std::string& name : names) {
+    const auto kind = std::ranges::find(kinds, name, &TransportKind::name);
+    if (kind == kinds.end()) {
+      std::string known;
+      for (const TransportKind& other : kinds) known += (known.empty() ? "" : ", ") + std::string(other.name);
+      throw Error(ErrorCode::kArgument, "there is no route '" + name + "'; routes are " + known);
+    }
+    chosen.push_back(*kind);
+  }
+  return chosen;
+}
+
+}  // namespace kvpool
