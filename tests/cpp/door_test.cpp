@@ -96,7 +96,8 @@ TEST_CASE("a door: when it does not let a peer in, that is an error which says s
       CAPTURE(part);
       CHECK(text.find(part) != std::string::npos);
     }
-    CHECK(error->fields().empty());  // no errno: it is not to be taken for an address where nobody listens
+    CHECK(error->fields().empty());
+    CHECK(error->cause() == ErrorCause::kOther);  // it is not to be taken for an address where nobody listens
     CHECK(client.admitted() == 0);
   }
 }

@@ -82,6 +82,39 @@ TEST_CASE("an endpoint: a refusal carries its numbers") {
   CHECK(error->fields()[0].second == -5);
 }
 
+TEST_CASE("an endpoint: a refusal carries its cause, if it is one that a peer may name") {
+  struct Try {
+    ErrorCause said;
+    ErrorCause heard;
+    std::uint64_t subject;
+  };
+  constexpr std::uint64_t kSubject = UINT64_MAX - 3;
+  for (const Try& each :
+       {Try{ErrorCause::kConnectedAlready, ErrorCause::kConnectedAlready, kSubject},
+        Try{ErrorCause::kInstanceTaken, ErrorCause::kInstanceTaken, kSubject},
+        Try{ErrorCause::kDropped, ErrorCause::kDropped, kSubject}, Try{ErrorCause::kOther, ErrorCause::kOther, 0},
+        Try{ErrorCause::kNobodyListens, ErrorCause::kOther, 0}, Try{ErrorCause::kUnanswered, ErrorCause::kOther, 0},
+        Try{static_cast<ErrorCause>(200), ErrorCause::kOther, 0}}) {
+    Member server("server");
+    Member client("client");
+    server.refuse = Error(ErrorCode::kState, "no").because(each.said, kSubject);
+    const auto error =
+        error_of([&] { client.endpoint->connect(server.endpoint->listen("tcp:127.0.0.1:0"), in_seconds(10)); });
+    REQUIRE(error);
+    CHECK(error->code() == ErrorCode::kState);
+    CHECK(error->cause() == each.heard);
+    CHECK(error->subject() == each.subject);
+  }
+}
+
+TEST_CASE("an endpoint: nobody listens is told apart from other losses") {
+  Member client("client");
+  const auto error = error_of([&] { client.endpoint->connect(fresh_name("unix:@"), in_seconds(10)); });
+  REQUIRE(error);
+  CHECK(error->code() == ErrorCode::kPeerLost);
+  CHECK(error->cause() == ErrorCause::kNobodyListens);
+}
+
 TEST_CASE("an endpoint: whose process is at the other end is known over a Unix socket, and not over TCP") {
   for (const bool unix : {true, false}) {
     Member server("server", {.secret = "sesame", .door = false});

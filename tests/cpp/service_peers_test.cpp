@@ -159,7 +159,7 @@ TEST_CASE("whoever is told that the peer calls at the same time waits until it h
   b.on_admit = [&](Link&) {
     if (!refuses) return;
     ++refused;
-    throw Error(ErrorCode::kState, "b and a are connected already", {{"epoch", 77}});
+    throw Error(ErrorCode::kState, "b and a are connected already").because(ErrorCause::kConnectedAlready, 77);
   };
   const auto link = b.endpoint->connect(a.service.listen(unix_address()), in_seconds(10));
   REQUIRE(soon([&] { return a.service.peers().size() == 1; }));

@@ -38,6 +38,19 @@ enum class ErrorCode : std::uint8_t {
 };
 inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::kRouteFailed) + 1;
 
+// What exactly happened, where the caller goes on differently. Code looks at an error's code and cause; texts and
+// fields are for people.
+enum class ErrorCause : std::uint8_t {
+  kOther,
+  kNobodyListens,  // kPeerLost: nothing listens at the address, perhaps not yet
+  kReset,          // kPeerLost: the connection was reset
+  kUnanswered,     // kPeerLost: the link has ended before the peer said whether it lets this side in
+  // On the wire, in a refusal to meet.
+  kConnectedAlready,  // kState; subject: the epoch by which the side that called knows the other
+  kInstanceTaken,     // kState: another peer has the instance id of the side that called
+  kDropped,           // kBusy; subject: the epoch of the side that called, whose blocks are gone here
+};
+
 using ErrorField = std::pair<const char*, std::int64_t>;
 
 // What an error says is shared by its copies, and no copy changes what another says: threads may copy, read and destroy
@@ -55,6 +68,16 @@ class Error : public std::exception {
   const char* what() const noexcept override { return said_->text.c_str(); }
   ErrorCode code() const noexcept { return code_; }
   const std::vector<ErrorField>& fields() const noexcept { return said_->fields; }
+  ErrorCause cause() const noexcept { return cause_; }
+  std::uint64_t subject() const noexcept { return subject_; }  // what the cause is about, if it says so
+
+  // The same error with this cause.
+  Error because(ErrorCause cause, std::uint64_t subject = 0) const noexcept {
+    Error error(*this);
+    error.cause_ = cause;
+    error.subject_ = subject;
+    return error;
+  }
 
   // To this copy alone. `name` is a static string.
   void add(const char* name, std::int64_t value) {
@@ -70,6 +93,8 @@ class Error : public std::exception {
   };
 
   ErrorCode code_;
+  ErrorCause cause_ = ErrorCause::kOther;
+  std::uint64_t subject_ = 0;
   std::shared_ptr<const Said> said_;
 };
 

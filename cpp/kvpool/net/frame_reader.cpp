@@ -7,9 +7,9 @@
 #include <cerrno>
 #include <cstring>
 #include <string>
-#include <system_error>
 
 #include "kvpool/base/check.h"
+#include "kvpool/net/connection_error.h"
 #include "kvpool/net/sock_pass.h"
 
 namespace kvpool {
@@ -254,8 +254,7 @@ FrameReader::Filled FrameReader::fill() {
   if (got > 0) return Filled::kBytes;
   if (got == 0) return Filled::kEnd;
   if (errno == EAGAIN || errno == EWOULDBLOCK) return Filled::kNothing;
-  throw Error(ErrorCode::kPeerLost, "the connection broke: " + std::generic_category().message(errno),
-              {{"errno", errno}});
+  throw connection_error("the connection broke", errno);
 }
 
 // The rest of the payload, as far as one call takes it. Returns its bytes.

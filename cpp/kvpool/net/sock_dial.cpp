@@ -24,6 +24,7 @@
 
 #include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
+#include "kvpool/net/connection_error.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/net/sock_address.h"
 
@@ -224,10 +225,12 @@ Descriptor listen_unix(const SockAddress& address) {
 
 [[noreturn]] void fail_connect(const SockAddress& address, int error) {
   if (error == ECONNREFUSED || error == ENOENT) {
-    throw Error(ErrorCode::kPeerLost, "nobody listens at " + format_address(address), {{"errno", error}});
+    throw Error(ErrorCode::kPeerLost, "nobody listens at " + format_address(address), {{"errno", error}})
+        .because(ErrorCause::kNobodyListens);
   }
-  throw Error(error == EMFILE || error == ENFILE ? ErrorCode::kState : ErrorCode::kPeerLost,
-              "cannot connect to " + format_address(address) + ": " + text_of(error), {{"errno", error}});
+  if (error != EMFILE && error != ENFILE) throw connection_error("cannot connect to " + format_address(address), error);
+  throw Error(ErrorCode::kState, "cannot connect to " + format_address(address) + ": " + text_of(error),
+              {{"errno", error}});
 }
 
 // Returns an errno, 0 when it is connected.

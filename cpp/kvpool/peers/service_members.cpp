@@ -3,11 +3,11 @@
 //
 //   M1  An incarnation that was expelled has no session here, and gets none, before the directory names it again.
 //   M2  A pool that is fenced has no session, and gets none.
-//   M3  A pool that calls a peer which has dropped it learns so: the refusal carries the caller's own epoch. A peer
+//   M3  A pool that calls a peer which has dropped it learns so: the refusal says so (kDropped), with the caller's own
+//   epoch. A peer
 //       that never had a session with it refuses without: it has taken nothing from the caller.
 // Both are told under mutex_ before sessions are looked for, and admit() looks under it: nobody slips in between.
 #include <algorithm>
-#include <string_view>
 #include <utility>
 
 #include "kvpool/base/clock.h"
@@ -184,20 +184,18 @@ void ServiceImpl::check_membership(const PeerMetadata& metadata, bool initiated_
   }
   const auto why = book_.expelled(metadata.epoch);
   if (!why) return;
-  Error refusal(initiated_here ? ErrorCode::kPeerLost : ErrorCode::kBusy,
-                "to " + options_.name + " this incarnation of " + metadata.name + " is dead (" + *why +
-                    ") until its cluster names it again",
-                {{"retry_after_us", kRetryAfterUs}});
-  if (departed_.contains(metadata.instance)) refusal.add("epoch", static_cast<std::int64_t>(metadata.epoch));
-  throw Error(std::move(refusal));
+  const Error refusal(initiated_here ? ErrorCode::kPeerLost : ErrorCode::kBusy,
+                      "to " + options_.name + " this incarnation of " + metadata.name + " is dead (" + *why +
+                          ") until its cluster names it again",
+                      {{"retry_after_us", kRetryAfterUs}});
+  // Whose blocks were promised here, and are not any more, has to know.
+  if (departed_.contains(metadata.instance)) throw refusal.because(ErrorCause::kDropped, metadata.epoch);
+  throw Error(refusal);
 }
 
 // Whether a peer that was called has dropped this incarnation.
 void ServiceImpl::note_refusal(const Error& why) {
-  const auto is_own_epoch = [&](const ErrorField& field) {
-    return std::string_view(field.first) == "epoch" && static_cast<std::uint64_t>(field.second) == epoch_;
-  };
-  if (why.code() != ErrorCode::kBusy || std::ranges::none_of(why.fields(), is_own_epoch)) return;
+  if (why.code() != ErrorCode::kBusy || why.cause() != ErrorCause::kDropped || why.subject() != epoch_) return;
   const std::lock_guard lock(mutex_);
   if (!fenced_) dropped_by_ = why.what();
 }

@@ -106,7 +106,8 @@ void ServiceImpl::check_instance(const PeerMetadata& metadata) const {
   }
   if (taken) {
     throw Error(ErrorCode::kState, "instance id " + std::to_string(metadata.instance) + " is taken by another peer",
-                {{"instance", metadata.instance}});
+                {{"instance", metadata.instance}})
+        .because(ErrorCause::kInstanceTaken);
   }
 }
 
@@ -180,8 +181,8 @@ void ServiceImpl::end_half_open(const PeerMetadata& metadata) {
               {{"retry_after_us", kRetryAfterUs}});
 }
 
-// Whether a connection to a peer that is here already takes the place of the one that there is. Throws kState with the
-// epoch of who is known under it at the other side, else. REQUIRES: mutex_ is held.
+// Whether a connection to a peer that is here already takes the place of the one that there is. Throws kState
+// (kConnectedAlready) with the epoch by which the other side knows it, else. REQUIRES: mutex_ is held.
 //
 // The server refuses first, so two connections meet only when both sides call at the same moment, and each has admitted
 // the other's before it hears of its own. Then both keep the one of the side with the lower epoch.
@@ -192,8 +193,8 @@ void ServiceImpl::check_rival(const Peer& known, const PeerMetadata& metadata, b
                 {{"retry_after_us", kRetryAfterUs}});
   }
   if (initiated_here && known.initiator == metadata.epoch && epoch_ < metadata.epoch) return;
-  throw Error(ErrorCode::kState, options_.name + " and " + metadata.name + " are connected already",
-              {{"epoch", static_cast<std::int64_t>(initiated_here ? metadata.epoch : epoch_)}});
+  throw Error(ErrorCode::kState, options_.name + " and " + metadata.name + " are connected already")
+      .because(ErrorCause::kConnectedAlready, initiated_here ? metadata.epoch : epoch_);
 }
 
 }  // namespace kvpool

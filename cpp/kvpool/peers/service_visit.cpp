@@ -2,10 +2,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
 #include <optional>
-#include <string_view>
 
 #include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
@@ -20,26 +18,14 @@ constexpr int kInstanceDraws = 8;
 constexpr std::int64_t kPauseNs = 1'000'000;  // before connect() tries again; twice as long each time
 constexpr std::int64_t kPauseNsMax = 50'000'000;
 
-std::optional<std::int64_t> field_of(const Error& error, std::string_view name) {
-  for (const auto& [field, value] : error.fields()) {
-    if (field == name) return value;
-  }
-  return std::nullopt;
-}
-
-// The listener has not been started yet, perhaps: the port is closed, the socket not there.
-bool nobody_listens(const Error& error) {
-  const auto number = field_of(error, "errno");
-  return error.code() == ErrorCode::kPeerLost && (number == ECONNREFUSED || number == ENOENT);
-}
-
 [[noreturn]] void throw_nobody_listened(const std::string& address, const Error& error, std::int64_t ns) {
   char seconds[32];
   snprintf(seconds, sizeof(seconds), "%.1f", static_cast<double>(ns) / 1e9);
-  throw Error(ErrorCode::kPeerLost,
-              "nobody listened at " + address + " during " + seconds +
-                  " s; is the other process running, and is this the address that its listen() returned?",
-              {{"errno", *field_of(error, "errno")}});
+  Error nobody(ErrorCode::kPeerLost,
+               "nobody listened at " + address + " during " + seconds +
+                   " s; is the other process running, and is this the address that its listen() returned?");
+  for (const auto& [name, value] : error.fields()) nobody.add(name, value);
+  throw Error(nobody);
 }
 
 class CountedCall {
@@ -82,23 +68,23 @@ std::string ServiceImpl::visit(const std::string& address, const Waiting& waitin
     } catch (const Error& error) {
       note_refusal(error);
       const bool late = monotonic_ns() + pause_ns >= waiting.until_ns;
-      if (const auto epoch = field_of(error, "epoch"); error.code() == ErrorCode::kState && epoch) {
+      if (error.code() == ErrorCode::kState && error.cause() == ErrorCause::kConnectedAlready) {
         // It calls us at this moment, or has not noticed yet that it has lost us. Until it has been heard, it may drop
         // the connection that it made, for another of the two or for none: then it is ours to call again.
-        const std::string name = name_of(static_cast<std::uint64_t>(*epoch), /*settled=*/!late);
+        const std::string name = name_of(error.subject(), /*settled=*/!late);
         if (!name.empty()) return name;
         if (late) throw;
-      } else if (error.code() == ErrorCode::kState && field_of(error, "instance")) {
+      } else if (error.code() == ErrorCode::kState && error.cause() == ErrorCause::kInstanceTaken) {
         // Another peer has our id by chance. As long as nobody has seen an address of ours, another will do.
         const std::lock_guard lock(mutex_);
         if (pool_.instance() != 0 || listening_ > 0 || draws++ == kInstanceDraws) throw;
         proposed_instance_ = InstanceId::draw();
-      } else if (wait_for_listener && nobody_listens(error)) {
+      } else if (wait_for_listener && error.cause() == ErrorCause::kNobodyListens) {
         refused = error;
         if (late) throw_nobody_listened(address, *refused, monotonic_ns() - began_ns);
       } else if (refused && error.code() == ErrorCode::kDeadline) {
         throw_nobody_listened(address, *refused, monotonic_ns() - began_ns);  // it overslept
-      } else if (late || (error.code() != ErrorCode::kBusy && !field_of(error, "unanswered"))) {
+      } else if (late || (error.code() != ErrorCode::kBusy && error.cause() != ErrorCause::kUnanswered)) {
         throw;  // else its own call to us may have come in between
       }
     }

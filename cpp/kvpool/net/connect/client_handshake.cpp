@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <string_view>
 #include <system_error>
 
 #include "kvpool/base/clock.h"
+#include "kvpool/net/connection_error.h"
 #include "kvpool/net/sock_pass.h"
 
 namespace kvpool {
@@ -27,18 +27,9 @@ void send_whole(const Descriptor& socket, const Bytes& out, const Patience& pati
     } else if (bytes == 0 || errno == EAGAIN || errno == EWOULDBLOCK) {
       patience.wait(socket.get(), POLLOUT);
     } else if (errno != EINTR) {
-      throw Error(ErrorCode::kPeerLost,
-                  "the connection broke during the handshake: " + std::generic_category().message(errno),
-                  {{"errno", errno}});
+      throw connection_error("the connection broke during the handshake", errno);
     }
   }
-}
-
-// Even before connect() had returned.
-bool was_reset(const Error& error) noexcept {
-  return std::ranges::any_of(error.fields(), [](const ErrorField& field) {
-    return std::string_view(field.first) == "errno" && field.second == ECONNRESET;
-  });
 }
 
 }  // namespace
@@ -105,7 +96,8 @@ std::shared_ptr<ClientHandshake> ClientHandshake::begin(const std::shared_ptr<En
     try {
       return call(endpoint_state, address, patience, shaken);
     } catch (const Error& error) {
-      const bool silence = shaken.heard == Shaken::Heard::kNothing || was_reset(error);
+      // It may be reset even before connect() has returned.
+      const bool silence = shaken.heard == Shaken::Heard::kNothing || error.cause() == ErrorCause::kReset;
       const bool unheard = silence && --tries_left > 0;
       const bool sent_away = unheard || shaken.heard == Shaken::Heard::kHello;
       if (error.code() != ErrorCode::kPeerLost || !sent_away) throw;
@@ -196,7 +188,7 @@ void ClientHandshake::on_closed(const Error& why) noexcept {
     why_over_ = why;
     // Two that call each other: the peer may have ended this connection for its own before it had answered by this one.
     const bool asked = stage_.load() == Stage::kMetadataSent && !link_->told_why();
-    if (asked && why.code() == ErrorCode::kPeerLost) why_over_->add("unanswered", 1);
+    if (asked && why.code() == ErrorCode::kPeerLost) why_over_ = why.because(ErrorCause::kUnanswered);
   } catch (...) {
     why_over_.emplace(ErrorCode::kPeerLost, "");
   }

@@ -56,8 +56,8 @@ class Endpoint {
   // Connects to the peer that listens there. If a peer on this host offers a Unix socket, connects through that socket,
   // which can pass descriptors; it does not fall back to TCP, even if the socket does not answer. A listener crowded by
   // strangers may disconnect a caller before its proof; this method then connects again.
-  // Returns its link, admitted. Throws kPeerLost (nothing listens there; the Unix socket refuses; with the field
-  // `unanswered` when the link has ended before the peer said whether it lets this side in), kDeadline, kAuth,
+  // Returns its link, admitted. Throws kPeerLost (nothing listens there; the Unix socket refuses; of cause
+  // kUnanswered when the link has ended before the peer said whether it lets this side in), kDeadline, kAuth,
   // kProtocol, and any Error that either side's Admit threw; kCancelled when the caller gives up. `meeting` goes into
   // the metadata that both sides' Admit gets.
   virtual std::shared_ptr<Link> connect(const std::string& address, const Waiting& waiting,

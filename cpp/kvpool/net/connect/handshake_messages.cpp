@@ -28,6 +28,11 @@ std::string plain(std::string_view text) {
   return out;
 }
 
+// The causes that a peer may name; one that it does not know is none to this side.
+bool crosses(ErrorCause cause) noexcept {
+  return cause == ErrorCause::kConnectedAlready || cause == ErrorCause::kInstanceTaken || cause == ErrorCause::kDropped;
+}
+
 std::string_view as_text(std::span<const std::byte> body) {
   return {reinterpret_cast<const char*>(body.data()), body.size()};
 }
@@ -85,6 +90,8 @@ Bytes write_reject(const Error& why) {
   WireWriter writer(out);
   const std::size_t fields = std::min(why.fields().size(), kFieldsMax);
   writer.number(static_cast<std::uint8_t>(why.code()))
+      .number(static_cast<std::uint8_t>(why.cause()))
+      .number(why.subject())
       .text(text.substr(0, kTextBytesMax))
       .number(static_cast<std::uint8_t>(fields));
   for (std::size_t i = 0; i < fields; ++i) {
@@ -97,6 +104,8 @@ Bytes write_reject(const Error& why) {
 Error read_reject(std::span<const std::byte> body) {
   WireReader in(body);
   const auto code = in.number<std::uint8_t>();
+  const auto cause = static_cast<ErrorCause>(in.number<std::uint8_t>());
+  const auto subject = in.number<std::uint64_t>();
   const std::string text = plain(in.text(kTextBytesMax));
   std::vector<ErrorField> known;
   const auto fields = in.number<std::uint8_t>();
@@ -113,7 +122,7 @@ Error read_reject(std::span<const std::byte> body) {
   }
   Error why(static_cast<ErrorCode>(code), text);
   for (const auto& [name, value] : known) why.add(name, value);
-  return why;
+  return crosses(cause) ? why.because(cause, subject) : why;
 }
 
 Bytes write_bye(const Error& why) {
