@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from functools import lru_cache
+from itertools import combinations
 from pathlib import Path
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
@@ -45,6 +46,7 @@ class Sources:
         self._roots = roots
         self.own = lru_cache(maxsize=None)(self._own)
         self.included = lru_cache(maxsize=None)(self._included)
+        self.clash = lru_cache(maxsize=None)(self._clash)
 
     def _own(self, file: Path) -> frozenset[str]:
         return declared(file.read_text())
@@ -61,20 +63,28 @@ class Sources:
                     waiting.append(header)
         return frozenset(found)
 
-    def clash(self, one: Path, other: Path) -> bool:
+    def _clash(self, one: Path, other: Path) -> bool:
         """Whether a name has one meaning in one file, or in a header of it alone, and another in the other file."""
-        mine, theirs = self.included(one) | {one}, self.included(other) | {other}
         if self.own(one) & self.own(other):
             return True
+        mine, theirs = self.included(one) | {one}, self.included(other) | {other}
         names_here = frozenset().union(*(self.own(file) for file in mine - theirs))
         names_there = frozenset().union(*(self.own(file) for file in theirs - mine))
         return bool(names_here & names_there)
 
 
 def grouped(files: list[Path], sources: Sources, at_most: int) -> list[list[Path]]:
-    """The files in groups, each in the first group that has room for it and no clash with it."""
+    """The files in groups, each in the first group that has room for it and no clash with it.
+
+    Those that clash with many come first: later the groups are full, and each would be a group by itself.
+    """
+    clashes = dict.fromkeys(files, 0)
+    for one, other in combinations(files, 2):
+        if sources.clash(one, other):
+            clashes[one] += 1
+            clashes[other] += 1
     groups: list[list[Path]] = []
-    for file in files:
+    for file in sorted(files, key=lambda file: -clashes[file]):
         for group in groups:
             size = sum(each.stat().st_size for each in (*group, file))
             if size <= at_most and not any(sources.clash(file, each) for each in group):
