@@ -326,6 +326,33 @@ def test_the_sanitizers_compile_few_files():
     assert len(groups) < len(bindings) / 3
     assert makefile("UNITY") == "ON"
     assert "KVPOOL_UNITY=$(UNITY)" in makefile("SANITIZED")
+    assert "KVPOOL_UNITY=$(UNITY)" in makefile("MODULE_tests")
+
+
+def test_the_module_of_the_tests_is_not_optimised_as_a_users_is():
+    """Optimised across files it took half of the time that all of `make test` may take."""
+    for setting in ("-DKVPOOL_LTO=OFF", "-DKVPOOL_OPTIMISE=-O1"):
+        assert setting in makefile("MODULE_tests")
+        assert setting not in makefile("MODULE_release")
+    text = (ROOT / "Makefile").read_text()
+    for target in ("set-up", "cpp-plain", "python-test", "types"):
+        assert "module-release" not in recipe_of(target), target
+        assert not re.search(rf"^{target}:.*module-release", text, re.MULTILINE), target
+    for target in ("build", "demo", "bench", "cpp-test"):  # what users get, and what is measured
+        assert re.search(rf"^{target}:.*\$\(DONE\)/module-release ", text, re.MULTILINE), target
+
+
+def test_what_pip_installs_is_installed_while_the_compiler_works():
+    assert "-j2 $(DONE)/requirements $(DONE)/module-tests" in recipe_of("set-up")
+    listed = subprocess.run(
+        [sys.executable, ROOT / "tools" / "requirements.py", "demo", "test", "dev"],
+        capture_output=True, text=True, check=True,
+    ).stdout.split("\n")  # fmt: skip
+    assert {"pyzmq>=26", "rich>=13", "numpy>=1.24"} <= set(
+        listed
+    )  # of an extra that an extra names, and of the package
+    assert not [line for line in listed if line.startswith("kvpool")]
+    assert len(listed) == len(set(listed))
 
 
 # ---- that the shorter run still finds what is wrong: bugs to plant
