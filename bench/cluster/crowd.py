@@ -14,11 +14,11 @@ import time
 from abc import ABC, abstractmethod
 
 import kvpool
-from kvpool.cluster.etcd_keys import Ids, Keys, put
-from kvpool.cluster.gateway import Gateway, Options
-from kvpool.cluster.local_folder import Folder, State, folder_path, member_file
-from kvpool.cluster.local_page import _MAGIC, _WORDS, lock_file
-from kvpool.cluster.local_view import PAGE_SUFFIX, RECORD_SUFFIX
+from kvpool.cluster.etcd.gateway import Gateway, Options
+from kvpool.cluster.etcd.keys import Ids, Keys, put
+from kvpool.cluster.local.folder import Folder, State, folder_path, member_file
+from kvpool.cluster.local.page import _MAGIC, _WORDS, lock_file
+from kvpool.cluster.local.scanner import PAGE_SUFFIX, RECORD_SUFFIX
 from kvpool.cluster.record import Load, Member
 
 __all__ = ["Crowd", "EtcdCrowd", "LocalCrowd"]
@@ -94,7 +94,7 @@ class LocalCrowd(Crowd):
             page = os.open(file + ".made", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._folder.descriptor)
             os.ftruncate(page, _PAGE_BYTES)
             beat_ns = time.monotonic_ns()
-            words = (beat_ns, 0, _LEASE_S * 1_000_000_000, record.epoch, record.instance, 0, _MAGIC)
+            words = (beat_ns, 0, _LEASE_S * 1_000_000_000, record.incarnation, record.instance, 0, _MAGIC)
             os.pwrite(page, _WORDS.pack(*words), 0)
             lock_file(page)
             self._pages.append(page)

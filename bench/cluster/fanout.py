@@ -65,14 +65,14 @@ class Subject:
         for _ in range(times):
             directory._look_at = 0.0
             begun = time.thread_time()
-            directory.tend()
+            directory.update()
             taken.append(1e3 * (time.thread_time() - begun))
         return median(taken)
 
     def enter(self) -> float:
         """Milliseconds until this one is a member, too; it leaves again."""
         begun = time.perf_counter()
-        registration = self._cluster.register(name="newcomer", role="both", epoch=1, timeout=_WAIT_S)
+        registration = self._cluster.register(name="newcomer", role="both", incarnation=1, timeout=_WAIT_S)
         seconds = time.perf_counter() - begun
         registration.leave()
         return 1e3 * seconds

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cluster.local_folder import folder_path
+from kvpool.cluster.local.folder import folder_path
 
 torch = pytest.importorskip("torch")
 

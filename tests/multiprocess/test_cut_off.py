@@ -19,7 +19,7 @@ from proxy import Proxy
 from victims import LONG, Nursery, Victim
 
 import kvpool
-from kvpool.cluster.gateway import encode
+from kvpool.cluster.etcd.gateway import encode
 
 LINK_LEASE = 2.0  # of those that are cut off from their peers, too
 
@@ -124,7 +124,7 @@ def test_one_that_is_cut_off_for_less_than_its_lease_again_and_again_is_not_lost
         Proxy(f"tcp:127.0.0.1:{own_etcd.port}") as proxy,
         member_behind(proxy, home, near_nursery) as (victim, _),
     ):
-        until = "attachment._registration._entry.keeper.valid_until_ns"
+        until = "attachment._registration._entry.renewer.valid_until_ns"
         for up, down in ((True, True), (True, False), (False, True)) * (20 if LONG else 1):
             proxy.hold(up=up, down=down)
             time.sleep(CLUSTER_LEASE / 4)

@@ -31,8 +31,8 @@ LINK_LEASE = 60.0  # nothing here may end by it
 FIRST = """
 cluster = kvpool.Cluster.join(url, lease=lease)
 tell(cluster.secret)
-for epoch in range(1, 10_000):
-    registration = cluster.register(name='first', role='both', epoch=epoch)
+for incarnation in range(1, 10_000):
+    registration = cluster.register(name='first', role='both', incarnation=incarnation)
     tell(registration.instance)
     registration.leave()
 """

@@ -284,7 +284,7 @@ def test_peers_that_have_parted_before_the_loss_is_known_are_met_when_the_lease_
         for _ in range(2):
             b._expel(a._epoch(), "its lease has run out")  # b hears first
             eventually(lambda: a.peers() == [] == b.peers())
-            b._attachment._members.tell_again()
+            b._attachment._members.pass_again()
             a._attachment._on_lease("lost")
             a._attachment._on_lease("lost")
             with refused(a, Fenced, "lost its lease"):

@@ -93,7 +93,7 @@ def test_a_pool_whose_attachment_is_closed_in_the_clusters_own_thread_leaves(url
                 attachment.close()
                 closing.append(attachment.closed)
 
-        cluster._board.subscribe(close)
+        cluster._view.subscribe(close)
         with member(url, "b"):
             eventually(lambda: names(watching) == ["b"])
         assert closing[0]
@@ -166,7 +166,7 @@ def test_a_drain_ends_when_somebody_else_has_the_name(url, monkeypatch):
         thread.start()
         eventually(lambda: attachment._registration.record.state == "draining")
         monkeypatch.setattr(entry, "enter_again", lambda record, lost: None)
-        monkeypatch.setattr(entry, "hold", lambda: "lost")
+        monkeypatch.setattr(entry, "check_lease", lambda: "lost")
         thread.join(60)
         assert drained
         assert not attachment.closed

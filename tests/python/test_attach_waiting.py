@@ -99,7 +99,7 @@ def thread_with_the_table(request):
 
 @pytest.mark.parametrize("what", ["cluster", "attachment"])
 def test_a_finalizer_in_a_thread_that_has_the_table_of_members_waits_for_nobody(url, thread_with_the_table, what):
-    """While the cluster's own thread, which paints the board, waits for that table."""
+    """While the cluster's own thread, which paints the view, waits for that table."""
     with join(url) as watching, member(url, "a") as (a, cluster, attachment):
         eventually(lambda: names(watching) == ["a"])
         closing = cluster if what == "cluster" else attachment
@@ -108,7 +108,7 @@ def test_a_finalizer_in_a_thread_that_has_the_table_of_members_waits_for_nobody(
 
         def close_when_the_board_waits() -> None:
             wanted.by.clear()
-            late.register(name="late", role="both", epoch=7)
+            late.register(name="late", role="both", incarnation=7)
             eventually(lambda: "kvpool-cluster" in wanted.by)
             drop(closing.close)
             gc.collect()
@@ -121,7 +121,7 @@ def test_a_finalizer_in_a_thread_that_has_the_table_of_members_waits_for_nobody(
 
         table._lock = Interrupted(wanted, happens)
         with join(url) as other:
-            other.register(name="b", role="both", epoch=8)  # of which the members' thread hears
+            other.register(name="b", role="both", incarnation=8)  # of which the members' thread hears
             eventually(lambda: once.took)
             assert once.took < HUNG
             eventually(lambda: "a" not in names(watching))
@@ -130,12 +130,12 @@ def test_a_finalizer_in_a_thread_that_has_the_table_of_members_waits_for_nobody(
                 a.alloc(1, instance="b")
             assert not attachment._watch._thread.is_alive()
         late.close()
-    assert not cluster._tender._thread.is_alive()
+    assert not cluster._loop._thread.is_alive()
 
 
 def test_callbacks_that_close_their_cluster_at_once_do_not_wait_for_each_other(url):
     with join(url) as watching, join(url) as cluster:
-        cluster.register(name="a", role="both", epoch=1)
+        cluster.register(name="a", role="both", incarnation=1)
         eventually(lambda: names(watching) == ["a"])
         together, took = threading.Barrier(3), []
 
@@ -168,7 +168,7 @@ def test_callbacks_that_close_each_other_at_once_do_not_wait_for_each_other(url)
             two.on_change(lambda event: close(event, 0)),
         ]
         with join(url) as cluster:
-            cluster.register(name="a", role="both", epoch=1)
+            cluster.register(name="a", role="both", incarnation=1)
             together.wait(60)
             eventually(lambda: len(took) == 2)
         assert max(took) < HUNG
@@ -197,7 +197,7 @@ def test_callbacks_of_a_pool_that_close_it_at_once_do_not_wait_for_each_other(ur
 
 
 class OfTheBoard(dict):
-    """The board's members: the first reader, who has the lock of the board, is interrupted."""
+    """The view's members: the first reader, who has the lock of the view, is interrupted."""
 
     def __init__(self, members: dict[str, kvpool.Member], happens: Callable[[], object]) -> None:
         super().__init__(members)
@@ -235,15 +235,15 @@ def test_closing_in_the_middle_of_a_look_at_the_members_waits_for_nobody(url, ho
             cluster.close()
             took.append(time.monotonic() - begin)
 
-        board = cluster._board
-        with board._changed:
-            board._members = OfTheBoard(board._members, lambda: how(close))
+        view = cluster._view
+        with view._changed:
+            view._members = OfTheBoard(view._members, lambda: how(close))
         cluster.members()
         assert attachment.closed
         assert took[0] < HUNG
         eventually(lambda: names(watching) == [])
         cluster.close()
-        assert not cluster._tender._thread.is_alive()
+        assert not cluster._loop._thread.is_alive()
 
 
 def test_a_finalizer_under_a_lock_that_a_callback_wants_waits_for_nobody(url):
@@ -258,7 +258,7 @@ def test_a_finalizer_under_a_lock_that_a_callback_wants_waits_for_nobody(url):
 
         with lock:
             handle = cluster.on_change(hear)
-            cluster.register(name="a", role="both", epoch=1)
+            cluster.register(name="a", role="both", incarnation=1)
             assert heard.wait(60)
             begin = time.monotonic()
             drop(cluster.close)
@@ -285,14 +285,14 @@ def test_a_cluster_that_is_closed_while_it_registers_has_no_member(url, monkeypa
                 pool.attach(cluster, name="a")
             assert pool.name is None
         cluster.close()
-        assert not cluster._tender._thread.is_alive()
+        assert not cluster._loop._thread.is_alive()
         eventually(lambda: names(watching) == [])
 
 
 def test_a_state_that_a_handler_of_a_signal_publishes_is_not_lost(url):
     """SIGTERM drains, in the thread that is just publishing something else."""
     with join(url) as watching, join(url) as cluster:
-        reg = cluster.register(name="a", role="both", epoch=1)
+        reg = cluster.register(name="a", role="both", incarnation=1)
 
         interrupt = Once(lambda: by_signal(lambda: reg.publish(state="draining")))
 

@@ -91,11 +91,11 @@ def test_an_etcd_that_does_not_answer_is_told_in_a_line(unreachable, command, ca
 def test_a_cluster_is_forgotten_when_nobody_is_there(url, capsys):
     name = url.removeprefix("local://")
     with kvpool.Cluster.join(url) as cluster:
-        cluster.register(name="first", role="both", epoch=1)
+        cluster.register(name="first", role="both", incarnation=1)
         assert cli.main(["cluster", "--forget", name]) == 2
         assert "live: first" in capsys.readouterr().err
     assert cli.main(["cluster", "--forget", name]) == 0
-    assert capsys.readouterr().out == f"{name} is forgotten\n"
+    assert capsys.readouterr().out == f"{name} is removed\n"
     assert cli.main(["cluster", "--forget", url]) == 0
     assert "no local cluster" in capsys.readouterr().out
     assert cli.main(["cluster", url, "--forget", name]) == 2
@@ -128,7 +128,7 @@ def test_top_shows_what_fits_the_terminal(url, members, capsys, monkeypatch, wid
 def test_members_may_have_any_printable_name(url, capsys, name):
     pytest.importorskip("rich", reason="rich is not installed")
     with kvpool.Cluster.join(url) as cluster:
-        cluster.register(name=name, role="both", epoch=1)
+        cluster.register(name=name, role="both", incarnation=1)
         for command in (["cluster", url], ["top", url, "--once"]):
             assert cli.main(command) == 0
             assert name in capsys.readouterr().out
@@ -138,9 +138,9 @@ def test_members_may_have_any_printable_name(url, capsys, name):
 
 def test_a_cluster_with_a_secret_of_its_own_is_shown_to_who_knows_it(url, capsys, monkeypatch):
     with kvpool.Cluster.join(url, secret="given") as cluster:
-        cluster.register(name="first", role="both", epoch=1)
+        cluster.register(name="first", role="both", incarnation=1)
         assert cli.main(["cluster", url]) == 2
-        assert "secret of its own" in capsys.readouterr().err
+        assert "was created with a given secret" in capsys.readouterr().err
         monkeypatch.setenv("KVPOOL_SECRET", "wrong")
         assert cli.main(["cluster", url]) == 2
         assert "another secret" in capsys.readouterr().err

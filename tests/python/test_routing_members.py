@@ -30,9 +30,9 @@ class World:
         self.scheduler = GlobalScheduler(UnitModel(), lambda: self.now, policy=LeastLoad(), balance=balance)
         self.members = RoutingMembers(self.watching, self.scheduler)
 
-    def join(self, name: str, role: str = "both", epoch: int = 1) -> kvpool.Cluster:
+    def join(self, name: str, role: str = "both", incarnation: int = 1) -> kvpool.Cluster:
         cluster = kvpool.Cluster.join(self.url)
-        cluster.register(name=name, role=role, epoch=epoch, endpoints=["unix:@nowhere"])
+        cluster.register(name=name, role=role, incarnation=incarnation, endpoints=["unix:@nowhere"])
         return cluster
 
     def until(self, kind: str, name: str) -> None:
@@ -121,12 +121,12 @@ def test_roles_become_kinds(world):
 
 
 def test_one_that_is_restarted_begins_from_nothing(world):
-    with world.join("a", epoch=1):
+    with world.join("a", incarnation=1):
         world.until("joined", "a")
         decision = world.scheduler.route(Request(prompt(8)))
         world.scheduler.finished(decision.ticket)
         assert world.scheduler.route(Request(prompt(8))).cached > 0
-    with world.join("a", epoch=2):
+    with world.join("a", incarnation=2):
         world.until("joined", "a")
         again = world.scheduler.route(Request(prompt(8)))
         assert again.instance != decision.instance
@@ -135,7 +135,7 @@ def test_one_that_is_restarted_begins_from_nothing(world):
 
 def test_without_an_address_nobody_is_chosen(world):
     with kvpool.Cluster.join(world.url) as cluster:
-        registration = cluster.register(name="a", role="both", epoch=1)
+        registration = cluster.register(name="a", role="both", incarnation=1)
         world.until("joined", "a")
         with pytest.raises(kvpool.StateError):
             world.choices(1)

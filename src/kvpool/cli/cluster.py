@@ -1,4 +1,4 @@
-"""`kvpool cluster URL`: who is in a cluster, what each does, and how full it is."""
+"""`kvpool cluster URL`: lists the members of a cluster, their roles and their load."""
 
 from __future__ import annotations
 
@@ -12,44 +12,46 @@ from kvpool.cluster import Cluster, Member
 from kvpool.config import load
 from kvpool.errors import ArgumentError, AuthError
 
-__all__ = ["add_parser", "add_place", "columns", "join", "row"]
+__all__ = ["add_parser", "add_url", "columns", "join", "row"]
 
 columns = ("member", "instance", "role", "state", "HBM free/active/cached", "of", "DRAM free/active/cached", "of",
            "requests", "seen for", "endpoints")  # fmt: skip
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to the parser's commands."""
+    """Adds the command."""
     parser = commands.add_parser("cluster", help="list the members of a cluster, their blocks and their load")
-    add_place(parser, optional=True)
+    add_url(parser, optional=True)
     parser.add_argument(
         "--forget", metavar="NAME",
-        help="remove what a local cluster without members has left on this machine: its secret, its counter of ids",
+        help="remove the folder of a local cluster without members, with its secret and its counter of ids",
     )  # fmt: skip
     parser.add_argument(
         "--repair-ids", action="store_true",
-        help="write the counter of ids in etcd again, above every id that etcd shows, where no member lives to do so",
+        help="write the counter of ids in etcd again, above every id that etcd lists, if no live member can do so",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
 
-def add_place(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """Adds the arguments that say where a cluster is."""
+def add_url(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Adds the arguments for the URL and the credentials of a cluster."""
     where = (
-        "local://NAME or etcd://HOST:PORT/PREFIX (etcds:// over TLS); of a local cluster that was given a secret, "
-        "KVPOOL_SECRET has it"
+        "local://NAME or etcd://HOST:PORT/PREFIX (etcds:// over TLS); set KVPOOL_SECRET for a local cluster whose "
+        "members were given a secret"
     )
     parser.add_argument("url", metavar="URL", help=where, nargs="?" if optional else None)
-    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="to wait for the directory")
-    parser.add_argument("--tls-ca", metavar="FILE", help="certificates that etcd's must be signed by")
-    parser.add_argument("--tls-cert", metavar="FILE", help="our own certificate")
+    parser.add_argument(
+        "--timeout", type=float, default=10.0, metavar="SECONDS", help="how long to wait for the directory"
+    )
+    parser.add_argument("--tls-ca", metavar="FILE", help="CA certificates for etcd's certificate")
+    parser.add_argument("--tls-cert", metavar="FILE", help="client certificate")
     parser.add_argument("--tls-key", metavar="FILE", help="its key")
-    parser.add_argument("--user", metavar="NAME", help="whom etcd knows us as; the password is in KVPOOL_ETCD_PASSWORD")
+    parser.add_argument("--user", metavar="NAME", help="user name for etcd; set the password in KVPOOL_ETCD_PASSWORD")
 
 
 def join(arguments: argparse.Namespace) -> Cluster:
-    """Begins to watch the cluster that the arguments name, as one who is no member.
+    """Joins the cluster that the arguments name, as an observer.
 
     Raises:
         ArgumentError, DeadlineExceeded, AuthError, StateError: As Cluster.join.
@@ -64,7 +66,7 @@ def join(arguments: argparse.Namespace) -> Cluster:
     }
     try:
         return Cluster.join(arguments.url, **options)
-    except AuthError:  # first without, so that one who only looks never gives a cluster another secret
+    except AuthError:  # first without a secret, so that an observer never replaces the cluster's
         secret = load().secret
         if not secret or not arguments.url.startswith("local://"):
             raise
@@ -72,7 +74,7 @@ def join(arguments: argparse.Namespace) -> Cluster:
 
 
 def row(member: Member) -> tuple[str, ...]:
-    """A member as texts, one for each of `columns`."""
+    """The texts of a member, one for each of `columns`."""
     load = member.load
     return (
         member.name,
@@ -92,16 +94,16 @@ def row(member: Member) -> tuple[str, ...]:
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.forget is not None:
         if arguments.url is not None:
-            raise ArgumentError(f"--forget {arguments.forget} wants no other cluster beside it: {arguments.url}")
+            raise ArgumentError(f"--forget {arguments.forget} takes no other cluster: {arguments.url}")
         name = arguments.forget.removeprefix("local://")
-        was_there = Cluster.forget(f"local://{name}", timeout=arguments.timeout)
-        print(f"{name} is forgotten" if was_there else f"there was no local cluster {name}")
+        existed = Cluster.forget(f"local://{name}", timeout=arguments.timeout)
+        print(f"{name} is removed" if existed else f"there was no local cluster {name}")
         return
     if arguments.url is None:
-        raise ArgumentError("which cluster? local://NAME or etcd://HOST:PORT/PREFIX")
+        raise ArgumentError("name a cluster: local://NAME or etcd://HOST:PORT/PREFIX")
     with join(arguments) as cluster:
         if arguments.repair_ids:
-            print(f"the counter of ids says that {cluster.repair_ids()} were given")
+            print(f"the counter of ids is at {cluster.repair_ids()}")
             return
         members = cluster.members()
     print(json.dumps([_facts(one) for one in members], indent=2) if arguments.json else _text(members))
@@ -114,7 +116,7 @@ def _facts(member: Member) -> dict[str, Any]:
 
 def _text(members: list[Member]) -> str:
     if not members:
-        return "nobody is there"
+        return "no members"
     rows = [columns, *map(row, members)]
     widths = [max(len(one[column]) for one in rows) for column in range(len(columns))]
     return "\n".join(

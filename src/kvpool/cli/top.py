@@ -1,4 +1,4 @@
-"""`kvpool top URL`: the members of a cluster, again and again."""
+"""`kvpool top URL`: shows the members of a cluster continuously."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvpool.cli.cluster import add_place, columns, join, row
+from kvpool.cli.cluster import add_url, columns, join, row
 from kvpool.cluster import Cluster, Member
 from kvpool.errors import ArgumentError, Unsupported
 
 __all__ = ["add_parser"]
 
 _EXPENDABLE: Final = ("endpoints", "seen for", "instance")  # on a narrow terminal, in this order
-_BETWEEN: Final = 3  # a line and two blanks
+_BETWEEN: Final = 3  # a line and two spaces
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to the parser's commands."""
+    """Adds the command."""
     parser = commands.add_parser("top", help="watch the members of a cluster (needs the extra kvpool[cli])")
-    add_place(parser)
-    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks")
-    parser.add_argument("--once", action="store_true", help="look once, and end")
+    add_url(parser)
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="interval of the updates")
+    parser.add_argument("--once", action="store_true", help="show the members once")
     parser.set_defaults(run=_run)
 
 
@@ -37,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> None:
         raise Unsupported(
             "kvpool top draws with rich: pip install 'kvpool[cli]'; kvpool cluster needs nothing"
         ) from None
-    console = Console(markup=False, emoji=False, highlight=False)  # names are whatever members call themselves
+    console = Console(markup=False, emoji=False, highlight=False)  # member names are arbitrary text
     with join(arguments) as cluster:
         if arguments.once:
             console.print(_table(cluster, console.width))
@@ -67,7 +67,7 @@ def _table(cluster: Cluster, width: int) -> Any:
 
 
 def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """The columns to show, so that they fit, if they can."""
+    """The columns to show, so that they fit if possible."""
     widths = [max(len(line) for one in rows for line in one[column].split("\n")) for column in range(len(columns))]
     shown = list(range(len(columns)))
     for title in _EXPENDABLE:

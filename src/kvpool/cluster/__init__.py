@@ -1,8 +1,8 @@
-"""Who is there: membership of a cluster, on one machine or over etcd."""
+"""Membership of a cluster, on one machine or over etcd."""
 
 from kvpool.cluster.callback import MemberCallback
 from kvpool.cluster.cluster import Cluster
 from kvpool.cluster.record import Load, Member, MemberEvent
-from kvpool.cluster.registration import LeaseWord, Registration
+from kvpool.cluster.registration import LeaseEvent, Registration
 
-__all__ = ["Cluster", "LeaseWord", "Load", "Member", "MemberCallback", "MemberEvent", "Registration"]
+__all__ = ["Cluster", "LeaseEvent", "Load", "Member", "MemberCallback", "MemberEvent", "Registration"]

@@ -1,4 +1,4 @@
-"""Calling the application back when the membership changes."""
+"""Callbacks of the application for changes of the membership."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from kvpool.cluster.board import Board
+from kvpool.cluster.membership_view import MembershipView
 from kvpool.cluster.record import MemberEvent
 from kvpool.waiting.threads import busy, join, may_wait
 
@@ -19,43 +19,43 @@ _log = logging.getLogger("kvpool.cluster")
 
 
 class MemberCallback:
-    """A callback of `Cluster.on_change`, until it is closed. It runs in a thread of its own, one event after another.
+    """A callback of `Cluster.on_change`, until it is closed. A separate thread calls it, one event after another.
 
-    Use it in a ``with``, or call ``close()``; closing the cluster ends it, too.
+    Use it in a ``with``, or call ``close()``; closing the cluster closes it, too.
     """
 
-    def __init__(self, board: Board, callback: Callable[[MemberEvent], object]) -> None:
+    def __init__(self, view: MembershipView, callback: Callable[[MemberEvent], object]) -> None:
         """Use `Cluster.on_change`."""
         self._process = os.getpid()
-        self._board = board
+        self._view = view
         self._callback = callback
         self._events: queue.SimpleQueue[MemberEvent | None] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvpool-members", daemon=True)
         self._thread.start()
-        board.subscribe(self._events.put)
+        view.subscribe(self._events.put)
 
     def close(self) -> None:
-        """Ends it: when this returns the callback is not running any more. Idempotent.
+        """Ends the callback: when this returns it is not running. Idempotent.
 
-        One that runs for longer than a minute is not waited for; and from a callback, of a pool or a cluster, this one
-        or another, or a finalizer that the garbage collector runs, nothing is: then it ends soon.
+        This waits for at most a minute. Called from any callback of a pool or a cluster, or from a finalizer that the
+        garbage collector runs, it does not wait, and the callback ends soon.
         """
         if os.getpid() != self._process:
-            return  # in a forked child there is no thread, and the locks may be held for ever
+            return  # a forked child has no such thread, and its copies of the locks may be held for ever
         self.stop()
         if may_wait():
-            self._board.unsubscribe(self._events.put)
+            self._view.unsubscribe(self._events.put)
             join(self._thread)
 
     def stop(self) -> None:
-        """Lets it end soon. Waits for nothing."""
+        """Tells it to end soon. Does not wait."""
         self._stopping = True
         self._events.put(None)
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or its cluster was."""
+        """Whether the callback or its cluster was closed."""
         return self._stopping
 
     def __enter__(self) -> MemberCallback:
@@ -73,7 +73,7 @@ class MemberCallback:
             try:
                 self._call_until_stopped()
             finally:
-                self._board.unsubscribe(self._events.put)
+                self._view.unsubscribe(self._events.put)
 
     def _call_until_stopped(self) -> None:
         while not self._stopping:

@@ -1,7 +1,8 @@
-"""What a directory of members must do, whichever keeps it: the files of one machine, or etcd.
+"""The interface of a directory of members. Files implement it on one machine (local/), keys in etcd on many (etcd/).
 
-A directory is asked by one thread, the tender of a `Cluster` (tender.py), but for `enter`, `valid` and what says
-otherwise. It shows what it sees on a `Board`. The conformance suite (tests/python/cluster) runs over every kind.
+One thread calls a directory, the `MembershipLoop` of a `Cluster`, except for `enter`, `valid` and methods that say
+otherwise. The directory writes what it finds into a `MembershipView`. The conformance suite (tests/python/cluster) runs
+over every kind of directory.
 """
 
 from __future__ import annotations
@@ -9,78 +10,80 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Literal, Protocol
 
-from kvpool.cluster.board import Board
+from kvpool.cluster.membership_view import MembershipView
 from kvpool.cluster.record import Member
 from kvpool.errors import ArgumentError
 
-__all__ = ["Directory", "Entry", "Hold", "Unreachable", "Witness"]
+__all__ = ["Directory", "Entry", "LeaseState", "PeerLinks", "Unreachable"]
 
-Hold = Literal["held", "forgotten", "lost"]
+LeaseState = Literal["held", "forgotten", "lost"]
 
 
 class Unreachable(Exception):
-    """The directory does not answer. What was asked may have been done all the same; it will be asked again."""
+    """The directory does not answer. It may have carried out the request all the same; the caller tries again."""
 
 
-class Witness(Protocol):
-    """What the direct links of an attached pool show of other members. Any thread; no wait; no lock of the board's."""
+class PeerLinks(Protocol):
+    """What an attached pool knows of members by its own links. Any thread; no wait; takes no lock of the view."""
 
-    def is_linked(self, member: Member) -> bool:
-        """Whether a link to this incarnation is there now: it lives, whatever the directory says."""
+    def is_connected(self, member: Member) -> bool:
+        """Whether the pool has a link to this incarnation: then it lives, whatever the directory says."""
 
-    def has_parted(self, member: Member) -> bool:
-        """Whether there was a link to it, which has ended: what it had here was taken back."""
+    def has_disconnected(self, member: Member) -> bool:
+        """Whether the pool had a link to it that has ended: then the pool has taken back the blocks it had reserved."""
 
-    def instances(self) -> list[int]:
-        """The ids of those that are linked now."""
+    def connected_instances(self) -> list[int]:
+        """The ids of the connected members."""
 
 
 class Entry(ABC):
-    """What one member has in a directory: its record, its id, and a lease that ends with its process.
+    """One member in a directory: its record, its id, and a lease that ends with its process.
 
-    Invariant: while `hold()` would say "held", no other incarnation has the name or the id.
+    Invariant: while `check_lease()` would return "held", no other incarnation has the name or the id.
     """
 
     record: Member
-    """As it was entered, with the id given and the term."""
+    """The record as it was entered, with the assigned id and the term."""
 
     @abstractmethod
     def valid(self) -> bool:
-        """Whether the lease is certainly still held, as far as this process can tell by itself. Any thread; no wait."""
+        """Whether this process knows, without asking anybody, that the lease is held. Any thread; no wait."""
 
     @abstractmethod
     def lapsed(self) -> bool:
         """Whether the lease is lost by this machine's clock alone. Any thread; no wait.
 
-        Nothing here has kept it alive for longer than it lasts. `hold()` says "lost" then, until it is entered again.
+        True if nothing on this machine has renewed it for longer than it lasts. `check_lease()` then returns "lost",
+        until the member is entered again.
         """
 
     @abstractmethod
     def dropped(self, why: str) -> None:
-        """A peer has refused this member, which it has dropped: `hold()` says "lost" next. Any thread; no wait."""
+        """Notes that a peer has dropped this member: `check_lease()` returns "lost" next. Any thread; no wait."""
 
     def renewals_failed(self) -> int:
-        """How many renewals the directory has not answered. Any thread; no wait."""
+        """How many renewals the directory did not answer. Any thread; no wait."""
         return 0
 
     @abstractmethod
-    def hold(self) -> Hold:
-        """What has become of the lease.
+    def check_lease(self) -> LeaseState:
+        """Checks the lease.
 
-        "lost": another incarnation has the name or the id, peers have dropped this one, or this process was stopped for
-        longer than its lease. "forgotten": the directory does not list it, and nobody has taken anything from it; the
-        member has only to be entered again.
+        Returns:
+            "held"; "lost": another incarnation has the name or the id, peers have dropped this member, or this process
+            was stopped for longer than its lease; "forgotten": the directory does not list the member, but nobody has
+            taken anything from it, so it only has to be entered again.
 
         Raises:
-            Unreachable: The directory does not answer, so nobody knows.
+            Unreachable: The directory does not answer, so the state is unknown.
         """
 
     @abstractmethod
     def write(self, record: Member) -> None:
-        """Replaces the record. The name, id, epoch and term are the entry's own.
+        """Replaces the record; name, id, incarnation and term stay.
 
         Raises:
-            Unreachable: It may or may not be written.
+            Unreachable: The record may or may not be written.
         """
 
     @abstractmethod
@@ -88,71 +91,73 @@ class Entry(ABC):
         """Takes name and id back, in a new term if the lease was lost.
 
         Returns:
-            The term; or None: another incarnation has the name or the id, and the entry is void.
+            The term. None if another incarnation has the name or the id: then the entry is void.
 
         Raises:
-            Unreachable: Nobody knows; ask again.
+            Unreachable: The outcome is unknown; call again.
         """
 
     @abstractmethod
     def leave(self, record: Member) -> None:
-        """Takes the member out, which others are told as "left". Idempotent; never raises."""
+        """Removes the member; the others see it as "left". Idempotent; never raises."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Called in a forked child: lets go of what would keep the parent's lease alive, and touches nothing else."""
+        """In a forked child: releases what would keep the parent's lease alive, and touches nothing else."""
 
 
 class Directory(ABC):
-    """A place where members are written down."""
+    """The list of the members of a cluster, outside this process."""
 
     secret: str
-    """What the members prove to each other that they know; "" when the directory has none."""
+    """The secret with which members authenticate each other; "" if the directory has none."""
 
-    witness: Witness | None = None
-    """Of the pool that is attached. A directory that cannot be silent needs none."""
+    peer_links: PeerLinks | None = None
+    """The links of the attached pool. A directory that always answers needs none."""
 
-    lease_s: float
-    """As it is, which can be longer than was asked for."""
+    @property
+    @abstractmethod
+    def lease_s(self) -> float:
+        """Seconds of a member's lease, which can be longer than was asked for."""
 
-    def attest(self, witness: Witness) -> None:
-        """From now on the links of a pool are asked, too, before a member is given up. Any thread."""
-        self.witness = witness
+    def use_links(self, links: PeerLinks) -> None:
+        """From now on the directory also asks these links before it gives a member up. Any thread."""
+        self.peer_links = links
 
     def repair_ids(self) -> int:
         """See Cluster.repair_ids."""
-        raise ArgumentError("repair_ids: the kernel keeps the ids of a local cluster; there is nothing to repair")
+        raise ArgumentError("repair_ids: the kernel keeps the ids of a local cluster, so they need no repair")
 
     @abstractmethod
-    def open(self, board: Board, timeout_s: float) -> None:
-        """Begins to watch; when this returns the board shows who is there.
+    def open(self, view: MembershipView, timeout_s: float) -> None:
+        """Starts to watch the members. When this returns the view has the current ones.
 
         Raises:
-            DeadlineExceeded: It does not answer.
-            AuthError: It does not let us in, or the cluster has another secret.
+            DeadlineExceeded: The directory does not answer.
+            AuthError: The directory refuses access, or the cluster has another secret.
         """
 
     @abstractmethod
     def enter(self, record: Member, timeout_s: float) -> Entry:
-        """Writes a new member down and gives it an id. Any thread.
+        """Enters a new member and gives it an id. Any thread.
 
         Raises:
             StateError: A live member has the name.
-            DeadlineExceeded: It does not answer, or the name of a member that died was not free in time.
+            DeadlineExceeded: The directory does not answer, or the name of a dead member was not free in time.
         """
 
     @abstractmethod
     def descriptors(self) -> tuple[int, ...]:
-        """Readable when there is something to `tend`."""
+        """Descriptors that become readable when `update` has something to do."""
 
     @abstractmethod
-    def tend(self) -> None:
-        """Looks at what has changed, and shows it on the board. At least every heartbeat. Never raises."""
+    def update(self) -> None:
+        """Brings the view up to date. Called at least once a heartbeat. Never raises."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the watch. Idempotent."""
+        """Stops watching. Idempotent."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Called in a forked child, like `Entry.abandon`."""
+        """In a forked child, like `Entry.abandon`."""

@@ -1,6 +1,6 @@
-"""What is known of a member of a cluster, and how it is written down: JSON with a version, its length limited.
+"""The record of a member of a cluster, and its form in a directory: JSON with a version and a limited length.
 
-What stands in a directory may have been written by anybody who can write there, so every field is checked on reading.
+Anybody with write access to the directory may have written a record, so reading checks every field.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpool.errors import ArgumentError, ArgumentTypeError
 __all__ = ["INSTANCE_MAX", "RECORD_BYTES_MAX", "Kind", "Load", "Member", "MemberEvent", "Role", "State"]
 
 Role = Literal["prefill", "decode", "both"]
-# "left" and "ended" stand in a directory for a moment, so that others can tell them from a lease that ran out.
+# "left" and "ended" are in the directory only briefly, so that others can tell them from an expired lease.
 State = Literal["up", "draining", "left", "ended"]
 
 Kind = Literal["joined", "changed", "left", "lost"]
@@ -27,7 +27,7 @@ RECORD_BYTES_MAX: Final = 64 << 10
 _VERSION: Final = 1
 _TEXT_BYTES_MAX: Final = 255
 _ENDPOINTS_MAX: Final = 16
-_EPOCH_MAX: Final = (1 << 64) - 1
+_INCARNATION_MAX: Final = (1 << 64) - 1
 _COUNT_MAX: Final = (1 << 63) - 1
 
 
@@ -79,16 +79,16 @@ def _checked_endpoints(value: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Load:
-    """How busy a member is, as it has told last. Blocks are counted by their states (docs/architecture.md).
+    """How busy a member is, as it last published. Blocks are counted by state (docs/architecture.md).
 
     Attributes:
-        hbm_free: Blocks of HBM that are free.
-        hbm_active: That belong to requests.
-        hbm_historical: That hold cached prompts, and can be evicted unless they are pinned.
-        dram_free: The same of DRAM.
-        dram_active: The same of DRAM.
-        dram_historical: The same of DRAM.
-        requests: Requests that are running or waiting, as the engine counts them.
+        hbm_free: Free blocks in HBM.
+        hbm_active: Blocks in HBM that requests use.
+        hbm_historical: Blocks in HBM that hold cached prompts; they can be evicted unless they are pinned.
+        dram_free: Free blocks in DRAM.
+        dram_active: Blocks in DRAM that requests use.
+        dram_historical: Blocks in DRAM that hold cached prompts.
+        requests: Running and waiting requests, as the engine counts them.
     """
 
     hbm_free: int = 0
@@ -115,28 +115,28 @@ _LOAD_FIELDS: Final = tuple(one.name for one in dataclasses.fields(Load))
 
 @dataclass(frozen=True)
 class Member:
-    """A member of a cluster, as it has last been seen from here.
+    """A member of a cluster, as this process last saw it.
 
     Attributes:
-        name: What it calls itself: one member has it at a time.
+        name: Its name. One member has it at a time.
         instance: The number in the addresses of its blocks, 1 to 16383. No two incarnations have the same.
-        epoch: Of this incarnation, as its pool says it: a member that was restarted has another one.
-        role: What it does: "prefill", "decode", or "both".
-        endpoints: Where its pool is called, the best first. Empty while it does not listen.
-        layout: Of its blocks, as JSON.
+        incarnation: A random number of its pool, different after each restart.
+        role: "prefill", "decode", or "both".
+        endpoints: The addresses at which its pool listens, the best first. Empty while it does not listen.
+        layout: The layout of its blocks, as JSON.
         model: Fingerprint of the model whose cache it has.
         parallel: Its parallel configuration, as JSON; None for an instance of one rank.
-        hbm_blocks: Its capacity.
-        dram_blocks: Its capacity.
-        load: How busy it was when it told last.
-        state: "up", or "draining": it finishes what it has and wants nothing new.
-        term: How often it has lost its lease and come back. What others had with it before is void.
+        hbm_blocks: Its capacity in HBM.
+        dram_blocks: Its capacity in DRAM.
+        load: Its load as last published.
+        state: "up"; or "draining": it finishes its requests and takes no new ones.
+        term: How often it has lost its lease and come back. Each new term voids its earlier links and reservations.
         since_ns: When this process first saw this incarnation in this term (CLOCK_MONOTONIC). Not compared.
     """
 
     name: str
     instance: int
-    epoch: int
+    incarnation: int
     role: Role
     endpoints: tuple[str, ...] = ()
     layout: Mapping[str, Any] = field(default_factory=dict)
@@ -153,14 +153,14 @@ class Member:
         """Checks every field.
 
         Raises:
-            ArgumentError: A value that no member can have.
+            ArgumentError: An invalid value.
             ArgumentTypeError: A value of the wrong type.
         """
         _check_text("name", self.name, _TEXT_BYTES_MAX)
         if not self.name:
             raise ArgumentError("member: name is empty")
         _check_count("instance", self.instance, INSTANCE_MAX)
-        _check_count("epoch", self.epoch, _EPOCH_MAX)
+        _check_count("incarnation", self.incarnation, _INCARNATION_MAX)
         _check_choice("role", self.role, get_args(Role))
         _check_choice("state", self.state, get_args(State))
         object.__setattr__(self, "endpoints", _checked_endpoints(self.endpoints))
@@ -176,31 +176,37 @@ class Member:
 
     @property
     def joined_for_s(self) -> float:
-        """For how long this process has seen it, in seconds, since it joined or came back."""
+        """Seconds since this process saw it join or come back."""
         return (time.monotonic_ns() - self.since_ns) / 1e9
 
     def serves(self, role: Role) -> bool:
-        """Whether it takes new work of a role: it is up, and has that role or both. "both" asks for just that."""
+        """Whether it takes new work of a role: it is up, and its role is `role` or "both"."""
         return self.state == "up" and self.role in (role, "both")
 
     def same_incarnation(self, other: Member) -> bool:
-        """Whether what one had with the other still holds: the same process, and no lease lost in between."""
-        return (self.name, self.instance, self.epoch, self.term) == (
+        """Whether it is the same process, and has lost no lease in between."""
+        return (self.name, self.instance, self.incarnation, self.term) == (
             other.name,
             other.instance,
-            other.epoch,
+            other.incarnation,
             other.term,
         )
 
     def _log_fields(self, why: str) -> dict[str, object]:
-        """For `extra` of what is logged of it, and why that has happened."""
-        return {"member": self.name, "instance": self.instance, "epoch": self.epoch, "role": self.role, "why": why}
+        """The `extra` fields of a log record about this member, and why it was logged."""
+        return {
+            "member": self.name,
+            "instance": self.instance,
+            "incarnation": self.incarnation,
+            "role": self.role,
+            "why": why,
+        }
 
     def to_bytes(self) -> bytes:
-        """As it is written down.
+        """The record as stored in a directory.
 
         Raises:
-            ArgumentError: It is no JSON, or longer than 64 KiB.
+            ArgumentError: It cannot be written as JSON, or is longer than 64 KiB.
         """
         fields = {name: getattr(self, name) for name in _FIELDS} | {
             "v": _VERSION,
@@ -209,7 +215,7 @@ class Member:
         try:
             content = json.dumps(fields, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise ArgumentError(f"member {self.name}: layout or parallel is no JSON: {error}") from None
+            raise ArgumentError(f"member {self.name}: layout or parallel cannot be written as JSON: {error}") from None
         if len(content) > RECORD_BYTES_MAX:
             raise ArgumentError(
                 f"member {self.name}: {len(content)} bytes of JSON; {RECORD_BYTES_MAX} are allowed",
@@ -220,10 +226,10 @@ class Member:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Member:
-        """What `to_bytes` has written; fields that a newer version has added are left out.
+        """Reads what `to_bytes` wrote. Ignores fields that a newer version has added.
 
         Raises:
-            ValueError: Anything else. (ArgumentError is one.)
+            ValueError: The content is not a valid record. (ArgumentError is a ValueError.)
         """
         if len(content) > RECORD_BYTES_MAX:
             raise ValueError(f"{len(content)} bytes; {RECORD_BYTES_MAX} are allowed")
@@ -252,13 +258,13 @@ _FIELDS: Final = tuple(one.name for one in dataclasses.fields(Member) if one.com
 
 @dataclass(frozen=True)
 class MemberEvent:
-    """Something has happened to a member.
+    """A change of a member.
 
     Attributes:
-        kind: "joined": it is there. "changed": it has told something new: endpoints, load, state. "left": it has
-            said goodbye. "lost": it has died, or was silent for longer than its lease; what was under way with it
-            will not end, and a member of the same name that comes later is another one.
-        member: As it is now, or was last.
+        kind: "joined": it is new. "changed": it has published other endpoints, load or state. "left": it has announced
+            its leave. "lost": it has died, or was silent for longer than its lease. Transfers with it will not
+            complete, and a later member of the same name is a different one.
+        member: The member after the change, or its last state.
     """
 
     kind: Kind

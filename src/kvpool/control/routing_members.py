@@ -71,7 +71,7 @@ class RoutingMembers:
         member = event.member
         before = self._members.get(member.name)
         if event.kind in ("left", "lost"):
-            if before is not None and before.epoch == member.epoch:
+            if before is not None and before.incarnation == member.incarnation:
                 self._remove(before)
             return
         if before is not None and not before.same_incarnation(member):

@@ -1,4 +1,4 @@
-"""How a pool becomes a member of a cluster: the verb behind `Pool.attach`."""
+"""Makes a pool a member of a cluster: the implementation of `Pool.attach`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def attach(
     listen: str | Sequence[str] | None,
     timeout: float | None,
 ) -> Attachment:
-    """Makes a pool a member: see `Pool.attach`. Whatever fails, pool and cluster are as they were."""
+    """Makes a pool a member: see `Pool.attach`. If it fails, pool and cluster are unchanged."""
     if not isinstance(cluster, Cluster):
         raise ArgumentTypeError(f"cluster must be a kvpool.Cluster, not {type(cluster).__name__}")
     addresses = _addresses(cluster, listen)
     if cluster.secret and pool.settings.secret not in ("", cluster.secret):
-        raise ArgumentError("the pool has another secret than the cluster: leave it out, or give both the same")
+        raise ArgumentError("the secret of the pool differs from the cluster's: leave it out, or give both the same")
     wanted = pool._settings_for(name, cluster.secret or None)
     for address in addresses:
         if address.startswith("tcp:") and not wanted.secret:
@@ -51,7 +51,7 @@ def attach(
         registration = cluster.register(
             name=pool._name() or "",
             role=role,
-            epoch=pool._epoch(),
+            incarnation=pool._epoch(),
             endpoints=endpoints,
             layout=_layout_json(pool.kv_layout),
             model=wanted.model,
@@ -74,7 +74,7 @@ def attach(
 
 @contextlib.contextmanager
 def _service(pool: PeerVerbs, wanted: Any) -> Iterator[None]:
-    """The pool begins to speak with peers, but meets none yet; if the block raises, it has never begun."""
+    """Starts the pool's service without connecting to peers. If the body raises, the service is removed again."""
     before = pool.settings
     with pool._serving:
         if pool._name() is not None:
@@ -95,24 +95,24 @@ def _service(pool: PeerVerbs, wanted: Any) -> Iterator[None]:
 
 def _addresses(cluster: Cluster, listen: object) -> list[str]:
     if listen is None:
-        local = cluster._place.kind == "local"
+        local = cluster._url.kind == "local"
         return [f"unix:@kvpool-{secrets.token_hex(16)}" if local else "tcp:127.0.0.1:0"]
     given = [listen] if isinstance(listen, str) else listen
     if not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
-        raise ArgumentTypeError(f"listen must be an address or several, not {listen!r}")
+        raise ArgumentTypeError(f"listen must be an address or a sequence of addresses, not {listen!r}")
     if not given:
-        raise ArgumentError("listen is empty: a member must be reached by at least one address")
+        raise ArgumentError("listen is empty: a member needs at least one address")
     return list(given)
 
 
 def _check_can_be_called(address: str) -> None:
-    """Peers are given the address as it stands; it is one, which was checked."""
+    """Refuses a wildcard address, because peers get the address as given. It is a valid address."""
     host = address.removeprefix("tcp:").rpartition(":")[0].strip("[]")
     every = host == "*"
     with contextlib.suppress(ValueError):  # a name
         every = every or ipaddress.ip_address(host).is_unspecified
     if every:
-        raise ArgumentError(f"listen: {address} is every interface: name the address or host by which others call it")
+        raise ArgumentError(f"listen: {address} is a wildcard: give the address or host name that others connect to")
 
 
 def _layout_json(layout: KVLayout | RawLayout) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a pool in a cluster knows of the other members: whom a verb may name, and whom it has met."""
+"""The other members that a pool of a cluster knows: those that a verb may name, and those it has connected to."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ from kvpool.waiting.threads import busy
 
 __all__ = ["MemberTable"]
 
-_LINKED_MAX: Final = 4096
-_Entry = tuple[int, int, list[str]]  # instance, epoch, endpoints
+_CONNECTED_MAX: Final = 4096
+_Entry = tuple[int, int, list[str]]  # instance, incarnation, endpoints
 
 
 class MemberTable:
-    """The members that the cluster's board shows, as the pool's C++ half has them. Keeps no pool alive.
+    """The members of the cluster's view, as passed to the pool's C++ half. Keeps no pool alive.
 
-    Any thread may call anything. The lock is taken below that of the board, under which `enter` is called.
+    Any thread may call. The lock comes after the view's lock, under which `enter` is called.
     """
 
-    def __init__(self, pool: PeerVerbs, epoch: int) -> None:
-        """Knows nobody. `epoch` is the pool's own, which is not listed."""
+    def __init__(self, pool: PeerVerbs, incarnation: int) -> None:
+        """Starts empty. `incarnation` is the pool's, which is not listed."""
         self._pool = weakref.ref(pool)
-        self._epoch = epoch
-        self._lock = threading.Lock()  # pictures reach the pool in their order
-        self._told: dict[str, _Entry] = {}
-        self._linked: dict[int, None] = {}  # epochs of those with whom it was ever linked, the oldest first
-        self._met: set[str] = set()  # of whom it has been a peer, and who has not left since
+        self._incarnation = incarnation
+        self._lock = threading.Lock()  # so that the pool gets the lists in their order
+        self._listed: dict[str, _Entry] = {}
+        self._connected: dict[int, None] = {}  # incarnations of all former and present peers, the oldest first
+        self._met: set[str] = set()  # names of former and present peers that have not left
 
     def names(self) -> set[str]:
-        """Who is listed."""
+        """The names of the listed members."""
         with busy, self._lock:
-            return set(self._told)
+            return set(self._listed)
 
     def enter(self, event: MemberEvent) -> None:
-        """Lists a member, or takes it out, before `Cluster.members` shows that: whoever sees it may name it."""
+        """Lists or removes a member, before `Cluster.members` does, so that a caller who sees a member can name it."""
         member = event.member
-        if member.epoch == self._epoch:
+        if member.incarnation == self._incarnation:
             return
         with busy, self._lock:
-            known = self._told.get(member.name)
+            known = self._listed.get(member.name)
             if event.kind in ("left", "lost"):
-                if known is None or known[1] != member.epoch:
+                if known is None or known[1] != member.incarnation:
                     return
-                del self._told[member.name]
+                del self._listed[member.name]
             elif known == _entry(member):
-                return  # its load, mostly
+                return  # mostly a new load
             else:
-                self._told[member.name] = _entry(member)
-            self._tell()
+                self._listed[member.name] = _entry(member)
+            self._pass()
 
-    def tell_again(self) -> None:
-        """Who was expelled is let in when it is listed again."""
+    def pass_again(self) -> None:
+        """Passes the list to the pool again, so that an expelled member that is listed again may connect."""
         with busy, self._lock:
-            self._tell()
+            self._pass()
 
     def remember_peers(self) -> None:
-        """While the pool is well: when it hears that its lease is lost its peers may have parted from it already.
+        """Notes the current peers. Called regularly, because peers may disconnect before the loss of a lease is known.
 
         Raises:
             ClosedError: The pool is closed.
@@ -73,26 +73,26 @@ class MemberTable:
 
     def _remember(self, peers: list[PeerInfo]) -> None:
         with busy, self._lock:
-            # None that has left, although its connection is still there.
-            self._met |= {peer.name for peer in peers} & self._told.keys()
-            self._linked.update(dict.fromkeys(peer.epoch for peer in peers))
-            while len(self._linked) > _LINKED_MAX:
-                del self._linked[next(iter(self._linked))]
+            # Not a member that has left and is still connected.
+            self._met |= {peer.name for peer in peers} & self._listed.keys()
+            self._connected.update(dict.fromkeys(peer.epoch for peer in peers))
+            while len(self._connected) > _CONNECTED_MAX:
+                del self._connected[next(iter(self._connected))]
 
-    # ---- what a directory asks before it gives a member up (Witness)
+    # ---- PeerLinks: a directory asks before it gives a member up
 
-    def is_linked(self, member: Member) -> bool:
-        """Whether there is a link to this incarnation now."""
-        return any(peer.epoch == member.epoch for peer in self._peers())
+    def is_connected(self, member: Member) -> bool:
+        """Whether the pool has a link to this incarnation."""
+        return any(peer.epoch == member.incarnation for peer in self._peers())
 
-    def has_parted(self, member: Member) -> bool:
-        """Whether there was a link to it, and is none now."""
-        linked = self.is_linked(member)
+    def has_disconnected(self, member: Member) -> bool:
+        """Whether the pool had a link to it that has ended."""
+        linked = self.is_connected(member)
         with busy, self._lock:
-            return not linked and member.epoch in self._linked
+            return not linked and member.incarnation in self._connected
 
-    def instances(self) -> list[int]:
-        """The ids of those that are linked now."""
+    def connected_instances(self) -> list[int]:
+        """The ids of the connected members."""
         return [peer.instance for peer in self._peers()]
 
     def _peers(self) -> list[PeerInfo]:
@@ -107,22 +107,22 @@ class MemberTable:
         return peers
 
     def forget(self, name: str) -> None:
-        """It has left, and is not met again."""
+        """Notes that a member has left, so the pool does not connect to it again."""
         with busy, self._lock:
             self._met.discard(name)
 
-    def met(self) -> list[str]:
-        """Whom the pool has met, of those that are listed. Another one that is away meets this pool by itself."""
+    def peers_to_reconnect(self) -> list[str]:
+        """The listed members among its peers. A member that is not listed will connect to this pool by itself."""
         with busy, self._lock:
-            return sorted(self._met & self._told.keys())
+            return sorted(self._met & self._listed.keys())
 
-    def _tell(self) -> None:
-        """The caller has the lock."""
+    def _pass(self) -> None:
+        """Passes the list to the pool. The caller holds the lock."""
         pool = self._pool()
         if pool is not None:
             with contextlib.suppress(Error):  # closed, or a parent process's
-                pool._set_members([(name, *entry) for name, entry in self._told.items()])
+                pool._set_members([(name, *entry) for name, entry in self._listed.items()])
 
 
 def _entry(member: Member) -> _Entry:
-    return member.instance, member.epoch, list(member.endpoints)
+    return member.instance, member.incarnation, list(member.endpoints)

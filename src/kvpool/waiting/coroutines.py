@@ -10,22 +10,22 @@ __all__ = ["Waitable", "until_done"]
 
 
 class Waitable(Protocol):
-    """A handle of something that is under way."""
+    """A handle of an operation in progress."""
 
     def done(self) -> bool:
         """Whether it has ended."""
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when it has."""
+        """A descriptor that becomes readable when it has ended."""
 
 
 async def until_done(handle: Waitable) -> None:
-    """Returns when it has ended, one way or another. Cancelling the task ends the waiting alone."""
+    """Returns when the operation has ended, with or without success. Cancelling the task only ends the wait."""
     if handle.done():
         return
     loop = asyncio.get_running_loop()
     future = loop.create_future()
-    # A descriptor of its own: a loop knows one reader for each, and several tasks may await one handle.
+    # A duplicate: a loop allows one reader for each descriptor, and several tasks may await one handle.
     descriptor = os.dup(handle.fileno())
     loop.add_reader(descriptor, _resolve, future)
     try:

@@ -1,15 +1,15 @@
-"""When a thread may wait for the threads of a cluster or of a pool's callbacks: when none of them can wait for it.
+"""Which thread may wait for the threads of a cluster or of a pool's callbacks: one that none of them can wait for.
 
-`close` may be called by anything, anywhere: the garbage collector runs finalizers, and the interpreter handlers of
-signals, in any thread, in the middle of whatever that does. So three kinds of callers only say that it is to end, and
-the thread that ends (a cluster's: cluster/tender.py) does the rest: those threads themselves; a thread that is in the
-middle of a call that has a lock which they want; and the garbage collector, which does not know what its thread holds.
+`close` may be called anywhere: the garbage collector runs finalizers, and the interpreter runs signal handlers, in any
+thread and at any point of its work. Three kinds of callers must not wait, so for them `close` only tells the thread to
+end (a cluster's: cluster/membership_loop.py): one of these threads itself; a thread inside a call that holds a lock
+which they take; and the garbage collector, which does not know what its thread holds.
 
-    W1  Every lock that a thread of a cluster can wait for, and under which objects are made or calls are made, is held
+    W1  A lock that a thread of a cluster can wait for, and under which objects are created or calls are made, is held
         within `busy`.
-    W2  The threads of a cluster and those that call an application back run within `busy`, all their lives: none of
-        them waits for another one, but the tender for the reader of etcd's watch, which waits for nobody.
-    W3  Whoever waits for one of these threads does so by `join`.
+    W2  The threads of a cluster and of callbacks run within `busy` for their whole life. None of them waits for
+        another, except the membership loop for the thread that reads etcd's watch, which waits for none.
+    W3  Waiting for one of these threads goes through `join`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import threading
 from types import TracebackType
 from typing import Any, Final
 
-__all__ = ["begin_anew", "busy", "join", "may_wait"]
+__all__ = ["busy", "join", "may_wait", "reset"]
 
 _log = logging.getLogger("kvpool")
 
-# For a callback of the application that does not end; and for locks that are not ours, such as that of a handler of
-# logging that was interrupted by a signal.
+# Limits the wait for a callback of the application that does not end, and for foreign locks, such as that of a logging
+# handler that was interrupted by a signal.
 _JOIN_S: Final = 60.0
 
 
 class _Here(threading.local):
-    """What the current thread is doing."""
+    """What the current thread is in the middle of."""
 
     busy = 0
     collecting = False
@@ -41,49 +41,49 @@ _here = _Here()
 
 
 class _Busy:
-    """See `busy`. It can be entered again, and may be left by an exception that comes from nowhere, as Ctrl-C does."""
+    """See `busy`. Reentrant; may be left by an asynchronous exception such as KeyboardInterrupt."""
 
     def __enter__(self) -> None:
-        """Before a lock is taken: what interrupts in between is kept from waiting, too."""
+        """Called before the lock is taken, so that an interruption in between does not wait either."""
         _here.busy += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After it was given back."""
-        _here.busy = max(0, _here.busy - 1)  # in a forked child it begins anew
+        """Called after the lock was released."""
+        _here.busy = max(0, _here.busy - 1)  # a forked child starts at 0
 
 
 busy: Final = _Busy()
-"""`with busy, lock:`; any thread."""
+"""`with busy, lock:` marks that the thread holds a lock that those threads take. Any thread."""
 
 
 def may_wait() -> bool:
-    """Whether this thread may wait for those."""
+    """Whether this thread may wait for those threads."""
     return not _here.busy and not _here.collecting
 
 
 def join(thread: threading.Thread) -> None:
-    """Waits for the end of one of those threads, if this thread may wait: for a minute at most."""
+    """Waits for one of those threads to end, for at most a minute, if this thread may wait."""
     if not may_wait():
         return
     thread.join(_JOIN_S)
     if thread.is_alive():
-        _log.warning("%s has not ended after %g s; it is not waited for any longer", thread.name, _JOIN_S)
+        _log.warning("%s has not ended after %g s; nobody waits for it any longer", thread.name, _JOIN_S)
 
 
 def _on_collection(phase: str, _: dict[str, Any], here: _Here = _here) -> None:
-    here.collecting = phase == "start"  # a default: globals are gone when the interpreter ends
+    here.collecting = phase == "start"  # a default argument: globals are gone when the interpreter ends
 
 
-def begin_anew() -> None:
-    """Whatever this thread was in the middle of, it is not any more.
+def reset() -> None:
+    """Resets the state of this thread.
 
-    For a forked child, where the thread that forked is the main one; and for the end of the process, when an exception
-    that came from nowhere, as Ctrl-C does, may have left a count behind.
+    For a forked child, where the forking thread becomes the main one; and for the end of the process, because an
+    asynchronous exception such as KeyboardInterrupt may have left a count behind.
     """
     _here.busy, _here.collecting = 0, False
 
 
 gc.callbacks.append(_on_collection)
-os.register_at_fork(after_in_child=begin_anew)
+os.register_at_fork(after_in_child=reset)

@@ -19,14 +19,14 @@ from transfer.kit import Child, stop_process
 from transfer.kit import wait_for as _wait_for
 
 import kvpool
-from kvpool.cluster.etcd_keys import Ids
-from kvpool.cluster.gateway import encode
-from kvpool.cluster.local_folder import folder_path
+from kvpool.cluster.etcd.gateway import encode
+from kvpool.cluster.etcd.keys import Ids
+from kvpool.cluster.local.folder import folder_path
 
 __all__ = ["LEASE", "EtcdPlace", "Events", "LocalPlace", "Place", "free_name", "wait_for"]
 
 LEASE = 2.0  # a machine that is busy with other things must not make one run out
-_epochs = itertools.count(1)
+_incarnations = itertools.count(1)
 
 
 def wait_for(look: Callable[[], Any], seconds: float = 60) -> Any:
@@ -65,12 +65,12 @@ class MemberProcess:
     """A member in a process of its own. `words`: what it has heard of its lease."""
 
     def __init__(self, url: str, name: str, options: dict[str, Any], **fields: Any) -> None:
-        self.epoch = next(_epochs)
+        self.incarnation = next(_incarnations)
         self.name = name
         self._child = Child()
         self("words = []")
         self(f"cluster = kvpool.Cluster.join({url!r}, **options)", options=options)
-        arguments = {"role": "both", "epoch": self.epoch} | fields
+        arguments = {"role": "both", "incarnation": self.incarnation} | fields
         try:
             self.instance = self(
                 f"reg = cluster.register(name={name!r}, **arguments); reg.on_lease(words.append); reg.instance",
@@ -121,7 +121,7 @@ class Place(ABC):
         return self._ends.enter_context(kvpool.Cluster.join(self.url, **self._options | options))
 
     def register(self, cluster: kvpool.Cluster, name: str, **fields: Any) -> kvpool.Registration:
-        return cluster.register(name=name, **{"role": "both", "epoch": next(_epochs)} | fields)
+        return cluster.register(name=name, **{"role": "both", "incarnation": next(_incarnations)} | fields)
 
     def member(self, name: str, **fields: Any) -> MemberProcess:
         lease = fields.pop("lease", LEASE)

@@ -16,14 +16,14 @@ def test_a_member_is_seen_by_itself_and_by_all_others(place):
     events = Events(router)
     layout = {"layers": 2, "dtype": "float16"}
     reg = place.register(
-        cluster, "a", role="prefill", epoch=(1 << 64) - 1, layout=layout, model="m", parallel={"tp": 2},
+        cluster, "a", role="prefill", incarnation=(1 << 64) - 1, layout=layout, model="m", parallel={"tp": 2},
         hbm_blocks=10, dram_blocks=20, endpoints=["tcp://127.0.0.1:1"],
     )  # fmt: skip
     assert [member.name for member in cluster.members()] == ["a"]  # at once
     events.wait("a", "joined")
     (member,) = router.members()
     assert member == cluster.members()[0]
-    assert (member.instance, member.epoch, member.role) == (reg.instance, (1 << 64) - 1, "prefill")
+    assert (member.instance, member.incarnation, member.role) == (reg.instance, (1 << 64) - 1, "prefill")
     assert (member.layout, member.model, member.parallel) == (layout, "m", {"tp": 2})
     assert (member.hbm_blocks, member.dram_blocks, member.endpoints) == (10, 20, ("tcp://127.0.0.1:1",))
     assert (member.state, member.term, member.load) == ("up", 0, kvpool.Load())
@@ -131,7 +131,7 @@ def test_a_killed_member_is_lost_and_its_name_can_be_taken(place):
 def test_a_name_is_given_to_one(place):
     cluster, other = place.join(), place.join()
     place.register(cluster, "a")
-    with pytest.raises(kvpool.StateError, match="lives"):
+    with pytest.raises(kvpool.StateError, match="live member has the name"):
         place.register(other, "a")
     assert other.registration is None
     with pytest.raises(kvpool.StateError, match="already"):
@@ -146,7 +146,7 @@ def test_twenty_incarnations_of_a_name_have_twenty_ids(place):
     cluster = place.join()
     ids = []
     for number in range(20):
-        ids.append(place.register(cluster, "a", epoch=1000 + number).instance)
+        ids.append(place.register(cluster, "a", incarnation=1000 + number).instance)
         if number % 2:
             cluster.close()
             cluster = place.join()
@@ -155,7 +155,7 @@ def test_twenty_incarnations_of_a_name_have_twenty_ids(place):
     assert len(set(ids)) == 20
     place.register(cluster, "last")
     events.wait("last", "joined")
-    told = [(event.member.instance, event.member.epoch) for event in events.all if event.member.name == "a"]
+    told = [(event.member.instance, event.member.incarnation) for event in events.all if event.member.name == "a"]
     assert set(told) <= {(number, 1000 + nth) for nth, number in enumerate(ids)}
     assert "lost" not in events.of("a")
     wait_for(lambda: [member.name for member in router.members()] == ["last"])
@@ -174,7 +174,7 @@ def test_a_stopped_member_is_lost_fences_itself_and_comes_back(place):
     events.wait("a", "joined", "lost", "joined")
     wait_for(lambda: member.words[-2:] == ["lost", "regained"])
     (back,) = router.members()
-    assert (back.instance, back.epoch) == (member.instance, member.epoch)
+    assert (back.instance, back.incarnation) == (member.instance, member.incarnation)
     assert back.term > 0
     wait_for(lambda: member("reg.lease_valid()"))
 
@@ -192,13 +192,13 @@ def test_a_stopped_member_whose_name_was_taken_is_refused(place):
     wait_for(lambda: member.words[-1:] == ["refused"])
     assert member.words[-2:] == ["lost", "refused"]
     assert not member("reg.lease_valid()")
-    wait_for(lambda: [m.epoch for m in router.members()] == [reg.record.epoch])
+    wait_for(lambda: [m.incarnation for m in router.members()] == [reg.record.incarnation])
     with pytest.raises(kvpool.StateError, match="another incarnation"):
         member("reg.publish(state='draining')")
     member("reg.leave()")  # which takes nothing from the one that has the name
     time.sleep(0.2)
     assert reg.lease_valid()
-    assert [m.epoch for m in router.members()] == [reg.record.epoch]
+    assert [m.incarnation for m in router.members()] == [reg.record.incarnation]
 
 
 def test_a_stalled_interpreter_loses_nothing(place):
@@ -257,7 +257,7 @@ def test_two_clusters_do_not_mix(place):
         place.register(cluster, "a")
         place.register(other, "a")
         wait_for(lambda: len(cluster.members()) == 1 and len(other.members()) == 1)
-        assert cluster.members()[0].epoch != other.members()[0].epoch
+        assert cluster.members()[0].incarnation != other.members()[0].incarnation
     if is_local:
         assert kvpool.Cluster.forget(other_url)
 
@@ -313,9 +313,9 @@ def test_a_forked_child_has_no_cluster_and_takes_nothing_from_its_parent(place):
         ({"name": "a\nb"}, kvpool.ArgumentError),
         ({"name": 3}, kvpool.ArgumentTypeError),
         ({"role": "router"}, kvpool.ArgumentError),
-        ({"epoch": -1}, kvpool.ArgumentError),
-        ({"epoch": 1 << 64}, kvpool.ArgumentError),
-        ({"epoch": "1"}, kvpool.ArgumentTypeError),
+        ({"incarnation": -1}, kvpool.ArgumentError),
+        ({"incarnation": 1 << 64}, kvpool.ArgumentError),
+        ({"incarnation": "1"}, kvpool.ArgumentTypeError),
         ({"endpoints": "tcp://x"}, kvpool.ArgumentTypeError),
         ({"endpoints": ["x"] * 17}, kvpool.ArgumentError),
         ({"layout": [1]}, kvpool.ArgumentTypeError),
@@ -328,7 +328,7 @@ def test_a_forked_child_has_no_cluster_and_takes_nothing_from_its_parent(place):
 def test_a_bad_registration_is_refused_and_leaves_nothing(place, fields, error):
     cluster = place.join()
     with pytest.raises(error):
-        cluster.register(**{"name": "a", "role": "both", "epoch": 1} | fields)
+        cluster.register(**{"name": "a", "role": "both", "incarnation": 1} | fields)
     assert cluster.members() == []
     assert cluster.registration is None
     assert place.register(cluster, "a").instance == 1

@@ -46,21 +46,21 @@ def test_a_cluster_that_its_own_thread_drops_leaves(place):
     holder = [kvpool.Cluster.join(place.url, lease=LEASE)]
     reg = place.register(holder[0], "a")
     events.wait("a", "joined")
-    entry, tender = reg._entry, holder[0]._tender
-    hold = entry.hold
+    entry, loop = reg._entry, holder[0]._loop
+    hold = entry.check_lease
 
     def drop_and_hold():
         holder.clear()
         return hold()
 
-    entry.hold = drop_and_hold
+    entry.check_lease = drop_and_hold
     events.wait("a", "joined", "left")
-    tender._thread.join(60)
-    assert not tender._thread.is_alive()
+    loop._thread.join(60)
+    assert not loop._thread.is_alive()
 
 
 def test_a_cluster_that_is_closed_in_the_thread_that_paints_it_leaves(place):
-    """As a finalizer does that the garbage collector calls there: the board is locked, and callbacks wait for it."""
+    """As a finalizer does that the garbage collector calls there: the view is locked, and callbacks wait for it."""
     router, cluster = place.join(), place.join()
     events = Events(router)
     place.register(cluster, "a")
@@ -75,12 +75,12 @@ def test_a_cluster_that_is_closed_in_the_thread_that_paints_it_leaves(place):
             with pytest.raises(kvpool.ClosedError):
                 cluster.members()
 
-    cluster._board.subscribe(close)
-    tender = cluster._tender
+    cluster._view.subscribe(close)
+    loop = cluster._loop
     place.register(place.join(), "b")
     events.wait("a", "joined", "left")
     assert painting[0].name in ("kvpool-cluster", "kvpool-etcd")
-    for thread in (tender._thread, painting[0]):
+    for thread in (loop._thread, painting[0]):
         thread.join(60)
         assert not thread.is_alive()
     cluster.close()
@@ -91,13 +91,13 @@ def test_leaving_while_the_directory_is_asked_by_the_same_thread(place):
     events = Events(router)
     reg = place.register(cluster, "a")
     events.wait("a", "joined")
-    hold = reg._entry.hold
+    hold = reg._entry.check_lease
 
     def leave_and_hold():
         reg.leave()
         return hold()
 
-    reg._entry.hold = leave_and_hold
+    reg._entry.check_lease = leave_and_hold
     events.wait("a", "joined", "left")
     place.register(cluster, "b")
     events.wait("b", "joined")

@@ -15,7 +15,7 @@ from cluster.kit import LEASE, EtcdPlace, Events, in_thread, wait_for
 
 import kvpool
 from kvpool.cluster.directory import Unreachable
-from kvpool.cluster.gateway import encode
+from kvpool.cluster.etcd.gateway import encode
 
 DOWN_S = 60.0 if os.environ.get("KVPOOL_LONG") else 2 * LEASE
 
@@ -68,7 +68,7 @@ def test_survivors_come_back_to_an_etcd_that_has_lost_its_memory(own, own_etcd):
     other = own.register(newcomer, "c", timeout=60)  # which must not have the id of one that is on its way back
     assert other.instance not in {member.instance, reg.instance}
     wait_for(lambda: rejoined(own, "a", "b", "c"))
-    assert [m for m in router.members() if m.name != "c"] == before  # the same ids, epochs and terms
+    assert [m for m in router.members() if m.name != "c"] == before  # the same ids, incarnations and terms
     time.sleep(3 * LEASE)
     assert set(events.of("a") + events.of("b")) == {"joined"}
     assert words == []
@@ -126,16 +126,16 @@ def test_a_watch_whose_past_was_compacted_reads_all_again(own, own_etcd):
     first = own.register(own.join(), "a")
     second = own.register(own.join(), "b")
     events.wait("b", "joined")
-    view = router._directory.view
-    view._revision = 1  # as if it had heard nothing since
+    watcher = router._directory.watcher
+    watcher._revision = 1  # as if it had heard nothing since
     for number in range(3):
         first.publish(load=kvpool.Load(requests=number + 1))
         wait_for(lambda number=number: router.members()[0].load.requests == number + 1)
     second.leave()
     revision = own_etcd.call("kv/range", {"key": encode("x")})["header"]["revision"]
     own_etcd.call("kv/compaction", {"revision": revision, "physical": True})
-    view._revision = 1
-    view._stream.stop()
+    watcher._revision = 1
+    watcher._stream.stop()
     own.register(own.join(), "c")
     events.wait("c", "joined")
     assert [m.name for m in router.members()] == ["a", "c"]
@@ -147,14 +147,14 @@ def test_a_watch_that_was_broken_goes_on_where_it_was(own, own_etcd, monkeypatch
     events = Events(router)
     reg = own.register(own.join(), "a")
     events.wait("a", "joined")
-    view = router._directory.view
+    watcher = router._directory.watcher
 
     def never(*given):
         raise AssertionError("all was read again")
 
-    monkeypatch.setattr(view, "read_all", never)
+    monkeypatch.setattr(watcher, "read_all", never)
     for state in ("draining", "up", "draining"):
-        view._stream.stop()
+        watcher._stream.stop()
         reg.publish(state=state)
         wait_for(lambda state=state: [m.state for m in router.members()] == [state])
     assert events.of("a").count("joined") == 1
@@ -171,16 +171,16 @@ def test_an_etcd_with_passwords_that_restarts_loses_nobody(own_etcd, moment):
         events = Events(router)
         for _ in range(3):
             member = own.member("a")
-            until = member("reg._entry.keeper.valid_until_ns")
+            until = member("reg._entry.renewer.valid_until_ns")
             if moment == "later":
                 events.wait("a", "joined")
-                wait_for(lambda until=until, member=member: member("reg._entry.keeper.valid_until_ns") > until)
+                wait_for(lambda until=until, member=member: member("reg._entry.renewer.valid_until_ns") > until)
             own_etcd.kill()
             own_etcd.start()
             restarted_ns = time.monotonic_ns()
             # Renewed since: it is certain for longer than it could be if it was not.
             sure = restarted_ns + int(LEASE * 1e9)
-            wait_for(lambda sure=sure, member=member: member("reg._entry.keeper.valid_until_ns") > sure)
+            wait_for(lambda sure=sure, member=member: member("reg._entry.renewer.valid_until_ns") > sure)
             events.wait("a", "joined")
             assert set(events.of("a")) == {"joined"}
             assert member.words == []
@@ -224,25 +224,25 @@ def test_nobody_there_is_told_in_time():
     assert time.monotonic() - began < 10
 
 
-def test_a_keeper_that_is_killed_is_started_again(own):
+def test_a_renewer_that_is_killed_is_started_again(own):
     router = own.join()
     events = Events(router)
     reg = own.register(own.join(), "a")
-    keeper = reg._entry.keeper
-    first = keeper.pid
+    renewer = reg._entry.renewer
+    first = renewer.pid
     os.kill(first, signal.SIGKILL)
-    wait_for(lambda: keeper.pid != first)
-    until = keeper.valid_until_ns
-    wait_for(lambda: keeper.valid_until_ns > until)
+    wait_for(lambda: renewer.pid != first)
+    until = renewer.valid_until_ns
+    wait_for(lambda: renewer.valid_until_ns > until)
     assert events.of("a") in ([], ["joined"])
     assert reg.lease_valid()
 
 
-def test_a_keeper_that_cannot_be_started_again_is_tried_again(own, monkeypatch):
+def test_a_renewer_that_cannot_be_started_again_is_tried_again(own, monkeypatch):
     router = own.join()
     reg = own.register(own.join(), "a")
-    keeper = reg._entry.keeper
-    first, popen, tries = keeper.pid, subprocess.Popen, []
+    renewer = reg._entry.renewer
+    first, popen, tries = renewer.pid, subprocess.Popen, []
 
     def no_more_processes(*arguments, **options):
         tries.append(1)
@@ -252,45 +252,45 @@ def test_a_keeper_that_cannot_be_started_again_is_tried_again(own, monkeypatch):
     os.kill(first, signal.SIGKILL)
     wait_for(lambda: len(tries) >= 3)
     monkeypatch.setattr(subprocess, "Popen", popen)
-    wait_for(lambda: keeper.pid != first)
+    wait_for(lambda: renewer.pid != first)
     reg.publish(state="draining")  # the cluster's thread lives
     wait_for(lambda: [m.state for m in router.members()] == ["draining"])
     wait_for(reg.lease_valid)
 
 
-def keeper_pages():
+def renewer_pages():
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-    return sum("kvpool-keeper" in os.readlink(link) for link in links if os.path.islink(link))
+    return sum("kvpool-renewer" in os.readlink(link) for link in links if os.path.islink(link))
 
 
-def test_a_keeper_that_cannot_be_started_leaves_no_descriptor(own, monkeypatch):
+def test_a_renewer_that_cannot_be_started_leaves_no_descriptor(own, monkeypatch):
     cluster = own.join()
 
     def no_more_processes(*arguments, **options):
         raise BlockingIOError(11, "no more processes")
 
     monkeypatch.setattr(subprocess, "Popen", no_more_processes)
-    before = keeper_pages()
+    before = renewer_pages()
     for _ in range(3):
         with pytest.raises(kvpool.Unsupported, match="no more processes"):
             own.register(cluster, "a")
-    assert keeper_pages() == before
+    assert renewer_pages() == before
 
 
-def test_a_keeper_loads_neither_the_core_nor_numpy(own):
-    keeper = own.register(own.join(), "a")._entry.keeper
-    until = keeper.valid_until_ns
-    wait_for(lambda: keeper.valid_until_ns > until)  # it runs
-    mapped = Path(f"/proc/{keeper.pid}/maps").read_text()
+def test_a_renewer_loads_neither_the_core_nor_numpy(own):
+    renewer = own.register(own.join(), "a")._entry.renewer
+    until = renewer.valid_until_ns
+    wait_for(lambda: renewer.valid_until_ns > until)  # it runs
+    mapped = Path(f"/proc/{renewer.pid}/maps").read_text()
     assert "python" in mapped
     assert "_core" not in mapped
     assert "numpy" not in mapped
 
 
-def test_a_keeper_ends_with_its_member_however_that_ends(own):
+def test_a_renewer_ends_with_its_member_however_that_ends(own):
     for end in ("kill", "leave"):
         member = own.member("a" + end)
-        pid = member("reg._entry.keeper.pid")
+        pid = member("reg._entry.renewer.pid")
         descriptor = os.pidfd_open(pid)
         try:
             if end == "kill":
@@ -311,7 +311,7 @@ def _ended(pidfd):
 
 
 def test_a_killed_member_is_told_before_its_lease_has_run_out(own):
-    """The keeper gives the lease back: with a lease of a minute nobody waits a minute."""
+    """The renewer gives the lease back: with a lease of a minute nobody waits a minute."""
     router = own.join()
     events = Events(router)
     member = own.member("a", lease=60)
@@ -357,10 +357,10 @@ def test_tls_and_a_password(certificates, tmp_path):
             kvpool.Cluster.join(url, **options, user="root", password="right") as cluster,
             kvpool.Cluster.join(url, **options, user="root", password="right") as router,
         ):
-            reg = cluster.register(name="a", role="both", epoch=1)
+            reg = cluster.register(name="a", role="both", incarnation=1)
             assert [m.name for m in router.wait_for(n=1)] == ["a"]
-            until = reg._entry.keeper.valid_until_ns
-            wait_for(lambda: reg._entry.keeper.valid_until_ns > until)  # the keeper is let in, too
+            until = reg._entry.renewer.valid_until_ns
+            wait_for(lambda: reg._entry.renewer.valid_until_ns > until)  # the renewer is let in, too
             reg.publish(state="draining")
             wait_for(lambda: [m.state for m in router.members()] == ["draining"])
     finally:

@@ -8,8 +8,8 @@ import pytest
 from cluster.kit import EtcdPlace, Events, wait_for
 
 import kvpool
-from kvpool.cluster.etcd_keys import Holder, Ids
-from kvpool.cluster.gateway import after, decode, encode
+from kvpool.cluster.etcd.gateway import after, decode, encode
+from kvpool.cluster.etcd.keys import Holder, Ids
 
 
 class Keys:
@@ -55,11 +55,11 @@ def test_a_record_that_is_deleted_is_put_back_in_the_same_term(etcd, keys):
     keys.delete("members/a")
     events.wait("a", "joined", "lost", "joined")
     (back,) = router.members()
-    assert (back.instance, back.epoch, back.term) == (reg.instance, reg.record.epoch, 0)
+    assert (back.instance, back.incarnation, back.term) == (reg.instance, reg.record.incarnation, 0)
     wait_for(reg.lease_valid)
     assert words == []
     other = etcd.join()
-    with pytest.raises(kvpool.StateError, match="lives"):
+    with pytest.raises(kvpool.StateError, match="live member has the name"):
         etcd.register(other, "a", timeout=60)
 
 
@@ -70,7 +70,7 @@ def test_an_id_that_is_deleted_is_put_back_in_silence(etcd, keys):
     words = listener(reg)
     events.wait("a", "joined")
     keys.delete(f"instances/{reg.instance}")
-    wait_for(lambda: keys.read(f"instances/{reg.instance}") == Holder(reg.record.epoch, 1).to_bytes())
+    wait_for(lambda: keys.read(f"instances/{reg.instance}") == Holder(reg.record.incarnation, 1).to_bytes())
     wait_for(reg.lease_valid)
     assert words == []
     assert events.of("a") == ["joined"]
@@ -80,7 +80,7 @@ def test_a_name_that_somebody_else_has_taken_is_refused_to_the_first(etcd, keys)
     reg = etcd.register(etcd.join(), "a")
     words = listener(reg)
     record = json.loads(keys.read("members/a"))
-    keys.put("members/a", json.dumps(record | {"epoch": record["epoch"] + 1000, "instance": 77}).encode())
+    keys.put("members/a", json.dumps(record | {"incarnation": record["incarnation"] + 1000, "instance": 77}).encode())
     wait_for(lambda: words == ["lost", "refused"])
     assert not reg.lease_valid()
     with pytest.raises(kvpool.StateError, match="another incarnation"):
@@ -103,7 +103,7 @@ def test_the_counter_of_ids_that_is_deleted_goes_on(etcd, keys):
     gone.leave()  # nobody has this id any more, and nobody is to have it again
     words = listener(first)
     before = Ids.read(keys.read("ids"))
-    wait_for(lambda: first._entry._directory.view.given == before.given)
+    wait_for(lambda: first._entry._watcher.given == before.given)
     keys.delete("ids")
     wait_for(lambda: keys.read("ids") is not None)
     assert Ids.read(keys.read("ids")) == before
@@ -133,7 +133,7 @@ def test_what_the_watch_does_not_tell_is_found_within_a_lease(etcd, keys, monkey
     cluster = etcd.join()
     reg = etcd.register(cluster, "a")
     words = listener(reg)
-    monkeypatch.setattr(cluster._directory.view, "_take_events", lambda events: None)
+    monkeypatch.setattr(cluster._directory.watcher, "_take_events", lambda events: None)
     keys.delete("members/a")
     wait_for(lambda: keys.read("members/a") is not None)
     assert json.loads(keys.read("members/a"))["term"] == 0
@@ -143,7 +143,7 @@ def test_what_the_watch_does_not_tell_is_found_within_a_lease(etcd, keys, monkey
 def test_a_publication_that_finds_no_record_puts_it_back_at_once(etcd, keys, monkeypatch):
     cluster = etcd.join(lease=60, heartbeat=1.0)
     reg = etcd.register(cluster, "a")
-    monkeypatch.setattr(cluster._directory.view, "_take_events", lambda events: None)
+    monkeypatch.setattr(cluster._directory.watcher, "_take_events", lambda events: None)
     keys.delete("members/a")
     reg.publish(state="draining")
     # Sooner than by the look that comes once a lease.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from cluster.kit import Events, wait_for
 
 from kvpool.cluster.directory import Unreachable
-from kvpool.cluster.etcd_keys import Keys
-from kvpool.cluster.gateway import encode
+from kvpool.cluster.etcd.gateway import encode
+from kvpool.cluster.etcd.keys import Keys
 
 
 class CutOff:
@@ -16,16 +16,16 @@ class CutOff:
         self.words = []
         registration.on_lease(self.words.append)
         self._entry = registration._entry
-        self._hold = self._entry.hold
+        self._hold = self._entry.check_lease
         self._patch = monkeypatch
 
         def nobody_answers():
             raise Unreachable("the test has cut it off")
 
-        self._patch.setattr(self._entry, "hold", nobody_answers)
+        self._patch.setattr(self._entry, "check_lease", nobody_answers)
 
     def back(self) -> None:
-        self._patch.setattr(self._entry, "hold", self._hold)
+        self._patch.setattr(self._entry, "check_lease", self._hold)
 
 
 def lose_memory(server):
@@ -68,7 +68,7 @@ def test_whoever_comes_back_too_late_for_its_id_is_refused(own, own_etcd, monkey
     wait_for(lambda: [one.name for one in own.join().members()] == ["b"])
 
 
-def test_survivors_are_back_before_their_keepers_ask_again(own, own_etcd):
+def test_survivors_are_back_before_their_renewers_ask_again(own, own_etcd):
     """The watch tells that etcd is new: with a heartbeat of half a minute nobody waits for that."""
     reg = own.register(own.join(lease=90.0, heartbeat=30.0), "a")
     lose_memory(own_etcd)

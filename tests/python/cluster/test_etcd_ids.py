@@ -10,7 +10,7 @@ from cluster.test_etcd_deleted import Keys
 
 import kvpool
 from kvpool import cli
-from kvpool.cluster.etcd_keys import Holder, Ids
+from kvpool.cluster.etcd.keys import Holder, Ids
 from kvpool.cluster.record import INSTANCE_MAX
 
 SPOILED = {
@@ -90,7 +90,7 @@ def test_newcomers_are_refused_where_nobody_can_mend_the_counter(etcd, keys, con
         assert error.shown == 7
     assert keys.read("ids") == content
     assert cli.main(["cluster", etcd.url, "--repair-ids"]) == 0
-    assert "7 were given" in capsys.readouterr().out
+    assert "the counter of ids is at 7" in capsys.readouterr().out
     with etcd.join() as cluster:
         assert cluster.repair_ids() == 7  # it is well now
     assert sorted(register_at_once(etcd, "a", "b")) == [8, 9]
@@ -117,7 +117,7 @@ def test_an_id_outlasts_the_lease_of_its_member(etcd, keys):
     reg = etcd.register(etcd.join(), "a")
     entry = reg._entry
     etcd.server.call("lease/revoke", {"ID": str(entry._lease)})
-    assert keys.read(f"instances/{reg.instance}") == Holder(reg.record.epoch, 1).to_bytes()
+    assert keys.read(f"instances/{reg.instance}") == Holder(reg.record.incarnation, 1).to_bytes()
     found = etcd.server.call("lease/timetolive", {"ID": str(entry._id_lease)})
     assert int(found["grantedTTL"]) >= 3600
     wait_for(lambda: keys.read("members/a") is not None)

@@ -8,8 +8,8 @@ import pytest
 from cluster.kit import EtcdPlace, free_name, wait_for
 from kit import small_pool
 
-from kvpool.cluster.etcd_keys import Keys
-from kvpool.cluster.gateway import encode
+from kvpool.cluster.etcd.gateway import encode
+from kvpool.cluster.etcd.keys import Keys
 
 HEARTBEAT = 0.3
 
@@ -27,17 +27,17 @@ def test_a_peer_that_has_not_heard_of_the_new_term_does_not_end_it(place, monkey
         of_peer = peer.attach(place.join(), name="b")
         wait_for(lambda: of_dropped._members.names() and of_peer._members.names())
         dropped._meet("b", 30.0)
-        wait_for(lambda: of_dropped._members.met() == ["b"])
+        wait_for(lambda: of_dropped._members.peers_to_reconnect() == ["b"])
         of_peer._members.remember_peers()
         # The peer drops the member, and is slow to hear that it is back.
-        monkeypatch.setattr(of_peer._members, "_tell", lambda: None)
-        peer._expel(of_dropped._epoch, "the test has given it up")
-        key = Keys(place.prefix).dropped(of_dropped._epoch)
+        monkeypatch.setattr(of_peer._members, "_pass", lambda: None)
+        peer._expel(of_dropped._incarnation, "the test has given it up")
+        key = Keys(place.prefix).dropped(of_dropped._incarnation)
         place.server.call("kv/put", {"key": encode(key), "value": encode("0")})
         wait_for(lambda: of_dropped._registration.record.term == 1)
         wait_for(dropped._dropped_by)
         monkeypatch.undo()
-        of_peer._members.tell_again()
+        of_peer._members.pass_again()
         wait_for(lambda: [one.name for one in dropped.peers()] == ["b"])
         time.sleep(4 * HEARTBEAT)
         assert of_dropped._registration.leases_lost == 1

@@ -7,8 +7,8 @@ import time
 import pytest
 from cluster.kit import EtcdPlace, Events, wait_for
 
-from kvpool.cluster.etcd_keys import Keys
-from kvpool.cluster.gateway import encode
+from kvpool.cluster.etcd.gateway import encode
+from kvpool.cluster.etcd.keys import Keys
 
 LEASE = 1.0  # the shortest that etcd counts
 SILENT_S = 3.5 * LEASE
@@ -45,7 +45,7 @@ def test_nobody_is_lost_while_etcd_is_silent_but_one_that_died(own, own_etcd, ho
     silence(own_etcd, how, victim.kill)
     wait_for(lambda: all(one.lease_valid() for one in registrations) and other("reg.lease_valid()"))
     events.wait("d", "joined", "lost")
-    assert router.members() == before[:3]  # the same ids, epochs and terms
+    assert router.members() == before[:3]  # the same ids, incarnations and terms
     for name in "abc":
         assert set(events.of(name)) == {"joined"}
     assert words == other.words == []
@@ -56,12 +56,12 @@ def test_nobody_is_lost_while_etcd_is_silent_but_one_that_died(own, own_etcd, ho
 
 
 def test_a_member_that_dies_while_etcd_answers_is_told_at_once(own):
-    """Its keeper says so: nobody waits for those who may be on their way back."""
+    """Its renewer says so: nobody waits for those who may be on their way back."""
     router = own.join(lease=60.0)
     events = Events(router)
     member = own.member("a", lease=60.0)
     events.wait("a", "joined")
-    router._directory.view._contact.forgive()  # as if etcd had just been silent
+    router._directory.watcher._contact.forgive()  # as if etcd had just been silent
     member.kill()
     events.wait("a", "joined", "lost", seconds=50)
 
@@ -73,7 +73,7 @@ def test_a_member_that_a_peer_has_dropped_fences_itself_and_begins_a_new_term(ow
     words: list[str] = []
     reg.on_lease(words.append)
     events.wait("a", "joined")
-    key = Keys(own.prefix).dropped(reg.record.epoch)
+    key = Keys(own.prefix).dropped(reg.record.incarnation)
     own.server.call("kv/put", {"key": encode(key), "value": encode("0")})
     wait_for(lambda: words == ["lost", "regained"])
     wait_for(lambda: [(one.instance, one.term) for one in cluster.members()] == [(reg.instance, 1)])

@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from kvpool.cluster import etcd_unlisted
-from kvpool.cluster.board import Board
-from kvpool.cluster.etcd_keys import Keys
-from kvpool.cluster.etcd_unlisted import Contact
-from kvpool.cluster.etcd_view import EtcdView
-from kvpool.cluster.gateway import Denied, NoAnswer, Options, encode
+from kvpool.cluster.etcd import unlisted as etcd_unlisted
+from kvpool.cluster.etcd.gateway import Denied, NoAnswer, Options, encode
+from kvpool.cluster.etcd.keys import Keys
+from kvpool.cluster.etcd.unlisted import Contact
+from kvpool.cluster.etcd.watcher import EtcdWatcher
+from kvpool.cluster.membership_view import MembershipView
 from kvpool.cluster.record import Member
 
 LEASE, HEARTBEAT = 3.0, 1.0
@@ -27,18 +27,18 @@ class Clock:
 
 
 class Links:
-    """The witness: what the pool's links show."""
+    """The peer_links: what the pool's links show."""
 
     def __init__(self) -> None:
         self.linked, self.parted = False, False
 
-    def is_linked(self, member):
+    def is_connected(self, member):
         return self.linked
 
-    def has_parted(self, member):
+    def has_disconnected(self, member):
         return self.parted and not self.linked
 
-    def instances(self):
+    def connected_instances(self):
         return []
 
 
@@ -71,11 +71,11 @@ def clock(monkeypatch):
 
 class Scene:
     def __init__(self) -> None:
-        self.board, self.links, self.etcd, self.told = Board(), Links(), FakeEtcd(), []
-        self.view = EtcdView(Options((("127.0.0.1", 1),)), Keys("x"), self.board, HEARTBEAT, LEASE)
-        self.view._checker = self.etcd
-        self.view.witness = self.links
-        self.board.subscribe(lambda event: self.told.append(event.kind))
+        self.view, self.links, self.etcd, self.told = MembershipView(), Links(), FakeEtcd(), []
+        self.watcher = EtcdWatcher(Options((("127.0.0.1", 1),)), Keys("x"), self.view, HEARTBEAT, LEASE)
+        self.watcher._checker = self.etcd
+        self.watcher.peer_links = self.links
+        self.view.subscribe(lambda event: self.told.append(event.kind))
         self._revision = itertools.count(1)
         self.lists(MEMBER)
 
@@ -87,7 +87,7 @@ class Scene:
 
     def _tell(self, more, member, kind):
         kv = {"key": encode(f"x/members/{member.name}"), "mod_revision": str(next(self._revision))} | more
-        self.view._read([{"events": [{"kv": kv, "type": kind}]}])
+        self.watcher._read([{"events": [{"kv": kv, "type": kind}]}])
 
 
 @pytest.fixture
@@ -102,14 +102,14 @@ def test_a_record_that_runs_out_is_a_loss_where_nothing_else_explains_it(scene):
 
 
 def test_after_a_silence_a_record_may_be_back_for_two_leases(scene, clock):
-    clock.now += 2.5  # of the view's contact with etcd
+    clock.now += 2.5  # of the watcher's contact with etcd
     scene.runs_out()
     clock.now += 2 * LEASE
-    scene.view._contact.answered()
-    scene.view.tend()
+    scene.watcher._contact.answered()
+    scene.watcher.check()
     assert scene.told == ["joined"]
     clock.now += 2.5
-    scene.view.tend()
+    scene.watcher.check()
     assert scene.told == ["joined", "lost"]
 
 
@@ -118,12 +118,12 @@ def test_one_that_is_back_after_a_silence_is_not_lost(scene, clock):
     scene.runs_out()
     scene.lists(MEMBER)
     clock.now += 100
-    scene.view.tend()
+    scene.watcher.check()
     assert scene.told == ["joined"]
 
 
 def test_a_record_that_is_back_at_the_last_moment_is_shown(scene, monkeypatch):
-    """The watch's thread shows it while the tender's, which has just looked, takes the member off the board."""
+    """The watch's thread shows it while the loop's, which has just looked, takes the member off the view."""
     watch = threading.Thread(target=lambda: scene.lists(MEMBER))
 
     def has(name):
@@ -131,10 +131,10 @@ def test_a_record_that_is_back_at_the_last_moment_is_shown(scene, monkeypatch):
         watch.join(0.2)  # it cannot wait for this thread
         return True
 
-    monkeypatch.setattr(scene.view._unlisted, "has", has)
-    scene.view._give_up("a", "its lease has run out")
+    monkeypatch.setattr(scene.watcher._unlisted, "has", has)
+    scene.watcher._give_up("a", "its lease has run out")
     watch.join(30)
-    assert scene.board.find("a") is not None
+    assert scene.view.find("a") is not None
 
 
 def test_one_that_is_linked_is_kept_until_its_link_ends(scene, clock):
@@ -142,10 +142,10 @@ def test_one_that_is_linked_is_kept_until_its_link_ends(scene, clock):
     scene.runs_out()
     for _ in range(3):
         clock.now += 100
-        scene.view.tend()
+        scene.watcher.check()
     assert scene.told == ["joined"]
     scene.links.linked, scene.links.parted = False, True
-    scene.view.tend()
+    scene.watcher.check()
     assert scene.told == ["joined", "lost"]
     assert scene.etcd.dropped == [encode("x/dropped/70")]  # so that it learns it
 
@@ -153,10 +153,10 @@ def test_one_that_is_linked_is_kept_until_its_link_ends(scene, clock):
 def test_one_that_is_back_before_it_is_written_down_as_dropped_is_not(scene):
     scene.links.parted = scene.etcd.is_back = True
     scene.runs_out()
-    scene.view.tend()
+    scene.watcher.check()
     assert scene.told == ["joined"]
     scene.lists(MEMBER)
-    scene.view.tend()
+    scene.watcher.check()
     assert scene.told == ["joined"]
 
 
@@ -171,7 +171,7 @@ def test_one_cannot_be_dropped_while_etcd_does_not_answer(scene):
     scene.runs_out()
     assert scene.told == ["joined"]
     scene.etcd.error = None
-    scene.view.tend()
+    scene.watcher.check()
     assert scene.told == ["joined", "lost"]
 
 

@@ -7,10 +7,10 @@ import threading
 import pytest
 from cluster.kit import Events, wait_for
 
-from kvpool.cluster.board import Board
-from kvpool.cluster.etcd_keys import Ids, Keys
-from kvpool.cluster.etcd_view import EtcdView
-from kvpool.cluster.gateway import Gateway, NoAnswer, Options, Stream, encode
+from kvpool.cluster.etcd.gateway import Gateway, NoAnswer, Options, Stream, encode
+from kvpool.cluster.etcd.keys import Ids, Keys
+from kvpool.cluster.etcd.watcher import EtcdWatcher
+from kvpool.cluster.membership_view import MembershipView
 
 
 class DeadStream:
@@ -64,11 +64,11 @@ def test_who_watches_by_a_dead_connection_sees_all_the_same(etcd, streams):
 
     def blind():
         """The one that is read now ends, and the next one is dead."""
-        view = router._directory.view
-        wait_for(lambda: isinstance(view._stream, Stream))
+        watcher = router._directory.watcher
+        wait_for(lambda: isinstance(watcher._stream, Stream))
         dead.append(1)
-        view._stream.stop()
-        wait_for(lambda: isinstance(view._stream, DeadStream))
+        watcher._stream.stop()
+        wait_for(lambda: isinstance(watcher._stream, DeadStream))
 
     blind()
     first.publish(state="draining")
@@ -84,32 +84,32 @@ def test_a_watch_that_is_silent_because_nothing_happens_is_left_alone(etcd, etcd
     begun, _ = streams
     router = etcd.join()
     wait_for(lambda: len(begun) == 1)
-    view, checks, check = router._directory.view, [], EtcdView._silence_of
-    view._heartbeat_s = 60.0  # an etcd that takes its time on a busy machine is not what this is about
-    monkeypatch.setattr(EtcdView, "_silence_of", lambda *given: checks.append(check(*given)) or checks[-1])
+    watcher, checks, check = router._directory.watcher, [], EtcdWatcher._silence_of
+    watcher._heartbeat_s = 60.0  # an etcd that takes its time on a busy machine is not what this is about
+    monkeypatch.setattr(EtcdWatcher, "_silence_of", lambda *given: checks.append(check(*given)) or checks[-1])
     for number in range(3):
         etcd_server.call("kv/put", {"key": encode("elsewhere"), "value": encode(str(number))})
         seen = len(checks)
         wait_for(lambda seen=seen: len(checks) > seen)
     assert set(checks) == {""}
     assert len(begun) == 1
-    assert view._stream is begun[0]
+    assert watcher._stream is begun[0]
 
 
 def test_a_watch_that_breaks_is_logged_with_whom_it_concerns(etcd, etcd_server, caplog):
     """The member of this process and its lease; a process that is no member has neither."""
     router, cluster = etcd.join(), etcd.join()
     etcd.register(cluster, "a b")
-    prefix = cluster._directory.keys.members
-    own = {"a b": cluster._directory.view.own[prefix + "a%20b"]}
-    for view in (cluster._directory.view, router._directory.view):
+    prefix = cluster._directory.store.keys.members
+    own = {"a b": cluster._directory.watcher.own[prefix + "a%20b"]}
+    for watcher in (cluster._directory.watcher, router._directory.watcher):
         with caplog.at_level("WARNING", "kvpool.cluster"):
             caplog.clear()
-            stream = wait_for(lambda view=view: isinstance(view._stream, Stream) and view._stream)
+            stream = wait_for(lambda watcher=watcher: isinstance(watcher._stream, Stream) and watcher._stream)
             stream.stop()
             wait_for(lambda: caplog.records)
         (found,) = caplog.records
-        (name, lease) = ("a b", own["a b"]) if view is cluster._directory.view else ("", 0)
+        (name, lease) = ("a b", own["a b"]) if watcher is cluster._directory.watcher else ("", 0)
         assert found.getMessage() == f"the watch of etcd is broken: {found.why}"
         assert (found.name, found.levelname) == ("kvpool.cluster", "WARNING")
         assert (found.address, found.member, found.lease) == (f"127.0.0.1:{etcd_server.port}", name, lease)
@@ -118,8 +118,8 @@ def test_a_watch_that_breaks_is_logged_with_whom_it_concerns(etcd, etcd_server, 
 
 
 @pytest.fixture
-def view():
-    one = EtcdView(Options((("127.0.0.1", 1),)), Keys("x"), Board(), 1.0, 3.0)
+def watcher():
+    one = EtcdWatcher(Options((("127.0.0.1", 1),)), Keys("x"), MembershipView(), 1.0, 3.0)
     one._revision = 10
     return one
 
@@ -129,26 +129,26 @@ def event(revision, **more):
     return {"kv": kv, **more}
 
 
-def test_what_was_missed_is_not_skipped_when_a_watch_breaks_before_it_has_told_it(view):
+def test_what_was_missed_is_not_skipped_when_a_watch_breaks_before_it_has_told_it(watcher):
     """etcd tells its own revision first, then the past in portions: what counts is what it has told."""
-    view._read([{"created": True, "header": {"revision": "50"}}])
-    assert view._revision == 10
-    view._read([{"header": {"revision": "50"}, "events": [event(20), event(30)]}])
-    assert view._revision == 30
-    view._read([{"header": {"revision": "60"}}])  # a sign of life, behind all that there was to tell
-    assert view._revision == 60
+    watcher._read([{"created": True, "header": {"revision": "50"}}])
+    assert watcher._revision == 10
+    watcher._read([{"header": {"revision": "50"}, "events": [event(20), event(30)]}])
+    assert watcher._revision == 30
+    watcher._read([{"header": {"revision": "60"}}])  # a sign of life, behind all that there was to tell
+    assert watcher._revision == 60
 
 
-def test_the_number_of_keys_is_kept(view):
-    view._count = 4
+def test_the_number_of_keys_is_kept(watcher):
+    watcher._count = 4
     changed = event(13)
     changed["kv"]["version"] = "2"
-    view._read([{"events": [event(11), event(12), changed, event(14, type="DELETE")]}])
-    assert view._count == 5
+    watcher._read([{"events": [event(11), event(12), changed, event(14, type="DELETE")]}])
+    assert watcher._count == 5
 
 
-def test_a_counter_that_was_begun_anew_does_not_make_forget_what_was_given(view):
-    view._note_ids(Ids(9, "one").to_bytes())
+def test_a_counter_that_was_begun_anew_does_not_make_forget_what_was_given(watcher):
+    watcher._note_ids(Ids(9, "one").to_bytes())
     for content in (Ids(4, "one").to_bytes(), Ids(1, "another").to_bytes(), b"", b"garbage"):
-        view._note_ids(content)
-        assert view.given == 9
+        watcher._note_ids(content)
+        assert watcher.given == 9

@@ -1,4 +1,4 @@
-"""The client of etcd and the keeper, beside an etcd that takes its time with passwords, as one under load does."""
+"""The client of etcd and the renewer, beside an etcd that takes its time with passwords, as one under load does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import time
 import pytest
 from cluster.kit import in_thread
 
-from kvpool.cluster.gateway import Denied, Gateway, NoAnswer, Options
-from kvpool.cluster.keeper import DUE_WORD, FAILED_WORD, PAGE_BYTES, UNTIL_WORD, Keeper
+from kvpool.cluster.etcd.gateway import Denied, Gateway, NoAnswer, Options
+from kvpool.cluster.etcd.lease_renewer import DUE_WORD, FAILED_WORD, PAGE_BYTES, UNTIL_WORD, LeaseRenewer
 
 WITHOUT_TOKEN = {"lease/keepalive"}  # what etcd asks no token for
 
@@ -78,54 +78,54 @@ def etcd():
 
 @pytest.fixture
 def kept(etcd):
-    """A keeper of lease 7, whose member beats; and the page that they share."""
+    """A renewer of lease 7, whose member beats; and the page that they share."""
     page = os.memfd_create("page")
     os.ftruncate(page, PAGE_BYTES)
     first = {"options": vars(etcd.options), "heartbeat_s": 0.5, "page": page, "parent": os.getpid()}
-    keeper = Keeper(first)
+    renewer = LeaseRenewer(first)
     words = memoryview(mmap.mmap(page, PAGE_BYTES)).cast("q")
     words[0] = time.monotonic_ns()
-    keeper._lease, keeper._ttl_s, keeper._key = 7, 60.0, "a2V5"
-    yield keeper, words
-    keeper._gateway.close()
+    renewer._lease, renewer._ttl_s, renewer._key = 7, 60.0, "a2V5"
+    yield renewer, words
+    renewer._gateway.close()
     os.close(page)
 
 
 def test_a_lease_is_renewed_while_the_password_is_still_being_checked(etcd, kept):
-    keeper, words = kept
-    assert keeper._renew(7) == 0.5
+    renewer, words = kept
+    assert renewer._renew(7) == 0.5
     assert words[UNTIL_WORD] > time.monotonic_ns()
     assert etcd.asked == ["lease/keepalive"]
 
 
-def test_a_keeper_says_by_when_it_does_something_again_and_counts_what_was_not_answered(etcd, kept):
+def test_a_renewer_says_by_when_it_does_something_again_and_counts_what_was_not_answered(etcd, kept):
     """Which tells one that hangs from one whose etcd does not answer."""
-    keeper, words = kept
+    renewer, words = kept
     assert words[DUE_WORD] == 0
-    keeper._renew(7)
+    renewer._renew(7)
     first = words[DUE_WORD]
     assert first > time.monotonic_ns()
     assert words[FAILED_WORD] == 0
-    keeper._gateway.close()
-    keeper._gateway = Gateway(Options((("127.0.0.1", 1),)))
-    assert keeper._renew(7) == 0.125
+    renewer._gateway.close()
+    renewer._gateway = Gateway(Options((("127.0.0.1", 1),)))
+    assert renewer._renew(7) == 0.125
     assert words[DUE_WORD] > first
     assert words[FAILED_WORD] == 1
 
 
 def test_a_lease_that_etcd_does_not_know_yet_is_not_gone_while_its_key_stands(etcd, kept, capfd):
     """As it says in the moment after it has come back."""
-    keeper, words = kept
+    renewer, words = kept
     etcd.checked.set()
     etcd.ttl_s, etcd.keys = 0, [{"key": "a2V5", "lease": "7"}]
-    assert keeper._renew(7) == 0.125
+    assert renewer._renew(7) == 0.125
     etcd.ttl_s = 5
-    assert keeper._renew(7) == 0.5
+    assert renewer._renew(7) == 0.5
     assert words[UNTIL_WORD] > time.monotonic_ns()
-    assert keeper._lease == 7
+    assert renewer._lease == 7
     etcd.ttl_s, etcd.keys = 0, [{"key": "a2V5", "lease": "8"}]  # of whoever has the name now
-    assert keeper._renew(7) == 0.0
-    assert keeper._lease is None
+    assert renewer._renew(7) == 0.0
+    assert renewer._lease is None
     assert capfd.readouterr().out == '{"gone": 7}\n'
 
 

@@ -13,10 +13,10 @@ from cluster.kit import Events, LocalPlace, wait_for
 
 import kvpool
 from kvpool.cluster.directory import Unreachable
-from kvpool.cluster.local_folder import Folder, folder_path
-from kvpool.cluster.local_ids import IdHold, held_ids
-from kvpool.cluster.local_page import OwnPage
-from kvpool.cluster.local_view import RECORD_SUFFIX
+from kvpool.cluster.local.folder import Folder, folder_path
+from kvpool.cluster.local.ids import IdLock, held_ids
+from kvpool.cluster.local.page import OwnPage
+from kvpool.cluster.local.scanner import RECORD_SUFFIX
 
 
 @pytest.mark.parametrize("way", ["removed", "moved", "emptied", "unrecorded"])
@@ -44,7 +44,7 @@ def test_the_folder_is_deleted_and_all_come_back(local, way):
     reg = local.register(newcomer, "d", timeout=30)
     assert reg.instance not in {member.instance for member in members}
     wait_for(lambda: [m.name for m in newcomer.members()] == ["a", "b", "c", "d"])
-    assert [m for m in newcomer.members() if m.name != "d"] == before  # ids, epochs and terms
+    assert [m for m in newcomer.members() if m.name != "d"] == before  # ids, incarnations and terms
     wait_for(lambda: len(router.members()) == 4)
     assert [events.of(name) for name in "abc"] == [["joined"]] * 3
     assert [member.words for member in members] == [[], [], []]
@@ -122,7 +122,7 @@ def test_the_lock_of_the_folder_does_not_stay_with_a_child(local):
 
 
 def test_only_ids_that_can_be_count_as_held(local):
-    holds = [IdHold(local.name, number) for number in (0, 3, 16383, 16384, 10**20)]
+    holds = [IdLock(local.name, number) for number in (0, 3, 16383, 16384, 10**20)]
     assert held_ids(local.name) == {3, 16383}
     for hold in holds:
         hold.close()
@@ -144,7 +144,7 @@ def test_a_member_that_cannot_be_written_is_told_as_a_state_error(local, monkeyp
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvpool.cluster.local.OwnPage", full)
+    monkeypatch.setattr("kvpool.cluster.local.entry.OwnPage", full)
     with pytest.raises(kvpool.StateError, match="No space left"):
         local.register(cluster, "a")
     monkeypatch.undo()
@@ -292,7 +292,7 @@ def test_one_that_is_stopped_while_it_looks_at_its_page_has_lost_its_lease(local
 
     with reg._asking:  # the cluster's thread does not ask meanwhile
         monkeypatch.setattr(page, "is_at", is_at)
-        assert reg._entry.hold() == "lost"
+        assert reg._entry.check_lease() == "lost"
         monkeypatch.undo()
 
 
@@ -304,7 +304,7 @@ def test_one_that_is_stopped_before_it_enters_again_hears_that_it_was_lost(local
         assert reg._entry.lapsed()
         with pytest.raises(Unreachable, match="stopped meanwhile"):
             reg._entry.enter_again(reg.record, lost=False)
-        assert reg._entry.hold() == "lost"
+        assert reg._entry.check_lease() == "lost"
         assert reg._entry.enter_again(reg.record, lost=True) == 1
-        assert reg._entry.hold() == "held"
+        assert reg._entry.check_lease() == "held"
         monkeypatch.undo()

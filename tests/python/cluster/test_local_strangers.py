@@ -12,7 +12,7 @@ import pytest
 from kit import run_script
 
 import kvpool
-from kvpool.cluster.user_folder import UserPlaces, cluster_path, this_users_places
+from kvpool.cluster.local.user_folder import UserFolders, cluster_path, this_users_folders
 
 OURS = os.getuid()
 needs_other_users = pytest.mark.skipif(OURS != 0, reason="only root can act as another user")
@@ -24,7 +24,7 @@ def places(tmp_path):
     for name in ("shm", "tmp", "home"):
         (tmp_path / name).mkdir()
     shared = (str(tmp_path / "shm"), str(tmp_path / "tmp"))
-    return UserPlaces(OURS, shared, str(tmp_path / "run"), str(tmp_path / "home"), "boot-1")
+    return UserFolders(OURS, shared, str(tmp_path / "run"), str(tmp_path / "home"), "boot-1")
 
 
 def take(root: str, by: int = 65534) -> None:
@@ -46,10 +46,10 @@ def test_the_first_place_is_taken_and_nothing_is_made_by_asking(places):
 
 
 def test_no_environment_variable_says_where_it_is(monkeypatch):
-    before = cluster_path("x", this_users_places())
+    before = cluster_path("x", this_users_folders())
     for name in ("XDG_RUNTIME_DIR", "TMPDIR", "HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, "/somewhere/else")
-    assert cluster_path("x", this_users_places()) == before
+    assert cluster_path("x", this_users_folders()) == before
 
 
 def test_a_place_that_cannot_be_made_is_left_out(places):
@@ -111,7 +111,7 @@ def test_when_every_name_is_taken_the_home_keeps_another_one(places):
 @pytest.mark.parametrize("home", ["none", "another user's"])
 def test_when_there_is_no_way_the_error_says_who_sits_where(places, home):
     if home == "none":
-        places = UserPlaces(OURS, places.shared, places.run, None, places.boot)
+        places = UserFolders(OURS, places.shared, places.run, None, places.boot)
     else:
         os.chown(places.home, 65534, 65534)
     taken = [f"{root}/kvpool-{OURS}" for root in places.shared]
@@ -122,7 +122,7 @@ def test_when_there_is_no_way_the_error_says_who_sits_where(places, home):
     text = str(caught.value)
     assert f"{taken[0]} belongs to nobody (uid 65534)" in text
     assert f"{taken[1]} belongs to uid 3000000000" in text
-    assert f"{places.run}/kvpool cannot be made" in text
+    assert f"{places.run}/kvpool cannot be created" in text
 
 
 def test_a_folder_of_ours_that_others_may_open_is_refused_with_its_mode(local):
@@ -158,7 +158,7 @@ def test_another_user_who_takes_all_names_of_ids_takes_no_id(local):
     run_script(
         AS
         + f"""
-from kvpool.cluster.local_ids import _prefix
+from kvpool.cluster.local.ids import _prefix
 kept = []
 prefix = _prefix("{local.name}")
 def take():
@@ -179,9 +179,9 @@ os.close(until)
 assert os.read(read, 5) == b"taken"
 try:
     cluster = kvpool.Cluster.join("{local.url}", timeout=60)  # it would wait for members that nobody knows
-    member = cluster.register(name="a", role="both", epoch=1)
+    member = cluster.register(name="a", role="both", incarnation=1)
     assert member.instance == 1, member.instance
-    other = kvpool.Cluster.join("{local.url}").register(name="b", role="both", epoch=2)
+    other = kvpool.Cluster.join("{local.url}").register(name="b", role="both", incarnation=2)
     assert other.instance == 2, other.instance
     member.leave()
     other.leave()
@@ -205,7 +205,7 @@ def test_processes_of_a_user_meet_though_another_one_has_taken_their_folder():
             + f"""
 def first():
     cluster = kvpool.Cluster.join("local://meet")
-    assert cluster.register(name="a", role="both", epoch=1).instance == 1
+    assert cluster.register(name="a", role="both", incarnation=1).instance == 1
     os.write(write, b"there")
     os.read(until, 1)
     cluster.close()

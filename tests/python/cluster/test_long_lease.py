@@ -9,7 +9,7 @@ from cluster.kit import EtcdPlace
 from kit import small_pool
 
 import kvpool
-from kvpool.cluster import etcd as etcd_directory
+from kvpool.cluster.etcd import directory, id_counter
 
 LONG = 60.0
 
@@ -33,7 +33,8 @@ class FastClock:
 @pytest.fixture
 def clock(monkeypatch):
     one = FastClock()
-    monkeypatch.setattr(etcd_directory, "time", one)
+    monkeypatch.setattr(directory, "time", one)
+    monkeypatch.setattr(id_counter, "time", one)
     return one
 
 
@@ -62,7 +63,7 @@ def test_who_is_first_in_an_etcd_waits_for_a_lease_by_default(empty, clock):
 
 def test_an_attach_that_is_given_too_little_time_for_it_says_why_and_leaves_all_as_it_was(empty, clock):
     with empty.join(lease=LONG) as cluster, small_pool() as pool:
-        with pytest.raises(kvpool.DeadlineExceeded, match="members that live are given a lease"):
+        with pytest.raises(kvpool.DeadlineExceeded, match="live members have a lease's time to come back"):
             pool.attach(cluster, name="a", timeout=5)
         assert cluster.members() == []
         assert cluster.registration is None

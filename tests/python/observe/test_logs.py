@@ -73,8 +73,8 @@ def test_members_that_come_and_go_are_logged_with_who_and_why(caplog):
         place.close()
     found = {(one.event, one.member): one for one in caplog.records if hasattr(one, "event")}
     joined, left, lost, lease = (found[key] for key in (("joined", "a"), ("left", "a"), ("lost", "b"), ("lost", "a")))
-    assert (joined.epoch, joined.role, joined.instance) == (reg.record.epoch, "prefill", reg.instance)
-    assert (left.epoch, left.why) == (reg.record.epoch, "it has said goodbye")
-    assert (lost.epoch, lost.role, lost.why) == (killed.epoch, "decode", "its process has ended")
-    assert (lease.levelno, lease.epoch) == (logging.WARNING, reg.record.epoch)
+    assert (joined.incarnation, joined.role, joined.instance) == (reg.record.incarnation, "prefill", reg.instance)
+    assert (left.incarnation, left.why) == (reg.record.incarnation, "it has announced its leave")
+    assert (lost.incarnation, lost.role, lost.why) == (killed.incarnation, "decode", "its process has ended")
+    assert (lease.levelno, lease.incarnation) == (logging.WARNING, reg.record.incarnation)
     assert "longer than its lease" in lease.why

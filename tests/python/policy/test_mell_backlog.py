@@ -320,7 +320,7 @@ def test_what_is_too_large_for_an_epoch_is_carried_in_parts():
     assert found.link_use == {("net", 0): 85, ("net", 1): 85}
 
 
-def test_parts_go_on_as_they_began_and_begin_anew_where_their_way_is_closed():
+def test_parts_go_on_as_they_began_and_reset_where_their_way_is_closed():
     backlog, sizes = Backlog(), {"a": 250}
     epoch(backlog, [Move(("a",), 0, 2, 250)], boundaries(100, 60), sizes)
     assert epoch(backlog, [], boundaries(100, 1000), sizes).as_tokens == []

@@ -240,7 +240,7 @@ def test_the_number_of_a_lost_gpu_is_used_again_by_later_plans_only():
     assert {place.gpu for place in plan.placed} == {at["a"], at["b"], 3, 6}
 
 
-def test_a_request_may_depart_and_begin_anew_in_one_batch():
+def test_a_request_may_depart_and_reset_in_one_batch():
     scheduler = mell.Mell(100)
     scheduler.batch(arrivals=[("a", 60), ("b", 30)])
     plan = scheduler.batch(departures=["a"], arrivals=[("a", 20)])

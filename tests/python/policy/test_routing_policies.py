@@ -84,7 +84,7 @@ def test_a_session_stays_where_it_began():
     assert fleet.route(prompt(1), "a").instance == homes["a"]
 
 
-def test_sessions_that_are_forgotten_begin_anew():
+def test_sessions_that_are_forgotten_reset():
     fleet = Fleet(2, policy=SessionId(sessions_max=1))
     fleet.route(prompt(5), "a")
     fleet.route(prompt(1), "b")

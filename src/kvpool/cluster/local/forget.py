@@ -1,4 +1,4 @@
-"""Removing what a local cluster that is over has left on its machine: a folder with a counter and a secret."""
+"""Removes the folder of a local cluster that has ended, with its counter and its secret."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import errno
 import os
 import urllib.parse
 
-from kvpool.cluster.local import clear_dead
-from kvpool.cluster.local_folder import Folder, folder_path
-from kvpool.cluster.local_ids import held_ids
+from kvpool.cluster.local.folder import Folder, folder_path
+from kvpool.cluster.local.ids import held_ids
+from kvpool.cluster.local.scanner import clear_dead
 from kvpool.errors import Error, StateError
 
 __all__ = ["forget_folder"]
@@ -19,36 +19,36 @@ def forget_folder(name: str, until: float) -> bool:
     """Removes the folder of a cluster without members.
 
     Args:
-        name: Of the cluster.
-        until: When to give up waiting for its lock (time.monotonic()).
+        name: The name of the cluster.
+        until: When to stop waiting for its lock (time.monotonic()).
 
     Returns:
-        Whether there was one.
+        Whether there was such a folder.
 
     Raises:
-        StateError: Members live, of which none loses anything; or the folder is not ours, or cannot be removed.
-        DeadlineExceeded: Somebody else is changing it all the time.
+        StateError: Members live, and keep everything; or the folder belongs to another user, or cannot be removed.
+        DeadlineExceeded: Other processes kept changing it.
     """
     path = folder_path(name)
     if not os.path.lexists(path):
         return False
     folder = Folder(path)
     try:
-        with contextlib.suppress(FileNotFoundError), folder.locked(until):  # gone: somebody else has removed it
-            _check_that_nobody_lives(folder, name)
+        with contextlib.suppress(FileNotFoundError), folder.locked(until):  # another process has removed it
+            _check_no_member_lives(folder, name)
             # The lock last: until then it keeps others out.
             for file in sorted(os.listdir(folder.descriptor), key="lock".__eq__):
                 folder.unlink(file)
             _remove_unless_used(path)
     except OSError as error:
-        if isinstance(error, Error):  # a deadline is a TimeoutError, too
+        if isinstance(error, Error):  # a DeadlineExceeded is a TimeoutError, and so an OSError
             raise
         raise StateError(f"forget: {path} cannot be removed: {error.strerror}", errno=error.errno) from error
     return True
 
 
 def _remove_unless_used(path: str) -> None:
-    """The folder. Who watches it looks at once, and may have begun another one there: all of the old one is gone."""
+    """Removes the folder, unless a watching process has already put a new state there. The old files are gone."""
     try:
         os.rmdir(path)
     except OSError as error:
@@ -56,8 +56,8 @@ def _remove_unless_used(path: str) -> None:
             raise
 
 
-def _check_that_nobody_lives(folder: Folder, name: str) -> None:
-    """Also one that is stopped lives, and one whose files were removed: the kernel knows its id."""
+def _check_no_member_lives(folder: Folder, name: str) -> None:
+    """Also counts stopped members, and members without files, whose ids the kernel knows."""
     alive = clear_dead(folder, "")
     ids = held_ids(name) | set(alive.values())
     if ids:

@@ -1,4 +1,4 @@
-"""Which names Unix sockets of this network namespace have, and which users made them (sock_diag(7))."""
+"""The names of Unix sockets in this network namespace, and the users that created them (sock_diag(7))."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _NAME: Final = 0
 _UID: Final = 7
 _HEADER: Final = struct.Struct("=IHHII")  # length, type, flags, sequence, port
 _ASK: Final = struct.Struct("=BBHIIIII")  # family, protocol, -, states, inode, what to show, cookie
-_FACTS: Final = struct.Struct("=BBBxIII")  # of a socket: family, type, state, inode, cookie
+_FACTS: Final = struct.Struct("=BBBxIII")  # about a socket: family, type, state, inode, cookie
 _ATTRIBUTE: Final = struct.Struct("=HH")  # length, type
 _NUMBER: Final = struct.Struct("=I")
 _TIMEOUT_S: Final = 5.0  # the kernel answers at once
 
 
 def socket_names(prefix: bytes) -> Iterator[tuple[bytes, int]]:
-    """The names that begin so, each with the user id of who made the socket. An abstract name begins with a zero.
+    """The names with this prefix, each with the user id of the socket's creator. Abstract names start with a zero byte.
 
     Raises:
-        OSError: This kernel does not tell: it is older than 5.3, or a sandbox.
+        OSError: The kernel does not tell: it is older than 5.3, or a sandbox.
     """
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as kernel:
         kernel.settimeout(_TIMEOUT_S)
@@ -51,7 +51,7 @@ def socket_names(prefix: bytes) -> Iterator[tuple[bytes, int]]:
                 if prefix in body:
                     name, uid = _attributes(body[_FACTS.size :])
                     if uid is None:
-                        raise OSError(95, "this kernel does not tell whose a socket is")
+                        raise OSError(95, "this kernel does not report the owner of a socket")
                     if name.startswith(prefix):
                         yield name, uid
                 at += (length + 3) & ~3

@@ -1,19 +1,19 @@
-"""The keeper: a small process that renews a member's lease in etcd, whatever the member's interpreter is doing.
+"""The lease renewer: a small process that renews a member's lease in etcd, however busy the member's interpreter is.
 
-It renews while the member's process lives (a pidfd) and beats (word 0 of a page that they share, written by a thread of
-C++). When the member ends, however it ends, its record is marked as that of a process that has ended, and the leases of
-record and id are revoked, so that the others are told at once, and know that this is no silence; and the keeper ends
-too. A member that is stopped is not renewed.
+It renews while the member's process lives (a pidfd) and sends heartbeats (word 0 of a shared page, written by a thread
+of C++). When the member ends, in whatever way, the renewer marks its record as that of an ended process and revokes the
+leases of record and id. So the others learn of it at once, and can tell it from a silence. Then the renewer ends, too.
+It does not renew the lease of a stopped member.
 
-    page    0 beat │ 1 lapses (cpp/kvpool/base/beacon.h) │ 2 until when the lease is certainly held, written here
-            3 by when the keeper does something again │ 4 how many renewals etcd has not answered: the same. One that is
-            overdue hangs, or is stopped: its member sees to that
-    stdin   a line of JSON to begin with; then {"lease": ID, "ttl_s": SECONDS, "key": KEY, "id_lease": ID} for each
-            lease to keep instead; the key, as etcd's JSON has it, is the record's, and stands on the lease
-    stdout  {"ready": true} at first; {"gone": ID} when etcd does not know a lease
+    page    0 beat │ 1 lapses (cpp/kvpool/base/beacon.h)
+            2 until when the lease is certainly held │ 3 when the renewer acts next │ 4 unanswered renewals:
+            written by the renewer. If it is overdue it hangs or is stopped, which its member handles
+    stdin   first a line of JSON; then {"lease": ID, "ttl_s": SECONDS, "key": KEY, "id_lease": ID} for each lease that
+            replaces the former one. KEY is the key of the record on that lease, as in etcd's JSON
+    stdout  first {"ready": true}; then {"gone": ID} if etcd does not know a lease
 
-All times are CLOCK_MONOTONIC. What the lease is held until is counted from before the renewal was sent: etcd cannot
-have begun to count earlier.
+All times are CLOCK_MONOTONIC. The time until which the lease is held counts from before the renewal was sent: etcd
+cannot have started to count earlier.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import sys
 import time
 from typing import Any, Final
 
-from kvpool.cluster.gateway import Denied, Gateway, NoAnswer, Options, decode, encode
+from kvpool.cluster.etcd.gateway import Denied, Gateway, NoAnswer, Options, decode, encode
 
-__all__ = ["DUE_WORD", "FAILED_WORD", "PAGE_BYTES", "UNTIL_WORD", "Keeper", "main"]
+__all__ = ["DUE_WORD", "FAILED_WORD", "PAGE_BYTES", "UNTIL_WORD", "LeaseRenewer", "main"]
 
 PAGE_BYTES: Final = 4096
 BEAT_WORD: Final = 0
@@ -41,11 +41,11 @@ _AGAIN_S: Final = 0.2  # before a revocation that was not answered is tried agai
 _LINE_BYTES_MAX: Final = 1 << 16
 
 
-class Keeper:
-    """Keeps one lease at a time."""
+class LeaseRenewer:
+    """Renews one lease at a time."""
 
     def __init__(self, first: dict[str, Any]) -> None:
-        """Takes what the member has said first."""
+        """`first` is the first line from the member."""
         options = dict(first["options"])
         options["hosts"] = tuple((host, port) for host, port in options["hosts"])
         self._gateway = Gateway(Options(**options))
@@ -61,12 +61,14 @@ class Keeper:
         self._line = b""
 
     def run(self) -> None:
-        """Until the member ends, or wants no more."""
+        """Runs until the member ends or closes stdin."""
         try:
             parent = os.pidfd_open(self._parent)
         except ProcessLookupError:
             parent = -1
-        if parent < 0 or os.getppid() != self._parent:  # it has ended already, perhaps after it had given us a lease
+        if (
+            parent < 0 or os.getppid() != self._parent
+        ):  # the member has already ended, perhaps after it had sent a lease
             self._take_orders()
             self._revoke()
             return
@@ -81,14 +83,14 @@ class Keeper:
             ready = {descriptor for descriptor, _ in poll.poll(wait_s * 1000)}
             if parent in ready or (sys.stdin.fileno() in ready and not self._take_orders()):
                 while poll_once(sys.stdin.fileno()) and self._take_orders():
-                    pass  # a lease that it had given us just before
+                    pass  # a lease that the member sent just before its end
                 self._revoke()
                 return
             if self._lease and time.monotonic() >= self._next:
                 self._next = time.monotonic() + self._renew(self._lease)
 
     def _take_orders(self) -> bool:
-        """False: there will be no more."""
+        """Reads orders from stdin. False at its end."""
         content = os.read(sys.stdin.fileno(), _LINE_BYTES_MAX)
         self._line += content
         *lines, self._line = self._line.split(b"\n")
@@ -99,13 +101,13 @@ class Keeper:
         return bool(content)
 
     def _renew(self, lease: int) -> float:
-        """Returns in how many seconds to do so again."""
+        """Returns the seconds until the next renewal."""
         soon_s = self._heartbeat_s / 4
         sent_ns = time.monotonic_ns()
         if sent_ns - self._page[BEAT_WORD] > self._ttl_s / 2 * 1e9:
-            return soon_s  # the member is stopped; or held up, and then there is half a lease left to see it beat
+            return soon_s  # stopped; or delayed, and then half a lease is left for its next heartbeat
         try:
-            # As long as the lease could last, but not so long that the next endpoint is asked too late.
+            # Long enough to be worth a try, but short enough to try the next endpoint before the lease expires.
             timeout_s = max(self._heartbeat_s, self._ttl_s / 3)
             self._promise_answer(timeout_s)
             answer = self._gateway.call("lease/keepalive", {"ID": str(lease)}, timeout_s, authenticate_s=self._ttl_s)
@@ -116,17 +118,17 @@ class Keeper:
         if ttl_s > 0:
             self._page[UNTIL_WORD] = sent_ns + ttl_s * 1_000_000_000
             return self._heartbeat_s
-        if self._stands(lease):
+        if self._has_key(lease):
             return soon_s
         self._lease = None
         os.write(sys.stdout.fileno(), json.dumps({"gone": lease}).encode() + b"\n")
         return 0.0
 
-    def _stands(self, lease: int) -> bool:
-        """Whether the key is still on the lease, which etcd has just said that it does not know; or nobody can tell.
+    def _has_key(self, lease: int) -> bool:
+        """Whether the key is still on a lease that etcd has just reported as unknown, or etcd cannot tell.
 
-        One that has just come back, or leads since a moment ago, says so of a lease whose entry it has not read yet
-        (etcd before 3.5.3). A key is read only when all is read, and goes with its lease.
+        An etcd before 3.5.3 that has just started or become the leader reports leases as unknown that it has not loaded
+        yet. It serves a key only after it has loaded everything, and deletes it with its lease.
         """
         try:
             timeout_s = max(self._heartbeat_s, self._ttl_s / 3)
@@ -139,30 +141,30 @@ class Keeper:
         return any(int(one.get("lease", 0)) == lease for one in answer.get("kvs", ()))
 
     def _promise(self, within_s: float) -> None:
-        """Within so many seconds it does something again, whatever etcd does."""
+        """Writes into the page that the renewer acts again within so many seconds, whatever etcd does."""
         self._page[DUE_WORD] = time.monotonic_ns() + int(within_s * 1e9)
 
     def _promise_answer(self, timeout_s: float) -> None:
-        """The same, before etcd is asked something that takes so long at most; longer with the check of a password."""
+        """The same, before a request with this timeout, plus the time to check a password."""
         self._promise(timeout_s + (self._ttl_s if self._has_password else 0.0))
 
     def _revoke(self) -> None:
-        """Tells that the member has ended, and gives back what it had."""
-        until = time.monotonic() + self._ttl_s  # then it has run out
+        """Marks the record as ended and revokes the leases."""
+        until = time.monotonic() + self._ttl_s  # then the lease has expired anyway
         leases = [lease for lease in (self._lease, self._id_lease) if lease]
         while leases and time.monotonic() < until:
             try:
                 if self._lease:
                     self._mark_ended(until)
                 while leases:
-                    self._give_back(leases[-1], until)
+                    self._revoke_lease(leases[-1], until)
                     leases.pop()
             except Denied:
                 return
             except NoAnswer:
                 time.sleep(_AGAIN_S)
 
-    def _give_back(self, lease: int, until: float) -> None:
+    def _revoke_lease(self, lease: int, until: float) -> None:
         try:
             self._ask("lease/revoke", {"ID": str(lease)}, until)
         except NoAnswer as error:
@@ -170,10 +172,10 @@ class Keeper:
                 raise
 
     def _mark_ended(self, until: float) -> None:
-        """Writes into the record that its process has ended, if the record still stands on the lease."""
+        """Writes into the record that its process has ended, if the record is still on the lease."""
         found = self._ask("kv/range", {"key": self._key}, until).get("kvs", [])
         if not found or int(found[0].get("lease", 0)) != self._lease:
-            return  # it has left
+            return  # the member has left
         try:
             record = json.loads(decode(found[0]["value"])) | {"state": "ended"}
         except (ValueError, TypeError):
@@ -187,12 +189,12 @@ class Keeper:
 
 
 def poll_once(descriptor: int) -> bool:
-    """Whether there is something to read, or an end."""
+    """Whether there is something to read, or the end of the file."""
     return bool(select.select([descriptor], [], [], 0)[0])
 
 
 def main() -> None:
-    """What the process runs: `keeper_process.py` starts it."""
+    """The main function of the process, which renewer_process.py starts."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(sys.stdin.fileno(), 1)
@@ -200,4 +202,4 @@ def main() -> None:
             return
         line += byte
     with contextlib.suppress(BrokenPipeError):  # the member has ended
-        Keeper(json.loads(line)).run()
+        LeaseRenewer(json.loads(line)).run()

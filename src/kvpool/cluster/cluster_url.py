@@ -1,4 +1,4 @@
-"""Where a cluster is: its URL and the options that go with it, checked."""
+"""The URL of a cluster and its options, checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["Place", "parse_place"]
+__all__ = ["ClusterUrl", "parse_cluster_url"]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}(/[A-Za-z0-9._-]{1,64}){0,7}")
@@ -18,22 +18,22 @@ _TIMES: Final = {"lease": (0.05, 3600.0), "heartbeat": (0.01, 1800.0), "timeout"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a cluster is, and how one gets in.
+class ClusterUrl:
+    """The address of a cluster, and the credentials and times of a process that joins it.
 
     Attributes:
         kind: "local" or "etcd".
-        name: Of a local cluster; the prefix of the keys in etcd.
-        hosts: Of etcd, as (host, port).
-        tls: Whether etcd is spoken to over TLS.
-        tls_ca: File of the certificates that etcd's must be signed by; None: those of the system.
-        tls_cert: File of our own certificate.
+        name: The name of a local cluster, or the prefix of the keys in etcd.
+        hosts: The etcd endpoints, as (host, port).
+        tls: Whether to use TLS.
+        tls_ca: File of the CA certificates that etcd's certificate must be signed by; None: the system's.
+        tls_cert: File of the client certificate.
         tls_key: File of its key.
-        user: Whom etcd knows us as.
-        password: Of the user.
-        secret: Given for the pools, or None.
-        lease_s: After how long a member that is silent is lost.
-        heartbeat_s: How often a member says that it is there.
+        user: User name for etcd.
+        password: Password of that user.
+        secret: The pools' secret, if one was given.
+        lease_s: Seconds after which a silent member is lost.
+        heartbeat_s: Seconds between two heartbeats of a member.
     """
 
     kind: Literal["local", "etcd"]
@@ -49,12 +49,21 @@ class Place:
     lease_s: float = 3.0
     heartbeat_s: float = 1.0
 
+    def __str__(self) -> str:
+        """The URL, without user and password."""
+        if self.kind == "local":
+            return f"local://{self.name}"
+        hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts)
+        return f"etcd{'s' if self.tls else ''}://{hosts}/{self.name}"
 
-def parse_place(url: str, *, lease: float, heartbeat: float | None, secret: str | None, **options: str | None) -> Place:
-    """Checks what `Cluster.join` was given. `options` are the fields of `Place` that are for etcd only.
+
+def parse_cluster_url(
+    url: str, *, lease: float, heartbeat: float | None, secret: str | None, **options: str | None
+) -> ClusterUrl:
+    """Checks the arguments of `Cluster.join`. `options` are the fields of `ClusterUrl` for etcd only.
 
     Raises:
-        ArgumentError: An address that is none, an option that does not go with it, a value out of range.
+        ArgumentError: An invalid URL, an option that does not apply to it, or a value out of range.
         ArgumentTypeError: A value of the wrong type.
     """
     texts: dict[str, object] = {"url": url, "secret": secret, **options}
@@ -64,9 +73,9 @@ def parse_place(url: str, *, lease: float, heartbeat: float | None, secret: str 
     lease_s = check_seconds("lease", lease)
     heartbeat_s = lease_s / 3 if heartbeat is None else check_seconds("heartbeat", heartbeat)
     if heartbeat_s > lease_s / 2:
-        raise ArgumentError(f"cluster: heartbeat is {heartbeat_s} s; at most half of the lease, {lease_s} s, is safe")
+        raise ArgumentError(f"cluster: heartbeat is {heartbeat_s} s; it must be at most half of the lease, {lease_s} s")
     if secret is not None and (not secret or len(secret.encode("utf-8", "surrogatepass")) > 4096):
-        raise ArgumentError("cluster: a secret has 1 to 4096 bytes")
+        raise ArgumentError("cluster: secret must have 1 to 4096 bytes")
     scheme, separator, rest = url.partition("://")
     if separator and scheme == "local":
         return _local(
@@ -75,7 +84,7 @@ def parse_place(url: str, *, lease: float, heartbeat: float | None, secret: str 
     if separator and scheme in ("etcd", "etcds"):
         _check_etcd_options(scheme, options)
         hosts, prefix = _etcd(rest)
-        return Place(
+        return ClusterUrl(
             "etcd", prefix, hosts, scheme == "etcds", **options, secret=secret, lease_s=lease_s, heartbeat_s=heartbeat_s
         )
     raise ArgumentError(
@@ -84,11 +93,11 @@ def parse_place(url: str, *, lease: float, heartbeat: float | None, secret: str 
 
 
 def check_seconds(name: str, value: object) -> float:
-    """A time that a call was given.
+    """Checks a time argument and returns it in seconds.
 
     Raises:
         ArgumentError: It is out of range.
-        ArgumentTypeError: It is no number.
+        ArgumentTypeError: It is not a number.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentTypeError(f"cluster: {name} must be a number, not {type(value).__name__}")
@@ -98,40 +107,42 @@ def check_seconds(name: str, value: object) -> float:
     return float(value)
 
 
-def _local(name: str, options: set[str], secret: str | None, lease_s: float, heartbeat_s: float) -> Place:
+def _local(name: str, options: set[str], secret: str | None, lease_s: float, heartbeat_s: float) -> ClusterUrl:
     if not _NAME.fullmatch(name):
-        raise ArgumentError(f"cluster: local://{name}: a name has 1 to 64 letters, digits, '.', '_' and '-'")
+        raise ArgumentError(f"cluster: local://{name}: a name must have 1 to 64 letters, digits, '.', '_' and '-'")
     if options:
         raise ArgumentError(f"cluster: {', '.join(sorted(options))}: only for etcd")
-    return Place("local", name, secret=secret, lease_s=lease_s, heartbeat_s=heartbeat_s)
+    return ClusterUrl("local", name, secret=secret, lease_s=lease_s, heartbeat_s=heartbeat_s)
 
 
 def _etcd(rest: str) -> tuple[tuple[tuple[str, int], ...], str]:
     if "@" in rest:
-        raise ArgumentError("cluster: no user or password in the address, which is logged; use user= and password=")
+        raise ArgumentError("cluster: put no user or password into the URL, which is logged; use user= and password=")
     listed, _, prefix = rest.partition("/")
     hosts = []
     for part in listed.split(","):
         found = _HOST.fullmatch(part)
         port = int(found["port"] or _PORT) if found else 0
         if found is None or not 1 <= port <= 65535:
-            raise ArgumentError(f"cluster: etcd://{rest}: {part!r} is no HOST:PORT")
+            raise ArgumentError(f"cluster: etcd://{rest}: {part!r} is not HOST:PORT")
         hosts.append((found["host"].strip("[]"), port))
     prefix = prefix.strip("/") or "kvpool"
     if not _PREFIX.fullmatch(prefix):
-        raise ArgumentError(f"cluster: etcd://{rest}: {prefix!r} is no prefix: letters, digits, '.', '_', '-' and '/'")
+        raise ArgumentError(
+            f"cluster: etcd://{rest}: {prefix!r} is not a valid prefix of letters, digits, '.', '_', '-' and '/'"
+        )
     return tuple(hosts), prefix
 
 
 def _check_etcd_options(scheme: str, options: dict[str, str | None]) -> None:
     given = {name for name, value in options.items() if value is not None}
     if scheme == "etcd" and given & {"tls_ca", "tls_cert", "tls_key"}:
-        raise ArgumentError("cluster: TLS options go with etcds://")
+        raise ArgumentError("cluster: TLS options need etcds://")
     for one, other in (("tls_cert", "tls_key"), ("user", "password")):
         if (one in given) != (other in given):
-            raise ArgumentError(f"cluster: {one} and {other} go together")
+            raise ArgumentError(f"cluster: give both {one} and {other}, or neither")
 
 
 def _shown(url: str) -> str:
-    """Without what may be a password."""
+    """The URL for a message, without what may be a password."""
     return re.sub(r"//[^/]*@", "//...@", url)[:200]

@@ -1,4 +1,4 @@
-"""A keeper of a lease that does nothing any more: stopped in these tests, as one that hangs."""
+"""A lease renewer that does nothing any more: stopped in these tests, as one that hangs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kit import small_pool
 from transfer.kit import stop_process
 
 import kvpool
-from kvpool.cluster import keeper_process
-from kvpool.cluster.keeper_process import KeeperProcess
+from kvpool.cluster.etcd import renewer_process
+from kvpool.cluster.etcd.renewer_process import RenewerProcess
 from kvpool.peers.attachment import Attachment
 
 
@@ -40,23 +40,23 @@ def no_process(monkeypatch):
     return begin
 
 
-def hang(keeper):
+def hang(renewer):
     """Once it has done something, so that it is known by when it should do so again."""
-    until = keeper.valid_until_ns
-    wait_for(lambda: keeper.valid_until_ns > until)
-    stop_process(keeper.pid)
+    until = renewer.valid_until_ns
+    wait_for(lambda: renewer.valid_until_ns > until)
+    stop_process(renewer.pid)
 
 
-def test_a_keeper_that_hangs_is_replaced(place):
+def test_a_renewer_that_hangs_is_replaced(place):
     reg = place.register(place.join(), "a")
     words = []
     reg.on_lease(words.append)
-    keeper = reg._entry.keeper
-    first = keeper.pid
-    hang(keeper)
-    wait_for(lambda: keeper.pid != first)
-    until = keeper.valid_until_ns
-    wait_for(lambda: keeper.valid_until_ns > until)
+    renewer = reg._entry.renewer
+    first = renewer.pid
+    hang(renewer)
+    wait_for(lambda: renewer.pid != first)
+    until = renewer.valid_until_ns
+    wait_for(lambda: renewer.valid_until_ns > until)
     wait_for(reg.lease_valid)
     assert set(words) <= {"lost", "regained"}  # whether the lease could be saved is the machine's business
 
@@ -64,7 +64,7 @@ def test_a_keeper_that_hangs_is_replaced(place):
 def test_one_that_wakes_while_it_is_replaced_does_not_revoke_the_lease(place, monkeypatch):
     """It is hung up on, which means the end of the member to it: so it must be dead by then."""
     reg = place.register(place.join(), "a")
-    hang_up, ended = keeper_process._hang_up, []
+    hang_up, ended = renewer_process._hang_up, []
 
     def wakes(process):
         if process.poll() is None:
@@ -72,8 +72,8 @@ def test_one_that_wakes_while_it_is_replaced_does_not_revoke_the_lease(place, mo
         hang_up(process)
         ended.append(process.wait(60))
 
-    monkeypatch.setattr(keeper_process, "_hang_up", wakes)
-    hang(reg._entry.keeper)
+    monkeypatch.setattr(renewer_process, "_hang_up", wakes)
+    hang(reg._entry.renewer)
     wait_for(lambda: ended)
     assert ended[0] == -signal.SIGKILL
 
@@ -84,12 +84,12 @@ def test_a_pool_that_has_fenced_itself_by_the_clock_is_told_so_also_when_etcd_ha
     words, entry = [], reg._entry
     reg.on_lease(words.append)
     with reg._asking:  # the cluster's thread is just entering it again
-        monkeypatch.setattr(KeeperProcess, "valid_until_ns", 0)
-        monkeypatch.setattr(KeeperProcess, "silent_s", lambda keeper: 1000.0)
+        monkeypatch.setattr(RenewerProcess, "valid_until_ns", 0)
+        monkeypatch.setattr(RenewerProcess, "silent_s", lambda renewer: 1000.0)
         assert entry.lapsed()
         monkeypatch.undo()
         assert entry.enter_again(reg.record, lost=False) == 0
-        assert entry.hold() == "lost"
+        assert entry.check_lease() == "lost"
     wait_for(lambda: words[:2] == ["lost", "regained"])
     wait_for(lambda: not entry.lapsed())
 
@@ -109,13 +109,13 @@ def test_the_thread_that_looks_at_the_clock_outlives_what_it_meets(place, monkey
         wait_for(lambda: len(tried) > 2)
 
 
-def test_one_whose_keeper_hangs_and_cannot_be_replaced_fences_itself(place, no_process):
-    """Nobody else would tell it: etcd is asked by the keeper alone."""
+def test_one_whose_renewer_hangs_and_cannot_be_replaced_fences_itself(place, no_process):
+    """Nobody else would tell it: etcd is asked by the renewer alone."""
     reg = place.register(place.join(), "a")
     words = []
     reg.on_lease(words.append)
     let_go = no_process()
-    hang(reg._entry.keeper)
+    hang(reg._entry.renewer)
     wait_for(lambda: words == ["lost"])
     assert not reg.lease_valid()
     assert reg.leases_lost == 1
@@ -124,17 +124,17 @@ def test_one_whose_keeper_hangs_and_cannot_be_replaced_fences_itself(place, no_p
     assert reg.record.term >= 1
 
 
-def test_an_etcd_that_does_not_answer_is_no_keeper_that_hangs(own, own_etcd):
-    """The keeper asks again and again, so it is well; and nobody can be told anything."""
+def test_an_etcd_that_does_not_answer_is_no_renewer_that_hangs(own, own_etcd):
+    """The renewer asks again and again, so it is well; and nobody can be told anything."""
     reg = own.register(own.join(), "a")
     words = []
     reg.on_lease(words.append)
-    keeper = reg._entry.keeper
+    renewer = reg._entry.renewer
     own_etcd.kill()
     wait_for(lambda: not reg.lease_valid())
     failed = reg.renewals_failed
     wait_for(lambda: reg.renewals_failed > failed + 8)  # which takes a lease, and more
-    wait_for(lambda: keeper.silent_s() == 0.0)  # one that hangs is late for ever
+    wait_for(lambda: renewer.silent_s() == 0.0)  # one that hangs is late for ever
     assert not reg.lapsed()
     assert words == []
 
@@ -153,16 +153,16 @@ def test_a_pool_is_fenced_by_the_clock_while_the_clusters_thread_is_held_up(plac
 
         send()
         entry = here._attachment._registration._entry
-        hold, goes_on, is_held_up = entry.hold, threading.Event(), threading.Event()
+        hold, goes_on, is_held_up = entry.check_lease, threading.Event(), threading.Event()
 
         def held_up():
             is_held_up.set()
             goes_on.wait(120)
             return hold()
 
-        monkeypatch.setattr(entry, "hold", held_up)
+        monkeypatch.setattr(entry, "check_lease", held_up)
         assert is_held_up.wait(60)
-        hang(entry.keeper)
+        hang(entry.renewer)
         try:
 
             def fenced():

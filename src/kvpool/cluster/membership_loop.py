@@ -1,4 +1,4 @@
-"""The one thread of a `Cluster`: it sees to the directory and to the member's own lease, and ends what is to end."""
+"""The thread of a `Cluster`: it updates the view from the directory, maintains the lease, and leaves at the end."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ import select
 import threading
 import weakref
 
-from kvpool.cluster.board import Board
 from kvpool.cluster.callback import MemberCallback
 from kvpool.cluster.directory import Directory
+from kvpool.cluster.membership_view import MembershipView
 from kvpool.cluster.registration import Registration
 from kvpool.waiting.threads import busy, join, may_wait
 
-__all__ = ["Tender"]
+__all__ = ["MembershipLoop"]
 
 _log = logging.getLogger("kvpool.cluster")
 
 
-class Tender:
-    """A thread that looks when something happens, and at least every heartbeat. It keeps no `Cluster` alive.
+class MembershipLoop:
+    """A thread that wakes when something happens, and at least once a heartbeat. It keeps no `Cluster` alive.
 
-    When it ends it leaves, closes the directory, and lets callbacks and waiters end.
+    When it ends it leaves the cluster, closes the directory, and ends callbacks and waiters.
 
     Attributes:
-        lock: One registration at a time; when it is let go of after `stop`, nothing is added any more.
-        registration: The one that was made last, or None.
-        callbacks: Those that run.
+        lock: Held while a registration or a callback is added. Nothing is added after `stop`.
+        registration: The latest one, or None.
+        callbacks: The running callbacks.
     """
 
-    def __init__(self, directory: Directory, board: Board, heartbeat_s: float) -> None:
-        """Starts it. The directory is open."""
+    def __init__(self, directory: Directory, view: MembershipView, heartbeat_s: float) -> None:
+        """Starts the thread. The directory is open."""
         self.lock = threading.Lock()
         self.registration: Registration | None = None
-        self.callbacks: weakref.WeakSet[MemberCallback] = weakref.WeakSet()  # their threads keep them
+        self.callbacks: weakref.WeakSet[MemberCallback] = weakref.WeakSet()  # their threads keep them alive
         self._directory = directory
-        self._board = board
+        self._view = view
         self._heartbeat_s = heartbeat_s
-        self._waking = threading.Lock()  # the wake descriptor is not written to once it is closed
+        self._waking = threading.Lock()  # so that nobody writes to the wake descriptor after it was closed
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvpool-cluster", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """Looks now. Waits for no lock, because this may be called in the middle of anything.
+        """Makes the thread run now. Takes no lock that it would have to wait for: any code may call this, anywhere.
 
-        While another thread is just waking it this does nothing; then it looks within a heartbeat at the latest.
+        If another thread is waking it at the same moment this does nothing; the thread then runs within a heartbeat.
         """
         if self._waking.acquire(blocking=False):
             try:
@@ -58,18 +58,18 @@ class Tender:
                 self._waking.release()
 
     def stop(self) -> None:
-        """Lets it end soon. Waits for nothing, like `wake`."""
+        """Tells the thread to end soon. Does not wait, like `wake`."""
         self._stopping = True
         if self.registration is not None:
             self.registration.leave_soon()
         self.wake()
 
     def close(self) -> None:
-        """Ends it, and its callbacks; soon, where this must not wait (waiting/threads.py). Idempotent."""
+        """Ends the thread and its callbacks; where this must not wait (waiting/threads.py), soon. Idempotent."""
         self.stop()
         if may_wait():
             join(self._thread)
-            for callback in list(self.callbacks):  # it has told them; nobody adds one any more
+            for callback in list(self.callbacks):  # the thread has told them to stop, and nobody adds one now
                 callback.close()
 
     def _run(self) -> None:
@@ -77,18 +77,18 @@ class Tender:
             while not self._stopping:
                 try:
                     self._wait(self._directory.descriptors())
-                    self._directory.tend()
+                    self._directory.update()
                     if self.registration is not None:
-                        self.registration.tend()
+                        self.registration.maintain()
                 except Exception:
-                    _log.exception("looking after the cluster has failed; it is tried again")
-                    self._wait(())  # not at once: what has failed may fail again
+                    _log.exception("updating the membership has failed; it is tried again")
+                    self._wait(())  # so as not to fail again at once
             self._end()
 
     def _end(self) -> None:
-        with self.lock:  # who is just registering, or adding a callback, was there before
+        with self.lock:  # wait for a thread that is registering or adding a callback
             registration, callbacks = self.registration, list(self.callbacks)
-        self._board.wake()  # those who wait for members
+        self._view.wake()  # calls of wait_for
         for callback in callbacks:
             callback.stop()
         try:

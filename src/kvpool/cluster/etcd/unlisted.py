@@ -1,10 +1,10 @@
-"""Members whose records have run out in etcd, though they may live (ADR 0022).
+"""Members whose records have expired in etcd, though they may live (ADR 0022).
 
-A record runs out when nobody renewed its lease. That has three reasons, and only one of them is a loss:
+A record expires if nobody renews its lease. There are three reasons, and only the first is a loss:
 
     the member is gone           it is lost
-    etcd was silent              nobody could renew anything: all members have some time to write themselves down again
-    the member cannot reach etcd a direct link to it shows that it lives, for as long as the link lasts
+    etcd was silent              nobody could renew a lease: all members get some time to enter themselves again
+    the member cannot reach etcd a direct link shows that it lives, for as long as the link lasts
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Final
 
 __all__ = ["Contact", "Unlisted"]
 
-_SLACK_S: Final = 2.0  # etcd looks for leases that have run out twice a second, and ends a thousand of them a second
+_SLACK_S: Final = 2.0  # etcd looks for expired leases twice a second, and ends a thousand of them a second
 
 
 class Contact:
-    """When etcd has answered this process, and whether it was silent for so long that leases may have run out.
+    """When etcd last answered, and whether it was silent for so long that leases may have expired.
 
-    Any thread may call anything.
+    Any thread may call.
     """
 
     def __init__(self, lease_s: float, heartbeat_s: float) -> None:
-        """It answers now."""
+        """Starts as if etcd had just answered."""
         self.lease_s = lease_s
         self._heartbeat_s = heartbeat_s
         self._lock = threading.Lock()
@@ -34,33 +34,33 @@ class Contact:
         self._forgiven_until = 0.0
 
     def answered(self) -> None:
-        """Etcd has just said something."""
+        """Notes an answer of etcd."""
         now = time.monotonic()
         with self._lock:
-            if now - self._answered > self._long_s():
+            if now - self._answered > self._silence_s():
                 self._forgive(now)
             self._answered = now
 
     def forgive(self) -> None:
-        """Etcd has lost its memory, and what it does not list says nothing."""
+        """Notes that etcd has lost its data, so a missing record is no sign of a loss."""
         with self._lock:
             self._forgive(time.monotonic())
 
     def is_due(self) -> bool:
-        """Whether etcd should be asked for a sign of life. Not while it is silent: its return is noticed anyway."""
+        """Whether to ask etcd for a sign of life. Not during a silence, whose end is noticed anyway."""
         with self._lock:
             silent_s = time.monotonic() - self._answered
-        return self._heartbeat_s / 2 < silent_s <= self._long_s()
+        return self._heartbeat_s / 2 < silent_s <= self._silence_s()
 
     def forgiven_until(self) -> float:
-        """Until when a record that is missing is no loss (time.monotonic()); in the past, if etcd was not silent."""
+        """Until when a missing record is no loss (time.monotonic()); in the past if etcd was not silent."""
         with self._lock:
             return self._forgiven_until
 
-    def _long_s(self) -> float:
-        """A silence in which a lease may have run out that was renewed just before, or a heartbeat before.
+    def _silence_s(self) -> float:
+        """How long a silence must be for a lease to expire that was renewed up to a heartbeat before.
 
-        Longer than the time between two signs of life of an idle etcd: half a heartbeat and a heartbeat.
+        It is longer than the time between two answers of an idle etcd, which is one and a half heartbeats.
         """
         return max(1.6 * self._heartbeat_s, 0.8 * (self.lease_s - self._heartbeat_s))
 
@@ -69,30 +69,30 @@ class Contact:
 
 
 class Unlisted:
-    """Names of members that are on the board and not in etcd. Any thread may call anything."""
+    """Names of members that are in the view but not in etcd. Any thread may call."""
 
     def __init__(self) -> None:
-        """There are none."""
+        """Starts empty."""
         self._lock = threading.Lock()
         self._names: dict[str, tuple[float, str]] = {}
 
     def add(self, name: str, until: float, why: str) -> None:
-        """Its record is gone; it may be back by `until` (time.monotonic())."""
+        """Notes that its record is gone; it may come back by `until` (time.monotonic())."""
         with self._lock:
             self._names.setdefault(name, (until, why))
 
     def discard(self, name: str) -> None:
-        """Its record is there again, or it is off the board."""
+        """Notes that its record is back, or that the view no longer has it."""
         with self._lock:
             self._names.pop(name, None)
 
     def has(self, name: str) -> bool:
-        """Whether its record is still missing."""
+        """Whether its record is missing."""
         with self._lock:
             return name in self._names
 
-    def settle(self, give_up: Callable[[str, str], bool]) -> None:
-        """Calls `give_up` with each name whose time is over, and why; True: it is off the board."""
+    def give_up_expired(self, give_up: Callable[[str, str], bool]) -> None:
+        """Calls `give_up` with each name whose time is over, and why. True means that the view no longer has it."""
         now = time.monotonic()
         with self._lock:
             late = [(name, why) for name, (until, why) in self._names.items() if now >= until]

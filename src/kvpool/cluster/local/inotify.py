@@ -1,4 +1,4 @@
-"""Being told by the kernel what happens in a folder (inotify), through ctypes: Python has no binding of its own."""
+"""Notifications of the kernel about a folder (inotify), through ctypes, because Python has no binding."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 class FolderWatch:
-    """What changes in one folder: files that were renamed into it, deleted, or closed after writing.
+    """Reports files of one folder that were renamed into it, deleted, or closed after writing.
 
-    A process that ends closes its files, so that its death is told too, within a millisecond or so. Not thread-safe.
+    A process that ends closes its files, so its death is reported, too, within about a millisecond. Not thread-safe.
     """
 
     def __init__(self, path: str) -> None:
-        """Begins to watch.
+        """Starts to watch.
 
         Raises:
-            OSError: The folder is not there, or the kernel gives no more watches.
+            OSError: The folder does not exist, or the kernel grants no more watches.
         """
         self.descriptor = self._checked(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
         mask = _CLOSE_WRITE | _MOVED_TO | _DELETE | _DELETE_SELF | _ONLYDIR
@@ -41,10 +41,10 @@ class FolderWatch:
             raise
 
     def take(self) -> tuple[set[str], bool]:
-        """What has happened since the last call.
+        """The changes since the last call.
 
         Returns:
-            The names of the files, and whether anything else may have happened: look at everything then.
+            The names of the files, and whether there may be other changes, so that a full scan is needed.
         """
         names: set[str] = set()
         everything = False
@@ -60,7 +60,7 @@ class FolderWatch:
         return names, everything
 
     def close(self) -> None:
-        """Ends it. Idempotent."""
+        """Stops watching. Idempotent."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -1,12 +1,13 @@
-"""What stands in etcd, and how it is read and changed.
+"""The keys of a cluster in etcd, and how they are read and changed.
 
-PREFIX/members/NAME      the record of a member, on its lease
-PREFIX/instances/NUMBER  the incarnation that has the id, and how many ids had been given with it; on a lease of an
-                         hour, so that an id stays taken when etcd has been silent for longer than the member's lease
-PREFIX/dropped/EPOCH     the incarnation was dropped by a peer: its record had run out, and its link to the peer had
-                         ended. It must fence itself before it goes on. On a lease of an hour
-PREFIX/ids               how many ids were given, and a random mark by which etcd can be told from one that was
-                         started anew with nothing in it
+PREFIX/members/NAME        the record of a member, on its lease
+PREFIX/instances/NUMBER    the incarnation that has the id, and how many ids had been given including this one. On a
+                           lease of an hour, so that an id stays taken if etcd is silent for longer than the member's
+                           lease
+PREFIX/dropped/INCARNATION a peer has dropped this incarnation: its record had expired, and its link to the peer had
+                           ended. It must fence itself before it goes on. On a lease of an hour
+PREFIX/ids                 how many ids were given, and a random mark by which members notice that etcd was started
+                           again without its data
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from kvpool.cluster.gateway import after, decode, encode
+from kvpool.cluster.etcd.gateway import after, decode, encode
 from kvpool.cluster.record import INSTANCE_MAX, Member
 
 __all__ = [
     "Holder", "Ids", "Keys", "Value", "absent", "delete", "get", "on_lease", "put", "unchanged", "values",
 ]  # fmt: skip
 
-_GIVEN_MAX: Final = 1 << 53  # what every reader of JSON has as an integer
-_SHOWN_BYTES: Final = 60  # of what is no counter, in an error
+_GIVEN_MAX: Final = 1 << 53  # every JSON parser can represent these integers
+_SHOWN_BYTES: Final = 60  # of an unreadable counter, in an error message
 
 _log = logging.getLogger("kvpool.cluster")
 
 
 @dataclass(frozen=True)
 class Value:
-    """A key as it stands in etcd.
+    """A key as read from etcd.
 
     Attributes:
-        key: Its name.
+        key: The name of the key.
         content: Its value.
-        revision: Of its last change.
-        lease: That it ends with; 0: none.
+        revision: The revision of its last change.
+        lease: The lease that it expires with; 0: none.
     """
 
     key: str
@@ -58,11 +59,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Ids:
-    """What stands in PREFIX/ids: a counter that only grows, also when the 16,383 ids begin again.
+    """The value of PREFIX/ids: a counter that only grows, even when the 16,383 ids start over.
 
     Attributes:
         given: How many ids were given.
-        birth: The mark of this etcd's data.
+        birth: The random mark of this etcd's data.
     """
 
     given: int
@@ -70,15 +71,15 @@ class Ids:
 
     @classmethod
     def new(cls, given: int) -> Ids:
-        """Of a cluster that begins, or begins again."""
+        """A counter with a new mark."""
         return cls(given, secrets.token_hex(8))
 
     def raised(self, given: int) -> Ids:
-        """With at least so many given."""
+        """The counter with at least this many given."""
         return replace(self, given=max(self.given, given))
 
     def next_free(self, taken: Collection[int]) -> tuple[Ids, int] | None:
-        """The counter after the next id that is not taken, and that id. None: all are."""
+        """The next free id, and the counter after it. None if all ids are taken."""
         for step in range(1, INSTANCE_MAX + 1):
             number = (self.given + step - 1) % INSTANCE_MAX + 1
             if number not in taken:
@@ -86,12 +87,12 @@ class Ids:
         return None
 
     def to_bytes(self) -> bytes:
-        """As it is written down."""
+        """The value as stored."""
         return json.dumps({"v": 1, "given": self.given, "birth": self.birth}).encode()
 
     @classmethod
     def read(cls, content: bytes) -> Ids | None:
-        """None for what no member has written."""
+        """Reads a stored value; None if no member can have written it."""
         try:
             fields = json.loads(content)
             given, birth = fields["given"], fields["birth"]
@@ -104,23 +105,23 @@ class Ids:
 
 @dataclass(frozen=True)
 class Holder:
-    """What stands in PREFIX/instances/NUMBER.
+    """The value of PREFIX/instances/NUMBER.
 
     Attributes:
-        epoch: Of the incarnation that has the id.
-        given: How many ids had been given with this one.
+        incarnation: The incarnation that has the id.
+        given: How many ids had been given including this one.
     """
 
-    epoch: int
+    incarnation: int
     given: int
 
     def to_bytes(self) -> bytes:
-        """As it is written down."""
-        return f"{self.epoch} {self.given}".encode()
+        """The value as stored."""
+        return f"{self.incarnation} {self.given}".encode()
 
     @classmethod
     def read(cls, content: bytes) -> Holder | None:
-        """None for what no member has written."""
+        """Reads a stored value; None if no member can have written it."""
         words = content.split()
         if len(words) != 2 or not all(word.isdigit() and len(word) <= 20 for word in words):
             return None
@@ -131,7 +132,7 @@ class Keys:
     """The names of the keys of one cluster."""
 
     def __init__(self, prefix: str) -> None:
-        """Of a prefix without slashes at its ends."""
+        """`prefix` has no slash at either end."""
         self._prefix = f"{prefix}/"
         self.members = f"{prefix}/members/"
         self.ids = f"{prefix}/ids"
@@ -139,19 +140,19 @@ class Keys:
         self._dropped = f"{prefix}/dropped/"
 
     def member(self, name: str) -> str:
-        """Of a member's record."""
+        """The key of a member's record."""
         return self.members + urllib.parse.quote(name, safe="", errors="surrogatepass")
 
     def instance(self, number: int) -> str:
-        """Of who has an id."""
+        """The key of an id."""
         return self._instances + str(number)
 
-    def dropped(self, epoch: int) -> str:
-        """Of an incarnation that a peer has dropped."""
-        return self._dropped + str(epoch)
+    def dropped(self, incarnation: int) -> str:
+        """The key that says that a peer has dropped an incarnation."""
+        return self._dropped + str(incarnation)
 
     def name_of(self, key: str) -> str:
-        """Of the member whose record it is."""
+        """The name of the member whose record has this key."""
         return urllib.parse.unquote(key.removeprefix(self.members), errors="surrogatepass")
 
     def all_members(self) -> dict[str, Any]:
@@ -163,28 +164,28 @@ class Keys:
         return {"key": encode(self._instances), "range_end": after(self._instances)}
 
     def number_of(self, key: str) -> int:
-        """The id that a key of `all_instances` is of; 0 for what is none."""
+        """The id of a key in `all_instances`; 0 if the key has no valid id."""
         number = key.removeprefix(self._instances)
         return int(number) if number.isdigit() and len(number) <= 5 else 0
 
     def no_counter(self, value: Value) -> str:
-        """What to say of a counter of ids that nobody can read, with what stands there."""
+        """The message about an unreadable counter of ids, with its content."""
         shown = repr(value.content[:_SHOWN_BYTES])[1:]
-        more = f" and {len(value.content) - _SHOWN_BYTES} bytes more" if len(value.content) > _SHOWN_BYTES else ""
-        return f"the key {self.ids} in etcd holds {shown}{more}, which is no counter of ids"
+        more = f" and {len(value.content) - _SHOWN_BYTES} more bytes" if len(value.content) > _SHOWN_BYTES else ""
+        return f"the key {self.ids} in etcd holds {shown}{more}, which is not a counter of ids"
 
     def everything(self) -> dict[str, Any]:
-        """The range of all that stands below the prefix."""
+        """The range of all keys below the prefix."""
         return {"key": encode(self._prefix), "range_end": after(self._prefix)}
 
     def record(self, value: Value) -> Member | None:
-        """Reads a record. None, and a warning, for what is none."""
+        """Reads a record. Logs a warning and returns None if it is not valid."""
         try:
             record = Member.from_bytes(value.content)
             if self.member(record.name) != value.key:
                 raise ValueError(f"it is the record of {record.name}")
         except ValueError as error:
-            _log.warning("%s in etcd is left out: %s", value.key, error)
+            _log.warning("%s in etcd is ignored: %s", value.key, error)
             return None
         return record
 
@@ -193,19 +194,19 @@ class Keys:
 
 
 def absent(key: str) -> dict[str, Any]:
-    """True while the key is not there."""
+    """Compares: the key does not exist."""
     return {"key": encode(key), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
 
 
 def unchanged(key: str, value: Value | None) -> dict[str, Any]:
-    """True while the key is as it was read."""
+    """Compares: the key is still as it was read."""
     if value is None:
         return absent(key)
     return {"key": encode(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(value.revision)}
 
 
 def on_lease(key: str, lease: int) -> dict[str, Any]:
-    """True while the key is there, on this lease."""
+    """Compares: the key exists and is on this lease."""
     return {"key": encode(key), "target": "LEASE", "result": "EQUAL", "lease": str(lease)}
 
 
@@ -225,5 +226,5 @@ def get(key: str) -> dict[str, Any]:
 
 
 def values(answer: dict[str, Any]) -> list[Value]:
-    """The keys in an answer to a range."""
+    """The keys in the answer to a range request."""
     return [Value.read(fields) for fields in answer.get("kvs", ())]

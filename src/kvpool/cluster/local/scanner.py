@@ -1,16 +1,16 @@
-"""What can be seen of the members in a local cluster's folder, shown on a board."""
+"""Scans the folder of a local cluster for members, and updates the view."""
 
 from __future__ import annotations
 
 import logging
 import os
 
-from kvpool.cluster.board import Board
-from kvpool.cluster.local_folder import Folder, member_file
-from kvpool.cluster.local_page import SeenPage
+from kvpool.cluster.local.folder import Folder, member_file
+from kvpool.cluster.local.page import NEW_SUFFIX, SeenPage
+from kvpool.cluster.membership_view import MembershipView
 from kvpool.cluster.record import RECORD_BYTES_MAX, Member
 
-__all__ = ["PAGE_SUFFIX", "RECORD_SUFFIX", "LocalView", "open_page"]
+__all__ = ["PAGE_SUFFIX", "RECORD_SUFFIX", "FolderScanner", "clear_dead", "open_page"]
 
 PAGE_SUFFIX = ".lock"
 RECORD_SUFFIX = ".json"
@@ -19,7 +19,7 @@ _log = logging.getLogger("kvpool.cluster")
 
 
 def open_page(folder: Folder, file: str) -> SeenPage | None:
-    """The page of a member; None when there is none, or what is no page."""
+    """Opens the page of a member; None if there is no valid page."""
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         return SeenPage(os.open(file + PAGE_SUFFIX, flags, dir_fd=folder.descriptor))
@@ -27,30 +27,55 @@ def open_page(folder: Folder, file: str) -> SeenPage | None:
         return None
 
 
+def clear_dead(folder: Folder, wanted: str) -> dict[str, int]:
+    """Removes the files of dead members, and of a silent member of the wanted name. The caller has the lock.
+
+    Returns:
+        The ids of live members, by file.
+    """
+    alive = {}
+    for file in folder.files(PAGE_SUFFIX):
+        page = open_page(folder, file)
+        if page is None or not page.is_locked():
+            dead = True
+        else:
+            dead = file == wanted and not page.alive()
+            if not dead:
+                alive[file] = page.instance
+        if page is not None:
+            page.close()
+        if dead:
+            folder.unlink(file + RECORD_SUFFIX)
+            folder.unlink(file + PAGE_SUFFIX)
+    for file in folder.files(PAGE_SUFFIX + NEW_SUFFIX):
+        folder.unlink(file + PAGE_SUFFIX + NEW_SUFFIX)
+    return alive
+
+
 class _Seen:
-    """A member that has been seen: its page, and its record as it was read last."""
+    """A member found in the folder: its page, and its record as last read."""
 
     def __init__(self, page: SeenPage) -> None:
         self.page = page
-        self.name = ""  # on the board, once there is a record
+        self.name = ""  # in the view, once there is a record
         self.stamp: tuple[int, ...] = ()
         self.record: Member | None = None
 
 
-class LocalView:
-    """Looks at files and tells a board. Used by one thread at a time.
+class FolderScanner:
+    """Reads the files and updates a view. Used by one thread at a time.
 
-    A member is there while its page is locked, its beat is young, and its record is of this incarnation and term.
-    A page whose name was deleted is watched on: with the folder gone, the process may be well.
+    A member lives while its page is locked, its heartbeat is recent, and its record has the page's incarnation and
+    term. A removed page is still observed, because its process may live although somebody removed the folder.
     """
 
-    def __init__(self, board: Board) -> None:
-        """Has seen nobody."""
-        self._board = board
+    def __init__(self, view: MembershipView) -> None:
+        """Reads nothing yet."""
+        self._view = view
         self._seen: dict[str, _Seen] = {}
 
-    def look(self, folder: Folder, file: str) -> None:
-        """Looks at one member."""
+    def scan(self, folder: Folder, file: str) -> None:
+        """Reads the files of one member."""
         seen = self._current(folder, file)
         if seen is None:
             return
@@ -64,26 +89,26 @@ class LocalView:
         record = self._record(folder, file, seen)
         if record is None:
             return
-        if (record.epoch, record.instance) == (page.epoch, page.instance):
+        if (record.incarnation, record.instance) == (page.incarnation, page.instance):
             seen.name = record.name
             if record.term == page.lapses:
-                self._board.show(record)
+                self._view.show(record)
             else:
-                self._gone(seen)  # it was silent for too long, and has not come back yet
+                self._gone(seen)  # it was silent for longer than its lease, and has not come back yet
 
-    def look_at_all(self, folder: Folder) -> None:
-        """Looks at every member that is, or was."""
+    def scan_all(self, folder: Folder) -> None:
+        """Reads the files of all present and former members."""
         for file in folder.files(PAGE_SUFFIX) | self._seen.keys():
-            self.look(folder, file)
+            self.scan(folder, file)
 
     def close(self) -> None:
-        """Lets go of all pages."""
+        """Closes all pages."""
         for seen in self._seen.values():
             seen.page.close()
         self._seen.clear()
 
     def _current(self, folder: Folder, file: str) -> _Seen | None:
-        """What is seen of a member, after looking whether its page is another one now."""
+        """The member of a file, after checking whether its page was replaced."""
         seen = self._seen.get(file)
         if seen is not None and seen.page.is_file(folder.descriptor, file + PAGE_SUFFIX):
             return seen
@@ -92,7 +117,7 @@ class LocalView:
             return seen
         fresh = _Seen(page)
         if seen is not None:
-            if seen.page.epoch == page.epoch:
+            if seen.page.incarnation == page.incarnation:
                 fresh.name = seen.name
             else:
                 self._gone(seen)
@@ -103,14 +128,14 @@ class LocalView:
     def _gone(self, seen: _Seen) -> None:
         if seen.name:
             if seen.page.left:
-                self._board.remove(seen.name, "left", "it has said goodbye")
+                self._view.remove(seen.name, "left", "it has announced its leave")
             else:
                 locked = seen.page.is_locked()
                 why = "it was silent for longer than its lease" if locked else "its process has ended"
-                self._board.remove(seen.name, "lost", why)
+                self._view.remove(seen.name, "lost", why)
 
     def _record(self, folder: Folder, file: str, seen: _Seen) -> Member | None:
-        """The record of a member, read again only when its file is another one."""
+        """The record of a member, read again only if its file was replaced."""
         try:
             found = os.stat(file + RECORD_SUFFIX, dir_fd=folder.descriptor, follow_symlinks=False)
         except OSError:
@@ -131,6 +156,6 @@ def _read(folder: Folder, file: str) -> Member | None:
         if member_file(record.name) != file:
             raise ValueError(f"it is the record of {record.name}")
     except ValueError as error:
-        _log.warning("%s/%s%s is left out: %s", folder.path, file, RECORD_SUFFIX, error)
+        _log.warning("%s/%s%s is ignored: %s", folder.path, file, RECORD_SUFFIX, error)
         return None
     return record

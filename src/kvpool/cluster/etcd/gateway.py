@@ -1,6 +1,6 @@
 """A thin client of etcd's gRPC gateway: JSON over HTTP, from the standard library alone (ADR 0012).
 
-The keeper (keeper.py) imports this without the rest of kvpool, so that it starts fast and stays small.
+The lease renewer imports this without the rest of kvpool, so that it starts fast and stays small.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 __all__ = ["AUTHENTICATE_S", "Denied", "Gateway", "NoAnswer", "Options", "Stream", "after", "decode", "encode"]
 
-AUTHENTICATE_S: Final = 5.0  # that etcd is given to check a password, by those who can wait
+AUTHENTICATE_S: Final = 5.0  # for etcd to check a password, where the caller can wait
 _BODY_BYTES_MAX: Final = 256 << 20  # 4,000 members with records of 64 KiB
 _LINE_BYTES_MAX: Final = 64 << 20
 _UNAUTHENTICATED: Final = 16  # codes of gRPC
@@ -29,16 +29,16 @@ _AUTH_IS_OFF: Final = 9
 
 
 class NoAnswer(Exception):
-    """No endpoint has answered in time, or each said that it cannot now."""
+    """No endpoint answered in time, or all reported a temporary failure."""
 
 
 class Denied(Exception):
-    """etcd does not let us: a wrong password, no right, or a certificate that is not signed as it should be."""
+    """etcd refuses access: a wrong password, a missing permission, or an untrusted certificate."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How etcd is reached. As JSON it goes to the keeper."""
+    """How to reach etcd. The lease renewer receives it as JSON."""
 
     hosts: tuple[tuple[str, int], ...]
     tls: bool = False
@@ -50,29 +50,29 @@ class Options:
 
 
 def encode(text: str | bytes) -> str:
-    """A key or a value, as etcd's JSON has it."""
+    """Encodes a key or a value for etcd's JSON."""
     return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()
 
 
 def decode(text: str) -> bytes:
-    """The other way."""
+    """Decodes a key or a value of etcd's JSON."""
     return base64.b64decode(text)
 
 
 def after(prefix: str) -> str:
-    """The end of the range of all keys that begin with a prefix, encoded."""
+    """The encoded end of the range of all keys with a prefix."""
     content = prefix.encode()
     return encode(content[:-1] + bytes([content[-1] + 1]))
 
 
 class Gateway:
-    """Calls etcd: the endpoint that answered last, then the others. Any thread; one call at a time."""
+    """Calls etcd: first the endpoint that answered last, then the others. Any thread; one call at a time."""
 
     def __init__(self, options: Options) -> None:
         """Connects with the first call.
 
         Raises:
-            OSError: A file of TLS cannot be read, or is none.
+            OSError: A TLS file cannot be read, or is invalid.
         """
         self._options = options
         self._context = _context(options) if options.tls else None
@@ -83,12 +83,12 @@ class Gateway:
 
     @property
     def endpoint(self) -> int:
-        """The number of the one that answered last."""
+        """The index of the endpoint that answered last."""
         return self._at
 
     @property
     def address(self) -> str:
-        """Of that one."""
+        """The address of that endpoint."""
         host, port = self._options.hosts[self._at]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -101,20 +101,20 @@ class Gateway:
         *,
         authenticate_s: float = 0.0,
     ) -> dict[str, Any]:
-        """Asks, and returns the answer.
+        """Sends a request and returns the answer.
 
         Args:
-            path: Behind "/v3/".
+            path: The path after "/v3/".
             body: The request.
-            timeout_s: For all endpoints together.
+            timeout_s: Seconds for all endpoints together.
             endpoint: Ask only this one.
-            authenticate_s: An endpoint that answers, and wants the password, is given so long for it, if that is more
-                than what is left. etcd makes that slow on purpose (bcrypt), and slower yet when it has just come back
-                and all ask at once; one that is given up costs it as much, and the next try begins from nothing.
+            authenticate_s: Seconds for an endpoint to check the password, if that is more than the remaining time. The
+                check is slow by design (bcrypt), and slower when etcd has just come back and all clients ask at once.
+                Giving it up saves etcd nothing, and the next try starts over.
 
         Raises:
-            NoAnswer: None has answered in time.
-            Denied: It does not let us.
+            NoAnswer: No endpoint answered in time.
+            Denied: etcd refuses access.
         """
         until = time.monotonic() + timeout_s
         tries = 1 if endpoint is not None else len(self._options.hosts)
@@ -135,11 +135,11 @@ class Gateway:
             raise NoAnswer(why)
 
     def stream(self, path: str, body: dict[str, Any], timeout_s: float) -> Stream:
-        """Asks the endpoint that answered last, and returns its answers as they come, without end.
+        """Sends a request to the endpoint that answered last, and returns its endless stream of answers.
 
         Raises:
             NoAnswer: It does not answer in time.
-            Denied: It does not let us.
+            Denied: etcd refuses access.
         """
         with self._lock:
             self._authenticate(time.monotonic() + timeout_s)
@@ -166,7 +166,7 @@ class Gateway:
     def _ask_authenticated(
         self, path: str, body: dict[str, Any], until: float, authenticate_s: float
     ) -> dict[str, Any]:
-        """Proves who we are only when etcd wants to know: a lease is renewed without, which must not wait for it."""
+        """Authenticates only if etcd requires it: renewing a lease needs no password, and must not wait for that."""
         try:
             try:
                 return self._ask(path, body, until)
@@ -175,7 +175,7 @@ class Gateway:
                     raise
                 if not self._options.user:
                     raise
-            self._token = ""  # it has run out, or etcd was restarted
+            self._token = ""  # it has expired, or etcd was restarted
             until = max(until, time.monotonic() + authenticate_s)
             self._authenticate(until)
             return self._ask(path, body, until)
@@ -193,7 +193,7 @@ class Gateway:
                 raise error.public() from None
 
     def _ask(self, path: str, body: dict[str, Any], until: float) -> dict[str, Any]:
-        """One question on the connection that is there; on a new one, if etcd has closed that meanwhile."""
+        """Sends one request on the open connection, or on a new one if etcd has closed it meanwhile."""
         kept = self._connection is not None
         try:
             return self._ask_once(path, body, until)
@@ -223,7 +223,7 @@ class Gateway:
             raise _failure(response.status, content)
         answer = json.loads(content)
         if not isinstance(answer, dict):
-            raise ValueError("the answer is no object")
+            raise ValueError("the answer is not a JSON object")
         return answer
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
@@ -246,14 +246,14 @@ class Gateway:
 
 
 class Stream:
-    """Answers without end. One thread reads, and is the one to `close`; any may `stop`."""
+    """An endless stream of answers. One thread reads and closes it; any may `stop` it."""
 
     def __init__(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
         """Use `Gateway.stream`."""
         self._connection = connection
         self._response = response
         self._socket = connection.sock
-        if self._socket is None:  # the answer has an end already
+        if self._socket is None:  # the server has already ended the answer
             raise ConnectionError("the stream has ended")
         self._socket.settimeout(None)
 
@@ -277,18 +277,18 @@ class Stream:
                 yield message.get("result") or {}
 
     def stop(self) -> None:
-        """Ends it: who reads is told. Idempotent."""
+        """Makes the reading thread end with NoAnswer. Idempotent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Lets go of the connection. Idempotent."""
+        """Closes the connection. Idempotent."""
         self._response.close()
         self._connection.close()
 
 
 class _Failed(Exception):
-    """etcd has answered with an error."""
+    """etcd answered with an error."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
@@ -296,7 +296,7 @@ class _Failed(Exception):
 
     @property
     def token_is_old(self) -> bool:
-        """Whether another token may help: it has run out, or users were changed or switched on since."""
+        """Whether a new token may help: the token has expired, or users were changed or switched on since."""
         return self.code == _UNAUTHENTICATED or any(one in str(self) for one in _OLD_TOKEN)
 
     def public(self) -> NoAnswer | Denied:

@@ -1,0 +1,1 @@
+"""A cluster on one machine: files that its processes lock, in a folder of the user."""
