@@ -62,7 +62,7 @@ def test_cluster_prints_json(url, members, capsys):
 
 def test_an_empty_cluster_and_a_wrong_place_are_told(url, capsys):
     assert cli.main(["cluster", url]) == 0
-    assert "nobody" in capsys.readouterr().out
+    assert "no members" in capsys.readouterr().out
     assert cli.main(["cluster", "ftp://x"]) == 2
     assert "ftp://x" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What a pool tells of itself: its blocks, what it has done, and its memory."""
+"""The statistics of a pool: its blocks, what it has done, and its memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class MediumStats:
     `free + active + historical + reserved + lent + quarantined + retired == capacity`, always.
 
     Attributes:
-        capacity: Blocks there are.
-        free: Nobody's.
-        active: A caller's.
-        historical: The index's: cached prompts.
-        reserved: Promised to a transfer or a swap that is under way.
-        lent: Another instance's.
-        quarantined: Free but for a writer that is not known to be gone.
-        retired: Their generations are used up.
-        pinned: Of the historical ones, those that somebody holds or that are being moved.
-        evictable: Of the historical ones, the others.
+        capacity: All blocks.
+        free: Free blocks.
+        active: Blocks that the caller owns.
+        historical: Blocks that the index owns: cached prompts.
+        reserved: Blocks reserved for a transfer or a swap in progress.
+        lent: Blocks lent to another instance.
+        quarantined: Blocks that become free once a lost peer is proved to write no more.
+        retired: Blocks whose generations are used up.
+        pinned: Historical blocks that a match or insertion holds, or that are being moved.
+        evictable: All other historical blocks.
         free_runs: Maximal runs of free blocks.
         longest_free_run: Blocks in the longest of them.
     """
@@ -45,13 +45,13 @@ class MediumStats:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """The state of a pool, and what it has done since it was made.
+    """The state of a pool, and its counters since it was created.
 
     Attributes:
         hbm: Blocks of the device tier.
         dram: Blocks of the host tier.
-        allocated_blocks: Given to callers.
-        freed_blocks: Given back by callers.
+        allocated_blocks: Blocks allocated by callers.
+        freed_blocks: Blocks freed by callers.
         match_calls: Calls of match.
         requested_tokens: Tokens that matches asked for.
         matched_tokens: Tokens that matches found.
@@ -65,10 +65,10 @@ class PoolStats:
         index_bytes: Memory of the index.
         namespaces: Namespaces with cached prompts, and the default one.
         metadata_bytes: Memory of the allocator.
-        device_bytes: Memory of the GPU that the pool has taken: its blocks, rounded up to what the driver gives; 0 for
+        device_bytes: GPU memory that the pool has allocated: its blocks, rounded up to the driver's granularity; 0 for
             adopted memory and without a GPU. With kernels also memory for the descriptions of long copies.
-        kernel_piece_bytes: Mean length of pieces up to which kernels copy, and from which on the copy engines do: out
-            of the pool's GPU, into it, and within it. Measured when the first pool on it is made; None when it was not.
+        kernel_piece_bytes: Up to this mean length of pieces kernels copy, above it the copy engines: out of the pool's
+            GPU, into it, and within it. Measured when the first pool on the GPU is created; None if not measured.
     """
 
     hbm: MediumStats
@@ -102,12 +102,12 @@ class ArenaInfo:
     """The memory of one medium.
 
     Attributes:
-        payload_bytes: Blocks times bytes a block.
-        mapped_bytes: Memory that is taken for them; 0 for adopted memory.
-        huge_page_bytes: Of these, in huge pages.
-        owned: The pool's own; otherwise adopted.
-        pinned: Page-locked for CUDA.
-        device: Where it is: "cpu", or "cuda:0" and so on.
+        payload_bytes: Number of blocks times bytes of a block.
+        mapped_bytes: Memory mapped for them; 0 for adopted memory.
+        huge_page_bytes: The part of it in huge pages.
+        owned: Whether the pool owns it; otherwise it is adopted.
+        pinned: Whether it is page-locked for CUDA.
+        device: The device of the memory: "cpu", or "cuda:0" and so on.
     """
 
     payload_bytes: int
@@ -119,7 +119,7 @@ class ArenaInfo:
 
 
 def stats_of(raw: dict[str, Any], kernel_piece_bytes: tuple[int, int, int] | None) -> PoolStats:
-    """Of what the core has counted, and measured of the pool's GPU."""
+    """Makes PoolStats from the core's counters and the measurements of the pool's GPU."""
     fields = dict(raw)
     hbm = MediumStats(**cast("dict[str, int]", fields.pop("hbm")))
     dram = MediumStats(**cast("dict[str, int]", fields.pop("dram")))

@@ -1,4 +1,4 @@
-"""The rank's half of a logical instance: the memory of its part of every block, in a worker process."""
+"""A rank of a logical instance: the memory of its part of every block, in a worker process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpool.types import HBM, KVLayout
 
 __all__ = ["RankArena"]
 
-# Settings of the pool that is only memory here, and of the links to peers.
+# Settings of the links to peers. The pool below only provides memory.
 _LINK_SETTINGS = (
     "secret", "model", "lease_s", "transfer_threads", "trusted_network", "unix_door", "nccl_pass_bytes", "nccl_init_s",
     "nccl_thread_blocks",
@@ -27,29 +27,29 @@ class RankArena:
     """A rank of a logical instance (MemServe §4.3): the memory of its layers and heads of every block.
 
     The scheduler's pool, made with ``parallel=``, allocates and indexes for all ranks: a block has the same number in
-    each. The rank reads and writes its part of the blocks that the scheduler names; when blocks go to another
-    instance, the ranks send their parts to its ranks by themselves, without Python's doing.
+    each. The rank reads and writes its part of the blocks that the scheduler names. When blocks go to another
+    instance, C++ sends each rank's part to the ranks of that instance.
 
     ```
     pool = kvpool.Pool(layout, hbm_blocks=64, parallel=ParallelConfig(tp=2))   # the scheduler
-    ticket = pool.export_rank(0)                                               # text; to the worker by any way
+    ticket = pool.export_rank(0)                                               # text; send it to the worker
 
     with kvpool.RankArena.join(ticket) as rank:                                # the worker of rank 0
         kv = rank.tensor().numpy()                                             # [block, layer, k/v, head, token, dim]
     ```
 
-    Thread-safe. It belongs to the process that joined. Use it in a ``with``, or call ``close()``: then the instance is
-    lost, as it is when the process dies, because every block has lost a part.
+    Thread-safe. It belongs to the process that joined. Use it in a ``with``, or call ``close()``. After that, or when
+    the process dies, the instance is lost, because every block has lost a part.
 
     Attributes:
-        rank: Number of the rank.
-        slice: Which layers and heads it holds.
-        layout: Of its part of a block.
+        rank: The number of the rank.
+        slice: The layers and heads that it holds.
+        layout: The layout of its part of a block.
         instance: The name of the scheduler's pool.
     """
 
     def __init__(self, ticket: RankTicket, memory: Pool, node: _core.RankNode, part: RankSlice) -> None:
-        """Made by join."""
+        """Use `RankArena.join`."""
         self._memory = memory
         self._node = node
         self.rank = ticket.rank
@@ -69,28 +69,28 @@ class RankArena:
         timeout: float | None = 30.0,
         **settings: Any,
     ) -> RankArena:
-        """Makes the memory, or adopts it, and joins the scheduler.
+        """Allocates or adopts the memory, and joins the scheduler.
 
         Args:
             ticket: What `Pool.export_rank` returned.
-            hbm: The engine's own tensors of this rank's layers, as for `Pool`.
+            hbm: The engine's tensors of this rank's layers, as for `Pool`.
             block_dim: As for `Pool`.
-            device: As for `Pool`: where this rank's part of HBM lies. Ranks of one instance need not have the same. A
-                rank on a GPU that is told to send or to move blocks waits for all that its GPU has been given by then.
-            listen: Where ranks of peers connect to, if they may run on other hosts: "tcp:HOST:PORT", port 0 for any.
-                By default a Unix socket, for this host alone. TCP needs a secret.
+            device: As for `Pool`: the device of this rank's part of HBM. Ranks of one instance may have different
+                devices. Before a rank on a GPU sends or moves blocks it waits for all earlier work of the GPU.
+            listen: The address for ranks of peers, if they may run on other hosts: "tcp:HOST:PORT", port 0 for any. The
+                default is a Unix socket, for this host only. TCP needs a secret.
             timeout: Seconds; None: 30.
             **settings: Fields of kvpool.Settings; `secret` must be the scheduler's.
 
         Raises:
-            ArgumentError, ArgumentTypeError: The ticket or a setting is none.
-            PeerLost: Nobody listens there any more, or another instance does.
+            ArgumentError, ArgumentTypeError: The ticket or a setting is invalid.
+            PeerLost: The scheduler no longer listens, or another instance listens at its address.
             AuthError: The secrets differ.
-            StateError: That rank has joined already.
+            StateError: The rank has already joined.
             LayoutMismatch: Adopted tensors do not hold this rank's part.
             OutOfMemory: The machine, or the GPU, has not enough memory.
-            Unsupported: No such device, or a route that this rank cannot have: "nccl" without NCCL, or without HBM on a
-                GPU; "ucx" where UCX takes none of its memory.
+            Unsupported: There is no such device; or this rank cannot have a requested route: "nccl" without NCCL or HBM
+                on a GPU, or "ucx" if UCX can register none of its memory.
             DeadlineExceeded: The scheduler did not answer in time.
         """
         known = RankTicket.read(ticket)
@@ -132,19 +132,19 @@ class RankArena:
 
     @property
     def address(self) -> str:
-        """Where ranks of peers connect to."""
+        """The address that ranks of peers connect to."""
         return self._node.address
 
     @property
     def lost(self) -> BaseException | None:
-        """Why the rank is of no more use: its scheduler is gone, its GPU failed, or it was closed. None before that."""
+        """Why the rank is lost: its scheduler is gone, its GPU has failed, or it was closed. None while it works."""
         return self._node.lost()
 
     def wait_lost(self, timeout: float | None = None) -> bool:
-        """Waits until the rank is of no more use: for a worker that has nothing else to wait for.
+        """Waits until the rank is lost. For workers that have nothing else to wait for.
 
         Args:
-            timeout: Seconds; None: for ever.
+            timeout: Seconds; None: without limit.
 
         Returns:
             False at the timeout.
@@ -152,13 +152,13 @@ class RankArena:
         return self._node.wait_lost(timeout)
 
     def check(self) -> None:
-        """Raises PeerLost, DeviceLost or ClosedError when the rank is of no more use."""
+        """Raises PeerLost, DeviceLost or ClosedError if the rank is lost."""
         why = self.lost
         if why is not None:
             raise why
 
     def close(self) -> None:
-        """Leaves the instance, which is lost then. Views of the memory stay valid. Idempotent."""
+        """Leaves the instance, which is then lost. Views of the memory stay valid. Idempotent."""
         self._node.close()
         self._memory.close()
 
@@ -171,7 +171,7 @@ class RankArena:
         self.close()
 
     def __repr__(self) -> str:
-        """Which part of whose blocks it is."""
+        """The instance, and the part of its blocks."""
         layers, heads = self.slice.layers, self.slice.heads
         state = "lost" if self.lost is not None else "joined"
         return (
@@ -182,5 +182,5 @@ class RankArena:
 
 def _layout_of(ticket: RankTicket, part: RankSlice) -> KVLayout:
     if part.layout is None:
-        raise ArgumentError(f"rank {ticket.rank} holds no layer: it has nothing to join with", rank=ticket.rank)
+        raise ArgumentError(f"rank {ticket.rank} holds no layer: it cannot join", rank=ticket.rank)
     return part.layout

@@ -130,12 +130,12 @@ def test_only_ids_that_can_be_count_as_held(local):
 
 def test_an_id_is_held_by_one_process_at_a_time(local):
     """The last guard against two of one id, when two look for one in the same moment."""
-    first = IdHold(local.name, 3)
+    first = IdLock(local.name, 3)
     with pytest.raises(FileExistsError, match="the id 3 is held"):
-        IdHold(local.name, 3)
+        IdLock(local.name, 3)
     assert held_ids(local.name) == {3}  # the one that failed has let go of it, the first has not
     first.close()
-    IdHold(local.name, 3).close()
+    IdLock(local.name, 3).close()
 
 
 def test_a_member_that_cannot_be_written_is_told_as_a_state_error(local, monkeypatch):
@@ -290,7 +290,7 @@ def test_one_that_is_stopped_while_it_looks_at_its_page_has_lost_its_lease(local
         monkeypatch.setattr(OwnPage, "lapses", 1)  # counted when it wakes
         return False
 
-    with reg._asking:  # the cluster's thread does not ask meanwhile
+    with reg._entry_lock:  # the cluster's thread does not ask meanwhile
         monkeypatch.setattr(page, "is_at", is_at)
         assert reg._entry.check_lease() == "lost"
         monkeypatch.undo()
@@ -299,7 +299,7 @@ def test_one_that_is_stopped_while_it_looks_at_its_page_has_lost_its_lease(local
 def test_one_that_is_stopped_before_it_enters_again_hears_that_it_was_lost(local, monkeypatch):
     """Its pool may have fenced itself by the clock, and is let out by "lost" and "regained" alone."""
     reg = local.register(local.join(), "a")
-    with reg._asking:
+    with reg._entry_lock:
         monkeypatch.setattr(OwnPage, "lapses", 1)
         assert reg._entry.lapsed()
         with pytest.raises(Unreachable, match="stopped meanwhile"):

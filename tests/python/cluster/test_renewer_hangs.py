@@ -83,7 +83,7 @@ def test_a_pool_that_has_fenced_itself_by_the_clock_is_told_so_also_when_etcd_ha
     reg = place.register(place.join(), "a")
     words, entry = [], reg._entry
     reg.on_lease(words.append)
-    with reg._asking:  # the cluster's thread is just entering it again
+    with reg._entry_lock:  # the cluster's thread is just entering it again
         monkeypatch.setattr(RenewerProcess, "valid_until_ns", 0)
         monkeypatch.setattr(RenewerProcess, "silent_s", lambda renewer: 1000.0)
         assert entry.lapsed()

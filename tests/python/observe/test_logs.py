@@ -66,7 +66,7 @@ def test_members_that_come_and_go_are_logged_with_who_and_why(caplog):
             events.wait("b", "joined")
             killed.kill()
             events.wait("b", "joined", "lost")
-            reg._tell("lost")
+            reg._report("lost")
             reg.leave()
             events.wait("a", "joined", "left")
     finally:
