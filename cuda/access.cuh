@@ -19,8 +19,6 @@ struct StreamingMemory {
                    : "l"(address));
     } else if constexpr (sizeof(T) == 4) {
       asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(unit) : "l"(address));
-    } else if constexpr (sizeof(T) == 2) {
-      asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(unit) : "l"(address));
     } else {
       static_assert(sizeof(T) == 1);
       std::uint32_t wide;
@@ -35,9 +33,6 @@ struct StreamingMemory {
     if constexpr (sizeof(T) == 16) {
       asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(unit.words[0]), "r"(unit.words[1]),
                    "r"(unit.words[2]), "r"(unit.words[3])
-                   : "memory");
-    } else if constexpr (sizeof(T) == 8) {
-      asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(unit.words[0]), "r"(unit.words[1])
                    : "memory");
     } else if constexpr (sizeof(T) == 4) {
       asm volatile("st.global.cs.u32 [%0], %1;" ::"l"(address), "r"(unit) : "memory");

@@ -1,5 +1,5 @@
-// The kernels: one for each kind of work and each place where a table can be. What they do is in tile.h; here is how it
-// is launched.
+// The kernels: one for each width of a unit and each place where a table can be. What they do is in tile.h; here is how
+// it is launched.
 #include <cuda_runtime_api.h>
 
 #include <access.cuh>  // in angle brackets, so that the tests can put another one in its place
@@ -84,12 +84,10 @@ cudaError_t load_work() {
 
 int load_on_gpu() noexcept {
   cudaError_t result = cudaSuccess;
-  for (const KernelKind kind : {KernelKind::kCopy, KernelKind::kPermute, KernelKind::kToFp8}) {
-    for (const std::uint32_t width : {16u, 4u, 2u, 1u}) {
-      with_work(static_cast<std::uint32_t>(kind), width, [&]<class Work>(Work) {
-        if (result == cudaSuccess) result = load_work<Work>();
-      });
-    }
+  for (const std::uint32_t width : {16u, 4u, 1u}) {
+    with_work(width, [&]<class Work>(Work) {
+      if (result == cudaSuccess) result = load_work<Work>();
+    });
   }
   if (result != cudaSuccess) cudaGetLastError();  // as below
   return static_cast<int>(result);
@@ -107,7 +105,7 @@ int launch_on_gpu(const TableLaunch& launch, Stream stream, std::uint32_t thread
     blocks = std::min(blocks, static_cast<unsigned>(multiprocessors) * kResident);
     if (thread_blocks_max != 0) blocks = std::min(blocks, thread_blocks_max);
     result = cudaErrorInvalidValue;  // no such kernel
-    with_work(static_cast<std::uint32_t>(launch.kind), launch.width,
+    with_work(launch.width,
               [&]<class Work>(Work) { result = launch_work<Work>(launch, static_cast<cudaStream_t>(stream), blocks); });
   }
   if (result != cudaSuccess) cudaGetLastError();  // told by the return value: nobody finds it again later

@@ -154,15 +154,6 @@ void bench_layouts(Bench& bench) {
     const std::size_t moved = blocks * model.pieces * model.piece;
     // The ceiling's rate is of `bytes`, a little more than what is moved: rates are compared, not times.
     rate("discrete to aggregated", model.piece, 2 * moved, [&] { copy(bench, strips, pairs, 0); });
-    const auto rows = cuda::head_major_to_token_major(model.heads, 16, 256);
-    rate("HND to NHD", model.piece, 2 * moved,
-         [&] { must(bench.kernels.permute({strips, pairs, rows}, bench.clock.stream(), {}), "permute kernel"); });
-    const float scale = 0.5f;
-    rate("to fp8", model.piece, moved + moved / 2, [&] {
-      must(bench.kernels.to_fp8({strips, pairs, cuda::HalfType::kBfloat16, std::span(&scale, 1)}, bench.clock.stream(),
-                                {}),
-           "fp8 kernel");
-    });
   }
 }
 

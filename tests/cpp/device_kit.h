@@ -178,7 +178,7 @@ class StreamKernels {
     return code;
   }
 
-  cuda::KernelSet set_{"stream", &copy, nullptr, nullptr, nullptr, &load};
+  cuda::KernelSet set_{"stream", &copy, nullptr, &load};
 };
 
 }  // namespace kvpool::testing

@@ -91,9 +91,9 @@ int launch_table(const DeviceStrip& strip, std::uint32_t width) {
   std::memcpy(table.data + sizeof(strip), &pair, sizeof(pair));
   const GpuStream stream;
   const Launcher* launcher = GpuHere::here()->driver().kernel_launcher();
-  CHECK(launcher->launch({KernelKind::kCopy, width, &table.header, reinterpret_cast<const std::byte*>(table.data),
-                          table_bytes(1, 1), nullptr},
-                         stream.get(), 1) == 0);
+  CHECK(launcher->launch(
+            {width, &table.header, reinterpret_cast<const std::byte*>(table.data), table_bytes(1, 1), nullptr},
+            stream.get(), 1) == 0);
   return outcome_of(stream);
 }
 
@@ -104,7 +104,7 @@ TEST_CASE("an access that is not aligned ends the context, on either side") {
       const GpuHere gpu;
       const Shared from(512, Where::kDevice);
       const Shared to(512, Where::kPinned);
-      DeviceStrip strip{testing::pointer_to(from.data()), testing::pointer_to(to.data()), 256, 256, 16, 0, 0, 1, 0};
+      DeviceStrip strip{testing::pointer_to(from.data()), testing::pointer_to(to.data()), 256, 256, 16, 0, 0};
       (of_source ? strip.from : strip.to) += shift;
       CHECK(launch_table(strip, 16) == (shift == 0 ? 0 : kMisalignedAddress));
     }

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstring>
 #include <numeric>
-#include <optional>
 #include <vector>
 
 #include "fuzz_seeds.h"
@@ -32,19 +31,7 @@ struct Buffer {
   std::byte* base;
 };
 
-// Which bytes of a job are read and written, by nothing but its definition; and what they become.
-template <class Use>
-void for_each_row(const PlannedStrip& strip, const BlockPair& pair, const RowShape& rows, Use use) {
-  const std::byte* from = strip.from + pair.from * strip.from_stride;
-  std::byte* to = strip.to + pair.to * strip.to_stride;
-  for (std::uint64_t o = 0; o < rows.outer; ++o) {
-    for (std::uint64_t i = 0; i < rows.inner; ++i) {
-      use(from + o * rows.from_outer_pitch + i * rows.from_inner_pitch,
-          to + o * rows.to_outer_pitch + i * rows.to_inner_pitch);
-    }
-  }
-}
-
+// Which bytes of a job are read and written, by nothing but its definition.
 void allow(Emulation& emulation, const CopyJob& job) {
   for (const PlannedStrip& strip : job.strips) {
     for (const BlockPair& pair : job.pairs) {
@@ -54,36 +41,11 @@ void allow(Emulation& emulation, const CopyJob& job) {
   }
 }
 
-void allow(Emulation& emulation, const PermuteJob& job) {
-  for (const PlannedStrip& strip : job.strips) {
-    for (const BlockPair& pair : job.pairs) {
-      for_each_row(strip, pair, job.rows, [&](const std::byte* from, const std::byte* to) {
-        emulation.memory.may_read(from, job.rows.row_bytes);
-        emulation.memory.may_write(to, job.rows.row_bytes);
-      });
-    }
-  }
-}
-
-void allow(Emulation& emulation, const Fp8Job& job) {
-  for (const PlannedStrip& strip : job.strips) {
-    for (const BlockPair& pair : job.pairs) {
-      emulation.memory.may_read(strip.from + pair.from * strip.from_stride, strip.bytes);
-      emulation.memory.may_write(strip.to + pair.to * strip.to_stride, strip.bytes / 2);
-    }
-  }
-}
-
-int reference(const CopyJob& job) { return reference_kernels().copy(job, nullptr, {}); }
-int reference(const PermuteJob& job) { return reference_kernels().permute(job, nullptr, {}); }
-int reference(const Fp8Job& job) { return reference_kernels().to_fp8(job, nullptr, {}); }
-
 // Runs the job twice over the same destination, by the reference and thread by thread. `from` and `to` hold all of it.
-template <class Job>
-Emulation compare(const Job& job, const Buffer& from, Buffer& to, const TableSpace& space, std::uint32_t blocks) {
+Emulation compare(const CopyJob& job, const Buffer& from, Buffer& to, const TableSpace& space, std::uint32_t blocks) {
   REQUIRE_FALSE(overlaps(job));
   const Bytes before = to.whole;
-  REQUIRE(reference(job) == 0);
+  REQUIRE(reference_kernels().copy(job, nullptr, {}) == 0);
   const Bytes expected = to.whole;
   std::copy(before.begin(), before.end(), to.whole.begin());
   Emulation emulation;
@@ -113,8 +75,7 @@ struct Shape {
 };
 
 // Strips of random lengths in two arenas of random layout: offsets are set once the buffers are there.
-Shape random_shape(Dice& dice, std::size_t align, std::size_t bytes_max, std::size_t written_part,
-                   std::optional<std::size_t> from_extent = {}, std::optional<std::size_t> to_extent = {}) {
+Shape random_shape(Dice& dice, std::size_t align, std::size_t bytes_max) {
   const auto round = [&](std::size_t bytes) { return (bytes + align - 1) / align * align; };
   Shape shape;
   const std::uint32_t from_blocks = 1 + dice.below(9);
@@ -127,13 +88,10 @@ Shape random_shape(Dice& dice, std::size_t align, std::size_t bytes_max, std::si
   const std::size_t same_bytes = 1 + dice.below(bytes_max);
   const std::uint32_t strips = 1 + dice.below(6);
   for (std::uint32_t s = 0; s < strips; ++s) {
-    std::size_t bytes = same ? same_bytes : 1 + dice.below(bytes_max);
-    if (written_part == 2) bytes *= 2;
-    const std::size_t read = from_extent.value_or(bytes);
-    const std::size_t written = to_extent.value_or(bytes / written_part);
+    const std::size_t bytes = same ? same_bytes : 1 + dice.below(bytes_max);
     // Lengths need not be multiples of anything; where the next block begins must be.
-    const std::size_t from_stride = round(read + dice.below(40));
-    const std::size_t to_stride = round(written + dice.below(40));
+    const std::size_t from_stride = round(bytes + dice.below(40));
+    const std::size_t to_stride = round(bytes + dice.below(40));
     shape.strips.push_back(PlannedStrip{reinterpret_cast<const std::byte*>(shape.from_bytes),
                                         reinterpret_cast<std::byte*>(shape.to_bytes), bytes, from_stride, to_stride});
     shape.from_bytes += from_blocks * from_stride;
@@ -163,7 +121,7 @@ TEST_CASE("a copy kernel writes every byte once, whatever the alignment and the 
     Dice dice(seed);
     for (int i = 0; i < testing::fuzz_length(120); ++i) {
       const std::size_t align = std::size_t{1} << dice.below(5);
-      Shape shape = random_shape(dice, align, dice.one_in(3) ? 9000 : 600, 1);
+      Shape shape = random_shape(dice, align, dice.one_in(3) ? 9000 : 600);
       const std::size_t from_offset = dice.one_in(3) ? dice.below(16) / align * align : 0;
       const std::size_t to_offset = dice.one_in(3) ? dice.below(16) / align * align : from_offset;
       Buffer from(shape.from_bytes, from_offset, dice);
@@ -173,67 +131,6 @@ TEST_CASE("a copy kernel writes every byte once, whatever the alignment and the 
       const auto emulation = compare(CopyJob{shape.strips, shape.pairs}, from, to, space.get(), 1 + dice.below(4));
       REQUIRE(emulation.widths.size() == 1);
       if (align == 16 && from_offset == 0 && to_offset == 0) CHECK(emulation.widths[0] == 16);
-    }
-  }
-}
-
-TEST_CASE("a permute kernel moves rows between any two pitches") {
-  for (const std::uint64_t seed : testing::fuzz_seeds()) {
-    CAPTURE(seed);
-    Dice dice(seed);
-    for (int i = 0; i < testing::fuzz_length(120); ++i) {
-      const std::size_t align = std::size_t{1} << dice.below(5);
-      RowShape rows;
-      rows.outer = 1 + dice.below(9);
-      rows.inner = 1 + dice.below(17);
-      rows.row_bytes = static_cast<std::uint32_t>(align * (1 + dice.below(20)));
-      // Either index may be the slow one on either side, with gaps or without.
-      const auto pitches = [&](std::uint64_t& outer, std::uint64_t& inner) {
-        const std::uint64_t gap = align * dice.below(3);
-        if (dice.one_in(2)) {
-          inner = rows.row_bytes + gap;
-          outer = rows.inner * inner + align * dice.below(3);
-        } else {
-          outer = rows.row_bytes + gap;
-          inner = rows.outer * outer + align * dice.below(3);
-        }
-        return (rows.outer - 1) * outer + (rows.inner - 1) * inner + rows.row_bytes;
-      };
-      const std::uint64_t from_extent = pitches(rows.from_outer_pitch, rows.from_inner_pitch);
-      const std::uint64_t to_extent = pitches(rows.to_outer_pitch, rows.to_inner_pitch);
-      Shape shape = random_shape(dice, align, 1, 1, from_extent, to_extent);
-      for (PlannedStrip& strip : shape.strips) strip.bytes = std::size_t{rows.outer} * rows.inner * rows.row_bytes;
-      Buffer from(shape.from_bytes, dice.one_in(4) ? align % 16 : 0, dice);
-      Buffer to(shape.to_bytes, dice.one_in(4) ? align % 16 : 0, dice);
-      place(shape, from, to);
-      Space space(dice.one_in(2));
-      const auto emulation =
-          compare(PermuteJob{shape.strips, shape.pairs, rows}, from, to, space.get(), 1 + dice.below(4));
-      REQUIRE(emulation.widths.size() == 1);
-      if (align == 16) CHECK(emulation.widths[0] == 16);
-    }
-  }
-}
-
-TEST_CASE("an fp8 kernel converts every value once") {
-  for (const std::uint64_t seed : testing::fuzz_seeds()) {
-    CAPTURE(seed);
-    Dice dice(seed);
-    for (int i = 0; i < testing::fuzz_length(120); ++i) {
-      const std::size_t align = std::size_t{2} << dice.below(4);
-      Shape shape = random_shape(dice, align, dice.one_in(3) ? 3000 : 200, 2);
-      const std::size_t from_offset = dice.one_in(3) ? 2 * dice.below(8) / align * align : 0;
-      Buffer from(shape.from_bytes, from_offset, dice);
-      Buffer to(shape.to_bytes, dice.one_in(3) ? dice.below(16) : 0, dice);
-      place(shape, from, to);
-      std::vector<float> scales(dice.one_in(2) ? 1 : shape.strips.size());
-      for (float& scale : scales) scale = 0.01f * static_cast<float>(1 + dice.below(500));
-      Space space(dice.one_in(2));
-      const HalfType type = dice.one_in(2) ? HalfType::kFloat16 : HalfType::kBfloat16;
-      const auto emulation =
-          compare(Fp8Job{shape.strips, shape.pairs, type, scales}, from, to, space.get(), 1 + dice.below(4));
-      REQUIRE(emulation.widths.size() == 1);
-      CHECK((emulation.widths[0] == 16 || emulation.widths[0] == 2));
     }
   }
 }
@@ -251,11 +148,6 @@ TEST_CASE("lengths around the end of a tile") {
       const std::vector<PlannedStrip> strips{{from.base, to.base, bytes, stride, stride}};
       const std::vector<BlockPair> pairs{{1, 0}, {0, 1}};
       CHECK(compare(CopyJob{strips, pairs}, from, to, {}, 1).widths[0] == 16);
-      const std::size_t read = bytes / 2 * 2;
-      const std::vector<PlannedStrip> halves{{from.base, to.base, read, stride, stride}};
-      const float scale = 0.25f;
-      const Fp8Job fp8{halves, pairs, HalfType::kBfloat16, std::span(&scale, 1)};
-      CHECK(compare(fp8, from, to, {}, 1).widths[0] == 16);
     }
   }
 }
@@ -285,19 +177,17 @@ TEST_CASE("a job that is longer than a launch takes is cut, or takes the table s
   CHECK(too_little.widths.size() == 3);
 }
 
-TEST_CASE("more strips than a launch takes are cut as well, with every scale where it belongs") {
+TEST_CASE("more strips than a launch takes are cut as well") {
   Dice dice(4);
   const std::size_t strips_count = 700;
   Buffer from(strips_count * 64, 0, dice);
   Buffer to(strips_count * 64, 0, dice);
   std::vector<PlannedStrip> strips;
-  std::vector<float> scales;
   for (std::size_t s = 0; s < strips_count; ++s) {
     strips.push_back({from.base + s * 64, to.base + s * 64, 32, 32, 32});
-    scales.push_back(0.001f * static_cast<float>(1 + s));
   }
   const std::vector<BlockPair> pairs{{1, 0}, {0, 1}};
-  const auto emulation = compare(Fp8Job{strips, pairs, HalfType::kFloat16, scales}, from, to, {}, 2);
+  const auto emulation = compare(CopyJob{strips, pairs}, from, to, {}, 2);
   CHECK(emulation.widths.size() == 3);
   for (const std::size_t bytes : emulation.tables) CHECK(bytes <= kInlineTableBytes);
 }

@@ -122,7 +122,7 @@ struct Emulation {
       CHECK(launch.data_bytes <= cuda::kInlineTableBytes);
     }
     const cuda::TableView view{launch.header, reinterpret_cast<const unsigned char*>(data)};
-    const bool known = cuda::with_work(static_cast<std::uint32_t>(launch.kind), launch.width, [&]<class Work>(Work) {
+    const bool known = cuda::with_work(launch.width, [&]<class Work>(Work) {
       for (std::uint32_t block = 0; block < self.blocks; ++block) {
         for (std::uint32_t thread = 0; thread < cuda::kBlockThreads; ++thread) {
           cuda::run_thread<Work>(view, block, self.blocks, thread, self.memory);

@@ -1,4 +1,4 @@
-// What the kernels' front refuses, what staging runs look like, and the references against the definition.
+// What the kernels' front refuses, what staging runs look like, and the reference against the definition.
 #include "kvpool/cuda/kernels.h"
 
 #include <doctest/doctest.h>
@@ -27,16 +27,15 @@ Bytes random_bytes(std::size_t bytes, Dice& dice) {
   return result;
 }
 
-// Refused by the references and by the planner alike, before anything is done.
-template <class Job>
-std::string refusal(const Job& job, int (*run)(const Job&, Stream, const LaunchOptions&)) {
+// Refused by the reference and by the planner alike, before anything is done.
+std::string refusal(const CopyJob& job) {
   const auto never = [](void*, const TableLaunch&) -> int {
     FAIL("launched");
     return 0;
   };
   std::string text;
   CHECK(testing::code_of([&] { launch_job(job, {}, never, nullptr); }, &text) == ErrorCode::kArgument);
-  CHECK(testing::text_of([&] { run(job, nullptr, {}); }) == text);
+  CHECK(testing::text_of([&] { reference_kernels().copy(job, nullptr, {}); }) == text);
   return text;
 }
 
@@ -53,7 +52,7 @@ TEST_CASE("a copy that cannot be is refused, and says why") {
   const std::vector<BlockPair> two{{0, 0}, {1, 1}};
   const auto refused = [](const PlannedStrip& strip, const std::vector<BlockPair>& pairs) {
     const std::vector<PlannedStrip> strips{strip};
-    return refusal<CopyJob>({strips, pairs}, reference_kernels().copy);
+    return refusal({strips, pairs});
   };
   CHECK(has(refused({nullptr, place.to, 16, 16, 16}, one), "no source"));
   CHECK(has(refused({place.from, nullptr, 16, 16, 16}, one), "no destination"));
@@ -74,55 +73,6 @@ TEST_CASE("a copy that cannot be is refused, and says why") {
   CHECK(error->fields()[0].second == 1);  // which strip
 }
 
-TEST_CASE("rows that cannot be are refused, and it is said why") {
-  Place place;
-  const auto refused = [&](RowShape rows, std::size_t bytes) {
-    const std::vector<PlannedStrip> strips{{place.from, place.to, bytes, 4096, 4096}};
-    const std::vector<BlockPair> pairs{{0, 0}};
-    return refusal<PermuteJob>({strips, pairs, rows}, reference_kernels().permute);
-  };
-  const RowShape good = head_major_to_token_major(4, 8, 16);
-  RowShape rows = good;
-  rows.row_bytes = 0;
-  CHECK(has(refused(rows, 512), "empty"));
-  CHECK(has(refused(good, 511), "its rows 512"));
-  rows = good;
-  rows.to_inner_pitch = 8;
-  CHECK(has(refused(rows, 512), "overlap"));
-  rows = good;
-  rows.to_outer_pitch = rows.to_inner_pitch;
-  CHECK(has(refused(rows, 512), "overlap"));
-  rows = good;
-  rows.from_outer_pitch = std::uint64_t{1} << 40;
-  CHECK(has(refused(rows, 512), "pitch"));
-  CHECK(has(refused(head_major_to_token_major(1 << 16, 1 << 10, 32), 512), "2 GiB"));
-  CHECK(has(refused(head_major_to_token_major(1 << 20, 1 << 20, 1 << 30), 512), "2 GiB"));
-  // Reading a row twice is no fault.
-  rows = good;
-  rows.from_outer_pitch = 0;
-  const std::vector<PlannedStrip> strips{{place.from, place.to, 512, 4096, 4096}};
-  const std::vector<BlockPair> pairs{{0, 0}};
-  CHECK(reference_kernels().permute({strips, pairs, rows}, nullptr, {}) == 0);
-}
-
-TEST_CASE("values and scales that cannot be are refused") {
-  Place place;
-  const std::vector<BlockPair> pairs{{0, 0}, {1, 1}};
-  const auto refused = [&](const PlannedStrip& strip, const std::vector<float>& scales) {
-    const std::vector<PlannedStrip> strips{strip, {place.from + 2048, place.to + 2048, 2, 2, 1}};
-    return refusal<Fp8Job>({strips, pairs, HalfType::kFloat16, scales}, reference_kernels().to_fp8);
-  };
-  CHECK(has(refused({place.from + 1, place.to, 16, 16, 8}, {1.0f}), "odd address"));
-  CHECK(has(refused({place.from, place.to, 15, 16, 8}, {1.0f}), "odd address"));
-  CHECK(has(refused({place.from, place.to, 16, 17, 8}, {1.0f}), "odd address"));
-  CHECK(has(refused({place.from, place.to, 16, 16, 7}, {1.0f}), "next block"));
-  CHECK(has(refused({place.from, place.to, 16, 16, 8}, {}), "0 scales for 2"));
-  CHECK(has(refused({place.from, place.to, 16, 16, 8}, {1.0f, 1.0f, 1.0f}), "3 scales for 2"));
-  CHECK(has(refused({place.from, place.to, 16, 16, 8}, {0.0f}), "scale"));
-  CHECK(has(refused({place.from, place.to, 16, 16, 8}, {std::numeric_limits<float>::infinity()}), "scale"));
-  CHECK(has(refused({place.from, place.to, 16, 16, 8}, {1.0f, std::numeric_limits<float>::quiet_NaN()}), "scale"));
-}
-
 TEST_CASE("no strips and no pairs are no work") {
   Place place;
   const std::vector<PlannedStrip> strips{{place.from, place.to, 16, 16, 16}};
@@ -130,8 +80,6 @@ TEST_CASE("no strips and no pairs are no work") {
   const auto never = [](void*, const TableLaunch&) { return 1; };
   CHECK(launch_job(CopyJob{{}, pairs}, {}, never, nullptr) == 0);
   CHECK(launch_job(CopyJob{strips, {}}, {}, never, nullptr) == 0);
-  CHECK(launch_job(PermuteJob{strips, {}, head_major_to_token_major(1, 1, 16)}, {}, never, nullptr) == 0);
-  CHECK(launch_job(Fp8Job{{}, pairs, HalfType::kFloat16, {}}, {}, never, nullptr) == 0);
   CHECK(reference_kernels().copy({{}, {}}, nullptr, {}) == 0);
 }
 
@@ -146,18 +94,6 @@ TEST_CASE("pieces that overlap are found") {
   CHECK(overlaps(CopyJob{within, two}));  // block 1 is read and written
   CHECK_FALSE(overlaps(CopyJob{within, std::vector<BlockPair>{{0, 0}}}));
   CHECK_FALSE(overlaps(CopyJob{strips, std::vector<BlockPair>{{0, 0}, {0, 1}}}));  // read twice
-  // Heads of two senders, side by side in every token: their extents overlap, their bytes do not.
-  RowShape rows = head_major_to_token_major(2, 4, 16);
-  rows.to_inner_pitch = 4 * 16;
-  const std::vector<PlannedStrip> heads{{place.from, place.to, 128, 256, 256},
-                                        {place.from + 128, place.to + 32, 128, 256, 256}};
-  CHECK_FALSE(overlaps(PermuteJob{heads, std::vector<BlockPair>{{0, 0}}, rows}));
-  rows.to_inner_pitch = 3 * 16;
-  CHECK(overlaps(PermuteJob{heads, std::vector<BlockPair>{{0, 0}}, rows}));
-  // What is written is half as long as what is read.
-  const std::vector<PlannedStrip> halves{{place.from, place.to, 64, 64, 32}, {place.from, place.to + 64, 64, 64, 32}};
-  CHECK_FALSE(overlaps(Fp8Job{halves, two, HalfType::kFloat16, {}}));
-  CHECK(overlaps(CopyJob{halves, two}));
 #ifdef KVPOOL_DEBUG
   CHECK(testing::text_of([&] { check_job(CopyJob{strips, same}); }).find("another piece") != std::string::npos);
 #endif
@@ -266,28 +202,6 @@ TEST_CASE("discrete blocks become aggregated ones, and slices of heads go where 
       REQUIRE(*narrow.byte_of(pair.to, at) == *discrete.byte_of(pair.from, at / 32 * 64 + 32 + at % 32));
     }
   }
-}
-
-TEST_CASE("heads and tokens change places, and back") {
-  Dice dice(13);
-  const std::uint32_t heads = 3;
-  const std::uint32_t tokens = 5;
-  const std::uint32_t row = 8;
-  const std::size_t bytes = std::size_t{heads} * tokens * row;
-  const Bytes from = random_bytes(bytes, dice);
-  Bytes to(bytes);
-  Bytes back(bytes);
-  const std::vector<BlockPair> pairs{{0, 0}};
-  const std::vector<PlannedStrip> there{{from.data(), to.data(), bytes, bytes, bytes}};
-  REQUIRE(reference_kernels().permute({there, pairs, head_major_to_token_major(heads, tokens, row)}, nullptr, {}) == 0);
-  for (std::size_t h = 0; h < heads; ++h) {
-    for (std::size_t t = 0; t < tokens; ++t) {
-      for (std::size_t i = 0; i < row; ++i) REQUIRE(to[(t * heads + h) * row + i] == from[(h * tokens + t) * row + i]);
-    }
-  }
-  const std::vector<PlannedStrip> here{{to.data(), back.data(), bytes, bytes, bytes}};
-  REQUIRE(reference_kernels().permute({here, pairs, token_major_to_head_major(heads, tokens, row)}, nullptr, {}) == 0);
-  CHECK(back == from);
 }
 
 TEST_CASE("a build says whether it has kernels, and what for") {

@@ -101,7 +101,7 @@ class TableKernels {
     return code;
   }
 
-  cuda::KernelSet set_{"table", &copy, nullptr, nullptr, nullptr, nullptr};
+  cuda::KernelSet set_{"table", &copy, nullptr, nullptr};
 };
 
 }  // namespace kvpool::testing

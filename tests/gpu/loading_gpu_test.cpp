@@ -58,7 +58,7 @@ class HeldStream {
   std::thread alarm_;
 };
 
-// One launch of each kernel there is: of each kind and width, with each place for a table.
+// One launch of each kernel there is: of each width, with each place for a table.
 std::vector<std::function<int(Stream)>> launches(const Shared& from, const Shared& to, const TableSpace& table) {
   const KernelSet& kernels = *gpu_kernels();
   std::vector<std::function<int(Stream)>> all;
@@ -78,16 +78,6 @@ std::vector<std::function<int(Stream)>> launches(const Shared& from, const Share
           [&kernels](const auto& strips, const auto& pairs, Stream stream, const LaunchOptions& options) {
             return kernels.copy({strips, pairs}, stream, options);
           });
-      add(offset, std::size_t{2} * width,
-          [&kernels, width](const auto& strips, const auto& pairs, Stream stream, const LaunchOptions& options) {
-            return kernels.permute({strips, pairs, head_major_to_token_major(2, 1, width)}, stream, options);
-          });
-    }
-    for (const std::size_t offset : {std::size_t{0}, std::size_t{2}}) {
-      add(offset, 32, [&kernels](const auto& strips, const auto& pairs, Stream stream, const LaunchOptions& options) {
-        const float scale = 1;
-        return kernels.to_fp8({strips, pairs, HalfType::kBfloat16, {&scale, 1}}, stream, options);
-      });
     }
   }
   return all;

@@ -294,19 +294,6 @@ _FLOAT = {"add.f32": np.add, "sub.f32": np.subtract, "mul.f32": np.multiply}
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
-# Every float that e4m3 has, from zero on: the number of one is its index.
-_E4M3 = np.array([m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)][:-1])
-
-
-def _e4m3(floats: np.ndarray) -> Values:
-    """By the definition of the format: the nearest, of two the even one; 448 for what is beyond it."""
-    sign = np.where(np.signbit(floats), np.uint64(0x80), np.uint64(0))
-    size = np.abs(floats.astype(np.float64))
-    above = np.minimum(np.searchsorted(_E4M3, size), len(_E4M3) - 1)  # NaN is put right below
-    below = np.maximum(above - 1, 0)
-    down, up = size - _E4M3[below], _E4M3[above] - size
-    nearest = np.where((down < up) | ((down == up) & (below % 2 == 0)), below, above)
-    return np.where(np.isnan(floats), np.uint64(0x7F), sign | nearest.astype(np.uint64))
 
 
 def _decode(line: str, opcode: str, operands: list[str]) -> Step:
@@ -336,8 +323,6 @@ def _computation(line: str, opcode: str, parts: list[str], count: int) -> Callab
     if opcode in _FLOAT and count == 2:
         operation = _FLOAT[opcode]
         return lambda v: _of_floats(_quietly(operation, _floats(v[0]), _floats(v[1])))
-    if opcode == "cvt.rn.satfinite.e4m3x2.f32" and count == 2:  # the first operand becomes the upper half
-        return lambda v: _e4m3(_floats(v[0])) << np.uint64(8) | _e4m3(_floats(v[1]))
     if parts[0] == "setp" and len(parts) == 3 and parts[1] in _COMPARE and count == 2 and kind[0] in "usb":
         compare, bits = _COMPARE[parts[1]], _bits(kind)
         if kind[0] == "s":

@@ -10,13 +10,10 @@
 
 namespace kvpool::cuda {
 
-// The widest unit is 16 bytes. A launch uses one width for all: the widest to which every address of the job, on both
-// sides, is aligned. kToFp8: of what is read; half as wide is written.
-enum class KernelKind : std::uint8_t { kCopy, kPermute, kToFp8 };
-
 struct TableLaunch {
-  KernelKind kind;
-  std::uint32_t width;  // kCopy, kPermute: 16, 4 or 1; kToFp8: 16 or 2
+  // Bytes of a unit: 16, 4 or 1. One for all of the launch: the widest to which every address of the job, on both
+  // sides, is aligned.
+  std::uint32_t width;
   const TableHeader* header;
   const std::byte* data;   // strips and pairs; right behind the header, as in InlineTable, when `device_data` is null
   std::size_t data_bytes;  // at most kInlineTableBytes when `device_data` is null
@@ -29,18 +26,12 @@ using LaunchFunction = int (*)(void* context, const TableLaunch& launch);
 // Cuts the job into as few launches as it takes and hands each to `launch`, until one returns something but 0, which is
 // then returned. Throws kArgument before the first. Never allocates but to say what is wrong.
 int launch_job(const CopyJob& job, const TableSpace& space, LaunchFunction launch, void* context);
-int launch_job(const PermuteJob& job, const TableSpace& space, LaunchFunction launch, void* context);
-int launch_job(const Fp8Job& job, const TableSpace& space, LaunchFunction launch, void* context);
 
-// The checks of launch_job alone, for the references. Throw kArgument.
+// The checks of launch_job alone, for the reference. Throws kArgument.
 void check_job(const CopyJob& job);
-void check_job(const PermuteJob& job);
-void check_job(const Fp8Job& job);
 
 // Whether a byte that the job writes is also read or written by another piece of it. Costs O(n log n) and memory for
-// every row: for tests and debug builds.
+// every piece: for tests and debug builds.
 bool overlaps(const CopyJob& job);
-bool overlaps(const PermuteJob& job);
-bool overlaps(const Fp8Job& job);
 
 }  // namespace kvpool::cuda

@@ -22,19 +22,15 @@ int launch_one(void* context, const TableLaunch& launch) {
 }
 
 // `Source` has a static launcher().
-template <class Source, class Job>
-int run(const Job& job, Stream stream, const LaunchOptions& options) {
+template <class Source>
+int run(const CopyJob& job, Stream stream, const LaunchOptions& options) {
   Target target{Source::launcher(), stream, options.thread_blocks_max};
   return launch_job(job, options.table, launch_one, &target);
 }
 
 template <class Source>
 constexpr KernelSet set_of(const char* name) {
-  return {name,
-          run<Source, CopyJob>,
-          run<Source, PermuteJob>,
-          run<Source, Fp8Job>,
-          [](int result) { return Source::launcher().result_name(result); },
+  return {name, run<Source>, [](int result) { return Source::launcher().result_name(result); },
           [] { return Source::launcher().load(); }};
 }
 
@@ -115,16 +111,6 @@ std::vector<PlannedStrip> reverse(std::span<const PlannedStrip> strips) {
         PlannedStrip{strip.to, const_cast<std::byte*>(strip.from), strip.bytes, strip.to_stride, strip.from_stride});
   }
   return reversed;
-}
-
-RowShape head_major_to_token_major(std::uint32_t heads, std::uint32_t tokens, std::uint32_t row_bytes) {
-  const std::uint64_t row = row_bytes;
-  return {heads, tokens, row_bytes, tokens * row, row, row, heads * row};
-}
-
-RowShape token_major_to_head_major(std::uint32_t heads, std::uint32_t tokens, std::uint32_t row_bytes) {
-  const std::uint64_t row = row_bytes;
-  return {tokens, heads, row_bytes, heads * row, row, row, tokens * row};
 }
 
 }  // namespace kvpool::cuda

@@ -1,5 +1,5 @@
-// What the GPU does to blocks: copies of scattered blocks, the same with heads and tokens changed in order, and the
-// same with values rounded to fp8. The seam between the core, which knows no CUDA header, and the kernels in cuda/.
+// What the GPU does to blocks: it copies scattered ones. The seam between the core, which knows no CUDA header, and the
+// kernels in cuda/.
 //
 // Everything that moves blocks is one shape of work: strips times pairs. A strip says where a part of block 0 lies on
 // both sides and how far it is from one block to the next (base/strips.h); a pair says which block goes where. So the
@@ -13,7 +13,7 @@
 // Either side may be page-locked host memory that the device maps: the kernel then reads or writes it over the bus,
 // with no copy between. Under unified addressing the host's pointer is the device's.
 //
-// Two sets of the same functions: the GPU's, and their references, which run on the CPU and are what the tests compare
+// Two sets of the same functions: the GPU's, and the reference, which runs on the CPU and is what the tests compare
 // with. Both check their arguments in the same way (kernel_plan.h).
 #pragma once
 
@@ -41,37 +41,6 @@ struct CopyJob {
   std::span<const BlockPair> pairs;
 };
 
-// Each strip is `outer` times `inner` rows of `row_bytes`. Row (o, i) lies at o * outer_pitch + i * inner_pitch of the
-// strip's start, on each side by its own pitches. A strip's `bytes` is that of all its rows; gaps between rows are left
-// alone. [head, token, dim] to [token, head, dim]: see head_major_to_token_major().
-struct RowShape {
-  std::uint32_t outer = 0;
-  std::uint32_t inner = 0;
-  std::uint32_t row_bytes = 0;
-  std::uint64_t from_outer_pitch = 0;
-  std::uint64_t from_inner_pitch = 0;
-  std::uint64_t to_outer_pitch = 0;
-  std::uint64_t to_inner_pitch = 0;
-};
-
-struct PermuteJob {
-  std::span<const PlannedStrip> strips;  // `bytes` is outer * inner * row_bytes
-  std::span<const BlockPair> pairs;
-  RowShape rows;
-};
-
-enum class HalfType : std::uint8_t { kFloat16, kBfloat16 };
-
-// As CopyJob, but what is read are 16-bit floats and what is written is e4m3: round_to_nearest_even(value * scale),
-// where the product is that of 32-bit floats; beyond 448 it becomes 448, NaN becomes 0x7F. A strip's `bytes` counts
-// what is read; half of that is written.
-struct Fp8Job {
-  std::span<const PlannedStrip> strips;
-  std::span<const BlockPair> pairs;
-  HalfType from = HalfType::kBfloat16;
-  std::span<const float> scales;  // one for each strip, or one for all; finite and not zero
-};
-
 // Memory for descriptions that do not fit the arguments of a kernel (kInlineTableBytes): `host` is page-locked,
 // `device` of the same length is read by the kernel. Both belong to the launch until the stream has passed it.
 struct TableSpace {
@@ -96,10 +65,10 @@ inline constexpr std::size_t kInlineTableBytes = std::size_t{31} << 10;
 std::size_t table_bytes_of(std::size_t strips, std::size_t pairs) noexcept;
 
 // Functions that return a CUresult (cudaError_t has the same numbers), 0 for success: the work is then in the stream,
-// or, for references, done. They throw kArgument before anything is launched when the job is malformed: a null pointer,
-// a range beyond all memory, a strip that is empty or that writes more than its stride from one block to the next, rows
-// that overlap where they are written, 16-bit values at odd addresses. No strips or no pairs: nothing is done. Spans
-// are read before the function returns. After a result other than 0 some of the work may be in the stream.
+// or, for the reference, done. They throw kArgument before anything is launched when the job is malformed: a null
+// pointer, a range beyond all memory, a strip that is empty or that writes more than its stride from one block to the
+// next. No strips or no pairs: nothing is done. Spans are read before the function returns. After a result other than 0
+// some of the work may be in the stream.
 //
 // REQUIRES: the device's context is current in the calling thread and the stream is of it; what is read or written is
 // reachable by the device; no byte that is written is read or written by another piece of the job (checked in debug
@@ -107,8 +76,6 @@ std::size_t table_bytes_of(std::size_t strips, std::size_t pairs) noexcept;
 struct KernelSet {
   const char* name;
   int (*copy)(const CopyJob& job, Stream stream, const LaunchOptions& options);
-  int (*permute)(const PermuteJob& job, Stream stream, const LaunchOptions& options);
-  int (*to_fp8)(const Fp8Job& job, Stream stream, const LaunchOptions& options);
   // The name of a result, "cudaErrorIllegalAddress" say.
   const char* (*result_name)(int result);
   // Loads all of them into the current context, where they are not there yet; a launch then loads nothing. Returns a
@@ -121,8 +88,8 @@ struct KernelSet {
 // launch, not before.
 const KernelSet* gpu_kernels() noexcept;
 
-// The references: in the calling thread, at once, whatever the stream. Where a stream has to be kept in order, call
-// them from a host function of it (cuLaunchHostFunc).
+// The reference: in the calling thread, at once, whatever the stream. Where a stream has to be kept in order, call it
+// from a host function of the stream (cuLaunchHostFunc).
 const KernelSet& reference_kernels() noexcept;
 
 // What this build's kernels were compiled for: "sm_80 sm_90 sm_100 compute_100"; empty without kernels.
@@ -142,9 +109,5 @@ std::vector<PlannedStrip> plan_staging(const MediumSpan& from, std::span<const C
 
 // The same strips from their destinations to their sources. The caller sees to it that these may be written.
 std::vector<PlannedStrip> reverse(std::span<const PlannedStrip> strips);
-
-// [head, token, dim] as kvpool keeps it, to [token, head, dim] as NHD engines do, both without gaps; and back.
-RowShape head_major_to_token_major(std::uint32_t heads, std::uint32_t tokens, std::uint32_t row_bytes);
-RowShape token_major_to_head_major(std::uint32_t heads, std::uint32_t tokens, std::uint32_t row_bytes);
 
 }  // namespace kvpool::cuda

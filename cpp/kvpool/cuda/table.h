@@ -58,24 +58,11 @@ struct FastDivider {
   }
 };
 
-// Rows of a strip whose order changes, as RowShape with the lengths in units. Rows are walked in the order in which
-// they are written.
-struct RowTable {
-  FastDivider units_of_row;
-  FastDivider inner;
-  std::uint64_t from_outer_pitch = 0;
-  std::uint64_t from_inner_pitch = 0;
-  std::uint64_t to_outer_pitch = 0;
-  std::uint64_t to_inner_pitch = 0;
-};
-
 struct TableHeader {
   std::uint32_t tiles = 0;
   std::uint32_t strips = 0;
   FastDivider tiles_of_pair;
   FastDivider tiles_of_strip;  // where all strips have the same number of tiles; divisor 0 where not
-  std::uint32_t bfloat16 = 0;  // to_fp8: what is read is bfloat16, not float16
-  RowTable rows;               // permute
 };
 
 struct DeviceStrip {
@@ -83,13 +70,11 @@ struct DeviceStrip {
   std::uint64_t to;
   std::uint64_t from_stride;
   std::uint64_t to_stride;
-  std::uint64_t units;       // of `width` bytes each, without the bytes or values that are left over
+  std::uint64_t units;       // of `width` bytes each, without the bytes that are left over
   std::uint32_t tile_begin;  // tiles of a pair before this strip's
-  std::uint32_t tail;        // left over: bytes of a copy, values of to_fp8
-  float scale;
-  std::uint32_t reserved;  // to a multiple of 8 bytes
+  std::uint32_t tail;        // bytes that are left over
 };
-static_assert(sizeof(DeviceStrip) == 56);
+static_assert(sizeof(DeviceStrip) == 48);
 
 struct DevicePair {
   std::uint32_t from;

@@ -2,10 +2,10 @@
 // tests/python/cuda/test_ptx.py: kernel_jobs SEED JOBS. Numbers are 64 bits long, in the machine's order.
 //
 //   job       source, its bytes │ destination, its bytes before │ its bytes afterwards │ launches, launch...
-//   launch    kind │ width │ header and data of the table
+//   launch    width │ header and data of the table
 //   bytes     length, bytes; `source` and `destination` are addresses
 //
-// The bytes afterwards are those that the references make.
+// The bytes afterwards are those that the reference makes.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -59,7 +59,6 @@ struct Launches {
   std::uint64_t count = 0;
   std::vector<TableHeader> headers;
   std::vector<std::vector<std::byte>> data;
-  std::vector<std::uint64_t> kinds;
   std::vector<std::uint64_t> widths;
 };
 
@@ -67,18 +66,9 @@ int note(void* context, const TableLaunch& launch) {
   auto& launches = *static_cast<Launches*>(context);
   launches.headers.push_back(*launch.header);
   launches.data.emplace_back(launch.data, launch.data + launch.data_bytes);
-  launches.kinds.push_back(static_cast<std::uint64_t>(launch.kind));
   launches.widths.push_back(launch.width);
   ++launches.count;
   return 0;
-}
-
-RowShape random_rows(std::size_t align, Dice& dice) {
-  const auto row_bytes = static_cast<std::uint32_t>(align * (1 + dice.below(6)));
-  const std::uint32_t heads = 1 + dice.below(5);
-  const std::uint32_t tokens = 1 + dice.below(8);
-  return dice.one_in(2) ? head_major_to_token_major(heads, tokens, row_bytes)
-                        : token_major_to_head_major(heads, tokens, row_bytes);
 }
 
 // Lengths of strips: short, some of several tiles, often all alike, for which the planner has a divider.
@@ -91,11 +81,9 @@ struct Lengths {
   std::size_t same_;
 };
 
-void make_job(KernelKind kind, Dice& dice) {
-  const std::size_t align =
-      kind == KernelKind::kToFp8 ? std::size_t{2} << dice.below(4) : std::size_t{1} << dice.below(5);
+void make_job(Dice& dice) {
+  const std::size_t align = std::size_t{1} << dice.below(5);
   const auto aligned = [&](std::size_t bytes) { return (bytes + align - 1) / align * align; };
-  const RowShape rows = random_rows(align, dice);
   const auto from_blocks = shuffled(1 + dice.below(4), dice);
   const auto to_blocks = shuffled(1 + dice.below(4), dice);
   std::vector<BlockPair> pairs;
@@ -107,23 +95,18 @@ void make_job(KernelKind kind, Dice& dice) {
     std::size_t from, to, bytes, from_stride, to_stride;
   };
   std::vector<Part> parts;
-  std::vector<float> scales;
   Lengths lengths(dice);
   const std::size_t offset = dice.below(2) * align;
   std::size_t from_bytes = offset;
   std::size_t to_bytes = offset;
   for (std::uint32_t left = 1 + dice.below(5); left > 0; --left) {
-    std::size_t read = lengths.next();
-    std::size_t written = read;
-    if (kind == KernelKind::kPermute) read = written = std::size_t{rows.outer} * rows.inner * rows.row_bytes;
-    if (kind == KernelKind::kToFp8) read *= 2;
-    const std::size_t from_stride = aligned(read + dice.below(40));
-    const std::size_t to_stride = aligned(written + dice.below(40));
-    parts.push_back({from_bytes, to_bytes, read, from_stride, to_stride});
-    scales.push_back(0.01f * static_cast<float>(1 + dice.below(500)));
+    const std::size_t bytes = lengths.next();
+    const std::size_t from_stride = aligned(bytes + dice.below(40));
+    const std::size_t to_stride = aligned(bytes + dice.below(40));
+    parts.push_back({from_bytes, to_bytes, bytes, from_stride, to_stride});
     // Nothing behind the last byte of the last block: a kernel that goes on is found.
-    from_bytes += (from_blocks.size() - 1) * from_stride + (left > 1 ? from_stride : read);
-    to_bytes += (to_blocks.size() - 1) * to_stride + (left > 1 ? to_stride : written);
+    from_bytes += (from_blocks.size() - 1) * from_stride + (left > 1 ? from_stride : bytes);
+    to_bytes += (to_blocks.size() - 1) * to_stride + (left > 1 ? to_stride : bytes);
   }
   const Buffer from(from_bytes, dice);
   const Buffer to(to_bytes, dice);
@@ -136,26 +119,12 @@ void make_job(KernelKind kind, Dice& dice) {
   put(reinterpret_cast<std::uintptr_t>(to.data()));
   put(to.content());
   Launches launches;
-  const auto run = [&](const auto& job, auto reference) {
-    static_cast<void>(launch_job(job, {}, note, &launches));
-    static_cast<void>(reference(job, nullptr, {}));
-  };
-  const KernelSet& references = reference_kernels();
-  switch (kind) {
-    case KernelKind::kCopy:
-      run(CopyJob{strips, pairs}, references.copy);
-      break;
-    case KernelKind::kPermute:
-      run(PermuteJob{strips, pairs, rows}, references.permute);
-      break;
-    case KernelKind::kToFp8:
-      run(Fp8Job{strips, pairs, dice.one_in(2) ? HalfType::kFloat16 : HalfType::kBfloat16, scales}, references.to_fp8);
-      break;
-  }
+  const CopyJob job{strips, pairs};
+  static_cast<void>(launch_job(job, {}, note, &launches));
+  static_cast<void>(reference_kernels().copy(job, nullptr, {}));
   put(to.content());
   put(launches.count);
   for (std::size_t i = 0; i < launches.count; ++i) {
-    put(launches.kinds[i]);
     put(launches.widths[i]);
     put(&launches.headers[i], sizeof(TableHeader));
     put(launches.data[i]);
@@ -169,6 +138,6 @@ int main(int count, char** arguments) {
   if (count != 3) return 2;
   kvpool::testing::Dice dice(std::strtoull(arguments[1], nullptr, 0));
   const auto jobs = std::strtoull(arguments[2], nullptr, 0);
-  for (std::uint64_t i = 0; i < jobs; ++i) kvpool::cuda::make_job(static_cast<kvpool::cuda::KernelKind>(i % 3), dice);
+  for (std::uint64_t i = 0; i < jobs; ++i) kvpool::cuda::make_job(dice);
   return std::fflush(stdout) == 0 ? 0 : 1;
 }

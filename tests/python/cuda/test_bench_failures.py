@@ -25,7 +25,7 @@ if part == "device":
     tell("gather", 16384, 95.0)
 elif part == "layouts":
     tell("discrete to aggregated", 16384, 96.0)
-    print("cudaErrorIllegalAddress: fp8", file=sys.stderr)
+    print("cudaErrorIllegalAddress: copy kernel", file=sys.stderr)
     sys.exit(1)
 elif part == "bus":
     tell("both ways", 65536, 97.0)
@@ -117,7 +117,7 @@ def test_a_part_of_the_program_that_fails_or_hangs_costs_no_figure_of_the_others
     assert values["launch, 1 strips"] == 3.0
     assert values["swap through a pool, both ways, 64 KiB"] == 90.0
     errors = {row["what"]: row["error"] for row in report["rows"] if row["error"]}
-    assert "ended with 1: cudaErrorIllegalAddress: fp8" in errors["layouts: what this program has not measured"]
+    assert "ended with 1: cudaErrorIllegalAddress: copy kernel" in errors["layouts: what this program has not measured"]
     assert "was not over" in errors["bus: what this program has not measured"]
     assert errors["swap through a pool, 16 KiB"] == "ValueError: no such luck"
     assert all(row["value"] is None and row["met"] is None for row in report["rows"] if row["error"])
