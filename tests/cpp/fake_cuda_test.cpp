@@ -18,6 +18,7 @@
 #include "kvpool/cuda/stream.h"
 #include "kvpool/cuda/wait_word.h"
 #include "kvpool/net/reactor.h"
+#include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA
 
@@ -62,8 +63,9 @@ class Held {
 
 // What the process dies of when it does that, in a child.
 template <typename Body>
-int death_of(const Body& body) {
+int death_of(const FakeCuda& cuda, const Body& body) {
   return test::run_in_child([&] {
+    cuda.go_on_after_fork();
     const rlimit none{0, 0};
     setrlimit(RLIMIT_CORE, &none);
     close(STDERR_FILENO);
@@ -83,13 +85,13 @@ TEST_CASE("a stream or an event that was never made, or has gone, ends the proce
   REQUIRE(driver.event_create(&event, 2) == 0);
   REQUIRE(driver.event_destroy(event) == 0);
   for (const CuStream stream : {gone, reinterpret_cast<CuStream>(std::uintptr_t{4711})}) {
-    CHECK(death_of([&] { driver.stream_synchronize(stream); }) == -SIGABRT);
-    CHECK(death_of([&] { driver.stream_destroy(stream); }) == -SIGABRT);
-    CHECK(death_of([&] { check_stream_of(*gpu.context, stream, "a test"); }) == -SIGABRT);
+    CHECK(death_of(cuda, [&] { driver.stream_synchronize(stream); }) == -SIGABRT);
+    CHECK(death_of(cuda, [&] { driver.stream_destroy(stream); }) == -SIGABRT);
+    CHECK(death_of(cuda, [&] { check_stream_of(*gpu.context, stream, "a test"); }) == -SIGABRT);
   }
-  CHECK(death_of([&] { driver.event_query(event); }) == -SIGABRT);
-  CHECK(death_of([&] { driver.event_record(event, nullptr); }) == -SIGABRT);
-  CHECK(death_of([&] { driver.stream_wait_event(nullptr, event, 0); }) == -SIGABRT);
+  CHECK(death_of(cuda, [&] { driver.event_query(event); }) == -SIGABRT);
+  CHECK(death_of(cuda, [&] { driver.event_record(event, nullptr); }) == -SIGABRT);
+  CHECK(death_of(cuda, [&] { driver.stream_wait_event(nullptr, event, 0); }) == -SIGABRT);
   // No handle is given twice, so that a late use of one is always found.
   const CuStream next = gpu.stream(1);
   CHECK(next != gone);
@@ -236,8 +238,15 @@ TEST_CASE("attributes are those that the driver has, of GPUs that there are") {
   int value = -1;
   CHECK(gpu.driver().device_get_attribute(&value, kCuDeviceL2Bytes, 0) == 0);
   CHECK(value == 4096 * 1024);
+  CHECK(death_of(cuda, [&] { gpu.driver().device_get_attribute(&value, 147, 0); }) == -SIGABRT);
   for (const int unknown : {0, 148, 9999}) CHECK(gpu.driver().device_get_attribute(&value, unknown, 0) == 1);
-  CHECK(gpu.driver().device_get_attribute(&value, kCuDeviceL2Bytes, 4) == 101);
+  CuContext context = nullptr;
+  for (const int none : {-1, 4, 99}) {
+    CHECK(gpu.driver().device_get_attribute(&value, kCuDeviceL2Bytes, none) == 101);
+    CHECK(gpu.driver().primary_ctx_retain(&context, none) == 101);
+    CHECK(gpu.driver().primary_ctx_release(none) == 101);
+    CHECK(gpu.driver().device_can_access_peer(&value, 0, none) == 101);
+  }
   CHECK(gpu.context->attribute(9999, "a test") == 0);
 }
 
@@ -267,23 +276,69 @@ TEST_CASE("host memory is registered once, where it is mapped, and a copy does n
   driver.stream_destroy(stream);
 }
 
-TEST_CASE("a forked child makes default streams anew: the threads of its parent's are not there") {
+TEST_CASE("a child that is forked after cuInit has no driver, and one that stands for a new process has all of it") {
   if (!test::kChildMayStartThreads) return;
   const FakeCuda cuda;
-  {
-    const Gpu gpu;
-    REQUIRE(gpu.driver().stream_synchronize(nullptr) == 0);  // so that there is a default stream with a thread
-  }
-  const int status = test::run_in_child([] {
+  const Gpu gpu;
+  REQUIRE(gpu.driver().stream_synchronize(nullptr) == 0);  // so that there is a default stream with a thread
+  const CuStream stream = gpu.stream(1);
+  const int forked = test::run_in_child([&] {
+    const CudaDriver& driver = gpu.driver();
+    int number = 0;
+    if (driver.init(0) != 3 || driver.device_get_count(&number) != 3 || driver.ctx_get_device(&number) != 3) return 1;
+    if (driver.stream_synchronize(stream) != 3 || driver.stream_synchronize(nullptr) != 3) return 2;
+    return code_of([] { CudaContext::retain(0, "a test"); }) == ErrorCode::kFork ? 0 : 3;
+  });
+  CHECK(forked == 0);
+  const int started = test::run_in_child([] {
     alarm(20);
     const FakeCuda own;
+    if (own.left() != "contexts=1" && own.left() != "") return 1;  // of its parent
     const Gpu gpu;
     const CuPointer memory = gpu.plain(64);
     std::byte content{7};
-    if (gpu.driver().memcpy_async(memory, reinterpret_cast<CuPointer>(&content), 1, nullptr) != 0) return 1;
-    return gpu.driver().stream_synchronize(nullptr) == 0 ? 0 : 2;
+    if (gpu.driver().memcpy_async(memory, reinterpret_cast<CuPointer>(&content), 1, nullptr) != 0) return 2;
+    return gpu.driver().stream_synchronize(nullptr) == 0 ? 0 : 3;
   });
-  CHECK(status == 0);
+  CHECK(started == 0);
+  CHECK(gpu.driver().stream_destroy(stream) == 0);
+}
+
+TEST_CASE("each thread has a per-thread default stream to itself") {
+  const FakeCuda cuda;
+  const Gpu gpu;
+  const CudaDriver& driver = gpu.driver();
+  const auto per_thread = reinterpret_cast<CuStream>(std::uintptr_t{2});
+  Held held(cuda, per_thread);
+  std::thread other([&] {
+    const CurrentContext current(*gpu.context, "a test");
+    CHECK(driver.stream_synchronize(per_thread) == 0);  // though the other thread's stands
+  });
+  other.join();
+  CuEvent event = nullptr;
+  REQUIRE(driver.event_create(&event, 2) == 0);
+  REQUIRE(driver.event_record(event, per_thread) == 0);
+  CHECK(driver.event_query(event) == kCudaNotReady);
+  held.open();
+  CHECK(driver.stream_synchronize(per_thread) == 0);
+  CHECK(driver.event_destroy(event) == 0);
+}
+
+TEST_CASE("a host function of a stream may call nothing of the driver") {
+  const FakeCuda cuda;
+  const Gpu gpu;
+  static const CudaDriver* driver = nullptr;
+  driver = &gpu.driver();
+  std::atomic<int> answered{-1};
+  const auto call = [](void* result) {
+    CuEvent event = nullptr;
+    *static_cast<std::atomic<int>*>(result) = driver->event_create(&event, 2);
+  };
+  const CuStream stream = gpu.stream(1);
+  REQUIRE(cuda.find<int(CuStream, void (*)(void*), void*)>("cuLaunchHostFunc")(stream, call, &answered) == 0);
+  CHECK(driver->stream_synchronize(stream) == 0);
+  CHECK(answered == 800);
+  CHECK(driver->stream_destroy(stream) == 0);
 }
 
 TEST_CASE("what an event was recorded for is what is waited for, whatever becomes of the event") {

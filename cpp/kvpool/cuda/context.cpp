@@ -8,6 +8,9 @@
 namespace kvpool {
 namespace {
 
+// What cuInit says in a process that was forked from one that had called it.
+constexpr CuResult kNotInitialized = 3;
+
 // The driver, ready to be asked.
 const CudaDriver& started_driver(const char* what) {
   const CudaDriver* driver = nullptr;
@@ -16,7 +19,15 @@ const CudaDriver& started_driver(const char* what) {
   } catch (const Error& error) {
     throw Error(error.code(), std::string(what) + ": " + error.what());
   }
-  driver->require(driver->init(0), "cuInit", what);
+  const CuResult started = driver->init(0);
+  if (started == kNotInitialized) {
+    throw Error(ErrorCode::kFork,
+                std::string(what) +
+                    ": CUDA works in no process that was forked after its parent had used CUDA; start the "
+                    "process anew instead (multiprocessing: the start method \"spawn\")",
+                {{"driver_code", started}});
+  }
+  driver->require(started, "cuInit", what);
   return *driver;
 }
 

@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <set>
 #include <utility>
@@ -46,6 +47,31 @@ bool breaks_capture(const std::string& call) {
 // Those of cuda.h of CUDA 13.0.
 bool is_known_attribute(int attribute) { return attribute >= 1 && attribute <= 147; }
 
+// What a GPU of the fake has. An attribute that nobody has asked for yet has no value here, for a wrong one would teach
+// kvpool something that no GPU says.
+int value_of_attribute(int attribute) {
+  const auto& settings = state().settings;
+  switch (attribute) {
+    case 20:  // COMPUTE_MODE
+      return settings.at("compute_mode");
+    case 38:  // L2_CACHE_SIZE
+      return settings.at("l2_kib") * 1024;
+    case 91:  // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+    case 98:  // CAN_FLUSH_REMOTE_WRITES
+      return 1;
+    case 102:  // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    case 103:  // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+    case 110:  // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+      return settings.at("virtual_memory");
+    default:
+      std::fprintf(stderr, "fake CUDA driver: what is attribute %d of a GPU? Say so in value_of_attribute\n",
+                   attribute);
+      std::abort();
+  }
+}
+
+bool is_device(int device) { return device >= 0 && device < state().settings.at("devices"); }
+
 // Streams that were destroyed may have work left, which must not end in another test's world.
 void wait_for_destroyed(std::unique_lock<std::mutex>& lock) {
   State& s = state();
@@ -65,6 +91,8 @@ Context* context_from(void* handle) {
 
 }  // namespace
 
+thread_local bool in_host_function = false;
+
 State::State() : settings(default_settings()) {
   for (int i = 0; i < kDevicesMax; ++i) contexts[i].device = i;
   // Addresses that nobody can follow. Nothing is ever given twice: what is freed stays without memory.
@@ -77,12 +105,14 @@ State::State() : settings(default_settings()) {
 State& state() {
   static State* the_state = [] {
     // The lock is held while the process is copied: otherwise a stream's thread may hold it, and the child has no such
-    // thread. Nor has it one for any other stream: default streams are made anew there.
+    // thread. Nor has it one for any stream: default streams are made anew by a child that may use the driver.
     pthread_atfork([] { state().mutex.lock(); }, [] { state().mutex.unlock(); },
                    [] {
-                     for (Context& context : state().contexts) context.defaults.clear();
-                     state().working.clear();
-                     state().mutex.unlock();
+                     State& s = state();
+                     for (Context& context : s.contexts) context.defaults.clear();
+                     s.working.clear();
+                     s.forked = s.forked || s.initialized;
+                     s.mutex.unlock();
                    });
     return new State;
   }();
@@ -93,7 +123,8 @@ int enter(const std::string& call, const std::string& argument) {
   State& s = state();
   if (s.calls.size() < kCallsTextMax) s.calls += (s.calls.empty() ? "" : " ") + call + "(" + argument + ")";
   ++s.counts[call];
-  if (!s.initialized) return kNotInitialized;
+  if (!s.initialized || s.forked) return kNotInitialized;
+  if (in_host_function) return kNotPermitted;
   if (s.fail_in > 0 && --s.fail_in == 0) {
     s.failed = true;
     return s.fail_code;
@@ -135,6 +166,12 @@ extern "C" {
 void fake_cuda_reset() {
   State& s = state();
   std::unique_lock lock(s.mutex);
+  if (s.forked) {
+    s.forked = false;
+    s.initialized = false;
+    s.streams.clear();
+    current_stack.clear();
+  }
   wait_for_destroyed(lock);
   s.calls.clear();
   s.counts.clear();
@@ -154,6 +191,11 @@ void fake_cuda_reset() {
     context.retained = 0;
     context.peers.clear();
   }
+}
+
+void fake_cuda_go_on_after_fork() {
+  const std::lock_guard lock(state().mutex);
+  state().forked = false;
 }
 
 void fake_cuda_fail(const char* call, int code) {
@@ -225,6 +267,13 @@ std::size_t fake_cuda_count(const char* name) {
   return found == s.counts.end() ? 0 : found->second;
 }
 
+void* fake_cuda_host_of(int device, unsigned long long address, std::size_t bytes) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const auto physical = physical_at(address);
+  return physical == nullptr || physical->device != device ? nullptr : host_address(address, bytes, device);
+}
+
 void* fake_cuda_host(unsigned long long address, std::size_t bytes) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
@@ -233,7 +282,7 @@ void* fake_cuda_host(unsigned long long address, std::size_t bytes) {
 
 int cuInit(unsigned flags) {
   const std::lock_guard lock(state().mutex);
-  state().initialized = true;
+  state().initialized = true;  // so a child that is forked may no longer
   return enter("cuInit", std::to_string(flags));
 }
 
@@ -254,39 +303,27 @@ int cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   const int code = enter("cuDeviceGet", std::to_string(ordinal));
   if (code != kSuccess) return code;
-  return ordinal >= 0 && ordinal < state().settings.at("devices") ? kSuccess : kInvalidDevice;
+  return is_device(ordinal) ? kSuccess : kInvalidDevice;
 }
 
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   const std::lock_guard lock(state().mutex);
   const int code = enter("cuDeviceGetAttribute", std::to_string(attribute));
   if (code != kSuccess) return code;
-  const auto& settings = state().settings;
   if (!is_known_attribute(attribute)) return kInvalidValue;
-  if (device < 0 || device >= settings.at("devices")) return kInvalidDevice;
-  switch (attribute) {
-    case 20:  // COMPUTE_MODE
-      *value = settings.at("compute_mode");
-      break;
-    case 38:  // L2_CACHE_SIZE
-      *value = settings.at("l2_kib") * 1024;
-      break;
-    case 102:  // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-    case 103:  // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-    case 110:  // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-      *value = settings.at("virtual_memory");
-      break;
-    default:
-      *value = 1;
-  }
+  if (!is_device(device)) return kInvalidDevice;
+  *value = value_of_attribute(attribute);
   return kSuccess;
 }
 
 // Devices 0 and 1 reach each other, and so do 2 and 3.
 int cuDeviceCanAccessPeer(int* can, int device, int peer) {
   const std::lock_guard lock(state().mutex);
+  const int code = enter("cuDeviceCanAccessPeer", std::to_string(device) + "," + std::to_string(peer));
+  if (code != kSuccess) return code;
+  if (!is_device(device) || !is_device(peer)) return kInvalidDevice;
   *can = device / 2 == peer / 2 && device != peer ? 1 : 0;
-  return enter("cuDeviceCanAccessPeer", std::to_string(device) + "," + std::to_string(peer));
+  return kSuccess;
 }
 
 // Lets the current context reach the plain memory of that one.
@@ -306,6 +343,7 @@ int cuDevicePrimaryCtxRetain(void** context, int device) {
   const std::lock_guard lock(state().mutex);
   const int code = enter("cuDevicePrimaryCtxRetain", std::to_string(device));
   if (code != kSuccess) return code;
+  if (!is_device(device)) return kInvalidDevice;
   Context& retained = state().contexts[device];
   ++retained.retained;
   *context = &retained;
@@ -316,6 +354,7 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
   const std::lock_guard lock(state().mutex);
   const int code = enter("cuDevicePrimaryCtxRelease", std::to_string(device));
   if (code != kSuccess) return code;
+  if (!is_device(device)) return kInvalidDevice;
   Context& released = state().contexts[device];
   if (released.retained == 0) return kInvalidContext;
   if (--released.retained == 0) released.peers.clear();
@@ -324,6 +363,7 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
 
 int cuCtxGetDevice(int* device) {
   const std::lock_guard lock(state().mutex);
+  if (!state().initialized || state().forked) return kNotInitialized;
   const Context* context = current_context();
   if (context == nullptr) return kInvalidContext;
   *device = context->device;
@@ -360,6 +400,9 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 
 int cuGetErrorName(int result, const char** name) {
   switch (result) {
+    case kNotInitialized:
+      *name = "CUDA_ERROR_NOT_INITIALIZED";
+      return kSuccess;
     case kInvalidValue:
       *name = "CUDA_ERROR_INVALID_VALUE";
       return kSuccess;

@@ -18,7 +18,12 @@
 //   - What takes memory away waits for all work of the GPU, and so does the loading of a module (the fake NCCL's first
 //     communicator on a GPU). "waits behind words" counts how often a stream waited for a word then.
 //   - Plain memory (cuMemAlloc) is reached by its own GPU, and by others after cuCtxEnablePeerAccess.
-//   - Attributes of devices are those of cuda.h; other numbers are CUDA_ERROR_INVALID_VALUE.
+//   - Attributes of devices are those of cuda.h; other numbers are CUDA_ERROR_INVALID_VALUE. One that has no value in
+//   the
+//     fake ends the process.
+//   - Each thread has a per-thread default stream (2) to itself.
+//   - A host function of a stream that calls the driver is answered CUDA_ERROR_NOT_PERMITTED.
+//   - A child that is forked after cuInit has no driver: CUDA_ERROR_NOT_INITIALIZED, from cuInit too.
 //   - Host memory is registered once, and only where it is mapped.
 //
 // Kernels run in the streams, too, where FAKE_CUDA_KERNELS names a library of them: launch.cpp and ../host_kernels.
@@ -28,7 +33,12 @@
 
 namespace kvpool::fake_cuda {
 
-using ResetFunction = void();                           // fake_cuda_reset: forgets what is set below, and the calls
+// fake_cuda_reset: forgets what is set below, and the calls. A forked child that calls it stands for a process that was
+// started by itself.
+using ResetFunction = void();
+// fake_cuda_go_on_after_fork: this forked child has what its parent had, but for the work of streams: for tests of what
+// ends a process.
+using GoOnFunction = void();
 using FailFunction = void(const char* call, int code);  // fake_cuda_fail: from now on this call returns the code
 using FailNthFunction = void(int n, int code);          // fake_cuda_fail_nth: of the calls from now on, the n-th does
 using FailedFunction = bool();                          // fake_cuda_failed: whether it was reached
@@ -47,6 +57,8 @@ using MakeGreenFunction = void(void* stream);
 using LoadModuleFunction = void(int device);
 // fake_cuda_host: where the CPU finds the bytes of device memory; other addresses as they are. Null: not mapped.
 using HostFunction = void*(unsigned long long address, std::size_t bytes);
+// fake_cuda_host_of: the same of memory that this GPU has itself; null for any other.
+using HostOfFunction = void*(int device, unsigned long long address, std::size_t bytes);
 
 // What fake_cuda_set sets:
 //   "devices"         how many there are                                    4

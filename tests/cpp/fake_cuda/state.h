@@ -83,7 +83,7 @@ struct Context {
   int device = 0;
   int retained = 0;
   int lost = 0;                     // what everything answers
-  std::map<int, Stream*> defaults;  // by handle: 1 (and 0, which is the same), and 2
+  std::map<int, Stream*> defaults;  // 1: the legacy one (handles 0 and 1); above: of each thread that named 2
   std::set<int> peers;              // whose plain memory it reaches (cuCtxEnablePeerAccess)
 };
 
@@ -180,9 +180,13 @@ struct State {
   std::condition_variable_any stopped;  // one of those is no more
   std::multiset<int> held;              // devices of streams that are to wait for a word, each so often
   bool initialized = false;             // cuInit was called
+  bool forked = false;                  // after that, in the parent: nothing works here
 };
 
 State& state();  // never destroyed
+
+// Host functions of streams call nothing of the driver.
+extern thread_local bool in_host_function;
 
 // What a call begins with: counts it, and returns the code that it is to fail with. REQUIRES: the lock.
 int enter(const std::string& call, const std::string& argument);

@@ -1,4 +1,5 @@
 // The fake driver's streams: each is a thread, and every piece of its work waits a little before it begins.
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -11,6 +12,13 @@ namespace kvpool::fake_cuda {
 namespace {
 
 constexpr unsigned kNonBlocking = 1;
+
+// From 2 on.
+int number_of_thread() {
+  static std::atomic<int> last{1};
+  thread_local const int number = ++last;
+  return number;
+}
 
 void nap(std::minstd_rand& dice) {
   int delay_us = 0;
@@ -67,8 +75,8 @@ Stream* stream_of(const char* call, void* handle, Context* context) {
   }
   const bool one_queue = s.settings.at("one_queue") != 0;
   if (number > 2 && !one_queue) return found->second;
-  // 0 and 1 are the same stream.
-  Stream*& stream = context->defaults[number == 2 && !one_queue ? 2 : 1];
+  // 0 and 1 are the same stream, and 2 is another one in each thread.
+  Stream*& stream = context->defaults[number == 2 && !one_queue ? number_of_thread() : 1];
   if (stream == nullptr) stream = new Stream(context, true);
   return stream;
 }
@@ -334,7 +342,11 @@ int cuLaunchHostFunc(void* handle, void (*function)(void*), void* argument) {
   int code = 0;
   Stream* stream = enter_stream("cuLaunchHostFunc", "", handle, code);
   if (stream == nullptr) return code;
-  stream->add([function, argument] { function(argument); });
+  stream->add([function, argument] {
+    in_host_function = true;
+    function(argument);
+    in_host_function = false;
+  });
   return kSuccess;
 }
 

@@ -36,6 +36,7 @@ enum Result : int {
 
 struct Comm {
   int rank = 0;
+  int device = 0;
   int fd = -1;  // of init, then of one stream's work at a time
   std::atomic<bool> aborted{false};
   std::atomic<int> state{kInProgress};
@@ -248,14 +249,15 @@ void pass(const Message& message) {
 }
 
 int launch(const std::vector<Op>& ops) {
-  using Host = void*(unsigned long long address, std::size_t bytes);
+  using Host = void*(int device, unsigned long long address, std::size_t bytes);
   using Launch = int(void* stream, void (*function)(void*), void* argument);
-  auto* const host = of_driver<Host>("fake_cuda_host");
+  auto* const host = of_driver<Host>("fake_cuda_host_of");
   auto* const launch_host = of_driver<Launch>("cuLaunchHostFunc");
   for (const Op& op : ops) {
     const auto comm = comm_of(op.comm);
-    auto* at = static_cast<std::byte*>(host(op.address, op.bytes));
-    if (comm == nullptr || comm->state != kSuccess || at == nullptr || op.bytes == 0) return kInvalidArgument;
+    if (comm == nullptr || comm->state != kSuccess || op.bytes == 0) return kInvalidArgument;
+    auto* at = static_cast<std::byte*>(host(comm->device, op.address, op.bytes));
+    if (at == nullptr) return kInvalidArgument;
     auto message = std::make_unique<Message>(Message{comm, op.sends, at, op.bytes});
     comm->polls = setting("polls");
     const auto call = [](void* argument) { pass(*std::unique_ptr<Message>(static_cast<Message*>(argument))); };
@@ -323,6 +325,7 @@ int ncclCommInitRankConfig(void** handle, int ranks, UniqueId id, int rank, Conf
   const std::string name(id.bytes, strnlen(id.bytes, sizeof(id.bytes)));
   auto comm = std::make_shared<Comm>();
   comm->rank = rank;
+  comm->device = device;
   const std::lock_guard lock(state().mutex);
   int listener = -1;
   if (rank == 0) {
