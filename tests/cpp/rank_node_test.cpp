@@ -1,29 +1,67 @@
-// A rank of a logical instance beside its scheduler, in one process: what it keeps of its GPU.
+// A rank of a logical instance beside its scheduler, in one process: what it keeps of its GPU, and what a scheduler
+// that cannot be made keeps of its pool.
 #include "kvpool/ranks/rank_node.h"
 
 #include <doctest/doctest.h>
 
+#include <cstdint>
+#include <exception>
 #include <memory>
 #include <utility>
 
 #include "device_kit.h"
+#include "failing_alloc.h"
 #include "joined_service.h"
 #include "pool_fixture.h"
-
-#ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
 
-TEST_CASE("a rank that is closed keeps nothing of its GPU, though somebody holds on to it") {
-  const FakeCuda cuda;
-  PoolOptions sharded = small_options(8, 8);
-  sharded.sharding = Sharding({1, 1, 4, DType::kFloat32, kPage}, {});
-  PeerNode scheduler(std::make_shared<Pool>(sharded), make_ranks);
+PoolOptions sharded_options() {
+  PoolOptions options = small_options(8, 8);
+  options.sharding = Sharding({1, 1, 4, DType::kFloat32, kPage}, {});
+  return options;
+}
+
+ServiceOptions named_scheduler() {
   ServiceOptions service;
   service.name = "scheduler";
   service.secret = "s3cret";
-  Service& started = scheduler.start_service(service);
+  return service;
+}
+
+TEST_CASE("a scheduler that finds no memory for its service leaves nothing of it with the pool") {
+  int threw = 0;
+  bool more = true;
+  for (std::uint64_t n = 1; more; ++n) {
+    const auto pool = std::make_shared<Pool>(sharded_options());
+    insert(pool, prompt(1, 1), alloc(*pool, 1, Medium::kHbm));
+    PeerNode node(pool, make_ranks);
+    const ServiceOptions service = named_scheduler();
+    bool made = false;
+    {
+      const FailNthAllocation failure(n);
+      try {
+        node.start_service(service);
+        made = true;
+      } catch (const std::exception&) {  // std::bad_alloc, or an error that says so
+      }
+      more = failure.failed_one();
+    }
+    if (made) continue;
+    ++threw;
+    CHECK(pool->swap_out(1).size() == 1);  // and asks no ranks, of which none has joined
+  }
+  CHECK(threw > 0);
+}
+
+#ifdef KVPOOL_FAKE_CUDA
+
+TEST_CASE("a rank that is closed keeps nothing of its GPU, though somebody holds on to it") {
+  const FakeCuda cuda;
+  const PoolOptions sharded = sharded_options();
+  PeerNode scheduler(std::make_shared<Pool>(sharded), make_ranks);
+  Service& started = scheduler.start_service(named_scheduler());
   RankOptions options;
   options.service.name = "rank";
   options.service.secret = "s3cret";
@@ -47,7 +85,7 @@ TEST_CASE("a rank that is closed keeps nothing of its GPU, though somebody holds
   CHECK(rank->lost()->code() == ErrorCode::kClosed);
 }
 
+#endif  // KVPOOL_FAKE_CUDA
+
 }  // namespace
 }  // namespace kvpool::testing
-
-#endif  // KVPOOL_FAKE_CUDA

@@ -185,6 +185,8 @@ class JoinedRanks final : public InstanceRanks {
         hub_(*host.pool.sharding(), blocks_of(host.pool), host.on_rank_lost) {
     pool_.set_mover(&hub_);
   }
+  // A service whose making fails is not closed.
+  ~JoinedRanks() override { pool_.set_mover(nullptr); }
 
   void introduce(PeerMetadata& metadata) const override { hub_.introduce(metadata); }
   void check_complete() const override { hub_.check_complete(); }
