@@ -309,7 +309,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "cluster",
         "two members of a cluster have one id: each is given the other's blocks (6)",
         _python(
-            "cluster/local_ids.py",
+            "cluster/local/ids.py",
             "if any(number == instance and name != self._name",
             "if any(number != instance and name == self._name",
         ),
