@@ -32,16 +32,16 @@ TEST_CASE("a connection: on TCP frames have a MAC unless both sides declare the 
         CHECK(metadata.has(TagKind::kMac, server.keys().receive));
         CHECK(((metadata.header.flags & kChecksumFlag) != 0) == client_trusts);
         server.send(FrameKind::kMetadata, write_metadata_body(metadata_of("by hand")));
-        server.send(FrameKind::kLend, some_bytes(9), agreed);
+        server.send(FrameKind::kCall, some_bytes(9), agreed);
         RawFrame sent = server.receive();
-        while (!sent.kind_is(FrameKind::kLend)) sent = server.receive();
+        while (!sent.kind_is(FrameKind::kCall)) sent = server.receive();
         CHECK(sent.has(agreed, server.keys().receive));
         CHECK(sent.has(TagKind::kChecksum, {}) == both);
       });
       Member client("client", with(client_trusts));
       const auto link = client.endpoint->connect(server.address(), in_seconds(60));
       CHECK(link->drive(in_seconds(60), [&] { return client.handlers[0]->message_count() == 1; }));
-      link->send(message_of(FrameKind::kLend, 1, some_bytes(50)));
+      link->send(message_of(FrameKind::kCall, 1, some_bytes(50)));
       by_hand.join();
     }
   }

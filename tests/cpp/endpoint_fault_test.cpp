@@ -183,7 +183,7 @@ TEST_CASE("an endpoint: closing it ends what is under way, and leaves links alon
   CHECK(error_of([&] { server.endpoint->listen(fresh_name("unix:@")); })->code() == ErrorCode::kClosed);
   Member late("late");
   CHECK(error_of([&] { late.endpoint->connect(at, in_seconds(5)); })->code() == ErrorCode::kPeerLost);
-  link->send(message_of(FrameKind::kLend, 1));
+  link->send(message_of(FrameKind::kCall, 1));
   CHECK(soon([&] { return server.handlers[0]->message_count() == 1; }));
 }
 

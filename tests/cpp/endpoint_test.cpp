@@ -31,9 +31,9 @@ TEST_CASE("an endpoint: two peers meet, over every kind of address, and talk") {
     CHECK(client.peers[0].name == "server");
     CHECK(client.initiated[0]);
     CHECK(link == client.links[0]);
-    link->send(message_of(FrameKind::kLend, 5, some_bytes(100)));
+    link->send(message_of(FrameKind::kCall, 5, some_bytes(100)));
     REQUIRE(soon([&] { return server.handlers[0]->message_count() == 1; }));
-    server.links[0]->send(message_of(FrameKind::kLent, 5, some_bytes(200)));
+    server.links[0]->send(message_of(FrameKind::kAnswer, 5, some_bytes(200)));
     CHECK(link->drive(in_seconds(10), [&] { return client.handlers[0]->message_count() == 1; }));
   }
 }
@@ -286,7 +286,7 @@ TEST_CASE("an endpoint: what the pool sends while it admits a peer comes after t
   for (int round = 0; round < 20; ++round) {
     Member server("server");
     server.on_admit = [&](Link& link) {
-      for (std::uint64_t i = 0; i < 5; ++i) link.send(message_of(FrameKind::kLend, i));
+      for (std::uint64_t i = 0; i < 5; ++i) link.send(message_of(FrameKind::kCall, i));
     };
     Member client("client");
     client.on_admit = server.on_admit;
@@ -301,7 +301,7 @@ TEST_CASE("an endpoint: over a Unix socket to another user frames have a MAC, an
   const int file = memfd_create("kvpool-test", MFD_CLOEXEC);
   Member server("server");
   server.descriptors = {file};
-  server.on_admit = [](Link& link) { link.send(message_of(FrameKind::kLend, 1, some_bytes(1000))); };
+  server.on_admit = [](Link& link) { link.send(message_of(FrameKind::kCall, 1, some_bytes(1000))); };
   const std::string at = server.endpoint->listen(fresh_name("unix:@"));
   const int status = test::run_in_child([&] {
     if (setresuid(65534, 65534, 65534) != 0) return test::kChildSkipped;

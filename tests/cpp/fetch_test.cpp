@@ -21,7 +21,7 @@ TEST_CASE("a fetch tells how long it took, and no phases that only the owner kno
   const auto fetch = kit.session->fetch(fetch_for(kit, 2), /*frees_on_failure=*/false);
   CHECK(fetch->bytes_total() == kit.bytes_of(2));
   kit.host.now += 5 * kMs;
-  kit.say(FrameKind::kDone, kit.link->take().id, write_addresses({}));
+  kit.reply_next(kFetchVerb);
   CHECK(fetch->stats().write_us == doctest::Approx(5000));
   CHECK(fetch->stats().total_us == doctest::Approx(5000));
   CHECK(fetch->stats().calls == 0);
@@ -30,8 +30,8 @@ TEST_CASE("a fetch tells how long it took, and no phases that only the owner kno
 TEST_CASE("a peer may read what it has borrowed, and not what another one has") {
   SessionKit kit;
   const auto ask = [&](std::uint64_t id, const Addresses& from) {
-    kit.say(FrameKind::kFetch, id | kFetchBit,
-            write_body(FetchBody{Priority::kPrefill, 1000, from, SessionKit::peer_addresses(from.size())}));
+    kit.ask(kFetchVerb, id | kFetchBit,
+            write_body(FetchBody{Priority::kPrefill, from, SessionKit::peer_addresses(from.size())}));
   };
   ask(1, kit.lend(2, 1));
   CHECK(kit.host.writes.size() == 1);
@@ -47,12 +47,12 @@ TEST_CASE("the destinations of a fetch are the caller's again only when the owne
   const std::uint64_t id = kit.link->take().id;
   CHECK(kit.count(BlockState::kReserved) == 2);
   SUBCASE("done") {
-    kit.say(FrameKind::kDone, id, write_addresses({}));
+    kit.reply(kFetchVerb, id);
     CHECK_NOTHROW(fetch->rethrow_if_failed());
     CHECK(kit.count(BlockState::kActive) == 2);
   }
   SUBCASE("refused") {
-    kit.say(FrameKind::kRefused, id, write_error(Error(ErrorCode::kStaleAddress, "freed")));
+    kit.refuse(kFetchVerb, id, Error(ErrorCode::kStaleAddress, "freed"));
     CHECK(failure(*fetch) == ErrorCode::kStaleAddress);
     CHECK(kit.count(BlockState::kActive) == 2);
   }
@@ -61,7 +61,7 @@ TEST_CASE("the destinations of a fetch are the caller's again only when the owne
     CHECK(fetch->cancel());  // as before: it is being cancelled
     CHECK(kit.link->take().kind == FrameKind::kCancel);
     CHECK_FALSE(fetch->done());
-    kit.say(FrameKind::kRefused, id, write_error(Error(ErrorCode::kCancelled, "stopped")));
+    kit.refuse(kFetchVerb, id, Error(ErrorCode::kCancelled, "stopped"));
     CHECK(failure(*fetch) == ErrorCode::kCancelled);
     CHECK(kit.count(BlockState::kActive) == 2);
   }
@@ -71,10 +71,10 @@ TEST_CASE("the destinations of a fetch are the caller's again only when the owne
     CHECK(kit.link->take().kind == FrameKind::kCancel);
     CHECK(kit.count(BlockState::kQuarantined) == 2);
     // The peer cancels a fetch of its own, which has the same number.
-    kit.say(FrameKind::kCancel, id);
-    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.cancel(kFetchVerb, id);
+    CHECK(kit.link->sent.empty());
     CHECK(kit.count(BlockState::kQuarantined) == 2);
-    kit.say(FrameKind::kRefused, id, write_error(Error(ErrorCode::kCancelled, "stopped")));
+    kit.refuse(kFetchVerb, id, Error(ErrorCode::kCancelled, "stopped"));
     CHECK(kit.count(BlockState::kFree) == 16);
   }
   SUBCASE("lost") {
@@ -99,18 +99,18 @@ TEST_CASE("what this process itself may still be placing is not the caller's bef
 TEST_CASE("a fetch that a peer asks for is pushed, or refused, and what is read is held") {
   SessionKit kit;
   const Addresses from = alloc(*kit.pool, 2);
-  FetchBody body{Priority::kPrefill, 100, from, SessionKit::peer_addresses(2)};
+  FetchBody body{Priority::kPrefill, from, SessionKit::peer_addresses(2)};
   const std::uint64_t id = kFetchBit | 3;
   SUBCASE("done") {
-    kit.say(FrameKind::kFetch, id, write_body(body));
+    kit.ask(kFetchVerb, id, write_body(body), 100);
     kit.pool->free(from.data(), from.size());
     CHECK(kit.count(BlockState::kFree) == 14);
     kit.host.end_write();
-    CHECK(kit.answer().kind == FrameKind::kDone);
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
   }
   SUBCASE("cancelled") {
-    kit.say(FrameKind::kFetch, id, write_body(body));
-    kit.say(FrameKind::kCancel, id);
+    kit.ask(kFetchVerb, id, write_body(body), 100);
+    kit.cancel(kFetchVerb, id);
     CHECK(kit.link->sent.empty());  // it writes still
     CHECK(kit.host.writes.at(0).request.cancelled->load());
     const Error stopped(ErrorCode::kCancelled, "stopped");
@@ -119,7 +119,7 @@ TEST_CASE("a fetch that a peer asks for is pushed, or refused, and what is read 
     kit.pool->free(from.data(), from.size());
   }
   SUBCASE("with a GPU that is lost meanwhile") {  // whoever asked does not hear that nothing is written
-    kit.say(FrameKind::kFetch, id, write_body(body));
+    kit.ask(kFetchVerb, id, write_body(body), 100);
     const Error lost(ErrorCode::kDeviceLost, "gone");
     kit.host.end_write(&lost);
     CHECK(kit.link->closed);
@@ -128,39 +128,39 @@ TEST_CASE("a fetch that a peer asks for is pushed, or refused, and what is read 
   }
   SUBCASE("stale") {
     kit.pool->free(from.data(), from.size());
-    kit.say(FrameKind::kFetch, id, write_body(body));
+    kit.ask(kFetchVerb, id, write_body(body), 100);
     CHECK(kit.refusal() == ErrorCode::kStaleAddress);
   }
   SUBCASE("into what the peer has not") {
     body.to[1] = make_address(kPeerInstance, Medium::kHbm, 1, kPeerBlocks);
-    kit.say(FrameKind::kFetch, id, write_body(body));
+    kit.ask(kFetchVerb, id, write_body(body), 100);
     CHECK(kit.refusal() == ErrorCode::kProtocol);
     kit.pool->free(from.data(), from.size());
   }
   SUBCASE("by a number that is no fetch's") {
-    kit.say(FrameKind::kFetch, 3, write_body(body));
+    kit.ask(kFetchVerb, 3, write_body(body), 100);
     CHECK(kit.refusal() == ErrorCode::kProtocol);
     kit.pool->free(from.data(), from.size());
   }
   SUBCASE("too many at once") {
     kit.host.limits_of.transfers_max = 1;
-    kit.say(FrameKind::kFetch, id, write_body(body));
-    kit.say(FrameKind::kFetch, id + 1, write_body(body));
+    kit.ask(kFetchVerb, id, write_body(body), 100);
+    kit.ask(kFetchVerb, id + 1, write_body(body), 100);
     CHECK(kit.refusal() == ErrorCode::kBusy);
     kit.host.end_write();
     kit.pool->free(from.data(), from.size());
   }
   SUBCASE("too long a list of what waits") {
     kit.host.limits_of.request_bytes_max = 2 * 2 * sizeof(Address);
-    kit.say(FrameKind::kFetch, id, write_body(body));
+    kit.ask(kFetchVerb, id, write_body(body), 100);
     CHECK(kit.host.writes.front().peer == kPeerEpoch);
-    kit.say(FrameKind::kFetch, id + 1, write_body(body));
+    kit.ask(kFetchVerb, id + 1, write_body(body), 100);
     CHECK(kit.refusal() == ErrorCode::kBusy);
     kit.host.end_write();
-    CHECK(kit.answer().kind == FrameKind::kDone);
-    kit.say(FrameKind::kFetch, id + 1, write_body(body));
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
+    kit.ask(kFetchVerb, id + 1, write_body(body), 100);
     kit.host.end_write();
-    CHECK(kit.answer().kind == FrameKind::kDone);
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
     kit.pool->free(from.data(), from.size());
   }
   CHECK(kit.count(BlockState::kFree) == 16);
@@ -187,8 +187,8 @@ TEST_CASE("memory that runs out while a peer is served with a fetch ends in an a
     SessionKit kit;
     kit.link->sent.reserve(8);
     const Addresses from = alloc(*kit.pool, 2);
-    const FetchBody body{Priority::kPrefill, 100, from, SessionKit::peer_addresses(2)};
-    Message message{FrameKind::kFetch, 0, kFetchBit | 3, write_body(body)};
+    const FetchBody body{Priority::kPrefill, from, SessionKit::peer_addresses(2)};
+    Message message{FrameKind::kCall, kFetchVerb.number, kFetchBit | 3, write_body(body), 100};
     fail([&] {
       try {
         kit.session->on_message(std::move(message));

@@ -87,7 +87,7 @@ std::vector<Sent> random_conversation(Dice& dice) {
                       some_bytes(std::max<std::size_t>(1, random_size(dice, 2'000'000)), i + 7),
                       dice.one_in(5) ? PayloadEnd::kGivenUp : PayloadEnd::kWhole});
     } else {
-      sent.push_back({dice.one_in(2) ? FrameKind::kLend : FrameKind::kDone,
+      sent.push_back({dice.one_in(2) ? FrameKind::kCall : FrameKind::kAnswer,
                       dice.any(),
                       some_bytes(random_size(dice, 300'000), i),
                       {}});
@@ -227,9 +227,9 @@ TEST_CASE("frames: a bit that flips anywhere is found, every time") {
     Sink sink(dice);
     FrameReader reader(mine.get(), tag_of(wire), keys_of(true).receive, false, sink);
     const std::vector<Sent> sent = {
-        {FrameKind::kLend, dice.any(), some_bytes(dice.below(60), 1), {}},
+        {FrameKind::kCall, dice.any(), some_bytes(dice.below(60), 1), {}},
         {FrameKind::kData, dice.any(), some_bytes(dice.below(60), 2), some_bytes(1 + dice.below(200), 3)},
-        {FrameKind::kDone, dice.any(), some_bytes(dice.below(60), 4), {}}};
+        {FrameKind::kAnswer, dice.any(), some_bytes(dice.below(60), 4), {}}};
     Bytes bytes = bytes_of(sent, wire);
     const std::size_t at = dice.below(bytes.size());
     bytes[at] ^= static_cast<std::byte>(1U << dice.below(8));
@@ -312,8 +312,9 @@ TEST_CASE("frames: garbage ends the stream with a protocol error, or waits for m
         header.kind = static_cast<std::uint8_t>(dice.one_in(4) ? dice.any() : 16 + dice.below(7));
         header.sequence = dice.one_in(20) ? dice.any() : sequence;
         header.body_bytes = dice.one_in(6) ? static_cast<std::uint32_t>(dice.any()) : dice.below(300);
-        header.payload_bytes = dice.one_in(3) ? dice.any() >> dice.below(64) : 0;
-        header.zero = dice.one_in(20) ? 1 : 0;
+        header.payload_bytes = dice.one_in(3) ? static_cast<std::uint32_t>(dice.any()) >> dice.below(32) : 0;
+        header.verb = dice.one_in(3) ? static_cast<std::uint16_t>(dice.below(9)) : 0;
+        header.lifetime_ms = dice.one_in(3) ? static_cast<std::uint32_t>(dice.any()) : 0;
         const auto* raw = reinterpret_cast<const std::byte*>(&header);
         bytes.insert(bytes.end(), raw, raw + sizeof(header));
         const Bytes noise = some_bytes(dice.below(2000), static_cast<unsigned>(sequence));

@@ -33,14 +33,14 @@ struct Lender : Member {
   void meet(Node& node, std::function<void(Link&, const Message&)> on_return) {
     const auto link = endpoint->connect(node.service.listen(unix_address()), in_seconds(60));
     handlers[0]->answer = [this, to = link.get(), on_return = std::move(on_return)](const Message& message) {
-      if (message.kind == FrameKind::kLend) {
+      if (message.verb == kLendVerb.number) {
         Addresses lent;
         for (std::uint32_t i = 0; i < read_lend(message.body).blocks; ++i) {
           lent.push_back(make_address(id.value(), Medium::kHbm, 1, next_block++));
         }
-        to->send(message_of(FrameKind::kLent, message.id, write_addresses(lent)));
+        to->send(message_of(FrameKind::kAnswer, message.id, write_addresses(lent), message.verb));
       }
-      if (message.kind == FrameKind::kReturn) on_return(*to, message);
+      if (message.verb == kReturnVerb.number) on_return(*to, message);
     };
     REQUIRE(soon([&] { return node.service.peers().size() == 1; }));
   }
@@ -122,7 +122,7 @@ TEST_CASE("a peer that is lost, or refuses, keeps neither the others' blocks nor
     b.meet(a, [is_lost](Link& link, const Message& message) {
       const Error why(is_lost ? ErrorCode::kPeerLost : ErrorCode::kBusy, "not now");
       if (is_lost) return link.close(why);
-      link.send(message_of(FrameKind::kRefused, message.id, write_error(why)));
+      link.send(message_of(FrameKind::kRefused, message.id, write_error(why), message.verb));
     });
     a.service.connect(c.service.listen(unix_address()), in_seconds(60));
     const Addresses own = alloc(*a.pool, 1);
@@ -148,7 +148,7 @@ TEST_CASE("more lent blocks than one message takes are given back in several, an
   std::vector<std::size_t> returned;  // by whoever reads b's link; looked at when all is answered
   b.meet(a, [&](Link& link, const Message& message) {
     returned.push_back(read_addresses(message.body).size());
-    link.send(message_of(FrameKind::kDone, message.id, write_addresses({})));
+    link.send(message_of(FrameKind::kAnswer, message.id, {}, message.verb));
   });
   Addresses lent = a.service.alloc("b", kAddressesMax, Medium::kHbm, true, in_seconds(60));
   const Addresses more = a.service.alloc("b", 2, Medium::kHbm, true, in_seconds(60));

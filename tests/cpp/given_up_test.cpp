@@ -117,7 +117,7 @@ Heard frame_cut_at(std::size_t cut, Wire wire, Fate fate, std::size_t payload_by
     pieces.assign(4, iovec{nullptr, SIZE_MAX});
     pull(cursor, stream, SIZE_MAX);
   }
-  cursor.begin(header_of(FrameKind::kDone, 2, 0), some_bytes(9));
+  cursor.begin(header_of(FrameKind::kAnswer, 2, 0), some_bytes(9));
   pull(cursor, stream, SIZE_MAX);
   Heard heard;
   read_all(stream, wire, heard);
@@ -185,7 +185,7 @@ TEST_CASE("a link: data that was begun and is not wanted any more costs its send
       pair.right.handler->place = [&](std::uint64_t token, std::uint64_t bytes) {
         return Placement{{{sink.data(), bytes}}, token};
       };
-      pair.left.link->send(message_of(FrameKind::kLend, 1));  // the peer reads nothing from now on
+      pair.left.link->send(message_of(FrameKind::kCall, 1));  // the peer reads nothing from now on
       std::atomic<bool> cancelled{false};
       std::thread canceller;
       if (cancel) {
@@ -209,7 +209,7 @@ TEST_CASE("a link: data that was begun and is not wanted any more costs its send
         const iovec its{const_cast<std::byte*>(next.data()), next.size()};
         CHECK_NOTHROW(pair.left.link->send_data(2, {}, {&its, 1}, in_seconds(60), nullptr));
       });
-      pair.left.link->send(message_of(FrameKind::kDone, 3));
+      pair.left.link->send(message_of(FrameKind::kAnswer, 3));
       read_on = true;
       other.join();
       CHECK(soon([&] { return pair.right.handler->placed_count() == 2 && pair.right.handler->message_count() == 2; }));

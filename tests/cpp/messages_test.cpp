@@ -48,10 +48,9 @@ TEST_CASE("messages come out as they went in, and of no other length") {
   CHECK(done.tokens == complete.tokens);
   check_length(write_body(complete), read_complete);
 
-  const FetchBody fetch{Priority::kBackground, 12, {1, 2, 3}, {4, 5, 6}};
+  const FetchBody fetch{Priority::kBackground, {1, 2, 3}, {4, 5, 6}};
   const FetchBody asked = read_fetch(write_body(fetch));
   CHECK(asked.priority == Priority::kBackground);
-  CHECK(asked.lifetime_ms == 12);
   CHECK(asked.from == fetch.from);
   CHECK(asked.to == fetch.to);
   check_length(write_body(fetch), read_fetch);
@@ -86,10 +85,10 @@ TEST_CASE("numbers that mean nothing are refused") {
   lend[5] = std::byte{2};
   CHECK_THROWS_AS(read_lend(lend), Error);
   CHECK_THROWS_AS(read_lend(write_body(LendBody{kAddressesMax + 1, Medium::kHbm, true})), Error);
-  Bytes fetch = write_body(FetchBody{Priority::kDecode, 0, {1}, {2}});
+  Bytes fetch = write_body(FetchBody{Priority::kDecode, {1}, {2}});
   fetch[0] = std::byte{3};
   CHECK_THROWS_AS(read_fetch(fetch), Error);
-  CHECK_THROWS_AS(read_fetch(write_body(FetchBody{Priority::kDecode, 0, {1}, {}})), Error);
+  CHECK_THROWS_AS(read_fetch(write_body(FetchBody{Priority::kDecode, {1}, {}})), Error);
 }
 
 TEST_CASE("an error keeps its code, its text and the fields that the reader knows") {

@@ -31,17 +31,17 @@ TEST_CASE("a transfer reserves, writes, completes and is done when the receiver 
   const Addresses from = request.from;
   const auto transfer = kit.session->transfer(std::move(request));
   const Message ask = kit.link->take();
-  CHECK(ask.kind == FrameKind::kReserve);
+  CHECK(ask.verb == kReserveVerb.number);
   CHECK(kit.host.tick_at == kit.host.now + 100 * kMs);
-  kit.say(FrameKind::kReserved, ask.id, reserved(SessionKit::peer_addresses(2)));
+  kit.reply(kReserveVerb, ask.id, reserved(SessionKit::peer_addresses(2)));
   REQUIRE(kit.host.writes.size() == 1);
   CHECK(kit.link->sent.empty());
   kit.host.end_write();
   const Message complete = kit.link->take();
-  CHECK(complete.kind == FrameKind::kComplete);
+  CHECK(complete.verb == kCompleteVerb.number);
   CHECK(read_complete(complete.body).bytes == kit.bytes_of(2));
   CHECK_FALSE(transfer->done());
-  kit.say(FrameKind::kDone, ask.id, write_addresses({}));
+  kit.reply(kCompleteVerb, ask.id, write_addresses({}));
   CHECK(transfer->done());
   CHECK_NOTHROW(transfer->rethrow_if_failed());
   CHECK(transfer->addresses() == SessionKit::peer_addresses(2));
@@ -52,16 +52,18 @@ TEST_CASE("what a peer answers wrongly is noticed") {
   SessionKit kit;
   const auto transfer = kit.session->transfer(request_for(kit, 2));
   const std::uint64_t id = kit.link->take().id;
-  const auto say = [&](FrameKind kind, Bytes body) { return code_of([&] { kit.say(kind, id, std::move(body)); }); };
-  CHECK(say(FrameKind::kReserved, reserved(SessionKit::peer_addresses(1))) == ErrorCode::kProtocol);
-  CHECK(say(FrameKind::kReserved, reserved(SessionKit::peer_addresses(3))) == ErrorCode::kProtocol);
-  CHECK(say(FrameKind::kReserved, reserved(SessionKit::peer_addresses(1), 1)) == ErrorCode::kProtocol);
-  CHECK(say(FrameKind::kReserved, reserved(SessionKit::peer_addresses(2, kPeerBlocks - 1))) == ErrorCode::kProtocol);
-  CHECK(say(FrameKind::kReserved, reserved({1, 2})) == ErrorCode::kProtocol);
-  CHECK(say(FrameKind::kDone, write_addresses({})) == ErrorCode::kProtocol);
-  CHECK(say(FrameKind::kLent, write_addresses({})) == ErrorCode::kProtocol);
-  CHECK(say(FrameKind::kData, {}) == ErrorCode::kProtocol);
-  CHECK_NOTHROW(kit.say(FrameKind::kDone, id + 99, write_addresses({})));  // nobody asked: nobody hears
+  const auto say = [&](const Verb& verb, Bytes body) { return code_of([&] { kit.reply(verb, id, std::move(body)); }); };
+  CHECK(say(kReserveVerb, reserved(SessionKit::peer_addresses(1))) == ErrorCode::kProtocol);
+  CHECK(say(kReserveVerb, reserved(SessionKit::peer_addresses(3))) == ErrorCode::kProtocol);
+  CHECK(say(kReserveVerb, reserved(SessionKit::peer_addresses(1), 1)) == ErrorCode::kProtocol);
+  CHECK(say(kReserveVerb, reserved(SessionKit::peer_addresses(2, kPeerBlocks - 1))) == ErrorCode::kProtocol);
+  CHECK(say(kReserveVerb, reserved({1, 2})) == ErrorCode::kProtocol);
+  CHECK(say(kReserveVerb, Bytes(kReserveVerb.answer_bytes_max + 1)) == ErrorCode::kProtocol);
+  CHECK(say(kCompleteVerb, write_addresses({})) == ErrorCode::kProtocol);
+  CHECK(say(kLendVerb, write_addresses({})) == ErrorCode::kProtocol);
+  CHECK(say(Verb{99, "nothing", 0, 0}, {}) == ErrorCode::kProtocol);
+  CHECK(code_of([&] { kit.say(FrameKind::kData, id); }) == ErrorCode::kProtocol);
+  CHECK_NOTHROW(kit.reply(kCompleteVerb, id + 99, write_addresses({})));  // nobody asked: nobody hears
   CHECK_FALSE(transfer->done());
 }
 
@@ -71,21 +73,21 @@ TEST_CASE("a refusal at each phase ends the transfer, and the sources are free")
   const Addresses from = request.from;
   const auto transfer = kit.session->transfer(std::move(request));
   const std::uint64_t id = kit.link->take().id;
-  const Bytes busy = write_error(Error(ErrorCode::kBusy, "later", {{"retry_after_us", 5}}));
-  SUBCASE("for blocks") { kit.say(FrameKind::kRefused, id, busy); }
+  const Error busy(ErrorCode::kBusy, "later", {{"retry_after_us", 5}});
+  SUBCASE("for blocks") { kit.refuse(kReserveVerb, id, busy); }
   SUBCASE("while it writes") {
-    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
-    kit.say(FrameKind::kRefused, id, busy);
+    kit.reply(kReserveVerb, id, reserved(SessionKit::peer_addresses(2)));
+    kit.refuse(kReserveVerb, id, busy);
     CHECK_FALSE(transfer->done());  // O2
     CHECK(kit.host.writes.at(0).request.cancelled->load());
     const Error stopped(ErrorCode::kCancelled, "stopped");
     kit.host.end_write(&stopped);
-    CHECK(kit.link->take().kind == FrameKind::kCancel);
+    CHECK(kit.link->take().verb == kAbandonVerb.number);
   }
   SUBCASE("of its completion") {
-    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    kit.reply(kReserveVerb, id, reserved(SessionKit::peer_addresses(2)));
     kit.host.end_write();
-    kit.say(FrameKind::kRefused, id, busy);
+    kit.refuse(kCompleteVerb, id, busy);
   }
   CHECK(failure(*transfer) == ErrorCode::kBusy);
   CHECK(is_unread(kit, from));
@@ -101,11 +103,11 @@ TEST_CASE("the deadline ends a transfer in each phase; only a write under way is
   const auto late = [&] { kit.session->tick(kit.host.now += 101 * kMs); };
   SUBCASE("reserving") { late(); }
   SUBCASE("streaming") {
-    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    kit.reply(kReserveVerb, id, reserved(SessionKit::peer_addresses(2)));
     late();
   }
   SUBCASE("writing") {
-    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    kit.reply(kReserveVerb, id, reserved(SessionKit::peer_addresses(2)));
     transfer->send_layer(0);
     late();
     CHECK_FALSE(transfer->done());
@@ -116,23 +118,23 @@ TEST_CASE("the deadline ends a transfer in each phase; only a write under way is
     CHECK(kit.count(BlockState::kFree) == 16);
   }
   SUBCASE("completing") {
-    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    kit.reply(kReserveVerb, id, reserved(SessionKit::peer_addresses(2)));
     transfer->send_layer(0);
     kit.host.end_write();
     transfer->finish();
-    CHECK(kit.link->take().kind == FrameKind::kComplete);
+    CHECK(kit.link->take().verb == kCompleteVerb.number);
     late();
   }
   SUBCASE("cancelling") {
     CHECK(transfer->cancel());
-    CHECK(kit.link->take().kind == FrameKind::kCancel);
+    CHECK(kit.link->take().verb == kAbandonVerb.number);
     CHECK_FALSE(transfer->done());
     late();
     CHECK(failure(*transfer) == ErrorCode::kCancelled);
     return;
   }
   CHECK(failure(*transfer) == ErrorCode::kDeadline);
-  CHECK(kit.link->take().kind == FrameKind::kCancel);
+  CHECK(kit.link->take().verb == kAbandonVerb.number);
 }
 
 TEST_CASE("a cancelled transfer is done when both sides know") {
@@ -143,19 +145,19 @@ TEST_CASE("a cancelled transfer is done when both sides know") {
   const std::uint64_t id = kit.link->take().id;
   SUBCASE("before it has blocks") { CHECK(transfer->cancel()); }
   SUBCASE("while it writes") {
-    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    kit.reply(kReserveVerb, id, reserved(SessionKit::peer_addresses(2)));
     CHECK(transfer->cancel());
     CHECK(kit.link->sent.empty());
     const Error stopped(ErrorCode::kCancelled, "stopped");
     kit.host.end_write(&stopped);
   }
-  CHECK(kit.link->take().kind == FrameKind::kCancel);
+  CHECK(kit.link->take().verb == kAbandonVerb.number);
   CHECK_FALSE(transfer->done());
   CHECK(is_unread(kit, from));  // though the peer may take long to answer
   CHECK(transfer->cancel());    // it is being cancelled
   CHECK(kit.link->sent.empty());
-  kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));  // had been said before
-  kit.say(FrameKind::kDone, id, write_addresses({}));
+  kit.reply(kReserveVerb, id, reserved(SessionKit::peer_addresses(2)));  // had been said before
+  kit.reply(kAbandonVerb, id);
   CHECK(failure(*transfer) == ErrorCode::kCancelled);
   CHECK_FALSE(transfer->cancel());
 }
@@ -164,13 +166,13 @@ TEST_CASE("a transfer is not cancelled when it ends in another way, and says so"
   SessionKit kit;
   const auto transfer = kit.session->transfer(request_for(kit, 1));
   const std::uint64_t id = kit.link->take().id;
-  kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(1)));
+  kit.reply(kReserveVerb, id, reserved(SessionKit::peer_addresses(1)));
   SUBCASE("the receiver was told that all is written") {
     kit.host.end_write();
-    CHECK(kit.link->take().kind == FrameKind::kComplete);
+    CHECK(kit.link->take().verb == kCompleteVerb.number);
     CHECK_FALSE(transfer->cancel());
     CHECK(kit.link->sent.empty());
-    kit.say(FrameKind::kDone, id, write_addresses({}));
+    kit.reply(kCompleteVerb, id, write_addresses({}));
     CHECK_NOTHROW(transfer->rethrow_if_failed());
   }
   SUBCASE("it has failed in its write") {
@@ -214,9 +216,9 @@ TEST_CASE("a cancellation that cannot be sent ends the link, so that the receive
 TEST_CASE("a lost link ends everything, and is drained when the last write has ended") {
   SessionKit kit;
   const auto one = kit.session->transfer(request_for(kit, 1));
-  kit.say(FrameKind::kReserved, kit.link->take().id, reserved(SessionKit::peer_addresses(1)));
+  kit.reply_next(kReserveVerb, reserved(SessionKit::peer_addresses(1)));
   const auto other = kit.session->transfer(request_for(kit, 1));
-  kit.say(FrameKind::kReserved, kit.link->take().id, reserved(SessionKit::peer_addresses(1, 1)));
+  kit.reply_next(kReserveVerb, reserved(SessionKit::peer_addresses(1, 1)));
   const auto waiting = kit.session->transfer(request_for(kit, 1));
   kit.session->on_closed(Error(ErrorCode::kPeerLost, "gone"));
   kit.link->closed = true;
@@ -241,7 +243,7 @@ TEST_CASE("a write whose GPU or peer is lost ends the link, and the peer does no
       TransferRequest request = request_for(kit, 1);
       const Addresses from = request.from;
       const auto transfer = kit.session->transfer(std::move(request));
-      kit.say(FrameKind::kReserved, kit.link->take().id, reserved(SessionKit::peer_addresses(1)));
+      kit.reply_next(kReserveVerb, reserved(SessionKit::peer_addresses(1)));
       if (cancelled) CHECK(transfer->cancel());
       const Error lost(code, "gone");
       kit.host.end_write(&lost);
@@ -261,7 +263,7 @@ TEST_CASE("a GPU that is lost in a write while the two part: the peer does not h
     CAPTURE(static_cast<int>(code));
     SessionKit kit;
     const auto transfer = kit.session->transfer(request_for(kit, 1));
-    kit.say(FrameKind::kReserved, kit.link->take().id, reserved(SessionKit::peer_addresses(1)));
+    kit.reply_next(kReserveVerb, reserved(SessionKit::peer_addresses(1)));
     kit.session->stop_writing(Error(ErrorCode::kPeerLost, "closed here"));
     const Error lost(code, "gone");  // a route that was closed for it says that its peer is lost, and has ended
     kit.host.end_write(&lost);
@@ -274,7 +276,7 @@ TEST_CASE("a GPU that is lost in a write while the two part: the peer does not h
 TEST_CASE("a handle keeps neither the link nor the routes of a peer that is lost") {
   SessionKit kit;
   const auto writing = kit.session->transfer(request_for(kit, 2));
-  kit.say(FrameKind::kReserved, kit.link->take().id, reserved(SessionKit::peer_addresses(2)));
+  kit.reply_next(kReserveVerb, reserved(SessionKit::peer_addresses(2)));
   const auto waiting = kit.session->transfer(request_for(kit, 2));
   FetchRequest question;
   question.peer = "peer";
@@ -306,7 +308,7 @@ TEST_CASE("a handle keeps neither the link nor the routes of a peer that is lost
 TEST_CASE("a handle that has ended keeps no route") {
   SessionKit kit;
   const auto transfer = kit.session->transfer(request_for(kit, 2));
-  kit.say(FrameKind::kRefused, kit.link->take().id, write_error(Error(ErrorCode::kBusy, "later")));
+  kit.refuse(kReserveVerb, kit.take(kReserveVerb).id, Error(ErrorCode::kBusy, "later"));
   CHECK(failure(*transfer) == ErrorCode::kBusy);
   CHECK(kit.route.use_count() == 2);  // the test's and the session's
 }
@@ -318,7 +320,7 @@ TEST_CASE("the total is known from the start, and what the receiver has is no pa
   request.tokens = prompt(1, 3);
   const auto transfer = kit.session->transfer(std::move(request));
   CHECK(transfer->bytes_total() == kit.bytes_of(3));
-  kit.say(FrameKind::kReserved, kit.link->take().id, reserved(SessionKit::peer_addresses(1), 2));
+  kit.reply_next(kReserveVerb, reserved(SessionKit::peer_addresses(1), 2));
   CHECK(transfer->bytes_total() == kit.bytes_of(1));
 }
 
@@ -328,9 +330,9 @@ TEST_CASE("a layer of a stream that has failed is refused with the reason") {
   request.streamed = true;
   const auto transfer = kit.session->transfer(std::move(request));
   const std::uint64_t id = kit.link->take().id;
-  SUBCASE("ended") { kit.say(FrameKind::kRefused, id, write_error(Error(ErrorCode::kBusy, "later"))); }
+  SUBCASE("ended") { kit.refuse(kReserveVerb, id, Error(ErrorCode::kBusy, "later")); }
   SUBCASE("about to end") {
-    kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(2)));
+    kit.reply(kReserveVerb, id, reserved(SessionKit::peer_addresses(2)));
     transfer->send_layer(0);
     REQUIRE(kit.host.writes.size() == 1);
     kit.session->stop_writing(Error(ErrorCode::kBusy, "later"));
@@ -351,9 +353,9 @@ TEST_CASE("steps that are written at once are a loop, however many there are") {
   const std::uint64_t id = kit.link->take().id;
   for (std::uint32_t layer = 0; streamed && layer < kLayers; ++layer) transfer->send_layer(layer);
   if (streamed) transfer->finish();
-  kit.say(FrameKind::kReserved, id, reserved(SessionKit::peer_addresses(1)));
-  CHECK(kit.link->take().kind == FrameKind::kComplete);
-  kit.say(FrameKind::kDone, id, write_addresses({}));
+  kit.reply(kReserveVerb, id, reserved(SessionKit::peer_addresses(1)));
+  CHECK(kit.link->take().verb == kCompleteVerb.number);
+  kit.reply(kCompleteVerb, id, write_addresses({}));
   CHECK(transfer->done());
   CHECK(transfer->stats().calls == kLayers);
   CHECK(kit.host.stack_high - kit.host.stack_low < kStackBytes);
@@ -398,9 +400,14 @@ TEST_CASE("who waits for a peer may give up, and what comes too late goes back")
   CHECK(code_of([&] { kit.session->borrow(2, Medium::kHbm, true, waiting); }) == ErrorCode::kCancelled);
   CHECK(asked == 3);
   kit.link->meanwhile = nullptr;
-  const Message ask = kit.link->take();
-  kit.say(FrameKind::kLent, ask.id, write_addresses(SessionKit::peer_addresses(2)));
-  CHECK(kit.link->take().kind == FrameKind::kReturn);
+  REQUIRE(kit.link->sent.size() == 2);
+  const Message ask = kit.link->sent[0];
+  CHECK(kit.link->sent[1].kind == FrameKind::kCancel);
+  CHECK(kit.link->sent[1].verb == kLendVerb.number);
+  CHECK(kit.link->sent[1].id == ask.id);
+  kit.link->sent.clear();
+  kit.reply(kLendVerb, ask.id, write_addresses(SessionKit::peer_addresses(2)));
+  CHECK(kit.link->take().verb == kReturnVerb.number);
 }
 
 TEST_CASE("requests to one peer are limited") {
@@ -437,7 +444,7 @@ TEST_CASE("named destinations are written by one transfer at a time, and not giv
   kit.host.end_write();
   CHECK(transfer->done());
   CHECK(kit.link->sent.empty());  // nobody needed to be told
-  kit.link->meanwhile = [&](std::int64_t) { kit.say(FrameKind::kDone, kit.link->take().id, write_addresses({})); };
+  kit.link->meanwhile = [&](std::int64_t) { kit.reply_next(kReturnVerb); };
   kit.session->give_back(borrowed, kit.host.now + kMs);
   CHECK(kit.session->borrowed_blocks() == 0);
 }
@@ -454,7 +461,7 @@ TEST_CASE("whose the destinations are after a late insertion is known when the r
   const std::uint64_t id = kit.link->take().id;
   kit.session->tick(kit.host.now += 101 * kMs);
   CHECK(failure(*transfer) == ErrorCode::kDeadline);
-  CHECK(kit.link->take().kind == FrameKind::kCancel);
+  CHECK(kit.link->take().verb == kAbandonVerb.number);
   const auto write_again = [&] {
     TransferRequest again = request_for(kit, 1);
     again.to = borrowed;
@@ -462,15 +469,15 @@ TEST_CASE("whose the destinations are after a late insertion is known when the r
     return kit.session->transfer(std::move(again));
   };
   CHECK(code_of([&] { write_again(); }) == ErrorCode::kState);
-  kit.say(FrameKind::kDone, id, write_addresses({}));  // of the cancellation: says nothing
+  kit.reply(kAbandonVerb, id);  // says nothing
   CHECK(code_of([&] { write_again(); }) == ErrorCode::kState);
   SUBCASE("inserted") {
-    kit.say(FrameKind::kDone, id, write_addresses(borrowed));
+    kit.reply(kCompleteVerb, id, write_addresses(borrowed));
     CHECK(code_of([&] { write_again(); }) == ErrorCode::kNotOwner);
     CHECK(kit.session->borrowed_blocks() == 0);
   }
   SUBCASE("refused") {
-    kit.say(FrameKind::kRefused, id, write_error(Error(ErrorCode::kBusy, "behind")));
+    kit.refuse(kCompleteVerb, id, Error(ErrorCode::kBusy, "behind"));
     CHECK(write_again() != nullptr);
   }
 }
@@ -519,11 +526,11 @@ TEST_CASE("nothing overtakes on its way to lent blocks what a transfer that was 
   kit.session->start(kit.link, {kit.route});
   const auto behind = write();  // by the link: it comes behind
   kit.host.end_write();
-  kit.say(FrameKind::kDone, kit.link->take().id, write_addresses({}));
+  kit.reply_next(kCompleteVerb, write_addresses({}));
   CHECK_NOTHROW(behind->rethrow_if_failed());
   kit.session->start(kit.link, {past});
   CHECK(code_of([&] { write(); }) == ErrorCode::kBusy);
-  kit.say(FrameKind::kDone, id, write_addresses({}));
+  kit.reply(kAbandonVerb, id);
   CHECK_NOTHROW(write());
 }
 
@@ -531,10 +538,11 @@ TEST_CASE("a loan that comes too late goes back") {
   SessionKit kit;
   kit.link->meanwhile = [&](std::int64_t deadline_ns) { kit.host.now = deadline_ns; };
   CHECK(code_of([&] { kit.session->borrow(2, Medium::kHbm, true, kit.host.now + kMs); }) == ErrorCode::kDeadline);
-  const std::uint64_t id = kit.link->take().id;
-  kit.say(FrameKind::kLent, id, write_addresses(SessionKit::peer_addresses(2)));
+  const std::uint64_t id = kit.link->sent.at(0).id;
+  kit.link->sent.clear();  // the call, and that nobody waits for it any more
+  kit.reply(kLendVerb, id, write_addresses(SessionKit::peer_addresses(2)));
   const Message back = kit.link->take();
-  CHECK(back.kind == FrameKind::kReturn);
+  CHECK(back.verb == kReturnVerb.number);
   CHECK(read_addresses(back.body) == SessionKit::peer_addresses(2));
   CHECK(kit.session->borrowed_blocks() == 0);
 }
@@ -546,7 +554,7 @@ TEST_CASE("a return that could not be sent has changed nothing") {
   CHECK(code_of([&] { kit.session->give_back(borrowed, kit.host.now + kMs); }) == ErrorCode::kBusy);
   CHECK(kit.session->borrowed_blocks() == 2);
   kit.link->busy = false;
-  kit.link->meanwhile = [&](std::int64_t) { kit.say(FrameKind::kDone, kit.link->take().id, write_addresses({})); };
+  kit.link->meanwhile = [&](std::int64_t) { kit.reply_next(kReturnVerb); };
   kit.session->give_back(borrowed, kit.host.now + kMs);
   CHECK(kit.session->borrowed_blocks() == 0);
 }
@@ -557,10 +565,8 @@ TEST_CASE("a block that goes back may be lent again before the thread that gives
   const Addresses borrowed = kit.borrow(1);
   Addresses again;
   kit.link->at_once = [&] {
-    kit.say(FrameKind::kDone, kit.link->take().id, write_addresses({}));
-    kit.link->meanwhile = [&](std::int64_t) {
-      kit.say(FrameKind::kLent, kit.link->take().id, write_addresses(borrowed));
-    };
+    kit.reply_next(kReturnVerb);
+    kit.link->meanwhile = [&](std::int64_t) { kit.reply_next(kLendVerb, write_addresses(borrowed)); };
     again = kit.session->borrow(1, Medium::kHbm, true, kit.host.now + kMs);  // as another thread may
   };
   kit.session->give_back(borrowed, kit.host.now + kMs);
@@ -576,7 +582,7 @@ TEST_CASE("a peer that lends what it has not, or another number, is left") {
   SUBCASE("one too many") { lent.push_back(lent[0] + 1); }
   SUBCASE("a block that is not there") { lent[1] = make_address(kPeerInstance, Medium::kHbm, 1, kPeerBlocks); }
   SUBCASE("somebody else's") { lent[1] = make_address(kPeerInstance + 1, Medium::kHbm, 1, 1); }
-  kit.link->meanwhile = [&](std::int64_t) { kit.say(FrameKind::kLent, kit.link->take().id, write_addresses(lent)); };
+  kit.link->meanwhile = [&](std::int64_t) { kit.reply_next(kLendVerb, write_addresses(lent)); };
   CHECK(code_of([&] { kit.session->borrow(2, Medium::kHbm, true, kit.host.now + kMs); }) == ErrorCode::kProtocol);
   CHECK(kit.link->closed);
   CHECK(kit.session->borrowed_blocks() == 0);

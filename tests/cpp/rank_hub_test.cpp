@@ -65,7 +65,7 @@ struct Instance {
   static Message answer_to(std::uint64_t id, std::optional<ErrorCode> refusal) {
     Message message;
     message.id = id;
-    message.kind = refusal ? FrameKind::kRefused : FrameKind::kDone;
+    message.kind = refusal ? FrameKind::kRefused : FrameKind::kAnswer;
     if (refusal) message.body = write_error(Error(*refusal, "it cannot now", {{"retry_after_us", 5}}));
     return message;
   }

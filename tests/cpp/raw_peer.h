@@ -25,7 +25,7 @@ class FrameForge {
            PayloadEnd end = PayloadEnd::kWhole) {
     header.id = id;
     header.body_bytes = static_cast<std::uint32_t>(body.size());
-    header.payload_bytes = payload.size();
+    header.payload_bytes = static_cast<std::uint32_t>(payload.size());
     tag_.begin();
     const std::size_t begun = out_.size();
     add_header(kind);

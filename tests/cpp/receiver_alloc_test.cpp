@@ -12,7 +12,7 @@ constexpr std::uint64_t kId = 5;
 // After the failure the peer gives up, returns what it was lent, and goes: nothing is left.
 void leave(SessionKit& kit) {
   if (!kit.link->closed) {
-    kit.say(FrameKind::kCancel, kId);
+    kit.ask(kAbandonVerb, kId);
     kit.link->closed = true;
   }
   kit.host.run_works();
@@ -54,22 +54,23 @@ TEST_CASE("memory that runs out while a peer is served ends in an answer or the 
       body.insert = insert;
       if (insert) body.tokens = prompt(1, 2);
       CompleteBody completion = kit.completion(2);
-      Message message{FrameKind::kReserve, 0, kId, write_body(body)};
-      if (way == Way::kLend) message = {FrameKind::kLend, 0, kId, write_body(LendBody{2, Medium::kHbm, false})};
+      Message message{FrameKind::kCall, kReserveVerb.number, kId, write_body(body)};
+      if (way == Way::kLend)
+        message = {FrameKind::kCall, kLendVerb.number, kId, write_body(LendBody{2, Medium::kHbm, false})};
       if (way == Way::kReturn || way == Way::kNamedInsert) {
         completion.named = kit.lend(50, 2);
-        message = {FrameKind::kReturn, 0, kId, write_addresses(completion.named)};
+        message = {FrameKind::kCall, kReturnVerb.number, kId, write_addresses(completion.named)};
       }
       if (way == Way::kNamedInsert) {
         completion.insert = true;
         completion.tokens = prompt(1, 2);
-        message = {FrameKind::kComplete, 0, kId, write_body(completion)};
+        message = {FrameKind::kCall, kCompleteVerb.number, kId, write_body(completion)};
       }
       if (way == Way::kComplete || way == Way::kCompleteInsert || way == Way::kCompleteVerified) {
         const Addresses blocks = kit.reserve(kId, body);
         completion.has_checksum = way == Way::kCompleteVerified;
         completion.checksum = kit.peer_blocks.checksum(blocks);
-        message = {FrameKind::kComplete, 0, kId, write_body(completion)};
+        message = {FrameKind::kCall, kCompleteVerb.number, kId, write_body(completion)};
       }
       kit.link->sent.reserve(8);
       // A link takes what is thrown at it for the end.

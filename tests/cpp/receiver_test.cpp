@@ -19,14 +19,14 @@ TEST_CASE("a reservation that is completed becomes the application's, and is tol
   SessionKit kit;
   const Addresses blocks = kit.reserve(kId, SessionKit::reservation(3));
   CHECK(kit.count(BlockState::kReserved) == 3);
-  kit.say(FrameKind::kComplete, kId, write_body(kit.completion(3)));
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.ask(kCompleteVerb, kId, write_body(kit.completion(3)));
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
   const auto item = kit.received.pop(0);
   REQUIRE(item != nullptr);
   CHECK(item->addresses == blocks);
   CHECK(item->peer == "peer");
   CHECK(kit.count(BlockState::kActive) == 3);
-  kit.say(FrameKind::kComplete, kId, write_body(kit.completion(3)));
+  kit.ask(kCompleteVerb, kId, write_body(kit.completion(3)));
   CHECK(kit.refusal() == ErrorCode::kDeadline);
   CHECK(kit.received.pop(0) == nullptr);
   CHECK(kit.session->counts().promised == 0);
@@ -40,12 +40,12 @@ TEST_CASE("a reservation whose one-sided writer is late is quarantined until the
   CHECK(kit.session->tick(kit.host.now + 1001 * kMs) == INT64_MAX);
   CHECK(kit.count(BlockState::kQuarantined) == 2);
   SUBCASE("by completing") {
-    kit.say(FrameKind::kComplete, kId, write_body(kit.completion(2)));
+    kit.ask(kCompleteVerb, kId, write_body(kit.completion(2)));
     CHECK(kit.refusal() == ErrorCode::kDeadline);
   }
   SUBCASE("by giving up") {
-    kit.say(FrameKind::kCancel, kId);
-    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.ask(kAbandonVerb, kId);
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
   }
   SUBCASE("by exiting") { kit.session->on_writer_gone(); }
   CHECK(kit.count(BlockState::kFree) == 16);
@@ -70,7 +70,7 @@ TEST_CASE("a reservation that is placed by the receiver is free at its deadline"
     kit.session->on_placed(placement.token, true);
     CHECK(kit.count(BlockState::kFree) == 16);
   }
-  kit.say(FrameKind::kComplete, kId, write_body(kit.completion(2)));
+  kit.ask(kCompleteVerb, kId, write_body(kit.completion(2)));
   CHECK(kit.refusal() == ErrorCode::kDeadline);
 }
 
@@ -112,8 +112,8 @@ TEST_CASE("a reservation that lives on keeps none that is late from being free, 
     kit.session->tick(kit.host.now + 1001 * kMs);
     CHECK(kit.count(BlockState::kReserved) == 2);
     CHECK(kit.count(BlockState::kFree) == 14);
-    kit.say(FrameKind::kCancel, lives);
-    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.ask(kAbandonVerb, lives);
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
     CHECK(kit.count(BlockState::kFree) == 16);
   }
 }
@@ -147,11 +147,11 @@ TEST_CASE("nothing is completed before all of it was placed, intact, in the bloc
   SUBCASE("all of it") {
     CHECK(kit.place(kId, {blocks[0]}));
     CHECK(kit.place(kId, {blocks[1]}));
-    kit.say(FrameKind::kComplete, kId, write_body(completion));
-    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.ask(kCompleteVerb, kId, write_body(completion));
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
     return;
   }
-  kit.say(FrameKind::kComplete, kId, write_body(completion));
+  kit.ask(kCompleteVerb, kId, write_body(completion));
   CHECK(kit.refusal() == ErrorCode::kProtocol);
   CHECK(kit.received.pop(0) == nullptr);
   CHECK(kit.count(BlockState::kReserved) == 2);  // the other transfer's
@@ -188,11 +188,11 @@ TEST_CASE("nothing that was sent to lent blocks is completed before all of it wa
   }
   SUBCASE("what a transfer that was cancelled had placed, and half") {
     CHECK(kit.place(kId, {lent[0]}));
-    kit.say(FrameKind::kCancel, kId);
-    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.ask(kAbandonVerb, kId);
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
     CHECK(kit.place(kId, {lent[1]}));
   }
-  kit.say(FrameKind::kComplete, kId, write_body(completion));
+  kit.ask(kCompleteVerb, kId, write_body(completion));
   CHECK(kit.refusal() == ErrorCode::kProtocol);
   if (placement) kit.session->on_placed(placement->token, true);
   CHECK(kit.received.pop(0) == nullptr);
@@ -201,8 +201,8 @@ TEST_CASE("nothing that was sent to lent blocks is completed before all of it wa
   completion.bytes = kit.bytes_of(2);
   CHECK(kit.place(kId, {lent[0]}));
   CHECK(kit.place(kId, {lent[1]}));
-  kit.say(FrameKind::kComplete, kId, write_body(completion));
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.ask(kCompleteVerb, kId, write_body(completion));
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
   CHECK(kit.received.pop(0)->lent);
 }
 
@@ -211,10 +211,10 @@ TEST_CASE("what a peer has written by itself is not counted here, what was dropp
   const Addresses lent = kit.lend(50, 1);
   CompleteBody completion = kit.completion(1);
   completion.named = lent;
-  kit.say(FrameKind::kComplete, kId, write_body(completion));
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.ask(kCompleteVerb, kId, write_body(completion));
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
   CHECK_FALSE(kit.place(kId + 1, alloc(*kit.pool, 1)));
-  kit.say(FrameKind::kComplete, kId + 1, write_body(completion));
+  kit.ask(kCompleteVerb, kId + 1, write_body(completion));
   CHECK(kit.refusal() == ErrorCode::kProtocol);
 }
 
@@ -222,12 +222,12 @@ TEST_CASE("a number under which lent blocks are written is no reservation's") {
   SessionKit kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(50, 1);
   CHECK(kit.place(kId, lent));
-  kit.say(FrameKind::kReserve, kId, write_body(SessionKit::reservation(1)));
+  kit.ask(kReserveVerb, kId, write_body(SessionKit::reservation(1)));
   CHECK(kit.refusal() == ErrorCode::kProtocol);
-  kit.say(FrameKind::kCancel, kId);
-  CHECK(kit.answer().kind == FrameKind::kDone);
-  kit.say(FrameKind::kReserve, kId, write_body(SessionKit::reservation(1)));
-  CHECK(kit.answer().kind == FrameKind::kReserved);
+  kit.ask(kAbandonVerb, kId);
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
+  kit.ask(kReserveVerb, kId, write_body(SessionKit::reservation(1)));
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
 }
 
 TEST_CASE("a peer that begins transfers to lent blocks without end is left") {
@@ -239,8 +239,8 @@ TEST_CASE("a peer that begins transfers to lent blocks without end is left") {
   while (id < kId + 100'000 && !begin(id)) ++id;
   CHECK(begin(id) == ErrorCode::kProtocol);
   CHECK_FALSE(begin(kId).has_value());
-  kit.say(FrameKind::kCancel, kId);
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.ask(kAbandonVerb, kId);
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
   CHECK_FALSE(begin(id).has_value());
 }
 
@@ -250,8 +250,8 @@ TEST_CASE("data for blocks that are not the peer's is dropped") {
   const Addresses lent = kit.lend(50, 2);
   CHECK_FALSE(kit.place(kId, own));
   CHECK(kit.place(kId, lent));
-  kit.say(FrameKind::kReturn, 51, write_addresses({&lent[0], 1}));
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.ask(kReturnVerb, 51, write_addresses({&lent[0], 1}));
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
   CHECK_FALSE(kit.place(kId, lent));
   CHECK(kit.place(kId, {lent[1]}));
 }
@@ -265,13 +265,13 @@ TEST_CASE("a block that goes to the index is not written any more") {
   body.tokens = prompt(1, 1);
   body.has_checksum = true;
   body.checksum = kit.peer_blocks.checksum(lent);
-  kit.say(FrameKind::kComplete, kId, write_body(body));
+  kit.ask(kCompleteVerb, kId, write_body(body));
   CHECK_FALSE(kit.place(kId, lent));  // the checksum is still being computed
   CHECK_FALSE(kit.place(kId + (std::uint64_t{1} << 31), lent));
-  kit.say(FrameKind::kReturn, 51, write_addresses(lent));
+  kit.ask(kReturnVerb, 51, write_addresses(lent));
   CHECK(kit.refusal() == ErrorCode::kNotOwner);
   kit.host.run_works();
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
   CHECK(kit.count(BlockState::kHistorical) == 1);
   CHECK(kit.session->counts().promised == 0);
 }
@@ -283,14 +283,14 @@ TEST_CASE("a wrong checksum is found, and the blocks are as they were before the
   CompleteBody body = kit.completion(2);
   body.has_checksum = true;
   body.checksum = kit.peer_blocks.checksum(blocks) + 1;
-  kit.say(FrameKind::kComplete, kId, write_body(body));
+  kit.ask(kCompleteVerb, kId, write_body(body));
   CHECK(kit.link->sent.empty());
   kit.host.run_works();
   CHECK(kit.refusal() == ErrorCode::kProtocol);
   body.named = lent;
   body.insert = true;
   body.tokens = prompt(1, 1);
-  kit.say(FrameKind::kComplete, kId + 1, write_body(body));
+  kit.ask(kCompleteVerb, kId + 1, write_body(body));
   kit.host.run_works();
   CHECK(kit.refusal() == ErrorCode::kProtocol);
   CHECK(kit.count(BlockState::kLent) == 1);
@@ -309,7 +309,7 @@ TEST_CASE("a peer that goes while its blocks are verified leaves nothing behind"
   body.checksum = kit.peer_blocks.checksum(body.named);
   SUBCASE("and they are intact") {}
   SUBCASE("and they are not") { ++body.checksum; }
-  kit.say(FrameKind::kComplete, kId, write_body(body));
+  kit.ask(kCompleteVerb, kId, write_body(body));
   kit.link->closed = true;
   kit.session->on_closed(Error(ErrorCode::kPeerLost, "gone"));
   CHECK(kit.count(BlockState::kQuarantined) == 1);
@@ -324,19 +324,19 @@ TEST_CASE("what a peer may have under way is limited, and it is told when to com
   kit.host.limits_of.reserved_max = 4;
   kit.host.limits_of.transfers_max = 2;
   static_cast<void>(kit.reserve(1, SessionKit::reservation(3)));
-  kit.say(FrameKind::kReserve, 2, write_body(SessionKit::reservation(2)));
+  kit.ask(kReserveVerb, 2, write_body(SessionKit::reservation(2)));
   CHECK(kit.refusal() == ErrorCode::kBusy);
-  kit.say(FrameKind::kLend, 3, write_body(LendBody{2, Medium::kHbm, false}));
+  kit.ask(kLendVerb, 3, write_body(LendBody{2, Medium::kHbm, false}));
   CHECK(kit.refusal() == ErrorCode::kBusy);
   static_cast<void>(kit.reserve(4, SessionKit::reservation(1)));
-  kit.say(FrameKind::kReserve, 5, write_body(SessionKit::reservation(0)));
+  kit.ask(kReserveVerb, 5, write_body(SessionKit::reservation(0)));
   CHECK(kit.refusal() == ErrorCode::kBusy);
   // What is quarantined for it counts, too.
   kit.session->tick(kit.host.now + 1001 * kMs);
-  kit.say(FrameKind::kReserve, 6, write_body(SessionKit::reservation(1)));
+  kit.ask(kReserveVerb, 6, write_body(SessionKit::reservation(1)));
   CHECK(kit.refusal() == ErrorCode::kBusy);
-  kit.say(FrameKind::kCancel, 1);
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.ask(kAbandonVerb, 1);
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
   static_cast<void>(kit.reserve(7, SessionKit::reservation(3)));
 }
 
@@ -353,7 +353,7 @@ TEST_CASE("what a peer's requests take of memory is limited, however few they ar
   kit.host.limits_of.request_bytes_max = 2 * one + 1;
   static_cast<void>(kit.reserve(1, insertion(1)));
   static_cast<void>(kit.reserve(2, insertion(2)));
-  kit.say(FrameKind::kReserve, 3, write_body(insertion(3)));
+  kit.ask(kReserveVerb, 3, write_body(insertion(3)));
   const Message refused = kit.answer();
   REQUIRE(refused.kind == FrameKind::kRefused);
   CHECK(read_error(refused.body).code() == ErrorCode::kBusy);
@@ -361,12 +361,12 @@ TEST_CASE("what a peer's requests take of memory is limited, however few they ar
   CHECK(kit.session->counts().promised == 4);
   static_cast<void>(kit.reserve(3, SessionKit::reservation(1)));  // without a prompt
   SUBCASE("a transfer that is cancelled makes room") {
-    kit.say(FrameKind::kCancel, 1);
-    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.ask(kAbandonVerb, 1);
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
   }
   SUBCASE("a transfer that is complete makes room") {
-    kit.say(FrameKind::kComplete, 1, write_body(kit.completion(2)));
-    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.ask(kCompleteVerb, 1, write_body(kit.completion(2)));
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
     kit.pool->unpin(&kit.received.pop(0)->pin, 1);
   }
   SUBCASE("a transfer that is too late makes room") { kit.session->tick(kit.host.now + 1001 * kMs); }
@@ -382,15 +382,15 @@ TEST_CASE("a reservation that is refused, or has no blocks yet and is given up, 
   kit.host.limits_of.request_bytes_max = body.tokens.size() * sizeof(Token);
   const Addresses cached = alloc(*kit.pool, 2);
   static_cast<void>(insert(kit.pool, prompt(7, 2), cached));
-  kit.say(FrameKind::kReserve, 1, write_body(body));  // no room
+  kit.ask(kReserveVerb, 1, write_body(body));  // no room
   CHECK(kit.refusal() == ErrorCode::kOutOfBlocks);
   body.may_evict = true;
-  kit.say(FrameKind::kReserve, 2, write_body(body));
+  kit.ask(kReserveVerb, 2, write_body(body));
   CHECK(kit.link->sent.empty());  // room is being made
-  kit.say(FrameKind::kReserve, 3, write_body(body));
+  kit.ask(kReserveVerb, 3, write_body(body));
   CHECK(kit.refusal() == ErrorCode::kBusy);
-  kit.say(FrameKind::kCancel, 2);
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.ask(kAbandonVerb, 2);
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
   kit.host.run_works();
   CHECK(kit.refusal() == ErrorCode::kCancelled);
   CHECK(kit.reserve(4, body).size() == 2);
@@ -408,22 +408,22 @@ TEST_CASE("what waits to be verified is limited, and what is refused leaves noth
   const Addresses first = kit.reserve(1, SessionKit::reservation(2));
   const Addresses second = kit.reserve(2, SessionKit::reservation(2));
   kit.host.limits_of.request_bytes_max = 5;  // of private bytes each completion has 3
-  kit.say(FrameKind::kComplete, 1, write_body(completion(first)));
+  kit.ask(kCompleteVerb, 1, write_body(completion(first)));
   CHECK(kit.link->sent.empty());
-  kit.say(FrameKind::kComplete, 2, write_body(completion(second)));
+  kit.ask(kCompleteVerb, 2, write_body(completion(second)));
   CHECK(kit.refusal() == ErrorCode::kBusy);
   CompleteBody named = completion(lent);
   named.named = lent;
-  kit.say(FrameKind::kComplete, 3, write_body(named));
+  kit.ask(kCompleteVerb, 3, write_body(named));
   CHECK(kit.refusal() == ErrorCode::kBusy);
   CHECK(kit.count(BlockState::kReserved) == 2);
   CHECK(kit.count(BlockState::kLent) == 1);
   kit.host.run_works();
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
   kit.host.limits_of.request_bytes_max = 3 + sizeof(Address);
-  kit.say(FrameKind::kComplete, 4, write_body(named));
+  kit.ask(kCompleteVerb, 4, write_body(named));
   kit.host.run_works();
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
 }
 
 TEST_CASE("a peer that has too much waiting behind content on its way is left") {
@@ -445,7 +445,7 @@ TEST_CASE("a peer that has too much waiting behind content on its way is left") 
   const auto session = std::make_shared<Session>(kit.host, kit.session->peer(), true);
   session->start(kit.link, {route});
   kit.host.limits_of.request_bytes_max = 4096;
-  const Message complete{FrameKind::kComplete, 0, 1, write_body(kit.completion(2))};
+  const Message complete{FrameKind::kCall, kCompleteVerb.number, 1, write_body(kit.completion(2))};
   const auto say = [&] { session->on_message(Message(complete)); };
   std::size_t said = 0;
   while (said < 4096 && !code_of(say)) ++said;
@@ -462,16 +462,16 @@ TEST_CASE("a peer that has too much waiting behind content on its way is left") 
 TEST_CASE("numbers that are no transfer's are refused") {
   SessionKit kit;
   for (const std::uint64_t id : {std::uint64_t{0}, kFetchBit | kId}) {
-    kit.say(FrameKind::kReserve, id, write_body(SessionKit::reservation(1)));
+    kit.ask(kReserveVerb, id, write_body(SessionKit::reservation(1)));
     CHECK(kit.refusal() == ErrorCode::kProtocol);
-    kit.say(FrameKind::kComplete, id, write_body(kit.completion(1)));
+    kit.ask(kCompleteVerb, id, write_body(kit.completion(1)));
     CHECK(kit.refusal() == ErrorCode::kProtocol);
   }
   static_cast<void>(kit.reserve(kId, SessionKit::reservation(1)));
-  kit.say(FrameKind::kReserve, kId, write_body(SessionKit::reservation(1)));
+  kit.ask(kReserveVerb, kId, write_body(SessionKit::reservation(1)));
   CHECK(kit.refusal() == ErrorCode::kProtocol);
-  kit.say(FrameKind::kCancel, 77);
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.ask(kAbandonVerb, 77);
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
   CHECK(kit.session->counts().promised == 1);
 }
 
@@ -482,14 +482,14 @@ TEST_CASE("the cached prefix of an insertion is held, and not sent again") {
   ReserveBody body = SessionKit::reservation(3);
   body.insert = true;
   body.tokens = prompt(1, 3);
-  kit.say(FrameKind::kReserve, kId, write_body(body));
+  kit.ask(kReserveVerb, kId, write_body(body));
   const ReservedBody reserved = read_reserved(kit.answer().body);
   CHECK(reserved.held == 2);
   REQUIRE(reserved.addresses.size() == 1);
   CHECK(kit.pool->evict(4, kMixed) == 0);  // held
   CompleteBody completion = kit.completion(1);
   SUBCASE("completed") {
-    kit.say(FrameKind::kComplete, kId, write_body(completion));
+    kit.ask(kCompleteVerb, kId, write_body(completion));
     const Addresses canonical = read_addresses(kit.answer().body);
     CHECK(canonical == Addresses{cached[0], cached[1], reserved.addresses[0]});
     const auto item = kit.received.pop(0);
@@ -500,8 +500,8 @@ TEST_CASE("the cached prefix of an insertion is held, and not sent again") {
     CHECK(kit.pool->evict(4, kMixed) == 3);
   }
   SUBCASE("given up") {
-    kit.say(FrameKind::kCancel, kId);
-    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.ask(kAbandonVerb, kId);
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
     CHECK(kit.pool->evict(4, kMixed) == 2);
   }
   CHECK(kit.count(BlockState::kFree) == 16);
@@ -518,7 +518,7 @@ TEST_CASE("pages that came in another way meanwhile are not kept twice") {
   CompleteBody completion = kit.completion(2);
   completion.has_private = false;
   completion.private_bytes.clear();
-  kit.say(FrameKind::kComplete, kId, write_body(completion));
+  kit.ask(kCompleteVerb, kId, write_body(completion));
   CHECK(read_addresses(kit.answer().body).at(0) == first[0]);
   CHECK(kit.count(BlockState::kHistorical) == 2);
   CHECK(kit.count(BlockState::kFree) == 14);
@@ -529,16 +529,16 @@ TEST_CASE("an application that is behind makes its peers wait, and nothing is lo
   SessionKit kit(/*one_sided=*/true, 16, /*received_max=*/1);
   for (std::uint64_t id = 1; id <= 2; ++id) {
     static_cast<void>(kit.reserve(id, SessionKit::reservation(2)));
-    kit.say(FrameKind::kComplete, id, write_body(kit.completion(2)));
-    if (id == 1) CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.ask(kCompleteVerb, id, write_body(kit.completion(2)));
+    if (id == 1) CHECK(kit.answer().kind == FrameKind::kAnswer);
   }
   CHECK(kit.refusal() == ErrorCode::kBusy);
   CHECK(kit.count(BlockState::kActive) == 2);
   CHECK(kit.count(BlockState::kFree) == 14);
   CHECK(kit.received.pop(0) != nullptr);
   static_cast<void>(kit.reserve(3, SessionKit::reservation(2)));
-  kit.say(FrameKind::kComplete, 3, write_body(kit.completion(2)));
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.ask(kCompleteVerb, 3, write_body(kit.completion(2)));
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
 }
 
 TEST_CASE("what is cancelled before it has blocks never gets them") {
@@ -547,11 +547,11 @@ TEST_CASE("what is cancelled before it has blocks never gets them") {
   static_cast<void>(insert(kit.pool, prompt(1, 2), cached));
   ReserveBody body = SessionKit::reservation(2);
   body.may_evict = true;
-  kit.say(FrameKind::kReserve, kId, write_body(body));
+  kit.ask(kReserveVerb, kId, write_body(body));
   CHECK(kit.link->sent.empty());  // room is being made
   SUBCASE("by the peer") {
-    kit.say(FrameKind::kCancel, kId);
-    CHECK(kit.answer().kind == FrameKind::kDone);
+    kit.ask(kAbandonVerb, kId);
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
     kit.host.run_works();
     CHECK(kit.refusal() == ErrorCode::kCancelled);
   }
@@ -569,18 +569,18 @@ TEST_CASE("a pool that is closing is lost to its peers: they are not told that t
   SessionKit kit;
   static_cast<void>(kit.reserve(kId, SessionKit::reservation(2)));
   kit.received.close();
-  kit.say(FrameKind::kComplete, kId, write_body(kit.completion(2)));
+  kit.ask(kCompleteVerb, kId, write_body(kit.completion(2)));
   CHECK(kit.refusal() == ErrorCode::kPeerLost);
   CHECK(kit.count(BlockState::kFree) == 16);
   kit.pool->close();
-  kit.say(FrameKind::kReserve, kId + 1, write_body(SessionKit::reservation(1)));
+  kit.ask(kReserveVerb, kId + 1, write_body(SessionKit::reservation(1)));
   CHECK(kit.refusal() == ErrorCode::kPeerLost);
 }
 
 TEST_CASE("an answer that cannot be sent ends the link") {
   SessionKit kit;
   kit.link->busy = true;
-  kit.say(FrameKind::kReserve, kId, write_body(SessionKit::reservation(1)));
+  kit.ask(kReserveVerb, kId, write_body(SessionKit::reservation(1)));
   CHECK(kit.link->closed);
   CHECK(kit.link->why == ErrorCode::kBusy);
 }
@@ -589,12 +589,12 @@ TEST_CASE("a return of what is not lent changes nothing") {
   SessionKit kit;
   Addresses lent = kit.lend(50, 3);
   for (const Addresses& wrong : {Addresses{lent[0], lent[1], lent[0]}, Addresses{lent[0], 1234}}) {
-    kit.say(FrameKind::kReturn, 51, write_addresses(wrong));
+    kit.ask(kReturnVerb, 51, write_addresses(wrong));
     CHECK(kit.refusal() == ErrorCode::kNotOwner);
     CHECK(kit.session->counts().lent == 3);
   }
-  kit.say(FrameKind::kReturn, 52, write_addresses(lent));
-  CHECK(kit.answer().kind == FrameKind::kDone);
+  kit.ask(kReturnVerb, 52, write_addresses(lent));
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 

@@ -141,7 +141,7 @@ TEST_CASE("what a connection had lent is free when its peer has made another one
   Node a = make_node("a", {"shm", "sock"});
   RawPeer b("b", UINT64_MAX);  // so that a's connection is the one that stays
   const auto link = b.endpoint->connect(a.service.listen(unix_address()), in_seconds(10));
-  link->send(message_of(FrameKind::kLend, 1, write_body(LendBody{4, Medium::kHbm, true})));
+  link->send(message_of(FrameKind::kCall, 1, write_body(LendBody{4, Medium::kHbm, true}), kLendVerb.number));
   REQUIRE(soon([&] { return blocks_in(*a.pool, BlockState::kLent) == 4; }));
   CHECK(a.service.connect(b.endpoint->listen(unix_address()), in_seconds(10)) == "b");
   CHECK(all_free_soon(*a.pool));

@@ -176,6 +176,26 @@ class SessionKit {
   void say(FrameKind kind, std::uint64_t id, Bytes body = {}) {
     session->on_message(Message{kind, 0, id, std::move(body)});
   }
+  void ask(const Verb& verb, std::uint64_t id, Bytes request = {}, std::uint32_t lifetime_ms = 0) {
+    session->on_message(Message{FrameKind::kCall, verb.number, id, std::move(request), lifetime_ms});
+  }
+  void cancel(const Verb& verb, std::uint64_t id) {
+    session->on_message(Message{FrameKind::kCancel, verb.number, id, {}});
+  }
+  void reply(const Verb& verb, std::uint64_t id, Bytes answer = {}) {
+    session->on_message(Message{FrameKind::kAnswer, verb.number, id, std::move(answer)});
+  }
+  void refuse(const Verb& verb, std::uint64_t id, const Error& why) {
+    session->on_message(Message{FrameKind::kRefused, verb.number, id, write_error(why)});
+  }
+  // Takes the only call since the last look, which has to be one of this verb, and answers it.
+  void reply_next(const Verb& verb, Bytes answer = {}) { reply(verb, take(verb).id, std::move(answer)); }
+  // The only message since the last look. REQUIRES: it is a call of this verb.
+  Message take(const Verb& verb) {
+    Message message = link->take();
+    KVPOOL_CHECK(message.kind == FrameKind::kCall && message.verb == verb.number);
+    return message;
+  }
   Message answer() { return link->take(); }
   ErrorCode refusal() {
     const Message message = link->take();
@@ -191,15 +211,15 @@ class SessionKit {
     return body;
   }
   Addresses reserve(std::uint64_t id, const ReserveBody& body) {
-    say(FrameKind::kReserve, id, write_body(body));
+    ask(kReserveVerb, id, write_body(body));
     const Message message = answer();
-    KVPOOL_CHECK(message.kind == FrameKind::kReserved);
+    KVPOOL_CHECK(message.kind == FrameKind::kAnswer && message.verb == kReserveVerb.number);
     return read_reserved(message.body).addresses;
   }
   Addresses lend(std::uint64_t id, std::uint32_t blocks) {
-    say(FrameKind::kLend, id, write_body(LendBody{blocks, Medium::kHbm, false}));
+    ask(kLendVerb, id, write_body(LendBody{blocks, Medium::kHbm, false}));
     const Message message = answer();
-    KVPOOL_CHECK(message.kind == FrameKind::kLent);
+    KVPOOL_CHECK(message.kind == FrameKind::kAnswer && message.verb == kLendVerb.number);
     return read_addresses(message.body);
   }
   std::uint64_t bytes_of(std::size_t blocks) const { return blocks * pool->layout().block_bytes(); }
@@ -231,9 +251,7 @@ class SessionKit {
   // This side has borrowed blocks of the peer.
   Addresses borrow(std::size_t n, std::uint32_t first = 0) {
     const Addresses addresses = peer_addresses(n, first);
-    link->meanwhile = [this, addresses](std::int64_t) {
-      say(FrameKind::kLent, link->take().id, write_addresses(addresses));
-    };
+    link->meanwhile = [this, addresses](std::int64_t) { reply_next(kLendVerb, write_addresses(addresses)); };
     const Addresses borrowed = session->borrow(n, Medium::kHbm, true, host.now + kMs);
     link->meanwhile = nullptr;
     return borrowed;

@@ -64,10 +64,16 @@ void SimLink::start(std::shared_ptr<LinkHandler> handler) {
 
 // --- sending ---
 
-Bytes SimLink::make_frame(FrameKind kind, std::uint64_t id, std::span<const std::byte> body,
-                          std::span<const std::byte> payload, PayloadEnd end) {
-  const FrameHeader header{
-      static_cast<std::uint32_t>(body.size()), static_cast<std::uint8_t>(kind), 0, 0, sent_ + 1, id, payload.size()};
+Bytes SimLink::make_frame(const Message& head, std::span<const std::byte> body, std::span<const std::byte> payload,
+                          PayloadEnd end) {
+  FrameHeader header{};
+  header.body_bytes = static_cast<std::uint32_t>(body.size());
+  header.kind = static_cast<std::uint8_t>(head.kind);
+  header.verb = head.verb;
+  header.sequence = sent_ + 1;
+  header.id = head.id;
+  header.payload_bytes = static_cast<std::uint32_t>(payload.size());
+  header.lifetime_ms = head.lifetime_ms;
   Bytes frame;
   WireWriter writer(frame);
   writer.raw(&header, sizeof(header)).raw(body.data(), body.size());
@@ -81,8 +87,7 @@ Bytes SimLink::make_frame(FrameKind kind, std::uint64_t id, std::span<const std:
 void SimLink::send(Message&& message) {
   if (closing_) throw Error(ErrorCode::kPeerLost, "the link is closed");
   if (clock_.dice().chance(faults_.busy)) throw Error(ErrorCode::kBusy, "too much is queued for the peer");
-  auto frame =
-      std::make_shared<const Bytes>(make_frame(message.kind, message.id, message.body, {}, PayloadEnd::kWhole));
+  auto frame = std::make_shared<const Bytes>(make_frame(message, message.body, {}, PayloadEnd::kWhole));
   clock_.log("send", static_cast<std::uint64_t>(message.kind) << 32 | actor_, message.id);
   transmit(++sent_, std::move(frame));
 }
@@ -95,8 +100,8 @@ void SimLink::send_data(std::uint64_t id, std::span<const std::byte> body, std::
   if ((unwanted || late) && clock_.dice().chance(faults_.give_up)) give_up_data(id, body, pieces);
   if (unwanted) throw Error(ErrorCode::kCancelled, "the transfer was cancelled");
   if (late) throw Error(ErrorCode::kDeadline, "the transfer was not done by its deadline");
-  auto frame =
-      std::make_shared<const Bytes>(make_frame(FrameKind::kData, id, body, bytes_of(pieces), PayloadEnd::kWhole));
+  auto frame = std::make_shared<const Bytes>(
+      make_frame(Message{FrameKind::kData, 0, id, {}}, body, bytes_of(pieces), PayloadEnd::kWhole));
   clock_.log("data", actor_, id);
   transmit(++sent_, std::move(frame));
 }
@@ -107,8 +112,8 @@ void SimLink::give_up_data(std::uint64_t id, std::span<const std::byte> body, st
   const auto from = static_cast<std::ptrdiff_t>(clock_.dice().below(payload.size()));
   std::fill(payload.begin() + from, payload.end(), std::byte{0});
   clock_.log("given up", actor_, id);
-  transmit(++sent_,
-           std::make_shared<const Bytes>(make_frame(FrameKind::kData, id, body, payload, PayloadEnd::kGivenUp)));
+  transmit(++sent_, std::make_shared<const Bytes>(
+                        make_frame(Message{FrameKind::kData, 0, id, {}}, body, payload, PayloadEnd::kGivenUp)));
 }
 
 // One try. What is lost is sent again, by the kernel: that goes on while the process stands still.
@@ -207,7 +212,7 @@ void SimLink::handle(const Bytes& frame) {
   }
   if (kind == FrameKind::kPing) return;
   clock_.log("handle", static_cast<std::uint64_t>(kind) << 32 | actor_, header.id);
-  handler_->on_message(Message{kind, header.flags, header.id, Bytes(body.begin(), body.end())});
+  handler_->on_message(Message{kind, header.verb, header.id, Bytes(body.begin(), body.end()), header.lifetime_ms});
 }
 
 void SimLink::begin_payload(std::uint64_t id, std::span<const std::byte> body, Payload&& payload) {
@@ -276,7 +281,8 @@ void SimLink::check_lease() {
     return close(Error(ErrorCode::kPeerLost, "the peer is silent"));
   }
   if (const auto other = other_.lock()) {
-    auto frame = std::make_shared<const Bytes>(make_frame(FrameKind::kPing, 0, {}, {}, PayloadEnd::kWhole));
+    auto frame =
+        std::make_shared<const Bytes>(make_frame(Message{FrameKind::kPing, 0, 0, {}}, {}, {}, PayloadEnd::kWhole));
     transmit(++sent_, std::move(frame));
   }
   clock_.after(faults_.lease_ns / 3, actor_, [weak = weak_from_this()] {

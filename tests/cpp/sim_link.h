@@ -88,8 +88,9 @@ class SimLink final : public Link, public std::enable_shared_from_this<SimLink> 
     bool right = true;  // the last tag
   };
 
-  Bytes make_frame(FrameKind kind, std::uint64_t id, std::span<const std::byte> body,
-                   std::span<const std::byte> payload, PayloadEnd end);
+  // `head`: all but its body counts.
+  Bytes make_frame(const Message& head, std::span<const std::byte> body, std::span<const std::byte> payload,
+                   PayloadEnd end);
   void give_up_data(std::uint64_t id, std::span<const std::byte> body, std::span<const iovec> pieces);
   void transmit(std::uint64_t number, std::shared_ptr<const Bytes> frame);
   void arrive(std::uint64_t number, std::shared_ptr<const Bytes> frame);

@@ -26,13 +26,13 @@ struct Repliers {
     for (std::size_t side = 0; side < 2; ++side) {
       Link* const link = end(side).link.get();
       end(side).handler->answer = [this, link, side](const Message& message) {
-        if (message.kind != FrameKind::kLend) return;
+        if (message.kind != FrameKind::kCall) return;
         const auto seed = static_cast<unsigned>(message.id);
         Bytes content = some_bytes(kFrameBytes, seed);  // gone when send_data has returned
         const iovec pieces[] = {{content.data(), 1000}, {content.data() + 1000, kFrameBytes - 1000}};
         try {
           link->send_data(message.id, some_bytes(40, seed), pieces, in_seconds(20), nullptr);
-          link->send(message_of(FrameKind::kDone, message.id));
+          link->send(message_of(FrameKind::kAnswer, message.id));
         } catch (const Error&) {
           ++failures[side];
         }
@@ -64,7 +64,7 @@ TEST_CASE("a link: who handles what arrives may send content in answer, and it i
       CAPTURE(driven);
       Repliers both(wire);
       for (std::uint64_t id = 1; id <= Repliers::kRequests; ++id) {
-        for (std::size_t side = 0; side < 2; ++side) both.end(side).link->send(message_of(FrameKind::kLend, id));
+        for (std::size_t side = 0; side < 2; ++side) both.end(side).link->send(message_of(FrameKind::kCall, id));
       }
       std::vector<std::thread> drivers;
       for (std::size_t side = 0; driven && side < 2; ++side) {
@@ -130,8 +130,8 @@ TEST_CASE("a link: content that is sent by who handles what arrives is queued no
     return Placement{{}, token};
   };
   start(other, *theirs_reactor, parts_of(std::move(theirs), Wire::kUnix, false, std::size_t{2} << 20));
-  link->send(message_of(FrameKind::kLend, 1));
-  other.link->send(message_of(FrameKind::kLend, 1));
+  link->send(message_of(FrameKind::kCall, 1));
+  other.link->send(message_of(FrameKind::kCall, 1));
   REQUIRE(soon([&] { return over.load(); }));
   CHECK(refused == ErrorCode::kBusy);
   CHECK(queued);
@@ -171,12 +171,12 @@ TEST_CASE("a link: when there is no memory for the rest of a frame it is given u
       reached = failure.failed_one();
       outcome = ended;
     };
-    pair.left.link->send(message_of(FrameKind::kLend, 1));
-    pair.right.link->send(message_of(FrameKind::kLend, 2));
+    pair.left.link->send(message_of(FrameKind::kCall, 1));
+    pair.right.link->send(message_of(FrameKind::kCall, 2));
     REQUIRE(soon([&] { return outcome != 0; }));
     if (outcome == 2) {
       ++ran_out;
-      pair.left.link->send(message_of(FrameKind::kLend, 3));
+      pair.left.link->send(message_of(FrameKind::kCall, 3));
       CHECK(soon([&] { return pair.right.handler->message_count() == 2; }));
       for (const auto& [token, intact] : pair.right.handler->placed) CHECK_FALSE(intact);
       CHECK(pair.left.handler->closed_count() == 0);

@@ -25,10 +25,10 @@ constexpr std::size_t kSpan = 300;
 Bytes conversation(Wire wire) {
   FrameForge forge(wire, /*left=*/false);
   forge.add(FrameKind::kMetadata);
-  forge.add(FrameKind::kLend, 1, some_bytes(20));
+  forge.add(FrameKind::kCall, 1, some_bytes(20));
   forge.add(FrameKind::kData, 2, some_bytes(24), some_bytes(kSpan));
   forge.add(FrameKind::kPing);
-  forge.add(FrameKind::kComplete, 3, some_bytes(50));
+  forge.add(FrameKind::kFlush, 3, some_bytes(50));
   return forge.take();
 }
 
@@ -109,7 +109,7 @@ TEST_CASE("a link: every bit that flips on a TCP connection is found, and closes
       REQUIRE(handler.placed.size() == handler.data_ids.size());
       // What was handed over is what was sent; a payload that is not is told to be damaged.
       for (const Message& message : handler.messages) {
-        CHECK(message.body == some_bytes(message.kind == FrameKind::kLend ? 20 : 50));
+        CHECK(message.body == some_bytes(message.kind == FrameKind::kCall ? 20 : 50));
       }
       CHECK(handler.messages.size() < 2);
       for (const auto& [token, intact] : handler.placed) {
@@ -129,18 +129,18 @@ TEST_CASE("a link: frames that no peer sends close it") {
       {"kind 0", [](FrameForge& f) { f.add_header(std::uint8_t{0}); }},
       {"a second metadata", [](FrameForge& f) { f.add(FrameKind::kMetadata); }},
       {"a door", [](FrameForge& f) { f.add(FrameKind::kDoor); }},
-      {"a payload of a message", [](FrameForge& f) { f.add(FrameKind::kLend, 1, {}, some_bytes(8)); }},
+      {"a payload of a message", [](FrameForge& f) { f.add(FrameKind::kCall, 1, {}, some_bytes(8)); }},
       {"data without a payload", [](FrameForge& f) { f.add(FrameKind::kData, 1, some_bytes(24)); }},
       {"a body of a ping", [](FrameForge& f) { f.add(FrameKind::kPing, 1, some_bytes(8)); }},
       {"a huge body",
        [](FrameForge& f) {
          f.header.body_bytes = kBodyBytesMax + 1;
-         f.add_header(FrameKind::kLend);
+         f.add_header(FrameKind::kCall);
        }},
       {"the hugest body",
        [](FrameForge& f) {
          f.header.body_bytes = UINT32_MAX;
-         f.add_header(FrameKind::kLend);
+         f.add_header(FrameKind::kCall);
        }},
       {"a huge payload",
        [](FrameForge& f) {
@@ -149,23 +149,30 @@ TEST_CASE("a link: frames that no peer sends close it") {
        }},
       {"the hugest payload",
        [](FrameForge& f) {
-         f.header.payload_bytes = UINT64_MAX;
+         f.header.payload_bytes = UINT32_MAX;
          f.add_header(FrameKind::kData);
        }},
-      {"a byte that is not zero",
+      {"a verb in a frame that has none",
        [](FrameForge& f) {
-         f.header.zero = 1;
-         f.add_header(FrameKind::kLend);
+         f.header.verb = 1;
+         f.add_header(FrameKind::kFlush);
        }},
+      {"a lifetime of what is no call",
+       [](FrameForge& f) {
+         f.header.lifetime_ms = 1;
+         f.add_header(FrameKind::kAnswer);
+       }},
+      {"a cancellation that says more", [](FrameForge& f) { f.add(FrameKind::kCancel, 1, some_bytes(8)); }},
+      {"a leave that says more", [](FrameForge& f) { f.add(FrameKind::kLeave, 0, some_bytes(8)); }},
       {"a frame again",
        [](FrameForge& f) {
          f.sequence -= 1;
-         f.add(FrameKind::kLend);
+         f.add(FrameKind::kCall);
        }},
       {"a frame left out",
        [](FrameForge& f) {
          f.sequence += 1;
-         f.add(FrameKind::kLend);
+         f.add(FrameKind::kCall);
        }},
       {"a long farewell", [](FrameForge& f) { f.add(FrameKind::kBye, 0, some_bytes(5000)); }},
   };
@@ -186,7 +193,7 @@ TEST_CASE("a link: frames that no peer sends close it") {
 }
 
 TEST_CASE("a link: nothing but peer metadata is taken before the peer is admitted") {
-  for (const FrameKind kind : {FrameKind::kLend, FrameKind::kData, FrameKind::kDone}) {
+  for (const FrameKind kind : {FrameKind::kCall, FrameKind::kData, FrameKind::kAnswer}) {
     Victim victim(Wire::kUnix);
     FrameForge forge(Wire::kUnix, false);
     forge.add(kind, 1, some_bytes(10), kind == FrameKind::kData ? some_bytes(10) : Bytes{});
@@ -242,12 +249,12 @@ TEST_CASE("a link: descriptors that do not belong are closed, and so is the link
       send_raw(victim.peer, forge.take(), std::vector<int>(static_cast<std::size_t>(count), file));
       if (fits) {
         forge.header.flags = 0;
-        forge.add(FrameKind::kLend, 1);
+        forge.add(FrameKind::kCall, 1);
         send_raw(victim.peer, forge.take());
         REQUIRE(soon([&] { return victim.end.handler->message_count() == 1; }));
         for (std::size_t i = 0; i < 5; ++i) CHECK((victim.end.link->descriptor(i) >= 0) == ((flags >> i & 1U) != 0));
         // After the meeting none may come at all.
-        forge.add(FrameKind::kLend, 2);
+        forge.add(FrameKind::kCall, 2);
         send_raw(victim.peer, forge.take(), {file});
       }
       REQUIRE(soon([&] { return victim.end.handler->closed_count() == 1; }));
@@ -312,7 +319,7 @@ TEST_CASE("a link: two that have nothing to say wake their reactors seldom") {
 
 TEST_CASE("a link: a forked child holds nothing of it open") {
   LinkPair pair(Wire::kUnix);
-  pair.left.link->send(message_of(FrameKind::kLend, 1));
+  pair.left.link->send(message_of(FrameKind::kCall, 1));
   REQUIRE(soon([&] { return pair.right.handler->message_count() == 1; }));
   int hold[2];
   REQUIRE(pipe(hold) == 0);
@@ -323,7 +330,7 @@ TEST_CASE("a link: a forked child holds nothing of it open") {
     pair.left.link->close(Error(ErrorCode::kClosed, "not mine"));
     pair.left.link->wake();
     try {
-      pair.left.link->send(message_of(FrameKind::kLend, 2));
+      pair.left.link->send(message_of(FrameKind::kCall, 2));
       fine = false;
     } catch (const Error& error) {
       fine = fine && error.code() == ErrorCode::kFork;
@@ -364,7 +371,7 @@ TEST_CASE("a link: nothing is left of links that came and went") {
   const int before = open_descriptors();
   for (int i = 0; i < 20; ++i) {
     LinkPair pair(kWires[i % 3]);
-    pair.left.link->send(message_of(FrameKind::kLend, 1));
+    pair.left.link->send(message_of(FrameKind::kCall, 1));
     pair.left.link->drive(in_seconds(0.001), [] { return false; });
   }
   CHECK(open_descriptors() == before);

@@ -253,8 +253,8 @@ struct LinkPair {
   End right;
 };
 
-inline Message message_of(FrameKind kind, std::uint64_t id, Bytes body = {}) {
-  return Message{kind, 0, id, std::move(body)};
+inline Message message_of(FrameKind kind, std::uint64_t id, Bytes body = {}, std::uint16_t verb = 0) {
+  return Message{kind, verb, id, std::move(body)};
 }
 
 }  // namespace kvpool::testing

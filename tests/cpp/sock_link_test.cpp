@@ -19,7 +19,7 @@ const Wire kWires[] = {Wire::kUnix, Wire::kTcpChecksum, Wire::kTcpMac};
 // Answers each request with kDone and the same body, from the thread that read it.
 void echo(End& end) {
   end.handler->answer = [link = end.link.get()](const Message& message) {
-    if (message.kind == FrameKind::kComplete) link->send(message_of(FrameKind::kDone, message.id, Bytes(message.body)));
+    if (message.kind == FrameKind::kFlush) link->send(message_of(FrameKind::kAnswer, message.id, Bytes(message.body)));
   };
 }
 
@@ -36,13 +36,13 @@ TEST_CASE("a link: messages of every size arrive whole and in order") {
     }
     sizes.push_back(kBodyBytesMax);
     for (std::size_t i = 0; i < sizes.size(); ++i) {
-      pair.left.link->send(message_of(FrameKind::kLend, i, some_bytes(sizes[i], static_cast<unsigned>(i))));
+      pair.left.link->send(message_of(FrameKind::kCall, i, some_bytes(sizes[i], static_cast<unsigned>(i))));
     }
     REQUIRE(soon([&] { return pair.right.handler->message_count() == sizes.size(); }));
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       const Message& got = pair.right.handler->messages[i];
       CHECK(got.id == i);
-      CHECK(got.kind == FrameKind::kLend);
+      CHECK(got.kind == FrameKind::kCall);
       CHECK(got.body == some_bytes(sizes[i], static_cast<unsigned>(i)));
     }
   }
@@ -58,7 +58,7 @@ TEST_CASE("a link: a driver gets its answer without another thread") {
     std::vector<std::int64_t> times;
     for (std::uint64_t i = 0; i < 300; ++i) {
       const std::int64_t begun = monotonic_ns();
-      pair.left.link->send(message_of(FrameKind::kComplete, i, some_bytes(64)));
+      pair.left.link->send(message_of(FrameKind::kFlush, i, some_bytes(64)));
       REQUIRE(pair.left.link->drive(in_seconds(10), [&] { return pair.left.handler->message_count() == i + 1; }));
       times.push_back(monotonic_ns() - begun);
     }
@@ -113,7 +113,7 @@ TEST_CASE("a link: data of every size lands in the pieces that the receiver name
                                       std::size_t{16385}, std::size_t{65536}, std::size_t{100000}, std::size_t{1} << 20,
                                       (std::size_t{1} << 20) + 1, kPayloadBytesMax}) {
         send_scattered(*pair.left.link, ++id, body, bytes);
-        pair.left.link->send(message_of(FrameKind::kComplete, id));
+        pair.left.link->send(message_of(FrameKind::kFlush, id));
         REQUIRE(soon([&] { return pair.right.handler->message_count() == id; }));
         const auto& handler = *pair.right.handler;
         REQUIRE(handler.placed.size() == id);
@@ -131,7 +131,7 @@ TEST_CASE("a link: data that the receiver does not want is dropped, and what fol
     LinkPair pair(wire);
     for (std::uint64_t id = 1; id <= 8; ++id) {
       send_scattered(*pair.left.link, id, 20, id * 50000);
-      pair.left.link->send(message_of(FrameKind::kComplete, id, some_bytes(id)));
+      pair.left.link->send(message_of(FrameKind::kFlush, id, some_bytes(id)));
     }
     REQUIRE(soon([&] { return pair.right.handler->message_count() == 8; }));
     CHECK(pair.right.handler->placed.empty());
@@ -152,8 +152,8 @@ TEST_CASE("a link: threads that drive and send on both ends at once get each the
     for (int side = 0; side < 2; ++side) {
       Link* link = ends[side]->link.get();
       ends[side]->handler->answer = [&answered, side, link](const Message& message) {
-        if (message.kind == FrameKind::kComplete) {
-          link->send(message_of(FrameKind::kDone, message.id, Bytes(message.body)));
+        if (message.kind == FrameKind::kFlush) {
+          link->send(message_of(FrameKind::kAnswer, message.id, Bytes(message.body)));
         } else {
           answered[side][message.id].fetch_add(1);
           link->wake();
@@ -172,7 +172,7 @@ TEST_CASE("a link: threads that drive and send on both ends at once get each the
           const iovec piece{const_cast<std::byte*>(content.data()), content.size()};
           for (int i = 1; i <= rounds; ++i) {
             if ((i + thread) % 7 == 0) link.send_data(1, {}, {&piece, 1}, in_seconds(30), nullptr);
-            link.send(message_of(FrameKind::kComplete, static_cast<std::uint64_t>(thread),
+            link.send(message_of(FrameKind::kFlush, static_cast<std::uint64_t>(thread),
                                  some_bytes(static_cast<std::size_t>(i * 7 % 300))));
             const auto done = [&] { return answered[side][thread].load() == static_cast<std::uint64_t>(i); };
             if (!link.drive(in_seconds(30), done)) ++failures;
@@ -183,7 +183,7 @@ TEST_CASE("a link: threads that drive and send on both ends at once get each the
     for (auto& thread : threads) thread.join();
     CHECK(failures == 0);
     // The reactor has the link again.
-    pair.left.link->send(message_of(FrameKind::kLend, 0));
+    pair.left.link->send(message_of(FrameKind::kCall, 0));
     CHECK(soon([&] { return answered[1][0].load() == static_cast<std::uint64_t>(rounds) + 1; }));
   }
 }
@@ -223,7 +223,7 @@ TEST_CASE("a link: a driver that waits takes over when the one that reads is don
   first_done = true;
   pair.left.link->wake();
   first.join();
-  pair.right.link->send(message_of(FrameKind::kDone, 1));
+  pair.right.link->send(message_of(FrameKind::kAnswer, 1));
   second.join();
 }
 
@@ -249,7 +249,7 @@ TEST_CASE("a link: closing it wakes whoever drives or sends, and both ends learn
         }
         return ErrorCode::kAudit;
       };
-      CHECK(code_of([&] { link->send(message_of(FrameKind::kLend, 1)); }) == ErrorCode::kPeerLost);
+      CHECK(code_of([&] { link->send(message_of(FrameKind::kCall, 1)); }) == ErrorCode::kPeerLost);
       CHECK(code_of([&] { send_scattered(*link, 1, 0, 10); }) == ErrorCode::kPeerLost);
       CHECK_FALSE(link->drive(in_seconds(30), [] { return false; }));
     }
@@ -270,7 +270,7 @@ TEST_CASE("a link: a handler that throws ends its link with that error") {
     };
     // The recorder's own check of overlapping would take the exception for a call that never returned.
     pair.right.handler->throws = true;
-    pair.left.link->send(message_of(FrameKind::kLend, 1));
+    pair.left.link->send(message_of(FrameKind::kCall, 1));
     REQUIRE(soon([&] { return pair.right.handler->closed_count() == 1 && pair.left.handler->closed_count() == 1; }));
     CHECK(pair.right.handler->why()->code() == codes[at++]);
     CHECK(pair.left.handler->why()->code() == ErrorCode::kPeerLost);
@@ -288,7 +288,7 @@ TEST_CASE("a link: a peer that does not read fills its own queue, and is told to
     std::size_t sent = 0;
     while (!error && sent < 100'000) {
       try {
-        end.link->send(message_of(FrameKind::kLend, sent, some_bytes(1000)));
+        end.link->send(message_of(FrameKind::kCall, sent, some_bytes(1000)));
         ++sent;
       } catch (const Error& thrown) {
         error = thrown;
@@ -350,7 +350,7 @@ TEST_CASE("a link: messages get in between the data frames of another thread") {
   std::vector<int> gaps;
   for (std::uint64_t i = 0; i < 50; ++i) {
     const int before = frames;
-    pair.left.link->send(message_of(FrameKind::kLend, i));
+    pair.left.link->send(message_of(FrameKind::kCall, i));
     REQUIRE(soon([&] { return pair.right.handler->message_count() == i + 1; }));
     gaps.push_back(at_arrival - before);
   }
@@ -378,7 +378,7 @@ TEST_CASE("a link: one that sends without end does not starve the others of the 
   std::thread sender([&] {
     while (!stop) {
       try {
-        there[0].link->send(message_of(FrameKind::kLend, 1, Bytes(200)));
+        there[0].link->send(message_of(FrameKind::kCall, 1, Bytes(200)));
       } catch (const Error&) {
         std::this_thread::yield();
       }
@@ -386,7 +386,7 @@ TEST_CASE("a link: one that sends without end does not starve the others of the 
   });
   REQUIRE(soon([&] { return flood > 100; }));
   for (std::uint64_t i = 0; i < 20; ++i) {
-    there[1].link->send(message_of(FrameKind::kComplete, i));
+    there[1].link->send(message_of(FrameKind::kFlush, i));
     CHECK(there[1].link->drive(in_seconds(10), [&] { return there[1].handler->message_count() == i + 1; }));
   }
   stop = true;

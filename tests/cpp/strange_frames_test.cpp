@@ -111,8 +111,9 @@ class Stranger final : public FrameSink {
     if (kind == FrameKind::kReject || kind == FrameKind::kBye) open_ = false;
     Addresses more;
     if (kind == FrameKind::kPong) ++pongs_;
-    if (kind == FrameKind::kLent) more = lent = read_addresses(body);
-    if (kind == FrameKind::kReserved) more = read_reserved(body).addresses;
+    const bool answer = kind == FrameKind::kAnswer;
+    if (answer && header.verb == kLendVerb.number) more = lent = read_addresses(body);
+    if (answer && header.verb == kReserveVerb.number) more = read_reserved(body).addresses;
     given.insert(given.end(), more.begin(), more.end());
   }
   Placement on_data_frame(const FrameHeader&, std::span<const std::byte>) override { return {}; }
@@ -153,10 +154,17 @@ class Inventor {
     FrameForge& forge = stranger.forge();
     if (dice_.one_in(30) && !stranger.lent.empty()) return add_transfer(forge, stranger.lent);
     // Or its limit is soon reached, and all that it asks for is refused.
-    if (dice_.one_in(10) && !mine_.empty())
-      return forge.add(FrameKind::kReturn, id(), write_addresses({&dice_.pick(mine_), 1}));
+    if (dice_.one_in(10) && !mine_.empty()) {
+      forge.header.verb = kReturnVerb.number;
+      return forge.add(FrameKind::kCall, id(), write_addresses({&dice_.pick(mine_), 1}));
+    }
     const FrameKind kind = dice_.one_in(200) ? static_cast<FrameKind>(dice_.below(64)) : dice_.pick(kKinds);
-    Bytes body = body_of(kind);
+    const std::uint16_t verb = dice_.one_in(100) ? static_cast<std::uint16_t>(dice_.any()) : dice_.pick(kVerbs)->number;
+    const bool says_verb = kind == FrameKind::kCall || kind == FrameKind::kCancel || kind == FrameKind::kAnswer ||
+                           kind == FrameKind::kRefused;
+    if (says_verb || dice_.one_in(300)) forge.header.verb = verb;
+    if (kind == FrameKind::kCall || dice_.one_in(300)) forge.header.lifetime_ms = dice_.below(1000);
+    Bytes body = body_of(kind, verb);
     Bytes payload;
     if (kind == FrameKind::kData) {
       payload = some_bytes(dice_.one_in(20) ? 1 + dice_.below(3000) : std::max<std::uint64_t>(1, payload_bytes_),
@@ -184,14 +192,16 @@ class Inventor {
     complete.named = to;
     complete.bytes = bytes_;
     complete.has_private = true;
-    forge.add(FrameKind::kComplete, number, write_body(complete));
+    forge.header.verb = kCompleteVerb.number;
+    forge.add(FrameKind::kCall, number, write_body(complete));
   }
 
-  static constexpr std::array kKinds = {
-      FrameKind::kLend,    FrameKind::kLend,     FrameKind::kReturn,   FrameKind::kReserve,
-      FrameKind::kReserve, FrameKind::kData,     FrameKind::kData,     FrameKind::kData,
-      FrameKind::kData,    FrameKind::kComplete, FrameKind::kComplete, FrameKind::kCancel,
-      FrameKind::kFetch,   FrameKind::kDone,     FrameKind::kRefused,  FrameKind::kPong};
+  static constexpr std::array kKinds = {FrameKind::kCall, FrameKind::kCall,   FrameKind::kCall,   FrameKind::kCall,
+                                        FrameKind::kCall, FrameKind::kCall,   FrameKind::kCall,   FrameKind::kCall,
+                                        FrameKind::kData, FrameKind::kData,   FrameKind::kData,   FrameKind::kCancel,
+                                        FrameKind::kData, FrameKind::kAnswer, FrameKind::kRefused};
+  static constexpr std::array kVerbs = {&kLendVerb,     &kLendVerb,     &kReturnVerb,  &kReserveVerb, &kReserveVerb,
+                                        &kCompleteVerb, &kCompleteVerb, &kAbandonVerb, &kFetchVerb};
 
   std::uint64_t id() { return dice_.one_in(50) ? dice_.any() : 1 + dice_.below(12); }
 
@@ -209,42 +219,12 @@ class Inventor {
     return some;
   }
 
-  Bytes body_of(FrameKind kind) {
+  Bytes body_of(FrameKind kind, std::uint16_t verb) {
     switch (kind) {
-      case FrameKind::kLend:
-        return write_body(LendBody{dice_.below(4), dice_.one_in(4) ? Medium::kDram : Medium::kHbm, dice_.one_in(2)});
-      case FrameKind::kReturn:
-      case FrameKind::kDone:
+      case FrameKind::kCall:
+        return request_of(verb);
+      case FrameKind::kAnswer:
         return write_addresses(addresses(2));
-      case FrameKind::kReserve: {
-        ReserveBody body;
-        body.blocks = dice_.below(3) + 1;
-        body.may_evict = dice_.one_in(2);
-        body.one_sided = dice_.one_in(8);
-        body.lifetime_ms = dice_.below(2000);
-        if (dice_.one_in(5)) {
-          body.insert = true;
-          body.tokens = prompt(static_cast<Token>(dice_.below(9)), body.blocks);
-        }
-        return write_body(body);
-      }
-      case FrameKind::kComplete: {
-        CompleteBody body;
-        if (dice_.one_in(2)) body.named = addresses(2);
-        body.bytes = dice_.one_in(4) ? dice_.any() : bytes_ * std::max<std::size_t>(1, body.named.size());
-        body.has_private = dice_.one_in(2);
-        if (body.has_private) body.private_bytes = some_bytes(dice_.below(60));
-        body.has_checksum = dice_.one_in(6);
-        return write_body(body);
-      }
-      case FrameKind::kFetch: {
-        FetchBody body;
-        body.lifetime_ms = dice_.below(1000);
-        body.from = addresses(2);
-        for (std::size_t i = 0; i < body.from.size(); ++i)
-          body.to.push_back(make_address(kStranger, Medium::kHbm, 1, dice_.below(8)));
-        return write_body(body);
-      }
       case FrameKind::kRefused:
         return write_error(Error(ErrorCode::kBusy, "no"));
       case FrameKind::kData: {
@@ -260,6 +240,45 @@ class Inventor {
         Bytes body;
         write_data_body(strips, to, body);
         return body;
+      }
+      default:
+        return {};
+    }
+  }
+
+  Bytes request_of(std::uint16_t verb) {
+    switch (verb) {
+      case kLendVerb.number:
+        return write_body(LendBody{dice_.below(4), dice_.one_in(4) ? Medium::kDram : Medium::kHbm, dice_.one_in(2)});
+      case kReturnVerb.number:
+        return write_addresses(addresses(2));
+      case kReserveVerb.number: {
+        ReserveBody body;
+        body.blocks = dice_.below(3) + 1;
+        body.may_evict = dice_.one_in(2);
+        body.one_sided = dice_.one_in(8);
+        body.lifetime_ms = dice_.below(2000);
+        if (dice_.one_in(5)) {
+          body.insert = true;
+          body.tokens = prompt(static_cast<Token>(dice_.below(9)), body.blocks);
+        }
+        return write_body(body);
+      }
+      case kCompleteVerb.number: {
+        CompleteBody body;
+        if (dice_.one_in(2)) body.named = addresses(2);
+        body.bytes = dice_.one_in(4) ? dice_.any() : bytes_ * std::max<std::size_t>(1, body.named.size());
+        body.has_private = dice_.one_in(2);
+        if (body.has_private) body.private_bytes = some_bytes(dice_.below(60));
+        body.has_checksum = dice_.one_in(6);
+        return write_body(body);
+      }
+      case kFetchVerb.number: {
+        FetchBody body;
+        body.from = addresses(2);
+        for (std::size_t i = 0; i < body.from.size(); ++i)
+          body.to.push_back(make_address(kStranger, Medium::kHbm, 1, dice_.below(8)));
+        return write_body(body);
       }
       default:
         return {};

@@ -158,7 +158,7 @@ Bytes sample_body(std::uint32_t kind) {
     case 3:
       return write_body(CompleteBody{4096, true, true, true, 77, addresses, Bytes(5), "tenant", {1, 2}});
     case 4:
-      return write_body(FetchBody{Priority::kBackground, 1000, addresses, addresses});
+      return write_body(FetchBody{Priority::kBackground, addresses, addresses});
     case 5:
       return write_addresses(addresses);
     default:
@@ -267,8 +267,16 @@ TEST_CASE("the longest requests fit a frame") {
   const std::vector<Address> addresses(kAddressesMax, 1);
   const std::vector<Token> tokens(kTokenBytesMax / sizeof(Token), 1);
   const std::string name_space(kNamespaceBytesMax, 'n');
-  CHECK(write_body(FetchBody{Priority::kDecode, 1, addresses, addresses}).size() <= kBodyBytesMax);
-  CHECK(write_body(ReserveBody{1, Medium::kHbm, true, true, true, 1, name_space, tokens}).size() <= kBodyBytesMax);
+  const auto fits = [](const Bytes& bytes, std::size_t bytes_max) {
+    return bytes.size() <= bytes_max && bytes.size() <= kBodyBytesMax;
+  };
+  CHECK(fits(write_body(LendBody{1, Medium::kHbm, true}), kLendVerb.request_bytes_max));
+  CHECK(fits(write_body(FetchBody{Priority::kDecode, addresses, addresses}), kFetchVerb.request_bytes_max));
+  CHECK(fits(write_body(ReserveBody{1, Medium::kHbm, true, true, true, 1, name_space, tokens}),
+             kReserveVerb.request_bytes_max));
+  CHECK(fits(write_body(ReservedBody{1, addresses}), kReserveVerb.answer_bytes_max));
+  CHECK(fits(write_addresses(addresses), kLendVerb.answer_bytes_max));
+  CHECK(fits(write_addresses(addresses), kReturnVerb.request_bytes_max));
   CHECK(
       write_body(CompleteBody{1, true, true, true, 1, addresses, Bytes(kPrivateBytesMax), name_space, tokens}).size() <=
       kBodyBytesMax);

@@ -106,14 +106,14 @@ TEST_CASE("a frame header is 32 bytes with each field where docs/wire.md says") 
   header.body_bytes = 0x04030201;
   header.kind = 5;
   header.flags = 6;
-  header.zero = 0;
+  header.verb = 0x0807;
   header.sequence = 0x100F0E0D0C0B0A09;
   header.id = 0x1817161514131211;
-  header.payload_bytes = 0x201F1E1D1C1B1A19;
+  header.payload_bytes = 0x1C1B1A19;
+  header.lifetime_ms = 0x201F1E1D;
   Bytes out;
   WireWriter(out).raw(&header, sizeof(header));
   Bytes expected;
   for (int i = 1; i <= 32; ++i) expected.push_back(static_cast<std::byte>(i));
-  expected[6] = expected[7] = std::byte{0};
   CHECK(out == expected);
 }

@@ -9,7 +9,7 @@ import threading
 
 __all__ = ["Relay"]
 
-_HEADER = struct.Struct("<IBBHQQQ")  # body bytes, kind, flags, zero, sequence, id, payload bytes
+_HEADER = struct.Struct("<IBBHQQII")  # body bytes, kind, flags, verb, sequence, id, payload bytes, lifetime
 _TAG_BYTES = 16
 _END_BYTES = 1  # behind a payload
 _DATA = 22
@@ -93,7 +93,7 @@ class Relay:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 header = _take(source, _HEADER.size)
-                body_bytes, kind, *_, payload_bytes = _HEADER.unpack(header)
+                body_bytes, kind, *_, payload_bytes, _ = _HEADER.unpack(header)
                 head, tag = header + _take(source, body_bytes), _take(source, _TAG_BYTES)
                 self.checksums += tag[4:] == bytes(_TAG_BYTES - 4)
                 frame = head + tag

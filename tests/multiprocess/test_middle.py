@@ -19,7 +19,7 @@ import kvpool
 
 SECRET = "s" * 40
 BLOCK_BYTES = 64 << 10
-HEADER = struct.Struct("<IBBHQQQ")
+HEADER = struct.Struct("<IBBHQQII")
 TAG_BYTES = 16
 DATA = 22
 LEASE_SECONDS = 10.0
@@ -64,7 +64,7 @@ class Middle:
 
     def _pass_frame(self, source: socket.socket, target: socket.socket) -> None:
         header = receive(source, HEADER.size)
-        body_bytes, kind, *_, payload_bytes = HEADER.unpack(header)
+        body_bytes, kind, *_, payload_bytes, _ = HEADER.unpack(header)
         body, tag, payload = receive(source, body_bytes), receive(source, TAG_BYTES), receive(source, payload_bytes)
         rest = receive(source, 1 + TAG_BYTES) if payload else b""
         if kind == DATA and self.change is not None:

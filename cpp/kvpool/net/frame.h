@@ -13,8 +13,8 @@
 
 namespace kvpool {
 
-inline constexpr std::uint16_t kWireVersionMin = 3;
-inline constexpr std::uint16_t kWireVersionMax = 3;
+inline constexpr std::uint16_t kWireVersionMin = 4;
+inline constexpr std::uint16_t kWireVersionMax = 4;
 
 enum class FrameKind : std::uint8_t {
   // Link level: never seen by a LinkHandler.
@@ -26,31 +26,25 @@ enum class FrameKind : std::uint8_t {
   kDoor = 4,      // the Unix socket for peers on the same host
   kMetadata = 5,  // a PeerMetadata, and its descriptors
   kReject = 6,    // instead of peer metadata, or after it: an error, and the end
-  // Requests carry an id of the sender's choice; the answer repeats it.
-  kLend = 16,      // lend me blocks                                 -> kLent or kRefused
-  kReturn = 17,    // I give lent blocks back                        -> kDone or kRefused
-  kReserve = 18,   // reserve blocks for transfer `id`               -> kReserved or kRefused
-  kComplete = 19,  // transfer `id` has been written                 -> kDone or kRefused
-  kCancel = 20,    // transfer `id` is cancelled; nothing writes now  -> kDone
-  kFetch = 21,     // write your blocks into mine                    -> kDone or kRefused
-  kData = 22,      // block content for transfer `id`                no answer
+  // Calls: transfer/peer_calls.h. They carry a verb, and an id of the caller's choice; the answer repeats both.
+  kCall = 16,    // the verb, with its request          -> kAnswer or kRefused
+  kCancel = 17,  // nobody waits for this call any more  no answer but the call's own
+  kLeave = 18,   // nothing writes here any more         no answer
+  kData = 22,    // block content for transfer `id`      no answer
   // Control messages of NCCL, for one direction; the other direction has another communicator.
   kChannel = 24,  // join me in this communicator                    no answer: NCCL is one
   kPass = 25,     // receive content by NCCL for transfer `id`       -> kPassed
   kHalt = 26,     // I have left the communicator                    no answer
   // From the scheduler of a logical instance to its ranks, and between ranks of two of them.
-  kMeet = 48,    // connect to these ranks of a peer                  -> kDone or kRefused
-  kOrder = 49,   // write these parts of blocks to ranks of a peer    -> kReported or kRefused
+  kMeet = 48,    // connect to these ranks of a peer                  -> kAnswer or kRefused
+  kOrder = 49,   // write these parts of blocks to ranks of a peer    -> kAnswer or kRefused
   kStop = 50,    // end order `id` soon                               no answer but its report
-  kDepart = 51,  // a meeting is over: write nothing in it any more -> kDone, once this side writes no more either
-  kCopy = 52,    // copy blocks to other blocks of yours              -> kDone
-  kFlush = 53,   // rank to rank: all earlier content is in place   -> kDone
+  kDepart = 51,  // a meeting is over: write nothing in it any more -> kAnswer, once this side writes no more either
+  kCopy = 52,    // copy blocks to other blocks of yours              -> kAnswer
+  kFlush = 53,   // rank to rank: all earlier content is in place   -> kAnswer
   // Answers.
-  kLent = 32,
-  kReserved = 33,
-  kDone = 34,
+  kAnswer = 32,
   kRefused = 35,
-  kReported = 36,
   kPassed = 37,  // also when it was refused
 };
 
@@ -58,10 +52,11 @@ struct FrameHeader {
   std::uint32_t body_bytes;
   std::uint8_t kind;
   std::uint8_t flags;           // of kMetadata; of all others 0
-  std::uint16_t zero;           // must be
+  std::uint16_t verb;           // of kCall, kCancel, kAnswer and kRefused; of all others 0
   std::uint64_t sequence;       // of this direction of this link: 1, 2, 3, ...; any other than the next ends the link
-  std::uint64_t id;             // of the request or transfer
-  std::uint64_t payload_bytes;  // of kData at least 1, of all others 0
+  std::uint64_t id;             // of the call or transfer
+  std::uint32_t payload_bytes;  // of kData at least 1, of all others 0
+  std::uint32_t lifetime_ms;    // of kCall: how long its caller waits, 0 where nobody says; of all others 0
 };
 static_assert(sizeof(FrameHeader) == 32);
 

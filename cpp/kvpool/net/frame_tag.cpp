@@ -60,12 +60,10 @@ std::size_t body_bytes_max(std::uint8_t kind) {
       return kShortBodyBytesMax;
     case FrameKind::kMetadata:
       return kMetadataBytesMax;
-    case FrameKind::kLend:
-    case FrameKind::kReturn:
-    case FrameKind::kReserve:
-    case FrameKind::kComplete:
     case FrameKind::kCancel:
-    case FrameKind::kFetch:
+    case FrameKind::kLeave:
+      return 0;
+    case FrameKind::kCall:
     case FrameKind::kData:
     case FrameKind::kChannel:
     case FrameKind::kPass:
@@ -76,15 +74,18 @@ std::size_t body_bytes_max(std::uint8_t kind) {
     case FrameKind::kDepart:
     case FrameKind::kCopy:
     case FrameKind::kFlush:
-    case FrameKind::kLent:
-    case FrameKind::kReserved:
-    case FrameKind::kDone:
+    case FrameKind::kAnswer:
     case FrameKind::kRefused:
-    case FrameKind::kReported:
     case FrameKind::kPassed:
       return kBodyBytesMax;
   }
   fail("there is no kind " + std::to_string(kind));
+}
+
+// Whether frames of this kind name a verb. Answers of ranks name none.
+bool has_verb(FrameKind kind) noexcept {
+  return kind == FrameKind::kCall || kind == FrameKind::kCancel || kind == FrameKind::kAnswer ||
+         kind == FrameKind::kRefused;
 }
 
 }  // namespace
@@ -99,7 +100,12 @@ void check_header(const FrameHeader& header, std::uint64_t sequence) {
     fail("flags " + std::to_string(header.flags) + ", of which some are unknown for kind " +
          std::to_string(header.kind));
   }
-  if (header.zero != 0) fail("bytes that must be zero are not");
+  if (header.verb != 0 && !has_verb(static_cast<FrameKind>(header.kind))) {
+    fail("verb " + std::to_string(header.verb) + " in kind " + std::to_string(header.kind));
+  }
+  if (header.lifetime_ms != 0 && header.kind != static_cast<std::uint8_t>(FrameKind::kCall)) {
+    fail("a lifetime in kind " + std::to_string(header.kind));
+  }
   const bool data = header.kind == static_cast<std::uint8_t>(FrameKind::kData);
   const std::size_t payload_max = data ? kPayloadBytesMax : 0;
   if (header.payload_bytes > payload_max) {

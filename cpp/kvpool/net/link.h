@@ -19,10 +19,11 @@
 namespace kvpool {
 
 struct Message {
-  FrameKind kind = FrameKind::kDone;
-  std::uint8_t flags = 0;
+  FrameKind kind = FrameKind::kAnswer;
+  std::uint16_t verb = 0;  // of a call, and of what is said of it
   std::uint64_t id = 0;
   Bytes body;
+  std::uint32_t lifetime_ms = 0;  // of a call
 };
 
 // Where to put a data frame's payload. The handler checks it; an empty list drops the payload.

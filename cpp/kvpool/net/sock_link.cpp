@@ -26,7 +26,7 @@ Descriptor make_eventfd() {
   return made;
 }
 
-bool of_link(FrameKind kind) noexcept { return kind < FrameKind::kLend; }
+bool of_link(FrameKind kind) noexcept { return kind < FrameKind::kCall; }
 
 }  // namespace
 
@@ -78,8 +78,9 @@ void SockLink::send(Message&& message) {
   }
   FrameHeader header{};
   header.kind = static_cast<std::uint8_t>(message.kind);
-  header.flags = message.flags;
+  header.verb = message.verb;
   header.id = message.id;
+  header.lifetime_ms = message.lifetime_ms;
   writer_.send(header, std::move(message.body));
 }
 
@@ -99,7 +100,7 @@ void SockLink::send_data(std::uint64_t id, std::span<const std::byte> body, std:
   FrameHeader header{};
   header.kind = static_cast<std::uint8_t>(FrameKind::kData);
   header.id = id;
-  header.payload_bytes = bytes;
+  header.payload_bytes = static_cast<std::uint32_t>(bytes);
   if (handling()) return writer_.send_copy(header, body, pieces);
   writer_.send_data(header, body, pieces, deadline_ns, cancelled);
 }
@@ -175,7 +176,7 @@ void SockLink::on_frame(const FrameHeader& header, Bytes&& body) {
   const auto kind = static_cast<FrameKind>(header.kind);
   if (of_link(kind)) return on_link_frame(header, std::move(body));
   if (!handler_) throw Error(ErrorCode::kProtocol, "the peer sent a message before it was admitted");
-  handler_->on_message(Message{kind, header.flags, header.id, std::move(body)});
+  handler_->on_message(Message{kind, header.verb, header.id, std::move(body), header.lifetime_ms});
 }
 
 void SockLink::on_link_frame(const FrameHeader& header, Bytes&& body) {

@@ -68,7 +68,7 @@ RankChannel::Routes RankChannel::begin_write() {
 // Whether there is nothing more to hear on the link, either.
 bool RankChannel::say_over(Link& link) noexcept {
   try {
-    link.send(Message{FrameKind::kCancel, 0, 0, {}});
+    link.send(Message{FrameKind::kLeave, 0, 0, {}});
   } catch (const std::exception& failure) {
     link.close(Error(ErrorCode::kPeerLost, failure.what()));  // it tells less, and nothing wrong
   }
@@ -280,9 +280,9 @@ void RankChannel::on_message(Message&& message) {
     return route_receiver_->on_message(std::move(message));
   switch (message.kind) {
     case FrameKind::kFlush:
-      if (link != nullptr) link->send(Message{FrameKind::kDone, 0, message.id, {}});
+      if (link != nullptr) link->send(Message{FrameKind::kAnswer, 0, message.id, {}});
       return;
-    case FrameKind::kDone: {
+    case FrameKind::kAnswer: {
       if (message.id > flushes_.load()) throw Error(ErrorCode::kProtocol, "an answer to no flush");
       std::uint64_t before = flushed_.load();
       while (before < message.id && !flushed_.compare_exchange_weak(before, message.id)) {
@@ -290,14 +290,14 @@ void RankChannel::on_message(Message&& message) {
       if (link != nullptr) link->wake();
       return;
     }
-    case FrameKind::kCancel:
-      if (message.id != 0) break;
+    case FrameKind::kLeave: {
       {
         const std::lock_guard lock(mutex_);
         peer_said_ = true;
       }
       depart(Error(ErrorCode::kPeerLost, peer_.name + " has left"));
       return await_quiet();
+    }
     default:
       break;
   }

@@ -281,7 +281,7 @@ void RankNodeImpl::on_message(Message&& message) {
     case FrameKind::kDepart: {
       const std::uint64_t meeting = read_depart(message.body).meeting;
       const Error why(ErrorCode::kPeerLost, "the meeting with the peer is over");
-      return channels_.depart(meeting, why, [this, id = message.id] { answer(FrameKind::kDone, id, {}); });
+      return channels_.depart(meeting, why, [this, id = message.id] { answer(FrameKind::kAnswer, id, {}); });
     }
     case FrameKind::kCopy:
       return on_copy(message.id, read_copy(message.body));
@@ -308,7 +308,7 @@ void RankNodeImpl::answer(FrameKind kind, std::uint64_t id, Bytes body) noexcept
 void RankNodeImpl::answer(std::uint64_t id, const std::optional<Error>& failure) noexcept {
   try {
     if (failure) return answer(FrameKind::kRefused, id, write_error(for_peer(*failure)));
-    answer(FrameKind::kDone, id, {});
+    answer(FrameKind::kAnswer, id, {});
   } catch (const std::exception&) {
     answer(FrameKind::kRefused, id, {});  // not even memory for the reason: it ends the link
   }
@@ -345,7 +345,7 @@ void RankNodeImpl::on_order(std::uint64_t id, OrderBody&& body) {
     }
     if (error != nullptr && error->code() == ErrorCode::kDeviceLost) return lose(*error);
     if (error != nullptr) return answer(id, *error);
-    answer(FrameKind::kReported, id, write_body(ReportBody{outcome.calls, outcome.bytes}));
+    answer(FrameKind::kAnswer, id, write_body(ReportBody{outcome.calls, outcome.bytes}));
   };
   {
     const std::lock_guard lock(mutex_);

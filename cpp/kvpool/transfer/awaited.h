@@ -51,12 +51,12 @@ class AwaitedTransfer : public Transfer, public PendingAnswer, public std::enabl
 
 template <class Begin>
 void AwaitedTransfer::ask(Begin&& begin) {
-  session_->expect_answer(id_, shared_from_this());
+  session_->calls().expect(id_, shared_from_this());
   try {
     session_->host().tick_by(deadline_ns_);
     begin();
   } catch (...) {
-    session_->forget_answer(id_);
+    session_->calls().forget(id_);
     if (withdraw()) throw;
   }
 }

@@ -9,22 +9,13 @@
 #include "kvpool/base/strips.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/messages.h"
-#include "kvpool/transfer/request_bytes.h"
 #include "kvpool/transfer/strategy.h"
 
 namespace kvpool {
 namespace {
 
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
-constexpr std::int64_t kNsPerMs = 1'000'000;
-constexpr std::uint64_t kLifetimeMsMax = 1U << 30;
-constexpr std::int64_t kRetryAfterUs = 10'000;
-
-// That a peer has asked for, until it is answered.
-struct HeldFetch {
-  RequestBytes::Held waiting;
-  FetchBody body;
-};
+constexpr std::int64_t kLifetimeNsMax = 1'000'000LL << 30;  // of a fetch whose caller says none
 
 }  // namespace
 
@@ -64,13 +55,12 @@ Fetch::~Fetch() {
 void Fetch::start() {
   start_clock();
   const std::uint32_t instance = session_->host().blocks().instance();
-  FetchBody body{priority_, 0, from_, to_};
-  body.lifetime_ms = lifetime_ms();
+  FetchBody body{priority_, from_, to_};
   for (Address& address : body.to) {
     if (instance_of(address) == 0) address |= Address{instance} << kInstanceShift;
   }
   Bytes message = write_body(body);
-  ask([&] { session_->send(FrameKind::kFetch, id_, std::move(message)); });
+  ask([&] { session_->calls().send(kFetchVerb, id_, std::move(message), deadline_ns_); });
 }
 
 bool Fetch::withdraw() noexcept {
@@ -81,12 +71,11 @@ bool Fetch::withdraw() noexcept {
 void Fetch::on_answer(Message&& message) {
   Lock lock(mutex_);
   if (phase_ == Phase::kDone) {
-    if (message.kind == FrameKind::kDone || message.kind == FrameKind::kRefused)
-      session_->receiver().on_fetch_over(id_);
+    session_->receiver().on_fetch_over(id_);
     return;
   }
+  if (message.verb != kFetchVerb.number) throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
   if (message.kind == FrameKind::kRefused) return end(lock, read_error(message.body), /*may_still_write=*/false);
-  if (message.kind != FrameKind::kDone) throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
   if (phase_ == Phase::kAsked) return end(lock, outcome(), false);
   end(lock, Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"), false);
 }
@@ -108,8 +97,8 @@ std::int64_t Fetch::on_tick(std::int64_t now_ns) {
   return kNever;
 }
 
-// The owner answers when it writes no more. A quarantine under this id ends then: see Session::on_unwanted().
-void Fetch::tell_cancelled() { session_->tell(FrameKind::kCancel, id_); }
+// The owner answers when it writes no more. A quarantine under this id ends then: see Session::serve_verbs().
+void Fetch::tell_cancelled() { session_->calls().cancel(kFetchVerb, id_); }
 
 // Lets go of the lock.
 void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
@@ -126,7 +115,7 @@ void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
     room_.mapped().held = held;
     session_->receiver().quarantine(std::move(room_));
   }
-  session_->forget_answer(id_);
+  session_->calls().forget(id_);
   if (!may_still_write) {
     BlockHost& blocks = session_->host().blocks();
     if (gives_back && held != nullptr) {
@@ -173,23 +162,19 @@ void Fetch::finish() { throw_not_streamed(); }
 
 // --- the owner ---
 
-void Session::on_fetch(std::uint64_t id, FetchBody&& body) {
+void Session::on_fetch(const CallPointer& call, FetchBody&& body) {
   const auto refused = failure_of([&] {
-    if ((id & kFetchBit) == 0) throw Error(ErrorCode::kProtocol, "this is no number of a fetch");
+    if ((call->id() & kFetchBit) == 0) throw Error(ErrorCode::kProtocol, "this is no number of a fetch");
     if (body.from.empty()) throw Error(ErrorCode::kArgument, "a fetch needs blocks");
     check_of_peer(body.to);
-    auto waiting = receiver_->hold_request((body.from.size() + body.to.size()) * sizeof(Address));
-    const auto held = std::make_shared<HeldFetch>(HeldFetch{std::move(waiting), std::move(body)});
-    begin_push(id, std::shared_ptr<FetchBody>(held, &held->body));
+    call->hold(receiver_->hold_request((body.from.size() + body.to.size()) * sizeof(Address)));
+    begin_push(call, std::make_shared<FetchBody>(std::move(body)));
   });
-  if (!refused) return;
-  Bytes answer;
-  if (const auto failure = failure_of([&] { answer = write_error(for_peer(*refused)); })) return close_link(*failure);
-  tell(FrameKind::kRefused, id, answer);
+  if (refused) call->refuse(*refused);
 }
 
 // Throws Error, std::bad_alloc; then nothing is under way.
-void Session::begin_push(std::uint64_t id, const std::shared_ptr<FetchBody>& body) {
+void Session::begin_push(const CallPointer& call, const std::shared_ptr<FetchBody>& body) {
   const Layout& layout = host_.blocks().layout();
   const auto stop = std::make_shared<std::atomic<bool>>(false);
   const auto strip =
@@ -198,72 +183,46 @@ void Session::begin_push(std::uint64_t id, const std::shared_ptr<FetchBody>& bod
   job.bytes = body->from.size() * layout.block_bytes();
   job.route = choose_route("", body->from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size()), job.bytes,
                            media_set_of(body->from), media_set_of(body->to));
-  job.request.transfer = id;
+  job.request.transfer = call->id();
   job.request.strips = std::span(&strip->first, 1);
   job.request.from = body->from;
   job.request.to = body->to;
   // What is cached here may still be on its way from a kernel.
   const std::shared_ptr<const DeviceOrder> order = host_.blocks().device_order();
   job.request.after = order.get();
-  job.request.deadline_ns =
-      host_.now_ns() + static_cast<std::int64_t>(std::min<std::uint64_t>(body->lifetime_ms, kLifetimeMsMax)) * kNsPerMs;
+  job.request.deadline_ns = std::min(call->deadline_ns(), host_.now_ns() + kLifetimeNsMax);
   job.request.cancelled = stop.get();
   job.keep = std::make_shared<std::tuple<std::shared_ptr<void>, std::shared_ptr<void>, std::shared_ptr<const void>>>(
       strip, stop, order);
   job.priority = body->priority;
-  job.done = [self = shared_from_this(), id, body](const WriteOutcome& /*outcome*/, const Error* error) {
-    self->finish_push(id, body->from, error);
+  job.done = [self = shared_from_this(), call, body](const WriteOutcome& /*outcome*/, const Error* error) {
+    self->finish_push(*call, body->from, error);
   };
-  {
-    const std::lock_guard lock(mutex_);
-    if (lost()) throw Error(ErrorCode::kPeerLost, "the link has ended");
-    if (pushes_.size() >= host_.limits().transfers_max) {
-      throw Error(ErrorCode::kBusy, std::to_string(pushes_.size()) + " fetches of this peer are under way here",
-                  {{"limit", host_.limits().transfers_max}, {"retry_after_us", kRetryAfterUs}});
-    }
-    if (!pushes_.emplace(id, stop).second) throw Error(ErrorCode::kProtocol, "this fetch is under way");
-  }
-  bool held = false;
+  call->when_cancelled([stop] { stop->store(true, std::memory_order_relaxed); });
+  if (lost()) throw Error(ErrorCode::kPeerLost, "the link has ended");
+  host_.blocks().hold_for_reading(body->from, peer_.epoch);
+  pushes_.fetch_add(1);
   try {
-    host_.blocks().hold_for_reading(body->from, peer_.epoch);
-    held = true;
     write(std::move(job));
   } catch (...) {
-    if (held) host_.blocks().release_reading(body->from);
-    const std::lock_guard lock(mutex_);
-    pushes_.erase(id);
+    pushes_.fetch_sub(1);
+    host_.blocks().release_reading(body->from);
     throw;
   }
 }
 
-void Session::finish_push(std::uint64_t id, std::span<const Address> held, const Error* error) noexcept {
+void Session::finish_push(ServedCall& call, std::span<const Address> held, const Error* error) noexcept {
   host_.blocks().release_reading(held);
-  {
-    const std::lock_guard lock(mutex_);
-    pushes_.erase(id);
-  }
+  pushes_.fetch_sub(1);
   // What a broken route had begun may be on its way: an answer would say that it is not.
-  if (error != nullptr && breaks_route(*error)) return on_route_broken(*error);
+  if (error != nullptr && breaks_route(*error)) {
+    call.abstain();
+    return on_route_broken(*error);
+  }
+  if (error == nullptr) return call.answer({});
   // Stopped while it waited for the GPU, because the two part: nobody has cancelled anything.
-  const bool parted = error != nullptr && error->code() == ErrorCode::kCancelled && lost();
-  Bytes answer;
-  const auto failure = failure_of([&] {
-    if (error == nullptr) {
-      answer = write_addresses({});
-    } else {
-      answer = write_error(parted ? Error(ErrorCode::kPeerLost, "the owner of the blocks has left") : for_peer(*error));
-    }
-  });
-  if (failure) return close_link(*failure);
-  tell(error != nullptr ? FrameKind::kRefused : FrameKind::kDone, id, answer);
-}
-
-bool Session::stop_push(std::uint64_t id) {
-  const std::lock_guard lock(mutex_);
-  const auto entry = pushes_.find(id);
-  if (entry == pushes_.end()) return false;
-  entry->second->store(true, std::memory_order_relaxed);
-  return true;
+  const bool parted = error->code() == ErrorCode::kCancelled && lost();
+  call.refuse(parted ? Error(ErrorCode::kPeerLost, "the owner of the blocks has left") : *error);
 }
 
 }  // namespace kvpool

@@ -158,7 +158,6 @@ Bytes write_body(const FetchBody& body) {
   out.reserve(32 + (body.from.size() + body.to.size()) * sizeof(Address));
   WireWriter(out)
       .number(static_cast<std::uint8_t>(body.priority))
-      .number(body.lifetime_ms)
       .array(std::span<const Address>(body.from))
       .array(std::span<const Address>(body.to));
   return out;
@@ -170,7 +169,6 @@ FetchBody read_fetch(std::span<const std::byte> bytes) {
   const auto priority = in.number<std::uint8_t>();
   if (priority > static_cast<std::uint8_t>(Priority::kBackground)) malformed("priority " + std::to_string(priority));
   body.priority = static_cast<Priority>(priority);
-  body.lifetime_ms = in.number<std::uint64_t>();
   body.from = in.array<Address>(kAddressesMax);
   body.to = in.array<Address>(kAddressesMax);
   in.finish();

@@ -1,4 +1,4 @@
-// The bodies of requests and answers: docs/wire.md. Reading checks form and caps; whether a number means anything here
+// The bodies of calls and answers: docs/wire.md. Reading checks form and caps; whether a number means anything here
 // is for the session to check.
 #pragma once
 
@@ -12,11 +12,9 @@
 #include "kvpool/net/link.h"
 #include "kvpool/net/wire.h"
 #include "kvpool/transfer/request.h"
+#include "kvpool/transfer/verbs.h"
 
 namespace kvpool {
-
-inline constexpr std::size_t kAddressesMax = std::size_t{1} << 19;  // of one request
-inline constexpr std::size_t kNamespaceBytesMax = 65536;
 
 struct LendBody {
   std::uint32_t blocks = 0;
@@ -54,7 +52,6 @@ struct CompleteBody {
 
 struct FetchBody {
   Priority priority = Priority::kPrefill;
-  std::uint64_t lifetime_ms = 0;
   std::vector<Address> from;  // at the owner
   std::vector<Address> to;    // at the one who asks, reserved for the owner
 };
@@ -64,7 +61,7 @@ Bytes write_body(const ReserveBody& body);
 Bytes write_body(const ReservedBody& body);
 Bytes write_body(const CompleteBody& body);
 Bytes write_body(const FetchBody& body);
-Bytes write_addresses(std::span<const Address> addresses);  // kLent, kReturn, kDone
+Bytes write_addresses(std::span<const Address> addresses);  // of lend, return and complete
 Bytes write_error(const Error& error);                      // kRefused
 
 // Throw Error kProtocol.

@@ -141,7 +141,7 @@ void Outgoing::reserve() {
     body.name_space = request_.name_space;
     body.tokens = request_.tokens;
   }
-  session_->send(FrameKind::kReserve, id_, write_body(body));
+  session_->calls().send(kReserveVerb, id_, write_body(body), deadline_ns_);
 }
 
 // --- answers ---
@@ -150,7 +150,7 @@ void Outgoing::on_answer(Message&& message) {
   Lock lock(mutex_);
   if (phase_ == Phase::kDone) return settle(lock, message);
   if (phase_ == Phase::kCancelling) {
-    if (message.kind != FrameKind::kDone) return;  // what it had answered before it heard
+    if (message.verb != kAbandonVerb.number) return;  // what it had answered before it heard
     cancel_told_ = false;
     return end(lock, why_);
   }
@@ -164,10 +164,10 @@ void Outgoing::on_answer(Message&& message) {
     told_ = false;
     return end(lock, error);
   }
-  if (message.kind == FrameKind::kReserved && phase_ == Phase::kReserving) {
+  if (message.verb == kReserveVerb.number && phase_ == Phase::kReserving) {
     return on_reserved(lock, read_reserved(message.body));
   }
-  if (message.kind == FrameKind::kDone && phase_ == Phase::kCompleting) {
+  if (message.verb == kCompleteVerb.number && phase_ == Phase::kCompleting) {
     std::vector<Address> cached = read_addresses(message.body);
     if (request_.insert) {
       session_->check_of_peer(cached);
@@ -184,19 +184,18 @@ void Outgoing::on_answer(Message&& message) {
 }
 
 // The receiver was told to insert the destinations, and answers after the deadline: only now it is known whose they
-// are. (An answer without blocks is the one to the cancellation.)
+// are.
 void Outgoing::settle(Lock& lock, const Message& message) {
   if (std::exchange(overdue_, false)) {  // the peer handles one frame after the other: what was sent before is over
     lock.unlock();
-    session_->forget_answer(id_);
+    session_->calls().forget(id_);
     return session_->borrowed().end_overdue();
   }
-  if (!told_ || !lent_) return;
-  const bool inserted = message.kind == FrameKind::kDone && !read_addresses(message.body).empty();
-  if (!inserted && message.kind != FrameKind::kRefused) return;
+  if (!told_ || !lent_ || message.verb != kCompleteVerb.number) return;
+  const bool inserted = message.kind == FrameKind::kAnswer;
   told_ = lent_ = false;
   lock.unlock();
-  session_->forget_answer(id_);
+  session_->calls().forget(id_);
   if (inserted) {
     session_->borrowed().drop_written(write_to_);
   } else {
@@ -250,7 +249,7 @@ void Outgoing::give_up(Lock& lock, const Error& why, bool wait_for_peer) {
     lock.unlock();
     if (reading) session_->host().blocks().release_reading(request_.from);
   }
-  if (tell) session_->tell(FrameKind::kCancel, id_);  // or the link ends, and on_lost comes
+  if (tell) session_->calls().post(kAbandonVerb, id_);  // or the link ends, and on_lost comes
 }
 
 // Lets go of the lock.
@@ -268,7 +267,7 @@ void Outgoing::end(Lock& lock, std::optional<Error> error) {
   stats_.total_us = elapsed_us();
   const std::shared_ptr<Route> route = std::move(route_);  // destroyed without the lock
   lock.unlock();
-  if (!is_quiet() && answered) session_->forget_answer(id_);
+  if (!is_quiet() && answered) session_->calls().forget(id_);
   if (lent) {
     // Blocks that the peer has inserted are no longer lent; all others are as they were.
     if (request_.insert && !error) {

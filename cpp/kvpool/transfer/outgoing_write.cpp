@@ -109,14 +109,14 @@ void Outgoing::complete(Lock& lock) {
   phase_ns_ = session_->host().now_ns();
   told_ = true;
   lock.unlock();
-  const auto unsent = failure_of([&] { session_->send(FrameKind::kComplete, id_, std::move(body)); });
+  const auto unsent = failure_of([&] { session_->calls().send(kCompleteVerb, id_, std::move(body), deadline_ns_); });
   if (!unsent) return;
   lock.lock();
   told_ = false;
   if (phase_ == Phase::kCompleting) return give_up(lock, *unsent, /*wait_for_peer=*/false);
   if (!std::exchange(lent_, false)) return;
   lock.unlock();  // it ended at its deadline, and left the destinations until the answer
-  session_->forget_answer(id_);
+  session_->calls().forget(id_);
   session_->borrowed().end_write(write_to_);
 }
 

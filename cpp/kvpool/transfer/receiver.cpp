@@ -30,33 +30,14 @@ Receiver::~Receiver() {
   }
 }
 
-Receiver::Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly, Send send, Abandon abandon)
-    : host_(host),
-      peer_(peer.name),
-      epoch_(peer.epoch),
-      writes_directly_(writes_directly),
-      send_(std::move(send)),
-      abandon_(std::move(abandon)) {}
+Receiver::Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly)
+    : host_(host), peer_(peer.name), epoch_(peer.epoch), writes_directly_(writes_directly) {}
 
-// --- answers ---
-
-// Whoever asked waits for the answer, perhaps with blocks that only the answer sets free. If it cannot be sent (the
-// peer does not read, or there is no memory), the link ends: that is an answer, too.
-void Receiver::send(Message&& message) {
-  const auto failure = failure_of([&] { send_(std::move(message)); });
-  if (failure && failure->code() != ErrorCode::kPeerLost) abandon_(*failure);
-}
-
-void Receiver::answer(std::uint64_t id, FrameKind kind, std::span<const Address> addresses) {
+// Whoever asked waits for the answer, perhaps with blocks that only the answer sets free.
+void Receiver::answer(ServedCall& call, std::span<const Address> addresses) {
   Bytes body;
-  if (const auto failure = failure_of([&] { body = write_addresses(addresses); })) return abandon_(*failure);
-  send(Message{kind, 0, id, std::move(body)});
-}
-
-void Receiver::refuse(std::uint64_t id, const Error& error) {
-  Bytes body;
-  if (const auto failure = failure_of([&] { body = write_error(for_peer(error)); })) return abandon_(*failure);
-  send(Message{FrameKind::kRefused, 0, id, std::move(body)});
+  if (const auto failure = failure_of([&] { body = write_addresses(addresses); })) return call.fail(*failure);
+  call.answer(std::move(body));
 }
 
 // --- limits ---
@@ -92,7 +73,8 @@ Room Receiver::first_room(bool may_evict) const noexcept {
 
 // A sender that lives ends its transfer when the time that it asks for is over; what it sent later would find nobody
 // who waits for it. One that does not is lost soon. So the limit is for those that do neither.
-void Receiver::on_reserve(std::uint64_t id, ReserveBody&& body) {
+void Receiver::on_reserve(const CallPointer& call, ReserveBody&& body) {
+  const std::uint64_t id = call->id();
   const std::int64_t lifetime = std::min<std::int64_t>(
       host_.limits().reserve_max_ns, static_cast<std::int64_t>(std::min(body.lifetime_ms, kLifetimeMsMax)) * kNsPerMs);
   const std::int64_t deadline = host_.now_ns() + lifetime;
@@ -116,12 +98,12 @@ void Receiver::on_reserve(std::uint64_t id, ReserveBody&& body) {
     }
     promised_ += body.blocks;
   });
-  if (refused) return refuse(id, *refused);
-  const auto attempt = [self = shared_from_this(), this, id, spec, mark](Room room) {
+  if (refused) return call->refuse(*refused);
+  const auto attempt = [self = shared_from_this(), this, call, spec, mark](Room room) {
     std::optional<Reservation> reservation;
     auto error = failure_of([&] { reservation = host_.blocks().reserve(*spec, {epoch_, mark}, room); });
     if (!error && !reservation) return false;
-    finish_reserve(id, std::move(reservation), std::move(error));
+    finish_reserve(*call, std::move(reservation), std::move(error));
     return true;
   };
   auto failure = failure_of([&] { host_.tick_by(deadline); });
@@ -130,10 +112,10 @@ void Receiver::on_reserve(std::uint64_t id, ReserveBody&& body) {
     const Room room = body.may_evict ? Room::kEvict : Room::kFree;
     failure = failure_of([&] { host_.run(this, [attempt, room] { static_cast<void>(attempt(room)); }); });
   }
-  if (failure) finish_reserve(id, std::nullopt, std::move(failure));
+  if (failure) finish_reserve(*call, std::nullopt, std::move(failure));
 }
 
-void Receiver::finish_reserve(std::uint64_t id, std::optional<Reservation> reservation, std::optional<Error> error) {
+void Receiver::finish_reserve(ServedCall& call, std::optional<Reservation> reservation, std::optional<Error> error) {
   Bytes body;
   if (!error) {
     error = failure_of([&] {
@@ -143,7 +125,7 @@ void Receiver::finish_reserve(std::uint64_t id, std::optional<Reservation> reser
   bool wanted = false;
   {
     const std::lock_guard lock(mutex_);
-    const auto entry = incoming_.find(id);
+    const auto entry = incoming_.find(call.id());
     KVPOOL_CHECK(entry != incoming_.end() && entry->second.phase == Phase::kReserving);
     wanted = !error && !entry->second.ended;
     if (wanted) {
@@ -156,10 +138,10 @@ void Receiver::finish_reserve(std::uint64_t id, std::optional<Reservation> reser
       incoming_.erase(entry);
     }
   }
-  if (wanted) return send(Message{FrameKind::kReserved, 0, id, std::move(body)});
+  if (wanted) return call.answer(std::move(body));
   if (reservation) host_.blocks().release(reservation->addresses);
   if (!error) error = Error(ErrorCode::kCancelled, "the transfer was given up before it had blocks");
-  refuse(id, *error);
+  call.refuse(*error);
 }
 
 // --- data that this process places ---
@@ -300,15 +282,12 @@ void Receiver::give_back(Quarantined& quarantined) noexcept {
   }
 }
 
-void Receiver::on_cancel(std::uint64_t id) {
-  if (id == 0) return on_drained();
-  // Of a fetch that the peer has asked for: nothing is left of it here. What is quarantined under such a number is this
-  // side's own fetch.
-  if ((id & kFetchBit) == 0) forfeit(id);
-  answer(id, FrameKind::kDone, {});
+void Receiver::on_abandon(const CallPointer& call) {
+  // What is quarantined under the number of a fetch is this side's own.
+  if ((call->id() & kFetchBit) == 0) forfeit(call->id());
+  call->answer({});
 }
 
-// It says that it writes nothing any more, of no transfer and to no lent block: it takes its leave.
 void Receiver::on_drained() {
   const std::lock_guard lock(mutex_);
   drained_ = true;

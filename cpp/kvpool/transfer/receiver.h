@@ -4,8 +4,7 @@
 //   D1  A block that the peer was promised is in exactly one of: a reservation, the lent set, the quarantine.
 //   D2  A reservation ends once: delivered, released, or quarantined and then released. It is released only when nobody
 //       writes it: its bytes are placed by this process, or the peer has said that it is done, or is proved to be gone.
-//   D3  Every request is answered once, unless the link ends first; an answer that cannot be sent ends it. What the
-//       application is told, it is told once.
+//   D3  Every call is answered once: Y1 of served_call.h. What the application is told, it is told once.
 //   D4  Content is placed only in blocks that are in a reservation, in the lent set, or reserved for a fetch of this
 //       side, and such a block leaves there only when nothing is being placed.
 //   D5  A transfer whose content comes by this process completes only if all of it was placed, intact.
@@ -30,6 +29,7 @@
 #include "kvpool/transfer/held_blocks.h"
 #include "kvpool/transfer/messages.h"
 #include "kvpool/transfer/request_bytes.h"
+#include "kvpool/transfer/served_call.h"
 #include "kvpool/transfer/session_host.h"
 
 namespace kvpool {
@@ -65,22 +65,22 @@ struct ArrivedContent {
 
 class Receiver : public std::enable_shared_from_this<Receiver> {
  public:
-  using Send = std::function<void(Message&&)>;
-  using Abandon = std::function<void(const Error&)>;
-  // `writes_directly`: the peer was given the means to write without this process's help. `abandon` ends the link.
-  Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly, Send send, Abandon abandon);
+  // `writes_directly`: the peer was given the means to write without this process's help.
+  Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly);
   ~Receiver();
   Receiver(const Receiver&) = delete;
   Receiver& operator=(const Receiver&) = delete;
 
-  // The peer's requests. Throw Error kProtocol (the link closes) for what no session of ours would say; everything else
-  // that is wrong is answered with kRefused.
-  void on_lend(std::uint64_t id, const LendBody& body);
-  void on_return(std::uint64_t id, const std::vector<Address>& addresses);
-  void on_reserve(std::uint64_t id, ReserveBody&& body);
-  void on_complete(std::uint64_t id, CompleteBody&& body);
-  // The peer says that it writes no more: for this transfer, or, with id 0, at all.
-  void on_cancel(std::uint64_t id);
+  // The peer's calls; what is wrong with them is refused.
+  void on_lend(const CallPointer& call, const LendBody& body);
+  void on_return(const CallPointer& call, const std::vector<Address>& addresses);
+  // Of the transfer with the id of the call, as the next two.
+  void on_reserve(const CallPointer& call, ReserveBody&& body);
+  void on_complete(const CallPointer& call, CompleteBody&& body);
+  // The peer says that it writes no more for this transfer.
+  void on_abandon(const CallPointer& call);
+  // It says that it writes nothing any more, of no transfer and to no lent block: it takes its leave.
+  void on_drained();
   // The owner has answered a fetch that was given up here: it writes no more.
   void on_fetch_over(std::uint64_t id);
 
@@ -137,18 +137,16 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   using ArrivedMap = std::unordered_map<std::uint64_t, ArrivedContent>;
   enum class Lent : std::uint8_t { kHeld, kLeaving };  // kLeaving: goes to the index, or is being given back
 
-  void answer(std::uint64_t id, FrameKind kind, std::span<const Address> addresses);
-  void refuse(std::uint64_t id, const Error& error);
-  void send(Message&& message);
+  static void answer(ServedCall& call, std::span<const Address> addresses);
   void check_id(std::uint64_t id) const;
   void check_quota(std::size_t blocks) const;
   Room first_room(bool may_evict) const noexcept;
-  void finish_lend(std::uint64_t id, std::size_t blocks, std::optional<std::vector<Address>> lent,
+  void finish_lend(ServedCall& call, std::size_t blocks, std::optional<std::vector<Address>> lent,
                    std::optional<Error> error);
   void add_lent(std::span<const Address> addresses);
   void mark_leaving(std::span<const Address> addresses);
   void mark_held(std::span<const Address> addresses) noexcept;
-  void finish_reserve(std::uint64_t id, std::optional<Reservation> reservation, std::optional<Error> error);
+  void finish_reserve(ServedCall& call, std::optional<Reservation> reservation, std::optional<Error> error);
   bool may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry);
   Placement admit(Placement placement, const std::vector<Address>& blocks, std::uint64_t payload_bytes);
   void settle_placed(std::uint64_t id, bool intact);
@@ -157,10 +155,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void check_content(const ArrivedContent& content, std::size_t blocks, std::uint64_t bytes_sent) const;
   void complete_reserved(std::uint64_t id, const CompleteBody& body, Delivery& delivery);
   void complete_named(std::uint64_t id, CompleteBody& body, Delivery& delivery);
-  void verify(std::uint64_t id, std::uint32_t checksum, const std::shared_ptr<Delivery>& delivery);
-  void deliver(std::uint64_t id, Delivery& delivery);
+  void verify(const CallPointer& call, std::uint32_t checksum, const std::shared_ptr<Delivery>& delivery);
+  void deliver(ServedCall& call, Delivery& delivery);
   void finish_delivery(std::uint64_t id, const Delivery& delivery, std::size_t blocks, bool delivered);
-  void on_drained();
   void forfeit(std::uint64_t id);
   void release_quarantined(std::uint64_t id);
   void give_back(Quarantined& quarantined) noexcept;
@@ -172,8 +169,6 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   const std::string peer_;
   const std::uint64_t epoch_;
   const bool writes_directly_;
-  const Send send_;
-  const Abandon abandon_;
   const std::shared_ptr<RequestBytes> request_bytes_ = std::make_shared<RequestBytes>();
 
   std::unique_ptr<StagingBuffer>

@@ -16,7 +16,8 @@ std::string number_of(std::uint64_t id) { return "transfer " + std::to_string(id
 
 }  // namespace
 
-void Receiver::on_complete(std::uint64_t id, CompleteBody&& body) {
+void Receiver::on_complete(const CallPointer& call, CompleteBody&& body) {
+  const std::uint64_t id = call->id();
   std::shared_ptr<Delivery> delivery;
   const bool named = !body.named.empty();
   const auto refused = failure_of([&] {
@@ -34,10 +35,10 @@ void Receiver::on_complete(std::uint64_t id, CompleteBody&& body) {
     } else {
       forfeit(id);
     }
-    return refuse(id, *refused);
+    return call->refuse(*refused);
   }
-  if (body.has_checksum) return verify(id, body.checksum, delivery);
-  deliver(id, *delivery);
+  if (body.has_checksum) return verify(call, body.checksum, delivery);
+  deliver(*call, *delivery);
 }
 
 void Receiver::forget_content(std::uint64_t id) noexcept {
@@ -117,31 +118,31 @@ void Receiver::complete_named(std::uint64_t id, CompleteBody& body, Delivery& de
   delivery.reservation.addresses = std::move(body.named);
 }
 
-void Receiver::verify(std::uint64_t id, std::uint32_t checksum, const std::shared_ptr<Delivery>& delivery) {
-  const auto work = [self = shared_from_this(), this, id, checksum, delivery] {
+void Receiver::verify(const CallPointer& call, std::uint32_t checksum, const std::shared_ptr<Delivery>& delivery) {
+  const auto work = [self = shared_from_this(), this, call, checksum, delivery] {
     const std::vector<Address>& addresses = delivery->reservation.addresses;
     std::uint32_t found = 0;
     const auto unread = failure_of([&] { found = host_.blocks().checksum(addresses); });
-    if (!unread && found == checksum) return deliver(id, *delivery);
-    finish_delivery(id, *delivery, addresses.size(), /*delivered=*/false);
-    if (unread) return refuse(id, *unread);
-    refuse(id, *failure_of([&] {
-             throw Error(ErrorCode::kProtocol, "the checksum of " + number_of(id) + " is wrong: content was damaged",
-                         {{"needed", checksum}, {"given", found}});
-           }));
+    if (!unread && found == checksum) return deliver(*call, *delivery);
+    finish_delivery(call->id(), *delivery, addresses.size(), /*delivered=*/false);
+    if (unread) return call->refuse(*unread);
+    call->refuse(*failure_of([&] {
+      throw Error(ErrorCode::kProtocol, "the checksum of " + number_of(call->id()) + " is wrong: content was damaged",
+                  {{"needed", checksum}, {"given", found}});
+    }));
   };
   const void* const key = &incoming_;  // not the receiver's: who asks for blocks does not wait for a checksum
   // Without memory to hand it on, it is done here.
   if (failure_of([&] { host_.run(key, work); })) work();
 }
 
-void Receiver::deliver(std::uint64_t id, Delivery& delivery) {
+void Receiver::deliver(ServedCall& call, Delivery& delivery) {
   const std::size_t blocks = delivery.reservation.addresses.size();
   Delivered delivered;
   const auto error = failure_of([&] { delivered = host_.blocks().deliver(std::move(delivery)); });
-  finish_delivery(id, delivery, blocks, !error);
-  if (error) return refuse(id, *error);
-  answer(id, FrameKind::kDone, delivered.cached);
+  finish_delivery(call.id(), delivery, blocks, !error);
+  if (error) return call.refuse(*error);
+  answer(call, delivered.cached);
   if (delivered.news != nullptr) host_.blocks().publish(std::move(delivered.news));
 }
 

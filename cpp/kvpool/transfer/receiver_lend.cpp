@@ -6,43 +6,44 @@
 
 namespace kvpool {
 
-void Receiver::on_lend(std::uint64_t id, const LendBody& body) {
+void Receiver::on_lend(const CallPointer& call, const LendBody& body) {
   const auto refused = failure_of([&] {
     const std::lock_guard lock(mutex_);
     check_quota(body.blocks);
     promised_ += body.blocks;
   });
-  if (refused) return refuse(id, *refused);
-  const auto attempt = [self = shared_from_this(), this, id, body](Room room) {
+  if (refused) return call->refuse(*refused);
+  const auto attempt = [self = shared_from_this(), this, call, body](Room room) {
     std::optional<std::vector<Address>> lent;
     auto error = failure_of([&] { lent = host_.blocks().lend(body.blocks, body.medium, {epoch_, 0}, room); });
     if (!error && !lent) return false;
-    finish_lend(id, body.blocks, std::move(lent), std::move(error));
+    finish_lend(*call, body.blocks, std::move(lent), std::move(error));
     return true;
   };
   // Without room to be made, the answer is quick; what evicts or swaps goes where it keeps nobody waiting.
   if (attempt(first_room(body.may_evict))) return;
   const Room room = body.may_evict ? Room::kEvict : Room::kFree;
   auto failure = failure_of([&] { host_.run(this, [attempt, room] { static_cast<void>(attempt(room)); }); });
-  if (failure) finish_lend(id, body.blocks, std::nullopt, std::move(failure));
+  if (failure) finish_lend(*call, body.blocks, std::nullopt, std::move(failure));
 }
 
-void Receiver::finish_lend(std::uint64_t id, std::size_t blocks, std::optional<std::vector<Address>> lent,
+void Receiver::finish_lend(ServedCall& call, std::size_t blocks, std::optional<std::vector<Address>> lent,
                            std::optional<Error> error) {
   if (!error) {
     error = failure_of([&] {
       const std::lock_guard lock(mutex_);
       if (lost_) throw Error(ErrorCode::kPeerLost, "the peer has gone");
+      if (call.cancelled()) throw Error(ErrorCode::kCancelled, "nobody waits for these blocks any more");
       add_lent(*lent);
     });
-    if (!error) return answer(id, FrameKind::kLent, *lent);
+    if (!error) return answer(call, *lent);
     host_.blocks().release(*lent);
   }
   {
     const std::lock_guard lock(mutex_);
     promised_ -= static_cast<std::uint32_t>(blocks);
   }
-  refuse(id, *error);
+  call.refuse(*error);
 }
 
 // All, or none and std::bad_alloc. REQUIRES: mutex_ is held.
@@ -77,16 +78,16 @@ void Receiver::mark_held(std::span<const Address> addresses) noexcept {
   for (const Address address : addresses) lent_.find(address)->second = Lent::kHeld;
 }
 
-void Receiver::on_return(std::uint64_t id, const std::vector<Address>& addresses) {
+void Receiver::on_return(const CallPointer& call, const std::vector<Address>& addresses) {
   const auto refused = failure_of([&] {
     const std::lock_guard lock(mutex_);
     mark_leaving(addresses);
     for (const Address address : addresses) lent_.erase(address);
     promised_ -= static_cast<std::uint32_t>(addresses.size());
   });
-  if (refused) return refuse(id, *refused);
+  if (refused) return call->refuse(*refused);
   host_.blocks().release(addresses);
-  answer(id, FrameKind::kDone, {});
+  call->answer({});
 }
 
 }  // namespace kvpool

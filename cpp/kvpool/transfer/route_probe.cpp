@@ -84,17 +84,16 @@ bool RouteProbe::reserve(std::size_t blocks, const Waiting& waiting) {
     body.may_evict = false;
     body.one_sided = std::ranges::any_of(candidates_, [](const auto& one) { return one.route->traits().one_sided; });
     body.lifetime_ms = kLifetimeMs;
-    id_ = session_.next_id();
+    id_ = session_.calls().next_id();
     asked_ = true;
     Message answer;
-    const auto refused = failure_of(
-        [&] { answer = session_.call(FrameKind::kReserve, id_, write_body(body), waiting, "reserving blocks"); });
+    const auto refused =
+        failure_of([&] { answer = session_.calls().call(kReserveVerb, id_, write_body(body), waiting); });
     if (refused && refused->code() == ErrorCode::kOutOfBlocks) {
       asked_ = false;
       continue;
     }
     if (refused) throw Error(*refused);
-    if (answer.kind != FrameKind::kReserved) return false;
     ReservedBody reserved = read_reserved(answer.body);
     session_.check_of_peer(reserved.addresses);
     addresses_ = std::move(reserved.addresses);
@@ -187,7 +186,7 @@ void RouteProbe::sample(Candidate& candidate, const Size& size, std::span<const 
 // How long the peer takes for a word that changes nothing, behind all that was sent before.
 double RouteProbe::answer_us(const Waiting& waiting) {
   const std::int64_t began_ns = session_.host().now_ns();
-  static_cast<void>(session_.call(FrameKind::kCancel, session_.next_id(), {}, waiting, "answering"));
+  static_cast<void>(session_.calls().call(kAbandonVerb, session_.calls().next_id(), {}, waiting));
   return microseconds(session_.host().now_ns() - began_ns);
 }
 
@@ -224,9 +223,8 @@ void RouteProbe::settle() {
 // Nothing writes any more, unless the route is broken: then the link has ended, and the peer waits for the proof.
 void RouteProbe::end(const Waiting& waiting) noexcept {
   if (!asked_ || broken_ || session_.lost()) return;
-  const auto unsaid = failure_of(
-      [&] { static_cast<void>(session_.call(FrameKind::kCancel, id_, {}, waiting, "taking its blocks back")); });
-  if (unsaid && !session_.lost()) session_.tell(FrameKind::kCancel, id_);  // or the link ends
+  const auto unsaid = failure_of([&] { static_cast<void>(session_.calls().call(kAbandonVerb, id_, {}, waiting)); });
+  if (unsaid && !session_.lost()) session_.calls().post(kAbandonVerb, id_);  // or the link ends
 }
 
 }  // namespace kvpool

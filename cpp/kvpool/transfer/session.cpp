@@ -1,7 +1,6 @@
 #include "kvpool/transfer/session.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "kvpool/base/check.h"
@@ -11,9 +10,6 @@
 
 namespace kvpool {
 namespace {
-
-constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
-constexpr std::int64_t kRetryAfterUs = 10'000;
 
 MediumMap<std::uint32_t> blocks_of(const PeerMetadata& peer) {
   MediumMap<std::uint32_t> blocks{};
@@ -31,17 +27,11 @@ Session::Session(SessionHost& host, const PeerMetadata& peer, bool peer_writes_d
       borrowed_(peer.name, peer.instance, blocks_of(peer)) {}
 
 void Session::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes) {
-  // The receiver may live longer than the link has any use.
-  receiver_ = std::make_shared<Receiver>(
-      host_, peer_, peer_writes_directly_,
-      [link = std::weak_ptr(link), name = peer_.name](Message&& message) {
-        const auto open = link.lock();
-        if (open == nullptr) throw Error(ErrorCode::kPeerLost, "peer " + name + " was lost");
-        open->send(std::move(message));
-      },
-      [link = std::weak_ptr(link)](const Error& why) {
-        if (const auto open = link.lock()) open->close(why);
-      });
+  if (calls_ == nullptr) {
+    calls_ = std::make_shared<PeerCalls>(host_, peer_.name, link, weak_from_this());
+    receiver_ = std::make_shared<Receiver>(host_, peer_, peer_writes_directly_);  // may live longer than the link
+    serve_verbs();
+  }
   for (const auto& route : routes) {
     if (route_receiver_ == nullptr) route_receiver_ = route->route_receiver();
   }
@@ -62,12 +52,6 @@ std::shared_ptr<Link> Session::link() const {
   return link_;
 }
 
-void Session::send(FrameKind kind, std::uint64_t id, Bytes body) {
-  const auto open = link();
-  if (open == nullptr) throw_lost();
-  open->send(Message{kind, 0, id, std::move(body)});
-}
-
 void Session::close_link(const Error& why) noexcept {
   if (const auto open = link()) open->close(why);
 }
@@ -81,35 +65,11 @@ void Session::let_go() noexcept {
   if (link_ended() && writes_under_way() == 0) ended.swap(link_);
 }
 
-std::uint32_t Session::under_way() const {
-  const std::lock_guard lock(mutex_);
-  return static_cast<std::uint32_t>(pending_.size() + pushes_.size());
-}
+std::uint32_t Session::under_way() const { return calls_->pending() + pushes_.load(); }
 
 void Session::throw_lost() const {
   const std::lock_guard lock(mutex_);
   throw why_lost_ ? Error(*why_lost_) : Error(ErrorCode::kPeerLost, "peer " + peer_.name + " was lost");
-}
-
-void Session::expect_answer(std::uint64_t id, std::shared_ptr<PendingAnswer> pending) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!lost()) {
-      if (pending_.size() >= host_.limits().transfers_max) {
-        throw Error(ErrorCode::kBusy,
-                    std::to_string(pending_.size()) + " requests to peer " + peer_.name + " are under way",
-                    {{"limit", host_.limits().transfers_max}, {"retry_after_us", kRetryAfterUs}});
-      }
-      pending_.emplace(id, std::move(pending));
-      return;
-    }
-  }
-  throw_lost();
-}
-
-void Session::forget_answer(std::uint64_t id) noexcept {
-  const std::lock_guard lock(mutex_);
-  pending_.erase(id);
 }
 
 void Session::check_of_peer(std::span<const Address> addresses) const {
@@ -122,11 +82,6 @@ void Session::check_of_peer(std::span<const Address> addresses) const {
     throw Error(ErrorCode::kProtocol, "peer " + peer_.name + " named a block that it has not",
                 {{"address", static_cast<std::int64_t>(address)}});
   }
-}
-
-void Session::tell(FrameKind kind, std::uint64_t id, std::span<const std::byte> body) noexcept {
-  const auto failure = failure_of([&] { send(kind, id, Bytes(body.begin(), body.end())); });
-  if (failure && failure->code() != ErrorCode::kPeerLost) close_link(*failure);
 }
 
 // --- transfers ---
@@ -149,12 +104,12 @@ std::shared_ptr<Outgoing> Session::prepare(TransferRequest&& request) {
                                              " by the route " + route->name() +
                                              ": nobody has all of the content where the CPU reads it");
   }
-  return std::make_shared<Outgoing>(shared_from_this(), next_id(), std::move(request), std::move(route));
+  return std::make_shared<Outgoing>(shared_from_this(), calls_->next_id(), std::move(request), std::move(route));
 }
 
 std::shared_ptr<Transfer> Session::fetch(const FetchRequest& request, bool frees_on_failure) {
   if (lost()) throw_lost();
-  auto fetch = std::make_shared<Fetch>(shared_from_this(), next_id() | kFetchBit, request, frees_on_failure);
+  auto fetch = std::make_shared<Fetch>(shared_from_this(), calls_->next_id() | kFetchBit, request, frees_on_failure);
   fetch->start();
   return fetch;
 }
@@ -184,10 +139,9 @@ void Session::on_route_broken(const Error& why) noexcept {
 
 void Session::say_drained() noexcept {
   if (broken_.load() || said_drained_.exchange(true)) return;
-  try {
-    send(FrameKind::kCancel, 0, {});
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): then the link's end tells less, not wrong
-  }
+  const auto open = link();
+  if (open == nullptr) return;
+  static_cast<void>(failure_of([&] { open->send(Message{FrameKind::kLeave, 0, 0, {}}); }));
 }
 
 // --- what arrives ---
@@ -203,18 +157,7 @@ void Session::on_message(Message&& message) {
 // nothing of the kind before its write has ended; one that does not must not make this side write where it should not.
 bool Session::handle_later(Message& message) {
   if (route_receiver_ == nullptr) return false;
-  switch (message.kind) {
-    case FrameKind::kReturn:
-    case FrameKind::kComplete:
-    case FrameKind::kCancel:
-      break;
-    case FrameKind::kDone:
-    case FrameKind::kRefused:
-      if ((message.id & kFetchBit) != 0) break;
-      return false;
-    default:
-      return false;
-  }
+  if (message.kind != FrameKind::kLeave && !calls_->frees_blocks(message)) return false;
   struct Kept {
     RequestBytes::Held bytes;
     Message message;
@@ -241,44 +184,43 @@ void Session::on_writer_gone() {
 
 void Session::handle(Message&& message) {
   switch (message.kind) {
-    case FrameKind::kLend:
-      return receiver_->on_lend(message.id, read_lend(message.body));
-    case FrameKind::kReturn:
-      return receiver_->on_return(message.id, read_addresses(message.body));
-    case FrameKind::kReserve:
-      return receiver_->on_reserve(message.id, read_reserve(message.body));
-    case FrameKind::kComplete:
-      return receiver_->on_complete(message.id, read_complete(message.body));
+    case FrameKind::kCall:
     case FrameKind::kCancel:
-      if (message.id == 0) {
-        on_leave();
-        if (by_ranks_) return;
-      }
-      // A fetch that is being written is answered when its write has ended.
-      if ((message.id & kFetchBit) != 0 && stop_push(message.id)) return;
-      return receiver_->on_cancel(message.id);
-    case FrameKind::kFetch:
-      return on_fetch(message.id, read_fetch(message.body));
-    case FrameKind::kLent:
-    case FrameKind::kReserved:
-    case FrameKind::kDone:
+    case FrameKind::kAnswer:
     case FrameKind::kRefused:
-      return on_answer(std::move(message));
+      return calls_->on_message(std::move(message));
+    case FrameKind::kLeave:
+      on_leave();
+      if (!by_ranks_) receiver_->on_drained();
+      return;
     default:
       throw Error(ErrorCode::kProtocol,
                   "a frame of kind " + std::to_string(static_cast<int>(message.kind)) + " is not a message");
   }
 }
 
-void Session::on_answer(Message&& message) {
-  std::shared_ptr<PendingAnswer> pending;
-  {
-    const std::lock_guard lock(mutex_);
-    const auto entry = pending_.find(message.id);
-    if (entry != pending_.end()) pending = entry->second;
-  }
-  if (pending == nullptr) return on_unwanted(message);
-  pending->on_answer(std::move(message));
+// Who answers what the peer asks, and what becomes of answers that come too late.
+void Session::serve_verbs() {
+  const auto serve = [this](const Verb& verb, auto read, auto on_call) {
+    calls_->serve(verb, PeerCalls::Runs::kHere,
+                  [this, read, on_call](const CallPointer& call, Bytes&& request) { on_call(call, read(request)); });
+  };
+  Receiver* const receiver = receiver_.get();
+  serve(kLendVerb, read_lend, [=](const CallPointer& call, const LendBody& body) { receiver->on_lend(call, body); });
+  serve(kReturnVerb, read_addresses,
+        [=](const CallPointer& call, const std::vector<Address>& addresses) { receiver->on_return(call, addresses); });
+  serve(kReserveVerb, read_reserve,
+        [=](const CallPointer& call, ReserveBody&& body) { receiver->on_reserve(call, std::move(body)); });
+  serve(kCompleteVerb, read_complete,
+        [=](const CallPointer& call, CompleteBody&& body) { receiver->on_complete(call, std::move(body)); });
+  serve(kFetchVerb, read_fetch, [this](const CallPointer& call, FetchBody&& body) { on_fetch(call, std::move(body)); });
+  calls_->serve(kAbandonVerb, PeerCalls::Runs::kHere,
+                [=](const CallPointer& call, Bytes&& /*request*/) { receiver->on_abandon(call); });
+  // What was lent goes back.
+  calls_->when_late(kLendVerb, [this](Message&& answer) {
+    if (answer.kind == FrameKind::kAnswer) calls_->post(kReturnVerb, calls_->next_id(), answer.body);
+  });
+  calls_->when_late(kFetchVerb, [=](Message&& answer) { receiver->on_fetch_over(answer.id); });
 }
 
 Placement Session::on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) {
@@ -288,7 +230,6 @@ Placement Session::on_data(std::uint64_t id, std::span<const std::byte> body, st
 void Session::on_placed(std::uint64_t token, bool intact) { receiver_->on_placed(token, intact); }
 
 void Session::stop_writing(const Error& why) {
-  std::unordered_map<std::uint64_t, std::shared_ptr<PendingAnswer>> pending;
   std::vector<std::shared_ptr<Route>> routes;  // writes under way have theirs in their job
   std::vector<std::shared_ptr<void>> open_there;
   {
@@ -298,11 +239,9 @@ void Session::stop_writing(const Error& why) {
     routes.swap(routes_);
     why_lost_ = why;
     lost_.store(true);
-    pending.swap(pending_);
-    for (const auto& [id, stop] : pushes_) stop->store(true, std::memory_order_relaxed);
   }
   // In this order: unmapping a GPU's memory waits for streams, and these may wait for a fetch to end.
-  for (const auto& [id, waiting] : pending) waiting->on_lost(*why_lost_);
+  calls_->end(why);
   for (const auto& route : routes) route->close();
   for (const auto& route : routes) {
     if (auto one = route->let_go()) open_there.push_back(std::move(one));
@@ -347,16 +286,6 @@ void Session::settle() {
   let_go();
 }
 
-std::int64_t Session::tick(std::int64_t now_ns) {
-  std::vector<std::shared_ptr<PendingAnswer>> pending;
-  {
-    const std::lock_guard lock(mutex_);
-    pending.reserve(pending_.size());
-    for (const auto& [id, waiting] : pending_) pending.push_back(waiting);
-  }
-  std::int64_t next = receiver_->tick(now_ns);
-  for (const auto& waiting : pending) next = std::min(next, waiting->on_tick(now_ns));
-  return next;
-}
+std::int64_t Session::tick(std::int64_t now_ns) { return std::min(receiver_->tick(now_ns), calls_->tick(now_ns)); }
 
 }  // namespace kvpool

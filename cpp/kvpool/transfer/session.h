@@ -1,7 +1,7 @@
 // One peer incarnation, as long as the link to it lives: what each side asks of the other.
 //
-// A session has no thread and no clock of its own: see session_host.h. The receiving half is receiver.h, a transfer
-// from here is outgoing.h, one that is asked of the peer is fetch.h.
+// A session has no thread and no clock of its own: see session_host.h. All that is asked goes through peer_calls.h. The
+// receiving half is receiver.h, a transfer from here is outgoing.h, one that is asked of the peer is fetch.h.
 //
 // Locks: a transfer's or the receiver's, then the session's, then the pool's; none is held while a message is sent or a
 // route writes.
@@ -16,7 +16,6 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "kvpool/base/wait.h"
@@ -28,6 +27,7 @@
 #include "kvpool/transfer/borrowed.h"
 #include "kvpool/transfer/departing_peer.h"
 #include "kvpool/transfer/handle.h"
+#include "kvpool/transfer/peer_calls.h"
 #include "kvpool/transfer/receiver.h"
 #include "kvpool/transfer/request_bytes.h"
 #include "kvpool/transfer/session_host.h"
@@ -36,16 +36,6 @@
 namespace kvpool {
 
 class Outgoing;
-
-// Something that waits for the peer's answer to a request with its id.
-class PendingAnswer {
- public:
-  virtual ~PendingAnswer() = default;
-  virtual void on_answer(Message&& message) = 0;
-  virtual void on_lost(const Error& why) = 0;
-  // Ends what is too late; returns when to look again, INT64_MAX for never.
-  virtual std::int64_t on_tick(std::int64_t now_ns) = 0;
-};
 
 class Session final : public LinkHandler, public DepartingPeer, public std::enable_shared_from_this<Session> {
  public:
@@ -57,7 +47,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes);
 
   // A word that changes nothing: the peer learns by it that this side has admitted it.
-  void greet() noexcept { tell(FrameKind::kCancel, next_id()); }
+  void greet() noexcept { calls_->cancel(kLendVerb, 0); }
   // Throw Error; see service.h.
   std::vector<Address> borrow(std::size_t n, MediumChoice medium, bool may_evict, const Waiting& waiting);
   void give_back(std::span<const Address> addresses, const Waiting& waiting);
@@ -124,22 +114,12 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void write(WriteJob&& job);
   // The same in this thread: it has ended when this returns.
   void write_here(WriteJob&& job);
-  std::uint64_t next_id() noexcept { return ids_.fetch_add(1, std::memory_order_relaxed); }
-  // Asks, and waits for the answer in this thread. Throws what the peer answers, kDeadline, kPeerLost, kCancelled.
-  // `on_sent`: called when the request is on its way.
-  Message call(FrameKind kind, std::uint64_t id, Bytes body, const Waiting& waiting, const char* what,
-               const std::function<void()>& on_sent = {});
+  PeerCalls& calls() noexcept { return *calls_; }
   SessionHost& host() noexcept { return host_; }
   // Null once the link has ended and nothing of this side is under way: see let_go().
   std::shared_ptr<Link> link() const;
   BorrowedBlocks& borrowed() noexcept { return borrowed_; }
   Receiver& receiver() noexcept { return *receiver_; }
-  // Throws kPeerLost when the link has ended, kBusy above the limit.
-  void expect_answer(std::uint64_t id, std::shared_ptr<PendingAnswer> pending);
-  void forget_answer(std::uint64_t id) noexcept;
-  void send(FrameKind kind, std::uint64_t id, Bytes body);
-  // The same for what the peer has to hear: if it cannot be sent, the link ends.
-  void tell(FrameKind kind, std::uint64_t id, std::span<const std::byte> body = {}) noexcept;
   // The link itself has ended: nothing more arrives, and nothing is being placed.
   bool link_ended() const noexcept override { return ended_.load() && (route_receiver_ == nullptr || settled_.load()); }
   // Addresses that the peer named of its own blocks. Throws kProtocol.
@@ -147,7 +127,6 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   [[noreturn]] void throw_lost() const;
 
  private:
-  class Call;
   struct Question {  // which route to take between two media
     Medium from;
     Medium to;
@@ -166,27 +145,26 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void note_broken(const Error& error) noexcept;
   void handle(Message&& message);
   bool handle_later(Message& message);
+  void serve_verbs();
   void settle();
-  void on_answer(Message&& message);
   void on_leave();
-  void on_unwanted(const Message& answer);
   void close_link(const Error& why) noexcept;
   void let_go() noexcept;
   void drop_aside(std::shared_ptr<void> open) noexcept;
-  void on_fetch(std::uint64_t id, FetchBody&& body);  // fetch.cpp
-  void begin_push(std::uint64_t id, const std::shared_ptr<FetchBody>& body);
-  void finish_push(std::uint64_t id, std::span<const Address> held, const Error* error) noexcept;
-  bool stop_push(std::uint64_t id);
+  void on_fetch(const CallPointer& call, FetchBody&& body);  // fetch.cpp
+  void begin_push(const CallPointer& call, const std::shared_ptr<FetchBody>& body);
+  void finish_push(ServedCall& call, std::span<const Address> held, const Error* error) noexcept;
 
   SessionHost& host_;
   const PeerMetadata peer_;
   const bool peer_writes_directly_;
   const bool by_ranks_;
   BorrowedBlocks borrowed_;
+  std::shared_ptr<PeerCalls> calls_;
   std::shared_ptr<Receiver> receiver_;
   std::shared_ptr<RouteReceiver> route_receiver_;  // of a route that has one; as receiver_, from start() on
   const std::shared_ptr<RequestBytes> deferred_ = std::make_shared<RequestBytes>();  // what waits for it
-  std::atomic<std::uint64_t> ids_{1};
+  std::atomic<std::uint32_t> pushes_{0};  // fetches of the peer that are under way
   std::atomic<bool> lost_{false};
   std::atomic<bool> heard_{false};
   std::atomic<bool> said_drained_{false};
@@ -203,8 +181,6 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   std::shared_ptr<Link> link_;
   std::vector<std::shared_ptr<Route>> routes_;  // none once it is lost
   std::optional<Error> why_lost_;
-  std::unordered_map<std::uint64_t, std::shared_ptr<PendingAnswer>> pending_;
-  std::unordered_map<std::uint64_t, std::shared_ptr<std::atomic<bool>>> pushes_;  // by fetch: true stops it
 };
 
 }  // namespace kvpool
