@@ -78,12 +78,43 @@ py::tuple prices_of(const PeerInfo& peer) {
   return prices;
 }
 
-// (name, instance, epoch, joined, error), or None.
+// (returned, freed, quarantined).
+py::tuple recall(PeerNode& node, py::handle peer_argument, py::handle blocks, py::handle count_argument,
+                 py::handle timeout) {
+  const std::string peer(text_from(peer_argument, "peer"));
+  std::optional<std::vector<Address>> addresses;
+  if (!blocks.is_none()) addresses = addresses_from(blocks).copy();
+  const std::size_t count = addresses ? 0 : count_from(count_argument, "blocks");
+  const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
+  Service& service = service_of(node);
+  RecallResult result;
+  call_interruptibly([&](const GivenUp& given_up) {
+    const Waiting waiting(deadline, given_up);
+    result = addresses ? service.recall(peer, std::move(*addresses), waiting) : service.recall(peer, count, waiting);
+  });
+  return py::make_tuple(result.returned, result.freed, result.quarantined);
+}
+
+const char* name_of(PeerEvent::Kind kind) noexcept {
+  switch (kind) {
+    case PeerEvent::Kind::kJoined:
+      return "joined";
+    case PeerEvent::Kind::kLost:
+      return "lost";
+    default:
+      return "recalled";
+  }
+}
+
+// (name, kind, instance, epoch, error, recalled addresses, their deadline in seconds of CLOCK_MONOTONIC), or None.
 py::object next_peer_event(const PeerNode& node) {
   const std::optional<PeerEvent> event = service_of(node).next_peer_event();
   if (!event) return py::none();
-  return py::make_tuple(event->name, event->instance, event->epoch, event->joined,
-                        event->why ? exception_from(*event->why) : py::object(py::none()));
+  const bool recalled = event->kind == PeerEvent::Kind::kRecalled;
+  return py::make_tuple(event->name, name_of(event->kind), event->instance, event->epoch,
+                        event->why ? exception_from(*event->why) : py::object(py::none()),
+                        py::tuple(py::cast(event->recalled)),
+                        recalled ? py::object(py::float_(static_cast<double>(event->deadline_ns) / 1e9)) : py::none());
 }
 
 py::list peers(const PeerNode& node) {
@@ -218,6 +249,7 @@ void bind_service(py::module_& module, PoolClass& pool) {
       .def("_begin_peer_events", [](PeerNode& self) { return service_of(self).begin_peer_events(); })
       .def("_next_peer_event", &next_peer_event)
       .def("_end_peer_events", [](PeerNode& self) { service_of(self).end_peer_events(); })
+      .def("_recall", &recall, py::arg("peer"), py::arg("blocks"), py::arg("count"), py::arg("timeout"))
       .def("_peers", &peers)
       .def("_transfer_counts", &transfer_counts)
       .def(

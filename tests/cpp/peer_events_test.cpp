@@ -13,7 +13,11 @@ bool readable(int descriptor) {
   return poll(&watched, 1, 0) == 1;
 }
 
-PeerEvent event(const std::string& name, std::uint64_t epoch, bool joined) { return {name, 1, epoch, joined, {}}; }
+using Kind = PeerEvent::Kind;
+
+PeerEvent event(const std::string& name, std::uint64_t epoch, bool joined) {
+  return {name, 1, epoch, joined ? Kind::kJoined : Kind::kLost, {}};
+}
 
 TEST_CASE("events are kept while somebody listens, in order") {
   PeerEvents events;
@@ -24,8 +28,8 @@ TEST_CASE("events are kept while somebody listens, in order") {
   events.push(event("a", 2, true));
   events.push(event("a", 2, false));
   CHECK(readable(descriptor));
-  CHECK(events.pop()->joined);
-  CHECK_FALSE(events.pop()->joined);
+  CHECK(events.pop()->kind == Kind::kJoined);
+  CHECK(events.pop()->kind == Kind::kLost);
   CHECK_FALSE(events.pop().has_value());
   CHECK_FALSE(readable(descriptor));
   events.push(event("b", 3, true));
@@ -46,6 +50,22 @@ TEST_CASE("what waits can be had after the end, and then it is told") {
   CHECK(events.pop()->name == "a");
   CHECK(readable(descriptor));
   CHECK_THROWS_AS(events.pop(), Error);
+}
+
+TEST_CASE("recalls come in their order, and are left out when too much waits") {
+  PeerEvents events;
+  events.begin();
+  const PeerEvent recall{"a", 1, 2, Kind::kRecalled, {}, {5, 6}, 77};
+  events.push(PeerEvent(recall));
+  const auto heard = events.pop();
+  REQUIRE(heard.has_value());
+  CHECK(heard->kind == Kind::kRecalled);
+  CHECK(heard->recalled == std::vector<Address>{5, 6});
+  CHECK(heard->deadline_ns == 77);
+  for (std::size_t i = 0; i < PeerEvents::kWaitingMax; ++i) events.push(event("a", 2, true));
+  events.push(PeerEvent(recall));
+  for (std::size_t i = 0; i < PeerEvents::kWaitingMax; ++i) CHECK(events.pop()->kind == Kind::kJoined);
+  CHECK_FALSE(events.pop().has_value());
 }
 
 TEST_CASE("peers that come and go unheard do not pile up, and none that was heard of is lost in silence") {

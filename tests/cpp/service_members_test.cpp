@@ -173,7 +173,7 @@ TEST_CASE("many threads that name a member at once meet it once") {
   for (std::thread& thread : threads) thread.join();
   CHECK(met == kThreads);
   int joined = 0;
-  while (const auto event = pair.b.service.next_peer_event()) joined += event->joined ? 1 : 0;
+  while (const auto event = pair.b.service.next_peer_event()) joined += event->kind == PeerEvent::Kind::kJoined ? 1 : 0;
   CHECK(joined == 1);
 }
 

@@ -223,24 +223,24 @@ TEST_CASE("the application hears of peers that come and go, and of those that ar
     return event ? *event : PeerEvent{};
   };
   const PeerEvent here = next();
-  CHECK((here.name == "b" && here.joined && !here.why));
+  CHECK((here.name == "b" && here.kind == PeerEvent::Kind::kJoined && !here.why));
   CHECK(here.instance == b.pool->instance());
   b.service.disconnect("a");
   const PeerEvent gone = next();
-  CHECK((gone.name == "b" && !gone.joined && gone.epoch == here.epoch));
+  CHECK((gone.name == "b" && gone.kind == PeerEvent::Kind::kLost && gone.epoch == here.epoch));
   REQUIRE(gone.why);
   CHECK(gone.why->code() == ErrorCode::kPeerLost);
   CHECK(b.service.connect(where, in_seconds(60)) == "a");
-  CHECK(next().joined);
+  CHECK(next().kind == PeerEvent::Kind::kJoined);
   {
     Node newer = make_node("b");  // a process that was restarted, and the old one not noticed
     newer.service.connect(where, in_seconds(60));
     const PeerEvent old = next();
-    CHECK((!old.joined && old.epoch == here.epoch && old.why.has_value()));
+    CHECK((old.kind == PeerEvent::Kind::kLost && old.epoch == here.epoch && old.why.has_value()));
     const PeerEvent fresh = next();
-    CHECK((fresh.joined && fresh.name == "b" && fresh.epoch != here.epoch));
+    CHECK((fresh.kind == PeerEvent::Kind::kJoined && fresh.name == "b" && fresh.epoch != here.epoch));
   }
-  CHECK_FALSE(next().joined);
+  CHECK(next().kind == PeerEvent::Kind::kLost);
   a.service.end_peer_events();
   a.pool->close();
   CHECK_THROWS_AS(a.service.next_peer_event(), Error);

@@ -106,6 +106,9 @@ class ScriptHost final : public SessionHost {
     job.done({1, job.bytes}, nullptr);
   }
   void drained(Session&) noexcept override { ++drained_calls; }
+  void recalled(Session&, const std::vector<Address>& addresses, std::int64_t deadline_ns) noexcept override {
+    recalls.emplace_back(addresses, deadline_ns);
+  }
   void tick_by(std::int64_t at_ns) override { tick_at = at_ns; }
 
   void run_works() {
@@ -125,6 +128,7 @@ class ScriptHost final : public SessionHost {
   std::vector<std::function<void()>> works;
   std::vector<WriteJob> writes;
   int drained_calls = 0;
+  std::vector<std::pair<std::vector<Address>, std::int64_t>> recalls;  // blocks and deadline
   bool writes_at_once = false;  // in the thread that gives the write, as a short one is
   std::uintptr_t stack_low = UINTPTR_MAX;
   std::uintptr_t stack_high = 0;

@@ -44,7 +44,8 @@ void SimWorld::act(Member& member) {
     for (Job& job : member.jobs) go_on(job);
     return;
   }
-  if (drawn < 97) return work_alone(member);
+  if (drawn < 95) return work_alone(member);
+  if (drawn < 98) return recall(member);
   probe(member);
 }
 
@@ -155,6 +156,7 @@ void SimWorld::transfer(Member& member) {
                                   error.code() == ErrorCode::kStaleAddress));
     if (!known) fail(std::string("R3: a transfer was refused: ") + error.what());
     if (!job.freed) member.process->pool().free(job.local.data(), job.local.size());
+    peering->borrowed = peering->session->borrowed().borrowed_among(peering->borrowed);  // some may be recalled
     return;
   }
   for (const Address address : job.named) peering->named_by[address] = job.serial;
@@ -282,6 +284,57 @@ void SimWorld::give_back(Member& member, Peering& peering, std::size_t n, std::i
   }
   waiting_ = false;
   if (clock_.now_ns() > std::max(deadline, member.resumed_ns) + kMs) fail("R3: a return came after its deadline");
+}
+
+// Wants back what it has lent. Whatever the borrower does, the recall ends by its deadline, and nothing is lost.
+void SimWorld::recall(Member& member) {
+  Peering* const peering = any_peering(member);
+  if (peering == nullptr) return;
+  const std::vector<Address> lent = peering->session->receiver().some_lent(1 + clock_.dice().below(4));
+  if (lent.empty()) return;
+  const std::int64_t deadline = draw_deadline();
+  clock_.log("recall", lent.size(), peering->other->process->actor());
+  count("recalls");
+  try {
+    peering->session->begin_recall(
+        lent, deadline, [this, &member, deadline, n = lent.size()](const RecallResult* result, const Error* error) {
+          if (clock_.now_ns() > std::max(deadline, member.resumed_ns) + kMs)
+            fail("R3: a recall goes on after its deadline");
+          if (error != nullptr && error->code() != ErrorCode::kPeerLost && error->code() != ErrorCode::kBusy) {
+            fail(std::string("R3: a recall was refused: ") + error->what());
+          }
+          if (result == nullptr) return;
+          if (result->returned + result->freed + result->quarantined != n) {
+            fail("R2: a recall has lost sight of blocks");
+          }
+          if (result->returned > 0) count("returned when recalled");
+          if (result->freed > 0) count("taken back at once");
+          if (result->quarantined > 0) count("taken back into quarantine");
+        });
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kPeerLost && error.code() != ErrorCode::kBusy) {
+      fail(std::string("R3: a recall was not begun: ") + error.what());
+    }
+  }
+}
+
+// Some give them back, soon or too late; others do not care.
+void SimWorld::on_recalled(Member& member, const Session& session, const std::vector<Address>& addresses) {
+  SimDice& dice = clock_.dice();
+  if (dice.chance(300)) return;
+  for (const auto& peering : member.peerings) {
+    if (peering->session.get() != &session) continue;
+    clock_.after(dice.between(0, 60 * kMs), member.process->actor(), [this, &member, &peering = *peering, addresses] {
+      if (quiet_ || peering.over) return;
+      std::ranges::stable_partition(
+          peering.borrowed, [&](Address address) { return std::ranges::find(addresses, address) == addresses.end(); });
+      try {
+        give_back(member, peering, addresses.size(), 40 * kMs);
+      } catch (const SimKilled&) {
+        return;
+      }
+    });
+  }
 }
 
 // Measures the routes, whatever comes of it: nobody may notice.

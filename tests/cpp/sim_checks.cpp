@@ -1,5 +1,6 @@
 // What must hold in the simulated world, at the end of each request and at the end of it all.
 #include "sim_world.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
@@ -11,6 +12,10 @@ constexpr std::int64_t kTidyNs = 300 * kMs;
 
 std::uint32_t count_of(const MediumCounts& counts, BlockState state) {
   return counts.by_state[static_cast<std::size_t>(state)];
+}
+
+bool is_lent(Session& owner, Address address) {
+  return !code_of([&] { owner.receiver().check_lent({&address, 1}); });
 }
 
 }  // namespace
@@ -59,8 +64,11 @@ void SimWorld::conclude(Member& member, Job& job) {
       case ErrorCode::kOutOfBlocks:
         break;
       case ErrorCode::kStaleAddress:
+      case ErrorCode::kNotOwner:
+        if (!job.named.empty()) break;  // its destinations were recalled
+        [[fallthrough]];
       case ErrorCode::kState:
-        if (fetch) break;  // the owner has freed or moved what was asked for
+        if (fetch && error->code() != ErrorCode::kNotOwner) break;  // the owner has freed or moved what was asked for
         [[fallthrough]];
       default:
         fail("R3: request " + std::to_string(job.serial) + " failed: " + error->what());
@@ -95,6 +103,7 @@ void SimWorld::check_success(Member& member, const Job& job) {
   if (back->link->ended()) return;
   for (std::size_t i = 0; i < there.size(); ++i) {
     if (job.peering->named_by[there[i]] != job.serial) continue;  // the next is under way
+    if (!is_lent(*back->session, there[i])) continue;             // it was recalled
     if (!has_stamp(other.process->pool(), there[i], job.stamps[i])) fail("R1: wrong bytes in a named block");
   }
 }

@@ -144,6 +144,11 @@ class SimProcess final : public SessionHost {
     schedule(work);
   }
   void drained(Session& /*session*/) noexcept override {}
+  void recalled(Session& session, const std::vector<Address>& addresses,
+                std::int64_t /*deadline_ns*/) noexcept override {
+    if (on_recalled) on_recalled(session, addresses);
+  }
+  std::function<void(Session& session, const std::vector<Address>& addresses)> on_recalled;
   void tick_by(std::int64_t at_ns) override {
     if (at_ns >= next_tick_) return;
     next_tick_ = at_ns;

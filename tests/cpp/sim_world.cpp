@@ -98,6 +98,9 @@ SimWorld::Member& SimWorld::start_process(std::uint32_t place) {
   identity.aggregated = dice.chance(500);
   Member& member = *members_.emplace_back(std::make_unique<Member>());
   member.process = std::make_unique<SimProcess>(clock_, plan_.bugs, identity);
+  member.process->on_recalled = [this, &member](const Session& session, const std::vector<Address>& addresses) {
+    on_recalled(member, session, addresses);
+  };
   now_[place] = &member;
   clock_.log("process", member.process->actor(), place);
   live_on(member);

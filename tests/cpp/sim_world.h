@@ -115,6 +115,8 @@ class SimWorld {
   void fetch(Member& member);
   void borrow(Member& member);
   void give_back(Member& member, Peering& peering, std::size_t n, std::int64_t timeout_ns);
+  void recall(Member& member);
+  void on_recalled(Member& member, const Session& session, const std::vector<Address>& addresses);
   void probe(Member& member);
   void receive(Member& member);
   void take(Member& member, std::unique_ptr<Received> item);

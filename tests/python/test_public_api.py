@@ -64,6 +64,7 @@ PUBLIC = [
     "RankArena",
     "RankInfo",
     "RawLayout",
+    "RecallResult",
     "Received",
     "ReceivedCallback",
     "Registration",

@@ -37,9 +37,11 @@ void PeerEvents::signal() noexcept {
 void PeerEvents::push(PeerEvent&& event) noexcept {
   const std::lock_guard lock(mutex_);
   if (!keeping_ || closed_) return;
-  if (!event.joined && waiting_.size() >= kWaitingMax) {
+  const bool full = waiting_.size() >= kWaitingMax;
+  if (full && event.kind == PeerEvent::Kind::kRecalled) return;
+  if (full && event.kind == PeerEvent::Kind::kLost) {
     const auto unheard = std::find_if(waiting_.begin(), waiting_.end(), [&](const PeerEvent& other) {
-      return other.joined && other.epoch == event.epoch;
+      return other.kind == PeerEvent::Kind::kJoined && other.epoch == event.epoch;
     });
     if (unheard != waiting_.end()) {
       waiting_.erase(unheard);

@@ -1,4 +1,4 @@
-// Peers that came and went, until the application asks.
+// Peers that came and went, and what they want back, until the application asks.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -9,17 +9,23 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "kvpool/base/address.h"
 #include "kvpool/base/error.h"
 
 namespace kvpool {
 
 struct PeerEvent {
+  enum class Kind : std::uint8_t { kJoined, kLost, kRecalled };
   std::string name;
   std::uint32_t instance = 0;
   std::uint64_t epoch = 0;
-  bool joined = true;
+  Kind kind = Kind::kJoined;
   std::optional<Error> why;  // of one that was lost
+  // Of one that wants blocks back which it has lent: these, and when its patience ends. CLOCK_MONOTONIC.
+  std::vector<Address> recalled = {};
+  std::int64_t deadline_ns = 0;
 };
 
 class PeerEvents {
@@ -29,7 +35,7 @@ class PeerEvents {
   PeerEvents(const PeerEvents&) = delete;
   PeerEvents& operator=(const PeerEvents&) = delete;
 
-  // So many may wait. Above it, a peer that came and went before anybody heard of it is left out.
+  // So many may wait. Above it, a peer that came and went before anybody heard of it is left out, and so is a recall.
   static constexpr std::size_t kWaitingMax = 4096;
 
   // Events are kept from now on. Returns a descriptor that is readable while some wait, or nothing more comes; it lives

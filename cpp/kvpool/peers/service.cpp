@@ -137,7 +137,7 @@ void ServiceImpl::free(const Address* addresses, std::size_t n, const Waiting& w
   } catch (...) {
     while (marked > 0) {
       const LentGroup& group = groups[--marked];
-      group.session->borrowed().end_write(group.addresses);
+      group.session->unmark(group.addresses);
     }
     throw;
   }

@@ -22,6 +22,7 @@
 #include "kvpool/routes/route_health.h"
 #include "kvpool/routes/transport_settings.h"
 #include "kvpool/transfer/handle.h"
+#include "kvpool/transfer/recall_result.h"
 #include "kvpool/transfer/request.h"
 #include "kvpool/transfer/tally.h"
 
@@ -102,6 +103,11 @@ class Service {
   virtual void free(const Address* addresses, std::size_t n, const Waiting& waiting,
                     const std::function<void()>& free_own = {}) = 0;
 
+  // Asks a peer for these blocks back, which are lent to it, or for any `count` of them, and takes at the deadline what
+  // has not come. Throws kPeerLost, kNotOwner, kArgument, kBusy, kCancelled: see Session::recall().
+  virtual RecallResult recall(const std::string& peer, std::vector<Address> addresses, const Waiting& waiting) = 0;
+  virtual RecallResult recall(const std::string& peer, std::size_t count, const Waiting& waiting) = 0;
+
   // In a cluster, a verb that names a member meets it first, if it is not connected: that takes at most until the
   // verb's deadline, or until `given_up`, and throws kPeerLost with what was tried. Every call tries again.
   virtual std::shared_ptr<Transfer> transfer(TransferRequest&& request, const GivenUp& given_up = {}) = 0;
@@ -117,9 +123,9 @@ class Service {
   virtual std::unique_ptr<Received> receive(std::int64_t until_ns) = 0;
   virtual int received_fd() = 0;  // readable while items wait
 
-  // Peers that come and go: kept from begin to end, beginning with one event for each peer that is here. The descriptor
-  // is readable while some wait. next_peer_event() never waits, and throws kClosed once the pool is closed and none is
-  // left.
+  // Peers that come and go, and recalls: kept from begin to end, beginning with one event for each peer that is here.
+  // The descriptor is readable while some wait. next_peer_event() never waits, and throws kClosed once the pool is
+  // closed and none is left.
   virtual int begin_peer_events() = 0;
   virtual std::optional<PeerEvent> next_peer_event() = 0;
   virtual void end_peer_events() noexcept = 0;

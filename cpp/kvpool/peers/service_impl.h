@@ -56,6 +56,8 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   }
   void free(const Address* addresses, std::size_t n, const Waiting& waiting,
             const std::function<void()>& free_own) override;
+  RecallResult recall(const std::string& peer, std::vector<Address> addresses, const Waiting& waiting) override;
+  RecallResult recall(const std::string& peer, std::size_t count, const Waiting& waiting) override;
   std::shared_ptr<Transfer> transfer(TransferRequest&& request, const GivenUp& given_up) override {
     const auto session = reach(request.peer, request.deadline_ns, given_up);
     return session->transfer(std::move(request));
@@ -106,6 +108,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   }
   void write(WriteJob&& job) override;
   void write_here(WriteJob&& job) override;
+  void recalled(Session& session, const std::vector<Address>& addresses, std::int64_t deadline_ns) noexcept override;
   void drained(Session& session) noexcept override;
   void write_lost() noexcept override { write_lost_.store(true); }
   void tick_by(std::int64_t at_ns) override;
@@ -134,6 +137,7 @@ class ServiceImpl final : public Service, public LocalService, private SessionHo
   SessionPointer reach(const std::string& peer, std::int64_t until_ns, const GivenUp& given_up);
   void call_on(const ClusterMember& member, const Waiting& waiting);
   [[noreturn]] void throw_unknown(const std::string& peer) const;
+  SessionPointer borrower(const std::string& peer) const;  // service_recall.cpp
   std::string owner_of(const std::vector<Address>& addresses) const;
   void check_unfenced() const;
   void part_from(std::uint64_t epoch, const Error& why);

@@ -19,14 +19,14 @@ int ServiceImpl::begin_peer_events() {
 
 // REQUIRES: mutex_ is held, as for the next, so that events come in the order of what they tell.
 void ServiceImpl::tell_joined(const PeerMetadata& metadata) {
-  events_.push({metadata.name, metadata.instance, metadata.epoch, true, {}});
+  events_.push({metadata.name, metadata.instance, metadata.epoch, PeerEvent::Kind::kJoined, {}});
 }
 
 void ServiceImpl::tell_lost(const Session& session) {
   const PeerMetadata& metadata = session.peer();
   Error why(ErrorCode::kPeerLost, "a newer process has come under the name " + metadata.name);
   if (session.lost()) why = *failure_of([&] { session.throw_lost(); });
-  events_.push({metadata.name, metadata.instance, metadata.epoch, false, std::move(why)});
+  events_.push({metadata.name, metadata.instance, metadata.epoch, PeerEvent::Kind::kLost, std::move(why)});
 }
 
 std::vector<PeerInfo> ServiceImpl::peers() {

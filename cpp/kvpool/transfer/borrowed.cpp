@@ -1,6 +1,7 @@
 #include "kvpool/transfer/borrowed.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "kvpool/base/error.h"
 
@@ -57,6 +58,7 @@ std::uint32_t* BorrowedBlocks::checked(std::span<const Address> addresses, std::
   if (*word >> kGenerationAt != generation_of(address)) {
     fail(ErrorCode::kStaleAddress, "was given back to peer " + peer_ + " before");
   }
+  if ((*word & kRecalled) != 0) throw_recalled(address, position);
   if ((*word & kWritten) != 0) {  // by this very list, or by another
     const auto before = addresses.first(i);
     if (std::find(before.begin(), before.end(), address) != before.end()) {
@@ -81,7 +83,9 @@ void BorrowedBlocks::begin_write(std::span<const Address> addresses, std::span<c
 
 void BorrowedBlocks::end_write(std::span<const Address> addresses) noexcept {
   const std::lock_guard lock(mutex_);
-  for (const Address address : addresses) *find(address) &= ~kWritten;
+  for (const Address address : addresses) {
+    if (std::uint32_t* const word = find(address); is_loan(*word, address)) *word &= ~kWritten;
+  }
 }
 
 void BorrowedBlocks::remove(std::span<const Address> addresses) {
@@ -91,14 +95,74 @@ void BorrowedBlocks::remove(std::span<const Address> addresses) {
 
 void BorrowedBlocks::drop_written(std::span<const Address> addresses) noexcept {
   const std::lock_guard lock(mutex_);
-  for (const Address address : addresses) *find(address) = 0;
-  count_ -= static_cast<std::uint32_t>(addresses.size());
+  for (const Address address : addresses) {
+    std::uint32_t* const word = find(address);
+    if (!is_loan(*word, address)) continue;
+    if ((*word & kBorrowed) != 0) --count_;
+    *word = (*word & kRecalled) != 0 ? *word & ~(kBorrowed | kWritten) : 0;
+  }
 }
 
 void BorrowedBlocks::take_again(std::span<const Address> addresses) noexcept {
   const std::lock_guard lock(mutex_);
-  for (const Address address : addresses) *find(address) = generation_of(address) << kGenerationAt | kBorrowed;
-  count_ += static_cast<std::uint32_t>(addresses.size());
+  for (const Address address : addresses) {
+    std::uint32_t* const word = find(address);
+    if (is_loan(*word, address) && (*word & kRecalled) != 0) continue;  // meanwhile
+    *word = generation_of(address) << kGenerationAt | kBorrowed;
+    ++count_;
+  }
+}
+
+// --- recalls ---
+
+void BorrowedBlocks::throw_recalled(Address address, std::size_t position) const {
+  throw Error(ErrorCode::kStaleAddress,
+              "address " + std::to_string(address) + " (position " + std::to_string(position) +
+                  ") was recalled by peer " + peer_ + ", and the time to give it back is over",
+              {{"address", static_cast<std::int64_t>(address)},
+               {"position", static_cast<std::int64_t>(position)},
+               {"instance", instance_of(address)}});
+}
+
+std::vector<Address> BorrowedBlocks::borrowed_among(std::span<const Address> addresses) const {
+  std::vector<Address> borrowed;
+  borrowed.reserve(addresses.size());
+  const std::lock_guard lock(mutex_);
+  std::ranges::copy_if(addresses, std::back_inserter(borrowed), [&](Address address) {
+    const std::uint32_t* const word = find(address);
+    return word != nullptr && is_loan(*word, address) && (*word & kBorrowed) != 0;
+  });
+  return borrowed;
+}
+
+bool BorrowedBlocks::any_held(std::span<const Address> addresses) const noexcept {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::any_of(addresses, [&](Address address) {
+    const std::uint32_t* const word = find(address);
+    return word != nullptr && is_loan(*word, address) && (*word & (kBorrowed | kWritten)) != 0;
+  });
+}
+
+void BorrowedBlocks::end_loans(std::span<const Address> addresses) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const Address address : addresses) {
+    std::uint32_t* const word = find(address);
+    if (word == nullptr) continue;
+    if (*word == 0) {  // being given back: should that fail, it is not taken again
+      *word = generation_of(address) << kGenerationAt | kRecalled;
+    } else if (is_loan(*word, address)) {
+      if ((*word & kBorrowed) != 0) --count_;
+      *word = (*word & ~kBorrowed) | kRecalled;
+    }
+  }
+}
+
+void BorrowedBlocks::check_still_borrowed(std::span<const Address> addresses) const {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    const std::uint32_t word = *find(addresses[i]);
+    if (!is_loan(word, addresses[i]) || (word & kRecalled) != 0) throw_recalled(addresses[i], i);
+  }
 }
 
 void BorrowedBlocks::check_nothing_overdue() const {

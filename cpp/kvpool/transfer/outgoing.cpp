@@ -41,7 +41,7 @@ Outgoing::Outgoing(std::shared_ptr<Session> session, std::uint64_t id, TransferR
     lent_ = true;
     if (one_sided_) session_->borrowed().check_nothing_overdue();
   } catch (...) {
-    if (lent_) session_->borrowed().end_write(write_to_);
+    if (lent_) session_->unmark(write_to_);
     blocks.release_reading(request_.from);
     throw;
   }
@@ -49,7 +49,7 @@ Outgoing::Outgoing(std::shared_ptr<Session> session, std::uint64_t id, TransferR
 
 // A handle that was never started, because something threw on the way.
 Outgoing::~Outgoing() {
-  if (lent_) session_->borrowed().end_write(write_to_);
+  if (lent_) session_->end_named(id_, write_to_, /*still_borrowed=*/true);
   if (reading_) session_->host().blocks().release_reading(request_.from);
 }
 
@@ -106,6 +106,7 @@ void Outgoing::start() {
     layers_left_ = sent_layers_.size();
     finished_ = false;
   }
+  if (named_) session_->begin_named(id_, std::static_pointer_cast<Outgoing>(shared_from_this()), write_to_);
   if (is_quiet()) return begin();
   ask([this] { begin(); });
 }
@@ -196,11 +197,7 @@ void Outgoing::settle(Lock& lock, const Message& message) {
   told_ = lent_ = false;
   lock.unlock();
   session_->calls().forget(id_);
-  if (inserted) {
-    session_->borrowed().drop_written(write_to_);
-  } else {
-    session_->borrowed().end_write(write_to_);
-  }
+  session_->end_named(id_, write_to_, /*still_borrowed=*/!inserted);
 }
 
 void Outgoing::on_reserved(Lock& lock, const ReservedBody& body) {
@@ -268,23 +265,30 @@ void Outgoing::end(Lock& lock, std::optional<Error> error) {
   const std::shared_ptr<Route> route = std::move(route_);  // destroyed without the lock
   lock.unlock();
   if (!is_quiet() && answered) session_->calls().forget(id_);
-  if (lent) {
-    // Blocks that the peer has inserted are no longer lent; all others are as they were.
-    if (request_.insert && !error) {
-      session_->borrowed().drop_written(write_to_);
-    } else {
-      session_->borrowed().end_write(write_to_);
-    }
-  }
+  // Blocks that the peer has inserted are no longer lent; all others are as they were.
+  if (lent) session_->end_named(id_, write_to_, /*still_borrowed=*/!request_.insert || error);
   if (reading) session_->host().blocks().release_reading(request_.from);
   finish_waiting(TransferKind::kSend, bytes_done(), std::move(error));
+}
+
+// One that has told the peer that all is written waits for its answer, which says whose the blocks are.
+void Outgoing::stop_recalled() noexcept {
+  const auto why = failure_of([&] { session_->borrowed().check_still_borrowed(write_to_); });
+  if (!why) return;
+  Lock lock(mutex_);
+  if (phase_ == Phase::kWriting) {
+    if (!why_) why_ = why;
+    stop_.store(true, std::memory_order_relaxed);
+  } else if (phase_ == Phase::kStreaming) {
+    give_up(lock, *why, /*wait_for_peer=*/false);
+  }
 }
 
 void Outgoing::on_lost(const Error& why) {
   Lock lock(mutex_);
   if (phase_ == Phase::kDone) {
     if (std::exchange(overdue_, false)) session_->borrowed().end_overdue();
-    if (std::exchange(lent_, false)) session_->borrowed().end_write(write_to_);
+    if (std::exchange(lent_, false)) session_->end_named(id_, write_to_, /*still_borrowed=*/true);
     return;
   }
   if (phase_ == Phase::kWriting) {

@@ -33,6 +33,8 @@ class Outgoing final : public AwaitedTransfer {
   void start();
   // The same, but what start() would throw ends the transfer instead.
   void start_or_fail() noexcept;
+  // The peer has recalled blocks: ends soon if it writes some of them.
+  void stop_recalled() noexcept;
 
   // --- Transfer ---
   const std::vector<Address>& addresses() const override { return addresses_; }

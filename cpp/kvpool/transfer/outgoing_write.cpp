@@ -117,7 +117,7 @@ void Outgoing::complete(Lock& lock) {
   if (!std::exchange(lent_, false)) return;
   lock.unlock();  // it ended at its deadline, and left the destinations until the answer
   session_->calls().forget(id_);
-  session_->borrowed().end_write(write_to_);
+  session_->end_named(id_, write_to_, /*still_borrowed=*/true);
 }
 
 // REQUIRES: nothing is written any more, nor will be.

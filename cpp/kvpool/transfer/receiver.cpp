@@ -44,7 +44,8 @@ void Receiver::answer(ServedCall& call, std::span<const Address> addresses) {
 
 // Of a transfer that the peer begins. Ids of fetches are this side's to give, and 0 stands for all transfers.
 void Receiver::check_id(std::uint64_t id) const {
-  if (id == 0 || (id & kFetchBit) != 0) throw Error(ErrorCode::kProtocol, "this is no number of a transfer");
+  if (id == 0 || (id & (kFetchBit | kRecallBit)) != 0)
+    throw Error(ErrorCode::kProtocol, "this is no number of a transfer");
 }
 
 // REQUIRES: mutex_ is held.
@@ -167,26 +168,27 @@ bool Receiver::may_place(std::uint64_t id, const std::vector<Address>& blocks, I
 // What the link brings and the CPU cannot place lands in a buffer first. One frame is placed at a time.
 Placement Receiver::on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) {
   const MediaSpans& spans = host_.blocks().spans();
-  const DataBody data = read_data_body(body, payload_bytes, spans);  // throws kProtocol
+  DataBody data = read_data_body(body, payload_bytes, spans);  // throws kProtocol
   Placement placement;
   placement.pieces = data_placement(data, spans);
   placement.token = id;
   std::unique_ptr<StagingBuffer> staging_buffer =
       host_.blocks().staging_buffer(data.blocks, placement.pieces, payload_bytes);
   if (staging_buffer != nullptr) placement.pieces = {staging_buffer->room()};
-  placement = admit(std::move(placement), data.blocks, payload_bytes);
+  placement = admit(std::move(placement), std::move(data.blocks), payload_bytes);
   if (!placement.pieces.empty()) staging_buffer_ = std::move(staging_buffer);
   return placement;
 }
 
 Placement Receiver::on_pass(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) {
   const MediaSpans& spans = host_.blocks().spans();
-  const DataBody data = read_data_body(body, payload_bytes, spans);  // throws kProtocol
-  return admit({data_placement(data, spans), id}, data.blocks, payload_bytes);
+  DataBody data = read_data_body(body, payload_bytes, spans);  // throws kProtocol
+  Placement placement{data_placement(data, spans), id};
+  return admit(std::move(placement), std::move(data.blocks), payload_bytes);
 }
 
 // Marks the transfer as being placed. An empty placement: the content is not wanted (any more).
-Placement Receiver::admit(Placement placement, const std::vector<Address>& blocks, std::uint64_t payload_bytes) {
+Placement Receiver::admit(Placement placement, std::vector<Address>&& blocks, std::uint64_t payload_bytes) {
   const std::uint64_t id = placement.token;
   const std::lock_guard lock(mutex_);
   const auto entry = incoming_.find(id);
@@ -197,6 +199,7 @@ Placement Receiver::admit(Placement placement, const std::vector<Address>& block
     if (content != nullptr) content->damaged = true;
     return {};
   }
+  if (!reserved && content != nullptr) placed_now_.push_back({id, std::move(blocks)});
   if (content != nullptr) content->begin(payload_bytes);  // from now on reserved blocks stay, until on_placed
   return placement;
 }
@@ -228,6 +231,7 @@ void Receiver::on_passed(std::uint64_t id, bool intact) { settle_placed(id, inta
 
 void Receiver::settle_placed(std::uint64_t id, bool intact) {
   const std::lock_guard lock(mutex_);
+  settle_lent(id);
   if (const auto arrived = arrived_.find(id); arrived != arrived_.end()) {
     static_cast<void>(arrived->second.settle(intact));
     return;
@@ -283,8 +287,8 @@ void Receiver::give_back(Quarantined& quarantined) noexcept {
 }
 
 void Receiver::on_abandon(const CallPointer& call) {
-  // What is quarantined under the number of a fetch is this side's own.
-  if ((call->id() & kFetchBit) == 0) forfeit(call->id());
+  // What is quarantined under the number of a fetch, or of a recall, is this side's own.
+  if ((call->id() & (kFetchBit | kRecallBit)) == 0) forfeit(call->id());
   call->answer({});
 }
 

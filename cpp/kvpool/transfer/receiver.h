@@ -28,6 +28,7 @@
 #include "kvpool/net/link.h"
 #include "kvpool/transfer/held_blocks.h"
 #include "kvpool/transfer/messages.h"
+#include "kvpool/transfer/recall_result.h"
 #include "kvpool/transfer/request_bytes.h"
 #include "kvpool/transfer/served_call.h"
 #include "kvpool/transfer/session_host.h"
@@ -102,8 +103,20 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   struct Quarantined {
     std::vector<Address> addresses;
     std::shared_ptr<HeldBlocks> held = {};  // gives them back when nobody has it any more; null: this one does
+    bool being_placed = false;              // this process writes them: they are given back behind that
   };
   using QuarantineRoom = std::map<std::uint64_t, Quarantined>::node_type;
+
+  // --- recalls of lent blocks; receiver_recall.cpp ---
+  // Throws kNotOwner unless each is lent to the peer, kArgument when one stands there twice.
+  void check_lent(std::span<const Address> addresses) const;
+  // At most so many that are lent to the peer.
+  std::vector<Address> some_lent(std::size_t most) const;
+  // Takes back what is left of these. `writer_ended`: the peer has said that it writes none of them any more. `room`:
+  // of the recall, with room for all addresses.
+  RecallResult end_recall(QuarantineRoom&& room, std::span<const Address> addresses, bool writer_ended) noexcept;
+  // The peer has said so after all.
+  void on_recall_over(std::uint64_t id);
   static QuarantineRoom quarantine_room(std::uint64_t id, std::vector<Address> addresses);
   void quarantine(QuarantineRoom&& room) noexcept;
 
@@ -135,7 +148,15 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   };
   using IncomingMap = std::unordered_map<std::uint64_t, Incoming>;
   using ArrivedMap = std::unordered_map<std::uint64_t, ArrivedContent>;
-  enum class Lent : std::uint8_t { kHeld, kLeaving };  // kLeaving: goes to the index, or is being given back
+  enum class Lent : std::uint8_t {
+    kHeld,
+    kLeaving,   // goes to the index, or is being given back
+    kRecalled,  // the same, and is the peer's no more should nothing come of it
+  };
+  struct PlacedNow {  // in lent blocks
+    std::uint64_t transfer;
+    std::vector<Address> blocks;
+  };
 
   static void answer(ServedCall& call, std::span<const Address> addresses);
   void check_id(std::uint64_t id) const;
@@ -148,7 +169,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void mark_held(std::span<const Address> addresses) noexcept;
   void finish_reserve(ServedCall& call, std::optional<Reservation> reservation, std::optional<Error> error);
   bool may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry);
-  Placement admit(Placement placement, const std::vector<Address>& blocks, std::uint64_t payload_bytes);
+  Placement admit(Placement placement, std::vector<Address>&& blocks, std::uint64_t payload_bytes);
+  bool is_placed_now(std::span<const Address> blocks) const noexcept;
+  void settle_lent(std::uint64_t id) noexcept;
   void settle_placed(std::uint64_t id, bool intact);
   ArrivedContent* content_to_lent(std::uint64_t id);
   void forget_content(std::uint64_t id) noexcept;
@@ -180,6 +203,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   IncomingMap incoming_;
   // By transfer without a reservation, whose content was placed in lent blocks, or dropped; until it completes.
   ArrivedMap arrived_;
+  std::vector<PlacedNow> placed_now_;
   std::unordered_map<Address, Lent> lent_;  // quarantined from the loss of the link until the writer is gone
   Quarantine quarantined_;
   // Blocks in reservations, lent or quarantined for the peer, and of requests that are being answered.

@@ -100,6 +100,8 @@ void Receiver::complete_named(std::uint64_t id, CompleteBody& body, Delivery& de
   check_quota(0);
   if (quarantined_.contains(id)) throw Error(ErrorCode::kProtocol, number_of(id) + " has a reservation");
   if (arrived && (arrived.mapped().damaged || arrived.mapped().placing > 0)) {
+    mark_leaving(body.named);  // throws kNotOwner: the content was dropped because they were recalled, say
+    mark_held(body.named);
     throw Error(ErrorCode::kProtocol, "content arrived damaged, for blocks that were not lent, or has not arrived");
   }
   // Of content that did not come by this process only its sender knows how much there was.
@@ -158,10 +160,16 @@ void Receiver::finish_delivery(std::uint64_t id, const Delivery& delivery, std::
     if (!delivered) host_.blocks().release(delivery.reservation.addresses);
     return;
   }
-  if (!delivered && !lost_) return mark_held(named);
-  if (!delivered) host_.blocks().release(named);  // it has said that it writes no more
-  for (const Address address : named) lent_.erase(address);
-  promised_ -= static_cast<std::uint32_t>(named.size());
+  for (const Address address : named) {
+    const auto lent = lent_.find(address);
+    if (!delivered && !lost_ && lent->second == Lent::kLeaving) {
+      lent->second = Lent::kHeld;
+      continue;
+    }
+    if (!delivered) host_.blocks().release({&address, 1});  // it has said that it writes no more
+    lent_.erase(lent);
+    --promised_;
+  }
 }
 
 }  // namespace kvpool

@@ -214,11 +214,16 @@ void Session::serve_verbs() {
   serve(kCompleteVerb, read_complete,
         [=](const CallPointer& call, CompleteBody&& body) { receiver->on_complete(call, std::move(body)); });
   serve(kFetchVerb, read_fetch, [this](const CallPointer& call, FetchBody&& body) { on_fetch(call, std::move(body)); });
+  serve(kRecallVerb, read_addresses,
+        [this](const CallPointer& call, const std::vector<Address>& addresses) { on_recall(call, addresses); });
   calls_->serve(kAbandonVerb, PeerCalls::Runs::kHere,
                 [=](const CallPointer& call, Bytes&& /*request*/) { receiver->on_abandon(call); });
   // What was lent goes back.
   calls_->when_late(kLendVerb, [this](Message&& answer) {
     if (answer.kind == FrameKind::kAnswer) calls_->post(kReturnVerb, calls_->next_id(), answer.body);
+  });
+  calls_->when_late(kRecallVerb, [=](Message&& answer) {
+    if (answer.kind == FrameKind::kAnswer) receiver->on_recall_over(answer.id);
   });
   calls_->when_late(kFetchVerb, [=](Message&& answer) { receiver->on_fetch_over(answer.id); });
 }
@@ -286,6 +291,8 @@ void Session::settle() {
   let_go();
 }
 
-std::int64_t Session::tick(std::int64_t now_ns) { return std::min(receiver_->tick(now_ns), calls_->tick(now_ns)); }
+std::int64_t Session::tick(std::int64_t now_ns) {
+  return std::min({receiver_->tick(now_ns), calls_->tick(now_ns), tick_recalls(now_ns)});
+}
 
 }  // namespace kvpool

@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "kvpool/base/wait.h"
@@ -54,6 +55,15 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // The second half of it. REQUIRES: borrowed().begin_write() has marked them; they are borrowed no more afterwards,
   // or, when the request could not be sent, marked no more.
   void give_back_marked(std::span<const Address> addresses, const Waiting& waiting);
+  // Asks for blocks back that are lent to the peer, and takes at the deadline what has not come. Throws kNotOwner,
+  // kArgument, kBusy, and nothing has happened then; kPeerLost: what was lent is treated as a lost peer's; kCancelled:
+  // the caller has given up, and the recall goes on.
+  RecallResult recall(std::vector<Address> addresses, const Waiting& waiting);
+  // The same of any so many, or of all if there are not so many.
+  RecallResult recall_some(std::size_t count, const Waiting& waiting);
+  // The same of blocks that were lent a moment ago, without waiting. `done`: as that of a call.
+  using RecallDone = std::function<void(const RecallResult* result, const Error* error)>;
+  void begin_recall(std::vector<Address> addresses, std::int64_t until_ns, RecallDone done);
   std::shared_ptr<Transfer> transfer(TransferRequest&& request);
   // Checks everything and holds the blocks, but does not begin.
   std::shared_ptr<Outgoing> prepare(TransferRequest&& request);
@@ -119,6 +129,11 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // Null once the link has ended and nothing of this side is under way: see let_go().
   std::shared_ptr<Link> link() const;
   BorrowedBlocks& borrowed() noexcept { return borrowed_; }
+  // A transfer that writes borrowed blocks begins, and lets go of them. Throws kStaleAddress: they were recalled.
+  void begin_named(std::uint64_t id, const std::shared_ptr<Outgoing>& transfer, std::span<const Address> to);
+  void end_named(std::uint64_t id, std::span<const Address> to, bool still_borrowed) noexcept;
+  // Of blocks that were marked, and are not given back after all.
+  void unmark(std::span<const Address> addresses) noexcept;
   Receiver& receiver() noexcept { return *receiver_; }
   // The link itself has ended: nothing more arrives, and nothing is being placed.
   bool link_ended() const noexcept override { return ended_.load() && (route_receiver_ == nullptr || settled_.load()); }
@@ -145,7 +160,15 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void note_broken(const Error& error) noexcept;
   void handle(Message&& message);
   bool handle_later(Message& message);
+  struct Recalled;
+  RecallResult wait_for_recall(std::vector<Address> addresses, const Waiting& waiting);
   void serve_verbs();
+  void on_recall(const CallPointer& call, const std::vector<Address>& addresses);  // session_recall.cpp
+  void end_recall(const std::shared_ptr<Recalled>& recalled) noexcept;
+  std::int64_t tick_recalls(std::int64_t now_ns) noexcept;
+  void settle_recalls() noexcept;
+  void begin_return() noexcept;
+  void end_return() noexcept;
   void settle();
   void on_leave();
   void close_link(const Error& why) noexcept;
@@ -176,6 +199,11 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // By pair of media, from and to: it has been measured, is being, or is no question.
   MediumPairMap<std::atomic<bool>> claimed_{};
   std::atomic<std::uint32_t> wanted_{0};  // to be measured when no write is under way
+
+  std::mutex recalls_mutex_;  // a leaf, but for the borrowed blocks' own
+  std::vector<std::shared_ptr<Recalled>> recalls_;
+  std::unordered_map<std::uint64_t, std::weak_ptr<Outgoing>> named_;  // that write borrowed blocks
+  std::uint32_t returning_ = 0;  // blocks are given back, and the peer has not been told: no recall is answered before
 
   mutable std::mutex mutex_;
   std::shared_ptr<Link> link_;

@@ -36,12 +36,18 @@ void Session::give_back(std::span<const Address> addresses, const Waiting& waiti
 // They are not borrowed any more before the peer can hear of it: it may lend them again at once, to another thread.
 void Session::give_back_marked(std::span<const Address> addresses, const Waiting& waiting) {
   bool sent = false;
+  begin_return();
   borrowed_.drop_written(addresses);
   try {
-    static_cast<void>(
-        calls_->call(kReturnVerb, calls_->next_id(), write_addresses(addresses), waiting, [&] { sent = true; }));
+    static_cast<void>(calls_->call(kReturnVerb, calls_->next_id(), write_addresses(addresses), waiting, [&] {
+      sent = true;
+      end_return();
+    }));
   } catch (...) {
-    if (!sent) borrowed_.take_again(addresses);
+    if (!sent) {
+      borrowed_.take_again(addresses);
+      end_return();
+    }
     throw;
   }
 }

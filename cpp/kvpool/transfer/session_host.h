@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "kvpool/base/error.h"
 #include "kvpool/routes/route.h"
@@ -66,6 +67,9 @@ class SessionHost {
   virtual void write(WriteJob&& job) = 0;
   // The same in this thread, however long it takes.
   virtual void write_here(WriteJob&& job) { carry_out(job); }
+  // The peer wants these blocks back that it has lent: until then they may be used, and given back. Must not wait.
+  virtual void recalled(Session& /*session*/, const std::vector<Address>& /*addresses*/,
+                        std::int64_t /*deadline_ns*/) noexcept {}
   // The link has ended, and so has every write of this side. May be told more than once.
   virtual void drained(Session& session) noexcept = 0;
   // The GPU that was copying for this side is lost: what it had been told to write may be on its way for ever, so

@@ -7,6 +7,8 @@
 namespace kvpool {
 
 inline constexpr std::uint64_t kFetchBit = std::uint64_t{1} << 63;
+// Of a recall of lent blocks, among what is in quarantine. Never on the wire.
+inline constexpr std::uint64_t kRecallBit = std::uint64_t{1} << 62;
 
 // What is noted beside the owner of a reserved block.
 inline constexpr std::uint32_t mark_of(std::uint64_t id) noexcept {

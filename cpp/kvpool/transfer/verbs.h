@@ -42,5 +42,12 @@ inline constexpr Verb kFetchVerb{6,
                                  0,
                                  /*frees_blocks=*/false,
                                  /*answer_frees_blocks=*/true};
+// Give these lent blocks back, by the end of the call; it is answered when none of them is written any more.
+inline constexpr Verb kRecallVerb{7,
+                                  "recall",
+                                  kAddressListBytesMax,
+                                  0,
+                                  /*frees_blocks=*/false,
+                                  /*answer_frees_blocks=*/true};
 
 }  // namespace kvpool

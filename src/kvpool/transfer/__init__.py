@@ -1,7 +1,7 @@
 """Blocks between pools: what the verbs of a pool take and return."""
 
 from kvpool.transfer.handle import Transfer
-from kvpool.transfer.peers import PeerCallback, PeerEvent, PeerInfo, RankInfo, RouteCost, RouteReport
+from kvpool.transfer.peers import PeerCallback, PeerEvent, PeerInfo, RankInfo, RecallResult, RouteCost, RouteReport
 from kvpool.transfer.received import Received, ReceivedCallback
 from kvpool.transfer.reshard import ParallelConfig
 from kvpool.transfer.stream import TransferStream
@@ -15,6 +15,7 @@ __all__ = [
     "PeerInfo",
     "PeerVerbs",
     "RankInfo",
+    "RecallResult",
     "Received",
     "ReceivedCallback",
     "RouteCost",

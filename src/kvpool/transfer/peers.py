@@ -21,6 +21,7 @@ __all__ = [
     "PeerEvent",
     "PeerInfo",
     "RankInfo",
+    "RecallResult",
     "RouteCost",
     "RouteReport",
     "nccl_library",
@@ -129,21 +130,42 @@ class PeerInfo:
 
 @dataclass(frozen=True)
 class PeerEvent:
-    """A peer has come or gone.
+    """A peer has come or gone, or wants blocks back.
 
     Attributes:
         name: What it calls itself.
         kind: "joined": it is connected, whoever called. "lost": it is not any more; transfers with it have failed.
+            "recalled": it wants blocks back that it has lent to this pool. Free them, after fetching what they hold if
+            that is needed; at the deadline they are lost for this pool.
         instance: The number in the addresses of its blocks.
         epoch: Of this incarnation: tells a peer that was restarted from the one that was lost.
-        error: Of one that was lost: why, mostly a PeerLost. None for one that joined.
+        error: Of one that was lost: why, mostly a PeerLost. None for the others.
+        addrs: Of a recall: the blocks. Empty for the others.
+        deadline: Of a recall: until when they are lent, as `time.monotonic()` tells it. None for the others.
     """
 
     name: str
-    kind: Literal["joined", "lost"]
+    kind: Literal["joined", "lost", "recalled"]
     instance: int
     epoch: int
     error: Error | None = None
+    addrs: tuple[int, ...] = ()
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class RecallResult:
+    """What has become of the blocks that `Pool.recall` has asked for.
+
+    Attributes:
+        returned: The peer gave them back, or inserted them here.
+        freed: They were taken back at the deadline, and are free: nobody can write them any more.
+        quarantined: They were taken back, and are free when the peer says, or is proved, to write them no more.
+    """
+
+    returned: int
+    freed: int
+    quarantined: int
 
 
 class PeerCallback(Dispatcher[PeerEvent]):
@@ -172,13 +194,15 @@ class PeerCallback(Dispatcher[PeerEvent]):
         event = pool._next_peer_event()
         if event is None:
             return None
-        name, instance, epoch, joined, error = event
+        name, kind, instance, epoch, error, addrs, deadline = event
         fields = {"peer": name, "instance": instance, "epoch": epoch}
-        if joined:
+        if kind == "joined":
             _log.info("%s has joined", name, extra=fields)
-        else:
+        elif kind == "lost":
             _log.warning("%s is lost: %s", name, error, extra=fields | {"reason": type(error).__name__})
-        return PeerEvent(name, "joined" if joined else "lost", instance, epoch, error)
+        else:
+            _log.info("%s recalls %d blocks", name, len(addrs), extra=fields | {"blocks": len(addrs)})
+        return PeerEvent(name, kind, instance, epoch, error, addrs, deadline)  # type: ignore[arg-type]
 
     def _failed(self, item: PeerEvent) -> None:
         _log.exception("the callback for %s, which %s, has failed", item.name, item.kind, extra={"peer": item.name})

@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from kvpool import _core
 from kvpool.arguments import flag_from, int_from, shown
 from kvpool.config import Settings
 from kvpool.errors import ArgumentError, ArgumentTypeError, DeadlineExceeded, Error, StateError
 from kvpool.transfer.gpu_routes import tell_unused
-from kvpool.transfer.peers import PeerCallback, PeerEvent, PeerInfo, RankInfo, nccl_library, ucx_library
+from kvpool.transfer.peers import PeerCallback, PeerEvent, PeerInfo, RankInfo, RecallResult, nccl_library, ucx_library
 from kvpool.transfer.received import Received, ReceivedCallback
 from kvpool.transfer.reshard import ParallelConfig
 from kvpool.transfer.stream import TransferStream
@@ -25,6 +27,7 @@ from kvpool.types import HBM, KVLayout, RawLayout, TransferTotals
 __all__ = ["PeerVerbs"]
 
 _log = logging.getLogger("kvpool.peers")
+_RECALL_MAX = 1 << 19  # blocks in one call
 
 
 class PeerVerbs(_core.Pool):
@@ -336,8 +339,37 @@ class PeerVerbs(_core.Pool):
             self._callback = ReceivedCallback(self, callback)
             return self._callback
 
+    def recall(self, peer: str, blocks: object = None, *, timeout: float | None = None) -> RecallResult:
+        """Asks a peer for blocks back that are lent to it, and takes at the deadline what it has not given back.
+
+        The peer's application hears of it (a "recalled" event of its `on_peer`) and may use the blocks until the
+        deadline. From then on they are not its own any more: its transfers to them end with StaleAddress, and so does
+        whatever names them. A peer that is stopped, or does not care, delays nothing: blocks that this process writes
+        for it (``sock``) are free at the deadline, those that it writes by itself are quarantined until it says that it
+        does so no more, or is proved to be gone. Returns as soon as all are back. Ctrl-C ends the wait, not the recall.
+        Releases the GIL.
+
+        Args:
+            peer: Its name.
+            blocks: Their addresses; or how many of them, whichever; None: all.
+            timeout: Seconds until the deadline; None: 30.
+
+        Returns:
+            How many came back, were freed at the deadline, and are quarantined.
+
+        Raises:
+            PeerLost: There is no such peer, or it was lost meanwhile: then what was lent is treated as a lost peer's.
+            NotOwner: A block is not lent to this peer.
+            ArgumentError: A block stands twice in the list; more than 524,288 blocks.
+            Busy: The peer takes messages too slowly, or is asked for too much at once; nothing has changed.
+        """
+        if blocks is None or isinstance(blocks, int | np.integer):
+            count = _RECALL_MAX if blocks is None else int_from(blocks, "blocks")
+            return RecallResult(*self._recall(peer, None, count, timeout))
+        return RecallResult(*self._recall(peer, blocks, 0, timeout))
+
     def on_peer(self, callback: Callable[[PeerEvent], object]) -> PeerCallback:
-        """Calls back when a peer joins or is lost, in a thread that the pool keeps for it.
+        """Calls back when a peer joins, is lost or recalls blocks, in a thread that the pool keeps for it.
 
         First comes a "joined" for each peer that is connected now, so that none is missed. Events come in order, one at
         a time. What becomes of a connection that both sides made at once, or of a peer that replaces itself, is one

@@ -1,0 +1,97 @@
+// Lent blocks that are taken back before their borrower returns them.
+//
+// What this process places is free at once, behind the frame that is being placed in it: what comes later finds a block
+// that is not lent. What the peer writes by itself is in quarantine until it has said that it does so no more, or is
+// proved to be gone.
+#include <algorithm>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+#include "kvpool/transfer/receiver.h"
+#include "kvpool/transfer/transfer_id.h"
+
+namespace kvpool {
+
+void Receiver::check_lent(std::span<const Address> addresses) const {
+  std::unordered_set<Address> seen;
+  seen.reserve(addresses.size());
+  const std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    const auto fail = [&](ErrorCode code, const std::string& what) {
+      throw Error(code, "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) + ") " + what,
+                  {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
+    };
+    if (!seen.insert(addresses[i]).second) fail(ErrorCode::kArgument, "stands twice in the list");
+    if (lost_ || !lent_.contains(addresses[i])) fail(ErrorCode::kNotOwner, "is not lent to peer " + peer_);
+  }
+}
+
+std::vector<Address> Receiver::some_lent(std::size_t most) const {
+  std::vector<Address> some;
+  const std::lock_guard lock(mutex_);
+  some.reserve(std::min(most, lent_.size()));
+  for (const auto& [address, state] : lent_) {
+    if (some.size() == most || lost_) break;
+    if (state == Lent::kHeld) some.push_back(address);
+  }
+  return some;
+}
+
+RecallResult Receiver::end_recall(QuarantineRoom&& room, std::span<const Address> addresses,
+                                  bool writer_ended) noexcept {
+  RecallResult result;
+  std::vector<Address>& taken = room.mapped().addresses;
+  const std::lock_guard lock(mutex_);
+  if (lost_) return result;  // what was lent is free, or in quarantine
+  for (const Address address : addresses) {
+    const auto entry = lent_.find(address);
+    if (entry != lent_.end() && entry->second == Lent::kHeld) {
+      taken.push_back(address);  // there is room
+      lent_.erase(entry);
+      continue;
+    }
+    if (entry != lent_.end()) entry->second = Lent::kRecalled;
+    ++result.returned;
+  }
+  if (taken.empty()) return result;
+  const auto count = static_cast<std::uint32_t>(taken.size());
+  const bool quiet = writer_ended || drained_ || !writes_directly_;
+  room.mapped().being_placed = quiet && is_placed_now(taken);
+  if (quiet && !room.mapped().being_placed) {
+    host_.blocks().release(taken);
+    promised_ -= count;
+    result.freed = count;
+    return result;
+  }
+  host_.blocks().quarantine(taken);
+  quarantined_.insert(std::move(room));
+  result.quarantined = count;
+  return result;
+}
+
+void Receiver::on_recall_over(std::uint64_t id) {
+  const std::lock_guard lock(mutex_);
+  const auto entry = quarantined_.find(id | kRecallBit);
+  if (entry != quarantined_.end() && !entry->second.being_placed) release_quarantined(id | kRecallBit);
+}
+
+// REQUIRES: mutex_ is held.
+bool Receiver::is_placed_now(std::span<const Address> blocks) const noexcept {
+  return std::ranges::any_of(placed_now_, [&](const PlacedNow& one) {
+    return std::ranges::any_of(one.blocks, [&](Address at) { return std::ranges::find(blocks, at) != blocks.end(); });
+  });
+}
+
+// A payload for lent blocks lies there; what was taken back meanwhile is free. REQUIRES: mutex_ is held.
+void Receiver::settle_lent(std::uint64_t id) noexcept {
+  const auto placed = std::ranges::find_if(placed_now_, [&](const PlacedNow& one) { return one.transfer == id; });
+  if (placed == placed_now_.end()) return;
+  placed_now_.erase(placed);
+  for (auto entry = quarantined_.begin(); entry != quarantined_.end();) {
+    const auto current = entry++;
+    if (current->second.being_placed && !is_placed_now(current->second.addresses)) release_quarantined(current->first);
+  }
+}
+
+}  // namespace kvpool

@@ -1,0 +1,367 @@
+// Lent blocks that are recalled, from both ends, against a peer that follows a script.
+#include <doctest/doctest.h>
+
+#include <optional>
+
+#include "session_kit.h"
+
+namespace kvpool::testing {
+namespace {
+
+constexpr std::uint64_t kLoan = 50;
+
+bool same(const RecallResult& result, std::uint32_t returned, std::uint32_t freed, std::uint32_t quarantined) {
+  return result.returned == returned && result.freed == freed && result.quarantined == quarantined;
+}
+
+// An owner whose call ends when the script says so.
+struct Owner : SessionKit {
+  explicit Owner(bool one_sided = true) : SessionKit(one_sided) {}
+  // `borrower`: what it does about the call. Then time passes to the deadline.
+  RecallResult recall(const Addresses& addresses, const std::function<void(std::uint64_t id)>& borrower = {}) {
+    std::optional<std::uint64_t> asked;
+    link->meanwhile = [&, this](std::int64_t until_ns) {
+      if (!asked) {
+        const Message call = take(kRecallVerb);
+        CHECK(read_addresses(call.body) == addresses);
+        asked = id = call.id;
+        if (borrower) borrower(id);
+      } else {
+        host.now = until_ns;
+      }
+    };
+    const RecallResult result = session->recall(addresses, host.now + 100 * kMs);
+    link->meanwhile = nullptr;
+    return result;
+  }
+  void give_back(const Addresses& addresses) {
+    ask(kReturnVerb, 900, write_addresses(addresses));
+    CHECK(answer().kind == FrameKind::kAnswer);
+  }
+  std::uint64_t id = 0;  // of the last recall
+};
+
+TEST_CASE("blocks that come back when they are recalled end the recall at once") {
+  Owner kit;
+  const Addresses lent = kit.lend(kLoan, 3);
+  const std::int64_t before = kit.host.now;
+  const RecallResult result = kit.recall(lent, [&](std::uint64_t id) {
+    kit.give_back(lent);
+    kit.reply(kRecallVerb, id);
+  });
+  CHECK(same(result, 3, 0, 0));
+  CHECK(kit.host.now == before);
+  CHECK(kit.count(BlockState::kFree) == 16);
+  CHECK(kit.session->counts().promised == 0);
+}
+
+TEST_CASE("what the peer writes by itself is quarantined at the deadline, until it writes no more") {
+  Owner kit;
+  const Addresses lent = kit.lend(kLoan, 3);
+  const RecallResult result = kit.recall(lent, [&](std::uint64_t) { kit.give_back({lent[1]}); });
+  CHECK(same(result, 1, 0, 2));
+  CHECK(kit.count(BlockState::kQuarantined) == 2);
+  CHECK(kit.session->counts().lent == 0);
+  const Message cancel = kit.link->take();
+  CHECK(cancel.kind == FrameKind::kCancel);
+  CHECK(cancel.verb == kRecallVerb.number);
+  CHECK(cancel.id == kit.id);
+  SUBCASE("it says so") { kit.reply(kRecallVerb, kit.id); }
+  SUBCASE("it is proved to be gone") { kit.session->on_writer_gone(); }
+  SUBCASE("it is lost, and proved to be gone then") {
+    kit.session->on_closed(Error(ErrorCode::kPeerLost, "killed"));
+    CHECK(kit.count(BlockState::kQuarantined) == 2);
+    kit.session->on_writer_gone();
+  }
+  SUBCASE("it says something else, and then so") {
+    kit.refuse(kRecallVerb, kit.id, Error(ErrorCode::kBusy, "later"));
+    kit.ask(kAbandonVerb, kit.id);
+    kit.ask(kAbandonVerb, kit.id | kRecallBit);
+    kit.link->sent.clear();
+    CHECK(kit.count(BlockState::kQuarantined) == 2);
+    kit.reply(kRecallVerb, kit.id);
+  }
+  CHECK(kit.count(BlockState::kFree) == 16);
+  CHECK(kit.session->counts().promised == 0);
+}
+
+TEST_CASE("what this process places is free at the deadline, and every late use of it is refused") {
+  Owner kit(/*one_sided=*/false);
+  const Addresses lent = kit.lend(kLoan, 2);
+  CHECK(same(kit.recall(lent), 0, 2, 0));
+  kit.link->sent.clear();
+  CHECK(kit.count(BlockState::kFree) == 16);
+  CHECK(kit.session->counts().promised == 0);
+  CHECK_FALSE(kit.place(7, lent));
+  CompleteBody body = kit.completion(2);
+  body.named = lent;
+  kit.ask(kCompleteVerb, 7, write_body(body));
+  CHECK(kit.refusal() == ErrorCode::kNotOwner);
+  kit.ask(kReturnVerb, 8, write_addresses(lent));
+  CHECK(kit.refusal() == ErrorCode::kNotOwner);
+  kit.ask(kFetchVerb, kFetchBit | 9, write_body(FetchBody{Priority::kPrefill, lent, SessionKit::peer_addresses(2)}),
+          50);
+  CHECK(kit.refusal() == ErrorCode::kStaleAddress);
+  kit.reply(kRecallVerb, kit.id);  // changes nothing any more
+  CHECK(kit.count(BlockState::kFree) == 16);
+}
+
+TEST_CASE("blocks in which content is being placed at the deadline are free behind it, and others at once") {
+  Owner kit(/*one_sided=*/false);
+  const Addresses lent = kit.lend(kLoan, 2);
+  const Placement placement = kit.data(7, {lent[0]});
+  REQUIRE(!placement.pieces.empty());
+  SUBCASE("others") {
+    CHECK(same(kit.recall({lent[1]}), 0, 1, 0));
+    kit.session->on_placed(placement.token, true);
+    CHECK(kit.count(BlockState::kLent) == 1);
+    return;
+  }
+  CHECK(same(kit.recall(lent), 0, 0, 2));
+  CHECK(kit.count(BlockState::kQuarantined) == 2);
+  kit.reply(kRecallVerb, kit.id);
+  CHECK(kit.count(BlockState::kQuarantined) == 2);
+  CHECK_FALSE(kit.place(8, {lent[1]}));
+  SUBCASE("it arrives") { kit.session->on_placed(placement.token, true); }
+  SUBCASE("the link ends") {
+    kit.session->on_placed(placement.token, false);
+    kit.session->on_closed(Error(ErrorCode::kPeerLost, "killed"));
+  }
+  CHECK(kit.count(BlockState::kFree) == 16);
+  CHECK(kit.session->counts().promised == 0);
+}
+
+TEST_CASE("a peer that says that it writes none of them any more has no more of them") {
+  Owner kit;
+  const Addresses lent = kit.lend(kLoan, 2);
+  CHECK(same(kit.recall(lent, [&](std::uint64_t id) { kit.reply(kRecallVerb, id); }), 0, 2, 0));
+  CHECK(kit.count(BlockState::kFree) == 16);
+}
+
+TEST_CASE("a recall of what is not lent, or is named twice, or that cannot be sent, has changed nothing") {
+  Owner kit;
+  const Addresses lent = kit.lend(kLoan, 2);
+  const auto recall = [&](const Addresses& addresses) {
+    return code_of([&] { kit.session->recall(addresses, kit.host.now + kMs); });
+  };
+  const Addresses own = alloc(*kit.pool, 1);
+  CHECK(recall({lent[0], own[0]}) == ErrorCode::kNotOwner);
+  CHECK(recall({lent[0], lent[0]}) == ErrorCode::kArgument);
+  kit.link->busy = true;
+  CHECK(recall(lent) == ErrorCode::kBusy);
+  kit.link->busy = false;
+  CHECK(kit.link->sent.empty());
+  CHECK(recall({}) == std::nullopt);
+  CHECK(kit.session->under_way() == 0);
+  CHECK(kit.count(BlockState::kLent) == 2);
+  kit.pool->free(own.data(), own.size());
+}
+
+TEST_CASE("a recall that the peer refuses, or that ends with the link, says so") {
+  Owner kit;
+  const Addresses lent = kit.lend(kLoan, 2);
+  SUBCASE("refused") {
+    CHECK(code_of([&] {
+            kit.recall(lent, [&](std::uint64_t id) { kit.refuse(kRecallVerb, id, Error(ErrorCode::kBusy, "later")); });
+          }) == ErrorCode::kBusy);
+    CHECK(kit.count(BlockState::kLent) == 2);
+  }
+  SUBCASE("lost") {
+    CHECK(code_of([&] {
+            kit.recall(lent, [&](std::uint64_t) { kit.session->on_closed(Error(ErrorCode::kPeerLost, "killed")); });
+          }) == ErrorCode::kPeerLost);
+    CHECK(kit.count(BlockState::kQuarantined) == 2);
+    CHECK(code_of([&] { kit.session->recall(lent, kit.host.now + kMs); }) == ErrorCode::kPeerLost);
+  }
+}
+
+TEST_CASE("some of the lent blocks are recalled by number, and no more than there are") {
+  Owner kit;
+  const Addresses lent = kit.lend(kLoan, 3);
+  std::size_t asked = 0;
+  kit.link->meanwhile = [&](std::int64_t) {
+    const Message call = kit.take(kRecallVerb);
+    asked = read_addresses(call.body).size();
+    kit.reply(kRecallVerb, call.id);
+  };
+  CHECK(same(kit.session->recall_some(2, kit.host.now + kMs), 0, 2, 0));
+  CHECK(asked == 2);
+  CHECK(same(kit.session->recall_some(9, kit.host.now + kMs), 0, 1, 0));
+  CHECK(same(kit.session->recall_some(9, kit.host.now + kMs), 0, 0, 0));
+}
+
+TEST_CASE("who recalls may give up waiting, and the recall ends at its deadline all the same") {
+  Owner kit(/*one_sided=*/false);
+  const Addresses lent = kit.lend(kLoan, 2);
+  const Waiting waiting(kit.host.now + 1000 * kMs, [] { return true; });
+  CHECK(code_of([&] { kit.session->recall(lent, waiting); }) == ErrorCode::kCancelled);
+  CHECK(kit.count(BlockState::kLent) == 2);
+  kit.session->tick(kit.host.now += 1000 * kMs);
+  CHECK(kit.count(BlockState::kFree) == 16);
+}
+
+TEST_CASE("what is being inserted at the deadline is the index's, or free when nothing comes of it") {
+  Owner kit(/*one_sided=*/false);
+  const Addresses lent = kit.lend(kLoan, 1);
+  CHECK(kit.place(7, lent));
+  CompleteBody body = kit.completion(1);
+  body.named = lent;
+  body.has_private = false;
+  body.private_bytes.clear();
+  body.insert = body.has_checksum = true;
+  body.tokens = prompt(1, 1);
+  body.checksum = kit.peer_blocks.checksum(lent);
+  bool inserts = false;
+  SUBCASE("intact") { inserts = true; }
+  SUBCASE("damaged") { ++body.checksum; }
+  kit.ask(kCompleteVerb, 7, write_body(body));
+  CHECK(same(kit.recall(lent), 1, 0, 0));
+  kit.link->sent.clear();
+  kit.host.run_works();
+  CHECK((kit.answer().kind == FrameKind::kAnswer) == inserts);
+  CHECK(kit.count(BlockState::kHistorical) == (inserts ? 1 : 0));
+  CHECK(kit.count(BlockState::kLent) == 0);
+  CHECK(kit.session->counts().promised == 0);
+}
+
+// --- the borrower ---
+
+// A borrower of two blocks, which are recalled for 100 ms.
+struct Borrower : SessionKit {
+  explicit Borrower(bool one_sided = true) : SessionKit(one_sided), borrowed(borrow(2)) {
+    ask(kRecallVerb, kLoan, write_addresses(borrowed), 100);
+  }
+  std::shared_ptr<Transfer> write(const Addresses& to, bool told = false, bool streamed = false) {
+    TransferRequest request;
+    request.peer = "peer";
+    request.from = alloc(*pool, to.size());
+    request.to = to;
+    request.streamed = streamed;
+    if (told) request.private_bytes = Bytes(3);
+    request.deadline_ns = host.now + 1000 * kMs;
+    return session->transfer(std::move(request));
+  }
+  std::optional<ErrorCode> give_back(const Addresses& addresses) {
+    link->meanwhile = [this](std::int64_t) { reply(kReturnVerb, link->sent.back().id); };
+    const auto code = code_of([&] { session->give_back(addresses, host.now + kMs); });
+    link->meanwhile = nullptr;
+    return code;
+  }
+  bool answered() const {
+    return std::ranges::any_of(link->sent, [](const Message& one) {
+      return one.kind == FrameKind::kAnswer && one.id == kLoan && one.verb == kRecallVerb.number;
+    });
+  }
+  Addresses borrowed;
+};
+
+TEST_CASE("the application hears of a recall, and the peer its answer behind the last block that goes back") {
+  Borrower kit;
+  REQUIRE(kit.host.recalls.size() == 1);
+  CHECK(kit.host.recalls[0].first == kit.borrowed);
+  CHECK(kit.host.recalls[0].second == kit.host.now + 100 * kMs);
+  CHECK(kit.host.tick_at == kit.host.now + 100 * kMs);
+  CHECK(kit.link->sent.empty());
+  CHECK(kit.give_back({kit.borrowed[0]}) == std::nullopt);
+  CHECK_FALSE(kit.answered());
+  kit.link->sent.clear();
+  kit.link->meanwhile = [&](std::int64_t) { kit.reply(kReturnVerb, kit.link->sent.front().id); };
+  kit.session->give_back({&kit.borrowed[1], 1}, kit.host.now + kMs);
+  REQUIRE(kit.link->sent.size() == 2);
+  CHECK(kit.link->sent[0].verb == kReturnVerb.number);
+  CHECK(kit.answered());
+}
+
+TEST_CASE("a loan that was recalled is over at the deadline, or when the owner says so, for everything") {
+  Borrower kit;
+  SUBCASE("the deadline") {
+    CHECK(kit.session->tick(kit.host.now + 99 * kMs) == kit.host.now + 100 * kMs);
+    CHECK_FALSE(kit.answered());
+    kit.session->tick(kit.host.now += 100 * kMs);
+  }
+  SUBCASE("the owner") { kit.cancel(kRecallVerb, kLoan); }
+  CHECK(kit.answered());
+  CHECK(kit.session->borrowed_blocks() == 0);
+  CHECK(kit.give_back({kit.borrowed[0]}) == ErrorCode::kStaleAddress);
+  CHECK(code_of([&] { kit.write(kit.borrowed); }) == ErrorCode::kStaleAddress);
+  // Another loan of the same blocks is another loan.
+  const Addresses again = {kit.borrowed[0] + (Address{1} << kGenerationShift)};
+  kit.link->sent.clear();
+  kit.link->meanwhile = [&](std::int64_t) { kit.reply_next(kLendVerb, write_addresses(again)); };
+  CHECK(kit.session->borrow(1, Medium::kHbm, true, kit.host.now + kMs) == again);
+  CHECK(kit.session->borrowed_blocks() == 1);
+  CHECK(code_of([&] { kit.write({kit.borrowed[0]}); }) == ErrorCode::kStaleAddress);
+  CHECK(kit.give_back(again) == std::nullopt);
+}
+
+TEST_CASE("a transfer that writes recalled blocks at the deadline is stopped, and the owner hears when it has ended") {
+  for (const bool told : {false, true}) {
+    Borrower kit;
+    const auto transfer = kit.write({kit.borrowed[0]}, told);
+    REQUIRE(kit.host.writes.size() == 1);
+    kit.session->tick(kit.host.now += 100 * kMs);
+    CHECK(kit.host.writes[0].request.cancelled->load());
+    CHECK_FALSE(kit.answered());
+    CHECK_FALSE(transfer->done());
+    const Error stopped(ErrorCode::kCancelled, "stopped");
+    kit.host.end_write(&stopped);
+    CHECK(kit.answered());
+    CHECK(failure(*transfer) == ErrorCode::kStaleAddress);
+  }
+}
+
+TEST_CASE("a transfer that waits for its next layer is ended, and one to other blocks goes on") {
+  Borrower kit;
+  const Addresses other = kit.borrow(1, 5);
+  const auto streamed = kit.write({kit.borrowed[0]}, true, /*streamed=*/true);
+  const auto others = kit.write(other, true, /*streamed=*/true);
+  kit.session->tick(kit.host.now += 100 * kMs);
+  CHECK(kit.answered());
+  CHECK(failure(*streamed) == ErrorCode::kStaleAddress);
+  CHECK_FALSE(others->done());
+}
+
+TEST_CASE("a transfer that has told that all is written has its answer first") {
+  Borrower kit;
+  const auto transfer = kit.write({kit.borrowed[0]}, true);
+  kit.host.end_write();
+  const std::uint64_t id = kit.take(kCompleteVerb).id;
+  kit.session->tick(kit.host.now += 100 * kMs);
+  CHECK_FALSE(kit.answered());
+  SUBCASE("done") {
+    kit.reply(kCompleteVerb, id, write_addresses({}));
+    CHECK_NOTHROW(transfer->rethrow_if_failed());
+  }
+  SUBCASE("too late") {
+    kit.refuse(kCompleteVerb, id, Error(ErrorCode::kNotOwner, "not lent to you"));
+    CHECK(failure(*transfer) == ErrorCode::kNotOwner);
+  }
+  CHECK(kit.answered());
+}
+
+TEST_CASE("a recall of what is not borrowed is answered at once, and one of what the peer has not ends the link") {
+  SessionKit kit;
+  const Addresses borrowed = kit.borrow(1);
+  kit.ask(kRecallVerb, kLoan, write_addresses(SessionKit::peer_addresses(2, 3)), 100);
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
+  CHECK(kit.host.recalls.empty());
+  CHECK(code_of([&] {
+          kit.ask(kRecallVerb, kLoan, write_addresses({{borrowed[0], make_address(1, Medium::kHbm, 1, 1)}}), 100);
+        }) == ErrorCode::kProtocol);
+}
+
+TEST_CASE("what is being given back when the time is over is not borrowed again, even if that cannot be sent") {
+  Borrower kit;
+  kit.link->busy = true;
+  kit.session->borrowed().begin_write(kit.borrowed);
+  SUBCASE("before") { kit.session->tick(kit.host.now += 100 * kMs); }
+  SUBCASE("never") {}
+  CHECK(code_of([&] { kit.session->give_back_marked(kit.borrowed, kit.host.now + kMs); }) == ErrorCode::kBusy);
+  kit.link->busy = false;
+  kit.session->tick(kit.host.now += 100 * kMs);
+  CHECK(kit.session->borrowed_blocks() == 0);
+  CHECK(kit.give_back(kit.borrowed) == ErrorCode::kStaleAddress);
+}
+
+}  // namespace
+}  // namespace kvpool::testing
