@@ -238,7 +238,7 @@ def _from_arguments(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, st
 
 
 def check_names(names: Iterable[str], callee: Callable[..., Any]) -> None:
-    """Checks what a call was given as settings: what it does not know may be an argument of its own, misspelt.
+    """Checks the names of settings that a call was given; an unknown one may be a misspelt argument of the call.
 
     Args:
         names: Of what it was given.

@@ -10,22 +10,22 @@
     │   ├── ClosedError                 the pool or handle was closed
     │   └── Fenced                      the pool has no lease in its cluster: verbs that need peers wait for it
     ├── NotOwner                        the address belongs to another instance or pool
-    ├── LayoutMismatch                  memory offered, or a peer's, does not hold what the layout says
+    ├── LayoutMismatch                  offered memory, or the blocks of a peer, do not match the layout
     ├── PeerLost                        the peer is gone, or does not answer
     ├── DeadlineExceeded (TimeoutError) not done by its deadline
-    ├── Busy                            more than one peer may have under way: try again later
-    ├── Cancelled                       by the caller
-    ├── AuthError                       the peer does not know the secret
-    ├── ProtocolError                   the peer says what no kvpool says that we could speak with
-    ├── RouteFailed                     a way to the peer broke down: the next transfer takes another
+    ├── Busy                            the limit of one peer is reached: try again later
+    ├── Cancelled                       cancelled by the caller
+    ├── AuthError                       the peer has another secret
+    ├── ProtocolError                   the peer breaks the protocol, or speaks another version of it
+    ├── RouteFailed                     a route to the peer has failed: the next transfer takes another one
     ├── DeviceLost                      the GPU, or this process's context on it, is gone, with what was in its memory
     ├── ForkError                       called in a child process after fork
     ├── Unsupported                     this machine or build cannot do it
     └── AuditError                      an invariant is broken: a bug in kvpool or memory corruption
 
-A call that raises one of these has changed nothing; a transfer that ends with one has left the sender's blocks as they
-were. The text tells a person what happened, with the numbers; a program
-reads the same numbers as attributes (`error.requested`, `error.free`) or all of them as the dict `error.fields`.
+A call that raises one of these has changed nothing. A transfer that ends with one leaves the sender's blocks unchanged.
+The text of an error has the numbers for people; programs read them as attributes (`error.requested`, `error.free`), or
+all together in the dict `error.fields`.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Error(Exception):
     """Base of all errors of kvpool."""
 
     def __init__(self, message: str, **fields: Any) -> None:
-        """Makes the error; each field becomes an attribute."""
+        """Each field becomes an attribute."""
         super().__init__(message)
         self.fields: dict[str, Any] = fields
         for name, value in fields.items():
             setattr(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles with the fields, so that an error crosses to another process whole."""
+        """Pickles the fields, too, so that another process gets the complete error."""
         return _rebuild, (type(self), str(self), self.fields)
 
 
@@ -77,14 +77,14 @@ def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
     return kind(message, **fields)
 
 
-# The attributes below are what an error of the class can have; each error has those that its text speaks of.
+# The attributes that errors of a class can have. Each error has those that its text mentions.
 
 
 class ArgumentError(Error, ValueError):
     """A value that no state of the pool would accept."""
 
-    address: int  # the address that is wrong, and
-    position: int  # where it stands in the list
+    address: int  # the wrong address, and
+    position: int  # its position in the list
     value: int  # a number out of range, and
     minimum: int  # the least that is possible, and
     maximum: int  # the largest
@@ -176,9 +176,9 @@ class NotOwner(Error):
 
 
 class LayoutMismatch(Error):
-    """Memory that was offered, or a peer's blocks, do not hold what the layout says.
+    """Offered memory, or the blocks of a peer, do not match the layout.
 
-    Of a peer, offered_* are its numbers and layout_* this side's; 0 layers, heads and dim are raw bytes.
+    For a peer, offered_* are its numbers and layout_* those of this side. Raw bytes have 0 layers, heads and dim.
     """
 
     device: int  # the number of a GPU
@@ -202,19 +202,19 @@ class LayoutMismatch(Error):
 
 
 class PeerLost(Error):
-    """The peer is gone, or does not answer, or was never there."""
+    """The peer is gone, does not answer, or never existed."""
 
     instance: int
-    silent_ms: int  # for so long it had said nothing
+    silent_ms: int  # how long it had been silent
     errno: int
 
 
 class DeadlineExceeded(Error, TimeoutError):
-    """Not done by its deadline. Caught by `except TimeoutError`, too."""
+    """The deadline has passed. `except TimeoutError` catches it, too."""
 
 
 class Busy(Error):
-    """A limit on what one peer may have under way or waiting. Nothing is wrong: try again later."""
+    """One peer's limit of running or waiting requests is reached. Nothing is wrong: try again later."""
 
     retry_after_us: int  # a hint
     limit: int
@@ -226,11 +226,11 @@ class Cancelled(Error):
 
 
 class AuthError(Error):
-    """The peer does not know the secret, or we do not know the peer's."""
+    """The secrets of the two sides differ."""
 
 
 class ProtocolError(Error):
-    """The peer says what no kvpool says, or none of a version that we speak."""
+    """The peer breaks the protocol, or speaks no version that this side speaks."""
 
     address: int
     limit: int
@@ -239,17 +239,17 @@ class ProtocolError(Error):
     value: int
     maximum: int
     errno: int
-    version_min: int  # what we speak
+    version_min: int  # the versions that this side speaks
     version_max: int
-    peer_version_min: int  # what the peer speaks
+    peer_version_min: int  # the versions that the peer speaks
     peer_version_max: int
 
 
 class RouteFailed(Error):
-    """A way to the peer broke down: NCCL, say, or a copy by a GPU. The peer may be well.
+    """A route to the peer has failed, for example NCCL or a copy on a GPU. The peer may be well.
 
-    The next transfer takes another route, if there is one; this one is tried again later. `Pool.peers` tells why, of
-    the side that was writing.
+    The next transfer takes another route, if there is one; this one is tried again later. `Pool.peers` has the reason
+    on the side that was writing.
     """
 
     nccl_code: int  # NCCL's number, an ncclResult_t
@@ -257,10 +257,10 @@ class RouteFailed(Error):
 
 
 class DeviceLost(Error):
-    """The GPU, or this process's context on it, is gone, and with it all that was in its memory.
+    """The GPU, or this process's context on it, is gone, with the content of its memory.
 
-    A pool that meets it raises it from every verb but those that end something or only look (see Pool): make a new one,
-    in a new process if the driver says so. Its peers are told PeerLost by what they ask of it, until it is closed.
+    From then on all verbs of the pool raise it, except those that end or read something (see Pool). Make a new pool, in
+    a new process if the driver requires it. Requests of its peers fail with PeerLost until it is closed.
     """
 
     driver_code: int  # the driver's number, a CUresult
@@ -271,7 +271,7 @@ class ForkError(Error):
 
 
 class Unsupported(Error):
-    """This machine or this build cannot do it."""
+    """This machine or this build does not support it."""
 
     needed_bytes: int
     huge_page_bytes: int

@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
         "router",
         help="route requests of OpenAI's API to instances",
         description="HTTP in front of OpenAI-compatible instances. Sends each prompt where it is computed first, "
-        "watches who is well, and retries what fails before its first byte. Needs the extra kvpool[router].",
+        "watches their health, and retries requests that fail before their first byte. Needs the extra kvpool[router].",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.set_defaults(run=_run)
@@ -119,7 +119,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _key(given: str | None, variable: str) -> str | None:
-    """An option or a variable that is there and empty is refused later: nobody means to switch a key off so."""
+    """An empty option or variable is refused later, because it is no clear way to switch a key off."""
     return given if given is not None else os.environ.get(variable)
 
 

@@ -16,7 +16,7 @@ _KINDS: Final = {"prefill": Kind.PREFILL, "decode": Kind.DECODE, "both": Kind.CO
 
 
 class RoutingMembers:
-    """Keeps a scheduler in step with a cluster: who joins gets requests, little by little; who drains, no new ones.
+    """Keeps a scheduler in step with a cluster. New members get requests gradually, draining members no new ones.
 
     A newcomer is eased in by the scheduler's `Balance`. A member that is draining, or has no address yet, is known to
     the scheduler, so that its requests end there and others fetch from it, but not chosen. One that was lost is removed

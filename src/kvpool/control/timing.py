@@ -2,7 +2,7 @@
 
 Everything is measured in several rounds, each time in another order, and the median counts: what disturbs the machine
 for a while disturbs none of them more than the others. One core is timed by the processor time of its thread, which is
-the wall time of a core that nobody else wants; several cores, and whatever waits for somebody, by the wall.
+the wall time of an idle core; several cores, and operations that wait, by the wall time.
 """
 
 from __future__ import annotations

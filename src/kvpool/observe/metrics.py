@@ -120,7 +120,7 @@ class PoolCollector(Collector):
 
 
 class MetricsServer:
-    """Answers scrapes at `address`, in threads of its own, until it is closed. Made by `serve_metrics`.
+    """Answers scrapes at `address`, in separate threads, until it is closed. Made by `serve_metrics`.
 
     Attributes:
         address: "http://127.0.0.1:PORT/metrics".
@@ -173,7 +173,7 @@ def serve_metrics(
         A handle, with the address, whose close() ends it.
 
     Raises:
-        ArgumentError: The address is none of this machine, or the port is none.
+        ArgumentError: The address does not belong to this machine, or the port is invalid.
         StateError: The port is in use.
     """
     registry = CollectorRegistry()
@@ -207,7 +207,7 @@ class _Families:
         self._families[name].add_metric(labels, value)
 
     def counter(self, name: str, text: str, labels: list[str], value: float, *more: str) -> None:
-        """A sample of a counter, whose name gets `_total` behind it."""
+        """A sample of a counter, whose name gets the suffix `_total`."""
         if name not in self._families:
             self._families[name] = CounterMetricFamily(name, text, labels=["pool", *more])
         self._families[name].add_metric(labels, value)

@@ -5,7 +5,7 @@
     forward     one request: choose, send, retry, relay
     intake      a request's body: held and read, or passed on as a stream    <- body, budget, exchange
     prompts     what a body asks for; long ones are read in processes (kvpool.control.reading)
-    fleet       who is there, who may get more, what the scheduler is told   <- health, upstream
+    fleet       the instances, which may get more, the scheduler's input     <- health, upstream
     probing     polls the instances' health, on a separate thread and loop
     events      where a stream of events may be cut
     settings    costs   errors   metrics   logs

@@ -1,6 +1,6 @@
 """The routes. The public application forwards and shows; the operator's changes what there is.
 
-The operator's one listens on loopback and wants a key: everybody who has a process on the machine reaches loopback.
+The operator's app listens on loopback and requires a key, because every process on the machine reaches loopback.
 Browsers are kept from it: a page that somebody visits could send requests there. They carry an Origin, or (DNS
 rebinding) a Host that is not this machine's.
 """
@@ -111,7 +111,7 @@ def admin_app(router: Router) -> Starlette:
 
 
 def _shown(router: Router, key_check: KeyCheck, urls: bool) -> list[Route]:
-    """What says how the router is. Health is for everybody: who asks for it seldom has a key, and it tells a number."""
+    """Endpoints about the router's state. Health needs no key: its clients seldom have one, and it tells a number."""
 
     def check(request: Request) -> None:
         if not key_check.admits(request.headers.raw):
@@ -149,7 +149,7 @@ class _NoBrowsers:
 
 
 class _Keyed:
-    """Lets nobody in without the key, but to /health."""
+    """Requires the key, except for /health."""
 
     def __init__(self, app: ASGIApp, key_check: KeyCheck) -> None:
         self._app = app

@@ -42,7 +42,7 @@ class Refusal(Exception):
 
 
 class ClientGone(Exception):
-    """The client closed its connection: nobody waits for an answer."""
+    """The client closed its connection, so it no longer waits for an answer."""
 
 
 def error_object(status: int, message: str, code: str) -> bytes:

@@ -167,7 +167,7 @@ class Fleet:
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._by_name.values()))
 
-    # ---- who is there
+    # ---- the instances
 
     def add(self, spec: InstanceSpec) -> Instance:
         """An instance joins. Raises ArgumentError when its name or URL is there already."""
@@ -238,7 +238,7 @@ class Fleet:
             tried: Numbers of instances that it is not to go to.
 
         Raises:
-            Refusal: 503, with when to come back: nobody is there, or all are full.
+            Refusal: 503, with when to come back: there is no instance, or all are full.
         """
         began = time.perf_counter()
         kept_out = [self._by_number[number] for number in tried if number in self._by_number]

@@ -23,7 +23,7 @@ __all__ = ["Breaker", "State"]
 class State(Enum):
     """Of an instance."""
 
-    STARTING = "starting"  # nobody has asked it yet
+    STARTING = "starting"  # not probed yet
     HEALTHY = "healthy"
     TRIAL = "trial"  # gets one request at a time
     OUT = "out"

@@ -105,7 +105,7 @@ class PromptReader:
         return Asked(kind, read.tokens, read.session, read.namespace, read.stream)
 
     def unread(self, kind: Kind, headers: Mapping[str, str], why: str) -> Asked:
-        """A request whose body is not looked at."""
+        """A request whose body is not read."""
         return Asked(kind, NOTHING, short(headers.get("x-session-id")), stream=True, unread=why)
 
     async def start(self) -> None:

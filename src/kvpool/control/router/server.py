@@ -37,7 +37,7 @@ _FILES_OF_INSTANCE: Final = 66  # connections that are kept, and those of probes
 
 
 class _Server(uvicorn.Server):
-    """A server whose signals are somebody else's: there are two of them in the process."""
+    """A server that handles no signals, because the process runs two of them."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -160,7 +160,7 @@ def _check_certificate(settings: RouterSettings) -> None:
             file.open("rb").close()  # what is said of a missing one below names neither
 
         def no_password() -> str:
-            raise ArgumentError(f"{settings.tls_key} has a password, which nobody is there to type")
+            raise ArgumentError(f"{settings.tls_key} has a password, which a server cannot type")
 
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(settings.tls_cert, settings.tls_key, no_password)

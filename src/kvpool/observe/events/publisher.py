@@ -185,7 +185,7 @@ class EventPublisher:
         events = self._stream.drain()
         if self._stream.lost:
             _log.warning(
-                "%d events were lost before they were published: telling everything anew", self._stream.lost,
+                "%d events were lost before they were published: publishing the whole state again", self._stream.lost,
                 extra={"endpoint": self.endpoint, "events": self._stream.lost},
             )  # fmt: skip
             self._stream.close()

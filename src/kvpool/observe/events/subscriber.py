@@ -162,7 +162,7 @@ class EventSubscriber:
         socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
         if kind == zmq.DEALER:
             # All of a replay is read, however long it takes to apply; what is not read yet waits in the publisher.
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # a request waits for nobody: it fails while there is no publisher
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # a request does not wait: it fails while there is no publisher
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -230,7 +230,7 @@ class EventSubscriber:
         try:
             self._replay.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
         except zmq.Again:
-            return False  # nobody is there
+            return False  # there is no publisher
         self._asked_at = time.monotonic()
         first = True
         give_up = time.monotonic() + _REPLAY_SECONDS_MAX
