@@ -267,7 +267,9 @@ class DeviceLost(Error):
 
 
 class ForkError(Error):
-    """Called in a child process after fork: a pool belongs to the process that made it."""
+    """Called in a child process after fork: a pool belongs to the process that made it, and so does CUDA."""
+
+    driver_code: int  # the CUDA driver's number, where the parent had used CUDA
 
 
 class Unsupported(Error):
