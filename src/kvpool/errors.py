@@ -137,10 +137,11 @@ class OutOfMemory(Error, MemoryError):
 
 
 class StaleAddress(Error):
-    """The block behind the address was freed or moved since the address was given out."""
+    """The block behind the address was freed, moved or recalled since the address was given out."""
 
     address: int
     position: int
+    instance: int  # the owner that recalled a borrowed block
 
 
 class StateError(Error):
