@@ -8,6 +8,8 @@
 //   D4  Content is placed only in blocks that are in a reservation, in the lent set, or reserved for a fetch of this
 //       side, and such a block leaves there only when nothing is being placed.
 //   D5  A transfer whose content comes by this process completes only if all of it was placed, intact.
+//   D6  A lent block that is taken back at the deadline of a recall is free only when nobody writes it: this process
+//       places its bytes, and none just now, or the peer has said so, or is proved to be gone.
 //
 // Thread-safety: all of it. Answers are sent without the lock. Lives on while work that it gave to other threads runs.
 #pragma once
