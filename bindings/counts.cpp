@@ -9,6 +9,8 @@ py::dict to_dict(const MediumCounts& counts) {
   py::dict dict;
   dict["capacity"] = counts.capacity;
   for (int state = 0; state < kBlockStateCount; ++state) {
+    if (static_cast<BlockState>(state) == BlockState::kOverlapped)
+      continue;  // none, where a pool has a space of its own
     dict[block_state_name(static_cast<BlockState>(state))] = counts.by_state[static_cast<std::size_t>(state)];
   }
   dict["evictable"] = counts.evictable;

@@ -30,6 +30,7 @@ using kvpool::Error;
 using kvpool::ErrorCode;
 using kvpool::generation_of;
 using kvpool::instance_of;
+using kvpool::is_owned;
 using kvpool::kBlocksMax;
 using kvpool::kBlockStateCount;
 using kvpool::kGenerationMax;
@@ -123,7 +124,7 @@ struct Model {
       if (store.find(store.address_of(block)) != (retired ? AddressFault::kStale : AddressFault::kNone)) {
         return "address" + where;
       }
-      if (retired || states[block] == BlockState::kFree) continue;
+      if (!is_owned(states[block])) continue;
       if (store.tag(block) != tags[block]) return "tag" + where;
       if (store.mark(block) != static_cast<std::uint32_t>(tags[block] >> 7)) return "mark" + where;
     }
@@ -164,8 +165,8 @@ void fuzz(std::uint32_t blocks, std::uint32_t length_max, int events, std::uint6
     CAPTURE(event);
     const std::uint32_t block = below(blocks);
     const BlockState state = model.states[block];
-    const bool owned = state != BlockState::kFree && state != BlockState::kRetired;
-    switch (below(8)) {
+    const bool owned = is_owned(state);
+    switch (below(10)) {
       case 0:
       case 1:
       case 2: {
@@ -214,12 +215,33 @@ void fuzz(std::uint32_t blocks, std::uint32_t length_max, int events, std::uint6
           store.set_generation_for_test(block, model.generations[block]);
         }
         break;
+      case 6: {
+        std::uint32_t n = 0;
+        const std::uint32_t most = 1 + below(length_max);
+        while (n < most && block + n < blocks &&
+               (model.states[block + n] == BlockState::kFree || model.states[block + n] == BlockState::kOverlapped)) {
+          model.take(block + n, BlockState::kOverlapped);
+          ++n;
+        }
+        store.overlap(block, n);
+        break;
+      }
+      case 7: {
+        std::uint32_t n = 0;
+        const std::uint32_t most = 1 + below(length_max);
+        while (n < most && block + n < blocks && model.states[block + n] == BlockState::kOverlapped) {
+          model.states[block + n] = BlockState::kFree;
+          model.free.insert(block + n);
+          ++n;
+        }
+        if (n > 0) store.end_overlap(block, n);
+        break;
+      }
       default: {
         // As many neighbours as nobody else has freed, in whatever states they are.
         std::uint32_t n = 0;
         const std::uint32_t most = 1 + below(length_max);
-        while (n < most && block + n < blocks && model.states[block + n] != BlockState::kFree &&
-               model.states[block + n] != BlockState::kRetired) {
+        while (n < most && block + n < blocks && is_owned(model.states[block + n])) {
           stale.push_back(store.address_of(block + n));
           ++n;
         }
@@ -547,10 +569,45 @@ TEST_CASE("the block store agrees with a naive model after every event") {
   }
 }
 
+TEST_CASE("a store retires its blocks after the last of its generations") {
+  BlockStore store(Medium::kDram, 2, 5, 7);
+  for (std::uint32_t generation = 5; generation <= 7; ++generation) {
+    Address address = 0;
+    REQUIRE(store.take_block(0, BlockState::kActive, &address));
+    CHECK(address == make_address(0, Medium::kDram, generation, 0));
+    CHECK(store.find(address) == AddressFault::kNone);
+    store.release(0, 1);
+    CHECK(store.find(address) == AddressFault::kStale);
+  }
+  CHECK(store.state(0) == BlockState::kRetired);
+  CHECK(store.free_count() == 1);
+  Address address = 0;
+  CHECK_FALSE(store.take_block(0, BlockState::kActive, &address));
+  store.audit();
+}
+
+TEST_CASE("an overlapped block is given to nobody, and comes back with the generation that it had") {
+  BlockStore store(Medium::kHbm, 8, 3);
+  std::vector<Address> out(8);
+  store.overlap(2, 3);
+  CHECK(store.count(BlockState::kOverlapped) == 3);
+  CHECK(store.free_runs().runs == 2);
+  CHECK_FALSE(store.take(6, BlockState::kActive, out.data()));
+  CHECK_FALSE(store.take_block(3, BlockState::kActive, out.data()));
+  REQUIRE(store.take(5, BlockState::kActive, out.data()));
+  for (int i = 0; i < 5; ++i) CHECK((block_of(out[i]) < 2 || block_of(out[i]) > 4));
+  store.end_overlap(2, 3);
+  CHECK(store.free_count() == 3);
+  REQUIRE(store.take_block(3, BlockState::kActive, out.data()));
+  CHECK(generation_of(out[0]) == 3);
+  store.audit();
+}
+
 TEST_CASE("names of states are words") {
   CHECK(std::string(block_state_name(BlockState::kFree)) == "free");
   CHECK(std::string(block_state_name(BlockState::kQuarantined)) == "quarantined");
   CHECK(std::string(block_state_name(BlockState::kRetired)) == "retired");
+  CHECK(std::string(block_state_name(BlockState::kOverlapped)) == "overlapped");
   CHECK(std::string(block_state_name(static_cast<BlockState>(99))) == "unknown");
 }
 

@@ -44,10 +44,8 @@ struct Rig {
     return head;
   }
   void take_at(std::uint32_t first, std::uint32_t n) {
-    for (std::uint32_t i = 0; i < n; ++i) {
-      set.remove_block(first + i);
-      mark_taken(first + i, 1);
-    }
+    set.remove(first, n);
+    mark_taken(first, n);
   }
   void give(std::uint32_t first, std::uint32_t n) {
     for (std::uint32_t i = 0; i < n; ++i) meta[first + i].overwrite(0);

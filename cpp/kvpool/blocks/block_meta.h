@@ -27,9 +27,14 @@ enum class BlockState : std::uint8_t {
   kLent,         // owned by a borrower
   kQuarantined,  // free but for a writer that is not known to be gone
   kRetired,      // its generations are used up
+  kOverlapped,   // some of its memory belongs to a block of another cache
 };
-inline constexpr int kBlockStateCount = 7;
+inline constexpr int kBlockStateCount = 8;
 const char* block_state_name(BlockState state) noexcept;
+// Whether somebody has the block.
+inline constexpr bool is_owned(BlockState state) noexcept {
+  return state != BlockState::kFree && state != BlockState::kRetired && state != BlockState::kOverlapped;
+}
 
 struct alignas(16) BlockMeta {
   static constexpr int kStateBits = 8;

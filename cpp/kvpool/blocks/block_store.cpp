@@ -37,6 +37,8 @@ const char* block_state_name(BlockState state) noexcept {
       return "quarantined";
     case BlockState::kRetired:
       return "retired";
+    case BlockState::kOverlapped:
+      return "overlapped";
   }
   return "unknown";
 }
@@ -53,15 +55,18 @@ BlockStore::MetaArray BlockStore::make_meta(std::uint32_t blocks) {
   return meta;
 }
 
-BlockStore::BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_generation)
+BlockStore::BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_generation,
+                       std::uint32_t last_generation)
     : meta_(make_meta(blocks)),
       capacity_(blocks),
       first_generation_(first_generation),
+      last_generation_(last_generation),
       local_prefix_(prefix_of(0, medium)),
       own_prefix_(local_prefix_),
       medium_(medium),
       free_(meta_.get(), blocks) {
   KVPOOL_CHECK(is_medium(static_cast<std::uint32_t>(medium)));
+  KVPOOL_CHECK(0 < first_generation && first_generation <= last_generation && last_generation <= kGenerationMax);
   counts_[static_cast<std::size_t>(BlockState::kFree)] = blocks;
 }
 
@@ -93,7 +98,7 @@ bool BlockStore::take(std::uint32_t n, BlockState to, Address* out) noexcept {
 bool BlockStore::take_block(std::uint32_t block, BlockState to, Address* out) noexcept {
   KVPOOL_DCHECK(is_owned(to));
   if (block >= capacity_ || !meta_[block].is_free()) return false;
-  free_.remove_block(block);
+  free_.remove(block, 1);
   hand_out(block, 1, to, out);
   return true;
 }
@@ -149,6 +154,35 @@ void BlockStore::release(std::uint32_t first, std::uint32_t n) noexcept {
   if (end > piece) free_.insert(piece, end - piece);
 }
 
+void BlockStore::overlap(std::uint32_t first, std::uint32_t n) noexcept {
+  KVPOOL_DCHECK(n <= capacity_ && first <= capacity_ - n);
+  const std::uint32_t end = first + n;
+  for (std::uint32_t block = first; block < end;) {
+    if (!meta_[block].is_free()) {
+      KVPOOL_DCHECK(meta_[block].state() == BlockState::kOverlapped);
+      ++block;
+      continue;
+    }
+    const std::uint32_t run = block;
+    while (block < end && meta_[block].is_free()) ++block;
+    free_.remove(run, block - run);
+    for (std::uint32_t i = run; i < block; ++i) meta_[i].set_state(BlockState::kOverlapped);
+    counts_[static_cast<std::size_t>(BlockState::kFree)] -= block - run;
+    counts_[static_cast<std::size_t>(BlockState::kOverlapped)] += block - run;
+  }
+}
+
+void BlockStore::end_overlap(std::uint32_t first, std::uint32_t n) noexcept {
+  KVPOOL_DCHECK(n > 0 && n <= capacity_ && first <= capacity_ - n);
+  for (std::uint32_t block = first; block < first + n; ++block) {
+    KVPOOL_DCHECK(meta_[block].state() == BlockState::kOverlapped);
+    meta_[block].set_state(BlockState::kFree);
+  }
+  counts_[static_cast<std::size_t>(BlockState::kOverlapped)] -= n;
+  counts_[static_cast<std::size_t>(BlockState::kFree)] += n;
+  free_.insert(first, n);
+}
+
 AddressFault BlockStore::fault_of(Address address) const noexcept {
   const std::uint32_t instance_bits = instance_of(address);
   if (instance_bits != 0 && instance_bits != instance()) return AddressFault::kForeign;
@@ -160,7 +194,7 @@ AddressFault BlockStore::fault_of(Address address) const noexcept {
 
 void BlockStore::set_generation_for_test(std::uint32_t block, std::uint32_t generation) noexcept {
   KVPOOL_CHECK(block < capacity_ && meta_[block].is_free());
-  KVPOOL_CHECK(generation >= first_generation_ && generation <= kGenerationMax);
+  KVPOOL_CHECK(generation >= first_generation_ && generation <= last_generation_);
   meta_[block].word = (generation - first_generation_) << BlockMeta::kStateBits;
 }
 

@@ -39,10 +39,11 @@ struct FreeRuns {
 
 class BlockStore {
  public:
-  // REQUIRES: blocks <= kBlocksMax; medium is kHbm or kDram; 0 < first_generation <= kGenerationMax. All blocks start
-  // free with that generation: stores that start at different ones take each other's addresses for stale. The metadata
-  // is zero pages until the blocks are used. Throws Error(kOutOfMemory).
-  BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_generation = 1);
+  // All blocks start free with the first of these generations, and are retired after the last: stores whose generations
+  // differ take each other's addresses for stale. The metadata is zero pages until the blocks are used.
+  // REQUIRES: blocks <= kBlocksMax; 0 < first <= last <= kGenerationMax. Throws Error(kOutOfMemory).
+  BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_generation = 1,
+             std::uint32_t last_generation = kGenerationMax);
   ~BlockStore();
   BlockStore(const BlockStore&) = delete;
   BlockStore& operator=(const BlockStore&) = delete;
@@ -59,21 +60,26 @@ class BlockStore {
 
   // Takes n free blocks to state `to` and writes their addresses. Prefers one contiguous run of at least n, the
   // smallest that fits; without one, takes the longest runs first. Returns false and changes nothing when fewer than
-  // n blocks are free. Addresses of one run are consecutive and ascending in `out`. REQUIRES: `to` is neither kFree nor
-  // kRetired; `out` has room for n.
+  // n blocks are free. Addresses of one run are consecutive and ascending in `out`. REQUIRES: in `to` a block is
+  // owned; `out` has room for n.
   bool take(std::uint32_t n, BlockState to, Address* out) noexcept;
 
   // Takes exactly this free block (adopted memory, where an engine chooses). False if it is not free or out of range.
   bool take_block(std::uint32_t block, BlockState to, Address* out) noexcept;
 
   // Frees blocks [first, first + n): bumps generations, retires those that wrap, clears tag and mark, coalesces.
-  // REQUIRES: none of them is free or retired.
+  // REQUIRES: each is owned.
   void release(std::uint32_t first, std::uint32_t n) noexcept;
+  // Of blocks [first, first + n) those that are free become overlapped: nobody can take them. REQUIRES: the others are
+  // overlapped already.
+  void overlap(std::uint32_t first, std::uint32_t n) noexcept;
+  // They become free again, with the generations that they had. REQUIRES: all of them are overlapped; n > 0.
+  void end_overlap(std::uint32_t first, std::uint32_t n) noexcept;
   // How many blocks have been freed, ever.
   std::uint64_t released() const noexcept { return released_; }
 
   // Whether the address names a block here now. kNone says that its generation is the block's: the state of the block
-  // is the caller's to check, for a made-up address may name a block that is free. Retired blocks are always stale.
+  // is the caller's to check, for a made-up address may name a block that nobody has.
   AddressFault find(Address address) const noexcept {
     const auto prefix = static_cast<std::uint32_t>(address >> kMediumShift);
     const std::uint32_t block = block_of(address);
@@ -86,7 +92,7 @@ class BlockStore {
 
   // REQUIRES, here and below: block < capacity().
   BlockState state(std::uint32_t block) const noexcept { return meta(block).state(); }
-  // kGenerationMax + 1 for a retired block.
+  // One more than the last for a retired block.
   std::uint32_t generation(std::uint32_t block) const noexcept { return meta(block).releases() + first_generation_; }
   // The block's address now. A retired block has none: what comes has generation 0, which find() refuses.
   Address address_of(std::uint32_t block) const noexcept {
@@ -94,7 +100,7 @@ class BlockStore {
            static_cast<Address>(generation(block) & kGenerationMax) << kGenerationShift | block;
   }
 
-  // Moves a block between two states neither of which is kFree or kRetired.
+  // Moves a block between two states in which somebody owns it.
   void set_state(std::uint32_t block, BlockState to) noexcept {
     BlockMeta& block_meta = owned_meta(block);
     KVPOOL_DCHECK(is_owned(to));
@@ -112,7 +118,7 @@ class BlockStore {
   void set_mark(std::uint32_t block, std::uint32_t mark) noexcept { owned_meta(block).mark = mark; }
 
   // For tests of B2: as if the block had been freed many times. REQUIRES: the block is free;
-  // first generation <= generation <= kGenerationMax.
+  // first generation <= generation <= last generation.
   void set_generation_for_test(std::uint32_t block, std::uint32_t generation) noexcept;
 
   FreeRuns free_runs() const noexcept;
@@ -128,9 +134,6 @@ class BlockStore {
   using MetaArray = std::unique_ptr<BlockMeta[], FreeMemory>;
 
   static MetaArray make_meta(std::uint32_t blocks);
-  static bool is_owned(BlockState state) noexcept {
-    return state != BlockState::kFree && state != BlockState::kRetired;
-  }
 
   const BlockMeta& meta(std::uint32_t block) const noexcept {
     KVPOOL_DCHECK(block < capacity_);
@@ -141,7 +144,7 @@ class BlockStore {
     return meta_[block];
   }
   // Of a block in its last generation. One release more is a retired block's, which no address can match.
-  std::uint32_t releases_max() const noexcept { return kGenerationMax - first_generation_; }
+  std::uint32_t releases_max() const noexcept { return last_generation_ - first_generation_; }
   AddressFault fault_of(Address address) const noexcept;
   // Blocks [first, first + n), which have left the free set, become `to`.
   void hand_out(std::uint32_t first, std::uint32_t n, BlockState to, Address* out) noexcept;
@@ -149,6 +152,7 @@ class BlockStore {
   MetaArray meta_;
   std::uint32_t capacity_;
   std::uint32_t first_generation_;
+  std::uint32_t last_generation_;
   std::uint32_t local_prefix_;  // instance and medium as an address has them, for instance 0
   std::uint32_t own_prefix_;
   Medium medium_;

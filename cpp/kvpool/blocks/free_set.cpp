@@ -54,13 +54,14 @@ void FreeSet::remove_front(std::uint32_t head, std::uint32_t n) noexcept {
   if (n < length) link(head + n, length - n);
 }
 
-void FreeSet::remove_block(std::uint32_t block) noexcept {
-  KVPOOL_DCHECK(block < blocks_ && meta_[block].is_free());
-  const std::uint32_t head = run_containing(block);
+void FreeSet::remove(std::uint32_t first, std::uint32_t n) noexcept {
+  KVPOOL_DCHECK(n > 0 && first < blocks_ && meta_[first].is_free());
+  const std::uint32_t head = run_containing(first);
   const std::uint32_t end = head + meta_[head].mark;
+  KVPOOL_DCHECK(n <= end - first);
   unlink(head, end - head);
-  if (block > head) link(head, block - head);
-  if (block + 1 < end) link(block + 1, end - (block + 1));
+  if (first > head) link(head, first - head);
+  if (first + n < end) link(first + n, end - (first + n));
 }
 
 void FreeSet::insert(std::uint32_t first, std::uint32_t n) noexcept {

@@ -13,7 +13,7 @@
 // order, and O(1).
 //
 // Cost: best_fit, longest, remove_front and insert are O(1) while short runs are concerned and at most 48 steps else.
-// remove_block scans back to the head of the run, by sectors: at most capacity / 2048 blocks.
+// remove scans back to the head of the run, by sectors: at most capacity / 2048 blocks.
 //
 // Memory: the links lie in the metadata of the free blocks themselves. What is here is of fixed size.
 // Thread-safety: none. Owns nothing; the metadata is the store's and outlives the set. Nothing allocates.
@@ -50,8 +50,8 @@ class FreeSet {
   // The first n blocks of a run leave the set with mark and tag zero; the caller changes their state before the next
   // call. REQUIRES: `head` is the head of a run of at least n blocks; n > 0.
   void remove_front(std::uint32_t head, std::uint32_t n) noexcept;
-  // One block leaves, likewise. REQUIRES: it is free.
-  void remove_block(std::uint32_t block) noexcept;
+  // Neighbours leave, likewise. REQUIRES: they are free; n > 0.
+  void remove(std::uint32_t first, std::uint32_t n) noexcept;
   // Blocks join the set and coalesce with their neighbours. REQUIRES: state kFree, mark and tag zero, not in the set;
   // n > 0.
   void insert(std::uint32_t first, std::uint32_t n) noexcept;
