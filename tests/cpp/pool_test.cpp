@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "kvpool/base/error.h"
+#include "kvpool/pool/peer_claims.h"
 #include "pool_fixture.h"
 #include "thrown.h"
 
@@ -42,8 +43,9 @@ TEST_CASE("no pool has blocks on DISK, and who asks for some is told so") {
   CHECK(code_of([&] { pool->try_alloc(1, Medium::kDisk, out.data()); }) == ErrorCode::kUnsupported);
   CHECK(code_of([&] { pool->alloc_evicting(1, Medium::kDisk, out.data()); }) == ErrorCode::kUnsupported);
   CHECK(code_of([&] { pool->evict(1, Medium::kDisk); }) == ErrorCode::kUnsupported);
-  CHECK(code_of([&] { pool->take_for_peer(1, Medium::kDisk, BlockState::kLent, 7, 0, /*evict=*/true, out.data()); }) ==
-        ErrorCode::kUnsupported);
+  CHECK(code_of([&] {
+          pool->for_peers().take(1, Medium::kDisk, BlockState::kLent, 7, 0, /*evict=*/true, out.data());
+        }) == ErrorCode::kUnsupported);
   CHECK(pool->audit().media[Medium::kDisk].capacity == 0);
   CHECK(pool->arena(Medium::kDisk)->blocks() == 0);
 }
@@ -361,11 +363,11 @@ TEST_CASE("adopted memory: states follow the engine's calls, and its blocks are 
   pool->free(out.data(), 2);
   Addresses again(2);
   pool->adopt(ids, 2, again.data());
-  CHECK(code_of([&] { pool->hold_for_reading(out.data(), 1, 0); }) == ErrorCode::kStaleAddress);
+  CHECK(code_of([&] { pool->for_peers().hold_for_reading(out.data(), 1, 0); }) == ErrorCode::kStaleAddress);
   CHECK(code_of([&] { pool->free(out.data(), 1); }) == ErrorCode::kStaleAddress);
-  pool->hold_for_reading(again.data(), 2, 0);
+  pool->for_peers().hold_for_reading(again.data(), 2, 0);
   CHECK(code_of([&] { pool->free(again.data(), 2); }) == ErrorCode::kState);
-  pool->release_reading(again.data(), 2);
+  pool->for_peers().release_reading(again.data(), 2);
   pool->free(again.data(), 2);
 }
 

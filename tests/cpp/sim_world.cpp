@@ -1,6 +1,8 @@
 // Processes, links and fate of the simulated world.
 #include "sim_world.h"
 
+#include "kvpool/pool/peer_claims.h"
+
 namespace kvpool::testing {
 namespace {
 
@@ -284,7 +286,7 @@ void SimWorld::on_staging_buffer(const std::byte* at, std::size_t bytes, SimCloc
       for (const Segment& segment : span.segments) {
         if (at < segment.base || at >= segment.base + segment.stride * span.blocks) continue;
         const auto block = static_cast<std::uint32_t>(static_cast<std::size_t>(at - segment.base) / segment.stride);
-        const BlockOwner owner = member->process->pool().ownership_of(make_address(0, medium, 0, block));
+        const BlockOwner owner = member->process->pool().for_peers().owner_of(make_address(0, medium, 0, block));
         const bool open = owner.state == BlockState::kReserved || owner.state == BlockState::kLent ||
                           owner.state == BlockState::kQuarantined;
         if (member->process->alive() && (!open || owner.epoch != epoch)) {

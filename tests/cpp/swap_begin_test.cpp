@@ -10,6 +10,7 @@
 #include "child_process.h"
 #include "failing_alloc.h"
 #include "kvpool/base/error.h"
+#include "kvpool/pool/peer_claims.h"
 #include "kvpool/pool/swap_handle.h"
 #include "swap_kit.h"
 #include "thrown.h"
@@ -249,7 +250,7 @@ TEST_CASE("a swap in whose audit finds a fault gives back no block that the inde
     const Addresses blocks = alloc(*pool, 3, Medium::kDram);
     insert(pool, prompt(1, 3), blocks);
     const Addresses into = named ? alloc(*pool, 3) : Addresses();
-    pool->quarantine(broken.data(), 1);  // the fault: it is the index's
+    pool->for_peers().quarantine(broken.data(), 1);  // the fault: it is the index's
     Addresses out(3);
     CHECK(code_of([&] { pool->swap_in(blocks, into, out.data()); }) == ErrorCode::kAudit);
     CHECK(count(*pool, Medium::kHbm, BlockState::kHistorical) == 3);

@@ -12,12 +12,15 @@
 // Tags of blocks: of a reserved or lent block its owner's epoch, of an active one what tells duplicates in a list, of a
 // historical one what the cache makes of it (a pointer, or kCacheTag).
 //
-// Thread-safety: none. The pool that has it calls it under one lock, Pool::mutex_. Every method that throws has changed
-// nothing then.
+// Thread-safety: none, but for lock(), which callers hold in every call. What stands on the space is guarded by the
+// same lock, since almost every verb changes both at once. It is held for microseconds: never while bytes are copied,
+// never while waiting for Python. A thread that holds Python's GIL may take it. Every method that throws has changed
+// nothing.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <vector>
@@ -35,6 +38,8 @@ struct BlockOwner {
   std::uint32_t mark = 0;
 };
 
+using SpaceLock = std::unique_lock<std::mutex>;
+
 class BlockSpace {
  public:
   static constexpr std::uint64_t kCacheTag = 1;   // of a historical block: the cache's own, which is no pointer
@@ -44,6 +49,12 @@ class BlockSpace {
   // Throws std::bad_alloc.
   BlockSpace(const MediumMap<std::uint32_t>& blocks, const MediumMap<std::uint32_t>& first_generations,
              bool engine_allocates);
+  BlockSpace(const BlockSpace&) = delete;
+  BlockSpace& operator=(const BlockSpace&) = delete;
+
+  SpaceLock lock() { return SpaceLock(mutex_); }
+  // The same, to be locked by its holder.
+  SpaceLock unlocked() noexcept { return SpaceLock(mutex_, std::defer_lock); }
 
   BlockStore& store(Medium medium) noexcept { return stores_[medium]; }
   const BlockStore& store(Medium medium) const noexcept { return stores_[medium]; }
@@ -114,6 +125,7 @@ class BlockSpace {
  private:
   void release_run(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
 
+  std::mutex mutex_;
   const bool engine_allocates_;
   MediumMap<BlockStore> stores_;
   MediumMap<std::vector<std::uint16_t>> readers_;  // of each block; empty until the first transfer

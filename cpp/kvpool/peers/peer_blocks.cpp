@@ -8,6 +8,7 @@
 #include "kvpool/base/digest.h"
 #include "kvpool/base/error.h"
 #include "kvpool/peers/gpu_staging_buffer.h"
+#include "kvpool/pool/peer_claims.h"
 
 namespace kvpool {
 namespace {
@@ -95,7 +96,7 @@ bool PeerBlocks::take(std::size_t n, MediumChoice medium, BlockState to, Writer 
   // A GPU fills blocks with zeros when it has done what it is at.
   const bool slow = on_gpu_[Medium::kHbm] || (n > 0 && layout().block_bytes() > kQuickBytes / n);
   if (room == Room::kTry && pool_.zeroes_on_alloc() && slow) return false;
-  if (pool_.take_for_peer(n, medium, to, writer.epoch, writer.mark, room == Room::kEvict, out)) return true;
+  if (pool_.for_peers().take(n, medium, to, writer.epoch, writer.mark, room == Room::kEvict, out)) return true;
   if (room == Room::kFree) pool_.throw_out_of_blocks(n, medium);
   return false;
 }
@@ -113,7 +114,7 @@ std::optional<Reservation> PeerBlocks::reserve(const ReserveSpec& spec, Writer w
     }
     reservation.held.resize(spec.blocks);
     const IndexHit hit =
-        pool_.match_for_peer(spec.name_space, spec.tokens.data(), spec.tokens.size(), reservation.held.data());
+        pool_.for_peers().match(spec.name_space, spec.tokens.data(), spec.tokens.size(), reservation.held.data());
     if (hit.pin.node != nullptr) {
       try {
         reservation.hold = std::make_shared<PrefixHold>(pool_, hit.pin);
@@ -139,15 +140,15 @@ std::optional<std::vector<Address>> PeerBlocks::lend(std::size_t n, MediumChoice
 }
 
 void PeerBlocks::check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) {
-  pool_.check_writable(addresses.data(), addresses.size(), writer.epoch, writer.mark, lent_only);
+  pool_.for_peers().check_writable(addresses.data(), addresses.size(), writer.epoch, writer.mark, lent_only);
 }
 
 void PeerBlocks::release(std::span<const Address> addresses) noexcept {
-  pool_.release_from_peer(addresses.data(), addresses.size());
+  pool_.for_peers().release(addresses.data(), addresses.size());
 }
 
 void PeerBlocks::quarantine(std::span<const Address> addresses) noexcept {
-  pool_.quarantine(addresses.data(), addresses.size());
+  pool_.for_peers().quarantine(addresses.data(), addresses.size());
 }
 
 // Gives the blocks to the index, behind the prefix that is held. Blocks whose page came in another way meanwhile are
@@ -158,7 +159,7 @@ IndexPin PeerBlocks::insert(const Delivery& delivery, std::vector<Address>& cach
   std::vector<Address> addresses = delivery.reservation.held;
   addresses.insert(addresses.end(), arrived.begin(), arrived.end());
   const InsertItem item{spec.tokens.data(), spec.tokens.size(), addresses.data(), addresses.size(), cached.data()};
-  const IndexPin pin = pool_.insert_arrived(spec.name_space, item, arrived);
+  const IndexPin pin = pool_.for_peers().insert_arrived(spec.name_space, item, arrived);
   for (Address& address : cached) {
     if (instance_of(address) == 0) address |= Address{pool_.instance()} << kInstanceShift;
   }
@@ -197,7 +198,7 @@ Delivered PeerBlocks::deliver(Delivery&& delivery) {
     news->item->pin = pin;
     news->item->addresses.assign(delivered.cached.begin(), delivered.cached.end());  // there is room
   } else {
-    if (!delivery.named) pool_.take_over(arrived.data(), arrived.size());
+    if (!delivery.named) pool_.for_peers().take_over(arrived.data(), arrived.size());
     if (!tell) return delivered;
     news->item->addresses = std::move(arrived);
   }
@@ -252,19 +253,19 @@ void PeerBlocks::expect_staging_buffer() {
 }
 
 void PeerBlocks::hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) {
-  pool_.hold_for_reading(addresses.data(), addresses.size(), for_epoch);
+  pool_.for_peers().hold_for_reading(addresses.data(), addresses.size(), for_epoch);
 }
 
 void PeerBlocks::release_reading(std::span<const Address> addresses) noexcept {
-  pool_.release_reading(addresses.data(), addresses.size());
+  pool_.for_peers().release_reading(addresses.data(), addresses.size());
 }
 
 void PeerBlocks::expect_writes(std::span<const Address> addresses, Writer writer) {
-  pool_.reserve_active(addresses.data(), addresses.size(), writer.epoch, writer.mark);
+  pool_.for_peers().reserve_active(addresses.data(), addresses.size(), writer.epoch, writer.mark);
 }
 
 void PeerBlocks::end_writes(std::span<const Address> addresses) noexcept {
-  pool_.take_over(addresses.data(), addresses.size());
+  pool_.for_peers().take_over(addresses.data(), addresses.size());
 }
 
 }  // namespace kvpool

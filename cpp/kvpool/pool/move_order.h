@@ -1,20 +1,11 @@
 // What the copies of one verb between the tiers follow on a GPU.
 #pragma once
 
-#include <cstdint>
-
 #include "kvpool/cuda/stream.h"
 
 namespace kvpool {
 
 class Swap;
-
-// How often blocks of a GPU have come into somebody else's hands: those that were filled and given to the index, and
-// those that were freed. Whoever had them may have left work on the GPU that still writes or reads them.
-struct ReuseCounts {
-  std::uint64_t filled = 0;
-  std::uint64_t freed = 0;
-};
 
 class MoveOrder {
  public:

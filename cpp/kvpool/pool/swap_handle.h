@@ -15,7 +15,7 @@
 #include "kvpool/cuda/order.h"
 #include "kvpool/exec/completion.h"
 #include "kvpool/index/pins.h"
-#include "kvpool/pool/move_order.h"
+#include "kvpool/pool/pool_stats.h"
 
 namespace kvpool {
 

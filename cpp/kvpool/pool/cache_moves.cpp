@@ -1,0 +1,264 @@
+// The steps by which cached blocks change their place: before their bytes are copied, and when these have arrived.
+#include <algorithm>
+#include <string>
+
+#include "kvpool/base/check.h"
+#include "kvpool/base/error.h"
+#include "kvpool/pool/prompt_cache.h"
+
+namespace kvpool {
+namespace {
+
+bool in_dram(Address address) noexcept { return medium_bits_of(address) == static_cast<std::uint32_t>(Medium::kDram); }
+
+void check_room_named(std::size_t needed, std::size_t given) {
+  if (needed == given) return;
+  throw Error(ErrorCode::kArgument,
+              std::to_string(needed) + " blocks to swap in, and " + std::to_string(given) + " to swap into",
+              {{"needed", static_cast<std::int64_t>(needed)}, {"given", static_cast<std::int64_t>(given)}});
+}
+
+}  // namespace
+
+PromptCache::MoveOut PromptCache::begin_move_out(std::size_t n) {
+  MoveOut move;
+  std::vector<PromptNode*> held;
+  n = std::min(n, evictable(Medium::kHbm));
+  move.from.reserve(n);
+  move.to.resize(n);
+  held.reserve(std::min(n, index_.node_count() + 1));
+  try {
+    while (move.from.size() < n) {
+      PromptNode* node = index_.hold_coldest(ValueClass::kHbm, n - move.from.size());
+      if (node == nullptr) break;
+      held.push_back(node);
+      move.from.insert(move.from.end(), node->payload.values.get(), node->payload.values.get() + node->pages);
+    }
+  } catch (...) {
+    for (PromptNode* node : held) index_.release_hold(node);
+    throw;
+  }
+  move.to.resize(move.from.size());
+  BlockStore& dram = store(Medium::kDram);
+  KVPOOL_CHECK(dram.take(static_cast<std::uint32_t>(move.to.size()), BlockState::kReserved, move.to.data()));
+  return move;
+}
+
+std::size_t PromptCache::finish_move_out(MoveOut& move, std::vector<Address>* moved) noexcept {
+  renew(move.to);
+  const std::vector<Address>& from = move.from;
+  const std::vector<Address>& to = move.to;
+  std::size_t gone = 0;
+  for (std::size_t i = 0; i < from.size();) {
+    PromptNode* node = node_of(from[i]);
+    const std::uint32_t pages = node->pages;
+    if (node->payload.pins > 0) {
+      space_.release(&to[i], pages);
+    } else {
+      index_.redirect(node, &to[i]);
+      placed(*node);
+      space_.release(&from[i], pages);
+      if (moved != nullptr) moved->insert(moved->end(), &to[i], &to[i] + pages);
+      gone += pages;
+    }
+    index_.release_hold(node);
+    i += pages;
+  }
+  counters_.swapped_out_blocks += gone;
+  return gone;
+}
+
+void PromptCache::cancel_move_out(MoveOut& move) noexcept {
+  space_.release(move.to.data(), move.to.size());
+  for (std::size_t i = 0; i < move.from.size();) {
+    PromptNode* node = node_of(move.from[i]);
+    i += node->pages;
+    index_.release_hold(node);
+  }
+}
+
+// The addresses that reserved blocks have now: the pool may have joined a cluster while they were copied to.
+void PromptCache::renew(std::vector<Address>& addresses) const noexcept {
+  for (Address& address : addresses) address = space_.store_of(address).address_of(block_of(address));
+}
+
+void PromptCache::begin_move_in(std::span<const Address> given, std::span<const Address> into, PendingSwapIn& pending) {
+  pending.held.reserve(given.size());
+  try {
+    gather(given, pending);
+    name_room(into, pending);
+  } catch (...) {
+    for (const IndexPin& pin : pending.pins) index_.unpin(pin);
+    throw;
+  }
+}
+
+void PromptCache::finish_move_in(PendingSwapIn& pending) {
+  redirect(pending);
+  const Address* arrived = pending.to.data();
+  std::vector<Address>& current = pending.addresses;
+  for (Address& address : current) address = in_dram(address) ? *arrived++ : address;
+  for (std::size_t i = 0; i < current.size(); ++i) {
+    PromptNode* node = node_of(current[i]);
+    const PromptNode* next = i + 1 < current.size() ? node_of(current[i + 1]) : nullptr;
+    const bool covered = next != nullptr && (next == node || next->parent == node);
+    if (!covered) pending.held.push_back(index_.pin(node));
+  }
+  counters_.swapped_in_blocks += pending.from.size();
+  pending.to.clear();  // the index's now
+}
+
+void PromptCache::cancel_move_in(PendingSwapIn& pending) noexcept {
+  for (auto* pins : {&pending.pins, &pending.held}) {
+    for (const IndexPin& pin : *pins) index_.unpin(pin);
+    pins->clear();
+  }
+  give_back(pending, 0);
+}
+
+void PromptCache::give_back(PendingSwapIn& pending, std::size_t keep) noexcept {
+  const std::span<const Address> rest = std::span(pending.to).subspan(keep);
+  if (pending.into_named) {
+    for (const Address address : rest) store_of(address).set_state(block_of(address), BlockState::kActive);
+  } else {
+    space_.release(rest.data(), rest.size());
+  }
+  pending.to.resize(keep);
+}
+
+// Where a page lies whose block is historical. In limbo: somebody swapped it in after whoever has this address had
+// matched it, and its mark says where to.
+Address PromptCache::page_of(Address address) const noexcept {
+  const BlockStore& blocks = space_.store_of(address);
+  const std::uint32_t block = block_of(address);
+  return blocks.tag(block) == BlockSpace::kCacheTag ? space_.store(Medium::kHbm).address_of(blocks.mark(block))
+                                                    : address;
+}
+
+// Checks the addresses, makes every run of them that lies in DRAM a node of its own, and pins all their nodes.
+void PromptCache::gather(std::span<const Address> given, PendingSwapIn& pending) {
+  std::vector<Address>& addresses = pending.addresses;
+  addresses.assign(given.begin(), given.end());
+  const std::uint32_t stamp = ++move_stamp_;  // nobody else marks blocks before this has looked at all of them
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    space_.check(addresses[i], i, BlockState::kHistorical);
+    addresses[i] = page_of(addresses[i]);
+    BlockStore& blocks = store_of(addresses[i]);
+    const std::uint32_t block = block_of(addresses[i]);
+    if (blocks.mark(block) == stamp) {
+      throw Error(
+          ErrorCode::kArgument,
+          "address " + std::to_string(given[i]) + " (position " + std::to_string(i) + ") stands twice in the list",
+          {{"address", static_cast<std::int64_t>(given[i])}, {"position", static_cast<std::int64_t>(i)}});
+    }
+    blocks.set_mark(block, stamp);
+  }
+  pending.pins.reserve(addresses.size());
+  pending.from.reserve(addresses.size());
+  for (std::size_t i = 0; i < addresses.size();) {
+    PromptNode* node = node_of(addresses[i]);
+    const Address* values = node->payload.values.get();
+    const auto at = static_cast<std::uint32_t>(std::find(values, values + node->pages, addresses[i]) - values);
+    std::uint32_t run = 1;  // addresses [i, i + run) are the node's pages [at, at + run)
+    while (i + run < addresses.size() && at + run < node->pages && addresses[i + run] == values[at + run]) ++run;
+    if (in_dram(addresses[i])) {
+      pending.from.insert(pending.from.end(), addresses.begin() + static_cast<std::ptrdiff_t>(i),
+                          addresses.begin() + static_cast<std::ptrdiff_t>(i + run));
+    }
+    pending.pins.push_back(index_.pin(index_.isolate(node, at, run)));
+    i += run;
+  }
+}
+
+// Reserves blocks of the caller's for what is to come, until the copy is committed.
+void PromptCache::name_room(std::span<const Address> into, PendingSwapIn& pending) {
+  if (space_.engine_allocates() && !pending.from.empty()) {
+    throw Error(
+        ErrorCode::kState,
+        "the engine allocates this pool's HBM, and may use its blocks again at any moment: cached blocks cannot "
+        "move there, only be copied there by fetch");
+  }
+  if (into.empty()) {
+    if (pending.from.empty()) return;
+    if (store(Medium::kHbm).capacity() == 0)
+      throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM blocks");
+    return;
+  }
+  check_room_named(pending.from.size(), into.size());
+  space_.check_active_and_distinct(into.data(), into.size(), /*skip_cached=*/false);
+  for (std::size_t i = 0; i < into.size(); ++i) {
+    if (medium_bits_of(into[i]) == static_cast<std::uint32_t>(Medium::kHbm)) continue;
+    throw Error(ErrorCode::kArgument, "swap_in goes to HBM blocks, and position " + std::to_string(i) + " is in DRAM",
+                {{"position", static_cast<std::int64_t>(i)}});
+  }
+  pending.to.assign(into.begin(), into.end());
+  pending.into_named = true;
+  // With no owner: what the check above left there as a tag could be some peer's epoch.
+  space_.give(into, {BlockState::kReserved, 0, 0});
+}
+
+// Where the pages lie now. Nodes have only been cut since: those in DRAM are whole nodes still.
+void PromptCache::find_move_in(PendingSwapIn& pending) noexcept {
+  pending.from.clear();
+  for (Address& address : pending.addresses) {
+    address = page_of(address);
+    if (in_dram(address)) pending.from.push_back(address);  // within the room: there are no more than before
+  }
+}
+
+// Points the index at the copies. Blocks that others may still read by their old address stay, in limbo, until the last
+// pin of that time goes. Throws std::bad_alloc with nothing moved.
+void PromptCache::redirect(PendingSwapIn& pending) {
+  const std::vector<Address>& from = pending.from;
+  // This call's own pins go first, so that what pins are left are others'.
+  for (const IndexPin& pin : pending.pins) index_.unpin(pin);
+  pending.pins.clear();
+
+  std::vector<Limbo> limbo;
+  for (std::size_t i = 0; i < from.size(); i += node_of(from[i])->pages) {
+    PromptNode* node = node_of(from[i]);
+    if (node->payload.pins > 0) limbo.push_back({node, 0, node->payload.pins, {&from[i], &from[i] + node->pages}});
+  }
+  limbo_.reserve(limbo_.size() + limbo.size());
+
+  // From here on nothing throws.
+  renew(pending.to);
+  auto next_limbo = limbo.begin();
+  for (std::size_t i = 0; i < from.size();) {
+    PromptNode* node = node_of(from[i]);
+    const std::uint32_t pages = node->pages;
+    index_.redirect(node, &pending.to[i]);
+    placed(*node);
+    if (node->payload.pins > 0) {
+      node->payload.has_limbo = true;
+      next_limbo->stamp = index_.tick();
+      for (std::uint32_t k = 0; k < pages; ++k) {
+        BlockStore& dram = store(Medium::kDram);
+        dram.set_tag(block_of(from[i + k]), BlockSpace::kCacheTag);
+        dram.set_mark(block_of(from[i + k]), block_of(pending.to[i + k]));
+      }
+      limbo_.push_back(std::move(*next_limbo++));
+    } else {
+      space_.release(&from[i], pages);
+    }
+    i += pages;
+  }
+}
+
+void PromptCache::unpinned(PromptNode& node, std::uint64_t stamp) noexcept {
+  bool more = false;
+  for (std::size_t i = 0; i < limbo_.size();) {
+    Limbo& limbo = limbo_[i];
+    if (limbo.node == &node && stamp < limbo.stamp && --limbo.remaining == 0) {
+      space_.release(limbo.blocks.data(), limbo.blocks.size());
+      if (i + 1 < limbo_.size()) limbo = std::move(limbo_.back());
+      limbo_.pop_back();
+      continue;
+    }
+    more = more || limbo.node == &node;
+    ++i;
+  }
+  node.payload.has_limbo = more;
+}
+
+}  // namespace kvpool

@@ -1,0 +1,38 @@
+// What goes into the verbs on cached prompts, and what comes out.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvpool/base/address.h"
+#include "kvpool/index/prompt_index.h"
+
+namespace kvpool {
+
+struct InsertOutcome {
+  IndexPin pin;
+  std::size_t inserted = 0;         // blocks newly stored
+  std::vector<Address> duplicates;  // given blocks whose page was there before; still active
+};
+
+struct InsertItem {
+  const Token* tokens;
+  std::size_t n_tokens;
+  const Address* addresses;
+  std::size_t n_addresses;
+  Address* canonical;  // room for n_addresses
+};
+
+struct MatchExplanation {
+  std::size_t requested_tokens = 0;
+  std::size_t matched_pages = 0;
+  std::size_t partial_tokens = 0;
+  MatchEnd end = MatchEnd::kComplete;
+  std::vector<Address> addresses;
+  // Other namespaces that hold more of these tokens, with how many pages.
+  std::vector<std::pair<std::string, std::size_t>> elsewhere;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,63 @@
+#include "kvpool/pool/pool_allocator.h"
+
+#include "kvpool/base/error.h"
+
+namespace kvpool {
+
+void PoolAllocator::check_kept(MediumChoice medium) {
+  if (medium != Medium::kDisk) return;
+  throw Error(ErrorCode::kUnsupported, "no pool keeps blocks on DISK yet: ask for HBM, DRAM or MIXED");
+}
+
+void PoolAllocator::check(MediumChoice medium) const {
+  guard_.check();
+  check_kept(medium);
+  if (space_.engine_allocates() && medium == Medium::kHbm) {
+    throw Error(ErrorCode::kState, "the engine allocates this pool's HBM: tell the pool with adopt()");
+  }
+}
+
+bool PoolAllocator::try_take(std::size_t n, MediumChoice medium, const BlockOwner& owner, Address* out) {
+  check(medium);
+  SpaceLock lock = space_.lock();
+  guard_.check();
+  if (!space_.take(n, medium, owner.state, out)) return false;
+  hand_over(lock, owner, out, n);
+  return true;
+}
+
+void PoolAllocator::take_evicting(std::size_t n, MediumChoice medium, const BlockOwner& owner, Address* out,
+                                  const CallerStream& after) {
+  check(medium);
+  memory_.check_stream(after);
+  const auto reclaim = moves_.reclaiming();
+  SpaceLock lock = space_.lock();
+  guard_.check();
+  moves_.take_evicting(lock, n, medium, owner.state, out, after);
+  hand_over(lock, owner, out, n);
+}
+
+// Lets go of the lock: nobody else knows of the blocks while they are filled with zeros, which a borrower could read
+// otherwise. Throws only where the memory is a GPU's: then the blocks are free again.
+void PoolAllocator::hand_over(SpaceLock& lock, const BlockOwner& owner, const Address* addresses, std::size_t n) {
+  const bool to_application = owner.state == BlockState::kActive;
+  if (to_application) {
+    cache_.counters().allocated_blocks += n;
+  } else {
+    space_.give({addresses, n}, owner);
+  }
+  cache_.audit_if_asked();
+  if (!zeroes_) return;
+  const PoolMemory::Kept kept = memory_.keep();
+  lock.unlock();
+  try {
+    memory_.zero(kept, addresses, n);
+  } catch (...) {
+    lock.lock();
+    space_.release(addresses, n);
+    if (to_application) cache_.counters().freed_blocks += n;
+    throw;
+  }
+}
+
+}  // namespace kvpool

@@ -1,0 +1,50 @@
+// Takes free blocks, makes room where there are none, and hands them out: to the application, or on its behalf to
+// peers.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <cstddef>
+
+#include "kvpool/blocks/block_space.h"
+#include "kvpool/cuda/stream.h"
+#include "kvpool/pool/pool_guard.h"
+#include "kvpool/pool/pool_memory.h"
+#include "kvpool/pool/prompt_cache.h"
+#include "kvpool/pool/tier_moves.h"
+
+namespace kvpool {
+
+class PoolAllocator {
+ public:
+  // All of them outlive this. `zeroes`: blocks are handed out as zeros.
+  PoolAllocator(BlockSpace& space, PromptCache& cache, TierMoves& moves, PoolMemory& memory, PoolGuard& guard,
+                bool zeroes) noexcept
+      : space_(space), cache_(cache), moves_(moves), memory_(memory), guard_(guard), zeroes_(zeroes) {}
+
+  bool zeroes() const noexcept { return zeroes_; }
+  // What every request is checked for. Throws kUnsupported for DISK, kState for HBM that an engine allocates, and what
+  // PoolGuard::check() throws.
+  void check(MediumChoice medium) const;
+  // Throws kUnsupported for DISK.
+  static void check_kept(MediumChoice medium);
+
+  // Takes n blocks for this owner if they are free; false if not.
+  bool try_take(std::size_t n, MediumChoice medium, const BlockOwner& owner, Address* out);
+  // The same, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first. `after`: as in
+  // Pool::swap_out. Throws kOutOfBlocks.
+  void take_evicting(std::size_t n, MediumChoice medium, const BlockOwner& owner, Address* out,
+                     const CallerStream& after);
+
+ private:
+  void hand_over(SpaceLock& lock, const BlockOwner& owner, const Address* addresses, std::size_t n);
+
+  BlockSpace& space_;
+  PromptCache& cache_;
+  TierMoves& moves_;
+  PoolMemory& memory_;
+  PoolGuard& guard_;
+  const bool zeroes_;
+};
+
+}  // namespace kvpool

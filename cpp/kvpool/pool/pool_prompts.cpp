@@ -1,0 +1,101 @@
+// The pool's verbs on cached prompts.
+#include "kvpool/blocks/block_space.h"
+#include "kvpool/pool/pool.h"
+#include "kvpool/pool/pool_allocator.h"
+#include "kvpool/pool/prompt_cache.h"
+#include "kvpool/pool/tier_moves.h"
+
+namespace kvpool {
+
+IndexHit Pool::match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out) {
+  guard();
+  const SpaceLock lock = space_->lock();
+  const IndexHit hit = cache_->match(name_space, tokens, n_tokens, out);
+  cache_->audit_if_asked();
+  return hit;
+}
+
+std::vector<InsertOutcome> Pool::insert(std::string_view name_space, std::span<const InsertItem> items,
+                                        bool free_duplicates) {
+  guard();
+  const SpaceLock lock = space_->lock();
+  std::vector<InsertOutcome> outcomes = cache_->insert(name_space, items, free_duplicates);
+  cache_->audit_if_asked();
+  return outcomes;
+}
+
+std::size_t Pool::erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants) {
+  guard();
+  const auto reclaim = moves_->reclaiming();
+  const SpaceLock lock = space_->lock();
+  guard();
+  const std::size_t erased = cache_->erase(name_space, tokens, n_tokens, descendants);
+  cache_->audit_if_asked();
+  return erased;
+}
+
+std::size_t Pool::evict(std::size_t n, MediumChoice medium) {
+  guard();
+  PoolAllocator::check_kept(medium);
+  return moves_->evict(n, medium);
+}
+
+MatchExplanation Pool::explain(std::string_view name_space, const Token* tokens, std::size_t n_tokens) {
+  guard();
+  MatchExplanation explanation;
+  explanation.requested_tokens = n_tokens;
+  explanation.addresses.resize(n_tokens / layout().block_tokens);
+  const SpaceLock lock = space_->lock();
+  cache_->explain(name_space, tokens, n_tokens, explanation);
+  return explanation;
+}
+
+void Pool::unpin(const IndexPin* pins, std::size_t n) noexcept {
+  if (guard_.in_child()) return;
+  const SpaceLock lock = space_->lock();
+  cache_->unpin(pins, n);
+}
+
+std::shared_ptr<EventQueue> Pool::subscribe(std::uint64_t capacity_tokens, bool include_cached) {
+  guard();
+  const SpaceLock lock = space_->lock();
+  return cache_->subscribe(capacity_tokens, include_cached);
+}
+
+EventQueue::Batch Pool::drain(EventQueue& queue) {
+  guard();
+  const SpaceLock lock = space_->lock();
+  return queue.drain();
+}
+
+void Pool::unsubscribe(const std::shared_ptr<EventQueue>& queue) noexcept {
+  if (guard_.in_child()) return;
+  const SpaceLock lock = space_->lock();
+  cache_->events().unsubscribe(queue);
+}
+
+// --- moves between the tiers ---
+
+std::vector<Address> Pool::swap_out(std::size_t n, const CallerStream& after) {
+  guard();
+  return moves_->swap_out(n, after);
+}
+
+std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out,
+                                    const CallerStream& after) {
+  guard();
+  return moves_->swap_in(addresses, into, out, after);
+}
+
+std::shared_ptr<Swap> Pool::begin_swap_out(std::size_t n, const CallerStream& after) {
+  guard();
+  return moves_->begin_swap_out(n, after);
+}
+
+std::shared_ptr<Swap> Pool::begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
+                                          const CallerStream& after) {
+  guard();
+  return moves_->begin_swap_in(addresses, into, after);
+}
+
+}  // namespace kvpool

@@ -1,0 +1,51 @@
+// What a pool counts.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "kvpool/base/medium.h"
+#include "kvpool/blocks/block_store.h"
+
+namespace kvpool {
+
+struct PoolCounters {
+  std::uint64_t allocated_blocks = 0;
+  std::uint64_t freed_blocks = 0;
+  std::uint64_t match_calls = 0;
+  std::uint64_t requested_tokens = 0;
+  std::uint64_t matched_tokens = 0;
+  std::uint64_t inserted_blocks = 0;
+  std::uint64_t duplicate_blocks = 0;
+  std::uint64_t evicted_blocks = 0;
+  std::uint64_t swapped_out_blocks = 0;
+  std::uint64_t swapped_in_blocks = 0;
+};
+
+struct MediumCounts {
+  std::uint32_t capacity = 0;
+  std::array<std::uint32_t, kBlockStateCount> by_state{};
+  std::uint32_t evictable = 0;  // of the historical ones: neither pinned nor being moved
+  FreeRuns free_runs{};
+};
+
+struct PoolStats {
+  MediumMap<MediumCounts> media;
+  PoolCounters counters;
+  std::size_t index_nodes = 0;
+  std::size_t index_blocks = 0;
+  std::size_t index_bytes = 0;
+  std::size_t namespaces = 0;
+  std::uint64_t metadata_bytes = 0;
+  std::uint64_t device_bytes = 0;  // of a GPU's memory, that the pool has taken
+};
+
+// How often blocks of HBM have changed hands: those that were filled and given to the index, and those that were freed.
+// Their former owners may have left work on the GPU that still writes or reads them.
+struct ReuseCounts {
+  std::uint64_t filled = 0;
+  std::uint64_t freed = 0;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,238 @@
+#include "kvpool/pool/prompt_cache.h"
+
+#include <string>
+
+#include "kvpool/base/error.h"
+
+namespace kvpool {
+namespace {
+
+// Of two addresses of this pool: one may be older than the pool's instance id.
+bool same_block(Address left, Address right) noexcept { return (left ^ right) << kInstanceBits == 0; }
+
+}  // namespace
+
+PromptCache::PromptCache(BlockSpace& space, std::uint32_t block_tokens, EvictionPolicy policy, bool audits)
+    : space_(space),
+      audits_(audits),
+      index_(block_tokens, policy, PromptIndex::Values::kAddresses, static_cast<IndexObserver*>(this)) {}
+
+IndexHit PromptCache::match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out) {
+  const IndexHit hit = index_.match(name_space, tokens, n_tokens, out);
+  ++counters_.match_calls;
+  counters_.requested_tokens += n_tokens;
+  counters_.matched_tokens += hit.pages * index_.page_tokens();
+  return hit;
+}
+
+IndexHit PromptCache::match_for_peer(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
+                                     Address* out) {
+  IndexHit hit = index_.match(name_space, tokens, n_tokens, out);
+  std::size_t local = 0;
+  while (local < hit.pages && space_.is_local(out[local])) ++local;
+  hit.pages = local;
+  return hit;
+}
+
+// A later match would hand out what the engine has used again since, and nobody would have told.
+void PromptCache::check_not_the_engines(const InsertItem& item) const {
+  for (std::size_t i = 0; i < item.n_addresses; ++i) {
+    const Address address = item.addresses[i];
+    if (!space_.is_local(address) || medium_bits_of(address) != static_cast<std::uint32_t>(Medium::kHbm)) continue;
+    throw Error(ErrorCode::kState,
+                "address " + std::to_string(address) + " (position " + std::to_string(i) + "): HBM block " +
+                    std::to_string(block_of(address)) +
+                    " is the engine's, which may use it again at any moment: copy it to blocks that a pool allocates, "
+                    "and insert those",
+                {{"address", static_cast<std::int64_t>(address)},
+                 {"position", static_cast<std::int64_t>(i)},
+                 {"block", block_of(address)}});
+  }
+}
+
+void PromptCache::check_insertion(std::string_view name_space, const InsertItem& item) {
+  const std::size_t page = index_.page_tokens();
+  if (item.n_tokens % page != 0) {
+    throw Error(
+        ErrorCode::kArgument,
+        std::to_string(item.n_tokens) + " tokens are " + std::to_string(item.n_tokens / page) + " blocks of " +
+            std::to_string(page) + " and " + std::to_string(item.n_tokens % page) + " left over: insert whole blocks",
+        {{"tokens", static_cast<std::int64_t>(item.n_tokens)}, {"block_tokens", static_cast<std::int64_t>(page)}});
+  }
+  if (item.n_addresses != item.n_tokens / page) {
+    throw Error(ErrorCode::kArgument,
+                std::to_string(item.n_tokens) + " tokens need " + std::to_string(item.n_tokens / page) +
+                    " addresses, and there are " + std::to_string(item.n_addresses),
+                {{"needed", static_cast<std::int64_t>(item.n_tokens / page)},
+                 {"given", static_cast<std::int64_t>(item.n_addresses)}});
+  }
+  const bool all_active = !space_.check_active_and_distinct(item.addresses, item.n_addresses, /*skip_cached=*/true);
+  if (space_.engine_allocates()) check_not_the_engines(item);
+  if (all_active) return;
+
+  // Cached blocks may stand where the index has this very page: the prefix that a match gave. (An address in limbo is
+  // one that a match gave before its page was swapped in.)
+  const std::size_t present = index_.peek(name_space, item.tokens, item.n_tokens, item.canonical).pages;
+  for (std::size_t i = 0; i < item.n_addresses; ++i) {
+    const Address address = item.addresses[i];
+    if (!space_.is_local(address) || store_of(address).state(block_of(address)) != BlockState::kHistorical) continue;
+    if (i < present &&
+        (same_block(item.canonical[i], address) || store_of(address).tag(block_of(address)) == BlockSpace::kCacheTag))
+      continue;
+    throw Error(ErrorCode::kState,
+                "address " + std::to_string(address) + " (position " + std::to_string(i) +
+                    "): the block is cached already, as a page of another prompt or another place",
+                {{"address", static_cast<std::int64_t>(address)}, {"position", static_cast<std::int64_t>(i)}});
+  }
+}
+
+std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std::span<const InsertItem> items,
+                                               bool free_duplicates) {
+  for (const InsertItem& item : items) check_insertion(name_space, item);
+  if (items.size() > 1) {
+    const std::uint64_t stamp = space_.new_stamp();
+    for (const InsertItem& item : items) space_.check_distinct(item.addresses, item.n_addresses, stamp);
+  }
+
+  std::vector<InsertOutcome> outcomes;
+  std::vector<IndexInsertion> done;
+  outcomes.reserve(items.size());
+  done.reserve(items.size());
+  try {
+    for (const InsertItem& item : items) {
+      const std::size_t pages = item.n_addresses;
+      const IndexInsertion insertion = index_.insert(name_space, item.tokens, pages, item.addresses, item.canonical);
+      done.push_back(insertion);
+      InsertOutcome& outcome = outcomes.emplace_back();
+      outcome.pin = insertion.pin;
+      outcome.inserted = pages - insertion.pages_present;
+      for (std::size_t i = 0; i < insertion.pages_present; ++i) {
+        const Address address = item.addresses[i];
+        if (!space_.is_local(address) || same_block(address, item.canonical[i])) continue;
+        if (store_of(address).state(block_of(address)) != BlockState::kActive) continue;
+        if (outcome.duplicates.empty()) outcome.duplicates.reserve(insertion.pages_present - i);
+        outcome.duplicates.push_back(address);
+      }
+    }
+  } catch (...) {
+    for (std::size_t i = done.size(); i-- > 0;) take_back(items[i], done[i]);
+    throw;
+  }
+  for (const InsertOutcome& outcome : outcomes) {
+    counters_.inserted_blocks += outcome.inserted;
+    counters_.duplicate_blocks += outcome.duplicates.size();
+    if (free_duplicates && !outcome.duplicates.empty()) {
+      space_.release(outcome.duplicates.data(), outcome.duplicates.size());
+      counters_.freed_blocks += outcome.duplicates.size();
+    }
+  }
+  return outcomes;
+}
+
+// The caller gets back what an insertion took.
+void PromptCache::take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept {
+  for (std::size_t i = insertion.pages_present; i < item.n_addresses; ++i) {
+    const Address address = item.addresses[i];
+    if (!space_.is_local(address)) continue;
+    store_of(address).set_state(block_of(address), BlockState::kActive);
+    store_of(address).set_tag(block_of(address), 0);
+  }
+  index_.undo(insertion);
+}
+
+std::size_t PromptCache::erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
+                               bool descendants) {
+  const IndexErasure erasure = index_.erase(name_space, tokens, n_tokens, descendants);
+  if (erasure.pages_pinned > 0) {
+    throw Error(ErrorCode::kState,
+                std::to_string(erasure.pages_pinned) + " of the blocks to delete are pinned: nothing was deleted",
+                {{"pinned", static_cast<std::int64_t>(erasure.pages_pinned)}});
+  }
+  return erasure.pages;
+}
+
+// Counts what hangs below and goes too, of whatever medium.
+std::size_t PromptCache::evict(Medium medium, std::size_t n) noexcept {
+  const std::uint64_t before = dropped_blocks_;
+  const std::size_t evicted = index_.evict(value_class_of(medium), n);
+  counters_.evicted_blocks += dropped_blocks_ - before;
+  return evicted;
+}
+
+void PromptCache::explain(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
+                          MatchExplanation& explanation) {
+  const IndexHit hit = index_.peek(name_space, tokens, n_tokens, explanation.addresses.data(), &explanation.end);
+  explanation.matched_pages = hit.pages;
+  explanation.partial_tokens = hit.partial_tokens;
+  explanation.addresses.resize(hit.pages);
+  index_.for_each_namespace(tokens, n_tokens, [&](const std::string& name, std::size_t pages) {
+    if (name != name_space && pages > hit.pages) explanation.elsewhere.emplace_back(name, pages);
+  });
+}
+
+void PromptCache::unpin(const IndexPin* pins, std::size_t n) noexcept {
+  for (std::size_t i = 0; i < n; ++i) index_.unpin(pins[i]);
+}
+
+void PromptCache::set_instance(std::uint32_t instance) noexcept {
+  index_.set_instance(instance);
+  index_.for_each_node([&](const PromptNode& node) {
+    if (node.payload.value_class == ValueClass::kRemote) return;
+    for (std::uint32_t i = 0; i < node.pages; ++i) {
+      node.payload.values[i] |= static_cast<Address>(instance) << kInstanceShift;
+    }
+  });
+}
+
+bool PromptCache::can_make_room(std::size_t n, MediumChoice medium) const noexcept {
+  std::size_t possible = 0;
+  for (const Medium tier : kMedia) {
+    if (space_.gives(medium, tier)) possible += space_.store(tier).free_count() + evictable(tier);
+  }
+  return n <= possible;
+}
+
+void PromptCache::throw_out_of_blocks(std::size_t n, MediumChoice medium) const {
+  std::string text = std::to_string(n) + " blocks of " + medium.name() + " asked for";
+  std::int64_t free = 0;
+  std::int64_t active = 0;
+  std::int64_t droppable = 0;
+  std::int64_t historical = 0;
+  for (const Medium tier : kMedia) {
+    if (!space_.gives(medium, tier)) continue;
+    free += space_.store(tier).free_count();
+    active += space_.store(tier).count(BlockState::kActive);
+    historical += space_.store(tier).count(BlockState::kHistorical);
+    droppable += static_cast<std::int64_t>(evictable(tier));
+  }
+  const auto total = static_cast<std::int64_t>(space_.capacity(medium));
+  text += ": of " + std::to_string(total) + ", " + std::to_string(free) + " are free, " + std::to_string(active) +
+          " active, " + std::to_string(historical) + " cached (" + std::to_string(droppable) + " evictable, " +
+          std::to_string(historical - droppable) + " pinned)";
+  throw Error(ErrorCode::kOutOfBlocks, text,
+              {{"requested", static_cast<std::int64_t>(n)},
+               {"capacity", total},
+               {"free", free},
+               {"active", active},
+               {"evictable", droppable},
+               {"pinned", historical - droppable}});
+}
+
+void PromptCache::placed(PromptNode& node) noexcept {
+  const ValueClass value_class = node.payload.value_class;
+  if (value_class == ValueClass::kRemote) return;
+  BlockStore& blocks = store(static_cast<Medium>(value_class));
+  for (std::uint32_t i = 0; i < node.pages; ++i) {
+    const std::uint32_t block = block_of(node.payload.values[i]);
+    blocks.set_state(block, BlockState::kHistorical);
+    blocks.set_tag(block, reinterpret_cast<std::uint64_t>(&node));
+  }
+}
+
+void PromptCache::dropped(const Address* values, std::size_t n) noexcept {
+  if (!space_.is_local(values[0])) return;  // values of one node are of one class
+  dropped_blocks_ += n;
+  space_.release(values, n);
+}
+
+}  // namespace kvpool

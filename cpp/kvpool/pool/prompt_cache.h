@@ -1,0 +1,145 @@
+// The cached prompts of one pool: the index over its blocks, pins, the order of eviction, and the steps by which cached
+// blocks change their place.
+//
+// Everything here happens at once, under the lock of the space, in microseconds. What takes longer (copies, waiting for
+// a GPU) lies between two of these steps and is the business of TierMoves.
+//
+// Invariants
+//   A1  Every local address in the index names a historical block whose tag is that node.
+//   A2  Every other historical block is in limbo, has the limbo tag, and its node still has the pins that hold it.
+//   A3  What a swap in is to bring is pinned from its checks to its end. Each page lies where it lay then, in a node
+//       that has been cut at most, or another swap in has brought it: then the old block is in limbo, and its mark
+//       says where the page lies now.
+//
+// Thread-safety: none; callers hold the lock of the space. Every method that throws has changed nothing then.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "kvpool/blocks/block_space.h"
+#include "kvpool/index/prompt_index.h"
+#include "kvpool/pool/cache_results.h"
+#include "kvpool/pool/pending_swap_in.h"
+#include "kvpool/pool/pool_stats.h"
+
+namespace kvpool {
+
+class PromptCache final : private IndexObserver {
+ public:
+  // `space` outlives this. `audits`: audit_if_asked() does. Throws kArgument, std::bad_alloc.
+  PromptCache(BlockSpace& space, std::uint32_t block_tokens, EvictionPolicy policy, bool audits);
+  PromptCache(const PromptCache&) = delete;
+  PromptCache& operator=(const PromptCache&) = delete;
+
+  // --- prompts (prompt_cache.cpp) ---
+
+  // `out` has room for n_tokens / block_tokens addresses.
+  IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
+  // As match(), but no use that is counted in the statistics; only what lies here.
+  IndexHit match_for_peer(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
+  // All or nothing over the whole batch.
+  std::vector<InsertOutcome> insert(std::string_view name_space, std::span<const InsertItem> items,
+                                    bool free_duplicates);
+  // Throws kState when some of it is pinned.
+  std::size_t erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
+  // Drops up to n blocks of this medium, the coldest first, and what hangs below them in any medium. Returns how many
+  // of this medium went; those that a transfer reads are free later.
+  std::size_t evict(Medium medium, std::size_t n) noexcept;
+  // REQUIRES: `explanation.addresses` has room for all pages.
+  void explain(std::string_view name_space, const Token* tokens, std::size_t n_tokens, MatchExplanation& explanation);
+  void unpin(const IndexPin* pins, std::size_t n) noexcept;
+  EventLog& events() noexcept { return index_.events(); }
+  std::shared_ptr<EventQueue> subscribe(std::uint64_t capacity_tokens, bool include_cached) {
+    return index_.subscribe(capacity_tokens, include_cached);
+  }
+  // What is cached gets the id too, so that addresses of matches mean something to others.
+  void set_instance(std::uint32_t instance) noexcept;
+
+  // --- room ---
+
+  // Blocks that evict() can drop: neither pinned nor being moved.
+  std::size_t evictable(Medium medium) const noexcept { return index_.evictable(value_class_of(medium)); }
+  // Whether n blocks are free, or would be if all that can be dropped were.
+  bool can_make_room(std::size_t n, MediumChoice medium) const noexcept;
+  [[noreturn]] void throw_out_of_blocks(std::size_t n, MediumChoice medium) const;
+
+  // --- moves to DRAM (cache_moves.cpp) ---
+
+  // Cached HBM blocks whose bytes are being copied to DRAM: whole nodes, which nobody evicts, deletes or moves
+  // meanwhile. They may be cut by a match or an insertion, so that each block's node is looked up again by its tag.
+  struct MoveOut {
+    std::vector<Address> from;
+    std::vector<Address> to;  // reserved for them
+  };
+  // Chooses up to n of the coldest. REQUIRES: n DRAM blocks are free. Throws std::bad_alloc.
+  MoveOut begin_move_out(std::size_t n);
+  // The bytes have arrived: the index is pointed at the copies, but for blocks that were pinned meanwhile, which stay.
+  // Returns how many went and adds their addresses to `moved`, which has room for them, unless it is null.
+  std::size_t finish_move_out(MoveOut& move, std::vector<Address>* moved) noexcept;
+  void cancel_move_out(MoveOut& move) noexcept;
+
+  // --- moves to HBM (cache_moves.cpp) ---
+
+  // Checks everything, pins what is to come, and reserves `into`. Throws with nothing of that left.
+  void begin_move_in(std::span<const Address> given, std::span<const Address> into, PendingSwapIn& pending);
+  // Where the pages lie now: another swap in may have brought some.
+  void find_move_in(PendingSwapIn& pending) noexcept;
+  // The bytes have arrived: points the index at the copies and pins the pages for the caller. Blocks that others may
+  // still read by their old address stay, in limbo, until the last pin of that time goes. Throws std::bad_alloc.
+  void finish_move_in(PendingSwapIn& pending);
+  // Gives back what was taken for it.
+  void cancel_move_in(PendingSwapIn& pending) noexcept;
+  // Of the blocks to swap into all but the first `keep`: to the caller, when it named them.
+  void give_back(PendingSwapIn& pending, std::size_t keep) noexcept;
+
+  // --- what there is (cache_audit.cpp) ---
+
+  // How often blocks of HBM have changed hands.
+  ReuseCounts reuse_counts() const noexcept;
+  PoolCounters& counters() noexcept { return counters_; }
+  // All but what the memory costs.
+  PoolStats stats() const noexcept;
+  // Checks the space, the index, A1 and A2. Throws kAudit.
+  void audit() const;
+  void audit_if_asked() const {
+    if (audits_) [[unlikely]] {
+      audit();
+    }
+  }
+
+ private:
+  BlockStore& store(Medium medium) noexcept { return space_.store(medium); }
+  BlockStore& store_of(Address address) noexcept { return space_.store_of(address); }
+  PromptNode* node_of(Address address) const noexcept {
+    return reinterpret_cast<PromptNode*>(
+        space_.store_of(address).tag(block_of(address)));  // NOLINT(performance-no-int-to-ptr)
+  }
+  void check_not_the_engines(const InsertItem& item) const;
+  void check_insertion(std::string_view name_space, const InsertItem& item);
+  void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;
+
+  void gather(std::span<const Address> given, PendingSwapIn& pending);
+  void name_room(std::span<const Address> into, PendingSwapIn& pending);
+  void redirect(PendingSwapIn& pending);
+  void renew(std::vector<Address>& addresses) const noexcept;
+  Address page_of(Address address) const noexcept;
+
+  void placed(PromptNode& node) noexcept override;
+  void dropped(const Address* values, std::size_t n) noexcept override;
+  void unpinned(PromptNode& node, std::uint64_t stamp) noexcept override;
+
+  BlockSpace& space_;
+  const bool audits_;
+  PromptIndex index_;
+  std::vector<Limbo> limbo_;
+  PoolCounters counters_;
+  std::uint64_t dropped_blocks_ = 0;  // by the index, for whatever reason
+  std::uint32_t move_stamp_ = 0;      // marks cached blocks, while a list is checked for duplicates
+};
+
+}  // namespace kvpool

@@ -1,0 +1,124 @@
+// Moves of cached blocks between the tiers, and the room that they and evictions make: what takes longer than a step
+// of the cache, since bytes are copied and a GPU is waited for.
+//
+// Both directions work the same way: choose and protect blocks under the space's lock, copy without it, then, under the
+// lock again, point the index at the copies.
+//
+// Locks, in the order in which they are taken
+//   swap_in_mutex_  one at a time: swaps in. What they bring is pinned from the first look at the index to the last, in
+//                   which the pages become the caller's: nobody evicts, deletes or moves them meanwhile, and others
+//                   may match, cut or read them, as any pinned pages. A swap in takes reclaim_ only to make room, so
+//                   that both directions copy at once.
+//   reclaim_        one at a time: swaps out, eviction, deletion, room that is made. Held while bytes go to DRAM;
+//   callers
+//                   let go of the GIL first. So a node that is held for copying is met only by matches, insertions,
+//                   frees, and swaps in.
+//   the space's     guards the space and the cache; held for microseconds. Swaps and evictions go in batches of
+//                   kBatchBlocks.
+//
+// Errors: every method that throws, Error or std::bad_alloc, has changed nothing. One exception: room that was made is
+// not unmade. If another thread takes it, memory runs out, or the GPU begins to refuse, before it could be used, cached
+// prompts have moved down a tier or gone.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "kvpool/blocks/block_space.h"
+#include "kvpool/cuda/stream.h"
+#include "kvpool/index/pins.h"
+#include "kvpool/pool/move_order.h"
+#include "kvpool/pool/pending_swap_in.h"
+#include "kvpool/pool/pool_guard.h"
+#include "kvpool/pool/pool_memory.h"
+#include "kvpool/pool/prompt_cache.h"
+
+namespace kvpool {
+
+class Swap;
+class SwapThreads;
+
+class TierMoves {
+ public:
+  // All of them outlive this. `pins`: whose pins swaps return.
+  TierMoves(BlockSpace& space, PromptCache& cache, PoolMemory& memory, PoolGuard& guard, PinOwner& pins);
+  ~TierMoves();
+  TierMoves(const TierMoves&) = delete;
+  TierMoves& operator=(const TierMoves&) = delete;
+
+  // --- room (tier_room.cpp) ---
+
+  // While the caller has it, nobody else makes room, evicts, deletes or swaps out.
+  std::unique_lock<std::mutex> reclaiming() { return std::unique_lock(reclaim_); }
+  // Takes n blocks to `to`, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first. Lets go of
+  // the lock meanwhile. REQUIRES: the caller has reclaiming(). Throws kOutOfBlocks.
+  void take_evicting(SpaceLock& lock, std::size_t n, MediumChoice medium, BlockState to, Address* out,
+                     const MoveOrder& order);
+  // Drops up to n blocks, what is farther from the GPU first, and returns how many.
+  std::size_t evict(std::size_t n, MediumChoice medium);
+
+  // --- swaps (tier_moves.cpp): Pool has the words ---
+
+  std::vector<Address> swap_out(std::size_t n, const CallerStream& after);
+  std::vector<IndexPin> swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out,
+                                const CallerStream& after);
+  std::shared_ptr<Swap> begin_swap_out(std::size_t n, const CallerStream& after);
+  std::shared_ptr<Swap> begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
+                                      const CallerStream& after);
+
+  // --- the end ---
+
+  void set_mover(TierMover* mover);
+  // As SwapThreads has them.
+  void refuse() noexcept;
+  void close() noexcept;
+  // Nobody copies while the caller has these.
+  struct Idle {
+    std::unique_lock<std::mutex> swaps_in;
+    std::unique_lock<std::mutex> reclaim;
+  };
+  Idle idle() { return {std::unique_lock(swap_in_mutex_), std::unique_lock(reclaim_)}; }
+
+ private:
+  static constexpr std::size_t kBatchBlocks = 4096;  // moved or dropped at most before others get the lock
+
+  const BlockStore& store(Medium medium) const noexcept { return space_.store(medium); }
+  void check_two_tiers() const;
+
+  void make_room(SpaceLock& lock, std::size_t n, const MoveOrder& order);
+  void make_dram_room(std::size_t n) noexcept;
+  std::size_t move_to_dram(SpaceLock& lock, std::size_t n, std::vector<Address>* moved, const MoveOrder& order);
+
+  std::vector<Address> carry_out_swap(std::size_t n, const MoveOrder& order);
+  void check_swap_in(std::span<const Address> given, std::span<const Address> into, PendingSwapIn& pending);
+  void finish_swap_in(PendingSwapIn& pending, const MoveOrder& order);
+  void abandon_swap_in(PendingSwapIn& pending) noexcept;
+  void prepare_swap_in(PendingSwapIn& pending, const MoveOrder& order);
+  void reserve_swap_in(SpaceLock& lock, PendingSwapIn& pending, const MoveOrder& order);
+  void copy_swap_in(SpaceLock& lock, const PendingSwapIn& pending, const MoveOrder& order);
+
+  // Waiting for the GPU (device_turns.cpp).
+  std::shared_ptr<Swap> make_swap(const CallerStream& after);
+  bool is_late(TierWay way, const MoveOrder& order) const noexcept;
+  void follow_device(Swap& swap, const ReuseCounts& now);
+  void lock_to_reclaim(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, const MoveOrder& order);
+  void probe_device(SpaceLock& lock);
+
+  BlockSpace& space_;
+  PromptCache& cache_;
+  PoolMemory& memory_;
+  PoolGuard& guard_;
+  PinOwner& pins_;
+  const std::unique_ptr<SwapThreads> threads_;
+  std::mutex swap_in_mutex_;
+  std::mutex reclaim_;
+  std::condition_variable swap_in_ended_;  // with the space's lock: a swap in copies no more
+  std::uint64_t swaps_in_begun_ = 0;       // copies of swaps in; at most one is under way
+  std::uint64_t swaps_in_over_ = 0;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,115 @@
+// Room that is made: cached blocks move from HBM to DRAM, or are dropped.
+#include <algorithm>
+
+#include "kvpool/base/error.h"
+#include "kvpool/blocks/device_mover.h"
+#include "kvpool/pool/swap_handle.h"
+#include "kvpool/pool/tier_moves.h"
+
+namespace kvpool {
+
+// REQUIRES: reclaim_ is held. Throws kOutOfBlocks.
+void TierMoves::take_evicting(SpaceLock& lock, std::size_t n, MediumChoice medium, BlockState to, Address* out,
+                              const MoveOrder& order) {
+  bool waited = false;
+  while (!space_.take(n, medium, to, out)) {
+    if (!cache_.can_make_room(n, medium)) {
+      // What a swap in copies leaves DRAM soon. No more than one of them: others may follow without end, and whoever
+      // else makes room waits for this.
+      if (waited || swaps_in_begun_ == swaps_in_over_ || medium == Medium::kHbm) cache_.throw_out_of_blocks(n, medium);
+      swap_in_ended_.wait(lock, [this, over = swaps_in_over_] { return swaps_in_over_ != over; });
+      waited = true;
+      guard_.check();  // the copy may have ended because the device was lost
+      continue;
+    }
+    if (medium == Medium::kHbm) {
+      make_room(lock, n, order);
+    } else if (medium == Medium::kDram) {
+      make_dram_room(n);
+    } else {
+      // MIXED has taken what is free of both: the coldest DRAM blocks go, then the coldest HBM blocks.
+      const std::size_t in_hbm = space_.engine_allocates() ? 0 : store(Medium::kHbm).free_count();
+      const std::size_t in_dram =
+          std::min<std::size_t>(n - in_hbm, store(Medium::kDram).free_count() + cache_.evictable(Medium::kDram));
+      make_dram_room(in_dram);
+      const std::size_t have = store(Medium::kDram).free_count() + store(Medium::kHbm).free_count();
+      if (have < n && !space_.engine_allocates()) cache_.evict(Medium::kHbm, n - have);
+    }
+  }
+}
+
+std::size_t TierMoves::evict(std::size_t n, MediumChoice medium) {
+  const auto reclaim = reclaiming();
+  std::size_t dropped = 0;
+  for (const Medium tier : {Medium::kDram, Medium::kHbm}) {
+    if (!medium.includes(tier)) continue;
+    for (bool more = true; more && dropped < n;) {
+      const SpaceLock lock = space_.lock();
+      guard_.check();
+      const std::size_t batch = std::min(n - dropped, kBatchBlocks);
+      const std::size_t gone = cache_.evict(tier, batch);
+      dropped += gone;
+      more = gone == batch;
+      cache_.audit_if_asked();
+    }
+  }
+  return dropped;
+}
+
+void TierMoves::make_dram_room(std::size_t n) noexcept {
+  const BlockStore& dram = store(Medium::kDram);
+  if (dram.free_count() < n) cache_.evict(Medium::kDram, n - dram.free_count());
+}
+
+// Makes at least n HBM blocks free: moves the coldest down, or drops them where DRAM has no room for them even after
+// its own coldest blocks went. REQUIRES: reclaim_ is held. Throws kOutOfBlocks, and what copying throws.
+void TierMoves::make_room(SpaceLock& lock, std::size_t n, const MoveOrder& order) {
+  const BlockStore& hbm = store(Medium::kHbm);
+  const BlockStore& dram = store(Medium::kDram);
+  bool probed = false;
+  while (hbm.free_count() < n) {
+    if (!cache_.can_make_room(n, Medium::kHbm)) cache_.throw_out_of_blocks(n, Medium::kHbm);
+    if (!probed && dram.free_count() < n - hbm.free_count() && cache_.can_make_room(1, Medium::kDram)) {
+      probed = true;
+      if (order.of_device() || is_late(TierWay::kOut, order)) {
+        probe_device(lock);
+        continue;
+      }
+    }
+    make_dram_room(std::min<std::size_t>(n - hbm.free_count(), dram.capacity()));
+    // What went from DRAM may have taken HBM blocks that hung below with it.
+    if (hbm.free_count() >= n) return;
+    const std::size_t missing = n - hbm.free_count();
+    if (missing > dram.free_count()) cache_.evict(Medium::kHbm, missing - dram.free_count());
+    if (hbm.free_count() >= n) return;
+    // What a transfer reads is dropped, but not free yet: DRAM may have less room than was made, or none.
+    const std::size_t down = std::min<std::size_t>({n - hbm.free_count(), kBatchBlocks, dram.free_count()});
+    if (down > 0) move_to_dram(lock, down, nullptr, order);
+  }
+}
+
+// Moves up to n of the coldest HBM blocks to free DRAM blocks and returns how many went. A block that is matched while
+// it is copied stays. Throws what copying throws, with nothing moved. `moved`: of a swap out, whose copy this is; null:
+// it makes room. REQUIRES: reclaim_ is held; n DRAM blocks are free. The lock is let go while bytes are copied.
+std::size_t TierMoves::move_to_dram(SpaceLock& lock, std::size_t n, std::vector<Address>* moved,
+                                    const MoveOrder& order) {
+  if (moved != nullptr) moved->reserve(moved->size() + n);
+  PromptCache::MoveOut move = cache_.begin_move_out(n);
+  const bool late = is_late(TierWay::kOut, order);
+  const ReuseCounts now = cache_.reuse_counts();
+
+  lock.unlock();
+  try {
+    if (late) follow_device(*order.swap(), now);
+    if (order.swap() != nullptr && moved != nullptr) order.swap()->begin();
+    memory_.copy(TierWay::kOut, move.from.data(), move.to.data(), move.from.size(), order.at_copy());
+  } catch (...) {
+    lock.lock();
+    cache_.cancel_move_out(move);
+    throw;
+  }
+  lock.lock();
+  return cache_.finish_move_out(move, moved);
+}
+
+}  // namespace kvpool
