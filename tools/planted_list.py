@@ -74,7 +74,7 @@ BUGS: Final[tuple[Bug, ...]] = (
             "return generation(block) == generation_of(address) ? AddressFault::kNone : AddressFault::kStale;",
             "return AddressFault::kNone;",
         ),
-        ("block_store_test.cpp", "block_space_test.cpp"),
+        ("block_store_test.cpp", "cache_blocks_test.cpp"),
     ),
     Bug(
         "lone-block-lost",
@@ -92,11 +92,33 @@ BUGS: Final[tuple[Bug, ...]] = (
         "blocks",
         "the first of two transfers that ends frees a block which the other still reads (1)",
         _cpp(
-            "blocks/block_space.cpp",
+            "blocks/cache_blocks.cpp",
             "if (--readers > 0 || blocks.state(block)",
             "--readers;\n    if (blocks.state(block)",
         ),
-        ("block_space_test.cpp", "free_lent_test.cpp", "pool_test.cpp", "sim_test.cpp"),
+        ("cache_blocks_test.cpp", "free_lent_test.cpp", "pool_test.cpp", "sim_test.cpp"),
+    ),
+    Bug(
+        "half-free-block",
+        "blocks",
+        "a block is taken while another cache of the space still has one of its units",
+        _cpp(
+            "blocks/cache_blocks.cpp",
+            "if (first < end && taken.any((end - 1) * block_units_, block_units_)) --end;",
+            "",
+        ),
+        ("shared_space_test.cpp", "shared_pools_fuzz_test.cpp"),
+    ),
+    Bug(
+        "one-address-two-caches",
+        "blocks",
+        "two caches of a space give out the same address",
+        _cpp(
+            "blocks/block_space.cpp",
+            "range.first = number * width + 1 +",
+            "range.first = 1 +",
+        ),
+        ("shared_space_test.cpp", "shared_pools_fuzz_test.cpp"),
     ),
     Bug(
         "salt-dropped",
@@ -213,8 +235,8 @@ BUGS: Final[tuple[Bug, ...]] = (
         "pool",
         "a swap in that fails keeps its prompts pinned for ever",
         _cpp(
-            "pool/swap_in.cpp",
-            "for (const IndexPin& pin : *pins) index_->unpin(pin);\n    pins->clear();",
+            "pool/cache_moves.cpp",
+            "for (const IndexPin& pin : *pins) index_.unpin(pin);\n    pins->clear();",
             "pins->clear();",
         ),
         ("swap_begin_test.cpp", "swap_both_ways_test.cpp", "pool_test.cpp"),

@@ -3,268 +3,164 @@
 #include <algorithm>
 #include <string>
 
+#include "kvpool/base/address.h"
 #include "kvpool/base/error.h"
+#include "kvpool/base/fork_guard.h"
+#include "kvpool/blocks/cache_blocks.h"
 
 namespace kvpool {
+namespace {
 
-BlockSpace::BlockSpace(const MediumMap<std::uint32_t>& blocks, const MediumMap<std::uint32_t>& first_generations,
-                       bool engine_allocates)
-    : engine_allocates_(engine_allocates),
-      stores_{BlockStore(Medium::kHbm, blocks[Medium::kHbm], first_generations[Medium::kHbm]),
-              BlockStore(Medium::kDram, blocks[Medium::kDram], first_generations[Medium::kDram]),
-              BlockStore(Medium::kDisk, blocks[Medium::kDisk], first_generations[Medium::kDisk])} {
-  static_assert(kMedia.size() == 3, "each has its store");
+std::uint32_t checked_seats(std::uint32_t caches_max) {
+  if (caches_max >= 1 && caches_max <= BlockSpace::kCachesMax) return caches_max;
+  throw Error(
+      ErrorCode::kArgument,
+      "a space is for 1 to " + std::to_string(BlockSpace::kCachesMax) + " caches, not " + std::to_string(caches_max),
+      {{"caches", caches_max}, {"maximum", BlockSpace::kCachesMax}});
 }
 
-void BlockSpace::set_instance(std::uint32_t instance) noexcept {
-  for (BlockStore& blocks : stores_) blocks.set_instance(instance);
-}
+}  // namespace
 
-std::size_t BlockSpace::capacity(MediumChoice choice) const noexcept {
-  std::size_t capacity = 0;
+BlockSpace::BlockSpace(const MediumMap<std::uint32_t>& units, std::uint32_t caches_max)
+    : units_(units), made_in_(fork_generation()), seats_(checked_seats(caches_max)) {
   for (const Medium medium : kMedia) {
-    if (choice == medium || gives(choice, medium)) capacity += store(medium).capacity();
-  }
-  return capacity;
-}
-
-bool BlockSpace::take(std::size_t n, MediumChoice choice, BlockState to, Address* out) noexcept {
-  if (!choice.is_mixed()) {
-    BlockStore& blocks = store(static_cast<Medium>(choice.code()));
-    if (n > blocks.free_count()) return false;
-    return blocks.take(static_cast<std::uint32_t>(n), to, out);
-  }
-  const std::size_t in_hbm = engine_allocates_ ? 0 : std::min<std::size_t>(n, store(Medium::kHbm).free_count());
-  if (n - in_hbm > store(Medium::kDram).free_count()) return false;
-  return store(Medium::kHbm).take(static_cast<std::uint32_t>(in_hbm), to, out) &&
-         store(Medium::kDram).take(static_cast<std::uint32_t>(n - in_hbm), to, out + in_hbm);
-}
-
-// --- addresses that callers name ---
-
-void BlockSpace::check(Address address, std::size_t position, std::optional<BlockState> wanted) const {
-  const auto fail = [&](ErrorCode code, const std::string& what) {
-    throw Error(code, "address " + std::to_string(address) + " (position " + std::to_string(position) + "): " + what,
-                {{"address", static_cast<std::int64_t>(address)}, {"position", static_cast<std::int64_t>(position)}});
-  };
-  const std::uint32_t bits = medium_bits_of(address);
-  if (!is_medium(bits)) {
-    fail(ErrorCode::kArgument, "names no medium; it is no address of a pool");
-  }
-  if (!is_local(address)) {
-    throw Error(ErrorCode::kNotOwner,
-                "address " + std::to_string(address) + " (position " + std::to_string(position) +
-                    ") belongs to instance " + std::to_string(instance_of(address)),
-                {{"address", static_cast<std::int64_t>(address)},
-                 {"position", static_cast<std::int64_t>(position)},
-                 {"instance", instance_of(address)}});
-  }
-  const BlockStore& blocks = store_of(address);
-  const std::uint32_t block = block_of(address);
-  switch (blocks.find(address)) {
-    case AddressFault::kNone:
-      break;
-    case AddressFault::kOutOfRange:
-      fail(ErrorCode::kArgument, std::string(medium_name(blocks.medium())) + " has " +
-                                     std::to_string(blocks.capacity()) + " blocks, and this is block " +
-                                     std::to_string(block));
-      break;
-    default:
-      fail(ErrorCode::kStaleAddress, std::string(medium_name(blocks.medium())) + " block " + std::to_string(block) +
-                                         " is at generation " + std::to_string(blocks.generation(block)) +
-                                         ", the address at " + std::to_string(generation_of(address)) +
-                                         ": the block was freed or moved, or the address is another pool's");
-  }
-  const BlockState state = blocks.state(block);
-  if (state == BlockState::kFree) fail(ErrorCode::kStaleAddress, "the block is not allocated");
-  if (wanted && state != *wanted) {
-    std::string what = std::string("the block is ") + block_state_name(state) + ", not " + block_state_name(*wanted);
-    if (state == BlockState::kHistorical) what += " (it belongs to the index: see delete and evict)";
-    fail(ErrorCode::kState, what);
+    if (shared()) taken_[medium] = UnitMap(units[medium]);
   }
 }
 
-bool BlockSpace::check_active_and_distinct(const Address* addresses, std::size_t n, bool skip_cached) {
-  bool skipped = false;
-  bool ascending = true;
-  Address before = 0;
-  // Without the instance: one block has two addresses when one of them is older than the pool's id.
-  constexpr Address kPlaceMask =
-      (Address{1} << kInstanceShift) - 1 - (static_cast<Address>(kGenerationMax) << kGenerationShift);
-  for (std::size_t i = 0; i < n; ++i) {
-    const Address address = addresses[i];
-    const std::uint32_t bits = medium_bits_of(address);
-    const bool plain = is_medium(bits);
-    const bool fine = plain && store_of(address).find(address) == AddressFault::kNone &&
-                      store_of(address).state(block_of(address)) == BlockState::kActive;
-    if (!fine) [[unlikely]] {
-      if (!skip_cached || !plain ||
-          (is_local(address) && (store_of(address).find(address) != AddressFault::kNone ||
-                                 store_of(address).state(block_of(address)) != BlockState::kHistorical))) {
-        check(address, i, BlockState::kActive);
-      }
-      skipped = true;
-      continue;
-    }
-    const Address place = address & kPlaceMask;
-    ascending = ascending && place > before;
-    before = place;
+// --- who is here ---
+
+std::uint32_t BlockSpace::take_seat() {
+  const SpaceLock held = lock();
+  for (std::uint32_t number = 0; number < seats_.size(); ++number) {
+    if (seats_[number].taken) continue;
+    seats_[number].taken = true;
+    return number;
   }
-  if (!ascending) check_distinct(addresses, n, new_stamp());  // strictly ascending: none stands twice
-  return skipped;
+  throw Error(ErrorCode::kState, "the space has " + std::to_string(seats_.size()) + " caches, and is for no more",
+              {{"maximum", static_cast<std::int64_t>(seats_.size())}});
 }
 
-void BlockSpace::check_distinct(const Address* addresses, std::size_t n, std::uint64_t stamp) {
-  for (std::size_t i = 0; i < n; ++i) {
-    if (!is_local(addresses[i]) || store_of(addresses[i]).state(block_of(addresses[i])) != BlockState::kActive)
-      continue;
-    BlockStore& blocks = store_of(addresses[i]);
-    const std::uint32_t block = block_of(addresses[i]);
-    if (blocks.tag(block) == stamp) {
-      throw Error(
-          ErrorCode::kArgument,
-          "address " + std::to_string(addresses[i]) + " stands twice in the list (position " + std::to_string(i) + ")",
-          {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
-    }
-    blocks.set_tag(block, stamp);
-  }
+void BlockSpace::leave_seat(std::uint32_t number) noexcept {
+  if (made_in_ != fork_generation()) return;  // in a forked child somebody else may have had the lock
+  const SpaceLock held = lock();
+  // What a cache has left behind only a shared space tells from what is free.
+  seats_[number].taken = seats_[number].used && !shared();
 }
 
-void BlockSpace::check_unread(const Address* addresses, std::size_t n) const {
-  for (std::size_t i = 0; i < n; ++i) {
-    if (!is_local(addresses[i])) continue;
-    const auto& readers = readers_[medium_of(addresses[i])];
-    if (readers.empty() || readers[block_of(addresses[i])] == 0) continue;
-    throw Error(ErrorCode::kState,
-                "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
-                    "): a transfer reads the block; wait for it, or cancel it",
-                {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
+// The last generation of a range is given to nobody: it is what a retired block of the range has.
+BlockSpace::Generations BlockSpace::generations_of(std::uint32_t number, Medium medium, std::uint32_t wish) const {
+  Generations range{wish, kGenerationMax};
+  if (shared()) {
+    const std::uint32_t width = (kGenerationMax + 1) / static_cast<std::uint32_t>(seats_.size());
+    range.first = number * width + 1 + (wish - 1) % (width / 2);
+    range.last = (number + 1) * width - 2;
   }
+  range.first = std::max(range.first, seats_[number].next_generation[medium]);
+  if (range.first <= range.last) return range;
+  throw Error(ErrorCode::kState, "earlier caches of the space have used up the generations of its blocks",
+              {{"cache", number}});
 }
 
-void BlockSpace::release(const Address* addresses, std::size_t n) noexcept {
-  for (std::size_t i = 0; i < n;) {
-    const std::uint32_t first = block_of(addresses[i]);
-    const std::uint32_t bits = medium_bits_of(addresses[i]);
-    std::uint32_t run = 1;
-    while (i + run < n && block_of(addresses[i + run]) == first + run && medium_bits_of(addresses[i + run]) == bits) {
-      ++run;
-    }
-    release_run(static_cast<Medium>(bits), first, run);
-    i += run;
-  }
+void BlockSpace::enter(CacheBlocks& cache) noexcept {
+  const SpaceLock held = lock();
+  seats_[cache.number()].cache = &cache;
+  seats_[cache.number()].used = true;
+  if (!shared()) return;
+  for (const Medium medium : kMedia) cache.overlap_taken(medium, taken_[medium]);
 }
 
-void BlockSpace::release_run(Medium medium, std::uint32_t first, std::uint32_t n) noexcept {
-  BlockStore& blocks = store(medium);
-  const auto& readers = readers_[medium];
-  const std::uint32_t end = first + n;
-  std::uint32_t unread = first;  // [unread, block) can go
-  const auto release_until = [&](std::uint32_t block) {
-    if (block > unread) blocks.release(unread, block - unread);
-    unread = block + 1;
-  };
-  for (std::uint32_t block = first; !readers.empty() && block < end; ++block) {
-    if (readers[block] == 0) continue;
-    blocks.set_state(block, BlockState::kReserved);
-    blocks.set_tag(block, kUnreadTag);
-    release_until(block);
-  }
-  release_until(end);
-}
-
-void BlockSpace::check_writable(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark,
-                                bool lent_only) const {
-  for (std::size_t i = 0; i < n; ++i) {
-    check(addresses[i], i, std::nullopt);
-    const BlockStore& blocks = store_of(addresses[i]);
-    const std::uint32_t block = block_of(addresses[i]);
-    const BlockState state = blocks.state(block);
-    const bool lent = state == BlockState::kLent && blocks.tag(block) == epoch;
-    const bool reserved = state == BlockState::kReserved && blocks.tag(block) == epoch && blocks.mark(block) == mark &&
-                          epoch != kUnreadTag;  // no peer of ours has this epoch
-    if (lent || (reserved && !lent_only)) continue;
-    throw Error(ErrorCode::kNotOwner,
-                "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
-                    "): the block is neither lent to you nor reserved for this transfer",
-                {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
-  }
-}
-
-void BlockSpace::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_epoch) {
+void BlockSpace::leave(CacheBlocks& cache) noexcept {
+  if (made_in_ != fork_generation()) return;
+  const SpaceLock held = lock();
+  Seat& seat = seats_[cache.number()];
+  seat.cache = nullptr;
   for (const Medium medium : kMedia) {
-    if (readers_[medium].empty()) readers_[medium].resize(store(medium).capacity());
+    seat.next_generation[medium] = std::max(seat.next_generation[medium], cache.generation_after(medium));
+    cache.for_each_owned(medium, [&](std::uint32_t block, bool reusable) {
+      const std::uint32_t units = cache.block_units();
+      if (!reusable) {
+        left_behind_[medium] += units;
+      } else if (shared()) {
+        vacate(cache, medium, block * units, units);
+      }
+    });
   }
-  for (std::size_t i = 0; i < n; ++i) {
-    try {
-      check(addresses[i], i, std::nullopt);
-      const BlockStore& blocks = store_of(addresses[i]);
-      const BlockState state = blocks.state(block_of(addresses[i]));
-      if (state == BlockState::kLent && for_epoch != 0 && blocks.tag(block_of(addresses[i])) != for_epoch) {
-        throw Error(ErrorCode::kNotOwner,
-                    "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
-                        "): the block is lent to another peer",
-                    {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
-      }
-      std::uint16_t& readers = readers_[medium_of(addresses[i])][block_of(addresses[i])];
-      const bool readable =
-          state == BlockState::kActive || state == BlockState::kHistorical || state == BlockState::kLent;
-      if (readable && readers < UINT16_MAX) {
-        ++readers;
-        continue;
-      }
-      const std::string why = readable ? "too many transfers read it" : block_state_name(state);
-      throw Error(ErrorCode::kState,
-                  "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
-                      "): the block cannot be sent: " + why,
-                  {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
-    } catch (...) {
-      for (std::size_t j = 0; j < i; ++j) --readers_[medium_of(addresses[j])][block_of(addresses[j])];
-      throw;
+}
+
+// --- units ---
+
+void BlockSpace::occupy(const CacheBlocks& cache, Medium medium, std::uint32_t first_unit,
+                        std::uint32_t units) noexcept {
+  taken_[medium].take(first_unit, units);
+  for (const Seat& seat : seats_) {
+    if (seat.cache != nullptr && seat.cache != &cache) seat.cache->overlap(medium, first_unit, units);
+  }
+}
+
+void BlockSpace::vacate(const CacheBlocks& cache, Medium medium, std::uint32_t first_unit,
+                        std::uint32_t units) noexcept {
+  taken_[medium].give_back(first_unit, units);
+  for (const Seat& seat : seats_) {
+    if (seat.cache != nullptr && seat.cache != &cache) {
+      seat.cache->end_overlap(medium, first_unit, units, taken_[medium]);
     }
   }
 }
 
-void BlockSpace::release_reading(const Address* addresses, std::size_t n) noexcept {
-  for (std::size_t i = 0; i < n; ++i) {
-    BlockStore& blocks = store_of(addresses[i]);
-    const std::uint32_t block = block_of(addresses[i]);
-    std::uint16_t& readers = readers_[medium_of(addresses[i])][block];
-    if (--readers > 0 || blocks.state(block) != BlockState::kReserved || blocks.tag(block) != kUnreadTag) continue;
-    blocks.release(block, 1);
+UnitCounts BlockSpace::counts(Medium medium) const noexcept {
+  UnitCounts counts;
+  counts.capacity = units_[medium];
+  std::uint32_t taken = left_behind_[medium];
+  for (const Seat& seat : seats_) {
+    if (seat.cache == nullptr) continue;
+    for (int code = 0; code < kBlockStateCount; ++code) {
+      const auto state = static_cast<BlockState>(code);
+      if (state == BlockState::kFree || state == BlockState::kOverlapped) continue;
+      const std::uint32_t units = seat.cache->store(medium).count(state) * seat.cache->block_units();
+      counts.by_state[static_cast<std::size_t>(code)] += units;
+      taken += units;
+    }
   }
-}
-
-// --- owners ---
-
-BlockOwner BlockSpace::owner_of(Address address) const noexcept {
-  const BlockStore& blocks = store_of(address);
-  const std::uint32_t block = block_of(address);
-  return {blocks.state(block), blocks.tag(block), blocks.mark(block)};
-}
-
-void BlockSpace::give(std::span<const Address> addresses, const BlockOwner& to) noexcept {
-  for (const Address address : addresses) {
-    BlockStore& blocks = store_of(address);
-    const std::uint32_t block = block_of(address);
-    blocks.set_state(block, to.state);
-    blocks.set_tag(block, to.epoch);
-    blocks.set_mark(block, to.mark);
-  }
+  counts.by_state[static_cast<std::size_t>(BlockState::kRetired)] += left_behind_[medium];
+  counts.by_state[static_cast<std::size_t>(BlockState::kFree)] =
+      units_[medium] - (shared() ? taken_[medium].taken() : taken);
+  return counts;
 }
 
 void BlockSpace::audit() const {
-  const auto fail = [](const std::string& what) { throw Error(ErrorCode::kAudit, "blocks: " + what); };
-  for (const BlockStore& blocks : stores_) blocks.audit();
+  const auto fail = [](Medium medium, const std::string& what) {
+    throw Error(ErrorCode::kAudit, std::string(medium_name(medium)) + " units: " + what);
+  };
   for (const Medium medium : kMedia) {
-    const std::vector<std::uint16_t>& readers = readers_[medium];
-    for (std::uint32_t block = 0; block < readers.size(); ++block) {
-      if (readers[block] > 0 && store(medium).state(block) == BlockState::kFree) fail("a free block is read (L2)");
+    const UnitCounts units = counts(medium);
+    std::uint64_t sum = 0;
+    for (const std::uint32_t in_state : units.by_state) sum += in_state;
+    if (sum != units.capacity) {
+      fail(medium, std::to_string(units.capacity) + " there are, and " + std::to_string(sum) + " are counted (Z2)");
     }
-  }
-  const BlockStore& hbm = store(Medium::kHbm);
-  if (engine_allocates_ && (hbm.count(BlockState::kHistorical) > 0 || hbm.count(BlockState::kLent) > 0)) {
-    fail("a block of the engine is cached or lent (L3)");
+    if (!shared()) continue;
+    UnitMap owned(units_[medium]);
+    for (const Seat& seat : seats_) {
+      if (seat.cache == nullptr) continue;
+      const std::uint32_t size = seat.cache->block_units();
+      const BlockStore& blocks = seat.cache->store(medium);
+      for (std::uint32_t block = 0; block < blocks.capacity(); ++block) {
+        const BlockState state = blocks.state(block);
+        const bool taken = taken_[medium].any(block * size, size);
+        if (state == BlockState::kFree || state == BlockState::kOverlapped) {
+          if (taken != (state == BlockState::kOverlapped)) fail(medium, "a block is free that is not, or is not (Z1)");
+          continue;
+        }
+        if (owned.any(block * size, size)) fail(medium, "two blocks have one unit (Z1)");
+        if (!taken_[medium].all(block * size, size)) fail(medium, "an owned block has a unit that is free (Z1)");
+        owned.take(block * size, size);
+      }
+    }
+    if (taken_[medium].count() != owned.taken() + left_behind_[medium]) {
+      fail(medium, std::to_string(taken_[medium].count()) + " are taken, and the caches own " +
+                       std::to_string(owned.taken()) + " (Z1)");
+    }
   }
 }
 

@@ -7,13 +7,13 @@
 namespace kvpool {
 
 ReuseCounts PromptCache::reuse_counts() const noexcept {
-  return {counters_.inserted_blocks, space_.store(Medium::kHbm).released()};
+  return {counters_.inserted_blocks, blocks_.store(Medium::kHbm).released()};
 }
 
 PoolStats PromptCache::stats() const noexcept {
   PoolStats stats;
   for (const Medium medium : kMedia) {
-    const BlockStore& blocks = space_.store(medium);
+    const BlockStore& blocks = blocks_.store(medium);
     MediumCounts& counts = stats.media[medium];
     counts.capacity = blocks.capacity();
     for (int state = 0; state < kBlockStateCount; ++state) {
@@ -36,13 +36,13 @@ PoolStats PromptCache::stats() const noexcept {
 // Beyond what each floor checks of itself: that the index and the stores tell the same story.
 void PromptCache::audit() const {
   const auto fail = [](const std::string& what) { throw Error(ErrorCode::kAudit, "cache: " + what); };
-  space_.audit();
+  blocks_.audit();
   index_.audit();
   index_.for_each_node([&](const PromptNode& node) {
     if (node.payload.value_class == ValueClass::kRemote) return;
     for (std::uint32_t i = 0; i < node.pages; ++i) {
       const Address address = node.payload.values[i];
-      const BlockStore& blocks = space_.store_of(address);
+      const BlockStore& blocks = blocks_.store_of(address);
       if (blocks.find(address) != AddressFault::kNone) fail("the index holds a stale address (A1)");
       if (blocks.state(block_of(address)) != BlockState::kHistorical) fail("the index holds a block of another (A1)");
       if (node_of(address) != &node) fail("a cached block does not know its node (A1)");
@@ -54,8 +54,8 @@ void PromptCache::audit() const {
       fail("limbo that nobody holds (A2)");
     }
     for (const Address address : limbo.blocks) {
-      const BlockStore& blocks = space_.store_of(address);
-      if (blocks.find(address) != AddressFault::kNone || blocks.tag(block_of(address)) != BlockSpace::kCacheTag) {
+      const BlockStore& blocks = blocks_.store_of(address);
+      if (blocks.find(address) != AddressFault::kNone || blocks.tag(block_of(address)) != CacheBlocks::kCacheTag) {
         fail("a block in limbo was reused (A2)");
       }
       ++in_limbo[medium_of(address)];
@@ -64,9 +64,9 @@ void PromptCache::audit() const {
   for (const Medium medium : kMedia) {
     const std::size_t cached = index_.pages(value_class_of(medium));
     const std::size_t limbo = in_limbo[medium];
-    if (space_.store(medium).count(BlockState::kHistorical) != cached + limbo) {
+    if (blocks_.store(medium).count(BlockState::kHistorical) != cached + limbo) {
       fail(std::string(medium_name(medium)) + ": " +
-           std::to_string(space_.store(medium).count(BlockState::kHistorical)) +
+           std::to_string(blocks_.store(medium).count(BlockState::kHistorical)) +
            " blocks are historical, and the index holds " + std::to_string(cached) + " and limbo " +
            std::to_string(limbo) + " (A2)");
     }

@@ -39,8 +39,7 @@ PromptCache::MoveOut PromptCache::begin_move_out(std::size_t n) {
     throw;
   }
   move.to.resize(move.from.size());
-  BlockStore& dram = store(Medium::kDram);
-  KVPOOL_CHECK(dram.take(static_cast<std::uint32_t>(move.to.size()), BlockState::kReserved, move.to.data()));
+  KVPOOL_CHECK(blocks_.take(move.to.size(), Medium::kDram, BlockState::kReserved, move.to.data()));
   return move;
 }
 
@@ -53,11 +52,11 @@ std::size_t PromptCache::finish_move_out(MoveOut& move, std::vector<Address>* mo
     PromptNode* node = node_of(from[i]);
     const std::uint32_t pages = node->pages;
     if (node->payload.pins > 0) {
-      space_.release(&to[i], pages);
+      blocks_.release(&to[i], pages);
     } else {
       index_.redirect(node, &to[i]);
       placed(*node);
-      space_.release(&from[i], pages);
+      blocks_.release(&from[i], pages);
       if (moved != nullptr) moved->insert(moved->end(), &to[i], &to[i] + pages);
       gone += pages;
     }
@@ -69,7 +68,7 @@ std::size_t PromptCache::finish_move_out(MoveOut& move, std::vector<Address>* mo
 }
 
 void PromptCache::cancel_move_out(MoveOut& move) noexcept {
-  space_.release(move.to.data(), move.to.size());
+  blocks_.release(move.to.data(), move.to.size());
   for (std::size_t i = 0; i < move.from.size();) {
     PromptNode* node = node_of(move.from[i]);
     i += node->pages;
@@ -79,7 +78,7 @@ void PromptCache::cancel_move_out(MoveOut& move) noexcept {
 
 // The addresses that reserved blocks have now: the pool may have joined a cluster while they were copied to.
 void PromptCache::renew(std::vector<Address>& addresses) const noexcept {
-  for (Address& address : addresses) address = space_.store_of(address).address_of(block_of(address));
+  for (Address& address : addresses) address = blocks_.store_of(address).address_of(block_of(address));
 }
 
 void PromptCache::begin_move_in(std::span<const Address> given, std::span<const Address> into, PendingSwapIn& pending) {
@@ -119,9 +118,9 @@ void PromptCache::cancel_move_in(PendingSwapIn& pending) noexcept {
 void PromptCache::give_back(PendingSwapIn& pending, std::size_t keep) noexcept {
   const std::span<const Address> rest = std::span(pending.to).subspan(keep);
   if (pending.into_named) {
-    for (const Address address : rest) store_of(address).set_state(block_of(address), BlockState::kActive);
+    for (const Address address : rest) blocks_.set_state(address, BlockState::kActive);
   } else {
-    space_.release(rest.data(), rest.size());
+    blocks_.release(rest.data(), rest.size());
   }
   pending.to.resize(keep);
 }
@@ -129,10 +128,10 @@ void PromptCache::give_back(PendingSwapIn& pending, std::size_t keep) noexcept {
 // Where a page lies whose block is historical. In limbo: somebody swapped it in after whoever has this address had
 // matched it, and its mark says where to.
 Address PromptCache::page_of(Address address) const noexcept {
-  const BlockStore& blocks = space_.store_of(address);
+  const BlockStore& blocks = blocks_.store_of(address);
   const std::uint32_t block = block_of(address);
-  return blocks.tag(block) == BlockSpace::kCacheTag ? space_.store(Medium::kHbm).address_of(blocks.mark(block))
-                                                    : address;
+  return blocks.tag(block) == CacheBlocks::kCacheTag ? blocks_.store(Medium::kHbm).address_of(blocks.mark(block))
+                                                     : address;
 }
 
 // Checks the addresses, makes every run of them that lies in DRAM a node of its own, and pins all their nodes.
@@ -141,17 +140,15 @@ void PromptCache::gather(std::span<const Address> given, PendingSwapIn& pending)
   addresses.assign(given.begin(), given.end());
   const std::uint32_t stamp = ++move_stamp_;  // nobody else marks blocks before this has looked at all of them
   for (std::size_t i = 0; i < addresses.size(); ++i) {
-    space_.check(addresses[i], i, BlockState::kHistorical);
+    blocks_.check(addresses[i], i, BlockState::kHistorical);
     addresses[i] = page_of(addresses[i]);
-    BlockStore& blocks = store_of(addresses[i]);
-    const std::uint32_t block = block_of(addresses[i]);
-    if (blocks.mark(block) == stamp) {
+    if (store_of(addresses[i]).mark(block_of(addresses[i])) == stamp) {
       throw Error(
           ErrorCode::kArgument,
           "address " + std::to_string(given[i]) + " (position " + std::to_string(i) + ") stands twice in the list",
           {{"address", static_cast<std::int64_t>(given[i])}, {"position", static_cast<std::int64_t>(i)}});
     }
-    blocks.set_mark(block, stamp);
+    blocks_.set_mark(addresses[i], stamp);
   }
   pending.pins.reserve(addresses.size());
   pending.from.reserve(addresses.size());
@@ -172,7 +169,7 @@ void PromptCache::gather(std::span<const Address> given, PendingSwapIn& pending)
 
 // Reserves blocks of the caller's for what is to come, until the copy is committed.
 void PromptCache::name_room(std::span<const Address> into, PendingSwapIn& pending) {
-  if (space_.engine_allocates() && !pending.from.empty()) {
+  if (blocks_.engine_allocates() && !pending.from.empty()) {
     throw Error(
         ErrorCode::kState,
         "the engine allocates this pool's HBM, and may use its blocks again at any moment: cached blocks cannot "
@@ -185,7 +182,7 @@ void PromptCache::name_room(std::span<const Address> into, PendingSwapIn& pendin
     return;
   }
   check_room_named(pending.from.size(), into.size());
-  space_.check_active_and_distinct(into.data(), into.size(), /*skip_cached=*/false);
+  blocks_.check_active_and_distinct(into.data(), into.size(), /*skip_cached=*/false);
   for (std::size_t i = 0; i < into.size(); ++i) {
     if (medium_bits_of(into[i]) == static_cast<std::uint32_t>(Medium::kHbm)) continue;
     throw Error(ErrorCode::kArgument, "swap_in goes to HBM blocks, and position " + std::to_string(i) + " is in DRAM",
@@ -194,7 +191,7 @@ void PromptCache::name_room(std::span<const Address> into, PendingSwapIn& pendin
   pending.to.assign(into.begin(), into.end());
   pending.into_named = true;
   // With no owner: what the check above left there as a tag could be some peer's epoch.
-  space_.give(into, {BlockState::kReserved, 0, 0});
+  blocks_.give(into, {BlockState::kReserved, 0, 0});
 }
 
 // Where the pages lie now. Nodes have only been cut since: those in DRAM are whole nodes still.
@@ -233,13 +230,12 @@ void PromptCache::redirect(PendingSwapIn& pending) {
       node->payload.has_limbo = true;
       next_limbo->stamp = index_.tick();
       for (std::uint32_t k = 0; k < pages; ++k) {
-        BlockStore& dram = store(Medium::kDram);
-        dram.set_tag(block_of(from[i + k]), BlockSpace::kCacheTag);
-        dram.set_mark(block_of(from[i + k]), block_of(pending.to[i + k]));
+        blocks_.set_tag(from[i + k], CacheBlocks::kCacheTag);
+        blocks_.set_mark(from[i + k], block_of(pending.to[i + k]));
       }
       limbo_.push_back(std::move(*next_limbo++));
     } else {
-      space_.release(&from[i], pages);
+      blocks_.release(&from[i], pages);
     }
     i += pages;
   }
@@ -250,7 +246,7 @@ void PromptCache::unpinned(PromptNode& node, std::uint64_t stamp) noexcept {
   for (std::size_t i = 0; i < limbo_.size();) {
     Limbo& limbo = limbo_[i];
     if (limbo.node == &node && stamp < limbo.stamp && --limbo.remaining == 0) {
-      space_.release(limbo.blocks.data(), limbo.blocks.size());
+      blocks_.release(limbo.blocks.data(), limbo.blocks.size());
       if (i + 1 < limbo_.size()) limbo = std::move(limbo_.back());
       limbo_.pop_back();
       continue;

@@ -71,7 +71,7 @@ std::shared_ptr<Swap> TierMoves::make_swap(const CallerStream& after) {
   ReuseCounts since;  // read before the order is taken: what comes between the two counts as later
   if (memory_.on_device()) {
     {
-      const SpaceLock lock = space_.lock();
+      const SpaceLock lock = blocks_.lock();
       since = cache_.reuse_counts();
     }
     order = memory_.order_now(after);

@@ -11,39 +11,38 @@ bool PeerClaims::take(std::size_t n, MediumChoice medium, BlockState to, std::ui
 }
 
 void PeerClaims::release(const Address* addresses, std::size_t n) noexcept {
-  const SpaceLock lock = space_.lock();
-  if (!space_.engine_allocates()) return space_.release(addresses, n);
+  const SpaceLock lock = blocks_.lock();
+  if (!blocks_.engine_allocates()) return blocks_.release(addresses, n);
   for (std::size_t i = 0; i < n; ++i) {
     if (medium_bits_of(addresses[i]) == static_cast<std::uint32_t>(Medium::kHbm)) {
-      space_.give({&addresses[i], 1}, {BlockState::kActive, 0, 0});  // the engine's, until it frees it
+      blocks_.give({&addresses[i], 1}, {BlockState::kActive, 0, 0});  // the engine's, until it frees it
     } else {
-      space_.release(&addresses[i], 1);
+      blocks_.release(&addresses[i], 1);
     }
   }
 }
 
 void PeerClaims::quarantine(const Address* addresses, std::size_t n) noexcept {
-  const SpaceLock lock = space_.lock();
-  for (std::size_t i = 0; i < n; ++i)
-    space_.store_of(addresses[i]).set_state(block_of(addresses[i]), BlockState::kQuarantined);
+  const SpaceLock lock = blocks_.lock();
+  for (std::size_t i = 0; i < n; ++i) blocks_.set_state(addresses[i], BlockState::kQuarantined);
 }
 
 void PeerClaims::check_writable(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark,
                                 bool lent_only) {
   guard_.check();
-  const SpaceLock lock = space_.lock();
-  space_.check_writable(addresses, n, epoch, mark, lent_only);
+  const SpaceLock lock = blocks_.lock();
+  blocks_.check_writable(addresses, n, epoch, mark, lent_only);
 }
 
 BlockOwner PeerClaims::owner_of(Address address) noexcept {
   if (address == 0) return {};
-  const SpaceLock lock = space_.lock();
-  return space_.owner_of(address);
+  const SpaceLock lock = blocks_.lock();
+  return blocks_.owner_of(address);
 }
 
 void PeerClaims::take_over(const Address* addresses, std::size_t n) noexcept {
-  const SpaceLock lock = space_.lock();
-  space_.give({addresses, n}, {BlockState::kActive, 0, 0});
+  const SpaceLock lock = blocks_.lock();
+  blocks_.give({addresses, n}, {BlockState::kActive, 0, 0});
 }
 
 // What the index is given has to be active. If that were so without the lock, whoever knows the address of a block
@@ -51,14 +50,14 @@ void PeerClaims::take_over(const Address* addresses, std::size_t n) noexcept {
 IndexPin PeerClaims::insert_arrived(std::string_view name_space, const InsertItem& item,
                                     std::span<const Address> arrived) {
   guard_.check();
-  const SpaceLock lock = space_.lock();
-  const BlockOwner before = arrived.empty() ? BlockOwner() : space_.owner_of(arrived[0]);
-  space_.give(arrived, {BlockState::kActive, 0, 0});
+  const SpaceLock lock = blocks_.lock();
+  const BlockOwner before = arrived.empty() ? BlockOwner() : blocks_.owner_of(arrived[0]);
+  blocks_.give(arrived, {BlockState::kActive, 0, 0});
   IndexPin pin;
   try {
     pin = cache_.insert(name_space, {&item, 1}, /*free_duplicates=*/true).front().pin;
   } catch (...) {
-    space_.give(arrived, before);
+    blocks_.give(arrived, before);
     throw;
   }
   cache_.audit_if_asked();
@@ -67,27 +66,27 @@ IndexPin PeerClaims::insert_arrived(std::string_view name_space, const InsertIte
 
 void PeerClaims::reserve_active(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark) {
   guard_.check();
-  const SpaceLock lock = space_.lock();
-  space_.check_active_and_distinct(addresses, n, /*skip_cached=*/false);
-  space_.give({addresses, n}, {BlockState::kReserved, epoch, mark});
+  const SpaceLock lock = blocks_.lock();
+  blocks_.check_active_and_distinct(addresses, n, /*skip_cached=*/false);
+  blocks_.give({addresses, n}, {BlockState::kReserved, epoch, mark});
 }
 
 IndexHit PeerClaims::match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out) {
   guard_.check();
-  const SpaceLock lock = space_.lock();
+  const SpaceLock lock = blocks_.lock();
   return cache_.match_for_peer(name_space, tokens, n_tokens, out);
 }
 
 void PeerClaims::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_epoch) {
   guard_.check();
-  const SpaceLock lock = space_.lock();
-  space_.hold_for_reading(addresses, n, for_epoch);
+  const SpaceLock lock = blocks_.lock();
+  blocks_.hold_for_reading(addresses, n, for_epoch);
 }
 
 void PeerClaims::release_reading(const Address* addresses, std::size_t n) noexcept {
   if (guard_.in_child()) return;
-  const SpaceLock lock = space_.lock();
-  space_.release_reading(addresses, n);
+  const SpaceLock lock = blocks_.lock();
+  blocks_.release_reading(addresses, n);
 }
 
 }  // namespace kvpool

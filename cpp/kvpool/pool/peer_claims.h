@@ -11,7 +11,7 @@
 #include <span>
 #include <string_view>
 
-#include "kvpool/blocks/block_space.h"
+#include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/pool/pool_allocator.h"
 #include "kvpool/pool/pool_guard.h"
 #include "kvpool/pool/prompt_cache.h"
@@ -21,8 +21,8 @@ namespace kvpool {
 class PeerClaims {
  public:
   // All of them outlive this.
-  PeerClaims(BlockSpace& space, PromptCache& cache, PoolAllocator& allocator, PoolGuard& guard) noexcept
-      : space_(space), cache_(cache), allocator_(allocator), guard_(guard) {}
+  PeerClaims(CacheBlocks& blocks, PromptCache& cache, PoolAllocator& allocator, PoolGuard& guard) noexcept
+      : blocks_(blocks), cache_(cache), allocator_(allocator), guard_(guard) {}
 
   // Takes n blocks to `to` (reserved or lent) for an owner, as alloc does; false when that needs room to be made and
   // `evict` is not set.
@@ -53,7 +53,7 @@ class PeerClaims {
   void release_reading(const Address* addresses, std::size_t n) noexcept;
 
  private:
-  BlockSpace& space_;
+  CacheBlocks& blocks_;
   PromptCache& cache_;
   PoolAllocator& allocator_;
   PoolGuard& guard_;

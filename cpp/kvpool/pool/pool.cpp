@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kvpool/blocks/block_space.h"
+#include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/pool/peer_claims.h"
 #include "kvpool/pool/pool_allocator.h"
 #include "kvpool/pool/pool_memory.h"
@@ -31,25 +32,48 @@ std::uint32_t first_generation(const PoolOptions& options) {
   return options.first_generation != 0 ? options.first_generation : first_generation();
 }
 
+// Nothing is made of options that contradict each other.
+SpaceShare own_space(const PoolOptions& options) {
+  checked(options);
+  return {std::make_shared<BlockSpace>(MediumMap<std::uint32_t>{options.blocks_in_hbm(), options.dram_blocks}), 1,
+          PoolMemory::make_arenas(options)};
+}
+
+const SpaceShare& checked(const SpaceShare& share) {
+  for (const Medium medium : kMedia) {
+    const std::uint32_t units = share.space->capacity(medium);
+    const std::uint32_t blocks = share.block_units == 0 ? 0 : units / share.block_units;
+    if (share.arenas[medium] != nullptr && share.arenas[medium]->blocks() == blocks) continue;
+    throw Error(ErrorCode::kArgument,
+                std::string(medium_name(medium)) + " of the space has " + std::to_string(units) +
+                    " units, which make " + std::to_string(blocks) + " blocks: that is what the arena is to have",
+                {{"units", units}, {"blocks", blocks}});
+  }
+  return share;
+}
+
 }  // namespace
 
-Pool::Pool(const PoolOptions& options)
-    : memory_(std::make_unique<PoolMemory>(checked(options), guard_)),
-      space_(std::make_unique<BlockSpace>(
-          MediumMap<std::uint32_t>{options.blocks_in_hbm(), options.dram_blocks},
-          MediumMap<std::uint32_t>{first_generation(options), first_generation(options), 1},
-          options.adopted_hbm && options.adopted_hbm->engine_allocates)),
-      cache_(std::make_unique<PromptCache>(*space_, options.layout.block_tokens, options.policy, options.audit)),
-      moves_(std::make_unique<TierMoves>(*space_, *cache_, *memory_, guard_, *this)),
-      allocator_(std::make_unique<PoolAllocator>(*space_, *cache_, *moves_, *memory_, guard_, options.zero_on_alloc)),
-      claims_(std::make_unique<PeerClaims>(*space_, *cache_, *allocator_, guard_)) {}
+Pool::Pool(const PoolOptions& options) : Pool(options, own_space(options)) {}
+
+Pool::Pool(const PoolOptions& options, SpaceShare share)
+    : memory_(std::make_unique<PoolMemory>(options, checked(share).arenas, guard_)),
+      space_(std::move(share.space)),
+      blocks_(std::make_unique<CacheBlocks>(*space_,
+                                            CacheShape{share.block_units,
+                                                       {first_generation(options), first_generation(options), 1},
+                                                       options.adopted_hbm && options.adopted_hbm->engine_allocates})),
+      cache_(std::make_unique<PromptCache>(*blocks_, options.layout.block_tokens, options.policy, options.audit)),
+      moves_(std::make_unique<TierMoves>(*blocks_, *cache_, *memory_, guard_, *this)),
+      allocator_(std::make_unique<PoolAllocator>(*blocks_, *cache_, *moves_, *memory_, guard_, options.zero_on_alloc)),
+      claims_(std::make_unique<PeerClaims>(*blocks_, *cache_, *allocator_, guard_)) {}
 
 Pool::~Pool() {
   if (guard_.in_child()) {
     // Another thread may have been in the middle of a change: they are left as they are.
     static_cast<void>(moves_.release());
     static_cast<void>(cache_.release());
-    static_cast<void>(space_.release());
+    static_cast<void>(blocks_.release());
     return;
   }
   close();
@@ -62,7 +86,7 @@ void Pool::close() noexcept {
   moves_->close();
   PoolMemory::Kept kept;  // goes after the locks
   const TierMoves::Idle nobody_copies = moves_->idle();
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   guard_.mark_closed();
   kept = memory_->release();
 }
@@ -79,14 +103,14 @@ void Pool::set_instance(std::uint32_t instance) {
                 "instance ids are 1 to " + std::to_string(kInstanceMax) + ", and this is " + std::to_string(instance),
                 {{"instance", instance}, {"maximum", kInstanceMax}});
   }
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   if (instance_ == instance) return;
   if (instance_ != 0) {
     throw Error(ErrorCode::kState, "the pool is instance " + std::to_string(instance_) + " already",
                 {{"instance", instance_}});
   }
+  blocks_->set_instance(instance);
   instance_ = instance;
-  space_->set_instance(instance);
   cache_->set_instance(instance);
 }
 
@@ -112,13 +136,13 @@ PoolStats Pool::stats_locked() noexcept {
 
 PoolStats Pool::stats() {
   guard_open();
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   return stats_locked();
 }
 
 PoolStats Pool::audit() {
   guard_open();
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   cache_->audit();
   return stats_locked();
 }

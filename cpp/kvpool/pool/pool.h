@@ -1,7 +1,8 @@
-// The pool of one instance: one space of blocks and one cache of prompts in it, and the verbs.
+// The pool of one instance: one cache of prompts in one space of units, and the verbs.
 //
 //   Pool ── PoolGuard       closed, failed, forked: what every verb asks first
-//        ├─ BlockSpace      blocks/: who has which block; has the lock of everything below
+//        ├─ BlockSpace      blocks/: units, and the lock of everything below; pools may share one
+//        ├─ CacheBlocks     blocks/: who has which of this cache's blocks
 //        ├─ PoolMemory      the arenas, and copies between the tiers
 //        ├─ PromptCache     index, pins, order of eviction, limbo: each step under the space's lock
 //        ├─ TierMoves       swaps, and the room that is made: what takes longer than a step
@@ -40,6 +41,7 @@
 namespace kvpool {
 
 class BlockSpace;
+class CacheBlocks;
 class DeviceOrder;
 class PeerClaims;
 class PoolAllocator;
@@ -49,10 +51,21 @@ class Swap;
 class TierMover;
 class TierMoves;
 
+// The place of a pool in a space that other pools have caches in: its blocks are made of the space's units, and its
+// arenas show it the common memory.
+struct SpaceShare {
+  std::shared_ptr<BlockSpace> space;
+  std::uint32_t block_units = 1;
+  MediumMap<std::shared_ptr<Arena>> arenas;  // of as many blocks as the units of each medium make
+};
+
 class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
  public:
   // Throws kArgument, kOutOfMemory, kUnsupported, kLayoutMismatch.
   explicit Pool(const PoolOptions& options);
+  // A cache of prompts in that space. What `options` says of memory counts for nothing. Throws kState when the space
+  // has as many caches as it is for; and as above.
+  Pool(const PoolOptions& options, SpaceShare share);
   ~Pool() override;
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -164,7 +177,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
 
   PoolGuard guard_;
   std::unique_ptr<PoolMemory> memory_;
-  std::unique_ptr<BlockSpace> space_;
+  std::shared_ptr<BlockSpace> space_;
+  std::unique_ptr<CacheBlocks> blocks_;
   std::unique_ptr<PromptCache> cache_;
   std::unique_ptr<TierMoves> moves_;
   std::unique_ptr<PoolAllocator> allocator_;

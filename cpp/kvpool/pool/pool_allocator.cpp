@@ -12,16 +12,16 @@ void PoolAllocator::check_kept(MediumChoice medium) {
 void PoolAllocator::check(MediumChoice medium) const {
   guard_.check();
   check_kept(medium);
-  if (space_.engine_allocates() && medium == Medium::kHbm) {
+  if (blocks_.engine_allocates() && medium == Medium::kHbm) {
     throw Error(ErrorCode::kState, "the engine allocates this pool's HBM: tell the pool with adopt()");
   }
 }
 
 bool PoolAllocator::try_take(std::size_t n, MediumChoice medium, const BlockOwner& owner, Address* out) {
   check(medium);
-  SpaceLock lock = space_.lock();
+  SpaceLock lock = blocks_.lock();
   guard_.check();
-  if (!space_.take(n, medium, owner.state, out)) return false;
+  if (!blocks_.take(n, medium, owner.state, out)) return false;
   hand_over(lock, owner, out, n);
   return true;
 }
@@ -30,10 +30,10 @@ void PoolAllocator::take_evicting(std::size_t n, MediumChoice medium, const Bloc
                                   const CallerStream& after) {
   check(medium);
   memory_.check_stream(after);
-  const auto reclaim = moves_.reclaiming();
-  SpaceLock lock = space_.lock();
+  auto reclaim = moves_.reclaiming();
+  SpaceLock lock = blocks_.lock();
   guard_.check();
-  moves_.take_evicting(lock, n, medium, owner.state, out, after);
+  moves_.take_evicting(reclaim, lock, n, medium, owner.state, out, after);
   hand_over(lock, owner, out, n);
 }
 
@@ -44,7 +44,7 @@ void PoolAllocator::hand_over(SpaceLock& lock, const BlockOwner& owner, const Ad
   if (to_application) {
     cache_.counters().allocated_blocks += n;
   } else {
-    space_.give({addresses, n}, owner);
+    blocks_.give({addresses, n}, owner);
   }
   cache_.audit_if_asked();
   if (!zeroes_) return;
@@ -54,7 +54,7 @@ void PoolAllocator::hand_over(SpaceLock& lock, const BlockOwner& owner, const Ad
     memory_.zero(kept, addresses, n);
   } catch (...) {
     lock.lock();
-    space_.release(addresses, n);
+    blocks_.release(addresses, n);
     if (to_application) cache_.counters().freed_blocks += n;
     throw;
   }

@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-#include "kvpool/blocks/block_space.h"
+#include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/cuda/stream.h"
 #include "kvpool/pool/pool_guard.h"
 #include "kvpool/pool/pool_memory.h"
@@ -18,9 +18,9 @@ namespace kvpool {
 class PoolAllocator {
  public:
   // All of them outlive this. `zeroes`: blocks are handed out as zeros.
-  PoolAllocator(BlockSpace& space, PromptCache& cache, TierMoves& moves, PoolMemory& memory, PoolGuard& guard,
+  PoolAllocator(CacheBlocks& blocks, PromptCache& cache, TierMoves& moves, PoolMemory& memory, PoolGuard& guard,
                 bool zeroes) noexcept
-      : space_(space), cache_(cache), moves_(moves), memory_(memory), guard_(guard), zeroes_(zeroes) {}
+      : blocks_(blocks), cache_(cache), moves_(moves), memory_(memory), guard_(guard), zeroes_(zeroes) {}
 
   bool zeroes() const noexcept { return zeroes_; }
   // What every request is checked for. Throws kUnsupported for DISK, kState for HBM that an engine allocates, and what
@@ -39,7 +39,7 @@ class PoolAllocator {
  private:
   void hand_over(SpaceLock& lock, const BlockOwner& owner, const Address* addresses, std::size_t n);
 
-  BlockSpace& space_;
+  CacheBlocks& blocks_;
   PromptCache& cache_;
   TierMoves& moves_;
   PoolMemory& memory_;

@@ -2,7 +2,7 @@
 #include <string>
 
 #include "kvpool/base/error.h"
-#include "kvpool/blocks/block_space.h"
+#include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/pool_allocator.h"
 #include "kvpool/pool/prompt_cache.h"
@@ -18,7 +18,7 @@ bool Pool::zeroes_on_alloc() const noexcept { return allocator_->zeroes(); }
 
 void Pool::check_kept(MediumChoice medium) { PoolAllocator::check_kept(medium); }
 
-std::size_t Pool::capacity(MediumChoice medium) const noexcept { return space_->capacity(medium); }
+std::size_t Pool::capacity(MediumChoice medium) const noexcept { return blocks_->capacity(medium); }
 
 bool Pool::try_alloc(std::size_t n, MediumChoice medium, Address* out) {
   return allocator_->try_take(n, medium, kApplication, out);
@@ -30,50 +30,51 @@ void Pool::alloc_evicting(std::size_t n, MediumChoice medium, Address* out, cons
 
 void Pool::throw_out_of_blocks(std::size_t n, MediumChoice medium) {
   allocator_->check(medium);
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   cache_->throw_out_of_blocks(n, medium);
 }
 
 std::vector<Address> Pool::check_free(const Address* addresses, std::size_t n) {
   guard();
   std::vector<Address> own;
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   for (std::size_t i = 0; i < n; ++i) {
-    if (!space_->is_local(addresses[i])) continue;
-    space_->check(addresses[i], i, BlockState::kActive);
+    if (!blocks_->is_local(addresses[i])) continue;
+    blocks_->check(addresses[i], i, BlockState::kActive);
     own.push_back(addresses[i]);
   }
-  space_->check_distinct(addresses, n, space_->new_stamp());  // of the whole list, so that errors name positions in it
-  if (space_->engine_allocates()) space_->check_unread(addresses, n);
+  blocks_->check_distinct(addresses, n,
+                          blocks_->new_stamp());  // of the whole list, so that errors name positions in it
+  if (blocks_->engine_allocates()) blocks_->check_unread(addresses, n);
   return own;
 }
 
 void Pool::free(const Address* addresses, std::size_t n) {
   guard();
-  const SpaceLock lock = space_->lock();
-  space_->check_active_and_distinct(addresses, n, /*skip_cached=*/false);
-  if (space_->engine_allocates()) space_->check_unread(addresses, n);
-  space_->release(addresses, n);
+  const SpaceLock lock = blocks_->lock();
+  blocks_->check_active_and_distinct(addresses, n, /*skip_cached=*/false);
+  if (blocks_->engine_allocates()) blocks_->check_unread(addresses, n);
+  blocks_->release(addresses, n);
   cache_->counters().freed_blocks += n;
   cache_->audit_if_asked();
 }
 
 void Pool::adopt(const std::uint32_t* blocks, std::size_t n, Address* out) {
   guard();
-  if (!space_->engine_allocates()) {
+  if (!blocks_->engine_allocates()) {
     throw Error(ErrorCode::kState, "adopt() is for adopted memory whose engine allocates; use alloc()");
   }
-  const SpaceLock lock = space_->lock();
-  BlockStore& hbm = space_->store(Medium::kHbm);
+  const SpaceLock lock = blocks_->lock();
+  const BlockStore& hbm = blocks_->store(Medium::kHbm);
   for (std::size_t i = 0; i < n; ++i) {
-    if (hbm.take_block(blocks[i], BlockState::kActive, out + i)) continue;
+    if (blocks_->take_block(Medium::kHbm, blocks[i], BlockState::kActive, out + i)) continue;
     const std::string what = blocks[i] >= hbm.capacity()
                                  ? "there are " + std::to_string(hbm.capacity()) + " blocks"
                                  : std::string("it is ") + block_state_name(hbm.state(blocks[i])) + ", not free";
     const Error error(blocks[i] >= hbm.capacity() ? ErrorCode::kArgument : ErrorCode::kState,
                       "block " + std::to_string(blocks[i]) + " (position " + std::to_string(i) + "): " + what,
                       {{"block", blocks[i]}, {"position", static_cast<std::int64_t>(i)}});
-    space_->release(out, i);
+    blocks_->release(out, i);
     throw error;
   }
   cache_->counters().allocated_blocks += n;

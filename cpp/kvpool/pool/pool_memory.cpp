@@ -78,13 +78,17 @@ std::shared_ptr<Arena> make_hbm(const PoolOptions& options) {
 
 }  // namespace
 
-PoolMemory::PoolMemory(const PoolOptions& options, PoolGuard& guard)
+PoolMemory::Arenas PoolMemory::make_arenas(const PoolOptions& options) {
+  return {make_hbm(options), make_arena(options, Medium::kDram, options.dram_blocks),
+          make_absent_arena(Medium::kDisk, 0, options.layout.block_bytes())};
+}
+
+PoolMemory::PoolMemory(const PoolOptions& options, Arenas arenas, PoolGuard& guard)
     : layout_(options.layout),
       sharding_(options.sharding),
       on_device_(options.hbm_device() >= 0),
       guard_(guard),
-      arenas_{make_hbm(options), make_arena(options, Medium::kDram, options.dram_blocks),
-              make_absent_arena(Medium::kDisk, 0, options.layout.block_bytes())},
+      arenas_(std::move(arenas)),
       team_(options.copy_threads) {
   const Arena& hbm = *arenas_[Medium::kHbm];
   const Arena& dram = *arenas_[Medium::kDram];

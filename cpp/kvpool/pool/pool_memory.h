@@ -35,8 +35,10 @@ class PoolMemory {
     std::shared_ptr<DeviceMover> mover;
   };
 
-  // Tells `guard` when the GPU is lost. Throws kArgument, kOutOfMemory, kUnsupported, kLayoutMismatch.
-  PoolMemory(const PoolOptions& options, PoolGuard& guard);
+  // The arenas that a pool with these options has. Throws kArgument, kOutOfMemory, kUnsupported, kLayoutMismatch.
+  static Arenas make_arenas(const PoolOptions& options);
+  // Tells `guard` when the GPU is lost. Throws kOutOfMemory, kUnsupported.
+  PoolMemory(const PoolOptions& options, Arenas arenas, PoolGuard& guard);
   PoolMemory(const PoolMemory&) = delete;
   PoolMemory& operator=(const PoolMemory&) = delete;
 

@@ -1,5 +1,5 @@
 // The pool's verbs on cached prompts.
-#include "kvpool/blocks/block_space.h"
+#include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/pool_allocator.h"
 #include "kvpool/pool/prompt_cache.h"
@@ -9,7 +9,7 @@ namespace kvpool {
 
 IndexHit Pool::match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out) {
   guard();
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   const IndexHit hit = cache_->match(name_space, tokens, n_tokens, out);
   cache_->audit_if_asked();
   return hit;
@@ -18,7 +18,7 @@ IndexHit Pool::match(std::string_view name_space, const Token* tokens, std::size
 std::vector<InsertOutcome> Pool::insert(std::string_view name_space, std::span<const InsertItem> items,
                                         bool free_duplicates) {
   guard();
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   std::vector<InsertOutcome> outcomes = cache_->insert(name_space, items, free_duplicates);
   cache_->audit_if_asked();
   return outcomes;
@@ -27,7 +27,7 @@ std::vector<InsertOutcome> Pool::insert(std::string_view name_space, std::span<c
 std::size_t Pool::erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants) {
   guard();
   const auto reclaim = moves_->reclaiming();
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   guard();
   const std::size_t erased = cache_->erase(name_space, tokens, n_tokens, descendants);
   cache_->audit_if_asked();
@@ -45,32 +45,32 @@ MatchExplanation Pool::explain(std::string_view name_space, const Token* tokens,
   MatchExplanation explanation;
   explanation.requested_tokens = n_tokens;
   explanation.addresses.resize(n_tokens / layout().block_tokens);
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   cache_->explain(name_space, tokens, n_tokens, explanation);
   return explanation;
 }
 
 void Pool::unpin(const IndexPin* pins, std::size_t n) noexcept {
   if (guard_.in_child()) return;
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   cache_->unpin(pins, n);
 }
 
 std::shared_ptr<EventQueue> Pool::subscribe(std::uint64_t capacity_tokens, bool include_cached) {
   guard();
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   return cache_->subscribe(capacity_tokens, include_cached);
 }
 
 EventQueue::Batch Pool::drain(EventQueue& queue) {
   guard();
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   return queue.drain();
 }
 
 void Pool::unsubscribe(const std::shared_ptr<EventQueue>& queue) noexcept {
   if (guard_.in_child()) return;
-  const SpaceLock lock = space_->lock();
+  const SpaceLock lock = blocks_->lock();
   cache_->events().unsubscribe(queue);
 }
 

@@ -12,8 +12,8 @@ bool same_block(Address left, Address right) noexcept { return (left ^ right) <<
 
 }  // namespace
 
-PromptCache::PromptCache(BlockSpace& space, std::uint32_t block_tokens, EvictionPolicy policy, bool audits)
-    : space_(space),
+PromptCache::PromptCache(CacheBlocks& blocks, std::uint32_t block_tokens, EvictionPolicy policy, bool audits)
+    : blocks_(blocks),
       audits_(audits),
       index_(block_tokens, policy, PromptIndex::Values::kAddresses, static_cast<IndexObserver*>(this)) {}
 
@@ -29,7 +29,7 @@ IndexHit PromptCache::match_for_peer(std::string_view name_space, const Token* t
                                      Address* out) {
   IndexHit hit = index_.match(name_space, tokens, n_tokens, out);
   std::size_t local = 0;
-  while (local < hit.pages && space_.is_local(out[local])) ++local;
+  while (local < hit.pages && blocks_.is_local(out[local])) ++local;
   hit.pages = local;
   return hit;
 }
@@ -38,7 +38,7 @@ IndexHit PromptCache::match_for_peer(std::string_view name_space, const Token* t
 void PromptCache::check_not_the_engines(const InsertItem& item) const {
   for (std::size_t i = 0; i < item.n_addresses; ++i) {
     const Address address = item.addresses[i];
-    if (!space_.is_local(address) || medium_bits_of(address) != static_cast<std::uint32_t>(Medium::kHbm)) continue;
+    if (!blocks_.is_local(address) || medium_bits_of(address) != static_cast<std::uint32_t>(Medium::kHbm)) continue;
     throw Error(ErrorCode::kState,
                 "address " + std::to_string(address) + " (position " + std::to_string(i) + "): HBM block " +
                     std::to_string(block_of(address)) +
@@ -66,8 +66,8 @@ void PromptCache::check_insertion(std::string_view name_space, const InsertItem&
                 {{"needed", static_cast<std::int64_t>(item.n_tokens / page)},
                  {"given", static_cast<std::int64_t>(item.n_addresses)}});
   }
-  const bool all_active = !space_.check_active_and_distinct(item.addresses, item.n_addresses, /*skip_cached=*/true);
-  if (space_.engine_allocates()) check_not_the_engines(item);
+  const bool all_active = !blocks_.check_active_and_distinct(item.addresses, item.n_addresses, /*skip_cached=*/true);
+  if (blocks_.engine_allocates()) check_not_the_engines(item);
   if (all_active) return;
 
   // Cached blocks may stand where the index has this very page: the prefix that a match gave. (An address in limbo is
@@ -75,9 +75,9 @@ void PromptCache::check_insertion(std::string_view name_space, const InsertItem&
   const std::size_t present = index_.peek(name_space, item.tokens, item.n_tokens, item.canonical).pages;
   for (std::size_t i = 0; i < item.n_addresses; ++i) {
     const Address address = item.addresses[i];
-    if (!space_.is_local(address) || store_of(address).state(block_of(address)) != BlockState::kHistorical) continue;
+    if (!blocks_.is_local(address) || store_of(address).state(block_of(address)) != BlockState::kHistorical) continue;
     if (i < present &&
-        (same_block(item.canonical[i], address) || store_of(address).tag(block_of(address)) == BlockSpace::kCacheTag))
+        (same_block(item.canonical[i], address) || store_of(address).tag(block_of(address)) == CacheBlocks::kCacheTag))
       continue;
     throw Error(ErrorCode::kState,
                 "address " + std::to_string(address) + " (position " + std::to_string(i) +
@@ -90,8 +90,8 @@ std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std:
                                                bool free_duplicates) {
   for (const InsertItem& item : items) check_insertion(name_space, item);
   if (items.size() > 1) {
-    const std::uint64_t stamp = space_.new_stamp();
-    for (const InsertItem& item : items) space_.check_distinct(item.addresses, item.n_addresses, stamp);
+    const std::uint64_t stamp = blocks_.new_stamp();
+    for (const InsertItem& item : items) blocks_.check_distinct(item.addresses, item.n_addresses, stamp);
   }
 
   std::vector<InsertOutcome> outcomes;
@@ -108,7 +108,7 @@ std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std:
       outcome.inserted = pages - insertion.pages_present;
       for (std::size_t i = 0; i < insertion.pages_present; ++i) {
         const Address address = item.addresses[i];
-        if (!space_.is_local(address) || same_block(address, item.canonical[i])) continue;
+        if (!blocks_.is_local(address) || same_block(address, item.canonical[i])) continue;
         if (store_of(address).state(block_of(address)) != BlockState::kActive) continue;
         if (outcome.duplicates.empty()) outcome.duplicates.reserve(insertion.pages_present - i);
         outcome.duplicates.push_back(address);
@@ -122,7 +122,7 @@ std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std:
     counters_.inserted_blocks += outcome.inserted;
     counters_.duplicate_blocks += outcome.duplicates.size();
     if (free_duplicates && !outcome.duplicates.empty()) {
-      space_.release(outcome.duplicates.data(), outcome.duplicates.size());
+      blocks_.release(outcome.duplicates.data(), outcome.duplicates.size());
       counters_.freed_blocks += outcome.duplicates.size();
     }
   }
@@ -133,9 +133,9 @@ std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std:
 void PromptCache::take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept {
   for (std::size_t i = insertion.pages_present; i < item.n_addresses; ++i) {
     const Address address = item.addresses[i];
-    if (!space_.is_local(address)) continue;
-    store_of(address).set_state(block_of(address), BlockState::kActive);
-    store_of(address).set_tag(block_of(address), 0);
+    if (!blocks_.is_local(address)) continue;
+    blocks_.set_state(address, BlockState::kActive);
+    blocks_.set_tag(address, 0);
   }
   index_.undo(insertion);
 }
@@ -184,12 +184,12 @@ void PromptCache::set_instance(std::uint32_t instance) noexcept {
   });
 }
 
-bool PromptCache::can_make_room(std::size_t n, MediumChoice medium) const noexcept {
-  std::size_t possible = 0;
+std::size_t PromptCache::possible(MediumChoice medium) const noexcept {
+  std::size_t blocks = 0;
   for (const Medium tier : kMedia) {
-    if (space_.gives(medium, tier)) possible += space_.store(tier).free_count() + evictable(tier);
+    if (blocks_.gives(medium, tier)) blocks += blocks_.store(tier).free_count() + evictable(tier);
   }
-  return n <= possible;
+  return blocks;
 }
 
 void PromptCache::throw_out_of_blocks(std::size_t n, MediumChoice medium) const {
@@ -198,17 +198,20 @@ void PromptCache::throw_out_of_blocks(std::size_t n, MediumChoice medium) const 
   std::int64_t active = 0;
   std::int64_t droppable = 0;
   std::int64_t historical = 0;
+  std::int64_t overlapped = 0;
   for (const Medium tier : kMedia) {
-    if (!space_.gives(medium, tier)) continue;
-    free += space_.store(tier).free_count();
-    active += space_.store(tier).count(BlockState::kActive);
-    historical += space_.store(tier).count(BlockState::kHistorical);
+    if (!blocks_.gives(medium, tier)) continue;
+    free += blocks_.store(tier).free_count();
+    active += blocks_.store(tier).count(BlockState::kActive);
+    historical += blocks_.store(tier).count(BlockState::kHistorical);
+    overlapped += blocks_.store(tier).count(BlockState::kOverlapped);
     droppable += static_cast<std::int64_t>(evictable(tier));
   }
-  const auto total = static_cast<std::int64_t>(space_.capacity(medium));
+  const auto total = static_cast<std::int64_t>(blocks_.capacity(medium));
   text += ": of " + std::to_string(total) + ", " + std::to_string(free) + " are free, " + std::to_string(active) +
           " active, " + std::to_string(historical) + " cached (" + std::to_string(droppable) + " evictable, " +
           std::to_string(historical - droppable) + " pinned)";
+  if (overlapped > 0) text += "; other caches of the space have units of " + std::to_string(overlapped);
   throw Error(ErrorCode::kOutOfBlocks, text,
               {{"requested", static_cast<std::int64_t>(n)},
                {"capacity", total},
@@ -219,20 +222,17 @@ void PromptCache::throw_out_of_blocks(std::size_t n, MediumChoice medium) const 
 }
 
 void PromptCache::placed(PromptNode& node) noexcept {
-  const ValueClass value_class = node.payload.value_class;
-  if (value_class == ValueClass::kRemote) return;
-  BlockStore& blocks = store(static_cast<Medium>(value_class));
+  if (node.payload.value_class == ValueClass::kRemote) return;
   for (std::uint32_t i = 0; i < node.pages; ++i) {
-    const std::uint32_t block = block_of(node.payload.values[i]);
-    blocks.set_state(block, BlockState::kHistorical);
-    blocks.set_tag(block, reinterpret_cast<std::uint64_t>(&node));
+    blocks_.set_state(node.payload.values[i], BlockState::kHistorical);
+    blocks_.set_tag(node.payload.values[i], reinterpret_cast<std::uint64_t>(&node));
   }
 }
 
 void PromptCache::dropped(const Address* values, std::size_t n) noexcept {
-  if (!space_.is_local(values[0])) return;  // values of one node are of one class
+  if (!blocks_.is_local(values[0])) return;  // values of one node are of one class
   dropped_blocks_ += n;
-  space_.release(values, n);
+  blocks_.release(values, n);
 }
 
 }  // namespace kvpool

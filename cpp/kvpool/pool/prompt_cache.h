@@ -21,7 +21,7 @@
 #include <string_view>
 #include <vector>
 
-#include "kvpool/blocks/block_space.h"
+#include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/index/prompt_index.h"
 #include "kvpool/pool/cache_results.h"
 #include "kvpool/pool/pending_swap_in.h"
@@ -31,8 +31,8 @@ namespace kvpool {
 
 class PromptCache final : private IndexObserver {
  public:
-  // `space` outlives this. `audits`: audit_if_asked() does. Throws kArgument, std::bad_alloc.
-  PromptCache(BlockSpace& space, std::uint32_t block_tokens, EvictionPolicy policy, bool audits);
+  // `blocks` outlives this. `audits`: audit_if_asked() does. Throws kArgument, std::bad_alloc.
+  PromptCache(CacheBlocks& blocks, std::uint32_t block_tokens, EvictionPolicy policy, bool audits);
   PromptCache(const PromptCache&) = delete;
   PromptCache& operator=(const PromptCache&) = delete;
 
@@ -64,8 +64,9 @@ class PromptCache final : private IndexObserver {
 
   // Blocks that evict() can drop: neither pinned nor being moved.
   std::size_t evictable(Medium medium) const noexcept { return index_.evictable(value_class_of(medium)); }
-  // Whether n blocks are free, or would be if all that can be dropped were.
-  bool can_make_room(std::size_t n, MediumChoice medium) const noexcept;
+  // Blocks that are free, or would be if all that can be dropped were.
+  std::size_t possible(MediumChoice medium) const noexcept;
+  bool can_make_room(std::size_t n, MediumChoice medium) const noexcept { return n <= possible(medium); }
   [[noreturn]] void throw_out_of_blocks(std::size_t n, MediumChoice medium) const;
 
   // --- moves to DRAM (cache_moves.cpp) ---
@@ -113,11 +114,11 @@ class PromptCache final : private IndexObserver {
   }
 
  private:
-  BlockStore& store(Medium medium) noexcept { return space_.store(medium); }
-  BlockStore& store_of(Address address) noexcept { return space_.store_of(address); }
+  const BlockStore& store(Medium medium) const noexcept { return blocks_.store(medium); }
+  const BlockStore& store_of(Address address) const noexcept { return blocks_.store_of(address); }
   PromptNode* node_of(Address address) const noexcept {
     return reinterpret_cast<PromptNode*>(
-        space_.store_of(address).tag(block_of(address)));  // NOLINT(performance-no-int-to-ptr)
+        blocks_.store_of(address).tag(block_of(address)));  // NOLINT(performance-no-int-to-ptr)
   }
   void check_not_the_engines(const InsertItem& item) const;
   void check_insertion(std::string_view name_space, const InsertItem& item);
@@ -133,7 +134,7 @@ class PromptCache final : private IndexObserver {
   void dropped(const Address* values, std::size_t n) noexcept override;
   void unpinned(PromptNode& node, std::uint64_t stamp) noexcept override;
 
-  BlockSpace& space_;
+  CacheBlocks& blocks_;
   const bool audits_;
   PromptIndex index_;
   std::vector<Limbo> limbo_;

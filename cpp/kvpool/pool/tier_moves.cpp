@@ -38,8 +38,8 @@ std::optional<Error> carry_out(PoolGuard& guard, Swap& swap, Work&& work) {
 
 }  // namespace
 
-TierMoves::TierMoves(BlockSpace& space, PromptCache& cache, PoolMemory& memory, PoolGuard& guard, PinOwner& pins)
-    : space_(space),
+TierMoves::TierMoves(CacheBlocks& blocks, PromptCache& cache, PoolMemory& memory, PoolGuard& guard, PinOwner& pins)
+    : blocks_(blocks),
       cache_(cache),
       memory_(memory),
       guard_(guard),
@@ -60,7 +60,7 @@ void TierMoves::set_mover(TierMover* mover) {
 // --- out ---
 
 void TierMoves::check_two_tiers() const {
-  if (space_.engine_allocates()) {
+  if (blocks_.engine_allocates()) {
     throw Error(ErrorCode::kState,
                 "the engine allocates this pool's HBM: its blocks are never cached, so there are none to swap out");
   }
@@ -75,7 +75,7 @@ std::vector<Address> TierMoves::swap_out(std::size_t n, const CallerStream& afte
 
 std::vector<Address> TierMoves::carry_out_swap(std::size_t n, const MoveOrder& order) {
   std::unique_lock reclaim(reclaim_, std::defer_lock);
-  SpaceLock lock = space_.unlocked();
+  SpaceLock lock = blocks_.unlocked();
   lock_to_reclaim(reclaim, lock, order);
   guard_.check();
   check_two_tiers();
@@ -132,7 +132,7 @@ std::vector<IndexPin> TierMoves::swap_in(std::span<const Address> addresses, std
 // Checks everything, pins what is to come, and reserves `into`. Throws with nothing of that left.
 void TierMoves::check_swap_in(std::span<const Address> given, std::span<const Address> into, PendingSwapIn& pending) {
   pending.held.reserve(given.size());
-  const SpaceLock lock = space_.lock();
+  const SpaceLock lock = blocks_.lock();
   guard_.check();
   cache_.begin_move_in(given, into, pending);
 }
@@ -143,7 +143,7 @@ void TierMoves::finish_swap_in(PendingSwapIn& pending, const MoveOrder& order) {
   try {
     if (order.swap() != nullptr) prepare_swap_in(pending, order);
     const std::lock_guard one_at_a_time(swap_in_mutex_);
-    SpaceLock lock = space_.lock();
+    SpaceLock lock = blocks_.lock();
     guard_.check();
     cache_.find_move_in(pending);
     reserve_swap_in(lock, pending, order);
@@ -159,14 +159,14 @@ void TierMoves::finish_swap_in(PendingSwapIn& pending, const MoveOrder& order) {
 
 // Gives back what was taken for it. Also of a pool that is closed.
 void TierMoves::abandon_swap_in(PendingSwapIn& pending) noexcept {
-  const SpaceLock lock = space_.lock();
+  const SpaceLock lock = blocks_.lock();
   cache_.cancel_move_in(pending);
 }
 
 // In a thread of the pool. When it returns, what is to be swapped into is the swap's, and the GPU has no more to do
 // with it: neither what was freed after the swap was asked for, nor what room was made of.
 void TierMoves::prepare_swap_in(PendingSwapIn& pending, const MoveOrder& order) {
-  SpaceLock lock = space_.lock();
+  SpaceLock lock = blocks_.lock();
   guard_.check();
   cache_.find_move_in(pending);
   reserve_swap_in(lock, pending, order);
@@ -186,14 +186,18 @@ void TierMoves::reserve_swap_in(SpaceLock& lock, PendingSwapIn& pending, const M
   }
   if (moving == 0) return;
   std::vector<Address> to(moving);
-  if (!space_.take(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
+  if (!blocks_.take(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
     lock.unlock();
     std::unique_lock reclaim(reclaim_, std::defer_lock);
     lock_to_reclaim(reclaim, lock, order);
     guard_.check();
     // The copy to the room that is made follows the whole device, unless the caller has named a stream.
     if (order.swap() != nullptr || order.of_device()) probe_device(lock);
-    while (!space_.take(moving, Medium::kHbm, BlockState::kReserved, to.data())) make_room(lock, moving, order);
+    while (!blocks_.take(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
+      if (cache_.can_make_room(moving, Medium::kHbm) || !ask_others(reclaim, lock, moving, Medium::kHbm)) {
+        make_room(lock, moving, order);
+      }
+    }
   }
   pending.to = std::move(to);
 }

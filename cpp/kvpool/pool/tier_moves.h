@@ -28,7 +28,7 @@
 #include <span>
 #include <vector>
 
-#include "kvpool/blocks/block_space.h"
+#include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/cuda/stream.h"
 #include "kvpool/index/pins.h"
 #include "kvpool/pool/move_order.h"
@@ -45,7 +45,7 @@ class SwapThreads;
 class TierMoves {
  public:
   // All of them outlive this. `pins`: whose pins swaps return.
-  TierMoves(BlockSpace& space, PromptCache& cache, PoolMemory& memory, PoolGuard& guard, PinOwner& pins);
+  TierMoves(CacheBlocks& blocks, PromptCache& cache, PoolMemory& memory, PoolGuard& guard, PinOwner& pins);
   ~TierMoves();
   TierMoves(const TierMoves&) = delete;
   TierMoves& operator=(const TierMoves&) = delete;
@@ -54,10 +54,11 @@ class TierMoves {
 
   // While the caller has it, nobody else makes room, evicts, deletes or swaps out.
   std::unique_lock<std::mutex> reclaiming() { return std::unique_lock(reclaim_); }
-  // Takes n blocks to `to`, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first. Lets go of
-  // the lock meanwhile. REQUIRES: the caller has reclaiming(). Throws kOutOfBlocks.
-  void take_evicting(SpaceLock& lock, std::size_t n, MediumChoice medium, BlockState to, Address* out,
-                     const MoveOrder& order);
+  // Takes n blocks to `to`, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first; what that
+  // cannot make, the space's pressure hook may. Lets go of both locks meanwhile. REQUIRES: `reclaim` is reclaiming(),
+  // `lock` the space's. Throws kOutOfBlocks, and what the hook throws.
+  void take_evicting(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, std::size_t n, MediumChoice medium,
+                     BlockState to, Address* out, const MoveOrder& order);
   // Drops up to n blocks, what is farther from the GPU first, and returns how many.
   std::size_t evict(std::size_t n, MediumChoice medium);
 
@@ -86,9 +87,10 @@ class TierMoves {
  private:
   static constexpr std::size_t kBatchBlocks = 4096;  // moved or dropped at most before others get the lock
 
-  const BlockStore& store(Medium medium) const noexcept { return space_.store(medium); }
+  const BlockStore& store(Medium medium) const noexcept { return blocks_.store(medium); }
   void check_two_tiers() const;
 
+  bool ask_others(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, std::size_t n, MediumChoice medium);
   void make_room(SpaceLock& lock, std::size_t n, const MoveOrder& order);
   void make_dram_room(std::size_t n) noexcept;
   std::size_t move_to_dram(SpaceLock& lock, std::size_t n, std::vector<Address>* moved, const MoveOrder& order);
@@ -108,7 +110,7 @@ class TierMoves {
   void lock_to_reclaim(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, const MoveOrder& order);
   void probe_device(SpaceLock& lock);
 
-  BlockSpace& space_;
+  CacheBlocks& blocks_;
   PromptCache& cache_;
   PoolMemory& memory_;
   PoolGuard& guard_;

@@ -8,12 +8,12 @@
 
 namespace kvpool {
 
-// REQUIRES: reclaim_ is held. Throws kOutOfBlocks.
-void TierMoves::take_evicting(SpaceLock& lock, std::size_t n, MediumChoice medium, BlockState to, Address* out,
-                              const MoveOrder& order) {
+void TierMoves::take_evicting(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, std::size_t n,
+                              MediumChoice medium, BlockState to, Address* out, const MoveOrder& order) {
   bool waited = false;
-  while (!space_.take(n, medium, to, out)) {
+  while (!blocks_.take(n, medium, to, out)) {
     if (!cache_.can_make_room(n, medium)) {
+      if (ask_others(reclaim, lock, n, medium)) continue;
       // What a swap in copies leaves DRAM soon. No more than one of them: others may follow without end, and whoever
       // else makes room waits for this.
       if (waited || swaps_in_begun_ == swaps_in_over_ || medium == Medium::kHbm) cache_.throw_out_of_blocks(n, medium);
@@ -28,14 +28,29 @@ void TierMoves::take_evicting(SpaceLock& lock, std::size_t n, MediumChoice mediu
       make_dram_room(n);
     } else {
       // MIXED has taken what is free of both: the coldest DRAM blocks go, then the coldest HBM blocks.
-      const std::size_t in_hbm = space_.engine_allocates() ? 0 : store(Medium::kHbm).free_count();
+      const std::size_t in_hbm = blocks_.engine_allocates() ? 0 : store(Medium::kHbm).free_count();
       const std::size_t in_dram =
           std::min<std::size_t>(n - in_hbm, store(Medium::kDram).free_count() + cache_.evictable(Medium::kDram));
       make_dram_room(in_dram);
       const std::size_t have = store(Medium::kDram).free_count() + store(Medium::kHbm).free_count();
-      if (have < n && !space_.engine_allocates()) cache_.evict(Medium::kHbm, n - have);
+      if (have < n && !blocks_.engine_allocates()) cache_.evict(Medium::kHbm, n - have);
     }
   }
+}
+
+// Lets the space's hook take units from other caches, without the locks: it may evict there, and they may ask the same
+// of this one. Returns whether this cache can have more blocks than before, so that nobody asks without end.
+bool TierMoves::ask_others(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, std::size_t n, MediumChoice medium) {
+  const std::shared_ptr<PressureHook> hook = blocks_.space().pressure_hook();
+  const std::size_t before = cache_.possible(medium);
+  if (hook == nullptr || n > blocks_.capacity(medium) || n <= before) return false;
+  lock.unlock();
+  reclaim.unlock();
+  hook->relieve(blocks_, medium, n - before);
+  reclaim.lock();
+  lock.lock();
+  guard_.check();
+  return cache_.possible(medium) > before;
 }
 
 std::size_t TierMoves::evict(std::size_t n, MediumChoice medium) {
@@ -44,7 +59,7 @@ std::size_t TierMoves::evict(std::size_t n, MediumChoice medium) {
   for (const Medium tier : {Medium::kDram, Medium::kHbm}) {
     if (!medium.includes(tier)) continue;
     for (bool more = true; more && dropped < n;) {
-      const SpaceLock lock = space_.lock();
+      const SpaceLock lock = blocks_.lock();
       guard_.check();
       const std::size_t batch = std::min(n - dropped, kBatchBlocks);
       const std::size_t gone = cache_.evict(tier, batch);

@@ -1,5 +1,5 @@
-// The blocks of a pool in all its media, without a pool.
-#include "kvpool/blocks/block_space.h"
+// The blocks of one cache in all media, without a pool.
+#include "kvpool/blocks/cache_blocks.h"
 
 #include <doctest/doctest.h>
 
@@ -14,13 +14,19 @@ namespace {
 
 using Addresses = std::vector<Address>;
 
-constexpr MediumMap<std::uint32_t> kOnes = same_for_all_media(std::uint32_t{1});
+// The only cache of its space.
+class Blocks {
+ public:
+  Blocks(std::uint32_t hbm, std::uint32_t dram, bool engine_allocates = false)
+      : space_({hbm, dram}), blocks_(space_, {.engine_allocates = engine_allocates}) {}
+  CacheBlocks& operator*() { return blocks_; }
 
-BlockSpace make_space(std::uint32_t hbm, std::uint32_t dram, bool engine_allocates = false) {
-  return BlockSpace({hbm, dram}, kOnes, engine_allocates);
-}
+ private:
+  BlockSpace space_;
+  CacheBlocks blocks_;
+};
 
-Addresses take(BlockSpace& space, std::size_t n, MediumChoice choice, BlockState to = BlockState::kActive) {
+Addresses take(CacheBlocks& space, std::size_t n, MediumChoice choice, BlockState to = BlockState::kActive) {
   Addresses blocks(n);
   REQUIRE(space.take(n, choice, to, blocks.data()));
   return blocks;
@@ -38,7 +44,8 @@ ErrorCode code_of(Call&& call) {
 }
 
 TEST_CASE("every medium of the list has its blocks, and DISK has none") {
-  BlockSpace space = make_space(3, 5);
+  Blocks kept(3, 5);
+  CacheBlocks& space = *kept;
   CHECK(space.capacity(Medium::kHbm) == 3);
   CHECK(space.capacity(Medium::kDram) == 5);
   CHECK(space.capacity(Medium::kDisk) == 0);
@@ -51,7 +58,8 @@ TEST_CASE("every medium of the list has its blocks, and DISK has none") {
 }
 
 TEST_CASE("MIXED is HBM first and the rest DRAM, all or nothing") {
-  BlockSpace space = make_space(3, 5);
+  Blocks kept(3, 5);
+  CacheBlocks& space = *kept;
   Addresses none(9);
   CHECK_FALSE(space.take(9, kMixed, BlockState::kActive, none.data()));
   CHECK(space.store(Medium::kHbm).free_count() == 3);
@@ -63,7 +71,8 @@ TEST_CASE("MIXED is HBM first and the rest DRAM, all or nothing") {
 }
 
 TEST_CASE("MIXED leaves alone the HBM that an engine allocates") {
-  BlockSpace space = make_space(3, 5, true);
+  Blocks kept(3, 5, true);
+  CacheBlocks& space = *kept;
   CHECK(space.capacity(kMixed) == 5);
   CHECK(space.capacity(Medium::kHbm) == 3);
   for (const Address block : take(space, 5, kMixed)) CHECK(medium_of(block) == Medium::kDram);
@@ -73,7 +82,8 @@ TEST_CASE("MIXED leaves alone the HBM that an engine allocates") {
 }
 
 TEST_CASE("the audit finds a block of an engine that is lent") {
-  BlockSpace space = make_space(3, 0, true);
+  Blocks kept(3, 0, true);
+  CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 1, Medium::kHbm);
   space.audit();
   space.give(blocks, {BlockState::kLent, 77, 0});
@@ -81,7 +91,8 @@ TEST_CASE("the audit finds a block of an engine that is lent") {
 }
 
 TEST_CASE("an address of every kind that is wrong is told apart, and names its position") {
-  BlockSpace space = make_space(4, 4);
+  Blocks kept(4, 4);
+  CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 2, Medium::kHbm);
   space.check(blocks[0], 0, BlockState::kActive);
   const auto code = [&](Address address) { return code_of([&] { space.check(address, 7, BlockState::kActive); }); };
@@ -106,7 +117,8 @@ TEST_CASE("an address of every kind that is wrong is told apart, and names its p
 }
 
 TEST_CASE("a block that stands twice in a list is refused, also under the id that it had before") {
-  BlockSpace space = make_space(4, 4);
+  Blocks kept(4, 4);
+  CacheBlocks& space = *kept;
   const Addresses before = take(space, 2, Medium::kHbm);
   space.set_instance(12);
   CHECK(space.instance() == 12);
@@ -121,7 +133,8 @@ TEST_CASE("a block that stands twice in a list is refused, also under the id tha
 }
 
 TEST_CASE("two lists that are checked with one stamp may not share a block") {
-  BlockSpace space = make_space(4, 0);
+  Blocks kept(4, 0);
+  CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 3, Medium::kHbm);
   const std::uint64_t stamp = space.new_stamp();
   space.check_distinct(blocks.data(), 2, stamp);
@@ -131,7 +144,8 @@ TEST_CASE("two lists that are checked with one stamp may not share a block") {
 }
 
 TEST_CASE("a block that is read is free only when its last reader lets go") {
-  BlockSpace space = make_space(4, 4);
+  Blocks kept(4, 4);
+  CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 3, Medium::kDram);
   space.hold_for_reading(blocks.data(), 2, 0);
   space.hold_for_reading(&blocks[1], 1, 0);
@@ -149,7 +163,8 @@ TEST_CASE("a block that is read is free only when its last reader lets go") {
 }
 
 TEST_CASE("blocks of which one cannot be read are none of them held") {
-  BlockSpace space = make_space(4, 4);
+  Blocks kept(4, 4);
+  CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 2, Medium::kHbm);
   space.give({&blocks[1], 1}, {BlockState::kLent, 5, 0});
   CHECK(code_of([&] { space.hold_for_reading(blocks.data(), 2, 6); }) == ErrorCode::kNotOwner);
@@ -160,7 +175,8 @@ TEST_CASE("blocks of which one cannot be read are none of them held") {
 }
 
 TEST_CASE("an owner writes what it was lent, and what is reserved for this transfer of it") {
-  BlockSpace space = make_space(4, 4);
+  Blocks kept(4, 4);
+  CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 2, Medium::kHbm, BlockState::kReserved);
   space.give({&blocks[0], 1}, {BlockState::kLent, 5, 0});
   space.give({&blocks[1], 1}, {BlockState::kReserved, 5, 8});

@@ -1,0 +1,184 @@
+// The blocks of one cache in all media: who has which, which addresses are valid, and who reads them.
+//
+// This knows nothing of prompts, peers or memory: it counts blocks. What is cached, and what may be evicted to make
+// room, is the business of the cache above it. The space below knows which of its units other caches have.
+//
+//   L1  A block that is reserved or lent carries its owner's epoch as its tag, and the transfer's mark.
+//   L2  A block that somebody reads for a transfer is not reused before the last reader lets go, whatever was done to
+//       it meanwhile: it waits in state reserved, with kUnreadTag.
+//   L3  Where the engine allocates, an HBM block is the engine's from adopt() to free(). It is active then; while a
+//       fetch of the engine fills it, reserved or quarantined. It is never cached or lent; only the engine frees it.
+//
+// Tags of blocks: of a reserved or lent block its owner's epoch, of an active one what tells duplicates in a list, of a
+// historical one what the cache makes of it (a pointer, or kCacheTag).
+//
+// Thread-safety: none; callers hold the lock of the space, but in the constructor and the destructor, which take it.
+// Every method that throws has changed nothing.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "kvpool/base/address.h"
+#include "kvpool/base/medium.h"
+#include "kvpool/blocks/block_space.h"
+#include "kvpool/blocks/block_store.h"
+
+namespace kvpool {
+
+// Who has a block that is not free: of a reserved or lent one the peer, and which of its transfers.
+struct BlockOwner {
+  BlockState state = BlockState::kReserved;
+  std::uint64_t epoch = 0;
+  std::uint32_t mark = 0;
+};
+
+struct CacheShape {
+  std::uint32_t block_units = 1;  // of each block
+  // Of the blocks, by medium, as long as the space has no other cache; with several the space moves them apart.
+  MediumMap<std::uint32_t> first_generations = same_for_all_media(std::uint32_t{1});
+  bool engine_allocates = false;  // its HBM blocks are an engine's (L3)
+};
+
+class CacheBlocks {
+ public:
+  static constexpr std::uint64_t kCacheTag = 1;   // of a historical block: the cache's own, which is no pointer
+  static constexpr std::uint64_t kUnreadTag = 2;  // of a reserved block that is free but for those who read it
+
+  // As many blocks as the units of each medium make. `space` outlives this. Throws kArgument for a size of 0, kState
+  // when the space has as many caches as it is for, kOutOfMemory.
+  CacheBlocks(BlockSpace& space, const CacheShape& shape);
+  ~CacheBlocks();
+  CacheBlocks(const CacheBlocks&) = delete;
+  CacheBlocks& operator=(const CacheBlocks&) = delete;
+
+  BlockSpace& space() const noexcept { return space_; }
+  SpaceLock lock() const { return space_.lock(); }
+  SpaceLock unlocked() const noexcept { return space_.unlocked(); }
+  // Tells it from the other caches of the space.
+  std::uint32_t number() const noexcept { return seat_.number; }
+  std::uint32_t block_units() const noexcept { return block_units_; }
+
+  const BlockStore& store(Medium medium) const noexcept { return stores_[medium]; }
+  // REQUIRES: the address names a medium.
+  const BlockStore& store_of(Address address) const noexcept { return store(medium_of(address)); }
+
+  bool engine_allocates() const noexcept { return engine_allocates_; }
+  std::uint32_t instance() const noexcept { return stores_[Medium::kHbm].instance(); }
+  // From now on addresses that are given out carry this id, with which a cluster knows this cache. Throws kState when
+  // another cache of the space has it.
+  void set_instance(std::uint32_t instance);
+  // Instance 0 is this cache, too: such an address is older than the id.
+  bool is_local(Address address) const noexcept {
+    const std::uint32_t of = instance_of(address);
+    return of == 0 || of == instance();
+  }
+  // Whether take() may use this medium for such a request: MIXED has no HBM that an engine allocates.
+  bool gives(MediumChoice choice, Medium medium) const noexcept {
+    return choice.includes(medium) && !(engine_allocates_ && medium == Medium::kHbm);
+  }
+  // Blocks there are, free or not; of MIXED what take() can give.
+  std::size_t capacity(MediumChoice choice) const noexcept;
+
+  // --- taken and given back ---
+
+  // All n or none. `out` has room for n.
+  bool take(std::size_t n, MediumChoice choice, BlockState to, Address* out) noexcept;
+  // Exactly this block; false if it is not free, or there is none.
+  bool take_block(Medium medium, std::uint32_t block, BlockState to, Address* out) noexcept;
+  // Blocks become free, run by run; those that a transfer reads, when it has read them. REQUIRES: they are local, not
+  // free, and none stands twice.
+  void release(const Address* addresses, std::size_t n) noexcept;
+
+  // --- addresses that callers name ---
+
+  // Throws kArgument, kNotOwner, kStaleAddress, or kState, unless the address names a block here in state `wanted` (any
+  // but free when nullopt). `position`: in the caller's list, for the error.
+  void check(Address address, std::size_t position, std::optional<BlockState> wanted) const;
+  // The same for a list of active blocks, in which none may stand twice. With skip_cached, historical blocks and those
+  // of other instances are left out; returns whether there were such.
+  bool check_active_and_distinct(const Address* addresses, std::size_t n, bool skip_cached);
+  // Throws kArgument when a block stands twice in a list, or in two lists that are checked with one stamp.
+  // REQUIRES: check() has passed all of them, or they are another instance's.
+  void check_distinct(const Address* addresses, std::size_t n, std::uint64_t stamp);
+  std::uint64_t new_stamp() noexcept { return ++check_stamp_; }
+  // Throws kState when a transfer reads one of them: what an engine frees it uses again at once. Leaves out those of
+  // other instances.
+  void check_unread(const Address* addresses, std::size_t n) const;
+
+  // --- owners ---
+
+  BlockOwner owner_of(Address address) const noexcept;
+  // REQUIRES, here and below: they are local, and somebody owns them.
+  void give(std::span<const Address> addresses, const BlockOwner& to) noexcept;
+  void set_state(Address address, BlockState to) noexcept { own(address).set_state(block_of(address), to); }
+  void set_tag(Address address, std::uint64_t tag) noexcept { own(address).set_tag(block_of(address), tag); }
+  void set_mark(Address address, std::uint32_t mark) noexcept { own(address).set_mark(block_of(address), mark); }
+  // Throws kStaleAddress, kNotOwner, kArgument unless each is lent to this owner, or reserved for this mark of it.
+  void check_writable(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark,
+                      bool lent_only) const;
+
+  // --- readers ---
+
+  // `for_epoch`: of the peer that asks, which may not read what is lent to another one; 0: the application. Throws
+  // kStaleAddress, kNotOwner, kState, kArgument; then none is held.
+  void hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_epoch);
+  // REQUIRES: each is held.
+  void release_reading(const Address* addresses, std::size_t n) noexcept;
+
+  // Checks every block: what BlockStore::audit() does, L2 and L3, and what BlockSpace::audit() does. Throws kAudit.
+  void audit() const;
+
+ private:
+  friend class BlockSpace;
+
+  struct SeatClaim {
+    explicit SeatClaim(BlockSpace& of) : space(of), number(of.take_seat()) {}
+    ~SeatClaim() { space.leave_seat(number); }
+    SeatClaim(const SeatClaim&) = delete;
+    SeatClaim& operator=(const SeatClaim&) = delete;
+    BlockSpace& space;
+    const std::uint32_t number;
+  };
+
+  BlockStore make_store(Medium medium, const CacheShape& shape) const;
+  BlockStore& own(Address address) noexcept { return stores_[medium_of(address)]; }
+  bool take_from(Medium medium, std::size_t n, BlockState to, Address* out) noexcept;
+  void release_run(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
+  void release_unread(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
+
+  // --- for the space ---
+
+  // Blocks that have one of these units, or of the units in the map, cannot be taken any more.
+  void overlap(Medium medium, std::uint32_t first_unit, std::uint32_t units) noexcept;
+  void overlap_taken(Medium medium, const UnitMap& taken) noexcept;
+  // These units are free: so are the blocks that have them and none that is taken.
+  void end_overlap(Medium medium, std::uint32_t first_unit, std::uint32_t units, const UnitMap& taken) noexcept;
+  // Above all that were given out.
+  std::uint32_t generation_after(Medium medium) const noexcept;
+  // visit(block, reusable) for each that is neither free nor overlapped. Reusable: nobody can write it, or reads it.
+  template <class Visit>
+  void for_each_owned(Medium medium, Visit&& visit) const {
+    const BlockStore& blocks = store(medium);
+    for (std::uint32_t block = 0; block < blocks.capacity(); ++block) {
+      const BlockState state = blocks.state(block);
+      if (state == BlockState::kFree || state == BlockState::kOverlapped) continue;
+      const bool read = !readers_[medium].empty() && readers_[medium][block] > 0;
+      visit(block, state == BlockState::kHistorical && !read);
+    }
+  }
+
+  BlockSpace& space_;
+  const SeatClaim seat_;
+  const std::uint32_t block_units_;
+  const bool engine_allocates_;
+  const bool shared_;
+  MediumMap<BlockStore> stores_;
+  MediumMap<std::vector<std::uint16_t>> readers_;  // of each block; empty until the first transfer
+  std::uint64_t check_stamp_ = kUnreadTag;         // tags active blocks while a list is checked for duplicates
+};
+
+}  // namespace kvpool
