@@ -149,7 +149,7 @@ std::int64_t deadline_from(py::handle seconds, std::int64_t none_ns, const char*
 }
 
 MediumChoice medium_choice_from(py::handle argument) {
-  if (PyLong_Check(argument.ptr()) == 0) {
+  if (PyLong_Check(argument.ptr()) == 0 || PyBool_Check(argument.ptr()) != 0) {
     throw_type_error("medium must be kvpool.HBM, kvpool.DRAM or kvpool.MIXED, and is " + type_name(argument));
   }
   const std::size_t value = count_from(argument, "medium");
@@ -161,6 +161,14 @@ MediumChoice medium_choice_from(py::handle argument) {
   const MediumChoice choice = MediumChoice::from_code(static_cast<std::uint8_t>(value));
   Pool::check_kept(choice);
   return choice;
+}
+
+Medium medium_from(py::handle argument) {
+  const MediumChoice choice = medium_choice_from(argument);
+  if (choice != MediumChoice(Medium::kHbm) && choice != MediumChoice(Medium::kDram)) {
+    throw_argument("medium must be kvpool.HBM (1) or kvpool.DRAM (2)");
+  }
+  return choice == MediumChoice(Medium::kHbm) ? Medium::kHbm : Medium::kDram;
 }
 
 py::array_t<Address> to_array(const Address* values, std::size_t n) {

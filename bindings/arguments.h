@@ -58,6 +58,9 @@ std::int64_t steady_ns() noexcept;
 // Throws kUnsupported for DISK, which no pool has yet.
 MediumChoice medium_choice_from(py::handle argument);
 
+// HBM or DRAM.
+Medium medium_from(py::handle argument);
+
 py::array_t<Address> to_array(const Address* values, std::size_t n);
 
 }  // namespace kvpool::bindings

@@ -26,7 +26,7 @@ void set_members(const PeerNode& node, std::vector<MemberFields> fields) {
 }
 
 void meet(const PeerNode& node, const std::string& name, py::handle timeout) {
-  const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
+  const std::int64_t deadline = deadline_from(timeout, node.timeout_ns());
   Service& service = service_of(node);
   call_interruptibly([&](const GivenUp& given_up) { service.meet_member(name, {deadline, given_up}); });
 }

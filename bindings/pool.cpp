@@ -76,7 +76,7 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
                       const py::object& block_dim, py::handle engine_allocates, const py::object& shape,
                       const py::object& parallel, int device, const std::string& policy, int copy_threads,
                       const std::string& huge_pages, int numa_node, bool check_memory, const std::string& pin_dram,
-                      const std::string& device_memory, bool audit, bool zero_on_alloc) {
+                      const std::string& device_memory, bool audit, bool zero_on_alloc, double timeout_s) {
   const auto blocks = [](const py::object& argument, const char* name) {
     const std::size_t count = count_from(argument, name);
     if (count > kBlocksMax) {
@@ -111,7 +111,9 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
   options.audit = audit;
   options.zero_on_alloc = zero_on_alloc;
   const GilReleased released;
-  return {new PeerNode(PoolPointer(new Pool(options), destroy<Pool>), make_ranks), destroy<PeerNode>};
+  return {new PeerNode(PoolPointer(new Pool(options), destroy<Pool>), make_ranks,
+                       static_cast<std::int64_t>(timeout_s * 1e9)),  // checked by kvpool.Settings
+          destroy<PeerNode>};
 }
 
 py::array_t<Address> alloc(PeerNode& node, py::handle n_argument, py::handle medium_argument, py::handle evict_argument,
@@ -187,6 +189,35 @@ Inserted insert(const PoolPointer& pool, const py::object& tokens, const py::obj
   return std::move(insert_all(pool, {{tokens, addresses}}, name, free_duplicates).front());
 }
 
+// Brings a hit to HBM. The pins of the swap take the place of those of the match, which hold until then; if it throws,
+// both are gone.
+void bring_to_hbm(const PoolPointer& pool, Match& hit, const CallerStream& after) {
+  const std::vector<Address> found = addresses_from(hit.addrs).copy();
+  const auto in_hbm = [](Address address) { return medium_of(address) == Medium::kHbm; };
+  if (std::all_of(found.begin(), found.end(), in_hbm)) return;
+  py::array_t<Address> arrived(static_cast<py::ssize_t>(found.size()));
+  Address* out = arrived.mutable_data();
+  {
+    const GilReleased released;
+    hit.pins = Pins(pool, pool->swap_in(found, {}, out, after));
+  }
+  hit.addrs = std::move(arrived);
+}
+
+Match match_into(const PoolPointer& pool, py::handle tokens, py::handle name, py::handle into, py::handle stream) {
+  if (into.is_none()) {
+    if (!stream.is_none()) throw_argument("stream is for a match that brings blocks: give into=kvpool.HBM");
+    return match(pool, tokens, name);
+  }
+  if (medium_choice_from(into) != MediumChoice(Medium::kHbm)) {
+    throw_argument("into must be kvpool.HBM (1) or None: blocks are matched where they lie, or brought to HBM");
+  }
+  const CallerStream after = stream_from(stream);
+  Match hit = match(pool, tokens, name);
+  bring_to_hbm(pool, hit, after);
+  return hit;
+}
+
 py::tuple explain(Pool& pool, py::handle tokens_argument, py::handle name_argument) {
   const Vector<Token> tokens = tokens_from(tokens_argument);
   const MatchExplanation found = pool.explain(name_from(name_argument), tokens.data(), tokens.size());
@@ -203,7 +234,8 @@ void bind_pool(py::module_& module) {
            py::arg("hbm_blocks"), py::arg("dram_blocks"), py::arg("adopted"), py::arg("block_dim"),
            py::arg("engine_allocates"), py::arg("shape"), py::arg("parallel"), py::arg("device"), py::arg("policy"),
            py::arg("copy_threads"), py::arg("huge_pages"), py::arg("numa_node"), py::arg("check_memory"),
-           py::arg("pin_dram"), py::arg("device_memory"), py::arg("audit"), py::arg("zero_on_alloc"))
+           py::arg("pin_dram"), py::arg("device_memory"), py::arg("audit"), py::arg("zero_on_alloc"),
+           py::arg("timeout_s"))
       .def("alloc", &alloc, py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kHbm), py::arg("evict") = true,
            py::kw_only(), py::arg("instance") = py::none(), py::arg("timeout") = py::none(),
            py::arg("stream") = py::none(), R"(Allocates n blocks, all or nothing.
@@ -217,7 +249,7 @@ Args:
     evict: Whether cached blocks may make room.
     instance: The name of a peer, which lends its blocks. transfer(to=...) writes into them until the peer is lost or
         free() gives them back. Releases the GIL.
-    timeout: With instance: seconds until DeadlineExceeded; None: 30.
+    timeout: With instance: seconds until DeadlineExceeded; None: the setting ``timeout_s``.
     stream: Of a pool on a GPU, when room has to be made: as in swap_out.
 
 Returns:
@@ -264,7 +296,8 @@ Returns:
 Raises:
     StateError: A block is not free: the engine has not given it back. Or the pool allocates by itself.
     ArgumentError: There is no such block.)")
-      .def("match", of_pool(&match<Pool>), py::arg("tokens"), py::arg("namespace") = "",
+      .def("match", of_pool(&match_into), py::arg("tokens"), py::arg("namespace") = "", py::kw_only(),
+           py::arg("into") = py::none(), py::arg("stream") = py::none(),
            R"(Finds the longest cached prefix of a prompt, in whole blocks, and pins it.
 
 Thread-safe. Cost grows with the prompt, not with what is cached.
@@ -272,11 +305,17 @@ Thread-safe. Cost grows with the prompt, not with what is cached.
 Args:
     tokens: Token ids; int32 or int64 array, buffer, bytes as int32, or list.
     namespace: Prefixes of different namespaces never match each other.
+    into: kvpool.HBM: what of the hit lies in DRAM is brought to HBM, as by swap_in, so that every address of the hit is
+        one of HBM. Releases the GIL then. None: the hit is where it is.
+    stream: With `into`: as in swap_in.
 
 Returns:
-    A Match. Its local addresses stay valid, and their content unchanged, until it is closed; use it in a ``with``.)")
-      .def("match_batch", of_pool(&match_batch<Pool>), py::arg("prompts"), py::arg("namespace") = "",
-           "match() for each prompt of a list. Returns a list of Match.")
+    A Match. Its local addresses stay valid, and their content unchanged, until it is closed; use it in a ``with``.
+
+Raises:
+    OutOfBlocks: With `into`: HBM cannot make room for the whole hit; nothing was brought and nothing is pinned. Without
+        `into` the same prompt still gives the hit where it lies.)")
+      .def("_match_batch", of_pool(&match_batch<Pool>), py::arg("prompts"), py::arg("namespace"))
       .def("insert", of_pool(&insert), py::arg("tokens"), py::arg("addrs"), py::arg("namespace") = "",
            py::arg("free_duplicates") = false, R"(Gives blocks to the index: active becomes historical, without a copy.
 
@@ -296,12 +335,11 @@ Raises:
     ArgumentError: Tokens are no multiple of a block, too few or too many addresses, one stands twice.
     StateError: A block is cached already as something else, or is one that an engine allocates.
     StaleAddress: A block was freed or moved.)")
-      .def("insert_batch",
+      .def("_insert_batch",
            of_pool([](const PoolPointer& pool, py::handle prompts, py::handle name, py::handle free_duplicates) {
              return insert_all(pool, pairs_from(prompts, "prompts"), name, free_duplicates);
            }),
-           py::arg("prompts"), py::arg("namespace") = "", py::arg("free_duplicates") = false,
-           "insert() for each (tokens, addrs) of a list, all or nothing. Returns a list of Inserted.")
+           py::arg("prompts"), py::arg("namespace"), py::arg("free_duplicates"))
       .def("delete",
            of_pool([](Pool& pool, py::handle tokens_argument, py::handle name_argument, py::handle descendants) {
              const bool longer = flag_from(descendants, "descendants");
@@ -343,7 +381,7 @@ Raises:
              }
              return to_dict(stats);
            }))
-      .def("_arena", of_pool([](Pool& pool, int medium) { return to_dict(*pool.arena(static_cast<Medium>(medium))); }))
+      .def("_arena", of_pool([](Pool& pool, py::handle medium) { return to_dict(*pool.arena(medium_from(medium))); }))
       .def("_explain", of_pool(&explain), py::arg("tokens"), py::arg("namespace"))
       .def("_subscribe", of_pool([](const PoolPointer& pool, py::handle capacity, py::handle include_cached) {
              return event_source(pool, count_from(capacity, "capacity_tokens"),
@@ -351,9 +389,9 @@ Raises:
            }),
            py::arg("capacity_tokens"), py::arg("include_cached"))
       .def("_view",
-           of_pool([](Pool& pool, int medium, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides,
+           of_pool([](Pool& pool, py::handle medium, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides,
                       const std::string& dtype) {
-             return make_tensor(pool.arena(static_cast<Medium>(medium)), std::move(shape), std::move(strides), dtype);
+             return make_tensor(pool.arena(medium_from(medium)), std::move(shape), std::move(strides), dtype);
            }),
            py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
   bind_swap(module, pool_class);

@@ -18,6 +18,9 @@
 namespace kvpool::bindings {
 namespace {
 
+using namespace py::literals;
+
+// The facts of a kvpool.RankInfo, by the names of its fields.
 py::list ranks(const PeerNode& node) {
   std::vector<RankInfo> ranks;
   {
@@ -27,7 +30,8 @@ py::list ranks(const PeerNode& node) {
   }
   py::list list;
   for (const RankInfo& rank : ranks) {
-    list.append(py::make_tuple(rank.rank, rank.joined, rank.pid, rank.host, rank.link, rank.address));
+    list.append(py::dict("rank"_a = rank.rank, "joined"_a = rank.joined, "pid"_a = rank.pid, "host"_a = rank.host,
+                         "link"_a = rank.link, "address"_a = rank.address));
   }
   return list;
 }
@@ -57,7 +61,7 @@ std::shared_ptr<RankNode> join(const PeerNode& memory, const std::string& name, 
                                int nccl_thread_blocks, const std::string& scheduler, std::uint64_t epoch,
                                std::uint32_t instance, std::uint32_t rank, const std::string& listen,
                                py::handle timeout) {
-  const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
+  const std::int64_t deadline = deadline_from(timeout, memory.timeout_ns());
   RankOptions options;
   options.service.name = name;
   options.service.secret = secret;
@@ -90,7 +94,7 @@ void bind_ranks(py::module_& module, PoolClass& pool) {
   pool.def(
       "_wait_for_ranks",
       [](PeerNode& self, py::handle timeout) {
-        const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
+        const std::int64_t deadline = deadline_from(timeout, self.timeout_ns());
         Service& service = service_of(self);
         return wait_interruptibly(deadline, [&](std::int64_t until) { return service.wait_for_ranks(until); });
       },
@@ -105,7 +109,7 @@ void bind_ranks(py::module_& module, PoolClass& pool) {
       .def(
           "wait_lost",
           [](RankNode& self, py::handle timeout) {
-            const std::int64_t deadline = deadline_from(timeout, kForever / 2);
+            const std::int64_t deadline = deadline_from(timeout, 0);
             return wait_interruptibly(deadline, [&](std::int64_t until) { return self.wait_lost(until); });
           },
           py::arg("timeout"))

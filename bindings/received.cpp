@@ -53,7 +53,7 @@ class ReceivedItem {
 };
 
 py::object receive(const NodePointer& node, py::handle timeout) {
-  const std::int64_t until = deadline_from(timeout, kForever);
+  const std::int64_t until = deadline_from(timeout, node->timeout_ns());
   Service& service = service_of(*node);
   std::unique_ptr<Received> item;
   wait_interruptibly(until, [&](std::int64_t slice) {
@@ -144,24 +144,9 @@ Raises:
                std::to_string(item.private_bytes.size()) + " private bytes" + (item.inserted ? ", inserted" : "") +
                (item.lent ? ", lent" : "") + (self.closed() ? ", closed>" : ">");
       });
-  pool.def("received", &receive, py::arg("timeout") = py::none(),
-           R"(The next thing that a peer sent for the application.
-
-That is: blocks without a prompt, which are the application's now, and whatever was sent with ``private`` bytes, also to
-blocks that the sender has borrowed (``lent``). Items
-come in the order in which transfers were completed, each once: to one caller of this, or to the callback of on_received.
-Ctrl-C ends the wait. Releases the GIL.
-
-Args:
-    timeout: Seconds; 0 looks without waiting; None waits until something comes, or nothing more can.
-
-Returns:
-    A Received, or None when the timeout passed.
-
-Raises:
-    ClosedError: The pool was closed.
-    DeviceLost, PeerLost: Its GPU, or a rank of its instance, was lost, and with it every block; and nothing waits.)")
-      .def("_received_fd", [](PeerNode& self) { return service_of(self).received_fd(); });
+  pool.def("_receive", &receive, py::arg("timeout")).def("_received_fd", [](PeerNode& self) {
+    return service_of(self).received_fd();
+  });
 }
 
 }  // namespace kvpool::bindings

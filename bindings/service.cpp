@@ -16,6 +16,8 @@
 namespace kvpool::bindings {
 namespace {
 
+using namespace py::literals;
+
 // Seconds are checked by kvpool.Settings.
 std::int64_t nanoseconds(double seconds) { return static_cast<std::int64_t>(seconds * 1e9); }
 
@@ -56,43 +58,44 @@ std::vector<std::string> start_service(PeerNode& node, const py::object& setting
   return (joins_cluster ? node.start_service(options) : node.prepare_service(options)).notes();
 }
 
-// (route, failures, able, why) of each.
-py::tuple failures_of(const PeerInfo& peer) {
-  py::tuple failures(peer.route_failures.size());
-  for (std::size_t i = 0; i < peer.route_failures.size(); ++i) {
-    const auto& [route, report] = peer.route_failures[i];
-    failures[i] = py::make_tuple(route, report.failures, report.able, report.why);
+// The facts of kvpool.PeerInfo and its parts, by the names of their fields.
+py::list failures_of(const PeerInfo& peer) {
+  py::list failures;
+  for (const auto& [route, report] : peer.route_failures) {
+    failures.append(
+        py::dict("route"_a = route, "failures"_a = report.failures, "able"_a = report.able, "why"_a = report.why));
   }
   return failures;
 }
 
-// (route, source, target, latency in us, us per piece, us per byte) of each; source and target are 0 for a guess.
-py::tuple prices_of(const PeerInfo& peer) {
-  py::tuple prices(peer.route_prices.size());
-  for (std::size_t i = 0; i < peer.route_prices.size(); ++i) {
-    const auto& [route, between, prior] = peer.route_prices[i];
-    const int source = between ? static_cast<int>(between->first) : 0;
-    const int target = between ? static_cast<int>(between->second) : 0;
-    prices[i] = py::make_tuple(route, source, target, prior.latency_us, prior.us_per_piece, prior.us_per_byte);
+// Source and target are None for a guess.
+py::list prices_of(const PeerInfo& peer) {
+  py::list prices;
+  for (const auto& [route, between, prior] : peer.route_prices) {
+    const auto medium = [](Medium which) { return py::object(py::int_(static_cast<int>(which))); };
+    prices.append(py::dict("route"_a = route, "source"_a = between ? medium(between->first) : py::none(),
+                           "target"_a = between ? medium(between->second) : py::none(),
+                           "latency_us"_a = prior.latency_us, "us_per_piece"_a = prior.us_per_piece,
+                           "us_per_byte"_a = prior.us_per_byte));
   }
   return prices;
 }
 
-// (returned, freed, quarantined).
-py::tuple recall(PeerNode& node, py::handle peer_argument, py::handle blocks, py::handle count_argument,
-                 py::handle timeout) {
+// The facts of a kvpool.RecallResult, by the names of its fields.
+py::dict recall(PeerNode& node, py::handle peer_argument, py::handle blocks, py::handle count_argument,
+                py::handle timeout) {
   const std::string peer(text_from(peer_argument, "peer"));
   std::optional<std::vector<Address>> addresses;
   if (!blocks.is_none()) addresses = addresses_from(blocks).copy();
   const std::size_t count = addresses ? 0 : count_from(count_argument, "blocks");
-  const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
+  const std::int64_t deadline = deadline_from(timeout, node.timeout_ns());
   Service& service = service_of(node);
   RecallResult result;
   call_interruptibly([&](const GivenUp& given_up) {
     const Waiting waiting(deadline, given_up);
     result = addresses ? service.recall(peer, std::move(*addresses), waiting) : service.recall(peer, count, waiting);
   });
-  return py::make_tuple(result.returned, result.freed, result.quarantined);
+  return py::dict("returned"_a = result.returned, "freed"_a = result.freed, "quarantined"_a = result.quarantined);
 }
 
 const char* name_of(PeerEvent::Kind kind) noexcept {
@@ -106,15 +109,16 @@ const char* name_of(PeerEvent::Kind kind) noexcept {
   }
 }
 
-// (name, kind, instance, epoch, error, recalled addresses, their deadline in seconds of CLOCK_MONOTONIC), or None.
+// The facts of a kvpool.PeerEvent, by the names of its fields; or None. The deadline: seconds of CLOCK_MONOTONIC.
 py::object next_peer_event(const PeerNode& node) {
   const std::optional<PeerEvent> event = service_of(node).next_peer_event();
   if (!event) return py::none();
   const bool recalled = event->kind == PeerEvent::Kind::kRecalled;
-  return py::make_tuple(event->name, name_of(event->kind), event->instance, event->epoch,
-                        event->why ? exception_from(*event->why) : py::object(py::none()),
-                        py::tuple(py::cast(event->recalled)),
-                        recalled ? py::object(py::float_(static_cast<double>(event->deadline_ns) / 1e9)) : py::none());
+  return py::dict(
+      "name"_a = event->name, "kind"_a = name_of(event->kind), "instance"_a = event->instance, "epoch"_a = event->epoch,
+      "error"_a = event->why ? exception_from(*event->why) : py::none(),
+      "addrs"_a = py::tuple(py::cast(event->recalled)),
+      "deadline"_a = recalled ? py::object(py::float_(static_cast<double>(event->deadline_ns) / 1e9)) : py::none());
 }
 
 py::list peers(const PeerNode& node) {
@@ -126,16 +130,17 @@ py::list peers(const PeerNode& node) {
   }
   py::list list;
   for (const PeerInfo& peer : peers) {
-    list.append(py::make_tuple(peer.name, peer.instance, peer.epoch, peer.link, py::tuple(py::cast(peer.routes)),
-                               peer.pid, peer.lent_blocks, peer.borrowed_blocks, peer.reserved_blocks, peer.transfers,
-                               failures_of(peer), prices_of(peer)));
+    list.append(py::dict("name"_a = peer.name, "instance"_a = peer.instance, "epoch"_a = peer.epoch,
+                         "link"_a = peer.link, "routes"_a = py::tuple(py::cast(peer.routes)), "pid"_a = peer.pid,
+                         "lent_blocks"_a = peer.lent_blocks, "borrowed_blocks"_a = peer.borrowed_blocks,
+                         "reserved_blocks"_a = peer.reserved_blocks, "transfers"_a = peer.transfers,
+                         "failing_routes"_a = failures_of(peer), "route_costs"_a = prices_of(peer)));
   }
   return list;
 }
 
-// For each kind of transfer: how many ended how, by the name of the error; bytes; seconds together; how many took how
-// long.
-py::dict transfer_counts(const PeerNode& node) {
+// For each kind of transfer the facts of a kvpool.TransferTotals, by the names of its fields.
+py::dict transfer_totals(const PeerNode& node) {
   Service& service = service_of(node);
   py::dict kinds;
   for (const auto& [kind, name] : {std::pair(TransferKind::kSend, "send"), std::pair(TransferKind::kFetch, "fetch")}) {
@@ -151,8 +156,9 @@ py::dict transfer_counts(const PeerNode& node) {
           bounded ? static_cast<double>(TransferTally::kBoundsNs[i]) / 1e9 : std::numeric_limits<double>::infinity();
       durations.append(py::make_tuple(bound_s, counts.durations[i]));
     }
-    kinds[name] = py::make_tuple(counts.ended[0], failed, counts.bytes, static_cast<double>(counts.duration_ns) / 1e9,
-                                 py::tuple(durations));
+    kinds[name] =
+        py::dict("succeeded"_a = counts.ended[0], "failed"_a = failed, "bytes"_a = counts.bytes,
+                 "seconds"_a = static_cast<double>(counts.duration_ns) / 1e9, "durations"_a = py::tuple(durations));
   }
   return kinds;
 }
@@ -192,7 +198,7 @@ Service& service_of(const PeerNode& node) {
   node.pool().guard_open();
   Service* service = node.service();
   if (service == nullptr) {
-    throw Error(ErrorCode::kState, "this pool has no peers: call listen() or connect() first");
+    throw Error(ErrorCode::kState, "this pool has no peers: call peers.listen() or peers.connect() first");
   }
   return *service;
 }
@@ -200,7 +206,7 @@ Service& service_of(const PeerNode& node) {
 py::array_t<Address> alloc_at_peer(const PeerNode& node, std::size_t n, MediumChoice medium, bool evict,
                                    py::handle peer_argument, py::handle timeout) {
   const std::string peer(text_from(peer_argument, "instance"));
-  const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
+  const std::int64_t deadline = deadline_from(timeout, node.timeout_ns());
   Service& service = service_of(node);
   const std::vector<Address> addresses = call_interruptibly(
       [&](const GivenUp& given_up) { return service.alloc(peer, n, medium, evict, {deadline, given_up}); });
@@ -240,7 +246,7 @@ void bind_service(py::module_& module, PoolClass& pool) {
           "_connect",
           [](PeerNode& self, py::handle address_argument, py::handle timeout, bool wait) {
             const std::string address(text_from(address_argument, "address"));
-            const std::int64_t deadline = deadline_from(timeout, kTimeoutNs);
+            const std::int64_t deadline = deadline_from(timeout, self.timeout_ns());
             Service& service = prepared_service_of(self);
             return call_interruptibly(
                 [&](const GivenUp& given_up) { return service.connect(address, {deadline, given_up}, wait); });
@@ -251,25 +257,15 @@ void bind_service(py::module_& module, PoolClass& pool) {
       .def("_end_peer_events", [](PeerNode& self) { service_of(self).end_peer_events(); })
       .def("_recall", &recall, py::arg("peer"), py::arg("blocks"), py::arg("count"), py::arg("timeout"))
       .def("_peers", &peers)
-      .def("_transfer_counts", &transfer_counts)
+      .def("_transfer_totals", &transfer_totals)
       .def(
-          "disconnect",
+          "_disconnect",
           [](PeerNode& self, py::handle peer_argument) {
             const std::string peer(text_from(peer_argument, "peer"));
             Service& service = service_of(self);
             call_interruptibly([&](const GivenUp& given_up) { service.disconnect(peer, given_up); });
           },
-          py::arg("peer"), R"(Parts from a peer.
-
-Transfers with it that are under way end with PeerLost on both sides; blocks that it had lent are given back, and
-those that it borrowed or reserved are free again as soon as it can write to them no more. Ctrl-C ends the wait for
-that. Releases the GIL.
-
-Args:
-    peer: Its name.
-
-Raises:
-    PeerLost: There is no such peer.)");
+          py::arg("peer"));
 }
 
 }  // namespace kvpool::bindings

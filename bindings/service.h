@@ -18,7 +18,7 @@
 
 namespace kvpool::bindings {
 
-inline constexpr std::int64_t kTimeoutNs = 30'000'000'000;  // of what waits for a peer, unless told otherwise
+// Of what has its own deadline, such as a transfer: waiting for it ends without a time for the wait.
 inline constexpr std::int64_t kForever = INT64_MAX;
 
 // Throws kState when the pool has none yet.

@@ -23,11 +23,11 @@ namespace {
 
 // Each keeps its pool, which goes after the swap.
 struct SwapOutHandle {
-  PoolPointer pool;
+  NodePointer node;
   std::shared_ptr<Swap> swap;
 };
 struct SwapInHandle {
-  PoolPointer pool;
+  NodePointer node;
   std::shared_ptr<Swap> swap;
   py::object result;  // once somebody has asked for it
 };
@@ -35,32 +35,32 @@ struct SwapInHandle {
 // In a forked child a swap is left alone: its thread is the parent's.
 template <class Handle>
 Swap& swap_of(const Handle& handle) {
-  handle.pool->guard_process();
+  handle.node->pool().guard_process();
   return *handle.swap;
 }
 
 // ---- starting
 
-py::object swap_out(const PoolPointer& pool, py::handle n_argument, py::handle stream, py::handle wait) {
+py::object swap_out(const NodePointer& node, py::handle n_argument, py::handle stream, py::handle wait) {
   const std::size_t n = count_from(n_argument, "n");
   const CallerStream after = stream_from(stream);
   if (flag_from(wait, "wait")) {
     std::vector<Address> moved;
     {
       const GilReleased released;
-      moved = pool->swap_out(n, after);
+      moved = node->pool().swap_out(n, after);
     }
     return to_array(moved.data(), moved.size());
   }
-  SwapOutHandle handle{pool, nullptr};
+  SwapOutHandle handle{node, nullptr};
   {
     const GilReleased released;
-    handle.swap = pool->begin_swap_out(n, after);
+    handle.swap = node->pool().begin_swap_out(n, after);
   }
   return py::cast(std::move(handle));
 }
 
-py::object swap_in(const PoolPointer& pool, py::handle addresses_argument, const py::object& into_argument,
+py::object swap_in(const NodePointer& node, py::handle addresses_argument, const py::object& into_argument,
                    py::handle stream, py::handle wait_argument) {
   const bool wait = flag_from(wait_argument, "wait");
   const CallerStream after = stream_from(stream);
@@ -68,10 +68,10 @@ py::object swap_in(const PoolPointer& pool, py::handle addresses_argument, const
   std::vector<Address> into;
   if (!into_argument.is_none()) into = addresses_from(into_argument).copy();
   if (!wait) {
-    SwapInHandle handle{pool, nullptr, {}};
+    SwapInHandle handle{node, nullptr, {}};
     {
       const GilReleased released;
-      handle.swap = pool->begin_swap_in(addresses, into, after);
+      handle.swap = node->pool().begin_swap_in(addresses, into, after);
     }
     return py::cast(std::move(handle));
   }
@@ -80,8 +80,8 @@ py::object swap_in(const PoolPointer& pool, py::handle addresses_argument, const
   SwappedIn result;
   {
     const GilReleased released;
-    std::vector<IndexPin> pins = pool->swap_in(addresses, into, out, after);
-    result.pins = Pins(pool, std::move(pins));
+    std::vector<IndexPin> pins = node->pool().swap_in(addresses, into, out, after);
+    result.pins = Pins(pool_of(node), std::move(pins));
   }
   result.addrs = std::move(arrived);
   return py::cast(std::move(result));
@@ -107,15 +107,16 @@ py::object result_of(SwapInHandle& handle) {
   if (!handle.result) {
     SwappedIn result;
     result.addrs = to_array(swap.addresses().data(), swap.addresses().size());
-    result.pins = Pins(handle.pool, swap.take_pins());
+    result.pins = Pins(pool_of(handle.node), swap.take_pins());
     handle.result = py::cast(std::move(result));
   }
   return handle.result;
 }
 
 // Raises TimeoutError when the time comes before.
-void await_end(Swap& swap, py::handle timeout) {
-  const std::int64_t until_ns = deadline_from(timeout, kForever);
+template <class Handle>
+void await_end(const Handle& handle, Swap& swap, py::handle timeout) {
+  const std::int64_t until_ns = deadline_from(timeout, handle.node->timeout_ns());
   if (swap.done() || wait_interruptibly(until_ns, [&](std::int64_t slice) { return swap.wait(slice); })) return;
   PyErr_SetString(PyExc_TimeoutError, "the swap is still under way");
   throw py::error_already_set();
@@ -123,8 +124,9 @@ void await_end(Swap& swap, py::handle timeout) {
 
 template <class Handle>
 py::object wait(py::object self, py::handle timeout) {
-  Swap& swap = swap_of(self.cast<const Handle&>());
-  await_end(swap, timeout);
+  const auto& handle = self.cast<const Handle&>();
+  Swap& swap = swap_of(handle);
+  await_end(handle, swap, timeout);
   swap.rethrow_if_failed();
   return self;
 }
@@ -132,7 +134,7 @@ py::object wait(py::object self, py::handle timeout) {
 template <class Handle>
 py::object exception(const Handle& handle, py::handle timeout) {
   Swap& swap = swap_of(handle);
-  await_end(swap, timeout);
+  await_end(handle, swap, timeout);
   try {
     swap.rethrow_if_failed();
   } catch (const Error& error) {
@@ -163,7 +165,7 @@ py::class_<Handle> handle_class(py::module_& module, const char* name, const cha
 When this returns the bytes have arrived, for every stream and for the CPU. Releases the GIL.
 
 Args:
-    timeout: Seconds; None waits as long as it takes.
+    timeout: Seconds; None: the setting ``timeout_s``.
 
 Returns:
     Itself.
@@ -234,8 +236,7 @@ Attributes:
 
 Raises:
     StateError: It is under way. If it failed: what wait() raises.)");
-  pool.def("swap_out", of_pool(&swap_out), py::arg("n"), py::kw_only(), py::arg("stream") = py::none(),
-           py::arg("wait") = true,
+  pool.def("swap_out", &swap_out, py::arg("n"), py::kw_only(), py::arg("stream") = py::none(), py::arg("wait") = true,
            R"(Moves up to n cached blocks from HBM to DRAM, the least recently used first.
 
 Never a pinned or active block. Where DRAM is full its own least recently used blocks are dropped. The old addresses
@@ -254,7 +255,7 @@ Args:
 
 Returns:
     uint64 array of the DRAM addresses of the blocks that moved; fewer than n when no more can. Or a SwapOut.)")
-      .def("swap_in", of_pool(&swap_in), py::arg("addrs"), py::arg("into") = py::none(), py::kw_only(),
+      .def("swap_in", &swap_in, py::arg("addrs"), py::arg("into") = py::none(), py::kw_only(),
            py::arg("stream") = py::none(), py::arg("wait") = true, R"(Brings cached blocks to HBM and pins them there.
 
 Addresses in HBM stay as they are, so the addresses of a match can be passed whole. Makes room as alloc does. Blocks

@@ -56,7 +56,7 @@ struct Options {
   py::handle timeout;
 };
 
-TransferRequest request_from(Pool& pool, py::handle peer, py::handle addresses, const Options& options) {
+TransferRequest request_from(const PeerNode& node, py::handle peer, py::handle addresses, const Options& options) {
   TransferRequest request;
   request.peer = text_from(peer, "peer");
   request.from = addresses_from(addresses).copy();
@@ -70,7 +70,7 @@ TransferRequest request_from(Pool& pool, py::handle peer, py::handle addresses, 
   request.priority = priority_from(options.priority);
   if (!options.route.is_none()) request.route = text_from(options.route, "route");
   request.checksum = flag_from(options.checksum, "checksum");
-  request.deadline_ns = deadline_from(options.timeout, kTimeoutNs);
+  request.deadline_ns = deadline_from(options.timeout, node.timeout_ns());
   if (!options.to.is_none() && request.to.size() != request.from.size()) {
     throw Error(
         ErrorCode::kArgument,
@@ -78,7 +78,7 @@ TransferRequest request_from(Pool& pool, py::handle peer, py::handle addresses, 
         {{"given", static_cast<std::int64_t>(request.to.size())},
          {"needed", static_cast<std::int64_t>(request.from.size())}});
   }
-  request.after = pool.order_after(stream_from(options.stream));
+  request.after = node.pool().order_after(stream_from(options.stream));
   return request;
 }
 
@@ -98,36 +98,33 @@ TransferHandle start(const NodePointer& node, TransferRequest&& request) {
   return handle;
 }
 
-TransferHandle transfer(const NodePointer& node, py::handle peer, py::handle addresses, py::handle to,
-                        py::handle medium, py::handle evict, py::handle private_bytes, py::handle strategy,
-                        py::handle priority, py::handle route, py::handle checksum, py::handle stream,
-                        py::handle timeout) {
-  return start(node,
-               request_from(node->pool(), peer, addresses,
-                            {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout}));
+// Of one whose layers follow: the kvpool.TransferStream that sends them.
+py::object begin(const NodePointer& node, TransferRequest&& request, py::handle layerwise, py::handle stream) {
+  request.streamed = flag_from(layerwise, "layerwise");
+  const bool streamed = request.streamed;
+  py::object handle = py::cast(start(node, std::move(request)));
+  if (!streamed) return handle;
+  return stream_layers(std::move(handle), stream);
 }
 
-TransferHandle transfer_with_insert(const NodePointer& node, py::handle peer, py::handle tokens, py::handle addresses,
-                                    py::handle name_space, py::handle to, py::handle medium, py::handle evict,
-                                    py::handle private_bytes, py::handle strategy, py::handle priority,
-                                    py::handle route, py::handle checksum, py::handle stream, py::handle timeout) {
-  TransferRequest request =
-      request_from(node->pool(), peer, addresses,
-                   {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
+py::object transfer(const NodePointer& node, py::handle peer, py::handle addresses, py::handle to, py::handle medium,
+                    py::handle evict, py::handle private_bytes, py::handle strategy, py::handle priority,
+                    py::handle route, py::handle checksum, py::handle stream, py::handle layerwise,
+                    py::handle timeout) {
+  return begin(node,
+               request_from(*node, peer, addresses,
+                            {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout}),
+               layerwise, stream);
+}
+
+py::object transfer_with_insert(const NodePointer& node, py::handle peer, py::handle tokens, py::handle addresses,
+                                py::handle name_space, py::handle to, py::handle medium, py::handle evict,
+                                py::handle private_bytes, py::handle strategy, py::handle priority, py::handle route,
+                                py::handle checksum, py::handle stream, py::handle layerwise, py::handle timeout) {
+  TransferRequest request = request_from(
+      *node, peer, addresses, {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
   add_tokens(request, tokens, name_space);
-  return start(node, std::move(request));
-}
-
-TransferHandle open_transfer(const NodePointer& node, py::handle peer, py::handle addresses, py::handle tokens,
-                             py::handle name_space, py::handle to, py::handle medium, py::handle evict,
-                             py::handle private_bytes, py::handle strategy, py::handle priority, py::handle route,
-                             py::handle checksum, py::handle stream, py::handle timeout) {
-  TransferRequest request =
-      request_from(node->pool(), peer, addresses,
-                   {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
-  if (!tokens.is_none()) add_tokens(request, tokens, name_space);
-  request.streamed = true;
-  return start(node, std::move(request));
+  return begin(node, std::move(request), layerwise, stream);
 }
 
 // Of what has the fields of a TransferSpec: the bindings know no class of Python's.
@@ -139,7 +136,7 @@ py::object field_of(const py::object& specification, const char* name) {
   return field;
 }
 
-TransferRequest request_of(Pool& pool, const py::object& specification) {
+TransferRequest request_of(const PeerNode& node, const py::object& specification) {
   const auto field = [&](const char* name) { return field_of(specification, name); };
   const py::object to = field("to");
   const py::object medium = field("medium");
@@ -152,7 +149,7 @@ TransferRequest request_of(Pool& pool, const py::object& specification) {
   const py::object stream = field("stream");
   const py::object timeout = field("timeout");
   TransferRequest request =
-      request_from(pool, field("peer"), field("addrs"),
+      request_from(node, field("peer"), field("addrs"),
                    {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, timeout});
   const py::object tokens = field("tokens");
   if (!tokens.is_none()) add_tokens(request, tokens, field("namespace"));
@@ -161,7 +158,7 @@ TransferRequest request_of(Pool& pool, const py::object& specification) {
 
 std::vector<TransferHandle> transfer_batch(const NodePointer& node, py::handle specifications) {
   std::vector<TransferRequest> requests;
-  for (const py::object& one : items_from(specifications, "specs")) requests.push_back(request_of(node->pool(), one));
+  for (const py::object& one : items_from(specifications, "specs")) requests.push_back(request_of(*node, one));
   Service& service = service_of(*node);
   std::vector<std::shared_ptr<Transfer>> transfers = call_interruptibly(
       [&](const GivenUp& given_up) { return service.transfer_batch(std::move(requests), given_up); });
@@ -179,7 +176,7 @@ TransferHandle fetch(const NodePointer& node, py::handle peer, py::handle addres
   request.medium = medium_choice_from(medium);
   request.may_evict = flag_from(evict, "evict");
   request.priority = priority_from(priority);
-  request.deadline_ns = deadline_from(timeout, kTimeoutNs);
+  request.deadline_ns = deadline_from(timeout, node->timeout_ns());
   if (!to.is_none()) {
     request.to = addresses_from(to).copy();
     if (request.to.size() != request.from.size()) {
@@ -201,6 +198,7 @@ TransferHandle fetch(const NodePointer& node, py::handle peer, py::handle addres
 
 void bind_transfer(py::module_& module, PoolClass& pool) {
   bind_transfer_handle(module);
+  bind_transfer_stream(module);
   const auto medium = py::arg("medium") = static_cast<int>(Medium::kHbm);
   const auto to = py::arg("to") = py::none();
   const auto evict = py::arg("evict") = true;
@@ -210,22 +208,23 @@ void bind_transfer(py::module_& module, PoolClass& pool) {
   const auto route = py::arg("route") = py::none();
   const auto checksum = py::arg("checksum") = false;
   const auto stream = py::arg("stream") = py::none();
-  const auto timeout = py::arg("timeout") = 30.0;
+  const auto layerwise = py::arg("layerwise") = false;
+  const auto timeout = py::arg("timeout") = py::none();
   pool.def("transfer", &transfer, py::arg("peer"), py::arg("addrs"), py::kw_only(), to, medium, evict, private_bytes,
-           strategy, priority, route, checksum, stream, timeout, R"(Sends blocks to a peer.
+           strategy, priority, route, checksum, stream, layerwise, timeout, R"(Sends blocks to a peer.
 
 The blocks must not change until the transfer is done; cached ones are pinned meanwhile. Releases the GIL. Up to 1 MiB
 to a peer on this host is copied before this returns, more by threads of the pool.
 
 Args:
-    peer: Its name, as connect returned it or received() tells it, or a member of the pool's cluster: one that is not
+    peer: Its name, as Peers.connect returned it or a Received tells it, or a member of the pool's cluster: one that is not
         connected is met first.
     addrs: Blocks of this pool, active or cached.
     to: Blocks that the peer lent (``alloc(instance=...)``), one for each: the receiver need not be asked. They stay
         lent. Without it the receiver reserves blocks, which are its application's when the transfer is done.
     medium: Where the receiver reserves: kvpool.HBM, kvpool.DRAM or kvpool.MIXED.
     evict: Whether the receiver may drop cached prompts for it.
-    private: Up to 1 MiB for the receiving application, which gets it with the blocks: see received. None: the
+    private: Up to 1 MiB for the receiving application, which gets it with the blocks: see Pool.inbox. None: the
         application is not told.
     strategy: How blocks are cut into calls: "by_layer", "by_layer_agg", "by_request", "by_request_agg". "auto" is
         "by_request_agg": what lies in a row is one call. (Small pieces the route "sock" gathers by itself.)
@@ -234,10 +233,13 @@ Args:
     checksum: The receiver verifies the content before it commits.
     stream: Of a pool on a GPU: the CUDA stream whose work so far has to end before the blocks are read, as an int or
         an object that has one (torch, CuPy). The caller does not wait for it. None: all work of the GPU.
-    timeout: Seconds until it fails with DeadlineExceeded; None: 30.
+    layerwise: The layers are sent one by one, as they are computed: the content of the blocks need not be there yet.
+        "auto" is "by_layer_agg" then, as is any strategy but "by_layer". `stream` is for every layer that names none,
+        and is asked when the layer is sent.
+    timeout: Seconds until it fails with DeadlineExceeded; None: the setting ``timeout_s``.
 
 Returns:
-    A Transfer.
+    A Transfer; with ``layerwise`` a TransferStream.
 
 Raises:
     PeerLost: There is no such peer, or it cannot be reached.
@@ -248,7 +250,7 @@ Raises:
     ArgumentError: A wrong value; nothing was sent.)")
       .def("transfer_with_insert", &transfer_with_insert, py::arg("peer"), py::arg("tokens"), py::arg("addrs"),
            py::kw_only(), py::arg("namespace") = "", to, medium, evict, private_bytes, strategy, priority, route,
-           checksum, stream, timeout, R"(Sends a prompt's blocks to a peer, which caches them.
+           checksum, stream, layerwise, timeout, R"(Sends a prompt's blocks to a peer, which caches them.
 
 Whatever beginning of the prompt the receiver holds already is not sent: ``stats.skipped_blocks``. ``addrs`` of the
 handle are the canonical addresses at the receiver.
@@ -267,24 +269,15 @@ Args:
     route: One route.
     checksum: The receiver verifies the content.
     stream: As in transfer.
-    timeout: Seconds.
+    layerwise: As in transfer.
+    timeout: Seconds; None: the setting ``timeout_s``.
 
 Returns:
-    A Transfer.
+    A Transfer; with ``layerwise`` a TransferStream.
 
 Raises:
     As transfer.)")
-      .def("transfer_batch", &transfer_batch, py::arg("specs"), R"(Starts many transfers at once, to any peers.
-
-Args:
-    specs: A list of kvpool.TransferSpec.
-
-Returns:
-    A list of Transfer, in the same order.
-
-Raises:
-    As transfer, when an argument of one is wrong: then none was started.
-    ArgumentTypeError: One is no TransferSpec.)")
+      .def("_transfer_batch", &transfer_batch, py::arg("specs"))
       .def("fetch", &fetch, py::arg("peer"), py::arg("addrs"), py::kw_only(), to, medium, evict, priority, timeout,
            R"(Brings copies of a peer's blocks here.
 
@@ -297,17 +290,13 @@ Args:
     medium: Where the pool allocates.
     evict: Whether cached blocks here may make room.
     priority: "decode", "prefill" or "background".
-    timeout: Seconds; None: 30.
+    timeout: Seconds; None: the setting ``timeout_s``.
 
 Returns:
     A Transfer. A stream can wait for it in place of a thread: ``wait_on``.
 
 Raises:
-    As transfer. A block that has left its address at the owner: the handle raises StaleAddress.)")
-      .def("_open_transfer", &open_transfer, py::arg("peer"), py::arg("addrs"), py::kw_only(), py::arg("tokens"),
-           py::arg("namespace"), py::arg("to"), py::arg("medium"), py::arg("evict"), py::arg("private"),
-           py::arg("strategy"), py::arg("priority"), py::arg("route"), py::arg("checksum"), py::arg("stream"),
-           py::arg("timeout"));
+    As transfer. A block that has left its address at the owner: the handle raises StaleAddress.)");
 }
 
 }  // namespace kvpool::bindings

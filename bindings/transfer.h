@@ -19,6 +19,10 @@ struct TransferHandle {
 // Its class: transfer_handle.cpp.
 void bind_transfer_handle(pybind11::module_& module);
 
+// A kvpool.TransferStream that sends the layers of a Transfer, and its class: transfer_stream.cpp.
+pybind11::object stream_layers(pybind11::object transfer, pybind11::handle stream);
+void bind_transfer_stream(pybind11::module_& module);
+
 // A method of it: wait_on.cpp.
 void bind_wait_on(pybind11::class_<TransferHandle>& handle);
 

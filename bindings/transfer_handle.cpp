@@ -10,6 +10,8 @@
 namespace kvpool::bindings {
 namespace {
 
+using namespace py::literals;
+
 // In a forked child a transfer is left alone: its locks and threads are the parent's.
 Transfer& transfer_of(const TransferHandle& handle) {
   handle.pool->guard_process();
@@ -58,10 +60,13 @@ py::object addresses(const TransferHandle& handle) {
   return to_array(found.data(), found.size());
 }
 
-py::tuple stats(const TransferHandle& handle) {
+// The facts of a kvpool.TransferStats, by the names of its fields.
+py::dict stats(const TransferHandle& handle) {
   const TransferStats stats = ended(handle).stats();
-  return py::make_tuple(stats.route, stats.strategy, stats.blocks, stats.skipped_blocks, stats.calls, stats.runs,
-                        stats.bytes, stats.reserve_us, stats.write_us, stats.complete_us, stats.total_us);
+  return py::dict("route"_a = stats.route, "strategy"_a = stats.strategy, "blocks"_a = stats.blocks,
+                  "skipped_blocks"_a = stats.skipped_blocks, "calls"_a = stats.calls, "runs"_a = stats.runs,
+                  "bytes"_a = stats.bytes, "reserve_us"_a = stats.reserve_us, "write_us"_a = stats.write_us,
+                  "complete_us"_a = stats.complete_us, "total_us"_a = stats.total_us);
 }
 
 std::string repr(const TransferHandle& handle) {
@@ -99,7 +104,7 @@ Attributes:
 When this returns, the bytes are in place for every thread that learns of it through kvpool. Releases the GIL.
 
 Args:
-    timeout: Seconds; None waits as long as the transfer's own deadline lets it live.
+    timeout: Seconds; None: the transfer's own deadline ends the wait.
 
 Returns:
     Itself.
@@ -149,23 +154,6 @@ Raises:
           "fileno", [](const TransferHandle& handle) { return transfer_of(handle).done_fd(); },
           "A file descriptor that becomes readable when it is done, for select and its like. Do not read or close it.")
       .def("_stats", &stats)
-      .def(
-          "_send_layer",
-          [](const TransferHandle& handle, py::handle layer_argument, py::handle stream) {
-            const std::size_t layer = count_from(layer_argument, "layer");
-            if (layer > UINT32_MAX)
-              throw Error(ErrorCode::kArgument, "layer " + std::to_string(layer) + " is not there");
-            Transfer& transfer = transfer_of(handle);
-            auto after = handle.pool->order_after(stream_from(stream));
-            const GilReleased released;
-            transfer.send_layer(static_cast<std::uint32_t>(layer), std::move(after));
-          },
-          py::arg("layer"), py::arg("stream") = py::none())
-      .def("_finish",
-           [](const TransferHandle& handle) {
-             const GilReleased released;
-             transfer_of(handle).finish();
-           })
       .def("__repr__", &repr);
 }
 

@@ -85,21 +85,21 @@ class Server:
     # ---- peers
 
     def listen(self, address: str) -> str:
-        return self.pool.listen(address)
+        return self.pool.peers.listen(address)
 
     def connect(self, address: str, within_s: float) -> str:
         """Meets the instance that listens there, or that will: it may be starting still."""
         until = time.monotonic() + within_s
         while True:
             try:
-                return self.pool.connect(address, timeout=within_s)
+                return self.pool.peers.connect(address, timeout=within_s)
             except kvpool.PeerLost:
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.01)
 
-    def peers(self) -> list[kvpool.transfer.PeerInfo]:
-        return self.pool.peers()
+    def peers(self) -> list[kvpool.PeerInfo]:
+        return self.pool.peers.list()
 
     # ---- prompts
 
@@ -119,7 +119,7 @@ class Server:
 
     def serve_received(self, new_tokens: int, within_s: float) -> Delivery:
         """Waits for a peer's prompt, and serves it."""
-        item = self.pool.received(timeout=within_s)
+        item = self.pool.inbox.receive(timeout=within_s)
         if item is None:
             raise TimeoutError(f"no peer sent anything within {within_s} s")
         with item:  # its blocks stay cached while it is open
@@ -135,7 +135,9 @@ class Server:
         Returns how many bytes are written by then, and how many it would be.
         """
         with self.pool.match(prompt) as hit:  # a transfer holds what it reads by itself: the match may close
-            self._stream = self.pool.open_transfer(peer, hit.addrs, tokens=prompt[: hit.tokens], timeout=30.0)
+            self._stream = self.pool.transfer_with_insert(
+                peer, prompt[: hit.tokens], hit.addrs, timeout=30.0, layerwise=True
+            )
         for layer in range(layers):
             self._stream.send_layer(layer)
         until = time.monotonic() + within_s
@@ -156,7 +158,7 @@ class Server:
     def peer_is_lost(self, peer: str, within_s: float) -> float:
         """Waits until a peer is gone: when (CLOCK_MONOTONIC)."""
         until = time.monotonic() + within_s
-        while any(info.name == peer for info in self.pool.peers()):
+        while any(info.name == peer for info in self.pool.peers.list()):
             if time.monotonic() > until:
                 raise TimeoutError(f"{peer} is still there after {within_s} s")
             time.sleep(0.001)

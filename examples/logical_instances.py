@@ -60,11 +60,13 @@ class Instance:
             if part.layout is None:
                 continue  # a stage without layers has nothing to hold
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=worker, args=(self.pool.export_rank(part.rank), layout, theirs), daemon=True)
+            process = spawn.Process(
+                target=worker, args=(self.pool.ranks.export(part.rank), layout, theirs), daemon=True
+            )
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
-        self.pool.wait_for_ranks(60)
+        self.pool.ranks.wait(60)
         for pipe in self.pipes:
             print(f"  {pipe.recv()}")
 
@@ -115,7 +117,7 @@ def main() -> None:
     prefill = Instance("prefill", layout, arguments.prefill, blocks=4 * PROMPT_BLOCKS)
     print("decode:")
     decode = Instance("decode", layout, arguments.decode, blocks=4 * PROMPT_BLOCKS)
-    prefill.pool.connect(decode.pool.listen("unix:@kvpool-example-" + decode.processes[0].name))
+    prefill.pool.peers.connect(decode.pool.peers.listen("unix:@kvpool-example-" + decode.processes[0].name))
     right = serve(prefill, decode, print)
     prefill.close()
     decode.close()

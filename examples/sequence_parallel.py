@@ -90,7 +90,7 @@ class Part(Server):
     @contextlib.contextmanager
     def _next_prompt(self) -> Iterator[Tokens]:
         """What the predecessor sends. The K and V of the parts before this one stay cached while it is open."""
-        item = self.pool.received(timeout=_WAIT_S)
+        item = self.pool.inbox.receive(timeout=_WAIT_S)
         if item is None:
             raise TimeoutError(f"nothing came from part {self.part - 1} within {_WAIT_S} s")
         with item:

@@ -3,8 +3,8 @@
 One request at a time, to keep it readable. The life of a request's blocks:
 
     tokens   | cached prefix         | rest of the prompt | generated |
-    blocks   | match (pinned)        | alloc (active)     | alloc     |
-             | DRAM ones: swap_in    | prefill writes     | decode writes
+    blocks   | match into HBM        | alloc (active)     | alloc     |
+             | (pinned)              | prefill writes     | decode writes
     at end   | insert: full blocks become historical      | the last, partial block is freed
 
 Cached blocks are shared and immutable: the engine reads them and never writes them.
@@ -117,11 +117,9 @@ class Engine:
         """
         if not self._cache:
             return np.empty(0, np.uint64), 0
-        addrs = pins.enter_context(self._pool.match(prompt[:-1])).addrs.copy()
-        in_dram = kvpool.media(addrs) == kvpool.DRAM
-        if in_dram.any():
-            addrs[in_dram] = pins.enter_context(self._pool.swap_in(addrs[in_dram])).addrs
-        return addrs, int(in_dram.sum())
+        before = self._pool.stats().swapped_in_blocks
+        hit = pins.enter_context(self._pool.match(prompt[:-1], into=kvpool.HBM))
+        return hit.addrs, self._pool.stats().swapped_in_blocks - before
 
     def _forward(self, tokens: Tokens, table: Addresses, first_block: int) -> torch.Tensor:
         block_ids = torch.from_numpy(kvpool.block_ids(table))

@@ -34,15 +34,15 @@ class Subject:
         return os.getpid()
 
     def listen(self) -> str:
-        return self._pool.listen(f"unix:@kvpool-bench-{os.getpid()}")
+        return self._pool.peers.listen(f"unix:@kvpool-bench-{os.getpid()}")
 
     def connect(self, address: str) -> str:
-        return self._pool.connect(address)
+        return self._pool.peers.connect(address)
 
     def take_blocks(self, peer: str) -> int:
         """Holds blocks of a peer: some are lent, some reserved for a transfer that has begun."""
         self._lent = self._pool.alloc(32, instance=peer)
-        self._stream = self._pool.open_transfer(peer, self._addrs)
+        self._stream = self._pool.transfer(peer, self._addrs, layerwise=True)
         self._stream.send_layer(0)
         return len(self._lent)
 
@@ -52,7 +52,7 @@ class Subject:
         def take() -> None:
             with contextlib.suppress(kvpool.Error):
                 while True:
-                    item = self._pool.received()
+                    item = self._pool.inbox.receive()
                     if item is not None:
                         item.close()
 
@@ -66,7 +66,7 @@ class Subject:
             try:
                 while send:
                     self._pool.transfer(peer, self._addrs[:8]).wait()
-                while any(one.name == peer for one in self._pool.peers()):
+                while any(one.name == peer for one in self._pool.peers.list()):
                     time.sleep(0.0002)
             except kvpool.PeerLost:
                 pass

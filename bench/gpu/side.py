@@ -17,6 +17,7 @@ from bench.gpu.region import OnDevice
 from bench.measure import no_collections
 from bench.transfer.own import listen, settings
 from bench.transfer.side import scattered
+from kvpool.types import Strategy
 
 _HEADS, _DIM = 40, 128  # of Llama-2-13B
 
@@ -44,12 +45,12 @@ class Subject(OnDevice):
     def send(self, count: int, size: int, target: dict[str, Any], **options: Any) -> list[int]:
         self._make(2 * count, **options)
         pool, route = self._pool, options["route"]
-        peer = pool.connect(target["address"])
+        peer = pool.peers.connect(target["address"])
         self._order = scattered(count, 1)
         own = _by_block(pool.alloc(2 * count, medium=kvpool.HBM))[self._order]
         lent = _by_block(pool.alloc(2 * count, medium=kvpool.HBM, instance=peer))[scattered(count, 2)]
         # As the paper does: a discrete block is a call a piece, an aggregated one a call.
-        strategy = "by_request" if options["order"] == "discrete" else "by_request_agg"
+        strategy: Strategy = "by_request" if options["order"] == "discrete" else "by_request_agg"
 
         def begin() -> kvpool.Transfer:
             return pool.transfer(peer, own, to=lent, strategy=strategy, route=route)

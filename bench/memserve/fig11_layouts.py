@@ -22,6 +22,7 @@ from bench.transfer.own import listen, settings
 from bench.transfer.pair import Kind, Pair, Point, measure
 from bench.transfer.side import Side, buffer
 from bench.transfer.ucx import TCP, ucx_environment
+from kvpool.types import Strategy
 
 TITLE = "MemServe Fig 11: discrete against aggregated blocks, Llama-2-13B, one prompt of 2,048 tokens"
 PEERS = ("UCX",)  # for its library
@@ -49,16 +50,16 @@ class Subject(Side):
     def send(self, count: int, size: int, target: dict[str, Any], **options: Any) -> list[int]:
         self._make(count, **options)
         pool, route = self._pool, options["route"]
-        peer = pool.connect(target["address"])
+        peer = pool.peers.connect(target["address"])
         own = np.sort(pool.alloc(count))
         lent = np.sort(pool.alloc(count, instance=peer))
         self._order = _shuffled(count)
 
-        def write(strategy: str, source: Any, to: Any) -> kvpool.Transfer:
+        def write(strategy: Strategy, source: Any, to: Any) -> kvpool.Transfer:
             return pool.transfer(peer, source, to=to, strategy=strategy, route=route).wait()
 
         # As the paper does: a discrete block is a call a piece, an aggregated one a call.
-        strategy = "by_request" if options["order"] == "discrete" else "by_request_agg"
+        strategy: Strategy = "by_request" if options["order"] == "discrete" else "by_request_agg"
         self._calls = {
             "scattered": lambda: write(strategy, own[self._order], lent[self._order]),
             # The same blocks to the same places in the order of the memory, so that neighbours can be merged.
@@ -68,7 +69,7 @@ class Subject(Side):
 
     def facts(self) -> dict[str, Any]:
         return {
-            "link": self._pool.peers()[0].link,
+            "link": self._pool.peers.list()[0].link,
             "calls": {variant: call().stats.calls for variant, call in self._calls.items()},
         }
 

@@ -58,14 +58,14 @@ class Subject:
 
     def take(self) -> None:
         """From now on what arrives is looked at and its blocks are free again."""
-        self._callback = self._pool.on_received(lambda item: None)
+        self._callback = self._pool.inbox.on_received(lambda item: None)
 
     def connect(self, address: str) -> str:
-        self._peer = self._pool.connect(address)
+        self._peer = self._pool.peers.connect(address)
         self._room: Queue[npt.NDArray[np.uint64]] = Queue()
         for _ in range(_IN_FLIGHT):
             self._room.put(self._pool.alloc(self._blocks))
-        return self._pool.peers()[0].link
+        return self._pool.peers.list()[0].link
 
     def serve(self, strategy: str, load: float, requests: int) -> list[float]:
         """Times from arrival to the last block of so many requests; microseconds."""
@@ -87,8 +87,10 @@ class Subject:
         options: dict[str, Any] = {"strategy": strategy, "route": self._route, "private": b"", "timeout": _TIMEOUT_S}
         if not strategy.startswith("by_layer"):
             _sleep_until(perf_counter() + self._layers * _LAYER_S)
-            return self._pool.transfer(self._peer, addrs, **options)
-        with self._pool.open_transfer(self._peer, addrs, **options) as stream:
+            whole: kvpool.Transfer = self._pool.transfer(self._peer, addrs, **options)
+            return whole
+        opened: kvpool.TransferStream = self._pool.transfer(self._peer, addrs, **options, layerwise=True)
+        with opened as stream:
             begun = perf_counter()
             for layer in range(self._layers):
                 # By the clock, not by what is left after sending: a GPU computes on while the layer before is sent.

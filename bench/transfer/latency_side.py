@@ -36,10 +36,10 @@ class Subject:
         return listen(self._pool, link)
 
     def connect(self, address: str) -> dict[str, Any]:
-        self._peer = self._pool.connect(address)
+        self._peer = self._pool.peers.connect(address)
         self._block = self._pool.alloc(1)
         self._lent = self._pool.alloc(1, instance=self._peer)
-        peer = self._pool.peers()[0]
+        peer = self._pool.peers.list()[0]
         return {"link": peer.link, "routes": peer.routes}
 
     # ---- the receiving application
@@ -62,7 +62,7 @@ class Subject:
     def _take(self) -> None:
         reply = self._pool.alloc(1)
         while True:
-            item = self._pool.received(timeout=_LISTEN_S)
+            item = self._pool.inbox.receive(timeout=_LISTEN_S)
             now = perf_counter_ns()
             if item is None:
                 continue
@@ -98,7 +98,7 @@ class Subject:
 
         def there_and_back() -> None:
             self._pool.transfer(self._peer, self._block, private=_stamped(_ECHO)).wait()
-            item = self._pool.received(timeout=_LISTEN_S)
+            item = self._pool.inbox.receive(timeout=_LISTEN_S)
             if item is None:
                 raise RuntimeError("no answer")
             item.close()

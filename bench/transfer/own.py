@@ -30,8 +30,8 @@ def settings(*routes: str, trusted: bool = True) -> dict[str, Any]:
 def listen(pool: kvpool.Pool, link: str) -> str:
     """Lets a peer connect over "tcp", and nothing else, or "unix". One pool a process."""
     if link == "unix":
-        return pool.listen(f"unix:@kvpool-bench-{os.getpid()}")
-    return pool.listen("tcp:127.0.0.1:0")
+        return pool.peers.listen(f"unix:@kvpool-bench-{os.getpid()}")
+    return pool.peers.listen("tcp:127.0.0.1:0")
 
 
 class Subject(Side):
@@ -46,7 +46,7 @@ class Subject(Side):
 
     def send(self, count: int, size: int, card: dict[str, Any], **options: Any) -> list[int]:
         self._make(2 * count, size, **options)
-        peer = self._pool.connect(card["address"])
+        peer = self._pool.peers.connect(card["address"])
         self._order = scattered(count, 1)
         own = _by_block(self._pool.alloc(2 * count, medium=self._medium))[self._order]
         lent = _by_block(self._pool.alloc(2 * count, medium=self._medium, instance=peer))[scattered(count, 2)]
@@ -60,7 +60,7 @@ class Subject(Side):
 
     def facts(self) -> dict[str, Any]:
         """What it ran over: asked of the sender, for the notes."""
-        peer = self._pool.peers()[0]
+        peer = self._pool.peers.list()[0]
         stats = self._calls["transfer"]().stats
         arena = self._pool.arena(self._medium)
         return {

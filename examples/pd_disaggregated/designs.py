@@ -49,7 +49,7 @@ class PDBasic:
 
         The last block follows when the first token is known, by send_last.
         """
-        return pool.open_transfer(decode, work.early_blocks, private=letter, timeout=TRANSFER_S)
+        return pool.transfer(decode, work.early_blocks, private=letter, timeout=TRANSFER_S, layerwise=True)
 
     def send_last(self, pool: kvpool.Pool, decode: str, work: Work, letter: bytes) -> kvpool.Transfer:
         """At prefill, by layer: the block in which the prompt ends, and the letter that has the first token."""
@@ -93,8 +93,8 @@ class PDCaching2(PDCaching1):
 
     def open_stream(self, pool: kvpool.Pool, decode: str, work: Work, letter: bytes) -> kvpool.TransferStream:
         """The same by layer."""
-        return pool.open_transfer(
-            decode, work.early_blocks, tokens=work.early_tokens, private=letter, timeout=TRANSFER_S
+        return pool.transfer_with_insert(
+            decode, work.early_tokens, work.early_blocks, private=letter, timeout=TRANSFER_S, layerwise=True
         )
 
     def take_over(self, work: Work, item: kvpool.Received) -> None:

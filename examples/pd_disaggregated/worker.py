@@ -90,7 +90,7 @@ class Halves:
     since: float = field(default_factory=time.monotonic)
 
 
-Mail = messages.ToInstance | kvpool.Received | kvpool.transfer.PeerEvent
+Mail = messages.ToInstance | kvpool.Received | kvpool.PeerEvent
 
 
 class Worker:
@@ -114,8 +114,8 @@ class Worker:
         self._audit_until: float | None = None  # an audit is wanted: when to give up waiting for peers
         self.cluster = kvpool.Cluster.join(plan.cluster, lease=plan.lease_s)
         self.pool.attach(self.cluster, name=name, role=_role(name))
-        self.pool.on_received(self._mail.put)
-        self.pool.on_peer(self._mail.put)
+        self.pool.inbox.on_received(self._mail.put)
+        self.pool.peers.on_change(self._mail.put)
         threading.Thread(target=self._read_pipe, name="pipe", daemon=True).start()
 
     def run(self) -> None:
@@ -161,7 +161,7 @@ class Worker:
             self._over = True
         elif isinstance(mail, kvpool.Received):
             self._receive(mail)
-        elif isinstance(mail, kvpool.transfer.PeerEvent):
+        elif isinstance(mail, kvpool.PeerEvent):
             if mail.kind == "lost":
                 self._tell(messages.Noticed(mail.name))
         elif isinstance(mail, messages.Serve):

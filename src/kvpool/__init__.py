@@ -58,20 +58,26 @@ from kvpool.index import (
     RemovedEvent,
     StoredEvent,
 )
-from kvpool.peers.attachment import Attachment
-from kvpool.pool import MediumStats, Pool, PoolStats
-from kvpool.ranks import RankArena
-from kvpool.transfer import (
-    ParallelConfig,
+from kvpool.peers import (
+    Attachment,
+    Inbox,
     PeerCallback,
     PeerEvent,
     PeerInfo,
+    Peers,
     RankInfo,
+    Ranks,
     RecallResult,
-    Received,
-    ReceivedCallback,
     RouteCost,
     RouteReport,
+)
+from kvpool.pool import MediumStats, Pool, PoolStats
+from kvpool.ranks import RankArena
+from kvpool.transfer import (
+    Batch,
+    ParallelConfig,
+    Received,
+    ReceivedCallback,
     Transfer,
     TransferSpec,
     TransferStats,
@@ -93,6 +99,7 @@ __all__ = [
     "Attachment",
     "AuditError",
     "AuthError",
+    "Batch",
     "Busy",
     "Cancelled",
     "ClosedError",
@@ -103,6 +110,7 @@ __all__ = [
     "EventStream",
     "Fenced",
     "ForkError",
+    "Inbox",
     "Inserted",
     "InstanceIndex",
     "KVLayout",
@@ -125,12 +133,14 @@ __all__ = [
     "PeerEvent",
     "PeerInfo",
     "PeerLost",
+    "Peers",
     "Pool",
     "PoolStats",
     "PromptIndex",
     "ProtocolError",
     "RankArena",
     "RankInfo",
+    "Ranks",
     "RawLayout",
     "RecallResult",
     "Received",

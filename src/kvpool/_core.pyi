@@ -6,12 +6,12 @@ from typing import Any, Literal, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import Error
+from kvpool.facts import PeerEventFacts, PeerFacts, RankFacts, RecallFacts, TransferStatsFacts, TransferTotalsFacts
 from kvpool.types import AddressVector as AddressVector
 from kvpool.types import Bytes as Bytes
 from kvpool.types import CudaStream as CudaStream
+from kvpool.types import Medium, Policy, Priority, Route, Strategy, TransferSpec, TransferStats
 from kvpool.types import TokenVector as TokenVector
-from kvpool.types import TransferSpec, TransferStats
 
 __version__: str
 
@@ -99,9 +99,17 @@ class Transfer:
     def stats(self) -> TransferStats: ...  # kvpool.transfer.handle adds it, and __await__
     def fileno(self) -> int: ...
     def __await__(self) -> Generator[Any, None, Transfer]: ...
-    def _stats(self) -> tuple[str, str, int, int, int, int, int, float, float, float, float]: ...
-    def _send_layer(self, layer: int, stream: object = None) -> None: ...
-    def _finish(self) -> None: ...
+    def _stats(self) -> TransferStatsFacts: ...
+
+class TransferStream:
+    @property
+    def transfer(self) -> Transfer: ...
+    def send_layer(self, layer: int, *, stream: CudaStream | None = None) -> None: ...
+    def finish(self) -> Transfer: ...
+    def wait(self, timeout: float | None = None) -> Transfer: ...
+    def done(self) -> bool: ...
+    def __enter__(self) -> TransferStream: ...
+    def __exit__(self, *args: object) -> None: ...
 
 class Received:
     @property
@@ -182,6 +190,7 @@ class Pool:
         device_memory: str,
         audit: bool,
         zero_on_alloc: bool,
+        timeout_s: float,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
@@ -197,16 +206,20 @@ class Pool:
     ) -> npt.NDArray[np.uint64]: ...
     def free(self, addrs: AddressVector) -> None: ...
     def adopt(self, blocks: AddressVector) -> npt.NDArray[np.uint64]: ...
-    def match(self, tokens: TokenVector, namespace: str = "") -> Match: ...
-    def match_batch(self, prompts: Sequence[TokenVector], namespace: str = "") -> list[Match]: ...
+    def match(
+        self,
+        tokens: TokenVector,
+        namespace: str = "",
+        *,
+        into: Literal[Medium.HBM] | None = None,
+        stream: CudaStream | None = None,
+    ) -> Match: ...
+    def _match_batch(self, prompts: Sequence[TokenVector], namespace: str) -> list[Match]: ...
     def insert(
         self, tokens: TokenVector, addrs: AddressVector, namespace: str = "", free_duplicates: bool = False
     ) -> Inserted: ...
-    def insert_batch(
-        self,
-        prompts: Sequence[tuple[TokenVector, AddressVector]],
-        namespace: str = "",
-        free_duplicates: bool = False,
+    def _insert_batch(
+        self, prompts: Sequence[tuple[TokenVector, AddressVector]], namespace: str, free_duplicates: bool
     ) -> list[Inserted]: ...
     def delete(self, tokens: TokenVector, namespace: str = "", descendants: bool = False) -> int: ...
     def evict(self, n: int, medium: int = ...) -> int: ...
@@ -241,7 +254,8 @@ class Pool:
         self, addrs: AddressVector, into: AddressVector | None = None, *, stream: CudaStream | None = None, wait: bool
     ) -> SwappedIn | SwapIn: ...
     def close(self) -> None: ...
-    def disconnect(self, peer: str) -> None: ...
+    def _disconnect(self, peer: str) -> None: ...
+    @overload
     def transfer(
         self,
         peer: str,
@@ -251,13 +265,51 @@ class Pool:
         medium: int = ...,
         evict: bool = True,
         private: Bytes | None = None,
-        strategy: str = "auto",
-        priority: str = "prefill",
-        route: str | None = None,
+        strategy: Strategy = "auto",
+        priority: Priority = "prefill",
+        route: Route | None = None,
         checksum: bool = False,
-        stream: object = None,
-        timeout: float | None = 30.0,
+        stream: CudaStream | None = None,
+        layerwise: Literal[False] = False,
+        timeout: float | None = None,
     ) -> Transfer: ...
+    @overload
+    def transfer(
+        self,
+        peer: str,
+        addrs: AddressVector,
+        *,
+        to: AddressVector | None = None,
+        medium: int = ...,
+        evict: bool = True,
+        private: Bytes | None = None,
+        strategy: Strategy = "auto",
+        priority: Priority = "prefill",
+        route: Route | None = None,
+        checksum: bool = False,
+        stream: CudaStream | None = None,
+        layerwise: Literal[True],
+        timeout: float | None = None,
+    ) -> TransferStream: ...
+    @overload
+    def transfer(
+        self,
+        peer: str,
+        addrs: AddressVector,
+        *,
+        to: AddressVector | None = None,
+        medium: int = ...,
+        evict: bool = True,
+        private: Bytes | None = None,
+        strategy: Strategy = "auto",
+        priority: Priority = "prefill",
+        route: Route | None = None,
+        checksum: bool = False,
+        stream: CudaStream | None = None,
+        layerwise: bool,
+        timeout: float | None = None,
+    ) -> Transfer | TransferStream: ...
+    @overload
     def transfer_with_insert(
         self,
         peer: str,
@@ -269,14 +321,55 @@ class Pool:
         medium: int = ...,
         evict: bool = True,
         private: Bytes | None = None,
-        strategy: str = "auto",
-        priority: str = "prefill",
-        route: str | None = None,
+        strategy: Strategy = "auto",
+        priority: Priority = "prefill",
+        route: Route | None = None,
         checksum: bool = False,
-        stream: object = None,
-        timeout: float | None = 30.0,
+        stream: CudaStream | None = None,
+        layerwise: Literal[False] = False,
+        timeout: float | None = None,
     ) -> Transfer: ...
-    def transfer_batch(self, specs: Sequence[TransferSpec]) -> list[Transfer]: ...
+    @overload
+    def transfer_with_insert(
+        self,
+        peer: str,
+        tokens: TokenVector,
+        addrs: AddressVector,
+        *,
+        namespace: str = "",
+        to: AddressVector | None = None,
+        medium: int = ...,
+        evict: bool = True,
+        private: Bytes | None = None,
+        strategy: Strategy = "auto",
+        priority: Priority = "prefill",
+        route: Route | None = None,
+        checksum: bool = False,
+        stream: CudaStream | None = None,
+        layerwise: Literal[True],
+        timeout: float | None = None,
+    ) -> TransferStream: ...
+    @overload
+    def transfer_with_insert(
+        self,
+        peer: str,
+        tokens: TokenVector,
+        addrs: AddressVector,
+        *,
+        namespace: str = "",
+        to: AddressVector | None = None,
+        medium: int = ...,
+        evict: bool = True,
+        private: Bytes | None = None,
+        strategy: Strategy = "auto",
+        priority: Priority = "prefill",
+        route: Route | None = None,
+        checksum: bool = False,
+        stream: CudaStream | None = None,
+        layerwise: bool,
+        timeout: float | None = None,
+    ) -> Transfer | TransferStream: ...
+    def _transfer_batch(self, specs: Sequence[TransferSpec]) -> list[Transfer]: ...
     def fetch(
         self,
         peer: str | None,
@@ -285,28 +378,10 @@ class Pool:
         to: AddressVector | None = None,
         medium: int = ...,
         evict: bool = True,
-        priority: str = "prefill",
-        timeout: float | None = 30.0,
+        priority: Priority = "prefill",
+        timeout: float | None = None,
     ) -> Transfer: ...
-    def received(self, timeout: float | None = None) -> Received | None: ...
-    def _open_transfer(
-        self,
-        peer: str,
-        addrs: AddressVector,
-        *,
-        tokens: TokenVector | None,
-        namespace: str,
-        to: AddressVector | None,
-        medium: int,
-        evict: bool,
-        private: Bytes | None,
-        strategy: str,
-        priority: str,
-        route: str | None,
-        checksum: bool,
-        stream: object,
-        timeout: float | None,
-    ) -> Transfer: ...
+    def _receive(self, timeout: float | None) -> Received | None: ...
     def _start_service(self, settings: object, ucx: str, nccl: str, joins_cluster: bool = False) -> list[str]: ...
     def _publish_service(self) -> None: ...
     def _drop_service(self) -> None: ...
@@ -322,33 +397,12 @@ class Pool:
     def _listen(self, address: str) -> str: ...
     def _connect(self, address: str, timeout: float | None, wait: bool) -> str: ...
     def _begin_peer_events(self) -> int: ...
-    def _next_peer_event(
-        self,
-    ) -> tuple[str, str, int, int, Error | None, tuple[int, ...], float | None] | None: ...
+    def _next_peer_event(self) -> PeerEventFacts | None: ...
     def _end_peer_events(self) -> None: ...
-    def _recall(self, peer: str, blocks: object, count: int, timeout: float | None) -> tuple[int, int, int]: ...
-    def _peers(
-        self,
-    ) -> list[
-        tuple[
-            str,
-            int,
-            int,
-            str,
-            tuple[str, ...],
-            int,
-            int,
-            int,
-            int,
-            int,
-            tuple[tuple[str, int, bool, str], ...],
-            tuple[tuple[str, int, int, float, float, float], ...],
-        ]
-    ]: ...
-    def _transfer_counts(
-        self,
-    ) -> dict[str, tuple[int, dict[str, int], int, float, tuple[tuple[float, int], ...]]]: ...
-    def _ranks(self) -> list[tuple[int, bool, int, str, str, str]]: ...
+    def _recall(self, peer: str, blocks: object, count: int, timeout: float | None) -> RecallFacts: ...
+    def _peers(self) -> list[PeerFacts]: ...
+    def _transfer_totals(self) -> dict[str, TransferTotalsFacts]: ...
+    def _ranks(self) -> list[RankFacts]: ...
     def _scheduler_facts(self) -> tuple[int, int]: ...
     def _wait_for_ranks(self, timeout: float | None) -> bool: ...
     def _received_fd(self) -> int: ...
@@ -362,7 +416,7 @@ class Pool:
     def _view(self, medium: int, shape: list[int], strides: list[int], dtype: str) -> KVTensor: ...
 
 class PromptIndex:
-    def __init__(self, block_tokens: int = 16, policy: str = "lru") -> None: ...
+    def __init__(self, block_tokens: int = 16, policy: Policy = "lru") -> None: ...
     @property
     def block_tokens(self) -> int: ...
     def match(self, tokens: TokenVector, namespace: str = "") -> Match: ...
@@ -433,7 +487,7 @@ class RankNode:
     @property
     def address(self) -> str: ...
     def lost(self) -> BaseException | None: ...
-    def wait_lost(self, timeout: float | None) -> bool: ...
+    def wait_lost(self, timeout: float) -> bool: ...
     def close(self) -> None: ...
 
 def _join_rank(

@@ -21,6 +21,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args, get_origin, get_ty
 
 from kvpool.arguments import int_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError
+from kvpool.types import Policy, Route
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -54,11 +55,13 @@ class Settings:
         zero_on_alloc: alloc hands out blocks as zeros, so that no owner sees what an earlier one left; adopt does not.
         name: What peers call this pool, unique among them; "" makes one of host, process and a random number.
         secret: What peers prove to each other that they know. Needed for TCP; without it a Unix socket lets in
-            processes of the same user. Never shown.
+            processes of the same user. Never shown. A pool of a cluster takes the cluster's.
         model: A fingerprint of the model whose cache this is; peers with another one are refused.
         routes: By which blocks may travel: of "loopback", "shm", "cuda_ipc", "cma", "sock", "ucx" and "nccl". Empty:
             all but "cma", which lets peers reach all memory of this process, not only the blocks, and "ucx" and
             "nccl", which take time to start; "nccl" is for HBM on a GPU alone. Separated by commas in the environment.
+        timeout_s: Seconds that a verb waits which is called without a `timeout`, or with None. Waiting for a transfer
+            ends with the transfer's own deadline instead.
         lease_s: Seconds after which a peer that says nothing is lost.
         reserve_max_s: Seconds for which blocks are reserved for a peer's transfer at most. They are taken back when the
             time is over that the transfer may take, or these, whichever is shorter; and when the peer is lost.
@@ -81,11 +84,11 @@ class Settings:
             NCCL.
         transfers_max: Transfers of one peer that may be under way; then it is told Busy.
         reserved_max: Blocks of one peer that may be reserved and lent together; then it is told Busy.
-        received_max: Items that may wait for the application (`Pool.received`); then peers are told Busy. A sixteenth
+        received_max: Items that may wait for the application (`Pool.inbox`); then peers are told Busy. A sixteenth
             of it, at least one, is each peer's own, whoever fills the rest.
     """
 
-    policy: Literal["lru", "lfu", "fifo"] = "lru"
+    policy: Policy = "lru"
     copy_threads: int = 2
     huge_pages: Literal["auto", "never", "require"] = "auto"
     numa_node: int = -1
@@ -97,7 +100,8 @@ class Settings:
     name: str = ""
     secret: str = field(default="", repr=False)
     model: str = ""
-    routes: tuple[str, ...] = ()
+    routes: tuple[Route, ...] = ()
+    timeout_s: float = 30.0
     lease_s: float = 3.0
     reserve_max_s: float = 600.0
     transfer_threads: int = 2
@@ -128,6 +132,7 @@ FIELDS: Final[dict[str, Any]] = get_type_hints(Settings)
 _RANGES: Final[dict[str, tuple[float, float]]] = {
     "copy_threads": (1, 256),
     "numa_node": (-1, 1023),
+    "timeout_s": (0.001, 86400.0),
     "lease_s": (0.05, 3600.0),
     "reserve_max_s": (0.05, 86400.0),
     "transfer_threads": (1, 256),
@@ -139,7 +144,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "received_max": (1, 1 << 24),
 }
 _BYTES_MAX: Final = {"name": 255, "secret": 4096, "model": 255, "ucx": 4096, "nccl": 4096}
-ROUTES: Final = ("loopback", "shm", "cuda_ipc", "cma", "sock", "ucx", "nccl")
+ROUTES: Final = get_args(Route)
 _WORDS: Final = {
     "1": True,
     "true": True,

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from kvpool import _core
 from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats, stats_of
 from kvpool.arguments import flag_from, int_from, shown
-from kvpool.cluster import Cluster
+from kvpool.cluster import Cluster, Role
 from kvpool.config import Settings, check_names, load
 from kvpool.errors import ArgumentError, ArgumentTypeError, StateError
 from kvpool.index import EventStream, MatchReport
+from kvpool.peers import Attachment, Inbox, NetworkedPool, Peers, Ranks
 from kvpool.peers.attach import attach
-from kvpool.peers.attachment import Attachment
-from kvpool.transfer import PeerVerbs
-from kvpool.transfer.reshard import ParallelConfig
+from kvpool.transfer import Batch, ParallelConfig
 from kvpool.types import DRAM, HBM, KVLayout, Medium, RawLayout
 
 __all__ = ["ArenaInfo", "MediumStats", "Pool", "PoolStats"]
@@ -27,17 +26,25 @@ _log = logging.getLogger("kvpool")
 # Of the settings, those that the core takes when a pool is made; the others are for peers.
 _LOCAL_SETTINGS = (
     "policy", "copy_threads", "huge_pages", "numa_node", "check_memory", "pin_dram", "device_memory", "audit",
-    "zero_on_alloc",
+    "zero_on_alloc", "timeout_s",
 )  # fmt: skip
 
 _DIGITS_MAX = 4  # of the number of a GPU
 
 
-class Pool(PeerVerbs):
+class Pool(NetworkedPool):
     """Blocks of KV cache in two tiers, and the index of the prompts that they hold.
 
     All methods are thread-safe; a method that raises has changed nothing. A pool belongs to the process that made it:
     in a forked child every method raises ForkError. Use it in a ``with``, or call ``close()``.
+
+    Peers, the ranks of a logical instance, what peers have sent, and batches of calls stand in objects: `peers`,
+    `ranks`, `inbox`, `batch`. A verb that waits takes a ``timeout`` in seconds; None, the default, is the setting
+    ``timeout_s`` everywhere. The secret is the setting ``secret``, or the cluster's.
+
+    Attributes:
+        settings: The kvpool.Settings that hold.
+        kv_layout: What it was made with.
 
     Args:
         layout: What a block holds; a KVLayout, or a RawLayout for other data.
@@ -55,7 +62,7 @@ class Pool(PeerVerbs):
             it holds. They can be sent and filled by transfers, and are never cached.
         parallel: Makes this the scheduler of a logical instance of several ranks: it allocates and indexes blocks whose
             memory is in its ranks, each of which holds its layers and heads of every block. Hand a ticket of
-            export_rank to each worker, which joins with RankArena.join. `layout` is that of the whole block.
+            Ranks.export to each worker, which joins with RankArena.join. `layout` is that of the whole block.
         **settings: Fields of kvpool.Settings; they win over the environment and the file.
 
     Raises:
@@ -64,7 +71,7 @@ class Pool(PeerVerbs):
         LayoutMismatch: Adopted tensors do not hold the pages that the layout declares: other sizes, shapes or types.
         Unsupported: This machine cannot do it, such as a device that is not there.
         DeviceLost: The GPU does not work any more. Every verb raises it from then on, but for those that end something
-            (close, disconnect) or only look (stats, audit, peers).
+            (close, peers.disconnect) or only look (stats, audit, peers).
     """
 
     def __init__(
@@ -91,7 +98,7 @@ class Pool(PeerVerbs):
             raise ArgumentError("engine_allocates is for adopted tensors: give them as hbm")
         _check_parallel(parallel, layout, device, hbm)
         self.settings: Settings = load(**settings)
-        self.parallel = parallel
+        self._parallel = parallel
         self.kv_layout: KVLayout | RawLayout = layout
         self._adopted = hbm is not None
         options = {name: getattr(self.settings, name) for name in _LOCAL_SETTINGS}
@@ -109,10 +116,10 @@ class Pool(PeerVerbs):
             device=ordinal,
             **options,
         )
-        self._gpu = _ordinal(self.device)
+        self._gpu = _ordinal(device_name := self.arena(HBM).device)
         bounds = _core.kernel_piece_bytes(self._gpu)
         if bounds is not None:
-            _log.info("%s: kernels copy pieces of up to %d bytes out, %d in, %d within", self.device, *bounds)
+            _log.info("%s: kernels copy pieces of up to %d bytes out, %d in, %d within", device_name, *bounds)
         self._attaching = threading.Lock()
         self._attachment: Attachment | None = None
 
@@ -121,16 +128,17 @@ class Pool(PeerVerbs):
         cluster: Cluster,
         *,
         name: str | None = None,
-        role: Literal["prefill", "decode", "both"] = "both",
+        role: Role = "both",
         listen: str | Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> Attachment:
         """Makes this pool a member of a cluster: from then on every verb reaches every member by its name.
 
-        The directory gives the pool the instance id of its addresses, so attach it before `listen`, `connect` and
-        `export_rank`. A member that a verb names is met then, within the verb's deadline; nobody has to call connect.
-        One that the cluster gives up is parted from, and a pool that loses its own lease raises Fenced from what
-        needs peers until it has one again: see docs/how-to/cluster.md. The load goes out with each heartbeat.
+        The directory gives the pool the instance id of its addresses, so attach it before `Peers.listen`,
+        `Peers.connect` and `Ranks.export`. A member that a verb names is met then, within the verb's deadline; nobody
+        has to call connect. One that the cluster gives up is parted from, and a pool that loses its own lease raises
+        Fenced from what needs peers until it has one again: see docs/how-to/cluster.md. The load goes out with each
+        heartbeat.
 
         The verbs that need peers may be called when this has returned. A pool is attached once; one that has left is
         not taken in again. A logical instance (``parallel=``) is attached by its scheduler; its ranks join then.
@@ -142,8 +150,9 @@ class Pool(PeerVerbs):
             role: "prefill", "decode" or "both".
             listen: Where peers connect to, one address or several, the best first. By default a Unix socket in a
                 cluster of one machine, and TCP on the loopback in others: name an interface for other hosts.
-            timeout: Seconds to wait for the directory, for the name of a dead member, and, when etcd knows nobody, for
-                members that may be on their way back to it. By default 10 and two leases.
+            timeout: Seconds; None: the setting ``timeout_s``. That is for the directory to answer, for the name of a
+                dead member to become free, and, when etcd knows nobody, for members that may be on their way back to
+                it: give more than two leases when those are long.
 
         Returns:
             A handle to leave by. The pool keeps it, and closes it when it is closed.
@@ -153,7 +162,8 @@ class Pool(PeerVerbs):
                 the cluster has a member of this process already; an address is in use.
             DeadlineExceeded: The directory does not answer, or the name of a dead member is not free yet; or etcd knows
                 nobody, and members that may be on their way back have not been given a lease for it yet.
-            ArgumentError: An address, name or role that is none; TCP without a secret; two different secrets.
+            ArgumentError: A wrong address, name or role; TCP without a secret; the pool was given another secret than
+                the cluster.
             ArgumentTypeError: A value of the wrong type.
             ClosedError, ForkError: As everywhere. Whatever is raised, pool and cluster are as they were.
         """
@@ -199,7 +209,7 @@ class Pool(PeerVerbs):
         stats = self.stats()
         blocks = stats.hbm.capacity if medium == HBM else stats.dram.capacity
         layout = self.kv_layout
-        if self.parallel is not None:
+        if self._parallel is not None:
             raise StateError("the memory of a logical instance is its ranks': see RankArena.tensor")
         if self._adopted and medium == HBM:
             raise StateError("HBM is adopted memory: the engine's own tensors are the view")
@@ -208,13 +218,8 @@ class Pool(PeerVerbs):
         shape, strides = _kv_view(layout, blocks)
         return self._view(int(medium), shape, strides, layout.dtype)
 
-    @property
-    def device(self) -> str:
-        """Where HBM lies: "cpu", or "cuda:0" and so on. Raises ClosedError."""
-        return self.arena(HBM).device
-
     def arena(self, medium: int) -> ArenaInfo:
-        """How much memory a medium takes, and of which kind."""
+        """How much memory a medium takes, of which kind, and on which device."""
         return ArenaInfo(**self._arena(int(_one_medium(medium))))
 
     def stats(self) -> PoolStats:
@@ -228,6 +233,26 @@ class Pool(PeerVerbs):
         was overwritten.
         """
         return stats_of(self._audit(), _core.kernel_piece_bytes(self._gpu))
+
+    @property
+    def peers(self) -> Peers:
+        """The peers: meeting them, parting from them, and who is connected."""
+        return Peers(self)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of a logical instance, made with ``parallel=``: giving them out, and who has joined."""
+        return Ranks(self)
+
+    @property
+    def inbox(self) -> Inbox:
+        """What peers have sent for the application."""
+        return Inbox(self)
+
+    @property
+    def batch(self) -> Batch:
+        """The batch forms of match, insert and transfer."""
+        return Batch(self)
 
     def explain_match(self, tokens: _core.TokenVector, namespace: str = "") -> MatchReport:
         """Says what match would find, and why it ends there. Pins nothing and does not count as a use.

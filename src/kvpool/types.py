@@ -35,7 +35,11 @@ __all__ = [
     "KVLayout",
     "Layout",
     "Medium",
+    "Policy",
+    "Priority",
     "RawLayout",
+    "Route",
+    "Strategy",
     "block_ids",
     "decode_address",
     "media",
@@ -288,6 +292,10 @@ TokenVector: TypeAlias = (
 )
 # An int (a cudaStream_t), or an object that has one: `__cuda_stream__()`, torch's `.cuda_stream`, CuPy's `.ptr`.
 CudaStream: TypeAlias = "int | object"
+Policy: TypeAlias = Literal["lru", "lfu", "fifo"]
+Strategy: TypeAlias = Literal["auto", "by_layer", "by_layer_agg", "by_request", "by_request_agg"]
+Priority: TypeAlias = Literal["decode", "prefill", "background"]
+Route: TypeAlias = Literal["loopback", "shm", "cuda_ipc", "cma", "sock", "ucx", "nccl"]
 AddressVector: TypeAlias = "npt.NDArray[np.uint64] | npt.NDArray[np.int64] | Sequence[int] | array[int] | memoryview"
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
@@ -470,7 +478,7 @@ class TransferTotals:
 
 @dataclass(frozen=True, eq=False)
 class TransferSpec:
-    """One transfer of `Pool.transfer_batch`. The fields are the arguments of `Pool.transfer`, which explains them.
+    """One transfer of `Batch.transfer`. The fields are the arguments of `Pool.transfer`, which explains them.
 
     Attributes:
         tokens: Insert the blocks at the receiver as this prompt, as `Pool.transfer_with_insert` does.
@@ -485,9 +493,9 @@ class TransferSpec:
     medium: int = HBM
     evict: bool = True
     private: Bytes | None = None
-    strategy: str = "auto"
-    priority: str = "prefill"
-    route: str | None = None
+    strategy: Strategy = "auto"
+    priority: Priority = "prefill"
+    route: Route | None = None
     checksum: bool = False
     stream: object = None
-    timeout: float | None = 30.0
+    timeout: float | None = None

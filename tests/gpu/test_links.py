@@ -90,8 +90,8 @@ def two_processes(route: str, order: str, **settings: Any) -> Iterator[tuple[Chi
                 library=DRIVER, blocks=BLOCKS, order=order, secret=SECRET, name=name, route=route, settings=settings,
             )  # fmt: skip
         try:
-            address = b("pool.listen(address)", address=address_of("shm"))
-            assert a("pool.connect(address, timeout=60)", address=address) == "b"
+            address = b("pool.peers.listen(address)", address=address_of("shm"))
+            assert a("pool.peers.connect(address, timeout=60)", address=address) == "b"
         except kvpool.Unsupported as error:
             for library in ("UCX", "NCCL"):
                 if f"no {library}:" in str(error):
@@ -115,13 +115,13 @@ def test_scattered_blocks_arrive_bit_for_bit_between_all_media(route, memory, or
             done = a("done = pool.transfer('b', taken[::2], medium=medium, route=route, timeout=60).wait()\n"
                      "(done.addrs, done.stats.route)", medium=target, route=route)  # fmt: skip
             assert done[1] == route
-            assert b("with pool.received(60) as item: got = item.take()\ncontent(got)") == sent
+            assert b("with pool.inbox.receive(60) as item: got = item.take()\ncontent(got)") == sent
             # Back, by a fetch, into blocks that hold something else.
             a("back = pool.alloc(7, medium=medium); fill(back, 77)", medium=source)
             assert a("pool.fetch('b', addrs, to=back, timeout=60).wait()\ncontent(back)", addrs=done[0]) == sent
             a("pool.free(taken); pool.free(back)")
             b("pool.free(got)")
-        assert a("pool.peers()[0].failing_routes") == ()
+        assert a("pool.peers.list()[0].failing_routes") == ()
         a("pool.audit()")
         b("pool.audit()")
 
@@ -200,25 +200,25 @@ def test_ranks_of_a_logical_instance_send_to_a_pool_and_back_bit_for_bit(route):
             )
             try:
                 child(f"{make}\n{SETUP}\n{PART}", library=DRIVER, blocks=BLOCKS, whole_layout=layout, common=common,
-                      ticket=None if part is None else scheduler.export_rank(part.rank))  # fmt: skip
+                      ticket=None if part is None else scheduler.ranks.export(part.rank))  # fmt: skip
             except kvpool.Unsupported as error:
                 if "no NCCL:" in str(error):
                     pytest.skip(f"NCCL is not installed: {error}")
                 raise
         *ranks, single = processes
-        scheduler.wait_for_ranks(60)
-        address = single("pool.listen(address)", address=address_of("shm"))
-        assert scheduler.connect(address, timeout=60) == "b"
+        scheduler.ranks.wait(60)
+        address = single("pool.peers.listen(address)", address=address_of("shm"))
+        assert scheduler.peers.connect(address, timeout=60) == "b"
         for seed, (source, target) in enumerate([(HBM, HBM), (HBM, DRAM), (DRAM, HBM)]):
             addrs = scheduler.alloc(6, medium=source)[::2].tolist()
             for rank in ranks:
                 rank("put(addrs, seed)", addrs=addrs, seed=seed)
             scheduler.transfer("b", addrs, medium=target, timeout=60).wait()
-            single("with pool.received(60) as item: got = item.take().tolist()\nNone")
+            single("with pool.inbox.receive(60) as item: got = item.take().tolist()\nNone")
             assert single("holds(got, seed)", seed=seed)
             single("put(got, seed); pool.transfer('a', got, medium=medium, timeout=60).wait(); pool.free(got)",
                    seed=50 + seed, medium=target)  # fmt: skip
-            with scheduler.received(60) as item:
+            with scheduler.inbox.receive(60) as item:
                 back = item.take().tolist()
             for rank in ranks:
                 assert rank("holds(addrs, seed)", addrs=back, seed=50 + seed)

@@ -43,7 +43,7 @@ from gpu_memory import is_fake
 
 there = small_pool(lease_s=10.0, routes=("sock",))  # on no GPU: it lives on
 pool = small_pool(device="cuda:0", lease_s=10.0, routes=("sock",))
-assert pool.connect(there.listen(address_of("sock"), name="there")) == "there"
+assert pool.peers.connect(there.peers.listen(address_of("sock"), name="there")) == "there"
 """
 
 CHECKS = """
@@ -64,11 +64,11 @@ opened.transfer.cancel()
 assert opened.transfer.exception(60) is not None
 hit.close()
 theirs = there.alloc(2)
-raises(kvpool.PeerLost, lambda: there.transfer(pool.name, theirs).wait(30))
+raises(kvpool.PeerLost, lambda: there.transfer(pool.peers.name, theirs).wait(30))
 there.free(theirs)
 pool.close()
 raises(kvpool.ClosedError, verbs["alloc"])
-wait_for(lambda: there.peers() == [], 30)
+wait_for(lambda: there.peers.list() == [], 30)
 wait_for(lambda: there.audit().hbm.free == there.audit().hbm.capacity, 30)
 raises(kvpool.DeviceLost, lambda: small_pool(device="cuda:0"))  # the process has no other context there
 there.close()

@@ -67,7 +67,7 @@ class Home:
 
     def settled(self) -> None:
         """R1 to R3 of this side, when no victim is left."""
-        eventually(lambda: self.pool.peers() == [])
+        eventually(lambda: self.pool.peers.list() == [])
         eventually(lambda: blocks_at_peers(self.pool) == 0)
         self.pool.audit()
         assert self.reader.wrong == []

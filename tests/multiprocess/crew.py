@@ -48,14 +48,16 @@ class Survivor:
         self.route = route_or_skip(route)
         self.options: dict[str, Any] = {"routes": (route.partition("-")[0],), "secret": SECRET} | settings
         self.pool = big_pool(**self.options)
-        self.address = self.pool.listen("tcp:127.0.0.1:0" if route == "sock-tcp" else unix_address(), name="survivor")
+        self.address = self.pool.peers.listen(
+            "tcp:127.0.0.1:0" if route == "sock-tcp" else unix_address(), name="survivor"
+        )
 
     def greet(self, victim: Victim, name: str = "victim") -> None:
         """The victim comes; a victim that was there before under that name need not have been noticed as gone."""
-        known = {peer.epoch for peer in self.pool.peers()}
+        known = {peer.epoch for peer in self.pool.peers.list()}
         options = self.options | {"name": name}
-        victim("pool = big_pool(**options)\npool.connect(where, timeout=60)", where=self.address, options=options)
-        eventually(lambda: any(peer.name == name and peer.epoch not in known for peer in self.pool.peers()))
+        victim("pool = big_pool(**options)\npool.peers.connect(where, timeout=60)", where=self.address, options=options)
+        eventually(lambda: any(peer.name == name and peer.epoch not in known for peer in self.pool.peers.list()))
 
 
 @contextlib.contextmanager
@@ -70,7 +72,7 @@ def survivor_of(route: str, nursery: Nursery, **settings: Any) -> Iterator[Survi
             pool.transfer("victim", addrs).wait()
             victim("pool.transfer('survivor', pool.alloc(1)).wait()\nNone")
             pool.free(addrs)
-            pool.received(60).close()
+            pool.inbox.receive(60).close()
         make_settled(pool)
         before = things()
         before["threads"] += pool.settings.transfer_threads  # they start when there is work

@@ -78,7 +78,7 @@ def send_some(pool: kvpool.Pool, peer: str, addrs: Any, lent: Any, number: int, 
     elif kind == "insert":
         pool.transfer_with_insert(peer, _tokens(number, len(own)), own, **options).wait()
     elif kind == "stream":
-        with pool.open_transfer(peer, own, **options) as stream:
+        with pool.transfer(peer, own, **options, layerwise=True) as stream:
             for layer in dice.sample(range(4), 4):
                 stream.send_layer(layer)
         stream.transfer.wait()
@@ -137,7 +137,7 @@ def send_for_ever(pool: kvpool.Pool, peer: str, seed: int, first: int, counts: A
 def receive_for_ever(pool: kvpool.Pool, tell: Callable[[str], None]) -> None:
     """Takes what comes and looks at every word; tells what is wrong."""
     while True:
-        item = pool.received(1.0)
+        item = pool.inbox.receive(1.0)
         if item is None:
             continue
         with item:
@@ -159,7 +159,7 @@ class Reader:
     def _run(self) -> None:
         with contextlib.suppress(kvpool.ClosedError):
             while not self._over.is_set():
-                item = self._pool.received(0.02)
+                item = self._pool.inbox.receive(0.02)
                 if item is None:
                     continue
                 with item:
@@ -194,14 +194,14 @@ def resident_bytes() -> int:
 def dropped(pool: kvpool.Pool) -> bool:
     """Lets go of what peers have sent; whether nothing is left in use here. The application is told after the sender:
     what was sent last may still be on its way."""
-    while item := pool.received(0):
+    while item := pool.inbox.receive(0):
         item.close()
     return pool.stats().hbm.active == 0
 
 
 def make_settled(pool: kvpool.Pool) -> None:
     """Waits until nothing of any peer is left in a pool, and checks that its blocks add up."""
-    eventually(lambda: pool.peers() == [])
+    eventually(lambda: pool.peers.list() == [])
     eventually(lambda: blocks_at_peers(pool) == 0)
     pool.audit()
 
@@ -242,10 +242,10 @@ def soak(pool: kvpool.Pool, addrs: Any, where: str | None, seconds: float, seed:
     while (passed := time.monotonic() - began) < seconds or len(samples) < 40:
         number += 1
         try:
-            peers = [peer.name for peer in pool.peers()]
+            peers = [peer.name for peer in pool.peers.list()]
             if where is not None and (not peers or number % 1000 == 0):
                 lent = []
-                pool.disconnect(peers[0]) if peers else call(pool, where)
+                pool.peers.disconnect(peers[0]) if peers else call(pool, where)
             elif peers:
                 if len(lent) == 0:
                     lent = pool.alloc(4, instance=peers[0])
@@ -255,7 +255,7 @@ def soak(pool: kvpool.Pool, addrs: Any, where: str | None, seconds: float, seed:
             time.sleep(0.001)
         except (kvpool.PeerLost, kvpool.NotOwner, kvpool.StaleAddress):  # the other side has parted
             lent = []
-        while item := pool.received(0):
+        while item := pool.inbox.receive(0):
             with item:
                 wrong = check(pool, item.addrs, int.from_bytes(item.private or b"", "little"))
             assert not wrong, wrong
@@ -289,10 +289,10 @@ def call(pool: kvpool.Pool, where: str, seconds: float = 60) -> str:
     while True:
         timeout = min(2 * timeout, 8.0)
         try:
-            return pool.connect(where, timeout=timeout)
+            return pool.peers.connect(where, timeout=timeout)
         except (kvpool.Busy, kvpool.PeerLost, kvpool.DeadlineExceeded, kvpool.StateError):
-            if [peer.name for peer in pool.peers()]:
-                return pool.peers()[0].name
+            if [peer.name for peer in pool.peers.list()]:
+                return pool.peers.list()[0].name
             if time.monotonic() > until:
                 raise
             time.sleep(0.01)

@@ -122,7 +122,7 @@ worker.start()
             time.sleep(0.02 * dice.random())
             victim.stop()
             home.events.wait("victim", *["lost"] * (run + 1))
-            eventually(lambda: pool.peers() == [])
+            eventually(lambda: pool.peers.list() == [])
             eventually(lambda: pool.stats().hbm.lent == pool.stats().hbm.reserved == 0)  # a moment after it has gone
             own = take_all(pool)
             stamp(pool, own, 0xABCD00 + run)

@@ -100,7 +100,7 @@ def test_one_that_is_cut_off_from_all_is_dropped_learns_so_and_begins_a_new_term
         for proxy in (to_etcd, to_victim):
             proxy.hold(up=True, down=True)
         home.events.wait("victim", "joined", "lost")  # its record has run out, and its link has ended
-        eventually(lambda: victim("len(pool.peers())") == 0)
+        eventually(lambda: victim("len(pool.peers.list())") == 0)
         assert victim("list(words)") == []  # it cannot tell this from an etcd that is down
         if learns == "from its peer":
             code = "addrs = pool.alloc(1)\npool.transfer('survivor', addrs, timeout=1.0).wait()"

@@ -29,7 +29,7 @@ def home(own_etcd, monkeypatch) -> Iterator[Home]:
 def test_an_etcd_that_is_stopped_for_many_leases_disturbs_nobody_but_the_dead(home, own_etcd, near_nursery):
     with home.member(near_nursery) as victim, home.member(near_nursery, "mortal") as mortal:
         peers = []
-        watch = home.pool.on_peer(lambda event: peers.append((event.name, event.kind)))
+        watch = home.pool.peers.on_change(lambda event: peers.append((event.name, event.kind)))
         for name in ("victim", "mortal"):
             send_by_name(home.pool, name)
         before = ids(home.cluster)

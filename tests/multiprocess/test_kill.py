@@ -36,7 +36,7 @@ def moment(dice: random.Random) -> float:
 
 
 def until_released(pool: kvpool.Pool) -> None:
-    eventually(lambda: pool.peers() == [], TOLD_SECONDS)
+    eventually(lambda: pool.peers.list() == [], TOLD_SECONDS)
     eventually(lambda: blocks_at_peers(pool) == 0, RELEASED_SECONDS)
 
 
@@ -119,7 +119,7 @@ def test_one_that_dies_harms_no_other(route, near_nursery, far_nursery, request)
                 victim.send("send_for_ever(pool, 'survivor', seed, first)", seed=dice.random(), first=life << 16)
                 time.sleep(moment(dice))
                 victim.kill()
-            eventually(lambda: [peer.name for peer in survivor.pool.peers()] == ["steady"], TOLD_SECONDS)
+            eventually(lambda: [peer.name for peer in survivor.pool.peers.list()] == ["steady"], TOLD_SECONDS)
             seen = reader.items
             eventually(lambda seen=seen: reader.items > seen + 10)
         assert steady.told() == []

@@ -32,10 +32,10 @@ def test_handles_that_are_kept_keep_nothing_of_a_peer_that_died(route, near_nurs
             sent = pool.transfer("victim", addrs[:1]).wait()
             fetched = pool.fetch("victim", victim("pool.alloc(1).tolist()")).wait()
             victim("pool.transfer('survivor', pool.alloc(1), private=b'x').wait()\nNone")
-            item = pool.received(60)
+            item = pool.inbox.receive(60)
             lent = pool.alloc(1, instance="victim")
             named = pool.transfer("victim", addrs[:1], to=lent).wait()
-            stream = pool.open_transfer("victim", addrs)
+            stream = pool.transfer("victim", addrs, layerwise=True)
             asked = pool.fetch("victim", lent, timeout=30)
             victim.kill()
         eventually(lambda: stream.done() and asked.done())
@@ -69,15 +69,17 @@ def test_memory_that_a_stopped_peer_may_write_outlives_its_pool(route, lost_befo
     options = {"routes": (route,), "secret": SECRET}
     before = arenas()
     with near_nursery.victim() as victim, big_pool(**options, name="survivor") as pool:
-        where = pool.listen(unix_address())
+        where = pool.peers.listen(unix_address())
         victim(
-            "pool = big_pool(**options, name='victim')\npool.connect(where, timeout=60)", options=options, where=where
+            "pool = big_pool(**options, name='victim')\npool.peers.connect(where, timeout=60)",
+            options=options,
+            where=where,
         )
         victim("lent = pool.alloc(4, instance='survivor')\nNone")
         assert arenas() == before + 1
         victim.stop()
         if lost_before:
-            eventually(lambda: pool.peers() == [])
+            eventually(lambda: pool.peers.list() == [])
         pool.close()
         assert arenas() == before + 1
         victim.kill()
@@ -90,9 +92,11 @@ def test_memory_that_a_stopped_peer_cannot_write_by_address_goes_with_its_pool(r
     options = {"routes": (route.partition("-")[0],), "secret": SECRET}
     before = arenas()
     with near_nursery.victim() as victim, big_pool(**options, name="survivor") as pool:
-        where = pool.listen(unix_address())
+        where = pool.peers.listen(unix_address())
         victim(
-            "pool = big_pool(**options, name='victim')\npool.connect(where, timeout=60)", options=options, where=where
+            "pool = big_pool(**options, name='victim')\npool.peers.connect(where, timeout=60)",
+            options=options,
+            where=where,
         )
         victim("lent = pool.alloc(4, instance='survivor')\nNone")
         victim.stop()

@@ -102,8 +102,8 @@ def pools_and_middle() -> Iterator[tuple[kvpool.Pool, kvpool.Pool, Middle, str]]
         kvpool.Pool(layout, hbm_blocks=16, name="receiver", **options) as receiver,
         kvpool.Pool(layout, hbm_blocks=16, name="sender", **options) as sender,
     ):
-        middle = Middle(receiver.listen("tcp:127.0.0.1:0"))
-        peer = sender.connect(middle.address, timeout=60)
+        middle = Middle(receiver.peers.listen("tcp:127.0.0.1:0"))
+        peer = sender.peers.connect(middle.address, timeout=60)
         yield receiver, sender, middle, peer
         sender.close()
         receiver.close()
@@ -131,7 +131,7 @@ def test_an_item_that_was_delivered_does_not_change(what, follows):
         sender.transfer(peer, mine, to=lent[:1], private=b"", timeout=60).wait()
         content(sender)[block] = 0x22
         sender.transfer(peer, mine, timeout=60).wait()
-        items = [receiver.received(60), receiver.received(60)]
+        items = [receiver.inbox.receive(60), receiver.inbox.receive(60)]
         # Every block that was delivered, and the one that is to be written.
         before = [content(receiver)[kvpool.block_ids(item.addrs)].copy() for item in items]
         assert [int(one[0, 0]) for one in before] == [0x11, 0x22]
@@ -155,6 +155,6 @@ def test_an_item_that_was_delivered_does_not_change(what, follows):
             if what != "the payload":
                 assert (content(receiver)[untold] == 0).all()
             time.sleep(0.02)
-        assert receiver.received(0) is None
+        assert receiver.inbox.receive(0) is None
         for item in items:
             item.close()

@@ -45,7 +45,7 @@ class Wired:
 
         def met() -> bool:
             here = self.victim("call(pool, where)", where=self.proxy.address)
-            return here == "survivor" and [peer.name for peer in self.pool.peers()] == ["victim"]
+            return here == "survivor" and [peer.name for peer in self.pool.peers.list()] == ["victim"]
 
         eventually(met)
 
@@ -85,7 +85,7 @@ def test_a_reset_within_a_transfer_is_told_to_both_and_they_meet_again(wired, re
                 number=round_,
             )
             assert wired.victim.answer() in (("PeerLost", []), ("NoneType", []))
-            eventually(lambda: pool.peers() == [], NOTICED_SECONDS)
+            eventually(lambda: pool.peers.list() == [], NOTICED_SECONDS)
             eventually(lambda: blocks_at_peers(pool) == 0)
             eventually(lambda: pool.stats().hbm.active == 0)  # the reader is done, and there is room for the next
             assert reader.wrong == []
@@ -99,7 +99,7 @@ def test_a_reset_while_both_wait_ends_every_request(wired):
     theirs = wired.victim("addrs = pool.alloc(16)\nstamp(pool, addrs, 3)\naddrs.tolist()")
     addrs = pool.alloc(8)
     wired.proxy.hold(up=True, down=True)
-    stream = pool.open_transfer("victim", addrs)
+    stream = pool.transfer("victim", addrs, layerwise=True)
     waiting = [pool.transfer("victim", addrs), pool.fetch("victim", theirs), stream.transfer]
     wired.proxy.reset()
     for one in waiting:
@@ -136,19 +136,21 @@ def test_a_cable_that_goes_silent_is_noticed_by_both_and_forgotten_when_it_works
     assert ended is None or isinstance(ended, kvpool.PeerLost)
     # What goes one way only may still arrive: then it is not lost until the lease is over.
     assert isinstance(wired.victim.answer(), (kvpool.PeerLost, type(None)))
-    eventually(lambda: pool.peers() == [], NOTICED_SECONDS)
-    wired.victim("eventually(lambda: pool.peers() == [])")
+    eventually(lambda: pool.peers.list() == [], NOTICED_SECONDS)
+    wired.victim("eventually(lambda: pool.peers.list() == [])")
     assert time.monotonic() - begin < NOTICED_SECONDS
     eventually(lambda: blocks_at_peers(pool) == 0)
     wired.proxy.hold(up=False, down=False)
     healed = time.monotonic()
     wired.meet()
     assert time.monotonic() - healed < HEALED_SECONDS
-    wired.victim("while item := pool.received(0): item.close()")
-    while item := pool.received(0):
+    wired.victim("while item := pool.inbox.receive(0): item.close()")
+    while item := pool.inbox.receive(0):
         item.close()
     sent = pool.transfer("victim", addrs).wait().addrs.tolist()
-    assert wired.victim("item = pool.received(60)\nwith item: wrong = check(pool, sent, 4)\nwrong", sent=sent) == []
+    assert (
+        wired.victim("item = pool.inbox.receive(60)\nwith item: wrong = check(pool, sent, 4)\nwrong", sent=sent) == []
+    )
     pool.free(addrs)
 
 
@@ -170,7 +172,7 @@ def test_a_cable_that_flaps_leaves_nobody_apart(wired, request):
                 break
             wired.meet()
         assert wired.victim("wrong = check(pool, sent, number)\nwrong", sent=sent, number=flap) == []
-        wired.victim("while item := pool.received(0): item.close()")
+        wired.victim("while item := pool.inbox.receive(0): item.close()")
     pool.free(addrs)
 
 
@@ -182,16 +184,16 @@ def test_connect_does_not_believe_in_a_connection_that_the_peer_has_lost(route, 
         pool = survivor.pool
         options = survivor.options | {"name": "victim", "lease_s": 60.0}
         victim("pool = big_pool(**options)\naddrs = pool.alloc(4)", options=options)
-        assert victim("pool.connect(where, timeout=60)", where=proxy.address) == "survivor"
-        eventually(lambda: [peer.name for peer in pool.peers()] == ["victim"])
+        assert victim("pool.peers.connect(where, timeout=60)", where=proxy.address) == "survivor"
+        eventually(lambda: [peer.name for peer in pool.peers.list()] == ["victim"])
         proxy.hold(up=True, down=True)
-        eventually(lambda: pool.peers() == [], NOTICED_SECONDS)
-        assert victim("[peer.name for peer in pool.peers()]") == ["survivor"]
-        assert victim("pool.connect(where, timeout=60)", where=survivor.address) == "survivor"
+        eventually(lambda: pool.peers.list() == [], NOTICED_SECONDS)
+        assert victim("[peer.name for peer in pool.peers.list()]") == ["survivor"]
+        assert victim("pool.peers.connect(where, timeout=60)", where=survivor.address) == "survivor"
         sent = victim("stamp(pool, addrs, 7)\npool.transfer('survivor', addrs, timeout=20).wait().addrs.tolist()")
         assert check(pool, sent, 7) == []
-        assert [peer.name for peer in pool.peers()] == ["victim"]
-        with pool.received(60):
+        assert [peer.name for peer in pool.peers.list()] == ["victim"]
+        with pool.inbox.receive(60):
             pass
         assert blocks_at_peers(pool) == 0
 

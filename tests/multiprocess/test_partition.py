@@ -54,7 +54,7 @@ class Ends:
         """Calls until both see each other: whom b has lost may still seem to be there to a, for a lease at most."""
 
         def met() -> bool:
-            return self.a("call(pool, there)") == "b" and self.b("[peer.name for peer in pool.peers()]") == ["a"]
+            return self.a("call(pool, there)") == "b" and self.b("[peer.name for peer in pool.peers.list()]") == ["a"]
 
         eventually(met)
 
@@ -64,14 +64,14 @@ class Ends:
 
     def take(self, sent: list[int], number: int) -> None:
         """What has arrived at b is right, and is let go."""
-        code = "item = pool.received(60)\nwrong = check(pool, sent, number)\nitem.close()\nwrong"
+        code = "item = pool.inbox.receive(60)\nwrong = check(pool, sent, number)\nitem.close()\nwrong"
         assert self.b(code, sent=sent, number=number) == []
 
     def check_nothing_is_left(self) -> None:
         for end in (self.a, self.b):
             end("eventually(lambda: blocks_at_peers(pool) == 0)\npool.audit()\nNone")
         assert self.a("pool.stats().hbm.active") == 4
-        eventually(lambda: self.b("while item := pool.received(0): item.close()\npool.stats().hbm.active") == 0)
+        eventually(lambda: self.b("while item := pool.inbox.receive(0): item.close()\npool.stats().hbm.active") == 0)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def ends(nursery: Nursery, lease: float) -> Iterator[Ends]:
         for end, victim in enumerate((a, b)):
             victim(
                 "pool = big_pool(secret=secret, routes=('sock',), name=name, lease_s=lease)\n"
-                "pool.listen(f'tcp:{address_on_wire(end)}:4711')\nthere = f'tcp:{address_on_wire(1 - end)}:4711'",
+                "pool.peers.listen(f'tcp:{address_on_wire(end)}:4711')\nthere = f'tcp:{address_on_wire(1 - end)}:4711'",
                 secret=SECRET, name="ab"[end], end=end, lease=lease,
             )  # fmt: skip
         a("addrs = pool.alloc(4)")
@@ -119,10 +119,10 @@ def test_a_partition_is_noticed_by_both_and_over_when_it_is_over(ends, shape):
     began = time.monotonic()
     with pytest.raises(kvpool.PeerLost):
         ends.a("pool.transfer('b', addrs, timeout=60).wait()")
-    ends.b("eventually(lambda: pool.peers() == [])")
+    ends.b("eventually(lambda: pool.peers.list() == [])")
     assert time.monotonic() - began < NOTICED_SECONDS
     with pytest.raises((kvpool.DeadlineExceeded, kvpool.PeerLost)):
-        ends.a("pool.connect(there, timeout=0.3)")
+        ends.a("pool.peers.connect(there, timeout=0.3)")
     ends.check_nothing_is_left()
     ends.heal()
     healed = time.monotonic()

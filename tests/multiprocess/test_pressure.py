@@ -49,7 +49,7 @@ def test_a_full_receiver_refuses_and_the_sender_keeps_what_it_has(route, nursery
         sent = pool.transfer("victim", addrs, evict=True).wait().addrs.tolist()
         assert victim("check(pool, sent, 6)", sent=sent) == []
         assert victim("stats = pool.audit().hbm\n(stats.active, stats.historical < 41)") == (8, True)
-        victim("item = pool.received(60)\nitem.close()")
+        victim("item = pool.inbox.receive(60)\nitem.close()")
         pool.free(addrs)
 
 
@@ -67,11 +67,11 @@ def test_an_application_that_never_looks_makes_its_peers_wait_not_fail(route, nu
             assert caught.value.retry_after_us > 0
         assert pool.audit().hbm.active == 2
         assert victim("pool.audit().hbm.active, blocks_at_peers(pool)") == (10, 0)
-        assert victim("item = pool.received(60)\nwith item: said = item.private\nsaid") == b"0"
+        assert victim("item = pool.inbox.receive(60)\nwith item: said = item.private\nsaid") == b"0"
         pool.transfer("victim", addrs, private=b"5").wait()
         # The application is told after the sender: what was sent last may not be there yet.
         said = victim(
-            "said = []\nfor _ in range(5):\n    with pool.received(60) as item: said.append(item.private)\nsaid"
+            "said = []\nfor _ in range(5):\n    with pool.inbox.receive(60) as item: said.append(item.private)\nsaid"
         )
         assert said == [b"1", b"2", b"3", b"4", b"5"]
         pool.free(addrs)
@@ -131,7 +131,7 @@ def start_one(kind, pool, own, theirs, number, dice):
         return pool.transfer_with_insert("victim", [number, *range(len(own) * 16 - 1)], own, private=private)
     if kind == "fetch":
         return pool.fetch("victim", theirs)
-    stream = pool.open_transfer("victim", own, private=private)
+    stream = pool.transfer("victim", own, private=private, layerwise=True)
     for layer in range(dice.randrange(5)):
         stream.send_layer(layer)
     return stream.transfer
@@ -151,8 +151,8 @@ def test_cancelling_within_a_frame_does_not_cost_the_connection(route, nursery, 
         def met() -> tuple[Any, Any]:
             """What is lent, and what goes on."""
             victim("call(pool, where)", where=survivor.address)
-            eventually(lambda: pool.peers() != [])
-            return pool.alloc(24, instance="victim"), pool.open_transfer("victim", addrs[:1], timeout=600)
+            eventually(lambda: pool.peers.list() != [])
+            return pool.alloc(24, instance="victim"), pool.transfer("victim", addrs[:1], timeout=600, layerwise=True)
 
         lent, other = met()
         for _ in range(rounds):
@@ -172,7 +172,7 @@ def test_cancelling_within_a_frame_does_not_cost_the_connection(route, nursery, 
         assert other.transfer.wait(60).done()
         pool.free(lent)
         pool.free(addrs)
-        victim("pool.received(60).close()")
+        victim("pool.inbox.receive(60).close()")
         victim.kill()
         del handle, other
 
@@ -182,9 +182,9 @@ def test_a_thousand_transfers_at_once_all_end(route, nursery):
     count = 1000
     options = {"routes": (route.partition("-")[0],), "secret": SECRET}
     with small_pool(count, 0, **options) as pool, nursery.victim() as victim:
-        where = pool.listen("tcp:127.0.0.1:0" if route == "sock-tcp" else unix_address(), name="a")
+        where = pool.peers.listen("tcp:127.0.0.1:0" if route == "sock-tcp" else unix_address(), name="a")
         victim(
-            "pool = small_pool(1000, 0, name='b', **options)\npool.connect(where, timeout=60)",
+            "pool = small_pool(1000, 0, name='b', **options)\npool.peers.connect(where, timeout=60)",
             options=options,
             where=where,
         )
@@ -196,11 +196,11 @@ def test_a_thousand_transfers_at_once_all_end(route, nursery):
         # The application is told after the sender: what was sent last may not be there yet.
         said = victim(
             "said = []\nfor _ in range(count):\n"
-            "    with pool.received(60) as item: said.append(int(item.private))\nsaid",
+            "    with pool.inbox.receive(60) as item: said.append(int(item.private))\nsaid",
             count=count,
         )
         assert sorted(said) == list(range(count))
-        assert victim("pool.received(0)") is None
+        assert victim("pool.inbox.receive(0)") is None
         # One more at once than may be, both ways and none lost.
         waiting = [pool.fetch("b", there[:1], to=addrs[i : i + 1]) for i in range(100)]
         ends = [handle.exception(60) for handle in waiting]
@@ -232,7 +232,7 @@ def test_a_pool_may_be_closed_at_any_moment(route, who, nursery, request):
                     with pytest.raises(kvpool.PeerLost):
                         send_until_lost(pool)
                     victim.answer()
-                eventually(lambda: pool.peers() == [])
+                eventually(lambda: pool.peers.list() == [])
                 eventually(lambda: blocks_at_peers(pool) == 0)  # it took its leave: no need to wait for its end
         assert reader.wrong == []
 

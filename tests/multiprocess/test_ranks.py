@@ -48,7 +48,7 @@ def send():
 threading.Thread(target=send, daemon=True).start()
 def take():
     while True:
-        item = pool.received(1.0)
+        item = pool.inbox.receive(1.0)
         if item is not None:
             item.close()
 threading.Thread(target=take, daemon=True).start()
@@ -61,7 +61,8 @@ kv[...] = np.full(kv[...].shape, number, np.uint16).view(np.float16)
 JOIN = "memory = rank = kvpool.RankArena.join(ticket, **settings)"
 UNTIL_LOST = """
 def until_lost():
-    rank.wait_lost()
+    while not rank.wait_lost():
+        pass
     rank.close()
     os._exit(0)
 threading.Thread(target=until_lost, daemon=True).start()
@@ -86,16 +87,16 @@ class Crew:
         if one:
             self.scheduler(FILL + "None")
             return
-        where = self.scheduler("pool.listen(where)", where=address_of(settings))
+        where = self.scheduler("pool.peers.listen(where)", where=address_of(settings))
         for i in range(2):
             self.ranks.append(stack.enter_context(nursery.victim()))
-            ticket = self.scheduler("pool.export_rank(i, address=where)", i=i, where=where)
+            ticket = self.scheduler("pool.ranks.export(i, address=where)", i=i, where=where)
             self.ranks[-1](
                 "import numpy as np\n" + JOIN + FILL + UNTIL_LOST, ticket=ticket, number=self.number,
                 settings=settings
                 | {"device": DEVICE, "listen": "tcp:127.0.0.1:0" if settings["unix_door"] is False else None},
             )  # fmt: skip
-        self.scheduler("pool.wait_for_ranks(60)")
+        self.scheduler("pool.ranks.wait(60)")
 
     @classmethod
     def meeting(
@@ -113,7 +114,7 @@ class Crew:
                 crew.end()
 
     def go(self, where: str) -> None:
-        self.scheduler("pool.connect(where, timeout=60)", where=where)
+        self.scheduler("pool.peers.connect(where, timeout=60)", where=where)
         self.scheduler(SEND)
 
     def end(self) -> None:
@@ -136,7 +137,7 @@ class Taker:
 
     def _take(self) -> None:
         while not self._over.is_set():
-            item = self._instance.pool.received(0.02)
+            item = self._instance.pool.inbox.receive(0.02)
             if item is None:
                 continue
             number = int.from_bytes(item.private, "little")
@@ -151,7 +152,7 @@ class Taker:
         addrs = self._addrs
         self._instance.write(addrs, np.full((4, *LAYOUT.shape), OWN, np.uint16).view(LAYOUT.numpy_dtype))
         while not self._over.is_set():
-            peers = pool.peers()
+            peers = pool.peers.list()
             if not peers:
                 time.sleep(0.002)
             for peer in peers:
@@ -200,7 +201,7 @@ def survivor_of(settings: dict[str, Any], nursery: Nursery, parallel: ParallelCo
 
 
 def until_whole(instance: Instance) -> None:
-    eventually(lambda: instance.pool.peers() == [])
+    eventually(lambda: instance.pool.peers.list() == [])
     assert left(instance.pool) == []
 
 
@@ -222,7 +223,7 @@ def test_whoever_is_killed_leaves_neither_wrong_bytes_nor_blocks(
                     eventually(lambda came=came: taker.items > came)
                 time.sleep(dice.choice([0.0, 0.002, 0.02]) * dice.random())
                 (dice.choice(crew.ranks) if role == "rank" else crew.scheduler).kill()
-                eventually(lambda: instance.pool.peers() == [])
+                eventually(lambda: instance.pool.peers.list() == [])
                 assert left(instance.pool) == []
                 # Those that were not killed hear of it, and end by themselves.
                 for victim in crew.ranks:
@@ -248,7 +249,7 @@ def test_whoever_was_stopped_and_wakes_writes_into_nobodys_blocks(
                 time.sleep(0.02 * dice.random())
                 stopped = dice.choice(crew.ranks) if role == "rank" else crew.scheduler
                 stopped.stop()
-                eventually(lambda: instance.pool.peers() == [])
+                eventually(lambda: instance.pool.peers.list() == [])
                 time.sleep(0.1)
                 kept = left_in(instance.pool)
                 others = instance.pool.alloc(instance.pool.audit().hbm.free)
@@ -272,15 +273,15 @@ def test_a_pool_that_was_stopped_comes_back_and_nothing_stays_in_quarantine(near
     with survivor_of(settings, near_nursery, ParallelConfig(tp=2, pp=2)) as (instance, taker):
         with contextlib.ExitStack() as stack:
             crew = Crew(stack, near_nursery, True, settings)
-            lent = crew.scheduler("lent = None\npool.connect(where, timeout=60)", where=instance.address)
+            lent = crew.scheduler("lent = None\npool.peers.connect(where, timeout=60)", where=instance.address)
             for _ in range(3):
                 crew.scheduler("lent = pool.alloc(4, instance='survivor')\nNone")
                 crew.scheduler.stop()
-                eventually(lambda: instance.pool.peers() == [])
+                eventually(lambda: instance.pool.peers.list() == [])
                 eventually(lambda: left_in(instance.pool)["quarantined"] == 4)  # it may wake, and write them
                 crew.scheduler.wake()
                 crew.scheduler(
-                    "eventually(lambda: pool.peers() == [])\ncall(pool, where)\nNone", where=instance.address
+                    "eventually(lambda: pool.peers.list() == [])\ncall(pool, where)\nNone", where=instance.address
                 )
                 assert left(instance.pool) == []
             assert lent == "survivor"

@@ -22,7 +22,7 @@ LONG = {"lease_s": 300.0}
 
 HEAR = """
 heard = []
-watching = pool.on_peer(lambda event: heard.append(event) if event.kind == "recalled" else None)
+watching = pool.peers.on_change(lambda event: heard.append(event) if event.kind == "recalled" else None)
 None
 """
 LATE = """
@@ -68,14 +68,15 @@ def test_a_borrower_that_frees_them_ends_the_recall_at_once(route, borrower):
         lent = borrow(pair, 3)
         pair.b(
             "watching.close()\n"
-            "watching = pool.on_peer(lambda event: pool.free(event.addrs) if event.kind == 'recalled' else None)\n"
+            "give_back = lambda event: pool.free(event.addrs) if event.kind == 'recalled' else None\n"
+            "watching = pool.peers.on_change(give_back)\n"
             "None"
         )
         began = time.monotonic()
-        assert pair.a.recall(pair.to_b, lent, timeout=60) == kvpool.RecallResult(3, 0, 0)
+        assert pair.a.peers.recall(pair.to_b, lent, timeout=60) == kvpool.RecallResult(3, 0, 0)
         assert time.monotonic() - began < 50
         assert states(pair.a) == (0, 0, 8)
-        assert pair.b("pool.peers()[0].borrowed_blocks") == 0
+        assert pair.b("pool.peers.list()[0].borrowed_blocks") == 0
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -94,12 +95,12 @@ def move(event):
         pool.free(event.addrs)
 kept = []
 watching.close()
-watching = pool.on_peer(move)
+watching = pool.peers.on_change(move)
 None
 """,
             peer=pair.to_a,
         )
-        assert pair.a.recall(pair.to_b, timeout=60) == kvpool.RecallResult(2, 0, 0)
+        assert pair.a.peers.recall(pair.to_b, timeout=60) == kvpool.RecallResult(2, 0, 0)
         assert sorted(pair.b("kept")) == sorted(sent)
         assert states(pair.a) == (0, 0, 8)
 
@@ -108,7 +109,7 @@ None
 def test_a_borrower_that_does_not_care_loses_them_at_the_deadline(route, borrower):
     with pair_of(route, child=borrower) as pair:
         borrow(pair, 3)
-        result = pair.a.recall(pair.to_b, 2, timeout=0.5)
+        result = pair.a.peers.recall(pair.to_b, 2, timeout=0.5)
         assert result.returned == 0
         assert result.freed + result.quarantined == 2
         if route != NEAR:
@@ -117,10 +118,10 @@ def test_a_borrower_that_does_not_care_loses_them_at_the_deadline(route, borrowe
         addrs, left = pair.b("(heard[0].addrs, heard[0].deadline - time.monotonic())")
         assert len(set(addrs)) == 2
         assert left < 0.5
-        eventually(lambda: pair.b("pool.peers()[0].borrowed_blocks") == 1)
+        eventually(lambda: pair.b("pool.peers.list()[0].borrowed_blocks") == 1)
         errors = pair.b("lent = np.array(addrs, dtype=np.uint64)\n" + LATE, addrs=addrs, peer=pair.to_a)
         assert set(errors) == {"StaleAddress"}
-        assert pair.a.recall(pair.to_b, timeout=0.2).returned == 0
+        assert pair.a.peers.recall(pair.to_b, timeout=0.2).returned == 0
         eventually(lambda: states(pair.a) == (0, 0, 8))
 
 
@@ -131,7 +132,7 @@ def test_a_stopped_borrower_delays_nobody_and_wakes_up_without_them(route, borro
         borrow(pair, 2)
         stop_process(borrower.process.pid)
         began = time.monotonic()
-        result = pair.a.recall(pair.to_b, timeout=0.5)
+        result = pair.a.peers.recall(pair.to_b, timeout=0.5)
         assert time.monotonic() - began < 120
         assert result == kvpool.RecallResult(0, *((0, 2) if route == NEAR else (2, 0)))
         assert states(pair.a) == ((0, 2, 6) if route == NEAR else (0, 0, 8))
@@ -139,7 +140,7 @@ def test_a_stopped_borrower_delays_nobody_and_wakes_up_without_them(route, borro
         sent = fill(pair.a, mine, 3)
         borrower.kill(signal.SIGCONT)
         eventually(lambda: states(pair.a)[1] == 0)
-        eventually(lambda: pair.b("pool.peers()[0].borrowed_blocks") == 0)
+        eventually(lambda: pair.b("pool.peers.list()[0].borrowed_blocks") == 0)
         assert set(pair.b(LATE, peer=pair.to_a)) == {"StaleAddress"}
         assert pair.b("[event.kind for event in heard]") == ["recalled"]
         assert content(pair.a, mine) == sent
@@ -151,11 +152,11 @@ def test_a_borrower_that_is_killed_in_a_recall_leaves_nothing(route, borrower):
     with pair_of(route, child=borrower, a=SHORT, b=SHORT, clean=False) as pair:
         borrow(pair, 3)
         stop_process(borrower.process.pid)
-        taken = pair.a.recall(pair.to_b, 1, timeout=0.2)
+        taken = pair.a.peers.recall(pair.to_b, 1, timeout=0.2)
         assert taken.returned == 0
         borrower.kill()
         with pytest.raises(kvpool.PeerLost):
-            pair.a.recall(pair.to_b, timeout=60)
+            pair.a.peers.recall(pair.to_b, timeout=60)
         eventually(lambda: states(pair.a) == (0, 0, 8))
 
 
@@ -166,9 +167,10 @@ def test_an_owner_that_dies_in_a_recall_takes_the_loans_with_it(route, end, borr
     with pair_of(route, child=borrower, a=SHORT, b=SHORT, clean=False) as pair:
         lent = pair.a.alloc(2, instance=pair.to_b)
         heard = []
-        with pair.a.on_peer(lambda event: heard.append(event.kind)):
+        with pair.a.peers.on_change(lambda event: heard.append(event.kind)):
             pair.b(
-                "threading.Thread(target=lambda: pool.recall(peer, timeout=60), daemon=True).start()", peer=pair.to_a
+                "threading.Thread(target=lambda: pool.peers.recall(peer, timeout=60), daemon=True).start()",
+                peer=pair.to_a,
             )
             eventually(lambda: "recalled" in heard)
             if end == signal.SIGKILL:
@@ -182,8 +184,8 @@ def test_an_owner_that_dies_in_a_recall_takes_the_loans_with_it(route, end, borr
         pair.a.audit()
         if end == signal.SIGSTOP:  # what was lent is its own again: by shm, when they have met
             borrower.kill(signal.SIGCONT)
-            eventually(lambda: pair.b("pool.peers()") == [])
-            pair.b("pool.connect(where, timeout=60)", where=pair.a.listen(address_of(route)))
+            eventually(lambda: pair.b("pool.peers.list()") == [])
+            pair.b("pool.peers.connect(where, timeout=60)", where=pair.a.peers.listen(address_of(route)))
             eventually(lambda: pair.b("(lambda hbm: hbm.lent + hbm.quarantined)(pool.audit().hbm)") == 0)
 
 
@@ -192,14 +194,14 @@ def test_what_is_not_lent_cannot_be_recalled(borrower):
         lent = borrow(pair, 1)
         own = pair.a.alloc(1)
         with pytest.raises(kvpool.NotOwner):
-            pair.a.recall(pair.to_b, own)
+            pair.a.peers.recall(pair.to_b, own)
         with pytest.raises(kvpool.ArgumentError):
-            pair.a.recall(pair.to_b, lent * 2)
+            pair.a.peers.recall(pair.to_b, lent * 2)
         with pytest.raises(kvpool.PeerLost):
-            pair.a.recall("nobody", lent)
+            pair.a.peers.recall("nobody", lent)
         with pytest.raises(kvpool.ArgumentTypeError):
-            pair.a.recall(pair.to_b, "all")
+            pair.a.peers.recall(pair.to_b, "all")
         assert states(pair.a)[0] == 1
-        assert pair.a.recall(pair.to_b, 0) == kvpool.RecallResult(0, 0, 0)
+        assert pair.a.peers.recall(pair.to_b, 0) == kvpool.RecallResult(0, 0, 0)
         pair.a.free(own)
         pair.b("pool.free(lent)")

@@ -38,11 +38,11 @@ def test_a_server_that_is_restarted_is_met_again_every_time(route, place, near_n
             if not where or place == "another address":
                 where = "tcp:127.0.0.1:0" if route == "sock-tcp" else unix_address()
             with nursery.victim() as victim:
-                made = "pool = big_pool(**options, name='victim')\npool.listen(where)"
+                made = "pool = big_pool(**options, name='victim')\npool.peers.listen(where)"
                 where = victim(made, options=options, where=where)
                 # The old one may not have been noticed yet: no peer of ours is called twice, and none is the dead one.
                 assert call(pool, where) == "victim"
-                epochs.add(pool.peers()[0].epoch)
+                epochs.add(pool.peers.list()[0].epoch)
                 stamp(pool, addrs, life)
                 if old:
                     with pytest.raises((kvpool.NotOwner, kvpool.PeerLost)):
@@ -57,7 +57,7 @@ def test_a_server_that_is_restarted_is_met_again_every_time(route, place, near_n
                 assert victim("check(pool, sent, life) + check(pool, old, life)", sent=sent, old=old, life=life) == []
                 assert victim("len(pool.alloc(4, instance='survivor'))") == 4
                 victim.kill()
-                eventually(lambda: pool.peers() == [])
+                eventually(lambda: pool.peers.list() == [])
             eventually(lambda: blocks_at_peers(pool) == 0)
             counts.append(things())
         assert len(epochs) == life + 1
@@ -79,15 +79,15 @@ def test_a_client_that_comes_back_before_it_was_missed_takes_its_own_place(route
             old.stop()
             with nursery.victim() as new:
                 survivor.greet(new)
-                assert len(pool.peers()) == 1
+                assert len(pool.peers.list()) == 1
                 new.send("send_for_ever(pool, 'survivor', 1, 1)")
                 eventually(lambda: reader.items > 3)
                 old.wake()
-                old("eventually(lambda: pool.peers() == [])")
+                old("eventually(lambda: pool.peers.list() == [])")
                 seen = reader.items
                 eventually(lambda: reader.items > seen + 3)
                 old.kill()
-                assert len(pool.peers()) == 1
+                assert len(pool.peers.list()) == 1
                 new.kill()
         assert reader.wrong == []
 
@@ -113,7 +113,7 @@ for kind in range(3):
     child = os.fork()
     if child == 0:
         try:
-            pool.peers()
+            pool.peers.list()
             os.write(write, b'it worked')
         except kvpool.ForkError:
             os.write(write, b'ForkError')
@@ -138,6 +138,6 @@ looks
         assert reader.wrong == []
         victim.kill()
         killed = time.monotonic()
-        eventually(lambda: survivor.pool.peers() == [])
+        eventually(lambda: survivor.pool.peers.list() == [])
         assert time.monotonic() - killed < 15, "noticed by its lease only, or when the child ended"
         eventually(lambda: blocks_at_peers(survivor.pool) == 0)

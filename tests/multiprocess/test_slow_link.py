@@ -76,7 +76,7 @@ def two_pools(blocks: int = 64) -> Iterator[tuple[kvpool.Pool, kvpool.Pool, str]
         kvpool.Pool(layout, hbm_blocks=blocks, name="receiver", **OPTIONS) as receiver,
         kvpool.Pool(layout, hbm_blocks=blocks, name="sender", **OPTIONS) as sender,
     ):
-        yield receiver, sender, receiver.listen("tcp:127.0.0.1:0")
+        yield receiver, sender, receiver.peers.listen("tcp:127.0.0.1:0")
 
 
 def numbers(pool: kvpool.Pool, addrs: np.ndarray) -> np.ndarray:
@@ -97,7 +97,7 @@ def test_the_end_of_one_transfer_is_not_the_end_of_the_others(megabytes_per_s, h
     ended_early = 0
     with two_pools(blocks=256) as (receiver, sender, address):
         cable = SlowCable(address, megabytes_per_s * 1e6)
-        peer = sender.connect(cable.address, timeout=60)
+        peer = sender.peers.connect(cable.address, timeout=60)
         lent = sender.alloc(1, instance=peer)
         for number in range(1, 21 if LONG else 4):
             ended, other = sender.alloc(large), sender.alloc(small)
@@ -110,19 +110,19 @@ def test_the_end_of_one_transfer_is_not_the_end_of_the_others(megabytes_per_s, h
             sender.free(ended)
             try:
                 first.wait()
-                receiver.received(60).close()  # it was faster
+                receiver.inbox.receive(60).close()  # it was faster
             except (kvpool.Cancelled, kvpool.DeadlineExceeded):
                 ended_early += 1
             second.wait()
             sender.transfer(peer, other[:1], to=lent, private=b"again", timeout=120).wait()  # lent as before
             for expected in (small, 1):
-                with receiver.received(60) as item:
+                with receiver.inbox.receive(60) as item:
                     assert len(item.addrs) == expected
                     assert (numbers(receiver, item.addrs) == number).all()
             sender.free(other)
         sender.free(lent)
         assert ended_early > 0
-        assert [one.name for one in sender.peers()] == [peer]
+        assert [one.name for one in sender.peers.list()] == [peer]
         eventually(lambda: blocks_at_peers(receiver) == 0)
         eventually(lambda: sender.audit().hbm.active == sender.stats().hbm.reserved == 0)
         sender.close()
@@ -133,7 +133,7 @@ def test_the_end_of_one_transfer_is_not_the_end_of_the_others(megabytes_per_s, h
 def test_blocks_of_a_cancelled_transfer_are_free_while_the_link_stands_still():
     """The receiver takes nothing meanwhile, and cannot answer."""
     with two_pools() as (receiver, sender, address), Proxy(address) as cable:
-        peer = sender.connect(cable.address, timeout=60)
+        peer = sender.peers.connect(cable.address, timeout=60)
         blocks = sender.alloc(64)  # 16 MiB: more than the sockets on the way hold
         stamp(sender, blocks, 1)
         cable.hold(up=True, down=True)
@@ -158,5 +158,5 @@ def test_blocks_of_a_cancelled_transfer_are_free_while_the_link_stands_still():
         with pytest.raises(kvpool.Cancelled):
             handle.wait(60)
         sender.transfer(peer, blocks, to=lent, private=b"", timeout=60).wait()
-        with receiver.received(60) as item:
+        with receiver.inbox.receive(60) as item:
             assert (numbers(receiver, item.addrs) == 2).all()

@@ -26,7 +26,7 @@ def test_a_soak_leaves_memory_and_descriptors_flat(route, near_nursery: Nursery,
     options = {"routes": (route_or_skip(route),), "secret": SECRET, "dram_blocks": 32}
     with near_nursery.victim() as a, near_nursery.victim() as b:
         b("pool = big_pool(**options)\naddrs = pool.alloc(8)", options=options | {"name": "b"})
-        where = b("pool.listen(where)", where=unix_address())
+        where = b("pool.peers.listen(where)", where=unix_address())
         a("pool = big_pool(**options)\naddrs = pool.alloc(8)", options=options | {"name": "a"})
         for one, to, number in ((a, where, 1), (b, None, 2)):
             one.send("soak(pool, addrs, where, seconds, seed)", where=to, seconds=SECONDS, seed=seed * 2 + number)
@@ -38,9 +38,9 @@ def test_a_soak_leaves_memory_and_descriptors_flat(route, near_nursery: Nursery,
                 assert max(counts[-WARM:]) <= max(counts[WARM:-WARM]) + spare, (what, counts)
         for one in (a, b):
             one(
-                "import contextlib\nfor peer in pool.peers():\n"
+                "import contextlib\nfor peer in pool.peers.list():\n"
                 "    with contextlib.suppress(kvpool.PeerLost):  # the other one has parted just now\n"
-                "        pool.disconnect(peer.name)"
+                "        pool.peers.disconnect(peer.name)"
             )
         for one in (a, b):
             eventually(lambda one=one: one("blocks_at_peers(pool)") == 0)

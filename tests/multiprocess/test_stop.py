@@ -56,13 +56,13 @@ def test_what_a_stopped_sender_still_writes_lands_in_no_block_that_is_used_again
             lent = pool.stats().hbm.lent  # none, if it was just coming back
             time.sleep(LEASE * dice.choice([0.5, 1.5, 2.0]) * (0.8 + 0.4 * dice.random()))
             eventually(lambda: pool.stats().hbm.active == 0)  # the reader has looked at what came before
-            lost = pool.peers() == []
+            lost = pool.peers.list() == []
             if lost:  # its blocks follow a moment after it has gone
                 eventually(lambda: pool.stats().hbm.lent == pool.stats().hbm.reserved == 0)
             own = take_all(pool)
             stamp(pool, own, 0xABCD00 + run)
             stats = pool.audit().hbm
-            if lost or pool.peers():  # or it has gone just now
+            if lost or pool.peers.list():  # or it has gone just now
                 assert stats.free == 0
                 assert stats.lent == (0 if lost else lent)
             victim.told()
@@ -78,7 +78,7 @@ def test_what_a_stopped_sender_still_writes_lands_in_no_block_that_is_used_again
             eventually(lambda: pool.stats().hbm.quarantined == 0)
         assert reader.wrong == []
         victim.stop()
-        eventually(lambda: pool.peers() == [])
+        eventually(lambda: pool.peers.list() == [])
         victim.kill()  # the other proof that it writes no more
 
 
@@ -116,7 +116,7 @@ def test_nobody_waits_for_a_stopped_receiver_beyond_the_deadline(route, near_nur
             late.append(time.monotonic() - begin - 0.3)
         assert min(late) > -0.01
         assert max(late) < OVERSHOOT_SECONDS
-        assert [peer.name for peer in pool.peers()] == ["victim"]
+        assert [peer.name for peer in pool.peers.list()] == ["victim"]
         own = take_all(pool)  # what the fetch would have filled is not among it, unless this process fills it
         stamp(pool, own, 9)
         victim.wake()
@@ -134,7 +134,7 @@ def test_nobody_waits_for_a_stopped_receiver_beyond_the_deadline(route, near_nur
 def test_a_receiver_that_sleeps_longer_than_its_lease_is_lost_and_met_again(route, near_nursery):
     options = {"routes": (route.partition("-")[0],), "secret": SECRET}
     with near_nursery.victim() as victim, big_pool(**options, name="a") as pool:
-        made = "pool = big_pool(**options, name='b')\npool.listen(where)"
+        made = "pool = big_pool(**options, name='b')\npool.peers.listen(where)"
         where = victim(made, options=options, where=unix_address())
         addrs = pool.alloc(24)
         for round_ in range(3):
@@ -146,7 +146,7 @@ def test_a_receiver_that_sleeps_longer_than_its_lease_is_lost_and_met_again(rout
             ends = [handle.exception(60) for handle in handles]
             assert time.monotonic() - begin < 30  # not the deadline
             assert all(end is None or isinstance(end, (kvpool.PeerLost, kvpool.OutOfBlocks)) for end in ends), ends
-            eventually(lambda: pool.peers() == [])
+            eventually(lambda: pool.peers.list() == [])
             assert check(pool, addrs, round_) == []
             assert pool.audit().hbm.active == len(addrs)
             victim.wake()
@@ -154,8 +154,8 @@ def test_a_receiver_that_sleeps_longer_than_its_lease_is_lost_and_met_again(rout
         call(pool, where)
         victim("eventually(lambda: dropped(pool))")
         pool.transfer("b", addrs).wait()
-        victim("item = pool.received(60)\nitem.close()\neventually(lambda: blocks_at_peers(pool) == 0)")
-        pool.disconnect("b")
+        victim("item = pool.inbox.receive(60)\nitem.close()\neventually(lambda: blocks_at_peers(pool) == 0)")
+        pool.peers.disconnect("b")
         make_settled(pool)
 
 

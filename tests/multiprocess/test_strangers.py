@@ -46,7 +46,7 @@ def socket_address(address: str) -> Any:
 
 def dial(address: str) -> socket.socket:
     one = socket.socket(socket.AF_INET if address.startswith("tcp:") else socket.AF_UNIX)
-    one.connect(socket_address(address))
+    one.peers.connect(socket_address(address))
     one.settimeout(60)
     return one
 
@@ -122,7 +122,7 @@ def test_garbage_at_every_stage_of_the_handshake_is_answered_by_hanging_up(survi
         assert len(said) <= HELLO_BYTES + 1, said
         assert said[:4] in (b"", b"KVPL")
         assert said[HELLO_BYTES:] in (b"", b"\x02")
-    assert survivor.pool.peers() == []
+    assert survivor.pool.peers.list() == []
 
 
 def test_strangers_who_leave_at_any_byte_leave_nothing(survivor):
@@ -130,7 +130,7 @@ def test_strangers_who_leave_at_any_byte_leave_nothing(survivor):
     for length in range(HELLO_BYTES + 1):
         with contextlib.closing(dial(survivor.address)) as stranger:
             say(stranger, good[:length])
-    assert survivor.pool.peers() == []
+    assert survivor.pool.peers.list() == []
 
 
 def test_a_version_that_nobody_speaks_is_told_to_both(survivor):
@@ -149,7 +149,7 @@ def test_a_server_that_is_no_pool_is_told_from_one(answer):
     kinds = {"nothing": kvpool.PeerLost, "silence": kvpool.DeadlineExceeded}
     with socket.create_server(("127.0.0.1", 0)) as listener, big_pool(secret=SECRET) as pool:
         with pytest.raises(kvpool.PeerLost):
-            pool.connect(unix_address(), wait=False)
+            pool.peers.connect(unix_address(), wait=False)
         before = things()
 
         def serve(one: socket.socket) -> None:
@@ -174,12 +174,12 @@ def test_a_server_that_is_no_pool_is_told_from_one(answer):
         thread = threading.Thread(target=serve_all)
         thread.start()
         with pytest.raises(kinds.get(answer, (kvpool.ProtocolError, kvpool.AuthError))) as caught:
-            pool.connect(f"tcp:127.0.0.1:{listener.getsockname()[1]}", timeout=1.0 if answer == "silence" else 60)
+            pool.peers.connect(f"tcp:127.0.0.1:{listener.getsockname()[1]}", timeout=1.0 if answer == "silence" else 60)
         if answer == "other versions":
             assert {"7", "9"} <= set(str(caught.value).replace(",", " ").replace(".", " ").replace("-", " ").split())
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(60)
-        assert pool.peers() == []
+        assert pool.peers.list() == []
         until_no_more_than(before)
 
 
@@ -197,14 +197,14 @@ def test_who_does_not_fit_is_told_why_and_nothing_is_left(changes, error, near_n
     with survivor_of("sock-unix", near_nursery) as survivor, near_nursery.victim() as victim:
         options = survivor.options | {"name": "victim"} | changes
         with pytest.raises(error):
-            victim("pool = big_pool(**options)\npool.connect(where)", where=survivor.address, options=options)
-        assert victim("pool.peers()") == survivor.pool.peers() == []
+            victim("pool = big_pool(**options)\npool.peers.connect(where)", where=survivor.address, options=options)
+        assert victim("pool.peers.list()") == survivor.pool.peers.list() == []
         with pytest.raises(kvpool.LayoutMismatch):
             victim(
-                "small = small_pool(secret=secret, name='small')\nsmall.connect(where)",
+                "small = small_pool(secret=secret, name='small')\nsmall.peers.connect(where)",
                 where=survivor.address, secret=SECRET,
             )  # fmt: skip
-        assert survivor.pool.peers() == []
+        assert survivor.pool.peers.list() == []
 
 
 def test_bytes_that_change_on_the_way_are_never_delivered(far_nursery, request):
@@ -235,7 +235,7 @@ def test_bytes_that_change_on_the_way_are_never_delivered(far_nursery, request):
             error = victim(
                 "addrs = pool.alloc(16)\nstamp(pool, addrs, number)\n"
                 "try:\n"
-                "    peer = pool.connect(where, timeout=60)\n"
+                "    peer = pool.peers.connect(where, timeout=60)\n"
                 "    pool.transfer(peer, addrs, private=number.to_bytes(4, 'little')).wait(60)\n"
                 "    error = None\n"
                 "except kvpool.Error as caught:\n"
@@ -247,8 +247,8 @@ def test_bytes_that_change_on_the_way_are_never_delivered(far_nursery, request):
             expected = kvpool.PeerLost, kvpool.ProtocolError, kvpool.AuthError, kvpool.DeadlineExceeded, type(None)
             assert isinstance(error, expected), error
             proxy.reset()
-            eventually(lambda: pool.peers() == [])
-            assert victim("eventually(lambda: pool.peers() == [])\npool.audit().hbm.active") == 0
+            eventually(lambda: pool.peers.list() == [])
+            assert victim("eventually(lambda: pool.peers.list() == [])\npool.audit().hbm.active") == 0
             eventually(lambda: blocks_at_peers(pool) == 0)
             eventually(lambda: pool.stats().hbm.active == 0)  # the reader is done, and there is room for the next
             assert reader.wrong == []
@@ -260,8 +260,8 @@ def test_content_that_a_relay_forges_is_delivered_only_where_both_sides_trust_th
     options = {"secret": SECRET, "routes": ("sock",), "unix_door": False}
     receiver = small_pool(name="receiver", trusted_network=trusting[0], **options)
     sender = small_pool(name="sender", trusted_network=trusting[1], **options)
-    with receiver, sender, Relay(receiver.listen("tcp:127.0.0.1:0")) as relay:
-        peer = sender.connect(relay.address, timeout=60)
+    with receiver, sender, Relay(receiver.peers.listen("tcp:127.0.0.1:0")) as relay:
+        peer = sender.peers.connect(relay.address, timeout=60)
         tokens = prompt(2)
         addrs = sender.alloc(2)
         fill(sender, addrs)
@@ -274,7 +274,7 @@ def test_content_that_a_relay_forges_is_delivered_only_where_both_sides_trust_th
         else:
             with pytest.raises((kvpool.PeerLost, kvpool.ProtocolError)):
                 transfer.wait(60)
-            eventually(lambda: receiver.peers() == [])
+            eventually(lambda: receiver.peers.list() == [])
             with receiver.match(tokens) as found:
                 assert found.tokens == 0
         assert relay.forged == 1
@@ -289,7 +289,7 @@ def test_a_thousand_strangers_keep_no_peer_out(where, what):
     options = {"secret": SECRET, "unix_door": where == "door"}
     with many_descriptors(), contextlib.ExitStack() as stack:
         server = stack.enter_context(small_pool(name="server", **options))
-        bound = server.listen(address)
+        bound = server.peers.listen(address)
         crowded = [bound, *doors()] if where == "door" else [bound]
         channel = LOCAL if where == "unix" else NETWORK
         for number in range(1000):
@@ -304,5 +304,5 @@ def test_a_thousand_strangers_keep_no_peer_out(where, what):
                 with contextlib.suppress(OSError):
                     stranger.send(hello(channel=channel))
         client = stack.enter_context(small_pool(name="client", **options))
-        assert client.connect(bound, timeout=4.0) == "server"
-        assert client.peers()[0].link.startswith("tcp" if where == "tcp" else "unix")
+        assert client.peers.connect(bound, timeout=4.0) == "server"
+        assert client.peers.list()[0].link.startswith("tcp" if where == "tcp" else "unix")

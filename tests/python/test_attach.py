@@ -47,11 +47,11 @@ def test_every_verb_meets_the_member_that_it_names(url, listen):
         lent = a.alloc(2, instance="b")
         a.transfer("b", own, to=lent).wait()
         a.free(lent)
-        with a.open_transfer("b", own) as stream:
+        with a.transfer("b", own, layerwise=True) as stream:
             stream.send_layer(0)
             stream.send_layer(1)
         b.free(stream.transfer.wait().addrs)
-        assert [peer.name for peer in a.peers()] == ["b"]
+        assert [peer.name for peer in a.peers.list()] == ["b"]
         a.free(own)
         b.free(sent)
 
@@ -86,7 +86,7 @@ def test_a_name_that_nobody_has_is_told_with_those_that_there_are(url):
 def test_members_say_what_they_are(url):
     with member(url, "a", small_pool(6, 3, model="m"), role="prefill") as (_, cluster, _attachment):
         (one,) = cluster.members()
-        assert (one.name, one.role, one.model, one.hbm_blocks, one.dram_blocks) == ("a", "prefill", "m", 6, 3)
+        assert (one.peers.name, one.role, one.model, one.hbm_blocks, one.dram_blocks) == ("a", "prefill", "m", 6, 3)
         assert one.layout["kind"] == "KVLayout"
         assert one.layout["kv_heads"] == small_layout().kv_heads
         assert one.parallel is None
@@ -120,7 +120,7 @@ def test_several_threads_that_name_a_new_member_at_once_are_all_served(url):
         for thread in threads:
             thread.join(60)
         assert not failed
-        assert len(b.peers()) == 1
+        assert len(b.peers.list()) == 1
 
 
 # ---- all or nothing
@@ -146,7 +146,7 @@ def test_an_attach_that_fails_leaves_pool_and_cluster_as_they_were(url):
                 pool.attach(cluster, **options)
             assert cluster.registration is None
             assert names(watching) == ["taken"]
-            assert pool.name is None
+            assert pool.peers.name is None
             assert pool.settings == before
             probe = pool.alloc(1)
             assert kvpool.decode_address(int(probe[0])).instance == 0
@@ -158,10 +158,10 @@ def test_an_attach_that_fails_leaves_pool_and_cluster_as_they_were(url):
 def test_a_pool_whose_first_connect_or_listen_failed_can_be_attached(url):
     nowhere = f"unix:@kvpool-nowhere-{os.getpid()}"
     with small_pool() as pool, small_pool() as other, join(url) as cluster:
-        taken = other.listen(f"unix:@kvpool-taken-{os.getpid()}")
+        taken = other.peers.listen(f"unix:@kvpool-taken-{os.getpid()}")
         for error, call in (
-            (PeerLost, lambda: pool.connect(nowhere, secret="x", wait=False)),
-            (StateError, lambda: pool.listen(taken, name="x")),
+            (PeerLost, lambda: pool.peers.connect(nowhere, wait=False)),
+            (StateError, lambda: pool.peers.listen(taken)),
         ):
             with refused(pool, error):
                 call()
@@ -193,8 +193,8 @@ def test_a_pool_is_attached_once_and_first(url):
             a.attach(second, name="b")
         with refused(other, StateError, "already has a registration"):
             other.attach(cluster, name="b")
-        other.listen(f"unix:@kvpool-first-{os.getpid()}")
-        with pytest.raises(StateError, match="before listen"):
+        other.peers.listen(f"unix:@kvpool-first-{os.getpid()}")
+        with pytest.raises(StateError, match=r"before peers\.listen"):
             other.attach(second, name="b")
         attachment.close()
         with pytest.raises(StateError, match="make a new one"):
@@ -240,7 +240,7 @@ def test_one_that_came_back_under_its_name_is_met_by_the_next_verb(url):
                 a.transfer("b", own).wait()
                 instances.add(attachment.instance)
                 assert blocks_at_peers(b) == 0
-            eventually(lambda: a.peers() == [])
+            eventually(lambda: a.peers.list() == [])
         assert len(instances) == 4
 
 
@@ -248,10 +248,10 @@ def test_one_that_came_back_under_its_name_is_met_by_the_next_verb(url):
 def test_who_is_listed_again_is_not_parted_from_for_what_was_before(url, monkeypatch, is_back):
     with two(url) as (a, b):
         own = a.alloc(1)
-        stream = a.open_transfer("b", own)
+        stream = a.transfer("b", own, layerwise=True)
         attachment = a._attachment
         members = attachment._cluster.members()
-        (old,) = [one for one in members if one.name == "b"]
+        (old,) = [one for one in members if one.peers.name == "b"]
         seen = [dataclasses.replace(one, since_ns=one.since_ns + is_back) for one in members]
         monkeypatch.setattr(attachment._cluster, "members", lambda: seen)
         attachment._on_change(kvpool.MemberEvent("lost", old))  # late: the new connection is there already
@@ -283,14 +283,14 @@ def test_peers_that_have_parted_before_the_loss_is_known_are_met_when_the_lease_
         eventually(lambda: "b" in a._attachment._members._met)
         for _ in range(2):
             b._expel(a._epoch(), "its lease has run out")  # b hears first
-            eventually(lambda: a.peers() == [] == b.peers())
+            eventually(lambda: a.peers.list() == [] == b.peers.list())
             b._attachment._members.pass_again()
             a._attachment._on_lease("lost")
             a._attachment._on_lease("lost")
             with refused(a, Fenced, "lost its lease"):
                 a.alloc(1, instance="b")
             a._attachment._on_lease("regained")
-            eventually(lambda: [peer.name for peer in a.peers()] == ["b"])
+            eventually(lambda: [peer.name for peer in a.peers.list()] == ["b"])
 
 
 def test_a_peer_that_has_left_is_not_called_again(url):
@@ -325,13 +325,13 @@ def test_who_leaves_while_its_lease_comes_back_stays_fenced(url, monkeypatch):
             with refused(a, Fenced, "has left its cluster"):
                 a.transfer("b", own)
             attachment._on_lease("regained")  # and later
-        assert b.peers() == []
+        assert b.peers.list() == []
 
 
 def test_peers_that_are_met_by_name_are_told_like_others(url):
     with two(url) as (a, b):
         events: list[tuple[str, str]] = []
-        with b.on_peer(lambda event: events.append((event.kind, event.name))):
+        with b.peers.on_change(lambda event: events.append((event.kind, event.name))):
             a.transfer("b", a.alloc(1)).wait()
             eventually(lambda: events == [("joined", "a")])
             a.close()
@@ -346,9 +346,9 @@ def test_a_logical_instance_is_attached_by_its_scheduler(url):
     with member(url, "many", scheduler) as (many, cluster, attachment), member(url, "one") as (one, *_):
         assert [each.parallel["tp"] for each in cluster.members() if each.name == "many"] == [2]
         secret = many.settings.secret
-        ranks = [kvpool.RankArena.join(many.export_rank(rank), secret=secret) for rank in range(2)]
+        ranks = [kvpool.RankArena.join(many.ranks.export(rank), secret=secret) for rank in range(2)]
         try:
-            many.wait_for_ranks()
+            many.ranks.wait()
             own = one.alloc(2)
             held = fill(one, own)
             sent = one.transfer("many", own).wait().addrs
@@ -370,4 +370,4 @@ def test_a_forked_child_ends_nobodys_membership(url):
         os.waitpid(child, 0)
         a.transfer("b", a.alloc(1)).wait()
         assert names(watching) == ["a", "b"]
-        assert len(b.peers()) == 1
+        assert len(b.peers.list()) == 1

@@ -32,7 +32,7 @@ def test_a_pool_that_is_closed_leaves(url):
             b.close()
             eventually(lambda: ("left", "b") in events)
             assert ("lost", "b") not in events
-            eventually(lambda: a.peers() == [] and blocks_at_peers(a) == 0)
+            eventually(lambda: a.peers.list() == [] and blocks_at_peers(a) == 0)
         with refused(a, PeerLost, "'b'"):
             a.alloc(1, instance="b")
 
@@ -40,7 +40,7 @@ def test_a_pool_that_is_closed_leaves(url):
 def test_a_member_that_leaves_has_no_peers_any_more_and_what_is_local_goes_on(url):
     with two(url) as (a, b):
         own = a.alloc(2)
-        stream = a.open_transfer("b", own)
+        stream = a.transfer("b", own, layerwise=True)
         attachment = a._attachment
         attachment.close()
         attachment.close()
@@ -48,7 +48,7 @@ def test_a_member_that_leaves_has_no_peers_any_more_and_what_is_local_goes_on(ur
         assert isinstance(stream.transfer.exception(30), PeerLost)
         with refused(a, Fenced, "has left its cluster"):
             a.transfer("b", own)
-        eventually(lambda: b.peers() == [] and blocks_at_peers(b) == 0)
+        eventually(lambda: b.peers.list() == [] and blocks_at_peers(b) == 0)
         a.free(own)
         with pytest.raises(ClosedError):
             attachment.drain(1)
@@ -59,13 +59,13 @@ def test_a_cluster_that_is_closed_takes_its_pool_with_it_at_once(url):
         attachment = a.attach(cluster, name="a")
         eventually(lambda: len(attachment._members.names()) == 1)
         own = a.alloc(1)
-        stream = a.open_transfer("b", own)
+        stream = a.transfer("b", own, layerwise=True)
         cluster.close()
         assert attachment.closed
         with refused(a, Fenced, "has left its cluster"):
             a.transfer("b", own)
-        eventually_within(lambda: a.peers() == [], 20)  # before the next heartbeat
-        eventually_within(lambda: b.peers() == [], 20)
+        eventually_within(lambda: a.peers.list() == [], 20)  # before the next heartbeat
+        eventually_within(lambda: b.peers.list() == [], 20)
         assert isinstance(stream.transfer.exception(30), PeerLost)
 
 
@@ -75,7 +75,7 @@ def test_a_registration_that_leaves_by_itself_takes_its_pool_with_it_at_once(url
         attachment = a.attach(cluster, name="a")
         eventually(lambda: len(attachment._members.names()) == 1)
         own = a.alloc(1)
-        stream = a.open_transfer("b", own)
+        stream = a.transfer("b", own, layerwise=True)
         cluster.registration.leave()
         with refused(a, Fenced, "has left its cluster"):
             a.transfer("b", own)
@@ -117,7 +117,7 @@ def test_a_pool_that_is_dropped_leaves(url):
 def test_a_member_that_drains_is_there_until_its_transfers_have_ended(url):
     with two(url) as (a, b), join(url) as watching:
         own = a.alloc(1)
-        stream = a.open_transfer("b", own)
+        stream = a.transfer("b", own, layerwise=True)
         for leaver in (a, b):  # from the one, and to the other
             with pytest.raises(DeadlineExceeded, match="draining"):
                 leaver._attachment.drain(0.6)

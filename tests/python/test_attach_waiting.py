@@ -187,7 +187,7 @@ def test_callbacks_of_a_pool_that_close_it_at_once_do_not_wait_for_each_other(ur
             b.close()
             took.append(time.monotonic() - begin)
 
-        handles = [b.on_received(close), b.on_peer(close)]
+        handles = [b.inbox.on_received(close), b.peers.on_change(close)]
         eventually(lambda: "b" in a._attachment._members.names())
         a.transfer("b", a.alloc(1))
         eventually(lambda: len(took) == 2)
@@ -283,7 +283,7 @@ def test_a_cluster_that_is_closed_while_it_registers_has_no_member(url, monkeypa
         with small_pool() as pool:
             with pytest.raises(kvpool.ClosedError):
                 pool.attach(cluster, name="a")
-            assert pool.name is None
+            assert pool.peers.name is None
         cluster.close()
         assert not cluster._loop._thread.is_alive()
         eventually(lambda: names(watching) == [])

@@ -61,7 +61,7 @@ def test_insert_takes_valid_addresses_only(setting, kind, error, text):
         with refused(setting.pool, error, text, address=wrong, position=position):
             setting.pool.insert(prompt(3, 4), addrs)
         with refused(setting.pool, error, text, address=wrong, position=position):
-            setting.pool.insert_batch([(prompt(1, 5), setting.mine[2:]), (prompt(3, 4), addrs)])
+            setting.pool.batch.insert([(prompt(1, 5), setting.mine[2:]), (prompt(3, 4), addrs)])
 
 
 def test_cached_blocks_are_not_the_callers_to_free(setting):
@@ -77,7 +77,7 @@ def test_an_address_stands_once_in_a_list(setting):
         with refused(setting.pool, kvpool.ArgumentError, "twice", address=addrs[position], position=position):
             setting.pool.insert(prompt(len(addrs), 4), addrs)
     with refused(setting.pool, kvpool.ArgumentError, "twice", address=first):
-        setting.pool.insert_batch([(prompt(1, 4), [first]), (prompt(1, 5), [first])])
+        setting.pool.batch.insert([(prompt(1, 4), [first]), (prompt(1, 5), [first])])
     setting.pool.free(setting.mine)
 
 
@@ -124,7 +124,7 @@ def test_addresses_are_a_vector_of_uint64(setting, given, error, text):
         lambda: pool.free(given),
         lambda: pool.swap_in(given),
         lambda: pool.insert(prompt(3), given),
-        lambda: pool.insert_batch([(prompt(3), given)]),
+        lambda: pool.batch.insert([(prompt(3), given)]),
     ):
         with refused(pool, error, text):
             call()
@@ -165,9 +165,9 @@ def test_tokens_are_a_vector_of_int32_or_int64(setting, given, error, text):
     pool = setting.pool
     for call in (
         lambda: pool.match(given),
-        lambda: pool.match_batch([given]),
+        lambda: pool.batch.match([given]),
         lambda: pool.insert(given, setting.mine),
-        lambda: pool.insert_batch([(given, setting.mine)]),
+        lambda: pool.batch.insert([(given, setting.mine)]),
         lambda: pool.delete(given),
         lambda: pool.explain_match(given),
     ):

@@ -82,6 +82,7 @@ def test_a_huge_count_evicts_and_moves_what_there_is(setting):
         ("hbm", kvpool.ArgumentTypeError),
         (None, kvpool.ArgumentTypeError),
         (1.0, kvpool.ArgumentTypeError),
+        (True, kvpool.ArgumentTypeError),
     ],
 )
 def test_a_medium_is_one_that_verbs_know(setting, medium, error):
@@ -104,6 +105,17 @@ def test_the_memory_of_two_media_is_not_one(setting):
             call(DISK)
 
 
+def test_the_core_looks_at_no_memory_of_a_medium_that_is_none(setting):
+    pool = setting.pool
+    for medium, error in ((0, kvpool.ArgumentError), (DISK, kvpool.Unsupported), (4, kvpool.ArgumentError),
+                          (MIXED, kvpool.ArgumentError), (255, kvpool.ArgumentError),
+                          (True, kvpool.ArgumentTypeError)):  # fmt: skip
+        with refused(pool, error):
+            pool._arena(medium)
+        with refused(pool, error):
+            pool._view(medium, [1], [1], "uint8")
+
+
 def test_no_pool_has_blocks_on_disk(setting):
     with refused(setting.pool, kvpool.Unsupported, "DISK"):
         setting.pool.alloc(1, medium=DISK)
@@ -121,9 +133,9 @@ def test_a_namespace_is_a_str(setting, namespace, error):
     pool = setting.pool
     for call in (
         lambda: pool.match(prompt(2), namespace=namespace),
-        lambda: pool.match_batch([prompt(2)], namespace=namespace),
+        lambda: pool.batch.match([prompt(2)], namespace=namespace),
         lambda: pool.insert(prompt(3, 4), setting.mine, namespace=namespace),
-        lambda: pool.insert_batch([(prompt(3, 4), setting.mine)], namespace=namespace),
+        lambda: pool.batch.insert([(prompt(3, 4), setting.mine)], namespace=namespace),
         lambda: pool.delete(prompt(2), namespace=namespace),
         lambda: pool.explain_match(prompt(2), namespace=namespace),
     ):
@@ -247,9 +259,9 @@ def test_after_close_every_call_says_that_the_pool_is_closed():
         "alloc strictly": lambda: pool.alloc(8, evict=False),
         "free": lambda: pool.free(addrs),
         "match": lambda: pool.match(prompt(1)),
-        "match_batch": lambda: pool.match_batch([prompt(1)]),
+        "match_batch": lambda: pool.batch.match([prompt(1)]),
         "insert": lambda: pool.insert(prompt(2), addrs),
-        "insert_batch": lambda: pool.insert_batch([(prompt(2), addrs)]),
+        "insert_batch": lambda: pool.batch.insert([(prompt(2), addrs)]),
         "delete": lambda: pool.delete(prompt(1)),
         "evict": lambda: pool.evict(1),
         "swap_out": lambda: pool.swap_out(1),
@@ -328,9 +340,9 @@ def test_no_argument_crashes_or_breaks_the_pool(data, count, medium, first, seco
             "alloc": lambda: pool.alloc(count, medium=medium),
             "free": lambda: pool.free(first),
             "match": lambda: pool.match(first, namespace=namespace),
-            "match_batch": lambda: pool.match_batch([first, second]),
+            "match_batch": lambda: pool.batch.match([first, second]),
             "insert": lambda: pool.insert(first, second, namespace=namespace),
-            "insert_batch": lambda: pool.insert_batch([(prompt(1, 9), mine), (first, second)]),
+            "insert_batch": lambda: pool.batch.insert([(prompt(1, 9), mine), (first, second)]),
             "delete": lambda: pool.delete(first, namespace=namespace),
             "evict": lambda: pool.evict(count, medium=medium),
             "swap_out": lambda: pool.swap_out(count),

@@ -91,7 +91,7 @@ def test_the_engines_blocks_are_never_cached(engine_pool):
     with refused(engine_pool, kvpool.StateError, "the engine's", block=1, position=1):
         engine_pool.insert(prompt(2), [own[0], addrs[1]])
     with refused(engine_pool, kvpool.StateError, "the engine's"):
-        engine_pool.insert_batch([(prompt(1, 1), own), (prompt(2), addrs)])
+        engine_pool.batch.insert([(prompt(1, 1), own), (prompt(2), addrs)])
     assert cached_tokens(engine_pool, prompt(2)) == cached_tokens(engine_pool, prompt(1, 1)) == 0
 
 
@@ -118,7 +118,7 @@ def test_nothing_cached_moves_into_or_out_of_the_engines_blocks(engine_pool):
 
 def test_peers_neither_borrow_nor_are_lent_what_the_engine_may_take(engine_pool):
     with Pool(LAYOUT, dram_blocks=6, name="peer", huge_pages="never") as peer:
-        name = peer.connect(engine_pool.listen(address_of("loopback"), name="engine"))
+        name = peer.peers.connect(engine_pool.peers.listen(address_of("loopback"), name="engine"))
         blocks = peer.alloc(2, medium=DRAM)
         with refused(engine_pool, kvpool.StateError, "the engine allocates"):
             peer.alloc(2, instance=name)
@@ -135,7 +135,7 @@ def test_an_address_that_the_engine_gave_back_is_neither_sent_nor_read():
         Pool(LAYOUT, hbm=memory, engine_allocates=True, name="engine", huge_pages="never") as engine,
         Pool(LAYOUT, dram_blocks=6, name="store", huge_pages="never") as store,
     ):
-        engine.connect(store.listen(address_of("loopback")))
+        engine.peers.connect(store.peers.listen(address_of("loopback")))
         before = engine.adopt([2])
         engine.free(before)
         for name in ("given back", "taken again"):
@@ -152,12 +152,12 @@ def test_an_address_that_the_engine_gave_back_is_neither_sent_nor_read():
 
 def test_blocks_of_a_failed_fetch_stay_the_engines_until_it_frees_them():
     with contextlib.closing(Child()) as child:
-        code = "pool = small_pool(name='owner', lease_s=60)\npool.listen(where)"
+        code = "pool = small_pool(name='owner', lease_s=60)\npool.peers.listen(where)"
         where = child(code, where=address_of("sock-unix"))
         source = child("store(pool, prompt(2)).tolist()")
         options: dict[str, Any] = {"huge_pages": "never", "audit": True, "routes": ("sock",), "lease_s": 60}
         with Pool(LAYOUT, hbm=tensors_of(), engine_allocates=True, **options) as engine:
-            engine.connect(where)
+            engine.peers.connect(where)
             addrs = engine.adopt([1, 3])
             stop_process(child.process.pid)
             with pytest.raises(kvpool.DeadlineExceeded):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -136,10 +137,10 @@ def check(call: Any, pools: list[kvpool.Pool]) -> None:
 LOCAL: dict[str, dict[str, Any]] = {
     "alloc": {"n": 1, "medium": kvpool.HBM, "evict": False, "instance": None, "timeout": 1, "stream": None},
     "free": {"addrs": "mine"},
-    "match": {"tokens": prompt(2), "namespace": ""},
-    "match_batch": {"prompts": [prompt(1)], "namespace": ""},
+    "match": {"tokens": prompt(2), "namespace": "", "into": kvpool.HBM, "stream": None},
+    "batch.match": {"prompts": [prompt(1)], "namespace": ""},
     "insert": {"tokens": prompt(2, 5), "addrs": "mine", "namespace": "", "free_duplicates": False},
-    "insert_batch": {"prompts": [], "namespace": "", "free_duplicates": False},
+    "batch.insert": {"prompts": [], "namespace": "", "free_duplicates": False},
     "delete": {"tokens": prompt(2), "namespace": "", "descendants": False},
     "evict": {"n": 0, "medium": kvpool.DRAM},
     "swap_out": {"n": 0, "stream": None, "wait": True},
@@ -154,21 +155,21 @@ AT_PEERS: dict[str, dict[str, Any]] = {
     "alloc": {"n": 0, "medium": kvpool.HBM, "evict": False, "instance": "peer", "timeout": 5},
     "transfer": {
         "peer": "peer", "addrs": "mine", "to": None, "medium": kvpool.HBM, "evict": True, "private": b"",
-        "priority": "decode", "strategy": "auto", "route": None, "checksum": False, "stream": None, "timeout": 5,
+        "priority": "decode", "strategy": "auto", "route": None, "checksum": False, "stream": None, "layerwise": True,
+        "timeout": 5,
     },
     "transfer_with_insert": {"peer": "peer", "tokens": prompt(2, 3), "addrs": "mine", "namespace": "", "private": None},
-    "transfer_batch": {"specs": []},
-    "open_transfer": {"peer": "peer", "addrs": "mine", "tokens": prompt(2, 3), "namespace": "", "private": None},
+    "batch.transfer": {"specs": []},
     "fetch": {"peer": "peer", "addrs": "theirs", "to": None, "medium": kvpool.HBM, "evict": True, "priority": "decode",
               "timeout": 5},
-    "received": {"timeout": 0},
-    "disconnect": {"peer": "nobody"},
-    "listen": {"address": "unix:@", "name": None, "secret": None},
-    "connect": {"address": "unix:@kvpool-nobody", "secret": None, "timeout": 0, "wait": False},
-    "on_received": {"callback": None},
-    "on_peer": {"callback": None},
-    "export_rank": {"rank": 0, "address": None},
-    "wait_for_ranks": {"timeout": 0},
+    "inbox.receive": {"timeout": 0},
+    "peers.disconnect": {"peer": "nobody"},
+    "peers.listen": {"address": "unix:@"},
+    "peers.connect": {"address": "unix:@kvpool-nobody", "timeout": 0, "wait": False},
+    "inbox.on_received": {"callback": None},
+    "peers.on_change": {"callback": None},
+    "ranks.export": {"rank": 0, "address": None},
+    "ranks.wait": {"timeout": 0},
 }  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def test_calls_of_a_pool(name):
                 mine = pool.alloc(2)
                 given = {key: mine if isinstance(value, str) and value == "mine" else value
                          for key, value in arguments.items()} | {argument: HOSTILE[name]}  # fmt: skip
-                check(lambda verb=verb, given=given: getattr(pool, verb)(**given), [pool])
+                check(lambda verb=verb, given=given: attrgetter(verb)(pool)(**given), [pool])
                 pool.evict(100, kvpool.MIXED)
                 for address in mine:
                     try:
@@ -198,10 +199,10 @@ def test_batches_of_a_pool_and_of_an_index(name):
     with small_pool(audit=False) as pool:
         mine = pool.alloc(2)
         for call in (
-            lambda: pool.match_batch([prompt(1), value]),
-            lambda: pool.insert_batch([(prompt(1, 7), mine[:1]), value]),
-            lambda: pool.insert_batch([(prompt(1, 7), mine[:1]), (value, mine[1:])]),
-            lambda: pool.insert_batch([(prompt(1, 7), mine[:1]), (prompt(1, 8), value)]),
+            lambda: pool.batch.match([prompt(1), value]),
+            lambda: pool.batch.insert([(prompt(1, 7), mine[:1]), value]),
+            lambda: pool.batch.insert([(prompt(1, 7), mine[:1]), (value, mine[1:])]),
+            lambda: pool.batch.insert([(prompt(1, 7), mine[:1]), (prompt(1, 8), value)]),
             lambda: index.match_batch([prompt(1), value]),
             lambda: index.insert_batch([(prompt(1), [1]), value]),
             lambda: index.insert_batch([(prompt(1), [1]), (value, value)]),
@@ -268,7 +269,7 @@ SETTINGS = ("policy", "copy_threads", "huge_pages", "numa_node", "audit", "lease
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     with small_pool(16, audit=False) as here, small_pool(16, audit=False) as there:
-        peer = here.connect(there.listen(f"unix:{tmp_path_factory.mktemp('pair')}/socket"))
+        peer = here.peers.connect(there.peers.listen(f"unix:{tmp_path_factory.mktemp('pair')}/socket"))
         yield here, there, {"peer": peer, "mine": here.alloc(2), "theirs": there.alloc(2)}
 
 
@@ -283,7 +284,7 @@ def test_calls_that_need_peers(pair, name):
                      for key, value in arguments.items()} | {argument: HOSTILE[name]}  # fmt: skip
 
             def call(verb=verb, given=given):
-                result = getattr(here, verb)(**given)
+                result = attrgetter(verb)(here)(**given)
                 for one in result if isinstance(result, list) else [result]:
                     if isinstance(one, (kvpool.Transfer, kvpool.TransferStream)):
                         one.cancel() if isinstance(one, kvpool.Transfer) else one.finish().cancel()
@@ -295,7 +296,7 @@ def test_calls_that_need_peers(pair, name):
             check(call, [])
     for field in ("peer", "addrs", "tokens", "private", "evict", "checksum", "medium", "timeout"):
         spec = {"peer": known["peer"], "addrs": known["mine"]} | {field: HOSTILE[name]}
-        check(lambda spec=spec: [one.cancel() for one in here.transfer_batch([kvpool.TransferSpec(**spec)])], [])
+        check(lambda spec=spec: [one.cancel() for one in here.batch.transfer([kvpool.TransferSpec(**spec)])], [])
     here.audit()
     there.audit()
 
@@ -306,8 +307,8 @@ def test_calls_that_need_peers(pair, name):
 def test_a_batch_is_a_list_of_pairs_and_a_flag_is_a_bool():
     with small_pool() as pool:
         for call, text in (
-            (lambda: pool.match_batch(5), "prompts must be a list, and is int"),
-            (lambda: pool.insert_batch([(1, 2, 3)]), r"prompts[0] must be (tokens, addresses), and has 3 items"),
+            (lambda: pool.batch.match(5), "prompts must be a list, and is int"),
+            (lambda: pool.batch.insert([(1, 2, 3)]), r"prompts[0] must be (tokens, addresses), and has 3 items"),
             (lambda: pool.alloc(1, evict="perhaps"), "evict must be a bool, and is str"),
             (lambda: pool.swap_out(1, wait=1), "wait must be a bool, and is int"),
         ):
@@ -315,7 +316,7 @@ def test_a_batch_is_a_list_of_pairs_and_a_flag_is_a_bool():
                 call()
         assert len(pool.alloc(1, evict=np.bool_(False))) == 1
         with pytest.raises(kvpool.PeerLost):
-            pool.connect("unix:@kvpool-nobody-listens-here", wait=np.bool_(False))
+            pool.peers.connect("unix:@kvpool-nobody-listens-here", wait=np.bool_(False))
 
 
 def test_the_exception_of_an_argument_is_the_cause_and_ctrl_c_is_not_swallowed():
@@ -325,10 +326,10 @@ def test_the_exception_of_an_argument_is_the_cause_and_ctrl_c_is_not_swallowed()
 
     with small_pool() as pool:
         with refused(pool, kvpool.ArgumentTypeError, "prompts", "Sized") as caught:
-            pool.match_batch(HOSTILE["a length that raises"])
+            pool.batch.match(HOSTILE["a length that raises"])
         assert isinstance(caught.value.__cause__, Oops)
         with refused(pool, kvpool.ArgumentTypeError, "prompts[0]") as caught:
-            pool.insert_batch(HOSTILE["an item that raises"])
+            pool.batch.insert(HOSTILE["an item that raises"])
         assert isinstance(caught.value.__cause__, Oops)
         with refused(pool, kvpool.ArgumentTypeError, "medium", "Raising") as caught:
             pool.tensor(Raising())
@@ -341,9 +342,9 @@ def test_the_exception_of_an_argument_is_the_cause_and_ctrl_c_is_not_swallowed()
 def test_lengths_that_nobody_has_are_refused_with_their_number():
     with small_pool() as pool:
         with refused(pool, kvpool.ArgumentError, 2**62, given=2**62, maximum=1 << 20):
-            pool.match_batch(Sized(2**62))
+            pool.batch.match(Sized(2**62))
         with refused(pool, kvpool.ArgumentError, 2**62, given=2**62):
-            pool.insert_batch(Sized(2**62))
+            pool.batch.insert(Sized(2**62))
         with refused(pool, kvpool.ArgumentError, 1 << 40, given=1 << 40, maximum=1 << 28):
             pool.match(HOSTILE["no end of tokens"])
         with refused(pool, kvpool.ArgumentError, 1 << 40, given=1 << 40, maximum=1 << 28):

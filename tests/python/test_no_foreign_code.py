@@ -72,7 +72,7 @@ def test_the_package_runs_nothing_that_it_was_sent_and_listens_nowhere_by_itself
         "import numpy\nnumpy.load(path, allow_pickle=True)",
         "message = socket.recv_pyobj()",
         'def serve(host="0.0.0.0"): pass',
-        'pool.listen("tcp:0.0.0.0:0")',
+        'pool.peers.listen("tcp:0.0.0.0:0")',
         'publish("tcp://*:5557")',
         'bind("[::]:80")',
     ],
@@ -83,4 +83,4 @@ def test_what_is_planted_is_found(planted):
 
 def test_what_listens_by_itself_listens_on_this_machine():
     with kvpool.Pool(kvpool.RawLayout(block_bytes=64), 1, secret="s") as pool:
-        assert pool.listen().startswith("tcp:127.0.0.1:")
+        assert pool.peers.listen().startswith("tcp:127.0.0.1:")

@@ -186,7 +186,7 @@ def test_a_cached_block_cannot_stand_for_another_page(pool):
 def test_a_batch_of_matches_is_each_of_them(pool):
     store(pool, prompt(2, 1))
     store(pool, prompt(3, 2))
-    hits = pool.match_batch([prompt(2, 1), prompt(1, 9), prompt(3, 2).tolist()])
+    hits = pool.batch.match([prompt(2, 1), prompt(1, 9), prompt(3, 2).tolist()])
     assert [hit.tokens for hit in hits] == [2 * BLOCK, 0, 3 * BLOCK]
     assert pool.stats().hbm.pinned == 5
     for hit in hits:
@@ -197,7 +197,7 @@ def test_a_batch_of_matches_is_each_of_them(pool):
 def test_a_batch_of_insertions_shares_what_it_can(pool):
     shared = np.r_[prompt(1), np.full(BLOCK, 50)]
     mine, other = pool.alloc(2), pool.alloc(2)
-    first, second = pool.insert_batch([(prompt(2), mine), (shared, other)], namespace="n")
+    first, second = pool.batch.insert([(prompt(2), mine), (shared, other)], namespace="n")
     assert (first.inserted, second.inserted) == (2, 1)
     assert second.addrs.tolist() == [int(mine[0]), int(other[1])]
     assert second.duplicates.tolist() == [int(other[0])]
@@ -208,16 +208,16 @@ def test_a_batch_of_insertions_shares_what_it_can(pool):
 def test_a_batch_of_insertions_is_all_or_nothing(pool):
     mine = pool.alloc(3)
     with refused(pool, kvpool.ArgumentError, needed=2, given=1):
-        pool.insert_batch([(prompt(1, 1), mine[:1]), (prompt(1, 2), mine[1:2]), (prompt(2, 3), mine[2:])])
+        pool.batch.insert([(prompt(1, 1), mine[:1]), (prompt(1, 2), mine[1:2]), (prompt(2, 3), mine[2:])])
     with refused(pool, kvpool.ArgumentError, "twice", address=int(mine[0])):
-        pool.insert_batch([(prompt(2, 1), mine[:2]), (prompt(2, 2), mine[[2, 0]])])
+        pool.batch.insert([(prompt(2, 1), mine[:2]), (prompt(2, 2), mine[[2, 0]])])
     assert cached_tokens(pool, prompt(1, 1)) == 0
     pool.free(mine)
 
 
 def test_empty_batches_are_fine(pool):
-    assert pool.match_batch([]) == []
-    assert pool.insert_batch([]) == []
+    assert pool.batch.match([]) == []
+    assert pool.batch.insert([]) == []
 
 
 # ---- namespaces

@@ -25,6 +25,7 @@ PUBLIC = [
     "Attachment",
     "AuditError",
     "AuthError",
+    "Batch",
     "Busy",
     "Cancelled",
     "ClosedError",
@@ -35,6 +36,7 @@ PUBLIC = [
     "EventStream",
     "Fenced",
     "ForkError",
+    "Inbox",
     "Inserted",
     "InstanceIndex",
     "KVLayout",
@@ -57,12 +59,14 @@ PUBLIC = [
     "PeerEvent",
     "PeerInfo",
     "PeerLost",
+    "Peers",
     "Pool",
     "PoolStats",
     "PromptIndex",
     "ProtocolError",
     "RankArena",
     "RankInfo",
+    "Ranks",
     "RawLayout",
     "RecallResult",
     "Received",
@@ -164,3 +168,16 @@ def _names(body: list[ast.stmt]) -> dict[str, set[str] | None]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not _is_alias(node):
             found[node.target.id] = None
     return {name: members for name, members in found.items() if _public(name) or members is not None}
+
+
+POOL = [
+    "adopt", "alloc", "arena", "attach", "audit", "batch", "close", "closed", "delete", "evict", "explain_match",
+    "fetch", "free", "inbox", "insert", "match", "peers", "ranks", "stats", "subscribe", "swap_in", "swap_out",
+    "tensor", "transfer", "transfer_with_insert",
+]  # fmt: skip
+
+
+def test_a_pool_has_these_names_and_no_others():
+    assert sorted(name for name in dir(kvpool.Pool) if not name.startswith("_")) == POOL
+    with kvpool.Pool(kvpool.RawLayout(64), 1) as pool:
+        assert {name for name in vars(pool) if not name.startswith("_")} == {"kv_layout", "settings"}

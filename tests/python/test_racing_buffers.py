@@ -90,7 +90,7 @@ N = 20000  # so that a call takes as long as the writer's pauses
 many = np.arange(N, dtype=np.int32)
 verbs = {{
     "insert": lambda: pool.insert(many, addrs).close(),
-    "insert_batch": lambda: [held.close() for held in pool.insert_batch([(many, addrs)], free_duplicates=True)],
+    "insert_batch": lambda: [held.close() for held in pool.batch.insert([(many, addrs)], free_duplicates=True)],
     "free": lambda: pool.free(addrs),
 }}
 verb = verbs[{verb!r}]
@@ -134,7 +134,7 @@ with pool_of(8 * N, dram_blocks=0) as pool:
                 pool.free(own)
                 raise
         for view in views:
-            assert repeat(SECONDS / 5, lambda: found(view), lambda: pool.match_batch([view, view]),
+            assert repeat(SECONDS / 5, lambda: found(view), lambda: pool.batch.match([view, view]),
                           lambda: pool.explain_match(view))
             pool.audit()
         assert repeat(SECONDS, insert, lambda: pool.delete(changing), lambda: pool.delete(wide, descendants=True),
@@ -213,19 +213,19 @@ def test_what_is_sent_to_a_peer_while_it_changes():
         """
 layout = kvpool.RawLayout(block_bytes=64, block_tokens=1)
 with pool_of(4 * N) as here, pool_of(8 * N) as there:
-    peer = here.connect(there.listen("unix:@kvpool-test-%d-%d" % (os.getpid(), time.monotonic_ns())))
+    peer = here.peers.connect(there.peers.listen("unix:@kvpool-test-%d-%d" % (os.getpid(), time.monotonic_ns())))
     own = here.alloc(N)
     lent = here.alloc(N, instance=peer)
     private = bytearray(N * 8)
     def sent(handle):
         for one in handle if isinstance(handle, list) else [handle]:
             one.wait(60)
-        while item := there.received(0):
+        while item := there.inbox.receive(0):
             item.close()
     def fetched(handle):
         here.free(handle.wait(60).addrs)
     def streamed():
-        with here.open_transfer(peer, addrs, tokens=changing, private=private) as stream:
+        with here.transfer_with_insert(peer, changing, addrs, private=private, layerwise=True) as stream:
             stream.send_layer(0)
         sent(stream.finish())
     theirs = there.alloc(N)
@@ -236,7 +236,7 @@ with pool_of(4 * N) as here, pool_of(8 * N) as there:
             "transfer": lambda: sent(here.transfer(peer, addrs, private=private)),
             "to": lambda: sent(here.transfer(peer, addrs, to=to)),
             "insert": lambda: sent(here.transfer_with_insert(peer, changing, addrs, private=private)),
-            "batch": lambda: sent(here.transfer_batch(
+            "batch": lambda: sent(here.batch.transfer(
                 [kvpool.TransferSpec(peer, addrs), kvpool.TransferSpec(peer, addrs, tokens=changing)])),
             "fetch": lambda: fetched(here.fetch(peer, wanted)),
             "open": streamed,

@@ -28,7 +28,7 @@ class Fresh:
 def test_a_batch_may_be_any_sequence_even_one_that_makes_its_items(prompts):
     with small_pool() as pool:
         for _ in range(50):
-            for match in pool.match_batch(prompts):
+            for match in pool.batch.match(prompts):
                 match.close()
     index = kvpool.PromptIndex(4)
     assert [match.tokens for match in index.match_batch(prompts)] == [0] * 4
@@ -37,7 +37,7 @@ def test_a_batch_may_be_any_sequence_even_one_that_makes_its_items(prompts):
 def test_a_bad_prompt_in_a_batch_of_matches_counts_nothing():
     with small_pool() as pool:
         with pytest.raises(kvpool.ArgumentTypeError):
-            pool.match_batch([[1, 2, 3, 4], "no tokens"])
+            pool.batch.match([[1, 2, 3, 4], "no tokens"])
         assert pool.stats().match_calls == 0
 
 

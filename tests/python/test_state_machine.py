@@ -300,7 +300,7 @@ class LocalApi(RuleBasedStateMachine):
         )
         present = [self.present(namespace, first), max(self.present(namespace, second), shared)]
         batch = [(tokens_of(pages), addrs) for pages, addrs in zip((first, second), given, strict=True)]
-        handles = self.pool.insert_batch(batch, namespace=namespace)
+        handles = self.pool.batch.insert(batch, namespace=namespace)
         stored, removed, moved = self.settle()
         assert (removed, moved) == ([], {})
         wanted = [Key(namespace, pages).up_to()[at:] for pages, at in zip((first, second), present, strict=True)]
@@ -346,7 +346,7 @@ class LocalApi(RuleBasedStateMachine):
 
     @rule(namespace=namespaces, batch=st.lists(prompts, max_size=3), keep=st.booleans())
     def match_batch(self, namespace: str, batch: list[tuple[int, ...]], keep: bool) -> None:
-        hits = self.pool.match_batch([tokens_of(pages) for pages in batch], namespace=namespace)
+        hits = self.pool.batch.match([tokens_of(pages) for pages in batch], namespace=namespace)
         for hit, pages in zip(hits, batch, strict=True):
             self.matched(hit, namespace, tokens_of(pages), pages, keep)
 

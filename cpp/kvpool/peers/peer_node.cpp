@@ -11,8 +11,8 @@
 
 namespace kvpool {
 
-PeerNode::PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks)
-    : pool_(std::move(pool)), make_ranks_(std::move(make_ranks)), made_in_(fork_generation()) {
+PeerNode::PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks, std::int64_t timeout_ns)
+    : pool_(std::move(pool)), make_ranks_(std::move(make_ranks)), timeout_ns_(timeout_ns), made_in_(fork_generation()) {
   pool_->observe(this);
 }
 

@@ -29,13 +29,16 @@ struct ServiceOptions;
 
 class PeerNode final : private PoolObserver {
  public:
-  // `make_ranks`: of cpp/kvpool/ranks.
-  PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks);
+  static constexpr std::int64_t kTimeoutNs = 30'000'000'000;
+
+  // `make_ranks`: of cpp/kvpool/ranks. `timeout_ns`: how long a verb waits that is called without a timeout.
+  PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks, std::int64_t timeout_ns = kTimeoutNs);
   ~PeerNode();
   PeerNode(const PeerNode&) = delete;
   PeerNode& operator=(const PeerNode&) = delete;
 
   Pool& pool() const noexcept { return *pool_; }
+  std::int64_t timeout_ns() const noexcept { return timeout_ns_; }
 
   // Makes the service, which no verb sees before it is published: the first listen or connect may fail, and then the
   // node is as before. Throws kState when there is one, kClosed when the pool is.
@@ -65,6 +68,7 @@ class PeerNode final : private PoolObserver {
 
   const std::shared_ptr<Pool> pool_;
   const MakeRanks make_ranks_;
+  const std::int64_t timeout_ns_;
   const std::uint32_t made_in_;  // fork generation
   std::mutex mutex_;             // guards what follows, but for reads of published_
   bool closing_ = false;         // the pool is being closed: no service is made any more

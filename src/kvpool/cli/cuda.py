@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from kvpool.transfer.gpu_routes import nccl_extra
-from kvpool.transfer.peers import nccl_library
+from kvpool.transfer.libraries import nccl_library
 
 # By the major version of the toolkit that compiled the kernels: the oldest driver that runs them, by the version of
 # CUDA that it is for and by its own. A driver runs what newer toolkits of its major version made; but kernels with more

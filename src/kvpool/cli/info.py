@@ -14,7 +14,7 @@ import numpy as np
 from kvpool import _core, config
 from kvpool.cli import cuda
 from kvpool.errors import Unsupported
-from kvpool.transfer.peers import ucx_library
+from kvpool.transfer.libraries import ucx_library
 
 
 def add_parser(commands: Any) -> None:

@@ -2,7 +2,7 @@
 
 from kvpool.cluster.callback import MemberCallback
 from kvpool.cluster.cluster import Cluster
-from kvpool.cluster.record import Load, Member, MemberEvent
+from kvpool.cluster.record import Load, Member, MemberEvent, Role
 from kvpool.cluster.registration import LeaseEvent, Registration
 
-__all__ = ["Cluster", "LeaseEvent", "Load", "Member", "MemberCallback", "MemberEvent", "Registration"]
+__all__ = ["Cluster", "LeaseEvent", "Load", "Member", "MemberCallback", "MemberEvent", "Registration", "Role"]

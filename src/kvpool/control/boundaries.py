@@ -20,7 +20,7 @@ from kvpool.errors import ArgumentError
 from kvpool.policy.cost import ModelShape
 from kvpool.policy.mell import BoundaryProfile, IterationSample, LinkSample
 from kvpool.pool import Pool
-from kvpool.types import HBM
+from kvpool.types import HBM, Route
 
 __all__ = ["MeasuredLink", "load_boundaries", "profile_boundaries", "save_boundaries"]
 
@@ -36,7 +36,7 @@ class MeasuredLink(NamedTuple):
 
     pool: Pool
     peer: str
-    route: str | None = None
+    route: Route | None = None
 
 
 def profile_boundaries(

@@ -20,8 +20,9 @@ from wsgiref.simple_server import WSGIServer
 
 from kvpool._core import __version__
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, StateError
+from kvpool.peers import PeerInfo
 from kvpool.pool import MediumStats, Pool, PoolStats
-from kvpool.transfer import PeerInfo, TransferTotals
+from kvpool.transfer import TransferTotals
 
 try:
     from prometheus_client import CollectorRegistry, start_http_server
@@ -101,8 +102,8 @@ class PoolCollector(Collector):
         families = _Families()
         for label, pool in self._pools:
             try:
-                name = label if label is not None else pool.name or ""
-                stats, peers, transfers = pool.stats(), pool.peers(), pool.transfer_totals()
+                name = label if label is not None else pool.peers.name or ""
+                stats, peers, transfers = pool.stats(), pool.peers.list(), pool.peers.totals()
             except ClosedError:
                 families.gauge("kvpool_up", "Whether the pool is open.", [label or ""], 0)
                 continue

@@ -8,15 +8,15 @@ import ipaddress
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from kvpool import _core
-from kvpool.cluster import Cluster
+from kvpool.cluster import Cluster, Role
 from kvpool.errors import ArgumentError, ArgumentTypeError, Error, StateError
 from kvpool.peers.attachment import Attachment, load_of
-from kvpool.transfer import PeerVerbs
+from kvpool.peers.service import NetworkedPool
 from kvpool.transfer.gpu_routes import tell_unused
-from kvpool.transfer.peers import nccl_library, ucx_library
+from kvpool.transfer.libraries import nccl_library, ucx_library
 from kvpool.types import KVLayout, RawLayout
 
 __all__ = ["attach"]
@@ -25,11 +25,11 @@ _log = logging.getLogger("kvpool.cluster")
 
 
 def attach(
-    pool: PeerVerbs,
+    pool: NetworkedPool,
     cluster: Cluster,
     *,
     name: str | None,
-    role: Literal["prefill", "decode", "both"],
+    role: Role,
     listen: str | Sequence[str] | None,
     timeout: float | None,
 ) -> Attachment:
@@ -39,7 +39,8 @@ def attach(
     addresses = _addresses(cluster, listen)
     if cluster.secret and pool.settings.secret not in ("", cluster.secret):
         raise ArgumentError("the secret of the pool differs from the cluster's: leave it out, or give both the same")
-    wanted = pool._settings_for(name, cluster.secret or None)
+    own = pool.settings
+    wanted = dataclasses.replace(own, name=own.name if name is None else name, secret=cluster.secret or own.secret)
     for address in addresses:
         if address.startswith("tcp:") and not wanted.secret:
             raise ArgumentError(f"listen: {address} needs a secret: give each member's Cluster.join the same secret=")
@@ -55,11 +56,11 @@ def attach(
             endpoints=endpoints,
             layout=_layout_json(pool.kv_layout),
             model=wanted.model,
-            parallel=None if pool.parallel is None else dataclasses.asdict(pool.parallel),
+            parallel=None if pool._parallel is None else dataclasses.asdict(pool._parallel),
             hbm_blocks=stats["hbm"]["capacity"],
             dram_blocks=stats["dram"]["capacity"],
             load=load_of(pool, 0),
-            timeout=timeout,
+            timeout=wanted.timeout_s if timeout is None else timeout,
         )
         try:
             pool._join(registration.instance)
@@ -73,12 +74,14 @@ def attach(
 
 
 @contextlib.contextmanager
-def _service(pool: PeerVerbs, wanted: Any) -> Iterator[None]:
+def _service(pool: NetworkedPool, wanted: Any) -> Iterator[None]:
     """Starts the pool's service without connecting to peers. If the body raises, the service is removed again."""
     before = pool.settings
     with pool._serving:
         if pool._name() is not None:
-            raise StateError("this pool speaks with peers already: attach it before listen, connect and export_rank")
+            raise StateError(
+                "this pool speaks with peers already: attach it before peers.listen, peers.connect and ranks.export"
+            )
         notes = pool._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl), joins_cluster=True)
         for note in notes:
             _log.warning("%s", note)

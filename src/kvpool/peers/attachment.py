@@ -24,7 +24,8 @@ from kvpool.cluster import Cluster, LeaseEvent, Load, Member, MemberCallback, Me
 from kvpool.cluster.cluster_url import check_seconds
 from kvpool.errors import ClosedError, DeadlineExceeded, Error, Fenced, StateError
 from kvpool.peers.member_table import MemberTable
-from kvpool.transfer import PeerVerbs
+from kvpool.peers.peers import Peers
+from kvpool.peers.service import NetworkedPool
 from kvpool.waiting.threads import busy
 
 __all__ = ["Attachment", "load_of"]
@@ -41,9 +42,10 @@ class Attachment:
     again, because its addresses contain its old id: make a new pool. After fork it belongs to the parent.
     """
 
-    def __init__(self, pool: PeerVerbs, cluster: Cluster, registration: Registration) -> None:
+    def __init__(self, pool: NetworkedPool, cluster: Cluster, registration: Registration) -> None:
         """Use `Pool.attach`."""
         self._pool = weakref.ref(pool)
+        self._timeout_s = pool.settings.timeout_s
         self._cluster = cluster
         self._registration = registration
         self._incarnation = registration.record.incarnation
@@ -96,7 +98,7 @@ class Attachment:
         Load(requests=requests)  # checks it
         self._requests = requests
 
-    def drain(self, timeout: float = 30.0) -> None:
+    def drain(self, timeout: float | None = None) -> None:
         """Leaves gracefully: publishes "draining", waits until no transfer is in progress, and leaves.
 
         Schedulers stop choosing this member when they see "draining". Work that they assigned before may still arrive,
@@ -105,7 +107,7 @@ class Attachment:
         interrupted the code that this waits for.
 
         Args:
-            timeout: Seconds.
+            timeout: Seconds; None: the setting ``timeout_s``.
 
         Raises:
             DeadlineExceeded: Transfers are still in progress, or the directory does not have the new state yet. The
@@ -114,7 +116,7 @@ class Attachment:
             ClosedError: The pool has left.
             StateError: Another incarnation has the name.
         """
-        until = time.monotonic() + check_seconds("timeout", timeout)
+        until = time.monotonic() + (self._timeout_s if timeout is None else check_seconds("timeout", timeout))
         self._registration.publish(state="draining")
         quiet_since = time.monotonic()
         told = False  # schedulers see the state only once the directory has it
@@ -125,7 +127,7 @@ class Attachment:
             if self._registration.refused:  # the others ignore this member
                 raise StateError(f"another incarnation has the name {self.name}")
             told = told or self._registration.written.state == "draining"
-            under_way = sum(peer.transfers + peer.reserved_blocks for peer in pool.peers())
+            under_way = sum(peer.transfers + peer.reserved_blocks for peer in Peers(pool))
             now = time.monotonic()
             if under_way or not told:
                 quiet_since = now
@@ -226,7 +228,7 @@ class Attachment:
             else:
                 pool._fence(f"another process is {self.name} in the cluster now, or has its instance id")
 
-    def _check_clock(self, pool: PeerVerbs) -> None:
+    def _check_clock(self, pool: NetworkedPool) -> None:
         """Fences the pool when its lease has lapsed, even while the cluster's thread is delayed.
 
         Also notes when a peer has refused this member because it had dropped it. Just after the start of a new term the
@@ -245,7 +247,7 @@ class Attachment:
             if not self.closed and self._registration.lapsed():
                 self._fence_pool(pool)
 
-    def _fence_pool(self, pool: PeerVerbs) -> None:
+    def _fence_pool(self, pool: NetworkedPool) -> None:
         """The caller holds _fence_lock."""
         self._members.remember_peers()
         pool._fence(f"{self.name} has lost its lease in the cluster; it goes on when it has regained it")
@@ -301,7 +303,7 @@ def _beat_until(stop: threading.Event, heartbeat_s: float, attachment: weakref.r
             del strong
 
 
-def _reconnect(pool: PeerVerbs, names: list[str]) -> None:
+def _reconnect(pool: NetworkedPool, names: list[str]) -> None:
     """Connects to former peers, which keep blocks that this pool could write in quarantine until it does."""
     with busy:
         for name in names:

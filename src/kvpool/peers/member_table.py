@@ -9,7 +9,9 @@ from typing import Final
 
 from kvpool.cluster import Member, MemberEvent
 from kvpool.errors import Error
-from kvpool.transfer import PeerInfo, PeerVerbs
+from kvpool.peers.info import PeerInfo
+from kvpool.peers.peers import Peers
+from kvpool.peers.service import NetworkedPool
 from kvpool.waiting.threads import busy
 
 __all__ = ["MemberTable"]
@@ -24,7 +26,7 @@ class MemberTable:
     Any thread may call. The lock comes after the view's lock, under which `enter` is called.
     """
 
-    def __init__(self, pool: PeerVerbs, incarnation: int) -> None:
+    def __init__(self, pool: NetworkedPool, incarnation: int) -> None:
         """Starts empty. `incarnation` is the pool's, which is not listed."""
         self._pool = weakref.ref(pool)
         self._incarnation = incarnation
@@ -69,7 +71,7 @@ class MemberTable:
         pool = self._pool()
         if pool is None:
             return
-        self._remember(pool.peers())
+        self._remember(Peers(pool).list())
 
     def _remember(self, peers: list[PeerInfo]) -> None:
         with busy, self._lock:
@@ -100,7 +102,7 @@ class MemberTable:
         if pool is None:
             return []
         try:
-            peers = pool.peers()
+            peers = Peers(pool).list()
         except Error:  # closed, or a parent process's
             return []
         self._remember(peers)

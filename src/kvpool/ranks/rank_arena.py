@@ -9,7 +9,7 @@ from kvpool import _core
 from kvpool.errors import ArgumentError
 from kvpool.pool import Pool
 from kvpool.transfer.gpu_routes import tell_unused
-from kvpool.transfer.peers import nccl_library, ucx_library
+from kvpool.transfer.libraries import nccl_library, ucx_library
 from kvpool.transfer.reshard import RankSlice
 from kvpool.transfer.ticket import RankTicket
 from kvpool.types import HBM, KVLayout
@@ -32,7 +32,7 @@ class RankArena:
 
     ```
     pool = kvpool.Pool(layout, hbm_blocks=64, parallel=ParallelConfig(tp=2))   # the scheduler
-    ticket = pool.export_rank(0)                                               # text; send it to the worker
+    ticket = pool.ranks.export(0)                                              # text; send it to the worker
 
     with kvpool.RankArena.join(ticket) as rank:                                # the worker of rank 0
         kv = rank.tensor().numpy()                                             # [block, layer, k/v, head, token, dim]
@@ -66,20 +66,20 @@ class RankArena:
         block_dim: int = 0,
         device: str = "cpu",
         listen: str | None = None,
-        timeout: float | None = 30.0,
+        timeout: float | None = None,
         **settings: Any,
     ) -> RankArena:
         """Allocates or adopts the memory, and joins the scheduler.
 
         Args:
-            ticket: What `Pool.export_rank` returned.
+            ticket: What `Ranks.export` returned.
             hbm: The engine's tensors of this rank's layers, as for `Pool`.
             block_dim: As for `Pool`.
             device: As for `Pool`: the device of this rank's part of HBM. Ranks of one instance may have different
                 devices. Before a rank on a GPU sends or moves blocks it waits for all earlier work of the GPU.
             listen: The address for ranks of peers, if they may run on other hosts: "tcp:HOST:PORT", port 0 for any. The
                 default is a Unix socket, for this host only. TCP needs a secret.
-            timeout: Seconds; None: 30.
+            timeout: Seconds; None: the setting ``timeout_s``.
             **settings: Fields of kvpool.Settings; `secret` must be the scheduler's.
 
         Raises:
@@ -144,12 +144,12 @@ class RankArena:
         """Waits until the rank is lost. For workers that have nothing else to wait for.
 
         Args:
-            timeout: Seconds; None: without limit.
+            timeout: Seconds; None: the setting ``timeout_s``.
 
         Returns:
             False at the timeout.
         """
-        return self._node.wait_lost(timeout)
+        return self._node.wait_lost(self._memory.settings.timeout_s if timeout is None else timeout)
 
     def check(self) -> None:
         """Raises PeerLost, DeviceLost or ClosedError if the rank is lost."""

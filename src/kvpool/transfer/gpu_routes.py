@@ -6,7 +6,7 @@ import logging
 
 from kvpool import _core
 from kvpool.config import Settings
-from kvpool.transfer.peers import nccl_library, ucx_library
+from kvpool.transfer.libraries import nccl_library, ucx_library
 from kvpool.types import HBM
 
 __all__ = ["nccl_extra", "tell_unused", "ucx_extra"]

@@ -22,7 +22,7 @@ def _stats(self: Transfer) -> TransferStats:
     Raises:
         StateError: It is under way.
     """
-    return TransferStats(*self._stats())
+    return TransferStats(**self._stats())
 
 
 def _await(self: Transfer) -> Generator[Any, None, Transfer]:

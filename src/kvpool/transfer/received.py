@@ -1,4 +1,4 @@
-"""Telling the application what peers have sent."""
+"""Calling the application back with what peers have sent."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _log = logging.getLogger("kvpool.received")
 
 
 class ReceivedCallback(Dispatcher[Received]):
-    """A callback of `Pool.on_received`, until it is closed. It runs in a thread of its own, one item after another.
+    """A callback of `Inbox.on_received`, until it is closed. It runs in a thread of its own, one item after another.
 
     Use it in a ``with``, or call ``close()``; then items wait in the queue again. Closing the pool ends it, too, and so
     does the loss of its GPU, or of a rank of its instance: the logger "kvpool.received" says so.
     """
 
     def __init__(self, pool: _core.Pool, callback: Callable[[Received], object]) -> None:
-        """Use `Pool.on_received`."""
+        """Use `Inbox.on_received`."""
         super().__init__(pool, pool._received_fd(), callback, "kvpool-received")
 
     def _take(self, pool: _core.Pool) -> Received | None:
         try:
-            return pool.received(0)
+            return pool._receive(0)
         except (DeviceLost, PeerLost) as error:
             _log.error("nothing more is received: %s", error)
             raise ClosedError(str(error)) from error

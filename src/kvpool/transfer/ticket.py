@@ -68,7 +68,7 @@ class RankTicket:
             ArgumentError: It is no ticket, or one of another version.
         """
         if not isinstance(text, str):
-            raise ArgumentTypeError(f"ticket must be the str that export_rank returned, not {type(text).__name__}")
+            raise ArgumentTypeError(f"ticket must be the str that Ranks.export returned, not {type(text).__name__}")
         try:
             fields: dict[str, Any] = json.loads(text)
             version = fields.pop("kvpool_rank")
@@ -79,7 +79,7 @@ class RankTicket:
             ticket = cls(**fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             begin = repr(text[:_SHOWN]) + ("..." if len(text) > _SHOWN else "")
-            raise ArgumentError(f"ticket must be the text that export_rank returned, not {begin}") from error
+            raise ArgumentError(f"ticket must be the text that Ranks.export returned, not {begin}") from error
         if version != _FORMAT:
             raise ArgumentError(f"a ticket of format {version}; this kvpool reads {_FORMAT}")
         return ticket

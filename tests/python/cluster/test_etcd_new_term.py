@@ -38,7 +38,7 @@ def test_a_peer_that_has_not_heard_of_the_new_term_does_not_end_it(place, monkey
         wait_for(dropped._dropped_by)
         monkeypatch.undo()
         of_peer._members.pass_again()
-        wait_for(lambda: [one.name for one in dropped.peers()] == ["b"])
+        wait_for(lambda: [one.name for one in dropped.peers.list()] == ["b"])
         time.sleep(4 * HEARTBEAT)
         assert of_dropped._registration.leases_lost == 1
         assert not dropped._dropped_by()

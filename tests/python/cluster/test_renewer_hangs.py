@@ -148,7 +148,7 @@ def test_a_pool_is_fenced_by_the_clock_while_the_clusters_thread_is_held_up(plac
 
         def send():
             here.transfer("there", addrs).wait()
-            while item := there.received(0):
+            while item := there.inbox.receive(0):
                 item.close()
 
         send()
@@ -175,7 +175,7 @@ def test_a_pool_is_fenced_by_the_clock_while_the_clusters_thread_is_held_up(plac
                 return False
 
             wait_for(fenced)
-            assert here.peers() == []
+            assert here.peers.list() == []
         finally:
             goes_on.set()
 

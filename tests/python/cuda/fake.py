@@ -177,7 +177,7 @@ def pair_on_gpu(route: str, *, device: str = "cuda:0", **settings: Any) -> tuple
     """Two pools of this process, the first connected to the second, "there", and blocks go by this route."""
     settings = {"routes": (route,), "lease_s": 10.0} | settings
     here, there = (small_pool(device=one, **settings) for one in ("cuda:0", device))
-    assert here.connect(there.listen(address_of(route), name="there")) == "there"
+    assert here.peers.connect(there.peers.listen(address_of(route), name="there")) == "there"
     return here, there
 
 

@@ -74,14 +74,14 @@ def test_a_kernel_writes_into_a_peers_gpu(on_kernels):
 settings = dict(routes=("cuda_ipc",), lease_s=10.0)
 here = small_pool(8, 8, small_layout(order="discrete"), device="cuda:0", **settings)
 there = small_pool(8, 8, small_layout(order="aggregated"), device="cuda:1", **settings)
-here.connect(there.listen(address_of("x"), name="there"))
+here.peers.connect(there.peers.listen(address_of("x"), name="there"))
 addrs = here.alloc(3)
 Stamps(here).write(addrs, [4, 5, 6])
 launches()
 done = here.transfer("there", addrs, timeout=30).wait(60)
 assert launches() > 0
 assert Stamps(there).read(done.addrs) == [4, 5, 6]
-there.received(30).close()
+there.inbox.receive(30).close()
 theirs = there.alloc(2)
 Stamps(there).write(theirs, [7, 8])
 launches()

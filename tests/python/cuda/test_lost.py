@@ -16,7 +16,7 @@ def test_every_verb_says_that_the_gpu_is_lost_and_close_works(on_fake, code):
     on_fake(f"""
 pool, there = pair_on_gpu("cuda_ipc", device="cuda:1")
 {VERBS}
-where = pool.listen(address_of("before"))
+where = pool.peers.listen(address_of("before"))
 cuda.fake_cuda_lose(0, {code})
 first = raises(kvpool.DeviceLost, verbs["swap_out"], "({code})")
 assert first.driver_code == {code}
@@ -31,25 +31,25 @@ for name, verb in verbs.items():
 assert silent == []
 # What ends something, or only looks, goes on.
 assert pool.stats().hbm.capacity == pool.audit().hbm.capacity == 8
-assert [peer.name for peer in pool.peers()] == ["there"]
+assert [peer.name for peer in pool.peers.list()] == ["there"]
 opened.transfer.cancel()
 assert type(opened.transfer.exception(60)) is kvpool.Cancelled
 hit.close()
 # Nobody meets it any more, and who has met it is told.
 with small_pool(device="cuda:1") as late:
-    raises(kvpool.PeerLost, lambda: late.connect(where), "({code})")
+    raises(kvpool.PeerLost, lambda: late.peers.connect(where), "({code})")
 theirs = there.alloc(2)
 for verb in (
-    lambda: there.transfer(pool.name, theirs).wait(30),
-    lambda: there.transfer_with_insert(pool.name, prompt(2), theirs).wait(30),
-    lambda: there.alloc(1, instance=pool.name, timeout=30),
-    lambda: there.fetch(pool.name, addrs).wait(30),
+    lambda: there.transfer(pool.peers.name, theirs).wait(30),
+    lambda: there.transfer_with_insert(pool.peers.name, prompt(2), theirs).wait(30),
+    lambda: there.alloc(1, instance=pool.peers.name, timeout=30),
+    lambda: there.fetch(pool.peers.name, addrs).wait(30),
 ):
     raises(kvpool.PeerLost, verb)
 there.free(theirs)
 pool.close()
 raises(kvpool.ClosedError, verbs["alloc"])
-wait_for(lambda: there.peers() == [], 30)
+wait_for(lambda: there.peers.list() == [], 30)
 wait_for(lambda: there.audit().hbm.free == 8, 30)
 there.close()
 # Nothing is left but the stream of this test.
@@ -84,11 +84,11 @@ while True:
             pass
         where = "met"
         pools.append(small_pool(4, 4, device="cuda:1", routes=("cuda_ipc",), name="there", lease_s=10.0))
-        here.connect(pools[1].listen(address_of("x")))
+        here.peers.connect(pools[1].peers.listen(address_of("x")))
         where = "sent"
         with here.match(prompt(3)) as hit:
             here.transfer("there", hit.addrs, timeout=30).wait(60)
-        pools[1].received(30).close()
+        pools[1].inbox.receive(30).close()
         where = "fetched"
         here.fetch("there", pools[1].alloc(1), timeout=30).wait(60)
         where = ""
@@ -130,8 +130,8 @@ def test_peers_in_other_processes_hear_of_a_lost_gpu_in_bounded_time(fake_cuda, 
                     "pool = small_pool(device='cuda:0', secret=secret, name=name, routes=(route,), lease_s=10.0)",
                     secret=SECRET, name=name, route=route,
                 )  # fmt: skip
-            where = b("pool.listen(where)", where=address_of(route))
-            a("pool.connect(where, timeout=30); addrs = pool.alloc(4); fill(pool, addrs); None", where=where)
+            where = b("pool.peers.listen(where)", where=address_of(route))
+            a("pool.peers.connect(where, timeout=30); addrs = pool.alloc(4); fill(pool, addrs); None", where=where)
             if lost == "a":  # in one order, for the copy goes on meanwhile
                 a(
                     "cuda.fake_cuda_set(b'delay_us', 1_000_000)\n"
@@ -148,7 +148,7 @@ def test_peers_in_other_processes_hear_of_a_lost_gpu_in_bounded_time(fake_cuda, 
             else:  # by cuda_ipc it is the sender's GPU that writes, and finds out by itself
                 assert told == "PeerLost" if route == "sock" else told in ("PeerLost", "DeviceLost", "NoneType")
             a("pool.close()")
-            eventually(lambda: b("pool.peers() == []"), seconds=60)  # noqa: B023
+            eventually(lambda: b("pool.peers.list() == []"), seconds=60)  # noqa: B023
             if lost == "a":
                 if route == "cuda_ipc":  # what its GPU had begun to write here is over for certain when its process is
                     assert b("blocks_at_peers(pool)") == 4

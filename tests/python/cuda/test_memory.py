@@ -84,5 +84,5 @@ with here, there:
     cuda.fake_cuda_fail(b"cuMemHostRegister", 0)
     done = here.transfer("there", addrs).wait(30)
     assert Stamps(there).read(done.addrs) == [4, 5, 6]
-    there.received(60).close()
+    there.inbox.receive(60).close()
 """)

@@ -12,7 +12,7 @@ import pytest
 def test_a_pool_on_a_gpu_swaps_and_gives_everything_back(on_fake):
     on_fake("""
 pool = small_pool(device="cuda", layout=small_layout(order="discrete"))
-assert pool.device == pool.tensor(HBM).device == "cuda:0"
+assert pool.arena(HBM).device == pool.tensor(HBM).device == "cuda:0"
 assert pool.tensor(DRAM).device == "cpu"
 stamps = Stamps(pool)
 stamps.write(store(pool, prompt(4)), range(10, 14))

@@ -123,9 +123,9 @@ class Crew:
             self._member(child, device, part.layout, part.index, adopts)
             child(
                 "memory = rank = kvpool.RankArena.join(ticket, hbm=hbm, device=device, **common); None",
-                ticket=self.scheduler.export_rank(part.rank), common=common,
+                ticket=self.scheduler.ranks.export(part.rank), common=common,
             )  # fmt: skip
-        self.scheduler.wait_for_ranks(30)
+        self.scheduler.ranks.wait(30)
 
     def _member(self, child: Child, device: str, own: KVLayout, part: Any, adopts: bool) -> None:
         child("layout = whole_layout; hbm = None\n" + SETUP, whole_layout=LAYOUT, part=part, device=device, blocks=8)
@@ -168,8 +168,8 @@ def crews(
     try:
         for name, (parallel, devices) in (("a", a), ("b", b)):
             made.append(Crew(start, name, parallel, devices, settings, adopts))
-        address = made[1]("pool.listen(address)", address=address_of("shm"))
-        assert made[0]("pool.connect(address, timeout=60)", address=address) == "b"
+        address = made[1]("pool.peers.listen(address)", address=address_of("shm"))
+        assert made[0]("pool.peers.connect(address, timeout=60)", address=address) == "b"
         yield made[0], made[1]
     finally:
         for crew in made:
@@ -185,7 +185,7 @@ def send(source: Crew, target: Crew, seed: int, medium: int, there: int) -> None
         "pool.transfer(name, addrs, medium=medium, private=b'x').wait(60).addrs.tolist()",
         name=target.name, addrs=addrs, medium=there,
     )  # fmt: skip
-    got = target("pool.received(30).take().tolist()")
+    got = target("pool.inbox.receive(30).take().tolist()")
     assert set(kvpool.media(got)) == {there}
     assert target.holds(got, seed)
     for crew, blocks in ((source, addrs), (target, got)):
@@ -265,7 +265,7 @@ def test_memory_that_an_engine_has_allocated_is_opened_once_for_all_of_its_tenso
                 # Of the two ranks of a, each opens the memory of b, and b that of both.
                 opened = {"a": 1, "b": 2}[crew.name] if adopts else 0
                 assert member("fake.fake_cuda_count(b'cuIpcOpenMemHandle')") == opened
-        a("pool.disconnect('b')")
+        a("pool.peers.disconnect('b')")
         for crew in (a, b):
             opened = {"a": 1, "b": 2}[crew.name] if adopts else 0
             for member in crew.members:
@@ -312,7 +312,7 @@ def test_a_rank_on_a_gpu_that_is_killed_loses_its_instance_and_no_block_of_a_pee
         assert isinstance(handle.exception(60), kvpool.PeerLost)
         with pytest.raises(kvpool.PeerLost, match="rank 1 of this instance is lost"):
             a.scheduler.alloc(1)
-        eventually(lambda: b("pool.peers()") == [], seconds=30)
+        eventually(lambda: b("pool.peers.list()") == [], seconds=30)
         eventually(lambda: b("pool.stats().hbm.free") == 8, seconds=30)
         b("pool.audit(); None")
 
@@ -327,22 +327,22 @@ def test_a_rank_whose_gpu_fails_says_so_and_its_instance_is_lost(fake_cuda: Path
         eventually(lambda: a.members[1]("type(rank.lost).__name__") == "DeviceLost", seconds=30)
         with pytest.raises(kvpool.PeerLost, match="rank 1 of this instance is lost"):
             eventually(lambda: a.scheduler is None or a.scheduler.alloc(1) is None, seconds=30)
-        eventually(lambda: b("pool.peers()") == [], seconds=30)
+        eventually(lambda: b("pool.peers.list()") == [], seconds=30)
 
 
 def test_what_a_rank_cannot_do_with_a_gpu_or_without_is_refused(on_fake: Any) -> None:
     on_fake("""
 settings = dict(check_memory=False, secret="ranks", lease_s=10.0)
 pool = kvpool.Pool(small_layout(), 4, 4, parallel=kvpool.ParallelConfig(tp=2), **settings)
-ticket = pool.export_rank(0)
+ticket = pool.ranks.export(0)
 raises(kvpool.Unsupported, lambda: kvpool.RankArena.join(ticket, routes=("nccl", "sock"), **settings),
        "nccl", "HBM on a GPU")
 raises(kvpool.Unsupported,
        lambda: kvpool.RankArena.join(ticket, device="cuda:0", routes=("nccl",), nccl="/nowhere", **settings),
        "kvpool[nccl")
 assert left() == "", left()
-ranks = [kvpool.RankArena.join(pool.export_rank(i), device=f"cuda:{i}", **settings) for i in range(2)]
-pool.wait_for_ranks(10)
+ranks = [kvpool.RankArena.join(pool.ranks.export(i), device=f"cuda:{i}", **settings) for i in range(2)]
+pool.ranks.wait(10)
 addrs = pool.alloc(1)
 for call in (lambda: pool.transfer("nobody", addrs, stream=0), lambda: pool.swap_out(1, stream=0)):
     raises(kvpool.Unsupported, call, "streams of their own processes")

@@ -20,15 +20,15 @@ cuda.fake_cuda_fail(b"cuIpcGetMemHandle", 800)
 from transfer.kit import Child
 child = Child()
 with small_pool(device="cuda:0", device_memory={memory!r}, layout=byte_layout(), routes=("cuda_ipc", "sock")) as here:
-    where = here.listen(address_of("sock"), name="here")
+    where = here.peers.listen(address_of("sock"), name="here")
     if {memory!r} == "virtual":  # of plain memory it is known for each allocation: those without a handle go by sock
         assert any("cuda_ipc" in note and "800" in note for note in notes), notes
     child(
         "there = small_pool(device='cuda:0', layout=small_layout(dtype='uint8'), routes=('cuda_ipc', 'sock'))\\n"
-        "there.connect(where); None\\n"
+        "there.peers.connect(where); None\\n"
         "there.fetch('here', theirs).wait(); None", where=where, theirs=here.alloc(2))
     if {memory!r} == "virtual":
-        assert child("[list(peer.routes) for peer in there.peers()]") == [["sock"]]
+        assert child("[list(peer.routes) for peer in there.peers.list()]") == [["sock"]]
     # Into HBM here, whose memory cannot be exported.
     child("sent = there.transfer('here', there.alloc(2), medium=kvpool.HBM); sent.wait(); None")
     assert child("sent.stats.route") == "sock"

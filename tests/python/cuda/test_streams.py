@@ -73,7 +73,7 @@ for route, named in itertools.product(ROUTES, (True, False)):
             held = HeldWork(stream).write(here, addrs, [7, 8, 9])
             done = meanwhile(held, lambda: verb().wait())
             assert done.stats.route == route
-            with there.received(60) as item:
+            with there.inbox.receive(60) as item:
                 assert Stamps(there).read(item.addrs) == [7, 8, 9]
 """)
 
@@ -86,12 +86,12 @@ for route in ROUTES:
         stream, stamps = new_stream(), Stamps(here)
         addrs = here.alloc(2)
         stamps.write(addrs, [1, 2])
-        transfer = here.open_transfer("there", addrs, stream=stream)
+        transfer = here.transfer("there", addrs, stream=stream, layerwise=True)
         for layer, value in ((1, 40), (0, 50)):
             held = HeldWork(stream).write(here, addrs, [value, value + 1], layer)
             meanwhile(held, lambda: transfer.send_layer(layer))
         transfer.finish().wait()
-        with there.received(60) as item:
+        with there.inbox.receive(60) as item:
             got = content(there, HBM)[kvpool.block_ids(item.addrs)]
             assert [got[i][layer].ravel().tolist() for i in (0, 1) for layer in (0, 1)] == [
                 [value] * got[0][0].size for value in (50, 40, 51, 41)
@@ -132,7 +132,7 @@ with here, there:
     assert not waits.done()
     held.let_go()
     waits.wait()
-    got = [there.received(60), there.received(60)]
+    got = [there.inbox.receive(60), there.inbox.receive(60)]
     assert sorted(Stamps(there).read(np.concatenate([item.addrs for item in got]))) == [2, 7]
     for item in got:
         item.close()

@@ -84,7 +84,7 @@ engine = kvpool.Pool(small_layout(layers=1), 6, device="cuda:0")
 stream = new_stream()  # its context is current: what is allocated below is on this GPU
 by_interface = EngineTensor((6, 2, 2, 4, 4))
 pool = kvpool.Pool(layout, hbm=[engine.tensor(HBM), by_interface], dram_blocks=6, audit=True)
-assert pool.device == "cuda:0" and not pool.arena(HBM).owned and pool.arena(DRAM).pinned
+assert pool.arena(HBM).device == "cuda:0" and not pool.arena(HBM).owned and pool.arena(DRAM).pinned
 assert pool.stats().device_bytes == 0
 first = content(engine, HBM)
 addrs = store(pool, prompt(2))

@@ -28,16 +28,16 @@ def test_a_pool_on_a_gpu_says_once_which_routes_it_goes_without_and_what_to_inst
 import importlib.util
 importlib.util.find_spec = lambda name: None  # neither wheel is there
 with small_pool(device="cuda:1") as here, small_pool(device="cuda:0") as there:
-    where = there.listen(address_of("x"), name="there")
+    where = there.peers.listen(address_of("x"), name="there")
     assert [(note.route, note.device, note.installed) for note in notes] == [
         ("ucx", "cuda:0", False), ("nccl", "cuda:0", False)]
     for note, extra in zip(notes, ("kvpool[cuda1", "kvpool[nccl1")):
         assert note.levelno == logging.INFO
         assert extra in note.getMessage() and "routes" in note.getMessage(), note.getMessage()
-    here.connect(where)
+    here.peers.connect(where)
     assert [note.device for note in notes[2:]] == ["cuda:1"] * 2
-    there.listen(address_of("y"))
-    here.connect(where)
+    there.peers.listen(address_of("y"))
+    here.peers.connect(where)
     assert len(notes) == 4
 """)
 
@@ -46,7 +46,7 @@ def test_a_library_that_is_there_need_not_be_installed_and_a_route_that_is_named
     on_fake(f"""
 {NOTES}
 with small_pool(device="cuda:0", nccl="/somewhere/libnccl.so.2") as pool:
-    pool.listen(address_of("x"))
+    pool.peers.listen(address_of("x"))
 nccl = notes[-1]
 assert (nccl.route, nccl.installed) == ("nccl", True)
 assert "install" not in nccl.getMessage() and "routes" in nccl.getMessage()
@@ -57,7 +57,7 @@ def test_a_pool_without_a_gpu_misses_none(on_fake):
     on_fake(f"""
 {NOTES}
 with small_pool() as pool:
-    pool.listen(address_of("x"))
+    pool.peers.listen(address_of("x"))
 assert notes == []
 """)
 

@@ -77,7 +77,7 @@ for how in ("late", "cancelled", "disconnected", "closed"):
         if how == "cancelled":
             assert fetch.cancel()
         elif how == "disconnected":
-            here.disconnect("there")
+            here.peers.disconnect("there")
         elif how == "closed":
             here.close()
         call("cuStreamSynchronize", ctypes.c_void_p(stream))
@@ -103,7 +103,7 @@ with here, there, host:
     owners, context = new_stream(1), ctypes.c_void_p()
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 1)
     theirs = there.alloc(1)
-    host.connect(there.listen(address_of("sock")))
+    host.peers.connect(there.peers.listen(address_of("sock")))
     stream = new_stream(0)
     sent = here.transfer("there", here.alloc(1))
     raises(kvpool.StateError, lambda: sent.wait_on(stream), "fetch")
@@ -135,9 +135,10 @@ cuda.fake_cuda_set(b"unmap_waits", 1)
 here, there = pair_on_gpu("cuda_ipc", device="cuda:1", layout=byte_layout())
 with here, there:
     address = child(
-        "pool = small_pool(device='cuda:0', layout=small_layout(dtype='uint8'), routes=('cuda_ipc',), lease_s=2.0)\\n"
-        "pool.listen(address, name='third')", address=address_of("shm"))
-    assert here.connect(address) == "third"
+        "pool = small_pool(device='cuda:0', layout=small_layout(dtype='uint8'), routes=('cuda_ipc',), lease_s=2.0, "
+        "name='third')\\n"
+        "pool.peers.listen(address)", address=address_of("shm"))
+    assert here.peers.connect(address) == "third"
     owners = new_stream(1)
     theirs = there.alloc(2)
     held = HeldWork(owners).write(there, theirs, [7, 8])
@@ -148,7 +149,7 @@ with here, there:
     seen = reader.read(here, fetch.wait_on(stream))
     unmapped = fake_counts("cuMemUnmap")
     child.kill()
-    wait_for(lambda: fake_counts("cuMemUnmap") > unmapped and [one.name for one in here.peers()] == ["there"])
+    wait_for(lambda: fake_counts("cuMemUnmap") > unmapped and [one.name for one in here.peers.list()] == ["there"])
     assert not fetch.done()
     held.let_go()
     assert seen() == [7, 8]

@@ -22,11 +22,11 @@ def test_nothing_is_printed_until_the_application_says_where_to():
 
 def test_who_comes_and_goes_is_logged_with_its_reason(caplog):
     with caplog.at_level(logging.INFO, "kvpool"), small_pool(name="here", secret="s") as here:
-        address = here.listen("unix:@kvpool-logs-" + str(time.monotonic_ns()))
+        address = here.peers.listen("unix:@kvpool-logs-" + str(time.monotonic_ns()))
         seen = []
-        with here.on_peer(seen.append):
+        with here.peers.on_change(seen.append):
             with small_pool(name="there", secret="s") as there:
-                there.connect(address)
+                there.peers.connect(address)
             give_up = time.monotonic() + 60
             while len(seen) < 2:
                 assert time.monotonic() < give_up
@@ -47,7 +47,7 @@ def test_transfers_log_nothing(caplog):
         caplog.clear()
         addrs = pair.a.alloc(1)
         pair.a.transfer(pair.to_b, addrs).wait()
-        cancelled = pair.a.open_transfer(pair.to_b, addrs).transfer
+        cancelled = pair.a.transfer(pair.to_b, addrs, layerwise=True).transfer
         cancelled.cancel()
         with contextlib.suppress(Exception):
             cancelled.wait()

@@ -132,7 +132,7 @@ def test_peers_and_transfers_are_told():
         sent = pool.alloc(3)
         pool.transfer(pair.to_b, sent).wait()
         fetched = pool.fetch(pair.to_b, pair.b("lent")).wait()
-        cancelled = pool.open_transfer(pair.to_b, sent).transfer
+        cancelled = pool.transfer(pair.to_b, sent, layerwise=True).transfer
         assert cancelled.cancel()
         assert isinstance(cancelled.exception(), kvpool.Cancelled)
         lent = pool.alloc(1, instance=pair.to_b)
@@ -149,7 +149,7 @@ def test_peers_and_transfers_are_told():
         assert value(samples, "kvpool_transfer_seconds_bucket", kind="send", le="+Inf") == 1
         assert value(samples, "kvpool_transfer_seconds_sum", kind="send") > 0
         pool.free(lent)
-        (totals, _) = pool.transfer_totals().values()
+        (totals, _) = pool.peers.totals().values()
         assert [bound for bound, _ in totals.durations] == sorted(bound for bound, _ in totals.durations)
 
 

@@ -35,7 +35,7 @@ from kit import DEVICE, prompt, small_layout, small_pool, state_of, store
 from kit import content as elements_of
 
 import kvpool
-from kvpool.transfer.peers import nccl_library
+from kvpool.transfer.libraries import nccl_library
 
 __all__ = [
     "BLOCK_ROUTES", "NEAR", "NEAR_ROUTES", "ON_GPU", "SECRET", "UCX_SETTINGS", "Child", "Pair", "address_of",
@@ -275,11 +275,11 @@ def pair_of(
     there("pool = small_pool(**options)", options=b_options)
     pool = small_pool(**a_options)
     try:
-        address = there("pool.listen(address)", address=address_of(route))
+        address = there("pool.peers.listen(address)", address=address_of(route))
         with environment(UCX_SETTINGS.get(route, {})):
-            to_b = pool.connect(address, timeout=60)
-        to_a = there("wait_for(lambda: pool.peers())[-1].name")
-        assert to_a == pool.name
+            to_b = pool.peers.connect(address, timeout=60)
+        to_a = there("wait_for(lambda: pool.peers.list())[-1].name")
+        assert to_a == pool.peers.name
         yield Pair(pool, there, to_b, to_a, child)
         if clean:
             eventually(lambda: blocks_at_peers(pool) == there("blocks_at_peers(pool)") == 0)

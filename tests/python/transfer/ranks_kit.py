@@ -67,16 +67,16 @@ class Instance:
         if parallel is not None:
             for part in parallel.slices(layout):
                 if part.layout is not None:
-                    self.ranks.append(self.join(self.pool.export_rank(part.rank), listen=listen))
-            self.pool.wait_for_ranks(60)
-        self.address = self.pool.listen(listen or f"unix:@kvpool-test-{name}-{os.getpid()}-{next(_numbers)}")
+                    self.ranks.append(self.join(self.pool.ranks.export(part.rank), listen=listen))
+            self.pool.ranks.wait(60)
+        self.address = self.pool.peers.listen(listen or f"unix:@kvpool-test-{name}-{os.getpid()}-{next(_numbers)}")
 
     def join(self, ticket: str, **options: Any) -> RankArena:
         return RankArena.join(ticket, **{"device": self.device} | self.settings | options)
 
     @property
     def name(self) -> str:
-        return self.pool.name or ""
+        return self.pool.peers.name or ""
 
     def parts(self, medium: int = HBM) -> Iterator[tuple[Any, npt.NDArray[Any]]]:
         if not self.ranks:

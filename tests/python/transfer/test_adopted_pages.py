@@ -46,9 +46,9 @@ def two_ranks(layout: KVLayout, tensors: list[np.ndarray]) -> Iterator[Pool]:
     with contextlib.ExitStack() as opened:
         pool = opened.enter_context(Pool(layout, BLOCKS, parallel=TP2, name="ranks", **OPTIONS))
         for rank in range(2):
-            ticket = pool.export_rank(rank)
+            ticket = pool.ranks.export(rank)
             opened.enter_context(RankArena.join(ticket, hbm=heads_of(rank, tensors), **OPTIONS))
-        pool.wait_for_ranks(60)
+        pool.ranks.wait(60)
         yield pool
 
 
@@ -62,7 +62,7 @@ def test_pages_of_k_beside_v_that_are_declared_as_split_are_refused_where_they_c
 def test_two_ranks_send_pages_of_k_beside_v_to_one() -> None:
     content, arrived = pages(1), empty()
     with two_ranks(FUSED, content) as sender, Pool(FUSED, hbm=arrived, name="one", **OPTIONS) as receiver:
-        sender.connect(receiver.listen(address_of("sock-unix")))
+        sender.peers.connect(receiver.peers.listen(address_of("sock-unix")))
         addrs = sender.alloc(BLOCKS)
         tokens = prompt(BLOCKS, block_tokens=TOKENS)
         sender.transfer_with_insert("one", tokens, addrs).wait(60)
@@ -74,12 +74,12 @@ def test_two_ranks_send_pages_of_k_beside_v_to_one() -> None:
 def test_one_sends_pages_of_k_beside_v_to_two_ranks_and_gets_them_back() -> None:
     content, back = pages(2), empty()
     with two_ranks(FUSED, empty()) as ranks, Pool(FUSED, hbm=content, name="one", **OPTIONS) as one:
-        one.connect(ranks.listen(address_of("sock-unix")))
+        one.peers.connect(ranks.peers.listen(address_of("sock-unix")))
         addrs = one.alloc(BLOCKS)
         sent = one.transfer("ranks", addrs, private=b"x")
         sent.wait(60)
-        with ranks.received(timeout=60) as item, Pool(FUSED, hbm=back, name="back", **OPTIONS) as third:
-            ranks.connect(third.listen(address_of("sock-unix")))
+        with ranks.inbox.receive(timeout=60) as item, Pool(FUSED, hbm=back, name="back", **OPTIONS) as third:
+            ranks.peers.connect(third.peers.listen(address_of("sock-unix")))
             mine = third.fetch("ranks", item.addrs).wait(60).addrs
             assert same(back, kvpool.block_ids(mine), content, kvpool.block_ids(addrs))
 
@@ -96,7 +96,7 @@ def test_pools_of_the_same_pages_move_them_whole(layout: Any) -> None:
         Pool(layout, hbm=content, name="a", **OPTIONS) as a,
         Pool(layout, hbm=arrived, dram_blocks=BLOCKS, name="b", **OPTIONS) as b,
     ):
-        a.connect(b.listen(address_of("sock-unix")))
+        a.peers.connect(b.peers.listen(address_of("sock-unix")))
         addrs = a.alloc(BLOCKS)
         tokens = prompt(BLOCKS, block_tokens=TOKENS)
         a.transfer_with_insert("b", tokens, addrs).wait(60)
@@ -110,6 +110,6 @@ def test_pools_of_the_same_pages_move_them_whole(layout: Any) -> None:
 def test_raw_pages_are_not_shared_among_ranks() -> None:
     with two_ranks(FUSED, pages(4)) as ranks, Pool(RAW, hbm=packed(empty()), name="one", **OPTIONS) as one:
         with pytest.raises(kvpool.LayoutMismatch, match="raw blocks of 2048 bytes in 1 piece"):
-            one.connect(ranks.listen(address_of("sock-unix")))
+            one.peers.connect(ranks.peers.listen(address_of("sock-unix")))
         with pytest.raises(kvpool.LayoutMismatch, match="raw blocks of 2048 bytes in 1 piece"):
-            ranks.connect(one.listen(address_of("sock-unix")))
+            ranks.peers.connect(one.peers.listen(address_of("sock-unix")))

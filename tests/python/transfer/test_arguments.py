@@ -33,11 +33,11 @@ def setting():
 
 @contextmanager
 def nothing_changes(setting, error, text=None):
-    before = state_of(setting.a), state_of(setting.there("pool")), setting.a.peers()
+    before = state_of(setting.a), state_of(setting.there("pool")), setting.a.peers.list()
     with pytest.raises(error, match=text) as caught:
         yield caught
     assert type(caught.value) is error
-    after = state_of(setting.a), state_of(setting.there("pool")), setting.a.peers()
+    after = state_of(setting.a), state_of(setting.there("pool")), setting.a.peers.list()
     for state in (*before[:2], *after[:2]):
         for counter in ("allocated_blocks", "freed_blocks"):  # a fetch may have allocated before it was refused
             del state[counter]
@@ -50,7 +50,7 @@ WRONG = {
               ([], ArgumentError), ([0], ArgumentError), (np.zeros((1, 1), np.uint64), ArgumentError)],
     "to": [("abc", ArgumentTypeError), ([], ArgumentError), (7, ArgumentTypeError), ([0, 0], NotOwner)],
     "medium": [(0, ArgumentError), (4, ArgumentError), (kvpool.DISK, kvpool.Unsupported),
-               ("HBM", ArgumentTypeError), (None, ArgumentTypeError)],
+               ("HBM", ArgumentTypeError), (None, ArgumentTypeError), (True, ArgumentTypeError)],
     "private": [("text", ArgumentTypeError), (7, ArgumentTypeError), (bytes((1 << 20) + 1), ArgumentError)],
     "strategy": [("fast", ArgumentError), (None, ArgumentTypeError), (1, ArgumentTypeError)],
     "priority": [("high", ArgumentError), (None, ArgumentTypeError), (0, ArgumentTypeError)],
@@ -65,28 +65,28 @@ SHORT = [f"{name}={value!r}"[:40] for name, value, _ in CASES]
 
 
 @pytest.mark.parametrize(("name", "value", "error"), CASES, ids=SHORT)
-@pytest.mark.parametrize("verb", ["transfer", "transfer_with_insert", "transfer_batch", "open_transfer"])
+@pytest.mark.parametrize("verb", ["transfer", "transfer_with_insert", "batch", "layerwise"])
 def test_a_wrong_argument_starts_nothing(setting, verb, name, value, error):
     arguments = {"peer": setting.peer, "addrs": setting.mine} | {name: value}
-    if verb == "transfer_batch" and error is TypeError:
+    if verb == "batch" and error is TypeError:
         error = ArgumentTypeError  # a field of a TransferSpec, not an argument
     with nothing_changes(setting, error):
         if verb == "transfer":
             setting.a.transfer(arguments.pop("peer"), arguments.pop("addrs"), **arguments)
         elif verb == "transfer_with_insert":
             setting.a.transfer_with_insert(arguments.pop("peer"), prompt(2), arguments.pop("addrs"), **arguments)
-        elif verb == "open_transfer":
-            setting.a.open_transfer(arguments.pop("peer"), arguments.pop("addrs"), **arguments)
+        elif verb == "layerwise":
+            setting.a.transfer(arguments.pop("peer"), arguments.pop("addrs"), **arguments, layerwise=True)
         else:
             right = kvpool.TransferSpec(setting.peer, setting.mine)
-            setting.a.transfer_batch([right, kvpool.TransferSpec(**arguments)])
+            setting.a.batch.transfer([right, kvpool.TransferSpec(**arguments)])
 
 
 def test_a_batch_is_of_specs(setting):
     right = kvpool.TransferSpec(setting.peer, setting.mine)
     for wrong in (7, None, {"peer": setting.peer, "addrs": setting.mine}):
         with nothing_changes(setting, ArgumentTypeError, "TransferSpec"):
-            setting.a.transfer_batch([right, wrong])
+            setting.a.batch.transfer([right, wrong])
 
 
 @pytest.mark.parametrize(
@@ -215,26 +215,25 @@ def test_blocks_of_this_pool_are_not_fetched_but_here_already(setting):
 )
 def test_an_address_must_be_one(setting, address, error):
     with nothing_changes(setting, error):
-        setting.a.listen(address)
+        setting.a.peers.listen(address)
     with nothing_changes(setting, error):
-        setting.a.connect(address)
+        setting.a.peers.connect(address)
 
 
 def test_tcp_needs_a_secret():
     with small_pool() as pool, pytest.raises(ArgumentError, match="secret"):
-        pool.listen("tcp:127.0.0.1:0")
+        pool.peers.listen("tcp:127.0.0.1:0")
 
 
-def test_a_pool_has_one_name_and_one_secret():
-    with small_pool() as pool:
-        assert pool.name is None
-        pool.listen(address_of("shm"), name="one")
-        assert pool.name == "one"
-        pool.listen(address_of("shm"), name="one")
-        with pytest.raises(StateError, match="as 'one' already"):
-            pool.listen(address_of("shm"), name="two")
-        with pytest.raises(StateError, match="another secret"):
-            pool.connect(address_of("shm"), secret="x")
+def test_a_pool_has_one_name_and_one_secret_which_are_settings():
+    with small_pool(name="one", secret="s") as pool:
+        assert pool.peers.name is None
+        pool.peers.listen(address_of("shm"))
+        assert pool.peers.name == "one"
+        for call in (pool.peers.listen, pool.peers.connect):
+            for given in ({"name": "two"}, {"secret": "x"}):
+                with pytest.raises(TypeError):
+                    call(address_of("shm"), **given)
 
 
 def test_without_peers_the_verbs_say_what_to_do():
@@ -244,28 +243,28 @@ def test_without_peers_the_verbs_say_what_to_do():
             lambda: pool.transfer("b", addrs),
             lambda: pool.alloc(1, instance="b"),
             lambda: pool.fetch("b", addrs),
-            lambda: pool.received(0),
-            lambda: pool.on_received(print),
-            lambda: pool.disconnect("b"),
-            lambda: pool.transfer_batch([]),
+            lambda: pool.inbox.receive(0),
+            lambda: pool.inbox.on_received(print),
+            lambda: pool.peers.disconnect("b"),
+            lambda: pool.batch.transfer([]),
         ):
-            with pytest.raises(StateError, match=r"listen\(\) or connect\(\) first"):
+            with pytest.raises(StateError, match=r"peers\.listen\(\) or peers\.connect\(\) first"):
                 call()
-        assert pool.peers() == []
+        assert pool.peers.list() == []
 
 
 def test_a_closed_pool_says_so():
     pool = small_pool()
-    pool.listen(address_of("shm"))
+    pool.peers.listen(address_of("shm"))
     addrs = pool.alloc(1)
     pool.close()
     for call in (
         lambda: pool.transfer("b", addrs),
         lambda: pool.alloc(1, instance="b"),
-        lambda: pool.received(),
-        lambda: pool.listen(address_of("shm")),
-        lambda: pool.connect(address_of("shm")),
-        pool.peers,
+        lambda: pool.inbox.receive(),
+        lambda: pool.peers.listen(address_of("shm")),
+        lambda: pool.peers.connect(address_of("shm")),
+        pool.peers.list,
     ):
         with pytest.raises(kvpool.ClosedError):
             call()

@@ -27,7 +27,7 @@ def test_blocks_arrive_as_they_were(route, source, target):
         assert done.stats.route == route.partition("-")[0]
         assert content(pair.a, addrs) == sent
         # What was reserved is the receiving application's now.
-        assert pair.b("with pool.received(60) as item: got = item.take()\n(item.peer, got.tolist())") == (
+        assert pair.b("with pool.inbox.receive(60) as item: got = item.take()\n(item.peer, got.tolist())") == (
             pair.to_a,
             done.addrs.tolist(),
         )
@@ -45,22 +45,22 @@ def test_layouts_may_differ_in_their_order(route, orders):
             done = pair.a.transfer(pair.to_b, addrs, strategy=strategy, checksum=can_checksum(route)).wait()
             assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent, strategy
             assert done.stats.strategy == ("by_request_agg" if strategy == "auto" else strategy)
-            pair.b("pool.received(60).close()")
+            pair.b("pool.inbox.receive(60).close()")
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
 def test_named_destinations_are_written_and_stay_lent(route):
     with pair_of(route) as pair:
         lent = pair.a.alloc(3, instance=pair.to_b)
-        assert {kvpool.decode_address(addr).instance for addr in lent} == {pair.a.peers()[0].instance}
-        assert (pair.a.peers()[0].borrowed_blocks, pair.b("pool.peers()[-1].lent_blocks")) == (3, 3)
+        assert {kvpool.decode_address(addr).instance for addr in lent} == {pair.a.peers.list()[0].instance}
+        assert (pair.a.peers.list()[0].borrowed_blocks, pair.b("pool.peers.list()[-1].lent_blocks")) == (3, 3)
         addrs = pair.a.alloc(3)
         for seed in range(3):
             sent = fill(pair.a, addrs, seed)
             done = pair.a.transfer(pair.to_b, addrs, to=lent[::-1]).wait()
             assert done.addrs.tolist() == lent[::-1].tolist()
             assert pair.b("content(pool, addrs)", addrs=lent[::-1]) == sent
-        assert pair.b("(pool.stats().hbm.lent, pool.received(0))") == (3, None)
+        assert pair.b("(pool.stats().hbm.lent, pool.inbox.receive(0))") == (3, None)
         pair.a.free(np.concatenate([addrs[:1], lent, addrs[1:]]))  # one list for both kinds
         assert pair.b("pool.stats().hbm.lent") == 0
         assert pair.a.stats().hbm.active == 0
@@ -74,7 +74,7 @@ def test_private_bytes_arrive_with_the_blocks(route, private):
         sent = fill(pair.a, addrs)
         pair.a.transfer(pair.to_b, addrs, private=private).wait()
         got = pair.b(
-            "with pool.received(60) as item:\n"
+            "with pool.inbox.receive(60) as item:\n"
             "    found = item.peer, content(pool, item.addrs), item.private, item.inserted\n"
             "found"
         )
@@ -87,7 +87,7 @@ def test_private_bytes_with_named_destinations_leave_them_lent(route):
     with pair_of(route) as pair:
         lent = pair.a.alloc(1, instance=pair.to_b)
         pair.a.transfer(pair.to_b, pair.a.alloc(1), to=lent, private=memoryview(b"look")).wait()
-        assert pair.b("item = pool.received(60)\n(item.private, item.addrs.tolist())") == (b"look", lent.tolist())
+        assert pair.b("item = pool.inbox.receive(60)\n(item.private, item.addrs.tolist())") == (b"look", lent.tolist())
         assert pair.b("(item.lent, item.inserted, 'lent' in repr(item))") == (True, False, True)
         with pytest.raises(kvpool.StateError, match="lent to"):
             pair.b("item.take()")
@@ -103,8 +103,8 @@ def test_an_item_of_blocks_that_stay_here_is_not_lent(named):
         lent = pair.a.alloc(1, instance=pair.to_b) if named else None
         pair.a.transfer_with_insert(pair.to_b, prompt(1), pair.a.alloc(1), to=lent, private=b"").wait()
         pair.a.transfer(pair.to_b, pair.a.alloc(1)).wait()
-        assert pair.b("with pool.received(60) as item: found = item.lent, item.inserted\nfound") == (False, True)
-        assert pair.b("with pool.received(60) as item: found = item.lent, item.inserted\nfound") == (False, False)
+        assert pair.b("with pool.inbox.receive(60) as item: found = item.lent, item.inserted\nfound") == (False, True)
+        assert pair.b("with pool.inbox.receive(60) as item: found = item.lent, item.inserted\nfound") == (False, False)
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
@@ -116,7 +116,7 @@ def test_large_blocks_arrive_too(route):
         sent = fill(pair.a, addrs)
         done = pair.a.transfer(pair.to_b, addrs, checksum=can_checksum(route)).wait()
         assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
@@ -130,7 +130,7 @@ def test_cached_blocks_can_be_sent_and_stay_cached(route):
         assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent
         with pair.a.match(tokens) as hit:
             assert hit.tokens == 8
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
@@ -138,7 +138,7 @@ def test_blocks_that_are_freed_while_they_are_sent_are_not_reused(route):
     with pair_of(route) as pair:
         addrs = pair.a.alloc(8)
         sent = fill(pair.a, addrs)
-        stream = pair.a.open_transfer(pair.to_b, addrs)
+        stream = pair.a.transfer(pair.to_b, addrs, layerwise=True)
         pair.a.free(addrs)
         with pytest.raises(kvpool.OutOfBlocks):
             pair.a.alloc(1)
@@ -147,7 +147,7 @@ def test_blocks_that_are_freed_while_they_are_sent_are_not_reused(route):
         done = stream.finish().wait()
         assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent
         assert pair.a.stats().hbm.free == 8
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
@@ -161,18 +161,18 @@ def test_both_sides_send_at_once(route):
             pair.b("to_a = pool.transfer(peer, mine, medium=kvpool.DRAM)\nNone", peer=pair.to_a)
             assert pair.b("content(pool, addrs)", addrs=to_b.wait().addrs) == sent
             assert content(pair.a, pair.b("to_a.wait().addrs")) == theirs
-            pair.a.received(60).close()
-            pair.b("pool.received(60).close()")
+            pair.a.inbox.receive(60).close()
+            pair.b("pool.inbox.receive(60).close()")
 
 
 def test_a_route_can_be_chosen_for_each_transfer():
     both = {"routes": (NEAR, "sock")}
     with pair_of(NEAR, a=both, b=both) as pair:
-        assert pair.a.peers()[0].routes == (NEAR, "sock")
+        assert pair.a.peers.list()[0].routes == (NEAR, "sock")
         for route in ("sock", NEAR):
             done = pair.a.transfer(pair.to_b, pair.a.alloc(1), route=route).wait()
             assert done.stats.route == route
-            pair.b("pool.received(60).close()")
+            pair.b("pool.inbox.receive(60).close()")
 
 
 def test_aggregated_blocks_take_fewer_calls():

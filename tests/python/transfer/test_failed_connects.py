@@ -20,13 +20,13 @@ import kvpool
 
 def test_a_first_call_that_is_wrong_leaves_no_trace():
     with small_pool() as pool:
-        for call in (pool.listen, pool.connect):
+        for call in (pool.peers.listen, pool.peers.connect):
             with pytest.raises(kvpool.ArgumentError, match="tcp:HOST:PORT"):
                 call("tcp:nonsense")  # said first, whatever else is wrong
             with pytest.raises(kvpool.ArgumentError, match="secret"):
                 call("tcp:127.0.0.1:0")
-            assert pool.name is None
-        pool.listen("tcp:127.0.0.1:0", secret="given now")
+            assert pool.peers.name is None
+        pool.peers.listen(address_of("shm"))
 
 
 FAILURES = (
@@ -35,10 +35,10 @@ FAILURES = (
 
 
 def fail_to_connect(pool: kvpool.Pool, how: str, child: Child) -> type[kvpool.Error]:
-    """Returns the error that pool.connect raised."""
-    listen = "pool = small_pool(name='other', **options)\npool.listen(where)"
+    """Returns the error that connect raised. The pool has the secret "first", or none for "unix without a secret"."""
+    listen = "pool = small_pool(name='other', **options)\npool.peers.listen(where)"
     tcp = {"where": "tcp:127.0.0.1:0"}
-    options: dict[str, Any] = {"secret": "first", "timeout": 60}
+    options: dict[str, Any] = {"timeout": 60}
     if how == "wrong secret":
         where = child(listen, options={"secret": "right"}, **tcp)
     elif how == "nobody there":
@@ -55,9 +55,8 @@ def fail_to_connect(pool: kvpool.Pool, how: str, child: Child) -> type[kvpool.Er
         where = child(listen, options={"secret": "first", "layout": small_layout(layers=3)}, **tcp)
     else:
         where = child(listen, options={"secret": "first"}, where=address_of("shm"))
-        del options["secret"]
     with pytest.raises(kvpool.Error) as caught:
-        pool.connect(where, **options)
+        pool.peers.connect(where, **options)
     child("pool.close()" if how not in ("nobody there", "silence") else "None")
     if how == "silence":
         silent.close()
@@ -81,38 +80,37 @@ for fd in map(int, os.listdir("/proc/self/fd")):
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_connect_that_fails_leaves_no_trace(how, child):
-    """Another secret is right afterwards, and over TCP too."""
     expected = {
         "wrong secret": kvpool.AuthError, "nobody there": kvpool.PeerLost, "silence": kvpool.DeadlineExceeded,
         "a local socket that refuses": kvpool.PeerLost, "another layout": kvpool.LayoutMismatch,
         "unix without a secret": kvpool.AuthError,
     }  # fmt: skip
-    with small_pool() as pool:
+    secret = "" if how == "unix without a secret" else "first"
+    with small_pool(secret=secret) as pool:
         settings, addrs = pool.settings, pool.alloc(1)
         for _ in range(2):
             assert fail_to_connect(pool, how, child) is expected[how]
-            assert (pool.name, pool.peers(), pool.settings, pool.transfer_totals()) == (None, [], settings, {})
+            assert (pool.peers.name, pool.peers.list(), pool.peers.totals()) == (None, [], {})
+            assert pool.settings == settings
             with pytest.raises(kvpool.StateError, match="no peers"):
-                pool.on_peer(print)
+                pool.peers.on_change(print)
             assert kvpool.decode_address(int(pool.alloc(1)[0])).instance == 0
-        to = child("pool = small_pool(name='b')\npool.listen(where, secret='right')", where="tcp:127.0.0.1:0")
-        assert pool.connect(to, secret="right", timeout=60) == "b"
-        assert pool.settings.secret == "right"
+        listen = "pool = small_pool(name='b', secret=secret)\npool.peers.listen(where)"
+        to = child(listen, secret=secret, where=address_of("shm"))
+        assert pool.peers.connect(to, timeout=60) == "b"
         pool.transfer("b", addrs).wait(60)
-        with pytest.raises(kvpool.StateError, match="another secret"):
-            pool.connect(to, secret="wrong")
-        assert [peer.name for peer in pool.peers()] == ["b"]
+        assert [peer.name for peer in pool.peers] == ["b"]
 
 
 def test_a_listen_that_fails_leaves_no_trace():
-    with small_pool() as taken, small_pool() as pool:
-        where = taken.listen(address_of("shm"))
+    with small_pool() as taken, small_pool(name="x", secret="first") as pool:
+        where = taken.peers.listen(address_of("shm"))
         with pytest.raises(kvpool.StateError, match="cannot listen"):
-            pool.listen(where, name="x", secret="first")
-        assert (pool.name, pool.settings.secret) == (None, "")
+            pool.peers.listen(where)
+        assert pool.peers.name is None
         assert kvpool.decode_address(int(pool.alloc(1)[0])).instance == 0
-        pool.listen("tcp:127.0.0.1:0", name="y", secret="second")
-        assert (pool.name, pool.settings.secret) == ("y", "second")
+        pool.peers.listen("tcp:127.0.0.1:0")
+        assert pool.peers.name == "x"
 
 
 def test_a_first_call_that_is_interrupted_while_it_makes_the_service_leaves_no_trace():
@@ -122,24 +120,24 @@ def test_a_first_call_that_is_interrupted_while_it_makes_the_service_leaves_no_t
             raise KeyboardInterrupt  # as Python hears Ctrl-C: when a long call of the core returns
 
     with Interrupted(small_layout(), hbm_blocks=2) as pool:
-        for call in (pool.listen, pool.connect):
+        for call in (pool.peers.listen, pool.peers.connect):
             with pytest.raises(KeyboardInterrupt):
-                call(address_of("shm"), secret="first")
+                call(address_of("shm"))
+            assert pool.peers.name is None
         pool.__class__ = kvpool.Pool
-        pool.listen(address_of("shm"), secret="second")
-        assert pool.settings.secret == "second"
+        pool.peers.listen(address_of("shm"))
 
 
 def test_a_first_call_that_fails_leaves_another_one_of_the_same_pool_alone():
     for round_ in range(10):
         with small_pool(name="a") as pool, small_pool(name="b") as other, ThreadPoolExecutor(4) as threads:
-            where = other.listen(address_of("shm"))
-            failing = [threads.submit(pool.connect, address_of("shm"), wait=False) for _ in range(round_ % 4)]
-            met = threads.submit(pool.connect, where, timeout=60)
+            where = other.peers.listen(address_of("shm"))
+            failing = [threads.submit(pool.peers.connect, address_of("shm"), wait=False) for _ in range(round_ % 4)]
+            met = threads.submit(pool.peers.connect, where, timeout=60)
             assert met.result() == "b"
             for one in failing:
                 assert isinstance(one.exception(), kvpool.PeerLost)
-            assert [peer.name for peer in pool.peers()] == ["b"]
+            assert [peer.name for peer in pool.peers.list()] == ["b"]
             pool.transfer("b", pool.alloc(1)).wait(60)
 
 
@@ -153,7 +151,7 @@ with small_pool() as pool:
     before = things()
     for _ in range(20):
         try:
-            pool.connect(address_of("shm"), secret="x", wait=False)
+            pool.peers.connect(address_of("shm"), wait=False)
         except kvpool.PeerLost:
             pass
     # A thread that was joined may still be on its way out.
@@ -186,5 +184,5 @@ def test_somebody_who_does_not_answer_is_not_waited_for(tmp_path):
         silent.bind(path)
         silent.listen()
         with pytest.raises(TimeoutError) as caught:
-            pool.connect(f"unix:{path}", timeout=0.2)
+            pool.peers.connect(f"unix:{path}", timeout=0.2)
         assert type(caught.value) is kvpool.DeadlineExceeded

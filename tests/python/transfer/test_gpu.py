@@ -49,8 +49,8 @@ def two_processes(library: Path, device: str = "cuda:1", **settings: Any) -> Ite
                 "pool = small_pool(device=where, secret=secret, name=name, **settings)\n" + SETUP,
                 where=where, secret=SECRET, name=name, settings=settings,
             )  # fmt: skip
-        address = b("pool.listen(address)", address=address_of("shm"))
-        assert a("pool.connect(address, timeout=30)", address=address) == "b"
+        address = b("pool.peers.listen(address)", address=address_of("shm"))
+        assert a("pool.peers.connect(address, timeout=30)", address=address) == "b"
         yield a, b
     finally:
         for child in processes:
@@ -64,7 +64,7 @@ def test_blocks_of_a_gpu_go_to_another_process_and_come_back(fake_cuda, route):
             a("addrs = pool.alloc(3, medium=medium); put(addrs, 10)", medium=source)
             sent = a("done = pool.transfer('b', addrs, medium=medium, checksum=True).wait()\ndone.addrs", medium=target)
             assert a("done.stats.route") == route
-            assert b("with pool.received(60) as item: got = item.take()\nget(got)") == [10, 11, 12]
+            assert b("with pool.inbox.receive(60) as item: got = item.take()\nget(got)") == [10, 11, 12]
             assert set(kvpool.media(sent)) == {target}
             b("put(got, 50)")
             assert a("done = pool.fetch('b', sent, to=addrs).wait()\nget(addrs)", sent=sent) == [50, 51, 52]
@@ -97,11 +97,11 @@ handle = pool.transfer("b", addrs, stream=stream)
 """)
         assert a("handle.done()") is False
         a("go.set(); handle.wait(); None")
-        assert b("with pool.received(60) as item: got = item.take()\nget(got)") == [70, 71]
+        assert b("with pool.inbox.receive(60) as item: got = item.take()\nget(got)") == [70, 71]
         # Layer by layer, each after the work that came before it.
         a("""
 go.clear()
-with pool.open_transfer("b", addrs, stream=stream) as layers:
+with pool.transfer("b", addrs, stream=stream, layerwise=True) as layers:
     work = callback(lambda _: (go.wait(60), put(addrs, 90)))
     assert fake.cuLaunchHostFunc(ctypes.c_void_p(stream), work, None) == 0
     layers.send_layer(0)
@@ -110,7 +110,7 @@ go.set()
 layers.wait()
 None
 """)
-        assert b("with pool.received(60) as item: got = item.take()\nget(got)") == [90, 91]
+        assert b("with pool.inbox.receive(60) as item: got = item.take()\nget(got)") == [90, 91]
 
 
 NOTES = """
@@ -134,7 +134,10 @@ def test_ucx_leaves_a_gpu_to_other_routes_where_it_finds_none(fake_cuda):
                 "pool = small_pool(device='cuda:0', secret=secret, name=name, routes=routes)\n" + SETUP + NOTES,
                 secret=SECRET, name=name, routes=("ucx", "sock"),
             )  # fmt: skip
-        assert a("pool.connect(address, timeout=30)", address=b("pool.listen(where)", where=address_of("shm"))) == "b"
+        assert (
+            a("pool.peers.connect(address, timeout=30)", address=b("pool.peers.listen(where)", where=address_of("shm")))
+            == "b"
+        )
         (note,) = a("notes")
         assert "leaves out HBM" in note
         assert "without CUDA" in note
@@ -143,14 +146,14 @@ def test_ucx_leaves_a_gpu_to_other_routes_where_it_finds_none(fake_cuda):
             "dram = pool.alloc(2, medium=kvpool.DRAM); put(dram, 20)"
         )
         assert a("pool.transfer('b', hbm).wait().stats.route") == "sock"
-        assert b("with pool.received(60) as item: got = item.take()\nget(got)") == [10, 11]
+        assert b("with pool.inbox.receive(60) as item: got = item.take()\nget(got)") == [10, 11]
         with pytest.raises(kvpool.Unsupported, match="there is no route ucx from these blocks"):
             a("pool.transfer('b', hbm, route='ucx')")
         assert a("pool.transfer('b', dram, medium=kvpool.DRAM, route='ucx').wait().stats.route") == "ucx"
-        assert b("with pool.received(60) as item: got = item.take()\nget(got)") == [20, 21]
+        assert b("with pool.inbox.receive(60) as item: got = item.take()\nget(got)") == [20, 21]
         a("alone = small_pool(dram_blocks=0, device='cuda:0', secret=secret, routes=('ucx', 'sock'))")
         with pytest.raises(kvpool.Unsupported, match=r"leaves out HBM.*no other memory"):
-            a("alone.listen(where)", where=address_of("shm"))
+            a("alone.peers.listen(where)", where=address_of("shm"))
     finally:
         for child in processes:
             child.close()
@@ -160,15 +163,15 @@ def test_a_route_that_fails_is_told_of_and_another_one_serves(fake_cuda, fake_nc
     settings = {"nccl": str(fake_nccl), "nccl_pass_bytes": 1 << 20, "nccl_init_s": 30.0, "routes": ("nccl", "sock")}
     with two_processes(fake_cuda, **settings) as (a, b):
         a("addrs = pool.alloc(3); put(addrs, 10); nccl = ctypes.CDLL(library)", library=str(fake_nccl))
-        receive = "with pool.received(30) as item: got = item.take()\nvalues = get(got); pool.free(got)\nvalues"
+        receive = "with pool.inbox.receive(30) as item: got = item.take()\nvalues = get(got); pool.free(got)\nvalues"
         assert a("pool.transfer('b', addrs, route='nccl').wait().stats.route") == "nccl"
         assert b(receive) == [10, 11, 12]
-        assert a("pool.peers()[0].failing_routes") == ()
+        assert a("pool.peers.list()[0].failing_routes") == ()
 
         a("nccl.fake_nccl_set(b'break_in', 1)")
         with pytest.raises(kvpool.RouteFailed, match="NCCL"):
             a("pool.transfer('b', addrs, route='nccl').wait()")
-        (failing,) = a("pool.peers()[0].failing_routes")
+        (failing,) = a("pool.peers.list()[0].failing_routes")
         assert (failing.route, failing.failures, failing.able) == ("nccl", 1, True)
         assert "NCCL" in failing.why
         assert a("pool.transfer('b', addrs).wait().stats.route") == "sock"
@@ -176,7 +179,7 @@ def test_a_route_that_fails_is_told_of_and_another_one_serves(fake_cuda, fake_nc
 
         assert a("pool.transfer('b', addrs, route='nccl').wait().stats.route") == "nccl"
         assert b(receive) == [10, 11, 12]
-        assert a("pool.peers()[0].failing_routes") == ()
+        assert a("pool.peers.list()[0].failing_routes") == ()
 
 
 def test_a_pool_in_ordinary_memory_takes_no_stream():

@@ -23,7 +23,7 @@ def test_the_receiver_finds_the_prompt(route):
         )
         assert got == (done.addrs.tolist(), sent)
         assert pair.b("pool.explain_match(prompt(3)).matched_tokens") == 0  # of another namespace
-        assert pair.b("pool.received(0)") is None  # nobody needs to be told
+        assert pair.b("pool.inbox.receive(0)") is None  # nobody needs to be told
         assert pair.b("pool.stats().hbm.pinned") == 0
         assert pair.a.stats().hbm.active == 3  # the sender keeps its blocks
 
@@ -83,7 +83,7 @@ def test_a_prompt_that_the_receiver_holds_is_not_sent_at_all():
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
 def test_what_came_in_another_way_meanwhile_is_a_duplicate(route):
     with pair_of(route) as pair:
-        stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(3), tokens=prompt(3))
+        stream = pair.a.transfer_with_insert(pair.to_b, prompt(3), pair.a.alloc(3), layerwise=True)
         pair.b("wait_for(lambda: pool.stats().hbm.reserved == 3)")
         where = pair.b("store(pool, prompt(3)).tolist()")
         with stream:
@@ -104,7 +104,7 @@ def test_named_destinations_become_cached(route):
         assert pair.b("with pool.match(prompt(2)) as hit: got = content(pool, hit.addrs)\ngot") == sent
         with pytest.raises((kvpool.StaleAddress, kvpool.NotOwner)):
             pair.a.free(lent)  # they are the receiver's index's now
-        assert pair.a.peers()[0].borrowed_blocks == 0
+        assert pair.a.peers.list()[0].borrowed_blocks == 0
 
 
 def test_the_application_is_told_if_the_sender_wishes():
@@ -112,7 +112,7 @@ def test_the_application_is_told_if_the_sender_wishes():
         addrs = pair.a.alloc(2)
         done = pair.a.transfer_with_insert(pair.to_b, prompt(2), addrs, namespace="n", private=b"id 4").wait()
         got = pair.b(
-            "item = pool.received(60)\n"
+            "item = pool.inbox.receive(60)\n"
             "(item.inserted, item.namespace, item.private, item.tokens.tolist(), item.addrs.tolist(), item.closed)"
         )
         assert got == (True, "n", b"id 4", prompt(2).tolist(), done.addrs.tolist(), False)

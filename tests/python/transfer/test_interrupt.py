@@ -7,15 +7,16 @@ from kit import run_script
 
 VERBS = {
     "connect, and the handler closes the pool": (
-        "signal.signal(signal.SIGINT, lambda *_: (pool.close(), 1 / 0)); pool.connect(address_of('shm'), timeout=600)"
+        "signal.signal(signal.SIGINT, lambda *_: (pool.close(), 1 / 0)); "
+        "pool.peers.connect(address_of('shm'), timeout=600)"
     ),
-    "connect, nobody listens": "pool.connect(address_of('shm'), timeout=600)",
-    "connect, nobody answers": "pool.connect(f'unix:{silent}', timeout=600)",
+    "connect, nobody listens": "pool.peers.connect(address_of('shm'), timeout=600)",
+    "connect, nobody answers": "pool.peers.connect(f'unix:{silent}', timeout=600)",
     "alloc": "pool.alloc(2, instance=peer, timeout=600)",
     "free": "pool.free(lent)",
-    "disconnect": "pool.disconnect(peer)",
+    "disconnect": "pool.peers.disconnect(peer)",
     "fetch": "pool.fetch(peer, lent, timeout=600).wait()",
-    "received": "pool.received()",
+    "received": "pool.inbox.receive(600)",
 }
 
 
@@ -29,9 +30,9 @@ from pathlib import Path
 from transfer.kit import *
 child = Child()
 settings = {"routes": ("shm",), "lease_s": 600.0}
-where = child("pool = small_pool(**settings)\\npool.listen(where)", settings=settings, where=address_of("shm"))
+where = child("pool = small_pool(**settings)\\npool.peers.listen(where)", settings=settings, where=address_of("shm"))
 pool = small_pool(**settings)
-peer = pool.connect(where)
+peer = pool.peers.connect(where)
 lent = pool.alloc(2, instance=peer)
 silent = tempfile.mkdtemp() + "/silent"
 listener = socket.socket(socket.AF_UNIX)
@@ -53,7 +54,7 @@ except ZeroDivisionError:  # by the handler of this test
 else:
     sys.exit("it was not interrupted")
 child.kill()
-eventually(lambda: pool.peers() == [])
+eventually(lambda: pool.peers.list() == [])
 with contextlib.suppress(kvpool.StaleAddress):  # they were given back before the interrupt
     pool.free(lent)
 eventually(lambda: pool.audit().hbm.reserved == 0)

@@ -79,7 +79,7 @@ def test_blocks_of_any_layout_go_to_a_peer_of_another_and_come_back(
     on_cpu = peer_on_cpu and ON_GPU
     routes = {"routes": ("loopback", "sock") if on_cpu else (route,)}
     with pool_of(shape, ours, **routes) as here, pool_of(shape, theirs, on_cpu=on_cpu, **routes) as there:
-        peer = here.connect(there.listen(address_of("sock-unix"), name="there"))
+        peer = here.peers.connect(there.peers.listen(address_of("sock-unix"), name="there"))
         # Scattered blocks, in any order, go to scattered ones; what is in all others stays.
         mine = here.alloc(BLOCKS, medium=source)
         bits = written(here, mine, seed)
@@ -91,7 +91,7 @@ def test_blocks_of_any_layout_go_to_a_peer_of_another_and_come_back(
         sent = here.transfer(peer, addrs, medium=target, strategy=strategy, checksum=checksum).wait().addrs
         assert same(read(there, sent), bits[blocks[:count]])
         assert same(read(there, own), kept)
-        with there.received(60) as item:
+        with there.inbox.receive(60) as item:
             assert item.addrs.tolist() == sent.tolist()
             bits[blocks[:count]] = written(there, sent, seed + 2)
             here.fetch(peer, sent, to=addrs).wait()
@@ -148,13 +148,13 @@ OTHERS = {
 
 def meet_and_differ(a: kvpool.Pool, b: kvpool.Pool, *texts: str) -> None:
     for caller, other in ((a, b), (b, a)):
-        address = other.listen(address_of("sock-unix"))
+        address = other.peers.listen(address_of("sock-unix"))
         with pytest.raises(kvpool.LayoutMismatch, match="the layouts differ") as caught:
-            caller.connect(address)
+            caller.peers.connect(address)
         for text in texts:
             assert text in str(caught.value)
         assert caught.value.offered_bytes == caught.value.layout_bytes == 4096
-        assert a.peers() == b.peers() == []
+        assert a.peers.list() == b.peers.list() == []
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -174,10 +174,10 @@ def test_raw_blocks_meet_only_raw_blocks_of_the_same_size_and_tokens():
     with small_pool(layout=raw, name="a") as a, small_pool(layout=kvpool.RawLayout(4096, 8), name="b") as b:
         meet_and_differ(a, b, SAID["raw"], "raw blocks of 4096 bytes in 1 piece, 8 tokens a block")
     with small_pool(layout=raw, name="a") as a, small_pool(layout=raw, name="b") as b:
-        assert a.connect(b.listen(address_of("sock-unix"))) == "b"
+        assert a.peers.connect(b.peers.listen(address_of("sock-unix"))) == "b"
 
 
 def test_pools_that_store_the_same_blocks_differently_meet():
     discrete = kvpool.KVLayout(**KV, order="discrete")
     with small_pool(layout=discrete, name="a") as a, small_pool(layout=kvpool.KVLayout(**KV), name="b") as b:
-        assert a.connect(b.listen(address_of("sock-unix"))) == "b"
+        assert a.peers.connect(b.peers.listen(address_of("sock-unix"))) == "b"

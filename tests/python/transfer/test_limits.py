@@ -42,7 +42,7 @@ def test_a_full_receiver_says_so_and_the_sender_keeps_its_blocks(route):
             pair.a.alloc(3, instance=pair.to_b)
         assert content(pair.a, addrs) == sent
         assert pair.a.stats().hbm.active == 3
-        assert pair.b("(pool.stats().hbm.free, pool.received(0))") == (2, None)
+        assert pair.b("(pool.stats().hbm.free, pool.inbox.receive(0))") == (2, None)
         pair.a.free(addrs)
 
 
@@ -62,7 +62,7 @@ def test_cached_prompts_make_room_only_if_they_may(route):
         pair.a.transfer(pair.to_b, addrs).wait()
         assert pair.b("pool.stats().hbm.historical") == 6
         pair.a.free(pair.a.alloc(2, instance=pair.to_b))
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
 
 
 @pytest.mark.parametrize("route", NEAR_ROUTES)
@@ -78,14 +78,14 @@ def test_what_one_peer_may_hold_is_capped(route):
             pair.a.transfer(pair.to_b, addrs).wait()
         pair.a.free(lent)
         pair.a.transfer(pair.to_b, addrs).wait()
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
 
 
 @pytest.mark.parametrize("route", NEAR_ROUTES)
 def test_transfers_under_way_are_capped(route):
     with pair_of(route, a={"transfers_max": 2}, b={"transfers_max": 2}) as pair:
         addrs = pair.a.alloc(3)
-        streams = [pair.a.open_transfer(pair.to_b, addrs[i : i + 1]) for i in range(2)]
+        streams = [pair.a.transfer(pair.to_b, addrs[i : i + 1], layerwise=True) for i in range(2)]
         with pytest.raises(kvpool.Busy) as caught:
             pair.a.transfer(pair.to_b, addrs[2:]).wait()
         assert caught.value.limit == 2
@@ -93,7 +93,7 @@ def test_transfers_under_way_are_capped(route):
             stream.transfer.cancel()
             assert isinstance(stream.transfer.exception(60), kvpool.Cancelled)
         pair.a.transfer(pair.to_b, addrs[2:]).wait()
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
 
 
 @pytest.mark.parametrize("route", NEAR_ROUTES)
@@ -106,16 +106,16 @@ def test_an_application_that_does_not_listen_makes_its_pool_busy(route):
             pair.a.transfer(pair.to_b, addrs).wait()
         assert (caught.value.limit, caught.value.retry_after_us > 0) == (2, True)
         eventually(lambda: pair.b("pool.stats().hbm.active") == 2)
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
         pair.a.transfer(pair.to_b, addrs).wait()
-        pair.b("for _ in range(2): pool.received(60).close()")
+        pair.b("for _ in range(2): pool.inbox.receive(60).close()")
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
 def test_a_transfer_that_is_cancelled_leaves_nothing(route):
     with pair_of(route) as pair:
         addrs = pair.a.alloc(2)
-        stream = pair.a.open_transfer(pair.to_b, addrs)
+        stream = pair.a.transfer(pair.to_b, addrs, layerwise=True)
         stream.send_layer(0)
         assert not stream.transfer.done()
         assert stream.transfer.cancel()
@@ -128,7 +128,7 @@ def test_a_transfer_that_is_cancelled_leaves_nothing(route):
             _ = stream.transfer.addrs
         eventually(lambda: pair.b("pool.stats().hbm.free") == 8)
         pair.a.transfer(pair.to_b, addrs).wait()  # the pair goes on
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -138,7 +138,7 @@ def test_a_deadline_ends_a_transfer(route, named):
         to = pair.a.alloc(2, instance=pair.to_b) if named else None
         addrs = pair.a.alloc(2)
         begin = time.monotonic()
-        stream = pair.a.open_transfer(pair.to_b, addrs, to=to, timeout=0.1)
+        stream = pair.a.transfer(pair.to_b, addrs, to=to, timeout=0.1, layerwise=True)
         with pytest.raises(kvpool.DeadlineExceeded):
             stream.transfer.wait(60)
         assert 0.1 <= time.monotonic() - begin < 5
@@ -153,12 +153,12 @@ def test_a_deadline_that_has_passed_is_told_at_once():
         error = pair.a.transfer(pair.to_b, pair.a.alloc(1), timeout=0).exception(60)
         assert type(error) in (kvpool.DeadlineExceeded, type(None))
         if error is None:  # it was quicker than the clock
-            pair.b("pool.received(60).close()")
+            pair.b("pool.inbox.receive(60).close()")
 
 
 def test_waiting_may_time_out_while_the_transfer_goes_on():
     with pair_of(NEAR) as pair:
-        stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(1))
+        stream = pair.a.transfer(pair.to_b, pair.a.alloc(1), layerwise=True)
         with pytest.raises(TimeoutError) as caught:
             stream.transfer.wait(0.05)
         assert not isinstance(caught.value, kvpool.Error)  # DeadlineExceeded is for the transfer's own deadline
@@ -173,7 +173,7 @@ def test_waiting_may_time_out_while_the_transfer_goes_on():
         stream.send_layer(0)
         assert stream.finish().wait(60).done()
         assert "done" in repr(stream.transfer)
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
 
 
 @pytest.mark.parametrize("route", NEAR_ROUTES)
@@ -185,7 +185,7 @@ def test_a_thousand_transfers_at_once(route):
         where = np.concatenate([handle.wait(60).addrs for handle in handles])
         assert len(set(where.tolist())) == 1000
         assert pair.b("content(pool, addrs)", addrs=where) == [sent[i % 8] for i in range(1000)]
-        assert pair.b("sum(1 for _ in range(1000) if pool.received(60))") == 1000
+        assert pair.b("sum(1 for _ in range(1000) if pool.inbox.receive(60))") == 1000
         assert pair.b("pool.audit().hbm.free") == 1100
 
 
@@ -218,30 +218,30 @@ def test_threads_send_at_once(route):
 def test_closing_ends_what_is_under_way(route, who):
     with pair_of(route, clean=False) as pair:
         addrs = pair.a.alloc(4)
-        streams = [pair.a.open_transfer(pair.to_b, addrs[i : i + 1]) for i in range(4)]
+        streams = [pair.a.transfer(pair.to_b, addrs[i : i + 1], layerwise=True) for i in range(4)]
         pair.b("wait_for(lambda: pool.stats().hbm.reserved == 4)")
         if who == "sender":
             pair.a.close()
             for stream in streams:
                 assert isinstance(stream.transfer.exception(60), kvpool.ClosedError)
-            pair.b("eventually(lambda: blocks_at_peers(pool) == 0 and pool.peers() == [])")
+            pair.b("eventually(lambda: blocks_at_peers(pool) == 0 and pool.peers.list() == [])")
             assert pair.b("pool.stats().hbm.free") == 8
         else:
             pair.b("pool.close()")
             for stream in streams:
                 assert isinstance(stream.transfer.exception(60), kvpool.PeerLost)
-            eventually(lambda: pair.a.peers() == [])
+            eventually(lambda: pair.a.peers.list() == [])
             assert pair.a.audit().hbm.active == 4
 
 
 def test_closing_ends_waiting_for_what_peers_send():
     with small_pool() as pool:
-        pool.listen(address_of("shm"))
+        pool.peers.listen(address_of("shm"))
         caught = []
 
         def wait() -> None:
             try:
-                pool.received()
+                pool.inbox.receive()
             except kvpool.ClosedError as error:
                 caught.append(error)
 
@@ -257,12 +257,13 @@ def test_a_sender_that_is_killed_between_layers_leaves_nothing():
     child = Child()
     with pair_of(NEAR, child=child, clean=False) as pair:
         pair.b(
-            "stream = pool.open_transfer(peer, pool.alloc(4), medium=kvpool.DRAM)\nstream.send_layer(0)\nNone",
+            "stream = pool.transfer(peer, pool.alloc(4), medium=kvpool.DRAM, layerwise=True)\n"
+            "stream.send_layer(0)\nNone",
             peer=pair.to_a,
         )
         eventually(lambda: pair.a.stats().dram.reserved == 4)
-        assert pair.a.peers()[0].reserved_blocks == 4
+        assert pair.a.peers.list()[0].reserved_blocks == 4
         assert pair.a.alloc(8, medium=DRAM, evict=False) is None if pair.a.stats().dram.free >= 8 else True
         child.kill()
         eventually(lambda: pair.a.audit().dram.free == 8)
-        assert pair.a.received(0) is None
+        assert pair.a.inbox.receive(0) is None

@@ -41,6 +41,6 @@ def test_nixl_and_kvpool_use_their_own_ucx_in_one_process(nixl_first):
                 transfer = pair.a.transfer(pair.to_b, addrs).wait()
             received = "content(pool, np.array(addrs, dtype=np.uint64))"
             assert pair.b(received, addrs=transfer.addrs.tolist()) == sent
-            pair.b("while (item := pool.received(0)) is not None: item.close()")
+            pair.b("while (item := pool.inbox.receive(0)) is not None: item.close()")
     finally:
         child.close()

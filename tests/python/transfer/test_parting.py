@@ -38,10 +38,10 @@ def mapped():
 for routes in (("loopback",), (NEAR,), ("sock",)):
     one, two = small_pool(routes=routes), small_pool(routes=routes)
     assert mapped()
-    peer = two.connect(one.listen(address_of("shm")))
+    peer = two.peers.connect(one.peers.listen(address_of("shm")))
     addrs = two.alloc(2)
-    kept = [two.transfer(peer, addrs, private=b"x").wait(), two.open_transfer(peer, addrs), one.received(60)]
-    kept += [two.fetch(peer, one.alloc(1)), two.alloc(1, instance=peer)]
+    kept = [two.transfer(peer, addrs, private=b"x").wait(), two.transfer(peer, addrs, layerwise=True)]
+    kept += [one.inbox.receive(60), two.fetch(peer, one.alloc(1)), two.alloc(1, instance=peer)]
     two.close()
     one.close()
     eventually(lambda: not mapped())
@@ -60,17 +60,17 @@ def test_parting_ends_what_was_lent(route, who):
         lent = pair.a.alloc(2, instance=pair.to_b)
         pair.b("mine = pool.alloc(3, instance=peer)\nNone", peer=pair.to_a)
         if who == "a":
-            pair.a.disconnect(pair.to_b)
+            pair.a.peers.disconnect(pair.to_b)
         else:
-            pair.b("pool.disconnect(peer)", peer=pair.to_a)
-        eventually(lambda: pair.a.peers() == pair.b("pool.peers()") == [])
+            pair.b("pool.peers.disconnect(peer)", peer=pair.to_a)
+        eventually(lambda: pair.a.peers.list() == pair.b("pool.peers.list()") == [])
         eventually(lambda: pair.a.audit().hbm.lent == pair.b("pool.audit().hbm.lent") == 0)
         assert pair.a.stats().hbm.quarantined in ((0,) if route != NEAR else (0, 3))
         with pytest.raises(kvpool.PeerLost):
             pair.a.transfer(pair.to_b, pair.a.alloc(1))
         with pytest.raises(kvpool.PeerLost):
-            pair.a.disconnect(pair.to_b)
-        pair.b("pool.connect(where, timeout=60)", where=pair.a.listen(address_of(route)))
+            pair.a.peers.disconnect(pair.to_b)
+        pair.b("pool.peers.connect(where, timeout=60)", where=pair.a.peers.listen(address_of(route)))
         eventually(lambda: pair.a.audit().hbm.free == 7 and pair.b("pool.audit().hbm.free") == 8)
         with pytest.raises(kvpool.NotOwner):
             pair.a.transfer(pair.to_b, pair.a.alloc(2), to=lent)
@@ -82,11 +82,11 @@ def test_a_peer_that_was_killed_is_noticed_and_its_blocks_come_back(route):
     with pair_of(route, child=child, clean=False) as pair:
         assert pair.b("len(pool.alloc(3, instance=peer))", peer=pair.to_a) == 3
         borrowed = pair.a.alloc(2, instance=pair.to_b)
-        stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(2))
+        stream = pair.a.transfer(pair.to_b, pair.a.alloc(2), layerwise=True)
         child.kill()
         with pytest.raises(kvpool.PeerLost):
             stream.transfer.wait(60)
-        eventually(lambda: pair.a.peers() == [])
+        eventually(lambda: pair.a.peers.list() == [])
         eventually(lambda: pair.a.audit().hbm.lent == 0 and pair.a.stats().hbm.quarantined == 0)
         assert pair.a.stats().hbm.active == 2
         with pytest.raises(kvpool.PeerLost):
@@ -96,14 +96,14 @@ def test_a_peer_that_was_killed_is_noticed_and_its_blocks_come_back(route):
 
 def test_a_peer_comes_back_under_its_name():
     with small_pool(**local_settings(NEAR)) as pool:
-        pool.listen(where := address_of("shm"), name="a")
+        pool.peers.listen(where := address_of("shm"), name="a")
         epochs = set()
         for round_ in range(3):
             child = Child()
             child("pool = small_pool(name='b', **options)", options=local_settings(NEAR))
-            assert child("pool.connect(where)", where=where) == "a"
-            eventually(lambda: [peer.name for peer in pool.peers()] == ["b"])
-            epochs.add(pool.peers()[0].epoch)
+            assert child("pool.peers.connect(where)", where=where) == "a"
+            eventually(lambda: [peer.name for peer in pool.peers.list()] == ["b"])
+            epochs.add(pool.peers.list()[0].epoch)
             addrs = pool.alloc(2)
             sent = fill(pool, addrs, round_)
             done = pool.transfer("b", addrs).wait()
@@ -111,7 +111,7 @@ def test_a_peer_comes_back_under_its_name():
             assert child("len(pool.alloc(3, instance='a'))") == 3
             child.kill() if round_ < 2 else child.close()
             pool.free(addrs)
-            eventually(lambda: pool.peers() == [] and pool.audit().hbm.free == 8)
+            eventually(lambda: pool.peers.list() == [] and pool.audit().hbm.free == 8)
         assert len(epochs) == 3
 
 
@@ -121,7 +121,7 @@ def test_a_stopped_peer_is_lost_and_its_late_writes_harm_nobody(child):
     with pair_of(NEAR, child=child, a=short, b=short, clean=False) as pair:
         assert pair.b("len(pool.alloc(2, instance=peer))", peer=pair.to_a) == 2
         child.kill(signal.SIGSTOP)
-        eventually(lambda: pair.a.peers() == [])
+        eventually(lambda: pair.a.peers.list() == [])
         eventually(lambda: pair.a.audit().hbm.quarantined == 2)
         child.kill(signal.SIGCONT)
         child.kill()
@@ -131,9 +131,9 @@ def test_a_stopped_peer_is_lost_and_its_late_writes_harm_nobody(child):
 
 def test_what_a_stopped_peer_has_not_read_yet_does_not_overwrite_what_comes_by_another_route(child):
     """The first transfer ends at its deadline, and the peer places its content later than that of the second."""
-    to = child("pool = small_pool(name='b', lease_s=30.0)\npool.listen(where)", where=address_of("shm"))
+    to = child("pool = small_pool(name='b', lease_s=30.0)\npool.peers.listen(where)", where=address_of("shm"))
     with small_pool(lease_s=30.0) as pool:
-        assert pool.connect(to) == "b"
+        assert pool.peers.connect(to) == "b"
         lent, addrs = pool.alloc(1, instance="b"), pool.alloc(2)
         sent = fill(pool, addrs, 1)
         stop_process(child.process.pid)
@@ -158,15 +158,16 @@ def test_after_fork_the_verbs_raise_and_the_parent_goes_on():
 import os
 from transfer.kit import *
 one, two = small_pool(), small_pool()
-peer = two.connect(one.listen(address_of("shm")))
+peer = two.peers.connect(one.peers.listen(address_of("shm")))
 addrs = two.alloc(1)
 transfer = two.transfer(peer, addrs).wait()
 child = os.fork()
 if child == 0:
     try:
-        for call in (lambda: two.transfer(peer, addrs), two.peers, lambda: two.alloc(1, instance=peer),
-                     lambda: two.fetch(peer, addrs), lambda: one.received(0), lambda: two.connect(address_of("shm")),
-                     lambda: two.listen(address_of("shm")), lambda: two.disconnect(peer)):
+        for call in (lambda: two.transfer(peer, addrs), two.peers.list, lambda: two.alloc(1, instance=peer),
+                     lambda: two.fetch(peer, addrs), lambda: one.inbox.receive(0),
+                     lambda: two.peers.connect(address_of("shm")),
+                     lambda: two.peers.listen(address_of("shm")), lambda: two.peers.disconnect(peer)):
             try:
                 call()
             except kvpool.ForkError:
@@ -183,7 +184,7 @@ if child == 0:
         os._exit(4)
 assert os.waitpid(child, 0)[1] == 0
 assert two.transfer(peer, addrs).wait().done()
-assert len(two.peers()) == 1
+assert len(two.peers.list()) == 1
 one.close()
 two.close()
 """)
@@ -197,8 +198,8 @@ def things():
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 def life():
     one, two = small_pool(), small_pool()
-    peer = two.connect(one.listen(address_of("shm")))
-    with one.on_received(lambda item: None):
+    peer = two.peers.connect(one.peers.listen(address_of("shm")))
+    with one.inbox.on_received(lambda item: None):
         two.transfer(peer, two.alloc(1), private=b"x").wait()
         two.alloc(2, instance=peer)
     two.close()
@@ -218,7 +219,7 @@ import gc, os
 from transfer.kit import *
 def life():
     one, two = small_pool(), small_pool()
-    peer = two.connect(one.listen(address_of("shm")))
+    peer = two.peers.connect(one.peers.listen(address_of("shm")))
     two.transfer(peer, two.alloc(1))
     del one, two
     gc.collect()
@@ -232,8 +233,8 @@ life()
 eventually(lambda: threads() <= before)  # one that was joined may still be on its way out
 # The end of the interpreter may come at any time, too.
 one, two = small_pool(), small_pool()
-peer = two.connect(one.listen(address_of("shm")))
-one.on_received(print)
+peer = two.peers.connect(one.peers.listen(address_of("shm")))
+one.inbox.on_received(print)
 transfer = two.transfer(peer, two.alloc(1))
 """)
 
@@ -247,23 +248,23 @@ def test_blocks_of_a_killed_peer_that_was_met_over_tcp_are_released_when_it_wrot
     child = Child(**UCX_SETTINGS[route])
     with environment(UCX_SETTINGS[route]), small_pool(**settings) as pool:
         child("pool = small_pool(**settings)", settings=settings)
-        child("peer = pool.connect(address)", address=pool.listen("tcp:127.0.0.1:0"))
-        child("stream = pool.open_transfer(peer, pool.alloc(4))\nstream.send_layer(0)")
+        child("peer = pool.peers.connect(address)", address=pool.peers.listen("tcp:127.0.0.1:0"))
+        child("stream = pool.transfer(peer, pool.alloc(4), layerwise=True)\nstream.send_layer(0)")
         eventually(lambda: pool.stats().hbm.reserved == 4)
         child.kill()
         eventually(lambda: pool.audit().hbm.free == pool.stats().hbm.capacity)
-        assert pool.peers() == []
+        assert pool.peers.list() == []
 
 
 def test_lent_blocks_of_a_peer_that_is_gone_are_freed_with_the_others():
     child = Child()
     settings = {"routes": (NEAR,), "lease_s": 10.0}
     with small_pool(**settings) as pool:
-        peer = pool.connect(child("pool = small_pool(**settings)\npool.listen(address)", settings=settings,
+        peer = pool.peers.connect(child("pool = small_pool(**settings)\npool.peers.listen(address)", settings=settings,
                                   address=address_of("shm")))  # fmt: skip
         mixed = np.concatenate([pool.alloc(2), pool.alloc(2, instance=peer), pool.alloc(1)])
         child.kill()
-        eventually(lambda: not pool.peers())
+        eventually(lambda: not pool.peers.list())
         pool.free(mixed)
         assert pool.audit().hbm.active == 0
         with pytest.raises(kvpool.StaleAddress):

@@ -42,7 +42,7 @@ def instances() -> Iterator[Any]:
 
 def pair_of(instances: Any, pair: Any, **options: Any) -> tuple[Instance, Instance]:
     a, b = instances("a", pair[0], **options), instances("b", pair[1], **options)
-    assert a.pool.connect(b.address) == "b"
+    assert a.pool.peers.connect(b.address) == "b"
     return a, b
 
 
@@ -51,7 +51,7 @@ def send(source: Instance, target: Instance, blocks: int, seed: int = 0, **optio
     addrs, kv = source.filled(blocks, seed)
     handle = source.pool.transfer(target.name, addrs, private=b"x", **options)
     handle.wait(60)
-    with target.pool.received(timeout=60) as item:
+    with target.pool.inbox.receive(timeout=60) as item:
         assert (item.peer, item.private) == (source.name, b"x")
         assert same(target.read(item.addrs), kv)
         target.pool.free(item.take())
@@ -93,10 +93,10 @@ def test_instances_whose_blocks_hold_other_things_do_not_meet(instances: Any, pa
     a, b = instances("a", pair[0]), instances("b", pair[1], layout=replace(LAYOUT, **OTHERS[said]))
     for caller, other in ((a, b), (b, a)):
         with pytest.raises(kvpool.LayoutMismatch, match="6 layers of 4 KV heads x 8") as caught:
-            caller.pool.connect(other.address)
+            caller.pool.peers.connect(other.address)
         assert said in str(caught.value)
         assert "float16, HND, K and V split" in str(caught.value)
-    assert a.pool.peers() == b.pool.peers() == []
+    assert a.pool.peers.list() == b.pool.peers.list() == []
 
 
 @pytest.mark.parametrize("pair", SHAPES, ids=label)
@@ -159,7 +159,7 @@ def test_layers_are_sent_as_they_are_computed(instances: Any, pair: Any) -> None
     a, b = pair_of(instances, pair)
     addrs = a.pool.alloc(4)
     kv = contents(4)
-    with a.pool.open_transfer("b", addrs, private=b"layers") as stream:
+    with a.pool.transfer("b", addrs, private=b"layers", layerwise=True) as stream:
         for layer in (3, 0, 1, 5, 4, 2):
             computed = a.read(addrs)
             computed[:, layer] = kv[:, layer]
@@ -167,7 +167,7 @@ def test_layers_are_sent_as_they_are_computed(instances: Any, pair: Any) -> None
             stream.send_layer(layer)
     stream.transfer.wait(60)
     assert stream.transfer.progress == (stream.transfer.progress[1],) * 2
-    with b.pool.received(60) as item:
+    with b.pool.inbox.receive(60) as item:
         assert same(b.read(item.addrs), kv)
     assert left(a.pool, b.pool) == []
 
@@ -209,20 +209,20 @@ def test_a_transfer_is_cancelled_at_any_moment(instances: Any, pair: Any, route:
     a, b = pair_of(instances, pair, layout=BIG, blocks=24, dram=0, routes=(route,))
     addrs, kv = a.filled(12)
     for turn in range(12):
-        if not a.pool.peers():  # a frame that was cut short ends the link, as between two pools
+        if not a.pool.peers.list():  # a frame that was cut short ends the link, as between two pools
             reconnect(a, b)
         try:
             handle = a.pool.transfer("b", addrs, private=b"%d" % turn)
             time.sleep(0.0004 * turn)
             handle.cancel()
             handle.wait(60)
-            with b.pool.received(60) as item:
+            with b.pool.inbox.receive(60) as item:
                 assert same(b.read(item.addrs), kv)
         except (kvpool.Cancelled, kvpool.OutOfBlocks, kvpool.PeerLost):  # OutOfBlocks: what was cancelled comes back
             dropped(b.pool)  # it may have come all the same
     assert left(a.pool, b.pool) == []
     eventually(lambda: dropped(b.pool))
-    if not a.pool.peers():
+    if not a.pool.peers.list():
         reconnect(a, b)
     send(a, b, 2)
 
@@ -231,7 +231,7 @@ def test_a_transfer_is_cancelled_at_any_moment(instances: Any, pair: Any, route:
 def test_a_deadline_ends_a_transfer_and_leaves_nothing(instances: Any, pair: Any) -> None:
     a, b = pair_of(instances, pair, layout=BIG, blocks=24, dram=0)
     addrs, _ = a.filled(12)
-    stream = a.pool.open_transfer("b", addrs, timeout=0.2)
+    stream = a.pool.transfer("b", addrs, timeout=0.2, layerwise=True)
     with pytest.raises(kvpool.DeadlineExceeded):
         stream.send_layer(0)  # if it comes in time
         stream.transfer.wait(60)
@@ -253,13 +253,13 @@ def test_they_part_and_meet_again(instances: Any, pair: Any) -> None:
         send(one, other, 2, turn)
         send(other, one, 2, turn)
         assert len(lent) == 2
-        one.pool.disconnect(other.name)
+        one.pool.peers.disconnect(other.name)
         assert left(a.pool, b.pool) == []
 
 
 def dropped(pool: kvpool.Pool) -> bool:
     """Lets go of what has come. The application is told after the sender: it may still be on its way."""
-    while item := pool.received(0):
+    while item := pool.inbox.receive(0):
         item.close()
     return pool.stats().hbm.active == 0
 
@@ -269,7 +269,7 @@ def reconnect(one: Instance, other: Instance) -> None:
     until = time.monotonic() + 60
     while True:
         try:
-            one.pool.connect(other.address)
+            one.pool.peers.connect(other.address)
             return
         except (kvpool.StateError, kvpool.Busy, kvpool.PeerLost, kvpool.DeadlineExceeded):
             if time.monotonic() > until:
@@ -284,7 +284,7 @@ def test_both_connect_at_the_same_time(instances: Any) -> None:
 
         def call(one: Instance, other: Instance, failures: list[Exception] = failures) -> None:
             try:
-                one.pool.connect(other.address)
+                one.pool.peers.connect(other.address)
             except (kvpool.StateError, kvpool.PeerLost) as error:
                 failures.append(error)
 
@@ -303,7 +303,7 @@ def test_one_instance_meets_several(instances: Any) -> None:
     a = instances("a", GRID, blocks=32)
     others = [instances(f"b{i}", parallel) for i, parallel in enumerate((None, TP2, TP4, GRID))]
     for other in others:
-        other.pool.connect(a.address)
+        other.pool.peers.connect(a.address)
     for other in others:
         send(a, other, 3)
         send(other, a, 3)

@@ -46,35 +46,35 @@ def join(ticket: str, **settings: Any) -> RankArena:
 
 def test_an_instance_without_its_ranks_says_so(scheduler: kvpool.Pool) -> None:
     other = kvpool.Pool(LAYOUT, 4, **SETTINGS)
-    where = other.listen(f"unix:@kvpool-ranks-early-{os.getpid()}")
-    ticket = scheduler.export_rank(0)
+    where = other.peers.listen(f"unix:@kvpool-ranks-early-{os.getpid()}")
+    ticket = scheduler.ranks.export(0)
     with join(ticket):
         with pytest.raises(kvpool.Busy, match="1 of 2 ranks of this instance have joined"):
-            scheduler.connect(where)
+            scheduler.peers.connect(where)
         with pytest.raises((kvpool.Busy, kvpool.DeadlineExceeded)):  # whichever comes first at the end of its time
-            other.connect(scheduler.listen(f"unix:@kvpool-ranks-early-2-{os.getpid()}"))
+            other.peers.connect(scheduler.peers.listen(f"unix:@kvpool-ranks-early-2-{os.getpid()}"))
         with pytest.raises(kvpool.DeadlineExceeded, match=r"ranks \[1\] have not joined"):
-            scheduler.wait_for_ranks(0.05)
-        assert [rank.joined for rank in scheduler.ranks()] == [True, False]
+            scheduler.ranks.wait(0.05)
+        assert [rank.joined for rank in scheduler.ranks.list()] == [True, False]
     other.close()
 
 
 def test_a_secret_that_differs_is_refused(scheduler: kvpool.Pool) -> None:
     before = things()
     with pytest.raises(kvpool.AuthError):
-        join(scheduler.export_rank(0), secret="another")
-    assert [rank.joined for rank in scheduler.ranks()] == [False, False]
-    join(scheduler.export_rank(0)).close()
+        join(scheduler.ranks.export(0), secret="another")
+    assert [rank.joined for rank in scheduler.ranks.list()] == [False, False]
+    join(scheduler.ranks.export(0)).close()
     assert grown(before | {"threads": 40, "descriptors": before["descriptors"] + 4}) == {}
 
 
 def test_a_rank_joins_once(scheduler: kvpool.Pool) -> None:
-    ticket = scheduler.export_rank(1)
+    ticket = scheduler.ranks.export(1)
     with join(ticket) as rank:
         with pytest.raises(kvpool.StateError, match="rank 1 has joined already"):
             join(ticket)
         assert rank.lost is None
-        assert [one.joined for one in scheduler.ranks()] == [False, True]
+        assert [one.joined for one in scheduler.ranks.list()] == [False, True]
         scheduler.alloc(1)
 
 
@@ -82,19 +82,19 @@ def test_a_rank_joins_once(scheduler: kvpool.Pool) -> None:
 def test_a_ticket_of_a_dead_scheduler_is_told_apart(parallel: Any) -> None:
     where = f"unix:@kvpool-ranks-dead-{parallel is None}-{os.getpid()}"
     first = kvpool.Pool(LAYOUT, 4, parallel=TP2, **SETTINGS)
-    ticket = first.export_rank(0, address=first.listen(where))
+    ticket = first.ranks.export(0, address=first.peers.listen(where))
     first.close()
     with pytest.raises(kvpool.PeerLost):
         join(ticket)
     second = kvpool.Pool(LAYOUT, 4, parallel=parallel, **SETTINGS)
-    second.listen(where)
+    second.peers.listen(where)
     with pytest.raises(kvpool.PeerLost, match="gone"):
         join(ticket)
     second.close()
 
 
 def test_a_ticket_that_was_changed_is_refused(scheduler: kvpool.Pool) -> None:
-    ticket = scheduler.export_rank(0)
+    ticket = scheduler.ranks.export(0)
     for change in ({"hbm_blocks": 3}, {"dram_blocks": 0}, {"layout": json.loads(ticket)["layout"] | {"head_dim": 16}}):
         with pytest.raises(kvpool.LayoutMismatch):
             join(json.dumps(json.loads(ticket) | change))
@@ -106,40 +106,40 @@ def test_a_ticket_that_was_changed_is_refused(scheduler: kvpool.Pool) -> None:
     for text in ("", "{}", "[]", "null", '{"kvpool_rank": 1}', ticket.replace('"epoch":', '"epoch":"x","e":')):
         with pytest.raises(kvpool.ArgumentError):
             join(text)
-    with pytest.raises(kvpool.ArgumentError, match=r"the text that export_rank returned, not 'foo'$"):
+    with pytest.raises(kvpool.ArgumentError, match=r"the text that Ranks\.export returned, not 'foo'$"):
         join("foo")
-    with pytest.raises(kvpool.ArgumentError, match=r"the text that export_rank returned, not 'x{40}'\.\.\.$"):
+    with pytest.raises(kvpool.ArgumentError, match=r"the text that Ranks\.export returned, not 'x{40}'\.\.\.$"):
         join("x" * 1000)
     with pytest.raises(kvpool.ArgumentError, match="format 2"):
         join(json.dumps(json.loads(ticket) | {"kvpool_rank": 2}))
     with pytest.raises(kvpool.ArgumentTypeError):
         join(7)  # type: ignore[arg-type]
-    assert not any(rank.joined for rank in scheduler.ranks())
+    assert not any(rank.joined for rank in scheduler.ranks.list())
 
 
 def test_who_has_no_ranks_says_so() -> None:
     one = kvpool.Pool(LAYOUT, 4, **SETTINGS)
-    one.listen(f"unix:@kvpool-ranks-none-{os.getpid()}")
-    for call in (one.ranks, one.wait_for_ranks, lambda: one.export_rank(0)):
+    one.peers.listen(f"unix:@kvpool-ranks-none-{os.getpid()}")
+    for call in (one.ranks.list, one.ranks.wait, lambda: one.ranks.export(0)):
         with pytest.raises(kvpool.StateError):
             call()
     one.close()
     several = kvpool.Pool(LAYOUT, 4, parallel=ParallelConfig(pp=3, stage_layers=(6, 0, 0)), **SETTINGS)
-    for call in (several.ranks, several.wait_for_ranks, lambda: several.export_rank(0, address="unix:@nobody")):
+    for call in (several.ranks.list, several.ranks.wait, lambda: several.ranks.export(0, address="unix:@nobody")):
         with pytest.raises(kvpool.StateError):
             call()
-    several.export_rank(0)
+    several.ranks.export(0)
     for rank in (-1, 1, 3, 99):
         with pytest.raises(kvpool.ArgumentError):
-            several.export_rank(rank)
+            several.ranks.export(rank)
     for wrong in ("0", 0.0, None, True):
         with pytest.raises(kvpool.ArgumentTypeError, match="rank must be an int"):
-            several.export_rank(wrong)  # type: ignore[arg-type]
+            several.ranks.export(wrong)  # type: ignore[arg-type]
     with pytest.raises(kvpool.ArgumentTypeError):
-        several.export_rank(0, address=7)  # type: ignore[arg-type]
+        several.ranks.export(0, address=7)  # type: ignore[arg-type]
     with pytest.raises(kvpool.ArgumentError):
-        several.export_rank(0, address="somewhere")
-    assert [rank.rank for rank in several.ranks()] == [0]
+        several.ranks.export(0, address="somewhere")
+    assert [rank.rank for rank in several.ranks.list()] == [0]
     with pytest.raises(kvpool.StateError):
         several.tensor()
     several.close()
@@ -157,11 +157,11 @@ def test_other_shapes_and_raw_bytes_are_refused(instances: Any) -> None:
     ):
         other = kvpool.Pool(layout, 4, **SETTINGS)
         with pytest.raises(kvpool.LayoutMismatch):
-            other.connect(a.address)
+            other.peers.connect(a.address)
         with pytest.raises(kvpool.LayoutMismatch):
-            a.pool.connect(other.listen(f"unix:@kvpool-ranks-shape-{os.getpid()}"))
+            a.pool.peers.connect(other.peers.listen(f"unix:@kvpool-ranks-shape-{os.getpid()}"))
         other.close()
-    assert a.pool.peers() == []
+    assert a.pool.peers.list() == []
     with pytest.raises(kvpool.ArgumentError):
         kvpool.Pool(kvpool.RawLayout(4096), 4, parallel=TP2, **SETTINGS)
 
@@ -172,15 +172,15 @@ def test_the_address_of_a_rank_is_not_that_of_its_instance(instances: Any) -> No
         before = things() | {"threads": 200}  # they start when there is work
         for rank in a.ranks:
             with pytest.raises(kvpool.Error, match="scheduler"):
-                pool.connect(rank.address)
-        assert pool.peers() == []
+                pool.peers.connect(rank.address)
+        assert pool.peers.list() == []
         assert grown(before) == {}
-    a.pool.connect(b.address)
+    a.pool.peers.connect(b.address)
 
 
 def test_a_checksum_of_the_whole_is_not_to_be_had(instances: Any) -> None:
     a, b = instances("a", TP2), instances("b", None)
-    a.pool.connect(b.address)
+    a.pool.peers.connect(b.address)
     for one, other in ((a, b), (b, a)):
         addrs = one.pool.alloc(1)
         with pytest.raises(kvpool.Unsupported):
@@ -194,7 +194,7 @@ def test_a_checksum_of_the_whole_is_not_to_be_had(instances: Any) -> None:
 def test_ranks_that_share_no_route_with_a_peer_say_so(instances: Any) -> None:
     a, b = instances("a", TP2, routes=("loopback",)), instances("b", TP2, routes=("sock",))
     with pytest.raises(kvpool.Unsupported, match=r"rank [01] of b"):
-        a.pool.connect(b.address)
+        a.pool.peers.connect(b.address)
     assert left(a.pool, b.pool) == []
 
 
@@ -214,7 +214,7 @@ def work(one: Instance, addrs: Any, other: str, over: threading.Event, told: lis
 def take(one: Instance, over: threading.Event) -> None:
     with contextlib.suppress(kvpool.PeerLost, kvpool.ClosedError):
         while not over.is_set():
-            if (item := one.pool.received(0.02)) is not None:
+            if (item := one.pool.inbox.receive(0.02)) is not None:
                 item.close()
 
 
@@ -225,10 +225,10 @@ def test_whoever_closes_in_mid_transfer_leaves_the_others_whole(instances: Any, 
         names = f"a{turn}", f"b{turn}"
         options: dict[str, Any] = {"layout": BIG, "blocks": 16, "dram": 0, "routes": (route,)}
         a, b = instances(names[0], TP2, **options), instances(names[1], GRID, **options)
-        a.pool.connect(b.address)
+        a.pool.peers.connect(b.address)
         survivor = b if who.startswith("a") else a
         third = instances(f"c{turn}", None, **options)
-        third.pool.connect(survivor.address)
+        third.pool.peers.connect(survivor.address)
         over = threading.Event()
         told: list[BaseException] = []
 
@@ -251,7 +251,7 @@ def test_whoever_closes_in_mid_transfer_leaves_the_others_whole(instances: Any, 
         assert left(survivor.pool) == []
         addrs, kv = third.filled(3)
         third.pool.transfer(survivor.name, addrs, private=b"still").wait(60)
-        while (item := survivor.pool.received(60)) and item.private != b"still":
+        while (item := survivor.pool.inbox.receive(60)) and item.private != b"still":
             item.close()
         assert same(survivor.read(item.addrs), kv)
         item.close()
@@ -262,19 +262,19 @@ def test_whoever_closes_in_mid_transfer_leaves_the_others_whole(instances: Any, 
 
 def test_an_instance_that_lost_a_rank_says_why(instances: Any) -> None:
     a, b = instances("a", TP2), instances("b", TP2)
-    a.pool.connect(b.address)
+    a.pool.peers.connect(b.address)
     lent = b.pool.alloc(2, instance="a")
-    ticket = a.pool.export_rank(1)
+    ticket = a.pool.ranks.export(1)
     a.ranks[1].close()
     until = time.monotonic() + 60
     with pytest.raises(kvpool.PeerLost, match="rank 1 of this instance is lost"):
         while time.monotonic() < until:
             a.pool.free(a.pool.alloc(1))
-    for call in (lambda: a.pool.match(np.arange(4)), lambda: a.pool.wait_for_ranks(1)):
+    for call in (lambda: a.pool.match(np.arange(4)), lambda: a.pool.ranks.wait(1)):
         with pytest.raises(kvpool.PeerLost):
             call()
     with pytest.raises(kvpool.PeerLost):
-        a.pool.connect(b.address)
+        a.pool.peers.connect(b.address)
     assert a.ranks[0].lost is None
     with pytest.raises(kvpool.StateError, match="rank 1 of this instance is lost"):
         a.join(ticket)
@@ -290,7 +290,7 @@ def test_everything_may_be_closed_in_any_order_and_twice() -> None:
     before = things()
     for order in range(6):
         pool = kvpool.Pool(LAYOUT, 4, 4, parallel=TP2, **SETTINGS)
-        tickets = [pool.export_rank(rank) for rank in range(2)]
+        tickets = [pool.ranks.export(rank) for rank in range(2)]
         ranks = [join(ticket) for ticket in tickets[: order % 3]]
         steps = [*ranks, pool] if order < 3 else [pool, *ranks]
         for step in steps + steps:
@@ -300,7 +300,7 @@ def test_everything_may_be_closed_in_any_order_and_twice() -> None:
             assert isinstance(rank.lost, kvpool.Error)
             rank.close()
         with pytest.raises(kvpool.Error):
-            pool.wait_for_ranks(0.1)
+            pool.ranks.wait(0.1)
     del ranks, steps, pool, step, rank
     assert grown(before) == {}
 
@@ -308,10 +308,10 @@ def test_everything_may_be_closed_in_any_order_and_twice() -> None:
 def test_a_rank_that_is_forgotten_is_closed() -> None:
     before = things()
     pool = kvpool.Pool(LAYOUT, 4, 4, parallel=TP2, **SETTINGS)
-    view = join(pool.export_rank(0)).tensor().numpy()  # nobody keeps the rank
+    view = join(pool.ranks.export(0)).tensor().numpy()  # nobody keeps the rank
     gc.collect()
     with pytest.raises(kvpool.PeerLost):
-        pool.wait_for_ranks(60)
+        pool.ranks.wait(60)
     view[...] = 1  # the memory lives as long as its views
     pool.close()
     del view, pool
@@ -320,12 +320,12 @@ def test_a_rank_that_is_forgotten_is_closed() -> None:
 
 def test_waiting_ends_when_the_pool_is_closed() -> None:
     pool = kvpool.Pool(LAYOUT, 4, 4, parallel=TP2, **SETTINGS)
-    pool.export_rank(0)
+    pool.ranks.export(0)
     told: list[BaseException] = []
 
     def wait() -> None:
         try:
-            pool.wait_for_ranks(20)
+            pool.ranks.wait(20)
         except BaseException as error:
             told.append(error)
 
@@ -343,12 +343,12 @@ def test_a_forked_child_leaves_ranks_as_they_are() -> None:
 import os, sys, threading, warnings
 settings = dict(check_memory=False, secret="ranks", lease_s=20.0)
 pool = kvpool.Pool(kit.small_layout(), 4, 4, parallel=kvpool.ParallelConfig(tp=2), **settings)
-ranks = [kvpool.RankArena.join(pool.export_rank(i), **settings) for i in range(2)]
+ranks = [kvpool.RankArena.join(pool.ranks.export(i), **settings) for i in range(2)]
 pid = os.fork()
 if pid == 0:
     code = 1
     try:
-        for call in (lambda: ranks[0].address, lambda: ranks[0].wait_lost(0.1), pool.ranks, ranks[0].check):
+        for call in (lambda: ranks[0].address, lambda: ranks[0].wait_lost(0.1), pool.ranks.list, ranks[0].check):
             try:
                 call()
             except kvpool.Error as error:
@@ -368,7 +368,7 @@ if pid == 0:
     sys.exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 assert ranks[0].lost is None
-pool.wait_for_ranks(60)
+pool.ranks.wait(60)
 pool.close()
 """
     )
@@ -380,10 +380,10 @@ def test_nothing_is_left_after_an_instance_has_come_and_gone_many_times(instance
     before: dict[str, int] = {}
     for turn in range(8):
         b = Instance("b", GRID if turn % 2 else None)
-        b.pool.connect(a.address)
+        b.pool.peers.connect(a.address)
         addrs, _ = b.filled(2)
         b.pool.transfer("a", addrs, private=b"x").wait(60)
-        a.pool.received(60).close()
+        a.pool.inbox.receive(60).close()
         b.pool.alloc(2, instance="a")
         b.close()
         del b

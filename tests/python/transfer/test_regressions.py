@@ -21,7 +21,7 @@ import kvpool
 def test_a_block_stands_twice_in_a_list_when_one_address_is_older_than_the_instance_id():
     with small_pool(name="one") as pool:
         old = pool.alloc(1)
-        pool.listen(address_of("shm"))
+        pool.peers.listen(address_of("shm"))
         own = int(pool.alloc(1)[0]) >> 50 << 50
         both = np.array([int(old[0]), int(old[0]) | own], dtype=np.uint64)
         for give in (lambda: pool.free(both), lambda: pool.insert(prompt(2), both)):
@@ -45,12 +45,12 @@ def test_a_borrower_cannot_read_what_an_earlier_owner_left():
 def test_what_a_replaced_pool_of_this_process_had_borrowed_comes_back():
     address = address_of("loopback")
     with small_pool(name="lender") as lender:
-        lender.listen(address)
+        lender.peers.listen(address)
         for _ in range(10):
             with small_pool(name="borrower") as first, small_pool(name="borrower") as second:
-                first.connect(address)
+                first.peers.connect(address)
                 first.alloc(2, instance="lender")
-                second.connect(address)  # under the name of the first, which is lost
+                second.peers.connect(address)  # under the name of the first, which is lost
                 wait_for(lambda: lender.audit().hbm.free == lender.stats().hbm.capacity)
 
 
@@ -63,12 +63,12 @@ def test_lent_blocks_that_go_to_the_index_are_not_freed_by_the_item_that_told_of
 
     def application():
         while not done.is_set():
-            if (item := lender.received(0.1)) is not None:
+            if (item := lender.inbox.receive(0.1)) is not None:
                 item.close()
 
     thread = threading.Thread(target=application)
     with small_pool(name="lender") as lender, small_pool(name="borrower") as borrower:
-        peer = borrower.connect(lender.listen(address_of("loopback")))
+        peer = borrower.peers.connect(lender.peers.listen(address_of("loopback")))
         mine = borrower.alloc(1)
         thread.start()
         try:
@@ -95,8 +95,8 @@ for i in range(100):
     adopting = kvpool.Pool(layout, hbm=[np.zeros((8, 512), np.uint8)])
     other = kvpool.Pool(layout, hbm_blocks=8)
     address = f"unix:@kvpool-test-drop-{i}-{__import__('os').getpid()}"
-    adopting.listen(address)
-    other.transfer(other.connect(address), other.alloc(2)).wait()
+    adopting.peers.listen(address)
+    other.transfer(other.peers.connect(address), other.alloc(2)).wait()
     if i % 2:
         adopting.close()
     del adopting
@@ -112,8 +112,8 @@ def test_pools_that_are_dropped_unclosed_end():
 def test_a_forked_child_leaves_transfers_and_callbacks_alone(route):
     with pair_of(route) as pair:
         seen = []
-        with pair.a.on_received(lambda item: seen.append(item.private)) as callback:
-            stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(1))
+        with pair.a.inbox.on_received(lambda item: seen.append(item.private)) as callback:
+            stream = pair.a.transfer(pair.to_b, pair.a.alloc(1), layerwise=True)
             child = os.fork()
             if child == 0:
                 wrong = 1
@@ -139,7 +139,7 @@ def test_a_forked_child_leaves_transfers_and_callbacks_alone(route):
             stream.finish().wait(60)
             pair.b("t = pool.transfer(peer, pool.alloc(1), private=b'on').wait()\nNone", peer=pair.to_a)
             wait_for(lambda: seen == [b"on"])
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
 
 
 def test_ctrl_c_is_not_lost_while_connect_waits():
@@ -153,7 +153,7 @@ def test_ctrl_c_is_not_lost_while_connect_waits():
             silent.listen()
             with pytest.raises(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, 0.1)
-                pool.connect(f"unix:@kvpool-test-silent-{os.getpid()}", timeout=60)
+                pool.peers.connect(f"unix:@kvpool-test-silent-{os.getpid()}", timeout=60)
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -165,9 +165,9 @@ def test_an_engine_cannot_free_what_a_transfer_reads():
         kvpool.Pool(layout, hbm=[memory], engine_allocates=True, name="engine") as engine,
         kvpool.Pool(layout, hbm_blocks=8, name="other") as other,
     ):
-        peer = engine.connect(other.listen(address_of("shm")))
+        peer = engine.peers.connect(other.peers.listen(address_of("shm")))
         addrs = engine.adopt([0, 1, 2])
-        stream = engine.open_transfer(peer, addrs)
+        stream = engine.transfer(peer, addrs, layerwise=True)
         with pytest.raises(kvpool.StateError, match="a transfer reads"):
             engine.free(addrs)
         stream.transfer.cancel()
@@ -185,7 +185,7 @@ def test_a_peer_cannot_fill_the_memory_with_what_nobody_asks_for():
         with pytest.raises(kvpool.Busy, match="received"):
             for _ in range(300):
                 pair.a.transfer(pair.to_b, mine, to=lent, private=megabyte).wait()
-        pair.b("while (item := pool.received(0)) is not None: item.close()")
+        pair.b("while (item := pool.inbox.receive(0)) is not None: item.close()")
         pair.a.transfer(pair.to_b, mine, to=lent, private=megabyte).wait()
-        pair.b("pool.received(60).close()")  # told after the sender
+        pair.b("pool.inbox.receive(60).close()")  # told after the sender
         pair.a.free(np.concatenate([lent, mine]))

@@ -22,13 +22,13 @@ from transfer.kit import (
 )  # fmt: skip
 
 import kvpool
-from kvpool.transfer.peers import ucx_library
+from kvpool.transfer.libraries import ucx_library
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
 def test_a_setting_limits_the_routes(route):
     with pair_of(route) as pair:
-        (peer,) = pair.a.peers()
+        (peer,) = pair.a.peers.list()
         assert peer.routes == (route.partition("-")[0],)
         assert peer.link.startswith("tcp 127.0.0.1:" if route == "sock-tcp" else "unix")
         with pytest.raises(kvpool.Unsupported, match=f"there are: {peer.routes[0]}"):
@@ -46,8 +46,8 @@ def test_ucx_writes_by_the_lane_that_the_route_is_named_after(route, lane, tmp_p
         "with pair_of(route) as pair:\n"
         "    pair.a.transfer(pair.to_b, pair.a.alloc(2)).wait()\n"
         "    pair.b('pool.transfer(peer, pool.alloc(2)).wait()\\nNone', peer=pair.to_a)\n"
-        "    pair.a.received(60).close()\n"
-        "    pair.b('pool.received(60).close()')",
+        "    pair.a.inbox.receive(60).close()\n"
+        "    pair.b('pool.inbox.receive(60).close()')",
         route=route,
     )
     child.close()
@@ -60,15 +60,15 @@ def test_ucx_writes_by_the_lane_that_the_route_is_named_after(route, lane, tmp_p
 
 def test_the_memory_of_a_process_is_opened_only_if_both_sides_say_so():
     with pair_of(NEAR, a={"routes": ()}, b={"routes": ("cma", "sock")}) as pair:
-        assert pair.a.peers()[0].routes == ("sock",)
+        assert pair.a.peers.list()[0].routes == ("sock",)
     with pair_of(NEAR, a={"routes": ()}, b={"routes": ()}) as pair:
-        assert "cma" not in pair.a.peers()[0].routes
-        assert {NEAR, "sock"} <= set(pair.a.peers()[0].routes)
+        assert "cma" not in pair.a.peers.list()[0].routes
+        assert {NEAR, "sock"} <= set(pair.a.peers.list()[0].routes)
 
 
 def test_peers_without_a_common_route_do_not_meet():
     with small_pool(routes=(NEAR,)) as one, small_pool(routes=("sock",)) as two, pytest.raises(kvpool.Error):
-        peer = two.connect(one.listen(address_of("shm")))
+        peer = two.peers.connect(one.peers.listen(address_of("shm")))
         two.transfer(peer, two.alloc(1)).wait()
 
 
@@ -79,11 +79,11 @@ def test_adopted_memory_travels_by_the_routes_that_reach_it():
     make = (
         "tensors = [np.zeros((8, 2, 2, 4, 4), np.float32) for _ in range(2)]\n"
         "pool = kvpool.Pool(small_layout(order='discrete'), hbm=tensors, dram_blocks=8, routes=routes)\n"
-        "pool.listen(where)"
+        "pool.peers.listen(where)"
     )
     for routes, found in ((("shm", "sock"), "sock"), (("cma", "sock"), "cma")):
         with small_pool(routes=routes, measure_routes=False) as pool:  # by the guess, whatever the machine is at
-            peer = pool.connect(child(make, routes=routes, where=address_of("shm")))
+            peer = pool.peers.connect(child(make, routes=routes, where=address_of("shm")))
             addrs = pool.alloc(3)
             pool.tensor(kvpool.HBM).numpy()[kvpool.block_ids(addrs)] = 7
             done = pool.transfer(peer, addrs).wait()
@@ -102,7 +102,7 @@ def test_routes_are_measured_when_pools_meet_unless_told_not_to():
         with pair_of("shm", a=routes | settings, b=routes) as pair:
             eventually(lambda: blocks_at_peers(pair.a) == pair.b("blocks_at_peers(pool)") == 0)
             assert pair.a.stats().hbm.active == pair.b("pool.stats().hbm.active") == 0
-            return pair.a.peers()[0].route_costs
+            return pair.a.peers.list()[0].route_costs
 
     guesses = costs(measure_routes=False)
     assert [(one.route, one.measured, one.source) for one in guesses] == [("cma", False, None), ("sock", False, None)]
@@ -131,6 +131,6 @@ def test_without_ucx_the_error_says_what_to_install():
     child = Child()  # in which no UCX was loaded before
     child("pool = small_pool(routes=('ucx', 'sock'), ucx='/nowhere')")
     with pytest.raises(kvpool.Unsupported, match="/nowhere") as caught:
-        child("pool.listen(where)", where=address_of("shm"))
+        child("pool.peers.listen(where)", where=address_of("shm"))
     assert "kvpool[ucx]" in str(caught.value)
     child.close()

@@ -42,7 +42,7 @@ def test_a_transfer_can_be_awaited():
             return again.addrs
 
         assert pair.b("content(pool, addrs)", addrs=asyncio.run(send())) == sent
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
 
 
 def test_many_transfers_can_be_awaited_together_while_the_loop_runs():
@@ -50,7 +50,7 @@ def test_many_transfers_can_be_awaited_together_while_the_loop_runs():
         addrs = pair.a.alloc(4)
 
         async def send():
-            streams = [pair.a.open_transfer(pair.to_b, addrs[i : i + 1]) for i in range(4)]
+            streams = [pair.a.transfer(pair.to_b, addrs[i : i + 1], layerwise=True) for i in range(4)]
             waiting = asyncio.gather(*(one.transfer for one in streams), return_exceptions=True)
             await asyncio.sleep(0.01)
             assert not waiting.done()
@@ -63,7 +63,7 @@ def test_many_transfers_can_be_awaited_together_while_the_loop_runs():
 
         ended = asyncio.run(send())
         assert [type(one) for one in ended] == [kvpool.Transfer] * 3 + [kvpool.Cancelled]
-        pair.b("for _ in range(3): pool.received(60).close()")
+        pair.b("for _ in range(3): pool.inbox.receive(60).close()")
 
 
 def test_several_tasks_may_await_one_transfer_and_one_may_give_up():
@@ -71,7 +71,7 @@ def test_several_tasks_may_await_one_transfer_and_one_may_give_up():
         fds = len(os.listdir("/proc/self/fd"))
 
         async def send():
-            stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(1))
+            stream = pair.a.transfer(pair.to_b, pair.a.alloc(1), layerwise=True)
 
             async def wait():
                 return await stream.transfer
@@ -88,20 +88,20 @@ def test_several_tasks_may_await_one_transfer_and_one_may_give_up():
             assert await asyncio.wait_for(asyncio.gather(*tasks[1:]), 60) == [stream.transfer] * 2
 
         asyncio.run(send())
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
         eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds)
 
 
 def test_a_transfer_can_be_selected():
     with pair_of(NEAR) as pair:
-        stream = pair.a.open_transfer(pair.to_b, pair.a.alloc(1))
+        stream = pair.a.transfer(pair.to_b, pair.a.alloc(1), layerwise=True)
         assert select.select([stream.transfer], [], [], 0) == ([], [], [])
         with stream:
             stream.send_layer(0)
             stream.send_layer(1)
         assert select.select([stream.transfer], [], [], 60) == ([stream.transfer], [], [])
         assert stream.transfer.done()
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
 
 
 def test_ctrl_c_ends_waiting():
@@ -109,9 +109,10 @@ def test_ctrl_c_ends_waiting():
 import os, signal, threading, time
 from transfer.kit import *
 one, two = small_pool(), small_pool()
-peer = two.connect(one.listen(address_of("shm")))
-stream = two.open_transfer(peer, two.alloc(1))
-for wait in (stream.transfer.wait, lambda: stream.transfer.exception(60), one.received, lambda: one.received(60)):
+peer = two.peers.connect(one.peers.listen(address_of("shm")))
+stream = two.transfer(peer, two.alloc(1), layerwise=True)
+receive = one.inbox.receive
+for wait in (stream.transfer.wait, lambda: stream.transfer.exception(60), receive, lambda: receive(60)):
     try:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         wait()
@@ -129,10 +130,10 @@ one.close()
 
 def test_received_waits_and_may_time_out():
     with pair_of(NEAR) as pair:
-        assert pair.b("pool.received(0)") is None
-        assert pair.b("pool.received(0.01)") is None
+        assert pair.b("pool.inbox.receive(0)") is None
+        assert pair.b("pool.inbox.receive(0.01)") is None
         got = []
-        thread = threading.Thread(target=lambda: got.append(pair.a.received()))
+        thread = threading.Thread(target=lambda: got.append(pair.a.inbox.receive()))
         thread.start()
         pair.b("pool.transfer(peer, pool.alloc(1), private=b'x').wait()\nNone", peer=pair.to_a)
         thread.join(60)
@@ -154,13 +155,13 @@ def test_what_is_taken_stays_and_what_is_dropped_goes():
     with pair_of(NEAR) as pair:
         for _ in range(2):
             pair.b("pool.transfer(peer, pool.alloc(1), private=b'x').wait()\nNone", peer=pair.to_a)
-        item = pair.a.received(60)
+        item = pair.a.inbox.receive(60)
         mine = item.take()
         item.close()
         with pytest.raises(kvpool.ClosedError):
             item.take()
         del item
-        item = pair.a.received(60)
+        item = pair.a.inbox.receive(60)
         del item
         assert pair.a.stats().hbm.active == 1
         pair.a.insert(prompt(1), mine).close()
@@ -172,8 +173,8 @@ def test_items_come_in_the_order_of_completion_each_once():
             "addrs = pool.alloc(1)\nfor i in range(50): pool.transfer(peer, addrs, private=b'%d' % i).wait()",
             peer=pair.to_a,
         )
-        assert [int(pair.a.received(60).private) for _ in range(50)] == list(range(50))
-        assert pair.a.received(0) is None
+        assert [int(pair.a.inbox.receive(60).private) for _ in range(50)] == list(range(50))
+        assert pair.a.inbox.receive(0) is None
 
 
 def test_a_callback_gets_what_is_sent(caplog):
@@ -187,9 +188,9 @@ def test_a_callback_gets_what_is_sent(caplog):
                 raise RuntimeError("this callback is broken")
             got.append((item.private, item.take().tolist()))
 
-        with caplog.at_level(logging.ERROR, "kvpool"), pair.a.on_received(callback) as handle:
+        with caplog.at_level(logging.ERROR, "kvpool"), pair.a.inbox.on_received(callback) as handle:
             with pytest.raises(kvpool.StateError, match="already"):
-                pair.a.on_received(print)
+                pair.a.inbox.on_received(print)
             for private in (b"one", b"bad", b"two"):
                 pair.b(
                     "pool.transfer(peer, pool.alloc(1), private=private).wait()\nNone", peer=pair.to_a, private=private
@@ -202,7 +203,7 @@ def test_a_callback_gets_what_is_sent(caplog):
         eventually(lambda: pair.a.stats().hbm.active == 2)  # what the broken callback got was let go
         assert handle.closed
         pair.b("pool.transfer(peer, pool.alloc(1), private=b'late').wait()\nNone", peer=pair.to_a)
-        assert pair.a.received(60).private == b"late"
+        assert pair.a.inbox.receive(60).private == b"late"
         assert len(got) == 2
 
 
@@ -223,7 +224,7 @@ def test_a_callback_that_is_ended_from_within_is_called_again(kind, caplog):
             raise kind("not for this thread")
 
         with caplog.at_level(logging.ERROR, "kvpool"):
-            with pair.a.on_received(on_item) as items, pair.a.on_peer(on_peer) as events:
+            with pair.a.inbox.on_received(on_item) as items, pair.a.peers.on_change(on_peer) as events:
                 for private in (b"bad", b"good"):
                     pair.b(
                         "pool.transfer(peer, pool.alloc(1), private=private).wait()\nNone",
@@ -233,7 +234,7 @@ def test_a_callback_that_is_ended_from_within_is_called_again(kind, caplog):
                 assert kept[0].closed
                 assert not items.closed
                 with small_pool(name="third", **local_settings(NEAR)) as third:
-                    third.connect(pair.a.listen(address_of(NEAR)), timeout=60)
+                    third.peers.connect(pair.a.peers.listen(address_of(NEAR)), timeout=60)
                     wait_for(lambda: peers[:2] == ["joined", "joined"])
                 wait_for(lambda: peers == ["joined", "joined", "lost"])
                 assert not events.closed
@@ -251,17 +252,17 @@ def test_a_callback_may_use_the_pool_and_end_itself():
             handle.close()
             ended.set()
 
-        handle = pair.a.on_received(callback)
+        handle = pair.a.inbox.on_received(callback)
         pair.b("pool.transfer(peer, pool.alloc(1)).wait()\nNone", peer=pair.to_a)
         assert ended.wait(60)
         eventually(lambda: handle.closed)
         assert pair.a.stats().hbm.historical == 1
-        pair.a.on_received(print).close()
+        pair.a.inbox.on_received(print).close()
 
 
 def test_a_callback_ends_with_its_pool():
     with pair_of(NEAR, clean=False) as pair:
-        handle = pair.a.on_received(print)
+        handle = pair.a.inbox.on_received(print)
         pair.a.close()
         assert handle.closed
         assert "kvpool-received" not in {thread.name for thread in threading.enumerate()}
@@ -269,7 +270,7 @@ def test_a_callback_ends_with_its_pool():
 
 def test_a_callback_must_be_callable():
     with pair_of(NEAR) as pair, pytest.raises(kvpool.ArgumentTypeError):
-        pair.a.on_received(7)
+        pair.a.inbox.on_received(7)
 
 
 # ---- batches, streams, fetches
@@ -281,7 +282,7 @@ def test_a_batch_starts_many(route):
         addrs = pair.a.alloc(4)
         sent = fill(pair.a, addrs)
         lent = pair.a.alloc(1, instance=pair.to_b, medium=DRAM)
-        handles = pair.a.transfer_batch(
+        handles = pair.a.batch.transfer(
             [
                 kvpool.TransferSpec(pair.to_b, addrs[:1], private=b"0"),
                 kvpool.TransferSpec(pair.to_b, addrs[1:3], tokens=prompt(2), checksum=can_checksum(route)),
@@ -291,9 +292,9 @@ def test_a_batch_starts_many(route):
         where = [addr for handle in handles for addr in handle.wait().addrs]
         assert pair.b("content(pool, addrs)", addrs=where) == sent
         assert pair.b("with pool.match(prompt(2)) as hit: tokens = hit.tokens\ntokens") == 8
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
         pair.a.free(lent)
-        assert pair.a.transfer_batch([]) == []
+        assert pair.a.batch.transfer([]) == []
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
@@ -304,7 +305,9 @@ def test_a_stream_sends_layers_as_they_are_computed(route, strategy, named):
         addrs = pair.a.alloc(3)
         fill(pair.a, addrs, 1)
         to = pair.a.alloc(3, instance=pair.to_b) if named else None
-        with pair.a.open_transfer(pair.to_b, addrs, to=to, strategy=strategy, checksum=can_checksum(route)) as stream:
+        with pair.a.transfer(
+            pair.to_b, addrs, to=to, strategy=strategy, checksum=can_checksum(route), layerwise=True
+        ) as stream:
             fill(pair.a, addrs, 2)  # nothing was sent yet
             sent = content(pair.a, addrs)
             stream.send_layer(1)
@@ -325,12 +328,12 @@ def test_a_stream_sends_layers_as_they_are_computed(route, strategy, named):
             stream.send_layer(0)
         assert pair.b("content(pool, addrs)", addrs=done.addrs) == sent
         assert done.stats.strategy == ("by_layer_agg" if strategy == "auto" else strategy)
-        pair.a.free(to) if named else pair.b("pool.received(60).close()")
+        pair.a.free(to) if named else pair.b("pool.inbox.receive(60).close()")
 
 
 def test_an_exception_cancels_a_stream():
     with pair_of(NEAR) as pair:
-        with pytest.raises(RuntimeError), pair.a.open_transfer(pair.to_b, pair.a.alloc(1)) as stream:
+        with pytest.raises(RuntimeError), pair.a.transfer(pair.to_b, pair.a.alloc(1), layerwise=True) as stream:
             stream.send_layer(0)
             raise RuntimeError
         assert isinstance(stream.transfer.exception(60), kvpool.Cancelled)
@@ -345,7 +348,7 @@ def test_a_plain_transfer_is_no_stream():
         with pytest.raises(kvpool.StateError):
             transfer._finish()
         transfer.wait()
-        pair.b("pool.received(60).close()")
+        pair.b("pool.inbox.receive(60).close()")
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
@@ -359,7 +362,7 @@ def test_blocks_can_be_fetched(route):
         done = pair.a.fetch(pair.to_b, theirs, to=mine, priority="decode").wait()
         assert done.addrs.tolist() == mine.tolist()
         assert content(pair.a, mine) == written
-        assert pair.b("(pool.stats().hbm.active, pool.received(0))") == (2, None)
+        assert pair.b("(pool.stats().hbm.active, pool.inbox.receive(0))") == (2, None)
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)

@@ -1,0 +1,102 @@
+"""The half of a pool that speaks with peers, and how it comes to be: with the first listen or connect that succeeds."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from kvpool import _core
+from kvpool.config import Settings
+from kvpool.errors import Error
+from kvpool.peers.callback import PeerCallback
+from kvpool.transfer.gpu_routes import tell_unused
+from kvpool.transfer.libraries import nccl_library, ucx_library
+from kvpool.transfer.received import ReceivedCallback
+from kvpool.transfer.reshard import ParallelConfig
+from kvpool.types import KVLayout, RawLayout
+
+__all__ = ["NetworkedPool"]
+
+_log = logging.getLogger("kvpool.peers")
+
+
+class NetworkedPool(_core.Pool):
+    """A pool that can start the service that answers peers. The base of `Pool`; `Pool.peers` and its like use it."""
+
+    settings: Settings
+    kv_layout: KVLayout | RawLayout
+    _parallel: ParallelConfig | None
+
+    def __init__(self, **options: Any) -> None:
+        """See `Pool`."""
+        super().__init__(**options)
+        self._serving = threading.Lock()
+        self._prepared = False  # under _serving: there is a service that is not published yet
+        self._notes: list[str] = []  # what a log should say of it
+        self._first_calls = 0  # under _serving: listen and connect that share it
+        self._exporting = threading.Lock()
+        self._rank_address: str | None = None  # under _exporting
+        self._received_callback: ReceivedCallback | None = None  # under _serving
+        self._peer_callback: PeerCallback | None = None  # under _serving
+
+    @contextlib.contextmanager
+    def _speaking(self) -> Iterator[None]:
+        """Around a listen or connect. The first that succeeds makes this a pool that speaks with peers, for good.
+
+        Until then no verb sees the service. When the last call that shares it has failed, the service is gone.
+        """
+        first = self._prepare()
+        try:
+            yield
+            if first:
+                self._publish()
+        finally:
+            if first:
+                self._end_first_call()
+
+    def _prepare(self) -> bool:
+        """Makes the service, unless there is one. Returns False when the pool speaks with peers already."""
+        with self._serving:
+            if self._name() is not None:
+                return False
+            if not self._prepared:
+                wanted = self.settings
+                try:
+                    self._notes = self._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl))
+                    self._prepared = True
+                except BaseException:  # Ctrl-C is heard behind the call, which may have made the service
+                    self._drop_prepared()
+                    raise
+            self._first_calls += 1
+            return True
+
+    def _publish(self) -> None:
+        with self._serving:
+            if not self._prepared:
+                return  # another call was the first
+            self._publish_service()
+            self._prepared = False
+        for note in self._notes:
+            _log.warning("%s", note)
+        tell_unused(self, self.settings)
+
+    def _end_first_call(self) -> None:
+        with self._serving:
+            self._first_calls -= 1
+            if self._first_calls == 0 and self._prepared:
+                self._drop_prepared()
+
+    def _drop_prepared(self) -> None:
+        self._prepared = False
+        with contextlib.suppress(Error):  # this is a forked child, whose parent has the service
+            self._drop_service()
+
+    def close(self) -> None:
+        """Ends the pool and its callbacks: see `Pool.close`."""
+        super().close()
+        for callback in (self._received_callback, self._peer_callback):
+            if callback is not None:
+                callback.close()
