@@ -3,12 +3,14 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "kvpool/peers/peer_parting.h"
+
 namespace kvpool {
 namespace {
 
 struct Services {
   std::mutex mutex;
-  std::unordered_map<std::uint64_t, LocalService*> by_epoch;  // null: it has gone, and may write for ever
+  std::unordered_map<std::uint64_t, PeerParting*> by_epoch;  // null: it has gone, and may write for ever
 };
 
 Services& services() {
@@ -18,9 +20,9 @@ Services& services() {
 
 }  // namespace
 
-void LocalServices::add(std::uint64_t epoch, LocalService* service) {
+void LocalServices::add(std::uint64_t epoch, PeerParting* parting) {
   const std::lock_guard lock(services().mutex);
-  services().by_epoch.emplace(epoch, service);
+  services().by_epoch.emplace(epoch, parting);
 }
 
 void LocalServices::remove(std::uint64_t epoch, bool may_write) noexcept {

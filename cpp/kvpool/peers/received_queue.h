@@ -18,7 +18,7 @@
 #include <unordered_map>
 
 #include "kvpool/base/error.h"
-#include "kvpool/peers/service.h"
+#include "kvpool/peers/received.h"
 
 namespace kvpool {
 

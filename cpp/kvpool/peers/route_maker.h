@@ -18,7 +18,7 @@
 #include "kvpool/net/connect/endpoint.h"
 #include "kvpool/net/connect/peer_metadata.h"
 #include "kvpool/net/link.h"
-#include "kvpool/peers/service.h"
+#include "kvpool/peers/service_options.h"
 #include "kvpool/routes/exposure.h"
 #include "kvpool/routes/local_memory.h"
 #include "kvpool/routes/transports.h"

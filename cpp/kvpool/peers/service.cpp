@@ -3,14 +3,14 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <random>
 #include <utility>
 
 #include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/failure.h"
 #include "kvpool/cuda/order.h"
-#include "kvpool/peers/service_impl.h"
+#include "kvpool/peers/incarnation.h"
+#include "kvpool/peers/local_services.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/transfer/messages.h"
 #include "kvpool/transfer/outgoing.h"
@@ -30,11 +30,6 @@ std::uint64_t inline_bytes(const RouteTraits& traits) noexcept {
   return traits.waits ? kInlineNetworkBytes : kInlineBytes;
 }
 
-std::uint64_t random_bits() {
-  std::random_device device;
-  return (static_cast<std::uint64_t>(device()) << 32) | device();
-}
-
 std::string default_name(std::uint64_t epoch) {
   char host[128] = {};
   if (gethostname(host, sizeof(host) - 1) != 0) host[0] = '\0';
@@ -43,14 +38,26 @@ std::string default_name(std::uint64_t epoch) {
   return std::string(host[0] == '\0' ? "pool" : host) + "-" + std::to_string(getpid()) + "-" + tail;
 }
 
+ServiceOptions named(ServiceOptions options, std::uint64_t epoch) {
+  if (options.name.empty()) options.name = default_name(epoch);
+  return options;
+}
+
+EndpointOptions endpoint_options(const ServiceOptions& options) {
+  EndpointOptions endpoint;
+  endpoint.secret = options.secret;
+  endpoint.trusted_network = options.trusted_network;
+  endpoint.lease_ns = options.lease_ns;
+  endpoint.door = options.unix_door;
+  return endpoint;
+}
+
 }  // namespace
 
-std::uint64_t ServiceImpl::random_epoch() { return random_bits() | 1; }
-
-ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options, const MakeRanks& make_ranks)
+Service::Service(Pool& pool, const ServiceOptions& options, const MakeRanks& make_ranks)
     : pool_(pool),
-      options_(options),
       epoch_(random_epoch()),
+      options_(named(options, epoch_)),
       limits_{options.reserve_max_ns, options.transfers_max, options.reserved_max, options.measure_routes,
               options.measure_ns},
       received_(options.received_max),
@@ -60,30 +67,57 @@ ServiceImpl::ServiceImpl(Pool& pool, const ServiceOptions& options, const MakeRa
                 receiving_.run(key, Priority::kDecode, std::move(work));
               }),
       workers_(options.worker_threads),
-      joining_(options.joins_cluster),
-      proposed_instance_(InstanceId::draw()) {
-  if (joining_) fenced_.emplace(ErrorCode::kFenced, "this pool is not in its cluster yet");
-  if (options_.name.empty()) options_.name = default_name(epoch_);
-  reactor_ = Reactor::make("kvpool-serve");
-  writer_quarantine_ = std::make_unique<WriterQuarantine>(*reactor_, workers_);
-  EndpointOptions endpoint;
-  endpoint.secret = options_.secret;
-  endpoint.trusted_network = options_.trusted_network;
-  endpoint.lease_ns = options_.lease_ns;
-  endpoint.door = options_.unix_door;
+      reactor_(Reactor::make("kvpool-serve")),
+      writer_quarantine_(*reactor_, workers_),
+      table_(pool, events_, book_, options_.name, epoch_, options.joins_cluster),
+      parting_(pool, table_, writer_quarantine_, routes_, options_.name, epoch_),
+      admission_({pool, options_, epoch_, routes_, writer_quarantine_, table_, parting_,
+                  static_cast<SessionHost&>(*this), ranks_}) {
   endpoint_ = Endpoint::make(
-      *reactor_, endpoint, [this] { return introduce(); },
+      *reactor_, endpoint_options(options_), [this] { return admission_.introduce(); },
       [this](const std::shared_ptr<Link>& link, const PeerMetadata& metadata, bool initiated_here) {
-        return admit(link, metadata, initiated_here);
+        return admission_.admit(link, metadata, initiated_here);
       });
-  ranks_ = make_ranks({pool_, options_.name, epoch_, routes_, *writer_quarantine_, *endpoint_,
-                       [this](const Error& why) { on_rank_lost(why); }});
-  LocalServices::add(epoch_, this);
+  ranks_ = make_ranks({pool_, options_.name, epoch_, routes_, writer_quarantine_, *endpoint_,
+                       [this](const Error& why) { parting_.on_rank_lost(why); }});
+  caller_ = std::make_unique<PeerCaller>(pool_, table_, book_, *endpoint_, *ranks_, epoch_);
+  LocalServices::add(epoch_, &parting_);
 }
 
 // --- verbs ---
 
-std::unique_ptr<Received> ServiceImpl::receive(std::int64_t until_ns) {
+std::string Service::listen(const std::string& address) {
+  pool_.guard();
+  table_.begin_listen();
+  std::string bound;
+  const auto failure = failure_of([&] { bound = endpoint_->listen(address); });
+  table_.end_listen(!failure);
+  if (failure) throw Error(*failure);
+  return bound;
+}
+
+std::vector<Address> Service::alloc(const std::string& peer, std::size_t n, MediumChoice medium, bool may_evict,
+                                    const Waiting& waiting) {
+  return caller_->reach(peer, waiting.until_ns, waiting.given_up)->borrow(n, medium, may_evict, waiting);
+}
+
+std::shared_ptr<Transfer> Service::transfer(TransferRequest&& request, const GivenUp& given_up) {
+  const auto session = caller_->reach(request.peer, request.deadline_ns, given_up);
+  return session->transfer(std::move(request));
+}
+
+void Service::set_members(std::vector<ClusterMember> members) {
+  for (const std::uint64_t epoch : book_.set(std::move(members))) {
+    parting_.part_from(epoch, Error(ErrorCode::kPeerLost, "a newer process has come under its name"));
+  }
+}
+
+void Service::expel(std::uint64_t epoch, const std::string& why) {
+  book_.expel(epoch, why);
+  parting_.part_from(epoch, Error(ErrorCode::kPeerLost, why));
+}
+
+std::unique_ptr<Received> Service::receive(std::int64_t until_ns) {
   std::unique_ptr<Received> item = received_.pop(until_ns);
   if (item != nullptr && item->pin.node != nullptr) {
     item->pins = Pins(pool_.shared_from_this(), std::exchange(item->pin, {}));
@@ -93,10 +127,9 @@ std::unique_ptr<Received> ServiceImpl::receive(std::int64_t until_ns) {
 
 // No group is larger than what one message takes. Those of peers that are gone are left out: what they had lent is gone
 // with them. Throws kNotOwner, kClosed.
-std::vector<ServiceImpl::LentGroup> ServiceImpl::group_lent(const Address* addresses, std::size_t n) {
+std::vector<Service::LentGroup> Service::group_lent(const Address* addresses, std::size_t n) const {
   std::vector<LentGroup> groups;
-  const std::lock_guard lock(mutex_);
-  if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
+  if (table_.closed()) throw Error(ErrorCode::kClosed, "the pool is closed");
   for (std::size_t i = 0; i < n; ++i) {
     const std::uint32_t instance = instance_of(addresses[i]);
     if (instance == 0 || instance == pool_.instance()) continue;
@@ -104,11 +137,8 @@ std::vector<ServiceImpl::LentGroup> ServiceImpl::group_lent(const Address* addre
       return other.session->peer().instance == instance && other.addresses.size() < kAddressesMax;
     });
     if (group == groups.end()) {
-      const auto peer = std::find_if(peers_.begin(), peers_.end(), [&](const auto& entry) {
-        return entry.second.session->peer().instance == instance;
-      });
-      if (peer == peers_.end()) {
-        if (departed_.contains(instance)) continue;
+      const auto lender = table_.lender(instance);
+      if (!lender) {
         throw Error(ErrorCode::kNotOwner,
                     "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
                         ") belongs to instance " + std::to_string(instance) + ", which is no peer of this pool",
@@ -116,8 +146,8 @@ std::vector<ServiceImpl::LentGroup> ServiceImpl::group_lent(const Address* addre
                      {"position", static_cast<std::int64_t>(i)},
                      {"instance", instance}});
       }
-      if (peer->second.session->lost()) continue;  // departed, or about to be
-      group = groups.insert(groups.end(), {peer->second.session, {}, {}});
+      if (*lender == nullptr) continue;
+      group = groups.insert(groups.end(), {*lender, {}, {}});
     }
     group->addresses.push_back(addresses[i]);
     group->positions.push_back(i);
@@ -125,8 +155,8 @@ std::vector<ServiceImpl::LentGroup> ServiceImpl::group_lent(const Address* addre
   return groups;
 }
 
-void ServiceImpl::free(const Address* addresses, std::size_t n, const Waiting& waiting,
-                       const std::function<void()>& free_own) {
+void Service::free(const Address* addresses, std::size_t n, const Waiting& waiting,
+                   const std::function<void()>& free_own) {
   const std::vector<LentGroup> groups = group_lent(addresses, n);
   std::size_t marked = 0;
   try {
@@ -149,12 +179,12 @@ void ServiceImpl::free(const Address* addresses, std::size_t n, const Waiting& w
   if (first) throw Error(*first);
 }
 
-std::vector<std::shared_ptr<Transfer>> ServiceImpl::transfer_batch(std::vector<TransferRequest>&& requests,
-                                                                   const GivenUp& given_up) {
-  std::vector<SessionPointer> sessions;  // first all of them: what is prepared holds blocks
+std::vector<std::shared_ptr<Transfer>> Service::transfer_batch(std::vector<TransferRequest>&& requests,
+                                                               const GivenUp& given_up) {
+  std::vector<std::shared_ptr<Session>> sessions;  // first all of them: what is prepared holds blocks
   sessions.reserve(requests.size());
   for (const TransferRequest& request : requests) {
-    sessions.push_back(reach(request.peer, request.deadline_ns, given_up));
+    sessions.push_back(caller_->reach(request.peer, request.deadline_ns, given_up));
   }
   std::vector<std::shared_ptr<Outgoing>> prepared;
   prepared.reserve(requests.size());
@@ -164,9 +194,9 @@ std::vector<std::shared_ptr<Transfer>> ServiceImpl::transfer_batch(std::vector<T
   return handles;
 }
 
-std::shared_ptr<Transfer> ServiceImpl::fetch(FetchRequest&& request, const GivenUp& given_up) {
-  if (request.peer.empty()) request.peer = owner_of(request.from);
-  const SessionPointer session = reach(request.peer, request.deadline_ns, given_up);
+std::shared_ptr<Transfer> Service::fetch(FetchRequest&& request, const GivenUp& given_up) {
+  if (request.peer.empty()) request.peer = caller_->owner_of(request.from);
+  const std::shared_ptr<Session> session = caller_->reach(request.peer, request.deadline_ns, given_up);
   const bool allocated = request.to.empty() && !request.from.empty();
   if (allocated) {
     request.to.resize(request.from.size());
@@ -186,7 +216,7 @@ std::shared_ptr<Transfer> ServiceImpl::fetch(FetchRequest&& request, const Given
 // --- threads ---
 
 // With a GPU goes the content of every block on it.
-void ServiceImpl::watch_device(WriteJob& job) {
+void Service::watch_device(WriteJob& job) {
   if (!pool_.on_device()) return;
   job.done = [this, done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
     if (error != nullptr && error->code() == ErrorCode::kDeviceLost) pool_.fail(*error);
@@ -194,12 +224,12 @@ void ServiceImpl::watch_device(WriteJob& job) {
   };
 }
 
-void ServiceImpl::write_here(WriteJob&& job) {
+void Service::write_here(WriteJob&& job) {
   watch_device(job);
   carry_out(job);
 }
 
-void ServiceImpl::write(WriteJob&& job) {
+void Service::write(WriteJob&& job) {
   watch_device(job);
   const RouteTraits traits = job.route->traits();
   const bool may_begin = job.request.after == nullptr || job.request.after->ended();
@@ -215,7 +245,7 @@ void ServiceImpl::write(WriteJob&& job) {
   workers_.run(peer, priority, [shared] { carry_out(*shared); });
 }
 
-void ServiceImpl::tick_by(std::int64_t at_ns) {
+void Service::tick_by(std::int64_t at_ns) {
   std::int64_t scheduled = next_tick_.load(std::memory_order_relaxed);
   while (at_ns < scheduled) {
     if (!next_tick_.compare_exchange_weak(scheduled, at_ns, std::memory_order_relaxed)) continue;
@@ -229,22 +259,13 @@ void ServiceImpl::tick_by(std::int64_t at_ns) {
   }
 }
 
-void ServiceImpl::tick() {
+void Service::tick() {
   next_tick_.store(kNever, std::memory_order_relaxed);
-  std::vector<SessionPointer> sessions;
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return;
-    for (const auto& [name, peer] : peers_) sessions.push_back(peer.session);
-  }
+  if (table_.closed()) return;
   const std::int64_t now = monotonic_ns();
   std::int64_t next = kNever;
-  for (const SessionPointer& session : sessions) next = std::min(next, session->tick(now));
+  for (const PeerTable::Peer& peer : table_.all()) next = std::min(next, peer.session->tick(now));
   if (next != kNever) tick_by(std::max(next, now + 1));
-}
-
-std::unique_ptr<Service> Service::make(Pool& pool, const ServiceOptions& options, const MakeRanks& make_ranks) {
-  return std::make_unique<ServiceImpl>(pool, options, make_ranks);
 }
 
 }  // namespace kvpool

@@ -6,8 +6,9 @@
 #include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
 #include "kvpool/peers/late_writers.h"
+#include "kvpool/peers/local_services.h"
 #include "kvpool/peers/retained_memory.h"
-#include "kvpool/peers/service_impl.h"
+#include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
 
 namespace kvpool {
@@ -18,24 +19,15 @@ constexpr std::int64_t kHeardNs = 500'000'000;  // for a peer's answer that nobo
 
 }  // namespace
 
-void ServiceImpl::close() noexcept {
-  std::vector<Peer> peers;
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return;
-    closed_ = true;
-    for (auto& [name, peer] : peers_) peers.push_back(peer);
-  }
-  endpoint_->close();
-  received_.close();
-  events_.close();
+// Each side hears, as far as it answers in time, that the other writes no more; then the links end.
+void Service::end_sessions(const std::vector<PeerTable::Peer>& peers) noexcept {
   const Error why(ErrorCode::kClosed, "the pool is closed");
-  for (const Peer& peer : peers) peer.session->stop_writing(why);
+  for (const PeerTable::Peer& peer : peers) peer.session->stop_writing(why);
   const std::int64_t until = monotonic_ns() + kDrainNs;
-  for (const Peer& peer : peers) {
+  for (const PeerTable::Peer& peer : peers) {
     if (wait_until(until, [&] { return peer.session->writes_under_way() == 0; })) peer.session->say_drained();
   }
-  for (const Peer& peer : peers) {
+  for (const PeerTable::Peer& peer : peers) {
     // What such a peer writes goes to memory of this process that is about to be given back: it is asked to end. The
     // others answer, too. That this side writes no more may wait behind another thread's frame, and would be lost with
     // the link: then the peer keeps blocks apart until this process ends.
@@ -48,9 +40,18 @@ void ServiceImpl::close() noexcept {
     }
     peer.link->close(why);
   }
+}
+
+void Service::close() noexcept {
+  const auto peers = table_.close();
+  if (!peers) return;
+  endpoint_->close();
+  received_.close();
+  events_.close();
+  end_sessions(*peers);
   ranks_->close();
   std::vector<Left> left;
-  for (const Peer& peer : peers) {
+  for (const PeerTable::Peer& peer : *peers) {
     if (peer.group == nullptr) left.push_back({peer.session, peer.link});
   }
   steps_.stop();
@@ -59,21 +60,19 @@ void ServiceImpl::close() noexcept {
   ranks_->stop();
   receiving_.stop();
   reactor_->stop();
-  LocalServices::remove(epoch_, write_lost_.load());
+  LocalServices::remove(epoch_, parting_.is_write_lost());
   drop_received();
   let_go_of_memory(std::move(left));
-  std::unordered_map<std::string, Peer> gone;
-  const std::lock_guard lock(mutex_);
-  gone.swap(peers_);
+  table_.clear();
 }
 
 // The memory goes with the pool's own hold on it, unless somebody may still write to where it is.
-void ServiceImpl::let_go_of_memory(std::vector<Left> left) noexcept {
+void Service::let_go_of_memory(std::vector<Left> left) noexcept {
   // Who was connecting has heard that the pool is closed, and passes on descriptors of the memory no more. It may be
   // this very thread, in a signal's handler that closes the pool.
-  wait_until(monotonic_ns() + kDrainNs, [this] { return connecting_.load() == 0; });
+  wait_until(monotonic_ns() + kDrainNs, [this] { return !caller_->calls(); });
   // Every link has ended by now, and made a quarantined peer of who has not said that it writes no more.
-  writer_quarantine_->clear([&](const std::shared_ptr<DepartingPeer>& party, const std::shared_ptr<Link>& link) {
+  writer_quarantine_.clear([&](const std::shared_ptr<DepartingPeer>& party, const std::shared_ptr<Link>& link) {
     left.push_back({party, link});
   });
   std::vector<LateWriter> late;
@@ -84,7 +83,7 @@ void ServiceImpl::let_go_of_memory(std::vector<Left> left) noexcept {
 }
 
 // What the application never asked for keeps nothing pinned.
-void ServiceImpl::drop_received() noexcept {
+void Service::drop_received() noexcept {
   try {
     while (const auto item = received_.pop(0)) {
       if (item->pin.node != nullptr) pool_.unpin(&item->pin, 1);

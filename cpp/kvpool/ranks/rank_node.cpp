@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <random>
 #include <unordered_map>
 #include <utility>
 
@@ -14,6 +13,7 @@
 #include "kvpool/exec/worker_pool.h"
 #include "kvpool/net/connect/endpoint.h"
 #include "kvpool/net/reactor.h"
+#include "kvpool/peers/incarnation.h"
 #include "kvpool/peers/late_writers.h"
 #include "kvpool/ranks/rank_channels.h"
 #include "kvpool/ranks/rank_tiers.h"
@@ -26,11 +26,6 @@ namespace {
 constexpr std::int64_t kMillisecond = 1'000'000;
 constexpr std::int64_t kLifetimeMax = std::int64_t{3'600'000} * kMillisecond;
 constexpr std::chrono::seconds kPartingTime{2};
-
-std::uint64_t random_epoch() {
-  std::random_device device;
-  return ((static_cast<std::uint64_t>(device()) << 32) | device()) | 1;
-}
 
 std::string hexadecimal(std::uint64_t number) {
   char text[17];

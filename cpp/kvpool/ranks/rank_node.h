@@ -16,7 +16,7 @@
 #include "kvpool/base/error.h"
 #include "kvpool/base/wait.h"
 #include "kvpool/peers/route_maker.h"
-#include "kvpool/peers/service.h"
+#include "kvpool/peers/service_options.h"
 
 namespace kvpool {
 

@@ -1,14 +1,16 @@
-// Visits: this side calls a peer, again and again until it is met or the time is over.
+#include "kvpool/peers/peer_caller.h"
+
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <optional>
+#include <utility>
 
 #include "kvpool/base/clock.h"
-#include "kvpool/base/error.h"
 #include "kvpool/base/failure.h"
-#include "kvpool/peers/service_impl.h"
+#include "kvpool/peers/incarnation.h"
+#include "kvpool/peers/peer_table.h"
 #include "kvpool/pool/pool.h"
 
 namespace kvpool {
@@ -41,44 +43,42 @@ class CountedCall {
 
 }  // namespace
 
-std::string ServiceImpl::connect(const std::string& address, const Waiting& waiting, bool wait_for_listener) {
-  const CountedCall call(connecting_);
+std::string PeerCaller::connect(const std::string& address, const Waiting& waiting, bool wait_for_listener) {
+  const CountedCall call(calls_);
   std::string name = visit(address, waiting, wait_for_listener);
   measure_routes(name, waiting);
   return name;
 }
 
 // Before the first transfer. Whatever has happened meanwhile is heard when one is asked for.
-void ServiceImpl::measure_routes(const std::string& peer, const Waiting& waiting) {
-  SessionPointer session;
-  if (failure_of([&] { session = find(peer); }) || session == nullptr) return;
+void PeerCaller::measure_routes(const std::string& peer, const Waiting& waiting) {
+  std::shared_ptr<Session> session;
+  if (failure_of([&] { session = table_.find(peer); }) || session == nullptr) return;
   session->measure_routes(waiting);
 }
 
-std::string ServiceImpl::visit(const std::string& address, const Waiting& waiting, bool wait_for_listener) {
+std::string PeerCaller::visit(const std::string& address, const Waiting& waiting, bool wait_for_listener) {
   const std::int64_t began_ns = monotonic_ns();
   int draws = 1;
   std::optional<Error> refused;
   for (std::int64_t pause_ns = kPauseNs;; pause_ns = std::min(2 * pause_ns, kPauseNsMax)) {
     try {
       pool_.guard();  // whose GPU may be lost
-      check_unfenced();
-      ranks_->check_complete();
+      table_.check_unfenced();
+      ranks_.check_complete();
       return meet(address, waiting);
     } catch (const Error& error) {
-      note_refusal(error);
+      table_.note_refusal(error);
       const bool late = monotonic_ns() + pause_ns >= waiting.until_ns;
       if (error.code() == ErrorCode::kState && error.cause() == ErrorCause::kConnectedAlready) {
         // It calls us at this moment, or has not noticed yet that it has lost us. Until it has been heard, it may drop
         // the connection that it made, for another of the two or for none: then it is ours to call again.
-        const std::string name = name_of(error.subject(), /*settled=*/!late);
+        const std::string name = table_.name_of(error.subject(), /*settled=*/!late);
         if (!name.empty()) return name;
         if (late) throw;
       } else if (error.code() == ErrorCode::kState && error.cause() == ErrorCause::kInstanceTaken) {
         // Another peer has our id by chance. As long as nobody has seen an address of ours, another will do.
-        const std::lock_guard lock(mutex_);
-        if (pool_.instance() != 0 || listening_ > 0 || draws++ == kInstanceDraws) throw;
-        proposed_instance_ = InstanceId::draw();
+        if (draws++ == kInstanceDraws || !table_.propose_another()) throw;
       } else if (wait_for_listener && error.cause() == ErrorCause::kNobodyListens) {
         refused = error;
         if (late) throw_nobody_listened(address, *refused, monotonic_ns() - began_ns);
@@ -94,23 +94,19 @@ std::string ServiceImpl::visit(const std::string& address, const Waiting& waitin
 }
 
 // One visit. Throws what Endpoint::connect throws, and kPeerLost.
-std::string ServiceImpl::meet(const std::string& address, const Waiting& waiting) {
+std::string PeerCaller::meet(const std::string& address, const Waiting& waiting) {
   const std::uint64_t meeting = random_epoch();
-  const std::shared_ptr<Link> link = endpoint_->connect(address, waiting, meeting);
-  std::uint64_t epoch = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    if (const auto noted = met_.extract(link)) epoch = noted.mapped();
-  }
+  const std::shared_ptr<Link> link = endpoint_.connect(address, waiting, meeting);
+  const std::uint64_t epoch = table_.take_met(link);
   if (epoch == 0) {
     // A rank answered, which takes this side for a rank as well.
-    ranks_->refuse(link, meeting, Error(ErrorCode::kPeerLost, "it was another that was looked for"));
+    ranks_.refuse(link, meeting, Error(ErrorCode::kPeerLost, "it was another that was looked for"));
     throw Error(ErrorCode::kArgument, "at " + address + " is a rank of a logical instance: connect to its scheduler");
   }
   meet_ranks(link, address, waiting);
   // Not only by this link: the peer may have called at the same time, and its connection be the one that stays.
-  std::string name = name_of(epoch);
-  const SessionPointer session = name.empty() ? nullptr : find(name);
+  std::string name = table_.name_of(epoch);
+  const std::shared_ptr<Session> session = name.empty() ? nullptr : table_.find(name);
   if (session == nullptr) throw Error(ErrorCode::kPeerLost, "the peer at " + address + " left as soon as it was met");
   session->greet();
   return name;
@@ -118,14 +114,8 @@ std::string ServiceImpl::meet(const std::string& address, const Waiting& waiting
 
 // After two schedulers have met by this link: lets the ranks of both meet. The side that has connected does it; when
 // the link that stays is the other's, that one does.
-void ServiceImpl::meet_ranks(const std::shared_ptr<Link>& link, const std::string& address, const Waiting& waiting) {
-  std::shared_ptr<GroupConnection> group;
-  {
-    const std::lock_guard lock(mutex_);
-    for (const auto& [name, peer] : peers_) {
-      if (peer.link == link) group = peer.group;
-    }
-  }
+void PeerCaller::meet_ranks(const std::shared_ptr<Link>& link, const std::string& address, const Waiting& waiting) {
+  const std::shared_ptr<GroupConnection> group = table_.group_by(link);
   if (group == nullptr) return;
   try {
     group->meet(address, waiting);
@@ -133,16 +123,6 @@ void ServiceImpl::meet_ranks(const std::shared_ptr<Link>& link, const std::strin
     link->close(error);
     throw;
   }
-}
-
-// Of a peer that is connected; "" for none. `settled`: by a connection that both sides are known to have admitted.
-std::string ServiceImpl::name_of(std::uint64_t epoch, bool settled) const {
-  const std::lock_guard lock(mutex_);
-  for (const auto& [name, peer] : peers_) {
-    if (peer.session->peer().epoch != epoch || peer.session->lost()) continue;
-    if (!settled || peer.initiator == epoch_ || peer.session->heard()) return name;
-  }
-  return {};
 }
 
 }  // namespace kvpool

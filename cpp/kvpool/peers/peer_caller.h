@@ -1,0 +1,63 @@
+// This side calls peers: at an address that the application names, or the addresses that a cluster knows of a member.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvpool/base/address.h"
+#include "kvpool/base/error.h"
+#include "kvpool/base/wait.h"
+#include "kvpool/net/connect/endpoint.h"
+#include "kvpool/peers/address_book.h"
+#include "kvpool/peers/instance_ranks.h"
+#include "kvpool/peers/single_flight.h"
+#include "kvpool/transfer/session.h"
+
+namespace kvpool {
+
+class PeerTable;
+class Pool;
+
+class PeerCaller {
+ public:
+  // All of it outlives the caller. `epoch`: of this pool.
+  PeerCaller(Pool& pool, PeerTable& table, const AddressBook& book, Endpoint& endpoint, InstanceRanks& ranks,
+             std::uint64_t epoch)
+      : pool_(pool), table_(table), book_(book), endpoint_(endpoint), ranks_(ranks), epoch_(epoch) {}
+
+  // As Service::connect.
+  std::string connect(const std::string& address, const Waiting& waiting, bool wait_for_listener);
+  // The session with this peer. A member of the cluster that is not connected is met first. Throws kPeerLost, kFenced,
+  // kClosed, kCancelled.
+  std::shared_ptr<Session> reach(const std::string& peer, std::int64_t until_ns, const GivenUp& given_up);
+  // The name of the peer or member whose blocks these are. Throws kArgument unless all are one other instance's,
+  // kPeerLost.
+  std::string owner_of(const std::vector<Address>& addresses) const;
+
+  // Whether a thread is in connect().
+  bool calls() const noexcept { return calls_.load() > 0; }
+
+ private:
+  void measure_routes(const std::string& peer, const Waiting& waiting);
+  std::string visit(const std::string& address, const Waiting& waiting, bool wait_for_listener);
+  std::string meet(const std::string& address, const Waiting& waiting);
+  void meet_ranks(const std::shared_ptr<Link>& link, const std::string& address, const Waiting& waiting);
+  void call_on(const ClusterMember& member, const Waiting& waiting);
+  [[noreturn]] void throw_unknown(const std::string& peer) const;
+
+  Pool& pool_;
+  PeerTable& table_;
+  const AddressBook& book_;
+  Endpoint& endpoint_;
+  InstanceRanks& ranks_;
+  const std::uint64_t epoch_;
+  SingleFlight attempts_;
+  std::atomic<int> calls_{0};
+};
+
+}  // namespace kvpool

@@ -1,0 +1,247 @@
+#include "kvpool/peers/peer_table.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "kvpool/base/failure.h"
+#include "kvpool/peers/writer_quarantine.h"
+#include "kvpool/pool/pool.h"
+
+namespace kvpool {
+
+PeerTable::PeerTable(Pool& pool, PeerEvents& events, const AddressBook& book, std::string name, std::uint64_t epoch,
+                     bool joins)
+    : pool_(pool),
+      events_(events),
+      book_(book),
+      name_(std::move(name)),
+      epoch_(epoch),
+      joining_(joins),
+      proposed_instance_(InstanceId::draw()) {
+  if (joins) fenced_.emplace(ErrorCode::kFenced, "this pool is not in its cluster yet");
+}
+
+// --- who is there ---
+
+std::shared_ptr<Session> PeerTable::find(const std::string& name) const {
+  pool_.guard();  // when the content of all blocks is lost, that is what to say
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
+  if (fenced_) throw Error(*fenced_);
+  const auto entry = peers_.find(name);
+  return entry == peers_.end() ? nullptr : entry->second.session;
+}
+
+PeerTable::Peer PeerTable::at(const std::string& name) const {
+  const std::lock_guard lock(mutex_);
+  const auto entry = peers_.find(name);
+  if (entry == peers_.end()) throw Error(ErrorCode::kPeerLost, "there is no peer called '" + name + "'");
+  return entry->second;
+}
+
+std::vector<PeerTable::Peer> PeerTable::all() const {
+  std::vector<Peer> all;
+  const std::lock_guard lock(mutex_);
+  all.reserve(peers_.size());
+  for (const auto& [name, peer] : peers_) all.push_back(peer);
+  return all;
+}
+
+bool PeerTable::may_write_to(std::uint64_t epoch) const noexcept {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::any_of(peers_, [&](const auto& entry) {
+    const Session& session = *entry.second.session;
+    return session.peer().epoch == epoch && !(session.lost() && session.writes_under_way() == 0);
+  });
+}
+
+bool PeerTable::is_met_again(const Session& session) const noexcept {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::any_of(peers_, [&](const auto& entry) {
+    const Session& other = *entry.second.session;
+    return &other != &session && other.peer().epoch == session.peer().epoch;
+  });
+}
+
+std::string PeerTable::name_of(std::uint64_t epoch, bool settled) const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [name, peer] : peers_) {
+    if (peer.session->peer().epoch != epoch || peer.session->lost()) continue;
+    if (!settled || peer.initiator == epoch_ || peer.session->heard()) return name;
+  }
+  return {};
+}
+
+std::string PeerTable::name_of_instance(std::uint32_t instance) const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [name, peer] : peers_) {
+    if (peer.session->peer().instance == instance) return name;
+  }
+  return {};
+}
+
+std::string PeerTable::names() const {
+  std::string names;
+  const std::lock_guard lock(mutex_);
+  for (const auto& [name, peer] : peers_) names += (names.empty() ? "" : ", ") + name;
+  return names;
+}
+
+std::shared_ptr<GroupConnection> PeerTable::group_by(const std::shared_ptr<Link>& link) const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [name, peer] : peers_) {
+    if (peer.link == link) return peer.group;
+  }
+  return nullptr;
+}
+
+std::optional<std::shared_ptr<Session>> PeerTable::lender(std::uint32_t instance) const {
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
+  for (const auto& [name, peer] : peers_) {
+    if (peer.session->peer().instance != instance) continue;
+    return peer.session->lost() ? nullptr : peer.session;  // departed, or about to be
+  }
+  if (departed_.contains(instance)) return std::shared_ptr<Session>();
+  return std::nullopt;
+}
+
+std::vector<PeerInfo> PeerTable::list() const {
+  std::vector<PeerInfo> list;
+  const std::lock_guard lock(mutex_);
+  for (const auto& [name, peer] : peers_) {
+    if (peer.session->lost()) continue;
+    const PeerMetadata& metadata = peer.session->peer();
+    const ReceiverCounts counts = peer.session->counts();
+    list.push_back({name, metadata.instance, metadata.epoch, peer.link->describe(), peer.session->route_names(),
+                    metadata.pid, counts.lent, peer.session->borrowed_blocks(), counts.reserved,
+                    peer.session->under_way(), peer.session->route_failures(), peer.session->route_prices()});
+  }
+  std::sort(list.begin(), list.end(), [](const PeerInfo& a, const PeerInfo& b) { return a.name < b.name; });
+  return list;
+}
+
+int PeerTable::begin_events() {
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
+  const int descriptor = events_.begin();
+  for (const auto& [name, peer] : peers_) tell_joined(peer.session->peer());
+  return descriptor;
+}
+
+// REQUIRES: mutex_ is held, as for the next, so that events come in the order of what they tell.
+void PeerTable::tell_joined(const PeerMetadata& metadata) {
+  events_.push({metadata.name, metadata.instance, metadata.epoch, PeerEvent::Kind::kJoined, {}});
+}
+
+void PeerTable::tell_lost(const Session& session) {
+  const PeerMetadata& metadata = session.peer();
+  Error why(ErrorCode::kPeerLost, "a newer process has come under the name " + metadata.name);
+  if (session.lost()) why = *failure_of([&] { session.throw_lost(); });
+  events_.push({metadata.name, metadata.instance, metadata.epoch, PeerEvent::Kind::kLost, std::move(why)});
+}
+
+// --- who goes ---
+
+void PeerTable::remove(const std::shared_ptr<Session>& session) {
+  const std::lock_guard lock(mutex_);
+  const auto entry = peers_.find(session->peer().name);
+  if (entry != peers_.end() && entry->second.session == session) {
+    peers_.erase(entry);
+    tell_lost(*session);
+  }
+  departed_.insert(session->peer().instance);
+}
+
+std::optional<std::vector<PeerTable::Peer>> PeerTable::close() {
+  std::vector<Peer> peers;
+  const std::lock_guard lock(mutex_);
+  if (closed_) return std::nullopt;
+  closed_ = true;
+  for (const auto& [name, peer] : peers_) peers.push_back(peer);
+  return peers;
+}
+
+bool PeerTable::closed() const {
+  const std::lock_guard lock(mutex_);
+  return closed_;
+}
+
+void PeerTable::clear() noexcept {
+  std::unordered_map<std::string, Peer> gone;  // destroyed without the lock
+  const std::lock_guard lock(mutex_);
+  gone.swap(peers_);
+}
+
+// --- this pool's instance id ---
+
+std::uint32_t PeerTable::instance() const {
+  const std::lock_guard lock(mutex_);
+  return instance_locked();
+}
+
+std::uint32_t PeerTable::instance_locked() const {
+  return pool_.instance() != 0 ? pool_.instance() : proposed_instance_.value();
+}
+
+void PeerTable::begin_listen() {
+  const std::lock_guard lock(mutex_);
+  ++listening_;
+}
+
+void PeerTable::end_listen(bool bound) {
+  const std::lock_guard lock(mutex_);
+  --listening_;
+  // From now on the pool's addresses carry its id, and the id stays.
+  if (bound && !joining_ && pool_.instance() == 0) pool_.set_instance(proposed_instance_.value());
+}
+
+bool PeerTable::propose_another() {
+  const std::lock_guard lock(mutex_);
+  if (pool_.instance() != 0 || listening_ > 0) return false;
+  proposed_instance_ = InstanceId::draw();
+  return true;
+}
+
+// --- this pool's lease ---
+
+void PeerTable::join(std::uint32_t instance) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
+  pool_.set_instance(instance);  // which it keeps, as any id that a peer has seen
+  if (std::exchange(joining_, false)) fenced_.reset();
+}
+
+std::vector<PeerTable::Peer> PeerTable::fence(const std::string& why) {
+  std::vector<Peer> peers;
+  const std::lock_guard lock(mutex_);
+  if (closed_) return peers;
+  fenced_.emplace(ErrorCode::kFenced, why);
+  dropped_by_.clear();
+  for (const auto& [name, peer] : peers_) peers.push_back(peer);
+  return peers;
+}
+
+void PeerTable::unfence() {
+  const std::lock_guard lock(mutex_);
+  dropped_by_.clear();
+  if (!joining_) fenced_.reset();
+}
+
+void PeerTable::check_unfenced() const {
+  const std::lock_guard lock(mutex_);
+  if (fenced_) throw Error(*fenced_);
+}
+
+void PeerTable::note_refusal(const Error& why) {
+  if (why.code() != ErrorCode::kBusy || why.cause() != ErrorCause::kDropped || why.subject() != epoch_) return;
+  const std::lock_guard lock(mutex_);
+  if (!fenced_) dropped_by_ = why.what();
+}
+
+std::string PeerTable::dropped_by() const {
+  const std::lock_guard lock(mutex_);
+  return dropped_by_;
+}
+
+}  // namespace kvpool

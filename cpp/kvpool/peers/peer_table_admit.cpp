@@ -1,0 +1,112 @@
+// Which peer takes its place in the table.
+#include <algorithm>
+#include <utility>
+
+#include "kvpool/peers/peer_table.h"
+#include "kvpool/peers/writer_quarantine.h"
+#include "kvpool/pool/pool.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kRivalRetryAfterUs = 10'000;
+constexpr std::int64_t kFencedRetryAfterUs = 100'000;
+
+}  // namespace
+
+PeerTable::Peer PeerTable::admit(Peer peer, const WriterQuarantine& writer_quarantine) {
+  const PeerMetadata& metadata = peer.session->peer();
+  const bool initiated_here = peer.initiator == epoch_;
+  Peer before;
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw Error(initiated_here ? ErrorCode::kClosed : ErrorCode::kPeerLost, "the pool is closed");
+  check_membership(metadata, initiated_here);
+  check_instance(metadata);
+  const auto known = peers_.find(metadata.name);
+  if (known != peers_.end() && known->second.session->peer().epoch == metadata.epoch) {
+    check_rival(known->second, metadata, initiated_here);
+  }
+  // A peer that comes back has ended what it wrote before, and so have we: it is met again only then.
+  writer_quarantine.check_return(metadata.epoch);
+  if (initiated_here) {
+    std::erase_if(met_, [](const auto& entry) { return entry.first.expired(); });
+    met_[peer.link] = metadata.epoch;
+  }
+  if (known != peers_.end()) before = std::move(known->second);
+  if (pool_.instance() == 0) pool_.set_instance(proposed_instance_.value());
+  departed_.erase(metadata.instance);
+  const bool goes_on =
+      before.session != nullptr && before.session->peer().epoch == metadata.epoch && !before.session->lost();
+  if (before.session != nullptr && !goes_on) tell_lost(*before.session);
+  peers_.insert_or_assign(metadata.name, peer);
+  if (!goes_on) tell_joined(metadata);
+  return before;
+}
+
+std::uint64_t PeerTable::take_met(const std::shared_ptr<Link>& link) {
+  const std::lock_guard lock(mutex_);
+  const auto noted = met_.extract(link);
+  return noted ? noted.mapped() : 0;
+}
+
+std::shared_ptr<Link> PeerTable::half_open(const PeerMetadata& metadata) const {
+  const std::lock_guard lock(mutex_);
+  const auto known = peers_.find(metadata.name);
+  if (known == peers_.end()) return nullptr;
+  const Peer& peer = known->second;
+  const bool looks_alive =
+      peer.session->peer().epoch == metadata.epoch && peer.initiator == epoch_ && !peer.session->lost();
+  return looks_alive ? peer.link : nullptr;
+}
+
+// REQUIRES: mutex_ is held.
+void PeerTable::check_membership(const PeerMetadata& metadata, bool initiated_here) const {
+  if (fenced_) {
+    // The caller learns soon enough from the directory, or is let in when the lease is back.
+    if (initiated_here) throw Error(*fenced_);
+    throw Error(ErrorCode::kBusy, name_ + " lets nobody in: " + fenced_->what(),
+                {{"retry_after_us", kFencedRetryAfterUs}});
+  }
+  const auto why = book_.expelled(metadata.epoch);
+  if (!why) return;
+  const Error refusal(initiated_here ? ErrorCode::kPeerLost : ErrorCode::kBusy,
+                      "to " + name_ + " this incarnation of " + metadata.name + " is dead (" + *why +
+                          ") until its cluster names it again",
+                      {{"retry_after_us", kFencedRetryAfterUs}});
+  // A peer that was promised blocks here has to know that it has them no more.
+  if (departed_.contains(metadata.instance)) throw refusal.because(ErrorCause::kDropped, metadata.epoch);
+  throw Error(refusal);
+}
+
+// REQUIRES: mutex_ is held.
+void PeerTable::check_instance(const PeerMetadata& metadata) const {
+  bool taken = metadata.instance == instance_locked();
+  for (const auto& [name, peer] : peers_) {
+    const PeerMetadata& other = peer.session->peer();
+    // Blocks are known by their owner's epoch: nobody gets another one's.
+    taken = taken || (name != metadata.name && (other.instance == metadata.instance || other.epoch == metadata.epoch));
+  }
+  if (taken) {
+    throw Error(ErrorCode::kState, "instance id " + std::to_string(metadata.instance) + " is taken by another peer",
+                {{"instance", metadata.instance}})
+        .because(ErrorCause::kInstanceTaken);
+  }
+}
+
+// Whether a connection to a peer that is here already takes the place of the one that there is. Else throws kState
+// (kConnectedAlready) with the epoch by which the other side knows it. REQUIRES: mutex_ is held.
+//
+// The server refuses first, so two connections meet only when both sides call at the same moment, and each has admitted
+// the other's before it hears of its own. Then both keep the one of the side with the lower epoch.
+void PeerTable::check_rival(const Peer& known, const PeerMetadata& metadata, bool initiated_here) const {
+  if (known.session->lost()) {
+    if (known.session->writes_under_way() == 0) return;
+    throw Error(ErrorCode::kBusy, "writes of an earlier connection to " + metadata.name + " are not over",
+                {{"retry_after_us", kRivalRetryAfterUs}});
+  }
+  if (initiated_here && known.initiator == metadata.epoch && epoch_ < metadata.epoch) return;
+  throw Error(ErrorCode::kState, name_ + " and " + metadata.name + " are connected already")
+      .because(ErrorCause::kConnectedAlready, initiated_here ? metadata.epoch : epoch_);
+}
+
+}  // namespace kvpool
