@@ -25,7 +25,7 @@ void bind_tensor(pybind11::module_& module);
 void bind_pool(pybind11::module_& module);
 void bind_prompt_index(pybind11::module_& module);
 void bind_instance_index(pybind11::module_& module);
-void bind_beacon(pybind11::module_& module);
+void bind_heartbeat(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
 void bind_reshard(pybind11::module_& module);
 

@@ -7,7 +7,7 @@ PYBIND11_MODULE(_core, module) {
   module.attr("__version__") = KVPOOL_VERSION;
   kvpool::bindings::bind_errors(module);
   kvpool::bindings::bind_machine(module);
-  kvpool::bindings::bind_beacon(module);
+  kvpool::bindings::bind_heartbeat(module);
   kvpool::bindings::bind_handles(module);
   kvpool::bindings::bind_events(module);
   kvpool::bindings::bind_tensor(module);

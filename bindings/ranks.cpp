@@ -56,11 +56,11 @@ void destroy(RankNode* node) {
 
 std::shared_ptr<RankNode> join(const PeerNode& memory, const std::string& name, const std::string& secret,
                                const std::string& model, std::vector<std::string> routes, double lease_s,
-                               int transfer_threads, bool trusted_network, bool unix_door, const std::string& ucx,
-                               const std::string& nccl, std::uint64_t nccl_pass_bytes, double nccl_init_s,
-                               int nccl_thread_blocks, const std::string& scheduler, std::uint64_t epoch,
-                               std::uint32_t instance, std::uint32_t rank, const std::string& listen,
-                               py::handle timeout) {
+                               int transfer_threads, bool trusted_network, bool prefer_unix_socket,
+                               const std::string& ucx, const std::string& nccl, std::uint64_t nccl_pass_bytes,
+                               double nccl_init_s, int nccl_thread_blocks, const std::string& scheduler,
+                               std::uint64_t epoch, std::uint32_t instance, std::uint32_t rank,
+                               const std::string& listen, py::handle timeout) {
   const std::int64_t deadline = deadline_from(timeout, memory.timeout_ns());
   RankOptions options;
   options.service.name = name;
@@ -70,7 +70,7 @@ std::shared_ptr<RankNode> join(const PeerNode& memory, const std::string& name, 
   options.service.lease_ns = static_cast<std::int64_t>(lease_s * 1e9);  // checked by kvpool.Settings
   options.service.worker_threads = transfer_threads;
   options.service.trusted_network = trusted_network;
-  options.service.unix_door = unix_door;
+  options.service.prefer_unix_socket = prefer_unix_socket;
   options.service.transports.ucx = ucx;
   options.service.transports.nccl = nccl;
   options.service.transports.nccl_limits.pass_bytes = nccl_pass_bytes;
@@ -116,7 +116,7 @@ void bind_ranks(py::module_& module, PoolClass& pool) {
       .def("close", &RankNode::close, py::call_guard<GilReleased>());
   module.def("_join_rank", &join, py::arg("memory"), py::kw_only(), py::arg("name"), py::arg("secret"),
              py::arg("model"), py::arg("routes"), py::arg("lease_s"), py::arg("transfer_threads"),
-             py::arg("trusted_network"), py::arg("unix_door"), py::arg("ucx"), py::arg("nccl"),
+             py::arg("trusted_network"), py::arg("prefer_unix_socket"), py::arg("ucx"), py::arg("nccl"),
              py::arg("nccl_pass_bytes"), py::arg("nccl_init_s"), py::arg("nccl_thread_blocks"), py::arg("scheduler"),
              py::arg("epoch"), py::arg("instance"), py::arg("rank"), py::arg("listen"), py::arg("timeout"));
 }

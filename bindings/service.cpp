@@ -44,7 +44,7 @@ std::vector<std::string> start_service(PeerNode& node, const py::object& setting
   options.reserve_max_ns = nanoseconds(setting<double>(settings, "reserve_max_s"));
   options.worker_threads = setting<int>(settings, "transfer_threads");
   options.trusted_network = setting<bool>(settings, "trusted_network");
-  options.unix_door = setting<bool>(settings, "unix_door");
+  options.prefer_unix_socket = setting<bool>(settings, "prefer_unix_socket");
   options.measure_routes = setting<bool>(settings, "measure_routes");
   options.transports.ucx = text_from(ucx, "ucx");
   options.transports.nccl = text_from(nccl, "nccl");

@@ -108,12 +108,12 @@ def main() -> int:
 def tell_story(story: Story, arguments: argparse.Namespace, running: contextlib.ExitStack) -> None:
     from instance import Instance
 
-    # The secret is made for this run: whoever does not know it stays outside.
+    # The secret is made for this run: processes that do not know it cannot connect.
     settings: dict[str, Any] = {"secret": secrets.token_hex(32)}
     if arguments.route:
         settings["routes"] = (arguments.route,)  # else the cheapest of those that work
     if arguments.tcp:
-        settings["unix_door"] = False  # else processes of one host go on over a Unix socket
+        settings["prefer_unix_socket"] = False  # by default, processes of one host use a Unix socket
     address = "tcp:127.0.0.1:0" if arguments.tcp else f"unix:@kvpool-demo-{os.getpid()}"
 
     def start(name: str) -> Instance:
@@ -183,7 +183,7 @@ def _kill_the_sender(story: Story, a: Instance, b: Instance, prompt: Tokens) -> 
     killed_at = a.kill()
     story.noticed("B", "A is gone", b.answer() - killed_at)
     error = b.ask("sending_fails_at_once", a.name)
-    story.promise("whoever sends to A is told PeerLost", error == "PeerLost")
+    story.promise("a transfer to A fails with PeerLost", error == "PeerLost")
     story.promise("what had come of the prompt is not in B's cache", b.ask("cached_tokens", prompt) == cached)
     return killed_at
 

@@ -23,7 +23,7 @@ def settings(*routes: str, trusted: bool = True) -> dict[str, Any]:
         "secret": "of the bench",
         "name": f"bench-{os.getpid()}",
         "trusted_network": trusted,
-        "unix_door": False,  # who connects by TCP is measured on TCP
+        "prefer_unix_socket": False,  # the TCP benchmarks must stay on TCP
     }
 
 
@@ -44,9 +44,9 @@ class Subject(Side):
         self._make(2 * count, size, **options)
         return {"address": listen(self._pool, options["link"])}
 
-    def send(self, count: int, size: int, card: dict[str, Any], **options: Any) -> list[int]:
+    def send(self, count: int, size: int, target: dict[str, Any], **options: Any) -> list[int]:
         self._make(2 * count, size, **options)
-        peer = self._pool.peers.connect(card["address"])
+        peer = self._pool.peers.connect(target["address"])
         self._order = scattered(count, 1)
         own = _by_block(self._pool.alloc(2 * count, medium=self._medium))[self._order]
         lent = _by_block(self._pool.alloc(2 * count, medium=self._medium, instance=peer))[scattered(count, 2)]
@@ -77,7 +77,7 @@ class Subject(Side):
         del self._pool
 
     def _make(self, blocks: int, size: int, *, route: str, adopted: bool, trusted: bool, **_: Any) -> None:
-        """A pool of its own for each configuration; with `adopted` over NumPy's memory."""
+        """Makes a pool for each configuration; with `adopted` over NumPy's memory."""
         layout = kvpool.RawLayout(block_bytes=size)
         if adopted:
             memory = buffer(blocks * size)

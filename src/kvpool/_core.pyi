@@ -18,7 +18,7 @@ __version__: str
 def _check_listen_address(address: str, has_secret: bool) -> None: ...
 def _check_connect_address(address: str, has_secret: bool) -> None: ...
 
-class Beacon:
+class Heartbeat:
     def __init__(self, descriptor: int, interval_s: float, lease_s: float) -> None: ...
     @property
     def beat_ns(self) -> int: ...
@@ -500,7 +500,7 @@ def _join_rank(
     lease_s: float,
     transfer_threads: int,
     trusted_network: bool,
-    unix_door: bool,
+    prefer_unix_socket: bool,
     ucx: str,
     nccl: str,
     nccl_pass_bytes: int,

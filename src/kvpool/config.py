@@ -69,8 +69,9 @@ class Settings:
         trusted_network: Frames on TCP carry a checksum instead of a message authentication code, if the peer has this
             set as well. For networks where nobody else can send or change packets; the loopback of a machine with
             other users is none.
-        unix_door: Peers on this host that connect by TCP are met over a Unix socket instead, so that memory can be
-            shared. If that socket does not let them in, connect fails. False on either side keeps them on TCP.
+        prefer_unix_socket: A peer on this host that was addressed by TCP is connected over a Unix socket instead, so
+            that memory can be shared. If that socket refuses the connection, connect fails. False on either side
+            keeps the connection on TCP.
         measure_routes: When two pools have met, `connect` measures the routes between them, for at most about 50 ms,
             where which of them is fastest is a question: from or to a GPU, and with "cma" or "ucx". A few free blocks
             of both are used meanwhile. False: the choice begins with guesses, which transfers correct.
@@ -106,7 +107,7 @@ class Settings:
     reserve_max_s: float = 600.0
     transfer_threads: int = 2
     trusted_network: bool = False
-    unix_door: bool = True
+    prefer_unix_socket: bool = True
     measure_routes: bool = True
     ucx: str = "wheel"
     nccl: str = "wheel"

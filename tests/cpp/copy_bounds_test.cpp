@@ -9,7 +9,7 @@
 
 #include "kvpool/arena/device_arena.h"
 #include "kvpool/blocks/device_mover.h"
-#include "kvpool/cuda/looks.h"
+#include "kvpool/cuda/poll_backoff.h"
 #include "kvpool/cuda/wait_word.h"
 #include "table_kernels.h"
 #include "thrown.h"
@@ -118,7 +118,7 @@ TEST_CASE("nothing is measured while a stream waits for a word") {
   const FakeCuda cuda;
   const TableKernels kernels(cuda);
   const auto context = CudaContext::retain(0, "a test");
-  const auto word = WaitWord::take(context, Looks::now_ns() + 60'000'000'000);
+  const auto word = WaitWord::take(context, PollBackoff::now_ns() + 60'000'000'000);
   const std::size_t calls = cuda.count("cuMemAlloc") + cuda.count("cuStreamCreate");
   CHECK(measure(cuda, kernels, 25, 1).bounds == CopyBounds{});
   CHECK(cuda.count("cuMemAlloc") + cuda.count("cuStreamCreate") == calls);

@@ -171,7 +171,7 @@ void kill_a_writer(DeviceMemoryKind memory) {
   CHECK((kept || monotonic_ns() - before_ns >= 400'000'000));
   REQUIRE(until([&] { return count(BlockState::kFree) == 8; }));
   CHECK(monotonic_ns() - gone_ns >=
-        400'000'000);  // what its GPU was at has had time to end: WriterQuarantine::kGpuSettleNs
+        400'000'000);  // what its GPU was at has had time to end: WriterQuarantine::kGpuGraceNs
 }
 
 TEST_CASE("blocks on a GPU come back when the process that was writing them is killed and not before") {

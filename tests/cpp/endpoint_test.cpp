@@ -117,7 +117,7 @@ TEST_CASE("an endpoint: nobody listens is told apart from other losses") {
 
 TEST_CASE("an endpoint: whose process is at the other end is known over a Unix socket, and not over TCP") {
   for (const bool unix : {true, false}) {
-    Member server("server", {.secret = "sesame", .door = false});
+    Member server("server", {.secret = "sesame", .prefer_unix_socket = false});
     Member client("client");
     const auto link = client.endpoint->connect(server.endpoint->listen(unix ? fresh_name("unix:@") : "tcp:127.0.0.1:0"),
                                                in_seconds(10));
@@ -250,7 +250,7 @@ TEST_CASE("an endpoint: a socket file of the dead is replaced, of the living ref
   CHECK(error_of([&] { second.endpoint->listen(at); })->code() == ErrorCode::kState);
 }
 
-TEST_CASE("an endpoint: peers on one host meet through the door, and may pass descriptors") {
+TEST_CASE("an endpoint: peers on one host meet over a Unix socket, and may pass descriptors") {
   const int file = memfd_create("kvpool-test", MFD_CLOEXEC);
   REQUIRE(file >= 0);
   REQUIRE(write(file, "hello", 5) == 5);
@@ -277,7 +277,7 @@ TEST_CASE("an endpoint: peers on one host meet through the door, and may pass de
     REQUIRE(link->pidfd() >= 0);
     pollfd gone{link->pidfd(), POLLIN, 0};
     CHECK(poll(&gone, 1, 0) == 0);
-    CHECK((address.starts_with("tcp") ? !client.peers[0].door.empty() : client.peers[0].door.empty()));
+    CHECK((address.starts_with("tcp") ? !client.peers[0].local_socket.empty() : client.peers[0].local_socket.empty()));
   }
   close(file);
 }
@@ -317,7 +317,7 @@ TEST_CASE("an endpoint: over a Unix socket to another user frames have a MAC, an
 
 TEST_CASE("an endpoint: handles of a GPU's memory go to processes of the host, and over no network") {
   for (const bool local : {true, false}) {
-    const EndpointOptions options{.secret = "sesame", .door = local};
+    const EndpointOptions options{.secret = "sesame", .prefer_unix_socket = local};
     Member server("server", options);
     Member client("client", options);
     for (Member* member : {&server, &client}) {

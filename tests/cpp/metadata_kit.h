@@ -24,7 +24,7 @@ inline PeerMetadata sample_metadata() {
     metadata.media[Medium::kDram].segments.push_back({0x7E0000000000 + piece * 0x100000, 4096, 3072});
   }
   metadata.ucx = {std::byte{1}, std::byte{2}, std::byte{3}};
-  metadata.door = "kvpool-4321-1";
+  metadata.local_socket = "kvpool-4321-1";
   metadata.format = {8, 12, DType::kBfloat16, false, false};
   metadata.meeting = 77;
   metadata.rank_of = 0xFEDC;

@@ -247,12 +247,12 @@ TEST_CASE("nccl inbox: an answer that cannot be sent ends the link") {
 TEST_CASE("nccl: a process that is killed in the middle of a transfer, at either side") {
   if (!test::kChildMayStartThreads) return;
   for (const bool sender_dies : {true, false}) {
-    const std::string door = "unix:@kvpool-nccl-kill-" + std::to_string(getpid()) + (sender_dies ? "-s" : "-r");
+    const std::string address = "unix:@kvpool-nccl-kill-" + std::to_string(getpid()) + (sender_dies ? "-s" : "-r");
     PeerProcess other([&](const auto& wait) {
       FakeCuda cuda;
       FakeNccl nccl;
       NcclNode b = make_nccl_node("b", 1, /*aggregated=*/false);
-      b.service->listen(door);
+      b.service->listen(address);
       if (!wait()) return 1;
       if (sender_dies) {
         nccl.set("stall", 1);
@@ -265,7 +265,7 @@ TEST_CASE("nccl: a process that is killed in the middle of a transfer, at either
     FakeCuda cuda;
     FakeNccl nccl;
     NcclNode a = make_nccl_node("a", 0);
-    REQUIRE(a.service->connect(door, {NcclPair::in(60), {}}) == "b");
+    REQUIRE(a.service->connect(address, {NcclPair::in(60), {}}) == "b");
     std::shared_ptr<Transfer> sent;
     if (!sender_dies) {
       nccl.set("stall", 1);

@@ -75,11 +75,11 @@ struct NcclPair {
     if (b.pool != nullptr) b.pool->close();
   }
   void meet() {
-    const std::string door =
-        b.service->listen("unix:@kvpool-nccl-" + std::to_string(getpid()) + "-" + std::to_string(++doors()));
-    REQUIRE(a.service->connect(door, {in(20), {}}) == "b");
+    const std::string address =
+        b.service->listen("unix:@kvpool-nccl-" + std::to_string(getpid()) + "-" + std::to_string(++addresses_made()));
+    REQUIRE(a.service->connect(address, {in(20), {}}) == "b");
   }
-  static int& doors() {
+  static int& addresses_made() {
     static int count = 0;
     return count;
   }

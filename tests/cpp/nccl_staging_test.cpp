@@ -1,4 +1,4 @@
-// Memory that lanes of NCCL share: it is not given back while any of them passes something.
+// Memory that pipes of NCCL share: it is not given back while any of them passes something.
 #include "kvpool/routes/nccl/nccl_staging.h"
 
 #include <doctest/doctest.h>
@@ -15,7 +15,7 @@
 #include "kvpool/base/clock.h"
 #include "kvpool/cuda/wait_word.h"
 #include "kvpool/net/reactor.h"
-#include "kvpool/routes/nccl/nccl_lane.h"
+#include "kvpool/routes/nccl/nccl_pipe.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA
@@ -44,7 +44,7 @@ TEST_CASE("staging memory goes at once when nothing is passed, and with the last
       second.reset();
       CHECK(cuda.count("cuMemFree") == 1);
       CHECK(cuda.count("bytes") == kSmall);
-      // Another GPU's lanes have nothing to do with it.
+      // Another GPU's pipes have nothing to do with it.
       const auto other = CudaContext::retain(1, "a test");
       const CurrentContext there(*other, "a test");
       {
@@ -113,22 +113,22 @@ TEST_CASE("staging memory that there is no room for is refused, and nothing is k
 class LanePair {
  public:
   explicit LanePair(const NcclMemory& from, const NcclMemory& to)
-      : sender_(std::make_unique<NcclLane>(from, NcclWay::kSend)),
-        receiver_(std::make_unique<NcclLane>(to, NcclWay::kReceive)) {}
+      : sender_(std::make_unique<NcclPipe>(from, NcclWay::kSend)),
+        receiver_(std::make_unique<NcclPipe>(to, NcclWay::kReceive)) {}
   void open(std::uint64_t pass_bytes) {
     const NcclId id = sender_->make_id();
     std::thread other([&] { sender_->open(id, pass_bytes, [] {}); });
     receiver_->open(id, pass_bytes, [] {});
     other.join();
   }
-  NcclLane& receiver() { return *receiver_; }
+  NcclPipe& receiver() { return *receiver_; }
 
  private:
-  const std::unique_ptr<NcclLane> sender_;
-  const std::unique_ptr<NcclLane> receiver_;
+  const std::unique_ptr<NcclPipe> sender_;
+  const std::unique_ptr<NcclPipe> receiver_;
 };
 
-TEST_CASE("a lane that needs more staging memory does not wait for another that receives") {
+TEST_CASE("a pipe that needs more staging memory does not wait for another that receives") {
   const FakeCuda cuda;
   {
     const FakeNccl nccl;

@@ -30,7 +30,7 @@ Bytes forged(const PeerMetadata& metadata) {
       .number(metadata.epoch)
       .number(metadata.pid)
       .number(metadata.block_tokens);
-  writer.text(metadata.name).text(metadata.host).text(metadata.model).text(metadata.door);
+  writer.text(metadata.name).text(metadata.host).text(metadata.model).text(metadata.local_socket);
   writer.array(std::span<const std::uint64_t>(metadata.piece_bytes))
       .number(static_cast<std::uint32_t>(metadata.routes.size()));
   for (const std::string& route : metadata.routes) writer.text(route);
@@ -103,7 +103,7 @@ TEST_CASE("peer metadata is read as it was written, to its last byte") {
   CHECK(read.piece_bytes == metadata.piece_bytes);
   CHECK(read.model == metadata.model);
   CHECK(read.routes == metadata.routes);
-  CHECK(read.door == metadata.door);
+  CHECK(read.local_socket == metadata.local_socket);
   CHECK(read.ucx == metadata.ucx);
   CHECK(read.meeting == 77);
   CHECK(read.rank_of == metadata.rank_of);
@@ -173,7 +173,7 @@ TEST_CASE("handles are of memory that the segments lie in, each in one, and of n
     medium = empty;
   });
   check_refused(
-      "a logical instance has memory of its own",
+      "the scheduler of a logical instance has memory",
       [](PeerMetadata& metadata) {
         metadata.media[Medium::kHbm].allocations = sample_gpu_metadata().media[Medium::kHbm].allocations;
       },
@@ -194,7 +194,7 @@ TEST_CASE("what peer metadata may have at most fits a frame") {
   PeerMetadata metadata = sample_metadata();
   metadata.name.assign(kNameBytesMax, 'n');
   metadata.model.assign(kMetadataModelBytesMax, 'm');
-  metadata.door.assign(kMetadataDoorBytesMax, 'd');
+  metadata.local_socket.assign(kMetadataLocalSocketBytesMax, 'd');
   metadata.ucx.assign(kMetadataUcxBytesMax, std::byte{1});
   metadata.piece_bytes.assign(kMetadataSegmentsMax, 64);
   metadata.format = {1, 2, DType::kBfloat16, false, false};
@@ -231,9 +231,9 @@ TEST_CASE("what peer metadata says of ranks fits together") {
   const auto group = [](const char* says, const Change& change) {
     check_refused(says, change, sample_group_metadata());
   };
-  group("a logical instance has memory of its own",
+  group("the scheduler of a logical instance has memory",
         [](PeerMetadata& metadata) { metadata.media[Medium::kHbm] = sample_metadata().media[Medium::kHbm]; });
-  group("a logical instance has memory of its own",
+  group("the scheduler of a logical instance has memory",
         [](PeerMetadata& metadata) { metadata.media[Medium::kHbm].mapped_bytes = 4096; });
   group("number of pipeline stages is 0", [](PeerMetadata& metadata) { metadata.stage_layers = {}; });
   group("number of ranks is 8194", [](PeerMetadata& metadata) { metadata.tp = 4097; });
@@ -323,13 +323,13 @@ TEST_CASE("a name is 1 to 255 bytes of UTF-8 that can be shown") {
 }
 
 TEST_CASE("the other texts of peer metadata are checked too") {
-  check_accepted([](PeerMetadata& metadata) { metadata.model = metadata.door = ""; });
+  check_accepted([](PeerMetadata& metadata) { metadata.model = metadata.local_socket = ""; });
   check_refused("the host has 0 bytes", [](PeerMetadata& metadata) { metadata.host = ""; });
   check_refused("the host is not printable", [](PeerMetadata& metadata) { metadata.host = "a\tb"; });
   check_refused("the model is not printable", [](PeerMetadata& metadata) { metadata.model = "\x01"; });
   check_refused("at most 1024", [](PeerMetadata& metadata) { metadata.model.assign(1025, 'm'); });
-  check_refused("the door is not printable", [](PeerMetadata& metadata) { metadata.door = "\x9F"; });
-  check_refused("at most 107", [](PeerMetadata& metadata) { metadata.door.assign(108, 'd'); });
+  check_refused("the local socket is not printable", [](PeerMetadata& metadata) { metadata.local_socket = "\x9F"; });
+  check_refused("at most 107", [](PeerMetadata& metadata) { metadata.local_socket.assign(108, 'd'); });
   check_refused("at most 262144", [](PeerMetadata& metadata) { metadata.ucx.resize(kMetadataUcxBytesMax + 1); });
 }
 

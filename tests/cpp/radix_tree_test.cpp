@@ -49,11 +49,11 @@ std::size_t pages_in(const Run& run, const Tree& tree) { return run.size() / tre
 // Stores a run below a root: cuts where it leaves what is there, and adds the rest as one node.
 Node* store(Tree& tree, const Run& run, const std::string& label, const char* name = "") {
   Node* root = tree.ensure_root(name);
-  const Tree::Place place = tree.descend(root, run.data(), pages_in(run, tree), kNoVisit);
-  Node* parent = place.at_end_of_node() ? place.node : tree.split(place.node, place.pages_in_node);
-  const std::size_t rest = pages_in(run, tree) - place.pages;
+  const Tree::Position position = tree.descend(root, run.data(), pages_in(run, tree), kNoVisit);
+  Node* parent = position.at_end_of_node() ? position.node : tree.split(position.node, position.pages_in_node);
+  const std::size_t rest = pages_in(run, tree) - position.pages;
   if (rest == 0) return parent;
-  auto node = tree.make_node(run.data() + place.pages * tree.page_tokens(), static_cast<std::uint32_t>(rest));
+  auto node = tree.make_node(run.data() + position.pages * tree.page_tokens(), static_cast<std::uint32_t>(rest));
   node->payload.text = label;
   tree.reserve(1);
   tree.attach(parent, node.get());
@@ -128,24 +128,24 @@ TEST_CASE("a walk down follows whole pages and says how far the last node agrees
   Node* root = tree.find_root("");
   const auto descend = [&](const Run& run) { return tree.descend(root, run.data(), pages_in(run, tree), kNoVisit); };
 
-  Tree::Place place = descend({1, 1, 2, 2, 4, 4, 9, 9});
-  CHECK(place.pages == 3);
-  CHECK(place.node == tail);
-  CHECK(place.pages_in_node == 1);
-  CHECK_FALSE(place.at_end_of_node());
+  Tree::Position position = descend({1, 1, 2, 2, 4, 4, 9, 9});
+  CHECK(position.pages == 3);
+  CHECK(position.node == tail);
+  CHECK(position.pages_in_node == 1);
+  CHECK_FALSE(position.at_end_of_node());
 
-  place = descend({1, 1, 2, 2, 4, 4, 5, 5, 6, 6});
-  CHECK(place.pages == 4);
-  CHECK(place.at_end_of_node());
+  position = descend({1, 1, 2, 2, 4, 4, 5, 5, 6, 6});
+  CHECK(position.pages == 4);
+  CHECK(position.at_end_of_node());
 
-  place = descend({1, 1, 2, 2});
-  CHECK(place.pages == 2);
-  CHECK(place.at_end_of_node());
+  position = descend({1, 1, 2, 2});
+  CHECK(position.pages == 2);
+  CHECK(position.at_end_of_node());
 
-  place = descend({1, 2, 2, 2});  // half a page is no page
-  CHECK(place.pages == 0);
-  CHECK(place.node == root);
-  CHECK(place.at_end_of_node());
+  position = descend({1, 2, 2, 2});  // half a page is no page
+  CHECK(position.pages == 0);
+  CHECK(position.node == root);
+  CHECK(position.at_end_of_node());
 
   std::vector<std::uint32_t> agreed;
   const Run run{1, 1, 2, 2, 4, 4, 9, 9};
@@ -160,9 +160,9 @@ TEST_CASE("agreement inside the next page is found in the run and among the chil
   store(tree, {1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4}, "c");
   Node* root = tree.find_root("");
   const auto beyond = [&](const Run& run) {
-    const Tree::Place place = tree.descend(root, run.data(), pages_in(run, tree), kNoVisit);
-    const std::size_t done = place.pages * 4;
-    return tree.agreement_beyond(place, run.data() + done, run.size() - done);
+    const Tree::Position position = tree.descend(root, run.data(), pages_in(run, tree), kNoVisit);
+    const std::size_t done = position.pages * 4;
+    return tree.agreement_beyond(position, run.data() + done, run.size() - done);
   };
   CHECK(beyond({1, 1}) == 2);
   CHECK(beyond({1, 1, 1, 2}) == 3);

@@ -51,7 +51,7 @@ TEST_CASE("memory that a GPU may still write stays for a while after the end of 
   const std::weak_ptr<int> left = memory;
   std::vector<LateWriter> writers(1);
   writers[0].process = Descriptor::open([] { return eventfd(1, EFD_CLOEXEC); });  // it has ended
-  writers[0].settle_ns = kSettle;
+  writers[0].grace_ns = kSettle;
   const std::int64_t began = monotonic_ns();
   RetainedMemory::keep(std::move(memory), std::move(writers));
   CHECK(soon([&] { return left.expired(); }));

@@ -204,7 +204,7 @@ TEST_CASE("two pools that send to each other by sock from several threads at onc
       service.name = name;
       service.secret = "s3cret";
       service.routes = {"sock"};
-      service.unix_door = false;
+      service.prefer_unix_socket = false;
       return start_node(options, service);
     };
     Node a = make("a");

@@ -128,7 +128,7 @@ TEST_CASE("a link: frames that no peer sends close it") {
       {"an unknown kind", [](FrameForge& f) { f.add_header(std::uint8_t{99}); }},
       {"kind 0", [](FrameForge& f) { f.add_header(std::uint8_t{0}); }},
       {"a second metadata", [](FrameForge& f) { f.add(FrameKind::kMetadata); }},
-      {"a door", [](FrameForge& f) { f.add(FrameKind::kDoor); }},
+      {"capabilities", [](FrameForge& f) { f.add(FrameKind::kCapabilities); }},
       {"a payload of a message", [](FrameForge& f) { f.add(FrameKind::kCall, 1, {}, some_bytes(8)); }},
       {"data without a payload", [](FrameForge& f) { f.add(FrameKind::kData, 1, some_bytes(24)); }},
       {"a body of a ping", [](FrameForge& f) { f.add(FrameKind::kPing, 1, some_bytes(8)); }},

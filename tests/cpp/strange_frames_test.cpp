@@ -299,7 +299,7 @@ TEST_CASE("a peer whose authentic frames say anything changes nothing that it wa
   const std::uint64_t seed = fuzz_seeds().back();
   announce_fuzz("strange frames", seed);
   Dice dice(seed);
-  const auto over_tcp = [](ServiceOptions& options) { options.unix_door = false; };
+  const auto over_tcp = [](ServiceOptions& options) { options.prefer_unix_socket = false; };
   Node victim = make_node("victim", {"sock"}, 16, over_tcp);
   Node honest = make_node("honest", {"sock"}, 16, over_tcp);
   const std::string address = victim.service.listen("tcp:127.0.0.1:0");

@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::size_t kPlaces = 4;
 const EndpointOptions kCrowded{
-    .secret = "sesame", .handshake_ns = 600 * kSecond, .door = false, .handshakes_max = kPlaces};
+    .secret = "sesame", .handshake_ns = 600 * kSecond, .prefer_unix_socket = false, .handshakes_max = kPlaces};
 
 std::string address_for(bool tcp) { return tcp ? "tcp:127.0.0.1:0" : fresh_name("unix:@"); }
 
@@ -59,7 +59,9 @@ TEST_CASE("strangers: silent ones and ones that owe the proof keep nobody out, a
 TEST_CASE("strangers: they come faster than a peer can, and it gets in") {
   for (const bool tcp : {true, false}) {
     CAPTURE(tcp);
-    Member server("server", {.secret = "sesame", .handshake_ns = 600 * kSecond, .door = false, .handshakes_max = 64});
+    Member server(
+        "server",
+        {.secret = "sesame", .handshake_ns = 600 * kSecond, .prefer_unix_socket = false, .handshakes_max = 64});
     const std::string at = server.endpoint->listen(address_for(tcp));
     std::atomic<bool> over{false};
     std::thread flood([&] {
@@ -85,7 +87,7 @@ TEST_CASE("strangers: a caller that has proved that it knows the secret keeps it
   Member server("server", {.secret = "sesame",
                            .lease_ns = 600 * kSecond,
                            .handshake_ns = kHandshakeNs,
-                           .door = false,
+                           .prefer_unix_socket = false,
                            .handshakes_max = kPlaces});
   const std::int64_t begun_ns = monotonic_ns();
   const std::string at = server.endpoint->listen("tcp:127.0.0.1:0");
@@ -132,7 +134,7 @@ TEST_CASE("strangers: a peer that lost its place to them before its proof calls 
         send_raw(caller, out);
       }
       server.meet();
-      server.send(FrameKind::kDoor, write_body(DoorBody{}));
+      server.send(FrameKind::kCapabilities, write_body(ServerCapabilities{}));
       CHECK(server.receive().kind_is(FrameKind::kMetadata));
       server.send(FrameKind::kMetadata, write_metadata_body(metadata_of("by hand")));
     });
@@ -143,7 +145,7 @@ TEST_CASE("strangers: a peer that lost its place to them before its proof calls 
 }
 
 TEST_CASE("strangers: when the process has no descriptor left, a silent one gives up its own") {
-  Member server("server", {.secret = "sesame", .handshake_ns = 600 * kSecond, .door = false});
+  Member server("server", {.secret = "sesame", .handshake_ns = 600 * kSecond, .prefer_unix_socket = false});
   const std::string at = server.endpoint->listen(fresh_name("unix:@"));
   const Descriptor silent = dial(parse_address(at), NoPatience());
   std::this_thread::sleep_for(std::chrono::milliseconds(20));

@@ -13,7 +13,7 @@
 #include "device_kit.h"
 #include "fuzz_seeds.h"
 #include "kvpool/cuda/copier.h"
-#include "kvpool/cuda/looks.h"
+#include "kvpool/cuda/poll_backoff.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA
@@ -25,7 +25,7 @@ constexpr std::uint32_t kPageWords = 1024;
 constexpr std::int64_t kLongNs = 600'000'000'000;
 
 std::shared_ptr<WaitWord> take(const std::shared_ptr<const CudaContext>& context, std::int64_t for_ns = kLongNs) {
-  return WaitWord::take(context, Looks::now_ns() + for_ns);
+  return WaitWord::take(context, PollBackoff::now_ns() + for_ns);
 }
 
 TEST_CASE("a stream goes on when its word is set, other streams at once, and all that was written before is seen") {

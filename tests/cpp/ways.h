@@ -22,18 +22,18 @@ struct SimWay {
   }
 };
 
-enum class Door : std::uint8_t { kUnix, kTcp };
+enum class Family : std::uint8_t { kUnix, kTcp };
 enum class RealRoute : std::uint8_t { kLoopback, kShm, kCma, kSock };
 
-template <RealRoute route, Door door = Door::kUnix>
+template <RealRoute route, Family family = Family::kUnix>
 struct RouteWay {
   static constexpr bool kReal = true;
   static bool here() { return true; }
   static std::unique_ptr<JoinedPair> join(const PairOptions& options = {}) {
     constexpr const char* kNames[] = {"loopback", "shm", "cma", "sock"};
-    return std::make_unique<ServicePair>(kNames[static_cast<int>(route)],
-                                         door == Door::kTcp ? "tcp:127.0.0.1:0" : unix_address(), options,
-                                         [](ServiceOptions& service) { service.unix_door = door == Door::kUnix; });
+    return std::make_unique<ServicePair>(
+        kNames[static_cast<int>(route)], family == Family::kTcp ? "tcp:127.0.0.1:0" : unix_address(), options,
+        [](ServiceOptions& service) { service.prefer_unix_socket = family == Family::kUnix; });
   }
 };
 
@@ -107,7 +107,7 @@ using Loopback = RouteWay<RealRoute::kLoopback>;
 using Shm = RouteWay<RealRoute::kShm>;
 using Cma = RouteWay<RealRoute::kCma>;
 using SockUnix = RouteWay<RealRoute::kSock>;
-using SockTcp = RouteWay<RealRoute::kSock, Door::kTcp>;
+using SockTcp = RouteWay<RealRoute::kSock, Family::kTcp>;
 using UcxCma = UcxWay<true>;
 using UcxTcp = UcxWay<false>;
 

@@ -5,7 +5,7 @@
 
 #include "gpu_memory.h"
 #include "kvpool/cuda/copy_bounds.h"
-#include "kvpool/cuda/looks.h"
+#include "kvpool/cuda/poll_backoff.h"
 
 namespace kvpool::testing {
 namespace {
@@ -20,9 +20,9 @@ TEST_CASE("kernels and copy engines race each way, and a bound is found for each
   must(cudaMemGetInfo(&before, &total));
   for (int round = 0; round < 3; ++round) {
     bool complete = false;
-    const std::int64_t began = Looks::now_ns();
-    const CopyBounds bounds = race_copies(context, *cuda::gpu_kernels(), Looks::now_ns, &complete);
-    const std::int64_t took_ms = (Looks::now_ns() - began) / 1'000'000;
+    const std::int64_t began = PollBackoff::now_ns();
+    const CopyBounds bounds = race_copies(context, *cuda::gpu_kernels(), PollBackoff::now_ns, &complete);
+    const std::int64_t took_ms = (PollBackoff::now_ns() - began) / 1'000'000;
     MESSAGE("out ", bounds.of(GpuWay::kOut), ", in ", bounds.of(GpuWay::kIn), ", within ", bounds.of(GpuWay::kWithin),
             " bytes, in ", took_ms, " ms");
     CHECK(complete);

@@ -83,7 +83,7 @@ def test_one_that_is_cut_off_alone_is_kept_by_its_link(home, own_etcd, near_nurs
 @pytest.mark.parametrize("learns", ["from its peer", "from etcd"])
 def test_one_that_is_cut_off_from_all_is_dropped_learns_so_and_begins_a_new_term(own, own_etcd, near_nursery, learns):
     with (
-        home_of(own, LINK_LEASE, routes=("sock",), unix_door=False) as home,  # so that links stay in the proxy
+        home_of(own, LINK_LEASE, routes=("sock",), prefer_unix_socket=False) as home,  # so that links stay in the proxy
         Proxy(f"tcp:127.0.0.1:{own_etcd.port}") as to_etcd,
         contextlib.ExitStack() as stack,
     ):

@@ -97,7 +97,7 @@ class Middle:
 @contextlib.contextmanager
 def pools_and_middle() -> Iterator[tuple[kvpool.Pool, kvpool.Pool, Middle, str]]:
     layout = kvpool.RawLayout(block_bytes=BLOCK_BYTES, block_tokens=16)
-    options = {"secret": SECRET, "unix_door": False, "lease_s": LEASE_SECONDS, "routes": ("sock",)}
+    options = {"secret": SECRET, "prefer_unix_socket": False, "lease_s": LEASE_SECONDS, "routes": ("sock",)}
     with (
         kvpool.Pool(layout, hbm_blocks=16, name="receiver", **options) as receiver,
         kvpool.Pool(layout, hbm_blocks=16, name="sender", **options) as sender,

@@ -94,7 +94,7 @@ class Crew:
             self.ranks[-1](
                 "import numpy as np\n" + JOIN + FILL + UNTIL_LOST, ticket=ticket, number=self.number,
                 settings=settings
-                | {"device": DEVICE, "listen": "tcp:127.0.0.1:0" if settings["unix_door"] is False else None},
+                | {"device": DEVICE, "listen": "tcp:127.0.0.1:0" if settings["prefer_unix_socket"] is False else None},
             )  # fmt: skip
         self.scheduler("pool.ranks.wait(60)")
 
@@ -170,17 +170,19 @@ class Taker:
 def settings_of(route: str) -> dict[str, Any]:
     return {
         "routes": (route_or_skip(route).partition("-")[0],), "secret": "ranks", "lease_s": LEASE, "huge_pages": "never",
-        "unix_door": route != "sock-tcp", "check_memory": False,
+        "prefer_unix_socket": route != "sock-tcp", "check_memory": False,
     }  # fmt: skip
 
 
 def address_of(settings: dict[str, Any]) -> str:
-    return "tcp:127.0.0.1:0" if not settings["unix_door"] else f"unix:@kvpool-ranks-{os.getpid()}-{next(_numbers)}"
+    if not settings["prefer_unix_socket"]:
+        return "tcp:127.0.0.1:0"
+    return f"unix:@kvpool-ranks-{os.getpid()}-{next(_numbers)}"
 
 
 @contextlib.contextmanager
 def survivor_of(settings: dict[str, Any], nursery: Nursery, parallel: ParallelConfig | None) -> Iterator[Any]:
-    listen = address_of(settings) if not settings["unix_door"] else None
+    listen = address_of(settings) if not settings["prefer_unix_socket"] else None
     instance = Instance("survivor", parallel, layout=LAYOUT, blocks=48, dram=0, listen=listen, **settings)
     taker = Taker(instance)
     try:

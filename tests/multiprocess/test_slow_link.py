@@ -22,7 +22,7 @@ import kvpool
 
 SECRET = "s" * 40
 BLOCK_BYTES = 256 << 10
-OPTIONS = {"secret": SECRET, "unix_door": False, "lease_s": 10.0, "routes": ("sock",)}
+OPTIONS = {"secret": SECRET, "prefer_unix_socket": False, "lease_s": 10.0, "routes": ("sock",)}
 
 
 class SlowCable:

@@ -51,8 +51,8 @@ def dial(address: str) -> socket.socket:
     return one
 
 
-def doors() -> list[str]:
-    """Unix doors of the pools of this process: anybody on the machine can read their names."""
+def local_sockets() -> list[str]:
+    """Local sockets of the pools of this process: anybody on the machine can read their names."""
     mine = {Path(f"/proc/self/fd/{fd}").readlink() for fd in os.listdir("/proc/self/fd") if is_socket(int(fd))}
     sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     return [f"unix:{one[7]}" for one in sockets if len(one) == 8 and Path(f"socket:[{one[6]}]") in mine]
@@ -257,7 +257,7 @@ def test_bytes_that_change_on_the_way_are_never_delivered(far_nursery, request):
 @pytest.mark.parametrize("trusting", [(False, False), (True, False), (False, True), (True, True)])
 def test_content_that_a_relay_forges_is_delivered_only_where_both_sides_trust_the_network(trusting):
     """Loopback is no exception: other users of the machine are there."""
-    options = {"secret": SECRET, "routes": ("sock",), "unix_door": False}
+    options = {"secret": SECRET, "routes": ("sock",), "prefer_unix_socket": False}
     receiver = small_pool(name="receiver", trusted_network=trusting[0], **options)
     sender = small_pool(name="sender", trusted_network=trusting[1], **options)
     with receiver, sender, Relay(receiver.peers.listen("tcp:127.0.0.1:0")) as relay:
@@ -282,15 +282,15 @@ def test_content_that_a_relay_forges_is_delivered_only_where_both_sides_trust_th
 
 
 @pytest.mark.parametrize("what", ["silence", "hello"])
-@pytest.mark.parametrize("where", ["unix", "tcp", "door"])
+@pytest.mark.parametrize("where", ["unix", "tcp", "local"])
 def test_a_thousand_strangers_keep_no_peer_out(where, what):
-    """Strangers have 5 s each, so a peer that had to wait for them would be late. "door": at the port and the door."""
+    """Each stranger has 5 s, so a peer that waits for them is late. "local": also at the local socket."""
     address = unix_address() if where == "unix" else "tcp:127.0.0.1:0"
-    options = {"secret": SECRET, "unix_door": where == "door"}
+    options = {"secret": SECRET, "prefer_unix_socket": where == "local"}
     with many_descriptors(), contextlib.ExitStack() as stack:
         server = stack.enter_context(small_pool(name="server", **options))
         bound = server.peers.listen(address)
-        crowded = [bound, *doors()] if where == "door" else [bound]
+        crowded = [bound, *local_sockets()] if where == "local" else [bound]
         channel = LOCAL if where == "unix" else NETWORK
         for number in range(1000):
             stranger = socket.socket(

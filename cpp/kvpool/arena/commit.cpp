@@ -160,7 +160,7 @@ void run_in_threads(int threads, const Work& work) {
   }
 }
 
-// The number at the start of `text`, of which it and the blanks before it are removed; nothing if there is none.
+// Removes leading blanks and a number from `text` and returns the number; nullopt if `text` does not begin with one.
 std::optional<std::uint64_t> take_number(std::string_view& text, int base) noexcept {
   text.remove_prefix(std::min(text.find_first_not_of(' '), text.size()));
   std::uint64_t value = 0;

@@ -61,7 +61,7 @@ struct CgroupFiles {
   const char* limit;
   const char* usage;
   const char* reclaimable;  // key in memory.stat: file cache that the kernel gives up before it kills
-  std::uint64_t unlimited;  // limits from here on are none
+  std::uint64_t unlimited;  // a limit this large means no limit
 };
 constexpr CgroupFiles kFilesV2{"memory.max", "memory.current", "inactive_file", kUnlimited};
 constexpr CgroupFiles kFilesV1{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", kUnlimitedV1};

@@ -32,15 +32,15 @@ DeviceMover::DeviceMover(const Arena& device, const Arena& host, const cuda::Ker
   KVPOOL_CHECK(device.on_device() && device.block_bytes() == host.block_bytes());
   KVPOOL_CHECK(host.pinned() || host.blocks() == 0);
   const CurrentContext current(*context_, kWhat);
-  for (auto& lane : lanes_) lane = std::make_unique<RankChannel>(context_);
+  for (auto& direction : directions_) direction = std::make_unique<Direction>(context_);
   const BlockStrip whole{0, 0, device.block_bytes()};
   const MediumSpan on_device{device.blocks(), device.segments()};
   const MediumSpan on_host{host.blocks(), host.segments()};
-  plan_strips(on_device, on_host, std::span(&whole, 1), true, lane(TierWay::kOut).plan);
-  plan_strips(on_host, on_device, std::span(&whole, 1), true, lane(TierWay::kIn).plan);
+  plan_strips(on_device, on_host, std::span(&whole, 1), true, direction(TierWay::kOut).plan);
+  plan_strips(on_host, on_device, std::span(&whole, 1), true, direction(TierWay::kIn).plan);
   // One launch for as many blocks as both sides have. Longer pieces go by the copy engines.
   for (const TierWay way : {TierWay::kOut, TierWay::kIn}) {
-    RankChannel& own = lane(way);
+    Direction& own = direction(way);
     if (own.plan.empty() || device.block_bytes() / own.plan.size() > bounds.of(way_of(way))) continue;
     const std::size_t bytes = copier_.table_bytes(own.plan.size(), std::min(device.blocks(), host.blocks()));
     if (bytes > 0) own.stream.add_table(bytes);
@@ -48,12 +48,12 @@ DeviceMover::DeviceMover(const Arena& device, const Arena& host, const cuda::Ker
 }
 
 std::size_t DeviceMover::device_bytes() const noexcept {
-  return lanes_[0]->stream.table_bytes() + lanes_[1]->stream.table_bytes();
+  return directions_[0]->stream.table_bytes() + directions_[1]->stream.table_bytes();
 }
 
 void DeviceMover::move(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after) {
   if (n == 0) return;
-  RankChannel& own = lane(way);
+  Direction& own = direction(way);
   const std::lock_guard lock(own.mutex);
   const CurrentContext current(*context_, kWhat);
   own.stream.follow(after);
@@ -70,7 +70,7 @@ void DeviceMover::move(TierWay way, const Address* from, const Address* to, std:
 void DeviceMover::zero(const Address* blocks, std::size_t n) {
   constexpr const char* kZeroing = "blocks of the GPU cannot be zeroed";
   if (n == 0) return;
-  RankChannel& own = lane(TierWay::kIn);
+  Direction& own = direction(TierWay::kIn);
   const std::lock_guard lock(own.mutex);
   const CurrentContext current(*context_, kZeroing);
   own.stream.follow(std::nullopt);

@@ -50,18 +50,18 @@ class DeviceMover {
   std::size_t device_bytes() const noexcept;
 
  private:
-  struct RankChannel {
-    explicit RankChannel(const std::shared_ptr<const CudaContext>& context) : stream(context) {}
+  struct Direction {
+    explicit Direction(const std::shared_ptr<const CudaContext>& context) : stream(context) {}
     std::mutex mutex;
     CopyStream stream;
     std::vector<PlannedStrip> plan;
   };
-  RankChannel& lane(TierWay way) noexcept { return *lanes_[static_cast<std::size_t>(way)]; }
+  Direction& direction(TierWay way) noexcept { return *directions_[static_cast<std::size_t>(way)]; }
 
   const std::shared_ptr<const CudaContext> context_;
   const std::vector<Segment> device_segments_;
   StreamCopier copier_;
-  std::array<std::unique_ptr<RankChannel>, 2> lanes_;  // by TierWay
+  std::array<std::unique_ptr<Direction>, 2> directions_;  // by TierWay
 };
 
 }  // namespace kvpool

@@ -44,9 +44,9 @@ class CudaContext {
   CuContext context_ = nullptr;
 };
 
-// Makes the context current in this thread while it lives, and lets the thread do what is unsafe only for whoever
-// captures a CUDA graph: kvpool puts nothing into a stream that is captured. Without that an engine that captures one
-// in global mode, in whatever thread, would find its capture broken by any call here.
+// Makes the context current in this thread while it lives, and relaxes the thread's capture mode. In global mode, any
+// call here would break a CUDA graph capture of the engine, in whichever thread the engine captures. Relaxing is safe:
+// kvpool never puts work into a stream that is being captured.
 class CurrentContext {
  public:
   // Throws as CudaDriver::require.

@@ -26,7 +26,7 @@ void DeviceCopier::warm_up() {
 void DeviceCopier::add_tables(std::size_t count, std::size_t copies, std::size_t strips, std::size_t pairs) {
   if (copier_.table_bytes(strips, pairs) == 0) return;
   const CurrentContext current(*context(), copier_.what());
-  // Each copy has a part of its own, a little longer than its description.
+  // Each copy has its own part, a little longer than its description.
   const std::size_t bytes = cuda::table_bytes_of(copies * strips, pairs) + copies * CopyTable::length_of(1);
   std::vector<std::unique_ptr<CopyStream>> streams;
   streams.reserve(count);

@@ -32,9 +32,9 @@ class DeviceCopier {
   const std::shared_ptr<const CudaContext>& context() const noexcept { return copier_.context(); }
 
   // Strip s of block from[i] to block to[i], for all of them; the plan has only blocks of one medium on each side.
-  // Returns when the bytes have arrived, how many pieces there were. `merge`: neighbours that lie in a row are one.
-  // Throws kDeviceLost, kUnsupported, kOutOfMemory, std::bad_alloc. Whatever it throws, but for kDeviceLost, nothing is
-  // written any more then. REQUIRES: host memory is page-locked; no two pieces overlap where they are written.
+  // Returns the number of pieces when the bytes have arrived. `merge`: contiguous neighbours count as one piece. Throws
+  // kDeviceLost, kUnsupported, kOutOfMemory, std::bad_alloc. After any of them but kDeviceLost nothing is written any
+  // more. REQUIRES: host memory is page-locked; no two pieces overlap where they are written.
   std::uint64_t copy(GpuWay way, std::span<const PlannedStrip> plan, std::span<const Address> from,
                      std::span<const Address> to, bool merge);
   // The same for pieces as they are.

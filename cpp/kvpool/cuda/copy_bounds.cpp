@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "kvpool/base/error.h"
-#include "kvpool/cuda/looks.h"
+#include "kvpool/cuda/poll_backoff.h"
 #include "kvpool/cuda/shared_memory.h"
 #include "kvpool/cuda/stream.h"
 #include "kvpool/cuda/stream_copier.h"
@@ -172,7 +172,7 @@ CopyBounds measured_copy_bounds(const std::shared_ptr<const CudaContext>& contex
   const std::lock_guard one_at_a_time(known().race);
   if (const auto found = known_copy_bounds(context->ordinal())) return *found;
   bool complete = false;
-  const CopyBounds bounds = race_copies(context, kernels, Looks::now_ns, &complete);
+  const CopyBounds bounds = race_copies(context, kernels, PollBackoff::now_ns, &complete);
   const std::lock_guard lock(known().mutex);
   if (complete) known().bounds.emplace(context->ordinal(), bounds);
   return bounds;

@@ -17,9 +17,10 @@ class CopyStream {
   // As CudaStream, and so in all that has its name.
   explicit CopyStream(const std::shared_ptr<const CudaContext>& context) : context_(context), stream_(context) {}
 
-  // Descriptions of so many bytes, of all copies between two calls of drain(), are one launch each. Where memory for
-  // them is short there is none, and such copies are several. Throws as CopyTable::make. The stream is to be destroyed
-  // where one may wait for the GPU then. REQUIRES: nothing is in the stream; bytes > 0.
+  // Allocates a table for copy descriptions of `bytes`. Each copy whose description fits (counting all copies between
+  // two calls of drain()) is one launch. If memory is short there is no table, and such copies take several launches.
+  // Throws as CopyTable::make. Afterwards the destructor may wait for the GPU. REQUIRES: nothing is in the stream;
+  // bytes > 0.
   void add_table(std::size_t bytes) { table_ = CopyTable::make(context_, bytes); }
   CopyTable* table() const noexcept { return table_.get(); }
   std::size_t table_bytes() const noexcept { return table_ != nullptr ? table_->bytes() : 0; }

@@ -65,13 +65,13 @@ CudaDriver::CudaDriver(const std::string& name) : library(name) {
     throw Error(ErrorCode::kUnsupported,
                 "there is no CUDA driver: " + (reason != nullptr ? std::string(reason) : "cannot open " + name));
   }
-  const auto look = [&](auto& function, const char* symbol) {
+  const auto load = [&](auto& function, const char* symbol) {
     void* address = dlsym(handle, symbol);
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
     return address != nullptr;
   };
   const auto find = [&](auto& function, const char* symbol) {
-    if (look(function, symbol)) return;
+    if (load(function, symbol)) return;
     dlclose(handle);
     throw Error(ErrorCode::kUnsupported, "there is no CUDA driver that is new enough: " + name + " has no " + symbol);
   };
@@ -120,14 +120,14 @@ CudaDriver::CudaDriver(const std::string& name) : library(name) {
   find(event_query, "cuEventQuery");
   find(memcpy_async, "cuMemcpyAsync");
   find(memset_async, "cuMemsetD8Async");
-  look(ctx_record_event, "cuCtxRecordEvent");
-  look(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
-  look(stream_get_ctx_v2, "cuStreamGetCtx_v2");
-  look(stream_is_capturing, "cuStreamIsCapturing");
-  look(stream_wait_value, "cuStreamWaitValue32_v2");
-  look(memcpy_batch_v1, "cuMemcpyBatchAsync");
-  look(memcpy_batch_v2, "cuMemcpyBatchAsync_v2");
-  look(kernel_launcher, "kvpool_kernel_launcher");
+  load(ctx_record_event, "cuCtxRecordEvent");
+  load(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
+  load(stream_get_ctx_v2, "cuStreamGetCtx_v2");
+  load(stream_is_capturing, "cuStreamIsCapturing");
+  load(stream_wait_value, "cuStreamWaitValue32_v2");
+  load(memcpy_batch_v1, "cuMemcpyBatchAsync");
+  load(memcpy_batch_v2, "cuMemcpyBatchAsync_v2");
+  load(kernel_launcher, "kvpool_kernel_launcher");
 }
 
 const CudaDriver& CudaDriver::get() {

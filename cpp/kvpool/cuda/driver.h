@@ -2,7 +2,7 @@
 //
 // The library is libcuda.so.1, or what the environment variable KVPOOL_CUDA_LIBRARY names. It is opened when something
 // first needs a GPU, never when kvpool is loaded, and a machine without it runs everything else. It is never closed:
-// the driver has threads of its own and does not survive being unloaded.
+// the driver runs threads and does not survive being unloaded.
 //
 // Thread-safety: all of it. In a forked child the driver does not work: nothing here may be called there.
 #pragma once

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "kvpool/base/error.h"
-#include "kvpool/cuda/looks.h"
+#include "kvpool/cuda/poll_backoff.h"
 #include "kvpool/cuda/wait_word.h"
 
 namespace kvpool {
@@ -89,18 +89,18 @@ bool DeviceOrder::ended() const noexcept {
 
 void DeviceOrder::wait(std::int64_t deadline_ns, const std::atomic<bool>* cancelled) const {
   if (is_met_) return;
-  if (event_ != nullptr) return look(deadline_ns, cancelled, /*gives_way=*/false);
+  if (event_ != nullptr) return poll(deadline_ns, cancelled, /*gives_way=*/false);
   if (!can_record_device() && words_unset(*context_)) throw_behind_words();
   const auto all = after_now(context_, std::nullopt);
-  if (!all->is_met_) all->look(deadline_ns, cancelled, /*gives_way=*/true);
+  if (!all->is_met_) all->poll(deadline_ns, cancelled, /*gives_way=*/true);
 }
 
 // `gives_way`: to streams that wait for words.
-void DeviceOrder::look(std::int64_t deadline_ns, const std::atomic<bool>* cancelled, bool gives_way) const {
+void DeviceOrder::poll(std::int64_t deadline_ns, const std::atomic<bool>* cancelled, bool gives_way) const {
   const CurrentContext current(*context_, kWhat);
-  const Looks looks;
-  for (std::int64_t behind_ns = looks.began_ns(); !query();) {
-    const std::int64_t now = Looks::now_ns();
+  const PollBackoff backoff;
+  for (std::int64_t behind_ns = backoff.began_ns(); !query();) {
+    const std::int64_t now = PollBackoff::now_ns();
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
       throw Error(ErrorCode::kCancelled, "the transfer was cancelled");
     }
@@ -113,7 +113,7 @@ void DeviceOrder::look(std::int64_t deadline_ns, const std::atomic<bool>* cancel
     } else if (now - behind_ns >= kWordPatienceNs) {
       throw_behind_words();
     }
-    looks.pause(now);
+    backoff.pause(now);
   }
 }
 

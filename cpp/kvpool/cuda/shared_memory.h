@@ -50,8 +50,8 @@ class RegisteredMemory {
   void* const base_;
 };
 
-// Page-locked memory of its own, through which content goes between a GPU and what cannot reach it: a socket, a
-// checksum.
+// Page-locked memory through which content goes between a GPU and code that cannot access the GPU's memory: a socket,
+// a checksum.
 class PinnedBuffer {
  public:
   // Throws kOutOfMemory, and as RegisteredMemory.

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "kvpool/base/error.h"
-#include "kvpool/cuda/looks.h"
+#include "kvpool/cuda/poll_backoff.h"
 
 namespace kvpool {
 namespace {
@@ -72,10 +72,10 @@ void CudaStream::follow(const CopyOrder& order) {
 bool CudaStream::ends_within(std::int64_t ns) noexcept {
   const CudaDriver& driver = context_->driver();
   if (driver.event_record(event_, stream_) != kCudaSuccess) return true;
-  for (const Looks looks; driver.event_query(event_) == kCudaNotReady;) {
-    const std::int64_t now = Looks::now_ns();
-    if (now - looks.began_ns() >= ns) return false;
-    looks.pause(now);
+  for (const PollBackoff backoff; driver.event_query(event_) == kCudaNotReady;) {
+    const std::int64_t now = PollBackoff::now_ns();
+    if (now - backoff.began_ns() >= ns) return false;
+    backoff.pause(now);
   }
   return true;
 }

@@ -13,7 +13,7 @@ namespace kvpool {
 // ones), or, if empty, that of the whole device.
 using CallerStream = std::optional<CuStream>;
 
-// What a copy has to wait for before it begins.
+// The work that must end before a copy begins.
 class CopyOrder {
  public:
   // The earlier work of that stream, or, without one, of the whole device.
@@ -53,12 +53,12 @@ class CudaStream {
   const CudaContext& context() const noexcept { return *context_; }
   CuStream handle() const noexcept { return stream_; }
 
-  // What is put into this stream from now on begins when the order is met: the GPU waits for what is in another stream
-  // now. For a whole device this thread waits, here. Throws kArgument for a stream of another device;
+  // Work that is put into this stream from now on begins when the order is met: the GPU waits for the work that is in
+  // the other stream now. For a whole device this thread waits, here. Throws kArgument for a stream of another device;
   // kState for a stream that is captured, and for a whole device while a CUDA graph is captured there.
   void follow(const CopyOrder& order);
-  // Whether all that is in this stream now ends within so long. Looks again and again. True, too, when the driver does
-  // not say: drain() throws why.
+  // Polls until all work that is in this stream now has ended, or the time is over; returns whether it has ended. True,
+  // too, when the driver does not say: drain() throws why.
   bool ends_within(std::int64_t ns) noexcept;
   // Returns when all that is in this stream has ended. Throws as CudaDriver::require: kDeviceLost also when the driver
   // does not say whether it has.

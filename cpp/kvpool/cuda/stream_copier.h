@@ -2,7 +2,7 @@
 //
 // Many small pieces are one kernel that reads and writes both sides itself (cuda/kernels.h); few large ones go by the
 // copy engines (copy_bounds.h says which are which), in one call where the driver has it (cuMemcpyBatchAsync,
-// CUDA 12.8), else one by one. What this GPU or its driver turns out not to support is not asked for again. Some
+// CUDA 12.8), else one by one. A call that this GPU or driver does not support is not tried again. Some
 // drivers refuse batches that are right, or hang in them: KVPOOL_CUDA_BATCHES=0 in the environment keeps to one by one.
 //
 // Thread-safety: all of it.
@@ -32,9 +32,9 @@ const cuda::KernelSet* kernels_for(const CudaContext& context);
 // These, loaded; null where they cannot run. Throws as above.
 const cuda::KernelSet* loaded(const CudaContext& context, const cuda::KernelSet& kernels);
 
-// Thread blocks of a kernel. Over the bus these keep half a megabyte on its way, which is what 64 GB/s need a few times
-// over: more do not make it faster, and the model needs the rest of the GPU. What may also stay within the GPU, or go
-// over a link, has more, and leaves most of it, too.
+// Thread blocks of a kernel. Over the bus these keep half a megabyte in flight, a few times what 64 GB/s need: more do
+// not make copies faster, and the model needs the rest of the GPU. Copies that may also stay within the GPU, or go over
+// a link, get more thread blocks, and still leave most of the GPU.
 inline constexpr std::uint32_t kBusThreadBlocks = 32;
 inline constexpr std::uint32_t kLinkThreadBlocks = 64;
 

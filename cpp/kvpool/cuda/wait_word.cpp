@@ -86,7 +86,7 @@ class WaitWords {
       : flags_(kCuStreamWaitGeq |
                (context.attribute(kCuDeviceFlushRemoteWrites, kWhat) != 0 ? kCuStreamWaitFlush : 0U)) {}
 
-  // Of this context: made by the first who asks. Null, with `make` false, when there are none.
+  // The words of this context. The first call with `make` creates them; without `make` it returns null until then.
   static WaitWords* of(const CudaContext& context, bool make) {
     // Never destroyed: threads may outlive static objects.
     static auto* const mutex = new std::mutex;
@@ -143,7 +143,7 @@ class WaitWords {
   std::atomic<std::uint32_t>& unset() noexcept { return unset_; }
 
  private:
-  // False: there is none left. Throws kBusy. The word that was free for the longest time.
+  // Gives out the word that has been free for the longest time; false if all are in use. Throws kBusy.
   bool give(WaitWord& word) {
     const std::lock_guard lock(mutex_);
     if (standstills_ > 0) {
@@ -165,7 +165,7 @@ class WaitWords {
     return true;
   }
 
-  // Not under the lock: registering may wait for the GPU, and whoever lets go of a word must not.
+  // Not under the lock: registering may wait for the GPU, and a thread that releases a word must not wait.
   void add_page(const CudaContext& context) {
     Word* page = map_page();
     try {

@@ -5,7 +5,7 @@
 //
 // Invariants
 //   Q1  A word only rises (as a cyclic number), each user waits for one more than the last, and a wait passes when the
-//       word has reached its value. So a word can be used again at once: a late look passes as the first one would
+//       word has reached its value. So a word can be used again at once: a late poll passes as the first one would
 //       have, for the next 2^31 users of the word.
 //   Q2  A word has one user at a time, and is set when that one goes.
 //   Q3  A page stays mapped to the end of the process, and page-locked as long as the context.
@@ -28,7 +28,7 @@ namespace kvpool {
 
 class WaitWords;
 
-// Far more than a copy takes that nothing holds up.
+// Far more than an unobstructed copy takes.
 inline constexpr std::int64_t kWordPatienceNs = 1'000'000'000;
 
 class WaitWord {
@@ -41,10 +41,10 @@ class WaitWord {
   WaitWord(const WaitWord&) = delete;
   WaitWord& operator=(const WaitWord&) = delete;
 
-  // What the stream is given from now on begins when the word is set. Does not wait itself, unless the stream has as
-  // much to do as it can take. Throws as check_stream_of, kUnsupported, kDeviceLost; then the stream does not wait.
+  // Work that the stream gets from now on begins when the word is set. Does not wait itself, unless the stream's queue
+  // is full. Throws as check_stream_of, kUnsupported, kDeviceLost; then the stream does not wait.
   void hold_up(CuStream stream) const;
-  // Idempotent. What this thread has written, and what the GPU has been seen to have written, the stream sees then.
+  // Idempotent. The stream then sees all writes of this thread, and those of the GPU that this thread has seen.
   void set() noexcept;
   // The same; it is known then.
   void force() noexcept;
@@ -65,8 +65,8 @@ class WaitWord {
   std::int64_t until_ns_ = 0;
 };
 
-// While this lives, something waits for all work of a GPU, and what it does not know of must not hold it up: the making
-// of an NCCL communicator, whose kernels are loaded then. No word is given out meanwhile.
+// Held while a caller waits for all work of a GPU and must not wait for streams that it does not know: the making of an
+// NCCL communicator, which loads its kernels. No word is given out meanwhile.
 class Standstill {
  public:
   // Throws kRouteFailed when words of this context are in use and not set: a stream may be waiting.

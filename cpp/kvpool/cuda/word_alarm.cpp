@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "kvpool/base/error.h"
-#include "kvpool/cuda/looks.h"
+#include "kvpool/cuda/poll_backoff.h"
 #include "kvpool/cuda/wait_word.h"
 
 namespace kvpool {
@@ -43,7 +43,7 @@ void run() {
       return;
     }
     const auto first = self.words.begin();
-    if (first->first > Looks::now_ns()) {
+    if (first->first > PollBackoff::now_ns()) {
       // The steady clock is CLOCK_MONOTONIC.
       self.changed.wait_until(lock, std::chrono::steady_clock::time_point(std::chrono::nanoseconds(first->first)));
       continue;

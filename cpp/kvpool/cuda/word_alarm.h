@@ -1,6 +1,6 @@
 // A dedicated thread that sets words which were not set in time.
 //
-// A word is set when a fetch ends, at its deadline at the latest, which threads of the pool look at. But these threads
+// A word is set when a fetch ends, at its deadline at the latest, which threads of the pool poll. But these threads
 // also call the driver, and some driver calls wait for all work of the GPU (unmapping memory when a peer leaves, say):
 // a thread in such a call would wait for a stream that waits for this thread's word.
 //

@@ -9,8 +9,8 @@ namespace kvpool {
 void SerialExecutor::run(const void* key, Priority priority, std::function<void()> work) {
   {
     const std::lock_guard lock(mutex_);
-    const auto [strand, is_new] = waiting_.try_emplace(key);
-    strand->second[static_cast<std::size_t>(priority)].push_back(std::move(work));
+    const auto [queues, is_new] = waiting_.try_emplace(key);
+    queues->second[static_cast<std::size_t>(priority)].push_back(std::move(work));
     if (!is_new) return;
   }
   try {

@@ -34,12 +34,12 @@ std::size_t InstanceIndex::insert(std::string_view name_space, const Token* toke
   if (held_pages_.size() <= instance) held_pages_.resize(std::size_t{instance} + 1);
   Tree::Root* root = tree_.ensure_root(name_space);
   try {
-    const Tree::Place place = tree_.descend(root, tokens, pages, kNoVisit);
-    Node* last = place.at_end_of_node() ? place.node : cut(place.node, place.pages_in_node);
+    const Tree::Position position = tree_.descend(root, tokens, pages, kNoVisit);
+    Node* last = position.at_end_of_node() ? position.node : cut(position.node, position.pages_in_node);
     std::unique_ptr<Node> made;
-    if (place.pages < pages) {
-      made =
-          tree_.make_node(tokens + place.pages * tree_.page_tokens(), static_cast<std::uint32_t>(pages - place.pages));
+    if (position.pages < pages) {
+      made = tree_.make_node(tokens + position.pages * tree_.page_tokens(),
+                             static_cast<std::uint32_t>(pages - position.pages));
       made->payload.holders.reserve(1);
       tree_.reserve(1);
     }
@@ -84,10 +84,11 @@ void InstanceIndex::match(std::string_view name_space, const Token* tokens, std:
   Tree::Root* root = tree_.find_root(name_space);
   if (root == nullptr) return;
   PageCopy copy(tree_.page_tokens());
-  const Tree::Place place = descend_read_once(tree_, root, tokens, n_tokens / tree_.page_tokens(), copy, kNoVisit);
-  if (place.pages == 0) return;
-  collect(place, out);
-  Node* last = place.at_end_of_node() ? place.node : cut(place.node, place.pages_in_node);
+  const Tree::Position position =
+      descend_read_once(tree_, root, tokens, n_tokens / tree_.page_tokens(), copy, kNoVisit);
+  if (position.pages == 0) return;
+  collect(position, out);
+  Node* last = position.at_end_of_node() ? position.node : cut(position.node, position.pages_in_node);
   now = advance(now);
   for (Node* node = last; !node->is_root(); node = node->parent) node->payload.matched = now;
   use(last);
@@ -99,8 +100,9 @@ void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::
   Tree::Root* root = tree_.find_root(name_space);
   if (root == nullptr) return;
   PageCopy copy(tree_.page_tokens());
-  const Tree::Place place = descend_read_once(tree_, root, tokens, n_tokens / tree_.page_tokens(), copy, kNoVisit);
-  if (place.pages > 0) collect(place, out);
+  const Tree::Position position =
+      descend_read_once(tree_, root, tokens, n_tokens / tree_.page_tokens(), copy, kNoVisit);
+  if (position.pages > 0) collect(position, out);
 }
 
 void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
@@ -109,29 +111,30 @@ void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::
   Tree::Root* root = tree_.find_root(name_space);
   if (root == nullptr) return;
   PageCopy copy(tree_.page_tokens());
-  const Tree::Place place = descend_read_once(tree_, root, tokens, n_tokens / tree_.page_tokens(), copy, kNoVisit);
-  if (place.pages == 0) return;
+  const Tree::Position position =
+      descend_read_once(tree_, root, tokens, n_tokens / tree_.page_tokens(), copy, kNoVisit);
+  if (position.pages == 0) return;
   collect(
-      place, [&](std::size_t n) { out.reserve(n); },
+      position, [&](std::size_t n) { out.reserve(n); },
       [&](std::uint32_t instance, std::size_t pages) { out.add(instance, pages); });
 }
 
-void InstanceIndex::collect(const Tree::Place& place, std::vector<InstanceHit>& out) {
+void InstanceIndex::collect(const Tree::Position& position, std::vector<InstanceHit>& out) {
   collect(
-      place, [&](std::size_t n) { out.reserve(n); },
+      position, [&](std::size_t n) { out.reserve(n); },
       [&](std::uint32_t instance, std::size_t pages) { out.push_back(InstanceHit{instance, pages}); });
 }
 
 // From the end of the path upwards, each node adds the holders that the node below it lacks.
 template <class Reserve, class Add>
-void InstanceIndex::collect(const Tree::Place& place, Reserve&& reserve, Add&& add) {
-  const Node* first = place.node;
+void InstanceIndex::collect(const Tree::Position& position, Reserve&& reserve, Add&& add) {
+  const Node* first = position.node;
   while (!first->parent->is_root()) first = first->parent;
   reserve(first->payload.holders.size());
   const std::vector<Holder> none;
   const std::vector<Holder>* below = &none;
-  std::size_t pages = place.pages;
-  for (const Node* node = place.node; !node->is_root(); node = node->parent) {
+  std::size_t pages = position.pages;
+  for (const Node* node = position.node; !node->is_root(); node = node->parent) {
     const std::vector<Holder>& holders = node->payload.holders;
     if (holders.size() != below->size()) {  // I1
       auto other = below->begin();
@@ -144,7 +147,7 @@ void InstanceIndex::collect(const Tree::Place& place, Reserve&& reserve, Add&& a
       }
     }
     below = &holders;
-    pages -= node == place.node ? place.pages_in_node : node->pages;
+    pages -= node == position.node ? position.pages_in_node : node->pages;
   }
 }
 
@@ -154,12 +157,12 @@ std::size_t InstanceIndex::remove(std::string_view name_space, const Token* toke
   if (before == 0 || first_page >= n_tokens / tree_.page_tokens()) return 0;
   Tree::Root* root = tree_.find_root(name_space);
   if (root == nullptr) return 0;
-  const Tree::Place place = tree_.descend(root, tokens, first_page + 1, kNoVisit);
-  if (place.pages <= first_page) return 0;
-  Node* const node = place.node;
+  const Tree::Position position = tree_.descend(root, tokens, first_page + 1, kNoVisit);
+  if (position.pages <= first_page) return 0;
+  Node* const node = position.node;
   if (node->payload.find(instance) == nullptr) return 0;
 
-  const std::uint32_t kept = place.pages_in_node - 1;
+  const std::uint32_t kept = position.pages_in_node - 1;
   if (kept > 0 && node->payload.holders.size() == 1) {
     // No other instance holds the dropped pages: shorten the run in place, which needs no memory.
     drop_holder_below(node, instance);

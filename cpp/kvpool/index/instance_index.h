@@ -12,9 +12,8 @@
 //   I3  Every node has a holder.
 //   I4  Insertions and matches cut runs where they end: all pages of a node share one history.
 //   I5  A call that throws has changed nothing but, at most, where runs are cut.
-//   I6  All nodes stand in the order of their last uses, by whomever; a node is newer than those below it. So the
-//   oldest
-//       one has nothing below it.
+//   I6  All nodes are in the order of their last uses by any instance; a node is newer than those below it. So the
+//       oldest node has nothing below it.
 //   I7  No more pages than `pages_max`, where it is not 0.
 //
 // Cost: insert and match grow with the prompt and with the number of instances that hold its first page, not with the
@@ -126,8 +125,8 @@ class InstanceIndex {
   void evict(std::size_t pages) noexcept;
   // add(instance, pages) for every holder; reserve(their number) before.
   template <class Reserve, class Add>
-  static void collect(const Tree::Place& place, Reserve&& reserve, Add&& add);
-  static void collect(const Tree::Place& place, std::vector<InstanceHit>& out);
+  static void collect(const Tree::Position& position, Reserve&& reserve, Add&& add);
+  static void collect(const Tree::Position& position, std::vector<InstanceHit>& out);
 
   Tree tree_;
   std::size_t pages_max_;

@@ -22,7 +22,7 @@ struct Holder {
 struct InstancePayload {
   std::vector<Holder> holders;  // sorted by instance
 
-  // In the order of last uses, by whomever.
+  // In the order of last uses, by any instance.
   RadixNode<InstancePayload>* newer = nullptr;
   RadixNode<InstancePayload>* older = nullptr;
 

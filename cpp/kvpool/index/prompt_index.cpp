@@ -44,19 +44,19 @@ IndexHit PromptIndex::match(std::string_view name_space, const Token* tokens, st
   const std::size_t page_tokens = tree_.page_tokens();
   Address* end = out;
   PageCopy copy(page_tokens);
-  const Tree::Place place =
+  const Tree::Position position =
       descend_read_once(tree_, root, tokens, n_tokens / page_tokens, copy, [&](Node* node, std::uint32_t pages) {
         // The neighbours in the recency list are written when the pins below take the node out of it.
         if (node->payload.older != nullptr) prefetch(&node->payload.older->payload.newer);
         if (node->payload.newer != nullptr) prefetch(&node->payload.newer->payload.older);
         end = std::copy_n(node->payload.values.get(), pages, end);
       });
-  const std::size_t done = place.pages * page_tokens;
+  const std::size_t done = position.pages * page_tokens;
   IndexHit hit;
-  hit.partial_tokens = agreement_beyond_read_once(tree_, place, tokens + done, n_tokens - done, copy);
-  if (place.pages == 0) return hit;
-  Node* last = place.at_end_of_node() ? place.node : cut(place.node, place.pages_in_node);
-  hit.pages = place.pages;
+  hit.partial_tokens = agreement_beyond_read_once(tree_, position, tokens + done, n_tokens - done, copy);
+  if (position.pages == 0) return hit;
+  Node* last = position.at_end_of_node() ? position.node : cut(position.node, position.pages_in_node);
+  hit.pages = position.pages;
   hit.pin = pin(last);
   for (Node* node = last; !node->is_root(); node = node->parent) {
     if (node->payload.hits != std::numeric_limits<std::uint32_t>::max()) ++node->payload.hits;
@@ -73,17 +73,18 @@ IndexHit PromptIndex::peek(std::string_view name_space, const Token* tokens, std
     return hit;
   }
   const std::size_t page_tokens = tree_.page_tokens();
-  const Tree::Place place = tree_.descend(root, tokens, n_tokens / page_tokens, [&](Node* node, std::uint32_t pages) {
-    if (out != nullptr) out = std::copy_n(node->payload.values.get(), pages, out);
-  });
-  const std::size_t done = place.pages * page_tokens;
-  hit.pages = place.pages;
-  hit.partial_tokens = tree_.agreement_beyond(place, tokens + done, n_tokens - done);
+  const Tree::Position position =
+      tree_.descend(root, tokens, n_tokens / page_tokens, [&](Node* node, std::uint32_t pages) {
+        if (out != nullptr) out = std::copy_n(node->payload.values.get(), pages, out);
+      });
+  const std::size_t done = position.pages * page_tokens;
+  hit.pages = position.pages;
+  hit.partial_tokens = tree_.agreement_beyond(position, tokens + done, n_tokens - done);
   if (end != nullptr) {
-    const bool more_stored = !place.at_end_of_node() || place.node->children != nullptr;
-    *end = place.pages == n_tokens / page_tokens ? MatchEnd::kComplete
-           : more_stored                         ? MatchEnd::kDiverges
-                                                 : MatchEnd::kNothingBeyond;
+    const bool more_stored = !position.at_end_of_node() || position.node->children != nullptr;
+    *end = position.pages == n_tokens / page_tokens ? MatchEnd::kComplete
+           : more_stored                            ? MatchEnd::kDiverges
+                                                    : MatchEnd::kNothingBeyond;
   }
   return hit;
 }
@@ -95,17 +96,17 @@ IndexInsertion PromptIndex::insert(std::string_view name_space, const Token* tok
   Tree::Root* root = tree_.ensure_root(name_space);
   try {
     Address* present = canonical;
-    const Tree::Place place = tree_.descend(root, tokens, pages, [&](Node* node, std::uint32_t agreed) {
+    const Tree::Position position = tree_.descend(root, tokens, pages, [&](Node* node, std::uint32_t agreed) {
       if (node->payload.older != nullptr) prefetch(&node->payload.older->payload.newer);
       if (node->payload.newer != nullptr) prefetch(&node->payload.newer->payload.older);
       present = std::copy_n(node->payload.values.get(), agreed, present);
     });
-    Node* last = place.at_end_of_node() ? place.node : cut(place.node, place.pages_in_node);
-    insertion.pages_present = place.pages;
+    Node* last = position.at_end_of_node() ? position.node : cut(position.node, position.pages_in_node);
+    insertion.pages_present = position.pages;
 
     // New nodes, one for each run of values of one class, are made before anything is linked.
     std::vector<std::unique_ptr<Node>> made;
-    for (std::size_t first = place.pages; first < pages;) {
+    for (std::size_t first = position.pages; first < pages;) {
       const ValueClass value_class = class_of(values[first]);
       std::size_t end = first + 1;
       while (end < pages && class_of(values[end]) == value_class) ++end;
@@ -119,7 +120,7 @@ IndexInsertion PromptIndex::insert(std::string_view name_space, const Token* tok
     tree_.reserve(made.size());
     order_->reserve(tree_.node_count() + made.size());
 
-    std::copy(values + place.pages, values + pages, present);
+    std::copy(values + position.pages, values + pages, present);
     for (auto& node : made) {
       Node* const parent = last;
       last = node.release();
@@ -201,16 +202,16 @@ IndexErasure PromptIndex::erase(std::string_view name_space, const Token* tokens
   IndexErasure erasure;
   Tree::Root* root = tree_.find_root(name_space);
   if (root == nullptr) return erasure;
-  const Tree::Place place =
+  const Tree::Position position =
       tree_.descend(root, tokens, n_tokens / tree_.page_tokens(), [](Node*, std::uint32_t) noexcept {});
-  if (place.pages == 0) return erasure;
-  const bool longer = !place.at_end_of_node() || place.node->children != nullptr;
+  if (position.pages == 0) return erasure;
+  const bool longer = !position.at_end_of_node() || position.node->children != nullptr;
   // Where the tokens go on differently, what is longer does not begin with this prompt.
-  const bool whole = place.pages == n_tokens / tree_.page_tokens();
+  const bool whole = position.pages == n_tokens / tree_.page_tokens();
   if (longer && !(descendants && whole)) return erasure;
 
   // The prompt's own pages reach up to where another prompt branches off.
-  Node* top = place.node;
+  Node* top = position.node;
   while (!top->parent->is_root() && top->parent->child_count == 1) top = top->parent;
   if (top->payload.pins > 0) {  // P1: pins below count here too
     tree_.for_each_below(top, [&](const Node& node) {

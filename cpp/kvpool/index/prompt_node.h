@@ -27,7 +27,7 @@ struct PromptPayload {
 
   Buffer<Address> values;  // one per page
 
-  // Place in the eviction order (eviction_order.h); meaningful while `ordered`.
+  // Position in the eviction order (eviction_order.h); meaningful while `ordered`.
   Node* older = nullptr;
   Node* newer = nullptr;
   std::uint32_t heap_index = 0;

@@ -98,7 +98,7 @@ class RadixTree {
   };
 
   // Where a walk ended: `pages` whole pages agree, the last `pages_in_node` of them in `node`.
-  struct Place {
+  struct Position {
     Node* node;
     std::uint32_t pages_in_node;
     std::size_t pages;
@@ -155,33 +155,33 @@ class RadixTree {
   // Follows `tokens` for at most `pages` pages. visit(node, pages of it that agree) is called for every node on the
   // way.
   template <class Visit>
-  Place descend(Node* root, const Token* tokens, std::size_t pages, Visit&& visit) const {
-    Place place{root, 0, 0};
-    while (place.pages < pages) {
-      const Token* rest = tokens + place.pages * page_tokens_;
-      Node* child = find_child(place.node, rest);
+  Position descend(Node* root, const Token* tokens, std::size_t pages, Visit&& visit) const {
+    Position position{root, 0, 0};
+    while (position.pages < pages) {
+      const Token* rest = tokens + position.pages * page_tokens_;
+      Node* child = find_child(position.node, rest);
       if (child == nullptr) break;
-      const std::size_t comparable = std::min<std::size_t>(child->pages, pages - place.pages);
+      const std::size_t comparable = std::min<std::size_t>(child->pages, pages - position.pages);
       // find_child has compared the first page.
       const std::size_t agreed = agreement(child->tokens.get() + page_tokens_, rest + page_tokens_,  //
                                            (comparable - 1) * page_tokens_);
       const auto whole = static_cast<std::uint32_t>(1 + agreed / page_tokens_);
       visit(child, whole);
-      place = Place{child, whole, place.pages + whole};
+      position = Position{child, whole, position.pages + whole};
       if (whole < child->pages) break;
     }
-    return place;
+    return position;
   }
 
-  // Tokens that agree with what is stored beyond `place`, inside the next page. `rest` holds the n tokens that follow
-  // the place's pages.
-  std::size_t agreement_beyond(const Place& place, const Token* rest, std::size_t n) const noexcept {
+  // Tokens that agree with what is stored beyond `position`, inside the next page. `rest` holds the n tokens that
+  // follow its pages.
+  std::size_t agreement_beyond(const Position& position, const Token* rest, std::size_t n) const noexcept {
     const std::size_t within = std::min<std::size_t>(n, page_tokens_);
     if (within == 0) return 0;
-    if (!place.at_end_of_node()) {
-      return agreement(place.node->tokens.get() + std::size_t{place.pages_in_node} * page_tokens_, rest, within);
+    if (!position.at_end_of_node()) {
+      return agreement(position.node->tokens.get() + std::size_t{position.pages_in_node} * page_tokens_, rest, within);
     }
-    return order_.longest_agreement(place.node->children, rest, within);
+    return order_.longest_agreement(position.node->children, rest, within);
   }
 
   Node* find_child(Node* parent, const Token* page) const noexcept {

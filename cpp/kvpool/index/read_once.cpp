@@ -11,22 +11,22 @@ namespace {
 // what is left is to be looked at.
 
 std::size_t agree_in_pieces(const Token* ours, const Token* theirs, std::size_t n, bool& more) noexcept {
-  using RankChannel = Token __attribute__((vector_size(16)));
-  constexpr std::size_t kLanes = 8;
-  constexpr std::size_t kLaneTokens = sizeof(RankChannel) / sizeof(Token);
-  constexpr std::size_t kStep = kLanes * kLaneTokens;
+  using Vector = Token __attribute__((vector_size(16)));
+  constexpr std::size_t kVectors = 8;
+  constexpr std::size_t kVectorTokens = sizeof(Vector) / sizeof(Token);
+  constexpr std::size_t kStep = kVectors * kVectorTokens;
   std::size_t at = 0;
   for (; at + kStep <= n; at += kStep) {
-    std::array<RankChannel, kLanes> differences;
-    for (std::size_t i = 0; i < kLanes; ++i) {
-      RankChannel a;
-      RankChannel b;
-      std::memcpy(&a, ours + at + i * kLaneTokens, sizeof a);
-      std::memcpy(&b, theirs + at + i * kLaneTokens, sizeof b);
+    std::array<Vector, kVectors> differences;
+    for (std::size_t i = 0; i < kVectors; ++i) {
+      Vector a;
+      Vector b;
+      std::memcpy(&a, ours + at + i * kVectorTokens, sizeof a);
+      std::memcpy(&b, theirs + at + i * kVectorTokens, sizeof b);
       differences[i] = a ^ b;
     }
-    const RankChannel any = ((differences[0] | differences[1]) | (differences[2] | differences[3])) |
-                            ((differences[4] | differences[5]) | (differences[6] | differences[7]));
+    const Vector any = ((differences[0] | differences[1]) | (differences[2] | differences[3])) |
+                       ((differences[4] | differences[5]) | (differences[6] | differences[7]));
     memory_barrier();
     std::array<std::uint64_t, 2> words;
     std::memcpy(words.data(), &any, sizeof words);
@@ -46,8 +46,8 @@ std::size_t agree_in_pieces(const Token* ours, const Token* theirs, std::size_t 
 // As fast as memcmp of the C library, which may read twice and says only that there is a difference.
 __attribute__((target("avx2"))) std::size_t agree_in_wide_pieces(const Token* ours, const Token* theirs, std::size_t n,
                                                                  bool& more) noexcept {
-  constexpr std::size_t kLaneTokens = sizeof(__m256i) / sizeof(Token);
-  constexpr std::size_t kStep = 4 * kLaneTokens;
+  constexpr std::size_t kVectorTokens = sizeof(__m256i) / sizeof(Token);
+  constexpr std::size_t kStep = 4 * kVectorTokens;
   std::size_t at = 0;
   for (; at + kStep <= n; at += kStep) {
     const auto* a = reinterpret_cast<const __m256i*>(ours + at);
@@ -59,8 +59,8 @@ __attribute__((target("avx2"))) std::size_t agree_in_wide_pieces(const Token* ou
     memory_barrier();
     const __m256i all = _mm256_and_si256(_mm256_and_si256(first, second), _mm256_and_si256(third, fourth));
     if (_mm256_movemask_epi8(all) == -1) continue;
-    const auto bits = [](__m256i lane) __attribute__((target("avx2"))) {
-      return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(lane)));
+    const auto bits = [](__m256i vector) __attribute__((target("avx2"))) {
+      return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(vector)));
     };
     const std::uint32_t equal = bits(first) | bits(second) << 8U | bits(third) << 16U | bits(fourth) << 24U;
     more = false;
@@ -70,7 +70,7 @@ __attribute__((target("avx2"))) std::size_t agree_in_wide_pieces(const Token* ou
   return at;
 }
 
-const bool kHasWideLanes = __builtin_cpu_supports("avx2") != 0;
+const bool kHasWideVectors = __builtin_cpu_supports("avx2") != 0;
 #endif
 
 }  // namespace
@@ -78,7 +78,8 @@ const bool kHasWideLanes = __builtin_cpu_supports("avx2") != 0;
 std::size_t agreement_read_once(const Token* ours, const Token* theirs, std::size_t n) noexcept {
   bool more = true;
 #if defined(__x86_64__)
-  std::size_t at = kHasWideLanes ? agree_in_wide_pieces(ours, theirs, n, more) : agree_in_pieces(ours, theirs, n, more);
+  std::size_t at =
+      kHasWideVectors ? agree_in_wide_pieces(ours, theirs, n, more) : agree_in_pieces(ours, theirs, n, more);
 #else
   std::size_t at = agree_in_pieces(ours, theirs, n, more);
 #endif

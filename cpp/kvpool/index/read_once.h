@@ -46,32 +46,33 @@ class PageCopy {
 
 // As tree.descend(root, tokens, pages, visit).
 template <class Tree, class Visit>
-typename Tree::Place descend_read_once(const Tree& tree, typename Tree::Node* root, const Token* tokens,
-                                       std::size_t pages, PageCopy& copy, Visit&& visit) {
+typename Tree::Position descend_read_once(const Tree& tree, typename Tree::Node* root, const Token* tokens,
+                                          std::size_t pages, PageCopy& copy, Visit&& visit) {
   const std::size_t page = tree.page_tokens();
-  typename Tree::Place place{root, 0, 0};
-  while (place.pages < pages) {
-    const Token* rest = tokens + place.pages * page;
-    typename Tree::Node* child = tree.find_child(place.node, copy.read(rest, page));
+  typename Tree::Position position{root, 0, 0};
+  while (position.pages < pages) {
+    const Token* rest = tokens + position.pages * page;
+    typename Tree::Node* child = tree.find_child(position.node, copy.read(rest, page));
     if (child == nullptr) break;
-    const std::size_t comparable = std::min<std::size_t>(child->pages, pages - place.pages);
+    const std::size_t comparable = std::min<std::size_t>(child->pages, pages - position.pages);
     const std::size_t agreed =
         agreement_read_once(child->tokens.get() + page, rest + page, (comparable - 1) * page);  // beyond the first page
     const auto whole = static_cast<std::uint32_t>(1 + agreed / page);
     visit(child, whole);
-    place = typename Tree::Place{child, whole, place.pages + whole};
+    position = typename Tree::Position{child, whole, position.pages + whole};
     if (whole < child->pages) break;
   }
-  return place;
+  return position;
 }
 
-// As tree.agreement_beyond(place, rest, n). Less than a page, for the walk ended there.
+// As tree.agreement_beyond(position, rest, n). Less than a page, for the walk ended there.
 template <class Tree>
-std::size_t agreement_beyond_read_once(const Tree& tree, const typename Tree::Place& place, const Token* rest,
+std::size_t agreement_beyond_read_once(const Tree& tree, const typename Tree::Position& position, const Token* rest,
                                        std::size_t n, PageCopy& copy) noexcept {
   const std::size_t within = std::min<std::size_t>(n, tree.page_tokens());
   if (within == 0) return 0;
-  return std::min<std::size_t>(tree.agreement_beyond(place, copy.read(rest, within), within), tree.page_tokens() - 1);
+  return std::min<std::size_t>(tree.agreement_beyond(position, copy.read(rest, within), within),
+                               tree.page_tokens() - 1);
 }
 
 }  // namespace kvpool

@@ -21,11 +21,11 @@ enum class FrameKind : std::uint8_t {
   kPing = 1,
   kPong = 2,
   kBye = 3,
-  // While peers meet, in this order: the server's kDoor, the client's kMetadata, and the server's kMetadata, which
-  // admits the client.
-  kDoor = 4,      // the Unix socket for peers on the same host
-  kMetadata = 5,  // a PeerMetadata, and its descriptors
-  kReject = 6,    // instead of peer metadata, or after it: an error, and the end
+  // While peers meet, in this order: the server's kCapabilities, the client's kMetadata, and the server's kMetadata,
+  // which admits the client.
+  kCapabilities = 4,  // among others, the Unix socket for peers on the same host
+  kMetadata = 5,      // a PeerMetadata, and its descriptors
+  kReject = 6,        // instead of peer metadata, or after it: an error, and the end
   // Calls: transfer/peer_calls.h. They carry a verb, and an id of the caller's choice; the answer repeats both.
   kCall = 16,    // the verb, with its request          -> kAnswer or kRefused
   kCancel = 17,  // nobody waits for this call any more  no answer but the call's own

@@ -1,8 +1,8 @@
 // Chooses the payload size of a frame from the measured speed of the link.
 //
-// Once a frame has begun, everything else waits behind it: messages of other threads, and the cancellation of its own
-// transfer. So a frame should occupy the link for a few milliseconds only. A fast link sends the largest allowed frame
-// in that time.
+// Once a frame has begun, everything else waits behind it: messages of other threads, and the cancellation of the
+// frame's transfer. So a frame should occupy the link for a few milliseconds only. A fast link sends the largest
+// allowed frame in that time.
 //
 // Thread-safety: one thread at a time calls measured(); any thread may call payload_bytes().
 #pragma once

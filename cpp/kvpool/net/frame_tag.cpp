@@ -55,7 +55,7 @@ std::size_t body_bytes_max(std::uint8_t kind) {
     case FrameKind::kPong:
       return 0;
     case FrameKind::kBye:
-    case FrameKind::kDoor:
+    case FrameKind::kCapabilities:
     case FrameKind::kReject:
       return kShortBodyBytesMax;
     case FrameKind::kMetadata:

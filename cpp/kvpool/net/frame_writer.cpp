@@ -16,8 +16,8 @@
 namespace kvpool {
 namespace {
 
-constexpr std::int64_t kLookNs = 50'000'000;  // how often a thread that waits looks whether it was cancelled
-constexpr std::size_t kFramesAtOnce = 64;     // a writer sends so many for others before it returns
+constexpr std::int64_t kCancelPollNs = 50'000'000;  // how often a waiting thread checks whether it was cancelled
+constexpr std::size_t kFramesAtOnce = 64;           // a writer sends so many for others before it returns
 
 void check_patience(std::int64_t deadline_ns, const std::atomic<bool>* cancelled) {
   if (cancelled != nullptr && cancelled->load(std::memory_order_acquire)) {
@@ -27,13 +27,13 @@ void check_patience(std::int64_t deadline_ns, const std::atomic<bool>* cancelled
     throw Error(ErrorCode::kDeadline, "the peer did not take the data by the deadline");
 }
 
-std::int64_t look_ns(std::int64_t deadline_ns) {
-  return std::clamp<std::int64_t>(deadline_ns - monotonic_ns(), 0, kLookNs);
+std::int64_t poll_ns(std::int64_t deadline_ns) {
+  return std::clamp<std::int64_t>(deadline_ns - monotonic_ns(), 0, kCancelPollNs);
 }
 
 void poll_room(int fd, std::int64_t until_ns) noexcept {
   pollfd room{fd, POLLOUT, 0};
-  const timespec wait{0, look_ns(until_ns)};
+  const timespec wait{0, poll_ns(until_ns)};
   ppoll(&room, 1, &wait, nullptr);
 }
 
@@ -72,13 +72,13 @@ void FrameWriter::take_role(std::unique_lock<std::mutex>& lock, std::int64_t dea
   ++waiting_;
   try {
     while (writing_) {
-      role_free_.wait_for(lock, std::chrono::nanoseconds(look_ns(deadline_ns)));
+      role_free_.wait_for(lock, std::chrono::nanoseconds(poll_ns(deadline_ns)));
       check_open();
       check_patience(deadline_ns, cancelled);
     }
   } catch (...) {
     --waiting_;
-    settle();  // the notification of the last writer may have been for this thread
+    hand_over_role();  // the notification of the last writer may have been for this thread
     throw;
   }
   --waiting_;
@@ -88,11 +88,11 @@ void FrameWriter::take_role(std::unique_lock<std::mutex>& lock, std::int64_t dea
 void FrameWriter::give_up_role() noexcept {
   const std::lock_guard lock(mutex_);
   writing_ = false;
-  settle();
+  hand_over_role();
 }
 
 // Keeps invariant 3. REQUIRES: mutex_ is held.
-void FrameWriter::settle() noexcept {
+void FrameWriter::hand_over_role() noexcept {
   if (writing_) return;
   if (waiting_ > 0) {
     role_free_.notify_one();
@@ -112,7 +112,7 @@ void FrameWriter::end(const char* text) noexcept {
   }
   queue_.clear();
   role_free_.notify_all();
-  settle();
+  hand_over_role();
 }
 
 // ---- messages

@@ -79,7 +79,7 @@ class FrameWriter {
   bool occupied_locked() const noexcept { return writing_ || waiting_ > 0 || queued(); }
   void take_role(std::unique_lock<std::mutex>& lock, std::int64_t deadline_ns, const std::atomic<bool>* cancelled);
   void give_up_role() noexcept;
-  void settle() noexcept;
+  void hand_over_role() noexcept;
 
   bool drain(std::size_t frames_max) noexcept;
   void begin(Queued&& frame) noexcept;

@@ -63,8 +63,8 @@ std::int64_t LinkKeepalive::look_at(SockLink& link, std::int64_t now) noexcept {
     }
     return INT64_MAX;
   }
-  // Less than the time between two looks, so that it is never missed by a little; more than half of it, so that one
-  // side's ping and its answer serve both.
+  // Less than the time between two checks, so that a ping is never late; more than half of it, so that one side's ping
+  // and its answer serve both.
   const std::int64_t quiet_ns = lease_ns_ / 4;
   if (silent >= quiet_ns || now - link.sent_ns() >= quiet_ns) link.ping();
   return link.heard_ns() + lease_ns_;

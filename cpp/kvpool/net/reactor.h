@@ -1,7 +1,7 @@
 // The one thread that answers peers: waits for descriptors, timers and posted work.
 //
-// It sleeps when nothing happens: a reactor with nothing but quiet links wakes at most twice a second. After something
-// has happened it looks again without sleeping for at most 50 us. Timers that fall close together are one wake-up.
+// It sleeps when nothing happens: a reactor with nothing but quiet links wakes at most twice a second. After an event
+// it polls for at most 50 us before it sleeps. Timers that fall close together are one wake-up.
 //
 // An exception does not leave the callback that throws it; the reactor then ignores the callback's watch, as after
 // want(0). In a forked child every method does nothing: methods that return void return, methods that can throw throw

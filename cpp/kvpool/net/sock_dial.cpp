@@ -32,7 +32,7 @@ namespace kvpool {
 namespace {
 
 constexpr int kBacklog = 4096;  // the kernel takes net.core.somaxconn if that is less
-constexpr int kLookMs = 50;
+constexpr int kPollMs = 50;
 constexpr int kRetryMs = 2;
 constexpr std::int64_t kRetryNs = 2'000'000;
 constexpr std::int64_t kListenNs = 10'000'000'000;  // for the resolver, when a name is listened at
@@ -120,7 +120,7 @@ std::vector<AnySockaddr> resolve(const SockAddress& address, int flags, const Pa
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     std::unique_lock lock(lookup->mutex);
-    while (!lookup->found.wait_for(lock, std::chrono::milliseconds(kLookMs), [&] { return lookup->done; })) {
+    while (!lookup->found.wait_for(lock, std::chrono::milliseconds(kPollMs), [&] { return lookup->done; })) {
       patience.check();
     }
   }
@@ -258,7 +258,7 @@ int try_connect(const Descriptor& made, const AnySockaddr& to, const Patience& p
 void Patience::wait(int fd, short events) const {
   check();
   pollfd watched{fd, events, 0};
-  poll(&watched, 1, kLookMs);
+  poll(&watched, 1, kPollMs);
 }
 
 void Patience::pause(std::int64_t ns) const {

@@ -189,7 +189,7 @@ void SockLink::on_link_frame(const FrameHeader& header, Bytes&& body) {
     case FrameKind::kReject:
       told_why_ = true;
       return close_with(read_reject(body), Farewell::kNone);
-    case FrameKind::kDoor:
+    case FrameKind::kCapabilities:
     case FrameKind::kMetadata: {
       if (!meeting_) throw Error(ErrorCode::kProtocol, "the peer introduces itself twice");
       try {

@@ -29,8 +29,8 @@ class SockLink;
 class LinkMeeting {
  public:
   virtual ~LinkMeeting() = default;
-  // Handles a kDoor or kMetadata frame. Returns the handler of the link from now on, or null to stay in the meeting. If
-  // it throws an Error, the link sends that error to the peer and closes.
+  // Handles a kCapabilities or kMetadata frame. Returns the handler of the link from now on, or null to stay in the
+  // meeting. If it throws an Error, the link sends that error to the peer and closes.
   virtual std::shared_ptr<LinkHandler> on_meeting(SockLink& link, const FrameHeader& header, Bytes&& body) = 0;
   virtual void on_closed(const Error& why) noexcept = 0;  // before it was admitted
 };
@@ -114,7 +114,7 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   void on_ready(std::uint32_t events) noexcept;
   bool take_role_for_reactor() noexcept;
   void give_up_role() noexcept;
-  void settle() noexcept;
+  void hand_over_role() noexcept;
   void set_interest() noexcept;
   template <class GoOn>
   bool step_while(GoOn&& go_on) noexcept;

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::int64_t kSpinNs = 50'000;
 constexpr std::int64_t kSleepNsMax = 1'000'000'000;
-// What the reactor reads of one link before it looks at the others.
+// What the reactor reads from one link before it turns to the others.
 constexpr int kFramesAtOnce = 16;
 constexpr int kCallsAtOnce = 4;
 
@@ -59,7 +59,7 @@ void SockLink::give_up_role() noexcept {
     const std::lock_guard lock(mutex_);
     if (!closing_.load(std::memory_order_relaxed)) {
       reading_ = false;
-      settle();
+      hand_over_role();
       return;
     }
   }
@@ -67,7 +67,7 @@ void SockLink::give_up_role() noexcept {
 }
 
 // Keeps invariant 3. REQUIRES: mutex_ is held.
-void SockLink::settle() noexcept {
+void SockLink::hand_over_role() noexcept {
   if (reading_ || ended_) return;
   if (waiting_.load() > 0) {
     role_free_.notify_one();
@@ -167,7 +167,7 @@ class SockLink::Waiter {
   ~Waiter() {
     if (!notified_) return;
     const std::lock_guard lock(link_.mutex_);
-    link_.settle();
+    link_.hand_over_role();
   }
   Waiter(const Waiter&) = delete;
   Waiter& operator=(const Waiter&) = delete;

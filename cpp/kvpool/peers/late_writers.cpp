@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::int64_t kPlacingNs = 2'000'000'000;
 
-// A pidfd of its own: the link's goes with the link. None when the process has ended (ESRCH), or none can be had.
+// A new pidfd, because the link's is closed with the link. Invalid if the process has ended (ESRCH), or on an error.
 Descriptor process_of(const PeerMetadata& peer, const Link& link) {
   if (link.pidfd() >= 0) return Descriptor::open([&] { return fcntl(link.pidfd(), F_DUPFD_CLOEXEC, 0); });
   return Descriptor::open([&] { return static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(peer.pid), 0)); });
@@ -46,8 +46,8 @@ void add_late_writer(const RouteMaker& routes, const std::shared_ptr<DepartingPe
         return (!before || before()) && kill(pid, 0) != 0 && errno == ESRCH;
       };
     }
-    if (exposure.by_gpu) writer.settle_ns = WriterQuarantine::kGpuSettleNs;
-    may_write = may_write || !ended || writer.settle_ns > 0;
+    if (exposure.by_gpu) writer.grace_ns = WriterQuarantine::kGpuGraceNs;
+    may_write = may_write || !ended || writer.grace_ns > 0;
   }
   if (may_write) late.push_back(std::move(writer));
 }

@@ -73,7 +73,7 @@ std::string PeerCaller::visit(const std::string& address, const Waiting& waiting
       if (error.code() == ErrorCode::kState && error.cause() == ErrorCause::kConnectedAlready) {
         // It calls us at this moment, or has not noticed yet that it has lost us. Until it has been heard, it may drop
         // the connection that it made, for another of the two or for none: then it is ours to call again.
-        const std::string name = table_.name_of(error.subject(), /*settled=*/!late);
+        const std::string name = table_.name_of(error.subject(), /*confirmed=*/!late);
         if (!name.empty()) return name;
         if (late) throw;
       } else if (error.code() == ErrorCode::kState && error.cause() == ErrorCause::kInstanceTaken) {

@@ -46,7 +46,7 @@ class PeerNode final : private PoolObserver {
   void publish_service();
   // Both at once.
   Service& start_service(const ServiceOptions& options);
-  // Closes the service; another may be made. Its peers are parted from, and what they lent is gone.
+  // Closes the service; another may be made. Its peers are disconnected, and what they lent is gone.
   // REQUIRES: nobody is in a call of one that was never published.
   void drop_service();
   // The service, published or not; null before prepare_service().

@@ -42,7 +42,7 @@ void wait_for_all(std::vector<LateWriter>& writers) noexcept {
       pause = std::min(2 * pause, kLookUsMax);
     }
     if (writer.process) wait_for_end(writer.process);
-    std::this_thread::sleep_for(std::chrono::nanoseconds(writer.settle_ns));
+    std::this_thread::sleep_for(std::chrono::nanoseconds(writer.grace_ns));
   }
   writers.clear();
 }

@@ -19,7 +19,7 @@ namespace kvpool {
 struct LateWriter {
   Descriptor process;           // its pidfd: readable when the process has ended; none: nothing to wait for
   std::function<bool()> fence;  // ends what is under way here; true when it has. Empty: nothing to end
-  std::int64_t settle_ns = 0;   // how long after its end something may be under way that the process had begun
+  std::int64_t grace_ns = 0;    // how long after its end something may be under way that the process had begun
 };
 
 class RetainedMemory {

@@ -48,7 +48,7 @@ EndpointOptions endpoint_options(const ServiceOptions& options) {
   endpoint.secret = options.secret;
   endpoint.trusted_network = options.trusted_network;
   endpoint.lease_ns = options.lease_ns;
-  endpoint.door = options.unix_door;
+  endpoint.prefer_unix_socket = options.prefer_unix_socket;
   return endpoint;
 }
 

@@ -21,7 +21,7 @@ struct ServiceOptions {
   std::uint32_t reserved_max = 1U << 20;  // blocks of one peer, reserved and lent together
   std::uint32_t received_max = 65536;     // items that wait for the application; then peers get kBusy
   bool trusted_network = false;           // frames on TCP carry a checksum, not a MAC, if the peer says so as well
-  bool unix_door = true;                  // peers on this host that meet by TCP go on over a Unix socket
+  bool prefer_unix_socket = true;         // for peers on this host, even when their TCP address was given
   bool measure_routes = true;             // when peers meet, where it is a question: see transfer/route_probe.h
   std::int64_t measure_ns = 50'000'000;   // no write of a measurement begins later
   bool joins_cluster = false;             // nobody is met before join(), which brings the instance id

@@ -95,7 +95,7 @@ void WriterQuarantine::on_exit(const std::shared_ptr<DepartingPeer>& session) {
   }
   if (!by_gpu) return on_proof(*session, /*fenced=*/false);
   try {
-    reactor_.at(monotonic_ns() + kGpuSettleNs, [this, session] { on_proof(*session, /*fenced=*/false); });
+    reactor_.at(monotonic_ns() + kGpuGraceNs, [this, session] { on_proof(*session, /*fenced=*/false); });
   } catch (const std::exception&) {
     // The reactor stops, or memory ran out: no proof, and the blocks stay where they are until the pool closes.
   }

@@ -2,7 +2,7 @@
 // is proved that nothing of that incarnation writes any more.
 //
 // The proofs: the peer's process has exited (its pidfd is readable), for what its process writes; for what a GPU writes
-// that it had set to work, kGpuSettleNs later: see docs/invariants.md; the worker that UCX
+// that it had set to work, kGpuGraceNs later: see docs/invariants.md; the worker that UCX
 // had for this peer alone is closed, for what UCX writes; or the peer has said so, or has come back, which it does only
 // when it has ended what it wrote before.
 //
@@ -24,7 +24,7 @@ namespace kvpool {
 
 class WriterQuarantine {
  public:
-  static constexpr std::int64_t kGpuSettleNs = 500'000'000;
+  static constexpr std::int64_t kGpuGraceNs = 500'000'000;
 
   // Both outlive it.
   WriterQuarantine(Reactor& reactor, WorkerPool& workers) : reactor_(reactor), workers_(workers) {}

@@ -13,7 +13,7 @@ namespace kvpool {
 namespace {
 
 // What a cancelled write had begun is in place, or the channel is given up, so long after its end at the latest.
-constexpr std::int64_t kSettleNs = 1'000'000'000;
+constexpr std::int64_t kFlushNs = 1'000'000'000;
 
 std::uint64_t block_bytes(const PeerMetadata& peer) noexcept {
   std::uint64_t bytes = 0;
@@ -112,13 +112,13 @@ WriteOutcome RankChannel::write(const WriteRequest& request) {
       events_.on_device_lost(error);
       break_off(error);
     }
-    // When this side is departing, a route ends its writes so; what they had begun is over, or settled below, or the
+    // When this side is departing, a route ends its writes so; what they had begun is over, or flushed below, or the
     // peer does not say that its channel is over before it has given up what was announced to it.
     if (error.code() == ErrorCode::kPeerLost && !is_departing()) break_off(error);
-    if (placed_from_link && error.code() != ErrorCode::kArgument) settle(error);
+    if (placed_from_link && error.code() != ErrorCode::kArgument) flush_or_break(error);
     throw;
   } catch (const std::exception& failure) {  // no memory, and frames may have gone before
-    if (placed_from_link) settle(Error(ErrorCode::kOutOfMemory, failure.what()));
+    if (placed_from_link) flush_or_break(Error(ErrorCode::kOutOfMemory, failure.what()));
     throw;
   }
 }
@@ -148,9 +148,9 @@ void RankChannel::flush(const Waiting& waiting) {
   }
 }
 
-void RankChannel::settle(const Error& why) {
+void RankChannel::flush_or_break(const Error& why) {
   try {
-    flush(monotonic_ns() + kSettleNs);
+    flush(monotonic_ns() + kFlushNs);
   } catch (const std::exception&) {
     break_off(why);
   }
@@ -302,7 +302,7 @@ void RankChannel::on_message(Message&& message) {
       break;
   }
   throw Error(ErrorCode::kProtocol,
-              "a frame of kind " + std::to_string(static_cast<int>(message.kind)) + " is none between ranks");
+              "a frame of kind " + std::to_string(static_cast<int>(message.kind)) + " is not known between ranks");
 }
 
 // What the peer announced before it said that it writes no more may still be arriving: it is given up.

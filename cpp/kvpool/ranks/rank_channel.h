@@ -102,7 +102,7 @@ class RankChannel final : public LinkHandler, public DepartingPeer, public std::
   bool say_over(Link& link) noexcept;
   // Called after a route failed whose content the receiver places from the link. Throws kPeerLost if it cannot be known
   // whether content is still on its way.
-  void settle(const Error& why);
+  void flush_or_break(const Error& why);
   [[noreturn]] void break_off(const Error& why);
   void drop_aside(std::shared_ptr<void> open) noexcept;
   void part_if_idle() noexcept;

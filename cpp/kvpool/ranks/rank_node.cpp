@@ -62,7 +62,7 @@ class RankNodeImpl final : public RankNode {
     endpoint.secret = options_.service.secret;
     endpoint.trusted_network = options_.service.trusted_network;
     endpoint.lease_ns = options_.service.lease_ns;
-    endpoint.door = options_.service.unix_door;
+    endpoint.prefer_unix_socket = options_.service.prefer_unix_socket;
     endpoint_ = Endpoint::make(
         *reactor_, endpoint, [this] { return introduce(); },
         [this](const std::shared_ptr<Link>& link, const PeerMetadata& metadata, bool initiated_here) {
@@ -282,7 +282,7 @@ void RankNodeImpl::on_message(Message&& message) {
       return on_copy(message.id, read_copy(message.body));
     default:
       throw Error(ErrorCode::kProtocol,
-                  "a frame of kind " + std::to_string(static_cast<int>(message.kind)) + " is none to a rank");
+                  "a frame of kind " + std::to_string(static_cast<int>(message.kind)) + " is not known to a rank");
   }
 }
 

@@ -21,8 +21,8 @@
 namespace kvpool {
 
 struct RankOptions {
-  // A rank uses only secret, model, routes, lease_ns, worker_threads, trusted_network, unix_door, ucx, nccl and its
-  // limits.
+  // A rank uses only secret, model, routes, lease_ns, worker_threads, trusted_network, prefer_unix_socket, ucx, nccl
+  // and its limits.
   ServiceOptions service;
   std::string scheduler;          // its address
   std::uint64_t scheduler_epoch;  // of the instance that the rank is to join

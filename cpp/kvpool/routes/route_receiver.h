@@ -46,9 +46,9 @@ class RouteReceiver {
   // Runs the work once everything announced so far has arrived, or was given up and is no longer written. Returns
   // false, without taking the work, if that is so already; the caller then does the work itself.
   virtual bool defer(std::function<void()>& work) = 0;
-  // Call when the link has ended. Gives up what is arriving, then calls `settled` once, perhaps before it returns; from
-  // then on the peer writes nothing here.
-  virtual void close(std::function<void()> settled) noexcept = 0;
+  // Call when the link has ended. Gives up what is arriving, then calls `on_closed` once, perhaps before it returns;
+  // from then on the peer writes nothing here.
+  virtual void close(std::function<void()> on_closed) noexcept = 0;
 };
 
 }  // namespace kvpool

@@ -16,10 +16,10 @@ constexpr std::uint64_t kPartBytesMin = std::uint64_t{128} << 10;
 constexpr std::uint64_t kPartBytesMax = std::uint64_t{1} << 20;
 constexpr std::uint64_t kPartsWanted = 16;  // enough that nobody waits long for the thread that has the last one
 
-class PartedWrite {
+class SplitWrite {
  public:
-  PartedWrite(const WriteRequest& request, const MediaSpans& local, const MediaSpans& peer, PieceMover& mover,
-              const char* route, const std::atomic<bool>& closed)
+  SplitWrite(const WriteRequest& request, const MediaSpans& local, const MediaSpans& peer, PieceMover& mover,
+             const char* route, const std::atomic<bool>& closed)
       : request_(request), local_(local), peer_(peer), mover_(mover), route_(route), closed_(closed) {}
 
   WriteOutcome run(CopyTeam& team) {
@@ -31,7 +31,7 @@ class PartedWrite {
     const PartLimits limits{.bytes_max = std::clamp(total / kPartsWanted, kPartBytesMin, kPartBytesMax)};
     const TransferParts parts(request_.strips, request_.from.size(), limits);
     parts_ = &parts;
-    const auto part = [](void* self, std::size_t index) noexcept { static_cast<PartedWrite*>(self)->move_part(index); };
+    const auto part = [](void* self, std::size_t index) noexcept { static_cast<SplitWrite*>(self)->move_part(index); };
     team.run_parts(parts.size(), part, this);
     if (failure_) std::rethrow_exception(failure_);
     // Parts cut runs that are one piece by the plan; what counts is the plan.
@@ -105,7 +105,7 @@ void check_blocks(const WriteRequest& request, const MediaSpans& local, const Me
 WriteOutcome write_in_parts(const WriteRequest& request, const MediaSpans& local, const MediaSpans& peer,
                             PieceMover& mover, CopyTeam& team, const char* route, const std::atomic<bool>& closed) {
   check_blocks(request, local, peer, route);
-  return PartedWrite(request, local, peer, mover, route, closed).run(team);
+  return SplitWrite(request, local, peer, mover, route, closed).run(team);
 }
 
 }  // namespace kvpool

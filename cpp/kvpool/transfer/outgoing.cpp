@@ -234,7 +234,8 @@ void Outgoing::plan_writes() {
 // Tells the peer that this transfer will not be. Nothing writes any more. Lets go of the lock.
 void Outgoing::give_up(Lock& lock, const Error& why, bool wait_for_peer) {
   const auto self = shared_from_this();
-  // A route that broke may have bytes on their way that nobody calls back: the peer must not hear that there are none.
+  // A route that broke may have bytes on their way that nobody calls back: the peer must not hear that all have
+  // arrived.
   const bool tell = !is_quiet() && !session_->lost() && !broken_ && why.code() != ErrorCode::kPeerLost;
   why_ = why;
   cancel_told_ = tell;

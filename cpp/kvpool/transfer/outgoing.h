@@ -90,8 +90,8 @@ class Outgoing final : public AwaitedTransfer {
   std::vector<Address> addresses_;
   std::vector<Address> write_to_;  // for blocks [held_, ...) of the request
   std::size_t held_ = 0;
-  // Whose it is to go on after a write: who gave it out, while that call lasts, or else who ends it. So a route that
-  // writes in the caller's thread makes a loop of the steps.
+  // Which thread advances the state after a write: the one that issued it, while that call lasts, or else the one that
+  // ends it. So a route that writes in the caller's thread makes a loop of the steps.
   enum class Turn : std::uint8_t { kGiving, kGiven, kEnded };
   std::atomic<Turn> turn_{Turn::kGiven};
   std::vector<WriteStep> steps_;                                  // those that may be written

@@ -58,7 +58,7 @@ void Session::close_link(const Error& why) noexcept {
 
 // Handles of transfers keep their session for as long as the application likes. What the link keeps open (a socket, a
 // pidfd, the descriptors of the peer's memory) is let go of when nothing needs it any more, as the routes are in
-// stop_writing(). Whoever uses it just now has it from link().
+// stop_writing(). A thread that is using it has it from link().
 void Session::let_go() noexcept {
   std::shared_ptr<Link> ended;  // destroyed without the lock
   const std::lock_guard lock(mutex_);

@@ -1,6 +1,6 @@
 // One peer incarnation, as long as the link to it lives: what each side asks of the other.
 //
-// A session has no thread and no clock of its own: see session_host.h. All that is asked goes through peer_calls.h. The
+// A session has neither thread nor clock: see session_host.h. All that is asked goes through peer_calls.h. The
 // receiving half is receiver.h, a transfer from here is outgoing.h, one that is asked of the peer is fetch.h.
 //
 // Locks: a transfer's or the receiver's, then the session's, then the pool's; none is held while a message is sent or a
@@ -137,7 +137,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   Receiver& receiver() noexcept { return *receiver_; }
   // The link itself has ended: nothing more arrives, and nothing is being placed.
   bool link_ended() const noexcept override { return ended_.load() && (route_receiver_ == nullptr || settled_.load()); }
-  // Addresses that the peer named of its own blocks. Throws kProtocol.
+  // Checks addresses that the peer gave for its blocks. Throws kProtocol.
   void check_of_peer(std::span<const Address> addresses) const;
   [[noreturn]] void throw_lost() const;
 
@@ -147,7 +147,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
     Medium to;
     std::vector<std::shared_ptr<Route>> routes;
   };
-  // For a write. Between media that nobody has measured yet, that begins behind it, in another thread.
+  // For a write. Unmeasured pairs of media are measured afterwards, on another thread.
   std::shared_ptr<Route> choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
                                       const MediaSet& from, const MediaSet& to, bool whole = false);
   std::shared_ptr<Route> cheapest(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,

@@ -1,5 +1,5 @@
 // What a session needs of the process around it: time, threads and the pool. The service implements it with threads and
-// the kernel's clock; the simulator with a queue of events and a clock of its own, so that it runs the very same
+// the kernel's clock; the simulator with a queue of events and a simulated clock, so that it runs the very same
 // sessions.
 #pragma once
 

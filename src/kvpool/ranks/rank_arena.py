@@ -18,8 +18,8 @@ __all__ = ["RankArena"]
 
 # Settings of the links to peers. The pool below only provides memory.
 _LINK_SETTINGS = (
-    "secret", "model", "lease_s", "transfer_threads", "trusted_network", "unix_door", "nccl_pass_bytes", "nccl_init_s",
-    "nccl_thread_blocks",
+    "secret", "model", "lease_s", "transfer_threads", "trusted_network", "prefer_unix_socket", "nccl_pass_bytes",
+    "nccl_init_s", "nccl_thread_blocks",
 )  # fmt: skip
 
 

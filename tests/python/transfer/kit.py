@@ -228,7 +228,7 @@ def _may_write_processes() -> bool:
 def local_settings(route: str) -> dict[str, Any]:
     """Settings under which blocks travel by this route and no other one."""
     name = route.partition("-")[0]
-    settings = {"routes": (name,), "secret": SECRET, "lease_s": 10.0, "unix_door": route != "sock-tcp"}
+    settings = {"routes": (name,), "secret": SECRET, "lease_s": 10.0, "prefer_unix_socket": route != "sock-tcp"}
     return settings | ({"nccl": nccl_setting()} if route == "nccl" else {})
 
 

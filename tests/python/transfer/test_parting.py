@@ -244,7 +244,7 @@ transfer = two.transfer(peer, two.alloc(1))
 def test_blocks_of_a_killed_peer_that_was_met_over_tcp_are_released_when_it_wrote_by_ucx(route):
     """Its link has no descriptor of its process, and UCX may still deliver what it sent: both need a proof."""
     route_or_skip(route)
-    settings = {"routes": ("ucx",), "unix_door": False, "lease_s": 3.0, "secret": "s"}
+    settings = {"routes": ("ucx",), "prefer_unix_socket": False, "lease_s": 3.0, "secret": "s"}
     child = Child(**UCX_SETTINGS[route])
     with environment(UCX_SETTINGS[route]), small_pool(**settings) as pool:
         child("pool = small_pool(**settings)", settings=settings)

@@ -104,7 +104,7 @@ def test_instances_whose_blocks_hold_other_things_do_not_meet(instances: Any, pa
 def test_every_route_between_ranks_carries_the_same(instances: Any, pair: Any, route: str) -> None:
     route_or_skip(route)
     far = route == "sock-tcp"
-    options: dict[str, Any] = {"routes": (route.partition("-")[0],), "unix_door": not far}
+    options: dict[str, Any] = {"routes": (route.partition("-")[0],), "prefer_unix_socket": not far}
     if far:
         options["listen"] = "tcp:127.0.0.1:0"
     a, b = pair_of(instances, pair, **options)

@@ -13,7 +13,7 @@
 namespace kvpool {
 namespace {
 
-constexpr std::int64_t kLookNs = 50'000'000;
+constexpr std::int64_t kCancelPollNs = 50'000'000;
 constexpr std::size_t kReadBytes = 4096;
 constexpr std::int64_t kPauseNs = 2'000'000;  // before it calls again; twice as long each time
 constexpr std::int64_t kPauseNsMax = 50'000'000;
@@ -123,7 +123,7 @@ std::shared_ptr<ClientHandshake> ClientHandshake::call(const std::shared_ptr<End
   const auto handshake = std::make_shared<ClientHandshake>(endpoint_state);
   handshake->wants_checksum_ = endpoint_state->trusts_network(address.tcp);
   handshake->link_ = SockLink::make(endpoint_state->reactor, std::move(parts), handshake);
-  handshake->wait_for(Stage::kDoorSeen, patience);
+  handshake->wait_for(Stage::kCapabilitiesRead, patience);
   return handshake;
 }
 
@@ -135,13 +135,13 @@ std::shared_ptr<Link> ClientHandshake::introduce(const ClientTimeouts& patience,
     link_->attach(own.attachment);
     hold_writer(patience);
     stage_.store(Stage::kMetadataSent);
-    send_metadata(*link_, std::move(own_metadata), wants_checksum_ && door_.checksum);
+    send_metadata(*link_, std::move(own_metadata), wants_checksum_ && capabilities_.checksum);
   } catch (const Error& error) {
     leave(error);
     throw;
   }
   wait_for(Stage::kAdmitted, patience);
-  endpoint_state_->keeper->add(link_);
+  endpoint_state_->keepalive->add(link_);
   return link_;
 }
 
@@ -153,7 +153,7 @@ void ClientHandshake::hold_writer(const ClientTimeouts& patience) {
 void ClientHandshake::wait_for(Stage stage, const ClientTimeouts& patience) {
   const auto reached = [&] { return stage_.load() >= stage; };
   try {
-    while (!link_->drive(std::min(patience.deadline_ns(), monotonic_ns() + kLookNs), reached)) patience.check();
+    while (!link_->drive(std::min(patience.deadline_ns(), monotonic_ns() + kCancelPollNs), reached)) patience.check();
   } catch (const Error& error) {
     leave(error);
     throw;
@@ -167,8 +167,8 @@ std::shared_ptr<LinkHandler> ClientHandshake::on_meeting(SockLink& link, const F
     throw Error(ErrorCode::kProtocol, "the peer introduces itself out of turn");
   }
   if (!metadata) {
-    door_ = read_door(body);
-    stage_.store(Stage::kDoorSeen);
+    capabilities_ = read_capabilities(body);
+    stage_.store(Stage::kCapabilitiesRead);
     link.wake();
     return nullptr;
   }
@@ -176,7 +176,7 @@ std::shared_ptr<LinkHandler> ClientHandshake::on_meeting(SockLink& link, const F
   link.keep_descriptors(header.flags);
   PeerMetadata theirs = take_metadata(link, body);
   theirs.meeting = meeting_;
-  if (wants_checksum_ && door_.checksum) link.receive_checksums();
+  if (wants_checksum_ && capabilities_.checksum) link.receive_checksums();
   auto handler = endpoint_state_->admit(link.shared_from_this(), theirs, /*initiated_here=*/true);
   stage_.store(Stage::kAdmitted);
   link.wake();

@@ -37,7 +37,7 @@ class ClientHandshake final : public LinkMeeting {
   // side.
   static std::shared_ptr<ClientHandshake> begin(const std::shared_ptr<EndpointState>& endpoint_state,
                                                 const SockAddress& address, const ClientTimeouts& patience);
-  const DoorBody& door() const noexcept { return door_; }
+  const ServerCapabilities& capabilities() const noexcept { return capabilities_; }
   // Introduces itself. Returns the link once both sides have admitted each other.
   std::shared_ptr<Link> introduce(const ClientTimeouts& patience, std::uint64_t meeting);
   void leave(const Error& why) noexcept { link_->close(why); }
@@ -46,7 +46,7 @@ class ClientHandshake final : public LinkMeeting {
   void on_closed(const Error& why) noexcept override;
 
  private:
-  enum class Stage : std::uint8_t { kCalled, kDoorSeen, kMetadataSent, kAdmitted, kOver };
+  enum class Stage : std::uint8_t { kCalled, kCapabilitiesRead, kMetadataSent, kAdmitted, kOver };
 
   struct Shaken;
 
@@ -61,8 +61,8 @@ class ClientHandshake final : public LinkMeeting {
   std::uint64_t meeting_ = 0;  // written before kMetadataSent
   std::shared_ptr<SockLink> link_;
   std::atomic<Stage> stage_{Stage::kCalled};
-  DoorBody door_;                  // written before kDoorSeen
-  std::optional<Error> why_over_;  // written before kOver
+  ServerCapabilities capabilities_;  // written before kCapabilitiesRead
+  std::optional<Error> why_over_;    // written before kOver
 };
 
 }  // namespace kvpool

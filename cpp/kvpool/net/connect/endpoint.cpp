@@ -28,10 +28,10 @@ class SockEndpoint final : public Endpoint {
       throw Error(ErrorCode::kState, "a callback of the reactor cannot wait for a peer");
     const ClientTimeouts patience(*endpoint_state_, text, waiting);
     const auto handshake = ClientHandshake::begin(endpoint_state_, address, patience);
-    if (!has_door_here(handshake->door(), address)) return handshake->introduce(patience, meeting);
-    const SockAddress door{.tcp = false, .path = "@" + handshake->door().door, .host = {}, .port = 0};
+    if (!is_on_this_host(handshake->capabilities(), address)) return handshake->introduce(patience, meeting);
+    const SockAddress local{.tcp = false, .path = "@" + handshake->capabilities().local_socket, .host = {}, .port = 0};
     handshake->leave(Error(ErrorCode::kPeerLost, "met on the same host"));
-    return enter_by(door, text, waiting)->introduce(patience, meeting);
+    return connect_locally(local, text, waiting)->introduce(patience, meeting);
   }
 
   void close() noexcept override {
@@ -40,22 +40,23 @@ class SockEndpoint final : public Endpoint {
 
  private:
   // Whether the peer is on this host and can be met over a Unix socket.
-  bool has_door_here(const DoorBody& door, const SockAddress& address) const {
-    return address.tcp && endpoint_state_->options.door && !door.door.empty() && door.place == door_place();
+  bool is_on_this_host(const ServerCapabilities& capabilities, const SockAddress& address) const {
+    return address.tcp && endpoint_state_->options.prefer_unix_socket && !capabilities.local_socket.empty() &&
+           capabilities.socket_scope == socket_scope();
   }
 
-  // The peer itself has told of this door, under a MAC. If it does not answer, somebody may be in the way who wants the
-  // two to meet by TCP: that is never done in silence.
-  std::shared_ptr<ClientHandshake> enter_by(const SockAddress& door, const std::string& address,
-                                            const Waiting& waiting) {
-    const std::string name = format_address(door);
+  // The peer named this socket under a MAC. If nothing answers there, an attacker may be trying to keep the connection
+  // on TCP, so this side never falls back to TCP silently.
+  std::shared_ptr<ClientHandshake> connect_locally(const SockAddress& local, const std::string& address,
+                                                   const Waiting& waiting) {
+    const std::string name = format_address(local);
     try {
-      return ClientHandshake::begin(endpoint_state_, door, ClientTimeouts(*endpoint_state_, name, waiting));
+      return ClientHandshake::begin(endpoint_state_, local, ClientTimeouts(*endpoint_state_, name, waiting));
     } catch (const Error& error) {
       if (error.code() != ErrorCode::kPeerLost && error.code() != ErrorCode::kDeadline) throw;
-      throw Error(error.code(), "the peer at " + address + " is on this host, and its Unix door " + name +
-                                    " does not let this side in: " + error.what() +
-                                    ". With the setting unix_door off on either side the two meet by TCP");
+      throw Error(error.code(), "the peer at " + address + " is on this host, and its Unix socket " + name +
+                                    " refuses the connection: " + error.what() +
+                                    ". Without prefer_unix_socket on either side they connect over TCP");
     }
   }
 

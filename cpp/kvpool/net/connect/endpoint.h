@@ -20,7 +20,8 @@ struct EndpointOptions {
   std::int64_t lease_ns = 3'000'000'000;  // a link that is silent for so long is closed: kPeerLost
   std::int64_t handshake_ns = 5'000'000'000;
   std::size_t queue_bytes_max = std::size_t{64} << 20;
-  bool door = true;  // peers on one host that meet by TCP go on over a Unix socket
+  bool prefer_unix_socket =
+      true;  // a client that reaches a server on its own host by TCP reconnects over a Unix socket
   // Callers that a listener keeps at each stage: nothing said, hello said, secret proved. At most a 16th of the
   // descriptors that the process may have open.
   std::size_t handshakes_max = 128;

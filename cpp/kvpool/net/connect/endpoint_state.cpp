@@ -14,7 +14,7 @@ namespace kvpool {
 namespace {
 
 // Nobody can guess it, so nobody can take it beforehand.
-std::string random_door() {
+std::string random_socket_name() {
   unsigned char bytes[16];
   if (getrandom(bytes, sizeof(bytes), 0) != static_cast<ssize_t>(sizeof(bytes))) {
     throw Error(ErrorCode::kState, "the kernel gives no random bytes");
@@ -44,7 +44,7 @@ EndpointState::EndpointState(Reactor& reactor, EndpointOptions options, Endpoint
       options(std::move(options)),
       introduce(std::move(introduce)),
       admit(std::move(admit)),
-      keeper(std::make_shared<LinkKeepalive>(reactor, this->options.lease_ns)) {}
+      keepalive(std::make_shared<LinkKeepalive>(reactor, this->options.lease_ns)) {}
 
 // ---- listening
 
@@ -52,7 +52,7 @@ std::string EndpointState::listen(const std::string& text) {
   check_listen_address(text, !options.secret.empty());
   SockAddress address = parse_address(text);
   Descriptor socket = listen_at(address);
-  if (address.tcp && options.door) open_door();
+  if (address.tcp && options.prefer_unix_socket) open_local_socket();
   start(address, std::move(socket));
   return format_address(address);
 }
@@ -68,16 +68,16 @@ void EndpointState::start(const SockAddress& address, Descriptor socket) {
 }
 
 // Where peers on this host come in that found us by a TCP address: only here can they pass descriptors.
-void EndpointState::open_door() {
+void EndpointState::open_local_socket() {
   {
     const std::lock_guard lock(mutex_);
-    if (!door_.empty()) return;
+    if (!local_socket_.empty()) return;
   }
-  const std::string name = random_door();
+  const std::string name = random_socket_name();
   SockAddress address{.tcp = false, .path = "@" + name, .host = {}, .port = 0};
   start(address, listen_at(address));
   const std::lock_guard lock(mutex_);
-  door_ = name;
+  local_socket_ = name;
 }
 
 void EndpointState::close() noexcept {
@@ -88,7 +88,7 @@ void EndpointState::close() noexcept {
     listeners.swap(listeners_);
   }
   for (const auto& listener : listeners) listener->close();
-  reactor.wait_for_callback();  // it may be admitting somebody; whoever comes after it sees closed_
+  reactor.wait_for_callback();  // it may be admitting a peer; every later callback sees closed_
 }
 
 // ---- what both sides of a meeting need
@@ -99,7 +99,7 @@ Introduction EndpointState::introduction() const {
     throw Error(ErrorCode::kArgument, "a pool passes at most " + std::to_string(kDescriptorsMax) + " descriptors");
   }
   const std::lock_guard lock(mutex_);
-  own.metadata.door = door_;
+  own.metadata.local_socket = local_socket_;
   return own;
 }
 
@@ -129,12 +129,12 @@ SockLinkParts EndpointState::parts(Descriptor socket, Channel channel, const Ses
   return parts;
 }
 
-DoorBody EndpointState::door_body(bool tcp) const {
-  DoorBody body;
+ServerCapabilities EndpointState::capabilities(bool tcp) const {
+  ServerCapabilities body;
   body.checksum = trusts_network(tcp);
   const std::lock_guard lock(mutex_);
-  body.door = door_;
-  if (tcp && !door_.empty()) body.place = door_place();
+  body.local_socket = local_socket_;
+  if (tcp && !local_socket_.empty()) body.socket_scope = socket_scope();
   return body;
 }
 

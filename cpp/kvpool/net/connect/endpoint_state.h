@@ -23,7 +23,7 @@ class EndpointState : public std::enable_shared_from_this<EndpointState> {
   static std::shared_ptr<EndpointState> make(Reactor& reactor, EndpointOptions options, Endpoint::Introduce introduce,
                                              Endpoint::Admit admit);
 
-  // Throws what listen_at throws; kClosed. A TCP listener that cannot have its Unix door fails as well.
+  // Throws what listen_at throws; kClosed. A TCP listener that cannot open its local socket fails as well.
   std::string listen(const std::string& address);
   void close() noexcept;
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
@@ -36,23 +36,23 @@ class EndpointState : public std::enable_shared_from_this<EndpointState> {
   // Throws kAuth when nothing but its user can tell a friend here, and it is another user's.
   void check_user(const Descriptor& socket, bool tcp) const;
   SockLinkParts parts(Descriptor socket, Channel channel, const SessionKeys& keys) const;
-  DoorBody door_body(bool tcp) const;
+  ServerCapabilities capabilities(bool tcp) const;
 
   Reactor& reactor;
   const EndpointOptions options;
   const Endpoint::Introduce introduce;
   const Endpoint::Admit admit;
-  const std::shared_ptr<LinkKeepalive> keeper;
+  const std::shared_ptr<LinkKeepalive> keepalive;
 
  private:
   EndpointState(Reactor& reactor, EndpointOptions options, Endpoint::Introduce introduce, Endpoint::Admit admit);
   void start(const SockAddress& address, Descriptor socket);
-  void open_door();
+  void open_local_socket();
 
   std::atomic<bool> closed_{false};
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<Listener>> listeners_;
-  std::string door_;
+  std::string local_socket_;  // its name: see PeerMetadata::local_socket
 };
 
 // A channel is local if it is a Unix socket and the peer runs as this user. With another user, frames have MACs,

@@ -43,7 +43,7 @@ std::string range_of(WireVersions versions) {
                                       : std::to_string(versions.min) + " to " + std::to_string(versions.max);
 }
 
-// The highest that both speak; 0 when there is none.
+// The highest version that both sides speak; 0 if they have no version in common.
 std::uint16_t common_version(WireVersions left, WireVersions right) noexcept {
   const std::uint16_t highest = std::min(left.max, right.max);
   return highest >= std::max(left.min, right.min) ? highest : std::uint16_t{0};
@@ -67,7 +67,7 @@ struct Handshake::Hello {
   Role role;
   Channel channel;
   WireVersions versions;
-  std::uint16_t version;  // agreed on; in the client's hello 0, in the server's 0 when there is none in common
+  std::uint16_t version;  // the version agreed on; 0 in the client's hello, and in the server's if no version is common
   Nonce nonce;
 };
 

@@ -17,8 +17,8 @@ constexpr std::size_t kFieldNameMax = 64;
 // Of a refusal, what this side understands; as in Error, they are static strings.
 constexpr std::array<std::string_view, 5> kFieldNames = {"epoch", "instance", "retry_after_us", "offered_bytes",
                                                          "layout_bytes"};
-constexpr std::size_t kPlaceBytesMax = 255;
-constexpr std::size_t kDoorBytesMax = 107;  // what fits into an abstract socket name
+constexpr std::size_t kSocketScopeBytesMax = 255;
+constexpr std::size_t kLocalSocketBytesMax = 107;  // what fits into an abstract socket name
 
 // A text of the peer's goes into logs and terminals: what could steer those is taken out.
 std::string plain(std::string_view text) {
@@ -39,31 +39,31 @@ std::string_view as_text(std::span<const std::byte> body) {
 
 }  // namespace
 
-std::string door_place() {
+std::string socket_scope() {
   struct stat network{};
   const bool known = stat("/proc/self/ns/net", &network) == 0;
   return host_id() + "-" + (known ? std::to_string(network.st_ino) : "unknown-" + std::to_string(getpid()));
 }
 
-Bytes write_body(const DoorBody& body) {
+Bytes write_body(const ServerCapabilities& body) {
   Bytes out;
-  WireWriter(out).number(static_cast<std::uint8_t>(body.checksum)).text(body.place).text(body.door);
+  WireWriter(out).number(static_cast<std::uint8_t>(body.checksum)).text(body.socket_scope).text(body.local_socket);
   return out;
 }
 
-DoorBody read_door(std::span<const std::byte> body) {
+ServerCapabilities read_capabilities(std::span<const std::byte> body) {
   WireReader in(body);
-  DoorBody door;
+  ServerCapabilities capabilities;
   const auto checksum = in.number<std::uint8_t>();
   if (checksum > 1) {
-    throw Error(ErrorCode::kProtocol, "the peer's door frame has " + std::to_string(checksum) +
+    throw Error(ErrorCode::kProtocol, "the peer's capabilities have " + std::to_string(checksum) +
                                           " where 0 or 1 says whether a checksum takes the MAC's place");
   }
-  door.checksum = checksum != 0;
-  door.place = in.text(kPlaceBytesMax);
-  door.door = in.text(kDoorBytesMax);
+  capabilities.checksum = checksum != 0;
+  capabilities.socket_scope = in.text(kSocketScopeBytesMax);
+  capabilities.local_socket = in.text(kLocalSocketBytesMax);
   in.finish();
-  return door;
+  return capabilities;
 }
 
 Bytes write_metadata_body(const PeerMetadata& metadata) {

@@ -14,20 +14,20 @@
 namespace kvpool {
 
 inline constexpr std::size_t kMetadataBytesMax = std::size_t{4} << 20;
-inline constexpr std::size_t kShortBodyBytesMax = 4096;  // of kBye, kDoor and kReject
+inline constexpr std::size_t kShortBodyBytesMax = 4096;  // of kBye, kCapabilities and kReject
 
-// The first frame of a server. Its MAC protects it from changes on the way.
-struct DoorBody {
-  bool checksum = false;  // its settings declare the network trusted: a checksum may take the MAC's place
-  std::string place;      // where the door can be reached: door_place() of the server
-  std::string door;       // as PeerMetadata::door; "" for none
+// The first frame that a server sends. A MAC protects it against modification.
+struct ServerCapabilities {
+  bool checksum = false;     // its settings declare the network trusted: a checksum may take the MAC's place
+  std::string socket_scope;  // where local_socket can be reached: socket_scope() of the server
+  std::string local_socket;  // as PeerMetadata::local_socket; empty without one
 };
-// Of this process. Two processes with the same place see the same abstract socket names: they share the host, the PID
-// namespace and the network namespace. Where the kernel does not tell, no other process has the same.
-std::string door_place();
+// Of this process. Two processes with the same scope see the same abstract socket names: they share the host, the PID
+// namespace and the network namespace. If the kernel does not report these, the scope is unique to this process.
+std::string socket_scope();
 
-Bytes write_body(const DoorBody& body);
-DoorBody read_door(std::span<const std::byte> body);  // throws kProtocol
+Bytes write_body(const ServerCapabilities& body);
+ServerCapabilities read_capabilities(std::span<const std::byte> body);  // throws kProtocol
 
 Bytes write_metadata_body(const PeerMetadata& metadata);
 PeerMetadata read_metadata_body(std::span<const std::byte> body);  // throws kProtocol

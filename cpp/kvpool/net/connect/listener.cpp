@@ -36,7 +36,7 @@ std::size_t queue_limit(std::size_t wanted) noexcept {
 
 bool no_room(int error) noexcept { return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM; }
 
-// accept4() wants a descriptor before it looks whether anybody is there.
+// accept4() allocates a descriptor before it checks whether a caller is waiting.
 bool is_readable(const Descriptor& socket) noexcept {
   pollfd callers{socket.get(), POLLIN, 0};
   return poll(&callers, 1, 0) == 1;

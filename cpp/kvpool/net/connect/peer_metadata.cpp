@@ -138,7 +138,7 @@ void check_medium(const MetadataMedium& medium, std::uint64_t block_bytes, bool 
   check_range(medium.blocks, 0, kBlocksMax, "number of blocks");
   if (group || medium.blocks == 0) {
     if (!has_memory(medium)) return;
-    fail(group ? "a logical instance has memory of its own" : "a medium without blocks has memory");
+    fail(group ? "the scheduler of a logical instance has memory" : "a medium without blocks has memory");
   }
   check_range(medium.segments.size(), 1, kMetadataSegmentsMax, "number of segments");
   std::uint64_t segments_bytes = 0;
@@ -221,7 +221,7 @@ void check_metadata(const PeerMetadata& metadata) {
   check_text(metadata.name, 1, kNameBytesMax, "name");
   check_text(metadata.host, 1, kNameBytesMax, "host");
   check_text(metadata.model, 0, kMetadataModelBytesMax, "model");
-  check_text(metadata.door, 0, kMetadataDoorBytesMax, "door");
+  check_text(metadata.local_socket, 0, kMetadataLocalSocketBytesMax, "local socket");
   check_range(metadata.instance, 1, kInstanceMax, "instance");
   check_range(metadata.epoch, 1, UINT64_MAX, "epoch");
   check_range(metadata.pid, 1, kPidMax, "pid");
@@ -309,7 +309,7 @@ void write_metadata(const PeerMetadata& metadata, WireWriter& out) {
       .number(metadata.epoch)
       .number(metadata.pid)
       .number(metadata.block_tokens);
-  out.text(metadata.name).text(metadata.host).text(metadata.model).text(metadata.door);
+  out.text(metadata.name).text(metadata.host).text(metadata.model).text(metadata.local_socket);
   out.array(std::span<const std::uint64_t>(metadata.piece_bytes));
   out.number(static_cast<std::uint32_t>(metadata.routes.size()));
   for (const std::string& route : metadata.routes) out.text(route);
@@ -333,7 +333,7 @@ PeerMetadata read_metadata(WireReader& in) {
   metadata.name = in.text(kNameBytesMax);
   metadata.host = in.text(kNameBytesMax);
   metadata.model = in.text(kMetadataModelBytesMax);
-  metadata.door = in.text(kMetadataDoorBytesMax);
+  metadata.local_socket = in.text(kMetadataLocalSocketBytesMax);
   metadata.piece_bytes = in.array<std::uint64_t>(kMetadataSegmentsMax);
   const auto routes = in.number<std::uint32_t>();
   check_range(routes, 0, kMetadataRoutesMax, "number of routes");

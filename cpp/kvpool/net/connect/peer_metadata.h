@@ -24,7 +24,7 @@ inline constexpr std::size_t kMetadataUcxBytesMax = std::size_t{256} << 10;
 inline constexpr std::size_t kMetadataRanksMax = 4096;
 inline constexpr std::size_t kMetadataAddressBytesMax = 512;
 inline constexpr std::uint32_t kMetadataShapeMax = 1U << 20;  // of each number of a shape
-inline constexpr std::size_t kMetadataDoorBytesMax =
+inline constexpr std::size_t kMetadataLocalSocketBytesMax =
     107;  // what a socket's address has room for, without its leading zero
 
 // Where the pieces of a medium's blocks lie in the peer's own address space. The lowest address of a medium's segments
@@ -74,8 +74,8 @@ struct PeerMetadata {
   std::string model;                       // fingerprint, told by the user; "" when none
   std::vector<std::string> routes;         // by which it lets others write: "loopback", "shm", "cuda_ipc", ...
   MediumMap<MetadataMedium> media;
-  Bytes ucx;         // of the ucx transport: worker address and rkeys; empty without it
-  std::string door;  // abstract Unix socket name (without the leading zero) where local peers get in
+  Bytes ucx;                 // of the ucx transport: worker address and rkeys; empty without it
+  std::string local_socket;  // abstract Unix socket (name without the leading zero) for peers on this host
 
   PageFormat format;  // of the pieces, as in Layout
 

@@ -112,7 +112,7 @@ void ServerHandshake::make_link(Bytes&& early) {
   endpoint_state_->reactor.unwatch(watch_);  // the link watches the socket from now on
   tune_socket(socket_, tcp_, endpoint_state_->options.lease_ns);
   wants_checksum_ = endpoint_state_->trusts_network(tcp_);
-  const DoorBody door = endpoint_state_->door_body(tcp_);
+  const ServerCapabilities capabilities = endpoint_state_->capabilities(tcp_);
   SockLinkParts parts = endpoint_state_->parts(std::move(socket_), channel_, handshake_->keys());
   parts.early = std::move(early);
   parts.early_descriptors = std::move(descriptors_);
@@ -122,11 +122,11 @@ void ServerHandshake::make_link(Bytes&& early) {
     link_ = link;
   }
   try {
-    endpoint_state_->keeper->add(link);
+    endpoint_state_->keepalive->add(link);
     FrameHeader header{};
-    header.kind = static_cast<std::uint8_t>(FrameKind::kDoor);
+    header.kind = static_cast<std::uint8_t>(FrameKind::kCapabilities);
     link->writer().hold();
-    link->writer().release(header, write_body(door), {}, /*checksum_from_then_on=*/false);
+    link->writer().release(header, write_body(capabilities), {}, /*checksum_from_then_on=*/false);
   } catch (const Error& error) {
     return link->close(error);
   } catch (const std::bad_alloc&) {
@@ -139,7 +139,7 @@ void ServerHandshake::make_link(Bytes&& early) {
 
 std::shared_ptr<LinkHandler> ServerHandshake::on_meeting(SockLink& link, const FrameHeader& header, Bytes&& body) {
   if (header.kind != static_cast<std::uint8_t>(FrameKind::kMetadata)) {
-    throw Error(ErrorCode::kProtocol, "a peer that calls has no door to tell of");
+    throw Error(ErrorCode::kProtocol, "a client must not send capabilities");
   }
   if (endpoint_state_->closed()) throw Error(ErrorCode::kClosed, "the pool is being closed");
   link.keep_descriptors(header.flags);

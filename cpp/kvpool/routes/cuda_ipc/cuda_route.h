@@ -54,8 +54,8 @@ struct GpuPeer {
 std::unique_ptr<Route> make_cuda_loopback_route(GpuSide local, GpuPeer peer);
 
 // Reaches the media that could be mapped: a GPU that this one cannot access is left out. `opens_handles`: the peer is
-// another process, for a driver opens no handles of its own. Throws as MappedPeer::make, and kUnsupported when nothing
-// is left. The descriptors are not needed afterwards.
+// another process, because a driver does not open handles of its process. Throws as MappedPeer::make, and kUnsupported
+// when nothing is left. The descriptors are not needed afterwards.
 std::unique_ptr<Route> make_cuda_ipc_route(GpuSide local, const PeerMetadata& metadata, const MediaFiles& files,
                                            bool opens_handles);
 

@@ -47,7 +47,7 @@ NcclCommunicator::NcclCommunicator(const NcclLibrary& library, const NcclId& id,
   const NcclResult begun = library_.comm_init_rank_config(&comm_, 2, id, static_cast<int>(way), &config);
   try {
     library_.require(begun, "ncclCommInitRankConfig", comm_);
-    settle("ncclCommInitRankConfig", check);
+    await_result("ncclCommInitRankConfig", check);
   } catch (...) {
     if (comm_ != nullptr) library_.comm_abort(comm_);
     throw;
@@ -66,7 +66,7 @@ NcclResult NcclCommunicator::state() const {
 
 // Until NCCL is through with what it was asked. Nothing else may be asked of the communicator, nor be put behind it in
 // the stream, before that.
-void NcclCommunicator::settle(const char* call, const NcclCheck& check) const {
+void NcclCommunicator::await_result(const char* call, const NcclCheck& check) const {
   NcclResult now = kNcclInProgress;
   nccl_wait(
       [&] {
@@ -93,7 +93,7 @@ void NcclCommunicator::pass(std::span<const Piece> pieces, CuStream stream, cons
   const NcclResult ended = library_.group_end();  // in any case: a group that stays open takes in what others call
   library_.require(refused, sends ? "ncclSend" : "ncclRecv", comm_);
   library_.require(ended, "ncclGroupEnd", comm_);
-  settle("ncclGroupEnd", check);
+  await_result("ncclGroupEnd", check);
 }
 
 void NcclCommunicator::check_alive() const {

@@ -46,7 +46,7 @@ class NcclCommunicator {
 
  private:
   NcclResult state() const;
-  void settle(const char* call, const NcclCheck& check) const;
+  void await_result(const char* call, const NcclCheck& check) const;
 
   const NcclLibrary& library_;
   const NcclWay way_;

@@ -36,7 +36,7 @@ NcclInbox::NcclInbox(const NcclMemory& memory, std::weak_ptr<Link> link, RouteRu
       init_ns_(memory.limits.init_ns),
       link_(std::move(link)),
       run_(std::move(run)),
-      lane_(memory, NcclWay::kReceive) {}
+      pipe_(memory, NcclWay::kReceive) {}
 
 void NcclInbox::begin(Admit admit, Placed placed, Lost lost) {
   admit_ = std::move(admit);
@@ -107,12 +107,12 @@ void NcclInbox::push(Work&& work) {
 
 void NcclInbox::work_off() noexcept {
   std::unique_lock lock(mutex_);
-  while (!queue_.empty() || settled_) {
+  while (!queue_.empty() || on_closed_) {
     if (queue_.empty()) {
-      const std::function<void()> settled = std::exchange(settled_, nullptr);
+      const std::function<void()> on_closed = std::exchange(on_closed_, nullptr);
       lock.unlock();
-      lane_.let_go();  // this may live on, and others need the GPU
-      settled();
+      pipe_.let_go();  // this may live on, and others need the GPU
+      on_closed();
       lock.lock();
       continue;
     }
@@ -160,9 +160,9 @@ void NcclInbox::check(std::uint64_t generation, std::int64_t deadline_ns) const 
 
 void NcclInbox::open(const NcclChannelBody& channel) {
   const std::int64_t deadline_ns = monotonic_ns() + init_ns_;
-  lane_.shut();
+  pipe_.shut();
   generation_ = 0;
-  lane_.open(channel.id, channel.pass_bytes, [&] { check(channel.generation, deadline_ns); });
+  pipe_.open(channel.id, channel.pass_bytes, [&] { check(channel.generation, deadline_ns); });
   generation_ = channel.generation;
 }
 
@@ -173,19 +173,19 @@ NcclPassedBody NcclInbox::receive(Pass& pass) noexcept {
     if (!pass.admitted) {
       outcome.outcome = NcclOutcome::kRefused;
       outcome.why = "a block is not the sender's to write (any more)";
-      lane_.shut();  // it may have begun to send
+      pipe_.shut();  // it may have begun to send
       return outcome;
     }
-    if (!lane_.is_open() || generation_ != pass.body.generation) {
+    if (!pipe_.is_open() || generation_ != pass.body.generation) {
       outcome.why = "there is no communicator: it could not be made, or has failed";
       return outcome;
     }
     const DataBody data = read_data_body(pass.body.data, pass.body.bytes, local_);
-    lane_.pass({data.ranges, data.blocks, pass.body.bytes, pass.body.message_bytes},
+    pipe_.pass({data.ranges, data.blocks, pass.body.bytes, pass.body.message_bytes},
                [&] { check(pass.body.generation, pass.deadline_ns); });
     outcome.outcome = NcclOutcome::kPlaced;
   } catch (const std::exception& error) {
-    lane_.shut();
+    pipe_.shut();
     note(error, outcome);
   }
   return outcome;
@@ -217,11 +217,11 @@ bool NcclInbox::defer(std::function<void()>& work) {
   return true;
 }
 
-void NcclInbox::close(std::function<void()> settled) noexcept {
+void NcclInbox::close(std::function<void()> on_closed) noexcept {
   stop();
   {
     const std::lock_guard lock(mutex_);
-    settled_ = std::move(settled);
+    on_closed_ = std::move(on_closed);
     if (std::exchange(working_, true)) return;
   }
   try {

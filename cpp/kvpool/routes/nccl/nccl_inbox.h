@@ -2,7 +2,7 @@
 //
 // Invariants
 //   U1  Content is received only into blocks that were the sender's when it was announced, and these are set free by
-//       nobody before it has arrived or its lane is shut: Receiver keeps reservations, defer() keeps all else.
+//       nobody before it has arrived or its pipe is shut: Receiver keeps reservations, defer() keeps all else.
 //   U2  Each pass that was announced is answered once, unless the link ends first.
 //   U3  At most one thread works here at a time, and only while there is work.
 #pragma once
@@ -15,8 +15,8 @@
 #include <mutex>
 #include <variant>
 
-#include "kvpool/routes/nccl/nccl_lane.h"
 #include "kvpool/routes/nccl/nccl_messages.h"
+#include "kvpool/routes/nccl/nccl_pipe.h"
 #include "kvpool/routes/route_receiver.h"
 
 namespace kvpool {
@@ -29,7 +29,7 @@ class NcclInbox final : public RouteReceiver, public std::enable_shared_from_thi
   void begin(Admit admit, Placed placed, Lost lost) override;
   void on_message(Message&& message) override;  // but for kPassed, which is the sending half's
   bool defer(std::function<void()>& work) override;
-  void close(std::function<void()> settled) noexcept override;
+  void close(std::function<void()> on_closed) noexcept override;
   // What is arriving is given up soon, and nothing more is received.
   void stop() noexcept { closed_.store(true); }
 
@@ -67,12 +67,12 @@ class NcclInbox final : public RouteReceiver, public std::enable_shared_from_thi
 
   std::mutex mutex_;
   std::deque<Work> queue_;
-  std::function<void()> settled_;  // once it is closed, until all else is done
-  std::size_t passes_ = 0;         // in the queue, or being received
+  std::function<void()> on_closed_;  // once it is closed, until all else is done
+  std::size_t passes_ = 0;           // in the queue, or being received
   bool working_ = false;
 
-  NcclLane lane_;                 // of the thread that works here
-  std::uint64_t generation_ = 0;  // that lane_ is open for; likewise
+  NcclPipe pipe_;                 // of the thread that works here
+  std::uint64_t generation_ = 0;  // that pipe_ is open for; likewise
 };
 
 }  // namespace kvpool

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "kvpool/routes/nccl/nccl_lane.h"
+#include "kvpool/routes/nccl/nccl_pipe.h"
 
 namespace kvpool {
 namespace {

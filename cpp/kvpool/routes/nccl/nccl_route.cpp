@@ -47,7 +47,7 @@ class NcclReceiver final : public RouteReceiver {
     on_passed_(message.id, read_passed(message.body));
   }
   bool defer(std::function<void()>& work) override { return inbox_->defer(work); }
-  void close(std::function<void()> settled) noexcept override { inbox_->close(std::move(settled)); }
+  void close(std::function<void()> on_closed) noexcept override { inbox_->close(std::move(on_closed)); }
   void stop() noexcept { inbox_->stop(); }
 
  private:
@@ -115,13 +115,13 @@ class NcclRoute final : public Route {
         route_receiver_(std::make_shared<NcclReceiver>(
             std::make_shared<NcclInbox>(memory, link, run_),
             [answers = answers_](std::uint64_t id, const NcclPassedBody& body) { answers->on_passed(id, body); })),
-        lane_(std::make_shared<NcclLane>(memory, NcclWay::kSend)) {}
-  // Whoever drops it may be the thread that reads all links, and NCCL's abort waits for the GPU, as its memory does.
+        pipe_(std::make_shared<NcclPipe>(memory, NcclWay::kSend)) {}
+  // The thread that reads all links may drop it, and NCCL's abort waits for the GPU, as freeing its memory does.
   ~NcclRoute() override {
-    if (lane_->is_empty()) return;
+    if (pipe_->is_empty()) return;
     try {
-      run_(this, [lane = std::move(lane_)] { lane->let_go(); });
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): no memory: the lane has gone here
+      run_(this, [pipe = std::move(pipe_)] { pipe->let_go(); });
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): no memory: the pipe has gone here
     }
   }
   NcclRoute(const NcclRoute&) = delete;
@@ -167,7 +167,7 @@ class NcclRoute final : public Route {
   }
 
  private:
-  // One write at a time: whoever waits for it waits as for the peer.
+  // One write at a time: a write waits for its turn under the same limits as for the peer.
   class Turn {
    public:
     Turn(NcclRoute& route, const WriteRequest& request) : route_(route) {
@@ -201,7 +201,7 @@ class NcclRoute final : public Route {
     bool announced = false;
     const std::int64_t began_ns = monotonic_ns();
     try {
-      if (!lane_->is_open()) open(request);
+      if (!pipe_->is_open()) open(request);
       NcclPassBody pass;
       pass.generation = generation_;
       pass.number = number_ + 1;
@@ -217,7 +217,7 @@ class NcclRoute final : public Route {
       number_ = pass.number;
       std::vector<ContentRange> ranges;
       for (const BlockStrip& strip : part.strips) ranges.push_back({strip.from, strip.bytes});
-      lane_->pass({ranges, request.from.subspan(part.first_block, part.blocks), pass.bytes, pass.message_bytes},
+      pipe_->pass({ranges, request.from.subspan(part.first_block, part.blocks), pass.bytes, pass.message_bytes},
                   [&] { check(request); });
       while (!answers_->get()) {
         throw_if_stopped(request, name(), closed_);
@@ -258,10 +258,10 @@ class NcclRoute final : public Route {
     NcclChannelBody channel;
     channel.generation = ++generation_;
     channel.pass_bytes = limits_.pass_bytes;
-    channel.id = lane_->make_id();
+    channel.id = pipe_->make_id();
     tell(FrameKind::kChannel, 0, write_body(channel));
     const std::int64_t until_ns = monotonic_ns() + limits_.init_ns;
-    lane_->open(channel.id, channel.pass_bytes, [&] {
+    pipe_->open(channel.id, channel.pass_bytes, [&] {
       throw_if_stopped(request, name(), closed_);
       answers_->throw_if_unmade(channel.generation);
       if (monotonic_ns() < until_ns) return;
@@ -288,7 +288,7 @@ class NcclRoute final : public Route {
   // Leaves the communicator, and returns true when the peer has, too: what it has under way is written by nobody any
   // more. False when the peer does not say so: it is not heard any more, or its GPU hangs.
   bool halt(bool announced) {
-    lane_->shut();
+    pipe_->shut();
     try {
       tell(FrameKind::kHalt, 0, write_halt(generation_));
     } catch (const std::exception&) {
@@ -315,7 +315,7 @@ class NcclRoute final : public Route {
   std::condition_variable turn_changed_;
   bool taken_ = false;
 
-  std::shared_ptr<NcclLane> lane_;  // these are whose turn it is
+  std::shared_ptr<NcclPipe> pipe_;  // these are whose turn it is
   std::uint64_t generation_ = 0;
   std::uint64_t number_ = 0;
 };

@@ -12,7 +12,7 @@
 
 #include "kvpool/net/link.h"
 #include "kvpool/routes/nccl/nccl_inbox.h"
-#include "kvpool/routes/nccl/nccl_lane.h"
+#include "kvpool/routes/nccl/nccl_pipe.h"
 #include "kvpool/routes/route.h"
 
 namespace kvpool {

@@ -97,7 +97,7 @@ class NcclShelf {
 
   std::mutex mutex_;
   std::size_t passes_ = 0;  // that are under way
-  std::size_t taken_ = 0;   // pieces of memory that lanes have
+  std::size_t taken_ = 0;   // pieces of memory that pipes have
   std::vector<Kept> kept_;
 };
 

@@ -1,9 +1,9 @@
-// Memory of a GPU that lanes gather into and scatter from.
+// Memory of a GPU that pipes gather into and scatter from.
 //
-// To give memory back (cuMemFree) waits for all that the GPU does, a receive of another lane among it, which ends only
+// To give memory back (cuMemFree) waits for all that the GPU does, a receive of another pipe among it, which ends only
 // when its peer sends; and who else asks the driver meanwhile may wait with it: the very thread that would notice the
-// deadline of that receive. So it is given back when no lane passes anything, and no stream waits for a word
-// (cuda/wait_word.h); until then it is kept, for the next lane that asks for as much.
+// deadline of that receive. So it is given back when no pipe passes anything, and no stream waits for a word
+// (cuda/wait_word.h); until then it is kept, for the next pipe that asks for as much.
 //
 // Invariants
 //   U4  Staging memory is given back only while no pass of its context is under way, and none begins meanwhile.

@@ -19,7 +19,7 @@
 //                                                               an endpoint alone is no proof)
 //
 // A route between two hosts is therefore fenced by UcxWorker::close(), one between two processes of a host by that and
-// the pidfd. To fence one peer and no other, give every peer a worker of its own: workers share the registered memory.
+// the pidfd. To fence one peer alone, give every peer a separate worker: workers share the registered memory.
 #pragma once
 
 #include <array>

@@ -49,8 +49,8 @@ class UcxMemory {
   const MediaSpans& spans() const noexcept { return spans_; }
   const MediaSet& on_gpu() const noexcept { return on_gpu_; }
   const MediumMap<std::string>& refused() const noexcept { return refused_; }
-  // Some of it is memory that UCX gives to peers as an IPC handle. What was made by cuMemCreate is none: who has
-  // imported it keeps it alive.
+  // Some of it is memory that UCX gives to peers as an IPC handle. Memory of cuMemCreate is not: an
+  // import keeps it alive.
   bool gives_handles() const noexcept { return gives_handles_; }
   // In a forked child: forget everything, free nothing.
   void abandon() noexcept { regions_.clear(); }

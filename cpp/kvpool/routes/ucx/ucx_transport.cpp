@@ -86,7 +86,7 @@ class UcxTransport final : public Transport {
     Exposure exposure{.until_fence = true};
     if (!peer.same_host) return exposure;
     exposure.by_process = exposure.by_address = true;  // between processes of a host UCX writes as cma does, too
-    // UCX opens handles for a peer without blocks on a GPU, too; those of its own process it does not.
+    // UCX opens handles even for a peer without blocks on a GPU, but not those of this process.
     const std::int64_t pid =
         peer.link->process() > 0 ? peer.link->process() : static_cast<std::int64_t>(peer.metadata.pid);
     exposure.until_exit = exposure.by_handle = gives_handles_ && pid != getpid();

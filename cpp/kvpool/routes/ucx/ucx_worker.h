@@ -1,7 +1,7 @@
 // One UCX worker: its lock, its progress, and the peers' endpoints that hang on it.
 //
-// UCX runs nothing by itself: what arrives and what was begun goes on only while somebody calls progress(). Whoever
-// waits for an operation of its own does; while nobody waits, the context's thread does, woken by the worker's
+// UCX runs nothing by itself: operations advance only while a thread calls progress(). A thread
+// that waits for its operation does; while no thread waits, the context's thread does, woken by the worker's
 // descriptor. Everything of UCX, callbacks included, happens under the worker's lock.
 #pragma once
 
@@ -71,8 +71,8 @@ class UcxWorkerCore final : public UcxWorker, public std::enable_shared_from_thi
 
   // An operation has completed, or an endpoint failed: those who wait look again. From callbacks.
   void note_completion() noexcept { ++completions_; }
-  // Returns false when there is more to do at once. UCX's descriptor tells of what is new only: whoever goes to sleep
-  // on it has seen true before.
+  // Returns false when there is more to do at once. UCX's descriptor signals new events only: a thread
+  // sleeps on it only after this has returned true.
   bool progress(const UcxLock& lock) noexcept;
   // Makes progress until done() or the deadline; spins for at most 50 us, then sleeps. Returns done().
   template <class Done>

@@ -5,7 +5,7 @@ of C++). When the member ends, in whatever way, the renewer marks its record as 
 leases of record and id. So the others learn of it at once, and can tell it from a silence. Then the renewer ends, too.
 It does not renew the lease of a stopped member.
 
-    page    0 beat │ 1 lapses (cpp/kvpool/base/beacon.h)
+    page    0 beat │ 1 lapses (cpp/kvpool/base/heartbeat.h)
             2 until when the lease is certainly held │ 3 when the renewer acts next │ 4 unanswered renewals:
             written by the renewer. If it is overdue it hangs or is stopped, which its member handles
     stdin   first a line of JSON; then {"lease": ID, "ttl_s": SECONDS, "key": KEY, "id_lease": ID} for each lease that

@@ -60,7 +60,7 @@ class RenewerProcess:
             os.ftruncate(self._page, PAGE_BYTES)
             self._map = mmap.mmap(self._page, PAGE_BYTES)
             self._words = memoryview(self._map).cast("q")
-            self.heartbeat = _core.Beacon(self._page, heartbeat_s / 2, lease_s)
+            self.heartbeat = _core.Heartbeat(self._page, heartbeat_s / 2, lease_s)
         except BaseException:
             os.close(self._page)
             raise

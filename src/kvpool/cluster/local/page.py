@@ -1,6 +1,6 @@
 """The page of a local member: a file of 4 KiB that its process has locked, with the heartbeat.
 
-    word 0  beat        CLOCK_MONOTONIC in ns, written by a thread of C++ (cpp/kvpool/base/beacon.h)
+    word 0  beat        CLOCK_MONOTONIC in ns, written by a thread of C++ (cpp/kvpool/base/heartbeat.h)
     word 1  lapses      how often it was silent for longer than its lease
     word 2  lease       in ns
     word 3  incarnation to tell its record from that of another incarnation
@@ -86,7 +86,7 @@ class OwnPage:
             words = (time.monotonic_ns(), lapses, int(lease_s * 1e9), incarnation, instance, 0, _MAGIC)
             os.pwrite(self._descriptor, _WORDS.pack(*words), 0)
             lock_file(self._descriptor)
-            self._heartbeat: _core.Beacon | None = _core.Beacon(
+            self._heartbeat: _core.Heartbeat | None = _core.Heartbeat(
                 self._descriptor, heartbeat_s / _BEATS_A_HEARTBEAT, lease_s
             )
         except BaseException:
@@ -172,7 +172,7 @@ class SeenPage:
 
     def alive(self) -> bool:
         """Whether its process holds the lock and was not silent for longer than its lease."""
-        now = time.monotonic_ns()  # before the beat is read: see beacon.h
+        now = time.monotonic_ns()  # before the beat is read: see heartbeat.h
         return now - self._words()[0] <= self.lease_ns and self.is_locked()
 
     def is_locked(self) -> bool:

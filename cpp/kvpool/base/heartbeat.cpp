@@ -1,4 +1,4 @@
-#include "kvpool/base/beacon.h"
+#include "kvpool/base/heartbeat.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -24,19 +24,19 @@ std::int64_t now_ns() noexcept {
 }
 
 std::int64_t* map_page(int descriptor) {
-  void* page = mmap(nullptr, Beacon::kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  void* page = mmap(nullptr, Heartbeat::kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (page == MAP_FAILED) {
-    throw Error(ErrorCode::kUnsupported, std::string("a beacon's page cannot be mapped: ") + strerror(errno),
+    throw Error(ErrorCode::kUnsupported, std::string("a heartbeat's page cannot be mapped: ") + strerror(errno),
                 {{"errno", errno}});
   }
   // A child that had the page would keep the file open, and with it the lock that tells of its parent's life.
-  madvise(page, Beacon::kPageBytes, MADV_DONTFORK);
+  madvise(page, Heartbeat::kPageBytes, MADV_DONTFORK);
   return static_cast<std::int64_t*>(page);
 }
 
 }  // namespace
 
-Beacon::Beacon(int descriptor, std::int64_t interval_ns, std::int64_t lease_ns)
+Heartbeat::Heartbeat(int descriptor, std::int64_t interval_ns, std::int64_t lease_ns)
     : interval_ns_(interval_ns), lease_ns_(lease_ns), page_(map_page(descriptor)) {
   KVPOOL_CHECK(interval_ns > 0 && interval_ns < lease_ns);
   word(0).store(now_ns(), std::memory_order_release);
@@ -46,16 +46,16 @@ Beacon::Beacon(int descriptor, std::int64_t interval_ns, std::int64_t lease_ns)
   pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program, not for ours
   try {
     running_->thread = std::thread([this] { loop(); });
-    pthread_setname_np(running_->thread.native_handle(), "kvpool-beacon");
+    pthread_setname_np(running_->thread.native_handle(), "kvpool-beat");
   } catch (const std::system_error& error) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     munmap(page_, kPageBytes);
-    throw Error(ErrorCode::kUnsupported, std::string("a beacon's thread cannot be started: ") + error.what());
+    throw Error(ErrorCode::kUnsupported, std::string("a heartbeat's thread cannot be started: ") + error.what());
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-Beacon::~Beacon() {
+Heartbeat::~Heartbeat() {
   if (forked()) {
     static_cast<void>(running_.release());
     return;
@@ -64,7 +64,7 @@ Beacon::~Beacon() {
   munmap(page_, kPageBytes);
 }
 
-void Beacon::stop() noexcept {
+void Heartbeat::stop() noexcept {
   if (forked()) return;
   std::thread ended;
   {
@@ -76,20 +76,20 @@ void Beacon::stop() noexcept {
   if (ended.joinable()) ended.join();
 }
 
-std::atomic_ref<std::int64_t> Beacon::word(std::size_t index) const noexcept {
+std::atomic_ref<std::int64_t> Heartbeat::word(std::size_t index) const noexcept {
   return std::atomic_ref<std::int64_t>(page_[index]);
 }
 
-std::int64_t Beacon::beat_ns() const noexcept { return forked() ? 0 : word(0).load(std::memory_order_acquire); }
-std::int64_t Beacon::lapses() const noexcept { return forked() ? 0 : word(1).load(std::memory_order_acquire); }
+std::int64_t Heartbeat::beat_ns() const noexcept { return forked() ? 0 : word(0).load(std::memory_order_acquire); }
+std::int64_t Heartbeat::lapses() const noexcept { return forked() ? 0 : word(1).load(std::memory_order_acquire); }
 
-bool Beacon::fresh() const noexcept {
+bool Heartbeat::fresh() const noexcept {
   if (forked()) return false;  // and not by the clock: 0 is younger than a lease on a machine that has just started
   const std::int64_t now = now_ns();
   return now - beat_ns() <= lease_ns_;
 }
 
-void Beacon::beat() noexcept {
+void Heartbeat::beat() noexcept {
   const std::int64_t before = word(0).load(std::memory_order_relaxed);
   // Counted before the new beat can be seen, so that nobody sees a fresh beat without its lapse; and looked at again
   // after it, because the thread may have been held up between the clock and the store.
@@ -99,7 +99,7 @@ void Beacon::beat() noexcept {
   if (!late && now_ns() - before > lease_ns_) word(1).fetch_add(1, std::memory_order_release);
 }
 
-void Beacon::loop() noexcept {
+void Heartbeat::loop() noexcept {
   std::unique_lock lock(running_->mutex);
   while (!running_->stopping) {
     running_->wake.wait_for(lock, std::chrono::nanoseconds(interval_ns_));

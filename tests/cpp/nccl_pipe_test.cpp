@@ -234,7 +234,7 @@ bool in_time(const Holds& holds) {
   return true;
 }
 
-TEST_CASE("nccl lanes: scattered strips of scattered blocks arrive, both ways at once, again and again") {
+TEST_CASE("nccl pipes: scattered strips of scattered blocks arrive, both ways at once, again and again") {
   Sides sides;
   std::thread back([&] {
     for (int i = 0; i < 20; ++i) sides.b.write();
@@ -248,7 +248,7 @@ TEST_CASE("nccl lanes: scattered strips of scattered blocks arrive, both ways at
   CHECK(sides.a.placed + sides.b.placed == 40);
 }
 
-TEST_CASE("nccl lanes: threads that write at once take turns") {
+TEST_CASE("nccl pipes: threads that write at once take turns") {
   Sides sides;
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i) threads.emplace_back([&] { sides.a.write(); });
@@ -257,7 +257,7 @@ TEST_CASE("nccl lanes: threads that write at once take turns") {
   CHECK(sides.b.placed == 4);
 }
 
-TEST_CASE("nccl lanes: a kernel gathers and scatters where there is one") {
+TEST_CASE("nccl pipes: a kernel gathers and scatters where there is one") {
   FakeCuda cuda;
   const StreamKernels kernels(cuda);
   Sides sides(&kernels.set());
@@ -266,7 +266,7 @@ TEST_CASE("nccl lanes: a kernel gathers and scatters where there is one") {
   CHECK(StreamKernels::launches() == launches + 2);
 }
 
-TEST_CASE("nccl lanes: a communicator that is never complete ends at the deadline, and the next write makes another") {
+TEST_CASE("nccl pipes: a communicator that is never complete ends at the deadline, and the next write makes another") {
   Sides sides;
   sides.nccl.set("join", 0);
   CHECK(code_of([&] { sides.a.write(0.2); }) == ErrorCode::kDeadline);
@@ -274,7 +274,7 @@ TEST_CASE("nccl lanes: a communicator that is never complete ends at the deadlin
   sides.exchange();
 }
 
-TEST_CASE("nccl lanes: a communicator that is not complete in time has failed, long before the caller's deadline") {
+TEST_CASE("nccl pipes: a communicator that is not complete in time has failed, long before the caller's deadline") {
   Sides sides(nullptr, {.init_ns = 200'000'000});
   sides.nccl.set("join", 0);
   std::string text;
@@ -284,7 +284,7 @@ TEST_CASE("nccl lanes: a communicator that is not complete in time has failed, l
   sides.exchange();
 }
 
-TEST_CASE("nccl lanes: a receiver that waits in vain for a communicator says so to its sender") {
+TEST_CASE("nccl pipes: a receiver that waits in vain for a communicator says so to its sender") {
   Sides sides(nullptr, {}, {.init_ns = 200'000'000});
   sides.nccl.set("join", 0);
   std::string text;
@@ -292,7 +292,7 @@ TEST_CASE("nccl lanes: a receiver that waits in vain for a communicator says so 
   CHECK_MESSAGE(text.find("the peer cannot receive by NCCL") != std::string::npos, text);
 }
 
-TEST_CASE("nccl lanes: what passes need is taken when a lane is opened, as much as the sender says") {
+TEST_CASE("nccl pipes: what passes need is taken when a pipe is opened, as much as the sender says") {
   const NcclLimits small{.pass_bytes = std::uint64_t{2} << 20};
   const NcclLimits large{.pass_bytes = std::uint64_t{8} << 20};
   Sides sides(nullptr, small, large);
@@ -308,7 +308,7 @@ TEST_CASE("nccl lanes: what passes need is taken when a lane is opened, as much 
   CHECK(sides.cuda.count("bytes") - before == 2 * small.pass_bytes + 2 * large.pass_bytes);
 }
 
-TEST_CASE("nccl lanes: a GPU that has no room for passes cannot go this way, and nothing is left of the trial") {
+TEST_CASE("nccl pipes: a GPU that has no room for passes cannot go this way, and nothing is left of the trial") {
   Sides sides;
   const std::size_t before = sides.cuda.count("bytes");
   sides.cuda.fail("cuMemAlloc", 2);
@@ -322,7 +322,7 @@ TEST_CASE("nccl lanes: a GPU that has no room for passes cannot go this way, and
   sides.exchange();
 }
 
-TEST_CASE("nccl lanes: a write that is cancelled has ended on both sides when it throws") {
+TEST_CASE("nccl pipes: a write that is cancelled has ended on both sides when it throws") {
   Sides sides;
   sides.exchange();
   sides.nccl.set("stall", 1);
@@ -340,7 +340,7 @@ TEST_CASE("nccl lanes: a write that is cancelled has ended on both sides when it
   sides.exchange();
 }
 
-TEST_CASE("nccl lanes: the other direction goes on while one waits") {
+TEST_CASE("nccl pipes: the other direction goes on while one waits") {
   Sides sides;
   sides.exchange();
   CHECK(sides.b.write().bytes > 0);
@@ -352,7 +352,7 @@ TEST_CASE("nccl lanes: the other direction goes on while one waits") {
   sides.exchange();
 }
 
-TEST_CASE("nccl lanes: blocks that are not the sender's are refused, and it goes on") {
+TEST_CASE("nccl pipes: blocks that are not the sender's are refused, and it goes on") {
   Sides sides;
   sides.b.admits = false;
   CHECK(code_of([&] { sides.a.write(); }) == ErrorCode::kNotOwner);
@@ -361,7 +361,7 @@ TEST_CASE("nccl lanes: blocks that are not the sender's are refused, and it goes
   sides.exchange();
 }
 
-TEST_CASE("nccl lanes: a route that is closed, or whose link has ended, ends its writes") {
+TEST_CASE("nccl pipes: a route that is closed, or whose link has ended, ends its writes") {
   Sides sides;
   sides.exchange();
   sides.nccl.set("stall", 1);
@@ -379,7 +379,7 @@ TEST_CASE("nccl lanes: a route that is closed, or whose link has ended, ends its
   CHECK(sides.nccl.count("communicators") == 0);
 }
 
-TEST_CASE("nccl lanes: whichever call of NCCL fails, the write fails or has arrived, and the next one is well") {
+TEST_CASE("nccl pipes: whichever call of NCCL fails, the write fails or has arrived, and the next one is well") {
   for (int n = 1;; ++n) {
     Sides sides;
     sides.clear(sides.b);
@@ -397,7 +397,7 @@ TEST_CASE("nccl lanes: whichever call of NCCL fails, the write fails or has arri
   }
 }
 
-TEST_CASE("nccl lanes: whichever call of the driver fails, the write fails or has arrived, and the next one is well") {
+TEST_CASE("nccl pipes: whichever call of the driver fails, the write fails or has arrived, and the next one is well") {
   Sides sides;
   sides.exchange();
   for (int n = 1; n <= 30; ++n) {
@@ -415,7 +415,7 @@ TEST_CASE("nccl lanes: whichever call of the driver fails, the write fails or ha
   }
 }
 
-TEST_CASE("nccl lanes: a block that is not there is refused before anything is said") {
+TEST_CASE("nccl pipes: a block that is not there is refused before anything is said") {
   Sides sides;
   WriteRequest request;
   const BlockStrip strip{0, 0, 8};

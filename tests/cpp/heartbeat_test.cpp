@@ -1,4 +1,4 @@
-#include "kvpool/base/beacon.h"
+#include "kvpool/base/heartbeat.h"
 
 #include <doctest/doctest.h>
 #include <fcntl.h>
@@ -36,14 +36,14 @@ bool soon(Holds&& holds) {
 }
 
 struct Page {
-  Page() : descriptor(memfd_create("beacon-test", MFD_CLOEXEC)) {
+  Page() : descriptor(memfd_create("heartbeat-test", MFD_CLOEXEC)) {
     REQUIRE(descriptor >= 0);
-    REQUIRE(ftruncate(descriptor, static_cast<off_t>(Beacon::kPageBytes)) == 0);
+    REQUIRE(ftruncate(descriptor, static_cast<off_t>(Heartbeat::kPageBytes)) == 0);
     words = static_cast<std::int64_t*>(
-        mmap(nullptr, Beacon::kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0));
+        mmap(nullptr, Heartbeat::kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0));
   }
   ~Page() {
-    munmap(words, Beacon::kPageBytes);
+    munmap(words, Heartbeat::kPageBytes);
     close(descriptor);
   }
   std::int64_t word(int index) const { return __atomic_load_n(words + index, __ATOMIC_ACQUIRE); }
@@ -53,21 +53,21 @@ struct Page {
 
 }  // namespace
 
-TEST_CASE("a beacon beats at once and goes on, and its last beat stays when it is stopped") {
+TEST_CASE("a heartbeat beats at once and goes on, and its last beat stays when it is stopped") {
   Page page;
   const std::int64_t before = now_ns();
-  Beacon beacon(page.descriptor, kMs, 1'000'000 * kMs);
+  Heartbeat heartbeat(page.descriptor, kMs, 1'000'000 * kMs);
   const std::int64_t first = page.word(0);
   CHECK(first >= before);
   CHECK(first <= now_ns());
   CHECK(soon([&] { return page.word(0) > first; }));
-  CHECK(beacon.fresh());
-  beacon.stop();
+  CHECK(heartbeat.fresh());
+  heartbeat.stop();
   const std::int64_t last = page.word(0);
   usleep(20'000);
   CHECK(page.word(0) == last);
-  CHECK(beacon.lapses() == 0);
-  beacon.stop();
+  CHECK(heartbeat.lapses() == 0);
+  heartbeat.stop();
 }
 
 TEST_CASE("a process that was stopped for longer than its lease counts a lapse when it wakes") {
@@ -75,7 +75,7 @@ TEST_CASE("a process that was stopped for longer than its lease counts a lapse w
   constexpr std::int64_t kLease = 200 * kMs;
   const pid_t child = fork();
   if (child == 0) {
-    const Beacon beacon(page.descriptor, 5 * kMs, kLease);
+    const Heartbeat heartbeat(page.descriptor, 5 * kMs, kLease);
     for (;;) pause();
   }
   REQUIRE(soon([&] { return page.word(0) != 0; }));
@@ -96,18 +96,18 @@ TEST_CASE("a process that was stopped for longer than its lease counts a lapse w
 TEST_CASE("a count of lapses that stands in the page is gone on with") {
   Page page;
   page.words[1] = 7;
-  const Beacon beacon(page.descriptor, kMs, 1'000'000 * kMs);
-  CHECK(beacon.lapses() == 7);
+  const Heartbeat heartbeat(page.descriptor, kMs, 1'000'000 * kMs);
+  CHECK(heartbeat.lapses() == 7);
 }
 
-TEST_CASE("a forked child has no beacon, and can end without it") {
+TEST_CASE("a forked child has no heartbeat, and can end without it") {
   Page page;
   constexpr std::int64_t kLongerThanTheMachineRuns = 1'000'000'000'000 * kMs;  // what it cannot see is no fresh beat
-  auto beacon = std::make_unique<Beacon>(page.descriptor, kMs, kLongerThanTheMachineRuns);
+  auto heartbeat = std::make_unique<Heartbeat>(page.descriptor, kMs, kLongerThanTheMachineRuns);
   const int status = run_in_child([&] {
-    if (beacon->beat_ns() != 0 || beacon->fresh()) return 1;
-    beacon->stop();
-    beacon.reset();
+    if (heartbeat->beat_ns() != 0 || heartbeat->fresh()) return 1;
+    heartbeat->stop();
+    heartbeat.reset();
     return 0;
   });
   CHECK(status == 0);
@@ -115,10 +115,10 @@ TEST_CASE("a forked child has no beacon, and can end without it") {
   CHECK(soon([&] { return page.word(0) > last; }));  // the parent's goes on
 }
 
-TEST_CASE("a file that cannot be mapped makes no beacon") {
+TEST_CASE("a file that cannot be mapped makes no heartbeat") {
   const int descriptor = open("/dev/null", O_RDONLY | O_CLOEXEC);
   try {
-    const Beacon beacon(descriptor, kMs, 10 * kMs);
+    const Heartbeat heartbeat(descriptor, kMs, 10 * kMs);
     FAIL("it was made");
   } catch (const Error& error) {
     CHECK(error.code() == ErrorCode::kUnsupported);

@@ -12,7 +12,9 @@ using namespace kvpool::testing;
 
 namespace {
 
-EndpointOptions with(bool trusted) { return {.secret = "sesame", .trusted_network = trusted, .door = false}; }
+EndpointOptions with(bool trusted) {
+  return {.secret = "sesame", .trusted_network = trusted, .prefer_unix_socket = false};
+}
 
 }  // namespace
 
@@ -26,7 +28,7 @@ TEST_CASE("a connection: on TCP frames have a MAC unless both sides declare the 
       const TagKind agreed = both ? TagKind::kChecksum : TagKind::kMac;
       std::thread by_hand([&] {
         server.meet();
-        server.send(FrameKind::kDoor, write_body(DoorBody{server_trusts, {}, {}}));
+        server.send(FrameKind::kCapabilities, write_body(ServerCapabilities{server_trusts, {}, {}}));
         const RawFrame metadata = server.receive();
         CHECK(metadata.kind_is(FrameKind::kMetadata));
         CHECK(metadata.has(TagKind::kMac, server.keys().receive));
@@ -55,20 +57,20 @@ TEST_CASE("a connection: a server says that it trusts the network when its setti
         [](const std::shared_ptr<Link>&, const PeerMetadata&, bool) { return nullptr; });
     CHECK(endpoint_state->trusts_network(/*tcp=*/true) == trusted);
     CHECK_FALSE(endpoint_state->trusts_network(/*tcp=*/false));
-    CHECK(endpoint_state->door_body(/*tcp=*/true).checksum == trusted);
-    CHECK_FALSE(endpoint_state->door_body(/*tcp=*/false).checksum);
+    CHECK(endpoint_state->capabilities(/*tcp=*/true).checksum == trusted);
+    CHECK_FALSE(endpoint_state->capabilities(/*tcp=*/false).checksum);
     endpoint_state->close();
   }
 }
 
-TEST_CASE("a door: a byte other than 0 or 1 for the checksum is refused") {
-  Bytes body = write_body(DoorBody{.checksum = true, .place = "here", .door = "door"});
-  CHECK(read_door(body).checksum);
+TEST_CASE("capabilities: a byte other than 0 or 1 for the checksum is refused") {
+  Bytes body = write_body(ServerCapabilities{.checksum = true, .socket_scope = "here", .local_socket = "socket"});
+  CHECK(read_capabilities(body).checksum);
   body[0] = std::byte{2};
-  CHECK_THROWS_AS(read_door(body), Error);
+  CHECK_THROWS_AS(read_capabilities(body), Error);
 }
 
-TEST_CASE("a door: when it does not let a peer in, that is an error which says so, and nobody goes on by TCP") {
+TEST_CASE("a local socket: when it refuses the client, connect() says so and does not fall back to TCP") {
   for (const bool refuses : {true, false}) {
     CAPTURE(refuses);
     HandServer server;
@@ -78,7 +80,7 @@ TEST_CASE("a door: when it does not let a peer in, that is an error which says s
     if (refuses) name += "-is-not-there";
     std::thread by_hand([&] {
       server.meet();
-      server.send(FrameKind::kDoor, write_body(DoorBody{true, door_place(), name.substr(1)}));
+      server.send(FrameKind::kCapabilities, write_body(ServerCapabilities{true, socket_scope(), name.substr(1)}));
       std::byte bytes[4096];
       std::size_t said = 0;
       for (ssize_t got = 1; got > 0; said += static_cast<std::size_t>(std::max<ssize_t>(got, 0))) {
@@ -92,7 +94,7 @@ TEST_CASE("a door: when it does not let a peer in, that is an error which says s
     REQUIRE(error);
     CHECK(error->code() == (refuses ? ErrorCode::kPeerLost : ErrorCode::kDeadline));
     const std::string text = error->what();
-    for (const std::string& part : {server.address(), "unix:" + name, std::string("unix_door")}) {
+    for (const std::string& part : {server.address(), "unix:" + name, std::string("prefer_unix_socket")}) {
       CAPTURE(part);
       CHECK(text.find(part) != std::string::npos);
     }
@@ -102,18 +104,18 @@ TEST_CASE("a door: when it does not let a peer in, that is an error which says s
   }
 }
 
-TEST_CASE("a door: one that this side does not want, or that lies in another place, is left alone") {
+TEST_CASE("a local socket: a client ignores one that its settings exclude or that has another scope") {
   for (const bool wanted : {false, true}) {
     CAPTURE(wanted);
     HandServer server;
     std::thread by_hand([&] {
       server.meet();
-      const std::string place = wanted ? host_id() + "-1" : door_place();  // another network namespace, or this one
-      server.send(FrameKind::kDoor, write_body(DoorBody{false, place, "kvpool-no-such-door"}));
+      const std::string scope = wanted ? host_id() + "-1" : socket_scope();  // another network namespace, or this one
+      server.send(FrameKind::kCapabilities, write_body(ServerCapabilities{false, scope, "kvpool-no-such-socket"}));
       CHECK(server.receive().kind_is(FrameKind::kMetadata));
       server.send(FrameKind::kMetadata, write_metadata_body(metadata_of("by hand")));
     });
-    Member client("client", {.secret = "sesame", .door = wanted});
+    Member client("client", {.secret = "sesame", .prefer_unix_socket = wanted});
     const auto link = client.endpoint->connect(server.address(), in_seconds(60));
     by_hand.join();
     CHECK(link->describe().starts_with("tcp 127.0.0.1:"));
@@ -121,16 +123,16 @@ TEST_CASE("a door: one that this side does not want, or that lies in another pla
   }
 }
 
-TEST_CASE("a door: strangers at the TCP port and at the door keep no peer from coming in by it") {
+TEST_CASE("a local socket: strangers at the TCP port and at the socket keep no peer out") {
   Member server("server", {.secret = "sesame", .handshake_ns = 600 * kSecond, .handshakes_max = 4});
   const std::string at = server.endpoint->listen("tcp:127.0.0.1:0");
   Member first("first");
   const auto met = first.endpoint->connect(at, in_seconds(60));
-  const std::string door = "@" + first.peers[0].door;
+  const std::string local = "@" + first.peers[0].local_socket;
   std::vector<Descriptor> strangers;
   for (int i = 0; i < 50; ++i) {
     strangers.push_back(dial(parse_address(at), NoPatience()));
-    strangers.push_back(dial(parse_address("unix:" + door), NoPatience()));
+    strangers.push_back(dial(parse_address("unix:" + local), NoPatience()));
   }
   Member client("client");
   CHECK(client.endpoint->connect(at, in_seconds(60))->describe() == "unix");

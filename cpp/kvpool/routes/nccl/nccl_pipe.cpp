@@ -1,4 +1,4 @@
-#include "kvpool/routes/nccl/nccl_lane.h"
+#include "kvpool/routes/nccl/nccl_pipe.h"
 
 #include <algorithm>
 #include <functional>
@@ -21,7 +21,7 @@ bool is_hbm(Address address) noexcept { return medium_bits_of(address) == static
 
 }  // namespace
 
-class NcclLane::Event {
+class NcclPipe::Event {
  public:
   explicit Event(const CudaContext& context) : context_(context) {
     const CudaDriver& driver = context.driver();
@@ -48,12 +48,12 @@ class NcclLane::Event {
   CuEvent event_ = nullptr;
 };
 
-NcclLane::NcclLane(const NcclMemory& memory, NcclWay way)
+NcclPipe::NcclPipe(const NcclMemory& memory, NcclWay way)
     : memory_(memory), way_(way), copier_(memory.context, memory.kernels, memory.bounds, kLinkThreadBlocks, kWhat) {}
 
-NcclLane::~NcclLane() { let_go(); }
+NcclPipe::~NcclPipe() { let_go(); }
 
-void NcclLane::let_go() noexcept {
+void NcclPipe::let_go() noexcept {
   const CurrentContext current(*memory_.context);
   if (!current) {  // at the end of the process, or in a forked child: the driver has freed it, or must not be asked to
     static_cast<void>(communicator_.release());
@@ -67,7 +67,7 @@ void NcclLane::let_go() noexcept {
   stream_.reset();
 }
 
-NcclId NcclLane::make_id() const {
+NcclId NcclPipe::make_id() const {
   const CurrentContext current(*memory_.context, kWhat);
   NcclId id{};
   memory_.library->require(memory_.library->get_unique_id(&id), "ncclGetUniqueId");
@@ -75,7 +75,7 @@ NcclId NcclLane::make_id() const {
 }
 
 // All that a pass needs is taken here, and none of it given back to the driver while others pass: nccl_staging.h.
-void NcclLane::open(const NcclId& id, std::uint64_t pass_bytes, const NcclCheck& check) {
+void NcclPipe::open(const NcclId& id, std::uint64_t pass_bytes, const NcclCheck& check) {
   const CurrentContext current(*memory_.context, kWhat);
   shut();
   // Loads NCCL's kernels, and may take memory: both wait for all work of the GPU.
@@ -90,7 +90,7 @@ void NcclLane::open(const NcclId& id, std::uint64_t pass_bytes, const NcclCheck&
       std::make_unique<NcclCommunicator>(*memory_.library, id, way_, memory_.limits.thread_blocks_max, check);
 }
 
-void NcclLane::shut() noexcept {
+void NcclPipe::shut() noexcept {
   if (communicator_ == nullptr) return;
   communicator_.reset();  // NCCL finds the context by itself
   for (int tries = 0; tries < kDrainTries; ++tries) {
@@ -106,7 +106,7 @@ void NcclLane::shut() noexcept {
   // The GPU, or the context with everything in it, is lost: nothing writes there any more.
 }
 
-void NcclLane::pass(const NcclContent& content, const NcclCheck& check) {
+void NcclPipe::pass(const NcclContent& content, const NcclCheck& check) {
   const CurrentContext current(*memory_.context, kWhat);
   const NcclPassing passing(*memory_.context);
   try {
@@ -117,7 +117,7 @@ void NcclLane::pass(const NcclContent& content, const NcclCheck& check) {
   }
 }
 
-void NcclLane::run(const NcclContent& content, const NcclCheck& check) {
+void NcclPipe::run(const NcclContent& content, const NcclCheck& check) {
   pieces_.clear();
   ContentPlan(memory_.local, content.ranges).emit(content.blocks, true, pieces_);
   const bool direct = lies_in_messages(content);
@@ -139,7 +139,7 @@ void NcclLane::run(const NcclContent& content, const NcclCheck& check) {
   wait(check);
 }
 
-bool NcclLane::lies_in_messages(const NcclContent& content) const noexcept {
+bool NcclPipe::lies_in_messages(const NcclContent& content) const noexcept {
   if (!std::all_of(content.blocks.begin(), content.blocks.end(), is_hbm)) return false;
   for (std::size_t i = 0; i + 1 < pieces_.size(); ++i) {
     if (pieces_[i].iov_len % content.message_bytes != 0) return false;
@@ -148,7 +148,7 @@ bool NcclLane::lies_in_messages(const NcclContent& content) const noexcept {
 }
 
 // Between the blocks and the staging memory.
-void NcclLane::copy(const NcclContent& content) {
+void NcclPipe::copy(const NcclContent& content) {
   const bool sends = way_ == NcclWay::kSend;
   std::byte* staging = reinterpret_cast<std::byte*>(staging_->base());  // NOLINT(performance-no-int-to-ptr)
   const auto medium = [](Address address) { return medium_bits_of(address); };
@@ -175,7 +175,7 @@ void NcclLane::copy(const NcclContent& content) {
 }
 
 // For all that is in the stream; what NCCL has put there may never end by itself.
-void NcclLane::wait(const NcclCheck& check) {
+void NcclPipe::wait(const NcclCheck& check) {
   event_->record(*stream_);
   nccl_wait([this] { return event_->is_done(); },
             [&] {

@@ -25,17 +25,17 @@
 
 namespace kvpool {
 
-class Beacon {
+class Heartbeat {
  public:
   static constexpr std::size_t kPageBytes = 4096;
 
   // Writes the first beat, then starts. `descriptor` is a file that can be mapped for writing, of kPageBytes or more;
   // it may be closed afterwards. A count of lapses that is already in the page continues. REQUIRES: 0 < interval_ns <
   // lease_ns. Throws kUnsupported when the file cannot be mapped, or the thread not be started.
-  Beacon(int descriptor, std::int64_t interval_ns, std::int64_t lease_ns);
-  ~Beacon();
-  Beacon(const Beacon&) = delete;
-  Beacon& operator=(const Beacon&) = delete;
+  Heartbeat(int descriptor, std::int64_t interval_ns, std::int64_t lease_ns);
+  ~Heartbeat();
+  Heartbeat(const Heartbeat&) = delete;
+  Heartbeat& operator=(const Heartbeat&) = delete;
 
   // Ends the thread; the last beat stays. Idempotent.
   void stop() noexcept;

@@ -1,4 +1,4 @@
-// Looking again and again whether the GPU is done: as often as can be at first, then with pauses.
+// Paces a loop that polls the GPU: first without pauses, then with short sleeps.
 //
 // Thread-safety: none; for one thread, on its stack.
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace kvpool {
 
-class Looks {
+class PollBackoff {
  public:
   // CLOCK_MONOTONIC.
   static std::int64_t now_ns() noexcept {
@@ -19,7 +19,7 @@ class Looks {
     return now.tv_sec * std::int64_t{1'000'000'000} + now.tv_nsec;
   }
 
-  // Between two looks; `now_ns`: the time of the last one.
+  // Call it between two polls. `now_ns`: the time of the last poll.
   void pause(std::int64_t now_ns) const noexcept {
     constexpr std::int64_t kSpinNs = 50'000;
     constexpr long kPauseNs = 50'000;

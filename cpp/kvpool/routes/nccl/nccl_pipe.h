@@ -25,7 +25,7 @@
 
 namespace kvpool {
 
-// What a lane stands on. `local` describes memory that `keepalive` keeps: HBM of the context's GPU, and page-locked
+// What a pipe stands on. `local` describes memory that `keepalive` keeps: HBM of the context's GPU, and page-locked
 // DRAM or none. `kernels`: what gathers and scatters small pieces; null: the copy engines.
 struct NcclMemory {
   const NcclLibrary* library = nullptr;
@@ -48,13 +48,13 @@ struct NcclContent {
   std::uint64_t message_bytes;  // of each message but the last
 };
 
-class NcclLane {
+class NcclPipe {
  public:
   // Throws as StreamCopier.
-  NcclLane(const NcclMemory& memory, NcclWay way);
-  ~NcclLane();
-  NcclLane(const NcclLane&) = delete;
-  NcclLane& operator=(const NcclLane&) = delete;
+  NcclPipe(const NcclMemory& memory, NcclWay way);
+  ~NcclPipe();
+  NcclPipe(const NcclPipe&) = delete;
+  NcclPipe& operator=(const NcclPipe&) = delete;
 
   bool is_open() const noexcept { return communicator_ != nullptr; }
   // Has taken nothing of the GPU.
@@ -65,11 +65,11 @@ class NcclLane {
   // NcclCommunicator, and as CudaDriver::require; kRouteFailed when a stream of this GPU waits for a word (Standstill);
   // kUnsupported when the GPU has no room for the staging memory.
   void open(const NcclId& id, std::uint64_t pass_bytes, const NcclCheck& check);
-  // Sends the content, or receives it; returns when it is where it belongs. Throws the same; then the lane is shut.
+  // Sends the content, or receives it; returns when it is where it belongs. Throws the same; then the pipe is shut.
   // REQUIRES: is_open(); the ranges lie within the content of the blocks, which exist; bytes is their sum and at most
   // what open() was told.
   void pass(const NcclContent& content, const NcclCheck& check);
-  // Aborts. When it returns nothing of this lane is in the stream any more, so no block is read or written by it.
+  // Aborts. When it returns nothing of this pipe is in the stream any more, so no block is read or written by it.
   void shut() noexcept;
   // The same, and gives back what it has taken of the GPU. It may be opened again.
   void let_go() noexcept;

@@ -1,0 +1,231 @@
+"""The words of the project are those of its field: no invented word comes back, and no riddle.
+
+A word counts wherever it stands: as a part of an identifier (`NcclLane`, `open_lane`), in a comment, in a message, in a
+page. Where the field itself uses a word, as a GPU has lanes, EXCEPTIONS names the files.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROSE = (
+    "cpp",
+    "bindings",
+    "cuda",
+    "src",
+    "docs",
+    "examples",
+    "bench",
+    "tools",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+)
+SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", ".md"}
+
+# Each word that was invented here once, and what the project calls the thing now.
+WORDS: Final = {
+    "beacon": "Heartbeat",
+    "card": "PeerMetadata",
+    "door": "the offer of a server, its local socket",
+    "ghost": "WriterQuarantine, RetainedMemory",
+    "greeting": "ServerHandshake, ClientHandshake",
+    "hall": "Listener",
+    "inbound": "PendingSwapIn",
+    "keeper": "LeaseRenewer",
+    "landing": "StagingBuffer",
+    "lane": "RankChannel, NcclPipe",
+    "parted": "disconnected, departed",
+    "passage": "SideChannel, NcclInbox",
+    "rival": "another connection of the same peer",
+    "strand": "SerialExecutor",
+    "tender": "MembershipLoop",
+    "turnover": "the counts of inserted and freed blocks",
+}
+# As identifiers only: as words of a sentence they mean what they mean everywhere.
+NAMES: Final = {
+    "board": "LoadTable, MembershipView",
+    "looks": "PollBackoff, Backoff",
+    "settle": "what is done: advance, hand_over_role, set_prior",
+}
+RIDDLES: Final = ("whoever", "whomever", "what it is that", "is none", "are none", "of its own")
+
+# Files in which a word is the field's own.
+EXCEPTIONS: Final[dict[str, dict[str, str]]] = {
+    "lane": {
+        "bindings/adopt.cpp": "DLPack: values in one element",
+        "bindings/machine.cpp": "UCX",
+        "cpp/kvpool/base/crc32c.cpp": "SIMD",
+        "cpp/kvpool/cuda/kernel_plan.h": "threads of a warp",
+        "cpp/kvpool/cuda/table.h": "threads of a warp",
+        "cpp/kvpool/cuda/tile.h": "threads of a warp",
+        "cpp/kvpool/routes/ucx/ucx_context.cpp": "UCX",
+        "cpp/kvpool/routes/ucx/ucx_route.cpp": "UCX",
+        "cpp/kvpool/routes/ucx/ucx.h": "UCX",
+        "cpp/kvpool/routes/ucx/ucx_route.h": "UCX",
+        "cuda/access.cuh": "threads of a warp",
+        "docs/adr/0011-ucx-writes.md": "UCX",
+        "docs/internals/cuda.md": "threads of a warp",
+        "src/kvpool/_core.pyi": "UCX",
+        "src/kvpool/cli/info.py": "UCX",
+    },
+}
+
+# Files that still have such a word, and which. This list only gets shorter.
+# `python tests/python/test_words.py` prints it anew.
+STILL: Final[dict[str, set[str]]] = {
+    "cpp/kvpool/blocks/free_set.h": {"of its own"},
+    "cpp/kvpool/net/connect/handshake_messages.cpp": {"is none"},
+    "cpp/kvpool/peers/route_maker.h": {"are none", "is none"},
+    "cpp/kvpool/peers/service_members.cpp": {"parted"},
+    "cpp/kvpool/peers/service_peers.cpp": {"of its own"},
+    "cpp/kvpool/pool/alloc.cpp": {"whoever"},
+    "cpp/kvpool/pool/move_order.h": {"whoever"},
+    "cpp/kvpool/pool/pool.cpp": {"of its own"},
+    "cpp/kvpool/pool/pool.h": {"are none", "is none"},
+    "cpp/kvpool/pool/remote.cpp": {"whoever"},
+    "cpp/kvpool/pool/swap.cpp": {"are none"},
+    "cpp/kvpool/pool/swap_begin.cpp": {"looks"},
+    "cpp/kvpool/pool/swap_handle.h": {"whoever"},
+    "cpp/kvpool/pool/swap_in.cpp": {"of its own", "whoever"},
+    "cpp/kvpool/ranks/rank_messages.cpp": {"lane"},
+    "cpp/kvpool/ranks/rank_messages.h": {"lane"},
+    "cpp/kvpool/routes/cuda_ipc/cuda_route.h": {"of its own"},
+    "cpp/kvpool/routes/route_cost.cpp": {"settle"},
+    "cpp/kvpool/routes/route_cost.h": {"settle"},
+    "cpp/kvpool/routes/transport.h": {"whoever"},
+    "cpp/kvpool/transfer/fetch.cpp": {"parted"},
+    "cpp/kvpool/transfer/outgoing.cpp": {"settle"},
+    "cpp/kvpool/transfer/outgoing.h": {"settle"},
+    "cpp/kvpool/transfer/receiver.cpp": {"settle", "whoever"},
+    "cpp/kvpool/transfer/receiver.h": {"settle"},
+    "cpp/kvpool/transfer/receiver_recall.cpp": {"settle"},
+    "cpp/kvpool/transfer/route_probe.cpp": {"settle"},
+    "cpp/kvpool/transfer/route_probe.h": {"settle"},
+    "cpp/kvpool/transfer/session.cpp": {"settle"},
+    "cpp/kvpool/transfer/session.h": {"settle"},
+    "cpp/kvpool/transfer/session_recall.cpp": {"settle"},
+    "docs/adr/0028-one-kind-of-call-between-peers.md": {"of its own"},
+    "docs/how-to/failures.md": {"whoever"},
+    "docs/how-to/faults.md": {"of its own"},
+    "docs/how-to/router-events.md": {"of its own"},
+    "docs/how-to/router.md": {"of its own"},
+    "docs/internals/failures.md": {"whoever"},
+    "docs/invariants.md": {"inbound", "settle", "whoever", "whomever"},
+    "docs/wire.md": {"of its own"},
+    "src/kvpool/cluster/cluster.py": {"is none"},
+    "src/kvpool/cluster/local/directory.py": {"is none"},
+    "src/kvpool/config.py": {"is none", "whoever"},
+    "src/kvpool/observe/metrics.py": {"whoever"},
+    "src/kvpool/pool.py": {"is none", "parted"},
+    "src/kvpool/transfer/dispatcher.py": {"is none", "of its own"},
+    "src/kvpool/transfer/peers.py": {"of its own", "whoever"},
+    "src/kvpool/transfer/received.py": {"of its own"},
+    "src/kvpool/transfer/verbs.py": {"is none"},
+    "tools/planted_bugs.py": {"is none"},
+    "tools/planted_list.py": {"are none"},
+}
+
+
+def files() -> list[str]:
+    """What git tracks of PROSE, as far as it is text."""
+    listed = subprocess.run(["git", "ls-files", "--", *PROSE], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.splitlines() if Path(name).suffix in SUFFIXES and (ROOT / name).is_file()]
+
+
+def words_of(text: str) -> set[str]:
+    """The words of a text in lower case, those of identifiers one by one; plurals count as their singulars."""
+    found = set()
+    for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", text):
+        word = word.lower()
+        found |= {word, word.removesuffix("s")}
+    return found
+
+
+def names_of(text: str) -> set[str]:
+    """The words of identifiers of more than one word, and of what is called or defined."""
+    names = re.findall(r"\b\w*[a-z0-9]_\w+|\b[A-Za-z]*[a-z][A-Z]\w*|\b\w+(?=\()|(?<=class )\w+", text)
+    found = set()
+    for name in names:
+        found |= words_of(name) | {part.lower() for part in re.findall(r"[A-Z]?[a-z]+", name)}
+    return found
+
+
+def prose_of(text: str) -> str:
+    """One line of text, without the marks of comments: a riddle may stand at the end of one line and the next."""
+    return re.sub(r"\s+", " ", re.sub(r"\n\s*(//|#|\*)?", " ", text))
+
+
+def found_in(name: str, text: str) -> set[str]:
+    words, names, prose = words_of(text), names_of(text), prose_of(text)
+    found = {word for word in WORDS if word in words and name not in EXCEPTIONS.get(word, {})}
+    found |= {word for word in NAMES if word in names}
+    return found | {
+        riddle for riddle in RIDDLES if re.search(rf"\b{riddle}\b", prose, flags=re.I if "none" not in riddle else 0)
+    }
+
+
+FOUND: Final = {name: found for name in files() if (found := found_in(name, (ROOT / name).read_text()))}
+
+
+def test_no_invented_word_and_no_riddle_comes_back():
+    new = {
+        name: sorted(found - STILL.get(name, set())) for name, found in FOUND.items() if found - STILL.get(name, set())
+    }
+    said = WORDS | NAMES
+    assert not new, "\n".join(
+        f"{name}: {[f'{word}: say {said[word]}' if word in said else word for word in found]}"
+        for name, found in sorted(new.items())
+    )
+
+
+def test_the_list_of_what_is_left_is_not_stale():
+    stale = {
+        name: sorted(left - FOUND.get(name, set())) for name, left in STILL.items() if left - FOUND.get(name, set())
+    }
+    assert not stale, stale
+
+
+def test_exceptions_are_still_needed():
+    unused = [
+        (word, name) for word, named in EXCEPTIONS.items() for name in named
+        if not (ROOT / name).is_file() or word not in words_of((ROOT / name).read_text())
+    ]  # fmt: skip
+    assert not unused, unused
+
+
+def test_the_glossary_names_files_that_exist():
+    named = re.findall(r"`([a-z_0-9/]+\.(?:h|py))`", (ROOT / "docs" / "glossary.md").read_text())
+    assert len(named) > 50
+    folders = (ROOT / "cpp" / "kvpool", ROOT / "src" / "kvpool", ROOT)
+    assert [name for name in named if not any((folder / name).is_file() for folder in folders)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("class NcclLane:", {"lane"}),
+        ("open_door()", {"door"}),
+        ("// Whoever\n// waits", {"whoever"}),
+        ("a thread of its\n    own", {"of its own"}),
+        ("# of its\n# own", {"of its own"}),
+        ("if this is None: # there is none", {"is none"}),
+        ("the page looks well, and we settle it", set()),
+        ("const Looks looks; Looks::now_ns(); poll_looks", {"looks"}),
+        ("keepers, cards", {"keeper", "card"}),
+        ("discard(); plane; doorstep = indoors", set()),
+    ],
+)
+def test_what_is_found(text, expected):
+    assert found_in("some/file.py", text) == expected
+
+
+if __name__ == "__main__":  # prints what STILL has to be
+    for name, found in sorted(FOUND.items()):
+        print(f"    {name!r}: {sorted(found)!r},".replace("[", "{").replace("]", "}"))
