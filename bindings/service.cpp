@@ -12,6 +12,7 @@
 
 #include "bind.h"
 #include "kvpool/net/connect/endpoint.h"
+#include "vectors.h"
 
 namespace kvpool::bindings {
 namespace {

@@ -150,9 +150,9 @@ class Pool(NetworkedPool):
             role: "prefill", "decode" or "both".
             listen: Where peers connect to, one address or several, the best first. By default a Unix socket in a
                 cluster of one machine, and TCP on the loopback in others: name an interface for other hosts.
-            timeout: Seconds; None: the setting ``timeout_s``. That is for the directory to answer, for the name of a
-                dead member to become free, and, when etcd knows nobody, for members that may be on their way back to
-                it: give more than two leases when those are long.
+            timeout: Seconds; None: the setting ``timeout_s``, and the two leases for which the directory may have to
+                wait: for the name of a dead member, and, when etcd knows nobody, for members that may be on their way
+                back to it.
 
         Returns:
             A handle to leave by. The pool keeps it, and closes it when it is closed.

@@ -180,7 +180,7 @@ static_assert(int{CU_STREAM_CAPTURE_STATUS_NONE} == 0);
 
 TEST_CASE("cuda abi: errors that end a context are a lost device, and others are not") {
   for (const CUresult result :
-       {CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_DEVICE_UNAVAILABLE, CUDA_ERROR_INVALID_CONTEXT,
+       {CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_INVALID_CONTEXT,
         CUDA_ERROR_ECC_UNCORRECTABLE, CUDA_ERROR_NVLINK_UNCORRECTABLE, CUDA_ERROR_ILLEGAL_ADDRESS,
         CUDA_ERROR_LAUNCH_TIMEOUT, CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_ASSERT, CUDA_ERROR_HARDWARE_STACK_ERROR,
         CUDA_ERROR_ILLEGAL_INSTRUCTION, CUDA_ERROR_MISALIGNED_ADDRESS, CUDA_ERROR_INVALID_ADDRESS_SPACE,
@@ -189,6 +189,7 @@ TEST_CASE("cuda abi: errors that end a context are a lost device, and others are
     CAPTURE(result);
     CHECK(fault_of(result) == CudaFault::kLost);
   }
+  CHECK(fault_of(CUDA_ERROR_DEVICE_UNAVAILABLE) == CudaFault::kInUse);  // of a GPU in an exclusive mode, say
   for (const CUresult result : {CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_INVALID_HANDLE}) {
     CHECK(fault_of(result) == CudaFault::kArgument);
   }

@@ -361,13 +361,13 @@ TEST_CASE("the bytes of a handshake are those of docs/wire.md") {
   Bytes expected;
   WireWriter writer(expected);
   writer.raw("KVPL", 4).number(std::uint8_t{1}).number(std::uint8_t{1});
-  writer.number(std::uint16_t{3}).number(std::uint16_t{3});
+  writer.number(std::uint16_t{4}).number(std::uint16_t{4});
   writer.number(std::uint16_t{0}).raw(nonce_of(1).data(), 32);
   CHECK(messages.at(0) == expected);
   CHECK(hex(messages.at(1)) ==
-        "4b56504c02010300030003000202020202020202020202020202020202020202020202020202020202020202");
-  CHECK(hex(messages.at(2)) == "61ab61720df5588fa6b2e68e7d934358ce1bde66784fe0f823cbd7f32fb5f8f8");
-  CHECK(hex(messages.at(3)) == "0177f95f703a07fac0d2304d59cf2618e88aa5ffc841fe1c8b42fe92c0a0de4cb6");
-  CHECK(hex(client.keys().send) == "6d7401183c8129ee3b3dcad7a11efae27ac323f9342a93dcfd4bec8382496563");
-  CHECK(hex(client.keys().receive) == "a3268e82dff9876a625d7194e6c3e163f03bdcd2e3872badfb9580491b6b10e3");
+        "4b56504c02010400040004000202020202020202020202020202020202020202020202020202020202020202");
+  CHECK(hex(messages.at(2)) == "3e97d4c96a0011822ad6fc45a6fac7e8bb2db0124861c16c8354463a8b0a15dd");
+  CHECK(hex(messages.at(3)) == "0167f0708177f705cbb4d6736ad26cf36f882ded83bfb42f8a8fec62d620366b37");
+  CHECK(hex(client.keys().send) == "b80ce814e4f75c174b9a85ce5c502d41dbeb01a0ae24ee71683deb04173ea7b2");
+  CHECK(hex(client.keys().receive) == "e933997811dc0ee98058cc5982fe9a807c1c403db66e15af224c4332434da933");
 }

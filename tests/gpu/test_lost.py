@@ -41,9 +41,9 @@ SCRIPT = """
 from fake import *
 from gpu_memory import is_fake
 
-there = small_pool(lease_s=10.0, routes=("sock",))  # on no GPU: it lives on
+there = small_pool(name="there", lease_s=10.0, routes=("sock",))  # on no GPU: it lives on
 pool = small_pool(device="cuda:0", lease_s=10.0, routes=("sock",))
-assert pool.peers.connect(there.peers.listen(address_of("sock"), name="there")) == "there"
+assert pool.peers.connect(there.peers.listen(address_of("sock"))) == "there"
 """
 
 CHECKS = """

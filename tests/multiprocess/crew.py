@@ -47,10 +47,8 @@ class Survivor:
     def __init__(self, route: str, **settings: Any) -> None:
         self.route = route_or_skip(route)
         self.options: dict[str, Any] = {"routes": (route.partition("-")[0],), "secret": SECRET} | settings
-        self.pool = big_pool(**self.options)
-        self.address = self.pool.peers.listen(
-            "tcp:127.0.0.1:0" if route == "sock-tcp" else unix_address(), name="survivor"
-        )
+        self.pool = big_pool(name="survivor", **self.options)
+        self.address = self.pool.peers.listen("tcp:127.0.0.1:0" if route == "sock-tcp" else unix_address())
 
     def greet(self, victim: Victim, name: str = "victim") -> None:
         """The victim comes; a victim that was there before under that name need not have been noticed as gone."""

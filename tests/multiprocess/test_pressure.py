@@ -181,8 +181,8 @@ def test_cancelling_within_a_frame_does_not_cost_the_connection(route, nursery, 
 def test_a_thousand_transfers_at_once_all_end(route, nursery):
     count = 1000
     options = {"routes": (route.partition("-")[0],), "secret": SECRET}
-    with small_pool(count, 0, **options) as pool, nursery.victim() as victim:
-        where = pool.peers.listen("tcp:127.0.0.1:0" if route == "sock-tcp" else unix_address(), name="a")
+    with small_pool(count, 0, name="a", **options) as pool, nursery.victim() as victim:
+        where = pool.peers.listen("tcp:127.0.0.1:0" if route == "sock-tcp" else unix_address())
         victim(
             "pool = small_pool(1000, 0, name='b', **options)\npool.peers.connect(where, timeout=60)",
             options=options,

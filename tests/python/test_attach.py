@@ -74,7 +74,7 @@ def test_addresses_carry_the_id_that_the_cluster_gave(url):
         assert kvpool.decode_address(int(b.alloc(1)[0])).instance == other.instance
         eventually(lambda: names(cluster) == ["a", "b"])
         assert [one.instance for one in cluster.members()] == [attachment.instance, other.instance]
-        assert attachment.name == a.name == "a"
+        assert attachment.name == a.peers.name == "a"
         assert "a, instance" in repr(attachment)
 
 
@@ -86,7 +86,7 @@ def test_a_name_that_nobody_has_is_told_with_those_that_there_are(url):
 def test_members_say_what_they_are(url):
     with member(url, "a", small_pool(6, 3, model="m"), role="prefill") as (_, cluster, _attachment):
         (one,) = cluster.members()
-        assert (one.peers.name, one.role, one.model, one.hbm_blocks, one.dram_blocks) == ("a", "prefill", "m", 6, 3)
+        assert (one.name, one.role, one.model, one.hbm_blocks, one.dram_blocks) == ("a", "prefill", "m", 6, 3)
         assert one.layout["kind"] == "KVLayout"
         assert one.layout["kv_heads"] == small_layout().kv_heads
         assert one.parallel is None
@@ -251,7 +251,7 @@ def test_who_is_listed_again_is_not_parted_from_for_what_was_before(url, monkeyp
         stream = a.transfer("b", own, layerwise=True)
         attachment = a._attachment
         members = attachment._cluster.members()
-        (old,) = [one for one in members if one.peers.name == "b"]
+        (old,) = [one for one in members if one.name == "b"]
         seen = [dataclasses.replace(one, since_ns=one.since_ns + is_back) for one in members]
         monkeypatch.setattr(attachment._cluster, "members", lambda: seen)
         attachment._on_change(kvpool.MemberEvent("lost", old))  # late: the new connection is there already

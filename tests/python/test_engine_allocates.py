@@ -118,7 +118,7 @@ def test_nothing_cached_moves_into_or_out_of_the_engines_blocks(engine_pool):
 
 def test_peers_neither_borrow_nor_are_lent_what_the_engine_may_take(engine_pool):
     with Pool(LAYOUT, dram_blocks=6, name="peer", huge_pages="never") as peer:
-        name = peer.peers.connect(engine_pool.peers.listen(address_of("loopback"), name="engine"))
+        name = peer.peers.connect(engine_pool.peers.listen(address_of("loopback")))
         blocks = peer.alloc(2, medium=DRAM)
         with refused(engine_pool, kvpool.StateError, "the engine allocates"):
             peer.alloc(2, instance=name)

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "kvpool/base/media_set.h"
 #include "kvpool/cuda/order.h"
 #include "kvpool/cuda/staging.h"
 #include "kvpool/peers/received_queue.h"

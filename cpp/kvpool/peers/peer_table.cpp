@@ -63,11 +63,11 @@ bool PeerTable::is_met_again(const Session& session) const noexcept {
   });
 }
 
-std::string PeerTable::name_of(std::uint64_t epoch, bool settled) const {
+std::string PeerTable::name_of(std::uint64_t epoch, bool confirmed) const {
   const std::lock_guard lock(mutex_);
   for (const auto& [name, peer] : peers_) {
     if (peer.session->peer().epoch != epoch || peer.session->lost()) continue;
-    if (!settled || peer.initiator == epoch_ || peer.session->heard()) return name;
+    if (!confirmed || peer.initiator == epoch_ || peer.session->heard()) return name;
   }
   return {};
 }

@@ -57,9 +57,9 @@ class PeerTable {
   bool may_write_to(std::uint64_t epoch) const noexcept;
   // Whether the peer of this session is there by another one.
   bool is_met_again(const Session& session) const noexcept;
-  // The name of a peer that is connected; "" for none. `settled`: by a connection that both sides are known to have
+  // The name of a peer that is connected; "" for none. `confirmed`: by a connection that both sides are known to have
   // admitted.
-  std::string name_of(std::uint64_t epoch, bool settled = false) const;
+  std::string name_of(std::uint64_t epoch, bool confirmed = false) const;
   std::string name_of_instance(std::uint32_t instance) const;
   std::string names() const;  // for people: "a, b"; "" when there is none
   std::shared_ptr<GroupConnection> group_by(const std::shared_ptr<Link>& link) const;

@@ -60,7 +60,7 @@ def attach(
             hbm_blocks=stats["hbm"]["capacity"],
             dram_blocks=stats["dram"]["capacity"],
             load=load_of(pool, 0),
-            timeout=wanted.timeout_s if timeout is None else timeout,
+            timeout=wanted.timeout_s + 2 * cluster.lease_s if timeout is None else timeout,
         )
         try:
             pool._join(registration.instance)

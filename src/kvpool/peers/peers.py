@@ -71,8 +71,8 @@ class Peers:
 
         As long as nobody listens there it tries again, so that two processes may be started in any order. A wrong
         secret, version or layout fails at once. Both sides may connect to each other: one connection stays. Ctrl-C
-        ends the wait. A pool of this host that listens on TCP is met over its Unix socket (setting ``prefer_unix_socket``).
-        Releases the GIL.
+        ends the wait. A pool of this host that listens on TCP is met over its Unix socket (setting
+        ``prefer_unix_socket``). Releases the GIL.
 
         All or nothing: a connect that fails leaves the pool as it was.
 

@@ -53,7 +53,7 @@ def etcd(empty):
 def test_a_pool_attaches_to_a_new_cluster(place, clock):
     with place.join(lease=LONG, secret="s") as cluster, small_pool() as pool:
         pool.attach(cluster, name="a")
-        assert [one.peers.name for one in cluster.members()] == ["a"]
+        assert [one.name for one in cluster.members()] == ["a"]
 
 
 def test_who_is_first_in_an_etcd_waits_for_a_lease_by_default(empty, clock):
@@ -69,7 +69,7 @@ def test_an_attach_that_is_given_too_little_time_for_it_says_why_and_leaves_all_
         assert cluster.registration is None
         assert pool.peers.name is None
         pool.attach(cluster, name="a", timeout=10 * LONG)
-        assert [one.peers.name for one in cluster.members()] == ["a"]
+        assert [one.name for one in cluster.members()] == ["a"]
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), 4000, "x", True])

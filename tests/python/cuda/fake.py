@@ -176,8 +176,8 @@ def byte_layout() -> kvpool.KVLayout:
 def pair_on_gpu(route: str, *, device: str = "cuda:0", **settings: Any) -> tuple[kvpool.Pool, kvpool.Pool]:
     """Two pools of this process, the first connected to the second, "there", and blocks go by this route."""
     settings = {"routes": (route,), "lease_s": 10.0} | settings
-    here, there = (small_pool(device=one, **settings) for one in ("cuda:0", device))
-    assert here.peers.connect(there.peers.listen(address_of(route), name="there")) == "there"
+    here, there = small_pool(device="cuda:0", **settings), small_pool(device=device, name="there", **settings)
+    assert here.peers.connect(there.peers.listen(address_of(route))) == "there"
     return here, there
 
 

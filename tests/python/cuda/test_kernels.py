@@ -73,8 +73,8 @@ def test_a_kernel_writes_into_a_peers_gpu(on_kernels):
     on_kernels("""
 settings = dict(routes=("cuda_ipc",), lease_s=10.0)
 here = small_pool(8, 8, small_layout(order="discrete"), device="cuda:0", **settings)
-there = small_pool(8, 8, small_layout(order="aggregated"), device="cuda:1", **settings)
-here.peers.connect(there.peers.listen(address_of("x"), name="there"))
+there = small_pool(8, 8, small_layout(order="aggregated"), device="cuda:1", name="there", **settings)
+here.peers.connect(there.peers.listen(address_of("x")))
 addrs = here.alloc(3)
 Stamps(here).write(addrs, [4, 5, 6])
 launches()

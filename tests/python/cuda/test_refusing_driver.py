@@ -19,8 +19,9 @@ cuda.fake_cuda_fail(b"cuMemExportToShareableHandle", 800)
 cuda.fake_cuda_fail(b"cuIpcGetMemHandle", 800)
 from transfer.kit import Child
 child = Child()
-with small_pool(device="cuda:0", device_memory={memory!r}, layout=byte_layout(), routes=("cuda_ipc", "sock")) as here:
-    where = here.peers.listen(address_of("sock"), name="here")
+settings = dict(device_memory={memory!r}, layout=byte_layout(), routes=("cuda_ipc", "sock"))
+with small_pool(device="cuda:0", name="here", **settings) as here:
+    where = here.peers.listen(address_of("sock"))
     if {memory!r} == "virtual":  # of plain memory it is known for each allocation: those without a handle go by sock
         assert any("cuda_ipc" in note and "800" in note for note in notes), notes
     child(

@@ -27,8 +27,8 @@ def test_a_pool_on_a_gpu_says_once_which_routes_it_goes_without_and_what_to_inst
 {NOTES}
 import importlib.util
 importlib.util.find_spec = lambda name: None  # neither wheel is there
-with small_pool(device="cuda:1") as here, small_pool(device="cuda:0") as there:
-    where = there.peers.listen(address_of("x"), name="there")
+with small_pool(device="cuda:1") as here, small_pool(device="cuda:0", name="there") as there:
+    where = there.peers.listen(address_of("x"))
     assert [(note.route, note.device, note.installed) for note in notes] == [
         ("ucx", "cuda:0", False), ("nccl", "cuda:0", False)]
     for note, extra in zip(notes, ("kvpool[cuda1", "kvpool[nccl1")):

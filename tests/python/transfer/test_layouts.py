@@ -79,7 +79,7 @@ def test_blocks_of_any_layout_go_to_a_peer_of_another_and_come_back(
     on_cpu = peer_on_cpu and ON_GPU
     routes = {"routes": ("loopback", "sock") if on_cpu else (route,)}
     with pool_of(shape, ours, **routes) as here, pool_of(shape, theirs, on_cpu=on_cpu, **routes) as there:
-        peer = here.peers.connect(there.peers.listen(address_of("sock-unix"), name="there"))
+        peer = here.peers.connect(there.peers.listen(address_of("sock-unix")))
         # Scattered blocks, in any order, go to scattered ones; what is in all others stays.
         mine = here.alloc(BLOCKS, medium=source)
         bits = written(here, mine, seed)

@@ -95,8 +95,8 @@ def test_a_peer_that_was_killed_is_noticed_and_its_blocks_come_back(route):
 
 
 def test_a_peer_comes_back_under_its_name():
-    with small_pool(**local_settings(NEAR)) as pool:
-        pool.peers.listen(where := address_of("shm"), name="a")
+    with small_pool(name="a", **local_settings(NEAR)) as pool:
+        pool.peers.listen(where := address_of("shm"))
         epochs = set()
         for round_ in range(3):
             child = Child()

@@ -343,10 +343,10 @@ def test_an_exception_cancels_a_stream():
 def test_a_plain_transfer_is_no_stream():
     with pair_of(NEAR) as pair:
         transfer = pair.a.transfer(pair.to_b, pair.a.alloc(1))
-        with pytest.raises(kvpool.StateError):
-            transfer._send_layer(0)
-        with pytest.raises(kvpool.StateError):
-            transfer._finish()
+        assert isinstance(transfer, kvpool.Transfer)
+        assert not {"send_layer", "finish", "_send_layer", "_finish"} & set(dir(transfer))
+        with pytest.raises(TypeError):
+            kvpool.TransferStream(transfer, None)  # type: ignore[call-arg]
         transfer.wait()
         pair.b("pool.inbox.receive(60).close()")
 
