@@ -106,6 +106,18 @@ TEST_CASE("what this process places is free at the deadline, and every late use 
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 
+TEST_CASE("a return that crosses the end of a recall gives the other blocks back, and is refused") {
+  Owner kit(/*one_sided=*/false);
+  const Addresses lent = kit.lend(kLoan, 3);
+  CHECK(same(kit.recall({lent[1]}), 0, 1, 0));
+  kit.link->sent.clear();
+  kit.ask(kReturnVerb, 8, write_addresses(lent));
+  CHECK(kit.refusal() == ErrorCode::kNotOwner);
+  CHECK(kit.session->counts().lent == 0);
+  CHECK(kit.session->counts().promised == 0);
+  CHECK(kit.count(BlockState::kFree) == 16);
+}
+
 TEST_CASE("blocks in which content is being placed at the deadline are free behind it, and others at once") {
   Owner kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(kLoan, 2);
@@ -113,6 +125,7 @@ TEST_CASE("blocks in which content is being placed at the deadline are free behi
   REQUIRE(!placement.pieces.empty());
   SUBCASE("others") {
     CHECK(same(kit.recall({lent[1]}), 0, 1, 0));
+  kit.link->sent.clear();
     kit.session->on_placed(placement.token, true);
     CHECK(kit.count(BlockState::kLent) == 1);
     return;

@@ -168,6 +168,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                    std::optional<Error> error);
   void add_lent(std::span<const Address> addresses);
   void mark_leaving(std::span<const Address> addresses);
+  std::size_t mark_returned(std::span<const Address> addresses, std::span<Address> held);
   void mark_held(std::span<const Address> addresses) noexcept;
   void finish_reserve(ServedCall& call, std::optional<Reservation> reservation, std::optional<Error> error);
   bool may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry);

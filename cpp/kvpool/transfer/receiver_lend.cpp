@@ -78,16 +78,39 @@ void Receiver::mark_held(std::span<const Address> addresses) noexcept {
   for (const Address address : addresses) lent_.find(address)->second = Lent::kHeld;
 }
 
+// Throws as mark_leaving(), but passes over blocks that were taken back by a recall while the return was on its way:
+// the borrower has let go of the whole list, so the others must not stay lent. Returns how many stand in `held`, which
+// has room for all. REQUIRES: mutex_ is held.
+std::size_t Receiver::mark_returned(std::span<const Address> addresses, std::span<Address> held) {
+  std::size_t n = 0;
+  for (const Address address : addresses) {
+    const auto entry = lent_.find(address);
+    const bool ours = is_medium(medium_bits_of(address)) && instance_of(address) == host_.blocks().instance();
+    if (entry == lent_.end() && ours) continue;
+    if (entry == lent_.end() || entry->second != Lent::kHeld) {
+      mark_held(held.first(n));
+      mark_leaving(addresses);  // throws
+    }
+    entry->second = Lent::kLeaving;
+    held[n++] = address;
+  }
+  return n;
+}
+
 void Receiver::on_return(const CallPointer& call, const std::vector<Address>& addresses) {
+  std::vector<Address> held;
   const auto refused = failure_of([&] {
+    held.resize(addresses.size());
     const std::lock_guard lock(mutex_);
-    mark_leaving(addresses);
-    for (const Address address : addresses) lent_.erase(address);
-    promised_ -= static_cast<std::uint32_t>(addresses.size());
+    held.resize(mark_returned(addresses, held));
+    for (const Address address : held) lent_.erase(address);
+    promised_ -= static_cast<std::uint32_t>(held.size());
   });
   if (refused) return call->refuse(*refused);
-  host_.blocks().release(addresses);
-  call->answer({});
+  host_.blocks().release(held);
+  if (held.size() == addresses.size()) return call->answer({});
+  call->refuse(Error(ErrorCode::kNotOwner, std::to_string(addresses.size() - held.size()) +
+                                               " of the blocks that were given back had been recalled before"));
 }
 
 }  // namespace kvpool
