@@ -93,6 +93,8 @@ class ArgumentError(Error, ValueError):
     needed: int  # how many there must be
     requested: int  # blocks asked for
     capacity: int  # of the media that could have them
+    caches: int  # that share a space
+    units: int  # of a block
     blocks: int
     blocks_max: int
     block_bytes: int
@@ -154,6 +156,7 @@ class StateError(Error):
     instance: int
     needed: int
     maximum: int  # how many there may be
+    cache: int  # the number of the other cache of a space
     errno: int
     epoch: int
     device: int  # the GPU on which a CUDA graph is being captured

@@ -46,7 +46,7 @@ def socket_address(address: str) -> Any:
 
 def dial(address: str) -> socket.socket:
     one = socket.socket(socket.AF_INET if address.startswith("tcp:") else socket.AF_UNIX)
-    one.peers.connect(socket_address(address))
+    one.connect(socket_address(address))
     one.settimeout(60)
     return one
 

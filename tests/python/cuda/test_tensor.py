@@ -120,7 +120,7 @@ for changes, text in [
     ({"data": (a.__cuda_array_interface__["data"][0], True)}, "read-only"),
     ({"data": (64, False)}, "does not know its memory"),
     ({"typestr": "f"}, "has no size"),
-    ({"typestr": "<fx"}, "none"),
+    ({"typestr": "<fx"}, "invalid type"),
     ({"strides": (1, 2)}, ""),
     ({"shape": None}, "is not one"),
     ({"data": None}, "is not one"),
