@@ -125,7 +125,7 @@ TEST_CASE("blocks in which content is being placed at the deadline are free behi
   REQUIRE(!placement.pieces.empty());
   SUBCASE("others") {
     CHECK(same(kit.recall({lent[1]}), 0, 1, 0));
-  kit.link->sent.clear();
+    kit.link->sent.clear();
     kit.session->on_placed(placement.token, true);
     CHECK(kit.count(BlockState::kLent) == 1);
     return;
