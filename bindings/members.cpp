@@ -17,8 +17,8 @@ using MemberFields = std::tuple<std::string, std::uint32_t, std::uint64_t, std::
 void set_members(const PeerNode& node, std::vector<MemberFields> fields) {
   std::vector<ClusterMember> members;
   members.reserve(fields.size());
-  for (auto& [name, instance, epoch, addresses] : fields) {
-    members.push_back({std::move(name), instance, epoch, std::move(addresses)});
+  for (auto& [name, instance, incarnation, addresses] : fields) {
+    members.push_back({std::move(name), instance, incarnation, std::move(addresses)});
   }
   Service& service = service_of(node);
   const GilReleased released;
@@ -34,7 +34,7 @@ void meet(const PeerNode& node, const std::string& name, py::handle timeout) {
 }  // namespace
 
 void bind_members(PoolClass& pool) {
-  pool.def("_epoch", [](PeerNode& self) { return service_of(self).epoch(); })
+  pool.def("_incarnation", [](PeerNode& self) { return service_of(self).incarnation(); })
       .def(
           "_join",
           [](PeerNode& self, std::uint32_t instance) {
@@ -47,12 +47,12 @@ void bind_members(PoolClass& pool) {
       .def("_meet", &meet, py::arg("name"), py::arg("timeout"))
       .def(
           "_expel",
-          [](PeerNode& self, std::uint64_t epoch, const std::string& why) {
+          [](PeerNode& self, std::uint64_t incarnation, const std::string& why) {
             Service& service = service_of(self);
             const GilReleased released;
-            service.expel(epoch, why);
+            service.expel(incarnation, why);
           },
-          py::arg("epoch"), py::arg("why"))
+          py::arg("incarnation"), py::arg("why"))
       .def(
           "_fence",
           [](PeerNode& self, const std::string& why) {

@@ -39,7 +39,7 @@ py::list ranks(const PeerNode& node) {
 // What a rank needs to know of its scheduler, beside what Python knows.
 py::tuple scheduler_facts(const PeerNode& node) {
   Service& service = service_of(node);
-  return py::make_tuple(service.epoch(), node.pool().instance());
+  return py::make_tuple(service.incarnation(), node.pool().instance());
 }
 
 LocalMemory memory_of(Pool& pool) { return {pool.layout(), pool.arenas()}; }
@@ -59,7 +59,7 @@ std::shared_ptr<RankNode> join(const PeerNode& memory, const std::string& name, 
                                int transfer_threads, bool trusted_network, bool prefer_unix_socket,
                                const std::string& ucx, const std::string& nccl, std::uint64_t nccl_pass_bytes,
                                double nccl_init_s, int nccl_thread_blocks, const std::string& scheduler,
-                               std::uint64_t epoch, std::uint32_t instance, std::uint32_t rank,
+                               std::uint64_t incarnation, std::uint32_t instance, std::uint32_t rank,
                                const std::string& listen, py::handle timeout) {
   const std::int64_t deadline = deadline_from(timeout, memory.timeout_ns());
   RankOptions options;
@@ -77,7 +77,7 @@ std::shared_ptr<RankNode> join(const PeerNode& memory, const std::string& name, 
   options.service.transports.nccl_limits.init_ns = static_cast<std::int64_t>(nccl_init_s * 1e9);
   options.service.transports.nccl_limits.thread_blocks_max = nccl_thread_blocks;
   options.scheduler = scheduler;
-  options.scheduler_epoch = epoch;
+  options.scheduler_incarnation = incarnation;
   options.instance = instance;
   options.rank = rank;
   options.listen = listen;
@@ -118,7 +118,7 @@ void bind_ranks(py::module_& module, PoolClass& pool) {
              py::arg("model"), py::arg("routes"), py::arg("lease_s"), py::arg("transfer_threads"),
              py::arg("trusted_network"), py::arg("prefer_unix_socket"), py::arg("ucx"), py::arg("nccl"),
              py::arg("nccl_pass_bytes"), py::arg("nccl_init_s"), py::arg("nccl_thread_blocks"), py::arg("scheduler"),
-             py::arg("epoch"), py::arg("instance"), py::arg("rank"), py::arg("listen"), py::arg("timeout"));
+             py::arg("incarnation"), py::arg("instance"), py::arg("rank"), py::arg("listen"), py::arg("timeout"));
 }
 
 }  // namespace kvpool::bindings

@@ -116,8 +116,8 @@ py::object next_peer_event(const PeerNode& node) {
   if (!event) return py::none();
   const bool recalled = event->kind == PeerEvent::Kind::kRecalled;
   return py::dict(
-      "name"_a = event->name, "kind"_a = name_of(event->kind), "instance"_a = event->instance, "epoch"_a = event->epoch,
-      "error"_a = event->why ? exception_from(*event->why) : py::none(),
+      "name"_a = event->name, "kind"_a = name_of(event->kind), "instance"_a = event->instance,
+      "incarnation"_a = event->incarnation, "error"_a = event->why ? exception_from(*event->why) : py::none(),
       "addrs"_a = py::tuple(py::cast(event->recalled)),
       "deadline"_a = recalled ? py::object(py::float_(static_cast<double>(event->deadline_ns) / 1e9)) : py::none());
 }
@@ -131,7 +131,7 @@ py::list peers(const PeerNode& node) {
   }
   py::list list;
   for (const PeerInfo& peer : peers) {
-    list.append(py::dict("name"_a = peer.name, "instance"_a = peer.instance, "epoch"_a = peer.epoch,
+    list.append(py::dict("name"_a = peer.name, "instance"_a = peer.instance, "incarnation"_a = peer.incarnation,
                          "link"_a = peer.link, "routes"_a = py::tuple(py::cast(peer.routes)), "pid"_a = peer.pid,
                          "lent_blocks"_a = peer.lent_blocks, "borrowed_blocks"_a = peer.borrowed_blocks,
                          "reserved_blocks"_a = peer.reserved_blocks, "transfers"_a = peer.transfers,

@@ -158,7 +158,7 @@ class StateError(Error):
     maximum: int  # how many there may be
     cache: int  # the number of the other cache of a space
     errno: int
-    epoch: int
+    incarnation: int
     device: int  # the GPU on which a CUDA graph is being captured
     driver_code: int  # and the CUDA driver's number
 

@@ -59,7 +59,7 @@ class PeerFacts(TypedDict):
 
     name: str
     instance: int
-    epoch: int
+    incarnation: int
     link: str
     routes: tuple[str, ...]
     pid: int
@@ -77,7 +77,7 @@ class PeerEventFacts(TypedDict):
     name: str
     kind: Literal["joined", "lost", "recalled"]
     instance: int
-    epoch: int
+    incarnation: int
     error: Error | None
     addrs: tuple[int, ...]
     deadline: float | None

@@ -8,8 +8,8 @@
 namespace kvpool::testing {
 namespace {
 
-ClusterMember member(const std::string& name, std::uint32_t instance, std::uint64_t epoch) {
-  return {name, instance, epoch, {"unix:@" + name}};
+ClusterMember member(const std::string& name, std::uint32_t instance, std::uint64_t incarnation) {
+  return {name, instance, incarnation, {"unix:@" + name}};
 }
 
 TEST_CASE("a book is found in by name and by id, and says who is in it") {
@@ -19,7 +19,7 @@ TEST_CASE("a book is found in by name and by id, and says who is in it") {
   CHECK(book.set({member("b", 2, 20), member("a", 1, 10)}).empty());
   CHECK(book.names() == "a, b");
   REQUIRE(book.find("b"));
-  CHECK(book.find("b")->epoch == 20);
+  CHECK(book.find("b")->incarnation == 20);
   CHECK(book.find("b")->addresses == std::vector<std::string>{"unix:@b"});
   CHECK(book.name_of(1) == "a");
   CHECK(book.name_of(3).empty());
@@ -54,7 +54,8 @@ TEST_CASE("of the dead only the latest are remembered, and one who came back cou
   book.expel(1, "first");
   book.set({member("a", 1, 1)});
   book.expel(2, "second");
-  for (std::uint64_t epoch = 3; epoch < 2 + AddressBook::kExpelledMax; ++epoch) book.expel(epoch, "");
+  for (std::uint64_t incarnation = 3; incarnation < 2 + AddressBook::kExpelledMax; ++incarnation)
+    book.expel(incarnation, "");
   CHECK(book.expelled(2));
   book.expel(1, "again");
   CHECK_FALSE(book.expelled(2));

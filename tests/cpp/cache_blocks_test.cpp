@@ -180,11 +180,11 @@ TEST_CASE("an owner writes what it was lent, and what is reserved for this trans
   const Addresses blocks = take(space, 2, Medium::kHbm, BlockState::kReserved);
   space.give({&blocks[0], 1}, {BlockState::kLent, 5, 0});
   space.give({&blocks[1], 1}, {BlockState::kReserved, 5, 8});
-  CHECK(space.owner_of(blocks[1]).epoch == 5);
+  CHECK(space.owner_of(blocks[1]).incarnation == 5);
   CHECK(space.owner_of(blocks[1]).mark == 8);
   space.check_writable(blocks.data(), 2, 5, 8, false);
-  const auto code = [&](std::size_t n, std::uint64_t epoch, std::uint32_t mark, bool lent_only) {
-    return code_of([&] { space.check_writable(blocks.data() + n, 1, epoch, mark, lent_only); });
+  const auto code = [&](std::size_t n, std::uint64_t incarnation, std::uint32_t mark, bool lent_only) {
+    return code_of([&] { space.check_writable(blocks.data() + n, 1, incarnation, mark, lent_only); });
   };
   CHECK(code(0, 6, 0, true) == ErrorCode::kNotOwner);
   CHECK(code(1, 5, 9, false) == ErrorCode::kNotOwner);

@@ -21,7 +21,7 @@ inline PeerMetadata metadata_of(const std::string& name) {
   PeerMetadata metadata;
   metadata.name = name;
   metadata.instance = 1;
-  metadata.epoch = 77;
+  metadata.incarnation = 77;
   metadata.pid = static_cast<std::uint64_t>(getpid());
   metadata.host = host_id();
   metadata.block_tokens = 16;

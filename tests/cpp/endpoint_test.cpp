@@ -73,12 +73,13 @@ TEST_CASE("an endpoint: what either side refuses with, the other throws or is cl
 TEST_CASE("an endpoint: a refusal carries its numbers") {
   Member server("server");
   Member client("client");
-  server.refuse.emplace(ErrorCode::kState, "known", std::initializer_list<ErrorField>{{"epoch", -5}, {"secret", 7}});
+  server.refuse.emplace(ErrorCode::kState, "known",
+                        std::initializer_list<ErrorField>{{"incarnation", -5}, {"secret", 7}});
   const auto error =
       error_of([&] { client.endpoint->connect(server.endpoint->listen("tcp:127.0.0.1:0"), in_seconds(10)); });
   REQUIRE(error);
   REQUIRE(error->fields().size() == 1);  // what the reader does not know is left out
-  CHECK(std::string(error->fields()[0].first) == "epoch");
+  CHECK(std::string(error->fields()[0].first) == "incarnation");
   CHECK(error->fields()[0].second == -5);
 }
 

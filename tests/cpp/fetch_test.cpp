@@ -35,7 +35,7 @@ TEST_CASE("a peer may read what it has borrowed, and not what another one has") 
   };
   ask(1, kit.lend(2, 1));
   CHECK(kit.host.writes.size() == 1);
-  ask(3, *kit.peer_blocks.lend(1, Medium::kHbm, {kPeerEpoch + 1, 0}, Room::kFree));
+  ask(3, *kit.peer_blocks.lend(1, Medium::kHbm, {kPeerIncarnation + 1, 0}, Room::kFree));
   CHECK(kit.host.writes.size() == 1);
   CHECK(kit.refusal() == ErrorCode::kNotOwner);
 }
@@ -153,7 +153,7 @@ TEST_CASE("a fetch that a peer asks for is pushed, or refused, and what is read 
   SUBCASE("too long a list of what waits") {
     kit.host.limits_of.request_bytes_max = 2 * 2 * sizeof(Address);
     kit.ask(kFetchVerb, id, write_body(body), 100);
-    CHECK(kit.host.writes.front().peer == kPeerEpoch);
+    CHECK(kit.host.writes.front().peer == kPeerIncarnation);
     kit.ask(kFetchVerb, id + 1, write_body(body), 100);
     CHECK(kit.refusal() == ErrorCode::kBusy);
     kit.host.end_write();

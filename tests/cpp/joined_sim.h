@@ -101,7 +101,7 @@ class SimPair final : public JoinedPair {
     SimIdentity identity;
     identity.name = name;
     identity.instance = instance;
-    identity.epoch = 2 * instance + 1;  // odd, as all are
+    identity.incarnation = 2 * instance + 1;  // odd, as all are
     identity.hbm_blocks = options.hbm_blocks;
     identity.dram_blocks = options.dram_blocks;
     identity.aggregated = options.aggregated;

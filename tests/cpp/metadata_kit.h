@@ -10,7 +10,7 @@ inline PeerMetadata sample_metadata() {
   PeerMetadata metadata;
   metadata.name = "prefill-0 \xC3\xA9\xE2\x82\xAC\xF0\x9F\x90\x99";
   metadata.instance = 17;
-  metadata.epoch = 0x1234567890ABCDEF;
+  metadata.incarnation = 0x1234567890ABCDEF;
   metadata.pid = 4321;
   metadata.host = "0f0e0d0c-0b0a-4000-8000-000000000000-4026531836";
   metadata.block_tokens = 16;

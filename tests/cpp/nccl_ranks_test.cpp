@@ -232,7 +232,7 @@ TEST_CASE("nccl ranks: a rank whose process is killed in a pass, at either side"
     const LetGo let_go{nccl};
     nccl.set("stall", 1);
     nccl.set("linger", 1);
-    const MetadataRank metadata{1, RankHere::epoch_of(0, 1), far.listen};
+    const MetadataRank metadata{1, RankHere::incarnation_of(0, 1), far.listen};
     REQUIRE(
         soon([&] { return !error_of([&] { a.channels.meet(meeting_of(kMeeting, {metadata}), in_seconds(30)); }); }));
     const auto outcome = std::make_shared<Outcome>();

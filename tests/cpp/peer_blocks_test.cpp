@@ -47,7 +47,7 @@ struct Kit {
     delivery.spec.blocks = n;
     delivery.spec.insert = insert;
     if (insert) delivery.spec.tokens = prompt(id, n);
-    delivery.reservation.addresses = *blocks.lend(n, Medium::kHbm, {kWriter.epoch, 0}, Room::kEvict);
+    delivery.reservation.addresses = *blocks.lend(n, Medium::kHbm, {kWriter.incarnation, 0}, Room::kEvict);
     delivery.private_bytes = Bytes(2, std::byte{1});
     return delivery;
   }
@@ -62,8 +62,8 @@ TEST_CASE("who may write a reserved or lent block is told by incarnation and tra
   spec.blocks = 2;
   const Addresses reserved = kit.blocks.reserve(spec, kWriter, Room::kFree)->addresses;
   const Addresses lent = *kit.blocks.lend(1, Medium::kHbm, kWriter, Room::kFree);
-  const Writer other_transfer{kWriter.epoch, kWriter.mark + 1};
-  const Writer other_peer{kWriter.epoch + 2, kWriter.mark};
+  const Writer other_transfer{kWriter.incarnation, kWriter.mark + 1};
+  const Writer other_peer{kWriter.incarnation + 2, kWriter.mark};
   const auto check = [&](const Addresses& addresses, Writer writer, bool lent_only) {
     kit.blocks.check_writable(addresses, writer, lent_only);
   };

@@ -15,8 +15,8 @@ bool readable(int descriptor) {
 
 using Kind = PeerEvent::Kind;
 
-PeerEvent event(const std::string& name, std::uint64_t epoch, bool joined) {
-  return {name, 1, epoch, joined ? Kind::kJoined : Kind::kLost, {}};
+PeerEvent event(const std::string& name, std::uint64_t incarnation, bool joined) {
+  return {name, 1, incarnation, joined ? Kind::kJoined : Kind::kLost, {}};
 }
 
 TEST_CASE("events are kept while somebody listens, in order") {
@@ -73,9 +73,9 @@ TEST_CASE("peers that come and go unheard do not pile up, and none that was hear
   events.begin();
   events.push(event("heard", 1, true));
   CHECK(events.pop()->name == "heard");
-  for (std::uint64_t epoch = 2; epoch < 3 * PeerEvents::kWaitingMax; ++epoch) {
-    events.push(event("flaps", epoch, true));
-    events.push(event("flaps", epoch, false));
+  for (std::uint64_t incarnation = 2; incarnation < 3 * PeerEvents::kWaitingMax; ++incarnation) {
+    events.push(event("flaps", incarnation, true));
+    events.push(event("flaps", incarnation, false));
   }
   events.push(event("heard", 1, false));
   std::size_t waiting = 0;

@@ -27,7 +27,7 @@ Bytes forged(const PeerMetadata& metadata) {
   WireWriter writer(out);
   writer.number(std::uint32_t{0})
       .number(metadata.instance)
-      .number(metadata.epoch)
+      .number(metadata.incarnation)
       .number(metadata.pid)
       .number(metadata.block_tokens);
   writer.text(metadata.name).text(metadata.host).text(metadata.model).text(metadata.local_socket);
@@ -51,7 +51,7 @@ Bytes forged(const PeerMetadata& metadata) {
       .number(metadata.tp);
   writer.array(std::span<const std::uint32_t>(metadata.stage_layers));
   writer.number(static_cast<std::uint32_t>(metadata.ranks.size()));
-  for (const MetadataRank& rank : metadata.ranks) writer.number(rank.rank).number(rank.epoch).text(rank.address);
+  for (const MetadataRank& rank : metadata.ranks) writer.number(rank.rank).number(rank.incarnation).text(rank.address);
   return out;
 }
 
@@ -96,7 +96,7 @@ TEST_CASE("peer metadata is read as it was written, to its last byte") {
   CHECK(in.left() == 0);
   CHECK(read.name == metadata.name);
   CHECK(read.instance == metadata.instance);
-  CHECK(read.epoch == metadata.epoch);
+  CHECK(read.incarnation == metadata.incarnation);
   CHECK(read.pid == metadata.pid);
   CHECK(read.host == metadata.host);
   CHECK(read.block_tokens == metadata.block_tokens);
@@ -221,7 +221,7 @@ TEST_CASE("the metadata of a scheduler of several ranks is read as it was writte
   CHECK(read.stage_layers == metadata.stage_layers);
   REQUIRE(read.ranks.size() == 2);
   CHECK(read.ranks[1].rank == 3);
-  CHECK(read.ranks[1].epoch == 0xABCE);
+  CHECK(read.ranks[1].incarnation == 0xABCE);
   CHECK(read.ranks[1].address == "tcp:10.0.0.2:1");
   CHECK(read.media[Medium::kDram].blocks == 32);
   CHECK(written(read) == bytes);
@@ -239,7 +239,7 @@ TEST_CASE("what peer metadata says of ranks fits together") {
   group("number of ranks is 8194", [](PeerMetadata& metadata) { metadata.tp = 4097; });
   group("the rank is 4; it can be 0 to 3", [](PeerMetadata& metadata) { metadata.ranks[1].rank = 4; });
   group("its ranks are not in order", [](PeerMetadata& metadata) { metadata.ranks[1].rank = 1; });
-  group("epoch of a rank is 0", [](PeerMetadata& metadata) { metadata.ranks[0].epoch = 0; });
+  group("incarnation of a rank is 0", [](PeerMetadata& metadata) { metadata.ranks[0].incarnation = 0; });
   group("address of a rank has 0 bytes", [](PeerMetadata& metadata) { metadata.ranks[0].address = ""; });
   group("a rank has ranks", [](PeerMetadata& metadata) {
     metadata.rank_of = 1;
@@ -346,7 +346,7 @@ TEST_CASE("numbers that stand for something are in its range") {
   check_accepted([](PeerMetadata& metadata) { metadata.instance = kInstanceMax; });
   check_refused("the instance is 0", [](PeerMetadata& metadata) { metadata.instance = 0; });
   check_refused("the instance is 16384", [](PeerMetadata& metadata) { metadata.instance = kInstanceMax + 1; });
-  check_refused("the epoch is 0", [](PeerMetadata& metadata) { metadata.epoch = 0; });
+  check_refused("the incarnation is 0", [](PeerMetadata& metadata) { metadata.incarnation = 0; });
   check_refused("the pid is 0", [](PeerMetadata& metadata) { metadata.pid = 0; });
   check_refused("the pid is 2147483648", [](PeerMetadata& metadata) { metadata.pid = 2147483648; });
   check_refused("the pid is 18446744073709551615", [](PeerMetadata& metadata) { metadata.pid = ~0ULL; });

@@ -99,7 +99,7 @@ TEST_CASE("what does not exist is not written, and who is looked for is found or
     CHECK(outcome->code == code(ErrorCode::kArgument));
   }
   MetadataRank other = b.metadata();
-  other.epoch = 1;  // an earlier incarnation
+  other.incarnation = 1;  // an earlier incarnation
   const auto gone = error_of([&] { a.channels.meet(meeting_of(6, {other}), in_seconds(5)); });
   REQUIRE(gone);
   CHECK(gone->code() == ErrorCode::kPeerLost);

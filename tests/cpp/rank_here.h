@@ -31,7 +31,7 @@ struct RankSpec {
 struct RankHere {
   RankHere(std::uint32_t number, std::vector<std::string> route_names, const RankSpec& spec = {})
       : number(number),
-        epoch(epoch_of(spec.instance, number)),
+        incarnation(incarnation_of(spec.instance, number)),
         pool(std::make_shared<Pool>([&] {
           PoolOptions options = small_options(8, spec.dram_blocks);
           options.layout.piece_bytes = spec.pieces;
@@ -53,7 +53,7 @@ struct RankHere {
 #endif
               return options;
             }(),
-            memory, epoch,
+            memory, incarnation,
             [this](const void* key, std::function<void()> work) {
               receiving.run(key, Priority::kDecode, std::move(work));
             }),
@@ -83,17 +83,17 @@ struct RankHere {
   Introduction introduce() {
     Introduction own = routes.introduce();
     own.metadata.name = "rank-" + std::to_string(number);
-    own.metadata.epoch = epoch;
+    own.metadata.incarnation = incarnation;
     own.metadata.instance = number + 1;
     own.metadata.rank_of = 7;
     own.metadata.rank = number;
     own.metadata.address = address;
     return own;
   }
-  static std::uint64_t epoch_of(std::uint32_t instance, std::uint32_t number) {
+  static std::uint64_t incarnation_of(std::uint32_t instance, std::uint32_t number) {
     return 1000 + std::uint64_t{100} * instance + number;
   }
-  MetadataRank metadata() const { return {number, epoch, address}; }
+  MetadataRank metadata() const { return {number, incarnation, address}; }
   std::byte* block(std::size_t i) const {
     const Segment& segment = pool->arena(Medium::kHbm)->segments()[0];
     return segment.base + i * segment.stride;
@@ -101,7 +101,7 @@ struct RankHere {
   Address at(std::size_t i) const { return all[i]; }
 
   const std::uint32_t number;
-  const std::uint64_t epoch;
+  const std::uint64_t incarnation;
   std::shared_ptr<Pool> pool;
   const LocalMemory memory;
   RouteMaker routes;

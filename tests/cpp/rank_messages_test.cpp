@@ -33,7 +33,7 @@ TEST_CASE("what a scheduler tells its ranks comes out as it went in, and of no o
   CHECK(met.lifetime_ms == 300);
   REQUIRE(met.ranks.size() == 2);
   CHECK(met.ranks[1].rank == 3);
-  CHECK(met.ranks[1].epoch == 12);
+  CHECK(met.ranks[1].incarnation == 12);
   CHECK(met.ranks[1].address == "tcp:[::1]:80");
   check_length(write_body(meet), read_meet);
 

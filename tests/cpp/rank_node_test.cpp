@@ -67,7 +67,7 @@ TEST_CASE("a rank that is closed keeps nothing of its GPU, though somebody holds
   options.service.secret = "s3cret";
   options.service.routes = {"loopback", "cuda_ipc", "sock"};
   options.scheduler = started.listen(unix_address());
-  options.scheduler_epoch = started.epoch();
+  options.scheduler_incarnation = started.incarnation();
   options.instance = 1;
   std::unique_ptr<RankNode> rank;
   {

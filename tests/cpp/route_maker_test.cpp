@@ -10,10 +10,10 @@ namespace kvpool::testing {
 namespace {
 
 struct Side {
-  explicit Side(std::uint64_t epoch) : kit(), routes(options(), memory_of(*kit.pool), epoch) {
+  explicit Side(std::uint64_t incarnation) : kit(), routes(options(), memory_of(*kit.pool), incarnation) {
     metadata = routes.introduce().metadata;
-    metadata.epoch = epoch;
-    metadata.name = "side " + std::to_string(epoch);
+    metadata.incarnation = incarnation;
+    metadata.name = "side " + std::to_string(incarnation);
   }
   static LocalMemory memory_of(Pool& pool) { return {pool.layout(), pool.arenas()}; }
   static ServiceOptions options() {

@@ -156,7 +156,7 @@ class ProbeKit {
     SimIdentity identity;
     identity.name = name;
     identity.instance = instance;
-    identity.epoch = 2 * instance + 1;
+    identity.incarnation = 2 * instance + 1;
     identity.hbm_blocks = identity.dram_blocks = blocks;
     return identity;
   }

@@ -17,7 +17,7 @@ using namespace services;  // NOLINT(google-build-using-namespace)
 namespace {
 
 ClusterMember member_of(const Node& node, std::vector<std::string> addresses) {
-  return {node.name, node.pool->instance(), node.service.epoch(), std::move(addresses)};
+  return {node.name, node.pool->instance(), node.service.incarnation(), std::move(addresses)};
 }
 
 ClusterMember listening(const Node& node) { return member_of(node, {node.service.listen(unix_address())}); }
@@ -146,7 +146,7 @@ TEST_CASE("a pair that failed once is tried again by the next call") {
   Node a = make_node("a");
   Node b = make_node("b");
   const std::string where = unix_address();
-  const ClusterMember there{"b", 7, b.service.epoch(), {where}};
+  const ClusterMember there{"b", 7, b.service.incarnation(), {where}};
   a.service.set_members({there});
   for (int i = 0; i < 3; ++i) CHECK(code_of([&] { send_one(a, b); }) == ErrorCode::kPeerLost);
   b.service.listen(where);
@@ -235,14 +235,14 @@ TEST_CASE("a member that is told to be dead is not waited for any longer") {
 TEST_CASE("an incarnation that another follows under its name is parted from, and the new one met") {
   Pair pair;
   send_one(pair.a, pair.b);
-  const std::uint64_t before = pair.a.service.peers()[0].epoch;
+  const std::uint64_t before = pair.a.service.peers()[0].incarnation;
   Node newer = make_node("b", {"shm"});
   pair.a.service.set_members({listening(newer)});
   CHECK(soon([&] { return pair.a.service.peers().empty(); }));
   send_one(pair.a, newer);
   REQUIRE(pair.a.service.peers().size() == 1);
-  CHECK(pair.a.service.peers()[0].epoch != before);
-  CHECK(pair.a.service.peers()[0].epoch == newer.service.epoch());
+  CHECK(pair.a.service.peers()[0].incarnation != before);
+  CHECK(pair.a.service.peers()[0].incarnation == newer.service.incarnation());
   // A picture that is late names the old one: who is here by now stays.
   pair.a.service.set_members({listening(newer)});
   CHECK(pair.a.service.peers().size() == 1);
@@ -257,7 +257,7 @@ TEST_CASE("what a dead incarnation had is given back, and it is let in again whe
     TransferRequest request = request_to(pair.b, blocks);
     request.streamed = true;
     const auto open = pair.a.service.transfer(std::move(request));
-    for (int i = 0; i < 2; ++i) pair.a.service.expel(pair.b.service.epoch(), "its lease has run out");
+    for (int i = 0; i < 2; ++i) pair.a.service.expel(pair.b.service.incarnation(), "its lease has run out");
     REQUIRE(open->wait(in_seconds(10)));
     std::string text;
     CHECK(code_of([&] { open->rethrow_if_failed(); }, &text) == ErrorCode::kPeerLost);
@@ -278,7 +278,7 @@ TEST_CASE("what a dead incarnation had is given back, and it is let in again whe
 TEST_CASE("a peer that was dropped learns so when it calls, and one that was never met does not") {
   Pair pair({"sock"});
   send_one(pair.a, pair.b);
-  pair.a.service.expel(pair.b.service.epoch(), "its record has run out");
+  pair.a.service.expel(pair.b.service.incarnation(), "its record has run out");
   CHECK(soon([&] { return pair.a.service.peers().empty() && pair.b.service.peers().empty(); }));
   CHECK(pair.b.service.dropped_by().empty());
   CHECK_FALSE(is_let_in(pair.b, pair.members[0].addresses[0]));
@@ -289,7 +289,7 @@ TEST_CASE("a peer that was dropped learns so when it calls, and one that was nev
   CHECK(pair.b.service.dropped_by().empty());
 
   Pair strangers({"sock"});
-  strangers.a.service.expel(strangers.b.service.epoch(), "its record has run out");
+  strangers.a.service.expel(strangers.b.service.incarnation(), "its record has run out");
   CHECK_FALSE(is_let_in(strangers.b, strangers.members[0].addresses[0]));
   CHECK(strangers.b.service.dropped_by().empty());  // nothing was taken from it
 }
@@ -366,7 +366,7 @@ TEST_CASE("fencing and expelling amid many transfers lose no block, and end ever
       pair.a.service.fence("no lease");
       pair.a.service.unfence();
     } else {
-      pair.b.service.expel(pair.a.service.epoch(), "dead");
+      pair.b.service.expel(pair.a.service.incarnation(), "dead");
       pair.b.service.set_members(pair.members);
     }
   }

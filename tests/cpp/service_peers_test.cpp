@@ -128,9 +128,9 @@ TEST_CASE("a caller may give up, wherever it waits") {
 
 // A peer as the wire sees one, whose metadata fits that of the nodes here.
 struct RawPeer : Member {
-  RawPeer(const std::string& name, std::uint64_t epoch) : Member(name, {.secret = "s3cret"}) {
+  RawPeer(const std::string& name, std::uint64_t incarnation) : Member(name, {.secret = "s3cret"}) {
     metadata.instance = 77;
-    metadata.epoch = epoch;
+    metadata.incarnation = incarnation;
     metadata.block_tokens = kPage;
     metadata.piece_bytes = {64, 64};
     metadata.routes = {"shm", "sock"};
@@ -227,7 +227,7 @@ TEST_CASE("the application hears of peers that come and go, and of those that ar
   CHECK(here.instance == b.pool->instance());
   b.service.disconnect("a");
   const PeerEvent gone = next();
-  CHECK((gone.name == "b" && gone.kind == PeerEvent::Kind::kLost && gone.epoch == here.epoch));
+  CHECK((gone.name == "b" && gone.kind == PeerEvent::Kind::kLost && gone.incarnation == here.incarnation));
   REQUIRE(gone.why);
   CHECK(gone.why->code() == ErrorCode::kPeerLost);
   CHECK(b.service.connect(where, in_seconds(60)) == "a");
@@ -236,9 +236,9 @@ TEST_CASE("the application hears of peers that come and go, and of those that ar
     Node newer = make_node("b");  // a process that was restarted, and the old one not noticed
     newer.service.connect(where, in_seconds(60));
     const PeerEvent old = next();
-    CHECK((old.kind == PeerEvent::Kind::kLost && old.epoch == here.epoch && old.why.has_value()));
+    CHECK((old.kind == PeerEvent::Kind::kLost && old.incarnation == here.incarnation && old.why.has_value()));
     const PeerEvent fresh = next();
-    CHECK((fresh.kind == PeerEvent::Kind::kJoined && fresh.name == "b" && fresh.epoch != here.epoch));
+    CHECK((fresh.kind == PeerEvent::Kind::kJoined && fresh.name == "b" && fresh.incarnation != here.incarnation));
   }
   CHECK(next().kind == PeerEvent::Kind::kLost);
   a.service.end_peer_events();

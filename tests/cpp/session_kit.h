@@ -23,7 +23,7 @@ namespace kvpool::testing {
 inline constexpr std::int64_t kMs = 1'000'000;
 inline constexpr std::uint32_t kOwnInstance = 7;
 inline constexpr std::uint32_t kPeerInstance = 9;
-inline constexpr std::uint64_t kPeerEpoch = 0x1234567;
+inline constexpr std::uint64_t kPeerIncarnation = 0x1234567;
 inline constexpr std::uint32_t kPeerBlocks = 32;
 
 // What the peer was sent, and what it does while somebody waits.
@@ -151,7 +151,7 @@ class SessionKit {
     PeerMetadata metadata;
     metadata.name = "peer";
     metadata.instance = kPeerInstance;
-    metadata.epoch = kPeerEpoch;
+    metadata.incarnation = kPeerIncarnation;
     metadata.media[Medium::kHbm].blocks = metadata.media[Medium::kDram].blocks = kPeerBlocks;
     session = std::make_shared<Session>(host, metadata, one_sided);
     session->start(link, {route});

@@ -60,8 +60,8 @@ class SimBlocks final : public BlockHost {
   void publish(std::unique_ptr<News> news) noexcept override { blocks_.publish(std::move(news)); }
   const MediaSpans& spans() const noexcept override { return blocks_.spans(); }
   std::uint32_t checksum(std::span<const Address> addresses) override { return blocks_.checksum(addresses); }
-  void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) override {
-    if (!bugs_.no_holds) blocks_.hold_for_reading(addresses, for_epoch);
+  void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_incarnation) override {
+    if (!bugs_.no_holds) blocks_.hold_for_reading(addresses, for_incarnation);
   }
   void release_reading(std::span<const Address> addresses) noexcept override {
     if (!bugs_.no_holds && !bugs_.keep_holds) blocks_.release_reading(addresses);
@@ -80,7 +80,7 @@ class SimBlocks final : public BlockHost {
 struct SimIdentity {
   std::string name;
   std::uint32_t instance = 0;
-  std::uint64_t epoch = 0;
+  std::uint64_t incarnation = 0;
   std::uint32_t hbm_blocks = 0;
   std::uint32_t dram_blocks = 0;
   bool aggregated = true;
@@ -119,7 +119,7 @@ class SimProcess final : public SessionHost {
     PeerMetadata metadata;
     metadata.name = identity_.name;
     metadata.instance = identity_.instance;
-    metadata.epoch = identity_.epoch;
+    metadata.incarnation = identity_.incarnation;
     metadata.media[Medium::kHbm].blocks = identity_.hbm_blocks;
     metadata.media[Medium::kDram].blocks = identity_.dram_blocks;
     return metadata;

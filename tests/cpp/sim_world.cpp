@@ -94,7 +94,7 @@ SimWorld::Member& SimWorld::start_process(std::uint32_t place) {
   SimIdentity identity;
   identity.name = std::string("p") + std::to_string(place);
   identity.instance = ++instances_;
-  identity.epoch = dice.any() | 1;
+  identity.incarnation = dice.any() | 1;
   identity.hbm_blocks = static_cast<std::uint32_t>(dice.between(12, 28));
   identity.dram_blocks = static_cast<std::uint32_t>(dice.chance(500) ? 0 : dice.between(4, 16));
   identity.aggregated = dice.chance(500);
@@ -275,9 +275,9 @@ void SimWorld::finish_disconnect(Peering& peering) {
 // Every byte that lands, lands in a block that its writer may write now, or that nobody uses until the writer is gone.
 void SimWorld::on_staging_buffer(const std::byte* at, std::size_t bytes, SimClock::Actor writer) {
   clock_.log("land", writer, bytes);
-  std::uint64_t epoch = 0;
+  std::uint64_t incarnation = 0;
   for (const auto& member : members_) {
-    if (member->process->actor() == writer) epoch = member->process->identity().epoch;
+    if (member->process->actor() == writer) incarnation = member->process->identity().incarnation;
   }
   for (const auto& member : members_) {
     const MediaSpans& spans = member->process->blocks().spans();
@@ -289,7 +289,7 @@ void SimWorld::on_staging_buffer(const std::byte* at, std::size_t bytes, SimCloc
         const BlockOwner owner = member->process->pool().for_peers().owner_of(make_address(0, medium, 0, block));
         const bool open = owner.state == BlockState::kReserved || owner.state == BlockState::kLent ||
                           owner.state == BlockState::kQuarantined;
-        if (member->process->alive() && (!open || owner.epoch != epoch)) {
+        if (member->process->alive() && (!open || owner.incarnation != incarnation)) {
           fail(std::string("R1: a write landed in a block that is ") + block_state_name(owner.state) +
                (open ? ", of somebody else" : ""));
         }

@@ -33,11 +33,11 @@ class Nobody final : public Patience {
   void check() const override {}
 };
 
-PeerMetadata metadata_like(const Pool& pool, std::uint64_t epoch) {
+PeerMetadata metadata_like(const Pool& pool, std::uint64_t incarnation) {
   PeerMetadata metadata;
   metadata.name = "stranger";
   metadata.instance = kStranger;
-  metadata.epoch = epoch;
+  metadata.incarnation = incarnation;
   metadata.pid = 4321;
   metadata.host = "another host";
   metadata.block_tokens = pool.layout().block_tokens;
@@ -51,7 +51,7 @@ PeerMetadata metadata_like(const Pool& pool, std::uint64_t epoch) {
 // One connection of the stranger: all frames have a MAC, in both directions.
 class Stranger final : public FrameSink {
  public:
-  Stranger(const std::string& address, const Pool& like, std::uint64_t epoch)
+  Stranger(const std::string& address, const Pool& like, std::uint64_t incarnation)
       : socket_(dial(parse_address(address), Nobody())) {
     Handshake handshake(Handshake::Role::kClient, "s3cret");
     say(handshake.start());
@@ -67,7 +67,7 @@ class Stranger final : public FrameSink {
     forge_ = std::make_unique<FrameForge>(TagKind::kMac, handshake.keys().send);
     reader_ = std::make_unique<FrameReader>(socket_.get(), TagKind::kMac, handshake.keys().receive, false, *this);
     reader_->put_early(early_, {});
-    forge_->add(FrameKind::kMetadata, 0, write_metadata_body(metadata_like(like, epoch)));
+    forge_->add(FrameKind::kMetadata, 0, write_metadata_body(metadata_like(like, incarnation)));
     say(forge_->take());
     for (const std::int64_t until = in_seconds(10); !admitted_ && open_ && monotonic_ns() < until; listen()) {
       pollfd ready{socket_.get(), POLLIN, 0};

@@ -66,7 +66,7 @@ class Tunnels final : public Transport {
 };
 
 std::unique_ptr<Transport> make_pigeons(const TransportSetup& setup) {
-  CHECK(setup.epoch == 21);
+  CHECK(setup.incarnation == 21);
   if (!script().fails_to_start.empty()) throw Error(ErrorCode::kUnsupported, script().fails_to_start);
   return std::make_unique<CarrierPigeons>();
 }

@@ -91,7 +91,7 @@ void check_promises(const PeerMetadata& metadata) {
     REQUIRE(block_bytes + bytes > block_bytes);
     block_bytes += bytes;
   }
-  REQUIRE((metadata.instance > 0 && metadata.instance < 16384 && metadata.epoch != 0));
+  REQUIRE((metadata.instance > 0 && metadata.instance < 16384 && metadata.incarnation != 0));
   REQUIRE((!metadata.name.empty() && metadata.name.size() <= 255));
   for (const MetadataMedium& medium : metadata.media) {
     REQUIRE(medium.blocks <= 1U << 24);

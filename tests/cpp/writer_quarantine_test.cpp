@@ -37,7 +37,7 @@ class ProcessLink final : public Link {
 // A peer that has nothing under way, in either direction.
 class Party final : public DepartingPeer {
  public:
-  explicit Party(bool said_over) : said_over_(said_over) { metadata_.epoch = kPeerEpoch; }
+  explicit Party(bool said_over) : said_over_(said_over) { metadata_.incarnation = kPeerIncarnation; }
   const PeerMetadata& peer() const noexcept override { return metadata_; }
   bool awaits_proof() const override { return false; }
   bool said_over() const noexcept override { return said_over_; }
@@ -115,7 +115,7 @@ TEST_CASE("a peer that comes back is watched for what it has open by the connect
   Watch watch;
   const auto party = watch.part(true, kByUcx);
   watch.workers.stop();
-  watch.writer_quarantine.on_writer_gone(kPeerEpoch);
+  watch.writer_quarantine.on_writer_gone(kPeerIncarnation);
   CHECK(party->gone);
   watch.part(true, kByUcx);
   CHECK(watch.left() == 1);

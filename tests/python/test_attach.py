@@ -282,7 +282,7 @@ def test_peers_that_have_parted_before_the_loss_is_known_are_met_when_the_lease_
         a.transfer("b", a.alloc(1)).wait()
         eventually(lambda: "b" in a._attachment._members._met)
         for _ in range(2):
-            b._expel(a._epoch(), "its lease has run out")  # b hears first
+            b._expel(a._incarnation(), "its lease has run out")  # b hears first
             eventually(lambda: a.peers.list() == [] == b.peers.list())
             b._attachment._members.pass_again()
             a._attachment._on_lease("lost")

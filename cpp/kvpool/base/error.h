@@ -46,9 +46,9 @@ enum class ErrorCause : std::uint8_t {
   kReset,          // kPeerLost: the connection was reset
   kUnanswered,     // kPeerLost: the link has ended before the peer said whether it lets this side in
   // On the wire, in a refusal to meet.
-  kConnectedAlready,  // kState; subject: the epoch by which the side that called knows the other
+  kConnectedAlready,  // kState; subject: the incarnation by which the side that called knows the other
   kInstanceTaken,     // kState: another peer has the instance id of the side that called
-  kDropped,           // kBusy; subject: the epoch of the side that called, whose blocks are gone here
+  kDropped,           // kBusy; subject: the incarnation of the side that called, whose blocks are gone here
 };
 
 using ErrorField = std::pair<const char*, std::int64_t>;

@@ -269,16 +269,17 @@ void CacheBlocks::check_unread(const Address* addresses, std::size_t n) const {
   }
 }
 
-void CacheBlocks::check_writable(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark,
+void CacheBlocks::check_writable(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark,
                                  bool lent_only) const {
   for (std::size_t i = 0; i < n; ++i) {
     check(addresses[i], i, std::nullopt);
     const BlockStore& blocks = store_of(addresses[i]);
     const std::uint32_t block = block_of(addresses[i]);
     const BlockState state = blocks.state(block);
-    const bool lent = state == BlockState::kLent && blocks.tag(block) == epoch;
-    const bool reserved = state == BlockState::kReserved && blocks.tag(block) == epoch && blocks.mark(block) == mark &&
-                          epoch != kUnreadTag;  // no peer of ours has this epoch
+    const bool lent = state == BlockState::kLent && blocks.tag(block) == incarnation;
+    const bool reserved = state == BlockState::kReserved && blocks.tag(block) == incarnation &&
+                          blocks.mark(block) == mark &&
+                          incarnation != kUnreadTag;  // no peer of ours has this incarnation
     if (lent || (reserved && !lent_only)) continue;
     throw Error(ErrorCode::kNotOwner,
                 "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
@@ -287,7 +288,7 @@ void CacheBlocks::check_writable(const Address* addresses, std::size_t n, std::u
   }
 }
 
-void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_epoch) {
+void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation) {
   for (const Medium medium : kMedia) {
     if (readers_[medium].empty()) readers_[medium].resize(store(medium).capacity());
   }
@@ -296,7 +297,7 @@ void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std:
       check(addresses[i], i, std::nullopt);
       const BlockStore& blocks = store_of(addresses[i]);
       const BlockState state = blocks.state(block_of(addresses[i]));
-      if (state == BlockState::kLent && for_epoch != 0 && blocks.tag(block_of(addresses[i])) != for_epoch) {
+      if (state == BlockState::kLent && for_incarnation != 0 && blocks.tag(block_of(addresses[i])) != for_incarnation) {
         throw Error(ErrorCode::kNotOwner,
                     "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
                         "): the block is lent to another peer",
@@ -344,7 +345,7 @@ void CacheBlocks::give(std::span<const Address> addresses, const BlockOwner& to)
     BlockStore& blocks = own(address);
     const std::uint32_t block = block_of(address);
     blocks.set_state(block, to.state);
-    blocks.set_tag(block, to.epoch);
+    blocks.set_tag(block, to.incarnation);
     blocks.set_mark(block, to.mark);
   }
 }

@@ -3,14 +3,14 @@
 // This knows nothing of prompts, peers or memory: it counts blocks. What is cached, and what may be evicted to make
 // room, is the business of the cache above it. The space below knows which of its units other caches have.
 //
-//   L1  A block that is reserved or lent carries its owner's epoch as its tag, and the transfer's mark.
+//   L1  A block that is reserved or lent carries its owner's incarnation as its tag, and the transfer's mark.
 //   L2  A block that somebody reads for a transfer is not reused before the last reader lets go, whatever was done to
 //       it meanwhile: it waits in state reserved, with kUnreadTag.
 //   L3  Where the engine allocates, an HBM block is the engine's from adopt() to free(). It is active then; while a
 //       fetch of the engine fills it, reserved or quarantined. It is never cached or lent; only the engine frees it.
 //
-// Tags of blocks: of a reserved or lent block its owner's epoch, of an active one what tells duplicates in a list, of a
-// historical one what the cache makes of it (a pointer, or kCacheTag).
+// Tags of blocks: of a reserved or lent block its owner's incarnation, of an active one what tells duplicates in a
+// list, of a historical one what the cache makes of it (a pointer, or kCacheTag).
 //
 // Thread-safety: none; callers hold the lock of the space, but in the constructor and the destructor, which take it.
 // Every method that throws has changed nothing.
@@ -32,7 +32,7 @@ namespace kvpool {
 // Who has a block that is not free: of a reserved or lent one the peer, and which of its transfers.
 struct BlockOwner {
   BlockState state = BlockState::kReserved;
-  std::uint64_t epoch = 0;
+  std::uint64_t incarnation = 0;
   std::uint32_t mark = 0;
 };
 
@@ -118,14 +118,14 @@ class CacheBlocks {
   void set_tag(Address address, std::uint64_t tag) noexcept { own(address).set_tag(block_of(address), tag); }
   void set_mark(Address address, std::uint32_t mark) noexcept { own(address).set_mark(block_of(address), mark); }
   // Throws kStaleAddress, kNotOwner, kArgument unless each is lent to this owner, or reserved for this mark of it.
-  void check_writable(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark,
+  void check_writable(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark,
                       bool lent_only) const;
 
   // --- readers ---
 
-  // `for_epoch`: of the peer that asks, which may not read what is lent to another one; 0: the application. Throws
-  // kStaleAddress, kNotOwner, kState, kArgument; then none is held.
-  void hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_epoch);
+  // `for_incarnation`: of the peer that asks, which may not read what is lent to another one; 0: the application.
+  // Throws kStaleAddress, kNotOwner, kState, kArgument; then none is held.
+  void hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation);
   // REQUIRES: each is held.
   void release_reading(const Address* addresses, std::size_t n) noexcept;
 

@@ -15,21 +15,22 @@ std::vector<std::uint64_t> AddressBook::set(std::vector<ClusterMember> members) 
   const std::lock_guard lock(mutex_);
   for (const auto& [name, member] : next) {
     const auto before = members_.find(name);
-    if (before != members_.end() && before->second.epoch != member.epoch) followed.push_back(before->second.epoch);
+    if (before != members_.end() && before->second.incarnation != member.incarnation)
+      followed.push_back(before->second.incarnation);
   }
   for (const auto& [name, member] : next) {
-    if (expelled_.erase(member.epoch) > 0) std::erase(expelled_in_order_, member.epoch);
+    if (expelled_.erase(member.incarnation) > 0) std::erase(expelled_in_order_, member.incarnation);
   }
   members_.swap(next);
   return followed;
 }
 
-void AddressBook::expel(std::uint64_t epoch, const std::string& why) {
+void AddressBook::expel(std::uint64_t incarnation, const std::string& why) {
   const std::lock_guard lock(mutex_);
-  if (!expelled_.contains(epoch)) {
-    expelled_in_order_.push_back(epoch);
+  if (!expelled_.contains(incarnation)) {
+    expelled_in_order_.push_back(incarnation);
     try {
-      expelled_.emplace(epoch, why);
+      expelled_.emplace(incarnation, why);
     } catch (...) {
       expelled_in_order_.pop_back();
       throw;
@@ -39,7 +40,7 @@ void AddressBook::expel(std::uint64_t epoch, const std::string& why) {
       expelled_in_order_.pop_front();
     }
   }
-  std::erase_if(members_, [&](const auto& entry) { return entry.second.epoch == epoch; });
+  std::erase_if(members_, [&](const auto& entry) { return entry.second.incarnation == incarnation; });
 }
 
 std::optional<ClusterMember> AddressBook::find(const std::string& name) const {
@@ -58,12 +59,12 @@ std::string AddressBook::name_of(std::uint32_t instance) const {
 bool AddressBook::lists(const ClusterMember& member) const {
   const std::lock_guard lock(mutex_);
   const auto entry = members_.find(member.name);
-  return entry != members_.end() && entry->second.epoch == member.epoch;
+  return entry != members_.end() && entry->second.incarnation == member.incarnation;
 }
 
-std::optional<std::string> AddressBook::expelled(std::uint64_t epoch) const {
+std::optional<std::string> AddressBook::expelled(std::uint64_t incarnation) const {
   const std::lock_guard lock(mutex_);
-  const auto entry = expelled_.find(epoch);
+  const auto entry = expelled_.find(incarnation);
   return entry == expelled_.end() ? std::nullopt : std::optional(entry->second);
 }
 

@@ -51,7 +51,7 @@ class Admission::LinkWatcher final : public LinkHandler {
   // called knows it from the first word.
   void hear() {
     if (std::exchange(heard_, true)) return;
-    writer_quarantine_.on_writer_gone(session_->peer().epoch);
+    writer_quarantine_.on_writer_gone(session_->peer().incarnation);
     if (before_ != nullptr) before_->on_writer_gone();
     before_.reset();
   }
@@ -69,7 +69,7 @@ class Admission::LinkWatcher final : public LinkHandler {
 Introduction Admission::introduce() const {
   Introduction introduction = parts_.routes.introduce();
   introduction.metadata.name = parts_.options.name;
-  introduction.metadata.epoch = parts_.epoch;
+  introduction.metadata.incarnation = parts_.incarnation;
   introduction.metadata.model = parts_.options.model;
   parts_.ranks->introduce(introduction.metadata);
   introduction.metadata.instance = parts_.table.instance();
@@ -82,7 +82,7 @@ void Admission::check_name(const PeerMetadata& metadata) const {
     throw Error(ErrorCode::kLayoutMismatch, "the models differ: " + metadata.name + " has '" + metadata.model + "', " +
                                                 own.name + " has '" + own.model + "'");
   }
-  if (metadata.epoch == parts_.epoch) throw Error(ErrorCode::kArgument, "a pool cannot be its own peer");
+  if (metadata.incarnation == parts_.incarnation) throw Error(ErrorCode::kArgument, "a pool cannot be its own peer");
   if (metadata.name == own.name) {
     throw Error(ErrorCode::kArgument, "both pools are called '" + metadata.name + "': give one of them another name");
   }
@@ -102,10 +102,10 @@ std::shared_ptr<LinkHandler> Admission::admit(const std::shared_ptr<Link>& link,
   const auto handler = std::make_shared<LinkWatcher>(parts_, session, link, group);
 
   if (initiated_here) end_half_open(metadata);
-  const std::uint64_t initiator = initiated_here ? parts_.epoch : metadata.epoch;
+  const std::uint64_t initiator = initiated_here ? parts_.incarnation : metadata.incarnation;
   const PeerTable::Peer before = parts_.table.admit({session, link, initiator, group}, parts_.writer_quarantine);
   if (before.link != nullptr) {
-    const bool same = before.session->peer().epoch == metadata.epoch;
+    const bool same = before.session->peer().incarnation == metadata.incarnation;
     // That it meets us again says something of a connection, too, whose end has not been noticed here.
     if (same && !before.session->by_ranks()) handler->replaces(before.session);
     before.link->close(Error(ErrorCode::kPeerLost, same ? metadata.name + " has connected again"

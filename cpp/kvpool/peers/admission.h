@@ -26,7 +26,7 @@ class Admission {
   struct Parts {
     Pool& pool;
     const ServiceOptions& options;
-    const std::uint64_t epoch;
+    const std::uint64_t incarnation;
     const RouteMaker& routes;
     WriterQuarantine& writer_quarantine;
     PeerTable& table;

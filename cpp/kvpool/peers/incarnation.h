@@ -1,4 +1,4 @@
-// Numbers that nothing else in the world has: epochs, and the like.
+// Numbers of incarnations, and others that are drawn once in the world.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 namespace kvpool {
 
 // Never 0.
-inline std::uint64_t random_epoch() {
+inline std::uint64_t random_incarnation() {
   std::random_device device;
   return (static_cast<std::uint64_t>(device()) << 32 | device()) | 1;
 }

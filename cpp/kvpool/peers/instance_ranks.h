@@ -74,8 +74,8 @@ class InstanceRanks {
 // What the ranks are made over. All of it outlives them.
 struct RanksHost {
   Pool& pool;
-  const std::string& name;    // of the instance
-  const std::uint64_t epoch;  // of its incarnation
+  const std::string& name;          // of the instance
+  const std::uint64_t incarnation;  // its number
   RouteMaker& routes;
   WriterQuarantine& writer_quarantine;
   Endpoint& endpoint;

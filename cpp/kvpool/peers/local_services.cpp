@@ -10,7 +10,7 @@ namespace {
 
 struct Services {
   std::mutex mutex;
-  std::unordered_map<std::uint64_t, PeerParting*> by_epoch;  // null: it has gone, and may write for ever
+  std::unordered_map<std::uint64_t, PeerParting*> by_incarnation;  // null: it has gone, and may write for ever
 };
 
 Services& services() {
@@ -20,32 +20,32 @@ Services& services() {
 
 }  // namespace
 
-void LocalServices::add(std::uint64_t epoch, PeerParting* parting) {
+void LocalServices::add(std::uint64_t incarnation, PeerParting* parting) {
   const std::lock_guard lock(services().mutex);
-  services().by_epoch.emplace(epoch, parting);
+  services().by_incarnation.emplace(incarnation, parting);
 }
 
-void LocalServices::remove(std::uint64_t epoch, bool may_write) noexcept {
+void LocalServices::remove(std::uint64_t incarnation, bool may_write) noexcept {
   const std::lock_guard lock(services().mutex);
-  const auto entry = services().by_epoch.find(epoch);
-  if (entry == services().by_epoch.end()) return;
+  const auto entry = services().by_incarnation.find(incarnation);
+  if (entry == services().by_incarnation.end()) return;
   if (may_write) {
     entry->second = nullptr;
   } else {
-    services().by_epoch.erase(entry);
+    services().by_incarnation.erase(entry);
   }
 }
 
 void LocalServices::tell_drained(std::uint64_t to, std::uint64_t from) noexcept {
   const std::lock_guard lock(services().mutex);
-  const auto entry = services().by_epoch.find(to);
-  if (entry != services().by_epoch.end() && entry->second != nullptr) entry->second->on_peer_drained(from);
+  const auto entry = services().by_incarnation.find(to);
+  if (entry != services().by_incarnation.end() && entry->second != nullptr) entry->second->on_peer_drained(from);
 }
 
 bool LocalServices::may_write(std::uint64_t from, std::uint64_t to) noexcept {
   const std::lock_guard lock(services().mutex);
-  const auto entry = services().by_epoch.find(from);
-  return entry != services().by_epoch.end() && (entry->second == nullptr || entry->second->may_write_to(to));
+  const auto entry = services().by_incarnation.find(from);
+  return entry != services().by_incarnation.end() && (entry->second == nullptr || entry->second->may_write_to(to));
 }
 
 }  // namespace kvpool

@@ -96,7 +96,7 @@ bool PeerBlocks::take(std::size_t n, MediumChoice medium, BlockState to, Writer 
   // A GPU fills blocks with zeros when it has done what it is at.
   const bool slow = on_gpu_[Medium::kHbm] || (n > 0 && layout().block_bytes() > kQuickBytes / n);
   if (room == Room::kTry && pool_.zeroes_on_alloc() && slow) return false;
-  if (pool_.for_peers().take(n, medium, to, writer.epoch, writer.mark, room == Room::kEvict, out)) return true;
+  if (pool_.for_peers().take(n, medium, to, writer.incarnation, writer.mark, room == Room::kEvict, out)) return true;
   if (room == Room::kFree) pool_.throw_out_of_blocks(n, medium);
   return false;
 }
@@ -140,7 +140,7 @@ std::optional<std::vector<Address>> PeerBlocks::lend(std::size_t n, MediumChoice
 }
 
 void PeerBlocks::check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) {
-  pool_.for_peers().check_writable(addresses.data(), addresses.size(), writer.epoch, writer.mark, lent_only);
+  pool_.for_peers().check_writable(addresses.data(), addresses.size(), writer.incarnation, writer.mark, lent_only);
 }
 
 void PeerBlocks::release(std::span<const Address> addresses) noexcept {
@@ -252,8 +252,8 @@ void PeerBlocks::expect_staging_buffer() {
   if (const auto staging = this->staging(); staging != nullptr) staging->warm_up();
 }
 
-void PeerBlocks::hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) {
-  pool_.for_peers().hold_for_reading(addresses.data(), addresses.size(), for_epoch);
+void PeerBlocks::hold_for_reading(std::span<const Address> addresses, std::uint64_t for_incarnation) {
+  pool_.for_peers().hold_for_reading(addresses.data(), addresses.size(), for_incarnation);
 }
 
 void PeerBlocks::release_reading(std::span<const Address> addresses) noexcept {
@@ -261,7 +261,7 @@ void PeerBlocks::release_reading(std::span<const Address> addresses) noexcept {
 }
 
 void PeerBlocks::expect_writes(std::span<const Address> addresses, Writer writer) {
-  pool_.for_peers().reserve_active(addresses.data(), addresses.size(), writer.epoch, writer.mark);
+  pool_.for_peers().reserve_active(addresses.data(), addresses.size(), writer.incarnation, writer.mark);
 }
 
 void PeerBlocks::end_writes(std::span<const Address> addresses) noexcept {

@@ -39,7 +39,7 @@ class PeerBlocks final : public BlockHost {
                                                 std::uint64_t bytes) override;
   void expect_staging_buffer() override;
   std::shared_ptr<const DeviceOrder> device_order() override;
-  void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) override;
+  void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_incarnation) override;
   void release_reading(std::span<const Address> addresses) noexcept override;
   void expect_writes(std::span<const Address> addresses, Writer writer) override;
   void end_writes(std::span<const Address> addresses) noexcept override;

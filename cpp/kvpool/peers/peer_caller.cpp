@@ -95,17 +95,17 @@ std::string PeerCaller::visit(const std::string& address, const Waiting& waiting
 
 // One visit. Throws what Endpoint::connect throws, and kPeerLost.
 std::string PeerCaller::meet(const std::string& address, const Waiting& waiting) {
-  const std::uint64_t meeting = random_epoch();
+  const std::uint64_t meeting = random_incarnation();
   const std::shared_ptr<Link> link = endpoint_.connect(address, waiting, meeting);
-  const std::uint64_t epoch = table_.take_met(link);
-  if (epoch == 0) {
+  const std::uint64_t incarnation = table_.take_met(link);
+  if (incarnation == 0) {
     // A rank answered, which takes this side for a rank as well.
     ranks_.refuse(link, meeting, Error(ErrorCode::kPeerLost, "it was another that was looked for"));
     throw Error(ErrorCode::kArgument, "at " + address + " is a rank of a logical instance: connect to its scheduler");
   }
   meet_ranks(link, address, waiting);
   // Not only by this link: the peer may have called at the same time, and its connection be the one that stays.
-  std::string name = table_.name_of(epoch);
+  std::string name = table_.name_of(incarnation);
   const std::shared_ptr<Session> session = name.empty() ? nullptr : table_.find(name);
   if (session == nullptr) throw Error(ErrorCode::kPeerLost, "the peer at " + address + " left as soon as it was met");
   session->greet();

@@ -25,10 +25,10 @@ class Pool;
 
 class PeerCaller {
  public:
-  // All of it outlives the caller. `epoch`: of this pool.
+  // All of it outlives the caller. `incarnation`: of this pool.
   PeerCaller(Pool& pool, PeerTable& table, const AddressBook& book, Endpoint& endpoint, InstanceRanks& ranks,
-             std::uint64_t epoch)
-      : pool_(pool), table_(table), book_(book), endpoint_(endpoint), ranks_(ranks), epoch_(epoch) {}
+             std::uint64_t incarnation)
+      : pool_(pool), table_(table), book_(book), endpoint_(endpoint), ranks_(ranks), incarnation_(incarnation) {}
 
   // As Service::connect.
   std::string connect(const std::string& address, const Waiting& waiting, bool wait_for_listener);
@@ -55,7 +55,7 @@ class PeerCaller {
   const AddressBook& book_;
   Endpoint& endpoint_;
   InstanceRanks& ranks_;
-  const std::uint64_t epoch_;
+  const std::uint64_t incarnation_;
   SingleFlight attempts_;
   std::atomic<int> calls_{0};
 };

@@ -31,7 +31,7 @@ std::shared_ptr<Session> PeerCaller::reach(const std::string& name, std::int64_t
     return session;
   }
   const auto member = book_.find(name);
-  if (!member || member->epoch == epoch_) {
+  if (!member || member->incarnation == incarnation_) {
     if (session != nullptr) return session;  // which says why it was lost
     throw_unknown(name);
   }

@@ -41,7 +41,7 @@ void PeerEvents::push(PeerEvent&& event) noexcept {
   if (full && event.kind == PeerEvent::Kind::kRecalled) return;
   if (full && event.kind == PeerEvent::Kind::kLost) {
     const auto unheard = std::find_if(waiting_.begin(), waiting_.end(), [&](const PeerEvent& other) {
-      return other.kind == PeerEvent::Kind::kJoined && other.epoch == event.epoch;
+      return other.kind == PeerEvent::Kind::kJoined && other.incarnation == event.incarnation;
     });
     if (unheard != waiting_.end()) {
       waiting_.erase(unheard);

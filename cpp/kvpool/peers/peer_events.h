@@ -20,7 +20,7 @@ struct PeerEvent {
   enum class Kind : std::uint8_t { kJoined, kLost, kRecalled };
   std::string name;
   std::uint32_t instance = 0;
-  std::uint64_t epoch = 0;
+  std::uint64_t incarnation = 0;
   Kind kind = Kind::kJoined;
   std::optional<Error> why;  // of one that was lost
   // Of one that wants blocks back which it has lent: these, and when its patience ends. CLOCK_MONOTONIC.

@@ -13,7 +13,7 @@ namespace kvpool {
 struct PeerInfo {
   std::string name;
   std::uint32_t instance = 0;
-  std::uint64_t epoch = 0;
+  std::uint64_t incarnation = 0;
   std::string link;                 // "unix", "tcp 127.0.0.1:4711"
   std::vector<std::string> routes;  // the cheapest first
   std::uint64_t pid = 0;

@@ -28,13 +28,13 @@ bool is_here(const PeerMetadata& peer, const Link& link) {
 }  // namespace
 
 PeerParting::PeerParting(Pool& pool, PeerTable& table, WriterQuarantine& writer_quarantine, const RouteMaker& routes,
-                         std::string name, std::uint64_t epoch)
+                         std::string name, std::uint64_t incarnation)
     : pool_(pool),
       table_(table),
       writer_quarantine_(writer_quarantine),
       routes_(routes),
       name_(std::move(name)),
-      epoch_(epoch) {}
+      incarnation_(incarnation) {}
 
 void PeerParting::on_session_lost(const std::shared_ptr<Session>& session, const std::shared_ptr<Link>& link,
                                   const std::shared_ptr<GroupConnection>& group) {
@@ -51,8 +51,8 @@ void PeerParting::on_session_lost(const std::shared_ptr<Session>& session, const
   if (group != nullptr) return;
   // A pool of this process may have told that it writes no more before there was anybody to hear it.
   const PeerMetadata& peer = session->peer();
-  if (is_here(peer, *link) && !LocalServices::may_write(peer.epoch, epoch_)) {
-    writer_quarantine_.on_writer_gone(peer.epoch);
+  if (is_here(peer, *link) && !LocalServices::may_write(peer.incarnation, incarnation_)) {
+    writer_quarantine_.on_writer_gone(peer.incarnation);
   }
 }
 
@@ -64,8 +64,8 @@ void PeerParting::on_rank_lost(const Error& why) {
   for (const PeerTable::Peer& peer : table_.all()) peer.session->on_route_broken(why);
 }
 
-bool PeerParting::may_write_to(std::uint64_t epoch) noexcept {
-  return is_write_lost() || table_.may_write_to(epoch) || writer_quarantine_.is_writing_to(epoch);
+bool PeerParting::may_write_to(std::uint64_t incarnation) noexcept {
+  return is_write_lost() || table_.may_write_to(incarnation) || writer_quarantine_.is_writing_to(incarnation);
 }
 
 void PeerParting::disconnect(const std::string& name, const GivenUp& given_up) {
@@ -88,9 +88,9 @@ void PeerParting::disconnect(const std::string& name, const GivenUp& given_up) {
   if (failure) throw Error(*failure);
 }
 
-void PeerParting::part_from(std::uint64_t epoch, const Error& why) {
+void PeerParting::part_from(std::uint64_t incarnation, const Error& why) {
   for (const PeerTable::Peer& peer : table_.all()) {
-    if (peer.session->peer().epoch == epoch) peer.link->close(why);
+    if (peer.session->peer().incarnation == incarnation) peer.link->close(why);
   }
 }
 
@@ -111,15 +111,16 @@ void PeerParting::drained(Session& session) noexcept {
   session.say_drained();
   if (session.by_ranks()) return;  // nobody believes it: see Session
   // Should they have met again, it would be taken for the end of that session's writes; its first word is the proof.
-  if (!is_write_lost() && !table_.is_met_again(session)) LocalServices::tell_drained(session.peer().epoch, epoch_);
+  if (!is_write_lost() && !table_.is_met_again(session))
+    LocalServices::tell_drained(session.peer().incarnation, incarnation_);
   writer_quarantine_.on_drained(session);
 }
 
-void PeerParting::on_peer_drained(std::uint64_t epoch) noexcept {
+void PeerParting::on_peer_drained(std::uint64_t incarnation) noexcept {
   for (const PeerTable::Peer& peer : table_.all()) {
-    if (peer.session->peer().epoch == epoch) peer.session->on_writer_gone();
+    if (peer.session->peer().incarnation == incarnation) peer.session->on_writer_gone();
   }
-  writer_quarantine_.on_writer_gone(epoch);
+  writer_quarantine_.on_writer_gone(incarnation);
 }
 
 }  // namespace kvpool

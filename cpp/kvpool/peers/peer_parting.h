@@ -23,14 +23,14 @@ class WriterQuarantine;
 
 class PeerParting {
  public:
-  // Of the pool with this name and epoch. All but the name outlive it.
+  // Of the pool with this name and incarnation. All but the name outlive it.
   PeerParting(Pool& pool, PeerTable& table, WriterQuarantine& writer_quarantine, const RouteMaker& routes,
-              std::string name, std::uint64_t epoch);
+              std::string name, std::uint64_t incarnation);
 
   // Ends the connection when both sides have ended what they write, or 2 s later. Throws kPeerLost, kCancelled.
   void disconnect(const std::string& name, const GivenUp& given_up);
   // Ends the sessions with this incarnation.
-  void part_from(std::uint64_t epoch, const Error& why);
+  void part_from(std::uint64_t incarnation, const Error& why);
   // This pool has lost its lease: ends all sessions. Waits shortly for writes that are under way.
   void fence(const std::string& why);
 
@@ -46,10 +46,10 @@ class PeerParting {
   bool is_write_lost() const noexcept { return write_lost_.load(); }
 
   // --- of a peer in this process: see local_services.h ---
-  // The peer with this epoch writes nothing here any more.
-  void on_peer_drained(std::uint64_t epoch) noexcept;
-  // Whether this pool may still write to the peer with this epoch; it tells when that is over.
-  bool may_write_to(std::uint64_t epoch) noexcept;
+  // The peer with this incarnation writes nothing here any more.
+  void on_peer_drained(std::uint64_t incarnation) noexcept;
+  // Whether this pool may still write to the peer with this incarnation; it tells when that is over.
+  bool may_write_to(std::uint64_t incarnation) noexcept;
 
  private:
   Pool& pool_;
@@ -57,7 +57,7 @@ class PeerParting {
   WriterQuarantine& writer_quarantine_;
   const RouteMaker& routes_;
   const std::string name_;
-  const std::uint64_t epoch_;
+  const std::uint64_t incarnation_;
   std::atomic<bool> write_lost_{false};
 };
 

@@ -9,13 +9,13 @@
 
 namespace kvpool {
 
-PeerTable::PeerTable(Pool& pool, PeerEvents& events, const AddressBook& book, std::string name, std::uint64_t epoch,
-                     bool joins)
+PeerTable::PeerTable(Pool& pool, PeerEvents& events, const AddressBook& book, std::string name,
+                     std::uint64_t incarnation, bool joins)
     : pool_(pool),
       events_(events),
       book_(book),
       name_(std::move(name)),
-      epoch_(epoch),
+      incarnation_(incarnation),
       joining_(joins),
       proposed_instance_(InstanceId::draw()) {
   if (joins) fenced_.emplace(ErrorCode::kFenced, "this pool is not in its cluster yet");
@@ -47,11 +47,11 @@ std::vector<PeerTable::Peer> PeerTable::all() const {
   return all;
 }
 
-bool PeerTable::may_write_to(std::uint64_t epoch) const noexcept {
+bool PeerTable::may_write_to(std::uint64_t incarnation) const noexcept {
   const std::lock_guard lock(mutex_);
   return std::ranges::any_of(peers_, [&](const auto& entry) {
     const Session& session = *entry.second.session;
-    return session.peer().epoch == epoch && !(session.lost() && session.writes_under_way() == 0);
+    return session.peer().incarnation == incarnation && !(session.lost() && session.writes_under_way() == 0);
   });
 }
 
@@ -59,15 +59,15 @@ bool PeerTable::is_met_again(const Session& session) const noexcept {
   const std::lock_guard lock(mutex_);
   return std::ranges::any_of(peers_, [&](const auto& entry) {
     const Session& other = *entry.second.session;
-    return &other != &session && other.peer().epoch == session.peer().epoch;
+    return &other != &session && other.peer().incarnation == session.peer().incarnation;
   });
 }
 
-std::string PeerTable::name_of(std::uint64_t epoch, bool confirmed) const {
+std::string PeerTable::name_of(std::uint64_t incarnation, bool confirmed) const {
   const std::lock_guard lock(mutex_);
   for (const auto& [name, peer] : peers_) {
-    if (peer.session->peer().epoch != epoch || peer.session->lost()) continue;
-    if (!confirmed || peer.initiator == epoch_ || peer.session->heard()) return name;
+    if (peer.session->peer().incarnation != incarnation || peer.session->lost()) continue;
+    if (!confirmed || peer.initiator == incarnation_ || peer.session->heard()) return name;
   }
   return {};
 }
@@ -113,7 +113,7 @@ std::vector<PeerInfo> PeerTable::list() const {
     if (peer.session->lost()) continue;
     const PeerMetadata& metadata = peer.session->peer();
     const ReceiverCounts counts = peer.session->counts();
-    list.push_back({name, metadata.instance, metadata.epoch, peer.link->describe(), peer.session->route_names(),
+    list.push_back({name, metadata.instance, metadata.incarnation, peer.link->describe(), peer.session->route_names(),
                     metadata.pid, counts.lent, peer.session->borrowed_blocks(), counts.reserved,
                     peer.session->under_way(), peer.session->route_failures(), peer.session->route_prices()});
   }
@@ -131,14 +131,14 @@ int PeerTable::begin_events() {
 
 // REQUIRES: mutex_ is held, as for the next, so that events come in the order of what they tell.
 void PeerTable::tell_joined(const PeerMetadata& metadata) {
-  events_.push({metadata.name, metadata.instance, metadata.epoch, PeerEvent::Kind::kJoined, {}});
+  events_.push({metadata.name, metadata.instance, metadata.incarnation, PeerEvent::Kind::kJoined, {}});
 }
 
 void PeerTable::tell_lost(const Session& session) {
   const PeerMetadata& metadata = session.peer();
   Error why(ErrorCode::kPeerLost, "a newer process has come under the name " + metadata.name);
   if (session.lost()) why = *failure_of([&] { session.throw_lost(); });
-  events_.push({metadata.name, metadata.instance, metadata.epoch, PeerEvent::Kind::kLost, std::move(why)});
+  events_.push({metadata.name, metadata.instance, metadata.incarnation, PeerEvent::Kind::kLost, std::move(why)});
 }
 
 // --- who goes ---
@@ -234,7 +234,7 @@ void PeerTable::check_unfenced() const {
 }
 
 void PeerTable::note_refusal(const Error& why) {
-  if (why.code() != ErrorCode::kBusy || why.cause() != ErrorCause::kDropped || why.subject() != epoch_) return;
+  if (why.code() != ErrorCode::kBusy || why.cause() != ErrorCause::kDropped || why.subject() != incarnation_) return;
   const std::lock_guard lock(mutex_);
   if (!fenced_) dropped_by_ = why.what();
 }

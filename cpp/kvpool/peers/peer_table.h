@@ -4,7 +4,7 @@
 //   M1  An incarnation that was expelled has no session here, and gets none, before the directory names it again.
 //   M2  A pool that is fenced has no session, and gets none.
 //   M3  A pool that calls a peer which has dropped it learns so: the refusal says so (kDropped), with the caller's own
-//       epoch. A peer that never had a session with it refuses without: it has taken nothing from the caller.
+//       incarnation. A peer that never had a session with it refuses without: it has taken nothing from the caller.
 // For M1 and M2 the change is made here before the sessions are looked for that are to end.
 //
 // Thread-safety: all of it. Under the lock nothing of a session is called but what it tells of itself.
@@ -39,13 +39,14 @@ class PeerTable {
   struct Peer {
     std::shared_ptr<Session> session;
     std::shared_ptr<Link> link;
-    std::uint64_t initiator = 0;             // epoch of the side that connected
+    std::uint64_t initiator = 0;             // incarnation of the side that connected
     std::shared_ptr<GroupConnection> group;  // when blocks go between ranks, not over this link
   };
 
-  // Of the pool with this name and epoch. `joins`: it is fenced, and has no instance id, before join(). All but the
-  // name outlive it.
-  PeerTable(Pool& pool, PeerEvents& events, const AddressBook& book, std::string name, std::uint64_t epoch, bool joins);
+  // Of the pool with this name and incarnation. `joins`: it is fenced, and has no instance id, before join(). All but
+  // the name outlive it.
+  PeerTable(Pool& pool, PeerEvents& events, const AddressBook& book, std::string name, std::uint64_t incarnation,
+            bool joins);
 
   // --- who is there ---
   // Null when there is none of this name. Throws kFenced, kClosed, and what the pool has failed with.
@@ -54,12 +55,12 @@ class PeerTable {
   Peer at(const std::string& name) const;
   std::vector<Peer> all() const;
   // Whether writes to this incarnation are under way, or may begin.
-  bool may_write_to(std::uint64_t epoch) const noexcept;
+  bool may_write_to(std::uint64_t incarnation) const noexcept;
   // Whether the peer of this session is there by another one.
   bool is_met_again(const Session& session) const noexcept;
   // The name of a peer that is connected; "" for none. `confirmed`: by a connection that both sides are known to have
   // admitted.
-  std::string name_of(std::uint64_t epoch, bool confirmed = false) const;
+  std::string name_of(std::uint64_t incarnation, bool confirmed = false) const;
   std::string name_of_instance(std::uint32_t instance) const;
   std::string names() const;  // for people: "a, b"; "" when there is none
   std::shared_ptr<GroupConnection> group_by(const std::shared_ptr<Link>& link) const;
@@ -77,7 +78,7 @@ class PeerTable {
   std::shared_ptr<Link> half_open(const PeerMetadata& metadata) const;
   // Adds the peer, whose link is initiator's, and returns what was in its place. Throws why it is not let in.
   Peer admit(Peer peer, const WriterQuarantine& writer_quarantine);
-  // The epoch of the peer that this side has met by this link, once; 0 if it has met none.
+  // The incarnation of the peer that this side has met by this link, once; 0 if it has met none.
   std::uint64_t take_met(const std::shared_ptr<Link>& link);
 
   // --- who goes ---
@@ -119,7 +120,7 @@ class PeerTable {
   PeerEvents& events_;
   const AddressBook& book_;
   const std::string name_;
-  const std::uint64_t epoch_;
+  const std::uint64_t incarnation_;
 
   mutable std::mutex mutex_;  // guards all that follows
   bool closed_ = false;
@@ -129,7 +130,7 @@ class PeerTable {
   InstanceId proposed_instance_;  // which no pool of this process proposes, as long as this one is there
   int listening_ = 0;
   std::unordered_map<std::string, Peer> peers_;
-  std::map<std::weak_ptr<Link>, std::uint64_t, std::owner_less<>> met_;  // epochs
+  std::map<std::weak_ptr<Link>, std::uint64_t, std::owner_less<>> met_;  // incarnations
   std::unordered_set<std::uint32_t> departed_;                           // instance ids of peers that were here
 };
 

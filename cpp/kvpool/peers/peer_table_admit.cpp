@@ -16,27 +16,27 @@ constexpr std::int64_t kFencedRetryAfterUs = 100'000;
 
 PeerTable::Peer PeerTable::admit(Peer peer, const WriterQuarantine& writer_quarantine) {
   const PeerMetadata& metadata = peer.session->peer();
-  const bool initiated_here = peer.initiator == epoch_;
+  const bool initiated_here = peer.initiator == incarnation_;
   Peer before;
   const std::lock_guard lock(mutex_);
   if (closed_) throw Error(initiated_here ? ErrorCode::kClosed : ErrorCode::kPeerLost, "the pool is closed");
   check_membership(metadata, initiated_here);
   check_instance(metadata);
   const auto known = peers_.find(metadata.name);
-  if (known != peers_.end() && known->second.session->peer().epoch == metadata.epoch) {
+  if (known != peers_.end() && known->second.session->peer().incarnation == metadata.incarnation) {
     check_rival(known->second, metadata, initiated_here);
   }
   // A peer that comes back has ended what it wrote before, and so have we: it is met again only then.
-  writer_quarantine.check_return(metadata.epoch);
+  writer_quarantine.check_return(metadata.incarnation);
   if (initiated_here) {
     std::erase_if(met_, [](const auto& entry) { return entry.first.expired(); });
-    met_[peer.link] = metadata.epoch;
+    met_[peer.link] = metadata.incarnation;
   }
   if (known != peers_.end()) before = std::move(known->second);
   if (pool_.instance() == 0) pool_.set_instance(proposed_instance_.value());
   departed_.erase(metadata.instance);
-  const bool goes_on =
-      before.session != nullptr && before.session->peer().epoch == metadata.epoch && !before.session->lost();
+  const bool goes_on = before.session != nullptr && before.session->peer().incarnation == metadata.incarnation &&
+                       !before.session->lost();
   if (before.session != nullptr && !goes_on) tell_lost(*before.session);
   peers_.insert_or_assign(metadata.name, peer);
   if (!goes_on) tell_joined(metadata);
@@ -54,8 +54,8 @@ std::shared_ptr<Link> PeerTable::half_open(const PeerMetadata& metadata) const {
   const auto known = peers_.find(metadata.name);
   if (known == peers_.end()) return nullptr;
   const Peer& peer = known->second;
-  const bool looks_alive =
-      peer.session->peer().epoch == metadata.epoch && peer.initiator == epoch_ && !peer.session->lost();
+  const bool looks_alive = peer.session->peer().incarnation == metadata.incarnation && peer.initiator == incarnation_ &&
+                           !peer.session->lost();
   return looks_alive ? peer.link : nullptr;
 }
 
@@ -67,14 +67,14 @@ void PeerTable::check_membership(const PeerMetadata& metadata, bool initiated_he
     throw Error(ErrorCode::kBusy, name_ + " lets nobody in: " + fenced_->what(),
                 {{"retry_after_us", kFencedRetryAfterUs}});
   }
-  const auto why = book_.expelled(metadata.epoch);
+  const auto why = book_.expelled(metadata.incarnation);
   if (!why) return;
   const Error refusal(initiated_here ? ErrorCode::kPeerLost : ErrorCode::kBusy,
                       "to " + name_ + " this incarnation of " + metadata.name + " is dead (" + *why +
                           ") until its cluster names it again",
                       {{"retry_after_us", kFencedRetryAfterUs}});
   // A peer that was promised blocks here has to know that it has them no more.
-  if (departed_.contains(metadata.instance)) throw refusal.because(ErrorCause::kDropped, metadata.epoch);
+  if (departed_.contains(metadata.instance)) throw refusal.because(ErrorCause::kDropped, metadata.incarnation);
   throw Error(refusal);
 }
 
@@ -83,8 +83,9 @@ void PeerTable::check_instance(const PeerMetadata& metadata) const {
   bool taken = metadata.instance == instance_locked();
   for (const auto& [name, peer] : peers_) {
     const PeerMetadata& other = peer.session->peer();
-    // Blocks are known by their owner's epoch: nobody gets another one's.
-    taken = taken || (name != metadata.name && (other.instance == metadata.instance || other.epoch == metadata.epoch));
+    // Blocks are known by their owner's incarnation: nobody gets another one's.
+    taken = taken || (name != metadata.name &&
+                      (other.instance == metadata.instance || other.incarnation == metadata.incarnation));
   }
   if (taken) {
     throw Error(ErrorCode::kState, "instance id " + std::to_string(metadata.instance) + " is taken by another peer",
@@ -94,19 +95,19 @@ void PeerTable::check_instance(const PeerMetadata& metadata) const {
 }
 
 // Whether a connection to a peer that is here already takes the place of the one that there is. Else throws kState
-// (kConnectedAlready) with the epoch by which the other side knows it. REQUIRES: mutex_ is held.
+// (kConnectedAlready) with the incarnation by which the other side knows it. REQUIRES: mutex_ is held.
 //
 // The server refuses first, so two connections meet only when both sides call at the same moment, and each has admitted
-// the other's before it hears of its own. Then both keep the one of the side with the lower epoch.
+// the other's before it hears of its own. Then both keep the one of the side with the lower incarnation.
 void PeerTable::check_rival(const Peer& known, const PeerMetadata& metadata, bool initiated_here) const {
   if (known.session->lost()) {
     if (known.session->writes_under_way() == 0) return;
     throw Error(ErrorCode::kBusy, "writes of an earlier connection to " + metadata.name + " are not over",
                 {{"retry_after_us", kRivalRetryAfterUs}});
   }
-  if (initiated_here && known.initiator == metadata.epoch && epoch_ < metadata.epoch) return;
+  if (initiated_here && known.initiator == metadata.incarnation && incarnation_ < metadata.incarnation) return;
   throw Error(ErrorCode::kState, name_ + " and " + metadata.name + " are connected already")
-      .because(ErrorCause::kConnectedAlready, initiated_here ? metadata.epoch : epoch_);
+      .because(ErrorCause::kConnectedAlready, initiated_here ? metadata.incarnation : incarnation_);
 }
 
 }  // namespace kvpool

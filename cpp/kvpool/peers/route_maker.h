@@ -31,7 +31,7 @@ class RouteMaker {
   // `run`: where the receiving halves of routes work that take part of it; without, there are none. Throws kArgument
   // for a route that does not exist, and what a transport says that was asked for by name and cannot be had: see
   // TransportKind. Memory that is not here (of the scheduler of a logical instance) has no routes.
-  RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t epoch, RouteRun run = {},
+  RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t incarnation, RouteRun run = {},
              std::span<const TransportKind> kinds = all_transports());
   ~RouteMaker();
   RouteMaker(const RouteMaker&) = delete;
@@ -67,7 +67,7 @@ class RouteMaker {
   };
   void add_transports(const std::vector<TransportKind>& kinds, const ServiceOptions& options, RouteRun run);
 
-  const std::uint64_t epoch_;
+  const std::uint64_t incarnation_;
   CopyTeam team_;
   std::vector<std::string> names_;  // of the transports, also where the memory is elsewhere; set by the constructor
   std::vector<std::string> notes_;  // likewise

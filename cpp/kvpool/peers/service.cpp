@@ -30,16 +30,17 @@ std::uint64_t inline_bytes(const RouteTraits& traits) noexcept {
   return traits.waits ? kInlineNetworkBytes : kInlineBytes;
 }
 
-std::string default_name(std::uint64_t epoch) {
+std::string default_name(std::uint64_t incarnation) {
   char host[128] = {};
   if (gethostname(host, sizeof(host) - 1) != 0) host[0] = '\0';
   char tail[16];
-  snprintf(tail, sizeof(tail), "%08llx", static_cast<unsigned long long>(epoch >> 32));  // the lowest bit is always set
+  snprintf(tail, sizeof(tail), "%08llx",
+           static_cast<unsigned long long>(incarnation >> 32));  // the lowest bit is always set
   return std::string(host[0] == '\0' ? "pool" : host) + "-" + std::to_string(getpid()) + "-" + tail;
 }
 
-ServiceOptions named(ServiceOptions options, std::uint64_t epoch) {
-  if (options.name.empty()) options.name = default_name(epoch);
+ServiceOptions named(ServiceOptions options, std::uint64_t incarnation) {
+  if (options.name.empty()) options.name = default_name(incarnation);
   return options;
 }
 
@@ -56,32 +57,32 @@ EndpointOptions endpoint_options(const ServiceOptions& options) {
 
 Service::Service(Pool& pool, const ServiceOptions& options, const MakeRanks& make_ranks)
     : pool_(pool),
-      epoch_(random_epoch()),
-      options_(named(options, epoch_)),
+      incarnation_(random_incarnation()),
+      options_(named(options, incarnation_)),
       limits_{options.reserve_max_ns, options.transfers_max, options.reserved_max, options.measure_routes,
               options.measure_ns},
       received_(options.received_max),
       blocks_(pool, received_),
-      routes_(options, LocalMemory{pool.layout(), pool.arenas()}, epoch_,
+      routes_(options, LocalMemory{pool.layout(), pool.arenas()}, incarnation_,
               [this](const void* key, std::function<void()> work) {
                 receiving_.run(key, Priority::kDecode, std::move(work));
               }),
       workers_(options.worker_threads),
       reactor_(Reactor::make("kvpool-serve")),
       writer_quarantine_(*reactor_, workers_),
-      table_(pool, events_, book_, options_.name, epoch_, options.joins_cluster),
-      parting_(pool, table_, writer_quarantine_, routes_, options_.name, epoch_),
-      admission_({pool, options_, epoch_, routes_, writer_quarantine_, table_, parting_,
+      table_(pool, events_, book_, options_.name, incarnation_, options.joins_cluster),
+      parting_(pool, table_, writer_quarantine_, routes_, options_.name, incarnation_),
+      admission_({pool, options_, incarnation_, routes_, writer_quarantine_, table_, parting_,
                   static_cast<SessionHost&>(*this), ranks_}) {
   endpoint_ = Endpoint::make(
       *reactor_, endpoint_options(options_), [this] { return admission_.introduce(); },
       [this](const std::shared_ptr<Link>& link, const PeerMetadata& metadata, bool initiated_here) {
         return admission_.admit(link, metadata, initiated_here);
       });
-  ranks_ = make_ranks({pool_, options_.name, epoch_, routes_, writer_quarantine_, *endpoint_,
+  ranks_ = make_ranks({pool_, options_.name, incarnation_, routes_, writer_quarantine_, *endpoint_,
                        [this](const Error& why) { parting_.on_rank_lost(why); }});
-  caller_ = std::make_unique<PeerCaller>(pool_, table_, book_, *endpoint_, *ranks_, epoch_);
-  LocalServices::add(epoch_, &parting_);
+  caller_ = std::make_unique<PeerCaller>(pool_, table_, book_, *endpoint_, *ranks_, incarnation_);
+  LocalServices::add(incarnation_, &parting_);
 }
 
 // --- verbs ---
@@ -107,14 +108,14 @@ std::shared_ptr<Transfer> Service::transfer(TransferRequest&& request, const Giv
 }
 
 void Service::set_members(std::vector<ClusterMember> members) {
-  for (const std::uint64_t epoch : book_.set(std::move(members))) {
-    parting_.part_from(epoch, Error(ErrorCode::kPeerLost, "a newer process has come under its name"));
+  for (const std::uint64_t incarnation : book_.set(std::move(members))) {
+    parting_.part_from(incarnation, Error(ErrorCode::kPeerLost, "a newer process has come under its name"));
   }
 }
 
-void Service::expel(std::uint64_t epoch, const std::string& why) {
-  book_.expel(epoch, why);
-  parting_.part_from(epoch, Error(ErrorCode::kPeerLost, why));
+void Service::expel(std::uint64_t incarnation, const std::string& why) {
+  book_.expel(incarnation, why);
+  parting_.part_from(incarnation, Error(ErrorCode::kPeerLost, why));
 }
 
 std::unique_ptr<Received> Service::receive(std::int64_t until_ns) {

@@ -124,7 +124,7 @@ class Service final : private SessionHost {
   }
   // The directory has told that this incarnation is dead: its session ends with kPeerLost, and it is let in no more
   // until it is in the picture again. Idempotent.
-  void expel(std::uint64_t epoch, const std::string& why);
+  void expel(std::uint64_t incarnation, const std::string& why);
   // This pool has lost its own lease: its sessions end, what needs peers throws kFenced with this text, and nobody is
   // let in, until unfence(). Waits shortly for writes that are under way. Both idempotent.
   void fence(const std::string& why) { parting_.fence(why); }
@@ -138,7 +138,7 @@ class Service final : private SessionHost {
   // Until all ranks have joined; false at the deadline. Throws kPeerLost when one is lost.
   bool wait_for_ranks(std::int64_t deadline_ns) { return ranks_->wait_until_joined(deadline_ns); }
   // Of this incarnation: what a rank asks for when it joins.
-  std::uint64_t epoch() const noexcept { return epoch_; }
+  std::uint64_t incarnation() const noexcept { return incarnation_; }
 
   // The transfers that were begun here, as far as they have ended; also once it is closed.
   TransferTally::Counts transfer_counts(TransferKind kind) const noexcept { return tally_.counts(kind); }
@@ -185,7 +185,7 @@ class Service final : private SessionHost {
   void drop_received() noexcept;
 
   Pool& pool_;
-  const std::uint64_t epoch_;
+  const std::uint64_t incarnation_;
   const ServiceOptions options_;
   const SessionLimits limits_;
   TransferTally tally_;

@@ -60,7 +60,7 @@ void Service::close() noexcept {
   ranks_->stop();
   receiving_.stop();
   reactor_->stop();
-  LocalServices::remove(epoch_, parting_.is_write_lost());
+  LocalServices::remove(incarnation_, parting_.is_write_lost());
   drop_received();
   let_go_of_memory(std::move(left));
   table_.clear();

@@ -26,7 +26,7 @@ void Service::recalled(Session& session, const std::vector<Address>& addresses, 
   const PeerMetadata& peer = session.peer();
   static_cast<void>(failure_of([&] {
     events_.push(
-        {peer.name, peer.instance, peer.epoch, PeerEvent::Kind::kRecalled, std::nullopt, addresses, deadline_ns});
+        {peer.name, peer.instance, peer.incarnation, PeerEvent::Kind::kRecalled, std::nullopt, addresses, deadline_ns});
   }));
 }
 

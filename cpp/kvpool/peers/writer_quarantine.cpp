@@ -115,10 +115,10 @@ void WriterQuarantine::on_proof(const DepartingPeer& session, bool fenced) noexc
   let_go(std::move(proved));
 }
 
-void WriterQuarantine::check_return(std::uint64_t epoch) const {
+void WriterQuarantine::check_return(std::uint64_t incarnation) const {
   const std::lock_guard lock(mutex_);
   for (const QuarantinedPeer& quarantined_peer : writer_quarantine_) {
-    if (quarantined_peer.session->peer().epoch != epoch ||
+    if (quarantined_peer.session->peer().incarnation != incarnation ||
         (quarantined_peer.session->writes_under_way() == 0 && !quarantined_peer.fencing))
       continue;
     throw Error(ErrorCode::kBusy,
@@ -127,17 +127,18 @@ void WriterQuarantine::check_return(std::uint64_t epoch) const {
   }
 }
 
-bool WriterQuarantine::is_writing_to(std::uint64_t epoch) const noexcept {
+bool WriterQuarantine::is_writing_to(std::uint64_t incarnation) const noexcept {
   const std::lock_guard lock(mutex_);
-  return std::any_of(
-      writer_quarantine_.begin(), writer_quarantine_.end(), [&](const QuarantinedPeer& quarantined_peer) {
-        return quarantined_peer.session->peer().epoch == epoch && quarantined_peer.session->writes_under_way() > 0;
-      });
+  return std::any_of(writer_quarantine_.begin(), writer_quarantine_.end(),
+                     [&](const QuarantinedPeer& quarantined_peer) {
+                       return quarantined_peer.session->peer().incarnation == incarnation &&
+                              quarantined_peer.session->writes_under_way() > 0;
+                     });
 }
 
-void WriterQuarantine::on_writer_gone(std::uint64_t epoch) noexcept {
+void WriterQuarantine::on_writer_gone(std::uint64_t incarnation) noexcept {
   let_go(take([&](const QuarantinedPeer& quarantined_peer) {
-    return quarantined_peer.session->peer().epoch == epoch && !quarantined_peer.fencing;
+    return quarantined_peer.session->peer().incarnation == incarnation && !quarantined_peer.fencing;
   }));
 }
 

@@ -32,11 +32,11 @@ class WriterQuarantine {
   // The link has ended; `exposure` is what its peer was given.
   void add(const std::shared_ptr<DepartingPeer>& session, const std::shared_ptr<Link>& link, Exposure exposure);
   // Throws kBusy as long as writes of an earlier connection to this incarnation, in either direction, are under way.
-  void check_return(std::uint64_t epoch) const;
+  void check_return(std::uint64_t incarnation) const;
   // Whether writes to this incarnation, of an earlier connection, are under way.
-  bool is_writing_to(std::uint64_t epoch) const noexcept;
+  bool is_writing_to(std::uint64_t incarnation) const noexcept;
   // This incarnation writes nothing that it began before.
-  void on_writer_gone(std::uint64_t epoch) noexcept;
+  void on_writer_gone(std::uint64_t incarnation) noexcept;
   // Nothing of this side is under way any more in this session.
   void on_drained(const DepartingPeer& session) noexcept;
   // Ends the watch. Calls left(party, link) for each whose proof has not come.

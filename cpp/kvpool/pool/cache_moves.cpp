@@ -190,7 +190,7 @@ void PromptCache::name_room(std::span<const Address> into, PendingSwapIn& pendin
   }
   pending.to.assign(into.begin(), into.end());
   pending.into_named = true;
-  // With no owner: what the check above left there as a tag could be some peer's epoch.
+  // With no owner: what the check above left there as a tag could be some peer's incarnation.
   blocks_.give(into, {BlockState::kReserved, 0, 0});
 }
 

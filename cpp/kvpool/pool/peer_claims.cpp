@@ -2,9 +2,9 @@
 
 namespace kvpool {
 
-bool PeerClaims::take(std::size_t n, MediumChoice medium, BlockState to, std::uint64_t epoch, std::uint32_t mark,
+bool PeerClaims::take(std::size_t n, MediumChoice medium, BlockState to, std::uint64_t incarnation, std::uint32_t mark,
                       bool evict, Address* out) {
-  const BlockOwner owner{to, epoch, mark};
+  const BlockOwner owner{to, incarnation, mark};
   if (!evict) return allocator_.try_take(n, medium, owner, out);
   allocator_.take_evicting(n, medium, owner, out, {});
   return true;
@@ -27,11 +27,11 @@ void PeerClaims::quarantine(const Address* addresses, std::size_t n) noexcept {
   for (std::size_t i = 0; i < n; ++i) blocks_.set_state(addresses[i], BlockState::kQuarantined);
 }
 
-void PeerClaims::check_writable(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark,
+void PeerClaims::check_writable(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark,
                                 bool lent_only) {
   guard_.check();
   const SpaceLock lock = blocks_.lock();
-  blocks_.check_writable(addresses, n, epoch, mark, lent_only);
+  blocks_.check_writable(addresses, n, incarnation, mark, lent_only);
 }
 
 BlockOwner PeerClaims::owner_of(Address address) noexcept {
@@ -64,11 +64,12 @@ IndexPin PeerClaims::insert_arrived(std::string_view name_space, const InsertIte
   return pin;
 }
 
-void PeerClaims::reserve_active(const Address* addresses, std::size_t n, std::uint64_t epoch, std::uint32_t mark) {
+void PeerClaims::reserve_active(const Address* addresses, std::size_t n, std::uint64_t incarnation,
+                                std::uint32_t mark) {
   guard_.check();
   const SpaceLock lock = blocks_.lock();
   blocks_.check_active_and_distinct(addresses, n, /*skip_cached=*/false);
-  blocks_.give({addresses, n}, {BlockState::kReserved, epoch, mark});
+  blocks_.give({addresses, n}, {BlockState::kReserved, incarnation, mark});
 }
 
 IndexHit PeerClaims::match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out) {
@@ -77,10 +78,10 @@ IndexHit PeerClaims::match(std::string_view name_space, const Token* tokens, std
   return cache_.match_for_peer(name_space, tokens, n_tokens, out);
 }
 
-void PeerClaims::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_epoch) {
+void PeerClaims::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation) {
   guard_.check();
   const SpaceLock lock = blocks_.lock();
-  blocks_.hold_for_reading(addresses, n, for_epoch);
+  blocks_.hold_for_reading(addresses, n, for_incarnation);
 }
 
 void PeerClaims::release_reading(const Address* addresses, std::size_t n) noexcept {

@@ -62,8 +62,8 @@ Sharding sharding_of(const PeerMetadata& metadata) {
 // `ranks` outlives it.
 class PlannedGroup final : public GroupConnection {
  public:
-  PlannedGroup(RankSet& ranks, GroupMeeting meeting, std::uint64_t peer_epoch)
-      : ranks_(ranks), meeting_(std::move(meeting)), peer_epoch_(peer_epoch) {}
+  PlannedGroup(RankSet& ranks, GroupMeeting meeting, std::uint64_t peer_incarnation)
+      : ranks_(ranks), meeting_(std::move(meeting)), peer_incarnation_(peer_incarnation) {}
 
   std::vector<std::shared_ptr<Route>> routes() override {
     std::vector<std::shared_ptr<Route>> routes;
@@ -74,7 +74,7 @@ class PlannedGroup final : public GroupConnection {
   void meet(const std::string& address, const Waiting& waiting) override {
     GroupMeeting meeting = meeting_;
     // An instance of one rank is where its scheduler is.
-    if (meeting.peer_ranks.empty()) meeting.peer_ranks.push_back({0, peer_epoch_, address});
+    if (meeting.peer_ranks.empty()) meeting.peer_ranks.push_back({0, peer_incarnation_, address});
     ranks_.meet(meeting, waiting);
   }
 
@@ -85,7 +85,7 @@ class PlannedGroup final : public GroupConnection {
  private:
   RankSet& ranks_;
   const GroupMeeting meeting_;
-  const std::uint64_t peer_epoch_;  // of the peer's scheduler
+  const std::uint64_t peer_incarnation_;  // of the peer's scheduler
 };
 
 std::shared_ptr<GroupConnection> plan_group(RankSet& ranks, const Sharding& own, const PeerMetadata& peer) {
@@ -97,7 +97,7 @@ std::shared_ptr<GroupConnection> plan_group(RankSet& ranks, const Sharding& own,
   group.peer_ranks = peer.ranks;
   group.to_peer = std::make_shared<const ReshardPlan>(plan_reshard(own, theirs));
   group.from_peer = std::make_shared<const ReshardPlan>(plan_reshard(theirs, own));
-  return std::make_shared<PlannedGroup>(ranks, std::move(group), peer.epoch);
+  return std::make_shared<PlannedGroup>(ranks, std::move(group), peer.incarnation);
 }
 
 // A rank that belongs to an instance which was here before.
@@ -111,7 +111,7 @@ class OwnRanks final : public InstanceRanks {
  public:
   explicit OwnRanks(const RanksHost& host)
       : layout_(host.pool.layout()),
-        epoch_(host.epoch),
+        incarnation_(host.incarnation),
         channels_(host.routes, executor_, host.writer_quarantine),
         ranks_(make_local_rank_set(channels_)) {
     channels_.start(host.endpoint);
@@ -126,7 +126,7 @@ class OwnRanks final : public InstanceRanks {
   }
 
   std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerMetadata& metadata) override {
-    if (metadata.rank_of == epoch_) {
+    if (metadata.rank_of == incarnation_) {
       throw Error(ErrorCode::kArgument, "this pool is an instance of one rank: none can join");
     }
     check_meeting(metadata);
@@ -163,7 +163,7 @@ class OwnRanks final : public InstanceRanks {
 
  private:
   const Layout& layout_;  // of the pool
-  const std::uint64_t epoch_;
+  const std::uint64_t incarnation_;
   SerialExecutor executor_;  // what waits in one may wait for what goes on in another, of this pool or a peer
   RankChannels channels_;
   const std::unique_ptr<RankSet> ranks_;
@@ -181,7 +181,7 @@ class JoinedRanks final : public InstanceRanks {
   explicit JoinedRanks(const RanksHost& host)
       : pool_(host.pool),
         name_(host.name),
-        epoch_(host.epoch),
+        incarnation_(host.incarnation),
         hub_(*host.pool.sharding(), blocks_of(host.pool), host.on_rank_lost) {
     pool_.set_mover(&hub_);
   }
@@ -199,7 +199,7 @@ class JoinedRanks final : public InstanceRanks {
   }
 
   std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerMetadata& metadata) override {
-    if (metadata.rank_of == epoch_) return hub_.admit(link, metadata);
+    if (metadata.rank_of == incarnation_) return hub_.admit(link, metadata);
     check_meeting(metadata);
     throw Error(ErrorCode::kArgument, "this is the scheduler of a logical instance: channels go to its ranks");
   }
@@ -219,7 +219,7 @@ class JoinedRanks final : public InstanceRanks {
  private:
   Pool& pool_;
   const std::string& name_;
-  const std::uint64_t epoch_;
+  const std::uint64_t incarnation_;
   RankHub hub_;
 };
 

@@ -42,7 +42,7 @@ std::shared_ptr<RankChannel> RankChannels::channel_to(std::uint64_t meeting, con
   if (entry == meetings_.end()) return nullptr;
   const auto slot = entry->second.slots.find(rank.rank);
   const bool there = slot != entry->second.slots.end() && slot->second->channel != nullptr &&
-                     slot->second->channel->peer().epoch == rank.epoch;
+                     slot->second->channel->peer().incarnation == rank.incarnation;
   return there ? slot->second->channel : nullptr;
 }
 
@@ -64,7 +64,7 @@ std::shared_ptr<LinkHandler> RankChannels::admit(const std::shared_ptr<Link>& li
     look_at_meetings();
   };
   // It has admitted this side, which it does only when it has ended what it wrote in earlier meetings.
-  events.on_heard = [this](const RankChannel& heard) { writer_quarantine_.on_writer_gone(heard.peer().epoch); };
+  events.on_heard = [this](const RankChannel& heard) { writer_quarantine_.on_writer_gone(heard.peer().incarnation); };
   events.on_device_lost = [this](const Error& why) { on_device_lost_(why); };
   events.run_aside = [this](const void* key, std::function<void()> work) {
     serial_executor_.run(key, Priority::kBackground, std::move(work));
@@ -88,11 +88,11 @@ std::shared_ptr<LinkHandler> RankChannels::admit(const std::shared_ptr<Link>& li
 }
 
 void RankChannels::check_return_locked(const PeerMetadata& metadata) const {
-  writer_quarantine_.check_return(metadata.epoch);
+  writer_quarantine_.check_return(metadata.incarnation);
   for (const auto& [number, meeting] : meetings_) {
     for (const auto& [rank, slot] : meeting.slots) {
       const RankChannel* const channel = slot->channel.get();
-      if (channel == nullptr || !meeting.why_over || channel->peer().epoch != metadata.epoch) continue;
+      if (channel == nullptr || !meeting.why_over || channel->peer().incarnation != metadata.incarnation) continue;
       if (channel->writes_under_way() == 0) continue;
       throw Error(ErrorCode::kBusy, "writes of an earlier meeting with " + metadata.name + " are not over",
                   {{"retry_after_us", kRetryAfterUs}});

@@ -150,7 +150,7 @@ void RankHub::introduce(PeerMetadata& metadata) const {
   }
   const std::lock_guard lock(mutex_);
   for (const auto& [number, rank] : joined_)
-    metadata.ranks.push_back({number, rank->metadata().epoch, rank->metadata().address});
+    metadata.ranks.push_back({number, rank->metadata().incarnation, rank->metadata().address});
 }
 
 void RankHub::check_fits(const PeerMetadata& metadata) const {

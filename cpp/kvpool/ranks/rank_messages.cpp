@@ -34,7 +34,7 @@ Bytes write_body(const MeetBody& body) {
   WireWriter writer(out);
   writer.number(body.meeting).text(body.peer).number(body.lifetime_ms);
   writer.number(static_cast<std::uint32_t>(body.ranks.size()));
-  for (const MetadataRank& rank : body.ranks) writer.number(rank.rank).number(rank.epoch).text(rank.address);
+  for (const MetadataRank& rank : body.ranks) writer.number(rank.rank).number(rank.incarnation).text(rank.address);
   return out;
 }
 
@@ -49,7 +49,7 @@ MeetBody read_meet(std::span<const std::byte> bytes) {
   for (std::uint32_t i = 0; i < ranks; ++i) {
     MetadataRank rank;
     rank.rank = in.number<std::uint32_t>();
-    rank.epoch = in.number<std::uint64_t>();
+    rank.incarnation = in.number<std::uint64_t>();
     rank.address = in.text(kMetadataAddressBytesMax);
     body.ranks.push_back(std::move(rank));
   }

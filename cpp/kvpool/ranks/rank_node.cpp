@@ -47,10 +47,10 @@ class RankNodeImpl final : public RankNode {
  public:
   RankNodeImpl(const RankOptions& options, LocalMemory memory)
       : options_(options),
-        epoch_(random_epoch()),
+        incarnation_(random_incarnation()),
         tiers_(std::make_unique<RankTiers>(memory, options_.service.worker_threads)),
         order_(make_order(memory)),
-        routes_(options_.service, std::move(memory), epoch_,
+        routes_(options_.service, std::move(memory), incarnation_,
                 [this](const void* key, std::function<void()> work) {
                   receiving_.run(key, Priority::kDecode, std::move(work));
                 }),
@@ -74,7 +74,7 @@ class RankNodeImpl final : public RankNode {
   ~RankNodeImpl() override { close(); }
 
   void join(const Waiting& waiting) {
-    std::string address = endpoint_->listen("unix:@kvpool-rank-" + hexadecimal(epoch_));
+    std::string address = endpoint_->listen("unix:@kvpool-rank-" + hexadecimal(incarnation_));
     if (!options_.listen.empty()) address = endpoint_->listen(options_.listen);
     {
       const std::lock_guard lock(mutex_);
@@ -126,7 +126,7 @@ class RankNodeImpl final : public RankNode {
   void answer(std::uint64_t id, const std::optional<Error>& failure) noexcept;
 
   const RankOptions options_;
-  const std::uint64_t epoch_;
+  const std::uint64_t incarnation_;
   // Both until it is closed: they keep the GPU's context.
   std::unique_ptr<RankTiers> tiers_;
   std::shared_ptr<const DeviceOrder> order_;  // after all that the GPU has been given; null without one
@@ -168,10 +168,10 @@ class RankNodeImpl::SchedulerLink final : public LinkHandler {
 Introduction RankNodeImpl::introduce() {
   Introduction introduction = routes_.introduce();
   introduction.metadata.name = options_.service.name;
-  introduction.metadata.epoch = epoch_;
+  introduction.metadata.incarnation = incarnation_;
   introduction.metadata.instance = options_.instance;
   introduction.metadata.model = options_.service.model;
-  introduction.metadata.rank_of = options_.scheduler_epoch;
+  introduction.metadata.rank_of = options_.scheduler_incarnation;
   introduction.metadata.rank = options_.rank;
   introduction.metadata.address = address();
   return introduction;
@@ -182,7 +182,7 @@ std::shared_ptr<LinkHandler> RankNodeImpl::admit(const std::shared_ptr<Link>& li
   if (!initiated_here || metadata.meeting != 0) return channels_.admit(link, metadata);
   const std::lock_guard lock(mutex_);
   if (closed_) throw Error(ErrorCode::kClosed, "the rank is closed");
-  if (metadata.epoch != options_.scheduler_epoch) {
+  if (metadata.incarnation != options_.scheduler_incarnation) {
     throw Error(ErrorCode::kPeerLost,
                 "the instance that exported this rank is gone; another pool answers at " + options_.scheduler);
   }

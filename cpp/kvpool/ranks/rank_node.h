@@ -24,9 +24,9 @@ struct RankOptions {
   // A rank uses only secret, model, routes, lease_ns, worker_threads, trusted_network, prefer_unix_socket, ucx, nccl
   // and its limits.
   ServiceOptions service;
-  std::string scheduler;          // its address
-  std::uint64_t scheduler_epoch;  // of the instance that the rank is to join
-  std::uint32_t instance = 0;     // of its addresses
+  std::string scheduler;                // its address
+  std::uint64_t scheduler_incarnation;  // of the instance that the rank is to join
+  std::uint32_t instance = 0;           // of its addresses
   std::uint32_t rank = 0;
   std::string listen;  // where ranks of peers connect to, besides a Unix socket on this host; "": that socket only
 };

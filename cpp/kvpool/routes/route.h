@@ -1,8 +1,8 @@
 // A way to write into the blocks of one peer.
 //
 // Routes are either one-sided (loopback, shm, cma, ucx put: the bytes land without the receiver's help) or placed by
-// the receiver (sock), which first checks epoch, owner and generation of every block. The difference decides what a
-// receiver must do with a block after it has lost the peer that writes it: see docs/invariants.md.
+// the receiver (sock), which first checks incarnation, owner and generation of every block. The difference decides what
+// a receiver must do with a block after it has lost the peer that writes it: see docs/invariants.md.
 //
 // Thread-safety: write() may be called by several threads at once.
 #pragma once

@@ -50,8 +50,8 @@ struct PeerEnd {
   const std::shared_ptr<Link>& link;
   bool same_host = false;  // its pids mean the same as here
 
-  // It is this process, by the kernel's word. Its own word does not count: a process that names another pool's epoch
-  // would have that pool's blocks written. Over TCP the kernel says nothing.
+  // It is this process, by the kernel's word. Its own word does not count: a process that names another pool's
+  // incarnation would have that pool's blocks written. Over TCP the kernel says nothing.
   bool is_here() const noexcept;
   // Descriptors can be passed between the two.
   bool is_local() const;
@@ -83,7 +83,7 @@ class Transport {
 // What a transport is made with.
 struct TransportSetup {
   const TransportSettings& settings;
-  std::uint64_t epoch;              // of this pool
+  std::uint64_t incarnation;        // of this pool
   const LocalMemory& memory;        // it has memory, that is: not the scheduler of a logical instance
   CopyTeam& team;                   // outlives the transport
   RouteRun run;                     // where the receiving halves of routes work; empty: nowhere

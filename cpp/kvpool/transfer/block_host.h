@@ -1,7 +1,7 @@
 // What a session needs of the pool: the blocks, and what becomes of them. The pool implements it.
 //
-// Owners. Blocks that are promised to a peer carry its epoch as their tag, so that one incarnation of a peer can never
-// write, complete or give back what was another's. Reserved blocks carry the transfer's mark beside it.
+// Owners. Blocks that are promised to a peer carry its incarnation as their tag, so that one incarnation of a peer can
+// never write, complete or give back what was another's. Reserved blocks carry the transfer's mark beside it.
 //
 // Thread-safety: everything here may be called by several threads. Nothing here waits for a peer; what may take long
 // because it makes room does so only when told to.
@@ -26,7 +26,7 @@ namespace kvpool {
 
 // Who writes: a peer's incarnation, and which of its transfers.
 struct Writer {
-  std::uint64_t epoch = 0;
+  std::uint64_t incarnation = 0;
   std::uint32_t mark = 0;
 };
 
@@ -138,10 +138,10 @@ class BlockHost {
   virtual std::shared_ptr<const DeviceOrder> device_order() { return nullptr; }
 
   // The blocks keep their content until the release, even if freed, evicted or moved meanwhile. The release comes
-  // exactly once for each hold. Any state but free, reserved and quarantined. `for_epoch`: of the peer that asks for
-  // them, which may not see what is lent to another one; 0: this pool's application. Throws kStaleAddress, kNotOwner,
-  // kState, kArgument.
-  virtual void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_epoch) = 0;
+  // exactly once for each hold. Any state but free, reserved and quarantined. `for_incarnation`: of the peer that asks
+  // for them, which may not see what is lent to another one; 0: this pool's application. Throws kStaleAddress,
+  // kNotOwner, kState, kArgument.
+  virtual void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_incarnation) = 0;
   virtual void release_reading(std::span<const Address> addresses) noexcept = 0;
 
   // Active blocks of the caller become reserved for a peer that was asked to write them, and active again. Throws as

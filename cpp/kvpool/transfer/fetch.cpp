@@ -44,7 +44,7 @@ Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequ
                  {"instance", instance_of(from_[i])}});
   }
   room_ = Receiver::quarantine_room(id_, to_);
-  session_->host().blocks().expect_writes(to_, {session_->peer().epoch, mark_of(id_)});
+  session_->host().blocks().expect_writes(to_, {session_->peer().incarnation, mark_of(id_)});
   expecting_ = true;
 }
 
@@ -200,7 +200,7 @@ void Session::begin_push(const CallPointer& call, const std::shared_ptr<FetchBod
   };
   call->when_cancelled([stop] { stop->store(true, std::memory_order_relaxed); });
   if (lost()) throw Error(ErrorCode::kPeerLost, "the link has ended");
-  host_.blocks().hold_for_reading(body->from, peer_.epoch);
+  host_.blocks().hold_for_reading(body->from, peer_.incarnation);
   pushes_.fetch_add(1);
   try {
     write(std::move(job));

@@ -30,7 +30,7 @@ Outgoing::Outgoing(std::shared_ptr<Session> session, std::uint64_t id, TransferR
   check_request();
   BlockHost& blocks = session_->host().blocks();
   bytes_total_.store(request_.from.size() * blocks.layout().block_bytes(), std::memory_order_relaxed);
-  blocks.hold_for_reading(request_.from, /*for_epoch=*/0);
+  blocks.hold_for_reading(request_.from, /*for_incarnation=*/0);
   reading_ = true;
   try {
     if (request_.after == nullptr && !request_.streamed) request_.after = blocks.device_order();

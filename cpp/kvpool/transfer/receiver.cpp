@@ -31,7 +31,7 @@ Receiver::~Receiver() {
 }
 
 Receiver::Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly)
-    : host_(host), peer_(peer.name), epoch_(peer.epoch), writes_directly_(writes_directly) {}
+    : host_(host), peer_(peer.name), incarnation_(peer.incarnation), writes_directly_(writes_directly) {}
 
 // Whoever asked waits for the answer, perhaps with blocks that only the answer sets free.
 void Receiver::answer(ServedCall& call, std::span<const Address> addresses) {
@@ -102,7 +102,7 @@ void Receiver::on_reserve(const CallPointer& call, ReserveBody&& body) {
   if (refused) return call->refuse(*refused);
   const auto attempt = [self = shared_from_this(), this, call, spec, mark](Room room) {
     std::optional<Reservation> reservation;
-    auto error = failure_of([&] { reservation = host_.blocks().reserve(*spec, {epoch_, mark}, room); });
+    auto error = failure_of([&] { reservation = host_.blocks().reserve(*spec, {incarnation_, mark}, room); });
     if (!error && !reservation) return false;
     finish_reserve(*call, std::move(reservation), std::move(error));
     return true;
@@ -158,7 +158,8 @@ bool Receiver::may_place(std::uint64_t id, const std::vector<Address>& blocks, I
   if (!reserved && (id & kFetchBit) == 0) return std::all_of(blocks.begin(), blocks.end(), is_lent);
   if (!lent_.empty() && std::any_of(blocks.begin(), blocks.end(), is_lent)) return false;
   try {
-    host_.blocks().check_writable(blocks, {epoch_, reserved ? entry->second.mark : mark_of(id)}, /*lent_only=*/false);
+    host_.blocks().check_writable(blocks, {incarnation_, reserved ? entry->second.mark : mark_of(id)},
+                                  /*lent_only=*/false);
     return true;
   } catch (const Error&) {
     return false;

@@ -193,7 +193,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
 
   SessionHost& host_;
   const std::string peer_;
-  const std::uint64_t epoch_;
+  const std::uint64_t incarnation_;
   const bool writes_directly_;
   const std::shared_ptr<RequestBytes> request_bytes_ = std::make_shared<RequestBytes>();
 

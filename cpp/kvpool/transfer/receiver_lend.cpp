@@ -15,7 +15,7 @@ void Receiver::on_lend(const CallPointer& call, const LendBody& body) {
   if (refused) return call->refuse(*refused);
   const auto attempt = [self = shared_from_this(), this, call, body](Room room) {
     std::optional<std::vector<Address>> lent;
-    auto error = failure_of([&] { lent = host_.blocks().lend(body.blocks, body.medium, {epoch_, 0}, room); });
+    auto error = failure_of([&] { lent = host_.blocks().lend(body.blocks, body.medium, {incarnation_, 0}, room); });
     if (!error && !lent) return false;
     finish_lend(*call, body.blocks, std::move(lent), std::move(error));
     return true;

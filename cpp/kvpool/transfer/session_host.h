@@ -36,7 +36,7 @@ struct WriteJob {
   WriteRequest request;
   std::shared_ptr<void> keep;  // lives until `done` was called
   Priority priority = Priority::kPrefill;
-  std::uint64_t peer = 0;  // the epoch of whom it is for, once a session has it
+  std::uint64_t peer = 0;  // the incarnation of whom it is for, once a session has it
   std::uint64_t bytes = 0;
   std::function<void(const WriteOutcome& outcome, const Error* error)> done;  // called exactly once
 };

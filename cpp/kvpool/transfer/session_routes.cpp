@@ -175,7 +175,7 @@ void Session::after_write() noexcept {
 
 // Throws std::bad_alloc; then nothing is written, and job.done is not called.
 void Session::write(WriteJob&& job) {
-  job.peer = peer_.epoch;
+  job.peer = peer_.incarnation;
   job.done = [self = shared_from_this(), done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
     if (error != nullptr) self->note_broken(*error);  // before the count falls: who sees no write sees this
     self->writes_.fetch_sub(1);

@@ -52,7 +52,7 @@ def attach(
         registration = cluster.register(
             name=pool._name() or "",
             role=role,
-            incarnation=pool._epoch(),
+            incarnation=pool._incarnation(),
             endpoints=endpoints,
             layout=_layout_json(pool.kv_layout),
             model=wanted.model,

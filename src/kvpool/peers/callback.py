@@ -28,7 +28,7 @@ class PeerEvent:
             "recalled": it wants blocks back that it has lent to this pool. Free them, after fetching what they hold if
             that is needed; at the deadline they are lost for this pool.
         instance: The number in the addresses of its blocks.
-        epoch: Of this incarnation: tells a peer that was restarted from the one that was lost.
+        incarnation: Number of this incarnation: tells a peer that was restarted from the one that was lost.
         error: Of one that was lost: why, mostly a PeerLost. None for the others.
         addrs: Of a recall: the blocks. Empty for the others.
         deadline: Of a recall: until when they are lent, as `time.monotonic()` tells it. None for the others.
@@ -37,7 +37,7 @@ class PeerEvent:
     name: str
     kind: Literal["joined", "lost", "recalled"]
     instance: int
-    epoch: int
+    incarnation: int
     error: Error | None = None
     addrs: tuple[int, ...] = ()
     deadline: float | None = None
@@ -85,7 +85,7 @@ class PeerCallback(Dispatcher[PeerEvent]):
         if facts is None:
             return None
         event = PeerEvent(**facts)
-        fields = {"peer": event.name, "instance": event.instance, "epoch": event.epoch}
+        fields = {"peer": event.name, "instance": event.instance, "incarnation": event.incarnation}
         if event.kind == "joined":
             _log.info("%s has joined", event.name, extra=fields)
         elif event.kind == "lost":

@@ -78,7 +78,7 @@ class PeerInfo:
     Attributes:
         name: What it calls itself.
         instance: The number in the addresses of its blocks.
-        epoch: Of this incarnation: a peer that was restarted has another one.
+        incarnation: Number of the run of its process: a restarted peer has another one.
         link: How it is connected: "unix", "tcp 10.0.0.2:4000".
         routes: By which blocks can travel to it, the cheapest first.
         pid: Of its process, as it sees itself.
@@ -93,7 +93,7 @@ class PeerInfo:
 
     name: str
     instance: int
-    epoch: int
+    incarnation: int
     link: str
     routes: tuple[str, ...]
     pid: int

@@ -77,7 +77,7 @@ class MemberTable:
         with busy, self._lock:
             # Not a member that has left and is still connected.
             self._met |= {peer.name for peer in peers} & self._listed.keys()
-            self._connected.update(dict.fromkeys(peer.epoch for peer in peers))
+            self._connected.update(dict.fromkeys(peer.incarnation for peer in peers))
             while len(self._connected) > _CONNECTED_MAX:
                 del self._connected[next(iter(self._connected))]
 
@@ -85,7 +85,7 @@ class MemberTable:
 
     def is_connected(self, member: Member) -> bool:
         """Whether the pool has a link to this incarnation."""
-        return any(peer.epoch == member.incarnation for peer in self._peers())
+        return any(peer.incarnation == member.incarnation for peer in self._peers())
 
     def has_disconnected(self, member: Member) -> bool:
         """Whether the pool had a link to it that has ended."""

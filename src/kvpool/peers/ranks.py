@@ -96,11 +96,11 @@ class Ranks:
                 address = pool._rank_address
         else:
             _core._check_connect_address(address, bool(pool.settings.secret))
-        epoch, instance = pool._scheduler_facts()
+        incarnation, instance = pool._scheduler_facts()
         capacity = pool._stats()
         return RankTicket(
             address=address,
-            epoch=epoch,
+            incarnation=incarnation,
             instance=instance,
             name=pool._name() or "",
             rank=number,

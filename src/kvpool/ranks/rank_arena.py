@@ -113,7 +113,7 @@ class RankArena:
                 ucx=ucx_library(wanted.ucx),
                 nccl=nccl_library(wanted.nccl),
                 scheduler=known.address,
-                epoch=known.epoch,
+                incarnation=known.incarnation,
                 instance=known.instance,
                 rank=known.rank,
                 listen=listen or "",

@@ -23,7 +23,7 @@ class RankTicket:
 
     Attributes:
         address: Where the scheduler listens.
-        epoch: Of the scheduler's incarnation.
+        incarnation: Number of the incarnation of the scheduler.
         instance: The number in the addresses of its blocks.
         name: What the scheduler's peers call it.
         rank: Number of the rank.
@@ -34,7 +34,7 @@ class RankTicket:
     """
 
     address: str
-    epoch: int
+    incarnation: int
     instance: int
     name: str
     rank: int
@@ -48,7 +48,7 @@ class RankTicket:
         fields = {
             "kvpool_rank": _FORMAT,
             "address": self.address,
-            "epoch": self.epoch,
+            "incarnation": self.incarnation,
             "instance": self.instance,
             "name": self.name,
             "rank": self.rank,

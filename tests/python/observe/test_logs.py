@@ -36,7 +36,7 @@ def test_who_comes_and_goes_is_logged_with_its_reason(caplog):
     lost = found["there is lost"]
     assert lost.levelno == logging.WARNING
     assert (lost.name, lost.peer, lost.reason) == ("kvpool.peers", "there", "PeerLost")
-    assert lost.epoch == found["there has joined"].epoch != 0
+    assert lost.incarnation == found["there has joined"].incarnation != 0
     assert found["met here at unix"].peer == "here"
     assert next(record for record in caplog.records if "listening" in record.getMessage()).address == address
 

@@ -97,13 +97,13 @@ def test_a_peer_that_was_killed_is_noticed_and_its_blocks_come_back(route):
 def test_a_peer_comes_back_under_its_name():
     with small_pool(name="a", **local_settings(NEAR)) as pool:
         pool.peers.listen(where := address_of("shm"))
-        epochs = set()
+        incarnations = set()
         for round_ in range(3):
             child = Child()
             child("pool = small_pool(name='b', **options)", options=local_settings(NEAR))
             assert child("pool.peers.connect(where)", where=where) == "a"
             eventually(lambda: [peer.name for peer in pool.peers.list()] == ["b"])
-            epochs.add(pool.peers.list()[0].epoch)
+            incarnations.add(pool.peers.list()[0].incarnation)
             addrs = pool.alloc(2)
             sent = fill(pool, addrs, round_)
             done = pool.transfer("b", addrs).wait()
@@ -112,7 +112,7 @@ def test_a_peer_comes_back_under_its_name():
             child.kill() if round_ < 2 else child.close()
             pool.free(addrs)
             eventually(lambda: pool.peers.list() == [] and pool.audit().hbm.free == 8)
-        assert len(epochs) == 3
+        assert len(incarnations) == 3
 
 
 def test_a_stopped_peer_is_lost_and_its_late_writes_harm_nobody(child):

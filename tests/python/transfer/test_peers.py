@@ -26,7 +26,7 @@ def test_two_pools_meet(address, tmp_path, child):
         assert pool.peers.connect(to) == "b"
         (peer,) = pool.peers.list()
         assert (peer.name, peer.pid) == ("b", child.process.pid)
-        assert peer.instance != 0 != peer.epoch
+        assert peer.instance != 0 != peer.incarnation
         assert "sock" in peer.routes
         assert (peer.lent_blocks, peer.borrowed_blocks, peer.reserved_blocks) == (0, 0, 0)
         assert [one.name for one in child("pool.peers.list()")] == [pool.peers.name]
@@ -126,10 +126,10 @@ def test_the_application_hears_of_peers_that_come_and_go(child):
             eventually(lambda: len(heard) == 1)  # it was here before
             assert (heard[0].name, heard[0].kind, heard[0].error) == ("b", "joined", None)
             assert heard[0].instance == pool.peers.list()[0].instance
-            assert heard[0].epoch == pool.peers.list()[0].epoch
+            assert heard[0].incarnation == pool.peers.list()[0].incarnation
             child.kill()
             eventually(lambda: len(heard) == 2)
-            assert (heard[1].name, heard[1].kind, heard[1].epoch) == ("b", "lost", heard[0].epoch)
+            assert (heard[1].name, heard[1].kind, heard[1].incarnation) == ("b", "lost", heard[0].incarnation)
             assert isinstance(heard[1].error, kvpool.PeerLost)
             with small_pool(name="c") as other:
                 other.peers.connect(where)
@@ -152,7 +152,7 @@ def test_the_newest_of_a_name_is_the_peer(child):
         two.peers.connect(address)
         (new,) = child("pool.peers.list()")
         assert (old.name, new.name) == ("same", "same")
-        assert old.epoch != new.epoch
+        assert old.incarnation != new.incarnation
         eventually(lambda: one.peers.list() == [])
 
 

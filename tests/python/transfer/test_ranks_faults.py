@@ -103,7 +103,14 @@ def test_a_ticket_that_was_changed_is_refused(scheduler: kvpool.Pool) -> None:
             join(json.dumps(json.loads(ticket) | {"layout": json.loads(ticket)["layout"] | change}))
         assert "6 layers of 2 KV heads x 8 (float16, HND, K and V split)" in str(caught.value)
         assert next(iter(change.values())) in str(caught.value)
-    for text in ("", "{}", "[]", "null", '{"kvpool_rank": 1}', ticket.replace('"epoch":', '"epoch":"x","e":')):
+    for text in (
+        "",
+        "{}",
+        "[]",
+        "null",
+        '{"kvpool_rank": 1}',
+        ticket.replace('"incarnation":', '"incarnation":"x","e":'),
+    ):
         with pytest.raises(kvpool.ArgumentError):
             join(text)
     with pytest.raises(kvpool.ArgumentError, match=r"the text that Ranks\.export returned, not 'foo'$"):

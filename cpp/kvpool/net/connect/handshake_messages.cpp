@@ -15,7 +15,7 @@ constexpr std::size_t kTextBytesMax = 2048;
 constexpr std::size_t kFieldsMax = 16;
 constexpr std::size_t kFieldNameMax = 64;
 // Of a refusal, what this side understands; as in Error, they are static strings.
-constexpr std::array<std::string_view, 5> kFieldNames = {"epoch", "instance", "retry_after_us", "offered_bytes",
+constexpr std::array<std::string_view, 5> kFieldNames = {"incarnation", "instance", "retry_after_us", "offered_bytes",
                                                          "layout_bytes"};
 constexpr std::size_t kSocketScopeBytesMax = 255;
 constexpr std::size_t kLocalSocketBytesMax = 107;  // what fits into an abstract socket name

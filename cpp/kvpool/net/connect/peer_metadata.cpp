@@ -212,7 +212,7 @@ void check_ranks(const PeerMetadata& metadata) {
     const MetadataRank& rank = metadata.ranks[i];
     check_range(rank.rank, 0, metadata.tp * metadata.stage_layers.size() - 1, "rank");
     if (i > 0 && rank.rank <= metadata.ranks[i - 1].rank) fail("its ranks are not in order");
-    check_range(rank.epoch, 1, UINT64_MAX, "epoch of a rank");
+    check_range(rank.incarnation, 1, UINT64_MAX, "incarnation of a rank");
     check_text(rank.address, 1, kMetadataAddressBytesMax, "address of a rank");
   }
 }
@@ -223,7 +223,7 @@ void check_metadata(const PeerMetadata& metadata) {
   check_text(metadata.model, 0, kMetadataModelBytesMax, "model");
   check_text(metadata.local_socket, 0, kMetadataLocalSocketBytesMax, "local socket");
   check_range(metadata.instance, 1, kInstanceMax, "instance");
-  check_range(metadata.epoch, 1, UINT64_MAX, "epoch");
+  check_range(metadata.incarnation, 1, UINT64_MAX, "incarnation");
   check_range(metadata.pid, 1, kPidMax, "pid");
   check_range(metadata.block_tokens, 1, kMetadataBlockTokensMax, "number of tokens of a block");
   check_range(metadata.ucx.size(), 0, kMetadataUcxBytesMax, "length of the UCX part");
@@ -277,7 +277,7 @@ void write_ranks(const PeerMetadata& metadata, WireWriter& out) {
       .number(metadata.tp);
   out.array(std::span<const std::uint32_t>(metadata.stage_layers));
   out.number(static_cast<std::uint32_t>(metadata.ranks.size()));
-  for (const MetadataRank& rank : metadata.ranks) out.number(rank.rank).number(rank.epoch).text(rank.address);
+  for (const MetadataRank& rank : metadata.ranks) out.number(rank.rank).number(rank.incarnation).text(rank.address);
 }
 
 void read_ranks(WireReader& in, PeerMetadata& metadata) {
@@ -292,7 +292,7 @@ void read_ranks(WireReader& in, PeerMetadata& metadata) {
   for (std::uint32_t i = 0; i < ranks; ++i) {
     MetadataRank rank;
     rank.rank = in.number<std::uint32_t>();
-    rank.epoch = in.number<std::uint64_t>();
+    rank.incarnation = in.number<std::uint64_t>();
     rank.address = in.text(kMetadataAddressBytesMax);
     metadata.ranks.push_back(std::move(rank));
   }
@@ -306,7 +306,7 @@ void write_metadata(const PeerMetadata& metadata, WireWriter& out) {
   check_metadata(metadata);
   out.number(std::uint32_t{0})
       .number(metadata.instance)
-      .number(metadata.epoch)
+      .number(metadata.incarnation)
       .number(metadata.pid)
       .number(metadata.block_tokens);
   out.text(metadata.name).text(metadata.host).text(metadata.model).text(metadata.local_socket);
@@ -327,7 +327,7 @@ PeerMetadata read_metadata(WireReader& in) {
   if (in.number<std::uint32_t>() != 0) fail("reserved bits are set");
   PeerMetadata metadata;
   metadata.instance = in.number<std::uint32_t>();
-  metadata.epoch = in.number<std::uint64_t>();
+  metadata.incarnation = in.number<std::uint64_t>();
   metadata.pid = in.number<std::uint64_t>();
   metadata.block_tokens = in.number<std::uint32_t>();
   metadata.name = in.text(kNameBytesMax);

@@ -59,16 +59,16 @@ struct MetadataMedium {
 // A rank of a logical instance, and where the ranks of a peer connect to it.
 struct MetadataRank {
   std::uint32_t rank = 0;
-  std::uint64_t epoch = 0;  // of its process's incarnation
-  std::string address;      // as Endpoint::listen returns them
+  std::uint64_t incarnation = 0;  // number of its process
+  std::string address;            // as Endpoint::listen returns them
 };
 
 struct PeerMetadata {
-  std::string name;            // 1 to 255 bytes, unique among the peers of a pool
-  std::uint32_t instance = 0;  // of the addresses that it gives out
-  std::uint64_t epoch = 0;     // one incarnation: a restarted process has another; never 0
-  std::uint64_t pid = 0;       // in its own PID namespace
-  std::string host;            // boot id and PID namespace: equal means that pids mean the same
+  std::string name;               // 1 to 255 bytes, unique among the peers of a pool
+  std::uint32_t instance = 0;     // of the addresses that it gives out
+  std::uint64_t incarnation = 0;  // number: a restarted process has another; never 0
+  std::uint64_t pid = 0;          // in its own PID namespace
+  std::string host;               // boot id and PID namespace: equal means that pids mean the same
   std::uint32_t block_tokens = 0;
   std::vector<std::uint64_t> piece_bytes;  // of the logical block, as in Layout
   std::string model;                       // fingerprint, told by the user; "" when none
@@ -82,7 +82,7 @@ struct PeerMetadata {
   // The number of this connection, the same on both sides; the client chooses it. Channels between ranks belong to the
   // meeting of their schedulers.
   std::uint64_t meeting = 0;
-  // A rank: the epoch of its logical instance's scheduler, and its number there. 0: a pool.
+  // A rank: the incarnation of its logical instance's scheduler, and its number there. 0: a pool.
   std::uint64_t rank_of = 0;
   std::uint32_t rank = 0;
   std::string address;  // of a rank: where ranks of peers connect to it
@@ -97,7 +97,7 @@ struct PeerMetadata {
 // Throw Error kProtocol; both check every number and text, so that what read_metadata returns can be computed with: no
 // sum or product of addresses, strides and blocks overflows, all blocks of a mapped medium lie within its memfd, and
 // those of a medium with allocations each segment in one of them. The caller checks that the name is free, and it
-// checks epochs and fingerprints.
+// checks incarnations and fingerprints.
 void write_metadata(const PeerMetadata& metadata, WireWriter& out);
 PeerMetadata read_metadata(WireReader& in);
 

@@ -11,15 +11,15 @@ namespace {
 
 class LoopbackTransport final : public Transport {
  public:
-  explicit LoopbackTransport(const TransportSetup& setup) : epoch_(setup.epoch), team_(setup.team) {
-    ProcessPools::add(epoch_, setup.memory);
+  explicit LoopbackTransport(const TransportSetup& setup) : incarnation_(setup.incarnation), team_(setup.team) {
+    ProcessPools::add(incarnation_, setup.memory);
   }
-  ~LoopbackTransport() override { ProcessPools::remove(epoch_); }
+  ~LoopbackTransport() override { ProcessPools::remove(incarnation_); }
   LoopbackTransport(const LoopbackTransport&) = delete;
   LoopbackTransport& operator=(const LoopbackTransport&) = delete;
 
   void connect(const LocalMemory& memory, const PeerEnd& peer, Grant*, Routes& routes) override {
-    const auto found = peer.is_here() ? ProcessPools::find(peer.metadata.epoch) : std::nullopt;
+    const auto found = peer.is_here() ? ProcessPools::find(peer.metadata.incarnation) : std::nullopt;
     if (!found) return;
     if (has_blocks(found->host_spans()) && has_blocks(memory.host_spans())) {
       const auto both = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(memory.keepalive(),
@@ -35,10 +35,10 @@ class LoopbackTransport final : public Transport {
     const bool here = peer.is_here();
     return {.by_process = here, .by_gpu = here && peer.has_gpu()};
   }
-  void let_go() noexcept override { ProcessPools::remove(epoch_); }
+  void let_go() noexcept override { ProcessPools::remove(incarnation_); }
 
  private:
-  const std::uint64_t epoch_;
+  const std::uint64_t incarnation_;
   CopyTeam& team_;
 };
 

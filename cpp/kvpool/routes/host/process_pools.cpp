@@ -18,20 +18,20 @@ Registry& registry() {
 
 }  // namespace
 
-void ProcessPools::add(std::uint64_t epoch, const LocalMemory& memory) {
+void ProcessPools::add(std::uint64_t incarnation, const LocalMemory& memory) {
   const std::lock_guard lock(registry().mutex);
-  registry().pools.insert_or_assign(epoch, memory);
+  registry().pools.insert_or_assign(incarnation, memory);
 }
 
-void ProcessPools::remove(std::uint64_t epoch) noexcept {
+void ProcessPools::remove(std::uint64_t incarnation) noexcept {
   std::unordered_map<std::uint64_t, LocalMemory>::node_type gone;  // its memory goes without the lock
   const std::lock_guard lock(registry().mutex);
-  gone = registry().pools.extract(epoch);
+  gone = registry().pools.extract(incarnation);
 }
 
-std::optional<LocalMemory> ProcessPools::find(std::uint64_t epoch) {
+std::optional<LocalMemory> ProcessPools::find(std::uint64_t incarnation) {
   const std::lock_guard lock(registry().mutex);
-  const auto entry = registry().pools.find(epoch);
+  const auto entry = registry().pools.find(incarnation);
   if (entry == registry().pools.end()) return std::nullopt;
   return entry->second;
 }

@@ -1,4 +1,4 @@
-// The pools of this process, so that they find each other's memory: by epoch.
+// The pools of this process, so that they find each other's memory: by incarnation.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -12,9 +12,9 @@ namespace kvpool {
 
 class ProcessPools {
  public:
-  static void add(std::uint64_t epoch, const LocalMemory& memory);
-  static void remove(std::uint64_t epoch) noexcept;
-  static std::optional<LocalMemory> find(std::uint64_t epoch);
+  static void add(std::uint64_t incarnation, const LocalMemory& memory);
+  static void remove(std::uint64_t incarnation) noexcept;
+  static std::optional<LocalMemory> find(std::uint64_t incarnation);
 };
 
 }  // namespace kvpool
