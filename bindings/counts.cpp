@@ -10,7 +10,7 @@ py::dict to_dict(const MediumCounts& counts) {
   dict["capacity"] = counts.capacity;
   for (int state = 0; state < kBlockStateCount; ++state) {
     if (static_cast<BlockState>(state) == BlockState::kOverlapped)
-      continue;  // none, where a pool has a space of its own
+      continue;  // always 0, because a pool made from Python does not share its space
     dict[block_state_name(static_cast<BlockState>(state))] = counts.by_state[static_cast<std::size_t>(state)];
   }
   dict["evictable"] = counts.evictable;

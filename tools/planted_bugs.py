@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="only say what there is")
     parser.add_argument("--cmake", action="append", default=[], help="one more argument for CMake")
-    parser.add_argument("names", nargs="*", help="of bugs; all when there is none")
+    parser.add_argument("names", nargs="*", help="of bugs; all by default")
     options = parser.parse_args(arguments)
     known = {bug.name: bug for bug in BUGS}
     if unknown := set(options.names) - set(known):

@@ -50,7 +50,7 @@ BUGS: Final[tuple[Bug, ...]] = (
     Bug(
         "run-of-sources",
         "base",
-        "neighbours are copied as one piece though their destinations are none: wrong bytes, reported as success",
+        "neighbours are copied as one piece though their destinations are apart: wrong bytes, reported as success",
         _cpp("base/strips.cpp", " && place_of(to[run]) == target + run) ++run;", ") ++run;"),
         ("strips_test.cpp", "block_copy_test.cpp"),
     ),

@@ -63,12 +63,12 @@ class Settings:
         timeout_s: Seconds that a verb waits which is called without a `timeout`, or with None. Waiting for a transfer
             ends with the transfer's own deadline instead.
         lease_s: Seconds after which a peer that says nothing is lost.
-        reserve_max_s: Seconds for which blocks are reserved for a peer's transfer at most. They are taken back when the
-            time is over that the transfer may take, or these, whichever is shorter; and when the peer is lost.
-        transfer_threads: Threads that write what is large, for one peer after another.
+        reserve_max_s: The longest time, in seconds, for which blocks are reserved for a peer's transfer. They are taken
+            back at the transfer's deadline or after this time, whichever is earlier, and when the peer is lost.
+        transfer_threads: Threads for large writes, which serve the peers in turn.
         trusted_network: Frames on TCP carry a checksum instead of a message authentication code, if the peer has this
-            set as well. For networks where nobody else can send or change packets; the loopback of a machine with
-            other users is none.
+            set as well. For networks in which nobody else can send or change packets; not for the loopback of a
+            machine with other users.
         prefer_unix_socket: A peer on this host that was addressed by TCP is connected over a Unix socket instead, so
             that memory can be shared. If that socket refuses the connection, connect fails. False on either side
             keeps the connection on TCP.
@@ -86,7 +86,7 @@ class Settings:
         transfers_max: Transfers of one peer that may be under way; then it is told Busy.
         reserved_max: Blocks of one peer that may be reserved and lent together; then it is told Busy.
         received_max: Items that may wait for the application (`Pool.inbox`); then peers are told Busy. A sixteenth
-            of it, at least one, is each peer's own, whoever fills the rest.
+            of it, at least one, is reserved for each peer.
     """
 
     policy: Policy = "lru"

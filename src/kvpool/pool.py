@@ -135,13 +135,12 @@ class Pool(NetworkedPool):
         """Makes this pool a member of a cluster: from then on every verb reaches every member by its name.
 
         The directory gives the pool the instance id of its addresses, so attach it before `Peers.listen`,
-        `Peers.connect` and `Ranks.export`. A member that a verb names is met then, within the verb's deadline; nobody
-        has to call connect. One that the cluster gives up is parted from, and a pool that loses its own lease raises
-        Fenced from what needs peers until it has one again: see docs/how-to/cluster.md. The load goes out with each
-        heartbeat.
+        `Peers.connect` and `Ranks.export`. A verb that names a member connects to it, within the verb's deadline; the
+        application need not call connect. The pool disconnects members that the cluster has given up. While a pool has
+        no lease, verbs that need peers raise Fenced: see docs/how-to/cluster.md. Each heartbeat publishes the load.
 
-        The verbs that need peers may be called when this has returned. A pool is attached once; one that has left is
-        not taken in again. A logical instance (``parallel=``) is attached by its scheduler; its ranks join then.
+        Verbs that need peers may be called when this has returned. A pool can attach only once, even if it has left.
+        The scheduler attaches a logical instance (``parallel=``); then its ranks join.
 
         Args:
             cluster: What `Cluster.join` returned. It has one member.

@@ -53,7 +53,7 @@ struct Outcome {
   std::optional<ErrorCode> code;
 };
 
-TEST_CASE("a call is answered once, with its verb and its id, by whoever comes first") {
+TEST_CASE("a call is answered once, with its verb and its id, by the first thread that answers") {
   EchoKit kit;
   kit.ask(kEcho, kId, bytes_of(3));
   REQUIRE(kit.calls.size() == 1);

@@ -230,7 +230,7 @@ TEST_CASE("a reactor: stopping runs what was posted, tells the watches, and take
   reactor->want(1, EPOLLIN);
 }
 
-TEST_CASE("a reactor: one that was stopped keeps no descriptor, whoever was just waking it") {
+TEST_CASE("a reactor: one that was stopped keeps no descriptor, even if a thread was just waking it") {
   const int before = open_descriptors();
   for (int round = 0; round < 20; ++round) {
     auto reactor = Reactor::make("test");

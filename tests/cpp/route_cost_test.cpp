@@ -84,13 +84,13 @@ TEST_CASE("what was measured takes the guess's place between two media, and stay
   RouteCost cost(kPrior);
   const std::int64_t now = kSecondNs;
   for (int i = 0; i < 40; ++i) cost.measured(kHbm, kHbm, 1, 1000, 120, now);
-  CHECK_FALSE(cost.settled(Medium::kHbm, Medium::kHbm));
-  cost.settle(Medium::kHbm, Medium::kHbm, {50, 0, 0.01}, {5, 1, 0.04});
+  CHECK_FALSE(cost.measured_prior(Medium::kHbm, Medium::kHbm));
+  cost.set_prior(Medium::kHbm, Medium::kHbm, {50, 0, 0.01}, {5, 1, 0.04});
   // Corrections of the guess say nothing about it.
   CHECK(cost.estimate_us(kHbm, kHbm, 1, 1000, now) == doctest::Approx(106));
   CHECK(cost.estimate_us(kHbm, kDram, 1, 1000, now) == doctest::Approx(120).epsilon(0.1));
-  REQUIRE(cost.settled(Medium::kHbm, Medium::kHbm));
-  CHECK(cost.settled(Medium::kHbm, Medium::kHbm)->us_per_byte == doctest::Approx(0.05));
+  REQUIRE(cost.measured_prior(Medium::kHbm, Medium::kHbm));
+  CHECK(cost.measured_prior(Medium::kHbm, Medium::kHbm)->us_per_byte == doctest::Approx(0.05));
   CHECK(cost.guess().latency_us == 10);
   for (int i = 0; i < 40; ++i) cost.measured(kHbm, kHbm, 1, 1000, 600, now);
   CHECK(cost.estimate_us(kHbm, kHbm, 1, 1000, now) == doctest::Approx(646).epsilon(0.1));
@@ -101,7 +101,7 @@ TEST_CASE("what was measured takes the guess's place between two media, and stay
 TEST_CASE("a write between several pairs of media costs what the dearest does, and says nothing of either") {
   RouteCost cost(kPrior);
   const MediaSet both{true, true};
-  cost.settle(Medium::kHbm, Medium::kDram, {500, 0, 1});
+  cost.set_prior(Medium::kHbm, Medium::kDram, {500, 0, 1});
   CHECK(cost.estimate_us(both, kDram, 1, 1000, kSecondNs) == doctest::Approx(1500));
   for (int i = 0; i < 40; ++i) cost.measured(both, kDram, 1, 1000, 3, kSecondNs);
   CHECK(cost.estimate_us(kHbm, kDram, 1, 1000, kSecondNs) == doctest::Approx(1500));
@@ -110,7 +110,7 @@ TEST_CASE("a write between several pairs of media costs what the dearest does, a
   CHECK(cost.estimate_us(both, kHbm, 1, 1000, kSecondNs) == doctest::Approx(24).epsilon(0.1));
 }
 
-TEST_CASE("while it is settled, an estimate is that of before or of after") {
+TEST_CASE("while a prior is set, an estimate uses the old or the new one") {
   RouteCost cost({1000, 0, 1});  // of 1000 bytes: 2000
   std::atomic<bool> over{false};
   std::vector<std::thread> threads;
@@ -123,8 +123,8 @@ TEST_CASE("while it is settled, an estimate is that of before or of after") {
     });
   }
   for (int i = 0; i < 200; ++i) {
-    cost.settle(Medium::kHbm, Medium::kHbm, {10, 0, 0.02});
-    cost.settle(Medium::kHbm, Medium::kHbm, {100, 100, 0.5});
+    cost.set_prior(Medium::kHbm, Medium::kHbm, {10, 0, 0.02});
+    cost.set_prior(Medium::kHbm, Medium::kHbm, {100, 100, 0.5});
   }
   over = true;
   for (std::thread& thread : threads) thread.join();

@@ -116,9 +116,9 @@ class ProbeKit {
     return cheapest_route(routes, "", 4, 1024, media_set_of(from), media_set_of(to), clock_.now_ns())->name();
   }
   void measure(std::int64_t timeout_ns = kSecond) { a->measure_routes(clock_.now_ns() + timeout_ns); }
-  bool is_settled(Medium from = Medium::kHbm, Medium to = Medium::kHbm) const {
-    const bool one = fast->cost()->settled(from, to).has_value();
-    CHECK(slow->cost()->settled(from, to).has_value() == one);
+  bool is_measured(Medium from = Medium::kHbm, Medium to = Medium::kHbm) const {
+    const bool one = fast->cost()->measured_prior(from, to).has_value();
+    CHECK(slow->cost()->measured_prior(from, to).has_value() == one);
     return one;
   }
   bool live(std::int64_t ns, const std::function<bool()>& holds) {
@@ -197,9 +197,9 @@ TEST_CASE("measuring mends a choice that the guesses have wrong, and for longer 
   kit.check_nothing_left();
   for (const Medium from : {Medium::kHbm, Medium::kDram}) {
     for (const Medium to : {Medium::kHbm, Medium::kDram}) {
-      REQUIRE(kit.is_settled(from, to));
+      REQUIRE(kit.is_measured(from, to));
       CHECK(kit.chosen(from, to) == "fast");
-      const auto found = kit.slow->cost()->settled(from, to);
+      const auto found = kit.slow->cost()->measured_prior(from, to);
       CHECK(found->latency_us == doctest::Approx(kSlow.latency_us).epsilon(0.01));
       CHECK(found->us_per_piece == doctest::Approx(kSlow.us_per_piece).epsilon(0.05));
     }
@@ -214,7 +214,7 @@ TEST_CASE("measuring mends a choice that the guesses have wrong, and for longer 
 TEST_CASE("what blocks are too short to show is not taken for a rate") {
   ProbeKit kit;
   kit.measure();
-  const auto fast = kit.fast->cost()->settled(Medium::kHbm, Medium::kHbm);
+  const auto fast = kit.fast->cost()->measured_prior(Medium::kHbm, Medium::kHbm);
   REQUIRE(fast);
   CHECK(fast->latency_us == doctest::Approx(kFast.latency_us).epsilon(0.1));
   CHECK(fast->us_per_byte >= kSlow.us_per_byte);  // its guess
@@ -257,9 +257,9 @@ TEST_CASE("the side that was connected to measures behind what it first writes, 
   job.done = [&](const WriteOutcome&, const Error*) { CHECK(kit.slow->writes + kit.fast->writes == 1); };
   kit.a->write_here(std::move(job));
   kit.there().pool().free(to.data(), to.size());
-  CHECK(kit.live(kSecond, [&] { return kit.is_settled(); }));
+  CHECK(kit.live(kSecond, [&] { return kit.is_measured(); }));
   CHECK(kit.chosen() == "fast");
-  CHECK_FALSE(kit.is_settled(Medium::kDram));
+  CHECK_FALSE(kit.is_measured(Medium::kDram));
   CHECK(kit.live(kSecond, [&] { return kit.a->under_way() == 0; }));
   kit.here().pool().free(from.data(), from.size());
 }
@@ -271,7 +271,7 @@ TEST_CASE("a route that is getting ready is left out, and asked about again when
   CHECK(kit.slow->writes == 0);
   kit.fast->is_ready_now = true;
   kit.measure();
-  CHECK(kit.is_settled());
+  CHECK(kit.is_measured());
   kit.check_nothing_left();
 }
 
@@ -284,8 +284,8 @@ TEST_CASE("without a free block on either side nothing is measured, and with few
       Pool& pool = (here ? kit.here() : kit.there()).pool();
       const Addresses taken = alloc(pool, kBlocks - left);
       kit.measure();
-      CHECK(kit.is_settled() == (left > 0));
-      CHECK(kit.is_settled(Medium::kDram, Medium::kDram));
+      CHECK(kit.is_measured() == (left > 0));
+      CHECK(kit.is_measured(Medium::kDram, Medium::kDram));
       pool.free(taken.data(), taken.size());
       const PoolStats stats = pool.audit();
       CHECK(stats.media[Medium::kHbm].by_state[static_cast<std::size_t>(BlockState::kFree)] == kBlocks);
@@ -310,7 +310,7 @@ TEST_CASE("it takes one block of eight at most, of either side") {
     };
     kit.measure();
     CHECK(seen == static_cast<std::size_t>(most));
-    CHECK(kit.is_settled() == (most > 0));
+    CHECK(kit.is_measured() == (most > 0));
     kit.check_nothing_left();
   }
 }
@@ -318,9 +318,9 @@ TEST_CASE("it takes one block of eight at most, of either side") {
 TEST_CASE("of one block nothing is taken for what several cost") {
   ProbeKit kit(/*measures=*/true, 8, 8);
   kit.measure();
-  REQUIRE(kit.is_settled());
-  CHECK(kit.fast->cost()->settled(Medium::kHbm, Medium::kHbm)->us_per_piece >= kSlow.us_per_piece);  // its guess
-  CHECK(kit.slow->cost()->settled(Medium::kHbm, Medium::kHbm)->us_per_piece >= kFast.us_per_piece);
+  REQUIRE(kit.is_measured());
+  CHECK(kit.fast->cost()->measured_prior(Medium::kHbm, Medium::kHbm)->us_per_piece >= kSlow.us_per_piece);  // its guess
+  CHECK(kit.slow->cost()->measured_prior(Medium::kHbm, Medium::kHbm)->us_per_piece >= kFast.us_per_piece);
 }
 
 TEST_CASE("nothing cached makes room for it") {
@@ -330,7 +330,7 @@ TEST_CASE("nothing cached makes room for it") {
     CHECK(held.outcome.inserted == kBlocks);
   }
   kit.measure();
-  CHECK_FALSE(kit.is_settled());
+  CHECK_FALSE(kit.is_measured());
   for (SimProcess* const process : {&kit.here(), &kit.there()}) {
     CHECK(match(process->shared_pool(), prompt(1, kBlocks)).addresses.size() == kBlocks);
   }
@@ -343,7 +343,7 @@ TEST_CASE("a short time leaves guesses, and blocks that are back") {
     const std::int64_t began = kit.clock().now_ns();
     kit.measure(timeout_ns);
     CHECK(kit.clock().now_ns() < began + std::max<std::int64_t>(timeout_ns, 0) + 20 * kMs);
-    static_cast<void>(kit.is_settled());  // all or none
+    static_cast<void>(kit.is_measured());  // all or none
     REQUIRE(kit.live(10 * kSecond, [&] { return kit.b->counts().promised == 0; }));
     kit.check_nothing_left();
   }
@@ -365,8 +365,8 @@ TEST_CASE("a route that fails is heard of, and the others are measured without i
   ProbeKit kit;
   kit.slow->fails_with = ErrorCode::kRouteFailed;
   kit.measure();
-  CHECK(kit.fast->cost()->settled(Medium::kHbm, Medium::kHbm));
-  CHECK_FALSE(kit.slow->cost()->settled(Medium::kHbm, Medium::kHbm));
+  CHECK(kit.fast->cost()->measured_prior(Medium::kHbm, Medium::kHbm));
+  CHECK_FALSE(kit.slow->cost()->measured_prior(Medium::kHbm, Medium::kHbm));
   CHECK(kit.slow->health().report());
   CHECK_FALSE(kit.fast->health().report());
   kit.check_nothing_left();
@@ -403,7 +403,7 @@ TEST_CASE("whenever the pool closes within a probe, that ends at once, and nothi
     kit.measure();
     if (kit.slow->writes < at) break;
     CHECK(kit.slow->writes == at);
-    CHECK_FALSE(kit.is_settled(Medium::kDram, Medium::kDram));
+    CHECK_FALSE(kit.is_measured(Medium::kDram, Medium::kDram));
     CHECK(kit.a->writes_under_way() == 0);
     kit.a->say_drained();
     kit.link_a->close(Error(ErrorCode::kClosed, "the pool is closed"));
@@ -418,7 +418,7 @@ TEST_CASE("a peer that refuses, or has promised too much, is not measured") {
   limits.reserved_max = 0;
   kit.there().set_limits(limits);
   kit.measure();
-  CHECK_FALSE(kit.is_settled());
+  CHECK_FALSE(kit.is_measured());
   CHECK(kit.fast->writes == 0);
   kit.check_nothing_left();
 }

@@ -115,7 +115,7 @@ TEST_CASE("thousands of words share two pages, and each stream waits for its own
   CHECK(cuda.count("cuMemHostRegister") <= 2);
 }
 
-TEST_CASE("a stream that looks at its word late finds it passed, whoever has the word by then") {
+TEST_CASE("a stream that reads its word late finds it passed, even if another user has the word by then") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream engine(cuda);

@@ -5,10 +5,10 @@
 // 2 * layers segments are the discrete layout (a layer's K or V each), as engines keep it. The concatenation of a
 // block's pieces in segment order is its canonical content: two arenas of one pool may cut it at different places.
 //
-// Owned memory is one memfd mapping, so that peers on the host can map it too; it is committed when the arena is made.
-// Or it is one allocation on a GPU (device_arena.h). Adopted memory is an engine's; the arena only keeps it alive.
+// Owned memory is one memfd mapping, which peers on the host can map too and which is committed when the arena is made;
+// or one allocation on a GPU (device_arena.h). Adopted memory belongs to an engine; the arena only keeps it alive.
 //
-// The segments of an arena on a GPU are addresses that only the GPU, and the driver, may follow: see on_device().
+// Only the GPU and the driver may dereference the segment addresses of an arena on a GPU: see on_device().
 //
 // Thread-safety: immutable after construction. Shared ownership: a view of the memory keeps the arena.
 #pragma once
@@ -34,10 +34,10 @@ struct ArenaOptions {
   std::uint32_t blocks = 0;
   std::vector<std::size_t> segment_bytes;  // piece length of each segment; the sum is the block's bytes
   HugePages huge_pages = HugePages::kAuto;
-  int numa_node = -1;        // -1: where the kernel puts it
-  bool check_memory = true;  // refuse when the machine or its cgroup has not enough (Error kOutOfMemory)
+  int numa_node = -1;        // -1: the kernel chooses
+  bool check_memory = true;  // refuse when the machine or its cgroup has too little (Error kOutOfMemory)
   bool pin = false;          // register with CUDA (Error kUnsupported when there is no CUDA driver)
-  int pin_device = -1;       // in the context of this GPU; -1: of the one that is current in the thread, or the first
+  int pin_device = -1;       // register in this GPU's context; -1: that of the thread's current GPU, or of the first
   std::string label;         // shown in /proc/self/maps
   int commit_threads = 2;
 };
@@ -55,14 +55,14 @@ class Arena {
   // Bytes of address space backed by memory: payload rounded up to a page. 0 for adopted memory.
   std::size_t mapped_bytes() const noexcept { return mapped_bytes_; }
   std::size_t huge_page_bytes() const noexcept { return huge_page_bytes_; }  // of these, in huge pages
-  int memfd() const noexcept { return memfd_; }  // which others can map; -1 for adopted memory and on a GPU
+  int memfd() const noexcept { return memfd_; }                              // -1 for adopted memory and on a GPU
   bool owned() const noexcept { return owned_; }
   bool pinned() const noexcept { return pinned_; }
 
-  // Whether the memory is a GPU's: then no CPU may follow the segments' addresses, copies go through the driver.
+  // Whether the memory is on a GPU: then the CPU may not dereference segment addresses; the driver makes the copies.
   bool on_device() const noexcept { return context_ != nullptr; }
   const std::shared_ptr<const CudaContext>& context() const noexcept { return context_; }  // null: ordinary memory
-  // The GPU memory that this arena owns; null: it owns none (adopted or ordinary memory, or no blocks).
+  // The GPU memory that this arena owns; null for adopted or ordinary memory, or without blocks.
   virtual const DeviceMemory* device_memory() const noexcept { return nullptr; }
 
  protected:
@@ -78,23 +78,23 @@ class Arena {
   std::shared_ptr<const CudaContext> context_;
 };
 
-// How large an arena of these blocks is, checked.
+// The checked size of an arena.
 struct ArenaSize {
   std::size_t block_bytes;
   std::size_t payload_bytes;
 };
-// Throws Error kArgument: too many blocks, no segments, a zero piece, more bytes than any memory has.
+// Throws Error kArgument: too many blocks, no segments, a piece of zero bytes, more bytes than any memory has.
 ArenaSize arena_size(std::uint32_t blocks, const std::vector<std::size_t>& segment_bytes);
-// All blocks' first pieces, then all blocks' second ones, and so on: nothing between and nothing after.
+// The first pieces of all blocks, then the second pieces of all blocks, and so on, without gaps.
 std::vector<Segment> arena_segments(std::byte* base, std::uint32_t blocks,
                                     const std::vector<std::size_t>& segment_bytes);
 
-// Throws Error: kArgument (sizes overflow, no segments, a zero piece), kOutOfMemory (with needed, available and which
-// limit), kUnsupported (huge pages required, or pinning asked for, and not to be had). Leaves nothing behind.
+// Throws Error: kArgument (sizes overflow, no segments, a piece of zero bytes), kOutOfMemory (with needed, available
+// and which limit), kUnsupported (huge pages or pinning were required and are not available). Leaves nothing behind.
 // blocks == 0 makes an arena without memory.
 std::shared_ptr<Arena> make_owned_arena(const ArenaOptions& options);
 
-// `keepalive` is released when the arena goes. `context`: of the GPU that the memory is on; null: ordinary memory.
+// The arena releases `keepalive` when it ends. `context`: of the GPU that the memory is on; null: ordinary memory.
 // Throws Error kLayoutMismatch when pieces overlap.
 std::shared_ptr<Arena> make_adopted_arena(Medium medium, std::uint32_t blocks, std::vector<Segment> segments,
                                           std::shared_ptr<void> keepalive,
@@ -107,8 +107,8 @@ struct MemoryHeadroom {
   std::uint64_t available_bytes;  // the smallest of the limits below
   std::string limit;              // which: "MemAvailable" or the cgroup's path
 };
-// What can be committed now: /proc/meminfo MemAvailable, and memory.max - memory.current (less reclaimable cache) of
-// this process's cgroup (v2 or v1) and all of its ancestors. `root` prefixes every path, for tests.
+// How much can be committed now: /proc/meminfo MemAvailable, and memory.max - memory.current (less reclaimable cache)
+// of this process's cgroup (v2 or v1) and all of its ancestors. `root` prefixes every path, for tests.
 MemoryHeadroom memory_headroom(const std::string& root = "");
 
 }  // namespace kvpool

@@ -16,11 +16,11 @@ struct DeviceArenaOptions {
   std::vector<std::size_t> segment_bytes;  // as of ArenaOptions
   int device = 0;
   DeviceMemoryKind kind = DeviceMemoryKind::kAuto;
-  bool check_memory = true;  // refuse what does not fit beside what is in use now
+  bool check_memory = true;  // refuse what does not fit into the memory that is free now
 };
 
-// Owned: taken when the arena is made, of undefined content. blocks == 0 makes an arena without memory, which holds the
-// context all the same: a missing GPU is told.
+// Owned: allocated when the arena is made, with undefined content. blocks == 0 makes an arena without memory; it holds
+// the context all the same, so a missing GPU is an error.
 class DeviceArena final : public Arena {
  public:
   // Throws Error: kArgument as make_owned_arena, and as DeviceMemory. Leaves nothing behind.
@@ -32,8 +32,8 @@ class DeviceArena final : public Arena {
   std::unique_ptr<const DeviceMemory> memory_;
 };
 
-// An engine's tensors on this GPU. Throws as make_adopted_arena, and kLayoutMismatch when the driver does not know a
-// segment as memory of this GPU.
+// An engine's tensors on this GPU. Throws as make_adopted_arena, and kLayoutMismatch when, according to the driver, a
+// segment is not memory of this GPU.
 std::shared_ptr<Arena> make_adopted_device_arena(Medium medium, std::uint32_t blocks, std::vector<Segment> segments,
                                                  std::shared_ptr<void> keepalive, int device);
 

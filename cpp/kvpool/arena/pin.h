@@ -9,12 +9,11 @@ namespace kvpool {
 class CudaContext;
 
 // Memory that stays registered while this object lives; the registration is valid in the contexts of all devices.
-// Thread-safety: may be destroyed by another thread than the one that made it. In a forked child, where the driver does
-// not work, nothing is unregistered.
+// Thread-safety: any thread may destroy it. A forked child, in which the driver does not work, unregisters nothing.
 class PinnedRange {
  public:
-  // Holds the primary context of this device; -1: of the one that is current in this thread, or of device 0.
-  // Throws as CudaDriver::require. Everything done until then is undone.
+  // Holds the primary context of this device; -1: of the thread's current device, or of device 0. All or nothing.
+  // Throws as CudaDriver::require.
   PinnedRange(void* base, std::size_t bytes, int device = -1);
   ~PinnedRange();
   PinnedRange(const PinnedRange&) = delete;

@@ -1,4 +1,4 @@
-// The clock of deadlines and leases.
+// The clock for deadlines and leases.
 #pragma once
 
 #include <time.h>

@@ -9,7 +9,7 @@
 
 namespace kvpool {
 
-// CRC-32C (Castagnoli) of `bytes` appended to what gave `crc`; 0 to begin. Hardware where there is.
+// Extends `crc`, the CRC-32C (Castagnoli) of the preceding bytes, by `bytes` bytes; 0 to begin. Uses hardware support.
 std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t bytes) noexcept;
 
 // One way to compute it.
@@ -17,13 +17,13 @@ struct CrcWay {
   const char* name;
   std::uint32_t (*append)(std::uint32_t crc, const void* data, std::size_t bytes) noexcept;
 };
-// All that this processor can run, the fastest first: what crc32c() runs. The last one needs no help of a processor.
+// All ways that this processor supports, the fastest first; crc32c() uses the first. The last one is portable.
 std::span<const CrcWay> crc32c_ways() noexcept;
 
 using Digest = std::array<std::byte, 32>;
 
-// BLAKE3 in its keyed mode: a MAC. Bytes may come in pieces of any size: it gathers short ones, because BLAKE3 is fast
-// (sixteen chunks at once) only when it gets many chunks at once. Allocates nothing; the key is wiped with it.
+// BLAKE3 in its keyed mode: a MAC. Takes pieces of any size, and gathers short ones, because BLAKE3 is fast (sixteen
+// chunks at once) only when it gets many chunks at once. Allocates nothing; the destructor wipes the key.
 class KeyedHash {
  public:
   explicit KeyedHash(std::span<const std::byte, 32> key) noexcept;
@@ -31,7 +31,7 @@ class KeyedHash {
   KeyedHash(const KeyedHash&) = delete;
   KeyedHash& operator=(const KeyedHash&) = delete;
   void update(const void* data, std::size_t bytes) noexcept;
-  Digest finish() const noexcept;  // of the bytes until now; more may follow, as fast as before
+  Digest finish() const noexcept;  // of the bytes so far; more may follow, as fast as before
   void reset() noexcept;           // begins anew with the same key
 
  private:
@@ -44,13 +44,13 @@ class KeyedHash {
   std::byte gather_[kGatherBytes];
 };
 
-// A key for one purpose, from key material that serves several. `context` is a constant of the program.
+// Derives a key for one purpose from key material. `context`, a constant of the program, names the purpose.
 Digest derive_key(std::string_view context, const void* material, std::size_t bytes) noexcept;
 
-// Compares in a time that does not depend on where they differ.
+// Compares in constant time.
 bool equal_secret(const void* left, const void* right, std::size_t bytes) noexcept;
 
-// Overwrites a secret that is not needed any more; no compiler leaves this out.
+// Overwrites a secret after use; the compiler cannot optimise this away.
 void wipe(void* data, std::size_t bytes) noexcept;
 
 }  // namespace kvpool

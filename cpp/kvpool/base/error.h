@@ -1,5 +1,5 @@
-// The one exception type of the core. The binding turns each code into the Python class of the same name, and each
-// field into an attribute of the exception, so that a program can read the numbers that the text tells a person.
+// The only exception type of the core. The binding turns each code into the Python class of the same name, and each
+// field into an attribute of the exception, so that programs need not parse the numbers out of the text.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 namespace kvpool {
 
 enum class ErrorCode : std::uint8_t {
-  kArgument,        // a value that no state of the pool would accept
+  kArgument,        // a value that is invalid in every state of the pool
   kOutOfBlocks,     // not enough free or evictable blocks
   kOutOfMemory,     // an arena does not fit the machine or its cgroup
   kStaleAddress,    // the block behind the address was freed or moved
@@ -27,40 +27,40 @@ enum class ErrorCode : std::uint8_t {
   kAudit,           // an invariant is broken: a bug in kvpool or memory corruption
   kPeerLost,        // the peer is gone, or does not answer
   kDeadline,        // not done by its deadline
-  kBusy,            // a limit on what one peer may have under way
+  kBusy,            // a limit on a peer's concurrent work
   kAuth,            // the peer does not know the secret
-  kProtocol,        // the peer says what no kvpool of a version that we speak says
+  kProtocol,        // the peer violates the protocol, or speaks an unsupported version
   kCancelled,       // by the caller
-  // Never on the wire, but for the last.
-  kFenced,       // this pool has no lease in its cluster: it has no peers
-  kDeviceLost,   // the GPU, or this process's context on it, is gone, and what was in its memory
-  kRouteFailed,  // a way to the peer broke down; the peer may be well, and reached by another, or later
+  // Never on the wire, except for the last.
+  kFenced,       // this pool has no lease in its cluster, so it has no peers
+  kDeviceLost,   // the GPU, or this process's context on it, is lost, with the content of its memory
+  kRouteFailed,  // a route failed; the peer may be well, and reachable by another route, or later
 };
 inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::kRouteFailed) + 1;
 
-// What exactly happened, where the caller goes on differently. Code looks at an error's code and cause; texts and
-// fields are for people.
+// Details of a code that callers handle differently. Code looks at an error's code and cause; people read its text and
+// fields.
 enum class ErrorCause : std::uint8_t {
   kOther,
   kNobodyListens,  // kPeerLost: nothing listens at the address, perhaps not yet
   kReset,          // kPeerLost: the connection was reset
-  kUnanswered,     // kPeerLost: the link has ended before the peer said whether it lets this side in
+  kUnanswered,     // kPeerLost: the link ended before the peer answered whether it admits this side
   // On the wire, in a refusal to meet.
-  kConnectedAlready,  // kState; subject: the incarnation by which the side that called knows the other
-  kInstanceTaken,     // kState: another peer has the instance id of the side that called
-  kDropped,           // kBusy; subject: the incarnation of the side that called, whose blocks are gone here
+  kConnectedAlready,  // kState; subject: the incarnation of the side that was called
+  kInstanceTaken,     // kState: another peer has the caller's instance id
+  kDropped,           // kBusy; subject: the caller's incarnation, whose blocks are gone here
 };
 
 using ErrorField = std::pair<const char*, std::int64_t>;
 
-// What an error says is shared by its copies, and no copy changes what another says: threads may copy, read and destroy
-// copies of one error at the same time. It does not lie in std::runtime_error, whose copies share their text, too, but
-// count themselves inside the C++ library, where ThreadSanitizer does not look.
+// Copies of an error share immutable content, so threads may copy, read and destroy copies of one error at the same
+// time. The text is not in std::runtime_error, whose copies share it too, but count references inside the C++ library,
+// where ThreadSanitizer sees nothing.
 class Error : public std::exception {
  public:
   Error(ErrorCode code, std::string message, std::initializer_list<ErrorField> fields = {})
       : code_(code), said_(std::make_shared<const Said>(Said{std::move(message), fields})) {}
-  // No moves: they would leave an error that says nothing.
+  // No moves: they would leave an empty error.
   Error(const Error&) noexcept = default;
   Error& operator=(const Error&) noexcept = default;
   ~Error() override = default;
@@ -69,7 +69,7 @@ class Error : public std::exception {
   ErrorCode code() const noexcept { return code_; }
   const std::vector<ErrorField>& fields() const noexcept { return said_->fields; }
   ErrorCause cause() const noexcept { return cause_; }
-  std::uint64_t subject() const noexcept { return subject_; }  // what the cause is about, if it says so
+  std::uint64_t subject() const noexcept { return subject_; }  // of the cause; 0: none
 
   // The same error with this cause.
   Error because(ErrorCause cause, std::uint64_t subject = 0) const noexcept {
@@ -79,7 +79,7 @@ class Error : public std::exception {
     return error;
   }
 
-  // To this copy alone. `name` is a static string.
+  // Adds a field to this copy alone. `name` is a static string.
   void add(const char* name, std::int64_t value) {
     Said said = *said_;
     said.fields.emplace_back(name, value);

@@ -9,7 +9,7 @@
 
 namespace kvpool {
 
-// What the work threw. What is no Error is memory that ran out.
+// The Error that the work threw; any other exception counts as out of memory.
 template <class Work>
 std::optional<Error> failure_of(Work&& work) {
   try {

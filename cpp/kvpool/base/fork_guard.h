@@ -1,4 +1,4 @@
-// Tells a forked child from the process that made an object. The pool's threads and its lock do not survive a fork.
+// Distinguishes a forked child from the process that made an object: a pool's threads and lock do not survive a fork.
 #pragma once
 
 #include <cstdint>

@@ -6,11 +6,11 @@
 //     0  beat    CLOCK_MONOTONIC in ns, written every interval
 //     1  lapses  how often two beats were further apart than the lease: the process was stopped, or got no CPU
 //
-// The other words are the caller's. A reader that takes the time first, then reads the beat, and finds it older than
-// the lease may act on that: the lapse is counted then, for certain, because the writer reads the clock once more after
-// it has stored a beat.
+// The caller may use the other words. A reader must read the clock before it reads the beat. If it then finds the beat
+// older than the lease, the lapse is certain to be counted, because the writer reads the clock again after it has
+// stored a beat.
 //
-// Threads: any may call. In a forked child there is no thread and no page; nothing here does anything then.
+// Threads: any may call. In a forked child there is no thread and no page, and every call does nothing.
 #pragma once
 
 #include <atomic>
@@ -29,9 +29,9 @@ class Heartbeat {
  public:
   static constexpr std::size_t kPageBytes = 4096;
 
-  // Writes the first beat, then starts. `descriptor` is a file that can be mapped for writing, of kPageBytes or more;
-  // it may be closed afterwards. A count of lapses that is already in the page continues. REQUIRES: 0 < interval_ns <
-  // lease_ns. Throws kUnsupported when the file cannot be mapped, or the thread not be started.
+  // Writes the first beat, then starts. `descriptor` is a file of kPageBytes or more that can be mapped for writing;
+  // the caller may close it afterwards. Continues a count of lapses that is already in the page. REQUIRES: 0 <
+  // interval_ns < lease_ns. Throws kUnsupported when the file cannot be mapped or the thread cannot be started.
   Heartbeat(int descriptor, std::int64_t interval_ns, std::int64_t lease_ns);
   ~Heartbeat();
   Heartbeat(const Heartbeat&) = delete;
@@ -40,7 +40,7 @@ class Heartbeat {
   // Ends the thread; the last beat stays. Idempotent.
   void stop() noexcept;
 
-  // Of the page. In a forked child 0, as if there had never been any.
+  // As in the page; 0 in a forked child.
   std::int64_t beat_ns() const noexcept;
   std::int64_t lapses() const noexcept;
 
@@ -57,7 +57,8 @@ class Heartbeat {
   const std::int64_t interval_ns_;
   const std::int64_t lease_ns_;
   std::int64_t* page_;
-  // Apart, so that a forked child can leave it as it is: its lock may be held, and its thread is the parent's.
+  // Separate, so that a forked child can leave it alone: its lock may be held, and its thread exists in the parent
+  // only.
   struct Running {
     std::mutex mutex;
     std::condition_variable wake;

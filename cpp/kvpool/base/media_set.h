@@ -1,4 +1,4 @@
-// Which media a write is about.
+// A set of media: those that a write touches.
 #pragma once
 
 #include "kvpool/base/medium.h"

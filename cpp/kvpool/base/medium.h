@@ -7,8 +7,8 @@
 
 namespace kvpool {
 
-// The code stands in three bits of every address. 0 names no medium, so that no valid address is zero; 4 is spare, for
-// the next medium. No pool has DISK blocks yet: its capacity is 0 everywhere.
+// Every address contains the code in three bits. 0 names no medium, so no valid address is zero; 4 is free for the next
+// medium. No pool has DISK blocks yet: its capacity is 0 everywhere.
 enum class Medium : std::uint8_t { kHbm = 1, kDram = 2, kDisk = 3 };
 
 // All of them. Code that treats media alike iterates over this list.
@@ -32,7 +32,7 @@ inline constexpr const char* medium_name(Medium medium) noexcept {
   return "unknown";
 }
 
-// A T for each medium, in the order of kMedia. What an initializer leaves out is T().
+// A T for each medium, in the order of kMedia. Elements without an initializer are T().
 template <class T>
 struct MediumMap : std::array<T, kMedia.size()> {
   using std::array<T, kMedia.size()>::operator[];

@@ -1,5 +1,5 @@
-// What the pieces of a block hold: element type, heads, and their order. Two sides may only exchange blocks whose
-// formats are equal: blocks of equal size may hold other things.
+// The content of a block's pieces: element type, heads, and their order. Two sides may exchange blocks only if their
+// formats are equal: equal size is not enough.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvpool {
 
-// The values travel in the metadata of peers (docs/wire.md).
+// Peers send these values in their metadata (docs/wire.md).
 enum class DType : std::uint8_t {
   kNone = 0,  // raw bytes
   kFloat32 = 1,
@@ -25,18 +25,18 @@ inline constexpr DType kDTypeMax = DType::kUint8;
 
 // As Python names them: "bfloat16", "float8_e4m3fn". REQUIRES: dtype <= kDTypeMax.
 const char* dtype_name(DType dtype) noexcept;
-// Nothing when no type has this name.
+// Nullopt when no type has this name.
 std::optional<DType> dtype_named(std::string_view name) noexcept;
 // Bytes of an element; 0 for kNone.
 std::uint32_t dtype_bytes(DType dtype) noexcept;
 
 struct PageFormat {
-  std::uint32_t kv_heads = 0;  // 0: raw bytes of unknown format; all fields below are 0 then
+  std::uint32_t kv_heads = 0;  // 0: raw bytes of unknown format; then all fields below are 0
   std::uint32_t head_dim = 0;
   DType dtype = DType::kNone;
   bool tokens_first = false;  // a piece is [token, head, row] (NHD), else [head, token, row] (HND)
-  // A layer is one piece, and a row holds K and then V of a token of a head: 2 * head_dim elements. Else a layer is two
-  // pieces, K and V, of rows of head_dim elements.
+  // True: a layer is one piece, whose rows hold K and then V of a token of a head: 2 * head_dim elements. False: a
+  // layer is two pieces, K and V, with rows of head_dim elements.
   bool fused = false;
 
   bool known() const noexcept { return kv_heads > 0; }

@@ -1,4 +1,4 @@
-// What AddressSanitizer and LeakSanitizer are told of memory that does not come from malloc. Nothing in other builds.
+// Tells AddressSanitizer and LeakSanitizer of memory that does not come from malloc. Does nothing in other builds.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ namespace kvpool {
 #ifdef KVPOOL_ASAN
 inline void poison(const void* memory, std::size_t bytes) noexcept { __asan_poison_memory_region(memory, bytes); }
 inline void unpoison(const void* memory, std::size_t bytes) noexcept { __asan_unpoison_memory_region(memory, bytes); }
-// What is only reachable from within such memory is not a leak.
+// Objects that are only reachable from such memory are not leaks.
 inline void declare_mapping(const void* memory, std::size_t bytes) noexcept {
   __lsan_register_root_region(memory, bytes);
 }

@@ -16,7 +16,7 @@ struct Segment {
 };
 
 // The blocks of one medium, as code that copies them sees them. The content of a block is the concatenation of its
-// pieces in segment order. For memory of another process, `base` may be an address there: see who fills it in.
+// pieces in segment order. For memory of another process, `base` may be an address in that process: its maker says so.
 struct MediumSpan {
   std::uint32_t blocks = 0;
   std::vector<Segment> segments;

@@ -1,34 +1,34 @@
-// The heap of one radix tree: its nodes, token runs and values. A match reads a few lines out of each of many objects
-// all over memory, so what it waits for is the TLB; this heap keeps the objects of one size side by side in chunks
-// that the kernel can back with huge pages, which malloc does not.
+// The heap of one radix tree: its nodes, token runs and values. A match reads a few lines of each of many objects all
+// over memory, so TLB misses dominate its time. Unlike malloc, this heap keeps the objects of one size side by side in
+// chunks that the kernel can back with huge pages.
 //
 //   span, 2 MiB at a multiple of 2 MiB
 //   | unused | header | object | object | ...     | object | never touched ...                | rest |
 //   0        colour                                        bump                              2 MiB
 //
-// An object belongs to the span that its address lies in, and a span's header knows the heap, so an object can be given
-// back without naming the heap. Objects of one span are of one size class. Objects too large for a class get a
-// mapping of their own, of the same form: unused, header, object. Headers stand at different offsets, by address,
-// because lines that are 2 MiB apart compete for the same few places of a processor's cache; objects of 1 to 120 KiB
-// are an odd number of lines for the same reason.
+// An object's address gives its span, and the span's header names the heap, so deallocate() needs no heap argument. All
+// objects of a span have the same size class. An object too large for a class gets a separate mapping of the same form:
+// unused, header, object. Headers have different offsets, derived from the address, because lines that are 2 MiB apart
+// compete for the same few places of a processor's cache; objects of 1 to 120 KiB are an odd number of lines for the
+// same reason.
 //
-// Memory. At most an eighth of what an object takes is unused, from 256 KiB to 511 KiB at most a fifth. A span costs
-// only what has been touched of it, until its class has proven to be large: the first spans of a class have small pages
-// and the later ones huge pages (wants_huge_pages()). An empty span goes back to the system, but for
+// Memory. At most an eighth of an object's place is unused, from 256 KiB to 511 KiB at most a fifth. The first spans of
+// a class have small pages, so they cost only the memory that was touched; once a class has proven to be large, further
+// spans have huge pages (wants_huge_pages()). An empty span goes back to the system, except for
 //   * a class's only span with room, while it has touched no more than 64 KiB, and
-//   * one span, and one more for each 32 mapped, kept for whichever class needs one next.
+//   * one span, and one more for each 32 mapped, kept for the next class that needs one.
 //
 // Invariants (audit() checks H1 and H2)
 //   H1  An object is in use, or in its span's free list, or beyond the bump pointer.
 //   H2  A span of a class is in its class's list if and only if it has room for one more object.
-//   H3  The object freed last is handed out first within a span, and a span that was full is the next to be filled: it
-//       is the fullest that there is. So spans with few objects become empty.
+//   H3  Within a span, the object freed last is allocated first. A span that was full becomes the next to be filled,
+//       because it is the fullest. So spans with few objects become empty.
 //
-// A sanitizer's build knows what is in use: an object is addressable for the bytes that were asked for, from
-// allocate() to deallocate().
+// Sanitizer builds track what is in use: the requested bytes of an object are addressable from allocate() to
+// deallocate().
 //
-// Thread-safety: none; the owner locks, also around the static calls. A span and its objects do not move, nor does the
-// heap. In a child process after fork the heap and its objects are a copy like any other memory.
+// Thread-safety: none; the owner locks, also around the static calls. The heap, its spans and its objects do not move.
+// After fork the child has a copy of the heap and its objects, as of any other memory.
 #pragma once
 
 #include <array>
@@ -42,7 +42,7 @@ class SpanHeap {
   static constexpr std::size_t kSpanBytes = std::size_t{2} << 20U;
 
   SpanHeap() = default;
-  // Returns everything to the system; what was still in use is gone without being destroyed.
+  // Returns all memory to the system, without destroying objects that are still in use.
   ~SpanHeap();
   SpanHeap(const SpanHeap&) = delete;
   SpanHeap& operator=(const SpanHeap&) = delete;
@@ -54,23 +54,23 @@ class SpanHeap {
   // Null is allowed. REQUIRES: `memory` came from a heap that still exists.
   static void deallocate(void* memory) noexcept;
 
-  // Gives back the end of an object, where it can and where that is worth it: returns `memory` or the place that the
-  // first `bytes` bytes were moved to. REQUIRES: bytes is no more than was asked for.
+  // Gives back the end of an object if possible and worthwhile. Returns `memory`, or the place to which it moved the
+  // first `bytes` bytes. REQUIRES: bytes is at most the requested size.
   static void* shrink(void* memory, std::size_t bytes) noexcept;
 
-  // What an object takes of its span. For bookkeeping: no more than was asked for may be used.
+  // The bytes that an object takes in its span. For bookkeeping: only the requested bytes may be used.
   static std::size_t usable_size(const void* memory) noexcept;
 
-  // Address space. Much of it need not be backed by memory: a class's first object maps a whole span.
+  // Address space, much of which may not be backed by memory: a class's first object maps a whole span.
   std::size_t mapped_bytes() const noexcept { return mapped_; }
-  // Memory that has been handed out at least once and is still mapped, in use or not; spans kept for reuse not counted.
+  // Memory that was allocated at least once and is still mapped, in use or not, without spans that are kept for reuse.
   std::size_t touched_bytes() const noexcept { return touched_; }
 
   // Throws Error kAudit. Touches every free object.
   void audit() const;
 
-  // For tests: is asked before every allocation, and an allocation that it refuses throws std::bad_alloc. Set it while
-  // no thread allocates.
+  // For tests: called before every allocation, which throws std::bad_alloc if this returns true. Set it while no thread
+  // allocates.
   static inline bool (*refuse_allocation)() noexcept = nullptr;
 
  private:
@@ -78,7 +78,7 @@ class SpanHeap {
   struct SizeClass {
     Span* roomy = nullptr;          // list of spans with room, the next to be filled first
     std::uint32_t spans = 0;        // with room or full
-    std::uint32_t small_pages = 0;  // of these, the ones that have not been given huge pages
+    std::uint32_t small_pages = 0;  // of these, those without huge pages
   };
   static constexpr std::size_t kClassCount = 100;
 

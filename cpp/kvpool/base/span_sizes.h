@@ -8,8 +8,8 @@
 
 namespace kvpool {
 
-// Sizes: steps of 16 up to 256 and of an eighth of the power of two below from there; from 1 KiB on the odd number of
-// lines that holds that. Above 120 KiB: what divides a span, from 16 objects down to 4.
+// Sizes: steps of 16 up to 256, then of an eighth of the next lower power of two; from 1 KiB on, the next odd number of
+// lines. Above 120 KiB: a span divided by 16 down to 4.
 class SpanSizes {
  public:
   static constexpr std::size_t kCount = 100;
@@ -20,7 +20,7 @@ class SpanSizes {
     std::uint32_t capacity = 0;  // objects in a span
   };
 
-  // `span_bytes`: for objects, of a span.
+  // `span_bytes`: the bytes of a span that objects can use.
   constexpr explicit SpanSizes(std::size_t span_bytes) : span_bytes_(span_bytes) {
     for (std::size_t bytes = 16; bytes < 256; bytes += 16) add(bytes);
     for (std::size_t power = 256; power <= 65536; power *= 2) {
@@ -55,7 +55,7 @@ class SpanSizes {
     return divided;
   }
 
-  // That find() is right: every class is found by its own size, and by the first that the class below is too small for.
+  // Checks find(): it finds each class for its size, and for the smallest size that the class below cannot hold.
   constexpr bool finds_every_class() const noexcept {
     for (std::size_t i = 0; i < count_; ++i) {
       if (find(sizes_[i].bytes) != i) return false;

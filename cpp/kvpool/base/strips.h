@@ -1,9 +1,9 @@
-// From "these blocks to those" to the byte ranges that a copy, a write or a gather list is made of.
+// Turns lists of source and destination blocks into the byte ranges of a copy, a write or a gather list.
 //
 // A transfer moves the same part of each of its blocks: a list of strips, each a range of the source block's content
-// that becomes a range of the destination block's content. A whole block is one strip; a layer of it is one; the heads
-// that another tensor-parallel rank wants are one a layer and K or V. Contents are laid out in memory by segments
-// (segment.h), which may be cut at different places on the two sides, so strips are cut at the ends of both:
+// that becomes a range of the destination block's content. A whole block is one strip, and so is a layer of it; the
+// heads for another tensor-parallel rank are one strip for each layer's K and V. Segments (segment.h) lay contents out
+// in memory, and may be cut at different places on the two sides, so strips are cut at the ends of both:
 //
 //   source segments        |----------A---------|------B------|
 //   strip                       [==================)
@@ -43,30 +43,30 @@ struct PlannedStrip {
   std::size_t bytes;
   std::size_t from_stride;
   std::size_t to_stride;
-  // Blocks that lie in a row on both sides are one run of bytes.
+  // Whether blocks that are neighbours on both sides form one run of bytes.
   bool joins() const noexcept { return bytes == from_stride && bytes == to_stride; }
 };
 
-// Appends the plan of these strips to `plan`. `merge`: strips that go on where the one before ended, on both sides, are
-// one. Of media without blocks there is no plan. REQUIRES: the strips lie within the content of both sides.
+// Appends the plan of these strips to `plan`. `merge`: joins strips that are contiguous on both sides. Media without
+// blocks have no plan. REQUIRES: the strips lie within the content of both sides.
 void plan_strips(const MediumSpan& from, const MediumSpan& to, std::span<const BlockStrip> strips, bool merge,
                  std::vector<PlannedStrip>& plan);
 
-// How many pairs from the first on are a run: block a + k goes to block b + k. REQUIRES: equal lengths, not empty.
+// How many pairs at the front form a run: block a + k goes to block b + k. REQUIRES: equal lengths, not empty.
 std::size_t run_length(std::span<const Address> from, std::span<const Address> to) noexcept;
 
-// Hands pieces on in batches: as many as there is room for, fewer at the end. Never allocates.
+// Passes pieces on in full batches; only the last may be smaller. Never allocates.
 class PieceBatch {
  public:
-  using Call = bool (*)(void* context, std::span<const CopyPiece> pieces);  // false: enough
+  using Call = bool (*)(void* context, std::span<const CopyPiece> pieces);  // false: stop
 
-  // `room` and `context` outlive the batch. REQUIRES: there is room.
+  // `room` and `context` outlive the batch. REQUIRES: `room` is not empty.
   PieceBatch(std::span<CopyPiece> room, Call call, void* context) noexcept
       : room_(room), call_(call), context_(context) {}
 
-  // Adds the pieces of `run` neighbouring block pairs. False when the call returned false: stop then.
+  // Adds the pieces of `run` neighbouring block pairs. Returns false when the call did: stop then.
   bool add_run(std::span<const PlannedStrip> plan, std::size_t source, std::size_t target, std::size_t run);
-  // Hands on what is left.
+  // Passes on the rest.
   bool finish() { return used_ == 0 || call_(context_, room_.first(used_)); }
 
  private:
@@ -85,11 +85,11 @@ class PieceBatch {
 
 inline constexpr std::size_t kPieceBatch = 1024;
 
-// What is written for some pairs of blocks, of any media. Both spans outlive the plan.
+// The pieces to write for pairs of blocks, of any media. Both spans outlive the plan.
 class StripPlan {
  public:
-  // `merge`: what lies in a row on both sides is one piece. REQUIRES: as plan_strips, for every pair of media that
-  // emit() is given.
+  // `merge`: joins what is contiguous on both sides. REQUIRES: as plan_strips, for every pair of media that emit()
+  // gets.
   StripPlan(const MediaSpans& from, const MediaSpans& to, std::span<const BlockStrip> strips, bool merge) noexcept
       : from_(from), to_(to), strips_(strips), merge_(merge) {}
 
@@ -105,7 +105,7 @@ class StripPlan {
     return emit_to(from, to, call, const_cast<std::remove_const_t<Plain>*>(&sink));
   }
 
-  // How many pieces emit() makes of them.
+  // How many pieces emit() makes.
   std::uint64_t count(std::span<const Address> from, std::span<const Address> to);
 
  private:
@@ -127,7 +127,7 @@ class StripPlan {
   MediumPairMap<Range> ranges_{};  // of plan_, by medium of source and destination
 };
 
-// How many runs of neighbouring blocks there are: [i, i + k) is one when it lies in a row on both sides.
+// The number of runs: [i, i + k) is a run when its blocks are neighbours on both sides.
 std::uint64_t count_runs(std::span<const Address> from, std::span<const Address> to) noexcept;
 
 // A range of a block's content.
@@ -136,16 +136,16 @@ struct ContentRange {
   std::uint64_t bytes;
 };
 
-// One side's view of a transfer: where the bytes lie that it sends or places, in the order in which they travel: range
-// by range, within a range block by block in list order, within a block by content. That order depends on nothing but
-// the ranges and the number of blocks, so both sides compute the same whatever their layouts.
+// One side's view of a transfer: where the bytes that it sends or places lie, in the order in which they travel: range
+// by range, within a range block by block in list order, within a block by content. The order depends only on the
+// ranges and the number of blocks, so both sides compute the same order, whatever their layouts.
 class ContentPlan {
  public:
-  // REQUIRES: the ranges lie within the content of every medium that emit() is given. Both outlive the plan.
+  // REQUIRES: the ranges lie within the content of every medium that emit() gets. Both outlive the plan.
   ContentPlan(const MediaSpans& spans, std::span<const ContentRange> ranges) noexcept
       : spans_(spans), ranges_(ranges) {}
 
-  // Appends to `pieces`. `merge`: neighbours in memory that are neighbours on the way, too, are one piece.
+  // Appends to `pieces`. `merge`: joins pieces that are neighbours both in memory and in that order.
   // REQUIRES: the addresses name blocks of the spans.
   void emit(std::span<const Address> blocks, bool merge, std::vector<iovec>& pieces) const;
 
@@ -154,7 +154,7 @@ class ContentPlan {
   const std::span<const ContentRange> ranges_;
 };
 
-// A share of a transfer's work: some of its blocks, and some of its strips of them.
+// A share of a transfer's work: some of its blocks, and some strips of these.
 struct TransferPart {
   std::span<const BlockStrip> strips;
   std::size_t first_block;  // of the list
@@ -169,8 +169,8 @@ struct PartLimits {
   std::size_t pieces_max = SIZE_MAX;  // strips times blocks
 };
 
-// Cuts a transfer into parts of about equal work. Every byte is in one part; parts are in list order, and blocks that
-// are longer than a part are cut within. Thread-safe after construction.
+// Cuts a transfer into parts of about equal work. Every byte is in one part; parts are in list order, and a block
+// longer than a part is cut. Thread-safe after construction.
 class TransferParts {
  public:
   // REQUIRES: all limits are at least 1, and strips_max is not above pieces_max.
@@ -186,12 +186,12 @@ class TransferParts {
   std::vector<BlockStrip> strips_;
   std::vector<Group> groups_;
   std::size_t blocks_;
-  std::size_t blocks_each_ = 1;  // of a part
+  std::size_t blocks_each_ = 1;  // in a part
 };
 
-// Checks of what another program said. Sums cannot overflow in them.
+// Checks of input from another program. Their sums cannot overflow.
 
-// Whether every address names a block of these media; who owns it is another question.
+// Whether every address names a block of these media. Does not check who owns it.
 bool blocks_exist(std::span<const Address> addresses, const MediaSpans& spans) noexcept;
 // Whether every strip is not empty and lies within contents of these lengths.
 bool strips_fit(std::span<const BlockStrip> strips, std::uint64_t from_bytes, std::uint64_t to_bytes) noexcept;

@@ -1,4 +1,4 @@
-// How long a call may wait for others, and whether its caller still wants it to.
+// How long a call may wait, and whether its caller has given up.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct Waiting {
   Waiting(std::int64_t until) noexcept : until_ns(until) {}  // NOLINT(google-explicit-constructor)
   Waiting(std::int64_t until, GivenUp asked) : until_ns(until), given_up(std::move(asked)) {}
 
-  // Until when to wait before looking at given_up again.
+  // The time at which to check given_up again.
   std::int64_t slice_ns(std::int64_t now_ns) const noexcept {
     constexpr std::int64_t kSliceNs = 100'000'000;
     return given_up && now_ns < until_ns - kSliceNs ? now_ns + kSliceNs : until_ns;

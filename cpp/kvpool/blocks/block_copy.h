@@ -17,12 +17,12 @@ namespace kvpool {
 // Thread-safety: run() may be called by several threads.
 class BlockCopier {
  public:
-  // Between arenas whose memory is elsewhere nothing is copied. REQUIRES: equal block_bytes; both arenas outlive the
-  // copier.
+  // Copies nothing between arenas whose memory is in other processes. REQUIRES: equal block_bytes; both arenas outlive
+  // the copier.
   BlockCopier(const Arena& from, const Arena& to);
 
-  // Copies block from[i] to block to[i] for i in [0, n). Neighbouring blocks that lie in a row on both sides are copied
-  // as one run. Uses only the stack. REQUIRES: no block stands twice in `to`.
+  // Copies block from[i] to block to[i] for i in [0, n). Blocks that are neighbours on both sides are copied as
+  // one run. Uses only the stack. REQUIRES: `to` has no duplicates.
   void run(CopyTeam& team, const Address* from, const Address* to, std::size_t n) const noexcept;
 
  private:

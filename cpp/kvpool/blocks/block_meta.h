@@ -9,8 +9,8 @@
 //   mark     length      0           length
 //   tag      links       0           0
 //
-// So the run that ends before a block, or begins behind it, is found by one look at the neighbour. The blocks between
-// are not touched, and memory that is zero describes free blocks: metadata that nobody used costs no pages.
+// So reading the metadata of a block's neighbour finds the run that ends before it or begins after it. Blocks in the
+// interior are not touched, and zeroed memory describes free blocks, so unused metadata costs no pages.
 #pragma once
 
 #include <cstdint>
@@ -25,13 +25,13 @@ enum class BlockState : std::uint8_t {
   kHistorical,   // owned by the index; content immutable
   kReserved,     // promised to one transfer of one peer
   kLent,         // owned by a borrower
-  kQuarantined,  // free but for a writer that is not known to be gone
+  kQuarantined,  // not freed yet, because a writer is not known to be gone
   kRetired,      // its generations are used up
   kOverlapped,   // some of its memory belongs to a block of another cache
 };
 inline constexpr int kBlockStateCount = 8;
 const char* block_state_name(BlockState state) noexcept;
-// Whether somebody has the block.
+// Whether the block has an owner.
 inline constexpr bool is_owned(BlockState state) noexcept {
   return state != BlockState::kFree && state != BlockState::kRetired && state != BlockState::kOverlapped;
 }
@@ -48,7 +48,7 @@ struct alignas(16) BlockMeta {
   bool is_free() const noexcept { return state() == BlockState::kFree; }
   void set_state(BlockState to) noexcept { word = (word & ~kStateMask) | static_cast<std::uint32_t>(to); }
   std::uint32_t releases() const noexcept { return word >> kStateBits; }
-  // Sets the word and clears mark and tag with one store of 16 bytes: three of them would be what release costs most.
+  // Sets the word and clears mark and tag with one store of 16 bytes: three stores would dominate the cost of release.
   void overwrite(std::uint32_t new_word) noexcept {
     typedef std::uint32_t Whole __attribute__((vector_size(16), may_alias));
     *reinterpret_cast<Whole*>(this) = Whole{new_word, 0, 0, 0};

@@ -23,11 +23,11 @@
 
 namespace kvpool {
 
-// Why an address does not name a block here.
+// Why an address names no block here.
 enum class AddressFault : std::uint8_t {
   kNone,
-  kForeign,     // another instance's
-  kNoMedium,    // the medium bits name no medium, or another store's
+  kForeign,     // of another instance
+  kNoMedium,    // the medium bits name no medium, or that of another store
   kOutOfRange,  // no such block
   kStale,       // the block has been freed since
 };
@@ -39,8 +39,8 @@ struct FreeRuns {
 
 class BlockStore {
  public:
-  // All blocks start free with the first of these generations, and are retired after the last: stores whose generations
-  // differ take each other's addresses for stale. The metadata is zero pages until the blocks are used.
+  // All blocks start free with the first of these generations, and are retired after the last. Stores with disjoint
+  // generations refuse each other's addresses as stale. The metadata is zero pages until the blocks are used.
   // REQUIRES: blocks <= kBlocksMax; 0 < first <= last <= kGenerationMax. Throws Error(kOutOfMemory).
   BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_generation = 1,
              std::uint32_t last_generation = kGenerationMax);
@@ -60,8 +60,8 @@ class BlockStore {
 
   // Takes n free blocks to state `to` and writes their addresses. Prefers one contiguous run of at least n, the
   // smallest that fits; without one, takes the longest runs first. Returns false and changes nothing when fewer than
-  // n blocks are free. Addresses of one run are consecutive and ascending in `out`. REQUIRES: in `to` a block is
-  // owned; `out` has room for n.
+  // n blocks are free. Addresses of one run are consecutive and ascending in `out`. REQUIRES: is_owned(to); `out`
+  // has room for n.
   bool take(std::uint32_t n, BlockState to, Address* out) noexcept;
 
   // Takes exactly this free block (adopted memory, where an engine chooses). False if it is not free or out of range.
@@ -70,16 +70,16 @@ class BlockStore {
   // Frees blocks [first, first + n): bumps generations, retires those that wrap, clears tag and mark, coalesces.
   // REQUIRES: each is owned.
   void release(std::uint32_t first, std::uint32_t n) noexcept;
-  // Of blocks [first, first + n) those that are free become overlapped: nobody can take them. REQUIRES: the others are
+  // The free blocks among [first, first + n) become overlapped, so they cannot be taken. REQUIRES: the others are
   // overlapped already.
   void overlap(std::uint32_t first, std::uint32_t n) noexcept;
-  // They become free again, with the generations that they had. REQUIRES: all of them are overlapped; n > 0.
+  // The blocks become free again, with the same generations. REQUIRES: all of them are overlapped; n > 0.
   void end_overlap(std::uint32_t first, std::uint32_t n) noexcept;
   // How many blocks have been freed, ever.
   std::uint64_t released() const noexcept { return released_; }
 
-  // Whether the address names a block here now. kNone says that its generation is the block's: the state of the block
-  // is the caller's to check, for a made-up address may name a block that nobody has.
+  // Whether the address names a block here now. kNone says only that the generation is current: the caller must check
+  // the block's state, because a made-up address may name a free block.
   AddressFault find(Address address) const noexcept {
     const auto prefix = static_cast<std::uint32_t>(address >> kMediumShift);
     const std::uint32_t block = block_of(address);
@@ -94,13 +94,13 @@ class BlockStore {
   BlockState state(std::uint32_t block) const noexcept { return meta(block).state(); }
   // One more than the last for a retired block.
   std::uint32_t generation(std::uint32_t block) const noexcept { return meta(block).releases() + first_generation_; }
-  // The block's address now. A retired block has none: what comes has generation 0, which find() refuses.
+  // The block's address now. For a retired block, an address with generation 0, which find() refuses.
   Address address_of(std::uint32_t block) const noexcept {
     return static_cast<Address>(own_prefix_) << kMediumShift |
            static_cast<Address>(generation(block) & kGenerationMax) << kGenerationShift | block;
   }
 
-  // Moves a block between two states in which somebody owns it.
+  // Moves a block from one owned state to another.
   void set_state(std::uint32_t block, BlockState to) noexcept {
     BlockMeta& block_meta = owned_meta(block);
     KVPOOL_DCHECK(is_owned(to));
@@ -143,7 +143,7 @@ class BlockStore {
     KVPOOL_DCHECK(block < capacity_ && is_owned(meta_[block].state()));
     return meta_[block];
   }
-  // Of a block in its last generation. One release more is a retired block's, which no address can match.
+  // The releases of a block in its last generation. A retired block has one more, which no address can match.
   std::uint32_t releases_max() const noexcept { return last_generation_ - first_generation_; }
   AddressFault fault_of(Address address) const noexcept;
   // Blocks [first, first + n), which have left the free set, become `to`.

@@ -1,19 +1,19 @@
-// The blocks of one cache in all media: who has which, which addresses are valid, and who reads them.
+// The blocks of one cache in all media: their owners, their valid addresses, and their readers.
 //
-// This knows nothing of prompts, peers or memory: it counts blocks. What is cached, and what may be evicted to make
-// room, is the business of the cache above it. The space below knows which of its units other caches have.
+// This knows no prompts, peers or memory: it counts blocks. The cache above decides what is cached and what may be
+// evicted. The space below knows which units other caches have taken.
 //
 //   L1  A block that is reserved or lent carries its owner's incarnation as its tag, and the transfer's mark.
-//   L2  A block that somebody reads for a transfer is not reused before the last reader lets go, whatever was done to
-//       it meanwhile: it waits in state reserved, with kUnreadTag.
-//   L3  Where the engine allocates, an HBM block is the engine's from adopt() to free(). It is active then; while a
+//   L2  A block that a transfer reads is not reused before its last reader releases it. If it is freed meanwhile, it
+//       waits in state reserved, with kUnreadTag.
+//   L3  If the engine allocates, it owns an HBM block from adopt() to free(). The block is active then, or, while a
 //       fetch of the engine fills it, reserved or quarantined. It is never cached or lent; only the engine frees it.
 //
-// Tags of blocks: of a reserved or lent block its owner's incarnation, of an active one what tells duplicates in a
-// list, of a historical one what the cache makes of it (a pointer, or kCacheTag).
+// Tags of blocks: reserved or lent: its owner's incarnation; active: a stamp that finds duplicates in a list;
+// historical: set by the cache (a pointer, or kCacheTag).
 //
-// Thread-safety: none; callers hold the lock of the space, but in the constructor and the destructor, which take it.
-// Every method that throws has changed nothing.
+// Thread-safety: none; callers hold the lock of the space, except for the constructor and the destructor, which take
+// it. Every method that throws has changed nothing.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@
 
 namespace kvpool {
 
-// Who has a block that is not free: of a reserved or lent one the peer, and which of its transfers.
+// The owner of a block: for a reserved or lent block, the peer and its transfer.
 struct BlockOwner {
   BlockState state = BlockState::kReserved;
   std::uint64_t incarnation = 0;
@@ -38,18 +38,18 @@ struct BlockOwner {
 
 struct CacheShape {
   std::uint32_t block_units = 1;  // of each block
-  // Of the blocks, by medium, as long as the space has no other cache; with several the space moves them apart.
+  // By medium. Used while the space has no other cache; with several, the space makes their ranges disjoint.
   MediumMap<std::uint32_t> first_generations = same_for_all_media(std::uint32_t{1});
-  bool engine_allocates = false;  // its HBM blocks are an engine's (L3)
+  bool engine_allocates = false;  // an engine allocates its HBM blocks (L3)
 };
 
 class CacheBlocks {
  public:
-  static constexpr std::uint64_t kCacheTag = 1;   // of a historical block: the cache's own, which is no pointer
-  static constexpr std::uint64_t kUnreadTag = 2;  // of a reserved block that is free but for those who read it
+  static constexpr std::uint64_t kCacheTag = 1;   // of a historical block: set by the cache, not a pointer
+  static constexpr std::uint64_t kUnreadTag = 2;  // of a freed block that waits for its readers (L2)
 
-  // As many blocks as the units of each medium make. `space` outlives this. Throws kArgument for a size of 0, kState
-  // when the space has as many caches as it is for, kOutOfMemory.
+  // Has as many blocks as fit into the units of each medium. `space` outlives this. Throws kArgument for a size of 0,
+  // kState when the space already has its maximum of caches, kOutOfMemory.
   CacheBlocks(BlockSpace& space, const CacheShape& shape);
   ~CacheBlocks();
   CacheBlocks(const CacheBlocks&) = delete;
@@ -58,7 +58,7 @@ class CacheBlocks {
   BlockSpace& space() const noexcept { return space_; }
   SpaceLock lock() const { return space_.lock(); }
   SpaceLock unlocked() const noexcept { return space_.unlocked(); }
-  // Tells it from the other caches of the space.
+  // Distinguishes it from the other caches of the space.
   std::uint32_t number() const noexcept { return seat_.number; }
   std::uint32_t block_units() const noexcept { return block_units_; }
 
@@ -68,10 +68,10 @@ class CacheBlocks {
 
   bool engine_allocates() const noexcept { return engine_allocates_; }
   std::uint32_t instance() const noexcept { return stores_[Medium::kHbm].instance(); }
-  // From now on addresses that are given out carry this id, with which a cluster knows this cache. Throws kState when
-  // another cache of the space has it.
+  // From now on new addresses carry this id, by which a cluster knows this cache. Throws kState when another cache of
+  // the space has the id.
   void set_instance(std::uint32_t instance);
-  // Instance 0 is this cache, too: such an address is older than the id.
+  // Instance 0 also means this cache: such an address was given out before the id was set.
   bool is_local(Address address) const noexcept {
     const std::uint32_t of = instance_of(address);
     return of == 0 || of == instance();
@@ -80,17 +80,17 @@ class CacheBlocks {
   bool gives(MediumChoice choice, Medium medium) const noexcept {
     return choice.includes(medium) && !(engine_allocates_ && medium == Medium::kHbm);
   }
-  // Blocks there are, free or not; of MIXED what take() can give.
+  // The number of blocks, free or not; for MIXED, of those that take() can use.
   std::size_t capacity(MediumChoice choice) const noexcept;
 
-  // --- taken and given back ---
+  // --- allocation ---
 
   // All n or none. `out` has room for n.
   bool take(std::size_t n, MediumChoice choice, BlockState to, Address* out) noexcept;
-  // Exactly this block; false if it is not free, or there is none.
+  // Takes exactly this block; false if it is not free or does not exist.
   bool take_block(Medium medium, std::uint32_t block, BlockState to, Address* out) noexcept;
-  // Blocks become free, run by run; those that a transfer reads, when it has read them. REQUIRES: they are local, not
-  // free, and none stands twice.
+  // Frees blocks, run by run; blocks that a transfer reads become free after it has read them. REQUIRES: they are
+  // local, not free, and without duplicates.
   void release(const Address* addresses, std::size_t n) noexcept;
 
   // --- addresses that callers name ---
@@ -98,33 +98,33 @@ class CacheBlocks {
   // Throws kArgument, kNotOwner, kStaleAddress, or kState, unless the address names a block here in state `wanted` (any
   // but free when nullopt). `position`: in the caller's list, for the error.
   void check(Address address, std::size_t position, std::optional<BlockState> wanted) const;
-  // The same for a list of active blocks, in which none may stand twice. With skip_cached, historical blocks and those
-  // of other instances are left out; returns whether there were such.
+  // The same for a list of active blocks without duplicates. With skip_cached, skips historical blocks and blocks of
+  // other instances; returns whether it skipped any.
   bool check_active_and_distinct(const Address* addresses, std::size_t n, bool skip_cached);
-  // Throws kArgument when a block stands twice in a list, or in two lists that are checked with one stamp.
-  // REQUIRES: check() has passed all of them, or they are another instance's.
+  // Throws kArgument when a list, or two lists that are checked with the same stamp, contain a block twice.
+  // REQUIRES: each has passed check(), or is of another instance.
   void check_distinct(const Address* addresses, std::size_t n, std::uint64_t stamp);
   std::uint64_t new_stamp() noexcept { return ++check_stamp_; }
-  // Throws kState when a transfer reads one of them: what an engine frees it uses again at once. Leaves out those of
+  // Throws kState when a transfer reads one of them, because an engine reuses at once what it frees. Skips blocks of
   // other instances.
   void check_unread(const Address* addresses, std::size_t n) const;
 
   // --- owners ---
 
   BlockOwner owner_of(Address address) const noexcept;
-  // REQUIRES, here and below: they are local, and somebody owns them.
+  // REQUIRES, here and below: they are local and owned.
   void give(std::span<const Address> addresses, const BlockOwner& to) noexcept;
   void set_state(Address address, BlockState to) noexcept { own(address).set_state(block_of(address), to); }
   void set_tag(Address address, std::uint64_t tag) noexcept { own(address).set_tag(block_of(address), tag); }
   void set_mark(Address address, std::uint32_t mark) noexcept { own(address).set_mark(block_of(address), mark); }
-  // Throws kStaleAddress, kNotOwner, kArgument unless each is lent to this owner, or reserved for this mark of it.
+  // Throws kStaleAddress, kNotOwner, kArgument unless each is lent to this owner, or reserved for its transfer `mark`.
   void check_writable(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark,
                       bool lent_only) const;
 
   // --- readers ---
 
-  // `for_incarnation`: of the peer that asks, which may not read what is lent to another one; 0: the application.
-  // Throws kStaleAddress, kNotOwner, kState, kArgument; then none is held.
+  // `for_incarnation`: the peer that reads; it may not read blocks lent to another peer. 0: the application. Throws
+  // kStaleAddress, kNotOwner, kState, kArgument, and holds no block then.
   void hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation);
   // REQUIRES: each is held.
   void release_reading(const Address* addresses, std::size_t n) noexcept;
@@ -152,14 +152,14 @@ class CacheBlocks {
 
   // --- for the space ---
 
-  // Blocks that have one of these units, or of the units in the map, cannot be taken any more.
+  // From now on blocks that contain one of these units cannot be taken.
   void overlap(Medium medium, std::uint32_t first_unit, std::uint32_t units) noexcept;
   void overlap_taken(Medium medium, const UnitMap& taken) noexcept;
-  // These units are free: so are the blocks that have them and none that is taken.
+  // These units are free: blocks that contain some of them and no taken unit become free.
   void end_overlap(Medium medium, std::uint32_t first_unit, std::uint32_t units, const UnitMap& taken) noexcept;
-  // Above all that were given out.
+  // A generation above all that were given out.
   std::uint32_t generation_after(Medium medium) const noexcept;
-  // visit(block, reusable) for each that is neither free nor overlapped. Reusable: nobody can write it, or reads it.
+  // visit(block, reusable) for each block that is neither free nor overlapped. Reusable: nothing can write or reads it.
   template <class Visit>
   void for_each_owned(Medium medium, Visit&& visit) const {
     const BlockStore& blocks = store(medium);

@@ -5,18 +5,18 @@
 //       once: runs up to kShortMax blocks in the bin of their length, longer ones in the trie.
 //   F2  A bin is a circular list through the tags of its runs' heads; the bitmap has its bit while it is not empty.
 //   F3  The trie is a binary digital tree on (length, head), most significant bit first: a node lies somewhere on the
-//       path that its key spells, and its tag holds its two children. Depth is at most 48 bits, whatever happens.
+//       path that its key spells, and its tag holds its two children. Depth is at most 48 bits in any case.
 //   F4  A sector knows how many heads lie in it; the sector bitmap has its bit while that is not zero.
 //
 // Why best fit: under churn it keeps long runs whole, because a request takes the smallest hole that will do, a single
 // block a hole of one. Among runs of one length a bin offers a low one first (see link): nearly as good as address
 // order, and O(1).
 //
-// Cost: best_fit, longest, remove_front and insert are O(1) while short runs are concerned and at most 48 steps else.
+// Cost: best_fit, longest, remove_front and insert are O(1) for short runs, and take at most 48 steps for longer ones.
 // remove scans back to the head of the run, by sectors: at most capacity / 2048 blocks.
 //
-// Memory: the links lie in the metadata of the free blocks themselves. What is here is of fixed size.
-// Thread-safety: none. Owns nothing; the metadata is the store's and outlives the set. Nothing allocates.
+// Memory: the links lie in the metadata of the free blocks themselves; the set has a fixed size.
+// Thread-safety: none. Nothing allocates. The store owns the metadata, which outlives the set.
 #pragma once
 
 #include <array>
@@ -30,7 +30,7 @@ namespace kvpool {
 class FreeSet {
  public:
   static constexpr std::uint32_t kNone = ~0U;
-  static constexpr std::uint32_t kShortMax = Bitmap4096::kSize;  // longest run that has a bin of its own
+  static constexpr std::uint32_t kShortMax = Bitmap4096::kSize;  // longest run with a separate bin
   static constexpr std::uint32_t kSectors = Bitmap4096::kSize;
 
   // All blocks are free. REQUIRES: `meta` has `blocks` zeroed entries; blocks <= kBlocksMax.
@@ -50,13 +50,13 @@ class FreeSet {
   // The first n blocks of a run leave the set with mark and tag zero; the caller changes their state before the next
   // call. REQUIRES: `head` is the head of a run of at least n blocks; n > 0.
   void remove_front(std::uint32_t head, std::uint32_t n) noexcept;
-  // Neighbours leave, likewise. REQUIRES: they are free; n > 0.
+  // The same for neighbouring blocks anywhere in a run. REQUIRES: they are free; n > 0.
   void remove(std::uint32_t first, std::uint32_t n) noexcept;
   // Blocks join the set and coalesce with their neighbours. REQUIRES: state kFree, mark and tag zero, not in the set;
   // n > 0.
   void insert(std::uint32_t first, std::uint32_t n) noexcept;
 
-  // Checks F1 to F4 against the states of all blocks. Throws Error(kAudit); `name` says whose set it is.
+  // Checks F1 to F4 against the states of all blocks. Throws Error(kAudit); `name` names the set in the error.
   void audit(const char* name) const;
 
  private:

@@ -2,9 +2,9 @@
 //
 // The content of a logical block is [layer, k/v, head, token, dim] (HND), or [layer, k/v, token, head, dim] (NHD);
 // where K and V are fused it is [layer, head, token, 2 * dim], or [layer, token, head, 2 * dim]. Pipeline parallelism
-// gives each stage a range of layers; tensor parallelism gives each rank of a stage a range of KV heads, or, where
-// there are fewer heads than ranks, one head that neighbouring ranks hold alike (replicas). So what a rank holds of a
-// block is again a block of that order, with fewer layers and heads:
+// gives each stage a range of layers; tensor parallelism gives each rank of a stage a range of KV heads, or, if there
+// are fewer heads than ranks, one head that neighbouring ranks replicate. So a rank's part of a block is a block of the
+// same order with fewer layers and heads:
 //
 //      6 layers, 2 heads, TP 4, PP 2         tp rank 0     1     2     3
 //                               stage 0     ┌─────────────────────────────┐
@@ -71,8 +71,8 @@ struct RankSlice {
   std::uint32_t layers = 0;
   std::uint32_t head_first = 0;  // [head_first, head_first + heads) of the KV heads
   std::uint32_t heads = 0;
-  std::uint32_t replica = 0;   // which of the ranks that hold the same
-  std::uint32_t replicas = 1;  // how many hold the same; they are neighbours
+  std::uint32_t replica = 0;   // its number among the ranks that hold the same content
+  std::uint32_t replicas = 1;  // how many neighbouring ranks hold the same content
 };
 
 // A shape and a parallel configuration that fit each other.
@@ -95,7 +95,7 @@ class Sharding {
 
   std::uint32_t stage_of(std::uint32_t layer) const noexcept;  // REQUIRES: layer < shape().layers
   RankSlice slice(std::uint32_t rank) const noexcept;          // REQUIRES: rank < ranks()
-  // Of the pool, or arena, that a rank keeps its part of the blocks in. REQUIRES: rank < ranks()
+  // The layout of the pool or arena that holds a rank's part of the blocks. REQUIRES: rank < ranks()
   Layout rank_layout(std::uint32_t rank, bool aggregated) const;
   std::uint64_t rank_bytes(std::uint32_t rank) const noexcept;  // of one block. REQUIRES: rank < ranks()
 

@@ -1,4 +1,4 @@
-// Which units of a medium belong to somebody: a bit for each.
+// Which units of a medium are taken: a bit for each.
 //
 // Thread-safety: none. Nothing allocates after construction.
 #pragma once
@@ -43,7 +43,7 @@ class UnitMap {
     });
     taken_ -= n;
   }
-  // The bits that are set, for an audit.
+  // The number of set bits, for an audit.
   std::uint32_t count() const noexcept {
     std::uint32_t bits = 0;
     for (const std::uint64_t word : words_) bits += static_cast<std::uint32_t>(std::popcount(word));
@@ -51,7 +51,8 @@ class UnitMap {
   }
 
  private:
-  // Calls visit(word, mask) for each word that has some of these units, until it returns true; returns whether it did.
+  // Calls visit(word, mask) for each word that contains some of these units, until visit returns true; returns whether
+  // it did.
   template <class Visit>
   static bool for_each_word(std::uint32_t first, std::uint32_t n, Visit&& visit) noexcept {
     for (std::uint32_t unit = first, end = first + n; unit < end;) {

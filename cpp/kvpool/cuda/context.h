@@ -1,6 +1,6 @@
-// The primary context of a GPU: the one that the CUDA runtime, and with it torch and every engine, works in.
+// The primary context of a GPU, in which the CUDA runtime works, and with it torch and every engine.
 //
-// Thread-safety: all of it. A CudaContext may go in another thread than the one that made it.
+// Thread-safety: all of it. Any thread may destroy a CudaContext.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ namespace kvpool {
 class CudaContext {
  public:
   // Retains the primary context of the device with this number. Throws Error kUnsupported (no driver, no such device:
-  // the text says which), kDeviceLost, kOutOfMemory. `what` begins the text: what cannot be done then.
+  // the text says which), kDeviceLost, kOutOfMemory. `what` begins the text: what could not be done.
   static std::shared_ptr<const CudaContext> retain(int ordinal, const char* what);
-  // Of the device that is current in the calling thread, or of device 0: a process that works on device 3 has a context
-  // there, and one on device 0 would only cost memory.
+  // For the device that is current in the calling thread, or device 0: a process that works on device 3 has a context
+  // there, and another on device 0 would only cost memory.
   static std::shared_ptr<const CudaContext> retain_current(const char* what);
 
   ~CudaContext();
@@ -28,9 +28,9 @@ class CudaContext {
   int ordinal() const noexcept { return ordinal_; }
   CuDevice device() const noexcept { return device_; }
   CuContext handle() const noexcept { return context_; }
-  // False in a forked child, where nothing of the driver may be called: what is held is left as it is.
+  // False in a forked child, where the driver must not be called, so nothing is released.
   bool usable() const noexcept;
-  // 0 for one that the driver does not know. Throws as CudaDriver::require.
+  // 0 for an attribute that the driver does not know. Throws as CudaDriver::require.
   int attribute(int attribute, const char* what) const;
 
  private:
@@ -64,7 +64,7 @@ class CurrentContext {
 
   const CudaContext& context_;
   bool current_;
-  int capture_mode_;  // the thread's, when this one is gone
+  int capture_mode_;  // of the thread; restored by the destructor
 };
 
 }  // namespace kvpool

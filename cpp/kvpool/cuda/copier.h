@@ -37,7 +37,7 @@ class DeviceCopier {
   // more. REQUIRES: host memory is page-locked; no two pieces overlap where they are written.
   std::uint64_t copy(GpuWay way, std::span<const PlannedStrip> plan, std::span<const Address> from,
                      std::span<const Address> to, bool merge);
-  // The same for pieces as they are.
+  // The same for given pieces.
   void copy(std::span<const CopyPiece> pieces);
 
   // Overlapping copies of one thread, in parts: the thread enqueues the next part while one is under way, so that the
@@ -49,34 +49,34 @@ class DeviceCopier {
     Run(const Run&) = delete;
     Run& operator=(const Run&) = delete;
 
-    // The part that follows; what is copied from now on belongs to it.
+    // Begins the next part, to which later copies belong.
     void begin() { parts_.emplace_back(); }
-    // As those of DeviceCopier, but they return when the copies are under way, and may be when they throw. A caller
-    // that ends the run because of an error first waits for all of it. REQUIRES: begin().
+    // As those of DeviceCopier, but they return when the copies are under way; after an error some may be under way,
+    // too. A caller that ends the run because of an error first waits for all of it. REQUIRES: begin().
     std::uint64_t copy(GpuWay way, std::span<const PlannedStrip> plan, std::span<const Address> from,
                        std::span<const Address> to, bool merge);
     void copy(std::span<const CopyPiece> pieces);
-    // That were begun and not waited for.
+    // The number of parts that were begun and not waited for.
     std::size_t parts() const noexcept { return parts_.size(); }
-    // Returns when the bytes of the oldest part, or of all of them, have arrived. Throw as CopyStream::drain; of that
-    // part nothing is written any more then, unless it is kDeviceLost. REQUIRES, of wait(): parts() > 0.
+    // Return when the bytes of the oldest part, or of all parts, have arrived. Throw as CopyStream::drain; then that
+    // part writes nothing any more, unless it is kDeviceLost. REQUIRES, for wait(): parts() > 0.
     void wait();
     void wait_for_all();
 
    private:
-    // Of the part that was begun last. `with_table`: one that has a table, when it is to be chosen now.
+    // The stream of the latest part. `with_table`: if it is chosen now, choose one with a table.
     CopyStream& stream(bool with_table);
 
     DeviceCopier& copier_;
-    std::optional<CurrentContext> current_;          // as of the first copy
-    std::deque<std::unique_ptr<CopyStream>> parts_;  // null: nothing of it is the GPU's
+    std::optional<CurrentContext> current_;          // set by the first copy
+    std::deque<std::unique_ptr<CopyStream>> parts_;  // null: the part has no work on the GPU
   };
 
-  // Takes what the next call needs of the driver, so that it need not then. Throws as CudaDriver::require.
+  // Acquires now what the next call needs of the driver. Throws as CudaDriver::require.
   void warm_up();
-  // The same, and tables for `count` calls or parts at a time, each of up to `copies` copies of up to `strips` strips
-  // and, together, up to `pairs` pairs. What goes beyond that is several launches. Where nothing needs a table nothing
-  // is taken. Once; this is then destroyed where one may wait for the GPU. Throws as CopyStream::add_table, too.
+  // The same, and allocates tables for `count` concurrent calls or parts, each of up to `copies` copies of up to
+  // `strips` strips and, together, up to `pairs` pairs. Larger copies take several launches. Allocates nothing if no
+  // copy needs a table. Call it once; then the destructor may wait for the GPU. Also throws as CopyStream::add_table.
   void add_tables(std::size_t count, std::size_t copies, std::size_t strips, std::size_t pairs);
   std::size_t table_bytes() const noexcept { return table_bytes_; }  // of all tables
 
@@ -90,7 +90,7 @@ class DeviceCopier {
   std::size_t table_bytes_ = 0;
   std::mutex mutex_;
   std::vector<std::unique_ptr<CopyStream>> idle_;    // under mutex_; without tables
-  std::vector<std::unique_ptr<CopyStream>> tabled_;  // likewise, with: there is always room for all of them
+  std::vector<std::unique_ptr<CopyStream>> tabled_;  // under mutex_; with tables; always has capacity for all of them
 };
 
 }  // namespace kvpool

@@ -16,12 +16,12 @@
 
 namespace kvpool {
 
-// Where a GPU copies to: from its own memory to the host's, back, and from its own or another GPU's to such memory.
+// The direction of a copy: from GPU memory to host memory, back, and between memories of GPUs.
 enum class GpuWay : std::uint8_t { kOut, kIn, kWithin };
 inline constexpr std::size_t kGpuWays = 3;
 
-// Where nothing was measured. Each piece costs the copy engines one to two microseconds, in which a bus of 64 GB/s
-// moves as much or less.
+// Used without a measurement. Each piece costs the copy engines one to two microseconds, in which a bus of 64 GB/s
+// moves at most this much.
 inline constexpr std::size_t kKernelPieceBytesGuess = std::size_t{256} << 10;
 
 // Mean length of a piece up to which a kernel copies.
@@ -37,13 +37,14 @@ class CopyBounds {
 };
 
 // The bounds of this GPU, for a pool that is being made. The first call in a process measures them, in up to some 150
-// milliseconds. The guess, for each way, where the GPU has no memory for it, is too busy to say within that time, or
-// refuses; that is tried again for the next pool. Waits for the GPU, as taking its memory does. Throws kDeviceLost.
+// milliseconds. A direction gets the guess if the GPU has too little memory, is too busy to finish within that time, or
+// refuses; the next pool measures that direction again. Waits for the GPU, as allocating its memory does. Throws
+// kDeviceLost.
 CopyBounds measured_copy_bounds(const std::shared_ptr<const CudaContext>& context, const cuda::KernelSet& kernels);
-// What was measured of the GPU with this number, if anything. Asks nothing of it.
+// The measured bounds of the GPU with this number, if any. Does not use the GPU.
 std::optional<CopyBounds> known_copy_bounds(int ordinal);
 
-// Measures, whatever is known; the clock is CLOCK_MONOTONIC but in tests. `complete`: whether no way is a guess.
+// Always measures; tests replace the clock, CLOCK_MONOTONIC. `complete`: whether every direction was measured.
 CopyBounds race_copies(const std::shared_ptr<const CudaContext>& context, const cuda::KernelSet& kernels,
                        const RaceClock& clock, bool* complete = nullptr);
 

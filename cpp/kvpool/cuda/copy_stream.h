@@ -1,6 +1,6 @@
-// A stream of kvpool's own for copies, and the table that belongs to it.
+// A stream that kvpool makes for copies, and its table.
 //
-// Thread-safety: none; may go in any thread.
+// Thread-safety: none; any thread may destroy it.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace kvpool {
 
 class CopyStream {
  public:
-  // As CudaStream, and so in all that has its name.
+  // This and the methods with names of CudaStream are as there.
   explicit CopyStream(const std::shared_ptr<const CudaContext>& context) : context_(context), stream_(context) {}
 
   // Allocates a table for copy descriptions of `bytes`. Each copy whose description fits (counting all copies between

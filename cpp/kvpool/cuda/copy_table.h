@@ -1,11 +1,11 @@
-// Memory for what a kernel is told when that is too long to travel with its launch (table.h): page-locked memory of the
-// host, where it is written, and as much of the GPU's, where the kernel reads it.
+// Memory for the description of a copy that is too long to travel with its launch (table.h): page-locked host memory,
+// to which it is written, and as much GPU memory, from which the kernel reads it.
 //
-// It belongs to one stream, and is taken from its front: copies that are put into the stream one after the other get
-// parts of it that do not meet. All of it is free again when nothing of the stream is under way (CopyStream::drain).
-// To take such memory of the driver or to give it back may wait for all that the GPU does, so a copy never does.
+// It belongs to one stream and is allocated front to back, so consecutive copies in the stream get separate parts. All
+// of it is free again when the stream has no work (CopyStream::drain). Allocating or freeing such memory may wait for
+// all work of the GPU, so a copy never does.
 //
-// Thread-safety: none; may go in any thread.
+// Thread-safety: none; any thread may destroy it.
 #pragma once
 
 #include <cstddef>
@@ -19,22 +19,22 @@ namespace kvpool {
 
 class CopyTable {
  public:
-  // Longer ones are not made: half a million pairs.
+  // The longest table: half a million pairs.
   static constexpr std::size_t kBytesMax = std::size_t{4} << 20;
 
-  // What a part of so many bytes takes of it: parts begin at multiples of what memory is read in.
+  // The length of a part of so many bytes: parts begin at multiples of the unit in which memory is read.
   static constexpr std::size_t length_of(std::size_t bytes) noexcept { return (bytes + 255) / 256 * 256; }
 
-  // Null when memory is short, of either kind: there is nothing that needs a table. At most kBytesMax. Throws
-  // kDeviceLost, kState, std::bad_alloc. REQUIRES: bytes > 0.
+  // Null when memory of either kind is short: no copy strictly needs a table. At most kBytesMax. Throws kDeviceLost,
+  // kState, std::bad_alloc. REQUIRES: bytes > 0.
   static std::unique_ptr<CopyTable> make(const std::shared_ptr<const CudaContext>& context, std::size_t bytes);
-  // REQUIRES: nothing of the stream is under way, unless the GPU is lost. In a forked child nothing is given back.
+  // REQUIRES: the stream has no work, unless the GPU is lost. Frees nothing in a forked child.
   ~CopyTable();
   CopyTable(const CopyTable&) = delete;
   CopyTable& operator=(const CopyTable&) = delete;
 
   std::size_t bytes() const noexcept { return host_.bytes(); }
-  // So much of what is left, until reset(). Of no length when there is less.
+  // Takes `bytes` of the rest, until reset(). Returns an empty space if too little is left.
   cuda::TableSpace take(std::size_t bytes) noexcept;
   void reset() noexcept { taken_ = 0; }
 

@@ -4,7 +4,7 @@
 // first needs a GPU, never when kvpool is loaded, and a machine without it runs everything else. It is never closed:
 // the driver runs threads and does not survive being unloaded.
 //
-// Thread-safety: all of it. In a forked child the driver does not work: nothing here may be called there.
+// Thread-safety: all of it. The driver does not work in a forked child, so nothing here may be called there.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,8 @@ inline constexpr CuResult kCudaSuccess = 0;
 inline constexpr CuResult kCudaOutOfMemory = 2;
 inline constexpr CuResult kCudaNoDevice = 100;
 inline constexpr CuResult kCudaInvalidDevice = 101;
-inline constexpr CuResult kCudaDeviceUnavailable = 46;  // another process has the GPU to itself
-inline constexpr CuResult kCudaNotReady = 600;          // of a question: not yet
+inline constexpr CuResult kCudaDeviceUnavailable = 46;  // another process has exclusive use of the GPU
+inline constexpr CuResult kCudaNotReady = 600;          // result of a query: not yet
 inline constexpr CuResult kCudaNotPermitted = 800;
 inline constexpr CuResult kCudaNotSupported = 801;
 inline constexpr CuResult kCudaCaptureUnsupported = 900;  // not while a CUDA graph is captured
@@ -85,15 +85,15 @@ inline constexpr int kCuDevicePosixFd = 103;
 inline constexpr int kCuDeviceFlushRemoteWrites = 98;
 inline constexpr int kCuDeviceRdmaOfVirtualMemory = 110;
 
-// What a result means for the caller. The name and the number of the driver stand in the error, whatever it is.
+// What a result means for the caller. Every error contains the driver's name and number of the result.
 enum class CudaFault : std::uint8_t {
   kNone,
-  kMemory,       // the device has not enough
+  kMemory,       // the device has too little memory
   kUnsupported,  // this machine or this driver cannot do it
   kArgument,     // an argument that the driver refuses
   kCapturing,    // not while a CUDA graph is captured
   kInUse,        // the GPU is in exclusive mode and belongs to another process; nothing is lost
-  kLost,         // the device, or the context with everything in it, is gone; nothing on it works any more
+  kLost,         // the device, or the context with everything in it, is lost and unusable
 };
 CudaFault fault_of(CuResult result) noexcept;
 
@@ -102,7 +102,7 @@ struct Launcher;
 }
 
 struct CudaDriver {
-  // The driver of this process. Filled when it is first asked for, and then for good; a failure is not remembered.
+  // The driver of this process. The first successful call opens it for good; a failure is not remembered.
   // Throws Error kUnsupported: no such library, or one that lacks an entry point (named).
   static const CudaDriver& get();
 
@@ -110,7 +110,7 @@ struct CudaDriver {
   std::string name_of(CuResult result) const;
   // Throws unless it is success: kOutOfMemory, kDeviceLost, kState (a CUDA graph is being captured) or, for everything
   // else (a GPU that another process has to itself, too), kUnsupported, with the driver's number in the field
-  // `driver_code`. `what` says what cannot be done then.
+  // `driver_code`. `what` says what could not be done.
   void require(CuResult result, const char* call, const char* what) const;
 
   std::string library;  // as it was opened
@@ -168,24 +168,24 @@ struct CudaDriver {
   CuResult (*memcpy_async)(CuPointer to, CuPointer from, std::size_t bytes, CuStream stream);
   CuResult (*memset_async)(CuPointer to, unsigned char value, std::size_t bytes, CuStream stream);
 
-  // Null where the driver has none, all that follow. All work of a context, as an event: CUDA 12.5.
+  // From here on, null if the driver lacks the function. Records all work of a context in an event: CUDA 12.5.
   CuResult (*ctx_record_event)(CuContext context, CuEvent event) = nullptr;
-  // What this thread may do while another one captures a CUDA graph; swaps the old mode for the new: CUDA 10.1.
+  // Exchanges the thread's capture mode: what it may do while another thread captures a CUDA graph: CUDA 10.1.
   CuResult (*exchange_capture_mode)(int* mode) = nullptr;
   // The contexts of a stream; the second is null unless the stream is of a green context: CUDA 12.5.
   CuResult (*stream_get_ctx_v2)(CuStream stream, CuContext* context, void** green) = nullptr;
   // Whether the stream is being captured; 0: it is not: CUDA 10.0.
   CuResult (*stream_is_capturing)(CuStream stream, int* status) = nullptr;
-  // What the stream is given from now on begins when the word at this address has reached the value: CUDA 11.7.
+  // Later work of the stream begins when the word at this address has reached the value: CUDA 11.7.
   CuResult (*stream_wait_value)(CuStream stream, CuPointer word, std::uint32_t value, unsigned flags) = nullptr;
-  // The first is that of CUDA 12.8; in CUDA 13 it lost the failing index.
+  // The first has the signature of CUDA 12.8; CUDA 13 dropped the failing index.
   CuResult (*memcpy_batch_v1)(CuPointer* to, CuPointer* from, std::size_t* bytes, std::size_t count,
                               CuMemcpyAttributes* attributes, std::size_t* attribute_index, std::size_t attribute_count,
                               std::size_t* failed, CuStream stream) = nullptr;
   CuResult (*memcpy_batch_v2)(CuPointer* to, CuPointer* from, std::size_t* bytes, std::size_t count,
                               CuMemcpyAttributes* attributes, std::size_t* attribute_index, std::size_t attribute_count,
                               CuStream stream) = nullptr;
-  // Not of any real driver: kvpool's kernels, of a library that stands for one (gpu_launch.h). It may have none: null.
+  // In no real driver: kvpool's kernels in a library that stands in for one (gpu_launch.h); null if it has no kernels.
   const cuda::Launcher* (*kernel_launcher)() = nullptr;
 
  private:

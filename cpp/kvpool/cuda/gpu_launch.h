@@ -1,4 +1,4 @@
-// What cuda/kernels.cu defines, where there is a compiler for it.
+// The functions that cuda/kernels.cu defines, in builds with a CUDA compiler.
 #pragma once
 
 #include "kvpool/cuda/kernel_plan.h"
@@ -13,15 +13,15 @@ int load_on_gpu() noexcept;
 
 const char* gpu_result_name(int result);
 
-// The three of them, as a library other than the machine's driver may bring them.
+// These functions, as a library other than the machine's driver may provide them.
 struct Launcher {
   int (*launch)(const TableLaunch& launch, Stream stream, std::uint32_t thread_blocks_max) noexcept;
   int (*load)() noexcept;
   const char* (*result_name)(int result);
 };
 
-// The kernels that this launcher launches; null without one. There is one set: the launcher named last is the one that
-// it uses, so a process has one such library.
+// The kernels of this launcher; null without a launcher. There is one set, which uses the launcher named last, so a
+// process can have only one such library.
 const KernelSet* kernels_of(const Launcher* launcher) noexcept;
 
 }  // namespace kvpool::cuda

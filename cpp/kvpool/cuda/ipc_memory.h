@@ -5,7 +5,7 @@
 // handle sees them all. The driver's documentation requires that memory is not freed while another process has it open,
 // so the process that gives handles away keeps the memory until it knows that no other has them open.
 //
-// Thread-safety: functions, all of it; objects are immutable after construction and may go in any thread.
+// Thread-safety: all functions; objects are immutable after construction, and any thread may destroy them.
 #pragma once
 
 #include <cstddef>
@@ -24,24 +24,24 @@ struct IpcAllocation {
   CuIpcMemHandle handle{};
 };
 
-// The allocations that hold these ranges of the context's GPU, each once, by rising address. Empty when one of them has
-// no handle: virtual memory (an allocator's expandable segments), a memory pool's, or a machine without CUDA IPC.
-// Throws kDeviceLost, kOutOfMemory.
+// The allocations that contain these ranges of the context's GPU, each once, in order of address. Empty if one of them
+// has no handle: virtual memory (an allocator's expandable segments), memory of a memory pool, or a machine without
+// CUDA IPC. Throws kDeviceLost, kOutOfMemory.
 std::vector<IpcAllocation> ipc_allocations(const CudaContext& context,
                                            std::span<const std::span<const std::byte>> ranges);
 
 // Another process's allocations, open here while this lives.
 class OpenedMemory {
  public:
-  // Throws kUnsupported (no such memory, this process's own, or this GPU does not reach the one that it is on),
-  // kOutOfMemory, kDeviceLost. Leaves nothing open then. REQUIRES: by rising address, none overlaps the next.
+  // Throws kUnsupported (no such memory, memory of this process, or this GPU cannot access the other), kOutOfMemory,
+  // kDeviceLost; then nothing stays open. REQUIRES: in order of address, without overlaps.
   OpenedMemory(std::shared_ptr<const CudaContext> context, std::span<const IpcAllocation> allocations);
   // In a forked child nothing is closed.
   ~OpenedMemory();
   OpenedMemory(const OpenedMemory&) = delete;
   OpenedMemory& operator=(const OpenedMemory&) = delete;
 
-  // Where the bytes at this address of the other process are for this GPU; null when they lie in no allocation.
+  // The address for this GPU of the bytes at this address of the other process; null if they lie in no allocation.
   std::byte* at(std::uint64_t address, std::size_t bytes) const noexcept;
 
  private:

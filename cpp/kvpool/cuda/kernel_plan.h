@@ -1,4 +1,4 @@
-// From a job to launches: checks it, chooses how wide its accesses can be, and writes the tables that kernels read
+// Turns a job into launches: checks it, chooses the width of its accesses, and writes the tables that kernels read
 // (table.h). Knows no CUDA: the same plan is launched on the GPU (gpu_kernels) and run lane by lane in the tests.
 #pragma once
 
@@ -11,8 +11,8 @@
 namespace kvpool::cuda {
 
 struct TableLaunch {
-  // Bytes of a unit: 16, 4 or 1. One for all of the launch: the widest to which every address of the job, on both
-  // sides, is aligned.
+  // Bytes of a unit in this launch: 16, 4 or 1, the widest to which every address of the job, on both sides, is
+  // aligned.
   std::uint32_t width;
   const TableHeader* header;
   const std::byte* data;   // strips and pairs; right behind the header, as in InlineTable, when `device_data` is null
@@ -23,11 +23,11 @@ struct TableLaunch {
 // Launches; returns a CUresult. The table is read before it returns, except one in a TableSpace.
 using LaunchFunction = int (*)(void* context, const TableLaunch& launch);
 
-// Cuts the job into as few launches as it takes and hands each to `launch`, until one returns something but 0, which is
-// then returned. Throws kArgument before the first. Never allocates but to say what is wrong.
+// Cuts the job into as few launches as possible and passes each to `launch`, until one does not return 0; returns that
+// result. Throws kArgument before the first. Allocates only for error messages.
 int launch_job(const CopyJob& job, const TableSpace& space, LaunchFunction launch, void* context);
 
-// The checks of launch_job alone, for the reference. Throws kArgument.
+// Only the checks of launch_job, for the reference. Throws kArgument.
 void check_job(const CopyJob& job);
 
 // Whether a byte that the job writes is also read or written by another piece of it. Costs O(n log n) and memory for

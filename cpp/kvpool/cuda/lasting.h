@@ -8,8 +8,8 @@
 
 namespace kvpool {
 
-// Of kUnsupported: what does not come from the driver, or is its word that this machine or driver cannot do it. False
-// for everything else, of other codes, too.
+// True for a kUnsupported that does not come from the driver, or with which the driver says that this machine or driver
+// cannot do it. False for everything else, including other codes.
 bool is_lasting(const Error& error) noexcept;
 
 }  // namespace kvpool

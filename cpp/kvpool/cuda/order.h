@@ -10,7 +10,7 @@
 // for that stream; if the peer waits in the same way, neither advances before its deadline. So the wait is given up
 // when streams have waited for words so long that this is likely.
 //
-// Thread-safety: all of it. An order may go in any thread.
+// Thread-safety: all of it. Any thread may destroy an order.
 #pragma once
 
 #include <atomic>
@@ -30,19 +30,19 @@ class DeviceOrder {
   static std::shared_ptr<const DeviceOrder> after(std::shared_ptr<const CudaContext> context,
                                                   const CallerStream& stream);
   // The same, but without a stream it is after the work that the whole device has now. Waits for that work here if the
-  // driver cannot put it into an event. Throws also kState, while a CUDA graph is captured on the device.
+  // driver cannot record it in an event. Also throws kState while a CUDA graph is captured on the device.
   static std::shared_ptr<const DeviceOrder> after_now(std::shared_ptr<const CudaContext> context,
                                                       const CallerStream& stream);
   ~DeviceOrder();
   DeviceOrder(const DeviceOrder&) = delete;
   DeviceOrder& operator=(const DeviceOrder&) = delete;
 
-  // Whether wait() would return at once. False for a whole device, where it is not known, and when the driver fails:
-  // wait() says how.
+  // Whether wait() would return at once. False for a whole device, because that is unknown, and when the driver fails:
+  // wait() throws the error.
   bool ended() const noexcept;
-  // Returns when the work has ended. Polls, so that no part of the write is on the GPU before, and the wait can end
-  // early: throws kDeadline, kCancelled (`cancelled`, may be null). A wait for a whole device cannot end early if the
-  // driver is older than CUDA 12.5: it throws kBusy if streams of the device wait for words. With a newer driver it
+  // Returns when the work has ended. Polls, so that the write puts nothing on the GPU before, and so that the wait can
+  // end early: throws kDeadline, kCancelled (`cancelled`, may be null). A wait for a whole device cannot end early if
+  // the driver is older than CUDA 12.5: it throws kBusy if streams of the device wait for words. With a newer driver it
   // throws kBusy if they have done so for kWordPatienceNs. Throws as CudaDriver::require.
   void wait(std::int64_t deadline_ns, const std::atomic<bool>* cancelled) const;
 
@@ -55,7 +55,7 @@ class DeviceOrder {
   void poll(std::int64_t deadline_ns, const std::atomic<bool>* cancelled, bool gives_way) const;
 
   const std::shared_ptr<const CudaContext> context_;
-  CuEvent event_ = nullptr;  // null: of the whole device, at the time of wait()
+  CuEvent event_ = nullptr;  // null: the whole device, at the time of wait()
   bool is_met_ = false;
 };
 

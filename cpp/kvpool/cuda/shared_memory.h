@@ -1,6 +1,6 @@
 // Makes memory of other owners reachable for a GPU of this process.
 //
-// Thread-safety: immutable after construction; may go in any thread. In a forked child nothing is given back.
+// Thread-safety: immutable after construction; any thread may destroy it. Releases nothing in a forked child.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@ namespace kvpool {
 // other process may end.
 class ImportedMemory {
  public:
-  // `descriptor`: as DeviceMemory::export_descriptor() gave it there, not needed afterwards; of so many bytes, all of
-  // them. Throws kUnsupported (no such memory, another length, or this GPU does not reach the one that it is on),
+  // `descriptor`: from DeviceMemory::export_descriptor() there; the caller may close it afterwards. `bytes`: of the
+  // whole allocation. Throws kUnsupported (no such memory, another length, or this GPU cannot access the other),
   // kOutOfMemory, kDeviceLost. Leaves nothing behind.
   ImportedMemory(std::shared_ptr<const CudaContext> context, int descriptor, std::size_t bytes);
   ~ImportedMemory();
@@ -33,8 +33,8 @@ class ImportedMemory {
   bool mapped_ = false;
 };
 
-// Host memory that this GPU copies to and from at full speed, and that its kernels can follow: registered while this
-// lives.
+// Host memory that is registered while this lives, so that this GPU copies to and from it at full speed, and its
+// kernels can access it.
 class RegisteredMemory {
  public:
   // Throws as CudaDriver::require. REQUIRES: the memory stays mapped as long as this lives.
@@ -50,8 +50,8 @@ class RegisteredMemory {
   void* const base_;
 };
 
-// Page-locked memory through which content goes between a GPU and code that cannot access the GPU's memory: a socket,
-// a checksum.
+// Page-locked memory through which content passes between a GPU and code that cannot access its memory: a socket, a
+// checksum.
 class PinnedBuffer {
  public:
   // Throws kOutOfMemory, and as RegisteredMemory.

@@ -20,20 +20,20 @@ class DeviceStaging {
  public:
   static constexpr std::size_t kBufferBytes = std::size_t{4} << 20;
 
-  // Takes no memory yet. Throws as CudaDriver::require.
+  // Allocates no memory yet. Throws as CudaDriver::require.
   explicit DeviceStaging(std::shared_ptr<const CudaContext> context);
   DeviceStaging(const DeviceStaging&) = delete;
   DeviceStaging& operator=(const DeviceStaging&) = delete;
 
-  // A buffer of kBufferBytes, until it is let go of; outlives this object. Some are kept for later calls. Throws as
-  // PinnedBuffer.
+  // A buffer of kBufferBytes, which may outlive this object. When it is dropped, it may be kept for later calls. Throws
+  // as PinnedBuffer.
   std::shared_ptr<PinnedBuffer> buffer();
 
-  // Takes what one buffer and one copy need, so that nothing is asked of the driver then but to copy. Throws as both.
+  // Acquires now what one buffer and one copy need, so that later the driver is only asked to copy. Throws as both.
   void warm_up();
 
-  // The pieces, one after the other, to the buffer; and back. Pieces are the GPU's or page-locked memory. Return when
-  // the bytes have arrived. Throw as DeviceCopier::copy. REQUIRES: they fit.
+  // Copy the pieces, in order, to the buffer, and back. Pieces lie in GPU memory or page-locked memory. Return when the
+  // bytes have arrived. Throw as DeviceCopier::copy. REQUIRES: they fit.
   void gather(std::span<const iovec> pieces, std::byte* to);
   void scatter(const std::byte* from, std::span<const iovec> pieces);
 

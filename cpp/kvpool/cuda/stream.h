@@ -1,4 +1,4 @@
-// A stream of kvpool's own, and its order with the streams of others.
+// A stream that kvpool makes, and its order with other streams.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ class CopyOrder {
   CopyOrder(CallerStream stream) noexcept : stream_(stream) {}  // NOLINT(google-explicit-constructor)
   CopyOrder(CuStream stream) noexcept : stream_(stream) {}      // NOLINT(google-explicit-constructor)
   CopyOrder(std::nullopt_t none) noexcept : stream_(none) {}    // NOLINT(google-explicit-constructor)
-  // Nothing: what had to end before has ended.
+  // No work: all work before the copy has ended already.
   static CopyOrder met() noexcept {
     CopyOrder order{std::nullopt};
     order.is_met_ = true;
@@ -40,11 +40,10 @@ class CopyOrder {
 // was never made, or was destroyed, is undefined behaviour there); the context is current.
 void check_stream_of(const CudaContext& context, CuStream stream, const char* what);
 
-// Does not wait for the default stream, nor lets it wait.
-// Thread-safety: none; may go in any thread.
+// Does not wait for the default stream, nor does that wait for it. Thread-safety: none; any thread may destroy it.
 class CudaStream {
  public:
-  // Throws as CudaDriver::require. REQUIRES: the context is current, here and below, but in the destructor.
+  // Throws as CudaDriver::require. REQUIRES: the context is current, here and below, except in the destructor.
   explicit CudaStream(std::shared_ptr<const CudaContext> context);
   ~CudaStream();
   CudaStream(const CudaStream&) = delete;
@@ -53,15 +52,15 @@ class CudaStream {
   const CudaContext& context() const noexcept { return *context_; }
   CuStream handle() const noexcept { return stream_; }
 
-  // Work that is put into this stream from now on begins when the order is met: the GPU waits for the work that is in
-  // the other stream now. For a whole device this thread waits, here. Throws kArgument for a stream of another device;
-  // kState for a stream that is captured, and for a whole device while a CUDA graph is captured there.
+  // Later work of this stream begins after the order: the GPU waits for the work that is in the other stream now. For a
+  // whole device, this thread waits here. Throws kArgument for a stream of another device; kState for a stream that is
+  // captured, and for a whole device while a CUDA graph is captured there.
   void follow(const CopyOrder& order);
-  // Polls until all work that is in this stream now has ended, or the time is over; returns whether it has ended. True,
-  // too, when the driver does not say: drain() throws why.
+  // Polls until all work that is in this stream now has ended, or the time is over; returns whether it has ended. Also
+  // true when the driver fails: drain() throws the error.
   bool ends_within(std::int64_t ns) noexcept;
-  // Returns when all that is in this stream has ended. Throws as CudaDriver::require: kDeviceLost also when the driver
-  // does not say whether it has.
+  // Returns when all work of this stream has ended. Throws as CudaDriver::require; also kDeviceLost when the driver
+  // cannot say whether it has.
   void drain(const char* what);
 
  private:

@@ -1,16 +1,16 @@
-// What a kernel is told: the job, cut into tiles that a warp moves at a time. Written by kernel_plan.cpp, read on the
-// GPU, so this header is for both compilers and includes nothing but fixed-size types.
+// The description of a job for a kernel, cut into tiles, each of which a warp moves at a time. kernel_plan.cpp writes
+// it and the GPU reads it, so this header is for both compilers and includes only fixed-size types.
 //
 //   tile t ──►  pair  t / tiles_of_pair          which blocks
-//               strip by t % tiles_of_pair       which part of them: tile_begin of the strips rises
+//               strip by t % tiles_of_pair       which part of them: tile_begin of the strips ascends
 //               tile within the strip            kTileUnits units of `width` bytes, the last one shorter
 //
 // A table is a header, its strips, then its pairs:
 //
 //   TableHeader │ DeviceStrip[strips] │ BlockPair[pairs]
 //
-// It travels inside the launch (a kernel's arguments, read through the constant cache) when it is at most
-// kInlineTableBytes long, else in memory of the device with the header in the launch.
+// It travels inside the launch (a kernel's arguments, read through the constant cache) if it is at most
+// kInlineTableBytes long; otherwise it lies in memory of the device, with only the header in the launch.
 #pragma once
 
 #include <cstddef>
@@ -62,7 +62,7 @@ struct TableHeader {
   std::uint32_t tiles = 0;
   std::uint32_t strips = 0;
   FastDivider tiles_of_pair;
-  FastDivider tiles_of_strip;  // where all strips have the same number of tiles; divisor 0 where not
+  FastDivider tiles_of_strip;  // divisor 0 unless all strips have the same number of tiles
 };
 
 struct DeviceStrip {
@@ -70,9 +70,9 @@ struct DeviceStrip {
   std::uint64_t to;
   std::uint64_t from_stride;
   std::uint64_t to_stride;
-  std::uint64_t units;       // of `width` bytes each, without the bytes that are left over
+  std::uint64_t units;       // of `width` bytes each, without the tail
   std::uint32_t tile_begin;  // tiles of a pair before this strip's
-  std::uint32_t tail;        // bytes that are left over
+  std::uint32_t tail;        // remaining bytes
 };
 static_assert(sizeof(DeviceStrip) == 48);
 
@@ -86,7 +86,7 @@ inline constexpr std::size_t table_bytes(std::size_t strips, std::size_t pairs) 
   return strips * sizeof(DeviceStrip) + pairs * sizeof(DevicePair);
 }
 
-// A table that travels with the launch. A shorter one is its beginning.
+// A table that travels with the launch; a shorter table is a prefix of it.
 template <std::size_t kBytes>
 struct InlineTable {
   TableHeader header;

@@ -1,5 +1,5 @@
-// What one lane of a warp does with one tile of a job. For both compilers: the kernels run it over memory of the GPU,
-// the tests over a memory that counts what is touched, lane by lane.
+// The work of one lane of a warp on one tile of a job. For both compilers: the kernels run it over GPU memory, the
+// tests, lane by lane, over a memory that counts accesses.
 //
 // `Memory` has, for unit types T of 1, 4 and 16 bytes:
 //   T load<T>(std::uint64_t address)              of what the job reads
@@ -23,10 +23,10 @@ struct TilePlace {
   DeviceStrip strip;
   std::uint64_t from;  // of the strip, in the pair's block
   std::uint64_t to;
-  std::uint64_t first;  // unit of the strip that the tile begins with
+  std::uint64_t first;  // the first unit of the strip in the tile
 };
 
-// The last strip whose tile_begin is not above `tile`.
+// The last strip whose tile_begin is at most `tile`.
 KVPOOL_HOST_DEVICE inline std::uint32_t strip_of_tile(const TableView& table, std::uint32_t tile) {
   if (table.header->tiles_of_strip.divisor != 0) return table.header->tiles_of_strip.divide(tile);
   std::uint32_t low = 0;
@@ -54,7 +54,7 @@ KVPOOL_HOST_DEVICE inline TilePlace place_of_tile(const TableView& table, std::u
   return place;
 }
 
-// Bytes as they are. The tail goes byte by byte, a byte a lane.
+// Copies bytes unchanged; of the tail, each lane copies one byte.
 template <class T, class Memory>
 KVPOOL_HOST_DEVICE inline void copy_tile(const TableView& table, std::uint32_t tile, std::uint32_t lane,
                                          Memory& memory) {
@@ -92,7 +92,7 @@ KVPOOL_HOST_DEVICE inline void copy_tile(const TableView& table, std::uint32_t t
   }
 }
 
-// The work of a width, for run_thread.
+// The work for one width, for run_thread.
 template <class T>
 struct CopyWork {
   template <class Memory>
@@ -104,8 +104,8 @@ struct CopyWork {
 inline constexpr std::uint32_t kBlockThreads = 256;
 inline constexpr std::uint32_t kBlockWarps = kBlockThreads / kWarpLanes;
 
-// All that a thread of a grid does: its warp's share of the tiles. With the stride of the whole grid neighbouring warps
-// move neighbouring tiles at about the same time, so that both sides advance through memory in one wide front.
+// The work of one thread of a grid: its warp's share of the tiles. The stride is the whole grid, so neighbouring warps
+// move neighbouring tiles at about the same time, and both sides advance through memory in one wide front.
 template <class Work, class Memory>
 KVPOOL_HOST_DEVICE inline void run_thread(const TableView& table, std::uint32_t block, std::uint32_t blocks,
                                           std::uint32_t thread, Memory& memory) {
@@ -116,7 +116,7 @@ KVPOOL_HOST_DEVICE inline void run_thread(const TableView& table, std::uint32_t 
   }
 }
 
-// Calls use(Work) with the work of this width: the one place that knows which widths there are. False for others.
+// Calls use(Work) with the work for this width; only this function knows all widths. False for any other width.
 template <class Use>
 bool with_work(std::uint32_t width, Use use) {
   switch (width) {

@@ -1,8 +1,8 @@
 // The children of one node, ordered by their first page: a treap threaded through the nodes themselves.
 //
-// The hash table finds the child that has a whole page; this order answers what a hash cannot: how far does a page
-// agree with the child that is most like it? In lexicographic order the longest common prefix of a page with any child
-// is reached at one of the two neighbours of its place, and both lie on the search path.
+// The hash table finds the child that starts with a whole page. This order answers what a hash cannot: what is the
+// longest common prefix of a page with any child? In lexicographic order it is with one of the two neighbours of the
+// page's place, and both lie on the search path.
 //
 // Cost: expected O(log children). Nothing here allocates or throws.
 #pragma once
@@ -16,7 +16,7 @@
 
 namespace kvpool {
 
-// The first tokens of a run, copied into its node: most comparisons end there, without a look at the run itself.
+// The first tokens of a run, copied into its node: most comparisons end there, without reading the run itself.
 inline constexpr std::size_t kHeadTokens = 4;
 using TokenHead = std::array<Token, kHeadTokens>;
 
@@ -57,7 +57,7 @@ class ChildOrder {
     from->left = from->right = nullptr;
   }
 
-  // The longest agreement of `n` <= page_tokens tokens with the first page of any child.
+  // The longest common prefix of `n` <= page_tokens tokens with the first page of any child.
   std::size_t longest_agreement(const Node* root, const Token* tokens, std::size_t n) const noexcept {
     std::size_t best = 0;
     while (root != nullptr && best < n) {

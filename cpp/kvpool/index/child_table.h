@@ -1,15 +1,15 @@
 // One hash table for the children of all nodes of a tree: key -> node, open addressing, linear probing.
 //
-// It grows a few entries at a time: while it grows, a second, older array is drained by every insertion, so no single
-// call pays for moving a million entries.
+// It grows incrementally: every insertion moves a few entries from the old array to the new one, so no single call pays
+// for moving a million entries.
 //
 // Invariants
 //   T1  An entry is in exactly one of the two arrays.
-//   T2  In `now_` no probe sequence is broken by an empty slot (erase shifts entries back). `old_` is never inserted
-//       into; what leaves it becomes a tombstone.
+//   T2  No empty slot breaks a probe sequence in `now_` (erase shifts entries back). Nothing is inserted into `old_`;
+//       entries that leave it become tombstones.
 //   T3  reserve(n) is the only call that allocates; n insertions after it cannot fail.
 //
-// Thread-safety: none. Keys may collide: the caller's predicate decides which entry is meant.
+// Thread-safety: none. Keys may collide: the caller's predicate selects the entry.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +36,7 @@ class ChildTable {
 
   // Makes room for n insertions. Throws std::bad_alloc and changes nothing when there is no memory.
   void reserve(std::size_t n) {
-    // Load at most 5/8 of `now_`, counting what still has to move over from `old_`.
+    // Load at most 5/8 of `now_`, counting entries that are still in `old_`.
     if ((size() + n) * 8 <= now_.capacity() * 5) return;
     std::size_t capacity = now_.capacity() == 0 ? 64 : now_.capacity() * 2;
     while ((size() + n) * 8 > capacity * 5) capacity *= 2;

@@ -1,8 +1,8 @@
 // The changes of cached prompts, as events for readers that keep a copy of the index (routers).
 //
-// An event carries the whole prefix, so a reader needs nothing else to apply it: `tokens` are all tokens from the
+// An event carries the whole prefix, so a reader can apply it without other data: `tokens` are all tokens from the
 // prompt's start to the end of the pages that changed, and the pages [first_page, tokens / page_tokens) changed.
-// A reader that falls behind loses its oldest events and is told how many it lost. It then subscribes again, and begins
+// A reader that falls behind loses its oldest events and learns how many it lost. It then subscribes again, and begins
 // with the current content of the index.
 //
 // Thread-safety: none; the index's owner locks.
@@ -29,7 +29,7 @@ struct Event {
   std::string name_space;
   std::vector<Token> tokens;
   std::uint32_t first_page;
-  std::vector<Address> values;      // of the changed pages: as stored, as they were, or where they moved to
+  std::vector<Address> values;      // of the changed pages: stored, removed, or where they moved to
   std::vector<Address> old_values;  // moved: where they were
 };
 
@@ -37,8 +37,8 @@ class EventQueue {
  public:
   explicit EventQueue(std::uint64_t capacity_tokens) : capacity_tokens_(capacity_tokens), room_(capacity_tokens) {}
 
-  // Takes all events out, and the number of events that were lost before the first of them. Throws std::bad_alloc with
-  // nothing taken.
+  // Takes all events, and the number of events that were lost before the first of them. Throws std::bad_alloc and takes
+  // nothing.
   struct Batch {
     std::deque<std::shared_ptr<const Event>> events;
     std::uint64_t lost = 0;
@@ -53,7 +53,7 @@ class EventQueue {
     return batch;
   }
 
-  // What the queue begins with, whatever its capacity. Throws std::bad_alloc.
+  // Adds an initial event, regardless of the capacity. Throws std::bad_alloc.
   void begin_with(std::shared_ptr<const Event> event) {
     const std::uint64_t tokens = event->tokens.size();
     events_.push_back(std::move(event));
@@ -75,7 +75,7 @@ class EventQueue {
       ++lost_;
     }
   }
-  // One event is lost, and with it all before it: a reader never sees a gap in the middle.
+  // Loses one event and all events before it, so that a reader never sees a gap in the middle.
   void count_lost() noexcept {
     lost_ += events_.size() + 1;
     events_.clear();
@@ -84,13 +84,13 @@ class EventQueue {
 
  private:
   std::uint64_t capacity_tokens_;
-  std::uint64_t room_;  // the capacity, and what the queue began with until it is drained
+  std::uint64_t room_;  // the capacity, plus the initial events until they are drained
   std::uint64_t tokens_ = 0;
   std::uint64_t lost_ = 0;
   std::deque<std::shared_ptr<const Event>> events_;
 };
 
-// The readers of one index. A reader ends by letting go of its queue.
+// The readers of one index. A reader ends by dropping its queue.
 class EventLog {
  public:
   bool has_readers() const noexcept { return !queues_.empty(); }

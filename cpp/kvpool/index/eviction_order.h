@@ -1,11 +1,11 @@
 // The order in which nodes of a class are evicted. It contains all nodes that are neither pinned nor held.
 //
 // Every policy orders a node before its ancestors (a use of a child is a use of its whole prefix), so the coldest node
-// of a class is a leaf as far as that class goes, and eviction works from the ends of prompts inwards.
+// of a class has no descendants of that class, and eviction works from the ends of prompts inwards.
 //
 //   LRU   a list: the node released last is last. O(1), no comparisons. Nodes that come from another class keep the
 //         time of their last use: they are in a second list, sorted by this time, and the colder of the two heads is
-//         evicted first. They come coldest first, so each is appended at the end: O(1) again.
+//         evicted first. They arrive coldest first, so each is appended: O(1) again.
 //   LFU   a heap by (hits, last use).
 //   FIFO  a heap by last insertion: matches do not refresh.
 //
@@ -41,10 +41,10 @@ class EvictionOrder {
 
   virtual void remove(PromptNode* node) noexcept = 0;
 
-  // Null when the class has no node that may go.
+  // Null when the class has no evictable node.
   virtual PromptNode* coldest(ValueClass value_class) const noexcept = 0;
 
-  // Number of nodes in order, by a full walk that also checks the structure. For audits.
+  // Number of nodes in the order, by a full walk that also checks the structure. For audits.
   virtual std::size_t count_checked(ValueClass value_class) const = 0;
 };
 

@@ -1,4 +1,4 @@
-// Where the seed of a tree's hashes comes from when its owner does not give one.
+// The seed of a tree's hashes when its owner gives none.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace kvpool {
 
-// Differs from process to process, so that nobody outside can construct prompts that collide. May throw
-// std::runtime_error where the machine has no source of randomness.
+// Differs between processes, so outsiders cannot construct prompts that collide. May throw std::runtime_error if the
+// machine has no source of randomness.
 inline std::uint64_t random_hash_seed() {
   std::random_device device;
   const std::uint64_t high = device();

@@ -1,8 +1,8 @@
 // How much of one prompt each instance holds: the result of a match in a router's tree, in a form that a router can
 // query in parts.
 //
-//   instances   4 | 1 2 7 | 3 9        longest first; of equals by instance
-//   levels      ^   ^       ^          a length each, longest first
+//   instances   4 | 1 2 7 | 3 9        longest first, then by instance
+//   levels      ^   ^       ^          one for each length, longest first
 //
 // A router may have a thousand instances that all hold a system prompt. It asks how much a few of them hold, and which
 // few hold the most; neither query visits all instances.
@@ -25,14 +25,14 @@ class InstanceHits {
     bool operator==(const Level&) const = default;
   };
 
-  // Of the n-th level those from levels()[n].begin to end_of(n).
+  // The n-th level has those from levels()[n].begin to end_of(n).
   const std::vector<std::uint32_t>& instances() const noexcept { return instances_; }
   const std::vector<Level>& levels() const noexcept { return levels_; }
   std::size_t end_of(std::size_t level) const noexcept {
     return level + 1 < levels_.size() ? levels_[level + 1].begin : instances_.size();
   }
 
-  // The level of an instance; levels().size() of one that holds nothing.
+  // The level of an instance; levels().size() if it holds nothing.
   std::size_t level_of(std::uint32_t instance) const noexcept {
     const auto begin = instances_.begin();
     for (std::size_t level = 0; level < levels_.size(); ++level) {
@@ -49,7 +49,7 @@ class InstanceHits {
     levels_.clear();
   }
   void reserve(std::size_t instances) { instances_.reserve(instances); }
-  // REQUIRES: pages as for the one added before, and a larger instance; or fewer pages.
+  // REQUIRES: fewer pages than the last call, or equal pages and a larger instance.
   void add(std::uint32_t instance, std::size_t pages) {
     if (levels_.empty() || levels_.back().pages != pages) levels_.push_back(Level{pages, instances_.size()});
     instances_.push_back(instance);

@@ -1,26 +1,26 @@
 // A router's tree: which instances hold which prefixes of prompts.
 //
-// The router tells it what instances store and lose (from event streams, or from its own decisions), and it answers how
-// much of a prompt each instance holds. The answer may be out of date: pages whose removal it is not told of stay until
-// they expire, or until the tree is too large and they are the longest unused.
+// The router reports what instances store and lose (from event streams, or from its own decisions), and the index
+// answers how much of a prompt each instance holds. The answer may be out of date: pages whose removal was not reported
+// stay until they expire, or until the tree is too large and they are the least recently used.
 //
 // Invariants
 //   I1  An instance that holds a page holds everything before it: the holders of a node are among those of its parent.
 //       So a node and an ancestor with equally many holders have the same holders.
-//   I2  A use of a page is a use of everything before it: no holder's last use of a node is later than that of its
-//       parent. So what expires first is the end of a prompt.
+//   I2  A use of a page is a use of everything before it: no holder's last use of a node is later than its last use of
+//       the parent. So the ends of prompts expire first.
 //   I3  Every node has a holder.
 //   I4  Insertions and matches cut runs where they end: all pages of a node share one history.
 //   I5  A call that throws has changed nothing but, at most, where runs are cut.
 //   I6  All nodes are in the order of their last uses by any instance; a node is newer than those below it. So the
 //       oldest node has nothing below it.
-//   I7  No more pages than `pages_max`, where it is not 0.
+//   I7  At most `pages_max` pages, unless it is 0.
 //
 // Cost: insert and match grow with the prompt and with the number of instances that hold its first page, not with the
-// tree; what they drop to keep I7 costs a constant time a node. remove_instance looks at the nodes that the instance
-// holds and at their siblings, expire at every node.
+// tree; evicting to keep I7 takes constant time for each node. remove_instance visits the nodes that the instance holds
+// and their siblings; expire visits every node.
 //
-// Times are the caller's, in any unit; one that goes back counts as the latest one seen.
+// The caller supplies times, in any unit; a time before the latest one counts as the latest.
 // Thread-safety: none; the owner locks.
 #pragma once
 
@@ -53,38 +53,38 @@ class InstanceIndex {
 
   std::uint32_t page_tokens() const noexcept { return tree_.page_tokens(); }
 
-  // The instance holds these pages. Returns how many of them it did not hold before. What is `lasting` never expires:
-  // for an instance that says itself what it loses. If there are too many pages then, the longest unused are dropped,
-  // lasting or not, for all their holders; a prompt that alone is too long loses its end. Throws Error kArgument for an
+  // The instance holds these pages. Returns how many of them are new. `lasting` pages never expire: use it for
+  // instances that report what they lose. If there are then too many pages, drops the least recently used, lasting or
+  // not, for all their holders; a prompt that is too long by itself loses its end. Throws Error kArgument for an
   // instance above kInstanceMax.
   std::size_t insert(std::string_view name_space, const Token* tokens, std::size_t pages, std::uint32_t instance,
                      std::uint64_t now, bool lasting = false);
 
-  // For every instance that holds the prompt's first page: how far it goes on. Longest first, then by instance. Counts
-  // as a use of these pages by all of them. Replaces what is in `out`.
+  // For every instance that holds the prompt's first page: how many pages it holds. Longest first, then by instance.
+  // Counts as a use of these pages by all of them. Replaces the content of `out`.
   void match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, std::uint64_t now,
              std::vector<InstanceHit>& out);
 
   // The same without counting as a use, and without cutting runs.
   void peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
             std::vector<InstanceHit>& out) const;
-  // Grouped by length: for a router that asks of few of them.
+  // Grouped by length, for a router that asks about few instances.
   void peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, InstanceHits& out) const;
 
-  // The instance no longer holds this prompt's pages from `first_page` on, nor anything below them. Returns how many
-  // pages that were. Does nothing if the tokens have no such page.
+  // The instance no longer holds this prompt's pages from `first_page` on, nor anything below them. Returns the number
+  // of removed pages. Does nothing if the tokens have no such page.
   std::size_t remove(std::string_view name_space, const Token* tokens, std::size_t n_tokens, std::size_t first_page,
                      std::uint32_t instance);
 
   // The instance is gone. Returns how many pages it held.
   std::size_t remove_instance(std::uint32_t instance) noexcept;
 
-  // Drops every holder of a page that has not used it at `before` or later, but for lasting ones. Returns how many
-  // pages that were, counted once for each instance.
+  // Drops every holder of a page that has not used it at `before` or later, except lasting ones. Returns the number of
+  // pages, counted once for each instance.
   std::size_t expire(std::uint64_t before) noexcept;
 
   std::size_t pages_max() const noexcept { return pages_max_; }
-  // Pages dropped so far because there were too many.
+  // Pages dropped so far to keep I7.
   std::uint64_t pages_evicted() const noexcept { return pages_evicted_; }
 
   // Pages that the instance holds.

@@ -1,4 +1,4 @@
-// What a node of a router's tree carries beside its tokens: the instances that hold its pages.
+// The payload of a node in a router's tree: the instances that hold its pages.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace kvpool {
 
-// The last use of what does not expire: later than any time.
+// The last use of a lasting page: later than any time.
 inline constexpr std::uint64_t kLasting = std::numeric_limits<std::uint64_t>::max();
 
 struct Holder {
@@ -26,8 +26,8 @@ struct InstancePayload {
   RadixNode<InstancePayload>* newer = nullptr;
   RadixNode<InstancePayload>* older = nullptr;
 
-  // When a match last went through the node. A match is a use by every holder, and noting it here instead of with each
-  // holder makes its cost that of the path.
+  // When a match last went through the node. A match is a use by every holder; recording it once here, and not with
+  // each holder, makes its cost proportional to the path.
   std::uint64_t matched = 0;
 
   std::vector<Holder>::iterator place_of(std::uint32_t instance) noexcept {
@@ -47,7 +47,7 @@ struct InstancePayload {
 
   void prepare_cut(SpanHeap&, std::uint32_t, std::uint32_t, Cut& cut) const { cut.holders = holders; }
 
-  // Who held the whole node holds both halves, and each use was a use of both.
+  // Every holder of the whole node holds both halves, and each use was a use of both.
   static void commit_cut(Cut& cut, InstancePayload& upper, InstancePayload& lower, std::uint32_t,
                          std::uint32_t) noexcept {
     upper.holders = std::move(cut.holders);

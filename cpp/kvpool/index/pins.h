@@ -1,4 +1,4 @@
-// Pins as values: a match or an insertion returns them, and they hold until they are released.
+// Pins as values: matches and insertions return them, and they hold until they are released.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@ class PinOwner {
   virtual void unpin(const IndexPin* pins, std::size_t n) noexcept = 0;
 };
 
-// Move-only; releases in its destructor. It keeps its owner, so it may outlive every other reference to the pool.
-// Thread-safety: one thread at a time uses an object; release() may run in any thread.
+// Move-only; the destructor releases the pins. It keeps its owner alive, so it may outlive every other reference to the
+// pool. Thread-safety: one thread at a time uses an object; release() may run in any thread.
 class Pins {
  public:
   Pins() = default;

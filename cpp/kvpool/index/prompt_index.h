@@ -1,8 +1,8 @@
 // The prompt index: which prefixes of prompts are cached, and at which addresses.
 //
 // Invariants
-//   P1  A pin covers a prefix: it counts on its last node and on every node above. So the pins of a node are at least
-//       those of each child, and what lies below an unpinned node is unpinned.
+//   P1  A pin covers a prefix: it counts on its last node and on every node above. So a node has at least as many pins
+//       as each child, and everything below an unpinned node is unpinned.
 //   P2  Matches and insertions cut runs where they end. All pages of a node therefore share one history of use, and the
 //       eviction order by nodes is the exact order by pages.
 //   P3  A node is in the eviction order exactly while it is neither pinned nor held.
@@ -31,7 +31,7 @@ namespace kvpool {
 class IndexObserver {
  public:
   virtual ~IndexObserver() = default;
-  // All values of this node have come to it: newly inserted, or cut off another node.
+  // This node has got all its values: by an insertion, or by a cut of another node.
   virtual void placed(PromptNode& node) noexcept = 0;
   // These values left the index (evicted, deleted).
   virtual void dropped(const Address* values, std::size_t n) noexcept = 0;
@@ -47,32 +47,32 @@ struct IndexPin {
 struct IndexHit {
   IndexPin pin;
   std::size_t pages = 0;
-  std::size_t partial_tokens = 0;  // agreement inside the page that follows
+  std::size_t partial_tokens = 0;  // matching tokens in the next page
 };
 
 struct IndexInsertion {
   IndexPin pin;
-  std::size_t pages_present = 0;  // of the prompt, from its start, were there before
+  std::size_t pages_present = 0;  // of the prompt, from its start, that were cached before
 };
 
 struct IndexErasure {
   std::size_t pages = 0;         // removed
-  std::size_t pages_pinned = 0;  // not zero: nothing was removed, because so many of the pages to go are pinned
+  std::size_t pages_pinned = 0;  // pages to remove that are pinned; if not 0, nothing was removed
 };
 
-// Why a match ends where it does.
+// Why a match ended.
 enum class MatchEnd : std::uint8_t {
   kComplete,       // every whole page of the tokens is cached
   kNoNamespace,    // nothing was ever stored under that namespace
-  kDiverges,       // a cached prompt goes on, but differently
-  kNothingBeyond,  // no cached prompt goes beyond
+  kDiverges,       // cached prompts continue with other tokens
+  kNothingBeyond,  // no cached prompt continues
 };
 
 class PromptIndex {
  public:
   using Node = PromptNode;
 
-  // How values are classed: opaque, or by the address's instance and medium.
+  // How values are classified: as opaque, or by the address's instance and medium.
   enum class Values : std::uint8_t { kOpaque, kAddresses };
 
   // `observer` may be null; it must outlive the index. Throws Error kArgument for page_tokens == 0.
@@ -92,38 +92,38 @@ class PromptIndex {
   IndexHit peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out,
                 MatchEnd* end = nullptr) const noexcept;
 
-  // Stores values for `pages` pages. Where a page is present its value stays: `canonical` receives the values that the
-  // index holds in the end. Pins the whole prompt.
+  // Stores values for `pages` pages. Pages that are present keep their values; `canonical` receives the resulting
+  // values of all pages. Pins the whole prompt.
   IndexInsertion insert(std::string_view name_space, const Token* tokens, std::size_t pages, const Address* values,
                         Address* canonical);
 
-  // Undoes an insertion that no other caller has seen yet. REQUIRES: it is the last change to the index.
+  // Undoes an insertion that no other caller has seen yet. REQUIRES: it was the last change to the index.
   void undo(const IndexInsertion& insertion) noexcept;
 
   void unpin(const IndexPin& pin) noexcept;
   IndexPin pin(Node* node) noexcept;
 
-  // Removes the pages of this prompt that no longer prompt shares; with `descendants` also what hangs below it.
-  // REQUIRES: nothing is held.
+  // Removes the pages of this prompt that no longer prompt shares; with `descendants` also everything below it.
+  // REQUIRES: no node is held.
   IndexErasure erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
 
-  // Drops up to n pages of a class, coldest first, from the ends of prompts. Pages of other classes that hang below go
-  // with them and are not counted.
+  // Drops up to n pages of a class, coldest first, from the ends of prompts. Also drops pages of other classes below
+  // them, which do not count.
   std::size_t evict(ValueClass value_class, std::size_t n) noexcept;
 
-  // Takes the coldest node of a class out of the order and marks it held; at most `pages_max` of its pages, the last
-  // ones, by cutting it. Null when nothing may go, and for pages_max == 0. The owner ends the hold with release_hold().
+  // Takes the coldest node of a class out of the order and marks it held. Cuts it so that it has at most `pages_max`
+  // pages, its last ones. Null when no node is evictable, and for pages_max == 0. End the hold with release_hold().
   Node* hold_coldest(ValueClass value_class, std::size_t pages_max);
   void release_hold(Node* node) noexcept;
 
-  // Cuts so that pages [first, first + count) of `node` are a node of their own, and returns it.
+  // Cuts `node` so that its pages [first, first + count) become a separate node, and returns that.
   Node* isolate(Node* node, std::uint32_t first, std::uint32_t count);
 
-  // Gives a node other values, of one class. The old values are the owner's.
+  // Replaces the values of a node; the new ones are of one class. The caller handles the old values.
   void redirect(Node* node, const Address* values) noexcept;
 
   std::size_t pages(ValueClass value_class) const noexcept { return pages_[static_cast<std::size_t>(value_class)]; }
-  // Of these, pages that are neither pinned nor held.
+  // Pages of this class that are neither pinned nor held.
   std::size_t evictable(ValueClass value_class) const noexcept {
     return evictable_[static_cast<std::size_t>(value_class)];
   }
@@ -132,8 +132,8 @@ class PromptIndex {
   std::size_t bytes() const noexcept { return tree_.bytes(); }
   std::uint64_t tick() noexcept { return ++clock_; }
 
-  // A stream of what happens from now on; with include_cached it begins with what is stored now, as kStored events that
-  // carry the sequence number of the last event before. Throws std::bad_alloc.
+  // A stream of the events from now on. With include_cached it begins with the current content, as kStored events with
+  // the sequence number of the last event. Throws std::bad_alloc.
   std::shared_ptr<EventQueue> subscribe(std::uint64_t capacity_tokens, bool include_cached);
   EventLog& events() noexcept { return events_; }
 
@@ -146,7 +146,7 @@ class PromptIndex {
       });
     });
   }
-  // visit(name, pages) for every namespace: how much of the tokens each holds.
+  // visit(name, pages) for every namespace: how many pages of the tokens each holds.
   template <class Visit>
   void for_each_namespace(const Token* tokens, std::size_t n_tokens, Visit&& visit) const {
     tree_.for_each_root([&](const RadixTree<PromptPayload>::Root& root) {

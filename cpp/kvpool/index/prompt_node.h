@@ -1,4 +1,4 @@
-// What a node of the prompt index carries beside its tokens.
+// The payload of a node in the prompt index.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@
 
 namespace kvpool {
 
-// Where a value lives, as far as eviction is concerned. A node's values are all of one class.
+// Where a value lies, as far as eviction is concerned. A node's values are all of one class.
 enum class ValueClass : std::uint8_t {
   kOpaque = 0,  // an index used alone: values mean nothing to it
   kHbm = 1,     // blocks of this pool, by medium: the codes of Medium
   kDram = 2,
   kDisk = 3,
-  kRemote,  // addresses on other instances: hints that hold no memory here
+  kRemote,  // addresses on other instances: hints that occupy no memory here
 };
 inline constexpr int kValueClassCount = static_cast<int>(ValueClass::kRemote) + 1;
 static_assert(static_cast<std::size_t>(ValueClass::kRemote) == kMedia.size() + 1, "a class for each medium");
@@ -35,8 +35,8 @@ struct PromptPayload {
   bool arrived = false;  // LRU: in the list of nodes that came with an older stamp
 
   ValueClass value_class = ValueClass::kOpaque;
-  bool held = false;        // its blocks are being copied elsewhere: neither evicted nor moved by another
-  bool has_limbo = false;   // the owner wants to hear of every unpin
+  bool held = false;        // its blocks are being copied elsewhere, so it is neither evicted nor moved
+  bool has_limbo = false;   // the observer is told of every unpin
   std::uint32_t pins = 0;   // holders whose prefix covers this node
   std::uint32_t hits = 0;   // matches that went through it
   std::uint64_t stamp = 0;  // the index's clock at its last use (FIFO: last insertion)
@@ -49,8 +49,8 @@ struct PromptPayload {
     cut.tail = make_buffer<Address>(heap, pages - before);
   }
 
-  // Everything that held for the whole node holds for both halves: each pin, each hit covered both. The upper half
-  // enters the eviction order through the index. Limbo stays below: who pinned the whole node pinned the lower half.
+  // Both halves inherit the state of the whole node: each pin and each hit covered both. The index enters the upper
+  // half into the eviction order. Limbo stays with the lower half: every pin of the whole node pins that.
   static void commit_cut(Cut& cut, PromptPayload& upper, PromptPayload& lower, std::uint32_t before,
                          std::uint32_t pages) noexcept {
     std::memcpy(cut.tail.get(), lower.values.get() + before, (pages - before) * sizeof(Address));

@@ -1,6 +1,6 @@
 // A radix tree over pages of tokens: the structure under the prompt index (payload: addresses) and under a router's
-// tree (payload: the instances that hold a prefix). It knows tokens, nodes and namespaces; what a payload means, when a
-// node may go, and in which order, is its owner's business.
+// tree (payload: the instances that hold a prefix). It knows tokens, nodes and namespaces; its owner interprets
+// payloads and decides which nodes to remove.
 //
 // A node holds a run of whole pages. A page is `page_tokens` tokens, the block size of the engine.
 //
@@ -15,13 +15,12 @@
 //
 // Invariants
 //   R1  Every node but a root has at least one page; children of one node differ in their first page.
-//   R2  split() keeps the identity of the lower half: a reference to a node keeps everything up to the node's end.
+//   R2  split() keeps the identity of the lower half: a reference to a node stands for everything up to the node's end.
 //   R3  A child is found in `table_` under key(parent, hash of its first page), and stands in `parent->children`.
 //   R4  Calls that throw (std::bad_alloc) have changed nothing but, at most, where runs are cut.
 //
-// Payload has: struct Cut (default constructible); void prepare_cut(SpanHeap&, pages_before_cut, pages,
-// Cut&) const, may throw;
-// static void commit_cut(Cut&, Payload& upper, Payload& lower, pages_before_cut, pages) noexcept.
+// Payload has: struct Cut (default constructible); void prepare_cut(SpanHeap&, pages_before_cut, pages, Cut&) const,
+// which may throw; static void commit_cut(Cut&, Payload& upper, Payload& lower, pages_before_cut, pages) noexcept.
 //
 // Thread-safety: none; the owner locks.
 #pragma once
@@ -62,7 +61,7 @@ void shrink_buffer(Buffer<T>& buffer, std::size_t n) noexcept {
   buffer.reset(static_cast<T*>(SpanHeap::shrink(buffer.release(), n * sizeof(T))));
 }
 
-// The first line of a node has what finding it takes, whether by the child table or in the treap.
+// The first cache line of a node has the fields that searches read, in the child table and in the treap.
 template <class Payload>
 struct alignas(64) RadixNode {
   Buffer<Token> tokens;  // the run: pages * page_tokens
@@ -90,7 +89,7 @@ class RadixTree {
  public:
   using Node = RadixNode<Payload>;
 
-  // A root is not of the heap: it is there before the heap is used, and few are.
+  // Roots are not in the heap: they exist before the heap is used, and are few.
   struct Root : Node {
     std::string name;
     static void* operator new(std::size_t bytes) { return ::operator new(bytes, std::align_val_t{alignof(Root)}); }
@@ -152,8 +151,7 @@ class RadixTree {
     for (const auto& [name, root] : roots_) visit(*root);
   }
 
-  // Follows `tokens` for at most `pages` pages. visit(node, pages of it that agree) is called for every node on the
-  // way.
+  // Follows `tokens` for at most `pages` pages. Calls visit(node, pages of it that agree) for every node on the way.
   template <class Visit>
   Position descend(Node* root, const Token* tokens, std::size_t pages, Visit&& visit) const {
     Position position{root, 0, 0};
@@ -173,8 +171,7 @@ class RadixTree {
     return position;
   }
 
-  // Tokens that agree with what is stored beyond `position`, inside the next page. `rest` holds the n tokens that
-  // follow its pages.
+  // How many tokens of the next page after `position` agree. `rest` holds the n tokens that follow its pages.
   std::size_t agreement_beyond(const Position& position, const Token* rest, std::size_t n) const noexcept {
     const std::size_t within = std::min<std::size_t>(n, page_tokens_);
     if (within == 0) return 0;
@@ -220,7 +217,7 @@ class RadixTree {
     return top;
   }
 
-  // A node that is not in the tree yet, with a copy of the tokens. Throws std::bad_alloc.
+  // Makes a node with a copy of the tokens, outside the tree. Throws std::bad_alloc.
   std::unique_ptr<Node> make_node(const Token* tokens, std::uint32_t pages) {
     std::unique_ptr<Node> node(new (heap_) Node);
     const std::size_t n = std::size_t{pages} * page_tokens_;
@@ -230,7 +227,7 @@ class RadixTree {
     return node;
   }
 
-  // Room for n calls of attach() that cannot fail. Throws std::bad_alloc.
+  // Makes room for n calls of attach(), which cannot fail. Throws std::bad_alloc.
   void reserve(std::size_t n) { table_.reserve(n); }
 
   // REQUIRES: reserve(); the parent has no child with this first page.
@@ -254,7 +251,7 @@ class RadixTree {
     node->pages = pages;
   }
 
-  // Any leaf below (or at) `node`, by the shortest way down.
+  // Any leaf below (or at) `node`, always following the root of the treap.
   static Node* some_leaf(Node* node) noexcept {
     while (node->children != nullptr) node = node->children;
     return node;
@@ -277,8 +274,8 @@ class RadixTree {
     }
   }
 
-  // Walks everything below `top`, parents first: enter(node) says whether to look below the node; leave(node) follows
-  // when that is done, and may detach the node. No recursion in the tree's depth, no allocation.
+  // Walks everything below `top`, parents first: enter(node) returns whether to descend below the node; leave(node) is
+  // called after that, and may detach the node. No recursion in the tree's depth, no allocation.
   template <class Enter, class Leave>
   void walk_below(Node* top, Enter&& enter, Leave&& leave) {
     Node* node = top->children == nullptr ? nullptr : leftmost(top->children);
@@ -321,10 +318,10 @@ class RadixTree {
     return fault;
   }
 
-  // For payloads that keep arrays of their own.
+  // For payloads that allocate arrays.
   SpanHeap& heap() noexcept { return heap_; }
 
-  // Memory that the tree takes: what its heap has touched, and the child table.
+  // The tree's memory: what its heap has touched, and the child table.
   std::size_t bytes() const noexcept { return heap_.touched_bytes() + table_.bytes(); }
 
  private:
@@ -361,7 +358,8 @@ class RadixTree {
     return node;
   }
 
-  // The next child of the same parent in order, found from the parent's treap: treap nodes keep no way up.
+  // The next child of the same parent in order, searched from the parent's treap, because treap nodes have no parent
+  // link.
   Node* next_sibling(Node* node) const noexcept {
     if (node->right != nullptr) return leftmost(node->right);
     Node* next = nullptr;
@@ -377,7 +375,7 @@ class RadixTree {
     return next;
   }
 
-  // Frees everything below a root. Every leaf it takes is the root of its parent's treap, so nothing is searched.
+  // Frees everything below a root. Every leaf that it takes is the root of its parent's treap, so it needs no search.
   void clear(Root* root) noexcept {
     for (Node* leaf = some_leaf(root); leaf != root;) {
       Node* const parent = leaf->parent;

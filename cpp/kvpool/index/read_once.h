@@ -1,9 +1,9 @@
-// Walking down a radix tree with tokens that another thread may be writing: an application's own array, which a match
-// reads where it lies, because copying a long prompt would cost as much as matching it.
+// Walks down a radix tree with tokens that another thread may be writing: a match reads the application's array in
+// place, because copying a long prompt would cost as much as matching it.
 //
-// What decides whether a page agrees is read once: the first page of a node from a copy, the rest of a run in one pass.
-// So every token of the prefix that a match finds was in the array at some moment of the call, and no read goes beyond
-// a run. A compiler barrier follows each read, so that no later use can become a second read.
+// Each token is read once to decide whether a page agrees: the first page of a node from a copy, the rest of a run in
+// one pass. So every token of the matched prefix was in the array at some moment of the call, and no read goes beyond a
+// run. A compiler barrier follows each read, so that no later use can become a second read.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace kvpool {
 
 inline void memory_barrier() noexcept { asm volatile("" : : : "memory"); }
 
-// How many tokens from the start two runs of n tokens agree in. Of `theirs` each token is read once.
+// The length of the common prefix of two runs of n tokens. Reads each token of `theirs` once.
 std::size_t agreement_read_once(const Token* ours, const Token* theirs, std::size_t n) noexcept;
 
 // A copy of one page at a time.
@@ -65,7 +65,7 @@ typename Tree::Position descend_read_once(const Tree& tree, typename Tree::Node*
   return position;
 }
 
-// As tree.agreement_beyond(position, rest, n). Less than a page, for the walk ended there.
+// As tree.agreement_beyond(position, rest, n). Less than a page, because the walk ended there.
 template <class Tree>
 std::size_t agreement_beyond_read_once(const Tree& tree, const typename Tree::Position& position, const Token* rest,
                                        std::size_t n, PageCopy& copy) noexcept {

@@ -21,7 +21,7 @@ struct SharedIndexStats {
   std::size_t namespaces;
 };
 
-// Thread-safe. Errors: std::bad_alloc changes nothing; erase() throws Error kState when what is to go is pinned.
+// Thread-safe. Errors: std::bad_alloc changes nothing; erase() throws Error kState when a page to remove is pinned.
 class SharedIndex final : public PinOwner, private IndexObserver {
  public:
   SharedIndex(std::uint32_t page_tokens, EvictionPolicy policy)
@@ -30,7 +30,7 @@ class SharedIndex final : public PinOwner, private IndexObserver {
   std::uint32_t page_tokens() const noexcept { return index_.page_tokens(); }
 
   IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
-  // `out` may be null; `elsewhere` too: it receives the other namespaces that hold more, with how many pages.
+  // `out` may be null, and so may `elsewhere`, which receives the other namespaces that hold more, and how many pages.
   IndexHit peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out, MatchEnd* end,
                 std::vector<std::pair<std::string, std::size_t>>* elsewhere);
   // One insertion of a batch.
@@ -42,7 +42,7 @@ class SharedIndex final : public PinOwner, private IndexObserver {
   };
   // All or nothing.
   std::vector<IndexInsertion> insert_all(std::string_view name_space, const std::vector<Item>& items);
-  // What was removed comes back.
+  // Returns the removed values.
   std::vector<Address> erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
   std::vector<Address> evict(std::size_t n);
   void unpin(const IndexPin* pins, std::size_t n) noexcept override;

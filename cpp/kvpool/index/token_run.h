@@ -10,7 +10,7 @@ namespace kvpool {
 
 using Token = std::int32_t;
 
-// How many tokens from the start two runs of n tokens agree in.
+// The length of the common prefix of two runs of n tokens.
 inline std::size_t agreement(const Token* a, const Token* b, std::size_t n) noexcept {
   constexpr std::size_t kChunk = 256;  // 1 KiB: long enough for a vectorised memcmp, short enough to look at again
   std::size_t at = 0;
@@ -25,8 +25,8 @@ inline std::size_t agreement(const Token* a, const Token* b, std::size_t n) noex
   return n;
 }
 
-// A keyed hash of n tokens. The seed is random per process, so that nobody outside can construct collisions; the value
-// is never stored outside the process nor told to a peer.
+// A keyed hash of n tokens. The seed is random per process, so outsiders cannot construct collisions; the value never
+// leaves the process.
 inline std::uint64_t hash_tokens(const Token* tokens, std::size_t n, std::uint64_t seed) noexcept {
   constexpr std::uint64_t kA = 0x9E3779B97F4A7C15ULL;
   constexpr std::uint64_t kB = 0xD6E8FEB86659FD93ULL;

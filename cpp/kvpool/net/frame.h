@@ -21,14 +21,14 @@ enum class FrameKind : std::uint8_t {
   kPing = 1,
   kPong = 2,
   kBye = 3,
-  // While peers meet, in this order: the server's kCapabilities, the client's kMetadata, and the server's kMetadata,
-  // which admits the client.
+  // During the handshake, in this order: the server's kCapabilities, the client's kMetadata, and the server's
+  // kMetadata, which admits the client.
   kCapabilities = 4,  // among others, the Unix socket for peers on the same host
   kMetadata = 5,      // a PeerMetadata, and its descriptors
   kReject = 6,        // instead of peer metadata, or after it: an error, and the end
   // Calls: transfer/peer_calls.h. They carry a verb, and an id of the caller's choice; the answer repeats both.
   kCall = 16,    // the verb, with its request          -> kAnswer or kRefused
-  kCancel = 17,  // nobody waits for this call any more  no answer but the call's own
+  kCancel = 17,  // the caller of this call waits no more  no answer but the call's own
   kLeave = 18,   // nothing writes here any more         no answer
   kData = 22,    // block content for transfer `id`      no answer
   // Control messages of NCCL, for one direction; the other direction has another communicator.
@@ -56,14 +56,14 @@ struct FrameHeader {
   std::uint64_t sequence;       // of this direction of this link: 1, 2, 3, ...; any other than the next ends the link
   std::uint64_t id;             // of the call or transfer
   std::uint32_t payload_bytes;  // of kData at least 1, of all others 0
-  std::uint32_t lifetime_ms;    // of kCall: how long its caller waits, 0 where nobody says; of all others 0
+  std::uint32_t lifetime_ms;    // of kCall: how long its caller waits, 0 if it does not say; of all others 0
 };
 static_assert(sizeof(FrameHeader) == 32);
 
 // The byte behind a payload.
 enum class PayloadEnd : std::uint8_t {
   kWhole = 0,
-  kGivenUp = 1,  // the sender stopped in the middle and filled up with zeros: the payload is worth nothing
+  kGivenUp = 1,  // the sender stopped in the middle and filled up with zeros: the payload is invalid
 };
 
 // The longest is a request with 4 MiB of tokens, half a million addresses, private bytes and a namespace, or two times

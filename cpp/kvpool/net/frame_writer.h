@@ -101,8 +101,8 @@ class FrameWriter {
   //      socket. The role is taken and given up under mutex_.
   //   2. The bytes of one frame are contiguous on the wire: while current_is_, no other frame begins. When no thread
   //      has the role, every frame that was begun is complete, or current_is_.
-  //   3. When nobody has the role and something is queued, then a thread that waits for the role has been notified and
-  //      has not returned, or want_room(true) was the last that was said.
+  //   3. When no thread has the role and something is queued, a thread that waits for the role has been notified and
+  //      has not returned, or the last call of want_room() was want_room(true).
   std::mutex mutex_;
   std::condition_variable role_free_;
   bool writing_ = false;

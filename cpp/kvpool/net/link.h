@@ -20,7 +20,7 @@ namespace kvpool {
 
 struct Message {
   FrameKind kind = FrameKind::kAnswer;
-  std::uint16_t verb = 0;  // of a call, and of what is said of it
+  std::uint16_t verb = 0;  // of a call, and of messages about it
   std::uint64_t id = 0;
   Bytes body;
   std::uint32_t lifetime_ms = 0;  // of a call

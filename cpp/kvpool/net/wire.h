@@ -24,7 +24,8 @@ using Bytes = std::vector<std::byte>;
 // A bool is no WireNumber: it has two valid values, and a peer can send 256.
 template <class T>
 concept WireNumber = std::unsigned_integral<T> && !std::same_as<T, bool>;
-// What can be copied from any bytes. REQUIRES: no member for which some bytes are not a value (bool, enum, pointer).
+// A type that can be copied from any bytes. REQUIRES: every bit pattern is a value of each member (no bool, enum or
+// pointer).
 template <class T>
 concept WireElement = std::is_trivially_copyable_v<T> && !std::is_pointer_v<T> && !std::same_as<T, bool>;
 

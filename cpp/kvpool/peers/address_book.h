@@ -1,4 +1,4 @@
-// Where the members of a cluster are, as its directory tells, and which incarnations it has told to be dead.
+// The addresses of a cluster's members, as its directory reports them, and the incarnations that it has expelled.
 //
 // Thread-safety: all of it. Its lock is taken after any other, and none is taken under it.
 #pragma once
@@ -15,7 +15,7 @@
 
 namespace kvpool {
 
-// One incarnation. It is called at its addresses in their order.
+// One incarnation. Callers try its addresses in order.
 struct ClusterMember {
   std::string name;
   std::uint32_t instance = 0;
@@ -25,22 +25,22 @@ struct ClusterMember {
 
 class AddressBook {
  public:
-  // So many dead incarnations are remembered, the latest. One that old has no connection that could wake up.
+  // How many expelled incarnations are remembered, the latest. An older one has no connection that could wake up.
   static constexpr std::size_t kExpelledMax = 4096;
 
-  // The whole picture, in place of what it was. Who is in it is dead no more. Returns the incarnations that another one
-  // has followed under the same name. Throws std::bad_alloc; then nothing has changed.
+  // Replaces the list of members; they are no longer expelled. Returns the incarnations that a new one has replaced
+  // under the same name. Throws std::bad_alloc; then nothing has changed.
   std::vector<std::uint64_t> set(std::vector<ClusterMember> members);
-  // It is struck off, and let in no more until it is in a picture again. Throws as set().
+  // Removes the incarnation, which is refused until a list contains it again. Throws as set().
   void expel(std::uint64_t incarnation, const std::string& why);
 
   std::optional<ClusterMember> find(const std::string& name) const;
-  // The name of the member whose addresses of blocks have this id; "" for none.
+  // The name of the member whose block addresses contain this id; "" for none.
   std::string name_of(std::uint32_t instance) const;
   bool lists(const ClusterMember& member) const;
   // Why it was expelled, if it was.
   std::optional<std::string> expelled(std::uint64_t incarnation) const;
-  // For people: "a, b, c"; "" when it is empty.
+  // For messages: "a, b, c"; "" when it is empty.
   std::string names() const;
 
  private:

@@ -1,4 +1,4 @@
-// How a peer is let in: what this pool says of itself, what it checks, and what it makes for the peer.
+// Admits peers: introduces this pool, checks the peer, and makes the peer's session.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -22,7 +22,7 @@ class WriterQuarantine;
 
 class Admission {
  public:
-  // All of it outlives the admission. `ranks` is set before the first peer comes.
+  // All of it outlives the admission. `ranks` is set before the first peer connects.
   struct Parts {
     Pool& pool;
     const ServiceOptions& options;

@@ -1,4 +1,4 @@
-// Content that a link brings for blocks on a GPU: a page-locked buffer first, then the blocks.
+// Receives content from a link for blocks on a GPU: first into a page-locked buffer, then into the blocks.
 #pragma once
 
 #include <sys/uio.h>
@@ -12,8 +12,8 @@
 
 namespace kvpool {
 
-// For so many bytes that go to these pieces; takes them over. It belongs to one thread at a time. Throws kProtocol for
-// more than a data frame of ours has, and as DeviceStaging::buffer.
+// A buffer for `bytes` bytes that go to these pieces, which it takes over. One thread at a time may use it. Throws
+// kProtocol for more than our data frames contain, and as DeviceStaging::buffer.
 std::unique_ptr<StagingBuffer> make_gpu_staging_buffer(std::shared_ptr<DeviceStaging> staging,
                                                        std::vector<iovec>& pieces, std::uint64_t bytes);
 

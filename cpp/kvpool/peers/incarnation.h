@@ -1,4 +1,4 @@
-// Numbers of incarnations, and others that are drawn once in the world.
+// Random numbers that are unique in the world, such as incarnations.
 #pragma once
 
 #include <cstdint>

@@ -1,18 +1,18 @@
-// An instance id that was drawn by chance, for a pool to which no directory gives one. No two of one process are the
-// same: they are few enough (14 bits) that hundreds of pools would soon meet one with their own.
+// A random instance id, for a pool that gets none from a directory. All ids of one process differ: with only 14 bits,
+// random ids of hundreds of pools would soon collide.
 #pragma once
 
 #include <cstdint>
 
 namespace kvpool {
 
-// Thread-safety: draw() and the destructor, as many at a time as you like; one object has one user.
+// Thread-safety: any number of threads may call draw() and destroy objects; one thread at a time may use an object.
 class InstanceId {
  public:
-  // One that nobody in this process has. Throws Error kState when none is left.
+  // An id that is unused in this process. Throws Error kState when none is left.
   static InstanceId draw();
   InstanceId(InstanceId&& other) noexcept;
-  InstanceId& operator=(InstanceId&& other) noexcept;  // gives its own back
+  InstanceId& operator=(InstanceId&& other) noexcept;  // gives back its old id
   ~InstanceId();
 
   std::uint32_t value() const noexcept { return value_; }

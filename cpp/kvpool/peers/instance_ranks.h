@@ -1,5 +1,5 @@
 // The ranks of an instance, as its service uses them. A logical instance has several, in processes that joined it; any
-// other instance has one, the process of the pool. cpp/kvpool/ranks implements this, and what makes a node hands it in.
+// other instance has one, the process of the pool. cpp/kvpool/ranks implements this; PeerNode gets a factory for it.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -36,50 +36,50 @@ struct RankInfo {
 class GroupConnection {
  public:
   virtual ~GroupConnection() = default;
-  // Those by which this instance writes to the peer.
+  // The routes by which this instance writes to the peer.
   virtual std::vector<std::shared_ptr<Route>> routes() = 0;
   // Lets the ranks of both sides connect. `address`: of the peer's scheduler. Throws what Endpoint::connect throws, and
   // kPeerLost when a rank of this instance is lost.
   virtual void meet(const std::string& address, const Waiting& waiting) = 0;
-  // Writes of this side end soon. Calls `clear` once nobody writes here any more.
+  // Ends the writes of this side soon. Calls `clear` once no peer rank writes here any more.
   virtual void depart(const Error& why, std::function<void()> clear) = 0;
 };
 
 class InstanceRanks {
  public:
   virtual ~InstanceRanks() = default;
-  // Adds to the metadata what they say of the ranks.
+  // Adds the description of the ranks to the metadata.
   virtual void introduce(PeerMetadata& metadata) const = 0;
-  // Throws kBusy unless all ranks have joined, kPeerLost when one is lost.
+  // Throws kBusy unless all ranks have joined, kPeerLost when a rank is lost.
   virtual void check_complete() const = 0;
-  // How the ranks will connect to those of this peer. Null when each side is an instance of one rank: then blocks go
+  // Plans how the ranks will connect to those of this peer. Null when both instances have one rank: then blocks travel
   // over the link of the two pools. Throws kLayoutMismatch, and what check_complete() throws.
   virtual std::shared_ptr<GroupConnection> plan(const PeerMetadata& peer) = 0;
-  // A rank has connected: one of this instance that joins, or one of a peer. Throws as Endpoint::Admit.
+  // Admits a rank of this instance that joins, or a rank of a peer. Throws as Endpoint::Admit.
   virtual std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerMetadata& metadata) = 0;
-  // This side has called a peer, and was answered by a rank: ends the link, and the meeting that it was for.
+  // This side has called a peer, but a rank has answered: ends the link, and the meeting that it was for.
   virtual void refuse(const std::shared_ptr<Link>& link, std::uint64_t meeting, const Error& why) = 0;
 
-  // The next two throw kState when this is an instance of one rank.
+  // The next two throw kState for an instance of one rank.
   virtual std::vector<RankInfo> list() const = 0;
-  // Until all ranks have joined; false at the deadline. Throws kPeerLost when one is lost.
+  // Waits until all ranks have joined; false at the deadline. Throws kPeerLost when a rank is lost.
   virtual bool wait_until_joined(std::int64_t deadline_ns) = 0;
 
-  // Parts from all ranks, and waits shortly until nobody writes here. REQUIRES: the sessions have ended.
+  // Disconnects all ranks, and waits shortly until no peer writes here. REQUIRES: the sessions have ended.
   virtual void close() noexcept = 0;
-  // Joins the threads. After close().
+  // Joins the threads. REQUIRES: close() was called.
   virtual void stop() noexcept = 0;
 };
 
-// What the ranks are made over. All of it outlives them.
+// What the ranks use of the service. All of it outlives them.
 struct RanksHost {
   Pool& pool;
   const std::string& name;          // of the instance
-  const std::uint64_t incarnation;  // its number
+  const std::uint64_t incarnation;  // of the instance
   RouteMaker& routes;
   WriterQuarantine& writer_quarantine;
   Endpoint& endpoint;
-  // A rank is lost, and with it its part of every block. Called once, from any thread.
+  // Called once, from any thread, when a rank is lost, and with it its part of every block.
   std::function<void(const Error& why)> on_rank_lost;
 };
 

@@ -1,4 +1,4 @@
-// Who may still write into memory that is about to be given back: what a pool, or a rank, asks when it closes.
+// Finds the parties that may still write into the memory of a pool or rank that is closing.
 #pragma once
 
 #include <unistd.h>
@@ -15,12 +15,12 @@
 
 namespace kvpool {
 
-// Adds the party, whose link was closed, if it may still write to addresses of this process. Waits for at most 2 s for
-// threads of the application that place what came over the link.
+// Adds the party, whose link was closed, if it may still write to addresses of this process. Waits at most 2 s for
+// threads of the application that place content from the link.
 void add_late_writer(const RouteMaker& routes, const std::shared_ptr<DepartingPeer>& party,
                      const std::shared_ptr<Link>& link, std::vector<LateWriter>& late) noexcept;
 
-// Looks until it holds, or until the time comes; returns whether it does.
+// Polls until the condition holds or the time has come; returns whether it holds.
 template <class Holds>
 bool wait_until(std::int64_t until_ns, Holds&& holds) {
   constexpr useconds_t kLookUs = 200;

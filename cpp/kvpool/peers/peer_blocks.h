@@ -1,4 +1,4 @@
-// The pool as sessions see it: block_host.h over a Pool and the queue of what its application is to hear.
+// Implements block_host.h for sessions, with a Pool and the queue of items for its application.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -44,11 +44,11 @@ class PeerBlocks final : public BlockHost {
   void expect_writes(std::span<const Address> addresses, Writer writer) override;
   void end_writes(std::span<const Address> addresses) noexcept override;
 
-  // Throws kClosed once it was let go of.
+  // Throws kClosed after let_go().
   std::shared_ptr<Arena> arena(Medium medium) const;
-  // Keeps the memory of spans() alive. Null once it was let go of.
+  // Keeps the memory of spans() alive. Null after let_go().
   std::shared_ptr<void> keepalive() const;
-  // The pool is closed: keeps its memory no longer. What keepalive() gave out does.
+  // The pool is closed: stops keeping its memory alive, which only results of keepalive() still do.
   void let_go() noexcept;
 
  private:
@@ -62,7 +62,7 @@ class PeerBlocks final : public BlockHost {
   mutable std::mutex mutex_;
   std::shared_ptr<const Arenas> arenas_;    // under mutex_
   std::shared_ptr<DeviceStaging> staging_;  // likewise; null without a GPU
-  const MediaSpans spans_;                  // of what arenas_ keeps
+  const MediaSpans spans_;                  // of the memory in arenas_
   const MediaSet on_gpu_;
   std::shared_ptr<const DeviceOrder> order_;  // under mutex_; null without a GPU
 };

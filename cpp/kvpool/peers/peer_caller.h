@@ -1,4 +1,4 @@
-// This side calls peers: at an address that the application names, or the addresses that a cluster knows of a member.
+// Connects to peers: at an address that the application names, or at the addresses of a cluster's member.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -32,14 +32,14 @@ class PeerCaller {
 
   // As Service::connect.
   std::string connect(const std::string& address, const Waiting& waiting, bool wait_for_listener);
-  // The session with this peer. A member of the cluster that is not connected is met first. Throws kPeerLost, kFenced,
+  // The session with this peer. Connects to a member of the cluster first, if necessary. Throws kPeerLost, kFenced,
   // kClosed, kCancelled.
   std::shared_ptr<Session> reach(const std::string& peer, std::int64_t until_ns, const GivenUp& given_up);
-  // The name of the peer or member whose blocks these are. Throws kArgument unless all are one other instance's,
+  // The name of the peer or member that owns these blocks. Throws kArgument unless all belong to one other instance,
   // kPeerLost.
   std::string owner_of(const std::vector<Address>& addresses) const;
 
-  // Whether a thread is in connect().
+  // Whether a thread is inside connect().
   bool calls() const noexcept { return calls_.load() > 0; }
 
  private:

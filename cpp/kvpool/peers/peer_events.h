@@ -1,4 +1,4 @@
-// Peers that came and went, and what they want back, until the application asks.
+// A queue for the application: peers that joined and were lost, and their recalls.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -22,8 +22,8 @@ struct PeerEvent {
   std::uint32_t instance = 0;
   std::uint64_t incarnation = 0;
   Kind kind = Kind::kJoined;
-  std::optional<Error> why;  // of one that was lost
-  // Of one that wants blocks back which it has lent: these, and when its patience ends. CLOCK_MONOTONIC.
+  std::optional<Error> why;  // why the peer was lost
+  // Of a recall: the lent blocks that the peer wants back, and the deadline (CLOCK_MONOTONIC).
   std::vector<Address> recalled = {};
   std::int64_t deadline_ns = 0;
 };
@@ -35,16 +35,17 @@ class PeerEvents {
   PeerEvents(const PeerEvents&) = delete;
   PeerEvents& operator=(const PeerEvents&) = delete;
 
-  // So many may wait. Above it, a peer that came and went before anybody heard of it is left out, and so is a recall.
+  // How many events may wait. Above that, drops recalls, and peers that joined and were lost before the application
+  // learned of them.
   static constexpr std::size_t kWaitingMax = 4096;
 
-  // Events are kept from now on. Returns a descriptor that is readable while some wait, or nothing more comes; it lives
-  // as long as this. Throws kState when the process has no descriptors left.
+  // Keeps events from now on. Returns a descriptor that is readable while events wait, or after the last one; it lives
+  // as long as this object. Throws kState when the process has no descriptors left.
   int begin();
   void end() noexcept;
-  // Drops the event when there is no memory for it.
+  // Drops the event if there is no memory for it.
   void push(PeerEvent&& event) noexcept;
-  // Nullopt: none waits. Throws kClosed once closed and empty.
+  // The next event; nullopt if none waits. Throws kClosed once closed and empty.
   std::optional<PeerEvent> pop();
   void close() noexcept;
 

@@ -1,4 +1,4 @@
-// A peer, as the application is told of it.
+// Information about a peer, for the application.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,12 @@ struct PeerInfo {
   std::string link;                 // "unix", "tcp 127.0.0.1:4711"
   std::vector<std::string> routes;  // the cheapest first
   std::uint64_t pid = 0;
-  std::uint32_t lent_blocks = 0;             // of ours, to it
-  std::uint32_t borrowed_blocks = 0;         // of its, by us
-  std::uint32_t reserved_blocks = 0;         // of ours, for transfers of it that are under way
-  std::uint32_t transfers = 0;               // from here, and requests to it, that are under way
-  std::vector<RouteFailure> route_failures;  // of routes to it that have failed, and not worked since
-  std::vector<RoutePrice> route_prices;      // what they are taken to cost
+  std::uint32_t lent_blocks = 0;             // our blocks, lent to it
+  std::uint32_t borrowed_blocks = 0;         // its blocks, lent to us
+  std::uint32_t reserved_blocks = 0;         // our blocks, reserved for its transfers
+  std::uint32_t transfers = 0;               // transfers from here and requests to it that are under way
+  std::vector<RouteFailure> route_failures;  // of routes that have failed and not worked since
+  std::vector<RoutePrice> route_prices;      // the expected costs of its routes
 };
 
 }  // namespace kvpool

@@ -1,7 +1,7 @@
-// A pool and what speaks with its peers: a node holds one pool, and at most one service at a time.
+// Connects a pool to its peers: a node holds one pool, and at most one service at a time.
 //
-// When the pool is closed, the service is closed first: peers write to the pool's memory, and its threads call the
-// pool. A pool that outlives its node, because a handle keeps it, goes on without peers.
+// Closing the pool closes the service first, because peers write to the pool's memory, and the service's threads call
+// the pool. A pool that outlives its node, because a handle keeps it, works on without peers.
 //
 // After fork every verb throws kFork in the child, and destruction there touches no lock or thread of the parent's.
 //
@@ -31,7 +31,7 @@ class PeerNode final : private PoolObserver {
  public:
   static constexpr std::int64_t kTimeoutNs = 30'000'000'000;
 
-  // `make_ranks`: of cpp/kvpool/ranks. `timeout_ns`: how long a verb waits that is called without a timeout.
+  // `make_ranks`: of cpp/kvpool/ranks. `timeout_ns`: how long verbs wait when they are called without a timeout.
   PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks, std::int64_t timeout_ns = kTimeoutNs);
   ~PeerNode();
   PeerNode(const PeerNode&) = delete;
@@ -40,23 +40,23 @@ class PeerNode final : private PoolObserver {
   Pool& pool() const noexcept { return *pool_; }
   std::int64_t timeout_ns() const noexcept { return timeout_ns_; }
 
-  // Makes the service, which no verb sees before it is published: the first listen or connect may fail, and then the
-  // node is as before. Throws kState when there is one, kClosed when the pool is.
+  // Makes the service. Verbs do not see it before it is published: if the first listen or connect fails, the node is as
+  // before. Throws kState when the node has a service, kClosed when the pool is closed.
   Service& prepare_service(const ServiceOptions& options);
   void publish_service();
   // Both at once.
   Service& start_service(const ServiceOptions& options);
-  // Closes the service; another may be made. Its peers are disconnected, and what they lent is gone.
-  // REQUIRES: nobody is in a call of one that was never published.
+  // Closes the service; another one may be made then. Its peers are disconnected, and blocks that they lent are lost.
+  // REQUIRES: no call of the service is under way if it was never published.
   void drop_service();
   // The service, published or not; null before prepare_service().
   Service* prepared_service();
-  // Null before one is published.
+  // Null before a service is published.
   Service* service() const noexcept { return published_.load(std::memory_order_acquire); }
 
-  // Active blocks of the caller, and blocks that peers have lent: for those it waits, so that the caller must not hold
-  // the GIL. Nothing is freed when an address is wrong; when a peer does not take its blocks back, the others are
-  // freed.
+  // Frees active blocks of the caller, and gives back blocks that peers have lent. It waits for the peers, so the
+  // caller must not hold the GIL. Frees nothing when an address is wrong; if a peer does not take its blocks back,
+  // frees the other blocks.
   void free(const Address* addresses, std::size_t n, const GivenUp& given_up = {});
 
   // Closes the service, then the pool. Idempotent.
@@ -70,10 +70,10 @@ class PeerNode final : private PoolObserver {
   const MakeRanks make_ranks_;
   const std::int64_t timeout_ns_;
   const std::uint32_t made_in_;  // fork generation
-  std::mutex mutex_;             // guards what follows, but for reads of published_
-  bool closing_ = false;         // the pool is being closed: no service is made any more
+  std::mutex mutex_;             // guards the members below, except for reads of published_
+  bool closing_ = false;         // the pool is being closed: no further service is made
   std::unique_ptr<Service> service_;
-  std::vector<std::unique_ptr<Service>> dropped_;  // some verb may be in one of them
+  std::vector<std::unique_ptr<Service>> dropped_;  // verbs may still be using them
   std::atomic<Service*> published_{nullptr};
 };
 

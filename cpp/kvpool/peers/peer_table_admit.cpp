@@ -1,4 +1,4 @@
-// Which peer takes its place in the table.
+// Admission of peers to the table.
 #include <algorithm>
 #include <utility>
 
@@ -9,7 +9,7 @@
 namespace kvpool {
 namespace {
 
-constexpr std::int64_t kRivalRetryAfterUs = 10'000;
+constexpr std::int64_t kWritingRetryAfterUs = 10'000;
 constexpr std::int64_t kFencedRetryAfterUs = 100'000;
 
 }  // namespace
@@ -24,9 +24,9 @@ PeerTable::Peer PeerTable::admit(Peer peer, const WriterQuarantine& writer_quara
   check_instance(metadata);
   const auto known = peers_.find(metadata.name);
   if (known != peers_.end() && known->second.session->peer().incarnation == metadata.incarnation) {
-    check_rival(known->second, metadata, initiated_here);
+    check_replaces(known->second, metadata, initiated_here);
   }
-  // A peer that comes back has ended what it wrote before, and so have we: it is met again only then.
+  // A peer may only come back after both sides have ended their earlier writes.
   writer_quarantine.check_return(metadata.incarnation);
   if (initiated_here) {
     std::erase_if(met_, [](const auto& entry) { return entry.first.expired(); });
@@ -54,15 +54,15 @@ std::shared_ptr<Link> PeerTable::half_open(const PeerMetadata& metadata) const {
   const auto known = peers_.find(metadata.name);
   if (known == peers_.end()) return nullptr;
   const Peer& peer = known->second;
-  const bool looks_alive = peer.session->peer().incarnation == metadata.incarnation && peer.initiator == incarnation_ &&
-                           !peer.session->lost();
-  return looks_alive ? peer.link : nullptr;
+  const bool alive = peer.session->peer().incarnation == metadata.incarnation && peer.initiator == incarnation_ &&
+                     !peer.session->lost();
+  return alive ? peer.link : nullptr;
 }
 
 // REQUIRES: mutex_ is held.
 void PeerTable::check_membership(const PeerMetadata& metadata, bool initiated_here) const {
   if (fenced_) {
-    // The caller learns soon enough from the directory, or is let in when the lease is back.
+    // The directory tells the caller soon, or the lease is regained and the caller is admitted.
     if (initiated_here) throw Error(*fenced_);
     throw Error(ErrorCode::kBusy, name_ + " lets nobody in: " + fenced_->what(),
                 {{"retry_after_us", kFencedRetryAfterUs}});
@@ -73,7 +73,7 @@ void PeerTable::check_membership(const PeerMetadata& metadata, bool initiated_he
                       "to " + name_ + " this incarnation of " + metadata.name + " is dead (" + *why +
                           ") until its cluster names it again",
                       {{"retry_after_us", kFencedRetryAfterUs}});
-  // A peer that was promised blocks here has to know that it has them no more.
+  // A peer to which blocks were promised here must learn that it no longer has them.
   if (departed_.contains(metadata.instance)) throw refusal.because(ErrorCause::kDropped, metadata.incarnation);
   throw Error(refusal);
 }
@@ -83,7 +83,7 @@ void PeerTable::check_instance(const PeerMetadata& metadata) const {
   bool taken = metadata.instance == instance_locked();
   for (const auto& [name, peer] : peers_) {
     const PeerMetadata& other = peer.session->peer();
-    // Blocks are known by their owner's incarnation: nobody gets another one's.
+    // Blocks carry their owner's incarnation, so no two peers may have the same.
     taken = taken || (name != metadata.name &&
                       (other.instance == metadata.instance || other.incarnation == metadata.incarnation));
   }
@@ -94,16 +94,16 @@ void PeerTable::check_instance(const PeerMetadata& metadata) const {
   }
 }
 
-// Whether a connection to a peer that is here already takes the place of the one that there is. Else throws kState
-// (kConnectedAlready) with the incarnation by which the other side knows it. REQUIRES: mutex_ is held.
+// Returns if a new connection to a connected peer replaces the existing one. Otherwise throws kState
+// (kConnectedAlready) with the incarnation of the side that was called. REQUIRES: mutex_ is held.
 //
-// The server refuses first, so two connections meet only when both sides call at the same moment, and each has admitted
-// the other's before it hears of its own. Then both keep the one of the side with the lower incarnation.
-void PeerTable::check_rival(const Peer& known, const PeerMetadata& metadata, bool initiated_here) const {
+// The server refuses first, so there are two connections only if both sides call at the same moment and each admits the
+// other's call before its own is answered. Then both keep the connection of the side with the lower incarnation.
+void PeerTable::check_replaces(const Peer& known, const PeerMetadata& metadata, bool initiated_here) const {
   if (known.session->lost()) {
     if (known.session->writes_under_way() == 0) return;
     throw Error(ErrorCode::kBusy, "writes of an earlier connection to " + metadata.name + " are not over",
-                {{"retry_after_us", kRivalRetryAfterUs}});
+                {{"retry_after_us", kWritingRetryAfterUs}});
   }
   if (initiated_here && known.initiator == metadata.incarnation && incarnation_ < metadata.incarnation) return;
   throw Error(ErrorCode::kState, name_ + " and " + metadata.name + " are connected already")

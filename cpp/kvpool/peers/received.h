@@ -10,10 +10,10 @@
 
 namespace kvpool {
 
-// Blocks that a peer sent and wants the application to know of.
+// A delivery of blocks that the application is told of.
 struct Received {
   std::string peer;
-  std::vector<Address> addresses;  // active, the application's now; inserted: cached and pinned; lent: the peer's
+  std::vector<Address> addresses;  // active: the application owns them; inserted: cached and pinned; lent: the peer's
   bool inserted = false;
   bool lent = false;
   std::string name_space;

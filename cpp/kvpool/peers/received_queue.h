@@ -1,4 +1,4 @@
-// What peers sent for the application, until it asks.
+// Deliveries of peers that wait for the application.
 //
 // The number of waiting items is bounded for all peers together, and each peer has a reserved share: an item of a peer
 // within its share is accepted even when others have filled the queue. So the queue may exceed the bound by one share
@@ -29,26 +29,26 @@ class ReceivedQueue {
   ReceivedQueue(const ReceivedQueue&) = delete;
   ReceivedQueue& operator=(const ReceivedQueue&) = delete;
 
-  // What may wait: peers get kBusy above it.
+  // How many bytes may wait: above that, peers get kBusy.
   static constexpr std::size_t kBytesMax = std::size_t{256} << 20;
-  // So much of it, and of the items, is a peer's own; one item always is.
+  // A peer's reserved share of the bytes and of the items is 1 / kShares, and at least one item.
   static constexpr std::size_t kShares = 16;
 
-  // Keeps room for one item of this peer with so many bytes of tokens and private data. Throws kBusy when the
-  // application is too far behind, and as pop() once nothing more comes.
+  // Reserves room for one item of this peer with so many bytes of tokens and private data. Throws kBusy when the
+  // application is too far behind, and as pop() after close() or fail().
   void reserve(const std::string& peer, std::size_t bytes = 0);
-  // REQUIRES: room was kept for this.
+  // REQUIRES: this room was reserved.
   void unreserve(const std::string& peer, std::size_t bytes = 0) noexcept;
-  // REQUIRES: room was kept for it: of its peer, with its bytes.
+  // REQUIRES: room was reserved for its peer and its bytes.
   void push(std::unique_ptr<Received> item) noexcept;
 
-  // The next item; null at `until_ns`. Spins for at most 50 us, then sleeps. Throws kClosed once closed and empty, or
-  // what it has failed with.
+  // The next item; null at `until_ns`. Spins for at most 50 us, then sleeps. Throws kClosed, or the error of fail(),
+  // once closed and empty.
   std::unique_ptr<Received> pop(std::int64_t until_ns);
   int descriptor();
-  // What still waits can be taken with pop(); nothing more comes.
+  // Takes no more items; pop() still returns those that wait.
   void close() noexcept;
-  // The same, for another reason. The first one counts, and counts more than that the queue is closed.
+  // The same with an error. The first error counts, and takes precedence over a close.
   void fail(const Error& why);
 
  private:
@@ -68,9 +68,9 @@ class ReceivedQueue {
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::list<std::unique_ptr<Received>> items_;
-  std::list<std::unique_ptr<Received>> kept_;  // room: items that are to come, and must not fail then
-  Load all_;                                   // of both
-  std::unordered_map<std::string, Load> of_;   // by peer; of those that have any
+  std::list<std::unique_ptr<Received>> kept_;  // list nodes of reserved room, so that push() cannot fail
+  Load all_;                                   // waiting and reserved
+  std::unordered_map<std::string, Load> of_;   // by peer; without empty ones
   int event_ = -1;
   std::optional<Error> why_failed_;
   bool closed_ = false;

@@ -1,6 +1,6 @@
-// Memory of pools that were closed while a peer could still write into it by its address: a process that was stopped in
-// a write, one whose GPU has it open, an adapter that UCX has not let go of. It belongs to nobody any more, and stays
-// what it is until it is proved that nothing of that peer writes; then it is given back.
+// Keeps the memory of pools that were closed while a peer could still write to its addresses: a process that was
+// stopped in a write, a process whose GPU has the memory open, or an adapter that UCX has not released. The memory
+// stays allocated and unused until it is proved that the peer no longer writes to it.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -15,18 +15,18 @@
 
 namespace kvpool {
 
-// What may still write. Both proofs are needed, where there are both.
+// A party that may still write. If it has a process and a fence, both must prove its end.
 struct LateWriter {
   Descriptor process;           // its pidfd: readable when the process has ended; none: nothing to wait for
-  std::function<bool()> fence;  // ends what is under way here; true when it has. Empty: nothing to end
-  std::int64_t grace_ns = 0;    // how long after its end something may be under way that the process had begun
+  std::function<bool()> fence;  // ends writes that arrive here; true when it has. Empty: nothing to end
+  std::int64_t grace_ns = 0;    // how long writes that the process had begun may last after its end
 };
 
 class RetainedMemory {
  public:
-  // A separate thread keeps the memory, and ends with it. If no thread can be started, the memory is kept for ever.
+  // A separate thread keeps the memory until the proof. If no thread can be started, the memory is kept for ever.
   static void keep(std::shared_ptr<void> memory, std::vector<LateWriter> writers) noexcept;
-  // How many are kept now.
+  // How many memories are kept now.
   static std::size_t count() noexcept;
 };
 

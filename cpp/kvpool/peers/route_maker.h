@@ -1,5 +1,5 @@
-// Makes the routes to a peer, by every transport that both sides name. What is special about one of them is its own
-// (routes/transport.h): nothing here knows a transport by name.
+// Makes the routes to a peer, with every transport that both sides have. Nothing here knows a transport by name; its
+// peculiarities are behind routes/transport.h.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -28,36 +28,36 @@ namespace kvpool {
 
 class RouteMaker {
  public:
-  // `run`: where the receiving halves of routes work that take part of it; without, there are none. Throws kArgument
-  // for a route that does not exist, and what a transport says that was asked for by name and cannot be had: see
-  // TransportKind. Memory that is not here (of the scheduler of a logical instance) has no routes.
+  // `run` runs work of receiving halves of routes; without it, routes have no receiving halves. Throws kArgument for an
+  // unknown route, and the error of a transport that was requested by name and is not available: see TransportKind.
+  // Memory in other processes (of the scheduler of a logical instance) has no routes.
   RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t incarnation, RouteRun run = {},
              std::span<const TransportKind> kinds = all_transports());
   ~RouteMaker();
   RouteMaker(const RouteMaker&) = delete;
   RouteMaker& operator=(const RouteMaker&) = delete;
 
-  // What a transport leaves out of this pool's memory, and why.
+  // Which parts of this pool's memory a transport leaves out, and why.
   const std::vector<std::string>& notes() const noexcept { return notes_; }
 
-  // The pool is closed: keeps and registers its memory no longer, and is asked nothing more.
+  // The pool is closed: releases and unregisters its memory. No other call may follow.
   void let_go() noexcept;
-  // Throws kClosed once it was let go of.
+  // Throws kClosed after let_go().
   LocalMemory memory() const;
 
-  // What this pool says of itself to one peer: its memory, host and pid, and what its transports offer. Throws kClosed.
+  // Describes this pool to one peer: its memory, host and pid, and what its transports offer. Throws kClosed.
   Introduction introduce() const;
 
-  // For content that a link brings for these blocks of this memory: as BlockHost::staging_buffer. Throws kClosed, too.
+  // For content from a link for these blocks: as BlockHost::staging_buffer. Also throws kClosed.
   std::unique_ptr<StagingBuffer> staging_buffer(std::span<const Address> blocks, std::vector<iovec>& pieces,
                                                 std::uint64_t bytes) const;
 
-  // Every route that both sides can go. Throws kUnsupported when there is none, kClosed.
+  // Every route that both sides support. Throws kUnsupported when no route is possible, kClosed.
   std::vector<std::shared_ptr<Route>> make(const PeerMetadata& peer, const std::shared_ptr<Link>& link) const;
-  // By what the peer can write here by itself, from what it was given.
+  // How the peer can write here by itself, with the access that it was given.
   Exposure exposure(const PeerMetadata& peer, const std::shared_ptr<Link>& link) const;
-  // Ends what arrives through what transports have granted to the peer of this link. May take seconds. False when one
-  // of them proves nothing.
+  // Ends writes that arrive through access that transports have granted to the peer of this link. May take seconds.
+  // False when a transport cannot prove the end.
   static bool fence(const Link& link) noexcept;
 
  private:
@@ -72,7 +72,7 @@ class RouteMaker {
   std::vector<std::string> names_;  // of the transports, also where the memory is elsewhere; set by the constructor
   std::vector<std::string> notes_;  // likewise
   mutable std::mutex mutex_;
-  LocalMemory memory_;             // under mutex_; none once it was let go of
+  LocalMemory memory_;             // under mutex_; empty after let_go()
   std::vector<Named> transports_;  // set by the constructor
 };
 

@@ -1,15 +1,15 @@
-// The half of a pool that speaks with its peers: the verbs, and the threads.
+// A pool's service: the verbs between peers, and their threads.
 //
-// One C++ thread (the reactor) answers peers and keeps leases; it never needs Python's GIL. Worker threads write what
-// is large, for one peer after another; steps that take long for a peer, as making room, have threads that no content
-// can fill.
+// One C++ thread (the reactor) answers peers and keeps leases; it never needs Python's GIL. Worker threads make large
+// writes, taking peers in turn. Long steps for a peer, such as making room, run on a separate thread pool that writes
+// never occupy.
 //
-//   PeerTable    who is there, and who may come in
-//   Admission    how a peer is let in
-//   PeerCaller   how this side calls peers
-//   PeerParting  how peers go
+//   PeerTable    the connected peers, and the rules that admit them
+//   Admission    admits peers
+//   PeerCaller   connects to peers
+//   PeerParting  the departure of peers
 //
-// What is done when one of two peers has several ranks is behind instance_ranks.h.
+// instance_ranks.h hides what is different when one of two peers has several ranks.
 //
 // Thread-safety: everything here may be called by several threads; everything that waits has a deadline.
 #pragma once
@@ -64,86 +64,86 @@ class Service final : private SessionHost {
 
   // "unix:/path", "unix:@abstract", "tcp:HOST:PORT" (port 0: any). Returns the address to connect to.
   std::string listen(const std::string& address);
-  // Returns the peer's name, also when it is a peer already, or calls at the same time. As long as nobody listens there
-  // it tries again, unless told not to. Then the routes to it are measured, where that is a question. Throws kAuth,
-  // kPeerLost (nobody listens), kProtocol, kLayoutMismatch, kDeadline, kCancelled.
+  // Returns the peer's name, also when it is connected already or connects at the same time. With wait_for_listener it
+  // retries while nothing listens there. Then it measures the routes to the peer, if there is a choice. Throws kAuth,
+  // kPeerLost (nothing listens), kProtocol, kLayoutMismatch, kDeadline, kCancelled.
   std::string connect(const std::string& address, const Waiting& waiting, bool wait_for_listener = true) {
     return caller_->connect(address, waiting, wait_for_listener);
   }
   void disconnect(const std::string& peer, const GivenUp& given_up = {}) { parting_.disconnect(peer, given_up); }
   std::vector<PeerInfo> peers() const { return table_.list(); }
   const ServiceOptions& options() const noexcept { return options_; }
-  // What was asked for and cannot be had here in full, for a log: a route that leaves out a medium, say. Each says why.
+  // Requested features that are only partly available, for a log: a route that leaves out a medium, say. Each says why.
   const std::vector<std::string>& notes() const noexcept { return routes_.notes(); }
 
   std::vector<Address> alloc(const std::string& peer, std::size_t n, MediumChoice medium, bool may_evict,
                              const Waiting& waiting);
-  // The lent blocks among these, of any number of peers; others are left alone. When one of them is wrong, or
-  // `free_own` throws, which frees the others, nothing has happened. From then on nobody keeps the others' from being
-  // freed: what a peer answers is thrown when all have been asked. Blocks of a peer that could not be asked (kBusy)
-  // stay lent.
+  // Gives back the lent blocks among these, of any number of peers; `free_own` frees the others. If an address is wrong
+  // or `free_own` throws, nothing has happened. After that, the error of one peer does not keep the blocks of others
+  // from being given back: it is thrown when all peers have been asked. Blocks of a peer that could not be asked
+  // (kBusy) stay lent.
   void free(const Address* addresses, std::size_t n, const Waiting& waiting,
             const std::function<void()>& free_own = {});
 
-  // Asks a peer for these blocks back, which are lent to it, or for any `count` of them, and takes at the deadline what
-  // has not come. Throws kPeerLost, kNotOwner, kArgument, kBusy, kCancelled: see Session::recall().
+  // Asks a peer to give back these blocks, or any `count` blocks, that are lent to it, and at the deadline takes those
+  // that it has not given back. Throws kPeerLost, kNotOwner, kArgument, kBusy, kCancelled: see Session::recall().
   RecallResult recall(const std::string& peer, std::vector<Address> addresses, const Waiting& waiting);
   RecallResult recall(const std::string& peer, std::size_t count, const Waiting& waiting);
 
-  // In a cluster, a verb that names a member meets it first, if it is not connected: that takes at most until the
-  // verb's deadline, or until `given_up`, and throws kPeerLost with what was tried. Every call tries again.
+  // In a cluster, a verb that names a member first connects to it, if necessary: at most until the verb's deadline or
+  // `given_up`. Throws kPeerLost with the addresses that it tried. Every call tries again.
   std::shared_ptr<Transfer> transfer(TransferRequest&& request, const GivenUp& given_up = {});
-  // A wrong argument throws, and none is started; what fails later, fails in its handle.
+  // Starts none and throws if an argument is wrong; handles report later errors.
   std::vector<std::shared_ptr<Transfer>> transfer_batch(std::vector<TransferRequest>&& requests,
                                                         const GivenUp& given_up = {});
-  // Reads blocks of a peer into active blocks of this pool: addresses() of the handle are `to`. When `to` is empty,
-  // they are allocated as by alloc(), and freed again should the fetch fail. When `peer` is empty, it is whose blocks
-  // the addresses are.
+  // Reads blocks of a peer into active blocks of this pool: addresses() of the handle are `to`. If `to` is empty,
+  // blocks are allocated as by alloc(), and freed if the fetch fails. If `peer` is empty, it is the owner of the
+  // addresses.
   std::shared_ptr<Transfer> fetch(FetchRequest&& request, const GivenUp& given_up = {});
 
-  // The next item, or null at `until_ns`. Throws kClosed, and what the pool has failed with, once none is left.
+  // The next item, or null at `until_ns`. Once none is left, throws kClosed or the error with which the pool has
+  // failed.
   std::unique_ptr<Received> receive(std::int64_t until_ns);
   int received_fd() { return received_.descriptor(); }  // readable while items wait
 
-  // Peers that come and go, and recalls: kept from begin to end, beginning with one event for each peer that is here.
-  // The descriptor is readable while some wait. next_peer_event() never waits, and throws kClosed once the pool is
-  // closed and none is left.
+  // Events of peers that join and are lost, and recalls: kept from begin to end, first one for each connected peer. The
+  // descriptor is readable while events wait. next_peer_event() never waits, and throws kClosed once the pool is closed
+  // and none is left.
   int begin_peer_events() { return table_.begin_events(); }
   std::optional<PeerEvent> next_peer_event() { return events_.pop(); }
   void end_peer_events() noexcept { events_.end(); }
 
-  // --- of a member of a cluster ---
-  // Of a service that joins_cluster: its instance id, as the directory has given it. From now on peers are met.
+  // --- for a member of a cluster --- For a service with joins_cluster: sets the instance id that the directory has
+  // assigned. From now on it has peers.
   void join(std::uint32_t instance) { table_.join(instance); }
-  // Who there is, without this pool: the whole picture, as often as it changes. Sessions with an incarnation that
-  // another has followed under its name end with kPeerLost.
+  // Sets the complete list of members without this pool, whenever it changes. Sessions with an incarnation that a new
+  // one has replaced under the same name end with kPeerLost.
   void set_members(std::vector<ClusterMember> members);
-  // As the verbs do it: returns when the member is connected.
+  // Connects to a member as the verbs do.
   void meet_member(const std::string& peer, const Waiting& waiting) {
     static_cast<void>(caller_->reach(peer, waiting.until_ns, waiting.given_up));
   }
-  // The directory has told that this incarnation is dead: its session ends with kPeerLost, and it is let in no more
-  // until it is in the picture again. Idempotent.
+  // The directory has declared this incarnation dead: its session ends with kPeerLost, and it is refused until a list
+  // of members contains it again. Idempotent.
   void expel(std::uint64_t incarnation, const std::string& why);
-  // This pool has lost its own lease: its sessions end, what needs peers throws kFenced with this text, and nobody is
-  // let in, until unfence(). Waits shortly for writes that are under way. Both idempotent.
+  // This pool has lost its lease: until unfence(), it has no sessions, calls that need peers throw kFenced with this
+  // text, and no peer is admitted. Waits shortly for writes in progress. Both idempotent.
   void fence(const std::string& why) { parting_.fence(why); }
   void unfence() { table_.unfence(); }
-  // What a peer said that has dropped this incarnation, and refused it since; "" when none has. Forgotten by fence()
-  // and unfence().
+  // The refusal of a peer that has dropped this incarnation; "" if no peer has. fence() and unfence() reset it.
   std::string dropped_by() const { return table_.dropped_by(); }
 
-  // --- of a logical instance; throw kState of another ---
+  // --- for a logical instance; throw kState otherwise ---
   std::vector<RankInfo> ranks() const { return ranks_->list(); }
-  // Until all ranks have joined; false at the deadline. Throws kPeerLost when one is lost.
+  // Waits until all ranks have joined; false at the deadline. Throws kPeerLost when a rank is lost.
   bool wait_for_ranks(std::int64_t deadline_ns) { return ranks_->wait_until_joined(deadline_ns); }
-  // Of this incarnation: what a rank asks for when it joins.
+  // The number that a rank must know to join.
   std::uint64_t incarnation() const noexcept { return incarnation_; }
 
-  // The transfers that were begun here, as far as they have ended; also once it is closed.
+  // Counts the transfers that were begun here and have ended; also after close().
   TransferTally::Counts transfer_counts(TransferKind kind) const noexcept { return tally_.counts(kind); }
 
-  // The pool has failed: who waits for what peers send hears it.
+  // The pool has failed: ends receive() with this error.
   void fail(const Error& why) { received_.fail(why); }
   // Ends everything: transfers fail with kClosed, peers are told, threads joined. Idempotent.
   void close() noexcept;
@@ -194,7 +194,7 @@ class Service final : private SessionHost {
   PeerBlocks blocks_;
   RouteMaker routes_;
   WorkerPool workers_;    // large writes
-  SerialExecutor steps_;  // what peers wait for, and writes never occupy
+  SerialExecutor steps_;  // steps that peers wait for; writes never occupy its threads
   SerialExecutor serial_executor_;
   SerialExecutor receiving_;
   const std::unique_ptr<Reactor> reactor_;

@@ -1,4 +1,4 @@
-// One attempt at a time for each name: who wants the same meanwhile waits for its outcome, instead of trying as well.
+// One attempt at a time for each name: other callers for the same name wait for its outcome instead of trying, too.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -18,9 +18,9 @@ namespace kvpool {
 
 class SingleFlight {
  public:
-  // Calls attempt() in this thread, or waits for the one that another thread makes for this name; throws what it threw.
-  // An attempt that failed because its own caller gave up, or had no time left, says nothing to the others: the next
-  // of them makes another. Throws kPeerLost at the deadline, kCancelled.
+  // Calls attempt() in this thread, or waits for the attempt of another thread for this name; throws what it threw. If
+  // the attempt failed only because its caller gave up or had no time left, one of the waiting callers makes a new
+  // attempt. Throws kPeerLost at the deadline, kCancelled.
   void run(const std::string& name, const Waiting& waiting, const std::function<void()>& attempt);
 
  private:

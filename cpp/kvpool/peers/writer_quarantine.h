@@ -1,10 +1,9 @@
-// Sessions that have ended while their peer may still write here: what they had promised stays in quarantine until it
-// is proved that nothing of that incarnation writes any more.
+// Sessions that have ended while their peer may still write here. Blocks that they had promised stay in quarantine
+// until it is proved that this incarnation no longer writes.
 //
-// The proofs: the peer's process has exited (its pidfd is readable), for what its process writes; for what a GPU writes
-// that it had set to work, kGpuGraceNs later: see docs/invariants.md; the worker that UCX
-// had for this peer alone is closed, for what UCX writes; or the peer has said so, or has come back, which it does only
-// when it has ended what it wrote before.
+// The proofs: for writes of the peer's process, it has exited (its pidfd is readable); for writes of its GPU,
+// kGpuGraceNs more have passed: see docs/invariants.md; for writes of UCX, the worker that served only this peer is
+// closed. Or the peer has said so; or it has come back, which it does only after its earlier writes have ended.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -29,17 +28,17 @@ class WriterQuarantine {
   // Both outlive it.
   WriterQuarantine(Reactor& reactor, WorkerPool& workers) : reactor_(reactor), workers_(workers) {}
 
-  // The link has ended; `exposure` is what its peer was given.
+  // The link has ended; `exposure`: the access that its peer was given.
   void add(const std::shared_ptr<DepartingPeer>& session, const std::shared_ptr<Link>& link, Exposure exposure);
-  // Throws kBusy as long as writes of an earlier connection to this incarnation, in either direction, are under way.
+  // Throws kBusy while writes of an earlier connection to this incarnation, in either direction, are under way.
   void check_return(std::uint64_t incarnation) const;
-  // Whether writes to this incarnation, of an earlier connection, are under way.
+  // Whether writes of an earlier connection to this incarnation are under way.
   bool is_writing_to(std::uint64_t incarnation) const noexcept;
-  // This incarnation writes nothing that it began before.
+  // The earlier writes of this incarnation have ended.
   void on_writer_gone(std::uint64_t incarnation) noexcept;
-  // Nothing of this side is under way any more in this session.
+  // The writes of this side in this session have ended.
   void on_drained(const DepartingPeer& session) noexcept;
-  // Ends the watch. Calls left(party, link) for each whose proof has not come.
+  // Ends the watch. Calls left(party, link) for each party without proof.
   template <class Left>
   void clear(Left&& left) {
     for (const QuarantinedPeer& quarantined_peer : take_all()) {
@@ -57,7 +56,7 @@ class WriterQuarantine {
     bool fencing = false;
     bool by_gpu = false;
     std::uint64_t watch = 0;
-    std::shared_ptr<void> process;  // a pidfd of our own, where the link has none
+    std::shared_ptr<void> process;  // a separate pidfd, if the link has none
   };
 
   void watch_process(const std::shared_ptr<DepartingPeer>& session, int pidfd);

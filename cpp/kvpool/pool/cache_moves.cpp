@@ -125,8 +125,8 @@ void PromptCache::give_back(PendingSwapIn& pending, std::size_t keep) noexcept {
   pending.to.resize(keep);
 }
 
-// Where a page lies whose block is historical. In limbo: somebody swapped it in after whoever has this address had
-// matched it, and its mark says where to.
+// Where the page of a historical block lies now. If the block is in limbo, the page was swapped in after the holder of
+// this address had matched it, and the block's mark names the new block.
 Address PromptCache::page_of(Address address) const noexcept {
   const BlockStore& blocks = blocks_.store_of(address);
   const std::uint32_t block = block_of(address);
@@ -134,7 +134,7 @@ Address PromptCache::page_of(Address address) const noexcept {
                                                      : address;
 }
 
-// Checks the addresses, makes every run of them that lies in DRAM a node of its own, and pins all their nodes.
+// Checks the addresses, cuts nodes so that every run of them in DRAM is a separate node, and pins all their nodes.
 void PromptCache::gather(std::span<const Address> given, PendingSwapIn& pending) {
   std::vector<Address>& addresses = pending.addresses;
   addresses.assign(given.begin(), given.end());

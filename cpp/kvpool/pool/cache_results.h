@@ -1,4 +1,4 @@
-// What goes into the verbs on cached prompts, and what comes out.
+// Arguments and results of the verbs on cached prompts.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace kvpool {
 struct InsertOutcome {
   IndexPin pin;
   std::size_t inserted = 0;         // blocks newly stored
-  std::vector<Address> duplicates;  // given blocks whose page was there before; still active
+  std::vector<Address> duplicates;  // given blocks whose page was cached already; still active
 };
 
 struct InsertItem {
@@ -31,7 +31,7 @@ struct MatchExplanation {
   std::size_t partial_tokens = 0;
   MatchEnd end = MatchEnd::kComplete;
   std::vector<Address> addresses;
-  // Other namespaces that hold more of these tokens, with how many pages.
+  // Other namespaces that hold more of these tokens, and how many pages each.
   std::vector<std::pair<std::string, std::size_t>> elsewhere;
 };
 

@@ -10,16 +10,16 @@
 namespace kvpool {
 namespace {
 
-// How often a thread waits for the GPU without reclaim_ before it does with it: an engine that inserts all the time
-// would keep it from its swap for ever.
-constexpr int kLooksWithoutLock = 2;
+// How often a thread waits for the GPU without reclaim_ before it waits with it: otherwise an engine that inserts all
+// the time could delay the swap for ever.
+constexpr int kWaitsWithoutLock = 2;
 
 }  // namespace
 
-// Whether blocks that are chosen now for a swap may be of later than what it has waited for. The GPU may still fill
-// what was inserted since, and read what was freed since. In which stream nobody has said, so that all work of the
-// device has to end once more. Of blocks of DRAM the work has ended when they are freed: the CPU may have them next.
-// REQUIRES: the space's lock is held.
+// Whether a swap that chooses blocks now may choose blocks with later work than it has waited for. The GPU may still
+// fill blocks that were inserted since, and read blocks that were freed since. The stream of that work is unknown, so
+// all work of the device must end once more. Work on DRAM blocks has ended when they are freed, because the CPU may get
+// them next. REQUIRES: the space's lock is held.
 bool TierMoves::is_late(TierWay way, const MoveOrder& order) const noexcept {
   if (!memory_.on_device() || order.swap() == nullptr) return false;
   const ReuseCounts now = cache_.reuse_counts();
@@ -27,9 +27,9 @@ bool TierMoves::is_late(TierWay way, const MoveOrder& order) const noexcept {
   return way == TierWay::kOut ? now.filled != since.filled : now.freed != since.freed;
 }
 
-// In the swap's thread: returns when all has ended that the GPU has been given by now. `now`: from before, so that what
-// comes between the two counts as later. Throws kCancelled, kClosed, as DeviceOrder. REQUIRES: the space's
-// lock is not held.
+// In the swap's thread: returns when all work that the GPU has been given so far has ended. `now`: the counts from
+// before this call, so that changes in between count as later. Throws kCancelled, kClosed, and as DeviceOrder.
+// REQUIRES: the space's lock is not held.
 void TierMoves::follow_device(Swap& swap, const ReuseCounts& now) {
   ask_gpu(guard_, [&] {
     swap.check();
@@ -37,13 +37,13 @@ void TierMoves::follow_device(Swap& swap, const ReuseCounts& now) {
   });
 }
 
-// Takes both, for copies to DRAM. Where a thread of the pool has to wait for the GPU first it does so here without
-// them: work that stalls keeps nobody else from making room.
+// Takes both locks, for copies to DRAM. If a thread of the pool has to wait for the GPU first, it waits here without
+// them, so that stalled work keeps no other thread from making room.
 void TierMoves::lock_to_reclaim(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, const MoveOrder& order) {
-  for (int look = 0;; ++look) {
+  for (int waits = 0;; ++waits) {
     reclaim.lock();
     lock.lock();
-    if (look == kLooksWithoutLock || !is_late(TierWay::kOut, order)) return;
+    if (waits == kWaitsWithoutLock || !is_late(TierWay::kOut, order)) return;
     const ReuseCounts now = cache_.reuse_counts();
     lock.unlock();
     reclaim.unlock();

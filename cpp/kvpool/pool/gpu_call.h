@@ -1,4 +1,4 @@
-// What a pool asks of its GPU.
+// Calls of a pool to its GPU.
 #pragma once
 
 #include <utility>
@@ -8,7 +8,7 @@
 
 namespace kvpool {
 
-// Returns what the call returns, and throws what it throws. A pool that has lost its GPU has failed.
+// Returns and throws what the call does. If the GPU is lost, the pool fails.
 template <class Call>
 decltype(auto) ask_gpu(PoolGuard& guard, Call&& call) {
   try {

@@ -1,4 +1,4 @@
-// What the copies of one verb between the tiers follow on a GPU.
+// The GPU work that must end before the copies of one verb between the tiers.
 #pragma once
 
 #include "kvpool/cuda/stream.h"
@@ -9,14 +9,15 @@ class Swap;
 
 class MoveOrder {
  public:
-  // Of a caller who waits: the earlier work of that stream, or, without one, of the whole device. The GPU keeps it.
+  // For a caller that waits: after the earlier work of that stream, or, without one, of the whole device. The GPU keeps
+  // this order.
   MoveOrder(CallerStream stream) noexcept : stream_(stream) {}  // NOLINT(google-explicit-constructor)
-  // Of a thread of the pool: it waits itself, before the copy, so that the swap can be given up.
+  // For a thread of the pool, which itself waits before the copy, so that the swap can be cancelled.
   explicit MoveOrder(Swap& swap) noexcept : swap_(&swap) {}
 
-  Swap* swap() const noexcept { return swap_; }  // null: of a caller who waits
+  Swap* swap() const noexcept { return swap_; }  // null: the caller waits
   bool of_device() const noexcept { return swap_ == nullptr && !stream_; }
-  // What is left for the copy itself to wait for.
+  // What the copy itself still has to wait for.
   CopyOrder at_copy() const noexcept { return swap_ != nullptr ? CopyOrder::met() : CopyOrder(stream_); }
 
  private:

@@ -45,8 +45,8 @@ void PeerClaims::take_over(const Address* addresses, std::size_t n) noexcept {
   blocks_.give({addresses, n}, {BlockState::kActive, 0, 0});
 }
 
-// What the index is given has to be active. If that were so without the lock, whoever knows the address of a block
-// that was lent, and told of, could free it before the index has it.
+// Only active blocks can be inserted. If they became active without the lock, a holder of the address of a lent block
+// could free it before the index has it.
 IndexPin PeerClaims::insert_arrived(std::string_view name_space, const InsertItem& item,
                                     std::span<const Address> arrived) {
   guard_.check();

@@ -1,9 +1,9 @@
-// What peers have of a pool's blocks: reserved, lent and quarantined ones, and those that they read.
+// The claims of peers on a pool's blocks: those reserved for them, lent to them, quarantined, or read by them.
 //
-// For the service that answers peers, which knows whose the blocks are: the space tells owners apart by incarnation and
-// mark, and knows no peer.
+// The service that answers peers uses this. It knows the peers; the blocks only carry the incarnation and the mark of
+// their owner.
 //
-// Thread-safety: all of it. Every method that throws has changed nothing then.
+// Thread-safety: all of it. Every method that throws has changed nothing.
 #pragma once
 
 #include <cstddef>
@@ -24,32 +24,32 @@ class PeerClaims {
   PeerClaims(CacheBlocks& blocks, PromptCache& cache, PoolAllocator& allocator, PoolGuard& guard) noexcept
       : blocks_(blocks), cache_(cache), allocator_(allocator), guard_(guard) {}
 
-  // Takes n blocks to `to` (reserved or lent) for an owner, as alloc does; false when that needs room to be made and
-  // `evict` is not set.
+  // Takes n blocks to `to` (reserved or lent) for an owner, as alloc does; without `evict`, returns false when too few
+  // are free.
   bool take(std::size_t n, MediumChoice medium, BlockState to, std::uint64_t incarnation, std::uint32_t mark,
             bool evict, Address* out);
-  // Reserved, lent or quarantined blocks become free; those that an engine allocates become active, as they were before
-  // a fetch was to fill them. REQUIRES: they are.
+  // Frees reserved, lent or quarantined blocks; those that an engine allocates become active again, as before the fetch
+  // that was to fill them. REQUIRES: each is in one of these states.
   void release(const Address* addresses, std::size_t n) noexcept;
   void quarantine(const Address* addresses, std::size_t n) noexcept;
-  // Throws kStaleAddress, kNotOwner, kArgument unless each is lent to this owner, or reserved for this mark of it.
+  // Throws kStaleAddress, kNotOwner, kArgument unless each is lent to this owner, or reserved for its transfer `mark`.
   void check_writable(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark,
                       bool lent_only);
-  // Who owns a reserved or lent block.
+  // The owner of a reserved or lent block.
   BlockOwner owner_of(Address address) noexcept;
-  // Reserved or lent blocks become active. REQUIRES: they are.
+  // Reserved or lent blocks become active.
   void take_over(const Address* addresses, std::size_t n) noexcept;
-  // As Pool::insert(), of a prompt whose last blocks are reserved or lent, to one owner: nobody meets these active in
-  // between. Duplicates become free. REQUIRES: they are.
+  // As Pool::insert(), for a prompt whose last blocks, `arrived`, are reserved for or lent to one owner. They are at no
+  // time visible as active. Duplicates become free.
   IndexPin insert_arrived(std::string_view name_space, const InsertItem& item, std::span<const Address> arrived);
   // The caller's active blocks become reserved for an owner. Throws as Pool::free() does.
   void reserve_active(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark);
-  // As Pool::match(), but no use that is counted in the statistics; only what lies here.
+  // As Pool::match(), but does not count in the statistics, and finds only blocks of this pool.
   IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
 
-  // Blocks that are read for a transfer stay as they are: what frees, evicts or moves them takes effect when the last
-  // reader lets go. `for_incarnation`: of the peer that asks, which may not read what is lent to another one; 0: the
-  // application. Throws kStaleAddress, kNotOwner, kState, kArgument; then none is held.
+  // Blocks keep their content while a transfer reads them: freeing, eviction and moves take effect when the last reader
+  // releases them. `for_incarnation`: the peer that reads; it may not read blocks lent to another peer. 0: the
+  // application. Throws kStaleAddress, kNotOwner, kState, kArgument, and holds no block then.
   void hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation);
   void release_reading(const Address* addresses, std::size_t n) noexcept;
 

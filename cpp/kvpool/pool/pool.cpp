@@ -17,12 +17,12 @@
 namespace kvpool {
 namespace {
 
-// Pools of one process start far apart in the lower half of the generations, and those of different processes at a
-// random distance: an address of another pool is stale here, not somebody's block.
+// Pools of one process start far apart in the lower half of the generations, and pools of different processes at a
+// random distance, so that an address of another pool is stale here and names no block.
 std::uint32_t first_generation() {
   constexpr std::uint32_t kHalf = 1U << (kGenerationBits - 1);
   constexpr std::uint32_t kStep = 2592279;        // odd, near kHalf / 1.618: any few steps are spread out evenly
-  constexpr std::uint32_t kSpread = 2654435761U;  // a forked child inherits `next`, and has a process id of its own
+  constexpr std::uint32_t kSpread = 2654435761U;  // a forked child inherits `next`, but has another process id
   static std::atomic<std::uint32_t> next{std::random_device{}()};
   const auto process = static_cast<std::uint32_t>(getpid()) * kSpread;
   return 1 + (next.fetch_add(kStep, std::memory_order_relaxed) + process) % kHalf;

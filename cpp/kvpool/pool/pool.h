@@ -1,19 +1,19 @@
 // The pool of one instance: one cache of prompts in one space of units, and the verbs.
 //
-//   Pool ── PoolGuard       closed, failed, forked: what every verb asks first
+//   Pool ── PoolGuard       closed, failed, forked: every verb checks it first
 //        ├─ BlockSpace      blocks/: units, and the lock of everything below; pools may share one
-//        ├─ CacheBlocks     blocks/: who has which of this cache's blocks
+//        ├─ CacheBlocks     blocks/: states and owners of this cache's blocks
 //        ├─ PoolMemory      the arenas, and copies between the tiers
-//        ├─ PromptCache     index, pins, order of eviction, limbo: each step under the space's lock
-//        ├─ TierMoves       swaps, and the room that is made: what takes longer than a step
-//        ├─ PoolAllocator   takes blocks, with room made or not, and hands them out
-//        └─ PeerClaims      what peers have of the blocks
+//        ├─ PromptCache     index, pins, eviction order, limbo: each step under the space's lock
+//        ├─ TierMoves       swaps and making room, which take longer than a step
+//        ├─ PoolAllocator   allocates blocks, if necessary after making room
+//        └─ PeerClaims      the claims of peers on the blocks
 //
-// Locks: those of TierMoves, then the space's, which alone the short verbs take. A thread that holds Python's GIL may
-// take the space's.
+// Locks: first those of TierMoves, then the space's. The short verbs take only the space's, and a thread that holds
+// Python's GIL may take it.
 //
-// Errors: every verb that throws, Error or std::bad_alloc, has changed nothing, but for the room that TierMoves has
-// made.
+// Errors: every verb that throws, Error or std::bad_alloc, has changed nothing, except that TierMoves may have made
+// room.
 //
 // After fork every verb throws kFork in the child, and destruction there frees nothing that the parent uses.
 #pragma once
@@ -51,20 +51,20 @@ class Swap;
 class TierMover;
 class TierMoves;
 
-// The place of a pool in a space that other pools have caches in: its blocks are made of the space's units, and its
-// arenas show it the common memory.
+// The share of a pool in a space with caches of other pools: its blocks are made of the space's units, and its arenas
+// are views of the common memory.
 struct SpaceShare {
   std::shared_ptr<BlockSpace> space;
   std::uint32_t block_units = 1;
-  MediumMap<std::shared_ptr<Arena>> arenas;  // of as many blocks as the units of each medium make
+  MediumMap<std::shared_ptr<Arena>> arenas;  // with as many blocks as fit into the units of each medium
 };
 
 class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
  public:
   // Throws kArgument, kOutOfMemory, kUnsupported, kLayoutMismatch.
   explicit Pool(const PoolOptions& options);
-  // A cache of prompts in that space. What `options` says of memory counts for nothing. Throws kState when the space
-  // has as many caches as it is for; and as above.
+  // A cache of prompts in that space. Ignores what `options` says of memory. Throws kState when the space already has
+  // its maximum of caches; and as above.
   Pool(const PoolOptions& options, SpaceShare share);
   ~Pool() override;
   Pool(const Pool&) = delete;
@@ -73,24 +73,24 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   // Ends the pool: every verb but unpin throws kClosed from now on. Views of the memory stay valid. Idempotent.
   void close() noexcept;
   bool closed() const noexcept { return guard_.closed(); }
-  // What every verb begins with: throws kFork, kClosed, and what the pool has failed with.
+  // Every verb begins with this: throws kFork, kClosed, and the error with which the pool has failed.
   void guard() const { guard_.check(); }
-  // For what tells of a pool that has failed: throws kFork, kClosed.
+  // For verbs that work on a failed pool: throws kFork, kClosed.
   void guard_open() const { guard_.check_open(); }
-  // Throws kFork: for handles, which outlive a pool that was closed.
+  // For handles, which outlive a closed pool: throws kFork.
   void guard_process() const { guard_.check_process(); }
-  // The content of its blocks is lost: from now on every verb but close and unpin throws this. The first call counts.
+  // The content of its blocks is lost: from now on every verb but close and unpin throws `why`. The first call counts.
   void fail(const Error& why) { guard_.fail(why); }
-  // What it has failed with; nothing as long as it has not.
+  // The error with which the pool has failed, if it has.
   std::optional<Error> failure() { return guard_.failure(); }
-  // Tells `observer` how the pool ends; null: nobody any more. REQUIRES: there is none, or null takes its place.
-  // It is not called any more when this has returned.
+  // Sets the observer of the pool's end; null removes it. REQUIRES: there is no observer yet, or this removes it. When
+  // this returns, the pool no longer calls a removed observer.
   void observe(PoolObserver* observer) { guard_.observe(observer); }
 
   // --- blocks (pool_blocks.cpp) ---
 
   bool zeroes_on_alloc() const noexcept;
-  // Takes n blocks if they are free; false if not. Of DISK there are none yet: it is kUnsupported, here and below.
+  // Takes n blocks if they are free; false if not. Throws kUnsupported for DISK, here and below.
   bool try_alloc(std::size_t n, MediumChoice medium, Address* out);
   // The same, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first. `after`: as in swap_out.
   // Throws kOutOfBlocks.
@@ -100,21 +100,21 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   [[noreturn]] void throw_out_of_blocks(std::size_t n, MediumChoice medium);
   std::size_t capacity(MediumChoice medium) const noexcept;
 
-  // Active blocks of the caller. Nothing is freed when an address is wrong.
+  // Frees active blocks of the caller. Frees nothing when an address is wrong.
   void free(const Address* addresses, std::size_t n);
-  // Throws what free() would throw for those of this pool, and for an address that stands twice. Returns those of this
-  // pool; leaves out the blocks of other instances, and frees nothing.
+  // Frees nothing, but throws what free() would throw for the blocks of this pool, and for duplicates. Returns the
+  // blocks of this pool, without those of other instances.
   std::vector<Address> check_free(const Address* addresses, std::size_t n);
 
-  // Adopted memory whose engine allocates: the engine holds these blocks now (free -> active), until free(). HBM blocks
-  // of such a pool are never anything else but reserved by a fetch that fills them: insert and the swaps refuse them.
+  // For adopted memory whose engine allocates: the engine holds these blocks (free -> active) until free(). Other than
+  // active, HBM blocks of such a pool are only ever reserved, by a fetch that fills them: insert and swaps refuse them.
   void adopt(const std::uint32_t* blocks, std::size_t n, Address* out);
 
   // --- cached prompts (pool_prompts.cpp) ---
 
   // `out` has room for n_tokens / block_tokens addresses.
   IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
-  // All or nothing over the whole batch.
+  // All or nothing for the whole batch.
   std::vector<InsertOutcome> insert(std::string_view name_space, std::span<const InsertItem> items,
                                     bool free_duplicates);
   std::size_t erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
@@ -128,43 +128,43 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
 
   // --- moves between the tiers (pool_prompts.cpp) ---
 
-  // On a GPU the blocks are read when the work that `after` had been given before has ended; without a stream, all work
-  // of the device. The bytes have arrived when the call returns. Throws kArgument for a stream of something else,
-  // kState for no stream while a CUDA graph is captured on the device, and kDeviceLost: every verb does, then.
+  // On a GPU the blocks are read after the work that `after` has been given so far; without a stream, after all work of
+  // the device. The bytes have arrived when the call returns. Throws kArgument for a stream of another device, kState
+  // without a stream while a CUDA graph is captured on the device, and kDeviceLost, as every verb does from then on.
   std::vector<Address> swap_out(std::size_t n, const CallerStream& after = {});
-  // Addresses of cached blocks, in any medium; writes where each lies then, in HBM, and returns pins on them. The
-  // blocks to move to are the pool's choice, or, when `into` is not empty, these active HBM blocks: one for each in
-  // DRAM; when another swap in brings some of the pages first, the last of `into` are not needed and stay active.
-  // `after`: as in swap_out, for what may still use the blocks that are moved to.
+  // Takes addresses of cached blocks in any medium, writes their new addresses in HBM to `out`, and returns pins on
+  // them. The pool chooses the destinations, unless `into` names active HBM blocks, one for each block in DRAM. When
+  // another swap in brings some of the pages first, the last of `into` are not needed and stay active. `after`: as in
+  // swap_out, for work that may still use the destinations.
   std::vector<IndexPin> swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out,
                                 const CallerStream& after = {});
-  // The same, carried out by a thread of the pool, those of one direction one after the other. What is wrong with the
-  // arguments is thrown here, the handle tells the rest. What swap_in brings is pinned, and `into` reserved, from now
-  // on. Other blocks are chosen when the work that `after` has been given until now has ended: if some were inserted or
-  // freed meanwhile, all that the device has been given by then has to end, too (kState while a graph is captured).
+  // The same on a thread of the pool, which runs the swaps of one direction one after another. Wrong arguments throw
+  // here; the handle reports other errors. The pages of swap_in are pinned, and `into` reserved, from now on. Other
+  // blocks are chosen when the work that `after` has been given so far has ended. If some of them were inserted or
+  // freed meanwhile, the swap also waits for all work that the device has by then (kState while a graph is captured).
   std::shared_ptr<Swap> begin_swap_out(std::size_t n, const CallerStream& after = {});
   std::shared_ptr<Swap> begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
                                       const CallerStream& after = {});
-  // Whether HBM is on a GPU: then the CPU may not follow its addresses.
+  // Whether HBM is on a GPU: then the CPU may not dereference its addresses.
   bool on_device() const noexcept;
-  // For a transfer that is to follow this stream; null without one. Throws kArgument for a stream of something else.
+  // The order of a transfer after this stream; null without a stream. Throws kArgument for a stream of another device.
   std::shared_ptr<const DeviceOrder> order_after(const CallerStream& stream);
 
   // --- as a member of a cluster (pool.cpp) ---
 
-  // From now on addresses carry this id. Throws kState when they carry another one already.
+  // From now on addresses carry this id. Throws kState when they already carry another id.
   void set_instance(std::uint32_t instance);
   std::uint32_t instance() const noexcept { return instance_.load(std::memory_order_relaxed); }
-  // For the service, which knows whose these blocks are.
+  // For the service.
   PeerClaims& for_peers() noexcept { return *claims_; }
 
   // --- a logical instance ---
   const std::optional<Sharding>& sharding() const noexcept;
-  // Who copies blocks between the tiers, since their memory is not here. Null: nobody, there is no content yet, or no
-  // more. It is not called any more when this has returned.
+  // Sets the mover that copies blocks between the tiers, since their memory is in other processes. Null: none, before
+  // all ranks have joined or after the end. When this returns, the previous mover is no longer called.
   void set_mover(TierMover* mover);
 
-  // --- what there is (pool.cpp) ---
+  // --- state (pool.cpp) ---
 
   PoolStats stats();
   PoolStats audit();

@@ -1,5 +1,4 @@
-// Takes free blocks, makes room where there are none, and hands them out: to the application, or on its behalf to
-// peers.
+// Allocates blocks for the application and for peers, and makes room when too few are free.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -17,13 +16,13 @@ namespace kvpool {
 
 class PoolAllocator {
  public:
-  // All of them outlive this. `zeroes`: blocks are handed out as zeros.
+  // All of them outlive this. `zeroes`: fills allocated blocks with zeros.
   PoolAllocator(CacheBlocks& blocks, PromptCache& cache, TierMoves& moves, PoolMemory& memory, PoolGuard& guard,
                 bool zeroes) noexcept
       : blocks_(blocks), cache_(cache), moves_(moves), memory_(memory), guard_(guard), zeroes_(zeroes) {}
 
   bool zeroes() const noexcept { return zeroes_; }
-  // What every request is checked for. Throws kUnsupported for DISK, kState for HBM that an engine allocates, and what
+  // Checks a request. Throws kUnsupported for DISK, kState for HBM that an engine allocates, and what
   // PoolGuard::check() throws.
   void check(MediumChoice medium) const;
   // Throws kUnsupported for DISK.

@@ -1,7 +1,7 @@
 // The memory of a pool's blocks: an arena for each medium, and the copies between them.
 //
-// Thread-safety: all of it, but copy() is called by one thread at a time for each way, and set_mover() and release()
-// while nobody copies: TierMoves sees to that.
+// Thread-safety: all of it, except that one thread at a time may call copy() for each direction, and set_mover() and
+// release() must not run during a copy: TierMoves ensures that.
 #pragma once
 
 #include <cstddef>
@@ -29,13 +29,13 @@ class PoolMemory {
  public:
   using Arenas = MediumMap<std::shared_ptr<Arena>>;
 
-  // Keeps the memory mapped. To let go of adopted memory may wait for Python: nobody does that with a lock held.
+  // Keeps the memory mapped. Releasing adopted memory may wait for Python, so do it without a lock.
   struct Kept {
     Arenas arenas;
     std::shared_ptr<DeviceMover> mover;
   };
 
-  // The arenas that a pool with these options has. Throws kArgument, kOutOfMemory, kUnsupported, kLayoutMismatch.
+  // Makes the arenas of a pool with these options. Throws kArgument, kOutOfMemory, kUnsupported, kLayoutMismatch.
   static Arenas make_arenas(const PoolOptions& options);
   // Tells `guard` when the GPU is lost. Throws kOutOfMemory, kUnsupported.
   PoolMemory(const PoolOptions& options, Arenas arenas, PoolGuard& guard);
@@ -44,31 +44,31 @@ class PoolMemory {
 
   const Layout& layout() const noexcept { return layout_; }
   const std::optional<Sharding>& sharding() const noexcept { return sharding_; }
-  // Whether HBM is on a GPU: then the CPU may not follow its addresses.
+  // Whether HBM is on a GPU: then the CPU may not dereference its addresses.
   bool on_device() const noexcept { return on_device_; }
   bool two_tiers() const noexcept { return two_tiers_; }
-  std::uint64_t device_bytes() noexcept;  // of a GPU's memory, that this has taken
+  std::uint64_t device_bytes() noexcept;  // GPU memory that this has allocated
 
   // Throw what PoolGuard::check() throws.
   std::shared_ptr<Arena> arena(Medium medium);
   Arenas arenas();
   Kept keep() noexcept;
-  // From now on this keeps nothing. REQUIRES: the guard says closed.
+  // Gives up the arenas. REQUIRES: the guard is closed.
   Kept release() noexcept;
 
-  // Fills the blocks with zeros. Throws only where the memory is a GPU's; when that is lost, so is the pool.
+  // Fills the blocks with zeros. Throws only for GPU memory; if the GPU is lost, the pool fails.
   void zero(const Kept& kept, const Address* addresses, std::size_t n);
-  // Throws only where the memory is a GPU's; when that is lost, so is the pool.
+  // Throws only for GPU memory; if the GPU is lost, the pool fails.
   void copy(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after);
-  // Who copies in place of this, since the memory is not here. Null: nobody.
+  // Sets the mover that copies instead of this, since the memory is in other processes. Null: none.
   void set_mover(TierMover* mover) noexcept { mover_ = mover; }
 
-  // Before anything is done for a copy that is to follow this stream. Throws kArgument for a stream of something else,
-  // kUnsupported. What is wrong with the stream later, the copy finds.
+  // Checks the stream of a verb before anything is done. Throws kArgument for a stream of another device, kUnsupported.
+  // The copy reports later errors of the stream.
   void check_stream(const CallerStream& after);
-  // What the GPU has been given until now: in that stream, or as a whole. REQUIRES: on_device().
+  // The work that the GPU has been given so far, in that stream or in all. REQUIRES: on_device().
   std::shared_ptr<const DeviceOrder> order_now(const CallerStream& stream);
-  // For a transfer that is to follow this stream; null without one. Throws as check_stream().
+  // The order of a transfer after this stream; null without a stream. Throws as check_stream().
   std::shared_ptr<const DeviceOrder> order_after(const CallerStream& stream);
 
  private:
@@ -76,7 +76,7 @@ class PoolMemory {
   const std::optional<Sharding> sharding_;
   const bool on_device_;
   PoolGuard& guard_;
-  std::mutex mutex_;  // guards who has the arenas; taken inside every other lock
+  std::mutex mutex_;  // guards the references to the arenas; taken inside every other lock
   Arenas arenas_;
   bool two_tiers_ = false;
   // HBM to DRAM and back, in ordinary memory, or between a GPU and the host.

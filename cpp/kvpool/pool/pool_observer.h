@@ -1,4 +1,4 @@
-// Who is told how a pool ends: what stands on a pool and must end with it.
+// Is told how a pool ends. For things that use a pool and must end with it.
 #pragma once
 
 #include "kvpool/base/error.h"
@@ -10,7 +10,7 @@ class PoolObserver {
   // The content of the pool's blocks is lost; verbs throw `why` from now on. Called from any thread, with a lock of the
   // pool held: it must not call the pool.
   virtual void on_pool_failed(const Error& why) noexcept = 0;
-  // The pool is being closed. When this returns, the observer uses the pool's memory no more.
+  // The pool is being closed. When this returns, the observer no longer uses the pool's memory.
   virtual void on_pool_closing() noexcept = 0;
 
  protected:

@@ -1,4 +1,4 @@
-// What a pool is made of.
+// The options of a pool.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct AdoptedMemory {
   std::shared_ptr<void> keepalive;
   int device = -1;                        // the GPU that it is on; -1: ordinary memory
   bool engine_allocates = false;          // the engine's allocator decides; the pool mirrors it with adopt() and free()
-  std::vector<TensorShape> tensors = {};  // what the segments are of; empty: only sizes are checked
+  std::vector<TensorShape> tensors = {};  // whose memory the segments are; empty: only sizes are checked
 };
 
 struct PoolOptions {
@@ -29,18 +29,18 @@ struct PoolOptions {
   std::uint32_t hbm_blocks = 0;
   std::uint32_t dram_blocks = 0;
   std::optional<AdoptedMemory> adopted_hbm;
-  int device = -1;  // the GPU that HBM is on; -1: ordinary memory. Of adopted memory: its own counts
+  int device = -1;  // the GPU that HBM is on; -1: ordinary memory. Ignored for adopted memory
   DeviceMemoryKind device_memory = DeviceMemoryKind::kAuto;
   EvictionPolicy policy = EvictionPolicy::kLru;
   int copy_threads = 2;
   HugePages huge_pages = HugePages::kAuto;
   int numa_node = -1;
   bool check_memory = true;
-  bool pin_dram = false;               // REQUIRED of a pool with both tiers whose HBM is on a GPU
+  bool pin_dram = false;               // required for a pool with both tiers whose HBM is on a GPU
   bool audit = false;                  // after every verb
-  bool zero_on_alloc = false;          // blocks are handed out as zeros
-  std::uint32_t first_generation = 0;  // of the blocks; 0: far from other pools'. For tests that replay bit by bit
-  // The scheduler of a logical instance: its blocks are counted and indexed here, and have their memory in ranks.
+  bool zero_on_alloc = false;          // fills allocated blocks with zeros
+  std::uint32_t first_generation = 0;  // of the blocks; 0: unlike other pools'. For tests that replay bit by bit
+  // Set for the scheduler of a logical instance: it counts and indexes blocks whose memory is in ranks.
   std::optional<Sharding> sharding;
 
   std::uint32_t blocks_in_hbm() const noexcept { return adopted_hbm ? adopted_hbm->blocks : hbm_blocks; }
@@ -48,7 +48,7 @@ struct PoolOptions {
   int hbm_device() const noexcept { return adopted_hbm ? adopted_hbm->device : device; }
 };
 
-// Returns the options. Throws kArgument for those that contradict each other.
+// Returns the options. Throws kArgument if they contradict each other.
 const PoolOptions& checked(const PoolOptions& options);
 
 }  // namespace kvpool

@@ -1,4 +1,4 @@
-// What a pool counts.
+// The counters of a pool.
 #pragma once
 
 #include <array>
@@ -38,11 +38,11 @@ struct PoolStats {
   std::size_t index_bytes = 0;
   std::size_t namespaces = 0;
   std::uint64_t metadata_bytes = 0;
-  std::uint64_t device_bytes = 0;  // of a GPU's memory, that the pool has taken
+  std::uint64_t device_bytes = 0;  // GPU memory that the pool has allocated
 };
 
-// How often blocks of HBM have changed hands: those that were filled and given to the index, and those that were freed.
-// Their former owners may have left work on the GPU that still writes or reads them.
+// How often HBM blocks have changed owners: blocks that were filled and given to the index, and blocks that were freed.
+// Work of former owners on the GPU may still write or read them.
 struct ReuseCounts {
   std::uint64_t filled = 0;
   std::uint64_t freed = 0;

@@ -1,17 +1,17 @@
-// The cached prompts of one pool: the index over its blocks, pins, the order of eviction, and the steps by which cached
-// blocks change their place.
+// The cached prompts of one pool: the index over its blocks, pins, the eviction order, and the steps that move cached
+// blocks.
 //
-// Everything here happens at once, under the lock of the space, in microseconds. What takes longer (copies, waiting for
-// a GPU) lies between two of these steps and is the business of TierMoves.
+// Each step here takes microseconds, under the lock of the space. TierMoves does what takes longer (copies, waiting for
+// a GPU) between two such steps.
 //
 // Invariants
 //   A1  Every local address in the index names a historical block whose tag is that node.
 //   A2  Every other historical block is in limbo, has the limbo tag, and its node still has the pins that hold it.
-//   A3  What a swap in is to bring is pinned from its checks to its end. Each page lies where it lay then, in a node
-//       that has been cut at most, or another swap in has brought it: then the old block is in limbo, and its mark
-//       says where the page lies now.
+//   A3  The pages of a swap in are pinned from its checks to its end. Each page lies where it lay then, in a node that
+//       may have been cut; or another swap in has brought it: then the old block is in limbo, and its mark names the
+//       page's new block.
 //
-// Thread-safety: none; callers hold the lock of the space. Every method that throws has changed nothing then.
+// Thread-safety: none; callers hold the lock of the space. Every method that throws has changed nothing.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ namespace kvpool {
 
 class PromptCache final : private IndexObserver {
  public:
-  // `blocks` outlives this. `audits`: audit_if_asked() does. Throws kArgument, std::bad_alloc.
+  // `blocks` outlives this. `audits`: whether audit_if_asked() audits. Throws kArgument, std::bad_alloc.
   PromptCache(CacheBlocks& blocks, std::uint32_t block_tokens, EvictionPolicy policy, bool audits);
   PromptCache(const PromptCache&) = delete;
   PromptCache& operator=(const PromptCache&) = delete;
@@ -40,15 +40,15 @@ class PromptCache final : private IndexObserver {
 
   // `out` has room for n_tokens / block_tokens addresses.
   IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
-  // As match(), but no use that is counted in the statistics; only what lies here.
+  // As match(), but does not count in the statistics, and finds only blocks of this pool.
   IndexHit match_for_peer(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
-  // All or nothing over the whole batch.
+  // All or nothing for the whole batch.
   std::vector<InsertOutcome> insert(std::string_view name_space, std::span<const InsertItem> items,
                                     bool free_duplicates);
   // Throws kState when some of it is pinned.
   std::size_t erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
-  // Drops up to n blocks of this medium, the coldest first, and what hangs below them in any medium. Returns how many
-  // of this medium went; those that a transfer reads are free later.
+  // Drops up to n blocks of this medium, the coldest first, and everything below them, in any medium. Returns how many
+  // blocks of this medium it dropped; those that a transfer reads become free later.
   std::size_t evict(Medium medium, std::size_t n) noexcept;
   // REQUIRES: `explanation.addresses` has room for all pages.
   void explain(std::string_view name_space, const Token* tokens, std::size_t n_tokens, MatchExplanation& explanation);
@@ -57,53 +57,53 @@ class PromptCache final : private IndexObserver {
   std::shared_ptr<EventQueue> subscribe(std::uint64_t capacity_tokens, bool include_cached) {
     return index_.subscribe(capacity_tokens, include_cached);
   }
-  // What is cached gets the id too, so that addresses of matches mean something to others.
+  // Also puts the id into the addresses of cached blocks, so that other instances can use the addresses of matches.
   void set_instance(std::uint32_t instance) noexcept;
 
   // --- room ---
 
   // Blocks that evict() can drop: neither pinned nor being moved.
   std::size_t evictable(Medium medium) const noexcept { return index_.evictable(value_class_of(medium)); }
-  // Blocks that are free, or would be if all that can be dropped were.
+  // Blocks that are free or can be dropped.
   std::size_t possible(MediumChoice medium) const noexcept;
   bool can_make_room(std::size_t n, MediumChoice medium) const noexcept { return n <= possible(medium); }
   [[noreturn]] void throw_out_of_blocks(std::size_t n, MediumChoice medium) const;
 
   // --- moves to DRAM (cache_moves.cpp) ---
 
-  // Cached HBM blocks whose bytes are being copied to DRAM: whole nodes, which nobody evicts, deletes or moves
-  // meanwhile. They may be cut by a match or an insertion, so that each block's node is looked up again by its tag.
+  // Cached HBM blocks whose bytes are being copied to DRAM: whole nodes, which are not evicted, deleted or moved
+  // meanwhile. A match or an insertion may cut them, so each block's node is looked up again by its tag.
   struct MoveOut {
     std::vector<Address> from;
-    std::vector<Address> to;  // reserved for them
+    std::vector<Address> to;  // reserved as their destinations
   };
   // Chooses up to n of the coldest. REQUIRES: n DRAM blocks are free. Throws std::bad_alloc.
   MoveOut begin_move_out(std::size_t n);
-  // The bytes have arrived: the index is pointed at the copies, but for blocks that were pinned meanwhile, which stay.
-  // Returns how many went and adds their addresses to `moved`, which has room for them, unless it is null.
+  // The bytes have arrived: points the index at the copies, except for blocks that were pinned meanwhile, which stay.
+  // Returns how many moved and adds their addresses to `moved`, which has room for them, unless it is null.
   std::size_t finish_move_out(MoveOut& move, std::vector<Address>* moved) noexcept;
   void cancel_move_out(MoveOut& move) noexcept;
 
   // --- moves to HBM (cache_moves.cpp) ---
 
-  // Checks everything, pins what is to come, and reserves `into`. Throws with nothing of that left.
+  // Checks everything, pins the pages, and reserves `into`.
   void begin_move_in(std::span<const Address> given, std::span<const Address> into, PendingSwapIn& pending);
-  // Where the pages lie now: another swap in may have brought some.
+  // Finds where the pages lie now: another swap in may have brought some.
   void find_move_in(PendingSwapIn& pending) noexcept;
   // The bytes have arrived: points the index at the copies and pins the pages for the caller. Blocks that others may
-  // still read by their old address stay, in limbo, until the last pin of that time goes. Throws std::bad_alloc.
+  // still read by their old address stay in limbo until the last earlier pin is released. Throws std::bad_alloc.
   void finish_move_in(PendingSwapIn& pending);
-  // Gives back what was taken for it.
+  // Gives back the pins and blocks of a swap in that fails.
   void cancel_move_in(PendingSwapIn& pending) noexcept;
-  // Of the blocks to swap into all but the first `keep`: to the caller, when it named them.
+  // Gives back all destinations but the first `keep`: to the caller, if it named them.
   void give_back(PendingSwapIn& pending, std::size_t keep) noexcept;
 
-  // --- what there is (cache_audit.cpp) ---
+  // --- state (cache_audit.cpp) ---
 
-  // How often blocks of HBM have changed hands.
+  // How often HBM blocks have changed owners.
   ReuseCounts reuse_counts() const noexcept;
   PoolCounters& counters() noexcept { return counters_; }
-  // All but what the memory costs.
+  // All but the sizes of the memory.
   PoolStats stats() const noexcept;
   // Checks the space, the index, A1 and A2. Throws kAudit.
   void audit() const;

@@ -1,6 +1,6 @@
-// A swap that a thread of the pool carries out, as its caller sees it.
+// The handle of a swap that runs on a thread of the pool.
 //
-// Thread-safety: all of it. Whoever has one keeps its pool. One that is dropped is carried out all the same.
+// Thread-safety: all of it. The handle's holder keeps the pool alive. Dropping the handle does not cancel the swap.
 #pragma once
 
 #include <atomic>
@@ -21,46 +21,46 @@ namespace kvpool {
 
 class Swap {
  public:
-  // `pool`: whose pins these are to be. `after`: what has to end before any byte moves; null: nothing. `since`: the
-  // reuse_counts of its blocks when that was noted.
+  // `pool`: the owner of the pins. `after`: the work that must end before any byte moves; null: none. `since`: the
+  // pool's reuse_counts when `after` was recorded.
   Swap(PinOwner& pool, std::shared_ptr<const DeviceOrder> after, const ReuseCounts& since) noexcept
       : pool_(pool), after_(std::move(after)), since_(since) {}
-  // Lets go of the pins that nobody has taken.
+  // Releases the pins that were not taken.
   ~Swap();
   Swap(const Swap&) = delete;
   Swap& operator=(const Swap&) = delete;
 
-  // Whether it has ended, one way or another; then the next three may be called. When it is done its bytes have
-  // arrived, for every stream and for the CPU.
+  // Whether it has ended, successfully or not; then the next three may be called. After success, every stream and the
+  // CPU see its bytes.
   bool done() const noexcept { return completion_.done(); }
   // Returns when it is done, or false at `until_ns` (CLOCK_MONOTONIC).
   bool wait(std::int64_t until_ns);
-  // Throws what the verb throws that waits, kCancelled, and kClosed of a pool that was closed before it had begun.
+  // Throws what the waiting verb would throw, kCancelled, and kClosed if the pool was closed before the swap began.
   void rethrow_if_failed() const;
-  // What the verb returns that waits: where the blocks lie now.
+  // What the waiting verb would return: where the blocks lie now.
   const std::vector<Address>& addresses() const noexcept { return addresses_; }
-  // Of a swap in: pins on those, the caller's from now on. None when they were taken before.
+  // The pins of a swap in, which the caller owns from now on; empty if they were taken before.
   std::vector<IndexPin> take_pins() noexcept { return std::exchange(pins_, {}); }
 
-  // It is to end with kCancelled. False when it has begun to move its bytes, or has ended: then nothing changes. To
-  // make room for them is no beginning.
+  // Ends it with kCancelled. Does nothing and returns false when it has begun to move bytes, or has ended; making room
+  // does not count as moving.
   bool cancel() noexcept { return stop(Phase::kCancelled); }
   // An eventfd that becomes readable when it is done; made at the first call, owned by the handle.
   int done_fd() { return completion_.descriptor(); }
 
   // --- for the thread that carries it out ---
 
-  // Once. Returns when what had to end before any byte moves has ended. Throws kCancelled, kClosed, as DeviceOrder.
+  // Called once. Waits for the work that must end before any byte moves. Throws kCancelled, kClosed, and as
+  // DeviceOrder.
   void start();
-  // Returns when this has ended, too, so that the reuse_counts counts from `since` on. Throws as start(); when it has
-  // begun, kClosed alone.
+  // Waits for this work, too; then `since` replaces the earlier counts. Throws as start(); once it has begun, only
+  // kClosed.
   void follow(const DeviceOrder& order, const ReuseCounts& since);
   // Throws kCancelled, kClosed, as follow().
   void check() const;
-  // From now on its bytes move, or it ends: it is not cancelled any more. Throws kCancelled, kClosed, when it was
-  // before. Again: does nothing.
+  // From now on it cannot be cancelled. Throws kCancelled, kClosed, if it was before. Idempotent.
   void begin();
-  // What its blocks' reuse_counts was when work was noted that has ended by now.
+  // The reuse_counts at the time when the work was recorded for which it has waited.
   const ReuseCounts& since() const noexcept { return since_; }
   // REQUIRES: begin() was called.
   void succeed(std::vector<Address>&& addresses, std::vector<IndexPin>&& pins) noexcept;
@@ -68,7 +68,7 @@ class Swap {
 
   // --- for the pool ---
 
-  // As cancel(), with kClosed; one that has begun waits for nothing of the GPU any more before it copies on.
+  // As cancel(), with kClosed; a swap that has begun no longer waits for the GPU before it copies.
   void close() noexcept {
     stop(Phase::kClosed);
     stopped_.store(true, std::memory_order_relaxed);
@@ -81,7 +81,7 @@ class Swap {
 
   PinOwner& pool_;
   std::shared_ptr<const DeviceOrder> after_;  // until it begins
-  ReuseCounts since_;                         // its thread's
+  ReuseCounts since_;                         // used by its thread only
   std::atomic<Phase> phase_{Phase::kWaiting};
   std::atomic<bool> stopped_{false};
   std::vector<Address> addresses_;

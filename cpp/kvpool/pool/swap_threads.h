@@ -1,4 +1,4 @@
-// The threads that carry swaps out for callers who do not wait: one for each direction, made with the first of them.
+// The threads that run swaps for callers that do not wait: one for each direction, started with its first swap.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -24,12 +24,12 @@ class SwapThreads {
   SwapThreads(const SwapThreads&) = delete;
   SwapThreads& operator=(const SwapThreads&) = delete;
 
-  // Works after what was given for this direction before. Where the system gives no thread, and after close(), here and
-  // now. Throws std::bad_alloc: then it does not work.
+  // Runs the work after earlier work of this direction; in this thread if no other can be started, and after close().
+  // Throws std::bad_alloc; then the work does not run.
   void run(TierWay way, const std::shared_ptr<Swap>& swap, Work work);
-  // Closes the swaps that have not begun to move bytes, and all to come. Does not wait. Idempotent, as is close().
+  // Closes all swaps that have not begun to move bytes, and all later ones. Does not wait. Idempotent, as is close().
   void refuse() noexcept;
-  // The same, and returns when all have ended.
+  // The same, and waits until all have ended.
   void close() noexcept;
 
  private:

@@ -1,5 +1,4 @@
-// Copies blocks from one tier of a pool to the other, where the pool cannot do it itself: the memory of a logical
-// instance is in its ranks.
+// Copies blocks between the tiers of a logical instance, whose memory is in its ranks, so that the pool itself cannot.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +9,8 @@ namespace kvpool {
 
 class TierMover {
  public:
-  // Copies block from[i] to block to[i], and returns when all are copied. Throws Error, std::bad_alloc: then the
-  // content of `to` is undefined, and nothing writes there any more, unless the instance is lost with it.
+  // Copies block from[i] to block to[i], and returns when all are copied. Throws Error, std::bad_alloc; then the
+  // content of `to` is undefined, and nothing writes there any more, unless the instance is lost as well.
   virtual void move(const Address* from, const Address* to, std::size_t n) = 0;
 
  protected:

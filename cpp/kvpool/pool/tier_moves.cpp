@@ -62,7 +62,7 @@ void TierMoves::set_mover(TierMover* mover) {
 void TierMoves::check_two_tiers() const {
   if (blocks_.engine_allocates()) {
     throw Error(ErrorCode::kState,
-                "the engine allocates this pool's HBM: its blocks are never cached, so there are none to swap out");
+                "the engine allocates this pool's HBM: its blocks are never cached, so it has nothing to swap out");
   }
   if (!memory_.two_tiers())
     throw Error(ErrorCode::kState, "swap needs both tiers: this pool has no HBM or no DRAM blocks");

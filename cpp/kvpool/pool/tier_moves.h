@@ -1,24 +1,22 @@
-// Moves of cached blocks between the tiers, and the room that they and evictions make: what takes longer than a step
-// of the cache, since bytes are copied and a GPU is waited for.
+// Moves cached blocks between the tiers, and makes room by moves and evictions. This takes longer than a step of the
+// cache, because it copies bytes and waits for a GPU.
 //
 // Both directions work the same way: choose and protect blocks under the space's lock, copy without it, then, under the
 // lock again, point the index at the copies.
 //
 // Locks, in the order in which they are taken
-//   swap_in_mutex_  one at a time: swaps in. What they bring is pinned from the first look at the index to the last, in
-//                   which the pages become the caller's: nobody evicts, deletes or moves them meanwhile, and others
-//                   may match, cut or read them, as any pinned pages. A swap in takes reclaim_ only to make room, so
-//                   that both directions copy at once.
-//   reclaim_        one at a time: swaps out, eviction, deletion, room that is made. Held while bytes go to DRAM;
-//   callers
-//                   let go of the GIL first. So a node that is held for copying is met only by matches, insertions,
-//                   frees, and swaps in.
-//   the space's     guards the space and the cache; held for microseconds. Swaps and evictions go in batches of
+//   swap_in_mutex_  serialises swaps in. Their pages are pinned from the first step until the caller gets the pins, so
+//                   nothing evicts, deletes or moves them meanwhile; others may match, cut or read them, like any
+//                   pinned pages. A swap in takes reclaim_ only to make room, so both directions can copy at once.
+//   reclaim_        serialises swaps out, eviction, deletion and making room. Held while bytes are copied to DRAM, so
+//                   callers release the GIL first. So only matches, insertions, frees and swaps in can meet a node that
+//                   is held for copying.
+//   the space's     guards the space and the cache; held for microseconds. Swaps and evictions work in batches of
 //                   kBatchBlocks.
 //
-// Errors: every method that throws, Error or std::bad_alloc, has changed nothing. One exception: room that was made is
-// not unmade. If another thread takes it, memory runs out, or the GPU begins to refuse, before it could be used, cached
-// prompts have moved down a tier or gone.
+// Errors: every method that throws, Error or std::bad_alloc, has changed nothing, except that room that was made stays
+// made: cached prompts may have moved down a tier or been dropped, although another thread took the room, memory ran
+// out or the GPU refused.
 #pragma once
 
 #include <condition_variable>
@@ -44,7 +42,7 @@ class SwapThreads;
 
 class TierMoves {
  public:
-  // All of them outlive this. `pins`: whose pins swaps return.
+  // All of them outlive this. `pins`: the owner of the pins that swaps return.
   TierMoves(CacheBlocks& blocks, PromptCache& cache, PoolMemory& memory, PoolGuard& guard, PinOwner& pins);
   ~TierMoves();
   TierMoves(const TierMoves&) = delete;
@@ -52,17 +50,17 @@ class TierMoves {
 
   // --- room (tier_room.cpp) ---
 
-  // While the caller has it, nobody else makes room, evicts, deletes or swaps out.
+  // While the caller holds this lock, no other thread makes room, evicts, deletes or swaps out.
   std::unique_lock<std::mutex> reclaiming() { return std::unique_lock(reclaim_); }
-  // Takes n blocks to `to`, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first; what that
-  // cannot make, the space's pressure hook may. Lets go of both locks meanwhile. REQUIRES: `reclaim` is reclaiming(),
-  // `lock` the space's. Throws kOutOfBlocks, and what the hook throws.
+  // Takes n blocks to `to`, making room: moves HBM blocks to DRAM and drops DRAM blocks, the least recently used first;
+  // if that is not enough, asks the space's pressure hook. Releases both locks meanwhile. REQUIRES: `reclaim` is
+  // reclaiming(), `lock` the space's. Throws kOutOfBlocks, and what the hook throws.
   void take_evicting(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, std::size_t n, MediumChoice medium,
                      BlockState to, Address* out, const MoveOrder& order);
-  // Drops up to n blocks, what is farther from the GPU first, and returns how many.
+  // Drops up to n blocks, those farthest from the GPU first, and returns how many.
   std::size_t evict(std::size_t n, MediumChoice medium);
 
-  // --- swaps (tier_moves.cpp): Pool has the words ---
+  // --- swaps (tier_moves.cpp): documented in Pool ---
 
   std::vector<Address> swap_out(std::size_t n, const CallerStream& after);
   std::vector<IndexPin> swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out,
@@ -74,10 +72,10 @@ class TierMoves {
   // --- the end ---
 
   void set_mover(TierMover* mover);
-  // As SwapThreads has them.
+  // As in SwapThreads.
   void refuse() noexcept;
   void close() noexcept;
-  // Nobody copies while the caller has these.
+  // Nothing is copied while the caller holds these locks.
   struct Idle {
     std::unique_lock<std::mutex> swaps_in;
     std::unique_lock<std::mutex> reclaim;
@@ -85,7 +83,7 @@ class TierMoves {
   Idle idle() { return {std::unique_lock(swap_in_mutex_), std::unique_lock(reclaim_)}; }
 
  private:
-  static constexpr std::size_t kBatchBlocks = 4096;  // moved or dropped at most before others get the lock
+  static constexpr std::size_t kBatchBlocks = 4096;  // moved or dropped before others get the lock
 
   const BlockStore& store(Medium medium) const noexcept { return blocks_.store(medium); }
   void check_two_tiers() const;
@@ -103,7 +101,7 @@ class TierMoves {
   void reserve_swap_in(SpaceLock& lock, PendingSwapIn& pending, const MoveOrder& order);
   void copy_swap_in(SpaceLock& lock, const PendingSwapIn& pending, const MoveOrder& order);
 
-  // Waiting for the GPU (device_turns.cpp).
+  // Waits for the GPU (device_turns.cpp).
   std::shared_ptr<Swap> make_swap(const CallerStream& after);
   bool is_late(TierWay way, const MoveOrder& order) const noexcept;
   void follow_device(Swap& swap, const ReuseCounts& now);
@@ -118,7 +116,7 @@ class TierMoves {
   const std::unique_ptr<SwapThreads> threads_;
   std::mutex swap_in_mutex_;
   std::mutex reclaim_;
-  std::condition_variable swap_in_ended_;  // with the space's lock: a swap in copies no more
+  std::condition_variable swap_in_ended_;  // with the space's lock: a swap in has finished copying
   std::uint64_t swaps_in_begun_ = 0;       // copies of swaps in; at most one is under way
   std::uint64_t swaps_in_over_ = 0;
 };

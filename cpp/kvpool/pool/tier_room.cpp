@@ -14,8 +14,8 @@ void TierMoves::take_evicting(std::unique_lock<std::mutex>& reclaim, SpaceLock& 
   while (!blocks_.take(n, medium, to, out)) {
     if (!cache_.can_make_room(n, medium)) {
       if (ask_others(reclaim, lock, n, medium)) continue;
-      // What a swap in copies leaves DRAM soon. No more than one of them: others may follow without end, and whoever
-      // else makes room waits for this.
+      // The blocks of a swap in leave DRAM soon. Waits for only one swap: others may follow without end, and other
+      // threads that make room wait for this one.
       if (waited || swaps_in_begun_ == swaps_in_over_ || medium == Medium::kHbm) cache_.throw_out_of_blocks(n, medium);
       swap_in_ended_.wait(lock, [this, over = swaps_in_over_] { return swaps_in_over_ != over; });
       waited = true;

@@ -5,9 +5,9 @@
 // order; for a rank in another process it sends the order there.
 //
 // Invariants
-//   G1  write() returns or throws only after every rank that was given an order has reported; a report, but for
+//   G1  write() returns or throws only after every rank that was given an order has reported. A report, except
 //       kPeerLost, says that nothing of its order is written any more. So the sender may tell the receiver that the
-//       transfer is complete, or given up.
+//       transfer is complete, or cancelled.
 //   G2  After the first failure no rank is given an order, and those that have one are asked to stop. write() throws
 //       the first failure; but kPeerLost replaces every other, because it says that G1 cannot be kept: a rank is lost,
 //       and something of its order may still be written.

@@ -86,7 +86,7 @@ OrderBody read_order(std::span<const std::byte> bytes) {
   body.merge = merge == 1;
   body.lifetime_ms = in.number<std::uint64_t>();
   const auto channels = in.number<std::uint32_t>();
-  if (channels > kOrderLanesMax) malformed(std::to_string(channels) + " channels in one order");
+  if (channels > kOrderChannelsMax) malformed(std::to_string(channels) + " channels in one order");
   std::size_t strips_left = kOrderStripsMax;
   for (std::uint32_t i = 0; i < channels; ++i) {
     body.channels.push_back(read_channel(in, strips_left));

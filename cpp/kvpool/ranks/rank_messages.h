@@ -14,7 +14,7 @@
 
 namespace kvpool {
 
-inline constexpr std::size_t kOrderLanesMax = kRanksMax;
+inline constexpr std::size_t kOrderChannelsMax = kRanksMax;
 inline constexpr std::size_t kOrderStripsMax = 65536;  // of all channels together
 
 // Connect to these ranks of a peer: their channels belong to this meeting.
@@ -31,7 +31,7 @@ struct OrderBody {
   bool merge = true;
   std::uint64_t lifetime_ms = 0;
   std::vector<ChannelWrite> channels;
-  std::vector<Address> from;  // of the own instance
+  std::vector<Address> from;  // of this instance
   std::vector<Address> to;    // as many of the peer's
 };
 

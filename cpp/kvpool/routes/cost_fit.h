@@ -17,10 +17,9 @@ struct CostSample {
   double us = 0;
 };
 
-// The prior that fits these best: the sum of the squares of its relative errors is least, and no part of it is
-// negative, so more never costs less. Of writes of the same size the median counts: with three of them, one outlier
-// does not. Samples that took no time are left out. Returns nothing unless the rest has at least two lengths: one
-// length gives no rate.
+// The prior that fits these best: it minimises the sum of the squares of its relative errors, and has no negative part,
+// so more never costs less. Uses the median of writes of the same size, so one outlier of three has no effect. Ignores
+// samples that took no time. Returns nullopt unless the rest has at least two lengths: one length gives no rate.
 std::optional<RoutePrior> fit_cost(std::span<const CostSample> samples);
 
 }  // namespace kvpool

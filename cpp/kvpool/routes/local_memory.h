@@ -1,6 +1,6 @@
-// The memory that this process lets its peers write, and writes from.
+// The memory of this process from which it writes to peers, and into which peers write.
 //
-// Thread-safety: immutable, but for assignment.
+// Thread-safety: immutable, except for assignment.
 #pragma once
 
 #include <memory>
@@ -19,20 +19,20 @@ class DeviceStaging;
 struct LocalMemory {
   Layout layout;
   MediumMap<std::shared_ptr<Arena>> arenas;
-  // Page-locked buffers between its GPU and a link; RouteMaker adds them. Null without a GPU.
+  // Page-locked buffers between the GPU and a link; RouteMaker adds them. Null without a GPU.
   std::shared_ptr<DeviceStaging> staging = nullptr;
 
   const std::shared_ptr<Arena>& arena(Medium medium) const noexcept { return arenas[medium]; }
   MediaSpans spans() const;
-  // Of these, what the CPU can follow, and what this GPU can; the other media have no blocks.
+  // The spans that the CPU, or this GPU, can access; other media have no blocks.
   MediaSpans host_spans() const;
   MediaSpans gpu_spans(const CudaContext& gpu) const;
-  // The media that are on a GPU, and the GPU that they are on; null without any.
+  // The media on a GPU, and that GPU's context; null if all are in host memory.
   MediaSet on_gpu() const noexcept;
   std::shared_ptr<const CudaContext> gpu() const noexcept;
   // Keeps the memory of spans() alive.
   std::shared_ptr<void> keepalive() const;
-  // What the metadata says of it: layout and segments. Says nothing of how it can be mapped.
+  // Writes layout and segments into the metadata, but not how the memory can be mapped.
   void describe(PeerMetadata& metadata) const;
 };
 

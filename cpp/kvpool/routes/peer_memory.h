@@ -1,6 +1,6 @@
-// A peer's blocks as this process reaches them.
+// Access of this process to a peer's blocks.
 //
-// Thread-safety: what is made here is immutable.
+// Thread-safety: all objects are immutable.
 #pragma once
 
 #include <array>
@@ -19,7 +19,7 @@ namespace kvpool {
 // Never dereference them here. Media on a GPU have no blocks in the result, except those of `gpu_media`.
 MediaSpans remote_spans(const PeerMetadata& metadata, const MediaSet& gpu_media = {});
 
-// The medium as it is reached here, where its memory is mapped at `base`. Throws kProtocol.
+// The span of a medium whose memory is mapped here at `base`. Throws kProtocol.
 MediumSpan mapped_span(const MetadataMedium& medium, std::byte* base);
 
 // Files of the peer's media, -1 for a medium that cannot be mapped.
@@ -31,8 +31,8 @@ inline constexpr MediaFiles kNoFiles = same_for_all_media(-1);
 class MappedPeer {
  public:
   // Maps every medium of host memory that has a descriptor and mapped_bytes; the others get no blocks. Throws Error
-  // kProtocol (the descriptor is no memory file, may shrink, or is too short for what the metadata says of it),
-  // kUnsupported (nothing to map, or the kernel does not).
+  // kProtocol (the descriptor is no memory file, may shrink, or is shorter than the metadata says), kUnsupported
+  // (nothing to map, or the kernel refuses).
   static std::unique_ptr<MappedPeer> make(const PeerMetadata& metadata, const MediaFiles& files);
   virtual ~MappedPeer() = default;
 

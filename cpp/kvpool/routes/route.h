@@ -26,14 +26,14 @@ class DeviceOrder;
 class RouteCost;
 
 struct WriteRequest {
-  std::uint64_t transfer = 0;  // id; what is placed by the receiver carries it
+  std::uint64_t transfer = 0;  // id, which goes with content that the receiver places
   std::span<const BlockStrip> strips;
   std::span<const Address> from;  // blocks of this pool
   std::span<const Address> to;    // as many blocks of the peer
   const DeviceOrder* after =
       nullptr;        // GPU work that must end before the blocks are read; the caller of write() waits for it
-  bool merge = true;  // neighbours that lie in a row on both sides are one piece
-  std::int64_t deadline_ns = 0;  // CLOCK_MONOTONIC; 0 is long ago
+  bool merge = true;  // joins pieces that are contiguous on both sides
+  std::int64_t deadline_ns = 0;  // CLOCK_MONOTONIC; 0 is in the past
   const std::atomic<bool>* cancelled = nullptr;
   std::atomic<std::uint64_t>* bytes_done = nullptr;
 };
@@ -47,7 +47,7 @@ struct RouteTraits {
   bool one_sided = true;
   bool by_caller = true;  // cheap enough to run in the caller's thread for small transfers
   bool waits = false;     // a write may have to wait for the peer to take it
-  bool whole = true;      // sender and receiver have the whole content at hand, so that they can compare checksums
+  bool whole = true;      // sender and receiver have the whole content, so they can compare checksums
   bool by_name = false;   // only where the settings of both sides name it
 };
 
@@ -86,15 +86,15 @@ class Route {
   // Returns when the bytes are in place and visible to a peer that receives a later message on the control link
   // (one-sided), or are handed to the link in order before such a message (placed by the receiver). Throws Error
   // kPeerLost, kDeadline, kCancelled, kArgument (an address names no block that this route reaches: nothing was
-  // written), kRouteFailed or kUnsupported (the peer goes on); then nothing of this call is written any more when it
-  // has thrown. REQUIRES: strips lie within the
-  // content of the blocks on both sides, no two destinations overlap, as many destinations as sources.
+  // written), kRouteFailed or kUnsupported (the peer stays connected). After any of them but kPeerLost, this call
+  // writes nothing any more. REQUIRES: strips lie within the content of the blocks on both sides, no two destinations
+  // overlap, as many destinations as sources.
   virtual WriteOutcome write(const WriteRequest& request) = 0;
 
   // Receives here what the peer writes by this route, if the route needs this side's help; else null.
   virtual std::shared_ptr<RouteReceiver> route_receiver() const noexcept { return nullptr; }
 
-  // Makes later writes fail with kPeerLost at once, and those under way soon. Idempotent, and does not wait.
+  // Makes later writes fail with kPeerLost at once, and writes in progress soon. Idempotent, and does not wait.
   virtual void close() noexcept = 0;
   // After close(): the peer's memory that the route still has open, if releasing it may wait for a GPU; the first call
   // returns it, later ones null. The caller drops it in a thread that nothing waits for, and only then tells the peer

@@ -94,14 +94,14 @@ void RouteCost::measured(const MediaSet& from, const MediaSet& to, std::uint64_t
   correct(table->all, sample, now_ms);
 }
 
-void RouteCost::settle(Medium from, Medium to, const RoutePrior& write, const RoutePrior& arrival) {
+void RouteCost::set_prior(Medium from, Medium to, const RoutePrior& write, const RoutePrior& arrival) {
   auto table = std::make_unique<Table>(write, arrival);
   const std::lock_guard lock(mutex_);
-  settled_.push_back(std::move(table));
-  tables_[from][to].store(settled_.back().get(), std::memory_order_release);
+  measured_.push_back(std::move(table));
+  tables_[from][to].store(measured_.back().get(), std::memory_order_release);
 }
 
-std::optional<RoutePrior> RouteCost::settled(Medium from, Medium to) const noexcept {
+std::optional<RoutePrior> RouteCost::measured_prior(Medium from, Medium to) const noexcept {
   const Table* table = tables_[from][to].load(std::memory_order_acquire);
   if (table == nullptr) return std::nullopt;
   return RoutePrior{table->write.latency_us + table->arrival.latency_us,

@@ -8,8 +8,8 @@
 // measurements use the correction of all writes together. A correction fades within seconds, to the prior: a route that
 // lost because the machine was busy for a moment is tried again.
 //
-// Thread-safety: all of it; for an estimate one pointer and one word are read, for a measurement one or two words are
-// written. Of simultaneous measurements some may be lost.
+// Thread-safety: all of it. An estimate reads one pointer and one word, a measurement writes one or two words. Of
+// simultaneous measurements some may be lost.
 #pragma once
 
 #include <array>
@@ -52,15 +52,15 @@ class RouteCost {
   double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
                      std::int64_t now_ns) const noexcept;
   // Records the time of a write. Do not record a write that was cancelled or failed. A write over several pairs of
-  // media whose priors were settled separately is ignored.
+  // media with separate priors is ignored.
   void measured(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes, double us,
                 std::int64_t now_ns) noexcept;
 
   // Sets the prior between these two media and resets its corrections, atomically for estimates. Throws std::bad_alloc,
   // and has changed nothing then.
-  void settle(Medium from, Medium to, const RoutePrior& write, const RoutePrior& arrival = {0, 0, 0});
-  // The sum of the settled priors; nothing if no prior was settled.
-  std::optional<RoutePrior> settled(Medium from, Medium to) const noexcept;
+  void set_prior(Medium from, Medium to, const RoutePrior& write, const RoutePrior& arrival = {0, 0, 0});
+  // The sum of the two priors of set_prior(); nullopt if it was not called for these media.
+  std::optional<RoutePrior> measured_prior(Medium from, Medium to) const noexcept;
   const RoutePrior& guess() const noexcept { return guess_.write; }
 
  private:
@@ -96,14 +96,14 @@ class RouteCost {
   Table guess_;
   MediumPairMap<std::atomic<Table*>> tables_{};  // null: the guess
   std::mutex mutex_;
-  // Under mutex_. Keeps every settled prior, because an estimate may still read one that has been replaced.
-  std::vector<std::unique_ptr<Table>> settled_;
+  // Under mutex_. Keeps every prior that was set, because an estimate may still read one that has been replaced.
+  std::vector<std::unique_ptr<Table>> measured_;
 };
 
 // The prior of this route as text, for messages.
 struct RoutePrice {
   std::string route;
-  std::optional<std::pair<Medium, Medium>> between;  // from and to, where it was measured; nothing: a guess for all
+  std::optional<std::pair<Medium, Medium>> between;  // the measured pair; nullopt: a guess for all
   RoutePrior prior;
 };
 

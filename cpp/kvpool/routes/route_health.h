@@ -23,7 +23,7 @@
 
 namespace kvpool {
 
-// Of a failure, by its code.
+// Whether the route caused a failure with this code.
 bool is_the_routes_own(ErrorCode code) noexcept;
 
 class RouteHealth {
@@ -35,11 +35,11 @@ class RouteHealth {
 
   // False: the route has reported that it cannot write to this peer (kUnsupported).
   bool able() const noexcept { return !unable_.load(std::memory_order_relaxed); }
-  // By how much a write is dearer than its estimate: 1 and more.
+  // The factor on a write's estimate: 1 or more.
   double factor(std::int64_t now_ns) const noexcept;
 
   struct Report {
-    std::uint64_t failures = 0;  // of this route, ever
+    std::uint64_t failures = 0;  // all failures of this route
     bool able = true;
     std::string why;  // the last one
   };
@@ -48,14 +48,14 @@ class RouteHealth {
 
  private:
   std::atomic<bool> unable_{false};
-  std::atomic<std::uint32_t> in_a_row_{0};  // 0: nothing to look at
+  std::atomic<std::uint32_t> in_a_row_{0};  // 0: works
   std::atomic<std::int64_t> failed_ns_{0};  // when the last one ended
-  mutable std::mutex mutex_;                // what follows, and changes of what stands above
+  mutable std::mutex mutex_;                // guards the members below, and changes of those above
   std::uint64_t failures_ = 0;
   std::string why_;
 };
 
-// Of a route by this name, for people.
+// The failures of a route, for the application.
 struct RouteFailure {
   std::string route;
   RouteHealth::Report report;

@@ -18,13 +18,14 @@
 
 namespace kvpool {
 
-// Runs work that may wait for a peer or the GPU, one piece after another for each key; what was given runs before the
-// executor ends, and in the caller's thread after that. Throws std::bad_alloc; then it does not run.
+// Runs work that may wait for a peer or the GPU, one piece after another for each key. The executor runs all work
+// before it ends; later work runs in the caller's thread. Throws std::bad_alloc; then the work does not run.
 using RouteRun = std::function<void(const void* key, std::function<void()> work)>;
 
 class RouteReceiver {
  public:
-  // As LinkHandler::on_data and on_placed: where content of transfer `id` goes; and that it is there, or never will be.
+  // As LinkHandler::on_data and on_placed: returns where content of transfer `id` goes; is told that it has arrived, or
+  // never will.
   using Admit = std::function<Placement(std::uint64_t id, std::span<const std::byte> body, std::uint64_t bytes)>;
   using Placed = std::function<void(std::uint64_t token, bool intact)>;
   // Called when the GPU of this side is lost, with all memory on it.
@@ -43,8 +44,8 @@ class RouteReceiver {
            kind == FrameKind::kPassed;
   }
 
-  // Runs the work once everything announced so far has arrived, or was given up and is no longer written. Returns
-  // false, without taking the work, if that is so already; the caller then does the work itself.
+  // Runs the work once all content announced so far has arrived, or was given up and is no longer written. If that is
+  // so already, returns false without taking the work, and the caller runs it.
   virtual bool defer(std::function<void()>& work) = 0;
   // Call when the link has ended. Gives up what is arriving, then calls `on_closed` once, perhaps before it returns;
   // from then on the peer writes nothing here.

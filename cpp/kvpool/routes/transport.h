@@ -1,8 +1,8 @@
-// A transport: one way into the memory of peers, with everything that has to be known of it in one folder.
+// A transport: one way to access the memory of peers, with all of its code in one folder.
 //
-// Two pools go by a transport when both name it. Then it says what this pool gives the peer (offer), makes the routes
-// by which this pool writes (connect), and says what the peer can write here by itself (exposure). Code that makes
-// routes goes through a list of transports (transports.h), and knows none of them by name.
+// Two pools use a transport if both name it. The transport then decides what this pool gives the peer (offer), makes
+// the routes by which this pool writes (connect), and says how the peer can write here by itself (exposure). Code that
+// makes routes iterates over a list of transports (transports.h), and knows no transport by name.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -25,22 +25,22 @@
 
 namespace kvpool {
 
-// What a transport has made for one peer alone. The peer's link keeps it, and it may outlive the transport.
+// What a transport has made for one peer. The peer's link keeps it, and it may outlive the transport.
 class Grant {
  public:
   virtual ~Grant() = default;
-  // Ends what arrives from the peer through this grant: once it has returned true, nothing of that is written any more.
-  // False: nothing is proved. May take seconds. Idempotent.
+  // Ends writes that arrive from the peer through this grant: after it has returned true, they write nothing any more.
+  // False: that is not proved. May take seconds. Idempotent.
   virtual bool fence() noexcept = 0;
 };
 
-// What this pool tells one peer. `files`: with which the peer can map a medium, -1 for none; whoever set one owns it,
-// until Transport::let_go().
+// What this pool offers one peer. `files`: descriptors with which the peer can map a medium, or -1; the transport that
+// sets one owns it, until Transport::let_go().
 struct Offer {
   PeerMetadata& metadata;
   MediaFiles files = kNoFiles;
 
-  // Of host memory that the pool owns.
+  // Adds the files of host memory that the pool owns.
   void add_host_files(const LocalMemory& memory) noexcept;
 };
 
@@ -48,12 +48,12 @@ struct Offer {
 struct PeerEnd {
   const PeerMetadata& metadata;
   const std::shared_ptr<Link>& link;
-  bool same_host = false;  // its pids mean the same as here
+  bool same_host = false;  // it has the same host and PID namespace
 
-  // It is this process, by the kernel's word. Its own word does not count: a process that names another pool's
-  // incarnation would have that pool's blocks written. Over TCP the kernel says nothing.
+  // Whether the peer is this process, according to the kernel. The peer's claim is not enough: a process that claims
+  // another pool's incarnation would cause writes into that pool's blocks. Over TCP the kernel does not know.
   bool is_here() const noexcept;
-  // Descriptors can be passed between the two.
+  // Whether descriptors can be passed between the two.
   bool is_local() const;
   bool has_gpu() const noexcept;
   // The descriptors that came with its metadata, by medium.
@@ -66,35 +66,34 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Adds to what the peer is told. Returns what was made for this peer alone, null if nothing was. Throws kClosed, and
-  // what its own resources fail with.
+  // Adds to the offer. Returns what was made for this peer only, if anything. Throws kClosed, and errors of its
+  // resources.
   virtual std::shared_ptr<Grant> offer(const LocalMemory& /*memory*/, Offer& /*offer*/) { return nullptr; }
-  // Adds the routes by which this pool can write to the peer; none where it cannot. `grant`: of offer() to this peer.
-  // Throws why it cannot, where a person should know; what was added before stays. REQUIRES: the peer names this
+  // Adds the routes by which this pool can write to the peer, if any. `grant`: of offer() to this peer. Throws the
+  // reason if it adds none and the user should know why; routes that it has added stay. REQUIRES: the peer names this
   // transport, too.
   virtual void connect(const LocalMemory& memory, const PeerEnd& peer, Grant* grant, Routes& routes) = 0;
-  // What the peer can write here by itself, also after let_go(). REQUIRES: as connect().
+  // How the peer can write here by itself, also after let_go(). REQUIRES: as connect().
   virtual Exposure exposure(const PeerEnd& /*peer*/) const { return {}; }
-  // The pool is closed: gives back what it holds of its memory. offer() and connect() are not called any more, but
-  // calls may be under way.
+  // The pool is closed: releases the pool's memory. No later offer() or connect() follows, but calls may be under way.
   virtual void let_go() noexcept {}
 };
 
-// What a transport is made with.
+// The arguments for making a transport.
 struct TransportSetup {
   const TransportSettings& settings;
   std::uint64_t incarnation;        // of this pool
-  const LocalMemory& memory;        // it has memory, that is: not the scheduler of a logical instance
+  const LocalMemory& memory;        // not empty: transports are not made for the scheduler of a logical instance
   CopyTeam& team;                   // outlives the transport
-  RouteRun run;                     // where the receiving halves of routes work; empty: nowhere
-  std::vector<std::string>& notes;  // for a log: what was asked for and cannot be had in full, and why
+  RouteRun run;                     // runs the receiving halves of routes; empty: there are no such halves
+  std::vector<std::string>& notes;  // for a log: requested features that are only partly available, and why
 };
 
 struct TransportKind {
   const char* name;  // of its routes, in the settings and in the metadata
-  // Used without being named. If it cannot be had, it is left out with a note; the others fail.
+  // Used without being named. If it is not available, it is left out with a note; a named one fails.
   bool by_default;
-  // Throws why it cannot be had.
+  // Throws why it is not available.
   std::unique_ptr<Transport> (*make)(const TransportSetup& setup);
 };
 

@@ -1,4 +1,4 @@
-// What can be set about single transports.
+// The settings of single transports.
 #pragma once
 
 #include <string>

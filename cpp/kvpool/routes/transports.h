@@ -1,4 +1,4 @@
-// All transports that there are.
+// The list of all transports.
 #pragma once
 
 #include <span>
@@ -12,8 +12,8 @@ namespace kvpool {
 // By default routes are tried in this order.
 std::span<const TransportKind> all_transports() noexcept;
 
-// Those of these names, in their order; without names, those that are used by default. Throws kArgument for a name that
-// is not among `kinds`.
+// The kinds with these names, in the order of `kinds`; without names, the default ones. Throws kArgument for a name
+// that is not in `kinds`.
 std::vector<TransportKind> transports_named(std::span<const TransportKind> kinds,
                                             const std::vector<std::string>& names);
 

@@ -1,5 +1,5 @@
-// What the one-sided routes of one host have in common: a write by this process's own threads, cut into parts, that
-// ends early when it is cancelled, late, or its route closed.
+// A write by threads of this process, for one-sided routes on one host. It is cut into parts, so that it ends early
+// when it is cancelled, late, or its route is closed.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace kvpool {
 
-// Throws what stops a write: kPeerLost (`closed`), kCancelled, kDeadline.
+// Throws why a write must stop: kPeerLost (`closed`), kCancelled, kDeadline.
 void throw_if_stopped(const WriteRequest& request, const char* route, const std::atomic<bool>& closed);
 
 // Throws kArgument unless the blocks of the request are among these, as many destinations as sources.

@@ -1,4 +1,4 @@
-// The time that one write takes, told to the cost of its route.
+// Measures the time of one write for the cost of its route.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,14 @@
 
 namespace kvpool {
 
-// Starts when it is made. A write that throws is not told: it says nothing about the price of one that ends.
+// Starts when it is made. Writes that throw are not recorded, because they say nothing about the cost of successful
+// ones.
 class WriteTimer {
  public:
   WriteTimer(RouteCost& cost, const WriteRequest& request) noexcept
       : cost_(cost), request_(request), began_ns_(monotonic_ns()) {}
 
-  // The write has ended. Tells the cost, and returns the microseconds since the start.
+  // Call when the write has ended. Records the time, and returns the microseconds since the start.
   double stop(const WriteOutcome& outcome) noexcept {
     const std::int64_t now_ns = monotonic_ns();
     const double us = static_cast<double>(now_ns - began_ns_) / 1e3;

@@ -1,5 +1,5 @@
-// What all transfers of a session share towards their callers: who waits drives the link, until the end, the deadline
-// or the caller's time; and how one begins that the peer answers.
+// The common base of a session's transfers: a waiting caller drives the link until the end, the deadline or the
+// caller's time; and transfers that begin with a call to the peer.
 #pragma once
 
 #include <cstdint>
@@ -26,18 +26,18 @@ class AwaitedTransfer : public Transfer, public PendingAnswer, public std::enabl
 
   AwaitedTransfer(std::shared_ptr<Session> session, std::uint64_t id, std::int64_t deadline_ns) noexcept;
 
-  // The time runs from here.
+  // Starts the clock of the statistics.
   void start_clock() noexcept;
-  // Calls begin() with the peer's answer expected. What begin() throws is thrown, and it is as if it had never begun;
-  // unless the link ended meanwhile, and told.
+  // Expects the peer's answer and calls begin(). Throws what begin() throws, and the transfer has not begun then,
+  // unless the link ended meanwhile and told it.
   template <class Begin>
   void ask(Begin&& begin);
-  // Notes that nothing will come of it; false when it has ended already.
+  // Marks it as not begun; false when it has ended already.
   virtual bool withdraw() noexcept = 0;
-  // For the peer: how long it need keep what it promises for this transfer.
+  // How long the peer has to keep its promises for this transfer.
   std::uint64_t lifetime_ms() const noexcept;
   double elapsed_us() const noexcept;
-  // The last thing that a transfer does, after so many bytes; nothing is locked.
+  // The last step of a transfer, after so many bytes. Called without locks.
   void finish_waiting(TransferKind kind, std::uint64_t bytes, std::optional<Error> error) noexcept;
   [[noreturn]] static void throw_not_streamed();
 

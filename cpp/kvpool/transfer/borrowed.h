@@ -3,10 +3,10 @@
 // Invariants
 //   W1  A block is written by at most one transfer at a time, and only while it is borrowed.
 //   W2  A block that is being written is not given back.
-//   W3  No write overtakes an earlier one. What a transfer has sent by the link and then given up may still be on its
-//       way when it ends; until the peer has answered behind it, nobody writes past the link.
-//   W4  A loan that was recalled is over at its deadline: nothing begins to write the block, or gives it back, and what
-//       is writing it is the last that does.
+//   W3  No write overtakes an earlier one. Content that a cancelled transfer has sent over the link may still be on its
+//       way when the transfer ends; until the peer has sent a later answer, no other route than the link writes.
+//   W4  A recalled loan is over at its deadline: no new write of the block begins, it is not given back, and a write in
+//       progress is the last.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -27,34 +27,35 @@ namespace kvpool {
 
 class BorrowedBlocks {
  public:
-  // `blocks` that the peer has of each medium.
+  // `blocks`: how many the peer has in each medium.
   BorrowedBlocks(std::string peer, std::uint32_t instance, MediumMap<std::uint32_t> blocks);
 
-  // Throws Error kProtocol when the peer lent what it has not, or lent before.
+  // Throws Error kProtocol for blocks that the peer does not have, or has lent before.
   void add(std::span<const Address> addresses);
   // Throw Error kNotOwner (not borrowed), kStaleAddress (given back since), kArgument (twice in the list), kState
-  // (written by another transfer), and change nothing then. `positions`: what an error calls each one's; else that in
+  // (written by another transfer), and change nothing then. `positions`: the positions for errors; without it, those in
   // the list.
   void begin_write(std::span<const Address> addresses, std::span<const std::size_t> positions = {});
   void end_write(std::span<const Address> addresses) noexcept;
   void drop_written(std::span<const Address> addresses) noexcept;  // ends the write, and they are no longer lent
-  // Undoes that. REQUIRES: the peer has not heard of it.
+  // Undoes drop_written(). REQUIRES: the peer has not been told.
   void take_again(std::span<const Address> addresses) noexcept;
   void remove(std::span<const Address> addresses);
 
-  // Those that are borrowed.
+  // Those of the addresses that are borrowed.
   std::vector<Address> borrowed_among(std::span<const Address> addresses) const;
   // Whether one of them is borrowed, or still being written.
   bool any_held(std::span<const Address> addresses) const noexcept;
-  // These loans are over: W4. Others are left alone.
+  // Ends these loans: W4. Ignores other addresses.
   void end_loans(std::span<const Address> addresses) noexcept;
-  // Throws kStaleAddress when one of these that are being written is not borrowed any more.
+  // Throws kStaleAddress when one of these blocks, which are being written, is no longer borrowed.
   void check_still_borrowed(std::span<const Address> addresses) const;
 
-  // Around the time from the end of a transfer that was given up to the peer's answer. Before its end_write().
+  // Enclose the time from the end of a cancelled transfer to the peer's answer. Call begin_overdue() before
+  // end_write().
   void begin_overdue() noexcept { overdue_.fetch_add(1); }
   void end_overdue() noexcept { overdue_.fetch_sub(1); }
-  // For a write past the link, after its begin_write(). Throws kBusy.
+  // Call after begin_write() for a write by another route than the link. Throws kBusy.
   void check_nothing_overdue() const;
 
   std::uint32_t count() const noexcept;

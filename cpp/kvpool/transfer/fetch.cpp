@@ -220,9 +220,9 @@ void Session::finish_push(ServedCall& call, std::span<const Address> held, const
     return on_route_broken(*error);
   }
   if (error == nullptr) return call.answer({});
-  // Stopped while it waited for the GPU, because the two part: nobody has cancelled anything.
-  const bool parted = error->code() == ErrorCode::kCancelled && lost();
-  call.refuse(parted ? Error(ErrorCode::kPeerLost, "the owner of the blocks has left") : *error);
+  // Stopped while it waited for the GPU, because the two disconnect: the caller has not cancelled it.
+  const bool disconnected = error->code() == ErrorCode::kCancelled && lost();
+  call.refuse(disconnected ? Error(ErrorCode::kPeerLost, "the owner of the blocks has left") : *error);
 }
 
 }  // namespace kvpool

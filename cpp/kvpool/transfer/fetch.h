@@ -1,14 +1,14 @@
-// Reading a peer's blocks: the peer is asked to write them into blocks that are reserved here for that.
+// Reads a peer's blocks: asks the peer to write them into blocks that are reserved here.
 //
-// The owner pushes, because a push needs no lease on what is read: the blocks are held where they are by the one who
-// reads them. (And small pieces are faster pushed than pulled on every transport that we measured.)
+// The owner pushes, because then the process that reads the blocks also holds them, and no lease between processes is
+// needed. (And pushing small pieces is faster than pulling on every transport that we measured.)
 //
 // Invariant
-//   E1  A destination is active again, or free, only when the owner has said that it writes no more, or cannot write;
-//       until then it is quarantined.
-//   E2  Streams that wait for a fetch go on when it has ended, however that was, and done() is true then. If it has
-//       failed, no destination is free before the handle is gone, either: what those streams do with it may be going
-//       on.
+//   E1  A destination becomes active again, or free, only when the owner has said that it no longer writes, or cannot
+//       write; until then it is quarantined.
+//   E2  Streams that wait for a fetch continue when it has ended, successfully or not, and done() is true then. If it
+//       has failed, its destinations become free only after the handle is destroyed as well, because those streams may
+//       still use them.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ namespace kvpool {
 
 class Fetch final : public AwaitedTransfer {
  public:
-  // Throws what fetch() throws; nothing has happened then.
+  // Throws what fetch() throws, and has changed nothing then.
   Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequest& request, bool frees_on_failure);
   ~Fetch() override;
   void start();
@@ -58,7 +58,7 @@ class Fetch final : public AwaitedTransfer {
   bool expecting_ = false;
   Receiver::QuarantineRoom room_;  // for the destinations
   double total_us_ = 0;
-  std::mutex waiting_;                // of one wait_on() at a time; before mutex_
+  std::mutex waiting_;                // held by one wait_on() at a time; taken before mutex_
   std::shared_ptr<WaitWord> word_;    // under mutex_: from the first wait_on() to the end
   std::shared_ptr<HeldBlocks> held_;  // under mutex_: from the first wait_on() on
 };

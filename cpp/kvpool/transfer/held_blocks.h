@@ -1,8 +1,8 @@
-// Destinations of a fetch that a stream waits for.
+// Destinations of a fetch for which a CUDA stream waits.
 //
-// Whatever becomes of the fetch, the kernels behind the wait run, and read and write these blocks. Nobody but the
-// caller knows when they have ended. So blocks that a failed fetch gives back to the pool are held by its handle, and
-// by the receiver as long as the peer may still write them: who lets go last gives them back.
+// The kernels after the wait run and use these blocks even if the fetch fails, and only the caller knows when they have
+// ended. So the handle of a failed fetch holds its destinations, and so does the receiver while the peer may still
+// write them. The last holder gives them back to the pool.
 //
 // Thread-safety: all of it. In a forked child nothing is given back.
 #pragma once
@@ -23,9 +23,9 @@ class HeldBlocks {
   HeldBlocks(const HeldBlocks&) = delete;
   HeldBlocks& operator=(const HeldBlocks&) = delete;
 
-  // REQUIRES: the blocks are quarantined, or are about to be, and nobody else gives them back.
+  // From now on the last holder gives the blocks back. REQUIRES: they are quarantined, or are about to be.
   void take_over() noexcept { owns_.store(true); }
-  // The host is about to go: they are given back no more.
+  // The host is about to end: the blocks are no longer given back.
   void disown() noexcept { owns_.store(false); }
 
  private:

@@ -1,5 +1,5 @@
-// The bodies of calls and answers: docs/wire.md. Reading checks form and caps; whether a number means anything here
-// is for the session to check.
+// The bodies of calls and answers: docs/wire.md. Reading checks format and limits; the session checks that numbers name
+// existing blocks and layers.
 #pragma once
 
 #include <cstdint>
@@ -34,17 +34,17 @@ struct ReserveBody {
 };
 
 struct ReservedBody {
-  std::uint32_t held = 0;  // blocks of the prompt that are here already
+  std::uint32_t held = 0;  // blocks of the prompt that the receiver has cached
   std::vector<Address> addresses;
 };
 
 struct CompleteBody {
-  std::uint64_t bytes = 0;  // written in all; a receiver that placed them compares
+  std::uint64_t bytes = 0;  // written in all; a receiver that has placed them compares
   bool has_private = false;
   bool has_checksum = false;
   bool insert = false;         // of named blocks: the prompt below
   std::uint32_t checksum = 0;  // CRC-32C of the blocks' contents, in the order of the request
-  std::vector<Address> named;  // destinations that were lent; empty when they were reserved
+  std::vector<Address> named;  // lent destinations; empty if they were reserved
   Bytes private_bytes;
   std::string name_space;
   std::vector<Token> tokens;
@@ -52,8 +52,8 @@ struct CompleteBody {
 
 struct FetchBody {
   Priority priority = Priority::kPrefill;
-  std::vector<Address> from;  // at the owner
-  std::vector<Address> to;    // at the one who asks, reserved for the owner
+  std::vector<Address> from;  // of the owner
+  std::vector<Address> to;    // of the caller, reserved for the owner
 };
 
 Bytes write_body(const LendBody& body);

@@ -149,7 +149,7 @@ void Outgoing::reserve() {
 
 void Outgoing::on_answer(Message&& message) {
   Lock lock(mutex_);
-  if (phase_ == Phase::kDone) return settle(lock, message);
+  if (phase_ == Phase::kDone) return on_late_answer(lock, message);
   if (phase_ == Phase::kCancelling) {
     if (message.verb != kAbandonVerb.number) return;  // what it had answered before it heard
     cancel_told_ = false;
@@ -184,9 +184,8 @@ void Outgoing::on_answer(Message&& message) {
   throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
 }
 
-// The receiver was told to insert the destinations, and answers after the deadline: only now it is known whose they
-// are.
-void Outgoing::settle(Lock& lock, const Message& message) {
+// The receiver was told to insert the destinations, and answers after the deadline: only its answer says who owns them.
+void Outgoing::on_late_answer(Lock& lock, const Message& message) {
   if (std::exchange(overdue_, false)) {  // the peer handles one frame after the other: what was sent before is over
     lock.unlock();
     session_->calls().forget(id_);
@@ -254,13 +253,13 @@ void Outgoing::give_up(Lock& lock, const Error& why, bool wait_for_peer) {
 void Outgoing::end(Lock& lock, std::optional<Error> error) {
   phase_ = Phase::kDone;
   why_ = error;
-  // Blocks that the peer may be inserting are nobody's to write until it has answered: see settle().
-  const bool unsettled = told_ && request_.insert && lent_ && !session_->lost();
-  const bool lent = !unsettled && std::exchange(lent_, false);
+  // Blocks that the peer may be inserting stay marked until it has answered: see on_late_answer().
+  const bool inserting = told_ && request_.insert && lent_ && !session_->lost();
+  const bool lent = !inserting && std::exchange(lent_, false);
   // Another route would overtake what the link has not brought yet.
   overdue_ = lent && error && !one_sided_ && next_step_ > 0 && cancel_told_ && !session_->lost();
   if (overdue_) session_->borrowed().begin_overdue();
-  const bool answered = !unsettled && !overdue_;
+  const bool answered = !inserting && !overdue_;
   const bool reading = std::exchange(reading_, false);
   stats_.total_us = elapsed_us();
   const std::shared_ptr<Route> route = std::move(route_);  // destroyed without the lock

@@ -1,16 +1,16 @@
 // A transfer from this pool to a peer: the sending half of the protocol.
 //
-//   kReserving   the peer was asked for blocks                 (left out with named destinations)
+//   kReserving   the peer was asked for blocks                 (skipped with named destinations)
 //   kStreaming   waits for send_layer() or finish()            (streamed transfers only)
-//   kWriting     a write is under way, in whatever thread
-//   kCompleting  all is written, the peer was told
-//   kCancelling  the peer was told that it will not be
+//   kWriting     a write is in progress, in any thread
+//   kCompleting  all is written, and the peer was told
+//   kCancelling  the peer was told that the transfer is cancelled
 //   kDone
 //
 // Invariants
 //   O1  The source blocks are held for reading from the beginning until nothing reads them any more.
-//   O2  A write that is under way ends before the peer is told that the transfer is complete or cancelled.
-//   O3  It ends once, at its deadline at the latest; only a write under way may delay that, until the route notices.
+//   O2  A write in progress ends before the peer is told that the transfer is complete or cancelled.
+//   O3  It ends once, at its deadline at the latest; only a write in progress may delay that, until the route notices.
 #pragma once
 
 #include <atomic>
@@ -27,11 +27,11 @@ namespace kvpool {
 
 class Outgoing final : public AwaitedTransfer {
  public:
-  // Throws what transfer() throws; nothing has happened then.
+  // Throws what transfer() throws, and has changed nothing then.
   Outgoing(std::shared_ptr<Session> session, std::uint64_t id, TransferRequest&& request, std::shared_ptr<Route> route);
   ~Outgoing() override;
   void start();
-  // The same, but what start() would throw ends the transfer instead.
+  // As start(), but an error ends the transfer instead of being thrown.
   void start_or_fail() noexcept;
   // The peer has recalled blocks: ends soon if it writes some of them.
   void stop_recalled() noexcept;
@@ -66,37 +66,37 @@ class Outgoing final : public AwaitedTransfer {
   void on_written(const WriteOutcome& outcome, const Error* error);
   void complete(Lock& lock);
   CompleteBody completion() const;
-  void settle(Lock& lock, const Message& message);
+  void on_late_answer(Lock& lock, const Message& message);
   void give_up(Lock& lock, const Error& why, bool wait_for_peer);
   void end(Lock& lock, std::optional<Error> error);
 
   TransferRequest request_;
-  std::shared_ptr<Route> route_;  // until it has ended: a handle keeps no memory of the peer mapped
+  std::shared_ptr<Route> route_;  // null after the end, so that a handle keeps no memory of the peer mapped
   const Strategy strategy_;
   const bool one_sided_;
-  const bool named_;               // destinations that the peer has lent
-  std::atomic<bool> stop_{false};  // the write under way is to end
+  const bool named_;               // the destinations are blocks that the peer has lent
+  std::atomic<bool> stop_{false};  // asks the write in progress to end
   std::atomic<std::uint64_t> bytes_done_{0};
   std::atomic<std::uint64_t> bytes_total_{0};
 
   Phase phase_ = Phase::kReserving;
-  bool reading_ = false;      // holds on the sources
-  bool lent_ = false;         // marks on the named destinations
-  bool told_ = false;         // that it is complete, and the peer has not answered
-  bool cancel_told_ = false;  // that it will not be, and the peer has not answered
-  bool overdue_ = false;      // it has ended, and what it sent to lent blocks by the link may be on its way
+  bool reading_ = false;      // holds the sources for reading
+  bool lent_ = false;         // has marked the named destinations
+  bool told_ = false;         // the peer was told that it is complete, and has not answered
+  bool cancel_told_ = false;  // the peer was told that it is cancelled, and has not answered
+  bool overdue_ = false;      // it has ended, but content for lent blocks may still be on the link
   bool broken_ = false;       // a write may go on although it has ended: see breaks_route()
-  std::optional<Error> why_;  // it is to end with this, once the write under way has ended
+  std::optional<Error> why_;  // its error, once the write in progress has ended
   std::vector<Address> addresses_;
   std::vector<Address> write_to_;  // for blocks [held_, ...) of the request
   std::size_t held_ = 0;
-  // Which thread advances the state after a write: the one that issued it, while that call lasts, or else the one that
-  // ends it. So a route that writes in the caller's thread makes a loop of the steps.
+  // Which thread advances the state after a write: the issuing thread if the write ends during that call, otherwise the
+  // thread that ends the write. So the steps of a route that writes in the caller's thread become a loop.
   enum class Turn : std::uint8_t { kGiving, kGiven, kEnded };
   std::atomic<Turn> turn_{Turn::kGiven};
-  std::vector<WriteStep> steps_;                                  // those that may be written
+  std::vector<WriteStep> steps_;                                  // the steps that may be written
   std::vector<std::shared_ptr<const DeviceOrder>> layer_orders_;  // of a streamed transfer, by step
-  std::size_t next_step_ = 0;                                     // of these, the one that is being written, or will be
+  std::size_t next_step_ = 0;                                     // the step that is being written, or is next
   std::vector<bool> sent_layers_;
   std::size_t layers_left_ = 0;
   bool finished_ = true;  // no more steps will come

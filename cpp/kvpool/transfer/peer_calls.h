@@ -6,17 +6,18 @@
 //   kCancel: verb, id (it waits no more) ───────────▶  ServedCall::cancelled()
 //                                        ◀───────────  kAnswer: verb, id, answer; or kRefused: verb, id, error
 //
-// A new verb is a constant in verbs.h, its bodies, and one serve(); nothing here, nor in a frame, knows it. A verb that
-// nobody serves is refused (kUnsupported), and the link goes on. What cannot be read, or is longer than the verb
-// allows, ends the link.
+// A new verb needs a constant in verbs.h, its bodies, and one serve(); neither this file nor the frames change. A call
+// of a verb without a handler is refused (kUnsupported), and the link stays. A message that cannot be read, or is
+// longer than the verb allows, ends the link.
 //
 // Invariants
-//   Y2  A pending answer ends once: answered, lost with the link, or given up by the caller; what arrives for one that
-//       was given up goes to when_late() of its verb.
-//   Y3  At most transfers_max calls of each verb of the peer are unanswered here; more are refused (kBusy), but for
-//       those that free blocks. Of this side as many of all verbs wait for the peer.
+//   Y2  A pending answer ends once: answered, lost with the link, or given up by the caller. An answer that arrives
+//       after the caller gave up goes to when_late() of its verb.
+//   Y3  For each verb, at most transfers_max calls of the peer are unanswered here; more are refused (kBusy), except
+//       for verbs that free blocks. At most transfers_max calls of this side, of all verbs together, wait for the peer.
 //
-// Thread-safety: all of it, but serve() and when_late() come before the first message. Lives on while a call is served.
+// Thread-safety: all of it, except that serve() and when_late() must precede the first message. Lives on while a call
+// is served.
 #pragma once
 
 #include <atomic>
@@ -36,62 +37,64 @@
 
 namespace kvpool {
 
-// Something that waits for the peer's answer to calls with its id.
+// Waits for the peer's answers to calls with its id.
 class PendingAnswer {
  public:
   virtual ~PendingAnswer() = default;
   virtual void on_answer(Message&& message) = 0;
   virtual void on_lost(const Error& why) = 0;
-  // Ends what is too late; returns when to look again, INT64_MAX for never.
+  // Ends it if its deadline has passed; returns when to call again, INT64_MAX for never.
   virtual std::int64_t on_tick(std::int64_t now_ns) = 0;
 };
 
 class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
  public:
-  // Throws what the call is refused with. kProtocol, for what no pool of ours would ask, ends the link instead.
+  // An error that it throws refuses the call; kProtocol, for a request that no pool of ours makes, ends the link
+  // instead.
   using Handler = std::function<void(const CallPointer& call, Bytes&& request)>;
   using Late = std::function<void(Message&& answer)>;
-  // The answer, or how the call has failed: called once, from any thread. Must not wait, and must not throw.
+  // Gets the answer or the error: called once, from any thread. Must not wait or throw.
   using Done = std::function<void(const Message* answer, const Error* error)>;
   enum class Runs : std::uint8_t {
     kHere,   // in the thread that reads the link: the handler is quick
-    kLater,  // on the host's executor, one after another for this peer
+    kLater,  // on the host's executor, one call after another for this peer
   };
 
-  // `owner` is kept while a handler runs.
+  // `owner` is kept alive while a handler runs.
   PeerCalls(SessionHost& host, std::string peer, const std::shared_ptr<Link>& link, std::weak_ptr<void> owner);
 
   void serve(const Verb& verb, Runs runs, Handler handler);
-  // What an answer is good for that nobody waits for any more. Runs in the thread that reads the link.
+  // Sets the handler of answers that no caller waits for any more. It runs in the thread that reads the link.
   void when_late(const Verb& verb, Late late);
 
   // --- the caller's side ---
   std::uint64_t next_id() noexcept { return ids_.fetch_add(1, std::memory_order_relaxed); }
-  // Calls, and waits for the answer in this thread. Throws what the peer refuses with, kDeadline, kPeerLost,
-  // kCancelled, kBusy. `on_sent`: called when the request is on its way.
+  // Calls, and waits for the answer in this thread. Throws the peer's refusal, kDeadline, kPeerLost, kCancelled, kBusy.
+  // `on_sent`: called when the request has been sent.
   Message call(const Verb& verb, std::uint64_t id, Bytes request, const Waiting& waiting,
                const std::function<void()>& on_sent = {});
-  // The same without waiting. Throws, and `done` is not called then. The host's tick() ends it at `until_ns`.
+  // The same without waiting. If this throws, `done` is not called. The host's tick() ends the call at `until_ns`.
   void begin(const Verb& verb, std::uint64_t id, Bytes request, std::int64_t until_ns, Done done);
-  // For those that wait by themselves: answers with this id go there. Throws kPeerLost, kBusy.
+  // Passes answers with this id to `pending`. Throws kPeerLost, kBusy.
   void expect(std::uint64_t id, std::shared_ptr<PendingAnswer> pending);
   void forget(std::uint64_t id) noexcept;
-  // Sends the request. `until_ns`: the time that the peer is told; INT64_MAX: none.
+  // Sends the request. `until_ns`: the deadline for the peer; INT64_MAX: none.
   void send(const Verb& verb, std::uint64_t id, Bytes request, std::int64_t until_ns);
-  // The same for what the peer has to hear: if it cannot be sent, the link ends. An answer need not be expected.
+  // The same for requests that must reach the peer: if this one cannot be sent, the link ends. An answer need not be
+  // expected.
   void post(const Verb& verb, std::uint64_t id, std::span<const std::byte> request = {}) noexcept;
-  // Nobody waits for this call any more.
+  // Tells the peer that no caller waits for this call any more.
   void cancel(const Verb& verb, std::uint64_t id) noexcept;
   std::uint32_t pending() const;
 
   // --- what arrives ---
   // REQUIRES: the message is a call, a cancellation, an answer or a refusal. Throws kProtocol: the link ends.
   void on_message(Message&& message);
-  // Whether it may set blocks free.
+  // Whether the message may free blocks.
   bool frees_blocks(const Message& message) const noexcept;
-  // Ends what is too late on the caller's side. Returns when to call it again, INT64_MAX for never.
+  // Ends calls of this side whose deadline has passed. Returns when to call it again, INT64_MAX for never.
   std::int64_t tick(std::int64_t now_ns);
-  // The peer is lost: what waits for it hears so, and what is served for it is cancelled. Once.
+  // The peer is lost: fails all pending answers, and cancels the calls that are served for it. Called once.
   void end(const Error& why) noexcept;
   void close(const Error& why) noexcept;
 
@@ -104,7 +107,7 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
     Runs runs = Runs::kHere;
     Handler handler;
     Late late;
-    // By id, those that were not answered by the time when their handler returned. Others need no cancelling.
+    // By id: calls that were unanswered when their handler returned. Others need no cancelling.
     std::unordered_map<std::uint64_t, std::weak_ptr<ServedCall>> served = {};  // under mutex_
   };
   Known& known(const Verb& verb);

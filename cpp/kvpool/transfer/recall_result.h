@@ -1,4 +1,4 @@
-// What has become of lent blocks that were recalled.
+// The result of a recall of lent blocks.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 namespace kvpool {
 
 struct RecallResult {
-  std::uint32_t returned = 0;     // given back, or gone to the index
-  std::uint32_t freed = 0;        // taken back: nobody can write them any more
-  std::uint32_t quarantined = 0;  // taken back, and the borrower may still write them
+  std::uint32_t returned = 0;     // given back or inserted
+  std::uint32_t freed = 0;        // taken back at the deadline; nothing can write them
+  std::uint32_t quarantined = 0;  // taken back at the deadline; the borrower may still write them
 };
 
 }  // namespace kvpool

@@ -1,4 +1,4 @@
-// What a caller asks of a transfer, and what it gets back.
+// Requests and statistics of transfers.
 #pragma once
 
 #include <cstddef>
@@ -26,20 +26,20 @@ const char* strategy_name(Strategy strategy) noexcept;
 
 struct TransferRequest {
   std::string peer;
-  std::vector<Address> from;           // blocks of this pool, whole prompt for an insertion
+  std::vector<Address> from;           // blocks of this pool; for an insertion, of the whole prompt
   std::vector<Address> to;             // lent by the peer; empty: the receiver reserves
-  MediumChoice medium = Medium::kHbm;  // at the receiver, where it reserves
+  MediumChoice medium = Medium::kHbm;  // at the receiver, if it reserves
   bool may_evict = true;               // the receiver may drop cached prompts for it
   bool insert = false;                 // with the tokens below: the receiver inserts
   std::string name_space;
   std::vector<Token> tokens;
-  std::optional<Bytes> private_bytes;  // to the receiving application, with the blocks; nullopt: it is not told
+  std::optional<Bytes> private_bytes;  // for the receiving application, with the blocks; nullopt: it is not told
   Strategy strategy = Strategy::kAuto;
   Priority priority = Priority::kPrefill;
   std::string route;      // "": the cheapest that both sides have
   bool checksum = false;  // of the content, verified by the receiver before it commits
   bool streamed = false;  // opened for layer-wise sending: nothing is written before send_layer()
-  // What the application's GPU has to do before the blocks are read; null: of a pool on a GPU, all that it was given.
+  // The GPU work that must end before the blocks are read; null: for a pool on a GPU, all work so far.
   std::shared_ptr<const DeviceOrder> after;
   std::int64_t deadline_ns = 0;  // CLOCK_MONOTONIC
 };
@@ -54,14 +54,14 @@ struct FetchRequest {
   std::int64_t deadline_ns = 0;  // CLOCK_MONOTONIC
 };
 
-// What one transfer cost. Times in microseconds.
+// The cost of one transfer. Times in microseconds.
 struct TransferStats {
   std::string route;
   std::string strategy;
   std::uint64_t blocks = 0;          // of the request
-  std::uint64_t skipped_blocks = 0;  // of these, the prefix that the receiver had
+  std::uint64_t skipped_blocks = 0;  // of these, the prefix that the receiver had cached
   std::uint64_t calls = 0;
-  std::uint64_t runs = 0;  // neighbouring blocks on both sides: the least number of calls
+  std::uint64_t runs = 0;  // of neighbouring blocks on both sides: the least number of calls
   std::uint64_t bytes = 0;
   double reserve_us = 0;
   double write_us = 0;

@@ -1,5 +1,5 @@
-// What the requests of one peer take of memory here while they wait or are under way: prompts, lists of addresses,
-// private bytes. Their number alone bounds little, for one may be as long as a frame.
+// Limits the memory of one peer's requests that wait or are under way here: prompts, lists of addresses, private bytes.
+// Limiting their number is not enough, because one may be as long as a frame.
 //
 // Thread-safety: all of it, but for one Held by several threads.
 #pragma once
@@ -13,7 +13,7 @@ namespace kvpool {
 
 class RequestBytes : public std::enable_shared_from_this<RequestBytes> {
  public:
-  // A part of it, until this goes; lives as long as it likes.
+  // Counts bytes until it is destroyed; may outlive the RequestBytes.
   class Held {
    public:
     Held() = default;
@@ -31,7 +31,7 @@ class RequestBytes : public std::enable_shared_from_this<RequestBytes> {
     std::size_t bytes_ = 0;
   };
 
-  // Throws kBusy when more than `bytes_max` would be held then; nothing has changed.
+  // Throws kBusy, and changes nothing, if more than `bytes_max` would be held.
   Held hold(std::size_t bytes, std::size_t bytes_max);
 
  private:

@@ -66,7 +66,7 @@ void RouteProbe::run(std::int64_t until_ns, const Waiting& waiting) {
   });
   end(Waiting(std::min(std::max(until_ns, waiting.until_ns), session_.host().now_ns() + kEndNs)));
   if (given_up) throw Error(ErrorCode::kCancelled, "the caller has given up waiting");
-  if (!failure) static_cast<void>(failure_of([&] { settle(); }));
+  if (!failure) static_cast<void>(failure_of([&] { set_priors(); }));
 }
 
 std::size_t RouteProbe::blocks_max() const noexcept {
@@ -190,7 +190,7 @@ double RouteProbe::answer_us(const Waiting& waiting) {
   return microseconds(session_.host().now_ns() - began_ns);
 }
 
-void RouteProbe::settle() {
+void RouteProbe::set_priors() {
   struct Found {
     RouteCost* cost;
     RoutePrior write;
@@ -217,7 +217,7 @@ void RouteProbe::settle() {
                    {more(arrived->latency_us, write->latency_us), more(arrived->us_per_piece, write->us_per_piece),
                     more(arrived->us_per_byte, write->us_per_byte)}});
   }
-  for (const Found& one : all) one.cost->settle(from_, to_, one.write, one.arrival);
+  for (const Found& one : all) one.cost->set_prior(from_, to_, one.write, one.arrival);
 }
 
 // Nothing writes any more, unless the route is broken: then the link has ended, and the peer waits for the proof.

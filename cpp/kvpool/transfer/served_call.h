@@ -1,11 +1,10 @@
 // A call that the peer has made, until it is answered.
 //
 // Invariant
-//   Y1  It is answered exactly once, by whichever thread comes first: by what its handler says, or with a refusal when
-//       everybody who could answer has let go of it. An answer that cannot be sent ends the link, which is an answer,
-//       too.
+//   Y1  It is answered exactly once, by the first thread that does: with the handler's answer, or with a refusal when
+//       the last reference to it is dropped. An answer that cannot be sent ends the link, which counts as an answer.
 //
-// Thread-safety: all of it. Nothing is locked while it is answered.
+// Thread-safety: all of it. Answers without holding a lock.
 #pragma once
 
 #include <atomic>
@@ -33,24 +32,24 @@ class ServedCall {
 
   const Verb& verb() const noexcept { return verb_; }
   std::uint64_t id() const noexcept { return id_; }
-  // When its caller stops waiting, by this side's clock; INT64_MAX where it does not say.
+  // When its caller stops waiting, by this side's clock; INT64_MAX if it has not said.
   std::int64_t deadline_ns() const noexcept { return deadline_ns_; }
-  // The caller waits no more, or the link has ended: whatever is answered, nobody hears it. An answer is due all the
-  // same.
+  // Whether the caller no longer waits, or the link has ended. It must be answered all the same, although no one
+  // receives the answer.
   bool cancelled() const noexcept { return cancelled_.load(std::memory_order_acquire); }
-  // Called once, when it is cancelled, or at once when it has been; not after the answer. Must not wait or throw.
+  // Calls `told` once, when the call is cancelled, or now if it has been; not after the answer. Must not wait or throw.
   void when_cancelled(std::function<void()> told);
 
-  // The first of these counts.
+  // The first of these calls counts.
   void answer(Bytes body) noexcept;
   void refuse(const Error& error) noexcept;
   // There is no memory for an answer: the link ends.
   void fail(const Error& why) noexcept;
-  // No answer, for the link is about to end: any would say too much.
+  // Gives no answer, because the link is about to end and any answer could be wrong.
   void abstain() noexcept { static_cast<void>(claim()); }
   bool answered() const noexcept { return answered_.load(std::memory_order_acquire); }
 
-  // Memory of the request that lives until the answer.
+  // Counts memory of the request until the answer.
   void hold(RequestBytes::Held bytes) noexcept { held_ = std::move(bytes); }
 
  private:
@@ -67,7 +66,7 @@ class ServedCall {
   std::mutex mutex_;
   std::function<void()> told_;  // under mutex_
   RequestBytes::Held held_;
-  bool kept_ = false;  // it is among those that calls_ may cancel; under its mutex
+  bool kept_ = false;  // calls_ may cancel it; under the mutex of calls_
 };
 
 using CallPointer = std::shared_ptr<ServedCall>;

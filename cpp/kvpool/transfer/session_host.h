@@ -1,6 +1,5 @@
-// What a session needs of the process around it: time, threads and the pool. The service implements it with threads and
-// the kernel's clock; the simulator with a queue of events and a simulated clock, so that it runs the very same
-// sessions.
+// A session's environment: time, threads and the pool. The service implements it with threads and the kernel's clock;
+// the simulator with an event queue and a simulated clock, so that it runs the same session code.
 #pragma once
 
 #include <cstddef>
@@ -22,27 +21,27 @@ namespace kvpool {
 class Session;
 
 struct SessionLimits {
-  std::int64_t reserve_max_ns = 600'000'000'000;  // a reservation lives at most so long
+  std::int64_t reserve_max_ns = 600'000'000'000;  // the longest life of a reservation
   std::uint32_t transfers_max = 4096;             // of one peer, under way
   std::uint32_t reserved_max = 1U << 20;          // blocks that one peer may hold here, reserved and lent together
-  bool measure_routes = false;           // before writes depend on it, where it is a question: see route_probe.h
-  std::int64_t measure_ns = 50'000'000;  // no write of a measurement begins later
-  std::size_t request_bytes_max = std::size_t{256} << 20;  // of memory that requests of one peer take: request_bytes.h
+  bool measure_routes = false;                    // if there is a choice of routes: see route_probe.h
+  std::int64_t measure_ns = 50'000'000;           // a measurement begins no write after this time
+  std::size_t request_bytes_max = std::size_t{256} << 20;  // memory of one peer's requests: request_bytes.h
 };
 
-// One write, with all that its request points to.
+// One write, with everything that its request points to.
 struct WriteJob {
   std::shared_ptr<Route> route;
   WriteRequest request;
   std::shared_ptr<void> keep;  // lives until `done` was called
   Priority priority = Priority::kPrefill;
-  std::uint64_t peer = 0;  // the incarnation of whom it is for, once a session has it
+  std::uint64_t peer = 0;  // the peer's incarnation; set by the session
   std::uint64_t bytes = 0;
   std::function<void(const WriteOutcome& outcome, const Error* error)> done;  // called exactly once
 };
 
-// Waits for what the write has to follow, writes in this thread, and calls job.done: once, whatever it throws, which is
-// thrown on.
+// Waits for the work before the write, writes in this thread, and calls job.done exactly once. Throws what job.done
+// throws.
 void carry_out(WriteJob& job);
 
 class SessionHost {
@@ -54,28 +53,27 @@ class SessionHost {
   // Counts the transfers of all sessions.
   virtual TransferTally& tally() noexcept = 0;
 
-  // Runs a step that a peer waits for and that may take long, as making room, soon, on a thread where neither another
-  // peer nor content that is being written keeps it waiting. `key` stands for the peer: one step after another for
-  // each. Throws std::bad_alloc; then it does not run.
+  // Soon runs a long step for which a peer waits, such as making room, on a thread that neither other peers nor writes
+  // occupy. `key` identifies the peer, whose steps run one after another. Throws std::bad_alloc; then it does not run.
   virtual void run(const void* key, std::function<void()> work) = 0;
-  // The same for work that waits for the peer: it keeps no other one waiting, however long.
+  // The same for work that waits for the peer: it never delays other peers.
   virtual void run_waiting(const void* key, Priority /*priority*/, std::function<void()> work) {
     run(key, std::move(work));
   }
-  // Writes, and calls job.done: in this thread before it returns when that is quick and this thread may be kept, else
-  // from another thread. Throws std::bad_alloc; then nothing is written, and job.done is not called.
+  // Writes, and calls job.done: before it returns, if the write is quick and may block this thread; otherwise from
+  // another thread. Throws std::bad_alloc; then nothing is written, and job.done is not called.
   virtual void write(WriteJob&& job) = 0;
-  // The same in this thread, however long it takes.
+  // The same, always in this thread.
   virtual void write_here(WriteJob&& job) { carry_out(job); }
-  // The peer wants these blocks back that it has lent: until then they may be used, and given back. Must not wait.
+  // The peer recalls these lent blocks: until the given time they may be used, and should be given back. Must not wait.
   virtual void recalled(Session& /*session*/, const std::vector<Address>& /*addresses*/,
                         std::int64_t /*deadline_ns*/) noexcept {}
-  // The link has ended, and so has every write of this side. May be told more than once.
+  // The link has ended, and so have all writes of this side. May be called more than once.
   virtual void drained(Session& session) noexcept = 0;
-  // The GPU that was copying for this side is lost: what it had been told to write may be on its way for ever, so
-  // nobody may be told, now or later, that this side writes no more. Called before the write counts as ended.
+  // The GPU that was copying for this side is lost, so its writes may never end: peers must not be told, now or later,
+  // that this side no longer writes. Called before the write counts as ended.
   virtual void write_lost() noexcept {}
-  // Session::tick() is to be called at this time or soon after; calls may come earlier, too.
+  // Schedules a call of Session::tick() for this time or soon after; it may also be called earlier.
   virtual void tick_by(std::int64_t at_ns) = 0;
 };
 

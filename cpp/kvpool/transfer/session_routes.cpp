@@ -47,7 +47,7 @@ std::vector<RoutePrice> Session::route_prices() const {
     bool measured = false;
     for (const Medium from : kMedia) {
       for (const Medium to : kMedia) {
-        const auto prior = cost->settled(from, to);
+        const auto prior = cost->measured_prior(from, to);
         if (!prior) continue;
         measured = true;
         prices.push_back({route->name(), std::pair(from, to), *prior});

@@ -1,9 +1,9 @@
 // How the blocks of a transfer are cut into writes (MemServe §5.2, Fig 5).
 //
-//   by_request       one write of all pieces, each piece a call: 2 L calls a block where the layout is discrete
-//   by_request_agg   one write in which neighbouring blocks are one call: a block or run each where it is aggregated
-//   by_layer         a write a layer, each piece a call
-//   by_layer_agg     a write a layer, in which what lies in a row is one call
+//   by_request       one write of all pieces, each piece a call: 2 L calls a block if the layout is discrete
+//   by_request_agg   one write, with one call for each contiguous range: a block or run if the layout is aggregated
+//   by_layer         one write for each layer, each piece a call
+//   by_layer_agg     one write for each layer, with one call for each contiguous range
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@
 
 namespace kvpool {
 
-// A block's pieces are layer-major, K before V, or one a layer where K and V are fused. Of raw blocks two pieces count
-// as a layer; where their number is odd, each does.
+// A block's pieces are layer-major, K before V, or one a layer if K and V are fused. In raw blocks, two pieces count as
+// a layer; if the number of pieces is odd, each counts as one.
 std::uint32_t layer_count(const Layout& layout) noexcept;
 // REQUIRES: layer < layer_count(layout).
 BlockStrip layer_strip(const Layout& layout, std::uint32_t layer) noexcept;
@@ -26,8 +26,8 @@ struct WriteStep {
   bool merge;
 };
 
-// What is used where this was asked for: kAuto makes one call of what lies in a row, as by_request_agg. Where the
-// caller sends layer by layer, all but by_layer is by_layer_agg.
+// The strategy that is used for a request: for kAuto, by_request_agg. If the caller sends layer by layer, by_layer
+// stays and all others become by_layer_agg.
 Strategy strategy_used(Strategy asked, bool streamed) noexcept;
 bool is_layered(Strategy strategy) noexcept;
 // The steps of a strategy in order. One step of a streamed transfer is one layer.

@@ -1,7 +1,7 @@
 // How many transfers a pool has begun and how they ended, for monitoring: see docs/how-to/metrics.md.
 //
-// Thread-safety: all of it. What is counted by several threads at once is in no particular order, so the numbers of one
-// snapshot may be apart by the transfers that end meanwhile.
+// Thread-safety: all of it. Threads count without a common lock, so the numbers of a snapshot may differ by the
+// transfers that end meanwhile.
 #pragma once
 
 #include <algorithm>
@@ -21,16 +21,16 @@ class TransferTally {
  public:
   static constexpr std::size_t kKinds = 2;
   static constexpr std::size_t kOutcomes = 1 + kErrorCodes;
-  // Upper bounds of the times of transfers that went well; longer ones fall into one bucket more.
+  // Upper bounds of the durations of successful transfers; longer ones fall into one more bucket.
   static constexpr std::array<std::int64_t, 12> kBoundsNs{30'000,      100'000,       300'000,       1'000'000,
                                                           3'000'000,   10'000'000,    30'000'000,    100'000'000,
                                                           300'000'000, 1'000'000'000, 3'000'000'000, 10'000'000'000};
 
   struct Counts {
-    std::array<std::uint64_t, kOutcomes> ended{};                 // 0: well; 1 + an ErrorCode
-    std::uint64_t bytes = 0;                                      // of all of them, as far as they were written
-    std::uint64_t duration_ns = 0;                                // together, of those that went well, and
-    std::array<std::uint64_t, kBoundsNs.size() + 1> durations{};  // how many of them took how long
+    std::array<std::uint64_t, kOutcomes> ended{};                 // 0: success; 1 + an ErrorCode
+    std::uint64_t bytes = 0;                                      // written by all of them
+    std::uint64_t duration_ns = 0;                                // sum over the successful ones
+    std::array<std::uint64_t, kBoundsNs.size() + 1> durations{};  // successful ones by duration
   };
 
   void ended(TransferKind kind, const std::optional<Error>& error, std::uint64_t bytes,

@@ -126,7 +126,7 @@ class Cluster:
 
     @property
     def registration(self) -> Registration | None:
-        """The current registration, or None if there is none or it has left."""
+        """The current registration, or None before `register` and after it has left."""
         registration = self._loop.registration
         return None if registration is None or registration.closed else registration
 

@@ -162,7 +162,7 @@ def serve_metrics(
 ) -> MetricsServer:
     """Serves the metrics of pools over HTTP, and no others. For a registry of your own: `PoolCollector`.
 
-    Whoever can connect can read them. They hold no tokens, but the names of peers.
+    Anyone who can connect can read them. They contain no tokens, but names of peers.
 
     Args:
         pools: As in `PoolCollector`.

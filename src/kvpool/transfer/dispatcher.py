@@ -1,4 +1,4 @@
-"""Calling the application back: a thread that hands on what the core has kept for it, item by item."""
+"""Calls the application back: a thread that passes on, item by item, what the core has queued for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 class Dispatcher(ABC, Generic[Item]):
-    """A callback of a pool, until it is closed. It runs in a thread of its own, one item after another.
+    """A callback of a pool, until it is closed. It runs in a dedicated thread, one item after another.
 
     Use it in a ``with``, or call ``close()``; closing the pool ends it, too.
     """
@@ -29,7 +29,7 @@ class Dispatcher(ABC, Generic[Item]):
         """Begins to call back.
 
         Args:
-            pool: Whose items they are.
+            pool: The pool that queues the items.
             descriptor: Readable while items wait, or when no more will come. It is duplicated.
             callback: Takes an item.
             thread: Name of the thread.
@@ -41,26 +41,26 @@ class Dispatcher(ABC, Generic[Item]):
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(
             target=self._run, args=(pool, callback), name=thread, daemon=True
-        )  # which holds both, and lets go of them when it ends
+        )  # keeps both alive until it ends
         self._thread.start()
 
     @abstractmethod
     def _take(self, pool: _core.Pool) -> Item | None:
-        """The next item, without waiting; None when there is none. Raises ClosedError when no more will come."""
+        """The next item, without waiting; None if no item waits. Raises ClosedError when no more will come."""
 
     @abstractmethod
     def _failed(self, item: Item) -> None:
-        """The callback has raised, which is being handled."""
+        """Called in the handler of an exception that the callback has raised."""
 
     def close(self) -> None:
-        """Ends it: when this returns the callback is not running any more. Idempotent.
+        """Ends it: when this returns the callback no longer runs. Idempotent.
 
-        The callback itself may call this; then it is the last time that it runs. From another callback, of a pool or
-        a cluster, or a finalizer that the garbage collector runs, it ends soon: two that close each other do not wait
-        for each other. One that runs for longer than a minute is not waited for.
+        If the callback itself calls this, that is its last run. Called from another callback of a pool or a cluster, or
+        from a finalizer that the garbage collector runs, it does not wait for the end, so two callbacks may close each
+        other. Waits for a running callback for at most a minute.
         """
         if os.getpid() != self._process:
-            return  # in a forked child there is no thread, and the descriptor would wake the parent's
+            return  # a forked child has no thread, and the descriptor would wake the parent's
         with busy, self._lock:
             if not self._stopping:
                 self._stopping = True
@@ -110,5 +110,5 @@ class Dispatcher(ABC, Generic[Item]):
                 return
             try:
                 callback(item)
-            except BaseException:  # also what ends a task or a thread of the application's own: this one is the pool's
+            except BaseException:  # also SystemExit and the like: this thread belongs to the pool
                 self._failed(item)

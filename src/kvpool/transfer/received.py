@@ -1,4 +1,4 @@
-"""Calling the application back with what peers have sent."""
+"""Calls the application back with items that peers have sent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _log = logging.getLogger("kvpool.received")
 
 
 class ReceivedCallback(Dispatcher[Received]):
-    """A callback of `Inbox.on_received`, until it is closed. It runs in a thread of its own, one item after another.
+    """A callback of `Inbox.on_received`, until it is closed. It runs in a dedicated thread, one item after another.
 
-    Use it in a ``with``, or call ``close()``; then items wait in the queue again. Closing the pool ends it, too, and so
-    does the loss of its GPU, or of a rank of its instance: the logger "kvpool.received" says so.
+    Use it in a ``with``, or call ``close()``; then items wait in the queue again. It also ends when the pool is closed,
+    or when its GPU or a rank of its instance is lost: the logger "kvpool.received" says so.
     """
 
     def __init__(self, pool: _core.Pool, callback: Callable[[Received], object]) -> None:

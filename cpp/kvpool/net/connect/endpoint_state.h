@@ -30,10 +30,10 @@ class EndpointState : public std::enable_shared_from_this<EndpointState> {
 
   // The pool's metadata, with the address of its Unix socket.
   Introduction introduction() const;
-  // Whether this side's settings let a checksum take the MAC's place. That is for TCP alone: a Unix
-  // socket to another user always has the MAC.
+  // Whether this side's settings allow a checksum instead of the MAC. Only for TCP: a Unix socket to another user
+  // always has the MAC.
   bool trusts_network(bool tcp) const noexcept { return tcp && options.trusted_network; }
-  // Throws kAuth when nothing but its user can tell a friend here, and it is another user's.
+  // Throws kAuth if the socket belongs to another user and nothing but the user authenticates peers here.
   void check_user(const Descriptor& socket, bool tcp) const;
   SockLinkParts parts(Descriptor socket, Channel channel, const SessionKeys& keys) const;
   ServerCapabilities capabilities(bool tcp) const;
@@ -52,7 +52,7 @@ class EndpointState : public std::enable_shared_from_this<EndpointState> {
   std::atomic<bool> closed_{false};
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<Listener>> listeners_;
-  std::string local_socket_;  // its name: see PeerMetadata::local_socket
+  std::string local_socket_;  // see PeerMetadata::local_socket
 };
 
 // A channel is local if it is a Unix socket and the peer runs as this user. With another user, frames have MACs,

@@ -28,7 +28,7 @@ std::string plain(std::string_view text) {
   return out;
 }
 
-// The causes that a peer may name; one that it does not know is none to this side.
+// The causes that may travel to a peer. An unknown cause reads as no cause.
 bool crosses(ErrorCause cause) noexcept {
   return cause == ErrorCause::kConnectedAlready || cause == ErrorCause::kInstanceTaken || cause == ErrorCause::kDropped;
 }

@@ -1,8 +1,8 @@
 // A peer's host memory, mapped here and made reachable for a GPU: registered with the driver by a separate thread.
 //
 // Registering hundreds of gigabytes takes seconds. A pool should not spend them on a peer to which it never sends, and
-// no write to another place should wait for them: so it begins when a write first asks, and a caller that cannot go
-// another way waits, each to its own deadline.
+// writes to other memory should not wait for them. So registration begins with the first write that needs it, and a
+// caller without another route waits, until its deadline.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -27,18 +27,18 @@ class RegisteredPeerMemory {
  public:
   // `peer` may be null: then there is nothing to register.
   RegisteredPeerMemory(std::shared_ptr<const CudaContext> context, std::shared_ptr<MappedPeer> peer);
-  // Waits for nobody: what is being registered meanwhile is given back when that has ended.
+  // Does not wait: memory that is being registered is unregistered when that has ended.
   ~RegisteredPeerMemory();
   RegisteredPeerMemory(const RegisteredPeerMemory&) = delete;
   RegisteredPeerMemory& operator=(const RegisteredPeerMemory&) = delete;
 
-  // Whether a GPU can be sent there now. If not, it begins.
+  // Whether a GPU can write there now. If not, begins to register it.
   bool ready(const MediaSet& media) noexcept;
-  // The same, and nothing begins.
+  // The same, but begins nothing.
   bool is_ready(const MediaSet& media) const noexcept;
-  // Waits until it can. Throws why the driver does not register it, kDeadline, kCancelled, kPeerLost (`closed`).
+  // Waits until a GPU can write there. Throws the driver's refusal, kDeadline, kCancelled, kPeerLost (`closed`).
   void wait(const MediaSet& media, const WriteRequest& request, const char* route, const std::atomic<bool>& closed);
-  // Why not is known, and remembered: the driver does not take this medium.
+  // Whether the driver has refused to register this medium.
   bool refused(Medium medium) const noexcept;
 
  private:

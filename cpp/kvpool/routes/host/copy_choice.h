@@ -1,11 +1,10 @@
-// Through the caches or past them: which way of copying is faster here, for writes of about this size, by measurement.
+// Chooses, by measurement, whether writes of about one size copy faster through the caches or past them.
 //
-// What lies in the caches is copied fastest through them, and what does not past them. Which of the two a write meets
-// depends on how soon blocks are used again and on the machine, and no size tells. Measured on Sapphire Rapids, one
-// thread, 64 x 64 KiB in us: cached blocks 261 (through) and 309 (past), others 567 and 331.
+// Data in the caches is copied faster through them, other data past them. Which case a write meets depends on how soon
+// blocks are used again and on the machine, and cannot be told from its size. Measured on Sapphire Rapids, one thread,
+// 64 x 64 KiB in us: cached blocks 261 (through) and 309 (past), others 567 and 331.
 //
-// Thread-safety: all of it. A few relaxed loads and stores; measurements that come at the same time may displace each
-// other.
+// Thread-safety: all of it. A few relaxed loads and stores; of simultaneous measurements some may be lost.
 #pragma once
 
 #include <array>
@@ -20,13 +19,14 @@ namespace kvpool {
 class CopyChoice {
  public:
   // Up to kCachedMax always through the caches, which hold so little in any case; above kStreamingMin always past them,
-  // for such a write would drive out itself.
+  // because such a write would evict itself.
   static constexpr std::uint64_t kCachedMax = std::uint64_t{256} << 10;
   static constexpr std::uint64_t kStreamingMin = std::uint64_t{32} << 20;
 
   struct Pick {
     CopyWay way;
-    bool counts;  // its time says something: the write before went the same way, so the caches are as it leaves them
+    bool counts;  // whether to record its time: only if the write before went the same way, as the caches show its
+                  // effect
   };
 
   // The faster way, and from time to time the other one, twice in a row.

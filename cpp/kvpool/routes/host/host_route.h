@@ -1,4 +1,4 @@
-// What the routes to memory on this host have in common: threads of this process write from spans here to spans there.
+// The common base of the routes to memory on this host: threads of this process write from local spans to the peer's.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace kvpool {
 
-// The spans leave out media on a GPU: this route neither reads nor writes them.
+// The spans have no blocks of media on a GPU: this route neither reads nor writes those.
 class HostRoute : public Route {
  public:
   bool reaches(Medium medium) const noexcept final { return peer_[medium].blocks > 0; }
@@ -26,7 +26,7 @@ class HostRoute : public Route {
   void close() noexcept final { closed_.store(true, std::memory_order_relaxed); }
 
  protected:
-  // `keepalive` holds the memory that the spans name.
+  // `keepalive` keeps the memory of the spans alive.
   HostRoute(MediaSpans local, MediaSpans peer, std::shared_ptr<void> keepalive, CopyTeam& team, const RoutePrior& guess)
       : local_(std::move(local)), peer_(std::move(peer)), keepalive_(std::move(keepalive)), team_(team), cost_(guess) {}
 

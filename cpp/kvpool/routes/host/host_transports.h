@@ -7,11 +7,11 @@
 
 namespace kvpool {
 
-// Between pools of one process; where both have memory that one GPU reaches, the GPU copies as well.
+// Between pools of one process. If one GPU reaches memory of both, it copies as well.
 std::unique_ptr<Transport> make_loopback_transport(const TransportSetup& setup);
 // Into memory of the peer that is mapped here.
 std::unique_ptr<Transport> make_shm_transport(const TransportSetup& setup);
-// By the kernel, into whatever memory the peer has. Makes this process traceable by others of its user.
+// By the kernel, into any memory of the peer. Makes this process traceable by other processes of its user.
 std::unique_ptr<Transport> make_cma_transport(const TransportSetup& setup);
 
 }  // namespace kvpool

@@ -14,11 +14,11 @@
 
 namespace kvpool {
 
-// `local` and `peer` describe memory that `keepalive` keeps as long as the route lives. The team outlives the route.
+// `local` and `peer` describe memory that `keepalive` keeps alive. The team outlives the route.
 std::unique_ptr<Route> make_loopback_route(MediaSpans local, MediaSpans peer, std::shared_ptr<void> keepalive,
                                            CopyTeam& team);
 
-// Throws as MappedPeer::make. The descriptors are not needed afterwards.
+// Throws as MappedPeer::make. The caller may close the descriptors afterwards.
 std::unique_ptr<Route> make_shm_route(MediaSpans local, std::shared_ptr<void> keepalive, const PeerMetadata& metadata,
                                       const MediaFiles& files, CopyTeam& team);
 

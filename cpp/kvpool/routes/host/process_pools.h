@@ -1,4 +1,4 @@
-// The pools of this process, so that they find each other's memory: by incarnation.
+// The pools of this process by incarnation, so that they find each other's memory.
 //
 // Thread-safety: all of it.
 #pragma once

@@ -1,6 +1,6 @@
-// A communicator of two ranks that is never waited for without end: NCCL is told not to block, and asked.
+// A communicator of two ranks. NCCL runs in its non-blocking mode and is polled, so no call waits without end.
 //
-// Thread-safety: none; may go from thread to thread. The context of its GPU is current in every call, and when it is
+// Thread-safety: none; may move between threads. The context of its GPU is current in every call, and when it is
 // destroyed.
 #pragma once
 
@@ -14,22 +14,22 @@
 
 namespace kvpool {
 
-enum class NcclWay : std::uint8_t { kSend = 0, kReceive = 1 };  // the rank of the side that does it
+enum class NcclWay : std::uint8_t { kSend = 0, kReceive = 1 };  // the value is that side's rank
 
-// Throws when a wait is to end: the deadline, a cancellation, a peer that is lost. Called often.
+// Throws when a wait must end: at the deadline, after a cancellation, when the peer is lost. Called often.
 using NcclCheck = std::function<void()>;
 
-// Asks `done` until it holds: without sleeping for 50 us, then ever more rarely, every 500 us at last. Throws what they
-// throw.
+// Polls `done` until it returns true: for 50 us without sleeping, then with growing pauses of at most 500 us. Throws
+// what the two functions throw.
 void nccl_wait(const std::function<bool()>& done, const NcclCheck& check);
 
 class NcclCommunicator {
  public:
-  // Returns when both ranks are there. `thread_blocks_max`: of the GPU, for all that it passes; 0 leaves it to NCCL.
-  // Throws what `check` throws, and what NCCL said: see NcclLibrary::error_of. Leaves nothing behind.
+  // Returns when both ranks have joined. `thread_blocks_max`: the most thread blocks that it may use on the GPU; 0:
+  // NCCL decides. Throws what `check` throws, and NCCL's errors: see NcclLibrary::error_of. Leaves nothing behind.
   NcclCommunicator(const NcclLibrary& library, const NcclId& id, NcclWay way, int thread_blocks_max,
                    const NcclCheck& check);
-  // Aborts: what it has in a stream ends soon, whatever the peer does.
+  // Aborts: its work in a stream ends soon, whatever the peer does.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -38,10 +38,10 @@ class NcclCommunicator {
     CuPointer at;
     std::size_t bytes;
   };
-  // Puts one group into the stream: each piece is one message. Throws as the constructor; then some may be in the
-  // stream, and only the destructor makes them end.
+  // Puts one group into the stream, with each piece as a message. Throws as the constructor; then some messages may be
+  // in the stream, and only the destructor makes them end.
   void pass(std::span<const Piece> pieces, CuStream stream, const NcclCheck& check);
-  // Throws when something in the stream has failed.
+  // Throws when a message in the stream has failed.
   void check_alive() const;
 
  private:

@@ -1,9 +1,10 @@
 // The receiving half of the nccl route: joins the communicators that the peer opens, and receives what it announces.
 //
 // Invariants
-//   U1  Content is received only into blocks that were the sender's when it was announced, and these are set free by
-//       nobody before it has arrived or its pipe is shut: Receiver keeps reservations, defer() keeps all else.
-//   U2  Each pass that was announced is answered once, unless the link ends first.
+//   U1  Content is received only into blocks that the sender could write when it was announced, and these are not freed
+//       before the content has arrived or the pipe is shut: Receiver keeps reservations, defer() delays all other
+//       frees.
+//   U2  Each announced pass is answered once, unless the link ends first.
 //   U3  At most one thread works here at a time, and only while there is work.
 #pragma once
 
@@ -27,10 +28,10 @@ class NcclInbox final : public RouteReceiver, public std::enable_shared_from_thi
 
   using RouteReceiver::begin;
   void begin(Admit admit, Placed placed, Lost lost) override;
-  void on_message(Message&& message) override;  // but for kPassed, which is the sending half's
+  void on_message(Message&& message) override;  // except kPassed, which goes to the sending half
   bool defer(std::function<void()>& work) override;
   void close(std::function<void()> on_closed) noexcept override;
-  // What is arriving is given up soon, and nothing more is received.
+  // Gives up arriving content soon, and receives nothing more.
   void stop() noexcept { closed_.store(true); }
 
  private:
@@ -60,19 +61,19 @@ class NcclInbox final : public RouteReceiver, public std::enable_shared_from_thi
   Admit admit_;
   Placed placed_;
   Lost lost_;
-  std::uint64_t announced_ = 0;  // these two by the thread that reads the link
+  std::uint64_t announced_ = 0;  // this and the next: used by the thread that reads the link
   std::uint64_t pass_bytes_max_ = kNcclPassBytesMax;
   std::atomic<bool> closed_{false};
-  std::atomic<std::uint64_t> halted_{0};  // generations up to this one have been left by the sender
+  std::atomic<std::uint64_t> halted_{0};  // the sender has left the generations up to this one
 
   std::mutex mutex_;
   std::deque<Work> queue_;
-  std::function<void()> on_closed_;  // once it is closed, until all else is done
+  std::function<void()> on_closed_;  // set by close(), called when all work is done
   std::size_t passes_ = 0;           // in the queue, or being received
   bool working_ = false;
 
-  NcclPipe pipe_;                 // of the thread that works here
-  std::uint64_t generation_ = 0;  // that pipe_ is open for; likewise
+  NcclPipe pipe_;                 // used by the thread that works here
+  std::uint64_t generation_ = 0;  // for which pipe_ is open; likewise
 };
 
 }  // namespace kvpool

@@ -1,10 +1,10 @@
 // NCCL, opened at run time: a table of the functions that kvpool calls.
 //
-// Only what NCCL 2.18 has is used. Its configuration carries a size and a version, so newer ones read this one. The
-// declarations are kvpool's own: nccl.h is not needed to build.
+// Uses only functions of NCCL 2.18. The configuration carries a size and a version, so newer versions can read it.
+// kvpool has its own declarations, so building needs no nccl.h.
 //
-// Two ranks on one GPU are refused by NCCL unless their processes have different values of the environment variable
-// NCCL_HOSTID, set before NCCL is first used; they speak over sockets then.
+// NCCL refuses two ranks on one GPU unless their processes have different values of the environment variable
+// NCCL_HOSTID, set before NCCL is first used; then they communicate over sockets.
 #pragma once
 
 #include <cstddef>
@@ -61,15 +61,15 @@ struct NcclLibrary {
 
   // "2.28.9"
   std::string version_text() const;
-  // What NCCL says of a result, with the call's name and the field `nccl_code`. Of code kUnsupported when it would say
-  // so again, else kRouteFailed: the peer may be well, and what it does on the link goes on.
+  // The error for a result, with NCCL's text, the call's name and the field `nccl_code`. The code is kUnsupported if a
+  // retry would fail in the same way, otherwise kRouteFailed: the peer may be well, and the link stays in use.
   Error error_of(NcclResult result, const char* call, NcclComm comm = nullptr) const;
   void require(NcclResult result, const char* call, NcclComm comm = nullptr) const;
 };
 
-// `where`: "system", or the path of libnccl.so.2 or of a folder that holds it (or a lib folder that does): the wheel's,
-// say. Opened once for each path, and never closed: NCCL has threads. Thread-safe. Throws kUnsupported; the text says
-// what to install.
+// `where`: "system", or the path of libnccl.so.2, or of a folder that contains it (or whose lib folder does), such as
+// the wheel's. Opened once for each path, and never closed, because NCCL has threads. Thread-safe. Throws kUnsupported;
+// the text says what to install.
 const NcclLibrary& load_nccl(const std::string& where);
 
 }  // namespace kvpool

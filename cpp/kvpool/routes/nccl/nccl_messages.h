@@ -1,4 +1,4 @@
-// What is said on the link about content that travels by NCCL. docs/wire.md describes the bytes.
+// The messages on the link about content that travels by NCCL. docs/wire.md describes the bytes.
 #pragma once
 
 #include <cstdint>
@@ -9,43 +9,43 @@
 
 namespace kvpool {
 
-// Of the sender: be rank 1 of this communicator. Ends the one before.
+// From the sender: be rank 1 of this communicator. Ends the previous one.
 struct NcclChannelBody {
-  std::uint64_t generation = 0;  // rises with each communicator of this direction
-  std::uint64_t pass_bytes = 0;  // no pass in it will have more
+  std::uint64_t generation = 0;  // grows with each communicator of this direction
+  std::uint64_t pass_bytes = 0;  // the most bytes of a pass in it
   NcclId id{};
 };
 
-// Of the sender, with the id of the transfer: this comes next in the communicator.
+// From the sender, with the id of the transfer: the next pass in the communicator.
 struct NcclPassBody {
   std::uint64_t generation = 0;
   std::uint64_t number = 0;  // 1, 2, ... within the link
   std::uint64_t lifetime_ms = 0;
   std::uint64_t bytes = 0;
   std::uint64_t message_bytes = 0;
-  Bytes data;  // where it goes: as the body of a data frame
+  Bytes data;  // its destination, as the body of a data frame
 };
 
 enum class NcclOutcome : std::uint8_t {
   kPlaced = 0,
-  kRefused = 1,  // not the sender's blocks: nothing was received
-  kFailed = 2,   // NCCL or the GPU; or the sender has halted
-  kUnable = 3,   // the receiver cannot, and will not be able to when it is tried again
+  kRefused = 1,  // the sender may not write these blocks: nothing was received
+  kFailed = 2,   // NCCL or the GPU failed; or the sender has halted
+  kUnable = 3,   // the receiver cannot, and a retry would fail as well
 };
 
-// Of the receiver, once for each pass. When it was not placed, the receiver has left the communicator. Of a
-// communicator that could not be made it says so with number 0, and the generation for an id.
+// From the receiver, once for each pass. If the content was not placed, the receiver has left the communicator. Number
+// 0 reports that a communicator could not be made; its generation is the id then.
 struct NcclPassedBody {
   std::uint64_t number = 0;
   NcclOutcome outcome = NcclOutcome::kFailed;
-  std::string why;  // unless it was placed
+  std::string why;  // empty if it was placed
 };
 
 Bytes write_body(const NcclChannelBody& body);
 Bytes write_body(const NcclPassBody& body);
 Bytes write_body(const NcclPassedBody& body);
 Bytes write_halt(std::uint64_t generation);
-// Throw Error kProtocol. What a pass says of blocks is not checked yet: see read_data_body.
+// Throw Error kProtocol. They do not check the blocks of a pass: see read_data_body.
 NcclChannelBody read_channel(std::span<const std::byte> body);
 NcclPassBody read_pass(std::span<const std::byte> body);
 NcclPassedBody read_passed(std::span<const std::byte> body);

@@ -1,11 +1,11 @@
 // One direction between two peers on this side's GPU: a communicator, a stream, and staging memory.
 //
 // Content travels as NCCL messages of one length (the last may be shorter), in the order of ContentPlan, which both
-// sides know from the ranges and the number of blocks. A side whose blocks hold each message in one run of its GPU's
-// memory passes the blocks themselves; another gathers into staging memory before it sends, or scatters after it has
-// received. So the sides need not agree on how their blocks lie.
+// sides know from the ranges and the number of blocks. If each message is one run of a side's GPU memory, NCCL works on
+// the blocks themselves; otherwise that side gathers into staging memory before it sends, or scatters after it has
+// received. So the sides may lay out their blocks differently.
 //
-// Thread-safety: none; may go from thread to thread.
+// Thread-safety: none; may move between threads.
 #pragma once
 
 #include <cstdint>
@@ -25,26 +25,26 @@
 
 namespace kvpool {
 
-// What a pipe stands on. `local` describes memory that `keepalive` keeps: HBM of the context's GPU, and page-locked
-// DRAM or none. `kernels`: what gathers and scatters small pieces; null: the copy engines.
+// The memory of a pipe. `local` describes memory that `keepalive` keeps alive: HBM of the context's GPU, and
+// page-locked DRAM or none. `kernels` gather and scatter small pieces; null: the copy engines do.
 struct NcclMemory {
   const NcclLibrary* library = nullptr;
   std::shared_ptr<const CudaContext> context;
   MediaSpans local;
   std::shared_ptr<void> keepalive;
   const cuda::KernelSet* kernels = nullptr;
-  CopyBounds bounds;  // of what those copy
+  CopyBounds bounds;  // which pieces are small
   NcclLimits limits;
 };
 
 inline constexpr std::uint64_t kNcclMessagesMax = 64;  // of a pass
-// Shorter messages are not worth one each: gathering costs less.
+// Shorter runs are not sent as separate messages, because gathering costs less.
 inline constexpr std::uint64_t kNcclMessageBytesMin = std::uint64_t{256} << 10;
 
 struct NcclContent {
   std::span<const ContentRange> ranges;
   std::span<const Address> blocks;
-  std::uint64_t bytes;          // of all of it
+  std::uint64_t bytes;          // in all
   std::uint64_t message_bytes;  // of each message but the last
 };
 
@@ -57,21 +57,21 @@ class NcclPipe {
   NcclPipe& operator=(const NcclPipe&) = delete;
 
   bool is_open() const noexcept { return communicator_ != nullptr; }
-  // Has taken nothing of the GPU.
+  // Whether it has allocated nothing on the GPU.
   bool is_empty() const noexcept { return stream_ == nullptr; }
-  // For open(), of both sides. Throws kUnsupported.
+  // An id for open() on both sides. Throws kUnsupported.
   NcclId make_id() const;
-  // Takes the staging memory, `pass_bytes` of it, and returns when the peer has opened its side. Throws as
+  // Allocates `pass_bytes` of staging memory, and returns when the peer has opened its side. Throws as
   // NcclCommunicator, and as CudaDriver::require; kRouteFailed when a stream of this GPU waits for a word (Standstill);
   // kUnsupported when the GPU has no room for the staging memory.
   void open(const NcclId& id, std::uint64_t pass_bytes, const NcclCheck& check);
-  // Sends the content, or receives it; returns when it is where it belongs. Throws the same; then the pipe is shut.
-  // REQUIRES: is_open(); the ranges lie within the content of the blocks, which exist; bytes is their sum and at most
-  // what open() was told.
+  // Sends or receives the content; returns when it is in place. Throws the same; then the pipe is shut. REQUIRES:
+  // is_open(); the blocks exist, and the ranges lie within their content; bytes is their sum and at most the pass_bytes
+  // of open().
   void pass(const NcclContent& content, const NcclCheck& check);
-  // Aborts. When it returns nothing of this pipe is in the stream any more, so no block is read or written by it.
+  // Aborts. When it returns the stream has no work of this pipe any more, so the pipe reads and writes no block.
   void shut() noexcept;
-  // The same, and gives back what it has taken of the GPU. It may be opened again.
+  // The same, and frees what it has allocated on the GPU. It may be opened again.
   void let_go() noexcept;
 
  private:

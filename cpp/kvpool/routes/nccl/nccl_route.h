@@ -1,11 +1,11 @@
 // HBM to HBM by NCCL's send and receive: docs/adr/0013-nccl-route.md.
 //
-// One communicator, one stream and one thread at a time for each direction of a pair, so messages meet in the order in
-// which they were sent; the other direction has its own and is not held up. What goes where is said on the link: the
-// receiver checks each pass as it checks frames of the sock route, and answers when the content is in place.
+// Each direction of a pair has one communicator, one stream and one thread at a time, so sends and receives match in
+// order, and the directions do not delay each other. The link says what goes where: the receiver checks each pass as it
+// checks frames of the sock route, and answers when the content is in place.
 //
-// A communicator is made when it is first needed. Whatever goes wrong (the peer, a deadline, a cancellation, NCCL), it
-// is aborted on both sides and nothing of it writes any more; the next write makes another.
+// A communicator is made when it is first needed. After any failure (the peer, a deadline, a cancellation, NCCL) both
+// sides abort it, so that it writes nothing any more; the next write makes another.
 #pragma once
 
 #include <memory>
@@ -17,10 +17,10 @@
 
 namespace kvpool {
 
-// Writes throw, beside what Route::write says, kRouteFailed for what NCCL or the GPU of either side says, kUnsupported
-// when it would say so again, kNotOwner when the receiver refuses the blocks: the peer goes on in all of these. Unless
-// it is kPeerLost, the receiver has left what was begun, too. `run` runs the receiving half, and gives back what the
-// sending half has taken of the GPU; it may be called until the route is destroyed.
+// Besides what Route::write says, writes throw kRouteFailed for errors of NCCL or of either side's GPU, kUnsupported if
+// a retry would fail as well, and kNotOwner when the receiver refuses the blocks; the peer stays connected in all of
+// these. After any error but kPeerLost, the receiver has left the communicator, too. `run` runs the receiving half, and
+// frees what the sending half has allocated on the GPU; it may be called until the route is destroyed.
 std::shared_ptr<Route> make_nccl_route(const NcclMemory& memory, const std::shared_ptr<Link>& link, RouteRun run);
 
 }  // namespace kvpool

@@ -1,12 +1,12 @@
-// Memory of a GPU that pipes gather into and scatter from.
+// GPU memory into which pipes gather and from which they scatter.
 //
-// To give memory back (cuMemFree) waits for all that the GPU does, a receive of another pipe among it, which ends only
-// when its peer sends; and who else asks the driver meanwhile may wait with it: the very thread that would notice the
-// deadline of that receive. So it is given back when no pipe passes anything, and no stream waits for a word
-// (cuda/wait_word.h); until then it is kept, for the next pipe that asks for as much.
+// Freeing memory (cuMemFree) waits for all work of the GPU. That may include a receive of another pipe, which ends only
+// when its peer sends; and other threads that call the driver meanwhile may have to wait as well, even the thread that
+// would notice the deadline of that receive. So memory is freed only while no pipe passes anything, and no stream waits
+// for a word (cuda/wait_word.h). Until then it is kept for the next pipe that needs as much.
 //
 // Invariants
-//   U4  Staging memory is given back only while no pass of its context is under way, and none begins meanwhile.
+//   U4  Staging memory is freed only while no pass of its context is under way, and no pass begins meanwhile.
 //
 // Thread-safety: all of it; one thread at a time uses a NcclStaging.
 #pragma once
@@ -22,7 +22,7 @@ class NcclShelf;
 
 class NcclStaging {
  public:
-  // Takes memory that was kept, or new. Throws kUnsupported when the GPU has no room, and as CudaDriver::require.
+  // Takes kept memory, or allocates. Throws kUnsupported when the GPU has no room, and as CudaDriver::require.
   // REQUIRES: the context is current, here and in the destructor.
   NcclStaging(std::shared_ptr<const CudaContext> context, std::size_t bytes);
   ~NcclStaging();
@@ -35,11 +35,11 @@ class NcclStaging {
  private:
   const std::shared_ptr<const CudaContext> context_;
   NcclShelf& shelf_;
-  std::size_t bytes_;  // that it has: no fewer than were asked for
+  std::size_t bytes_;  // at least as many as requested
   CuPointer base_ = 0;
 };
 
-// A pass is under way while this lives. REQUIRES: the context is current when it goes.
+// A pass is under way while this lives. REQUIRES: the context is current in the destructor.
 class NcclPassing {
  public:
   explicit NcclPassing(const CudaContext& context);

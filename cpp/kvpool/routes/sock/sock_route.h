@@ -1,8 +1,8 @@
 // Sends block content over the control link, in data frames that the receiver checks and places: for peers on other
-// hosts, and for whatever no other route reaches.
+// hosts, and for memory that no other route reaches.
 //
-// The bytes go from the blocks to the kernel without a copy of ours, but for pieces so small that a list of them costs
-// more than gathering them.
+// The kernel reads the bytes from the blocks. Only pieces so small that listing them costs more than copying are
+// gathered first.
 #pragma once
 
 #include <memory>
@@ -15,9 +15,9 @@ namespace kvpool {
 
 class DeviceStaging;
 
-// `local` describes memory that `keepalive` keeps as long as the route lives. Writes fail with what the link throws,
-// and with kPeerLost once the route is closed; closing it leaves the link open.
-// `staging`: for the local media that are on a GPU, `on_gpu`; null without such media.
+// `local` describes memory that `keepalive` keeps alive. Writes throw what the link throws, and kPeerLost once the
+// route is closed; closing it leaves the link open. `staging`: for the local media that are on a GPU, `on_gpu`; null
+// without such media.
 std::unique_ptr<Route> make_sock_route(MediaSpans local, std::shared_ptr<void> keepalive, std::shared_ptr<Link> link,
                                        std::shared_ptr<DeviceStaging> staging = nullptr, MediaSet on_gpu = {});
 

@@ -1,6 +1,6 @@
 // The UCX library, opened at run time: a table of the functions that kvpool calls.
 //
-// Only what UCX 1.13 has is used, but for what `minor` says. Version 1 of the interface is compatible upward:
+// Uses only functions of UCX 1.13, except where `minor` allows more. Version 1 of the interface is compatible upward:
 // structures carry masks of the fields that are set.
 #pragma once
 
@@ -16,7 +16,7 @@ struct UcxLibrary {
   std::string path;     // of libucp
   std::string version;  // "1.22.0"
   unsigned minor = 0;   // of version 1
-  bool shared = false;  // another library of this process had opened it before
+  bool shared = false;  // another library of this process had opened it already
 
   decltype(&::ucp_get_version) get_version = nullptr;
   decltype(&::ucp_get_version_string) get_version_string = nullptr;
@@ -47,13 +47,13 @@ struct UcxLibrary {
   decltype(&::ucp_request_free) request_free = nullptr;
   decltype(&::ucs_status_string) status_string = nullptr;
 
-  // Throws Error `code` with the call's name and what UCX says, when `status` is not success.
+  // Throws Error `code` with the call's name and UCX's text, unless `status` is success.
   void require(ucs_status_t status, const char* call, ErrorCode code = ErrorCode::kUnsupported) const;
 };
 
-// Opens UCX there (see UcxContext::make), or returns what this process has opened already: a process has one copy under
-// these names, loaded by any library; a second one would half resolve to it. Never closed: UCX has threads and hooks.
-// Throws kUnsupported.
+// Opens UCX there (see UcxContext::make), or returns the copy that this process, or another library in it, has opened:
+// a process can have only one, because symbols of a second copy would partly resolve to the first. Never closed,
+// because UCX has threads and hooks. Throws kUnsupported.
 const UcxLibrary& load_ucx(const std::string& where);
 
 }  // namespace kvpool

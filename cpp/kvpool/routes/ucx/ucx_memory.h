@@ -21,15 +21,15 @@ struct UcxExtent {
   std::uint64_t bytes;
 };
 
-// The memory of all blocks of a medium, in order of addresses: what overlaps or touches is one extent; with
-// `by_segment`, what overlaps alone: segments that touch may be allocations of their own.
+// The memory of all blocks of a medium, in order of addresses. Joins segments that overlap or touch into one extent;
+// with `by_segment`, only those that overlap, because segments that touch may be separate allocations.
 std::vector<UcxExtent> ucx_extents(const MediumSpan& span, bool by_segment);
 
 // This pool's memory. Thread-safe after construction.
 class UcxMemory {
  public:
-  // Throws Error kUnsupported when UCX cannot register memory of the host; of a GPU's it leaves out the medium. The
-  // context outlives it.
+  // Throws Error kUnsupported when UCX cannot register host memory; leaves out a GPU medium that it cannot register.
+  // The context outlives it.
   UcxMemory(const UcxLibrary& ucx, ucp_context_h context, const UcxLocal& local);
   ~UcxMemory();
   UcxMemory(const UcxMemory&) = delete;
@@ -43,16 +43,16 @@ class UcxMemory {
     bool on_gpu = false;
   };
   std::span<const Region> regions() const noexcept { return regions_; }
-  // The region that holds this address; null: none.
+  // The region that contains this address, or null.
   const Region* find(const void* address) const noexcept;
-  // What was offered, without the media that are left out; and why these are.
+  // The offered spans without the media that are left out, and why those are.
   const MediaSpans& spans() const noexcept { return spans_; }
   const MediaSet& on_gpu() const noexcept { return on_gpu_; }
   const MediumMap<std::string>& refused() const noexcept { return refused_; }
-  // Some of it is memory that UCX gives to peers as an IPC handle. Memory of cuMemCreate is not: an
-  // import keeps it alive.
+  // Whether UCX gives some of it to peers as IPC handles. It does not for memory of cuMemCreate, which an import keeps
+  // alive.
   bool gives_handles() const noexcept { return gives_handles_; }
-  // In a forked child: forget everything, free nothing.
+  // In a forked child: forgets everything, frees nothing.
   void abandon() noexcept { regions_.clear(); }
 
  private:
@@ -68,7 +68,7 @@ class UcxMemory {
   std::vector<Region> regions_;  // in order of addresses
 };
 
-// What PeerMetadata::ucx holds:
+// The content of PeerMetadata::ucx:
 //   u32 version | text version of UCX | blob worker address | u32 count | count x (u64 base, u64 bytes, blob key)
 struct UcxBlob {
   struct Region {
@@ -85,12 +85,12 @@ Bytes write_ucx_blob(const std::string& ucx_version, std::span<const std::byte> 
                      std::span<const UcxMemory::Region> regions);
 // Throws Error kProtocol.
 UcxBlob read_ucx_blob(std::span<const std::byte> bytes);
-// An address or a key as UCX must be given it. UCX reads both without knowing where they end, so zeros follow, in which
-// a wrong one comes to an end. What is in them cannot be checked: it is trusted as the authenticated peer itself is.
+// An address or a key, prepared for UCX. UCX reads both without knowing their length, so zeros are appended, in which a
+// malformed one ends. Their content cannot be checked; it is trusted like the authenticated peer itself.
 Bytes ucx_padded(std::span<const std::byte> bytes);
 
-// The media of the metadata whose blocks the blob's keys open: all of the host's; one that is on a GPU may have been
-// left out. Throws Error kProtocol when blocks of another one lie outside of them.
+// The media of the metadata whose blocks the blob's keys open: all host media, while a GPU medium may have been left
+// out. Throws Error kProtocol when blocks of another medium lie outside of the keys.
 MediaSet require_covered(const PeerMetadata& metadata, const UcxBlob& blob);
 
 }  // namespace kvpool

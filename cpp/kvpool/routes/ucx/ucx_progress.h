@@ -1,5 +1,5 @@
 // The thread that lets UCX workers answer their peers while no other thread of this process waits on them. It sleeps
-// until one of them has something to do.
+// until a worker has work.
 #pragma once
 
 #include <condition_variable>
@@ -25,10 +25,10 @@ class UcxProgress {
   std::uint64_t add(int fd, std::function<void()> serve);
   void rearm(std::uint64_t watch) noexcept;
   void kick(std::uint64_t watch) noexcept;
-  // serve() is not running and does not run again. Not from within it.
+  // When this returns, serve() is not running and does not run again. Do not call it from within serve().
   void remove(std::uint64_t watch) noexcept;
 
-  // In a forked child, where there is no such thread.
+  // For a forked child, where this thread does not exist.
   void abandon() noexcept;
 
  private:
@@ -47,7 +47,7 @@ class UcxProgress {
   std::mutex mutex_;
   std::condition_variable served_;
   std::unordered_map<std::uint64_t, Watch> watches_;
-  std::uint64_t last_ = 0;     // watch that was given out; 0 is the wake descriptor
+  std::uint64_t last_ = 0;     // the last watch that was given out; 0 is the wake descriptor
   std::uint64_t serving_ = 0;  // watch whose serve() runs; 0: none
   bool stop_ = false;
   std::unique_ptr<std::thread> thread_;

@@ -1,5 +1,5 @@
 // A lock that serves its callers in order. Several threads write through one UCX worker, each holding it for many puts
-// in a row: with std::mutex the one that has just let go would take it again.
+// in a row: with std::mutex the thread that has just released it would take it again.
 #pragma once
 
 #include <atomic>

@@ -66,7 +66,7 @@ class LocalDirectory(Directory):
         self._scanner.scan_all(self.folder)
 
     def _read_or_write_state(self, until: float, known: State | None) -> State:
-        """The state in the folder. If there is none, it writes the one that this process knows, or a new one.
+        """The state in the folder. If the folder has no state, writes the one that this process knows, or a new one.
 
         If the folder has no state although members live, somebody removed the folder under them. A process that knows
         no state waits for these members, which are about to write it back with their ids and their secret.
