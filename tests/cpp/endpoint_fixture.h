@@ -33,8 +33,8 @@ inline PeerMetadata metadata_of(const std::string& name) {
 // A pool as far as an endpoint sees one.
 struct Member {
   explicit Member(const std::string& name, EndpointOptions options = {.secret = "sesame"})
-      : metadata(metadata_of(name)), reactor(Reactor::make("member")) {
-    endpoint = Endpoint::make(
+      : metadata(metadata_of(name)), reactor(std::make_unique<Reactor>("member")) {
+    endpoint = std::make_unique<Endpoint>(
         *reactor, std::move(options), [this] { return Introduction{metadata, descriptors, nullptr}; },
         [this](const std::shared_ptr<Link>& link, const PeerMetadata& peer, bool initiated_here) {
           if (refuse) throw Error(*refuse);

@@ -57,12 +57,12 @@ struct RankHere {
             [this](const void* key, std::function<void()> work) {
               receiving.run(key, Priority::kDecode, std::move(work));
             }),
-        reactor(Reactor::make("rank")),
+        reactor(std::make_unique<Reactor>("rank")),
         writer_quarantine(*reactor, workers),
         channels(routes, serial_executor, writer_quarantine) {
     pool->set_instance(number + 1);
-    endpoint = Endpoint::make(
-        *reactor, {.secret = "s3cret"}, [this] { return introduce(); },
+    endpoint = std::make_unique<Endpoint>(
+        *reactor, EndpointOptions{.secret = "s3cret"}, [this] { return introduce(); },
         [this](const std::shared_ptr<Link>& link, const PeerMetadata& metadata, bool) {
           return channels.admit(link, metadata);
         });

@@ -48,7 +48,7 @@ void run_and_wait(Reactor& reactor, const std::function<void()>& work) {
 }  // namespace
 
 TEST_CASE("a reactor: a watched descriptor is told of until it is unwatched") {
-  const auto reactor = Reactor::make("test");
+  const auto reactor = std::make_unique<Reactor>("test");
   const Pipe pipe;
   std::atomic<int> calls{0};
   const auto watch = reactor->watch(pipe.ends[0], [&](std::uint32_t events) {
@@ -76,7 +76,7 @@ TEST_CASE("a reactor: a watched descriptor is told of until it is unwatched") {
 }
 
 TEST_CASE("a reactor: unwatch and cancel wait for a call that is under way, and not for themselves") {
-  const auto reactor = Reactor::make("test");
+  const auto reactor = std::make_unique<Reactor>("test");
   const Pipe pipe;
   std::atomic<bool> inside{false};
   std::atomic<bool> finished{false};
@@ -115,7 +115,7 @@ TEST_CASE("a reactor: unwatch and cancel wait for a call that is under way, and 
 }
 
 TEST_CASE("a reactor: what a watch holds goes with it") {
-  const auto reactor = Reactor::make("test");
+  const auto reactor = std::make_unique<Reactor>("test");
   const Pipe pipe;
   auto held = std::make_shared<int>(1);
   const auto watch = reactor->watch(pipe.ends[0], [held](std::uint32_t) {});
@@ -132,7 +132,7 @@ TEST_CASE("a reactor: what a watch holds goes with it") {
 }
 
 TEST_CASE("a reactor: timers run in the order of their times, never early") {
-  const auto reactor = Reactor::make("test");
+  const auto reactor = std::make_unique<Reactor>("test");
   std::mutex mutex;
   std::vector<int> order;
   std::atomic<bool> early{false};
@@ -158,7 +158,7 @@ TEST_CASE("a reactor: timers run in the order of their times, never early") {
 }
 
 TEST_CASE("a reactor: posts of many threads all run, each thread's in order") {
-  const auto reactor = Reactor::make("test");
+  const auto reactor = std::make_unique<Reactor>("test");
   std::map<int, int> last;
   int wrong = 0;
   std::atomic<int> ran{0};
@@ -182,7 +182,7 @@ TEST_CASE("a reactor: posts of many threads all run, each thread's in order") {
 }
 
 TEST_CASE("a reactor: callbacks that throw do no harm") {
-  const auto reactor = Reactor::make("test");
+  const auto reactor = std::make_unique<Reactor>("test");
   const Pipe pipe;
   std::atomic<int> calls{0};
   reactor->watch(pipe.ends[0], [&](std::uint32_t) {
@@ -199,7 +199,7 @@ TEST_CASE("a reactor: callbacks that throw do no harm") {
 }
 
 TEST_CASE("a reactor: stopping runs what was posted, tells the watches, and takes nothing more") {
-  auto reactor = Reactor::make("test");
+  auto reactor = std::make_unique<Reactor>("test");
   const Pipe pipe;
   std::atomic<int> posted{0};
   std::atomic<int> told{0};
@@ -233,7 +233,7 @@ TEST_CASE("a reactor: stopping runs what was posted, tells the watches, and take
 TEST_CASE("a reactor: one that was stopped keeps no descriptor, even if a thread was just waking it") {
   const int before = open_descriptors();
   for (int round = 0; round < 20; ++round) {
-    auto reactor = Reactor::make("test");
+    auto reactor = std::make_unique<Reactor>("test");
     std::atomic<bool> over{false};
     std::vector<std::thread> posters;
     for (int i = 0; i < 3; ++i) {
@@ -259,7 +259,7 @@ TEST_CASE("a reactor: one that was stopped keeps no descriptor, even if a thread
 }
 
 TEST_CASE("a reactor: its thread takes no signals") {
-  const auto reactor = Reactor::make("test");
+  const auto reactor = std::make_unique<Reactor>("test");
   run_and_wait(*reactor, [] {
     sigset_t blocked;
     pthread_sigmask(SIG_BLOCK, nullptr, &blocked);
@@ -272,7 +272,7 @@ TEST_CASE("a reactor: its thread takes no signals") {
 }
 
 TEST_CASE("a reactor: it sleeps when nothing happens, and timers close together are one wake-up") {
-  const auto reactor = Reactor::make("test");
+  const auto reactor = std::make_unique<Reactor>("test");
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   const std::uint64_t before = reactor->wakeups();
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
@@ -284,7 +284,7 @@ TEST_CASE("a reactor: it sleeps when nothing happens, and timers close together 
 }
 
 TEST_CASE("a reactor: a forked child has none of its descriptors, and can only drop it") {
-  auto reactor = Reactor::make("test");
+  auto reactor = std::make_unique<Reactor>("test");
   const Pipe pipe;
   const auto watch = reactor->watch(pipe.ends[0], [](std::uint32_t) {});
   const int before = open_descriptors();
@@ -309,6 +309,6 @@ TEST_CASE("a reactor: a forked child has none of its descriptors, and can only d
 
 TEST_CASE("a reactor: none leaves a descriptor or a thread behind") {
   const int before = open_descriptors();
-  for (int i = 0; i < 20; ++i) Reactor::make("test")->post([] {});
+  for (int i = 0; i < 20; ++i) std::make_unique<Reactor>("test")->post([] {});
   CHECK(open_descriptors() == before);
 }

@@ -95,7 +95,7 @@ TEST_CASE("a link: who handles what arrives may send content in answer, and it i
 }
 
 TEST_CASE("a link: content that is sent by who handles what arrives is queued no further than messages are") {
-  const auto reactor = Reactor::make("left");
+  const auto reactor = std::make_unique<Reactor>("left");
   auto [mine, theirs] = socket_pair(Wire::kUnix);
   End end;
   std::atomic<int> sent{0};
@@ -119,7 +119,7 @@ TEST_CASE("a link: content that is sent by who handles what arrives is queued no
   CHECK_FALSE(link->would_queue());  // in a thread that may wait
   // Its peer reads nothing from now on.
   End other;
-  const auto theirs_reactor = Reactor::make("right");
+  const auto theirs_reactor = std::make_unique<Reactor>("right");
   std::atomic<bool> read_on{false};
   std::atomic<int> frames{0};
   other.handler->answer = [&](const Message&) {

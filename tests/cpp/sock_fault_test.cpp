@@ -33,7 +33,7 @@ Bytes conversation(Wire wire) {
 }
 
 struct Victim {
-  explicit Victim(Wire wire) : reactor(Reactor::make("victim")) {
+  explicit Victim(Wire wire) : reactor(std::make_unique<Reactor>("victim")) {
     auto [mine, theirs] = socket_pair(wire);
     peer = std::move(theirs);
     end.handler->place = [this](std::uint64_t id, std::uint64_t bytes) {

@@ -232,7 +232,7 @@ inline void start(End& end, Reactor& reactor, SockLinkParts parts) {
 
 struct LinkPair {
   explicit LinkPair(Wire wire, std::size_t queue_bytes_max = std::size_t{64} << 20)
-      : left_reactor(Reactor::make("left")), right_reactor(Reactor::make("right")) {
+      : left_reactor(std::make_unique<Reactor>("left")), right_reactor(std::make_unique<Reactor>("right")) {
     auto [a, b] = socket_pair(wire);
     start(left, *left_reactor, parts_of(std::move(a), wire, true, queue_bytes_max));
     start(right, *right_reactor, parts_of(std::move(b), wire, false, queue_bytes_max));

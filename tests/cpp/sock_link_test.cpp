@@ -280,7 +280,7 @@ TEST_CASE("a link: a handler that throws ends its link with that error") {
 TEST_CASE("a link: a peer that does not read fills its own queue, and is told to be busy") {
   for (const Wire wire : {Wire::kUnix, Wire::kTcpMac}) {
     CAPTURE(name_of(wire));
-    const auto reactor = Reactor::make("left");
+    const auto reactor = std::make_unique<Reactor>("left");
     auto [mine, theirs] = socket_pair(wire);
     End end;
     start(end, *reactor, parts_of(std::move(mine), wire, true, std::size_t{1} << 20));
@@ -319,7 +319,7 @@ TEST_CASE("a link: a peer that does not read fills its own queue, and is told to
     CHECK(end.handler->closed_count() == 0);
     // It reads at last: everything comes, in order.
     End reader;
-    const auto other = Reactor::make("right");
+    const auto other = std::make_unique<Reactor>("right");
     start(reader, *other, parts_of(std::move(theirs), wire, false, std::size_t{1} << 20));
     REQUIRE(soon([&] { return reader.handler->message_count() == sent; }));
     for (std::size_t i = 0; i < sent; ++i) REQUIRE(reader.handler->messages[i].id == i);
@@ -361,8 +361,8 @@ TEST_CASE("a link: messages get in between the data frames of another thread") {
 }
 
 TEST_CASE("a link: one that sends without end does not starve the others of the same reactor") {
-  const auto reactor = Reactor::make("busy");
-  const auto other = Reactor::make("senders");
+  const auto reactor = std::make_unique<Reactor>("busy");
+  const auto other = std::make_unique<Reactor>("senders");
   End here[2];
   End there[2];
   for (int i = 0; i < 2; ++i) {

@@ -66,7 +66,7 @@ struct Watch {
     writer_quarantine.clear([&](const auto&, const auto&) { ++count; });
     return count;
   }
-  std::unique_ptr<Reactor> reactor = Reactor::make("test");
+  std::unique_ptr<Reactor> reactor = std::make_unique<Reactor>("test");
   WorkerPool workers{1};
   WriterQuarantine writer_quarantine{*reactor, workers};
   const std::shared_ptr<ProcessLink> link = std::make_shared<ProcessLink>();

@@ -68,13 +68,13 @@ Service::Service(Pool& pool, const ServiceOptions& options, const MakeRanks& mak
                 receiving_.run(key, Priority::kDecode, std::move(work));
               }),
       workers_(options.worker_threads),
-      reactor_(Reactor::make("kvpool-serve")),
+      reactor_(std::make_unique<Reactor>("kvpool-serve")),
       writer_quarantine_(*reactor_, workers_),
       table_(pool, events_, book_, options_.name, incarnation_, options.joins_cluster),
       parting_(pool, table_, writer_quarantine_, routes_, options_.name, incarnation_),
       admission_({pool, options_, incarnation_, routes_, writer_quarantine_, table_, parting_,
                   static_cast<SessionHost&>(*this), ranks_}) {
-  endpoint_ = Endpoint::make(
+  endpoint_ = std::make_unique<Endpoint>(
       *reactor_, endpoint_options(options_), [this] { return admission_.introduce(); },
       [this](const std::shared_ptr<Link>& link, const PeerMetadata& metadata, bool initiated_here) {
         return admission_.admit(link, metadata, initiated_here);

@@ -55,7 +55,7 @@ class RankNodeImpl final : public RankNode {
                   receiving_.run(key, Priority::kDecode, std::move(work));
                 }),
         workers_(options_.service.worker_threads),
-        reactor_(Reactor::make("kvpool-rank")),
+        reactor_(std::make_unique<Reactor>("kvpool-rank")),
         writer_quarantine_(*reactor_, workers_),
         channels_(routes_, serial_executor_, writer_quarantine_) {
     EndpointOptions endpoint;
@@ -63,7 +63,7 @@ class RankNodeImpl final : public RankNode {
     endpoint.trusted_network = options_.service.trusted_network;
     endpoint.lease_ns = options_.service.lease_ns;
     endpoint.prefer_unix_socket = options_.service.prefer_unix_socket;
-    endpoint_ = Endpoint::make(
+    endpoint_ = std::make_unique<Endpoint>(
         *reactor_, endpoint, [this] { return introduce(); },
         [this](const std::shared_ptr<Link>& link, const PeerMetadata& metadata, bool initiated_here) {
           return admit(link, metadata, initiated_here);

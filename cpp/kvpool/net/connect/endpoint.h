@@ -38,6 +38,8 @@ struct Introduction {
 void check_listen_address(const std::string& address, bool has_secret);
 void check_connect_address(const std::string& address, bool has_secret);
 
+class EndpointState;
+
 class Endpoint {
  public:
   using Introduce = std::function<Introduction()>;
@@ -48,12 +50,14 @@ class Endpoint {
                                                            const PeerMetadata& metadata, bool initiated_here)>;
 
   // The reactor outlives the endpoint.
-  static std::unique_ptr<Endpoint> make(Reactor& reactor, EndpointOptions options, Introduce introduce, Admit admit);
-  virtual ~Endpoint() = default;
+  Endpoint(Reactor& reactor, EndpointOptions options, Introduce introduce, Admit admit);
+  ~Endpoint();  // closes it
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
 
   // "unix:/path", "unix:@name" (abstract), "tcp:HOST:PORT", "tcp:[::1]:0". Returns the address with the port that was
   // given. Throws kArgument (syntax; a TCP address with an empty secret), kState (in use).
-  virtual std::string listen(const std::string& address) = 0;
+  std::string listen(const std::string& address);
   // Connects to the peer that listens there. If a peer on this host offers a Unix socket, connects through that socket,
   // which can pass descriptors; it does not fall back to TCP, even if the socket does not answer. A listener crowded by
   // strangers may disconnect a caller before its proof; this method then connects again.
@@ -61,12 +65,17 @@ class Endpoint {
   // kUnanswered when the link has ended before the peer said whether it lets this side in), kDeadline, kAuth,
   // kProtocol, and any Error that either side's Admit threw; kCancelled when the caller gives up. `meeting` goes into
   // the metadata that both sides' Admit gets.
-  virtual std::shared_ptr<Link> connect(const std::string& address, const Waiting& waiting,
-                                        std::uint64_t meeting = 0) = 0;
+  std::shared_ptr<Link> connect(const std::string& address, const Waiting& waiting, std::uint64_t meeting = 0);
   // Stops listening and closes what is not admitted yet; connect() throws kClosed soon. Links live on. Idempotent.
   // Waits for an admission under way in the reactor's thread: do not hold a lock that Admit takes. After it has
   // returned, only a connect() that has not returned yet may still call Introduce or Admit.
-  virtual void close() noexcept = 0;
+  void close() noexcept;
+
+ private:
+  void check_usable() const;
+
+  const std::shared_ptr<EndpointState> state_;
+  const std::uint32_t born_;
 };
 
 }  // namespace kvpool
