@@ -104,7 +104,7 @@ int device_from(int type, int id, std::size_t position) {
                                            std::to_string(type) + ")");
 }
 
-// Reads the capsule and lets go of it: the tensor object itself is what is kept.
+// Reads the capsule and releases it: only the tensor object itself is kept.
 TensorView view_by_dlpack(const py::object& tensor, std::size_t position) {
   py::object capsule;
   try {

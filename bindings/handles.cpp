@@ -10,7 +10,7 @@ namespace {
 
 namespace py = pybind11;
 
-// What every handle has: the addresses, whether they are pinned, and three ways to let go.
+// The members of every handle: the addresses, whether they are pinned, and three ways to release the pins.
 template <class Handle>
 py::class_<Handle> handle_class(py::module_& module, const char* name, const char* doc) {
   return py::class_<Handle>(module, name, doc)
@@ -43,7 +43,7 @@ Attributes:
     tokens: Tokens cached, whole blocks.
     addrs: uint64 array of ``tokens / block_tokens`` addresses (an index alone: values), in the prompt's order; media
         may be mixed.
-    partial_tokens: Tokens that agree with what is cached inside the next block.
+    partial_tokens: Tokens of the next block that agree with a cached block.
     closed: Whether the pin has ended.)")
       .def_readonly("tokens", &Match::tokens, "Tokens cached, whole blocks.")
       .def_readonly("partial_tokens", &Match::partial_tokens, "Tokens that agree inside the next block.")

@@ -111,7 +111,7 @@ py::list bounds_of(const FoundHits& self) {
   return bounds;
 }
 
-// As slices of Python: what lies beyond the end is not there.
+// As slices of Python: indices beyond the end are cut off.
 py::array_t<std::int64_t> instances_of(const FoundHits& self, py::handle start_argument, py::handle stop_argument) {
   const auto& instances = self.hits.instances();
   const std::size_t stop = std::min(count_from(stop_argument, "stop"), instances.size());
@@ -125,7 +125,8 @@ py::array_t<std::int64_t> instances_of(const FoundHits& self, py::handle start_a
 }  // namespace
 
 void bind_instance_index(py::module_& module) {
-  py::class_<FoundHits>(module, "InstanceHits", "Who holds how much of one prompt: what InstanceIndex.find returns.")
+  py::class_<FoundHits>(module, "InstanceHits",
+                        "How much of one prompt each instance holds: the result of InstanceIndex.find.")
       .def(
           "__len__", [](const FoundHits& self) { return self.hits.instances().size(); },
           "Instances that hold some of it.")
@@ -133,11 +134,11 @@ void bind_instance_index(py::module_& module) {
       .def_property_readonly("bounds", &bounds_of,
                              "Where those of each length begin, among all that hold some, and their end.")
       .def("instances", &instances_of, py::arg("start"), py::arg("stop"),
-           "Those at [start, stop), the longest first and of equals by instance; int64.")
+           "Those at [start, stop), the longest first, then by instance; int64.")
       .def(
           "level",
           [](const FoundHits& self, py::handle instance) { return self.hits.level_of(instance_from(instance)); },
-          py::arg("instance"), "The place in `lengths` of what an instance holds; len(lengths) where that is nothing.");
+          py::arg("instance"), "The place of an instance's length in `lengths`; len(lengths) if it holds nothing.");
 
   py::class_<LockedInstanceIndex>(module, "InstanceIndex", "The C++ half of kvpool.InstanceIndex.")
       .def(py::init(&make_index), py::arg("block_tokens") = 16, py::arg("blocks_max") = py::none())
@@ -174,7 +175,7 @@ void bind_instance_index(py::module_& module) {
           R"(The instance holds the whole blocks of these tokens.
 
 Args:
-    tokens: Token ids; what is left of the last whole block is ignored.
+    tokens: Token ids; an incomplete last block is ignored.
     instance: Instance id, 0 to 16383.
     now: Time of the use, in any unit that grows.
     namespace: Prefixes of different namespaces never match each other.

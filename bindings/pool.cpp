@@ -60,7 +60,7 @@ void check_device(const PoolOptions& options) {
               {{"device", options.device}});
 }
 
-// Waits for threads that may want the GIL, for what they let go of.
+// Waits for threads that may need the GIL to release Python objects.
 template <class Closed>
 void destroy(Closed* object) {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
@@ -256,26 +256,26 @@ Returns:
     uint64 array of n addresses. The blocks are active: the caller's, until free or insert.
 
 Raises:
-    OutOfBlocks: With the counts; nothing was allocated.
-    PeerLost, Busy, DeadlineExceeded: The peer is not there, lends no more to us, or did not answer.)")
+    OutOfBlocks: With the counts; nothing was allocated. PeerLost, Busy, DeadlineExceeded: The peer is not connected,
+    lends no more blocks to this pool, or did not answer.)")
       .def("free", &free_blocks, py::arg("addrs"), R"(Frees active blocks of the caller. Thread-safe.
 
-Blocks that peers lent are given back to them; they may stand between others in the list, and then the call waits for the
-peers without the GIL. A wrong address anywhere in the list, of whichever peer, frees nothing. What a peer had lent that is
-gone is gone with it, and no error. Of what goes wrong later the first is raised, when all peers have been asked and all
-else is free.
+Gives blocks that peers lent back to them; the list may mix them with others, and the call then waits for the peers
+without the GIL. If any address in the list is wrong, nothing is freed. Blocks that a lost peer had lent are lost with
+it, which is no error. If a peer fails later, the call still asks all others and frees all other blocks, and then raises
+the first error.
 
 Args:
     addrs: Addresses; uint64 array, buffer, or list.
 
 Raises:
     StaleAddress: One was freed or moved before.
-    StateError: One is cached (see delete and evict) or in use by a transfer; also by one that reads it, where the
-        engine allocates: it must not use the block again yet.
+    StateError: One is cached (see delete and evict) or in use by a transfer. If the engine allocates, this includes a
+        transfer that reads the block: the engine must not use it again yet.
     NotOwner: One belongs to another instance.
-    ArgumentError: One stands twice in the list, or is no address.
-    PeerLost, DeadlineExceeded: A peer was lost meanwhile, or did not answer; its blocks are lent no more.
-    Busy: A peer takes messages too slowly: unless it has answered so itself, its blocks are still lent.)")
+    ArgumentError: The list has duplicates, or one is no address.
+    PeerLost, DeadlineExceeded: A peer was lost meanwhile, or did not answer; its blocks are no longer lent.
+    Busy: A peer takes messages too slowly; unless the peer itself has answered Busy, its blocks are still lent.)")
       .def("adopt", of_pool([](Pool& pool, py::handle blocks_argument) {
              const std::vector<std::uint32_t> blocks = block_numbers_from(blocks_argument);
              py::array_t<Address> addresses(static_cast<py::ssize_t>(blocks.size()));
@@ -290,11 +290,11 @@ Args:
     blocks: The engine's block ids.
 
 Returns:
-    uint64 array with the address of each. The blocks are active: they can be sent, and be what fetch writes ``to``, and
-    are never cached. Call ``free`` before the engine uses them for anything else.
+    uint64 array with the address of each. The blocks are active: they can be sent, and fetch can write ``to`` them, but
+    they are never cached. Call ``free`` before the engine uses them for anything else.
 
 Raises:
-    StateError: A block is not free: the engine has not given it back. Or the pool allocates by itself.
+    StateError: A block is not free, because the engine has not given it back; or the pool itself allocates.
     ArgumentError: There is no such block.)")
       .def("match", of_pool(&match_into), py::arg("tokens"), py::arg("namespace") = "", py::kw_only(),
            py::arg("into") = py::none(), py::arg("stream") = py::none(),
@@ -305,8 +305,8 @@ Thread-safe. Cost grows with the prompt, not with what is cached.
 Args:
     tokens: Token ids; int32 or int64 array, buffer, bytes as int32, or list.
     namespace: Prefixes of different namespaces never match each other.
-    into: kvpool.HBM: what of the hit lies in DRAM is brought to HBM, as by swap_in, so that every address of the hit is
-        one of HBM. Releases the GIL then. None: the hit is where it is.
+    into: kvpool.HBM: brings blocks of the hit from DRAM to HBM, as by swap_in, so that every address of the hit is in
+        HBM. Releases the GIL then. None: the blocks stay where they are.
     stream: With `into`: as in swap_in.
 
 Returns:
@@ -319,8 +319,8 @@ Raises:
       .def("insert", of_pool(&insert), py::arg("tokens"), py::arg("addrs"), py::arg("namespace") = "",
            py::arg("free_duplicates") = false, R"(Gives blocks to the index: active becomes historical, without a copy.
 
-All or nothing, thread-safe. Where a block of the prompt is cached already, the cached one stays: the given one is a
-duplicate and remains the caller's. The prefix that a match gave may stand in ``addrs`` as it is.
+All or nothing, thread-safe. If a block of the prompt is cached already, the cached block stays: the given one is a
+duplicate, which the caller still owns. ``addrs`` may begin with the addresses of a match, unchanged.
 
 Args:
     tokens: Token ids of whole blocks.
@@ -332,8 +332,8 @@ Returns:
     An Inserted with the canonical addresses, pinned until it is closed.
 
 Raises:
-    ArgumentError: Tokens are no multiple of a block, too few or too many addresses, one stands twice.
-    StateError: A block is cached already as something else, or is one that an engine allocates.
+    ArgumentError: Tokens are no multiple of a block; too few, too many or duplicate addresses.
+    StateError: A block is cached already for other tokens, or an engine allocates it.
     StaleAddress: A block was freed or moved.)")
       .def("_insert_batch",
            of_pool([](const PoolPointer& pool, py::handle prompts, py::handle name, py::handle free_duplicates) {

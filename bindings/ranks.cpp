@@ -36,7 +36,7 @@ py::list ranks(const PeerNode& node) {
   return list;
 }
 
-// What a rank needs to know of its scheduler, beside what Python knows.
+// What a rank needs to know of its scheduler, besides what Python knows.
 py::tuple scheduler_facts(const PeerNode& node) {
   Service& service = service_of(node);
   return py::make_tuple(service.incarnation(), node.pool().instance());

@@ -1,4 +1,4 @@
-// What peers sent, for the application here.
+// Items that peers sent for the application.
 #include <cstring>
 #include <memory>
 #include <string>
@@ -85,13 +85,13 @@ py::bytes private_bytes(const ReceivedItem& received) {
 void bind_received(py::module_& module, PoolClass& pool) {
   py::class_<ReceivedItem>(module, "Received", R"(What a peer sent: its blocks are here, and its bytes are in place.
 
-Use it in a ``with``: closing lets go of what was inserted, and frees blocks that were not taken. An item that is dropped
-is closed.
+Use it in a ``with``: closing unpins inserted blocks, and frees blocks that were not taken. Dropping an item closes it.
 
 Attributes:
-    peer: Who sent it.
+    peer: Name of the sender.
     addrs: uint64 array, in the sender's order. Inserted: cached, and pinned until the item is closed. Otherwise active:
-        they belong to the item until take(). Lent: the sender's, which may write them again, or give them back.
+        they belong to the item until take(). Lent: they stay lent to the sender, which may write them again or give
+        them back.
     inserted: Whether the blocks were given to the index.
     lent: Whether they are blocks that the sender has borrowed, and keeps.
     tokens: int32 array: the prompt of an insertion, else empty.
@@ -118,14 +118,14 @@ Attributes:
             self.take();
             return addresses(self);
           },
-          R"(Takes the blocks over: they are the caller's now, to insert or to free.
+          R"(Takes the blocks over: the caller owns them from now on, and inserts or frees them.
 
 Returns:
     ``addrs``.
 
 Raises:
     ClosedError: It is closed, or was taken before.
-    StateError: The blocks were inserted: they are the index's. Or they are lent: they are the sender's.)")
+    StateError: The blocks were inserted, so the index owns them; or they are lent to the sender.)")
       .def("close", &ReceivedItem::close,
            "Unpins what was inserted; frees what was not taken; leaves what is lent as it is. Idempotent.")
       .def(

@@ -1,4 +1,4 @@
-// Peers: meeting them, parting from them, and blocks that they lend.
+// Peers: connecting, disconnecting, and borrowing blocks.
 #include "service.h"
 
 #include <pybind11/stl.h>
@@ -22,7 +22,7 @@ using namespace py::literals;
 // Seconds are checked by kvpool.Settings.
 std::int64_t nanoseconds(double seconds) { return static_cast<std::int64_t>(seconds * 1e9); }
 
-// Not by pybind11's arguments: what does not fit them it shows in its TypeError, and the secret is one of them.
+// Not as arguments of pybind11, whose TypeError shows all of them, including the secret.
 template <class Value>
 Value setting(const py::object& settings, const char* name) {
   try {
@@ -32,7 +32,7 @@ Value setting(const py::object& settings, const char* name) {
   }
 }
 
-// Returns what a log should say of it. One that joins a cluster is seen by the verbs at once.
+// Returns notes for the log. A service that joins a cluster is visible to the verbs at once.
 std::vector<std::string> start_service(PeerNode& node, const py::object& settings, py::handle ucx, py::handle nccl,
                                        bool joins_cluster) {
   ServiceOptions options;
@@ -164,12 +164,12 @@ py::dict transfer_totals(const PeerNode& node) {
   return kinds;
 }
 
-// As service_of, and of one that is not published yet.
+// As service_of, but also returns a service that is not published yet.
 Service& prepared_service_of(PeerNode& node) {
   node.pool().guard_open();
   Service* service = nullptr;
   {
-    const GilReleased released;  // another thread may drop a service, and let go of memory that is Python's
+    const GilReleased released;  // another thread may drop a service, and release memory that Python owns
     service = node.prepared_service();
   }
   if (service == nullptr) throw Error(ErrorCode::kState, "this pool has no service: start it first");

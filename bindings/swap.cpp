@@ -1,4 +1,4 @@
-// The verbs that move blocks between the tiers, and the handles of those that are under way.
+// The verbs that move blocks between the tiers, and their handles.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -173,24 +173,24 @@ Returns:
 Raises:
     TimeoutError: ``timeout`` passed; the swap goes on.
     Cancelled: By cancel().
-    ClosedError: The pool was closed before a byte had moved. Of a swap out that had moved a part, the part is its
-        result.
-    OutOfBlocks, DeviceLost, ...: What the call raises that waits; the pool is as it was.)")
+    ClosedError: The pool was closed before a byte had moved. The result of a swap out that had moved a part is that
+        part.
+    OutOfBlocks, DeviceLost, ...: As the call with ``wait=True``; the pool is unchanged.)")
       .def(
           "done", [](const Handle& handle) { return swap_of(handle).done(); },
           "Whether it has ended, one way or another. Does not wait.")
       .def(
           "cancel", [](const Handle& handle) { return swap_of(handle).cancel(); },
-          R"(Asks it to end with Cancelled, which only one can that has not begun to move bytes. Does not wait.
+          R"(Asks it to end with Cancelled, which is possible until it begins to move bytes. Does not wait.
 
-Those are the bytes of the blocks that it swaps: until then it waits for its turn and for the GPU, or a swap in makes
-room, and what has made room by then stays where it went. It ends soon, whatever the GPU does; but with drivers older
-than CUDA 12.5, when it waits for the whole device, only when that work has ended.
+Before that it waits for its turn and for the GPU, or makes room for a swap in; blocks that have made room stay where
+they went. It ends soon, whatever the GPU does. But with drivers older than CUDA 12.5, a swap that waits for the whole
+device ends only when that work has ended.
 
 Returns:
     False when it has begun, or ended; then nothing changes.)")
       .def("exception", &exception<Handle>, py::arg("timeout") = py::none(),
-           R"(Waits until it is done, and returns what wait() would raise, or None when it went well.
+           R"(Waits until it is done, and returns the exception that wait() would raise, or None on success.
 
 Args:
     timeout: As in wait.
@@ -207,11 +207,11 @@ Raises:
 
 void bind_swap(py::module_& module, PoolClass& pool) {
   handle_class<SwapOutHandle>(module, "SwapOut",
-                              R"(Blocks on their way to DRAM: what swap_out returns with ``wait=False``.
+                              R"(Blocks on their way to DRAM: the result of swap_out with ``wait=False``.
 
-A thread of the pool carries it out; swaps out go one after the other, in the order of their calls, beside swaps in. A
-handle that is dropped does not cancel it. Thread-safe. ``await`` it in a coroutine: that raises what ``wait`` raises.
-Cancelling the task that awaits ends its waiting, not the swap.
+A thread of the pool runs swaps out one after another, in the order of their calls, concurrently with swaps in. Dropping
+the handle does not cancel the swap. Thread-safe. ``await`` it in a coroutine, which raises what ``wait`` raises.
+Cancelling a task that awaits it ends the waiting, not the swap.
 
 Attributes:
     result: What swap_out returns with ``wait=True``.)")
@@ -221,55 +221,55 @@ Attributes:
 
 Raises:
     StateError: It is under way. If it failed: what wait() raises.)");
-  handle_class<SwapInHandle>(module, "SwapIn", R"(Blocks on their way to HBM: what swap_in returns with ``wait=False``.
+  handle_class<SwapInHandle>(module, "SwapIn", R"(Blocks on their way to HBM: the result of swap_in with ``wait=False``.
 
-A thread of the pool carries it out; swaps in go one after the other, in the order of their calls, beside swaps out.
-What it brings is pinned from the call on. A handle that is dropped does not cancel it, and its pins go when it is done.
-Thread-safe. ``await`` it in a coroutine: that raises what ``wait`` raises. Cancelling the task that awaits ends its
+A thread of the pool runs swaps in one after another, in the order of their calls, concurrently with swaps out. The
+blocks are pinned from the call on. Dropping the handle does not cancel the swap, and releases its pins when it is done.
+Thread-safe. ``await`` it in a coroutine, which raises what ``wait`` raises. Cancelling a task that awaits it ends the
 waiting, not the swap.
 
 Attributes:
     result: What swap_in returns with ``wait=True``.)")
       .def_property_readonly(
           "result", [](SwapInHandle& handle) { return result_of(handle); },
-          R"(The SwappedIn; always the same. Close it to let go of the blocks.
+          R"(The SwappedIn; always the same. Close it to unpin the blocks.
 
 Raises:
     StateError: It is under way. If it failed: what wait() raises.)");
   pool.def("swap_out", &swap_out, py::arg("n"), py::kw_only(), py::arg("stream") = py::none(), py::arg("wait") = true,
            R"(Moves up to n cached blocks from HBM to DRAM, the least recently used first.
 
-Never a pinned or active block. Where DRAM is full its own least recently used blocks are dropped. The old addresses
-become stale; the index follows. Releases the GIL. Goes on beside a swap_in.
+Never moves a pinned or active block. If DRAM is full, its least recently used blocks are dropped. The old addresses
+become stale, and the index has the new ones. Releases the GIL. Runs concurrently with a swap_in.
 
 On a GPU the copy runs on a separate stream. It begins, on the GPU, when the work already queued on `stream` has
 ended. When the call returns the bytes have arrived, for every stream and for the CPU.
 
 Args:
     n: Blocks to move at most.
-    stream: What may still write these blocks: an int, or an object of torch, CuPy or any with ``__cuda_stream__``.
-        None: whatever the device is doing now, a swap_in included, which the calling thread waits for; not while a CUDA
-        graph is captured on the device. Not a stream that is captured itself: StateError.
-    wait: False returns at once with a SwapOut, and a thread of the pool does the work. What is moved is chosen then; if
-        blocks were inserted since the call, it also waits for what the device is doing then.
+    stream: The CUDA stream whose work may still write these blocks: an int, or an object of torch, CuPy or any with
+        ``__cuda_stream__``. None: the calling thread waits for all current work of the device, including a swap_in;
+        not possible while a CUDA graph is captured on the device. StateError for a stream that is being captured.
+    wait: False returns a SwapOut at once, and a thread of the pool does the work. It chooses the blocks when it begins;
+        if blocks were inserted since the call, it also waits for all work that the device has then.
 
 Returns:
     uint64 array of the DRAM addresses of the blocks that moved; fewer than n when no more can. Or a SwapOut.)")
       .def("swap_in", &swap_in, py::arg("addrs"), py::arg("into") = py::none(), py::kw_only(),
            py::arg("stream") = py::none(), py::arg("wait") = true, R"(Brings cached blocks to HBM and pins them there.
 
-Addresses in HBM stay as they are, so the addresses of a match can be passed whole. Makes room as alloc does. Blocks
-that other holders still read by their old address live until the last of them lets go. Releases the GIL. Goes on beside
-a swap_out, but for the room that it makes.
+Addresses in HBM do not change, so all addresses of a match can be passed. Makes room as alloc does. Blocks that other
+holders still read by their old address stay until the last of them releases its pin. Releases the GIL. Runs
+concurrently with a swap_out, except while it makes room.
 
 Args:
     addrs: Addresses of cached blocks.
     into: Active HBM blocks to use, one for each address in DRAM; by default the pool allocates. When another swap_in
         brings some of the pages first, the last of them are not needed: they stay active, and are not in the result.
-    stream: As in swap_out: what may still read or write the blocks that are swapped into.
-    wait: False returns at once with a SwapIn, and a thread of the pool does the work. The blocks are pinned, and those
-        of `into` the pool's, when the call returns; what is wrong with the arguments it raises itself. Without `into`,
-        if HBM blocks were freed since the call, it also waits for what the device is doing then.
+    stream: As in swap_out, for work that may still read or write the destination blocks.
+    wait: False returns a SwapIn at once, and a thread of the pool does the work. When the call returns, the blocks are
+        pinned and the pool owns those of `into`; wrong arguments raise at once. Without `into`, if HBM blocks were
+        freed since the call, it also waits for all work that the device has then.
 
 Returns:
     A SwappedIn, with one HBM address for each given. Or a SwapIn.

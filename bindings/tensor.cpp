@@ -59,8 +59,8 @@ void require_cpu(const KVTensor& tensor) {
       {{"device", tensor.arena->context()->ordinal()}});
 }
 
-// Of what the consumer does the producer has nothing to wait for: every call of the pool that writes has ended when it
-// returns. So a stream is checked, and that is all.
+// The producer need not wait for the consumer's stream, because every call of the pool that writes has ended when it
+// returns. So a stream is only checked.
 void check_stream(const KVTensor& tensor, const py::object& stream) {
   if (stream.is_none()) return;
   if (!tensor.arena->on_device()) {
@@ -180,7 +180,7 @@ py::dict cuda_array_interface(const KVTensor& tensor) {
   return interface;
 }
 
-// NumPy asks for this where there is no buffer: without it an array of one object would come of it.
+// NumPy asks for this if there is no buffer; without it, NumPy would make an array of one object.
 py::object as_array(const py::object& self, const py::object& dtype, const py::object& copy) {
   require_cpu(self.cast<const KVTensor&>());
   py::dict options;

@@ -42,7 +42,7 @@ Priority priority_from(py::handle argument) {
   throw Error(ErrorCode::kArgument, "priority must be decode, prefill or background, and is " + std::string(name));
 }
 
-// What every verb that sends takes after its own arguments.
+// The common arguments of all verbs that send.
 struct Options {
   py::handle to;
   py::handle medium;
@@ -217,11 +217,11 @@ The blocks must not change until the transfer is done; cached ones are pinned me
 to a peer on this host is copied before this returns, more by threads of the pool.
 
 Args:
-    peer: Its name, as Peers.connect returned it or a Received tells it, or a member of the pool's cluster: one that is not
-        connected is met first.
+    peer: Its name, from Peers.connect or a Received, or the name of a member of the pool's cluster, to which the pool
+        connects first if necessary.
     addrs: Blocks of this pool, active or cached.
     to: Blocks that the peer lent (``alloc(instance=...)``), one for each: the receiver need not be asked. They stay
-        lent. Without it the receiver reserves blocks, which are its application's when the transfer is done.
+        lent. Without it the receiver reserves blocks, which its application owns when the transfer is done.
     medium: Where the receiver reserves: kvpool.HBM, kvpool.DRAM or kvpool.MIXED.
     evict: Whether the receiver may drop cached prompts for it.
     private: Up to 1 MiB for the receiving application, which gets it with the blocks: see Pool.inbox. None: the
@@ -231,11 +231,11 @@ Args:
     priority: "decode" goes before "prefill", and that before "background".
     route: "shm", "cuda_ipc", "cma", "sock", "ucx", "nccl" or "loopback"; None: the cheapest that both sides have.
     checksum: The receiver verifies the content before it commits.
-    stream: Of a pool on a GPU: the CUDA stream whose work so far has to end before the blocks are read, as an int or
-        an object that has one (torch, CuPy). The caller does not wait for it. None: all work of the GPU.
-    layerwise: The layers are sent one by one, as they are computed: the content of the blocks need not be there yet.
-        "auto" is "by_layer_agg" then, as is any strategy but "by_layer". `stream` is for every layer that names none,
-        and is asked when the layer is sent.
+    stream: For a pool on a GPU: the CUDA stream whose work so far must end before the blocks are read, as an int or an
+        object that has one (torch, CuPy). The caller does not wait for it. None: all work of the GPU.
+    layerwise: Sends the layers one by one, as they are computed; the blocks need not have their content yet. Every
+        strategy but "by_layer" is "by_layer_agg" then. `stream` applies to layers without a stream, with its work at
+        the time when the layer is sent.
     timeout: Seconds until it fails with DeadlineExceeded; None: the setting ``timeout_s``.
 
 Returns:
@@ -244,23 +244,23 @@ Returns:
 Raises:
     PeerLost: There is no such peer, or it cannot be reached.
     Fenced: This pool has lost its lease in the cluster.
-    StaleAddress, NotOwner, StateError: An address is not that of a block that can be sent. What only the receiver can
-        see, the handle raises.
+    StaleAddress, NotOwner, StateError: An address names no block that can be sent. The handle raises errors that only
+        the receiver can find.
     Busy: Too many transfers with this peer are under way.
     ArgumentError: A wrong value; nothing was sent.)")
       .def("transfer_with_insert", &transfer_with_insert, py::arg("peer"), py::arg("tokens"), py::arg("addrs"),
            py::kw_only(), py::arg("namespace") = "", to, medium, evict, private_bytes, strategy, priority, route,
            checksum, stream, layerwise, timeout, R"(Sends a prompt's blocks to a peer, which caches them.
 
-Whatever beginning of the prompt the receiver holds already is not sent: ``stats.skipped_blocks``. ``addrs`` of the
-handle are the canonical addresses at the receiver.
+A prefix of the prompt that the receiver has cached is not sent: ``stats.skipped_blocks``. ``addrs`` of the handle are
+the canonical addresses at the receiver.
 
 Args:
     peer: As in transfer.
     tokens: Token ids of whole blocks.
     addrs: One address for each block.
     namespace: As in match.
-    to: As in transfer, and so are the others; with an insertion they are not lent any more afterwards.
+    to: As in transfer, like all others; an insertion ends the loan.
     medium: Where the receiver reserves.
     evict: Whether the receiver may drop cached prompts for it.
     private: For the receiving application.
@@ -281,11 +281,12 @@ Raises:
       .def("fetch", &fetch, py::arg("peer"), py::arg("addrs"), py::kw_only(), to, medium, evict, priority, timeout,
            R"(Brings copies of a peer's blocks here.
 
-The owner pins cached blocks while they are read. ``addrs`` of the handle are blocks of this pool: active, the caller's.
+The owner pins cached blocks while they are read. ``addrs`` of the handle are active blocks of this pool, which the
+caller owns.
 
 Args:
     peer: The owner. None: the peer or member of the cluster whose instance id is in the addresses.
-    addrs: Its blocks, as match there, an event or a router named them.
+    addrs: Its blocks, by addresses from a match there, an event or a router.
     to: Active blocks of this pool to use, one for each; without it the pool allocates, and frees them if it fails.
     medium: Where the pool allocates.
     evict: Whether cached blocks here may make room.

@@ -1,4 +1,4 @@
-// The handle of a transfer: wait for it, end it, and what became of it.
+// The handle of a transfer: to wait for it, cancel it, and get its result.
 #include <string>
 #include <vector>
 
@@ -89,13 +89,13 @@ std::string repr(const TransferHandle& handle) {
 void bind_transfer_handle(py::module_& module) {
   py::class_<TransferHandle> handle(module, "Transfer", R"(A transfer under way.
 
-Transfers are independent of each other and unordered. A handle that is dropped does not cancel its transfer. Thread-safe.
-``await`` it in a coroutine: that raises what ``wait`` raises. Cancelling the task that awaits ends its waiting, not the
-transfer: call ``cancel()`` for that.
+Transfers are independent of each other and unordered. Dropping a handle does not cancel its transfer. Thread-safe.
+``await`` it in a coroutine, which raises what ``wait`` raises. Cancelling a task that awaits it ends the waiting, not
+the transfer: call ``cancel()`` for that.
 
 Attributes:
-    addrs: uint64 array: where the blocks are at the receiver, in the order of the call; of a fetch, here.
-    stats: What it cost, a TransferStats, once it has ended.
+    addrs: uint64 array of the blocks at the receiver (for a fetch, here), in the order of the call.
+    stats: Its cost, a TransferStats, once it has ended.
     progress: (bytes written, bytes to write).)");
   bind_wait_on(handle);
   handle
@@ -127,10 +127,10 @@ Raises:
           R"(Asks it to end with Cancelled. Does not wait: it is done when the receiver knows.
 
 Returns:
-    True: it is being cancelled, also by an earlier call. False: nothing changes. It has ended; or it is about to end,
-    and as it would have without this call: the receiver was told already that all is written, or it has failed.)")
+    True: it is being cancelled, perhaps by an earlier call. False: the call has no effect, because the transfer has
+    ended or is about to: the receiver was told already that all is written, or it has failed.)")
       .def("exception", &exception, py::arg("timeout") = py::none(),
-           R"(Waits until it is done, and returns what wait() would raise, or None when it went well.
+           R"(Waits until it is done, and returns the exception that wait() would raise, or None on success.
 
 Args:
     timeout: As in wait.
@@ -138,9 +138,9 @@ Args:
 Raises:
     TimeoutError: ``timeout`` passed; the transfer goes on.)")
       .def_property_readonly("addrs", &addresses,
-                             R"(uint64 array: where the blocks are at the receiver, in the order of the call.
+                             R"(uint64 array of the blocks at the receiver, in the order of the call.
 
-After an insertion the canonical ones, where the receiver's index has them. Of a fetch: where they are here.
+After an insertion, the canonical addresses in the receiver's index. For a fetch, the blocks here.
 
 Raises:
     StateError: It is under way. If it failed: what wait() raises.)")

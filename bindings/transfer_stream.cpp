@@ -13,7 +13,7 @@ namespace {
 
 class TransferStream {
  public:
-  // `transfer`: a Transfer. `stream`: of every layer that names none.
+  // `transfer`: a Transfer. `stream`: for layers without a stream.
   TransferStream(py::object transfer, py::object stream) : transfer_(std::move(transfer)), stream_(std::move(stream)) {}
 
   const py::object& transfer() const noexcept { return transfer_; }
@@ -65,7 +65,7 @@ void bind_transfer_stream(py::module_& module) {
   py::class_<TransferStream>(module, "TransferStream",
                              R"(A transfer whose layers are sent as soon as each is complete: transfer(layerwise=True).
 
-Leaving a ``with`` finishes it, or, on an exception, cancels it; it does not wait:
+Leaving a ``with`` finishes it, or cancels it on an exception, without waiting:
 
     with pool.transfer("decode-0", addrs, layerwise=True) as stream:
         for layer in range(layers):
@@ -79,19 +79,19 @@ Attributes:
           "transfer", [](const TransferStream& self) { return self.transfer(); },
           "The Transfer, to wait for, to ask for its progress, or to cancel.")
       .def("send_layer", &TransferStream::send_layer, py::arg("layer"), py::kw_only(), py::arg("stream") = py::none(),
-           R"(Sends one layer of all blocks, K and V: its content is complete. Layers may come in any order, each once.
+           R"(Sends one layer of all blocks, K and V, whose content is complete. Each layer is sent once, in any order.
 
 Does not wait for the bytes; they must not change until the transfer is done.
 
 Args:
     layer: From 0 on.
-    stream: Of a pool on a GPU: the layer is complete when the work that this CUDA stream was given so far has ended.
-        None: the stream of the transfer; without that, all work of the GPU.
+    stream: For a pool on a GPU: the layer is complete when the work of this CUDA stream so far has ended. None: the
+        stream of the transfer; without one, all work of the GPU.
 
 Raises:
-    ArgumentError: There is no such layer, or it was sent before; the stream is of something else.
-    StateError: The stream was finished.
-    PeerLost, DeadlineExceeded, Cancelled, ...: The transfer has failed meanwhile; this is why.)")
+    ArgumentError: There is no such layer, or it was sent before; or the CUDA stream belongs to another device.
+    StateError: The TransferStream was finished.
+    PeerLost, DeadlineExceeded, Cancelled, ...: The error with which the transfer has failed meanwhile.)")
       .def("finish", &TransferStream::finish, R"(Says that all layers were sent. Does not wait. Idempotent.
 
 Returns:
@@ -104,7 +104,7 @@ Raises:
           py::arg("timeout") = py::none(),
           R"(Waits until the transfer is done: all layers were sent, and the receiver has them. Ctrl-C ends the wait.
 
-It cannot be done before ``finish()``, which another thread may call meanwhile.
+That requires ``finish()``, which another thread may call meanwhile.
 
 Args:
     timeout: Seconds; None: the transfer's own deadline ends the wait.

@@ -15,8 +15,8 @@
 namespace kvpool::bindings {
 namespace {
 
-// More than any pool has blocks, or any prompt tokens. An array can claim more than there is memory, with a stride of
-// 0.
+// More than any pool's blocks or any prompt's tokens. With a stride of 0, an array can claim more elements than memory
+// has.
 constexpr std::size_t kElementsMax = std::size_t{1} << 28;
 constexpr py::ssize_t kItemsMax = py::ssize_t{1} << 20;
 

@@ -1,4 +1,4 @@
-// A stream of the application's that waits for a fetch.
+// Lets a CUDA stream of the application wait for a fetch.
 #include "kvpool/peers/wait_on.h"
 
 #include <vector>

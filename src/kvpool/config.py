@@ -36,56 +36,57 @@ FILE_VARIABLE: Final = "KVPOOL_CONFIG"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What can be set about a pool, beside its layout and its sizes.
+    """The settings of a pool, besides its layout and its sizes.
 
     Attributes:
-        policy: Which unused blocks go first: "lru" the least recently used, "lfu" the least often used, "fifo" the
-            oldest.
+        policy: Which unused blocks are evicted first: "lru" the least recently used, "lfu" the least often used, "fifo"
+            the oldest.
         copy_threads: Threads that share a copy of more than 1 MiB, the caller among them: from 1 to
             256.
-        huge_pages: "auto" takes huge pages where the machine gives them, "never" does not ask, "require" fails without.
-        numa_node: The NUMA node that owned memory comes from; -1 leaves it to the kernel.
-        check_memory: Refuse an arena that the machine or its cgroup has no memory for, rather than be killed later.
+        huge_pages: "auto" uses huge pages if the machine has them, "never" does not ask, "require" fails without.
+        numa_node: The NUMA node of owned memory; -1: the kernel chooses.
+        check_memory: Refuse an arena for which the machine or its cgroup has too little memory, instead of being killed
+            later.
         pin_dram: Page-lock DRAM for CUDA: "auto" when the device is a GPU, "never", or "always" (fail without
             a driver).
-        device_memory: How a pool on a GPU takes its memory. "virtual": by cuMemCreate, which peers can be given as a
-            file descriptor; "plain": by cuMemAlloc, for libraries that know only that (UCX before 1.22); "auto":
-            virtual where the GPU can.
+        device_memory: How a pool on a GPU allocates its memory. "virtual": by cuMemCreate, so that peers get it as a
+            file descriptor; "plain": by cuMemAlloc, for libraries that support only that (UCX before 1.22); "auto":
+            virtual if the GPU supports it.
         audit: Check every invariant after every call. Slow; for finding bugs.
-        zero_on_alloc: alloc hands out blocks as zeros, so that no owner sees what an earlier one left; adopt does not.
-        name: What peers call this pool, unique among them; "" makes one of host, process and a random number.
-        secret: What peers prove to each other that they know. Needed for TCP; without it a Unix socket lets in
-            processes of the same user. Never shown. A pool of a cluster takes the cluster's.
-        model: A fingerprint of the model whose cache this is; peers with another one are refused.
-        routes: By which blocks may travel: of "loopback", "shm", "cuda_ipc", "cma", "sock", "ucx" and "nccl". Empty:
-            all but "cma", which lets peers reach all memory of this process, not only the blocks, and "ucx" and
-            "nccl", which take time to start; "nccl" is for HBM on a GPU alone. Separated by commas in the environment.
-        timeout_s: Seconds that a verb waits which is called without a `timeout`, or with None. Waiting for a transfer
+        zero_on_alloc: alloc fills blocks with zeros, so that no owner sees content of an earlier one; adopt does not.
+        name: The pool's name, unique among its peers; "" makes one of host, process and a random number.
+        secret: The secret that peers must prove to know. Required for TCP; without it a Unix socket admits processes of
+            the same user. Never shown. A pool of a cluster uses the cluster's.
+        model: A fingerprint of the model whose cache this is; peers with a different one are refused.
+        routes: The routes by which blocks may travel: of "loopback", "shm", "cuda_ipc", "cma", "sock", "ucx" and
+            "nccl". Empty: all but "cma", which gives peers access to all memory of this process, not only the blocks,
+            and "ucx" and "nccl", which take time to start; "nccl" is only for HBM on a GPU. Separated by commas in the
+            environment.
+        timeout_s: Seconds that a verb waits if it is called without a `timeout`, or with None. Waiting for a transfer
             ends with the transfer's own deadline instead.
-        lease_s: Seconds after which a peer that says nothing is lost.
+        lease_s: Seconds after which a silent peer is lost.
         reserve_max_s: The longest time, in seconds, for which blocks are reserved for a peer's transfer. They are taken
             back at the transfer's deadline or after this time, whichever is earlier, and when the peer is lost.
         transfer_threads: Threads for large writes, which serve the peers in turn.
-        trusted_network: Frames on TCP carry a checksum instead of a message authentication code, if the peer has this
-            set as well. For networks in which nobody else can send or change packets; not for the loopback of a
+        trusted_network: Frames on TCP carry a checksum instead of a message authentication code, if the peer sets this
+            as well. For networks in which nobody else can send or change packets; not for the loopback of a
             machine with other users.
         prefer_unix_socket: A peer on this host that was addressed by TCP is connected over a Unix socket instead, so
             that memory can be shared. If that socket refuses the connection, connect fails. False on either side
             keeps the connection on TCP.
-        measure_routes: When two pools have met, `connect` measures the routes between them, for at most about 50 ms,
-            where which of them is fastest is a question: from or to a GPU, and with "cma" or "ucx". A few free blocks
-            of both are used meanwhile. False: the choice begins with guesses, which transfers correct.
+        measure_routes: `connect` measures the routes between two pools, for at most about 50 ms, if it is unclear which
+            is fastest: from or to a GPU, and with "cma" or "ucx". This uses a few free blocks of both pools. False: the
+            choice begins with guesses, which transfers correct.
         ucx: Which UCX to use: "wheel" (of the extra kvpool[ucx]), "system", or a path: libucp.so.0, or its folder.
         nccl: Which NCCL to use: "wheel" (of the extra kvpool[nccl12] or kvpool[nccl13]), "system", or a path:
             libnccl.so.2, or its folder.
-        nccl_pass_bytes: How much "nccl" sends at a time, from 1 MiB to 256 MiB. Both sides take that much of their GPU
-            for a direction, when it is first used.
-        nccl_init_s: Seconds that NCCL has for connecting two GPUs; then the route has failed, and others serve.
-        nccl_thread_blocks: Thread blocks of the GPU that a transfer by "nccl" may keep from the model; 0 leaves it to
-            NCCL.
-        transfers_max: Transfers of one peer that may be under way; then it is told Busy.
-        reserved_max: Blocks of one peer that may be reserved and lent together; then it is told Busy.
-        received_max: Items that may wait for the application (`Pool.inbox`); then peers are told Busy. A sixteenth
+        nccl_pass_bytes: How much "nccl" sends at a time, from 1 MiB to 256 MiB. Both sides allocate that much of their
+            GPU's memory for a direction, when it is first used.
+        nccl_init_s: Seconds that NCCL has for connecting two GPUs; then the route has failed, and others are used.
+        nccl_thread_blocks: Thread blocks of the GPU that a transfer by "nccl" may take from the model; 0: NCCL decides.
+        transfers_max: The most transfers of one peer in progress; above it the peer gets Busy.
+        reserved_max: The most blocks reserved for and lent to one peer together; above it the peer gets Busy.
+        received_max: The most items that wait for the application (`Pool.inbox`); above it peers get Busy. A sixteenth
             of it, at least one, is reserved for each peer.
     """
 
@@ -159,7 +160,7 @@ _WORDS: Final = {
 
 
 class Loaded(NamedTuple):
-    """Settings, and where each came from: "default", "file ...", "environment ..." or "argument"."""
+    """Settings, and the source of each: "default", "file ...", "environment ..." or "argument"."""
 
     settings: Settings
     sources: dict[str, str]
@@ -170,18 +171,18 @@ def load(*, environment: Mapping[str, str] | None = None, **arguments: Any) -> S
     """Returns the settings: defaults, overridden by the file, the environment and the arguments, in this order.
 
     Args:
-        environment: In place of the environment of the process.
+        environment: Replaces the environment of the process.
         **arguments: Values of fields. None counts as not given.
 
     Raises:
-        ArgumentError: An unknown name, a value out of range, or a file that cannot be read; it says where that stands.
+        ArgumentError: An unknown name, a value out of range, or a file that cannot be read; it names the place.
         ArgumentTypeError: A value of the wrong type.
     """
     return load_with_sources(environment=environment, **arguments).settings
 
 
 def load_with_sources(*, environment: Mapping[str, str] | None = None, **arguments: Any) -> Loaded:
-    """Like `load`, but also tells where each value came from and which file was read."""
+    """Like `load`, but also returns the source of each value and the file that was read."""
     environ = os.environ if environment is None else environment
     file = _file_path(environ)
     values: dict[str, Any] = {}
@@ -244,14 +245,14 @@ def _from_arguments(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, st
 
 
 def check_names(names: Iterable[str], callee: Callable[..., Any]) -> None:
-    """Checks the names of settings that a call was given; an unknown one may be a misspelt argument of the call.
+    """Checks the names of settings in a call; an unknown one may be a misspelt argument of the call.
 
     Args:
-        names: Of what it was given.
-        callee: Which takes settings beside its own arguments.
+        names: The given names.
+        callee: The called function, which takes settings besides its own arguments.
 
     Raises:
-        ArgumentError: A name is no setting; it says which setting or argument is near, or all that there are.
+        ArgumentError: A name is no setting; it names similar settings or arguments, or all settings.
     """
     for name in names:
         if name not in FIELDS:
@@ -261,7 +262,7 @@ def check_names(names: Iterable[str], callee: Callable[..., Any]) -> None:
 
 
 def _known(name: str, source: str, own: Sequence[str] = ()) -> None:
-    """Raises ArgumentError unless it is a setting; `own` are other names that may be meant."""
+    """Raises ArgumentError unless it is a setting; `own` are other names that the caller may have meant."""
     if name not in FIELDS:
         meant = difflib.get_close_matches(name, [*own, *FIELDS], n=1)
         arguments = f"the arguments are {', '.join(own)}; " if own else ""
@@ -356,7 +357,7 @@ def _wrong_type(where: str, wanted: str, value: object, source: str, kind: str |
 
 
 def describe(loaded: Loaded) -> list[dict[str, Any]]:
-    """One record per setting, in their order: name, value and source. Of a secret, whether there is one."""
+    """One record per setting, in their order: name, value and source. For a secret, only whether it is set."""
     values = dataclasses.asdict(loaded.settings)
     values["secret"] = "set" if loaded.settings.secret else "not set"
     return [{"name": name, "value": values[name], "source": loaded.sources[name]} for name in FIELDS]

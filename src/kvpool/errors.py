@@ -1,14 +1,14 @@
 """The errors of kvpool.
 
     kvpool.Error
-    ├── ArgumentError (ValueError)      a value that no state of the pool would accept
+    ├── ArgumentError (ValueError)      a value that is invalid in every state of the pool
     ├── ArgumentTypeError (TypeError)   a value of the wrong type
     ├── OutOfBlocks                     not enough blocks are free or can be made free
     ├── OutOfMemory (MemoryError)       an arena does not fit the machine or its cgroup
     ├── StaleAddress                    the block behind the address was freed or moved
     ├── StateError                      the block or the pool is in a state that forbids the call
     │   ├── ClosedError                 the pool or handle was closed
-    │   └── Fenced                      the pool has no lease in its cluster: verbs that need peers wait for it
+    │   └── Fenced                      the pool has no lease in its cluster, so it has no peers
     ├── NotOwner                        the address belongs to another instance or pool
     ├── LayoutMismatch                  offered memory, or the blocks of a peer, do not match the layout
     ├── PeerLost                        the peer is gone, or does not answer
@@ -18,7 +18,7 @@
     ├── AuthError                       the peer has another secret
     ├── ProtocolError                   the peer breaks the protocol, or speaks another version of it
     ├── RouteFailed                     a route to the peer has failed: the next transfer takes another one
-    ├── DeviceLost                      the GPU, or this process's context on it, is gone, with what was in its memory
+    ├── DeviceLost                      the GPU, or this process's context on it, is lost, with its memory's content
     ├── ForkError                       called in a child process after fork
     ├── Unsupported                     this machine or build cannot do it
     └── AuditError                      an invariant is broken: a bug in kvpool or memory corruption
@@ -81,7 +81,7 @@ def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
 
 
 class ArgumentError(Error, ValueError):
-    """A value that no state of the pool would accept."""
+    """A value that is invalid in every state of the pool."""
 
     address: int  # the wrong address, and
     position: int  # its position in the list
@@ -168,7 +168,7 @@ class ClosedError(StateError):
 
 
 class Fenced(StateError):
-    """The pool is no member of its cluster at the moment: it has no peers until it has a lease again."""
+    """The pool has no lease in its cluster at the moment, so it has no peers until it regains one."""
 
 
 class NotOwner(Error):

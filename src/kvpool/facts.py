@@ -1,4 +1,4 @@
-"""What the core tells of peers, ranks and transfers: the fields of the dataclasses that are made of it."""
+"""The facts that the core reports of peers, ranks and transfers, from which dataclasses are made."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from kvpool.errors import Error
 
 __all__ = [
     "PeerEventFacts",
-    "PeerFacts",
     "RankFacts",
     "RecallFacts",
     "RouteCostFacts",
-    "RouteReportFacts",
     "TransferStatsFacts",
     "TransferTotalsFacts",
 ]
@@ -34,15 +32,6 @@ class TransferStatsFacts(TypedDict):
     total_us: float
 
 
-class RouteReportFacts(TypedDict):
-    """Of a RouteReport."""
-
-    route: str
-    failures: int
-    able: bool
-    why: str
-
-
 class RouteCostFacts(TypedDict):
     """Of a RouteCost."""
 
@@ -52,23 +41,6 @@ class RouteCostFacts(TypedDict):
     latency_us: float
     us_per_piece: float
     us_per_byte: float
-
-
-class PeerFacts(TypedDict):
-    """Of a PeerInfo."""
-
-    name: str
-    instance: int
-    incarnation: int
-    link: str
-    routes: tuple[str, ...]
-    pid: int
-    lent_blocks: int
-    borrowed_blocks: int
-    reserved_blocks: int
-    transfers: int
-    failing_routes: list[RouteReportFacts]
-    route_costs: list[RouteCostFacts]
 
 
 class PeerEventFacts(TypedDict):

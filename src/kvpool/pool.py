@@ -38,40 +38,40 @@ class Pool(NetworkedPool):
     All methods are thread-safe; a method that raises has changed nothing. A pool belongs to the process that made it:
     in a forked child every method raises ForkError. Use it in a ``with``, or call ``close()``.
 
-    Peers, the ranks of a logical instance, what peers have sent, and batches of calls stand in objects: `peers`,
-    `ranks`, `inbox`, `batch`. A verb that waits takes a ``timeout`` in seconds; None, the default, is the setting
-    ``timeout_s`` everywhere. The secret is the setting ``secret``, or the cluster's.
+    Four objects have the methods for peers, the ranks of a logical instance, received items, and batches of calls:
+    `peers`, `ranks`, `inbox`, `batch`. A verb that waits takes a ``timeout`` in seconds; None, the default, is the
+    setting ``timeout_s`` everywhere. The secret is the setting ``secret``, or the cluster's.
 
     Attributes:
-        settings: The kvpool.Settings that hold.
-        kv_layout: What it was made with.
+        settings: The kvpool.Settings in effect.
+        kv_layout: The layout of its blocks.
 
     Args:
-        layout: What a block holds; a KVLayout, or a RawLayout for other data.
+        layout: The content of a block: a KVLayout, or a RawLayout for other data.
         hbm_blocks: Blocks in the device tier.
         dram_blocks: Blocks in the host tier.
-        device: Where the device tier lies. "cpu": in ordinary memory, so that everything runs without a GPU. "cuda:0"
-            and so on: in that GPU's memory; "cuda" is "cuda:0". DRAM is page-locked then.
-        hbm: Instead of hbm_blocks: an engine's own tensors, one for each layer in order, which become the device tier
-            without a copy. Anything with ``__dlpack__`` or ``__cuda_array_interface__``, all on one device, which is
-            the pool's then. The engine's block ids are the block numbers. Shapes and types must be those that the
+        device: The device of the device tier. "cpu": ordinary memory, so everything runs without a GPU. "cuda:0" and so
+            on: that GPU's memory, and DRAM is page-locked; "cuda" is "cuda:0".
+        hbm: Instead of hbm_blocks: an engine's tensors, one for each layer in order, which become the device tier
+            without a copy. Anything with ``__dlpack__`` or ``__cuda_array_interface__``, all on one device, which
+            becomes the pool's. The engine's block ids are the block numbers. Shapes and types must be those that the
             layout declares.
-        block_dim: The dimension of those tensors that counts blocks. What stands before it enumerates pieces, such as
-            K and V; what follows must be contiguous.
-        engine_allocates: The engine's own allocator decides about the adopted blocks, and tells by adopt and free which
-            it holds. They can be sent and filled by transfers, and are never cached.
+        block_dim: The dimension of those tensors that counts blocks. Dimensions before it enumerate pieces, such as K
+            and V; those after it must be contiguous.
+        engine_allocates: The engine's allocator manages the adopted blocks, and reports by adopt and free which it
+            holds. Transfers can send and fill them, and they are never cached.
         parallel: Makes this the scheduler of a logical instance of several ranks: it allocates and indexes blocks whose
-            memory is in its ranks, each of which holds its layers and heads of every block. Hand a ticket of
-            Ranks.export to each worker, which joins with RankArena.join. `layout` is that of the whole block.
-        **settings: Fields of kvpool.Settings; they win over the environment and the file.
+            memory is in its ranks, each of which holds its layers and heads of every block. Give each worker a ticket
+            of Ranks.export, with which it joins by RankArena.join. `layout` is that of the whole block.
+        **settings: Fields of kvpool.Settings; they override the environment and the file.
 
     Raises:
         ArgumentError, ArgumentTypeError: A number, name or type is wrong.
-        OutOfMemory: The machine, its cgroup or the GPU has not enough memory.
+        OutOfMemory: The machine, its cgroup or the GPU has too little memory.
         LayoutMismatch: Adopted tensors do not hold the pages that the layout declares: other sizes, shapes or types.
-        Unsupported: This machine cannot do it, such as a device that is not there.
-        DeviceLost: The GPU does not work any more. Every verb raises it from then on, but for those that end something
-            (close, peers.disconnect) or only look (stats, audit, peers).
+        Unsupported: This machine does not support it; for example, the device does not exist.
+        DeviceLost: The GPU no longer works. From then on every verb raises it, except those that end something (close,
+            peers.disconnect) or only read (stats, audit, peers).
     """
 
     def __init__(
@@ -143,28 +143,27 @@ class Pool(NetworkedPool):
         The scheduler attaches a logical instance (``parallel=``); then its ranks join.
 
         Args:
-            cluster: What `Cluster.join` returned. It has one member.
-            name: What the members call this pool; by default the setting, or host, process and a random number. A
-                process that was restarted takes its old name again.
+            cluster: The result of `Cluster.join`, for this pool only.
+            name: The pool's name among the members; by default the setting, or host, process and a random number. A
+                restarted process takes its old name again.
             role: "prefill", "decode" or "both".
-            listen: Where peers connect to, one address or several, the best first. By default a Unix socket in a
-                cluster of one machine, and TCP on the loopback in others: name an interface for other hosts.
-            timeout: Seconds; None: the setting ``timeout_s``, and the two leases for which the directory may have to
-                wait: for the name of a dead member, and, when etcd knows nobody, for members that may be on their way
-                back to it.
+            listen: The addresses for peers, one or several, the best first. By default a Unix socket in a cluster of
+                one machine, and TCP on the loopback in others: name an interface for other hosts.
+            timeout: Seconds; None: the setting ``timeout_s`` plus two leases, for which the directory may have to wait:
+                one for the name of a dead member, one, if etcd lists no members, for members that may be coming back.
 
         Returns:
-            A handle to leave by. The pool keeps it, and closes it when it is closed.
+            A handle for leaving. The pool keeps it, and closes it when the pool is closed.
 
         Raises:
-            StateError: The pool is attached, or has been, or speaks with peers already; a live member has the name;
+            StateError: The pool is attached, was attached before, or has peers already; a live member has the name;
                 the cluster has a member of this process already; an address is in use.
-            DeadlineExceeded: The directory does not answer, or the name of a dead member is not free yet; or etcd knows
-                nobody, and members that may be on their way back have not been given a lease for it yet.
-            ArgumentError: A wrong address, name or role; TCP without a secret; the pool was given another secret than
-                the cluster.
+            DeadlineExceeded: The directory does not answer, or the name of a dead member is not free yet; or etcd lists
+                no members, and the lease for members that may be coming back has not passed.
+            ArgumentError: A wrong address, name or role; TCP without a secret; the pool has another secret than the
+                cluster.
             ArgumentTypeError: A value of the wrong type.
-            ClosedError, ForkError: As everywhere. Whatever is raised, pool and cluster are as they were.
+            ClosedError, ForkError: As everywhere. After any error, pool and cluster are unchanged.
         """
         with self._attaching:
             if self._attachment is not None:
@@ -176,14 +175,14 @@ class Pool(NetworkedPool):
     def close(self) -> None:
         """Ends the pool: every verb raises ClosedError from now on. Views of the memory stay valid. Idempotent.
 
-        It leaves its cluster first, if it is in one; but soon after, from a callback, of a pool or a cluster, or a
-        finalizer that the garbage collector runs. Peers are told; transfers that are under way end with ClosedError
-        here and PeerLost there. The memory is free as soon as no view shows it, but for two kinds:
+        Leaves its cluster first, if it is in one. Called from a callback of a pool or a cluster, or from a finalizer
+        that the garbage collector runs, it only schedules the leave. Peers are told; transfers in progress end with
+        ClosedError here and PeerLost there. The memory is freed with its last view, except for two kinds:
 
-        - What a peer may still write to by its address (cma, ucx; a process that was stopped in a write) is kept until
-          that peer has ended.
-        - ``device_memory="plain"`` and an engine's tensors on a GPU are kept until every peer of this host that had
-          them has closed them: as it leaves, or, with ucx, when its process ends.
+        - Memory to whose addresses a peer may still write (cma, ucx; a process that was stopped in a write) is kept
+          until that peer has ended.
+        - ``device_memory="plain"`` and an engine's tensors on a GPU are kept until every peer on this host that had
+          access has closed them: when it leaves, or, with ucx, when its process ends.
         """
         attachment = self._attachment
         if attachment is not None:
@@ -202,7 +201,7 @@ class Pool(NetworkedPool):
             a pool over adopted memory, [block, byte]. Index it with ``kvpool.block_ids(addrs)``.
 
         Raises:
-            StateError: The medium is adopted memory: the engine's own tensors are the view. Or the memory is in ranks.
+            StateError: The medium is adopted memory: use the engine's tensors. Or the memory is in ranks.
         """
         medium = _one_medium(medium)
         stats = self.stats()
@@ -218,7 +217,7 @@ class Pool(NetworkedPool):
         return self._view(int(medium), shape, strides, layout.dtype)
 
     def arena(self, medium: int) -> ArenaInfo:
-        """How much memory a medium takes, of which kind, and on which device."""
+        """The size, kind and device of a medium's memory."""
         return ArenaInfo(**self._arena(int(_one_medium(medium))))
 
     def stats(self) -> PoolStats:
@@ -228,24 +227,24 @@ class Pool(NetworkedPool):
     def audit(self) -> PoolStats:
         """Checks every invariant of the allocator and the index, and returns the stats.
 
-        Looks at every block and node. Raises AuditError when an invariant is broken: a bug in kvpool, or memory that
-        was overwritten.
+        Visits every block and node. Raises AuditError when an invariant is broken: a bug in kvpool, or overwritten
+        memory.
         """
         return stats_of(self._audit(), _core.kernel_piece_bytes(self._gpu))
 
     @property
     def peers(self) -> Peers:
-        """The peers: meeting them, parting from them, and who is connected."""
+        """Connects to peers, disconnects them, and lists them."""
         return Peers(self)
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks of a logical instance, made with ``parallel=``: giving them out, and who has joined."""
+        """Exports and lists the ranks of a logical instance, made with ``parallel=``."""
         return Ranks(self)
 
     @property
     def inbox(self) -> Inbox:
-        """What peers have sent for the application."""
+        """The items that peers have sent for the application."""
         return Inbox(self)
 
     @property
@@ -254,7 +253,7 @@ class Pool(NetworkedPool):
         return Batch(self)
 
     def explain_match(self, tokens: _core.TokenVector, namespace: str = "") -> MatchReport:
-        """Says what match would find, and why it ends there. Pins nothing and does not count as a use.
+        """Explains what match would find, and why it ends there. Pins nothing and does not count as a use.
 
         Args:
             tokens: As in match.
@@ -263,12 +262,12 @@ class Pool(NetworkedPool):
         return MatchReport.from_core(self.kv_layout.block_tokens, self._explain(tokens, namespace))
 
     def subscribe(self, capacity_tokens: int = 1 << 24, include_cached: bool = False) -> EventStream:
-        """Everything that happens to cached prompts from now on, as events that wait until they are drained.
+        """A stream of all changes of cached prompts from now on, as events that wait until they are drained.
 
         Args:
-            capacity_tokens: Events whose tokens exceed this together lose the oldest of them.
-            include_cached: Begin with a StoredEvent for everything that is cached now, whatever the capacity: for a
-                reader that starts, or starts again after it has lost events.
+            capacity_tokens: When the waiting events have more tokens than this together, the oldest are lost.
+            include_cached: Begin with a StoredEvent for everything that is cached now, regardless of the capacity: for
+                a reader that starts, or starts again after it has lost events.
         """
         return EventStream(self._subscribe(capacity_tokens, include_cached))
 
@@ -281,7 +280,7 @@ class Pool(NetworkedPool):
         self.close()
 
     def __repr__(self) -> str:
-        """How full it is."""
+        """How many blocks are in use."""
         if self.closed:
             return "<Pool closed>"
         stats = self.stats()

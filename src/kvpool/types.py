@@ -1,6 +1,6 @@
-"""Media, layouts and addresses: the words that the rest of kvpool is written in.
+"""Media, layouts and addresses: the basic types of kvpool.
 
-An address is 64 bits, and names one block for as long as the block is not freed (cpp/kvpool/base/address.h):
+An address is 64 bits, and names one block until the block is freed (cpp/kvpool/base/address.h):
 
     63        50 49  47 46              24 23               0
     +-----------+------+------------------+------------------+
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class Medium(IntEnum):
-    """A kind of memory that blocks lie in. No pool keeps blocks on `DISK` yet: to ask for some is `Unsupported`."""
+    """A kind of memory for blocks. No pool has blocks on `DISK` yet: asking for them raises `Unsupported`."""
 
     HBM = 1
     DRAM = 2
@@ -65,7 +65,7 @@ MIXED: Final = 8
 
 
 class DType(NamedTuple):
-    """An element type: its size, and the NumPy type of a view, which differs where NumPy has no such type."""
+    """An element type: its size, and the NumPy type of a view, which differs if NumPy has no such type."""
 
     itemsize: int
     numpy: str
@@ -116,9 +116,9 @@ class KVLayout:
     """The shape of a block of keys and values: `block_tokens` tokens, all layers, K and V.
 
     Within a block the order is [layer, k/v, head, token, dim], or [layer, k/v, token, head, dim]: a layer's K (or V) is
-    one piece. Where an engine keeps K and V of a token side by side, declare ``pages="fused"``: a layer is one piece
-    then, [head, token, 2 * dim] or [token, head, 2 * dim]. Peers whose layouts differ in anything but `order` are
-    refused: blocks of the same size may hold different things.
+    one piece. If an engine keeps K and V of a token side by side, declare ``pages="fused"``: then a layer is one piece,
+    [head, token, 2 * dim] or [token, head, 2 * dim]. Peers whose layouts differ in anything but `order` are refused,
+    because blocks of the same size may differ in content.
 
     Attributes:
         layers: Number of layers.
@@ -128,11 +128,11 @@ class KVLayout:
         block_tokens: Tokens in a block.
         order: "aggregated": a block is one run of bytes. "discrete": a block is as many runs as it has pieces, in
             separate tensors, as engines keep them.
-        dims: "HND": heads before tokens, so a range of heads of a piece is contiguous, and goes to ranks that share
-            heads differently in one strip. "NHD": tokens before heads, as vLLM and FlashInfer have it unless told
-            otherwise; such a strip has one token then.
+        dims: "HND": heads before tokens, so a range of heads of a piece is contiguous, and one strip for ranks that
+            divide heads differently. "NHD": tokens before heads, the default of vLLM and FlashInfer; then such a strip
+            has one token.
         pages: "split": K and V of a layer are two pieces. "fused": they are one piece, each row of which holds K and
-            then V of a token of a head, as vLLM has it on the CPU. Latent attention (MLA) is one head of
+            then V of a token of a head, as in vLLM on the CPU. Latent attention (MLA) is one head of
             ``head_dim = latent / 2``, fused.
     """
 
@@ -218,9 +218,9 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class RawLayout:
-    """The shape of a block that holds something else than keys and values: so many bytes, for so many tokens.
+    """The shape of a block with other content than keys and values: a number of bytes for a number of tokens.
 
-    It has what `KVLayout` has where that makes sense, so code that moves blocks need not tell them apart.
+    It has the attributes of `KVLayout` as far as they make sense, so code that moves blocks can treat both alike.
 
     Attributes:
         block_bytes: Bytes of one block.
@@ -340,9 +340,9 @@ def decode_address(address: int | np.unsignedinteger[Any]) -> Address:
 def block_ids(addresses: AddressLike) -> npt.NDArray[np.int64]:
     """The block number of each address within its medium, as int64, ready to index a tensor: `kv[block_ids(addrs)]`.
 
-    It is the number in the pool that the address belongs to: what a peer lent is no block of the tensor at hand. An
-    address does not say which pool is at hand, so only a list of several pools' addresses is refused; a pool's own
-    addresses may be of instance 0, from before it had peers, and of its instance.
+    It is the number in the pool to which the address belongs; a borrowed block is not in the borrower's tensor. The
+    function does not know the tensor's pool, so it refuses only lists with addresses of several pools. A pool's own
+    addresses may have instance 0, from before it had peers, and its instance.
 
     Raises:
         ArgumentError: A number cannot be an address; or the addresses are of several instances.
@@ -372,7 +372,7 @@ def media(addresses: AddressLike) -> npt.NDArray[np.uint8]:
 
 
 def _address_array(addresses: AddressLike) -> npt.NDArray[np.uint64]:
-    """A copy, so that what is checked is what is used: another thread may write the array meanwhile."""
+    """A copy, because another thread may write the array between the check and the use."""
     if isinstance(addresses, np.ndarray):
         if addresses.dtype == np.uint64:
             if addresses.size > _ADDRESSES_MAX:
@@ -424,22 +424,22 @@ def _media_checked(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What one transfer cost. Times in microseconds.
+    """The cost of one transfer. Times in microseconds.
 
     Attributes:
-        route: By which the bytes went; "" when there were none to send.
-        strategy: How blocks were cut into calls; never "auto", but what that was.
-        blocks: Of the request.
-        skipped_blocks: Of these, the prefix that the receiver had already.
+        route: The route of the bytes; "" if there were no bytes to send.
+        strategy: How blocks were cut into calls; for "auto", the strategy that was used.
+        blocks: Blocks of the request.
+        skipped_blocks: Of these, the prefix that the receiver had cached.
         calls: Pieces handed to the network, or copied.
-        runs: Neighbouring blocks on both sides: the least number of calls that is possible for whole blocks.
-        bytes: Written.
+        runs: Runs of blocks that are neighbours on both sides: the least possible number of calls for whole blocks.
+        bytes: Bytes written.
         reserve_us: Until the receiver had blocks for it.
         write_us: Writing.
-        complete_us: From the last byte to the receiver's word.
-        total_us: All of it.
+        complete_us: From the last byte to the receiver's answer.
+        total_us: In all.
 
-    Of a fetch the owner writes, and what that cost is known there only: ``route`` is "fetch", ``calls``, ``reserve_us``
+    A fetch is written by the owner, which alone knows the cost of that: ``route`` is "fetch", ``calls``, ``reserve_us``
     and ``complete_us`` are 0, and ``write_us`` is the time from the request to the owner's answer.
     """
 
@@ -458,15 +458,15 @@ class TransferStats:
 
 @dataclass(frozen=True)
 class TransferTotals:
-    """The transfers of one kind that a pool has begun, as far as they have ended.
+    """The ended transfers of one kind that a pool has begun.
 
     Attributes:
-        succeeded: How many ended well.
-        failed: How many ended with an error, by the name of its class; only those that there were.
-        bytes: Written or read by all of them; of a fetch that failed it is not known how many.
-        seconds: What those that ended well took, together.
-        durations: How many of these took how long: pairs of an upper bound in seconds, ascending, and a number; the
-            last bound is infinite.
+        succeeded: How many succeeded.
+        failed: How many ended with an error, by the name of its class; without zeros.
+        bytes: Bytes written or read by all of them, without failed fetches, for which it is unknown.
+        seconds: The total time of the successful ones.
+        durations: A histogram of the times of the successful ones: pairs of an upper bound in seconds, ascending, and a
+            number; the last bound is infinite.
     """
 
     succeeded: int

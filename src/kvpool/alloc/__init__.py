@@ -1,4 +1,4 @@
-"""Blocks and their memory: what `Pool.tensor`, `Pool.swap_in`, `Pool.swap_out` and `Pool.stats` return."""
+"""Blocks and their memory: the results of `Pool.tensor`, `Pool.swap_in`, `Pool.swap_out` and `Pool.stats`."""
 
 from kvpool._core import KVTensor, SwappedIn
 from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats

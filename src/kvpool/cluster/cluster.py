@@ -24,7 +24,9 @@ from kvpool.waiting.threads import busy, reset
 
 __all__ = ["Cluster"]
 
-_REGISTER_S: Final = 10.0  # to register, besides the leases that it may have to wait for
+# Defaults of timeouts.
+_DIRECTORY_S: Final = 10.0  # for the directory; to register, in addition to leases that may have to end first
+_WAIT_S: Final = 30.0  # for members
 
 
 class Cluster:
@@ -58,7 +60,7 @@ class Cluster:
         secret: str | None = None,
         lease: float = 3.0,
         heartbeat: float | None = None,
-        timeout: float = 10.0,
+        timeout: float | None = None,
         tls_ca: str | None = None,
         tls_cert: str | None = None,
         tls_key: str | None = None,
@@ -75,7 +77,7 @@ class Cluster:
                 secret replaces the stored one.
             lease: Seconds after which a silent member is lost. etcd has a minimum, usually two seconds.
             heartbeat: Seconds between heartbeats, and between published loads. Default: a third of the lease.
-            timeout: Seconds to wait for the directory.
+            timeout: Seconds to wait for the directory; None: 10.
             tls_ca: File of the CA certificates that etcd's certificate must be signed by. Default: the system's.
             tls_cert: File of the client certificate, if etcd requires one.
             tls_key: File of its key.
@@ -94,7 +96,7 @@ class Cluster:
             url, lease=lease, heartbeat=heartbeat, secret=secret,
             tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, user=user, password=password,
         )  # fmt: skip
-        until = time.monotonic() + check_seconds("timeout", timeout)
+        until = time.monotonic() + _seconds(timeout, _DIRECTORY_S)
         directory = _directory_of(parsed)
         view = MembershipView()
         try:
@@ -161,13 +163,13 @@ class Cluster:
             self._loop.callbacks.add(handle)
         return handle
 
-    def wait_for(self, role: Role | None = None, n: int = 1, timeout: float = 30.0) -> list[Member]:
+    def wait_for(self, role: Role | None = None, n: int = 1, timeout: float | None = None) -> list[Member]:
         """Waits until enough members take new work.
 
         Args:
             role: "prefill" or "decode", which also match members of role "both"; or "both"; None for any.
             n: How many members.
-            timeout: Seconds.
+            timeout: Seconds; None: 30.
 
         Returns:
             All matching members by name, n or more. Draining members do not match.
@@ -185,7 +187,8 @@ class Cluster:
             raise ArgumentTypeError(f"wait_for: n must be an int, not {type(n).__name__}")
         if n < 0:
             raise ArgumentError(f"wait_for: n is {n}", value=n)
-        until = time.monotonic() + check_seconds("timeout", timeout)
+        timeout_s = _seconds(timeout, _WAIT_S)
+        until = time.monotonic() + timeout_s
         self._check_open()
 
         def matching(members: list[Member]) -> list[Member]:
@@ -197,7 +200,7 @@ class Cluster:
         if len(found) < n:
             names = ", ".join(f"{one.name} ({one.role}, {one.state})" for one in members) or "no members"
             raise DeadlineExceeded(
-                f"wait_for: {len(found)} of {n} {role or 'members'} after {timeout} s; the cluster has: {names}"
+                f"wait_for: {len(found)} of {n} {role or 'members'} after {timeout_s:g} s; the cluster has: {names}"
             )
         return found
 
@@ -233,7 +236,7 @@ class Cluster:
             hbm_blocks: Its capacity in HBM.
             dram_blocks: Its capacity in DRAM.
             load: How busy it is at first.
-            timeout: Seconds to wait for the directory, and for the name. Default: 10 s plus two leases: one for a dead
+            timeout: Seconds to wait for the directory, and for the name. None: 10 plus two leases: one for a dead
                 member to lose the name, one for members that may be coming back to an etcd that has lost its data.
 
         Returns:
@@ -256,8 +259,7 @@ class Cluster:
             {} if layout is None else layout, model, parallel, hbm_blocks, dram_blocks, load or Load(),
         )  # fmt: skip
         record.to_bytes()  # checks its length
-        timeout_s = _REGISTER_S + 2 * self.lease_s if timeout is None else check_seconds("timeout", timeout)
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + _seconds(timeout, _DIRECTORY_S + 2 * self.lease_s)
         with busy, self._loop.lock:
             self._check_open()
             if self.registration is not None:
@@ -271,14 +273,14 @@ class Cluster:
             return registration
 
     @classmethod
-    def forget(cls, url: str, *, timeout: float = 10.0) -> bool:
+    def forget(cls, url: str, *, timeout: float | None = None) -> bool:
         """Removes the folder of a local cluster without members, with its secret and its counter of ids.
 
         A process that still watches the cluster creates an empty folder again.
 
         Args:
             url: "local://NAME".
-            timeout: Seconds to wait for processes that are joining or leaving.
+            timeout: Seconds to wait for processes that are joining or leaving; None: 10.
 
         Returns:
             Whether there was such a folder.
@@ -294,7 +296,7 @@ class Cluster:
             raise ArgumentError(
                 f"forget: {url} is not a local cluster; in etcd, keys of a member expire with its lease"
             )
-        return forget_folder(parsed.name, time.monotonic() + check_seconds("timeout", timeout))
+        return forget_folder(parsed.name, time.monotonic() + _seconds(timeout, _DIRECTORY_S))
 
     def repair_ids(self) -> int:
         """Writes the counter of ids in etcd again, above every id that etcd lists or this process knows.
@@ -355,6 +357,11 @@ _clusters: weakref.WeakSet[Cluster] = weakref.WeakSet()
 _loops: weakref.WeakSet[MembershipLoop] = (
     weakref.WeakSet()
 )  # also of clusters that were dropped: their threads keep them alive
+
+
+def _seconds(timeout: float | None, default_s: float) -> float:
+    """The timeout of a call: None is its default, as everywhere in kvpool."""
+    return default_s if timeout is None else check_seconds("timeout", timeout)
 
 
 def _directory_of(url: ClusterUrl) -> Directory:

@@ -1,4 +1,4 @@
-"""Telling the application which peers come and go, and which blocks they want back."""
+"""Tells the application which peers join and are lost, and which blocks they recall."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _log = logging.getLogger("kvpool.peers")
 
 @dataclass(frozen=True)
 class PeerEvent:
-    """A peer has come or gone, or wants blocks back.
+    """A peer has joined, was lost, or recalls blocks.
 
     Attributes:
-        name: What it calls itself.
-        kind: "joined": it is connected, whoever called. "lost": it is not any more; transfers with it have failed.
-            "recalled": it wants blocks back that it has lent to this pool. Free them, after fetching what they hold if
-            that is needed; at the deadline they are lost for this pool.
+        name: The peer's name.
+        kind: "joined": it is connected, no matter which side called. "lost": it is no longer connected; transfers with
+            it have failed. "recalled": it recalls blocks that it has lent to this pool. Free them, if necessary after
+            fetching their content; at the deadline this pool loses them.
         instance: The number in the addresses of its blocks.
-        incarnation: Number of this incarnation: tells a peer that was restarted from the one that was lost.
-        error: Of one that was lost: why, mostly a PeerLost. None for the others.
-        addrs: Of a recall: the blocks. Empty for the others.
-        deadline: Of a recall: until when they are lent, as `time.monotonic()` tells it. None for the others.
+        incarnation: The number of this incarnation, which distinguishes a restarted peer from the lost one.
+        error: For "lost", the reason, mostly a PeerLost; otherwise None.
+        addrs: For "recalled", the blocks; otherwise empty.
+        deadline: For "recalled", when the loan ends, by `time.monotonic()`; otherwise None.
     """
 
     name: str
@@ -45,12 +45,13 @@ class PeerEvent:
 
 @dataclass(frozen=True)
 class RecallResult:
-    """What has become of the blocks that `Peers.recall` has asked for.
+    """How many blocks `Peers.recall` has got back.
 
     Attributes:
-        returned: The peer gave them back, or inserted them here.
-        freed: They were taken back at the deadline, and are free: nobody can write them any more.
-        quarantined: They were taken back, and are free when the peer says, or is proved, to write them no more.
+        returned: Given back, or inserted here, by the peer.
+        freed: Taken back at the deadline and free: nothing can write them any more.
+        quarantined: Taken back at the deadline; they become free when the peer says, or it is proved, that it no longer
+            writes them.
     """
 
     returned: int
@@ -59,7 +60,7 @@ class RecallResult:
 
 
 class PeerCallback(Dispatcher[PeerEvent]):
-    """A callback of `Peers.on_change`, until it is closed. It runs in a thread of its own, one event after another.
+    """A callback of `Peers.on_change`, until it is closed. It runs in a dedicated thread, one event after another.
 
     Use it in a ``with``, or call ``close()``; closing the pool ends it, too.
     """
@@ -70,14 +71,14 @@ class PeerCallback(Dispatcher[PeerEvent]):
         super().__init__(pool, pool._begin_peer_events(), callback, "kvpool-peers")
 
     def close(self) -> None:
-        """Ends it: when this returns the callback is not running any more. Idempotent.
+        """Ends it: when this returns the callback no longer runs. Idempotent.
 
-        The callback itself may call this; then it is the last time that it runs.
+        If the callback itself calls this, that is its last run.
         """
         pool = self._pool()
         if pool is not None and not self.closed:
-            with contextlib.suppress(Error):  # the pool is closed, or a parent process's
-                pool._end_peer_events()  # before anybody can begin again
+            with contextlib.suppress(Error):  # the pool is closed, or belongs to the parent process
+                pool._end_peer_events()  # before another callback can begin
         super().close()
 
     def _take(self, pool: _core.Pool) -> PeerEvent | None:

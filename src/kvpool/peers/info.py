@@ -1,11 +1,11 @@
-"""What is known of a peer at one moment."""
+"""Information about a peer at one moment."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Final
+from dataclasses import dataclass
+from typing import Any
 
-from kvpool.facts import PeerFacts, RouteCostFacts
+from kvpool.facts import RouteCostFacts
 from kvpool.types import Medium
 
 __all__ = ["PeerInfo", "RouteCost", "RouteReport"]
@@ -13,14 +13,15 @@ __all__ = ["PeerInfo", "RouteCost", "RouteReport"]
 
 @dataclass(frozen=True)
 class RouteReport:
-    """A way to a peer that does not work now: other routes serve, if there are any.
+    """A route to a peer that does not work now. Transfers use other routes if possible.
 
     Attributes:
-        route: Its name; of two of the same name, by the CPU and by the GPU, either.
-        failures: How often transfers have failed by it, and not for the peer's death, a deadline or a cancellation.
-        able: Whether it is tried again, ever more rarely. False: it cannot reach this peer, by its own word, and serves
-            when there is no other, or for who asks for it by name.
-        why: Of the last failure.
+        route: Its name. The CPU's and the GPU's route of one name share it.
+        failures: How many of its transfers the route itself has failed: not the peer's death, a deadline or a
+            cancellation.
+        able: True: it is tried again, with exponential backoff. False: it has reported that it cannot reach this peer;
+            it is used only if no other route works, or by name.
+        why: The text of the last failure.
     """
 
     route: str
@@ -31,18 +32,18 @@ class RouteReport:
 
 @dataclass(frozen=True)
 class RouteCost:
-    """What a write to a peer is taken to cost by one way, before what transfers took in the last seconds corrects it.
+    """The expected cost of writes by one route to a peer, before the times of recent transfers correct it.
 
     A write of so many pieces and bytes is expected to take
     ``latency_us + us_per_piece * pieces + bytes / (gigabytes_per_s * 1000)`` microseconds.
 
     Attributes:
-        route: Its name; of two of the same name, by the CPU and by the GPU, either.
-        source: The medium here that it was measured from. None: it was not, and the numbers are a guess for all media.
-        target: The medium there that it was measured to, or None.
+        route: Its name. The CPU's and the GPU's route of one name share it.
+        source: The medium here for which it was measured. None: not measured; the numbers are a guess for all media.
+        target: The medium at the peer for which it was measured, or None.
         latency_us: Of any write, in microseconds.
-        us_per_piece: Of each range of memory, in microseconds.
-        gigabytes_per_s: Of long writes, 10^9 bytes a second; 1000 where no time for bytes was seen.
+        us_per_piece: For each range of memory, in microseconds.
+        gigabytes_per_s: The rate of long writes, in 10^9 bytes a second; 1000 if the measurement saw no cost of bytes.
     """
 
     route: str
@@ -59,7 +60,7 @@ class RouteCost:
 
     @classmethod
     def of(cls, facts: RouteCostFacts) -> RouteCost:
-        """From what the core tells: what a byte costs, which is never 0."""
+        """From the core's facts, in which the cost of a byte is never 0."""
         source, target = facts["source"], facts["target"]
         return cls(
             route=facts["route"],
@@ -76,19 +77,19 @@ class PeerInfo:
     """A peer of a pool, at one moment.
 
     Attributes:
-        name: What it calls itself.
+        name: Its name.
         instance: The number in the addresses of its blocks.
-        incarnation: Number of the run of its process: a restarted peer has another one.
+        incarnation: The number of its incarnation; a restarted peer has another.
         link: How it is connected: "unix", "tcp 10.0.0.2:4000".
-        routes: By which blocks can travel to it, the cheapest first.
-        pid: Of its process, as it sees itself.
-        lent_blocks: Of ours, that it has borrowed.
-        borrowed_blocks: Of its, that we have.
-        reserved_blocks: Of ours, for its transfers that are under way.
-        transfers: Ours to it, and what it has asked to be sent, that are under way.
-        failing_routes: Those of `routes` by which the last transfer to it has failed.
-        route_costs: What its routes are taken to cost: for each pair of media between which one was measured, or else a
-            guess. None of those that go by ranks.
+        routes: The routes by which blocks can travel to it, the cheapest first.
+        pid: Its process id, in its own PID namespace.
+        lent_blocks: Our blocks that it has borrowed.
+        borrowed_blocks: Its blocks that we have borrowed.
+        reserved_blocks: Our blocks that are reserved for its transfers.
+        transfers: Transfers to it in progress, including those that it has requested.
+        failing_routes: Those of `routes` by which the last transfer has failed.
+        route_costs: The expected costs of its routes: for each measured pair of media, or else a guess. Routes between
+            ranks are not listed.
     """
 
     name: str
@@ -105,13 +106,8 @@ class PeerInfo:
     route_costs: tuple[RouteCost, ...] = ()
 
     @classmethod
-    def of(cls, facts: PeerFacts) -> PeerInfo:
-        """From what the core tells."""
-        return cls(
-            **{name: facts[name] for name in _PLAIN},  # type: ignore[literal-required]
-            failing_routes=tuple(RouteReport(**one) for one in facts["failing_routes"]),
-            route_costs=tuple(RouteCost.of(one) for one in facts["route_costs"]),
-        )
-
-
-_PLAIN: Final = tuple(one.name for one in fields(PeerInfo) if one.name not in ("failing_routes", "route_costs"))
+    def of(cls, facts: dict[str, Any]) -> PeerInfo:
+        """From the core's facts, which have these fields."""
+        failing = tuple(RouteReport(**one) for one in facts["failing_routes"])
+        costs = tuple(RouteCost.of(one) for one in facts["route_costs"])
+        return cls(**{**facts, "failing_routes": failing, "route_costs": costs})

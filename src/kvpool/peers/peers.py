@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
@@ -10,7 +11,6 @@ import numpy as np
 
 from kvpool import _core
 from kvpool.arguments import flag_from, int_from
-from kvpool.errors import ArgumentTypeError, StateError
 from kvpool.peers.callback import PeerCallback, PeerEvent, RecallResult
 from kvpool.peers.info import PeerInfo
 from kvpool.peers.service import NetworkedPool
@@ -26,9 +26,9 @@ _Infos: TypeAlias = list[PeerInfo]  # in the class the name `list` is the method
 
 
 class Peers:
-    """The peers of a pool: meeting them, parting from them, and who is connected. `Pool.peers` makes it.
+    """Connects to peers, disconnects them, and lists them. `Pool.peers` makes it.
 
-    Iterate over it for a PeerInfo of each peer that is connected now. Keeps its pool.
+    Iterate over it for a PeerInfo of each connected peer. Keeps its pool alive.
     """
 
     __slots__ = ("_pool",)
@@ -39,21 +39,21 @@ class Peers:
 
     @property
     def name(self) -> str | None:
-        """What peers call this pool: the setting ``name``. None before the first listen, connect or attach."""
+        """The pool's name among its peers: the setting ``name``. None before the first listen, connect or attach."""
         return self._pool._name()
 
     def listen(self, address: str = "tcp:127.0.0.1:0") -> str:
         """Lets peers connect. May be called for several addresses.
 
         Peers know the pool by the setting ``name``, and prove that they know its setting ``secret``. Over a Unix socket
-        without a secret, only processes of the same user get in.
+        without a secret, only processes of the same user are admitted.
 
         Args:
-            address: "unix:/path"; "unix:@name", which leaves no file; "tcp:HOST:PORT", port 0 for any that is free. TCP
+            address: "unix:/path"; "unix:@name", which leaves no file; "tcp:HOST:PORT", port 0 for any free port. TCP
                 needs a secret.
 
         Returns:
-            The address to connect to, with the port that was given.
+            The address to connect to, with the actual port.
 
         Raises:
             ArgumentError: It is not an address; or it is TCP, and the pool has no secret.
@@ -67,30 +67,30 @@ class Peers:
         return bound
 
     def connect(self, address: str, *, timeout: float | None = None, wait: bool = True) -> str:
-        """Meets the pool that listens at an address. Either side can send to the other then.
+        """Connects to the pool that listens at an address. Then either side can send to the other.
 
-        As long as nobody listens there it tries again, so that two processes may be started in any order. A wrong
-        secret, version or layout fails at once. Both sides may connect to each other: one connection stays. Ctrl-C
-        ends the wait. A pool of this host that listens on TCP is met over its Unix socket (setting
-        ``prefer_unix_socket``). Releases the GIL.
+        Retries while nothing listens there, so two processes may be started in any order. A wrong secret, version or
+        layout fails at once. Both sides may connect to each other: one connection stays. Ctrl-C ends the wait. Connects
+        to a pool on this host that listens on TCP over its Unix socket (setting ``prefer_unix_socket``). Releases the
+        GIL.
 
         All or nothing: a connect that fails leaves the pool as it was.
 
         Args:
-            address: What its listen returned.
+            address: The result of its listen.
             timeout: Seconds; None: the setting ``timeout_s``.
-            wait: False: fail at once when nobody listens.
+            wait: False: fail at once when nothing listens.
 
         Returns:
             The peer's name, for the verbs that take a peer; also when it was connected already.
 
         Raises:
-            PeerLost: Nobody listens there. Or the peer is on this host, and its Unix socket refuses.
+            PeerLost: Nothing listens there. Or the peer is on this host, and its Unix socket refuses.
             AuthError: The secrets differ.
-            ProtocolError: It is no kvpool, or none that speaks our version.
-            LayoutMismatch: Its blocks have another shape, or hold the cache of another model.
-            DeadlineExceeded: It did not answer in time; the message says whether it was the address or the Unix socket.
-            Busy: Writes of an earlier connection to it are not over.
+            ProtocolError: It is no kvpool, or has no protocol version in common with this one.
+            LayoutMismatch: Its blocks have another shape, or belong to another model.
+            DeadlineExceeded: It did not answer in time; the message says whether at the address or the Unix socket.
+            Busy: Writes of an earlier connection to it have not ended.
             StateError: The peer has not noticed yet that an earlier connection has ended.
         """
         pool = self._pool
@@ -102,10 +102,10 @@ class Peers:
         return peer
 
     def disconnect(self, peer: str) -> None:
-        """Parts from a peer.
+        """Disconnects a peer.
 
-        Transfers with it that are under way end with PeerLost on both sides; blocks that it had lent are given back,
-        and those that it borrowed or reserved are free again as soon as it can write to them no more. Ctrl-C ends the
+        Transfers in progress with it end with PeerLost on both sides. Blocks that it had lent are given back; blocks
+        that were lent to it or reserved for it become free as soon as it can no longer write to them. Ctrl-C ends the
         wait for that. Releases the GIL.
 
         Args:
@@ -117,28 +117,27 @@ class Peers:
         self._pool._disconnect(peer)
 
     def recall(self, peer: str, blocks: object = None, *, timeout: float | None = None) -> RecallResult:
-        """Asks a peer for blocks back that are lent to it, and takes at the deadline what it has not given back.
+        """Asks a peer to give back blocks that are lent to it, and at the deadline takes those that it has not.
 
-        The peer's application hears of it (a "recalled" event of its `on_change`) and may use the blocks until the
-        deadline. From then on they are not its own any more: its transfers to them end with StaleAddress, and so does
-        whatever names them. A peer that is stopped, or does not care, delays nothing: blocks that this process writes
-        for it (``sock``) are free at the deadline, those that it writes by itself are quarantined until it says that it
-        does so no more, or is proved to be gone. Returns as soon as all are back. Ctrl-C ends the wait, not the recall.
-        Releases the GIL.
+        The peer's application is told (a "recalled" event of its `on_change`) and may use the blocks until the
+        deadline. After that, its transfers to them, and calls that name them, fail with StaleAddress. A peer that is
+        stopped or does not react delays nothing: blocks that this process writes for it (``sock``) are free at the
+        deadline; blocks that it writes by itself are quarantined until it says that it no longer does, or is proved to
+        be gone. Returns as soon as all are back. Ctrl-C ends the wait, not the recall. Releases the GIL.
 
         Args:
             peer: Its name.
-            blocks: Their addresses; or how many of them, whichever; None: all.
+            blocks: Their addresses; or a number of any blocks; None: all.
             timeout: Seconds until the deadline; None: the setting ``timeout_s``.
 
         Returns:
             How many came back, were freed at the deadline, and are quarantined.
 
         Raises:
-            PeerLost: There is no such peer, or it was lost meanwhile: then what was lent is treated as a lost peer's.
+            PeerLost: There is no such peer, or it was lost meanwhile: then its blocks are treated as a lost peer's.
             NotOwner: A block is not lent to this peer.
-            ArgumentError: A block stands twice in the list; more than 524,288 blocks.
-            Busy: The peer takes messages too slowly, or is asked for too much at once; nothing has changed.
+            ArgumentError: Duplicate blocks; more than 524,288 blocks.
+            Busy: The peer takes messages too slowly, or too many recalls are under way; nothing has changed.
         """
         if blocks is None or isinstance(blocks, int | np.integer):
             count = _RECALL_MAX if blocks is None else int_from(blocks, "blocks")
@@ -146,14 +145,14 @@ class Peers:
         return RecallResult(**self._pool._recall(peer, blocks, 0, timeout))
 
     def list(self) -> _Infos:
-        """A PeerInfo of each peer that is connected now; those of a cluster that no verb has named yet are not."""
+        """A PeerInfo of each connected peer. Members of a cluster connect when a verb first names them."""
         pool = self._pool
         return [PeerInfo.of(facts) for facts in pool._peers()] if pool._name() is not None else []
 
     def totals(self) -> dict[str, TransferTotals]:
-        """How the transfers ended that this pool has begun: "send" (transfer and its like) and "fetch".
+        """Counts the outcomes of transfers that this pool has begun: "send" (transfer and the like) and "fetch".
 
-        Empty before it has met a peer. What peers send or fetch by themselves counts there.
+        Empty before the first listen, connect or attach. Transfers that peers begin count at those peers.
         """
         pool = self._pool
         if pool._name() is None:
@@ -161,34 +160,29 @@ class Peers:
         return {kind: TransferTotals(**totals) for kind, totals in pool._transfer_totals().items()}
 
     def on_change(self, callback: Callable[[PeerEvent], object]) -> PeerCallback:
-        """Calls back when a peer joins, is lost or recalls blocks, in a thread that the pool keeps for it.
+        """Calls back, in a dedicated thread, when a peer joins, is lost or recalls blocks.
 
-        First comes a "joined" for each peer that is connected now, so that none is missed. Events come in order, one at
-        a time. What becomes of a connection that both sides made at once, or of a peer that replaces itself, is one
-        story: "lost" always follows "joined" of the same incarnation. An exception goes to the logger "kvpool.peers".
+        The first events are a "joined" for each connected peer, so that none is missed. Events come in order, one at a
+        time. Connections that both sides make at once, and peers that reconnect, do not disturb this order: "lost"
+        always follows "joined" of the same incarnation. An exception goes to the logger "kvpool.peers".
 
         Args:
             callback: Takes a PeerEvent.
 
         Returns:
-            A handle whose close() ends it.
+            A handle whose close() ends the callback.
 
         Raises:
+            ArgumentTypeError: The callback is not callable.
             StateError: There is a callback already; or the pool has no peers yet: call listen or connect first.
         """
-        if not callable(callback):
-            raise ArgumentTypeError(f"callback must be callable, and is {type(callback).__name__}")
         pool = self._pool
-        with pool._serving:
-            if pool._peer_callback is not None and not pool._peer_callback.closed:
-                raise StateError("there is a callback already: close it first")
-            pool._peer_callback = PeerCallback(pool, callback)
-            return pool._peer_callback
+        return pool._peer_callback.begin(functools.partial(PeerCallback, pool), callback)
 
     def __iter__(self) -> Iterator[PeerInfo]:
-        """Over what `list` returns."""
+        """Iterates over the result of `list`."""
         return iter(self.list())
 
     def __repr__(self) -> str:
-        """Who is connected."""
+        """The names of the connected peers."""
         return f"<Peers {', '.join(peer.name for peer in self) or 'none'}>"

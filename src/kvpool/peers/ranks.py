@@ -1,4 +1,4 @@
-"""The ranks of a logical instance, as its scheduler sees them: `Pool.ranks`."""
+"""The ranks of a logical instance, for its scheduler: `Pool.ranks`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class RankInfo:
 
     Attributes:
         rank: Its number.
-        joined: Whether it has joined; the rest is empty before.
-        pid: Of its process, as it sees itself.
+        joined: Whether it has joined; before that, the other fields are empty.
+        pid: Its process id, in its own PID namespace.
         host: Boot id and PID namespace of its machine: equal for ranks that share one.
         link: How it is connected: "unix", "tcp 10.0.0.2:4000"; "closed" when it is lost.
-        address: Where ranks of peers connect to.
+        address: The address to which ranks of peers connect.
     """
 
     rank: int
@@ -44,9 +44,9 @@ _Infos: TypeAlias = list[RankInfo]  # in the class the name `list` is the method
 
 
 class Ranks:
-    """The ranks of a logical instance: giving them out, waiting for them, and who has joined. `Pool.ranks` makes it.
+    """Exports the ranks of a logical instance, waits for them, and lists them. `Pool.ranks` makes it.
 
-    Iterate over it for a RankInfo of each rank. Keeps its pool.
+    Iterate over it for a RankInfo of each rank. Keeps its pool alive.
     """
 
     __slots__ = ("_pool",)
@@ -57,26 +57,26 @@ class Ranks:
 
     @property
     def parallel(self) -> ParallelConfig | None:
-        """How the blocks are shared among the ranks: what the pool was made with. None: it is an instance of one."""
+        """How the blocks are divided among the ranks, as given to the pool. None: it is an instance of one rank."""
         return self._pool._parallel
 
     def export(self, rank: int, *, address: str | None = None) -> str:
-        """What a worker needs to become a rank of this logical instance: text for `RankArena.join`.
+        """A ticket with which a worker becomes a rank of this logical instance: text for `RankArena.join`.
 
-        It holds no secret. A rank is never replaced: when one is lost, so is the instance, whose verbs raise PeerLost
-        from then on.
+        It contains no secret. A rank is never replaced: when one is lost, the instance is lost, and its verbs raise
+        PeerLost from then on.
 
         Args:
             rank: Number of the rank; it must hold a layer.
-            address: Where the worker connects to: an address of this pool's `Peers.listen`, as the worker's host knows
-                it. By default a Unix socket of this host.
+            address: The address to which the worker connects: one of this pool's `Peers.listen`, in the form that the
+                worker's host can reach. By default a Unix socket of this host.
 
         Returns:
             A line of JSON.
 
         Raises:
-            StateError: The pool is an instance of one rank: make it with ``parallel=``. Or an address is named, and it
-                does not listen.
+            StateError: The pool is an instance of one rank: make it with ``parallel=``. Or an address is given, and the
+                pool does not listen.
             ArgumentError: There is no such rank, or it holds no layer; or it is not an address.
             ArgumentTypeError: A value of the wrong type.
         """
@@ -119,7 +119,7 @@ class Ranks:
         return [RankInfo(**facts) for facts in self._pool._ranks()]
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until all ranks have joined; before, the instance cannot meet peers. Releases the GIL.
+        """Waits until all ranks have joined; before that, the instance cannot connect to peers. Releases the GIL.
 
         Args:
             timeout: Seconds; None: the setting ``timeout_s``.
@@ -135,9 +135,9 @@ class Ranks:
         raise DeadlineExceeded(f"ranks {missing} have not joined within the timeout")
 
     def __iter__(self) -> Iterator[RankInfo]:
-        """Over what `list` returns."""
+        """Iterates over the result of `list`."""
         return iter(self.list())
 
     def __repr__(self) -> str:
-        """How the blocks are shared."""
+        """How the blocks are divided."""
         return f"<Ranks of {self.parallel}>" if self.parallel is not None else "<Ranks: an instance of one>"

@@ -1,4 +1,4 @@
-"""The half of a pool that speaks with peers, and how it comes to be: with the first listen or connect that succeeds."""
+"""The service of a pool, which answers peers. The first listen or connect that succeeds starts it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvpool import _core
 from kvpool.config import Settings
 from kvpool.errors import Error
 from kvpool.peers.callback import PeerCallback
+from kvpool.transfer.dispatcher import CallbackSlot
 from kvpool.transfer.gpu_routes import tell_unused
 from kvpool.transfer.libraries import nccl_library, ucx_library
 from kvpool.transfer.received import ReceivedCallback
@@ -24,7 +25,7 @@ _log = logging.getLogger("kvpool.peers")
 
 
 class NetworkedPool(_core.Pool):
-    """A pool that can start the service that answers peers. The base of `Pool`; `Pool.peers` and its like use it."""
+    """A pool that can start its service. The base of `Pool`; `Pool.peers` and the like use it."""
 
     settings: Settings
     kv_layout: KVLayout | RawLayout
@@ -34,19 +35,19 @@ class NetworkedPool(_core.Pool):
         """See `Pool`."""
         super().__init__(**options)
         self._serving = threading.Lock()
-        self._prepared = False  # under _serving: there is a service that is not published yet
-        self._notes: list[str] = []  # what a log should say of it
-        self._first_calls = 0  # under _serving: listen and connect that share it
+        self._prepared = False  # under _serving: a service exists and is not published yet
+        self._notes: list[str] = []  # its notes for the log
+        self._first_calls = 0  # under _serving: calls of listen and connect that share it
         self._exporting = threading.Lock()
         self._rank_address: str | None = None  # under _exporting
-        self._received_callback: ReceivedCallback | None = None  # under _serving
-        self._peer_callback: PeerCallback | None = None  # under _serving
+        self._received_callback: CallbackSlot[ReceivedCallback] = CallbackSlot(self._serving)
+        self._peer_callback: CallbackSlot[PeerCallback] = CallbackSlot(self._serving)
 
     @contextlib.contextmanager
     def _speaking(self) -> Iterator[None]:
-        """Around a listen or connect. The first that succeeds makes this a pool that speaks with peers, for good.
+        """Encloses a listen or connect. The first that succeeds publishes the service for good.
 
-        Until then no verb sees the service. When the last call that shares it has failed, the service is gone.
+        Before that no verb sees the service. When all calls that share it have failed, the service is dropped.
         """
         first = self._prepare()
         try:
@@ -58,7 +59,7 @@ class NetworkedPool(_core.Pool):
                 self._end_first_call()
 
     def _prepare(self) -> bool:
-        """Makes the service, unless there is one. Returns False when the pool speaks with peers already."""
+        """Makes the service unless it exists. Returns False when it is published already."""
         with self._serving:
             if self._name() is not None:
                 return False
@@ -67,7 +68,7 @@ class NetworkedPool(_core.Pool):
                 try:
                     self._notes = self._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl))
                     self._prepared = True
-                except BaseException:  # Ctrl-C is heard behind the call, which may have made the service
+                except BaseException:  # Ctrl-C raises after the call, which may have made the service
                     self._drop_prepared()
                     raise
             self._first_calls += 1
@@ -91,12 +92,11 @@ class NetworkedPool(_core.Pool):
 
     def _drop_prepared(self) -> None:
         self._prepared = False
-        with contextlib.suppress(Error):  # this is a forked child, whose parent has the service
+        with contextlib.suppress(Error):  # in a forked child: the service belongs to the parent
             self._drop_service()
 
     def close(self) -> None:
         """Ends the pool and its callbacks: see `Pool.close`."""
         super().close()
-        for callback in (self._received_callback, self._peer_callback):
-            if callback is not None:
-                callback.close()
+        self._received_callback.close()
+        self._peer_callback.close()

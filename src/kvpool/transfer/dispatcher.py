@@ -8,13 +8,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvpool import _core
-from kvpool.errors import ClosedError
+from kvpool.errors import ArgumentTypeError, ClosedError, StateError
 from kvpool.waiting.threads import busy, join
 
-__all__ = ["Dispatcher"]
+__all__ = ["CallbackSlot", "Dispatcher"]
 
 Item = TypeVar("Item")
 
@@ -112,3 +112,35 @@ class Dispatcher(ABC, Generic[Item]):
                 callback(item)
             except BaseException:  # also SystemExit and the like: this thread belongs to the pool
                 self._failed(item)
+
+
+Handle = TypeVar("Handle", bound=Dispatcher[Any])
+
+
+class CallbackSlot(Generic[Handle]):
+    """The callback of one kind that a pool may have: at most one at a time."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        """An empty slot. `lock` is held while a callback begins."""
+        self._lock = lock
+        self._handle: Handle | None = None
+
+    def begin(self, make: Callable[[Callable[[Item], object]], Handle], callback: Callable[[Item], object]) -> Handle:
+        """Begins a callback, with the handle that `make` returns.
+
+        Raises:
+            ArgumentTypeError: The callback is not callable.
+            StateError: There is a callback already. And what `make` raises; then the slot is unchanged.
+        """
+        if not callable(callback):
+            raise ArgumentTypeError(f"callback must be callable, and is {type(callback).__name__}")
+        with self._lock:
+            if self._handle is not None and not self._handle.closed:
+                raise StateError("there is a callback already: close it first")
+            self._handle = make(callback)
+            return self._handle
+
+    def close(self) -> None:
+        """Ends the callback, if there is one."""
+        if self._handle is not None:
+            self._handle.close()

@@ -19,6 +19,20 @@ from kvpool.cluster.local.page import OwnPage
 from kvpool.cluster.local.scanner import RECORD_SUFFIX
 
 
+def test_a_timeout_of_none_is_the_default(local, monkeypatch):
+    monkeypatch.setattr("kvpool.cluster.cluster._WAIT_S", 0.05)
+    router = local.join(timeout=None)
+    for given in ({}, {"timeout": None}):
+        with pytest.raises(kvpool.DeadlineExceeded, match=r"0 of 1 decode after 0\.05 s"):
+            router.wait_for("decode", **given)
+    router.close()
+    assert kvpool.Cluster.forget(local.url, timeout=None)
+    for default in ("_DIRECTORY_S", "_WAIT_S"):
+        monkeypatch.setattr(f"kvpool.cluster.cluster.{default}", 0.0)
+    again = local.join(timeout=10)  # a given one is no default
+    assert again.wait_for(n=0, timeout=10) == []
+
+
 @pytest.mark.parametrize("way", ["removed", "moved", "emptied", "unrecorded"])
 def test_the_folder_is_deleted_and_all_come_back(local, way):
     members = [local.member(name) for name in "abc"]

@@ -349,13 +349,15 @@ def bound_again(pool, publisher):
             time.sleep(0.05)
 
 
-def test_a_subscriber_may_start_first(pool, tmp_path):
+def test_a_subscriber_may_start_first(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvpool.observe.events.subscriber._SYNC_S", 0.1)
     index = InstanceIndex(BLOCK)
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     store(pool, prompt(3))
     with EventSubscriber(index, 1, endpoint, replay, **QUICK) as subscriber:
-        with pytest.raises(kvpool.DeadlineExceeded, match=r"instance 1 .* in 0\.1 s"):
-            subscriber.wait_synced(0.1)
+        for timeout in (0.1, None):  # None is the default, and not for ever
+            with pytest.raises(kvpool.DeadlineExceeded, match=r"instance 1 .* in 0\.1 s"):
+                subscriber.wait_synced(timeout)
         with quick(pool, endpoint=endpoint, replay_endpoint=replay):
             subscriber.wait_synced(DEADLINE)
             eventually(agrees(index, pool, [(prompt(3), "")]))

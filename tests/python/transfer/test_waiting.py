@@ -207,6 +207,23 @@ def test_a_callback_gets_what_is_sent(caplog):
         assert len(got) == 2
 
 
+@pytest.mark.parametrize("begin", [lambda pool: pool.inbox.on_received, lambda pool: pool.peers.on_change])
+def test_a_pool_has_one_callback_of_a_kind_at_a_time(begin):
+    with small_pool() as pool:
+        with pytest.raises(kvpool.StateError, match="no peers"):
+            begin(pool)(print)
+        pool.peers.listen(address_of(NEAR))
+        with pytest.raises(kvpool.ArgumentTypeError, match="callable"):
+            begin(pool)("print")
+        first = begin(pool)(print)
+        with pytest.raises(kvpool.StateError, match="already"):
+            begin(pool)(print)
+        first.close()
+        second = begin(pool)(print)
+        assert not second.closed
+    assert second.closed
+
+
 @pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, KeyboardInterrupt])
 def test_a_callback_that_is_ended_from_within_is_called_again(kind, caplog):
     """These are no Exception: the thread used to end, without a word, and the item stayed open."""

@@ -28,7 +28,8 @@ _log = logging.getLogger("kvpool.events")
 _REPLAY_END: Final = (1 << 64) - 1  # -1 in 64 bits
 _MESSAGE_BYTES_MAX: Final = 256 << 20
 _REPLAY_SECONDS_MAX: Final = 120.0
-_UNSYNCED_WAIT: Final = 0.05  # seconds between two looks at whether a publisher is there
+_UNSYNCED_WAIT: Final = 0.05  # seconds between two checks for a publisher
+_SYNC_S: Final = 30.0  # default timeout of wait_synced
 
 
 class EventSubscriber:
@@ -123,18 +124,21 @@ class EventSubscriber:
         """Blocks that were left out: of another size, or of layers of another kind."""
         return self._picture.left_out
 
-    def wait_synced(self, timeout: float = 30.0) -> None:
+    def wait_synced(self, timeout: float | None = None) -> None:
         """Waits until it is `synced`.
 
         Args:
-            timeout: Seconds.
+            timeout: Seconds; None: 30.
 
         Raises:
             DeadlineExceeded: It is not, after that time.
         """
+        timeout_s = _SYNC_S if timeout is None else timeout
         with self._changed:
-            if not self._changed.wait_for(lambda: self._synced, timeout):
-                raise DeadlineExceeded(f"no picture of instance {self.instance} from {self.endpoint} in {timeout} s")
+            if not self._changed.wait_for(lambda: self._synced, timeout_s):
+                raise DeadlineExceeded(
+                    f"no picture of instance {self.instance} from {self.endpoint} in {timeout_s:g} s"
+                )
 
     def close(self) -> None:
         """Ends it; the tree keeps what it was told. Idempotent."""
