@@ -33,7 +33,7 @@ Receiver::~Receiver() {
 Receiver::Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly)
     : host_(host), peer_(peer.name), incarnation_(peer.incarnation), writes_directly_(writes_directly) {}
 
-// Whoever asked waits for the answer, perhaps with blocks that only the answer sets free.
+// The caller waits for the answer, perhaps with blocks that only the answer frees.
 void Receiver::answer(ServedCall& call, std::span<const Address> addresses) {
   Bytes body;
   if (const auto failure = failure_of([&] { body = write_addresses(addresses); })) return call.fail(*failure);
@@ -224,22 +224,22 @@ void Receiver::on_placed(std::uint64_t id, bool intact) {
       staging_buffer != nullptr && intact) {
     failure = failure_of([&] { staging_buffer->land(); });
   }
-  settle_placed(id, intact && !failure);
+  end_placing(id, intact && !failure);
   if (failure) throw Error(*failure);
 }
 
-void Receiver::on_passed(std::uint64_t id, bool intact) { settle_placed(id, intact); }
+void Receiver::on_passed(std::uint64_t id, bool intact) { end_placing(id, intact); }
 
-void Receiver::settle_placed(std::uint64_t id, bool intact) {
+void Receiver::end_placing(std::uint64_t id, bool intact) {
   const std::lock_guard lock(mutex_);
-  settle_lent(id);
+  end_placing_lent(id);
   if (const auto arrived = arrived_.find(id); arrived != arrived_.end()) {
-    static_cast<void>(arrived->second.settle(intact));
+    static_cast<void>(arrived->second.end_placing(intact));
     return;
   }
   const auto entry = incoming_.find(id);
   if (entry == incoming_.end()) return;  // blocks of a fetch, or lent ones of a transfer that is over
-  if (entry->second.content.settle(intact) && entry->second.ended) end(entry, /*writers_gone=*/false);
+  if (entry->second.content.end_placing(intact) && entry->second.ended) end(entry, /*writers_gone=*/false);
 }
 
 // --- endings ---

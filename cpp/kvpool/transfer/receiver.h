@@ -1,17 +1,18 @@
-// What one peer may do here: borrow blocks, reserve them, write them, complete. The receiving half of a session.
+// The receiving half of a session: serves one peer that borrows blocks, reserves them, writes them and completes.
 //
 // Invariants
-//   D1  A block that the peer was promised is in exactly one of: a reservation, the lent set, the quarantine.
-//   D2  A reservation ends once: delivered, released, or quarantined and then released. It is released only when nobody
-//       writes it: its bytes are placed by this process, or the peer has said that it is done, or is proved to be gone.
-//   D3  Every call is answered once: Y1 of served_call.h. What the application is told, it is told once.
+//   D1  A block that was promised to the peer is in exactly one of: a reservation, the lent set, the quarantine.
+//   D2  A reservation ends once: delivered, released, or quarantined and then released. It is released only when
+//       nothing writes it: this process places its bytes, or the peer has said that it is done, or is proved to be
+//       gone.
+//   D3  Every call is answered once: Y1 of served_call.h. The application is told of a delivery once.
 //   D4  Content is placed only in blocks that are in a reservation, in the lent set, or reserved for a fetch of this
 //       side, and such a block leaves there only when nothing is being placed.
-//   D5  A transfer whose content comes by this process completes only if all of it was placed, intact.
-//   D6  A lent block that is taken back at the deadline of a recall is free only when nobody writes it: this process
-//       places its bytes, and none just now, or the peer has said so, or is proved to be gone.
+//   D5  A transfer whose content this process places completes only if all of it was placed, intact.
+//   D6  A lent block that is taken back at the deadline of a recall is free only when nothing writes it: this process
+//       places its bytes and is not doing so now, or the peer has said so, or is proved to be gone.
 //
-// Thread-safety: all of it. Answers are sent without the lock. Lives on while work that it gave to other threads runs.
+// Thread-safety: all of it. Sends answers without holding the lock. Lives on while its work runs on other threads.
 #pragma once
 
 #include <cstdint>
@@ -42,13 +43,13 @@ struct ReceiverCounts {
   std::uint32_t reserved = 0;
   std::uint32_t quarantined = 0;
   std::uint32_t transfers = 0;
-  std::uint32_t promised = 0;  // what the limit counts: all of these, and requests that are being answered
+  std::uint32_t promised = 0;  // counts for the limit: all of these, and requests that are being answered
 };
 
-// What has come of a transfer's content, as far as this process places it.
+// The content of a transfer that this process has placed or is placing.
 struct ArrivedContent {
-  bool damaged = false;       // a payload arrived broken, was given up, or was for blocks of somebody else
-  std::uint32_t placing = 0;  // payloads that are being placed now: one, of a peer that keeps the rules
+  bool damaged = false;       // a payload arrived broken, was given up, or was not for the peer's blocks
+  std::uint32_t placing = 0;  // payloads that are being placed now: at most one from a well-behaved peer
   std::uint64_t placing_bytes = 0;
   std::uint64_t placed_bytes = 0;
 
@@ -56,9 +57,9 @@ struct ArrivedContent {
     ++placing;
     placing_bytes += bytes;
   }
-  // True: nothing is being placed any more.
-  bool settle(bool intact) noexcept {
-    if (placing == 0) return false;  // of another transfer, to which the peer had given the same number
+  // True: no payload is being placed any more.
+  bool end_placing(bool intact) noexcept {
+    if (placing == 0) return false;  // of another transfer with the same number
     damaged = damaged || !intact;
     if (--placing > 0) return false;
     placed_bytes += std::exchange(placing_bytes, 0);
@@ -68,82 +69,82 @@ struct ArrivedContent {
 
 class Receiver : public std::enable_shared_from_this<Receiver> {
  public:
-  // `writes_directly`: the peer was given the means to write without this process's help.
+  // `writes_directly`: the peer has access to write without this process's help.
   Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly);
   ~Receiver();
   Receiver(const Receiver&) = delete;
   Receiver& operator=(const Receiver&) = delete;
 
-  // The peer's calls; what is wrong with them is refused.
+  // Calls of the peer; invalid ones are refused.
   void on_lend(const CallPointer& call, const LendBody& body);
   void on_return(const CallPointer& call, const std::vector<Address>& addresses);
-  // Of the transfer with the id of the call, as the next two.
+  // This and the next two are about the transfer with the id of the call.
   void on_reserve(const CallPointer& call, ReserveBody&& body);
   void on_complete(const CallPointer& call, CompleteBody&& body);
-  // The peer says that it writes no more for this transfer.
+  // The peer no longer writes for this transfer.
   void on_abandon(const CallPointer& call);
-  // It says that it writes nothing any more, of no transfer and to no lent block: it takes its leave.
+  // The peer leaves, and no longer writes anything, for any transfer or to any lent block.
   void on_drained();
-  // The owner has answered a fetch that was given up here: it writes no more.
+  // The owner has answered a fetch that was given up here: it no longer writes.
   void on_fetch_over(std::uint64_t id);
 
   Placement on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes);
-  // Throws what a GPU answers that the content is to go to: the link ends.
+  // Throws errors of the GPU to which the content goes; then the link ends.
   void on_placed(std::uint64_t id, bool intact);
-  // The same of content that does not come by the link, straight into the blocks: from any thread.
+  // The same for content that arrives beside the link, directly in the blocks: called from any thread.
   Placement on_pass(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes);
   void on_passed(std::uint64_t id, bool intact);
 
-  // Ends reservations that are too old. Returns when it is to be called again; INT64_MAX for never.
+  // Ends reservations that are too old. Returns when to call it again; INT64_MAX for never.
   std::int64_t tick(std::int64_t now_ns);
 
-  // The link is gone: everything that the peer cannot write any more is released, the rest quarantined.
+  // The link has ended: releases blocks that the peer can no longer write, and quarantines the rest.
   void on_lost();
-  // Nothing of this incarnation of the peer writes here any more.
+  // This incarnation of the peer no longer writes here.
   void on_writer_gone();
   // Destinations of a fetch that was given up: the peer may still write them. `room` was made by quarantine_room().
   struct Quarantined {
     std::vector<Address> addresses;
-    std::shared_ptr<HeldBlocks> held = {};  // gives them back when nobody has it any more; null: this one does
-    bool being_placed = false;              // this process writes them: they are given back behind that
+    std::shared_ptr<HeldBlocks> held = {};  // its last reference gives them back; null: the receiver does
+    bool being_placed = false;              // this process is writing them, and gives them back after that
   };
   using QuarantineRoom = std::map<std::uint64_t, Quarantined>::node_type;
 
   // --- recalls of lent blocks; receiver_recall.cpp ---
-  // Throws kNotOwner unless each is lent to the peer, kArgument when one stands there twice.
+  // Throws kNotOwner unless each is lent to the peer, kArgument for duplicates.
   void check_lent(std::span<const Address> addresses) const;
-  // At most so many that are lent to the peer.
+  // At most `most` of the blocks that are lent to the peer.
   std::vector<Address> some_lent(std::size_t most) const;
-  // Takes back what is left of these. `writer_ended`: the peer has said that it writes none of them any more. `room`:
-  // of the recall, with room for all addresses.
+  // Takes back those of these blocks that are still lent. `writer_ended`: the peer has said that it no longer writes
+  // any of them. `room`: of the recall, with room for all addresses.
   RecallResult end_recall(QuarantineRoom&& room, std::span<const Address> addresses, bool writer_ended) noexcept;
-  // The peer has said so after all.
+  // The peer says so after the deadline.
   void on_recall_over(std::uint64_t id);
   static QuarantineRoom quarantine_room(std::uint64_t id, std::vector<Address> addresses);
   void quarantine(QuarantineRoom&& room) noexcept;
 
   ReceiverCounts counts() const;
 
-  // So much more memory that the peer's requests take. Throws kBusy above the limit.
+  // Counts memory of the peer's requests. Throws kBusy above the limit.
   RequestBytes::Held hold_request(std::size_t bytes) const {
     return request_bytes_->hold(bytes, host_.limits().request_bytes_max);
   }
 
  private:
-  // By transfer, or by fetch of this side. A map, because its nodes can be made beforehand: to quarantine must not
+  // By transfer, or by fetch of this side. A map, because its nodes can be made beforehand, so that quarantine() cannot
   // fail.
   using Quarantine = std::map<std::uint64_t, Quarantined>;
   enum class Phase : std::uint8_t { kReserving, kReserved, kDelivering };
   struct Incoming {
     std::shared_ptr<ReserveSpec> spec;
     Reservation reservation;
-    std::vector<Address> named;  // destinations that were lent before, while they go to the index
+    std::vector<Address> named;  // lent destinations, while they are being inserted
     Quarantine::node_type room;  // for its blocks
-    RequestBytes::Held prompt;   // or, of lent blocks, all that its completion has while it is verified
+    RequestBytes::Held prompt;   // or, for lent blocks, the whole completion while it is verified
     RequestBytes::Held told;     // private bytes, likewise
     Phase phase = Phase::kReserving;
     bool one_sided = false;
-    bool ended = false;  // cancelled, too old or lost while another thread works on it: it releases
+    bool ended = false;  // cancelled, too old or lost while another thread works on it; that thread releases it
     ArrivedContent content;
     std::int64_t deadline_ns = 0;
     std::uint32_t mark = 0;
@@ -152,8 +153,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   using ArrivedMap = std::unordered_map<std::uint64_t, ArrivedContent>;
   enum class Lent : std::uint8_t {
     kHeld,
-    kLeaving,   // goes to the index, or is being given back
-    kRecalled,  // the same, and is the peer's no more should nothing come of it
+    kLeaving,   // is being inserted or given back
+    kRecalled,  // the same, but if that fails the block is no longer lent
   };
   struct PlacedNow {  // in lent blocks
     std::uint64_t transfer;
@@ -174,8 +175,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   bool may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry);
   Placement admit(Placement placement, std::vector<Address>&& blocks, std::uint64_t payload_bytes);
   bool is_placed_now(std::span<const Address> blocks) const noexcept;
-  void settle_lent(std::uint64_t id) noexcept;
-  void settle_placed(std::uint64_t id, bool intact);
+  void end_placing_lent(std::uint64_t id) noexcept;
+  void end_placing(std::uint64_t id, bool intact);
   ArrivedContent* content_to_lent(std::uint64_t id);
   void forget_content(std::uint64_t id) noexcept;
   void check_content(const ArrivedContent& content, std::size_t blocks, std::uint64_t bytes_sent) const;
@@ -187,7 +188,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void forfeit(std::uint64_t id);
   void release_quarantined(std::uint64_t id);
   void give_back(Quarantined& quarantined) noexcept;
-  // Takes the entry out and gives its blocks back, or leaves it to the thread that works on it.
+  // Removes the entry and gives its blocks back, or leaves that to the thread that works on it.
   void end(IncomingMap::iterator entry, bool writers_gone);
   void release_lent(bool quarantine) noexcept;
 
@@ -197,14 +198,13 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   const bool writes_directly_;
   const std::shared_ptr<RequestBytes> request_bytes_ = std::make_shared<RequestBytes>();
 
-  std::unique_ptr<StagingBuffer>
-      staging_buffer_;  // of the frame that is being placed: the link's reader alone looks at it
+  std::unique_ptr<StagingBuffer> staging_buffer_;  // of the frame that is being placed; only the link's reader uses it
 
   mutable std::mutex mutex_;
   bool lost_ = false;
   bool drained_ = false;
   IncomingMap incoming_;
-  // By transfer without a reservation, whose content was placed in lent blocks, or dropped; until it completes.
+  // By transfer without a reservation whose content was placed in lent blocks, or dropped; until it completes.
   ArrivedMap arrived_;
   std::vector<PlacedNow> placed_now_;
   std::unordered_map<Address, Lent> lent_;  // quarantined from the loss of the link until the writer is gone

@@ -83,8 +83,8 @@ bool Receiver::is_placed_now(std::span<const Address> blocks) const noexcept {
   });
 }
 
-// A payload for lent blocks lies there; what was taken back meanwhile is free. REQUIRES: mutex_ is held.
-void Receiver::settle_lent(std::uint64_t id) noexcept {
+// A payload has arrived in lent blocks; frees those that were taken back meanwhile. REQUIRES: mutex_ is held.
+void Receiver::end_placing_lent(std::uint64_t id) noexcept {
   const auto placed = std::ranges::find_if(placed_now_, [&](const PlacedNow& one) { return one.transfer == id; });
   if (placed == placed_now_.end()) return;
   placed_now_.erase(placed);
