@@ -1,7 +1,6 @@
-"""The handles of swaps that nobody waits for.
+"""The handles of swaps in the background.
 
-The classes themselves are C++'s. What a coroutine needs is written here, and becomes part of them when the package is
-imported.
+C++ defines the classes. This adds what coroutines need, when the package is imported.
 """
 
 from __future__ import annotations

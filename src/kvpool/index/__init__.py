@@ -1,4 +1,4 @@
-"""The prompt index: which prefixes are cached, where, and what happened to them."""
+"""The prompt index: which prefixes are cached, where, and how that changes."""
 
 from kvpool._core import Inserted, InstanceHits, Match
 from kvpool.index.events import EventStream, MovedEvent, RemovedEvent, StoredEvent

@@ -1,7 +1,7 @@
-"""What happens to cached prompts, as a stream for a router or a monitor.
+"""Changes of cached prompts, as a stream for a router or a monitor.
 
-An event carries the whole prefix, so applying it needs nothing else: `tokens` are all tokens from the prompt's start to
-the end of the blocks that changed, and the blocks from `first_block` on changed.
+An event carries the whole prefix, so a reader can apply it without other data: `tokens` are all tokens from the
+prompt's start to the end of the blocks that changed, and the blocks from `first_block` on changed.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ Event: TypeAlias = StoredEvent | RemovedEvent | MovedEvent
 class EventStream:
     """A subscription. Events wait in it until they are drained; when it is full the oldest are lost, and counted.
 
-    Iterating drains what is there and ends; it does not wait. Thread-safe.
+    Iterating drains the waiting events and ends; it does not wait for more. Thread-safe.
 
     Attributes:
-        lost: Events that were lost so far. A reader that sees it grow drops its picture and subscribes again, with
+        lost: Events that were lost so far. If it grows, a reader must drop its copy and subscribe again, with
             `include_cached=True`.
     """
 

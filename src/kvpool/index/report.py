@@ -1,4 +1,4 @@
-"""Why a match ends where it does."""
+"""Explains why a match ends where it does."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ REASONS: Final = ("complete", "no_namespace", "diverges", "nothing_beyond")
 
 @dataclass(frozen=True)
 class MatchReport:
-    """What `Pool.match` would find for a prompt, and why it ends there. `str()` of it is for people.
+    """What `Pool.match` would find for a prompt, and why it ends there. `str()` gives a readable text.
 
     Attributes:
-        requested_tokens: Tokens asked for.
-        matched_tokens: Tokens cached, whole blocks.
-        partial_tokens: Tokens that agree inside the next block.
+        requested_tokens: Tokens of the request.
+        matched_tokens: Tokens cached, in whole blocks.
+        partial_tokens: Tokens of the next block that agree with a cached block.
         block_tokens: Tokens a block.
         reason: "complete": every whole block is cached; "no_namespace": nothing is stored under the namespace;
-            "diverges": what is cached goes on, but differently; "nothing_beyond": nothing longer is cached.
+            "diverges": cached prompts continue with other tokens; "nothing_beyond": no cached prompt continues.
         addrs: uint64, where the cached blocks lie; not pinned.
-        elsewhere: Other namespaces that hold more of these tokens, with how many tokens.
+        elsewhere: Other namespaces that hold more of these tokens, and how many tokens each.
     """
 
     requested_tokens: int
@@ -44,7 +44,7 @@ class MatchReport:
 
     @classmethod
     def from_core(cls, block_tokens: int, found: CoreReport, opaque: bool = False) -> MatchReport:
-        """From what the core's `_explain` returns. Opaque values are no addresses, and are left out."""
+        """From the result of the core's `_explain`. Leaves out opaque values, because they are no addresses."""
         requested, blocks, partial, end, addrs, elsewhere = found
         return cls(
             requested_tokens=requested,

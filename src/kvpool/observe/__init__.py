@@ -1,6 +1,6 @@
-"""What others may see of a pool: metrics for Prometheus, and KV events for routers in other processes.
+"""Observation of a pool: metrics for Prometheus, and KV events for routers in other processes.
 
-Nothing is imported here, because each part needs a different library:
+This imports nothing, because each part needs a different library:
 
     kvpool.observe.metrics    PoolCollector, serve_metrics          pip install 'kvpool[metrics]'
     kvpool.observe.events     EventPublisher, EventSubscriber       pip install 'kvpool[events]'

@@ -1,7 +1,7 @@
-"""What a pool does, for Prometheus.
+"""The metrics of a pool, for Prometheus.
 
-Nothing is counted here: the pool counts anyway, and is asked when somebody scrapes. So metrics cost nothing between two
-scrapes, and a scrape costs what `Pool.stats` and `Pool.peers` cost. docs/how-to/metrics.md lists the metrics.
+This counts nothing: the pool counts anyway, and a scrape reads its counters. So metrics cost nothing between scrapes,
+and a scrape costs as much as `Pool.stats` and `Pool.peers`. docs/how-to/metrics.md lists the metrics.
 
 Raises:
     ImportError: prometheus-client is missing: ``pip install 'kvpool[metrics]'``.
@@ -75,13 +75,13 @@ _PEER_GAUGES: Final = (
 class PoolCollector(Collector):
     """The metrics of one pool or several: ``registry.register(PoolCollector(pool))`` with prometheus_client.
 
-    Every sample has the label `pool`. A pool that is closed has `kvpool_up` 0 and nothing else. Thread-safe.
+    Every sample has the label `pool`. A closed pool has only `kvpool_up`, which is 0. Thread-safe.
 
     Args:
-        pools: A pool, which is labelled with what peers call it ("" before it meets any); or pools by their labels.
-            They are kept until the collector is dropped.
-        peers_max: Peers with samples of their own, by name; the rest is one sample together, so that the number of
-            series has a bound.
+        pools: A pool, whose label is its name among peers ("" before it has any); or pools by their labels. They are
+            kept alive until the collector is dropped.
+        peers_max: The most peers with separate samples, by name; the rest share one sample, so that the number of
+            series is bounded.
 
     Raises:
         ArgumentTypeError: No pool.
@@ -137,7 +137,7 @@ class MetricsServer:
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
 
     def close(self) -> None:
-        """Ends it; the pool goes on. Idempotent."""
+        """Ends it, without closing the pool. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -166,8 +166,8 @@ def serve_metrics(
 
     Args:
         pools: As in `PoolCollector`.
-        address: Of the interface to listen on; by default this machine alone can connect.
-        port: 0 for any that is free.
+        address: Of the interface to listen on; by default only this machine can connect.
+        port: 0 for any free port.
         peers_max: As in `PoolCollector`.
 
     Returns:

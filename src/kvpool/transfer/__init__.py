@@ -1,4 +1,4 @@
-"""Blocks between pools: what the verbs of a pool take and return."""
+"""Blocks between pools: arguments and results of a pool's verbs."""
 
 from kvpool._core import TransferStream
 from kvpool.transfer.batch import Batch

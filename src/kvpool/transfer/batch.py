@@ -1,4 +1,4 @@
-"""Many of a verb in one call: `Pool.batch`."""
+"""Many requests of one kind in one call: `Pool.batch`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Batch:
             A list of Transfer, in the same order.
 
         Raises:
-            As `Pool.transfer`, when an argument of one is wrong: then none was started.
+            As `Pool.transfer`, when an argument of one is wrong; then none was started.
             ArgumentTypeError: One is no TransferSpec.
         """
         return self._pool._transfer_batch(specs)

@@ -1,4 +1,4 @@
-"""The routes between GPUs that a pool goes without, and what to install for them."""
+"""The routes between GPUs that a pool does not use, and what to install for them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def nccl_extra() -> str:
 
 
 def tell_unused(pool: _core.Pool, settings: Settings) -> None:
-    """Says in the log, at INFO, which routes between GPUs this pool does not use. Nothing for a pool without a GPU.
+    """Logs, at INFO, which routes between GPUs this pool does not use. Logs nothing for a pool without a GPU.
 
-    Without them blocks of one host still go by cuda_ipc, but those of other hosts by sock, through host memory. A route
-    that is named, and cannot be had, is an error instead.
+    Without these routes, blocks still travel by cuda_ipc within a host, but to other hosts by sock, through host
+    memory. A route that is named and not available is an error instead.
     """
     device = pool._arena(int(HBM))["device"]
     if not device.startswith("cuda"):

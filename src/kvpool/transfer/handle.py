@@ -1,7 +1,7 @@
 """The handle of a transfer.
 
-The class itself is C++'s: one is made for every transfer, and that must cost next to nothing. What a coroutine and a
-reader of statistics need is written here, and becomes part of it when the package is imported.
+C++ defines the class, because every transfer makes one, which must cost next to nothing. This adds what coroutines and
+readers of statistics need, when the package is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Transfer", "TransferStats"]
 
 
 def _stats(self: Transfer) -> TransferStats:
-    """What it cost, once it has ended, well or not.
+    """Its cost, once it has ended, successfully or not.
 
     Raises:
         StateError: It is under way.

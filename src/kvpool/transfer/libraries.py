@@ -1,4 +1,4 @@
-"""Where the wheels of UCX and NCCL have put their libraries."""
+"""Finds the libraries in the wheels of UCX and NCCL."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["nccl_library", "ucx_library"]
 
 
 def ucx_library(setting: str) -> str:
-    """What the core is told for the setting `ucx`: "wheel" becomes the path of the wheel's library, if it is installed.
+    """The core's value for the setting `ucx`: "wheel" becomes the path of the wheel's library, if it is installed.
 
-    Nothing is imported: the wheel's own module would load the library before anybody knows whether it is wanted.
+    Imports nothing, because the wheel's module would load the library before it is known whether it is needed.
     """
     if setting != "wheel":
         return setting

@@ -1,9 +1,9 @@
-"""Instances of different parallelism: which rank sends what to whom (MemServe §4.3).
+"""Instances of different parallelism: which rank sends what to which rank (MemServe §4.3).
 
-A block of a model that runs on several ranks is spread over them: pipeline parallelism gives each stage a range of
-layers, tensor parallelism each rank of a stage a range of KV heads. Where there are fewer KV heads than ranks,
-neighbouring ranks hold the same head. `ParallelConfig` says how, `plan_reshard` what must be sent when sender and
-receiver do it differently. The planning is C++ (cpp/kvpool/transfer/reshard.h, which lists what a plan promises).
+A block of a model that runs on several ranks is divided among them: pipeline parallelism gives each stage a range of
+layers, tensor parallelism each rank of a stage a range of KV heads. If there are fewer KV heads than ranks,
+neighbouring ranks hold the same head. `ParallelConfig` describes a division, and `plan_reshard` plans what to send
+between two different ones. The planner is in C++ (cpp/kvpool/transfer/reshard.h, with the invariants of a plan).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class RankSlice:
         tp_rank: Rank within the stage.
         layers: Layers of the model that the rank holds.
         heads: KV heads of the model that the rank holds.
-        replica: Which of the ranks that hold the same; 0 where there is only one.
-        replicas: How many ranks hold the same.
+        replica: Its number among the ranks with the same content; 0 if there is only one.
+        replicas: How many ranks have the same content.
         layout: Layout of the rank's pool; None for a stage that has no layer.
     """
 
@@ -86,18 +86,18 @@ class RankSlice:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model is spread over ranks.
+    """How a model is divided among ranks.
 
-    Ranks are numbered as vLLM, SGLang and Megatron do it: the tensor-parallel rank runs fastest.
+    Ranks are numbered as in vLLM, SGLang and Megatron: the tensor-parallel rank runs fastest.
 
     Attributes:
         tp: Tensor-parallel ranks of a stage. It divides the number of KV heads, or is a multiple of it.
         pp: Pipeline stages.
-        split: Who takes the layers that are left over when `pp` does not divide their number. "vllm": one each for the
+        split: Which stages take the remaining layers when `pp` does not divide their number. "vllm": one each for the
             stages before the last one, backwards from there (5 over 4 is 1, 1, 2, 1). "sglang": one each for the last
             stages (1, 1, 1, 2).
-        stage_layers: Layers of each stage, where neither rule says it; what `VLLM_PP_LAYER_PARTITION` and
-            `SGLANG_PP_LAYER_PARTITION` are set to. A stage may have none.
+        stage_layers: Layers of each stage, if neither rule applies; the values of `VLLM_PP_LAYER_PARTITION` and
+            `SGLANG_PP_LAYER_PARTITION`. A stage may have 0.
     """
 
     tp: int = 1
@@ -178,8 +178,8 @@ class ReshardPair:
         from_rank: The sender.
         to_rank: The receiver.
         bytes: Of one block.
-        strips: uint64 array of the shape (n, 3): where in the sender's content of the block, where in the receiver's,
-            how many bytes. Read-only. Rows rise in the first two columns, and no two could be one.
+        strips: uint64 array of the shape (n, 3): offset in the sender's content of the block, offset in the receiver's,
+            number of bytes. Read-only. Rows ascend in the first two columns, and no two can be joined.
     """
 
     from_rank: int
@@ -190,15 +190,15 @@ class ReshardPair:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Who sends what to whom. One plan serves any number of blocks between two instances.
+    """Which rank sends what to which rank. One plan serves any number of blocks between two instances.
 
     Attributes:
         layout: Of the whole block at the sender.
-        sender: How the sender is spread.
-        receiver: How the receiver is spread.
+        sender: The sender's division.
+        receiver: The receiver's division.
         senders: What each rank of the sender holds.
-        receivers: What each rank of the receiver holds, or is to hold.
-        pairs: Those that have something to send, by (from_rank, to_rank).
+        receivers: What each rank of the receiver will hold.
+        pairs: By (from_rank, to_rank), without empty ones.
     """
 
     layout: KVLayout
@@ -231,7 +231,7 @@ class ReshardPlan:
 
         Args:
             pair: One of `pairs`.
-            layer: Number of the layer in the model; of another stage than the sender's, there is nothing to send.
+            layer: Number of the layer in the model. The result is empty for layers of another stage than the sender's.
         """
         held = self.senders[pair.from_rank]
         if layer not in held.layers or held.layout is None:
@@ -247,12 +247,12 @@ class ReshardPlan:
         from_blocks: Sequence[int] | npt.NDArray[np.int64],
         to_blocks: Sequence[int] | npt.NDArray[np.int64],
     ) -> None:
-        """Carries the plan out on arrays of this process: the readable reference of what ranks do over a network.
+        """Executes the plan on arrays of this process: a readable reference for what ranks do over a network.
 
         Args:
-            senders: An array of each rank, of the shape [block, *layout.shape] with the layout of its slice;
+            senders: An array for each rank, of the shape [block, *layout.shape] with the layout of its slice;
                 `pool.tensor(...)` of ranks in one process. None for a rank that holds no layer.
-            receivers: Likewise; written to.
+            receivers: Likewise; these are written.
             from_blocks: Block numbers at the sender: the same for all ranks.
             to_blocks: As many block numbers at the receiver.
 
@@ -278,7 +278,7 @@ class ReshardPlan:
             array[np.asarray(to_blocks, np.int64)] = contents.view(array.dtype).reshape(-1, *slice_.layout.shape)
 
     def __str__(self) -> str:
-        """A line for each pair, for people."""
+        """A readable line for each pair."""
         lines = [
             f"TP {self.sender.tp} PP {self.sender.pp} -> TP {self.receiver.tp} PP {self.receiver.pp}: "
             f"{self.strips} strips a block, {len(self.pairs)} pairs"
@@ -293,16 +293,16 @@ class ReshardPlan:
 def plan_reshard(
     layout: KVLayout, sender: ParallelConfig, receiver: ParallelConfig, *, receiver_layout: KVLayout | None = None
 ) -> ReshardPlan:
-    """Plans a transfer between two instances of the same model that are spread over ranks differently.
+    """Plans a transfer between two instances of the same model with different divisions.
 
     Args:
         layout: Of the whole block at the sender, as if one rank held it.
-        sender: How the sender is spread.
-        receiver: How the receiver is spread.
-        receiver_layout: Of the whole block at the receiver, if that is another one. `order` may differ, nothing else.
+        sender: The sender's division.
+        receiver: The receiver's division.
+        receiver_layout: Of the whole block at the receiver, if different. Only `order` may differ.
 
     Raises:
-        LayoutMismatch: The two do not hold the same in a block.
+        LayoutMismatch: The blocks of the two have different contents.
         ArgumentError: A configuration does not fit the layout, or the plan would have millions of strips.
         ArgumentTypeError: A value of the wrong type.
     """

@@ -1,4 +1,4 @@
-"""What a worker process needs to become a rank of a logical instance: text, so that it goes by any way."""
+"""The ticket with which a worker process becomes a rank of a logical instance: text, for any way of sending."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RankTicket:
         address: Where the scheduler listens.
         incarnation: Number of the incarnation of the scheduler.
         instance: The number in the addresses of its blocks.
-        name: What the scheduler's peers call it.
+        name: The scheduler's name among its peers.
         rank: Number of the rank.
         layout: Of the whole block.
-        parallel: How it is spread.
+        parallel: Its division among the ranks.
         hbm_blocks: Blocks in the device tier, the same in every rank.
         dram_blocks: Blocks in the host tier.
     """
@@ -61,7 +61,7 @@ class RankTicket:
 
     @classmethod
     def read(cls, text: object) -> RankTicket:
-        """What text() wrote.
+        """Reads the result of text().
 
         Raises:
             ArgumentTypeError: It is no str.

@@ -1,1 +1,1 @@
-"""Which threads may wait for which (threads.py), and how a coroutine waits for a thread of C++ (coroutines.py)."""
+"""Which threads may wait for which (threads.py), and how coroutines wait for C++ threads (coroutines.py)."""

@@ -1,4 +1,4 @@
-"""How a coroutine waits for what a thread of C++ does."""
+"""Lets a coroutine wait for an operation of a C++ thread."""
 
 from __future__ import annotations
 

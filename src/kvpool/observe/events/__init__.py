@@ -1,4 +1,4 @@
-"""KV events over ZMQ, in the format that vLLM publishes: to routers that know it, and from engines that speak it.
+"""KV events over ZMQ, in the format of vLLM: to routers that read it, and from engines that publish it.
 
 Raises:
     ImportError: pyzmq or msgpack is missing: ``pip install 'kvpool[events]'``.

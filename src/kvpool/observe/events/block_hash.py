@@ -4,8 +4,8 @@
     first block     sha256(root, its tokens as int32, little-endian)
     next block      sha256(digest of the block before it, its tokens)
 
-So a name says everything before the block, too, and two namespaces never share one. No `hash()` of Python is in it:
-that differs from process to process.
+So a name also identifies everything before the block, and two namespaces never share one. Python's `hash()` is not
+used, because it differs between processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def short(digest: bytes) -> int:
 class BlockHasher:
     """Digests of the blocks of prompts.
 
-    It remembers the last prompt: what the next one has in common with it is not hashed again, so that the blocks of one
+    It remembers the last prompt and does not hash a common prefix of the next prompt again, so the blocks of one
     prompt, evicted one by one, cost one hash each. Not thread-safe.
 
     Args:

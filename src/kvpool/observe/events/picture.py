@@ -1,14 +1,14 @@
-"""What a publisher of KV events holds, kept so that its events can be told in the words of a prompt index.
+"""A copy of the blocks that a publisher of KV events holds, which translates its events for a prompt index.
 
-A wire event names blocks by hashes, a prompt index by all tokens from the prompt's start. So every block that was told
-is kept with its tokens and the block before it. Blocks may be told in any order, and may go in any order, as vLLM's do;
-the index is told of those whose whole prefix is there.
+A wire event names blocks by hashes, a prompt index by all tokens from the prompt's start. So every reported block is
+kept with its tokens and the block before it. Blocks may be stored and removed in any order, as vLLM does; the index is
+told of those whose whole prefix is stored.
 
 Invariants
   V1  A block is live if and only if it is in some medium, the block before it is live or it is the first of its prompt,
-      and nothing else than tokens and namespace tells it from others. Between two batches the index holds exactly the
-      live ones.
-  V2  A block that is in no medium and has none after it is not kept.
+      and only tokens and namespace distinguish it from others. Between two batches the index holds exactly the live
+      blocks.
+  V2  A block that is in no medium and has no block after it is not kept.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _UNSAID: Final = "?"  # the medium of a publisher that names none
 
 
 class FollowsEvents(Protocol):
-    """What an `EventSubscriber` can feed: `kvpool.policy.routing.PromptTree` is one."""
+    """An index that an `EventSubscriber` can feed, such as `kvpool.policy.routing.PromptTree`."""
 
     def apply(self, instance: int, event: StoredEvent | RemovedEvent, /) -> object:
-        """Takes over what happened at an instance. The event has no addresses."""
+        """Applies an event of an instance. The event has no addresses."""
 
     def forget(self, instance: int, /) -> object:
-        """The instance holds nothing."""
+        """Forgets everything of the instance."""
 
 
 class _Block:
@@ -59,14 +59,14 @@ class _Block:
 
 
 class Picture:
-    """Follows the events of one publisher, and tells an index. Not thread-safe.
+    """Follows the events of one publisher, and applies them to an index. Not thread-safe.
 
     It needs memory for each block that the publisher holds: its tokens, and some 500 bytes.
 
     Args:
-        target: Is told.
-        instance: As which instance.
-        block_tokens: Tokens a block; events of another size are left out.
+        target: The index.
+        instance: The instance id of the publisher in the index.
+        block_tokens: Tokens a block; ignores events of another size.
     """
 
     def __init__(self, target: FollowsEvents, instance: int, block_tokens: int) -> None:
@@ -78,16 +78,16 @@ class Picture:
         self.left_out = 0
 
     def __len__(self) -> int:
-        """Blocks that the index was told of, and has."""
+        """The number of live blocks."""
         return sum(block.live for block in self._blocks.values())
 
     def clear(self) -> None:
-        """The publisher holds nothing, as far as one knows."""
+        """Forgets all blocks of the publisher."""
         self._blocks.clear()
         self._target.forget(self._instance)
 
     def apply(self, events: Iterable[WireEvent]) -> None:
-        """Takes over the events of a batch."""
+        """Applies the events of a batch."""
         gone: list[_Block] = []
         for event in events:
             if isinstance(event, AllBlocksCleared):

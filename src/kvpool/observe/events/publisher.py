@@ -32,41 +32,40 @@ _LINGER_MS: Final = 500  # for the last word of a pool that is closed
 
 
 class EventPublisher:
-    """Publishes what happens to a pool's cached prompts, in a separate thread, until it or the pool is closed.
+    """Publishes the changes of a pool's cached prompts, in a separate thread, until it or the pool is closed.
 
-    Three frames a message: topic, sequence (8 bytes, big-endian), batch (see `kvpool.observe.events.wire`). A
-    subscriber that has missed some asks the replay endpoint, in vLLM's words: an empty frame and the sequence from
-    which it wants them, from a DEALER socket. It gets (empty, sequence, batch) for each, and at the end (empty, -1,
-    empty). When they are not kept any more, or never were, it gets AllBlocksCleared and then everything that is cached,
-    all under the sequence up to which that is true.
+    A message has three frames: topic, sequence (8 bytes, big-endian), batch (see `kvpool.observe.events.wire`). A
+    subscriber that has missed batches asks the replay endpoint, with vLLM's protocol: it sends an empty frame and the
+    first missing sequence from a DEALER socket. It gets (empty, sequence, batch) for each, and at the end (empty, -1,
+    empty). If the batches are no longer kept, or never were, it gets AllBlocksCleared and then everything that is
+    cached, all with the sequence up to which that is true.
 
-    Sequences of one publisher follow each other; where they begin is random, so that a publisher that was started again
-    is not taken for the one before it. Events that the pool had to drop become AllBlocksCleared and everything that is
-    cached. A pool that is closed says AllBlocksCleared at last.
+    Sequences of one publisher are consecutive. The first is random, so that subscribers recognise a restarted
+    publisher. When the pool had to drop events, AllBlocksCleared and everything that is cached follow. When the pool is
+    closed, a last AllBlocksCleared follows.
 
-    The pool works as fast as with any subscription; the publisher's thread needs the GIL while it translates. What
-    waits is bounded: `capacity_tokens` before it, `replay_bytes` in it, `hwm` messages of some 100 KiB at most for each
-    subscriber that does not read, which then loses messages. The events contain the tokens of prompts, and any
-    subscriber can read them: they stay on this machine unless an endpoint says otherwise. Thread-safe.
+    The pool is as fast as with any subscription; the publisher's thread needs the GIL while it translates. Memory is
+    bounded: `capacity_tokens` before the publisher, `replay_bytes` in it, and at most `hwm` messages of some 100 KiB
+    for each subscriber that does not read, which then loses messages. The events contain the tokens of prompts, and any
+    subscriber can read them; by default the endpoints are on this machine only. Thread-safe.
 
     Args:
-        pool: Whose events they are. It is kept until this is closed.
+        pool: The pool. It is kept alive until this is closed.
         endpoint: Where to publish: "tcp://127.0.0.1:*" for any free port, "ipc:///path", "tcp://HOST:PORT".
-        replay_endpoint: Where subscribers ask for what they missed; None: nowhere.
+        replay_endpoint: Where subscribers ask for missed batches; None: nowhere.
         topic: First frame of every message.
-        interval: Seconds between two looks at what has happened.
-        data_parallel_rank: Stands in every batch.
-        hashes: "int": the first 64 bits of a block's digest, which is what vLLM sends unless told otherwise; "bytes":
-            all 256.
-        encoding: "map" as vLLM since its change #42892; "array" for older subscribers.
+        interval: Seconds between two checks for events.
+        data_parallel_rank: Part of every batch.
+        hashes: "int": the first 64 bits of a block's digest, the default of vLLM; "bytes": all 256.
+        encoding: "map" as in vLLM since its change #42892; "array" for older subscribers.
         capacity_tokens: As in `Pool.subscribe`.
-        replay_bytes: What the batches that are kept for replay may have together.
+        replay_bytes: The most bytes of all batches that are kept for replay.
         hwm: Messages that wait for one subscriber.
 
     Raises:
         ArgumentError: A number or an endpoint is wrong.
         StateError: An endpoint is in use.
-        ClosedError, ForkError: The pool is closed, or a parent process's.
+        ClosedError, ForkError: The pool is closed, or belongs to the parent process.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class EventPublisher:
         return self._stopping
 
     def close(self) -> None:
-        """Ends it; what has not been published is not. Idempotent. The pool goes on."""
+        """Ends it, without publishing the remaining events. Idempotent. Does not close the pool."""
         if os.getpid() != self._process:
             return  # in a forked child there is no thread, and the sockets are the parent's
         with self._lock:
@@ -216,7 +215,7 @@ class EventPublisher:
                 _log.debug("an invalid request for replay: %d frames", len(frames))
 
     def _answer(self, client: bytes, start: int) -> None:
-        """Sends what was asked for. When the client does not read, the rest is not sent, and no end: it asks again."""
+        """Answers a request. If the client does not read, the rest and the end are not sent, so it asks again."""
         assert self._router is not None
         self._publish_news()  # so that what is sent is true up to the last number
         try:

@@ -1,4 +1,4 @@
-"""What was published last, for subscribers that missed some of it."""
+"""The latest batches, for subscribers that have missed some."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["ReplayBuffer"]
 
 
 class ReplayBuffer:
-    """The last batches, with their sequence numbers, which follow each other. Not thread-safe.
+    """The latest batches, with consecutive sequence numbers. Not thread-safe.
 
     Args:
         first: The number of the first batch.
-        bytes_max: What all payloads together may have; the newest batch is kept whatever its size.
-        batches_max: How many there may be.
+        bytes_max: The most bytes of all payloads together; the newest batch is kept regardless of its size.
+        batches_max: The most batches.
     """
 
     def __init__(self, first: int, bytes_max: int, batches_max: int) -> None:
@@ -26,7 +26,7 @@ class ReplayBuffer:
         self.next = first
 
     def append(self, payload: bytes) -> int:
-        """Keeps a batch; its number. The oldest make room for it."""
+        """Keeps a batch, and drops the oldest to make room. Returns its number."""
         number = self.next
         self.next += 1
         self._payloads.append(payload)
@@ -36,7 +36,7 @@ class ReplayBuffer:
         return number
 
     def covers(self, start: int) -> bool:
-        """Whether every batch from this number on is here. So it is, too, when the number is the next one."""
+        """Whether every batch from this number on is here; also true for the next number."""
         return self.next - len(self._payloads) <= start <= self.next
 
     def since(self, start: int) -> Iterator[tuple[int, bytes]]:

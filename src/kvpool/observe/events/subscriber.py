@@ -35,22 +35,23 @@ _SYNC_S: Final = 30.0  # default timeout of wait_synced
 class EventSubscriber:
     """Feeds a router's tree with the KV events of one instance, in a separate thread, until it is closed.
 
-    The publisher is an `EventPublisher` of kvpool, or an engine that speaks vLLM's format with the tokens in it. It may
-    start later, or again. It begins by asking for what is cached. A gap in the sequence is filled from the replay
-    endpoint; where that is not possible the tree forgets the instance and learns it anew: from kvpool all at once, from
-    others as the events come. So it does when a publisher was started again. Thread-safe.
+    The publisher is an `EventPublisher` of kvpool, or an engine that publishes vLLM's format with tokens. It may start
+    later, or be restarted. The subscriber begins by asking for everything that is cached. It fills a gap in the
+    sequence from the replay endpoint. If that is not possible, or after a restart of the publisher, the tree forgets
+    the instance
+    and learns it again: from kvpool all at once, from others with their next events. Thread-safe.
 
     Args:
         index: An InstanceIndex, or anything with ``apply(instance, event)`` and ``forget(instance)``, such as the
-            PromptTree of kvpool.policy.routing. What it is told lasts until an event says otherwise.
-        instance: As which instance, from 0 to 16383.
-        endpoint: Where the publisher publishes.
-        replay_endpoint: Where it answers for what was missed; None: nothing is asked.
+            PromptTree of kvpool.policy.routing. Its entries do not expire.
+        instance: The instance id of the publisher in the index, from 0 to 16383.
+        endpoint: The publisher's endpoint.
+        replay_endpoint: The publisher's endpoint for missed batches; None: do not ask.
         block_tokens: Tokens a block; by default that of the index.
-        topic: Only messages whose first frame begins so.
-        probe: Seconds of silence after which it asks whether something was missed, so that a loss at the end of a burst
-            is noticed, too.
-        timeout: Seconds without any answer after which a request for replay has failed. It is made again after `probe`.
+        topic: Prefix of the first frame; ignores other messages.
+        probe: Seconds of silence after which it asks for missed batches, so that it also notices a loss at the end of a
+            burst.
+        timeout: Seconds without any answer after which a request for replay has failed. It is repeated after `probe`.
 
     Raises:
         ArgumentError: A number or an endpoint is wrong.
@@ -106,22 +107,22 @@ class EventSubscriber:
 
     @property
     def synced(self) -> bool:
-        """Whether the tree has everything that the publisher is known to have said."""
+        """Whether the tree has everything that the publisher is known to have published."""
         return self._synced
 
     @property
     def gaps(self) -> int:
-        """How often something was missed that no replay could fill, so that the instance was forgotten."""
+        """How often the instance was forgotten, because no replay could fill a gap."""
         return self._gaps
 
     @property
     def malformed(self) -> int:
-        """Messages that were no batch of KV events, and were left out."""
+        """Ignored messages that were no batch of KV events."""
         return self._malformed
 
     @property
     def left_out(self) -> int:
-        """Blocks that were left out: of another size, or of layers of another kind."""
+        """Ignored blocks: of another size, or of layers of another kind."""
         return self._picture.left_out
 
     def wait_synced(self, timeout: float | None = None) -> None:
@@ -131,7 +132,7 @@ class EventSubscriber:
             timeout: Seconds; None: 30.
 
         Raises:
-            DeadlineExceeded: It is not, after that time.
+            DeadlineExceeded: It is not synced after that time.
         """
         timeout_s = _SYNC_S if timeout is None else timeout
         with self._changed:
@@ -141,7 +142,7 @@ class EventSubscriber:
                 )
 
     def close(self) -> None:
-        """Ends it; the tree keeps what it was told. Idempotent."""
+        """Ends it; the tree keeps its content. Idempotent."""
         if os.getpid() != self._process:
             return
         with self._changed:

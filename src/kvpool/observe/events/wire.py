@@ -4,8 +4,8 @@
     event      {"type": "BlockStored", "block_hashes": [...], ...}    "map": vLLM since #42892
                ["BlockStored", [...], ...]                            "array": vLLM before, SGLang
 
-A batch that is a map is read, too. What arrives is anybody's: everything is checked, and nothing else than numbers,
-texts and lists can come of it.
+A batch that is a map is read, too. Input is not trusted: everything is checked, and decoding yields only numbers, texts
+and lists.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """Blocks are not in this medium any more. Fields as in `BlockStored`."""
+    """Blocks are no longer in this medium. Fields as in `BlockStored`."""
 
     block_hashes: Sequence[BlockHash]
     medium: str | None = None
@@ -77,7 +77,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """The publisher holds nothing any more, as far as a subscriber knows: what it holds is told after this."""
+    """Subscribers forget all blocks of the publisher; later events report what it holds."""
 
 
 WireEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -110,7 +110,7 @@ def encode(batch: EventBatch, encoding: Encoding = "map") -> bytes:
 
 
 def decode(payload: bytes) -> EventBatch:
-    """What the bytes of a batch say, in either encoding. Events of unknown kinds are left out.
+    """Decodes the bytes of a batch, in either encoding. Ignores events of unknown kinds.
 
     Raises:
         ProtocolError: They are no batch of events.
