@@ -80,14 +80,10 @@ EXCEPTIONS: Final[dict[str, dict[str, str]]] = {
 # Files that still have such a word, and which. This list only gets shorter.
 # `python tests/python/test_words.py` prints it anew.
 STILL: Final[dict[str, set[str]]] = {
-    "cpp/kvpool/transfer/receiver.cpp": {"settle", "whoever"},
-    "cpp/kvpool/transfer/receiver.h": {"settle"},
-    "cpp/kvpool/transfer/receiver_recall.cpp": {"settle"},
     "cpp/kvpool/transfer/session.cpp": {"settle"},
     "cpp/kvpool/transfer/session.h": {"settle"},
     "cpp/kvpool/transfer/session_recall.cpp": {"settle"},
     "docs/invariants.md": {"settle"},
-    "src/kvpool/peers/callback.py": {"of its own", "whoever"},
 }
 
 
