@@ -26,10 +26,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status: 0, or 2 when it could not be done.
+    """Runs one command and returns the exit status: 0, or 2 if it failed.
 
     Args:
-        arguments: In place of those of the process.
+        arguments: Replace those of the process.
     """
     parsed = _parser().parse_args(arguments)
     try:

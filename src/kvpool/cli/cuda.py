@@ -1,4 +1,4 @@
-"""What `kvpool info` says of CUDA: this build's kernels, this machine's driver, whether they go together, and NCCL."""
+"""`kvpool info` on CUDA: this build's kernels, this machine's driver, whether they are compatible, and NCCL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OLDEST_DRIVERS = {12: ((12, 1), 530), 13: ((13, 0), 580)}
 
 
 def kernels_text(build: dict[str, str]) -> str:
-    """What the kernels of this build are for, and what compiled them; or that it has none."""
+    """The targets of this build's kernels, and their compiler; or that it has no kernels."""
     if build["cuda_kernels"]:
         return f"{build['cuda_kernels'].replace(' ', ', ')}; nvcc {build['cuda_compiler']}"
     return "none: no CUDA compiler was found when this was built, or it was not wanted"
@@ -37,7 +37,7 @@ def collect(build: dict[str, str]) -> dict[str, Any]:
 
 
 def driver_text(cuda: dict[str, Any], build: dict[str, str]) -> str:
-    """One line: the driver, and what is in the way of using it fully."""
+    """One line: the driver, and what prevents its full use."""
     if cuda["driver"] is None:
         return f'none, so no device="cuda:0" ({cuda["error"]})'
     said = f"for CUDA {cuda['driver']}"
@@ -54,7 +54,7 @@ def driver_text(cuda: dict[str, Any], build: dict[str, str]) -> str:
 
 
 def collect_nccl(setting: str) -> dict[str, Any]:
-    """What the route "nccl" would use: `library` and `version`, "2.28.9", or None and the `error`."""
+    """The NCCL for the route "nccl": `library` and `version`, "2.28.9", or None and the `error`."""
     where = nccl_library(setting)
     facts: dict[str, Any] = {"setting": setting, "library": None, "version": None, "error": None}
     if where == "wheel":
@@ -75,7 +75,7 @@ def nccl_text(nccl: dict[str, Any]) -> str:
 
 
 def _nccl_version(library: str) -> str:
-    """Raises OSError where there is no such library, or none of NCCL."""
+    """Raises OSError if the library does not exist or is not NCCL."""
     nccl = ctypes.CDLL(library)
     version = ctypes.c_int()
     try:
@@ -93,7 +93,7 @@ def _oldest_driver(build: dict[str, str]) -> tuple[tuple[int, int], int | None]:
 
 
 def _driver_version(library: str) -> tuple[int, int]:
-    """Raises OSError where there is no such library, or none of CUDA."""
+    """Raises OSError if the library does not exist or is not CUDA's."""
     driver = ctypes.CDLL(library)
     version = ctypes.c_int()
     try:

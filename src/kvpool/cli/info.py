@@ -1,4 +1,4 @@
-"""`kvpool info`: what this build is, what the machine has, and which settings hold, with where each came from."""
+"""`kvpool info`: this build, the machine, and the settings in effect with the source of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that the command shows, ready for JSON.
+    """All output of the command, ready for JSON.
 
     Raises:
         ArgumentError: A setting in the file or in the environment is wrong.
@@ -52,7 +52,7 @@ def collect() -> dict[str, Any]:
 
 
 def _ucx(setting: str) -> dict[str, Any]:
-    """What the route "ucx" would use, or why it cannot be had: `error` is None then and only then when there is one."""
+    """The UCX for the route "ucx"; `error` says why it is not available, or is None."""
     facts: dict[str, Any] = {"setting": setting, "library": None, "lanes": [], "error": None}
     try:
         where = ucx_library(setting)

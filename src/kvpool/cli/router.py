@@ -119,7 +119,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _key(given: str | None, variable: str) -> str | None:
-    """An empty option or variable is refused later, because it is no clear way to switch a key off."""
+    """An empty option or variable is refused later, because it does not clearly mean "no key"."""
     return given if given is not None else os.environ.get(variable)
 
 

@@ -1,4 +1,4 @@
-"""`kvpool sim`: how a cluster would do under a workload, and how large it has to be."""
+"""`kvpool sim`: simulates a cluster under a workload, and finds how large it must be."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _setup(arguments: argparse.Namespace, **changes: Any) -> Setup:
-    """What the command line says. Raises ArgumentError."""
+    """The setup from the command line. Raises ArgumentError."""
     if bool(arguments.prefill) != bool(arguments.decode):
         raise ArgumentError("--prefill and --decode go together: neither can do without the other")
     profile = None
@@ -214,7 +214,7 @@ def _simulated(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _slo(arguments: argparse.Namespace) -> Slo | None:
-    """What is promised, if anything is. Raises ArgumentError."""
+    """The promised limits, if any. Raises ArgumentError."""
     share = _SHARE if arguments.slo_share is None else arguments.slo_share
     if arguments.slo_ttft is None and arguments.slo_tpot is None and not arguments.find_gpus:
         if arguments.slo_share is not None:
@@ -243,7 +243,7 @@ def _swept(text: str) -> tuple[str, str, list[Any]]:
 
 
 def _found(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fewest GPUs that keep the promise."""
+    """Finds the fewest GPUs that keep the promise."""
     if arguments.sweep:
         raise ArgumentError("--find-gpus and --sweep exclude each other")
     slo = _slo(arguments)
@@ -269,7 +269,7 @@ def _found(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _packed(arguments: argparse.Namespace) -> dict[str, Any]:
-    """MELL, or what it is compared with."""
+    """Simulates packing by MELL or one of its baselines."""
     given = {name: getattr(arguments, name) for name in _NOT_PACKED}
     useless = [name for name, value in given.items() if value is not None and value is not False]  # 0 is given
     if useless:
@@ -285,7 +285,7 @@ def _packed(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _head(setup: Setup) -> dict[str, Any]:
-    """What was simulated, in words."""
+    """A description of the simulation."""
     workload = setup.make_workload()
     measured = setup.profile is not None
     return {
@@ -302,7 +302,7 @@ def _head(setup: Setup) -> dict[str, Any]:
 
 
 def _entry(setup: Setup, measures: Measures, value: Any, slo: Slo | None) -> dict[str, Any]:
-    """One run, ready for JSON; of a promise, whether it was kept, and for which share of the requests each limit."""
+    """One run, ready for JSON; with a promise, whether it was kept, and for which share of the requests each limit."""
     promised = {} if slo is None else {"kept": slo.kept(measures), "within": slo.within(measures)}
     return {
         "value": value,
@@ -319,6 +319,6 @@ def _entry(setup: Setup, measures: Measures, value: Any, slo: Slo | None) -> dic
 
 
 def _thin(points: list[tuple[float, float]], most: int = 200) -> list[tuple[float, float]]:
-    """At most so many of them, the last one among them."""
+    """A sample of at most so many of them, including the last."""
     step = -(-len(points) // most) or 1
     return [*points[:-1:step], *points[-1:]]

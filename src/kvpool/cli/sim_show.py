@@ -1,4 +1,4 @@
-"""What a person sees of a simulation: progress, a table, JSON and plots."""
+"""The output of a simulation: progress, a table, JSON and plots."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PATIENCE_S = 10.0  # for a first token; who waits longer waits for others
 
 
 class Progress:
-    """How far it is, on the error output: a bar where rich is installed and a person looks, else a line now and then.
+    """Shows the progress on stderr: a bar if rich is installed and stderr is a terminal, otherwise occasional lines.
 
     Args:
-        quiet: Nothing at all.
-        what: Is run.
-        total: Requests, where known.
+        quiet: Show nothing.
+        what: The name of the simulation.
+        total: Requests, if known.
     """
 
     def __init__(self, quiet: bool, what: str, total: int | None) -> None:
@@ -40,7 +40,7 @@ class Progress:
             self._task = self._bar.add_task(what, total=total, done="")
 
     def told(self, ended: int, now_s: float) -> None:
-        """So many requests have ended at this virtual time; for `ClusterSim`."""
+        """Called by `ClusterSim`: how many requests have ended at this virtual time."""
         if self._bar is not None:
             self._bar.update(self._task, completed=ended, done=f"{ended:,} requests, {now_s:,.0f} s of virtual time")
         elif not self._quiet and time.monotonic() - self._said_at >= _LINE_EVERY_S:
@@ -48,7 +48,7 @@ class Progress:
             print(f"{self._what}: {ended:,} requests, {now_s:,.0f} s of virtual time", file=sys.stderr)
 
     def note(self, text: str) -> None:
-        """Something that is done."""
+        """Reports a finished step."""
         if self._bar is not None:
             self._bar.console.print(text)
         elif not self._quiet:
@@ -70,7 +70,7 @@ class Progress:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result for a person."""
+    """The result as a readable table."""
     head = (
         f"{result['workload']}: blocks of {result['block_tokens']} tokens; {result['model']} on {result['hardware']}, "
         f"{result['tp']} GPU(s) an instance, {result['hbm_gb_per_gpu']:.1f} GB of HBM for KV a GPU"
@@ -121,7 +121,7 @@ def _columns(rows: list[dict[str, str]]) -> list[str]:
 
 
 def _warnings(runs: list[dict[str, Any]]) -> list[str]:
-    """What makes figures worth little."""
+    """Reasons why the figures are of little value."""
     lines = []
     for run in runs:
         name = f"{run['value']}: " if run["value"] is not None and len(runs) > 1 else ""
@@ -172,9 +172,9 @@ def _packed(policy: str, packed: dict[str, Any]) -> list[str]:
 
 
 def write(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Writes sim.json, and sim.png where matplotlib is installed.
+    """Writes sim.json, and sim.png if matplotlib is installed.
 
-    Returns the names of the files. Raises ArgumentError when the folder cannot be written to.
+    Returns the names of the files. Raises ArgumentError if the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +189,7 @@ def write(folder: Path, result: dict[str, Any]) -> list[str]:
 
 
 def _draw(path: Path, result: dict[str, Any]) -> None:
-    """The distribution of TTFT, and where values were swept hits and waiting times against them."""
+    """Plots the distribution of TTFT, and hits and waiting times against swept values."""
     from matplotlib.figure import Figure
 
     runs, sweep = result["runs"], result["sweep"]
@@ -219,7 +219,7 @@ def _draw(path: Path, result: dict[str, Any]) -> None:
 
 
 def _draw_packed(path: Path, result: dict[str, Any]) -> None:
-    """GPUs over time, beside the lower bound; what is left out of the figures is shaded."""
+    """Plots GPUs over time, with the lower bound; times that the figures leave out are shaded."""
     from matplotlib.figure import Figure
 
     packed = result["packed"]
@@ -240,7 +240,7 @@ def _draw_packed(path: Path, result: dict[str, Any]) -> None:
 
 
 def _save(figure: Any, path: Path, result: dict[str, Any]) -> None:
-    """What all figures have in common."""
+    """Saves a figure in the common format."""
     for panel in figure.axes:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)

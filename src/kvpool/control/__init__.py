@@ -1,4 +1,4 @@
-"""What touches the world for the policies: it observes, asks one of them, and carries out what it says."""
+"""The I/O around the policies: observes, asks a policy, and executes its decisions."""
 
 from kvpool.control.boundaries import MeasuredLink, load_boundaries, profile_boundaries, save_boundaries
 from kvpool.control.profiling import load_profile, profile_ops, save_profile

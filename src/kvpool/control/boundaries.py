@@ -1,7 +1,7 @@
 """Measures what migration may use of links and of idle computation, for MELL's adaptive migration (§V).
 
-Links are measured by transfers between pools that are connected already: as they are in service, with its routes,
-secrets and hosts. Computation is measured by whole iterations on one rank, with random weights.
+Links are measured by transfers between connected pools, with the routes, secrets and hosts of the service. Computation
+is measured by whole iterations on one rank, with random weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MeasuredLink(NamedTuple):
     Attributes:
         pool: The sender, connected to the peer.
         peer: The peer's name, as `connect` returned it.
-        route: By which blocks travel: "shm", "sock", ...; None for the one that transfers of this size take.
+        route: The route of the blocks: "shm", "sock", ...; None for the one that transfers of this size take.
     """
 
     pool: Pool
@@ -56,28 +56,28 @@ def profile_boundaries(
 ) -> BoundaryProfile:
     """Measures the communication boundary of each link, and the computation boundary for each batch size.
 
-    Measure while nothing else runs: a boundary says what is idle. The links are measured first, one after the other.
-    Nothing of the pools has changed afterwards, even when it fails.
+    Measure while nothing else runs, because a boundary is the capacity of idle hardware. The links are measured first,
+    one after another. The pools are unchanged afterwards, even after an error.
 
     Args:
-        model: Whose KV cache and iterations. NumPy computes in float32 and float16.
+        model: The model of the KV cache and of the iterations. NumPy computes in float32 and float16.
         links: By a name for their kind: "pcie", "network", ...
-        blocks: Sizes of transfers; two or more, so that latency and bandwidth can be told apart. Sender and peer
-            have to have as many free.
-        batches: Requests that decode.
-        tokens: That are prefilled beside them; 0 is always measured too.
+        blocks: Sizes of transfers; two or more, to separate latency from bandwidth. Sender and peer must have as many
+            free blocks.
+        batches: Numbers of requests that decode.
+        tokens: Numbers of tokens that are prefilled at the same time; 0 is always measured too.
         context: Tokens of each request, and of the prompt whose end is prefilled; rounded up to whole blocks.
         block_tokens: Tokens a block of KV.
-        units: SMs or cores that compute; by default what the library says.
+        units: SMs or cores that compute; by default as the library reports.
         rounds: How often everything is measured.
         timeout: Seconds for each transfer.
         torch: The module `torch`, to measure with it; NumPy otherwise.
-        device: Where it computes.
+        device: The device that computes.
 
     Raises:
         ArgumentError: Fewer than two sizes of transfers; no batch or number of tokens; anything below 1; more tokens
             than context.
-        Unsupported: The library does not compute in the model's dtype; no such route leads to the peer.
+        Unsupported: The library does not support the model's dtype; the pools do not have this route.
         PeerLost, OutOfBlocks, DeadlineExceeded: As `Pool.alloc` and `Pool.transfer` raise them.
     """
     sizes, batches, tokens = sorted(set(blocks)), sorted(set(batches)), sorted(set(tokens))
@@ -113,7 +113,7 @@ def load_boundaries(path: str | os.PathLike[str]) -> BoundaryProfile:
     """Reads a profile and checks every field.
 
     Raises:
-        ArgumentError: It is no JSON or no such profile; the text names what is wrong.
+        ArgumentError: It is no JSON or no such profile; the text names the error.
         OSError: The file cannot be read.
     """
     try:

@@ -1,4 +1,4 @@
-"""One iteration of an instance: requests that decode, and a piece of a prompt that is prefilled beside them.
+"""One iteration of an instance: requests that decode, and a piece of a prompt that is prefilled at the same time.
 
 Composed of a rank's operators, for NumPy and PyTorch alike. All rows go through each matrix together, as in engines
 that batch continuously; attention is over the KV cache of each request alone.

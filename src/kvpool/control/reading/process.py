@@ -22,11 +22,11 @@ _STOP_S: Final = 5.0
 
 
 class NotRead(Exception):
-    """The process did not understand the body, took too long, or died. A request can be routed without."""
+    """The process could not read the body, took too long, or died. A request can be routed without its prompt."""
 
 
 class ReaderProcess:
-    """One process; it is started when it is first asked, and anew after it died or was late. One thread at a time.
+    """One process, started by the first call, and again after it died or was late. For one thread at a time.
 
     Args:
         tokenizer: A tokenizer.json; None for four bytes a token.
@@ -44,9 +44,9 @@ class ReaderProcess:
 
         Args:
             kind: Of the endpoint; not "other".
-            session: That the headers name.
+            session: From the headers.
             body: JSON.
-            timeout_s: For all of it.
+            timeout_s: For the whole call.
 
         Raises:
             Unreadable: The body is no JSON object.
@@ -59,7 +59,7 @@ class ReaderProcess:
             raise NotRead(f"{type(error).__name__}: {error}") from error
 
     def start(self) -> socket.socket:
-        """Starts the process unless it runs. Raises OSError when there can be none."""
+        """Starts the process unless it runs. Raises OSError if that fails."""
         if self._sock is not None:
             return self._sock
         ours, theirs = socket.socketpair()

@@ -1,16 +1,16 @@
-"""From a request's body to the tokens that it is routed by.
+"""Turns a request's body into the tokens for routing.
 
-The router has no model. Two prompts that begin alike must become tokens that begin alike, and nothing else is asked of
-them; the instance makes its own tokens. So by default a token is four bytes of the prompt's UTF-8, about what a word
-piece of English has, which also gives the cost model lengths of the right size. With a tokenizer.json they are the
-model's own. Token ids that the client sends are taken as they are.
+The router has no model. Its tokens only need to preserve common prefixes, because the instance tokenizes the prompt
+itself. So by default a token is four bytes of the prompt's UTF-8, about the length of a word piece of English, which
+also gives the cost model realistic lengths. With a tokenizer.json they are the model's tokens. Token ids from the
+client are used unchanged.
 
-A chat becomes one text: tools first, for chat templates put them first, then each message behind its role. Whatever
-follows a message stands behind it, so a chat that goes on has the earlier one as a prefix.
+A chat becomes one text: tools first, as in chat templates, then each message after its role. Later messages follow, so
+a continued chat has the earlier one as a prefix.
 
-A body of a few MiB can hold a million values, each of which Python makes an object of. So only the fields that matter
-are decoded, a prompt with too many values in it is taken as the text that it is, and beyond `prompt_bytes_max` a prompt
-is not read: its beginning is enough to route by.
+A body of a few MiB can contain a million values, each of which would become a Python object. So only the necessary
+fields are decoded, a prompt with too many values is treated as text, and only the first `prompt_bytes_max` of a prompt
+are read, which is enough for routing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Unreadable(Exception):
 
     Args:
         message: For the client.
-        sure: Every reader of JSON says so. Otherwise the instance may be less strict.
+        sure: Every JSON parser refuses it. Otherwise the instance may be less strict.
     """
 
     def __init__(self, message: str, sure: bool = True) -> None:
@@ -71,11 +71,11 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read.
+    """The result of reading a body.
 
     Attributes:
         tokens: Of the prompt; at least one.
-        session: Of the client, None where it names none.
+        session: Of the client, if it names one.
         namespace: Model, salt and kind of token: prompts of different ones share no cache.
         stream: The client wants events.
     """
@@ -87,7 +87,7 @@ class Reading:
 
 
 class Tokenizer(Protocol):
-    """Text to tokens, so that texts that begin alike have tokens that begin alike."""
+    """Turns text into tokens. Texts with a common prefix have tokens with a common prefix."""
 
     slow: bool  # texts take so long that others would wait for it
 
@@ -96,7 +96,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokens:
-    """Four bytes of UTF-8 a token, the last one filled up with zeros."""
+    """Four bytes of UTF-8 a token, the last one padded with zeros."""
 
     slow = False
 
@@ -142,7 +142,7 @@ def load_tokenizer(path: Path | None) -> Tokenizer:
 
 
 def is_quick(body: bytes | bytearray) -> bool:
-    """Whether reading a body takes so little that nobody else notices."""
+    """Whether reading a body is quick enough for the event loop."""
     return len(body) <= INLINE_BYTES and _values(body) <= _VALUES_QUICK
 
 
@@ -153,14 +153,14 @@ def read_prompt(
     body: bytes | bytearray,
     prompt_bytes_max: int = 1 << 20,
 ) -> Reading:
-    """Reads a body. What the router does not know in it is the instance's to judge. Pure.
+    """Reads a body. Ignores fields that the router does not know; the instance checks them. Pure.
 
     Args:
         tokenizer: For texts.
         kind: Of the endpoint; not "other".
-        session: That the headers name, if they do.
+        session: From the headers, if any.
         body: JSON.
-        prompt_bytes_max: Of a prompt that are read: bytes of ids, characters of a text.
+        prompt_bytes_max: The part of a prompt that is read: bytes of ids, characters of a text.
 
     Raises:
         Unreadable: The body is no JSON object.
@@ -189,7 +189,7 @@ def chat_text(messages: Any, tools: Any = None) -> str:
 
 
 def short(text: str | None) -> str | None:
-    """What clients make up is remembered: it has to be short, and legible for the scheduler."""
+    """Shortens a client's text, which is stored, to a readable form for the scheduler."""
     if text is None or (len(text) <= 64 and text.isascii()):
         return text
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
@@ -218,7 +218,7 @@ class _Ids:
 
 
 class _Opaque(str):
-    """JSON with too many values in it to look at them."""
+    """JSON with too many values to decode."""
 
 
 _RAW: Final = msgspec.json.Decoder(_Raw)

@@ -1,6 +1,6 @@
 """The process that reads long bodies, so that the router's own threads never wait for it.
 
-It speaks with the router over a pair of sockets, one request after another, and ends when the router's side is closed.
+It serves the router over a pair of sockets, one request after another, and ends when the router's side is closed.
 
     request     kind, bytes of the session (or none), bytes of the body; session; body
     answer      status, bytes of the text, number of tokens; text; tokens (int32)
@@ -61,7 +61,7 @@ def main(number: int, tokenizer: str | None, prompt_bytes_max: int) -> None:
 
 
 def receive(sock: socket.socket, size: int) -> bytearray | None:
-    """So many bytes; None where the other side closed before the first. Raises OSError where it closed later."""
+    """Receives so many bytes; None if the other side closed before the first. Raises OSError if it closed later."""
     data = bytearray(size)
     view, got = memoryview(data), 0
     while got < size:

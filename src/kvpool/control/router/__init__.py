@@ -1,17 +1,16 @@
 """The router: HTTP in front of OpenAI-compatible instances, routed by the global scheduler (MemServe §6).
 
     server      two listeners, signals, the end
-    app         routes: what the public sees, what the operator sees
+    app         the endpoints, of the public and of the operator
     forward     one request: choose, send, retry, relay
     intake      a request's body: held and read, or passed on as a stream    <- body, budget, exchange
-    prompts     what a body asks for; long ones are read in processes (kvpool.control.reading)
-    fleet       the instances, which may get more, the scheduler's input     <- health, upstream
+    prompts     reads bodies; long ones in processes (kvpool.control.reading)
+    fleet       the instances, their limits, the scheduler's input           <- health, upstream
     probing     polls the instances' health, on a separate thread and loop
     events      where a stream of events may be cut
     settings    costs   errors   metrics   logs
 
-Needs the extra `kvpool[router]`. One event loop owns all of it but for probing, so nothing here is
-thread-safe.
+Needs the extra `kvpool[router]`. One event loop owns everything but the probing, so nothing here is thread-safe.
 """
 
 from kvpool.control.router.app import admin_app, public_app

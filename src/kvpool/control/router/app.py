@@ -1,8 +1,8 @@
-"""The routes. The public application forwards and shows; the operator's changes what there is.
+"""The endpoints. The public application forwards requests and shows state; the operator's changes the instances.
 
-The operator's app listens on loopback and requires a key, because every process on the machine reaches loopback.
-Browsers are kept from it: a page that somebody visits could send requests there. They carry an Origin, or (DNS
-rebinding) a Host that is not this machine's.
+The operator's app listens on loopback and requires a key, because every process on the machine can reach loopback. It
+refuses browsers, because a web page could send requests there. Their requests carry an Origin, or (DNS rebinding) a
+Host other than this machine's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CHALLENGE: Final = {CHALLENGE[0].decode(): CHALLENGE[1].decode()}
 
 
 def public_app(router: Router) -> Starlette:
-    """What clients see. Its lifespan is the router's."""
+    """The application for clients. Its lifespan is the router's."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -59,7 +59,7 @@ def public_app(router: Router) -> Starlette:
 
 
 def admin_app(router: Router) -> Starlette:
-    """What the operator sees. Has no lifespan: the public one runs the router.
+    """The application for the operator. Has no lifespan: the public one runs the router.
 
     Raises:
         ArgumentError: The settings have no admin_key.
@@ -111,7 +111,7 @@ def admin_app(router: Router) -> Starlette:
 
 
 def _shown(router: Router, key_check: KeyCheck, urls: bool) -> list[Route]:
-    """Endpoints about the router's state. Health needs no key: its clients seldom have one, and it tells a number."""
+    """Endpoints for the router's state. Health needs no key: its clients seldom have one, and it is only a number."""
 
     def check(request: Request) -> None:
         if not key_check.admits(request.headers.raw):
@@ -173,7 +173,7 @@ async def _short_body(request: Request) -> bytes:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """What Starlette itself refuses, as OpenAI's clients expect it."""
+    """Turns Starlette's refusals into the form that OpenAI's clients expect."""
     assert isinstance(error, HTTPException)
     code = {401: "invalid_api_key", 404: "not_found"}.get(error.status_code, "refused")
     body = error_object(error.status_code, error.detail, code)
@@ -181,7 +181,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _wrong(request: Request, error: Exception) -> Response:
-    """An operator's request that cannot be done: 409 for what may be done later, 404 for what is not there."""
+    """The answer to an impossible request of the operator: 409 if it may be possible later, 404 for an unknown name."""
     assert isinstance(error, Error)
     status: Any = 409 if isinstance(error, StateError) else 404 if "name" in request.path_params else 400
     return Response(error_object(status, str(error), "wrong_request"), status, media_type="application/json")

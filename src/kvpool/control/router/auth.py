@@ -1,4 +1,4 @@
-"""Who may ask: a key that clients name as a bearer token (RFC 6750)."""
+"""Authentication: a key that clients send as a bearer token (RFC 6750)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ CHALLENGE: Final = (b"www-authenticate", b"Bearer")
 
 
 class KeyCheck:
-    """Whether requests bring the key. Thread-safe.
+    """Checks the key of requests. Thread-safe.
 
     Args:
-        key: ASCII; None lets everybody in.
+        key: ASCII; None admits all requests.
     """
 
     def __init__(self, key: str | None) -> None:
         self._key = None if key is None else key.encode("ascii")
 
     def admits(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Looks at a request's headers, names in lower case. One with several Authorization headers is not let in.
+        """Checks a request's headers, names in lower case. Refuses several Authorization headers.
 
-        How long the comparison takes says nothing of how much of a wrong key is right.
+        Compares in constant time.
         """
         if self._key is None:
             return True

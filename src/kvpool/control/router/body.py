@@ -1,4 +1,4 @@
-"""A request's body on its way to an instance: held whole, so that it can be sent again, or passed on as it comes."""
+"""A request's body for an instance: held whole, so that it can be sent again, or streamed."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ _PIECE: Final = 64 << 10
 
 
 class Body(Protocol):
-    """What is sent to an instance."""
+    """The body that is sent to an instance."""
 
     @property
     def length(self) -> int | None:
-        """Bytes of it, for Content-Length; None where the client did not say."""
+        """Its bytes, for Content-Length; None if the client did not say."""
 
     @property
     def may_be_sent(self) -> bool:
-        """Whether all of it is still there to be sent."""
+        """Whether all of it can still be sent."""
 
     def release(self) -> None:
-        """Lets go of what is held of it: others may refer to it for as long as its answer takes."""
+        """Frees its memory, although others may refer to it until the answer ends."""
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         """From its beginning."""
 
 
 class HeldBody:
-    """All of a body.
+    """A complete body.
 
     Args:
-        data: It.
-        turn: Is awaited before each piece of a large one, so that others have theirs.
+        data: Its bytes.
+        turn: Awaited before each piece of a large body, so that bodies take turns.
     """
 
     def __init__(self, data: bytes | bytearray, turn: Callable[[], Awaitable[None]]) -> None:
@@ -55,7 +55,7 @@ class HeldBody:
         self.data = b""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """As Body.__aiter__: in pieces, for what waits to be sent is copied."""
+        """As Body.__aiter__: in pieces, because data that waits to be sent is copied."""
         data = self.data
         if len(data) <= _PIECE:
             yield bytes(data)
@@ -66,12 +66,12 @@ class HeldBody:
 
 
 class StreamedBody:
-    """A body of which only a piece is here at a time. It can be sent once.
+    """A body that is held piece by piece. It can be sent once.
 
     Args:
-        head: What was read of it already.
-        length: Of all of it; None where the client did not say.
-        rest: Makes what gives the other pieces.
+        head: The part that was read already.
+        length: Of the whole body; None if the client did not say.
+        rest: Makes an iterator over the other pieces.
     """
 
     def __init__(self, head: bytes | bytearray, length: int | None, rest: Callable[[], AsyncIterator[bytes]]) -> None:

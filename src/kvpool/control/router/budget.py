@@ -1,7 +1,7 @@
-"""How many requests the router has in all, and bytes of them. A limit for each alone would let many fill the memory.
+"""Limits all requests of the router together, and their bytes. With only a limit for each, many could fill the memory.
 
-Large bodies have a part of the bytes and wait for their turn in it, while their clients are not read from; what is left
-is for small ones, which nobody keeps waiting: they fit or are refused.
+Large bodies share a part of the bytes and wait for their turn, while the router does not read from their clients. The
+rest is for small bodies, which never wait: they fit or are refused.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _LARGE_PART: Final = 3, 4  # of all bytes
 
 
 class Budget:
-    """Requests, and the bytes that they hold from the moment that they come. Belongs to one event loop.
+    """Counts requests, and the bytes that they hold from their arrival on. Belongs to one event loop.
 
     Args:
         bytes_max: Of all requests together.
-        requests_max: At a time.
+        requests_max: The most concurrent requests.
 
     Attributes:
         held: Bytes that are held now.
-        requests: That there are now.
+        requests: Current requests.
     """
 
     def __init__(self, bytes_max: int, requests_max: int) -> None:
@@ -45,13 +45,13 @@ class Budget:
 
     @staticmethod
     def for_large(bytes_max: int) -> int:
-        """Bytes that large bodies may hold together, of so many in all."""
+        """The part of so many bytes that large bodies may hold together."""
         part, of = _LARGE_PART
         return bytes_max * part // of
 
     @contextmanager
     def share(self) -> Iterator[Share]:
-        """A request's share, given back at the end. Raises Refusal, 503, when there are as many as there may be."""
+        """A request's share, given back at the end. Raises Refusal, 503, at the limit of requests."""
         if self.requests >= self._requests_max:
             raise Refusal(503, "too many requests are under way", "overloaded", retry_after_s=_PAUSE_S)
         share = Share(self)
@@ -70,7 +70,7 @@ class Budget:
         self.held += size
 
     async def _wait_for(self, size: int, timeout_s: float) -> None:
-        """Takes bytes of the part for large bodies, first come first served."""
+        """Takes bytes of the part for large bodies, first come, first served."""
         if not self._waiting and self._fits(size):
             self._take_large(size)
             return
@@ -109,27 +109,27 @@ class Budget:
 
 
 class Share:
-    """What one request holds of a budget."""
+    """One request's part of a budget."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._small = self._large = 0
 
     def take(self, size: int) -> None:
-        """Takes more bytes, or none and raises Refusal: 503, with when to come back."""
+        """Takes more bytes. Raises Refusal, 503 with a time to retry, and takes none if too few are left."""
         self._budget._take(size)
         self._small += size
 
     async def wait_for(self, size: int, timeout_s: float) -> None:
-        """Takes bytes for a large body as soon as there are as many. Raises Refusal, 503, when there are not in time.
+        """Waits for bytes for a large body, and takes them. Raises Refusal, 503, at the timeout.
 
-        REQUIRES: no more than `Budget.for_large` says.
+        REQUIRES: at most `Budget.for_large`.
         """
         await self._budget._wait_for(size, timeout_s)
         self._large += size
 
     def give_back(self) -> None:
-        """Gives all of it back; nothing when that was done."""
+        """Gives all of it back. Idempotent."""
         small, large, self._small, self._large = self._small, self._large, 0, 0
         self._budget._give_back(small, large)
 

@@ -1,17 +1,18 @@
-"""Connections of clients: how many there may be, and how long one may take to ask.
+"""Limits the number of client connections, and the time that one may take to send its request.
 
-What the server below leaves open: a connection that never asks anything stays for ever, and so does one that sends its
-headers byte by byte. Here it has `head_timeout_s` for them; between two requests the server's own time counts.
+The HTTP server does not limit a silent connection, or one that sends its headers byte by byte. Here it has
+`head_timeout_s` for the headers; between two requests the server's timeout applies.
 
-Beyond the largest number of connections a client still reads why: it gets 503 when it asks, within a second. Beyond
-twice that number it is only hung up on, so that those who read nothing do not add up.
+Above the largest number of connections, a client gets 503 with the reason if it sends a request within a second. Above
+twice that number it is disconnected at once, so that clients that read nothing do not accumulate.
 
-A request that says in two ways where its body ends (Content-Length and Transfer-Encoding) is refused with 400, and the
-connection is closed: a server or proxy beside this one may read it the other way, and take a part of the body for the
-next request (RFC 9112, 6.1).
+A request with two lengths for its body (Content-Length and Transfer-Encoding) is refused with 400, and the connection
+is
+closed: another server or proxy may use the other length, and take a part of the body for the next request (RFC 9112,
+6.1).
 
-A connection under TLS that is closed stays until the client has closed its side, too, and counts until then. The client
-has a second for that: asyncio would give it half a minute, and before Python 3.11 all the time that it likes.
+A closed TLS connection stays until the client has closed its side, too, and counts until then. The client has a second
+for that: asyncio would allow half a minute, and before Python 3.11 any time.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _REFUSAL: Final = b"\r\n".join(
 
 
 class _Transport:
-    """A transport that says when it is closed: the server below does that in many places."""
+    """A transport that reports its close, because the HTTP server closes it in many places."""
 
     def __init__(self, transport: asyncio.Transport, on_close: Callable[[], None]) -> None:
         self._transport = transport
@@ -58,12 +59,12 @@ class _Transport:
             self._on_close()
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the transport's."""
+        """Other attributes are the transport's."""
         return getattr(self._transport, name)
 
 
 class _Framing(h11.Connection):
-    """Reads requests, but for those whose end may be understood in two ways."""
+    """Reads requests, and refuses those with two lengths."""
 
     def next_event(self) -> Any:
         """As h11 has it."""
@@ -81,7 +82,7 @@ class Connection(H11Protocol):
     Args:
         most: Connections that the server may have.
         head_timeout_s: For a request's line and headers.
-        on_refused: Is called when there are too many.
+        on_refused: Called when there are too many.
         options: The server's.
     """
 
@@ -149,7 +150,7 @@ class Connection(H11Protocol):
 
 
 def connections(most: int, head_timeout_s: float, on_refused: Callable[[], None]) -> Callable[..., asyncio.Protocol]:
-    """What makes connections, for a server's configuration."""
+    """A factory of connections, for a server's configuration."""
 
     def made(**options: Any) -> asyncio.Protocol:
         return Connection(most=most, head_timeout_s=head_timeout_s, on_refused=on_refused, **options)

@@ -1,9 +1,10 @@
-"""The cost model that the router predicts prefills with.
+"""The cost model with which the router predicts prefills.
 
-From a profile where there is one. Otherwise by arithmetic: an 8-billion-parameter model of 32 layers (grouped heads, as
-Llama 3 has) on one GPU that does 200 TFLOP/s of its products and reads 1.5 TB/s. Wrong in seconds for any other
-machine; but policies compare instances with each other, and for that the shape of the curve counts: what a cached token
-saves, how a long prompt weighs against short ones.
+From a profile, if given. Otherwise by arithmetic: an 8-billion-parameter model of 32 layers (with grouped heads, as
+Llama 3) on one GPU with 200 TFLOP/s and 1.5 TB/s. Its seconds are wrong for any other machine. But policies compare
+instances
+with each other, and for that the shape of the curve matters: what a cached token saves, and how the cost of a long
+prompt compares with that of short ones.
 """
 
 from __future__ import annotations

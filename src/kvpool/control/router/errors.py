@@ -1,6 +1,6 @@
-"""What a client gets that gets no answer: a status, and the error object that OpenAI's clients read.
+"""Error answers for clients: a status, and the error object of OpenAI's API.
 
-Nothing of an instance's address, and no traceback, ever stands in it.
+They never contain an instance's address or a traceback.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _TYPES: Final = {
 
 
 class Refusal(Exception):
-    """A request ends with a status of the router's own.
+    """The router itself ends a request with an error status.
 
     Args:
         status: 400, 401, 408, 413, 431, 500, 502, 503 or 504.
-        message: For a person.
-        code: For a program: a word that stays as it is.
-        retry_after_s: When to come back; None says nothing of it.
+        message: For people.
+        code: For programs: a stable word.
+        retry_after_s: When to retry; None: do not say.
     """
 
     def __init__(self, status: int, message: str, code: str, retry_after_s: int | None = None) -> None:
@@ -46,11 +46,11 @@ class ClientGone(Exception):
 
 
 def error_object(status: int, message: str, code: str) -> bytes:
-    """`{"error": {...}}`, as OpenAI has it."""
+    """`{"error": {...}}`, as in OpenAI's API."""
     kind = _TYPES.get(status, "invalid_request_error")
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
 
 
 def error_event(message: str, code: str) -> bytes:
-    """The last event of a stream that broke: clients raise an APIError when `error` stands in an event."""
+    """The last event of a broken stream: clients raise an APIError for an event with `error`."""
     return b"data: " + error_object(502, message, code) + b"\n\n"

@@ -1,8 +1,7 @@
 r"""Where a stream of server-sent events may be cut.
 
-An instance that dies leaves half an event behind. A client that got that half would stumble over broken JSON instead of
-reading the error that follows. So what is passed on ends where an event ends; engines write whole events, so nothing
-waits for that.
+A dying instance leaves an incomplete event. A client that got it would fail on broken JSON instead of reading the error
+that follows. So the router passes on complete events only. Engines write whole events, so this causes no delay.
 
     data: {"a": 1}\n\n data: {"b            passed on | kept until its end comes
 """
@@ -21,10 +20,10 @@ _DONE: Final = compiled(rb"(?:^|\n|\r)data: ?\[DONE\]")
 
 
 class EventCutter:
-    """Keeps the unfinished event at the end of what has come.
+    """Keeps the incomplete event at the end of the received data.
 
     Attributes:
-        done: `data: [DONE]` has passed: the answer is whole, whatever becomes of the connection.
+        done: `data: [DONE]` has passed: the answer is complete, whatever happens to the connection.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,7 @@ class EventCutter:
         self.done = False
 
     def feed(self, piece: bytes) -> bytes:
-        """Takes what has come; returns what may be passed on, which may be nothing.
+        """Takes received data; returns the data to pass on, which may be empty.
 
         An event of more than 1 MiB is passed on in parts: memory is bounded.
         """
@@ -44,7 +43,7 @@ class EventCutter:
         return self._pass(len(self._tail) if inside else end, inside)
 
     def rest(self) -> bytes:
-        """What is left when the stream has ended well."""
+        """The rest after a successful end of the stream."""
         return self._pass(len(self._tail), inside=False)
 
     def _pass(self, end: int, inside: bool) -> bytes:

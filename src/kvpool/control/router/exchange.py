@@ -1,6 +1,6 @@
-"""One request of one client, as ASGI gives it: reading it within limits, answering it once.
+"""One request of one client over ASGI: reads it within limits, and answers it once.
 
-ASGI says of a client that leaves in two ways: `receive` tells `http.disconnect`, and `send` raises. Here both are
+ASGI reports a disconnected client in two ways: `receive` returns `http.disconnect`, and `send` raises. Here both become
 `ClientGone`.
 """
 
@@ -29,9 +29,9 @@ class Exchange:
 
     Attributes:
         method: Of HTTP.
-        path: With the query, as it came.
-        headers: By name in lower case; of several with one name the last.
-        request_id: The client's X-Request-Id where it is a decent one, else a new one.
+        path: With the query, unchanged.
+        headers: By name in lower case; of several with one name, the last.
+        request_id: The client's X-Request-Id if valid, otherwise a new one.
         began_s: Monotonic.
         status: Of the answer that has begun; 0 before.
         sent_bytes: Of the answer's body.
@@ -62,14 +62,14 @@ class Exchange:
         return time.monotonic() - self.began_s
 
     def check_head(self, bytes_max: int) -> None:
-        """Raises Refusal, 431, when path and headers are longer: what comes in one piece the server lets through."""
+        """Raises Refusal, 431, if path and headers are longer, because the server does not limit a single piece."""
         size = len(self.path) + sum(len(name) + len(value) for name, value in self.raw_headers)
         if size > bytes_max:
             raise Refusal(431, f"the headers have more than {bytes_max} bytes", "headers_too_large")
 
     @property
     def content_length(self) -> int | None:
-        """Bytes of the body, where the client says so; 0 where it sends none."""
+        """Bytes of the body, if the client says so; 0 without a body."""
         length = self.headers.get("content-length", "")
         if length.isdecimal():
             return int(length)
@@ -91,7 +91,7 @@ class Exchange:
         return piece
 
     async def gone(self) -> None:
-        """Returns when the client has left. Nothing is noticed of that before the body was read."""
+        """Returns when the client has left. This cannot be noticed before the body was read."""
         await self._whole.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -105,7 +105,7 @@ class Exchange:
         await self._tell({"type": "http.response.start", "status": status, "headers": headers})
 
     async def piece(self, data: bytes, more: bool = True) -> None:
-        """A piece of the answer; the last one has more = False. Raises ClientGone when the client does not take it."""
+        """Sends a piece of the answer; the last has more = False. Raises ClientGone if the client does not take it."""
         self.sent_bytes += len(data)
         await self._tell({"type": "http.response.body", "body": data, "more_body": more})
 
