@@ -1,6 +1,6 @@
-"""Checks what was read from JSON, field by field; errors name the field.
+"""Checks values from JSON, field by field; errors name the field.
 
-Profiles come from other machines, and a wrong one would steer a cluster.
+Profiles come from other machines, and a wrong one would mislead a cluster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def object_of(value: Any, where: str, required: Sequence[str] = ()) -> Mapping[s
 
 
 def format_of(fields: Mapping[str, Any], name: str, version: int) -> None:
-    """Checks that an object says of itself that it is of this format and version."""
+    """Checks that an object declares this format and version."""
     if fields["format"] != name or fields["version"] != version:
         raise ArgumentError(
             f"not a profile that this version reads: format {fields['format']!r}, version {fields['version']!r}; "

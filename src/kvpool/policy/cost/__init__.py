@@ -1,4 +1,4 @@
-"""What a prefill costs, predicted: exec(x, y) and what follows from it (MemServe §5.3).
+"""Predicts the cost of a prefill: exec(x, y), and decisions based on it (MemServe §5.3).
 
 profile = cost.Profile.from_json(...)              # measured by kvpool.control.profile_ops
 model = cost.CostModel.fit(profile)

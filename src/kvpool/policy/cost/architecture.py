@@ -42,7 +42,7 @@ class ArchitectureModel:
         return cls(tuple(fit_nonnegative(rows, np.array([sample.seconds for sample in samples])).tolist()))
 
     def scaled(self, tp: int) -> ArchitectureModel:
-        """For `tp` ranks, as if everything were split: all that can be said without measuring again."""
+        """For `tp` ranks, as if everything were split: the only estimate without a new measurement."""
         return ArchitectureModel(tuple(coefficient / tp for coefficient in self.coefficients))
 
     def exec_s(self, tokens: int, cached: int = 0) -> float:

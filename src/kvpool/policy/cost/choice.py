@@ -10,14 +10,14 @@ __all__ = ["ExecModel", "FetchChoice", "fetch_or_recompute"]
 
 
 class ExecModel(Protocol):
-    """Whatever predicts a prefill: `CostModel`, `ArchitectureModel`, a table."""
+    """A predictor of prefills: `CostModel`, `ArchitectureModel`, a table."""
 
     def exec_s(self, tokens: int, cached: int = 0) -> float:
         """Seconds of a prefill of `tokens`, of which `cached` are cached."""
 
 
 class FetchChoice(NamedTuple):
-    """What fetching would cost, and what it would save.
+    """The cost of fetching, and its saving.
 
     Attributes:
         fetch: Whether it pays: transfer_s <= saved_s.
@@ -33,14 +33,14 @@ class FetchChoice(NamedTuple):
 def fetch_or_recompute(
     model: ExecModel, transfer: KVTransfer | None, tokens: int, cached: int, elsewhere: int
 ) -> FetchChoice:
-    """Whether an instance should fetch what another holds more of a prompt, or compute it.
+    """Whether an instance should fetch the further part of a prompt that another instance holds, or compute it.
 
     Args:
         model: Of the instance that will compute.
-        transfer: From the other one to it; None where there is no way, and then it computes.
+        transfer: From the other instance to it; None if there is no route, so that it computes.
         tokens: Length of the prompt, x.
         cached: Tokens that the instance holds, x * y_p.
-        elsewhere: Tokens that the other one holds, x * y'_p. Nothing is fetched when these are not more.
+        elsewhere: Tokens that the other instance holds, x * y'_p. If not more, nothing is fetched.
     """
     elsewhere = min(elsewhere, tokens)
     if transfer is None or elsewhere <= cached:

@@ -38,7 +38,7 @@ __all__ = ["Compiled", "Fits", "OperatorCost"]
 
 @dataclass(frozen=True)
 class Fits:
-    """What was fitted, on one rank.
+    """The fitted numbers, for one rank.
 
     Attributes:
         waves: Of all compute-bound operators.
@@ -78,13 +78,13 @@ class OperatorCost:
 
 
 class Compiled:
-    """So many layers, and what a forward pass runs once.
+    """The cost of a number of layers, and of the operators that a forward pass runs once.
 
     Args:
         model: The shape.
-        fits: Of one rank.
-        parallel: How it is spread.
-        layers: Layers that count: all of the model, or those of one stage.
+        fits: For one rank.
+        parallel: The division among ranks.
+        layers: The number of layers: all of the model, or those of one stage.
         sends: How often activations go to the next stage.
     """
 

@@ -68,7 +68,7 @@ def relative_residual(predicted: Floats, measured: Floats) -> float:
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """How far predictions are from what was measured, as shares of what was measured.
+    """The errors of predictions, relative to the measurements.
 
     Attributes:
         mean: Mean of the absolute relative errors.

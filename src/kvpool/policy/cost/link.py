@@ -1,4 +1,4 @@
-"""How long moving bytes takes: between instances (eq. 2), between the ranks of one, and out of DRAM."""
+"""The time to move bytes: between instances (eq. 2), between the ranks of an instance, and out of DRAM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Link:
 
 @dataclass(frozen=True)
 class KVTransfer:
-    """What it takes to move the KV of a prompt's tokens: the left side of eq. 2.
+    """The time to move the KV of a prompt's tokens: the left side of eq. 2.
 
     Attributes:
         link: Between the two instances.

@@ -29,12 +29,12 @@ class CostModel:
     """The operator-level cost model. Immutable, and all calls are pure; equal when it predicts by the same figures.
 
     Lengths are tokens: a prompt of `tokens`, of which the first `cached` have their KV already, so x = tokens and
-    y = cached / tokens. At least one token is always computed, for its logits are wanted, however many are cached.
+    y = cached / tokens. At least one token is always computed, because its logits are needed, however many are cached.
 
     Args:
         model: The shape.
         fits: From `CostModel.fit`, or by hand.
-        parallel: How the instance spreads it; one rank by default.
+        parallel: The instance's division among ranks; one rank by default.
         block_tokens: Tokens a block of KV.
     """
 
@@ -92,7 +92,7 @@ class CostModel:
         return cls(model, Fits(waves, linear), block_tokens=profile.block_tokens)
 
     def spread(self, parallel: Parallel) -> CostModel:
-        """The same fits for another parallelism. Raises ArgumentError when the model cannot be split so."""
+        """The same fits for another parallelism. Raises ArgumentError if the model cannot be split in this way."""
         return CostModel(self.model, self.fits, parallel, self.block_tokens)
 
     # ---- predictions
@@ -124,7 +124,7 @@ class CostModel:
         return self._costs["swap_in"].time_s(Work(0, tokens, -(-tokens // self.block_tokens)))
 
     def stage_s(self, tokens: int, cached: int = 0) -> float:
-        """Seconds for which a prompt occupies one pipeline stage: what those behind it wait. exec_s where pp is 1."""
+        """Seconds for which a prompt occupies one pipeline stage, and the next prompts wait. exec_s if pp is 1."""
         return self._stage.time_s(self._work(tokens, cached))
 
     def batch_s(self, prompts: Iterable[tuple[int, int]]) -> float:
@@ -137,7 +137,7 @@ class CostModel:
         return self._whole.batch_s(works) if works else 0.0
 
     def operators_s(self, tokens: int, cached: int = 0) -> dict[str, float]:
-        """Seconds by operator, all its runs of one forward pass together; "communication" is what links take."""
+        """Seconds by operator, for all its runs in one forward pass; "communication" is the time of links."""
         work, layers = self._work(tokens, cached), self.model.layers
         parts = {
             name: (operator.per_layer * layers + operator.once) * self._costs[name].time_s(work)

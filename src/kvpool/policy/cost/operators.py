@@ -1,4 +1,4 @@
-"""The operators of a prefill, and what each one's time depends on (MemServe §5.3.2).
+"""The operators of a prefill, and the features of each operator's time (MemServe §5.3.2).
 
 With n new tokens after c cached ones, x = n + c, y = c / x:
 
@@ -46,7 +46,7 @@ NEW_CACHED, NEW_2, TOKENS, NEW, CACHED, BLOCKS, PROMPTS, ONE = range(len(MONOMIA
 
 
 class Work(NamedTuple):
-    """What an operator is given: one prompt, or the sums of several.
+    """The input of an operator: one prompt, or the sums of several.
 
     Attributes:
         new: Tokens to compute.
@@ -77,13 +77,12 @@ class Operator:
 
     Attributes:
         name: Under which a profile has its measurements.
-        kind: Which model describes it.
-        features: Of MONOMIALS, what its time is linear in; the last is 1. Nothing for a compute-bound one.
+        kind: The kind of its model.
+        features: The MONOMIALS of its linear time; the last is 1. Empty for a compute-bound operator.
         per_layer: How often a layer runs it.
-        once: How often a forward pass runs it beside its layers.
+        once: How often a forward pass runs it outside of its layers.
         split: Whether a tensor-parallel rank does only its share of it.
-        fixed_split: Whether the share holds for the part too that does not depend on the work, because that is the
-            reading of weights.
+        fixed_split: Whether the share also applies to the constant part, because that is the reading of weights.
     """
 
     name: str

@@ -7,8 +7,8 @@
      "operators": {"qkv": [{"new": 64, "cached": 0, "blocks": 4, "prompts": 1, "seconds": 0.00012}, ...], ...},
      "prefills": [{"new": 64, "cached": 0, "blocks": 4, "prompts": 1, "seconds": 0.0041}, ...]}
 
-`prefills` are whole prefills, for the architecture-level model; they may be absent. What is read back is checked, field
-by field: a profile comes from another machine, and a wrong one would steer a cluster.
+`prefills` are whole prefills, for the architecture-level model; they may be absent. Reading checks every field, because
+a profile comes from another machine, and a wrong one would mislead a cluster.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COUNTS: Final = {"new": 0, "cached": 0, "blocks": 0, "prompts": 1}  # the least
 
 
 class Sample(NamedTuple):
-    """One measurement: what was asked, and how long it took."""
+    """One measurement: the work, and its time."""
 
     work: Work
     seconds: float
@@ -38,11 +38,11 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a profile was taken.
+    """The machine of a profile.
 
     Attributes:
-        device: Its name, for a person.
-        library: That computed, with its version.
+        device: Its name, for people.
+        library: The library that computed, with its version.
         units: SMs, or cores that were used.
     """
 
@@ -70,8 +70,8 @@ class Profile:
     """Measurements of a model's operators, one rank and one stage.
 
     Attributes:
-        model: Whose operators they are.
-        machine: Where they were measured.
+        model: The model of the operators.
+        machine: The machine of the measurements.
         block_tokens: Tokens a block of its KV.
         operators: By name of operator.
         prefills: Whole prefills of the same model on the same machine.

@@ -1,4 +1,4 @@
-"""What the cost model must know about a model, and about its distribution over devices."""
+"""The shape of a model, and its distribution over devices, for the cost model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ModelShape:
         heads: Query heads.
         kv_heads: Heads of K and V; divides `heads`.
         ffn: Width of the feed-forward network.
-        vocab: Tokens that there are.
-        head_dim: Numbers in a head; 0 stands for hidden / heads.
+        vocab: The number of different tokens.
+        head_dim: Numbers in a head; 0 means hidden / heads.
         dtype: Of weights, activations and KV.
     """
 
@@ -87,7 +87,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How one instance spreads the model.
+    """How one instance divides the model.
 
     Attributes:
         tp: Tensor-parallel ranks: each has 1/tp of the heads and of the feed-forward network. After attention and
@@ -107,7 +107,7 @@ class Parallel:
             raise ArgumentError(f"tp {self.tp}, pp {self.pp}: an instance has at least one rank and one stage")
 
     def checked(self, model: ModelShape) -> Parallel:
-        """Itself. Raises ArgumentError when the model cannot be split so."""
+        """Itself. Raises ArgumentError if the model cannot be split in this way."""
         if model.heads % self.tp or model.ffn % self.tp or max(model.kv_heads, self.tp) % min(model.kv_heads, self.tp):
             raise ArgumentError(
                 f"tp {self.tp} does not divide {model.heads} heads, {model.kv_heads} KV heads and ffn {model.ffn}"

@@ -35,15 +35,15 @@ def wave_count(row_tiles: int, column_tiles: int, units: int) -> int:
 
 @dataclass(frozen=True)
 class WaveModel:
-    """What all matrix products of a machine have in common.
+    """The common parameters of all matrix products of a machine.
 
     Attributes:
         units: SMs or cores.
         tile_rows: Rows of a thread block's tile.
         tile_columns: Its columns.
-        flops_per_s: N, of all units together; infinite where products are too small for it to show.
-        weight_bytes_per_s: How fast weights are read; infinite where that does not show.
-        call_s: Of each call.
+        flops_per_s: N, of all units together; infinite if products are too small to show it.
+        weight_bytes_per_s: How fast weights are read; infinite if that does not show.
+        call_s: The cost of each call.
     """
 
     units: int
@@ -58,7 +58,7 @@ class WaveModel:
         return self.units * 2.0 * self.tile_rows * self.tile_columns * inner / self.flops_per_s
 
     def fixed_s(self, matmul: Matmul, itemsize: int) -> float:
-        """What a product takes beside its waves."""
+        """The time of a product besides its waves."""
         return self.call_s + matmul.inner * matmul.columns * itemsize / self.weight_bytes_per_s
 
     def time_s(self, rows: int, matmul: Matmul, itemsize: int) -> float:

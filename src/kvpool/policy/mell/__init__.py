@@ -5,12 +5,12 @@
     plan.moves, plan.placed, plan.activated, plan.terminated
 
     Mell            the scheduler: allocate, depart, grow, and batches of them
-    ClusterMonitor  epochs: what instances report becomes batches
+    ClusterMonitor  epochs: turns reports of instances into batches
     divide          which moves go as KV cache, which as tokens, and which wait (adaptive migration)
-    Backlog         what waits, from one epoch to the next, until it is made
-    BoundaryProfile what links and instances can carry beside their work, as control.profile_boundaries measures it
-    BestFit, WorstFit, LoadBalance      what the paper compares with
-    lower_bound, promised               how few GPUs would do, and how many more Mell may use
+    Backlog         the moves that wait, from one epoch to the next, until they are made
+    BoundaryProfile the spare capacity of links and instances, as measured by control.profile_boundaries
+    BestFit, WorstFit, LoadBalance      the baselines of the paper
+    lower_bound, promised               how few GPUs could suffice, and how many more Mell may use
 
 Everything here is pure: data in, plans out. docs/internals/mell.md says how the algorithm completes the printed one.
 """

@@ -32,16 +32,16 @@ __all__ = ["Backlog"]
 
 @dataclass(eq=False)
 class _Waiting:
-    """A move that is not made.
+    """A move that is not made yet.
 
     Attributes:
-        move: With the tokens that its requests have by now.
+        move: With the tokens that its requests have now.
         number: Its place in the order of the plans.
-        epochs: That it has waited.
-        stuck: Of them, how many of the last ones without any prospect of room.
-        way: Once a part was carried, or when it is stopped.
+        epochs: How many epochs it has waited.
+        stuck: For how many of the latest epochs it had no prospect of room.
+        way: Set once a part was carried, or when it is stopped.
         carried: Tokens that are at the destination.
-        stopped: Its requests run nowhere, and take no room.
+        stopped: Its requests do not run, and take no room.
     """
 
     move: Move
@@ -59,10 +59,10 @@ class _Waiting:
 
 
 class Backlog:
-    """Moves that wait. All that are told the same find the same: only data decides, in one order.
+    """Moves that wait. Deterministic: equal inputs give equal results.
 
-    An epoch takes time in proportion to what waits; more only where moves make room for each other against the order of
-    the plans.
+    The time of an epoch is proportional to the number of waiting moves; it is longer only if moves make room for each
+    other against the order of the plans.
 
     Not thread-safe.
     """
@@ -71,8 +71,8 @@ class Backlog:
         """Nothing waits.
 
         Args:
-            patience: Epochs after which the requests of a move are stopped, when it has no room all the time, and
-                nothing comes or goes, or waits only for its boundary, where it is to go.
+            patience: The requests of a move are stopped after so many epochs in which it had no room, and nothing
+                arrived at or left its destination, or waited there only for a boundary.
 
         Raises:
             ArgumentError: It is below 1.
@@ -89,12 +89,12 @@ class Backlog:
 
     @property
     def oldest(self) -> int:
-        """Epochs that the oldest move has waited; 0 where none waits."""
+        """Epochs that the oldest move has waited; 0 if no move waits."""
         return max((each.epochs for each in self._waiting), default=0)
 
     @property
     def held(self) -> dict[int, int]:
-        """Tokens of room on each GPU that what waits counts on: growth and new requests have to leave it free."""
+        """Tokens of room on each GPU for the waiting moves: growth and new requests must leave it free."""
         found: dict[int, int] = {}
         for each in self._waiting:
             found[each.move.destination] = found.get(each.move.destination, 0) + each.move.tokens
@@ -102,7 +102,7 @@ class Backlog:
 
     @property
     def carried(self) -> dict[int, int]:
-        """Tokens on each GPU that parts have brought there, of requests that run on elsewhere; `held` has them too."""
+        """Tokens on each GPU that parts have brought, of requests that still run elsewhere; `held` includes them."""
         found: dict[int, int] = {}
         for each in self._waiting:
             if each.carried:
@@ -111,7 +111,7 @@ class Backlog:
 
     @property
     def occupied(self) -> set[int]:
-        """GPUs that something has still to leave or to reach: not to be terminated yet, whatever the plan says."""
+        """GPUs that a move has still to leave or to reach: do not terminate them yet, whatever the plan says."""
         leaving = {each.move.source for each in self._waiting if not each.stopped}
         return leaving | {each.move.destination for each in self._waiting}
 
@@ -124,19 +124,19 @@ class Backlog:
         free: Mapping[int, int],
         fit: Fit = Fit.FIRST,
     ) -> Division:
-        """One epoch: what waited and what is new, under the boundaries, none of which is ever exceeded.
+        """One epoch: divides waiting and new moves, without exceeding any boundary.
 
-        What has ended waits no more. What was to go to one GPU, and is now to go on to another, goes there at once
-        where nothing else counts on its leaving first; where it is to go back, it stays. Beyond that the order of the
-        plans is kept.
+        Drops moves of ended requests. If a waiting request is to move on from its destination to another GPU, it goes
+        there directly, unless another move counts on its leaving first; if it is to go back, it stays. Otherwise keeps
+        the order of the plans.
 
         Args:
-            moves: Of the scheduler's plan of this epoch; what waits counts as made there.
-            boundaries: What migration may use in this epoch.
-            batches: Requests that run on each GPU; 0 where it is not named.
-            sizes: Tokens that each request has now. One that is not named has ended.
-            free: Tokens free on each GPU now; parts that were carried there do not count, they are held.
-            fit: Where a move goes that fits under both boundaries.
+            moves: Of the scheduler's plan of this epoch, which assumes that waiting moves are made.
+            boundaries: The capacity for migration in this epoch.
+            batches: Requests that run on each GPU; 0 for a GPU that is not named.
+            sizes: Tokens that each request has now. A request that is not named has ended.
+            free: Tokens free on each GPU now, without parts that were carried there, which are held.
+            fit: The way of a move that fits under both boundaries.
 
         Raises:
             ArgumentError: A move of a request that has ended, or from another GPU than where it is or is to go; nothing

@@ -1,14 +1,14 @@
-"""The schedulers that MELL is compared with (§VIII-B): best fit, worst fit, and load balancing as Llumnix does it.
+"""The schedulers that MELL is compared with (§VIII-B): best fit, worst fit, and load balancing as in Llumnix.
 
-All three activate a GPU where none has room for a new request, and terminate one that has nothing left. What the
-paper does not say is what happens when a request outgrows its GPU. Here:
+All three activate a GPU if none has room for a new request, and terminate an empty one. The paper does not say what
+happens when a request outgrows its GPU. Here:
 
     BestFit, WorstFit   `Overflow.REDISPATCH`: the newest request of the GPU is stopped and dispatched anew, where it is
                         prefilled again; repeated until the rest fits. (vLLM preempts the newest, too.)
                         `Overflow.RESERVE`: cannot happen, since each request takes the room of its final length from
-                        the start. Nobody knows that length; this is what an oracle would allow.
+                        the start. That length is unknown in practice; this is an oracle.
     LoadBalance         the smallest request whose leaving suffices, or else the largest and so on, migrates to the
-                        GPU with the most room, or to a new one where none has room for it.
+                        GPU with the most room, or to a new one if none has room for it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Bins:
         self.held[number][request] = size
 
     def size_of(self, request: RequestId) -> int | None:
-        """What it takes; None where it does not run."""
+        """Its tokens; None if it does not run."""
         number = self.where.get(request)
         return None if number is None else self.held[number][request]
 
@@ -90,7 +90,7 @@ class _Bins:
 
 
 class _Baseline(ABC):
-    """What the three have in common."""
+    """The common base of the three."""
 
     def __init__(self, capacity: int) -> None:
         """Makes a scheduler without GPUs of `capacity` tokens each.
@@ -182,10 +182,10 @@ class _Baseline(ABC):
         again.append(Move((newest,), number, bins.where[newest], size))
 
     def _rebalance(self, moves: list[Move]) -> None:  # noqa: B027 - most do nothing
-        """What is done once an epoch."""
+        """Called once an epoch."""
 
     def _emptiest(self, size: int, but: int | None = None) -> int | None:
-        """The GPU with the most room, where that is enough."""
+        """The GPU with the most room, if that is enough."""
         for free, number in self._bins.free.at_most(self._bins.capacity):
             if free < size:
                 break

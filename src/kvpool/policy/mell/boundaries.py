@@ -1,4 +1,4 @@
-"""What migration may use in one epoch (§V): the boundaries of links and of computation."""
+"""The capacity for migration in one epoch (§V): the boundaries of links and of computation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Link: TypeAlias = Hashable
 
 @dataclass(frozen=True)
 class ComputeProfile:
-    """How many tokens an instance can prefill beside its batch in one epoch, measured for some sizes of the batch.
+    """How many tokens an instance can prefill besides its batch in one epoch, measured for some batch sizes.
 
     Attributes:
         tokens: By batch size. A size between two measured ones gets the smaller figure of the two.
@@ -40,13 +40,13 @@ class ComputeProfile:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """What migration may use in one epoch.
+    """The capacity for migration in one epoch.
 
     Attributes:
-        links: The links that KV cache from one GPU to another passes, all of them, by their names.
-        link_tokens: KV cache, in tokens, that each link carries for migration. One that is not named carries none.
-        compute: The profile of each GPU's instance; one without takes no tokens.
-        link_call_tokens: What each transfer takes of a link beside its KV cache, in tokens: the link's latency.
+        links: The names of all links that KV cache from one GPU to another passes.
+        link_tokens: KV cache, in tokens, that each link carries for migration. A link that is not named carries none.
+        compute: The profile of each GPU's instance; an instance without a profile takes no tokens.
+        link_call_tokens: The cost of each transfer on a link besides its KV cache, in tokens: the link's latency.
     """
 
     links: Callable[[int, int], Sequence[Link]]
@@ -55,6 +55,6 @@ class Boundaries:
     link_call_tokens: Mapping[Link, int] = field(default_factory=dict)
 
     def compute_tokens(self, gpu: int, batch: int) -> int:
-        """Tokens that a GPU may prefill beside a batch of this size."""
+        """Tokens that a GPU may prefill besides a batch of this size."""
         profile = self.compute.get(gpu)
         return 0 if profile is None else profile.boundary(batch)

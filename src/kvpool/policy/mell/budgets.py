@@ -1,4 +1,4 @@
-"""What is left of the boundaries of one epoch while moves use them, one after the other."""
+"""The remaining boundaries of one epoch, while moves use them one after another."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ __all__ = ["Budgets"]
 
 
 class Budgets:
-    """Boundaries of an epoch, and what is used of them. Nothing is ever used that is not there.
+    """The boundaries of an epoch, and their use, which never exceeds them.
 
     Attributes:
-        link_use: Tokens on each link, with what each transfer takes beside its KV cache.
+        link_use: Tokens on each link, including the cost of each transfer.
         compute_use: Tokens that each GPU prefills.
     """
 
     def __init__(self, boundaries: Boundaries, batches: Mapping[int, int]) -> None:
-        """An epoch of which nothing is used.
+        """An unused epoch.
 
         Args:
-            boundaries: What migration may use.
-            batches: Requests that run on each GPU; 0 where it is not named.
+            boundaries: The capacity for migration.
+            batches: Requests that run on each GPU; 0 for a GPU that is not named.
         """
         self._boundaries = boundaries
         self._batches = batches
@@ -30,9 +30,9 @@ class Budgets:
         self.compute_use: dict[int, int] = {}
 
     def kv_left(self, source: int, destination: int, whole: bool = False) -> float:
-        """KV cache, in tokens, that one more transfer may carry; of a `whole` epoch, were nothing used of it.
+        """KV cache, in tokens, that one more transfer may carry; `whole`: in an unused epoch.
 
-        At most 0 where there is nothing left; infinite where no link is passed.
+        At most 0 if nothing is left; infinite if the transfer passes no link.
         """
         between = self._boundaries
         return min(
@@ -46,7 +46,7 @@ class Budgets:
         )
 
     def kv_share(self, source: int, destination: int, tokens: int) -> float:
-        """The part that stays free of the narrowest link after a transfer; negative where it does not fit."""
+        """The free part of the narrowest link after a transfer; negative if it does not fit."""
         between = self._boundaries
         return min(
             (
@@ -60,12 +60,12 @@ class Budgets:
         )
 
     def compute_left(self, gpu: int, whole: bool = False) -> int:
-        """Tokens that a GPU may still prefill; of a `whole` epoch, had it prefilled nothing."""
+        """Tokens that a GPU may still prefill; `whole`: in an unused epoch."""
         limit = self._boundaries.compute_tokens(gpu, self._batches.get(gpu, 0))
         return limit if whole else limit - self.compute_use.get(gpu, 0)
 
     def compute_share(self, gpu: int, tokens: int) -> float:
-        """The part that stays free of a GPU's boundary after a prefill; negative where it does not fit."""
+        """The free part of a GPU's boundary after a prefill; negative if it does not fit."""
         limit = self._boundaries.compute_tokens(gpu, self._batches.get(gpu, 0))
         return _share(limit, self.compute_use.get(gpu, 0) + tokens)
 

@@ -13,7 +13,7 @@ __all__ = ["check_batch", "sizes_of", "whole"]
 
 
 def whole(value: object, what: str) -> int:
-    """An int of Python's own, for what Python takes for an index: sums and shifts of NumPy's are of 64 bits.
+    """A Python int for anything that is an index: NumPy's sums and shifts would have 64 bits.
 
     Raises:
         ArgumentTypeError: It is not one; a bool does not count as one.
@@ -42,7 +42,7 @@ def check_batch(
     grown: Sequence[tuple[RequestId, int]],
     came: Sequence[tuple[RequestId, int]],
 ) -> None:
-    """Looks for what no scheduler could carry out.
+    """Refuses batches that no scheduler could execute.
 
     Args:
         capacity: C, tokens of KV cache on each GPU.
@@ -52,8 +52,9 @@ def check_batch(
         came: New requests and their sizes.
 
     Raises:
-        ArgumentError: A request departs or grows that does not run, or both, or twice; it is to shrink; it arrives and
-            runs, unless it departs, or arrives twice; or a size is not positive, or above C.
+        ArgumentError: A request that does not run departs or grows; a request does both, or one of them twice, or
+            shrinks; a running request that does not depart arrives; a request arrives twice; or a size is not positive,
+            or above C.
     """
     seen: set[RequestId] = set()
     for request in [*gone, *(request for request, _ in grown)]:

@@ -45,5 +45,5 @@ def groups_at_most(total: int, capacity: int) -> int:
 
 
 def role_name(role: Class) -> str:
-    """How texts call a GPU whose largest class is `role`: "T-GPU" where all that it has is small, too."""
+    """The name in texts of a GPU whose largest class is `role`: "T-GPU" also if all its requests are small."""
     return f"{max(role, Class.T).name}-GPU"
