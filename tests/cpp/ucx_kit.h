@@ -26,7 +26,9 @@
 #include "doctest/doctest.h"
 #include "kvpool/base/clock.h"
 #include "kvpool/net/reactor.h"
-#include "kvpool/routes/ucx/ucx.h"
+#include "kvpool/routes/ucx/ucx_context.h"
+#include "kvpool/routes/ucx/ucx_route.h"
+#include "kvpool/routes/ucx/ucx_worker.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -185,7 +187,7 @@ class UcxSide {
   std::size_t bytes() const { return bytes_; }
   std::shared_ptr<void> keepalive() const { return memory_; }
 
-  void start() { worker_ = make_ucx_worker(ucx_place(), spans_, memory_); }
+  void start() { worker_ = UcxContext::make(ucx_place(), {.spans = spans_, .gpu = nullptr}, memory_)->make_worker(); }
   UcxWorker& worker() { return *worker_; }
   void stop() { worker_.reset(); }
   PeerMetadata metadata() const { return metadata(worker_->blob()); }

@@ -146,7 +146,7 @@ struct OneRoute {
     fake() = {};
     UcxLocal local;
     local.spans[0] = {8, {{memory.data(), kBlock, kBlock}}};
-    context = std::make_shared<UcxContextCore>(library(), local, nullptr);
+    context = std::make_shared<UcxContext>(library(), local, nullptr);
     worker = context->make_worker();
     PeerMetadata metadata;
     metadata.name = "peer";
@@ -171,7 +171,7 @@ struct OneRoute {
   bool suits() const { return route->suits({true, false}, {true, false}); }
 
   std::vector<std::byte> memory;
-  std::shared_ptr<UcxContextCore> context;
+  std::shared_ptr<UcxContext> context;
   std::shared_ptr<UcxWorker> worker;
   std::shared_ptr<UcxRoute> route;
 };
@@ -253,7 +253,7 @@ struct MixedRoute {
     UcxLocal local;
     local.spans[0] = {4, {{hbm.data(), kBlock, kBlock}}};
     local.spans[1] = {4, {{dram.data(), kBlock, kBlock}}};
-    context = std::make_shared<UcxContextCore>(library(), local, nullptr);
+    context = std::make_shared<UcxContext>(library(), local, nullptr);
     worker = context->make_worker();
     PeerMetadata metadata;
     metadata.name = "peer";
@@ -280,7 +280,7 @@ struct MixedRoute {
 
   std::vector<std::byte> hbm;
   std::vector<std::byte> dram;
-  std::shared_ptr<UcxContextCore> context;
+  std::shared_ptr<UcxContext> context;
   std::shared_ptr<UcxWorker> worker;
   std::shared_ptr<UcxRoute> route;
 };

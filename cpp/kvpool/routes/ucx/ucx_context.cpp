@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 
+#include "kvpool/routes/ucx/ucx_route.h"
 #include "kvpool/routes/ucx/ucx_worker.h"
 
 namespace kvpool {
@@ -43,7 +44,7 @@ ucp_context_h make_context(const UcxLibrary& ucx) {
 
 }  // namespace
 
-UcxContextCore::UcxContextCore(const UcxLibrary& ucx, const UcxLocal& local, std::shared_ptr<void> keepalive)
+UcxContext::UcxContext(const UcxLibrary& ucx, const UcxLocal& local, std::shared_ptr<void> keepalive)
     : ucx_(ucx), gpu_(local.gpu), keepalive_(std::move(keepalive)), born_(fork_generation()) {
   const UcxGpuScope current(gpu_);
   context_ = make_context(ucx);
@@ -57,7 +58,7 @@ UcxContextCore::UcxContextCore(const UcxLibrary& ucx, const UcxLocal& local, std
   }
 }
 
-UcxContextCore::~UcxContextCore() {
+UcxContext::~UcxContext() {
   if (forked()) {
     thread_->abandon();
     memory_->abandon();
@@ -69,28 +70,23 @@ UcxContextCore::~UcxContextCore() {
   ucx_.cleanup(context_);
 }
 
-std::shared_ptr<UcxWorker> UcxContextCore::make_worker() {
+std::shared_ptr<UcxWorker> UcxContext::make_worker() {
   require_no_fork();
-  return std::make_shared<UcxWorkerCore>(shared_from_this());
+  return std::make_shared<UcxWorker>(shared_from_this());
 }
 
-void UcxContextCore::require_no_fork() const {
+void UcxContext::require_no_fork() const {
   if (forked()) throw Error(ErrorCode::kFork, "this process is a fork of the one that opened UCX");
 }
 
-void UcxContextCore::keep(std::list<std::shared_ptr<UcxPeer>>& peers) noexcept {
+void UcxContext::keep(std::list<std::shared_ptr<UcxPeer>>& peers) noexcept {
   kept_.splice(kept_.end(), peers);
   self_ = weak_from_this().lock();
 }
 
 std::shared_ptr<UcxContext> UcxContext::make(const std::string& where, const UcxLocal& local,
                                              std::shared_ptr<void> keepalive) {
-  return std::make_shared<UcxContextCore>(load_ucx(where), local, std::move(keepalive));
-}
-
-std::shared_ptr<UcxWorker> make_ucx_worker(const std::string& where, const MediaSpans& local,
-                                           std::shared_ptr<void> keepalive) {
-  return UcxContext::make(where, {.spans = local, .gpu = nullptr}, std::move(keepalive))->make_worker();
+  return std::make_shared<UcxContext>(load_ucx(where), local, std::move(keepalive));
 }
 
 std::string describe_ucx(const std::string& where) {

@@ -1,7 +1,6 @@
 // The UCX context of a pool: configuration, registered memory, and the thread that serves its workers.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <list>
 #include <memory>
@@ -30,14 +29,27 @@ class UcxGpuScope {
   std::optional<CurrentContext> current_;
 };
 
-class UcxContextCore final : public UcxContext, public std::enable_shared_from_this<UcxContextCore> {
- public:
-  UcxContextCore(const UcxLibrary& ucx, const UcxLocal& local, std::shared_ptr<void> keepalive);
-  ~UcxContextCore() override;
+class UcxWorker;
 
-  std::shared_ptr<UcxWorker> make_worker() override;
-  const MediumMap<std::string>& refused() const noexcept override { return memory_->refused(); }
-  bool gives_handles() const noexcept override { return memory_->gives_handles(); }
+class UcxContext final : public std::enable_shared_from_this<UcxContext> {
+ public:
+  // `where`: "system", or a folder that holds libucp.so.0 (or a lib folder that does), or the path of libucp itself.
+  // Throws kUnsupported when there is no usable UCX there; the text says what to install. Registers the memory that
+  // `local` describes, which stays what it is as long as `keepalive` lives; of a GPU's what UCX takes: see refused().
+  static std::shared_ptr<UcxContext> make(const std::string& where, const UcxLocal& local,
+                                          std::shared_ptr<void> keepalive);
+  // The same with a library that is open. Kept by a shared_ptr.
+  UcxContext(const UcxLibrary& ucx, const UcxLocal& local, std::shared_ptr<void> keepalive);
+  ~UcxContext();
+
+  std::shared_ptr<UcxWorker> make_worker();
+  // Why a medium that is on a GPU is not reached by UCX; empty for one that is.
+  const MediumMap<std::string>& refused() const noexcept { return memory_->refused(); }
+  // Its keys hold IPC handles. A peer's UCX opens them, and keeps them open when the route is closed, and the worker:
+  // the end of its process alone is known to close them.
+  bool gives_handles() const noexcept { return memory_->gives_handles(); }
+
+  // --- for workers and their routes ---
 
   const UcxLibrary& ucx() const noexcept { return ucx_; }
   ucp_context_h handle() const noexcept { return context_; }
@@ -61,7 +73,7 @@ class UcxContextCore final : public UcxContext, public std::enable_shared_from_t
   std::unique_ptr<UcxMemory> memory_;
   std::unique_ptr<UcxProgress> thread_;
   std::list<std::shared_ptr<UcxPeer>> kept_;
-  std::shared_ptr<UcxContextCore> self_;  // when something is kept
+  std::shared_ptr<UcxContext> self_;  // when something is kept
 };
 
 }  // namespace kvpool

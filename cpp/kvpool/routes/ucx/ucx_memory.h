@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kvpool/base/media_set.h"
 #include "kvpool/base/segment.h"
 #include "kvpool/net/connect/peer_metadata.h"
 #include "kvpool/routes/ucx/ucx.h"

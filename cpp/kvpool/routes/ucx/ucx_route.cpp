@@ -47,8 +47,8 @@ bool only_sockets(const std::vector<std::string>& lanes) {
 
 }  // namespace
 
-UcxRouteCore::UcxRouteCore(const UcxLock&, std::shared_ptr<UcxWorkerCore> worker, std::shared_ptr<UcxPeer> peer,
-                           MediaSpans remote, const MediaSet& remote_on_gpu, std::string name, int pidfd)
+UcxRoute::UcxRoute(const UcxLock&, std::shared_ptr<UcxWorker> worker, std::shared_ptr<UcxPeer> peer, MediaSpans remote,
+                   const MediaSet& remote_on_gpu, std::string name, int pidfd)
     : worker_(std::move(worker)),
       peer_(std::move(peer)),
       remote_(std::move(remote)),
@@ -57,18 +57,18 @@ UcxRouteCore::UcxRouteCore(const UcxLock&, std::shared_ptr<UcxWorkerCore> worker
       pidfd_(pidfd),
       cost_(only_sockets(describe_lanes(worker_->ucx(), peer_->endpoint)) ? kSocketPrior : kProcessPrior) {}
 
-UcxRouteCore::~UcxRouteCore() {
+UcxRoute::~UcxRoute() {
   if (worker_->context().forked()) return;
   const UcxGpuScope current(worker_->context().gpu());
   const UcxLock held = worker_->lock();
   worker_->drop(held, peer_);
 }
 
-bool UcxRouteCore::reaches(Medium medium) const noexcept { return remote_[medium].blocks > 0; }
+bool UcxRoute::reaches(Medium medium) const noexcept { return remote_[medium].blocks > 0; }
 
-bool UcxRouteCore::reads(Medium medium) const noexcept { return worker_->context().spans()[medium].blocks > 0; }
+bool UcxRoute::reads(Medium medium) const noexcept { return worker_->context().spans()[medium].blocks > 0; }
 
-std::uint8_t UcxRouteCore::kinds_of(const MediaSet& from, const MediaSet& to) const noexcept {
+std::uint8_t UcxRoute::kinds_of(const MediaSet& from, const MediaSet& to) const noexcept {
   const MediaSet& own = worker_->context().memory().on_gpu();
   std::uint8_t kinds = 0;
   for (std::size_t i = 0; i < from.size(); ++i) {
@@ -79,16 +79,16 @@ std::uint8_t UcxRouteCore::kinds_of(const MediaSet& from, const MediaSet& to) co
   return kinds;
 }
 
-bool UcxRouteCore::suits(const MediaSet& from, const MediaSet& to) const noexcept {
+bool UcxRoute::suits(const MediaSet& from, const MediaSet& to) const noexcept {
   return (kinds_of(from, to) & refused_.load(std::memory_order_relaxed)) == 0;
 }
 
-double UcxRouteCore::estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
-                                 std::uint64_t bytes) const noexcept {
+double UcxRoute::estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
+                             std::uint64_t bytes) const noexcept {
   return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
 }
 
-WriteOutcome UcxRouteCore::write(const WriteRequest& request) {
+WriteOutcome UcxRoute::write(const WriteRequest& request) {
   worker_->context().require_no_fork();
   const MediaSpans& local = worker_->context().spans();
   check_blocks(request, local, remote_, name());
@@ -109,7 +109,7 @@ WriteOutcome UcxRouteCore::write(const WriteRequest& request) {
   return outcome;
 }
 
-void UcxRouteCore::close() noexcept {
+void UcxRoute::close() noexcept {
   if (worker_->context().forked()) return;
   const UcxGpuScope current(worker_->context().gpu());
   const UcxLock held = worker_->lock();
@@ -117,7 +117,7 @@ void UcxRouteCore::close() noexcept {
   worker_->progress(held);  // threads that wait for its puts see their end
 }
 
-std::vector<std::string> UcxRouteCore::lanes() {
+std::vector<std::string> UcxRoute::lanes() {
   const UcxGpuScope current(worker_->context().gpu());
   const UcxLock held = worker_->lock();
   return peer_->endpoint == nullptr ? std::vector<std::string>{} : describe_lanes(worker_->ucx(), peer_->endpoint);

@@ -7,18 +7,18 @@
 #include <vector>
 
 #include "kvpool/base/segment.h"
+#include "kvpool/routes/route.h"
 #include "kvpool/routes/route_cost.h"
-#include "kvpool/routes/ucx/ucx.h"
 #include "kvpool/routes/ucx/ucx_worker.h"
 
 namespace kvpool {
 
-class UcxRouteCore final : public UcxRoute {
+class UcxRoute final : public Route {
  public:
   // `lock` is the worker's.
-  UcxRouteCore(const UcxLock& lock, std::shared_ptr<UcxWorkerCore> worker, std::shared_ptr<UcxPeer> peer,
-               MediaSpans remote, const MediaSet& remote_on_gpu, std::string name, int pidfd);
-  ~UcxRouteCore() override;
+  UcxRoute(const UcxLock& lock, std::shared_ptr<UcxWorker> worker, std::shared_ptr<UcxPeer> peer, MediaSpans remote,
+           const MediaSet& remote_on_gpu, std::string name, int pidfd);
+  ~UcxRoute() override;
 
   const char* name() const noexcept override { return "ucx"; }
   RouteTraits traits() const noexcept override {
@@ -33,10 +33,12 @@ class UcxRouteCore final : public UcxRoute {
   RouteCost* cost() noexcept override { return &cost_; }
   WriteOutcome write(const WriteRequest& request) override;
   void close() noexcept override;
-  std::vector<std::string> lanes() override;
+  // How UCX reaches the peer, one line a lane, as ucp_ep_print_info has it: transport, device, what the lane is for.
+  // For people and tests.
+  std::vector<std::string> lanes();
 
  private:
-  const std::shared_ptr<UcxWorkerCore> worker_;
+  const std::shared_ptr<UcxWorker> worker_;
   const std::shared_ptr<UcxPeer> peer_;
   // ucx_kind() of each pair of media that a write may have to do with.
   std::uint8_t kinds_of(const MediaSet& from, const MediaSet& to) const noexcept;

@@ -9,8 +9,10 @@
 #include "kvpool/base/error.h"
 #include "kvpool/cuda/context.h"
 #include "kvpool/routes/tracers.h"
-#include "kvpool/routes/ucx/ucx.h"
+#include "kvpool/routes/ucx/ucx_context.h"
 #include "kvpool/routes/ucx/ucx_devices.h"
+#include "kvpool/routes/ucx/ucx_route.h"
+#include "kvpool/routes/ucx/ucx_worker.h"
 
 namespace kvpool {
 namespace {

@@ -60,8 +60,7 @@ const UcxPeer::Region* UcxPeer::find(std::uint64_t address) const noexcept {
   return address - (next - 1)->base < (next - 1)->bytes ? &*(next - 1) : nullptr;
 }
 
-UcxWorkerCore::UcxWorkerCore(std::shared_ptr<UcxContextCore> context)
-    : context_(std::move(context)), ucx_(context_->ucx()) {
+UcxWorker::UcxWorker(std::shared_ptr<UcxContext> context) : context_(std::move(context)), ucx_(context_->ucx()) {
   const UcxGpuScope current(context_->gpu());
   const UcxLock lock(lock_);
   ucp_worker_params_t params{};
@@ -86,7 +85,7 @@ UcxWorkerCore::UcxWorkerCore(std::shared_ptr<UcxContextCore> context)
   }
 }
 
-UcxWorkerCore::~UcxWorkerCore() {
+UcxWorker::~UcxWorker() {
   if (context_->forked()) return;
   if (!close()) {
     context_->thread().remove(watch_);
@@ -95,7 +94,7 @@ UcxWorkerCore::~UcxWorkerCore() {
   ::close(wake_);
 }
 
-std::shared_ptr<UcxRoute> UcxWorkerCore::make_route(const PeerMetadata& metadata, int pidfd) {
+std::shared_ptr<UcxRoute> UcxWorker::make_route(const PeerMetadata& metadata, int pidfd) {
   context_->require_no_fork();
   const UcxBlob blob = read_ucx_blob(metadata.ucx);
   const MediaSpans remote = remote_spans(metadata, require_covered(metadata, blob));
@@ -105,11 +104,10 @@ std::shared_ptr<UcxRoute> UcxWorkerCore::make_route(const PeerMetadata& metadata
   const UcxLock held = lock();
   auto peer = connect(held, blob);
   note_gpu(*peer, remote, on_gpu);
-  return std::make_shared<UcxRouteCore>(held, shared_from_this(), std::move(peer), remote, on_gpu, metadata.name,
-                                        pidfd);
+  return std::make_shared<UcxRoute>(held, shared_from_this(), std::move(peer), remote, on_gpu, metadata.name, pidfd);
 }
 
-std::shared_ptr<UcxPeer> UcxWorkerCore::connect(const UcxLock& lock, const UcxBlob& blob) {
+std::shared_ptr<UcxPeer> UcxWorker::connect(const UcxLock& lock, const UcxBlob& blob) {
   if (closed_) throw Error(ErrorCode::kClosed, "the UCX worker was closed");
   auto peer = std::make_shared<UcxPeer>();
   peer->worker = this;
@@ -142,7 +140,7 @@ std::shared_ptr<UcxPeer> UcxWorkerCore::connect(const UcxLock& lock, const UcxBl
   return peer;
 }
 
-void UcxWorkerCore::shut(const UcxLock&, UcxPeer& peer) noexcept {
+void UcxWorker::shut(const UcxLock&, UcxPeer& peer) noexcept {
   if (peer.endpoint == nullptr) return;
   ucp_request_param_t params{};
   params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
@@ -159,29 +157,29 @@ void UcxWorkerCore::shut(const UcxLock&, UcxPeer& peer) noexcept {
   note_completion();
 }
 
-void UcxWorkerCore::destroy_keys(UcxPeer& peer) noexcept {
+void UcxWorker::destroy_keys(UcxPeer& peer) noexcept {
   for (const UcxPeer::Region& region : peer.regions) ucx_.rkey_destroy(region.key);
   peer.regions.clear();
 }
 
 // What UCX still knows of stays in peers_ until it has let go: see progress().
-void UcxWorkerCore::drop(const UcxLock& lock, const std::shared_ptr<UcxPeer>& peer) noexcept {
+void UcxWorker::drop(const UcxLock& lock, const std::shared_ptr<UcxPeer>& peer) noexcept {
   shut(lock, *peer);
   if (worker_ == nullptr) return;  // close() has done the rest
   destroy_keys(*peer);
   if (peer->closing == 0) std::erase(peers_, peer);
 }
 
-void UcxWorkerCore::enter(const UcxLock&) noexcept { ++writers_; }
+void UcxWorker::enter(const UcxLock&) noexcept { ++writers_; }
 
-void UcxWorkerCore::leave(const UcxLock&) noexcept {
+void UcxWorker::leave(const UcxLock&) noexcept {
   if (--writers_ > 0) return;
   if (parked_) context_->thread().kick(watch_);
   parked_ = false;
   if (closed_) woken_.notify_all();
 }
 
-bool UcxWorkerCore::progress(const UcxLock&) noexcept {
+bool UcxWorker::progress(const UcxLock&) noexcept {
   if (worker_ == nullptr) return true;
   int round = 0;
   while (round < kProgressRounds && ucx_.worker_progress(worker_) != 0) ++round;
@@ -200,7 +198,7 @@ bool UcxWorkerCore::progress(const UcxLock&) noexcept {
   return drained;
 }
 
-bool UcxWorkerCore::rest(UcxLock& lock, std::int64_t deadline_ns, bool drained, std::int64_t& spin_until) noexcept {
+bool UcxWorker::rest(UcxLock& lock, std::int64_t deadline_ns, bool drained, std::int64_t& spin_until) noexcept {
   const std::int64_t now = monotonic_ns();
   if (now >= deadline_ns) return false;
   if (spin_until == 0) spin_until = now + kSpinNs;
@@ -217,7 +215,7 @@ bool UcxWorkerCore::rest(UcxLock& lock, std::int64_t deadline_ns, bool drained, 
   return true;
 }
 
-void UcxWorkerCore::sleep_on_descriptor(UcxLock& lock, std::int64_t until_ns) noexcept {
+void UcxWorker::sleep_on_descriptor(UcxLock& lock, std::int64_t until_ns) noexcept {
   // What arrives from here on makes the descriptor readable. Busy: something has arrived already.
   if (worker_ != nullptr && ucx_.worker_arm(worker_) != UCS_OK) return;
   sleeping_ = true;
@@ -236,7 +234,7 @@ void UcxWorkerCore::sleep_on_descriptor(UcxLock& lock, std::int64_t until_ns) no
 }
 
 // In the context's thread.
-void UcxWorkerCore::serve() noexcept {
+void UcxWorker::serve() noexcept {
   const UcxGpuScope current(context_->gpu());
   const UcxLock held(lock_);
   if (closed_) return;
@@ -251,7 +249,7 @@ void UcxWorkerCore::serve() noexcept {
   }
 }
 
-bool UcxWorkerCore::close() noexcept {
+bool UcxWorker::close() noexcept {
   if (context_->forked()) return true;  // whatever writes, it is not this process
   const UcxGpuScope current(context_->gpu());
   {

@@ -12,7 +12,7 @@
 #include <mutex>
 #include <vector>
 
-#include "kvpool/routes/ucx/ucx.h"
+#include "kvpool/net/connect/peer_metadata.h"
 #include "kvpool/routes/ucx/ucx_library.h"
 #include "kvpool/routes/ucx/ucx_memory.h"
 #include "kvpool/routes/ucx/ucx_progress.h"
@@ -20,8 +20,9 @@
 
 namespace kvpool {
 
-class UcxContextCore;
-class UcxWorkerCore;
+class UcxContext;
+class UcxRoute;
+class UcxWorker;
 
 using UcxLock = std::unique_lock<UcxTurnLock>;
 
@@ -33,7 +34,7 @@ struct UcxPeer {
     ucp_rkey_h key;
     bool on_gpu = false;
   };
-  UcxWorkerCore* worker = nullptr;
+  UcxWorker* worker = nullptr;
   ucp_ep_h endpoint = nullptr;  // null: closed, by us or after it failed; never opened again
   bool failed = false;          // by UCX's word, which is `why`
   ucs_status_t why = UCS_OK;
@@ -43,18 +44,28 @@ struct UcxPeer {
   const Region* find(std::uint64_t address) const noexcept;
 };
 
-class UcxWorkerCore final : public UcxWorker, public std::enable_shared_from_this<UcxWorkerCore> {
+// Thread-safety: all of it.
+class UcxWorker final : public std::enable_shared_from_this<UcxWorker> {
  public:
-  explicit UcxWorkerCore(std::shared_ptr<UcxContextCore> context);
-  ~UcxWorkerCore() override;
+  explicit UcxWorker(std::shared_ptr<UcxContext> context);
+  ~UcxWorker();
 
-  const Bytes& blob() const noexcept override { return blob_; }
-  std::shared_ptr<UcxRoute> make_route(const PeerMetadata& metadata, int pidfd) override;
-  bool close() noexcept override;
+  // For PeerMetadata::ucx: where this worker is reached, and the keys to the pool's memory.
+  const Bytes& blob() const noexcept { return blob_; }
+  // Throws kProtocol (a malformed metadata, or one whose blocks lie outside of what its keys open), kUnsupported (no
+  // transport in common), kClosed. `pidfd`: of the peer when it is on this host, else -1; it stays open as long as the
+  // route lives, and is asked before every batch, because UCX knows a process by its number only.
+  // A route that threw kPeerLost is closed for good: a new one can be made from the metadata when the peer still lives.
+  std::shared_ptr<UcxRoute> make_route(const PeerMetadata& metadata, int pidfd = -1);
+
+  // Ends all its routes, and everything that peers have under way here: when it has returned true, no adapter and no
+  // thread of this process writes what they sent to this worker. Waits for writes in other threads to notice. False,
+  // which UCX should not let happen: it did not let go within 5 s, and nothing is proved. Idempotent.
+  bool close() noexcept;
 
   // For routes. What says `lock` is called with the worker's lock held; the waiting ones let go of it meanwhile.
   UcxLock lock() noexcept { return UcxLock(lock_); }
-  UcxContextCore& context() noexcept { return *context_; }
+  UcxContext& context() noexcept { return *context_; }
   const UcxLibrary& ucx() const noexcept { return ucx_; }
 
   // Throws kUnsupported, kClosed.
@@ -91,7 +102,7 @@ class UcxWorkerCore final : public UcxWorker, public std::enable_shared_from_thi
   void sleep_on_descriptor(UcxLock& lock, std::int64_t until_ns) noexcept;
   void destroy_keys(UcxPeer& peer) noexcept;
 
-  const std::shared_ptr<UcxContextCore> context_;
+  const std::shared_ptr<UcxContext> context_;
   const UcxLibrary& ucx_;
   UcxTurnLock lock_;
   ucp_worker_h worker_ = nullptr;  // null: closed

@@ -35,7 +35,7 @@ void UcxWrite::Pending::note(ucs_status_t why, const Slot& of) noexcept {
   if (no_way) kinds_unable |= of.kind;
 }
 
-UcxWrite::UcxWrite(UcxWorkerCore& worker, std::shared_ptr<UcxPeer> peer, const WriteRequest& request,
+UcxWrite::UcxWrite(UcxWorker& worker, std::shared_ptr<UcxPeer> peer, const WriteRequest& request,
                    const std::string& name, int pidfd)
     : worker_(worker),
       peer_(std::move(peer)),

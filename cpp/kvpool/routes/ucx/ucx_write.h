@@ -26,7 +26,7 @@ constexpr std::uint8_t ucx_kind(bool from_gpu, bool to_gpu) noexcept {
 class UcxWrite {
  public:
   // `pidfd`: the peer's, or -1. `name`: of the peer, for errors.
-  UcxWrite(UcxWorkerCore& worker, std::shared_ptr<UcxPeer> peer, const WriteRequest& request, const std::string& name,
+  UcxWrite(UcxWorker& worker, std::shared_ptr<UcxPeer> peer, const WriteRequest& request, const std::string& name,
            int pidfd);
   ~UcxWrite();
   UcxWrite(const UcxWrite&) = delete;
@@ -49,7 +49,7 @@ class UcxWrite {
       std::size_t bytes;
       std::uint8_t kind;
     };
-    UcxWorkerCore* worker;
+    UcxWorker* worker;
     std::array<Slot, 128> slots;
     std::array<Slot*, 128> free;
     std::size_t free_count;
@@ -80,7 +80,7 @@ class UcxWrite {
   void report_progress() noexcept;
   [[noreturn]] void throw_stop(Stop why);
 
-  UcxWorkerCore& worker_;
+  UcxWorker& worker_;
   const std::shared_ptr<UcxPeer> peer_;
   const WriteRequest& request_;
   const std::string& name_;
