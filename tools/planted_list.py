@@ -280,8 +280,8 @@ BUGS: Final[tuple[Bug, ...]] = (
         "a watch is changed while another thread adds one: a race that shows once in a while",
         _cpp(
             "net/reactor.cpp",
-            "const std::lock_guard lock(state_->mutex);\n    const auto found = state_->watches.find(watch);\n    if",
-            "const auto found = state_->watches.find(watch);\n    if",
+            "const std::lock_guard lock(state_->mutex);\n  const auto found = state_->watches.find(watch);\n  if",
+            "const auto found = state_->watches.find(watch);\n  if",
         ),
         ("reactor_test.cpp", "sock_both_ways_test.cpp"),
         build="thread",
