@@ -15,5 +15,5 @@ The simulator of whole clusters, behind `kvpool sim`; each stands on those above
     hardware, times         cost models from data sheets, and what a step of decoding takes
     cache, instance         an engine: blocks in two tiers over the real index; its queue and its batch
     measures, cluster       the global scheduler in front of instances, and what is counted
-    setup, sizing, packed   what a person asks: one run, the fewest GPUs for a promise, MELL and its baselines
+    setup, sizing, packed   the user's questions: one run, the fewest GPUs for a promise, MELL and its baselines
 """

@@ -1,4 +1,4 @@
-"""The blocks of a simulated instance: what runs, and what is cached, in HBM and in DRAM.
+"""The blocks of a simulated instance: those of running requests, and cached ones in HBM and in DRAM.
 
 The radix index (`kvpool.PromptIndex`) with its pins and its eviction is real; blocks are only counted:
 
@@ -28,13 +28,13 @@ __all__ = ["Held", "InstanceCache"]
 
 
 class Held:
-    """What a request has in an instance. Attributes are blocks.
+    """The blocks of a request in an instance. Attributes count blocks.
 
     Attributes:
         in_hbm: Of its prompt, in the HBM index and pinned.
         found: Of its prompt, found in HBM when it began.
-        cached: Found in either tier.
-        private: Its own, which nobody can match.
+        cached: Of its prompt, found in either tier.
+        private: Blocks that no other request can match.
     """
 
     __slots__ = ("cached", "found", "in_hbm", "pins", "private")
@@ -44,7 +44,7 @@ class Held:
         self.cached, self.private, self.pins = cached, private, pins
 
     def unpin(self) -> None:
-        """Lets what it matched or inserted be evicted."""
+        """Unpins the blocks that it matched or inserted."""
         for pin in self.pins:
             pin.close()
         self.pins = []
@@ -54,8 +54,8 @@ class InstanceCache:
     """The blocks of one instance. Not thread-safe.
 
     Args:
-        hbm_blocks: For what runs and for what is cached.
-        dram_blocks: For what HBM evicts; 0 for none.
+        hbm_blocks: For running requests and for cached blocks.
+        dram_blocks: For blocks that HBM evicts; 0 for none.
     """
 
     def __init__(self, hbm_blocks: int, dram_blocks: int = 0) -> None:
@@ -68,7 +68,7 @@ class InstanceCache:
         self._values: npt.NDArray[np.uint64] = np.zeros(1024, dtype=np.uint64)
 
     def subscribe(self) -> EventStream:
-        """What becomes and stops being cached, in either tier."""
+        """Subscribes to blocks becoming cached, and no longer cached, in either tier."""
         return self._both.subscribe()
 
     def peek(self, ids: Ids) -> int:
@@ -76,14 +76,14 @@ class InstanceCache:
         return self._both.peek(ids)
 
     def admit(self, ids: Ids, blocks: int) -> Held | None:
-        """Pins what is cached of a prompt and sets aside the blocks that it needs beside that, evicting others.
+        """Pins the cached blocks of a prompt and reserves the others that it needs, evicting where necessary.
 
         Args:
             ids: The prompt.
-            blocks: That prompt and answer have in the end; at least as many as ids.
+            blocks: Blocks of prompt and answer together; at least as many as ids.
 
         Returns:
-            None, and nothing is changed but the order of eviction, where what runs leaves too little.
+            None if running requests leave too few blocks; then only the order of eviction has changed.
         """
         match = self._hbm.match(ids)
         pins: list[Match | Inserted] = [match]
@@ -106,7 +106,7 @@ class InstanceCache:
         return held
 
     def store(self, held: Held, ids: Ids) -> None:
-        """A prompt is computed, or a prompt and its answer: others can match it, and the request keeps it pinned."""
+        """Stores a computed prompt, or a prompt and its answer: others can match it; the request keeps it pinned."""
         blocks = len(ids)
         if blocks > len(self._values):
             self._values = np.zeros(2 * blocks, dtype=np.uint64)
@@ -125,7 +125,7 @@ class InstanceCache:
             self._trim()
 
     def release(self, held: Held) -> None:
-        """The request has ended, or has moved away: its private blocks are free, what it stored can be evicted."""
+        """Ends a request here: frees its private blocks and unpins what it stored."""
         self.private -= held.private
         held.private = 0
         held.unpin()
@@ -148,7 +148,7 @@ class InstanceCache:
                 raise AuditError(f"C3: {self.private} private and {pinned} pinned blocks, but nothing runs")
 
     def _trim(self) -> None:
-        """What neither tier has room for is gone."""
+        """Evicts what neither tier has room for."""
         over = len(self._both) - len(self._hbm) - self.dram_blocks
         if over > 0:
             self._both.evict(over)

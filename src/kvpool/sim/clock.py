@@ -9,7 +9,7 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """Events in the order of their times; those of one time in the order in which they were set.
+    """Runs events in the order of their times; those of one time in the order in which they were set.
 
     Attributes:
         now_s: Seconds since the start.
@@ -21,12 +21,12 @@ class Clock:
         self._count = 0
 
     def at(self, time_s: float, event: Callable[[], None]) -> None:
-        """Sets an event; one in the past happens next."""
+        """Schedules an event; one in the past happens next."""
         heapq.heappush(self._events, (max(time_s, self.now_s), self._count, event))
         self._count += 1
 
     def run(self, until_s: float) -> None:
-        """Lets happen what is set up to a time, that time included, and what is set meanwhile."""
+        """Runs the events up to a time, that time included, and those that they schedule up to it."""
         while self._events and self._events[0][0] <= until_s:
             self.now_s, _, event = heapq.heappop(self._events)
             event()

@@ -39,23 +39,23 @@ _TELL_EVERY: Final = 1000
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is simulated.
+    """The cluster to simulate.
 
     Attributes:
         model: Predicts prefills and steps of decoding of an instance.
         unit: Tokens for which an id of the workload stands: the block of this cluster.
-        hbm_blocks: Of each instance, for KV.
-        dram_blocks: Of each instance, for what HBM evicts.
-        colocated: Instances that do both.
-        prefill: Instances that compute prompts only; there must be some that decode then.
-        decode: Instances that decode what those computed.
-        policy: Makes the policy that chooses who computes a prompt.
-        link: Between any two instances; each has one way out and one way in.
-        fetch: Whether an instance fetches what another one holds, where the scheduler says that it pays (eq. 2).
+        hbm_blocks: KV blocks in each instance's HBM.
+        dram_blocks: Blocks in each instance's DRAM, for what HBM evicts.
+        colocated: Instances that prefill and decode.
+        prefill: Instances that only compute prompts; with them some must decode.
+        decode: Instances that decode those prompts.
+        policy: Makes the policy that chooses the instance for a prompt.
+        link: Between any two instances; each instance sends one transfer and receives one at a time.
+        fetch: Whether an instance fetches what another one holds if the scheduler says that it pays (eq. 2).
         learn: When the scheduler learns what an instance holds: from responses, at dispatch, or from its KV events.
-        ttl_s: How long it believes so; events last.
+        ttl_s: How long it keeps what it did not learn from events.
         balance: The scheduler's load cap. All instances are there from the start, so none is a newcomer.
-        batching: Of the engines.
+        batching: The engines'.
     """
 
     model: CostModel
@@ -93,12 +93,12 @@ class Cluster:
 
 
 class ClusterSim:
-    """Runs one workload through one cluster; once for each simulator. Not thread-safe.
+    """Runs one workload through one cluster, once. Not thread-safe.
 
     Args:
-        cluster: What is simulated.
+        cluster: The cluster to simulate.
         skip: Requests at the start that are not measured, while caches fill.
-        told: Called now and then with how many requests have ended and the virtual time.
+        told: Called now and then with the number of requests that have ended and the virtual time.
     """
 
     def __init__(self, cluster: Cluster, *, skip: int = 0, told: Callable[[int, float], None] | None = None) -> None:
@@ -130,7 +130,7 @@ class ClusterSim:
         self._expired_at = 0.0
 
     def run(self, requests: Iterable[SimRequest]) -> Measures:
-        """Until the last request has ended.
+        """Runs until the last request has ended.
 
         Args:
             requests: In the order of their times.
@@ -143,7 +143,7 @@ class ClusterSim:
         return self.finish()
 
     def feed(self, requests: Iterable[SimRequest]) -> None:
-        """Until the last of these requests has arrived. More can follow. Raises as `run`."""
+        """Runs until the last of these requests has arrived. More can follow. Raises as `run`."""
         loop = self._loop
         for request in requests:
             if request.time_s < loop.now:
@@ -153,13 +153,13 @@ class ClusterSim:
             self._send(request)
 
     def finish(self) -> Measures:
-        """Until all that arrived has ended. Raises AuditError when blocks or requests were lost: a bug."""
+        """Runs until all requests have ended. Raises AuditError when blocks or requests were lost: a bug."""
         self._loop.run_before(float("inf"))
         return self._closed()
 
     @property
     def events(self) -> int:
-        """How many have happened."""
+        """The number of events so far."""
         return self._loop.events
 
     def audit(self, idle: bool = False) -> None:
@@ -190,7 +190,7 @@ class ClusterSim:
         )
 
     def _transfer_in_blocks(self) -> KVTransfer:
-        """For the scheduler, which counts in ids."""
+        """The cost of transfers for the scheduler, which counts in ids."""
         unit = self.cluster.unit
         return KVTransfer(self.cluster.link, unit * self._transfer.bytes_per_token, 1, calls_per_block=1.0)
 
@@ -219,7 +219,7 @@ class ClusterSim:
             self._scheduler.expire()
 
     def _fetched(self, job: Job, have: int) -> tuple[int, float]:
-        """Blocks that come from another instance before a prompt is computed, and when they are here."""
+        """The blocks to fetch from another instance before a prompt is computed, and when they arrive."""
         fetch, now = job.decision.fetch, self._loop.now
         if fetch is None or fetch.stop <= have:
             return 0, now
@@ -241,7 +241,7 @@ class ClusterSim:
         return False
 
     def _hand_over(self, target: int) -> None:
-        """Sends to an instance that decodes what it has room for, in order."""
+        """Sends an instance that decodes the requests that it has room for, in order."""
         waiting, instance, unit = self._for_decode[target], self._instances[target], self.cluster.unit
         while waiting and instance.room > self._coming[target]:
             job = waiting[0]
@@ -260,7 +260,7 @@ class ClusterSim:
             self._loop.at(end, self._handed_over, (job, left, target))
 
     def _handed_over(self, moved: tuple[Job, Held, int]) -> None:
-        """A request's KV has arrived where it decodes; what it had where it was computed can go."""
+        """Called when a request's KV has arrived where it decodes; releases it where it was computed."""
         job, left, target = moved
         source, instance = self._instances[job.decision.instance], self._instances[target]
         source.cache.release(left)
@@ -287,7 +287,7 @@ class ClusterSim:
         self._follow(request)
 
     def _follow(self, request: SimRequest) -> None:
-        """The session's next request, when its time has come."""
+        """Schedules the session's next request."""
         if request.then is not None and (following := next(request.then, None)) is not None:
             self._loop.at(self._loop.now + following.time_s, self._send, following)
 
@@ -319,7 +319,7 @@ class ClusterSim:
             measures.tpot_s.add((now - job.first_s) / (request.output - 1))
 
     def _closed(self) -> Measures:
-        """The sums at the end, and that nothing was lost."""
+        """Computes the final sums and checks that nothing was lost."""
         measures = self.measures
         self.audit(idle=True)
         if measures.ended + measures.refused != measures.arrived or self._scheduler.in_flight:

@@ -27,25 +27,25 @@ from kvpool.sim.requests import NO_IDS, FreshIds, Ids, SimRequest, Workload
 
 __all__ = ["PRESETS", "Shape", "generate"]
 
-_CHUNK: Final = 4096  # random numbers are drawn so many at a time
+_CHUNK: Final = 4096  # random numbers drawn at a time
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What requests look like; lengths are means, in tokens.
+    """The shape of requests; lengths are means, in tokens.
 
     Attributes:
         what: One line for a person.
-        prompt: What is new in a prompt: all of it, a question, a turn.
+        prompt: The new part of a prompt: all of it, a question, a turn.
         output: The answer.
-        sigma: Deviation of the logarithm of both: log-normal lengths. 0 makes them all alike.
+        sigma: Deviation of the logarithm of both: log-normal lengths. 0 makes them all equal.
         tail: Exponent of a Pareto distribution in place of the log-normal one; above 1, and heavier the nearer to 1.
-        shared: Beginnings that prompts share: system prompts, documents.
+        shared: Prefixes that prompts share: system prompts, documents.
         shared_count: How many there are; 0 for none.
-        zipf: How unequal they are in use: the k-th most used is used in proportion to 1 / k^zipf.
-        turns: Mean number of a session's; geometric. 1 for requests by themselves.
+        zipf: How unequally they are used: the k-th most used is used in proportion to 1 / k^zipf.
+        turns: Mean number of turns of a session; geometric. 1 for single requests.
         think_s: Mean time from an answer to the next turn; exponential.
-        longest: What a prompt may have, with all turns before; a session ends there.
+        longest: The longest prompt, with all turns before; a session ends there.
     """
 
     what: str
@@ -104,13 +104,13 @@ def generate(
     block_tokens: int = 16,
     **changes: Any,
 ) -> Workload:
-    """A workload that is made up.
+    """A synthetic workload.
 
     Args:
-        shape: Or the name of a preset.
-        rate: Mean requests a second. Sessions start as a Poisson process of as much less as they have turns.
-        requests: How many, all turns counted; the last session to begin is cut short where it would have more.
-        seed: Of everything.
+        shape: The shape of requests, or the name of a preset.
+        rate: Mean requests a second. Sessions start as a Poisson process of this rate divided by the mean turns.
+        requests: How many, all turns counted; the last session to begin is cut short if it would have more.
+        seed: Determines everything that is drawn.
         block_tokens: Tokens a block.
         **changes: Fields of the shape to change.
 
@@ -183,7 +183,7 @@ class _Source:
         self._fresh = FreshIds(first=shape.shared_count * self._shared_blocks)
 
     def singles(self, rate: float) -> Iterator[SimRequest]:
-        """Requests by themselves."""
+        """Single requests."""
         for time_s in self._times(rate):
             beginning = self._beginning()
             asked, output = self._new_blocks(len(beginning)), self._outputs.next()

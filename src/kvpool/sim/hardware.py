@@ -31,7 +31,7 @@ class Gpu:
     Attributes:
         memory_gb: 10^9 bytes.
         flops: A second, dense BF16.
-        bytes_per_s: Of its memory.
+        bytes_per_s: Bandwidth of its memory.
         units: SMs.
         host_bytes_per_s: To the host's DRAM.
         net_bytes_per_s: To other machines, its share of a server's network.

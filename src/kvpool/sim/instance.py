@@ -33,8 +33,8 @@ class Batching:
     """How engines batch.
 
     Attributes:
-        batch_tokens: Tokens that prompts computed together may have, beside what is cached; a longer prompt is
-            computed alone, and 0 computes each alone.
+        batch_tokens: Uncached tokens of the prompts that are computed together; a longer prompt is computed alone, and
+            0 computes each alone.
         batch_requests: Requests that decode at a time.
     """
 
@@ -50,12 +50,12 @@ class Job:
     """A request on its way.
 
     Attributes:
-        request: As it came.
-        number: Of its arrival.
+        request: The request as it came.
+        number: Counts arrivals.
         sent_s: When it was sent.
-        decision: Of the global scheduler.
-        blocks: Of prompt and answer.
-        held: Blocks that it has where it is.
+        decision: The global scheduler's.
+        blocks: Blocks of prompt and answer.
+        held: Its blocks in its instance.
         first_s: When it had its first token.
         fetched: Blocks that came from another instance.
     """
@@ -70,25 +70,25 @@ class Job:
 
 
 class Instance:
-    """One engine. What happens to its requests it tells by two calls.
+    """One engine. It reports its requests' progress by two callbacks.
 
     Args:
         number: Of the instance.
         loop: The clock.
         cache: Its blocks.
-        model: What prefills take.
-        decode: What decoding takes.
+        model: The times of prefills.
+        decode: The times of decoding.
         unit: Tokens of a block.
         batching: How it batches.
-        fetch: Called before a prompt is computed with the job and the blocks that are cached: the blocks that come from
-            elsewhere, and when they are here.
+        fetch: Called before a prompt is computed, with the job and its cached blocks. Returns the blocks that come from
+            another instance, and when they arrive.
         prefilled: Called at a job's first token. Returns whether it decodes here.
         ended: Called when a job has all its tokens.
 
     Attributes:
-        prefill_s: Seconds of prefills so far, with what they waited for.
+        prefill_s: Seconds of prefills so far, with their waiting for fetched blocks.
         decode_s: Seconds of decoding.
-        longest_queue: Prompts that have waited at the same time.
+        longest_queue: The most prompts that have waited at the same time.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Instance:
     # ---- from outside
 
     def submit(self, job: Job) -> None:
-        """A prompt that is to be computed here."""
+        """Queues a prompt to be computed here."""
         self._waiting.append(job)
         if len(self._waiting) > self.longest_queue:
             self.longest_queue = len(self._waiting)
@@ -130,7 +130,7 @@ class Instance:
             self.wake()
 
     def join(self, job: Job) -> None:
-        """A request whose prompt is here already begins to decode, with the next step."""
+        """Begins to decode, with the next step, a request whose prompt is already here."""
         if self._planned:
             self._joining.append(job)
             self._stop_after_step()
@@ -140,7 +140,7 @@ class Instance:
             self._next()
 
     def wake(self) -> None:
-        """Something has changed for those who wait: at the end of the step that is under way they are looked at."""
+        """Reports a change that waiting requests may benefit from; they are examined after the current step."""
         if self._prefilling:
             return
         if self._planned:

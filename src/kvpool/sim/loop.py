@@ -10,13 +10,13 @@ __all__ = ["Loop"]
 
 
 class Loop:
-    """Calls in the order of their times; those of one time in the order in which they were set.
+    """Makes calls in the order of their times; those of one time in the order in which they were set.
 
     As `Clock`, for calls of one argument and without a closure for each.
 
     Attributes:
         now: Seconds since the start.
-        events: How many have happened.
+        events: The number of calls so far.
     """
 
     __slots__ = ("_heap", "_order", "events", "now")
@@ -28,12 +28,12 @@ class Loop:
         self._order = 0
 
     def at(self, time_s: float, call: Callable[[Any], None], argument: Any) -> None:
-        """Sets a call; one in the past happens next."""
+        """Schedules a call; one in the past happens next."""
         self._order += 1
         heapq.heappush(self._heap, (time_s if time_s > self.now else self.now, self._order, call, argument))
 
     def run_before(self, time_s: float) -> None:
-        """Lets happen what is set for times before this one, and what is set meanwhile; the clock stands there then."""
+        """Makes all calls before a time, those that they schedule included; then the clock shows that time."""
         heap, pop = self._heap, heapq.heappop
         while heap and heap[0][0] < time_s:
             self.now, _, call, argument = pop(heap)

@@ -12,25 +12,25 @@ __all__ = ["Measures"]
 
 @dataclass
 class Measures:
-    """Sums and quantiles over all requests that were measured; nothing is kept of a single one.
+    """Sums and quantiles over all measured requests; single requests are not kept.
 
     Attributes:
         arrived: Requests that came, measured or not.
-        refused: Of these, longer than an instance has room for.
-        ended: Of these, that have all their tokens.
+        refused: Those that were longer than an instance has room for.
+        ended: Those that have all their tokens.
         ttft_s: From sending to the first token.
         tpot_s: Between tokens after the first, the mean of each request; of answers of two tokens and more.
         jct_s: From sending to the last token.
-        prompt_tokens: Of all prompts.
-        hbm_tokens: Of these, found in the HBM of the instance that computed them.
-        dram_tokens: In its DRAM.
-        fetched_tokens: That came from another instance.
-        output_tokens: That were generated.
-        sent_tokens: KV that went from prefill to decode instances.
+        prompt_tokens: Tokens of all prompts.
+        hbm_tokens: Those found in the HBM of the instance that computed them.
+        dram_tokens: Those found in its DRAM.
+        fetched_tokens: Those that came from another instance.
+        output_tokens: Generated tokens.
+        sent_tokens: Tokens of KV that went from prefill to decode instances.
         last_arrival_s: When the last request came.
         end_s: When the last token was there.
-        events: Of the simulation.
-        instances: Of each: requests, share of the time that it was busy with prefills and with decoding, longest queue.
+        events: Events of the simulation.
+        instances: Each one's requests, share of time busy with prefills and with decoding, and longest queue.
         link_busy_s: Seconds of all transfers together.
         link_waited_s: Seconds that transfers waited for others.
     """
@@ -61,14 +61,14 @@ class Measures:
 
     @property
     def imbalance(self) -> float:
-        """Busy time of the busiest instance that computes prompts, for their mean; 1 where nothing was computed."""
+        """Busy time of the busiest instance that computes prompts, over their mean; 1 if none was computed."""
         busy = [each["prefill_busy"] + each["decode_busy"] for each in self.instances if each["kind"] != "decode"]
         mean = sum(busy) / len(busy) if busy else 0.0
         return max(busy) / mean if mean else 1.0
 
     @property
     def behind_s(self) -> float:
-        """How long after the last arrival the last request ended: long where the cluster is too small."""
+        """How long after the last arrival the last request ended: long if the cluster is too small."""
         return max(0.0, self.end_s - self.last_arrival_s)
 
     def as_json(self) -> dict[str, Any]:

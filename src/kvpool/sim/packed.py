@@ -28,7 +28,7 @@ PACKERS: Final[Mapping[str, Callable[[int], Scheduler]]] = {
     "load-balance": mell.LoadBalance,
 }
 _EPOCH_S: Final = 1.0
-_TYPICAL: Final = 8  # requests of a batch at whose speed all decode
+_TYPICAL: Final = 8  # all requests decode at the speed of a batch of this many
 _POINTS: Final = 200  # of GPUs over time, at most
 
 
@@ -36,8 +36,8 @@ def pack(setup: Setup, packer: str, told: Callable[[int, float], None] | None = 
     """Packs a workload.
 
     Args:
-        setup: Its workload, `skip`, model, `tp` and HBM; nothing else of it matters, for the number of GPUs follows the
-            load. Figures begin with the epoch in which the first request that is not skipped arrives.
+        setup: Only its workload, `skip`, model, `tp` and HBM matter, because the number of GPUs follows the load.
+            Figures begin with the epoch in which the first request that is not skipped arrives.
         packer: A name of PACKERS.
         told: Called after each epoch with how many requests have ended and the virtual time.
 
@@ -88,7 +88,7 @@ def pack(setup: Setup, packer: str, told: Callable[[int, float], None] | None = 
 
 
 def _watching(told: Callable[[int, float], None]) -> Callable[[Epoch, mell.Plan], None]:
-    """Tells after each epoch how far it is."""
+    """Reports the progress after each epoch."""
     ended, now_s = 0, 0.0
 
     def watch(epoch: Epoch, _: mell.Plan) -> None:

@@ -19,7 +19,7 @@ __all__ = ["Epoch", "Outcome", "Scheduler", "demand", "replay", "served"]
 
 
 class Scheduler(Protocol):
-    """What `Mell` and the baselines have in common."""
+    """The interface of `Mell` and the baselines."""
 
     @property
     def gpus(self) -> Mapping[int, int]:
@@ -43,7 +43,7 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class Epoch:
-    """What happens at the beginning of an epoch, in requests' numbers and tokens; the same for every policy."""
+    """The operations at the beginning of an epoch, by request number and tokens; the same for every policy."""
 
     departures: list[int]
     growths: list[tuple[int, int]]
@@ -52,7 +52,7 @@ class Epoch:
 
 @dataclass
 class Outcome:
-    """What a policy did, epoch by epoch.
+    """The results of a policy, epoch by epoch.
 
     Attributes:
         gpus: Active GPUs.
@@ -71,7 +71,7 @@ class Outcome:
     tokens_redispatched: list[int] = field(default_factory=list)
 
     def add(self, gpus: int, plans: Sequence[Plan]) -> None:
-        """One epoch, which was planned in one batch or in several operations."""
+        """Adds an epoch, which was planned in one batch or in several operations."""
         self.gpus.append(gpus)
         self.item_moves.append(sum(plan.item_moves for plan in plans))
         self.request_moves.append(sum(plan.request_moves for plan in plans))
@@ -83,7 +83,7 @@ class Outcome:
 def demand(
     requests: Sequence[Arrival], capacity: int, tokens_s: float, epoch_s: float, epochs: int
 ) -> tuple[list[Epoch], list[dict[int, int]], int]:
-    """What the requests ask for, epoch by epoch.
+    """The load that the requests make, epoch by epoch.
 
     A request begins in the epoch after its arrival, with its prompt and the tokens of that epoch.
 
@@ -149,13 +149,13 @@ def replay(
     one_by_one: bool = False,
     watch: Callable[[Epoch, Plan], None] | None = None,
 ) -> Outcome:
-    """Lets a scheduler meet the epochs.
+    """Runs a scheduler through the epochs.
 
     Args:
-        epochs: As `demand` has them.
+        epochs: From `demand`.
         scheduler: Without GPUs so far.
-        one_by_one: Each operation by itself, not the epoch as one batch.
-        watch: Is told of every plan.
+        one_by_one: Whether each operation is planned singly, not the epoch as one batch.
+        watch: Called with every plan.
     """
     outcome = Outcome()
     for epoch in epochs:
@@ -175,8 +175,7 @@ def replay(
 def served(epochs: Iterable[Epoch], scheduler: Scheduler, fleet: int) -> tuple[int, int]:
     """How many requests a fleet that cannot be enlarged serves to their end, and how many it gives up (Fig 6).
 
-    Where the scheduler would need more than `fleet` GPUs, the newest requests of the GPU that uses least are given up
-    until it does not.
+    While the scheduler would need more than `fleet` GPUs, the newest request of the least used GPU is given up.
     """
     gone: set[int] = set()
     complete = 0

@@ -1,4 +1,4 @@
-"""What arrives at a simulated cluster: prompts as ids of blocks."""
+"""The requests of a simulated cluster: prompts as ids of blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _END: Final = 2**31 - 1
 
 @dataclass(slots=True)
 class SimRequest:
-    """A prompt and how long its answer gets.
+    """A prompt and the length of its answer.
 
     An id stands for the content of one block of the prompt and for everything before it. Two prompts share a prefix as
     far as their ids agree, block by block.
@@ -29,10 +29,10 @@ class SimRequest:
         ids: int32, one for each block of the prompt, the last of which may be partial. Read-only.
         prompt: Tokens of it, 1 or more.
         output: Tokens that are generated, 1 or more.
-        session: Whose it is; None where nobody else's are.
-        output_ids: Blocks that the answer fills behind those of the prompt, where a later prompt can name them.
-        then: What the session sends when it has the answer; a `time_s` there counts from that moment. Sessions whose
-            turns wait for each other have it, recorded arrivals do not.
+        session: The session that it belongs to; None for a single request.
+        output_ids: Blocks that the answer fills behind those of the prompt, if a later prompt can name them.
+        then: The session's next requests, each sent after the answer to the one before; its `time_s` counts from that
+            moment. Recorded arrivals have none.
     """
 
     time_s: float
@@ -46,13 +46,13 @@ class SimRequest:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that can be gone through again and again.
+    """Requests that can be iterated over repeatedly.
 
     Attributes:
         name: For a person.
         block_tokens: Tokens for which an id stands.
-        start: A new run through the requests, in the order of their times; the same each time.
-        notes: What a person should know about it.
+        start: Returns a new iterator over the requests, in the order of their times; the same each time.
+        notes: Remarks for a person.
     """
 
     name: str
@@ -62,9 +62,9 @@ class Workload:
 
 
 class FreshIds:
-    """Ids that nobody has had, for content that is never repeated.
+    """New ids, for content that is never repeated.
 
-    After 2^31 of them they begin again behind `first`: what had them has long been evicted by then.
+    After 2^31 they begin again at `first`: by then the first ones have long been evicted.
 
     Args:
         first: The least.
@@ -74,7 +74,7 @@ class FreshIds:
         self._first = self._next = first
 
     def take(self, blocks: int) -> Ids:
-        """Ids for so many blocks."""
+        """New ids for this many blocks."""
         if self._next > _END - blocks:
             self._next = self._first
         start = self._next

@@ -1,4 +1,4 @@
-"""A fleet behind the global scheduler, in discrete events: what a routing policy does to times to first token.
+"""A fleet behind the global scheduler, in discrete events: how a routing policy affects times to first token.
 
 The scheduler with its trees, and each instance's radix index, which evicts when it is full, are real. Times are
 predicted: each instance computes one prompt after another, and the cost model gives the time from what the instance's
@@ -39,10 +39,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """Requests of which each is sent after the answer to the one before.
+    """Requests that are sent one after the other, each after the answer to the one before.
 
     Attributes:
-        name: For the policy session-id.
+        name: The session's, for the policy session-id.
         start_s: When the first request is sent.
         turns: In order.
         think_s: From an answer's end to the next request.
@@ -56,14 +56,14 @@ class Session:
 
 @dataclass(frozen=True)
 class FleetResult:
-    """What came of it; arrays have an entry for each request, in the order in which they were sent.
+    """The results; arrays have an entry for each request, in the order in which they were sent.
 
     Attributes:
         ttft_s: From sending to the first token.
         prompt_tokens: Their lengths.
         cached_tokens: Tokens of each that its instance held when it began.
         fetched_tokens: Tokens of each that came from another instance.
-        instance: Who computed it.
+        instance: The instance that computed each.
         work_s: Seconds that each instance was busy.
         end_s: When the last answer ended.
     """
@@ -83,7 +83,7 @@ class FleetResult:
 
     @property
     def imbalance(self) -> float:
-        """Busy time of the busiest instance, for the mean."""
+        """Busy time of the busiest instance, over the mean."""
         return float(self.work_s.max() / self.work_s.mean())
 
 
@@ -98,7 +98,7 @@ class _Job:
 
 @dataclass
 class _Instance:
-    """An engine: a queue, and a radix index of at most so many blocks."""
+    """An engine: a queue, and a radix index with a bound on its blocks."""
 
     index: PromptIndex
     capacity: int
@@ -108,7 +108,7 @@ class _Instance:
     work_s: float = 0.0
 
     def store(self, tokens: Tokens) -> None:
-        """Caches a prompt; what is longest unused goes. A prompt that is too long is cut."""
+        """Caches a prompt, evicting the least recently used blocks. Cuts a prompt that is too long."""
         block = self.index.block_tokens
         blocks = min(len(tokens) // block, self.capacity)
         tokens = tokens[: blocks * block]
@@ -127,12 +127,12 @@ class FleetSim:
     """Runs sessions through a scheduler.
 
     Args:
-        scheduler: Given the simulator's clock, makes a scheduler without instances.
+        scheduler: Makes a scheduler without instances from the simulator's clock.
         instances: How many there are.
-        model: Says how long prefills really take.
+        model: Gives the real times of prefills.
         capacity_blocks: Blocks that each instance can cache.
-        transfer: How KV really gets from one instance to another; None where it cannot.
-        token_s: Of decoding.
+        transfer: The real cost of moving KV between instances; None if they cannot.
+        token_s: Seconds of decoding per token.
         by_events: The scheduler follows the instances' events; otherwise it learns from responses.
         expire_s: How often the scheduler's trees expire.
     """
@@ -168,7 +168,7 @@ class FleetSim:
         self._rows: list[tuple[float, int, int, int, int]] = []
 
     def run(self, sessions: Iterable[Session]) -> FleetResult:
-        """Until the last answer. Once for each simulator."""
+        """Runs until the last answer. Call it once."""
         for session in sessions:
             self._at(session.start_s, self._send, session, 0)
         while self._heap:

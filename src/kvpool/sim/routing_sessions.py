@@ -20,15 +20,15 @@ Tokens = npt.NDArray[np.int32]
 class DocumentSessions:
     """Long-document question answering after LooGLE (Table 7, Fig 7).
 
-    Each session asks several questions of one document, and its prompts hold what was asked and answered before.
+    Each session asks several questions about one document; its prompts contain the questions and answers before.
 
     Attributes:
         documents: How many; 80 sessions of roughly 250 requests in §8.4.
-        document_tokens: Of each; the paper takes the first 1k.
-        questions_mean: Of a session, at least one and at most `questions_max`.
+        document_tokens: Tokens of each; the paper takes the first 1k.
+        questions_mean: Mean questions of a session, at least one and at most `questions_max`.
         questions_max: Five in the paper.
-        question_tokens: Of a question, on average.
-        answer_tokens: Of an answer, on average.
+        question_tokens: Mean tokens of a question.
+        answer_tokens: Mean tokens of an answer.
         vocab: Token ids are below that.
     """
 
@@ -45,9 +45,8 @@ class DocumentSessions:
 
         Args:
             share: How often each is there: the share ratio.
-            requests_per_s: Mean rate over the whole: sessions start as a Poisson process of as much less as they have
-                requests.
-            seed: Of everything.
+            requests_per_s: Mean rate: sessions start as a Poisson process of this rate divided by their mean requests.
+            seed: Determines everything that is drawn.
             think_s: As in Session.
         """
         if share < 1 or not requests_per_s > 0:

@@ -28,7 +28,7 @@ POLICIES: Final[Mapping[str, Callable[[], routing.Policy]]] = {
 }
 _RATE: Final = 4.0
 _REQUESTS: Final = 20_000
-_MOST: Final = 1e9  # of gigabytes and of requests a second: more is a mistake, and would overflow
+_MOST: Final = 1e9  # bounds gigabytes and requests a second: more is a mistake, and would overflow
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,23 @@ class Setup:
         workload: A name of `generators.PRESETS`; None with a trace.
         trace: A recorded workload.
         policy: A name of POLICIES.
-        gpus: All of them; `tp` make an instance. Not with `prefill` and `decode`.
+        gpus: All GPUs; `tp` of them make an instance. Not with `prefill` and `decode`.
         prefill: Instances that compute prompts only.
-        decode: Instances that decode what those computed.
+        decode: Instances that decode those prompts.
         tp: GPUs of an instance.
         model: A name of `hardware.MODELS`.
         hardware: A name of `hardware.GPUS`.
         profile: A measured cost model of one rank, in place of the roofline of `model` on `hardware`.
-        hbm_gb: For KV, of each GPU, 10^9 bytes; None is what the weights leave.
-        dram_gb: For KV, of the host, for each GPU.
-        link_gb_s: Between instances, 10^9 bytes a second and GPU; None is the hardware's.
-        block_tokens: Of a block; None is the trace's, or 16.
-        rate: Requests a second, on average; None is the trace's, or 4.
-        rate_scale: How many times faster than that.
-        requests: At most, of a made-up workload just as many; None is all of a trace, or 20,000.
+        hbm_gb: HBM for KV, of each GPU, 10^9 bytes; None: what the weights leave.
+        dram_gb: The host's DRAM for KV, for each GPU, 10^9 bytes.
+        link_gb_s: Between instances, 10^9 bytes a second and GPU; None: the hardware's.
+        block_tokens: Tokens of a block; None: the trace's, or 16.
+        rate: Mean requests a second; None: the trace's, or 4.
+        rate_scale: Multiplies the rate.
+        requests: The most requests of a trace, or exactly as many of a synthetic workload; None: all of a trace, or
+            20,000.
         skip: Requests at the start that are not measured; fewer than there are.
-        seed: Of everything that is drawn.
+        seed: Determines everything that is drawn.
         fetch: Whether instances fetch prefixes from each other where it pays.
         learn: As in `Cluster`.
         batch_tokens: As in `Batching`.
@@ -120,7 +121,7 @@ class Setup:
         if self.link_gb_s is not None and not self.link_gb_s > 0:
             raise ArgumentError(f"link_gb_s is {self.link_gb_s}; it must be above 0")
 
-    # ---- what it comes to
+    # ---- derived values
 
     @property
     def gpu(self) -> Gpu:
@@ -134,14 +135,14 @@ class Setup:
 
     @cached_property
     def cost_model(self) -> cost.CostModel:
-        """Of an instance."""
+        """The cost model of an instance."""
         if self.profile is not None:
             return self.profile.spread(cost.Parallel(tp=self.tp))
         return roofline(MODELS[self.model], self.gpu, self.tp)
 
     @property
     def hbm_gb_each(self) -> float:
-        """For KV, of each GPU."""
+        """HBM for KV, of each GPU."""
         if self.hbm_gb is not None:
             return self.hbm_gb
         return kv_room_gb(self.cost_model.model, self.gpu, self.tp) / self.tp
@@ -167,7 +168,7 @@ class Setup:
         )
 
     def make_cluster(self, unit: int) -> Cluster:
-        """A cluster whose blocks have `unit` tokens. Raises ArgumentError where an instance has no room for one."""
+        """A cluster whose blocks have `unit` tokens. Raises ArgumentError if an instance has no room for a block."""
         block_bytes = unit * self.cost_model.model.kv_bytes_per_token
         hbm, dram = (int(gb * self.tp * 1e9 / block_bytes) for gb in (self.hbm_gb_each, self.dram_gb))
         if hbm < 1:
@@ -207,7 +208,7 @@ class Setup:
         return measures
 
     def check_skip(self, requests: int) -> None:
-        """Raises ArgumentError when none of so many requests is measured."""
+        """Raises ArgumentError if `skip` leaves none of the requests to measure."""
         if self.skip >= requests:
             raise ArgumentError(f"skip is {self.skip} of {requests} requests: nothing would be measured")
 

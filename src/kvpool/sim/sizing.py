@@ -16,12 +16,12 @@ __all__ = ["Slo", "Try", "find_gpus"]
 
 @dataclass(frozen=True)
 class Slo:
-    """What is promised.
+    """A service level.
 
     Attributes:
-        ttft_s: Time to first token, at most; None promises nothing.
-        tpot_s: Time between tokens.
-        quantile: Of requests for which it holds.
+        ttft_s: The longest time to first token; None for no limit.
+        tpot_s: The longest time between tokens; None for no limit.
+        quantile: The share of requests that must keep the limits.
     """
 
     ttft_s: float | None = None
@@ -37,16 +37,16 @@ class Slo:
             raise ArgumentError(f"the share of requests is {self.quantile}; it must be above 0 and below 1")
 
     def kept(self, measures: Measures) -> bool:
-        """Whether a run kept it. A request that was refused breaks it.
+        """Whether a run kept it. A refused request breaks it.
 
-        Raises ArgumentError when nothing was measured of what is promised: then it is neither kept nor broken.
+        Raises ArgumentError when nothing was measured that the limits apply to: then it is neither kept nor broken.
         """
         ttft, tpot = measures.ttft_s, measures.tpot_s
         promised = [(sketch, most) for sketch, most in ((ttft, self.ttft_s), (tpot, self.tpot_s)) if most is not None]
         return all(self._of(sketch, measures.refused) <= most for sketch, most in promised)
 
     def within(self, measures: Measures) -> dict[str, float]:
-        """The share of requests that kept each limit, by its name: "ttft_s", "tpot_s". What was refused did not.
+        """The share of requests that kept each limit, by its name: "ttft_s", "tpot_s". Refused requests did not.
 
         Raises ArgumentError as `kept` does.
         """
@@ -59,12 +59,12 @@ class Slo:
         return found
 
     def can_be_kept(self, measures: Measures) -> bool:
-        """Whether more GPUs may help: not where too many were refused, which no instance of this kind has room for."""
+        """Whether more GPUs may help: not if too many requests were refused, because no instance has room for them."""
         promised = [(measures.ttft_s, self.ttft_s), (measures.tpot_s, self.tpot_s)]
         return all(self._of(sketch, measures.refused) < inf for sketch, most in promised if most is not None)
 
     def _of(self, sketch: Sketch, refused: int) -> float:
-        """The quantile, with what was refused as the longest of all."""
+        """The quantile, with refused requests counted as the longest."""
         if not sketch.count + refused:
             raise ArgumentError(
                 "a promise about nothing: no request was measured whose time it limits (fewer requests than are "
@@ -95,8 +95,7 @@ def find_gpus(
 ) -> tuple[Try | None, list[Try]]:
     """The smallest cluster of a kind that keeps a promise, by doubling and then halving the gap.
 
-    It takes for granted that more GPUs do not break what fewer keep. With instances that prefill and that decode, their
-    ratio stays as the setup has it.
+    It assumes that more GPUs keep what fewer keep. Prefill and decode instances keep the setup's ratio.
 
     Args:
         setup: Its number of GPUs does not matter.
@@ -106,8 +105,8 @@ def find_gpus(
         tried: Called after each size.
 
     Returns:
-        The smallest that keeps it, None where `gpus_max` do not, or where so much is refused that no number does; and
-        all that were tried, the smallest first.
+        The smallest that keeps it, or None if `gpus_max` do not, or so much is refused that no number does; and all
+        that were tried, the smallest first.
 
     Raises:
         ArgumentError: `gpus_max` GPUs make no cluster, or the run measured nothing that the limits apply to.

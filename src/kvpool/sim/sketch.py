@@ -9,7 +9,7 @@ from kvpool.errors import ArgumentError
 
 __all__ = ["Sketch"]
 
-_LEAST: Final = 1e-9  # what is shorter counts as zero
+_LEAST: Final = 1e-9  # shorter times count as zero
 
 
 class Sketch:
@@ -37,7 +37,7 @@ class Sketch:
         self.largest = 0.0
 
     def add(self, value: float) -> None:
-        """One number; what is below a billionth counts as zero."""
+        """Counts a number; below a billionth it counts as zero."""
         self.count += 1
         self.total += value
         if value > self.largest:
@@ -69,7 +69,7 @@ class Sketch:
         return self.largest
 
     def share(self, value: float) -> float:
-        """The share of the numbers that are at most `value`, as `quantile` has them; 1 of nothing."""
+        """The share of the numbers that are at most `value`, as exact as `quantile`; 1 of nothing."""
         if not self.count:
             return 1.0
         within = self.zeros if value >= 0 else 0
@@ -94,6 +94,6 @@ class Sketch:
         return {"count": self.count, "mean": self.mean, **quantiles, "max": self.largest}
 
     def _middle(self, bucket: int) -> float:
-        """The number that is equally far, relatively, from both bounds of a bucket."""
+        """The number with the same relative distance from both bounds of a bucket."""
         low = _LEAST * exp(bucket * self._log_growth)
         return low * (1 + self.error)

@@ -15,13 +15,13 @@ from kvpool.policy.cost import CostModel
 
 __all__ = ["CountedInBlocks", "DecodeTimes"]
 
-_FAR: Final = 1 << 16  # tokens; a slope is measured over so many
+_FAR: Final = 1 << 16  # tokens over which a slope is measured
 _KNOWN_MAX: Final = 1 << 16  # predictions that are kept
 _FEW: Final = 4  # below that, arrays cost more than they save
 
 
 class CountedInBlocks(CostModel):
-    """The model for who counts prompts in blocks: the global scheduler over ids.
+    """The cost model for a caller that counts prompts in blocks: the global scheduler over ids.
 
     Args:
         model: In tokens.
@@ -55,11 +55,10 @@ class CountedInBlocks(CostModel):
 
 
 class DecodeTimes:
-    """Steps of decoding, one token for each of a batch.
+    """The times of decoding steps; each makes one token for every request of a batch.
 
     A step of B requests with K tokens before it, all together, takes base(B) + slope K: products see B rows, attention
-    reads K tokens of KV. So a run of steps over which nobody joins or leaves is a sum in closed form, and need not be
-    gone through one by one.
+    reads K tokens of KV. So the time of several steps with the same batch is a sum in closed form.
     """
 
     def __init__(self, model: CostModel) -> None:
@@ -81,7 +80,7 @@ class DecodeTimes:
         return steps * first + slope * batch * (steps * (steps - 1) / 2)
 
     def steps_until(self, seconds: float, batch: int, context: int) -> int:
-        """The fewest steps, at least one, that take so long or longer: where the step that is under way ends."""
+        """The fewest steps, at least one, that take at least this long: the current step then ends."""
         slope = self._slope
         half = slope * batch / 2
         linear = self._of(batch) + slope * context - half
@@ -97,7 +96,7 @@ class DecodeTimes:
         return steps
 
     def _of(self, batch: int) -> float:
-        """Seconds of a step of requests that have nothing before it."""
+        """Seconds of a step of requests without tokens before it."""
         base = self._base
         while len(base) <= batch:
             base.append(self._model.batch_s([(1, 0)] * len(base)))

@@ -31,24 +31,24 @@ from kvpool.sim.requests import FreshIds, Ids, SimRequest, Workload
 __all__ = ["Row", "open_trace"]
 
 _MAGIC: Final[dict[bytes, Callable[..., Any]]] = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
-_LOOK: Final = 200  # rows that are looked at to tell how large a block is
+_LOOK: Final = 200  # rows that are examined to find the size of a block
 _BLOCKS: Final = tuple(1 << power for power in range(11, -1, -1))  # the largest that fits is taken
 _WINDOW: Final = 4096  # rows that may be out of order
 _ID_MASK: Final = 2**31 - 1
 _BLOCK_DEFAULT: Final = 16
 _EPOCH: Final = datetime(2000, 1, 1)
-_LONGEST: Final = 1 << 30  # tokens; more is no length
+_LONGEST: Final = 1 << 30  # tokens; a larger number is no length
 
 
 class Row(NamedTuple):
-    """One request as it was recorded; None for what the trace does not say.
+    """One recorded request; None for what the trace does not say.
 
     Attributes:
         time_s: Seconds, from any start.
-        prompt: Tokens.
-        output: Tokens.
-        ids: Of the prompt's blocks.
-        session: Whose it is.
+        prompt: Tokens of the prompt.
+        output: Tokens of the answer.
+        ids: Ids of the prompt's blocks.
+        session: The session that it belongs to.
     """
 
     time_s: float | None
@@ -75,8 +75,8 @@ def open_trace(
             block: 16.
         rate: Requests a second of a Poisson process, in place of the recorded times.
         rate_scale: How many times faster than recorded requests arrive.
-        limit: Only so many requests, from the first.
-        seed: Of the Poisson process.
+        limit: The most requests to read, from the first.
+        seed: The seed of the Poisson process.
 
     Raises:
         ArgumentError: The file cannot be read, is in no known format, is empty, has no times and no rate is given, or
@@ -124,7 +124,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    """The rows of a file. Whatever is wrong with it becomes an ArgumentError that says where."""
+    """The rows of a file. Any fault in it becomes an ArgumentError that says where."""
     number = 0
     try:
         with _open(path) as lines:
@@ -168,7 +168,7 @@ def _json_row(line: str) -> Row:
 
 
 def _csv_parser(path: Path, header: list[str]) -> Callable[[list[str]], Row]:
-    """What reads a row of a file with this header."""
+    """The parser of rows of a file with this header."""
     at = {name.strip(): place for place, name in enumerate(header)}
     if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= at.keys():
         time, prompt, output = at["TIMESTAMP"], at["ContextTokens"], at["GeneratedTokens"]
@@ -186,7 +186,7 @@ def _csv_parser(path: Path, header: list[str]) -> Callable[[list[str]], Row]:
 
 
 def _length(value: Any) -> int:
-    """A number of tokens. Some traces have answers of none; a request has one at least, or it would not end."""
+    """A number of tokens, at least one: a request without an answer, as some traces have it, would not end."""
     number = float(value)
     if not 0 <= number < _LONGEST or number != int(number):
         raise ValueError(f"a length of {value}")
@@ -194,7 +194,7 @@ def _length(value: Any) -> int:
 
 
 def _seconds(stamp: str) -> float:
-    """Of a date and time with any number of digits behind the point, and maybe a zone, which is the same for all."""
+    """The seconds of a date and time with any number of decimals, and maybe a zone, which is the same for all."""
     whole, _, fraction = stamp.strip().partition(".")
     digits = "".join(digit for digit in fraction.partition("+")[0] if digit.isdigit())
     moment = datetime.fromisoformat(whole.removesuffix("Z")).replace(tzinfo=None)
@@ -202,7 +202,7 @@ def _seconds(stamp: str) -> float:
 
 
 def _block_size(path: Path, rows: Sequence[Row]) -> int:
-    """The largest block of which each of these prompts has as many as it has ids; a partial one may be left out."""
+    """The largest block size with which each prompt has as many blocks as ids; the last partial one may have none."""
     lengths = [(row.prompt, len(row.ids)) for row in rows if row.ids is not None]
     for block in _BLOCKS:
         if all(prompt // block <= ids <= -(-prompt // block) for prompt, ids in lengths):

@@ -145,7 +145,7 @@ class Compiled:
 
 
 def communication(model: ModelShape, parallel: Parallel, layers: int, sends: int) -> tuple[float, float]:
-    """Seconds of all-reduces and of sending activations on: what is fixed, and what each new token adds."""
+    """Seconds of all-reduces and of sending activations on: a fixed part, and a part per new token."""
     token_bytes = model.hidden * model.itemsize
     fixed_s = per_token_s = 0.0
     if parallel.tp_link is not None:

@@ -1,9 +1,8 @@
 """Emptying GPUs with the moves that an operation has left.
 
-The properties allow one open GPU of each role. Where there are few GPUs these are a large part of them, so what
-several of them have is put on one, the *mixed* GPU, as long as it fits. It counts as one more open GPU: everything
-else goes on as if it were not there, and what it holds goes back among the others as soon as they have room for all
-of it.
+The properties allow one open GPU of each role. In a small fleet these are a large part of all GPUs, so the requests of
+several of them are put on one, the *mixed* GPU, as long as they fit. It counts as one more open GPU: everything else
+goes on as if it were not there, and its requests go back to the other GPUs as soon as these have room for all of them.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _number(mixed: int | None) -> int:
 def _attempt(
     operation: MidOperation, gpu: Gpu | None, budget: int, empty: Callable[[MidOperation, Gpu, int], bool]
 ) -> bool:
-    """Empties a GPU; what did not succeed, took too many moves, or saved no GPU, has not happened."""
+    """Empties a GPU; undone if it did not succeed, took too many moves, or saved no GPU."""
     fleet = operation.fleet
     if gpu is None or fleet.tee_count(gpu) + len(gpu.mids) > budget - len(operation.moves):
         return False
@@ -64,7 +63,7 @@ def _attempt(
 
 
 def _spread(operation: MidOperation, gpu: Gpu, budget: int) -> bool:
-    """T and small requests go where they have room, the largest first; whether all of them did."""
+    """Moves T and small requests to GPUs with room, the largest first; returns whether it moved all of them."""
     fleet = operation.fleet
     for request, size in sorted(gpu.tees.items(), key=lambda entry: -entry[1]):
         found = operation.best(fleet.tee_room, size, gpu.number)
@@ -82,7 +81,7 @@ def _spread(operation: MidOperation, gpu: Gpu, budget: int) -> bool:
 
 
 def _group_that_fits(operation: MidOperation, gpu: Gpu) -> tuple[Unit | None, int | None]:
-    """All small requests to where they just fit, or as many as have room where there is most."""
+    """All small requests and the GPU where they just fit, or as many as fit on the GPU with the most room."""
     fleet = operation.fleet
     whole = operation.group(gpu, fleet.capacity, fleet.capacity)
     if whole is not None:
@@ -95,7 +94,7 @@ def _group_that_fits(operation: MidOperation, gpu: Gpu) -> tuple[Unit | None, in
 
 
 def _dissolve(operation: MidOperation, gpu: Gpu, budget: int) -> bool:
-    """What the mixed GPU has goes where it would if it were new; whether that took no new GPU."""
+    """Places the mixed GPU's requests as if they were new; returns whether that took no new GPU."""
     fleet = operation.fleet
     count = len(fleet.gpus)
     for request, size in sorted(gpu.mids.items(), key=lambda entry: -entry[1]):
@@ -109,7 +108,7 @@ def _dissolve(operation: MidOperation, gpu: Gpu, budget: int) -> bool:
 
 
 def _merge(operation: MidOperation, budget: int) -> bool:
-    """Of the pairs of open GPUs that fit on one, the one with the fewest moves becomes the mixed GPU."""
+    """Merges two open GPUs that fit on one into the mixed GPU: the pair that takes the fewest moves."""
     fleet = operation.fleet
     opened = [fleet.gpus[number] for role in (Class.M, Class.S) for number in fleet.partial[role]]
     lowest = fleet.lowest_tee_gpu()

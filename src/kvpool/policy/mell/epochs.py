@@ -16,19 +16,19 @@ class ClusterMonitor:
     """Collects the states of all instances, and finds out what has changed since the last epoch.
 
     At the beginning of an epoch each instance reports its requests, each with the tokens that it will have at the end
-    of the epoch. `plan` compares with what the scheduler knows: who is no longer reported has departed, who is longer
-    has grown, who was submitted arrives. An instance that does not report counts as unchanged; its requests are not
-    given up until it is said to be lost.
+    of the epoch. `plan` compares the reports with the scheduler's state: a request that is no longer reported has
+    departed, a longer one has grown, a submitted one arrives. An instance that does not report counts as unchanged; its
+    requests are not given up until it is reported lost.
 
-    The scheduler takes its moves for made. A request whose move waits (`Backlog`) is where the scheduler does not have
-    it: so the monitor remembers who has reported it last, and gives it up only when both instances have reported
+    The scheduler assumes that its moves are made. A request whose move waits (`Backlog`) is still on another GPU: so
+    the monitor remembers which instance reported it last, and gives it up only when both instances have reported
     without it.
 
-    What was lost with an instance departs and arrives anew in the next plan, in its one batch. Until then the scheduler
-    has it where it was, and no plan is made that nobody hears of.
+    The next plan lets requests that were lost with an instance depart and arrive anew, in its one batch. Until then the
+    scheduler keeps them where they were, so every change is part of a plan.
 
-    It plans an epoch and carries nothing out: `Plan.activated` and `Plan.terminated` say which GPUs start and stop, the
-    latter once nothing is left there (`Backlog.occupied`).
+    The monitor plans an epoch but does not execute the plan: `Plan.activated` and `Plan.terminated` say which GPUs
+    start and stop, the latter once nothing is left there (`Backlog.occupied`).
 
     Not thread-safe.
 
@@ -38,18 +38,18 @@ class ClusterMonitor:
     """
 
     def __init__(self, scheduler: Mell) -> None:
-        """Makes a monitor in front of a scheduler, which nobody else calls."""
+        """Makes a monitor in front of a scheduler; only the monitor may call the scheduler from then on."""
         self._scheduler = scheduler
         self._reports: dict[int, dict[RequestId, int]] = {}
-        self._seen: dict[RequestId, int] = {}  # who has reported each request last
-        self._ways: dict[RequestId, tuple[int, ...]] = {}  # the GPUs that plans have moved it over since, each once
+        self._seen: dict[RequestId, int] = {}  # the instance that reported each request last
+        self._ways: dict[RequestId, tuple[int, ...]] = {}  # the GPUs that plans have moved it to since, each once
         self._lost: dict[RequestId, None] = {}  # since the last plan
         self._lost_gpus: dict[int, None] = {}
         self.waiting: dict[RequestId, int] = {}
         self.refused: dict[RequestId, int] = {}
 
     def submit(self, request: RequestId, size: int) -> bool:
-        """A new request, with its prompt and what it will generate in its first epoch.
+        """Submits a new request; its size is its prompt and what it will generate in its first epoch.
 
         Returns:
             Whether it is admitted: one that is longer than a GPU is refused.
@@ -68,10 +68,10 @@ class ClusterMonitor:
         return True
 
     def report(self, gpu: int, requests: Mapping[RequestId, int]) -> None:
-        """What an instance runs; the last report of an epoch counts.
+        """Reports what an instance runs; the last report of an epoch counts.
 
-        A request that is under way from one instance to another is reported by either of them. What an instance reports
-        after it was said to be lost counts for nothing until the next plan.
+        Either instance reports a request that is moving between them. What an instance reports after it was reported
+        lost is ignored until the next plan.
 
         Raises:
             ArgumentTypeError: A size, or the number of the GPU, is no int.
@@ -81,7 +81,7 @@ class ClusterMonitor:
             self._reports[gpu] = sizes
 
     def plan(self) -> Plan:
-        """The plan of this epoch, in one batch; the reports are used up.
+        """Plans this epoch in one batch, and clears the reports.
 
         A request that would grow beyond a GPU is refused, and departs.
         """
@@ -124,14 +124,14 @@ class ClusterMonitor:
         return refused
 
     def lost(self, gpu: int) -> list[RequestId]:
-        """An instance is gone with all it had: its requests arrive anew, with the tokens that they had.
+        """Reports that an instance is lost: its requests arrive anew, with the tokens that they had.
 
-        So do those that were to come there, if only on their way, and those that were to leave and had not: where one
-        still runs, it is to be stopped. They are placed by the next plan, which the instance has no part in but for
-        being terminated. Later plans may use its number for another one.
+        So do requests that were to move there, and those that were to leave and had not: if one still runs, the caller
+        stops it. The next plan places them and terminates the instance. Later plans may use its number for another
+        instance.
 
         Returns:
-            Those requests. One that has ended, which the monitor may not know yet, is to be taken out of `waiting`.
+            Those requests. If one has ended, which the monitor may not know yet, take it out of `waiting`.
 
         Raises:
             ArgumentTypeError: The number of the GPU is no int.

@@ -1,12 +1,12 @@
 """Which request runs on which GPU, and the ordered sets that decisions look it up in.
 
 Only the placement is state: roles, open GPUs, groups and all ordered sets follow from it, GPU by GPU (`Fleet._index`).
-So whatever is done can be undone by putting requests back where they were (`Fleet.rollback`).
+So putting requests back where they were undoes any change (`Fleet.rollback`).
 
 Invariants:
     1  used = the sum of the sizes of its requests, at most C, after every call
-    2  a GPU without requests is in no set and counts no more
-    3  a GPU with an L has at most one S or M beside it; another has M or S, never both, but for the mixed one
+    2  a GPU without requests is in no set and is not counted
+    3  a GPU with an L has at most one S or M beside it; a GPU without one has M or S, never both, except the mixed one
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class Fleet:
 
     Attributes:
         capacity: C, tokens of KV cache that a GPU has room for.
-        gpus: Those that run something, by number.
+        gpus: The GPUs that run something, by number.
         where: The GPU of each request.
         sizes: Tokens of each request.
         used: Tokens of all requests.
-        mixed: The one GPU that may have S, M and T in any number, an open GPU like those of the roles: made where
-            what several of them have fits on one. It is in `tee_room` and `small_room` only, and its S and M are no
-            fillers.
+        mixed: The one GPU that may have S, M and T in any number, an open GPU like those of the roles: made when the
+            requests of several open GPUs fit on one. It is in `tee_room` and `small_room` only, and its S and M are not
+            in `fillers`.
         singles: GPUs with an L and neither S nor M, by the room beside the L.
-        fillers: S and M on GPUs without L, by size: what could stand beside an L.
+        fillers: S and M on GPUs without L, by size: they could move beside an L.
         partial: GPUs by role S and M that are not complete. At most one of each between operations: the open ones.
         tee_room: GPUs by the largest T that they take.
         small_room: GPUs by how many tokens of small requests they take.
         low: L-GPUs and complete M-GPUs below 75 %, by use.
-        ordered: singles, tee_room, small_room, low and tee_gpus, as `keys_of` has their keys.
+        ordered: singles, tee_room, small_room, low and tee_gpus, in the order of `keys_of`.
         was_active: GPUs that became active or empty, and whether they were active before; cleared by the scheduler.
-        tee_gpus: GPUs with T and small requests only, by use. Below 75 % is at most one between operations: the open
+        tee_gpus: GPUs with T and small requests only, by use. Between operations at most one is below 75 %: the open
             one.
     """
 
@@ -187,7 +187,7 @@ class Fleet:
                 heapq.heappush(self._vacant, number)
         self._barred = frozenset(numbers)
 
-    # ---- what is undone
+    # ---- undoing
 
     def mark(self) -> int:
         """Begins to write down what changes; `forget` or `rollback` ends it. Marks nest."""

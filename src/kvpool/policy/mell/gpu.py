@@ -32,10 +32,10 @@ class Gpu:
         tees: Its T.
         small: Its requests of C/8 and less.
         small_total: Their tokens.
-        held: T are not to come here just now: an operation that is under way will change what fits.
-        keys: Under which it stands in each ordered set of the fleet.
-        listed: Its S and M that stand in `Fleet.fillers`.
-        partial: The role under which it stands in `Fleet.partial`.
+        held: T must not come here now: an operation under way will change what fits.
+        keys: Its key in each ordered set of the fleet.
+        listed: Its S and M that are in `Fleet.fillers`.
+        partial: Its role in `Fleet.partial`.
     """
 
     __slots__ = (

@@ -17,7 +17,7 @@ class GrowthOperation(MidOperation):
     """An operation that also lets requests depart and grow; `restore` restores the properties afterwards."""
 
     def depart(self, request: RequestId) -> None:
-        """A request is gone. What is left of its GPU is repaired by `restore`."""
+        """Removes a request. `restore` repairs its GPU afterwards."""
         gpu = self.fleet.where[request]
         large = request in gpu.large
         self.fleet.take(request)

@@ -1,4 +1,4 @@
-"""Boundaries as they were measured (§V, "boundary profiling"): links, and iterations of an instance, as JSON.
+"""Measured boundaries (§V, "boundary profiling"): links, and iterations of an instance, as JSON.
 
     {"format": "kvpool boundary profile", "version": 1,
      "model": {"layers": 8, "hidden": 512, ...},
@@ -8,8 +8,8 @@
      "iterations": [{"batch": 8, "tokens": 32, "seconds": 0.011}, ...]}
 
 A sample of a link is one transfer. An iteration decodes a token of each of `batch` requests of `context` tokens and
-prefills `tokens` of one more; with 0 tokens it only decodes. Kept is what was measured; what follows from it, for an
-epoch and a slowdown that the provider allows, is computed when it is asked for.
+prefills `tokens` of one more; with 0 tokens it only decodes. The file keeps the measurements; boundaries for an epoch
+and an allowed slowdown are computed from them on demand.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class BoundaryProfile:
     """What links carry, and what instances can prefill beside their batches.
 
     Attributes:
-        model: Whose KV cache and iterations.
-        machine: Where iterations were measured.
+        model: The model that was measured.
+        machine: Where its iterations were measured.
         context: Tokens of each request in an iteration.
         links: Transfers over each link that was measured, by a name for its kind.
-        iterations: For each batch size, one without prefill and others with.
+        iterations: For each batch size, one iteration without prefill and others with.
     """
 
     model: ModelShape
@@ -69,9 +69,9 @@ class BoundaryProfile:
     iterations: Sequence[IterationSample]
 
     def link(self, name: str) -> cost.Link:
-        """Latency and bandwidth of a link: the line through its samples, relative errors minimised.
+        """Latency and bandwidth of a link: the line through its samples with the least relative errors.
 
-        Where the line says that size costs nothing, the largest transfer gives the bandwidth, all its time counted.
+        If the line does not rise with size, the bandwidth is that of the largest transfer, all its time counted.
 
         Raises:
             ArgumentError: It was not measured, or by fewer than two transfers.
@@ -89,8 +89,8 @@ class BoundaryProfile:
     def tokens_beside(self, batch: int, slowdown: float) -> int:
         """Tokens that fit beside a batch into an iteration that takes `slowdown` longer than without them.
 
-        Between two numbers that were measured it is interpolated, and nothing that took longer before is forgotten:
-        more tokens never take less time. At most the largest number that was measured.
+        Interpolates between two measured numbers and assumes that more tokens never take less time. At most the largest
+        number that was measured.
 
         Args:
             batch: A size that was measured.
@@ -135,12 +135,12 @@ class BoundaryProfile:
         share: float = 0.5,
         slowdown: float = 0.1,
     ) -> Boundaries:
-        """What `divide` and `Backlog` ask for.
+        """The boundaries that `divide` and `Backlog` take.
 
         Args:
             links: The links that KV cache from one GPU to another passes.
-            kinds: By which name each of these links was measured.
-            gpus: Whose instances are like the one that was measured; others prefill nothing for migration.
+            kinds: The name by which each of these links was measured.
+            gpus: The GPUs whose instances are like the measured one; others prefill nothing for migration.
             epoch_s: Seconds of an epoch.
             share: Of each link's time, for migration.
             slowdown: How much longer iterations may take, as a part.

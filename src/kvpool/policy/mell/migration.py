@@ -1,12 +1,11 @@
 """Adaptive request migration (§V): which moves of a plan go as KV cache, which as tokens, and which wait.
 
-A request moves as KV cache, which takes up links, or as tokens, which are prefilled again at the destination and take
-up its computation. Both have boundaries, profiled beforehand, up to which the requests that run there do not suffer.
-Dividing the moves between the two is packing them into two kinds of bins; what fits into neither waits for another
-epoch (`Backlog` keeps it).
+A request moves as KV cache, which uses links, or as tokens, which the destination prefills again, using its compute.
+Both have boundaries, profiled beforehand, up to which running requests do not suffer. Dividing the moves between the
+two means packing them into two kinds of bins; a move that fits into neither waits for another epoch (in `Backlog`).
 
 All moves of the system are planned together, in one order that follows from the moves alone. So every instance that
-knows the plan and the boundaries finds the same division, and none has to ask another (global consensus).
+knows the plan and the boundaries computes the same division without asking another one (global consensus).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["Division", "Fit", "Part", "Way", "divide", "way_of"]
 
 
 class Fit(Enum):
-    """Which of two boundaries a move is put under that would fit under both."""
+    """Which boundary a move is put under if it fits under both."""
 
     FIRST = "first"  # as KV cache: nothing is computed twice
     BEST = "best"  # where the larger part of the boundary stays free
@@ -38,10 +37,10 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one epoch carries of a move that is too large for a whole one.
+    """The part of a move that one epoch carries, because the whole move does not fit into an epoch.
 
     Attributes:
-        move: Is under way, and its requests run on at the source, until the last part: then it is made.
+        move: Its requests keep running at the source until the last part has arrived; then the move is made.
         way: Of all its parts.
         tokens: Of this part.
     """
@@ -56,14 +55,14 @@ class Division:
     """How each move goes.
 
     Attributes:
-        made: All that are made in this epoch, in an order in which each has room when those before it are done.
+        made: All moves that are made in this epoch, in an order in which each has room when those before it are done.
         as_kv: Those of them that go as KV cache, in this order.
         as_tokens: Those of them that are prefilled at the destination, in this order.
-        deferred: What fits under no boundary, or has no room before one that is deferred has left.
-        link_use: Tokens of KV cache on each link, with what each transfer takes beside.
+        deferred: Moves that fit under no boundary, or that need the room of a deferred one.
+        link_use: Tokens of KV cache on each link, with the fixed cost of each transfer.
         compute_use: Tokens that each GPU prefills.
-        parts: Of moves that are carried in several epochs, the last one too (`Backlog` alone).
-        stopped: Of those that are deferred: they leave their source now, and wait for room as tokens (`Backlog` alone).
+        parts: Parts of moves that take several epochs, the last one too (only from `Backlog`).
+        stopped: Deferred moves that leave their source now and wait for room as tokens (only from `Backlog`).
     """
 
     made: list[Move] = field(default_factory=list)
@@ -90,12 +89,11 @@ def divide(
 ) -> Division:
     """Divides the moves of one plan; no boundary is ever exceeded.
 
-    Moves are taken in the order of the plan, which has room for each. With `free`, a move that counts on the room
-    that a deferred one would have left is deferred as well; without it, the caller sees to that. What is deferred is
-    the caller's; `Backlog` remembers it.
+    It takes the moves in the order of the plan, which has room for each. With `free`, it also defers a move that needs
+    the room of a deferred one; without it, the caller has to. The caller keeps the deferred moves, as `Backlog` does.
 
     Args:
-        moves: Of all instances together.
+        moves: The moves of all instances.
         boundaries: What migration may use.
         batches: Requests that run on each GPU; 0 where it is not named.
         free: Tokens free on each GPU before the first move.
@@ -125,7 +123,7 @@ def divide(
 
 
 def way_of(move: Move, tokens: int, budgets: Budgets, fit: Fit) -> Way | None:
-    """How so many tokens of a move go in this epoch; None where neither boundary has room."""
+    """How this many tokens of a move go in this epoch; None if neither boundary has room."""
     kv = budgets.kv_share(move.source, move.destination, tokens)
     computed = budgets.compute_share(move.destination, tokens)
     if kv < 0 and computed < 0:

@@ -8,10 +8,10 @@ __all__ = ["without_detours"]
 
 
 def without_detours(moves: list[Move]) -> list[Move]:
-    """The same placement by fewer moves: an item that moves twice goes where it ends up, at the time of its last move.
+    """The same placement by fewer moves: an item that moves twice goes only to its last GPU, at its last move.
 
-    It stays longer where it is then. So a detour is kept where something moves to its place before it leaves:
-    whatever is left has room at each step, as the moves that were given had.
+    Until then it stays at its first GPU. So a detour is kept if another item would need that room meanwhile: the moves
+    that are left have room at each step, as the given ones had.
     """
     kept: list[Move | None] = list(moves)
     last: dict[tuple[object, ...], int] = {}

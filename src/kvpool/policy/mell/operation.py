@@ -18,7 +18,7 @@ _LOOK = 4  # how many T-GPUs below 75 % are compared; a batch may leave many
 
 
 class Unit(NamedTuple):
-    """What moves as one item: a T, or a group of small requests of at most C/4 together."""
+    """An item that moves at once: a T, or a group of small requests of at most C/4 together."""
 
     requests: tuple[RequestId, ...]
     size: int
@@ -33,10 +33,10 @@ class Operation:
 
     Attributes:
         fleet: The placement, which every call changes.
-        settings: Of the scheduler.
-        moves: What has moved, in order.
+        settings: The scheduler's.
+        moves: The moves so far, in order.
         new: Requests that arrive in this operation: placing them again is no move.
-        before: Sizes that those that grow had before: what moves if they do.
+        before: The sizes that growing requests had before: the tokens that move if they do.
         to_refill: L-GPUs that may have room for an S or M beside their L.
         to_offer: S and M that an L-GPU might have room for.
     """
@@ -60,7 +60,7 @@ class Operation:
             self._held.append(gpu)
 
     def release_all(self) -> None:
-        """Lets T come again to all GPUs that were held."""
+        """Allows T again on all GPUs that were held."""
         for gpu in self._held:
             self.fleet.hold(gpu, False)
         self._held.clear()
@@ -68,7 +68,7 @@ class Operation:
     # ---- moving
 
     def relocate(self, requests: Iterable[RequestId], number: int, size: int | None = None) -> None:
-        """Requests, all of one GPU, go to another. With `size`, one request, which has that size from then on."""
+        """Moves requests of one GPU to another. With `size`, one request, which has that size from then on."""
         fleet = self.fleet
         requests = tuple(requests)
         source = fleet.where[requests[0]].number
@@ -95,7 +95,7 @@ class Operation:
     # ---- choosing
 
     def best(self, ordered: Ordered[int], need: int, source: int | None) -> int | None:
-        """Of the GPUs with the least sufficient key the one with the best priority."""
+        """The GPU with the best priority among those with the least sufficient key."""
         weights, candidates = self.settings.weights, self.settings.candidates
         plain = weights.free > 0 and not weights.requests and not weights.distance
         chosen: int | None = None
@@ -114,10 +114,10 @@ class Operation:
         return chosen
 
     def place_for_tee(self, size: int, small: bool, source: int | None) -> int:
-        """Where a T, or small requests of this total, go; a number that is not active yet where there is no room.
+        """The GPU for a T, or for small requests of this total; the number of a new one if no GPU has room.
 
         L-GPUs and M-GPUs below 75 % come first while there are T-GPUs (property 5), then the tightest fit that leaves
-        `slack`, then whatever is below 75 %, which has room for every T.
+        `slack`, then any GPU below 75 %, which has room for every T.
         """
         fleet = self.fleet
         if fleet.low and fleet.tee_gpus:
@@ -149,11 +149,11 @@ class Operation:
         return Unit(tuple(members), total, True) if members else None
 
     def units(self, gpu: Gpu, excess: int, but: RequestId | None = None) -> list[Unit]:
-        """What may leave as one item: each T, each small request that suffices, a group of `excess` or all it may be.
+        """The items that may leave: each T, each small request that suffices, a group of `excess` or the largest group.
 
         Args:
             gpu: The GPU that they leave.
-            excess: Tokens that are to be freed.
+            excess: Tokens to free.
             but: A request that stays.
         """
         found = [Unit((request,), size, False) for request, size in gpu.tees.items() if request != but]
@@ -162,7 +162,7 @@ class Operation:
         return [*found, group] if group else found
 
     def evict(self, gpu: Gpu, excess: int, but: RequestId | None = None) -> None:
-        """T and small requests leave a GPU until it has `excess` tokens less, in `Fleet.tee_count` moves at most."""
+        """Moves T and small requests off a GPU until it has `excess` tokens less; at most `Fleet.tee_count` moves."""
         slack = self.settings.slack
         while excess > 0:
             units = self.units(gpu, excess, but)
@@ -173,20 +173,20 @@ class Operation:
             excess -= unit.size
 
     def send_away(self, gpu: Gpu, unit: Unit) -> None:
-        """One item leaves a GPU, for wherever it has room."""
+        """Moves one item off a GPU, to any GPU with room."""
         was_held = gpu.held
         self.fleet.hold(gpu, True)
         self.relocate(unit.requests, self.place_for_tee(unit.size, unit.small, gpu.number))
         self.fleet.hold(gpu, was_held)
 
     def trim(self, gpu: Gpu) -> None:
-        """T leave a GPU until there are no more beside its S and M than `Fleet.tee_limit`, smallest first."""
+        """Moves T off a GPU, smallest first, until `Fleet.tee_limit` are left beside its S and M."""
         limit = self.fleet.tee_limit(gpu)
         while limit is not None and self.fleet.tee_count(gpu) > limit:
             self.send_away(gpu, min(self.units(gpu, self.fleet.capacity), key=_size))
 
     def evictions(self, gpu: Gpu, size: int) -> int:
-        """How many T would leave a GPU with S or M, about, if one more of them came to it."""
+        """About how many T would have to leave a GPU with S or M if one more S or M came to it."""
         excess = gpu.used + size - self.fleet.capacity
         count = self.fleet.tee_count(gpu)
         needed = 0
@@ -197,7 +197,7 @@ class Operation:
     # ---- restoring properties 3 and 5
 
     def restore_tees(self) -> None:
-        """Fills L- and M-GPUs below 75 %, and all T-GPUs but one, from the T-GPU that has least."""
+        """Fills L- and M-GPUs below 75 %, and all T-GPUs but one, from the emptiest T-GPU."""
         fleet = self.fleet
         while fleet.tee_gpus:
             lowest = [fleet.gpus[number] for _, number in islice(fleet.tee_gpus.at_least(0), _LOOK)]
@@ -212,12 +212,12 @@ class Operation:
                 return
 
     def _pulls(self, source: Gpu, gpu: Gpu) -> int:
-        """How many moves fill one T-GPU from another, about: until it has 75 %, or the other has nothing."""
+        """About how many moves fill one T-GPU from another: until it has 75 %, or the other is empty."""
         missing = 3 * self.fleet.capacity - 4 * gpu.used
         return min(self.fleet.tee_count(source), -(-2 * missing // self.fleet.capacity))
 
     def pull(self, source: Gpu, gpu: Gpu) -> None:
-        """The largest item of a T-GPU that fits goes to another GPU, which is below 75 %."""
+        """Moves the largest item that fits from a T-GPU to another GPU, which is below 75 %."""
         room = self.fleet.capacity - gpu.used
         units = [Unit((request,), size, False) for request, size in source.tees.items() if size <= room]
         group = self.group(source, room, room)

@@ -69,7 +69,7 @@ class Ordered(Generic[Id]):
             key = word
 
     def at_least(self, key: int) -> Iterator[tuple[int, Id]]:
-        """(key, id) from `key` upwards. Not to be used further once the set has changed."""
+        """(key, id) from `key` upwards. Any change of the set invalidates it."""
         found = self._next(max(0, key))
         while found is not None:
             for number in self._ids[found]:
@@ -77,7 +77,7 @@ class Ordered(Generic[Id]):
             found = self._next(found + 1)
 
     def at_most(self, key: int) -> Iterator[tuple[int, Id]]:
-        """(key, id) from `key` downwards. Not to be used further once the set has changed."""
+        """(key, id) from `key` downwards. Any change of the set invalidates it."""
         found = self._previous(min(key, self._largest))
         while found is not None:
             for number in self._ids[found]:

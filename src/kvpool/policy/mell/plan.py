@@ -1,4 +1,4 @@
-"""What a scheduler answers: which requests move where, and where new ones begin."""
+"""A scheduler's answer: which requests move where, and where new ones begin."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Place:
 class Plan:
     """What one operation, or one batch of them, asks the instances to do.
 
-    In this order, and no GPU ever holds more than C: GPUs in `activated` start; those that departed are gone; the
-    moves, one after the other, each of which finds room at its destination when those before it are done; new
-    requests begin; the growth that was reported is written; GPUs in `terminated` stop.
+    Done in this order, no GPU ever holds more than C: GPUs in `activated` start; requests that departed are gone; the
+    moves are made one after the other, each with room at its destination when those before it are done; new requests
+    begin; the reported growth is written; GPUs in `terminated` stop.
 
     Attributes:
         moves: In order.
         placed: New requests.
         activated: GPUs that run from now on.
-        terminated: GPUs that have nothing left, or were lost.
-        redispatched: Of schedulers that do not migrate: requests that are stopped and prefilled again elsewhere.
+        terminated: GPUs that are empty or were lost.
+        redispatched: Requests that are stopped and prefilled again elsewhere, by schedulers that do not migrate.
     """
 
     moves: list[Move] = field(default_factory=list)

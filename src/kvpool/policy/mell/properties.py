@@ -20,7 +20,7 @@ def check(fleet: Fleet) -> None:
 
 
 def broken(fleet: Fleet) -> list[str]:
-    """Which of the five properties do not hold, and where. Apart are one open GPU of each role, and the mixed one."""
+    """Which of the five properties do not hold, and where. One open GPU of each role, and the mixed one, are exempt."""
     found = []
     low_tees = 0
     roles = {number: fleet.role(gpu) for number, gpu in fleet.gpus.items() if number != fleet.mixed}
@@ -58,7 +58,7 @@ def _largest(gpu: Gpu) -> int:
 
 
 def _sums(fleet: Fleet) -> Iterable[str]:
-    """Capacity, and what each GPU says of itself."""
+    """Checks the capacity, and each GPU's sums."""
     seen = 0
     for number, gpu in fleet.gpus.items():
         sizes = dict(gpu.requests())
@@ -97,7 +97,7 @@ def _sums(fleet: Fleet) -> Iterable[str]:
 
 
 def _sets(fleet: Fleet) -> Iterable[str]:
-    """The ordered sets say what the GPUs say."""
+    """Checks that the ordered sets agree with the GPUs."""
     columns: list[set[tuple[int, int]]] = [set() for _ in range(5)]
     fillers: set[tuple[int, object]] = set()
     for number, gpu in fleet.gpus.items():

@@ -21,10 +21,10 @@ __all__ = ["Mell"]
 
 @dataclass(frozen=True)
 class _Operations:
-    """What is to be done: requests that are gone, that grow, and that arrive.
+    """The operations of a batch: requests that are gone, that grow, and that arrive.
 
     Attributes:
-        fallen: What lost GPUs had. It goes at once, and nothing is done while some of it is left.
+        fallen: Requests of lost GPUs. They are removed first, before anything else is done.
         gone: The others that depart.
         grown: Requests and their new sizes.
         came: New requests and their sizes.
@@ -59,8 +59,8 @@ class Mell:
     GPUs than 4/3 of what the best packing needs, plus a constant. Each call takes a time that grows with the
     logarithm of the number of GPUs, and with the number of requests on the few GPUs that it touches.
 
-    The scheduler only decides. Instances carry a plan out before the next call is made; all that make the same calls
-    get the same plans.
+    The scheduler only decides. Instances execute a plan before the next call is made; the same calls give the same
+    plans.
 
     Not thread-safe.
     """
@@ -128,7 +128,7 @@ class Mell:
     # ---- single operations
 
     def allocate(self, request: RequestId, size: int) -> Plan:
-        """A new request of `size` tokens (its prompt, and the room for its next tokens) begins.
+        """Places a new request of `size` tokens (its prompt, and the room for its next tokens).
 
         Raises:
             ArgumentError: It is longer than C, not positive, or runs already.
@@ -137,7 +137,7 @@ class Mell:
         return self.batch(arrivals={request: size}.items())
 
     def depart(self, request: RequestId) -> Plan:
-        """A request is complete, or was given up.
+        """Removes a request that is complete or was given up.
 
         Raises:
             ArgumentError: It does not run.
@@ -145,7 +145,7 @@ class Mell:
         return self.batch(departures=(request,))
 
     def grow(self, request: RequestId, size: int) -> Plan:
-        """A request will have `size` tokens; to be called before they are written.
+        """Makes room for a request to have `size` tokens; call it before they are written.
 
         Raises:
             ArgumentError: It does not run, is to shrink, or would be longer than C.
@@ -162,17 +162,17 @@ class Mell:
         arrivals: Iterable[tuple[RequestId, int]] = (),
         lost: Iterable[int] = (),
     ) -> Plan:
-        """Many operations at once, repaired once at the end.
+        """Does many operations at once and repairs the properties once at the end.
 
-        Growth that changes nothing but a size comes first, then departures, the other growth, and arrivals. Never more
-        moves than the same operations take one by one, in this order and from the same state (`Settings.never_more`).
+        Growth that changes only a size comes first, then departures, the other growth, and arrivals. It never takes
+        more moves than the same operations one by one, in this order and from the same state (`Settings.never_more`).
 
         Args:
             departures: Requests that are gone.
             growths: Requests and their new sizes, each at most once; none of them departs.
             arrivals: New requests and their sizes. One that departs may begin anew.
-            lost: GPUs that are gone with all they had: that departs, named or not, and nothing goes there, or
-                moves from there, in this plan. A later one may use the number again, for another GPU.
+            lost: GPUs that are gone with all their requests: these depart, named or not, and in this plan nothing moves
+                there or from there. A later one may use the number for another GPU.
 
         Raises:
             ArgumentError: As the single operations; nothing has changed then.
@@ -248,7 +248,7 @@ class Mell:
         return without_detours(operation.moves)
 
     def _grow_freely(self, grown: list[tuple[RequestId, int]]) -> list[tuple[RequestId, int]]:
-        """Lets those requests grow that stay in their class, where that is all that changes; returns the others."""
+        """Lets requests grow that stay in their class if nothing else changes; returns the others."""
         fleet = self._fleet
         freely, bound = [], []
         rooms: dict[int, tuple[int, int]] = {}  # what each GPU has free, and how much its small requests may have

@@ -1,4 +1,4 @@
-"""What the provider of a service sets for the scheduler."""
+"""The settings that the provider of a service gives the scheduler."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ MOVES_AN_OPERATION = 10
 
 
 def one_switch(first: int, second: int) -> float:
-    """A distance for GPUs of which nobody has said where they are: equal for all."""
+    """The distance when nobody has said where the GPUs are: equal for all."""
     return 0.0 if first == second else 1.0
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How much each factor counts where several GPUs would do; the lowest sum is taken (priorities, §VI-C).
+    """The weight of each factor in choosing among several GPUs; the lowest sum wins (priorities, §VI-C).
 
     Attributes:
-        free: Times what stays free there, as a part of C. Positive: the tightest fit first; negative: the emptiest
-            first.
-        requests: Times the number of requests there.
-        distance: Times the distance from the GPU that the request leaves.
+        free: Of what stays free there, as a part of C. Positive: the tightest fit first; negative: the emptiest first.
+        requests: Of the number of requests there.
+        distance: Of the distance from the GPU that the request leaves.
     """
 
     free: float = 1.0
@@ -38,10 +37,10 @@ class Settings:
 
     Attributes:
         slack: Tokens that T and small requests leave free where they are placed, and that growth clears at once when it
-            must clear something: fewer moves for more GPUs. At most C/4. The five properties hold whatever it is.
-        consolidate: Use what an operation has left of its ten moves to empty a GPU into room elsewhere.
-        reserve: Consolidate only where so many tokens stay free elsewhere for each GPU that is left.
-        never_more: Let a batch be what it would be one by one where that takes fewer moves. It costs the time of both.
+            must clear something: fewer moves for more GPUs. At most C/4. The five properties hold for every value.
+        consolidate: Whether an operation uses the rest of its ten moves to empty a GPU into room elsewhere.
+        reserve: Consolidate only if this many tokens per remaining GPU stay free elsewhere.
+        never_more: Do a batch's operations one by one if that takes fewer moves. It costs the time of both.
         weights: Of the priorities.
         distance: How far two GPUs are from each other; any unit, `Weights.distance` scales it.
         candidates: How many GPUs the priorities choose among: those with the tightest fit.

@@ -11,20 +11,20 @@ __all__ = ["Balance"]
 
 @dataclass(frozen=True)
 class Balance:
-    """When an instance has enough.
+    """When an instance has enough work.
 
     Attributes:
-        cap: Times the mean load; at least 1. Infinite switches the cap off.
-        slack: Work above that which is always granted, in prompts of the size that is to be placed: without it a fleet
-            without work could place nothing.
-        idle: Utilisation below which an instance that prefills may always get more: keeping prompts together costs
-            nobody anything there.
-        half_life_s: After which work that is done counts half.
-        warmup_s: How long after joining an instance has less than its share.
+        cap: The largest load, as a multiple of the mean; at least 1. Infinite switches the cap off.
+        slack: Work above the cap that is always allowed, in prompts of the size to place: without it a fleet without
+            work could place nothing.
+        idle: Utilisation below which an instance that prefills may always get more: keeping prompts together slows
+            nobody down there.
+        half_life_s: The time after which finished work counts half.
+        warmup_s: How long an instance that has joined has less than its share.
         warmup_floor: The share that it begins with.
-        patience: How long a request may wait for a busy instance while another one is idle: so many times what the
-            idle one takes longer to compute the prompt, because it holds less of it. At 1, no request waits longer
-            than it takes to compute the prefix again. Infinite switches the rule off, as the papers' policies have it.
+        patience: How long a request may wait for a busy instance while another one is idle, as a multiple of the time
+            that the idle one takes longer to compute the prompt, because it holds less of it. At 1, no request waits
+            longer than computing the prefix again takes. Infinite switches the rule off, as in the papers' policies.
     """
 
     cap: float = 2.0

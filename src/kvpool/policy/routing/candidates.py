@@ -1,7 +1,7 @@
 """Which instances of a load table hold how much of one prompt, according to the trees.
 
-A prompt may be held by all of a thousand instances. What a tree found stays where it is; it is asked how much one
-instance holds, and for those that hold equally much.
+All of a thousand instances may hold a prompt. So the trees' answers are not copied; they are asked how much one
+instance holds, and which instances hold a given length.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Values(Protocol):
         """By its index in `Candidates.lengths`; -1 is the index of length 0."""
 
 
-FEW: Final = 64  # so many are looked at one by one; of more, arrays are made
+FEW: Final = 64  # this many are examined one by one; more, as arrays
 
 
 class Candidates:
-    """Who holds how much of a prompt.
+    """How much of a prompt each instance holds.
 
     Args:
-        table: Where the instances stand. A tree that somebody else feeds may know some that have left it, or come yet.
-        found: What the tree of each kind of instance says; an instance is in one of them.
+        table: The load table. A tree that another thread feeds may know instances that have left it or not yet joined.
+        found: The answer of the tree of each kind of instance; an instance is in one of them.
 
     Attributes:
         lengths: The different numbers of tokens that are held, the longest first, and 0.
@@ -96,7 +96,7 @@ class Candidates:
         return spread
 
     def holders(self, table: LoadTable, now: float, cached: int, room: int) -> list[Holder]:
-        """At most `room` of those that hold more than `cached`: the longest first, of equals the least loaded."""
+        """At most `room` instances that hold more than `cached`: the longest first, among equals the least loaded."""
         holders: list[Holder] = []
         for at, held in enumerate(self.lengths):
             left = room - len(holders)
@@ -116,7 +116,7 @@ class Candidates:
         return holders
 
     def _spans(self, at: int) -> Iterator[tuple[InstanceHits, int, int]]:
-        """Where in each tree's answer those stand that hold so much."""
+        """The range of each tree's answer with the instances that hold this length."""
         if not self._positions:
             for hits, bounds in self._found:
                 yield hits, bounds[at], bounds[at + 1]

@@ -1,13 +1,13 @@
 """Which instance gets a request: the policy's choice, but no request waits in vain while an instance is idle.
 
 A policy alone may send all requests to the instances that hold a bit of the prompt, and none to the others. So while an
-instance is idle, a busy one is in question only where waiting for it costs no more than computing the prefix again:
+instance is idle, a busy one is eligible only if waiting for it costs no more than computing the prefix again:
 
     backlog there <= patience * (execution on the idle one - execution there)
 
-That holds for every policy, for sessions too. Backlogs are seconds (tokens, for instances that decode), so the bound is
-one of time, however loaded the others are. The load cap comes second: where it forbids every instance that this rule
-allows, it does not count for the request.
+That holds for every policy, for sessions too. Backlogs are in seconds (tokens, for instances that decode), so the bound
+is a time, however loaded the other instances are. The load cap comes second: if it forbids every instance that this
+rule allows, the request ignores it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def choose(
     """The slot of the instance that gets a request.
 
     Args:
-        policy: That decides.
-        table: Of those that it decides among. REQUIRES: one of them is open.
-        found: Who of them holds how much.
-        exec_s: What the prompt takes, for each model and each of `found.lengths`; the most of it is for the load cap.
+        policy: The policy that decides.
+        table: The instances that it decides among. REQUIRES: one of them is open.
+        found: How much each of them holds.
+        exec_s: The time of the prompt for each model and each of `found.lengths`; the load cap uses the largest.
         now: Seconds.
-        session: Of the request.
+        session: The request's.
     """
     if isinstance(policy, Ranking) and policy.ranks(session):
         slot = _find(policy, table, found, exec_s, now, session)
@@ -48,7 +48,7 @@ def choose(
 
 
 def view(table: LoadTable, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None) -> View:
-    """All instances, for a policy that is to see them all. Arguments as of `choose`."""
+    """All instances, for a policy that has to see them all. Arguments as for `choose`."""
     spread = found.spread(exec_s[0])
     for number, other in enumerate(exec_s[1:], start=1):
         spread = np.where(table.models == number, found.spread(other), spread)
@@ -68,7 +68,7 @@ def view(table: LoadTable, found: Candidates, exec_s: Sequence[Values], now: flo
 def _find(
     policy: Ranking, table: LoadTable, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None
 ) -> int | None:
-    """The slot that a ranking policy chooses, found by looking at few; None where it was not found."""
+    """The slot that a ranking policy chooses, found by examining few; None if it was not found."""
     work, home = _most(exec_s), policy.home(session)
     slot = (
         table.slot(home) if home >= 0 and table.has_open(home) else find_best(policy, table, found, exec_s, now, work)
@@ -80,7 +80,7 @@ def _find(
 
 
 def _wait_exceeded(table: LoadTable, found: Candidates, exec_s: Sequence[Values], slot: int, now: float) -> Wait | None:
-    """How long the request may wait, if that is less than it would wait at an instance; else None."""
+    """How long the request may wait, if its wait at this instance is longer; else None."""
     backlog, patience = table.backlog_of(slot, now), table.balance.patience
     if backlog <= 0.0 or patience == inf or not table.idle:
         return None

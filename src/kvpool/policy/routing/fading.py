@@ -1,7 +1,7 @@
-"""Work that was done counts less and less: half after each half-life.
+"""Finished work counts less and less: half after each half-life.
 
-Counting it as it was at some time, `then`, nothing has to be done for all of it to fade: one factor says what is left.
-Now and then that time is moved on, or numbers would grow for ever.
+All of it is counted as of one time, `then`, so one factor gives what is left of it, and no sum has to be updated as it
+fades. Now and then that time is moved on, or numbers would grow for ever.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Final
 
 __all__ = ["Fading"]
 
-_STEPS: Final = 1024  # of a half-life: over one of them nearly nothing fades
+_STEPS: Final = 1024  # a part of a half-life: over one moment nearly nothing fades
 _LEAST: Final = 1e-300  # is divided by
-_HALVINGS: Final = 64  # work that is done is counted as it was so many half-lives ago at most
+_HALVINGS: Final = 64  # `then` is at most this many half-lives ago
 
 
 class Fading:
@@ -30,13 +30,13 @@ class Fading:
         self._step = -1.0, 1.0  # a moment, and what was left when it began
 
     def left(self, now: float) -> float:
-        """What is left of work that was done, counted as it was then."""
+        """The part of finished work, as counted then, that is left."""
         if now != self._known[0]:
             self._known = now, 0.5 ** (max(0.0, now - self._then) / self._half_life_s)
         return self._known[1]
 
     def left_lately(self, now: float) -> float:
-        """As much as is left at a time, or a little more; the same for all that ask in one moment. Above 0."""
+        """As `left`, or a little more; the same for all calls in one moment. Above 0."""
         step_s = self._half_life_s / _STEPS
         step = now // step_s
         if step != self._step[0]:
@@ -49,10 +49,10 @@ class Fading:
         return now - self._then > _HALVINGS * self._half_life_s
 
     def move_on(self, now: float) -> float:
-        """Counts as it is now.
+        """Moves the time of counting to now.
 
         Returns:
-            By what all that was counted is to be multiplied: a power of two or 0, so that nothing is rounded.
+            The factor for everything that was counted: a power of two or 0, so that nothing is rounded.
         """
         passed = now - self._then
         self._then = now - passed % self._half_life_s

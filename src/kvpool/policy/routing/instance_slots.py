@@ -77,7 +77,7 @@ class InstanceSlots:
         return self._model[: len(self)]
 
     def renumber_model(self, model: int, to: int) -> None:
-        """What was added with one number has another one from now on."""
+        """Gives the instances of one model number another one."""
         self.models[self.models == model] = to
 
     @property
@@ -88,7 +88,7 @@ class InstanceSlots:
     # ---- inside
 
     def _enter(self, instance: int, model: int, capacity: float, now: float) -> int:
-        """The last slot is its. Raises ArgumentError when it is there already, or is no id."""
+        """Gives it the last slot. Raises ArgumentError when it is there already, or is no id."""
         if not 0 <= instance < _IDS:
             raise ArgumentError(f"instance is {instance}; it must be from 0 to {_IDS - 1}")
         if self._slot_of[instance] >= 0:
@@ -103,7 +103,7 @@ class InstanceSlots:
         return slot
 
     def _leave(self, slot: int) -> None:
-        """The last one takes its slot."""
+        """Removes it; the instance of the last slot takes its slot."""
         last = len(self) - 1
         self._slot_of[self._ids[slot]] = -1
         if slot != last:

@@ -31,7 +31,7 @@ from kvpool.policy.routing.order import LoadOrder, Work
 __all__ = ["Bools", "Floats", "LoadTable"]
 
 _SUMMED = 1 << 16  # changes after which sums are made anew: each rounds
-_CAPACITY_LEAST, _CAPACITY_MOST = 1e-100, 1e100  # their sums and quotients are finite, and not 0
+_CAPACITY_LEAST, _CAPACITY_MOST = 1e-100, 1e100  # within them, sums and quotients are finite, and not 0
 
 
 class LoadTable(InstanceSlots):
@@ -39,7 +39,7 @@ class LoadTable(InstanceSlots):
 
     Args:
         balance: When an instance has enough.
-        drains: Whether work is in seconds, which pass by themselves: then only the rest of the first request of a queue
+        drains: Whether work is in seconds, which pass by themselves: then only the rest of a queue's first request
             counts.
 
     Attributes:
@@ -155,7 +155,7 @@ class LoadTable(InstanceSlots):
         _, work = queue[at]
         del queue[at]
         before = self._unfinished.item(slot)
-        # No dust of rounding where one is left: what waits behind it is nothing, and alike for all of whom that is so.
+        # No rounding error when one request is left: nothing waits behind it, and that is the same value for all.
         after = max(0.0, before - work) if len(queue) > 1 else queue[0][1] if queue else 0.0
         self._unfinished[slot] = after
         if at == 0:
@@ -240,7 +240,7 @@ class LoadTable(InstanceSlots):
         return waiting
 
     def load(self, now: float, slots: npt.NDArray[np.int64] | None = None) -> Floats:
-        """Unfinished work and what was done lately, for each unit of share; by slot, of all or of some."""
+        """Unfinished and recently finished work, per unit of share; by slot, of all or of some."""
         some = slice(len(self)) if slots is None else slots
         load: Floats = self._unfinished[some] + self._done[some] * self._fading.left(now)
         if self._equal and not self.newcomers:
@@ -307,7 +307,7 @@ class LoadTable(InstanceSlots):
         return most
 
     def _rebase_if_due(self, now: float) -> None:
-        """Counts work that was done as it is now."""
+        """Counts finished work as of now, when it is due."""
         if not self._fading.is_due(now):
             return
         factor = self._fading.move_on(now)

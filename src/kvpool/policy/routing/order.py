@@ -3,10 +3,10 @@
 As time passes, the backlogs of working instances shrink equally, and loads decay by one factor. So time alone changes
 none of these orders, except when an instance passes the predicted end of its current request.
 
-    idle      nothing to do                              by what each did lately, for its capacity
-    running   the head of the queue is under way         by when all that waits will be done
+    idle      nothing to do                              by recent work per capacity
+    running   the head of the queue is under way         by when the whole queue will be done
     waiting   the head takes longer than predicted, or   by what waits behind it, then by its load when it was entered,
-              work does not pass by itself               as if all of that faded from then on: a bound from below
+              work does not pass by itself               as if all of that decayed from then on: a lower bound
 
 Often nothing is queued behind a head that takes longer than predicted, so many instances have the same backlog.
 Unfinished work does not decay, so the bound gets looser as time passes; a search that examines an instance without
@@ -26,11 +26,11 @@ __all__ = ["LoadOrder", "Work"]
 
 
 class Work(NamedTuple):
-    """What an instance has to do.
+    """The work of an instance.
 
     Attributes:
         unfinished: All of it.
-        head: Of the first of its queue; 0 of a queue where work does not pass by itself.
+        head: That of the first request of its queue; 0 if work does not pass by itself.
         since: When that began.
     """
 
@@ -43,10 +43,10 @@ class LoadOrder:
     """Sorted lists of slots. Not thread-safe.
 
     Attributes:
-        idle: (what it did lately for its capacity, slot).
+        idle: (recent work per capacity, slot).
         running: (when it is free, slot).
-        waiting: (its backlog, what it would have done lately for its capacity if that were all of its load, what is
-            unfinished, what it did lately, its capacity, slot).
+        waiting: (backlog, load per capacity as if all of it were recent work, unfinished work, recent work, capacity,
+            slot).
     """
 
     def __init__(self) -> None:
@@ -66,12 +66,12 @@ class LoadOrder:
         """Enters an instance, or enters it anew.
 
         Args:
-            slot: Its.
-            work: What it has to do; None for nothing.
-            done: What it did lately, in any unit that is the same for all.
+            slot: The instance's.
+            work: Its work; None for none.
+            done: Its recent work, in any unit that is the same for all.
             capacity: Relative to the others'.
             now: Seconds.
-            faded: What is left by then, or was left a moment before, of what `done` counts; not 0.
+            faded: The part of `done` that is left now, or was a moment ago; not 0.
         """
         entry: Any
         due = None
@@ -107,14 +107,14 @@ class LoadOrder:
             del self._due[bisect_left(self._due, due)]
 
     def overdue(self, now: float) -> list[int]:
-        """Slots of those whose head should be done by now: to be put anew."""
+        """Slots whose head should be done by now: the caller puts them anew."""
         if not self._due or self._due[0][0] > now:
             return []
         return [slot for _, slot in self._due[: bisect_left(self._due, (now, 1 << 62))]]
 
     def scale(self, factor: float) -> None:
-        """What was done lately counts so many times what it did, for all."""
-        self.idle[:] = sorted((done * factor, slot) for done, slot in self.idle)  # what has become nothing is alike
+        """Multiplies the recent work of all."""
+        self.idle[:] = sorted((done * factor, slot) for done, slot in self.idle)  # entries that became 0 are equal
         self.waiting[:] = sorted(
             (backlog, bound * factor, unfinished, done * factor, capacity, slot)
             for backlog, bound, unfinished, done, capacity, slot in self.waiting

@@ -1,4 +1,4 @@
-"""The policies of MemServe, Table 6, and eq. 1: they choose an instance from what is known of all.
+"""The policies of MemServe, Table 6, and eq. 1: they choose an instance from a view of all.
 
 None of them leaves an instance idle while a request waits longer than computing its prefix again would take
 (`kvpool.policy.routing.choosing`).
@@ -49,13 +49,13 @@ class View(NamedTuple):
     Attributes:
         ids: Instances.
         cached: Tokens of the prompt that each holds.
-        backlog: Work before it is free; eq. 1's first term.
-        exec_s: What the prompt takes there; eq. 1's second term.
-        load: Backlog and what it did lately, for its share.
-        open: Takes new requests, and the request does not wait for it longer than the prefix takes to compute again
-            on an idle instance (`Balance.patience`).
-        allowed: Open, and below the load cap. At least one is.
-        session: Of the request.
+        backlog: Work before each is free; eq. 1's first term.
+        exec_s: The time of the prompt there; eq. 1's second term.
+        load: Backlog and recent work, per share.
+        open: Whether it takes new requests, and the request does not wait for it longer than computing the prefix again
+            takes on an idle instance (`Balance.patience`).
+        allowed: Whether it is open and below the load cap. At least one is.
+        session: The request's.
     """
 
     ids: Ints
@@ -69,17 +69,17 @@ class View(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses an instance. Anything that does may be one; a `Ranking` decides faster."""
+    """Chooses an instance. Any object with this method is a policy; a `Ranking` decides faster."""
 
     def choose(self, view: View) -> int:
         """The index of the chosen instance in the view's arrays."""
 
 
 class Ranking:
-    """A policy that ranks each instance by its own figures alone.
+    """A policy that ranks each instance by its own values alone.
 
-    Of two that hold equally much and take equally long for it, the one with more backlog and load is never before the
-    one with less.
+    REQUIRES: of two instances that hold equally much and take equally long, the one with more backlog and load does not
+    rank before the other.
 
     Attributes:
         minds_cached: Whether the rank of an instance depends on its cached tokens and its execution time. If not, the
@@ -95,7 +95,7 @@ class Ranking:
             cls.minds_cached = True  # whatever the class says whose rank it replaces
 
     def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
-        """What decides: where the first figure is least; of equals, where the second one is; and so on.
+        """The rank: the instance with the least first figure wins; among equals, the one with the least second; etc.
 
         Args:
             backlog: As in View, of one instance or of several.
@@ -106,7 +106,7 @@ class Ranking:
         raise NotImplementedError
 
     def ranks(self, session: str | None) -> bool:
-        """Whether it decides by `rank` and `home` where requests of this session go."""
+        """Whether `rank` and `home` decide where requests of this session go."""
         return True
 
     def home(self, session: str | None) -> int:
@@ -114,7 +114,7 @@ class Ranking:
         return -1
 
     def sent(self, session: str | None, instance: int) -> None:
-        """A request of the session goes to an instance."""
+        """Called when a request of the session goes to an instance."""
 
     def choose(self, view: View) -> int:
         """As Policy.choose: the first of those that rank alike."""
@@ -133,7 +133,7 @@ def first_of(ranks: tuple[Any, ...], count: int) -> npt.NDArray[np.intp]:
     """The indices of the first-ranked instances. Ranks that differ by rounding only are equal, but for the last one.
 
     Args:
-        ranks: What Ranking.rank says of `count` instances, at least one: arrays, or one figure for all of them.
+        ranks: Ranking.rank of `count` instances, at least one: arrays, or one figure for all of them.
         count: How many there are.
     """
     left = np.arange(count)
@@ -147,7 +147,7 @@ def first_of(ranks: tuple[Any, ...], count: int) -> npt.NDArray[np.intp]:
 
 
 class LeastLoad(Ranking):
-    """The instance that is free first, whatever it holds."""
+    """Chooses the instance that is free first, whatever it holds."""
 
     minds_cached = False
 
@@ -168,8 +168,8 @@ class QueuePlusExec(Ranking):
     """The instance below the load cap where the prompt is computed first: queueing plus execution (eq. 1).
 
     Args:
-        thrift: Eq. 1 sees what a choice costs this prompt, not those behind it: it recomputes what is cached elsewhere
-            as soon as that ends a moment earlier. Each second of execution counts as 1 + thrift; 0 is the paper's.
+        thrift: Each second of execution counts as 1 + thrift; 0 is the paper's. Eq. 1 counts what a choice costs this
+            prompt, not those behind it: it recomputes cached tokens as soon as that ends a moment earlier.
     """
 
     def __init__(self, thrift: float = 0.0) -> None:
@@ -183,12 +183,12 @@ class QueuePlusExec(Ranking):
 
 
 class SessionId(Ranking):
-    """All requests of a session to one instance, as long as it is open.
+    """Sends all requests of a session to one instance, as long as it is open.
 
     Args:
-        first: Where a session begins: "least-load", or "hash", which several routers answer alike without talking, and
-            which moves only the sessions of an instance that leaves. A hash looks at all instances.
-        sessions_max: Sessions that are remembered; the longest unused is forgotten first. "hash" remembers none.
+        first: Where a session begins: "least-load", or "hash", with which several routers agree without communicating,
+            and which moves only the sessions of an instance that leaves. A hash examines all instances.
+        sessions_max: Sessions that are remembered; the least recently used is forgotten first. "hash" remembers none.
     """
 
     minds_cached = False

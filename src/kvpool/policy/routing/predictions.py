@@ -16,9 +16,9 @@ _FEW: Final = 8  # below that, arrays cost more than they save
 
 
 class Models:
-    """The fleet's model, number 0, and each other one that an instance has. Equal ones are one.
+    """The fleet's model, number 0, and each other model of an instance. Equal models share a number.
 
-    Each decision asks all of them, so one that nobody has any more is let go of.
+    Each decision asks all of them, so a model is dropped when its last instance leaves.
 
     Args:
         model: The fleet's; it stays.
@@ -35,7 +35,7 @@ class Models:
         return iter(self._models)
 
     def checked(self, model: CostModel | None) -> CostModel:
-        """The model of an instance that brings this one. Raises ArgumentError when its blocks are not the fleet's."""
+        """The model to use for an instance with this one. Raises ArgumentError when its blocks are not the fleet's."""
         own = self._models[0]
         if model is None:
             return own
@@ -44,11 +44,11 @@ class Models:
         return model
 
     def number(self, model: CostModel) -> int:
-        """The number that `take` gives it."""
+        """The number that `take` would return."""
         return self._models.index(model) if model in self._models else len(self._models)
 
     def take(self, model: CostModel) -> None:
-        """An instance has it from now on."""
+        """Counts one more instance with this model."""
         number = self.number(model)
         if number == len(self._models):
             self._models.append(model)
@@ -56,7 +56,7 @@ class Models:
         self._users[number] += 1
 
     def give_back(self, number: int) -> int | None:
-        """An instance that had it is gone. Returns the number whose model has this one now; None for no such change."""
+        """Counts one instance less with this model. Returns the number whose model got this number; None for none."""
         self._users[number] -= 1
         if number == 0 or self._users[number]:
             return None
@@ -67,12 +67,12 @@ class Models:
 
 
 class Times:
-    """What a prompt takes with one model: predicted when it is asked for, where few lengths are held of it.
+    """The times of a prompt with one model: predicted on demand if only few lengths of it are held.
 
     Args:
-        model: That predicts.
-        tokens: Of the prompt.
-        lengths: That are held of it, as `Candidates.lengths`.
+        model: Predicts them.
+        tokens: Tokens of the prompt.
+        lengths: The lengths that are held of it, as `Candidates.lengths`.
     """
 
     __slots__ = ("_lengths", "_seconds", "_tokens", "model")

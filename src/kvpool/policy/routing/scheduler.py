@@ -52,21 +52,22 @@ class _InFlight:
 
 
 class GlobalScheduler:
-    """Routes requests. Not thread-safe: one thread or event loop owns it; `tree(kind)` is, for who feeds it events.
+    """Routes requests. Not thread-safe: one thread or event loop owns it. Any thread may feed `tree(kind)` events.
 
     Args:
         model: Predicts prefills; `add_instance` may name another one for an instance.
         clock: Seconds from any start: time.monotonic, or the simulator's.
-        policy: Chooses who computes the prompt; eq. 1 by default.
-        decode_policy: Chooses who decodes what a prefill-only instance computed; the longest prefix by default. Another
-            object than `policy` where that remembers what was sent where, as `SessionId` does.
-        transfer: How KV gets from one instance to another; None where it cannot, and then nothing is fetched.
-        ttl_s: How long a prefix is believed that no event vouches for; None for ever.
+        policy: Chooses the instance that computes the prompt; eq. 1 by default.
+        decode_policy: Chooses the instance that decodes after a prefill-only instance; the longest prefix by default.
+            Not the same object as `policy` if that remembers what was sent where, as `SessionId` does.
+        transfer: The cost of moving KV between instances; None if they cannot, and then nothing is fetched.
+        ttl_s: How long the trees keep a prefix that they did not learn from events; None for ever.
         balance: Load cap and newcomers.
-        learn_at: When an instance is said to hold a prompt that was sent there: "response", as §6 has it, or
+        learn_at: When the trees learn that an instance holds a prompt: at its "response", as in §6, or at its
             "dispatch", so that the same prompt a moment later follows it into the same queue.
         holders_max: How many instances that hold more a decision lists.
-        blocks_max: Of the prompt tree of each kind of instance; the longest unused are forgotten. None for no bound.
+        blocks_max: Blocks in the prompt tree of each kind of instance; the least recently used are forgotten. None for
+            no bound.
     """
 
     def __init__(
@@ -120,9 +121,9 @@ class GlobalScheduler:
         Args:
             instance: Its id, 0 to 16383.
             kind: What it does.
-            by_events: Its KV events are applied, so responses teach nothing that lasts.
+            by_events: Whether its KV events are applied; then responses teach nothing that lasts.
             capacity: Relative to the others, for their shares of the load; 1e-100 to 1e100.
-            model: Predicts its prefills, where not as the others'.
+            model: Predicts its prefills, if they differ from the others'.
 
         Raises:
             ArgumentError: It is there already, or a value is out of range.
@@ -137,7 +138,7 @@ class GlobalScheduler:
         self._kinds[kind] += 1
 
     def remove_instance(self, instance: int) -> None:
-        """An instance is gone, and what it held. Its requests end by `failed`, as the router notices."""
+        """Removes an instance and what it held. Its requests end by `failed`, as the router notices."""
         kind = self._known(instance).kind
         table = self._table(kind)
         number = table.model_of(table.slot(instance))
@@ -165,11 +166,11 @@ class GlobalScheduler:
         return self._trees[kind]
 
     def apply(self, instance: int, event: StoredEvent | RemovedEvent | MovedEvent) -> None:
-        """Takes over what an event of the instance's pool says."""
+        """Applies an event of the instance's pool."""
         self._trees[self._known(instance).kind].apply(instance, event)
 
     def lost_events(self, instance: int) -> None:
-        """The instance's events have a gap: what was believed of it is forgotten."""
+        """Forgets what the instance holds, because its events have a gap."""
         self._trees[self._known(instance).kind].forget(instance)
 
     def expire(self) -> int:
@@ -178,7 +179,7 @@ class GlobalScheduler:
 
     @property
     def blocks_evicted(self) -> int:
-        """Blocks that the trees forgot because they had too many, so far."""
+        """Blocks that the trees have forgotten because they had too many."""
         return sum(tree.evicted for tree in self._trees.values())
 
     # ---- requests
@@ -199,7 +200,7 @@ class GlobalScheduler:
         if table.closed == len(table):
             raise StateError(f"none of {len(table)} instances takes prompts")
         found = self._find(table, tokens, request.namespace, Kind.COLOCATED, Kind.PREFILL)
-        # What a prompt takes depends on the instance's model and on how much it holds: few of either.
+        # The time of a prompt depends on the instance's model and on how much it holds: few of either.
         times = [Times(model, len(tokens), found.lengths) for model in self._models]
         slot = choose(self._policy, table, found, times, now, request.session)
         instance, cached = table.id_of(slot), found.lengths[found.at(slot)]
@@ -234,17 +235,17 @@ class GlobalScheduler:
         return Decision(ticket, instance, cached, tuple(holders), fetch, queue_s, spent_s, decode, decode_cached)
 
     def first_token(self, ticket: int) -> None:
-        """The prompt is computed: the instance's queue is shorter by it. A second call does nothing."""
+        """Reports that the prompt is computed, which shortens the instance's queue. A second call does nothing."""
         flight = self._flight(ticket)
         if flight.work is not None:
             self._prefill.finish(flight.instance, flight.work, self._clock())
             flight.work = None
 
     def finished(self, ticket: int, output: TokenVector = ()) -> None:
-        """The response has passed: the trees learn that its instances hold the prompt and what was generated.
+        """Reports the end of the response: the trees learn that its instances hold the prompt and the output.
 
         Args:
-            ticket: Of the decision.
+            ticket: The decision's.
             output: Tokens that were generated.
 
         Raises:
@@ -263,7 +264,7 @@ class GlobalScheduler:
         self._end(ticket, done=True)
 
     def failed(self, ticket: int) -> None:
-        """The request will not be served. Unless its prompt was computed, what it taught is taken back."""
+        """Reports that the request will not be served. Unless its prompt was computed, the trees forget it."""
         flight = self._flight(ticket)
         if flight.work is not None:
             self._prefill.finish(flight.instance, flight.work, self._clock(), done=False)
@@ -315,7 +316,7 @@ class GlobalScheduler:
         for holder in holders:
             if callable(self._transfer):
                 transfer = self._transfer(holder.instance, instance)
-            elif holder.stop != last_stop:  # over equal links equal lengths gain the same
+            elif holder.stop != last_stop:  # over equal links, equal lengths gain the same
                 transfer, last_stop = self._transfer, holder.stop
             else:
                 continue
@@ -328,13 +329,13 @@ class GlobalScheduler:
         return best
 
     def _learn_response(self, tokens: Tokens, namespace: str, instance: int) -> None:
-        """The instance holds these; one whose events are followed says so itself."""
+        """Notes that the instance holds these, unless its events are followed."""
         known = self._instances.get(instance)
         if known is not None and not known.by_events:
             self._trees[known.kind].insert(tokens, instance, namespace)
 
     def _learn_dispatched(self, tokens: Tokens, namespace: str, instance: int) -> int | None:
-        """The instance will hold these. Returns the first block that is new, None when all were known."""
+        """Notes that the instance will hold these. Returns the first new block, None when all were known."""
         tree = self._trees[self._instances[instance].kind]
         added = tree.insert(tokens, instance, namespace)
         return len(tokens) // tree.block_tokens - added if added else None
@@ -346,5 +347,5 @@ class GlobalScheduler:
 
 
 def _remembers(policy: Policy) -> bool:
-    """Whether it is told where requests go, and may do the next ones by it."""
+    """Whether the policy is told where requests go and may route the next ones accordingly."""
     return isinstance(policy, Ranking) and type(policy).sent is not Ranking.sent

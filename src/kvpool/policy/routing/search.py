@@ -31,11 +31,11 @@ from kvpool.policy.routing.waiting import Wait
 
 __all__ = ["find_best"]
 
-_STEPS: Final = 64  # looking at so many takes as long as looking at a few thousand as arrays
-_STEPS_HELD: Final = 6  # and at so many, as looking at those of a thousand that hold equally much
+_STEPS: Final = 64  # examining this many takes as long as examining a few thousand as arrays
+_STEPS_HELD: Final = 6  # and this many, as examining those of a thousand that hold equally much
 _FEW_ALIKE: Final = 12  # are looked at one by one
 _DENSE: Final = 16  # if one in so many instances qualifies, following the table's order soon finds one
-_NEAR: Final = 1e-14  # of a time or a load: what two ways to compute it differ by is less
+_NEAR: Final = 1e-14  # a part of a time or a load: two ways to compute it differ by less
 
 
 def find_best(
@@ -51,15 +51,15 @@ def find_best(
 
     Args:
         policy: Ranks the instances.
-        table: Where they stand.
-        found: Who holds how much.
-        exec_s: What the prompt takes, for each model and for each of `found.lengths`.
+        table: The load table.
+        found: How much each instance holds.
+        exec_s: The time of the prompt for each model and for each of `found.lengths`.
         now: Seconds.
-        work: What the prompt takes at most, for the load cap.
-        wait: Bounds the backlog of the one that is chosen; None for no bound.
+        work: The longest time of the prompt, for the load cap.
+        wait: Bounds the backlog of the chosen instance; None for no bound.
 
     Returns:
-        None where it was not found, or no instance takes it.
+        None if the search did not find it, or no instance takes the request.
     """
     table.advance(now)
     if len(table.newcomers) > FEW:
@@ -98,12 +98,12 @@ class _Search:
         self._held: dict[int, tuple[int, float]] = {}  # what is cached, and the least that the prompt takes then
 
     def goes_on(self) -> bool:
-        """Whether one of those that the order is followed for may come before the best one so far."""
+        """Whether an instance further in the order may rank before the best one so far."""
         self._followed = [at for at in self._followed if not self._is_hopeless(at, 0.0, 0.0)]
         return bool(self._followed)
 
     def look_at_few(self) -> None:
-        """Newcomers, which stand in no order, and those that hold some where few hold so much."""
+        """Considers newcomers, which are in no order, and the holders of each length that few hold."""
         found, size = self._found, len(self._table)
         for at in range(self._none if self._minds_cached else 0):
             if self._is_hopeless(at, 0.0, 0.0):
@@ -121,7 +121,7 @@ class _Search:
             self._consider(slot, self._at(slot))
 
     def follow_idle(self) -> bool:
-        """Those that have nothing to do: the first that may get more is the best of a model. False to give up."""
+        """Considers idle instances: the first that may get more is the best of its model. False to give up."""
         table = self._table
         faded = table.faded(self._now)
         found: set[tuple[int, int]] = set()
@@ -139,7 +139,7 @@ class _Search:
         return True
 
     def follow_running(self) -> bool:
-        """Those whose work is done at a time that is known. False to give up."""
+        """Considers instances whose work ends at a known time. False to give up."""
         for free_at, slot in self._table.order.running:
             backlog = free_at - self._now - _NEAR * abs(free_at)
             if self._waits_too_long(backlog) or self._hopeless(backlog, 0.0):
@@ -152,7 +152,7 @@ class _Search:
         return True
 
     def follow_waiting(self) -> bool:
-        """Those whose backlog stands still; many may have the same one. False to give up."""
+        """Considers instances whose backlog does not shrink; many may have the same one. False to give up."""
         table, waiting = self._table, self._table.order.waiting
         faded = table.faded(self._now) * (1 - _NEAR)
         position, tried = 0, []
@@ -185,7 +185,7 @@ class _Search:
     # ---- inside
 
     def _step(self) -> bool:
-        """One more is looked at; False to give up."""
+        """Counts one more examined instance; False to give up."""
         self._left -= 1
         if self._left < _STEPS - _STEPS_HELD and self._followed and self._followed[0] != self._none:
             held = [at for at in self._followed if at != self._none]
@@ -195,11 +195,11 @@ class _Search:
         return self._left >= 0
 
     def _at(self, slot: int) -> int:
-        """What one holds, where that makes a difference."""
+        """How much an instance holds, if the policy minds."""
         return self._found.at(slot) if self._minds_cached else self._none
 
     def _consider_many(self, slots: Ints, at: int) -> None:
-        """Looks at the least loaded of those that hold equally much and may get more, of each model."""
+        """Considers, for each model, the least loaded of the instances that hold equally much and may get more."""
         table, now = self._table, self._now
         load = table.load(now, slots)
         allowed = (load <= self._limit) & table.is_open[slots]
@@ -213,7 +213,7 @@ class _Search:
                 self._consider(int(slots[left][first_of(ranks, len(left))].min()), at)
 
     def _consider(self, slot: int, at: int) -> bool:
-        """Looks at one; whether it may get more."""
+        """Considers one instance; returns whether it may get more."""
         table, now = self._table, self._now
         load = table.load_of(slot, now)
         if load > self._limit or not table.is_open_at(slot):
@@ -228,18 +228,18 @@ class _Search:
         return True
 
     def _waits_too_long(self, backlog: float) -> bool:
-        """Whether nobody with so much to do may get the request, whatever it holds."""
+        """Whether no instance with this backlog may get the request, whatever it holds."""
         return self._wait is not None and not self._wait.pays(backlog, 0.0)
 
     def _hopeless(self, backlog: float, load: float, where_equal: bool = True) -> bool:
-        """Whether nobody that is followed, has at least so much to do, can come before the best one so far."""
+        """Whether no instance of the order with at least this backlog can rank before the best one so far."""
         followed = self._followed
         if len(followed) == 1:  # as it mostly is
             return self._is_hopeless(followed[0], backlog, load, where_equal)
         return all(self._is_hopeless(at, backlog, load, where_equal) for at in followed)
 
     def _is_hopeless(self, at: int, backlog: float, load: float, where_equal: bool = True) -> bool:
-        """As `_hopeless`, of those that hold so much."""
+        """As `_hopeless`, of the instances that hold this length."""
         if self.slot < 0:
             return False
         held = self._held.get(at)
@@ -249,7 +249,7 @@ class _Search:
 
 
 def _before(rank: tuple[Any, ...], other: tuple[Any, ...], where_equal: bool) -> bool:
-    """Whether a rank comes before another one; figures that differ by rounding are equal, but for the last."""
+    """Whether a rank comes before another; figures that differ by rounding are equal, except the last one."""
     last = len(rank) - 1
     for at in range(last):
         mine, theirs = rank[at], other[at]

@@ -29,7 +29,7 @@ _NONE: Final = np.zeros(0, dtype=np.int32)
 
 
 def as_array(tokens: TokenVector) -> Tokens:
-    """An array of int32 or int64; what is an array already is looked at by nobody yet (`checked`).
+    """An array of int32 or int64. An array is returned unchecked: see `checked`.
 
     Raises:
         ArgumentError: An int that does not fit in int32, or bytes that are no whole number of int32.
@@ -55,7 +55,7 @@ def as_array(tokens: TokenVector) -> Tokens:
 
 
 def checked(tokens: Tokens) -> Tokens:
-    """The same.
+    """Returns the array.
 
     Raises:
         ArgumentError: Not one dimension, or an int that does not fit in int32.

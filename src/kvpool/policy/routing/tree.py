@@ -31,7 +31,7 @@ __all__ = ["BLOCKS_MAX", "Ints", "PromptTree"]
 
 Ints = npt.NDArray[np.int64]
 
-BLOCKS_MAX: Final = 1 << 24  # with blocks of 16 tokens these take 1 GiB, and what holders take
+BLOCKS_MAX: Final = 1 << 24  # with blocks of 16 tokens these take 1 GiB, and holders more
 
 _SECOND = 1_000_000_000  # the index counts in whole numbers
 
@@ -42,8 +42,8 @@ class PromptTree:
     Args:
         block_tokens: Tokens a block; that of the instances.
         clock: Seconds, from any start; never before it.
-        ttl_s: How long a prefix is believed that no event vouches for; None for ever.
-        blocks_max: Blocks in the tree at most; None for no bound. What they take: `kvpool.InstanceIndex`.
+        ttl_s: How long the tree keeps a prefix that it did not learn from events; None for ever.
+        blocks_max: Blocks in the tree at most; None for no bound. `kvpool.InstanceIndex` says what they take.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PromptTree:
 
     @property
     def evicted(self) -> int:
-        """Blocks that were forgotten because there were more than `blocks_max`, so far."""
+        """Blocks that the tree has forgotten because it had more than `blocks_max`."""
         return self._index.evicted
 
     def match(self, tokens: TokenVector, namespace: str = "") -> tuple[Ints, Ints]:
@@ -74,23 +74,23 @@ class PromptTree:
         return self._index.match_arrays(tokens, None, namespace)
 
     def find(self, tokens: TokenVector, namespace: str = "") -> InstanceHits:
-        """As match, to be asked how much one instance holds, or who holds so much."""
+        """As match; the answer says how much one instance holds, and which instances hold a given length."""
         return self._index.find(tokens, namespace)
 
     def insert(self, tokens: TokenVector, instance: int, namespace: str = "") -> int:
-        """The instance holds the prompt, or soon will; for `ttl_s` from now. Returns how many blocks are new."""
+        """Notes for `ttl_s` that the instance holds the prompt, or soon will. Returns how many blocks are new."""
         return self._index.insert(tokens, instance, self._now(), namespace)
 
     def apply(self, instance: int, event: StoredEvent | RemovedEvent | MovedEvent) -> None:
-        """Takes over what an event of the instance's pool says."""
+        """Applies an event of the instance's pool."""
         self._index.apply(instance, event, self._now(), lasting=True)
 
     def remove(self, tokens: TokenVector, instance: int, first_block: int = 0, namespace: str = "") -> int:
-        """The instance does not hold the prompt from a block on. Returns how many blocks it was said to hold there."""
+        """Notes that the instance does not hold the prompt from a block on. Returns how many blocks that removed."""
         return self._index.remove(tokens, instance, first_block, namespace)
 
     def forget(self, instance: int) -> int:
-        """The instance is gone, or its events have a gap. Returns how many blocks it held."""
+        """Forgets an instance that is gone or whose events have a gap. Returns how many blocks it held."""
         return self._index.remove_instance(instance)
 
     def expire(self) -> int:

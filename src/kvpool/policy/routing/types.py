@@ -21,7 +21,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt that wants an instance.
+    """A prompt that needs an instance.
 
     Attributes:
         tokens: Token ids; a NumPy array of int32 is the fastest.
@@ -43,14 +43,14 @@ class Holder(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Tokens [start, stop) come from an instance faster than they are computed (eq. 2).
+    """Fetching tokens [start, stop) from an instance is faster than computing them (eq. 2).
 
     Attributes:
-        instance: That holds them.
+        instance: The instance that holds them.
         start: The first token; what the chosen instance holds ends here.
         stop: The end.
-        transfer_s: Predicted.
-        saved_s: Of computing.
+        transfer_s: The predicted time of the transfer.
+        saved_s: The predicted time of computing that it saves.
     """
 
     instance: int
@@ -61,18 +61,18 @@ class Fetch(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Where a request goes, and what is predicted.
+    """Where a request goes, and the predicted times.
 
     Attributes:
         ticket: Names the request from here on: first_token, finished, failed.
-        instance: That computes the prompt.
-        cached: Tokens of it that the instance holds by the tree. The instance itself decides with its own match.
-        holders: Instances that hold more of it, the longest first, and where equally long the least loaded first.
+        instance: The instance that computes the prompt.
+        cached: Tokens of it that the instance holds, according to the tree. The instance decides by its own match.
+        holders: Instances that hold more of it, the longest first, among equals the least loaded first.
         fetch: What to fetch from one of them; None says recompute.
-        queue_s: Until the instance begins with it.
-        exec_s: That it takes then, fetching included.
-        decode: The instance that decodes, where the one above only prefills; else None.
-        decode_cached: Tokens that it holds: they need not be sent to it.
+        queue_s: The time until the instance begins with it.
+        exec_s: The time that it takes then, fetching included.
+        decode: The instance that decodes, if `instance` only prefills; else None.
+        decode_cached: Tokens that `decode` holds: they need not be sent to it.
     """
 
     ticket: int

@@ -15,14 +15,14 @@ class Wait(NamedTuple):
 
     Attributes:
         patience: As in Balance; finite.
-        least: What the prompt takes on the idle instance that computes it soonest.
+        least: The time of the prompt on the idle instance that computes it soonest.
     """
 
     patience: float
     least: float
 
     def pays(self, backlog: float, execution: float) -> bool:
-        """Whether an instance may get the request, by its backlog and what the prompt takes there."""
+        """Whether an instance may get the request, given its backlog and the time of the prompt there."""
         return backlog <= 0.0 or backlog + self.patience * execution <= self._most
 
     def pays_of(self, backlog: Floats, execution: Floats) -> Bools:
