@@ -17,7 +17,7 @@ __all__ = [
 
 
 class TransferStatsFacts(TypedDict):
-    """Of a TransferStats."""
+    """The fields of a TransferStats."""
 
     route: str
     strategy: str
@@ -33,7 +33,7 @@ class TransferStatsFacts(TypedDict):
 
 
 class RouteCostFacts(TypedDict):
-    """Of a RouteCost."""
+    """The fields of a RouteCost."""
 
     route: str
     source: int | None
@@ -44,7 +44,7 @@ class RouteCostFacts(TypedDict):
 
 
 class PeerEventFacts(TypedDict):
-    """Of a PeerEvent."""
+    """The fields of a PeerEvent."""
 
     name: str
     kind: Literal["joined", "lost", "recalled"]
@@ -56,7 +56,7 @@ class PeerEventFacts(TypedDict):
 
 
 class RecallFacts(TypedDict):
-    """Of a RecallResult."""
+    """The fields of a RecallResult."""
 
     returned: int
     freed: int
@@ -64,7 +64,7 @@ class RecallFacts(TypedDict):
 
 
 class TransferTotalsFacts(TypedDict):
-    """Of a TransferTotals."""
+    """The fields of a TransferTotals."""
 
     succeeded: int
     failed: dict[str, int]
@@ -74,7 +74,7 @@ class TransferTotalsFacts(TypedDict):
 
 
 class RankFacts(TypedDict):
-    """Of a RankInfo."""
+    """The fields of a RankInfo."""
 
     rank: int
     joined: bool

@@ -319,6 +319,6 @@ def _entry(setup: Setup, measures: Measures, value: Any, slo: Slo | None) -> dic
 
 
 def _thin(points: list[tuple[float, float]], most: int = 200) -> list[tuple[float, float]]:
-    """A sample of at most so many of them, including the last."""
+    """A sample of at most this many of them, including the last."""
     step = -(-len(points) // most) or 1
     return [*points[:-1:step], *points[-1:]]

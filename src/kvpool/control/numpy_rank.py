@@ -78,7 +78,7 @@ class NumpyRank:
 
     @property
     def name(self) -> str:
-        """Of the library, with its version."""
+        """The name of the library, with its version."""
         return f"numpy {np.__version__}"
 
     def units(self) -> int:

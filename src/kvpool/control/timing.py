@@ -24,7 +24,7 @@ __all__ = ["Rank", "SelfTimed", "clock_of", "machine_of", "measure", "rank_of"]
 
 Rank: TypeAlias = NumpyRank | TorchRank
 
-_RUN_S_MIN = 300e-6  # what is shorter runs several times within one measurement
+_RUN_S_MIN = 300e-6  # a shorter function runs several times within one measurement
 _RUNS_MAX = 50
 _SELF_TIMED_MAX = 5
 

@@ -67,7 +67,7 @@ class TorchRank:
 
     @property
     def name(self) -> str:
-        """Of the library, with its version."""
+        """The name of the library, with its version."""
         return f"torch {self._torch.__version__}"
 
     def units(self) -> int:

@@ -246,7 +246,7 @@ def _add_stats(families: _Families, pool_name: str, stats: PoolStats) -> None:
 
 
 def _add_membership(families: _Families, pool_name: str, pool: Pool) -> None:
-    """Of a pool that is attached to a cluster, or was."""
+    """The metrics of a pool that is, or was, attached to a cluster."""
     if pool._attachment is None:
         return
     seen = pool._attachment._membership()

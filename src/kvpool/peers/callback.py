@@ -49,7 +49,7 @@ class RecallResult:
 
     Attributes:
         returned: Given back, or inserted here, by the peer.
-        freed: Taken back at the deadline and free: nothing can write them any more.
+        freed: Taken back at the deadline and free: nothing can write to them.
         quarantined: Taken back at the deadline; they become free when the peer says, or it is proved, that it no longer
             writes them.
     """

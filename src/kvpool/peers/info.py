@@ -34,7 +34,7 @@ class RouteReport:
 class RouteCost:
     """The expected cost of writes by one route to a peer, before the times of recent transfers correct it.
 
-    A write of so many pieces and bytes is expected to take
+    A write of this many pieces and bytes is expected to take
     ``latency_us + us_per_piece * pieces + bytes / (gigabytes_per_s * 1000)`` microseconds.
 
     Attributes:

@@ -191,7 +191,7 @@ class _Source:
             yield SimRequest(time_s, ids, len(ids) * self._block, output)
 
     def sessions(self, rate: float, requests: int) -> Iterator[SimRequest]:
-        """The first requests of sessions, from which the others follow, until all together are so many."""
+        """The first requests of sessions, from which the others follow, up to the number of requests in all."""
         left = requests
         for number, time_s in enumerate(self._times(rate)):
             turns = self._session(f"s{number}", min(left, self._turns.next()))
@@ -226,7 +226,7 @@ class _Source:
         return np.arange(start, start + self._shared_blocks, dtype=np.int32)
 
     def _new_blocks(self, before: int) -> int:
-        """Of a prompt with so many blocks before them: one at least, and no more than it may have."""
+        """How many new blocks a prompt has behind `before`: at least one, at most what the longest prompt allows."""
         room = self._shape.longest // self._block - before
         return int(max(1, min(room, -(-self._prompts.next() // self._block))))
 

@@ -73,7 +73,7 @@ MODELS: Final[Mapping[str, cost.ModelShape]] = {
 
 
 def weight_bytes(model: cost.ModelShape) -> int:
-    """Of all parameters; embedding and output are apart."""
+    """Bytes of all parameters; embedding and output are separate."""
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     layer = model.hidden * (heads + 3 * model.ffn)
     return (model.layers * layer + 2 * model.hidden * model.vocab) * model.itemsize

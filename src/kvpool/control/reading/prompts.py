@@ -47,7 +47,7 @@ __all__ = [
 Tokens = npt.NDArray[np.int32]
 Kind = Literal["completions", "chat", "other"]
 
-INLINE_BYTES: Final = 64 << 10  # a body of so many is read in well under a millisecond, but for what `is_quick` says
+INLINE_BYTES: Final = 64 << 10  # a smaller body is read in well under a millisecond, except as `is_quick` says
 _BYTES: Final = 4  # a token
 _TOKEN_MAX: Final = 2**31 - 1
 _VALUES_QUICK: Final = 4096  # in a body

@@ -30,7 +30,7 @@ _NICE: Final = 5  # the router goes first
 
 
 class Status(IntEnum):
-    """Of an answer."""
+    """The outcome of an answer."""
 
     READ = 0  # the text is session, namespace and stream as JSON
     REFUSED = 1  # the text says why the body is no JSON object
@@ -61,7 +61,7 @@ def main(number: int, tokenizer: str | None, prompt_bytes_max: int) -> None:
 
 
 def receive(sock: socket.socket, size: int) -> bytearray | None:
-    """Receives so many bytes; None if the other side closed before the first. Raises OSError if it closed later."""
+    """Receives this many bytes; None if the other side closed before the first. Raises OSError if it closed later."""
     data = bytearray(size)
     view, got = memoryview(data), 0
     while got < size:

@@ -45,7 +45,7 @@ class Budget:
 
     @staticmethod
     def for_large(bytes_max: int) -> int:
-        """The part of so many bytes that large bodies may hold together."""
+        """The part of this many bytes that large bodies may hold together."""
         part, of = _LARGE_PART
         return bytes_max * part // of
 

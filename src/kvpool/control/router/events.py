@@ -28,7 +28,7 @@ class EventCutter:
 
     def __init__(self) -> None:
         self._tail = bytearray()
-        self._inside = False  # what was passed on last ended inside an event
+        self._inside = False  # the last piece passed on ended inside an event
         self.done = False
 
     def feed(self, piece: bytes) -> bytes:

@@ -46,7 +46,7 @@ class Instance:
         draining: It gets no new requests.
         in_flight: Requests that it has.
         epoch: Raised when it is ejected: what was sent before says nothing of what came back.
-        wrong: What the last probe found wrong; None where nothing was, and before the first.
+        wrong: The fault that the last probe found; None for none, and before the first probe.
     """
 
     def __init__(self, number: int, spec: InstanceSpec, upstream: Upstream, breaker: Breaker) -> None:
@@ -158,7 +158,7 @@ class Fleet:
             blocks_max=settings.tree_blocks_max,
         )
         self._tree = self.scheduler.tree(Kind.COLOCATED)
-        self._evicted_counted = 0  # of what the tree evicted, in the metrics
+        self._evicted_counted = 0  # the tree's evictions that the metrics contain
         self._by_name: dict[str, Instance] = {}
         self._by_number: dict[int, Instance] = {}
         for spec in settings.instances:
@@ -272,7 +272,7 @@ class Fleet:
 
         Args:
             instance: Which.
-            wrong: What is wrong with it; None where nothing is.
+            wrong: Its fault; None for none.
         """
         breaker, spec = instance.breaker, instance.spec
         if wrong is not None and wrong != instance.wrong and breaker.state is State.STARTING:
@@ -331,7 +331,7 @@ class Fleet:
         instance.epoch += 1
         self._metrics.ejections.labels(instance.spec.name).inc()
         event(logging.WARNING, "instance ejected", instance=instance.spec.name, in_flight=instance.in_flight)
-        for scope in instance.waiting:  # nobody waits for the dead: these requests go elsewhere
+        for scope in instance.waiting:  # these requests go to other instances
             scope.cancel()
 
     def _nobody(self) -> Refusal:

@@ -110,7 +110,7 @@ class Forwarder:
         return asked
 
     async def _while_there(self, exchange: Exchange, forwarding: _Forwarding, asked: Asked, load: _Load) -> None:
-        """Serves the client as long as it is there: when it leaves, all that is under way for it is cancelled."""
+        """Serves the client until it disconnects, which cancels everything under way for it."""
 
         async def watch() -> None:
             await exchange.gone()
@@ -149,7 +149,7 @@ class Forwarder:
 
 
 class _Load:
-    """The body of a request, and its share of the budget: both are let go of when the answer begins."""
+    """The body of a request, and its share of the budget: both are released when the answer begins."""
 
     def __init__(self, body: Body, share: Share) -> None:
         self.body = body

@@ -21,7 +21,7 @@ __all__ = ["Breaker", "State"]
 
 
 class State(Enum):
-    """Of an instance."""
+    """The state of an instance."""
 
     STARTING = "starting"  # not probed yet
     HEALTHY = "healthy"

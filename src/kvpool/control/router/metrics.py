@@ -45,7 +45,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def forget(self, instance: str) -> None:
-        """An instance was removed: its gauges say nothing any more. Counters stay."""
+        """Drops the gauges of an instance that was removed. Counters stay."""
         for gauge in (self.in_flight, self.up, self.draining):
             with suppress(KeyError):  # it was never measured
                 gauge.remove(instance)

@@ -22,11 +22,11 @@ __all__ = ["Probing"]
 
 
 class Probing:
-    """Probes instances until told otherwise. Belongs to the event loop that started it, where it tells what it found.
+    """Probes instances until it is told to stop. It reports in the event loop that started it.
 
     Args:
         health: How often, and how long.
-        tell: Gets an instance and what is wrong with it, None where nothing is.
+        tell: Called with an instance and its fault, or None.
     """
 
     def __init__(self, health: HealthSettings, tell: Callable[[Instance, str | None], None]) -> None:
@@ -99,7 +99,7 @@ class Probing:
         prober = Prober(instance.spec, health.timeout_s)
         try:
             while True:
-                with suppress(UpstreamError):  # of the router's own making: nothing is known of the instance
+                with suppress(UpstreamError):  # a fault of the router: it says nothing about the instance
                     self._say(instance, await self._probe(prober))
                 await asyncio.sleep(health.interval_s * random.uniform(0.9, 1.1))  # not all at the same moment
         finally:
@@ -110,7 +110,7 @@ class Probing:
             return await prober.probe(self._health.path)
         except UpstreamError:
             raise
-        except Exception as error:  # whatever it is: an instance that is not asked again would be out for ever
+        except Exception as error:  # any error: an instance that is not probed again would be out for ever
             LOGGER.exception("error")
             return type(error).__name__
 

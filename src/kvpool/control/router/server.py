@@ -157,7 +157,7 @@ def _check_certificate(settings: RouterSettings) -> None:
         return
     try:
         for file in (settings.tls_cert, settings.tls_key):
-            file.open("rb").close()  # what is said of a missing one below names neither
+            file.open("rb").close()  # the error for a missing file below names neither
 
         def no_password() -> str:
             raise ArgumentError(f"{settings.tls_key} has a password, which a server cannot type")

@@ -126,7 +126,7 @@ class RouterSettings:
         in_flight_max: Requests that one instance may have, and connections to it; when all have so many, clients get
             503.
         requests_max: That the router has at a time; beyond it clients get 503.
-        connections_max: Of clients at a time; beyond it they get 503, and after that many more nothing at all.
+        connections_max: Connections of clients at a time; more get 503, and beyond twice as many no answer at all.
         head_bytes_max: Of a request's line and headers.
         head_timeout_s: For a client to send these, from connecting or from their first byte.
         parse_bytes_max: Of a request's body that is held and read, to route it by its prompt. A longer one passes as a

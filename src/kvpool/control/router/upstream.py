@@ -62,7 +62,7 @@ def _cause(error: BaseException) -> str:
     while found is not None:
         if isinstance(found, ssl.SSLCertVerificationError):
             return f"its certificate is not trusted: {found.verify_message}"
-        if isinstance(found, (ssl.SSLError, socket.gaierror)):  # whose numbers are not those of the system
+        if isinstance(found, (ssl.SSLError, socket.gaierror)):  # their numbers are not the system's
             return f"{found.strerror or found}"
         if isinstance(found, OSError) and found.errno:
             return os.strerror(found.errno)  # asyncio has put the address into its text
@@ -84,7 +84,7 @@ class Answer:
     Attributes:
         status: Of HTTP.
         headers: Those that go through, and Content-Length where the instance named it.
-        first: The first piece of the body; nothing where it has none.
+        first: The first piece of the body; empty if there is none.
     """
 
     def __init__(self, response: httpx.Response, pieces: AsyncIterator[bytes], first: bytes) -> None:
@@ -180,7 +180,7 @@ class Prober:
     def __init__(self, spec: InstanceSpec, timeout_s: float) -> None:
         self._base = httpx.URL(spec.url)
         self._timeout_s = timeout_s
-        # A probe asks whether somebody new gets in, so it takes a new connection.
+        # A probe checks that the engine accepts connections, so it opens a new one.
         self._client = _client(httpx.Timeout(timeout_s), httpx.Limits(max_connections=2, max_keepalive_connections=0))
 
     async def probe(self, path: str) -> str | None:

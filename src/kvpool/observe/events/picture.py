@@ -165,7 +165,7 @@ class Picture:
         return True
 
     def _sink(self, top: _Block) -> None:
-        """The block and what is behind it is live no more."""
+        """Marks the block, and those behind it, as no longer live."""
         if not top.live:
             return
         self._sequence += 1

@@ -93,7 +93,7 @@ class Translator:
         )
 
     def _runs(self, kinds: Sequence[object]) -> Iterator[tuple[int, int]]:
-        """The maximal runs of equal kinds, of at most so many blocks."""
+        """The maximal runs of equal kinds, of at most this many blocks."""
         begin = 0
         for _, group in groupby(kinds):
             end = begin + sum(1 for _ in group)

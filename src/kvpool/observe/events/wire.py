@@ -135,7 +135,7 @@ def _packed(event: WireEvent, encoding: Encoding) -> Any:
         value = getattr(event, name)
         fields[name] = value.tolist() if isinstance(value, np.ndarray) else value
     while fields and names[len(fields) - 1] in ("group_idx", "extra_keys") and fields[names[len(fields) - 1]] is None:
-        fields.popitem()  # as vLLM: what has a default and has it is left out
+        fields.popitem()  # as vLLM: a field with its default value is left out
     return {"type": kind, **fields} if encoding == "map" else [kind, *fields.values()]
 
 

@@ -29,7 +29,7 @@ class Link:
             raise ArgumentError(f"a link has a bandwidth above 0 and no negative times: {self}")
 
     def time_s(self, n_bytes: float, calls: float = 1) -> float:
-        """Seconds for these bytes in so many calls."""
+        """Seconds for these bytes in this many calls."""
         return self.latency_s + calls * self.call_s + n_bytes / self.bytes_per_s
 
     def all_reduce_s(self, n_bytes: float, ranks: int) -> float:
@@ -62,7 +62,7 @@ class KVTransfer:
             raise ArgumentError(f"KV has at least a byte a token and a token a block: {self}")
 
     def time_s(self, tokens: int) -> float:
-        """Seconds for the KV of so many tokens; nothing takes no time."""
+        """Seconds for the KV of this many tokens; 0 for none."""
         if tokens <= 0:
             return 0.0
         blocks = -(-tokens // self.block_tokens)

@@ -54,7 +54,7 @@ class CostModel:
         if not isinstance(other, CostModel):
             return NotImplemented
         if type(self) is not CostModel or type(other) is not CostModel:
-            return self is other  # what another class adds, or does otherwise, is not known here
+            return self is other  # a subclass may add or change anything
         return self._made_of() == other._made_of()
 
     def __hash__(self) -> int:
@@ -118,7 +118,7 @@ class CostModel:
         return self._whole.many_s(tokens, -(-tokens // self.block_tokens), np.minimum(cached, tokens - 1))
 
     def swap_in_s(self, tokens: int) -> float:
-        """Seconds to bring the KV of so many tokens from DRAM to HBM."""
+        """Seconds to bring the KV of `tokens` from DRAM to HBM."""
         if tokens <= 0:
             return 0.0
         return self._costs["swap_in"].time_s(Work(0, tokens, -(-tokens // self.block_tokens)))

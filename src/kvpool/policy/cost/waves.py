@@ -29,7 +29,7 @@ _TILES: Final = (4, 8, 16, 32, 64, 128, 256)
 
 
 def wave_count(row_tiles: int, column_tiles: int, units: int) -> int:
-    """How many waves so many thread blocks are: eta."""
+    """The number of waves of these thread blocks: eta."""
     return -(-row_tiles * column_tiles // units)
 
 
@@ -62,7 +62,7 @@ class WaveModel:
         return self.call_s + matmul.inner * matmul.columns * itemsize / self.weight_bytes_per_s
 
     def time_s(self, rows: int, matmul: Matmul, itemsize: int) -> float:
-        """Seconds of one product with so many rows."""
+        """Seconds of one product with this many rows."""
         waves = wave_count(-(-rows // self.tile_rows), -(-matmul.columns // self.tile_columns), self.units)
         full = last = self.full_wave_s(matmul.inner)
         return (waves - 1) * full + last + self.fixed_s(matmul, itemsize)

@@ -71,7 +71,7 @@ class Backlog:
         """Nothing waits.
 
         Args:
-            patience: The requests of a move are stopped after so many epochs in which it had no room, and nothing
+            patience: The requests of a move are stopped after this many epochs in which it had no room, and nothing
                 arrived at or left its destination, or waited there only for a boundary.
 
         Raises:
@@ -172,7 +172,7 @@ class Backlog:
         self._waiting = [each for each in self._waiting if each.move.requests]
 
     def _add_all(self, moves: Sequence[Move], sizes: Mapping[RequestId, int]) -> None:
-        """New moves; each replaces one of the same requests that waits, where nothing counts on its leaving before."""
+        """Adds moves; each replaces a waiting one of the same requests, unless a move needs the room that it leaves."""
         waiting = {each.number: each for each in self._waiting}
         last_of = {request: each for each in self._waiting for request in each.move.requests}
         last_to = {each.move.destination: each.number for each in self._waiting}

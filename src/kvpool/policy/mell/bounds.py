@@ -34,7 +34,7 @@ def lower_bound(sizes: Iterable[int], capacity: int) -> int:
 
 
 def promised(optimum: int) -> int:
-    """At most so many GPUs does a placement use that has the five properties, where the best packing uses `optimum`.
+    """The most GPUs of a placement that has the five properties, if the best packing uses `optimum`.
 
     4/3 of it, and the open GPUs of M, S and T and the mixed one, each counted whole. docs/internals/mell.md proves it.
     """

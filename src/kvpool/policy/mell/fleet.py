@@ -110,7 +110,7 @@ class Fleet:
         return self.tee_limit_beside(self.role(gpu), len(gpu.mids)) if gpu.mids else None
 
     def tee_limit_beside(self, role: Class, count: int) -> int:
-        """How many T may stand beside so many S, or M."""
+        """How many T may stand beside this many S, or M."""
         return TEES_COMPLETE[role] if count == FULL[role] else TEES_OPEN
 
     def lowest_tee_gpu(self) -> Gpu | None:

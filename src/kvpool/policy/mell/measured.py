@@ -31,7 +31,7 @@ __all__ = ["BoundaryProfile", "IterationSample", "LinkSample"]
 
 _FORMAT: Final = "kvpool boundary profile"
 _VERSION: Final = 1
-_NOTHING: Final = 1e-9  # of a transfer's time: what rounding leaves of no time
+_NOTHING: Final = 1e-9  # as a part of a transfer's time: less is rounding
 _FIELDS: Final = ("format", "version", "model", "machine", "context", "links", "iterations")
 
 

@@ -178,7 +178,7 @@ class MidOperation(Operation):
         self.admit(gpu, request, size)
 
     def _merge_cost(self, source: Gpu, gpu: Gpu) -> int:
-        """How many T would have to move, about: from the one, and from the other where nothing else is left on it."""
+        """About how many T would have to move: from the one, and from the other if nothing else is left on it."""
         stranded = self.fleet.tee_count(source) if len(source.mids) == 1 else 0
         return self.evictions(gpu, min(source.mids.values())) + stranded
 

@@ -251,7 +251,7 @@ class Mell:
         """Lets requests grow that stay in their class if nothing else changes; returns the others."""
         fleet = self._fleet
         freely, bound = [], []
-        rooms: dict[int, tuple[int, int]] = {}  # what each GPU has free, and how much its small requests may have
+        rooms: dict[int, tuple[int, int]] = {}  # the free tokens of each GPU, and the room of its small requests
         for request, size in grown:
             gpu, before = fleet.where[request], fleet.sizes[request]
             room, small = rooms.get(gpu.number) or fleet.rooms_to_grow(gpu)
@@ -289,7 +289,7 @@ class Mell:
 
 
 def _checked(settings: Settings) -> Settings:
-    """With ints, none of which is below what it may be. Raises ArgumentError, and ArgumentTypeError for no int."""
+    """The settings, checked. Raises ArgumentError for one that is too small, and ArgumentTypeError for no int."""
     reserve, candidates = whole(settings.reserve, "reserve"), whole(settings.candidates, "candidates")
     if reserve < 0 or candidates < 1:
         raise ArgumentError(f"reserve {reserve} must be 0 tokens or more, and candidates {candidates} 1 or more")

@@ -33,7 +33,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a `Mell` scheduler.
+    """The settings of a `Mell` scheduler.
 
     Attributes:
         slack: Tokens that T and small requests leave free where they are placed, and that growth clears at once when it

@@ -58,7 +58,7 @@ class LoadTable(InstanceSlots):
         # An instance that is busy for the share u of its time has a load of u * half_life / ln 2.
         self._idle_load = balance.idle * balance.half_life_s / log(2) if drains else 0.0
         self._numbers = count()
-        self._fading = Fading(balance.half_life_s)  # of what was done
+        self._fading = Fading(balance.half_life_s)  # of finished work
         self._closed = 0
         self._warm_at = inf  # when the next newcomer gets a full share
         self._most = 0.0  # the largest capacity of the instances with a full share
@@ -296,7 +296,7 @@ class LoadTable(InstanceSlots):
         return capacity / self._largest(now)
 
     def _capacity_of(self, slot: int, now: float) -> float:
-        """Of a newcomer."""
+        """The capacity of a newcomer."""
         age = (now - self._joined.item(slot)) / self.balance.warmup_s if self.balance.warmup_s else 1.0
         return float(self._capacity.item(slot) * min(1.0, max(self.balance.warmup_floor, age)))
 

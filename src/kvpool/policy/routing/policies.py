@@ -92,7 +92,7 @@ class Ranking:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "rank" in vars(cls) and "minds_cached" not in vars(cls):
-            cls.minds_cached = True  # whatever the class says whose rank it replaces
+            cls.minds_cached = True  # regardless of the base class
 
     def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
         """The rank: the instance with the least first figure wins; among equals, the one with the least second; etc.

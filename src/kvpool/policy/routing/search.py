@@ -34,7 +34,7 @@ __all__ = ["find_best"]
 _STEPS: Final = 64  # examining this many takes as long as examining a few thousand as arrays
 _STEPS_HELD: Final = 6  # and this many, as examining those of a thousand that hold equally much
 _FEW_ALIKE: Final = 12  # are looked at one by one
-_DENSE: Final = 16  # if one in so many instances qualifies, following the table's order soon finds one
+_DENSE: Final = 16  # if one in this many instances qualifies, following the table's order soon finds one
 _NEAR: Final = 1e-14  # a part of a time or a load: two ways to compute it differ by less
 
 
@@ -95,7 +95,7 @@ class _Search:
         self._none = len(found.lengths) - 1  # the index of length 0 in `lengths`
         self._followed: list[int] = []  # indices of the `lengths` for which the table's order is followed
         self._left = _STEPS
-        self._held: dict[int, tuple[int, float]] = {}  # what is cached, and the least that the prompt takes then
+        self._held: dict[int, tuple[int, float]] = {}  # cached tokens, and the least time of the prompt then
 
     def goes_on(self) -> bool:
         """Whether an instance further in the order may rank before the best one so far."""
