@@ -84,7 +84,7 @@ class Answer:
     Attributes:
         status: Of HTTP.
         headers: Those that go through, and Content-Length where the instance named it.
-        first: The first piece of the body; empty if there is none.
+        first: The first piece of the body; empty for an empty body.
     """
 
     def __init__(self, response: httpx.Response, pieces: AsyncIterator[bytes], first: bytes) -> None:
