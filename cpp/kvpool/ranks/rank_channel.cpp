@@ -38,7 +38,6 @@ void RankChannel::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<
   const std::lock_guard lock(mutex_);
   link_ = std::move(link);
   routes_ = std::move(routes);
-  quiet_ = route_receiver_ == nullptr;
 }
 
 // The route receiver does not keep the channel, which has it; but the link does, as long as there is something to
@@ -72,14 +71,8 @@ bool RankChannel::say_over(Link& link) noexcept {
   } catch (const std::exception& failure) {
     link.close(Error(ErrorCode::kPeerLost, failure.what()));  // it tells less, and nothing wrong
   }
-  const std::lock_guard lock(mutex_);
-  said_ = true;
-  return peer_said_ || !peer_writes_directly_;
-}
-
-bool RankChannel::is_departing() const noexcept {
-  const std::lock_guard lock(mutex_);
-  return why_departing_.has_value();
+  parting_.advance(PartingState::kDrained);
+  return has_peer_left() || !peer_writes_directly_;
 }
 
 void RankChannel::end_write() noexcept {
@@ -135,9 +128,8 @@ void RankChannel::flush(const Waiting& waiting) {
   link->send(Message{FrameKind::kFlush, 0, own, {}});
   const auto done = [&] { return flushed_.load(std::memory_order_acquire) >= own; };
   while (!done()) {
-    {
-      const std::lock_guard lock(mutex_);
-      if (ended_) throw Error(ErrorCode::kPeerLost, "the channel to " + peer_.name + " has ended");
+    if (parting_.reached(PartingState::kLinkEnded)) {
+      throw Error(ErrorCode::kPeerLost, "the channel to " + peer_.name + " has ended");
     }
     const std::int64_t now = monotonic_ns();
     if (now >= waiting.until_ns) {
@@ -172,12 +164,16 @@ void RankChannel::break_off(const Error& why) {
 
 // --- parting ---
 
-void RankChannel::depart(const Error& why) noexcept {
+void RankChannel::depart(const Error& why) noexcept { depart(why, PartingState::kStopping); }
+
+// The routes are taken in the same step: as soon as the state has changed, another thread may drop them.
+void RankChannel::depart(const Error& why, PartingState to) noexcept {
   Routes routes;
   {
     const std::lock_guard lock(mutex_);
     if (!why_departing_)
       why_departing_ = Error(why.code() == ErrorCode::kClosed ? why.code() : ErrorCode::kPeerLost, why.what());
+    parting_.advance(to);
     routes = routes_;
   }
   for (const auto& route : routes) route->close();
@@ -211,11 +207,11 @@ void RankChannel::part_if_idle() noexcept {
   Routes gone;
   {
     const std::lock_guard lock(mutex_);
-    if (!why_departing_ || writes_.load() > 0) return;
+    if (!is_departing() || writes_.load() > 0) return;
     gone.swap(routes_);
     link = link_;
-    say = link != nullptr && !broken_ && !std::exchange(saying_, true);
-    leave = said_ && (peer_said_ || !peer_writes_directly_);
+    say = link != nullptr && !broken_ && parting_.advance(PartingState::kSaying);
+    leave = parting_.reached(PartingState::kDrained) && (has_peer_left() || !peer_writes_directly_);
   }
   // Do not close the link before this message is sent: the peer would wait for the end of this process instead.
   if (say) leave = say_over(*link);
@@ -225,9 +221,17 @@ void RankChannel::part_if_idle() noexcept {
 
 void RankChannel::greet(const Waiting& waiting) { flush(waiting); }
 
+// Nothing of the peer's is being received any more. Only a route receiver receives what a link has announced, and goes
+// on when the link has ended.
+bool RankChannel::is_quiet() const noexcept {
+  return peer_parting_.reached(PartingState::kSettled) || parting_.reached(PartingState::kSettled);
+}
+
+// REQUIRES: mutex_ is held.
 bool RankChannel::over_locked() const noexcept {
-  const bool own_over = why_departing_ && writes_.load() == 0 && (said_ || ended_);
-  return own_over && quiet_ && (peer_said_ || (ended_ && (!peer_writes_directly_ || proved_)));
+  const bool own_over = parting_.reached(PartingState::kDrained) && writes_.load() == 0;
+  const bool link_ended = parting_.reached(PartingState::kLinkEnded);
+  return own_over && is_quiet() && (has_peer_left() || (link_ended && (!peer_writes_directly_ || proved_)));
 }
 
 void RankChannel::abandon() noexcept {
@@ -246,18 +250,12 @@ bool RankChannel::over() const noexcept {
 
 bool RankChannel::awaits_proof() const {
   const std::lock_guard lock(mutex_);
-  return !peer_said_ && !proved_;
+  return !has_peer_left() && !proved_;
 }
 
-bool RankChannel::said_over() const noexcept {
-  const std::lock_guard lock(mutex_);
-  return peer_said_;
-}
+bool RankChannel::said_over() const noexcept { return has_peer_left(); }
 
-bool RankChannel::link_ended() const noexcept {
-  const std::lock_guard lock(mutex_);
-  return ended_ && quiet_;
-}
+bool RankChannel::link_ended() const noexcept { return parting_.reached(PartingState::kLinkEnded) && is_quiet(); }
 
 void RankChannel::on_writer_gone() {
   {
@@ -291,10 +289,7 @@ void RankChannel::on_message(Message&& message) {
       return;
     }
     case FrameKind::kLeave: {
-      {
-        const std::lock_guard lock(mutex_);
-        peer_said_ = true;
-      }
+      peer_parting_.advance(route_receiver_ == nullptr ? PartingState::kSettled : PartingState::kDrained);
       depart(Error(ErrorCode::kPeerLost, peer_.name + " has left"));
       return await_quiet();
     }
@@ -308,24 +303,20 @@ void RankChannel::on_message(Message&& message) {
 // What the peer announced before it said that it writes no more may still be arriving: it is given up.
 void RankChannel::await_quiet() {
   if (route_receiver_ == nullptr) return;
-  std::function<void()> work = [self = shared_from_this()] { self->on_quiet(); };
-  if (!route_receiver_->defer(work)) on_quiet();
+  std::function<void()> work = [self = shared_from_this()] { self->on_quiet(self->peer_parting_); };
+  if (!route_receiver_->defer(work)) on_quiet(peer_parting_);
 }
 
 // Nothing is received any more, and nothing is admitted.
-void RankChannel::on_quiet() noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    quiet_ = true;
-  }
+void RankChannel::on_quiet(Parting& whose) noexcept {
+  whose.advance(PartingState::kSettled);
   events_.on_changed(*this);
 }
 
 // Throws kProtocol.
 DataBody RankChannel::admit(std::span<const std::byte> body, std::uint64_t payload_bytes) const {
   DataBody data = read_data_body(body, payload_bytes, local_.spans);
-  const std::lock_guard lock(mutex_);
-  if (peer_said_) throw Error(ErrorCode::kProtocol, "content of a peer that has said it writes no more");
+  if (has_peer_left()) throw Error(ErrorCode::kProtocol, "content of a peer that has said it writes no more");
   return data;
 }
 
@@ -353,15 +344,17 @@ void RankChannel::on_placed(std::uint64_t /*token*/, bool intact) {
 }
 
 void RankChannel::on_closed(const Error& why) {
+  const Error lost(why.code() == ErrorCode::kClosed ? ErrorCode::kClosed : ErrorCode::kPeerLost,
+                   peer_.name + " is lost: " + why.what());
   std::shared_ptr<Link> link;
   {
     const std::lock_guard lock(mutex_);
-    ended_ = true;
     link = std::move(link_);
   }
-  depart(Error(why.code() == ErrorCode::kClosed ? ErrorCode::kClosed : ErrorCode::kPeerLost,
-               peer_.name + " is lost: " + why.what()));
-  if (route_receiver_ != nullptr) route_receiver_->close([self = shared_from_this()] { self->on_quiet(); });
+  depart(lost, route_receiver_ == nullptr ? PartingState::kSettled : PartingState::kLinkEnded);
+  if (route_receiver_ != nullptr) {
+    route_receiver_->close([self = shared_from_this()] { self->on_quiet(self->parting_); });
+  }
   if (link != nullptr) {
     link->wake();
     events_.on_ended(shared_from_this(), link);

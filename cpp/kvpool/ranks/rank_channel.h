@@ -36,6 +36,7 @@
 #include "kvpool/routes/route_receiver.h"
 #include "kvpool/transfer/block_host.h"
 #include "kvpool/transfer/departing_peer.h"
+#include "kvpool/transfer/parting.h"
 
 namespace kvpool {
 
@@ -94,9 +95,8 @@ class RankChannel final : public LinkHandler, public DepartingPeer, public std::
   void begin_route_receiver();
   DataBody admit(std::span<const std::byte> body, std::uint64_t payload_bytes) const;
   void await_quiet();
-  void on_quiet() noexcept;
+  void on_quiet(Parting& whose) noexcept;
   Routes begin_write();
-  bool is_departing() const noexcept;
   void end_write() noexcept;
   void flush(const Waiting& waiting);
   bool say_over(Link& link) noexcept;
@@ -107,6 +107,10 @@ class RankChannel final : public LinkHandler, public DepartingPeer, public std::
   void drop_aside(std::shared_ptr<void> open) noexcept;
   void part_if_idle() noexcept;
   bool over_locked() const noexcept;
+  bool is_quiet() const noexcept;
+  bool is_departing() const noexcept { return parting_.reached(PartingState::kStopping); }
+  bool has_peer_left() const noexcept { return peer_parting_.reached(PartingState::kDrained); }
+  void depart(const Error& why, PartingState to) noexcept;
 
   const Memory local_;
   const PeerMetadata peer_;
@@ -120,18 +124,17 @@ class RankChannel final : public LinkHandler, public DepartingPeer, public std::
   std::atomic<std::uint32_t> writes_{0};
   std::atomic<std::uint64_t> flushes_{0};  // asked for
   std::atomic<std::uint64_t> flushed_{0};  // answered: all up to this one
+  Parting parting_;                        // of this side's writes, and of the link
+  // Of the peer's writes here. kDrained: it has said that it writes no more. kSettled: and nothing that it had
+  // announced is being received any more.
+  Parting peer_parting_;
 
   mutable std::mutex mutex_;
   std::shared_ptr<Link> link_;  // until it has ended
   Routes routes_;
-  std::optional<Error> why_departing_;
-  bool broken_ = false;     // a write of this side may never be known to have ended
-  bool saying_ = false;     // a thread is sending, or has sent, that this side writes no more
-  bool said_ = false;       // it has been sent
-  bool peer_said_ = false;  // the same of the peer
-  bool ended_ = false;      // the link
-  bool quiet_ = true;       // nothing is received by the route receiver, nor will be
-  bool proved_ = false;     // that the peer is gone
+  std::optional<Error> why_departing_;  // once parting_ has reached kStopping
+  bool broken_ = false;                 // a write of this side may never be known to have ended
+  bool proved_ = false;                 // that the peer is gone
 };
 
 }  // namespace kvpool

@@ -116,7 +116,7 @@ std::shared_ptr<Transfer> Session::fetch(const FetchRequest& request, bool frees
 
 // The peer takes its leave. It writes nothing any more, and waits to hear the same from here.
 void Session::on_leave() {
-  peer_drained_.store(true, std::memory_order_release);
+  peer_parting_.advance(PartingState::kDrained);
   host_.run(this, [self = shared_from_this()] {
     self->stop_writing(Error(ErrorCode::kPeerLost, "peer " + self->peer_.name + " has left"));
     if (self->writes_under_way() == 0) self->host_.drained(*self);
@@ -138,10 +138,11 @@ void Session::on_route_broken(const Error& why) noexcept {
 }
 
 void Session::say_drained() noexcept {
-  if (broken_.load() || said_drained_.exchange(true)) return;
+  if (broken_.load() || !parting_.advance(PartingState::kSaying)) return;
   const auto open = link();
   if (open == nullptr) return;
-  static_cast<void>(failure_of([&] { open->send(Message{FrameKind::kLeave, 0, 0, {}}); }));
+  if (failure_of([&] { open->send(Message{FrameKind::kLeave, 0, 0, {}}); })) return;
+  parting_.advance(PartingState::kDrained);
 }
 
 // --- what arrives ---
@@ -166,7 +167,7 @@ bool Session::handle_later(Message& message) {
   auto bytes = deferred_->hold(sizeof(Kept) + message.body.size(), host_.limits().request_bytes_max);
   const auto kept = std::make_shared<Kept>(Kept{std::move(bytes), std::move(message)});
   std::function<void()> work = [self = shared_from_this(), kept] {
-    if (self->ended_.load()) return;
+    if (self->parting_.reached(PartingState::kLinkEnded)) return;
     if (const auto failure = failure_of([&] { self->handle(std::move(kept->message)); })) self->close_link(*failure);
   };
   if (route_receiver_->defer(work)) return true;
@@ -234,16 +235,22 @@ Placement Session::on_data(std::uint64_t id, std::span<const std::byte> body, st
 
 void Session::on_placed(std::uint64_t token, bool intact) { receiver_->on_placed(token, intact); }
 
-void Session::stop_writing(const Error& why) {
+void Session::stop_writing(const Error& why) { stop_writing(why, PartingState::kStopping); }
+
+// Why it is lost, and that it is, are seen together.
+void Session::stop_writing(const Error& why, PartingState to) {
   std::vector<std::shared_ptr<Route>> routes;  // writes under way have theirs in their job
   std::vector<std::shared_ptr<void>> open_there;
   {
     const std::lock_guard lock(mutex_);
-    if (lost()) return;
-    open_there.reserve(routes_.size());
-    routes.swap(routes_);
-    why_lost_ = why;
-    lost_.store(true);
+    const bool first = !lost();
+    if (first) {
+      open_there.reserve(routes_.size());
+      routes.swap(routes_);
+      why_lost_ = why;
+    }
+    parting_.advance(to);
+    if (!first) return;
   }
   // In this order: unmapping a GPU's memory waits for streams, and these may wait for a fetch to end.
   calls_->end(why);
@@ -274,10 +281,11 @@ void Session::drop_aside(std::shared_ptr<void> open) noexcept {
 }
 
 void Session::on_closed(const Error& why) {
-  ended_.store(true);  // before writes are counted below: either they see it, or are seen
-  // Whatever ended the link, to those who wait for the peer it is lost.
+  // Whatever ended the link, to those who wait for the peer it is lost. The state changes before writes are counted
+  // below: either they see it, or are seen.
   stop_writing(Error(why.code() == ErrorCode::kClosed ? ErrorCode::kClosed : ErrorCode::kPeerLost,
-                     "peer " + peer_.name + " is lost: " + why.what()));
+                     "peer " + peer_.name + " is lost: " + why.what()),
+               PartingState::kLinkEnded);
   if (route_receiver_ != nullptr) return route_receiver_->close([self = shared_from_this()] { self->settle(); });
   settle();
 }
@@ -285,7 +293,7 @@ void Session::on_closed(const Error& why) {
 // Nothing arrives any more, and nothing is being placed.
 void Session::settle() {
   receiver_->on_lost();
-  settled_.store(true);
+  parting_.advance(PartingState::kSettled);
   if (writes_under_way() > 0) return;
   host_.drained(*this);
   let_go();

@@ -28,6 +28,7 @@
 #include "kvpool/transfer/borrowed.h"
 #include "kvpool/transfer/departing_peer.h"
 #include "kvpool/transfer/handle.h"
+#include "kvpool/transfer/parting.h"
 #include "kvpool/transfer/peer_calls.h"
 #include "kvpool/transfer/receiver.h"
 #include "kvpool/transfer/request_bytes.h"
@@ -74,7 +75,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void measure_routes(const Waiting& waiting);
 
   const PeerMetadata& peer() const noexcept override { return peer_; }
-  bool lost() const noexcept { return lost_.load(); }
+  bool lost() const noexcept { return parting_.reached(PartingState::kStopping); }
   // Whether the peer has said anything. A side that was called does not know before that it has been admitted.
   bool heard() const noexcept { return heard_.load(std::memory_order_relaxed); }
   bool peer_writes_directly() const noexcept { return peer_writes_directly_; }
@@ -95,7 +96,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // comes back.
   void on_writer_gone() override;
   bool awaits_proof() const override {
-    return !peer_drained() && (!settled_.load() || receiver_->counts().quarantined > 0);
+    return !peer_drained() && (!parting_.reached(PartingState::kSettled) || receiver_->counts().quarantined > 0);
   }
 
   bool said_over() const noexcept override { return peer_drained(); }
@@ -117,7 +118,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // session ends, and does not say that it is drained.
   void on_route_broken(const Error& why) noexcept;
   // Whether the peer has said the same.
-  bool peer_drained() const noexcept { return peer_drained_.load(std::memory_order_acquire); }
+  bool peer_drained() const noexcept { return peer_parting_.reached(PartingState::kDrained); }
 
   // --- for the transfers of this session ---
   // Throws std::bad_alloc; then nothing is written, and job.done is not called.
@@ -136,7 +137,9 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void unmark(std::span<const Address> addresses) noexcept;
   Receiver& receiver() noexcept { return *receiver_; }
   // The link itself has ended: nothing more arrives, and nothing is being placed.
-  bool link_ended() const noexcept override { return ended_.load() && (route_receiver_ == nullptr || settled_.load()); }
+  bool link_ended() const noexcept override {
+    return parting_.reached(route_receiver_ == nullptr ? PartingState::kLinkEnded : PartingState::kSettled);
+  }
   // Checks addresses that the peer gave for its blocks. Throws kProtocol.
   void check_of_peer(std::span<const Address> addresses) const;
   [[noreturn]] void throw_lost() const;
@@ -156,6 +159,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void measure_wanted() noexcept;
   std::vector<Question> claim_questions(const MediaSet& from, const MediaSet& to);
   void measure(const std::vector<Question>& questions, const Waiting& waiting);
+  void stop_writing(const Error& why, PartingState to);
   void after_write() noexcept;
   void note_broken(const Error& error) noexcept;
   void handle(Message&& message);
@@ -188,13 +192,10 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   std::shared_ptr<RouteReceiver> route_receiver_;  // of a route that has one; as receiver_, from start() on
   const std::shared_ptr<RequestBytes> deferred_ = std::make_shared<RequestBytes>();  // what waits for it
   std::atomic<std::uint32_t> pushes_{0};  // fetches of the peer that are under way
-  std::atomic<bool> lost_{false};
   std::atomic<bool> heard_{false};
-  std::atomic<bool> said_drained_{false};
-  std::atomic<bool> broken_{false};  // see on_route_broken()
-  std::atomic<bool> peer_drained_{false};
-  std::atomic<bool> ended_{false};
-  std::atomic<bool> settled_{false};  // and what was promised to the peer is in quarantine, or free
+  Parting parting_;                  // of this side's writes, and of the link
+  Parting peer_parting_;             // of the peer's writes here
+  std::atomic<bool> broken_{false};  // a write of this side may never be known to have ended: see on_route_broken()
   std::atomic<std::uint32_t> writes_{0};
   // By pair of media, from and to: it has been measured, is being, or is no question.
   MediumPairMap<std::atomic<bool>> claimed_{};
@@ -208,7 +209,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   mutable std::mutex mutex_;
   std::shared_ptr<Link> link_;
   std::vector<std::shared_ptr<Route>> routes_;  // none once it is lost
-  std::optional<Error> why_lost_;
+  std::optional<Error> why_lost_;               // once parting_ has reached kStopping
 };
 
 }  // namespace kvpool
