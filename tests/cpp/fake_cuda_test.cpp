@@ -15,6 +15,7 @@
 #include "child_process.h"
 #include "device_kit.h"
 #include "kvpool/base/clock.h"
+#include "kvpool/cuda/lasting.h"
 #include "kvpool/cuda/stream.h"
 #include "kvpool/cuda/wait_word.h"
 #include "kvpool/net/reactor.h"
@@ -248,6 +249,27 @@ TEST_CASE("attributes are those that the driver has, of GPUs that there are") {
     CHECK(gpu.driver().device_can_access_peer(&value, 0, none) == 101);
   }
   CHECK(gpu.context->attribute(9999, "a test") == 0);
+}
+
+TEST_CASE("whether a refusal of the driver may pass is its cause, and no field or text of it") {
+  const FakeCuda cuda;
+  const Gpu gpu;
+  const auto refusal = [&](CuResult result) {
+    return error_of([&] { gpu.driver().require(result, "cuCall", "a test"); }).value();
+  };
+  for (const CuResult lasting : {100, 500, 801}) {
+    CHECK(refusal(lasting).code() == ErrorCode::kUnsupported);
+    CHECK(refusal(lasting).cause() == ErrorCause::kOther);
+    CHECK(is_lasting(refusal(lasting)));
+  }
+  for (const CuResult passing : {1, 46, 304, 999}) {
+    CHECK(refusal(passing).code() == ErrorCode::kUnsupported);
+    CHECK(refusal(passing).cause() == ErrorCause::kMayPass);
+    CHECK_FALSE(is_lasting(refusal(passing)));
+  }
+  CHECK_FALSE(is_lasting(refusal(2)));
+  CHECK_FALSE(is_lasting(refusal(700)));
+  CHECK(is_lasting(Error(ErrorCode::kUnsupported, "CUDA_ERROR_UNKNOWN (999)", {{"driver_code", 999}})));
 }
 
 TEST_CASE("host memory is registered once, where it is mapped, and a copy does not outlive that") {

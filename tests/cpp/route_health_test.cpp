@@ -232,7 +232,7 @@ TEST_CASE("an odd answer of the CUDA driver does not put a route out for good; t
   for (const int result : {1, 304, 999}) {  // an argument, the operating system, unknown
     CAPTURE(result);
     Odd route;
-    route.why = Error(ErrorCode::kUnsupported, "odd", {{"driver_code", result}});
+    route.why = Error(ErrorCode::kUnsupported, "odd", {{"driver_code", result}}).because(ErrorCause::kMayPass);
     const auto error = error_of([&] { write_by(route, {}); });
     REQUIRE(error);
     CHECK(error->code() == ErrorCode::kRouteFailed);

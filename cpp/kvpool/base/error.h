@@ -49,6 +49,8 @@ enum class ErrorCause : std::uint8_t {
   kConnectedAlready,  // kState; subject: the incarnation of the side that was called
   kInstanceTaken,     // kState: another peer has the caller's instance id
   kDropped,           // kBusy; subject: the caller's incarnation, whose blocks are gone here
+  // Not on the wire: the numbers of those above are.
+  kMayPass,  // kUnsupported: the CUDA driver refused something that it may grant another time
 };
 
 using ErrorField = std::pair<const char*, std::int64_t>;

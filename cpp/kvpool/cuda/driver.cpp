@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "kvpool/base/error.h"
+#include "kvpool/cuda/lasting.h"
 
 namespace kvpool {
 
@@ -173,13 +174,17 @@ void CudaDriver::require(CuResult result, const char* call, const char* what) co
               ", this GPU takes no more processes: another one has it to itself, or none may use it (compute mode "
               "EXCLUSIVE_PROCESS or PROHIBITED; nvidia-smi -q -d COMPUTE says which). Nothing is lost: end the "
               "other process, or set the mode to DEFAULT",
-          {{"driver_code", result}});
+          {{"driver_code", result}})
+          .because(ErrorCause::kMayPass);
     case CudaFault::kArgument:  // of a call that kvpool made: its caller knows nothing of it
     case CudaFault::kUnsupported:
       code = ErrorCode::kUnsupported;
       break;
   }
-  throw Error(code, std::string(what) + ": " + call + " failed with " + name_of(result), {{"driver_code", result}});
+  const Error error(code, std::string(what) + ": " + call + " failed with " + name_of(result),
+                    {{"driver_code", result}});
+  const bool may_pass = code == ErrorCode::kUnsupported && !is_lasting(result);
+  throw may_pass ? error.because(ErrorCause::kMayPass) : error;
 }
 
 }  // namespace kvpool

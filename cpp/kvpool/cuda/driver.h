@@ -110,7 +110,7 @@ struct CudaDriver {
   std::string name_of(CuResult result) const;
   // Throws unless it is success: kOutOfMemory, kDeviceLost, kState (a CUDA graph is being captured) or, for everything
   // else (a GPU that another process has to itself, too), kUnsupported, with the driver's number in the field
-  // `driver_code`. `what` says what could not be done.
+  // `driver_code`, and of cause kMayPass unless is_lasting() the result. `what` says what could not be done.
   void require(CuResult result, const char* call, const char* what) const;
 
   std::string library;  // as it was opened

@@ -5,11 +5,16 @@
 #pragma once
 
 #include "kvpool/base/error.h"
+#include "kvpool/cuda/driver.h"
 
 namespace kvpool {
 
+// Whether the driver says with this result that this machine or driver cannot do it.
+bool is_lasting(CuResult result) noexcept;
+
 // True for a kUnsupported that does not come from the driver, or with which the driver says that this machine or driver
-// cannot do it. False for everything else, including other codes.
+// cannot do it. False for everything else (kMayPass, by which CudaDriver::require marks the rest), including other
+// codes.
 bool is_lasting(const Error& error) noexcept;
 
 }  // namespace kvpool

@@ -17,6 +17,7 @@
 #include "kvpool/peers/late_writers.h"
 #include "kvpool/ranks/rank_channels.h"
 #include "kvpool/ranks/rank_tiers.h"
+#include "kvpool/routes/route_error.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/messages.h"
 
@@ -339,7 +340,7 @@ void RankNodeImpl::on_order(std::uint64_t id, OrderBody&& body) {
       orders_.erase(id);
     }
     if (error != nullptr && error->code() == ErrorCode::kDeviceLost) return lose(*error);
-    if (error != nullptr) return answer(id, *error);
+    if (error != nullptr) return answer(id, route_error(*error));
     answer(FrameKind::kAnswer, id, write_body(ReportBody{outcome.calls, outcome.bytes}));
   };
   {

@@ -4,8 +4,8 @@
 #include <limits>
 
 #include "kvpool/base/clock.h"
-#include "kvpool/cuda/lasting.h"
 #include "kvpool/net/reactor.h"
+#include "kvpool/routes/route_error.h"
 
 namespace kvpool {
 
@@ -82,13 +82,7 @@ WriteOutcome write_by(Route& route, const WriteRequest& request) {
     const bool learnt =
         !carries(route, from, to) || (error.code() == ErrorCode::kUnsupported && !route.suits(from, to));
     if (learnt) throw;
-    if (error.code() != ErrorCode::kUnsupported || is_lasting(error)) {
-      route.health().failed(error, began_ns, monotonic_ns());
-      throw;
-    }
-    // One odd answer of the driver, which it may not give again.
-    Error failed(ErrorCode::kRouteFailed, error.what());
-    for (const auto& [name, value] : error.fields()) failed.add(name, value);
+    const Error failed = route_error(error);  // the driver may not give one odd answer again
     route.health().failed(failed, began_ns, monotonic_ns());
     throw failed;
   }
