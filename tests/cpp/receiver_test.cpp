@@ -598,5 +598,21 @@ TEST_CASE("a return of what is not lent changes nothing") {
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 
+TEST_CASE("a return that names a block which was never lent gives the others back, and does not speak of a recall") {
+  SessionKit kit;
+  const Addresses lent = kit.lend(50, 2);
+  const Address never = alloc(*kit.pool, 1)[0];
+  kit.ask(kReturnVerb, 51, write_addresses(Addresses{lent[0], never, lent[1]}));
+  const Message refused = kit.answer();
+  REQUIRE(refused.kind == FrameKind::kRefused);
+  const Error why = read_error(refused.body);
+  CHECK(why.code() == ErrorCode::kNotOwner);
+  CHECK(std::string(why.what()).starts_with("1 of the 3 blocks are not lent to you any more, or never were"));
+  CHECK(kit.session->counts().lent == 0);
+  CHECK(kit.session->counts().promised == 0);
+  CHECK(kit.count(BlockState::kActive) == 1);
+  CHECK(kit.count(BlockState::kFree) == 15);
+}
+
 }  // namespace
 }  // namespace kvpool::testing

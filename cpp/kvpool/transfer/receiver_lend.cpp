@@ -78,9 +78,10 @@ void Receiver::mark_held(std::span<const Address> addresses) noexcept {
   for (const Address address : addresses) lent_.find(address)->second = Lent::kHeld;
 }
 
-// Throws as mark_leaving(), but passes over blocks that were taken back by a recall while the return was on its way:
-// the borrower has let go of the whole list, so the others must not stay lent. Returns how many stand in `held`, which
-// has room for all. REQUIRES: mutex_ is held.
+// Throws as mark_leaving(), but passes over blocks of this pool that the peer does not hold. A recall may have taken
+// them back while the return was on its way: the borrower has let go of the whole list, so the others must not stay
+// lent. No record tells those from blocks that were never lent to the peer. Returns how many stand in `held`, which has
+// room for all. REQUIRES: mutex_ is held.
 std::size_t Receiver::mark_returned(std::span<const Address> addresses, std::span<Address> held) {
   std::size_t n = 0;
   for (const Address address : addresses) {
@@ -109,8 +110,10 @@ void Receiver::on_return(const CallPointer& call, const std::vector<Address>& ad
   if (refused) return call->refuse(*refused);
   host_.blocks().release(held);
   if (held.size() == addresses.size()) return call->answer({});
-  call->refuse(Error(ErrorCode::kNotOwner, std::to_string(addresses.size() - held.size()) +
-                                               " of the blocks that were given back had been recalled before"));
+  call->refuse(Error(ErrorCode::kNotOwner, std::to_string(addresses.size() - held.size()) + " of the " +
+                                               std::to_string(addresses.size()) +
+                                               " blocks are not lent to you any more, or never were; the others are "
+                                               "given back"));
 }
 
 }  // namespace kvpool
