@@ -22,7 +22,7 @@ class CopyTable {
   // The longest table: half a million pairs.
   static constexpr std::size_t kBytesMax = std::size_t{4} << 20;
 
-  // The length of a part of so many bytes: parts begin at multiples of the unit in which memory is read.
+  // The rounded length of a part of `bytes`: parts begin at multiples of the unit in which memory is read.
   static constexpr std::size_t length_of(std::size_t bytes) noexcept { return (bytes + 255) / 256 * 256; }
 
   // Null when memory of either kind is short: no copy strictly needs a table. At most kBytesMax. Throws kDeviceLost,

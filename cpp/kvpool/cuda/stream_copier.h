@@ -62,7 +62,7 @@ class StreamCopier {
   // The same for given pieces, with the copy engines.
   void copy(CuStream stream, std::span<const CopyPiece> pieces);
 
-  // The table bytes that a copy of so many strips and pairs needs to be one launch; 0: it needs no table.
+  // The table bytes that a copy of these numbers of strips and pairs needs to be one launch; 0: it needs no table.
   std::size_t table_bytes(std::size_t strips, std::size_t pairs) const noexcept;
 
  private:

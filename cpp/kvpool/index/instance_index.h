@@ -55,7 +55,7 @@ class InstanceIndex {
 
   // The instance holds these pages. Returns how many of them are new. `lasting` pages never expire: use it for
   // instances that report what they lose. If there are then too many pages, drops the least recently used, lasting or
-  // not, for all their holders; a prompt that is too long by itself loses its end. Throws Error kArgument for an
+  // not, for all their holders; a prompt that alone is too long loses its end. Throws Error kArgument for an
   // instance above kInstanceMax.
   std::size_t insert(std::string_view name_space, const Token* tokens, std::size_t pages, std::uint32_t instance,
                      std::uint64_t now, bool lasting = false);

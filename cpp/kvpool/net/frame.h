@@ -29,7 +29,7 @@ enum class FrameKind : std::uint8_t {
   // Calls: transfer/peer_calls.h. They carry a verb, and an id of the caller's choice; the answer repeats both.
   kCall = 16,    // the verb, with its request          -> kAnswer or kRefused
   kCancel = 17,  // the caller of this call waits no more  no answer but the call's own
-  kLeave = 18,   // nothing writes here any more         no answer
+  kLeave = 18,   // this side no longer writes           no answer
   kData = 22,    // block content for transfer `id`      no answer
   // Control messages of NCCL, for one direction; the other direction has another communicator.
   kChannel = 24,  // join me in this communicator                    no answer: NCCL is one

@@ -20,8 +20,8 @@ enum class TagKind : std::uint8_t {
 
 using Tag = std::array<std::byte, kTagBytes>;
 
-// The tags of one direction of a link. Of each frame: begin(), update() over header and body, finish() for the first
-// tag; of a data frame then update() over payload and end byte, and finish() for the last one.
+// The tags of one direction of a link. For each frame call begin(), update() over header and body, finish() for the
+// first tag; of a data frame then update() over payload and end byte, and finish() for the last one.
 class FrameTag {
  public:
   FrameTag(TagKind kind, const Key& key);

@@ -37,7 +37,7 @@ class FrameWriter {
   FrameWriter(int fd, TagKind tag, const Key& key, std::size_t queue_bytes_max, std::function<void(bool)> want_room);
 
   // As Link::send. Takes the body only when it does not throw. `header`: all but sequence and body_bytes counts;
-  // payload_bytes: so many at the end of the body are the payload.
+  // payload_bytes: the length of the payload at the end of the body.
   void send(const FrameHeader& header, Bytes&& body);
   // As Link::send_data.
   void send_data(const FrameHeader& header, std::span<const std::byte> body, std::span<const iovec> pieces,

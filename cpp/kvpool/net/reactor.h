@@ -19,7 +19,7 @@ struct ReactorState;
 
 class Reactor {
  public:
-  // Starts the thread, with all signals blocked. Throws Error kState when the kernel gives none.
+  // Starts the thread, with all signals blocked. Throws Error kState when the kernel refuses to.
   explicit Reactor(const char* thread_name);
   // REQUIRES: not in the reactor's thread.
   ~Reactor();

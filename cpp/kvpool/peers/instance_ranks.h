@@ -41,7 +41,7 @@ class GroupConnection {
   // Lets the ranks of both sides connect. `address`: of the peer's scheduler. Throws what Endpoint::connect throws, and
   // kPeerLost when a rank of this instance is lost.
   virtual void meet(const std::string& address, const Waiting& waiting) = 0;
-  // Ends the writes of this side soon. Calls `clear` once no peer rank writes here any more.
+  // Ends the writes of this side soon. Calls `clear` once no peer rank writes here any longer.
   virtual void depart(const Error& why, std::function<void()> clear) = 0;
 };
 

@@ -46,7 +46,7 @@ class PeerNode final : private PoolObserver {
   void publish_service();
   // Both at once.
   Service& start_service(const ServiceOptions& options);
-  // Closes the service; another one may be made then. Its peers are disconnected, and blocks that they lent are lost.
+  // Closes the service; afterwards another may be made. Its peers are disconnected, and blocks that they lent are lost.
   // REQUIRES: no call of the service is under way if it was never published.
   void drop_service();
   // The service, published or not; null before prepare_service().

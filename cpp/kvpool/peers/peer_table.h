@@ -88,7 +88,7 @@ class PeerTable {
   void clear() noexcept;  // after close()
 
   // --- this pool's instance id ---
-  std::uint32_t instance() const;  // the one that it has, or proposes
+  std::uint32_t instance() const;  // the id that it has or proposes
   // Between these two, callers may see the proposed id. The first end_listen() with `bound` makes it the pool's id.
   void begin_listen();
   void end_listen(bool bound);

@@ -34,7 +34,7 @@ class ReceivedQueue {
   // A peer's reserved share of the bytes and of the items is 1 / kShares, and at least one item.
   static constexpr std::size_t kShares = 16;
 
-  // Reserves room for one item of this peer with so many bytes of tokens and private data. Throws kBusy when the
+  // Reserves room for one item of this peer with this many bytes of tokens and private data. Throws kBusy when the
   // application is too far behind, and as pop() after close() or fail().
   void reserve(const std::string& peer, std::size_t bytes = 0);
   // REQUIRES: this room was reserved.

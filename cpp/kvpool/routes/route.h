@@ -75,8 +75,8 @@ class Route {
   // Whether the caller should let another thread write: this thread reads what peers send, and must not wait for them.
   virtual bool wants_other_thread() noexcept { return false; }
 
-  // The estimated cost, in microseconds, of a write of so many pieces and bytes between these media: from measurements,
-  // and from this route's earlier writes.
+  // The estimated cost, in microseconds, of a write of this many pieces and bytes between these media: from
+  // measurements, and from this route's earlier writes.
   virtual double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
                              std::uint64_t bytes) const noexcept = 0;
   // The cost model behind the estimate, for the code that measures it; null if it is not measured. Lives as long as the

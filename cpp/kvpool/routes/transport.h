@@ -29,7 +29,7 @@ namespace kvpool {
 class Grant {
  public:
   virtual ~Grant() = default;
-  // Ends writes that arrive from the peer through this grant: after it has returned true, they write nothing any more.
+  // Ends writes that arrive from the peer through this grant: after it has returned true, they no longer write.
   // False: that is not proved. May take seconds. Idempotent.
   virtual bool fence() noexcept = 0;
 };

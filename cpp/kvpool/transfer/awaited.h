@@ -37,7 +37,7 @@ class AwaitedTransfer : public Transfer, public PendingAnswer, public std::enabl
   // How long the peer has to keep its promises for this transfer.
   std::uint64_t lifetime_ms() const noexcept;
   double elapsed_us() const noexcept;
-  // The last step of a transfer, after so many bytes. Called without locks.
+  // The last step of a transfer, which has moved `bytes`. Called without locks.
   void finish_waiting(TransferKind kind, std::uint64_t bytes, std::optional<Error> error) noexcept;
   [[noreturn]] static void throw_not_streamed();
 

@@ -105,7 +105,7 @@ class BlockHost {
   // without `lent_only`, reserved for this transfer.
   virtual void check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) = 0;
 
-  // Gives back reserved, lent or quarantined blocks. REQUIRES: nothing writes them any more.
+  // Gives back reserved, lent or quarantined blocks. REQUIRES: nothing writes them any longer.
   virtual void release(std::span<const Address> addresses) noexcept = 0;
   // Keeps such blocks out of use, because something may still write them.
   virtual void quarantine(std::span<const Address> addresses) noexcept = 0;

@@ -61,7 +61,7 @@ class BorrowedBlocks {
   std::uint32_t count() const noexcept;
 
  private:
-  // Of each block: generation 23, from bit 8 | recalled 1 | being written 1 | borrowed 1.
+  // For each block: generation 23, from bit 8 | recalled 1 | being written 1 | borrowed 1.
   static constexpr std::uint32_t kBorrowed = 1;
   static constexpr std::uint32_t kWritten = 2;
   static constexpr std::uint32_t kRecalled = 4;

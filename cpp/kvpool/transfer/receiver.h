@@ -57,7 +57,7 @@ struct ArrivedContent {
     ++placing;
     placing_bytes += bytes;
   }
-  // True: no payload is being placed any more.
+  // True: no payload is being placed any longer.
   bool end_placing(bool intact) noexcept {
     if (placing == 0) return false;  // of another transfer with the same number
     damaged = damaged || !intact;

@@ -1,7 +1,7 @@
 // Limits the memory of one peer's requests that wait or are under way here: prompts, lists of addresses, private bytes.
 // Limiting their number is not enough, because one may be as long as a frame.
 //
-// Thread-safety: all of it, but for one Held by several threads.
+// Thread-safety: all of it, except a Held that several threads share.
 #pragma once
 
 #include <atomic>

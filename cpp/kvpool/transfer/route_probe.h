@@ -32,7 +32,7 @@ class RouteProbe {
   static constexpr std::uint64_t kBytesMax = std::uint64_t{4} << 20;       // of a write
   static constexpr std::uint64_t kBlockBytesMax = std::uint64_t{1} << 20;  // of a block
   static constexpr std::size_t kBlocksMax = 32;
-  static constexpr std::size_t kShare = 8;  // uses at most one in so many blocks of either side's medium
+  static constexpr std::size_t kShare = 8;  // uses at most one in this many blocks of either side's medium
   static constexpr int kRepeats = 3;
 
   // `routes`: of this session, between the two media.

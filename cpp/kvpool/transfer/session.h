@@ -42,36 +42,37 @@ class Outgoing;
 class Session final : public LinkHandler, public DepartingPeer, public std::enable_shared_from_this<Session> {
  public:
   // `peer_writes_directly`: the peer was given what it needs to write into this pool's memory by itself. `by_ranks`:
-  // not the peer, but its ranks write, into those of this instance. Then only on_writer_gone() says that they have
-  // ended: a scheduler that takes its leave may have lost a rank in the middle of a write.
+  // the peer's ranks write into the ranks of this instance. Then only on_writer_gone() proves that their writes have
+  // ended: a scheduler that says goodbye may have lost a rank in the middle of a write.
   Session(SessionHost& host, const PeerMetadata& peer, bool peer_writes_directly, bool by_ranks = false);
-  // Before the first message. The cheapest route is chosen for each transfer.
+  // REQUIRES: no message has arrived yet. Each transfer takes the cheapest of `routes`.
   void start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes);
 
-  // A word that changes nothing: the peer learns by it that this side has admitted it.
+  // Sends a message that changes nothing: it tells the peer that this side has admitted it.
   void greet() noexcept { calls_->cancel(kLendVerb, 0); }
   // Throw Error; see service.h.
   std::vector<Address> borrow(std::size_t n, MediumChoice medium, bool may_evict, const Waiting& waiting);
   void give_back(std::span<const Address> addresses, const Waiting& waiting);
-  // The second half of it. REQUIRES: borrowed().begin_write() has marked them; they are borrowed no more afterwards,
-  // or, when the request could not be sent, marked no more.
+  // The second half of give_back(). REQUIRES: borrowed().begin_write() has marked them. Afterwards they are no longer
+  // borrowed; when the request could not be sent, they stay borrowed and are unmarked.
   void give_back_marked(std::span<const Address> addresses, const Waiting& waiting);
-  // Asks for blocks back that are lent to the peer, and takes at the deadline what has not come. Throws kNotOwner,
-  // kArgument, kBusy, and nothing has happened then; kPeerLost: what was lent is treated as a lost peer's; kCancelled:
-  // the caller has given up, and the recall goes on.
+  // Asks the peer to return blocks that it borrowed; at the deadline takes those that it has not returned. Throws
+  // kNotOwner, kArgument, kBusy: nothing has happened; kPeerLost: the blocks are treated as lent to a lost peer;
+  // kCancelled: the caller has given up, and the recall goes on.
   RecallResult recall(std::vector<Address> addresses, const Waiting& waiting);
-  // The same of any so many, or of all if there are not so many.
+  // Recalls any `count` blocks, or all if fewer are lent.
   RecallResult recall_some(std::size_t count, const Waiting& waiting);
-  // The same of blocks that were lent a moment ago, without waiting. `done`: as that of a call.
+  // Recalls blocks that were lent a moment ago, without waiting. `done` is called as a call's is.
   using RecallDone = std::function<void(const RecallResult* result, const Error* error)>;
   void begin_recall(std::vector<Address> addresses, std::int64_t until_ns, RecallDone done);
   std::shared_ptr<Transfer> transfer(TransferRequest&& request);
   // Checks everything and holds the blocks, but does not begin.
   std::shared_ptr<Outgoing> prepare(TransferRequest&& request);
-  // `frees_on_failure`: the destinations are nobody's when it fails.
+  // `frees_on_failure`: a failure frees the destinations.
   std::shared_ptr<Transfer> fetch(const FetchRequest& request, bool frees_on_failure);
-  // Measures the routes between all media where it is a question, has not been done, and the limits want it: returns
-  // when that is over, after a short time. What fails leaves guesses. Throws kCancelled when the caller has given up.
+  // If the limits ask for it, measures the routes between each pair of media that has several and is unmeasured, and
+  // returns when it has, after a short time. A measurement that fails leaves the guess. Throws kCancelled when the
+  // caller has given up.
   void measure_routes(const Waiting& waiting);
 
   const PeerMetadata& peer() const noexcept override { return peer_; }
@@ -81,19 +82,19 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   bool peer_writes_directly() const noexcept { return peer_writes_directly_; }
   bool by_ranks() const noexcept { return by_ranks_; }
   std::vector<std::string> route_names() const;
-  // What they are taken to cost, of those that are reckoned so.
+  // What each route is estimated to cost, of the routes that have a cost model.
   std::vector<RoutePrice> route_prices() const;
-  // Of the routes that have failed, and not worked since.
+  // The routes that have failed and have not worked since.
   std::vector<RouteFailure> route_failures() const;
   ReceiverCounts counts() const { return receiver_->counts(); }
   std::uint32_t borrowed_blocks() const noexcept { return borrowed_.count(); }
-  // What this side has asked of the peer, and what it sends because the peer has asked, and has not ended.
+  // The number of this side's calls, and of the fetches that it serves, that have not ended.
   std::uint32_t under_way() const;
 
-  // Ends what is too late. Returns when to call it again, INT64_MAX for never.
+  // Ends what has passed its deadline. Returns when to call it again, INT64_MAX for never.
   std::int64_t tick(std::int64_t now_ns);
-  // Proof that this incarnation of the peer writes nothing here any more: its process has exited, or it says so when it
-  // comes back.
+  // Called with proof that this incarnation of the peer no longer writes here: its process has exited, or has said so
+  // when it came back.
   void on_writer_gone() override;
   bool awaits_proof() const override {
     return !peer_drained() && (!parting_.reached(PartingState::kSettled) || receiver_->counts().quarantined > 0);
@@ -107,33 +108,34 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void on_placed(std::uint64_t token, bool intact) override;
   void on_closed(const Error& why) override;
 
-  // No new write begins, those under way end soon; transfers fail with this.
+  // Begins no new write and makes those under way end soon; transfers fail with `why`.
   void stop_writing(const Error& why);
-  // Writes of this side that are under way; after stop_writing() or on_closed() they fall to zero.
+  // The number of this side's writes under way; it falls to zero after stop_writing() or on_closed().
   std::uint32_t writes_under_way() const noexcept override { return writes_.load(); }
-  // Tells the peer, once, that this side writes nothing any more; never, when a write of it may be on its way for ever.
-  // REQUIRES: no write is under way, and none begins.
+  // Tells the peer, once, that this side has stopped writing. After on_route_broken() it tells it nothing: a write may
+  // never end. REQUIRES: no write is under way or begins.
   void say_drained() noexcept;
-  // A route says that its peer is lost, or the GPU that was copying is. What it had begun may be on its way, so the
-  // session ends, and does not say that it is drained.
+  // A route reports that its peer, or the GPU that was copying, is lost. Writes that it had begun may still be under
+  // way, so the session ends without saying that it is drained.
   void on_route_broken(const Error& why) noexcept;
-  // Whether the peer has said the same.
+  // Whether the peer has said that it has stopped writing.
   bool peer_drained() const noexcept { return peer_parting_.reached(PartingState::kDrained); }
 
   // --- for the transfers of this session ---
   // Throws std::bad_alloc; then nothing is written, and job.done is not called.
   void write(WriteJob&& job);
-  // The same in this thread: it has ended when this returns.
+  // Writes in this thread: the write has ended when this returns.
   void write_here(WriteJob&& job);
   PeerCalls& calls() noexcept { return *calls_; }
   SessionHost& host() noexcept { return host_; }
   // Null once the link has ended and nothing of this side is under way: see let_go().
   std::shared_ptr<Link> link() const;
   BorrowedBlocks& borrowed() noexcept { return borrowed_; }
-  // A transfer that writes borrowed blocks begins, and lets go of them. Throws kStaleAddress: they were recalled.
+  // Called when a transfer that writes borrowed blocks begins, and when it ends. The first throws kStaleAddress: they
+  // were recalled.
   void begin_named(std::uint64_t id, const std::shared_ptr<Outgoing>& transfer, std::span<const Address> to);
   void end_named(std::uint64_t id, std::span<const Address> to, bool still_borrowed) noexcept;
-  // Of blocks that were marked, and are not given back after all.
+  // Unmarks blocks that were marked to be given back and are not given back after all.
   void unmark(std::span<const Address> addresses) noexcept;
   Receiver& receiver() noexcept { return *receiver_; }
   // The link itself has ended: nothing more arrives, and nothing is being placed.
@@ -170,7 +172,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void on_recall(const CallPointer& call, const std::vector<Address>& addresses);  // session_recall.cpp
   void end_recall(const std::shared_ptr<Recalled>& recalled) noexcept;
   std::int64_t tick_recalls(std::int64_t now_ns) noexcept;
-  void settle_recalls() noexcept;
+  void answer_recalls() noexcept;
   void begin_return() noexcept;
   void end_return() noexcept;
   void settle();
@@ -197,14 +199,14 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   Parting peer_parting_;             // of the peer's writes here
   std::atomic<bool> broken_{false};  // a write of this side may never be known to have ended: see on_route_broken()
   std::atomic<std::uint32_t> writes_{0};
-  // By pair of media, from and to: it has been measured, is being, or is no question.
+  // By pair of media, from and to: it has been or is being measured, or needs no measuring.
   MediumPairMap<std::atomic<bool>> claimed_{};
-  std::atomic<std::uint32_t> wanted_{0};  // to be measured when no write is under way
+  std::atomic<std::uint32_t> wanted_{0};  // pairs to measure when no write is under way
 
-  std::mutex recalls_mutex_;  // a leaf, but for the borrowed blocks' own
+  std::mutex recalls_mutex_;  // a leaf, except that the lock of the borrowed blocks is taken under it
   std::vector<std::shared_ptr<Recalled>> recalls_;
-  std::unordered_map<std::uint64_t, std::weak_ptr<Outgoing>> named_;  // that write borrowed blocks
-  std::uint32_t returning_ = 0;  // blocks are given back, and the peer has not been told: no recall is answered before
+  std::unordered_map<std::uint64_t, std::weak_ptr<Outgoing>> named_;  // transfers that write borrowed blocks
+  std::uint32_t returning_ = 0;  // returns that the peer has not been told of: recalls are answered after them
 
   mutable std::mutex mutex_;
   std::shared_ptr<Link> link_;

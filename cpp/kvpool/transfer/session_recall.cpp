@@ -128,7 +128,7 @@ void Session::on_recall(const CallPointer& call, const std::vector<Address>& add
   });
   if (deadline_ns != kNever) host_.tick_by(deadline_ns);
   if (!recalled->addresses.empty()) host_.recalled(*this, recalled->addresses, deadline_ns);
-  settle_recalls();  // they may have been given back before it was noted
+  answer_recalls();  // the blocks may have been given back before the recall was noted
 }
 
 void Session::end_recall(const std::shared_ptr<Recalled>& recalled) noexcept {
@@ -145,7 +145,7 @@ void Session::end_recall(const std::shared_ptr<Recalled>& recalled) noexcept {
     if (failure) writing.clear();  // then they end by themselves
   }
   for (const auto& transfer : writing) transfer->stop_recalled();
-  settle_recalls();
+  answer_recalls();
 }
 
 std::int64_t Session::tick_recalls(std::int64_t now_ns) noexcept {
@@ -168,25 +168,25 @@ std::int64_t Session::tick_recalls(std::int64_t now_ns) noexcept {
   }
 }
 
-// Answers recalls of which nothing is left.
-void Session::settle_recalls() noexcept {
+// Answers the recalls of which no block is borrowed any longer.
+void Session::answer_recalls() noexcept {
   while (true) {
-    std::shared_ptr<Recalled> settled;
+    std::shared_ptr<Recalled> answered;
     {
       const std::lock_guard lock(recalls_mutex_);
       if (recalls_.empty() || returning_ > 0) return;
       const auto done =
           std::ranges::find_if(recalls_, [&](const auto& one) { return !borrowed_.any_held(one->addresses); });
       if (done == recalls_.end()) return;
-      settled = std::move(*done);
+      answered = std::move(*done);
       recalls_.erase(done);
     }
-    settled->call->answer({});
+    answered->call->answer({});
   }
 }
 
-// Blocks that are about to go back are not borrowed any more, but the peer has not been told: no recall is answered
-// before.
+// Blocks that are about to go back are no longer borrowed, but the peer has not been told: recalls are answered after
+// that.
 void Session::begin_return() noexcept {
   const std::lock_guard lock(recalls_mutex_);
   ++returning_;
@@ -197,7 +197,7 @@ void Session::end_return() noexcept {
     const std::lock_guard lock(recalls_mutex_);
     --returning_;
   }
-  settle_recalls();
+  answer_recalls();
 }
 
 // --- transfers to borrowed blocks ---
@@ -215,12 +215,12 @@ void Session::end_named(std::uint64_t id, std::span<const Address> to, bool stil
   }
   if (still_borrowed) return unmark(to);
   borrowed_.drop_written(to);
-  settle_recalls();
+  answer_recalls();
 }
 
 void Session::unmark(std::span<const Address> addresses) noexcept {
   borrowed_.end_write(addresses);
-  settle_recalls();
+  answer_recalls();
 }
 
 }  // namespace kvpool

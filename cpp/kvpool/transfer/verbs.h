@@ -34,7 +34,7 @@ inline constexpr Verb kReturnVerb{2, "return", kAddressListBytesMax, 0, /*frees_
 inline constexpr Verb kReserveVerb{3, "reserve", 64 + kNamespaceBytesMax + kTokenBytesMax, 4 + kAddressListBytesMax};
 // The transfer with this id has been written.
 inline constexpr Verb kCompleteVerb{4, "complete", kBodyBytesMax, kAddressListBytesMax, /*frees_blocks=*/true};
-// The transfer with this id is cancelled, and nothing writes for it any more.
+// The transfer with this id is cancelled, and no longer writes.
 inline constexpr Verb kAbandonVerb{5, "abandon", 0, 0, /*frees_blocks=*/true};
 // Write your blocks into mine; the content has the id of the call.
 inline constexpr Verb kFetchVerb{6,

@@ -8,7 +8,7 @@
 //   J1  size() <= limit.
 //   J2  A newcomer gets in. If the queue was full, one caller leaves: the oldest of the source that has the most
 //       callers here, the newcomer counted. Among sources with equally many it is the oldest caller.
-//   J3  So a source that has fewer callers here than another one loses none.
+//   J3  So a source with fewer callers here than another source loses none.
 #pragma once
 
 #include <cstddef>

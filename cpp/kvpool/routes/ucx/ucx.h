@@ -5,20 +5,20 @@
 //   UcxWorker    ucx_worker.h: where peers connect: an address, and the endpoints made from it
 //   UcxRoute     ucx_route.h: the way to one peer: an endpoint, and the keys to the peer's memory
 //
-// UCX is opened at run time (ucx_library.h); to build, its vendored header is enough. Those four files include it; this
-// one does not, so that code outside of this folder can include it. Make a context after fork(), never before:
-// in a child every call fails, and teardown frees nothing.
+// UCX is opened at run time (ucx_library.h); the build needs only its vendored header. Those four files include it;
+// this one does not, so that code outside of this folder can include it. Make a context after fork(), never before: in
+// a child every call fails, and teardown frees nothing.
 //
-// Who proves that a writer is gone. UCX writes into a receiver's memory in three ways, and each ends otherwise:
+// What proves that a writer is gone. UCX writes into a receiver's memory in three ways, each with its own proof:
 //
 //   transports of the route      who writes                    nothing is written any more when
 //   cma, xpmem, knem, cuda_ipc   the sender's process          its pidfd is readable
 //   posix, sysv, tcp, ud         the receiver's own worker, on  the receiver has closed the worker that the sender
 //                                messages of the sender         knows: what waits in a socket or a queue outlives the
 //                                                               sender, and closing an endpoint leaves tcp readable
-//   rc, dc                       the receiver's adapter         the receiver has closed that worker, too: its queue
-//                                                               pairs are destroyed (dc shares one among endpoints, so
-//                                                               an endpoint alone is no proof)
+//   rc, dc                       the receiver's adapter         the receiver has closed that worker, which destroys its
+//                                                               queue pairs (dc shares one among endpoints, so closing
+//                                                               an endpoint is no proof)
 //
 // A route between two hosts is therefore fenced by UcxWorker::close(), one between two processes of a host by that and
 // the pidfd. To fence one peer alone, give every peer a separate worker: workers share the registered memory.
@@ -35,27 +35,27 @@
 
 namespace kvpool {
 
-// How memory of a GPU was made: what decides whether a peer can be given it.
+// How memory of a GPU was allocated, which decides whether a peer can open it.
 enum class UcxGpuMemory : std::uint8_t {
   kPlain,    // one allocation (cuMemAlloc): a process can be given it as an IPC handle
   kVirtual,  // one physical allocation (cuMemCreate), mapped as one range
   kTensors,  // an engine's, each segment with an IPC handle
-  kUnknown,  // an engine's that has none: perhaps a range of several allocations
+  kUnknown,  // an engine's without an IPC handle: perhaps a range of several allocations
 };
 
-// The pool's memory, as UCX is offered it.
+// The pool's memory that UCX may register.
 struct UcxLocal {
   MediaSpans spans;
-  std::shared_ptr<const CudaContext> gpu;           // that media below are on; null: none is
-  MediumMap<std::optional<UcxGpuMemory>> on_gpu{};  // nothing: the host's
+  std::shared_ptr<const CudaContext> gpu;           // the GPU that the media below are on; null: all are on the host
+  MediumMap<std::optional<UcxGpuMemory>> on_gpu{};  // nullopt: on the host
 };
 
-// For people: what UcxContext::make() would open, "UCX 1.22.0 in /usr/lib/libucp.so.0", without opening a device.
-// Throws as it does.
+// Names, for people, the library that UcxContext::make() would open, "UCX 1.22.0 in /usr/lib/libucp.so.0", without
+// opening a device. Throws as make() does.
 std::string describe_ucx(const std::string& where);
 
-// Opens it, and asks by which lanes it reaches another process on this host, one a line as UcxRoute::lanes() has them.
-// Throws as UcxContext::make() does.
+// Opens UCX and returns the lanes by which it reaches another process on this host, as UcxRoute::lanes() does. Throws
+// as UcxContext::make() does.
 std::vector<std::string> probe_ucx_lanes(const std::string& where);
 
 }  // namespace kvpool

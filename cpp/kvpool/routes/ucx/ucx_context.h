@@ -17,8 +17,8 @@ namespace kvpool {
 
 struct UcxPeer;
 
-// While it lives, the pool's GPU is the one that this thread works on: UCX copies from and to a GPU's memory in
-// whatever context is current in the thread that calls it. Without a GPU, nothing.
+// Makes the context of the pool's GPU current in this thread while it lives, because UCX copies from and to a GPU's
+// memory in the context that is current in its caller. Without a GPU it does nothing.
 class UcxGpuScope {
  public:
   explicit UcxGpuScope(const std::shared_ptr<const CudaContext>& gpu) noexcept {
@@ -35,18 +35,18 @@ class UcxContext final : public std::enable_shared_from_this<UcxContext> {
  public:
   // `where`: "system", or a folder that holds libucp.so.0 (or a lib folder that does), or the path of libucp itself.
   // Throws kUnsupported when there is no usable UCX there; the text says what to install. Registers the memory that
-  // `local` describes, which stays what it is as long as `keepalive` lives; of a GPU's what UCX takes: see refused().
+  // `local` describes, which `keepalive` keeps alive; leaves out the GPU memory that UCX refuses: see refused().
   static std::shared_ptr<UcxContext> make(const std::string& where, const UcxLocal& local,
                                           std::shared_ptr<void> keepalive);
-  // The same with a library that is open. Kept by a shared_ptr.
+  // The same with a library that is already open. REQUIRES: a shared_ptr owns it.
   UcxContext(const UcxLibrary& ucx, const UcxLocal& local, std::shared_ptr<void> keepalive);
   ~UcxContext();
 
   std::shared_ptr<UcxWorker> make_worker();
-  // Why a medium that is on a GPU is not reached by UCX; empty for one that is.
+  // Why UCX does not reach a medium that is on a GPU; empty for one that it reaches.
   const MediumMap<std::string>& refused() const noexcept { return memory_->refused(); }
-  // Its keys hold IPC handles. A peer's UCX opens them, and keeps them open when the route is closed, and the worker:
-  // the end of its process alone is known to close them.
+  // Whether its keys hold IPC handles. A peer's UCX opens these and keeps them open after the route and the worker are
+  // closed: only the exit of the peer's process is known to close them.
   bool gives_handles() const noexcept { return memory_->gives_handles(); }
 
   // --- for workers and their routes ---
@@ -54,14 +54,14 @@ class UcxContext final : public std::enable_shared_from_this<UcxContext> {
   const UcxLibrary& ucx() const noexcept { return ucx_; }
   ucp_context_h handle() const noexcept { return context_; }
   const UcxMemory& memory() const noexcept { return *memory_; }
-  // Of what was offered, what UCX has taken.
+  // The part of the offered memory that UCX has registered.
   const MediaSpans& spans() const noexcept { return memory_->spans(); }
   const std::shared_ptr<const CudaContext>& gpu() const noexcept { return gpu_; }
   UcxProgress& thread() noexcept { return *thread_; }
-  // This is a child of the process that made the context: UCX does not live here.
+  // Whether this process is a forked child of the one that made the context. UCX does not work in it.
   bool forked() const noexcept { return fork_generation() != born_; }
   void require_no_fork() const;  // throws kFork
-  // UCX did not let go of these: they, and everything here, stay until the process ends.
+  // Keeps peers that UCX has not released, and this context, until the process ends.
   void keep(std::list<std::shared_ptr<UcxPeer>>& peers) noexcept;
 
  private:
@@ -73,7 +73,7 @@ class UcxContext final : public std::enable_shared_from_this<UcxContext> {
   std::unique_ptr<UcxMemory> memory_;
   std::unique_ptr<UcxProgress> thread_;
   std::list<std::shared_ptr<UcxPeer>> kept_;
-  std::shared_ptr<UcxContext> self_;  // when something is kept
+  std::shared_ptr<UcxContext> self_;  // set by keep()
 };
 
 }  // namespace kvpool

@@ -16,7 +16,7 @@ struct UcxLibrary {
   std::string path;     // of libucp
   std::string version;  // "1.22.0"
   unsigned minor = 0;   // of version 1
-  bool shared = false;  // another library of this process had opened it already
+  bool shared = false;  // another library of this process had already opened it
 
   decltype(&::ucp_get_version) get_version = nullptr;
   decltype(&::ucp_get_version_string) get_version_string = nullptr;

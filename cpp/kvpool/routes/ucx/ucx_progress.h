@@ -14,7 +14,7 @@ namespace kvpool {
 
 class UcxProgress {
  public:
-  // Starts the thread, with all signals blocked. Throws Error kState when the kernel gives none.
+  // Starts the thread, with all signals blocked. Throws Error kState when the kernel refuses to.
   UcxProgress();
   // REQUIRES: every watch was removed. Joins the thread.
   ~UcxProgress();

@@ -15,7 +15,7 @@ namespace kvpool {
 
 class UcxRoute final : public Route {
  public:
-  // `lock` is the worker's.
+  // REQUIRES: `lock` holds the worker's lock.
   UcxRoute(const UcxLock& lock, std::shared_ptr<UcxWorker> worker, std::shared_ptr<UcxPeer> peer, MediaSpans remote,
            const MediaSet& remote_on_gpu, std::string name, int pidfd);
   ~UcxRoute() override;
@@ -26,28 +26,28 @@ class UcxRoute final : public Route {
   }
   bool reaches(Medium medium) const noexcept override;
   bool reads(Medium medium) const noexcept override;
-  // Not where UCX has said that it has no way between the two kinds of memory.
+  // False once UCX has reported that it cannot copy between the two kinds of memory.
   bool suits(const MediaSet& from, const MediaSet& to) const noexcept override;
   double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
                      std::uint64_t bytes) const noexcept override;
   RouteCost* cost() noexcept override { return &cost_; }
   WriteOutcome write(const WriteRequest& request) override;
   void close() noexcept override;
-  // How UCX reaches the peer, one line a lane, as ucp_ep_print_info has it: transport, device, what the lane is for.
+  // The lanes by which UCX reaches the peer, one line each, as ucp_ep_print_info prints them: transport, device, use.
   // For people and tests.
   std::vector<std::string> lanes();
 
  private:
   const std::shared_ptr<UcxWorker> worker_;
   const std::shared_ptr<UcxPeer> peer_;
-  // ucx_kind() of each pair of media that a write may have to do with.
+  // The ucx_kind() of each pair of media that a write may copy between.
   std::uint8_t kinds_of(const MediaSet& from, const MediaSet& to) const noexcept;
 
   const MediaSpans remote_;
   const MediaSet remote_on_gpu_;
   const std::string name_;  // of the peer
   const int pidfd_;
-  std::atomic<std::uint8_t> refused_{0};  // of those puts, ucx_kind()
+  std::atomic<std::uint8_t> refused_{0};  // the ucx_kind() of puts that UCX cannot do
   RouteCost cost_;
 };
 

@@ -20,9 +20,9 @@ constexpr std::uint8_t ucx_kind(bool from_gpu, bool to_gpu) noexcept {
   return static_cast<std::uint8_t>(1U << ((from_gpu ? 2U : 0U) + (to_gpu ? 1U : 0U)));
 }
 
-// Made, used and destroyed in one thread, which holds the worker's lock in between but for waiting.
+// Made, used and destroyed in one thread, which holds the worker's lock in between, except while it waits.
 //
-// Invariant: when put() or finish() has thrown, or finish() has returned, UCX has nothing of this write any more.
+// Invariant: when put() or finish() has thrown, or finish() has returned, UCX has no operation of this write under way.
 class UcxWrite {
  public:
   // `pidfd`: the peer's, or -1. `name`: of the peer, for errors.
@@ -32,17 +32,17 @@ class UcxWrite {
   UcxWrite(const UcxWrite&) = delete;
   UcxWrite& operator=(const UcxWrite&) = delete;
 
-  // Hands these to UCX, waiting for room. False: no more of them, finish() says why.
+  // Hands these to UCX, waiting for room. Returns false when the write has to stop; finish() throws why.
   bool put(std::span<const CopyPiece> pieces);
-  // Waits until everything is where it belongs. Throws why it is not.
+  // Waits until all puts have arrived. Throws why they have not.
   WriteOutcome finish();
-  // When that was kUnsupported: between which kinds of memory there is no way, a bit of each.
+  // After finish() threw kUnsupported: the ucx_kind() bits that UCX cannot copy between.
   std::uint8_t kinds_unable() const noexcept { return pending_->kinds_unable; }
 
  private:
   enum class Stop : std::uint8_t { kNone, kCancelled, kDeadline, kLost, kUnable };
 
-  // What UCX was given and has not completed. It outlives the write when UCX does not let go of it.
+  // The operations that UCX has not completed. It outlives the write when UCX does not release it.
   struct Pending {
     struct Slot {
       Pending* pending;
@@ -56,8 +56,8 @@ class UcxWrite {
     std::size_t bytes = 0;  // of the operations under way
     std::uint64_t bytes_done = 0;
     ucs_status_t status = UCS_OK;   // the first error
-    ucs_status_t unable = UCS_OK;   // of a put, the first that says that there is no way: see finish()
-    std::uint8_t kinds_unable = 0;  // of all that say so
+    ucs_status_t unable = UCS_OK;   // of the first put that UCX could not do between its kinds of memory: see finish()
+    std::uint8_t kinds_unable = 0;  // the ucx_kind() of all such puts
 
     void note(ucs_status_t why, const Slot& of) noexcept;
     std::size_t count() const noexcept { return slots.size() - free_count; }
@@ -71,7 +71,8 @@ class UcxWrite {
   bool wait_for_room(std::size_t bytes);
   bool between_slices();
   Stop look_for_stop(std::int64_t now_ns) noexcept;
-  // Waits for done(), and looks now and then whether the peer's process lives, which UCX may not notice for long.
+  // Waits for done(). Checks now and then whether the peer's process lives, because UCX may not notice its end for
+  // long.
   template <class Done>
   bool wait(std::int64_t deadline_ns, Done&& done);
   void look_at_process() noexcept;
@@ -91,9 +92,9 @@ class UcxWrite {
   Stop stop_ = Stop::kNone;
   bool process_gone_ = false;
   WriteOutcome outcome_;
-  std::size_t slice_puts_ = 0;  // since others were let at the worker
+  std::size_t slice_puts_ = 0;  // since other threads last got the worker
   std::size_t slice_bytes_ = 0;
-  std::uint64_t told_ = 0;  // of bytes_done
+  std::uint64_t told_ = 0;  // the part of bytes_done that was reported
 };
 
 }  // namespace kvpool
