@@ -197,7 +197,7 @@ void append_segments(const TensorView& view, std::size_t position, std::size_t b
     const auto item = static_cast<std::int64_t>(view.item_bytes);
     if (segments.size() >= pieces) {
       throw_mismatch(position, "with it a block has more than " + std::to_string(pieces) +
-                                   (pieces == 1 ? " run" : " runs") + " of bytes, and so many pieces has the layout");
+                                   (pieces == 1 ? " run" : " runs") + " of bytes, the number of pieces of the layout");
     }
     segments.push_back(Segment{view.data + offset * item, static_cast<std::size_t>(view.strides[block_dim] * item),
                                static_cast<std::size_t>(piece * item)});

@@ -236,7 +236,7 @@ Returns:
             return self.index.expire(time);
           },
           py::arg("before"),
-          "Forgets, for each instance, the blocks that it did not use at `before` or later, but for lasting ones.\n"
+          "Forgets, for each instance, the blocks that it did not use at `before` or later, except lasting ones.\n"
           "Returns how many blocks that were, each counted once for every instance that held it.")
       .def(
           "blocks",

@@ -127,7 +127,7 @@ Raises:
     ClosedError: It is closed, or was taken before.
     StateError: The blocks were inserted, so the index owns them; or they are lent to the sender.)")
       .def("close", &ReceivedItem::close,
-           "Unpins what was inserted; frees what was not taken; leaves what is lent as it is. Idempotent.")
+           "Unpins inserted blocks, frees blocks that were not taken, and keeps lent blocks. Idempotent.")
       .def(
           "__enter__",
           [](py::object self) {

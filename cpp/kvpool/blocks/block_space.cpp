@@ -37,7 +37,7 @@ std::uint32_t BlockSpace::take_seat() {
     seats_[number].taken = true;
     return number;
   }
-  throw Error(ErrorCode::kState, "the space has " + std::to_string(seats_.size()) + " caches, and is for no more",
+  throw Error(ErrorCode::kState, "the space has " + std::to_string(seats_.size()) + " caches, its maximum",
               {{"maximum", static_cast<std::int64_t>(seats_.size())}});
 }
 

@@ -64,7 +64,7 @@ void PeerTable::check_membership(const PeerMetadata& metadata, bool initiated_he
   if (fenced_) {
     // The directory tells the caller soon, or the lease is regained and the caller is admitted.
     if (initiated_here) throw Error(*fenced_);
-    throw Error(ErrorCode::kBusy, name_ + " lets nobody in: " + fenced_->what(),
+    throw Error(ErrorCode::kBusy, name_ + " admits no peer: " + fenced_->what(),
                 {{"retry_after_us", kFencedRetryAfterUs}});
   }
   const auto why = book_.expelled(metadata.incarnation);

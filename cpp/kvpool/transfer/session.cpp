@@ -102,7 +102,7 @@ std::shared_ptr<Outgoing> Session::prepare(TransferRequest&& request) {
   if (request.checksum && !route->traits().whole) {
     throw Error(ErrorCode::kUnsupported, std::string("no checksum of the whole can be compared with ") + peer_.name +
                                              " by the route " + route->name() +
-                                             ": nobody has all of the content where the CPU reads it");
+                                             ": on neither side can the CPU read all of the content");
   }
   return std::make_shared<Outgoing>(shared_from_this(), calls_->next_id(), std::move(request), std::move(route));
 }

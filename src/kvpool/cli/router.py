@@ -86,7 +86,7 @@ def add_parser(commands: Any) -> None:
 
     limits = parser.add_argument_group("limits")
     add = limits.add_argument
-    add("--in-flight", type=int, default=256, metavar="N", help="requests of an instance; 503 when all have so many")
+    add("--in-flight", type=int, default=256, metavar="N", help="requests per instance; 503 when all are full")
     add("--requests", type=int, default=4096, metavar="N", help="that the router has at a time; 503 beyond it")
     add("--connections", type=int, default=8192, metavar="N", help="of clients; 503 beyond it")
     add("--head-kib", type=float, default=32.0, metavar="KIB", help="of a request's line and headers")

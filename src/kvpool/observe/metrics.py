@@ -40,7 +40,7 @@ _OTHERS: Final = "(others)"  # no peer's name: those have no brackets to be mist
 
 _MEDIUM_GAUGES: Final = (
     ("kvpool_capacity_blocks", "Blocks there are.", "capacity"),
-    ("kvpool_pinned_blocks", "Cached blocks that somebody holds, or that are being moved.", "pinned"),
+    ("kvpool_pinned_blocks", "Cached blocks that are pinned or being moved.", "pinned"),
     ("kvpool_evictable_blocks", "Cached blocks that can be dropped.", "evictable"),
     ("kvpool_free_runs", "Maximal runs of free blocks.", "free_runs"),
     ("kvpool_longest_free_run_blocks", "Blocks in the longest run of free ones.", "longest_free_run"),

@@ -67,8 +67,8 @@ class Slo:
         """The quantile, with refused requests counted as the longest."""
         if not sketch.count + refused:
             raise ArgumentError(
-                "a promise about nothing: no request was measured whose time it limits (fewer requests than are "
-                "skipped, or answers of one token, which have no time between tokens)"
+                "no request was measured whose time the service level limits (fewer requests than are skipped, or "
+                "answers of one token, which have no time between tokens)"
             )
         if not refused:
             return sketch.quantile(self.quantile)

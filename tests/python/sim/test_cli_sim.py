@@ -218,7 +218,7 @@ def test_a_wrong_question_is_one_line(capsys, arguments, text):
     [
         (["--skip", "5"], "skip is 5 of 5 requests"),
         (["--find-gpus", "--slo-ttft", "1", "--skip", "5"], "skip is 5 of 5 requests"),
-        (["--find-gpus", "--slo-tpot", "1"], "a promise about nothing"),
+        (["--find-gpus", "--slo-tpot", "1"], "no request was measured whose time"),
     ],
 )
 def test_a_question_of_which_a_trace_says_nothing_is_one_line(capsys, tmp_path, arguments, text):

@@ -198,7 +198,7 @@ void Handshake::take_server_hello(Bytes& out) {
 void Handshake::take_verdict() {
   const std::byte verdict = pending_.front();
   if (verdict == kWrongProof) {
-    fail_auth("the peer refuses the connection: its secret is another one; both sides must be given the same");
+    fail_auth("the peer refuses the connection: its secret differs; give both sides the same one");
   }
   if (verdict != kWelcome) fail_protocol("its verdict is " + std::to_string(std::to_integer<int>(verdict)));
   transcript_.push_back(verdict);

@@ -172,7 +172,7 @@ NcclPassedBody NcclInbox::receive(Pass& pass) noexcept {
   try {
     if (!pass.admitted) {
       outcome.outcome = NcclOutcome::kRefused;
-      outcome.why = "a block is not the sender's to write (any more)";
+      outcome.why = "the sender may not write a block, or no longer";
       pipe_.shut();  // it may have begun to send
       return outcome;
     }

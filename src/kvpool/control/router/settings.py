@@ -123,7 +123,7 @@ class RouterSettings:
         tokenizer: A tokenizer.json of Hugging Face; None for four bytes a token.
         health: When an instance is out.
         retries: Further instances that are tried when one fails before its first byte.
-        in_flight_max: Requests that one instance may have, and connections to it; when all have so many, clients get
+        in_flight_max: Requests that one instance may have, and connections to it; when all have as many, clients get
             503.
         requests_max: That the router has at a time; beyond it clients get 503.
         connections_max: Connections of clients at a time; more get 503, and beyond twice as many no answer at all.

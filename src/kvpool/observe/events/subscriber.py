@@ -247,7 +247,7 @@ class EventSubscriber:
             if number == _REPLAY_END:
                 return True
             if first and number != start:
-                self._start_over("what was missed is not kept any more" if start else None)
+                self._start_over("the missed batches are no longer kept" if start else None)
             self._apply(frames[-1])
             self._next = number + 1
             first = False
