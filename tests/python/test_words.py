@@ -77,15 +77,6 @@ EXCEPTIONS: Final[dict[str, dict[str, str]]] = {
     },
 }
 
-# Files that still have such a word, and which. This list only gets shorter.
-# `python tests/python/test_words.py` prints it anew.
-STILL: Final[dict[str, set[str]]] = {
-    "cpp/kvpool/transfer/session.cpp": {"settle"},
-    "cpp/kvpool/transfer/session.h": {"settle"},
-    "cpp/kvpool/transfer/session_recall.cpp": {"settle"},
-    "docs/invariants.md": {"settle"},
-}
-
 
 def files() -> list[str]:
     """What git tracks of PROSE, as far as it is text."""
@@ -125,25 +116,13 @@ def found_in(name: str, text: str) -> set[str]:
     }
 
 
-FOUND: Final = {name: found for name in files() if (found := found_in(name, (ROOT / name).read_text()))}
-
-
 def test_no_invented_word_and_no_riddle_comes_back():
-    new = {
-        name: sorted(found - STILL.get(name, set())) for name, found in FOUND.items() if found - STILL.get(name, set())
-    }
+    found = {name: words for name in files() if (words := sorted(found_in(name, (ROOT / name).read_text())))}
     said = WORDS | NAMES
-    assert not new, "\n".join(
-        f"{name}: {[f'{word}: say {said[word]}' if word in said else word for word in found]}"
-        for name, found in sorted(new.items())
+    assert not found, "\n".join(
+        f"{name}: {[f'{word}: say {said[word]}' if word in said else word for word in words]}"
+        for name, words in sorted(found.items())
     )
-
-
-def test_the_list_of_what_is_left_is_not_stale():
-    stale = {
-        name: sorted(left - FOUND.get(name, set())) for name, left in STILL.items() if left - FOUND.get(name, set())
-    }
-    assert not stale, stale
 
 
 def test_exceptions_are_still_needed():
@@ -178,8 +157,3 @@ def test_the_glossary_names_files_that_exist():
 )
 def test_what_is_found(text, expected):
     assert found_in("some/file.py", text) == expected
-
-
-if __name__ == "__main__":  # prints what STILL has to be
-    for name, found in sorted(FOUND.items()):
-        print(f"    {name!r}: {sorted(found)!r},".replace("[", "{").replace("]", "}"))

@@ -286,12 +286,12 @@ void Session::on_closed(const Error& why) {
   stop_writing(Error(why.code() == ErrorCode::kClosed ? ErrorCode::kClosed : ErrorCode::kPeerLost,
                      "peer " + peer_.name + " is lost: " + why.what()),
                PartingState::kLinkEnded);
-  if (route_receiver_ != nullptr) return route_receiver_->close([self = shared_from_this()] { self->settle(); });
-  settle();
+  if (route_receiver_ != nullptr) return route_receiver_->close([self = shared_from_this()] { self->end_receiving(); });
+  end_receiving();
 }
 
 // Nothing arrives any more, and nothing is being placed.
-void Session::settle() {
+void Session::end_receiving() {
   receiver_->on_lost();
   parting_.advance(PartingState::kSettled);
   if (writes_under_way() > 0) return;

@@ -175,7 +175,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void answer_recalls() noexcept;
   void begin_return() noexcept;
   void end_return() noexcept;
-  void settle();
+  void end_receiving();
   void on_leave();
   void close_link(const Error& why) noexcept;
   void let_go() noexcept;
