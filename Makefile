@@ -37,9 +37,9 @@ WAITING_WORKERS ?= 6
 
 # The extension module that .venv imports is built in one of two ways; the last one that was asked for is installed.
 # `build/release` is what users get. `build/tests` is the same code for the tests, compiled in a third of the time: several
-# files at once, optimised less, and not across files.
+# files at once, optimised less, and not across files, and the kernels for one generation of GPUs.
 MODULE_release := -DKVPOOL_LTO=ON
-MODULE_tests := -DKVPOOL_UNITY=$(UNITY) -DKVPOOL_SCRIPTS_PYTHON=$(CURDIR)/$(BIN)/python -DKVPOOL_LTO=OFF -DKVPOOL_OPTIMISE=-O1
+MODULE_tests := -DKVPOOL_UNITY=$(UNITY) -DKVPOOL_SCRIPTS_PYTHON=$(CURDIR)/$(BIN)/python -DKVPOOL_LTO=OFF -DKVPOOL_OPTIMISE=-O1 -DCMAKE_CUDA_ARCHITECTURES=80
 module_in = KVPOOL_BUILD_DIR=build/$(1) CMAKE_ARGS="--log-level=NOTICE $(CCACHE) -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON $(MODULE_$(1))"
 INSTALLED = $(shell test -e $(DONE)/module-release && echo release || echo tests)
 SANITIZED = -DKVPOOL_UNITY=$(UNITY) -DKVPOOL_SCRIPTS_PYTHON=$(CURDIR)/$(BIN)/python $(CCACHE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release -DKVPOOL_PYTHON=OFF -DKVPOOL_TESTS=ON -DKVPOOL_WERROR=ON
@@ -152,12 +152,16 @@ long-forms:
 	@$(MAKE) --no-print-directory asan PART_SECONDS=86400 PARTS_AT_ONCE=$(PARTS)
 	@$(MAKE) --no-print-directory python-test
 
+# What takes how long, in build/reports/seconds: a name and seconds in each line.
+took = began=$$SECONDS; took() { echo "$$1 $$((SECONDS - began))" >>$(REPORTS)/seconds; began=$$SECONDS; }
+
 .PHONY: steps
 steps:
 	@rm -rf $(REPORTS)
 	@mkdir -p $(REPORTS)
-	@failed=; for step in $(STEPS); do \
-	$(MAKE) --no-print-directory $$step || { failed="$$failed $$step"; test -n "$${KVPOOL_CI:-}" || break; }; done; \
+	@$(took); failed=; for step in $(STEPS); do \
+	$(MAKE) --no-print-directory $$step || { failed="$$failed $$step"; test -n "$${KVPOOL_CI:-}" || break; }; took $$step; done; \
+	awk '{ printf "%s %d:%02d  ", $$1, $$2 / 60, $$2 % 60 } END { print "" }' $(REPORTS)/seconds; \
 	if test -n "$$failed"; then $(BIN)/python .ci/failures.py $(REPORTS); echo "failed:$$failed" >&2; exit 1; fi
 
 # pip waits for the network while the compiler works. One pip at a time: what it installs stands in a row.
@@ -173,8 +177,10 @@ python-and-builds: $(DONE)/torch $(DONE)/nixl $(DONE)/module-tests $(DONE)/packa
 
 .PHONY: builds
 builds: $(DONE)/tools
-	@failed=; for build in build/asan build/tsan; do \
-	nice -n 15 $(MAKE) --no-print-directory $$build || { failed=1; test -n "$${KVPOOL_CI:-}" || break; }; done; test -z "$$failed"
+	@mkdir -p $(REPORTS)
+	@$(took); failed=; for build in build/asan build/tsan; do \
+	nice -n 15 $(MAKE) --no-print-directory $$build || { failed=1; test -n "$${KVPOOL_CI:-}" || break; }; took $$build; done; \
+	test -z "$$failed"
 
 .PHONY: planted
 planted: $(DONE)/torch $(DONE)/module-tests $(DONE)/package-dev ## plant bugs in a copy of the tree; say which test catches each
@@ -193,7 +199,7 @@ cpp-plain: $(DONE)/module-tests $(DONE)/package-dev ## C++ tests that a sanitize
 	$(call say,C++ tests without a sanitizer)
 	@mkdir -p $(REPORTS)
 	@$(BIN)/cmake --build build/tests --target kvpool_plain_tests
-	@$(BIN)/python .ci/shards.py $(REPORTS)/cpp-plain 1 1 $(PART_SECONDS) build/tests/kvpool_plain_tests
+	@$(BIN)/python .ci/shards.py $(REPORTS)/cpp-plain 2 2 $(PART_SECONDS) build/tests/kvpool_plain_tests
 
 in_parts = $(BIN)/python .ci/shards.py $(REPORTS)/$(1) $(PARTS) $(PARTS_AT_ONCE) $(PART_SECONDS)
 
@@ -203,11 +209,11 @@ in_parts = $(BIN)/python .ci/shards.py $(REPORTS)/$(1) $(PARTS) $(PARTS_AT_ONCE)
 python-test: $(DONE)/torch $(DONE)/nixl $(DONE)/module-tests $(DONE)/package-dev ## Python tests
 	$(call say,Python tests)
 	@mkdir -p $(REPORTS)
-	@failed=; none=; run() { status=0; $(BIN)/python -m pytest -q "$$@" $(PYTEST_ARGS) || status=$$?; \
+	@$(took); failed=; none=; run() { status=0; $(BIN)/python -m pytest -q "$$@" $(PYTEST_ARGS) || status=$$?; \
 	if test $$status = 5; then none=x$$none; elif test $$status != 0; then failed=1; test -n "$${KVPOOL_CI:-}" || exit 1; fi; }; \
-	run -n $(PYTEST_WORKERS) --dist loadfile -m "not waiting and not alone" --junitxml=$(REPORTS)/python.xml; \
-	run -n $(WAITING_WORKERS) --dist loadfile -m waiting --junitxml=$(REPORTS)/python-waiting.xml; \
-	run -m alone --junitxml=$(REPORTS)/python-alone.xml; test -z "$$failed" -a "$$none" != xxx
+	run -n $(PYTEST_WORKERS) --dist loadfile -m "not waiting and not alone" --junitxml=$(REPORTS)/python.xml; took pytest; \
+	run -n $(WAITING_WORKERS) --dist loadfile -m waiting --junitxml=$(REPORTS)/python-waiting.xml; took pytest-waiting; \
+	run -m alone --junitxml=$(REPORTS)/python-alone.xml; took pytest-alone; test -z "$$failed" -a "$$none" != xxx
 
 # tsan leaves out the tests that can have but one thread; tsan-all has them too.
 .PHONY: build/asan build/tsan build/tsan-all

@@ -37,7 +37,7 @@ def python_failures(report: str) -> list[str]:
 
 def main(folder: Path) -> int:
     """Prints the failures of every report in the folder."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted((*folder.glob("*.txt"), *folder.glob("*.xml"))):
         try:
             found = (python_failures if path.suffix == ".xml" else cpp_failures)(path.read_text(errors="replace"))
         except ElementTree.ParseError as error:

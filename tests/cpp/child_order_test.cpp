@@ -10,8 +10,11 @@
 #include <vector>
 
 #include "fuzz_seeds.h"
+#include "one_thread.h"
 
 namespace {
+
+KVPOOL_ONE_THREAD;
 
 using kvpool::agreement;
 using kvpool::ChildOrder;

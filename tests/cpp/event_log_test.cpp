@@ -9,8 +9,11 @@
 #include <vector>
 
 #include "failing_alloc.h"
+#include "one_thread.h"
 
 namespace {
+
+KVPOOL_ONE_THREAD;
 
 using kvpool::Event;
 using kvpool::EventKind;

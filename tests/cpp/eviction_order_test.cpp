@@ -13,8 +13,11 @@
 #include "failing_alloc.h"
 #include "fuzz_seeds.h"
 #include "kvpool/base/error.h"
+#include "one_thread.h"
 
 namespace {
+
+KVPOOL_ONE_THREAD;
 
 using kvpool::EvictionOrder;
 using kvpool::EvictionPolicy;

@@ -8,7 +8,11 @@
 #include <string>
 #include <vector>
 
+#include "one_thread.h"
+
 namespace {
+
+KVPOOL_ONE_THREAD;
 
 using kvpool::testing::fail_each_allocation;
 using kvpool::testing::FailNthAllocation;
@@ -34,7 +38,7 @@ TEST_CASE("the n-th allocation fails and the others succeed") {
 }
 
 TEST_CASE("calloc and realloc fail too, and a failed realloc keeps its memory") {
-  void* memory = std::malloc(8);
+  const std::unique_ptr<void, decltype(&std::free)> memory(std::malloc(8), &std::free);
   void* zeroed = nullptr;
   void* moved = nullptr;
   {
@@ -43,11 +47,10 @@ TEST_CASE("calloc and realloc fail too, and a failed realloc keeps its memory") 
   }
   {
     const FailNthAllocation failure(1);
-    moved = std::realloc(memory, 16);
+    moved = std::realloc(memory.get(), 16);
   }
   CHECK(zeroed == nullptr);
   CHECK(moved == nullptr);
-  std::free(moved == nullptr ? memory : moved);
 }
 
 TEST_CASE("every form of new fails, also inside the standard library") {

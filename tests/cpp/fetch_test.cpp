@@ -2,10 +2,13 @@
 #include <doctest/doctest.h>
 
 #include "failing_alloc.h"
+#include "one_thread.h"
 #include "session_kit.h"
 
 namespace kvpool::testing {
 namespace {
+
+KVPOOL_ONE_THREAD;
 
 FetchRequest fetch_for(SessionKit& kit, std::size_t n) {
   FetchRequest request;
@@ -75,6 +78,22 @@ TEST_CASE("the destinations of a fetch are the caller's again only when the owne
     CHECK(kit.link->sent.empty());
     CHECK(kit.count(BlockState::kQuarantined) == 2);
     kit.refuse(kFetchVerb, id, Error(ErrorCode::kCancelled, "stopped"));
+    CHECK(kit.count(BlockState::kFree) == 16);
+  }
+  SUBCASE("too late, and the owner is gone, while this process places a frame of it") {
+    const Placement placement = kit.data(id, request.to);
+    REQUIRE(!placement.pieces.empty());
+    SUBCASE("first too late") {
+      kit.session->tick(kit.host.now += 101 * kMs);
+      kit.session->on_writer_gone();
+    }
+    SUBCASE("first gone") {
+      kit.session->on_writer_gone();
+      kit.session->tick(kit.host.now += 101 * kMs);
+    }
+    CHECK(failure(*fetch) == ErrorCode::kDeadline);
+    CHECK(kit.count(BlockState::kQuarantined) == 2);
+    kit.session->on_placed(placement.token, true);
     CHECK(kit.count(BlockState::kFree) == 16);
   }
   SUBCASE("lost") {

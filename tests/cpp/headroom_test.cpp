@@ -7,9 +7,12 @@
 #include <string>
 
 #include "kvpool/arena/arena.h"
+#include "one_thread.h"
 
 namespace kvpool {
 namespace {
+
+KVPOOL_ONE_THREAD;
 
 namespace fs = std::filesystem;
 

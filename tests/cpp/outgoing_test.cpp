@@ -2,11 +2,14 @@
 #include <doctest/doctest.h>
 
 #include "failing_alloc.h"
+#include "one_thread.h"
 #include "session_kit.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
+
+KVPOOL_ONE_THREAD;
 
 TransferRequest request_for(SessionKit& kit, std::size_t n) {
   TransferRequest request;

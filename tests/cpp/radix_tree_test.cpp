@@ -12,8 +12,11 @@
 #include <vector>
 
 #include "failing_alloc.h"
+#include "one_thread.h"
 
 namespace {
+
+KVPOOL_ONE_THREAD;
 
 using kvpool::RadixNode;
 using kvpool::RadixTree;

@@ -8,9 +8,12 @@
 #include "kvpool/base/error.h"
 #include "kvpool/transfer/messages.h"
 #include "message_length.h"
+#include "one_thread.h"
 
 namespace kvpool {
 namespace {
+
+KVPOOL_ONE_THREAD;
 
 using testing::check_length;
 

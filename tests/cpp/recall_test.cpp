@@ -3,10 +3,13 @@
 
 #include <optional>
 
+#include "one_thread.h"
 #include "session_kit.h"
 
 namespace kvpool::testing {
 namespace {
+
+KVPOOL_ONE_THREAD;
 
 constexpr std::uint64_t kLoan = 50;
 
@@ -140,6 +143,20 @@ TEST_CASE("blocks in which content is being placed at the deadline are free behi
     kit.session->on_placed(placement.token, false);
     kit.session->on_closed(Error(ErrorCode::kPeerLost, "killed"));
   }
+  CHECK(kit.count(BlockState::kFree) == 16);
+  CHECK(kit.session->counts().promised == 0);
+}
+
+TEST_CASE("a proof that the writer is gone frees no block in which this process still places what it sent") {
+  Owner kit;
+  const Addresses lent = kit.lend(kLoan, 2);
+  const Placement placement = kit.data(7, {lent[0]});
+  REQUIRE(!placement.pieces.empty());
+  CHECK(same(kit.recall(lent), 0, 0, 2));
+  SUBCASE("the proof") { kit.session->on_writer_gone(); }
+  SUBCASE("its word") { kit.reply(kRecallVerb, kit.id); }
+  CHECK(kit.count(BlockState::kQuarantined) == 2);
+  kit.session->on_placed(placement.token, true);
   CHECK(kit.count(BlockState::kFree) == 16);
   CHECK(kit.session->counts().promised == 0);
 }

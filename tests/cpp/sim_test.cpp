@@ -4,15 +4,18 @@
 #include <random>
 
 #include "fuzz_seeds.h"
+#include "one_thread.h"
 #include "sim_world.h"
 
 namespace kvpool::testing {
 namespace {
 
-#ifdef __SANITIZE_THREAD__
-constexpr std::uint64_t kSeeds = 200;  // ten times slower, and AddressSanitizer's build runs all of them
+KVPOOL_ONE_THREAD;
+
+#ifdef __SANITIZE_ADDRESS__
+constexpr std::uint64_t kSeeds = 200;  // ten times slower: the program without a sanitizer runs the other ones
 #else
-constexpr std::uint64_t kSeeds = 1000;
+constexpr std::uint64_t kSeeds = 2000;
 #endif
 constexpr std::uint64_t kSeedsLong = 100'000;
 constexpr std::uint64_t kBugSeeds = 200;

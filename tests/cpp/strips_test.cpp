@@ -8,9 +8,12 @@
 #include <set>
 
 #include "block_memory.h"
+#include "one_thread.h"
 
 namespace kvpool {
 namespace {
+
+KVPOOL_ONE_THREAD;
 
 using testing::BlockMemory;
 using testing::Dice;

@@ -200,7 +200,7 @@ Placement Receiver::admit(Placement placement, std::vector<Address>&& blocks, st
     if (content != nullptr) content->damaged = true;
     return {};
   }
-  if (!reserved && content != nullptr) placed_now_.push_back({id, std::move(blocks)});
+  if (!reserved) placed_now_.push_back({id, std::move(blocks)});
   if (content != nullptr) content->begin(payload_bytes);  // from now on reserved blocks stay, until on_placed
   return placement;
 }
@@ -232,7 +232,7 @@ void Receiver::on_passed(std::uint64_t id, bool intact) { end_placing(id, intact
 
 void Receiver::end_placing(std::uint64_t id, bool intact) {
   const std::lock_guard lock(mutex_);
-  end_placing_lent(id);
+  end_placing(id);
   if (const auto arrived = arrived_.find(id); arrived != arrived_.end()) {
     static_cast<void>(arrived->second.end_placing(intact));
     return;
@@ -271,11 +271,22 @@ void Receiver::forfeit(std::uint64_t id) {
 
 // REQUIRES: mutex_ is held.
 void Receiver::release_quarantined(std::uint64_t id) {
-  const auto late = quarantined_.find(id);
-  if (late == quarantined_.end()) return;
+  if (const auto late = quarantined_.find(id); late != quarantined_.end()) release_quarantined(late);
+}
+
+// The peer writes them no more, but this process may: a frame that the peer sent before is being placed in them. Then
+// they stay in quarantine until it lies there. REQUIRES: mutex_ is held.
+void Receiver::release_quarantined(Quarantine::iterator late) {
+  late->second.being_placed = is_placed_now(late->second.addresses);
+  if (late->second.being_placed) return;
   give_back(late->second);
-  if ((id & kFetchBit) == 0) promised_ -= static_cast<std::uint32_t>(late->second.addresses.size());
+  if ((late->first & kFetchBit) == 0) promised_ -= static_cast<std::uint32_t>(late->second.addresses.size());
   quarantined_.erase(late);
+}
+
+// REQUIRES: mutex_ is held.
+void Receiver::release_all_quarantined() {
+  for (auto entry = quarantined_.begin(); entry != quarantined_.end();) release_quarantined(entry++);
 }
 
 // The peer writes them no more.
@@ -327,7 +338,7 @@ void Receiver::on_lost() {
   }
   arrived_.clear();
   release_lent(/*quarantine=*/!safe);
-  while (safe && !quarantined_.empty()) release_quarantined(quarantined_.begin()->first);
+  if (safe) release_all_quarantined();
 }
 
 // Of each what nobody works on. REQUIRES: mutex_ is held.
@@ -349,7 +360,7 @@ void Receiver::release_lent(bool quarantine) noexcept {
 void Receiver::on_writer_gone() {
   const std::lock_guard lock(mutex_);
   drained_ = true;
-  while (!quarantined_.empty()) release_quarantined(quarantined_.begin()->first);
+  release_all_quarantined();
   if (lost_) release_lent(/*quarantine=*/false);
 }
 
@@ -362,7 +373,9 @@ Receiver::QuarantineRoom Receiver::quarantine_room(std::uint64_t id, std::vector
 void Receiver::quarantine(QuarantineRoom&& room) noexcept {
   const std::lock_guard lock(mutex_);
   host_.blocks().quarantine(room.mapped().addresses);
-  if (drained_ || (lost_ && !writes_directly_)) return give_back(room.mapped());
+  const bool quiet = drained_ || (lost_ && !writes_directly_);
+  room.mapped().being_placed = quiet && is_placed_now(room.mapped().addresses);
+  if (quiet && !room.mapped().being_placed) return give_back(room.mapped());
   quarantined_.insert(std::move(room));
 }
 

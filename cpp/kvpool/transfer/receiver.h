@@ -106,7 +106,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   struct Quarantined {
     std::vector<Address> addresses;
     std::shared_ptr<HeldBlocks> held = {};  // its last reference gives them back; null: the receiver does
-    bool being_placed = false;              // this process is writing them, and gives them back after that
+    bool being_placed = false;              // only this process still writes them; given back after that
   };
   using QuarantineRoom = std::map<std::uint64_t, Quarantined>::node_type;
 
@@ -156,7 +156,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     kLeaving,   // is being inserted or given back
     kRecalled,  // the same, but if that fails the block is no longer lent
   };
-  struct PlacedNow {  // in lent blocks
+  struct PlacedNow {  // in blocks that were lent, or that a fetch names
     std::uint64_t transfer;
     std::vector<Address> blocks;
   };
@@ -175,7 +175,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   bool may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry);
   Placement admit(Placement placement, std::vector<Address>&& blocks, std::uint64_t payload_bytes);
   bool is_placed_now(std::span<const Address> blocks) const noexcept;
-  void end_placing_lent(std::uint64_t id) noexcept;
+  void end_placing(std::uint64_t id) noexcept;
   void end_placing(std::uint64_t id, bool intact);
   ArrivedContent* content_to_lent(std::uint64_t id);
   void forget_content(std::uint64_t id) noexcept;
@@ -187,6 +187,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void finish_delivery(std::uint64_t id, const Delivery& delivery, std::size_t blocks, bool delivered);
   void forfeit(std::uint64_t id);
   void release_quarantined(std::uint64_t id);
+  void release_quarantined(Quarantine::iterator late);
+  void release_all_quarantined();
   void give_back(Quarantined& quarantined) noexcept;
   // Removes the entry and gives its blocks back, or leaves that to the thread that works on it.
   void end(IncomingMap::iterator entry, bool writers_gone);

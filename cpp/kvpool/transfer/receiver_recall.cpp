@@ -72,8 +72,7 @@ RecallResult Receiver::end_recall(QuarantineRoom&& room, std::span<const Address
 
 void Receiver::on_recall_over(std::uint64_t id) {
   const std::lock_guard lock(mutex_);
-  const auto entry = quarantined_.find(id | kRecallBit);
-  if (entry != quarantined_.end() && !entry->second.being_placed) release_quarantined(id | kRecallBit);
+  release_quarantined(id | kRecallBit);
 }
 
 // REQUIRES: mutex_ is held.
@@ -83,14 +82,14 @@ bool Receiver::is_placed_now(std::span<const Address> blocks) const noexcept {
   });
 }
 
-// A payload has arrived in lent blocks; frees those that were taken back meanwhile. REQUIRES: mutex_ is held.
-void Receiver::end_placing_lent(std::uint64_t id) noexcept {
+// A payload has arrived in its blocks; frees those that were taken back meanwhile. REQUIRES: mutex_ is held.
+void Receiver::end_placing(std::uint64_t id) noexcept {
   const auto placed = std::ranges::find_if(placed_now_, [&](const PlacedNow& one) { return one.transfer == id; });
   if (placed == placed_now_.end()) return;
   placed_now_.erase(placed);
   for (auto entry = quarantined_.begin(); entry != quarantined_.end();) {
     const auto current = entry++;
-    if (current->second.being_placed && !is_placed_now(current->second.addresses)) release_quarantined(current->first);
+    if (current->second.being_placed) release_quarantined(current);
   }
 }
 
