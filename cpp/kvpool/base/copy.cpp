@@ -1,7 +1,6 @@
 #include "kvpool/base/copy.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <array>
@@ -15,6 +14,7 @@
 
 #include "kvpool/base/copy_kernel.h"
 #include "kvpool/base/fork_guard.h"
+#include "kvpool/base/signals_blocked.h"
 
 namespace kvpool {
 namespace {
@@ -95,23 +95,6 @@ bool spin_until(const Over& over) noexcept {
   }
   return true;
 }
-
-// Blocks all signals in this thread while it lives, so that a thread started meanwhile inherits the mask: signals are
-// the application's, and its handlers do not expect to run here.
-class SignalsBlocked {
- public:
-  SignalsBlocked() noexcept {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 }  // namespace
 
