@@ -23,6 +23,7 @@
 #include "kvpool/base/clock.h"
 #include "kvpool/base/copy.h"
 #include "kvpool/base/strips.h"
+#include "kvpool/exec/copy_threads.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/routes/host/cma_route.h"
 #include "kvpool/routes/host/memory_route.h"
@@ -157,7 +158,9 @@ void measure_routes(const Size& size, int threads) {
   const auto target = arena_of(blocks, {size.bytes});
   std::memset(source->segments()[0].base, 1, kArenaBytes);
   const Peer peer;
-  CopyTeam team(threads);
+  Executor executor;
+  CopyThreads copiers(executor, threads);
+  CopyTeam& team = copiers.team();
   const auto shm = make_shm_route(spans_of(*source), source, metadata_of(*target), {-1, target->memfd()}, team);
   const auto cma = make_cma_route(spans_of(*source), source, metadata_of(*target), peer.pid(), peer.pidfd(), team);
   const BlockStrip whole{0, 0, size.bytes};

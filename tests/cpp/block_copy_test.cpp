@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include "block_memory.h"
+#include "lent_team.h"
 
 namespace kvpool {
 namespace {
@@ -16,7 +17,7 @@ std::shared_ptr<Arena> arena_of(Medium medium, const BlockMemory& memory) {
 }
 
 TEST_CASE("a copier moves whole blocks between arenas, however each cuts them") {
-  CopyTeam team(2);
+  testing::LentTeam team(2);
   for (const std::uint64_t seed : testing::fuzz_seeds()) {
     testing::announce_fuzz("block copy", seed);
     Dice dice(seed);
@@ -49,7 +50,7 @@ TEST_CASE("a copier of arenas without blocks has nothing to do") {
   options.blocks = 0;
   options.segment_bytes = {64, 64};
   const auto empty = make_owned_arena(options);
-  CopyTeam team(1);
+  CopyTeam team;
   BlockCopier(*empty, *empty).run(team, nullptr, nullptr, 0);
   CHECK(empty->payload_bytes() == 0);
 }

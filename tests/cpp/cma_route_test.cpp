@@ -10,6 +10,7 @@
 #include "child_process.h"
 #include "kvpool/base/clock.h"
 #include "kvpool/routes/tracers.h"
+#include "lent_team.h"
 #include "peer_process.h"
 #include "route_trial.h"
 
@@ -88,7 +89,7 @@ TEST_CASE("cma writes into another process what a naive copy writes") {
         return trial.target == trial.expected ? 0 : 1;
       });
       const testing::BlockMemory before(trial.target);
-      CopyTeam team(2);
+      testing::LentTeam team(2);
       const auto route = make_cma_route(trial.source.spans(), nullptr, metadata_of(trial.target.spans()), peer.pid(),
                                         peer.pidfd(), team);
       const WriteOutcome outcome = testing::write_whole(*route, trial);
@@ -108,7 +109,7 @@ TEST_CASE("cma refuses what every route refuses") {
   const Trial trial(dice, 20, 100, 100);
   REQUIRE(trial.from.size() > 1);
   PeerProcess peer([](const auto& wait) { return wait() ? 0 : 1; });
-  CopyTeam team(1);
+  CopyTeam team;
   const auto route =
       make_cma_route(trial.source.spans(), nullptr, metadata_of(trial.target.spans()), peer.pid(), peer.pidfd(), team);
   CHECK(std::string(route->name()) == "cma");
@@ -124,7 +125,7 @@ TEST_CASE("cma reports a peer that is killed in the middle of a write as lost") 
   std::byte* memory = anonymous(kBlocks * kBytes);
   for (const int threads : {1, 2}) {
     PeerProcess peer([&](const auto& wait) { return wait() ? 0 : 1; });
-    CopyTeam team(threads);
+    testing::LentTeam team(threads);
     const MediaSpans spans = spans_at(memory, kBlocks, kBytes);
     const auto route = make_cma_route(spans, nullptr, metadata_of(spans), peer.pid(), peer.pidfd(), team);
     const WholeWrite write(kBlocks, kBytes);
@@ -151,7 +152,7 @@ TEST_CASE("cma writes into a peer that is stopped") {
   PeerProcess peer([](const auto& wait) { return wait() ? 0 : 1; });
   peer.signal(SIGSTOP);
   const MediaSpans spans = spans_at(bytes, 1, sizeof(bytes));
-  CopyTeam team(1);
+  CopyTeam team;
   const auto route = make_cma_route(spans, nullptr, metadata_of(spans), peer.pid(), peer.pidfd(), team);
   const WholeWrite write(1, sizeof(bytes));
   CHECK(route->write(write.request()).bytes == sizeof(bytes));
@@ -163,7 +164,7 @@ TEST_CASE("cma tells what is wrong: no memory there, a hole in it, no pidfd, not
   constexpr std::size_t kBytes = 8192;
   std::byte* memory = anonymous(kBlocks * kBytes);
   const MediaSpans spans = spans_at(memory, kBlocks, kBytes);
-  CopyTeam team(1);
+  CopyTeam team;
   PeerProcess peer([&](const auto& wait) {
     munmap(memory + 10 * kBytes, kBytes);
     return wait() && wait() ? 0 : 1;
@@ -197,7 +198,7 @@ TEST_CASE("cma says what to do where the kernel does not allow it") {
   const int status = test::run_in_child([&] {
     const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, parent, 0));
     if (!test::refuse_calls({{.number = SYS_process_vm_readv, .error = EPERM}})) return test::kChildSkipped;
-    CopyTeam team(1);
+    CopyTeam team;
     const MediaSpans spans = spans_at(bytes, 1, sizeof(bytes));
     try {
       make_cma_route(spans, nullptr, metadata_of(spans), parent, pidfd, team);

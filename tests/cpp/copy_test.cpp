@@ -16,6 +16,7 @@
 
 #include "child_process.h"
 #include "kvpool/base/copy_kernel.h"
+#include "lent_team.h"
 
 namespace kvpool {
 namespace {
@@ -79,7 +80,7 @@ int copy_threads_alive() {
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
     std::string name;
     std::ifstream(task.path() / "comm") >> name;
-    count += name == "kvpool-copy" ? 1 : 0;
+    count += name == "kvpool-work" ? 1 : 0;
   }
   return count;
 }
@@ -154,7 +155,7 @@ TEST_CASE("a team copies batches around its thresholds with any number of thread
   constexpr std::size_t kKib = 1024;
   for (const int threads : {0, 1, 2, 5}) {
     CAPTURE(threads);
-    CopyTeam team(threads);
+    testing::LentTeam team(threads);
     for (const std::size_t total : {std::size_t{0}, std::size_t{1}, 256 * kKib - 1, 256 * kKib, 256 * kKib + 1,
                                     CopyTeam::kInlineBytes, CopyTeam::kInlineBytes + 1, 5000 * kKib + 17}) {
       for (const std::size_t piece_max : {std::size_t{300}, 9 * kKib, 700 * kKib}) {
@@ -172,7 +173,7 @@ TEST_CASE("a team copies batches around its thresholds with any number of thread
 }
 
 TEST_CASE("a team splits one large piece at any alignment") {
-  CopyTeam team(3);
+  testing::LentTeam team(3);
   for (const std::size_t dst : {0, 1, 63, 64, 100}) {
     Trial trial((std::size_t{6} << 20) + 4096, dst);
     trial.add(dst, 37 * dst, (std::size_t{6} << 20) - dst);
@@ -182,7 +183,7 @@ TEST_CASE("a team splits one large piece at any alignment") {
 }
 
 TEST_CASE("a team accepts pieces of zero bytes without an address") {
-  CopyTeam team(2);
+  testing::LentTeam team(2);
   std::vector<CopyPiece> pieces(100000, CopyPiece{nullptr, nullptr, 0});
   team.run(pieces);
   const Bytes source = random_bytes(std::size_t{2} << 20, 1);
@@ -193,7 +194,7 @@ TEST_CASE("a team accepts pieces of zero bytes without an address") {
 }
 
 TEST_CASE("several threads use one team at once") {
-  CopyTeam team(3);
+  testing::LentTeam team(3);
   std::atomic<int> wrong{0};
   std::vector<std::thread> callers;
   for (std::uint64_t caller = 0; caller < 4; ++caller) {
@@ -228,10 +229,10 @@ TEST_CASE("workers start with the first large batch, block all signals and end w
   Trial large(std::size_t{8} << 20);
   large.add(0, 0, std::size_t{8} << 20);
   {
-    CopyTeam alone(1);
+    CopyTeam alone;
     alone.run(large.pieces());
     CHECK(copy_threads_alive() == 0);
-    CopyTeam team(3);
+    testing::LentTeam team(3);
     team.run(small.pieces());
     CHECK(copy_threads_alive() == 0);
     for (int i = 0; i < 1000 && copy_threads_alive() < 2; ++i) {  // a new thread takes its name when it first runs
@@ -243,7 +244,7 @@ TEST_CASE("workers start with the first large batch, block all signals and end w
       std::string line;
       bool worker = false;
       while (std::getline(status, line)) {
-        worker = worker || line == "Name:\tkvpool-copy";
+        worker = worker || line == "Name:\tkvpool-work";
         if (worker && line.starts_with("SigBlk:")) {
           const std::uint64_t blocked = std::stoull(line.substr(7), nullptr, 16);
           for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGCHLD, SIGALRM, SIGPROF}) {
@@ -260,7 +261,7 @@ TEST_CASE("workers start with the first large batch, block all signals and end w
 }
 
 TEST_CASE("a forked child copies alone and drops the team without waiting") {
-  auto team = std::make_unique<CopyTeam>(3);
+  auto team = std::make_unique<testing::LentTeam>(3);
   Trial before(std::size_t{4} << 20, 1);
   before.add(0, 0, std::size_t{4} << 20);
   team->run(before.pieces());
@@ -280,7 +281,7 @@ TEST_CASE("a forked child copies alone and drops the team without waiting") {
 }
 
 TEST_CASE("a child that is forked in the middle of a copy does not wait for its parent's locks") {
-  auto team = std::make_unique<CopyTeam>(3);
+  auto team = std::make_unique<testing::LentTeam>(3);
   Trial busy(std::size_t{2} << 20, 1);  // of tiny pieces, so that the lock is taken often
   for (std::size_t at = 0; at < std::size_t{2} << 20; at += 64) {
     busy.add(at, at, 64);
@@ -314,7 +315,7 @@ TEST_CASE("a caller copies alone when no thread can be started") {
   const int status = test::run_in_child([] {
     Trial trial(std::size_t{4} << 20);
     trial.add(1, 2, (std::size_t{4} << 20) - 2);
-    CopyTeam team(4);
+    testing::LentTeam team(4);
     if (!test::refuse_calls({{.number = SYS_clone3, .error = EAGAIN}, {.number = SYS_clone, .error = EAGAIN}})) {
       return test::kChildSkipped;
     }
@@ -336,7 +337,7 @@ struct PartCounter {
 
 TEST_CASE("work in parts is done part by part, each once, beside copies of other callers") {
   for (const int threads : {1, 2, 4}) {
-    CopyTeam team(threads);
+    testing::LentTeam team(threads);
     std::vector<std::thread> callers;
     std::atomic<int> wrong{0};
     for (int caller = 0; caller < 3; ++caller) {
@@ -362,7 +363,7 @@ TEST_CASE("work in parts is done part by part, each once, beside copies of other
 }
 
 TEST_CASE("a forked child does the parts alone") {
-  auto team = std::make_unique<CopyTeam>(3);
+  auto team = std::make_unique<testing::LentTeam>(3);
   PartCounter before(8);
   team->run_parts(8, PartCounter::call, &before);
   const int status = test::run_in_child([&] {

@@ -13,7 +13,7 @@
 
 #include "failing_alloc.h"
 #include "fuzz_seeds.h"
-#include "kvpool/exec/worker_pool.h"
+#include "kvpool/exec/executor.h"
 
 namespace kvpool::testing {
 namespace {
@@ -114,7 +114,8 @@ TEST_CASE("shares agree with a naive model after every event") {
 }
 
 TEST_CASE("threads do what one peer waits for behind no more of another's than they have begun") {
-  WorkerPool workers(1);
+  Executor executor;
+  TaskClass workers(executor, {1, 1});
   std::promise<void> begun;
   std::promise<void> go;
   std::string order;  // of one thread

@@ -88,7 +88,7 @@ std::unique_ptr<Route> route_between(std::shared_ptr<const ReshardPlan> plan, co
 }  // namespace
 
 TEST_CASE("ranks write by loopback what the receiver's ranks need, from any order of memory to any, in any medium") {
-  CopyTeam team(1);
+  CopyTeam team;
   for (const std::uint64_t seed : fuzz_seeds()) {
     announce_fuzz("group loopback", seed);
     Dice dice(seed);

@@ -13,6 +13,7 @@
 #include "child_process.h"
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/clock.h"
+#include "lent_team.h"
 #include "peer_process.h"
 #include "route_trial.h"
 
@@ -65,7 +66,7 @@ std::vector<Address> dram_blocks(std::uint32_t count, std::uint32_t step = 1) {
 }
 
 TEST_CASE("loopback writes what a naive copy writes, alone and with a team") {
-  CopyTeam team(3);
+  testing::LentTeam team(3);
   for (const std::uint64_t seed : testing::fuzz_seeds()) {
     testing::announce_fuzz("loopback", seed);
     Dice dice(seed);
@@ -85,7 +86,7 @@ TEST_CASE("loopback writes what a naive copy writes, alone and with a team") {
 
 TEST_CASE("a write that is refused has written nothing") {
   Dice dice(5);
-  CopyTeam team(1);
+  CopyTeam team;
   const Trial trial(dice, 20, 100, 100);
   REQUIRE(trial.from.size() > 1);
   const BlockMemory before(trial.target);
@@ -99,7 +100,7 @@ TEST_CASE("a cancelled write ends early, and nothing of it is written afterwards
   constexpr std::size_t kBytes = 1 << 20;
   const auto source = arena_of(kBlocks, {kBytes});
   const auto target = arena_of(kBlocks, {kBytes});
-  CopyTeam team(2);
+  testing::LentTeam team(2);
   const auto route = make_loopback_route(spans_of(*source), spans_of(*target), nullptr, team);
   const BlockStrip whole{0, 0, kBytes};
   const auto blocks = dram_blocks(kBlocks);
@@ -125,7 +126,7 @@ TEST_CASE("a cancelled write ends early, and nothing of it is written afterwards
 
 TEST_CASE("a route keeps what it was given to keep, and reports what reaches where") {
   Dice dice(1);
-  CopyTeam team(1);
+  CopyTeam team;
   const auto arena = arena_of(4, {64});
   auto keepalive = std::make_shared<int>(0);
   auto route = make_loopback_route(spans_of(*arena), spans_of(*arena), keepalive, team);
@@ -168,7 +169,7 @@ TEST_CASE("shm writes into a peer process, which sees the bytes when it is told 
       }
       return 0;
     });
-    CopyTeam team(2);
+    testing::LentTeam team(2);
     const auto route = make_shm_route(spans_of(*source), source, metadata_of(*target), files_of(target->memfd()), team);
     CHECK(std::string(route->name()) == "shm");
     CHECK(route->reaches(Medium::kDram));
@@ -191,7 +192,7 @@ TEST_CASE("a peer that is killed in the middle takes nothing with it") {
   constexpr std::uint32_t kBlocks = 32;
   constexpr std::size_t kBytes = 1 << 20;
   const auto source = arena_of(kBlocks, {kBytes});
-  CopyTeam team(2);
+  testing::LentTeam team(2);
   std::unique_ptr<Route> route;
   {
     const auto target = arena_of(kBlocks, {kBytes});
@@ -217,7 +218,7 @@ TEST_CASE("a peer that is killed in the middle takes nothing with it") {
 
 TEST_CASE("memory that is not what the metadata says is not mapped") {
   const auto arena = arena_of(8, {4096});
-  CopyTeam team(1);
+  CopyTeam team;
   const auto refused = [&](const PeerMetadata& metadata, int fd) {
     return code_of([&] { make_shm_route(spans_of(*arena), arena, metadata, files_of(fd), team); });
   };
@@ -254,7 +255,7 @@ int mappings_of(const std::string& label) {
 
 TEST_CASE("a route's mapping is not inherited by a child, and goes with the route") {
   const auto arena = arena_of(512, {4096});
-  CopyTeam team(1);
+  CopyTeam team;
   const int before = mappings_of("memory_route_test");
   auto route = make_shm_route({}, nullptr, metadata_of(*arena), files_of(arena->memfd()), team);
   CHECK(mappings_of("memory_route_test") == before + 1);

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "endpoint_fixture.h"
-#include "kvpool/exec/worker_pool.h"
+#include "kvpool/exec/serial_executor.h"
 #include "kvpool/ranks/rank_channels.h"
 #include "pool_fixture.h"
 
@@ -53,7 +53,7 @@ struct RankHere {
 #endif
               return options;
             }(),
-            memory, incarnation,
+            memory, incarnation, executor,
             [this](const void* key, std::function<void()> work) {
               receiving.run(key, Priority::kDecode, std::move(work));
             }),
@@ -104,10 +104,11 @@ struct RankHere {
   const std::uint64_t incarnation;
   std::shared_ptr<Pool> pool;
   const LocalMemory memory;
+  Executor executor;
   RouteMaker routes;
-  WorkerPool workers{2};
-  SerialExecutor serial_executor;
-  SerialExecutor receiving;
+  TaskClass workers{executor, {2, 2}};
+  SerialExecutor serial_executor{executor};
+  SerialExecutor receiving{executor};
   std::unique_ptr<Reactor> reactor;
   WriterQuarantine writer_quarantine;
   RankChannels channels;

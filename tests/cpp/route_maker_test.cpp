@@ -13,7 +13,7 @@ namespace {
 KVPOOL_ONE_THREAD;
 
 struct Side {
-  explicit Side(std::uint64_t incarnation) : kit(), routes(options(), memory_of(*kit.pool), incarnation) {
+  explicit Side(std::uint64_t incarnation) : kit(), routes(options(), memory_of(*kit.pool), incarnation, executor) {
     metadata = routes.introduce().metadata;
     metadata.incarnation = incarnation;
     metadata.name = "side " + std::to_string(incarnation);
@@ -25,6 +25,7 @@ struct Side {
     return options;
   }
   SessionKit kit;
+  Executor executor;
   RouteMaker routes;
   PeerMetadata metadata;
 };

@@ -92,7 +92,7 @@ class TransportTest {
     kinds_ = std::move(kinds);
     ServiceOptions options;
     options.routes = std::move(names);
-    return RouteMaker(options, LocalMemory{kit_.pool->layout(), kit_.pool->arenas()}, 21, {}, kinds_);
+    return RouteMaker(options, LocalMemory{kit_.pool->layout(), kit_.pool->arenas()}, 21, executor_, {}, kinds_);
   }
   PeerMetadata peer(std::vector<std::string> routes) const {
     PeerMetadata peer;
@@ -102,6 +102,7 @@ class TransportTest {
   }
 
   SessionKit kit_;
+  Executor executor_;
   std::vector<TransportKind> kinds_;
   const std::shared_ptr<ScriptLink> link_ = std::make_shared<ScriptLink>();
 };

@@ -67,7 +67,8 @@ struct Watch {
     return count;
   }
   std::unique_ptr<Reactor> reactor = std::make_unique<Reactor>("test");
-  WorkerPool workers{1};
+  Executor executor;
+  TaskClass workers{executor, {1, 1}};
   WriterQuarantine writer_quarantine{*reactor, workers};
   const std::shared_ptr<ProcessLink> link = std::make_shared<ProcessLink>();
 };

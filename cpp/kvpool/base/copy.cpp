@@ -1,20 +1,16 @@
 #include "kvpool/base/copy.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
-#include <cstring>
 #include <mutex>
-#include <thread>
-#include <vector>
+#include <utility>
 
 #include "kvpool/base/copy_kernel.h"
 #include "kvpool/base/fork_guard.h"
-#include "kvpool/base/signals_blocked.h"
 
 namespace kvpool {
 namespace {
@@ -100,15 +96,17 @@ bool spin_until(const Over& over) noexcept {
 
 // Invariants, under `mutex`
 //   C1  `jobs` holds exactly the batches that still have bytes, or parts, which no thread has taken.
-//   C2  A worker that has taken tiles or a part of a job is counted in its `workers` until they are done; the
+//   C2  A borrowed thread that has taken tiles or a part of a job is counted in its `workers` until they are done; the
 //       caller leaves, and the job's memory goes, only at zero.
+//   C3  A thread that was asked for is counted in `borrowed` until it looks at this no more; there are at most
+//       `workers_max`.
 struct CopyTeam::Impl {
-  explicit Impl(int thread_count) : workers_max(thread_count - 1) {}
+  Impl(int thread_count, LendThread lender) : workers_max(thread_count - 1), lend(std::move(lender)) {}
 
-  // Carries the job out with `helpers` workers at most besides the caller.
+  // Carries the job out with `helpers` borrowed threads at most besides the caller.
   void run(Job& job, std::size_t helpers) noexcept;
   bool has_workers() const noexcept { return workers_max > 0 && generation == fork_generation(); }
-  void start_workers() noexcept;
+  void give_back(std::size_t count) noexcept;
   void work() noexcept;
   // One grain or part of the job. Called and returns with the lock held; works without it. False when there was none.
   bool do_some(Job& job, std::unique_lock<std::mutex>& lock) noexcept;
@@ -117,13 +115,13 @@ struct CopyTeam::Impl {
   void stop() noexcept;
 
   const int workers_max;
+  const LendThread lend;
   const std::uint32_t generation = fork_generation();
   std::mutex mutex;
-  std::condition_variable job_added;
   std::condition_variable job_done;
+  std::condition_variable given_back;
   Job* jobs = nullptr;
-  bool stopping = false;
-  std::vector<std::thread> workers;
+  int borrowed = 0;
 };
 
 bool CopyTeam::Impl::do_some(Job& job, std::unique_lock<std::mutex>& lock) noexcept {
@@ -172,13 +170,8 @@ void CopyTeam::Impl::remove(Job& job) noexcept {
 }
 
 void CopyTeam::Impl::work() noexcept {
-  pthread_setname_np(pthread_self(), "kvpool-copy");
   std::unique_lock lock(mutex);
-  while (true) {
-    job_added.wait(lock, [this] { return stopping || jobs != nullptr; });
-    if (jobs == nullptr) {
-      return;
-    }
+  while (jobs != nullptr) {
     Job& job = *jobs;
     job.workers.fetch_add(1, std::memory_order_relaxed);
     while (do_some(job, lock)) {
@@ -188,35 +181,32 @@ void CopyTeam::Impl::work() noexcept {
       job_done.notify_all();
     }
   }
+  give_back(1);
 }
 
-void CopyTeam::Impl::start_workers() noexcept {
-  if (static_cast<int>(workers.size()) == workers_max) {
-    return;
-  }
-  const SignalsBlocked blocked;
-  try {
-    workers.reserve(static_cast<std::size_t>(workers_max));
-    while (static_cast<int>(workers.size()) < workers_max) {
-      workers.emplace_back([this] { work(); });
-    }
-  } catch (...) {
-    // No memory or no thread to be had: the caller and the workers that did start do the work, and the next batch
-    // tries again.
-  }
+// REQUIRES: the lock is held.
+void CopyTeam::Impl::give_back(std::size_t count) noexcept {
+  borrowed -= static_cast<int>(count);
+  if (borrowed == 0) given_back.notify_all();
 }
 
 void CopyTeam::Impl::run(Job& job, std::size_t helpers) noexcept {
+  std::size_t wanted = 0;
+  {
+    const std::lock_guard lock(mutex);
+    Job** last = &jobs;
+    while (*last != nullptr) {
+      last = &(*last)->next;
+    }
+    *last = &job;
+    wanted = std::min(static_cast<std::size_t>(workers_max - borrowed), helpers);
+    borrowed += static_cast<int>(wanted);
+  }
+  // Without the lock, which those that come want. Those that have helped with another job come by themselves.
+  std::size_t lent = 0;
+  while (lent < wanted && lend([this] { work(); })) ++lent;
   std::unique_lock lock(mutex);
-  start_workers();
-  Job** last = &jobs;
-  while (*last != nullptr) {
-    last = &(*last)->next;
-  }
-  *last = &job;
-  for (std::size_t wanted = std::min(workers.size(), helpers); wanted > 0; --wanted) {
-    job_added.notify_one();
-  }
+  if (lent < wanted) give_back(wanted - lent);
   while (do_some(job, lock)) {
   }
   lock.unlock();
@@ -227,14 +217,8 @@ void CopyTeam::Impl::run(Job& job, std::size_t helpers) noexcept {
 }
 
 void CopyTeam::Impl::stop() noexcept {
-  {
-    const std::lock_guard lock(mutex);
-    stopping = true;
-  }
-  job_added.notify_all();
-  for (std::thread& worker : workers) {
-    worker.join();
-  }
+  std::unique_lock lock(mutex);
+  given_back.wait(lock, [this] { return borrowed == 0; });
 }
 
 void copy_pieces(std::span<const CopyPiece> pieces, CopyWay way) noexcept {
@@ -245,12 +229,15 @@ void copy_pieces(std::span<const CopyPiece> pieces, CopyWay way) noexcept {
   }
 }
 
-CopyTeam::CopyTeam(int threads) : impl_(std::make_unique<Impl>(std::max(threads, 1))) {}
+CopyTeam::CopyTeam() : CopyTeam(1, nullptr) {}
+
+CopyTeam::CopyTeam(int threads, LendThread lend)
+    : impl_(std::make_unique<Impl>(std::max(threads, 1), std::move(lend))) {}
 
 CopyTeam::~CopyTeam() {
   if (impl_->generation != fork_generation()) {
-    // A forked child: the workers are not here to be joined, and one of them may have held the lock. Nothing in there
-    // can be destroyed, so it is left.
+    // A forked child: the borrowed threads are not here, and one of them may have held the lock. Nothing in there can
+    // be destroyed, so it is left.
     static_cast<void>(impl_.release());
     return;
   }

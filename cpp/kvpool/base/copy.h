@@ -1,9 +1,9 @@
 // Bulk copies between arenas: as fast as the memory allows, for any mix of piece sizes.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 
@@ -24,24 +24,30 @@ enum class CopyWay : std::uint8_t {
 // that follows, to others. REQUIRES: no destination overlaps any source or destination.
 void copy_pieces(std::span<const CopyPiece> pieces, CopyWay way) noexcept;
 
-// A few threads that copy lists of pieces together with the caller. Thread-safe: several callers may run at once.
-// `threads` counts the caller: 1 never starts a thread. Batches up to kInlineBytes are copied by the caller alone.
-// Worker threads start with the first large batch, block all signals, sleep when idle, and end with the team.
+// Runs the work in another thread, or returns false: then it does not run. Throws nothing.
+using LendThread = std::function<bool(std::function<void()>)>;
+
+// Copies lists of pieces with a few threads, which it borrows for each batch. Thread-safe: several callers may run at
+// once. `threads` counts the caller: 1 never borrows a thread. Batches up to kInlineBytes are copied by the caller
+// alone.
 class CopyTeam {
  public:
   static constexpr std::size_t kInlineBytes = std::size_t{1} << 20;
 
-  explicit CopyTeam(int threads);
+  // The callers alone.
+  CopyTeam();
+  // `lend` may be called until the destructor returns, which waits for the borrowed threads.
+  CopyTeam(int threads, LendThread lend);
   ~CopyTeam();
   CopyTeam(const CopyTeam&) = delete;
   CopyTeam& operator=(const CopyTeam&) = delete;
 
   // Returns when every piece is copied; the bytes are visible to the caller. REQUIRES: no destination overlaps any
-  // source or destination of the batch. Never throws: when a worker cannot be started the caller copies alone.
+  // source or destination of the batch. Never throws: when no thread is lent the caller copies alone.
   void run(std::span<const CopyPiece> pieces) noexcept;
 
-  // Calls part(context, i) once for each i in [0, parts), each in the caller's thread or a worker's. Returns when all
-  // have returned; what they did is visible to the caller. For work that is more than a list of pieces.
+  // Calls part(context, i) once for each i in [0, parts), each in the caller's thread or a borrowed one. Returns when
+  // all have returned; what they did is visible to the caller. For work that is more than a list of pieces.
   using Part = void (*)(void* context, std::size_t index) noexcept;
   void run_parts(std::size_t parts, Part part, void* context) noexcept;
 

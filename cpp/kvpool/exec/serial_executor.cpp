@@ -6,7 +6,7 @@
 
 namespace kvpool {
 
-void SerialExecutor::run(const void* key, Priority priority, std::function<void()> work) {
+void SerialExecutor::run(const void* key, Priority priority, Task work) {
   {
     const std::lock_guard lock(mutex_);
     const auto [queues, is_new] = waiting_.try_emplace(key);
@@ -14,16 +14,17 @@ void SerialExecutor::run(const void* key, Priority priority, std::function<void(
     if (!is_new) return;
   }
   try {
-    workers_.run(priority, [this, key] { run_next(key); });
+    tasks_.run(priority, [this, key] { run_next(key); });
   } catch (const std::bad_alloc&) {
     run_next(key);  // others may have given theirs meanwhile
   }
 }
 
-// One thread runs all that waits for a key, and leaves when nothing does.
-void SerialExecutor::run_next(const void* key) {
-  for (;;) {
-    std::function<void()> work;
+// One thread runs all that waits for a key, and leaves when nothing does. When other keys wait for a thread, the key
+// goes behind them after each piece.
+void SerialExecutor::run_next(const void* key) noexcept {
+  for (bool first = true;; first = false) {
+    Task work;
     {
       const std::lock_guard lock(mutex_);
       Queues& queues = waiting_.at(key);
@@ -32,10 +33,12 @@ void SerialExecutor::run_next(const void* key) {
         waiting_.erase(key);
         return;
       }
+      const auto next = static_cast<Priority>(queue - queues.begin());
+      if (!first && tasks_.waiting() > 0 && tasks_.run_later(next, [this, key] { run_next(key); })) return;
       work = std::move(queue->front());
       queue->pop_front();
     }
-    work();
+    tasks_.run_here(work);
   }
 }
 

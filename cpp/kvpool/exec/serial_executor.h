@@ -1,39 +1,42 @@
 // Runs work that may wait for a peer, or for which a peer waits. Work for one peer runs one piece after another, so a
-// slow peer delays only itself.
+// slow peer delays only itself. It has no threads: it is a class of tasks of an executor.
 //
 // Thread-safety: all of it.
 #pragma once
 
 #include <array>
-#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <mutex>
 #include <unordered_map>
 
-#include "kvpool/exec/worker_pool.h"
+#include "kvpool/exec/executor.h"
 
 namespace kvpool {
 
 class SerialExecutor {
  public:
   // At most so many peers have a thread at a time; the others wait for one of these to become free.
-  static constexpr int kThreadsMax = 64;
+  static constexpr TaskLimits kLimits{8, 64};
+
+  // `executor` outlives it.
+  explicit SerialExecutor(Executor& executor, TaskLimits limits = kLimits) : tasks_(executor, limits) {}
 
   // Runs the work after earlier work for the same key; more urgent work overtakes work that has not started. `key` is
   // only an identity: it names a peer. Throws std::bad_alloc; then the work does not run.
-  void run(const void* key, Priority priority, std::function<void()> work);
-  // Runs the remaining work, then joins the threads.
-  void stop() noexcept { workers_.stop(); }
+  void run(const void* key, Priority priority, Task work);
+  // Runs the remaining work, and returns when it has ended. Work given later runs in its caller's thread.
+  void stop() noexcept { tasks_.stop(); }
 
  private:
-  using Queues = std::array<std::deque<std::function<void()>>, 3>;  // by priority
-  void run_next(const void* key);
+  static constexpr std::size_t kPriorities = 3;
+  using Queues = std::array<std::deque<Task>, kPriorities>;
+  void run_next(const void* key) noexcept;
 
   std::mutex mutex_;
   std::unordered_map<const void*, Queues> waiting_;  // of keys whose work runs
-  WorkerPool workers_{kThreadsMax, std::chrono::milliseconds(1000)};
+  TaskClass tasks_;                                  // the last: the others are there until its tasks have ended
 };
 
 }  // namespace kvpool

@@ -36,9 +36,9 @@ bool is_fatal(const Error& error) noexcept {
 
 }  // namespace
 
-RouteMaker::RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t incarnation, RouteRun run,
-                       std::span<const TransportKind> kinds)
-    : incarnation_(incarnation), team_(options.worker_threads), memory_(std::move(memory)) {
+RouteMaker::RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t incarnation, Executor& executor,
+                       RouteRun run, std::span<const TransportKind> kinds)
+    : incarnation_(incarnation), copiers_(executor, options.worker_threads), memory_(std::move(memory)) {
   const std::vector<TransportKind> chosen = transports_named(kinds, options.routes);
   const bool elsewhere =
       std::ranges::all_of(memory_.arenas, [](const auto& arena) { return arena->segments().empty(); });
@@ -51,7 +51,7 @@ RouteMaker::RouteMaker(const ServiceOptions& options, LocalMemory memory, std::u
 }
 
 void RouteMaker::add_transports(const std::vector<TransportKind>& kinds, const ServiceOptions& options, RouteRun run) {
-  const TransportSetup setup{options.transports, incarnation_, memory_, team_, std::move(run), notes_};
+  const TransportSetup setup{options.transports, incarnation_, memory_, copiers_.team(), std::move(run), notes_};
   std::optional<Error> left_out;
   for (const TransportKind& kind : kinds) {
     try {

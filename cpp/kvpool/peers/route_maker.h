@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "kvpool/base/address.h"
-#include "kvpool/base/copy.h"
+#include "kvpool/exec/copy_threads.h"
 #include "kvpool/net/connect/endpoint.h"
 #include "kvpool/net/connect/peer_metadata.h"
 #include "kvpool/net/link.h"
@@ -28,11 +28,11 @@ namespace kvpool {
 
 class RouteMaker {
  public:
-  // `run` runs work of receiving halves of routes; without it, routes have no receiving halves. Throws kArgument for an
-  // unknown route, and the error of a transport that was requested by name and is not available: see TransportKind.
-  // Memory in other processes (of the scheduler of a logical instance) has no routes.
-  RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t incarnation, RouteRun run = {},
-             std::span<const TransportKind> kinds = all_transports());
+  // The executor outlives it. `run` runs work of receiving halves of routes; without it, routes have no receiving
+  // halves. Throws kArgument for an unknown route, and the error of a transport that was requested by name and is not
+  // available: see TransportKind. Memory in other processes (of the scheduler of a logical instance) has no routes.
+  RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t incarnation, Executor& executor,
+             RouteRun run = {}, std::span<const TransportKind> kinds = all_transports());
   ~RouteMaker();
   RouteMaker(const RouteMaker&) = delete;
   RouteMaker& operator=(const RouteMaker&) = delete;
@@ -68,7 +68,7 @@ class RouteMaker {
   void add_transports(const std::vector<TransportKind>& kinds, const ServiceOptions& options, RouteRun run);
 
   const std::uint64_t incarnation_;
-  CopyTeam team_;
+  CopyThreads copiers_;
   std::vector<std::string> names_;  // of the transports, also where the memory is elsewhere; set by the constructor
   std::vector<std::string> notes_;  // likewise
   mutable std::mutex mutex_;

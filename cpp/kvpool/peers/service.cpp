@@ -63,13 +63,16 @@ Service::Service(Pool& pool, const ServiceOptions& options, const MakeRanks& mak
               options.measure_ns},
       received_(options.received_max),
       blocks_(pool, received_),
-      routes_(options, LocalMemory{pool.layout(), pool.arenas()}, incarnation_,
+      routes_(options, LocalMemory{pool.layout(), pool.arenas()}, incarnation_, pool.executor(),
               [this](const void* key, std::function<void()> work) {
-                receiving_.run(key, Priority::kDecode, std::move(work));
+                receives_.run(key, Priority::kDecode, std::move(work));
               }),
-      workers_(options.worker_threads),
+      writes_(pool.executor(), {options.worker_threads, options.worker_threads}),
+      steps_(pool.executor()),
+      waits_(pool.executor()),
+      receives_(pool.executor()),
       reactor_(std::make_unique<Reactor>("kvpool-serve")),
-      writer_quarantine_(*reactor_, workers_),
+      writer_quarantine_(*reactor_, writes_),
       table_(pool, events_, book_, options_.name, incarnation_, options.joins_cluster),
       parting_(pool, table_, writer_quarantine_, routes_, options_.name, incarnation_),
       admission_({pool, options_, incarnation_, routes_, writer_quarantine_, table_, parting_,
@@ -242,8 +245,8 @@ void Service::write(WriteJob&& job) {
   const std::uint64_t peer = job.peer;
   const void* const route = job.route.get();
   const auto shared = std::make_shared<WriteJob>(std::move(job));
-  if (traits.waits) return serial_executor_.run(route, priority, [shared] { carry_out(*shared); });
-  workers_.run(peer, priority, [shared] { carry_out(*shared); });
+  if (traits.waits) return waits_.run(route, priority, [shared] { carry_out(*shared); });
+  writes_.run(peer, priority, [shared] { carry_out(*shared); });
 }
 
 void Service::tick_by(std::int64_t at_ns) {

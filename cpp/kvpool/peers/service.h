@@ -1,8 +1,7 @@
 // A pool's service: the verbs between peers, and their threads.
 //
-// One C++ thread (the reactor) answers peers and keeps leases; it never needs Python's GIL. Worker threads make large
-// writes, taking peers in turn. Long steps for a peer, such as making room, run on a separate thread pool that writes
-// never occupy.
+// One C++ thread (the reactor) answers peers and keeps leases; it never needs Python's GIL. All longer work runs
+// on the pool's executor, as four classes of tasks, each with threads that the others never occupy.
 //
 //   PeerTable    the connected peers, and the rules that admit them
 //   Admission    admits peers
@@ -27,8 +26,8 @@
 #include "kvpool/base/address.h"
 #include "kvpool/base/clock.h"
 #include "kvpool/base/wait.h"
+#include "kvpool/exec/executor.h"
 #include "kvpool/exec/serial_executor.h"
-#include "kvpool/exec/worker_pool.h"
 #include "kvpool/net/connect/endpoint.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/peers/address_book.h"
@@ -158,7 +157,7 @@ class Service final : private SessionHost {
     steps_.run(key, Priority::kDecode, std::move(work));
   }
   void run_waiting(const void* key, Priority priority, std::function<void()> work) override {
-    serial_executor_.run(key, priority, std::move(work));
+    waits_.run(key, priority, std::move(work));
   }
   void write(WriteJob&& job) override;
   void write_here(WriteJob&& job) override;
@@ -193,10 +192,10 @@ class Service final : private SessionHost {
   PeerEvents events_;
   PeerBlocks blocks_;
   RouteMaker routes_;
-  WorkerPool workers_;    // large writes
-  SerialExecutor steps_;  // steps that peers wait for; writes never occupy its threads
-  SerialExecutor serial_executor_;
-  SerialExecutor receiving_;
+  TaskClass writes_;         // large writes, taking peers in turn
+  SerialExecutor steps_;     // steps that peers wait for, such as making room
+  SerialExecutor waits_;     // work that waits for a peer: writes of some routes, and measuring routes
+  SerialExecutor receives_;  // receiving halves of routes, which wait for the sending ones
   const std::unique_ptr<Reactor> reactor_;
   WriterQuarantine writer_quarantine_;
   AddressBook book_;

@@ -55,10 +55,10 @@ void Service::close() noexcept {
     if (peer.group == nullptr) left.push_back({peer.session, peer.link});
   }
   steps_.stop();
-  workers_.stop();
-  serial_executor_.stop();
+  writes_.stop();
+  waits_.stop();
   ranks_->stop();
-  receiving_.stop();
+  receives_.stop();
   reactor_->stop();
   LocalServices::remove(incarnation_, parting_.is_write_lost());
   drop_received();

@@ -8,6 +8,7 @@
 
 #include "kvpool/blocks/block_space.h"
 #include "kvpool/blocks/cache_blocks.h"
+#include "kvpool/exec/executor.h"
 #include "kvpool/pool/peer_claims.h"
 #include "kvpool/pool/pool_allocator.h"
 #include "kvpool/pool/pool_memory.h"
@@ -57,14 +58,15 @@ const SpaceShare& checked(const SpaceShare& share) {
 Pool::Pool(const PoolOptions& options) : Pool(options, own_space(options)) {}
 
 Pool::Pool(const PoolOptions& options, SpaceShare share)
-    : memory_(std::make_unique<PoolMemory>(options, checked(share).arenas, guard_)),
+    : executor_(std::make_unique<Executor>([this](const Error& why) { fail(why); })),
+      memory_(std::make_unique<PoolMemory>(options, checked(share).arenas, guard_, *executor_)),
       space_(std::move(share.space)),
       blocks_(std::make_unique<CacheBlocks>(*space_,
                                             CacheShape{share.block_units,
                                                        {first_generation(options), first_generation(options), 1},
                                                        options.adopted_hbm && options.adopted_hbm->engine_allocates})),
       cache_(std::make_unique<PromptCache>(*blocks_, options.layout.block_tokens, options.policy, options.audit)),
-      moves_(std::make_unique<TierMoves>(*blocks_, *cache_, *memory_, guard_, *this)),
+      moves_(std::make_unique<TierMoves>(*blocks_, *cache_, *memory_, guard_, *this, *executor_)),
       allocator_(std::make_unique<PoolAllocator>(*blocks_, *cache_, *moves_, *memory_, guard_, options.zero_on_alloc)),
       claims_(std::make_unique<PeerClaims>(*blocks_, *cache_, *allocator_, guard_)) {}
 
@@ -85,10 +87,13 @@ void Pool::close() noexcept {
   guard_.tell_closing();  // before the memory goes: peers write here, and the threads of what serves them call
   moves_->close();
   PoolMemory::Kept kept;  // goes after the locks
-  const TierMoves::Idle nobody_copies = moves_->idle();
-  const SpaceLock lock = blocks_->lock();
-  guard_.mark_closed();
-  kept = memory_->release();
+  {
+    const TierMoves::Idle nobody_copies = moves_->idle();
+    const SpaceLock lock = blocks_->lock();
+    guard_.mark_closed();
+    kept = memory_->release();
+  }
+  executor_->close();
 }
 
 std::shared_ptr<const DeviceOrder> Pool::order_after(const CallerStream& stream) {

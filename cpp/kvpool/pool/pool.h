@@ -7,7 +7,8 @@
 //        ├─ PromptCache     index, pins, eviction order, limbo: each step under the space's lock
 //        ├─ TierMoves       swaps and making room, which take longer than a step
 //        ├─ PoolAllocator   allocates blocks, if necessary after making room
-//        └─ PeerClaims      the claims of peers on the blocks
+//        ├─ PeerClaims      the claims of peers on the blocks
+//        └─ Executor        exec/: the threads of the pool and of its service
 //
 // Locks: first those of TierMoves, then the space's. The short verbs take only the space's, and a thread that holds
 // Python's GIL may take it.
@@ -43,6 +44,7 @@ namespace kvpool {
 class BlockSpace;
 class CacheBlocks;
 class DeviceOrder;
+class Executor;
 class PeerClaims;
 class PoolAllocator;
 class PoolMemory;
@@ -81,6 +83,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   void guard_process() const { guard_.check_process(); }
   // The content of its blocks is lost: from now on every verb but close and unpin throws `why`. The first call counts.
   void fail(const Error& why) { guard_.fail(why); }
+  // The threads of the pool and of its service. They end in close().
+  Executor& executor() noexcept { return *executor_; }
   // The error with which the pool has failed, if it has.
   std::optional<Error> failure() { return guard_.failure(); }
   // Sets the observer of the pool's end; null removes it. REQUIRES: there is no observer yet, or this removes it. When
@@ -176,6 +180,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   PoolStats stats_locked() noexcept;
 
   PoolGuard guard_;
+  std::unique_ptr<Executor> executor_;
   std::unique_ptr<PoolMemory> memory_;
   std::shared_ptr<BlockSpace> space_;
   std::unique_ptr<CacheBlocks> blocks_;

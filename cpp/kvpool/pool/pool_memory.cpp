@@ -83,13 +83,13 @@ PoolMemory::Arenas PoolMemory::make_arenas(const PoolOptions& options) {
           make_absent_arena(Medium::kDisk, 0, options.layout.block_bytes())};
 }
 
-PoolMemory::PoolMemory(const PoolOptions& options, Arenas arenas, PoolGuard& guard)
+PoolMemory::PoolMemory(const PoolOptions& options, Arenas arenas, PoolGuard& guard, Executor& executor)
     : layout_(options.layout),
       sharding_(options.sharding),
       on_device_(options.hbm_device() >= 0),
       guard_(guard),
       arenas_(std::move(arenas)),
-      team_(options.copy_threads) {
+      copiers_(executor, options.copy_threads) {
   const Arena& hbm = *arenas_[Medium::kHbm];
   const Arena& dram = *arenas_[Medium::kDram];
   two_tiers_ = hbm.blocks() > 0 && dram.blocks() > 0;
@@ -153,7 +153,8 @@ void PoolMemory::copy(TierWay way, const Address* from, const Address* to, std::
     if (mover_ != nullptr) mover_->move(from, to, n);
     return;
   }
-  if (device_mover_ == nullptr) return (way == TierWay::kOut ? *out_copier_ : *in_copier_).run(team_, from, to, n);
+  if (device_mover_ == nullptr)
+    return (way == TierWay::kOut ? *out_copier_ : *in_copier_).run(copiers_.team(), from, to, n);
   ask_gpu(guard_, [&] { device_mover_->move(way, from, to, n, after); });
 }
 

@@ -11,10 +11,10 @@
 #include <optional>
 
 #include "kvpool/arena/arena.h"
-#include "kvpool/base/copy.h"
 #include "kvpool/blocks/block_copy.h"
 #include "kvpool/blocks/layout.h"
 #include "kvpool/cuda/stream.h"
+#include "kvpool/exec/copy_threads.h"
 #include "kvpool/pool/pool_guard.h"
 #include "kvpool/pool/pool_options.h"
 #include "kvpool/pool/tier_mover.h"
@@ -37,8 +37,8 @@ class PoolMemory {
 
   // Makes the arenas of a pool with these options. Throws kArgument, kOutOfMemory, kUnsupported, kLayoutMismatch.
   static Arenas make_arenas(const PoolOptions& options);
-  // Tells `guard` when the GPU is lost. Throws kOutOfMemory, kUnsupported.
-  PoolMemory(const PoolOptions& options, Arenas arenas, PoolGuard& guard);
+  // Tells `guard` when the GPU is lost. The executor outlives it. Throws kOutOfMemory, kUnsupported.
+  PoolMemory(const PoolOptions& options, Arenas arenas, PoolGuard& guard, Executor& executor);
   PoolMemory(const PoolMemory&) = delete;
   PoolMemory& operator=(const PoolMemory&) = delete;
 
@@ -83,7 +83,7 @@ class PoolMemory {
   std::optional<BlockCopier> out_copier_;
   std::optional<BlockCopier> in_copier_;
   std::shared_ptr<DeviceMover> device_mover_;
-  CopyTeam team_;
+  CopyThreads copiers_;
   TierMover* mover_ = nullptr;
 };
 

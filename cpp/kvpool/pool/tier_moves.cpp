@@ -15,7 +15,7 @@
 #include "kvpool/cuda/order.h"
 #include "kvpool/pool/gpu_call.h"
 #include "kvpool/pool/swap_handle.h"
-#include "kvpool/pool/swap_threads.h"
+#include "kvpool/pool/swap_queue.h"
 
 namespace kvpool {
 namespace {
@@ -38,19 +38,20 @@ std::optional<Error> carry_out(PoolGuard& guard, Swap& swap, Work&& work) {
 
 }  // namespace
 
-TierMoves::TierMoves(CacheBlocks& blocks, PromptCache& cache, PoolMemory& memory, PoolGuard& guard, PinOwner& pins)
+TierMoves::TierMoves(CacheBlocks& blocks, PromptCache& cache, PoolMemory& memory, PoolGuard& guard, PinOwner& pins,
+                     Executor& executor)
     : blocks_(blocks),
       cache_(cache),
       memory_(memory),
       guard_(guard),
       pins_(pins),
-      threads_(std::make_unique<SwapThreads>()) {}
+      swaps_(std::make_unique<SwapQueue>(executor)) {}
 
 TierMoves::~TierMoves() = default;
 
-void TierMoves::refuse() noexcept { threads_->refuse(); }
+void TierMoves::refuse() noexcept { swaps_->refuse(); }
 
-void TierMoves::close() noexcept { threads_->close(); }
+void TierMoves::close() noexcept { swaps_->close(); }
 
 void TierMoves::set_mover(TierMover* mover) {
   const Idle nobody_copies = idle();
@@ -109,7 +110,7 @@ std::vector<Address> TierMoves::carry_out_swap(std::size_t n, const MoveOrder& o
 std::shared_ptr<Swap> TierMoves::begin_swap_out(std::size_t n, const CallerStream& after) {
   check_two_tiers();
   auto swap = make_swap(after);
-  threads_->run(TierWay::kOut, swap, [this, swap, n] {
+  swaps_->run(TierWay::kOut, swap, [this, swap, n] {
     std::vector<Address> moved;
     const auto failure = carry_out(guard_, *swap, [&] { moved = carry_out_swap(n, MoveOrder(*swap)); });
     failure ? swap->fail(*failure) : swap->succeed(std::move(moved), {});
@@ -225,7 +226,7 @@ std::shared_ptr<Swap> TierMoves::begin_swap_in(std::span<const Address> addresse
   const auto pending = std::make_shared<PendingSwapIn>();
   check_swap_in(addresses, into, *pending);
   try {
-    threads_->run(TierWay::kIn, swap, [this, swap, pending] {
+    swaps_->run(TierWay::kIn, swap, [this, swap, pending] {
       const auto failure = carry_out(guard_, *swap, [&] { finish_swap_in(*pending, MoveOrder(*swap)); });
       if (failure) abandon_swap_in(*pending);  // again, unless it did not come so far
       failure ? swap->fail(*failure) : swap->succeed(std::move(pending->addresses), std::move(pending->held));

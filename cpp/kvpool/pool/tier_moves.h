@@ -37,13 +37,15 @@
 
 namespace kvpool {
 
+class Executor;
 class Swap;
-class SwapThreads;
+class SwapQueue;
 
 class TierMoves {
  public:
   // All of them outlive this. `pins`: the owner of the pins that swaps return.
-  TierMoves(CacheBlocks& blocks, PromptCache& cache, PoolMemory& memory, PoolGuard& guard, PinOwner& pins);
+  TierMoves(CacheBlocks& blocks, PromptCache& cache, PoolMemory& memory, PoolGuard& guard, PinOwner& pins,
+            Executor& executor);
   ~TierMoves();
   TierMoves(const TierMoves&) = delete;
   TierMoves& operator=(const TierMoves&) = delete;
@@ -72,7 +74,7 @@ class TierMoves {
   // --- the end ---
 
   void set_mover(TierMover* mover);
-  // As in SwapThreads.
+  // As in SwapQueue.
   void refuse() noexcept;
   void close() noexcept;
   // Nothing is copied while the caller holds these locks.
@@ -113,7 +115,7 @@ class TierMoves {
   PoolMemory& memory_;
   PoolGuard& guard_;
   PinOwner& pins_;
-  const std::unique_ptr<SwapThreads> threads_;
+  const std::unique_ptr<SwapQueue> swaps_;
   std::mutex swap_in_mutex_;
   std::mutex reclaim_;
   std::condition_variable swap_in_ended_;  // with the space's lock: a swap in has finished copying

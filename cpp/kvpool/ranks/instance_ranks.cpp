@@ -112,7 +112,8 @@ class OwnRanks final : public InstanceRanks {
   explicit OwnRanks(const RanksHost& host)
       : layout_(host.pool.layout()),
         incarnation_(host.incarnation),
-        channels_(host.routes, executor_, host.writer_quarantine),
+        waits_(host.pool.executor()),
+        channels_(host.routes, waits_, host.writer_quarantine),
         ranks_(make_local_rank_set(channels_)) {
     channels_.start(host.endpoint);
     channels_.on_device_lost([&pool = host.pool](const Error& why) { pool.fail(why); });
@@ -159,12 +160,12 @@ class OwnRanks final : public InstanceRanks {
     channels_.abandon();  // peers that have not answered are left to the writer quarantine
   }
 
-  void stop() noexcept override { executor_.stop(); }
+  void stop() noexcept override { waits_.stop(); }
 
  private:
   const Layout& layout_;  // of the pool
   const std::uint64_t incarnation_;
-  SerialExecutor executor_;  // what waits in one may wait for what goes on in another, of this pool or a peer
+  SerialExecutor waits_;  // what waits in one may wait for what goes on in another, of this pool or a peer
   RankChannels channels_;
   const std::unique_ptr<RankSet> ranks_;
 };

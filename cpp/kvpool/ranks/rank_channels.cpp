@@ -67,7 +67,7 @@ std::shared_ptr<LinkHandler> RankChannels::admit(const std::shared_ptr<Link>& li
   events.on_heard = [this](const RankChannel& heard) { writer_quarantine_.on_writer_gone(heard.peer().incarnation); };
   events.on_device_lost = [this](const Error& why) { on_device_lost_(why); };
   events.run_aside = [this](const void* key, std::function<void()> work) {
-    serial_executor_.run(key, Priority::kBackground, std::move(work));
+    waits_.run(key, Priority::kBackground, std::move(work));
   };
   RankChannel::Memory memory{spans_,
                              [this](std::span<const Address> blocks, std::vector<iovec>& pieces, std::uint64_t bytes) {
@@ -164,8 +164,7 @@ void RankChannels::write(ChannelOrder&& order) {
   for (std::size_t i = 0; i < slots.size(); ++i) {
     const ChannelWrite* const part = &job->order.channels[i];
     const auto failure = failure_of([&] {
-      serial_executor_.run(slots[i].get(), Priority::kPrefill,
-                           [this, job, part, slot = slots[i]] { write_part(job, *part); });
+      waits_.run(slots[i].get(), Priority::kPrefill, [this, job, part, slot = slots[i]] { write_part(job, *part); });
     });
     if (failure) job->take({}, failure);
   }

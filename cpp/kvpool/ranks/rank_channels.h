@@ -50,11 +50,8 @@ class RankChannels {
  public:
   // All arguments outlive this object. start() sets the endpoint from which it connects, which is made after this
   // object.
-  RankChannels(RouteMaker& routes, SerialExecutor& serial_executor, WriterQuarantine& writer_quarantine)
-      : routes_(routes),
-        serial_executor_(serial_executor),
-        writer_quarantine_(writer_quarantine),
-        spans_(routes.memory().spans()) {}
+  RankChannels(RouteMaker& routes, SerialExecutor& waits, WriterQuarantine& writer_quarantine)
+      : routes_(routes), waits_(waits), writer_quarantine_(writer_quarantine), spans_(routes.memory().spans()) {}
   void start(Endpoint& endpoint) noexcept { endpoint_ = &endpoint; }
   // Sets the function to call, from any thread, when the GPU of this memory is lost. Call it before the first channel.
   void on_device_lost(std::function<void(const Error& why)> call) { on_device_lost_ = std::move(call); }
@@ -103,7 +100,7 @@ class RankChannels {
   void look_at_meetings();
 
   RouteMaker& routes_;
-  SerialExecutor& serial_executor_;
+  SerialExecutor& waits_;
   WriterQuarantine& writer_quarantine_;
   Endpoint* endpoint_ = nullptr;
   const MediaSpans spans_;

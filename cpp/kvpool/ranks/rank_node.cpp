@@ -10,7 +10,7 @@
 #include "kvpool/base/failure.h"
 #include "kvpool/base/fork_guard.h"
 #include "kvpool/cuda/order.h"
-#include "kvpool/exec/worker_pool.h"
+#include "kvpool/exec/executor.h"
 #include "kvpool/net/connect/endpoint.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/peers/incarnation.h"
@@ -49,16 +49,19 @@ class RankNodeImpl final : public RankNode {
   RankNodeImpl(const RankOptions& options, LocalMemory memory)
       : options_(options),
         incarnation_(random_incarnation()),
-        tiers_(std::make_unique<RankTiers>(memory, options_.service.worker_threads)),
+        executor_([this](const Error& why) { lose(why); }),
+        tiers_(std::make_unique<RankTiers>(memory, executor_, options_.service.worker_threads)),
         order_(make_order(memory)),
-        routes_(options_.service, std::move(memory), incarnation_,
+        routes_(options_.service, std::move(memory), incarnation_, executor_,
                 [this](const void* key, std::function<void()> work) {
-                  receiving_.run(key, Priority::kDecode, std::move(work));
+                  receives_.run(key, Priority::kDecode, std::move(work));
                 }),
-        workers_(options_.service.worker_threads),
+        copies_(executor_, {options_.service.worker_threads, options_.service.worker_threads}),
+        waits_(executor_),
+        receives_(executor_),
         reactor_(std::make_unique<Reactor>("kvpool-rank")),
-        writer_quarantine_(*reactor_, workers_),
-        channels_(routes_, serial_executor_, writer_quarantine_) {
+        writer_quarantine_(*reactor_, copies_),
+        channels_(routes_, waits_, writer_quarantine_) {
     EndpointOptions endpoint;
     endpoint.secret = options_.service.secret;
     endpoint.trusted_network = options_.service.trusted_network;
@@ -128,13 +131,14 @@ class RankNodeImpl final : public RankNode {
 
   const RankOptions options_;
   const std::uint64_t incarnation_;
+  Executor executor_;
   // Both until it is closed: they keep the GPU's context.
   std::unique_ptr<RankTiers> tiers_;
   std::shared_ptr<const DeviceOrder> order_;  // after all that the GPU has been given; null without one
   RouteMaker routes_;
-  WorkerPool workers_;
-  SerialExecutor serial_executor_;
-  SerialExecutor receiving_;  // what waits in the one may wait for what goes on in the other, at a peer
+  TaskClass copies_;  // between the tiers of this rank
+  SerialExecutor waits_;
+  SerialExecutor receives_;  // what waits in the one may wait for what goes on in the other, at a peer
   std::unique_ptr<Reactor> reactor_;
   WriterQuarantine writer_quarantine_;
   RankChannels channels_;
@@ -245,9 +249,9 @@ void RankNodeImpl::close() noexcept {
     parting->changed.wait_for(lock, kPartingTime, [&] { return parting->clear; });
   }
   channels_.abandon();
-  workers_.stop();
-  serial_executor_.stop();
-  receiving_.stop();
+  copies_.stop();
+  waits_.stop();
+  receives_.stop();
   reactor_->stop();  // its last calls end every link, and make writer quarantine of those who have not answered
   tiers_.reset();    // the scheduler's link was one of them: nothing is moved or ordered any more
   order_.reset();
@@ -262,6 +266,7 @@ void RankNodeImpl::close() noexcept {
     if (!late.empty()) RetainedMemory::keep(routes_.memory().keepalive(), std::move(late));
   });
   if (!failure) routes_.let_go();  // else it is kept for ever
+  executor_.close();
 }
 
 // --- what the scheduler asks ---
@@ -314,9 +319,8 @@ void RankNodeImpl::on_meet(std::uint64_t id, MeetBody&& body) {
   const std::int64_t deadline = deadline_of(body.lifetime_ms);
   const auto kept = std::make_shared<const MeetBody>(std::move(body));
   // It may wait for a peer: not where blocks are copied.
-  serial_executor_.run(kept.get(), Priority::kDecode, [this, id, deadline, kept] {
-    answer(id, failure_of([&] { channels_.meet(*kept, deadline); }));
-  });
+  waits_.run(kept.get(), Priority::kDecode,
+             [this, id, deadline, kept] { answer(id, failure_of([&] { channels_.meet(*kept, deadline); })); });
 }
 
 void RankNodeImpl::on_order(std::uint64_t id, OrderBody&& body) {
@@ -357,7 +361,7 @@ void RankNodeImpl::on_stop(std::uint64_t id) {
 }
 
 void RankNodeImpl::on_copy(std::uint64_t id, CopyBody&& body) {
-  workers_.run(Priority::kDecode, [this, id, body = std::move(body)] {
+  copies_.run(Priority::kDecode, [this, id, body = std::move(body)] {
     const auto failure = failure_of([&] { tiers_->copy(routes_.memory(), body); });
     if (failure && failure->code() == ErrorCode::kDeviceLost) return lose(*failure);
     answer(id, failure);

@@ -18,7 +18,8 @@ std::unique_ptr<DeviceMover> make_mover(const LocalMemory& memory) {
 
 }  // namespace
 
-RankTiers::RankTiers(const LocalMemory& memory, int threads) : team_(threads), mover_(make_mover(memory)) {}
+RankTiers::RankTiers(const LocalMemory& memory, Executor& executor, int threads)
+    : copiers_(executor, threads), mover_(make_mover(memory)) {}
 
 void RankTiers::copy(const LocalMemory& memory, const CopyBody& body) {
   if (body.from.empty()) return;
@@ -35,7 +36,7 @@ void RankTiers::copy(const LocalMemory& memory, const CopyBody& body) {
     return mover_->move(way, body.from.data(), body.to.data(), body.from.size(), std::nullopt);
   }
   const BlockCopier copier(*memory.arena(static_cast<Medium>(source)), *memory.arena(static_cast<Medium>(target)));
-  copier.run(team_, body.from.data(), body.to.data(), body.from.size());
+  copier.run(copiers_.team(), body.from.data(), body.to.data(), body.from.size());
 }
 
 }  // namespace kvpool

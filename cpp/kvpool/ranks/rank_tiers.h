@@ -6,8 +6,8 @@
 
 #include <memory>
 
-#include "kvpool/base/copy.h"
 #include "kvpool/blocks/device_mover.h"
+#include "kvpool/exec/copy_threads.h"
 #include "kvpool/ranks/rank_messages.h"
 #include "kvpool/routes/local_memory.h"
 
@@ -15,8 +15,8 @@ namespace kvpool {
 
 class RankTiers {
  public:
-  // Throws as DeviceMover.
-  RankTiers(const LocalMemory& memory, int threads);
+  // The executor outlives it. Throws as DeviceMover.
+  RankTiers(const LocalMemory& memory, Executor& executor, int threads);
 
   // Copies from one tier to the other. On a GPU, the copy begins after all work that the GPU was given before. Returns
   // when the bytes have arrived. Throws kArgument for blocks that do not exist, or that do not all go the same way, and
@@ -24,7 +24,7 @@ class RankTiers {
   void copy(const LocalMemory& memory, const CopyBody& body);
 
  private:
-  CopyTeam team_;
+  CopyThreads copiers_;
   const std::unique_ptr<DeviceMover> mover_;  // null without a GPU
 };
 

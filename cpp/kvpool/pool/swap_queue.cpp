@@ -1,10 +1,10 @@
-#include "kvpool/pool/swap_threads.h"
+#include "kvpool/pool/swap_queue.h"
 
 #include <utility>
 
 namespace kvpool {
 
-void SwapThreads::run(TierWay way, const std::shared_ptr<Swap>& swap, Work work) {
+void SwapQueue::run(TierWay way, const std::shared_ptr<Swap>& swap, Work work) {
   bool closed = false;
   {
     const std::lock_guard lock(mutex_);
@@ -17,7 +17,7 @@ void SwapThreads::run(TierWay way, const std::shared_ptr<Swap>& swap, Work work)
     unfinished_.erase(swap);
   };
   try {
-    threads_[static_cast<std::size_t>(way)].run(Priority::kPrefill, [forget, work = std::move(work)] {
+    swaps_.run(&keys_[static_cast<std::size_t>(way)], Priority::kPrefill, [forget, work = std::move(work)] {
       work();
       forget();
     });
@@ -27,15 +27,15 @@ void SwapThreads::run(TierWay way, const std::shared_ptr<Swap>& swap, Work work)
   }
 }
 
-void SwapThreads::refuse() noexcept {
+void SwapQueue::refuse() noexcept {
   const std::lock_guard lock(mutex_);
   closed_ = true;
   for (const auto& swap : unfinished_) swap->close();
 }
 
-void SwapThreads::close() noexcept {
+void SwapQueue::close() noexcept {
   refuse();
-  for (WorkerPool& thread : threads_) thread.stop();
+  swaps_.stop();
 }
 
 }  // namespace kvpool

@@ -1,4 +1,4 @@
-// The threads that run swaps for callers that do not wait: one for each direction, started with its first swap.
+// Runs swaps for callers that do not wait: one at a time for each direction.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -10,19 +10,20 @@
 #include <unordered_set>
 
 #include "kvpool/blocks/device_mover.h"
-#include "kvpool/exec/worker_pool.h"
+#include "kvpool/exec/serial_executor.h"
 #include "kvpool/pool/swap_handle.h"
 
 namespace kvpool {
 
-class SwapThreads {
+class SwapQueue {
  public:
   using Work = std::function<void()>;  // throws nothing, and ends the swap
 
-  SwapThreads() = default;
-  ~SwapThreads() { close(); }
-  SwapThreads(const SwapThreads&) = delete;
-  SwapThreads& operator=(const SwapThreads&) = delete;
+  // The executor outlives it.
+  explicit SwapQueue(Executor& executor) : swaps_(executor, {kWays, kWays}) {}
+  ~SwapQueue() { close(); }
+  SwapQueue(const SwapQueue&) = delete;
+  SwapQueue& operator=(const SwapQueue&) = delete;
 
   // Runs the work after earlier work of this direction; in this thread if no other can be started, and after close().
   // Throws std::bad_alloc; then the work does not run.
@@ -33,10 +34,13 @@ class SwapThreads {
   void close() noexcept;
 
  private:
+  static constexpr int kWays = 2;
+
   std::mutex mutex_;
-  std::unordered_set<std::shared_ptr<Swap>> unfinished_;             // under mutex_
-  bool closed_ = false;                                              // under mutex_
-  std::array<WorkerPool, 2> threads_{WorkerPool(1), WorkerPool(1)};  // by TierWay
+  std::unordered_set<std::shared_ptr<Swap>> unfinished_;  // under mutex_
+  bool closed_ = false;                                   // under mutex_
+  std::array<char, kWays> keys_{};                        // by TierWay: their addresses are the keys of swaps_
+  SerialExecutor swaps_;
 };
 
 }  // namespace kvpool
