@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -21,6 +20,7 @@
 #include <vector>
 
 #include "kvpool/base/error.h"
+#include "kvpool/base/signals_blocked.h"
 
 // Kernel constants that older headers lack.
 #ifndef MADV_POPULATE_WRITE
@@ -142,18 +142,14 @@ class Commitment {
 template <typename Work>
 void run_in_threads(int threads, const Work& work) {
   std::vector<std::thread> others;
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
+    const SignalsBlocked blocked;
     for (int i = 1; i < threads; ++i) {
       others.emplace_back(work);
     }
   } catch (const std::exception&) {
     // No thread to be had: those that there are do all of the work.
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   work();
   for (std::thread& other : others) {
     other.join();

@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -13,6 +12,7 @@
 
 #include "kvpool/base/check.h"
 #include "kvpool/base/error.h"
+#include "kvpool/base/signals_blocked.h"
 
 namespace kvpool {
 namespace {
@@ -40,19 +40,14 @@ Heartbeat::Heartbeat(int descriptor, std::int64_t interval_ns, std::int64_t leas
     : interval_ns_(interval_ns), lease_ns_(lease_ns), page_(map_page(descriptor)) {
   KVPOOL_CHECK(interval_ns > 0 && interval_ns < lease_ns);
   word(0).store(now_ns(), std::memory_order_release);
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program, not for ours
+  const SignalsBlocked blocked;
   try {
     running_->thread = std::thread([this] { loop(); });
     pthread_setname_np(running_->thread.native_handle(), "kvpool-beat");
   } catch (const std::system_error& error) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     munmap(page_, kPageBytes);
     throw Error(ErrorCode::kUnsupported, std::string("a heartbeat's thread cannot be started: ") + error.what());
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 Heartbeat::~Heartbeat() {

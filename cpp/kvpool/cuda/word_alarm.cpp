@@ -1,7 +1,6 @@
 #include "kvpool/cuda/word_alarm.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "kvpool/base/error.h"
+#include "kvpool/base/signals_blocked.h"
 #include "kvpool/cuda/poll_backoff.h"
 #include "kvpool/cuda/wait_word.h"
 
@@ -53,24 +53,15 @@ void run() {
   }
 }
 
-// Signals are for the threads of the program.
 void start() {
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const SignalsBlocked blocked;
   try {
     std::thread thread(&run);
     pthread_setname_np(thread.native_handle(), "kvpool-alarm");
     thread.detach();
   } catch (const std::system_error&) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw Error(ErrorCode::kState, "no thread left to see to it that a stream does not wait for ever");
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <time.h>
@@ -16,6 +15,7 @@
 #include "kvpool/base/check.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/fork_guard.h"
+#include "kvpool/base/signals_blocked.h"
 #include "kvpool/net/reactor_loop.h"
 
 namespace kvpool {
@@ -181,12 +181,8 @@ void Reactor::close_descriptors() noexcept {
 }
 
 void Reactor::start_thread(const char* name) {
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const SignalsBlocked blocked;
   const int error = pthread_create(&state_->thread, nullptr, run_thread, state_.get());
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error != 0) fail_errno("thread", error);
   pthread_setname_np(state_->thread, std::string(name).substr(0, 15).c_str());
 }

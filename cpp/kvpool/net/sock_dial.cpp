@@ -2,8 +2,6 @@
 #include <fcntl.h>
 #include <netdb.h>
 #include <poll.h>
-#include <pthread.h>
-#include <signal.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -24,6 +22,7 @@
 
 #include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
+#include "kvpool/base/signals_blocked.h"
 #include "kvpool/net/connection_error.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/net/sock_address.h"
@@ -108,17 +107,12 @@ std::vector<AnySockaddr> resolve(const SockAddress& address, int flags, const Pa
   look_up(*lookup, address.host, port, flags | AI_NUMERICHOST);  // asks no resolver
   if (lookup->error == EAI_NONAME) {
     lookup->done = false;
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
+      const SignalsBlocked blocked;
       std::thread([lookup, host = address.host, port, flags] { look_up(*lookup, host, port, flags); }).detach();
     } catch (const std::system_error&) {
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
       throw Error(ErrorCode::kState, "the kernel gives no thread to resolve \"" + address.host + "\"");
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     std::unique_lock lock(lookup->mutex);
     while (!lookup->found.wait_for(lock, std::chrono::milliseconds(kPollMs), [&] { return lookup->done; })) {
       patience.check();

@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +10,8 @@
 #include <chrono>
 #include <thread>
 #include <utility>
+
+#include "kvpool/base/signals_blocked.h"
 
 namespace kvpool {
 namespace {
@@ -52,10 +53,7 @@ void wait_for_all(std::vector<LateWriter>& writers) noexcept {
 void RetainedMemory::keep(std::shared_ptr<void> memory, std::vector<LateWriter> writers) noexcept {
   kept().fetch_add(1);
   Kept* kept_here = nullptr;
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const SignalsBlocked blocked;
   try {
     kept_here = new Kept{std::move(memory), std::move(writers)};
     std::thread([kept_here] {
@@ -68,7 +66,6 @@ void RetainedMemory::keep(std::shared_ptr<void> memory, std::vector<LateWriter> 
     // Nobody would see the proof: it stays as it is. NOLINTNEXTLINE(clang-analyzer-cplusplus.NewDeleteLeaks)
     if (kept_here == nullptr) static_cast<void>(new (std::nothrow) std::shared_ptr<void>(std::move(memory)));
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 std::size_t RetainedMemory::count() noexcept { return kept().load(); }

@@ -1,13 +1,13 @@
 #include "kvpool/routes/cuda_ipc/registered_peer_memory.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <chrono>
 #include <exception>
 #include <string>
 #include <utility>
 
+#include "kvpool/base/signals_blocked.h"
 #include "kvpool/routes/write_in_parts.h"
 
 namespace kvpool {
@@ -107,23 +107,17 @@ bool RegisteredPeerMemory::begin(std::size_t medium) {
     if (stage != Stage::kIdle) return stage == Stage::kReady;
     stage = Stage::kBegun;
   }
-  // Signals are the application's threads' to handle.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const SignalsBlocked blocked;
   try {
     registrars_[medium] = std::thread([shared = shared_, medium] {
       pthread_setname_np(pthread_self(), "kvpool-register");
       shared->run(medium);
     });
   } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     const std::lock_guard lock(shared_->mutex);
     stage = Stage::kIdle;
     throw;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   return false;
 }
 

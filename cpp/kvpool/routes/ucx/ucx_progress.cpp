@@ -1,7 +1,6 @@
 #include "kvpool/routes/ucx/ucx_progress.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -10,6 +9,7 @@
 #include <system_error>
 
 #include "kvpool/base/error.h"
+#include "kvpool/base/signals_blocked.h"
 
 namespace kvpool {
 namespace {
@@ -25,15 +25,11 @@ UcxProgress::UcxProgress() : epoll_(epoll_create1(EPOLL_CLOEXEC)), wake_(eventfd
   epoll_event event{};
   event.events = EPOLLIN;
   if (epoll_ >= 0 && wake_ >= 0 && epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event) == 0) {
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const SignalsBlocked blocked;
     try {
       thread_ = std::make_unique<std::thread>([this] { run(); });
     } catch (const std::system_error&) {
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
   if (thread_ == nullptr) {
     if (epoll_ >= 0) close(epoll_);
