@@ -52,10 +52,10 @@ class Survivor:
 
     def greet(self, victim: Victim, name: str = "victim") -> None:
         """The victim comes; a victim that was there before under that name need not have been noticed as gone."""
-        known = {peer.epoch for peer in self.pool.peers.list()}
+        known = {peer.incarnation for peer in self.pool.peers.list()}
         options = self.options | {"name": name}
         victim("pool = big_pool(**options)\npool.peers.connect(where, timeout=60)", where=self.address, options=options)
-        eventually(lambda: any(peer.name == name and peer.epoch not in known for peer in self.pool.peers.list()))
+        eventually(lambda: any(peer.name == name and peer.incarnation not in known for peer in self.pool.peers.list()))
 
 
 @contextlib.contextmanager

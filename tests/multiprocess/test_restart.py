@@ -42,7 +42,7 @@ def test_a_server_that_is_restarted_is_met_again_every_time(route, place, near_n
                 where = victim(made, options=options, where=where)
                 # The old one may not have been noticed yet: no peer of ours is called twice, and none is the dead one.
                 assert call(pool, where) == "victim"
-                epochs.add(pool.peers.list()[0].epoch)
+                epochs.add(pool.peers.list()[0].incarnation)
                 stamp(pool, addrs, life)
                 if old:
                     with pytest.raises((kvpool.NotOwner, kvpool.PeerLost)):
