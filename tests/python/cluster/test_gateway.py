@@ -30,6 +30,7 @@ class SlowEtcd(http.server.ThreadingHTTPServer):
         self.ttl_s = 5  # of every lease
         self.keys: list[dict[str, str]] = []
         self.asked: list[str] = []
+        self.revoking: list[tuple[int, dict[str, object]]] = []  # answers to lease/revoke, before those that grant it
 
     @property
     def options(self) -> Options:
@@ -56,6 +57,8 @@ class _Answer(http.server.BaseHTTPRequestHandler):
                 status, answer = 401, {"code": 16, "message": "etcdserver: invalid auth token"}
             else:
                 status, answer = 400, {"code": 3, "message": "etcdserver: user name is empty"}
+        elif path == "lease/revoke" and self.server.revoking:
+            status, answer = self.server.revoking.pop(0)
         content = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
@@ -127,6 +130,18 @@ def test_a_lease_that_etcd_does_not_know_yet_is_not_gone_while_its_key_stands(et
     assert renewer._renew(7) == 0.0
     assert renewer._lease is None
     assert capfd.readouterr().out == '{"gone": 7}\n'
+
+
+def test_a_lease_that_etcd_has_not_any_more_counts_as_revoked_whatever_the_text_says(etcd, kept):
+    renewer, _ = kept
+    etcd.checked.set()
+    renewer._id_lease = 8
+    etcd.revoking = [
+        (503, {"code": 14, "message": "etcdserver: no leader; lease not found"}),  # to be asked again
+        (404, {"code": 5, "message": "no such lease"}),
+    ]
+    renewer._revoke()
+    assert etcd.asked.count("lease/revoke") == 3  # twice for the first lease
 
 
 def test_a_password_is_given_more_time_than_the_question(etcd):

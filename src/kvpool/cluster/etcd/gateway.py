@@ -22,14 +22,23 @@ __all__ = ["AUTHENTICATE_S", "Denied", "Gateway", "NoAnswer", "Options", "Stream
 AUTHENTICATE_S: Final = 5.0  # for etcd to check a password, where the caller can wait
 _BODY_BYTES_MAX: Final = 256 << 20  # 4,000 members with records of 64 KiB
 _LINE_BYTES_MAX: Final = 64 << 20
-_UNAUTHENTICATED: Final = 16  # codes of gRPC
+_NOT_FOUND: Final = 5  # this and those below are codes of gRPC
+_UNAUTHENTICATED: Final = 16
 _DENYING: Final = {3, 7, _UNAUTHENTICATED}
 _OLD_TOKEN: Final = ("revision of auth store is old", "user name is empty")  # with the code of a bad argument
 _AUTH_IS_OFF: Final = 9
 
 
 class NoAnswer(Exception):
-    """No endpoint answered in time, or all reported a temporary failure."""
+    """No endpoint answered in time, or all reported a temporary failure.
+
+    Attributes:
+        is_missing: The last endpoint says that what the request names does not exist.
+    """
+
+    def __init__(self, why: str, *, is_missing: bool = False) -> None:
+        super().__init__(why)
+        self.is_missing = is_missing
 
 
 class Denied(Exception):
@@ -119,7 +128,7 @@ class Gateway:
         until = time.monotonic() + timeout_s
         tries = 1 if endpoint is not None else len(self._options.hosts)
         with self._lock:
-            why = "no time left"
+            why, is_missing = "no time left", False
             for left in range(tries, 0, -1):
                 if endpoint is not None and endpoint != self._at:
                     self._move_to(endpoint)
@@ -129,10 +138,10 @@ class Gateway:
                 try:
                     return self._ask_authenticated(path, body, time.monotonic() + share_s, authenticate_s)
                 except NoAnswer as error:
-                    why = f"{self.address}: {error}"
+                    why, is_missing = f"{self.address}: {error}", error.is_missing
                     if endpoint is None:
                         self._move_to(self._at + 1)
-            raise NoAnswer(why)
+            raise NoAnswer(why, is_missing=is_missing)
 
     def stream(self, path: str, body: dict[str, Any], timeout_s: float) -> Stream:
         """Sends a request to the endpoint that answered last, and returns its endless stream of answers.
@@ -300,7 +309,9 @@ class _Failed(Exception):
         return self.code == _UNAUTHENTICATED or any(one in str(self) for one in _OLD_TOKEN)
 
     def public(self) -> NoAnswer | Denied:
-        return Denied(str(self)) if self.code in _DENYING else NoAnswer(str(self))
+        if self.code in _DENYING:
+            return Denied(str(self))
+        return NoAnswer(str(self), is_missing=self.code == _NOT_FOUND)
 
 
 def _failure(status: int, content: bytes) -> _Failed:

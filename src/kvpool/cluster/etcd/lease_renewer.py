@@ -168,7 +168,7 @@ class LeaseRenewer:
         try:
             self._ask("lease/revoke", {"ID": str(lease)}, until)
         except NoAnswer as error:
-            if "lease not found" not in str(error):
+            if not error.is_missing:
                 raise
 
     def _mark_ended(self, until: float) -> None:
