@@ -82,10 +82,13 @@ void copy_streaming(std::span<const CopyPiece> pieces) noexcept {
 // What the others still have takes no longer than a grain or a part, and to sleep and be woken takes as long.
 constexpr std::chrono::microseconds kSpin{50};
 
+// How long a borrowed thread looks for another batch.
+constexpr std::chrono::microseconds kStay{10};
+
 // Returns whether `over` came true.
 template <class Over>
-bool spin_until(const Over& over) noexcept {
-  const auto end = std::chrono::steady_clock::now() + kSpin;
+bool spin_until(const Over& over, std::chrono::microseconds longest) noexcept {
+  const auto end = std::chrono::steady_clock::now() + longest;
   while (!over()) {
     if (std::chrono::steady_clock::now() >= end) return false;
   }
@@ -121,6 +124,7 @@ struct CopyTeam::Impl {
   std::condition_variable job_done;
   std::condition_variable given_back;
   Job* jobs = nullptr;
+  std::atomic<bool> has_jobs{false};  // as `jobs` says, for a look without the lock
   int borrowed = 0;
 };
 
@@ -167,11 +171,20 @@ void CopyTeam::Impl::remove(Job& job) noexcept {
   if (*link != nullptr) {
     *link = job.next;
   }
+  has_jobs.store(jobs != nullptr, std::memory_order_release);
 }
 
 void CopyTeam::Impl::work() noexcept {
+  const auto next = [this] { return has_jobs.load(std::memory_order_acquire); };
   std::unique_lock lock(mutex);
-  while (jobs != nullptr) {
+  for (;;) {
+    if (jobs == nullptr) {  // who copies one batch after another needs not wake a thread for each
+      lock.unlock();
+      const bool more = spin_until(next, kStay);
+      lock.lock();
+      if (jobs == nullptr && more) continue;
+      if (jobs == nullptr) break;
+    }
     Job& job = *jobs;
     job.workers.fetch_add(1, std::memory_order_relaxed);
     while (do_some(job, lock)) {
@@ -199,6 +212,7 @@ void CopyTeam::Impl::run(Job& job, std::size_t helpers) noexcept {
       last = &(*last)->next;
     }
     *last = &job;
+    has_jobs.store(true, std::memory_order_release);
     wanted = std::min(static_cast<std::size_t>(workers_max - borrowed), helpers);
     borrowed += static_cast<int>(wanted);
   }
@@ -211,7 +225,7 @@ void CopyTeam::Impl::run(Job& job, std::size_t helpers) noexcept {
   }
   lock.unlock();
   const auto over = [&job] { return job.workers.load(std::memory_order_acquire) == 0; };
-  if (spin_until(over)) return;
+  if (spin_until(over, kSpin)) return;
   lock.lock();
   job_done.wait(lock, over);
 }
