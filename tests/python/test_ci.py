@@ -457,6 +457,9 @@ def test_files_that_declare_a_name_twice_are_not_compiled_together(tmp_path, one
     assert unity.grouped(files, unity.Sources([]), 1) == [[file] for file in files]
 
 
+HAS_THREADS = r"std::(j?thread|async|mutex)|pthread_|fork\(|posix_spawn|ucx_kit|(peer|child)_process\.h"
+
+
 def test_most_cpp_tests_run_under_threadsanitizer_too():
     """Those that do not say so, and the program of all tests ends when such a case starts a thread."""
     tests = sorted((ROOT / "tests" / "cpp").glob("*_test.cpp"))
@@ -464,7 +467,7 @@ def test_most_cpp_tests_run_under_threadsanitizer_too():
     assert {"radix_tree_test.cpp", "sim_test.cpp"} <= left_out
     assert len(left_out) < len(tests) / 2
     for file in tests:
-        if re.search(r"std::(j?thread|async|mutex)|pthread_|fork\(|posix_spawn|ucx_kit|(peer|child)_process\.h", file.read_text()):
+        if re.search(HAS_THREADS, file.read_text()):
             assert file.name not in left_out
 
 
