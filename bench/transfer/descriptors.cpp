@@ -27,6 +27,7 @@
 #include "kvpool/net/reactor.h"
 #include "kvpool/routes/host/cma_route.h"
 #include "kvpool/routes/host/memory_route.h"
+#include "kvpool/routes/tracers.h"
 
 namespace {
 
@@ -135,7 +136,7 @@ class Peer {
  public:
   Peer() : pid_(fork()) {
     if (pid_ == 0) {
-      allow_cma_writers();
+      allow_tracers();
       while (true) pause();
     }
     pidfd_ = static_cast<int>(syscall(SYS_pidfd_open, pid_, 0));
