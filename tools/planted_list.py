@@ -287,6 +287,24 @@ BUGS: Final[tuple[Bug, ...]] = (
         build="thread",
     ),
     Bug(
+        "cap-for-nothing",
+        "exec",
+        "tasks beyond what their class has reserved are not counted: a burst of large writes takes every thread (12)",
+        _cpp("exec/executor.cpp", "(of.running < of.limits.reserved || shared < options.shared)", "true"),
+        ("executor_test.cpp", "pool_executor_test.cpp"),
+    ),
+    Bug(
+        "freed-under-a-frame",
+        "transfer",
+        "a peer that is proved gone leaves a frame in the socket, and it is placed in a block that has a new owner (1)",
+        _cpp(
+            "transfer/receiver.cpp",
+            "late->second.being_placed = is_placed_now(late->second.addresses);",
+            "late->second.being_placed = false;",
+        ),
+        ("recall_test.cpp", "fetch_test.cpp"),
+    ),
+    Bug(
         "never-forgiven",
         "control",
         "an instance that failed once gets no request any more (4)",

@@ -1,6 +1,5 @@
-// The threads of one pool, under one cap. Every task belongs to a class of tasks (large writes, swaps, answers to
-// peers,
-// ...), and no class can occupy the threads that another needs:
+// The threads of one pool, under one cap. Every task belongs to a class (large writes, swaps, answers to peers, ...),
+// and no class can occupy the threads that another needs:
 //
 //   reserved     so many tasks of a class can always run at once, whatever the other classes do
 //   most         more than that never run at once
