@@ -161,6 +161,17 @@ TEST_CASE("a proof that the writer is gone frees no block in which this process 
   CHECK(kit.session->counts().promised == 0);
 }
 
+TEST_CASE("an answer that comes while the deadline of a recall is being dealt with frees the blocks") {
+  Owner kit;
+  const Addresses lent = kit.lend(kLoan, 2);
+  // The cancellation goes out before the blocks are taken back, and the peer answers at once.
+  const RecallResult result =
+      kit.recall(lent, [&](std::uint64_t id) { kit.link->at_once = [&kit, id] { kit.reply(kRecallVerb, id); }; });
+  CHECK(same(result, 0, 2, 0));
+  CHECK(kit.count(BlockState::kFree) == 16);
+  CHECK(kit.session->counts().promised == 0);
+}
+
 TEST_CASE("a peer that says that it writes none of them any more has no more of them") {
   Owner kit;
   const Addresses lent = kit.lend(kLoan, 2);

@@ -107,14 +107,14 @@ void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
   total_us_ = elapsed_us();
   const std::shared_ptr<WaitWord> word = std::move(word_);
   const std::shared_ptr<HeldBlocks> held = held_;
-  lock.unlock();
   const bool gives_back = may_still_write || (error && frees_on_failure_);
   if (gives_back && held != nullptr) held->take_over();
-  // First this: the answer may come at any time, and finds either the fetch or the quarantine.
+  // Under the lock: the answer may come at any time, and finds either the fetch or the quarantine.
   if (may_still_write) {
     room_.mapped().held = held;
     session_->receiver().quarantine(std::move(room_));
   }
+  lock.unlock();
   session_->calls().forget(id_);
   if (!may_still_write) {
     BlockHost& blocks = session_->host().blocks();

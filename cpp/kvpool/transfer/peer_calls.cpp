@@ -178,10 +178,10 @@ class PeerCalls::Begun final : public PendingAnswer {
   }
   std::int64_t on_tick(std::int64_t now_ns) override {
     if (now_ns < until_ns_) return until_ns_;
+    const Error late = calls_.too_late(verb_);  // first: memory may run out, and the next tick tries again
     if (!claim()) return kNever;
     calls_.forget(id_);
     calls_.cancel(verb_, id_);
-    const Error late = calls_.too_late(verb_);
     done_(nullptr, &late);
     return kNever;
   }

@@ -219,20 +219,21 @@ ArrivedContent* Receiver::content_to_lent(std::uint64_t id) {
 }
 
 void Receiver::on_placed(std::uint64_t id, bool intact) {
-  std::optional<Error> failure;
-  if (const std::unique_ptr<StagingBuffer> staging_buffer = std::move(staging_buffer_);
-      staging_buffer != nullptr && intact) {
-    failure = failure_of([&] { staging_buffer->land(); });
+  const std::unique_ptr<StagingBuffer> staging_buffer = std::move(staging_buffer_);
+  try {
+    if (staging_buffer != nullptr && intact) staging_buffer->land();
+  } catch (...) {
+    end_placing(id, false);
+    throw;
   }
-  end_placing(id, intact && !failure);
-  if (failure) throw Error(*failure);
+  end_placing(id, intact);
 }
 
 void Receiver::on_passed(std::uint64_t id, bool intact) { end_placing(id, intact); }
 
 void Receiver::end_placing(std::uint64_t id, bool intact) {
   const std::lock_guard lock(mutex_);
-  end_placing(id);
+  forget_placement(id);
   if (const auto arrived = arrived_.find(id); arrived != arrived_.end()) {
     static_cast<void>(arrived->second.end_placing(intact));
     return;

@@ -115,6 +115,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void check_lent(std::span<const Address> addresses) const;
   // At most `most` of the blocks that are lent to the peer.
   std::vector<Address> some_lent(std::size_t most) const;
+  // Before a recall with this number is sent, and when it ends without end_recall(). The first throws std::bad_alloc.
+  void expect_recall(std::uint64_t id);
+  void forget_recall(std::uint64_t id) noexcept;
   // Takes back those of these blocks that are still lent. `writer_ended`: the peer has said that it no longer writes
   // any of them. `room`: of the recall, with room for all addresses.
   RecallResult end_recall(QuarantineRoom&& room, std::span<const Address> addresses, bool writer_ended) noexcept;
@@ -175,7 +178,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   bool may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry);
   Placement admit(Placement placement, std::vector<Address>&& blocks, std::uint64_t payload_bytes);
   bool is_placed_now(std::span<const Address> blocks) const noexcept;
-  void end_placing(std::uint64_t id) noexcept;
+  void forget_placement(std::uint64_t id) noexcept;
   void end_placing(std::uint64_t id, bool intact);
   ArrivedContent* content_to_lent(std::uint64_t id);
   void forget_content(std::uint64_t id) noexcept;
@@ -209,6 +212,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   // By transfer without a reservation whose content was placed in lent blocks, or dropped; until it completes.
   ArrivedMap arrived_;
   std::vector<PlacedNow> placed_now_;
+  std::map<std::uint64_t, bool> recalls_;  // that have not ended here; whether the peer has said, late, that it is over
   std::unordered_map<Address, Lent> lent_;  // quarantined from the loss of the link until the writer is gone
   Quarantine quarantined_;
   // Blocks in reservations, lent or quarantined for the peer, and of requests that are being answered.

@@ -38,11 +38,25 @@ std::vector<Address> Receiver::some_lent(std::size_t most) const {
   return some;
 }
 
+void Receiver::expect_recall(std::uint64_t id) {
+  const std::lock_guard lock(mutex_);
+  recalls_.emplace(id, false);
+}
+
+void Receiver::forget_recall(std::uint64_t id) noexcept {
+  const std::lock_guard lock(mutex_);
+  recalls_.erase(id);
+}
+
 RecallResult Receiver::end_recall(QuarantineRoom&& room, std::span<const Address> addresses,
                                   bool writer_ended) noexcept {
   RecallResult result;
   std::vector<Address>& taken = room.mapped().addresses;
   const std::lock_guard lock(mutex_);
+  if (const auto recall = recalls_.find(room.key() & ~kRecallBit); recall != recalls_.end()) {
+    writer_ended = writer_ended || recall->second;
+    recalls_.erase(recall);
+  }
   if (lost_) return result;  // what was lent is free, or in quarantine
   for (const Address address : addresses) {
     const auto entry = lent_.find(address);
@@ -70,8 +84,10 @@ RecallResult Receiver::end_recall(QuarantineRoom&& room, std::span<const Address
   return result;
 }
 
+// Between the deadline and end_recall(), another thread may bring the answer: then that frees the blocks.
 void Receiver::on_recall_over(std::uint64_t id) {
   const std::lock_guard lock(mutex_);
+  if (const auto recall = recalls_.find(id); recall != recalls_.end()) recall->second = true;
   release_quarantined(id | kRecallBit);
 }
 
@@ -83,7 +99,7 @@ bool Receiver::is_placed_now(std::span<const Address> blocks) const noexcept {
 }
 
 // A payload has arrived in its blocks; frees those that were taken back meanwhile. REQUIRES: mutex_ is held.
-void Receiver::end_placing(std::uint64_t id) noexcept {
+void Receiver::forget_placement(std::uint64_t id) noexcept {
   const auto placed = std::ranges::find_if(placed_now_, [&](const PlacedNow& one) { return one.transfer == id; });
   if (placed == placed_now_.end()) return;
   placed_now_.erase(placed);

@@ -191,9 +191,8 @@ void Session::handle(Message&& message) {
     case FrameKind::kRefused:
       return calls_->on_message(std::move(message));
     case FrameKind::kLeave:
-      on_leave();
-      if (!by_ranks_) receiver_->on_drained();
-      return;
+      if (!by_ranks_) receiver_->on_drained();  // first: the rest may find no memory
+      return on_leave();
     default:
       throw Error(ErrorCode::kProtocol,
                   "a frame of kind " + std::to_string(static_cast<int>(message.kind)) + " is not a message");

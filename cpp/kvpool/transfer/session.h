@@ -163,6 +163,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void measure(const std::vector<Question>& questions, const Waiting& waiting);
   void stop_writing(const Error& why, PartingState to);
   void after_write() noexcept;
+  void check_may_write();
   void note_broken(const Error& error) noexcept;
   void handle(Message&& message);
   bool handle_later(Message& message);

@@ -91,14 +91,23 @@ void Session::begin_recall(std::vector<Address> addresses, std::int64_t until_ns
   asked->room.mapped().addresses.reserve(addresses.size());
   asked->addresses = std::move(addresses);
   asked->done = std::move(done);
-  calls_->begin(kRecallVerb, id, write_addresses(asked->addresses), until_ns,
-                [asked, receiver = receiver_](const Message*, const Error* error) {
-                  const bool late = error != nullptr && error->code() == ErrorCode::kDeadline;
-                  if (error != nullptr && !late) return asked->done(nullptr, error);
-                  const RecallResult result =
-                      receiver->end_recall(std::move(asked->room), asked->addresses, /*writer_ended=*/!late);
-                  asked->done(&result, nullptr);
-                });
+  receiver_->expect_recall(id);
+  try {
+    calls_->begin(kRecallVerb, id, write_addresses(asked->addresses), until_ns,
+                  [asked, id, receiver = receiver_](const Message*, const Error* error) {
+                    const bool late = error != nullptr && error->code() == ErrorCode::kDeadline;
+                    if (error != nullptr && !late) {
+                      receiver->forget_recall(id);
+                      return asked->done(nullptr, error);
+                    }
+                    const RecallResult result =
+                        receiver->end_recall(std::move(asked->room), asked->addresses, /*writer_ended=*/!late);
+                    asked->done(&result, nullptr);
+                  });
+  } catch (...) {
+    receiver_->forget_recall(id);
+    throw;
+  }
 }
 
 // --- the borrower ---

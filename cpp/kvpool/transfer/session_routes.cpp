@@ -173,7 +173,16 @@ void Session::after_write() noexcept {
   let_go();
 }
 
-// Throws std::bad_alloc; then nothing is written, and job.done is not called.
+// A write is counted first, and then looks whether it may begin: a thread that has stopped the writes sees it counted,
+// or it sees that they are stopped. REQUIRES: writes_ counts this one.
+void Session::check_may_write() {
+  if (!lost()) return;
+  writes_.fetch_sub(1);
+  after_write();
+  throw_lost();
+}
+
+// Throws std::bad_alloc, or as throw_lost(); then nothing is written, and job.done is not called.
 void Session::write(WriteJob&& job) {
   job.peer = peer_.incarnation;
   job.done = [self = shared_from_this(), done = std::move(job.done)](const WriteOutcome& outcome, const Error* error) {
@@ -183,10 +192,12 @@ void Session::write(WriteJob&& job) {
     self->after_write();
   };
   writes_.fetch_add(1);
+  check_may_write();
   try {
     host_.write(std::move(job));
   } catch (...) {
     writes_.fetch_sub(1);
+    after_write();
     throw;
   }
 }
@@ -201,6 +212,7 @@ void Session::write_here(WriteJob&& job) {
     done(outcome, error);
   };
   writes_.fetch_add(1);
+  check_may_write();
   try {
     host_.write_here(std::move(job));
   } catch (...) {
