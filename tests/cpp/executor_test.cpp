@@ -23,6 +23,7 @@
 
 #include "child_process.h"
 #include "failing_alloc.h"
+#include "kvpool/base/event_loop.h"
 #include "thrown.h"
 
 namespace kvpool {
@@ -401,9 +402,16 @@ TEST_CASE("a caller does the work where the kernel gives no thread, unless a thr
     const bool here = ran_in == std::this_thread::get_id();
     served.run(Priority::kPrefill, [&] { ran_in = std::this_thread::get_id(); });
     const bool waits = served.waiting() == 1;
+    std::thread::id left_to;
+    in_event_loop = true;
+    alone.run(Priority::kPrefill, [&] { left_to = std::this_thread::get_id(); });
+    in_event_loop = false;
+    const bool left = alone.waiting() == 1;
     held.go(0);
     served.stop();
-    return here && waits && ran_in != std::this_thread::get_id() ? 0 : 1;
+    alone.stop();
+    const std::thread::id here_id = std::this_thread::get_id();
+    return here && waits && left && ran_in != here_id && left_to != here_id && left_to != std::thread::id() ? 0 : 1;
   });
   CHECK((status == 0 || status == test::kChildSkipped));
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kvpool/base/check.h"
+#include "kvpool/base/event_loop.h"
 #include "kvpool/base/fork_guard.h"
 #include "kvpool/base/signals_blocked.h"
 #include "kvpool/exec/fair_queue.h"
@@ -32,11 +33,10 @@ struct Executor::Class {
 
 // Invariants, under `mutex`
 //   E3  Each class has at most `most` tasks running, and all classes together at most `options.shared` beyond what they
-//   have
-//       reserved: `shared` counts these.
+//       have reserved: `shared` counts these.
 //   E4  No thread is idle while a class has a waiting task that may begin.
-//   E5  A class with waiting tasks has a running one: each task that ends takes the next one that may begin, so that a
-//       queue never stands still.
+//   E5  A class with waiting tasks has a running one, or, when an event loop gave them and no thread could be started,
+//       another class has: each task that ends takes the next one that may begin, so that a queue never stands still.
 struct Executor::Impl {
   struct Thread {
     ~Thread() {
@@ -68,6 +68,7 @@ struct Executor::Impl {
   void loop(Thread& self) noexcept;
 
   const OnEscape on_escape;
+  const Error thrown{ErrorCode::kState, "a task has thrown, and no memory was left to say what"};
   const ExecutorOptions options;
   const std::uint32_t generation = fork_generation();
   std::mutex mutex;
@@ -152,7 +153,11 @@ void Executor::Impl::run_escaping(const Task& task) noexcept {
   } catch (const Error& error) {
     tell(error);
   } catch (const std::exception& error) {
-    tell(Error(ErrorCode::kState, std::string("a task has thrown: ") + error.what()));
+    try {
+      tell(Error(ErrorCode::kState, std::string("a task has thrown: ") + error.what()));
+    } catch (const std::bad_alloc&) {  // of the text: tell() throws nothing
+      tell(thrown);
+    }
   }
 }
 
@@ -193,7 +198,8 @@ bool Executor::Impl::give(Class& of, Task& task, bool may_wait, std::uint64_t pe
   if (of.stopped) return false;
   if (may_begin(of)) {
     if (hand_to_thread(of, task, ended)) return true;
-    if (of.running == 0) return false;
+    const bool others_look = in_event_loop && !threads.empty();  // each, when its task ends
+    if (of.running == 0 && !others_look) return false;
   }
   if (!may_wait) return false;
   of.queue.add(peer, priority, std::move(task));

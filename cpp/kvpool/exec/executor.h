@@ -41,7 +41,7 @@ struct TaskLimits {
 };
 
 struct ExecutorOptions {
-  int shared = 64;
+  int shared = 96;
   std::chrono::milliseconds linger{1000};
   std::size_t stay = 2;  // so many idle threads
 };
@@ -79,7 +79,8 @@ class TaskClass {
 
   // Runs the task in a thread of the executor, as soon as the limits let it. `peer` is only an identity: it names the
   // peer for which the work is done. After stop(), and when the kernel gives no thread while none works for this class,
-  // runs it here and now. Throws std::bad_alloc: then it does not run; and kFork.
+  // runs it here and now; but an event loop (base/event_loop.h) leaves it to the next thread that is free, if there is
+  // any thread at all. Throws std::bad_alloc: then it does not run; and kFork.
   void run(std::uint64_t peer, Priority priority, Task task);
   // For work that belongs to no peer.
   void run(Priority priority, Task task) { run(0, priority, std::move(task)); }

@@ -17,6 +17,10 @@ void SerialExecutor::run(const void* key, Priority priority, Task work) {
     tasks_.run(priority, [this, key] { run_next(key); });
   } catch (const std::bad_alloc&) {
     run_next(key);  // others may have given theirs meanwhile
+  } catch (const Error&) {
+    const std::lock_guard lock(mutex_);
+    waiting_.erase(key);
+    throw;
   }
 }
 

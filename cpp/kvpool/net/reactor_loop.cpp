@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "kvpool/base/clock.h"
+#include "kvpool/base/event_loop.h"
 #include "kvpool/net/reactor.h"
 
 namespace kvpool {
@@ -193,6 +194,9 @@ std::int64_t waking_time(std::int64_t at_ns) noexcept {
   return at_ns > INT64_MAX - kTimerGridNs ? INT64_MAX : (at_ns + kTimerGridNs - 1) / kTimerGridNs * kTimerGridNs;
 }
 
-void run_reactor(ReactorState& state) noexcept { Loop(state).run(); }
+void run_reactor(ReactorState& state) noexcept {
+  in_event_loop = true;
+  Loop(state).run();
+}
 
 }  // namespace kvpool

@@ -25,8 +25,8 @@ class SwapQueue {
   SwapQueue(const SwapQueue&) = delete;
   SwapQueue& operator=(const SwapQueue&) = delete;
 
-  // Runs the work after earlier work of this direction; in this thread if no other can be started, and after close().
-  // Throws std::bad_alloc; then the work does not run.
+  // Runs the work after earlier work of this direction; in this thread if no other runs swaps or can be started, and
+  // after close(). Throws std::bad_alloc; then the work does not run.
   void run(TierWay way, const std::shared_ptr<Swap>& swap, Work work);
   // Closes all swaps that have not begun to move bytes, and all later ones. Does not wait. Idempotent, as is close().
   void refuse() noexcept;
