@@ -189,7 +189,7 @@ def test_a_swap_behind_work_that_stalls_is_cancelled_and_lets_its_pool_close(on_
     on_fake("""
 import threading
 let_go = threading.Event()
-waits = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: let_go.wait(60))
+waits = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: let_go.wait(2))  # the driver unmaps memory behind it
 stream = ctypes.c_void_p(new_stream())
 pool = small_pool(device="cuda")
 store(pool, prompt(4))

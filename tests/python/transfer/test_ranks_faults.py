@@ -52,7 +52,7 @@ def test_an_instance_without_its_ranks_says_so(scheduler: kvpool.Pool) -> None:
         with pytest.raises(kvpool.Busy, match="1 of 2 ranks of this instance have joined"):
             scheduler.peers.connect(where)
         with pytest.raises((kvpool.Busy, kvpool.DeadlineExceeded)):  # whichever comes first at the end of its time
-            other.peers.connect(scheduler.peers.listen(f"unix:@kvpool-ranks-early-2-{os.getpid()}"))
+            other.peers.connect(scheduler.peers.listen(f"unix:@kvpool-ranks-early-2-{os.getpid()}"), timeout=2.0)
         with pytest.raises(kvpool.DeadlineExceeded, match=r"ranks \[1\] have not joined"):
             scheduler.ranks.wait(0.05)
         assert [rank.joined for rank in scheduler.ranks.list()] == [True, False]
