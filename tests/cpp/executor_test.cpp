@@ -30,10 +30,10 @@ namespace kvpool {
 namespace {
 
 // Tasks that tell that they have begun, and end when they are let go.
-class Held {
+class HeldTasks {
  public:
-  explicit Held(std::size_t n) : tasks_(n) {}
-  ~Held() {
+  explicit HeldTasks(std::size_t n) : tasks_(n) {}
+  ~HeldTasks() {
     go_all();
     while (running_ > 0) usleep(100);  // what a task that has begun still touches is here
   }
@@ -84,7 +84,7 @@ void wait_for_threads(const Executor& executor, int count) {
 
 TEST_CASE("a class runs no more tasks at once than its limit, and the others wait") {
   Executor executor;
-  Held held(5);
+  HeldTasks held(5);
   TaskClass tasks(executor, {1, 2});
   for (std::size_t i = 0; i < 5; ++i) tasks.run(Priority::kPrefill, held.task(i));
   held.wait_begun(0);
@@ -103,8 +103,8 @@ TEST_CASE("a class runs no more tasks at once than its limit, and the others wai
 
 TEST_CASE("no class occupies the threads that another has reserved, and what is shared goes in turns") {
   Executor executor({}, {.shared = 2});
-  Held flood(8);
-  Held few(3);
+  HeldTasks flood(8);
+  HeldTasks few(3);
   TaskClass flooding(executor, {1, 64});
   TaskClass other(executor, {1, 64});
   CHECK(executor.threads_max() == 4);
@@ -130,8 +130,8 @@ TEST_CASE("no class occupies the threads that another has reserved, and what is 
 
 TEST_CASE("a task that may begin waits for no other class's task to end") {
   Executor executor({}, {.shared = 1});
-  Held held(3);
-  Held one(1);
+  HeldTasks held(3);
+  HeldTasks one(1);
   TaskClass first(executor, {1, 3});
   TaskClass second(executor, {1, 3});
   for (std::size_t i = 0; i < 3; ++i) first.run(Priority::kPrefill, held.task(i));
@@ -149,7 +149,7 @@ TEST_CASE("a task that may begin waits for no other class's task to end") {
 
 TEST_CASE("stop runs what waits, in order, and what comes later runs in its caller's thread") {
   Executor executor;
-  Held held(1);
+  HeldTasks held(1);
   std::vector<int> order;  // of one thread
   TaskClass tasks(executor, {1, 1});
   tasks.run(Priority::kPrefill, held.task(0));
@@ -170,7 +170,7 @@ TEST_CASE("stop runs what waits, in order, and what comes later runs in its call
 
 TEST_CASE("close ends every class and every thread") {
   auto executor = std::make_unique<Executor>();
-  Held held(3);
+  HeldTasks held(3);
   std::atomic<int> ran{0};
   TaskClass first(*executor, {1, 1});
   TaskClass second(*executor, {2, 2});
@@ -235,7 +235,7 @@ TEST_CASE("tasks give tasks, to their own class and to another") {
 
 TEST_CASE("a task puts another behind those that wait, also while the class stops") {
   Executor executor;
-  Held held(1);
+  HeldTasks held(1);
   std::vector<int> order;  // of one thread
   TaskClass tasks(executor, {1, 1});
   const Task hold = held.task(0);
@@ -254,7 +254,7 @@ TEST_CASE("a task puts another behind those that wait, also while the class stop
 
 TEST_CASE("try_run runs a task in another thread at once, or not at all") {
   Executor executor({}, {.shared = 0});
-  Held held(2);
+  HeldTasks held(2);
   TaskClass tasks(executor, {1, 2});
   CHECK(tasks.try_run(held.task(0)));
   held.wait_begun(0);
@@ -312,7 +312,7 @@ TEST_CASE("threads that have nothing to do end, and others begin when there is w
   Executor executor({}, {.linger = std::chrono::milliseconds(1), .stay = 0});
   TaskClass tasks(executor, {1, 4});
   for (int round = 0; round < 10; ++round) {
-    Held held(4);
+    HeldTasks held(4);
     for (std::size_t i = 0; i < 4; ++i) tasks.run(Priority::kPrefill, held.task(i));
     for (std::size_t i = 0; i < 4; ++i) held.wait_begun(i);
     CHECK(executor.threads() == 4);
@@ -325,7 +325,7 @@ TEST_CASE("the last threads stay") {
   Executor executor({}, {.linger = std::chrono::milliseconds(1), .stay = 2});
   TaskClass tasks(executor, {1, 5});
   for (int round = 0; round < 3; ++round) {
-    Held held(5);
+    HeldTasks held(5);
     for (std::size_t i = 0; i < 5; ++i) tasks.run(Priority::kPrefill, held.task(i));
     for (std::size_t i = 0; i < 5; ++i) held.wait_begun(i);
     held.go_all();
@@ -372,7 +372,7 @@ TEST_CASE("memory that runs out when a thread is to begin leaves the caller's si
 TEST_CASE("memory that runs out for a task that has to wait leaves it undone, and the others whole") {
   const int threw = testing::fail_each_allocation([](auto&& fail) {
     Executor executor;
-    Held held(1);
+    HeldTasks held(1);
     TaskClass tasks(executor, {1, 1});
     tasks.run(Priority::kPrefill, held.task(0));
     std::atomic<int> ran{0};
@@ -389,7 +389,7 @@ TEST_CASE("a caller does the work where the kernel gives no thread, unless a thr
   if (!test::kChildMayStartThreads) return;
   const int status = test::run_in_child([] {
     Executor executor;
-    Held held(1);
+    HeldTasks held(1);
     TaskClass served(executor, {1, 4});
     TaskClass alone(executor, {1, 4});
     served.run(Priority::kPrefill, held.task(0));
@@ -437,7 +437,7 @@ TEST_CASE("threads block all signals, and leave the mask of who gives a task") {
 TEST_CASE("a forked child is told, and ends without the parent's threads and locks") {
   auto executor = std::make_unique<Executor>();
   auto tasks = std::make_unique<TaskClass>(*executor, TaskLimits{1, 1});
-  Held held(1);
+  HeldTasks held(1);
   tasks->run(Priority::kPrefill, held.task(0));
   held.wait_begun(0);
   const int status = test::run_in_child([&] {

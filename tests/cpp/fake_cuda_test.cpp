@@ -47,11 +47,11 @@ struct Gpu {
 };
 
 // Work of a stream that stands until it is let go.
-class Held {
+class HeldStream {
  public:
-  Held(const FakeCuda& cuda, CuStream stream) {
+  HeldStream(const FakeCuda& cuda, CuStream stream) {
     const auto wait = [](void* argument) {
-      auto& self = *static_cast<Held*>(argument);
+      auto& self = *static_cast<HeldStream*>(argument);
       while (!self.open_) std::this_thread::sleep_for(std::chrono::microseconds(100));
     };
     REQUIRE(cuda.find<int(CuStream, void (*)(void*), void*)>("cuLaunchHostFunc")(stream, wait, this) == 0);
@@ -108,7 +108,7 @@ TEST_CASE("the legacy default stream and the streams that block wait for each ot
   CuEvent event = nullptr;
   REQUIRE(driver.event_create(&event, 2) == 0);
   const auto stands = [&](CuStream first, CuStream second) {
-    Held held(cuda, first);
+    HeldStream held(cuda, first);
     REQUIRE(driver.event_record(event, second) == 0);
     dawdle();
     const bool stood = driver.event_query(event) == kCudaNotReady;
@@ -147,7 +147,7 @@ TEST_CASE("a stream takes so much, and then its caller waits; others do not") {
   const CuStream stream = gpu.stream(1);
   const CuStream other = gpu.stream(1);
   const CuPointer memory = gpu.plain(64);
-  Held held(cuda, stream);
+  HeldStream held(cuda, stream);
   for (int i = 0; i < 1023; ++i) REQUIRE(driver.memset_async(memory, 1, 64, stream) == 0);
   CHECK(cuda.count("callers held up") == 0);
   std::atomic<bool> taken{false};
@@ -174,7 +174,7 @@ TEST_CASE("a stream that is destroyed goes on, and what takes memory away waits 
   const CuPointer from = gpu.plain(64);
   const CuPointer to = gpu.plain(64);
   const CuStream stream = gpu.stream(1);
-  Held held(cuda, stream);
+  HeldStream held(cuda, stream);
   REQUIRE(driver.memset_async(from, 7, 64, stream) == 0);
   REQUIRE(driver.memcpy_async(to, from, 64, stream) == 0);
   REQUIRE(driver.stream_destroy(stream) == 0);  // returns, though the stream stands
@@ -288,7 +288,7 @@ TEST_CASE("host memory is registered once, where it is mapped, and a copy does n
   const CuPointer memory = gpu.plain(64);
   const CuStream stream = gpu.stream(1);
   cuda.set("unmap_waits", 0);
-  Held held(cuda, stream);
+  HeldStream held(cuda, stream);
   REQUIRE(driver.memcpy_async(reinterpret_cast<CuPointer>(host + kPage), memory, 64, stream) == 0);
   CHECK(driver.mem_host_unregister(host + kPage) == 0);
   CHECK(driver.mem_host_unregister(host + kPage) == 713);
@@ -331,7 +331,7 @@ TEST_CASE("each thread has a per-thread default stream to itself") {
   const Gpu gpu;
   const CudaDriver& driver = gpu.driver();
   const auto per_thread = reinterpret_cast<CuStream>(std::uintptr_t{2});
-  Held held(cuda, per_thread);
+  HeldStream held(cuda, per_thread);
   std::thread other([&] {
     const CurrentContext current(*gpu.context, "a test");
     CHECK(driver.stream_synchronize(per_thread) == 0);  // though the other thread's stands
@@ -372,7 +372,7 @@ TEST_CASE("what an event was recorded for is what is waited for, whatever become
   CuEvent event = nullptr;
   REQUIRE(driver.event_create(&event, 2) == 0);
   CHECK(driver.event_query(event) == 0);  // never recorded
-  Held held(cuda, first);
+  HeldStream held(cuda, first);
   REQUIRE(driver.event_record(event, first) == 0);
   REQUIRE(driver.stream_wait_event(second, event, 0) == 0);
   REQUIRE(driver.event_record(event, second) == 0);
