@@ -131,7 +131,10 @@ def problems(folder: Path, files: dict[str, bytes], name: str = f"kvpool-{LABELL
 
 
 def test_a_wheel_that_is_as_it_should_be_passes(tmp_path):
-    assert problems(tmp_path, contents(Path(_core.__file__).read_bytes())) == []
+    built = _core.build_info()["cuda_kernels"].split()
+    # The module of the tests has kernels for one generation of GPUs: then that is the only thing wrong.
+    wrong = [] if built in ([], wheel_check.TARGETS) else [f"has GPU code for: {' '.join(built)}"]
+    assert problems(tmp_path, contents(Path(_core.__file__).read_bytes())) == wrong
 
 
 @pytest.mark.parametrize(
