@@ -1,7 +1,7 @@
 # KVPOOL_SANITIZE -> KVPOOL_SANITIZE_FLAGS, for the compiler and the linker alike. The first fault ends the program.
 # KVPOOL_SANITIZE_TEST_FLAGS follow them for the files of the tests, which compile in half the time without optimisation.
-# Checks of the undefined that cost a third of the compiler's time and find little beside AddressSanitizer are left out:
-# a null pointer faults when it is used, and what is used beyond or after its object's life is found there.
+# Three checks of undefined behaviour take a third of the compiler's time and are left out: a null pointer faults when it
+# is used, and AddressSanitizer finds accesses outside an object or after its life.
 set(KVPOOL_SANITIZE_FLAGS "")
 set(KVPOOL_SANITIZE_TEST_FLAGS "")
 if(KVPOOL_SANITIZE STREQUAL "address")

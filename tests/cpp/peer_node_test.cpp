@@ -64,7 +64,7 @@ ServiceOptions options_of(const std::string& name) {
   return options;
 }
 
-TEST_CASE("the service of a node ends before the memory of its pool goes, whoever ends it") {
+TEST_CASE("the service of a node ends before its pool frees its memory, whichever of them is closed first") {
   for (const bool by_pool : {false, true}) {
     CAPTURE(by_pool);
     Noted noted;

@@ -67,7 +67,7 @@ def test_only_hbm_can_be_matched_into(into, error):
 
 
 def test_many_threads_find_what_others_move():
-    """Each hit is whole and in HBM, whoever swaps it in or out meanwhile."""
+    """Each hit is whole and in HBM while other threads swap it in and out."""
     with small_pool(audit=False) as pool:
         stamps = Stamps(pool)
         stamps.write(store(pool, prompt(4)), range(4))

@@ -9,6 +9,7 @@
 #include <system_error>
 
 #include "kvpool/base/error.h"
+#include "kvpool/base/event_loop.h"
 #include "kvpool/base/signals_blocked.h"
 
 namespace kvpool {
@@ -131,6 +132,7 @@ void UcxProgress::serve(std::uint64_t watch) noexcept {
 }
 
 void UcxProgress::run() noexcept {
+  in_event_loop = true;
   std::array<epoll_event, 16> events{};
   for (;;) {
     const int n = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), -1);
