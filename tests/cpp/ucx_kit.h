@@ -5,9 +5,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <signal.h>
-#include <spawn.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,7 +16,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,6 +26,7 @@
 #include "kvpool/routes/ucx/ucx_context.h"
 #include "kvpool/routes/ucx/ucx_route.h"
 #include "kvpool/routes/ucx/ucx_worker.h"
+#include "new_process.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -52,127 +50,27 @@ inline const std::string& ucx_place() {
   return place;
 }
 
-// When a process that runs alone is taken to hang.
-inline constexpr std::chrono::seconds kAloneMax{300};
-
-// LeakSanitizer searches the memory when a process exits, in a tracing process. Sometimes the tracer crashes on what
-// UCX's threads have left there; then the process reports a failure that the test did not cause, or waits forever for
-// the tracer. Such a run is repeated, the last time without the search for leaks. `status`: as end_of().
-inline constexpr int kTriesAlone = 3;
-inline bool leak_check_died([[maybe_unused]] const std::optional<int>& status, const std::string& said) {
-#if defined(__SANITIZE_ADDRESS__)
-  if (!status) return true;
-#endif
-  return said.find("LeakSanitizer has encountered a fatal error") != std::string::npos ||
-         said.find("Tracer caught signal") != std::string::npos;
-}
-
-// What a process writes to its standard error.
-class ErrorOutput {
- public:
-  ErrorOutput() : file_(memfd_create("ucx_test_errors", MFD_CLOEXEC)) {
-    REQUIRE(file_ >= 0);
-    REQUIRE(posix_spawn_file_actions_init(&actions_) == 0);
-    REQUIRE(posix_spawn_file_actions_adddup2(&actions_, file_, STDERR_FILENO) == 0);
-  }
-  ~ErrorOutput() {
-    posix_spawn_file_actions_destroy(&actions_);
-    ::close(file_);
-  }
-  ErrorOutput(const ErrorOutput&) = delete;
-  ErrorOutput& operator=(const ErrorOutput&) = delete;
-
-  const posix_spawn_file_actions_t* actions() const { return &actions_; }
-  // Hands it on to this process's standard error. Once the other has ended.
-  std::string pass_on() const {
-    std::string said;
-    std::array<char, 4096> part{};
-    for (ssize_t got = 0; (got = pread(file_, part.data(), part.size(), static_cast<off_t>(said.size()))) > 0;) {
-      said.append(part.data(), static_cast<std::size_t>(got));
-    }
-    std::fwrite(said.data(), 1, said.size(), stderr);
-    return said;
-  }
-
- private:
-  int file_;
-  posix_spawn_file_actions_t actions_{};
-};
-
-inline std::string asan_options_without_leaks() {
-  const char* options = std::getenv("ASAN_OPTIONS");
-  return "ASAN_OPTIONS=" + (options == nullptr ? std::string() : options + std::string(":")) + "detect_leaks=0";
-}
-
-// How the process ends; nothing, and it is killed, when it hangs.
-inline std::optional<int> end_of(pid_t child) {
-  const auto until = std::chrono::steady_clock::now() + kAloneMax;
-  int status = 0;
-  for (;;) {
-    const pid_t ended = waitpid(child, &status, WNOHANG);
-    REQUIRE(ended >= 0);
-    if (ended == child) return status;
-    if (std::chrono::steady_clock::now() > until) break;
-    usleep(5000);
-  }
-  MESSAGE("process ", child, " hangs, and is killed");
-  kill(child, SIGKILL);
-  REQUIRE(waitpid(child, &status, 0) == child);
-  return std::nullopt;
-}
-
 // Runs this test case again, alone, in a new process with these variables set; true there, false here. Skips with a
 // message where there is no UCX. `load` false: the test loads it itself.
 inline bool alone(const char* test, const std::vector<std::string>& variables = {}, bool load = true) {
-  if (std::getenv("KVPOOL_TEST_ALONE") != nullptr) {
-    if (!load) return true;
-    try {
-      describe_ucx(ucx_place());
-    } catch (const Error& error) {
-      REQUIRE(error.code() == ErrorCode::kUnsupported);
-      const std::string why = error.what();
-      MESSAGE("skipped: ", why);
-      return false;
-    }
-    return true;
-  }
-  REQUIRE(std::strpbrk(test, ",*") == nullptr);  // doctest would run other cases, or none
-  std::vector<std::string> words{"/proc/self/exe", std::string("-tc=") + test, "-m"};
-  std::vector<std::string> set{"KVPOOL_TEST_ALONE=1", "KVPOOL_UCX=" + ucx_place()};
+  std::vector<std::string> set{"KVPOOL_UCX=" + ucx_place()};
   set.insert(set.end(), variables.begin(), variables.end());
 #if defined(__SANITIZE_THREAD__)
   set.emplace_back(
       "UCX_MEM_EVENTS=n");  // or UCX would patch the code of mmap, and ThreadSanitizer has done that already
 #endif
-  std::vector<char*> arguments;
-  arguments.reserve(words.size() + 1);
-  for (std::string& word : words) arguments.push_back(word.data());
-  arguments.push_back(nullptr);
-  std::vector<char*> environment;
-  environment.reserve(256);
-  for (std::string& variable : set) environment.push_back(variable.data());
-  for (char** variable = environ; *variable != nullptr; ++variable) {
-    // The rest of UCX's settings are the test's to make.
-    if (std::strncmp(*variable, "UCX_", 4) != 0 && std::strncmp(*variable, "KVPOOL_UCX=", 11) != 0) {
-      environment.push_back(*variable);
-    }
+  // The rest of UCX's settings are the test's to make.
+  if (!in_new_process(test, set, {"UCX_", "KVPOOL_UCX="})) return false;
+  if (!load) return true;
+  try {
+    describe_ucx(ucx_place());
+  } catch (const Error& error) {
+    REQUIRE(error.code() == ErrorCode::kUnsupported);
+    const std::string why = error.what();
+    MESSAGE("skipped: ", why);
+    return false;
   }
-  environment.push_back(nullptr);
-  std::string without_leaks = asan_options_without_leaks();
-  std::optional<int> status;
-  bool again = true;
-  for (int i = 0; i < kTriesAlone && again; ++i) {
-    if (i == kTriesAlone - 1)
-      environment.insert(environment.begin(), without_leaks.data());  // the first of a name counts
-    const ErrorOutput errors;
-    pid_t child = 0;
-    REQUIRE(posix_spawn(&child, words[0].c_str(), errors.actions(), nullptr, arguments.data(), environment.data()) ==
-            0);
-    status = end_of(child);
-    again = leak_check_died(status, errors.pass_on());
-  }
-  CHECK(status == 0);
-  return false;
+  return true;
 }
 
 // A pool's memory as the transport sees it, in a file that processes share or in plain memory.
