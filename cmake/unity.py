@@ -40,37 +40,58 @@ def declared(text: str) -> frozenset[str]:
 
 
 class Sources:
-    """What files declare themselves, and what the headers that they include declare."""
+    """What files declare themselves, and what the headers that they include declare.
+
+    A set of files is an integer with a bit for each: some ten thousand pairs are compared.
+    """
 
     def __init__(self, roots: list[Path]) -> None:
         self._roots = roots
+        self._bits: dict[Path, int] = {}
+        self._names: dict[str, int] = {}  # the files that declare each
         self.own = lru_cache(maxsize=None)(self._own)
         self.included = lru_cache(maxsize=None)(self._included)
         self.clash = lru_cache(maxsize=None)(self._clash)
+        self._direct = lru_cache(maxsize=None)(self._directly_included)
+        self._text = lru_cache(maxsize=None)(Path.read_text)
+        self._sights = lru_cache(maxsize=None)(self._seen_by)
 
     def _own(self, file: Path) -> frozenset[str]:
-        return declared(file.read_text())
+        return declared(self._text(file))
+
+    def _directly_included(self, file: Path) -> list[Path]:
+        places = [[root / name for root in (file.parent, *self._roots)] for name in INCLUDE.findall(self._text(file))]
+        return [found for found in (next(filter(Path.is_file, each), None) for each in places) if found is not None]
 
     def _included(self, file: Path) -> frozenset[Path]:
         found: set[Path] = set()
         waiting = [file]
         while waiting:
-            here = waiting.pop()
-            for name in INCLUDE.findall(here.read_text()):
-                header = next((root / name for root in (here.parent, *self._roots) if (root / name).is_file()), None)
-                if header is not None and header not in found:
-                    found.add(header)
-                    waiting.append(header)
+            new = [header for header in self._direct(waiting.pop()) if header not in found]
+            found.update(new)
+            waiting += new
         return frozenset(found)
+
+    def _bit(self, file: Path) -> int:
+        """Of this file, whose names are known from now on."""
+        if file not in self._bits:
+            self._bits[file] = 1 << len(self._bits)
+            for name in self.own(file):
+                self._names[name] = self._names.get(name, 0) | self._bits[file]
+        return self._bits[file]
+
+    def _seen_by(self, file: Path) -> tuple[int, frozenset[str]]:
+        """The file with all that it includes, and every name there."""
+        files = self.included(file) | {file}
+        return sum(self._bit(each) for each in files), frozenset().union(*(self.own(each) for each in files))
 
     def _clash(self, one: Path, other: Path) -> bool:
         """Whether a name has one meaning in one file, or in a header of it alone, and another in the other file."""
         if self.own(one) & self.own(other):
             return True
-        mine, theirs = self.included(one) | {one}, self.included(other) | {other}
-        names_here = frozenset().union(*(self.own(file) for file in mine - theirs))
-        names_there = frozenset().union(*(self.own(file) for file in theirs - mine))
-        return bool(names_here & names_there)
+        (mine, names_here), (theirs, names_there) = self._sights(one), self._sights(other)
+        here, there = mine & ~theirs, theirs & ~mine
+        return any(self._names[name] & here and self._names[name] & there for name in names_here & names_there)
 
 
 def grouped(files: list[Path], sources: Sources, at_most: int) -> list[list[Path]]:
