@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 DONE := $(VENV)/done
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+# Each of some thousand processes would compile kvpool and the tests anew, which takes longer than many a test.
+unexport PYTHONDONTWRITEBYTECODE
 
 REPORTS := build/reports
 CPP_SOURCES := $(shell find cpp bindings cuda third_party cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml

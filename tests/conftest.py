@@ -64,6 +64,20 @@ def group_of(path: Path) -> str | None:
     return None
 
 
+# What the calls of `make python-test` choose by -m. A call does not even read the files of another group: each worker
+# reads all that its call may run, and what they import takes longer than many a test.
+CALLS: dict[str, str | None] = {"waiting": "waiting", "alone": "alone", "not waiting and not alone": None}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    chosen = config.getoption("markexpr")
+    if chosen not in CALLS or collection_path.suffix != ".py":
+        return None
+    if any(collection_path == Path(config.rootpath, named.partition("::")[0]) for named in config.args):
+        return None  # somebody has named it
+    return True if group_of(collection_path) != CALLS[chosen] else None
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "waiting: mostly waits (WAITING of tests/conftest.py)")
     config.addinivalue_line("markers", "alone: must not run beside other tests (ALONE of tests/conftest.py)")

@@ -32,10 +32,16 @@ def test_good():
 """
 
 
-def run_pytest(folder: Path, content: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+SKIPPED_WHOLE = "import pytest\npytest.importorskip('no_such_module')"
+
+
+def run_pytest(
+    folder: Path, *options: str, files: dict[str, str], **environment: str
+) -> subprocess.CompletedProcess[str]:
     shutil.copy(ROOT / "tests" / "conftest.py", folder)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    (folder / "test_it.py").write_text(content)
+    for name, content in files.items():
+        (folder / name).write_text(content)
     base = {name: value for name, value in os.environ.items() if not name.startswith(("KVPOOL_", "PYTEST_"))}
     return subprocess.run(
         [
@@ -58,36 +64,37 @@ def run_pytest(folder: Path, content: str, *options: str, **environment: str) ->
     )
 
 
+# One run each: a pytest takes a second of a processor to start, and each of its workers another.
 WAYS = pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "workers"])
+FILES = {"test_it.py": SKIPPING, "test_whole.py": SKIPPED_WHOLE}
 
 
 @WAYS
-def test_a_skip_without_a_good_reason_fails_in_ci(tmp_path, options):
-    run = run_pytest(tmp_path, SKIPPING, *options, KVPOOL_CI="1")
+def test_a_skip_without_a_good_reason_fails_in_ci_and_is_told_again(tmp_path, options):
+    """One of a test, and one of a whole file."""
+    report = tmp_path / "reports" / "python.xml"
+    options = ("--continue-on-collection-errors", f"--junitxml={report}", *options)
+    run = run_pytest(tmp_path, *options, files=FILES, KVPOOL_CI="1")
     assert run.returncode == 1
-    assert "1 failed, 1 passed, 1 skipped, 1 xfailed" in run.stdout
-    assert "not in FAIR_SKIPS" in run.stdout
+    assert "1 failed, 1 passed, 1 skipped, 1 xfailed, 1 error" in run.stdout
+    assert run.stdout.count("skipped for a reason that is not in FAIR_SKIPS") >= 2
     assert "not today" in run.stdout
-
-
-@WAYS
-def test_a_file_that_is_skipped_whole_fails_in_ci(tmp_path, options):
-    content = "import pytest\npytest.importorskip('no_such_module')"
-    assert run_pytest(tmp_path, content, *options).returncode == 5
-    run = run_pytest(tmp_path, content, *options, KVPOOL_CI="1")
-    assert run.returncode not in (0, 5)
     assert "no_such_module" in run.stdout
+    told = failures(report.parent)
+    assert "== python.xml: 2 failed\n" in told
+    assert "test_it::test_unfair\n" in told
+    assert "not in FAIR_SKIPS" in told
 
 
 def test_a_skip_passes_on_a_developers_machine(tmp_path):
-    run = run_pytest(tmp_path, SKIPPING)
+    run = run_pytest(tmp_path, files=FILES)
     assert run.returncode == 0
-    assert "1 passed, 2 skipped, 1 xfailed" in run.stdout
+    assert "1 passed, 3 skipped, 1 xfailed" in run.stdout
 
 
 def test_a_test_with_an_address_in_its_name_is_refused(tmp_path):
     content = "import pytest\n@pytest.mark.parametrize('it', [1], ids=[repr(object())])\ndef test_it(it):\n    pass\n"
-    run = run_pytest(tmp_path, content)
+    run = run_pytest(tmp_path, files={"test_it.py": content})
     assert run.returncode == 4
     assert "must be the same in every process" in run.stdout + run.stderr
 
@@ -199,9 +206,9 @@ def test_a_part_that_dies_says_so(tmp_path):
 
 
 def test_a_part_that_hangs_is_killed_with_what_it_started(tmp_path):
-    run, reports = run_parts(tmp_path, 'test "$KVPOOL_SHARD" != 2/3 || { sleep 600 & wait; }', seconds=5)
+    run, reports = run_parts(tmp_path, 'test "$KVPOOL_SHARD" != 2/3 || { sleep 600 & wait; }', seconds=3)
     assert run.returncode == 1
-    assert "killed after 5 s" in reports["cpp-it-2of3.txt"]
+    assert "killed after 3 s" in reports["cpp-it-2of3.txt"]
 
 
 DOCTEST = """[doctest] run with "--help" for options
@@ -241,16 +248,6 @@ def test_what_failed_in_cpp_is_told_again(tmp_path):
 def test_a_cpp_run_that_died_shows_its_last_words(tmp_path):
     (tmp_path / "cpp-asan-2of2.txt").write_text("card fuzz: KVPOOL_SEED=7\nSegmentation fault\n")
     assert failures(tmp_path).strip() == "== cpp-asan-2of2.txt: 1 failed\nSegmentation fault"
-
-
-def test_what_failed_in_python_is_told_again(tmp_path):
-    run = run_pytest(
-        tmp_path, SKIPPING, KVPOOL_CI="1", PYTEST_ADDOPTS=f"--junitxml={tmp_path / 'reports' / 'python.xml'}"
-    )
-    assert run.returncode == 1
-    told = failures(tmp_path / "reports")
-    assert "== python.xml: 1 failed\ntest_it::test_unfair\n" in told
-    assert "not in FAIR_SKIPS" in told
 
 
 def test_a_run_without_failures_is_silent(tmp_path):
@@ -513,3 +510,18 @@ def test_members_of_an_etcd_do_not_wait_for_a_lease_to_begin():
     """Two seconds of each of some 150 tests: only what is about a new etcd begins with one."""
     new = [path.name for path in TEST_FILES if re.search(r"EtcdPlace\([^)]*new=True", path.read_text())]
     assert new == ["test_long_lease.py"]
+
+
+@pytest.mark.parametrize(("call", "chosen"), CONFTEST.CALLS.items())
+def test_a_call_reads_the_files_of_its_group_alone(call, chosen):
+    class Config:
+        rootpath, args = ROOT, ["tests/python/test_alloc.py::test_it"]
+
+        def getoption(self, _name):
+            return call
+
+    files = [path for path in TEST_FILES if path.name.startswith("test_")]
+    read = {path for path in files if not CONFTEST.pytest_ignore_collect(path, Config())}
+    named = ROOT / "tests" / "python" / "test_alloc.py"
+    assert read == {path for path in files if CONFTEST.group_of(path) == chosen} | {named}
+    assert f'-m "{call}" ' in recipe_of("python-test") or f"-m {call} " in recipe_of("python-test")
