@@ -252,7 +252,18 @@ def test_every_figure_of_a_run_is_shown_on_a_narrow_terminal(command, monkeypatc
 @pytest.mark.timeout(400)
 def test_the_command_works_from_the_root_of_the_repository():
     """The only run here with real instances; what they do is tested in test_pd_designs.py and beside it."""
-    run = [sys.executable, "-m", "examples.pd_disaggregated", "run", "--workload", "documents", "--sessions", "1"]
+    run = [
+        sys.executable,
+        "-m",
+        "examples.pd_disaggregated",
+        "run",
+        "--workload",
+        "documents",
+        "--sessions",
+        "1",
+        "--rate",
+        "50",
+    ]
     root = Path(__file__).resolve().parents[2]
     ended = subprocess.run(run, cwd=root, capture_output=True, text=True, timeout=360, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from gpu_memory import DeviceArray, fake_array, is_fake
@@ -127,14 +127,10 @@ def run_script(
 
     Ctrl-C works there, also when this process runs in the background, where shells have SIGINT ignored.
     """
-    prelude = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    prelude = "import signal, warnings; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    prelude += "warnings.filterwarnings('ignore', 'This process', DeprecationWarning)\n"  # of forks beside threads
     prelude += "import kvpool, numpy as np, kit\n"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])}
-    run = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-W", "error", "-W", "ignore:This process:DeprecationWarning", "-c",
-         prelude + code],
-        capture_output=True, text=True, timeout=timeout, env=environment, check=False,
-    )  # fmt: skip
+    run = forked.run(prelude + code, timeout=timeout, environment=dict(os.environ))
     if check:
         assert (run.returncode, run.stderr) == (0, ""), run.stdout + run.stderr
     return run

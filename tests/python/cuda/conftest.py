@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 from kit import DEVICE
-
-TESTS = Path(__file__).resolve().parents[1]
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def run_script(code: str, timeout: float, **variables: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(Path(__file__).parent), str(TESTS), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-W", "error", "-c", "from fake import *\n" + code],
-        capture_output=True, text=True, timeout=timeout, env=os.environ | {"PYTHONPATH": path} | variables, check=False,
-    )  # fmt: skip
+    prelude = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom fake import *\n"
+    done = forked.run(prelude + code, timeout=timeout, environment=os.environ | variables)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return done
 

@@ -306,7 +306,7 @@ def test_a_rank_on_a_gpu_that_is_killed_loses_its_instance_and_no_block_of_a_pee
         addrs = a.scheduler.alloc(4)
         a.put(addrs.tolist(), 10)
         for member in a.members:
-            member("fake.fake_cuda_set(b'delay_us', 1_000_000)")  # a write is long under way
+            member("fake.fake_cuda_set(b'delay_us', 100_000)")  # of 32 pieces: the write is under way for seconds
         handle = a.scheduler.transfer("b", addrs)
         a.members[1].kill(signal.SIGKILL)
         assert isinstance(handle.exception(60), kvpool.PeerLost)

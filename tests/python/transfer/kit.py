@@ -21,7 +21,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from kit import DEVICE, prompt, small_layout, small_pool, state_of, store
@@ -94,19 +94,16 @@ class Remote:
 
 
 class Child(Remote):
-    """One that is started with an interpreter of its own."""
+    """One that is forked by a process that has the imports of this module."""
 
     def __init__(self, **variables: str) -> None:
         """`variables`: of its environment, in place of those of this process."""
         ours, theirs = socket.socketpair()
-        folder = str(Path(__file__).parents[1])
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)])} | variables
-        code = f"from transfer.kit import serve; serve({theirs.fileno()})"
-        self.process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-W", "error", "-c", code],
-            pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        theirs.close()
+        with theirs, open(os.devnull) as nothing:
+            self.process = forked.start(
+                "from transfer.kit import serve\nserve(descriptors[0])",
+                environment=os.environ | variables, files=[nothing.fileno(), 1, 2], descriptors=[theirs.fileno()],
+            )  # fmt: skip
         super().__init__(ours)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
