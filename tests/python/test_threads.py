@@ -28,7 +28,7 @@ from kvpool import DRAM, HBM, MIXED
 
 THREADS = 8
 OPERATIONS = 1_000_000  # a thread
-SECONDS_MAX = None if LONG else 6
+SECONDS_MAX = None if LONG else 3
 WORDS = 64  # of 8 bytes, in a block
 
 
