@@ -115,6 +115,37 @@ TEST_CASE("what this process itself may still be placing is not the caller's bef
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 
+// As when disconnect() ends the calls in one thread while the link ends in another.
+TEST_CASE("a peer is watched as long as calls are being ended, for the destinations of a fetch may be among them") {
+  SessionKit kit;
+  std::optional<bool> watched;
+  const auto end_link = [&](const Message*, const Error*) {
+    if (watched) return;
+    kit.session->on_closed(Error(ErrorCode::kPeerLost, "killed"));
+    watched = kit.session->awaits_proof();
+  };
+  // Before and behind the fetch: in whatever order they end, one ends before it.
+  kit.session->calls().begin(kAbandonVerb, 900, {}, kit.host.now + kMs, end_link);
+  const auto fetch = kit.session->fetch(fetch_for(kit, 2), /*frees_on_failure=*/true);
+  kit.session->calls().begin(kAbandonVerb, 901, {}, kit.host.now + kMs, end_link);
+  kit.session->stop_writing(Error(ErrorCode::kPeerLost, "closed here"));
+  CHECK(failure(*fetch) == ErrorCode::kPeerLost);
+  CHECK(watched == true);
+  CHECK(kit.count(BlockState::kQuarantined) == 2);
+  CHECK(kit.session->awaits_proof());
+  kit.session->on_writer_gone();
+  CHECK(kit.count(BlockState::kFree) == 16);
+  CHECK_FALSE(kit.session->awaits_proof());
+}
+
+TEST_CASE("a peer is not watched once the calls have ended and nothing is in quarantine") {
+  SessionKit kit;
+  kit.session->stop_writing(Error(ErrorCode::kPeerLost, "closed here"));
+  CHECK(kit.session->awaits_proof());
+  kit.session->on_closed(Error(ErrorCode::kPeerLost, "killed"));
+  CHECK_FALSE(kit.session->awaits_proof());
+}
+
 TEST_CASE("a fetch that a peer asks for is pushed, or refused, and what is read is held") {
   SessionKit kit;
   const Addresses from = alloc(*kit.pool, 2);

@@ -253,6 +253,7 @@ void Session::stop_writing(const Error& why, PartingState to) {
   }
   // In this order: unmapping a GPU's memory waits for streams, and these may wait for a fetch to end.
   calls_->end(why);
+  calls_ended_.store(true);
   for (const auto& route : routes) route->close();
   for (const auto& route : routes) {
     if (auto one = route->let_go()) open_there.push_back(std::move(one));

@@ -96,8 +96,11 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // Called with proof that this incarnation of the peer no longer writes here: its process has exited, or has said so
   // when it came back.
   void on_writer_gone() override;
+  // Until this side's calls have ended, one of them may be a fetch whose destinations are about to be quarantined. So
+  // this looks there before it looks into the quarantine.
   bool awaits_proof() const override {
-    return !peer_drained() && (!parting_.reached(PartingState::kSettled) || receiver_->counts().quarantined > 0);
+    return !peer_drained() &&
+           (!parting_.reached(PartingState::kSettled) || !calls_ended_.load() || receiver_->counts().quarantined > 0);
   }
 
   bool said_over() const noexcept override { return peer_drained(); }
@@ -196,8 +199,9 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   const std::shared_ptr<RequestBytes> deferred_ = std::make_shared<RequestBytes>();  // what waits for it
   std::atomic<std::uint32_t> pushes_{0};  // fetches of the peer that are under way
   std::atomic<bool> heard_{false};
-  Parting parting_;                  // of this side's writes, and of the link
-  Parting peer_parting_;             // of the peer's writes here
+  std::atomic<bool> calls_ended_{false};  // by stop_writing(), perhaps in another thread than the end of the link
+  Parting parting_;                       // of this side's writes, and of the link
+  Parting peer_parting_;                  // of the peer's writes here
   std::atomic<bool> broken_{false};  // a write of this side may never be known to have ended: see on_route_broken()
   std::atomic<std::uint32_t> writes_{0};
   // By pair of media, from and to: it has been or is being measured, or needs no measuring.
