@@ -299,7 +299,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "a peer that is proved gone leaves a frame in the socket, and it is placed in a block that has a new owner (1)",
         _cpp(
             "transfer/receiver.cpp",
-            "late->second.being_placed = is_placed_now(late->second.addresses);",
+            "late->second.being_placed = placements_.is_placed_now(late->second.addresses);",
             "late->second.being_placed = false;",
         ),
         ("recall_test.cpp", "fetch_test.cpp"),

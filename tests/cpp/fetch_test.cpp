@@ -96,6 +96,16 @@ TEST_CASE("the destinations of a fetch are the caller's again only when the owne
     kit.session->on_placed(placement.token, true);
     CHECK(kit.count(BlockState::kFree) == 16);
   }
+  SUBCASE("done, it says, while this process places a frame of it") {
+    const Placement placement = kit.data(id, {request.to[1]});
+    REQUIRE(!placement.pieces.empty());
+    SUBCASE("done") { kit.reply(kFetchVerb, id); }
+    SUBCASE("refused") { kit.refuse(kFetchVerb, id, Error(ErrorCode::kStaleAddress, "freed")); }
+    CHECK(failure(*fetch) == ErrorCode::kProtocol);
+    CHECK(kit.count(BlockState::kQuarantined) == 2);
+    kit.session->on_placed(placement.token, true);
+    CHECK(kit.count(BlockState::kFree) == 16);
+  }
   SUBCASE("lost") {
     kit.session->on_closed(Error(ErrorCode::kPeerLost, "gone"));
     CHECK(failure(*fetch) == ErrorCode::kPeerLost);

@@ -147,6 +147,47 @@ TEST_CASE("blocks in which content is being placed at the deadline are free behi
   CHECK(kit.session->counts().promised == 0);
 }
 
+// As by a pass that is announced behind the return, and admitted before the return is handled.
+TEST_CASE("a block that is returned while content is being placed in it is free behind that content") {
+  Owner kit(/*one_sided=*/false);
+  const Addresses lent = kit.lend(kLoan, 3);
+  const Placement first = kit.data(7, {lent[0]});
+  const Placement second = kit.data(8, {lent[0], lent[1]});
+  REQUIRE(!second.pieces.empty());
+  kit.give_back(lent);
+  CHECK(kit.session->counts().lent == 0);
+  CHECK(kit.count(BlockState::kQuarantined) == 3);
+  CHECK(kit.session->counts().promised == 3);
+  CHECK_FALSE(kit.place(9, {lent[2]}));
+  SUBCASE("in order") {
+    kit.session->on_placed(first.token, true);
+    CHECK(kit.count(BlockState::kQuarantined) == 3);
+    kit.session->on_placed(second.token, true);
+  }
+  SUBCASE("the other way round, whatever else is returned meanwhile") {
+    const Addresses more = kit.lend(kLoan + 1, 1);
+    const Placement third = kit.data(9, more);
+    kit.give_back(more);
+    kit.session->on_placed(second.token, true);
+    kit.session->on_placed(third.token, true);
+    CHECK(kit.count(BlockState::kQuarantined) == 3);
+    kit.session->on_placed(first.token, false);
+  }
+  CHECK(kit.count(BlockState::kFree) == 16);
+  CHECK(kit.session->counts().promised == 0);
+}
+
+TEST_CASE("a return that is refused while content is being placed has changed nothing") {
+  Owner kit(/*one_sided=*/false);
+  const Addresses lent = kit.lend(kLoan, 2);
+  const Placement placement = kit.data(7, {lent[0]});
+  kit.ask(kReturnVerb, 900, write_addresses(Addresses{lent[0], lent[0]}));
+  CHECK(kit.refusal() == ErrorCode::kNotOwner);
+  kit.session->on_placed(placement.token, true);
+  CHECK(kit.count(BlockState::kLent) == 2);
+  CHECK(kit.session->counts().promised == 2);
+}
+
 TEST_CASE("a proof that the writer is gone frees no block in which this process still places what it sent") {
   Owner kit;
   const Addresses lent = kit.lend(kLoan, 2);

@@ -221,6 +221,67 @@ TEST_CASE("what a peer has written by itself is not counted here, what was dropp
   CHECK(kit.refusal() == ErrorCode::kProtocol);
 }
 
+TEST_CASE("nothing is completed while a payload is being placed in its blocks, for whatever transfer") {
+  SessionKit kit;
+  const Addresses lent = kit.lend(50, 2);
+  CHECK(kit.place(kId, lent));
+  CompleteBody completion = kit.completion(2);
+  completion.named = lent;
+  SUBCASE("it is told") {}
+  SUBCASE("it is inserted") {
+    completion.insert = true;
+    completion.tokens.assign(2 * kit.pool->layout().block_tokens, 3);
+  }
+  const Placement placement = kit.data(kId + 1, {lent[1]});
+  REQUIRE(!placement.pieces.empty());
+  kit.ask(kCompleteVerb, kId, write_body(completion));
+  CHECK(kit.refusal() == ErrorCode::kProtocol);
+  CHECK(kit.count(BlockState::kLent) == 2);
+  kit.session->on_placed(placement.token, true);
+  kit.ask(kReturnVerb, 60, write_addresses(lent));
+  CHECK(kit.count(BlockState::kFree) == 16);
+}
+
+TEST_CASE("a reservation is not completed while a payload is being placed in it, and free behind it") {
+  SessionKit kit(/*one_sided=*/false);
+  ReserveBody body = SessionKit::reservation(2);
+  body.one_sided = false;
+  const Addresses blocks = kit.reserve(kId, body);
+  CHECK(kit.place(kId, blocks));
+  const Placement again = kit.data(kId, {blocks[0]});  // behind all that was needed
+  REQUIRE(!again.pieces.empty());
+  kit.ask(kCompleteVerb, kId, write_body(kit.completion(2)));
+  CHECK(kit.refusal() == ErrorCode::kProtocol);
+  CHECK(kit.count(BlockState::kReserved) == 2);
+  kit.session->on_placed(again.token, true);
+  CHECK(kit.count(BlockState::kFree) == 16);
+}
+
+TEST_CASE("a number that is used again does not end what is being placed for its second transfer") {
+  SessionKit kit(/*one_sided=*/false);
+  const Addresses lent = kit.lend(50, 1);
+  const Placement first = kit.data(kId, lent);
+  kit.ask(kAbandonVerb, kId);
+  CHECK(kit.answer().kind == FrameKind::kAnswer);
+  ReserveBody body = SessionKit::reservation(1);
+  body.one_sided = false;
+  const Placement second = kit.data(kId, kit.reserve(kId, body));
+  REQUIRE(!second.pieces.empty());
+  CHECK(first.token != second.token);
+  kit.session->on_placed(first.token, true);
+  SUBCASE("it is still placed at its deadline") {
+    kit.session->tick(kit.host.now + 1001 * kMs);
+    CHECK(kit.count(BlockState::kReserved) == 1);
+    kit.session->on_placed(second.token, true);
+    CHECK(kit.count(BlockState::kReserved) == 0);
+  }
+  SUBCASE("it is complete when its own content is") {
+    kit.session->on_placed(second.token, true);
+    kit.ask(kCompleteVerb, kId, write_body(kit.completion(1)));
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
+  }
+}
+
 TEST_CASE("a number under which lent blocks are written is no reservation's") {
   SessionKit kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(50, 1);

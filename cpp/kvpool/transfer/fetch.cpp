@@ -102,33 +102,37 @@ void Fetch::tell_cancelled() { session_->calls().cancel(kFetchVerb, id_); }
 
 // Lets go of the lock.
 void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
+  Receiver& receiver = session_->receiver();
+  const std::shared_ptr<HeldBlocks> held = held_;
+  const bool placing = !may_still_write && !receiver.end_fetch(to_, [&] { give_back(error.has_value(), held.get()); });
+  if (placing) {  // a pass that was announced behind the owner's word that it writes no more
+    error = Error(ErrorCode::kProtocol, session_->peer().name + " writes for a fetch that it has said is over");
+  }
   phase_ = Phase::kDone;
   expecting_ = false;
   total_us_ = elapsed_us();
   const std::shared_ptr<WaitWord> word = std::move(word_);
-  const std::shared_ptr<HeldBlocks> held = held_;
-  const bool gives_back = may_still_write || (error && frees_on_failure_);
-  if (gives_back && held != nullptr) held->take_over();
   // Under the lock: the answer may come at any time, and finds either the fetch or the quarantine.
-  if (may_still_write) {
+  if (may_still_write || placing) {
+    if (held != nullptr) held->take_over();
     room_.mapped().held = held;
-    session_->receiver().quarantine(std::move(room_));
+    receiver.quarantine(std::move(room_));
   }
+  if (placing) receiver.on_fetch_over(id_);
   lock.unlock();
   session_->calls().forget(id_);
-  if (!may_still_write) {
-    BlockHost& blocks = session_->host().blocks();
-    if (gives_back && held != nullptr) {
-      blocks.quarantine(to_);
-    } else if (gives_back) {
-      blocks.release(to_);
-    } else {
-      blocks.end_writes(to_);
-    }
-  }
   const std::uint64_t bytes = error ? 0 : bytes_total();
   finish_waiting(TransferKind::kFetch, bytes, std::move(error));
   if (word != nullptr) word->set();
+}
+
+// Streams may still use the destinations of a fetch that has failed.
+void Fetch::give_back(bool failed, HeldBlocks* held) noexcept {
+  BlockHost& blocks = session_->host().blocks();
+  if (!failed || !frees_on_failure_) return blocks.end_writes(to_);
+  if (held == nullptr) return blocks.release(to_);
+  held->take_over();
+  blocks.quarantine(to_);
 }
 
 TransferStats Fetch::stats() const {

@@ -48,6 +48,7 @@ class Fetch final : public AwaitedTransfer {
   bool withdraw() noexcept override;
   std::optional<Error> outcome() const;
   void end(Lock& lock, std::optional<Error> error, bool may_still_write);
+  void give_back(bool failed, HeldBlocks* held) noexcept;
   void tell_cancelled();
 
   const std::vector<Address> from_;

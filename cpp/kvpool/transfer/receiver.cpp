@@ -1,4 +1,5 @@
-// Reserving, placing, and how it ends. Lending stands in receiver_lend.cpp, what completes in receiver_complete.cpp.
+// Reserving, and how it ends. Lending stands in receiver_lend.cpp, placing in receiver_place.cpp, what completes in
+// receiver_complete.cpp.
 #include "kvpool/transfer/receiver.h"
 
 #include <algorithm>
@@ -7,7 +8,6 @@
 
 #include "kvpool/base/check.h"
 #include "kvpool/base/failure.h"
-#include "kvpool/net/data_body.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/transfer_id.h"
 
@@ -18,7 +18,6 @@ constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kNsPerMs = 1'000'000;
 constexpr std::uint64_t kLifetimeMsMax = 1U << 30;
 constexpr std::int64_t kRetryAfterUs = 10'000;
-constexpr std::size_t kLateMax = 4096;
 constexpr std::uint32_t kMarkMask = (1U << 31) - 1;  // the upper half is for fetches
 
 }  // namespace
@@ -94,6 +93,7 @@ void Receiver::on_reserve(const CallPointer& call, ReserveBody&& body) {
     const std::lock_guard lock(mutex_);
     check_quota(body.blocks);
     mark = incoming.mark = ++marks_ & kMarkMask;
+    incoming.content.number = ++contents_;
     if (quarantined_.contains(id) || arrived_.contains(id) || !incoming_.try_emplace(id, std::move(incoming)).second) {
       throw Error(ErrorCode::kProtocol, "transfer " + std::to_string(id) + " was reserved or written before");
     }
@@ -145,104 +145,6 @@ void Receiver::finish_reserve(ServedCall& call, std::optional<Reservation> reser
   call.refuse(*error);
 }
 
-// --- data that this process places ---
-
-// What it wants to write may not be its own (any more). Then the bytes are dropped, and its completion is refused.
-// REQUIRES: mutex_ is held; the pool's lock comes below this one. Throws std::bad_alloc.
-bool Receiver::may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry) {
-  const auto is_lent = [&](Address address) {
-    const auto lent = lent_.find(address);
-    return lent != lent_.end() && lent->second == Lent::kHeld;
-  };
-  const bool reserved = entry != incoming_.end();
-  if (!reserved && (id & kFetchBit) == 0) return std::all_of(blocks.begin(), blocks.end(), is_lent);
-  if (!lent_.empty() && std::any_of(blocks.begin(), blocks.end(), is_lent)) return false;
-  try {
-    host_.blocks().check_writable(blocks, {incarnation_, reserved ? entry->second.mark : mark_of(id)},
-                                  /*lent_only=*/false);
-    return true;
-  } catch (const Error&) {
-    return false;
-  }
-}
-
-// What the link brings and the CPU cannot place lands in a buffer first. One frame is placed at a time.
-Placement Receiver::on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) {
-  const MediaSpans& spans = host_.blocks().spans();
-  DataBody data = read_data_body(body, payload_bytes, spans);  // throws kProtocol
-  Placement placement;
-  placement.pieces = data_placement(data, spans);
-  placement.token = id;
-  std::unique_ptr<StagingBuffer> staging_buffer =
-      host_.blocks().staging_buffer(data.blocks, placement.pieces, payload_bytes);
-  if (staging_buffer != nullptr) placement.pieces = {staging_buffer->room()};
-  placement = admit(std::move(placement), std::move(data.blocks), payload_bytes);
-  if (!placement.pieces.empty()) staging_buffer_ = std::move(staging_buffer);
-  return placement;
-}
-
-Placement Receiver::on_pass(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) {
-  const MediaSpans& spans = host_.blocks().spans();
-  DataBody data = read_data_body(body, payload_bytes, spans);  // throws kProtocol
-  Placement placement{data_placement(data, spans), id};
-  return admit(std::move(placement), std::move(data.blocks), payload_bytes);
-}
-
-// Marks the transfer as being placed. An empty placement: the content is not wanted (any more).
-Placement Receiver::admit(Placement placement, std::vector<Address>&& blocks, std::uint64_t payload_bytes) {
-  const std::uint64_t id = placement.token;
-  const std::lock_guard lock(mutex_);
-  const auto entry = incoming_.find(id);
-  const bool reserved = entry != incoming_.end();
-  if (reserved && (entry->second.ended || entry->second.phase != Phase::kReserved)) return {};
-  ArrivedContent* const content = reserved ? &entry->second.content : content_to_lent(id);
-  if (!may_place(id, blocks, entry)) {
-    if (content != nullptr) content->damaged = true;
-    return {};
-  }
-  if (!reserved) placed_now_.push_back({id, std::move(blocks)});
-  if (content != nullptr) content->begin(payload_bytes);  // from now on reserved blocks stay, until on_placed
-  return placement;
-}
-
-// Of a transfer that has no reservation; null for a fetch of this side. REQUIRES: mutex_ is held. Throws kProtocol, and
-// std::bad_alloc.
-ArrivedContent* Receiver::content_to_lent(std::uint64_t id) {
-  if ((id & kFetchBit) != 0) return nullptr;
-  // Peers of ours write a lent block for one transfer at a time, and say how each has ended, if perhaps late.
-  const std::size_t most = std::size_t{host_.limits().reserved_max} + host_.limits().transfers_max + kLateMax;
-  if (arrived_.size() >= most && !arrived_.contains(id)) {
-    throw Error(ErrorCode::kProtocol, "content of " + std::to_string(most) + " transfers came, and they do not end",
-                {{"limit", static_cast<std::int64_t>(most)}});
-  }
-  return &arrived_[id];
-}
-
-void Receiver::on_placed(std::uint64_t id, bool intact) {
-  const std::unique_ptr<StagingBuffer> staging_buffer = std::move(staging_buffer_);
-  try {
-    if (staging_buffer != nullptr && intact) staging_buffer->land();
-  } catch (...) {
-    end_placing(id, false);
-    throw;
-  }
-  end_placing(id, intact);
-}
-
-void Receiver::on_passed(std::uint64_t id, bool intact) { end_placing(id, intact); }
-
-void Receiver::end_placing(std::uint64_t id, bool intact) {
-  const std::lock_guard lock(mutex_);
-  forget_placement(id);
-  if (const auto arrived = arrived_.find(id); arrived != arrived_.end()) {
-    static_cast<void>(arrived->second.end_placing(intact));
-    return;
-  }
-  const auto entry = incoming_.find(id);
-  if (entry == incoming_.end()) return;  // blocks of a fetch, or lent ones of a transfer that is over
-  if (entry->second.content.end_placing(intact) && entry->second.ended) end(entry, /*writers_gone=*/false);
-}
-
 // --- endings ---
 
 // REQUIRES: mutex_ is held. The pool's lock comes below this one.
@@ -278,7 +180,7 @@ void Receiver::release_quarantined(std::uint64_t id) {
 // The peer writes them no more, but this process may: a frame that the peer sent before is being placed in them. Then
 // they stay in quarantine until it lies there. REQUIRES: mutex_ is held.
 void Receiver::release_quarantined(Quarantine::iterator late) {
-  late->second.being_placed = is_placed_now(late->second.addresses);
+  late->second.being_placed = placements_.is_placed_now(late->second.addresses);
   if (late->second.being_placed) return;
   give_back(late->second);
   if ((late->first & kFetchBit) == 0) promised_ -= static_cast<std::uint32_t>(late->second.addresses.size());
@@ -375,7 +277,7 @@ void Receiver::quarantine(QuarantineRoom&& room) noexcept {
   const std::lock_guard lock(mutex_);
   host_.blocks().quarantine(room.mapped().addresses);
   const bool quiet = drained_ || (lost_ && !writes_directly_);
-  room.mapped().being_placed = quiet && is_placed_now(room.mapped().addresses);
+  room.mapped().being_placed = quiet && placements_.is_placed_now(room.mapped().addresses);
   if (quiet && !room.mapped().being_placed) return give_back(room.mapped());
   quarantined_.insert(std::move(room));
 }

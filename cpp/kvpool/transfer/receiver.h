@@ -7,7 +7,7 @@
 //       gone.
 //   D3  Every call is answered once: Y1 of served_call.h. The application is told of a delivery once.
 //   D4  Content is placed only in blocks that are in a reservation, in the lent set, or reserved for a fetch of this
-//       side, and such a block leaves there only when nothing is being placed.
+//       side. Such a block is free, or somebody else's, only when nothing is being placed in it.
 //   D5  A transfer whose content this process places completes only if all of it was placed, intact.
 //   D6  A lent block that is taken back at the deadline of a recall is free only when nothing writes it: this process
 //       places its bytes and is not doing so now, or the peer has said so, or is proved to be gone.
@@ -31,6 +31,7 @@
 #include "kvpool/net/link.h"
 #include "kvpool/transfer/held_blocks.h"
 #include "kvpool/transfer/messages.h"
+#include "kvpool/transfer/placements.h"
 #include "kvpool/transfer/recall_result.h"
 #include "kvpool/transfer/request_bytes.h"
 #include "kvpool/transfer/served_call.h"
@@ -48,6 +49,7 @@ struct ReceiverCounts {
 
 // The content of a transfer that this process has placed or is placing.
 struct ArrivedContent {
+  std::uint64_t number = 0;   // unlike the id of a transfer, never given twice by this receiver
   bool damaged = false;       // a payload arrived broken, was given up, or was not for the peer's blocks
   std::uint32_t placing = 0;  // payloads that are being placed now: at most one from a well-behaved peer
   std::uint64_t placing_bytes = 0;
@@ -59,7 +61,6 @@ struct ArrivedContent {
   }
   // True: no payload is being placed any longer.
   bool end_placing(bool intact) noexcept {
-    if (placing == 0) return false;  // of another transfer with the same number
     damaged = damaged || !intact;
     if (--placing > 0) return false;
     placed_bytes += std::exchange(placing_bytes, 0);
@@ -90,10 +91,10 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
 
   Placement on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes);
   // Throws errors of the GPU to which the content goes; then the link ends.
-  void on_placed(std::uint64_t id, bool intact);
+  void on_placed(std::uint64_t token, bool intact);
   // The same for content that arrives beside the link, directly in the blocks: called from any thread.
   Placement on_pass(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes);
-  void on_passed(std::uint64_t id, bool intact);
+  void on_passed(std::uint64_t token, bool intact);
 
   // Ends reservations that are too old. Returns when to call it again; INT64_MAX for never.
   std::int64_t tick(std::int64_t now_ns);
@@ -123,6 +124,15 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   RecallResult end_recall(QuarantineRoom&& room, std::span<const Address> addresses, bool writer_ended) noexcept;
   // The peer says so after the deadline.
   void on_recall_over(std::uint64_t id);
+  // Gives the destinations of a fetch back, by `give_back`, unless content is being placed in one of them: then it
+  // returns false. None is admitted to them meanwhile.
+  template <class GiveBack>
+  bool end_fetch(std::span<const Address> to, GiveBack&& give_back) const {
+    const std::lock_guard lock(mutex_);
+    if (placements_.is_placed_now(to)) return false;
+    give_back();
+    return true;
+  }
   static QuarantineRoom quarantine_room(std::uint64_t id, std::vector<Address> addresses);
   void quarantine(QuarantineRoom&& room) noexcept;
 
@@ -159,11 +169,6 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     kLeaving,   // is being inserted or given back
     kRecalled,  // the same, but if that fails the block is no longer lent
   };
-  struct PlacedNow {  // in blocks that were lent, or that a fetch names
-    std::uint64_t transfer;
-    std::vector<Address> blocks;
-  };
-
   static void answer(ServedCall& call, std::span<const Address> addresses);
   void check_id(std::uint64_t id) const;
   void check_quota(std::size_t blocks) const;
@@ -176,10 +181,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void mark_held(std::span<const Address> addresses) noexcept;
   void finish_reserve(ServedCall& call, std::optional<Reservation> reservation, std::optional<Error> error);
   bool may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry);
-  Placement admit(Placement placement, std::vector<Address>&& blocks, std::uint64_t payload_bytes);
-  bool is_placed_now(std::span<const Address> blocks) const noexcept;
-  void forget_placement(std::uint64_t id) noexcept;
-  void end_placing(std::uint64_t id, bool intact);
+  Placement admit(std::uint64_t id, Placement placement, std::vector<Address>&& blocks, std::uint64_t payload_bytes);
+  void end_placing(std::uint64_t token, bool intact);
   ArrivedContent* content_to_lent(std::uint64_t id);
   void forget_content(std::uint64_t id) noexcept;
   void check_content(const ArrivedContent& content, std::size_t blocks, std::uint64_t bytes_sent) const;
@@ -191,6 +194,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void forfeit(std::uint64_t id);
   void release_quarantined(std::uint64_t id);
   void release_quarantined(Quarantine::iterator late);
+  void release_placed();
   void release_all_quarantined();
   void give_back(Quarantined& quarantined) noexcept;
   // Removes the entry and gives its blocks back, or leaves that to the thread that works on it.
@@ -211,13 +215,15 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   IncomingMap incoming_;
   // By transfer without a reservation whose content was placed in lent blocks, or dropped; until it completes.
   ArrivedMap arrived_;
-  std::vector<PlacedNow> placed_now_;
+  Placements placements_;                  // with the blocks of those that were lent, or that a fetch names
   std::map<std::uint64_t, bool> recalls_;  // that have not ended here; whether the peer has said, late, that it is over
   std::unordered_map<Address, Lent> lent_;  // quarantined from the loss of the link until the writer is gone
   Quarantine quarantined_;
   // Blocks in reservations, lent or quarantined for the peer, and of requests that are being answered.
   std::uint32_t promised_ = 0;
   std::uint32_t marks_ = 0;
+  std::uint64_t contents_ = 0;
+  std::uint64_t returns_ = 0;  // whose blocks were quarantined
 };
 
 }  // namespace kvpool

@@ -74,6 +74,9 @@ void Receiver::complete_reserved(std::uint64_t id, const CompleteBody& body, Del
   if (incoming.content.damaged) {
     throw Error(ErrorCode::kProtocol, "content arrived damaged, or for blocks that were not reserved");
   }
+  if (incoming.content.placing > 0) {
+    throw Error(ErrorCode::kProtocol, number_of(id) + " is completed while its content is arriving");
+  }
   if (!incoming.one_sided) check_content(incoming.content, incoming.reservation.addresses.size(), body.bytes);
   if (body.has_checksum && delivery.private_bytes) entry->second.told = hold_request(delivery.private_bytes->size());
   entry->second.phase = Phase::kDelivering;
@@ -99,7 +102,9 @@ void Receiver::complete_named(std::uint64_t id, CompleteBody& body, Delivery& de
   const ArrivedMap::node_type arrived = arrived_.extract(id);
   check_quota(0);
   if (quarantined_.contains(id)) throw Error(ErrorCode::kProtocol, number_of(id) + " has a reservation");
-  if (arrived && (arrived.mapped().damaged || arrived.mapped().placing > 0)) {
+  // A pass of whatever transfer that was announced behind this call is still written when the call is handled.
+  const bool placing = (arrived && arrived.mapped().placing > 0) || placements_.is_placed_now(body.named);
+  if (placing || (arrived && arrived.mapped().damaged)) {
     mark_leaving(body.named);  // throws kNotOwner: the content was dropped because they were recalled, say
     mark_held(body.named);
     throw Error(ErrorCode::kProtocol, "content arrived damaged, for blocks that were not lent, or has not arrived");

@@ -3,6 +3,7 @@
 
 #include "kvpool/base/failure.h"
 #include "kvpool/transfer/receiver.h"
+#include "kvpool/transfer/transfer_id.h"
 
 namespace kvpool {
 
@@ -98,17 +99,31 @@ std::size_t Receiver::mark_returned(std::span<const Address> addresses, std::spa
   return n;
 }
 
+// A pass that was announced behind the return may have been admitted to the blocks before the return is handled: then
+// they are free behind it.
 void Receiver::on_return(const CallPointer& call, const std::vector<Address>& addresses) {
   std::vector<Address> held;
   const auto refused = failure_of([&] {
     held.resize(addresses.size());
+    QuarantineRoom room;
     const std::lock_guard lock(mutex_);
+    if (placements_.is_placed_now(addresses)) {
+      room = quarantine_room(kReturnBits | ++returns_, {});
+      room.mapped().addresses.reserve(addresses.size());
+    }
     held.resize(mark_returned(addresses, held));
     for (const Address address : held) lent_.erase(address);
-    promised_ -= static_cast<std::uint32_t>(held.size());
+    if (room.empty()) {
+      host_.blocks().release(held);
+      promised_ -= static_cast<std::uint32_t>(held.size());
+      return;
+    }
+    host_.blocks().quarantine(held);
+    room.mapped().addresses.assign(held.begin(), held.end());  // there is room
+    room.mapped().being_placed = true;
+    quarantined_.insert(std::move(room));
   });
   if (refused) return call->refuse(*refused);
-  host_.blocks().release(held);
   if (held.size() == addresses.size()) return call->answer({});
   call->refuse(Error(ErrorCode::kNotOwner, std::to_string(addresses.size() - held.size()) + " of the " +
                                                std::to_string(addresses.size()) +

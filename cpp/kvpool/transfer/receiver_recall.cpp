@@ -71,7 +71,7 @@ RecallResult Receiver::end_recall(QuarantineRoom&& room, std::span<const Address
   if (taken.empty()) return result;
   const auto count = static_cast<std::uint32_t>(taken.size());
   const bool quiet = writer_ended || drained_ || !writes_directly_;
-  room.mapped().being_placed = quiet && is_placed_now(taken);
+  room.mapped().being_placed = quiet && placements_.is_placed_now(taken);
   if (quiet && !room.mapped().being_placed) {
     host_.blocks().release(taken);
     promised_ -= count;
@@ -89,24 +89,6 @@ void Receiver::on_recall_over(std::uint64_t id) {
   const std::lock_guard lock(mutex_);
   if (const auto recall = recalls_.find(id); recall != recalls_.end()) recall->second = true;
   release_quarantined(id | kRecallBit);
-}
-
-// REQUIRES: mutex_ is held.
-bool Receiver::is_placed_now(std::span<const Address> blocks) const noexcept {
-  return std::ranges::any_of(placed_now_, [&](const PlacedNow& one) {
-    return std::ranges::any_of(one.blocks, [&](Address at) { return std::ranges::find(blocks, at) != blocks.end(); });
-  });
-}
-
-// A payload has arrived in its blocks; frees those that were taken back meanwhile. REQUIRES: mutex_ is held.
-void Receiver::forget_placement(std::uint64_t id) noexcept {
-  const auto placed = std::ranges::find_if(placed_now_, [&](const PlacedNow& one) { return one.transfer == id; });
-  if (placed == placed_now_.end()) return;
-  placed_now_.erase(placed);
-  for (auto entry = quarantined_.begin(); entry != quarantined_.end();) {
-    const auto current = entry++;
-    if (current->second.being_placed) release_quarantined(current);
-  }
 }
 
 }  // namespace kvpool

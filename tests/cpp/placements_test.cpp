@@ -1,0 +1,103 @@
+// Which blocks content is being placed in.
+#include "kvpool/transfer/placements.h"
+
+#include <doctest/doctest.h>
+#include <time.h>
+
+#include <map>
+#include <random>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "failing_alloc.h"
+#include "fuzz_seeds.h"
+#include "one_thread.h"
+
+namespace kvpool::testing {
+namespace {
+
+KVPOOL_ONE_THREAD;
+
+std::int64_t cpu_ms() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return now.tv_sec * 1000 + now.tv_nsec / 1'000'000;
+}
+
+std::vector<Address> blocks_from(Address first, std::size_t n) {
+  std::vector<Address> blocks;
+  for (std::size_t i = 0; i < n; ++i) blocks.push_back(first + i);
+  return blocks;
+}
+
+TEST_CASE("a placement is ended by its number, once, whatever its transfer is called") {
+  Placements placements;
+  const std::uint64_t first = placements.begin(7, 1, {100, 101});
+  const std::uint64_t second = placements.begin(7, 2, {});
+  CHECK(first != second);
+  CHECK(placements.is_placed_now(std::vector<Address>{99, 101}));
+  CHECK_FALSE(placements.is_placed_now(std::vector<Address>{99, 102}));
+  const auto ended = placements.end(second);
+  REQUIRE(ended.has_value());
+  CHECK(ended->transfer == 7);
+  CHECK(ended->content == 2);
+  CHECK_FALSE(ended->in_blocks);
+  CHECK_FALSE(placements.end(second).has_value());
+  CHECK(placements.is_placed_now(std::vector<Address>{100}));
+  CHECK(placements.end(first)->in_blocks);
+  CHECK_FALSE(placements.is_placed_now(std::vector<Address>{100, 101}));
+}
+
+TEST_CASE("placements agree with a naive model after every event") {
+  for (const std::uint64_t seed : fuzz_seeds()) {
+    CAPTURE(seed);
+    std::mt19937_64 dice(seed);
+    Placements placements;
+    std::map<std::uint64_t, std::vector<Address>> model;
+    for (int i = 0; i < fuzz_length(500); ++i) {
+      if (model.empty() || dice() % 3 > 0) {
+        std::vector<Address> blocks(dice() % 5);
+        for (Address& block : blocks) block = dice() % 12;  // some stand twice
+        const std::uint64_t number = placements.begin(dice() % 3, 1, blocks);
+        REQUIRE(model.emplace(number, blocks).second);
+      } else {
+        const auto one = std::next(model.begin(), static_cast<std::ptrdiff_t>(dice() % model.size()));
+        REQUIRE(placements.end(one->first)->in_blocks == !one->second.empty());
+        model.erase(one);
+      }
+      std::set<Address> placed;
+      for (const auto& [number, blocks] : model) placed.insert(blocks.begin(), blocks.end());
+      for (Address block = 0; block < 12; ++block) {
+        REQUIRE(placements.is_placed_now({&block, 1}) == placed.contains(block));
+      }
+    }
+  }
+}
+
+TEST_CASE("memory that runs out when a placement begins has changed nothing") {
+  const int threw = fail_each_allocation([](auto&& fail) {
+    Placements placements;
+    const std::uint64_t before = placements.begin(7, 1, {100});
+    std::vector<Address> blocks = blocks_from(99, 20);
+    const bool thrown = fail([&] { static_cast<void>(placements.begin(8, 1, std::move(blocks))); });
+    CHECK(placements.is_placed_now(std::vector<Address>{100}));
+    CHECK(placements.is_placed_now(std::vector<Address>{99, 101, 118}) == !thrown);
+    CHECK(placements.end(before).has_value());
+    CHECK(placements.is_placed_now(std::vector<Address>{100}) == !thrown);
+  });
+  CHECK(threw > 0);
+}
+
+// The receiver asks with its lock held, when a recall of half a million blocks is over, say.
+TEST_CASE("asking costs no more for each block when many blocks are being placed") {
+  Placements placements;
+  for (Address frame = 0; frame < 16; ++frame) placements.begin(frame, 1, blocks_from(frame * 4096, 4096));
+  const std::vector<Address> asked = blocks_from(1'000'000, 100'000);
+  const std::int64_t began = cpu_ms();
+  CHECK_FALSE(placements.is_placed_now(asked));
+  CHECK(cpu_ms() - began < 3000);  // a walk over both lists takes minutes
+}
+
+}  // namespace
+}  // namespace kvpool::testing
