@@ -167,6 +167,35 @@ TEST_CASE("nccl inbox: a pass longer than its sender has announced is refused") 
   CHECK(unmade.outcome == NcclOutcome::kFailed);  // what NCCL's system error says today, it may not say tomorrow
 }
 
+TEST_CASE("nccl inbox: a peer that announces passes without waiting is left, and what it had announced is answered") {
+  InboxTest test;
+  for (std::uint64_t number = 1; number <= kNcclPassesMax; ++number) {
+    test.say(FrameKind::kPass, write_body(InboxTest::pass(number)));
+  }
+  const Bytes more = write_body(InboxTest::pass(kNcclPassesMax + 1));
+  std::string text;
+  CHECK(code_of([&] { test.say(FrameKind::kPass, more); }, &text) == ErrorCode::kProtocol);
+  CHECK_MESSAGE(text.find("wait for their turn") != std::string::npos, text);
+  test.run();
+  CHECK(test.link().sent.size() == kNcclPassesMax);
+  CHECK(test.placed.size() == kNcclPassesMax);
+  test.say(FrameKind::kPass, more);  // there is room again
+}
+
+TEST_CASE("nccl inbox: of communicators that are opened one after another, the last is joined") {
+  InboxTest test;
+  test.nccl.fail_nth(1, 2);  // it is not to wait for a peer
+  NcclChannelBody channel;
+  channel.pass_bytes = kNcclPassBytesMin;
+  for (channel.generation = 1; channel.generation <= 1000; ++channel.generation) {
+    test.say(FrameKind::kChannel, write_body(channel));
+  }
+  test.run();
+  const Message unmade = test.link().take();
+  CHECK(unmade.id == 1000);
+  CHECK(read_passed(unmade.body).number == 0);
+}
+
 TEST_CASE("nccl inbox: a communicator that can never be made is said to be one") {
   InboxTest test;
   NcclChannelBody channel;

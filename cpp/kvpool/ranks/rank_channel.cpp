@@ -289,7 +289,8 @@ void RankChannel::on_message(Message&& message) {
       return;
     }
     case FrameKind::kLeave: {
-      peer_parting_.advance(route_receiver_ == nullptr ? PartingState::kSettled : PartingState::kDrained);
+      const PartingState left = route_receiver_ == nullptr ? PartingState::kSettled : PartingState::kDrained;
+      if (!peer_parting_.advance(left)) throw Error(ErrorCode::kProtocol, peer_.name + " leaves twice");
       depart(Error(ErrorCode::kPeerLost, peer_.name + " has left"));
       return await_quiet();
     }

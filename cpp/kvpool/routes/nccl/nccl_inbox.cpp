@@ -72,6 +72,13 @@ void NcclInbox::announce(Message&& message) {
     throw Error(ErrorCode::kProtocol, "a pass of " + std::to_string(pass.body.bytes) + " bytes by NCCL; " +
                                           std::to_string(pass_bytes_max_) + " were announced");
   }
+  {
+    const std::lock_guard lock(mutex_);
+    if (passes_ >= kNcclPassesMax) {
+      throw Error(ErrorCode::kProtocol, std::to_string(passes_) + " passes by NCCL wait for their turn",
+                  {{"limit", static_cast<std::int64_t>(kNcclPassesMax)}});
+    }
+  }
   ++announced_;
   const auto lifetime_ms = static_cast<std::int64_t>(std::min(pass.body.lifetime_ms, kLifetimeMsMax));
   pass.deadline_ns = monotonic_ns() + lifetime_ms * kNsPerMs;
@@ -90,6 +97,8 @@ void NcclInbox::push(Work&& work) {
   const bool is_pass = std::holds_alternative<Pass>(work);
   {
     const std::lock_guard lock(mutex_);
+    // A sender that opens another communicator has left the one before. So no more of these wait than passes.
+    if (!is_pass && !queue_.empty() && std::holds_alternative<NcclChannelBody>(queue_.back())) queue_.pop_back();
     queue_.push_back(std::move(work));
     passes_ += is_pass ? 1 : 0;
     if (std::exchange(working_, true)) return;

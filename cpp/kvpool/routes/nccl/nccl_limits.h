@@ -1,6 +1,7 @@
 // The settings of the route nccl.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace kvpool {
@@ -8,6 +9,8 @@ namespace kvpool {
 // The longest pass of any sender: a receiver allocates as much memory for a peer as a pass needs.
 inline constexpr std::uint64_t kNcclPassBytesMax = std::uint64_t{256} << 20;
 inline constexpr std::uint64_t kNcclPassBytesMin = std::uint64_t{1} << 20;
+// The most passes that a receiver keeps for a peer until they are answered. Senders of ours announce one at a time.
+inline constexpr std::size_t kNcclPassesMax = 16;
 
 struct NcclLimits {
   // The most that is sent at a time. The sender gathers into a buffer of this size and the receiver scatters from one,
