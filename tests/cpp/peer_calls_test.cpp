@@ -271,6 +271,22 @@ TEST_CASE("a call that cannot be sent has not begun, and an answer that is too l
   CHECK(outcome.ends == 0);
 }
 
+TEST_CASE("how long a body may be is known from its header") {
+  EchoKit kit;
+  const auto most = [&](FrameKind kind, std::uint16_t verb) { return kit.session->body_bytes_max(kind, verb); };
+  CHECK(most(FrameKind::kCall, kEcho.number) == kEcho.request_bytes_max);
+  CHECK(most(FrameKind::kAnswer, kEcho.number) == kEcho.answer_bytes_max);
+  CHECK(most(FrameKind::kCall, kAbandonVerb.number) == 0);
+  CHECK(most(FrameKind::kAnswer, kReserveVerb.number) == kReserveVerb.answer_bytes_max);
+  CHECK(most(FrameKind::kCall, 250) == kBodyBytesMax);  // it is refused, and the link stays
+  CHECK(most(FrameKind::kAnswer, 250) == 0);
+  // The longest that a pool of ours writes fits.
+  const Error longest(ErrorCode::kBusy, std::string(10'000, 'x'),
+                      {{"retry_after_us", -1}, {"retry_after_us", -1}, {"retry_after_us", -1}});
+  CHECK(write_error(longest).size() <= most(FrameKind::kRefused, kEcho.number));
+  CHECK(most(FrameKind::kRefused, kEcho.number) < 8192);
+}
+
 TEST_CASE("who waits in a call is answered, refused, or gives up and says so") {
   EchoKit kit;
   const auto call = [&] { return kit.session->calls().call(kEcho, kId, bytes_of(1), kit.host.now + 10 * kMs).body; };

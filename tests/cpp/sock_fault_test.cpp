@@ -142,6 +142,12 @@ TEST_CASE("a link: frames that no peer sends close it") {
          f.header.body_bytes = UINT32_MAX;
          f.add_header(FrameKind::kCall);
        }},
+      {"a body that its verb does not have, and of which nothing has come yet",
+       [](FrameForge& f) {
+         f.header.verb = kShortVerb;
+         f.header.body_bytes = 5;
+         f.add_header(FrameKind::kCall);
+       }},
       {"a huge payload",
        [](FrameForge& f) {
          f.header.payload_bytes = kPayloadBytesMax + 1;

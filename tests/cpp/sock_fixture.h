@@ -56,9 +56,14 @@ inline Bytes some_bytes(std::size_t count, unsigned seed = 1) {
   return bytes;
 }
 
+inline constexpr std::uint16_t kShortVerb = 999;  // of calls with a body of 4 bytes at most
+
 // Keeps what came. Places the payload of a data frame into `pieces`, as told.
 class Recorder : public LinkHandler {
  public:
+  std::size_t body_bytes_max(FrameKind, std::uint16_t verb) const noexcept override {
+    return verb == kShortVerb ? 4 : kBodyBytesMax;
+  }
   void on_message(Message&& message) override {
     enter();
     if (throws) leave();

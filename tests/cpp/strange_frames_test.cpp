@@ -86,6 +86,15 @@ class Stranger final : public FrameSink {
       poll(&ready, 1, 1000);
     }
   }
+  // Sends what was forged. Returns whether the victim leaves.
+  bool is_left() {
+    say(forge_->take());
+    for (const std::int64_t until = in_seconds(10); open_ && monotonic_ns() < until; listen()) {
+      pollfd ready{socket_.get(), POLLIN, 0};
+      poll(&ready, 1, 100);
+    }
+    return !open_;
+  }
   // Hears what it was answered: blocks that it was given.
   void listen() {
     try {
@@ -293,6 +302,28 @@ class Inventor {
 };
 
 }  // namespace
+
+TEST_CASE("a peer that announces more than its call or answer may have is left before it has sent it") {
+  const auto over_tcp = [](ServiceOptions& options) { options.prefer_unix_socket = false; };
+  Node victim = make_node("victim", {"sock"}, 16, over_tcp);
+  const std::string address = victim.service.listen("tcp:127.0.0.1:0");
+  std::uint64_t incarnation = 1000;
+  for (const auto& [kind, verb] :
+       {std::pair(FrameKind::kCall, &kAbandonVerb), std::pair(FrameKind::kCall, &kLendVerb),
+        std::pair(FrameKind::kAnswer, &kReturnVerb), std::pair(FrameKind::kRefused, &kReserveVerb)}) {
+    CAPTURE(static_cast<int>(kind));
+    CAPTURE(verb->name);
+    std::unique_ptr<Stranger> stranger;
+    REQUIRE(soon([&] {  // the one before may still be here
+      stranger = std::make_unique<Stranger>(address, *victim.pool, ++incarnation);
+      return stranger->admitted();
+    }));
+    stranger->forge().header.verb = verb->number;
+    stranger->forge().header.body_bytes = 1U << 20;
+    stranger->forge().add_header(kind);
+    CHECK(stranger->is_left());
+  }
+}
 
 TEST_CASE("a peer whose authentic frames say anything changes nothing that it was not given, and keeps nobody out") {
   const int frames_max = std::getenv("KVPOOL_LONG") != nullptr ? 100'000 : 3'000;

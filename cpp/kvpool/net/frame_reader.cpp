@@ -75,6 +75,7 @@ bool FrameReader::begin_frame() {
   const auto bytes = take(sizeof(header_));
   std::memcpy(&header_, bytes.data(), sizeof(header_));
   check_header(header_, sequence_ + 1);
+  check_body_bytes(header_, sink_.body_bytes_max(header_));
   ++sequence_;
   tag_.begin();
   tag_.update(&header_, sizeof(header_));

@@ -25,6 +25,8 @@ namespace kvpool {
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
+  // As LinkHandler::body_bytes_max. Called before the tag of the header has come: a forged one ends the link, too.
+  virtual std::size_t body_bytes_max(const FrameHeader& /*header*/) const noexcept { return kBodyBytesMax; }
   virtual void on_frame(const FrameHeader& header, Bytes&& body) = 0;  // every kind but kData
   virtual Placement on_data_frame(const FrameHeader& header, std::span<const std::byte> body) = 0;
   virtual void on_placed_frame(std::uint64_t token, bool intact) = 0;  // as LinkHandler::on_placed

@@ -90,11 +90,13 @@ bool has_verb(FrameKind kind) noexcept {
 
 }  // namespace
 
+void check_body_bytes(const FrameHeader& header, std::size_t most) {
+  if (header.body_bytes <= most) return;
+  fail("a body of " + std::to_string(header.body_bytes) + " bytes; at most " + std::to_string(most));
+}
+
 void check_header(const FrameHeader& header, std::uint64_t sequence) {
-  const std::size_t body_max = body_bytes_max(header.kind);
-  if (header.body_bytes > body_max) {
-    fail("a body of " + std::to_string(header.body_bytes) + " bytes; at most " + std::to_string(body_max));
-  }
+  check_body_bytes(header, body_bytes_max(header.kind));
   const bool metadata = header.kind == static_cast<std::uint8_t>(FrameKind::kMetadata);
   if ((header.flags & ~(metadata ? kDescriptorFlags | kChecksumFlag : 0)) != 0) {
     fail("flags " + std::to_string(header.flags) + ", of which some are unknown for kind " +

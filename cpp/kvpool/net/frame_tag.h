@@ -48,5 +48,7 @@ class FrameTag {
 // belongs, data without one, a sequence number that is not the next one. The lengths of an accepted header are safe to
 // allocate.
 void check_header(const FrameHeader& header, std::uint64_t sequence);
+// Throws Error kProtocol when the body is longer than that.
+void check_body_bytes(const FrameHeader& header, std::size_t most);
 
 }  // namespace kvpool

@@ -38,6 +38,11 @@ struct Placement {
 class LinkHandler {
  public:
   virtual ~LinkHandler() = default;
+  // The longest body of a message of this kind. Asked when its header has come, so a longer one ends the link before
+  // memory is given to it.
+  virtual std::size_t body_bytes_max(FrameKind /*kind*/, std::uint16_t /*verb*/) const noexcept {
+    return kBodyBytesMax;
+  }
   // Throwing Error kProtocol closes the link.
   virtual void on_message(Message&& message) = 0;
   // A data frame arrived; its body has been read and is authentic, its payload has not.

@@ -172,6 +172,13 @@ void SockLink::finish() noexcept {
 
 // ---- frames
 
+// Before the peer is admitted nothing is taken but what introduces it.
+std::size_t SockLink::body_bytes_max(const FrameHeader& header) const noexcept {
+  const auto kind = static_cast<FrameKind>(header.kind);
+  if (of_link(kind)) return kBodyBytesMax;
+  return handler_ ? handler_->body_bytes_max(kind, header.verb) : 0;
+}
+
 void SockLink::on_frame(const FrameHeader& header, Bytes&& body) {
   const auto kind = static_cast<FrameKind>(header.kind);
   if (of_link(kind)) return on_link_frame(header, std::move(body));

@@ -105,6 +105,7 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   static bool handling() noexcept;
 
   // FrameSink: called by the thread that reads.
+  std::size_t body_bytes_max(const FrameHeader& header) const noexcept override;
   void on_frame(const FrameHeader& header, Bytes&& body) override;
   Placement on_data_frame(const FrameHeader& header, std::span<const std::byte> body) override;
   void on_placed_frame(std::uint64_t token, bool intact) override;

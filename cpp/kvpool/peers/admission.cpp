@@ -30,6 +30,9 @@ class Admission::LinkWatcher final : public LinkHandler {
         session_(std::move(session)),
         group_(std::move(group)),
         link_(std::move(link)) {}
+  std::size_t body_bytes_max(FrameKind kind, std::uint16_t verb) const noexcept override {
+    return session_->body_bytes_max(kind, verb);
+  }
   void on_message(Message&& message) override {
     hear();
     session_->on_message(std::move(message));

@@ -14,9 +14,6 @@ constexpr std::array kFieldNames = {
     "address", "position",       "requested",  "capacity", "free",         "active",      "evictable",
     "pinned",  "retry_after_us", "instance",   "tokens",   "block_tokens", "needed",      "given",
     "limit",   "blocks",         "blocks_max", "maximum",  "value",        "driver_code", "nccl_code"};
-constexpr std::size_t kErrorTextMax = 4096;
-constexpr std::size_t kErrorFieldsMax = 16;
-constexpr std::size_t kFieldNameMax = 64;
 
 enum ReserveBit : std::uint8_t { kMayEvict = 1, kInsert = 2, kOneSided = 4 };
 enum CompleteBit : std::uint8_t { kHasPrivate = 1, kHasChecksum = 2, kInserts = 4 };
@@ -199,7 +196,7 @@ Bytes write_error(const Error& error) {
       .number(static_cast<std::uint8_t>(fields));
   for (std::size_t i = 0; i < fields; ++i) {
     const auto& [name, value] = error.fields()[i];
-    writer.text(std::string_view(name).substr(0, kFieldNameMax)).number(static_cast<std::uint64_t>(value));
+    writer.text(std::string_view(name).substr(0, kErrorNameMax)).number(static_cast<std::uint64_t>(value));
   }
   return out;
 }
@@ -213,7 +210,7 @@ Error read_error(std::span<const std::byte> bytes) {
   const auto fields = in.number<std::uint8_t>();
   if (fields > kErrorFieldsMax) malformed(std::to_string(fields) + " fields of an error");
   for (int i = 0; i < fields; ++i) {
-    const std::string name = in.text(kFieldNameMax);
+    const std::string name = in.text(kErrorNameMax);
     const auto value = static_cast<std::int64_t>(in.number<std::uint64_t>());
     const auto* const known =
         std::find_if(kFieldNames.begin(), kFieldNames.end(), [&](const char* field) { return name == field; });

@@ -56,6 +56,11 @@ struct FetchBody {
   std::vector<Address> to;    // of the caller, reserved for the owner
 };
 
+inline constexpr std::size_t kErrorTextMax = 4096;
+inline constexpr std::size_t kErrorFieldsMax = 16;
+inline constexpr std::size_t kErrorNameMax = 64;
+inline constexpr std::size_t kErrorBytesMax = 1 + (4 + kErrorTextMax) + 1 + kErrorFieldsMax * (4 + kErrorNameMax + 8);
+
 Bytes write_body(const LendBody& body);
 Bytes write_body(const ReserveBody& body);
 Bytes write_body(const ReservedBody& body);

@@ -276,6 +276,20 @@ std::uint32_t PeerCalls::pending() const {
 
 // --- what arrives ---
 
+std::size_t PeerCalls::body_bytes_max(FrameKind kind, std::uint16_t verb) const noexcept {
+  const Known* const one = find(verb);
+  switch (kind) {
+    case FrameKind::kCall:
+      return one != nullptr && one->handler ? one->verb->request_bytes_max : kBodyBytesMax;
+    case FrameKind::kAnswer:
+      return one != nullptr ? one->verb->answer_bytes_max : 0;
+    case FrameKind::kRefused:
+      return kErrorBytesMax;
+    default:
+      return kBodyBytesMax;
+  }
+}
+
 void PeerCalls::on_message(Message&& message) {
   if (message.kind == FrameKind::kCall) return on_call(std::move(message));
   if (message.kind == FrameKind::kCancel) return on_cancel(message);

@@ -88,6 +88,8 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
   std::uint32_t pending() const;
 
   // --- what arrives ---
+  // As LinkHandler::body_bytes_max. A call that nobody serves may be of any length: it is refused, and the link stays.
+  std::size_t body_bytes_max(FrameKind kind, std::uint16_t verb) const noexcept;
   // REQUIRES: the message is a call, a cancellation, an answer or a refusal. Throws kProtocol: the link ends.
   void on_message(Message&& message);
   // Whether the message may free blocks.

@@ -106,6 +106,9 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   bool said_over() const noexcept override { return peer_drained(); }
 
   // --- LinkHandler ---
+  std::size_t body_bytes_max(FrameKind kind, std::uint16_t verb) const noexcept override {
+    return calls_->body_bytes_max(kind, verb);
+  }
   void on_message(Message&& message) override;
   Placement on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) override;
   void on_placed(std::uint64_t token, bool intact) override;
