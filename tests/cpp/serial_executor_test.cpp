@@ -2,8 +2,11 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <future>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -61,6 +64,61 @@ TEST_CASE("keys take turns when more have work than there are threads") {
   go.set_value();
   serial_executor.stop();
   CHECK(order == "xabc");
+}
+
+TEST_CASE("a key that waits for a thread with work that can wait goes before others when more urgent work comes") {
+  Executor executor;
+  SerialExecutor serial_executor(executor, {1, 1});
+  const int keys[3] = {};
+  std::promise<void> begun;
+  std::promise<void> go;
+  std::string order;  // of one thread
+  serial_executor.run(&keys[0], Priority::kPrefill, [&] {
+    begun.set_value();
+    go.get_future().wait();
+  });
+  begun.get_future().wait();
+  const auto add = [&](int key, Priority priority, char name) {
+    serial_executor.run(&keys[key], priority, [&order, name] { order += name; });
+  };
+  add(1, Priority::kBackground, 'c');
+  add(2, Priority::kPrefill, 'b');
+  add(1, Priority::kDecode, 'a');
+  add(1, Priority::kBackground, 'd');
+  go.set_value();
+  serial_executor.stop();
+  CHECK(order == "abcd");
+}
+
+TEST_CASE("keys of any urgency: each piece runs once, in order, and one at a time for its key") {
+  Executor executor;
+  SerialExecutor serial_executor(executor, {1, 2});
+  constexpr int kKeys = 5;
+  constexpr int kPieces = 2000;
+  struct {
+    std::atomic<int> running{0};
+    std::vector<int> done[3];
+  } keys[kKeys];
+  std::mt19937 dice(7);
+  int given[kKeys][3] = {};
+  for (int i = 0; i < kPieces; ++i) {
+    const int key = static_cast<int>(dice() % kKeys);
+    const int priority = static_cast<int>(dice() % 3);
+    serial_executor.run(&keys[key], static_cast<Priority>(priority),
+                        [&one = keys[key], priority, number = given[key][priority]++] {
+                          if (++one.running != 1) std::abort();
+                          one.done[priority].push_back(number);
+                          --one.running;
+                        });
+  }
+  serial_executor.stop();
+  for (int key = 0; key < kKeys; ++key) {
+    for (int priority = 0; priority < 3; ++priority) {
+      const std::vector<int>& done = keys[key].done[priority];
+      CHECK(done.size() == static_cast<std::size_t>(given[key][priority]));
+      CHECK(std::ranges::is_sorted(done));
+    }
+  }
 }
 
 TEST_CASE("work that throws ends, and the rest of its key is done") {

@@ -6,20 +6,33 @@
 
 namespace kvpool {
 
-void SerialExecutor::run(const void* key, Priority priority, Task work) {
-  {
-    const std::lock_guard lock(mutex_);
-    const auto [queues, is_new] = waiting_.try_emplace(key);
-    queues->second[static_cast<std::size_t>(priority)].push_back(std::move(work));
-    if (!is_new) return;
+// Adds the work. Returns whether the key has to wait for a thread, with this urgency.
+bool SerialExecutor::is_to_wait(const void* key, Priority priority, Task& work, bool& is_new) {
+  const std::lock_guard lock(mutex_);
+  const auto [entry, added] = keys_.try_emplace(key);
+  is_new = added;
+  Key& one = entry->second;
+  try {
+    one.queues[static_cast<std::size_t>(priority)].push_back(std::move(work));
+  } catch (...) {
+    if (added) keys_.erase(entry);
+    throw;
   }
+  if (!added && (one.running || priority >= one.urgency)) return false;
+  one.urgency = priority;
+  return true;
+}
+
+void SerialExecutor::run(const void* key, Priority priority, Task work) {
+  bool is_new = false;
+  if (!is_to_wait(key, priority, work, is_new)) return;
   try {
     tasks_.run(priority, [this, key] { run_next(key); });
   } catch (const std::bad_alloc&) {
-    run_next(key);  // others may have given theirs meanwhile
+    if (is_new) run_next(key);  // others may have given theirs meanwhile. Else it waits as it did
   } catch (const Error&) {
     const std::lock_guard lock(mutex_);
-    waiting_.erase(key);
+    keys_.erase(key);
     throw;
   }
 }
@@ -31,14 +44,21 @@ void SerialExecutor::run_next(const void* key) noexcept {
     Task work;
     {
       const std::lock_guard lock(mutex_);
-      Queues& queues = waiting_.at(key);
-      const auto queue = std::find_if(queues.begin(), queues.end(), [](const auto& any) { return !any.empty(); });
-      if (queue == queues.end()) {
-        waiting_.erase(key);
+      const auto entry = keys_.find(key);
+      if (first && (entry == keys_.end() || entry->second.running)) return;  // it has waited twice
+      Key& one = entry->second;
+      one.running = true;
+      const auto queue = std::ranges::find_if(one.queues, [](const auto& any) { return !any.empty(); });
+      if (queue == one.queues.end()) {
+        keys_.erase(entry);
         return;
       }
-      const auto next = static_cast<Priority>(queue - queues.begin());
-      if (!first && tasks_.waiting() > 0 && tasks_.run_later(next, [this, key] { run_next(key); })) return;
+      const auto next = static_cast<Priority>(queue - one.queues.begin());
+      if (!first && tasks_.waiting() > 0 && tasks_.run_later(next, [this, key] { run_next(key); })) {
+        one.running = false;
+        one.urgency = next;
+        return;
+      }
       work = std::move(queue->front());
       queue->pop_front();
     }

@@ -31,12 +31,19 @@ class SerialExecutor {
 
  private:
   static constexpr std::size_t kPriorities = 3;
-  using Queues = std::array<std::deque<Task>, kPriorities>;
+  // A key that has work waits for a thread as urgently as its most urgent work did when that came. More urgent work
+  // makes it wait a second time; the thread that comes first takes it, and the other finds nothing to do.
+  struct Key {
+    std::array<std::deque<Task>, kPriorities> queues;
+    bool running = false;
+    Priority urgency;  // while it is not running
+  };
+  bool is_to_wait(const void* key, Priority priority, Task& work, bool& is_new);
   void run_next(const void* key) noexcept;
 
   std::mutex mutex_;
-  std::unordered_map<const void*, Queues> waiting_;  // of keys whose work runs
-  TaskClass tasks_;                                  // the last: the others are there until its tasks have ended
+  std::unordered_map<const void*, Key> keys_;  // that have work, or whose work runs
+  TaskClass tasks_;                            // the last: the others are there until its tasks have ended
 };
 
 }  // namespace kvpool
