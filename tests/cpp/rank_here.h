@@ -58,7 +58,7 @@ struct RankHere {
               receiving.run(key, Priority::kDecode, std::move(work));
             }),
         reactor(std::make_unique<Reactor>("rank")),
-        writer_quarantine(*reactor, workers),
+        writer_quarantine(*reactor, serial_executor),
         channels(routes, serial_executor, writer_quarantine) {
     pool->set_instance(number + 1);
     endpoint = std::make_unique<Endpoint>(
@@ -73,7 +73,6 @@ struct RankHere {
   ~RankHere() {
     endpoint->close();
     channels.depart_all(Error(ErrorCode::kClosed, "the test is over"), {});
-    workers.stop();
     serial_executor.stop();
     receiving.stop();
     reactor->stop();
@@ -106,7 +105,6 @@ struct RankHere {
   const LocalMemory memory;
   Executor executor;
   RouteMaker routes;
-  TaskClass workers{executor, {2, 2}};
   SerialExecutor serial_executor{executor};
   SerialExecutor receiving{executor};
   std::unique_ptr<Reactor> reactor;

@@ -53,7 +53,7 @@ class Party final : public DepartingPeer {
 
 struct Watch {
   ~Watch() {
-    workers.stop();
+    waits.stop();
     reactor->stop();
   }
   std::shared_ptr<Party> part(bool said_over, Exposure exposure) {
@@ -68,8 +68,8 @@ struct Watch {
   }
   std::unique_ptr<Reactor> reactor = std::make_unique<Reactor>("test");
   Executor executor;
-  TaskClass workers{executor, {1, 1}};
-  WriterQuarantine writer_quarantine{*reactor, workers};
+  SerialExecutor waits{executor, {1, 1}};
+  WriterQuarantine writer_quarantine{*reactor, waits};
   const std::shared_ptr<ProcessLink> link = std::make_shared<ProcessLink>();
 };
 
@@ -99,14 +99,14 @@ TEST_CASE("what UCX has opened for a peer is open until the peer's process ends,
   for (const bool said_over : {false, true}) {
     Watch watch;
     const auto party = watch.part(said_over, kByUcx);
-    watch.workers.stop();  // its worker is closed by now: that is no proof of it
+    watch.waits.stop();  // its worker is closed by now: that is no proof of it
     watch.writer_quarantine.on_drained(*party);
     CHECK_FALSE(party->gone);
     CHECK(watch.left() == 1);
   }
   Watch watch;
   const auto party = watch.part(true, kByUcx);
-  watch.workers.stop();
+  watch.waits.stop();
   watch.link->end_process();
   CHECK(soon(party->gone));
   CHECK(watch.left() == 0);
@@ -115,7 +115,7 @@ TEST_CASE("what UCX has opened for a peer is open until the peer's process ends,
 TEST_CASE("a peer that comes back is watched for what it has open by the connection that it comes back with") {
   Watch watch;
   const auto party = watch.part(true, kByUcx);
-  watch.workers.stop();
+  watch.waits.stop();
   watch.writer_quarantine.on_writer_gone(kPeerIncarnation);
   CHECK(party->gone);
   watch.part(true, kByUcx);

@@ -72,7 +72,7 @@ Service::Service(Pool& pool, const ServiceOptions& options, const MakeRanks& mak
       waits_(pool.executor()),
       receives_(pool.executor()),
       reactor_(std::make_unique<Reactor>("kvpool-serve")),
-      writer_quarantine_(*reactor_, writes_),
+      writer_quarantine_(*reactor_, waits_),
       table_(pool, events_, book_, options_.name, incarnation_, options.joins_cluster),
       parting_(pool, table_, writer_quarantine_, routes_, options_.name, incarnation_),
       admission_({pool, options_, incarnation_, routes_, writer_quarantine_, table_, parting_,

@@ -13,7 +13,7 @@
 #include <mutex>
 #include <vector>
 
-#include "kvpool/exec/executor.h"
+#include "kvpool/exec/serial_executor.h"
 #include "kvpool/net/link.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/peers/route_maker.h"
@@ -26,7 +26,7 @@ class WriterQuarantine {
   static constexpr std::int64_t kGpuGraceNs = 500'000'000;
 
   // Both outlive it.
-  WriterQuarantine(Reactor& reactor, TaskClass& tasks) : reactor_(reactor), tasks_(tasks) {}
+  WriterQuarantine(Reactor& reactor, SerialExecutor& waits) : reactor_(reactor), waits_(waits) {}
 
   // The link has ended; `exposure`: the access that its peer was given.
   void add(const std::shared_ptr<DepartingPeer>& session, const std::shared_ptr<Link>& link, Exposure exposure);
@@ -69,7 +69,7 @@ class WriterQuarantine {
   void let_go(std::vector<QuarantinedPeer>&& writer_quarantine) noexcept;
 
   Reactor& reactor_;
-  TaskClass& tasks_;  // that prove the end of what UCX writes
+  SerialExecutor& waits_;  // for the end of what UCX writes
   mutable std::mutex mutex_;
   std::vector<QuarantinedPeer> writer_quarantine_;
 };

@@ -60,7 +60,7 @@ class RankNodeImpl final : public RankNode {
         waits_(executor_),
         receives_(executor_),
         reactor_(std::make_unique<Reactor>("kvpool-rank")),
-        writer_quarantine_(*reactor_, copies_),
+        writer_quarantine_(*reactor_, waits_),
         channels_(routes_, waits_, writer_quarantine_) {
     EndpointOptions endpoint;
     endpoint.secret = options_.service.secret;
