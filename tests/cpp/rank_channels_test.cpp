@@ -84,6 +84,27 @@ TEST_CASE("an order that is there before its channels waits for them, to its dea
   CHECK(done->code == -1);
 }
 
+TEST_CASE("parts whose channels do not come hold no threads, and keep no other order waiting") {
+  RankHere a(0, {"shm"});
+  RankHere b(1, {"shm"});
+  const auto silent = std::make_shared<Outcome>();
+  constexpr int kSilent = 200;  // more than there are threads for
+  for (std::uint32_t i = 0; i < kSilent; ++i) {
+    give(a, 5, {{part(100 + i, 0, kPiece / 2), part(1000 + i, kPiece / 2, kPiece / 2)}, {a.at(0)}, {b.at(0)}}, silent,
+         60);
+  }
+  a.channels.meet(meeting_of(6, {b.metadata()}), in_seconds(5));
+  const auto done = std::make_shared<Outcome>();
+  give(a, 6, {{part(1, 0, kPiece)}, {a.at(0)}, {b.at(0)}}, done, 60);
+  REQUIRE(soon([&] { return done->reports == 1; }));
+  CHECK(done->code == -1);
+  CHECK(silent->reports == 0);
+  CHECK(a.executor.threads() < 16);
+  a.channels.depart(5, Error(ErrorCode::kPeerLost, "over"), {});
+  REQUIRE(soon([&] { return silent->reports == kSilent; }));
+  CHECK(silent->code == code(ErrorCode::kPeerLost));
+}
+
 TEST_CASE("what does not exist is not written, and who is looked for is found or nobody") {
   RankHere a(0, {"shm"});
   RankHere b(1, {"shm"});

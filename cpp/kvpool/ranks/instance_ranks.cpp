@@ -106,16 +106,13 @@ void check_meeting(const PeerMetadata& metadata) {
   throw Error(ErrorCode::kPeerLost, "the instance that exported this rank is gone; another pool answers here now");
 }
 
-// Fewer than other classes: a peer whose ranks do not connect holds a thread for each until the deadline.
-constexpr TaskLimits kRankLimits{8, 32};
-
 // A pool that is an instance of one rank: its channels to the ranks of peers are in its own process.
 class OwnRanks final : public InstanceRanks {
  public:
   explicit OwnRanks(const RanksHost& host)
       : layout_(host.pool.layout()),
         incarnation_(host.incarnation),
-        waits_(host.pool.executor(), kRankLimits),
+        waits_(host.pool.executor()),
         channels_(host.routes, waits_, host.writer_quarantine),
         ranks_(make_local_rank_set(channels_)) {
     channels_.start(host.endpoint);

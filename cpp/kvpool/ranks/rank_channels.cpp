@@ -13,7 +13,7 @@
 namespace kvpool {
 namespace {
 
-// How often a thread that waits for a channel checks the clock and whether to stop.
+// How often the thread that watches parked parts looks at the clock, and whether they are to stop.
 constexpr std::chrono::milliseconds kLook{20};
 constexpr std::int64_t kRetryAfterUs = 10'000;
 
@@ -76,14 +76,18 @@ std::shared_ptr<LinkHandler> RankChannels::admit(const std::shared_ptr<Link>& li
   const auto channel = std::make_shared<RankChannel>(std::move(memory), metadata, exposure.any(), std::move(events));
   channel->start(link, routes_.make(metadata, link));
 
-  const std::lock_guard lock(mutex_);
-  if (why_closed_) throw Error(*why_closed_);
-  if (is_past_locked(metadata.meeting)) throw Error(ErrorCode::kPeerLost, "that meeting is over");
-  check_return_locked(metadata);
-  const auto slot = slot_locked(metadata.meeting, one_rank ? 0 : metadata.rank);
-  if (slot->channel != nullptr) throw Error(ErrorCode::kState, "there is a channel to " + metadata.name + " already");
-  slot->channel = channel;
-  changed_.notify_all();
+  std::list<Parked> parked;
+  {
+    const std::lock_guard lock(mutex_);
+    if (why_closed_) throw Error(*why_closed_);
+    if (is_past_locked(metadata.meeting)) throw Error(ErrorCode::kPeerLost, "that meeting is over");
+    check_return_locked(metadata);
+    const auto slot = slot_locked(metadata.meeting, one_rank ? 0 : metadata.rank);
+    if (slot->channel != nullptr) throw Error(ErrorCode::kState, "there is a channel to " + metadata.name + " already");
+    slot->channel = channel;
+    parked = take_parked_locked([&](const Parked& one) { return one.slot == slot; });
+  }
+  for (const Parked& one : parked) begin_part(one);
   return channel;
 }
 
@@ -153,27 +157,79 @@ struct RankChannels::Job {
 void RankChannels::write(ChannelOrder&& order) {
   const auto job = std::make_shared<Job>(std::move(order));
   if (job->order.channels.empty()) return job->order.report({}, nullptr);
-  std::vector<std::shared_ptr<Slot>> slots;
+  std::list<Parked> parts;
+  bool watch = false;
   {
+    std::list<Parked> waiting;
     const std::lock_guard lock(mutex_);
+    const bool past = why_closed_ || is_past_locked(job->order.meeting);
     for (const ChannelWrite& part : job->order.channels) {
-      const bool past = why_closed_ || is_past_locked(job->order.meeting);
-      slots.push_back(past ? std::make_shared<Slot>() : slot_locked(job->order.meeting, part.to_rank));
+      auto slot = past ? std::make_shared<Slot>() : slot_locked(job->order.meeting, part.to_rank);
+      auto& where = past || slot->channel != nullptr ? parts : waiting;
+      where.push_back({std::move(slot), job, &part});
     }
+    if (!waiting.empty()) watch = !std::exchange(watched_, true);
+    parked_.splice(parked_.end(), waiting);
   }
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    const ChannelWrite* const part = &job->order.channels[i];
-    const auto failure = failure_of([&] {
-      waits_.run(slots[i].get(), Priority::kPrefill, [this, job, part, slot = slots[i]] { write_part(job, *part); });
-    });
-    if (failure) job->take({}, failure);
+  for (const Parked& one : parts) begin_part(one);
+  if (!watch) return;
+  if (const auto failure = failure_of([&] { waits_.run(&parked_, Priority::kDecode, [this] { watch_parked(); }); })) {
+    std::list<Parked> unwatched;
+    {
+      const std::lock_guard lock(mutex_);
+      watched_ = false;
+      unwatched.swap(parked_);
+    }
+    for (const Parked& one : unwatched) one.job->take({}, failure);
   }
+}
+
+void RankChannels::begin_part(const Parked& one) {
+  const auto failure = failure_of(
+      [&] { waits_.run(one.slot.get(), Priority::kPrefill, [this, one] { write_part(one.job, *one.part); }); });
+  if (failure) one.job->take({}, failure);
+}
+
+// REQUIRES: mutex_ is held.
+template <class Which>
+std::list<RankChannels::Parked> RankChannels::take_parked_locked(Which&& which) noexcept {
+  std::list<Parked> taken;
+  for (auto one = parked_.begin(); one != parked_.end();) {
+    const auto current = one++;
+    if (which(*current)) taken.splice(taken.end(), parked_, current);
+  }
+  return taken;
+}
+
+// One thread for all parts that wait: it ends those that are stopped, or too late. Their channels begin the others.
+void RankChannels::watch_parked() {
+  std::unique_lock lock(mutex_);
+  while (!parked_.empty()) {
+    const std::int64_t now_ns = monotonic_ns();
+    const auto is_stopped = [](const Parked& one) { return one.job->order.stop->load(std::memory_order_relaxed); };
+    const std::list<Parked> over = take_parked_locked(
+        [&](const Parked& one) { return is_stopped(one) || now_ns >= one.job->order.request.deadline_ns; });
+    if (over.empty()) {
+      changed_.wait_for(lock, kLook);
+      continue;
+    }
+    lock.unlock();
+    for (const Parked& one : over) {
+      one.job->take({}, failure_of([&] {
+                      if (is_stopped(one)) throw Error(ErrorCode::kCancelled, "stopped");
+                      throw Error(ErrorCode::kDeadline, "there is no channel to rank " +
+                                                            std::to_string(one.part->to_rank) + " of the peer yet");
+                    }));
+    }
+    lock.lock();
+  }
+  watched_ = false;
 }
 
 void RankChannels::write_part(const std::shared_ptr<Job>& job, const ChannelWrite& part) {
   WriteOutcome outcome;
   const auto failure = failure_of([&] {
-    const auto channel = wait_for_channel(*job, part.to_rank);
+    const auto channel = channel_of(*job, part.to_rank);
     check_part(*channel, *job, part);
     job->wait_for_gpu();
     WriteRequest request = job->order.request;
@@ -185,21 +241,14 @@ void RankChannels::write_part(const std::shared_ptr<Job>& job, const ChannelWrit
   job->take(outcome, failure);
 }
 
-std::shared_ptr<RankChannel> RankChannels::wait_for_channel(const Job& job, std::uint32_t rank) {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    if (why_closed_) throw Error(*why_closed_);
-    const auto entry = meetings_.find(job.order.meeting);
-    if (entry == meetings_.end()) throw Error(ErrorCode::kPeerLost, "the meeting with the peer is over");
-    if (entry->second.why_over) throw Error(*entry->second.why_over);
-    const auto slot = entry->second.slots.find(rank);
-    if (slot != entry->second.slots.end() && slot->second->channel != nullptr) return slot->second->channel;
-    if (job.order.stop->load(std::memory_order_relaxed)) throw Error(ErrorCode::kCancelled, "stopped");
-    if (monotonic_ns() >= job.order.request.deadline_ns) {
-      throw Error(ErrorCode::kDeadline, "there is no channel to rank " + std::to_string(rank) + " of the peer yet");
-    }
-    changed_.wait_for(lock, kLook);
-  }
+// Throws the reason why the meeting has no channels any more.
+std::shared_ptr<RankChannel> RankChannels::channel_of(const Job& job, std::uint32_t rank) {
+  const std::lock_guard lock(mutex_);
+  if (why_closed_) throw Error(*why_closed_);
+  const auto entry = meetings_.find(job.order.meeting);
+  if (entry == meetings_.end()) throw Error(ErrorCode::kPeerLost, "the meeting with the peer is over");
+  if (entry->second.why_over) throw Error(*entry->second.why_over);
+  return entry->second.slots.at(rank)->channel;
 }
 
 // An order comes from the own scheduler, but what the peer's rank says of its blocks does not.
@@ -228,6 +277,7 @@ void RankChannels::check_part(const RankChannel& channel, const Job& job, const 
 
 void RankChannels::depart(std::uint64_t meeting, const Error& why, std::function<void()> clear) {
   std::vector<std::shared_ptr<RankChannel>> channels;
+  std::list<Parked> parked;
   {
     const std::lock_guard lock(mutex_);
     Meeting& entry = meetings_[meeting];
@@ -236,8 +286,10 @@ void RankChannels::depart(std::uint64_t meeting, const Error& why, std::function
     for (const auto& [rank, slot] : entry.slots) {
       if (slot->channel != nullptr) channels.push_back(slot->channel);
     }
+    parked = take_parked_locked([&](const Parked& one) { return one.job->order.meeting == meeting; });
     changed_.notify_all();
   }
+  for (const Parked& one : parked) begin_part(one);  // to hear why there is no channel
   for (const auto& channel : channels) channel->depart(why);
   look_at_meetings();
 }
@@ -293,7 +345,6 @@ void RankChannels::look_at_meetings() {
       for (auto& clear : all_clears_) clears.push_back(std::move(clear));
       all_clears_.clear();
     }
-    changed_.notify_all();
   }
   for (const auto& clear : clears) clear();
 }

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -64,8 +65,8 @@ class RankChannels {
   // such writes are left.
   std::shared_ptr<LinkHandler> admit(const std::shared_ptr<Link>& link, const PeerMetadata& metadata);
 
-  // Carries out the order and reports. Waits until the order's deadline for channels that are not connected yet. Throws
-  // std::bad_alloc; then nothing is written, and nothing reported.
+  // Carries out the order and reports. Parts for channels that are not connected yet wait for them until the order's
+  // deadline, and have no threads meanwhile. Throws std::bad_alloc; then nothing is written, and nothing reported.
   void write(ChannelOrder&& order);
 
   // Ends this side's writes soon. Calls `clear` once neither side writes in this meeting any more.
@@ -86,6 +87,11 @@ class RankChannels {
     std::vector<std::function<void()>> clears;
   };
   struct Job;
+  struct Parked {  // a part that waits for its channel
+    std::shared_ptr<Slot> slot;
+    std::shared_ptr<Job> job;
+    const ChannelWrite* part;
+  };
 
   static constexpr std::size_t kPastMax = 4096;  // meetings that are over and remembered
 
@@ -93,8 +99,12 @@ class RankChannels {
   std::shared_ptr<RankChannel> channel_to(std::uint64_t meeting, const MetadataRank& rank);
   void check_return_locked(const PeerMetadata& metadata) const;
   std::shared_ptr<Slot> slot_locked(std::uint64_t meeting, std::uint32_t rank);
-  std::shared_ptr<RankChannel> wait_for_channel(const Job& job, std::uint32_t rank);
+  std::shared_ptr<RankChannel> channel_of(const Job& job, std::uint32_t rank);
+  void begin_part(const Parked& one);
   void write_part(const std::shared_ptr<Job>& job, const ChannelWrite& part);
+  template <class Which>
+  std::list<Parked> take_parked_locked(Which&& which) noexcept;
+  void watch_parked();
   void check_part(const RankChannel& channel, const Job& job, const ChannelWrite& part) const;
   bool is_past_locked(std::uint64_t meeting) const noexcept;
   void look_at_meetings();
@@ -107,8 +117,10 @@ class RankChannels {
   std::function<void(const Error&)> on_device_lost_ = [](const Error&) {};
 
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable changed_;  // fewer parts are parked
   std::unordered_map<std::uint64_t, Meeting> meetings_;
+  std::list<Parked> parked_;
+  bool watched_ = false;  // a thread looks for parked parts whose time is over
   std::deque<std::uint64_t> past_;
   std::optional<Error> why_closed_;
   std::vector<std::function<void()>> all_clears_;
