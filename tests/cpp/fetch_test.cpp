@@ -43,6 +43,20 @@ TEST_CASE("a peer may read what it has borrowed, and not what another one has") 
   CHECK(kit.refusal() == ErrorCode::kNotOwner);
 }
 
+// Else one peer's fetches would keep the writes to all others waiting.
+TEST_CASE("a peer's fetch is no more urgent here than a prompt, whatever it says") {
+  SessionKit kit;
+  const Addresses lent = kit.lend(1, 1);
+  for (const auto& [said, got] :
+       {std::pair(Priority::kDecode, Priority::kPrefill), std::pair(Priority::kPrefill, Priority::kPrefill),
+        std::pair(Priority::kBackground, Priority::kBackground)}) {
+    kit.ask(kFetchVerb, (2 + static_cast<std::uint64_t>(said)) | kFetchBit,
+            write_body(FetchBody{said, lent, SessionKit::peer_addresses(1)}));
+    REQUIRE(!kit.host.writes.empty());
+    CHECK(kit.host.writes.back().priority == got);
+  }
+}
+
 TEST_CASE("the destinations of a fetch are the caller's again only when the owner writes no more") {
   SessionKit kit;
   const FetchRequest request = fetch_for(kit, 2);

@@ -198,7 +198,8 @@ void Session::begin_push(const CallPointer& call, const std::shared_ptr<FetchBod
   job.request.cancelled = stop.get();
   job.keep = std::make_shared<std::tuple<std::shared_ptr<void>, std::shared_ptr<void>, std::shared_ptr<const void>>>(
       strip, stop, order);
-  job.priority = body->priority;
+  // A peer orders its own fetches by it. None may go before the writes to every other peer.
+  job.priority = std::max(body->priority, Priority::kPrefill);
   job.done = [self = shared_from_this(), call, body](const WriteOutcome& /*outcome*/, const Error* error) {
     self->finish_push(*call, body->from, error);
   };
