@@ -183,6 +183,10 @@ class Pool(NetworkedPool):
           until that peer has ended.
         - ``device_memory="plain"`` and an engine's tensors on a GPU are kept until every peer on this host that had
           access has closed them: when it leaves, or, with ucx, when its process ends.
+
+        Page-locked DRAM and the memory of a GPU are given back through the CUDA driver, which may wait for all work
+        that the GPU has, in the streams of other libraries as well. So close(), or the end of the last view, may take
+        as long as that work: end what stands still there before.
         """
         attachment = self._attachment
         if attachment is not None:
