@@ -70,7 +70,6 @@ EXCEPTIONS: Final[dict[str, dict[str, str]]] = {
         "cpp/kvpool/routes/ucx/ucx.h": "UCX",
         "cpp/kvpool/routes/ucx/ucx_route.h": "UCX",
         "cuda/access.cuh": "threads of a warp",
-        "docs/adr/0011-ucx-writes.md": "UCX",
         "docs/internals/cuda.md": "threads of a warp",
         "src/kvpool/_core.pyi": "UCX",
         "src/kvpool/cli/info.py": "UCX",
