@@ -1,5 +1,5 @@
 // The only exception type of the core. The binding turns each code into the Python class of the same name, and each
-// field into an attribute of the exception, so that programs need not parse the numbers out of the text.
+// field into an attribute of the exception, so programs need not parse the text for numbers.
 #pragma once
 
 #include <cstddef>
@@ -31,33 +31,33 @@ enum class ErrorCode : std::uint8_t {
   kAuth,            // the peer does not know the secret
   kProtocol,        // the peer violates the protocol, or speaks an unsupported version
   kCancelled,       // by the caller
-  // Never on the wire, except for the last.
+  // Of these, only the last goes over the wire.
   kFenced,       // this pool has no lease in its cluster, so it has no peers
   kDeviceLost,   // the GPU, or this process's context on it, is lost, with the content of its memory
-  kRouteFailed,  // a route failed; the peer may be well, and reachable by another route, or later
+  kRouteFailed,  // a route failed; another route may reach the peer, or this one later
 };
 inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::kRouteFailed) + 1;
 
-// Details of a code that callers handle differently. Code looks at an error's code and cause; people read its text and
-// fields.
+// Tells apart errors of one code that callers handle differently. Code branches on code and cause only; text and fields
+// are for people.
 enum class ErrorCause : std::uint8_t {
   kOther,
   kNobodyListens,  // kPeerLost: nothing listens at the address, perhaps not yet
   kReset,          // kPeerLost: the connection was reset
   kUnanswered,     // kPeerLost: the link ended before the peer answered whether it admits this side
-  // On the wire, in a refusal to meet.
+  // These go over the wire, when a side refuses to admit the other.
   kConnectedAlready,  // kState; subject: the incarnation of the side that was called
   kInstanceTaken,     // kState: another peer has the caller's instance id
   kDropped,           // kBusy; subject: the caller's incarnation, whose blocks are gone here
-  // Not on the wire: the numbers of those above are.
+  // This one stays in the process. The numbers of those above are part of the protocol.
   kMayPass,  // kUnsupported: the CUDA driver refused something that it may grant another time
 };
 
 using ErrorField = std::pair<const char*, std::int64_t>;
 
-// Copies of an error share immutable content, so threads may copy, read and destroy copies of one error at the same
-// time. The text is not in std::runtime_error, whose copies share it too, but count references inside the C++ library,
-// where ThreadSanitizer sees nothing.
+// Copies of an error share immutable content, so several threads may copy, read and destroy copies of one error at the
+// same time. std::runtime_error shares its text, too, but counts references inside the C++ library, where
+// ThreadSanitizer cannot see it.
 class Error : public std::exception {
  public:
   Error(ErrorCode code, std::string message, std::initializer_list<ErrorField> fields = {})

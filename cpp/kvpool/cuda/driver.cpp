@@ -176,7 +176,7 @@ void CudaDriver::require(CuResult result, const char* call, const char* what) co
               "other process, or set the mode to DEFAULT",
           {{"driver_code", result}})
           .because(ErrorCause::kMayPass);
-    case CudaFault::kArgument:  // of a call that kvpool made: its caller knows nothing of it
+    case CudaFault::kArgument:  // kvpool made the call, so kvpool's caller cannot correct the argument
     case CudaFault::kUnsupported:
       code = ErrorCode::kUnsupported;
       break;

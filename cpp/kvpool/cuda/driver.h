@@ -1,10 +1,10 @@
 // The CUDA driver, opened at run time: a table of the entry points that kvpool calls.
 //
-// The library is libcuda.so.1, or what the environment variable KVPOOL_CUDA_LIBRARY names. It is opened when something
-// first needs a GPU, never when kvpool is loaded, and a machine without it runs everything else. It is never closed:
-// the driver runs threads and does not survive being unloaded.
+// The library is libcuda.so.1, or what the environment variable KVPOOL_CUDA_LIBRARY names. kvpool opens it when
+// something first needs a GPU, not when kvpool is loaded, so everything else runs on a machine without it. kvpool never
+// closes it, because the driver has threads, and unloading it would crash them.
 //
-// Thread-safety: all of it. The driver does not work in a forked child, so nothing here may be called there.
+// Thread-safety: all of it. The driver does not work in a forked child, so do not call anything here there.
 #pragma once
 
 #include <cstddef>
@@ -75,7 +75,7 @@ inline constexpr unsigned kCuStreamWaitFlush = 1U << 30;
 inline constexpr int kCuCaptureModeRelaxed = 2;
 inline constexpr int kCuPointerMemoryType = 2;
 inline constexpr int kCuPointerDeviceOrdinal = 9;
-inline constexpr int kCuPointerLegacyIpcCapable = 10;  // a range of several allocations, or of virtual memory, is not
+inline constexpr int kCuPointerLegacyIpcCapable = 10;  // no, for virtual memory or a range of several allocations
 inline constexpr unsigned kCuIpcLazyPeerAccess = 1;
 inline constexpr int kCuMemoryTypeDevice = 2;
 inline constexpr int kCuDeviceL2Bytes = 38;
@@ -85,14 +85,14 @@ inline constexpr int kCuDevicePosixFd = 103;
 inline constexpr int kCuDeviceFlushRemoteWrites = 98;
 inline constexpr int kCuDeviceRdmaOfVirtualMemory = 110;
 
-// What a result means for the caller. Every error contains the driver's name and number of the result.
+// What a result means for the caller. The text of every error has the driver's name and number of the result.
 enum class CudaFault : std::uint8_t {
   kNone,
   kMemory,       // the device has too little memory
   kUnsupported,  // this machine or this driver cannot do it
   kArgument,     // an argument that the driver refuses
   kCapturing,    // not while a CUDA graph is captured
-  kInUse,        // the GPU is in exclusive mode and belongs to another process; nothing is lost
+  kInUse,        // another process has the GPU in exclusive mode; nothing is lost
   kLost,         // the device, or the context with everything in it, is lost and unusable
 };
 CudaFault fault_of(CuResult result) noexcept;
@@ -102,15 +102,15 @@ struct Launcher;
 }
 
 struct CudaDriver {
-  // The driver of this process. The first successful call opens it for good; a failure is not remembered.
+  // The driver of this process. The first call that succeeds opens it for good; after a failure, the next call retries.
   // Throws Error kUnsupported: no such library, or one that lacks an entry point (named).
   static const CudaDriver& get();
 
   // "CUDA_ERROR_OUT_OF_MEMORY (2)", or "unknown error (9876)".
   std::string name_of(CuResult result) const;
-  // Throws unless it is success: kOutOfMemory, kDeviceLost, kState (a CUDA graph is being captured) or, for everything
-  // else (a GPU that another process has to itself, too), kUnsupported, with the driver's number in the field
-  // `driver_code`, and of cause kMayPass unless is_lasting() the result. `what` says what could not be done.
+  // Throws unless the result is success: kOutOfMemory, kDeviceLost, kState (a CUDA graph is being captured), and
+  // kUnsupported for all other results (among them kInUse), with cause kMayPass unless is_lasting(result). The field
+  // `driver_code` is the driver's number. `what` says what kvpool could not do.
   void require(CuResult result, const char* call, const char* what) const;
 
   std::string library;  // as it was opened
@@ -168,15 +168,15 @@ struct CudaDriver {
   CuResult (*memcpy_async)(CuPointer to, CuPointer from, std::size_t bytes, CuStream stream);
   CuResult (*memset_async)(CuPointer to, unsigned char value, std::size_t bytes, CuStream stream);
 
-  // From here on, null if the driver lacks the function. Records all work of a context in an event: CUDA 12.5.
+  // The functions below are null if the driver lacks them. Records all work of a context in an event: CUDA 12.5.
   CuResult (*ctx_record_event)(CuContext context, CuEvent event) = nullptr;
-  // Exchanges the thread's capture mode: what it may do while another thread captures a CUDA graph: CUDA 10.1.
+  // Exchanges the thread's capture mode, which limits it while another thread captures a CUDA graph: CUDA 10.1.
   CuResult (*exchange_capture_mode)(int* mode) = nullptr;
   // The contexts of a stream; the second is null unless the stream is of a green context: CUDA 12.5.
   CuResult (*stream_get_ctx_v2)(CuStream stream, CuContext* context, void** green) = nullptr;
   // Whether the stream is being captured; 0: it is not: CUDA 10.0.
   CuResult (*stream_is_capturing)(CuStream stream, int* status) = nullptr;
-  // Later work of the stream begins when the word at this address has reached the value: CUDA 11.7.
+  // The stream's later work waits until the word at this address has reached the value: CUDA 11.7.
   CuResult (*stream_wait_value)(CuStream stream, CuPointer word, std::uint32_t value, unsigned flags) = nullptr;
   // The first has the signature of CUDA 12.8; CUDA 13 dropped the failing index.
   CuResult (*memcpy_batch_v1)(CuPointer* to, CuPointer* from, std::size_t* bytes, std::size_t count,
@@ -185,7 +185,7 @@ struct CudaDriver {
   CuResult (*memcpy_batch_v2)(CuPointer* to, CuPointer* from, std::size_t* bytes, std::size_t count,
                               CuMemcpyAttributes* attributes, std::size_t* attribute_index, std::size_t attribute_count,
                               CuStream stream) = nullptr;
-  // In no real driver: kvpool's kernels in a library that stands in for one (gpu_launch.h); null if it has no kernels.
+  // Null in a real driver. A library that stands in for one may bring kvpool's kernels along (gpu_launch.h).
   const cuda::Launcher* (*kernel_launcher)() = nullptr;
 
  private:

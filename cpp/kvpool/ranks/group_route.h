@@ -1,16 +1,16 @@
-// The route from one logical instance to another. A write becomes one order to each rank, and ends when all orders
-// have.
+// The route from one logical instance to another. A write becomes one order to each rank, and ends when all orders have
+// ended.
 //
 // A session uses it like any other route, so schedulers speak the same protocol as pools. A RankWriter carries out the
 // order; for a rank in another process it sends the order there.
 //
 // Invariants
-//   G1  write() returns or throws only after every rank that was given an order has reported. A report, except
-//       kPeerLost, says that nothing of its order is written any more. So the sender may tell the receiver that the
-//       transfer is complete, or cancelled.
-//   G2  After the first failure no rank is given an order, and those that have one are asked to stop. write() throws
-//       the first failure; but kPeerLost replaces every other, because it says that G1 cannot be kept: a rank is lost,
-//       and something of its order may still be written.
+//   G1  write() returns or throws only after every rank that it gave an order has reported. Any report but kPeerLost
+//       says that the rank has stopped writing for this order. So the sender may tell the receiver that the transfer is
+//       complete, or cancelled.
+//   G2  After the first failure write() gives no more orders, and asks the ranks that have one to stop. It throws the
+//       first failure, except that kPeerLost replaces any other: the rank is lost and may still be writing, so G1 does
+//       not hold.
 //
 // Thread-safety: write() may be called by several threads at once; reports may come from any thread.
 #pragma once

@@ -2,18 +2,18 @@
 // two schedulers, to whose meeting the channel belongs. docs/adr/0008-logical-instances.md.
 //
 // Invariants
-//   N1  write() returns, or throws anything but kPeerLost, only when all that it has written is in place and nothing
-//       more of it is on its way. To know that, it sends a flush behind content that the receiver places from the link,
-//       and waits for the answer to content that the receiver takes beside the link (route_receiver.h). After kPeerLost
-//       the channel is closed, and never says that this side writes no more. Losing this side's GPU in a write has the
-//       same effect, because what it still had under way is unknown.
-//   N2  over() is true only when neither side writes any more. For this side: it has said so, or its link has ended.
-//       For the peer: it has said so; or its link has ended and its access does not let it write any more; or it is
-//       proved to be gone. In addition, this side must no longer be receiving anything that the peer had announced,
-//       even if the peer has since said that it writes no more.
+//   N1  write() returns, or throws anything but kPeerLost, only when everything it wrote is in place and nothing is
+//       still on its way. To know that, it sends a flush after content that the receiver places from the link, and
+//       waits for the answer to content that the receiver takes outside the link (route_receiver.h). After kPeerLost
+//       the channel is closed, and never reports that this side has stopped writing. The same holds when this side
+//       loses its GPU during a write, because nobody knows how much of the write took place.
+//   N2  over() is true only when both sides have stopped writing, and this side is receiving nothing that the peer had
+//       announced. This side has stopped when it has said so or its link has ended. The peer has stopped when it has
+//       said so; or its link has ended, and it has no other access to this memory; or it is proved to be gone.
+//       Receiving may go on after the peer has said that it has stopped.
 //
-// The channel places content in any block of this rank that the peer names, because a rank knows no owners. The peer's
-// scheduler is responsible for its ranks, as it is for ranks that write here by themselves.
+// The channel places content in any block that the peer names, because a rank does not know who owns its blocks. The
+// peer's scheduler answers for its ranks, as it does for ranks that write here by themselves.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -47,33 +47,33 @@ class RankChannel final : public LinkHandler, public DepartingPeer, public std::
   struct Events {
     std::function<void(const std::shared_ptr<RankChannel>& channel, const std::shared_ptr<Link>& link)> on_ended;
     std::function<void(const RankChannel& channel)> on_changed;
-    std::function<void(const RankChannel& channel)> on_heard;  // the peer's first word: it has admitted this side
-    std::function<void(const Error& why)> on_device_lost;      // the GPU of this side, and all that is on it
-    // Soon runs work that waits only for other work of the same `key`. Throws std::bad_alloc; then it does not run.
+    std::function<void(const RankChannel& channel)> on_heard;  // the peer's first frame: it has admitted this side
+    std::function<void(const Error& why)> on_device_lost;      // this side has lost its GPU and the blocks on it
+    // Runs work on another thread; it waits only for earlier work of the same `key`. Throws std::bad_alloc: not run.
     std::function<void(const void* key, std::function<void()> work)> run_aside;
   };
-  // The blocks of this side. `staging buffer`: as BlockHost::staging_buffer.
+  // The blocks of this side. `staging_buffer`: as BlockHost::staging_buffer.
   struct Memory {
     MediaSpans spans;
     std::function<std::unique_ptr<StagingBuffer>(std::span<const Address> blocks, std::vector<iovec>& pieces,
                                                  std::uint64_t bytes)>
         staging_buffer;
   };
-  // `peer_writes_directly`: the peer has the access that it needs to write here by itself.
+  // `peer_writes_directly`: the peer can write to this side's memory by itself.
   RankChannel(Memory local, PeerMetadata peer, bool peer_writes_directly, Events events);
-  // Before anything else.
+  // Call it once, before any other method.
   void start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes);
 
   // By the cheapest route. Throws what Route::write throws.
   WriteOutcome write(const WriteRequest& request);
   // Sends a message and waits for the peer's answer. Throws kPeerLost, kDeadline, kCancelled.
   void greet(const Waiting& waiting);
-  // Begins no new write, ends those under way soon, and tells the peer when they have ended. Idempotent, never blocks.
+  // Refuses new writes, cancels those under way, and tells the peer when they have ended. Idempotent, never blocks.
   void depart(const Error& why) noexcept;
   bool over() const noexcept;
   // Ends the link.
   void abandon() noexcept;
-  // Bytes of one block at the peer, of a medium.
+  // The size of a block at the peer.
   std::uint64_t peer_block_bytes() const noexcept { return peer_block_bytes_; }
 
   // --- LinkHandler ---
@@ -100,8 +100,8 @@ class RankChannel final : public LinkHandler, public DepartingPeer, public std::
   void end_write() noexcept;
   void flush(const Waiting& waiting);
   bool say_over(Link& link) noexcept;
-  // Called after a route failed whose content the receiver places from the link. Throws kPeerLost if it cannot be known
-  // whether content is still on its way.
+  // Call it when a route has failed whose content the receiver places from the link. Throws kPeerLost if content may
+  // still be on its way.
   void flush_or_break(const Error& why);
   [[noreturn]] void break_off(const Error& why);
   void drop_aside(std::shared_ptr<void> open) noexcept;
@@ -125,8 +125,8 @@ class RankChannel final : public LinkHandler, public DepartingPeer, public std::
   std::atomic<std::uint64_t> flushes_{0};  // asked for
   std::atomic<std::uint64_t> flushed_{0};  // answered: all up to this one
   Parting parting_;                        // of this side's writes, and of the link
-  // Of the peer's writes here. kDrained: it has said that it writes no more. kSettled: and nothing that it had
-  // announced is being received any more.
+  // Of the peer's writes here. kDrained: the peer has said that it has stopped writing. kSettled: in addition, this
+  // side has received everything that the peer had announced.
   Parting peer_parting_;
 
   mutable std::mutex mutex_;

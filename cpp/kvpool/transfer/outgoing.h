@@ -8,7 +8,7 @@
 //   kDone
 //
 // Invariants
-//   O1  The source blocks are held for reading from the beginning until nothing reads them any more.
+//   O1  The transfer holds its source blocks for reading from its construction until the last read of them has ended.
 //   O2  A write in progress ends before the peer is told that the transfer is complete or cancelled.
 //   O3  It ends once, at its deadline at the latest; only a write in progress may delay that, until the route notices.
 #pragma once

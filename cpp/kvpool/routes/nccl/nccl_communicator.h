@@ -25,11 +25,11 @@ void nccl_wait(const std::function<bool()>& done, const NcclCheck& check);
 
 class NcclCommunicator {
  public:
-  // Returns when both ranks have joined. `thread_blocks_max`: the most thread blocks that it may use on the GPU; 0:
+  // Returns when both ranks have joined. `thread_blocks_max`: how many thread blocks it may use on the GPU; 0:
   // NCCL decides. Throws what `check` throws, and NCCL's errors: see NcclLibrary::error_of. Leaves nothing behind.
   NcclCommunicator(const NcclLibrary& library, const NcclId& id, NcclWay way, int thread_blocks_max,
                    const NcclCheck& check);
-  // Aborts: its work in a stream ends soon, whatever the peer does.
+  // Aborts: its work in a stream ends soon, even if the peer does nothing.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -38,8 +38,8 @@ class NcclCommunicator {
     CuPointer at;
     std::size_t bytes;
   };
-  // Puts one group into the stream, with each piece as a message. Throws as the constructor; then some messages may be
-  // in the stream, and only the destructor makes them end.
+  // Puts one group into the stream, with each piece as a message. Throws as the constructor does. Then some messages
+  // may already be in the stream, and only the destructor ends them.
   void pass(std::span<const Piece> pieces, CuStream stream, const NcclCheck& check);
   // Throws when a message in the stream has failed.
   void check_alive() const;

@@ -1,10 +1,10 @@
 // The receiving half of the nccl route: joins the communicators that the peer opens, and receives what it announces.
 //
 // Invariants
-//   U1  Content is received only into blocks that the sender could write when it was announced, and these are not freed
-//       before the content has arrived or the pipe is shut: Receiver keeps reservations, defer() delays all other
-//       frees.
-//   U2  Each announced pass is answered once, unless the link ends first.
+//   U1  The inbox receives content only into blocks that the sender could write when it announced the content. These
+//       blocks are not freed before the content has arrived or the pipe is shut: Receiver keeps reservations, and
+//       defer() delays all other frees.
+//   U2  The inbox answers each announced pass once, unless the link ends first.
 //   U3  At most one thread works here at a time, and only while there is work.
 #pragma once
 
@@ -31,7 +31,7 @@ class NcclInbox final : public RouteReceiver, public std::enable_shared_from_thi
   void on_message(Message&& message) override;  // except kPassed, which goes to the sending half
   bool defer(std::function<void()>& work) override;
   void close(std::function<void()> on_closed) noexcept override;
-  // Gives up arriving content soon, and receives nothing more.
+  // Soon gives up the content that is arriving, and receives nothing more.
   void stop() noexcept { closed_.store(true); }
 
  private:
@@ -61,7 +61,7 @@ class NcclInbox final : public RouteReceiver, public std::enable_shared_from_thi
   Admit admit_;
   Placed placed_;
   Lost lost_;
-  std::uint64_t announced_ = 0;  // this and the next: used by the thread that reads the link
+  std::uint64_t announced_ = 0;  // only the thread that reads the link uses this and the next
   std::uint64_t pass_bytes_max_ = kNcclPassBytesMax;
   std::atomic<bool> closed_{false};
   std::atomic<std::uint64_t> halted_{0};  // the sender has left the generations up to this one
@@ -72,8 +72,8 @@ class NcclInbox final : public RouteReceiver, public std::enable_shared_from_thi
   std::size_t passes_ = 0;           // in the queue, or being received
   bool working_ = false;
 
-  NcclPipe pipe_;                 // used by the thread that works here
-  std::uint64_t generation_ = 0;  // for which pipe_ is open; likewise
+  NcclPipe pipe_;                 // only the thread that works here uses this and the next
+  std::uint64_t generation_ = 0;  // of the communicator for which pipe_ is open
 };
 
 }  // namespace kvpool

@@ -1,7 +1,7 @@
 // NCCL, opened at run time: a table of the functions that kvpool calls.
 //
-// Uses only functions of NCCL 2.18. The configuration carries a size and a version, so newer versions can read it.
-// kvpool has its own declarations, so building needs no nccl.h.
+// kvpool uses only functions of NCCL 2.18. The configuration carries a size and a version, so newer versions can read
+// it. kvpool declares what it needs, so building it needs no nccl.h.
 //
 // NCCL refuses two ranks on one GPU unless their processes have different values of the environment variable
 // NCCL_HOSTID, set before NCCL is first used; then they communicate over sockets.

@@ -6,15 +6,15 @@
 
 namespace kvpool {
 
-// The longest pass of any sender: a receiver allocates as much memory for a peer as a pass needs.
+// The limits of a sender's pass: a receiver allocates as much memory for a peer as a pass needs.
 inline constexpr std::uint64_t kNcclPassBytesMax = std::uint64_t{256} << 20;
 inline constexpr std::uint64_t kNcclPassBytesMin = std::uint64_t{1} << 20;
 // The most passes that a receiver keeps for a peer until they are answered. Senders of ours announce one at a time.
 inline constexpr std::size_t kNcclPassesMax = 16;
 
 struct NcclLimits {
-  // The most that is sent at a time. The sender gathers into a buffer of this size and the receiver scatters from one,
-  // so each allocates that much of its GPU's memory for a direction, with the first content.
+  // The size of a pass. The sender gathers into a buffer of this size, and the receiver scatters from one, so each
+  // allocates that much GPU memory for a direction when the first content is sent.
   std::uint64_t pass_bytes = std::uint64_t{16} << 20;
   // The longest time until a communicator is complete; then the route has failed.
   std::int64_t init_ns = 10'000'000'000;

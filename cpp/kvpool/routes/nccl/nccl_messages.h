@@ -1,4 +1,4 @@
-// The messages on the link about content that travels by NCCL. docs/wire.md describes the bytes.
+// The messages on the link that accompany content sent by NCCL. docs/wire.md describes the bytes.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace kvpool {
 
-// From the sender: be rank 1 of this communicator. Ends the previous one.
+// From the sender: join this communicator as rank 1, and leave the previous one.
 struct NcclChannelBody {
   std::uint64_t generation = 0;  // grows with each communicator of this direction
-  std::uint64_t pass_bytes = 0;  // the most bytes of a pass in it
+  std::uint64_t pass_bytes = 0;  // the largest pass through it
   NcclId id{};
 };
 
-// From the sender, with the id of the transfer: the next pass in the communicator.
+// From the sender, with the id of the transfer: the next pass through the communicator.
 struct NcclPassBody {
   std::uint64_t generation = 0;
   std::uint64_t number = 0;  // 1, 2, ... within the link
@@ -29,8 +29,8 @@ struct NcclPassBody {
 enum class NcclOutcome : std::uint8_t {
   kPlaced = 0,
   kRefused = 1,  // the sender may not write these blocks: nothing was received
-  kFailed = 2,   // NCCL or the GPU failed; or the sender has halted
-  kUnable = 3,   // the receiver cannot, and a retry would fail as well
+  kFailed = 2,   // NCCL or the GPU failed, or the sender has halted
+  kUnable = 3,   // the receiver failed, and a retry would fail as well
 };
 
 // From the receiver, once for each pass. If the content was not placed, the receiver has left the communicator. Number

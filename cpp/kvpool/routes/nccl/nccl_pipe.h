@@ -1,9 +1,9 @@
 // One direction between two peers on this side's GPU: a communicator, a stream, and staging memory.
 //
 // Content travels as NCCL messages of one length (the last may be shorter), in the order of ContentPlan, which both
-// sides know from the ranges and the number of blocks. If each message is one run of a side's GPU memory, NCCL works on
-// the blocks themselves; otherwise that side gathers into staging memory before it sends, or scatters after it has
-// received. So the sides may lay out their blocks differently.
+// sides compute from the ranges and the number of blocks. If each message is one run of a side's GPU memory, NCCL reads
+// or writes the blocks themselves. Otherwise the sender gathers into staging memory first, and the receiver scatters
+// from it afterwards. So the two sides may lay out their blocks differently.
 //
 // Thread-safety: none; may move between threads.
 #pragma once
@@ -25,8 +25,8 @@
 
 namespace kvpool {
 
-// The memory of a pipe. `local` describes memory that `keepalive` keeps alive: HBM of the context's GPU, and
-// page-locked DRAM or none. `kernels` gather and scatter small pieces; null: the copy engines do.
+// The memory of a pipe. `local` describes the HBM of the context's GPU, and page-locked DRAM, if any; `keepalive` keeps
+// it alive. `kernels` gather and scatter small pieces; if null, the copy engines do.
 struct NcclMemory {
   const NcclLibrary* library = nullptr;
   std::shared_ptr<const CudaContext> context;
@@ -69,7 +69,7 @@ class NcclPipe {
   // is_open(); the blocks exist, and the ranges lie within their content; bytes is their sum and at most the pass_bytes
   // of open().
   void pass(const NcclContent& content, const NcclCheck& check);
-  // Aborts. When it returns the stream has no work of this pipe any more, so the pipe reads and writes no block.
+  // Aborts. When it returns, the stream has no work of this pipe, so the pipe reads and writes no block.
   void shut() noexcept;
   // The same, and frees what it has allocated on the GPU. It may be opened again.
   void let_go() noexcept;
@@ -89,7 +89,7 @@ class NcclPipe {
   std::unique_ptr<CudaStream> stream_;
   std::unique_ptr<Event> event_;
   std::unique_ptr<NcclStaging> staging_;
-  std::vector<iovec> pieces_;  // of the content that is being passed
+  std::vector<iovec> pieces_;  // of the current content
 };
 
 }  // namespace kvpool

@@ -1,11 +1,11 @@
 // HBM to HBM by NCCL's send and receive: docs/adr/0013-nccl-route.md.
 //
-// Each direction of a pair has one communicator, one stream and one thread at a time, so sends and receives match in
-// order, and the directions do not delay each other. The link says what goes where: the receiver checks each pass as it
-// checks frames of the sock route, and answers when the content is in place.
+// Each direction of a pair has one communicator, one stream and one thread at a time. So sends and receives match in
+// order, and neither direction delays the other. A message on the link says where the content of a pass belongs; the
+// receiver checks it as it checks frames of the sock route, and answers when the content is in place.
 //
-// A communicator is made when it is first needed. After any failure (the peer, a deadline, a cancellation, NCCL) both
-// sides abort it, so that it writes nothing any more; the next write makes another.
+// The first write makes a communicator. After any failure (the peer, a deadline, a cancellation, NCCL) both sides abort
+// it, so nothing more is written through it; the next write makes another.
 #pragma once
 
 #include <memory>
@@ -17,10 +17,10 @@
 
 namespace kvpool {
 
-// Besides what Route::write says, writes throw kRouteFailed for errors of NCCL or of either side's GPU, kUnsupported if
-// a retry would fail as well, and kNotOwner when the receiver refuses the blocks; the peer stays connected in all of
-// these. After any error but kPeerLost, the receiver has left the communicator, too. `run` runs the receiving half, and
-// frees what the sending half has allocated on the GPU; it may be called until the route is destroyed.
+// Besides the errors of Route::write, a write throws kRouteFailed when NCCL or either side's GPU fails, kUnsupported
+// when a retry would fail as well, and kNotOwner when the receiver refuses the blocks; in all of these the peer stays
+// connected. After any error but kPeerLost, the receiver has left the communicator, too. `run` runs the receiving half,
+// and frees the GPU memory of the sending half; the route may call it until it is destroyed.
 std::shared_ptr<Route> make_nccl_route(const NcclMemory& memory, const std::shared_ptr<Link>& link, RouteRun run);
 
 }  // namespace kvpool

@@ -1,12 +1,12 @@
 // GPU memory into which pipes gather and from which they scatter.
 //
 // Freeing memory (cuMemFree) waits for all work of the GPU. That may include a receive of another pipe, which ends only
-// when its peer sends; and other threads that call the driver meanwhile may have to wait as well, even the thread that
-// would notice the deadline of that receive. So memory is freed only while no pipe passes anything, and no stream waits
-// for a word (cuda/wait_word.h). Until then it is kept for the next pipe that needs as much.
+// when its peer sends. Other threads that call the driver meanwhile may have to wait as well, even the one that has to
+// notice the deadline of that receive. So kvpool frees this memory only while no pipe is in a pass and no stream waits
+// for a word (cuda/wait_word.h). Until then it keeps the memory for the next pipe that needs as much.
 //
 // Invariants
-//   U4  Staging memory is freed only while no pass of its context is under way, and no pass begins meanwhile.
+//   U4  Staging memory is freed only while no pass of its context is in progress, and no pass begins meanwhile.
 //
 // Thread-safety: all of it; one thread at a time uses a NcclStaging.
 #pragma once
@@ -39,7 +39,7 @@ class NcclStaging {
   CuPointer base_ = 0;
 };
 
-// A pass is under way while this lives. REQUIRES: the context is current in the destructor.
+// A pass is in progress while this object lives. REQUIRES: the context is current in the destructor.
 class NcclPassing {
  public:
   explicit NcclPassing(const CudaContext& context);
