@@ -16,7 +16,7 @@ ClusterMember member(const std::string& name, std::uint32_t instance, std::uint6
   return {name, instance, incarnation, {"unix:@" + name}};
 }
 
-TEST_CASE("a book is found in by name and by id, and says who is in it") {
+TEST_CASE("a book finds members by name and by id, and lists them") {
   AddressBook book;
   CHECK(book.names().empty());
   CHECK_FALSE(book.find("a"));
@@ -33,14 +33,14 @@ TEST_CASE("a book is found in by name and by id, and says who is in it") {
   CHECK_FALSE(book.find("a"));
 }
 
-TEST_CASE("an incarnation that another follows under its name is told once") {
+TEST_CASE("an incarnation that another replaces under its name is reported once") {
   AddressBook book;
   book.set({member("a", 1, 10), member("b", 2, 20)});
   CHECK(book.set({member("a", 3, 30), member("b", 2, 20)}) == std::vector<std::uint64_t>{10});
   CHECK(book.set({member("a", 3, 30), member("b", 2, 20)}).empty());
 }
 
-TEST_CASE("who is expelled is struck off until a picture names it again") {
+TEST_CASE("an expelled member is not in the book until a new list names it") {
   AddressBook book;
   book.set({member("a", 1, 10), member("b", 2, 20)});
   for (int i = 0; i < 2; ++i) book.expel(10, "its lease has run out");
@@ -53,7 +53,7 @@ TEST_CASE("who is expelled is struck off until a picture names it again") {
   CHECK_FALSE(book.expelled(10));
 }
 
-TEST_CASE("of the dead only the latest are remembered, and one who came back counts no more") {
+TEST_CASE("the book remembers only the latest dead members, without those that came back") {
   AddressBook book;
   book.expel(1, "first");
   book.set({member("a", 1, 1)});

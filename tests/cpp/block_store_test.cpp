@@ -390,7 +390,7 @@ TEST_CASE("an exact block is given when it is free, and only then") {
   store.audit();
 }
 
-TEST_CASE("every kind of bad address is told by its fault") {
+TEST_CASE("each kind of bad address has its own fault") {
   BlockStore store(Medium::kHbm, 100);
   store.set_instance(kInstanceMax);
   CHECK(store.instance() == kInstanceMax);
@@ -589,7 +589,7 @@ TEST_CASE("a store retires its blocks after the last of its generations") {
   store.audit();
 }
 
-TEST_CASE("an overlapped block is given to nobody, and comes back with the generation that it had") {
+TEST_CASE("an overlapped block cannot be taken, and comes back with the same generation") {
   BlockStore store(Medium::kHbm, 8, 3);
   std::vector<Address> out(8);
   store.overlap(2, 3);

@@ -93,7 +93,7 @@ TEST_CASE("the audit finds a block of an engine that is lent") {
   CHECK(code_of([&] { space.audit(); }) == ErrorCode::kAudit);
 }
 
-TEST_CASE("an address of every kind that is wrong is told apart, and names its position") {
+TEST_CASE("each kind of wrong address has its own error, which names the position") {
   Blocks kept(4, 4);
   CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 2, Medium::kHbm);

@@ -35,7 +35,7 @@ TEST_CASE("a caller queue: a source that floods loses its own callers, and no ot
   CHECK(queue.enter(20'000, 20'000) == 1);  // all have one: the oldest
 }
 
-TEST_CASE("a caller queue: nobody here, nobody to go; who left is not named again") {
+TEST_CASE("a caller queue: an empty queue names nobody, and a caller that left is not named again") {
   CallerQueue queue(2);
   CHECK_FALSE(queue.first_to_go());
   queue.leave(5);

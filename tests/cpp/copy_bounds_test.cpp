@@ -97,7 +97,7 @@ TEST_CASE("a GPU that has no memory for it, is too slow, or refuses, is not meas
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("a GPU that is lost while it is measured is told as that") {
+TEST_CASE("losing the GPU during a measurement is reported as DeviceLost") {
   for (int n = 1;; ++n) {
     CAPTURE(n);
     const FakeCuda cuda;

@@ -104,8 +104,8 @@ class PartedRoute {
     return count;
   }
   std::size_t parts() const { return blocks_.size(); }
-  // What the GPU has not done yet, it does.
-  void settle() const {
+  // Waits for all work of the GPU.
+  void synchronize() const {
     const CurrentContext current(*from_->context(), "a test");
     REQUIRE(from_->context()->driver().ctx_synchronize() == 0);
   }
@@ -204,7 +204,7 @@ TEST_CASE("when a part cannot be begun, the one before it is waited for") {
   CHECK(route.arrived() == route.parts());
 }
 
-TEST_CASE("whichever call of the driver fails in a write by the GPU, nothing of it is under way when that is told") {
+TEST_CASE("if any call of the driver fails in a write by the GPU, the write is over when the error is thrown") {
   std::size_t failures = 0;
   for (int n = 1;; ++n) {
     CAPTURE(n);
@@ -221,7 +221,7 @@ TEST_CASE("whichever call of the driver fails in a write by the GPU, nothing of 
       if (code) {
         ++failures;
         CHECK(*code == ErrorCode::kUnsupported);
-        route.settle();
+        route.synchronize();
         CHECK(route.arrived() == arrived);
       } else {
         CHECK(arrived == route.parts());

@@ -53,7 +53,7 @@ std::int64_t field(const Error& error, const std::string& name) {
 
 bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
-TEST_CASE("a device arena is one allocation, and what it takes is told to the byte") {
+TEST_CASE("a device arena is one allocation, and reports its size to the byte") {
   const FakeCuda cuda;
   {
     const DeviceArena arena(options_of(10));
@@ -265,7 +265,7 @@ TEST_CASE("a forked child gives nothing of a device arena back") {
   CHECK(status == 0);
 }
 
-TEST_CASE("the fake's device memory kills whoever follows its address with the CPU") {
+TEST_CASE("the fake's device memory kills a process whose CPU accesses it") {
   const FakeCuda cuda;
   const DeviceArena arena(options_of(1));
   const int status = test::run_in_child([&] {

@@ -227,7 +227,7 @@ TEST_CASE("a stream of a green context of the GPU may be named") {
   CHECK(code_of([&] { older.out(0, 1, green.handle()); }) == ErrorCode::kArgument);
 }
 
-TEST_CASE("a kernel that loses the GPU is told as that") {
+TEST_CASE("losing the GPU in a kernel is reported as DeviceLost") {
   const FakeCuda cuda;
   const StreamKernels kernels(cuda);
   const Tiers tiers(4, {512, 512}, {1024}, &kernels.set());
@@ -320,7 +320,7 @@ TEST_CASE("the default streams may be named, a stream of another GPU may not") {
   CHECK(block_is(cuda, *tiers.host, 5, 50));
 }
 
-TEST_CASE("whichever call of the driver fails in a copy, nothing is written any more when that is told") {
+TEST_CASE("if any call of the driver fails in a copy, nothing is written after the error is thrown") {
   for (const bool has_batch : {true, false}) {
     int failures = 0;
     for (int n = 1;; ++n) {
@@ -379,7 +379,7 @@ TEST_CASE("whichever call of the driver fails when a mover is made, it leaves no
   CHECK(failures == 6);
 }
 
-TEST_CASE("a GPU that is lost in a copy is told as that") {
+TEST_CASE("losing the GPU in a copy is reported as DeviceLost") {
   for (const int code : {700, 709, 719}) {
     const FakeCuda cuda;
     {

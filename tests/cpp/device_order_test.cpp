@@ -43,7 +43,7 @@ class Stalled {
   std::atomic<bool> let_go_{false};
 };
 
-TEST_CASE("work of a whole device is waited for until it ends, the deadline comes or nobody wants it any more") {
+TEST_CASE("a wait for the work of a whole device ends with the work, at the deadline, or by cancellation") {
   const FakeCuda cuda;
   {
     const auto context = CudaContext::retain(0, "a test");

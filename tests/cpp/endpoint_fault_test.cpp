@@ -17,7 +17,7 @@
 using namespace kvpool;
 using namespace kvpool::testing;
 
-TEST_CASE("an endpoint: nobody there is a lost peer, and a silent one a deadline") {
+TEST_CASE("an endpoint: no listener is kPeerLost, and a silent one kDeadline") {
   Member client("client");
   CHECK(error_of([&] { client.endpoint->connect(fresh_name("unix:@"), in_seconds(5)); })->code() ==
         ErrorCode::kPeerLost);

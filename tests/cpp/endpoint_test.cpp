@@ -116,7 +116,7 @@ TEST_CASE("an endpoint: nobody listens is told apart from other losses") {
   CHECK(error->cause() == ErrorCause::kNobodyListens);
 }
 
-TEST_CASE("an endpoint: whose process is at the other end is known over a Unix socket, and not over TCP") {
+TEST_CASE("an endpoint: the process at the other end is known over a Unix socket, and not over TCP") {
   for (const bool unix : {true, false}) {
     Member server("server", {.secret = "sesame", .prefer_unix_socket = false});
     Member client("client");

@@ -194,7 +194,7 @@ TEST_CASE("close ends every class and every thread") {
   CHECK(executor->threads() == 0);
 }
 
-TEST_CASE("what a task throws ends that task alone, and is told") {
+TEST_CASE("an exception ends only the task that throws it, and is reported") {
   std::vector<Error> told;  // of one thread at a time
   Executor executor([&](const Error& error) {
     told.push_back(error);
@@ -416,7 +416,7 @@ TEST_CASE("a caller does the work where the kernel gives no thread, unless a thr
   CHECK((status == 0 || status == test::kChildSkipped));
 }
 
-TEST_CASE("threads block all signals, and leave the mask of who gives a task") {
+TEST_CASE("threads block all signals, and do not change the signal mask of the thread that gives a task") {
   Executor executor;
   TaskClass tasks(executor, {1, 1});
   std::promise<sigset_t> of_thread;
@@ -434,7 +434,7 @@ TEST_CASE("threads block all signals, and leave the mask of who gives a task") {
   CHECK(sigismember(&own, SIGINT) == 0);
 }
 
-TEST_CASE("a forked child is told, and ends without the parent's threads and locks") {
+TEST_CASE("a forked child gets an error, and ends without the parent's threads and locks") {
   auto executor = std::make_unique<Executor>();
   auto tasks = std::make_unique<TaskClass>(*executor, TaskLimits{1, 1});
   HeldTasks held(1);

@@ -49,7 +49,7 @@ TEST_CASE("peers take turns, however much one of them has waiting") {
   CHECK_FALSE(noted.shares.take());
 }
 
-TEST_CASE("the most urgent comes before whoever's turn it is") {
+TEST_CASE("the most urgent work comes before the turns of the keys") {
   Noted noted;
   noted.add(kA, Priority::kBackground, 'a');
   noted.add(kA, Priority::kPrefill, 'b');
@@ -61,7 +61,7 @@ TEST_CASE("the most urgent comes before whoever's turn it is") {
   CHECK(noted.take(5) == "cydxa");
 }
 
-TEST_CASE("work that no memory is left for is not there, and nobody's turn is lost") {
+TEST_CASE("work for which there is no memory is not queued, and no key loses its turn") {
   const int threw = fail_each_allocation([](auto&& fail) {
     Noted noted;
     noted.add(kA, Priority::kPrefill, 'a');

@@ -191,7 +191,7 @@ TEST_CASE("a stream that is destroyed goes on, and what takes memory away waits 
   CHECK(driver.ctx_synchronize() == 0);
 }
 
-TEST_CASE("who waits for a whole GPU while a stream there waits for a word is found") {
+TEST_CASE("the fake finds a wait for a whole GPU while a stream there waits for a word") {
   const FakeCuda cuda;
   const Gpu gpu;
   const EngineStream engine(cuda);
@@ -363,7 +363,7 @@ TEST_CASE("a host function of a stream may call nothing of the driver") {
   CHECK(driver->stream_destroy(stream) == 0);
 }
 
-TEST_CASE("what an event was recorded for is what is waited for, whatever becomes of the event") {
+TEST_CASE("a wait for an event is for the work that was recorded then, even if the event changes afterwards") {
   const FakeCuda cuda;
   const Gpu gpu;
   const CudaDriver& driver = gpu.driver();

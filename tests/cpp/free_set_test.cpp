@@ -240,7 +240,7 @@ TEST_CASE("a bitmap of 4096 finds the nearest member on either side") {
   }
 }
 
-TEST_CASE("a new free set is one run, and an empty one is none") {
+TEST_CASE("a new free set is one run, and an empty one has no run") {
   for (const std::uint32_t blocks : {1U, 2U, 4096U, 4097U, 100000U, 1U << 24}) {
     CAPTURE(blocks);
     Rig rig(blocks);

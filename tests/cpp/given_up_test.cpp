@@ -169,7 +169,7 @@ TEST_CASE("what is left of a frame may be copied at every byte, and it arrives w
 }
 
 // It used to close the link, and with it everybody else's transfers, as soon as a network was slow.
-TEST_CASE("a link: data that was begun and is not wanted any more costs its sender alone") {
+TEST_CASE("a link: giving up data that was begun costs only its sender") {
   for (const Wire wire : kWires) {
     for (const bool cancel : {false, true}) {
       CAPTURE(name_of(wire));

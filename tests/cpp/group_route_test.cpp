@@ -269,7 +269,7 @@ TEST_CASE("a rank of this process that fails ends the write, and no other is beg
   CHECK(code_of([&] { route->write(request); }) == ErrorCode::kCancelled);
 }
 
-TEST_CASE("a group needs somebody who writes for each rank that has something to send") {
+TEST_CASE("a group needs a writer for each rank that has something to send") {
   const KVShape shape = shape_of(4, 2);
   const auto plan =
       std::make_shared<const ReshardPlan>(plan_reshard(sharding_of(shape, 2, 1), sharding_of(shape, 1, 1)));

@@ -194,7 +194,7 @@ TEST_CASE("a change of any byte on the way is noticed, and gives nobody keys") {
   }
 }
 
-TEST_CASE("who lowers the versions on the way does not get them lowered") {
+TEST_CASE("an attacker in the middle cannot lower the protocol version") {
   const auto lower = [](Bytes& hello) { hello[8] = std::byte{1}; };  // version_max
   for (const bool both : {false, true}) {
     Handshake client = client_of("s", {1, 2});
@@ -210,7 +210,7 @@ TEST_CASE("who lowers the versions on the way does not get them lowered") {
   }
 }
 
-TEST_CASE("who connects a network to a Unix socket gets nothing from either side") {
+TEST_CASE("a relay between a network and a Unix socket gets nothing from either side") {
   const auto side = [](Role role, Channel channel) {
     return Handshake(role, "s", channel, {}, nonce_of(static_cast<int>(role)));
   };
@@ -314,7 +314,7 @@ TEST_CASE("nonces come from the kernel, another one for every handshake") {
   CHECK(hellos.size() == 100);
 }
 
-TEST_CASE("what is no kvpool is told by its first bytes") {
+TEST_CASE("a peer that is not kvpool is recognised by its first bytes") {
   for (const std::string_view text : {"G", "GET / HTTP/1.1\r\n", "KVPM", "\x16\x03\x01", "SSH-2.0-OpenSSH_9.2"}) {
     Bytes bytes;
     WireWriter(bytes).raw(text.data(), text.size());

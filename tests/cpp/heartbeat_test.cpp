@@ -93,7 +93,7 @@ TEST_CASE("a process that was stopped for longer than its lease counts a lapse w
   waitpid(child, &status, 0);
 }
 
-TEST_CASE("a count of lapses that stands in the page is gone on with") {
+TEST_CASE("a heartbeat continues the count of lapses in its page") {
   Page page;
   page.words[1] = 7;
   const Heartbeat heartbeat(page.descriptor, kMs, 1'000'000 * kMs);

@@ -60,7 +60,7 @@ struct Rig {
   }
 };
 
-TEST_CASE("nobody holds anything in an empty tree") {
+TEST_CASE("an empty tree has no holders") {
   Rig rig;
   CHECK(rig.peek({1, 2}).empty());
   CHECK(rig.match({1, 2}, 1).empty());
@@ -158,7 +158,7 @@ TEST_CASE("ends of prompts expire before what precedes them, and empty namespace
   rig.index.audit();
 }
 
-TEST_CASE("what lasts goes by removal alone, and a later use does not make it expire") {
+TEST_CASE("lasting pages leave only by removal, and a later use does not make them expire") {
   Rig rig;
   rig.insert({1, 2, 3}, 7, 1);
   rig.index.insert("", Tokens{1, 2}.data(), 2, 7, 2, /*lasting=*/true);

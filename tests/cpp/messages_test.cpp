@@ -113,7 +113,7 @@ TEST_CASE("an error keeps its code, its text and the fields that the reader know
   }
 }
 
-TEST_CASE("that a route broke down is told as that, with the number of who said so") {
+TEST_CASE("a route failure is passed on as such, with the number that the library reported") {
   for (const char* field : {"driver_code", "nccl_code"}) {
     const Error got = read_error(write_error(for_peer(Error(ErrorCode::kRouteFailed, "no way", {{field, 7}}))));
     CHECK(got.code() == ErrorCode::kRouteFailed);

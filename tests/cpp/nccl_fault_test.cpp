@@ -218,15 +218,15 @@ TEST_CASE("nccl inbox: what sets blocks free waits for what is arriving, and for
   CHECK_FALSE(test.inbox().defer(work));
   test.say(FrameKind::kPass, write_body(InboxTest::pass(1)));
   CHECK(test.inbox().defer(work));
-  bool settled = false;
+  bool closed = false;
   test.inbox().close([&] {
     CHECK(ran == 1);
-    settled = true;
+    closed = true;
   });
   CHECK(ran == 0);
-  CHECK_FALSE(settled);
+  CHECK_FALSE(closed);
   test.run();
-  CHECK(settled);
+  CHECK(closed);
   bool again = false;
   test.inbox().close([&] { again = true; });
   test.run();

@@ -372,9 +372,9 @@ TEST_CASE("nccl pipes: a route that is closed, or whose link has ended, ends its
   });
   CHECK(code_of([&] { sides.a.write(60); }) == ErrorCode::kPeerLost);
   closer.join();
-  std::atomic<bool> settled{false};
-  sides.b.route().route_receiver()->close([&] { settled = true; });
-  CHECK(in_time([&] { return settled.load(); }));
+  std::atomic<bool> closed{false};
+  sides.b.route().route_receiver()->close([&] { closed = true; });
+  CHECK(in_time([&] { return closed.load(); }));
   CHECK(sides.b.given_up == 1);
   CHECK(sides.nccl.count("communicators") == 0);
 }

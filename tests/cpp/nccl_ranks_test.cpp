@@ -184,7 +184,7 @@ TEST_CASE("nccl ranks: a rank whose GPU is lost while it receives tells its own 
   CHECK(told);
 }
 
-TEST_CASE("nccl ranks: who reads links waits for no abort of NCCL") {
+TEST_CASE("nccl ranks: threads that read links never wait for an abort of NCCL") {
   TwoRanks ranks;
   CHECK_FALSE(send(ranks.a, ranks.b, {ranks.a.at(3)}, {ranks.b.at(5)}));
   CHECK_FALSE(send(ranks.b, ranks.a, {ranks.b.at(5)}, {ranks.a.at(6)}));

@@ -26,7 +26,7 @@ namespace {
 constexpr std::size_t kSmall = 4096;
 constexpr std::size_t kLarge = 65536;
 
-TEST_CASE("staging memory goes at once when nothing is passed, and with the last pass when something is") {
+TEST_CASE("staging memory is freed at once when no pass is in progress, and otherwise after the last one") {
   const FakeCuda cuda;
   {
     const auto context = CudaContext::retain(0, "a test");
@@ -58,7 +58,7 @@ TEST_CASE("staging memory goes at once when nothing is passed, and with the last
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("staging memory that is kept serves the next who asks for as much") {
+TEST_CASE("kept staging memory serves the next request of the same size") {
   const FakeCuda cuda;
   {
     const auto context = CudaContext::retain(0, "a test");
@@ -80,7 +80,7 @@ TEST_CASE("staging memory that is kept serves the next who asks for as much") {
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("staging memory stays while a stream waits for a word, and goes with the next occasion") {
+TEST_CASE("staging memory stays while a stream waits for a word, and is freed at the next occasion") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const CurrentContext current(*context, "a test");

@@ -364,7 +364,7 @@ TEST_CASE("steps that are written at once are a loop, however many there are") {
   CHECK(kit.host.stack_high - kit.host.stack_low < kStackBytes);
 }
 
-TEST_CASE("a write tells how it ended once, whatever comes of that") {
+TEST_CASE("a write reports its end once, even if the handler throws") {
   struct Broken final : Route {
     const char* name() const noexcept override { return "broken"; }
     RouteTraits traits() const noexcept override { return {}; }
@@ -395,7 +395,7 @@ TEST_CASE("a write tells how it ended once, whatever comes of that") {
   }
 }
 
-TEST_CASE("who waits for a peer may give up, and what comes too late goes back") {
+TEST_CASE("a caller may give up waiting for a peer, and blocks that are lent too late go back") {
   SessionKit kit;
   int asked = 0;
   kit.link->meanwhile = [&](std::int64_t until_ns) { kit.host.now = until_ns; };
@@ -452,7 +452,7 @@ TEST_CASE("named destinations are written by one transfer at a time, and not giv
   CHECK(kit.session->borrowed_blocks() == 0);
 }
 
-TEST_CASE("whose the destinations are after a late insertion is known when the receiver answers, not before") {
+TEST_CASE("after a late insertion the receiver's answer decides who owns the destinations") {
   SessionKit kit;
   const Addresses borrowed = kit.borrow(1);
   TransferRequest request = request_for(kit, 1);

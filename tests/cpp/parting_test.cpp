@@ -41,7 +41,7 @@ TEST_CASE("a parting never goes back, nor reaches a state twice") {
   }
 }
 
-TEST_CASE("a link that breaks skips what was not said, and nobody says it afterwards") {
+TEST_CASE("a broken link skips the states that were not announced, and nobody announces them later") {
   Parting parting;
   CHECK(parting.advance(PartingState::kLinkEnded));
   CHECK(parting.reached(PartingState::kStopping));
@@ -50,7 +50,7 @@ TEST_CASE("a link that breaks skips what was not said, and nobody says it afterw
   CHECK(parting.advance(PartingState::kSettled));
 }
 
-TEST_CASE("of threads that advance to the same state, one alone is told that it did") {
+TEST_CASE("of threads that advance to the same state, only one learns that it did") {
   constexpr int kThreads = 4;
   for (int round = 0; round < 200; ++round) {
     Parting parting;

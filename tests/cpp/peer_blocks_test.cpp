@@ -56,7 +56,7 @@ struct Kit {
   PeerBlocks blocks;
 };
 
-TEST_CASE("who may write a reserved or lent block is told by incarnation and transfer") {
+TEST_CASE("incarnation and transfer decide who may write a reserved or lent block") {
   Kit kit;
   ReserveSpec spec;
   spec.blocks = 2;
@@ -81,7 +81,7 @@ TEST_CASE("who may write a reserved or lent block is told by incarnation and tra
   CHECK(kit.count(BlockState::kFree) == 8);
 }
 
-TEST_CASE("room is made for a peer only when it may be, and by whom it may be") {
+TEST_CASE("room is made for a peer only if that is allowed, and only by a thread that may") {
   Kit kit(2, 0);
   const Addresses cached = alloc(*kit.pool, 2);
   static_cast<void>(insert(kit.pool, prompt(1, 2), cached));
@@ -112,7 +112,7 @@ TEST_CASE("a cached block that is read is no room, and its eviction is no harm")
   }
 }
 
-TEST_CASE("destinations that are expected are nobody else's until the writes have ended") {
+TEST_CASE("expected destinations belong to nobody else until the writes have ended") {
   Kit kit;
   const Addresses to = alloc(*kit.pool, 2);
   kit.blocks.expect_writes(to, kWriter);
@@ -164,7 +164,7 @@ TEST_CASE("a delivery that runs out of memory, or of room in the queue, has chan
   kit.pool->unpin(&item->pin, 1);
 }
 
-TEST_CASE("an item says whose its blocks are") {
+TEST_CASE("an item says who owns its blocks") {
   Kit kit;
   kit.deliver(kit.named(2, /*insert=*/false));
   const auto lent = kit.received.pop(0);

@@ -74,7 +74,7 @@ TEST_CASE("a call is answered once, with its verb and its id, by the first threa
   CHECK(answer.body == bytes_of(2, 9));
 }
 
-TEST_CASE("a call that everybody lets go of is refused, and one whose answer cannot be sent ends the link") {
+TEST_CASE("a call whose last reference is dropped is refused, and one whose answer cannot be sent ends the link") {
   EchoKit kit;
   kit.ask(kEcho, kId);
   SUBCASE("dropped") {
@@ -287,7 +287,7 @@ TEST_CASE("how long a body may be is known from its header") {
   CHECK(most(FrameKind::kRefused, kEcho.number) < 8192);
 }
 
-TEST_CASE("who waits in a call is answered, refused, or gives up and says so") {
+TEST_CASE("a caller that waits in a call is answered, refused, or gives up and says so") {
   EchoKit kit;
   const auto call = [&] { return kit.session->calls().call(kEcho, kId, bytes_of(1), kit.host.now + 10 * kMs).body; };
   SUBCASE("answered") {

@@ -44,7 +44,7 @@ TEST_CASE("events are kept while somebody listens, in order") {
   CHECK_FALSE(events.pop().has_value());
 }
 
-TEST_CASE("what waits can be had after the end, and then it is told") {
+TEST_CASE("waiting events can be read after the end, and then the end is reported") {
   PeerEvents events;
   const int descriptor = events.begin();
   events.push(event("a", 2, true));

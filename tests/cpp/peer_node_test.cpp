@@ -131,7 +131,7 @@ TEST_CASE("verbs see a service once it is published, and another may follow one 
   CHECK(third.connect(peer.service.listen(unix_address()), in_seconds(10)) == "b");
 }
 
-TEST_CASE("what a pool fails with is heard by those who wait for what peers send") {
+TEST_CASE("threads that wait for items get the error with which the pool fails") {
   Node node = make_node("a");
   node.pool->fail(Error(ErrorCode::kDeviceLost, "the GPU is gone"));
   std::string text;

@@ -85,7 +85,7 @@ TEST_CASE("pinning uses the device that the process works on") {
   CHECK_FALSE(has(cuda.calls(), "cuDeviceGet"));
 }
 
-TEST_CASE("every failure of the driver is told with its code and undone") {
+TEST_CASE("every failure of the driver is reported with its code, and undone") {
   const std::string retained = "cuInit(0) cuDeviceGet(0) cuDevicePrimaryCtxRetain(0)";
   const std::string released = " cuDevicePrimaryCtxRelease(0)";
   const std::pair<const char*, std::string> cases[] = {

@@ -36,7 +36,7 @@ TEST_CASE("an allocation of both media takes HBM first and keeps the order") {
   CHECK(hbm(pool->stats()).by_state[0] == 4);
 }
 
-TEST_CASE("no pool has blocks on DISK, and who asks for some is told so") {
+TEST_CASE("no pool has blocks on DISK, and a request for some is refused") {
   const auto pool = make_pool(4, 4);
   Addresses out(1);
   CHECK(pool->capacity(Medium::kDisk) == 0);

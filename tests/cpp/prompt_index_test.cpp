@@ -149,7 +149,7 @@ TEST_CASE("a match pins what it found, and an insertion the whole prompt") {
   CHECK(rig.evict(9).size() == 2);
 }
 
-TEST_CASE("where a page is cached already its value stays, and the caller is told") {
+TEST_CASE("a page that is cached already keeps its value, and the caller learns of it") {
   Rig rig;
   rig.insert({1, 2}, {11, 12});
   Values canonical;

@@ -66,7 +66,7 @@ TEST_CASE("after departing no channel of that meeting begins, and both sides hea
   }
 }
 
-TEST_CASE("an order that is there before its channels waits for them, to its deadline or until it is stopped") {
+TEST_CASE("an order that comes before its channels waits for them, to its deadline or until it is stopped") {
   RankHere a(0, {"shm"});
   RankHere b(1, {"shm"});
   const auto stopped = std::make_shared<Outcome>();
@@ -105,7 +105,7 @@ TEST_CASE("parts whose channels do not come hold no threads, and keep no other o
   CHECK(silent->code == code(ErrorCode::kPeerLost));
 }
 
-TEST_CASE("what does not exist is not written, and who is looked for is found or nobody") {
+TEST_CASE("parts that do not exist are not written, and a channel reaches the rank it was made for, or none") {
   RankHere a(0, {"shm"});
   RankHere b(1, {"shm"});
   a.channels.meet(meeting_of(5, {b.metadata()}), in_seconds(5));

@@ -137,7 +137,7 @@ TEST_CASE("a move that one rank could not be asked for ends when the others have
   CHECK_FALSE(instance.lost);
 }
 
-TEST_CASE("a way between ranks that broke down may be gone again, and is no other error than between pools") {
+TEST_CASE("a route between ranks may fail and be used again, with the same errors as between pools") {
   struct Case {
     Error said;  // by each of the ranks
     ErrorCode code;

@@ -57,7 +57,7 @@ TEST_CASE("a scheduler that finds no memory for its service leaves nothing of it
 
 #ifdef KVPOOL_FAKE_CUDA
 
-TEST_CASE("a rank that is closed keeps nothing of its GPU, though somebody holds on to it") {
+TEST_CASE("a closed rank keeps nothing of its GPU, even while the object is referenced") {
   const FakeCuda cuda;
   const PoolOptions sharded = sharded_options();
   PeerNode scheduler(std::make_shared<Pool>(sharded), make_ranks);

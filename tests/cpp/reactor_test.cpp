@@ -47,7 +47,7 @@ void run_and_wait(Reactor& reactor, const std::function<void()>& work) {
 
 }  // namespace
 
-TEST_CASE("a reactor: a watched descriptor is told of until it is unwatched") {
+TEST_CASE("a reactor: a watched descriptor is reported until it is unwatched") {
   const auto reactor = std::make_unique<Reactor>("test");
   const Pipe pipe;
   std::atomic<int> calls{0};

@@ -213,7 +213,7 @@ TEST_CASE("an answer that comes while the deadline of a recall is being dealt wi
   CHECK(kit.session->counts().promised == 0);
 }
 
-TEST_CASE("a peer that says that it writes none of them any more has no more of them") {
+TEST_CASE("a peer that has said that it no longer writes recalled blocks has none of them") {
   Owner kit;
   const Addresses lent = kit.lend(kLoan, 2);
   CHECK(same(kit.recall(lent, [&](std::uint64_t id) { kit.reply(kRecallVerb, id); }), 0, 2, 0));
@@ -272,7 +272,7 @@ TEST_CASE("some of the lent blocks are recalled by number, and no more than ther
   CHECK(same(kit.session->recall_some(9, kit.host.now + kMs), 0, 0, 0));
 }
 
-TEST_CASE("who recalls may give up waiting, and the recall ends at its deadline all the same") {
+TEST_CASE("a caller may give up waiting for a recall, which still ends at its deadline") {
   Owner kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(kLoan, 2);
   const Waiting waiting(kit.host.now + 1000 * kMs, [] { return true; });
@@ -337,7 +337,7 @@ struct Borrower : SessionKit {
   Addresses borrowed;
 };
 
-TEST_CASE("the application hears of a recall, and the peer its answer behind the last block that goes back") {
+TEST_CASE("the application hears of a recall, and the owner gets the answer after the last block") {
   Borrower kit;
   REQUIRE(kit.host.recalls.size() == 1);
   CHECK(kit.host.recalls[0].first == kit.borrowed);

@@ -51,7 +51,7 @@ bool is_readable(int descriptor) {
   return poll(&wanted, 1, 0) == 1;
 }
 
-TEST_CASE("who waits for what peers send hears why nothing more comes") {
+TEST_CASE("a thread that waits for items learns why no more will come") {
   for (const bool fails : {false, true}) {
     CAPTURE(fails);
     ReceivedQueue queue(4);
@@ -75,7 +75,7 @@ TEST_CASE("who waits for what peers send hears why nothing more comes") {
   }
 }
 
-TEST_CASE("who waits for what peers send hears that the pool has failed") {
+TEST_CASE("a thread that waits for items learns that the pool has failed") {
   const auto pool = std::make_shared<Pool>(small_options(4, 4));
   ServiceOptions options;
   options.secret = "s3cret";
@@ -157,7 +157,7 @@ TEST_CASE("memory that runs out while room is kept has taken none") {
   CHECK(threw > 1);
 }
 
-TEST_CASE("the descriptor stays readable once nothing more comes, so that whoever polls it hears why") {
+TEST_CASE("the descriptor stays readable once nothing more comes, so that a poller learns why") {
   for (const bool fails : {false, true}) {
     for (const bool asked_before : {false, true}) {
       ReceivedQueue queue(4);

@@ -18,7 +18,7 @@ KVPOOL_ONE_THREAD;
 
 constexpr std::uint64_t kId = 5;
 
-TEST_CASE("a reservation that is completed becomes the application's, and is told of once") {
+TEST_CASE("a completed reservation becomes the application's, and is reported once") {
   SessionKit kit;
   const Addresses blocks = kit.reserve(kId, SessionKit::reservation(3));
   CHECK(kit.count(BlockState::kReserved) == 3);
@@ -320,7 +320,7 @@ TEST_CASE("data for blocks that are not the peer's is dropped") {
   CHECK(kit.place(kId, {lent[1]}));
 }
 
-TEST_CASE("a block that goes to the index is not written any more") {
+TEST_CASE("a block that goes to the index is no longer written") {
   SessionKit kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(50, 1);
   CompleteBody body = kit.completion(1);
@@ -383,7 +383,7 @@ TEST_CASE("a peer that goes while its blocks are verified leaves nothing behind"
   CHECK(kit.session->counts().promised == 0);
 }
 
-TEST_CASE("what a peer may have under way is limited, and it is told when to come again") {
+TEST_CASE("a peer's work in progress is limited, and the refusal says when to try again") {
   SessionKit kit;
   kit.host.limits_of.reserved_max = 4;
   kit.host.limits_of.transfers_max = 2;
@@ -499,7 +499,7 @@ TEST_CASE("a peer that has too much waiting behind content on its way is left") 
       works.push_back(std::move(work));
       return true;
     }
-    void close(std::function<void()> settled) noexcept override { settled(); }
+    void close(std::function<void()> on_closed) noexcept override { on_closed(); }
     std::vector<std::function<void()>> works;
   };
   SessionKit kit;

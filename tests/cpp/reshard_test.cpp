@@ -314,7 +314,7 @@ TEST_CASE("the plan does not grow with what is sent, but with layers and ranks")
   CHECK(strips(large, parallel_of(8, 4), parallel_of(8, 1)) == 32);
 }
 
-TEST_CASE("instances whose blocks do not hold the same are told in what they differ") {
+TEST_CASE("the error for instances with different blocks names the difference") {
   const Sharding sender(shape_of(4, 2, 128), parallel_of(1, 1));
   const auto text = [&](const KVShape& shape) {
     CHECK(code_of([&] { plan_reshard(sender, Sharding(shape, parallel_of(1, 1))); }) == ErrorCode::kLayoutMismatch);

@@ -352,7 +352,7 @@ TEST_CASE("a short time leaves guesses, and blocks that are back") {
   }
 }
 
-TEST_CASE("a caller who gives up is told so, and nothing is left") {
+TEST_CASE("a caller that gives up gets kCancelled, and nothing is left") {
   for (int asked_max = 0; asked_max < 30; asked_max += 3) {
     CAPTURE(asked_max);
     ProbeKit kit;

@@ -63,7 +63,7 @@ void send(ServiceNode& from, ServiceNode& to, std::uint64_t first) {
   free_all(*from.pool(), blocks);
 }
 
-TEST_CASE("who connects has measured routes that are named; who was connected to does when it sends") {
+TEST_CASE("the side that connects measures named routes at once, the other side when it first sends") {
   retry([] {
     ServiceNode a("a", {"cma", "sock"}, kBlocks, patient);
     ServiceNode b("b", {"cma", "sock"}, kBlocks, patient);

@@ -56,7 +56,7 @@ bool is_let_in(const Node& caller, const std::string& where) {
   return code != ErrorCode::kBusy && code != ErrorCode::kDeadline;
 }
 
-TEST_CASE("whatever verb names a member first, meets it") {
+TEST_CASE("the first verb that names a member connects to it") {
   SUBCASE("transfer") {
     Pair pair;
     send_one(pair.a, pair.b);
@@ -107,7 +107,7 @@ TEST_CASE("a fetch without a name needs one owner, and one that is known") {
   CHECK(fetch(here) == ErrorCode::kArgument);  // they are here already
 }
 
-TEST_CASE("its addresses are tried in order, and who cannot be reached is told with what was tried") {
+TEST_CASE("a member's addresses are tried in order, and the error names those that were tried") {
   Pair pair;
   const std::string nowhere = unix_address();
   const std::string where = pair.members[1].addresses[0];
@@ -130,7 +130,7 @@ TEST_CASE("its addresses are tried in order, and who cannot be reached is told w
   finish(pair.a.service.transfer(request_to(pair.b, blocks)));
 }
 
-TEST_CASE("a name that nobody knows is told with those that are known") {
+TEST_CASE("the error for an unknown name lists the known names") {
   Pair pair;
   const auto lost =
       error_of([&] { static_cast<void>(pair.a.service.alloc("z", 1, Medium::kHbm, true, in_seconds(60))); });
@@ -210,7 +210,7 @@ TEST_CASE("a member that does not answer is waited for until the verb's deadline
   CHECK(call({in_seconds(60), [] { return true; }}) == ErrorCode::kCancelled);
 }
 
-TEST_CASE("a member that is told to be dead is not waited for any longer") {
+TEST_CASE("a call stops waiting for a member that is reported dead") {
   for (const bool expelled : {true, false}) {
     Node a = make_node("a");
     const Silent silent;
@@ -322,7 +322,7 @@ TEST_CASE("a pool without its lease has no peers and gets none; what is local go
   }
 }
 
-TEST_CASE("who calls a fenced pool is let in when that has its lease again, within the call's deadline") {
+TEST_CASE("a fenced pool admits a caller when it has its lease again, within the call's deadline") {
   Pair pair;
   pair.b.service.fence("no lease");
   std::thread regains([&] {
@@ -383,7 +383,7 @@ TEST_CASE("fencing and expelling amid many transfers lose no block, and end ever
   CHECK(pair.a.service.peers().size() == 1);
 }
 
-TEST_CASE("a service that waits for its id listens, meets nobody, and keeps the id that it is given") {
+TEST_CASE("a service that waits for its id listens, admits no peer, and keeps the id that it gets") {
   constexpr std::uint32_t kGiven = 4711;
   Node a = make_node("a", {}, 16, [](ServiceOptions& options) { options.joins_cluster = true; });
   Node b = make_node("b");

@@ -79,7 +79,7 @@ TEST_CASE("connecting to a peer that is connected leaves everything as it is, an
   check_connected(a, b);
 }
 
-TEST_CASE("whoever connects waits for a listener, unless told not to") {
+TEST_CASE("a connect waits for a listener, unless told not to") {
   Node a = make_node("a");
   Node b = make_node("b");
   const std::string where = unix_address();
@@ -105,7 +105,7 @@ TEST_CASE("whoever connects waits for a listener, unless told not to") {
   check_connected(a, b);
 }
 
-TEST_CASE("what waiting does not mend is told at once") {
+TEST_CASE("errors that waiting cannot mend are thrown at once") {
   Node a = make_node("a", {}, 16, [](ServiceOptions& options) { options.secret = "another"; });
   Node b = make_node("b");
   const std::string where = b.service.listen(unix_address());
@@ -151,7 +151,7 @@ TEST_CASE("what a connection had lent is free when its peer has made another one
 
 // A connection that a peer has made and that this side has admitted may come to nothing: the peer has not admitted it
 // yet. connect() used to return its name at once.
-TEST_CASE("whoever is told that the peer calls at the same time waits until it has been met, or calls again") {
+TEST_CASE("a caller whose peer calls at the same time waits for that connection, or calls again") {
   Node a = make_node("a", {"sock"});
   RawPeer b("b", 77);
   std::atomic<bool> refuses{false};
@@ -246,7 +246,7 @@ TEST_CASE("the application hears of peers that come and go, and of those that ar
   CHECK_THROWS_AS(a.service.next_peer_event(), Error);
 }
 
-TEST_CASE("a pool that is closed keeps no memory, whoever was its peer, whatever handle is held") {
+TEST_CASE("a closed pool keeps no memory for any kind of peer, or for any handle that is still held") {
   for (const auto& routes : std::vector<std::vector<std::string>>{{"loopback"}, {"shm"}, {"cma"}, {"sock"}}) {
     CAPTURE(routes[0]);
     Node a = make_node("a", routes);

@@ -164,7 +164,7 @@ TEST_CASE("generations end where those of the next cache begin, and a retired bl
   high.audit();
 }
 
-TEST_CASE("what a cache leaves behind is free where nobody can write or read it, and else lost to the space") {
+TEST_CASE("blocks of a cache that leaves are free if nobody can write or read them, and else lost to the space") {
   BlockSpace space(units(kUnits, 0), 2);
   CacheBlocks stays(space, {.block_units = 3});
   Addresses given;

@@ -57,7 +57,7 @@ struct Repliers {
 
 }  // namespace
 
-TEST_CASE("a link: who handles what arrives may send content in answer, and it is read on both sides all the same") {
+TEST_CASE("a link: a handler may send content in answer, and both sides still read") {
   for (const Wire wire : {Wire::kUnix, Wire::kTcpChecksum, Wire::kTcpMac}) {
     for (const bool driven : {true, false}) {
       CAPTURE(name_of(wire));
@@ -94,7 +94,7 @@ TEST_CASE("a link: who handles what arrives may send content in answer, and it i
   }
 }
 
-TEST_CASE("a link: content that is sent by who handles what arrives is queued no further than messages are") {
+TEST_CASE("a link: content that a handler sends is queued up to the limit for messages") {
   const auto reactor = std::make_unique<Reactor>("left");
   auto [mine, theirs] = socket_pair(Wire::kUnix);
   End end;

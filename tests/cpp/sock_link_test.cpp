@@ -227,7 +227,7 @@ TEST_CASE("a link: a driver that waits takes over when the one that reads is don
   second.join();
 }
 
-TEST_CASE("a link: closing it wakes whoever drives or sends, and both ends learn why") {
+TEST_CASE("a link: closing it wakes every thread that drives or sends, and both ends learn why") {
   for (const Wire wire : kWires) {
     CAPTURE(name_of(wire));
     LinkPair pair(wire);

@@ -237,7 +237,7 @@ TEST_CASE("at most an eighth of an object is unused, a fifth where only a few fi
   }
 }
 
-TEST_CASE("an allocation of no bytes is an object of its own") {
+TEST_CASE("each allocation of no bytes is a separate object") {
   SpanHeap heap;
   void* first = heap.allocate(0);
   void* second = heap.allocate(0);
@@ -270,7 +270,7 @@ TEST_CASE("a span that was full is filled before one that has few objects") {
   heap.audit();
 }
 
-TEST_CASE("a large object has a mapping of its own, which goes with it") {
+TEST_CASE("a large object has a separate mapping, which is unmapped with it") {
   SpanHeap heap;
   for (const std::size_t bytes : {512 * kKib, 700 * kKib + 1, 2 * kMib, 5 * kMib + 17, 64 * kMib}) {
     CAPTURE(bytes);

@@ -325,7 +325,7 @@ TEST_CASE("a peer that announces more than its call or answer may have is left b
   }
 }
 
-TEST_CASE("a peer whose authentic frames say anything changes nothing that it was not given, and keeps nobody out") {
+TEST_CASE("a peer that sends arbitrary authentic frames changes only its own blocks, and keeps nobody out") {
   const int frames_max = std::getenv("KVPOOL_LONG") != nullptr ? 100'000 : 3'000;
   const std::uint64_t seed = fuzz_seeds().back();
   announce_fuzz("strange frames", seed);

@@ -102,7 +102,7 @@ TEST_CASE("on a GPU a swap in that nobody waits for follows the work that reads 
   }
 }
 
-TEST_CASE("a swap that nobody waits for and that would break a capture says so, and the pool is as before") {
+TEST_CASE("a swap in the background that would break a capture fails, and the pool is as before") {
   const FakeCuda cuda;
   const auto pool = gpu_pool();
   const EngineStream first(cuda);

@@ -18,7 +18,7 @@
 namespace kvpool::testing {
 namespace {
 
-TEST_CASE("a swap that nobody waits for moves what the other one moves") {
+TEST_CASE("a swap in the background moves the same blocks as one that is waited for") {
   const auto pool = std::make_shared<Pool>(small_options(8, 8));
   const Addresses blocks = alloc(*pool, 4);
   for (std::size_t i = 0; i < 4; ++i) stamp(*pool, blocks[i], 10 + i);
@@ -42,7 +42,7 @@ TEST_CASE("a swap that nobody waits for moves what the other one moves") {
   pool->audit();
 }
 
-TEST_CASE("what is to be swapped in is pinned, and what it goes to is reserved, when the call returns") {
+TEST_CASE("when the call returns, the pages of a swap in are pinned and their destinations reserved") {
   HeldPool held(8, 8);
   const Tokens first = held.store(1, 1, Medium::kDram);
   const Tokens cold = held.store(2, 3, Medium::kDram);
@@ -142,7 +142,7 @@ TEST_CASE("a swap can be cancelled until it begins, and then not") {
   CHECK(held.count(Medium::kHbm, BlockState::kHistorical) == 3);
 }
 
-TEST_CASE("a swap that has ended is not cancelled any more, however it ended") {
+TEST_CASE("a swap that has ended, in any way, cannot be cancelled") {
   HeldPool held(4, 8);
   const Tokens cold = held.store(1, 3, Medium::kDram);
   const Addresses mine = alloc(*held.pool, 2);

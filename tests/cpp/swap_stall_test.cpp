@@ -103,7 +103,7 @@ TEST_CASE("a swap that waits for work that came later is cancelled, and is close
   }
 }
 
-TEST_CASE("a swap that waits for work that came later keeps nobody else from making room, and from swapping in") {
+TEST_CASE("a swap that waits for later work does not keep others from making room and from swapping in") {
   for (const bool out : {true, false}) {
     CAPTURE(out);
     StalledSwap stalled(out);

@@ -167,7 +167,7 @@ TEST_CASE_FIXTURE(TransportTest, "a transport used by default that cannot be had
   CHECK(text_of([&] { make({kUnluckyByDefault, kPigeons}, {"unlucky"}); }) == "it has no luck");
 }
 
-TEST_CASE_FIXTURE(TransportTest, "one that has to be named fails with its own cause, whatever was left out before") {
+TEST_CASE_FIXTURE(TransportTest, "a named transport fails with its own cause, even if others were left out before") {
   script().fails_to_start = "there is no bird";
   CHECK(text_of([&] { make({kUnluckyByDefault, kTunnels, kPigeonsByName}, {"unlucky", "tunnels", "pigeons"}); }) ==
         "there is no bird");

@@ -105,7 +105,7 @@ TEST_CASE("ucx on a GPU: what it says that it cannot do is not tried") {
   CHECK(why(22, Memory::kUnknown).find("IPC handle") != std::string::npos);
 }
 
-TEST_CASE("ucx on a GPU: memory is registered as what it is, and one key opens an allocation") {
+TEST_CASE("ucx on a GPU: memory is registered as its own kind, and one key opens an allocation") {
   const UcxLibrary ucx = table(22);
   {
     const UcxMemory memory(ucx, nullptr, local(UcxGpuMemory::kVirtual));

@@ -202,7 +202,7 @@ TEST_CASE_TEMPLATE("cached prompts make room only if they may", Way, KVPOOL_WAYS
   }
 }
 
-TEST_CASE_TEMPLATE("a peer that has too much under way is told to come again", Way, KVPOOL_WAYS) {
+TEST_CASE_TEMPLATE("a peer with too much in progress is told when to try again", Way, KVPOOL_WAYS) {
   if (!Way::here()) return;
   const auto pair = Way::join({.transfers_max = 2, .reserved_max = 4, .received_max = 1});
   Node& a = pair->a();

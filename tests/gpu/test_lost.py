@@ -1,4 +1,4 @@
-"""A GPU that is lost in earnest: in a process of its own a kernel traps, and the context ends with what is in it."""
+"""A GPU that is really lost: in a separate process a kernel traps, which ends the context with all its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The PD example when instances are killed, stuck, full or not wanted any more: every request ends, as it should."""
+"""The PD example when instances are killed, stuck or full, or requests cancelled: every request ends as it should."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ async def stopped(dispatcher: Dispatcher, name: str) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("setting", [Setting("PD-Caching-3", 1, 1), Setting("PD-Basic", 1, 1), Setting("PD-CC", 1, 0)])
-def test_what_is_not_wanted_any_more_is_let_go(setting: Setting, reference: Reference) -> None:
+def test_a_cancelled_request_is_released(setting: Setting, reference: Reference) -> None:
     async def test(dispatcher: Dispatcher) -> None:
         long = dispatcher.ask(0, tokens(20, 1), 20_000)
         queued = dispatcher.ask(1, tokens(20, 2), 20_000)

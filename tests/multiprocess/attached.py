@@ -65,8 +65,8 @@ class Home:
             eventually(lambda: any(one.instance == instance for one in self.cluster.members()))
             yield victim
 
-    def settled(self) -> None:
-        """R1 to R3 of this side, when no victim is left."""
+    def check_undisturbed(self) -> None:
+        """Checks R1 to R3 on this side. No victim is left."""
         eventually(lambda: self.pool.peers.list() == [])
         eventually(lambda: blocks_at_peers(self.pool) == 0)
         self.pool.audit()
@@ -83,7 +83,7 @@ def home_of(place: Place, link_lease: float = LEASE, **options: Any) -> Iterator
     home = Home(place, link_lease, **options)
     try:
         yield home
-        home.settled()
+        home.check_undisturbed()
     finally:
         home.close()
 

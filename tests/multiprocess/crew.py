@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from transfer.kit import SECRET, route_or_skip
-from victims import Nursery, Reader, Victim, big_pool, dropped, eventually, make_settled, things
+from victims import Nursery, Reader, Victim, await_no_peers, big_pool, dropped, eventually, things
 
 import kvpool
 
@@ -71,11 +71,11 @@ def survivor_of(route: str, nursery: Nursery, **settings: Any) -> Iterator[Survi
             victim("pool.transfer('survivor', pool.alloc(1)).wait()\nNone")
             pool.free(addrs)
             pool.inbox.receive(60).close()
-        make_settled(pool)
+        await_no_peers(pool)
         before = things()
         before["threads"] += pool.settings.transfer_threads  # they start when there is work
         yield survivor
-        make_settled(pool)
+        await_no_peers(pool)
         eventually(lambda: dropped(pool))  # what came after the test had stopped looking
         until_no_more_than(before)
         stats = pool.audit()

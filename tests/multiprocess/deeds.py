@@ -21,8 +21,19 @@ from transfer.kit import blocks_at_peers, eventually
 import kvpool
 
 __all__ = [
-    "LEASE", "Reader", "big_pool", "call", "check", "dropped", "make_settled", "receive_for_ever", "send_and_come_back",
-    "send_for_ever", "send_some", "stamp", "things",
+    "LEASE",
+    "Reader",
+    "await_no_peers",
+    "big_pool",
+    "call",
+    "check",
+    "dropped",
+    "receive_for_ever",
+    "send_and_come_back",
+    "send_for_ever",
+    "send_some",
+    "stamp",
+    "things",
 ]  # fmt: skip
 
 LEASE = 2.0  # a busy machine stops a process for a good part of a second, and that ends none
@@ -199,7 +210,7 @@ def dropped(pool: kvpool.Pool) -> bool:
     return pool.stats().hbm.active == 0
 
 
-def make_settled(pool: kvpool.Pool) -> None:
+def await_no_peers(pool: kvpool.Pool) -> None:
     """Waits until nothing of any peer is left in a pool, and checks that its blocks add up."""
     eventually(lambda: pool.peers.list() == [])
     eventually(lambda: blocks_at_peers(pool) == 0)

@@ -51,7 +51,7 @@ def test_a_member_that_is_killed_while_it_sends_leaves_nothing(place, near_nurse
                 time.sleep(moment(dice))
                 victim.kill()
                 assert not victim.told()
-            home.settled()
+            home.check_undisturbed()
         assert len(instances) == KILLS
 
 
@@ -78,7 +78,7 @@ def test_a_member_that_is_killed_while_it_receives_is_met_again_by_its_name(plac
                 assert ended.wait(60), "the sender waits for a member that is gone"
                 thread.join()
                 assert victim.told() == []
-            home.settled()
+            home.check_undisturbed()
             assert home.pool.stats().hbm.active == 0
 
 
@@ -89,7 +89,7 @@ def test_restarting_members_leaks_no_descriptor_and_no_thread(place, near_nurser
         for _ in range(rounds):
             with home.member(near_nursery):
                 send_by_name(home.pool, "victim")
-            home.settled()
+            home.check_undisturbed()
             counts.append(things())
         # A worker that had nothing to do starts late, and the allocator maps what it likes: less than one a round.
         for what in ("descriptors", "threads", "mappings"):

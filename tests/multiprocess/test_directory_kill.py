@@ -1,4 +1,4 @@
-"""SIGKILL of whoever keeps the directory of a cluster, at a random moment, while blocks move between its members.
+"""SIGKILL of the process with the directory of a cluster, at a random moment, while blocks move between its members.
 
 Over etcd that is the server. On one machine nobody keeps it: the first member makes the folder, and is killed there at
 any moment from its first step on, while others come.

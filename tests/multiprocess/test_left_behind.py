@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from crew import ROUTES, far_nursery, near_nursery, survivor_of, unix_address, until_no_more_than
 from transfer.kit import SECRET, route_or_skip
-from victims import big_pool, eventually, make_settled, things
+from victims import await_no_peers, big_pool, eventually, things
 
 import kvpool
 
@@ -39,7 +39,7 @@ def test_handles_that_are_kept_keep_nothing_of_a_peer_that_died(route, near_nurs
             asked = pool.fetch("victim", lent, timeout=30)
             victim.kill()
         eventually(lambda: stream.done() and asked.done())
-        make_settled(pool)
+        await_no_peers(pool)
         until_no_more_than(before)
         assert isinstance(stream.transfer.exception(), kvpool.PeerLost)
         with pytest.raises(kvpool.PeerLost):

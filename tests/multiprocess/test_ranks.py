@@ -123,7 +123,7 @@ class Crew:
 
 
 class Taker:
-    """Takes what comes to the survivor, looks at every word, and sends to whoever is there."""
+    """Takes the items that come to the survivor, checks every word, and sends to all connected peers."""
 
     def __init__(self, instance: Instance) -> None:
         self.items = 0
@@ -210,7 +210,7 @@ def until_whole(instance: Instance) -> None:
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(tp=2, pp=2), None], ids=["2x2", "one"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_whoever_is_killed_leaves_neither_wrong_bytes_nor_blocks(
+def test_a_killed_process_leaves_neither_wrong_bytes_nor_blocks(
     route: str, parallel: Any, near_nursery: Nursery, request: Any
 ) -> None:
     dice = random.Random(seed_of(request))
@@ -238,7 +238,7 @@ def test_whoever_is_killed_leaves_neither_wrong_bytes_nor_blocks(
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("role", ROLES)
-def test_whoever_was_stopped_and_wakes_writes_into_nobodys_blocks(
+def test_a_stopped_process_that_wakes_writes_into_nobodys_blocks(
     route: str, role: str, near_nursery: Nursery, request: Any
 ) -> None:
     dice = random.Random(seed_of(request))

@@ -13,7 +13,7 @@ import time
 import pytest
 from crew import far_nursery, near_nursery, reading, survivor_of, unix_address
 from transfer.kit import SECRET
-from victims import LONG, big_pool, blocks_at_peers, call, eventually, make_settled, stamp, things
+from victims import LONG, await_no_peers, big_pool, blocks_at_peers, call, eventually, stamp, things
 
 import kvpool
 
@@ -62,14 +62,14 @@ def test_a_server_that_is_restarted_is_met_again_every_time(route, place, near_n
             counts.append(things())
         assert len(epochs) == life + 1
         pool.free(addrs)
-        make_settled(pool)
+        await_no_peers(pool)
         for what in ("descriptors", "mappings"):  # the last link may be just about to go
             eventually(lambda what=what: things()[what] <= counts[1][what])
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_client_that_comes_back_before_it_was_missed_takes_its_own_place(route, near_nursery, far_nursery):
-    """The old process is stopped, not dead: whoever is newest under a name is the peer."""
+    """The old process is stopped, not dead: the newest process under a name is the peer."""
     nursery = far_nursery if route == "sock-tcp" else near_nursery
     with survivor_of(route, nursery, lease_s=30.0) as survivor, reading(survivor.pool) as reader:
         pool = survivor.pool

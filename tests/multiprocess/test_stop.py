@@ -19,12 +19,12 @@ from victims import (
     LONG,
     Nursery,
     Victim,
+    await_no_peers,
     big_pool,
     blocks_at_peers,
     call,
     check,
     eventually,
-    make_settled,
     seed_of,
     stamp,
 )  # fmt: skip
@@ -156,7 +156,7 @@ def test_a_receiver_that_sleeps_longer_than_its_lease_is_lost_and_met_again(rout
         pool.transfer("b", addrs).wait()
         victim("item = pool.inbox.receive(60)\nitem.close()\neventually(lambda: blocks_at_peers(pool) == 0)")
         pool.peers.disconnect("b")
-        make_settled(pool)
+        await_no_peers(pool)
 
 
 def test_a_stopped_peer_slows_no_other(near_nursery, far_nursery):
@@ -183,7 +183,7 @@ def test_a_stopped_peer_slows_no_other(near_nursery, far_nursery):
 
 
 def test_writes_that_wait_for_a_stopped_peer_keep_no_other_waiting(near_nursery, far_nursery):
-    """What it has lent is written without asking it first: its sockets are full, and whoever writes to it waits."""
+    """Borrowers write its lent blocks without asking it first: its sockets are full, and the writers wait."""
     with (
         survivor_of("sock-tcp", far_nursery, lease_s=FAR_SECONDS, blocks=256) as survivor,
         far_nursery.victim() as slow,

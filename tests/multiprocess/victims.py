@@ -26,11 +26,11 @@ from typing import Any
 from deeds import (
     LEASE,
     Reader,
+    await_no_peers,
     big_pool,
     call,
     check,
     dropped,
-    make_settled,
     receive_for_ever,
     send_and_come_back,
     send_for_ever,
@@ -43,8 +43,8 @@ from kit import LONG
 from transfer.kit import Remote, blocks_at_peers, eventually, obey, wait_for
 
 __all__ = [
-    "LEASE", "LONG", "Nursery", "Reader", "Victim", "big_pool", "blocks_at_peers", "call", "check", "dropped",
-    "eventually", "make_settled", "receive_for_ever", "seed_of", "send_and_come_back", "send_for_ever", "send_some",
+    "LEASE", "LONG", "Nursery", "Reader", "Victim", "await_no_peers", "big_pool", "blocks_at_peers", "call", "check",
+    "dropped", "eventually", "receive_for_ever", "seed_of", "send_and_come_back", "send_for_ever", "send_some",
     "soak", "stamp", "things", "wait_for",
 ]  # fmt: skip
 
@@ -185,7 +185,7 @@ class Nursery:
 
 
 def nurse(descriptor: int) -> None:
-    """What a nursery runs: one fork a message, until nobody can send one any more."""
+    """Runs in a nursery: one fork for each message, until the connection ends."""
     _die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
     with socket.socket(fileno=descriptor) as orders:

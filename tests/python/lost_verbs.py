@@ -1,4 +1,4 @@
-"""The verbs of a pool whose GPU is lost, as code for a process of its own: after `from fake import *`, and with `pool`,
+"""The verbs of a pool whose GPU is lost, as code for a separate process: after `from fake import *`, and with `pool`,
 which is connected to another one, "there".
 """
 

@@ -252,7 +252,7 @@ def test_the_block_dimension_is_checked(block_dim, error):
         adopting(paged(), block_dim)
 
 
-def test_adoption_and_blocks_of_its_own_exclude_each_other():
+def test_adopted_tensors_and_hbm_blocks_exclude_each_other():
     with pytest.raises(kvpool.ArgumentError, match="not both"):
         kvpool.Pool(LAYOUT, 4, hbm=paged())
     with pytest.raises(kvpool.ArgumentError, match="adopted"):

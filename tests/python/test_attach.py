@@ -264,7 +264,7 @@ def test_who_is_listed_again_is_not_parted_from_for_what_was_before(url, monkeyp
             assert isinstance(stream.transfer.exception(30), PeerLost)
 
 
-def test_whoever_sees_a_member_may_name_it(url, monkeypatch):
+def test_a_caller_that_sees_a_member_may_name_it(url, monkeypatch):
     """The thread that hears of changes may be late: the book does not wait for it."""
     monkeypatch.setattr(Attachment, "_on_change", lambda self, event: None)
     with member(url, "a") as (a, cluster, _), member(url, "b") as (b, *_):

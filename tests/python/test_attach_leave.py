@@ -37,7 +37,7 @@ def test_a_pool_that_is_closed_leaves(url):
             a.alloc(1, instance="b")
 
 
-def test_a_member_that_leaves_has_no_peers_any_more_and_what_is_local_goes_on(url):
+def test_a_member_that_leaves_has_no_peers_and_its_local_verbs_go_on(url):
     with two(url) as (a, b):
         own = a.alloc(2)
         stream = a.transfer("b", own, layerwise=True)
@@ -148,7 +148,7 @@ def test_a_drain_begins_to_wait_when_the_others_can_know_of_it(url, monkeypatch)
 
 
 def test_a_drain_ends_when_somebody_else_has_the_name(url, monkeypatch):
-    """It was stopped, and hears only while it drains that others take it for lost: nobody listens any more."""
+    """It was stopped, and hears only while it drains that others consider it lost: nobody listens by then."""
 
     def is_cut_off(record: kvpool.Member) -> None:
         raise Unreachable("the test has cut it off")

@@ -105,7 +105,7 @@ def test_the_memory_of_two_media_is_not_one(setting):
             call(DISK)
 
 
-def test_the_core_looks_at_no_memory_of_a_medium_that_is_none(setting):
+def test_the_core_reads_no_memory_of_an_invalid_medium(setting):
     pool = setting.pool
     for medium, error in ((0, kvpool.ArgumentError), (DISK, kvpool.Unsupported), (4, kvpool.ArgumentError),
                           (MIXED, kvpool.ArgumentError), (255, kvpool.ArgumentError),

@@ -72,7 +72,7 @@ def test_the_code_runs_and_prints_what_is_said(path, clean_environment):
 
 
 @pytest.mark.parametrize("path", DOCS, ids=name_of)
-def test_every_fence_says_what_it_is(path):
+def test_every_code_fence_names_its_language(path):
     """So that no code escapes by a misspelt name."""
     assert {fence.info for fence in fences(path.read_text())} <= {"python", "text output", "text", "toml", "console"}
 

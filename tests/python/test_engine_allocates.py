@@ -174,7 +174,7 @@ def test_blocks_of_a_failed_fetch_stay_the_engines_until_it_frees_them():
 
 
 class ReusingEngine:
-    """An engine with a free list of its own: what it gave back last it takes first, and fills it at once."""
+    """An engine with its own free list: it takes first the block that it freed last, and fills it at once."""
 
     def __init__(self, layers: list[np.ndarray]) -> None:
         self.layers = layers

@@ -351,7 +351,7 @@ assert pool.audit().hbm.pinned == 3
     )
 
 
-def test_a_child_makes_a_pool_of_its_own():
+def test_a_forked_child_can_make_another_pool():
     run_script(
         FORK
         + """

@@ -101,7 +101,7 @@ def test_the_exported_names_are_these():
     assert [name for name in PUBLIC if not hasattr(kvpool, name)] == []
 
 
-def test_every_class_and_function_says_what_it_is():
+def test_every_class_and_function_has_a_docstring():
     silent = []
     for name in PUBLIC:
         thing = getattr(kvpool, name)

@@ -285,7 +285,7 @@ def test_the_example_runs(arguments, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("16 blocks moved; every rank has its part: True\n")
 
 
-def test_apply_checks_what_it_is_given():
+def test_apply_checks_its_arguments():
     layout = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype="float32", block_tokens=2)
     plan = plan_reshard(layout, ParallelConfig(2), ParallelConfig(1))
     halves = [np.zeros((4, 2, 2, 1, 2, 4), np.float32) for _ in range(2)]

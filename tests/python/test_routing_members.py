@@ -20,7 +20,7 @@ _numbers = itertools.count(1)
 
 
 class World:
-    """A cluster whose members are registrations without pools, and a scheduler with a clock of its own."""
+    """A cluster whose members are registrations without pools, and a scheduler with a separate clock."""
 
     def __init__(self) -> None:
         self.url = f"local://routing-{os.getpid()}-{next(_numbers)}"

@@ -144,8 +144,8 @@ class LocalApi(RuleBasedStateMachine):
             self.active[addr] = next(self.stamps)
             self.views[place.medium][place.block] = self.active[addr]
 
-    def settle(self) -> tuple[list[Key], list[Key], dict[int, int]]:
-        """Takes over what the pool says has happened: pages stored and removed, addresses moved."""
+    def apply_events(self) -> tuple[list[Key], list[Key], dict[int, int]]:
+        """Applies the pool's events to the model: pages stored and removed, addresses moved."""
         stored: list[Key] = []
         removed: list[Key] = []
         moved: dict[int, int] = {}
@@ -198,13 +198,13 @@ class LocalApi(RuleBasedStateMachine):
         if n > free + (evictable if evict else 0):
             with refused(self.pool, kvpool.OutOfBlocks, requested=n, free=free, evictable=evictable):
                 self.pool.alloc(n, medium=medium, evict=evict)
-            assert self.settle() == ([], [], {})
+            assert self.apply_events() == ([], [], {})
             return
         addrs = self.pool.alloc(n, medium=medium, evict=evict)
         assert len(set(addrs.tolist())) == n
         got = kvpool.media(addrs).tolist()
         assert got == (sorted(got) if medium == MIXED else [medium] * n)
-        stored, removed, moved = self.settle()
+        stored, removed, moved = self.apply_events()
         assert not stored
         if n <= free:
             assert not removed
@@ -257,7 +257,7 @@ class LocalApi(RuleBasedStateMachine):
     def inserted(
         self, handle: Any, namespace: str, pages: tuple[int, ...], addrs: list[int], present: int, free_duplicates: bool
     ) -> list[Key]:
-        """Checks what an insertion returned, and takes it over; the events of it are settled."""
+        """Checks what an insertion returned, and takes it over; its events are applied."""
         keys = Key(namespace, pages).up_to()
         duplicates = [addr for addr in addrs[:present] if addr in self.active]
         assert handle.tokens == len(pages) * BLOCK
@@ -281,7 +281,7 @@ class LocalApi(RuleBasedStateMachine):
         pages, addrs = self.addresses_for(random.Random(seed), namespace, pages)
         present = self.present(namespace, pages)
         handle = self.pool.insert(tokens_of(pages), addrs, namespace=namespace, free_duplicates=free_duplicates)
-        stored, removed, moved = self.settle()
+        stored, removed, moved = self.apply_events()
         assert (stored, removed, moved) == (Key(namespace, pages).up_to()[present:], [], {})
         keys = self.inserted(handle, namespace, pages, addrs, present, free_duplicates)
         self.hold(handle, keys[-1:], [self.stamp_of[key] for key in keys], keep)
@@ -301,7 +301,7 @@ class LocalApi(RuleBasedStateMachine):
         present = [self.present(namespace, first), max(self.present(namespace, second), shared)]
         batch = [(tokens_of(pages), addrs) for pages, addrs in zip((first, second), given, strict=True)]
         handles = self.pool.batch.insert(batch, namespace=namespace)
-        stored, removed, moved = self.settle()
+        stored, removed, moved = self.apply_events()
         assert (removed, moved) == ([], {})
         wanted = [Key(namespace, pages).up_to()[at:] for pages, at in zip((first, second), present, strict=True)]
         assert stored == wanted[0] + wanted[1]
@@ -325,7 +325,7 @@ class LocalApi(RuleBasedStateMachine):
         tokens = tokens_of(keys[-1].pages)
         with refused(self.pool, kvpool.StateError, address=self.where[key], position=len(addrs)):
             self.pool.insert(tokens, [*addrs, self.where[key]], namespace=namespace)
-        assert self.settle() == ([], [], {})
+        assert self.apply_events() == ([], [], {})
 
     def matched(self, hit: Any, namespace: str, tokens: list[int], pages: tuple[int, ...], keep: bool) -> None:
         present = self.present(namespace, pages)
@@ -342,7 +342,7 @@ class LocalApi(RuleBasedStateMachine):
     def match(self, namespace: str, pages: tuple[int, ...], extra: list[int], keep: bool) -> None:
         tokens = tokens_of(pages) + extra
         self.matched(self.pool.match(tokens, namespace=namespace), namespace, tokens, pages, keep)
-        assert self.settle() == ([], [], {})
+        assert self.apply_events() == ([], [], {})
 
     @rule(namespace=namespaces, batch=st.lists(prompts, max_size=3), keep=st.booleans())
     def match_batch(self, namespace: str, batch: list[tuple[int, ...]], keep: bool) -> None:
@@ -395,7 +395,7 @@ class LocalApi(RuleBasedStateMachine):
             gone = []
         else:
             assert self.pool.delete(tokens, namespace=namespace, descendants=descendants) == len(gone)
-        stored, removed, moved = self.settle()
+        stored, removed, moved = self.apply_events()
         assert (stored, sorted(removed), moved) == ([], sorted(gone), {})
         self.counters["evicted_blocks"] -= len(gone)  # deleted, not evicted
 
@@ -406,7 +406,7 @@ class LocalApi(RuleBasedStateMachine):
         evictable = sum(self.evictable(own) for own in (HBM, DRAM) if medium in (own, MIXED))
         where = dict(self.where)
         dropped = self.pool.evict(n, medium=medium)
-        stored, removed, moved = self.settle()
+        stored, removed, moved = self.apply_events()
         assert (stored, moved) == ([], {})
         assert dropped <= min(n, evictable)
         own = [key for key in removed if medium in (medium_of(where[key]), MIXED)]
@@ -425,7 +425,7 @@ class LocalApi(RuleBasedStateMachine):
         wanted = min(n, self.evictable(HBM), room)
         where = dict(self.where)
         addrs = self.pool.swap_out(n)
-        stored, removed, moved = self.settle()
+        stored, removed, moved = self.apply_events()
         assert not stored
         assert list(moved.values()) == addrs.tolist()
         assert all(medium_of(addr) == DRAM for addr in addrs.tolist())
@@ -457,10 +457,10 @@ class LocalApi(RuleBasedStateMachine):
         if into is None and len(down) > free + evictable:
             with refused(self.pool, kvpool.OutOfBlocks, requested=len(down), free=free, evictable=evictable):
                 self.pool.swap_in(addrs)
-            assert self.settle() == ([], [], {})
+            assert self.apply_events() == ([], [], {})
             return
         held = self.pool.swap_in(addrs, into=into)
-        stored, removed, moved = self.settle()
+        stored, removed, moved = self.apply_events()
         assert not stored
         assert not closure & set(removed)
         assert held.addrs.tolist() == [moved[addr] if addr in down else addr for addr in addrs]
@@ -515,7 +515,7 @@ class LocalApi(RuleBasedStateMachine):
                 self.pool.swap_in(down[: len(addrs)], into=addrs)
             else:
                 getattr(self.pool, verb)(addrs)
-        assert self.settle() == ([], [], {})
+        assert self.apply_events() == ([], [], {})
 
     # ---- what must hold at any time
 

@@ -62,7 +62,7 @@ class Events:
 
 
 class MemberProcess:
-    """A member in a process of its own. `words`: what it has heard of its lease."""
+    """A member in a separate process. `words`: what it has heard of its lease."""
 
     def __init__(self, url: str, name: str, options: dict[str, Any], **fields: Any) -> None:
         self.incarnation = next(_incarnations)

@@ -77,7 +77,7 @@ def test_survivors_come_back_to_an_etcd_that_has_lost_its_memory(own, own_etcd):
 
 
 def test_a_newcomer_waits_for_survivors_who_are_slow_to_come_back(own, own_etcd, monkeypatch):
-    """An etcd that is empty says nothing of who has which id: whoever takes the first one takes a survivor's."""
+    """An empty etcd does not say which ids are taken: a newcomer that takes the first one takes a survivor's."""
     reg = own.register(own.join(), "a")
     entry, tries, may_come = reg._entry, [], []
     enter_again = entry.enter_again

@@ -1,4 +1,4 @@
-"""An etcd that has lost its memory gives no id to two that live; what cannot be known is settled when it is known."""
+"""An etcd that has lost its memory gives no id to two that live; what cannot be known is decided when it is known."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lose_memory(server):
 
 
 def test_the_id_of_one_that_was_lost_and_lives_is_remembered_by_those_who_saw_it(own, own_etcd, monkeypatch):
-    """Nobody lists it any more; but its addresses are in the hands of others, and it will be back."""
+    """No list has it; but others hold its addresses, and it will be back."""
     cluster = own.join()
     events = Events(cluster)
     survivor = own.register(cluster, "a")
@@ -54,7 +54,7 @@ def test_the_id_of_one_that_was_lost_and_lives_is_remembered_by_those_who_saw_it
     assert cut_off.words == []
 
 
-def test_whoever_comes_back_too_late_for_its_id_is_refused(own, own_etcd, monkeypatch):
+def test_a_member_that_comes_back_too_late_for_its_id_is_refused(own, own_etcd, monkeypatch):
     """Nobody else was there to remember it: then one of the two ends, and that is the one that was away."""
     reg = own.register(own.join(), "a")
     cut_off = CutOff(reg, monkeypatch)

@@ -1,4 +1,4 @@
-"""An etcd that is silent for many leases: nobody is lost who lives, whoever died meanwhile is."""
+"""An etcd that is silent for many leases: living members are kept, members that died meanwhile are lost."""
 
 from __future__ import annotations
 

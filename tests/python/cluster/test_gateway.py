@@ -132,7 +132,7 @@ def test_a_lease_that_etcd_does_not_know_yet_is_not_gone_while_its_key_stands(et
     assert capfd.readouterr().out == '{"gone": 7}\n'
 
 
-def test_a_lease_that_etcd_has_not_any_more_counts_as_revoked_whatever_the_text_says(etcd, kept):
+def test_a_lease_that_etcd_no_longer_has_counts_as_revoked_whatever_the_text_says(etcd, kept):
     renewer, _ = kept
     etcd.checked.set()
     renewer._id_lease = 8

@@ -15,7 +15,7 @@ LONG = 60.0
 
 
 class FastClock:
-    """A second passes with each wait of whoever registers; what others do takes its time."""
+    """A second passes with each wait of a registering member; other threads take real time."""
 
     monotonic_ns = staticmethod(time.monotonic_ns)
 
@@ -56,7 +56,7 @@ def test_a_pool_attaches_to_a_new_cluster(place, clock):
         assert [one.name for one in cluster.members()] == ["a"]
 
 
-def test_who_is_first_in_an_etcd_waits_for_a_lease_by_default(empty, clock):
+def test_the_first_member_in_an_etcd_waits_for_a_lease_by_default(empty, clock):
     empty.register(empty.join(lease=LONG), "a")
     assert clock.waited_s >= LONG - 1
 

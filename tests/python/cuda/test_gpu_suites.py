@@ -27,7 +27,7 @@ def test_a_file_passes_with_the_skips_that_it_has():
         (Outcome(0, "", 8, {}), "are not for a GPU, and ran"),
     ],
 )
-def test_a_file_fails_with_any_other_skip_and_without_one_of_its_own(outcome, text):
+def test_a_file_fails_with_any_other_skip_and_without_its_expected_one(outcome, text):
     with pytest.raises(AssertionError, match=text):
         outcome.check(FILE, nccl=True)
 

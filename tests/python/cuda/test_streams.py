@@ -99,7 +99,7 @@ for route in ROUTES:
 """)
 
 
-def test_a_fetch_brings_what_a_stream_of_its_owner_still_writes(on_gpu):
+def test_a_fetch_brings_content_that_a_stream_of_the_owner_is_still_writing(on_gpu):
     on_gpu("""
 for route in ROUTES:
     here, there = pair_on_gpu(route, layout=byte_layout())

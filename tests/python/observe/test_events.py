@@ -471,7 +471,7 @@ def test_the_last_word_that_is_lost_is_noticed_without_another(pool):
             assert subscriber.gaps == 0
 
 
-def test_a_pool_that_is_closed_holds_nothing_any_more():
+def test_a_closed_pool_is_not_kept_alive():
     index = InstanceIndex(BLOCK)
     pool = small_pool()
     store(pool, prompt(2))

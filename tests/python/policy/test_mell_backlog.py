@@ -196,8 +196,8 @@ class Traffic:
         self.instances.epoch(self.limits, departures, list(growths.items()), arrivals, self.fit)
         self.waited = max(self.waited, len(self.instances.backlog))
 
-    def settle(self, epochs):
-        """Nothing new comes. Returns whether all is as the scheduler has it after so many epochs at most."""
+    def run_until_done(self, epochs):
+        """Runs epochs without new requests, at most so many. Returns whether all is then as the scheduler has it."""
         for _ in range(epochs):
             if self.instances.as_the_scheduler_has_it():
                 assert len(self.instances.backlog) == 0 == len(self.instances.stopped)
@@ -226,7 +226,7 @@ def test_nothing_waits_for_ever_where_everything_can_be_prefilled(epochs, link, 
     for operations in epochs * 2:
         traffic.epoch(operations)
         assert traffic.instances.backlog.oldest <= traffic.bound(min(compute))
-    assert traffic.settle(traffic.bound(min(compute)))
+    assert traffic.run_until_done(traffic.bound(min(compute)))
 
 
 @given(EPOCHS, st.lists(st.integers(10, 400), min_size=1, max_size=4), st.integers(0, 9), st.sampled_from(Fit))
@@ -241,18 +241,18 @@ def test_links_alone_carry_everything_where_nothing_grows_that_waits(epochs, lin
     for operations in epochs:
         traffic.epoch(operations, may_grow)
         assert not traffic.instances.stopped
-    assert traffic.settle(traffic.bound(min(link) - call) if min(link) > call else 0) or min(link) <= call
+    assert traffic.run_until_done(traffic.bound(min(link) - call) if min(link) > call else 0) or min(link) <= call
 
 
 @given(EPOCHS, st.lists(st.integers(0, 400), min_size=1, max_size=4), st.integers(0, 9), st.sampled_from(Fit))
 def test_what_links_alone_leave_waiting_had_no_room_or_no_link(epochs, link, call, fit):
-    """Requests that wait have grown where they are not to be any more, and nothing can stop them here."""
+    """Waiting requests have grown where they should no longer be, and nothing can stop them here."""
     traffic = Traffic(unequal(link, [0], call), fit)
     for operations in epochs:
         traffic.epoch(operations)
     instances = traffic.instances
     least = min((tokens - call for tokens in link if tokens > call), default=1)
-    if traffic.settle(traffic.bound(least)):
+    if traffic.run_until_done(traffic.bound(least)):
         return
     assert not instances.stopped
     seen = set()
@@ -362,7 +362,7 @@ def test_room_that_waits_is_not_taken_by_others():
 
 
 def test_two_that_wait_for_each_other_s_room_are_stopped_and_get_it():
-    """Both have grown where they were, so that neither GPU has room any more."""
+    """Both have grown where they were, so that neither GPU has room left."""
     backlog, limits, sizes = Backlog(patience=2), boundaries(100, 100), {"a": 60, "b": 60}
     free = {0: 0, 2: 0}
     moves = [Move(("a",), 0, 2, 60), Move(("b",), 2, 0, 60)]

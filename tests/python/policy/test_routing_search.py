@@ -203,7 +203,7 @@ def test_many_that_are_late_alike_are_not_looked_at_one_by_one(monkeypatch, hold
         assert len(looks) < 100 * 20, policy
 
 
-def test_a_rank_of_its_own_minds_what_is_cached_unless_it_says_otherwise():
+def test_a_custom_ranking_considers_cached_tokens_unless_it_says_otherwise():
     class Own(LeastLoad):
         def rank(self, backlog, load, cached, exec_s):
             return -cached, backlog

@@ -101,7 +101,7 @@ def test_who_says_503_is_passed_over_and_heard_when_nobody_else_is_there():
 
 
 def test_who_is_left_is_asked_though_another_fell_out_meanwhile():
-    """Two tries and two instances that are up: but one of the tried is not up any more."""
+    """Two tries and two instances that are up: but one of the tried ones is no longer up."""
     no_probes = HealthSettings(interval_s=0, errors=1, backoff_s=600.0, backoff_max_s=600.0)
     with unheard() as port, fakes("b", "c") as two:
         gone = InstanceSpec("gone", f"http://127.0.0.1:{port}")

@@ -88,7 +88,7 @@ def test_who_has_the_key_gets_in_and_the_instance_does_not_hear_of_it(guarded, s
 
 
 @pytest.mark.parametrize("headers", [{}, bearer(KEY), bearer(ADMIN_KEY + "x"), {"authorization": ADMIN_KEY}])
-def test_the_operators_listener_wants_a_key_of_its_own(guarded, headers):
+def test_the_operators_listener_requires_a_separate_key(guarded, headers):
     asked = [
         ("GET", "/metrics"), ("GET", "/instances"), ("POST", "/instances"), ("DELETE", "/instances/a"),
         ("POST", "/instances/a/drain"), ("POST", "/instances/a/resume"), ("GET", "/nowhere"),

@@ -160,7 +160,7 @@ _shared: dict[str, Child] = {}
 
 
 def shared_child(route: str) -> Child:
-    """One process serves many tests; a test that ends or damages it takes one of its own. Each way of UCX, and NCCL,
+    """One process serves many tests; a test that ends or damages it takes a new one. Each way of UCX, and NCCL,
     has another one, whose environment says so from its start."""
     way = route if route in ROUTE_SETTINGS else ""
     if way not in _shared or _shared[way].process.poll() is not None:
@@ -324,7 +324,7 @@ def _blocks(pool: kvpool.Pool, addrs: Any) -> Iterator[tuple[Any, int]]:
 
 
 def wait_for(look: Callable[[], Any], seconds: float = 60) -> Any:
-    """The first true value of `look`; fails when there is none for so long. A minute: a machine may be busy."""
+    """The first true value of `look`; fails if there is no such value in time. A minute: a machine may be busy."""
     until = time.monotonic() + seconds
     while True:
         value = look()

@@ -162,7 +162,7 @@ def test_a_wrong_address_anywhere_frees_nothing(setting, kind):
             setting.a.free(addrs)
 
 
-def test_an_address_stands_once_in_a_list_that_is_freed_whoever_owns_it(setting):
+def test_a_list_to_free_may_name_an_own_or_borrowed_block_only_once(setting):
     for twice in (setting.mine[1], setting.lent[1]):
         addrs = [setting.lent[0], setting.mine[1], setting.mine[0], setting.lent[1], twice]
         with nothing_changes(setting, ArgumentError, "twice") as caught:

@@ -1,4 +1,4 @@
-"""Another library with a UCX of its own in the process: NIXL brings one, under other names."""
+"""Another library with a separate UCX in the process: NIXL brings one, under other names."""
 
 from __future__ import annotations
 

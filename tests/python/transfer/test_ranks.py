@@ -59,7 +59,7 @@ def send(source: Instance, target: Instance, blocks: int, seed: int = 0, **optio
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=label)
-def test_blocks_arrive_whole_whoever_connects(instances: Any, pair: Any) -> None:
+def test_blocks_arrive_whole_no_matter_which_side_connects(instances: Any, pair: Any) -> None:
     a, b = pair_of(instances, pair)
     send(a, b, 5)
     send(b, a, 5)

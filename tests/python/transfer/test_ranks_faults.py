@@ -227,7 +227,7 @@ def take(one: Instance, over: threading.Event) -> None:
 
 @pytest.mark.parametrize("route", ["loopback", "sock"])
 @pytest.mark.parametrize("who", ["a.ranks[0]", "a.ranks[1]", "a.pool", "b.ranks[0]", "b.ranks[3]", "b.pool"])
-def test_whoever_closes_in_mid_transfer_leaves_the_others_whole(instances: Any, who: str, route: str) -> None:
+def test_closing_any_process_in_mid_transfer_leaves_the_others_whole(instances: Any, who: str, route: str) -> None:
     for turn in range(3):
         names = f"a{turn}", f"b{turn}"
         options: dict[str, Any] = {"layout": BIG, "blocks": 16, "dram": 0, "routes": (route,)}

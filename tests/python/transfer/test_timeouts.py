@@ -95,8 +95,8 @@ def test_ranks_are_waited_for_as_long_as_the_default():
             assert SHORT * 0.9 <= took(lambda: rank.wait_lost() and pytest.fail("it is lost")) < 10 * SHORT + 5
 
 
-def test_no_verb_has_a_default_of_its_own():
-    """Where a signature can be read. None is the default, or there is none."""
+def test_all_verbs_have_the_same_default():
+    """Where a signature can be read: the default is None, or there is no default."""
     for owner in (kvpool.peers.Peers, kvpool.peers.Ranks, kvpool.peers.Inbox, kvpool.Pool, kvpool.RankArena,
                   kvpool.Attachment, kvpool.TransferStream):  # fmt: skip
         for name, member in inspect.getmembers(owner):
