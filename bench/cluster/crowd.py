@@ -84,7 +84,7 @@ class LocalCrowd(Crowd):
         name = f"bench-{os.getpid()}-{secrets.token_hex(4)}"
         self.url = f"local://{name}"
         self._folder = Folder(folder_path(name))
-        self._folder.put_state(State.new(None))
+        self._folder.put_state(State.new(highest=0))
         self._pages: list[int] = []
 
     def _enter(self, records: list[Member]) -> None:

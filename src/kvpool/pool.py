@@ -40,7 +40,7 @@ class Pool(NetworkedPool):
 
     Four objects have the methods for peers, the ranks of a logical instance, received items, and batches of calls:
     `peers`, `ranks`, `inbox`, `batch`. A verb that waits takes a ``timeout`` in seconds; None, the default, is the
-    setting ``timeout_s`` everywhere. The secret is the setting ``secret``, or the cluster's.
+    setting ``timeout_s`` everywhere. The secret is the setting ``secret``, or the one of the local cluster.
 
     Attributes:
         settings: The kvpool.Settings in effect.

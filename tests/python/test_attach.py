@@ -203,7 +203,7 @@ def test_a_pool_is_attached_once_and_first(url):
 
 def test_the_secret_is_the_clusters(url):
     with join(url) as cluster, small_pool(secret="mine") as pool:
-        with refused(pool, ArgumentError, "secret of the pool differs"):
+        with refused(pool, ArgumentError, "setting secret differs"):
             pool.attach(cluster)
         with pytest.raises(ArgumentTypeError):
             pool.attach(url)

@@ -9,8 +9,7 @@ import os
 from typing import Any
 
 from kvpool.cluster import Cluster, Member
-from kvpool.config import load
-from kvpool.errors import ArgumentError, AuthError
+from kvpool.errors import ArgumentError
 
 __all__ = ["add_parser", "add_url", "columns", "join", "row"]
 
@@ -36,10 +35,7 @@ def add_parser(commands: Any) -> None:
 
 def add_url(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Adds the arguments for the URL and the credentials of a cluster."""
-    where = (
-        "local://NAME or etcd://HOST:PORT/PREFIX (etcds:// over TLS); set KVPOOL_SECRET for a local cluster whose "
-        "members were given a secret"
-    )
+    where = "local://NAME or etcd://HOST:PORT/PREFIX (etcds:// over TLS)"
     parser.add_argument("url", metavar="URL", help=where, nargs="?" if optional else None)
     parser.add_argument(
         "--timeout", type=float, default=10.0, metavar="SECONDS", help="how long to wait for the directory"
@@ -64,13 +60,7 @@ def join(arguments: argparse.Namespace) -> Cluster:
         "user": arguments.user,
         "password": os.environ.get("KVPOOL_ETCD_PASSWORD") if arguments.user else None,
     }
-    try:
-        return Cluster.join(arguments.url, **options)
-    except AuthError:  # first without a secret, so that an observer never replaces the cluster's
-        secret = load().secret
-        if not secret or not arguments.url.startswith("local://"):
-            raise
-        return Cluster.join(arguments.url, secret=secret, **options)
+    return Cluster.join(arguments.url, **options)
 
 
 def row(member: Member) -> tuple[str, ...]:

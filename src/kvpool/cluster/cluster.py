@@ -57,7 +57,6 @@ class Cluster:
         cls,
         url: str,
         *,
-        secret: str | None = None,
         lease: float = 3.0,
         heartbeat: float | None = None,
         timeout: float | None = None,
@@ -72,9 +71,6 @@ class Cluster:
         Args:
             url: "local://NAME": the processes of this user on this machine; no server is needed. Or
                 "etcd://HOST:PORT[,HOST:PORT...]/PREFIX"; "etcds://" over TLS.
-            secret: The secret with which the pools of the cluster authenticate each other. A local cluster generates
-                one if none is given, and stores it where only this user can read it. While no member lives a given
-                secret replaces the stored one.
             lease: Seconds after which a silent member is lost. etcd has a minimum, usually two seconds.
             heartbeat: Seconds between heartbeats, and between published loads. Default: a third of the lease.
             timeout: Seconds to wait for the directory; None: 10.
@@ -88,12 +84,12 @@ class Cluster:
             ArgumentError: An invalid URL, an option that does not apply to it, or a value out of range.
             ArgumentTypeError: A value of the wrong type.
             DeadlineExceeded: The directory does not answer.
-            AuthError: etcd refuses access, or the local cluster has another secret.
+            AuthError: etcd refuses access.
             StateError: The folder of a local cluster cannot be written, or other users may open it; or every path for
                 it belongs to another user. The message names paths and users.
         """
         parsed = parse_cluster_url(
-            url, lease=lease, heartbeat=heartbeat, secret=secret,
+            url, lease=lease, heartbeat=heartbeat,
             tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, user=user, password=password,
         )  # fmt: skip
         until = time.monotonic() + _seconds(timeout, _DIRECTORY_S)
@@ -108,7 +104,11 @@ class Cluster:
 
     @property
     def secret(self) -> str:
-        """The secret with which the pools authenticate each other. "" with etcd if none was given."""
+        """The secret with which the pools of a local cluster authenticate each other. "" with etcd, which has none.
+
+        The first process that joins a local cluster generates it, and stores it where only this user can read it. Pools
+        that attach take it. With etcd, give every pool the same setting ``secret``.
+        """
         return self._directory.secret
 
     @property
@@ -291,7 +291,7 @@ class Cluster:
             ArgumentTypeError: A value of the wrong type.
             DeadlineExceeded: Members kept joining and leaving.
         """
-        parsed = parse_cluster_url(url, lease=3.0, heartbeat=None, secret=None)
+        parsed = parse_cluster_url(url, lease=3.0, heartbeat=None)
         if parsed.kind != "local":
             raise ArgumentError(
                 f"forget: {url} is not a local cluster; in etcd, keys of a member expire with its lease"

@@ -31,7 +31,6 @@ class ClusterUrl:
         tls_key: File of its key.
         user: User name for etcd.
         password: Password of that user.
-        secret: The pools' secret, if one was given.
         lease_s: Seconds after which a silent member is lost.
         heartbeat_s: Seconds between two heartbeats of a member.
     """
@@ -45,7 +44,6 @@ class ClusterUrl:
     tls_key: str | None = None
     user: str | None = None
     password: str | None = field(default=None, repr=False)
-    secret: str | None = field(default=None, repr=False)
     lease_s: float = 3.0
     heartbeat_s: float = 1.0
 
@@ -57,16 +55,14 @@ class ClusterUrl:
         return f"etcd{'s' if self.tls else ''}://{hosts}/{self.name}"
 
 
-def parse_cluster_url(
-    url: str, *, lease: float, heartbeat: float | None, secret: str | None, **options: str | None
-) -> ClusterUrl:
+def parse_cluster_url(url: str, *, lease: float, heartbeat: float | None, **options: str | None) -> ClusterUrl:
     """Checks the arguments of `Cluster.join`. `options` are the fields of `ClusterUrl` for etcd only.
 
     Raises:
         ArgumentError: An invalid URL, an option that does not apply to it, or a value out of range.
         ArgumentTypeError: A value of the wrong type.
     """
-    texts: dict[str, object] = {"url": url, "secret": secret, **options}
+    texts: dict[str, object] = {"url": url, **options}
     for name, value in texts.items():
         if not isinstance(value, str) and not (value is None and name != "url"):
             raise ArgumentTypeError(f"cluster: {name} must be a str, not {type(value).__name__}")
@@ -74,19 +70,13 @@ def parse_cluster_url(
     heartbeat_s = lease_s / 3 if heartbeat is None else check_seconds("heartbeat", heartbeat)
     if heartbeat_s > lease_s / 2:
         raise ArgumentError(f"cluster: heartbeat is {heartbeat_s} s; it must be at most half of the lease, {lease_s} s")
-    if secret is not None and (not secret or len(secret.encode("utf-8", "surrogatepass")) > 4096):
-        raise ArgumentError("cluster: secret must have 1 to 4096 bytes")
     scheme, separator, rest = url.partition("://")
     if separator and scheme == "local":
-        return _local(
-            rest, {name for name, value in options.items() if value is not None}, secret, lease_s, heartbeat_s
-        )
+        return _local(rest, {name for name, value in options.items() if value is not None}, lease_s, heartbeat_s)
     if separator and scheme in ("etcd", "etcds"):
         _check_etcd_options(scheme, options)
         hosts, prefix = _etcd(rest)
-        return ClusterUrl(
-            "etcd", prefix, hosts, scheme == "etcds", **options, secret=secret, lease_s=lease_s, heartbeat_s=heartbeat_s
-        )
+        return ClusterUrl("etcd", prefix, hosts, scheme == "etcds", **options, lease_s=lease_s, heartbeat_s=heartbeat_s)
     raise ArgumentError(
         f"cluster: {_shown(url)!r} is neither local://NAME nor etcd://HOST:PORT/PREFIX (etcds:// for TLS)"
     )
@@ -107,12 +97,12 @@ def check_seconds(name: str, value: object) -> float:
     return float(value)
 
 
-def _local(name: str, options: set[str], secret: str | None, lease_s: float, heartbeat_s: float) -> ClusterUrl:
+def _local(name: str, options: set[str], lease_s: float, heartbeat_s: float) -> ClusterUrl:
     if not _NAME.fullmatch(name):
         raise ArgumentError(f"cluster: local://{name}: a name must have 1 to 64 letters, digits, '.', '_' and '-'")
     if options:
         raise ArgumentError(f"cluster: {', '.join(sorted(options))}: only for etcd")
-    return ClusterUrl("local", name, secret=secret, lease_s=lease_s, heartbeat_s=heartbeat_s)
+    return ClusterUrl("local", name, lease_s=lease_s, heartbeat_s=heartbeat_s)
 
 
 def _etcd(rest: str) -> tuple[tuple[tuple[str, int], ...], str]:

@@ -134,7 +134,7 @@ class Directory(ABC):
 
         Raises:
             DeadlineExceeded: The directory does not answer.
-            AuthError: The directory refuses access, or the cluster has another secret.
+            AuthError: The directory refuses access.
         """
 
     @abstractmethod

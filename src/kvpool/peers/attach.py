@@ -38,12 +38,14 @@ def attach(
         raise ArgumentTypeError(f"cluster must be a kvpool.Cluster, not {type(cluster).__name__}")
     addresses = _addresses(cluster, listen)
     if cluster.secret and pool.settings.secret not in ("", cluster.secret):
-        raise ArgumentError("the secret of the pool differs from the cluster's: leave it out, or give both the same")
+        raise ArgumentError(
+            "the pool's setting secret differs from the secret that the local cluster generated: leave it out"
+        )
     own = pool.settings
     wanted = dataclasses.replace(own, name=own.name if name is None else name, secret=cluster.secret or own.secret)
     for address in addresses:
         if address.startswith("tcp:") and not wanted.secret:
-            raise ArgumentError(f"listen: {address} needs a secret: give each member's Cluster.join the same secret=")
+            raise ArgumentError(f"listen: {address} needs a secret: give every member's pool the same setting secret")
         _core._check_listen_address(address, bool(wanted.secret))
         _check_can_be_called(address)
     with _service(pool, wanted):

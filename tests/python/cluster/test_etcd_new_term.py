@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from cluster.kit import EtcdPlace, free_name, wait_for
+from cluster.kit import EtcdPlace, wait_for
 from kit import small_pool
 
 from kvpool.cluster.etcd.gateway import encode
@@ -16,13 +16,13 @@ HEARTBEAT = 0.3
 
 @pytest.fixture
 def place(own_etcd):
-    one = EtcdPlace(own_etcd, heartbeat=HEARTBEAT, secret=free_name(), timeout=60.0)
+    one = EtcdPlace(own_etcd, heartbeat=HEARTBEAT, timeout=60.0)
     yield one
     one.close()
 
 
 def test_a_peer_that_has_not_heard_of_the_new_term_does_not_end_it(place, monkeypatch):
-    with small_pool() as dropped, small_pool() as peer:
+    with small_pool(secret="s") as dropped, small_pool(secret="s") as peer:
         of_dropped = dropped.attach(place.join(), name="a")
         of_peer = peer.attach(place.join(), name="b")
         wait_for(lambda: of_dropped._members.names() and of_peer._members.names())

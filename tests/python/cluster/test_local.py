@@ -91,32 +91,8 @@ def test_the_secret_is_made_once_and_only_this_user_can_read_it(local):
     assert len(first.secret) == 64
     assert stat.S_IMODE(os.stat(local.folder).st_mode) == 0o700
     assert stat.S_IMODE(os.stat(local.folder / "state").st_mode) == 0o600
-    assert local.join(secret=first.secret).secret == first.secret
     local.register(first, "a")
-    with pytest.raises(kvpool.AuthError, match=local.name):
-        local.join(secret="another")
-
-
-def test_a_secret_that_was_given_is_not_written_down(local):
-    first = local.join(secret="given here")
-    assert first.secret == "given here"
-    local.register(first, "a")
-    assert b"given here" not in (local.folder / "state").read_bytes()
-    assert local.join(secret="given here").secret == "given here"
-    for wrong in (None, "another"):
-        with pytest.raises(kvpool.AuthError, match=local.name):
-            local.join(secret=wrong)
-
-
-def test_a_secret_that_is_given_replaces_that_of_a_cluster_without_members(local):
-    first = local.join(secret="old")
-    reg = local.register(first, "a")
-    first.close()
-    second = local.join(secret="new")
-    assert second.secret == "new"
-    assert local.register(second, "a").instance == reg.instance + 1
-    with pytest.raises(kvpool.AuthError, match=local.name):
-        local.join(secret="old")
+    assert local.join().secret == first.secret
 
 
 def test_the_lock_of_the_folder_does_not_stay_with_a_child(local):
@@ -282,8 +258,6 @@ def test_only_a_local_cluster_can_be_forgotten(url):
         ("local://x", {"lease": 0}, kvpool.ArgumentError),
         ("local://x", {"lease": "3"}, kvpool.ArgumentTypeError),
         ("local://x", {"lease": 1, "heartbeat": 0.9}, kvpool.ArgumentError),
-        ("local://x", {"secret": ""}, kvpool.ArgumentError),
-        ("local://x", {"secret": b"x"}, kvpool.ArgumentTypeError),
         ("local://x", {"timeout": -1}, kvpool.ArgumentError),
         (3, {}, kvpool.ArgumentTypeError),
     ],

@@ -40,7 +40,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def empty(etcd_server):
-    one = EtcdPlace(etcd_server, new=True, secret="s")
+    one = EtcdPlace(etcd_server, new=True)
     yield one
     one.close()
 
@@ -51,7 +51,8 @@ def etcd(empty):
 
 
 def test_a_pool_attaches_to_a_new_cluster(place, clock):
-    with place.join(lease=LONG, secret="s") as cluster, small_pool() as pool:
+    # A local cluster generates the secret.
+    with place.join(lease=LONG) as cluster, small_pool(secret="" if cluster.secret else "s") as pool:
         pool.attach(cluster, name="a")
         assert [one.name for one in cluster.members()] == ["a"]
 
@@ -62,7 +63,7 @@ def test_the_first_member_in_an_etcd_waits_for_a_lease_by_default(empty, clock):
 
 
 def test_an_attach_that_is_given_too_little_time_for_it_says_why_and_leaves_all_as_it_was(empty, clock):
-    with empty.join(lease=LONG) as cluster, small_pool() as pool:
+    with empty.join(lease=LONG) as cluster, small_pool(secret="s") as pool:
         with pytest.raises(kvpool.DeadlineExceeded, match="live members have a lease's time to come back"):
             pool.attach(cluster, name="a", timeout=5)
         assert cluster.members() == []
@@ -74,7 +75,7 @@ def test_an_attach_that_is_given_too_little_time_for_it_says_why_and_leaves_all_
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), 4000, "x", True])
 def test_a_time_that_is_none_is_refused(empty, timeout):
-    with empty.join() as cluster, small_pool() as pool:
+    with empty.join() as cluster, small_pool(secret="s") as pool:
         with pytest.raises((kvpool.ArgumentError, kvpool.ArgumentTypeError), match="timeout"):
             pool.attach(cluster, name="a", timeout=timeout)
         assert cluster.registration is None

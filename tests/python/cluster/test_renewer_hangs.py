@@ -1,4 +1,4 @@
-"""A lease renewer that does nothing any more: stopped in these tests, as one that hangs."""
+"""A lease renewer that hangs. These tests stop it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpool.peers.attachment import Attachment
 
 @pytest.fixture
 def place(etcd_server):
-    one = EtcdPlace(etcd_server, secret="s")
+    one = EtcdPlace(etcd_server)
     yield one
     one.close()
 
@@ -104,7 +104,7 @@ def test_the_thread_that_looks_at_the_clock_outlives_what_it_meets(place, monkey
         return publish(attachment)
 
     monkeypatch.setattr(Attachment, "_publish_load", fails_once)
-    with place.join() as cluster, small_pool() as pool:
+    with place.join() as cluster, small_pool(secret="s") as pool:
         pool.attach(cluster, name="a")
         wait_for(lambda: len(tried) > 2)
 
@@ -140,7 +140,7 @@ def test_an_etcd_that_does_not_answer_is_no_renewer_that_hangs(own, own_etcd):
 
 
 def test_a_pool_is_fenced_by_the_clock_while_the_clusters_thread_is_held_up(place, monkeypatch):
-    with place.join() as one, place.join() as two, small_pool() as here, small_pool() as there:
+    with place.join() as one, place.join() as two, small_pool(secret="s") as here, small_pool(secret="s") as there:
         here.attach(one, name="here")
         there.attach(two, name="there")
         one.wait_for(n=2)

@@ -38,7 +38,7 @@ class EtcdDirectory(Directory):
         Raises:
             ArgumentError: A TLS file cannot be used.
         """
-        self.secret = url.secret or ""
+        self.secret = ""  # etcd has none: it is a setting of the pools
         self._url = url
         self._entry: EtcdEntry | None = None
         options = Options(url.hosts, url.tls, url.tls_ca, url.tls_cert, url.tls_key, url.user, url.password)

@@ -35,7 +35,6 @@ class LocalDirectory(Directory):
         """Touches nothing yet."""
         self._lease_s = url.lease_s
         self.heartbeat_s = url.heartbeat_s
-        self._given = url.secret
         self._name = url.name
         self._scan_at = 0.0
         self._view = MembershipView()
@@ -59,7 +58,7 @@ class LocalDirectory(Directory):
         self._view = view
         self._scanner = FolderScanner(view)
         self._state = self._read_or_write_state(time.monotonic() + timeout_s, None)
-        self.secret = self._state.secret_for(self._given, self._path)
+        self.secret = self._state.secret
         self.folder = Folder(self._path)
         self._opened = True
         self._watch = _watch(self.folder.path)
@@ -70,8 +69,6 @@ class LocalDirectory(Directory):
 
         If the folder has no state although members live, somebody removed the folder under them. A process that knows
         no state waits for these members, which are about to write it back with their ids and their secret.
-
-        While no member lives the secret that a newcomer was given replaces the stored one.
 
         Raises:
             DeadlineExceeded: The lock was not free in time, or the folder is removed again and again.
@@ -92,18 +89,9 @@ class LocalDirectory(Directory):
         state = folder.state()
         survivors = held_ids(self._name) if state is None else set()
         if state is None and (known or not survivors or late):
-            fresh = dataclasses.replace(State.new(self._given), highest=max(survivors, default=0))
-            state = known or fresh
-            folder.put_state(state)
-        elif state is not None and known is None and self._replaces_secret(folder, state):
-            state = dataclasses.replace(State.new(self._given), highest=state.highest)
+            state = known or State.new(highest=max(survivors, default=0))
             folder.put_state(state)
         return state
-
-    def _replaces_secret(self, folder: Folder, state: State) -> bool:
-        if self._given is None or state.is_known_by(self._given):
-            return False
-        return not held_ids(self._name) and not clear_dead(folder, "")
 
     def enter(self, record: Member, timeout_s: float) -> Entry:
         """See Directory."""
@@ -124,7 +112,7 @@ class LocalDirectory(Directory):
         if file in taken:
             raise StateError(f"register: a live member has the name {record.name}", instance=taken[file])
         state = folder.state() or self.known_state()
-        if not state.same_secret(self._state):
+        if state.secret != self._state.secret:
             raise AuthError(f"register: {folder.path} was removed and created again, with another secret; join again")
         number, id_lock = self._next_id(state.highest, set(taken.values()))
         try:

@@ -100,7 +100,7 @@ class LocalEntry(Entry):
             taken = clear_dead(folder, self._file)
             state = folder.state()
             ours = self._owner.known_state()
-            if self._file in taken or record.instance in taken.values() or not (state or ours).same_secret(ours):
+            if self._file in taken or record.instance in taken.values() or (state or ours).secret != ours.secret:
                 return None
             folder.raise_highest(ours)
             old, self._page = self._page, self._write_page(folder, record)
