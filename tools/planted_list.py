@@ -3,8 +3,8 @@
 At least one for every floor of docs/architecture.md. `failure` says what a user would meet; a number in it is that of
 the list of failures which users of other systems met (vLLM, SGLang, Mooncake, LMCache), in docs/how-to/faults.md.
 
-A change of the code that a bug stands in changes the bug as well: tests/python/test_ci.py looks whether each still
-fits.
+If you change the code that a bug stands in, change the bug as well: tests/python/test_planted_bugs.py checks that each
+still fits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ BUGS: Final[tuple[Bug, ...]] = (
             "return generation(block) == generation_of(address) ? AddressFault::kNone : AddressFault::kStale;",
             "return AddressFault::kNone;",
         ),
-        ("block_store_test.cpp", "cache_blocks_test.cpp"),
+        ("block_store_test.cpp", "block_store_fuzz_test.cpp", "cache_blocks_test.cpp"),
     ),
     Bug(
         "lone-block-lost",
@@ -206,7 +206,7 @@ BUGS: Final[tuple[Bug, ...]] = (
             "if (reserved && (entry->second.ended || entry->second.phase != Phase::kReserved)) return {};",
             "if (reserved && entry->second.phase != Phase::kReserved) return {};",
         ),
-        ("receiver_test.cpp", "given_up_test.cpp"),
+        ("receiver_test.cpp", "receiver_content_test.cpp", "given_up_test.cpp"),
     ),
     Bug(
         "incomplete-completed",
@@ -217,7 +217,7 @@ BUGS: Final[tuple[Bug, ...]] = (
             "if (!incoming.one_sided) check_content(",
             "if (body.bytes == 0) check_content(",
         ),
-        ("receiver_test.cpp", "sim_test.cpp"),
+        ("receiver_content_test.cpp", "sim_test.cpp"),
     ),
     Bug(
         "reservation-for-ever",
@@ -327,7 +327,7 @@ BUGS: Final[tuple[Bug, ...]] = (
             "entry == incoming_.end() || entry->second.content.number != placement->content",
             "entry == incoming_.end()",
         ),
-        ("receiver_test.cpp",),
+        ("receiver_content_test.cpp",),
     ),
     Bug(
         "one-of-two-frames",

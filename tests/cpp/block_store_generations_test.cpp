@@ -1,0 +1,126 @@
+// The generations of blocks in a store: where they start, how blocks retire after the last, and what an overlap keeps.
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <set>
+#include <vector>
+
+#include "block_store_kit.h"
+#include "kvpool/blocks/block_store.h"
+#include "one_thread.h"
+
+namespace {
+
+KVPOOL_ONE_THREAD;
+
+using kvpool::Address;
+using kvpool::AddressFault;
+using kvpool::block_of;
+using kvpool::BlockState;
+using kvpool::BlockStore;
+using kvpool::generation_of;
+using kvpool::kGenerationMax;
+using kvpool::make_address;
+using kvpool::Medium;
+using kvpool::testing::block_store::take_blocks;
+
+}  // namespace
+
+TEST_CASE("stores that start at different generations take each other's addresses for stale") {
+  BlockStore early(Medium::kHbm, 4, 100);
+  BlockStore late(Medium::kHbm, 4, kGenerationMax - 1);
+  Address a = 0;
+  Address b = 0;
+  REQUIRE(early.take(1, BlockState::kActive, &a));
+  REQUIRE(late.take(1, BlockState::kActive, &b));
+  CHECK(generation_of(a) == 100);
+  CHECK(early.address_of(0) == a);
+  CHECK(early.find(b) == AddressFault::kStale);
+  CHECK(late.find(a) == AddressFault::kStale);
+  CHECK(late.find(b) == AddressFault::kNone);
+  late.release(0, 1);
+  REQUIRE(late.take_block(0, BlockState::kActive, &b));
+  CHECK(generation_of(b) == kGenerationMax);
+  late.release(0, 1);  // its last
+  CHECK(late.count(BlockState::kRetired) == 1);
+  CHECK(late.address_of(0) != b);
+  late.audit();
+}
+
+TEST_CASE("a block whose generations are used up is retired and never comes back") {
+  BlockStore store(Medium::kHbm, 8);
+  store.set_generation_for_test(5, kGenerationMax);
+  const std::vector<Address> all = take_blocks(store, 8);
+  CHECK(generation_of(all[5]) == kGenerationMax);
+  CHECK(block_of(all[5]) == 5);
+  CHECK(store.find(all[5]) == AddressFault::kNone);
+  store.release(0, 8);  // it is retired from the middle of a range
+  CHECK(store.state(5) == BlockState::kRetired);
+  CHECK(store.count(BlockState::kRetired) == 1);
+  CHECK(store.free_count() == 7);
+  CHECK(store.free_runs().runs == 2);
+  CHECK(store.free_runs().longest == 5);
+  CHECK(store.find(all[5]) == AddressFault::kStale);
+  CHECK(store.find(store.address_of(5)) == AddressFault::kStale);
+  for (const std::uint32_t generation : {0U, 1U, kGenerationMax}) {
+    CHECK(store.find(make_address(0, Medium::kHbm, generation, 5)) == AddressFault::kStale);
+  }
+  Address out = 0;
+  CHECK_FALSE(store.take_block(5, BlockState::kActive, &out));
+  std::vector<Address> rest(8);
+  CHECK_FALSE(store.take(8, BlockState::kActive, rest.data()));
+  for (const Address address : take_blocks(store, 7)) CHECK(block_of(address) != 5);
+  store.audit();
+}
+
+TEST_CASE("blocks retire at either end of a range, side by side, and all of it") {
+  const std::vector<std::set<std::uint32_t>> cases = {{0}, {7}, {0, 7}, {3, 4}, {0, 1, 2, 3, 4, 5, 6, 7}, {1, 3, 5}};
+  for (const std::set<std::uint32_t>& retiring : cases) {
+    BlockStore store(Medium::kDram, 8);
+    for (const std::uint32_t block : retiring) store.set_generation_for_test(block, kGenerationMax);
+    take_blocks(store, 8);
+    store.set_state(2, BlockState::kHistorical);
+    store.set_state(4, BlockState::kLent);
+    store.release(0, 8);
+    CHECK(store.count(BlockState::kRetired) == retiring.size());
+    CHECK(store.free_count() == 8 - retiring.size());
+    for (std::uint32_t block = 0; block < 8; ++block) {
+      CHECK((store.state(block) == BlockState::kRetired) == retiring.contains(block));
+    }
+    store.audit();
+  }
+}
+
+TEST_CASE("a store retires its blocks after the last of its generations") {
+  BlockStore store(Medium::kDram, 2, 5, 7);
+  for (std::uint32_t generation = 5; generation <= 7; ++generation) {
+    Address address = 0;
+    REQUIRE(store.take_block(0, BlockState::kActive, &address));
+    CHECK(address == make_address(0, Medium::kDram, generation, 0));
+    CHECK(store.find(address) == AddressFault::kNone);
+    store.release(0, 1);
+    CHECK(store.find(address) == AddressFault::kStale);
+  }
+  CHECK(store.state(0) == BlockState::kRetired);
+  CHECK(store.free_count() == 1);
+  Address address = 0;
+  CHECK_FALSE(store.take_block(0, BlockState::kActive, &address));
+  store.audit();
+}
+
+TEST_CASE("an overlapped block cannot be taken, and comes back with the same generation") {
+  BlockStore store(Medium::kHbm, 8, 3);
+  std::vector<Address> out(8);
+  store.overlap(2, 3);
+  CHECK(store.count(BlockState::kOverlapped) == 3);
+  CHECK(store.free_runs().runs == 2);
+  CHECK_FALSE(store.take(6, BlockState::kActive, out.data()));
+  CHECK_FALSE(store.take_block(3, BlockState::kActive, out.data()));
+  REQUIRE(store.take(5, BlockState::kActive, out.data()));
+  for (int i = 0; i < 5; ++i) CHECK((block_of(out[i]) < 2 || block_of(out[i]) > 4));
+  store.end_overlap(2, 3);
+  CHECK(store.free_count() == 3);
+  REQUIRE(store.take_block(3, BlockState::kActive, out.data()));
+  CHECK(generation_of(out[0]) == 3);
+  store.audit();
+}

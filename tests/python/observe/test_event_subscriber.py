@@ -1,0 +1,187 @@
+"""KV events over ZMQ: our own subscriber, which keeps an index in step with a pool."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit import BLOCK, prompt, small_pool, store
+from observe.event_kit import DEADLINE, QUICK, Stalled, agrees, eventually, follow, quick
+
+import kvpool
+from kvpool import DRAM, InstanceIndex
+from kvpool.observe.events import EventSubscriber
+
+
+@pytest.fixture
+def pool():
+    with small_pool(32, 32) as pool:
+        yield pool
+
+
+def test_a_subscriber_begins_with_what_is_cached_and_follows(pool):
+    prompts = [(prompt(3, 1), ""), (prompt(4, 2), "tenant"), (prompt(2, 3), "")]
+    for tokens, namespace in prompts[:2]:
+        store(pool, tokens, namespace=namespace)
+    index = InstanceIndex(BLOCK)
+    index.insert(prompt(3, 1), 2)  # what other instances hold stays
+    with quick(pool) as publisher, follow(index, publisher) as subscriber:
+        subscriber.wait_synced(DEADLINE)
+        eventually(agrees(index, pool, prompts))
+        store(pool, prompts[2][0])
+        pool.swap_out(2)
+        eventually(agrees(index, pool, prompts))
+        pool.evict(2, medium=DRAM)
+        pool.delete(prompts[1][0], namespace="tenant")
+        eventually(agrees(index, pool, prompts))
+        assert index.expire(before=10) == 3  # the other instance's; what events vouch for lasts
+        assert agrees(index, pool, prompts)()
+        assert (subscriber.gaps, subscriber.malformed, subscriber.left_out) == (0, 0, 0)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("idesx"), st.integers(0, 2), st.integers(1, 5)), min_size=10, max_size=40))
+def test_the_index_ends_as_the_pool_does_however_much_was_dropped_and_replayed(steps):
+    """Small buffers, so that some is replayed and some told anew. test_picture.py looks after every step."""
+    index = InstanceIndex(BLOCK)
+    prompts = [(prompt(5, name), "") for name in range(3)]
+    with small_pool(10, 6) as pool, quick(pool, replay_bytes=1000, capacity_tokens=60) as publisher:
+        with follow(index, publisher) as subscriber:
+            for what, name, blocks in steps:
+                if what == "i":
+                    store(pool, prompt(blocks, name), evict=True)
+                elif what == "d":
+                    pool.delete(prompt(blocks, name))
+                elif what == "e":
+                    pool.evict(blocks, medium=DRAM)
+                elif what == "s":
+                    pool.swap_out(1)
+                else:
+                    eventually(agrees(index, pool, prompts))
+            eventually(agrees(index, pool, prompts))
+            assert (subscriber.malformed, subscriber.left_out) == (0, 0)
+
+
+def test_a_publisher_that_is_started_again_is_not_taken_for_the_one_before(pool):
+    """At the same address, with another pool behind it; also when as many batches were published as before."""
+    index = InstanceIndex(BLOCK)
+    prompts = [(prompt(3, name), "") for name in range(4)]
+    with quick(pool) as publisher:
+        subscriber = follow(index, publisher)
+        store(pool, prompts[0][0])
+        store(pool, prompts[1][0])
+        eventually(agrees(index, pool, prompts))
+    with small_pool(32, 32) as other, subscriber:
+        store(other, prompts[2][0])
+        with bound_again(other, publisher):
+            eventually(agrees(index, other, prompts))
+            store(other, prompts[3][0])
+            eventually(agrees(index, other, prompts))
+
+
+def bound_again(pool, publisher):
+    """A publisher at the addresses of one that was closed; the kernel may keep them for a moment."""
+    give_up = time.monotonic() + DEADLINE
+    while True:
+        try:
+            return quick(pool, endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+        except kvpool.StateError:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+
+
+def test_a_subscriber_may_start_first(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvpool.observe.events.subscriber._SYNC_S", 0.1)
+    index = InstanceIndex(BLOCK)
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    store(pool, prompt(3))
+    with EventSubscriber(index, 1, endpoint, replay, **QUICK) as subscriber:
+        for timeout in (0.1, None):  # None is the default, and not for ever
+            with pytest.raises(kvpool.DeadlineExceeded, match=r"instance 1 .* in 0\.1 s"):
+                subscriber.wait_synced(timeout)
+        with quick(pool, endpoint=endpoint, replay_endpoint=replay):
+            subscriber.wait_synced(DEADLINE)
+            eventually(agrees(index, pool, [(prompt(3), "")]))
+
+
+@pytest.mark.parametrize(("replay_bytes", "gaps"), [(1 << 20, 0), (0, 1)], ids=["replayed", "told anew"])
+def test_batches_that_were_dropped_on_the_way_are_made_up_for(pool, replay_bytes, gaps):
+    """As they are for a subscriber that reads too slowly. The next batch that arrives tells of the gap."""
+    index = InstanceIndex(BLOCK)
+    prompts = [(prompt(2, name), "") for name in range(8)]
+    with quick(pool, replay_bytes=replay_bytes) as publisher, Stalled(publisher) as proxy:
+        with EventSubscriber(
+            index, 1, proxy.endpoint, publisher.replay_endpoint, probe=3600.0, timeout=DEADLINE
+        ) as subscriber:
+            store(pool, prompts[0][0])
+            subscriber.wait_synced(DEADLINE)
+            proxy.wait_until_heard(pool, index)
+            known = subscriber.gaps
+            proxy.drop = True
+            for tokens, _ in prompts[1:]:
+                before = proxy.dropped
+                store(pool, tokens)
+                proxy.wait_dropped(before + 1)
+            pool.delete(prompts[0][0])
+            proxy.wait_dropped(before + 2)
+            proxy.drop = False
+            pool.delete(prompts[1][0])
+            eventually(agrees(index, pool, prompts))
+            subscriber.wait_synced(DEADLINE)
+            assert subscriber.gaps - known == gaps
+
+
+def test_the_last_word_that_is_lost_is_noticed_without_another(pool):
+    """No later message tells of the gap: the subscriber asks after a moment of silence."""
+    index = InstanceIndex(BLOCK)
+    store(pool, prompt(2))
+    with quick(pool) as publisher, Stalled(publisher) as proxy:
+        with EventSubscriber(index, 1, proxy.endpoint, publisher.replay_endpoint, **QUICK) as subscriber:
+            eventually(agrees(index, pool, [(prompt(2), "")]))
+            proxy.drop = True
+            pool.delete(prompt(2))
+            eventually(lambda: not index.blocks(1))
+            assert subscriber.gaps == 0
+
+
+def test_a_closed_pool_is_not_kept_alive():
+    index = InstanceIndex(BLOCK)
+    pool = small_pool()
+    store(pool, prompt(2))
+    with quick(pool) as publisher, follow(index, publisher):
+        eventually(agrees(index, pool, [(prompt(2), "")]))
+        pool.close()
+        eventually(lambda: not index.blocks(1))
+        eventually(lambda: publisher.closed)
+
+
+def test_a_child_of_a_fork_may_close_what_is_its_parents(pool):
+    with quick(pool) as publisher, follow(InstanceIndex(BLOCK), publisher) as subscriber:
+        subscriber.wait_synced(DEADLINE)
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                publisher.close()
+                subscriber.close()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        store(pool, prompt(1))
+        subscriber.wait_synced(DEADLINE)
+        assert not publisher.closed
+
+
+def test_what_cannot_be_followed_is_refused():
+    index = InstanceIndex(BLOCK)
+    with pytest.raises(kvpool.ArgumentError, match="16384"):
+        EventSubscriber(index, 1 << 14, "tcp://127.0.0.1:1")
+    with pytest.raises(kvpool.ArgumentError, match="nowhere"):
+        EventSubscriber(index, 1, "nowhere")
+    with pytest.raises(kvpool.ArgumentError, match="probe"):
+        EventSubscriber(index, 1, "tcp://127.0.0.1:1", probe=0)
+    with pytest.raises(kvpool.ArgumentError, match="block_tokens"):
+        EventSubscriber(index, 1, "tcp://127.0.0.1:1", block_tokens=0)
