@@ -165,7 +165,7 @@ TEST_CASE("a block that is read is free only when its last reader lets go") {
   space.audit();
 }
 
-TEST_CASE("blocks of which one cannot be read are none of them held") {
+TEST_CASE("if one of several blocks cannot be read, none of them is held") {
   Blocks kept(4, 4);
   CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 2, Medium::kHbm);

@@ -83,7 +83,7 @@ TEST_CASE("cma writes into another process what a naive copy writes") {
       CAPTURE(seed);
       CAPTURE(round);
       const Trial trial = round % 5 == 0 ? Trial::large(dice) : Trial::small(dice);
-      // The child has a copy of its own of the target, at the same addresses.
+      // The child has a separate copy of the target, at the same addresses.
       PeerProcess peer([&](const auto& wait) {
         if (!allow_tracers() || !wait()) return 2;
         return trial.target == trial.expected ? 0 : 1;

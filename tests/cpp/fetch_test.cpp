@@ -87,7 +87,7 @@ TEST_CASE("the destinations of a fetch are the caller's again only when the owne
     CHECK(failure(*fetch) == ErrorCode::kDeadline);
     CHECK(kit.link->take().kind == FrameKind::kCancel);
     CHECK(kit.count(BlockState::kQuarantined) == 2);
-    // The peer cancels a fetch of its own, which has the same number.
+    // The peer cancels one of its own fetches, which has the same number.
     kit.cancel(kFetchVerb, id);
     CHECK(kit.link->sent.empty());
     CHECK(kit.count(BlockState::kQuarantined) == 2);
@@ -192,7 +192,7 @@ TEST_CASE("a fetch that a peer asks for is pushed, or refused, and what is read 
     CHECK(kit.refusal() == ErrorCode::kCancelled);
     kit.pool->free(from.data(), from.size());
   }
-  SUBCASE("with a GPU that is lost meanwhile") {  // whoever asked does not hear that nothing is written
+  SUBCASE("with a GPU that is lost meanwhile") {  // the peer that asked does not hear that nothing is written
     kit.ask(kFetchVerb, id, write_body(body), 100);
     const Error lost(ErrorCode::kDeviceLost, "gone");
     kit.host.end_write(&lost);

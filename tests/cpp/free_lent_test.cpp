@@ -46,7 +46,7 @@ struct Lender : Member {
   }
 
   const InstanceId id = InstanceId::draw();
-  std::uint32_t next_block = 0;  // of whoever reads the link
+  std::uint32_t next_block = 0;  // used by the thread that reads the link
 };
 
 }  // namespace
@@ -145,7 +145,7 @@ TEST_CASE("more lent blocks than one message takes are given back in several, an
   Node a = make_node("a");
   Lender b("b");
   b.metadata.media[Medium::kHbm].blocks = 1U << 20;
-  std::vector<std::size_t> returned;  // by whoever reads b's link; looked at when all is answered
+  std::vector<std::size_t> returned;  // by the thread that reads b's link; read when all is answered
   b.meet(a, [&](Link& link, const Message& message) {
     returned.push_back(read_addresses(message.body).size());
     link.send(message_of(FrameKind::kAnswer, message.id, {}, message.verb));

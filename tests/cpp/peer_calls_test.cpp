@@ -118,8 +118,7 @@ TEST_CASE("a handler that throws refuses, unless it has read what no pool of our
   }
 }
 
-TEST_CASE(
-    "whoever serves a call hears that it is cancelled, by the caller or with the link, and answers all the same") {
+TEST_CASE("the server of a call learns that it is cancelled, by the caller or with the link, and still answers") {
   EchoKit kit;
   kit.ask(kEcho, kId);
   int told = 0;

@@ -350,7 +350,7 @@ TEST_CASE("adopted memory: states follow the engine's calls, and its blocks are 
   CHECK(pool->audit().media[Medium::kHbm].by_state == audited.media[Medium::kHbm].by_state);
   CHECK(match(pool, prompt(1, 2)).hit.pages == 0);
 
-  // What the pool caches in blocks of its own does not move into the engine's.
+  // What the pool caches in its own blocks does not move into the engine's.
   insert(pool, prompt(1, 2), cached);
   Found cold = match(pool, prompt(1, 2));
   REQUIRE(cold.addresses == cached);

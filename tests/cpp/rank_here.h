@@ -24,7 +24,7 @@ struct RankSpec {
   int device = -1;  // of its HBM; -1: ordinary memory
   DeviceMemoryKind memory = DeviceMemoryKind::kAuto;
   std::uint32_t instance = 0;  // ranks of several have the same numbers
-  std::string listen;          // "": at an address of its own
+  std::string listen;          // "": at a new address
 };
 
 // A rank as its own process would have it.

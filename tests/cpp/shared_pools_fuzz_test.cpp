@@ -152,7 +152,7 @@ class Game {
   void insert_some(Tenant& tenant) {
     const Addresses blocks = some_active(tenant, 1 + below(4));
     if (blocks.empty()) return;
-    // Of its own, or the beginning of an older one and then other tokens.
+    // A new one, or the beginning of an older one and then other tokens.
     Tokens tokens = prompt(static_cast<Token>(++prompts_), blocks.size());
     if (!tenant.prompts.empty() && below(2) == 0) {
       const Tokens& older = tenant.prompts[below(tenant.prompts.size())];

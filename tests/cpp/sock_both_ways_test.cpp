@@ -1,4 +1,4 @@
-// Two sides that write to each other over one socket at once, more than it takes. Whoever handles what arrives must not
+// Two sides that write to each other over one socket at once, more than it takes. A handler of what arrives must not
 // wait for room: both sides would, and nobody would read.
 #include <doctest/doctest.h>
 
@@ -193,7 +193,7 @@ TEST_CASE("a link: when there is no memory for the rest of a frame it is given u
 TEST_CASE("two pools that send to each other by sock from several threads at once both come to an end") {
   constexpr int kThreads = 13;  // on each side, one of them for the large ones
   constexpr int kRounds = 8;
-  constexpr std::size_t kSmall = 4;  // blocks of 64 KiB: written by whoever reads the answer
+  constexpr std::size_t kSmall = 4;  // blocks of 64 KiB: written by the thread that reads the answer
   constexpr std::size_t kLarge = 8;
   for (const bool tcp : {false, true}) {
     CAPTURE(tcp);

@@ -151,7 +151,7 @@ class Recorder : public LinkHandler {
   bool over_ = false;
 };
 
-// Admits whoever sends peer metadata frame: for links that meet without an endpoint.
+// Admits every side that sends a metadata frame: for links that meet without an endpoint.
 class Admitting : public LinkMeeting {
  public:
   explicit Admitting(std::shared_ptr<LinkHandler> handler) : handler_(std::move(handler)) {}

@@ -1,5 +1,5 @@
 // A peer that knows the secret, and whose frames are authentic, but say anything: what it was not given stays as it is,
-// and whoever keeps the rules goes on. KVPOOL_LONG=1: 100,000 frames.
+// and peers that keep the rules go on. KVPOOL_LONG=1: 100,000 frames.
 #include <doctest/doctest.h>
 #include <poll.h>
 #include <sys/socket.h>

@@ -1,5 +1,5 @@
 // The ways by which two pools of this process can know each other, as types: TEST_CASE_TEMPLATE(name, Way, KVPOOL_WAYS)
-// is a case for each. It begins with `if (!Way::here()) return;`: UCX runs in a process of its own, or is not there.
+// is a case for each. It begins with `if (!Way::here()) return;`: UCX runs in a separate process, or is not there.
 #pragma once
 
 #include <memory>

@@ -21,7 +21,7 @@ import kvpool
 __all__ = ["far_nursery", "near_nursery"]
 
 ROUTES = ["shm", "sock-unix", "sock-tcp"]
-LEASE = 20.0  # whoever is silent for one, on a busy machine, is lost before it can say that it writes no more
+LEASE = 20.0  # a peer that is silent for one, on a busy machine, is lost before it can say that it writes no more
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Who should not get in, and what is not kvpool: raw sockets that say anything, at every stage.
 
-Bugs these tests are there to find: anything but an error for whoever is not a peer (11); a stranger who stays in the
-way of those who belong; changed bytes that count as delivered (1).
+Bugs that these tests find: anything but an error for a caller that is not a peer (11); strangers that keep peers out;
+changed bytes that count as delivered (1).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_garbage_at_every_stage_of_the_handshake_is_answered_by_hanging_up(survi
         with contextlib.closing(dial(survivor.address)) as stranger:
             say(stranger, opening)
             said = everything_from(stranger)
-        # Its hello, the verdict "your proof is wrong", and never a proof of its own.
+        # Its hello, the verdict "your proof is wrong", and never its proof.
         assert len(said) <= HELLO_BYTES + 1, said
         assert said[:4] in (b"", b"KVPL")
         assert said[HELLO_BYTES:] in (b"", b"\x02")

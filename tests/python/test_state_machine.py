@@ -25,8 +25,8 @@ from kvpool import DRAM, HBM, MIXED
 namespaces = st.sampled_from(["", "", "a"])
 prompts = st.lists(st.sampled_from(sorted(PAGES)), min_size=1, max_size=5).map(tuple)
 media = st.sampled_from([HBM, DRAM, MIXED])
-# Choices among what there is at the time are made by dice of this seed: the index draws from a random hash seed of its
-# own, and what Hypothesis draws may not depend on it.
+# Choices among what there is at the time are made by dice of this seed: the index draws from a random hash
+# seed, and what Hypothesis draws may not depend on it.
 seeds = st.integers(0, (1 << 30) - 1)
 
 

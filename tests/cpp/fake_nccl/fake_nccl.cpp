@@ -183,7 +183,7 @@ void join(const std::shared_ptr<Comm>& comm, int device, const std::string& name
   } else {
     join_as_second(*comm, name);
   }
-  // Whoever has connected before the other has accepted may go on: so is it with NCCL.
+  // A side that has connected may go on before the other has accepted, as with NCCL.
   if (comm->fd >= 0) comm->state = kSuccess;
 }
 

@@ -126,7 +126,7 @@ def test_a_lease_that_etcd_does_not_know_yet_is_not_gone_while_its_key_stands(et
     assert renewer._renew(7) == 0.5
     assert words[UNTIL_WORD] > time.monotonic_ns()
     assert renewer._lease == 7
-    etcd.ttl_s, etcd.keys = 0, [{"key": "a2V5", "lease": "8"}]  # of whoever has the name now
+    etcd.ttl_s, etcd.keys = 0, [{"key": "a2V5", "lease": "8"}]  # of the member that has the name now
     assert renewer._renew(7) == 0.0
     assert renewer._lease is None
     assert capfd.readouterr().out == '{"gone": 7}\n'

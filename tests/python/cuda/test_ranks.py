@@ -23,7 +23,7 @@ TP2 = ParallelConfig(tp=2)
 STAGES = ParallelConfig(pp=2)
 
 # In each process: its part of the blocks as NumPy sees it. Every word of what the whole block has at one place is the
-# same number, whoever holds it.
+# same number, no matter which rank holds it.
 SETUP = """
 import ctypes
 from kit import content

@@ -1,6 +1,6 @@
 """Streams that wait for a fetch, while the owner's GPU has still to write what is fetched.
 
-The owner is on another GPU than the stream that waits: what it sends follows all work of its own. `tests/gpu` has the
+The owner is on another GPU than the stream that waits: what it sends follows all work of that GPU. `tests/gpu` has the
 same on one GPU, between processes.
 """
 

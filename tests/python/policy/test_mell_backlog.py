@@ -85,7 +85,7 @@ class Instances:
         other = copy.deepcopy(self.backlog)
         arguments = (moves, limits, batches, dict(self.sizes), free, fit)
         division = self.backlog.divide(*arguments)
-        assert other.divide(*copy.copy(arguments)) == division  # whoever computes it
+        assert other.divide(*copy.copy(arguments)) == division  # each rank computes the same
         self.check_boundaries(division, limits)
         for move in division.made:
             for request in move.requests:

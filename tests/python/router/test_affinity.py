@@ -33,7 +33,7 @@ def test_a_chat_that_goes_on_stays():
             messages = [{"role": "system", "content": f"{number} You are of help. " * 10}]
             homes = set()
             for turn in range(3):
-                messages.append({"role": "user", "content": f"question {turn}, which takes a line of its own to ask"})
+                messages.append({"role": "user", "content": f"question {turn}, which takes a separate line to ask"})
                 fields = {"model": "tiny", "messages": messages, "tools": tools}
                 response = running.client.post("/v1/chat/completions", json=fields)
                 homes.add(response.headers["x-kvpool-instance"])

@@ -227,7 +227,7 @@ def threads():
     return len(os.listdir("/proc/self/task"))
 before = threads()
 life()
-if ON_GPU:  # whose driver keeps threads of its own
+if ON_GPU:  # whose driver keeps its own threads
     before = threads()
 life()
 eventually(lambda: threads() <= before)  # one that was joined may still be on its way out
