@@ -208,7 +208,10 @@ class Instance:
     def __init__(self, name: str, kind: type[Server] = Server, **settings: Any) -> None:
         """Starts it; the first answer() says that it is up. The settings are for its pool."""
         self.name = name
-        context = multiprocessing.get_context("spawn")  # a new interpreter: nothing is shared but the machine
+        # Forked from a process that has imported PyTorch and done nothing else: it is up in a moment, also when it
+        # comes back. Nothing is shared but the machine.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "kvpool"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(theirs, kind, name, settings), name=name, daemon=True)
         self._process.start()
