@@ -125,10 +125,8 @@ Returns:
           },
           py::arg("tokens"), py::arg("namespace") = "",
           "Tokens that match() would find. Pins nothing and does not count as a use.")
-      .def("match_batch", &match_batch<SharedIndex>, py::arg("prompts"), py::arg("namespace") = "",
-           "match() for each prompt of a list. Returns a list of Match.")
-      .def("insert_batch", &insert_batch, py::arg("prompts"), py::arg("namespace") = "",
-           "insert() for each (tokens, values) of a list, all or nothing. Returns a list of Inserted.")
+      .def("_match_batch", &match_batch<SharedIndex>, py::arg("prompts"), py::arg("namespace"))
+      .def("_insert_batch", &insert_batch, py::arg("prompts"), py::arg("namespace"))
       .def("_explain", &explain, py::arg("tokens"), py::arg("namespace"))
       .def("insert", &insert, py::arg("tokens"), py::arg("values"), py::arg("namespace") = "",
            R"(Stores one value for each block of a prompt. Blocks that are already stored keep their value.

@@ -49,6 +49,7 @@ from kvpool.errors import (
 )
 from kvpool.index import (
     EventStream,
+    IndexBatch,
     Inserted,
     InstanceIndex,
     Match,
@@ -111,6 +112,7 @@ __all__ = [
     "Fenced",
     "ForkError",
     "Inbox",
+    "IndexBatch",
     "Inserted",
     "InstanceIndex",
     "KVLayout",

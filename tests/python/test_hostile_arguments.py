@@ -203,9 +203,9 @@ def test_batches_of_a_pool_and_of_an_index(name):
             lambda: pool.batch.insert([(prompt(1, 7), mine[:1]), value]),
             lambda: pool.batch.insert([(prompt(1, 7), mine[:1]), (value, mine[1:])]),
             lambda: pool.batch.insert([(prompt(1, 7), mine[:1]), (prompt(1, 8), value)]),
-            lambda: index.match_batch([prompt(1), value]),
-            lambda: index.insert_batch([(prompt(1), [1]), value]),
-            lambda: index.insert_batch([(prompt(1), [1]), (value, value)]),
+            lambda: index.batch.match([prompt(1), value]),
+            lambda: index.batch.insert([(prompt(1), [1]), value]),
+            lambda: index.batch.insert([(prompt(1), [1]), (value, value)]),
         ):
             check(call, [pool])
 
@@ -220,9 +220,9 @@ def test_calls_of_the_indices(name):
     for call in (
         lambda: kvpool.PromptIndex(value), lambda: kvpool.PromptIndex(4, value),
         lambda: kvpool.InstanceIndex(value), lambda: kvpool.InstanceIndex(4, blocks_max=value),
-        lambda: index.match(value), lambda: index.match(prompt(1), value), lambda: index.match_batch(value),
+        lambda: index.match(value), lambda: index.match(prompt(1), value), lambda: index.batch.match(value),
         lambda: index.peek(value), lambda: index.insert(value, [1]), lambda: index.insert(prompt(1), value),
-        lambda: index.insert_batch(value), lambda: index.insert_batch([], value),
+        lambda: index.batch.insert(value), lambda: index.batch.insert([], value),
         lambda: index.delete(value), lambda: index.delete(prompt(1), descendants=value), lambda: index.evict(value),
         lambda: router.insert(value, 1), lambda: router.insert(prompt(1), value),
         lambda: router.insert(prompt(1), 1, value), lambda: router.insert(prompt(1), 1, 0, value),

@@ -37,6 +37,7 @@ PUBLIC = [
     "Fenced",
     "ForkError",
     "Inbox",
+    "IndexBatch",
     "Inserted",
     "InstanceIndex",
     "KVLayout",

@@ -152,8 +152,8 @@ router = kvpool.InstanceIndex(block_tokens=2)
 values = np.arange(N // 2, dtype=np.uint64)
 with Changing(*prompts) as changing, orders(values) as some:
     assert repeat(SECONDS,
-        lambda: index.insert(changing, some), lambda: index.insert_batch([(changing, some)] * 2),
-        lambda: index.match(changing), lambda: index.match_batch([changing] * 2), lambda: index.peek(changing),
+        lambda: index.insert(changing, some), lambda: index.batch.insert([(changing, some)] * 2),
+        lambda: index.match(changing), lambda: index.batch.match([changing] * 2), lambda: index.peek(changing),
         lambda: index.delete(changing, descendants=True), lambda: index.evict(100))
     index.audit()
     assert repeat(SECONDS,

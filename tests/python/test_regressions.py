@@ -31,7 +31,7 @@ def test_a_batch_may_be_any_sequence_even_one_that_makes_its_items(prompts):
             for match in pool.batch.match(prompts):
                 match.close()
     index = kvpool.PromptIndex(4)
-    assert [match.tokens for match in index.match_batch(prompts)] == [0] * 4
+    assert [match.tokens for match in index.batch.match(prompts)] == [0] * 4
 
 
 def test_a_bad_prompt_in_a_batch_of_matches_counts_nothing():
@@ -144,12 +144,12 @@ def test_adopted_tensors_must_be_cut_where_the_layout_is():
 
 def test_an_index_alone_has_batches_and_explains_itself():
     index = kvpool.PromptIndex(4)
-    for held in index.insert_batch([([1] * 8, [1, 2]), ([1] * 4 + [2] * 4, [7, 3])]):
+    for held in index.batch.insert([([1] * 8, [1, 2]), ([1] * 4 + [2] * 4, [7, 3])]):
         held.close()
     assert len(index) == 3
-    assert [match.addrs.tolist() for match in index.match_batch([[1] * 8, [1] * 4 + [2] * 4])] == [[1, 2], [1, 3]]
+    assert [match.addrs.tolist() for match in index.batch.match([[1] * 8, [1] * 4 + [2] * 4])] == [[1, 2], [1, 3]]
     with pytest.raises(kvpool.ArgumentError):
-        index.insert_batch([([5] * 4, [5]), ([6] * 5, [6])])
+        index.batch.insert([([5] * 4, [5]), ([6] * 5, [6])])
     assert len(index) == 3
     report = index.explain_match([1] * 6 + [9] * 2)
     assert (report.reason, report.matched_tokens, report.partial_tokens) == ("diverges", 4, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvpool import _core
 from kvpool.errors import ArgumentTypeError
+from kvpool.index.batch import IndexBatch
 from kvpool.index.events import EventStream, MovedEvent, RemovedEvent, StoredEvent
 from kvpool.index.report import MatchReport
 
@@ -20,6 +21,11 @@ class PromptIndex(_core.PromptIndex):
         block_tokens: Tokens a block.
         policy: Which blocks `evict` drops first: "lru", "lfu" or "fifo"; always from the ends of prompts.
     """
+
+    @property
+    def batch(self) -> IndexBatch:
+        """The batch forms of match and insert."""
+        return IndexBatch(self)
 
     def explain_match(self, tokens: _core.TokenVector, namespace: str = "") -> MatchReport:
         """Explains what match would find, and why it ends there. Pins nothing and does not count as a use.

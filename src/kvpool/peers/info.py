@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.facts import RouteCostFacts
 from kvpool.types import Medium
 
 __all__ = ["PeerInfo", "RouteCost", "RouteReport"]
@@ -59,7 +58,7 @@ class RouteCost:
         return self.source is not None
 
     @classmethod
-    def of(cls, facts: RouteCostFacts) -> RouteCost:
+    def of(cls, facts: dict[str, Any]) -> RouteCost:
         """From the core's facts, in which the cost of a byte is never 0."""
         source, target = facts["source"], facts["target"]
         return cls(
