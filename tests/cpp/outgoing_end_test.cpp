@@ -59,6 +59,38 @@ TEST_CASE("the deadline ends a transfer in each phase; only a write under way is
   CHECK(kit.link->take().verb == kAbandonVerb.number);
 }
 
+// As when the deadline is so near that another thread finds it over before the request has been sent.
+TEST_CASE("a transfer that is given up before its request was sent is given up behind the request, too") {
+  struct LateLink final : Link {
+    void send(Message&& message) override {
+      if (const auto first = std::exchange(before, nullptr)) first();
+      sent.push_back(message.verb);
+    }
+    void send_data(std::uint64_t, std::span<const std::byte>, std::span<const iovec>, std::int64_t,
+                   const std::atomic<bool>*) override {}
+    bool drive(std::int64_t, const std::function<bool()>& done) override { return done(); }
+    void wake() noexcept override {}
+    int descriptor(std::size_t) const noexcept override { return -1; }
+    int pidfd() const noexcept override { return -1; }
+    std::string describe() const override { return "late"; }
+    void close(const Error&) noexcept override {}
+    std::function<void()> before;
+    std::vector<std::uint16_t> sent;
+  };
+  SessionKit kit;
+  const auto link = std::make_shared<LateLink>();
+  const auto session = std::make_shared<Session>(kit.host, kit.session->peer(), true);
+  session->start(link, {kit.route});
+  TransferRequest request = request_for(kit, 2);
+  const Addresses from = request.from;
+  link->before = [&] { session->tick(kit.host.now += 101 * kMs); };
+  const auto transfer = session->transfer(std::move(request));
+  CHECK(failure(*transfer) == ErrorCode::kDeadline);
+  CHECK(link->sent == std::vector{kAbandonVerb.number, kReserveVerb.number, kAbandonVerb.number});
+  CHECK(is_unread(kit, from));
+  session->on_closed(Error(ErrorCode::kPeerLost, "the test ends"));
+}
+
 TEST_CASE("a cancelled transfer is done when both sides know") {
   SessionKit kit;
   TransferRequest request = request_for(kit, 2);

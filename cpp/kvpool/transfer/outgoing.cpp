@@ -143,6 +143,12 @@ void Outgoing::reserve() {
     body.tokens = request_.tokens;
   }
   session_->calls().send(kReserveVerb, id_, write_body(body), deadline_ns_);
+  // Another thread may have given it up before this was sent: the peer was told then of a transfer that it did not
+  // know.
+  Lock lock(mutex_);
+  const bool abandoned = abandoned_;
+  lock.unlock();
+  if (abandoned) session_->calls().post(kAbandonVerb, id_);
 }
 
 // --- answers ---
@@ -237,7 +243,7 @@ void Outgoing::give_up(Lock& lock, const Error& why, bool wait_for_peer) {
   // arrived.
   const bool tell = !is_quiet() && !session_->lost() && !broken_ && why.code() != ErrorCode::kPeerLost;
   why_ = why;
-  cancel_told_ = tell;
+  cancel_told_ = abandoned_ = tell;
   if (!tell || !wait_for_peer) {
     end(lock, why_);
   } else {

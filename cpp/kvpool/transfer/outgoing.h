@@ -84,6 +84,7 @@ class Outgoing final : public AwaitedTransfer {
   bool lent_ = false;         // has marked the named destinations
   bool told_ = false;         // the peer was told that it is complete, and has not answered
   bool cancel_told_ = false;  // the peer was told that it is cancelled, and has not answered
+  bool abandoned_ = false;    // the peer was told that it is cancelled
   bool overdue_ = false;      // it has ended, but content for lent blocks may still be on the link
   bool broken_ = false;       // a write may go on although it has ended: see breaks_route()
   std::optional<Error> why_;  // its error, once the write in progress has ended
