@@ -19,7 +19,7 @@ import kvpool
 
 __all__ = ["far_nursery", "near_nursery"]
 
-RESTARTS = 1000 if LONG else 20
+RESTARTS = 1000 if LONG else 10
 ROUTES = ["shm", "sock-unix", "sock-tcp"]
 
 

@@ -3,11 +3,13 @@
 The test predicts the result of each call from the model: so index, events, states, counts and bytes must agree after
 every call.
 
-KVPOOL_LONG=1 runs 10,000 examples of 200 calls instead of 200 of 50.
+KVPOOL_LONG=1 runs 10,000 examples of 200 calls instead of 200 of 50. Over the fake CUDA driver there are 60: the moves
+are others there, not the index nor the blocks.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -365,7 +367,7 @@ def test_the_local_api_agrees_with_its_model() -> None:
     run_state_machine_as_test(
         LocalApi,
         settings=settings(
-            max_examples=10_000 if LONG else 200,
+            max_examples=10_000 if LONG else 200 if not os.environ.get("KVPOOL_CUDA_LIBRARY") else 60,
             stateful_step_count=200 if LONG else 50,
             suppress_health_check=list(HealthCheck),
         ),
