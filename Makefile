@@ -30,7 +30,8 @@ UNITY ?= ON
 CCACHE ?= $(if $(shell command -v ccache),-DCMAKE_C_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 
 # The C++ tests run in parts, each a process; those that a worker has ended make room for the next. Python's run in
-# workers, but for those that tests/conftest.py says want to be alone. Those that mostly wait run in workers of their own.
+# workers, but for those that tests/conftest.py says want to be alone. Those that mostly wait run in workers of their own. A
+# worker begins with neighbours, so that it starts what a file's tests share once, and takes tests of others at its end.
 PARTS ?= 16
 PARTS_AT_ONCE ?= 2
 PART_SECONDS ?= 900
@@ -213,8 +214,8 @@ python-test: $(DONE)/torch $(DONE)/nixl $(DONE)/module-tests $(DONE)/package-dev
 	@mkdir -p $(REPORTS)
 	@$(took); failed=; none=; run() { status=0; $(BIN)/python -m pytest -q "$$@" $(PYTEST_ARGS) || status=$$?; \
 	if test $$status = 5; then none=x$$none; elif test $$status != 0; then failed=1; test -n "$${KVPOOL_CI:-}" || exit 1; fi; }; \
-	run -n $(PYTEST_WORKERS) --dist loadfile -m "not waiting and not alone" --junitxml=$(REPORTS)/python.xml; took pytest; \
-	run -n $(WAITING_WORKERS) --dist loadfile -m waiting --junitxml=$(REPORTS)/python-waiting.xml; took pytest-waiting; \
+	run -n $(PYTEST_WORKERS) --dist worksteal -m "not waiting and not alone" --junitxml=$(REPORTS)/python.xml; took pytest; \
+	run -n $(WAITING_WORKERS) --dist worksteal -m waiting --junitxml=$(REPORTS)/python-waiting.xml; took pytest-waiting; \
 	run -m alone --junitxml=$(REPORTS)/python-alone.xml; took pytest-alone; test -z "$$failed" -a "$$none" != xxx
 
 # tsan leaves out the tests that can have but one thread; tsan-all has them too.

@@ -14,7 +14,7 @@ from victims import LONG, Nursery, eventually, seed_of
 __all__ = ["near_nursery"]
 
 ROUTES = ("shm", "sock")
-SECONDS = (8 * 3600 if LONG else 20) / len(ROUTES)
+SECONDS = (8 * 3600 if LONG else 30) / len(ROUTES)
 WARM = 10  # samples of forty: until then caches fill, and every page of the pools is touched for the first time
 SPARE = {"resident": 2 << 20, "descriptors": 4, "threads": 2, "mappings": 4, "shm": 4}
 
