@@ -65,7 +65,7 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
         os.kill(pid, signal.SIGKILL)
 
 
-def wait_for(holds: Callable[[], bool], seconds: float = 30) -> None:
+def wait_for(holds: Callable[[], bool], seconds: float = 90) -> None:
     until = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < until, "nothing for too long"
