@@ -44,6 +44,65 @@ TEST_CASE("a service that was prepared for a call which failed leaves no trace, 
   CHECK(node->pool().instance() != 0);
 }
 
+bool has_no_id(Pool& pool) {
+  const Addresses own = alloc(pool, 1);
+  pool.free(own.data(), own.size());
+  return instance_of(own[0]) == 0;
+}
+
+TEST_CASE("a first connect that fails after the peer has admitted it leaves the pool without an instance id") {
+  const Node other = make_node("other");
+  const std::string at = other.service.listen(unix_address());
+  const auto node = fresh_node();
+  Pool& pool = node->pool();
+  const Addresses before = alloc(pool, 1);
+  Service& prepared = node->prepare_service(with_secret("s3cret"));
+  CHECK(prepared.connect(at, in_seconds(60)) == "other");
+  // The peer may use the pool at once, and gets addresses with the id.
+  const std::uint32_t proposed = pool.instance();
+  CHECK(proposed != 0);
+  const Addresses lent = other.service.alloc("caller", 1, Medium::kHbm, true, in_seconds(60));
+  CHECK(instance_of(lent[0]) == proposed);
+  TransferRequest insertion = request_to({node, nullptr, prepared, "caller"}, alloc(*other.pool, 1));
+  insertion.insert = true;
+  insertion.tokens = prompt(1, 1);
+  const auto sent = other.service.transfer(std::move(insertion));
+  finish(sent);
+  CHECK(instance_of(sent->addresses()[0]) == proposed);
+  // The application does not see it.
+  CHECK(has_no_id(pool));
+  Found found = match(pool.shared_from_this(), prompt(1, 1));
+  REQUIRE(found.hit.pages == 1);
+  CHECK(instance_of(found.addresses[0]) == 0);
+
+  node->drop_service();  // as after Ctrl-C in connect()
+  CHECK(pool.instance() == 0);
+  CHECK(soon([&] { return other.service.peers().empty(); }));
+  CHECK(has_no_id(pool));
+  found.pins = Pins();
+  CHECK_NOTHROW(pool.audit());
+  pool.free(before.data(), before.size());
+  // So the pool may still join a cluster, which gives it an id.
+  pool.set_instance(proposed == 7 ? 8 : 7);
+  CHECK_FALSE(has_no_id(pool));
+}
+
+TEST_CASE("a first connect that succeeds puts the instance id into the addresses of the pool") {
+  const Node other = make_node("other");
+  const auto node = fresh_node();
+  Pool& pool = node->pool();
+  const Addresses before = alloc(pool, 1);
+  Service& prepared = node->prepare_service(with_secret("s3cret"));
+  CHECK(prepared.connect(other.service.listen(unix_address()), in_seconds(60)) == "other");
+  const std::uint32_t proposed = pool.instance();
+  node->publish_service();
+  CHECK(pool.instance() == proposed);
+  CHECK(instance_of(alloc(pool, 1)[0]) == proposed);
+  CHECK_NOTHROW(pool.free(before.data(), before.size()));
+  node->drop_service();
+  CHECK(pool.instance() == proposed);  // the application has seen it
+}
+
 TEST_CASE("a listen that fails does not fix the pool's instance id") {
   const Node other = make_node("other");
   const std::string taken = other.service.listen(fresh_name("unix:@"));

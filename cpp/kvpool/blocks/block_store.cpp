@@ -63,6 +63,7 @@ BlockStore::BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_
       last_generation_(last_generation),
       local_prefix_(prefix_of(0, medium)),
       own_prefix_(local_prefix_),
+      made_prefix_(local_prefix_),
       medium_(medium),
       free_(meta_.get(), blocks) {
   KVPOOL_CHECK(is_medium(static_cast<std::uint32_t>(medium)));
@@ -72,9 +73,15 @@ BlockStore::BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_
 
 BlockStore::~BlockStore() = default;
 
+void BlockStore::accept_instance(std::uint32_t instance) noexcept {
+  KVPOOL_CHECK(instance <= kInstanceMax);
+  KVPOOL_DCHECK(made_prefix_ == local_prefix_);
+  own_prefix_ = prefix_of(instance, medium_);
+}
+
 void BlockStore::set_instance(std::uint32_t instance) noexcept {
   KVPOOL_CHECK(instance <= kInstanceMax);
-  own_prefix_ = prefix_of(instance, medium_);
+  own_prefix_ = made_prefix_ = prefix_of(instance, medium_);
 }
 
 bool BlockStore::take(std::uint32_t n, BlockState to, Address* out) noexcept {
@@ -109,7 +116,7 @@ void BlockStore::hand_out(std::uint32_t first, std::uint32_t n, BlockState to, A
   // which is the first one plus the releases. That never carries: a block that is not retired has at most
   // releases_max() of them.
   const Address base =
-      static_cast<Address>(own_prefix_) << kMediumShift | Address{first_generation_} << kGenerationShift | first;
+      static_cast<Address>(made_prefix_) << kMediumShift | Address{first_generation_} << kGenerationShift | first;
   BlockMeta* const meta = meta_.get() + first;
   for (std::uint32_t i = 0; i < n; ++i) {
     const std::uint32_t word = meta[i].word;

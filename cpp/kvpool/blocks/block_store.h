@@ -53,8 +53,9 @@ class BlockStore {
   std::uint32_t count(BlockState state) const noexcept { return counts_[static_cast<std::size_t>(state)]; }
   std::uint32_t free_count() const noexcept { return count(BlockState::kFree); }
 
-  // Addresses are made with this instance id; addresses with it or with 0 are accepted. 0 until the pool joins.
-  // REQUIRES: instance <= kInstanceMax.
+  // Addresses with this instance id or with 0 are accepted. The addresses that it makes keep instance 0 until
+  // set_instance(), which also accepts the id. REQUIRES, of both: instance <= kInstanceMax.
+  void accept_instance(std::uint32_t instance) noexcept;
   void set_instance(std::uint32_t instance) noexcept;
   std::uint32_t instance() const noexcept { return own_prefix_ >> kMediumBits; }
 
@@ -96,7 +97,7 @@ class BlockStore {
   std::uint32_t generation(std::uint32_t block) const noexcept { return meta(block).releases() + first_generation_; }
   // The block's address now. For a retired block, an address with generation 0, which find() refuses.
   Address address_of(std::uint32_t block) const noexcept {
-    return static_cast<Address>(own_prefix_) << kMediumShift |
+    return static_cast<Address>(made_prefix_) << kMediumShift |
            static_cast<Address>(generation(block) & kGenerationMax) << kGenerationShift | block;
   }
 
@@ -154,7 +155,8 @@ class BlockStore {
   std::uint32_t first_generation_;
   std::uint32_t last_generation_;
   std::uint32_t local_prefix_;  // instance and medium as an address has them, for instance 0
-  std::uint32_t own_prefix_;
+  std::uint32_t own_prefix_;    // the same, for the instance id that is accepted
+  std::uint32_t made_prefix_;   // that of the addresses it makes: one of the two
   Medium medium_;
   std::array<std::uint32_t, kBlockStateCount> counts_{};
   std::uint64_t released_ = 0;

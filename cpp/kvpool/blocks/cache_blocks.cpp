@@ -49,12 +49,21 @@ BlockStore CacheBlocks::make_store(Medium medium, const CacheShape& shape) const
   return BlockStore(medium, space_.capacity(medium) / block_units_, range.first, range.last);
 }
 
-void CacheBlocks::set_instance(std::uint32_t instance) {
+void CacheBlocks::check_instance(std::uint32_t instance) const {
   for (const BlockSpace::Seat& seat : space_.seats_) {
     if (seat.cache == nullptr || seat.cache == this || seat.cache->instance() != instance) continue;
     throw Error(ErrorCode::kState, "another cache of the space is instance " + std::to_string(instance) + " already",
                 {{"instance", instance}});
   }
+}
+
+void CacheBlocks::accept_instance(std::uint32_t instance) {
+  if (instance != 0) check_instance(instance);
+  for (BlockStore& blocks : stores_) blocks.accept_instance(instance);
+}
+
+void CacheBlocks::set_instance(std::uint32_t instance) {
+  check_instance(instance);
   for (BlockStore& blocks : stores_) blocks.set_instance(instance);
 }
 

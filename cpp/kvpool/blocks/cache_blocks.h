@@ -68,8 +68,10 @@ class CacheBlocks {
 
   bool engine_allocates() const noexcept { return engine_allocates_; }
   std::uint32_t instance() const noexcept { return stores_[Medium::kHbm].instance(); }
-  // From now on new addresses carry this id, by which a cluster knows this cache. Throws kState when another cache of
-  // the space has the id.
+  // accept_instance: addresses with this id, by which peers know this cache, are valid here; 0 ends that.
+  // set_instance: from now on new addresses carry it, too. Both throw kState when another cache of the space has the
+  // id.
+  void accept_instance(std::uint32_t instance);
   void set_instance(std::uint32_t instance);
   // Instance 0 also means this cache: such an address was given out before the id was set.
   bool is_local(Address address) const noexcept {
@@ -134,6 +136,8 @@ class CacheBlocks {
 
  private:
   friend class BlockSpace;
+
+  void check_instance(std::uint32_t instance) const;
 
   struct SeatClaim {
     explicit SeatClaim(BlockSpace& of) : space(of), number(of.take_seat()) {}

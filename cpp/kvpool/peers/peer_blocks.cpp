@@ -90,13 +90,24 @@ std::shared_ptr<DeviceStaging> PeerBlocks::staging() const {
   return staging_;
 }
 
+// A peer would take an address without an id for its own. The pool gives out such addresses until it keeps its id.
+void PeerBlocks::add_instance(std::span<Address> addresses) const noexcept {
+  const Address bits = Address{pool_.instance()} << kInstanceShift;
+  for (Address& address : addresses) {
+    if (instance_of(address) == 0) address |= bits;
+  }
+}
+
 // False: only with room to be made.
 bool PeerBlocks::take(std::size_t n, MediumChoice medium, BlockState to, Writer writer, Room room, Address* out) {
   constexpr std::size_t kQuickBytes = std::size_t{1} << 20;
   // A GPU fills blocks with zeros when it has done what it is at.
   const bool slow = on_gpu_[Medium::kHbm] || (n > 0 && layout().block_bytes() > kQuickBytes / n);
   if (room == Room::kTry && pool_.zeroes_on_alloc() && slow) return false;
-  if (pool_.for_peers().take(n, medium, to, writer.incarnation, writer.mark, room == Room::kEvict, out)) return true;
+  if (pool_.for_peers().take(n, medium, to, writer.incarnation, writer.mark, room == Room::kEvict, out)) {
+    add_instance({out, n});
+    return true;
+  }
   if (room == Room::kFree) pool_.throw_out_of_blocks(n, medium);
   return false;
 }
@@ -158,11 +169,12 @@ IndexPin PeerBlocks::insert(const Delivery& delivery, std::vector<Address>& cach
   const std::vector<Address>& arrived = delivery.reservation.addresses;
   std::vector<Address> addresses = delivery.reservation.held;
   addresses.insert(addresses.end(), arrived.begin(), arrived.end());
+  if (!pool_.keeps_instance()) {  // a match must not find an id that the pool may take back
+    for (Address& address : std::span(addresses).last(arrived.size())) address &= (Address{1} << kInstanceShift) - 1;
+  }
   const InsertItem item{spec.tokens.data(), spec.tokens.size(), addresses.data(), addresses.size(), cached.data()};
   const IndexPin pin = pool_.for_peers().insert_arrived(spec.name_space, item, arrived);
-  for (Address& address : cached) {
-    if (instance_of(address) == 0) address |= Address{pool_.instance()} << kInstanceShift;
-  }
+  add_instance(cached);
   return pin;
 }
 

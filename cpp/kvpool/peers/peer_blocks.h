@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "kvpool/base/media_set.h"
@@ -54,6 +55,7 @@ class PeerBlocks final : public BlockHost {
  private:
   IndexPin insert(const Delivery& delivery, std::vector<Address>& cached);
   std::shared_ptr<DeviceStaging> staging() const;
+  void add_instance(std::span<Address> addresses) const noexcept;
   bool take(std::size_t n, MediumChoice medium, BlockState to, Writer writer, Room room, Address* out);
 
   Pool& pool_;

@@ -53,6 +53,7 @@ void PeerNode::publish_service() {
   const std::lock_guard lock(mutex_);
   pool_->guard();
   if (service_ == nullptr) throw Error(ErrorCode::kState, "the pool has no service to publish");
+  service_->keep_instance();
   published_.store(service_.get(), std::memory_order_release);
   // A failure from before this moment was told to nobody. The pool's lock orders the two: either it is seen here, or
   // on_pool_failed() sees the service.
@@ -80,6 +81,7 @@ void PeerNode::drop_service() {
   service_->close();
   if (published) dropped_.push_back(std::move(service_));  // some verb may be in it
   service_.reset();
+  if (!published) pool_->forget_instance();
 }
 
 void PeerNode::free(const Address* addresses, std::size_t n, const GivenUp& given_up) {

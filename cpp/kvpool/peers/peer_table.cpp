@@ -192,8 +192,20 @@ void PeerTable::begin_listen() {
 void PeerTable::end_listen(bool bound) {
   const std::lock_guard lock(mutex_);
   --listening_;
-  // From now on the pool's addresses carry its id, and the id stays.
-  if (bound && !joining_ && pool_.instance() == 0) pool_.set_instance(proposed_instance_.value());
+  if (bound && !joining_) show_instance();
+}
+
+// Peers may see the id from now on. REQUIRES: mutex_ is held.
+void PeerTable::show_instance() {
+  if (pool_.instance() != 0) return;
+  const std::uint32_t instance = proposed_instance_.value();
+  keeps_instance_ ? pool_.set_instance(instance) : pool_.accept_instance(instance);
+}
+
+void PeerTable::keep_instance() {
+  const std::lock_guard lock(mutex_);
+  keeps_instance_ = true;
+  if (pool_.instance() != 0) pool_.set_instance(pool_.instance());
 }
 
 bool PeerTable::propose_another() {

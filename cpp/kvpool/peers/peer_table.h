@@ -89,12 +89,14 @@ class PeerTable {
 
   // --- this pool's instance id ---
   std::uint32_t instance() const;  // the id that it has or proposes
-  // Between these two, callers may see the proposed id. The first end_listen() with `bound` makes it the pool's id.
+  // Between these two, callers may see the proposed id. After the first end_listen() with `bound` the pool accepts it.
   void begin_listen();
   void end_listen(bool bound);
   // A peer has the proposed id already: proposes another one. Returns false if addresses with the old id may have been
   // seen already.
   bool propose_another();
+  // From now on an id that peers have seen is the pool's for good. Before that, the application does not see it.
+  void keep_instance();
 
   // --- this pool's lease ---
   void join(std::uint32_t instance);  // throws kClosed
@@ -113,6 +115,7 @@ class PeerTable {
   void tell_joined(const PeerMetadata& metadata);
   void tell_lost(const Session& session);
   std::uint32_t instance_locked() const;
+  void show_instance();
 
   Pool& pool_;
   PeerEvents& events_;
@@ -126,6 +129,7 @@ class PeerTable {
   std::optional<Error> fenced_;   // thrown while fenced
   std::string dropped_by_;        // the text of the peer's refusal
   InstanceId proposed_instance_;  // no other pool of this process proposes it
+  bool keeps_instance_ = false;   // an id that peers have seen
   int listening_ = 0;
   std::unordered_map<std::string, Peer> peers_;
   std::map<std::weak_ptr<Link>, std::uint64_t, std::owner_less<>> met_;  // incarnations

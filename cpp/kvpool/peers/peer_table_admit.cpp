@@ -33,7 +33,7 @@ PeerTable::Peer PeerTable::admit(Peer peer, const WriterQuarantine& writer_quara
     met_[peer.link] = metadata.incarnation;
   }
   if (known != peers_.end()) before = std::move(known->second);
-  if (pool_.instance() == 0) pool_.set_instance(proposed_instance_.value());
+  show_instance();
   departed_.erase(metadata.instance);
   const bool goes_on = before.session != nullptr && before.session->peer().incarnation == metadata.incarnation &&
                        !before.session->lost();

@@ -69,6 +69,8 @@ class Service final : private SessionHost {
   std::string connect(const std::string& address, const Waiting& waiting, bool wait_for_listener = true) {
     return caller_->connect(address, waiting, wait_for_listener);
   }
+  // Before this, addresses that the application gets carry no instance id, even if peers know the id.
+  void keep_instance() { table_.keep_instance(); }
   void disconnect(const std::string& peer, const GivenUp& given_up = {}) { parting_.disconnect(peer, given_up); }
   std::vector<PeerInfo> peers() const { return table_.list(); }
   const ServiceOptions& options() const noexcept { return options_; }

@@ -101,22 +101,46 @@ std::shared_ptr<const DeviceOrder> Pool::order_after(const CallerStream& stream)
   return memory_->order_after(stream);
 }
 
-void Pool::set_instance(std::uint32_t instance) {
-  guard();
+// Throws unless the pool may have this id. REQUIRES: the space is locked.
+void Pool::check_instance(std::uint32_t instance) const {
   if (instance == 0 || instance > kInstanceMax) {
     throw Error(ErrorCode::kArgument,
                 "instance ids are 1 to " + std::to_string(kInstanceMax) + ", and this is " + std::to_string(instance),
                 {{"instance", instance}, {"maximum", kInstanceMax}});
   }
-  const SpaceLock lock = blocks_->lock();
-  if (instance_ == instance) return;
-  if (instance_ != 0) {
+  if (instance_ != 0 && instance_ != instance) {
     throw Error(ErrorCode::kState, "the pool is instance " + std::to_string(instance_) + " already",
                 {{"instance", instance_}});
   }
+}
+
+void Pool::accept_instance(std::uint32_t instance) {
+  guard();
+  const SpaceLock lock = blocks_->lock();
+  check_instance(instance);
+  if (instance_ == instance) return;
+  blocks_->accept_instance(instance);
+  instance_ = instance;
+  cache_->accept_instance(instance);
+}
+
+void Pool::set_instance(std::uint32_t instance) {
+  guard();
+  const SpaceLock lock = blocks_->lock();
+  check_instance(instance);
+  if (keeps_instance_) return;
   blocks_->set_instance(instance);
   instance_ = instance;
+  keeps_instance_ = true;
   cache_->set_instance(instance);
+}
+
+void Pool::forget_instance() noexcept {
+  const SpaceLock lock = blocks_->lock();
+  if (keeps_instance_ || instance_ == 0) return;
+  blocks_->accept_instance(0);
+  instance_ = 0;
+  cache_->accept_instance(0);
 }
 
 bool Pool::on_device() const noexcept { return memory_->on_device(); }

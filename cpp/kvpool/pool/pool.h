@@ -156,9 +156,16 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
 
   // --- as a member of a cluster (pool.cpp) ---
 
-  // From now on addresses carry this id. Throws kState when they already carry another id.
+  // The pool's id among peers: addresses with it are valid here, and peers get such addresses, but the application does
+  // not see the id yet. Throws kState when the pool has another id.
+  void accept_instance(std::uint32_t instance);
+  // From now on all addresses carry this id, for good. Throws kState when the pool has another id.
   void set_instance(std::uint32_t instance);
+  // Takes back what accept_instance() did. Does nothing after set_instance(). REQUIRES: no peer has blocks.
+  void forget_instance() noexcept;
   std::uint32_t instance() const noexcept { return instance_.load(std::memory_order_relaxed); }
+  // Whether set_instance() was called.
+  bool keeps_instance() const noexcept { return keeps_instance_.load(std::memory_order_relaxed); }
   // For the service.
   PeerClaims& for_peers() noexcept { return *claims_; }
 
@@ -178,6 +185,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
 
  private:
   PoolStats stats_locked() noexcept;
+  void check_instance(std::uint32_t instance) const;
 
   PoolGuard guard_;
   std::unique_ptr<Executor> executor_;
@@ -189,6 +197,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   std::unique_ptr<PoolAllocator> allocator_;
   std::unique_ptr<PeerClaims> claims_;
   std::atomic<std::uint32_t> instance_{0};
+  std::atomic<bool> keeps_instance_{false};
 };
 
 }  // namespace kvpool

@@ -174,6 +174,8 @@ void PromptCache::unpin(const IndexPin* pins, std::size_t n) noexcept {
   for (std::size_t i = 0; i < n; ++i) index_.unpin(pins[i]);
 }
 
+void PromptCache::accept_instance(std::uint32_t instance) noexcept { index_.set_instance(instance); }
+
 void PromptCache::set_instance(std::uint32_t instance) noexcept {
   index_.set_instance(instance);
   index_.for_each_node([&](const PromptNode& node) {

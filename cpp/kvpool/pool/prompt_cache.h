@@ -57,6 +57,8 @@ class PromptCache final : private IndexObserver {
   std::shared_ptr<EventQueue> subscribe(std::uint64_t capacity_tokens, bool include_cached) {
     return index_.subscribe(capacity_tokens, include_cached);
   }
+  // Addresses with this id are the pool's own; 0: no longer.
+  void accept_instance(std::uint32_t instance) noexcept;
   // Also puts the id into the addresses of cached blocks, so that other instances can use the addresses of matches.
   void set_instance(std::uint32_t instance) noexcept;
 

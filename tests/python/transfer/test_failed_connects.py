@@ -128,6 +128,29 @@ def test_a_first_call_that_is_interrupted_while_it_makes_the_service_leaves_no_t
         pool.peers.listen(address_of("shm"))
 
 
+@pytest.mark.parametrize("verb", ["connect", "listen"])
+def test_a_first_call_that_is_interrupted_after_it_has_succeeded_leaves_no_trace(verb):
+    class Interrupted(kvpool.Pool):
+        def _connect(self, *args: Any) -> str:
+            super()._connect(*args)
+            raise KeyboardInterrupt
+
+        def _listen(self, address: str) -> str:
+            super()._listen(address)
+            raise KeyboardInterrupt
+
+    with small_pool(name="other") as other, Interrupted(small_layout(), hbm_blocks=2) as pool:
+        where = other.peers.listen(address_of("shm"))
+        with pytest.raises(KeyboardInterrupt):
+            getattr(pool.peers, verb)(where if verb == "connect" else address_of("shm"))
+        assert pool.peers.name is None
+        # The peer has seen an instance id. The pool has none: another connect, or a directory, gives it one.
+        assert kvpool.decode_address(int(pool.alloc(1)[0])).instance == 0
+        pool.__class__ = kvpool.Pool
+        assert pool.peers.connect(where) == "other"
+        assert kvpool.decode_address(int(pool.alloc(1)[0])).instance != 0
+
+
 def test_a_first_call_that_fails_leaves_another_one_of_the_same_pool_alone():
     for round_ in range(10):
         with small_pool(name="a") as pool, small_pool(name="b") as other, ThreadPoolExecutor(4) as threads:
