@@ -142,7 +142,7 @@ test: ## all tests, sanitizers, lint and types
 	@$(BIN)/python .ci/summary.py $(REPORTS)
 
 # Hours: what takes long and what AddressSanitizer has seen before. Whether the tests catch the bugs that are planted, the
-# tests of the release build, those with one thread under ThreadSanitizer, then the long forms of all.
+# tests of the release build, all tests under ThreadSanitizer, then the long forms of all.
 LONG_STEPS := planted cpp-test tsan-all long-forms
 
 .PHONY: test-long
@@ -218,7 +218,7 @@ python-test: $(DONE)/torch $(DONE)/nixl $(DONE)/module-tests $(DONE)/package-dev
 	run -n $(WAITING_WORKERS) --dist worksteal -m waiting --junitxml=$(REPORTS)/python-waiting.xml; took pytest-waiting; \
 	run -m alone --junitxml=$(REPORTS)/python-alone.xml; took pytest-alone; test -z "$$failed" -a "$$none" != xxx
 
-# tsan leaves out the tests that can have but one thread; tsan-all has them too.
+# tsan has the tests whose files start threads or use an executor; tsan-all has all.
 .PHONY: build/asan build/tsan build/tsan-all
 build/asan build/tsan build/tsan-all: build/%: $(DONE)/tools
 	$(call say,C++ tests for $*)
@@ -236,7 +236,7 @@ asan: build/asan $(DONE)/package-dev ## C++ tests under AddressSanitizer, LeakSa
 	$(call in_parts,cpp-asan) build/asan/kvpool_tests
 
 .PHONY: tsan
-tsan: build/tsan $(DONE)/package-dev ## C++ tests that can have threads under ThreadSanitizer
+tsan: build/tsan $(DONE)/package-dev ## C++ tests whose files start threads, under ThreadSanitizer
 	$(call under_tsan,tsan)
 
 .PHONY: tsan-all

@@ -8,6 +8,7 @@ The status is 0 only if every part passed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -32,7 +33,11 @@ def run_part(report: Path, part: int, parts: int, seconds: float, command: list[
         try:
             status = child.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
+            child.terminate()  # it says which test was running
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(5)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
             child.wait()
             status = -signal.SIGKILL
             out.write(f"\nkilled after {seconds:.0f} s\n")

@@ -5,12 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "one_thread.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 ClusterMember member(const std::string& name, std::uint32_t instance, std::uint64_t incarnation) {
   return {name, instance, incarnation, {"unix:@" + name}};

@@ -7,15 +7,12 @@
 #include <utility>
 #include <vector>
 
-#include "one_thread.h"
 #include "thrown.h"
 
 using namespace kvpool;
 using namespace kvpool::testing;
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 constexpr std::int64_t kBlocks = 9;
 constexpr std::int64_t kHeads = 2;

@@ -10,12 +10,9 @@
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/address.h"
 #include "kvpool/base/error.h"
-#include "one_thread.h"
 
 namespace kvpool {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 // Addresses that nobody reads: the arena only computes with them.
 std::byte* at(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }

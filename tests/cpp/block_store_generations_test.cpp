@@ -7,11 +7,8 @@
 
 #include "block_store_kit.h"
 #include "kvpool/blocks/block_store.h"
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::Address;
 using kvpool::AddressFault;

@@ -13,11 +13,8 @@
 
 #include "block_store_kit.h"
 #include "kvpool/base/error.h"
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::Address;
 using kvpool::AddressFault;

@@ -3,13 +3,10 @@
 #include <doctest/doctest.h>
 
 #include "kvpool/base/error.h"
-#include "one_thread.h"
 #include "thrown.h"
 
 namespace kvpool {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using testing::code_of;
 

@@ -8,12 +8,9 @@
 #include <vector>
 
 #include "kvpool/base/error.h"
-#include "one_thread.h"
 
 namespace kvpool {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using Addresses = std::vector<Address>;
 

@@ -10,11 +10,8 @@
 #include <vector>
 
 #include "fuzz_seeds.h"
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::agreement;
 using kvpool::ChildOrder;

@@ -10,11 +10,8 @@
 
 #include "failing_alloc.h"
 #include "fuzz_seeds.h"
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::ChildTable;
 using kvpool::testing::announce_fuzz;

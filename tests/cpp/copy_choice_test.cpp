@@ -2,12 +2,9 @@
 
 #include <doctest/doctest.h>
 
-#include "one_thread.h"
 
 namespace kvpool {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 // How many of `writes` went past the caches, when the two ways cost so much a write.
 int streaming_of(CopyChoice& choice, int writes, std::uint64_t bytes, double cached_us, double streaming_us) {

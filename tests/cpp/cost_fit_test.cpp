@@ -7,12 +7,9 @@
 #include <vector>
 
 #include "fuzz_seeds.h"
-#include "one_thread.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 // What a probe takes: few bytes and many, of one block and of several, three times each.
 std::vector<CostSample> samples_of(const RoutePrior& prior) {

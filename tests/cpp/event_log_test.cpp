@@ -9,11 +9,8 @@
 #include <vector>
 
 #include "failing_alloc.h"
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::Event;
 using kvpool::EventKind;

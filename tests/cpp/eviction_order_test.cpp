@@ -13,11 +13,8 @@
 #include "failing_alloc.h"
 #include "fuzz_seeds.h"
 #include "kvpool/base/error.h"
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::EvictionOrder;
 using kvpool::EvictionPolicy;

@@ -8,11 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::testing::fail_each_allocation;
 using kvpool::testing::FailNthAllocation;

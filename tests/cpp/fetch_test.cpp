@@ -2,13 +2,10 @@
 #include <doctest/doctest.h>
 
 #include "failing_alloc.h"
-#include "one_thread.h"
 #include "session_kit.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 FetchRequest fetch_for(SessionKit& kit, std::size_t n) {
   FetchRequest request;

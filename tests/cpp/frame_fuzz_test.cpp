@@ -6,7 +6,6 @@
 #include <array>
 
 #include "fuzz_seeds.h"
-#include "one_thread.h"
 #include "raw_peer.h"
 #include "sock_fixture.h"
 
@@ -14,8 +13,6 @@ using namespace kvpool;
 using namespace kvpool::testing;
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 struct Sent {
   FrameKind kind;

@@ -17,11 +17,8 @@
 #include <vector>
 
 #include "kvpool/base/error.h"
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::Bitmap4096;
 using kvpool::BlockMeta;

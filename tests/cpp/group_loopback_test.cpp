@@ -12,15 +12,12 @@
 #include "kvpool/ranks/group_route.h"
 #include "kvpool/routes/host/memory_route.h"
 #include "local_rank.h"
-#include "one_thread.h"
 #include "reshard_model.h"
 
 using namespace kvpool;           // NOLINT(google-build-using-namespace)
 using namespace kvpool::testing;  // NOLINT(google-build-using-namespace)
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 constexpr std::uint32_t kBlocks = 5;
 

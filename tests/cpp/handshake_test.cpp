@@ -8,14 +8,11 @@
 #include <string>
 #include <vector>
 
-#include "one_thread.h"
 
 using namespace kvpool;
 using Role = Handshake::Role;
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 constexpr std::size_t kHelloBytes = 44;
 constexpr std::size_t kProofBytes = 32;

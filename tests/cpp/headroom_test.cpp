@@ -7,12 +7,9 @@
 #include <string>
 
 #include "kvpool/arena/arena.h"
-#include "one_thread.h"
 
 namespace kvpool {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 namespace fs = std::filesystem;
 

@@ -13,11 +13,8 @@
 #include "fuzz_seeds.h"
 #include "instance_view.h"
 #include "kvpool/index/instance_index.h"
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::InstanceHit;
 using kvpool::InstanceHits;

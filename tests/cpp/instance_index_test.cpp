@@ -11,11 +11,8 @@
 #include "failing_alloc.h"
 #include "instance_view.h"
 #include "kvpool/base/error.h"
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::Error;
 using kvpool::InstanceHit;

@@ -11,12 +11,9 @@
 #include "fuzz_seeds.h"
 #include "kernel_emulator.h"
 #include "kvpool/cuda/kernels.h"
-#include "one_thread.h"
 
 namespace kvpool::cuda {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using testing::Dice;
 using testing::Emulation;

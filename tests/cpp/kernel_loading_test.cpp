@@ -7,15 +7,12 @@
 
 #include "device_kit.h"
 #include "kvpool/cuda/stream_copier.h"
-#include "one_thread.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 TEST_CASE("kernels are loaded in the context that they are for, and the caller's thread is as before") {
   const FakeCuda cuda;

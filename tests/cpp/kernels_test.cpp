@@ -12,13 +12,10 @@
 #include "kvpool/base/strips.h"
 #include "kvpool/cuda/driver.h"
 #include "kvpool/cuda/kernel_plan.h"
-#include "one_thread.h"
 #include "thrown.h"
 
 namespace kvpool::cuda {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using testing::Dice;
 

@@ -8,12 +8,9 @@
 
 #include "kvpool/base/address.h"
 #include "kvpool/base/media_set.h"
-#include "one_thread.h"
 
 namespace kvpool {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 TEST_CASE("an address keeps its four parts, whatever the others are") {
   for (const Medium medium : kMedia) {

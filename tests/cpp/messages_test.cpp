@@ -4,12 +4,9 @@
 
 #include "kvpool/transfer/failure.h"
 #include "message_length.h"
-#include "one_thread.h"
 
 namespace kvpool {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using testing::check_length;
 

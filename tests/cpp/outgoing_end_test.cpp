@@ -2,14 +2,11 @@
 #include <doctest/doctest.h>
 
 #include "failing_alloc.h"
-#include "one_thread.h"
 #include "outgoing_kit.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using outgoing::is_unread;
 using outgoing::request_for;

@@ -1,14 +1,11 @@
 // Blocks that a peer lends, and writes to them, against a peer that follows a script.
 #include <doctest/doctest.h>
 
-#include "one_thread.h"
 #include "outgoing_kit.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using outgoing::request_for;
 

@@ -1,14 +1,11 @@
 // The sending half of the protocol, and fetches, against a peer that follows a script: phases, steps and statistics.
 #include <doctest/doctest.h>
 
-#include "one_thread.h"
 #include "outgoing_kit.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using outgoing::is_unread;
 using outgoing::request_for;

@@ -8,13 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "one_thread.h"
 #include "session_kit.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 constexpr Verb kEcho{200, "echo", 8, 8};
 constexpr Verb kDrop{201, "drop", 8, 8, /*frees_blocks=*/true};

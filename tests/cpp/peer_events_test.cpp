@@ -5,12 +5,9 @@
 
 #include <string>
 
-#include "one_thread.h"
 
 namespace kvpool {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 bool readable(int descriptor) {
   pollfd watched{descriptor, POLLIN, 0};

@@ -11,13 +11,10 @@
 #include <vector>
 
 #include "kvpool/base/error.h"
-#include "one_thread.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 constexpr std::array<std::size_t, 4> kLengths{32, 64, 128, 256};
 constexpr std::int64_t kLimit = 1'000'000;

@@ -12,12 +12,9 @@
 
 #include "failing_alloc.h"
 #include "fuzz_seeds.h"
-#include "one_thread.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 std::int64_t cpu_ms() {
   timespec now{};

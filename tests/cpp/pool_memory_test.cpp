@@ -2,15 +2,12 @@
 #include <doctest/doctest.h>
 
 #include "failing_alloc.h"
-#include "one_thread.h"
 #include "pool_fixture.h"
 
 using namespace kvpool;           // NOLINT(google-build-using-namespace)
 using namespace kvpool::testing;  // NOLINT(google-build-using-namespace)
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 // Two prompts in HBM that share a page, one in DRAM, and two blocks of the caller.
 struct Scene {

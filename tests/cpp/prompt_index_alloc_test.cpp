@@ -12,11 +12,8 @@
 #include "failing_alloc.h"
 #include "kvpool/index/prompt_index.h"
 #include "naive_prompt_index.h"
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::Address;
 using kvpool::EventQueue;

@@ -15,11 +15,8 @@
 #include "fuzz_seeds.h"
 #include "kvpool/index/prompt_index.h"
 #include "naive_prompt_index.h"
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::Address;
 using kvpool::EvictionPolicy;

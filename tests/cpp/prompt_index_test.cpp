@@ -11,11 +11,8 @@
 #include <vector>
 
 #include "kvpool/base/error.h"
-#include "one_thread.h"
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using kvpool::Address;
 using kvpool::Error;

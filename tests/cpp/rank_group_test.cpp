@@ -6,15 +6,12 @@
 #include <algorithm>
 #include <vector>
 
-#include "one_thread.h"
 #include "reshard_model.h"
 
 using namespace kvpool;           // NOLINT(google-build-using-namespace)
 using namespace kvpool::testing;  // NOLINT(google-build-using-namespace)
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 Sharding sharding_of(const KVShape& shape, std::uint32_t tp, std::uint32_t pp) { return {shape, parallel_of(tp, pp)}; }
 

@@ -3,13 +3,10 @@
 
 #include <optional>
 
-#include "one_thread.h"
 #include "session_kit.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 constexpr std::uint64_t kId = 5;
 

@@ -7,13 +7,10 @@
 #include <vector>
 
 #include "kvpool/routes/route_receiver.h"
-#include "one_thread.h"
 #include "session_kit.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 constexpr std::uint64_t kId = 5;
 

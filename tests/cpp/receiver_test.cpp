@@ -4,13 +4,10 @@
 #include <utility>
 #include <vector>
 
-#include "one_thread.h"
 #include "session_kit.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 constexpr std::uint64_t kId = 5;
 

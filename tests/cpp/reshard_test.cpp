@@ -12,15 +12,12 @@
 #include <vector>
 
 #include "fuzz_seeds.h"
-#include "one_thread.h"
 #include "reshard_model.h"
 
 using namespace kvpool;           // NOLINT(google-build-using-namespace)
 using namespace kvpool::testing;  // NOLINT(google-build-using-namespace)
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 constexpr std::uint32_t kUnwritten = std::numeric_limits<std::uint32_t>::max();
 

@@ -4,13 +4,10 @@
 #include <doctest/doctest.h>
 #include <unistd.h>
 
-#include "one_thread.h"
 #include "session_kit.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 struct Side {
   explicit Side(std::uint64_t incarnation) : kit(), routes(options(), memory_of(*kit.pool), incarnation, executor) {

@@ -13,14 +13,11 @@
 #include "kvpool/base/strips.h"
 #include "kvpool/routes/route_choice.h"
 #include "kvpool/transfer/outgoing.h"
-#include "one_thread.h"
 #include "sim_process.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 constexpr std::int64_t kMs = 1'000'000;
 constexpr std::int64_t kSecond = 1000 * kMs;

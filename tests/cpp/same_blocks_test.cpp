@@ -7,15 +7,12 @@
 #include <string>
 
 #include "kvpool/base/error.h"
-#include "one_thread.h"
 #include "thrown.h"
 
 using namespace kvpool;
 using namespace kvpool::testing;
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 Layout layout_of(std::uint32_t layers, PageFormat format, std::uint32_t tokens) {
   Layout layout;

@@ -11,7 +11,6 @@
 
 #include "fuzz_seeds.h"
 #include "kvpool/pool/peer_claims.h"
-#include "one_thread.h"
 #include "shared_space_kit.h"
 #include "thrown.h"
 
@@ -19,8 +18,6 @@ using namespace kvpool;           // NOLINT(google-build-using-namespace)
 using namespace kvpool::testing;  // NOLINT(google-build-using-namespace)
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 // One pool, and all that its application knows of it.
 struct Tenant {

@@ -10,13 +10,10 @@
 #include "failing_alloc.h"
 #include "kvpool/blocks/block_space.h"
 #include "kvpool/blocks/cache_blocks.h"
-#include "one_thread.h"
 #include "thrown.h"
 
 namespace kvpool {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using testing::code_of;
 using testing::error_of;

@@ -4,13 +4,10 @@
 #include <random>
 
 #include "fuzz_seeds.h"
-#include "one_thread.h"
 #include "sim_world.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 #ifdef __SANITIZE_ADDRESS__
 constexpr std::uint64_t kSeeds = 200;  // ten times slower: the program without a sanitizer runs the other ones

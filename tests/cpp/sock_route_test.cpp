@@ -9,13 +9,10 @@
 
 #include "kvpool/base/clock.h"
 #include "kvpool/net/data_body.h"
-#include "one_thread.h"
 #include "route_trial.h"
 
 namespace kvpool {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using testing::code_of;
 using testing::Dice;

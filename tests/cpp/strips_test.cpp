@@ -8,12 +8,9 @@
 #include <set>
 
 #include "block_memory.h"
-#include "one_thread.h"
 
 namespace kvpool {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 using testing::BlockMemory;
 using testing::Dice;

@@ -8,13 +8,10 @@
 #include <vector>
 
 #include "kvpool/peers/route_maker.h"
-#include "one_thread.h"
 #include "session_kit.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 constexpr Medium kMappedMedium = Medium::kDram;
 

@@ -9,13 +9,10 @@
 
 #include "block_memory.h"
 #include "kvpool/routes/ucx/ucx_memory.h"
-#include "one_thread.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 // What it was asked, and what it answers.
 struct FakeUcx {

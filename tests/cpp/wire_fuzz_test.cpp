@@ -12,15 +12,12 @@
 #include "kvpool/net/connect/handshake.h"
 #include "kvpool/transfer/messages.h"
 #include "metadata_kit.h"
-#include "one_thread.h"
 
 using namespace kvpool;
 using namespace kvpool::testing;
 using Role = Handshake::Role;
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 Bytes random_bytes(Dice& dice, std::size_t count) {
   Bytes bytes(count);

@@ -6,13 +6,10 @@
 #include <vector>
 
 #include "kvpool/net/frame.h"
-#include "one_thread.h"
 
 using namespace kvpool;
 
 namespace {
-
-KVPOOL_ONE_THREAD;
 
 Bytes bytes_of(std::initializer_list<int> values) {
   Bytes bytes;

@@ -198,8 +198,10 @@ def test_a_part_that_dies_says_so(tmp_path):
 
 
 def test_a_part_that_hangs_is_killed_with_what_it_started(tmp_path):
-    run, reports = run_parts(tmp_path, 'test "$KVPOOL_SHARD" != 2/3 || { sleep 600 & wait; }', seconds=3)
+    hangs = 'test "$KVPOOL_SHARD" != 2/3 || { trap "echo it was here; exit 0" TERM; sleep 600 & wait; }'
+    run, reports = run_parts(tmp_path, hangs, seconds=3)
     assert run.returncode == 1
+    assert "it was here\n\nkilled" in reports["cpp-it-2of3.txt"]  # told to end first, it can say where it hangs
     assert "killed after 3 s" in reports["cpp-it-2of3.txt"]
 
 
