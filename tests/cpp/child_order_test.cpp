@@ -172,9 +172,9 @@ void fuzz(std::uint64_t seed, std::size_t page_tokens, Token alphabet, int steps
 
 TEST_CASE("the child order agrees with a sorted list after every event") {
   for (const std::uint64_t seed : fuzz_seeds()) {
-    fuzz(seed, 1, 5, fuzz_length(300));
-    fuzz(seed, 3, 3, fuzz_length(600));
-    fuzz(seed, 5, 4, fuzz_length(600));
+    fuzz(seed, 1, 5, fuzz_length(150));
+    fuzz(seed, 3, 3, fuzz_length(300));
+    fuzz(seed, 5, 4, fuzz_length(300));
   }
 }
 

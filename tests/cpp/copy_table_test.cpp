@@ -54,11 +54,10 @@ std::uint64_t stamp(std::uint32_t seed, std::uint32_t block) { return (std::uint
 void fill(const FakeCuda& cuda, const Arena& arena, std::uint32_t seed) {
   for (const Segment& segment : arena.segments()) {
     std::byte* const bytes = cuda.host(segment.base, segment.stride * arena.blocks());
+    std::vector<std::uint64_t> piece(segment.bytes / sizeof(std::uint64_t));
     for (std::uint32_t block = 0; block < arena.blocks(); ++block) {
-      const std::uint64_t word = stamp(seed, block);
-      for (std::size_t at = 0; at < segment.bytes; at += 8) {
-        std::memcpy(bytes + block * segment.stride + at, &word, 8);
-      }
+      std::fill(piece.begin(), piece.end(), stamp(seed, block));
+      std::memcpy(bytes + block * segment.stride, piece.data(), segment.bytes);
     }
   }
 }
@@ -69,13 +68,10 @@ std::size_t wrong(const FakeCuda& cuda, const Arena& arena, const Addresses& to,
   std::size_t count = 0;
   for (const Segment& segment : arena.segments()) {
     const std::byte* const bytes = cuda.host(segment.base, segment.stride * arena.blocks());
+    std::vector<std::uint64_t> piece(segment.bytes / sizeof(std::uint64_t));
     for (std::size_t i = 0; i < to.size(); ++i) {
-      const std::uint64_t word = stamp(seed, block_of(from[i]));
-      bool same = true;
-      for (std::size_t at = 0; at < segment.bytes; at += 8) {
-        same = same && std::memcmp(bytes + block_of(to[i]) * segment.stride + at, &word, 8) == 0;
-      }
-      count += same ? 0 : 1;
+      std::fill(piece.begin(), piece.end(), stamp(seed, block_of(from[i])));
+      count += std::memcmp(bytes + block_of(to[i]) * segment.stride, piece.data(), segment.bytes) == 0 ? 0 : 1;
     }
   }
   return count;

@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -52,7 +53,12 @@ inline int open_descriptors() {
 
 inline Bytes some_bytes(std::size_t count, unsigned seed = 1) {
   Bytes bytes(count);
-  for (std::size_t i = 0; i < count; ++i) bytes[i] = static_cast<std::byte>((i * 131 + seed * 17 + (i >> 8)) & 255);
+  std::uint64_t word = seed;
+  for (std::size_t i = 0; i < count; i += sizeof word) {
+    word = word * 6364136223846793005 + 1442695040888963407;  // a linear congruential generator: Knuth, MMIX
+    const std::uint64_t mixed = word ^ (word >> 32);
+    std::memcpy(bytes.data() + i, &mixed, std::min(count - i, sizeof mixed));
+  }
   return bytes;
 }
 
