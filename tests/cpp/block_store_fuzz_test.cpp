@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "block_store_kit.h"
+#include "fuzz_seeds.h"
 #include "kvpool/blocks/block_store.h"
 
 namespace {
@@ -28,6 +29,7 @@ using kvpool::kBlockStateCount;
 using kvpool::kGenerationMax;
 using kvpool::make_address;
 using kvpool::Medium;
+using kvpool::testing::model_length;
 using kvpool::testing::block_store::pieces_of;
 using kvpool::testing::block_store::release_blocks;
 using kvpool::testing::block_store::take_blocks;
@@ -251,11 +253,10 @@ TEST_CASE("runs survive a churn of mixed sizes at ninety per cent") {
 }
 
 TEST_CASE("the block store agrees with a naive model after every event") {
-  const int more = std::getenv("KVPOOL_LONG") != nullptr ? 20 : 1;
   for (const std::uint64_t seed : seeds()) {
-    fuzz(1, 2, 300 * more, seed);
-    fuzz(12, 4, 3000 * more, seed);
-    fuzz(200, 40, 3000 * more, seed);
-    fuzz(5000, 700, 300 * more, seed);
+    fuzz(1, 2, model_length(300), seed);
+    fuzz(12, 4, model_length(3000), seed);
+    fuzz(200, 40, model_length(3000), seed);
+    fuzz(5000, 700, model_length(300), seed);
   }
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "block_store_kit.h"
+#include "fuzz_seeds.h"
 #include "kvpool/base/error.h"
 
 namespace {
@@ -33,11 +34,7 @@ using kvpool::Medium;
 using kvpool::testing::block_store::pieces_of;
 using kvpool::testing::block_store::take_blocks;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
+using kvpool::testing::kSanitized;
 
 }  // namespace
 

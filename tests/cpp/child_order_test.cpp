@@ -18,8 +18,8 @@ using kvpool::ChildOrder;
 using kvpool::Token;
 using kvpool::testing::announce_fuzz;
 using kvpool::testing::Dice;
-using kvpool::testing::fuzz_length;
 using kvpool::testing::fuzz_seeds;
+using kvpool::testing::model_length;
 
 using Page = std::vector<Token>;
 
@@ -172,9 +172,9 @@ void fuzz(std::uint64_t seed, std::size_t page_tokens, Token alphabet, int steps
 
 TEST_CASE("the child order agrees with a sorted list after every event") {
   for (const std::uint64_t seed : fuzz_seeds()) {
-    fuzz(seed, 1, 5, fuzz_length(150));
-    fuzz(seed, 3, 3, fuzz_length(300));
-    fuzz(seed, 5, 4, fuzz_length(300));
+    fuzz(seed, 1, 5, model_length(300));
+    fuzz(seed, 3, 3, model_length(600));
+    fuzz(seed, 5, 4, model_length(600));
   }
 }
 

@@ -163,7 +163,7 @@ TEST_CASE("frames: bytes that were changed, lost, doubled or moved end the strea
     announce_fuzz("frame", seed);
     Dice dice(seed);
     int found = 0;
-    for (int round = 0; round < fuzz_length(120); ++round) {
+    for (int round = 0; round < fuzz_length(80); ++round) {
       const Wire wire = dice.one_in(2) ? Wire::kTcpChecksum : Wire::kTcpMac;
       const auto [mine, theirs] = socket_pair(Wire::kUnix);
       Sink sink(dice);
@@ -219,7 +219,7 @@ TEST_CASE("frames: a bit that flips anywhere is found, every time") {
   const std::uint64_t seed = fuzz_seeds().back();
   announce_fuzz("bit flips", seed);
   Dice dice(seed);
-  const int flips = std::getenv("KVPOOL_LONG") != nullptr ? 1'000'000 : 10'000;
+  const int flips = std::getenv("KVPOOL_LONG") != nullptr ? 1'000'000 : 3'000;
   int ended = 0;
   for (int flip = 0; flip < flips; ++flip) {
     const Wire wire = dice.one_in(2) ? Wire::kTcpChecksum : Wire::kTcpMac;

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "fuzz_seeds.h"
 #include "kvpool/base/error.h"
 
 namespace {
@@ -26,6 +27,7 @@ using kvpool::BlockState;
 using kvpool::Error;
 using kvpool::ErrorCode;
 using kvpool::FreeSet;
+using kvpool::testing::model_length;
 
 // A free set with the metadata that its owner would keep.
 struct Rig {
@@ -350,14 +352,13 @@ TEST_CASE("any block of a run can be taken out of it, however far its head lies"
 }
 
 TEST_CASE("the free set agrees with a naive model after every event") {
-  const int more = std::getenv("KVPOOL_LONG") != nullptr ? 20 : 1;
   for (const std::uint64_t seed : seeds()) {
-    fuzz({1, 1, 200 * more, 1}, seed);
-    fuzz({17, 6, 4000 * more, 1}, seed);
-    fuzz({300, 64, 6000 * more, 1}, seed);
-    fuzz({4096, 600, 6000 * more, 16}, seed);
-    fuzz({20000, 12000, 8000 * more, 64}, seed);
-    fuzz({300000, 30000, 8000 * more, 512}, seed);
+    fuzz({1, 1, model_length(200), 1}, seed);
+    fuzz({17, 6, model_length(4000), 1}, seed);
+    fuzz({300, 64, model_length(6000), 1}, seed);
+    fuzz({4096, 600, model_length(6000), 16}, seed);
+    fuzz({20000, 12000, model_length(8000), 64}, seed);
+    fuzz({300000, 30000, model_length(8000), 512}, seed);
   }
 }
 

@@ -23,9 +23,9 @@ using kvpool::Token;
 using kvpool::testing::announce_fuzz;
 using kvpool::testing::Dice;
 using kvpool::testing::FailNthAllocation;
-using kvpool::testing::fuzz_length;
 using kvpool::testing::fuzz_seeds;
 using kvpool::testing::InstanceView;
+using kvpool::testing::model_length;
 using kvpool::testing::Prefix;
 using kvpool::testing::Tokens;
 using kvpool::testing::view_of;
@@ -271,10 +271,10 @@ TEST_CASE("the router's tree agrees with a naive one after every call") {
     CAPTURE(seed);
     for (const std::size_t page_tokens : {1, 2, 4}) {
       CAPTURE(page_tokens);
-      Fuzz(seed, page_tokens, 2).run(fuzz_length(400));
-      Fuzz(seed, page_tokens, 12).run(fuzz_length(400));
-      Fuzz(seed, page_tokens, 3, 40).run(fuzz_length(400));
-      Fuzz(seed, page_tokens, 3, 4).run(fuzz_length(400));
+      Fuzz(seed, page_tokens, 2).run(model_length(400));
+      Fuzz(seed, page_tokens, 12).run(model_length(400));
+      Fuzz(seed, page_tokens, 3, 40).run(model_length(400));
+      Fuzz(seed, page_tokens, 3, 4).run(model_length(400));
     }
   }
 }

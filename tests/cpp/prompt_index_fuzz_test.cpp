@@ -36,8 +36,8 @@ using kvpool::testing::announce_fuzz;
 using kvpool::testing::Dice;
 using kvpool::testing::EventReplica;
 using kvpool::testing::FailNthAllocation;
-using kvpool::testing::fuzz_length;
 using kvpool::testing::fuzz_seeds;
+using kvpool::testing::model_length;
 using kvpool::testing::NaivePage;
 using kvpool::testing::NaivePromptIndex;
 using kvpool::testing::Prefix;
@@ -482,7 +482,7 @@ void fuzz_all(PromptIndex::Values values, bool holds, int steps) {
       CAPTURE(static_cast<int>(policy));
       for (const std::size_t page_tokens : {1, 2, 4}) {
         CAPTURE(page_tokens);
-        Fuzz(Setup{page_tokens, policy, values, holds}, seed).run(fuzz_length(steps));
+        Fuzz(Setup{page_tokens, policy, values, holds}, seed).run(model_length(steps));
       }
     }
   }

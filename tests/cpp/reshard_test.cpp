@@ -265,7 +265,7 @@ TEST_CASE("made-up shapes and configurations give the receiver's shards, each by
       }
       return parallel;
     };
-    for (int i = 0; i < fuzz_length(300); ++i) {
+    for (int i = 0; i < model_length(300); ++i) {
       KVShape shape =
           shape_of(1 + dice.below(12), 1 + dice.below(12), 1 + dice.below(3), 1 + dice.below(2), 1 + dice.below(5));
       shape.tokens_first = dice.one_in(2);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "child_process.h"
+#include "fuzz_seeds.h"
 #include "kvpool/base/error.h"
 #include "span_heap_kit.h"
 
@@ -22,12 +23,6 @@ using testing::span_heap::kKib;
 using testing::span_heap::kLargestOfAClass;
 using testing::span_heap::kMib;
 using testing::span_heap::span_number;
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
 
 TEST_CASE("at most an eighth of an object is unused, a fifth where only a few fit a span") {
   SpanHeap heap;
@@ -142,7 +137,7 @@ TEST_CASE("heaps do not share spans") {
 }
 
 TEST_CASE("a heap at the limit of its address space goes on once something is freed" *
-          doctest::skip(kSanitized)) {  // a sanitizer needs the address space itself
+          doctest::skip(testing::kSanitized)) {  // a sanitizer needs the address space itself
   const int status = test::run_in_child([] {
     std::size_t pages = 0;
     std::ifstream("/proc/self/statm") >> pages;

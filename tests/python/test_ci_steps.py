@@ -24,7 +24,7 @@ def test_make_test_builds_the_cpp_tests_for_the_two_sanitizers_alone():
     assert "KVPOOL_ONLY_THREADS" not in makefile("SANITIZER_asan")  # it runs all
 
 
-SKIPS = r"doctest::skip|kSanitized|^#ifdef __SANITIZE_ADDRESS__$"
+SKIPS = r"doctest::skip|kSanitized|model_length|^#ifdef __SANITIZE_ADDRESS__$"
 
 
 def test_what_a_sanitizer_leaves_out_is_run_without_one():
