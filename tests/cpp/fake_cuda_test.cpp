@@ -98,6 +98,7 @@ TEST_CASE("a stream or an event that was never made, or has gone, ends the proce
   const CuStream next = gpu.stream(1);
   CHECK(next != gone);
   CHECK(driver.stream_destroy(next) == 0);
+  CHECK(driver.stream_destroy(alive) == 0);
 }
 
 TEST_CASE("the legacy default stream and the streams that block wait for each other, and no others") {

@@ -25,6 +25,7 @@ using kvpool::testing::Dice;
 using kvpool::testing::FailNthAllocation;
 using kvpool::testing::fuzz_seeds;
 using kvpool::testing::InstanceView;
+using kvpool::testing::fuzz_length;
 using kvpool::testing::model_length;
 using kvpool::testing::Prefix;
 using kvpool::testing::Tokens;
@@ -273,8 +274,8 @@ TEST_CASE("the router's tree agrees with a naive one after every call") {
       CAPTURE(page_tokens);
       Fuzz(seed, page_tokens, 2).run(model_length(400));
       Fuzz(seed, page_tokens, 12).run(model_length(400));
-      Fuzz(seed, page_tokens, 3, 40).run(model_length(400));
-      Fuzz(seed, page_tokens, 3, 4).run(model_length(400));
+      Fuzz(seed, page_tokens, 3, 40).run(fuzz_length(400));
+      Fuzz(seed, page_tokens, 3, 4).run(fuzz_length(400));
     }
   }
 }
