@@ -95,8 +95,8 @@ struct Told {
   std::atomic<bool> there;
 };
 
-TEST_CASE("another process's memory stays open as long as it is used here, and a failure leaves nothing open") {
-  if (!alone("another process's memory stays open as long as it is used here, and a failure leaves nothing open", {},
+TEST_CASE("another process's memory stays open as long as it is used here and a failure leaves nothing open") {
+  if (!alone("another process's memory stays open as long as it is used here and a failure leaves nothing open", {},
              false)) {
     return;
   }

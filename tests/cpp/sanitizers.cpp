@@ -2,7 +2,7 @@
 //
 // AddressSanitizer: LeakSanitizer looks for pointers in the memory that the loader has given the thread-local variables
 // of libraries opened at run time. Where a block of that memory lies 16 bytes into a page, the versions up to GCC 12
-// take what stands before it for a header of glibc 2.19, read an address there that is none, and crash
+// take what stands before it for a header of glibc 2.19, read a wrong address there, and crash
 // (dynamic_tls_test.cpp). Without intercept_tls_get_addr they don't record those blocks; the search still sees them, as
 // memory that the loader allocated.
 //

@@ -1,5 +1,5 @@
 // For tests that load UCX. It leaves threads, hooks and descriptors in a process, and must not be there before a fork:
-// each such test runs alone in a process of its own.
+// each such test runs alone in a separate process.
 #pragma once
 
 #include <dirent.h>
