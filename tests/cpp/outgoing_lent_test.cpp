@@ -58,6 +58,27 @@ TEST_CASE("named destinations are written by one transfer at a time, and not giv
   CHECK(kit.session->borrowed_blocks() == 0);
 }
 
+TEST_CASE("a write to named destinations that ends before it has begun ends once, and writes nothing") {
+  SessionKit kit;
+  const Addresses borrowed = kit.borrow(2);
+  TransferRequest request = request_for(kit, 2);  // its private bytes are for the peer, which answers in the end
+  request.to = borrowed;
+  const Addresses from = request.from;
+  bool lost = false;
+  SUBCASE("at its deadline") {
+    kit.host.when_asked_to_tick = [&] { kit.session->tick(kit.host.now += 101 * kMs); };
+  }
+  SUBCASE("with the link") {
+    lost = true;
+    kit.host.when_asked_to_tick = [&] { kit.session->on_closed(Error(ErrorCode::kPeerLost, "the test says so")); };
+  }
+  const auto transfer = kit.session->transfer(std::move(request));
+  CHECK(failure(*transfer) == (lost ? ErrorCode::kPeerLost : ErrorCode::kDeadline));
+  CHECK(kit.host.writes.empty());
+  kit.pool->free(from.data(), from.size());
+  CHECK(kit.count(BlockState::kFree) == 16);
+}
+
 TEST_CASE("after a late insertion the receiver's answer decides who owns the destinations") {
   SessionKit kit;
   const Addresses borrowed = kit.borrow(1);

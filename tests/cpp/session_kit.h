@@ -109,7 +109,11 @@ class ScriptHost final : public SessionHost {
   void recalled(Session&, const std::vector<Address>& addresses, std::int64_t deadline_ns) noexcept override {
     recalls.emplace_back(addresses, deadline_ns);
   }
-  void tick_by(std::int64_t at_ns) override { tick_at = at_ns; }
+  void tick_by(std::int64_t at_ns) override {
+    tick_at = at_ns;
+    if (const auto first = std::exchange(when_asked_to_tick, nullptr)) first();
+  }
+  std::function<void()> when_asked_to_tick;  // once: what another thread does just then
 
   void run_works() {
     for (const auto& work : std::exchange(works, {})) work();

@@ -26,10 +26,16 @@ bool SerialExecutor::is_to_wait(const void* key, Priority priority, Task& work, 
 void SerialExecutor::run(const void* key, Priority priority, Task work) {
   bool is_new = false;
   if (!is_to_wait(key, priority, work, is_new)) return;
+  if (!is_new) {
+    // It waits for a thread already, and now with more urgent work. Not run here in any case: stop() counts on the task
+    // that waits. Where this one cannot be queued, that one does the work.
+    static_cast<void>(tasks_.run_later(priority, [this, key] { run_next(key); }));
+    return;
+  }
   try {
     tasks_.run(priority, [this, key] { run_next(key); });
   } catch (const std::bad_alloc&) {
-    if (is_new) run_next(key);  // others may have given theirs meanwhile. Else it waits as it did
+    run_next(key);  // others may have given theirs meanwhile
   } catch (const Error&) {
     const std::lock_guard lock(mutex_);
     keys_.erase(key);

@@ -207,7 +207,7 @@ void RankChannels::watch_parked() {
   while (!parked_.empty()) {
     const std::int64_t now_ns = monotonic_ns();
     const auto is_stopped = [](const Parked& one) { return one.job->order.stop->load(std::memory_order_relaxed); };
-    const std::list<Parked> over = take_parked_locked(
+    std::list<Parked> over = take_parked_locked(
         [&](const Parked& one) { return is_stopped(one) || now_ns >= one.job->order.request.deadline_ns; });
     if (over.empty()) {
       changed_.wait_for(lock, kLook);
@@ -221,6 +221,7 @@ void RankChannels::watch_parked() {
                                                             std::to_string(one.part->to_rank) + " of the peer yet");
                     }));
     }
+    over.clear();  // what the parts hold is released without the lock
     lock.lock();
   }
   watched_ = false;

@@ -126,6 +126,7 @@ void Outgoing::start_or_fail() noexcept {
 void Outgoing::begin() {
   if (!named_) return reserve();
   Lock lock(mutex_);
+  if (phase_ == Phase::kDone) return;  // its deadline passed, or the link ended, since the session learned of it
   plan_writes();
   advance(lock);
 }

@@ -4,12 +4,17 @@
 #include <utility>
 
 namespace kvpool {
+namespace {
+
+Address without_instance(Address address) { return address & ((Address{1} << kInstanceShift) - 1); }
+
+}  // namespace
 
 std::uint64_t Placements::begin(std::uint64_t transfer, std::uint64_t content, std::vector<Address> blocks) {
   under_way_.push_back({last_ + 1, transfer, content, {}});
   std::size_t counted = 0;
   try {
-    for (; counted < blocks.size(); ++counted) ++placed_in_[blocks[counted]];
+    for (; counted < blocks.size(); ++counted) ++placed_in_[without_instance(blocks[counted])];
   } catch (...) {
     forget(std::span(blocks).first(counted));
     under_way_.pop_back();
@@ -30,12 +35,12 @@ std::optional<Placements::Ended> Placements::end(std::uint64_t number) noexcept 
 
 bool Placements::is_placed_now(std::span<const Address> blocks) const noexcept {
   return !placed_in_.empty() &&
-         std::ranges::any_of(blocks, [this](Address block) { return placed_in_.contains(block); });
+         std::ranges::any_of(blocks, [this](Address block) { return placed_in_.contains(without_instance(block)); });
 }
 
 void Placements::forget(std::span<const Address> blocks) noexcept {
   for (const Address block : blocks) {
-    const auto entry = placed_in_.find(block);
+    const auto entry = placed_in_.find(without_instance(block));
     if (--entry->second == 0) placed_in_.erase(entry);
   }
 }

@@ -1,6 +1,9 @@
 // The content of one peer that this process is placing, or that a route receiver has promised to place: which transfer
 // it belongs to, and in which blocks it is written.
 //
+// The blocks are this pool's. Their addresses may be from before it had an instance id, or from after: the same block
+// is found by both.
+//
 // Each placement has a number that is never used again. Ids of transfers are the peer's to give, and one that it uses
 // twice must not end the placement of another transfer.
 //
