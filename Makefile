@@ -202,7 +202,7 @@ cpp-plain: $(DONE)/module-tests $(DONE)/package-dev ## C++ tests that a sanitize
 	$(call say,C++ tests without a sanitizer)
 	@mkdir -p $(REPORTS)
 	@$(BIN)/cmake --build build/tests --target kvpool_plain_tests
-	@$(BIN)/python .ci/shards.py $(REPORTS)/cpp-plain 2 2 $(PART_SECONDS) build/tests/kvpool_plain_tests
+	@$(BIN)/python .ci/shards.py $(REPORTS)/cpp-plain 8 2 $(PART_SECONDS) build/tests/kvpool_plain_tests
 
 in_parts = $(BIN)/python .ci/shards.py $(REPORTS)/$(1) $(PARTS) $(PARTS_AT_ONCE) $(PART_SECONDS)
 
