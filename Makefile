@@ -30,7 +30,7 @@ UNITY ?= ON
 CCACHE ?= $(if $(shell command -v ccache),-DCMAKE_C_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 
 # The C++ tests run in parts, each a process; those that a worker has ended make room for the next. Python's run in
-# workers, but for those that tests/conftest.py says want to be alone. Those that mostly wait run in workers of their own. A
+# workers, but for those that tests/conftest.py says want to be alone. Those that mostly wait run in other workers. A
 # worker begins with neighbours, so that it starts what a file's tests share once, and takes tests of others at its end.
 PARTS ?= 16
 PARTS_AT_ONCE ?= 2

@@ -84,7 +84,7 @@ TEST_CASE("the destinations of a fetch are the caller's again only when the owne
     CHECK(failure(*fetch) == ErrorCode::kDeadline);
     CHECK(kit.link->take().kind == FrameKind::kCancel);
     CHECK(kit.count(BlockState::kQuarantined) == 2);
-    // The peer cancels one of its own fetches, which has the same number.
+    // The peer cancels a fetch that it began. Its number is that of our fetch.
     kit.cancel(kFetchVerb, id);
     CHECK(kit.link->sent.empty());
     CHECK(kit.count(BlockState::kQuarantined) == 2);

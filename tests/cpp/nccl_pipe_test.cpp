@@ -17,6 +17,7 @@
 #include "kvpool/net/data_body.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/routes/nccl/nccl_route.h"
+#include "silent_link.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA
@@ -68,7 +69,7 @@ class OneThread {
 };
 
 // What it sends, the other side's route receiver is told, in order.
-class QueueLink final : public Link {
+class QueueLink final : public SilentLink {
  public:
   void send(Message&& message) override {
     const std::lock_guard lock(mutex_);
@@ -76,13 +77,6 @@ class QueueLink final : public Link {
     const auto kept = std::make_shared<Message>(std::move(message));
     thread_->run([this, kept] { to->on_message(std::move(*kept)); });
   }
-  void send_data(std::uint64_t, std::span<const std::byte>, std::span<const iovec>, std::int64_t,
-                 const std::atomic<bool>*) override {}
-  bool drive(std::int64_t, const std::function<bool()>& done) override { return done(); }
-  void wake() noexcept override {}
-  int descriptor(std::size_t) const noexcept override { return -1; }
-  int pidfd() const noexcept override { return -1; }
-  std::string describe() const override { return "queue"; }
   void close(const Error&) noexcept override { closed = true; }
   // Delivers what was sent, and nothing more.
   void finish() {

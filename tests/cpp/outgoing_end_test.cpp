@@ -3,6 +3,7 @@
 
 #include "failing_alloc.h"
 #include "outgoing_kit.h"
+#include "silent_link.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -58,19 +59,11 @@ TEST_CASE("the deadline ends a transfer in each phase; only a write under way is
 
 // As when the deadline is so near that another thread finds it over before the request has been sent.
 TEST_CASE("a transfer that is given up before its request was sent is given up behind the request, too") {
-  struct LateLink final : Link {
+  struct LateLink final : SilentLink {
     void send(Message&& message) override {
       if (const auto first = std::exchange(before, nullptr)) first();
       sent.push_back(message.verb);
     }
-    void send_data(std::uint64_t, std::span<const std::byte>, std::span<const iovec>, std::int64_t,
-                   const std::atomic<bool>*) override {}
-    bool drive(std::int64_t, const std::function<bool()>& done) override { return done(); }
-    void wake() noexcept override {}
-    int descriptor(std::size_t) const noexcept override { return -1; }
-    int pidfd() const noexcept override { return -1; }
-    std::string describe() const override { return "late"; }
-    void close(const Error&) noexcept override {}
     std::function<void()> before;
     std::vector<std::uint16_t> sent;
   };

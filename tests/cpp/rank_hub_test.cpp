@@ -21,6 +21,7 @@
 #include "kvpool/routes/route_error.h"
 #include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/messages.h"
+#include "silent_link.h"
 #include "swap_kit.h"
 #include "thrown.h"
 
@@ -28,18 +29,10 @@ namespace kvpool::testing {
 namespace {
 
 // To a rank that answers, in the thread that asks, as the test says.
-class RankLink final : public Link {
+class RankLink final : public SilentLink {
  public:
   void send(Message&& message) override { on_sent(message.id); }
-  void send_data(std::uint64_t, std::span<const std::byte>, std::span<const iovec>, std::int64_t,
-                 const std::atomic<bool>*) override {}
-  bool drive(std::int64_t, const std::function<bool()>& done) override { return done(); }
-  void wake() noexcept override {}
-  int descriptor(std::size_t) const noexcept override { return -1; }
-  int pidfd() const noexcept override { return -1; }
-  std::string describe() const override { return "script"; }
   std::int64_t process() const noexcept override { return 0; }
-  void close(const Error&) noexcept override {}
 
   std::function<void(std::uint64_t id)> on_sent = [](std::uint64_t) {};
 };

@@ -112,6 +112,12 @@ def test_files_that_declare_a_name_twice_are_not_compiled_together(tmp_path, one
     assert unity.grouped(files, unity.Sources([]), 1) == [[file] for file in files]
 
 
+def test_the_groups_of_all_cpp_tests_count_where_two_programs_share_a_file():
+    """CMake keeps one group for a file: that of the last call. A group of a part may clash with files of the whole."""
+    targets = re.findall(r"kvpool_unity\(\s*(kvpool_\w*tests)\b", (ROOT / "CMakeLists.txt").read_text())
+    assert targets == ["kvpool_plain_tests", "kvpool_tests"]
+
+
 def test_cpp_tests_that_start_threads_run_under_threadsanitizer_too():
     found = re.search(r'starts_threads REGEX "(.+)"', (ROOT / "CMakeLists.txt").read_text())
     assert found

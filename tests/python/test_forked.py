@@ -1,4 +1,4 @@
-"""The processes that tests start: each begins as an interpreter of its own would, and its end is told."""
+"""The forks that tests start: each begins as a new interpreter does, and the test learns how it ends."""
 
 from __future__ import annotations
 

@@ -42,6 +42,10 @@ inline constexpr Address make_address(std::uint32_t instance, Medium medium, std
 inline constexpr std::uint32_t instance_of(Address address) noexcept {
   return static_cast<std::uint32_t>(address >> kInstanceShift);
 }
+// As it was before its pool had an instance id: equal for all addresses of one block and generation of one pool.
+inline constexpr Address without_instance(Address address) noexcept {
+  return address & ((Address{1} << kInstanceShift) - 1);
+}
 // The raw bits, which may name no medium in an address that a caller made up: see is_medium().
 inline constexpr std::uint32_t medium_bits_of(Address address) noexcept {
   return static_cast<std::uint32_t>(address >> kMediumShift) & ((1U << kMediumBits) - 1);

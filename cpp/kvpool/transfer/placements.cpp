@@ -4,11 +4,6 @@
 #include <utility>
 
 namespace kvpool {
-namespace {
-
-Address without_instance(Address address) { return address & ((Address{1} << kInstanceShift) - 1); }
-
-}  // namespace
 
 std::uint64_t Placements::begin(std::uint64_t transfer, std::uint64_t content, std::vector<Address> blocks) {
   under_way_.push_back({last_ + 1, transfer, content, {}});
