@@ -80,7 +80,7 @@ $(DONE)/torch: $(DONE)/venv Makefile | $(DONE)/tools
 	@if $(PIP) "$(TORCH)"; then touch $@; else echo "$(TORCH) cannot be installed for $$($(BIN)/python --version); \
 	what needs it is skipped" >&2; fi
 
-# Another library that brings a UCX of its own, to test both in one process. Without what it would pull in.
+# Another library that brings its own UCX, to test both in one process. Without what it would pull in.
 $(DONE)/nixl: $(DONE)/venv Makefile | $(DONE)/torch
 	$(call say,NIXL ($(NIXL)))
 	@if $(PIP) --no-deps "$(NIXL)"; then touch $@; else echo "$(NIXL) cannot be installed for $$($(BIN)/python --version); \

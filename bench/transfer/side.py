@@ -8,7 +8,7 @@ module; one is asked to `receive`, then the other to `send` to it, and from then
     attend(on)                        the receiver does, or stops doing, what it must for bytes to arrive
     end()                             gives everything back
 
-Both sides have two slots of memory for each block, and use the even ones in a random order of their own. So no two
+Both sides have two slots of memory for each block, and each uses the even ones in its own random order. So no two
 blocks lie side by side, no merging of neighbours can help, and the odd slots, which must stay zero, show a stray write.
 """
 

@@ -1,4 +1,4 @@
-"""Prefill and decode in processes of their own, with and without caches.
+"""Prefill and decode in separate processes, with and without caches.
 
     python -m examples.pd_disaggregated run --workload chat --design PD-Caching-3
     python -m examples.pd_disaggregated all --quick
@@ -147,7 +147,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(
         prog="python -m examples.pd_disaggregated",
-        description="Serve multi-turn sessions with prefill and decode in processes of their own, in the four\n"
+        description="Serve multi-turn sessions with prefill and decode in separate processes, in the four\n"
         "designs of the MemServe paper, or colocated. Every token is compared with those of one process.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -29,7 +29,7 @@ TEST_CASE("a book finds members by name and by id, and lists them") {
   CHECK_FALSE(book.find("a"));
 }
 
-TEST_CASE("an incarnation that another replaces under its name is reported once") {
+TEST_CASE("an incarnation that is replaced under its name is reported once") {
   AddressBook book;
   book.set({member("a", 1, 10), member("b", 2, 20)});
   CHECK(book.set({member("a", 3, 30), member("b", 2, 20)}) == std::vector<std::uint64_t>{10});

@@ -52,7 +52,7 @@ bool fits(const Layout& layout, const TensorShape& shape) {
 
 }  // namespace
 
-TEST_CASE("tensors that spell out a layout's pages fit it, and no other layout") {
+TEST_CASE("tensors with the dimensions of a layout's pages fit it, and no other layout") {
   struct Spelt {
     TensorShape shape;
     const Layout* layout;
@@ -77,7 +77,7 @@ TEST_CASE("tensors that spell out a layout's pages fit it, and no other layout")
   }
 }
 
-TEST_CASE("tensors in which the block dimension parts what the layout has in a row are refused") {
+TEST_CASE("tensors whose block dimension splits what the layout has in a row are refused") {
   // Heads before blocks: as many bytes in a run as a piece has.
   CHECK_FALSE(fits(kHnd, tensor({kHeads, kBlocks, kTokens, 2 * kDim}, 1)));
   // K of all layers, then V of all layers.
@@ -85,7 +85,7 @@ TEST_CASE("tensors in which the block dimension parts what the layout has in a r
   CHECK_FALSE(fits(kHnd, tensor({3, kBlocks, kHeads, kTokens, kDim}, 1)));
 }
 
-TEST_CASE("dimensions of one do not count, and latent pages are one fused head") {
+TEST_CASE("dimensions of size one do not count, and latent pages are one fused head") {
   Layout latent = kFused;
   latent.format = {1, 288, DType::kBfloat16, false, true};
   latent.piece_bytes.assign(3, std::size_t{kTokens} * 576 * 2);
@@ -96,7 +96,7 @@ TEST_CASE("dimensions of one do not count, and latent pages are one fused head")
   CHECK_FALSE(fits(latent, tensor({kBlocks, kTokens, 576}, 0)));
 }
 
-TEST_CASE("tensors of flat pages declare nothing but how many pieces lie in a row") {
+TEST_CASE("tensors of flat pages say only how many pieces lie in a row") {
   constexpr std::int64_t kPiece = kHeads * kTokens * kDim;
   for (const Layout* layout : {&kHnd, &kNhd}) {
     CHECK(fits(*layout, tensor({kBlocks, kPiece}, 0)));
@@ -113,7 +113,7 @@ TEST_CASE("tensors of flat pages declare nothing but how many pieces lie in a ro
   CHECK(fits(kFused, tensor({3, kBlocks, 2 * kPiece}, 1)));
 }
 
-TEST_CASE("elements are the layout's, or bits that are as long") {
+TEST_CASE("elements have the layout's type, or are raw bits of its width") {
   const std::vector<std::int64_t> shape{kBlocks, 2, kHeads, kTokens, kDim};
   CHECK(fits(kHnd, tensor(shape, 0, "bfloat16")));
   CHECK(fits(kHnd, tensor(shape, 0, "uint16")));
@@ -127,7 +127,7 @@ TEST_CASE("elements are the layout's, or bits that are as long") {
         }) == "tensor 1 has elements of float16, and the layout's are bfloat16");
 }
 
-TEST_CASE("a refusal says what the layout has, and what would be right") {
+TEST_CASE("a refusal shows the layout's dimensions, and those that would fit") {
   CHECK(text_of([&] {
           const std::vector<TensorShape> tensors{tensor({kBlocks, kHeads, kTokens, 2 * kDim}, 0)};
           check_adopted_pages(kHnd, tensors);

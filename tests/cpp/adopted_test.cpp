@@ -76,7 +76,7 @@ TEST_CASE("an adopted arena is the engine's memory, kept alive") {
   CHECK(alive.expired());
 }
 
-TEST_CASE("memory that is refused is let go") {
+TEST_CASE("refused memory is released") {
   auto owner = std::make_shared<int>(5);
   const std::weak_ptr<int> alive = owner;
   CHECK_THROWS_AS(make_adopted_arena(Medium::kHbm, 2, {{at(4096), 10, 20}}, std::move(owner)), Error);
@@ -118,7 +118,7 @@ TEST_CASE("an adopted arena may have no blocks") {
   CHECK(arena->payload_bytes() == 0);
 }
 
-TEST_CASE("the overlap check agrees with a look at every byte") {
+TEST_CASE("the overlap check agrees with a check of every byte") {
   int overlapping = 0;
   int separate = 0;
   for (std::uint64_t seed = 1; seed <= 4000; ++seed) {
@@ -140,7 +140,7 @@ TEST_CASE("the overlap check agrees with a look at every byte") {
   CHECK(separate > 400);
 }
 
-TEST_CASE("the overlap check is exact for a large model with as many blocks as can be") {
+TEST_CASE("the overlap check is exact for a large model with the largest number of blocks") {
   constexpr std::size_t kLayers = 128;
   constexpr std::size_t kPiece = 1 << 12;
   // [block, layer, k/v]: every segment reaches over all of the memory, 256 x 16 million pieces. A look at each would
@@ -159,7 +159,7 @@ TEST_CASE("the overlap check is exact for a large model with as many blocks as c
   CHECK_FALSE(fits(kBlocksMax, segments));
 }
 
-TEST_CASE("pieces with strides that share no factor meet where arithmetic says") {
+TEST_CASE("pieces whose strides have no common factor meet where arithmetic says") {
   // Piece x of the first begins at 1000003 x, piece y of the second at 999983 y + 499999: both one byte. They meet when
   // 1000003 x - 999983 y = 499999 has a solution below the number of blocks.
   std::uint64_t first_meeting = 0;

@@ -111,7 +111,7 @@ bool is_usable(const Arena& arena) {
   return true;
 }
 
-TEST_CASE("an owned arena lies in one mapping, segment after segment, without a gap") {
+TEST_CASE("an owned arena is one mapping, segment after segment, without gaps") {
   const auto arena = make_owned_arena(options_of(7, {4096, 100, 5000}));
   CHECK(arena->medium() == Medium::kDram);
   CHECK(arena->blocks() == 7);
@@ -131,7 +131,7 @@ TEST_CASE("an owned arena lies in one mapping, segment after segment, without a 
   CHECK(is_usable(*arena));
 }
 
-TEST_CASE("requested memory is used memory") {
+TEST_CASE("the memory of an arena is committed when it is made") {
   for (const std::size_t bytes : {std::size_t{1}, std::size_t{4096}, std::size_t{4097}, kHugePageBytes - 1,
                                   kHugePageBytes, kHugePageBytes + 1, 5 * kHugePageBytes + 12345}) {
     CAPTURE(bytes);
@@ -155,7 +155,7 @@ TEST_CASE("requested memory is used memory") {
   }
 }
 
-TEST_CASE("required huge pages are all there or an error") {
+TEST_CASE("required huge pages are all there, or an error says so") {
   ArenaOptions options = options_of(5, {kHugePageBytes + 1000});
   options.huge_pages = HugePages::kRequire;
   try {
@@ -205,7 +205,7 @@ TEST_CASE("an arena leaves neither descriptor nor mapping behind") {
   CHECK(mappings_of_arenas() == 0);
 }
 
-TEST_CASE("the address space that aligns an arena is given back while it lives") {
+TEST_CASE("the address space that was taken to align an arena is returned while it lives") {
   const std::uint64_t before = reserved_bytes();
   std::vector<std::shared_ptr<Arena>> arenas;
   for (int i = 0; i < 8; ++i) {
@@ -226,7 +226,7 @@ TEST_CASE("a peer that is given the descriptor can map the memory, and cannot re
   CHECK((fcntl(arena->memfd(), F_GETFD) & FD_CLOEXEC) != 0);
 }
 
-TEST_CASE("sizes that no memory could have are argument errors") {
+TEST_CASE("impossible sizes are argument errors") {
   CHECK(error_of(options_of(1, {})).code() == ErrorCode::kArgument);
   CHECK(error_of(options_of(1, {4096, 0})).code() == ErrorCode::kArgument);
   CHECK(error_of(options_of(0, {0})).code() == ErrorCode::kArgument);
@@ -323,7 +323,7 @@ TEST_CASE("a forked child frees nothing of an arena, and its parent goes on with
   CHECK(is_usable(*arena));
 }
 
-TEST_CASE("an arena that a forked child makes itself is freed by it") {
+TEST_CASE("an arena that a forked child makes itself is freed by the child") {
   const int status = test::run_in_child([] {
     {
       const auto arena = make_owned_arena(options_of(2, {kHugePageBytes}));
@@ -359,7 +359,7 @@ TEST_CASE("kernels without the newer calls still commit all of the memory") {
   }
 }
 
-TEST_CASE("required huge pages without a kernel that gives any are an error") {
+TEST_CASE("required huge pages are an error where the kernel gives none") {
   const int status = test::run_in_child([] {
     if (!test::refuse_calls({{SYS_madvise, kAdviceArgument, MADV_HUGEPAGE, EINVAL},
                              {SYS_madvise, kAdviceArgument, kMadvCollapse, ENOMEM}})) {
@@ -376,7 +376,7 @@ TEST_CASE("required huge pages without a kernel that gives any are an error") {
   CHECK((status == 0 || status == test::kChildSkipped));
 }
 
-TEST_CASE("memory that runs out while it is committed is an error that leaves nothing") {
+TEST_CASE("running out of memory while an arena is committed is an error that leaves nothing") {
   // The kernel says ENOMEM or, where a store would have met SIGBUS, EFAULT; an old kernel says ENOSPC.
   const std::vector<std::vector<test::RefusedCall>> ways = {
       {{SYS_madvise, kAdviceArgument, kMadvPopulateWrite, ENOMEM}},

@@ -226,7 +226,7 @@ void fuzz(std::uint32_t blocks, std::uint32_t length_max, int events, std::uint6
 
 }  // namespace
 
-TEST_CASE("runs survive a churn of mixed sizes at ninety per cent") {
+TEST_CASE("runs survive churn of mixed sizes at ninety per cent") {
   // The mean request is 77 blocks, which no allocator can exceed. A free list or queue falls to runs of about 1.
   std::mt19937 random(42);
   constexpr std::uint32_t kBlocks = 16384;

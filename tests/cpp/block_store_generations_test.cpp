@@ -23,7 +23,7 @@ using kvpool::testing::block_store::take_blocks;
 
 }  // namespace
 
-TEST_CASE("stores that start at different generations take each other's addresses for stale") {
+TEST_CASE("an address from a store that starts at another generation is stale") {
   BlockStore early(Medium::kHbm, 4, 100);
   BlockStore late(Medium::kHbm, 4, kGenerationMax - 1);
   Address a = 0;
@@ -70,7 +70,7 @@ TEST_CASE("a block whose generations are used up is retired and never comes back
   store.audit();
 }
 
-TEST_CASE("blocks retire at either end of a range, side by side, and all of it") {
+TEST_CASE("blocks retire at either end of a range, inside it, side by side, and all of it") {
   const std::vector<std::set<std::uint32_t>> cases = {{0}, {7}, {0, 7}, {3, 4}, {0, 1, 2, 3, 4, 5, 6, 7}, {1, 3, 5}};
   for (const std::set<std::uint32_t>& retiring : cases) {
     BlockStore store(Medium::kDram, 8);
@@ -88,7 +88,7 @@ TEST_CASE("blocks retire at either end of a range, side by side, and all of it")
   }
 }
 
-TEST_CASE("a store retires its blocks after the last of its generations") {
+TEST_CASE("a store retires its blocks after its last generation") {
   BlockStore store(Medium::kDram, 2, 5, 7);
   for (std::uint32_t generation = 5; generation <= 7; ++generation) {
     Address address = 0;

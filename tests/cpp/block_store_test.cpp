@@ -130,7 +130,7 @@ TEST_CASE("taking more than is free changes nothing") {
   store.audit();
 }
 
-TEST_CASE("a request is one run when one is long enough, and else as few as can be") {
+TEST_CASE("a request gets one run when one is long enough, and otherwise as few runs as possible") {
   BlockStore store(Medium::kHbm, 1000);
   take_blocks(store, 1000);
   store.release(100, 10);
@@ -150,7 +150,7 @@ TEST_CASE("a request is one run when one is long enough, and else as few as can 
   store.audit();
 }
 
-TEST_CASE("an exact block is given when it is free, and only then") {
+TEST_CASE("a block that is asked for by its number is given only while it is free") {
   BlockStore store(Medium::kHbm, 32);
   Address out = 0;
   REQUIRE(store.take_block(7, BlockState::kLent, &out));

@@ -58,7 +58,7 @@ void carry_out(Event event, BorrowedBlocks& blocks, const std::vector<Address>& 
 
 }  // namespace
 
-TEST_CASE("what is borrowed agrees with a naive model after every event") {
+TEST_CASE("the set of borrowed blocks agrees with a naive model after every event") {
   for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("borrowed", seed);
     Dice dice(seed);
@@ -92,7 +92,7 @@ TEST_CASE("what is borrowed agrees with a naive model after every event") {
   }
 }
 
-TEST_CASE("of threads that want to write the same borrowed blocks, one does at a time") {
+TEST_CASE("of several threads that write the same borrowed blocks, one does at a time") {
   BorrowedBlocks blocks("peer", kLender, kBlocks);
   const std::vector<Address> lent = {make_address(kLender, Medium::kHbm, 1, 0),
                                      make_address(kLender, Medium::kDram, 1, 5)};

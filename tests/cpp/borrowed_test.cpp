@@ -16,7 +16,7 @@ Address block(std::uint32_t number, std::uint32_t generation = 4) {
 }
 using Addresses = std::vector<Address>;
 
-TEST_CASE("a borrowed block is written by one transfer at a time, and given back when nobody writes it") {
+TEST_CASE("a borrowed block is written by one transfer at a time, and returned when nobody writes it") {
   BorrowedBlocks blocks("peer", kPeer, {8, 8});
   const Addresses lent{block(1), block(2), make_address(kPeer, Medium::kDram, 1, 0)};
   blocks.add(lent);
@@ -31,7 +31,7 @@ TEST_CASE("a borrowed block is written by one transfer at a time, and given back
   CHECK(code_of([&] { blocks.remove(lent); }) == ErrorCode::kNotOwner);
 }
 
-TEST_CASE("a list that names a block twice is refused, and so is what was never lent") {
+TEST_CASE("a list that names a block twice, or one that was never lent, is refused") {
   BorrowedBlocks blocks("peer", kPeer, {8, 8});
   CHECK(code_of([&] { blocks.begin_write(Addresses{block(1)}); }) == ErrorCode::kNotOwner);
   blocks.add(Addresses{block(1)});
@@ -46,7 +46,7 @@ TEST_CASE("a list that names a block twice is refused, and so is what was never 
   CHECK(blocks.count() == 0);
 }
 
-TEST_CASE("a peer that lends what it has not, or has lent, is a liar, and nothing is noted") {
+TEST_CASE("a peer that lends blocks that it does not have, or has lent, breaks the protocol, and nothing is noted") {
   BorrowedBlocks blocks("peer", kPeer, {8, 0});
   blocks.add(Addresses{block(0)});
   for (const Address wrong : {block(0), block(8), make_address(kPeer, Medium::kDram, 4, 0), Address{5},

@@ -70,7 +70,7 @@ TEST_CASE("MIXED is HBM first and the rest DRAM, all or nothing") {
   space.audit();
 }
 
-TEST_CASE("MIXED leaves alone the HBM that an engine allocates") {
+TEST_CASE("MIXED takes no HBM that an engine allocates itself") {
   Blocks kept(3, 5, true);
   CacheBlocks& space = *kept;
   CHECK(space.capacity(kMixed) == 5);
@@ -81,7 +81,7 @@ TEST_CASE("MIXED leaves alone the HBM that an engine allocates") {
   CHECK(space.store(Medium::kHbm).free_count() == 3);
 }
 
-TEST_CASE("the audit finds a block of an engine that is lent") {
+TEST_CASE("the audit finds an engine's block that is lent") {
   Blocks kept(3, 0, true);
   CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 1, Medium::kHbm);
@@ -116,7 +116,7 @@ TEST_CASE("each kind of wrong address has its own error, which names the positio
   }
 }
 
-TEST_CASE("a block that stands twice in a list is refused, also under the id that it had before") {
+TEST_CASE("a block that is twice in a list is refused, even under the id that it had before") {
   Blocks kept(4, 4);
   CacheBlocks& space = *kept;
   const Addresses before = take(space, 2, Medium::kHbm);
@@ -143,7 +143,7 @@ TEST_CASE("two lists that are checked with one stamp may not share a block") {
   space.check_distinct(&blocks[1], 1, space.new_stamp());
 }
 
-TEST_CASE("a block that is read is free only when its last reader lets go") {
+TEST_CASE("a block that is read becomes free when its last reader releases it") {
   Blocks kept(4, 4);
   CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 3, Medium::kDram);
@@ -162,7 +162,7 @@ TEST_CASE("a block that is read is free only when its last reader lets go") {
   space.audit();
 }
 
-TEST_CASE("if one of several blocks cannot be read, none of them is held") {
+TEST_CASE("if one of several blocks cannot be read, none is held") {
   Blocks kept(4, 4);
   CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 2, Medium::kHbm);
@@ -174,7 +174,7 @@ TEST_CASE("if one of several blocks cannot be read, none of them is held") {
   space.check_unread(blocks.data(), 2);
 }
 
-TEST_CASE("an owner writes what it was lent, and what is reserved for this transfer of it") {
+TEST_CASE("an owner may write blocks lent to it, and of those reserved only the ones of this transfer") {
   Blocks kept(4, 4);
   CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 2, Medium::kHbm, BlockState::kReserved);

@@ -10,7 +10,7 @@
 using namespace kvpool;
 using namespace kvpool::testing;
 
-TEST_CASE("a caller queue: of one source the oldest goes first") {
+TEST_CASE("a caller queue: the oldest of one source goes first") {
   CallerQueue queue(3);
   for (std::uint64_t id = 1; id <= 3; ++id) CHECK_FALSE(queue.enter(id, 7));
   CHECK(queue.enter(4, 7) == 1);
@@ -21,7 +21,7 @@ TEST_CASE("a caller queue: of one source the oldest goes first") {
   CHECK(queue.size() == 3);
 }
 
-TEST_CASE("a caller queue: a source that floods loses its own callers, and no other source one") {
+TEST_CASE("a caller queue: a flooding source loses only its own callers") {
   CallerQueue queue(8);
   for (std::uint64_t id = 1; id <= 3; ++id) CHECK_FALSE(queue.enter(id, id));  // three sources with one caller each
   std::uint64_t oldest_of_flood = 100;
@@ -35,7 +35,7 @@ TEST_CASE("a caller queue: a source that floods loses its own callers, and no ot
   CHECK(queue.enter(20'000, 20'000) == 1);  // all have one: the oldest
 }
 
-TEST_CASE("a caller queue: an empty queue names nobody, and a caller that left is not named again") {
+TEST_CASE("a caller queue: an empty queue returns nobody, and a caller that left is not returned again") {
   CallerQueue queue(2);
   CHECK_FALSE(queue.first_to_go());
   queue.leave(5);
@@ -47,7 +47,7 @@ TEST_CASE("a caller queue: an empty queue names nobody, and a caller that left i
   CHECK(queue.size() == 0);
 }
 
-TEST_CASE("a caller queue: whatever comes, its invariants hold") {
+TEST_CASE("a caller queue: its invariants hold after any sequence of events") {
   for (const std::uint64_t seed : fuzz_seeds()) {
     announce_fuzz("caller queue", seed);
     Dice dice(seed);

@@ -85,7 +85,7 @@ TEST_CASE("a hash depends on every token, on their number and on the seed") {
   CHECK(std::adjacent_find(hashes.begin(), hashes.end()) == hashes.end());
 }
 
-TEST_CASE("without children there is no agreement") {
+TEST_CASE("a node without children agrees with no page") {
   const Order order(4);
   const Page page{1, 2, 3, 4};
   CHECK(order.longest_agreement(nullptr, page.data(), 4) == 0);

@@ -1,4 +1,4 @@
-// For tests that need a process of their own: one that forks, changes its limits, or has a kernel that knows less.
+// For tests that need a separate process: one that forks, changes its limits, or has a kernel that knows less.
 #pragma once
 
 #include <errno.h>

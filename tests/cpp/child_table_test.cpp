@@ -68,7 +68,7 @@ TEST_CASE("a probe sequence that wraps around the end of the array stays whole")
   CHECK(table.size() == 0);
 }
 
-TEST_CASE("growth moves a few items at a time, and all are found meanwhile") {
+TEST_CASE("growth moves a few items at a time, and all can be found meanwhile") {
   Table table;
   std::deque<Item> items;
   bool was_between_two_arrays = false;
@@ -118,7 +118,7 @@ TEST_CASE("items can be taken out and replaced while the table grows") {
   for (Item& item : more) CHECK(find(table, item) == &item);
 }
 
-TEST_CASE("after room was made, that many insertions need no memory") {
+TEST_CASE("after room is reserved, that many insertions need no memory") {
   Table table;
   std::deque<Item> items(1000, Item{5});
   for (std::size_t i = 0; i < 39; ++i) put(table, items[i]);
@@ -129,7 +129,7 @@ TEST_CASE("after room was made, that many insertions need no memory") {
   CHECK(table.size() == 939);
 }
 
-TEST_CASE("no memory to grow leaves the table as it was") {
+TEST_CASE("running out of memory while growing leaves the table unchanged") {
   const int threw = fail_each_allocation([](auto&& fail) {
     Table table;
     std::deque<Item> items;

@@ -158,7 +158,7 @@ TEST_CASE("cma writes into a peer that is stopped") {
   CHECK(route->write(write.request()).bytes == sizeof(bytes));
 }
 
-TEST_CASE("cma tells what is wrong: no memory there, a hole in it, no pidfd, not allowed") {
+TEST_CASE("cma names the cause: no memory there, a hole in it, no pidfd, not allowed") {
   if (!machine_has_cma()) return;
   constexpr std::uint32_t kBlocks = 16;
   constexpr std::size_t kBytes = 8192;
@@ -191,7 +191,7 @@ TEST_CASE("cma tells what is wrong: no memory there, a hole in it, no pidfd, not
   munmap(memory, kBlocks * kBytes);
 }
 
-TEST_CASE("cma says what to do where the kernel does not allow it") {
+TEST_CASE("where the kernel forbids cma, the error says how to allow it") {
   if (!machine_has_cma()) return;
   static std::byte bytes[64];
   const pid_t parent = getpid();

@@ -231,7 +231,7 @@ Sent send(const World& world, const Side& from, Place from_place, const Side& to
   return sent;
 }
 
-TEST_CASE("a copy of each kind is counted, and so would be a stop on the way") {
+TEST_CASE("copies of each kind are counted, and an intermediate stop would be") {
   const World world;
   std::vector<std::byte> from(kContent);
   std::vector<std::byte> to(kContent);
@@ -308,7 +308,7 @@ void check_ways(const World& world, Place from, Place to, bool same_gpu) {
   }
 }
 
-TEST_CASE("no way copies more often than it has to, and one of the fewest copies is chosen") {
+TEST_CASE("each route makes the fewest copies that it can, and one with the fewest is chosen") {
   const World world;
   for (std::uint8_t from = 0; from < kPlaceCount; ++from) {
     for (std::uint8_t to = 0; to < kPlaceCount; ++to) {

@@ -46,7 +46,7 @@ Measured measure(const FakeCuda& cuda, const TableKernels& kernels, std::int64_t
   return measured;
 }
 
-TEST_CASE("the bound between kernels and copy engines is where they are as fast as each other") {
+TEST_CASE("the bound between kernels and copy engines lies where they are equally fast") {
   const FakeCuda cuda;
   cuda.set("delay_us", 0);
   const TableKernels kernels(cuda);
@@ -60,7 +60,7 @@ TEST_CASE("the bound between kernels and copy engines is where they are as fast 
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("a copy within the GPU is measured with more than its L2 cache holds") {
+TEST_CASE("a copy within the GPU is measured with more bytes than its L2 cache holds") {
   const FakeCuda cuda;
   cuda.set("delay_us", 0);
   cuda.set("l2_kib", 8 * 1024);
@@ -74,7 +74,7 @@ TEST_CASE("a copy within the GPU is measured with more than its L2 cache holds")
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("a GPU that has no memory for it, is too slow, or refuses, is not measured, and nothing of it is kept") {
+TEST_CASE("a GPU that is too slow, lacks memory or refuses is not measured, and nothing is kept of the trial") {
   const CopyBounds guess;
   for (const char* call : {"cuMemAlloc", "cuMemHostRegister", "cuStreamCreate", "cuMemcpyBatchAsync_v2"}) {
     CAPTURE(call);
@@ -125,7 +125,7 @@ TEST_CASE("nothing is measured while a stream waits for a word") {
   word->set();
 }
 
-TEST_CASE("where another library answers for the driver nothing is measured") {
+TEST_CASE("nothing is measured when another library stands in for the driver") {
   const FakeCuda cuda;
   {
     const DeviceArena device(DeviceArenaOptions{.blocks = 4, .segment_bytes = {512}});
@@ -138,7 +138,7 @@ TEST_CASE("where another library answers for the driver nothing is measured") {
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("pieces up to the bound of their way go by a kernel, longer ones by the copy engines") {
+TEST_CASE("pieces up to the bound of their direction go by a kernel, longer ones by the copy engines") {
   const FakeCuda cuda;
   cuda.set("delay_us", 0);
   const TableKernels kernels(cuda);

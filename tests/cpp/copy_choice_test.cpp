@@ -16,7 +16,7 @@ int streaming_of(CopyChoice& choice, int writes, std::uint64_t bytes, double cac
   return streaming;
 }
 
-TEST_CASE("copies go the faster way, and notice when that is another one") {
+TEST_CASE("copies take the faster way, and notice when it changes") {
   CopyChoice choice;
   constexpr std::uint64_t kBytes = std::uint64_t{4} << 20;
   CHECK(streaming_of(choice, 320, kBytes, 100, 200) < 32);
@@ -28,13 +28,13 @@ TEST_CASE("copies go the faster way, and notice when that is another one") {
   CHECK(streaming_of(choice, 320, kBytes, 100, 200) < 32);
 }
 
-TEST_CASE("small copies go through the caches, and huge ones past them") {
+TEST_CASE("small copies go through the caches, and huge ones bypass them") {
   CopyChoice choice;
   CHECK(streaming_of(choice, 100, CopyChoice::kCachedMax, 200, 100) == 0);
   CHECK(streaming_of(choice, 100, CopyChoice::kStreamingMin + 1, 100, 200) == 100);
 }
 
-TEST_CASE("a copy that was held up once does not change the way") {
+TEST_CASE("a single delayed copy does not change the way") {
   CopyChoice choice;
   constexpr std::uint64_t kBytes = std::uint64_t{4} << 20;
   streaming_of(choice, 100, kBytes, 100, 200);

@@ -106,7 +106,7 @@ struct Tiers {
   std::unique_ptr<DeviceMover> mover;
 };
 
-TEST_CASE("20,000 blocks cross to the host and back in one launch each way, which takes no memory of the driver") {
+TEST_CASE("20,000 blocks are copied to the host and back in one launch each way, without memory of the driver") {
   const FakeCuda cuda;
   cuda.set("delay_us", 0);
   const TableKernels kernels(cuda);
@@ -136,7 +136,7 @@ TEST_CASE("20,000 blocks cross to the host and back in one launch each way, whic
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("what needs no table takes none") {
+TEST_CASE("copies that need no table take none") {
   const FakeCuda cuda;
   const TableKernels kernels(cuda);
   const auto table_of = [](const cuda::KernelSet* with, std::uint32_t blocks) {
@@ -153,7 +153,7 @@ TEST_CASE("what needs no table takes none") {
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("where memory for a table is short, a copy is several launches and as right") {
+TEST_CASE("where memory for a table is short, a copy takes several launches and is still correct") {
   for (const char* call : {"cuMemAlloc", "cuMemHostRegister"}) {
     CAPTURE(call);
     const FakeCuda cuda;
@@ -178,7 +178,7 @@ TEST_CASE("where memory for a table is short, a copy is several launches and as 
   }
 }
 
-TEST_CASE("whichever call of the driver fails when tables are taken, a mover leaves nothing behind") {
+TEST_CASE("if any driver call fails when tables are taken, a mover leaves nothing behind") {
   int failures = 0;
   for (int n = 1;; ++n) {
     CAPTURE(n);
@@ -200,7 +200,7 @@ TEST_CASE("whichever call of the driver fails when tables are taken, a mover lea
   CHECK(failures >= 10);
 }
 
-TEST_CASE("copies that are put into one stream have parts of its table, until there is no more") {
+TEST_CASE("copies in one stream share its table in parts, until it is full") {
   const FakeCuda cuda;
   cuda.set("delay_us", 2'000);
   const TableKernels kernels(cuda);
@@ -252,7 +252,7 @@ TEST_CASE("copies that are put into one stream have parts of its table, until th
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("a stream with a table is kept, however many calls go on at once") {
+TEST_CASE("a stream with a table is kept, however many calls are under way") {
   const FakeCuda cuda;
   const TableKernels kernels(cuda);
   {
@@ -277,7 +277,7 @@ TEST_CASE("a stream with a table is kept, however many calls go on at once") {
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("a table is not used again while nobody knows whether what it describes is under way") {
+TEST_CASE("a table is not reused while it is unknown whether its copy is under way") {
   const FakeCuda cuda;
   const TableKernels kernels(cuda);
   const Tiers tiers(&kernels.set());
@@ -301,7 +301,7 @@ TEST_CASE("a table is not used again while nobody knows whether what it describe
   CHECK(wrong(cuda, *tiers.host, second_to, 8, second) == 0);
 }
 
-TEST_CASE("a launch that fails has its table to itself, and the next copy has all of it") {
+TEST_CASE("a failed launch keeps its table to itself, and the next copy has a whole one") {
   const FakeCuda cuda;
   const TableKernels kernels(cuda);
   const Tiers tiers(&kernels.set());
@@ -321,7 +321,7 @@ TEST_CASE("a launch that fails has its table to itself, and the next copy has al
   TableKernels::fail_launch() = 0;
 }
 
-TEST_CASE("a copy by table in a stream that was pulled into a capture says so, and the next one is right") {
+TEST_CASE("a copy by table in a stream that was pulled into a capture fails, and the next one is right") {
   const FakeCuda cuda;
   const TableKernels kernels(cuda);
   const Tiers tiers(&kernels.set());
@@ -338,7 +338,7 @@ TEST_CASE("a copy by table in a stream that was pulled into a capture says so, a
   CHECK(wrong(cuda, *tiers.host, to, 8, from) == 0);
 }
 
-TEST_CASE("a GPU that is lost takes its tables with it") {
+TEST_CASE("the tables of a lost GPU are lost with it") {
   const FakeCuda cuda;
   const TableKernels kernels(cuda);
   {
@@ -385,7 +385,7 @@ struct ManyRoute {
   std::unique_ptr<Route> route;
 };
 
-TEST_CASE("a write to a peer is one launch for each two media, and takes no memory of the driver") {
+TEST_CASE("a write to a peer is one launch for each pair of media, without memory of the driver") {
   const FakeCuda cuda;
   cuda.set("delay_us", 100);
   const TableKernels kernels(cuda);
@@ -423,7 +423,7 @@ TEST_CASE("a write to a peer is one launch for each two media, and takes no memo
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("parts of a write have tables of their own, which are used again when a part has ended") {
+TEST_CASE("each part of a write has a separate table, which is reused when the part has ended") {
   const FakeCuda cuda;
   cuda.set("delay_us", 2'000);
   const TableKernels kernels(cuda);

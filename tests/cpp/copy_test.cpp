@@ -335,7 +335,7 @@ struct PartCounter {
   std::vector<int> seen;
 };
 
-TEST_CASE("work in parts is done part by part, each once, beside copies of other callers") {
+TEST_CASE("parts of a job are each done once, beside copies of other callers") {
   for (const int threads : {1, 2, 4}) {
     testing::LentTeam team(threads);
     std::vector<std::thread> callers;
@@ -362,7 +362,7 @@ TEST_CASE("work in parts is done part by part, each once, beside copies of other
   }
 }
 
-TEST_CASE("a forked child does the parts alone") {
+TEST_CASE("a forked child does all parts of a job alone") {
   auto team = std::make_unique<testing::LentTeam>(3);
   PartCounter before(8);
   team->run_parts(8, PartCounter::call, &before);
@@ -376,7 +376,7 @@ TEST_CASE("a forked child does the parts alone") {
   CHECK(before.each_once());
 }
 
-TEST_CASE("both ways to copy copy the same") {
+TEST_CASE("both ways to copy give the same bytes") {
   for (const CopyWay way : {CopyWay::kCached, CopyWay::kStreaming}) {
     std::mt19937_64 random(7);
     Trial trial(std::size_t{1} << 20);

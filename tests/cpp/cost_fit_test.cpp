@@ -34,11 +34,11 @@ void check_is(const std::optional<RoutePrior>& found, const RoutePrior& prior) {
 
 constexpr RoutePrior kSome[] = {{15, 0.3, 1 / 3e3}, {2, 0.02, 1 / 40e3}, {400, 0, 1 / 1e2}, {0, 5, 1 / 10e3}};
 
-TEST_CASE("what writes took tells what a write costs") {
+TEST_CASE("the cost of a write is fitted to the times of earlier writes") {
   for (const RoutePrior& prior : kSome) check_is(fit_cost(samples_of(prior)), prior);
 }
 
-TEST_CASE("one outlier of each size changes nothing, whichever it is") {
+TEST_CASE("one outlier of each size does not change the fit") {
   for (const RoutePrior& prior : kSome) {
     for (const double factor : {0.01, 100.0}) {
       std::vector<CostSample> samples = samples_of(prior);
@@ -48,7 +48,7 @@ TEST_CASE("one outlier of each size changes nothing, whichever it is") {
   }
 }
 
-TEST_CASE("no part of a fit is negative, so that more never costs less") {
+TEST_CASE("no coefficient of a fit is negative, so larger writes never cost less") {
   // Of one that takes less for more.
   const auto falling = fit_cost(std::vector<CostSample>{{1, 1000, 50}, {10, 10'000, 20}, {100, 100'000, 5}});
   REQUIRE(falling);
@@ -68,12 +68,12 @@ TEST_CASE("no part of a fit is negative, so that more never costs less") {
   }
 }
 
-TEST_CASE("blocks so small that pieces and bytes cannot be told apart have a cost all the same") {
+TEST_CASE("blocks too small to tell pieces from bytes still get a cost") {
   const auto found = fit_cost(std::vector<CostSample>{{1, 128, 10.128}, {32, 4096, 14.096}});
   check_is(found, {10, 0, 0.001});
 }
 
-TEST_CASE("from one length, from nothing, and from what took no time, no cost follows") {
+TEST_CASE("one length, no samples, or samples that took no time give no cost") {
   CHECK_FALSE(fit_cost({}));
   CHECK_FALSE(fit_cost(std::vector<CostSample>{{1, 512, 10}, {1, 512, 12}}));
   CHECK_FALSE(fit_cost(std::vector<CostSample>{{1, 512, 10}, {4, 512, 12}}));

@@ -178,7 +178,7 @@ TEST_CASE("cuda abi: constants are those of cuda.h") {
 
 static_assert(int{CU_STREAM_CAPTURE_STATUS_NONE} == 0);
 
-TEST_CASE("cuda abi: errors that end a context are a lost device, and others are not") {
+TEST_CASE("cuda abi: errors that end a context mean that the device is lost, and others do not") {
   for (const CUresult result :
        {CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_ECC_UNCORRECTABLE,
         CUDA_ERROR_NVLINK_UNCORRECTABLE, CUDA_ERROR_ILLEGAL_ADDRESS, CUDA_ERROR_LAUNCH_TIMEOUT,

@@ -57,9 +57,9 @@ class TellingKernels {
 };
 
 // A route from one arena of a GPU to another there, whose parts are a block each.
-class PartedRoute {
+class RouteInParts {
  public:
-  explicit PartedRoute(const FakeCuda& cuda, const cuda::KernelSet* kernels = nullptr)
+  explicit RouteInParts(const FakeCuda& cuda, const cuda::KernelSet* kernels = nullptr)
       : cuda_(cuda), from_(make_arena()), to_(make_arena()) {
     GpuSide local;
     local.context = from_->context();
@@ -141,10 +141,10 @@ std::string rhythm(const std::string& calls) {
   return found;
 }
 
-TEST_CASE("a part of a write by the GPU is under way while the next is put behind it, and no third") {
+TEST_CASE("a write by the GPU has at most two parts under way") {
   const FakeCuda cuda;
   {
-    const PartedRoute route(cuda);
+    const RouteInParts route(cuda);
     const std::size_t before = rhythm(cuda.calls()).size();
     const WriteOutcome outcome = route.write(route.request());
     CHECK(rhythm(cuda.calls()).substr(before) == "CCWCWCWCWW");
@@ -156,7 +156,7 @@ TEST_CASE("a part of a write by the GPU is under way while the next is put behin
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("a write by the GPU that is stopped between two parts has those in place that it had begun, and no others") {
+TEST_CASE("a write by the GPU that is stopped between two parts has written only the parts that it had begun") {
   const FakeCuda cuda;
   cuda.set("delay_us", 20'000);  // what is not waited for comes too late for the checks
   const TellingKernels kernels(cuda);
@@ -164,7 +164,7 @@ TEST_CASE("a write by the GPU that is stopped between two parts has those in pla
     CAPTURE(static_cast<int>(wanted));
     for (const std::size_t last : {std::size_t{1}, std::size_t{2}, std::size_t{4}}) {
       CAPTURE(last);
-      const PartedRoute route(cuda, &kernels.set());
+      const RouteInParts route(cuda, &kernels.set());
       WriteRequest request = route.request();
       std::atomic<bool> cancelled{false};
       request.cancelled = &cancelled;
@@ -190,7 +190,7 @@ TEST_CASE("when a part cannot be begun, the one before it is waited for") {
   const FakeCuda cuda;
   cuda.set("delay_us", 20'000);
   const TellingKernels kernels(cuda);
-  const PartedRoute route(cuda, &kernels.set());
+  const RouteInParts route(cuda, &kernels.set());
   std::size_t launched = 0;
   TellingKernels::on_launch() = [&] {
     return ++launched == 3 ? 2 : 0;
@@ -204,14 +204,14 @@ TEST_CASE("when a part cannot be begun, the one before it is waited for") {
   CHECK(route.arrived() == route.parts());
 }
 
-TEST_CASE("if any call of the driver fails in a write by the GPU, the write is over when the error is thrown") {
+TEST_CASE("if any driver call fails in a write by the GPU, the write is over when the error is thrown") {
   std::size_t failures = 0;
   for (int n = 1;; ++n) {
     CAPTURE(n);
     const FakeCuda cuda;
     cuda.set("delay_us", 2'000);
     {
-      const PartedRoute route(cuda);
+      const RouteInParts route(cuda);
       cuda.fail_nth(n, 304);
       const auto code = code_of([&] { route.write(route.request()); });
       const bool reached = cuda.failed();

@@ -81,13 +81,13 @@ TEST_CASE("device memory may be accessed by the GPUs that can reach it") {
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("a peer that cannot access device memory after all is no error") {
+TEST_CASE("a peer GPU that turns out not to reach device memory is no error") {
   const FakeCuda cuda;
   cuda.fail("cuDeviceCanAccessPeer", 999);
   CHECK(DeviceArena(options_of(1)).device_memory()->peers().empty());
 }
 
-TEST_CASE("virtual device memory is exported as a file, plain as a handle") {
+TEST_CASE("virtual device memory is exported as a file, plain memory as a handle") {
   const FakeCuda cuda;
   {
     const DeviceArena arena(options_of(1, DeviceMemoryKind::kVirtual));
@@ -134,7 +134,7 @@ TEST_CASE(
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("a GPU that another process has to itself is not lost") {
+TEST_CASE("a GPU that another process uses exclusively is not lost") {
   const FakeCuda cuda;
   cuda.fail("cuDevicePrimaryCtxRetain", 46);
   const Error error = error_of(options_of(1));
@@ -143,7 +143,7 @@ TEST_CASE("a GPU that another process has to itself is not lost") {
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("an arena that does not fit the GPU is refused with the numbers, before or by the driver") {
+TEST_CASE("an arena that does not fit the GPU is refused with the numbers, by a check or by the driver") {
   for (const bool check_memory : {true, false}) {
     for (const DeviceMemoryKind kind : {DeviceMemoryKind::kVirtual, DeviceMemoryKind::kPlain}) {
       const FakeCuda cuda;
@@ -162,7 +162,7 @@ TEST_CASE("an arena that does not fit the GPU is refused with the numbers, befor
   }
 }
 
-TEST_CASE("whichever call of the driver fails, a device arena leaves nothing behind") {
+TEST_CASE("if any driver call fails, a device arena leaves nothing behind") {
   for (const DeviceMemoryKind kind : {DeviceMemoryKind::kVirtual, DeviceMemoryKind::kPlain}) {
     for (const int code : {2, 304, 700}) {
       int failures = 0;
@@ -190,7 +190,7 @@ TEST_CASE("whichever call of the driver fails, a device arena leaves nothing beh
   }
 }
 
-TEST_CASE("a GPU that is not there is an error that says which there are") {
+TEST_CASE("a GPU that does not exist is an error that lists those that do") {
   const FakeCuda cuda;
   DeviceArenaOptions options = options_of(1);
   options.device = 4;
@@ -208,7 +208,7 @@ TEST_CASE("without a driver, a device arena is an error that names the library")
   CHECK(has(error.what(), "libkvpool_no_such_driver.so.1"));
 }
 
-TEST_CASE("a device arena without blocks takes no memory and finds the GPU all the same") {
+TEST_CASE("a device arena without blocks takes no memory, and still finds the GPU") {
   const FakeCuda cuda;
   {
     const DeviceArena arena(options_of(0));
@@ -221,7 +221,7 @@ TEST_CASE("a device arena without blocks takes no memory and finds the GPU all t
   CHECK(error_of(options).code() == ErrorCode::kUnsupported);
 }
 
-TEST_CASE("a device arena is checked as any other") {
+TEST_CASE("a device arena is checked like any other") {
   const FakeCuda cuda;
   DeviceArenaOptions options = options_of(1);
   options.segment_bytes = {};
@@ -231,7 +231,7 @@ TEST_CASE("a device arena is checked as any other") {
   CHECK(cuda.calls() == "");
 }
 
-TEST_CASE("an engine's tensors on a GPU are adopted as they are") {
+TEST_CASE("an engine's tensors on a GPU are adopted in place") {
   const FakeCuda cuda;
   {
     const DeviceArena engine(options_of(8));
@@ -254,7 +254,7 @@ TEST_CASE("an engine's tensors on a GPU are adopted as they are") {
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("a forked child gives nothing of a device arena back") {
+TEST_CASE("a forked child frees nothing of a device arena") {
   const FakeCuda cuda;
   auto arena = std::make_unique<DeviceArena>(options_of(4));
   const std::string before = cuda.calls();

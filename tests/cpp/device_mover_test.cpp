@@ -169,7 +169,7 @@ TEST_CASE("large pieces go by the copy engines, small ones by a kernel") {
   CHECK(StreamKernels::launches() == launches + 1);
 }
 
-TEST_CASE("where the kernels cannot run the copy engines copy, and the kernels are not asked again") {
+TEST_CASE("where kernels cannot run, the copy engines copy and the kernels are not tried again") {
   const FakeCuda cuda;
   const StreamKernels kernels(cuda);
   const Tiers tiers(4, {512, 512}, {1024}, &kernels.set());
@@ -183,7 +183,7 @@ TEST_CASE("where the kernels cannot run the copy engines copy, and the kernels a
   CHECK(block_is(cuda, *tiers.host, 2, 4));
 }
 
-TEST_CASE("where a batch of copies is not supported they go one by one") {
+TEST_CASE("where batched copies are not supported, the copies go one by one") {
   const FakeCuda cuda;
   const Tiers tiers(4, {512, 512}, {512, 512});
   fill_block(cuda, *tiers.device, 0, 6);
@@ -196,7 +196,7 @@ TEST_CASE("where a batch of copies is not supported they go one by one") {
   CHECK(block_is(cuda, *tiers.host, 2, 6));
 }
 
-TEST_CASE("where the driver refuses a batch that is right, its pieces go one by one") {
+TEST_CASE("where the driver refuses a correct batch, its pieces go one by one") {
   for (const bool by_setting : {false, true}) {
     const FakeCuda cuda;
     if (by_setting) setenv("KVPOOL_CUDA_BATCHES", "0", 1);
@@ -235,7 +235,7 @@ TEST_CASE("losing the GPU in a kernel is reported as DeviceLost") {
   CHECK(code_of([&] { tiers.out(0, 1); }) == ErrorCode::kDeviceLost);
 }
 
-TEST_CASE("what the caller's stream still writes is copied out when it is written") {
+TEST_CASE("data that the caller's stream still writes is copied out once it is written") {
   const FakeCuda cuda;
   const Tiers tiers;
   const EngineStream engine(cuda);
@@ -250,7 +250,7 @@ TEST_CASE("what the caller's stream still writes is copied out when it is writte
   }
 }
 
-TEST_CASE("what the caller's stream still reads is not overwritten before it is read") {
+TEST_CASE("data that the caller's stream still reads is not overwritten before it is read") {
   const FakeCuda cuda;
   const Tiers tiers;
   const EngineStream engine(cuda);
@@ -268,7 +268,7 @@ TEST_CASE("what the caller's stream still reads is not overwritten before it is 
   }
 }
 
-TEST_CASE("a copy waits for the stream that it was given, and for no other") {
+TEST_CASE("a copy waits only for the stream that it was given") {
   const FakeCuda cuda;
   const Tiers tiers;
   const EngineStream engine(cuda);
@@ -320,7 +320,7 @@ TEST_CASE("the default streams may be named, a stream of another GPU may not") {
   CHECK(block_is(cuda, *tiers.host, 5, 50));
 }
 
-TEST_CASE("if any call of the driver fails in a copy, nothing is written after the error is thrown") {
+TEST_CASE("if any driver call fails in a copy, nothing is written after the error is thrown") {
   for (const bool has_batch : {true, false}) {
     int failures = 0;
     for (int n = 1;; ++n) {
@@ -358,7 +358,7 @@ TEST_CASE("if any call of the driver fails in a copy, nothing is written after t
   }
 }
 
-TEST_CASE("whichever call of the driver fails when a mover is made, it leaves nothing behind") {
+TEST_CASE("if any driver call fails when a mover is made, nothing is left behind") {
   int failures = 0;
   for (int n = 1;; ++n) {
     CAPTURE(n);
@@ -393,7 +393,7 @@ TEST_CASE("losing the GPU in a copy is reported as DeviceLost") {
   }
 }
 
-TEST_CASE("a driver that no longer says whether a copy has ended is as good as lost") {
+TEST_CASE("a driver that can no longer tell whether a copy has ended counts as a lost device") {
   const FakeCuda cuda;
   const Tiers tiers;
   cuda.fail("cuStreamSynchronize", 999);
@@ -402,7 +402,7 @@ TEST_CASE("a driver that no longer says whether a copy has ended is as good as l
   tiers.out(0, 0);
 }
 
-TEST_CASE("blocks are zeroed on the GPU, after what it is doing, and only they") {
+TEST_CASE("blocks are zeroed on the GPU after its earlier work, and no other memory is") {
   const FakeCuda cuda;
   const Tiers tiers(8, {96, 160}, {256});
   const EngineStream engine(cuda);

@@ -74,7 +74,7 @@ TEST_CASE("a wait for the work of a whole device ends with the work, at the dead
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("where the driver has no event of a whole device it is waited for all the same") {
+TEST_CASE("where the driver has no event for a whole device, the device is waited for all the same") {
   const FakeCuda cuda;
   cuda.set("version", kBefore12_5);
   const auto context = CudaContext::retain(0, "a test");
@@ -96,7 +96,7 @@ TEST_CASE("where the driver has no event of a whole device it is waited for all 
   CHECK(cuda.count("cuCtxRecordEvent") == 0);
 }
 
-TEST_CASE("a transfer that names no stream obeys cancel and deadline while work of the GPU stalls") {
+TEST_CASE("a transfer that names no stream obeys cancellation and deadline while work of the GPU stalls") {
   for (const char* route : kRoutes) {
     for (const bool by_deadline : {false, true}) {
       CAPTURE(route);
@@ -151,7 +151,7 @@ TEST_CASE("a thread keeps the capture mode that it has chosen") {
   CHECK(mode == 1);
 }
 
-TEST_CASE("pools, swaps and transfers break nobody's capture when they name a stream") {
+TEST_CASE("pools, swaps and transfers that name a stream break no capture") {
   for (const char* route : kRoutes) {
     CAPTURE(route);
     GpuPair pair(route, {});
@@ -208,7 +208,7 @@ TEST_CASE("a stream that is being captured is refused, and neither the capture n
   CHECK(pool->swap_out(2, engine.handle()).size() == 2);
 }
 
-TEST_CASE("a stream of kvpool's that was pulled into a capture all the same is no lost device") {
+TEST_CASE("a kvpool stream that was pulled into a capture is not taken for a lost device") {
   const FakeCuda cuda;
   const EngineStream engine(cuda);
   const auto context = CudaContext::retain(0, "a test");
@@ -226,7 +226,7 @@ TEST_CASE("a stream of kvpool's that was pulled into a capture all the same is n
   CHECK(context->driver().event_destroy(event) == 0);
 }
 
-TEST_CASE("without a stream a swap says that a graph is being captured, and the pool is as before") {
+TEST_CASE("without a stream a swap reports that a graph is being captured, and the pool is unchanged") {
   const FakeCuda cuda;
   PoolOptions options = small_options(4, 4);
   options.device = 0;
@@ -246,7 +246,7 @@ TEST_CASE("without a stream a swap says that a graph is being captured, and the 
 // --- one way to copy
 
 TEST_CASE(
-    "where a batch of copies is not supported a transfer's pieces go one by one, too, and it is not asked again") {
+    "where batched copies are not supported, the pieces of a transfer go one by one too, and no batch is retried") {
   const FakeCuda cuda;
   cuda.set("delay_us", 10);
   DeviceArenaOptions options;

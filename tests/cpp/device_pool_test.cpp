@@ -71,7 +71,7 @@ std::vector<std::uint64_t> state_of(Pool& pool) {
   return numbers;
 }
 
-TEST_CASE("a pool on a GPU swaps out and in, and says what it has taken") {
+TEST_CASE("a pool on a GPU swaps out and in, and reports the memory that it has taken") {
   const FakeCuda cuda;
   {
     const auto pool = std::make_shared<Pool>(device_options(8, 8));
@@ -92,7 +92,7 @@ TEST_CASE("a pool on a GPU swaps out and in, and says what it has taken") {
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("an allocation makes room on a GPU as elsewhere") {
+TEST_CASE("an allocation evicts on a GPU as it does elsewhere") {
   const FakeCuda cuda;
   const auto pool = std::make_shared<Pool>(device_options(6, 8));
   const Tokens tokens = store(cuda, pool, 1, 6, 30);
@@ -122,7 +122,7 @@ TEST_CASE("swap waits for the writer on the caller's stream") {
   }
 }
 
-TEST_CASE("what an engine freed while it still reads it is not swapped into before it has read it") {
+TEST_CASE("a block that an engine freed while reading it is not overwritten by a swap in before it was read") {
   const FakeCuda cuda;
   const auto pool = std::make_shared<Pool>(device_options(2, 4));
   const EngineStream engine(cuda);
@@ -143,7 +143,7 @@ TEST_CASE("what an engine freed while it still reads it is not swapped into befo
   CHECK(is_cached(cuda, pool, tokens, 50));
 }
 
-TEST_CASE("whichever call of the driver fails when a pool is made, nothing is left behind") {
+TEST_CASE("if any driver call fails when a pool is made, nothing is left behind") {
   int failures = 0;
   for (int n = 1;; ++n) {
     CAPTURE(n);
@@ -161,7 +161,7 @@ TEST_CASE("whichever call of the driver fails when a pool is made, nothing is le
   CHECK(failures > 20);
 }
 
-TEST_CASE("whichever call of the driver fails in a swap, the pool is as before and the next swap works") {
+TEST_CASE("if any driver call fails in a swap, the pool is unchanged and the next swap works") {
   for (const bool out : {true, false}) {
     int failures = 0;
     for (int n = 1;; ++n) {
@@ -206,7 +206,7 @@ TEST_CASE("whichever call of the driver fails in a swap, the pool is as before a
   }
 }
 
-TEST_CASE("a stream of another GPU changes nothing, and a pool in ordinary memory takes none") {
+TEST_CASE("a stream of another GPU is refused and changes nothing, and a pool in ordinary memory takes no stream") {
   const FakeCuda cuda;
   const auto pool = std::make_shared<Pool>(device_options(4, 4));
   const EngineStream other_gpu(cuda, 2);
@@ -222,7 +222,7 @@ TEST_CASE("a stream of another GPU changes nothing, and a pool in ordinary memor
   CHECK(code_of([&] { ordinary->swap_in({}, {}, out.data(), CuStream{}); }) == ErrorCode::kArgument);
 }
 
-TEST_CASE("a pool whose GPU is lost says so from every verb, and closes") {
+TEST_CASE("every verb of a pool whose GPU is lost says so, and the pool can be closed") {
   for (const int code : {700, 709}) {
     const FakeCuda cuda;
     {
@@ -250,7 +250,7 @@ TEST_CASE("an allocation that makes room on a lost GPU fails, and takes nothing"
   CHECK(code_of([&] { pool->alloc_evicting(2, Medium::kHbm, out.data()); }) == ErrorCode::kDeviceLost);
 }
 
-TEST_CASE("blocks of a GPU are zeroed when that was asked for") {
+TEST_CASE("blocks of a GPU are zeroed on request") {
   const FakeCuda cuda;
   PoolOptions options = device_options(4, 4);
   options.zero_on_alloc = true;
@@ -292,7 +292,7 @@ TEST_CASE("a pool over an engine's tensors on a GPU swaps them") {
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("a pool that is closed gives its GPU memory back, but for what a view shows") {
+TEST_CASE("closing a pool frees its GPU memory, except what a view still shows") {
   const FakeCuda cuda;
   const auto pool = std::make_shared<Pool>(device_options(4, 4));
   auto view = pool->arena(Medium::kHbm);
@@ -302,7 +302,7 @@ TEST_CASE("a pool that is closed gives its GPU memory back, but for what a view 
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("what a pool on a GPU cannot do is refused before anything is done") {
+TEST_CASE("calls that a pool on a GPU cannot do are refused before anything is done") {
   const FakeCuda cuda;
   PoolOptions pageable = device_options(4, 4);
   pageable.pin_dram = false;
@@ -315,7 +315,7 @@ TEST_CASE("what a pool on a GPU cannot do is refused before anything is done") {
   CHECK(code_of([&] { PeerNode(pool, make_ranks).start_service(by_ucx); }) == ErrorCode::kUnsupported);
 }
 
-TEST_CASE("a pool on a GPU is left alone in a forked child") {
+TEST_CASE("a forked child does not touch a pool on a GPU") {
   const FakeCuda cuda;
   auto pool = std::make_shared<Pool>(device_options(4, 4));
   const std::string before = cuda.calls();
@@ -327,7 +327,7 @@ TEST_CASE("a pool on a GPU is left alone in a forked child") {
   CHECK(status == 0);
 }
 
-TEST_CASE("threads that swap a pool on a GPU against each other see whole blocks") {
+TEST_CASE("threads that swap a pool on a GPU in both directions see whole blocks") {
   const FakeCuda cuda;
   cuda.set("delay_us", 20);
   PoolOptions options = device_options(8, 16);

@@ -174,17 +174,16 @@ void kill_a_writer(DeviceMemoryKind memory) {
         400'000'000);  // what its GPU was at has had time to end: WriterQuarantine::kGpuGraceNs
 }
 
-TEST_CASE("blocks on a GPU come back when the process that was writing them is killed and not before") {
-  if (!alone("blocks on a GPU come back when the process that was writing them is killed and not before", {}, false)) {
+TEST_CASE("blocks on a GPU are freed when the process that writes them is killed and not before") {
+  if (!alone("blocks on a GPU are freed when the process that writes them is killed and not before", {}, false)) {
     return;
   }
   if (!test::kChildMayStartThreads) return;
   for (const DeviceMemoryKind memory : kMemory) kill_a_writer(memory);
 }
 
-TEST_CASE("memory that a peer has open by a handle stays when its pool is closed until that peer has ended") {
-  if (!alone("memory that a peer has open by a handle stays when its pool is closed until that peer has ended", {},
-             false)) {
+TEST_CASE("memory that a peer has opened by a handle outlives its pool until that peer has ended") {
+  if (!alone("memory that a peer has opened by a handle outlives its pool until that peer has ended", {}, false)) {
     return;
   }
   if (!test::kChildMayStartThreads) return;
@@ -220,8 +219,8 @@ TEST_CASE("memory that a peer has open by a handle stays when its pool is closed
   }
 }
 
-TEST_CASE("a transfer to a GPU of a process that is killed ends as its peer is lost and its blocks are as they were") {
-  if (!alone("a transfer to a GPU of a process that is killed ends as its peer is lost and its blocks are as they were",
+TEST_CASE("a transfer to a GPU of a process that is killed reports the lost peer and leaves its blocks unchanged") {
+  if (!alone("a transfer to a GPU of a process that is killed reports the lost peer and leaves its blocks unchanged",
              {}, false)) {
     return;
   }

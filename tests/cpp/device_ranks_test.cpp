@@ -1,4 +1,4 @@
-// Lanes between ranks whose memory is on a (fake) GPU, or one of which is.
+// Channels between two ranks, one or both of which have their memory on a (fake) GPU.
 #include <doctest/doctest.h>
 #include <unistd.h>
 
@@ -30,7 +30,7 @@ std::vector<std::byte> content_of(const MediaSpans& spans, Address address, std:
   return content;
 }
 
-TEST_CASE("ranks on GPUs send to ranks on GPUs and on none, and get from them") {
+TEST_CASE("ranks on GPUs exchange blocks with ranks on GPUs and ranks without") {
   const FakeCuda cuda;
   {
     const std::vector<std::string> all = {"loopback", "shm", "cuda_ipc", "sock"};
@@ -65,7 +65,7 @@ TEST_CASE("ranks on GPUs send to ranks on GPUs and on none, and get from them") 
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("strips of blocks in any layout go between ranks on GPUs as they do in ordinary memory") {
+TEST_CASE("strips of blocks in any layout are sent between ranks on GPUs as they are in ordinary memory") {
   for (const std::uint64_t seed : fuzz_seeds()) {
     announce_fuzz("ranks on GPUs", seed);
     Dice dice(seed);
@@ -118,7 +118,7 @@ TEST_CASE("strips of blocks in any layout go between ranks on GPUs as they do in
   }
 }
 
-TEST_CASE("an order of a rank on a GPU reads what that GPU had been given before, and waits for it once") {
+TEST_CASE("an order of a rank on a GPU reads the results of earlier work of that GPU, and waits for it once") {
   for (const std::string& route : kGpuRoutes) {
     CAPTURE(route);
     const FakeCuda cuda;
@@ -149,7 +149,7 @@ TEST_CASE("an order of a rank on a GPU reads what that GPU had been given before
   }
 }
 
-TEST_CASE("a rank that loses its GPU in a write says nothing of the end of its writes, and tells its own process") {
+TEST_CASE("a rank that loses its GPU in a write does not report the end of its writes, and tells its own process") {
   for (const std::string& route : kGpuRoutes) {
     CAPTURE(route);
     const FakeCuda cuda;
@@ -172,7 +172,7 @@ TEST_CASE("a rank that loses its GPU in a write says nothing of the end of its w
   }
 }
 
-TEST_CASE("whichever call of the driver fails in an order, it reports, and a later meeting works") {
+TEST_CASE("if any driver call fails in an order, the order reports, and a later meeting works") {
   for (const std::string& route : kGpuRoutes) {
     int failures = 0;
     for (int n = 1;; ++n) {

@@ -42,7 +42,7 @@ void stamp_all(Pool& pool, const Addresses& addresses, std::uint64_t first) {
   for (std::size_t i = 0; i < addresses.size(); ++i) stamp(pool, addresses[i], first + i);
 }
 
-TEST_CASE("a transfer after a stream reads what that stream's work has written, and its caller waits for neither") {
+TEST_CASE("a transfer after a stream reads what the stream's work has written, and its caller does not wait") {
   for (const char* route : kRoutes) {
     CAPTURE(route);
     GpuPair pair(route, {});
@@ -151,7 +151,7 @@ TEST_CASE("a transfer that waits for a stream can be cancelled, and ends at its 
   }
 }
 
-TEST_CASE("an order after what is no stream of the pool's GPU is refused") {
+TEST_CASE("an `after` that is no stream of the pool's GPU is refused") {
   const FakeCuda cuda;
   const EngineStream other(cuda, 1);
   const auto own = CudaContext::retain(0, "a test");
@@ -162,7 +162,7 @@ TEST_CASE("an order after what is no stream of the pool's GPU is refused") {
   CHECK(cuda.left().find("events") == std::string::npos);
 }
 
-TEST_CASE("pools meet by every route that reaches a GPU, and the CPU copies what no GPU is needed for") {
+TEST_CASE("pools connect by every route that reaches a GPU, and the CPU does the copies that need no GPU") {
   const FakeCuda cuda;
   {
     // Measuring would take the few free blocks for a moment: service_measure_test.cpp
@@ -211,7 +211,7 @@ TEST_CASE("pools meet by every route that reaches a GPU, and the CPU copies what
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("whichever call of the driver fails in a transfer, both pools are as before, and the next one works") {
+TEST_CASE("if any driver call fails in a transfer, both pools are unchanged and the next transfer works") {
   for (const char* route : kRoutes) {
     int failures = 0;
     for (int n = 1;; ++n) {
@@ -250,7 +250,7 @@ TEST_CASE("whichever call of the driver fails in a transfer, both pools are as b
   }
 }
 
-TEST_CASE("whichever call of the driver fails when two pools meet, they meet or fail, and leave nothing") {
+TEST_CASE("if any driver call fails when two pools connect, they connect or fail, and leave nothing") {
   bool without_ipc = false;
   for (int n = 1;; ++n) {
     CAPTURE(n);
@@ -287,7 +287,7 @@ TEST_CASE("whichever call of the driver fails when two pools meet, they meet or 
   CHECK(without_ipc);
 }
 
-TEST_CASE("a transfer from a GPU that is lost says so, and so does the pool from then on") {
+TEST_CASE("a transfer from a lost GPU says so, and so does the pool from then on") {
   for (const char* route : kRoutes) {
     CAPTURE(route);
     GpuPair pair(route, {});
@@ -306,7 +306,7 @@ TEST_CASE("a transfer from a GPU that is lost says so, and so does the pool from
   }
 }
 
-TEST_CASE("a kernel copies small pieces as the copy engines do, in one launch, unless the GPU cannot run it") {
+TEST_CASE("a kernel copies small pieces in one launch, with the same result as the copy engines") {
   const FakeCuda cuda;
   cuda.set("delay_us", 10);
   Dice dice(7);
@@ -340,7 +340,7 @@ TEST_CASE("a kernel copies small pieces as the copy engines do, in one launch, u
   }
 }
 
-TEST_CASE("memory of another GPU's is imported by those that reach it, and nothing else is") {
+TEST_CASE("another GPU's memory is imported by the GPUs that reach it, and no other memory is") {
   const FakeCuda cuda;
   {
     DeviceArenaOptions options;

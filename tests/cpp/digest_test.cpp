@@ -112,7 +112,7 @@ Digest key_of(std::string_view text) {
 
 }  // namespace
 
-TEST_CASE("CRC-32C gives the values of RFC 3720, in every way of this processor") {
+TEST_CASE("CRC-32C gives the values of RFC 3720, in every implementation that this processor can run") {
   const auto check = [](const std::vector<std::byte>& bytes, std::uint32_t expected) {
     CHECK(crc32c(0, bytes.data(), bytes.size()) == expected);
     for (const CrcWay& way : crc32c_ways()) {
@@ -210,7 +210,7 @@ TEST_CASE("a keyed hash does not depend on how its bytes are cut") {
   }
 }
 
-TEST_CASE("keys and contexts keep hashes apart") {
+TEST_CASE("different keys or contexts give different hashes") {
   const char text[] = "the same words";
   KeyedHash one(key_of("one"));
   KeyedHash two(key_of("two"));
@@ -238,7 +238,7 @@ TEST_CASE("the first hashes of several threads at once are right") {
   for (const std::string& result : results) CHECK(result == kVectors[1].keyed_hash);
 }
 
-TEST_CASE("secrets are equal when every byte is, and a wiped one is gone") {
+TEST_CASE("secrets are equal if every byte is, and a wiped one is gone") {
   Digest left = key_of(kVectorKey);
   Digest right = left;
   CHECK(equal_secret(left.data(), right.data(), left.size()));

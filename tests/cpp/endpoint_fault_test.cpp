@@ -17,7 +17,7 @@
 using namespace kvpool;
 using namespace kvpool::testing;
 
-TEST_CASE("an endpoint: no listener is kPeerLost, and a silent one kDeadline") {
+TEST_CASE("an endpoint: the error is kPeerLost without a listener, and kDeadline with a silent one") {
   Member client("client");
   CHECK(error_of([&] { client.endpoint->connect(fresh_name("unix:@"), in_seconds(5)); })->code() ==
         ErrorCode::kPeerLost);
@@ -53,7 +53,7 @@ TEST_CASE("an endpoint: no listener is kPeerLost, and a silent one kDeadline") {
   closer.join();
 }
 
-TEST_CASE("an endpoint: the peer's process is known to have gone") {
+TEST_CASE("an endpoint: the end of the peer's process is noticed") {
   if (!test::kChildMayStartThreads) return;
   const std::string address = fresh_name("unix:@");
   int ready[2];
@@ -84,7 +84,7 @@ TEST_CASE("an endpoint: the peer's process is known to have gone") {
   close(ready[1]);
 }
 
-TEST_CASE("an endpoint: many connect at once, more than may be greeted at a time") {
+TEST_CASE("an endpoint: many connect at once, more than may be in a handshake at a time") {
   for (const char* address : {"unix", "tcp:127.0.0.1:0"}) {
     Member server("server", {.secret = "sesame", .handshakes_max = 3});
     const std::string at = server.endpoint->listen(std::string(address) == "unix" ? fresh_name("unix:@") : address);
@@ -132,7 +132,7 @@ TEST_CASE("an endpoint: garbage from strangers harms nobody") {
   }
 }
 
-TEST_CASE("an endpoint: without descriptors to spare it rests, and serves when there are some again") {
+TEST_CASE("an endpoint: without spare descriptors it pauses, and serves again when there are some") {
   Member server("server");
   const std::string at = server.endpoint->listen(fresh_name("unix:@"));
   Member client("client");
@@ -162,7 +162,7 @@ TEST_CASE("an endpoint: without descriptors to spare it rests, and serves when t
   CHECK(client.endpoint->connect(at, in_seconds(10)) != nullptr);
 }
 
-TEST_CASE("an endpoint: closing it ends what is under way, and leaves links alone") {
+TEST_CASE("an endpoint: closing it ends handshakes under way, and leaves links alone") {
   Member server("server");
   const std::string at = server.endpoint->listen(fresh_name("unix:@"));
   Member client("client");
@@ -187,7 +187,7 @@ TEST_CASE("an endpoint: closing it ends what is under way, and leaves links alon
   CHECK(soon([&] { return server.handlers[0]->message_count() == 1; }));
 }
 
-TEST_CASE("an endpoint: nothing is left of meetings") {
+TEST_CASE("an endpoint: connections leave nothing behind") {
   const int before = open_descriptors();
   for (int round = 0; round < 10; ++round) {
     Member server("server", {.secret = "sesame"});
@@ -199,7 +199,7 @@ TEST_CASE("an endpoint: nothing is left of meetings") {
   CHECK(open_descriptors() == before);
 }
 
-TEST_CASE("an endpoint: closing it waits for an admission that is under way, and none comes later") {
+TEST_CASE("an endpoint: closing it waits for an admission that is under way, and none follows") {
   for (int round = 0; round < 20; ++round) {
     std::atomic<bool> closed{false};
     std::atomic<bool> late{false};

@@ -17,7 +17,7 @@
 using namespace kvpool;
 using namespace kvpool::testing;
 
-TEST_CASE("an endpoint: two peers meet, over every kind of address, and talk") {
+TEST_CASE("an endpoint: two peers connect over every kind of address, and exchange messages") {
   for (const std::string& address :
        {fresh_name("unix:@"), fresh_name("unix:/tmp/"), std::string("tcp:127.0.0.1:0"), std::string("tcp:[::1]:0")}) {
     CAPTURE(address.c_str());
@@ -50,7 +50,7 @@ TEST_CASE("an endpoint: a wrong secret is an authentication error, and nobody is
   }
 }
 
-TEST_CASE("an endpoint: what either side refuses with, the other throws or is closed with") {
+TEST_CASE("an endpoint: the error with which one side refuses is thrown at the other, or closes its link") {
   for (const bool by_server : {true, false}) {
     CAPTURE(by_server);
     Member server("server");
@@ -83,7 +83,7 @@ TEST_CASE("an endpoint: a refusal carries its numbers") {
   CHECK(error->fields()[0].second == -5);
 }
 
-TEST_CASE("an endpoint: a refusal carries its cause, if it is one that a peer may name") {
+TEST_CASE("an endpoint: a refusal carries its cause, if peers may name that cause") {
   struct Try {
     ErrorCause said;
     ErrorCause heard;
@@ -108,7 +108,7 @@ TEST_CASE("an endpoint: a refusal carries its cause, if it is one that a peer ma
   }
 }
 
-TEST_CASE("an endpoint: nobody listens is told apart from other losses") {
+TEST_CASE("an endpoint: the absence of a listener is told apart from other losses") {
   Member client("client");
   const auto error = error_of([&] { client.endpoint->connect(fresh_name("unix:@"), in_seconds(10)); });
   REQUIRE(error);
@@ -127,7 +127,7 @@ TEST_CASE("an endpoint: the process at the other end is known over a Unix socket
   }
 }
 
-TEST_CASE("an endpoint: without a secret a Unix socket is for the same user, and TCP for nobody") {
+TEST_CASE("an endpoint: without a secret a Unix socket admits the same user, and TCP nobody") {
   Member server("server", {});
   Member client("client", {});
   const std::string at = server.endpoint->listen(fresh_name("unix:@"));
@@ -150,7 +150,7 @@ TEST_CASE("an endpoint: without a secret a Unix socket is for the same user, and
   CHECK((status == 0 || status == test::kChildSkipped));
 }
 
-TEST_CASE("an endpoint: what is no address says what one looks like") {
+TEST_CASE("an endpoint: the error for an invalid address shows valid ones") {
   Member member("member");
   for (const char* text : {"",
                            "tcp",
@@ -195,7 +195,7 @@ TEST_CASE("an endpoint: what is no address says what one looks like") {
   CHECK((unknown->code() == ErrorCode::kArgument || unknown->code() == ErrorCode::kDeadline));
 }
 
-TEST_CASE("an endpoint: names and every interface can be listened at when they are written out") {
+TEST_CASE("an endpoint: it listens at host names, and at all interfaces only if they are written out") {
   Member server("server");
   Member client("client");
   const std::string at = server.endpoint->listen("tcp:*:0");
@@ -208,7 +208,7 @@ TEST_CASE("an endpoint: names and every interface can be listened at when they a
   CHECK(guest.endpoint->connect(there, in_seconds(10)) != nullptr);
 }
 
-TEST_CASE("an endpoint: a socket file of the dead is replaced, of the living refused, and removed at the end") {
+TEST_CASE("an endpoint: the socket file of a dead process is replaced, a live one's refused, the own one removed") {
   const std::string address = fresh_name("unix:/tmp/");
   const std::string path = address.substr(5);
   const auto exists = [&] {
@@ -223,11 +223,11 @@ TEST_CASE("an endpoint: a socket file of the dead is replaced, of the living ref
   {
     Member server("server");
     CHECK(server.endpoint->listen(address) == address);
-    Member rival("rival");
-    const auto error = error_of([&] { rival.endpoint->listen(address); });
+    Member second("second");
+    const auto error = error_of([&] { second.endpoint->listen(address); });
     REQUIRE(error);
     CHECK(error->code() == ErrorCode::kState);
-    CHECK(rival.endpoint->connect(address, in_seconds(10)) != nullptr);
+    CHECK(second.endpoint->connect(address, in_seconds(10)) != nullptr);
   }
   CHECK_FALSE(exists());
   // What is no socket is left alone; what replaced ours is, too.
@@ -251,7 +251,7 @@ TEST_CASE("an endpoint: a socket file of the dead is replaced, of the living ref
   CHECK(error_of([&] { second.endpoint->listen(at); })->code() == ErrorCode::kState);
 }
 
-TEST_CASE("an endpoint: peers on one host meet over a Unix socket, and may pass descriptors") {
+TEST_CASE("an endpoint: peers on one host connect over a Unix socket, and may pass descriptors") {
   const int file = memfd_create("kvpool-test", MFD_CLOEXEC);
   REQUIRE(file >= 0);
   REQUIRE(write(file, "hello", 5) == 5);
@@ -283,7 +283,7 @@ TEST_CASE("an endpoint: peers on one host meet over a Unix socket, and may pass 
   close(file);
 }
 
-TEST_CASE("an endpoint: what the pool sends while it admits a peer comes after the metadata") {
+TEST_CASE("an endpoint: what the pool sends while it admits a peer arrives behind the metadata") {
   for (int round = 0; round < 20; ++round) {
     Member server("server");
     server.on_admit = [&](Link& link) {
@@ -316,7 +316,7 @@ TEST_CASE("an endpoint: over a Unix socket to another user frames have a MAC, an
   close(file);
 }
 
-TEST_CASE("an endpoint: handles of a GPU's memory go to processes of the host, and over no network") {
+TEST_CASE("an endpoint: handles of GPU memory are sent to processes of the same host, and never over a network") {
   for (const bool local : {true, false}) {
     const EndpointOptions options{.secret = "sesame", .prefer_unix_socket = local};
     Member server("server", options);
@@ -354,7 +354,7 @@ TEST_CASE("an endpoint: a large metadata arrives whole") {
   CHECK(client.peers[0].media[Medium::kDram].segments[7999].address == 0x100000 + 7999 * 64);
 }
 
-TEST_CASE("an endpoint: an older kernel tells the peer's process by its number") {
+TEST_CASE("an endpoint: on an older kernel the peer's process is known by its number") {
   if (!test::kChildMayStartThreads) return;
   const int status = test::run_in_child([] {
     if (!test::refuse_calls({{SYS_getsockopt, 2, 77, ENOPROTOOPT}})) return test::kChildSkipped;  // SO_PEERPIDFD
@@ -367,7 +367,7 @@ TEST_CASE("an endpoint: an older kernel tells the peer's process by its number")
   CHECK((status == 0 || status == test::kChildSkipped));
 }
 
-TEST_CASE("an endpoint: a client on TCP is not passed on to a Unix socket of the server") {
+TEST_CASE("an endpoint: a relay cannot connect a client on TCP to the server's Unix socket") {
   Member server("server");
   const std::string name = fresh_name("@");
   server.endpoint->listen("unix:" + name);

@@ -18,7 +18,7 @@ static_assert(std::is_nothrow_copy_constructible_v<Error> && std::is_nothrow_cop
 const char* const kText =
     "the blocks are gone, all of them, and the peer that had them";  // longer than what a string holds
 
-TEST_CASE("error: a copy says the same when the first is gone, also one that was moved from") {
+TEST_CASE("error: a copy keeps its text when the original is destroyed or moved from") {
   std::optional<Error> first(std::in_place, ErrorCode::kState, kText, std::initializer_list<ErrorField>{{"block", 7}});
   const Error copy = *first;
   const Error moved = std::move(*first);
@@ -31,7 +31,7 @@ TEST_CASE("error: a copy says the same when the first is gone, also one that was
   }
 }
 
-TEST_CASE("error: a field that is added to a copy is not added to the others") {
+TEST_CASE("error: a field that is added to one copy does not appear in the others") {
   const Error first(ErrorCode::kOutOfMemory, kText, {{"requested_bytes", 8}});
   Error copy = first;
   copy.add("total_bytes", 4);
@@ -40,7 +40,7 @@ TEST_CASE("error: a field that is added to a copy is not added to the others") {
   CHECK(std::string(copy.what()) == kText);
 }
 
-TEST_CASE("error: threads read and destroy copies of one, and the last frees what it says") {
+TEST_CASE("error: threads read and destroy copies of one error, and the last one frees it") {
   constexpr int kThreads = 4;
   for (int round = 0; round < 100; ++round) {
     std::optional<Error> first(std::in_place, ErrorCode::kPeerLost, kText);

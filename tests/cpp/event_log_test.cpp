@@ -61,7 +61,7 @@ TEST_CASE("a reader that falls behind loses the oldest events and is told how ma
   CHECK(batch.lost == 0);
 }
 
-TEST_CASE("an event larger than the capacity is kept as long as it is the newest") {
+TEST_CASE("an event larger than the capacity is kept while it is the newest") {
   EventLog log;
   const auto reader = log.subscribe(10);
   log.publish(event_of(log, 1));
@@ -89,7 +89,7 @@ TEST_CASE("a subscription ends at once when asked, and with the next event when 
   CHECK_FALSE(log.has_readers());
 }
 
-TEST_CASE("an event that could not be made counts as lost, with all before it") {
+TEST_CASE("an event that could not be made counts as lost, with all events before it") {
   EventLog log;
   const auto reader = log.subscribe(10);
   log.publish(event_of(log, 1));
@@ -103,7 +103,7 @@ TEST_CASE("an event that could not be made counts as lost, with all before it") 
   CHECK(batch.lost == 0);
 }
 
-TEST_CASE("no memory for a reader's queue loses events but never leaves a gap between them") {
+TEST_CASE("running out of memory for a reader's queue loses events but never leaves a gap between them") {
   // Enough events that the queue has to grow more than once.
   constexpr std::uint64_t kEvents = 200;
   bool lost_some = false;
@@ -123,7 +123,7 @@ TEST_CASE("no memory for a reader's queue loses events but never leaves a gap be
   CHECK(lost_some);
 }
 
-TEST_CASE("no memory to take events out leaves them where they are") {
+TEST_CASE("running out of memory while events are taken out leaves them in place") {
   const int threw = fail_each_allocation([](auto&& fail) {
     EventLog log;
     const auto reader = log.subscribe(2);
@@ -137,7 +137,7 @@ TEST_CASE("no memory to take events out leaves them where they are") {
   CHECK(threw > 0);
 }
 
-TEST_CASE("no memory to subscribe leaves no reader behind") {
+TEST_CASE("running out of memory while subscribing leaves no reader behind") {
   const int threw = fail_each_allocation([](auto&& fail) {
     EventLog log;
     std::shared_ptr<EventQueue> reader;

@@ -102,7 +102,7 @@ TEST_CASE("FIFO goes by last insertion and ignores hits") {
   CHECK(drain(*order) == std::vector<PromptNode*>{first, second, third});
 }
 
-TEST_CASE("of the pieces of one node that was cut the lowest goes first") {
+TEST_CASE("of the pieces of a cut node the lowest goes first") {
   for (const EvictionPolicy policy : {EvictionPolicy::kLru, EvictionPolicy::kLfu, EvictionPolicy::kFifo}) {
     CAPTURE(static_cast<int>(policy));
     Nodes nodes;
@@ -140,7 +140,7 @@ TEST_CASE("classes are ordered apart from each other") {
   }
 }
 
-TEST_CASE("a check finds a node that says it is not in the order") {
+TEST_CASE("a check finds a node that is in the order and claims not to be") {
   for (const EvictionPolicy policy : {EvictionPolicy::kLru, EvictionPolicy::kFifo}) {
     Nodes nodes;
     const auto order = make_eviction_order(policy);
@@ -153,7 +153,7 @@ TEST_CASE("a check finds a node that says it is not in the order") {
   }
 }
 
-TEST_CASE("after room was made, that many nodes are added without memory, whatever their class") {
+TEST_CASE("after room is reserved, that many nodes of any class are added without memory") {
   for (const EvictionPolicy policy : {EvictionPolicy::kLru, EvictionPolicy::kLfu, EvictionPolicy::kFifo}) {
     Nodes nodes;
     const auto order = make_eviction_order(policy);

@@ -101,7 +101,7 @@ TEST_CASE("a class runs no more tasks at once than its limit, and the others wai
   CHECK(executor.threads() == 2);
 }
 
-TEST_CASE("no class occupies the threads that another has reserved, and what is shared goes in turns") {
+TEST_CASE("no class occupies threads that another has reserved, and classes share the rest in turns") {
   Executor executor({}, {.shared = 2});
   HeldTasks flood(8);
   HeldTasks few(3);
@@ -128,7 +128,7 @@ TEST_CASE("no class occupies the threads that another has reserved, and what is 
   CHECK(executor.threads() == 4);
 }
 
-TEST_CASE("a task that may begin waits for no other class's task to end") {
+TEST_CASE("a task whose class has a thread never waits for a task of another class") {
   Executor executor({}, {.shared = 1});
   HeldTasks held(3);
   HeldTasks one(1);
@@ -147,7 +147,7 @@ TEST_CASE("a task that may begin waits for no other class's task to end") {
   one.go(0);
 }
 
-TEST_CASE("stop runs what waits, in order, and what comes later runs in its caller's thread") {
+TEST_CASE("stop runs pending tasks in order, and later ones run in their caller's thread") {
   Executor executor;
   HeldTasks held(1);
   std::vector<int> order;  // of one thread
@@ -215,7 +215,7 @@ TEST_CASE("an exception ends only the task that throws it, and is reported") {
   CHECK(told[2].code() == ErrorCode::kDeadline);
 }
 
-TEST_CASE("tasks give tasks, to their own class and to another") {
+TEST_CASE("tasks submit tasks to their own class and to another") {
   Executor executor;
   constexpr int kTasks = 2000;
   TaskClass one(executor, {1, 1});
@@ -233,7 +233,7 @@ TEST_CASE("tasks give tasks, to their own class and to another") {
   CHECK(ran == kTasks);
 }
 
-TEST_CASE("a task puts another behind those that wait, also while the class stops") {
+TEST_CASE("a task can queue another behind the pending ones, even while its class stops") {
   Executor executor;
   HeldTasks held(1);
   std::vector<int> order;  // of one thread
@@ -266,7 +266,7 @@ TEST_CASE("try_run runs a task in another thread at once, or not at all") {
   CHECK_FALSE(held.has_begun(1));
 }
 
-TEST_CASE("many threads give tasks of many classes, and no limit is passed") {
+TEST_CASE("many threads submit tasks of many classes, and no limit is exceeded") {
   constexpr std::size_t kClasses = 4;
   constexpr int kSubmitters = 6;
   constexpr int kEach = 2000;
@@ -298,7 +298,7 @@ TEST_CASE("many threads give tasks of many classes, and no limit is passed") {
   CHECK(executor.threads() <= executor.threads_max());
 }
 
-TEST_CASE("what a task kept alive has gone before its class has stopped") {
+TEST_CASE("objects that a task kept alive are gone before its class has stopped") {
   Executor executor;
   TaskClass tasks(executor, {1, 1});
   auto kept = std::make_shared<int>(0);
@@ -308,7 +308,7 @@ TEST_CASE("what a task kept alive has gone before its class has stopped") {
   CHECK(seen.expired());
 }
 
-TEST_CASE("threads that have nothing to do end, and others begin when there is work again") {
+TEST_CASE("idle threads end, and new ones start when there is work again") {
   Executor executor({}, {.linger = std::chrono::milliseconds(1), .stay = 0});
   TaskClass tasks(executor, {1, 4});
   for (int round = 0; round < 10; ++round) {
@@ -321,7 +321,7 @@ TEST_CASE("threads that have nothing to do end, and others begin when there is w
   }
 }
 
-TEST_CASE("the last threads stay") {
+TEST_CASE("the threads that are kept while idle do not end") {
   Executor executor({}, {.linger = std::chrono::milliseconds(1), .stay = 2});
   TaskClass tasks(executor, {1, 5});
   for (int round = 0; round < 3; ++round) {
@@ -335,7 +335,7 @@ TEST_CASE("the last threads stay") {
   }
 }
 
-TEST_CASE("a thread that ends, and the end of all, need no memory") {
+TEST_CASE("neither the end of a thread nor the end of the executor needs memory") {
   Executor executor({}, {.linger = std::chrono::milliseconds(1), .stay = 0});
   TaskClass tasks(executor, {1, 1});
   tasks.run(Priority::kPrefill, [] {
@@ -348,7 +348,7 @@ TEST_CASE("a thread that ends, and the end of all, need no memory") {
   executor.close();
 }
 
-TEST_CASE("memory that runs out when a thread is to begin leaves the caller's signals as they were") {
+TEST_CASE("when a thread cannot be started for lack of memory, the caller's signal mask is restored") {
   sigset_t before;
   pthread_sigmask(SIG_SETMASK, nullptr, &before);
   REQUIRE(sigismember(&before, SIGUSR2) == 0);
@@ -369,7 +369,7 @@ TEST_CASE("memory that runs out when a thread is to begin leaves the caller's si
   });
 }
 
-TEST_CASE("memory that runs out for a task that has to wait leaves it undone, and the others whole") {
+TEST_CASE("a task that cannot be queued for lack of memory is left undone, and the others are intact") {
   const int threw = testing::fail_each_allocation([](auto&& fail) {
     Executor executor;
     HeldTasks held(1);
@@ -385,7 +385,7 @@ TEST_CASE("memory that runs out for a task that has to wait leaves it undone, an
   CHECK(threw > 0);
 }
 
-TEST_CASE("a caller does the work where the kernel gives no thread, unless a thread of its class will") {
+TEST_CASE("a caller does the work itself when no thread can be started, unless its class has one") {
   if (!test::kChildMayStartThreads) return;
   const int status = test::run_in_child([] {
     Executor executor;
@@ -416,7 +416,7 @@ TEST_CASE("a caller does the work where the kernel gives no thread, unless a thr
   CHECK((status == 0 || status == test::kChildSkipped));
 }
 
-TEST_CASE("threads block all signals, and do not change the signal mask of the thread that gives a task") {
+TEST_CASE("threads block all signals, and submitting a task leaves the caller's signal mask alone") {
   Executor executor;
   TaskClass tasks(executor, {1, 1});
   std::promise<sigset_t> of_thread;

@@ -36,7 +36,7 @@ struct Noted {
   }
 };
 
-TEST_CASE("peers take turns, however much one of them has waiting") {
+TEST_CASE("peers take turns, however much work one of them has queued") {
   Noted noted;
   for (const char name : {'a', 'b', 'c', 'd'}) noted.add(kA, Priority::kPrefill, name);
   noted.add(kB, Priority::kPrefill, 'x');
@@ -49,7 +49,7 @@ TEST_CASE("peers take turns, however much one of them has waiting") {
   CHECK_FALSE(noted.shares.take());
 }
 
-TEST_CASE("the most urgent work comes before the turns of the keys") {
+TEST_CASE("the most urgent work comes before the turns of keys") {
   Noted noted;
   noted.add(kA, Priority::kBackground, 'a');
   noted.add(kA, Priority::kPrefill, 'b');
@@ -61,7 +61,7 @@ TEST_CASE("the most urgent work comes before the turns of the keys") {
   CHECK(noted.take(5) == "cydxa");
 }
 
-TEST_CASE("work for which there is no memory is not queued, and no key loses its turn") {
+TEST_CASE("work that cannot be queued for lack of memory costs no key its turn") {
   const int threw = fail_each_allocation([](auto&& fail) {
     Noted noted;
     noted.add(kA, Priority::kPrefill, 'a');
@@ -77,7 +77,7 @@ TEST_CASE("work for which there is no memory is not queued, and no key loses its
 // Who waits, in the order of turns, each with the numbers of its work.
 using NaiveTurns = std::vector<std::pair<std::uint64_t, std::deque<int>>>;
 
-TEST_CASE("shares agree with a naive model after every event") {
+TEST_CASE("a fair queue agrees with a naive model after every event") {
   for (const std::uint64_t seed : fuzz_seeds()) {
     announce_fuzz("shares", seed);
     Dice dice(seed);
@@ -113,7 +113,7 @@ TEST_CASE("shares agree with a naive model after every event") {
   }
 }
 
-TEST_CASE("threads do what one peer waits for behind no more of another's than they have begun") {
+TEST_CASE("the work of one peer waits only for what threads have begun of another's") {
   Executor executor;
   TaskClass workers(executor, {1, 1});
   std::promise<void> begun;

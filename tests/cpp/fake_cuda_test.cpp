@@ -76,7 +76,7 @@ int death_of(const FakeCuda& cuda, const Body& body) {
   });
 }
 
-TEST_CASE("a stream or an event that was never made, or has gone, ends the process") {
+TEST_CASE("using a stream or an event that was never made, or is gone, ends the process") {
   const FakeCuda cuda;
   const Gpu gpu;
   const CudaDriver& driver = gpu.driver();
@@ -141,7 +141,7 @@ TEST_CASE("the legacy default stream and the streams that block wait for each ot
   CHECK(driver.stream_create(&wrong, 2) == 1);
 }
 
-TEST_CASE("a stream takes so much, and then its caller waits; others do not") {
+TEST_CASE("a stream has a bounded queue: a caller waits when it is full, and other streams do not") {
   const FakeCuda cuda;
   cuda.set("delay_us", 0);
   const Gpu gpu;
@@ -169,7 +169,7 @@ TEST_CASE("a stream takes so much, and then its caller waits; others do not") {
   CHECK(driver.mem_free(memory) == 0);
 }
 
-TEST_CASE("a stream that is destroyed goes on, and what takes memory away waits for it") {
+TEST_CASE("a destroyed stream finishes its work, and a free of memory waits for it") {
   const FakeCuda cuda;
   const Gpu gpu;
   const CudaDriver& driver = gpu.driver();
@@ -193,7 +193,7 @@ TEST_CASE("a stream that is destroyed goes on, and what takes memory away waits 
   CHECK(driver.ctx_synchronize() == 0);
 }
 
-TEST_CASE("the fake finds a wait for a whole GPU while a stream there waits for a word") {
+TEST_CASE("the fake reports a wait for a whole GPU while a stream there waits for a word") {
   const FakeCuda cuda;
   const Gpu gpu;
   const EngineStream engine(cuda);
@@ -211,7 +211,7 @@ TEST_CASE("the fake finds a wait for a whole GPU while a stream there waits for 
   engine.wait();
 }
 
-TEST_CASE("plain memory is reached by its own GPU, and by those that have enabled it") {
+TEST_CASE("plain memory is reached by its own GPU, and by those that have enabled access") {
   const FakeCuda cuda;
   const Gpu owner(0);
   const CuPointer memory = owner.plain(64);
@@ -235,7 +235,7 @@ TEST_CASE("plain memory is reached by its own GPU, and by those that have enable
   CHECK(driver.mem_free(memory) == 0);
 }
 
-TEST_CASE("attributes are those that the driver has, of GPUs that there are") {
+TEST_CASE("only attributes that the driver knows are answered, and only for GPUs that exist") {
   const FakeCuda cuda;
   const Gpu gpu;
   int value = -1;
@@ -253,7 +253,7 @@ TEST_CASE("attributes are those that the driver has, of GPUs that there are") {
   CHECK(gpu.context->attribute(9999, "a test") == 0);
 }
 
-TEST_CASE("whether a refusal of the driver may pass is its cause, and no field or text of it") {
+TEST_CASE("the cause of a driver's refusal says whether it may pass, and no field or text does") {
   const FakeCuda cuda;
   const Gpu gpu;
   const auto refusal = [&](CuResult result) {
@@ -274,7 +274,7 @@ TEST_CASE("whether a refusal of the driver may pass is its cause, and no field o
   CHECK(is_lasting(Error(ErrorCode::kUnsupported, "CUDA_ERROR_UNKNOWN (999)", {{"driver_code", 999}})));
 }
 
-TEST_CASE("host memory is registered once, where it is mapped, and a copy does not outlive that") {
+TEST_CASE("host memory is registered once, only where it is mapped, and no copy outlives its registration") {
   const FakeCuda cuda;
   const Gpu gpu;
   const CudaDriver& driver = gpu.driver();
@@ -300,7 +300,7 @@ TEST_CASE("host memory is registered once, where it is mapped, and a copy does n
   driver.stream_destroy(stream);
 }
 
-TEST_CASE("a child that is forked after cuInit has no driver, and one that stands for a new process has all of it") {
+TEST_CASE("a child that is forked after cuInit has no driver, and one that stands for a new process has one") {
   if (!test::kChildMayStartThreads) return;
   const FakeCuda cuda;
   const Gpu gpu;
@@ -328,7 +328,7 @@ TEST_CASE("a child that is forked after cuInit has no driver, and one that stand
   CHECK(gpu.driver().stream_destroy(stream) == 0);
 }
 
-TEST_CASE("each thread has a per-thread default stream to itself") {
+TEST_CASE("each thread has a separate per-thread default stream") {
   const FakeCuda cuda;
   const Gpu gpu;
   const CudaDriver& driver = gpu.driver();
@@ -348,7 +348,7 @@ TEST_CASE("each thread has a per-thread default stream to itself") {
   CHECK(driver.event_destroy(event) == 0);
 }
 
-TEST_CASE("a host function of a stream may call nothing of the driver") {
+TEST_CASE("a host function of a stream may not call the driver") {
   const FakeCuda cuda;
   const Gpu gpu;
   static const CudaDriver* driver = nullptr;
@@ -365,7 +365,7 @@ TEST_CASE("a host function of a stream may call nothing of the driver") {
   CHECK(driver->stream_destroy(stream) == 0);
 }
 
-TEST_CASE("a wait for an event is for the work that was recorded then, even if the event changes afterwards") {
+TEST_CASE("a wait for an event covers the work recorded then, even if the event is recorded again") {
   const FakeCuda cuda;
   const Gpu gpu;
   const CudaDriver& driver = gpu.driver();
@@ -395,7 +395,7 @@ TEST_CASE("a wait for an event is for the work that was recorded then, even if t
   CHECK(cuda.left().find("streams") == std::string::npos);
 }
 
-TEST_CASE("an event of a whole context ends, though a stream was destroyed just before") {
+TEST_CASE("an event of a whole context completes even if a stream was destroyed just before") {
   const FakeCuda cuda;
   const Gpu gpu;
   const CudaDriver& driver = gpu.driver();

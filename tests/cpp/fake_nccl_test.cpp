@@ -59,7 +59,7 @@ struct Rank {
   NcclComm comm = nullptr;
 };
 
-TEST_CASE("a communicator sends from the memory of its GPU alone") {
+TEST_CASE("a communicator sends only from the memory of its GPU") {
   const FakeCuda cuda;
   const FakeNccl fake;
   const NcclLibrary& nccl = load_nccl(fake_nccl_path());

@@ -16,7 +16,7 @@ FetchRequest fetch_for(SessionKit& kit, std::size_t n) {
   return request;
 }
 
-TEST_CASE("a fetch tells how long it took, and no phases that only the owner knows") {
+TEST_CASE("a fetch reports its duration, and no phases that only the owner knows") {
   SessionKit kit;
   const auto fetch = kit.session->fetch(fetch_for(kit, 2), /*frees_on_failure=*/false);
   CHECK(fetch->bytes_total() == kit.bytes_of(2));
@@ -27,7 +27,7 @@ TEST_CASE("a fetch tells how long it took, and no phases that only the owner kno
   CHECK(fetch->stats().calls == 0);
 }
 
-TEST_CASE("a peer may read what it has borrowed, and not what another one has") {
+TEST_CASE("a peer may read blocks that it has borrowed, and not those that another peer has") {
   SessionKit kit;
   const auto ask = [&](std::uint64_t id, const Addresses& from) {
     kit.ask(kFetchVerb, id | kFetchBit,
@@ -41,7 +41,7 @@ TEST_CASE("a peer may read what it has borrowed, and not what another one has") 
 }
 
 // Else one peer's fetches would keep the writes to all others waiting.
-TEST_CASE("a peer's fetch is no more urgent here than a prompt, whatever it says") {
+TEST_CASE("a peer's fetch is never more urgent here than a local prompt, whatever it asks for") {
   SessionKit kit;
   const Addresses lent = kit.lend(1, 1);
   for (const auto& [said, got] :
@@ -54,7 +54,7 @@ TEST_CASE("a peer's fetch is no more urgent here than a prompt, whatever it says
   }
 }
 
-TEST_CASE("the destinations of a fetch are the caller's again only when the owner writes no more") {
+TEST_CASE("the destinations of a fetch return to the caller only when the owner has stopped writing") {
   SessionKit kit;
   const FetchRequest request = fetch_for(kit, 2);
   const auto fetch = kit.session->fetch(request, /*frees_on_failure=*/false);
@@ -126,7 +126,7 @@ TEST_CASE("the destinations of a fetch are the caller's again only when the owne
   }
 }
 
-TEST_CASE("what this process itself may still be placing is not the caller's before the link has ended") {
+TEST_CASE("blocks that this process may still write are not the caller's before the link has ended") {
   SessionKit kit(/*one_sided=*/false);
   const auto fetch = kit.session->fetch(fetch_for(kit, 1), /*frees_on_failure=*/true);
   kit.session->stop_writing(Error(ErrorCode::kPeerLost, "closed here"));
@@ -137,7 +137,7 @@ TEST_CASE("what this process itself may still be placing is not the caller's bef
 }
 
 // As when disconnect() ends the calls in one thread while the link ends in another.
-TEST_CASE("a peer is watched as long as calls are being ended, for the destinations of a fetch may be among them") {
+TEST_CASE("a peer is watched while calls are being ended, because a fetch's destinations may be among them") {
   SessionKit kit;
   std::optional<bool> watched;
   const auto end_link = [&](const Message*, const Error*) {
@@ -167,7 +167,7 @@ TEST_CASE("a peer is not watched once the calls have ended and nothing is in qua
   CHECK_FALSE(kit.session->awaits_proof());
 }
 
-TEST_CASE("a fetch that a peer asks for is pushed, or refused, and what is read is held") {
+TEST_CASE("a fetch that a peer asks for is pushed or refused, and its blocks are held while they are read") {
   SessionKit kit;
   const Addresses from = alloc(*kit.pool, 2);
   FetchBody body{Priority::kPrefill, from, SessionKit::peer_addresses(2)};
@@ -237,7 +237,7 @@ TEST_CASE("a fetch that a peer asks for is pushed, or refused, and what is read 
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 
-TEST_CASE("memory that runs out while a fetch begins has changed nothing") {
+TEST_CASE("running out of memory while a fetch begins changes nothing") {
   const int threw = fail_each_allocation([&](auto&& fail) {
     SessionKit kit;
     kit.link->sent.reserve(8);
@@ -251,7 +251,7 @@ TEST_CASE("memory that runs out while a fetch begins has changed nothing") {
   CHECK(threw > 3);
 }
 
-TEST_CASE("memory that runs out while a peer is served with a fetch ends in an answer or the end of the link") {
+TEST_CASE("running out of memory while serving a fetch ends in an answer or the end of the link") {
   int attempts = 0;
   fail_each_allocation([&](auto&& fail) {
     ++attempts;

@@ -20,7 +20,7 @@ std::shared_ptr<PeerNode> fresh_node() {
   return std::make_shared<PeerNode>(std::make_shared<Pool>(small_options(8, 8)), make_ranks);
 }
 
-TEST_CASE("a service that was prepared for a call which failed leaves no trace, and another takes its place") {
+TEST_CASE("a service that was prepared for a failed call leaves no trace, and another takes its place") {
   const Node other = make_node("other");
   const std::string at = other.service.listen("tcp:127.0.0.1:0");
   const auto node = fresh_node();

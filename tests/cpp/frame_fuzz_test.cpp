@@ -158,7 +158,7 @@ TEST_CASE("frames: what is sent arrives, however it is cut and wherever it is pl
   }
 }
 
-TEST_CASE("frames: bytes that were changed, lost, doubled or moved end the stream, and nothing wrong comes out") {
+TEST_CASE("frames: changed, lost, repeated or reordered bytes end the stream, and no wrong byte comes out") {
   for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("frame", seed);
     Dice dice(seed);
@@ -254,7 +254,7 @@ TEST_CASE("frames: a bit that flips anywhere is found, every time") {
 
 // A man in the middle may do with the bytes what he likes, and hold back what he likes. What he cannot do is have a
 // byte placed where the sender has not said.
-TEST_CASE("frames: no byte is placed before the head of its frame was found right") {
+TEST_CASE("frames: no payload is placed before the header of its frame is verified") {
   for (const Wire wire : {Wire::kTcpChecksum, Wire::kTcpMac}) {
     const Bytes body = some_bytes(60, 2);
     const Bytes payload = some_bytes(5000, 3);
@@ -278,7 +278,7 @@ TEST_CASE("frames: no byte is placed before the head of its frame was found righ
   }
 }
 
-TEST_CASE("frames: nobody but the sender gives a payload up, and nobody takes that back") {
+TEST_CASE("frames: only the sender can give up a payload, and nobody can undo it") {
   for (const Wire wire : {Wire::kTcpChecksum, Wire::kTcpMac}) {
     for (const PayloadEnd end : {PayloadEnd::kWhole, PayloadEnd::kGivenUp, static_cast<PayloadEnd>(2)}) {
       for (const bool changed : {false, true}) {

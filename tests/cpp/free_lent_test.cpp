@@ -51,7 +51,7 @@ struct Lender : Member {
 
 }  // namespace
 
-TEST_CASE("a wrong address of any peer, anywhere in the list, frees nothing of anybody") {
+TEST_CASE("a wrong address, of any peer and anywhere in the list, makes a free change nothing") {
   Node a = make_node("a");
   Node b = make_node("b");
   Node c = make_node("c");
@@ -113,7 +113,7 @@ TEST_CASE("a wrong address of any peer, anywhere in the list, frees nothing of a
   for (Node* node : {&a, &b, &c}) CHECK(blocks_in(*node->pool, BlockState::kFree) == 32);
 }
 
-TEST_CASE("a peer that is lost, or refuses, keeps neither the others' blocks nor the own from being freed") {
+TEST_CASE("a peer that is lost or refuses does not stop the own blocks and other peers' from being freed") {
   for (const bool is_lost : {true, false}) {
     CAPTURE(is_lost);
     Node a = make_node("a");
@@ -141,7 +141,7 @@ TEST_CASE("a peer that is lost, or refuses, keeps neither the others' blocks nor
 }
 
 // A peer that gets more in one message takes it for nonsense, and ends the connection.
-TEST_CASE("more lent blocks than one message takes are given back in several, and each one once") {
+TEST_CASE("lent blocks that exceed one message are returned in several, each once") {
   Node a = make_node("a");
   Lender b("b");
   b.metadata.media[Medium::kHbm].blocks = 1U << 20;

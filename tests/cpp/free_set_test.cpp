@@ -331,7 +331,7 @@ TEST_CASE("runs on both sides of the longest bin are told apart by length") {
   rig.set.audit("bounds");
 }
 
-TEST_CASE("any block of a run can be taken out of it, however far its head lies") {
+TEST_CASE("any block of a run can be taken out of it, however far away the run's head is") {
   const std::uint32_t blocks = 1U << 20;  // 256 blocks a sector
   Rig rig(blocks);
   const auto runs_after = [&rig](std::uint32_t block) {

@@ -126,7 +126,7 @@ Heard frame_cut_at(std::size_t cut, Wire wire, Fate fate, std::size_t payload_by
 
 }  // namespace
 
-TEST_CASE("a frame may be given up at every byte, reads its sources no more, and what follows is understood") {
+TEST_CASE("a frame can be given up at every byte: its sources are read no more, and later frames are understood") {
   for (const Wire wire : kWires) {
     CAPTURE(name_of(wire));
     constexpr std::size_t kPayload = 301;
@@ -143,7 +143,7 @@ TEST_CASE("a frame may be given up at every byte, reads its sources no more, and
   }
 }
 
-TEST_CASE("a frame that is given up may be as long as there are") {
+TEST_CASE("a frame that is given up may have the largest length") {
   for (const Wire wire : kWires) {
     for (const std::size_t cut : {std::size_t{1}, std::size_t{200'000}, (std::size_t{4} << 20) - 1}) {
       const Heard heard = frame_cut_at(cut, wire, Fate::kGivenUp, std::size_t{4} << 20);
@@ -153,7 +153,7 @@ TEST_CASE("a frame that is given up may be as long as there are") {
   }
 }
 
-TEST_CASE("what is left of a frame may be copied at every byte, and it arrives whole") {
+TEST_CASE("the rest of a frame can be copied aside at every byte, and it arrives whole") {
   for (const Wire wire : kWires) {
     CAPTURE(name_of(wire));
     for (std::size_t cut = 0; cut <= 350; cut += 7) {
@@ -169,7 +169,7 @@ TEST_CASE("what is left of a frame may be copied at every byte, and it arrives w
 }
 
 // It used to close the link, and with it everybody else's transfers, as soon as a network was slow.
-TEST_CASE("a link: giving up data that was begun costs only its sender") {
+TEST_CASE("a link: giving up data that was begun affects only its sender") {
   for (const Wire wire : kWires) {
     for (const bool cancel : {false, true}) {
       CAPTURE(name_of(wire));
@@ -222,7 +222,7 @@ TEST_CASE("a link: giving up data that was begun costs only its sender") {
   }
 }
 
-TEST_CASE("a frame gets as long as the link takes in a few milliseconds") {
+TEST_CASE("a frame grows to the length that the link sends in a few milliseconds") {
   constexpr double kMb = 1e6;
   constexpr std::uint64_t kKiB = 1024;
   struct Rate {

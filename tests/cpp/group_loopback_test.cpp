@@ -70,14 +70,14 @@ std::vector<RankMemory> memory_of(const KVShape& shape, const Parallel& parallel
 
 std::unique_ptr<Route> route_between(std::shared_ptr<const ReshardPlan> plan, const std::vector<RankMemory>& from,
                                      const std::vector<RankMemory>& to, CopyTeam& team) {
-  std::vector<LocalRank::Lanes> lanes(from.size());
+  std::vector<LocalRank::Channels> channels(from.size());
   for (const ReshardPair& pair : plan->pairs) {
-    lanes[pair.from_rank].emplace(
+    channels[pair.from_rank].emplace(
         pair.to_rank, make_loopback_route(from[pair.from_rank].spans(), to[pair.to_rank].spans(), nullptr, team));
   }
   std::vector<std::unique_ptr<RankWriter>> ranks(from.size());
   for (std::size_t rank = 0; rank < from.size(); ++rank) {
-    if (!lanes[rank].empty()) ranks[rank] = std::make_unique<LocalRank>(std::move(lanes[rank]));
+    if (!channels[rank].empty()) ranks[rank] = std::make_unique<LocalRank>(std::move(channels[rank]));
   }
   return make_group_route(std::move(plan), std::move(ranks));
 }

@@ -102,7 +102,7 @@ struct Instances {
   }
 
   std::unique_ptr<Route> route() {
-    std::vector<LocalRank::Lanes> channels(plan->from.ranks());
+    std::vector<LocalRank::Channels> channels(plan->from.ranks());
     for (const ReshardPair& pair : plan->pairs) {
       routes.push_back(std::make_shared<CopyRoute>(sent[pair.from_rank], received[pair.to_rank]));
       channels[pair.from_rank].emplace(pair.to_rank, routes.back());
@@ -253,7 +253,7 @@ TEST_CASE("calls and bytes of all ranks are added up, copies for replicas too") 
   for (const auto& channel : instances.routes) CHECK(channel->closed);
 }
 
-TEST_CASE("a rank of this process that fails ends the write, and no other is begun") {
+TEST_CASE("a failed rank of this process ends the write, and no other rank begins") {
   const KVShape shape = shape_of(4, 2);
   Instances instances(shape, sharding_of(shape, 1, 2), sharding_of(shape, 1, 2));
   const std::unique_ptr<Route> route = instances.route();
@@ -274,7 +274,7 @@ TEST_CASE("a group needs a writer for each rank that has something to send") {
   const auto plan =
       std::make_shared<const ReshardPlan>(plan_reshard(sharding_of(shape, 2, 1), sharding_of(shape, 1, 1)));
   std::vector<std::unique_ptr<RankWriter>> ranks(2);
-  ranks[1] = std::make_unique<LocalRank>(LocalRank::Lanes{});
+  ranks[1] = std::make_unique<LocalRank>(LocalRank::Channels{});
   CHECK(code_of([&] { make_group_route(plan, std::move(ranks)); }) == ErrorCode::kArgument);
   CHECK(code_of([&] { make_group_route(plan, {}); }) == ErrorCode::kArgument);
 }
@@ -301,7 +301,7 @@ TEST_CASE("a write waits for the reports of all ranks") {
   CHECK(done.load() == 2 * group.block_bytes);
 }
 
-TEST_CASE("a rank that may still write is not hidden by another's failure") {
+TEST_CASE("one rank's failure does not hide that another may still write") {
   FarGroup group;
   std::optional<ErrorCode> code;
   std::thread writer(
@@ -338,7 +338,7 @@ TEST_CASE("after a rank's failure the others are stopped and waited for, and the
   CHECK(code == ErrorCode::kPeerLost);
 }
 
-TEST_CASE("a caller that cancels stops ranks of other processes, and a rank that was done by then does not hide it") {
+TEST_CASE("cancelling stops ranks of other processes, and a rank that was done by then does not hide it") {
   FarGroup group;
   std::atomic<bool> cancelled{false};
   ErrorCode code = ErrorCode::kAudit;

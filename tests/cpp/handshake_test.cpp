@@ -80,7 +80,7 @@ struct Meeting {
 
 }  // namespace
 
-TEST_CASE("two who know the secret agree on a version and on a key for each direction") {
+TEST_CASE("two sides that know the secret agree on a version and on a key for each direction") {
   Handshake client(Role::kClient, "a secret");
   Handshake server(Role::kServer, "a secret");
   CHECK(server.start().empty());
@@ -98,7 +98,7 @@ TEST_CASE("two who know the secret agree on a version and on a key for each dire
   CHECK(client.keys().send != client.keys().receive);
 }
 
-TEST_CASE("bytes may come one by one, and those behind the handshake are left for the frames") {
+TEST_CASE("bytes may arrive one by one, and those behind the handshake are left for the frames") {
   Handshake client = client_of("s");
   Handshake server = server_of("s");
   Bytes to_server = client.start();
@@ -116,7 +116,7 @@ TEST_CASE("bytes may come one by one, and those behind the handshake are left fo
   CHECK(server.advance(Bytes(10), to_client) == 0);
 }
 
-TEST_CASE("an empty secret meets an empty secret only") {
+TEST_CASE("an empty secret matches only an empty secret") {
   Handshake client = client_of("");
   Handshake server = server_of("");
   const Meeting meeting(client, server);
@@ -144,7 +144,7 @@ TEST_CASE("a wrong secret is an AuthError on both sides") {
   }
 }
 
-TEST_CASE("the highest common version is taken, and without one both say which versions each speaks") {
+TEST_CASE("the highest common version is chosen, and without one both sides list their versions") {
   struct Case {
     WireVersions client, server;
     int version;
@@ -171,7 +171,7 @@ TEST_CASE("the highest common version is taken, and without one both say which v
   }
 }
 
-TEST_CASE("a change of any byte on the way is noticed, and gives nobody keys") {
+TEST_CASE("a change of any byte on the way is detected, and no side gets keys") {
   const std::size_t lengths[] = {kHelloBytes, kHelloBytes, kProofBytes, 1 + kProofBytes};
   for (int message = 0; message < 4; ++message) {
     for (std::size_t at = 0; at < lengths[message]; ++at) {
@@ -206,7 +206,7 @@ TEST_CASE("an attacker in the middle cannot lower the protocol version") {
   }
 }
 
-TEST_CASE("a relay between a network and a Unix socket gets nothing from either side") {
+TEST_CASE("a relay between a network and a Unix socket gains nothing from either side") {
   const auto side = [](Role role, Channel channel) {
     return Handshake(role, "s", channel, {}, nonce_of(static_cast<int>(role)));
   };
@@ -284,7 +284,7 @@ TEST_CASE("a recorded server is refused by the next client, though it knew the s
   CHECK(feed(next, meeting.proof_at_server.out).code == ErrorCode::kAuth);
 }
 
-TEST_CASE("keys are new as soon as one of the two nonces is") {
+TEST_CASE("keys differ as soon as one of the two nonces does") {
   std::set<Key> keys;
   for (int client_nonce = 1; client_nonce <= 3; ++client_nonce) {
     for (int server_nonce = 1; server_nonce <= 3; ++server_nonce) {  // also where both are the same
@@ -304,7 +304,7 @@ TEST_CASE("keys are new as soon as one of the two nonces is") {
   CHECK(keys.size() == 19);
 }
 
-TEST_CASE("nonces come from the kernel, another one for every handshake") {
+TEST_CASE("nonces come from the kernel, a new one for every handshake") {
   std::set<Bytes> hellos;
   for (int i = 0; i < 100; ++i) hellos.insert(Handshake(Role::kClient, "s").start());
   CHECK(hellos.size() == 100);
@@ -327,7 +327,7 @@ TEST_CASE("a peer that is not kvpool is recognised by its first bytes") {
   CHECK(server.advance(beginning, out) == 2);  // not yet
 }
 
-TEST_CASE("two that both call, or both answer, do not understand each other") {
+TEST_CASE("two clients or two servers refuse each other") {
   Handshake one = client_of("s");
   Handshake two = client_of("s", {}, 2);
   CHECK(feed(one, two.start()).code == ErrorCode::kProtocol);
@@ -337,7 +337,7 @@ TEST_CASE("two that both call, or both answer, do not understand each other") {
   CHECK(feed(other, answer.out).code == ErrorCode::kProtocol);
 }
 
-TEST_CASE("versions that make no sense are refused") {
+TEST_CASE("senseless versions are refused") {
   const auto with = [](std::uint16_t min, std::uint16_t max, std::uint16_t version) {
     Bytes hello = client_of("s").start();
     std::memcpy(&hello[6], &min, 2);

@@ -52,20 +52,20 @@ class FakeRoot {
 
 std::string mib(std::uint64_t count) { return std::to_string(count * kMib); }
 
-TEST_CASE("without cgroups the headroom is what the machine has available") {
+TEST_CASE("without cgroups the headroom is the memory that the machine has available") {
   const FakeRoot root;
   root.meminfo(1000);
   CHECK(root.headroom().available_bytes == 1000 * kMib);
   CHECK(root.headroom().limit == "MemAvailable");
 }
 
-TEST_CASE("a machine that tells nothing has no known limit") {
+TEST_CASE("a machine that reports nothing has no known limit") {
   const FakeRoot root;
   CHECK(root.headroom().available_bytes == UINT64_MAX);
   CHECK(root.headroom().limit == "none");
 }
 
-TEST_CASE("a cgroup's headroom is its limit less what it uses, and reclaimable cache does not count as used") {
+TEST_CASE("a cgroup's headroom is its limit minus its use, without reclaimable cache") {
   const FakeRoot root;
   root.meminfo(1000);
   root.write("/proc/self/cgroup", "0::/app\n");
@@ -119,7 +119,7 @@ TEST_CASE("a container's own cgroup namespace has its limit at the mount point")
   CHECK(root.headroom().limit == "/sys/fs/cgroup");
 }
 
-TEST_CASE("a path that the container does not show stands for the nearest part that it shows") {
+TEST_CASE("a path that the container does not show is replaced by its nearest visible ancestor") {
   for (const char* path : {"/docker/0123abcd", "/../other", "/..", "/kube/pod (deleted)"}) {
     CAPTURE(path);
     const FakeRoot root;
@@ -130,7 +130,7 @@ TEST_CASE("a path that the container does not show stands for the nearest part t
   }
 }
 
-TEST_CASE("a cgroup mount of a part of the hierarchy is read from that part on") {
+TEST_CASE("a cgroup mount of a subtree is read from that subtree on") {
   const FakeRoot root;
   root.meminfo(1000);
   root.write("/proc/self/mountinfo",
@@ -165,7 +165,7 @@ TEST_CASE("cgroup version 1 is read with its own file names") {
   CHECK(root.headroom().limit == one);
 }
 
-TEST_CASE("files that say something else are no limits") {
+TEST_CASE("files with other contents are not taken for limits") {
   const FakeRoot root;
   root.write("/proc/meminfo", "MemAvailable: lots\nMemAvailableX: 1 kB\n");
   root.write("/proc/self/cgroup", "nonsense\n0:\n::\n0::relative\n");

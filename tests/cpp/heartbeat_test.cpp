@@ -53,7 +53,7 @@ struct Page {
 
 }  // namespace
 
-TEST_CASE("a heartbeat beats at once and goes on, and its last beat stays when it is stopped") {
+TEST_CASE("a heartbeat begins at once and repeats, and its last beat stays when it is stopped") {
   Page page;
   const std::int64_t before = now_ns();
   Heartbeat heartbeat(page.descriptor, kMs, 1'000'000 * kMs);
@@ -70,7 +70,7 @@ TEST_CASE("a heartbeat beats at once and goes on, and its last beat stays when i
   heartbeat.stop();
 }
 
-TEST_CASE("a process that was stopped for longer than its lease counts a lapse when it wakes") {
+TEST_CASE("a process that was stopped for longer than its lease counts a lapse when it resumes") {
   Page page;
   constexpr std::int64_t kLease = 200 * kMs;
   const pid_t child = fork();
@@ -115,7 +115,7 @@ TEST_CASE("a forked child has no heartbeat, and can end without it") {
   CHECK(soon([&] { return page.word(0) > last; }));  // the parent's goes on
 }
 
-TEST_CASE("a file that cannot be mapped makes no heartbeat") {
+TEST_CASE("no heartbeat starts on a file that cannot be mapped") {
   const int descriptor = open("/dev/null", O_RDONLY | O_CLOEXEC);
   try {
     const Heartbeat heartbeat(descriptor, kMs, 10 * kMs);

@@ -32,7 +32,7 @@ int copied(const std::byte* from, std::byte* to, std::size_t bytes) {
   return outcome_of(stream);
 }
 
-TEST_CASE("a driver that is not the machine's own has the kernels that it brings") {
+TEST_CASE("a driver that stands in for the machine's brings its own kernels") {
   {
     const GpuHere gpu;
     const KernelSet* kernels = kernels_for(*gpu.context());
@@ -45,7 +45,7 @@ TEST_CASE("a driver that is not the machine's own has the kernels that it brings
   CHECK(kernels_for(*CudaContext::retain(0, "a test")) == nullptr);
 }
 
-TEST_CASE("a kernel may touch the last byte of an allocation, and not the one behind it") {
+TEST_CASE("a kernel may access the last byte of an allocation, and not the one behind it") {
   for (const auto& [read, written] : {std::pair{0, 0}, {1, 0}, {0, 1}}) {
     CAPTURE(read);
     CAPTURE(written);
@@ -59,14 +59,14 @@ TEST_CASE("a kernel may touch the last byte of an allocation, and not the one be
   }
 }
 
-TEST_CASE("a kernel must not touch host memory that is not registered") {
+TEST_CASE("a kernel must not access host memory that is not registered") {
   const GpuHere gpu;
   const Shared from(256, Where::kDevice);
   std::vector<std::byte> plain(256);
   CHECK(copied(from.data(), plain.data(), plain.size()) == kIllegalAddress);
 }
 
-TEST_CASE("a kernel must not touch memory that has gone when its turn comes") {
+TEST_CASE("a kernel must not access memory that was freed before its turn") {
   const GpuHere gpu;
   const Shared to(256, Where::kDevice);
   gpu.fake().set("delay_us", 20'000);
@@ -97,7 +97,7 @@ int launch_table(const DeviceStrip& strip, std::uint32_t width) {
   return outcome_of(stream);
 }
 
-TEST_CASE("an access that is not aligned ends the context, on either side") {
+TEST_CASE("an unaligned access ends the context, on either side") {
   for (const std::uint64_t shift : {0, 1, 2, 4, 8}) {
     for (const bool of_source : {true, false}) {
       CAPTURE(shift);
@@ -111,7 +111,7 @@ TEST_CASE("an access that is not aligned ends the context, on either side") {
   }
 }
 
-TEST_CASE("a kernel must not read its table where no memory is") {
+TEST_CASE("a kernel must not read a table from where there is no memory") {
   const GpuHere gpu;
   const Shared from(64 * 9000, Where::kDevice);
   const Shared to(64 * 9000, Where::kDevice);

@@ -27,7 +27,7 @@ std::vector<InstanceId> draw_all() {
 
 }  // namespace
 
-TEST_CASE("instance ids that are drawn differ, and can be drawn again when they are given back") {
+TEST_CASE("instance ids that are drawn differ, and can be drawn again after their return") {
   std::vector<InstanceId> ids = draw_all();
   std::set<std::uint32_t> values;
   for (const InstanceId& id : ids) values.insert(id.value());
@@ -44,7 +44,7 @@ TEST_CASE("instance ids that are drawn differ, and can be drawn again when they 
   CHECK(InstanceId::draw().value() == last);
 }
 
-TEST_CASE("threads that draw instance ids at once get none twice") {
+TEST_CASE("threads that draw instance ids at once never get the same one") {
   constexpr std::size_t kThreads = 4;
   constexpr int kEach = 2000;
   std::vector<std::vector<InstanceId>> drawn(kThreads);

@@ -88,7 +88,7 @@ TEST_CASE("a match gives each holder's longest prefix, the longest first") {
   CHECK(rig.peek({1, 2, 3}, "tenant").empty());
 }
 
-TEST_CASE("what is found can be asked for those that hold equally much, and for what one holds") {
+TEST_CASE("a match can be asked for the holders of equally many pages, and for the pages of one holder") {
   Rig rig;
   rig.insert({1, 2, 3, 4}, 7);
   for (const std::uint32_t instance : {9, 5, 8}) rig.insert({1, 2}, instance);
@@ -111,7 +111,7 @@ TEST_CASE("what is found can be asked for those that hold equally much, and for 
   CHECK(hits.instances().front() == 7);  // as it was
 }
 
-TEST_CASE("an insertion tells how many pages are new for that instance") {
+TEST_CASE("an insertion returns how many pages are new for that instance") {
   Rig rig;
   CHECK(rig.insert({1, 2, 3}, 7) == 3);
   CHECK(rig.insert({1, 2, 3}, 7) == 0);
@@ -131,7 +131,7 @@ TEST_CASE("a peek neither cuts a run nor counts as a use") {
   CHECK(rig.index.expire(2) == 3);
 }
 
-TEST_CASE("a match keeps what it found from expiring, for every holder, and no more than that") {
+TEST_CASE("a match keeps the matched pages, and no others, from expiring for every holder") {
   Rig rig;
   rig.insert({1, 2, 3}, 7, 1);
   rig.insert({1, 2, 3, 4}, 8, 2);
@@ -203,7 +203,7 @@ TEST_CASE("the only holder's run is shortened where it lies") {
   CHECK(rig.peek({1, 2, 3}) == Hits{{7, 2}});
 }
 
-TEST_CASE("an instance that is gone leaves what others hold") {
+TEST_CASE("removing an instance leaves the pages that others hold") {
   Rig rig;
   for (Token token = 0; token < 20; ++token) {
     rig.insert({token, 1, 2}, 7);
@@ -243,7 +243,7 @@ TEST_CASE("every instance that an address can name may hold the same prefix") {
   index.audit();
 }
 
-TEST_CASE("an audit finds a holder that does not hold what comes before, and a wrong count") {
+TEST_CASE("an audit finds a holder that lacks an earlier page, and a wrong count") {
   Rig rig;
   rig.insert({1}, 7);
   rig.insert({1, 2}, 7);

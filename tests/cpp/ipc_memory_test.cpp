@@ -42,7 +42,7 @@ std::vector<Range> ranges_of(const Arena& arena) {
   return ranges;
 }
 
-TEST_CASE("tensors that lie in one allocation have one handle, whatever their order") {
+TEST_CASE("tensors in one allocation have one handle, whatever their order") {
   const FakeCuda cuda;
   {
     const auto context = CudaContext::retain(0, "a test");
@@ -61,7 +61,7 @@ TEST_CASE("tensors that lie in one allocation have one handle, whatever their or
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("memory without a handle, or beyond the end of what has one, is given to nobody") {
+TEST_CASE("memory without a handle, or beyond the end of the handle's, is given to nobody") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const DeviceArena plain = arena_of(DeviceMemoryKind::kPlain);
@@ -95,8 +95,8 @@ struct Told {
   std::atomic<bool> there;
 };
 
-TEST_CASE("another process's memory stays open as long as it is used here and a failure leaves nothing open") {
-  if (!alone("another process's memory stays open as long as it is used here and a failure leaves nothing open", {},
+TEST_CASE("another process's memory stays open while it is used here and a failure leaves nothing open") {
+  if (!alone("another process's memory stays open while it is used here and a failure leaves nothing open", {},
              false)) {
     return;
   }

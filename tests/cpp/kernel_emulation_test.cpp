@@ -152,7 +152,7 @@ TEST_CASE("lengths around the end of a tile") {
   }
 }
 
-TEST_CASE("a job that is longer than a launch takes is cut, or takes the table space") {
+TEST_CASE("a job that exceeds one launch is cut, or uses the table space") {
   Dice dice(3);
   const std::size_t bytes = 16;
   const std::uint32_t blocks = 10'000;
@@ -177,7 +177,7 @@ TEST_CASE("a job that is longer than a launch takes is cut, or takes the table s
   CHECK(too_little.widths.size() == 3);
 }
 
-TEST_CASE("more strips than a launch takes are cut as well") {
+TEST_CASE("strips that exceed one launch are cut as well") {
   Dice dice(4);
   const std::size_t strips_count = 700;
   Buffer from(strips_count * 64, 0, dice);

@@ -14,7 +14,7 @@
 namespace kvpool::testing {
 namespace {
 
-TEST_CASE("kernels are loaded in the context that they are for, and the caller's thread is as before") {
+TEST_CASE("kernels are loaded in their context, and the calling thread's context is restored") {
   const FakeCuda cuda;
   {
     const StreamKernels kernels(cuda);
@@ -28,7 +28,7 @@ TEST_CASE("kernels are loaded in the context that they are for, and the caller's
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("kernels that a GPU cannot run are done without, and any other failure to load them is an error") {
+TEST_CASE("kernels that the GPU cannot run are done without, and any other failure to load them is an error") {
   const FakeCuda cuda;
   {
     const StreamKernels kernels(cuda);
@@ -52,7 +52,7 @@ TEST_CASE("kernels that a GPU cannot run are done without, and any other failure
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("the kernels of this build are not asked for where another library answers for the driver") {
+TEST_CASE("the kernels of this build are not used when another library stands in for the driver") {
   const FakeCuda cuda;
   CHECK(kernels_for(*CudaContext::retain(0, "a test")) == nullptr);
 }

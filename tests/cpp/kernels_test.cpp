@@ -46,7 +46,7 @@ struct Place {
   alignas(16) std::byte to[4096] = {};
 };
 
-TEST_CASE("a copy that cannot be is refused, and says why") {
+TEST_CASE("an impossible copy is refused with the reason") {
   Place place;
   const std::vector<BlockPair> one{{0, 0}};
   const std::vector<BlockPair> two{{0, 0}, {1, 1}};
@@ -73,7 +73,7 @@ TEST_CASE("a copy that cannot be is refused, and says why") {
   CHECK(error->fields()[0].second == 1);  // which strip
 }
 
-TEST_CASE("no strips and no pairs are no work") {
+TEST_CASE("a copy without strips or pairs does nothing") {
   Place place;
   const std::vector<PlannedStrip> strips{{place.from, place.to, 16, 16, 16}};
   const std::vector<BlockPair> pairs{{0, 0}};
@@ -83,7 +83,7 @@ TEST_CASE("no strips and no pairs are no work") {
   CHECK(reference_kernels().copy({{}, {}}, nullptr, {}) == 0);
 }
 
-TEST_CASE("pieces that overlap are found") {
+TEST_CASE("overlapping pieces are detected") {
   Place place;
   const std::vector<BlockPair> two{{0, 0}, {1, 1}};
   const std::vector<BlockPair> same{{0, 1}, {2, 1}};
@@ -124,7 +124,7 @@ struct Arena {
   MediumSpan span;
 };
 
-TEST_CASE("a gather follows the order of the wire, and a scatter brings it back") {
+TEST_CASE("a gather follows the order of the wire, and a scatter reverses it") {
   Dice dice(11);
   const std::uint32_t blocks = 7;
   const std::vector<ContentRange> ranges{{96, 64}, {0, 48}, {160, 8}};
@@ -176,7 +176,7 @@ TEST_CASE("a gather follows the order of the wire, and a scatter brings it back"
   }
 }
 
-TEST_CASE("discrete blocks become aggregated ones, and slices of heads go where they belong") {
+TEST_CASE("discrete blocks become aggregated ones, and slices of heads are copied to their places") {
   Dice dice(12);
   Arena discrete({64, 64, 64, 64}, 6, dice);
   Arena aggregated({256}, 9, dice);
@@ -204,7 +204,7 @@ TEST_CASE("discrete blocks become aggregated ones, and slices of heads go where 
   }
 }
 
-TEST_CASE("a build says whether it has kernels, and what for") {
+TEST_CASE("a build says whether it has kernels, and for which GPUs") {
   const KernelSet* kernels = gpu_kernels();
   CHECK((kernels != nullptr) == !std::string(kernel_targets()).empty());
   CHECK(std::string(reference_kernels().name) == "reference");

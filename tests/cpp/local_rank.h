@@ -12,8 +12,8 @@ namespace kvpool::testing {
 
 class LocalRank final : public RankWriter {
  public:
-  using Lanes = std::unordered_map<std::uint32_t, std::shared_ptr<Route>>;  // by rank of the receiver
-  explicit LocalRank(Lanes channels) : channels_(std::move(channels)) {}
+  using Channels = std::unordered_map<std::uint32_t, std::shared_ptr<Route>>;  // by rank of the receiver
+  explicit LocalRank(Channels channels) : channels_(std::move(channels)) {}
 
   void write(const RankOrder& order, const WriteRequest& request, Report report) override {
     WriteOutcome sum;
@@ -33,7 +33,7 @@ class LocalRank final : public RankWriter {
   }
 
  private:
-  const Lanes channels_;
+  const Channels channels_;
 };
 
 }  // namespace kvpool::testing

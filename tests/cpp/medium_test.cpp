@@ -12,7 +12,7 @@
 namespace kvpool {
 namespace {
 
-TEST_CASE("an address keeps its four parts, whatever the others are") {
+TEST_CASE("an address keeps its four parts, whatever the others") {
   for (const Medium medium : kMedia) {
     for (const std::uint32_t instance : {0U, 1U, kInstanceMax}) {
       for (const std::uint32_t generation : {0U, 1U, kGenerationMax}) {
@@ -31,7 +31,7 @@ TEST_CASE("an address keeps its four parts, whatever the others are") {
   CHECK(kBlocksMax == 16'777'216);
 }
 
-TEST_CASE("the codes of media are those of docs/wire.md; the others name none") {
+TEST_CASE("media have the codes of docs/wire.md, and other codes name no medium") {
   CHECK(static_cast<int>(Medium::kHbm) == 1);
   CHECK(static_cast<int>(Medium::kDram) == 2);
   CHECK(static_cast<int>(Medium::kDisk) == 3);
@@ -42,7 +42,7 @@ TEST_CASE("the codes of media are those of docs/wire.md; the others name none") 
   CHECK(media == std::set<std::uint32_t>{1, 2, 3});
 }
 
-TEST_CASE("MIXED is a request: its code is no medium's, and fits into no address") {
+TEST_CASE("MIXED is a request: its code is that of no medium, and does not fit an address") {
   CHECK_FALSE(is_medium(kMixed.code()));
   CHECK(kMixed.code() >= 1U << kMediumBits);
   CHECK(media_set_of(kMixed) == MediaSet{true, true, false});

@@ -124,7 +124,7 @@ TEST_CASE("a cancelled write ends early, and nothing of it is written afterwards
   CHECK((done.load() < kBlocks * kBytes || whole_write));
 }
 
-TEST_CASE("a route keeps what it was given to keep, and reports what reaches where") {
+TEST_CASE("a route keeps its resources alive, and reports which media it reaches") {
   Dice dice(1);
   CopyTeam team;
   const auto arena = arena_of(4, {64});
@@ -188,7 +188,7 @@ TEST_CASE("shm writes into a peer process, which sees the bytes when it is told 
   }
 }
 
-TEST_CASE("a peer that is killed in the middle takes nothing with it") {
+TEST_CASE("killing a peer in the middle of a write leaves this process intact") {
   constexpr std::uint32_t kBlocks = 32;
   constexpr std::size_t kBytes = 1 << 20;
   const auto source = arena_of(kBlocks, {kBytes});
@@ -216,7 +216,7 @@ TEST_CASE("a peer that is killed in the middle takes nothing with it") {
   CHECK(code == ErrorCode::kPeerLost);
 }
 
-TEST_CASE("memory that is not what the metadata says is not mapped") {
+TEST_CASE("memory that differs from the metadata is not mapped") {
   const auto arena = arena_of(8, {4096});
   CopyTeam team;
   const auto refused = [&](const PeerMetadata& metadata, int fd) {
@@ -253,7 +253,7 @@ int mappings_of(const std::string& label) {
   return found;
 }
 
-TEST_CASE("a route's mapping is not inherited by a child, and goes with the route") {
+TEST_CASE("a child does not inherit a route's mapping, which is removed with the route") {
   const auto arena = arena_of(512, {4096});
   CopyTeam team;
   const int before = mappings_of("memory_route_test");

@@ -10,7 +10,7 @@ namespace {
 
 using testing::check_length;
 
-TEST_CASE("messages come out as they went in, and of no other length") {
+TEST_CASE("messages are read as they were written, and with no other length") {
   ReserveBody reserve;
   reserve.blocks = 3;
   reserve.medium = kMixed;
@@ -75,7 +75,7 @@ TEST_CASE("messages come out as they went in, and of no other length") {
   check_length(write_addresses(std::vector<Address>{7, 8}), read_addresses);
 }
 
-TEST_CASE("numbers that mean nothing are refused") {
+TEST_CASE("senseless numbers are refused") {
   Bytes lend = write_body(LendBody{1, Medium::kHbm, true});
   lend[4] = std::byte{0};
   CHECK_THROWS_AS(read_lend(lend), Error);
@@ -91,7 +91,7 @@ TEST_CASE("numbers that mean nothing are refused") {
   CHECK_THROWS_AS(read_fetch(write_body(FetchBody{Priority::kDecode, {1}, {}})), Error);
 }
 
-TEST_CASE("an error keeps its code, its text and the fields that the reader knows") {
+TEST_CASE("an error keeps its code, its text and those fields that the reader knows") {
   const Error sent(ErrorCode::kOutOfBlocks, std::string(5000, 'x'),
                    {{"free", -1}, {"no such field", 3}, {"active", 2}});
   const Error got = read_error(write_error(sent));
@@ -110,7 +110,7 @@ TEST_CASE("an error keeps its code, its text and the fields that the reader know
   }
 }
 
-TEST_CASE("a route failure is passed on as such, with the number that the library reported") {
+TEST_CASE("a route failure stays one on the wire, with the number that the library reported") {
   for (const char* field : {"driver_code", "nccl_code"}) {
     const Error got = read_error(write_error(for_peer(Error(ErrorCode::kRouteFailed, "no way", {{field, 7}}))));
     CHECK(got.code() == ErrorCode::kRouteFailed);

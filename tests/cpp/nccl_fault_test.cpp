@@ -87,7 +87,7 @@ class InboxTest {
   std::shared_ptr<NcclInbox> inbox_;
 };
 
-TEST_CASE("nccl inbox: what does not fit is refused before anything is received") {
+TEST_CASE("nccl inbox: a message that does not fit is refused before anything is received") {
   InboxTest test;
   const auto code = [&](const NcclPassBody& body) {
     return code_of([&] { test.say(FrameKind::kPass, write_body(body)); });
@@ -118,7 +118,7 @@ TEST_CASE("nccl inbox: what does not fit is refused before anything is received"
   CHECK(test.nccl.count("ncclRecv") == 0);
 }
 
-TEST_CASE("nccl inbox: whatever a message says, it is understood or refused") {
+TEST_CASE("nccl inbox: every message is understood or refused") {
   InboxTest test;
   const Bytes good = write_body(InboxTest::pass(1));
   for (std::size_t bytes = 0; bytes < good.size(); ++bytes) {
@@ -131,7 +131,7 @@ TEST_CASE("nccl inbox: whatever a message says, it is understood or refused") {
   CHECK(code_of([] { read_passed(Bytes(13, std::byte{9})); }) == ErrorCode::kProtocol);
 }
 
-TEST_CASE("nccl inbox: each pass is answered once, placed or not") {
+TEST_CASE("nccl inbox: each pass is answered once, whether it was placed or not") {
   InboxTest test;
   test.say(FrameKind::kPass, write_body(InboxTest::pass(1)));  // into no communicator
   test.run();
@@ -167,7 +167,7 @@ TEST_CASE("nccl inbox: a pass longer than its sender has announced is refused") 
   CHECK(unmade.outcome == NcclOutcome::kFailed);  // what NCCL's system error says today, it may not say tomorrow
 }
 
-TEST_CASE("nccl inbox: a peer that announces passes without waiting is left, and what it had announced is answered") {
+TEST_CASE("nccl inbox: a peer that announces passes without waiting is disconnected, and its passes are answered") {
   InboxTest test;
   for (std::uint64_t number = 1; number <= kNcclPassesMax; ++number) {
     test.say(FrameKind::kPass, write_body(InboxTest::pass(number)));
@@ -182,7 +182,7 @@ TEST_CASE("nccl inbox: a peer that announces passes without waiting is left, and
   test.say(FrameKind::kPass, more);  // there is room again
 }
 
-TEST_CASE("nccl inbox: of communicators that are opened one after another, the last is joined") {
+TEST_CASE("nccl inbox: of several communicators that are opened in turn, the last is joined") {
   InboxTest test;
   test.nccl.fail_nth(1, 2);  // it is not to wait for a peer
   NcclChannelBody channel;
@@ -196,7 +196,7 @@ TEST_CASE("nccl inbox: of communicators that are opened one after another, the l
   CHECK(read_passed(unmade.body).number == 0);
 }
 
-TEST_CASE("nccl inbox: a communicator that can never be made is said to be one") {
+TEST_CASE("nccl inbox: a communicator that can never be made is reported as such") {
   InboxTest test;
   NcclChannelBody channel;
   channel.generation = 1;
@@ -211,7 +211,7 @@ TEST_CASE("nccl inbox: a communicator that can never be made is said to be one")
   CHECK(test.nccl.count("ncclCommInitRankConfig") == 0);
 }
 
-TEST_CASE("nccl inbox: what sets blocks free waits for what is arriving, and for nothing else") {
+TEST_CASE("nccl inbox: freeing blocks waits only for content that is arriving") {
   InboxTest test;
   int ran = 0;
   std::function<void()> work = [&] { ++ran; };
@@ -233,7 +233,7 @@ TEST_CASE("nccl inbox: what sets blocks free waits for what is arriving, and for
   CHECK(again);
 }
 
-TEST_CASE("nccl inbox: a sender that halts, and a link that ends, end the waiting for them") {
+TEST_CASE("nccl inbox: a halted sender or an ended link ends the waits for it") {
   for (const bool halts : {true, false}) {
     InboxTest test;
     NcclChannelBody channel;
@@ -273,7 +273,7 @@ TEST_CASE("nccl inbox: an answer that cannot be sent ends the link") {
 
 // ---- processes
 
-TEST_CASE("nccl: a process that is killed in the middle of a transfer, at either side") {
+TEST_CASE("nccl: either process is killed in the middle of a transfer") {
   if (!test::kChildMayStartThreads) return;
   for (const bool sender_dies : {true, false}) {
     const std::string address = "unix:@kvpool-nccl-kill-" + std::to_string(getpid()) + (sender_dies ? "-s" : "-r");

@@ -115,7 +115,7 @@ void check_group_write(const FakeCuda& cuda, Dice& dice, Instance& from, Instanc
   }
 }
 
-TEST_CASE("nccl ranks: TP 1, 2 and 4 send to each other what the whole cache has, bit for bit") {
+TEST_CASE("nccl ranks: TP 1, 2 and 4 send each other the whole cache, bit for bit") {
   const FakeCuda cuda;
   const FakeNccl nccl;
   cuda.set("delay_us", 10);

@@ -25,8 +25,8 @@
 namespace kvpool::testing {
 namespace {
 
-constexpr std::uint32_t kLaneBlocks = 12;
-constexpr std::size_t kLaneBlockBytes = 768;
+constexpr std::uint32_t kPipeBlocks = 12;
+constexpr std::size_t kPipeBlockBytes = 768;
 
 // Runs work one piece after another, in a thread.
 class OneThread {
@@ -103,7 +103,7 @@ class Side {
        const NcclLimits& limits = {})
       : cuda_(cuda),
         arena_(std::make_shared<DeviceArena>(
-            DeviceArenaOptions{.blocks = kLaneBlocks, .segment_bytes = std::move(segments), .device = device})),
+            DeviceArenaOptions{.blocks = kPipeBlocks, .segment_bytes = std::move(segments), .device = device})),
         link_(std::make_shared<QueueLink>()) {
     NcclMemory memory;
     memory.library = &load_nccl(fake_nccl_path());
@@ -192,7 +192,7 @@ struct Sides {
   Side b;
 
   explicit Sides(const cuda::KernelSet* kernels = nullptr, const NcclLimits& of_a = {}, const NcclLimits& of_b = {})
-      : a(cuda, 0, {kLaneBlockBytes}, kernels, of_a), b(cuda, 1, {100, 156, 512}, kernels, of_b) {
+      : a(cuda, 0, {kPipeBlockBytes}, kernels, of_a), b(cuda, 1, {100, 156, 512}, kernels, of_b) {
     a.meet(b);
     b.meet(a);
     for (std::uint32_t block = 0; block < 3; ++block) {
@@ -214,7 +214,7 @@ struct Sides {
   }
   void exchange() const {
     clear(b);
-    CHECK(a.write().bytes == 3 * kLaneBlockBytes);
+    CHECK(a.write().bytes == 3 * kPipeBlockBytes);
     CHECK(arrived(b, 10));
   }
 };
@@ -228,7 +228,7 @@ bool in_time(const Holds& holds) {
   return true;
 }
 
-TEST_CASE("nccl pipes: scattered strips of scattered blocks arrive, both ways at once, again and again") {
+TEST_CASE("nccl pipes: scattered strips of scattered blocks arrive, both ways at once and repeatedly") {
   Sides sides;
   std::thread back([&] {
     for (int i = 0; i < 20; ++i) sides.b.write();
@@ -278,7 +278,7 @@ TEST_CASE("nccl pipes: a communicator that is not complete in time has failed, l
   sides.exchange();
 }
 
-TEST_CASE("nccl pipes: a receiver that waits in vain for a communicator says so to its sender") {
+TEST_CASE("nccl pipes: a receiver that waits in vain for a communicator tells its sender") {
   Sides sides(nullptr, {}, {.init_ns = 200'000'000});
   sides.nccl.set("join", 0);
   std::string text;
@@ -286,7 +286,7 @@ TEST_CASE("nccl pipes: a receiver that waits in vain for a communicator says so 
   CHECK_MESSAGE(text.find("the peer cannot receive by NCCL") != std::string::npos, text);
 }
 
-TEST_CASE("nccl pipes: what passes need is taken when a pipe is opened, as much as the sender says") {
+TEST_CASE("nccl pipes: memory for passes is taken when a pipe is opened, as much as the sender asks for") {
   const NcclLimits small{.pass_bytes = std::uint64_t{2} << 20};
   const NcclLimits large{.pass_bytes = std::uint64_t{8} << 20};
   Sides sides(nullptr, small, large);
@@ -302,7 +302,7 @@ TEST_CASE("nccl pipes: what passes need is taken when a pipe is opened, as much 
   CHECK(sides.cuda.count("bytes") - before == 2 * small.pass_bytes + 2 * large.pass_bytes);
 }
 
-TEST_CASE("nccl pipes: a GPU that has no room for passes cannot go this way, and nothing is left of the trial") {
+TEST_CASE("nccl pipes: a GPU without room for passes cannot use a pipe, and nothing is left of the trial") {
   Sides sides;
   const std::size_t before = sides.cuda.count("bytes");
   sides.cuda.fail("cuMemAlloc", 2);
@@ -334,7 +334,7 @@ TEST_CASE("nccl pipes: a write that is cancelled has ended on both sides when it
   sides.exchange();
 }
 
-TEST_CASE("nccl pipes: the other direction goes on while one waits") {
+TEST_CASE("nccl pipes: one direction goes on while the other waits") {
   Sides sides;
   sides.exchange();
   CHECK(sides.b.write().bytes > 0);
@@ -346,7 +346,7 @@ TEST_CASE("nccl pipes: the other direction goes on while one waits") {
   sides.exchange();
 }
 
-TEST_CASE("nccl pipes: blocks that are not the sender's are refused, and it goes on") {
+TEST_CASE("nccl pipes: blocks that do not belong to the sender are refused, and it goes on") {
   Sides sides;
   sides.b.admits = false;
   CHECK(code_of([&] { sides.a.write(); }) == ErrorCode::kNotOwner);
@@ -373,7 +373,7 @@ TEST_CASE("nccl pipes: a route that is closed, or whose link has ended, ends its
   CHECK(sides.nccl.count("communicators") == 0);
 }
 
-TEST_CASE("nccl pipes: whichever call of NCCL fails, the write fails or has arrived, and the next one is well") {
+TEST_CASE("nccl pipes: if any NCCL call fails, the write fails or has arrived, and the next one works") {
   for (int n = 1;; ++n) {
     Sides sides;
     sides.clear(sides.b);
@@ -391,7 +391,7 @@ TEST_CASE("nccl pipes: whichever call of NCCL fails, the write fails or has arri
   }
 }
 
-TEST_CASE("nccl pipes: whichever call of the driver fails, the write fails or has arrived, and the next one is well") {
+TEST_CASE("nccl pipes: if any driver call fails, the write fails or has arrived, and the next one works") {
   Sides sides;
   sides.exchange();
   for (int n = 1; n <= 30; ++n) {
@@ -409,11 +409,11 @@ TEST_CASE("nccl pipes: whichever call of the driver fails, the write fails or ha
   }
 }
 
-TEST_CASE("nccl pipes: a block that is not there is refused before anything is said") {
+TEST_CASE("nccl pipes: a block that does not exist is refused before anything is announced") {
   Sides sides;
   WriteRequest request;
   const BlockStrip strip{0, 0, 8};
-  const Address missing = make_address(1, Medium::kHbm, 0, kLaneBlocks);
+  const Address missing = make_address(1, Medium::kHbm, 0, kPipeBlocks);
   const Address dram = make_address(1, Medium::kDram, 0, 0);
   request.strips = {&strip, 1};
   request.deadline_ns = monotonic_ns() + 1'000'000'000;

@@ -73,7 +73,7 @@ struct Clear {
   }
 };
 
-TEST_CASE("nccl ranks: no meeting is over before what was arriving in it has been given up") {
+TEST_CASE("nccl ranks: a meeting ends only after the content that was arriving in it was given up") {
   for (const std::string first : {"the sender departs", "the receiver departs", "the link ends"}) {
     CAPTURE(first);
     Clear clear_a;
@@ -120,7 +120,7 @@ TEST_CASE("nccl ranks: no meeting is over before what was arriving in it has bee
   }
 }
 
-TEST_CASE("nccl ranks: an order that is cancelled, or too late, reports when its receiver has given it up") {
+TEST_CASE("nccl ranks: an order that is cancelled or too late reports after its receiver has given it up") {
   for (const bool by_deadline : {false, true}) {
     CAPTURE(by_deadline);
     TwoRanks ranks;
@@ -141,7 +141,7 @@ TEST_CASE("nccl ranks: an order that is cancelled, or too late, reports when its
   }
 }
 
-TEST_CASE("nccl ranks: NCCL that fails fails the order and not the channel, and sock serves when there is sock") {
+TEST_CASE("nccl ranks: a failure of NCCL fails the order, not the channel, and sock serves where it is offered") {
   const FakeCuda cuda;
   const FakeNccl nccl;
   for (const bool with_sock : {false, true}) {
@@ -206,7 +206,7 @@ TEST_CASE("nccl ranks: threads that read links never wait for an abort of NCCL")
   CHECK(soon([&] { return ranks.nccl.count("communicators") == 4; }));  // those of c
 }
 
-TEST_CASE("nccl ranks: a rank whose process is killed in a pass, at either side") {
+TEST_CASE("nccl ranks: the process of a rank is killed in a pass, at either side") {
   if (!test::kChildMayStartThreads) return;
   for (const bool sender_dies : {true, false}) {
     CAPTURE(sender_dies);
@@ -256,7 +256,7 @@ TEST_CASE("nccl ranks: a rank whose process is killed in a pass, at either side"
   }
 }
 
-TEST_CASE("nccl ranks: orders that are stopped, fail or are parted from report once, and their meeting is cleared") {
+TEST_CASE("nccl ranks: orders that are stopped, fail or lose their meeting report once, and the meeting is cleared") {
   for (const std::uint64_t seed : fuzz_seeds()) {
     announce_fuzz("nccl ranks", seed);
     Dice dice(seed);

@@ -11,7 +11,7 @@
 namespace kvpool::testing {
 namespace {
 
-TEST_CASE("nccl: blocks go both ways between GPUs whose blocks lie differently") {
+TEST_CASE("nccl: blocks go both ways between GPUs with different layouts") {
   NcclPair pair;
   const Addresses of_a = pair.filled(pair.a, 7, 10);
   const Addresses of_b = pair.filled(pair.b, 5, 90);
@@ -38,7 +38,7 @@ TEST_CASE("nccl: from DRAM and into DRAM") {
   CHECK(pair.are_filled(pair.b, received->addresses, 70));
 }
 
-TEST_CASE("nccl: large pieces are messages of their own, and are not staged where they lie in a run") {
+TEST_CASE("nccl: large pieces are separate messages, and are not staged where they lie in a run") {
   NcclPair pair({std::size_t{512} << 10, std::size_t{512} << 10}, /*both_aggregated=*/true);
   const Addresses blocks = pair.filled(pair.a, 3, 10);
   const std::size_t copied = pair.cuda.count("copied");
@@ -182,7 +182,7 @@ TEST_CASE("nccl: a transfer that is cancelled in the middle holds up nothing") {
   pair.exchange(pair.a, pair.b, blocks, 10);
 }
 
-TEST_CASE("nccl: what breaks in the stream fails the transfer, not the peer") {
+TEST_CASE("nccl: a failure in the stream fails the transfer, not the peer") {
   NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 2, 10);
   for (const int message : {1, 2}) {  // at either end
@@ -204,7 +204,7 @@ TEST_CASE("nccl: what breaks in the stream fails the transfer, not the peer") {
   CHECK(pair.b.count(BlockState::kReserved) == 0);
 }
 
-TEST_CASE("nccl: after NCCL has failed another route serves") {
+TEST_CASE("nccl: after NCCL has failed, another route serves") {
   NcclPair pair({48, 80, 64, 64}, false, {"nccl", "sock"});
   const Addresses blocks = pair.filled(pair.a, 2, 10);
   pair.nccl.set("break_in", 1);
@@ -249,7 +249,7 @@ TEST_CASE("nccl: after a pass has stood still to the deadline, or a communicator
   }
 }
 
-TEST_CASE("nccl: a short deadline of the caller's says nothing of the route") {
+TEST_CASE("nccl: a caller's short deadline does not count against the route") {
   NcclPair pair({48, 80, 64, 64}, false, {"nccl", "sock"});
   const Addresses blocks = pair.filled(pair.a, 2, 10);
   pair.nccl.set("stall", 1);
@@ -261,7 +261,7 @@ TEST_CASE("nccl: a short deadline of the caller's says nothing of the route") {
   CHECK(pair.a.service->peers()[0].route_failures.empty());
 }
 
-TEST_CASE("nccl: a GPU without room for it leaves the peer to other routes") {
+TEST_CASE("nccl: a GPU without room for staging leaves the peer to other routes") {
   NcclPair pair({48, 80, 64, 64}, false, {"nccl", "sock"});
   const Addresses blocks = pair.filled(pair.a, 2, 10);
   pair.cuda.fail("cuMemAlloc", 2);
@@ -280,7 +280,7 @@ TEST_CASE("nccl: a GPU without room for it leaves the peer to other routes") {
   CHECK(failures[0].report.why.find("nccl_pass_bytes") != std::string::npos);
 }
 
-TEST_CASE("nccl: a peer that is lost in the middle: both sides end, and no block is lost") {
+TEST_CASE("nccl: a peer is lost in the middle: both sides end, and no block is lost") {
   for (const bool receiver_ends : {true, false}) {
     NcclPair pair;
     const Addresses blocks = pair.filled(pair.a, 3, 10);
@@ -327,7 +327,7 @@ TEST_CASE("nccl: closing a pool in the middle of a transfer does not wait for it
   CHECK(error->code() == ErrorCode::kPeerLost);
 }
 
-TEST_CASE("nccl: whichever call of NCCL fails, a transfer is done or it is not, and the next one is") {
+TEST_CASE("nccl: if any NCCL call fails, a transfer is done or it is not, and the next one is done") {
   NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 3, 10);
   for (int n = 1;; ++n) {
@@ -354,7 +354,7 @@ TEST_CASE("nccl: whichever call of NCCL fails, a transfer is done or it is not, 
   }
 }
 
-TEST_CASE("nccl: whichever call of the driver fails, a transfer is done or it is not, and the next one is") {
+TEST_CASE("nccl: if any driver call fails, a transfer is done or it is not, and the next one is done") {
   NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 3, 10);
   pair.exchange(pair.a, pair.b, blocks, 10);
@@ -377,7 +377,7 @@ TEST_CASE("nccl: whichever call of the driver fails, a transfer is done or it is
   }
 }
 
-TEST_CASE("nccl: NCCL that answers late is waited for") {
+TEST_CASE("nccl: a late answer of NCCL is waited for") {
   NcclPair pair;
   pair.nccl.set("polls", 50);
   const Addresses blocks = pair.filled(pair.a, 3, 10);
@@ -404,7 +404,7 @@ TEST_CASE("nccl: everything is given back") {
 
 // ---- who may
 
-TEST_CASE("nccl: a pool that is not on a GPU cannot name it, and one that is needs the library") {
+TEST_CASE("nccl: a pool that is not on a GPU cannot name the route, and one that is needs the library") {
   FakeCuda cuda;
   FakeNccl nccl;
   ServiceOptions service;
@@ -425,14 +425,14 @@ TEST_CASE("nccl: a pool that is not on a GPU cannot name it, and one that is nee
   node.start_service(service);  // nothing is left of what failed
 }
 
-TEST_CASE("nccl: no checksum of what the CPU cannot read") {
+TEST_CASE("nccl: there is no checksum of memory that the CPU cannot read") {
   NcclPair pair;
   TransferRequest request = NcclPair::request(pair.b, pair.filled(pair.a, 1, 10));
   request.checksum = true;
   CHECK(code_of([&] { pair.a.service->transfer(std::move(request)); }) == ErrorCode::kUnsupported);
 }
 
-TEST_CASE("nccl: the library is looked at before it is used") {
+TEST_CASE("nccl: the library is checked before it is used") {
   FakeNccl nccl;
   const NcclLibrary& library = load_nccl(fake_nccl_path());
   CHECK(library.version_text() == "2.28.9");

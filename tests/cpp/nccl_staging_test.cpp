@@ -80,7 +80,7 @@ TEST_CASE("kept staging memory serves the next request of the same size") {
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("staging memory stays while a stream waits for a word, and is freed at the next occasion") {
+TEST_CASE("staging memory is kept while a stream waits for a word, and is freed at the next chance") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const CurrentContext current(*context, "a test");
@@ -97,7 +97,7 @@ TEST_CASE("staging memory stays while a stream waits for a word, and is freed at
   CHECK(cuda.count("bytes") == 0);
 }
 
-TEST_CASE("staging memory that there is no room for is refused, and nothing is kept of the trial") {
+TEST_CASE("staging memory without room for it is refused, and nothing is kept of the trial") {
   const FakeCuda cuda;
   {
     const auto context = CudaContext::retain(0, "a test");
@@ -110,9 +110,9 @@ TEST_CASE("staging memory that there is no room for is refused, and nothing is k
 }
 
 // A direction between two GPUs, as the two routes have it.
-class LanePair {
+class PipePair {
  public:
-  explicit LanePair(const NcclMemory& from, const NcclMemory& to)
+  explicit PipePair(const NcclMemory& from, const NcclMemory& to)
       : sender_(std::make_unique<NcclPipe>(from, NcclWay::kSend)),
         receiver_(std::make_unique<NcclPipe>(to, NcclWay::kReceive)) {}
   void open(std::uint64_t pass_bytes) {
@@ -145,8 +145,8 @@ TEST_CASE("a pipe that needs more staging memory does not wait for another that 
       side.local[0] = {arena->blocks(), arena->segments()};
       side.keepalive = arena;
     }
-    LanePair waiting(memory[0], memory[1]);
-    LanePair growing(memory[0], memory[1]);
+    PipePair waiting(memory[0], memory[1]);
+    PipePair growing(memory[0], memory[1]);
     waiting.open(kSmall);
     growing.open(kSmall);
     cuda.set("unmap_waits", 1);

@@ -1,4 +1,4 @@
-// For tests that run alone in a process of their own, begun anew and not forked.
+// For tests that run alone in a separate process, begun anew and not forked.
 #pragma once
 
 #include <signal.h>

@@ -13,7 +13,7 @@ using outgoing::is_unread;
 using outgoing::request_for;
 using outgoing::reserved;
 
-TEST_CASE("the deadline ends a transfer in each phase; only a write under way is waited for") {
+TEST_CASE("the deadline ends a transfer in each phase, and waits only for a write under way") {
   SessionKit kit;
   TransferRequest request = request_for(kit, 2);
   request.streamed = true;
@@ -58,7 +58,7 @@ TEST_CASE("the deadline ends a transfer in each phase; only a write under way is
 }
 
 // As when the deadline is so near that another thread finds it over before the request has been sent.
-TEST_CASE("a transfer that is given up before its request was sent is given up behind the request, too") {
+TEST_CASE("the message that gives up a transfer is sent after the transfer's request") {
   struct LateLink final : SilentLink {
     void send(Message&& message) override {
       if (const auto first = std::exchange(before, nullptr)) first();
@@ -81,7 +81,7 @@ TEST_CASE("a transfer that is given up before its request was sent is given up b
   session->on_closed(Error(ErrorCode::kPeerLost, "the test ends"));
 }
 
-TEST_CASE("a cancelled transfer is done when both sides know") {
+TEST_CASE("a cancelled transfer is done once both sides know") {
   SessionKit kit;
   TransferRequest request = request_for(kit, 2);
   const Addresses from = request.from;
@@ -106,7 +106,7 @@ TEST_CASE("a cancelled transfer is done when both sides know") {
   CHECK_FALSE(transfer->cancel());
 }
 
-TEST_CASE("a transfer is not cancelled when it ends in another way, and says so") {
+TEST_CASE("a transfer that ends in another way is not cancelled, and says so") {
   SessionKit kit;
   const auto transfer = kit.session->transfer(request_for(kit, 1));
   const std::uint64_t id = kit.link->take().id;
@@ -127,7 +127,7 @@ TEST_CASE("a transfer is not cancelled when it ends in another way, and says so"
   }
 }
 
-TEST_CASE("a cancellation that cannot be sent ends the link, so that the receiver does not wait for ever") {
+TEST_CASE("a cancellation that cannot be sent ends the link, so the receiver does not wait forever") {
   SessionKit kit;
   const auto transfer = kit.session->transfer(request_for(kit, 1));
   kit.link->busy = true;
@@ -137,7 +137,7 @@ TEST_CASE("a cancellation that cannot be sent ends the link, so that the receive
   CHECK(failure(*transfer) == ErrorCode::kCancelled);
 }
 
-TEST_CASE("a lost link ends everything, and is drained when the last write has ended") {
+TEST_CASE("a lost link ends everything, and is drained after its last write") {
   SessionKit kit;
   const auto one = kit.session->transfer(request_for(kit, 1));
   kit.reply_next(kReserveVerb, reserved(SessionKit::peer_addresses(1)));
@@ -158,7 +158,7 @@ TEST_CASE("a lost link ends everything, and is drained when the last write has e
   CHECK(code_of([&] { kit.session->transfer(request_for(kit, 1)); }) == ErrorCode::kPeerLost);
 }
 
-TEST_CASE("a write whose GPU or peer is lost ends the link, and the peer does not hear that nothing is written") {
+TEST_CASE("a write whose GPU or peer is lost ends the link without telling the peer that writes have ended") {
   for (const ErrorCode code : {ErrorCode::kDeviceLost, ErrorCode::kPeerLost}) {
     for (const bool cancelled : {false, true}) {
       CAPTURE(static_cast<int>(code));
@@ -182,7 +182,7 @@ TEST_CASE("a write whose GPU or peer is lost ends the link, and the peer does no
   }
 }
 
-TEST_CASE("a GPU that is lost in a write while the two part: the peer does not hear that nothing is written") {
+TEST_CASE("losing the GPU in a write during a parting does not tell the peer that writes have ended") {
   for (const ErrorCode code : {ErrorCode::kDeviceLost, ErrorCode::kPeerLost}) {
     CAPTURE(static_cast<int>(code));
     SessionKit kit;
@@ -197,7 +197,7 @@ TEST_CASE("a GPU that is lost in a write while the two part: the peer does not h
   }
 }
 
-TEST_CASE("a handle keeps neither the link nor the routes of a peer that is lost") {
+TEST_CASE("a handle keeps alive neither the link nor the routes of a lost peer") {
   SessionKit kit;
   const auto writing = kit.session->transfer(request_for(kit, 2));
   kit.reply_next(kReserveVerb, reserved(SessionKit::peer_addresses(2)));
@@ -229,7 +229,7 @@ TEST_CASE("a handle keeps neither the link nor the routes of a peer that is lost
   CHECK(code_of([&] { kit.session->give_back({}, kit.host.now); }) == ErrorCode::kPeerLost);
 }
 
-TEST_CASE("a handle that has ended keeps no route") {
+TEST_CASE("a finished handle keeps no route alive") {
   SessionKit kit;
   const auto transfer = kit.session->transfer(request_for(kit, 2));
   kit.refuse(kReserveVerb, kit.take(kReserveVerb).id, Error(ErrorCode::kBusy, "later"));
@@ -237,7 +237,7 @@ TEST_CASE("a handle that has ended keeps no route") {
   CHECK(kit.route.use_count() == 2);  // the test's and the session's
 }
 
-TEST_CASE("memory that runs out while a transfer begins has changed nothing") {
+TEST_CASE("running out of memory while a transfer begins changes nothing") {
   const int threw = fail_each_allocation([&](auto&& fail) {
     SessionKit kit;
     kit.link->sent.reserve(8);

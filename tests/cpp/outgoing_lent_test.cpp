@@ -9,7 +9,7 @@ namespace {
 
 using outgoing::request_for;
 
-TEST_CASE("a caller may give up waiting for a peer, and blocks that are lent too late go back") {
+TEST_CASE("a caller may give up waiting for a peer, and blocks that are lent too late are returned") {
   SessionKit kit;
   int asked = 0;
   kit.link->meanwhile = [&](std::int64_t until_ns) { kit.host.now = until_ns; };
@@ -27,7 +27,7 @@ TEST_CASE("a caller may give up waiting for a peer, and blocks that are lent too
   CHECK(kit.link->take().verb == kReturnVerb.number);
 }
 
-TEST_CASE("requests to one peer are limited") {
+TEST_CASE("the number of requests to one peer is limited") {
   SessionKit kit;
   kit.host.limits_of.transfers_max = 1;
   const auto transfer = kit.session->transfer(request_for(kit, 1));
@@ -38,7 +38,7 @@ TEST_CASE("requests to one peer are limited") {
   CHECK(kit.count(BlockState::kFree) == 15);
 }
 
-TEST_CASE("named destinations are written by one transfer at a time, and not given back meanwhile") {
+TEST_CASE("named destinations are written by one transfer at a time, and not returned meanwhile") {
   SessionKit kit;
   const Addresses borrowed = kit.borrow(2);
   TransferRequest request = request_for(kit, 2);
@@ -58,7 +58,7 @@ TEST_CASE("named destinations are written by one transfer at a time, and not giv
   CHECK(kit.session->borrowed_blocks() == 0);
 }
 
-TEST_CASE("a write to named destinations that ends before it has begun ends once, and writes nothing") {
+TEST_CASE("a write to named destinations that ends before it begins ends once, and writes nothing") {
   SessionKit kit;
   const Addresses borrowed = kit.borrow(2);
   TransferRequest request = request_for(kit, 2);  // its private bytes are for the peer, which answers in the end
@@ -113,7 +113,7 @@ TEST_CASE("after a late insertion the receiver's answer decides who owns the des
 }
 
 // What a link has not brought yet when its transfer ends comes later than what is written past it.
-TEST_CASE("nothing overtakes on its way to lent blocks what a transfer that was given up has sent") {
+TEST_CASE("on the way to lent blocks nothing overtakes the data of a transfer that was given up") {
   SessionKit kit(/*one_sided=*/false);
   const Addresses borrowed = kit.borrow(1);
   const auto write = [&] {
@@ -164,7 +164,7 @@ TEST_CASE("nothing overtakes on its way to lent blocks what a transfer that was 
   CHECK_NOTHROW(write());
 }
 
-TEST_CASE("a loan that comes too late goes back") {
+TEST_CASE("a loan that comes too late is returned") {
   SessionKit kit;
   kit.link->meanwhile = [&](std::int64_t deadline_ns) { kit.host.now = deadline_ns; };
   CHECK(code_of([&] { kit.session->borrow(2, Medium::kHbm, true, kit.host.now + kMs); }) == ErrorCode::kDeadline);
@@ -190,7 +190,7 @@ TEST_CASE("a return that could not be sent has changed nothing") {
 }
 
 // It used to be taken for a block that was lent twice, and the link was closed.
-TEST_CASE("a block that goes back may be lent again before the thread that gives it back has noticed") {
+TEST_CASE("a block may be lent again before the thread that returns it has noticed") {
   SessionKit kit;
   const Addresses borrowed = kit.borrow(1);
   Addresses again;
@@ -205,7 +205,7 @@ TEST_CASE("a block that goes back may be lent again before the thread that gives
   CHECK(kit.session->borrowed_blocks() == 1);
 }
 
-TEST_CASE("a peer that lends what it has not, or another number, is left") {
+TEST_CASE("a peer that lends blocks that it does not have, or too many or too few, is disconnected") {
   SessionKit kit;
   Addresses lent = SessionKit::peer_addresses(2);
   SUBCASE("twice the same") { lent[1] = lent[0]; }

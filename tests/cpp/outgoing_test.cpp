@@ -34,7 +34,7 @@ TEST_CASE("a transfer reserves, writes, completes and is done when the receiver 
   CHECK(is_unread(kit, from));
 }
 
-TEST_CASE("what a peer answers wrongly is noticed") {
+TEST_CASE("wrong answers of a peer are detected") {
   SessionKit kit;
   const auto transfer = kit.session->transfer(request_for(kit, 2));
   const std::uint64_t id = kit.link->take().id;
@@ -99,7 +99,7 @@ TEST_CASE("statistics name the strategy that was used") {
   CHECK(used(Strategy::kByLayer, true) == "by_layer");
 }
 
-TEST_CASE("the total is known from the start, and what the receiver has is no part of it") {
+TEST_CASE("the total is known from the start, and leaves out what the receiver has") {
   SessionKit kit;
   TransferRequest request = request_for(kit, 3);
   request.insert = true;
@@ -110,7 +110,7 @@ TEST_CASE("the total is known from the start, and what the receiver has is no pa
   CHECK(transfer->bytes_total() == kit.bytes_of(1));
 }
 
-TEST_CASE("a layer of a stream that has failed is refused with the reason") {
+TEST_CASE("a layer of a failed stream is refused with the reason") {
   SessionKit kit;
   TransferRequest request = request_for(kit, 2);
   request.streamed = true;
@@ -126,7 +126,7 @@ TEST_CASE("a layer of a stream that has failed is refused with the reason") {
   CHECK(code_of([&] { transfer->send_layer(0); }) == ErrorCode::kBusy);
 }
 
-TEST_CASE("steps that are written at once are a loop, however many there are") {
+TEST_CASE("writes that complete at once run in a loop, not in a recursion") {
   constexpr std::size_t kLayers = 4096;
   constexpr std::uintptr_t kStackBytes = 64 << 10;
   SessionKit kit(true, 2, 4, 2 * kLayers);

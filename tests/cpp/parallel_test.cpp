@@ -11,7 +11,7 @@
 using namespace kvpool;           // NOLINT(google-build-using-namespace)
 using namespace kvpool::testing;  // NOLINT(google-build-using-namespace)
 
-TEST_CASE("layers are split over stages as vLLM and SGLang do it") {
+TEST_CASE("layers are split over stages in the way of vLLM and SGLang") {
   using Layers = std::vector<std::uint32_t>;
   CHECK(split_layers(32, 4, LayerSplit::kVllm) == Layers{8, 8, 8, 8});
   CHECK(split_layers(5, 4, LayerSplit::kVllm) == Layers{1, 1, 2, 1});
@@ -47,7 +47,7 @@ TEST_CASE("a rank holds a range of layers and heads, or a replica of one head") 
   CHECK(sharding.rank_layout(6, true).segment_bytes() == std::vector<std::size_t>{96});
 }
 
-TEST_CASE("what does not fit is refused with its numbers") {
+TEST_CASE("configurations that do not fit are refused with their numbers") {
   const KVShape shape = shape_of(4, 6);
   CHECK(text_of([&] { Sharding(shape, parallel_of(4, 1)); }) ==
         "6 KV heads cannot be shared by 4 tensor-parallel ranks: one number must divide the other");

@@ -18,7 +18,7 @@ constexpr std::array kStates{PartingState::kOpen,    PartingState::kStopping,  P
 
 }  // namespace
 
-TEST_CASE("a parting begins open, and goes from each state to the next") {
+TEST_CASE("a parting begins open, and passes through its states in order") {
   Parting parting;
   CHECK(parting.reached(PartingState::kOpen));
   for (std::size_t i = 1; i < kStates.size(); ++i) {
@@ -29,7 +29,7 @@ TEST_CASE("a parting begins open, and goes from each state to the next") {
   }
 }
 
-TEST_CASE("a parting never goes back, nor reaches a state twice") {
+TEST_CASE("a parting never goes back and never reaches a state twice") {
   for (std::size_t at = 0; at < kStates.size(); ++at) {
     for (std::size_t to = 0; to <= at; ++to) {
       Parting parting;
@@ -41,7 +41,7 @@ TEST_CASE("a parting never goes back, nor reaches a state twice") {
   }
 }
 
-TEST_CASE("a broken link skips the states that were not announced, and nobody announces them later") {
+TEST_CASE("a broken link skips the states that were not announced, and they are never announced later") {
   Parting parting;
   CHECK(parting.advance(PartingState::kLinkEnded));
   CHECK(parting.reached(PartingState::kStopping));
@@ -50,7 +50,7 @@ TEST_CASE("a broken link skips the states that were not announced, and nobody an
   CHECK(parting.advance(PartingState::kSettled));
 }
 
-TEST_CASE("of threads that advance to the same state, only one learns that it did") {
+TEST_CASE("of several threads that advance to the same state, only one learns that it did") {
   constexpr int kThreads = 4;
   for (int round = 0; round < 200; ++round) {
     Parting parting;
@@ -76,7 +76,7 @@ TEST_CASE("of threads that advance to the same state, only one learns that it di
 
 // As a session counts its writes: the last write that ends after the link, or the link that ends after the last write,
 // lets go; that neither does would leave what the link keeps open for ever.
-TEST_CASE("the end of the last write and the end of the link never miss each other") {
+TEST_CASE("the last write and the link may end in any order, or at once, and both ends are noticed") {
   for (int round = 0; round < 500; ++round) {
     Parting parting;
     std::atomic<int> writes{1};

@@ -81,7 +81,7 @@ TEST_CASE("incarnation and transfer decide who may write a reserved or lent bloc
   CHECK(kit.count(BlockState::kFree) == 8);
 }
 
-TEST_CASE("room is made for a peer only if that is allowed, and only by a thread that may") {
+TEST_CASE("blocks are evicted for a peer only if that is allowed, and only by a thread that may") {
   Kit kit(2, 0);
   const Addresses cached = alloc(*kit.pool, 2);
   static_cast<void>(insert(kit.pool, prompt(1, 2), cached));
@@ -93,7 +93,7 @@ TEST_CASE("room is made for a peer only if that is allowed, and only by a thread
 }
 
 // Eviction used to count on blocks that transfers still read, and ended the process.
-TEST_CASE("a cached block that is read is no room, and its eviction is no harm") {
+TEST_CASE("a cached block that is read does not count as room, and evicting it does no harm") {
   for (const std::uint32_t dram : {0U, 1U, 4U}) {
     Kit kit(4, dram);
     const Addresses cached = alloc(*kit.pool, 4);
@@ -124,7 +124,7 @@ TEST_CASE("expected destinations belong to nobody else until the writes have end
   CHECK(kit.count(BlockState::kFree) == 8);
 }
 
-TEST_CASE("a checksum is of the blocks' contents, one after another, whatever the order in memory") {
+TEST_CASE("a checksum covers the blocks' contents in order, whatever their order in memory") {
   Kit kit;
   const Addresses blocks = alloc(*kit.pool, 3);
   for (std::size_t i = 0; i < 3; ++i) stamp(*kit.pool, blocks[i], i + 1);
@@ -199,7 +199,7 @@ TEST_CASE("lent blocks whose insertion runs out of memory are lent to the same p
 
 // The application knows where they are when an earlier transfer to them told it. Its free() used to succeed while they
 // were between lent and cached: then they were lent again and free at once, and the pool's counts were wrong.
-TEST_CASE("lent blocks that go to the index cannot be freed on the way by who knows their addresses") {
+TEST_CASE("lent blocks on their way to the index cannot be freed by anyone who knows their addresses") {
   constexpr int kRounds = 50'000;
   constexpr Token kPrompts = 20'000;  // more than the pool holds
   Kit kit;

@@ -87,7 +87,7 @@ TEST_CASE("a call whose last reference is dropped is refused, and one whose answ
   }
 }
 
-TEST_CASE("a verb that nobody serves is refused, and the link goes on") {
+TEST_CASE("a verb without a handler is refused, and the link goes on") {
   EchoKit kit;
   kit.ask(Verb{999, "nothing", 100, 100}, kId, bytes_of(50));
   CHECK(kit.refusal() == ErrorCode::kUnsupported);
@@ -96,7 +96,7 @@ TEST_CASE("a verb that nobody serves is refused, and the link goes on") {
   CHECK_FALSE(kit.link->closed);
 }
 
-TEST_CASE("a handler that throws refuses, unless it has read what no pool of ours would say") {
+TEST_CASE("a handler that throws refuses the call, unless it has read what no pool of ours would send") {
   EchoKit kit;
   SUBCASE("an error") {
     kit.failure.emplace(ErrorCode::kState, "not now");
@@ -147,7 +147,7 @@ TEST_CASE("the server of a call learns that it is cancelled, by the caller or wi
   }
 }
 
-TEST_CASE("calls of one verb are limited for each peer, but for those that free blocks") {
+TEST_CASE("calls of one verb are limited for each peer, except those that free blocks") {
   EchoKit kit;
   kit.host.limits_of.transfers_max = 2;
   for (std::uint64_t id = 1; id <= 2; ++id) kit.ask(kEcho, id);
@@ -163,7 +163,7 @@ TEST_CASE("calls of one verb are limited for each peer, but for those that free 
   CHECK(kit.calls.size() == 6);
 }
 
-TEST_CASE("a handler that takes long runs on the host's executor, while its caller waits") {
+TEST_CASE("a slow handler runs on the host's executor, while its caller waits") {
   EchoKit kit(PeerCalls::Runs::kLater);
   SUBCASE("in time") {
     kit.ask(kEcho, kId, bytes_of(4), 10);
@@ -267,7 +267,7 @@ TEST_CASE("a call that cannot be sent has not begun, and an answer that is too l
   CHECK(outcome.ends == 0);
 }
 
-TEST_CASE("how long a body may be is known from its header") {
+TEST_CASE("the header of a call tells how long its body may be") {
   EchoKit kit;
   const auto most = [&](FrameKind kind, std::uint16_t verb) { return kit.session->body_bytes_max(kind, verb); };
   CHECK(most(FrameKind::kCall, kEcho.number) == kEcho.request_bytes_max);

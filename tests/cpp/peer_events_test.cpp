@@ -19,7 +19,7 @@ PeerEvent event(const std::string& name, std::uint64_t incarnation, bool joined)
   return {name, 1, incarnation, joined ? Kind::kJoined : Kind::kLost, {}};
 }
 
-TEST_CASE("events are kept while somebody listens, in order") {
+TEST_CASE("events are kept, in order, while someone listens") {
   PeerEvents events;
   events.push(event("early", 1, true));
   const int descriptor = events.begin();
@@ -40,7 +40,7 @@ TEST_CASE("events are kept while somebody listens, in order") {
   CHECK_FALSE(events.pop().has_value());
 }
 
-TEST_CASE("waiting events can be read after the end, and then the end is reported") {
+TEST_CASE("pending events can be read after the end, and then the end is reported") {
   PeerEvents events;
   const int descriptor = events.begin();
   events.push(event("a", 2, true));
@@ -52,7 +52,7 @@ TEST_CASE("waiting events can be read after the end, and then the end is reporte
   CHECK_THROWS_AS(events.pop(), Error);
 }
 
-TEST_CASE("recalls come in their order, and are left out when too much waits") {
+TEST_CASE("recalls arrive in order, and are dropped when too many are pending") {
   PeerEvents events;
   events.begin();
   const PeerEvent recall{"a", 1, 2, Kind::kRecalled, {}, {5, 6}, 77};
@@ -68,7 +68,7 @@ TEST_CASE("recalls come in their order, and are left out when too much waits") {
   CHECK_FALSE(events.pop().has_value());
 }
 
-TEST_CASE("peers that come and go unheard do not pile up, and none that was heard of is lost in silence") {
+TEST_CASE("peers that come and go unnoticed do not pile up, and no reported peer is lost silently") {
   PeerEvents events;
   events.begin();
   events.push(event("heard", 1, true));

@@ -116,7 +116,7 @@ TEST_CASE("peer metadata is read as it was written, to its last byte") {
   CHECK(written(read) == bytes);
 }
 
-TEST_CASE("peer metadata says which memory is a GPU's, and no other kind") {
+TEST_CASE("peer metadata says which memory belongs to a GPU") {
   PeerMetadata metadata = sample_metadata();
   metadata.media[Medium::kHbm].kind = MemoryKind::kGpu;
   const Bytes bytes = written(metadata);
@@ -148,7 +148,7 @@ TEST_CASE("peer metadata with handles of a GPU's memory is read as it was writte
   CHECK(written(read) == bytes);
 }
 
-TEST_CASE("handles are of memory that the segments lie in, each in one, and of no other kind") {
+TEST_CASE("handles stand for memory that the segments lie in, each in one, and for no other memory") {
   const auto refused = [](const char* says, const std::function<void(MetadataMedium&)>& change) {
     check_refused(says, [&](PeerMetadata& metadata) { change(metadata.media[Medium::kHbm]); }, sample_gpu_metadata());
   };
@@ -190,7 +190,7 @@ TEST_CASE("peer metadata that ends too early is refused at every byte") {
   }
 }
 
-TEST_CASE("what peer metadata may have at most fits a frame") {
+TEST_CASE("the largest peer metadata allowed fits a frame") {
   PeerMetadata metadata = sample_metadata();
   metadata.name.assign(kNameBytesMax, 'n');
   metadata.model.assign(kMetadataModelBytesMax, 'm');
@@ -227,7 +227,7 @@ TEST_CASE("the metadata of a scheduler of several ranks is read as it was writte
   CHECK(written(read) == bytes);
 }
 
-TEST_CASE("what peer metadata says of ranks fits together") {
+TEST_CASE("the parts of peer metadata about ranks agree with each other") {
   const auto group = [](const char* says, const Change& change) {
     check_refused(says, change, sample_group_metadata());
   };
@@ -253,7 +253,7 @@ TEST_CASE("what peer metadata says of ranks fits together") {
   check_refused("the rank is 4096", [](PeerMetadata& metadata) { metadata.rank = 4096; });
 }
 
-TEST_CASE("peer metadata's page format describes its pieces, or nothing at all") {
+TEST_CASE("peer metadata's page format describes its pieces, or is absent") {
   for (const bool tokens_first : {false, true}) {
     for (std::uint8_t dtype = 1; dtype <= static_cast<std::uint8_t>(kDTypeMax); ++dtype) {
       PeerMetadata metadata = sample_metadata();
@@ -305,7 +305,7 @@ TEST_CASE("peer metadata's page format describes its pieces, or nothing at all")
   }
 }
 
-TEST_CASE("a name is 1 to 255 bytes of UTF-8 that can be shown") {
+TEST_CASE("a name is 1 to 255 bytes of printable UTF-8") {
   check_accepted([](PeerMetadata& metadata) { metadata.name = "x"; });
   check_accepted([](PeerMetadata& metadata) { metadata.name = "\xED\x9F\xBF\xEE\x80\x80\xF4\x8F\xBF\xBF\xC2\xA0"; });
   check_refused("the name has 0 bytes", [](PeerMetadata& metadata) { metadata.name = ""; });
@@ -322,7 +322,7 @@ TEST_CASE("a name is 1 to 255 bytes of UTF-8 that can be shown") {
   }
 }
 
-TEST_CASE("the other texts of peer metadata are checked too") {
+TEST_CASE("other texts of peer metadata are checked too") {
   check_accepted([](PeerMetadata& metadata) { metadata.model = metadata.local_socket = ""; });
   check_refused("the host has 0 bytes", [](PeerMetadata& metadata) { metadata.host = ""; });
   check_refused("the host is not printable", [](PeerMetadata& metadata) { metadata.host = "a\tb"; });
@@ -333,7 +333,7 @@ TEST_CASE("the other texts of peer metadata are checked too") {
   check_refused("at most 262144", [](PeerMetadata& metadata) { metadata.ucx.resize(kMetadataUcxBytesMax + 1); });
 }
 
-TEST_CASE("routes are few, named and different") {
+TEST_CASE("routes are few, known by name and distinct") {
   check_accepted([](PeerMetadata& metadata) { metadata.routes = {}; });
   check_accepted([](PeerMetadata& metadata) { metadata.routes = {"one of a later version"}; });
   check_refused("named twice", [](PeerMetadata& metadata) { metadata.routes = {"shm", "sock", "shm"}; });
@@ -342,7 +342,7 @@ TEST_CASE("routes are few, named and different") {
   check_refused("number of routes is 17", [](PeerMetadata& metadata) { metadata.routes.assign(17, "r"); });
 }
 
-TEST_CASE("numbers that stand for something are in its range") {
+TEST_CASE("codes of peer metadata are in their ranges") {
   check_accepted([](PeerMetadata& metadata) { metadata.instance = kInstanceMax; });
   check_refused("the instance is 0", [](PeerMetadata& metadata) { metadata.instance = 0; });
   check_refused("the instance is 16384", [](PeerMetadata& metadata) { metadata.instance = kInstanceMax + 1; });
@@ -359,7 +359,7 @@ TEST_CASE("numbers that stand for something are in its range") {
   CHECK(refusal([&] { read_metadata(in); }).find("reserved bits") != std::string::npos);
 }
 
-TEST_CASE("a block has at least one piece, none of them empty, and a sum") {
+TEST_CASE("a block has at least one piece, no empty one, and a sum of bytes that does not overflow") {
   check_refused("number of pieces of a block is 0", [](PeerMetadata& metadata) { metadata.piece_bytes = {}; });
   check_refused("at most 8192", [](PeerMetadata& metadata) { metadata.piece_bytes.assign(8193, 6); });
   check_refused("length of a piece is 0", [](PeerMetadata& metadata) { metadata.piece_bytes[3] = 0; });
@@ -371,7 +371,7 @@ TEST_CASE("a block has at least one piece, none of them empty, and a sum") {
   });
 }
 
-TEST_CASE("a medium's blocks and memory go together") {
+TEST_CASE("a medium has blocks if and only if it has memory") {
   check_accepted([](PeerMetadata& metadata) { metadata.media[Medium::kHbm] = metadata.media[Medium::kDram] = {}; });
   check_accepted([](PeerMetadata& metadata) {
     metadata.media[Medium::kDram].blocks = kBlocksMax;
@@ -389,7 +389,7 @@ TEST_CASE("a medium's blocks and memory go together") {
                 [](PeerMetadata& metadata) { metadata.media[Medium::kDram].segments.resize(8193, {4096, 4096, 1}); });
 }
 
-TEST_CASE("segments are what block addresses can be computed from without overflow") {
+TEST_CASE("block addresses can be computed from segments without overflow") {
   const auto segment = [](MetadataSegment changed) {
     return [changed](PeerMetadata& metadata) { metadata.media[Medium::kDram] = {2, 0, {changed}}; };
   };
@@ -432,7 +432,7 @@ TEST_CASE("blocks of a mapped medium lie within its memfd") {
   check_refused("in a mapping of", two(kBase - kBlock, 2 * kBlock));
 }
 
-TEST_CASE("the host is the same for a child process, and can stand on peer metadata") {
+TEST_CASE("a child process has the same host name, which is valid in peer metadata") {
   const std::string host = host_id();
   CHECK_FALSE(host.empty());
   CHECK(host_id() == host);

@@ -104,7 +104,7 @@ TEST_CASE("a pool that outlives its node goes on without peers") {
   CHECK_NOTHROW(pool->close());
 }
 
-TEST_CASE("verbs see a service once it is published, and another may follow one that was dropped") {
+TEST_CASE("verbs see a service once it is published, and another may follow a dropped one") {
   Noted noted;
   const auto pool = std::make_shared<Pool>(small_options(16, 16));
   PeerNode node(pool, noting(noted));
@@ -166,7 +166,7 @@ TEST_CASE("one wrong address frees neither own nor borrowed blocks") {
   }
 }
 
-TEST_CASE("own blocks are freed although the peer that had lent the others is gone") {
+TEST_CASE("own blocks are freed even if the peer that had lent the others is gone") {
   Node a = make_node("a");
   const Addresses own = alloc(*a.pool, 2);
   Addresses mixed = own;

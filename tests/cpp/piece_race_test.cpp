@@ -51,19 +51,19 @@ Cost by_piece(std::int64_t kernel, std::int64_t piece) {
   };
 }
 
-TEST_CASE("where the copy engines always win, the kernel copies what is shorter than all that was raced") {
+TEST_CASE("where the copy engines always win, the kernel copies pieces shorter than all that were raced") {
   const Run run = race([](Racer racer, std::size_t, int) { return racer == Racer::kKernel ? 200 : 100; });
   CHECK(run.bound == 16);
   CHECK(run.copies == 2 * 3);  // it is known at once
 }
 
-TEST_CASE("where the kernel always wins it copies up to the longest that was raced") {
+TEST_CASE("where the kernel always wins, it copies up to the longest length that was raced") {
   const Run run = race([](Racer racer, std::size_t, int) { return racer == Racer::kKernel ? 100 : 200; });
   CHECK(run.bound == 256);
   CHECK(run.copies == 2 * 3 * 4);
 }
 
-TEST_CASE("the kernel copies up to the last length before the engines win, and nothing longer is raced") {
+TEST_CASE("the kernel copies up to the last length before the engines win, and longer ones are not raced") {
   CHECK(race(by_piece(100, 4)).bound == 32);  // the engines: 128, 64
   CHECK(race(by_piece(50, 4)).bound == 64);   // 128, 64, 32
   CHECK(race(by_piece(20, 4)).bound == 128);  // 128, 64, 32, 16
@@ -71,7 +71,7 @@ TEST_CASE("the kernel copies up to the last length before the engines win, and n
   CHECK(race(by_piece(100, 4)).longest == 64);
 }
 
-TEST_CASE("the kernel wins when it is faster by more than the rules ask for, and a tie is the engines'") {
+TEST_CASE("the kernel wins if it is faster by more than the rules ask for; a tie goes to the engines") {
   const auto against = [](std::int64_t engines) {
     return race([=](Racer racer, std::size_t, int) { return racer == Racer::kKernel ? 1000 : engines; }).bound;
   };
@@ -80,7 +80,7 @@ TEST_CASE("the kernel wins when it is faster by more than the rules ask for, and
   CHECK(against(1051) == 256);
 }
 
-TEST_CASE("the best try of each counts, so that what disturbs some of them decides nothing") {
+TEST_CASE("the best try of each counts, so a disturbed try decides nothing") {
   const Cost quiet = by_piece(50, 4);
   for (const int calm : {0, 1, 2}) {
     for (const Racer disturbed : {Racer::kKernel, Racer::kEngines}) {
@@ -92,7 +92,7 @@ TEST_CASE("the best try of each counts, so that what disturbs some of them decid
   }
 }
 
-TEST_CASE("a copy that cannot be done ends the race, and nothing is known") {
+TEST_CASE("a failed copy ends the race without a result") {
   for (int failing = 0; failing < 2 * 3 * 4; ++failing) {
     int number = 0;
     const Run run = race([&](Racer racer, std::size_t, int) {
@@ -107,7 +107,7 @@ TEST_CASE("a copy that cannot be done ends the race, and nothing is known") {
         }) == ErrorCode::kDeviceLost);
 }
 
-TEST_CASE("a race that takes too long ends, and nothing is known") {
+TEST_CASE("a race that takes too long ends without a result") {
   const Cost uneven = [](Racer racer, std::size_t, int) { return racer == Racer::kKernel ? 100 : 200; };
   CHECK(race(uneven, 3, 12 * 300).bound == 256);
   const Run late = race(uneven, 3, 12 * 300 - 1);
@@ -118,7 +118,7 @@ TEST_CASE("a race that takes too long ends, and nothing is known") {
   CHECK(stuck.copies == 1);
 }
 
-TEST_CASE("a clock that stands still says nothing for the kernel") {
+TEST_CASE("a clock that stands still does not let the kernel win") {
   CHECK(race([](Racer, std::size_t, int) { return 0; }).bound == 16);
 }
 

@@ -50,7 +50,7 @@ TEST_CASE("pinning without a CUDA driver is an error that names the library") {
   CHECK(has(error.what(), "libkvpool_no_such_driver.so.1"));
 }
 
-TEST_CASE("a library that is no CUDA driver is an error that names what it lacks") {
+TEST_CASE("a library that is not a CUDA driver is an error that names what it lacks") {
   const ChosenDriver driver("libm.so.6");
   const Error error = error_of_pinning();
   CHECK(error.code() == ErrorCode::kUnsupported);
@@ -85,7 +85,7 @@ TEST_CASE("pinning uses the device that the process works on") {
   CHECK_FALSE(has(cuda.calls(), "cuDeviceGet"));
 }
 
-TEST_CASE("every failure of the driver is reported with its code, and undone") {
+TEST_CASE("every failure of the driver is undone and reported with its code") {
   const std::string retained = "cuInit(0) cuDeviceGet(0) cuDevicePrimaryCtxRetain(0)";
   const std::string released = " cuDevicePrimaryCtxRelease(0)";
   const std::pair<const char*, std::string> cases[] = {
@@ -112,7 +112,7 @@ TEST_CASE("every failure of the driver is reported with its code, and undone") {
   }
 }
 
-TEST_CASE("a driver that has shut down does not stop an arena from going") {
+TEST_CASE("a driver that has shut down does not stop an arena from being destroyed") {
   const FakeCuda cuda;
   auto arena = make_owned_arena(pinned_options());
   for (const char* call : {"cuCtxPushCurrent", "cuMemHostUnregister", "cuCtxPopCurrent", "cuDevicePrimaryCtxRelease"}) {

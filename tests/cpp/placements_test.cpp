@@ -21,7 +21,7 @@ std::vector<Address> blocks_from(Address first, std::size_t n) {
   return blocks;
 }
 
-TEST_CASE("a placement is ended by its number, once, whatever its transfer is called") {
+TEST_CASE("a placement is ended by its number, once, whatever the id of its transfer") {
   Placements placements;
   const std::uint64_t first = placements.begin(7, 1, {100, 101});
   const std::uint64_t second = placements.begin(7, 2, {});
@@ -65,7 +65,7 @@ TEST_CASE("placements agree with a naive model after every event") {
   }
 }
 
-TEST_CASE("memory that runs out when a placement begins has changed nothing") {
+TEST_CASE("running out of memory when a placement begins changes nothing") {
   const int threw = fail_each_allocation([](auto&& fail) {
     Placements placements;
     const std::uint64_t before = placements.begin(7, 1, {100});
@@ -79,7 +79,7 @@ TEST_CASE("memory that runs out when a placement begins has changed nothing") {
   CHECK(threw > 0);
 }
 
-TEST_CASE("a block is found by its address from before its pool had an instance id, and by that from after") {
+TEST_CASE("a block is found by its addresses from before and after its pool got an instance id") {
   Placements placements;
   const Address before = make_address(0, Medium::kDram, 3, 17);
   const Address after = make_address(9, Medium::kDram, 3, 17);

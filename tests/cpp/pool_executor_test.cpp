@@ -34,7 +34,7 @@ TEST_CASE("swaps and copies run on the threads of the pool, which end when it is
   CHECK(pool->executor().threads() == 0);
 }
 
-TEST_CASE("a service works on the threads of its pool, and another service of that pool too") {
+TEST_CASE("a service works on its pool's threads, and so does another service of that pool") {
   ServiceNode peer("peer");
   const auto pool = std::make_shared<Pool>(large_blocks());
   PeerNode node(pool, make_ranks);

@@ -117,7 +117,7 @@ TEST_CASE("an allocation that has to make room and runs out of memory allocates 
   });
 }
 
-TEST_CASE("what frees memory succeeds without any") {
+TEST_CASE("calls that free memory succeed when there is no memory left") {
   const int threw = fail_each_allocation([&](auto&& fail) {
     Scene scene;
     fail([&] {

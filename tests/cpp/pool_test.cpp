@@ -36,7 +36,7 @@ TEST_CASE("an allocation of both media takes HBM first and keeps the order") {
   CHECK(hbm(pool->stats()).by_state[0] == 4);
 }
 
-TEST_CASE("no pool has blocks on DISK, and a request for some is refused") {
+TEST_CASE("no pool has blocks on DISK, and a request for one is refused") {
   const auto pool = make_pool(4, 4);
   Addresses out(1);
   CHECK(pool->capacity(Medium::kDisk) == 0);
@@ -81,7 +81,7 @@ TEST_CASE("free refuses what is stale, cached, foreign, made up or listed twice,
   CHECK(try_free(blocks[2]) == ErrorCode::kStaleAddress);
 }
 
-TEST_CASE("a duplicate stays with the caller, who may ask that it be freed") {
+TEST_CASE("a duplicate stays with the caller, or is freed if the caller asks for it") {
   const auto pool = make_pool(8, 0);
   const Addresses first = alloc(*pool, 2);
   const Addresses second = alloc(*pool, 2);
@@ -95,7 +95,7 @@ TEST_CASE("a duplicate stays with the caller, who may ask that it be freed") {
   CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 0);
 }
 
-TEST_CASE("the prefix that a match gave can be inserted again with what follows") {
+TEST_CASE("a matched prefix can be inserted again with the pages behind it") {
   const auto pool = make_pool(8, 0);
   insert(pool, prompt(1, 2), alloc(*pool, 2));
   const Found found = match(pool, prompt(1, 3));
@@ -159,7 +159,7 @@ TEST_CASE("a pinned prompt is neither evicted, moved nor deleted") {
   CHECK(pool->erase("", tokens.data(), tokens.size(), true) == 4);
 }
 
-TEST_CASE("a swap out of more than DRAM holds moves what fits, and keeps the rest where it is") {
+TEST_CASE("a swap out of more than DRAM can hold moves what fits, and leaves the rest in place") {
   const auto pool = make_pool(8, 3);
   insert(pool, prompt(1, 2), alloc(*pool, 2));
   REQUIRE(pool->swap_out(2).size() == 2);  // in the way
@@ -191,7 +191,7 @@ TEST_CASE("long swaps and evictions go in batches and lose nothing") {
   CHECK(in_state(hbm(pool->audit()), BlockState::kHistorical) == 500);
 }
 
-TEST_CASE("what is swapped in can be read at its old address until the pins of that time go") {
+TEST_CASE("a swapped-in block can be read at its old address until the pins of that time are released") {
   const auto pool = make_pool(4, 4);
   const Addresses blocks = alloc(*pool, 2);
   for (std::size_t i = 0; i < 2; ++i) stamp(*pool, blocks[i], 70 + i);
@@ -222,7 +222,7 @@ TEST_CASE("what is swapped in can be read at its old address until the pins of t
   CHECK(in_state(dram(pool->audit()), BlockState::kFree) == 4);
 }
 
-TEST_CASE("a prompt that was cut while its blocks were in limbo lets go of them all the same") {
+TEST_CASE("a prompt that was cut while its blocks were in limbo still releases them") {
   const auto pool = make_pool(8, 8);
   insert(pool, prompt(1, 4), alloc(*pool, 4));
   REQUIRE(pool->swap_out(4).size() == 4);
@@ -240,7 +240,7 @@ TEST_CASE("a prompt that was cut while its blocks were in limbo lets go of them 
   CHECK(in_state(dram(pool->audit()), BlockState::kFree) == 8);
 }
 
-TEST_CASE("swap_in makes room by moving others down, and fails whole when it cannot") {
+TEST_CASE("swap_in makes room by moving others down, and fails as a whole when it cannot") {
   const auto pool = make_pool(4, 8);
   insert(pool, prompt(1, 4), alloc(*pool, 4));
   insert(pool, prompt(2, 4), alloc(*pool, 4));  // pushes the first down
@@ -280,7 +280,7 @@ TEST_CASE("a prompt that was used in DRAM outlives one that was moved there late
   CHECK(match(pool, prompt(1, 1)).hit.pages == 1);
 }
 
-TEST_CASE("deleting a prompt that is cached in part leaves its siblings alone") {
+TEST_CASE("deleting a partly cached prompt leaves its siblings alone") {
   const auto pool = make_pool(8, 0);
   for (Token id = 2; id <= 3; ++id) {
     Tokens tokens = prompt(1, 1);
@@ -299,7 +299,7 @@ TEST_CASE("deleting a prompt that is cached in part leaves its siblings alone") 
   CHECK(pool->erase("", other.data(), kPage, true) == 3);
 }
 
-TEST_CASE("a pool of LFU and one of FIFO choose other victims than LRU") {
+TEST_CASE("a pool with LFU and one with FIFO choose other victims than LRU") {
   for (const auto policy : {EvictionPolicy::kLru, EvictionPolicy::kLfu, EvictionPolicy::kFifo}) {
     PoolOptions options = small_options(3, 0);
     options.policy = policy;
@@ -371,7 +371,7 @@ TEST_CASE("adopted memory: states follow the engine's calls, and its blocks are 
   pool->free(again.data(), 2);
 }
 
-TEST_CASE("a closed pool refuses every verb, and its pins can still be let go") {
+TEST_CASE("a closed pool refuses every verb, and its pins can still be released") {
   const auto pool = make_pool(4, 0);
   Held held = insert(pool, prompt(1, 2), alloc(*pool, 2));
   const auto arena = pool->arena(Medium::kHbm);
@@ -408,7 +408,7 @@ TEST_CASE("in a forked child every verb throws and teardown leaves the parent al
   pool->audit();
 }
 
-TEST_CASE("blocks come as zeros where that is asked for") {
+TEST_CASE("blocks are zeroed on request") {
   PoolOptions options = small_options(2, 2);
   options.zero_on_alloc = true;
   Pool pool(options);

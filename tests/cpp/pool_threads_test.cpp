@@ -123,7 +123,7 @@ class Worker {
 
 }  // namespace
 
-TEST_CASE("eight threads never read a byte that is not theirs, and nothing is lost") {
+TEST_CASE("eight threads never read a wrong byte, and no block is lost") {
   const std::uint64_t seed = fuzz_seeds().back();
   announce_fuzz("threads", seed);
   const auto pool = std::make_shared<Pool>(small_options(64, 48));

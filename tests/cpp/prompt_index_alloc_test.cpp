@@ -135,7 +135,7 @@ TEST_CASE("a match that has to cut a run changes nothing when memory runs out") 
         }) > 0);
 }
 
-TEST_CASE("a match that ends where a run ends needs no memory, nor does a peek") {
+TEST_CASE("a match that ends at the end of a run needs no memory, nor does a peek") {
   const Tokens tokens{1, 2, 3, 4, 9};
   CHECK(fail_each(8, [&](Rig& rig, IndexPin& pin) {
           Address out[5];
@@ -177,7 +177,7 @@ TEST_CASE("holding a part of a node changes nothing when memory runs out") {
         }) > 0);
 }
 
-TEST_CASE("what gives memory back never fails, and does its work when even shrinking a buffer does") {
+TEST_CASE("calls that free memory never fail, even if shrinking a buffer does") {
   SUBCASE("evict") {
     CHECK(fail_each(1, [](Rig& rig, IndexPin&) { rig.result = rig.index.evict(ValueClass::kDram, 1); }) == 0);
   }
@@ -224,7 +224,7 @@ TEST_CASE("an event that could not be made is counted as lost") {
   CHECK(lost_some);
 }
 
-TEST_CASE("an index that cannot be made leaks nothing") {
+TEST_CASE("an index that fails to be constructed leaks nothing") {
   CHECK(fail_each_allocation([](auto&& fail) {
           std::unique_ptr<PromptIndex> index;
           const bool threw = fail([&] {

@@ -134,7 +134,7 @@ TEST_CASE("a match gives the values of the longest cached prefix in whole pages"
   rig.index.unpin(hit.pin);
 }
 
-TEST_CASE("a match pins what it found, and an insertion the whole prompt") {
+TEST_CASE("a match pins the matched pages, and an insertion the whole prompt") {
   Rig rig;
   const IndexInsertion insertion = rig.insert_pinned({1, 2, 3}, {11, 12, 13});
   CHECK(rig.index.evictable(ValueClass::kOpaque) == 0);
@@ -146,7 +146,7 @@ TEST_CASE("a match pins what it found, and an insertion the whole prompt") {
   CHECK(rig.evict(9).size() == 2);
 }
 
-TEST_CASE("a page that is cached already keeps its value, and the caller learns of it") {
+TEST_CASE("a page that is already cached keeps its value, and the caller is told") {
   Rig rig;
   rig.insert({1, 2}, {11, 12});
   Values canonical;
@@ -158,7 +158,7 @@ TEST_CASE("a page that is cached already keeps its value, and the caller learns 
   CHECK(rig.listener.dropped_values.empty());
 }
 
-TEST_CASE("prompts that part inside a run share the pages before") {
+TEST_CASE("prompts that diverge inside a run share the pages before") {
   Rig rig;
   rig.insert({1, 2, 3, 4}, {11, 12, 13, 14});
   rig.insert({1, 2, 5}, {0, 0, 25});
@@ -189,7 +189,7 @@ TEST_CASE("namespaces keep equal prompts apart and vanish with their last page")
   CHECK(rig.index.namespace_count() == 1);
 }
 
-TEST_CASE("a peek tells what a match would, and leaves no trace") {
+TEST_CASE("a peek returns what a match would, and leaves no trace") {
   Rig rig;
   rig.insert({1, 2, 3}, {11, 12, 13});
   rig.insert({7}, {17});
@@ -232,7 +232,7 @@ TEST_CASE("a node loses only as many pages as asked for") {
   CHECK(rig.index.pages(ValueClass::kOpaque) == 1);
 }
 
-TEST_CASE("LFU keeps what is matched often") {
+TEST_CASE("LFU keeps pages that are matched often") {
   Rig rig(EvictionPolicy::kLfu);
   rig.insert({1}, {11});
   rig.insert({2}, {12});
@@ -244,7 +244,7 @@ TEST_CASE("LFU keeps what is matched often") {
   CHECK(rig.evict(1) == Values{11});
 }
 
-TEST_CASE("LFU's count of matches stays at its largest value") {
+TEST_CASE("LFU's match count saturates") {
   Rig rig(EvictionPolicy::kLfu);
   const IndexInsertion insertion = rig.insert_pinned({1}, {11});
   insertion.pin.node->payload.hits = std::numeric_limits<std::uint32_t>::max() - 1;
@@ -255,7 +255,7 @@ TEST_CASE("LFU's count of matches stays at its largest value") {
   CHECK(rig.evict(1) == Values{12});
 }
 
-TEST_CASE("FIFO goes by insertion and not by use") {
+TEST_CASE("FIFO evicts by insertion, not by use") {
   Rig rig(EvictionPolicy::kFifo);
   rig.insert({1}, {11});
   rig.insert({2}, {12});
@@ -267,7 +267,7 @@ TEST_CASE("FIFO goes by insertion and not by use") {
   CHECK(rig.evict(1) == Values{12});
 }
 
-TEST_CASE("pages of another class that hang below go with an evicted page and are not counted") {
+TEST_CASE("an evicted page takes descendants of another class with it, which are not counted") {
   Rig rig(EvictionPolicy::kLru, PromptIndex::Values::kAddresses);
   const Address dram = make_address(0, Medium::kDram, 0, 1);
   const Address hbm = make_address(0, Medium::kHbm, 0, 2);
@@ -277,7 +277,7 @@ TEST_CASE("pages of another class that hang below go with an evicted page and ar
   CHECK(rig.index.node_count() == 0);
 }
 
-TEST_CASE("values are classed by medium, and those of other instances apart") {
+TEST_CASE("values are classed by medium, and those of other instances form a separate class") {
   Rig rig(EvictionPolicy::kLru, PromptIndex::Values::kAddresses);
   rig.index.set_instance(3);
   rig.insert({1, 2, 3, 4, 5}, {make_address(3, Medium::kHbm, 0, 1), make_address(0, Medium::kHbm, 0, 2),
@@ -289,7 +289,7 @@ TEST_CASE("values are classed by medium, and those of other instances apart") {
   CHECK(rig.index.node_count() == 3);
 }
 
-TEST_CASE("erasing a prompt takes the pages that no longer prompt shares") {
+TEST_CASE("erasing a prompt removes the pages that no longer prompt shares") {
   Rig rig;
   rig.insert({1, 2, 3, 4});
   rig.insert({1, 2, 5});
@@ -301,7 +301,7 @@ TEST_CASE("erasing a prompt takes the pages that no longer prompt shares") {
   CHECK(rig.index.node_count() == 0);
 }
 
-TEST_CASE("erasing with descendants takes what hangs below as well") {
+TEST_CASE("erasing with descendants removes longer prompts as well") {
   Rig rig;
   rig.insert({1, 2, 3, 4});
   rig.insert({1, 2, 3, 5, 6});
@@ -310,7 +310,7 @@ TEST_CASE("erasing with descendants takes what hangs below as well") {
   CHECK(rig.match({1, 7}).size() == 2);
 }
 
-TEST_CASE("nothing is erased while a page that would go is pinned") {
+TEST_CASE("nothing is erased while one of the pages is pinned") {
   Rig rig;
   rig.insert({1, 2, 3, 4});
   rig.insert({1, 2, 3, 5});
@@ -322,7 +322,7 @@ TEST_CASE("nothing is erased while a page that would go is pinned") {
   CHECK(rig.erase({1}, true).pages == 4);
 }
 
-TEST_CASE("an insertion that is undone gives nothing to the owner and leaves what was there") {
+TEST_CASE("undoing an insertion gives nothing to the owner and leaves earlier pages") {
   Rig rig;
   rig.insert({1, 2}, {11, 12});
   const IndexInsertion insertion = rig.insert_pinned({1, 3, 4}, {0, 23, 24});
@@ -348,7 +348,7 @@ TEST_CASE("a batch of insertions is undone from its end") {
   CHECK(rig.index.node_count() == 0);
 }
 
-TEST_CASE("what is held is neither evicted nor held twice, and comes back when it is released") {
+TEST_CASE("held pages are neither evicted nor held twice, and can be evicted again after their release") {
   Rig rig;
   rig.insert({1, 2, 3}, {11, 12, 13});
   PromptNode* node = rig.index.hold_coldest(ValueClass::kOpaque, 2);
@@ -394,7 +394,7 @@ TEST_CASE("a node that is matched while it is held stays out of the order until 
   CHECK(rig.index.evictable(ValueClass::kOpaque) == 2);
 }
 
-TEST_CASE("pages in the middle of a run can be made a node of their own and given other values") {
+TEST_CASE("pages in the middle of a run can be split into a separate node and given other values") {
   Rig rig(EvictionPolicy::kLru, PromptIndex::Values::kAddresses);
   const auto dram = [](std::uint32_t block) { return make_address(0, Medium::kDram, 0, block); };
   const auto hbm = [](std::uint32_t block) { return make_address(0, Medium::kHbm, 0, block); };
@@ -413,7 +413,7 @@ TEST_CASE("pages in the middle of a run can be made a node of their own and give
   CHECK(rig.index.isolate(node, 0, 2) == node);  // it is one already
 }
 
-TEST_CASE("the owner hears of each pin that leaves a node in limbo, and when it was taken") {
+TEST_CASE("the owner is told of each pin that leaves a node in limbo, and when it was taken") {
   Rig rig;
   const IndexInsertion first = rig.insert_pinned({1, 2, 3}, {11, 12, 13});
   const IndexHit second = rig.match_pinned(Rig::tokens_of({1, 2, 3}));
@@ -427,7 +427,7 @@ TEST_CASE("the owner hears of each pin that leaves a node in limbo, and when it 
   CHECK(first.pin.stamp < second.pin.stamp);
 }
 
-TEST_CASE("a reader of events hears of whole prefixes") {
+TEST_CASE("a reader of events gets whole prefixes") {
   Rig rig;
   rig.insert({1, 2}, {11, 12});
   const auto reader = rig.index.events().subscribe(1000);

@@ -79,7 +79,7 @@ std::vector<Run> paths(const Tree& tree, const char* name = "") {
   return all;
 }
 
-TEST_CASE("a cut gives the upper half a new node and leaves the lower half its identity and its children") {
+TEST_CASE("a cut puts the upper half into a new node and leaves the lower half its identity and its children") {
   Tree tree(2, kSeed);
   Node* x = store(tree, {1, 1, 2, 2, 3, 3, 4, 4}, "x");
   Node* left = store(tree, {1, 1, 2, 2, 3, 3, 4, 4, 5, 5}, "left");
@@ -121,7 +121,7 @@ TEST_CASE("a node among siblings keeps its place when it is cut") {
   CHECK(tree.node_count() == 40);
 }
 
-TEST_CASE("a walk down follows whole pages and says how far the last node agrees") {
+TEST_CASE("a walk down follows whole pages and says how much of the last node agrees") {
   Tree tree(2, kSeed);
   store(tree, {1, 1, 2, 2, 3, 3}, "a");
   Node* tail = store(tree, {1, 1, 2, 2, 4, 4, 5, 5}, "b");
@@ -153,7 +153,7 @@ TEST_CASE("a walk down follows whole pages and says how far the last node agrees
   CHECK(agreed == std::vector<std::uint32_t>{2, 1});
 }
 
-TEST_CASE("agreement inside the next page is found in the run and among the children") {
+TEST_CASE("partial agreement in the next page is found in the run and among the children") {
   Tree tree(4, kSeed);
   store(tree, {1, 1, 1, 1, 2, 2, 2, 2}, "a");
   store(tree, {1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3}, "b");
@@ -188,7 +188,7 @@ TEST_CASE("a walk below a node meets each node once, parents first and siblings 
   CHECK(visited == 1);
 }
 
-TEST_CASE("a walk can leave parts out and take nodes away behind it") {
+TEST_CASE("a walk can skip subtrees and remove nodes that it has passed") {
   Tree tree(1, kSeed);
   for (const Run& run : {Run{1, 1, 1}, Run{1, 1, 2}, Run{1, 2}, Run{2, 1}, Run{2, 2}, Run{3}}) store(tree, run, "");
   Node* root = tree.find_root("");
@@ -299,7 +299,7 @@ TEST_CASE("a cut that runs out of memory changes nothing") {
   CHECK(threw == 4);  // the table, the node, its tokens, its payload
 }
 
-TEST_CASE("a new namespace or node that runs out of memory leaves nothing behind") {
+TEST_CASE("running out of memory for a new namespace or node leaves nothing behind") {
   const std::string name(100, 'n');
   CHECK(fail_each_allocation([&](auto&& fail) {
           Tree tree(1, kSeed);

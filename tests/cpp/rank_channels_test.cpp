@@ -40,7 +40,7 @@ TEST_CASE("an order reports once, when the parts of all its channels are in plac
   }
 }
 
-TEST_CASE("after departing no channel of that meeting begins, and both sides hear that nobody writes") {
+TEST_CASE("after the parting of a meeting none of its channels begins a write, and both sides learn it") {
   for (const std::string& route : kRoutes) {
     CAPTURE(route);
     RankHere a(0, {route});
@@ -66,7 +66,7 @@ TEST_CASE("after departing no channel of that meeting begins, and both sides hea
   }
 }
 
-TEST_CASE("an order that comes before its channels waits for them, to its deadline or until it is stopped") {
+TEST_CASE("an order that comes before its channels waits for them until its deadline or until it is stopped") {
   RankHere a(0, {"shm"});
   RankHere b(1, {"shm"});
   const auto stopped = std::make_shared<Outcome>();
@@ -84,7 +84,7 @@ TEST_CASE("an order that comes before its channels waits for them, to its deadli
   CHECK(done->code == -1);
 }
 
-TEST_CASE("parts whose channels do not come hold no threads, and keep no other order waiting") {
+TEST_CASE("parts whose channels never come hold no threads and delay no other order") {
   RankHere a(0, {"shm"});
   RankHere b(1, {"shm"});
   const auto silent = std::make_shared<Outcome>();
@@ -105,7 +105,7 @@ TEST_CASE("parts whose channels do not come hold no threads, and keep no other o
   CHECK(silent->code == code(ErrorCode::kPeerLost));
 }
 
-TEST_CASE("parts that do not exist are not written, and a channel reaches the rank it was made for, or none") {
+TEST_CASE("parts that do not exist are not written, and a channel reaches only the rank that it was made for") {
   RankHere a(0, {"shm"});
   RankHere b(1, {"shm"});
   a.channels.meet(meeting_of(5, {b.metadata()}), in_seconds(5));
@@ -129,7 +129,7 @@ TEST_CASE("parts that do not exist are not written, and a channel reaches the ra
   CHECK(again->code() == ErrorCode::kState);
 }
 
-TEST_CASE("a channel that is broken is not hidden by an earlier failure, and leaves no descriptor") {
+TEST_CASE("an earlier failure does not hide a broken channel, and no descriptor is left") {
   RankHere a(0, {"sock"});
   RankHere b(1, {"sock"});
   RankHere c(2, {"sock"});

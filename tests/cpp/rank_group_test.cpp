@@ -19,7 +19,7 @@ std::vector<BlockStrip> whole(const KVShape& shape) { return {{0, 0, shape.block
 
 }  // namespace
 
-TEST_CASE("orders for the whole block are the plan") {
+TEST_CASE("the orders for a whole block add up to the plan") {
   const KVShape shape = shape_of(5, 2);
   const ReshardPlan plan = plan_reshard(sharding_of(shape, 8, 2), sharding_of(shape, 2, 4));
   std::size_t strips = 0;
@@ -40,7 +40,7 @@ TEST_CASE("orders for the whole block are the plan") {
   CHECK(bytes == shape.block_bytes());  // the receiver has no replicas
 }
 
-TEST_CASE("an order for a layer goes to the ranks of its stage, and layers add up to the block") {
+TEST_CASE("an order for a layer goes to the ranks of its stage, and the layers add up to the block") {
   const KVShape shape = shape_of(6, 2);
   const ReshardPlan plan = plan_reshard(sharding_of(shape, 2, 3), sharding_of(shape, 1, 2));
   const std::uint64_t layer_bytes = shape.block_bytes() / shape.layers;
@@ -56,7 +56,7 @@ TEST_CASE("an order for a layer goes to the ranks of its stage, and layers add u
   CHECK(bytes == shape.block_bytes());
 }
 
-TEST_CASE("ranges that were asked for one by one stay apart") {
+TEST_CASE("ranges that were requested separately are not merged") {
   const KVShape shape = shape_of(4, 2);
   const ReshardPlan plan = plan_reshard(sharding_of(shape, 1, 1), sharding_of(shape, 1, 1));
   std::vector<BlockStrip> pieces;
@@ -75,7 +75,7 @@ TEST_CASE("ranks begin at different receivers") {
   CHECK(first == std::vector<std::uint32_t>{0, 1, 2, 3});
 }
 
-TEST_CASE("ranges that are no pieces of the logical block are refused") {
+TEST_CASE("ranges that are not pieces of the logical block are refused") {
   const KVShape shape = shape_of(4, 2);
   const ReshardPlan plan = plan_reshard(sharding_of(shape, 2, 1), sharding_of(shape, 1, 1));
   const std::uint64_t piece = shape.block_bytes() / 8;

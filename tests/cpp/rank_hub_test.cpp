@@ -101,7 +101,7 @@ TEST_CASE("a rank that cannot copy now fails the move, and the instance goes on"
   }
 }
 
-TEST_CASE("a rank that is lost in a move is the end of the instance") {
+TEST_CASE("losing a rank in a move ends the instance") {
   Instance instance;
   instance.answers(0);
   instance.links[1]->on_sent = [&](std::uint64_t) {
@@ -112,7 +112,7 @@ TEST_CASE("a rank that is lost in a move is the end of the instance") {
   CHECK(instance.move() == ErrorCode::kPeerLost);
 }
 
-TEST_CASE("a move that one rank could not be asked for ends when the others have answered") {
+TEST_CASE("a move for which one rank could not be asked ends when the others have answered") {
   Instance instance;
   std::atomic<std::uint64_t> asked{0};
   std::atomic<bool> answered{false};
@@ -172,7 +172,7 @@ TEST_CASE("a route between ranks may fail and be used again, with the same error
   }
 }
 
-TEST_CASE("a refusal that finds no memory ends its move, which fails") {
+TEST_CASE("a refusal that runs out of memory ends its move, which fails") {
   bool more = true;
   for (std::uint64_t n = 1; more; ++n) {
     CAPTURE(n);

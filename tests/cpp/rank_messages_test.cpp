@@ -25,7 +25,7 @@ OrderBody some_order() {
   return body;
 }
 
-TEST_CASE("what a scheduler tells its ranks comes out as it went in, and of no other length") {
+TEST_CASE("a scheduler's messages to its ranks are read as they were written, and with no other length") {
   const MeetBody meet{9, "peer", 300, {{0, 11, "unix:@a"}, {3, 12, "tcp:[::1]:80"}}};
   const MeetBody met = read_meet(write_body(meet));
   CHECK(met.meeting == 9);
@@ -57,7 +57,7 @@ TEST_CASE("what a scheduler tells its ranks comes out as it went in, and of no o
   check_length(write_body(CopyBody{{1, 2}, {3, 4}}), read_copy);
 }
 
-TEST_CASE("orders and copies that mean nothing are refused") {
+TEST_CASE("senseless orders and copies are refused") {
   OrderBody order = some_order();
   order.to.pop_back();
   CHECK_THROWS_AS(read_order(write_body(order)), Error);
@@ -73,7 +73,7 @@ TEST_CASE("orders and copies that mean nothing are refused") {
   CHECK_THROWS_AS(read_meet(write_body(crowd)), Error);
 }
 
-TEST_CASE("an order has room for so many strips, of all channels together") {
+TEST_CASE("the number of strips of an order is limited, over all channels together") {
   OrderBody order = some_order();
   order.channels[0].strips.assign(kOrderStripsMax - 1, BlockStrip{0, 0, 1});
   CHECK(read_order(write_body(order)).channels[0].strips.size() == kOrderStripsMax - 1);
@@ -86,7 +86,7 @@ TEST_CASE("an order has room for so many strips, of all channels together") {
   }
 }
 
-TEST_CASE("fuzz: whatever a rank is told, its readers return it or throw a protocol error") {
+TEST_CASE("fuzz: readers of a rank's messages return them or throw a protocol error") {
   for (const std::uint64_t seed : testing::fuzz_seeds()) {
     testing::announce_fuzz("rank messages", seed);
     testing::Dice dice(seed);

@@ -30,7 +30,7 @@ ServiceOptions named_scheduler() {
   return service;
 }
 
-TEST_CASE("a scheduler that finds no memory for its service leaves nothing of it with the pool") {
+TEST_CASE("a scheduler that has no memory for its service leaves no part of it with the pool") {
   int threw = 0;
   bool more = true;
   for (std::uint64_t n = 1; more; ++n) {
@@ -57,7 +57,7 @@ TEST_CASE("a scheduler that finds no memory for its service leaves nothing of it
 
 #ifdef KVPOOL_FAKE_CUDA
 
-TEST_CASE("a closed rank keeps nothing of its GPU, even while the object is referenced") {
+TEST_CASE("a closed rank keeps no memory of its GPU, even while the object is referenced") {
   const FakeCuda cuda;
   const PoolOptions sharded = sharded_options();
   PeerNode scheduler(std::make_shared<Pool>(sharded), make_ranks);

@@ -75,7 +75,7 @@ TEST_CASE("a reactor: a watched descriptor is reported until it is unwatched") {
   reactor->unwatch(watch);
 }
 
-TEST_CASE("a reactor: unwatch and cancel wait for a call that is under way, and not for themselves") {
+TEST_CASE("a reactor: unwatch and cancel wait for a call that is under way, unless they run in it") {
   const auto reactor = std::make_unique<Reactor>("test");
   const Pipe pipe;
   std::atomic<bool> inside{false};
@@ -114,7 +114,7 @@ TEST_CASE("a reactor: unwatch and cancel wait for a call that is under way, and 
   CHECK(calls == 1);
 }
 
-TEST_CASE("a reactor: what a watch holds goes with it") {
+TEST_CASE("a reactor: the objects that a watch holds are freed with it") {
   const auto reactor = std::make_unique<Reactor>("test");
   const Pipe pipe;
   auto held = std::make_shared<int>(1);
@@ -157,7 +157,7 @@ TEST_CASE("a reactor: timers run in the order of their times, never early") {
   CHECK(monotonic_ns() - base < 5 * kSecond);
 }
 
-TEST_CASE("a reactor: posts of many threads all run, each thread's in order") {
+TEST_CASE("a reactor: the posts of many threads all run, each thread's in order") {
   const auto reactor = std::make_unique<Reactor>("test");
   std::map<int, int> last;
   int wrong = 0;
@@ -198,7 +198,7 @@ TEST_CASE("a reactor: callbacks that throw do no harm") {
   CHECK(calls == 1);
 }
 
-TEST_CASE("a reactor: stopping runs what was posted, tells the watches, and takes nothing more") {
+TEST_CASE("a reactor: stopping runs what was posted, notifies the watches, and accepts nothing more") {
   auto reactor = std::make_unique<Reactor>("test");
   const Pipe pipe;
   std::atomic<int> posted{0};
@@ -230,7 +230,7 @@ TEST_CASE("a reactor: stopping runs what was posted, tells the watches, and take
   reactor->want(1, EPOLLIN);
 }
 
-TEST_CASE("a reactor: one that was stopped keeps no descriptor, even if a thread was just waking it") {
+TEST_CASE("a reactor: a stopped one keeps no descriptor, even if a thread was just waking it") {
   const int before = open_descriptors();
   for (int round = 0; round < 20; ++round) {
     auto reactor = std::make_unique<Reactor>("test");
@@ -258,7 +258,7 @@ TEST_CASE("a reactor: one that was stopped keeps no descriptor, even if a thread
   }
 }
 
-TEST_CASE("a reactor: its thread takes no signals") {
+TEST_CASE("a reactor: its thread receives no signals") {
   const auto reactor = std::make_unique<Reactor>("test");
   run_and_wait(*reactor, [] {
     sigset_t blocked;
@@ -271,7 +271,7 @@ TEST_CASE("a reactor: its thread takes no signals") {
   CHECK(sigismember(&mine, SIGTERM) == 0);
 }
 
-TEST_CASE("a reactor: it sleeps when nothing happens, and timers close together are one wake-up") {
+TEST_CASE("a reactor: it sleeps while nothing happens, and timers close together are one wake-up") {
   const auto reactor = std::make_unique<Reactor>("test");
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   const std::uint64_t before = reactor->wakeups();
@@ -283,7 +283,7 @@ TEST_CASE("a reactor: it sleeps when nothing happens, and timers close together 
   CHECK(reactor->wakeups() - before <= 10);
 }
 
-TEST_CASE("a reactor: a forked child has none of its descriptors, and can only drop it") {
+TEST_CASE("a reactor: a forked child has no descriptor of it, and can only drop it") {
   auto reactor = std::make_unique<Reactor>("test");
   const Pipe pipe;
   const auto watch = reactor->watch(pipe.ends[0], [](std::uint32_t) {});
@@ -307,7 +307,7 @@ TEST_CASE("a reactor: a forked child has none of its descriptors, and can only d
   run_and_wait(*reactor, [] {});
 }
 
-TEST_CASE("a reactor: none leaves a descriptor or a thread behind") {
+TEST_CASE("a reactor: it leaves no descriptor or thread behind") {
   const int before = open_descriptors();
   for (int i = 0; i < 20; ++i) std::make_unique<Reactor>("test")->post([] {});
   CHECK(open_descriptors() == before);

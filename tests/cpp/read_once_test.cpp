@@ -23,7 +23,7 @@ TEST_CASE("runs agree up to their first difference, whatever their length and al
   }
 }
 
-TEST_CASE("of several differences the first counts, and nothing beyond the end is looked at") {
+TEST_CASE("the first of several differences counts, and nothing beyond the end is read") {
   std::vector<Token> ours(1000, 3);
   for (std::size_t first = 0; first < 300; first += 7) {
     std::vector<Token> theirs = ours;
@@ -33,7 +33,7 @@ TEST_CASE("of several differences the first counts, and nothing beyond the end i
   }
 }
 
-TEST_CASE("a copy of a page holds what was read, for pages of any length") {
+TEST_CASE("a copy of a page has the bytes that were read, for pages of any length") {
   for (const std::size_t page : {1, 16, 64, 65, 4096}) {
     std::vector<Token> tokens(page);
     std::iota(tokens.begin(), tokens.end(), 1);

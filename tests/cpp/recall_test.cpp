@@ -41,7 +41,7 @@ struct Owner : SessionKit {
   std::uint64_t id = 0;  // of the last recall
 };
 
-TEST_CASE("blocks that come back when they are recalled end the recall at once") {
+TEST_CASE("blocks that are returned when they are recalled end the recall at once") {
   Owner kit;
   const Addresses lent = kit.lend(kLoan, 3);
   const std::int64_t before = kit.host.now;
@@ -55,7 +55,7 @@ TEST_CASE("blocks that come back when they are recalled end the recall at once")
   CHECK(kit.session->counts().promised == 0);
 }
 
-TEST_CASE("what the peer writes by itself is quarantined at the deadline, until it writes no more") {
+TEST_CASE("blocks that the peer writes by itself are quarantined at the deadline, until it has stopped writing") {
   Owner kit;
   const Addresses lent = kit.lend(kLoan, 3);
   const RecallResult result = kit.recall(lent, [&](std::uint64_t) { kit.give_back({lent[1]}); });
@@ -85,7 +85,7 @@ TEST_CASE("what the peer writes by itself is quarantined at the deadline, until 
   CHECK(kit.session->counts().promised == 0);
 }
 
-TEST_CASE("what this process places is free at the deadline, and every late use of it is refused") {
+TEST_CASE("blocks that this process writes are free at the deadline, and every late use of them is refused") {
   Owner kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(kLoan, 2);
   CHECK(same(kit.recall(lent), 0, 2, 0));
@@ -106,7 +106,7 @@ TEST_CASE("what this process places is free at the deadline, and every late use 
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 
-TEST_CASE("a return that crosses the end of a recall gives the other blocks back, and is refused") {
+TEST_CASE("a return that crosses the end of a recall is refused, but gives the other blocks back") {
   Owner kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(kLoan, 3);
   CHECK(same(kit.recall({lent[1]}), 0, 1, 0));
@@ -118,7 +118,7 @@ TEST_CASE("a return that crosses the end of a recall gives the other blocks back
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 
-TEST_CASE("blocks in which content is being placed at the deadline are free behind it, and others at once") {
+TEST_CASE("blocks that are being written at the deadline are freed after that, and others at once") {
   Owner kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(kLoan, 2);
   const Placement placement = kit.data(7, {lent[0]});
@@ -145,7 +145,7 @@ TEST_CASE("blocks in which content is being placed at the deadline are free behi
 }
 
 // As by a pass that is announced behind the return, and admitted before the return is handled.
-TEST_CASE("a block that is returned while content is being placed in it is free behind that content") {
+TEST_CASE("a block that is returned while content is being written to it is freed after that") {
   Owner kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(kLoan, 3);
   const Placement first = kit.data(7, {lent[0]});
@@ -174,7 +174,7 @@ TEST_CASE("a block that is returned while content is being placed in it is free 
   CHECK(kit.session->counts().promised == 0);
 }
 
-TEST_CASE("a return that is refused while content is being placed has changed nothing") {
+TEST_CASE("a return that is refused while content is being written has changed nothing") {
   Owner kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(kLoan, 2);
   const Placement placement = kit.data(7, {lent[0]});
@@ -185,7 +185,7 @@ TEST_CASE("a return that is refused while content is being placed has changed no
   CHECK(kit.session->counts().promised == 2);
 }
 
-TEST_CASE("a proof that the writer is gone frees no block in which this process still places what it sent") {
+TEST_CASE("a proof that the writer is gone frees no block to which this process still writes") {
   Owner kit;
   const Addresses lent = kit.lend(kLoan, 2);
   const Placement placement = kit.data(7, {lent[0]});
@@ -199,7 +199,7 @@ TEST_CASE("a proof that the writer is gone frees no block in which this process 
   CHECK(kit.session->counts().promised == 0);
 }
 
-TEST_CASE("an answer that comes while the deadline of a recall is being dealt with frees the blocks") {
+TEST_CASE("an answer that comes while a recall's deadline is handled frees the blocks") {
   Owner kit;
   const Addresses lent = kit.lend(kLoan, 2);
   // The cancellation goes out before the blocks are taken back, and the peer answers at once.
@@ -210,14 +210,14 @@ TEST_CASE("an answer that comes while the deadline of a recall is being dealt wi
   CHECK(kit.session->counts().promised == 0);
 }
 
-TEST_CASE("a peer that has said that it no longer writes recalled blocks has none of them") {
+TEST_CASE("a peer that has said that it no longer writes recalled blocks loses all of them") {
   Owner kit;
   const Addresses lent = kit.lend(kLoan, 2);
   CHECK(same(kit.recall(lent, [&](std::uint64_t id) { kit.reply(kRecallVerb, id); }), 0, 2, 0));
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 
-TEST_CASE("a recall of what is not lent, or is named twice, or that cannot be sent, has changed nothing") {
+TEST_CASE("a recall that cannot be sent, or names a block twice or one that is not lent, has changed nothing") {
   Owner kit;
   const Addresses lent = kit.lend(kLoan, 2);
   const auto recall = [&](const Addresses& addresses) {
@@ -236,7 +236,7 @@ TEST_CASE("a recall of what is not lent, or is named twice, or that cannot be se
   kit.pool->free(own.data(), own.size());
 }
 
-TEST_CASE("a recall that the peer refuses, or that ends with the link, says so") {
+TEST_CASE("a recall reports that the peer refused it, or that the link ended") {
   Owner kit;
   const Addresses lent = kit.lend(kLoan, 2);
   SUBCASE("refused") {
@@ -254,7 +254,7 @@ TEST_CASE("a recall that the peer refuses, or that ends with the link, says so")
   }
 }
 
-TEST_CASE("some of the lent blocks are recalled by number, and no more than there are") {
+TEST_CASE("some of the lent blocks can be recalled by number, and no more than there are") {
   Owner kit;
   const Addresses lent = kit.lend(kLoan, 3);
   std::size_t asked = 0;
@@ -279,7 +279,7 @@ TEST_CASE("a caller may give up waiting for a recall, which still ends at its de
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 
-TEST_CASE("what is being inserted at the deadline is the index's, or free when nothing comes of it") {
+TEST_CASE("blocks that are being inserted at the deadline belong to the index, or are free if that fails") {
   Owner kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(kLoan, 1);
   CHECK(kit.place(7, lent));
@@ -334,7 +334,7 @@ struct Borrower : SessionKit {
   Addresses borrowed;
 };
 
-TEST_CASE("the application hears of a recall, and the owner gets the answer after the last block") {
+TEST_CASE("the application is told of a recall, and the owner is answered after the last block") {
   Borrower kit;
   REQUIRE(kit.host.recalls.size() == 1);
   CHECK(kit.host.recalls[0].first == kit.borrowed);
@@ -351,7 +351,7 @@ TEST_CASE("the application hears of a recall, and the owner gets the answer afte
   CHECK(kit.answered());
 }
 
-TEST_CASE("a loan that was recalled is over at the deadline, or when the owner says so, for everything") {
+TEST_CASE("a recalled loan is over for all purposes at the deadline, or when the owner says so") {
   Borrower kit;
   SUBCASE("the deadline") {
     CHECK(kit.session->tick(kit.host.now + 99 * kMs) == kit.host.now + 100 * kMs);
@@ -373,7 +373,7 @@ TEST_CASE("a loan that was recalled is over at the deadline, or when the owner s
   CHECK(kit.give_back(again) == std::nullopt);
 }
 
-TEST_CASE("a transfer that writes recalled blocks at the deadline is stopped, and the owner hears when it has ended") {
+TEST_CASE("a transfer that writes recalled blocks at the deadline is stopped, and the owner is told when it ended") {
   for (const bool told : {false, true}) {
     Borrower kit;
     const auto transfer = kit.write({kit.borrowed[0]}, told);
@@ -389,7 +389,7 @@ TEST_CASE("a transfer that writes recalled blocks at the deadline is stopped, an
   }
 }
 
-TEST_CASE("a transfer that waits for its next layer is ended, and one to other blocks goes on") {
+TEST_CASE("a recall ends a transfer that waits for its next layer, and leaves one to other blocks alone") {
   Borrower kit;
   const Addresses other = kit.borrow(1, 5);
   const auto streamed = kit.write({kit.borrowed[0]}, true, /*streamed=*/true);
@@ -400,7 +400,7 @@ TEST_CASE("a transfer that waits for its next layer is ended, and one to other b
   CHECK_FALSE(others->done());
 }
 
-TEST_CASE("a transfer that has told that all is written has its answer first") {
+TEST_CASE("a transfer that has announced its completion gets its answer first") {
   Borrower kit;
   const auto transfer = kit.write({kit.borrowed[0]}, true);
   kit.host.end_write();
@@ -418,7 +418,7 @@ TEST_CASE("a transfer that has told that all is written has its answer first") {
   CHECK(kit.answered());
 }
 
-TEST_CASE("a recall of what is not borrowed is answered at once, and one of what the peer has not ends the link") {
+TEST_CASE("a recall of returned blocks is answered at once, and one of blocks never borrowed ends the link") {
   SessionKit kit;
   const Addresses borrowed = kit.borrow(1);
   kit.ask(kRecallVerb, kLoan, write_addresses(SessionKit::peer_addresses(2, 3)), 100);
@@ -429,7 +429,7 @@ TEST_CASE("a recall of what is not borrowed is answered at once, and one of what
         }) == ErrorCode::kProtocol);
 }
 
-TEST_CASE("what is being given back when the time is over is not borrowed again, even if that cannot be sent") {
+TEST_CASE("blocks that are being returned at the deadline are not borrowed again, even if the return cannot be sent") {
   Borrower kit;
   kit.link->busy = true;
   kit.session->borrowed().begin_write(kit.borrowed);

@@ -93,7 +93,7 @@ TEST_CASE("a thread that waits for items learns that the pool has failed") {
   CHECK(heard == ErrorCode::kDeviceLost);
 }
 
-TEST_CASE("what came before a pool failed can still be taken, and the first reason counts") {
+TEST_CASE("items that came before the pool failed can still be taken, and the first reason counts") {
   ReceivedQueue queue(4);
   const int descriptor = queue.descriptor();
   CHECK_FALSE(is_readable(descriptor));
@@ -111,7 +111,7 @@ TEST_CASE("what came before a pool failed can still be taken, and the first reas
   CHECK(code_of([&] { queue.pop(in_a_minute()); }) == ErrorCode::kDeviceLost);
 }
 
-TEST_CASE("a peer alone may fill the queue, and its share of it is every other peer's own") {
+TEST_CASE("a single peer may fill the queue, and every other peer still has its share") {
   ReceivedQueue queue(64);
   for (int i = 0; i < 64; ++i) push_one(queue, "a");
   CHECK(fill(queue, "a") == 0);
@@ -121,7 +121,7 @@ TEST_CASE("a peer alone may fill the queue, and its share of it is every other p
   CHECK(fill(queue, "a") == 56);  // with what b and c have
 }
 
-TEST_CASE("of a queue for few items one is every peer's own") {
+TEST_CASE("in a queue for few items every peer has room for one") {
   ReceivedQueue queue(2);
   CHECK(fill(queue, "a") == 2);
   CHECK(fill(queue, "b") == 1);
@@ -130,7 +130,7 @@ TEST_CASE("of a queue for few items one is every peer's own") {
   CHECK(fill(queue, "c") == 1);
 }
 
-TEST_CASE("a peer alone may fill the queue with bytes, and every other peer has a share for its own") {
+TEST_CASE("a single peer may fill the queue with bytes, and every other peer still has its share") {
   ReceivedQueue queue(4096);
   constexpr std::size_t kItem = ReceivedQueue::kBytesMax / ReceivedQueue::kShares / 2;
   CHECK(fill(queue, "a", kItem) == 2 * ReceivedQueue::kShares);
@@ -140,7 +140,7 @@ TEST_CASE("a peer alone may fill the queue with bytes, and every other peer has 
   CHECK(fill(queue, "b", kItem) == 1);
 }
 
-TEST_CASE("an item that was taken makes room for as many bytes as it had") {
+TEST_CASE("taking an item makes room for as many bytes as it had") {
   ReceivedQueue queue(4096);
   push_one(queue, "a", 1000);
   CHECK(fill(queue, "a", ReceivedQueue::kBytesMax) == 0);
@@ -148,7 +148,7 @@ TEST_CASE("an item that was taken makes room for as many bytes as it had") {
   CHECK(fill(queue, "a", ReceivedQueue::kBytesMax) == 1);
 }
 
-TEST_CASE("memory that runs out while room is kept has taken none") {
+TEST_CASE("running out of memory while room is reserved takes no room") {
   const int threw = fail_each_allocation([](auto&& fail) {
     ReceivedQueue queue(1);
     const std::string peer = "a peer whose name is too long to lie in its string";

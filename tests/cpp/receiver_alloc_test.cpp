@@ -31,7 +31,7 @@ void leave(SessionKit& kit) {
   CHECK(kit.session->counts().transfers == 0);
 }
 
-TEST_CASE("memory that runs out while a peer is served ends in an answer or the end of the link, and nothing leaks") {
+TEST_CASE("running out of memory while serving a peer ends in an answer or the end of the link, and nothing leaks") {
   enum class Way : std::uint8_t {
     kReserve,
     kReserveInsert,

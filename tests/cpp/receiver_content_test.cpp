@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::uint64_t kId = 5;
 
-TEST_CASE("nothing is completed before all of it was placed, intact, in the blocks that were reserved") {
+TEST_CASE("a reservation is completed only when all of its content was placed, intact, in its blocks") {
   SessionKit kit(/*one_sided=*/false);
   ReserveBody body = SessionKit::reservation(2);
   body.one_sided = false;
@@ -49,7 +49,7 @@ TEST_CASE("nothing is completed before all of it was placed, intact, in the bloc
   CHECK(kit.count(BlockState::kReserved) == 2);  // the other transfer's
 }
 
-TEST_CASE("nothing that was sent to lent blocks is completed before all of it was placed, intact, in such blocks") {
+TEST_CASE("a transfer to lent blocks is completed only when all of its content was placed, intact, in such blocks") {
   SessionKit kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(50, 2);
   const Addresses own = alloc(*kit.pool, 1);
@@ -98,7 +98,7 @@ TEST_CASE("nothing that was sent to lent blocks is completed before all of it wa
   CHECK(kit.received.pop(0)->lent);
 }
 
-TEST_CASE("what a peer has written by itself is not counted here, what was dropped is") {
+TEST_CASE("content that a peer writes by itself is not counted here, and dropped content is") {
   SessionKit kit(/*one_sided=*/true);
   const Addresses lent = kit.lend(50, 1);
   CompleteBody completion = kit.completion(1);
@@ -110,7 +110,7 @@ TEST_CASE("what a peer has written by itself is not counted here, what was dropp
   CHECK(kit.refusal() == ErrorCode::kProtocol);
 }
 
-TEST_CASE("nothing is completed while a payload is being placed in its blocks, for whatever transfer") {
+TEST_CASE("no transfer is completed while a payload of any transfer is being placed in its blocks") {
   SessionKit kit;
   const Addresses lent = kit.lend(50, 2);
   CHECK(kit.place(kId, lent));
@@ -131,7 +131,7 @@ TEST_CASE("nothing is completed while a payload is being placed in its blocks, f
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 
-TEST_CASE("a reservation is not completed while a payload is being placed in it, and free behind it") {
+TEST_CASE("a reservation is not completed while a payload is being placed in it, and is free afterwards") {
   SessionKit kit(/*one_sided=*/false);
   ReserveBody body = SessionKit::reservation(2);
   body.one_sided = false;
@@ -146,7 +146,7 @@ TEST_CASE("a reservation is not completed while a payload is being placed in it,
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 
-TEST_CASE("a number that is used again does not end what is being placed for its second transfer") {
+TEST_CASE("reusing a transfer's number does not end what is being placed for the second transfer") {
   SessionKit kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(50, 1);
   const Placement first = kit.data(kId, lent);
@@ -171,7 +171,7 @@ TEST_CASE("a number that is used again does not end what is being placed for its
   }
 }
 
-TEST_CASE("a number under which lent blocks are written is no reservation's") {
+TEST_CASE("a number under which lent blocks are written is not that of a reservation") {
   SessionKit kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(50, 1);
   CHECK(kit.place(kId, lent));
@@ -183,7 +183,7 @@ TEST_CASE("a number under which lent blocks are written is no reservation's") {
   CHECK(kit.answer().kind == FrameKind::kAnswer);
 }
 
-TEST_CASE("data for blocks that are not the peer's is dropped") {
+TEST_CASE("data for blocks that do not belong to the peer is dropped") {
   SessionKit kit(/*one_sided=*/false);
   const Addresses own = alloc(*kit.pool, 1);
   const Addresses lent = kit.lend(50, 2);
@@ -195,7 +195,7 @@ TEST_CASE("data for blocks that are not the peer's is dropped") {
   CHECK(kit.place(kId, {lent[1]}));
 }
 
-TEST_CASE("a block that goes to the index is no longer written") {
+TEST_CASE("a block that moves to the index can no longer be written") {
   SessionKit kit(/*one_sided=*/false);
   const Addresses lent = kit.lend(50, 1);
   CompleteBody body = kit.completion(1);
@@ -215,7 +215,7 @@ TEST_CASE("a block that goes to the index is no longer written") {
   CHECK(kit.session->counts().promised == 0);
 }
 
-TEST_CASE("a wrong checksum is found, and the blocks are as they were before the transfer") {
+TEST_CASE("a wrong checksum is detected, and the blocks are as they were before the transfer") {
   SessionKit kit;
   const Addresses blocks = kit.reserve(kId, SessionKit::reservation(2));
   const Addresses lent = kit.lend(50, 1);
@@ -237,7 +237,7 @@ TEST_CASE("a wrong checksum is found, and the blocks are as they were before the
   CHECK(kit.session->counts().promised == 1);
 }
 
-TEST_CASE("a peer that goes while its blocks are verified leaves nothing behind") {
+TEST_CASE("a peer that disconnects while its blocks are verified leaves nothing behind") {
   SessionKit kit;
   const Addresses lent = kit.lend(50, 2);
   CompleteBody body = kit.completion(1);

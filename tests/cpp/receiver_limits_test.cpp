@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::uint64_t kId = 5;
 
-TEST_CASE("a peer that begins transfers to lent blocks without end is left") {
+TEST_CASE("a peer that begins endless transfers to lent blocks is disconnected") {
   SessionKit kit(/*one_sided=*/false);
   kit.host.limits_of.reserved_max = kit.host.limits_of.transfers_max = 2;
   const Addresses lent = kit.lend(50, 1);
@@ -49,7 +49,7 @@ TEST_CASE("a peer's work in progress is limited, and the refusal says when to tr
   static_cast<void>(kit.reserve(7, SessionKit::reservation(3)));
 }
 
-TEST_CASE("what a peer's requests take of memory is limited, however few they are") {
+TEST_CASE("the memory that a peer's requests take is limited, however few they are") {
   SessionKit kit;
   const auto insertion = [](Token id) {
     ReserveBody body = SessionKit::reservation(2);
@@ -83,7 +83,7 @@ TEST_CASE("what a peer's requests take of memory is limited, however few they ar
   static_cast<void>(kit.reserve(4, insertion(4)));
 }
 
-TEST_CASE("a reservation that is refused, or has no blocks yet and is given up, takes no memory") {
+TEST_CASE("a reservation that is refused, or given up before it has blocks, takes no memory") {
   SessionKit kit(/*one_sided=*/true, /*hbm_blocks=*/2);
   ReserveBody body = SessionKit::reservation(2);
   body.insert = true;
@@ -105,7 +105,7 @@ TEST_CASE("a reservation that is refused, or has no blocks yet and is given up, 
   CHECK(kit.reserve(4, body).size() == 2);
 }
 
-TEST_CASE("what waits to be verified is limited, and what is refused leaves nothing") {
+TEST_CASE("the queue of blocks to verify is limited, and a refused transfer leaves nothing") {
   SessionKit kit;
   const Addresses lent = kit.lend(50, 1);
   const auto completion = [&](const Addresses& blocks) {
@@ -135,7 +135,7 @@ TEST_CASE("what waits to be verified is limited, and what is refused leaves noth
   CHECK(kit.answer().kind == FrameKind::kAnswer);
 }
 
-TEST_CASE("a peer that has too much waiting behind content on its way is left") {
+TEST_CASE("a peer with too much queued behind unfinished content is disconnected") {
   // Content that never arrives.
   struct Stalled final : RouteReceiver {
     void begin(Admit, Placed, Lost) override {}
@@ -168,7 +168,7 @@ TEST_CASE("a peer that has too much waiting behind content on its way is left") 
   session->on_closed(Error(ErrorCode::kPeerLost, "the test ends"));
 }
 
-TEST_CASE("an application that is behind makes its peers wait, and nothing is lost") {
+TEST_CASE("a slow application makes its peers wait, and nothing is lost") {
   SessionKit kit(/*one_sided=*/true, 16, /*received_max=*/1);
   for (std::uint64_t id = 1; id <= 2; ++id) {
     static_cast<void>(kit.reserve(id, SessionKit::reservation(2)));

@@ -28,7 +28,7 @@ TEST_CASE("a completed reservation becomes the application's, and is reported on
   CHECK(kit.session->counts().promised == 0);
 }
 
-TEST_CASE("a reservation whose one-sided writer is late is quarantined until the writer says that it has stopped") {
+TEST_CASE("a reservation with a late one-sided writer is quarantined until the writer says that it has stopped") {
   SessionKit kit;
   static_cast<void>(kit.reserve(kId, SessionKit::reservation(2)));
   CHECK(kit.session->tick(kit.host.now + 999 * kMs) < INT64_MAX);
@@ -48,7 +48,7 @@ TEST_CASE("a reservation whose one-sided writer is late is quarantined until the
   CHECK(kit.session->counts().promised == 0);
 }
 
-TEST_CASE("a reservation that is placed by the receiver is free at its deadline") {
+TEST_CASE("a reservation that the receiver itself writes is free at its deadline") {
   SessionKit kit;
   ReserveBody body = SessionKit::reservation(2);
   body.one_sided = false;
@@ -96,7 +96,7 @@ TEST_CASE("a reservation lives as long as the sender asks for, and no longer tha
   CHECK(kit.count(BlockState::kFree) == 16);  // whatever was granted
 }
 
-TEST_CASE("a reservation that lives on keeps none that is late from being free, whichever came first") {
+TEST_CASE("a reservation that lives on does not delay the expiry of others, whichever came first") {
   SessionKit kit;
   for (const std::uint64_t lives : {kId, kId + 1, kId + 2}) {
     for (std::uint64_t id = kId; id < kId + 3; ++id) {
@@ -114,7 +114,7 @@ TEST_CASE("a reservation that lives on keeps none that is late from being free, 
   }
 }
 
-TEST_CASE("numbers that are no transfer's are refused") {
+TEST_CASE("numbers that belong to no transfer are refused") {
   SessionKit kit;
   for (const std::uint64_t id : {std::uint64_t{0}, kFetchBit | kId}) {
     kit.ask(kReserveVerb, id, write_body(SessionKit::reservation(1)));
@@ -162,7 +162,7 @@ TEST_CASE("the cached prefix of an insertion is held, and not sent again") {
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 
-TEST_CASE("pages that came in another way meanwhile are not kept twice") {
+TEST_CASE("pages that arrived in another way meanwhile are not kept twice") {
   SessionKit kit;
   ReserveBody body = SessionKit::reservation(2);
   body.insert = true;
@@ -180,7 +180,7 @@ TEST_CASE("pages that came in another way meanwhile are not kept twice") {
   CHECK(kit.pool->evict(4, kMixed) == 2);  // the application was not told: nothing is pinned
 }
 
-TEST_CASE("what is cancelled before it has blocks never gets them") {
+TEST_CASE("a transfer that is cancelled before it has blocks never gets any") {
   SessionKit kit(/*one_sided=*/true, /*hbm_blocks=*/2);
   const Addresses cached = alloc(*kit.pool, 2);
   static_cast<void>(insert(kit.pool, prompt(1, 2), cached));
@@ -204,7 +204,7 @@ TEST_CASE("what is cancelled before it has blocks never gets them") {
   CHECK(kit.session->counts().promised == 0);
 }
 
-TEST_CASE("a pool that is closing is lost to its peers: they are not told that theirs is closed") {
+TEST_CASE("to its peers a closing pool is a lost peer; they are not told that their own pool is closed") {
   SessionKit kit;
   static_cast<void>(kit.reserve(kId, SessionKit::reservation(2)));
   kit.received.close();
@@ -224,7 +224,7 @@ TEST_CASE("an answer that cannot be sent ends the link") {
   CHECK(kit.link->why == ErrorCode::kBusy);
 }
 
-TEST_CASE("a return of what is not lent changes nothing") {
+TEST_CASE("returning blocks that are not lent changes nothing") {
   SessionKit kit;
   Addresses lent = kit.lend(50, 3);
   for (const Addresses& wrong : {Addresses{lent[0], lent[1], lent[0]}, Addresses{lent[0], 1234}}) {
@@ -237,7 +237,7 @@ TEST_CASE("a return of what is not lent changes nothing") {
   CHECK(kit.count(BlockState::kFree) == 16);
 }
 
-TEST_CASE("a return that names a block which was never lent gives the others back, and does not speak of a recall") {
+TEST_CASE("a return that names a block never lent gives the others back, and does not mention a recall") {
   SessionKit kit;
   const Addresses lent = kit.lend(50, 2);
   const Address never = alloc(*kit.pool, 1)[0];

@@ -93,7 +93,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("a pool closes while a peer's memory is registered, which is given back when that has ended") {
+TEST_CASE("a pool that closes while a peer's memory is being registered gives it back afterwards") {
   const FakeCuda cuda;
   {
     LargePeer pair;
@@ -109,7 +109,7 @@ TEST_CASE("a pool closes while a peer's memory is registered, which is given bac
   CHECK(soon([&] { return cuda.left() == ""; }));
 }
 
-TEST_CASE("host memory that the driver does not register is reached by other routes, and is not asked for again") {
+TEST_CASE("host memory that the driver refuses to register is reached by other routes, and not tried again") {
   LargePeer pair;
   pair.from = alloc(*pair.gpu->pool(), 1);
   pair.cuda.set("hold_register", 0);

@@ -155,7 +155,7 @@ TEST_CASE("two halves of the heads where K and V are fused: one strip for each l
   CHECK(numbers(plan.pairs[1].strips) == std::vector<std::vector<std::uint64_t>>{{32, 0, 32}, {96, 32, 32}});
 }
 
-TEST_CASE("stages of whole layers: one strip a pair") {
+TEST_CASE("stages of whole layers: one strip for each pair") {
   const KVShape shape = shape_of(5, 2);
   const Parallel from = parallel_of(1, 2);                     // layers 0-2, 3-4
   const Parallel to = parallel_of(1, 2, LayerSplit::kSglang);  // layers 0-1, 2-4
@@ -169,7 +169,7 @@ TEST_CASE("stages of whole layers: one strip a pair") {
   CHECK(plan.of_sender(1).front().to_rank == 1);
 }
 
-TEST_CASE("equal configurations: each rank sends its block whole to its own number, replicas too") {
+TEST_CASE("equal configurations: each rank, replicas too, sends its whole block to the rank of its number") {
   for (const std::uint32_t heads : {1U, 2U, 8U, 40U}) {
     const KVShape shape = shape_of(5, heads);
     const Sharding sharding(shape, parallel_of(8, 4));
@@ -184,7 +184,7 @@ TEST_CASE("equal configurations: each rank sends its block whole to its own numb
   }
 }
 
-TEST_CASE("replicas at the sender share the work, without a strip more where receivers suffice") {
+TEST_CASE("replicas at the sender share the work, without an extra strip where receivers suffice") {
   const KVShape shape = shape_of(4, 2);
   // Four ranks hold head 0; two receivers want it: two senders for each, half of the layers each.
   const ReshardPlan plan = plan_reshard(Sharding(shape, parallel_of(8, 1)), Sharding(shape, parallel_of(4, 1)));
@@ -201,7 +201,7 @@ TEST_CASE("replicas at the sender share the work, without a strip more where rec
   for (const ReshardPair& pair : back.pairs) CHECK(pair.from_rank == pair.to_rank / 2);
 }
 
-TEST_CASE("a share that would end within a run ends at a row, so that no rank stands idle") {
+TEST_CASE("a share that would end within a run ends at a row, so that no rank is idle") {
   const KVShape shape = shape_of(1, 1);  // 2 runs of 4 rows of 4 bytes, for 8 senders
   const ReshardPlan plan = plan_reshard(Sharding(shape, parallel_of(8, 1)), Sharding(shape, parallel_of(1, 1)));
   REQUIRE(plan.pairs.size() == 8);
@@ -248,7 +248,7 @@ TEST_CASE("every combination of TP 1 2 4 8 and PP 1 2 4 gives the receiver's sha
   }
 }
 
-TEST_CASE("made-up shapes and configurations give the receiver's shards, each byte written once") {
+TEST_CASE("random shapes and configurations give the receiver's shards, each byte written once") {
   for (const std::uint64_t seed : fuzz_seeds()) {
     announce_fuzz("reshard", seed);
     Dice dice(seed);
@@ -300,7 +300,7 @@ TEST_CASE("strips clipped to each layer of the sender are the whole plan, cut at
   CHECK(clip_strips(strips, 7, 7).empty());
 }
 
-TEST_CASE("the plan does not grow with what is sent, but with layers and ranks") {
+TEST_CASE("the plan grows with layers and ranks, not with the number of blocks sent") {
   const KVShape small = shape_of(80, 8, 1, 1, 1);
   const KVShape large = shape_of(80, 8, 128, 2, 64);
   const auto strips = [](const KVShape& shape, const Parallel& from, const Parallel& to) {
@@ -334,7 +334,7 @@ TEST_CASE("the error for instances with different blocks names the difference") 
   CHECK(text(fused).starts_with("the page format is split at the sender and fused at the receiver"));
 }
 
-TEST_CASE("a configuration that asks for a plan without end is refused") {
+TEST_CASE("a configuration that asks for an endless plan is refused") {
   const KVShape shape = shape_of(1U << 20, 4096, 1, 1, 1);
   CHECK(code_of([&] { plan_reshard(Sharding(shape, parallel_of(1, 1)), Sharding(shape, parallel_of(4096, 1))); }) ==
         ErrorCode::kArgument);

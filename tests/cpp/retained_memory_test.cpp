@@ -21,7 +21,7 @@ bool soon(Holds&& holds) {
   return holds();
 }
 
-TEST_CASE("memory is kept until every proof has come, and given back then") {
+TEST_CASE("memory is kept until every proof that its writers are gone has come, and is then freed") {
   const std::size_t before = RetainedMemory::count();
   auto memory = std::make_shared<int>(7);
   const std::weak_ptr<int> left = memory;
@@ -45,17 +45,17 @@ TEST_CASE("memory is kept until every proof has come, and given back then") {
   CHECK(soon([&] { return RetainedMemory::count() == before; }));
 }
 
-TEST_CASE("memory that a GPU may still write stays for a while after the end of the process that had set it to work") {
-  constexpr std::int64_t kSettle = 100'000'000;
+TEST_CASE("memory that a GPU may still write is kept for a while after the process that started the work has ended") {
+  constexpr std::int64_t kGrace = 100'000'000;
   auto memory = std::make_shared<int>(7);
   const std::weak_ptr<int> left = memory;
   std::vector<LateWriter> writers(1);
   writers[0].process = Descriptor::open([] { return eventfd(1, EFD_CLOEXEC); });  // it has ended
-  writers[0].grace_ns = kSettle;
+  writers[0].grace_ns = kGrace;
   const std::int64_t began = monotonic_ns();
   RetainedMemory::keep(std::move(memory), std::move(writers));
   CHECK(soon([&] { return left.expired(); }));
-  CHECK(monotonic_ns() - began >= kSettle);
+  CHECK(monotonic_ns() - began >= kGrace);
 }
 
 }  // namespace

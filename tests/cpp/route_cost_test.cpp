@@ -15,13 +15,13 @@ constexpr RoutePrior kPrior{10, 1, 0.001};
 constexpr MediaSet kHbm = media_set_of(Medium::kHbm);
 constexpr MediaSet kDram = media_set_of(Medium::kDram);
 
-TEST_CASE("a cost is its prior until something was measured") {
+TEST_CASE("a cost is its prior until a write was measured") {
   const RouteCost cost(kPrior);
   CHECK(cost.estimate_us(kHbm, kHbm, 1, 1000, 0) == doctest::Approx(12));
   CHECK(cost.estimate_us(kHbm, kHbm, 100, 100'000, kSecondNs) == doctest::Approx(210));
 }
 
-TEST_CASE("a cost follows what writes of that size take") {
+TEST_CASE("a cost follows the times of writes of that size") {
   RouteCost cost(kPrior);
   std::int64_t now = 100 * kSecondNs;
   for (int i = 0; i < 40; ++i) {
@@ -33,14 +33,14 @@ TEST_CASE("a cost follows what writes of that size take") {
   CHECK(cost.estimate_us(kHbm, kHbm, 1, 4096, now) == doctest::Approx(3).epsilon(0.1));
 }
 
-TEST_CASE("sizes that were not seen take the correction of those that were") {
+TEST_CASE("sizes that were not measured take the correction of those that were") {
   RouteCost cost(kPrior);
   const std::int64_t now = kSecondNs;
   for (int i = 0; i < 40; ++i) cost.measured(kHbm, kHbm, 1, 1 << 20, 4 * (11 + 0.001 * (1 << 20)), now);
   CHECK(cost.estimate_us(kHbm, kHbm, 1000, 1000, now) == doctest::Approx(4 * 1011).epsilon(0.1));
 }
 
-TEST_CASE("one outlier does not decide, and what it did fades") {
+TEST_CASE("one outlier does not decide, and its effect fades") {
   RouteCost cost(kPrior);
   std::int64_t now = kSecondNs;
   for (int i = 0; i < 40; ++i) cost.measured(kHbm, kHbm, 1, 1000, 12, now);
@@ -52,7 +52,7 @@ TEST_CASE("one outlier does not decide, and what it did fades") {
   CHECK(cost.estimate_us(kHbm, kHbm, 1, 1000, now) == doctest::Approx(12).epsilon(0.01));
 }
 
-TEST_CASE("numbers that make no sense change nothing") {
+TEST_CASE("senseless numbers change nothing") {
   RouteCost cost(kPrior);
   cost.measured(kHbm, kHbm, 1, 1000, 0, kSecondNs);
   cost.measured(kHbm, kHbm, 1, 1000, -5, kSecondNs);
@@ -80,7 +80,7 @@ TEST_CASE("threads may measure and estimate at once") {
   CHECK(cost.estimate_us(kHbm, kHbm, 4, 4096, 2 * kSecondNs) == doctest::Approx(30).epsilon(0.1));
 }
 
-TEST_CASE("what was measured takes the guess's place between two media, and stays") {
+TEST_CASE("a measurement replaces the guess between two media, and stays") {
   RouteCost cost(kPrior);
   const std::int64_t now = kSecondNs;
   for (int i = 0; i < 40; ++i) cost.measured(kHbm, kHbm, 1, 1000, 120, now);
@@ -98,7 +98,7 @@ TEST_CASE("what was measured takes the guess's place between two media, and stay
   CHECK(cost.estimate_us(kHbm, kDram, 1, 1000, now + 60 * kSecondNs) == doctest::Approx(12).epsilon(0.01));
 }
 
-TEST_CASE("a write between several pairs of media costs what the dearest does, and says nothing of either") {
+TEST_CASE("a write between several pairs of media costs what the slowest does, and corrects neither") {
   RouteCost cost(kPrior);
   const MediaSet both{true, true};
   cost.set_prior(Medium::kHbm, Medium::kDram, {500, 0, 1});

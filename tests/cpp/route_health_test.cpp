@@ -30,7 +30,7 @@ std::int64_t time_until(const RouteHealth& health, std::int64_t now, double time
   return waited;
 }
 
-TEST_CASE("a route that has not failed costs what is estimated") {
+TEST_CASE("a route without failures costs the estimate") {
   RouteHealth health;
   CHECK(health.factor(kStart) == 1);
   CHECK(health.able());
@@ -39,7 +39,7 @@ TEST_CASE("a route that has not failed costs what is estimated") {
   CHECK(health.factor(kStart) == 1);
 }
 
-TEST_CASE("a failure makes a route dearer, and that fades") {
+TEST_CASE("a failure raises a route's cost for a while") {
   RouteHealth health;
   fail(health, ErrorCode::kRouteFailed, kStart, "no way");
   CHECK(health.factor(kStart) > 1000);
@@ -53,7 +53,7 @@ TEST_CASE("a failure makes a route dearer, and that fades") {
   CHECK(health.factor(kStart + 1000 * kSecond) == doctest::Approx(1));
 }
 
-TEST_CASE("each failure in a row takes twice as long to fade, up to minutes") {
+TEST_CASE("each further failure in a row fades half as fast, up to minutes") {
   RouteHealth health;
   std::int64_t now = kStart;
   std::int64_t before = 0;
@@ -69,7 +69,7 @@ TEST_CASE("each failure in a row takes twice as long to fade, up to minutes") {
   CHECK(health.report()->failures == 12);
 }
 
-TEST_CASE("writes that fail together are one failure of a row") {
+TEST_CASE("writes that fail together count as one failure") {
   RouteHealth once;
   RouteHealth together;
   fail(once, ErrorCode::kRouteFailed, kStart);
@@ -79,7 +79,7 @@ TEST_CASE("writes that fail together are one failure of a row") {
   CHECK(together.report()->failures == 20);
 }
 
-TEST_CASE("a write that went well ends it, unless it had begun before the failure") {
+TEST_CASE("a successful write ends the penalty, unless it had begun before the failure") {
   RouteHealth health;
   fail(health, ErrorCode::kRouteFailed, kStart);
   health.worked(kStart - kSecond);
@@ -89,7 +89,7 @@ TEST_CASE("a write that went well ends it, unless it had begun before the failur
   CHECK_FALSE(health.report());
 }
 
-TEST_CASE("what cannot be done is never forgotten, but for a write that went well all the same") {
+TEST_CASE("a route that cannot do a write stays ruled out, unless such a write succeeds") {
   RouteHealth health;
   fail(health, ErrorCode::kUnsupported, kStart);
   CHECK_FALSE(health.able());
@@ -100,7 +100,7 @@ TEST_CASE("what cannot be done is never forgotten, but for a write that went wel
   CHECK(health.factor(kStart + kSecond) == 1);
 }
 
-TEST_CASE("what is not the route's own doing changes nothing") {
+TEST_CASE("failures that the route did not cause change nothing") {
   RouteHealth health;
   for (std::size_t i = 0; i < kErrorCodes; ++i) {
     const auto code = static_cast<ErrorCode>(i);
@@ -113,7 +113,7 @@ TEST_CASE("what is not the route's own doing changes nothing") {
   CHECK(health.factor(kStart) == 1);
 }
 
-TEST_CASE("threads may fail, work and ask at once") {
+TEST_CASE("threads may report failures and successes and read the cost at once") {
   RouteHealth health;
   std::vector<std::thread> threads;
   for (int t = 0; t < 3; ++t) {
@@ -191,7 +191,7 @@ TEST_CASE("after a failure another route serves, and the one that failed is trie
   CHECK(routes.chosen(kStart + again) == "nccl");
 }
 
-TEST_CASE("a route that cannot reach a peer comes after all that can, and before none") {
+TEST_CASE("a route that cannot reach a peer is chosen only when no other is left") {
   Routes routes;
   fail(routes.nccl->health(), ErrorCode::kUnsupported, kStart);
   CHECK(routes.chosen(kStart + 100'000 * kSecond) == "sock");
@@ -201,7 +201,7 @@ TEST_CASE("a route that cannot reach a peer comes after all that can, and before
   CHECK(routes.chosen(kStart) == "nccl");
 }
 
-TEST_CASE("a write tells the route's health how it went, and throws what the route throws") {
+TEST_CASE("a write reports its outcome to the route's health, and throws the route's error") {
   PricedRoute route("nccl", 1);
   route.fails_with = ErrorCode::kRouteFailed;
   CHECK(code_of([&] { write_by(route, {}); }) == ErrorCode::kRouteFailed);
@@ -218,7 +218,7 @@ TEST_CASE("a write tells the route's health how it went, and throws what the rou
   CHECK(route.writes == 5);
 }
 
-TEST_CASE("an odd answer of the CUDA driver does not put a route out for good; that it cannot do it does") {
+TEST_CASE("an odd answer of the CUDA driver does not rule out a route for good; one that it cannot do it does") {
   struct Odd final : Route {
     const char* name() const noexcept override { return "odd"; }
     RouteTraits traits() const noexcept override { return {}; }
@@ -253,7 +253,7 @@ TEST_CASE("an odd answer of the CUDA driver does not put a route out for good; t
   CHECK_FALSE(route.health().able());
 }
 
-TEST_CASE("a route that learns by itself what it does not reach is as good as before for the rest") {
+TEST_CASE("a route that learns which media it cannot reach keeps its cost for the others") {
   class Learning final : public Route {
    public:
     const char* name() const noexcept override { return "learning"; }

@@ -33,7 +33,7 @@ std::vector<std::string> names(const std::vector<std::shared_ptr<Route>>& routes
   return names;
 }
 
-TEST_CASE("a pool of this process is one by the kernel's word, not by its metadata's") {
+TEST_CASE("whether a pool belongs to this process is asked of the kernel, not of its metadata") {
   Side one(11);
   Side two(12);
   const auto link = std::make_shared<ScriptLink>();
@@ -48,7 +48,7 @@ TEST_CASE("a pool of this process is one by the kernel's word, not by its metada
   }
 }
 
-TEST_CASE("what a pool keeps for its peers goes when it is let go of") {
+TEST_CASE("a pool frees what it keeps for its peers once nothing refers to it") {
   Side one(13);
   Side two(14);
   const std::weak_ptr<Arena> arena = one.kit.pool->arena(Medium::kHbm);

@@ -190,7 +190,7 @@ class ProbeKit {
   std::array<std::vector<std::uint64_t>, 2> before_;
 };
 
-TEST_CASE("measuring mends a choice that the guesses have wrong, and for longer than writes correct it") {
+TEST_CASE("measurements correct a wrong guess, and for longer than writes alone do") {
   ProbeKit kit;
   CHECK(kit.chosen() == "slow");
   kit.measure();
@@ -211,7 +211,7 @@ TEST_CASE("measuring mends a choice that the guesses have wrong, and for longer 
   CHECK(kit.fast->writes == writes);
 }
 
-TEST_CASE("what blocks are too short to show is not taken for a rate") {
+TEST_CASE("a rate that short blocks cannot show is not inferred from them") {
   ProbeKit kit;
   kit.measure();
   const auto fast = kit.fast->cost()->measured_prior(Medium::kHbm, Medium::kHbm);
@@ -221,7 +221,7 @@ TEST_CASE("what blocks are too short to show is not taken for a rate") {
   CHECK(fast->us_per_piece >= kSlow.us_per_piece);
 }
 
-TEST_CASE("without the setting, without a question, and between ranks nothing is measured") {
+TEST_CASE("nothing is measured between ranks, without the setting, or without a choice of routes") {
   ProbeKit off(/*measures=*/false);
   off.measure();
   CHECK(off.fast->writes == 0);
@@ -235,7 +235,7 @@ TEST_CASE("without the setting, without a question, and between ranks nothing is
   single.check_nothing_left();
 }
 
-TEST_CASE("the side that was connected to measures behind what it first writes, between these media") {
+TEST_CASE("the server side measures after its first write, and only the media of that write") {
   ProbeKit kit;
   const Addresses from = alloc(kit.here().pool(), 2);
   TransferRequest request;
@@ -264,7 +264,7 @@ TEST_CASE("the side that was connected to measures behind what it first writes, 
   kit.here().pool().free(from.data(), from.size());
 }
 
-TEST_CASE("a route that is getting ready is left out, and asked about again when it is written to") {
+TEST_CASE("a route that is not ready yet is skipped, and asked again when it is written to") {
   ProbeKit kit;
   kit.fast->is_ready_now = false;
   kit.measure();
@@ -275,7 +275,7 @@ TEST_CASE("a route that is getting ready is left out, and asked about again when
   kit.check_nothing_left();
 }
 
-TEST_CASE("without a free block on either side nothing is measured, and with few it is") {
+TEST_CASE("nothing is measured without free blocks on both sides, and a few are enough") {
   for (const bool here : {true, false}) {
     for (const std::size_t left : {0, 1, 3}) {
       CAPTURE(here);
@@ -293,7 +293,7 @@ TEST_CASE("without a free block on either side nothing is measured, and with few
   }
 }
 
-TEST_CASE("it takes one block of eight at most, of either side") {
+TEST_CASE("a probe takes at most one block of eight on either side") {
   for (const auto& [a, b, most] : {std::tuple(kBlocks, kBlocks, 8), std::tuple(kBlocks, std::size_t{31}, 3),
                                    std::tuple(std::size_t{15}, kBlocks, 1), std::tuple(std::size_t{7}, kBlocks, 0)}) {
     CAPTURE(a);
@@ -315,7 +315,7 @@ TEST_CASE("it takes one block of eight at most, of either side") {
   }
 }
 
-TEST_CASE("of one block nothing is taken for what several cost") {
+TEST_CASE("the time of one block says nothing of the cost of several") {
   ProbeKit kit(/*measures=*/true, 8, 8);
   kit.measure();
   REQUIRE(kit.is_measured());
@@ -323,7 +323,7 @@ TEST_CASE("of one block nothing is taken for what several cost") {
   CHECK(kit.slow->cost()->measured_prior(Medium::kHbm, Medium::kHbm)->us_per_piece >= kFast.us_per_piece);
 }
 
-TEST_CASE("nothing cached makes room for it") {
+TEST_CASE("no cached block is evicted for a probe") {
   ProbeKit kit;
   for (SimProcess* const process : {&kit.here(), &kit.there()}) {
     const Held held = insert(process->shared_pool(), prompt(1, kBlocks), alloc(process->pool(), kBlocks));
@@ -336,7 +336,7 @@ TEST_CASE("nothing cached makes room for it") {
   }
 }
 
-TEST_CASE("a short time leaves guesses, and blocks that are back") {
+TEST_CASE("a probe that runs out of time leaves the guesses, and gives its blocks back") {
   for (std::int64_t timeout_ns = -kMs; timeout_ns < 12 * kMs; timeout_ns += kMs / 3) {
     CAPTURE(timeout_ns);
     ProbeKit kit;
@@ -349,7 +349,7 @@ TEST_CASE("a short time leaves guesses, and blocks that are back") {
   }
 }
 
-TEST_CASE("a caller that gives up gets kCancelled, and nothing is left") {
+TEST_CASE("a caller that cancels a probe gets kCancelled, and nothing is left") {
   for (int asked_max = 0; asked_max < 30; asked_max += 3) {
     CAPTURE(asked_max);
     ProbeKit kit;
@@ -361,7 +361,7 @@ TEST_CASE("a caller that gives up gets kCancelled, and nothing is left") {
   }
 }
 
-TEST_CASE("a route that fails is heard of, and the others are measured without it") {
+TEST_CASE("a route that fails in a probe is reported, and the others are measured without it") {
   ProbeKit kit;
   kit.slow->fails_with = ErrorCode::kRouteFailed;
   kit.measure();
@@ -372,7 +372,7 @@ TEST_CASE("a route that fails is heard of, and the others are measured without i
   kit.check_nothing_left();
 }
 
-TEST_CASE("whenever the link ends within a probe, nothing is left here, and there nothing once the writer is gone") {
+TEST_CASE("if the link ends in a probe, this side keeps nothing, and the peer nothing once the writer is gone") {
   int ended = 0;
   for (int at = 1; at < 26; ++at) {
     for (const bool by_peer : {false, true}) {
@@ -393,7 +393,7 @@ TEST_CASE("whenever the link ends within a probe, nothing is left here, and ther
   CHECK(ended > 20);
 }
 
-TEST_CASE("whenever the pool closes within a probe, that ends at once, and nothing is left") {
+TEST_CASE("if the pool closes in a probe, the probe ends at once and nothing is left") {
   for (int at = 1; at < 26; ++at) {
     CAPTURE(at);
     ProbeKit kit;
@@ -412,7 +412,7 @@ TEST_CASE("whenever the pool closes within a probe, that ends at once, and nothi
   }
 }
 
-TEST_CASE("a peer that refuses, or has promised too much, is not measured") {
+TEST_CASE("a peer that refuses, or that has promised too many blocks, is not measured") {
   ProbeKit kit;
   SessionLimits limits;
   limits.reserved_max = 0;

@@ -49,14 +49,14 @@ std::string refusal(const Layout& theirs) {
 
 }  // namespace
 
-TEST_CASE("blocks of the same format are the same, however they are stored") {
+TEST_CASE("blocks of one format are equal, however they are stored") {
   Layout discrete = kOwn;
   discrete.aggregated = false;
   CHECK_NOTHROW(check_same_blocks(metadata_of(discrete), "peer", kOwn, "own"));
   CHECK_NOTHROW(check_same_blocks(metadata_of(raw_of(4096, 4)), "peer", raw_of(4096, 4), "own"));
 }
 
-TEST_CASE("blocks of the same size and another content are refused, and both sides are described") {
+TEST_CASE("blocks of the same size and other content are refused, and both sides are described") {
   const std::string own =
       "; own has 4 layers of 8 KV heads x 16 (bfloat16, HND, K and V split), 32 tokens a block, 65536 "
       "bytes";
@@ -81,7 +81,7 @@ TEST_CASE("blocks of the same size and another content are refused, and both sid
   CHECK(refusal(raw_of(65536, 32)) == says("raw blocks of 65536 bytes in 1 piece, 32 tokens a block"));
 }
 
-TEST_CASE("raw blocks in as many pieces are not a cache's") {
+TEST_CASE("raw blocks with the same number of pieces do not equal a cache's blocks") {
   Layout raw = kOwn;
   raw.format = {};
   CHECK(refusal(raw).starts_with("the layouts differ: peer has raw blocks of 65536 bytes in 8 pieces"));

@@ -13,7 +13,7 @@
 namespace kvpool {
 namespace {
 
-TEST_CASE("work of one key runs in order, one piece at a time, and keeps no other key waiting") {
+TEST_CASE("work of one key runs in order, one piece at a time, and does not delay other keys") {
   Executor executor;
   SerialExecutor serial_executor(executor);
   const int keys[2] = {};
@@ -46,7 +46,7 @@ TEST_CASE("work of one key runs in order, one piece at a time, and keeps no othe
   for (int i = 0; i < 20; ++i) CHECK(order[static_cast<std::size_t>(i) + 1] == i);
 }
 
-TEST_CASE("keys take turns when more have work than there are threads") {
+TEST_CASE("keys take turns when more of them have work than there are threads") {
   Executor executor;
   SerialExecutor serial_executor(executor, {1, 1});
   const int keys[2] = {};
@@ -66,7 +66,7 @@ TEST_CASE("keys take turns when more have work than there are threads") {
   CHECK(order == "xabc");
 }
 
-TEST_CASE("a key that waits for a thread with work that can wait goes before others when more urgent work comes") {
+TEST_CASE("a key that waits for a thread overtakes others when more urgent work is added to it") {
   Executor executor;
   SerialExecutor serial_executor(executor, {1, 1});
   const int keys[3] = {};
@@ -121,7 +121,7 @@ TEST_CASE("keys of any urgency: each piece runs once, in order, and one at a tim
   }
 }
 
-TEST_CASE("work that throws ends, and the rest of its key is done") {
+TEST_CASE("work that throws ends, and the rest of its key's work is done") {
   std::vector<ErrorCode> told;
   Executor executor([&](const Error& error) { told.push_back(error.code()); });
   SerialExecutor serial_executor(executor);
@@ -134,7 +134,7 @@ TEST_CASE("work that throws ends, and the rest of its key is done") {
   CHECK(told == std::vector{ErrorCode::kPeerLost});
 }
 
-TEST_CASE("what comes after the end runs in its caller's thread") {
+TEST_CASE("work that is added after the end runs in its caller's thread") {
   Executor executor;
   SerialExecutor serial_executor(executor);
   serial_executor.stop();

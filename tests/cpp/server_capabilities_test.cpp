@@ -49,7 +49,7 @@ TEST_CASE("a connection: on TCP frames have a MAC unless both sides declare the 
   }
 }
 
-TEST_CASE("a connection: a server says that it trusts the network when its settings do, and not of a Unix socket") {
+TEST_CASE("a connection: a server says that it trusts the network when its settings do, and never of a Unix socket") {
   for (const bool trusted : {false, true}) {
     Member member("member", with(trusted));
     const auto endpoint_state = EndpointState::make(
@@ -70,7 +70,7 @@ TEST_CASE("capabilities: a byte other than 0 or 1 for the checksum is refused") 
   CHECK_THROWS_AS(read_capabilities(body), Error);
 }
 
-TEST_CASE("a local socket: when it refuses the client, connect() says so and does not fall back to TCP") {
+TEST_CASE("a local socket: if it refuses the client, connect() says so and does not fall back to TCP") {
   for (const bool refuses : {true, false}) {
     CAPTURE(refuses);
     HandServer server;

@@ -63,7 +63,7 @@ void send(ServiceNode& from, ServiceNode& to, std::uint64_t first) {
   free_all(*from.pool(), blocks);
 }
 
-TEST_CASE("the side that connects measures named routes at once, the other side when it first sends") {
+TEST_CASE("the side that connects measures named routes at once, the other one when it first sends") {
   retry([] {
     ServiceNode a("a", {"cma", "sock"}, kBlocks, patient);
     ServiceNode b("b", {"cma", "sock"}, kBlocks, patient);
@@ -80,7 +80,7 @@ TEST_CASE("the side that connects measures named routes at once, the other side 
   });
 }
 
-TEST_CASE("between pools of one host by default routes, and without the setting, nothing is measured") {
+TEST_CASE("nothing is measured between pools of one host by default routes, or without the setting") {
   for (const bool named : {false, true}) {
     const std::vector<std::string> routes =
         named ? std::vector<std::string>{"cma", "sock"} : std::vector<std::string>{};
@@ -98,7 +98,7 @@ TEST_CASE("between pools of one host by default routes, and without the setting,
   }
 }
 
-TEST_CASE("pools that close while they are measured leave no block behind and no thread waiting") {
+TEST_CASE("pools that close during a measurement leave no block behind and no thread waiting") {
   for (int round = 0; round < 12; ++round) {
     ServiceNode a("a", {"cma", "sock"}, kBlocks);
     ServiceNode b("b", {"cma", "sock"}, kBlocks);
@@ -120,7 +120,7 @@ TEST_CASE("pools that close while they are measured leave no block behind and no
 
 #ifdef KVPOOL_FAKE_CUDA
 
-TEST_CASE("from and to a GPU the routes are measured, and what the CPU does alone is not") {
+TEST_CASE("routes from and to a GPU are measured, and copies by the CPU alone are not") {
   const FakeCuda cuda;
   cuda.set("delay_us", 0);
   retry([&] {
@@ -144,7 +144,7 @@ TEST_CASE("from and to a GPU the routes are measured, and what the CPU does alon
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE("whichever call of the driver fails while routes are measured, no block is left over") {
+TEST_CASE("if any driver call fails while routes are measured, no block is left over") {
   constexpr int kCalls = 400;
   constexpr int kStep = 13;
   int met = 0;

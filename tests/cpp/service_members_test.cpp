@@ -1,4 +1,4 @@
-// A service in a cluster: members are met when a verb names them, parted from when they are told to be dead, and a pool
+// A service in a cluster: members are met when a verb names them, disconnected when they are reported dead, and a pool
 // without a lease keeps to itself.
 #include <doctest/doctest.h>
 
@@ -22,7 +22,7 @@ ClusterMember member_of(const Node& node, std::vector<std::string> addresses) {
 
 ClusterMember listening(const Node& node) { return member_of(node, {node.service.listen(unix_address())}); }
 
-// Two nodes; each knows of both, and none has met the other.
+// Two nodes; each knows of both, and they are not connected.
 struct Pair {
   explicit Pair(const std::vector<std::string>& routes = {"shm"})
       : a(make_node("a", routes)), b(make_node("b", routes)) {
@@ -88,7 +88,7 @@ TEST_CASE("the first verb that names a member connects to it") {
   }
 }
 
-TEST_CASE("a fetch without a name needs one owner, and one that is known") {
+TEST_CASE("a fetch that names no peer needs exactly one owner, and a known one") {
   Pair pair;
   const auto fetch = [&](const Addresses& from) {
     FetchRequest request;
@@ -142,7 +142,7 @@ TEST_CASE("the error for an unknown name lists the known names") {
   CHECK((self && self->code() == ErrorCode::kPeerLost));
 }
 
-TEST_CASE("a pair that failed once is tried again by the next call") {
+TEST_CASE("a connection that failed once is tried again by the next call") {
   Node a = make_node("a");
   Node b = make_node("b");
   const std::string where = unix_address();
@@ -156,7 +156,7 @@ TEST_CASE("a pair that failed once is tried again by the next call") {
   send_one(a, b);
 }
 
-TEST_CASE("many threads that name a member at once meet it once") {
+TEST_CASE("many threads that name a member at once connect to it once") {
   constexpr int kThreads = 8;
   Pair pair;
   pair.b.service.begin_peer_events();
@@ -177,7 +177,7 @@ TEST_CASE("many threads that name a member at once meet it once") {
   CHECK(joined == 1);
 }
 
-TEST_CASE("when both sides name each other first at once, each is served") {
+TEST_CASE("when both sides name each other at once, both are served") {
   for (int round = 0; round < 20; ++round) {
     Pair pair;
     std::barrier start(2);
@@ -232,7 +232,7 @@ TEST_CASE("a call stops waiting for a member that is reported dead") {
   }
 }
 
-TEST_CASE("an incarnation that another follows under its name is parted from, and the new one met") {
+TEST_CASE("a replaced incarnation is disconnected, and the new one connected") {
   Pair pair;
   send_one(pair.a, pair.b);
   const std::uint64_t before = pair.a.service.peers()[0].incarnation;
@@ -248,7 +248,7 @@ TEST_CASE("an incarnation that another follows under its name is parted from, an
   CHECK(pair.a.service.peers().size() == 1);
 }
 
-TEST_CASE("what a dead incarnation had is given back, and it is let in again when it is named again") {
+TEST_CASE("the blocks of a dead incarnation are freed, and it is let in again when it is named again") {
   for (const auto& routes : std::vector<std::vector<std::string>>{{"loopback"}, {"shm"}, {"sock"}}) {
     CAPTURE(routes[0]);
     Pair pair(routes);
@@ -275,7 +275,7 @@ TEST_CASE("what a dead incarnation had is given back, and it is let in again whe
   }
 }
 
-TEST_CASE("a peer that was dropped learns so when it calls, and one that was never met does not") {
+TEST_CASE("a dropped peer learns so when it calls, and an unknown one does not") {
   Pair pair({"sock"});
   send_one(pair.a, pair.b);
   pair.a.service.expel(pair.b.service.incarnation(), "its record has run out");
@@ -294,7 +294,7 @@ TEST_CASE("a peer that was dropped learns so when it calls, and one that was nev
   CHECK(strangers.b.service.dropped_by().empty());  // nothing was taken from it
 }
 
-TEST_CASE("a pool without its lease has no peers and gets none; what is local goes on") {
+TEST_CASE("a pool without its lease has no peers and gets none; local calls go on") {
   for (const auto& routes : std::vector<std::vector<std::string>>{{"shm"}, {"sock"}}) {
     CAPTURE(routes[0]);
     Pair pair(routes);
@@ -322,7 +322,7 @@ TEST_CASE("a pool without its lease has no peers and gets none; what is local go
   }
 }
 
-TEST_CASE("a fenced pool admits a caller when it has its lease again, within the call's deadline") {
+TEST_CASE("a fenced pool admits a caller once it has its lease again, within the call's deadline") {
   Pair pair;
   pair.b.service.fence("no lease");
   std::thread regains([&] {
@@ -402,7 +402,7 @@ TEST_CASE("a service that waits for its id listens, admits no peer, and keeps th
   CHECK(code_of([&] { a.service.join(kGiven + 1); }) == ErrorCode::kState);
 }
 
-TEST_CASE("a given id is kept, also when a peer has it") {
+TEST_CASE("an id that was given is kept, even when a peer has the same") {
   constexpr std::uint32_t kGiven = 99;
   const auto given = [](ServiceOptions& options) { options.joins_cluster = true; };
   Node a = make_node("a", {}, 16, given);

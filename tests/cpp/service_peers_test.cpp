@@ -29,7 +29,7 @@ void check_connected(Node& a, Node& b) {
   }
 }
 
-TEST_CASE("when both sides connect at once each gets the other's name, and one connection stays") {
+TEST_CASE("when both sides connect at once, each learns the other's name and one connection stays") {
   constexpr int kRounds = 40;
   constexpr int kCallers = 3;  // of each side
   for (int round = 0; round < kRounds; ++round) {
@@ -63,7 +63,7 @@ TEST_CASE("when both sides connect at once each gets the other's name, and one c
   }
 }
 
-TEST_CASE("connecting to a peer that is connected leaves everything as it is, and gives its name") {
+TEST_CASE("connecting to a connected peer changes nothing, and returns its name") {
   Node a = make_node("a");
   Node b = make_node("b");
   const std::string where_a = a.service.listen(unix_address());
@@ -105,7 +105,7 @@ TEST_CASE("a connect waits for a listener, unless told not to") {
   check_connected(a, b);
 }
 
-TEST_CASE("errors that waiting cannot mend are thrown at once") {
+TEST_CASE("errors that waiting cannot cure are thrown at once") {
   Node a = make_node("a", {}, 16, [](ServiceOptions& options) { options.secret = "another"; });
   Node b = make_node("b");
   const std::string where = b.service.listen(unix_address());
@@ -114,7 +114,7 @@ TEST_CASE("errors that waiting cannot mend are thrown at once") {
   CHECK(error_of([&] { c.service.connect(where, in_seconds(60)); })->code() == ErrorCode::kLayoutMismatch);
 }
 
-TEST_CASE("a caller may give up, wherever it waits") {
+TEST_CASE("a caller may give up at any point of its wait") {
   Node a = make_node("a");
   const auto given_up = [] { return true; };
   CHECK(error_of([&] { a.service.connect(unix_address(), {in_seconds(60), given_up}); })->code() ==
@@ -137,7 +137,7 @@ struct RawPeer : Member {
   }
 };
 
-TEST_CASE("what a connection had lent is free when its peer has made another one") {
+TEST_CASE("blocks that a connection had lent are free when its peer has made another one") {
   Node a = make_node("a", {"shm", "sock"});
   RawPeer b("b", UINT64_MAX);  // so that a's connection is the one that stays
   const auto link = b.endpoint->connect(a.service.listen(unix_address()), in_seconds(10));
@@ -184,7 +184,7 @@ TEST_CASE("a caller whose peer calls at the same time waits for that connection,
 }
 
 // As a peer does that meets this side by its own call while it lets it in: the answer does not come any more.
-TEST_CASE("a connection that ends before the peer has answered is no reason not to call again") {
+TEST_CASE("a connection that ends before the peer has answered is tried again") {
   Node a = make_node("a", {"sock"});
   RawPeer b("b", 77);
   std::atomic<int> calls{0};
@@ -210,7 +210,7 @@ TEST_CASE("a connection that ends before the peer has answered is no reason not 
   CHECK(std::string(told->what()) == "closing");
 }
 
-TEST_CASE("the application hears of peers that come and go, and of those that are here") {
+TEST_CASE("the application is told of peers that come and go, and of those that are here") {
   Node a = make_node("a");
   Node b = make_node("b");
   const std::string where = a.service.listen(unix_address());
@@ -246,7 +246,7 @@ TEST_CASE("the application hears of peers that come and go, and of those that ar
   CHECK_THROWS_AS(a.service.next_peer_event(), Error);
 }
 
-TEST_CASE("a closed pool keeps no memory for any kind of peer, or for any handle that is still held") {
+TEST_CASE("a closed pool keeps no memory for peers of any kind, or for handles that are still held") {
   for (const auto& routes : std::vector<std::vector<std::string>>{{"loopback"}, {"shm"}, {"cma"}, {"sock"}}) {
     CAPTURE(routes[0]);
     Node a = make_node("a", routes);

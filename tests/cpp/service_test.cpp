@@ -36,7 +36,7 @@ bool all_free_soon(ServiceNode& node) {
   return node.count(BlockState::kFree) == kBlocks;
 }
 
-TEST_CASE("what a peer had is released when it leaves, and when its pool goes without a word") {
+TEST_CASE("a peer's blocks are released when it disconnects, and when its pool vanishes without a word") {
   for (const auto& routes : kRoutes) {
     for (const bool politely : {true, false}) {
       CAPTURE(routes[0]);
@@ -55,7 +55,7 @@ TEST_CASE("what a peer had is released when it leaves, and when its pool goes wi
   }
 }
 
-TEST_CASE("a peer that lives on is left with nothing in quarantine") {
+TEST_CASE("a peer that lives on leaves nothing in quarantine") {
   for (const auto& routes : kRoutes) {
     CAPTURE(routes[0]);
     ServiceNode a("a", routes);
@@ -90,7 +90,7 @@ TEST_CASE("own and lent blocks are freed together, or not at all") {
   CHECK_THROWS_AS(a.give_back({mixed[0]}), Error);
 }
 
-TEST_CASE("4 MiB into lent blocks are there when the call returns, by whatever threads copy") {
+TEST_CASE("4 MiB written to lent blocks have arrived when the call returns, whatever threads copy") {
   constexpr std::size_t kMany = 16;
   PairOptions options;
   options.piece_bytes = {std::size_t{256} << 10};
@@ -115,7 +115,7 @@ TEST_CASE("4 MiB into lent blocks are there when the call returns, by whatever t
   }
 }
 
-TEST_CASE("a batch with a wrong request begins none of them") {
+TEST_CASE("a batch with a wrong request begins no request") {
   ServiceNode a("a");
   ServiceNode b("b");
   a.meet(b);
@@ -130,7 +130,7 @@ TEST_CASE("a batch with a wrong request begins none of them") {
   CHECK(b.service().receive(real_seconds(60)) != nullptr);
 }
 
-TEST_CASE("a fetch allocates where it is not told, and frees when it fails") {
+TEST_CASE("a fetch without destinations allocates them, and frees them when it fails") {
   ServiceNode a("a");
   ServiceNode b("b");
   a.meet(b);

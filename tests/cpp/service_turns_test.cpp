@@ -62,7 +62,7 @@ struct HeldUp {
   std::vector<std::shared_ptr<Transfer>> sent;
 };
 
-TEST_CASE("room is made for a peer while content for another keeps all threads that write") {
+TEST_CASE("blocks are evicted for a peer while another peer's content occupies all writing threads") {
   HeldUp held;
   Addresses lent;
   CHECK_NOTHROW(lent = held.second.service().alloc("owner", 2, Medium::kHbm, /*may_evict=*/true, real_seconds(20)));
@@ -71,7 +71,7 @@ TEST_CASE("room is made for a peer while content for another keeps all threads t
   for (const auto& transfer : held.sent) CHECK_FALSE(transfer->done());
 }
 
-TEST_CASE("a peer's transfer has blocks and is verified while content for another keeps all threads that write") {
+TEST_CASE("a peer's transfer gets blocks and is verified while another peer's content occupies all writing threads") {
   HeldUp held;
   ServiceNode& sender = held.second;
   TransferRequest request;

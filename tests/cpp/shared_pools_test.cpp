@@ -52,7 +52,7 @@ class EvictFrom final : public PressureHook {
 
 }  // namespace
 
-TEST_CASE("without a hook no cache loses blocks to another one, and the error counts them") {
+TEST_CASE("without a hook no cache loses blocks to another, and the error counts them") {
   Full full;
   Addresses out(2);
   const auto error = error_of([&] { full.starved->alloc_evicting(2, Medium::kHbm, out.data()); });
@@ -64,7 +64,7 @@ TEST_CASE("without a hook no cache loses blocks to another one, and the error co
   CHECK(in_state(*full.rich, BlockState::kHistorical) == 12);
 }
 
-TEST_CASE("a hook may evict from another cache what the starved one needs, and is asked for no more than that") {
+TEST_CASE("a hook may evict from another cache what the short one needs, and is asked for no more") {
   Full full;
   const auto hook = std::make_shared<EvictFrom>(*full.rich);
   full.set_hook(hook);
@@ -84,7 +84,7 @@ TEST_CASE("a hook may evict from another cache what the starved one needs, and i
   CHECK(hook->calls == before);
 }
 
-TEST_CASE("a hook that frees nothing is asked once, and what it throws comes out") {
+TEST_CASE("a hook that frees nothing is asked once, and its exceptions reach the caller") {
   Full full;
   const auto idle = std::make_shared<EvictFrom>(*full.rich, 0);
   full.set_hook(idle);
@@ -105,7 +105,7 @@ TEST_CASE("a hook that frees nothing is asked once, and what it throws comes out
   full.rich->audit();
 }
 
-TEST_CASE("two pools that press each other at once both go on") {
+TEST_CASE("two pools that evict from each other at once both go on") {
   Space space(60, 60, 2);
   const std::array pools{space.make_pool(3, /*audit=*/false), space.make_pool(4, /*audit=*/false)};
   class EvictOthers final : public PressureHook {
@@ -145,7 +145,7 @@ TEST_CASE("two pools that press each other at once both go on") {
   }
 }
 
-TEST_CASE("a pool takes its place in a space with arenas that fit, and leaves it again") {
+TEST_CASE("a pool joins a space with arenas that fit, and leaves it again") {
   Space space(24, 12, 2);
   const auto first = space.make_pool(3);
   auto second = space.make_pool(4);
@@ -163,7 +163,7 @@ TEST_CASE("a pool takes its place in a space with arenas that fit, and leaves it
   first->audit();
 }
 
-TEST_CASE("pools of one space join a cluster under ids of their own") {
+TEST_CASE("pools of one space join a cluster under separate ids") {
   Space space(24, 12, 2);
   const auto first = space.make_pool(3);
   const auto second = space.make_pool(4);
@@ -177,7 +177,7 @@ TEST_CASE("pools of one space join a cluster under ids of their own") {
   CHECK(instance_of(alloc(*second, 1)[0]) == 10);
 }
 
-TEST_CASE("a verb that runs out of memory leaves both pools of a space as they were") {
+TEST_CASE("a verb that runs out of memory leaves both pools of a space unchanged") {
   struct Scene {
     Space space{60, 36, 2};
     std::shared_ptr<Pool> pool = space.make_pool(3, /*audit=*/false);

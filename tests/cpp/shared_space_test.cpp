@@ -54,7 +54,7 @@ struct Two {
 
 }  // namespace
 
-TEST_CASE("a block that one cache takes is no block of another until all of its units are free") {
+TEST_CASE("a block that one cache takes is unavailable to others until all of its units are free") {
   Two two;
   CHECK(two.three.store(Medium::kHbm).capacity() == 8);
   CHECK(two.four.store(Medium::kHbm).capacity() == 6);
@@ -78,7 +78,7 @@ TEST_CASE("a block that one cache takes is no block of another until all of its 
   two.audit();
 }
 
-TEST_CASE("what a cache takes is all or nothing, a run where it can be, and other media are not touched") {
+TEST_CASE("a cache takes all blocks or none, in a run where possible, and from no other medium") {
   Two two;
   take_block(two.four, 3);  // units 12 to 15: of blocks 4 and 5 of three units
   Addresses seven(7);
@@ -94,7 +94,7 @@ TEST_CASE("what a cache takes is all or nothing, a run where it can be, and othe
   two.audit();
 }
 
-TEST_CASE("a block that is read keeps its units from other caches until the last reader lets go") {
+TEST_CASE("a block that is read keeps its units from other caches until the last reader releases it") {
   Two two;
   const Addresses blocks = take(two.four, 6, Medium::kHbm);
   two.four.hold_for_reading(&blocks[2], 1, 0);
@@ -140,7 +140,7 @@ TEST_CASE("no two caches of a space give out the same address, before they join 
   }
 }
 
-TEST_CASE("generations end where those of the next cache begin, and a retired block keeps its units") {
+TEST_CASE("the generations of a cache end where the next one's begin, and a retired block keeps its units") {
   BlockSpace space(units(4, 0), 2);
   constexpr std::uint32_t kHalf = (kGenerationMax + 1) / 2;
   CacheBlocks low(space, {.block_units = 2, .first_generations = same_for_all_media(kHalf / 2)});
@@ -161,7 +161,7 @@ TEST_CASE("generations end where those of the next cache begin, and a retired bl
   high.audit();
 }
 
-TEST_CASE("blocks of a cache that leaves are free if nobody can write or read them, and else lost to the space") {
+TEST_CASE("blocks of a cache that leaves are free if nobody can write or read them, and otherwise lost to the space") {
   BlockSpace space(units(kUnits, 0), 2);
   CacheBlocks stays(space, {.block_units = 3});
   Addresses given;
@@ -193,7 +193,7 @@ TEST_CASE("blocks of a cache that leaves are free if nobody can write or read th
   comes.audit();
 }
 
-TEST_CASE("a cache that comes later finds overlapped what others have") {
+TEST_CASE("a cache that joins later finds the blocks of others overlapped") {
   BlockSpace space(units(kUnits, 0), 3);
   CacheBlocks first(space, {.block_units = 5});
   const Addresses blocks = take(first, 2, Medium::kHbm);  // units 0 to 9
@@ -208,7 +208,7 @@ TEST_CASE("a cache that comes later finds overlapped what others have") {
   small.audit();
 }
 
-TEST_CASE("a space has as many caches as it is for") {
+TEST_CASE("a space has no more caches than it was made for") {
   CHECK(code_of([] { BlockSpace(units(4, 4), 0); }) == ErrorCode::kArgument);
   CHECK(code_of([] { BlockSpace(units(4, 4), BlockSpace::kCachesMax + 1); }) == ErrorCode::kArgument);
   BlockSpace space(units(4, 4), 2);
@@ -228,7 +228,7 @@ TEST_CASE("a space has as many caches as it is for") {
   CHECK(code_of([&] { CacheBlocks(own, {}); }) == ErrorCode::kState);
 }
 
-TEST_CASE("a cache that runs out of memory while it is made leaves its place in the space") {
+TEST_CASE("a cache that runs out of memory while it is made frees its place in the space") {
   const int threw = testing::fail_each_allocation([](auto&& fail) {
     BlockSpace space(units(kUnits, kUnits), 2);
     CacheBlocks first(space, {.block_units = 3});
@@ -250,7 +250,7 @@ TEST_CASE("a cache that runs out of memory while it is made leaves its place in 
   CHECK(threw > 0);
 }
 
-TEST_CASE("the audit of a space finds a unit of two blocks, and one that is free and is not") {
+TEST_CASE("the audit of a space finds a unit in two blocks, and a free unit of a block in use") {
   const auto audit_of = [](auto&& spoil) {
     Two two;
     take_block(two.three, 1);

@@ -7,7 +7,7 @@ namespace {
 
 constexpr std::int64_t kMs = 1'000'000;
 constexpr std::int64_t kSlackNs = 6 * kMs;     // an application looks at its handles every 4 ms
-constexpr std::int64_t kSettleNs = 900 * kMs;  // longer than any deadline, lease, pause or restart
+constexpr std::int64_t kQuietNs = 900 * kMs;  // longer than any deadline, lease, pause or restart
 constexpr std::int64_t kTidyNs = 300 * kMs;
 
 std::uint32_t count_of(const MediumCounts& counts, BlockState state) {
@@ -126,13 +126,13 @@ void SimWorld::check_cached(Member& member) {
 }
 
 // Nothing new is begun, nobody fails any more: what is under way ends, and what is held is given back.
-void SimWorld::settle() {
+void SimWorld::become_quiet() {
   quiet_ = true;
   const auto failed = [this] { return !failure_.empty(); };
-  clock_.run(clock_.now_ns() + kSettleNs, failed);
+  clock_.run(clock_.now_ns() + kQuietNs, failed);
   const SimFaults before = faults_;
   faults_.lose = faults_.reorder = faults_.replay = faults_.damage = faults_.busy = 0;
-  clock_.run(clock_.now_ns() + kSettleNs, failed);
+  clock_.run(clock_.now_ns() + kQuietNs, failed);
   for (Member* member : now_) {
     if (failed()) return;
     if (!member->jobs.empty()) return fail("R3: a request has not ended");
@@ -144,18 +144,18 @@ void SimWorld::settle() {
                     std::to_string(back == nullptr ? 0 : back->session->counts().lent) + " are lent");
       }
       while (!peering->borrowed.empty() && !failed()) {
-        give_back(*member, *peering, peering->borrowed.size(), kSettleNs);
+        give_back(*member, *peering, peering->borrowed.size(), kQuietNs);
       }
     }
   }
   clock_.run(clock_.now_ns() + kTidyNs, failed);
   for (Member* member : now_) {
-    if (!failed()) check_settled(*member);
+    if (!failed()) check_quiet(*member);
   }
   faults_ = before;
 }
 
-void SimWorld::check_settled(Member& member) {
+void SimWorld::check_quiet(Member& member) {
   Pool& pool = member.process->pool();
   try {
     while (auto item = member.process->received().pop(0)) take(member, std::move(item));

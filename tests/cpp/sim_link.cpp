@@ -309,11 +309,11 @@ void SimLink::die() {
 void SimLink::part(bool abort) {
   if (!abort) return transmit(++sent_, std::make_shared<const Bytes>());
   clock_.after(kPartNs, SimClock::kNobody, [other = other_] {
-    if (const auto link = other.lock()) link->peer_parted();
+    if (const auto link = other.lock()) link->reset_by_peer();
   });
 }
 
-void SimLink::peer_parted() {
+void SimLink::reset_by_peer() {
   if (ended_) return;
   reset_ = true;
   ready_.clear();

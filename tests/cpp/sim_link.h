@@ -102,7 +102,7 @@ class SimLink final : public Link, public std::enable_shared_from_this<SimLink> 
   void land_chunk();
   void check_lease();
   void part(bool abort);
-  void peer_parted();
+  void reset_by_peer();
   void finish() noexcept;
 
   SimClock& clock_;

@@ -302,7 +302,7 @@ void SimWorld::on_staging_buffer(const std::byte* at, std::size_t bytes, SimCloc
 
 std::string SimWorld::run() {
   clock_.run(end_ns_, [this] { return !failure_.empty(); });
-  if (failure_.empty()) settle();
+  if (failure_.empty()) become_quiet();
   if (failure_.empty()) return {};
   return "KVPOOL_SEED=" + std::to_string(plan_.seed) + ": " + failure_ + "\n" + clock_.log_tail();
 }

@@ -134,8 +134,8 @@ class SimWorld {
   void check_success(Member& member, const Job& job);
   void check_owned(Member& member);
   void check_cached(Member& member);
-  void settle();
-  void check_settled(Member& member);
+  void become_quiet();
+  void check_quiet(Member& member);
 
   SimPlan plan_;
   SimClock clock_;

@@ -37,7 +37,7 @@ std::vector<std::optional<Error>> call_together(SingleFlight& attempts, const Wa
   return outcomes;
 }
 
-TEST_CASE("callers that want the same share one attempt, and its outcome") {
+TEST_CASE("callers that want the same thing share one attempt and its outcome") {
   for (const bool works : {true, false}) {
     SingleFlight attempts;
     std::atomic<int> made{0};
@@ -54,7 +54,7 @@ TEST_CASE("callers that want the same share one attempt, and its outcome") {
   }
 }
 
-TEST_CASE("an attempt whose own caller gave up, or came too late, is made again by another") {
+TEST_CASE("an attempt whose caller gave up, or came too late, is repeated by another caller") {
   for (const bool late : {true, false}) {
     SingleFlight attempts;
     std::atomic<int> made{0};
@@ -70,7 +70,7 @@ TEST_CASE("an attempt whose own caller gave up, or came too late, is made again 
   }
 }
 
-TEST_CASE("a caller that waits for another's attempt has its own deadline, and may give up") {
+TEST_CASE("a caller that waits for another's attempt keeps its deadline, and may give up") {
   SingleFlight attempts;
   std::atomic<bool> go{false};
   std::atomic<bool> begun{false};

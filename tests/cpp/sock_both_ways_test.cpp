@@ -57,7 +57,7 @@ struct Repliers {
 
 }  // namespace
 
-TEST_CASE("a link: a handler may send content in answer, and both sides still read") {
+TEST_CASE("a link: a handler may answer with content, and both sides go on reading") {
   for (const Wire wire : {Wire::kUnix, Wire::kTcpChecksum, Wire::kTcpMac}) {
     for (const bool driven : {true, false}) {
       CAPTURE(name_of(wire));
@@ -94,7 +94,7 @@ TEST_CASE("a link: a handler may send content in answer, and both sides still re
   }
 }
 
-TEST_CASE("a link: content that a handler sends is queued up to the limit for messages") {
+TEST_CASE("a link: content sent by a handler is queued up to the limit for messages") {
   const auto reactor = std::make_unique<Reactor>("left");
   auto [mine, theirs] = socket_pair(Wire::kUnix);
   End end;
@@ -144,7 +144,7 @@ TEST_CASE("a link: content that a handler sends is queued up to the limit for me
   theirs_reactor->stop();
 }
 
-TEST_CASE("a link: when there is no memory for the rest of a frame it is given up, and the link goes on") {
+TEST_CASE("a link: a frame without memory for the rest of it is given up, and the link goes on") {
   int ran_out = 0;
   for (std::uint64_t n = 1, more = 1; more != 0; ++n) {
     CAPTURE(n);
@@ -190,7 +190,7 @@ TEST_CASE("a link: when there is no memory for the rest of a frame it is given u
   CHECK(ran_out > 0);
 }
 
-TEST_CASE("two pools that send to each other by sock from several threads at once both come to an end") {
+TEST_CASE("two pools that send to each other by sock from several threads at once both finish") {
   constexpr int kThreads = 13;  // on each side, one of them for the large ones
   constexpr int kRounds = 8;
   constexpr std::size_t kSmall = 4;  // blocks of 64 KiB: written by the thread that reads the answer

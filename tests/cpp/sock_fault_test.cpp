@@ -57,7 +57,7 @@ const Wire kWires[] = {Wire::kUnix, Wire::kTcpChecksum, Wire::kTcpMac};
 
 }  // namespace
 
-TEST_CASE("a link: the connection may end at every byte") {
+TEST_CASE("a link: a connection that ends at any byte does no harm") {
   for (const Wire wire : kWires) {
     CAPTURE(name_of(wire));
     const Bytes bytes = conversation(wire);
@@ -80,7 +80,7 @@ TEST_CASE("a link: the connection may end at every byte") {
   }
 }
 
-TEST_CASE("a link: bytes may come one at a time") {
+TEST_CASE("a link: bytes may arrive one at a time") {
   for (const Wire wire : kWires) {
     CAPTURE(name_of(wire));
     const Bytes bytes = conversation(wire);
@@ -92,7 +92,7 @@ TEST_CASE("a link: bytes may come one at a time") {
   }
 }
 
-TEST_CASE("a link: every bit that flips on a TCP connection is found, and closes it") {
+TEST_CASE("a link: every flipped bit on a TCP connection is detected, and closes it") {
   for (const Wire wire : {Wire::kTcpChecksum, Wire::kTcpMac}) {
     CAPTURE(name_of(wire));
     const Bytes bytes = conversation(wire);
@@ -119,7 +119,7 @@ TEST_CASE("a link: every bit that flips on a TCP connection is found, and closes
   }
 }
 
-TEST_CASE("a link: frames that no peer sends close it") {
+TEST_CASE("a link: frames that no correct peer sends close it") {
   struct Wrong {
     const char* what;
     std::function<void(FrameForge&)> forge;
@@ -198,7 +198,7 @@ TEST_CASE("a link: frames that no peer sends close it") {
   }
 }
 
-TEST_CASE("a link: nothing but peer metadata is taken before the peer is admitted") {
+TEST_CASE("a link: only peer metadata is accepted before the peer is admitted") {
   for (const FrameKind kind : {FrameKind::kCall, FrameKind::kData, FrameKind::kAnswer}) {
     Victim victim(Wire::kUnix);
     FrameForge forge(Wire::kUnix, false);
@@ -233,7 +233,7 @@ TEST_CASE("a link: a farewell and a refusal are passed on, whatever they contain
   CHECK(std::string(victim.end.handler->why()->what()) == "other blocks");
 }
 
-TEST_CASE("a link: descriptors that do not belong are closed, and so is the link") {
+TEST_CASE("a link: unexpected descriptors are closed, and so is the link") {
   const int file = memfd_create("kvpool-test", MFD_CLOEXEC);
   REQUIRE(file >= 0);
   const int before = open_descriptors();
@@ -278,9 +278,9 @@ TEST_CASE("a link: a peer that is silent for the lease is lost; one that answers
     FrameForge forge(wire, false);
     forge.add(FrameKind::kMetadata);
     send_raw(victim.peer, forge.take());
-    const auto keeper = std::make_shared<LinkKeepalive>(*victim.reactor, kLease);
+    const auto keepalive = std::make_shared<LinkKeepalive>(*victim.reactor, kLease);
     const std::int64_t begun = monotonic_ns();
-    keeper->add(victim.end.link);
+    keepalive->add(victim.end.link);
     REQUIRE(soon([&] { return victim.end.handler->closed_count() == 1; }));
     CHECK(victim.end.handler->why()->code() == ErrorCode::kPeerLost);
     CHECK(std::string(victim.end.handler->why()->what()).find("silent for") != std::string::npos);
@@ -304,7 +304,7 @@ TEST_CASE("a link: a peer that is silent for the lease is lost; one that answers
   CHECK(pair.right.handler->closed_count() == 0);
 }
 
-TEST_CASE("a link: two that have nothing to say wake their reactors seldom") {
+TEST_CASE("a link: two idle links rarely wake their reactors") {
   constexpr std::int64_t kLease = 3'000'000'000;
   LinkPair pair(Wire::kUnix);
   const auto left = std::make_shared<LinkKeepalive>(*pair.left_reactor, kLease);
@@ -323,7 +323,7 @@ TEST_CASE("a link: two that have nothing to say wake their reactors seldom") {
   CHECK(right_woke <= 3 * 5);
 }
 
-TEST_CASE("a link: a forked child holds nothing of it open") {
+TEST_CASE("a link: a forked child keeps no part of it open") {
   LinkPair pair(Wire::kUnix);
   pair.left.link->send(message_of(FrameKind::kCall, 1));
   REQUIRE(soon([&] { return pair.right.handler->message_count() == 1; }));
@@ -373,7 +373,7 @@ TEST_CASE("a link: its reactor may stop first") {
   }
 }
 
-TEST_CASE("a link: nothing is left of links that came and went") {
+TEST_CASE("a link: links that come and go leave nothing behind") {
   const int before = open_descriptors();
   for (int i = 0; i < 20; ++i) {
     LinkPair pair(kWires[i % 3]);

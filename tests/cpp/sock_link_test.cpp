@@ -97,7 +97,7 @@ void send_scattered(Link& link, std::uint64_t id, std::size_t body_bytes, std::s
 
 }  // namespace
 
-TEST_CASE("a link: data of every size lands in the pieces that the receiver names") {
+TEST_CASE("a link: data of every size is placed in the pieces that the receiver names") {
   for (const Wire wire : kWires) {
     CAPTURE(name_of(wire));
     std::unique_ptr<Scattered> target;
@@ -125,7 +125,7 @@ TEST_CASE("a link: data of every size lands in the pieces that the receiver name
   }
 }
 
-TEST_CASE("a link: data that the receiver does not want is dropped, and what follows is whole") {
+TEST_CASE("a link: data that the receiver does not want is dropped, and the frames behind it are intact") {
   for (const Wire wire : kWires) {
     CAPTURE(name_of(wire));
     LinkPair pair(wire);
@@ -139,7 +139,7 @@ TEST_CASE("a link: data that the receiver does not want is dropped, and what fol
   }
 }
 
-TEST_CASE("a link: threads that drive and send on both ends at once get each their answer") {
+TEST_CASE("a link: each of many threads that drive and send on both ends gets its answer") {
   constexpr int kThreads = 4;
   const int rounds = fuzz_length(200);
   for (const Wire wire : kWires) {
@@ -188,7 +188,7 @@ TEST_CASE("a link: threads that drive and send on both ends at once get each the
   }
 }
 
-TEST_CASE("a link: a driver gives up at its deadline, and wakes for what another thread did") {
+TEST_CASE("a link: a driver gives up at its deadline, and wakes when another thread has finished its work") {
   LinkPair pair(Wire::kUnix);
   const std::int64_t begun = monotonic_ns();
   CHECK_FALSE(pair.left.link->drive(in_seconds(0.05), [] { return false; }));
@@ -211,7 +211,7 @@ TEST_CASE("a link: a driver gives up at its deadline, and wakes for what another
   CHECK(monotonic_ns() - wakened < 5 * kSecond);
 }
 
-TEST_CASE("a link: a driver that waits takes over when the one that reads is done") {
+TEST_CASE("a link: a waiting driver takes over when the thread that reads is done") {
   LinkPair pair(Wire::kUnix);
   echo(pair.right);
   std::atomic<bool> first_done{false};
@@ -227,7 +227,7 @@ TEST_CASE("a link: a driver that waits takes over when the one that reads is don
   second.join();
 }
 
-TEST_CASE("a link: closing it wakes every thread that drives or sends, and both ends learn why") {
+TEST_CASE("a link: closing it wakes all threads that drive or send, and both ends learn the reason") {
   for (const Wire wire : kWires) {
     CAPTURE(name_of(wire));
     LinkPair pair(wire);
@@ -277,7 +277,7 @@ TEST_CASE("a link: a handler that throws ends its link with that error") {
   }
 }
 
-TEST_CASE("a link: a peer that does not read fills its own queue, and is told to be busy") {
+TEST_CASE("a link: a peer that does not read fills its own queue, and the sender is told to wait") {
   for (const Wire wire : {Wire::kUnix, Wire::kTcpMac}) {
     CAPTURE(name_of(wire));
     const auto reactor = std::make_unique<Reactor>("left");
@@ -330,7 +330,7 @@ TEST_CASE("a link: a peer that does not read fills its own queue, and is told to
   }
 }
 
-TEST_CASE("a link: messages get in between the data frames of another thread") {
+TEST_CASE("a link: messages are sent between the data frames of another thread") {
   Bytes sink(1 << 20);  // outlives the links, which may be placing to the last
   std::atomic<int> frames{0};
   std::atomic<int> at_arrival{0};
@@ -360,7 +360,7 @@ TEST_CASE("a link: messages get in between the data frames of another thread") {
   CHECK(gaps[25] < 20);
 }
 
-TEST_CASE("a link: one that sends without end does not starve the others of the same reactor") {
+TEST_CASE("a link: an endless sender does not starve other links of the same reactor") {
   const auto reactor = std::make_unique<Reactor>("busy");
   const auto other = std::make_unique<Reactor>("senders");
   End here[2];

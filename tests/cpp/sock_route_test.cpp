@@ -74,7 +74,7 @@ class PlacingLink final : public Link {
   std::uint64_t pieces_ = 0;
 };
 
-TEST_CASE("frames place at the receiver what a naive copy writes, whatever the layouts of both") {
+TEST_CASE("frames place at the receiver the bytes that a naive copy writes, whatever the layouts of both") {
   for (const std::uint64_t seed : testing::fuzz_seeds()) {
     testing::announce_fuzz("sock", seed);
     Dice dice(seed);
@@ -91,7 +91,7 @@ TEST_CASE("frames place at the receiver what a naive copy writes, whatever the l
   }
 }
 
-TEST_CASE("frames are no longer than the link wants them, and nothing is lost when it changes its mind") {
+TEST_CASE("frames are no longer than the link allows, and nothing is lost when the limit changes") {
   for (const std::uint64_t seed : testing::fuzz_seeds()) {
     testing::announce_fuzz("sock", seed);
     Dice dice(seed);
@@ -116,7 +116,7 @@ TEST_CASE("frames are no longer than the link wants them, and nothing is lost wh
   }
 }
 
-TEST_CASE("blocks longer than a frame are cut, and blocks that are shorter share one") {
+TEST_CASE("blocks longer than a frame are cut, and shorter ones share a frame") {
   Dice dice(3);
   const auto frames_of = [&](std::uint32_t blocks, std::size_t bytes) {
     testing::BlockMemory source(dice, testing::plain_shape(blocks, {bytes}), {});
@@ -148,7 +148,7 @@ TEST_CASE("blocks longer than a frame are cut, and blocks that are shorter share
   CHECK(frames_of(5000, 16) == 2);
 }
 
-TEST_CASE("a sock write that is refused, or whose link ends, says so") {
+TEST_CASE("a sock write reports that it is refused or that its link ends") {
   Dice dice(5);
   const Trial trial(dice, 20, 100, 100);
   REQUIRE(trial.from.size() > 1);
@@ -181,7 +181,7 @@ void put(Bytes& body, std::size_t at, std::uint64_t value, std::size_t bytes) {
   std::memcpy(body.data() + at, &value, bytes);
 }
 
-TEST_CASE("a data body with a wrong number in any place is refused") {
+TEST_CASE("a data body with any wrong number is refused") {
   Dice dice(4);
   const testing::BlockMemory target = testing::BlockMemory::random(dice, 10, 64);
   const Sample sample(dice);
@@ -220,7 +220,7 @@ TEST_CASE("a data body with a wrong number in any place is refused") {
   CHECK(refused(longer, sample.payload_bytes));
 }
 
-TEST_CASE("whatever a data body says, its payload goes into the blocks' content or nowhere") {
+TEST_CASE("the payload of any data body goes into the blocks' content or nowhere") {
   for (const std::uint64_t seed : testing::FuzzTime()) {
     testing::announce_fuzz("data body", seed);
     Dice dice(seed);

@@ -171,7 +171,7 @@ TEST_CASE("an allocation that nothing can satisfy throws and leaves the heap as 
 int allocations_left = 0;
 bool refuse_at_zero() noexcept { return allocations_left-- == 0; }
 
-TEST_CASE("an allocation that a test refuses throws, and a shrink keeps the object where it is") {
+TEST_CASE("an allocation that a test makes fail throws, and a failed shrink keeps the object where it is") {
   Model model;
   bool (*const before)() noexcept = SpanHeap::refuse_allocation;
   allocations_left = 3;

@@ -64,7 +64,7 @@ bool kernel_tells_of_huge_pages() {
   return told;
 }
 
-TEST_CASE("a heap that has become empty has returned all but a spare span") {
+TEST_CASE("an empty heap has returned all of its spans but a spare one") {
   SpanHeap heap;
   std::vector<void*> objects;
   for (int i = 0; i < 20000; ++i) objects.push_back(heap.allocate(i % 2 == 0 ? 4096 : 144));
@@ -85,7 +85,7 @@ TEST_CASE("a heap that has become empty has returned all but a spare span") {
   CHECK(heap.touched_bytes() == 0);
 }
 
-TEST_CASE("an object that comes and goes does not map and unmap its span") {
+TEST_CASE("allocating and freeing one object repeatedly does not map and unmap its span") {
   SpanHeap heap;
   void* const first = heap.allocate(1000);
   SpanHeap::deallocate(first);

@@ -303,7 +303,7 @@ class Inventor {
 
 }  // namespace
 
-TEST_CASE("a peer that announces more than its call or answer may have is left before it has sent it") {
+TEST_CASE("a peer that announces a body longer than its call or answer may have is disconnected before it sends it") {
   const auto over_tcp = [](ServiceOptions& options) { options.prefer_unix_socket = false; };
   Node victim = make_node("victim", {"sock"}, 16, over_tcp);
   const std::string address = victim.service.listen("tcp:127.0.0.1:0");

@@ -36,7 +36,7 @@ bool is_over(const Descriptor& socket) {
 
 }  // namespace
 
-TEST_CASE("strangers: silent ones and ones that owe the proof keep nobody out, and cost few descriptors") {
+TEST_CASE("strangers: silent ones and ones without a proof keep nobody out, and cost few descriptors") {
   for (const bool tcp : {true, false}) {
     CAPTURE(tcp);
     Member server("server", kCrowded);
@@ -56,7 +56,7 @@ TEST_CASE("strangers: silent ones and ones that owe the proof keep nobody out, a
   }
 }
 
-TEST_CASE("strangers: they come faster than a peer can, and it gets in") {
+TEST_CASE("strangers: a peer gets in although they come faster than it can") {
   for (const bool tcp : {true, false}) {
     CAPTURE(tcp);
     Member server(
@@ -82,7 +82,7 @@ TEST_CASE("strangers: they come faster than a peer can, and it gets in") {
   }
 }
 
-TEST_CASE("strangers: a caller that has proved that it knows the secret keeps its place, until its time is over") {
+TEST_CASE("strangers: a caller that has proved that it knows the secret keeps its place until its time is over") {
   constexpr std::int64_t kHandshakeNs = 3 * kSecond;
   Member server("server", {.secret = "sesame",
                            .lease_ns = 600 * kSecond,
@@ -144,7 +144,7 @@ TEST_CASE("strangers: a peer that lost its place to them before its proof calls 
   }
 }
 
-TEST_CASE("strangers: when the process has no descriptor left, a silent one gives up its own") {
+TEST_CASE("strangers: a silent one gives up its descriptor when the process has no other left") {
   Member server("server", {.secret = "sesame", .handshake_ns = 600 * kSecond, .prefer_unix_socket = false});
   const std::string at = server.endpoint->listen(fresh_name("unix:@"));
   const Descriptor silent = dial(parse_address(at), NoPatience());

@@ -77,7 +77,7 @@ TEST_CASE("a plan moves the bytes that a naive copy moves, whatever the layouts,
   }
 }
 
-TEST_CASE("merged, a run of aggregated blocks is one piece; a run of discrete ones is one a segment") {
+TEST_CASE("merged: a run of aggregated blocks is one piece; a run of discrete ones is one for each segment") {
   constexpr std::uint32_t kBlocks = 8;
   constexpr std::size_t kLayers = 3;
   const std::vector<std::size_t> pieces(2 * kLayers, 16);
@@ -107,7 +107,7 @@ TEST_CASE("merged, a run of aggregated blocks is one piece; a run of discrete on
   CHECK(count_runs({}, {}) == 0);
 }
 
-TEST_CASE("merged, strips that lie in a row on both sides are one piece") {
+TEST_CASE("merged: strips that lie in a row on both sides are one piece") {
   const SpanShape shape = plain_shape(4, {96});
   std::vector<std::byte> a(shape.memory_bytes);
   std::vector<std::byte> b(shape.memory_bytes);
@@ -119,7 +119,7 @@ TEST_CASE("merged, strips that lie in a row on both sides are one piece") {
   CHECK(StripPlan(from, to, strips, false).count(blocks, blocks) == 3);
 }
 
-TEST_CASE("segments that touch at block 0 but have other strides are not one") {
+TEST_CASE("segments that touch at block 0 but have other strides are not merged") {
   Dice dice(1);
   const SpanShape touching{.blocks = 2, .pieces = {16, 16}, .at = {0, 16}, .strides = {100, 40}, .memory_bytes = 116};
   const SpanShape one = plain_shape(2, {32});
@@ -134,14 +134,14 @@ TEST_CASE("segments that touch at block 0 but have other strides are not one") {
   CHECK(target == expected);
 }
 
-TEST_CASE("the last block of one medium and the first of the next are no run") {
+TEST_CASE("the last block of one medium and the first of the next do not form a run") {
   const auto last_hbm = make_address(0, Medium::kHbm, 0, kBlocksMax - 1);
   const auto first_dram = make_address(0, Medium::kDram, 0, 0);
   const std::vector<Address> blocks{last_hbm, first_dram};
   CHECK(run_length(blocks, blocks) == 1);
 }
 
-TEST_CASE("a sink that has enough ends the plan") {
+TEST_CASE("a sink can end the plan early") {
   const SpanShape shape = plain_shape(3000, {8}, 8);
   std::vector<std::byte> a(shape.memory_bytes);
   const MediaSpans spans = hbm_only(shape, a.data());
@@ -204,7 +204,7 @@ TEST_CASE("sender and receiver agree on the order of the bytes, whatever the lay
   }
 }
 
-TEST_CASE("parts keep to their limits and hold every byte once") {
+TEST_CASE("parts keep their limits and hold every byte once") {
   for (const std::uint64_t seed : testing::fuzz_seeds()) {
     testing::announce_fuzz("parts", seed);
     Dice dice(seed);
@@ -250,7 +250,7 @@ TEST_CASE("parts keep to their limits and hold every byte once") {
   }
 }
 
-TEST_CASE("strips and ranges that reach beyond a content are found, sums that overflow included") {
+TEST_CASE("strips and ranges that reach beyond a content are detected, even if their sums overflow") {
   constexpr std::uint64_t kHuge = UINT64_MAX;
   const auto fits = [](BlockStrip strip) { return strips_fit({&strip, 1}, 100, 50); };
   CHECK(fits({50, 0, 50}));
@@ -272,7 +272,7 @@ TEST_CASE("strips and ranges that reach beyond a content are found, sums that ov
   CHECK(ranges_overlap(std::vector<ContentRange>{{10, 5}, {0, 5}, {10, 5}}));
 }
 
-TEST_CASE("addresses of blocks that are not there are found") {
+TEST_CASE("addresses of blocks that do not exist are detected") {
   const SpanShape shape = plain_shape(4, {8});
   std::vector<std::byte> a(shape.memory_bytes);
   const MediaSpans spans = hbm_only(shape, a.data());

@@ -16,7 +16,7 @@
 namespace kvpool::testing {
 namespace {
 
-TEST_CASE("on a GPU a swap that nobody waits for follows the work given before the call, and no later work") {
+TEST_CASE("on a GPU a background swap follows the work given before the call, and no later work") {
   for (const int version : {13000, 12040}) {  // with and without events of a whole device
     for (const bool named : {true, false}) {
       CAPTURE(version);
@@ -48,7 +48,7 @@ TEST_CASE("on a GPU a swap that nobody waits for follows the work given before t
   }
 }
 
-TEST_CASE("on a GPU a swap that nobody waits for follows the work that fills what was inserted after the call") {
+TEST_CASE("on a GPU a background swap follows the work that fills blocks inserted after the call") {
   for (const int version : {13000, 12040}) {
     CAPTURE(version);
     const FakeCuda cuda;
@@ -72,7 +72,7 @@ TEST_CASE("on a GPU a swap that nobody waits for follows the work that fills wha
   }
 }
 
-TEST_CASE("on a GPU a swap in that nobody waits for follows the work that reads what was freed after the call") {
+TEST_CASE("on a GPU a background swap in follows the work that reads blocks freed after the call") {
   for (const bool make_room : {false, true}) {
     CAPTURE(make_room);
     const FakeCuda cuda;
@@ -102,7 +102,7 @@ TEST_CASE("on a GPU a swap in that nobody waits for follows the work that reads 
   }
 }
 
-TEST_CASE("a swap in the background that would break a capture fails, and the pool is as before") {
+TEST_CASE("a background swap that would break a capture fails, and the pool is unchanged") {
   const FakeCuda cuda;
   const auto pool = gpu_pool();
   const EngineStream first(cuda);
@@ -118,7 +118,7 @@ TEST_CASE("a swap in the background that would break a capture fails, and the po
   CHECK(pool->swap_out(2).size() == 2);
 }
 
-TEST_CASE("a swap whose stream stalls is cancelled, and is closed with its pool, before that work ends") {
+TEST_CASE("a swap whose stream stalls can be cancelled, and ends when its pool is closed, before that work does") {
   for (const bool by_close : {true, false}) {
     for (const bool named : {true, false}) {
       const FakeCuda cuda;
@@ -148,7 +148,7 @@ TEST_CASE("a swap whose stream stalls is cancelled, and is closed with its pool,
   }
 }
 
-TEST_CASE("whichever call of the driver fails in a swap that nobody waits for, the pool is as before") {
+TEST_CASE("if any driver call fails in a background swap, the pool is unchanged") {
   for (const bool out : {true, false}) {
     int failures = 0;
     for (int n = 1;; ++n) {
@@ -187,7 +187,7 @@ TEST_CASE("whichever call of the driver fails in a swap that nobody waits for, t
   }
 }
 
-TEST_CASE("a GPU that is lost ends a swap that nobody waits for, and the pool") {
+TEST_CASE("losing the GPU ends a background swap and the pool") {
   const FakeCuda cuda;
   const auto pool = gpu_pool();
   const EngineStream engine(cuda);

@@ -18,7 +18,7 @@
 namespace kvpool::testing {
 namespace {
 
-TEST_CASE("a swap in the background moves the same blocks as one that is waited for") {
+TEST_CASE("a swap in the background moves the same blocks as a swap that the caller waits for") {
   const auto pool = std::make_shared<Pool>(small_options(8, 8));
   const Addresses blocks = alloc(*pool, 4);
   for (std::size_t i = 0; i < 4; ++i) stamp(*pool, blocks[i], 10 + i);
@@ -61,7 +61,7 @@ TEST_CASE("when the call returns, the pages of a swap in are pinned and their de
   CHECK(before->done());  // in the order of the calls
 }
 
-TEST_CASE("what is wrong with the arguments is thrown by the call, and changes nothing") {
+TEST_CASE("wrong arguments make the call throw, and change nothing") {
   const auto pool = std::make_shared<Pool>(small_options(8, 8));
   const Addresses blocks = alloc(*pool, 3, Medium::kDram);
   insert(pool, prompt(1, 3), blocks);
@@ -82,7 +82,7 @@ TEST_CASE("what is wrong with the arguments is thrown by the call, and changes n
   CHECK(states_of(*pool) == before);
 }
 
-TEST_CASE("a swap in that finds no room says so, and the pool is as before") {
+TEST_CASE("a swap in that finds no room says so, and the pool is unchanged") {
   const auto pool = std::make_shared<Pool>(small_options(4, 8));
   insert(pool, prompt(1, 3), alloc(*pool, 3, Medium::kDram));
   const Addresses mine = alloc(*pool, 2);
@@ -92,7 +92,7 @@ TEST_CASE("a swap in that finds no room says so, and the pool is as before") {
   CHECK(states_of(*pool) == before);
 }
 
-TEST_CASE("blocks of the caller's that are not needed, for another swap in has brought the pages, come back") {
+TEST_CASE("blocks of the caller come back when another swap in has already brought the pages") {
   for (const std::size_t before : {std::size_t{1}, std::size_t{3}}) {
     CAPTURE(before);
     HeldPool held(8, 8);
@@ -116,7 +116,7 @@ TEST_CASE("blocks of the caller's that are not needed, for another swap in has b
   }
 }
 
-TEST_CASE("a swap can be cancelled until it begins, and then not") {
+TEST_CASE("a swap can be cancelled until it begins, and not later") {
   HeldPool held(8, 8);
   held.store(1, 2);
   const Tokens cold = held.store(2, 2, Medium::kDram);
@@ -155,7 +155,7 @@ TEST_CASE("a swap that has ended, in any way, cannot be cancelled") {
   CHECK(end_of(*failed) == ErrorCode::kOutOfBlocks);
 }
 
-TEST_CASE("a pool that is closed lets a copy end, and closes what has not begun") {
+TEST_CASE("closing a pool lets a copy finish, and ends swaps that have not begun") {
   HeldPool held(8, 8);
   held.store(1, 2);
   const Tokens cold = held.store(2, 2, Medium::kDram);
@@ -187,7 +187,7 @@ TEST_CASE("a pool that is closed lets a copy end, and closes what has not begun"
   CHECK(code_of([&] { held.pool->begin_swap_in({}, {}); }) == ErrorCode::kClosed);
 }
 
-TEST_CASE("a handle that is dropped leaves its swap to end, and no pins") {
+TEST_CASE("dropping a handle lets its swap finish, and leaves no pins") {
   HeldPool held(8, 8);
   const Tokens cold = held.store(1, 2, Medium::kDram);
   held.mover.hold(TierWay::kIn, true);
@@ -198,7 +198,7 @@ TEST_CASE("a handle that is dropped leaves its swap to end, and no pins") {
   held.pool->audit();
 }
 
-TEST_CASE("a handle keeps what it brought until it is dropped, also of a pool that is closed") {
+TEST_CASE("a handle keeps the pages that it brought until it is dropped, even after its pool is closed") {
   const auto pool = std::make_shared<Pool>(small_options(8, 8));
   insert(pool, prompt(1, 2), alloc(*pool, 2, Medium::kDram));
   auto swap = pool->begin_swap_in(match(pool, prompt(1, 2)).addresses, {});
@@ -222,7 +222,7 @@ TEST_CASE("the descriptor of a swap is readable when it is done") {
   CHECK(swap->done());
 }
 
-TEST_CASE("a swap that runs out of memory before it begins leaves the pool as it was") {
+TEST_CASE("a swap that runs out of memory before it begins leaves the pool unchanged") {
   for (const bool out : {true, false}) {
     const int threw = fail_each_allocation([&](auto&& fail) {
       const auto pool = std::make_shared<Pool>(small_options(8, 8));
@@ -261,7 +261,7 @@ TEST_CASE("a swap in whose audit finds a fault gives back no block that the inde
   }
 }
 
-TEST_CASE("in a forked child a pool with swaps under way is left alone") {
+TEST_CASE("a forked child does not touch a pool with swaps under way") {
   HeldPool held(8, 8);
   held.store(1, 2);
   held.mover.hold(TierWay::kOut, true);

@@ -53,7 +53,7 @@ TEST_CASE("a swap out and a swap in copy at the same time, whichever began first
   }
 }
 
-TEST_CASE("what a swap in copies is neither evicted, deleted nor moved, and may be matched and cut") {
+TEST_CASE("blocks that a swap in copies are not evicted, deleted or moved, and can be matched and cut") {
   HeldPool held(8, 8);
   const Tokens cold = held.store(1, 4, Medium::kDram);
   held.mover.hold(TierWay::kIn, true);
@@ -81,7 +81,7 @@ TEST_CASE("what a swap in copies is neither evicted, deleted nor moved, and may 
   held.pool->audit();
 }
 
-TEST_CASE("swaps in of the same pages, and of some of them, find what an earlier one has brought") {
+TEST_CASE("swaps in that overlap use the pages that an earlier one has brought") {
   for (const bool whole : {true, false}) {
     HeldPool held(8, 8);
     const Tokens cold = held.store(1, 6, Medium::kDram);
@@ -109,7 +109,7 @@ TEST_CASE("swaps in of the same pages, and of some of them, find what an earlier
   }
 }
 
-TEST_CASE("a copy that the ranks cannot do now fails the swap alone: all is as before, and the next one works") {
+TEST_CASE("a copy that the ranks cannot do now fails only its swap: all is unchanged, and the next one works") {
   HeldPool held(8, 8);
   const Tokens hot = held.store(1, 3);
   const Tokens cold = held.store(2, 2, Medium::kDram);
@@ -151,7 +151,7 @@ TEST_CASE("an allocation in DRAM waits for the blocks that a swap in is about to
   CHECK(all_in(dram, Medium::kDram));
 }
 
-TEST_CASE("an allocation in DRAM that a swap in leaves too little room for does not wait for the ones behind it") {
+TEST_CASE("an allocation in DRAM for which swaps in cannot make enough room does not wait for the queued ones") {
   // Between two copies there is a moment in which none is under way. Who looks just then does not wait, whatever it
   // would do otherwise: hence several rounds.
   for (int round = 0; round < 12; ++round) {
@@ -188,7 +188,7 @@ TEST_CASE("an allocation in DRAM that a swap in leaves too little room for does 
   }
 }
 
-TEST_CASE("a swap in that has to make room waits for a swap out, and one that has not does not") {
+TEST_CASE("a swap in waits for a swap out only if it has to make room") {
   HeldPool held(4, 8);
   held.store(1, 3);
   const Tokens small = held.store(2, 1, Medium::kDram);
@@ -231,7 +231,7 @@ TEST_CASE("a pool that joins a cluster while blocks are copied gives them addres
 
 #ifdef KVPOOL_FAKE_CUDA
 
-TEST_CASE("on a GPU a swap ends while one the other way is held up by its stream") {
+TEST_CASE("on a GPU a swap ends while one in the other direction is held up by its stream") {
   for (const TierWay stalled : {TierWay::kOut, TierWay::kIn}) {
     CAPTURE(static_cast<int>(stalled));
     const FakeCuda cuda;
@@ -414,14 +414,14 @@ void check_swappers(const PoolOptions& options, std::uint64_t seed, int steps) {
   for (const Medium medium : {Medium::kHbm, Medium::kDram}) CHECK(count(*pool, medium, BlockState::kActive) == 0);
 }
 
-TEST_CASE("threads that swap both ways, waiting or not, never see a byte that is not theirs, and nothing is lost") {
+TEST_CASE("threads that swap both ways, waiting or not, never see a wrong byte, and no block is lost") {
   const std::uint64_t seed = fuzz_seeds().back();
   announce_fuzz("swap", seed);
   check_swappers(small_options(20, 16), seed, fuzz_length(8000));
 }
 
 #ifdef KVPOOL_FAKE_CUDA
-TEST_CASE("threads that swap both ways on a GPU never see a byte that is not theirs, and nothing is lost") {
+TEST_CASE("threads that swap both ways on a GPU never see a wrong byte, and no block is lost") {
   const std::uint64_t seed = fuzz_seeds().back();
   announce_fuzz("swap on a GPU", seed);
   const FakeCuda cuda;

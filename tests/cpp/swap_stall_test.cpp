@@ -84,7 +84,7 @@ struct StalledSwap {
   std::optional<Gate> stall;
 };
 
-TEST_CASE("a swap that waits for work that came later is cancelled, and is closed with its pool, before that ends") {
+TEST_CASE("a swap that waits for later work can be cancelled, and ends with its pool, before that work does") {
   for (const bool out : {true, false}) {
     for (const bool by_close : {true, false}) {
       CAPTURE(out);
@@ -103,7 +103,7 @@ TEST_CASE("a swap that waits for work that came later is cancelled, and is close
   }
 }
 
-TEST_CASE("a swap that waits for later work does not keep others from making room and from swapping in") {
+TEST_CASE("a swap that waits for later work does not stop other calls from evicting and swapping in") {
   for (const bool out : {true, false}) {
     CAPTURE(out);
     StalledSwap stalled(out);
@@ -162,7 +162,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("a swap in that is cancelled before room is made for it leaves the pool as it was") {
+TEST_CASE("a swap in that is cancelled before room is made for it leaves the pool unchanged") {
   const FakeCuda cuda;
   const auto pool = gpu_pool(2, 4);
   const EngineStream first(cuda);
@@ -183,7 +183,7 @@ TEST_CASE("a swap in that is cancelled before room is made for it leaves the poo
   CHECK(pool->stats().counters.swapped_out_blocks == 0);
 }
 
-TEST_CASE("a swap in that made room follows what read the blocks that went") {
+TEST_CASE("a swap in that evicted blocks follows the work that reads them") {
   const FakeCuda cuda;
   const auto pool = gpu_pool(2, 4);
   const EngineStream first(cuda);
@@ -205,7 +205,7 @@ TEST_CASE("a swap in that made room follows what read the blocks that went") {
   for (const Address address : swap->addresses()) CHECK(has_stamp(*pool, address, 6));
 }
 
-TEST_CASE("a swap that has begun is not cancelled, and waits for nothing more when its pool is closed") {
+TEST_CASE("a swap that has begun cannot be cancelled, and waits for nothing more when its pool is closed") {
   const FakeCuda cuda;
   const auto pool = gpu_pool();
   const EngineStream engine(cuda);
@@ -254,7 +254,7 @@ struct FullPool {
   std::vector<std::uint32_t> before;
 };
 
-TEST_CASE("a stream that is refused costs no cached block") {
+TEST_CASE("no cached block is lost when a stream is refused") {
   FullPool full;
   const EngineStream engine(full.cuda);
   const EngineStream elsewhere(full.cuda, 1);
@@ -265,7 +265,7 @@ TEST_CASE("a stream that is refused costs no cached block") {
   CHECK(full.pool->swap_out(2, engine.handle()).size() == 2);
 }
 
-TEST_CASE("a copy after the whole device that a capture refuses costs no cached block") {
+TEST_CASE("no cached block is lost when a capture refuses a copy after the whole device") {
   FullPool full;
   full.cuda.set("capturing", 1);
   full.check_refused({}, ErrorCode::kState);
@@ -273,7 +273,7 @@ TEST_CASE("a copy after the whole device that a capture refuses costs no cached 
   CHECK(full.pool->swap_out(2).size() == 2);
 }
 
-TEST_CASE("a swap that nobody waits for and that a capture refuses, for blocks turned over, costs no cached block") {
+TEST_CASE("no cached block is lost when a capture refuses a background swap after blocks were turned over") {
   for (const bool out : {true, false}) {
     CAPTURE(out);
     FullPool full;
@@ -290,7 +290,7 @@ TEST_CASE("a swap that nobody waits for and that a capture refuses, for blocks t
   }
 }
 
-TEST_CASE("a GPU that is lost when a stream is looked at is the pool's loss") {
+TEST_CASE("losing the GPU when a stream is looked at fails the pool") {
   FullPool full;
   const EngineStream engine(full.cuda);
   full.cuda.lose(0, 719);

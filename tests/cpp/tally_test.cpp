@@ -21,7 +21,7 @@ std::uint64_t ended_with(const TransferTally::Counts& counts, ErrorCode code) {
 
 }  // namespace
 
-TEST_CASE("the tally has a place for every error") {
+TEST_CASE("the tally has a counter for every error") {
   TransferTally tally;
   for (std::size_t code = 0; code < kErrorCodes; ++code) {
     tally.ended(TransferKind::kFetch, Error(static_cast<ErrorCode>(code), "failed"), 0, 0);
@@ -51,7 +51,7 @@ TEST_CASE("the tally keeps kinds and outcomes apart") {
   CHECK(std::accumulate(fetched.durations.begin(), fetched.durations.end(), std::uint64_t{0}) == 0);
 }
 
-TEST_CASE("a time falls into the first bucket that is not below it") {
+TEST_CASE("a time falls into the first bucket whose bound is not below it") {
   TransferTally tally;
   const auto& bounds = TransferTally::kBoundsNs;
   for (const std::int64_t bound : bounds) {

@@ -252,7 +252,7 @@ TEST_CASE("UCX: blocks that do not exist are refused before anything is written"
 }
 
 TEST_CASE("UCX: what is missing is told with what to install") {
-  // The library is not opened by these, so they need no process of their own.
+  // The library is not opened by these, so they need no separate process.
   for (const char* where : {"/nowhere", "wheel", ""}) {
     std::string text;
     CHECK(code_of([&] { describe_ucx(where); }, &text) == ErrorCode::kUnsupported);

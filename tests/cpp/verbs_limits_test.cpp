@@ -151,7 +151,7 @@ TEST_CASE_TEMPLATE("a transfer that takes 40 of its 60 seconds arrives", Way, Si
   CHECK(are_stamped(*b.pool(), pair->receive(b)->addresses, 60));
 }
 
-TEST_CASE_TEMPLATE("a full receiver says so and both sides are as they were", Way, KVPOOL_WAYS) {
+TEST_CASE_TEMPLATE("a full receiver says so and both sides are unchanged", Way, KVPOOL_WAYS) {
   if (!Way::here()) return;
   const auto pair = Way::join();
   Node& a = pair->a();
@@ -183,7 +183,7 @@ TEST_CASE_TEMPLATE("a full receiver says so and both sides are as they were", Wa
   CHECK(b.next_received() == nullptr);
 }
 
-TEST_CASE_TEMPLATE("cached prompts make room only if they may", Way, KVPOOL_WAYS) {
+TEST_CASE_TEMPLATE("cached prompts are evicted only if the request allows it", Way, KVPOOL_WAYS) {
   if (!Way::here()) return;
   const auto pair = Way::join({.dram_blocks = 0});
   Node& a = pair->a();
@@ -252,7 +252,7 @@ TEST_CASE_TEMPLATE("a peer with too much in progress is told when to try again",
   }
 }
 
-TEST_CASE_TEMPLATE("what was not sent as it is now is found by its checksum", Way, KVPOOL_WAYS) {
+TEST_CASE_TEMPLATE("a change after sending is found by the checksum", Way, KVPOOL_WAYS) {
   if (!Way::here()) return;
   const auto pair = Way::join();
   Node& a = pair->a();

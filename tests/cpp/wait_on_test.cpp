@@ -91,7 +91,7 @@ class Pulling {
   std::optional<ServiceNode> c_;
 };
 
-TEST_CASE("a stream that waits for a fetch finds what it has brought, and no thread has waited") {
+TEST_CASE("a stream that waits for a fetch finds the content, and no thread has waited") {
   for (const char* route : kRoutes) {
     for (const bool named : {true, false}) {
       CAPTURE(route);
@@ -126,7 +126,7 @@ TEST_CASE("a stream that waits for a fetch finds what it has brought, and no thr
   }
 }
 
-TEST_CASE("a handle that is dropped does not keep the stream that waits") {
+TEST_CASE("dropping a handle does not hold up the stream that waits") {
   Pulling pair("sock");
   Pool& pool = *pair.a().pool();
   const EngineStream owners(pair.cuda(), 1);
@@ -143,7 +143,7 @@ TEST_CASE("a handle that is dropped does not keep the stream that waits") {
   CHECK(right);
 }
 
-TEST_CASE("nothing is put into the stream for a fetch that has ended, and one that has failed says so") {
+TEST_CASE("nothing is queued in the stream for a finished fetch, and a failed one says so") {
   Pulling pair("sock");
   const EngineStream engine(pair.cuda());
   Pool& owner = *pair.b().pool();
@@ -174,7 +174,7 @@ ErrorCode code_of_end(End end) {
   }
 }
 
-TEST_CASE("however a fetch fails its streams go on, and its blocks are not given away before the handle is gone") {
+TEST_CASE("when a fetch fails in any way, its streams continue and its blocks are kept until the handle is gone") {
   for (const char* route : {"cuda_ipc", "sock"}) {
     for (const End end : {End::kCancelled, End::kLate, End::kOwnerCloses, End::kDisconnected, End::kClosed}) {
       CAPTURE(route);
@@ -212,7 +212,7 @@ TEST_CASE("however a fetch fails its streams go on, and its blocks are not given
   }
 }
 
-TEST_CASE("blocks that were named are the caller's when a fetch that a stream waits for has failed") {
+TEST_CASE("named blocks belong to the caller when a fetch that a stream waits for has failed") {
   Pulling pair("cuda_ipc");
   const EngineStream owners(pair.cuda(), 1);
   const EngineStream engine(pair.cuda());
@@ -277,7 +277,7 @@ TEST_CASE("a wait that finds the GPU lost says so, and so does the pool") {
   CHECK(code_of([&] { alloc(*pair.a().pool(), 1); }) == ErrorCode::kDeviceLost);
 }
 
-TEST_CASE("what would wait for a stream that waits for a peer gives way, and what names a stream does not") {
+TEST_CASE("calls that would wait for a stream that waits for a peer are refused, unless they name a stream") {
   for (const int version : {13000, 12040}) {  // with and without events of a whole device
     CAPTURE(version);
     Pulling pair("sock", 1, version);
@@ -311,7 +311,7 @@ TEST_CASE("what would wait for a stream that waits for a peer gives way, and wha
   }
 }
 
-TEST_CASE("content that the GPU puts behind the stream that waits for it arrives, and the fetch says that it failed") {
+TEST_CASE("content that the GPU queues behind the stream that waits for it arrives, and the fetch fails") {
   Pulling pair("sock");
   const EngineStream owners(pair.cuda(), 1);
   const EngineStream engine(pair.cuda());
@@ -331,7 +331,7 @@ TEST_CASE("content that the GPU puts behind the stream that waits for it arrives
   CHECK(pair.a().count(BlockState::kActive) == 3);
 }
 
-TEST_CASE("thousands of fetches are waited for, one after the other") {
+TEST_CASE("streams can wait for thousands of fetches, one after the other") {
   Pulling pair("sock", -1);
   pair.cuda().set("delay_us", 0);
   Pool& pool = *pair.a().pool();

@@ -28,7 +28,7 @@ std::shared_ptr<WaitWord> take(const std::shared_ptr<const CudaContext>& context
   return WaitWord::take(context, PollBackoff::now_ns() + for_ns);
 }
 
-TEST_CASE("a stream goes on when its word is set, other streams at once, and all that was written before is seen") {
+TEST_CASE("a stream resumes when its word is set, and sees all that was written before; other streams do not wait") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream waits(cuda);
@@ -58,7 +58,7 @@ TEST_CASE("a stream goes on when its word is set, other streams at once, and all
   CHECK(cuda.count("waits passed") == 2);
 }
 
-TEST_CASE("nobody's capture of a graph is broken by a wait in another stream") {
+TEST_CASE("a wait in one stream does not break the capture of a graph in another") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream engine(cuda);
@@ -71,7 +71,7 @@ TEST_CASE("nobody's capture of a graph is broken by a wait in another stream") {
   engine.wait();
 }
 
-TEST_CASE("a word that is let go of lets its stream go on") {
+TEST_CASE("releasing a word resumes its stream") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream engine(cuda);
@@ -115,7 +115,7 @@ TEST_CASE("thousands of words share two pages, and each stream waits for its own
   CHECK(cuda.count("cuMemHostRegister") <= 2);
 }
 
-TEST_CASE("a stream that reads its word late finds it passed, even if another user has the word by then") {
+TEST_CASE("a stream that reads its word late does not wait, even if the word has another user by then") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream engine(cuda);
@@ -133,7 +133,7 @@ TEST_CASE("a stream that reads its word late finds it passed, even if another us
   CHECK(cuda.count("waits passed") == 1);
 }
 
-TEST_CASE("words that are forced let their streams go on, and say so") {
+TEST_CASE("forced words resume their streams, and the force is reported") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const auto other_gpu = CudaContext::retain(1, "a test");
@@ -152,7 +152,7 @@ TEST_CASE("words that are forced let their streams go on, and say so") {
   CHECK(words_unset(*other_gpu));
 }
 
-TEST_CASE("a word that nobody sets in time is set by force, and others are not") {
+TEST_CASE("a word that is not set in time is forced, and no other word is") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream engine(cuda);
@@ -171,7 +171,7 @@ TEST_CASE("a word that nobody sets in time is set by force, and others are not")
   CHECK(late->was_forced());
 }
 
-TEST_CASE("a copy that the GPU has put behind a stream that waits is waited for no longer than it may be") {
+TEST_CASE("the wait for a copy that the GPU queued behind a waiting stream has a bound") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream engine(cuda);
@@ -225,7 +225,7 @@ TEST_CASE(
   take(context);
 }
 
-TEST_CASE("what cannot wait for a word says why, and the word is free for others") {
+TEST_CASE("a stream that cannot wait for a word says why, and the word is free for others") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   const EngineStream engine(cuda);
@@ -245,7 +245,7 @@ TEST_CASE("what cannot wait for a word says why, and the word is free for others
   CHECK(cuda.count("waits passed") == 0);
 }
 
-TEST_CASE("whichever call of the driver fails while a word is taken, the next one gets it") {
+TEST_CASE("after any driver call fails while a word is taken, the next caller gets the word") {
   for (int n = 1;; ++n) {
     CAPTURE(n);
     const FakeCuda cuda;  // a page is to be registered again

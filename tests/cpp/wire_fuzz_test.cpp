@@ -199,7 +199,7 @@ void feed(Dice& dice, Handshake& side, const Bytes& bytes, Bytes& out) {
 
 }  // namespace
 
-TEST_CASE("random bytes do not disturb a reader of words") {
+TEST_CASE("random bytes do not break a reader of words") {
   for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("wire reader", seed);
     Dice dice(seed);
@@ -214,7 +214,7 @@ TEST_CASE("random bytes do not disturb a reader of words") {
   }
 }
 
-TEST_CASE("a mutated metadata is refused or keeps what metadata promise") {
+TEST_CASE("mutated metadata is refused, or keeps the invariants of metadata") {
   for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("metadata", seed);
     Dice dice(seed);
@@ -240,7 +240,7 @@ TEST_CASE("a mutated metadata is refused or keeps what metadata promise") {
   }
 }
 
-TEST_CASE("a mutated request or answer is refused or says one thing only") {
+TEST_CASE("a mutated request or answer is refused, or is read in only one way") {
   for (std::uint32_t kind = 0; kind < kBodyKinds; ++kind) {
     const Bytes good = sample_body(kind);
     REQUIRE(read_and_write(kind, good) == good);
@@ -282,7 +282,7 @@ TEST_CASE("the longest requests fit a frame") {
       kBodyBytesMax);
 }
 
-TEST_CASE("a handshake with random bytes fails, and says little") {
+TEST_CASE("a handshake with random bytes fails, and reveals little") {
   for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("handshake garbage", seed);
     Dice dice(seed);
@@ -302,7 +302,7 @@ TEST_CASE("a handshake with random bytes fails, and says little") {
   }
 }
 
-TEST_CASE("a handshake that is changed on the way gives nobody the other's keys") {
+TEST_CASE("a handshake that was changed on the way gives neither side the other's keys") {
   for (const std::uint64_t seed : FuzzTime()) {
     announce_fuzz("handshake changed", seed);
     Dice dice(seed);

@@ -38,14 +38,14 @@ TEST_CASE("numbers stand on the wire with their low byte first and without paddi
   CHECK(out == bytes_of({1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}));
 }
 
-TEST_CASE("texts, blobs and lists carry their count before them") {
+TEST_CASE("texts, blobs and lists are preceded by their count") {
   Bytes out;
   const std::vector<std::uint16_t> list{0x0201, 0x0403};
   WireWriter(out).text("ab").blob(bytes_of({9})).array(std::span<const std::uint16_t>(list));
   CHECK(out == bytes_of({2, 0, 0, 0, 'a', 'b', 1, 0, 0, 0, 9, 2, 0, 0, 0, 1, 2, 3, 4}));
 }
 
-TEST_CASE("what was written is read, and then nothing is left") {
+TEST_CASE("all that was written is read, and then nothing is left") {
   Bytes out;
   const std::vector<std::uint64_t> list{1, ~0ULL, 3};
   WireWriter(out).number(std::uint64_t{77}).text("name").text("").blob(bytes_of({1, 2})).blob({});
@@ -84,7 +84,7 @@ TEST_CASE("a count above the caller's limit is refused, with both numbers") {
   CHECK(protocol_error([&] { WireReader(three).finish(); }).find("7 bytes too many") != std::string::npos);
 }
 
-TEST_CASE("a count is not believed before its bytes are there") {
+TEST_CASE("a count is not trusted before its bytes are there") {
   // 2^32 - 1 elements of 8 bytes: were room made for them first, this would end in bad_alloc.
   Bytes out;
   WireWriter(out).number(~std::uint32_t{0}).number(std::uint64_t{1});
@@ -93,7 +93,7 @@ TEST_CASE("a count is not believed before its bytes are there") {
   protocol_error([&] { WireReader(out).blob(SIZE_MAX); });
 }
 
-TEST_CASE("a read that fails takes nothing more than what was in order") {
+TEST_CASE("a failed read consumes nothing more than the items before it") {
   const Bytes out = bytes_of({1, 0, 0, 0});
   WireReader in(out);
   protocol_error([&] { in.number<std::uint64_t>(); });
@@ -101,7 +101,7 @@ TEST_CASE("a read that fails takes nothing more than what was in order") {
   CHECK(in.number<std::uint32_t>() == 1);
 }
 
-TEST_CASE("a frame header is 32 bytes with each field where docs/wire.md says") {
+TEST_CASE("a frame header is 32 bytes with each field at its place in docs/wire.md") {
   FrameHeader header{};
   header.body_bytes = 0x04030201;
   header.kind = 5;

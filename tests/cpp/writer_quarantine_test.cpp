@@ -82,7 +82,7 @@ bool soon(const std::atomic<bool>& flag) {
   return flag;
 }
 
-TEST_CASE("a peer that has handles open is watched until it says that it is over, or its process ends") {
+TEST_CASE("a peer with open handles is watched until it says that it has closed them, or its process ends") {
   for (const bool said_over : {false, true}) {
     Watch watch;
     watch.part(said_over, kByRoute);
@@ -95,7 +95,7 @@ TEST_CASE("a peer that has handles open is watched until it says that it is over
   CHECK(watch.left() == 0);
 }
 
-TEST_CASE("what UCX has opened for a peer is open until the peer's process ends, whatever the peer says") {
+TEST_CASE("memory that UCX has opened for a peer counts as open until the peer's process ends") {
   for (const bool said_over : {false, true}) {
     Watch watch;
     const auto party = watch.part(said_over, kByUcx);
@@ -112,7 +112,7 @@ TEST_CASE("what UCX has opened for a peer is open until the peer's process ends,
   CHECK(watch.left() == 0);
 }
 
-TEST_CASE("a peer that comes back is watched for what it has open by the connection that it comes back with") {
+TEST_CASE("a peer that reconnects is watched through the new connection for what it has open") {
   Watch watch;
   const auto party = watch.part(true, kByUcx);
   watch.waits.stop();

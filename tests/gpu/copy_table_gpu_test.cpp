@@ -104,7 +104,7 @@ TEST_CASE("20,000 blocks cross the bus in one launch each way") {
   CHECK(without == 0);
 }
 
-TEST_CASE("copies that are put into one stream without a wait have tables that do not meet") {
+TEST_CASE("copies in one stream that are not waited for have separate tables") {
   const auto from = on_gpu();
   const auto to = on_gpu();
   const auto bytes = content(7);

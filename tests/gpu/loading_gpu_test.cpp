@@ -83,7 +83,7 @@ std::vector<std::function<int(Stream)>> launches(const Shared& from, const Share
   return all;
 }
 
-TEST_CASE("a first launch does not wait behind a stream that waits for a word, when the kernels are loaded") {
+TEST_CASE("a first launch does not wait behind a stream that waits for a word, once the kernels are loaded") {
   const Shared from(5000 * kStride + kStride, Where::kDevice);
   const Shared to(5000 * kStride + kStride, Where::kDevice);
   const std::size_t table_bytes = table_bytes_of(1, 5000);

@@ -74,7 +74,7 @@ def test_a_pool_that_does_not_fit_is_refused_and_leaves_nothing_behind(free_byte
         del kv
 
 
-def test_memory_that_is_taken_by_others_meanwhile_is_an_error_of_the_same_kind(free_bytes):
+def test_memory_that_others_take_meanwhile_is_an_error_of_the_same_kind(free_bytes):
     """The engine beside the pool has taken it, not another pool."""
     before = free_bytes()
     taken, left = ctypes.c_ulonglong(), max(MIB, before // 8)
@@ -89,7 +89,7 @@ def test_memory_that_is_taken_by_others_meanwhile_is_an_error_of_the_same_kind(f
         assert np.asarray(pool.alloc(1)).size == 1
 
 
-def test_how_the_gpu_copies_best_is_measured_where_kernels_run():
+def test_the_fastest_way_to_copy_is_measured_where_kernels_run():
     with kvpool.Pool(kvpool.RawLayout(block_bytes=MIB), 4, 4, device="cuda:0") as pool:
         bounds = pool.stats().kernel_piece_bytes
     if is_fake() or not kvpool._core.build_info()["cuda_kernels"]:

@@ -21,7 +21,7 @@ def pool():
         yield pool
 
 
-def test_a_view_is_torchs_tensor_of_the_same_memory(pool):
+def test_a_view_is_a_torch_tensor_of_the_same_memory(pool):
     tensor = torch.from_dlpack(pool.tensor(HBM))
     assert (tensor.dtype, tensor.device, tuple(tensor.shape)) == (
         torch.bfloat16, torch.device("cuda:0"), pool.tensor(HBM).shape,
@@ -33,7 +33,7 @@ def test_a_view_is_torchs_tensor_of_the_same_memory(pool):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_swap_follows_the_work_of_a_stream_of_torchs(pool, named):
+def test_swap_follows_the_work_of_a_torch_stream(pool, named):
     tensor = torch.from_dlpack(pool.tensor(HBM))
     stream = torch.cuda.Stream()
     addrs = pool.alloc(4)
@@ -51,7 +51,7 @@ def test_swap_follows_the_work_of_a_stream_of_torchs(pool, named):
         assert (tensor[kvpool.block_ids(held.addrs).tolist()] == 2.0).all().item()
 
 
-def test_the_cuda_array_interface_is_torchs_tensor_of_the_same_memory_too(pool):
+def test_the_cuda_array_interface_gives_a_torch_tensor_of_the_same_memory(pool):
     """What it says of streams: none to wait for; torch orders what it is told by its own."""
     tensor = torch.as_tensor(pool.tensor(HBM), device="cuda:0")  # bfloat16 has no name there: 16-bit integers
     shared = torch.from_dlpack(pool.tensor(HBM))

@@ -46,7 +46,7 @@ def _tensor_of(capsule: object) -> _Tensor:
 
 
 @pytest.mark.parametrize("order", ["aggregated", "discrete"])
-def test_a_capsule_for_any_stream_is_the_memory_that_the_gpu_writes(streams, order):
+def test_a_capsule_for_any_stream_shows_the_memory_that_the_gpu_writes(streams, order):
     with small_pool(6, 6, small_layout(order=order, dtype="uint8"), device="cuda:0") as pool:
         view = pool.tensor(HBM)
         interface = view.__cuda_array_interface__
@@ -72,7 +72,7 @@ def test_a_capsule_for_any_stream_is_the_memory_that_the_gpu_writes(streams, ord
             del capsule
 
 
-def test_a_swap_after_a_stream_brings_back_what_the_view_was_written_with_in_it(streams):
+def test_a_swap_after_a_stream_returns_the_data_written_in_that_stream(streams):
     """The stream is held up by copies before it writes; a swap that did not wait would bring what was there before."""
     first, _ = streams
     with small_pool(8, 8, small_layout(dtype="uint8"), device="cuda:0") as pool:

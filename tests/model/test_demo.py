@@ -40,7 +40,7 @@ def test_the_shipped_text_has_four_agents_and_enough_questions(shipped: prompts.
         assert 500 < len(agent.prefix.encode()) < 2200
 
 
-def test_the_archive_is_used_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_archive_is_used_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(os.environ.get("KVPOOL_TRACES") or EXAMPLES.parents[1] / "shared" / "traces")
     if not (folder / "react_hotpotqa.tar.xz").is_file():
         pytest.skip(f"no traces in {folder}; KVPOOL_TRACES names another folder")
@@ -49,7 +49,7 @@ def test_the_archive_is_used_where_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(500 < len(agent.prefix.encode()) < 2200 for agent in corpus.agents)
 
 
-def test_a_later_turn_repeats_all_that_was_said(shipped: prompts.Corpus) -> None:
+def test_a_later_turn_repeats_the_whole_conversation(shipped: prompts.Corpus) -> None:
     conversation = prompts.Conversation(shipped.agents[0], shipped.questions[0])
     first = conversation.prompt()
     conversation.answered([7, 8, 9])
@@ -146,7 +146,7 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [("--requests", "0"), ("--requests", "-3"), ("--requests", "many")])
 @pytest.mark.usefixtures("rich")
-def test_a_wrong_argument_is_told_and_nothing_runs(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_a_wrong_argument_is_reported_and_nothing_runs(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = run_demo(tmp_path, *arguments)
     assert done.returncode == 2
     assert "--requests" in done.stderr

@@ -100,7 +100,7 @@ def test_decoding_writes_the_k_and_v_that_prefill_would_have_written(model: Llam
     assert torch.equal(kv, prefilled)
 
 
-def test_a_later_token_does_not_change_what_came_before(model: Llama) -> None:
+def test_a_later_token_does_not_change_earlier_results(model: Llama) -> None:
     tokens = random_tokens(11)
     other = tokens.clone()
     other[10] = EOS
@@ -139,6 +139,6 @@ def test_forward_refuses_blocks_that_do_not_fit_the_tokens(model: Llama, count: 
         model.forward(random_tokens(count), PagedKV(empty_kv(model.config, 3)), torch.arange(blocks), first)
 
 
-def test_forward_refuses_more_tokens_than_it_has_positions_for(model: Llama) -> None:
+def test_forward_refuses_more_tokens_than_it_has_positions(model: Llama) -> None:
     with pytest.raises(ValueError, match="257 tokens"):
         model.forward(random_tokens(257), PagedKV(empty_kv(model.config, 65)), torch.arange(65), 64)

@@ -68,7 +68,7 @@ def cached(runs: dict[str, RunResult], name: str) -> list[int]:
     return [answer.cached_at_prefill for answer in by_turn(runs[name])]
 
 
-def test_what_prefill_finds_grows_by_answers_only_where_it_gets_them(runs: dict[str, RunResult]) -> None:
+def test_prefill_finds_earlier_answers_only_where_it_gets_them(runs: dict[str, RunResult]) -> None:
     turns = by_turn(runs["PD-Basic"])
     prompts = [whole(turn.prompt_tokens) for turn in turns]
     answered = [whole(turn.prompt_tokens + len(turn.tokens) - 1) for turn in turns]  # the last token has no KV
@@ -76,7 +76,7 @@ def test_what_prefill_finds_grows_by_answers_only_where_it_gets_them(runs: dict[
     assert cached(runs, "PD-Caching-3") == cached(runs, "PD-CC") == [0, *answered[:-1]]
 
 
-def test_what_is_sent_is_all_or_what_decode_does_not_have(runs: dict[str, RunResult]) -> None:
+def test_all_blocks_or_those_that_decode_lacks_are_sent(runs: dict[str, RunResult]) -> None:
     for name in ("PD-Basic", "PD-Caching-1"):
         for answer in runs[name].answers:  # the last block, too, which is not full
             assert answer.bytes_to_decode == -(-answer.prompt_tokens // 4) * 4 * TOKEN_BYTES

@@ -236,7 +236,7 @@ def test_another_instance_takes_over(setting: Setting, victim: str, reference: R
 @pytest.mark.parametrize(
     ("setting", "victim"), [(Setting("PD-Caching-3", 2, 1), "prefill-1"), (Setting("PD-Caching-3", 1, 2), "decode-1")]
 )
-def test_who_was_killed_and_is_back_gets_work_of_sessions_that_went_on_without_it(
+def test_an_instance_that_is_back_gets_work_of_sessions_that_went_on_without_it(
     setting: Setting, victim: str, reference: Reference
 ) -> None:
     async def test(dispatcher: Dispatcher) -> None:
@@ -276,7 +276,7 @@ def test_requests_that_do_not_fit_together_wait_for_each_other(reference: Refere
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-def test_who_was_stopped_for_longer_than_a_lease_serves_on(victim: str, reference: Reference) -> None:
+def test_an_instance_that_was_stopped_for_longer_than_a_lease_serves_on(victim: str, reference: Reference) -> None:
     """Its peers have lost it, and nobody has ended: they must meet again."""
 
     async def test(dispatcher: Dispatcher) -> None:
@@ -293,7 +293,7 @@ def test_who_was_stopped_for_longer_than_a_lease_serves_on(victim: str, referenc
     asyncio.run(serving(test, Setting("PD-Caching-3", 1, 1), lease_s=1.0))
 
 
-def test_who_sends_back_to_one_that_is_stopped_decodes_on() -> None:
+def test_sending_back_to_a_stopped_instance_does_not_stop_decoding() -> None:
     """The transfer ends by its deadline, or when the other goes on; until then the blocks are pinned."""
     prompt, new_tokens = tokens(20, 2), 1000  # still under way when prefill is stopped
     with contextlib.closing(Reference(LONG)) as alone:

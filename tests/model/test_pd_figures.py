@@ -33,7 +33,7 @@ def of(found, words):
 # ---- figures
 
 
-def test_times_are_those_of_the_answers():
+def test_times_are_taken_from_the_answers():
     sessions = [conversation(0, turns=1), conversation(1, turns=1)]
     result = made_up(Setting("PD-Basic", 1, 1), sessions, ttft_s=0.4, token_s=0.01)
     late = dataclasses.replace(result.answers[1], first_s=0.6, second_s=0.7, done_s=1.5)
@@ -58,7 +58,7 @@ def test_an_answer_of_one_token_has_no_second_one():
 
 
 @pytest.mark.parametrize("change", ["missing", "twice", "unknown", "nothing"])
-def test_answers_that_are_not_those_to_the_questions_are_refused(change):
+def test_answers_to_other_questions_are_refused(change):
     sessions = [conversation(0), conversation(1)]
     result = made_up(Setting("PD", 1, 0), sessions)
     answers = {
@@ -71,7 +71,7 @@ def test_answers_that_are_not_those_to_the_questions_are_refused(change):
         metrics.summarize(dataclasses.replace(result, answers=answers), sessions)
 
 
-def test_no_session_is_refused():
+def test_an_empty_list_of_sessions_is_refused():
     with pytest.raises(ValueError, match="0 turns"):
         metrics.summarize(made_up(Setting("PD", 1, 0), []), [])
 
@@ -92,7 +92,7 @@ def test_hits_and_bytes_by_turn(design):
     )
 
 
-def test_what_decode_computed_is_told_from_what_prefill_did():
+def test_tokens_computed_by_decode_and_by_prefill_are_counted_separately():
     """With -3 all that prefill finds of the answers came from decode; with -2 it has computed everything itself."""
     sessions = [conversation(0)]
 
@@ -129,7 +129,7 @@ def played(*events, setting=TWO_EACH):
     return RunResult(setting, [], 9.0, {}, [*joined, *(Event(*event) for event in events)])
 
 
-def test_after_a_kill_each_of_the_others_is_told_and_goes_on():
+def test_after_a_kill_every_other_instance_is_told_and_goes_on():
     result = played(
         (2.0, "prefill-0", "killed"),
         (2.05, "decode-1", "went_on", "", 1.0),  # on what it has: it does not know yet
@@ -144,7 +144,7 @@ def test_after_a_kill_each_of_the_others_is_told_and_goes_on():
     assert deaths.noticed_s(played()) == deaths.silences_s(played()) == []
 
 
-def test_a_kill_waits_for_no_loss_of_another_peer():
+def test_noticing_the_loss_of_another_peer_does_not_count_for_a_kill():
     result = played(
         (2.0, "prefill-0", "killed"),
         (2.1, "decode-0", "noticed", "decode-1"),
@@ -156,7 +156,7 @@ def test_a_kill_waits_for_no_loss_of_another_peer():
     assert deaths.silences_s(result) == pytest.approx([1.5])
 
 
-def test_who_has_nothing_to_do_is_not_slow():
+def test_an_idle_instance_is_not_slow():
     def silences(*events):
         return deaths.silences_s(played((2.0, "prefill-0", "killed"), *events))
 
@@ -166,7 +166,7 @@ def test_who_has_nothing_to_do_is_not_slow():
     assert silences((3.0, "decode-0", "noticed", "prefill-0")) == []  # nothing was left to do
 
 
-def test_only_who_lives_is_a_survivor():
+def test_only_a_live_instance_is_a_survivor():
     """The first one that is killed is not up when the second one is; the second one was, and had no time."""
     result = played(
         (2.0, "prefill-0", "killed"),
@@ -183,7 +183,7 @@ def test_only_who_lives_is_a_survivor():
     assert deaths.returns_s(result) == pytest.approx([0.4, 0.4])
 
 
-def test_a_return_counts_from_when_there_was_something_to_do():
+def test_a_return_counts_from_the_first_work():
     events = [
         (0.5, "prefill-0", "served", "", 0.1),
         (2.0, "prefill-0", "killed"),
@@ -198,7 +198,7 @@ def test_a_return_counts_from_when_there_was_something_to_do():
     assert deaths.returns_s(played(*events, (5.0, "prefill-0", "killed"), (6.0, "prefill-0", "served", "", 4.0))) == []
 
 
-def test_who_ends_by_itself_is_told_from_who_was_killed():
+def test_an_instance_that_ends_by_itself_is_told_from_a_killed_one():
     assert deaths.strays(played((2.0, "prefill-0", "killed"), (2.1, "prefill-0", "lost"))) == 0
     assert deaths.strays(played((2.0, "prefill-0", "killed"), (2.1, "decode-1", "lost"))) == 1
     back = ((2.0, "prefill-0", "killed"), (2.1, "prefill-0", "lost"), (3.0, "prefill-0", "joined"))
@@ -250,7 +250,7 @@ def test_broken_promises_are_seen():
     assert missed("mean TTFT of PD over", measured("PD", "react"), measured("PD-CC", "react", ttft_s=5.0))
 
 
-def test_what_a_kill_must_not_do_is_seen():
+def test_damage_by_a_kill_is_seen():
     run = measured(kill=(("prefill-0", 0.5),))
     assert [check.what for check in checks.check([run]) if check.met is False] == []
     fewer = dataclasses.replace(run.summary, requests=run.summary.requests - 1)
@@ -286,6 +286,6 @@ def test_a_block_that_is_lost_counts():
         pool.free(addrs)
 
 
-def test_nothing_to_compare_is_no_promise():
+def test_nothing_is_promised_without_a_comparison():
     assert checks.check([]) == []
     assert not any("bytes" in check.what or "TTFT" in check.what for check in checks.check([measured()]))

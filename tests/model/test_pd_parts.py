@@ -46,7 +46,7 @@ def test_settings_have_names() -> None:
 
 @pytest.mark.parametrize("first", [None, 0, 258])
 @pytest.mark.parametrize("length", [1, 10])  # 10 is a line end: the prompt is bytes
-def test_a_letter_arrives_as_it_was_written(first: int | None, length: int) -> None:
+def test_a_message_arrives_as_it_was_written(first: int | None, length: int) -> None:
     prompt = np.full(length, 10, np.int32)
     letter = Letter.unpack(Letter(3, 2, prompt, 7, first).pack())
     assert (letter.request, letter.attempt, letter.new_tokens, letter.first) == (3, 2, 7, first)
@@ -55,7 +55,7 @@ def test_a_letter_arrives_as_it_was_written(first: int | None, length: int) -> N
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"{}\n", b"[]\n", b"no\n", b'{"request": 1}\n', b"{}\nabc"])
-def test_what_is_no_letter_is_refused(content: bytes) -> None:
+def test_bytes_that_are_no_message_are_refused(content: bytes) -> None:
     with pytest.raises(ValueError):
         Letter.unpack(content)
 
@@ -91,7 +91,7 @@ def request_of(number: int, session: int, blocks: int) -> Request:
     return Request(number, session, np.zeros(blocks * 4 - 1, np.int32), 1)
 
 
-def test_sessions_stay_where_they_are_and_new_ones_go_where_least_is_under_way() -> None:
+def test_sessions_stay_and_new_ones_go_to_the_least_busy_instance() -> None:
     p0, p1, d0 = instances("prefill-0", "prefill-1", "decode-0")
     places = Places([p0, p1, d0], 4, 100)
     requests = [request_of(0, 0, 9), request_of(1, 1, 3), request_of(2, 2, 3), request_of(3, 0, 1)]
@@ -103,7 +103,7 @@ def test_sessions_stay_where_they_are_and_new_ones_go_where_least_is_under_way()
     assert later.prefill is p0
 
 
-def test_who_comes_back_takes_over_half_of_the_sessions_each_at_its_next_turn() -> None:
+def test_an_instance_that_returns_takes_over_half_of_the_sessions_each_at_its_next_turn() -> None:
     p0, p1, d0, d1 = instances("prefill-0", "prefill-1", "decode-0", "decode-1")
     places = Places([p0, p1, d0, d1], 4, 1000)
 
@@ -131,7 +131,7 @@ def test_who_comes_back_takes_over_half_of_the_sessions_each_at_its_next_turn() 
     assert turn(0, 1, 2, 3) == [("0", "1"), ("1", "1"), ("0", "0"), ("1", "0")]
 
 
-def test_one_session_stays_when_somebody_comes() -> None:
+def test_a_single_session_stays_when_an_instance_joins() -> None:
     p0, d0, d1 = instances("prefill-0", "decode-0", "decode-1")
     places = Places([p0, d0, d1], 4, 100)
     d1.joined = False
@@ -142,7 +142,7 @@ def test_one_session_stays_when_somebody_comes() -> None:
     assert again.decode is d0
 
 
-def test_who_does_not_fit_waits_and_is_not_overtaken() -> None:
+def test_a_request_that_does_not_fit_waits_and_is_not_overtaken() -> None:
     one = instances("instance-0")
     places = Places(one, 4, 10)
     requests = [request_of(0, 0, 6), request_of(1, 1, 5), request_of(2, 2, 1)]
@@ -152,7 +152,7 @@ def test_who_does_not_fit_waits_and_is_not_overtaken() -> None:
     assert [request.prefill is None for request in requests] == [False, False, False]
 
 
-def test_only_who_has_work_and_is_silent_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_silent_instance_with_work_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[str] = []
     monkeypatch.setattr(Instance, "kill", lambda instance: killed.append(instance.name))
 
@@ -181,7 +181,7 @@ def test_a_request_waits_for_one_instance_at_a_time() -> None:
     assert [request.waits_for(p0), request.waits_for(d0)] == [True, False]
 
 
-def test_a_kill_is_told_with_who_heard_of_it_and_who_went_on() -> None:
+def test_a_kill_is_reported_with_who_noticed_it_and_who_went_on() -> None:
     """Each of the others: its next token after the kill, and the one after it was told; and since when it had work."""
 
     async def events() -> list[Event]:
@@ -216,7 +216,7 @@ def test_a_kill_is_told_with_who_heard_of_it_and_who_went_on() -> None:
     assert killed.at_s <= other.since_s <= noticed.at_s <= other.at_s
 
 
-def test_nobody_is_up() -> None:
+def test_no_instance_is_up() -> None:
     p0, d0 = instances("prefill-0", "decode-0")
     d0.joined = False
     places = Places([p0, d0], 4, 10)
@@ -225,7 +225,7 @@ def test_nobody_is_up() -> None:
     assert request.prefill is None
 
 
-def test_a_layer_is_told_when_its_kv_is_there(model: Llama, config: LlamaConfig) -> None:
+def test_a_layer_is_announced_when_its_kv_is_there(model: Llama, config: LlamaConfig) -> None:
     """And no later layer has begun: so it can be sent while the next one is computed."""
     blocks = torch.zeros(5, config.layers, 2, config.kv_heads, config.block_tokens, config.head_dim)
     seen = []

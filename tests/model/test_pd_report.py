@@ -52,7 +52,7 @@ def test_the_plan_compares_at_equal_numbers_of_instances(size):
         assert {name for name, _ in cell.kill} <= set(cell.setting.instances)
 
 
-def test_the_standard_study_can_show_all_that_it_must():
+def test_the_standard_study_can_show_everything_required():
     """With what it runs; that the figures of such runs are right, is seen elsewhere."""
     cells = study.plan(list(study.RATES), size="standard")
     ran = {(cell.workload, cell.rate, cell.setting) for cell in cells if not cell.kill}
@@ -72,7 +72,7 @@ def test_the_standard_study_can_show_all_that_it_must():
     assert len(cells) * 4 < len(study.plan(list(study.RATES), size="long")) * 3
 
 
-def test_settings_of_a_comparison_are_asked_the_same():
+def test_all_settings_of_a_comparison_get_the_same_requests():
     colocated, split = (cell.made().sessions for cell in (measured("PD").cell, measured("PD-Basic").cell))
     for one, other in zip(colocated, split, strict=True):
         assert one.arrival_s == other.arrival_s

@@ -83,7 +83,7 @@ def test_all_sessions_fit_into_the_model(name, folder):
         assert all(len(turn.added) and turn.new_tokens >= 2 for turn in session.turns)
 
 
-def test_a_conversation_has_five_turns_that_nobody_else_says(folder):
+def test_a_conversation_has_five_turns_that_no_other_repeats(folder):
     sessions = workloads.make("chat", 20, 1.0).sessions
     assert turns_of(sessions) == {5: 20}
     assert all(session.remembers and not len(session.prefix) for session in sessions)

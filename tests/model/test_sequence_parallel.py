@@ -21,7 +21,7 @@ EXAMPLES = Path(sequence_parallel.__file__).parent
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_several_processes_generate_what_one_generates(parts: int) -> None:
+def test_several_processes_generate_the_same_as_one(parts: int) -> None:
     lengths = (5 * 16, 7 * 16 + 1, 6 * 16 + 15)
     prompts = [np.arange(length, dtype=np.int32) % 200 + number for number, length in enumerate(lengths)]
     result = compute(parts, prompts, {"secret": "what the test knows"})
@@ -58,7 +58,7 @@ def test_the_script_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--parts", "1"), ("--prompts", "9")])
-def test_a_wrong_argument_is_told(arguments: tuple[str, ...]) -> None:
+def test_a_wrong_argument_is_reported(arguments: tuple[str, ...]) -> None:
     command = [sys.executable, str(EXAMPLES / "sequence_parallel.py"), *arguments]
     done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")

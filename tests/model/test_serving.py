@@ -74,7 +74,7 @@ def test_the_answer_is_cached_for_the_next_turn(model: Llama, make_pool: MakePoo
     assert_same_answer(second, off.serve(conversation, NEW_TOKENS))
 
 
-def test_a_prompt_that_went_to_dram_comes_back_and_gives_the_same_answer(
+def test_a_prompt_that_was_moved_to_dram_returns_and_gives_the_same_answer(
     model: Llama, make_pool: MakePool, off: Engine
 ) -> None:
     pool = make_pool(16, 16)

@@ -91,7 +91,7 @@ def test_all_promises_are_kept(demo: Demo, arguments: tuple[str, ...]) -> None:
     assert demo.processes() == set()
 
 
-def test_a_person_reads_what_happens(demo: Demo) -> None:
+def test_the_output_tells_a_person_what_happens(demo: Demo) -> None:
     run = demo.start("--requests", "2")
     out, err = run.communicate(timeout=110)
     assert (run.returncode, err) == (0, "")
@@ -122,9 +122,7 @@ def test_processes_end_with_a_demo_that_is_killed(demo: Demo) -> None:
     wait_for(lambda: demo.processes() == set())
 
 
-def test_a_promise_that_is_not_kept_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_promise_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def story_of_failure(story: two_instances.Story, *_: object) -> None:
         story.promise("this holds", True)
         story.promise("this does not", False)
@@ -144,7 +142,7 @@ def test_a_promise_is_kept_only_when_it_is_kept_every_time() -> None:
     assert story.promises == {"nothing is lost": False}
 
 
-def test_who_notices_too_late_has_broken_a_promise() -> None:
+def test_noticing_too_late_breaks_a_promise() -> None:
     story = two_instances.Story(Console(quiet=True))
     story.noticed("A", "B is gone", 0.02)
     assert set(story.promises.values()) == {True}
@@ -153,7 +151,7 @@ def test_who_notices_too_late_has_broken_a_promise() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--requests", "1"), ("--requests", "5"), ("--route", "pigeon")])
-def test_a_wrong_argument_is_told_and_nothing_runs(demo: Demo, arguments: tuple[str, ...]) -> None:
+def test_a_wrong_argument_is_reported_and_nothing_runs(demo: Demo, arguments: tuple[str, ...]) -> None:
     run = demo.start(*arguments)
     out, err = run.communicate(timeout=60)
     assert (run.returncode, out) == (2, "")
@@ -199,7 +197,7 @@ def parrot() -> Iterator[Instance]:
     assert not instance.alive
 
 
-def test_an_instance_answers_and_raises_what_its_server_raises(parrot: Instance) -> None:
+def test_an_instance_returns_and_raises_what_its_server_does(parrot: Instance) -> None:
     assert parrot.ask("say", 5) == ("p", 5)
     with pytest.raises(kvpool.PeerLost, match="nobody is there") as caught:
         parrot.ask("fail")
@@ -207,7 +205,7 @@ def test_an_instance_answers_and_raises_what_its_server_raises(parrot: Instance)
     assert parrot.ask("say", "again") == ("p", "again")
 
 
-def test_an_instance_that_is_killed_is_told_from_one_that_is_slow(parrot: Instance) -> None:
+def test_a_killed_instance_is_told_from_a_slow_one(parrot: Instance) -> None:
     parrot.order("sleep", 30.0)
     with pytest.raises(TimeoutError, match="p has not answered within"):
         parrot.answer(0.05)

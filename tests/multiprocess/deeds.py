@@ -264,7 +264,7 @@ def soak(pool: kvpool.Pool, addrs: Any, where: str | None, seconds: float, seed:
             _use_the_index(pool, number % (1 << 24), dice)
         except (kvpool.Busy, kvpool.OutOfBlocks):
             time.sleep(0.001)
-        except (kvpool.PeerLost, kvpool.NotOwner, kvpool.StaleAddress):  # the other side has parted
+        except (kvpool.PeerLost, kvpool.NotOwner, kvpool.StaleAddress):  # the other side has disconnected
             lent = []
         while item := pool.inbox.receive(0):
             with item:

@@ -55,7 +55,7 @@ def test_a_member_that_is_killed_while_it_sends_leaves_nothing(place, near_nurse
         assert len(instances) == KILLS
 
 
-def test_a_member_that_is_killed_while_it_receives_is_met_again_by_its_name(place, near_nursery, request):
+def test_a_member_that_is_killed_while_it_receives_is_reconnected_by_its_name(place, near_nursery, request):
     dice = random.Random(seed_of(request))
     with home_of(place) as home:
         done: list[int] = []
@@ -96,7 +96,7 @@ def test_restarting_members_leaks_no_descriptor_and_no_thread(place, near_nurser
             eventually(lambda what=what: things()[what] - counts[1][what] < rounds - 2)
 
 
-def test_one_that_was_stopped_beyond_its_lease_wakes_up_harmless_and_works_again(place, near_nursery, request):
+def test_a_member_that_was_stopped_beyond_its_lease_wakes_up_harmless_and_works_again(place, near_nursery, request):
     dice = random.Random(seed_of(request))
     with home_of(place, LINK_LEASE) as home, home.member(near_nursery) as victim:
         pool = home.pool
@@ -152,7 +152,7 @@ def take_all(pool: kvpool.Pool) -> list[int]:
             return taken
 
 
-def test_one_whose_interpreter_stands_still_is_not_lost_and_answers(place, near_nursery):
+def test_a_member_whose_interpreter_stands_still_is_not_lost_and_answers(place, near_nursery):
     with home_of(place, LINK_LEASE) as home, home.member(near_nursery) as victim:
         send_by_name(home.pool, "victim")
         victim.send(f"import ctypes\nctypes.PyDLL(None).usleep({int(3e6 * CLUSTER_LEASE)})")
@@ -173,7 +173,7 @@ def test_one_whose_interpreter_stands_still_is_not_lost_and_answers(place, near_
         victim.kill()
 
 
-def test_one_that_drains_while_others_send_makes_no_transfer_fail(place, near_nursery):
+def test_a_member_that_drains_while_others_send_fails_no_transfer(place, near_nursery):
     with home_of(place, LINK_LEASE) as home, home.member(near_nursery, "steady"), home.member(near_nursery) as leaver:
         for one in ("steady", "victim"):
             send_by_name(home.pool, one)

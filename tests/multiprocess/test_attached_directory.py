@@ -17,7 +17,7 @@ from crew import near_nursery
 __all__ = ["near_nursery", "own", "own_etcd"]
 
 
-def test_the_folder_of_a_local_cluster_is_removed_and_nobody_notices(near_nursery):
+def test_removing_the_folder_of_a_local_cluster_disturbs_no_member(near_nursery):
     place = LocalPlace()
     try:
         with home_of(place, 60.0) as home, home.member(near_nursery) as victim:

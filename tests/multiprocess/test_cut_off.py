@@ -53,7 +53,7 @@ def runs_out(own_etcd, home):
     eventually(lambda: not is_listed(own_etcd, home))
 
 
-def test_one_that_is_cut_off_alone_is_kept_by_its_link(home, own_etcd, near_nursery):
+def test_the_link_keeps_a_member_that_only_etcd_cannot_reach(home, own_etcd, near_nursery):
     """Its lease runs out, and nobody who is linked to it loses it: neither a transfer nor a block that is lent."""
     with (
         Proxy(f"tcp:127.0.0.1:{own_etcd.port}") as proxy,
@@ -81,7 +81,9 @@ def test_one_that_is_cut_off_alone_is_kept_by_its_link(home, own_etcd, near_nurs
 
 
 @pytest.mark.parametrize("learns", ["from its peer", "from etcd"])
-def test_one_that_is_cut_off_from_all_is_dropped_learns_so_and_begins_a_new_term(own, own_etcd, near_nursery, learns):
+def test_a_member_that_is_cut_off_from_all_is_dropped_learns_it_and_begins_a_new_term(
+    own, own_etcd, near_nursery, learns
+):
     with (
         home_of(own, LINK_LEASE, routes=("sock",), prefer_unix_socket=False) as home,  # so that links stay in the proxy
         Proxy(f"tcp:127.0.0.1:{own_etcd.port}") as to_etcd,
@@ -119,7 +121,7 @@ def test_one_that_is_cut_off_from_all_is_dropped_learns_so_and_begins_a_new_term
         victim.kill()
 
 
-def test_one_that_is_cut_off_for_less_than_its_lease_again_and_again_is_not_lost(home, own_etcd, near_nursery):
+def test_a_member_that_is_repeatedly_cut_off_for_less_than_its_lease_is_not_lost(home, own_etcd, near_nursery):
     with (
         Proxy(f"tcp:127.0.0.1:{own_etcd.port}") as proxy,
         member_behind(proxy, home, near_nursery) as (victim, _),
@@ -136,7 +138,7 @@ def test_one_that_is_cut_off_for_less_than_its_lease_again_and_again_is_not_lost
         assert "lost" not in home.events.of("victim")
 
 
-def test_the_id_of_one_that_is_cut_off_while_etcd_is_emptied_is_not_given_again(home, own_etcd, near_nursery):
+def test_the_id_of_a_member_that_is_cut_off_while_etcd_is_emptied_is_not_given_again(home, own_etcd, near_nursery):
     with (
         Proxy(f"tcp:127.0.0.1:{own_etcd.port}") as proxy,
         member_behind(proxy, home, near_nursery) as (_, instance),

@@ -26,7 +26,7 @@ def home(own_etcd, monkeypatch) -> Iterator[Home]:
     place.close()
 
 
-def test_an_etcd_that_is_stopped_for_many_leases_disturbs_nobody_but_the_dead(home, own_etcd, near_nursery):
+def test_an_etcd_that_is_stopped_for_many_leases_affects_only_the_dead(home, own_etcd, near_nursery):
     with home.member(near_nursery) as victim, home.member(near_nursery, "mortal") as mortal:
         peers = []
         watch = home.pool.peers.on_change(lambda event: peers.append((event.name, event.kind)))

@@ -41,7 +41,7 @@ def until_released(pool: kvpool.Pool) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_sender_that_is_killed_at_any_moment_leaves_neither_wrong_bytes_nor_blocks(
+def test_a_sender_that_is_killed_at_any_moment_leaves_no_wrong_byte_and_leaks_no_block(
     route, near_nursery, far_nursery, request
 ):
     dice = random.Random(seed_of(request))
@@ -61,7 +61,7 @@ def test_a_sender_that_is_killed_at_any_moment_leaves_neither_wrong_bytes_nor_bl
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_receiver_that_is_killed_at_any_moment_is_told_at_once_and_keeps_nothing(
+def test_the_death_of_a_receiver_at_any_moment_is_noticed_at_once_and_frees_everything(
     route, near_nursery, far_nursery, request
 ):
     dice = random.Random(seed_of(request))
@@ -102,7 +102,7 @@ def kill_while_sending(survivor: Survivor, victim: Victim, dice: random.Random, 
 
 
 @pytest.mark.parametrize("route", ["shm", "sock-unix", "sock-tcp"])
-def test_one_that_dies_harms_no_other(route, near_nursery, far_nursery, request):
+def test_a_peer_that_dies_harms_no_other(route, near_nursery, far_nursery, request):
     """Two peers at once: while one dies again and again, the other one's transfers all succeed."""
     dice = random.Random(seed_of(request))
     nursery = nursery_of(route, near_nursery, far_nursery)

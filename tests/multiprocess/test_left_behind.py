@@ -20,7 +20,7 @@ __all__ = ["far_nursery", "near_nursery"]
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_handles_that_are_kept_keep_nothing_of_a_peer_that_died(route, near_nursery, far_nursery):
+def test_handles_that_are_kept_hold_nothing_of_a_dead_peer(route, near_nursery, far_nursery):
     nursery = far_nursery if route == "sock-tcp" else near_nursery
     with survivor_of(route, nursery) as survivor:
         pool = survivor.pool
@@ -87,7 +87,7 @@ def test_memory_that_a_stopped_peer_may_write_outlives_its_pool(route, lost_befo
 
 
 @pytest.mark.parametrize("route", ["shm", "sock-unix"])
-def test_memory_that_a_stopped_peer_cannot_write_by_address_goes_with_its_pool(route, near_nursery):
+def test_memory_that_a_stopped_peer_cannot_write_by_address_is_freed_with_its_pool(route, near_nursery):
     """By shm a peer writes to its own mapping, by a socket this process does."""
     options = {"routes": (route.partition("-")[0],), "secret": SECRET}
     before = arenas()

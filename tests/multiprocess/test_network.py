@@ -71,7 +71,7 @@ def wired(request: Any, lease: float, near_nursery: Nursery, far_nursery: Nurser
 
 
 @pytest.mark.parametrize("lease", [20.0])
-def test_a_reset_within_a_transfer_is_told_to_both_and_they_meet_again(wired, request):
+def test_both_sides_notice_a_reset_within_a_transfer_and_reconnect(wired, request):
     dice = random.Random(seed_of(request))
     pool = wired.pool
     with reading(pool) as reader:
@@ -115,7 +115,7 @@ def test_a_reset_while_both_wait_ends_every_request(wired):
 
 
 @pytest.mark.parametrize("way", ["both", "up", "down"])
-def test_a_cable_that_goes_silent_is_noticed_by_both_and_forgotten_when_it_works_again(wired, way):
+def test_both_sides_notice_a_silent_cable_and_reconnect_when_it_works_again(wired, way):
     pool = wired.pool
     held = wired.victim("len(pool.alloc(5, instance='survivor'))")
     assert held == pool.audit().hbm.lent == 5
@@ -154,7 +154,7 @@ def test_a_cable_that_goes_silent_is_noticed_by_both_and_forgotten_when_it_works
     pool.free(addrs)
 
 
-def test_a_cable_that_flaps_leaves_nobody_apart(wired, request):
+def test_peers_reconnect_after_a_flapping_cable(wired, request):
     dice = random.Random(seed_of(request))
     pool = wired.pool
     addrs = pool.alloc(4)
@@ -177,7 +177,7 @@ def test_a_cable_that_flaps_leaves_nobody_apart(wired, request):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_connect_does_not_believe_in_a_connection_that_the_peer_has_lost(route, near_nursery, far_nursery):
+def test_connect_does_not_trust_a_connection_that_the_peer_has_lost(route, near_nursery, far_nursery):
     """The peer's goodbye is late: this side still has a connection, of which nothing will come."""
     nursery = far_nursery if route == "sock-tcp" else near_nursery
     with survivor_of(route, nursery) as survivor, Proxy(survivor.address) as proxy, nursery.victim() as victim:
@@ -199,7 +199,7 @@ def test_connect_does_not_believe_in_a_connection_that_the_peer_has_lost(route, 
 
 
 @pytest.mark.parametrize("lease", [60.0])
-def test_a_reader_who_reads_nothing_holds_up_nobody_else(wired, near_nursery, far_nursery):
+def test_a_reader_that_reads_nothing_delays_no_other(wired, near_nursery, far_nursery):
     """A zero window: buffers fill up, and what is sent to the others goes on."""
     nursery = far_nursery if wired.survivor.route == "sock-tcp" else near_nursery
     pool = wired.pool

@@ -112,7 +112,7 @@ SHAPES = {"both ways": (True, True), "there": (True, False), "back": (False, Tru
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_partition_is_noticed_by_both_and_over_when_it_is_over(ends, shape):
+def test_both_sides_notice_a_partition_and_reconnect_when_it_ends(ends, shape):
     there, back = SHAPES[shape]
     assert ends.b("len(pool.alloc(5, instance='a'))") == 5
     ends.cut(a_to_b=there, b_to_a=back)
@@ -133,7 +133,7 @@ def test_a_partition_is_noticed_by_both_and_over_when_it_is_over(ends, shape):
 
 
 @pytest.mark.parametrize("lease", [30.0])
-def test_a_partition_shorter_than_the_lease_loses_nobody_but_time(ends):
+def test_a_partition_shorter_than_the_lease_loses_no_peer(ends):
     for number in range(2, 6):
         ends.cut()
         ends.a("stamp(pool, addrs, number)\nhandle = pool.transfer('b', addrs, timeout=60)", number=number)
@@ -169,7 +169,7 @@ def transfer_when_healed(ends, number, healed):
     assert time.monotonic() - healed < HEALED_SECONDS
 
 
-def test_flapping_leaves_nobody_apart(ends, request):
+def test_peers_reconnect_after_flapping(ends, request):
     dice = random.Random(seed_of(request))
     for flap in range(500 if LONG else 12):
         ends.cut(a_to_b=dice.random() < 0.7, b_to_a=dice.random() < 0.7)

@@ -54,7 +54,7 @@ def test_a_full_receiver_refuses_and_the_sender_keeps_what_it_has(route, nursery
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_an_application_that_never_looks_makes_its_peers_wait_not_fail(route, nursery):
+def test_an_application_that_never_receives_makes_its_peers_wait_not_fail(route, nursery):
     with survivor_of(route, nursery, received_max=5, lease_s=LEASE) as survivor, nursery.victim() as victim:
         survivor.greet(victim)
         pool = survivor.pool
@@ -138,7 +138,7 @@ def start_one(kind, pool, own, theirs, number, dice):
 
 
 @pytest.mark.parametrize("route", ["sock-unix", "sock-tcp"])
-def test_cancelling_within_a_frame_does_not_cost_the_connection(route, nursery, request):
+def test_cancelling_within_a_frame_keeps_the_connection(route, nursery, request):
     """It is finished for the sake of all others: what is lent stays lent, and other transfers go on."""
     dice = random.Random(seed_of(request))
     rounds = 1000 if LONG else 200

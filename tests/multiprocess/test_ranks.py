@@ -1,4 +1,4 @@
-"""Ranks of logical instances in processes of their own: SIGKILL and SIGSTOP of a rank, of a scheduler and of a pool.
+"""Ranks of logical instances in separate processes: SIGKILL and SIGSTOP of a rank, of a scheduler and of a pool.
 
 The instance that survives is here, with its ranks; the other one has a process for its scheduler and for each rank.
 Both send to each other. Every word is one number, so whatever lands in a wrong place, or late, is seen. Their HBM is
@@ -210,7 +210,7 @@ def until_whole(instance: Instance) -> None:
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(tp=2, pp=2), None], ids=["2x2", "one"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_killed_process_leaves_neither_wrong_bytes_nor_blocks(
+def test_a_killed_process_leaves_no_wrong_byte_and_leaks_no_block(
     route: str, parallel: Any, near_nursery: Nursery, request: Any
 ) -> None:
     dice = random.Random(seed_of(request))
@@ -238,7 +238,7 @@ def test_a_killed_process_leaves_neither_wrong_bytes_nor_blocks(
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("role", ROLES)
-def test_a_stopped_process_that_wakes_writes_into_nobodys_blocks(
+def test_a_stopped_process_that_wakes_writes_into_no_reused_block(
     route: str, role: str, near_nursery: Nursery, request: Any
 ) -> None:
     dice = random.Random(seed_of(request))

@@ -12,7 +12,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "logical_instances.py"
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("2x1", "1x2"), ("1x1", "2x1")])
-def test_a_prompt_goes_to_an_instance_that_is_spread_in_another_way(prefill: str, decode: str) -> None:
+def test_a_prompt_is_sent_to_an_instance_with_other_ranks(prefill: str, decode: str) -> None:
     command = [sys.executable, str(EXAMPLE), "--prefill", prefill, "--decode", decode, "--layers", "4"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert run.returncode == 0, run.stderr

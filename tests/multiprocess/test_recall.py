@@ -106,7 +106,7 @@ None
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_borrower_that_does_not_care_loses_them_at_the_deadline(route, borrower):
+def test_a_borrower_that_ignores_the_recall_loses_them_at_the_deadline(route, borrower):
     with pair_of(route, child=borrower) as pair:
         borrow(pair, 3)
         result = pair.a.peers.recall(pair.to_b, 2, timeout=0.5)
@@ -126,7 +126,7 @@ def test_a_borrower_that_does_not_care_loses_them_at_the_deadline(route, borrowe
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_stopped_borrower_delays_nobody_and_wakes_up_without_them(route, borrower):
+def test_a_stopped_borrower_delays_no_one_and_wakes_up_without_them(route, borrower):
     """It is still connected when it wakes up: its lease is long."""
     with pair_of(route, child=borrower, a=LONG, b=LONG) as pair:
         borrow(pair, 2)
@@ -162,7 +162,7 @@ def test_a_borrower_that_is_killed_in_a_recall_leaves_nothing(route, borrower):
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("route", ROUTES)
-def test_an_owner_that_dies_in_a_recall_takes_the_loans_with_it(route, end, borrower):
+def test_an_owner_that_dies_in_a_recall_ends_its_loans(route, end, borrower):
     """The owner is the child here: it is killed, or stopped for longer than the lease, while the recall goes on."""
     with pair_of(route, child=borrower, a=SHORT, b=SHORT, clean=False) as pair:
         lent = pair.a.alloc(2, instance=pair.to_b)
@@ -189,7 +189,7 @@ def test_an_owner_that_dies_in_a_recall_takes_the_loans_with_it(route, end, borr
             eventually(lambda: pair.b("(lambda hbm: hbm.lent + hbm.quarantined)(pool.audit().hbm)") == 0)
 
 
-def test_what_is_not_lent_cannot_be_recalled(borrower):
+def test_blocks_that_are_not_lent_cannot_be_recalled(borrower):
     with pair_of(NEAR, child=borrower) as pair:
         lent = borrow(pair, 1)
         own = pair.a.alloc(1)

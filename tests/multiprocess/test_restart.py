@@ -25,7 +25,7 @@ ROUTES = ["shm", "sock-unix", "sock-tcp"]
 
 @pytest.mark.parametrize("place", ["the same address", "another address"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_server_that_is_restarted_is_met_again_every_time(route, place, near_nursery, far_nursery):
+def test_a_restarted_server_is_reconnected_every_time(route, place, near_nursery, far_nursery):
     nursery = far_nursery if route == "sock-tcp" else near_nursery
     options = {"routes": (route.partition("-")[0],), "secret": SECRET, "lease_s": 20.0}
     where = ""
@@ -68,7 +68,7 @@ def test_a_server_that_is_restarted_is_met_again_every_time(route, place, near_n
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_client_that_comes_back_before_it_was_missed_takes_its_own_place(route, near_nursery, far_nursery):
+def test_a_client_that_returns_before_it_was_missed_takes_its_own_place(route, near_nursery, far_nursery):
     """The old process is stopped, not dead: the newest process under a name is the peer."""
     nursery = far_nursery if route == "sock-tcp" else near_nursery
     with survivor_of(route, nursery, lease_s=30.0) as survivor, reading(survivor.pool) as reader:

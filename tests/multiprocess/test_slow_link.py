@@ -91,7 +91,7 @@ def stamp(pool: kvpool.Pool, addrs: np.ndarray, number: int) -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 @pytest.mark.parametrize("megabytes_per_s", [1, 10, 60] if LONG else [10])
-def test_the_end_of_one_transfer_is_not_the_end_of_the_others(megabytes_per_s, how, request):
+def test_ending_one_transfer_does_not_end_the_others(megabytes_per_s, how, request):
     dice = random.Random(seed_of(request))
     large, small = {1: (20, 2), 10: (32, 8), 60: (128, 8)}[megabytes_per_s]  # more than the kernel takes at once
     ended_early = 0

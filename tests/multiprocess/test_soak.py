@@ -39,7 +39,7 @@ def test_a_soak_leaves_memory_and_descriptors_flat(route, near_nursery: Nursery,
         for one in (a, b):
             one(
                 "import contextlib\nfor peer in pool.peers.list():\n"
-                "    with contextlib.suppress(kvpool.PeerLost):  # the other one has parted just now\n"
+                "    with contextlib.suppress(kvpool.PeerLost):  # the other one has just disconnected\n"
                 "        pool.peers.disconnect(peer.name)"
             )
         for one in (a, b):

@@ -39,9 +39,7 @@ FAR_SECONDS = 120.0  # the lease and the deadlines of those who are stuck: what 
 
 
 @pytest.mark.parametrize("route", STOPS)
-def test_what_a_stopped_sender_still_writes_lands_in_no_block_that_is_used_again(
-    route, near_nursery, far_nursery, request
-):
+def test_late_writes_of_a_stopped_sender_reach_no_block_that_is_reused(route, near_nursery, far_nursery, request):
     dice = random.Random(seed_of(request))
     nursery = far_nursery if route == "sock-tcp" else near_nursery
     with survivor_of(route, nursery) as survivor, reading(survivor.pool) as reader, nursery.victim() as victim:
@@ -93,7 +91,7 @@ def take_all(pool: kvpool.Pool) -> list[int]:
 
 
 @pytest.mark.parametrize("route", ["shm", "cma", "sock-unix", "sock-tcp"])
-def test_nobody_waits_for_a_stopped_receiver_beyond_the_deadline(route, near_nursery, far_nursery):
+def test_no_caller_waits_for_a_stopped_receiver_beyond_the_deadline(route, near_nursery, far_nursery):
     """The lease is longer than the deadlines: the peer is not lost, it only does not answer."""
     nursery = far_nursery if route == "sock-tcp" else near_nursery
     with survivor_of(route, nursery, lease_s=FAR_SECONDS) as survivor, nursery.victim() as victim:
@@ -131,7 +129,7 @@ def test_nobody_waits_for_a_stopped_receiver_beyond_the_deadline(route, near_nur
 
 
 @pytest.mark.parametrize("route", ["shm", "sock-unix"])
-def test_a_receiver_that_sleeps_longer_than_its_lease_is_lost_and_met_again(route, near_nursery):
+def test_a_receiver_that_sleeps_longer_than_its_lease_is_lost_and_reconnected(route, near_nursery):
     options = {"routes": (route.partition("-")[0],), "secret": SECRET}
     with near_nursery.victim() as victim, big_pool(**options, name="a") as pool:
         made = "pool = big_pool(**options, name='b')\npool.peers.listen(where)"
@@ -182,7 +180,7 @@ def test_a_stopped_peer_slows_no_other(near_nursery, far_nursery):
             pool.free(addrs)
 
 
-def test_writes_that_wait_for_a_stopped_peer_keep_no_other_waiting(near_nursery, far_nursery):
+def test_writes_that_wait_for_a_stopped_peer_delay_no_others(near_nursery, far_nursery):
     """Borrowers write its lent blocks without asking it first: its sockets are full, and the writers wait."""
     with (
         survivor_of("sock-tcp", far_nursery, lease_s=FAR_SECONDS, blocks=256) as survivor,

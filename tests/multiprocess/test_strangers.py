@@ -133,7 +133,7 @@ def test_strangers_who_leave_at_any_byte_leave_nothing(survivor):
     assert survivor.pool.peers.list() == []
 
 
-def test_a_version_that_nobody_speaks_is_told_to_both(survivor):
+def test_both_sides_are_told_of_a_version_that_neither_speaks(survivor):
     channel = LOCAL if survivor.route == "sock-unix" else NETWORK
     with contextlib.closing(dial(survivor.address)) as stranger:
         say(stranger, hello(channel=channel, low=7, high=9))
@@ -145,7 +145,7 @@ def test_a_version_that_nobody_speaks_is_told_to_both(survivor):
 
 
 @pytest.mark.parametrize("answer", ["other versions", "garbage", "nothing", "a lie", "silence", "an echo"])
-def test_a_server_that_is_no_pool_is_told_from_one(answer):
+def test_a_server_that_is_not_a_pool_is_recognised(answer):
     kinds = {"nothing": kvpool.PeerLost, "silence": kvpool.DeadlineExceeded}
     with socket.create_server(("127.0.0.1", 0)) as listener, big_pool(secret=SECRET) as pool:
         with pytest.raises(kvpool.PeerLost):
@@ -193,7 +193,7 @@ def test_a_server_that_is_no_pool_is_told_from_one(answer):
         ({"routes": ("shm",)}, kvpool.Unsupported),
     ],
 )
-def test_who_does_not_fit_is_told_why_and_nothing_is_left(changes, error, near_nursery):
+def test_a_peer_that_does_not_fit_is_told_why_and_nothing_is_left(changes, error, near_nursery):
     with survivor_of("sock-unix", near_nursery) as survivor, near_nursery.victim() as victim:
         options = survivor.options | {"name": "victim"} | changes
         with pytest.raises(error):
@@ -243,7 +243,7 @@ def test_bytes_that_change_on_the_way_are_never_delivered(far_nursery, request):
                 "pool.free(addrs)\nerror",
                 number=flip, where=proxy.address,
             )  # fmt: skip
-            # DeadlineExceeded: a length that changed in the greeting, and the rest of that never comes.
+            # DeadlineExceeded: a length changed in the handshake, and the peer waits for bytes that never come.
             expected = kvpool.PeerLost, kvpool.ProtocolError, kvpool.AuthError, kvpool.DeadlineExceeded, type(None)
             assert isinstance(error, expected), error
             proxy.reset()

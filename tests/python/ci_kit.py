@@ -8,16 +8,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTEST = """[doctest] run with "--help" for options
-card fuzz: KVPOOL_SEED=7
+case fuzz: KVPOOL_SEED=7
 ===============================================================================
 peer_metadata_test.cpp:3:
-TEST CASE:  a card is read
+TEST CASE:  a case is read
 
 peer_metadata_test.cpp:4: ERROR: CHECK( one == two ) is NOT correct!
-card fuzz: KVPOOL_SEED=8
+case fuzz: KVPOOL_SEED=8
 ===============================================================================
 peer_metadata_test.cpp:9:
-TEST CASE:  a card that speaks
+TEST CASE:  a case that speaks
 
 peer_metadata_test.cpp:10: MESSAGE: nothing to see
 ===============================================================================

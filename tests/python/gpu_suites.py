@@ -1,6 +1,6 @@
 """The tests of the local API and of transfer, unchanged, with HBM on a GPU: which files, and what may be skipped.
 
-They run in a process of their own, with the fake driver here (`make test`) and with a real one in `make test-gpu`.
+They run in a separate process, with the fake driver here (`make test`) and with a real one in `make test-gpu`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ TRANSFER = [
 # that runs.
 NOT_ON_GPU = {
     "transfer/test_parting.py": {
-        "test_blocks_of_a_killed_peer_that_was_met_over_tcp_are_released_when_it_wrote_by_ucx": "ucx",
+        "test_blocks_of_a_killed_tcp_peer_are_released_when_it_wrote_by_ucx": "ucx",
     },
     "transfer/test_routes.py": {
-        "test_ucx_writes_by_the_lane_that_the_route_is_named_after": "ucx",
+        "test_ucx_writes_by_the_lane_of_the_routes_name": "ucx",
         "test_adopted_memory_travels_by_the_routes_that_reach_it": "cma",
         "test_without_ucx_the_error_says_what_to_install": "ucx",
     },

@@ -120,7 +120,7 @@ class LocalModel(RuleBasedStateMachine):
         return best
 
     def stamp(self, addrs: Any) -> None:
-        """Fills the blocks with numbers of their own; they are active now."""
+        """Fills each block with other numbers; the blocks are active now."""
         for addr in addrs.tolist():
             place = kvpool.decode_address(addr)
             self.active[addr] = next(self.stamps)

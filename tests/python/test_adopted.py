@@ -162,7 +162,7 @@ def test_the_view_of_adopted_memory_is_the_engines_own():
         pool.tensor(HBM)
 
 
-def test_a_pool_over_adopted_memory_evicts_and_makes_room_as_any_other():
+def test_a_pool_over_adopted_memory_evicts_as_any_other():
     with adopting(paged()) as pool:
         for name in range(6):
             pool.insert(prompt(2, name), pool.alloc(2)).close()
@@ -195,7 +195,7 @@ def test_tensors_that_are_not_the_layout_are_refused(tensors, block_dim, text):
         adopting(tensors(), block_dim)
 
 
-def test_a_mismatch_tells_the_bytes():
+def test_the_error_for_a_mismatch_shows_the_bytes():
     with pytest.raises(kvpool.LayoutMismatch) as caught:
         adopting(paged()[:1])
     assert caught.value.offered_bytes == LAYOUT.block_bytes // 2
@@ -238,7 +238,7 @@ def test_tensors_of_more_runs_than_the_layout_has_pieces_are_refused_before_they
         ([bytearray(64)] * 2, kvpool.ArgumentTypeError),
     ],
 )
-def test_what_is_no_tensor_is_refused(hbm, error):
+def test_objects_that_are_no_tensors_are_refused(hbm, error):
     with pytest.raises(error) as caught:
         adopting(hbm)
     assert isinstance(caught.value, kvpool.Error)
@@ -281,7 +281,7 @@ def test_tensors_that_contradict_what_the_layout_declares_are_refused(tensors, b
         assert text in str(caught.value)
 
 
-def test_a_type_that_numpy_does_not_know_may_come_as_bits():
+def test_a_type_that_numpy_lacks_may_be_given_as_bits():
     with adopting([tensor.view(np.uint32) for tensor in paged()]) as pool:
         assert pool.stats().hbm.capacity == BLOCKS
     halves = [np.zeros((BLOCKS, 2, 2, BLOCK, 4), np.uint16) for _ in range(2)]
@@ -328,7 +328,7 @@ def test_a_list_that_changes_afterwards_changes_nothing():
     pool.close()
 
 
-def test_a_pool_that_was_not_made_keeps_nothing():
+def test_a_pool_that_failed_to_be_made_keeps_nothing():
     tensors = [Kept(array) for array in paged()[:1]]
     alive = weakref.ref(tensors[0])
     with pytest.raises(kvpool.LayoutMismatch):
@@ -338,7 +338,7 @@ def test_a_pool_that_was_not_made_keeps_nothing():
     assert alive() is None
 
 
-def test_a_pin_that_is_still_open_keeps_the_pool_but_not_the_tensors_of_a_closed_one():
+def test_an_open_pin_keeps_the_pool_but_not_the_tensors_of_a_closed_one():
     tensors = [Kept(array) for array in paged()]
     alive = weakref.ref(tensors[0])
     pool = adopting(tensors)

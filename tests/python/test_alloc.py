@@ -78,7 +78,7 @@ def test_mixed_is_all_or_nothing_over_both_tiers(pool):
         pool.alloc(6, medium=MIXED)
 
 
-def test_more_than_there_is_names_the_capacity(pool):
+def test_the_error_for_too_many_blocks_names_the_capacity(pool):
     with refused(pool, kvpool.OutOfBlocks, "9 blocks of HBM", requested=9, capacity=8, free=8):
         pool.alloc(9)
 
@@ -139,14 +139,14 @@ def test_mixed_drops_from_dram_before_it_drops_from_hbm(pool):
     assert cached_tokens(pool, prompt(4, 2)) == 1 * BLOCK
 
 
-def test_without_evict_nothing_makes_room(pool):
+def test_without_evict_nothing_is_evicted(pool):
     store(pool, prompt(6))
     with refused(pool, kvpool.OutOfBlocks, "6 evictable", requested=3, free=2, evictable=6, pinned=0):
         pool.alloc(3, evict=False)
     assert len(pool.alloc(2, evict=False)) == 2
 
 
-def test_pinned_blocks_never_make_room(pool):
+def test_pinned_blocks_are_never_evicted(pool):
     store(pool, prompt(6))
     with pool.match(prompt(2)) as hit:
         with refused(pool, kvpool.OutOfBlocks, requested=7, free=2, evictable=4, pinned=2, active=0):

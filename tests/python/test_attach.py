@@ -30,7 +30,7 @@ _numbers = itertools.count(1)
 @pytest.mark.parametrize(
     "listen", [None, "tcp:127.0.0.1:0", "tcp:[::1]:0", ["tcp:127.0.0.1:0", "unix:@kvpool-attach-{pid}-{n}"]]
 )
-def test_every_verb_meets_the_member_that_it_names(url, listen):
+def test_every_verb_connects_to_the_member_that_it_names(url, listen):
     def where() -> Any:
         if not isinstance(listen, list):
             return listen
@@ -56,7 +56,7 @@ def test_every_verb_meets_the_member_that_it_names(url, listen):
         b.free(sent)
 
 
-def test_the_first_fetch_may_know_the_owner_by_the_addresses_alone(url):
+def test_the_first_fetch_may_find_the_owner_by_the_addresses_alone(url):
     with two(url) as (a, b):
         theirs = b.alloc(3)
         held = fill(b, theirs)
@@ -78,12 +78,12 @@ def test_addresses_carry_the_id_that_the_cluster_gave(url):
         assert "a, instance" in repr(attachment)
 
 
-def test_a_name_that_nobody_has_is_told_with_those_that_there_are(url):
+def test_the_error_for_an_unknown_name_lists_the_known_ones(url):
     with two(url) as (a, _), refused(a, PeerLost, "no peer called 'c'", "members of its cluster: b"):
         a.alloc(1, instance="c")
 
 
-def test_members_say_what_they_are(url):
+def test_members_publish_their_role_model_and_layout(url):
     with member(url, "a", small_pool(6, 3, model="m"), role="prefill") as (_, cluster, _attachment):
         (one,) = cluster.members()
         assert (one.name, one.role, one.model, one.hbm_blocks, one.dram_blocks) == ("a", "prefill", "m", 6, 3)
@@ -94,7 +94,7 @@ def test_members_say_what_they_are(url):
 
 
 @pytest.mark.parametrize("changes", [{"kv_heads": 4}, {"kv_heads": 4, "head_dim": 2}, {"pages": "fused"}])
-def test_layouts_that_differ_are_told_when_they_meet(url, changes):
+def test_different_layouts_are_reported_when_members_connect(url, changes):
     other = small_pool(layout=small_layout(**changes))
     with member(url, "a") as (a, *_), member(url, "b", other):
         eventually(lambda: len(a._attachment._members.names()) == 1)
@@ -230,7 +230,7 @@ def test_the_load_goes_out_with_the_heartbeat(url):
 # ---- what the directory tells
 
 
-def test_one_that_came_back_under_its_name_is_met_by_the_next_verb(url):
+def test_a_restarted_member_is_reconnected_by_the_next_verb(url):
     with member(url, "a") as (a, cluster, _):
         own = a.alloc(1)
         instances = set()
@@ -245,7 +245,7 @@ def test_one_that_came_back_under_its_name_is_met_by_the_next_verb(url):
 
 
 @pytest.mark.parametrize("is_back", [True, False])
-def test_who_is_listed_again_is_not_parted_from_for_what_was_before(url, monkeypatch, is_back):
+def test_a_member_that_is_listed_again_is_not_disconnected_for_an_earlier_loss(url, monkeypatch, is_back):
     with two(url) as (a, b):
         own = a.alloc(1)
         stream = a.transfer("b", own, layerwise=True)
@@ -277,7 +277,7 @@ def test_a_caller_that_sees_a_member_may_name_it(url, monkeypatch):
 # ---- its own lease
 
 
-def test_peers_that_have_parted_before_the_loss_is_known_are_met_when_the_lease_is_back(url):
+def test_peers_that_disconnected_before_a_loss_reconnect_when_the_lease_is_back(url):
     with two(url) as (a, b):
         a.transfer("b", a.alloc(1)).wait()
         eventually(lambda: "b" in a._attachment._members._met)
@@ -303,7 +303,7 @@ def test_a_peer_that_has_left_is_not_called_again(url):
         eventually(lambda: attachment._members._met == set())
 
 
-def test_who_leaves_while_its_lease_comes_back_stays_fenced(url, monkeypatch):
+def test_a_member_that_leaves_while_its_lease_comes_back_stays_fenced(url, monkeypatch):
     with two(url) as (a, b):
         own = a.alloc(1)
         attachment = a._attachment
@@ -328,7 +328,7 @@ def test_who_leaves_while_its_lease_comes_back_stays_fenced(url, monkeypatch):
         assert b.peers.list() == []
 
 
-def test_peers_that_are_met_by_name_are_told_like_others(url):
+def test_peers_connected_by_name_are_reported_like_others(url):
     with two(url) as (a, b):
         events: list[tuple[str, str]] = []
         with b.peers.on_change(lambda event: events.append((event.kind, event.name))):
@@ -359,7 +359,7 @@ def test_a_logical_instance_is_attached_by_its_scheduler(url):
                 rank.close()
 
 
-def test_a_forked_child_ends_nobodys_membership(url):
+def test_a_forked_child_ends_no_membership(url):
     with two(url) as (a, b), join(url) as watching:
         child = os.fork()
         if child == 0:

@@ -20,7 +20,7 @@ __all__ = ["url"]
 # ---- leaving
 
 
-def test_a_pool_that_is_closed_leaves(url):
+def test_closing_a_pool_leaves_its_cluster(url):
     with member(url, "a") as (a, *_), join(url) as watching:
         events: list[tuple[str, str]] = []
         with (
@@ -54,7 +54,7 @@ def test_a_member_that_leaves_has_no_peers_and_its_local_verbs_go_on(url):
             attachment.drain(1)
 
 
-def test_a_cluster_that_is_closed_takes_its_pool_with_it_at_once(url):
+def test_closing_a_cluster_detaches_its_pool_at_once(url):
     with join(url, heartbeat=30) as cluster, small_pool() as a, member(url, "b") as (b, *_):
         attachment = a.attach(cluster, name="a")
         eventually(lambda: len(attachment._members.names()) == 1)
@@ -69,7 +69,7 @@ def test_a_cluster_that_is_closed_takes_its_pool_with_it_at_once(url):
         assert isinstance(stream.transfer.exception(30), PeerLost)
 
 
-def test_a_registration_that_leaves_by_itself_takes_its_pool_with_it_at_once(url):
+def test_a_registration_that_leaves_by_itself_detaches_its_pool_at_once(url):
     """Nobody is told by a heartbeat here: the next one comes when the test is long over."""
     with join(url, heartbeat=30) as cluster, small_pool() as a, member(url, "b") as (b, *_):
         attachment = a.attach(cluster, name="a")
@@ -101,7 +101,7 @@ def test_a_pool_whose_attachment_is_closed_in_the_clusters_own_thread_leaves(url
             a.alloc(1, instance="b")
 
 
-def test_a_pool_that_is_dropped_leaves(url):
+def test_dropping_a_pool_leaves_its_cluster(url):
     with join(url) as watching, join(url) as cluster:
         pool = small_pool()
         pool.attach(cluster, name="dropped")
@@ -114,7 +114,7 @@ def test_a_pool_that_is_dropped_leaves(url):
 # ---- draining
 
 
-def test_a_member_that_drains_is_there_until_its_transfers_have_ended(url):
+def test_a_draining_member_stays_until_its_transfers_have_ended(url):
     with two(url) as (a, b), join(url) as watching:
         own = a.alloc(1)
         stream = a.transfer("b", own, layerwise=True)
@@ -132,7 +132,7 @@ def test_a_member_that_drains_is_there_until_its_transfers_have_ended(url):
         eventually(lambda: blocks_at_peers(a) == blocks_at_peers(b) == 0)
 
 
-def test_a_drain_begins_to_wait_when_the_others_can_know_of_it(url, monkeypatch):
+def test_a_drain_waits_only_after_the_others_can_know_of_it(url, monkeypatch):
     def is_cut_off(record: kvpool.Member) -> None:
         raise Unreachable("the test has cut it off")
 
@@ -147,7 +147,7 @@ def test_a_drain_begins_to_wait_when_the_others_can_know_of_it(url, monkeypatch)
         eventually(lambda: names(watching) == [])
 
 
-def test_a_drain_ends_when_somebody_else_has_the_name(url, monkeypatch):
+def test_a_drain_ends_when_another_member_has_the_name(url, monkeypatch):
     """It was stopped, and hears only while it drains that others consider it lost: nobody listens by then."""
 
     def is_cut_off(record: kvpool.Member) -> None:
@@ -173,7 +173,7 @@ def test_a_drain_ends_when_somebody_else_has_the_name(url, monkeypatch):
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "soon", True])
-def test_a_drain_needs_a_timeout_that_is_one(url, timeout):
+def test_a_drain_needs_a_valid_timeout(url, timeout):
     with member(url, "a") as (_, cluster, attachment), pytest.raises((ArgumentError, ArgumentTypeError)):
         attachment.drain(timeout)
     assert cluster.closed

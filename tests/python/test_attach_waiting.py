@@ -98,7 +98,7 @@ def thread_with_the_table(request):
 
 
 @pytest.mark.parametrize("what", ["cluster", "attachment"])
-def test_a_finalizer_in_a_thread_that_has_the_table_of_members_waits_for_nobody(url, thread_with_the_table, what):
+def test_a_finalizer_in_a_thread_that_holds_the_table_of_members_does_not_wait(url, thread_with_the_table, what):
     """While the cluster's own thread, which paints the view, waits for that table."""
     with join(url) as watching, member(url, "a") as (a, cluster, attachment):
         eventually(lambda: names(watching) == ["a"])
@@ -106,14 +106,14 @@ def test_a_finalizer_in_a_thread_that_has_the_table_of_members_waits_for_nobody(
         table, wanted = attachment._members, Wanted(attachment._members._lock)
         late = join(url)
 
-        def close_when_the_board_waits() -> None:
+        def close_when_the_view_waits() -> None:
             wanted.by.clear()
             late.register(name="late", role="both", incarnation=7)
             eventually(lambda: "kvpool-cluster" in wanted.by)
             drop(closing.close)
             gc.collect()
 
-        once = Once(close_when_the_board_waits)
+        once = Once(close_when_the_view_waits)
 
         def happens() -> None:
             if threading.current_thread().name == thread_with_the_table:
@@ -196,7 +196,7 @@ def test_callbacks_of_a_pool_that_close_it_at_once_do_not_wait_for_each_other(ur
         eventually(lambda: not any(handle._thread.is_alive() for handle in handles))
 
 
-class OfTheBoard(dict):
+class OfTheView(dict):
     """The view's members: the first reader, who has the lock of the view, is interrupted."""
 
     def __init__(self, members: dict[str, kvpool.Member], happens: Callable[[], object]) -> None:
@@ -224,7 +224,7 @@ def by_collection(close: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("how", [by_signal, by_collection])
-def test_closing_in_the_middle_of_a_look_at_the_members_waits_for_nobody(url, how):
+def test_closing_while_the_members_are_read_does_not_wait(url, how):
     with join(url) as watching, member(url, "a") as (a, cluster, attachment):
         eventually(lambda: names(watching) == ["a"])
         took: list[float] = []
@@ -237,7 +237,7 @@ def test_closing_in_the_middle_of_a_look_at_the_members_waits_for_nobody(url, ho
 
         view = cluster._view
         with view._changed:
-            view._members = OfTheBoard(view._members, lambda: how(close))
+            view._members = OfTheView(view._members, lambda: how(close))
         cluster.members()
         assert attachment.closed
         assert took[0] < HUNG
@@ -246,7 +246,7 @@ def test_closing_in_the_middle_of_a_look_at_the_members_waits_for_nobody(url, ho
         assert not cluster._loop._thread.is_alive()
 
 
-def test_a_finalizer_under_a_lock_that_a_callback_wants_waits_for_nobody(url):
+def test_a_finalizer_under_a_lock_that_a_callback_wants_does_not_wait(url):
     """A lock of the application: what the garbage collector runs does not know that its thread has it."""
     with join(url) as cluster:
         lock, heard = threading.Lock(), threading.Event()
@@ -289,7 +289,7 @@ def test_a_cluster_that_is_closed_while_it_registers_has_no_member(url, monkeypa
         eventually(lambda: names(watching) == [])
 
 
-def test_a_state_that_a_handler_of_a_signal_publishes_is_not_lost(url):
+def test_a_state_that_a_signal_handler_publishes_is_not_lost(url):
     """SIGTERM drains, in the thread that is just publishing something else."""
     with join(url) as watching, join(url) as cluster:
         reg = cluster.register(name="a", role="both", incarnation=1)
@@ -314,7 +314,7 @@ def test_a_cluster_that_is_dropped_ends_its_callbacks(url):
     eventually(lambda: not thread.is_alive())
 
 
-def test_who_may_wait():
+def test_may_wait_is_false_under_a_lock_and_in_a_finalizer():
     assert waiting.may_wait()
     with waiting.busy, waiting.busy:
         assert not waiting.may_wait()

@@ -35,7 +35,7 @@ ADDRESSES = [
 
 @pytest.mark.parametrize(("kind", "error", "text"), ADDRESSES, ids=[kind for kind, *_ in ADDRESSES])
 @pytest.mark.parametrize("form", [list, tuple, np.array], ids=["list", "tuple", "numpy"])
-def test_free_takes_valid_addresses_only(setting, kind, error, text, form):
+def test_free_accepts_only_valid_addresses(setting, kind, error, text, form):
     wrong = getattr(setting, kind)
     given = [*setting.mine[:2], wrong] if form is not np.array else np.array([*setting.mine[:2], wrong], np.uint64)
     with refused(setting.pool, error, text, wrong, "position 2", address=wrong, position=2):
@@ -44,7 +44,7 @@ def test_free_takes_valid_addresses_only(setting, kind, error, text, form):
 
 
 @pytest.mark.parametrize(("kind", "error", "text"), ADDRESSES, ids=[kind for kind, *_ in ADDRESSES])
-def test_swap_in_takes_valid_addresses_only(setting, kind, error, text):
+def test_swap_in_accepts_only_valid_addresses(setting, kind, error, text):
     wrong = getattr(setting, kind)
     with refused(setting.pool, error, text, address=wrong, position=1):
         setting.pool.swap_in([setting.cached[0], wrong])
@@ -53,7 +53,7 @@ def test_swap_in_takes_valid_addresses_only(setting, kind, error, text):
 @pytest.mark.parametrize(
     ("kind", "error", "text"), [row for row in ADDRESSES if row[0] != "foreign"], ids=lambda value: str(value)[:10]
 )
-def test_insert_takes_valid_addresses_only(setting, kind, error, text):
+def test_insert_accepts_only_valid_addresses(setting, kind, error, text):
     wrong = getattr(setting, kind)
     for position in range(3):
         addrs = setting.mine[:2]
@@ -64,12 +64,12 @@ def test_insert_takes_valid_addresses_only(setting, kind, error, text):
             setting.pool.batch.insert([(prompt(1, 5), setting.mine[2:]), (prompt(3, 4), addrs)])
 
 
-def test_cached_blocks_are_not_the_callers_to_free(setting):
+def test_the_caller_cannot_free_cached_blocks(setting):
     with refused(setting.pool, kvpool.StateError, "delete", address=setting.cached[0], position=1):
         setting.pool.free([setting.mine[0], setting.cached[0]])
 
 
-def test_an_address_stands_once_in_a_list(setting):
+def test_a_list_names_an_address_once(setting):
     first, second, third = setting.mine
     for addrs, position in (([first, first], 1), ([first, second, third, second], 3), ([third, first, third], 2)):
         with refused(setting.pool, kvpool.ArgumentError, "twice", address=addrs[position], position=position):
@@ -140,7 +140,7 @@ def test_an_address_fits_64_unsigned_bits(setting, value):
             call([setting.mine[0], value])
 
 
-def test_an_address_of_another_pool_is_not_taken_for_an_own_one():
+def test_an_address_of_another_pool_is_not_taken_for_a_local_one():
     with small_pool(audit=False) as pool, small_pool(audit=False) as other:
         addrs, theirs = pool.alloc(4), other.alloc(4)
         with refused(other, kvpool.StaleAddress, "another pool"):

@@ -85,7 +85,7 @@ def test_a_huge_count_evicts_and_moves_what_there_is(setting):
         (True, kvpool.ArgumentTypeError),
     ],
 )
-def test_a_medium_is_one_that_verbs_know(setting, medium, error):
+def test_a_medium_must_be_known_to_the_verb(setting, medium, error):
     pool = setting.pool
     for call in (
         lambda: pool.alloc(1, medium=medium),
@@ -97,7 +97,7 @@ def test_a_medium_is_one_that_verbs_know(setting, medium, error):
             call()
 
 
-def test_the_memory_of_two_media_is_not_one(setting):
+def test_two_media_have_separate_memory(setting):
     for call in (setting.pool.tensor, setting.pool.arena):
         with refused(setting.pool, kvpool.ArgumentError, "8", value=8):
             call(MIXED)
@@ -199,7 +199,7 @@ def test_a_pool_is_made_of_what_makes_sense(arguments, error, text):
         kvpool.Pool(**({"layout": small_layout(), "hbm_blocks": 4, "dram_blocks": 4} | arguments))
 
 
-def test_an_arena_that_does_not_fit_in_memory_is_refused_with_nothing_left_behind():
+def test_an_arena_that_does_not_fit_in_memory_is_refused_and_leaves_nothing():
     run_script("""
 import os
 from pathlib import Path

@@ -63,7 +63,7 @@ FILES = {"test_it.py": SKIPPING, "test_whole.py": SKIPPED_WHOLE}
 
 
 @WAYS
-def test_a_skip_without_a_good_reason_fails_in_ci_and_is_told_again(tmp_path, options):
+def test_a_skip_without_a_good_reason_fails_in_ci_and_is_reported_again(tmp_path, options):
     """One of a test, and one of a whole file."""
     report = tmp_path / "reports" / "python.xml"
     options = ("--continue-on-collection-errors", f"--junitxml={report}", *options)
@@ -184,7 +184,7 @@ def test_every_part_is_run_and_reported(tmp_path):
     assert reports == {f"cpp-it-{part}of3.txt": f"shard {part}/3\n" for part in (1, 2, 3)}
 
 
-def test_a_part_that_fails_keeps_no_other_from_running(tmp_path):
+def test_a_failed_part_does_not_stop_the_others(tmp_path):
     run, reports = run_parts(tmp_path, 'test "$KVPOOL_SHARD" != 1/3')
     assert run.returncode == 1
     assert len(reports) == 3
@@ -197,7 +197,7 @@ def test_a_part_that_dies_says_so(tmp_path):
     assert "ended by signal 11" in reports["cpp-it-2of3.txt"]
 
 
-def test_a_part_that_hangs_is_killed_with_what_it_started(tmp_path):
+def test_a_part_that_hangs_is_killed_with_its_children(tmp_path):
     hangs = 'test "$KVPOOL_SHARD" != 2/3 || { trap "echo it was here; exit 0" TERM; sleep 600 & wait; }'
     run, reports = run_parts(tmp_path, hangs, seconds=3)
     assert run.returncode == 1
@@ -210,18 +210,18 @@ def failures(folder: Path) -> str:
     return subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=True).stdout
 
 
-def test_what_failed_in_cpp_is_told_again(tmp_path):
+def test_cpp_failures_are_repeated(tmp_path):
     (tmp_path / "cpp-asan-1of2.txt").write_text(DOCTEST)
     told = failures(tmp_path)
     assert "== cpp-asan-1of2.txt: 1 failed" in told
-    assert "a card is read" in told
+    assert "a case is read" in told
     assert "CHECK( one == two ) is NOT correct!" in told
-    assert "a card that speaks" not in told
+    assert "a case that speaks" not in told
     assert "KVPOOL_SEED" not in told
 
 
 def test_a_cpp_run_that_died_shows_its_last_words(tmp_path):
-    (tmp_path / "cpp-asan-2of2.txt").write_text("card fuzz: KVPOOL_SEED=7\nSegmentation fault\n")
+    (tmp_path / "cpp-asan-2of2.txt").write_text("case fuzz: KVPOOL_SEED=7\nSegmentation fault\n")
     assert failures(tmp_path).strip() == "== cpp-asan-2of2.txt: 1 failed\nSegmentation fault"
 
 

@@ -27,7 +27,7 @@ def test_make_test_builds_the_cpp_tests_for_the_two_sanitizers_alone():
 SKIPS = r"doctest::skip|kSanitized|model_length|^#ifdef __SANITIZE_ADDRESS__$"
 
 
-def test_what_a_sanitizer_leaves_out_is_run_without_one():
+def test_tests_that_a_sanitizer_leaves_out_run_without_one():
     assert "cpp-plain" in makefile("TEST_STEPS").split()
     assert "kvpool_plain_tests" in recipe_of("cpp-plain")
     cmake = (ROOT / "CMakeLists.txt").read_text()
@@ -64,7 +64,7 @@ def test_the_sanitizers_compile_few_files():
     assert "KVPOOL_UNITY=$(UNITY)" in makefile("MODULE_tests")
 
 
-def test_the_module_of_the_tests_is_not_optimised_as_a_users_is():
+def test_the_module_of_the_tests_is_optimised_less_than_a_users():
     """Optimised across files it took half of the time that all of `make test` may take."""
     for setting in ("-DKVPOOL_LTO=OFF", "-DKVPOOL_OPTIMISE=-O1"):
         assert setting in makefile("MODULE_tests")
@@ -77,7 +77,7 @@ def test_the_module_of_the_tests_is_not_optimised_as_a_users_is():
         assert re.search(rf"^{target}:.*\$\(DONE\)/module-release ", text, re.MULTILINE), target
 
 
-def test_what_pip_installs_is_installed_while_the_compiler_works():
+def test_pip_installs_while_the_compiler_works():
     assert "-j2 $(DONE)/requirements $(DONE)/module-tests" in recipe_of("set-up")
     listed = subprocess.run(
         [sys.executable, ROOT / "tools" / "requirements.py", "demo", "test", "dev"],

@@ -32,7 +32,7 @@ def test_info_says_where_a_setting_came_from(capsys, monkeypatch):
     assert {"name": "policy", "value": "lfu", "source": "environment KVPOOL_POLICY"} in facts["settings"]
 
 
-def test_info_says_which_ucx_there_is_or_why_none(capsys, monkeypatch):
+def test_info_names_the_ucx_found_or_why_there_is_not_one(capsys, monkeypatch):
     monkeypatch.setenv("KVPOOL_UCX", "/nowhere")
     run = subprocess.run([sys.executable, "-m", "kvpool", "info"], capture_output=True, text=True, check=True)
     assert "/nowhere" in run.stdout
@@ -62,7 +62,7 @@ def test_a_bad_setting_is_one_line_and_status_2(capsys, monkeypatch):
     assert captured.err.count("\n") == 1
 
 
-def test_version_is_told(capsys):
+def test_version_is_printed(capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(["--version"])
     assert left.value.code == 0

@@ -60,7 +60,7 @@ def test_cluster_prints_json(url, members, capsys):
     assert all(one["layout"]["kv_heads"] == 2 and one["seen_for_s"] >= 0 for one in facts)
 
 
-def test_an_empty_cluster_and_a_wrong_place_are_told(url, capsys):
+def test_an_empty_cluster_and_a_wrong_url_are_reported(url, capsys):
     assert cli.main(["cluster", url]) == 0
     assert "no members" in capsys.readouterr().out
     assert cli.main(["cluster", "ftp://x"]) == 2
@@ -77,7 +77,7 @@ def unreachable(request):
 
 
 @pytest.mark.parametrize("command", ["cluster", "top"])
-def test_an_etcd_that_does_not_answer_is_told_in_a_line(unreachable, command, capfd):
+def test_an_etcd_that_does_not_answer_is_reported_in_a_line(unreachable, command, capfd):
     if command == "top":
         pytest.importorskip("rich", reason="rich is not installed")
     assert cli.main([command, unreachable, "--timeout", "0.5"]) == 2
@@ -88,7 +88,7 @@ def test_an_etcd_that_does_not_answer_is_told_in_a_line(unreachable, command, ca
     assert all(thread.name != "kvpool-etcd" for thread in threading.enumerate())
 
 
-def test_a_cluster_is_forgotten_when_nobody_is_there(url, capsys):
+def test_a_cluster_without_members_can_be_forgotten(url, capsys):
     name = url.removeprefix("local://")
     with kvpool.Cluster.join(url) as cluster:
         cluster.register(name="first", role="both", incarnation=1)

@@ -16,7 +16,7 @@ def loaded(tmp_path=None, toml=None, environment=None, **arguments):
     return config.load_with_sources(environment=environ, **arguments)
 
 
-def test_without_anything_the_defaults_hold():
+def test_the_defaults_hold_without_settings():
     result = loaded()
     assert result.settings == Settings()
     assert set(result.sources.values()) == {"default"}
@@ -80,7 +80,7 @@ def test_a_bad_variable_is_named(environment, message):
         loaded(environment=environment)
 
 
-def test_text_numbers_and_lists_come_from_anywhere(tmp_path):
+def test_text_numbers_and_lists_come_from_any_source(tmp_path):
     toml = 'name = "a"\nroutes = ["shm", "sock", "shm"]\nlease_s = 1\n'
     settings = loaded(tmp_path, toml).settings
     assert (settings.name, settings.routes, settings.lease_s) == ("a", ("shm", "sock"), 1.0)
@@ -109,7 +109,7 @@ def test_text_numbers_and_lists_have_their_types(wrong):
         Settings(**wrong)
 
 
-def test_variables_of_others_are_left_alone():
+def test_variables_of_other_programs_are_left_alone():
     foreign = {"KVPOOL_PORT": "tcp://10.0.0.1:80", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_CI": "1"}
     assert loaded(environment=foreign).settings == Settings()
 
@@ -163,7 +163,7 @@ def test_an_unknown_argument_is_named():
         ({"x": 1}, "'x' is unknown; the arguments are layout, hbm_blocks, .*, parallel; the settings are policy, "),
     ],
 )
-def test_a_misspelt_argument_of_a_pool_is_told_from_a_setting(misspelt, message):
+def test_a_misspelt_argument_of_a_pool_is_not_taken_for_a_setting(misspelt, message):
     with pytest.raises(errors.ArgumentError, match=message) as caught:
         kvpool.Pool(kvpool.RawLayout(64), **misspelt)
     assert "self" not in str(caught.value)
@@ -185,7 +185,7 @@ def test_settings_check_their_values_when_made_directly():
     [("nccl_pass_bytes", (1 << 20) - 1), ("nccl_pass_bytes", (256 << 20) + 1), ("nccl_init_s", 0.0),
      ("nccl_thread_blocks", -1), ("nccl_thread_blocks", 65)],
 )  # fmt: skip
-def test_what_nccl_may_take_has_its_limits(name, wrong):
+def test_the_settings_of_nccl_have_limits(name, wrong):
     with pytest.raises(errors.ArgumentError, match=name):
         Settings(**{name: wrong})
 

@@ -34,7 +34,7 @@ def test_the_linked_runtime_is_not_seen_from_outside(symbol):
         getattr(ctypes.CDLL(_core.__file__), symbol)
 
 
-def test_info_says_what_the_kernels_are_for(capsys):
+def test_info_says_which_gpus_the_kernels_are_for(capsys):
     build = _core.build_info()
     assert bool(build["cuda_kernels"]) == bool(build["cuda_compiler"])
     assert cli.main(["info"]) == 0

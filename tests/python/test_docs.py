@@ -56,7 +56,7 @@ def with_fences(info: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("path", with_fences("python"), ids=name_of)
-def test_the_code_runs_and_prints_what_is_said(path, clean_environment):
+def test_the_code_runs_and_prints_what_the_page_shows(path, clean_environment):
     namespace = {"__name__": "__main__"}
     printed = ""
     for fence in fences(path.read_text()):
@@ -78,7 +78,7 @@ def test_every_code_fence_names_its_language(path):
 
 
 @pytest.mark.parametrize("path", with_fences("toml"), ids=name_of)
-def test_a_settings_file_that_is_shown_can_be_loaded(path, tmp_path):
+def test_the_settings_files_in_the_documents_can_be_loaded(path, tmp_path):
     file = tmp_path / "config.toml"
     for fence in fences(path.read_text()):
         if fence.info == "toml":
@@ -107,7 +107,7 @@ def anchors(markdown: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", LINKED, ids=name_of)
-def test_relative_links_lead_somewhere(path):
+def test_relative_links_have_a_target(path):
     for target in links(path.read_text()):
         if re.match(r"[a-z]+:", target):
             continue
@@ -135,7 +135,7 @@ def numbered_in_sources() -> set[str]:
     return numbers
 
 
-def test_every_invariant_is_listed_and_no_other():
+def test_exactly_the_invariants_of_the_code_are_listed():
     listed = re.findall(r"^\| ([A-Z]\d+) \|", INVARIANTS.read_text(), re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert set(listed) == numbered_in_sources()

@@ -40,7 +40,7 @@ def engine_pool() -> Iterator[Pool]:
 # ---- the states
 
 
-def test_the_pool_mirrors_what_the_engine_takes_and_gives_back(engine_pool):
+def test_the_pool_mirrors_the_blocks_that_the_engine_takes_and_gives_back(engine_pool):
     addrs = engine_pool.adopt([4, 2, 5])
     assert kvpool.block_ids(addrs).tolist() == [4, 2, 5]
     assert engine_pool.stats().hbm.active == 3
@@ -51,7 +51,7 @@ def test_the_pool_mirrors_what_the_engine_takes_and_gives_back(engine_pool):
         engine_pool.free(addrs[:1])
 
 
-def test_the_engine_cannot_take_what_it_has(engine_pool):
+def test_the_engine_cannot_take_a_block_twice(engine_pool):
     engine_pool.adopt([1])
     with refused(engine_pool, kvpool.StateError, "active", block=1, position=1):
         engine_pool.adopt([2, 1])
@@ -116,7 +116,7 @@ def test_nothing_cached_moves_into_or_out_of_the_engines_blocks(engine_pool):
     assert engine_pool.evict(2, medium=HBM) == 0
 
 
-def test_peers_neither_borrow_nor_are_lent_what_the_engine_may_take(engine_pool):
+def test_peers_never_borrow_blocks_that_the_engine_may_take(engine_pool):
     with Pool(LAYOUT, dram_blocks=6, name="peer", huge_pages="never") as peer:
         name = peer.peers.connect(engine_pool.peers.listen(address_of("loopback")))
         blocks = peer.alloc(2, medium=DRAM)
@@ -210,7 +210,7 @@ def recipe(clean_environment: None) -> Iterator[dict[str, Any]]:
         namespace[name].close()
 
 
-def test_the_documented_recipe_serves_no_byte_of_an_engine_that_reuses_blocks_at_once(recipe, capsys):
+def test_the_documented_recipe_serves_no_wrong_byte_if_an_engine_reuses_blocks_at_once(recipe, capsys):
     engine, store, save, load = recipe["engine"], recipe["store"], recipe["save"], recipe["load"]
     reusing = ReusingEngine(recipe["layers"])
     assert engine.stats().hbm.active == 0  # the guide has given all back
@@ -256,7 +256,7 @@ def test_the_recipe_leaves_nothing_behind_when_it_fails(recipe):
     assert engine.stats().hbm.active == 0
 
 
-def test_a_save_of_what_the_engine_gave_back_too_early_stores_nothing(recipe):
+def test_saving_blocks_that_the_engine_gave_back_too_early_stores_nothing(recipe):
     engine, store, save = recipe["engine"], recipe["store"], recipe["save"]
     addrs = engine.adopt([5])
     engine.free(addrs)

@@ -26,7 +26,7 @@ def test_every_error_is_an_error_of_kvpool(kind):
         (errors.DeadlineExceeded, TimeoutError),
     ],
 )
-def test_an_error_is_caught_as_what_it_also_is(kind, builtin):
+def test_an_error_is_caught_as_its_builtin_type_too(kind, builtin):
     with pytest.raises(builtin):
         raise kind("wrong")
 
@@ -59,7 +59,7 @@ def test_the_tree_at_the_top_of_the_file_names_every_error():
 
 
 @pytest.mark.parametrize("kind", [errors.OutOfMemory, errors.DeviceLost, errors.Unsupported, errors.RouteFailed])
-def test_the_cuda_drivers_number_is_declared_wherever_it_may_be(kind):
+def test_the_cuda_drivers_code_is_declared_on_every_error_that_may_have_it(kind):
     """CudaDriver::require (cuda/driver.cpp) fills it, and write_by (routes/route_choice.cpp) hands it on."""
     assert "driver_code" in kind.__annotations__
 

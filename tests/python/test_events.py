@@ -18,7 +18,7 @@ def pool():
         yield pool
 
 
-def test_an_insertion_is_told_with_its_whole_prefix(pool):
+def test_an_insertion_is_reported_with_its_whole_prefix(pool):
     first = store(pool, prompt(2), namespace="n")
     with pool.subscribe() as stream:
         with pool.insert(prompt(4), np.r_[first, pool.alloc(2)], namespace="n") as held:
@@ -31,7 +31,7 @@ def test_an_insertion_is_told_with_its_whole_prefix(pool):
         assert event.addrs.tolist() == held.addrs[2:].tolist()
 
 
-def test_what_was_there_before_is_not_told(pool):
+def test_prompts_cached_before_the_subscription_are_not_reported(pool):
     store(pool, prompt(2))
     with pool.subscribe() as stream:
         store(pool, prompt(2))
@@ -39,7 +39,7 @@ def test_what_was_there_before_is_not_told(pool):
         assert stream.drain() == []
 
 
-def test_evictions_and_deletions_are_told_with_where_the_blocks_lay(pool):
+def test_evictions_and_deletions_are_reported_with_the_place_of_the_blocks(pool):
     addrs = store(pool, prompt(3))
     with pool.subscribe() as stream:
         pool.evict(1, medium=HBM)
@@ -53,7 +53,7 @@ def test_evictions_and_deletions_are_told_with_where_the_blocks_lay(pool):
     assert [len(event.tokens) for event in events] == [3 * BLOCK, 2 * BLOCK]
 
 
-def test_moves_are_told_in_both_directions(pool):
+def test_moves_are_reported_in_both_directions(pool):
     addrs = store(pool, prompt(3))
     with pool.subscribe() as stream:
         down = pool.swap_out(2)
@@ -131,7 +131,7 @@ def test_a_stream_can_begin_with_what_is_cached(pool):
         assert stream.lost == 0
 
 
-def test_a_reader_that_lost_events_starts_again_from_a_whole_picture(pool):
+def test_a_reader_that_lost_events_starts_again_from_a_snapshot(pool):
     index = kvpool.InstanceIndex(BLOCK)
     with pool.subscribe(capacity_tokens=2 * BLOCK) as stream:
         for name in range(6):
@@ -167,7 +167,7 @@ def test_the_stream_of_a_closed_pool_says_so(pool):
     stream.close()
 
 
-def test_a_stream_that_is_dropped_costs_nothing_more(pool):
+def test_dropping_a_stream_ends_its_cost(pool):
     streams = [pool.subscribe() for _ in range(10)]
     del streams
     gc.collect()
@@ -177,7 +177,7 @@ def test_a_stream_that_is_dropped_costs_nothing_more(pool):
         assert len(stream.drain()) == 1
 
 
-def test_events_stay_true_after_the_pool_is_gone():
+def test_events_stay_valid_after_the_pool_is_gone():
     pool = small_pool()
     with pool.subscribe() as stream:
         store(pool, prompt(2))

@@ -16,7 +16,7 @@ def pool():
         yield pool
 
 
-def test_a_prompt_that_is_cached_whole(pool):
+def test_a_completely_cached_prompt(pool):
     addrs = store(pool, prompt(3))
     report = pool.explain_match(prompt(3))
     assert isinstance(report, kvpool.MatchReport)
@@ -32,7 +32,7 @@ def test_tokens_that_do_not_fill_a_block(pool):
     assert "What is left (3) does not fill a block of 4; 3 of it agree" in str(report)
 
 
-def test_a_prompt_that_goes_on_differently(pool):
+def test_a_prompt_that_diverges(pool):
     store(pool, prompt(3))
     tokens = prompt(3)
     tokens[6] = 99
@@ -41,14 +41,14 @@ def test_a_prompt_that_goes_on_differently(pool):
     assert "token 6 is the first" in str(report)
 
 
-def test_a_prompt_that_is_longer_than_what_is_cached(pool):
+def test_a_prompt_that_is_longer_than_the_cached_one(pool):
     store(pool, prompt(2))
     report = pool.explain_match(prompt(3))
     assert (report.reason, report.matched_tokens) == ("nothing_beyond", 2 * BLOCK)
     assert "No cached prompt goes beyond token 8" in str(report)
 
 
-def test_a_namespace_that_holds_nothing(pool):
+def test_an_empty_namespace(pool):
     store(pool, prompt(2))
     report = pool.explain_match(prompt(3), namespace="lora")
     assert (report.reason, report.matched_tokens) == ("no_namespace", 0)
@@ -97,7 +97,7 @@ def test_looking_changes_nothing(pool):
     assert pool.explain_match(prompt(2, 1)).matched_tokens == 0  # it was not used
 
 
-def test_it_says_what_match_finds(pool):
+def test_explain_agrees_with_match(pool):
     random = np.random.default_rng(15)
     for _ in range(100):
         store(pool, np.repeat(random.integers(0, 2, random.integers(1, 4)), BLOCK), evict=True)

@@ -16,7 +16,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return forked.run(code, timeout=60, environment=os.environ | variables)
 
 
-def test_what_a_fork_prints_and_how_it_ends_is_told():
+def test_the_output_and_exit_of_a_fork_are_reported():
     said = run("import sys\nprint(__name__)\nprint('oh', file=sys.stderr)\nsys.exit(3)")
     assert (said.returncode, said.stdout, said.stderr) == (3, "__main__\n", "oh\n")
     said = run("import atexit\natexit.register(print, 'over')\n1 / 0")
@@ -42,7 +42,7 @@ print(os.environ["FORKED"], os.environ.get("KVPOOL_LONG"), os.getcwd())
 """
 
 
-def test_a_fork_has_nothing_of_those_that_live_beside_it(tmp_path, monkeypatch):
+def test_a_fork_shares_nothing_with_those_that_run_beside_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = f"4 1 1\nmine None {tmp_path}\n"  # the fourth is of the look itself
     environment = {name: value for name, value in os.environ.items() if name != "KVPOOL_LONG"} | {"FORKED": "mine"}
@@ -56,7 +56,7 @@ def test_a_fork_has_nothing_of_those_that_live_beside_it(tmp_path, monkeypatch):
     assert child.process.returncode == 0
 
 
-def test_a_child_that_is_killed_has_ended_and_its_pid_is_told():
+def test_a_killed_child_has_ended_and_its_pid_is_reported():
     child = Child()
     assert child("os.getpid()") == child.process.pid
     assert child.process.poll() is None

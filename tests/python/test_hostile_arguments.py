@@ -339,7 +339,7 @@ def test_the_exception_of_an_argument_is_the_cause_and_ctrl_c_is_not_swallowed()
                 call(Interrupted())
 
 
-def test_lengths_that_nobody_has_are_refused_with_their_number():
+def test_impossible_lengths_are_refused_with_their_number():
     with small_pool() as pool:
         with refused(pool, kvpool.ArgumentError, 2**62, given=2**62, maximum=1 << 20):
             pool.batch.match(Sized(2**62))

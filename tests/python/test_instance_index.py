@@ -33,7 +33,7 @@ def test_inserting_again_adds_nothing(index):
     assert index.insert(prompt(4), 1) == 1
 
 
-def test_beyond_its_largest_size_it_forgets_what_is_longest_unused():
+def test_beyond_its_largest_size_it_forgets_the_longest_unused():
     index = kvpool.InstanceIndex(BLOCK, blocks_max=6)
     index.insert(prompt(3, 1), 1)
     index.insert(prompt(3, 2), 2, lasting=True)
@@ -49,7 +49,7 @@ def test_beyond_its_largest_size_it_forgets_what_is_longest_unused():
     assert (kvpool.InstanceIndex(BLOCK).blocks_max, kvpool.InstanceIndex(BLOCK).evicted) == (None, 0)
 
 
-def test_what_does_not_fill_a_block_is_ignored(index):
+def test_tokens_that_do_not_fill_a_block_are_ignored(index):
     assert index.insert(prompt(2)[:-1], 1) == 1
     assert index.match(prompt(2)) == [(1, BLOCK)]
 
@@ -77,7 +77,7 @@ def test_an_instance_that_is_gone_holds_nothing(index):
     index.audit()
 
 
-def test_what_is_not_used_expires(index):
+def test_unused_pages_expire(index):
     index.insert(prompt(2, 1), 1, now=10)
     index.insert(prompt(2, 2), 1, now=20)
     index.insert(prompt(2, 3), 2, now=20)
@@ -91,7 +91,7 @@ def test_what_is_not_used_expires(index):
     assert len(index) == 0
 
 
-def test_what_lasts_does_not_expire(index):
+def test_lasting_pages_do_not_expire(index):
     index.insert(prompt(2), 1, now=10, lasting=True)
     index.insert(prompt(3), 1, now=20)
     index.insert(prompt(2), 2, now=20)
@@ -101,7 +101,7 @@ def test_what_lasts_does_not_expire(index):
     index.audit()
 
 
-def test_a_match_as_arrays_says_the_same(index):
+def test_a_match_as_arrays_has_the_same_contents(index):
     for instance, blocks in ((3, 2), (1, 4), (2, 4)):
         index.insert(prompt(blocks), instance, namespace="n")
     instances, tokens = index.match_arrays(prompt(5), namespace="n")
@@ -112,7 +112,7 @@ def test_a_match_as_arrays_says_the_same(index):
     assert index.expire(before=5) == 4
 
 
-def test_what_is_found_is_asked_in_parts(index):
+def test_a_match_can_be_read_in_parts(index):
     for instance, blocks in ((3, 2), (1, 4), (2, 4), (9, 2)):
         index.insert(prompt(blocks), instance, namespace="n")
     found = index.find(prompt(5), "n")
@@ -127,7 +127,7 @@ def test_what_is_found_is_asked_in_parts(index):
     assert (len(nothing), nothing.lengths, nothing.bounds, nothing.level(1)) == (0, [], [0], 0)
 
 
-def test_namespaces_are_apart(index):
+def test_namespaces_are_separate(index):
     index.insert(prompt(1), 1, namespace="a")
     assert index.match(prompt(1)) == []
     assert index.match(prompt(1), namespace="a") == [(1, BLOCK)]
@@ -220,7 +220,7 @@ def test_it_agrees_with_a_naive_model():
             index.audit()
 
 
-def test_event_streams_of_pools_draw_the_whole_picture(index):
+def test_event_streams_of_pools_give_the_whole_picture(index):
     random = np.random.default_rng(13)
     with small_pool(12, 12, audit=False) as first, small_pool(12, 0, policy="fifo", audit=False) as second:
         pools = {1: first, 2: second}

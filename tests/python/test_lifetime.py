@@ -294,7 +294,7 @@ assert kit.state_of(pool) == before
     )
 
 
-def test_a_childs_teardown_frees_nothing_of_the_parent():
+def test_the_teardown_of_a_child_frees_nothing_of_its_parent():
     run_script(
         FORK
         + """
@@ -335,7 +335,7 @@ for pool in pools:
     )
 
 
-def test_a_child_may_end_as_any_process_does():
+def test_a_child_may_exit_with_all_destructors():
     run_script(
         FORK
         + """
@@ -370,7 +370,7 @@ assert pool.audit().hbm.historical == 3
     )
 
 
-def test_a_fork_in_the_middle_of_others_work_leaves_a_child_that_can_end():
+def test_a_fork_while_other_threads_work_leaves_a_child_that_can_end():
     run_script(
         FORK
         + f"""
@@ -404,7 +404,7 @@ assert stats.hbm.active + stats.dram.active == 0
     )
 
 
-def test_a_spawned_process_has_nothing_of_its_parents_pool():
+def test_a_spawned_process_has_no_part_of_its_parents_pool():
     run_script("""
 import os, subprocess, sys
 pool = kit.small_pool()

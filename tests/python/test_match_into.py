@@ -26,7 +26,7 @@ def test_a_hit_in_dram_is_brought_to_hbm_and_pinned_there():
         assert pool.audit().hbm.pinned == 0
 
 
-def test_what_is_in_hbm_is_an_ordinary_hit():
+def test_a_hit_in_hbm_is_an_ordinary_hit():
     with small_pool() as pool:
         addrs = store(pool, prompt(2))
         with pool.match(prompt(2), into=HBM) as hit:
@@ -66,7 +66,7 @@ def test_only_hbm_can_be_matched_into(into, error):
             pool.match(prompt(1), stream=1)
 
 
-def test_many_threads_find_what_others_move():
+def test_many_threads_find_prompts_that_others_move():
     """Each hit is whole and in HBM while other threads swap it in and out."""
     with small_pool(audit=False) as pool:
         stamps = Stamps(pool)

@@ -56,7 +56,7 @@ def _of_call(call: ast.Call) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_the_package_runs_nothing_that_it_was_sent_and_listens_nowhere_by_itself(file):
+def test_the_package_runs_no_code_that_it_was_sent_and_listens_nowhere_unasked(file):
     assert list(findings(file.read_text())) == []
 
 
@@ -77,10 +77,10 @@ def test_the_package_runs_nothing_that_it_was_sent_and_listens_nowhere_by_itself
         'bind("[::]:80")',
     ],
 )
-def test_what_is_planted_is_found(planted):
+def test_planted_code_is_found(planted):
     assert len(list(findings(planted))) == 1
 
 
-def test_what_listens_by_itself_listens_on_this_machine():
+def test_listeners_that_nobody_asked_for_listen_on_this_machine_only():
     with kvpool.Pool(kvpool.RawLayout(block_bytes=64), 1, secret="s") as pool:
         assert pool.peers.listen().startswith("tcp:127.0.0.1:")

@@ -45,7 +45,7 @@ def test_a_toolkit_that_is_missing_too_old_or_one_of_two_is_refused(tmp_path):
             wheels.named_toolkits(homes)
 
 
-def test_of_what_is_found_the_newest_of_each_major_version_is_taken():
+def test_the_newest_toolkit_of_each_major_version_is_taken():
     found = [Toolkit(Path("/"), release) for release in ((12, 9), (11, 8), (13, 0), (12, 10), (12, 6))]
     assert sorted(t.release for t in wheels.newest_of_each_major(found)) == [(12, 10), (13, 0)]
     assert wheels.newest_of_each_major([Toolkit(Path("/"), (12, 6))]) == []
@@ -102,7 +102,7 @@ def test_the_gpu_code_of_this_build_is_found_in_the_file():
 
 
 @pytest.mark.parametrize("damage", [b"\x7fELF\x01\x01", b"MZ"])
-def test_what_is_no_elf_file_is_refused(damage):
+def test_files_that_are_no_elf_are_refused(damage):
     with pytest.raises(ValueError, match="no 64-bit"):
         fatbin.targets(damage + bytes(64))
 
@@ -130,7 +130,7 @@ def problems(folder: Path, files: dict[str, bytes], name: str = f"kvpool-{LABELL
     return wheel_check.problems_of(folder / name, expected)
 
 
-def test_a_wheel_that_is_as_it_should_be_passes(tmp_path):
+def test_a_correct_wheel_passes(tmp_path):
     built = _core.build_info()["cuda_kernels"].split()
     # The module of the tests has kernels for one generation of GPUs: then that is the only thing wrong.
     wrong = [] if built in ([], wheel_check.TARGETS) else [f"has GPU code for: {' '.join(built)}"]

@@ -66,8 +66,8 @@ def test_the_copy_for_planted_bugs_is_the_tree_and_keeps_its_builds(tmp_path):
     assert (copy / "build" / "kept").exists()
 
 
-def test_what_caught_a_planted_bug_is_told():
-    assert planted_bugs.caught_by(DOCTEST, 1) == "a card is read"
+def test_the_test_that_caught_a_planted_bug_is_named():
+    assert planted_bugs.caught_by(DOCTEST, 1) == "a case is read"
     said = "FAILED tests/python/test_a.py::test_it - assert 1 == 2"
     assert planted_bugs.caught_by(said, 1) == "python/test_a.py::test_it"
     said = "TEST CASE:  a queue\n==1==ERROR: AddressSanitizer: heap-use-after-free on address 0x1\n"

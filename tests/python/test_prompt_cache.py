@@ -21,7 +21,7 @@ def pool():
 # ---- insert and match
 
 
-def test_a_prompt_that_was_inserted_is_found(pool):
+def test_an_inserted_prompt_is_found(pool):
     addrs = pool.alloc(3)
     with pool.insert(prompt(3), addrs) as held:
         assert (held.tokens, held.inserted, len(held.duplicates)) == (3 * BLOCK, 3, 0)
@@ -54,7 +54,7 @@ def test_only_whole_blocks_are_found(pool, extra):
         assert hit.partial_tokens == extra
 
 
-def test_the_agreement_inside_the_next_block_is_the_longest_of_all_that_branch_off(pool):
+def test_partial_agreement_with_the_next_block_is_the_longest_of_all_branches(pool):
     store(pool, np.r_[prompt(1), [1, 2, 3, 4]])
     store(pool, np.r_[prompt(1), [1, 2, 8, 8]])
     store(pool, np.r_[prompt(1), [5, 6, 7, 8]])
@@ -78,7 +78,7 @@ def test_the_longest_prefix_is_found_where_prompts_branch(pool):
     assert pool.stats().index_blocks == 4
 
 
-def test_a_token_that_differs_anywhere_ends_the_match_there(pool):
+def test_a_different_token_ends_the_match_wherever_it_is(pool):
     store(pool, prompt(3))
     for at in range(3 * BLOCK):
         tokens = prompt(3)
@@ -152,7 +152,7 @@ def test_duplicates_are_freed_on_demand(pool):
         pool.free(held.duplicates)
 
 
-def test_the_prefix_of_a_match_stands_in_an_insertion_as_it_is(pool):
+def test_a_matched_prefix_can_be_inserted_again(pool):
     store(pool, prompt(2))
     with pool.match(prompt(4)) as hit, pool.insert(prompt(4), np.r_[hit.addrs, pool.alloc(2)]) as held:
         assert (held.inserted, len(held.duplicates)) == (2, 0)
@@ -169,7 +169,7 @@ def test_cached_content_is_not_replaced_by_a_duplicate(pool):
         assert stamps.read(hit.addrs) == [7]
 
 
-def test_a_cached_block_cannot_stand_for_another_page(pool):
+def test_a_cached_block_cannot_be_inserted_as_another_page(pool):
     addrs = store(pool, prompt(2))
     for tokens, given in (
         (prompt(2, 5), addrs),  # another prompt
@@ -183,7 +183,7 @@ def test_a_cached_block_cannot_stand_for_another_page(pool):
 # ---- batches
 
 
-def test_a_batch_of_matches_is_each_of_them(pool):
+def test_a_batch_of_matches_gives_the_same_as_single_ones(pool):
     store(pool, prompt(2, 1))
     store(pool, prompt(3, 2))
     hits = pool.batch.match([prompt(2, 1), prompt(1, 9), prompt(3, 2).tolist()])
@@ -254,7 +254,7 @@ def test_any_text_is_a_namespace(pool):
 # ---- pins
 
 
-def test_what_a_match_found_stays_until_it_is_closed(pool):
+def test_matched_blocks_stay_until_the_match_is_closed(pool):
     stamps = Stamps(pool)
     stamps.write(store(pool, prompt(4)), [1, 2, 3, 4])
     hit = pool.match(prompt(4))
@@ -293,14 +293,14 @@ def test_pins_of_several_holders_add_up(pool):
     assert pool.stats().hbm.pinned == 0
 
 
-def test_a_handle_that_is_dropped_lets_go(pool):
+def test_dropping_a_handle_releases_its_pins(pool):
     store(pool, prompt(3))
     hit = pool.match(prompt(3))
     del hit
     assert pool.stats().hbm.pinned == 0
 
 
-def test_pins_end_with_their_block_also_when_it_raises(pool):
+def test_pins_end_with_their_with_block_even_when_it_raises(pool):
     store(pool, prompt(3))
     with pytest.raises(KeyError), pool.match(prompt(3)):
         raise KeyError
@@ -324,7 +324,7 @@ def test_delete_removes_a_prompt(pool):
     assert (pool.stats().hbm.free, pool.stats().index_blocks) == (8, 0)
 
 
-def test_delete_leaves_what_other_prompts_share(pool):
+def test_delete_leaves_pages_that_other_prompts_share(pool):
     store(pool, prompt(3))
     store(pool, np.r_[prompt(1), np.full(BLOCK, 60)])
     assert pool.delete(prompt(3)) == 2
@@ -348,7 +348,7 @@ def test_delete_with_descendants_removes_everything_longer(pool):
     assert cached_tokens(pool, np.r_[prompt(1), np.full(BLOCK, 62)]) == 2 * BLOCK
 
 
-def test_delete_of_what_is_not_there_removes_nothing(pool):
+def test_deleting_an_unknown_prompt_removes_nothing(pool):
     store(pool, prompt(2))
     before = state_of(pool)
     assert pool.delete(prompt(2, 5)) == 0
@@ -358,7 +358,7 @@ def test_delete_of_what_is_not_there_removes_nothing(pool):
     assert state_of(pool) == before
 
 
-def test_delete_refuses_what_is_pinned_and_removes_nothing(pool):
+def test_delete_refuses_a_pinned_prompt_and_removes_nothing(pool):
     store(pool, prompt(4))
     with pool.match(prompt(3)):
         with refused(pool, kvpool.StateError, "3 of the blocks", pinned=3):
@@ -368,7 +368,7 @@ def test_delete_refuses_what_is_pinned_and_removes_nothing(pool):
     assert pool.delete(prompt(4)) == 4
 
 
-def test_what_was_deleted_is_stale(pool):
+def test_addresses_of_a_deleted_prompt_are_stale(pool):
     addrs = store(pool, prompt(1))
     pool.delete(prompt(1))
     with refused(pool, kvpool.StaleAddress, "freed or moved", address=int(addrs[0]), position=0):
@@ -388,7 +388,7 @@ def test_evict_drops_from_the_ends_of_the_coldest_prompts(pool):
     assert order == [[1, 2, 2], [1, 1, 2], [1, 0, 2], [1, 0, 1], [1, 0, 0], [0, 0, 0]]
 
 
-def test_evict_takes_the_medium_that_was_asked_for(pool):
+def test_evict_takes_blocks_of_the_requested_medium(pool):
     store(pool, prompt(2, 1), medium=HBM)
     store(pool, prompt(2, 2), medium=DRAM)
     assert pool.evict(9) == 2  # DRAM
@@ -405,7 +405,7 @@ def test_mixed_evicts_dram_first(pool):
     assert pool.evict(0, medium=MIXED) == 0
 
 
-def test_lfu_keeps_what_is_used_often():
+def test_lfu_keeps_prompts_that_are_used_often():
     with small_pool(policy="lfu") as pool:
         store(pool, prompt(2, 1))
         for _ in range(3):
@@ -417,7 +417,7 @@ def test_lfu_keeps_what_is_used_often():
         assert [cached_tokens(pool, prompt(2, name)) // BLOCK for name in (1, 2, 3)] == [2, 0, 0]
 
 
-def test_fifo_does_not_care_for_use():
+def test_fifo_ignores_use():
     with small_pool(policy="fifo") as pool:
         for name in range(3):
             store(pool, prompt(2, name))
@@ -443,7 +443,7 @@ def test_no_policy_leaves_a_hole_in_a_prompt(policy):
 # ---- counters and other layouts
 
 
-def test_counters_say_what_matches_found(pool):
+def test_counters_count_what_matches_found(pool):
     store(pool, prompt(2))
     pool.match(prompt(4)).close()
     pool.match(prompt(1, 9)).close()

@@ -37,7 +37,7 @@ def test_the_same_value_may_stand_anywhere(index):
     assert len(index) == 4
 
 
-def test_values_that_are_there_stay(index):
+def test_values_that_are_cached_stay(index):
     put(index, prompt(2), [1, 2])
     held = put(index, prompt(3), [1, 20, 30])
     assert held.addrs.tolist() == [1, 2, 30]
@@ -54,7 +54,7 @@ def test_peek_neither_pins_nor_counts_as_a_use(index):
     assert index.evict(1).tolist() == [0]
 
 
-def test_evict_returns_the_values_that_went(index):
+def test_evict_returns_the_evicted_values(index):
     put(index, prompt(3, 1), [10, 11, 12])
     put(index, prompt(2, 2), [20, 21])
     with index.match(prompt(1, 1)):
@@ -78,7 +78,7 @@ def test_each_policy_has_its_order(policy, order):
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
-def test_the_order_of_eviction_is_that_of_a_naive_model(policy):
+def test_the_order_of_eviction_agrees_with_a_naive_model(policy):
     """Blocks one by one, as each policy's definition says, beside the index; all uses are of whole prompts."""
     random = np.random.default_rng(11)
     index = kvpool.PromptIndex(1, policy)
@@ -129,7 +129,7 @@ def test_pins_outlive_every_other_reference():
     assert stream.drain() == []
 
 
-def test_what_is_pinned_cannot_be_deleted(index):
+def test_pinned_pages_cannot_be_deleted(index):
     put(index, prompt(3), [1, 2, 3])
     with index.match(prompt(2)), pytest.raises(kvpool.StateError, match="2 of the blocks") as caught:
         index.delete(prompt(3))
@@ -137,7 +137,7 @@ def test_what_is_pinned_cannot_be_deleted(index):
     assert sorted(index.delete(prompt(3)).tolist()) == [1, 2, 3]
 
 
-def test_delete_leaves_what_others_share(index):
+def test_delete_leaves_shared_pages(index):
     put(index, prompt(3), [1, 2, 3])
     put(index, np.r_[prompt(1), np.full(BLOCK, 60)], [1, 9])
     assert index.delete(prompt(2)).tolist() == []
@@ -146,7 +146,7 @@ def test_delete_leaves_what_others_share(index):
     assert len(index) == 2
 
 
-def test_namespaces_are_apart(index):
+def test_namespaces_are_separate(index):
     put(index, prompt(1), [1], namespace="a")
     put(index, prompt(1), [2], namespace="b")
     with index.match(prompt(1), namespace="b") as hit:

@@ -138,7 +138,7 @@ def test_the_package_ships_its_types():
     assert (package / "_core.pyi").is_file()
 
 
-def test_the_stub_of_the_core_names_all_that_the_core_has():
+def test_the_stub_of_the_core_is_complete():
     package = Path(inspect.getfile(kvpool)).parent
     stub = _names(ast.parse((package / "_core.pyi").read_text()).body)
     core = {name: value for name, value in vars(kvpool._core).items() if _public(name)}

@@ -145,7 +145,7 @@ with pool_of(8 * N, dram_blocks=0) as pool:
 """)
 
 
-def test_tokens_and_values_that_change_under_the_indices_of_their_own():
+def test_tokens_and_values_that_change_while_separate_indices_read_them():
     race("""
 index = kvpool.PromptIndex(block_tokens=2)
 router = kvpool.InstanceIndex(block_tokens=2)
@@ -208,7 +208,7 @@ with kvpool.Pool(kvpool.RawLayout(block_bytes=64, block_tokens=1), hbm=engine, e
 """)
 
 
-def test_what_is_sent_to_a_peer_while_it_changes():
+def test_blocks_that_change_while_they_are_sent_to_a_peer():
     race(
         """
 layout = kvpool.RawLayout(block_bytes=64, block_tokens=1)

@@ -68,7 +68,7 @@ assert not any(thread.is_alive() for thread in threads), "deadlock"
     )
 
 
-def test_swap_in_does_not_look_at_an_array_that_another_thread_writes():
+def test_swap_in_reads_no_array_that_another_thread_writes():
     layout = kvpool.RawLayout(block_bytes=1 << 20, block_tokens=4)
     tokens = np.arange(4 * 64, dtype=np.int32)
     with kvpool.Pool(layout, hbm_blocks=64, dram_blocks=64, check_memory=False) as pool:
@@ -102,7 +102,7 @@ def _swap(pool: kvpool.Pool, addrs: np.ndarray) -> None:
         pass  # the scribbler was first
 
 
-def test_deleting_what_is_cached_in_part_leaves_the_siblings():
+def test_deleting_a_partly_cached_prompt_leaves_its_siblings():
     with small_pool() as pool:
         for last in (2, 3):
             tokens = [1] * 4 + [last] * 4

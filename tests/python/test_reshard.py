@@ -118,7 +118,7 @@ def plans(draw: st.DrawFn) -> ReshardPlan:
 
 
 @given(plans())
-def test_any_plan_gives_the_shards_of_the_receiver_and_writes_each_byte_once(plan):
+def test_every_plan_gives_the_shards_of_the_receiver_and_writes_each_byte_once(plan):
     verify(plan)
 
 
@@ -233,7 +233,7 @@ def test_strips_cannot_be_written_to():
         ({"dims": "NHD"}, "heads and tokens is HND at the sender and NHD at the receiver"),
     ],
 )
-def test_instances_whose_blocks_do_not_hold_the_same_are_refused(changed, text):
+def test_instances_whose_blocks_have_other_contents_are_refused(changed, text):
     shape = {"layers": 4, "kv_heads": 2, "head_dim": 128, "dtype": "bfloat16", "block_tokens": 16}
     with pytest.raises(LayoutMismatch, match=text):
         plan_reshard(
@@ -256,7 +256,7 @@ def test_instances_whose_blocks_do_not_hold_the_same_are_refused(changed, text):
         ({"stage_layers": 4}, ArgumentTypeError, "must be a tuple of ints, not int"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused_at_once(arguments, error, text):
+def test_an_impossible_configuration_is_refused_at_once(arguments, error, text):
     with pytest.raises(error, match=text):
         ParallelConfig(**arguments)
 

@@ -68,7 +68,7 @@ def world() -> Iterator[World]:
         yield made
 
 
-def test_who_joins_gets_requests_and_who_is_gone_gets_none(world):
+def test_a_member_that_joins_gets_requests_and_one_that_left_gets_none(world):
     with world.join("a"):
         world.until("joined", "a")
         assert set(world.choices()) == {"a"}
@@ -83,7 +83,7 @@ def test_who_joins_gets_requests_and_who_is_gone_gets_none(world):
         world.choices(1)
 
 
-def test_a_newcomer_is_eased_in(world):
+def test_a_newcomer_gets_its_load_gradually(world):
     with world.join("a"), world.join("b"):
         world.until("joined", "a")
         world.until("joined", "b") if world.members.member(2) is None else None
@@ -98,7 +98,7 @@ def test_a_newcomer_is_eased_in(world):
             assert early < late
 
 
-def test_a_member_that_drains_is_not_chosen_and_may_come_back(world):
+def test_a_draining_member_is_not_chosen_and_may_come_back(world):
     with world.join("a"), world.join("b") as leaver:
         eventually(lambda: world.members.apply() is not None and len(world.members._members) == 2)
         world.now += 1000
@@ -120,7 +120,7 @@ def test_roles_become_kinds(world):
         assert world.scheduler._instances[decision.instance].kind is Kind.PREFILL
 
 
-def test_one_that_is_restarted_begins_from_nothing(world):
+def test_a_restarted_member_begins_with_nothing_cached(world):
     with world.join("a", incarnation=1):
         world.until("joined", "a")
         decision = world.scheduler.route(Request(prompt(8)))
@@ -133,7 +133,7 @@ def test_one_that_is_restarted_begins_from_nothing(world):
         assert again.cached == 0
 
 
-def test_without_an_address_nobody_is_chosen(world):
+def test_a_member_without_an_address_is_not_chosen(world):
     with kvpool.Cluster.join(world.url) as cluster:
         registration = cluster.register(name="a", role="both", incarnation=1)
         world.until("joined", "a")

@@ -55,13 +55,13 @@ def test_a_trace_is_read(tmp_path):
     assert azure(file) == [Arrival(0.0, 374, 44), Arrival(4.5, 396, 109)]
 
 
-def test_the_azure_trace_is_what_was_published(traces):
+def test_the_azure_trace_agrees_with_its_publication(traces):
     requests = azure(traces / "azure2023_conv.csv.xz")
     assert len(requests) == 19_366
     assert np.mean([request.prompt for request in requests]) == pytest.approx(1155, abs=1)
 
 
-def test_a_request_takes_what_it_has_until_it_ends():
+def test_a_request_keeps_its_room_until_it_ends():
     epochs, sizes, refused = demand([Arrival(0.5, 100, 25), Arrival(0.0, C, 1)], C, 10.0, 1.0, 5)
     assert refused == 1
     assert [epoch.arrivals for epoch in epochs] == [[(0, 110)], [], [], [], []]

@@ -22,7 +22,7 @@ def media_of(pool, tokens):
     return kvpool.media(pool.explain_match(tokens).addrs).tolist()
 
 
-def test_swap_out_moves_the_coldest_from_their_ends(pool):
+def test_swap_out_moves_the_coldest_prompts_from_their_ends(pool):
     stamps = Stamps(pool)
     for name in range(2):
         stamps.write(store(pool, prompt(3, name)), range(10 * name, 10 * name + 3))
@@ -36,14 +36,14 @@ def test_swap_out_moves_the_coldest_from_their_ends(pool):
     assert pool.stats().swapped_out_blocks == 4
 
 
-def test_swap_out_moves_no_more_than_there_is(pool):
+def test_swap_out_moves_no_more_blocks_than_exist(pool):
     store(pool, prompt(3))
     assert len(pool.swap_out(100)) == 3
     assert len(pool.swap_out(100)) == 0
     assert len(pool.swap_out(0)) == 0
 
 
-def test_what_was_swapped_out_has_a_stale_address(pool):
+def test_a_swapped_out_block_has_a_stale_address(pool):
     addrs = store(pool, prompt(2))
     pool.swap_out(2)
     for call in (pool.free, pool.swap_in):
@@ -112,7 +112,7 @@ def test_old_blocks_of_a_swap_in_live_until_their_last_reader_goes(pool):
     after.close()
 
 
-def test_an_address_from_before_a_swap_in_leads_to_where_its_page_is_now(pool):
+def test_an_address_from_before_a_swap_in_finds_the_current_block(pool):
     store(pool, prompt(2))
     pool.swap_out(2)
     with pool.match(prompt(2)) as hit, pool.swap_in(hit.addrs) as first:
@@ -162,7 +162,7 @@ def test_swap_in_without_room_changes_nothing(pool):
         pool.swap_in(hit.addrs)
 
 
-def test_swap_in_goes_to_blocks_of_the_callers_choice(pool):
+def test_swap_in_uses_blocks_that_the_caller_chooses(pool):
     stamps = Stamps(pool)
     stamps.write(store(pool, prompt(3)), [1, 2, 3])
     pool.swap_out(2)
@@ -208,7 +208,7 @@ def test_swap_in_of_hbm_blocks_only_pins(pool):
     assert (pool.stats().hbm.pinned, pool.stats().swapped_in_blocks) == (0, 0)
 
 
-def test_what_is_swapped_in_is_pinned_with_everything_before_it(pool):
+def test_swapped_in_blocks_are_pinned_with_their_prefix(pool):
     store(pool, prompt(4))
     pool.swap_out(4)
     last = pool.explain_match(prompt(4)).addrs[3:]
@@ -218,7 +218,7 @@ def test_what_is_swapped_in_is_pinned_with_everything_before_it(pool):
             pool.delete(prompt(4))
 
 
-def test_blocks_that_hang_below_an_evicted_one_go_with_it(pool):
+def test_an_evicted_block_takes_its_descendants_with_it(pool):
     store(pool, prompt(4))
     pool.swap_out(4)
     pool.swap_in(pool.explain_match(prompt(4)).addrs[2:]).close()

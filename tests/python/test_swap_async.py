@@ -25,7 +25,7 @@ def pool():
         yield pool
 
 
-def test_a_swap_gives_what_the_call_that_waits_gives(pool):
+def test_a_background_swap_gives_the_same_result_as_a_blocking_one(pool):
     stamps = Stamps(pool)
     stamps.write(store(pool, prompt(4)), [1, 2, 3, 4])
     out = pool.swap_out(3, wait=False)
@@ -45,7 +45,7 @@ def test_a_swap_gives_what_the_call_that_waits_gives(pool):
     assert (pool.stats().swapped_out_blocks, pool.stats().swapped_in_blocks) == (3, 3)
 
 
-def test_the_keyword_may_say_that_the_call_waits(pool):
+def test_the_keyword_may_ask_for_a_blocking_call(pool):
     store(pool, prompt(2))
     moved = pool.swap_out(2, wait=True)
     assert kvpool.media(moved).tolist() == [DRAM] * 2
@@ -53,7 +53,7 @@ def test_the_keyword_may_say_that_the_call_waits(pool):
         assert kvpool.media(held.addrs).tolist() == [HBM] * 2
 
 
-def test_what_is_swapped_in_is_pinned_from_the_call_on(pool):
+def test_swapped_in_blocks_are_pinned_from_the_call_on(pool):
     store(pool, prompt(3))
     moved = pool.swap_out(3)
     swap = pool.swap_in(moved, wait=False)
@@ -129,7 +129,7 @@ def test_many_tasks_await_swaps_both_ways_while_the_loop_runs():
         assert pool.stats().hbm.pinned == 0
 
 
-def test_the_descriptor_says_when_it_is_done(pool):
+def test_the_descriptor_is_readable_when_the_swap_is_done(pool):
     store(pool, prompt(2))
     swap = pool.swap_out(2, wait=False)
     ready, _, _ = select.select([swap], [], [], LONG_S)
@@ -155,7 +155,7 @@ def test_wrong_arguments_are_refused_by_the_call(pool):
     pool.free(mine[1:])
 
 
-def test_what_fails_later_the_handle_raises_and_the_pool_is_as_before(pool):
+def test_the_handle_raises_later_failures_and_the_pool_is_unchanged(pool):
     store(pool, prompt(4))
     moved = pool.swap_out(4)
     pool.alloc(6)
@@ -169,7 +169,7 @@ def test_what_fails_later_the_handle_raises_and_the_pool_is_as_before(pool):
     assert "failed" in repr(swap)
 
 
-def test_a_handle_that_is_dropped_keeps_nothing_pinned(pool):
+def test_dropping_a_handle_leaves_nothing_pinned(pool):
     store(pool, prompt(2))
     moved = pool.swap_out(2)
     pool.swap_in(moved, wait=False)
@@ -238,7 +238,7 @@ def test_threads_swap_both_ways_without_waiting():
         pool.audit()
 
 
-def test_a_forked_child_is_told_by_every_method(pool):
+def test_every_method_raises_in_a_forked_child(pool):
     store(pool, prompt(2))
     out = pool.swap_out(2, wait=False).wait(LONG_S)
     swap = pool.swap_in(out.result, wait=False)

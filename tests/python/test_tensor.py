@@ -155,13 +155,13 @@ def test_a_consumer_gets_the_version_that_it_understands(pool, version, name):
     assert f'"{name}"' in repr(capsule)
 
 
-def test_a_capsule_that_nobody_takes_keeps_nothing(pool):
+def test_an_unused_capsule_keeps_nothing_alive(pool):
     for _ in range(100):
         pool.tensor(HBM).__dlpack__()
         pool.tensor(HBM).__dlpack__(max_version=(1, 0))
 
 
-def test_what_dlpack_cannot_give_is_refused(pool):
+def test_layouts_that_dlpack_cannot_describe_are_refused(pool):
     view = pool.tensor(HBM)
     with pytest.raises(kvpool.Unsupported, match="copy"):
         view.__dlpack__(copy=True)
@@ -213,7 +213,7 @@ def test_views_outlive_their_pool(how):
     assert (exported == 4).all()
 
 
-def test_memory_goes_with_the_last_view():
+def test_memory_is_freed_with_the_last_view():
     run_script("""
 import os
 from pathlib import Path
@@ -253,7 +253,7 @@ def resident_bytes(pool, medium):
 
 @pytest.mark.parametrize("huge_pages", ["auto", "never"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_requested_memory_is_used_memory(order, huge_pages):
+def test_the_memory_of_a_pool_is_committed_when_it_is_made(order, huge_pages):
     layout = kvpool.KVLayout(layers=3, kv_heads=2, head_dim=40, dtype="float16", block_tokens=16, order=order)
     with small_pool(701, 333, layout, huge_pages=huge_pages) as pool:
         for medium, blocks in ((HBM, 701), (DRAM, 333)):
@@ -270,7 +270,7 @@ def test_requested_memory_is_used_memory(order, huge_pages):
                 assert wanted <= resident < wanted + HUGE_PAGE
 
 
-def test_a_pool_takes_no_more_of_the_machine_than_it_says():
+def test_a_pool_takes_no_more_memory_than_it_reports():
     """All that the process has, not what the pool knows of: 128 MiB of blocks, what is kept of each, and an index."""
     program = """
 import re, sys

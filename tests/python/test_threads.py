@@ -285,7 +285,7 @@ def test_a_full_pool_gives_each_block_to_one_thread():
         assert (stats.hbm.free, stats.dram.free) == (32, 16)
 
 
-def test_a_pool_that_is_closed_under_its_users_ends_their_calls():
+def test_closing_a_pool_in_use_ends_the_calls_of_its_users():
     for _ in range(50 if LONG else 10):
         pool = small_pool(32, 32, audit=False)
         ended: list[int] = []  # by whom: to count them up, threads would have to take turns

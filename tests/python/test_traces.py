@@ -51,7 +51,7 @@ def test_without_a_limit_every_repeated_token_is_a_hit(conversation):
 
 
 @pytest.mark.parametrize(("capacity", "percent"), [(1_000, 4.5), (10_000, 21.6), (30_000, 33.2), (50_000, 36.2)])
-def test_lru_of_a_limited_size_hits_what_it_should(conversation, capacity, percent):
+def test_lru_of_a_limited_size_has_the_expected_hits(conversation, capacity, percent):
     hits = replay(conversation, capacity)
     assert 100 * hits / REQUESTED_TOKENS == pytest.approx(percent, abs=0.3)
 
@@ -76,7 +76,7 @@ def test_lru_is_exactly_lru(conversation):
 
 
 @pytest.mark.parametrize("policy", ["lfu", "fifo"])
-def test_other_policies_hit_no_more_than_there_is(conversation, policy):
+def test_other_policies_hit_no_more_than_the_unlimited_cache(conversation, policy):
     assert 0 < replay(conversation, 10_000, policy) < HIT_TOKENS
 
 

@@ -83,7 +83,7 @@ def test_layouts_compare_hash_and_pickle_by_value():
 
 @pytest.mark.parametrize("name", ["layers", "kv_heads", "head_dim", "block_tokens"])
 @pytest.mark.parametrize("value", [0, -1, 2**20 + 1, 2**63, 2**200])
-def test_a_layout_refuses_a_number_out_of_range_and_tells_it(name, value):
+def test_a_layout_refuses_a_number_out_of_range_and_names_it(name, value):
     with pytest.raises(errors.ArgumentError, match=f"{name} is {value}") as caught:
         KVLayout(**{"layers": 1, "kv_heads": 1, "head_dim": 1, name: value})
     assert caught.value.value == value
@@ -91,12 +91,12 @@ def test_a_layout_refuses_a_number_out_of_range_and_tells_it(name, value):
 
 @pytest.mark.parametrize("name", ["layers", "kv_heads", "head_dim", "block_tokens"])
 @pytest.mark.parametrize("value", [1.0, "1", None, True, [1]])
-def test_a_layout_refuses_what_is_no_int(name, value):
+def test_a_layout_refuses_numbers_that_are_not_ints(name, value):
     with pytest.raises(errors.ArgumentTypeError, match=name):
         KVLayout(**{"layers": 1, "kv_heads": 1, "head_dim": 1, name: value})
 
 
-def test_a_layout_refuses_a_block_that_no_memory_holds():
+def test_a_layout_refuses_a_block_that_fits_no_memory():
     with pytest.raises(errors.ArgumentError, match="a block would have"):
         KVLayout(layers=2**20, kv_heads=2**20, head_dim=1)
 
@@ -108,7 +108,7 @@ def test_a_layout_refuses_an_unknown_dtype_and_names_those_it_knows(dtype):
 
 
 @pytest.mark.parametrize("arguments", [{"dtype": np.float32}, {"order": 1}, {"dims": 1}, {"pages": 1}])
-def test_a_layout_refuses_a_name_that_is_no_text(arguments):
+def test_a_layout_refuses_a_name_that_is_not_text(arguments):
     with pytest.raises(errors.ArgumentTypeError):
         KVLayout(1, 1, 1, **arguments)
 
@@ -139,7 +139,7 @@ def test_media_are_small_numbers_with_names():
 
 
 @given(parts)
-def test_an_address_decodes_to_what_it_was_made_of(made_of):
+def test_an_address_decodes_to_its_parts(made_of):
     assert types.decode_address(address(*made_of)) == made_of
     assert types.decode_address(np.uint64(address(*made_of))) == made_of
 
@@ -197,7 +197,7 @@ def test_an_address_names_a_medium(medium):
 
 
 @pytest.mark.parametrize("wrong", [1.5, "1", None, True])
-def test_decode_refuses_what_is_no_int(wrong):
+def test_decode_refuses_other_types(wrong):
     with pytest.raises(errors.ArgumentTypeError):
         types.decode_address(wrong)
 

@@ -77,7 +77,7 @@ WriteJob Outgoing::next_job() {
 void Outgoing::on_written(const WriteOutcome& outcome, const Error* error) {
   if (error != nullptr && breaks_route(*error)) {
     {
-      const Lock lock(mutex_);  // before the link ends, and with it all transfers that have no reason of their own
+      const Lock lock(mutex_);  // before the link ends, and with it all transfers without another reason
       broken_ = true;
       if (!why_) why_ = *error;
     }

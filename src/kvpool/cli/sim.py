@@ -107,7 +107,7 @@ def _add_cluster(group: Any) -> None:
         help=f"{', '.join(POLICIES)}: which instance computes a prompt (default {plain.policy}); "
         f"{', '.join(PACKERS)}: pack what decodes onto as few GPUs as it takes, and count migrations",
     )
-    # Options without a default of their own have that of Setup: so it is seen which were given.
+    # Options without a default get Setup's, so that it is known which were given.
     group.add_argument("--gpus", type=int, metavar="N", help=f"all of them (default {plain.gpus})")
     group.add_argument("--prefill", type=int, metavar="P", help="instances that only prefill, with --decode")
     group.add_argument("--decode", type=int, metavar="D", help="instances that only decode; --gpus is void")

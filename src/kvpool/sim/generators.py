@@ -62,8 +62,8 @@ class Shape:
 
 
 PRESETS: Final[Mapping[str, Shape]] = {
-    "poisson": Shape("prompts of their own, log-normal lengths", prompt=1000, output=200),
-    "power-law": Shape("prompts of their own, lengths with a heavy tail", prompt=1000, output=200, tail=1.5),
+    "poisson": Shape("distinct prompts, log-normal lengths", prompt=1000, output=200),
+    "power-law": Shape("distinct prompts, lengths with a heavy tail", prompt=1000, output=200, tail=1.5),
     "documents": Shape(
         "questions about documents, some far more popular",
         prompt=64,

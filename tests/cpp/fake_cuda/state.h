@@ -139,8 +139,8 @@ std::vector<std::shared_ptr<Mark>> ends_on(int device);
 void wait_for_device(std::unique_lock<std::mutex>& lock, int device);
 // The same for calls that take memory away, unless "unmap_waits" is 0.
 void wait_to_unmap(std::unique_lock<std::mutex>& lock, int device);
-// A stream of the current context, for `call`: null, and the code that says why, without one. Ends the process when the
-// handle is none. REQUIRES: the lock.
+// A stream of the current context, for `call`: null, and the code that says why, without one. Ends the process if
+// the handle is invalid. REQUIRES: the lock.
 Stream* enter_stream(const char* call, const std::string& argument, void* handle, int& code);
 // The stream with this handle in this context; the same. REQUIRES: the lock.
 Stream* stream_of(const char* call, void* handle, Context* context);

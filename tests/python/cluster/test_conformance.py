@@ -49,7 +49,7 @@ def test_what_is_published_arrives_in_order(place):
     assert router.members()[0].load == kvpool.Load(hbm_free=7, requests=3)
 
 
-def test_loads_are_told_once_a_heartbeat_the_newest(place):
+def test_loads_are_published_once_a_heartbeat_the_newest(place):
     cluster, router = place.join(heartbeat=0.5), place.join()
     events = Events(router)
     reg = place.register(cluster, "a")
@@ -59,7 +59,7 @@ def test_loads_are_told_once_a_heartbeat_the_newest(place):
     assert len(events.of("a")) < 200
 
 
-def test_a_leaver_is_told_as_left(place):
+def test_a_member_that_leaves_is_reported_as_left(place):
     cluster, router = place.join(), place.join()
     events = Events(router)
     reg = place.register(cluster, "a")
@@ -78,7 +78,7 @@ def test_a_leaver_is_told_as_left(place):
     events.wait("b", "left")
 
 
-def test_a_callback_is_told_first_who_is_there_then_what_happens(place):
+def test_a_callback_gets_the_present_members_first_and_then_changes(place):
     first, second, router = place.join(), place.join(), place.join()
     place.register(first, "a")
     wait_for(lambda: len(router.members()) == 1)
@@ -230,7 +230,7 @@ def test_wait_for_counts_roles(place):
     prefill.leave()
 
 
-def test_wait_for_ends_when_somebody_comes_and_when_the_cluster_is_closed(place):
+def test_wait_for_ends_when_a_member_comes_and_when_the_cluster_is_closed(place):
     cluster, router = place.join(), place.join()
     found = []
     with in_thread(lambda: found.append(router.wait_for("decode", timeout=30))):
@@ -249,7 +249,7 @@ def test_wait_for_ends_when_somebody_comes_and_when_the_cluster_is_closed(place)
     assert ended
 
 
-def test_two_clusters_do_not_mix(place):
+def test_two_clusters_do_not_see_each_other(place):
     is_local = place.url.startswith("local")
     other_url = f"local://{free_name()}" if is_local else place.url + "-other"
     cluster = place.join()
@@ -335,7 +335,7 @@ def test_a_bad_registration_is_refused_and_leaves_nothing(place, fields, error):
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "ä" * 100, "x" * 255, "m.a.lock", "%2F"])
-def test_any_printable_name_will_do(place, name):
+def test_any_printable_name_is_accepted(place, name):
     cluster, router = place.join(), place.join()
     place.register(cluster, name)
     wait_for(lambda: [m.name for m in router.members()] == [name])

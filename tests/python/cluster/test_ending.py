@@ -29,7 +29,7 @@ def test_closing_ends_threads_descriptors_and_processes(place):
     wait_for(lambda: all(now <= then for now, then in zip(count(), before, strict=True)))
 
 
-def test_a_cluster_that_is_dropped_leaves(place):
+def test_dropping_a_cluster_leaves_it(place):
     router = place.join()
     events = Events(router)
     cluster = kvpool.Cluster.join(place.url, lease=LEASE)
@@ -59,7 +59,7 @@ def test_a_cluster_that_its_own_thread_drops_leaves(place):
     assert not loop._thread.is_alive()
 
 
-def test_a_cluster_that_is_closed_in_the_thread_that_paints_it_leaves(place):
+def test_a_cluster_that_is_closed_in_its_membership_thread_leaves(place):
     """As a finalizer does that the garbage collector calls there: the view is locked, and callbacks wait for it."""
     router, cluster = place.join(), place.join()
     events = Events(router)

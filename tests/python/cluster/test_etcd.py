@@ -26,7 +26,7 @@ def rejoined(own, *names):
         return [member.name for member in fresh.members()] == sorted(names)
 
 
-def test_an_etcd_that_is_down_for_two_leases_loses_nobody(own, own_etcd):
+def test_an_etcd_that_is_down_for_two_leases_loses_no_member(own, own_etcd):
     router = own.join()
     events = Events(router)
     member = own.member("a")
@@ -51,7 +51,7 @@ def test_an_etcd_that_is_down_for_two_leases_loses_nobody(own, own_etcd):
     events.wait("a", "joined", "lost")
 
 
-def test_survivors_come_back_to_an_etcd_that_has_lost_its_memory(own, own_etcd):
+def test_survivors_return_to_an_etcd_that_has_lost_its_data(own, own_etcd):
     router = own.join()
     events = Events(router)
     member = own.member("a")
@@ -76,7 +76,7 @@ def test_survivors_come_back_to_an_etcd_that_has_lost_its_memory(own, own_etcd):
     assert reg.lease_valid()
 
 
-def test_a_newcomer_waits_for_survivors_who_are_slow_to_come_back(own, own_etcd, monkeypatch):
+def test_a_newcomer_waits_for_survivors_that_return_slowly(own, own_etcd, monkeypatch):
     """An empty etcd does not say which ids are taken: a newcomer that takes the first one takes a survivor's."""
     reg = own.register(own.join(), "a")
     entry, tries, may_come = reg._entry, [], []
@@ -105,7 +105,7 @@ def test_a_newcomer_waits_for_survivors_who_are_slow_to_come_back(own, own_etcd,
     wait_for(lambda: rejoined(own, "a", "b"))
 
 
-def test_one_that_died_with_the_memory_of_etcd_is_lost(own, own_etcd):
+def test_a_member_that_died_when_etcd_lost_its_data_is_lost(own, own_etcd):
     router = own.join()
     events = Events(router)
     member = own.member("a")
@@ -120,7 +120,7 @@ def test_one_that_died_with_the_memory_of_etcd_is_lost(own, own_etcd):
     assert events.of("b") == ["joined"]
 
 
-def test_a_watch_whose_past_was_compacted_reads_all_again(own, own_etcd):
+def test_a_watch_whose_history_was_compacted_reads_everything_again(own, own_etcd):
     router = own.join()
     events = Events(router)
     first = own.register(own.join(), "a")
@@ -142,7 +142,7 @@ def test_a_watch_whose_past_was_compacted_reads_all_again(own, own_etcd):
     assert events.of("a").count("joined") == 1
 
 
-def test_a_watch_that_was_broken_goes_on_where_it_was(own, own_etcd, monkeypatch):
+def test_a_broken_watch_continues_where_it_was(own, own_etcd, monkeypatch):
     router = own.join()
     events = Events(router)
     reg = own.register(own.join(), "a")
@@ -161,7 +161,7 @@ def test_a_watch_that_was_broken_goes_on_where_it_was(own, own_etcd, monkeypatch
 
 
 @pytest.mark.parametrize("moment", ["right after it was entered", "later"])
-def test_an_etcd_with_passwords_that_restarts_loses_nobody(own_etcd, moment):
+def test_an_etcd_with_passwords_that_restarts_loses_no_member(own_etcd, moment):
     """All must prove anew who they are, all at once; what renews the lease must not wait for it."""
     own = EtcdPlace(own_etcd, user="root", password="right")  # writes its counter of ids while it needs no password
     for command in (("user", "add", "root:right"), ("user", "grant-role", "root", "root"), ("auth", "enable")):
@@ -191,7 +191,7 @@ def test_an_etcd_with_passwords_that_restarts_loses_nobody(own_etcd, moment):
         own.close()
 
 
-def test_an_etcd_that_is_stopped_holds_up_no_call(own, own_etcd):
+def test_an_etcd_that_is_stopped_delays_no_call(own, own_etcd):
     cluster = own.join()
     reg = own.register(cluster, "a")
     own_etcd.stop()
@@ -217,14 +217,14 @@ def test_the_next_endpoint_is_asked_when_one_is_dead(own):
         wait_for(lambda: [m.name for m in own.join().members()] == ["a"])
 
 
-def test_nobody_there_is_told_in_time():
+def test_the_absence_of_etcd_is_reported_in_time():
     began = time.monotonic()
     with pytest.raises(kvpool.DeadlineExceeded, match="does not answer"):
         kvpool.Cluster.join("etcd://127.0.0.1:1/x", timeout=0.3)
     assert time.monotonic() - began < 10
 
 
-def test_a_renewer_that_is_killed_is_started_again(own):
+def test_a_killed_renewer_is_started_again(own):
     router = own.join()
     events = Events(router)
     reg = own.register(own.join(), "a")
@@ -310,7 +310,7 @@ def _ended(pidfd):
     return False
 
 
-def test_a_killed_member_is_told_before_its_lease_has_run_out(own):
+def test_a_killed_member_is_reported_before_its_lease_has_run_out(own):
     """The renewer gives the lease back: with a lease of a minute nobody waits a minute."""
     router = own.join()
     events = Events(router)

@@ -45,7 +45,7 @@ def listener(registration):
     return words
 
 
-def test_a_record_that_is_deleted_is_put_back_in_the_same_term(etcd, keys):
+def test_a_deleted_record_is_restored_in_the_same_term(etcd, keys):
     """Those without a link to the member are told that it is lost; nobody has taken anything from it."""
     router = etcd.join()
     events = Events(router)
@@ -63,7 +63,7 @@ def test_a_record_that_is_deleted_is_put_back_in_the_same_term(etcd, keys):
         etcd.register(other, "a", timeout=60)
 
 
-def test_an_id_that_is_deleted_is_put_back_in_silence(etcd, keys):
+def test_a_deleted_id_is_restored_silently(etcd, keys):
     router = etcd.join()
     events = Events(router)
     reg = etcd.register(etcd.join(), "a")
@@ -76,7 +76,7 @@ def test_an_id_that_is_deleted_is_put_back_in_silence(etcd, keys):
     assert events.of("a") == ["joined"]
 
 
-def test_a_name_that_somebody_else_has_taken_is_refused_to_the_first(etcd, keys):
+def test_a_name_that_another_member_has_taken_is_refused_to_the_first(etcd, keys):
     reg = etcd.register(etcd.join(), "a")
     words = listener(reg)
     record = json.loads(keys.read("members/a"))
@@ -88,7 +88,7 @@ def test_a_name_that_somebody_else_has_taken_is_refused_to_the_first(etcd, keys)
     wait_for(lambda: keys.read(f"instances/{reg.instance}") is None)  # it gives back what it had
 
 
-def test_an_id_that_somebody_else_has_taken_is_refused_to_the_first(etcd, keys):
+def test_an_id_that_another_member_has_taken_is_refused_to_the_first(etcd, keys):
     reg = etcd.register(etcd.join(), "a")
     words = listener(reg)
     keys.put(f"instances/{reg.instance}", b"12345")
@@ -97,7 +97,7 @@ def test_an_id_that_somebody_else_has_taken_is_refused_to_the_first(etcd, keys):
     assert keys.read(f"instances/{reg.instance}") == b"12345"
 
 
-def test_the_counter_of_ids_that_is_deleted_goes_on(etcd, keys):
+def test_a_deleted_counter_of_ids_continues(etcd, keys):
     first = etcd.register(etcd.join(), "a")
     gone = etcd.register(etcd.join(), "b")
     gone.leave()  # nobody has this id any more, and nobody is to have it again
@@ -112,7 +112,7 @@ def test_the_counter_of_ids_that_is_deleted_goes_on(etcd, keys):
     assert words == []
 
 
-def test_all_that_is_below_the_prefix_is_deleted_and_all_come_back_with_their_ids(etcd, keys):
+def test_everything_below_the_prefix_is_deleted_and_all_members_return_with_their_ids(etcd, keys):
     router = etcd.join()
     events = Events(router)
     members = [etcd.register(etcd.join(), name) for name in "ab"]
@@ -129,7 +129,7 @@ def test_all_that_is_below_the_prefix_is_deleted_and_all_come_back_with_their_id
         wait_for(one.lease_valid)
 
 
-def test_what_the_watch_does_not_tell_is_found_within_a_lease(etcd, keys, monkeypatch):
+def test_changes_that_the_watch_misses_are_found_within_a_lease(etcd, keys, monkeypatch):
     cluster = etcd.join()
     reg = etcd.register(cluster, "a")
     words = listener(reg)
@@ -140,7 +140,7 @@ def test_what_the_watch_does_not_tell_is_found_within_a_lease(etcd, keys, monkey
     assert words == []
 
 
-def test_a_publication_that_finds_no_record_puts_it_back_at_once(etcd, keys, monkeypatch):
+def test_a_publication_without_a_record_restores_it_at_once(etcd, keys, monkeypatch):
     cluster = etcd.join(lease=60, heartbeat=1.0)
     reg = etcd.register(cluster, "a")
     monkeypatch.setattr(cluster._directory.watcher, "_take_events", lambda events: None)

@@ -34,7 +34,7 @@ def lose_memory(server):
     server.start()
 
 
-def test_the_id_of_one_that_was_lost_and_lives_is_remembered_by_those_who_saw_it(own, own_etcd, monkeypatch):
+def test_the_id_of_a_lost_member_that_lives_is_remembered_by_those_that_saw_it(own, own_etcd, monkeypatch):
     """No list has it; but others hold its addresses, and it will be back."""
     cluster = own.join()
     events = Events(cluster)

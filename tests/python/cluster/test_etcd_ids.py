@@ -63,7 +63,7 @@ def register_at_once(etcd, *names):
 
 
 @pytest.mark.parametrize("content", SPOILED.values(), ids=SPOILED)
-def test_members_that_live_mend_the_counter_and_newcomers_get_ids_above_all(etcd, keys, content):
+def test_live_members_repair_the_counter_and_newcomers_get_higher_ids(etcd, keys, content):
     living = [etcd.register(etcd.join(), name) for name in "abcd"]
     words: list[str] = []
     for one in living:
@@ -78,7 +78,7 @@ def test_members_that_live_mend_the_counter_and_newcomers_get_ids_above_all(etcd
 
 
 @pytest.mark.parametrize("content", [b"garbage", b'{"given": 1e99, "birth": "x"}'])
-def test_newcomers_are_refused_where_nobody_can_mend_the_counter(etcd, keys, content, capsys):
+def test_newcomers_are_refused_if_no_member_can_repair_the_counter(etcd, keys, content, capsys):
     """They are told which key holds what, and the command that repairs it."""
     keys.put("instances/7", Holder(99, 7).to_bytes())  # of one that cannot be heard
     keys.put("ids", content)
@@ -103,7 +103,7 @@ def test_a_counter_below_what_etcd_shows_is_raised_by_a_newcomer(etcd, keys):
     assert etcd.register(etcd.join(), "a").instance == 8
 
 
-def test_ids_that_begin_again_leave_out_those_that_are_taken(etcd, keys):
+def test_ids_that_begin_again_skip_those_that_are_taken(etcd, keys):
     """Also of one whose record is gone, because it could not reach etcd for longer than its lease."""
     keys.put("instances/1", Holder(98, INSTANCE_MAX + 1).to_bytes())
     keys.put("instances/3", Holder(99, 3).to_bytes())

@@ -21,7 +21,7 @@ def place(own_etcd):
     one.close()
 
 
-def test_a_peer_that_has_not_heard_of_the_new_term_does_not_end_it(place, monkeypatch):
+def test_a_peer_that_has_not_noticed_the_new_term_does_not_end_it(place, monkeypatch):
     with small_pool(secret="s") as dropped, small_pool(secret="s") as peer:
         of_dropped = dropped.attach(place.join(), name="a")
         of_peer = peer.attach(place.join(), name="b")

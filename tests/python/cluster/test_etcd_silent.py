@@ -32,7 +32,7 @@ def silence(server, how, meanwhile=lambda: None):
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed", "empty"])
-def test_nobody_is_lost_while_etcd_is_silent_but_one_that_died(own, own_etcd, how):
+def test_while_etcd_is_silent_only_a_member_that_died_is_lost(own, own_etcd, how):
     router = own.join()
     events = Events(router)
     registrations = [own.register(own.join(), name) for name in "ab"]
@@ -55,7 +55,7 @@ def test_nobody_is_lost_while_etcd_is_silent_but_one_that_died(own, own_etcd, ho
     assert newcomer.instance > max(one.instance for one in before)
 
 
-def test_a_member_that_dies_while_etcd_answers_is_told_at_once(own):
+def test_the_death_of_a_member_is_reported_at_once_while_etcd_answers(own):
     """Its renewer says so: nobody waits for those who may be on their way back."""
     router = own.join(lease=60.0)
     events = Events(router)

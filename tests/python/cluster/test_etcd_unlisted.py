@@ -30,13 +30,13 @@ class Links:
     """The peer_links: what the pool's links show."""
 
     def __init__(self) -> None:
-        self.linked, self.parted = False, False
+        self.linked, self.ended = False, False
 
     def is_connected(self, member):
         return self.linked
 
     def has_disconnected(self, member):
-        return self.parted and not self.linked
+        return self.ended and not self.linked
 
     def connected_instances(self):
         return []
@@ -95,7 +95,7 @@ def scene(clock):
     return Scene()
 
 
-def test_a_record_that_runs_out_is_a_loss_where_nothing_else_explains_it(scene):
+def test_an_expired_record_is_a_loss_if_nothing_else_explains_it(scene):
     scene.runs_out()
     assert scene.told == ["joined", "lost"]
     assert scene.etcd.dropped == []  # nothing was taken from it
@@ -113,7 +113,7 @@ def test_after_a_silence_a_record_may_be_back_for_two_leases(scene, clock):
     assert scene.told == ["joined", "lost"]
 
 
-def test_one_that_is_back_after_a_silence_is_not_lost(scene, clock):
+def test_a_member_that_is_back_after_a_silence_is_not_lost(scene, clock):
     clock.now += 10
     scene.runs_out()
     scene.lists(MEMBER)
@@ -122,7 +122,7 @@ def test_one_that_is_back_after_a_silence_is_not_lost(scene, clock):
     assert scene.told == ["joined"]
 
 
-def test_a_record_that_is_back_at_the_last_moment_is_shown(scene, monkeypatch):
+def test_a_record_that_is_back_at_the_last_moment_counts(scene, monkeypatch):
     """The watch's thread shows it while the loop's, which has just looked, takes the member off the view."""
     watch = threading.Thread(target=lambda: scene.lists(MEMBER))
 
@@ -137,21 +137,21 @@ def test_a_record_that_is_back_at_the_last_moment_is_shown(scene, monkeypatch):
     assert scene.view.find("a") is not None
 
 
-def test_one_that_is_linked_is_kept_until_its_link_ends(scene, clock):
+def test_a_linked_member_is_kept_until_its_link_ends(scene, clock):
     scene.links.linked = True
     scene.runs_out()
     for _ in range(3):
         clock.now += 100
         scene.watcher.check()
     assert scene.told == ["joined"]
-    scene.links.linked, scene.links.parted = False, True
+    scene.links.linked, scene.links.ended = False, True
     scene.watcher.check()
     assert scene.told == ["joined", "lost"]
     assert scene.etcd.dropped == [encode("x/dropped/70")]  # so that it learns it
 
 
-def test_one_that_is_back_before_it_is_written_down_as_dropped_is_not(scene):
-    scene.links.parted = scene.etcd.is_back = True
+def test_a_member_that_is_back_before_it_is_recorded_as_dropped_is_not_dropped(scene):
+    scene.links.ended = scene.etcd.is_back = True
     scene.runs_out()
     scene.watcher.check()
     assert scene.told == ["joined"]
@@ -160,14 +160,14 @@ def test_one_that_is_back_before_it_is_written_down_as_dropped_is_not(scene):
     assert scene.told == ["joined"]
 
 
-def test_one_that_another_peer_has_dropped_is_lost(scene):
-    scene.links.parted = scene.etcd.by_another = True
+def test_a_member_that_another_peer_has_dropped_is_lost(scene):
+    scene.links.ended = scene.etcd.by_another = True
     scene.runs_out()
     assert scene.told == ["joined", "lost"]
 
 
-def test_one_cannot_be_dropped_while_etcd_does_not_answer(scene):
-    scene.links.parted, scene.etcd.error = True, NoAnswer("silent")
+def test_no_member_can_be_dropped_while_etcd_does_not_answer(scene):
+    scene.links.ended, scene.etcd.error = True, NoAnswer("silent")
     scene.runs_out()
     assert scene.told == ["joined"]
     scene.etcd.error = None
@@ -175,20 +175,20 @@ def test_one_cannot_be_dropped_while_etcd_does_not_answer(scene):
     assert scene.told == ["joined", "lost"]
 
 
-def test_one_that_may_only_read_tells_its_own_process(scene):
-    scene.links.parted, scene.etcd.error = True, Denied("no right to write")
+def test_a_member_without_write_access_reports_the_loss_in_its_own_process(scene):
+    scene.links.ended, scene.etcd.error = True, Denied("no right to write")
     scene.runs_out()
     assert scene.told == ["joined", "lost"]
 
 
-def test_another_incarnation_of_its_name_ends_it_although_it_is_linked(scene):
+def test_another_incarnation_of_a_name_ends_the_earlier_one_although_it_is_linked(scene):
     scene.links.linked = True
     scene.runs_out()
     scene.lists(OTHER)
     assert scene.told == ["joined", "lost", "joined"]
 
 
-def test_one_whose_process_has_ended_is_lost_at_once(scene, clock):
+def test_a_member_whose_process_has_ended_is_lost_at_once(scene, clock):
     """Also after a silence, and although its link has not noticed it yet."""
     clock.now += 10
     scene.links.linked = True
@@ -197,7 +197,7 @@ def test_one_whose_process_has_ended_is_lost_at_once(scene, clock):
     assert scene.etcd.dropped == []
 
 
-def test_an_idle_etcd_is_asked_for_a_sign_of_life_before_it_counts_as_silent(clock):
+def test_an_idle_etcd_is_probed_before_it_counts_as_silent(clock):
     contact = Contact(LEASE, HEARTBEAT)
     for _ in range(20):  # a look each heartbeat, at any moment of it
         clock.now += 0.75 * HEARTBEAT

@@ -47,7 +47,7 @@ def streams(monkeypatch):
     return begun, begun_dead
 
 
-def test_who_watches_by_a_dead_connection_sees_all_the_same(etcd, streams):
+def test_a_watcher_with_a_dead_connection_sees_everything_all_the_same(etcd, streams):
     """Joined, changed, lost: each behind a watch that says nothing."""
     begun, dead = streams
     first = etcd.register(etcd.join(), "a")
@@ -79,7 +79,7 @@ def test_who_watches_by_a_dead_connection_sees_all_the_same(etcd, streams):
     assert events.of("b") == ["joined"]
 
 
-def test_a_watch_that_is_silent_because_nothing_happens_is_left_alone(etcd, etcd_server, streams, monkeypatch):
+def test_a_watch_that_is_silent_for_lack_of_events_is_left_alone(etcd, etcd_server, streams, monkeypatch):
     """Also when others write to the same etcd."""
     begun, _ = streams
     router = etcd.join()
@@ -96,7 +96,7 @@ def test_a_watch_that_is_silent_because_nothing_happens_is_left_alone(etcd, etcd
     assert watcher._stream is begun[0]
 
 
-def test_a_watch_that_breaks_is_logged_with_whom_it_concerns(etcd, etcd_server, caplog):
+def test_a_broken_watch_is_logged_with_the_members_it_concerns(etcd, etcd_server, caplog):
     """The member of this process and its lease; a process that is no member has neither."""
     router, cluster = etcd.join(), etcd.join()
     etcd.register(cluster, "a b")
@@ -129,7 +129,7 @@ def event(revision, **more):
     return {"kv": kv, **more}
 
 
-def test_what_was_missed_is_not_skipped_when_a_watch_breaks_before_it_has_told_it(watcher):
+def test_missed_events_are_not_skipped_when_a_watch_breaks_before_it_delivers_them(watcher):
     """etcd tells its own revision first, then the past in portions: what counts is what it has told."""
     watcher._read([{"created": True, "header": {"revision": "50"}}])
     assert watcher._revision == 10
@@ -139,7 +139,7 @@ def test_what_was_missed_is_not_skipped_when_a_watch_breaks_before_it_has_told_i
     assert watcher._revision == 60
 
 
-def test_the_number_of_keys_is_kept(watcher):
+def test_the_watcher_counts_the_keys(watcher):
     watcher._count = 4
     changed = event(13)
     changed["kv"]["version"] = "2"
@@ -147,7 +147,7 @@ def test_the_number_of_keys_is_kept(watcher):
     assert watcher._count == 5
 
 
-def test_a_counter_that_was_begun_anew_does_not_make_forget_what_was_given(watcher):
+def test_a_counter_that_begins_again_does_not_forget_ids_in_use(watcher):
     watcher._note_ids(Ids(9, "one").to_bytes())
     for content in (Ids(4, "one").to_bytes(), Ids(1, "another").to_bytes(), b"", b"garbage"):
         watcher._note_ids(content)

@@ -101,7 +101,7 @@ def test_a_lease_is_renewed_while_the_password_is_still_being_checked(etcd, kept
     assert etcd.asked == ["lease/keepalive"]
 
 
-def test_a_renewer_says_by_when_it_does_something_again_and_counts_what_was_not_answered(etcd, kept):
+def test_a_renewer_announces_its_next_step_and_counts_unanswered_requests(etcd, kept):
     """Which tells one that hangs from one whose etcd does not answer."""
     renewer, words = kept
     assert words[DUE_WORD] == 0
@@ -116,7 +116,7 @@ def test_a_renewer_says_by_when_it_does_something_again_and_counts_what_was_not_
     assert words[FAILED_WORD] == 1
 
 
-def test_a_lease_that_etcd_does_not_know_yet_is_not_gone_while_its_key_stands(etcd, kept, capfd):
+def test_a_lease_that_etcd_does_not_know_yet_is_not_gone_while_its_key_exists(etcd, kept, capfd):
     """As it says in the moment after it has come back."""
     renewer, words = kept
     etcd.checked.set()
@@ -144,7 +144,7 @@ def test_a_lease_that_etcd_no_longer_has_counts_as_revoked_whatever_the_text_say
     assert etcd.asked.count("lease/revoke") == 3  # twice for the first lease
 
 
-def test_a_password_is_given_more_time_than_the_question(etcd):
+def test_a_password_check_gets_more_time_than_a_request(etcd):
     gateway = Gateway(etcd.options)
     with pytest.raises(NoAnswer):
         gateway.call("kv/range", {}, 2.0)  # as it was before: begun again and again, and never done
@@ -153,7 +153,7 @@ def test_a_password_is_given_more_time_than_the_question(etcd):
     gateway.close()
 
 
-def test_a_token_that_etcd_has_forgotten_is_replaced_and_a_wrong_password_is_told(etcd):
+def test_a_token_that_etcd_has_forgotten_is_replaced_and_a_wrong_password_is_reported(etcd):
     etcd.checked.set()
     gateway = Gateway(etcd.options)
     gateway._token = "of before the restart"

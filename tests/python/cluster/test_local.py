@@ -34,7 +34,7 @@ def test_a_timeout_of_none_is_the_default(local, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["removed", "moved", "emptied", "unrecorded"])
-def test_the_folder_is_deleted_and_all_come_back(local, way):
+def test_all_members_come_back_after_their_folder_is_deleted(local, way):
     members = [local.member(name) for name in "abc"]
     router = local.join()
     events = Events(router)
@@ -67,7 +67,7 @@ def test_the_folder_is_deleted_and_all_come_back(local, way):
     events.wait("a", "joined", "lost")
 
 
-def test_one_that_slept_while_its_folder_and_its_name_were_taken_is_refused(local):
+def test_a_member_that_slept_while_its_folder_and_its_name_were_taken_is_refused(local):
     sleeper = local.member("a")
     router = local.join()
     events = Events(router)
@@ -111,7 +111,7 @@ def test_the_lock_of_the_folder_does_not_stay_with_a_child(local):
         os.waitpid(child, 0)
 
 
-def test_only_ids_that_can_be_count_as_held(local):
+def test_only_valid_ids_count_as_held(local):
     holds = [IdLock(local.name, number) for number in (0, 3, 16383, 16384, 10**20)]
     assert held_ids(local.name) == {3, 16383}
     for hold in holds:
@@ -128,7 +128,7 @@ def test_an_id_is_held_by_one_process_at_a_time(local):
     IdLock(local.name, 3).close()
 
 
-def test_a_member_that_cannot_be_written_is_told_as_a_state_error(local, monkeypatch):
+def test_failing_to_write_a_member_is_a_state_error(local, monkeypatch):
     cluster = local.join()
 
     def full(*arguments, **options):
@@ -158,7 +158,7 @@ def test_a_folder_that_others_can_open_is_refused(local):
         elsewhere.close()
 
 
-def test_ids_go_on_after_the_last_and_leave_out_those_that_are_held(local):
+def test_ids_continue_after_the_last_and_skip_those_that_are_held(local):
     cluster, other = local.join(), local.join()
     held = local.register(other, "held").instance
     state = local.folder / "state"
@@ -175,7 +175,7 @@ def test_ids_go_on_after_the_last_and_leave_out_those_that_are_held(local):
     assert held == 1
 
 
-def test_a_state_that_is_garbage_is_made_anew(local):
+def test_a_state_file_with_garbage_is_made_anew(local):
     cluster = local.join()
     (local.folder / "state").write_bytes(b"[" * 9000)
     assert local.register(cluster, "a").instance == 1
@@ -214,7 +214,7 @@ def test_a_cluster_with_members_is_not_forgotten(local, state):
     assert kvpool.Cluster.forget(local.url)
 
 
-def test_what_a_dead_member_has_left_is_forgotten_with_the_rest(local):
+def test_files_of_a_dead_member_are_forgotten_with_the_rest(local):
     local.member("a").kill()
     wait_for(lambda: not held_ids(local.name))
     assert (local.folder / "m.a.lock").exists()
@@ -222,7 +222,7 @@ def test_what_a_dead_member_has_left_is_forgotten_with_the_rest(local):
     assert not local.folder.exists()
 
 
-def test_who_watches_a_forgotten_cluster_sees_the_next_members(local):
+def test_a_watcher_of_a_forgotten_cluster_sees_the_next_members(local):
     router = local.join()
     assert kvpool.Cluster.forget(local.url)
     local.register(local.join(timeout=30), "a")
@@ -269,7 +269,7 @@ def test_a_bad_address_or_option_is_refused(url, options, error):
     assert not os.path.exists(folder_path("x"))
 
 
-def test_one_that_is_stopped_while_it_looks_at_its_page_has_lost_its_lease(local, monkeypatch):
+def test_a_member_that_is_stopped_while_it_reads_its_page_has_lost_its_lease(local, monkeypatch):
     """What it finds then says nothing: another one may have the name by now."""
     reg = local.register(local.join(), "a")
     page = reg._entry._page
@@ -284,7 +284,7 @@ def test_one_that_is_stopped_while_it_looks_at_its_page_has_lost_its_lease(local
         monkeypatch.undo()
 
 
-def test_one_that_is_stopped_before_it_enters_again_hears_that_it_was_lost(local, monkeypatch):
+def test_a_member_that_is_stopped_before_it_registers_again_is_told_that_it_was_lost(local, monkeypatch):
     """Its pool may have fenced itself by the clock, and is let out by "lost" and "regained" alone."""
     reg = local.register(local.join(), "a")
     with reg._entry_lock:

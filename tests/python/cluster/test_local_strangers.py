@@ -45,7 +45,7 @@ def test_the_first_place_is_taken_and_nothing_is_made_by_asking(places):
     assert os.listdir(places.shared[0]) == os.listdir(places.home) == []
 
 
-def test_no_environment_variable_says_where_it_is(monkeypatch):
+def test_no_environment_variable_sets_the_place(monkeypatch):
     before = cluster_path("x", this_users_folders())
     for name in ("XDG_RUNTIME_DIR", "TMPDIR", "HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, "/somewhere/else")
@@ -59,7 +59,7 @@ def test_a_place_that_cannot_be_made_is_left_out(places):
     assert cluster_path("x", places) == f"{places.run}/kvpool/x"
 
 
-def test_a_cluster_that_is_there_is_found_though_a_better_place_is_free(places):
+def test_an_existing_cluster_is_found_although_a_better_place_is_free(places):
     elsewhere = f"{places.shared[1]}/kvpool-{OURS}/x"
     make(elsewhere)
     assert cluster_path("x", places) == elsewhere
@@ -109,7 +109,7 @@ def test_when_every_name_is_taken_the_home_keeps_another_one(places):
 
 @needs_other_users
 @pytest.mark.parametrize("home", ["none", "another user's"])
-def test_when_there_is_no_way_the_error_says_who_sits_where(places, home):
+def test_if_there_is_no_place_the_error_names_the_owner_of_each(places, home):
     if home == "none":
         places = UserFolders(OURS, places.shared, places.run, None, places.boot)
     else:
@@ -195,7 +195,7 @@ finally:
 
 
 @needs_other_users
-def test_processes_of_a_user_meet_though_another_one_has_taken_their_folder():
+def test_processes_of_a_user_find_each_other_although_another_user_has_their_folder():
     uid = 2_000_000_000 + secrets.randbelow(1 << 24)  # nobody's
     taken = f"/dev/shm/kvpool-{uid}"
     take(taken)
@@ -234,7 +234,7 @@ assert os.waitpid(member, 0)[1] == 0
 
 
 @needs_other_users
-def test_the_error_of_join_says_who_sits_in_the_folder():
+def test_the_error_of_join_names_the_owner_of_the_folder():
     uid = 2_000_000_000 + secrets.randbelow(1 << 24)
     taken = [f"/dev/shm/kvpool-{uid}", f"/tmp/kvpool-{uid}"]
     for root in taken:

@@ -62,7 +62,7 @@ def test_the_first_member_in_an_etcd_waits_for_a_lease_by_default(empty, clock):
     assert clock.waited_s >= LONG - 1
 
 
-def test_an_attach_that_is_given_too_little_time_for_it_says_why_and_leaves_all_as_it_was(empty, clock):
+def test_an_attach_with_too_short_a_timeout_says_why_and_changes_nothing(empty, clock):
     with empty.join(lease=LONG) as cluster, small_pool(secret="s") as pool:
         with pytest.raises(kvpool.DeadlineExceeded, match="live members have a lease's time to come back"):
             pool.attach(cluster, name="a", timeout=5)
@@ -74,7 +74,7 @@ def test_an_attach_that_is_given_too_little_time_for_it_says_why_and_leaves_all_
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), 4000, "x", True])
-def test_a_time_that_is_none_is_refused(empty, timeout):
+def test_an_invalid_time_is_refused(empty, timeout):
     with empty.join() as cluster, small_pool(secret="s") as pool:
         with pytest.raises((kvpool.ArgumentError, kvpool.ArgumentTypeError), match="timeout"):
             pool.attach(cluster, name="a", timeout=timeout)

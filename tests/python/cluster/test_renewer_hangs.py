@@ -61,7 +61,7 @@ def test_a_renewer_that_hangs_is_replaced(place):
     assert set(words) <= {"lost", "regained"}  # whether the lease could be saved is the machine's business
 
 
-def test_one_that_wakes_while_it_is_replaced_does_not_revoke_the_lease(place, monkeypatch):
+def test_a_renewer_that_wakes_while_it_is_replaced_does_not_revoke_the_lease(place, monkeypatch):
     """It is hung up on, which means the end of the member to it: so it must be dead by then."""
     reg = place.register(place.join(), "a")
     hang_up, ended = renewer_process._hang_up, []
@@ -78,7 +78,7 @@ def test_one_that_wakes_while_it_is_replaced_does_not_revoke_the_lease(place, mo
     assert ended[0] == -signal.SIGKILL
 
 
-def test_a_pool_that_has_fenced_itself_by_the_clock_is_told_so_also_when_etcd_has_forgotten_all(place, monkeypatch):
+def test_a_pool_fenced_by_the_clock_is_told_so_even_when_etcd_has_forgotten_everything(place, monkeypatch):
     """ "lost" and "regained" let it out of its fence; a member that enters again in silence would stay in it."""
     reg = place.register(place.join(), "a")
     words, entry = [], reg._entry
@@ -94,7 +94,7 @@ def test_a_pool_that_has_fenced_itself_by_the_clock_is_told_so_also_when_etcd_ha
     wait_for(lambda: not entry.lapsed())
 
 
-def test_the_thread_that_looks_at_the_clock_outlives_what_it_meets(place, monkeypatch):
+def test_the_thread_that_reads_the_clock_survives_errors(place, monkeypatch):
     publish, tried = Attachment._publish_load, []
 
     def fails_once(attachment):
@@ -109,7 +109,7 @@ def test_the_thread_that_looks_at_the_clock_outlives_what_it_meets(place, monkey
         wait_for(lambda: len(tried) > 2)
 
 
-def test_one_whose_renewer_hangs_and_cannot_be_replaced_fences_itself(place, no_process):
+def test_a_member_whose_renewer_hangs_and_cannot_be_replaced_fences_itself(place, no_process):
     """Nobody else would tell it: etcd is asked by the renewer alone."""
     reg = place.register(place.join(), "a")
     words = []
@@ -124,7 +124,7 @@ def test_one_whose_renewer_hangs_and_cannot_be_replaced_fences_itself(place, no_
     assert reg.record.term >= 1
 
 
-def test_an_etcd_that_does_not_answer_is_no_renewer_that_hangs(own, own_etcd):
+def test_an_etcd_that_does_not_answer_is_not_taken_for_a_hanging_renewer(own, own_etcd):
     """The renewer asks again and again, so it is well; and nobody can be told anything."""
     reg = own.register(own.join(), "a")
     words = []
@@ -170,7 +170,7 @@ def test_a_pool_is_fenced_by_the_clock_while_the_clusters_thread_is_held_up(plac
                     send()
                 except kvpool.Fenced:
                     return True
-                except kvpool.Error:  # the other one was told first, and has parted
+                except kvpool.Error:  # the other one was told first, and has disconnected
                     return False
                 return False
 

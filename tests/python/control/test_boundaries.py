@@ -113,7 +113,7 @@ def test_a_file_that_is_no_profile_is_refused(text, tmp_path):
 # ---- what is measured computes what it should
 
 
-def test_each_request_of_an_iteration_sees_its_own_cache_alone():
+def test_each_request_of_an_iteration_sees_only_its_own_cache():
     """Beside a loop over the requests, and over the piece of the prompt."""
     rank, batch, context, piece = NumpyRank(TINY, 200, block_tokens=8), 3, 16, 5
     q = rank.normal(rank.kv_heads, rank.heads // rank.kv_heads, batch + piece, TINY.head_dim)

@@ -103,7 +103,7 @@ def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedPro
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_a_part_of_the_program_that_fails_or_hangs_costs_no_figure_of_the_others(tmp_path):
+def test_a_part_of_the_program_that_fails_or_hangs_costs_the_others_no_figure(tmp_path):
     program = tmp_path / "kvpool_gpu_bench"
     program.write_text(PROGRAM)
     program.chmod(0o755)
@@ -124,7 +124,7 @@ def test_a_part_of_the_program_that_fails_or_hangs_costs_no_figure_of_the_others
     assert any("torch failed" in note for note in report["notes"])
 
 
-def test_a_bench_that_raises_costs_no_other_and_the_status_tells(tmp_path):
+def test_a_bench_that_raises_costs_no_other_and_sets_the_status(tmp_path):
     ran = run(SUITE, str(tmp_path))
     assert ran.returncode == 1, ran.stderr
     assert "broken failed: KeyError" in ran.stdout

@@ -126,13 +126,13 @@ def run_small(library: str, *names: str, before: Path | None = None, **variables
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
-def test_without_a_gpu_they_say_so_and_measure_nothing():
+def test_without_a_gpu_benches_say_so_and_measure_nothing():
     for found in run_small("/nowhere/libcuda.so", "links", "fig11", "NIXL"):
         assert list(found) == ["skipped"]
         assert str(found["skipped"]).startswith("no CUDA GPU: ")
 
 
-def test_they_run_to_their_end_and_what_they_send_arrives(fake_cuda):
+def test_benches_run_to_their_end_and_what_they_send_arrives(fake_cuda):
     links, fig11 = run_small(str(fake_cuda), "links", "fig11")
     rows = [row["what"] for row in links["rows"]]
     assert [what for what in rows if what.startswith("cuda_ipc, 4 scattered")] == rows[:2], links
@@ -181,7 +181,7 @@ def test_a_nixl_that_fails_costs_no_figure_of_kvpool(fault, said, fake_cuda, tmp
     assert all(said in note for note in left_out), links
 
 
-def test_where_nixl_is_not_installed_the_run_says_so(tmp_path, monkeypatch):
+def test_a_run_without_nixl_says_so(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     find = importlib.import_module("bench.peers.find")
     monkeypatch.setattr(find, "find_spec", lambda package: None)

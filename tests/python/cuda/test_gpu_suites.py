@@ -10,7 +10,7 @@ KNOWN = {f"not for a GPU: {what} is for the host": {name} for name, what in NOT_
 KNOWN |= {"not for a GPU: ucx is for the host": {name for name, what in NOT_ON_GPU[FILE].items() if what == "ucx"}}
 
 
-def test_a_file_passes_with_the_skips_that_it_has():
+def test_a_file_passes_with_its_expected_skips():
     Outcome(0, "", 8, dict(KNOWN)).check(FILE, nccl=True)
     Outcome(0, "", 8, KNOWN | {NO_NCCL: {"test_any"}}).check(FILE, nccl=False)
     Outcome(0, "", 3, {}).check(FILE, nccl=True, all_of_it=False)
@@ -32,7 +32,7 @@ def test_a_file_fails_with_any_other_skip_and_without_its_expected_one(outcome, 
         outcome.check(FILE, nccl=True)
 
 
-def test_the_suites_see_a_gpus_memory_by_copies_of_the_driver_as_numpy_would(on_fake):
+def test_the_suites_read_gpu_memory_by_copies_of_the_driver_as_numpy_would(on_fake):
     """What reads a real GPU, beside what the fake has in this process."""
     on_fake("""
 from gpu_memory import DeviceArray, fake_array

@@ -65,7 +65,7 @@ def test_all_tests_of_the_program_pass(program):
     assert all(name in said for name in NAMES)
 
 
-def test_a_test_that_hangs_or_dies_or_fails_costs_no_other_and_is_named(program):
+def test_a_test_that_hangs_dies_or_fails_costs_no_other_and_is_named(program):
     code, said = run_tool("kernels", program, 12, HANGS="1", DIES="1", FAILS="1")
     assert code == 1
     assert said.splitlines()[-1] == "5 tests: 2 passed, 0 skipped, 2 failed, 1 not over, 0 not run"
@@ -76,7 +76,7 @@ def test_a_test_that_hangs_or_dies_or_fails_costs_no_other_and_is_named(program)
     assert "7 is not 8" in said
 
 
-def test_what_was_not_begun_in_time_is_named(program):
+def test_tests_that_did_not_begin_in_time_are_named(program):
     slow = program.with_name("slow")
     slow.write_text(PROGRAM.replace("failed = ", "time.sleep(600)\nfailed = "))
     slow.chmod(0o755)
@@ -137,7 +137,7 @@ def test_the_python_tests_pass(folder):
 
 
 @pytest.mark.parametrize(("end", "word"), [("HANGS", "not over after 10 s"), ("DIES", "(status 3)")])
-def test_python_tests_that_do_not_come_to_their_end_say_what_had_passed_and_what_was_left(folder, end, word):
+def test_python_tests_that_do_not_finish_report_what_had_passed_and_what_was_left(folder, end, word):
     code, said = run_tool("python", folder, 10, **{end: "1"})
     assert code == 1
     lines = said.splitlines()
@@ -156,7 +156,7 @@ def test_a_python_test_that_fails_is_named_and_the_others_run(folder):
     assert "test_second" in said.splitlines()[-2]
 
 
-def test_a_suite_that_is_not_over_says_what_had_passed():
+def test_an_unfinished_suite_reports_what_had_passed():
     said = "\n".join([
         "collected 4 items", "", "tests/python/test_x.py::test_one PASSED [ 25%]",
         "tests/python/test_x.py::test_two[a b] FAILED [ 50%]", "tests/python/test_x.py::test_three ",
@@ -164,7 +164,7 @@ def test_a_suite_that_is_not_over_says_what_had_passed():
     assert gpu_suites._so_far(said).startswith("1 passed, 1 failed, 0 skipped of 4 tests; test_three was running")
 
 
-def test_progress_that_was_cut_is_read_as_far_as_it_goes():
+def test_truncated_progress_is_read_as_far_as_it_goes():
     code = (
         "import json; from tools.gpu_tests import read_progress\n"
         'run = read_progress([\'{"collected": ["a", "b"]}\', \'{"begun": "a"}\', \'{"ended": "a", "outc\'])\n'

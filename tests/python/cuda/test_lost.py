@@ -59,7 +59,7 @@ assert left() == "contexts=1 streams=1", left()
 """)
 
 
-def test_whichever_call_of_the_driver_finds_the_gpu_lost_it_is_told_and_all_can_be_closed(on_fake):
+def test_losing_the_gpu_in_any_driver_call_is_reported_and_everything_can_be_closed(on_fake):
     """From the making of a pool to its end: each call in turn answers that the GPU is lost."""
     on_fake(
         """
@@ -118,7 +118,7 @@ assert {where for where, _ in told} >= {"sent", "fetched"}
 
 
 @pytest.mark.parametrize("route", ["cuda_ipc", "sock"])
-def test_peers_in_other_processes_hear_of_a_lost_gpu_in_bounded_time(fake_cuda, route):
+def test_peers_in_other_processes_notice_a_lost_gpu_in_bounded_time(fake_cuda, route):
     """The sender's, in the middle of a transfer, and the receiver's."""
     for lost in ("a", "b"):
         sides = {name: Child(KVPOOL_CUDA_LIBRARY=str(fake_cuda)) for name in "ab"}

@@ -38,7 +38,7 @@ assert left() == "", left()
 """)
 
 
-def test_whichever_call_finds_no_memory_when_a_pool_is_made_leaves_nothing(on_fake):
+def test_running_out_of_memory_in_any_call_while_a_pool_is_made_leaves_nothing(on_fake):
     """Of the GPU's, or of what the driver needs to lock the host's."""
     on_fake("""
 cuda.fake_cuda_failed.restype = ctypes.c_bool

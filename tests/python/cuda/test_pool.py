@@ -74,7 +74,7 @@ def test_without_a_driver_the_error_says_what_is_missing(device):
     assert missing in done.stdout
 
 
-def test_nothing_is_asked_of_the_driver_before_a_pool_wants_it(on_fake):
+def test_the_driver_is_not_called_before_a_pool_needs_it(on_fake):
     on_fake("""
 with small_pool(device="cpu") as pool:
     pool.swap_out(1)
@@ -83,7 +83,7 @@ assert cuda.fake_cuda_calls() == b""
 """)
 
 
-def test_devices_that_are_none_are_refused(on_fake):
+def test_invalid_devices_are_refused(on_fake):
     on_fake("""
 raises(kvpool.Unsupported, lambda: small_pool(device="cuda:4"), "there is no GPU 4", "shows 4")
 for device in ("cuda:", "cuda:x", "cuda:-1", "cuda0", "cuda:99999", "gpu", "cuda:\\u0661"):
@@ -94,7 +94,7 @@ assert left() == ""
 """)
 
 
-def test_streams_are_ints_or_objects_that_have_one(on_fake):
+def test_a_stream_is_an_int_or_an_object_that_has_one(on_fake):
     on_fake("""
 class Torch:
     def __init__(self, handle):
@@ -129,7 +129,7 @@ with small_pool(device="cpu") as pool, refused(pool, kvpool.ArgumentError, "has 
 """)
 
 
-def test_alloc_takes_a_stream_for_the_room_that_it_makes(on_fake):
+def test_alloc_takes_a_stream_for_its_evictions(on_fake):
     on_fake("""
 with small_pool(4, 8, device="cuda") as pool:
     stamps = Stamps(pool)
@@ -141,7 +141,7 @@ with small_pool(4, 8, device="cuda") as pool:
 """)
 
 
-def test_a_gpu_that_is_lost_is_told_by_every_verb(on_fake):
+def test_every_verb_reports_a_lost_gpu(on_fake):
     on_fake("""
 pool = small_pool(device="cuda")
 store(pool, prompt(2))
@@ -155,7 +155,7 @@ raises(kvpool.ClosedError, lambda: pool.alloc(1))
 """)
 
 
-def test_swaps_that_nobody_waits_for_follow_the_stream_and_end(on_fake):
+def test_background_swaps_follow_the_stream_and_end(on_fake):
     on_fake("""
 import asyncio
 stream = new_stream()
@@ -185,7 +185,7 @@ assert left() == "contexts=1 streams=1", left()  # of the stream above
 """)
 
 
-def test_a_swap_behind_work_that_stalls_is_cancelled_and_lets_its_pool_close(on_fake):
+def test_a_swap_behind_stalled_work_can_be_cancelled_and_lets_its_pool_close(on_fake):
     on_fake("""
 import threading
 let_go = threading.Event()
@@ -205,7 +205,7 @@ let_go.set()
 """)
 
 
-def test_a_graph_that_is_captured_elsewhere_is_not_broken(on_fake):
+def test_capturing_a_graph_elsewhere_is_not_disturbed(on_fake):
     on_fake("""
 stream = new_stream()
 with small_pool(device="cuda") as pool:

@@ -127,7 +127,7 @@ def count_wrong(kernels: dict[str, Kernel], jobs: list[Job], ran: set[str] | Non
     return wrong
 
 
-def test_every_kernel_does_what_its_reference_does(text, jobs):
+def test_every_kernel_agrees_with_its_reference(text, jobs):
     kernels = parse(text)
     assert len(kernels) == len(UNITS) * len(TABLES)
     ran: set[str] = set()
@@ -135,7 +135,7 @@ def test_every_kernel_does_what_its_reference_does(text, jobs):
     assert ran == set(kernels)
 
 
-def test_the_kernels_ask_for_no_target():
+def test_the_kernels_do_not_distinguish_targets():
     """Or each target that they tell apart would have to be run."""
     for file in [*(ROOT / "cuda").glob("*.cu*"), *(ROOT / "cpp/kvpool/cuda").glob("*.h")]:
         assert not re.search(r"__CUDA_ARCH__\s*[<>=!]", file.read_text()), file
@@ -173,7 +173,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_kernel_that_is_changed_is_found(text, jobs, change):
+def test_a_changed_kernel_is_found(text, jobs, change):
     changed = change(text)
     assert changed != text
     kernels = parse(changed)
@@ -182,7 +182,7 @@ def test_a_kernel_that_is_changed_is_found(text, jobs, change):
         assert any(count_wrong(kernels, [job]) > 0 for job in some) == (width in CHANGES[change]), width
 
 
-def test_an_instruction_that_is_not_known_is_an_error(text):
+def test_an_unknown_instruction_is_an_error(text):
     for known, unknown in {
         "mul.hi.u32": "mul.hi.s32",
         "shr.u32": "shr.s32",

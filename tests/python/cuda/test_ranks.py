@@ -203,7 +203,7 @@ SIDES = {
 
 @pytest.mark.parametrize("adopts", [False, True], ids=["own", "adopted"])
 @pytest.mark.parametrize("sides", SIDES)
-def test_ranks_in_processes_of_their_own_send_to_each_other_and_back(fake_cuda: Path, sides: str, adopts: bool) -> None:
+def test_ranks_in_separate_processes_send_to_each_other_and_back(fake_cuda: Path, sides: str, adopts: bool) -> None:
     with crews(fake_cuda, *SIDES[sides], adopts=adopts) as (a, b):
         seed = 0
         for medium, there in [(1, 1), (1, 2), (2, 1), (2, 2)]:
@@ -252,9 +252,7 @@ def test_ranks_send_to_each_other_by_nccl_and_back(fake_cuda: Path, fake_nccl: P
 
 
 @pytest.mark.parametrize("adopts", [False, True], ids=["own", "adopted"])
-def test_memory_that_an_engine_has_allocated_is_opened_once_for_all_of_its_tensors(
-    fake_cuda: Path, adopts: bool
-) -> None:
+def test_memory_that_an_engine_allocated_is_opened_once_for_all_its_tensors(fake_cuda: Path, adopts: bool) -> None:
     with crews(
         fake_cuda, (TP2, ["cuda:0"] * 2), (None, ["cuda:1"]), adopts=adopts, routes=("cuda_ipc",)
     ) as (a, b):  # fmt: skip
@@ -273,7 +271,7 @@ def test_memory_that_an_engine_has_allocated_is_opened_once_for_all_of_its_tenso
                 eventually(lambda member=member, opened=opened, closed=closed: member(closed) == opened)
 
 
-def test_tiers_of_a_rank_on_a_gpu_are_moved_by_its_own_gpu(fake_cuda: Path) -> None:
+def test_the_gpu_of_a_rank_copies_between_its_tiers(fake_cuda: Path) -> None:
     with crews(fake_cuda, (TP2, ["cuda:0", "cpu"]), (None, ["cuda:1"])) as (a, b):
         pool = a.scheduler
         assert pool is not None
@@ -296,7 +294,7 @@ def test_tiers_of_a_rank_on_a_gpu_are_moved_by_its_own_gpu(fake_cuda: Path) -> N
 
 @pytest.mark.parametrize("adopts", [False, True], ids=["own", "adopted"])
 @pytest.mark.parametrize("route", ["cuda_ipc", "sock", "nccl"])
-def test_a_rank_on_a_gpu_that_is_killed_loses_its_instance_and_no_block_of_a_peer(
+def test_killing_a_rank_on_a_gpu_loses_its_instance_and_no_block_of_a_peer(
     fake_cuda: Path, fake_nccl: Path, route: str, adopts: bool
 ) -> None:
     with crews(
@@ -331,7 +329,7 @@ def test_a_rank_whose_gpu_fails_says_so_and_its_instance_is_lost(fake_cuda: Path
         eventually(lambda: b("pool.peers.list()") == [], seconds=30)
 
 
-def test_what_a_rank_cannot_do_with_a_gpu_or_without_is_refused(on_fake: Any) -> None:
+def test_calls_that_a_rank_cannot_do_with_or_without_a_gpu_are_refused(on_fake: Any) -> None:
     on_fake("""
 settings = dict(check_memory=False, secret="ranks", lease_s=10.0)
 pool = kvpool.Pool(small_layout(), 4, 4, parallel=kvpool.ParallelConfig(tp=2), **settings)

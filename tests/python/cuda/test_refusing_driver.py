@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.parametrize("memory", ["virtual", "plain"])
-def test_where_memory_cannot_be_exported_peers_come_by_another_route(on_fake, memory):
+def test_peers_connect_by_another_route_if_memory_cannot_be_exported(on_fake, memory):
     """A container may be without the right to hand over descriptors, and a GPU in parts without IPC handles."""
     on_fake(f"""
 import logging
@@ -37,7 +37,7 @@ child.kill()
 """)
 
 
-def test_where_virtual_memory_is_refused_a_pool_takes_plain_memory(on_fake):
+def test_a_pool_takes_plain_memory_if_virtual_memory_is_refused(on_fake):
     on_fake("""
 for code in (800, 801):
     cuda.fake_cuda_reset()
@@ -49,7 +49,7 @@ for code in (800, 801):
 """)
 
 
-def test_a_gpu_that_another_process_has_to_itself_is_told_as_that(on_fake):
+def test_a_gpu_that_another_process_uses_exclusively_is_reported_as_such(on_fake):
     on_fake("""
 cuda.fake_cuda_fail(b"cuDevicePrimaryCtxRetain", 46)
 made = lambda: small_pool(device="cuda:0")
@@ -62,7 +62,7 @@ with small_pool(device="cuda:0"):
 
 
 @pytest.mark.parametrize("how", ["refused", "off"])
-def test_where_batches_of_copies_are_refused_or_off_pieces_go_one_by_one(on_fake, how):
+def test_pieces_are_copied_one_by_one_if_batches_are_refused_or_off(on_fake, how):
     on_fake(f"""
 if {how!r} == "off":
     os.environ["KVPOOL_CUDA_BATCHES"] = "0"

@@ -8,7 +8,7 @@ CudaStream::follow for swap and alloc, DeviceOrder for transfers and fetches.
 from __future__ import annotations
 
 
-def test_swap_out_copies_what_the_stream_still_writes(on_gpu):
+def test_swap_out_copies_data_after_the_stream_has_written_it(on_gpu):
     on_gpu("""
 for named in (True, False):
     with small_pool(4, 4, byte_layout(), device="cuda") as pool:
@@ -23,7 +23,7 @@ for named in (True, False):
 """)
 
 
-def test_an_allocation_that_makes_room_copies_what_the_stream_still_writes(on_gpu):
+def test_an_evicting_allocation_copies_data_after_the_stream_has_written_it(on_gpu):
     on_gpu("""
 for named in (True, False):
     with small_pool(3, 4, byte_layout(), device="cuda") as pool:
@@ -37,7 +37,7 @@ for named in (True, False):
 """)
 
 
-def test_swap_in_overwrites_what_the_stream_still_reads_when_it_has_been_read(on_gpu):
+def test_swap_in_overwrites_data_after_the_stream_has_read_it(on_gpu):
     """An engine may free a block that its kernels are still to read: to the engine's stream it is there until then."""
     on_gpu("""
 for named in (True, False):
@@ -57,7 +57,7 @@ for named in (True, False):
 """)
 
 
-def test_a_transfer_sends_what_the_stream_still_writes(on_gpu):
+def test_a_transfer_sends_data_after_the_stream_has_written_it(on_gpu):
     on_gpu("""
 for route, named in itertools.product(ROUTES, (True, False)):
     here, there = pair_on_gpu(route, layout=byte_layout())
@@ -113,7 +113,7 @@ for route in ROUTES:
 """)
 
 
-def test_a_transfer_that_waits_for_a_stream_holds_up_neither_its_caller_nor_others(on_gpu):
+def test_a_transfer_that_waits_for_a_stream_delays_neither_its_caller_nor_others(on_gpu):
     on_gpu("""
 here, there = pair_on_gpu("cuda_ipc", layout=byte_layout())
 with here, there:

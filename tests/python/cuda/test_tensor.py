@@ -32,7 +32,7 @@ for dtype, typestr in names.items():
 """)
 
 
-def test_a_consumer_may_name_its_stream_as_dlpack_has_it(on_fake):
+def test_a_consumer_may_name_its_stream_as_in_dlpack(on_fake):
     on_fake("""
 with small_pool(device="cuda") as pool:
     view = pool.tensor(HBM)
@@ -46,7 +46,7 @@ with small_pool(device="cuda") as pool:
 """)
 
 
-def test_numpy_is_told_that_it_cannot_read_a_gpu(on_fake):
+def test_numpy_learns_that_it_cannot_read_a_gpu(on_fake):
     on_fake("""
 with small_pool(device="cuda") as pool:
     view = pool.tensor(HBM)
@@ -99,7 +99,7 @@ assert (fake_counts("pageable")) == 0
 """)
 
 
-def test_adopted_tensors_that_do_not_belong_together_are_refused(on_fake):
+def test_adopted_tensors_of_different_devices_or_layouts_are_refused(on_fake):
     on_fake("""
 layout = small_layout()
 one, two = (kvpool.Pool(small_layout(layers=1), 6, device=f"cuda:{i}") for i in (0, 1))

@@ -22,7 +22,7 @@ logging.getLogger("kvpool.peers").setLevel(logging.INFO)
 """
 
 
-def test_a_pool_on_a_gpu_says_once_which_routes_it_goes_without_and_what_to_install(on_fake):
+def test_a_pool_on_a_gpu_says_once_which_routes_are_missing_and_what_to_install(on_fake):
     on_fake(f"""
 {NOTES}
 import importlib.util
@@ -42,7 +42,7 @@ with small_pool(device="cuda:1") as here, small_pool(device="cuda:0", name="ther
 """)
 
 
-def test_a_library_that_is_there_need_not_be_installed_and_a_route_that_is_named_is_not_missed(on_fake):
+def test_an_installed_library_is_not_to_be_installed_and_a_named_route_is_not_missed(on_fake):
     on_fake(f"""
 {NOTES}
 with small_pool(device="cuda:0", nccl="/somewhere/libnccl.so.2") as pool:

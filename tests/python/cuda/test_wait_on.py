@@ -7,7 +7,7 @@ same on one GPU, between processes.
 from __future__ import annotations
 
 
-def test_a_stream_finds_what_a_fetch_brings_and_no_thread_waits(on_fake):
+def test_a_stream_finds_what_a_fetch_brought_and_no_thread_waits(on_fake):
     on_fake("""
 class Stream:
     def __init__(self, number):
@@ -43,7 +43,7 @@ for route, as_object in zip(ROUTES, (int, Stream, Other)):
 """)
 
 
-def test_the_wait_is_what_lets_the_stream_find_it(on_fake):
+def test_without_the_wait_the_stream_does_not_find_it(on_fake):
     """The test above without the call that it is about."""
     on_fake("""
 here, there = pair_on_gpu("sock", device="cuda:1", layout=byte_layout())
@@ -63,7 +63,7 @@ with here, there:
 """)
 
 
-def test_a_stream_goes_on_however_the_fetch_fails(on_fake):
+def test_a_stream_continues_however_the_fetch_fails(on_fake):
     on_fake("""
 for how in ("late", "cancelled", "disconnected", "closed"):
     here, there = pair_on_gpu("cuda_ipc", device="cuda:1", layout=byte_layout())
@@ -95,7 +95,7 @@ for how in ("late", "cancelled", "disconnected", "closed"):
 """)
 
 
-def test_what_cannot_wait_is_refused(on_fake):
+def test_streams_that_cannot_wait_are_refused(on_fake):
     on_fake("""
 here, there = pair_on_gpu("sock", device="cuda:1", layout=byte_layout())
 host = small_pool(layout=byte_layout(), routes=("sock",))
@@ -126,7 +126,7 @@ with here, there, host:
 """)
 
 
-def test_a_peer_that_dies_keeps_no_stream_that_waits_for_another(on_fake):
+def test_a_dead_peer_delays_no_stream_that_waits_for_another(on_fake):
     """Its GPU memory is unmapped, which waits for that stream."""
     on_fake("""
 from transfer.kit import Child

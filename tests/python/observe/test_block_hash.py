@@ -22,7 +22,7 @@ for namespace in ("", "tenant \\u00e4"):
 """
 
 
-def test_the_digest_is_the_one_that_is_described():
+def test_the_digest_is_the_documented_one():
     root = hashlib.sha256(b"kvpool block hash 1\0tenant").digest()
     first = hashlib.sha256(root + b"\1\0\0\0\xfe\xff\xff\xff").digest()
     second = hashlib.sha256(first + b"\3\0\0\0\4\0\0\0").digest()
@@ -51,7 +51,7 @@ def test_namespaces_share_no_name():
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=12), st.sampled_from(["", "a"])), max_size=8))
-def test_what_was_hashed_before_changes_nothing(prompts):
+def test_earlier_hashes_change_nothing(prompts):
     hasher = BlockHasher(2)
     for tokens, namespace in prompts:
         array = np.array(tokens, np.int32)

@@ -76,7 +76,7 @@ def test_a_router_for_vllm_understands_what_is_published(pool, listen):
         assert router.sequences == list(range(router.sequences[0], router.sequences[0] + len(router.sequences)))
 
 
-def test_a_block_of_another_instance_is_told_whatever_medium_its_address_names(pool):
+def test_a_block_of_another_instance_is_reported_whatever_medium_its_address_names(pool):
     """insert() takes addresses of other instances as they are, and a name that is missing would end the publisher."""
     events = pool.subscribe()
     for medium in kvpool.Medium:
@@ -98,7 +98,7 @@ def test_the_array_form_and_whole_digests_can_be_had(pool, listen):
         assert event == ["BlockStored", digests, None, prompt(2).tolist(), BLOCK, None, "GPU", None]
 
 
-def test_what_was_missed_can_be_replayed_and_what_is_too_old_is_told_anew(pool, listen):
+def test_missed_batches_can_be_replayed_and_too_old_ones_lead_to_a_snapshot(pool, listen):
     with quick(pool, replay_bytes=2000) as publisher:
         router = listen(publisher)
         router.wait_until_subscribed(pool)
@@ -124,7 +124,7 @@ def test_what_was_missed_can_be_replayed_and_what_is_too_old_is_told_anew(pool, 
         assert len(fresh.held) == pool.stats().index_blocks
 
 
-def test_a_long_prompt_is_told_in_pieces_of_bounded_size(listen):
+def test_a_long_prompt_is_published_in_pieces_of_bounded_size(listen):
     with small_pool(5000, 0) as pool, quick(pool) as publisher:
         router = listen(publisher)
         tokens = prompt(5000)
@@ -149,7 +149,7 @@ def held(pool, tokens):
     return pool.explain_match(tokens).matched_tokens
 
 
-def test_a_publisher_that_lost_events_tells_everything_anew(pool, listen):
+def test_a_publisher_that_lost_events_publishes_a_snapshot(pool, listen):
     index = InstanceIndex(BLOCK)
     prompts = [(prompt(3, name), "") for name in range(20)]
     with quick(pool, interval=60.0, capacity_tokens=8 * BLOCK) as publisher, follow(index, publisher) as subscriber:
@@ -164,7 +164,7 @@ def test_a_publisher_that_lost_events_tells_everything_anew(pool, listen):
         assert set(cleared.held) == {name for tokens, _ in prompts for name in names(tokens[: held(pool, tokens)])}
 
 
-def test_a_subscriber_that_does_not_read_keeps_nobody_waiting(pool, listen):
+def test_a_subscriber_that_does_not_read_delays_no_one(pool, listen):
     """It may lose messages, by the high-water mark; the others get theirs, and the publisher keeps no more for it."""
     index = InstanceIndex(BLOCK)
     prompts = [(prompt(1, name), "") for name in range(40)]
@@ -192,7 +192,7 @@ with kit.small_pool(32, 32) as pool, EventPublisher(pool, interval=0.01) as publ
 """
 
 
-def test_engines_in_processes_of_their_own_feed_one_router(listen):
+def test_engines_in_separate_processes_feed_one_router(listen):
     index = InstanceIndex(BLOCK)
     path = os.pathsep.join([os.path.dirname(os.path.dirname(__file__)), *filter(None, sys.path)])
     with contextlib.ExitStack() as stack:
@@ -226,7 +226,7 @@ def test_engines_in_processes_of_their_own_feed_one_router(listen):
             assert engine.wait(DEADLINE) == 0
 
 
-def test_what_cannot_be_published_is_refused(pool):
+def test_events_that_cannot_be_published_are_refused(pool):
     with refused(pool, kvpool.ArgumentError, "nowhere"):
         EventPublisher(pool, "nowhere")
     with refused(pool, kvpool.ArgumentError, "interval"):

@@ -66,7 +66,7 @@ def test_the_index_ends_as_the_pool_does_however_much_was_dropped_and_replayed(s
             assert (subscriber.malformed, subscriber.left_out) == (0, 0)
 
 
-def test_a_publisher_that_is_started_again_is_not_taken_for_the_one_before(pool):
+def test_a_restarted_publisher_is_not_taken_for_the_earlier_one(pool):
     """At the same address, with another pool behind it; also when as many batches were published as before."""
     index = InstanceIndex(BLOCK)
     prompts = [(prompt(3, name), "") for name in range(4)]
@@ -109,7 +109,7 @@ def test_a_subscriber_may_start_first(pool, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("replay_bytes", "gaps"), [(1 << 20, 0), (0, 1)], ids=["replayed", "told anew"])
-def test_batches_that_were_dropped_on_the_way_are_made_up_for(pool, replay_bytes, gaps):
+def test_dropped_batches_are_replayed(pool, replay_bytes, gaps):
     """As they are for a subscriber that reads too slowly. The next batch that arrives tells of the gap."""
     index = InstanceIndex(BLOCK)
     prompts = [(prompt(2, name), "") for name in range(8)]
@@ -135,7 +135,7 @@ def test_batches_that_were_dropped_on_the_way_are_made_up_for(pool, replay_bytes
             assert subscriber.gaps - known == gaps
 
 
-def test_the_last_word_that_is_lost_is_noticed_without_another(pool):
+def test_the_loss_of_the_last_batch_is_noticed_without_another(pool):
     """No later message tells of the gap: the subscriber asks after a moment of silence."""
     index = InstanceIndex(BLOCK)
     store(pool, prompt(2))
@@ -159,7 +159,7 @@ def test_a_closed_pool_is_not_kept_alive():
         eventually(lambda: publisher.closed)
 
 
-def test_a_child_of_a_fork_may_close_what_is_its_parents(pool):
+def test_a_forked_child_may_close_its_parents_subscriber(pool):
     with quick(pool) as publisher, follow(InstanceIndex(BLOCK), publisher) as subscriber:
         subscriber.wait_synced(DEADLINE)
         child = os.fork()
@@ -175,7 +175,7 @@ def test_a_child_of_a_fork_may_close_what_is_its_parents(pool):
         assert not publisher.closed
 
 
-def test_what_cannot_be_followed_is_refused():
+def test_wrong_arguments_of_a_subscriber_are_refused():
     index = InstanceIndex(BLOCK)
     with pytest.raises(kvpool.ArgumentError, match="16384"):
         EventSubscriber(index, 1 << 14, "tcp://127.0.0.1:1")

@@ -11,7 +11,7 @@ from kit import run_script, small_pool
 from transfer.kit import pair_of
 
 
-def test_nothing_is_printed_until_the_application_says_where_to():
+def test_nothing_is_printed_until_the_application_configures_logging():
     run_script(
         """
         import logging
@@ -20,7 +20,7 @@ def test_nothing_is_printed_until_the_application_says_where_to():
     )
 
 
-def test_who_comes_and_goes_is_logged_with_its_reason(caplog):
+def test_peers_that_come_and_go_are_logged_with_the_reason(caplog):
     with caplog.at_level(logging.INFO, "kvpool"), small_pool(name="here", secret="s") as here:
         address = here.peers.listen("unix:@kvpool-logs-" + str(time.monotonic_ns()))
         seen = []

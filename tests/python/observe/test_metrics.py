@@ -101,7 +101,7 @@ def test_the_names_are_those_that_prometheus_wants(pool):
     assert {family.type for family in families} <= {"gauge", "counter", "histogram"}
 
 
-def test_a_closed_pool_is_down_and_the_others_are_still_told(pool):
+def test_a_closed_pool_is_down_and_the_others_are_still_reported(pool):
     gone = small_pool()
     gone.close()
     samples = scraped({"a": pool, "b": gone})
@@ -125,7 +125,7 @@ def test_a_registry_takes_no_two_collectors_of_the_same_names(pool):
         registry.register(PoolCollector(pool))
 
 
-def test_peers_and_transfers_are_told():
+def test_peers_and_transfers_are_reported():
     with pair_of("loopback") as pair:
         pool = pair.a
         pair.b("lent = pool.alloc(2)")
@@ -153,7 +153,7 @@ def test_peers_and_transfers_are_told():
         assert [bound for bound, _ in totals.durations] == sorted(bound for bound, _ in totals.durations)
 
 
-def test_a_member_tells_who_is_there_and_how_its_lease_is(url):
+def test_a_member_reports_the_other_members_and_its_lease(url):
     with member(url, "a", role="prefill") as (a, *_), member(url, "b", role="decode") as (b, *_):
         eventually(lambda: len(a._attachment._members.names()) == 1)
         b._attachment._registration.publish(state="draining")
@@ -178,7 +178,7 @@ def test_a_member_tells_who_is_there_and_how_its_lease_is(url):
         assert value(scraped(a), "kvpool_lease_valid") == 0
 
 
-def test_a_pool_that_is_in_no_cluster_tells_of_none(pool):
+def test_a_pool_outside_a_cluster_reports_none(pool):
     assert not [name for name, _ in scraped(pool) if "member" in name or "lease" in name]
 
 
@@ -226,7 +226,7 @@ def test_scrapes_while_the_pool_closes_all_work():
         assert seen[-1] == 0
 
 
-def test_what_cannot_be_served_is_refused(pool):
+def test_wrong_arguments_of_a_server_are_refused(pool):
     with serve_metrics(pool) as server:
         with refused(pool, kvpool.StateError, str(server.port), "in use"):
             serve_metrics(pool, port=server.port)

@@ -191,7 +191,7 @@ def test_a_salt_is_a_namespace_of_all_that_follows():
     assert told(index, tokens, "a") == 2 * BLOCK
 
 
-def test_blocks_that_their_tokens_do_not_tell_apart_are_no_hits():
+def test_blocks_with_equal_tokens_and_other_content_are_no_hits():
     """Pictures in a prompt; a salt and an adapter at once; an adapter that is a number."""
     for fields in (
         {"extra_keys": [[["picture", 0]]]},
@@ -206,20 +206,20 @@ def test_blocks_that_their_tokens_do_not_tell_apart_are_no_hits():
     assert index.blocks(1) == 1
 
 
-def test_what_does_not_fit_the_index_is_left_out_and_counted():
+def test_blocks_that_do_not_fit_the_index_are_left_out_and_counted():
     index, held = picture()
     held.apply([BlockStored([1, 2], None, np.zeros(6, np.int32), 3), block(3, group_idx=1), block(4, group_idx=0)])
     assert (index.blocks(1), held.left_out) == (1, 3)
 
 
-def test_a_parent_that_is_its_own_ends_nothing():
+def test_a_cycle_of_parents_does_not_hang():
     index, held = picture()
     held.apply([block(1, 1), block(2, 3), block(3, 2)])
     held.apply([BlockRemoved([1, 2, 3])])
     assert index.blocks(1) == 0
 
 
-def test_the_routers_own_tree_can_be_told():
+def test_events_can_fill_the_routers_own_tree():
     tree = PromptTree(BLOCK, clock=lambda: 1.0)
     held = Picture(tree, 1, BLOCK)
     held.apply([block(1), block(2, 1)])

@@ -50,7 +50,7 @@ def test_events_can_be_arrays_for_older_subscribers():
 
 
 @pytest.mark.parametrize("encoding", ["map", "array"])
-def test_what_is_written_is_read(encoding):
+def test_written_batches_are_read_back(encoding):
     batch = decode(encode(EventBatch(2.5, [STORED, BlockRemoved([1, b"a"], "GPU"), AllBlocksCleared()], 1), encoding))
     stored, removed, cleared = batch.events
     assert (batch.ts, batch.data_parallel_rank) == (2.5, 1)
@@ -117,7 +117,7 @@ def stored(**changes):
         msgpack.packb(EventBatch.__name__) + b"more",
     ],
 )
-def test_what_is_no_batch_is_a_typed_error(payload):
+def test_bytes_that_are_no_batch_are_a_typed_error(payload):
     with pytest.raises(kvpool.ProtocolError, match="no batch of KV events"):
         decode(payload)
 

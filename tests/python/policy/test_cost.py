@@ -102,7 +102,7 @@ def test_a_prefill_by_hand():
     assert model.exec_s(x, c, in_dram=32) == pytest.approx(expected + swapped)
 
 
-def test_a_rank_of_two_does_half_of_what_is_split_and_all_of_the_rest():
+def test_a_rank_of_two_does_half_of_the_split_work_and_all_of_the_rest():
     one, two = made_model().operators_s(640), made_model(cost.Parallel(tp=2)).operators_s(640)
     for name in ("norm", "residual", "embedding"):
         assert two[name] == one[name]
@@ -147,7 +147,7 @@ def test_at_least_one_token_is_computed():
 
 
 @given(prompts(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
-def test_many_at_once_say_the_same(prompt, tp, pp):
+def test_many_at_once_give_the_same_costs(prompt, tp, pp):
     tokens, cached = prompt
     link = cost.Link(1e9, 1e-6)
     model = made_model(cost.Parallel(tp, pp, link, link))
@@ -289,7 +289,7 @@ def test_equation_2_by_hand():
     assert choose(bytes_per_s=11, call_s=2.0) == (False, pytest.approx(1 + 5000 / 11 + 32 * 2), 500.0)  # 32 blocks
 
 
-def test_nothing_is_fetched_that_is_here_or_cannot_come():
+def test_prompts_that_are_here_or_cannot_be_sent_are_not_fetched():
     transfer = cost.KVTransfer(cost.Link(1e12), 10)
     for cached, elsewhere in ((300, 300), (300, 200)):
         assert cost.fetch_or_recompute(Table(), transfer, 1000, cached, elsewhere) == (False, 0.0, 0.0)

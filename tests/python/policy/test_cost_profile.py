@@ -33,7 +33,7 @@ def test_every_operator_is_measured_on_every_length(measured):
     assert measured.machine.units >= 1
 
 
-def test_what_was_measured_can_be_fitted(measured):
+def test_measurements_can_be_fitted(measured):
     model = cost.CostModel.fit(measured)
     assert model.exec_s(160) > model.exec_s(160, 80) > 0
     assert model.report(measured.prefills).n == len(measured.prefills)
@@ -80,7 +80,7 @@ def _without(name):
         (lambda v: v.update(prefills=3), "prefills is int"),
     ],
 )
-def test_what_is_wrong_in_a_profile_is_named(spoil, text, tmp_path):
+def test_an_error_in_a_profile_is_named(spoil, text, tmp_path):
     value = copy.deepcopy(made_profile(made_model()).as_json())
     spoil(value)
     with pytest.raises(ArgumentError, match=text):

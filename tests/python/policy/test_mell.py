@@ -26,7 +26,7 @@ SETTINGS = st.builds(
 
 @given(SETTINGS, st.lists(operations(), max_size=120))
 @settings(deadline=None)
-def test_all_holds_after_every_operation(chosen, drawn):
+def test_the_properties_hold_after_every_operation(chosen, drawn):
     driver = Driver(settings=chosen)
     for operation in drawn:
         driver.step(*operation)
@@ -34,7 +34,7 @@ def test_all_holds_after_every_operation(chosen, drawn):
 
 @given(st.integers(8, 100), st.data())
 @settings(deadline=None)
-def test_any_capacity_will_do(capacity, data):
+def test_any_capacity_works(capacity, data):
     driver = Driver(capacity)
     for operation in data.draw(st.lists(operations(capacity), max_size=60)):
         driver.step(*operation)
@@ -42,7 +42,7 @@ def test_any_capacity_will_do(capacity, data):
 
 @given(st.integers(0, 2**32), st.sampled_from(["small", "mixed", "large"]))
 @settings(deadline=None, max_examples=15)
-def test_all_holds_with_many_requests(seed, kind):
+def test_the_properties_hold_with_many_requests(seed, kind):
     """Hundreds of requests, so that all structures have something in them."""
     rng = random.Random(seed)
     driver = Driver(capacity=10_000)
@@ -55,7 +55,7 @@ def test_all_holds_with_many_requests(seed, kind):
         )
 
 
-def test_an_adversary_that_looks_for_many_moves_finds_no_more_than_ten():
+def test_an_adversary_finds_no_more_than_ten_moves():
     """Of some operations at each step the one with the most moves is made; consolidation would tidy up: off."""
     worst = 0
     for seed in range(4):
@@ -86,7 +86,7 @@ def _moves_of(driver, operation):
     return copy.step(*operation)
 
 
-def test_two_schedulers_that_hear_the_same_plan_the_same():
+def test_two_schedulers_with_the_same_input_plan_the_same():
     first, second = Driver(settings=mell.Settings(slack=10)), Driver(settings=mell.Settings(slack=10))
     rng = random.Random(7)
     for _ in range(300):
@@ -156,7 +156,7 @@ def test_an_l_that_grows_over_its_m_gets_what_still_fits():
     assert len(partners) == 1
 
 
-def test_what_several_open_gpus_have_is_put_on_one():
+def test_the_requests_of_several_open_gpus_are_put_on_one():
     """An M, two S and a T each have an open GPU of their own by the properties; they fit on one."""
     arrivals = [("mid", 340), ("s", 260), ("tee", 200)]
     apart = Driver(capacity=1000, settings=mell.Settings(consolidate=False))
@@ -226,7 +226,7 @@ def test_a_gpu_that_is_emptied_stops_and_its_number_is_used_again():
         lambda scheduler: scheduler.batch(arrivals=[("new", 5), ("newer", C + 1)]),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(call):
+def test_impossible_changes_are_refused_without_effect(call):
     scheduler = mell.Mell(C)
     scheduler.allocate("there", 10)
     with pytest.raises(ArgumentError):
@@ -235,7 +235,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(call):
     scheduler.audit()
 
 
-def test_a_scheduler_of_no_use_is_not_made():
+def test_useless_schedulers_are_refused():
     with pytest.raises(ArgumentError, match="capacity"):
         mell.Mell(7)
     for name, value in (("slack", C // 4 + 1), ("slack", -1), ("reserve", -1), ("candidates", 0), ("candidates", -3)):
@@ -265,7 +265,7 @@ def test_a_size_that_is_no_int_is_refused_and_changes_nothing(size):
     scheduler.audit()
 
 
-def test_sizes_of_numpy_are_as_ints():
+def test_sizes_may_be_numpy_integers():
     """Its shifts and sums are of 64 bits, those of keys have 512."""
     other = mell.Mell(np.int64(1000), mell.Settings(slack=np.int32(7)))
     of_numpy = [(number, np.int64(10 + 97 * number)) for number in range(10)]

@@ -220,7 +220,7 @@ class Traffic:
 @example(  # a request is to go on before it has come, and only the first of its moves can be stopped
     [[("arrive", 0, 61)], [*[("arrive", 0, 61)] * 3, ("arrive", 0, 81), ("grow", 1, 180)]], [0], [1], 0, Fit.FIRST
 )
-def test_nothing_waits_for_ever_where_everything_can_be_prefilled(epochs, link, compute, call, fit):
+def test_nothing_waits_forever_if_everything_can_be_prefilled(epochs, link, compute, call, fit):
     """No move is older than what was before it takes, at any time and while more comes; then all of them are made."""
     traffic = Traffic(unequal(link, compute, call), fit)
     for operations in epochs * 2:
@@ -230,7 +230,7 @@ def test_nothing_waits_for_ever_where_everything_can_be_prefilled(epochs, link, 
 
 
 @given(EPOCHS, st.lists(st.integers(10, 400), min_size=1, max_size=4), st.integers(0, 9), st.sampled_from(Fit))
-def test_links_alone_carry_everything_where_nothing_grows_that_waits(epochs, link, call, fit):
+def test_links_alone_carry_everything_if_nothing_that_waits_grows(epochs, link, call, fit):
     """So each move still has the room that was there when it was planned: nobody has to be stopped."""
     traffic = Traffic(unequal(link, [0], call), fit)
 
@@ -245,7 +245,7 @@ def test_links_alone_carry_everything_where_nothing_grows_that_waits(epochs, lin
 
 
 @given(EPOCHS, st.lists(st.integers(0, 400), min_size=1, max_size=4), st.integers(0, 9), st.sampled_from(Fit))
-def test_what_links_alone_leave_waiting_had_no_room_or_no_link(epochs, link, call, fit):
+def test_moves_that_links_leave_waiting_had_no_room_or_no_link(epochs, link, call, fit):
     """Waiting requests have grown where they should no longer be, and nothing can stop them here."""
     traffic = Traffic(unequal(link, [0], call), fit)
     for operations in epochs:
@@ -280,7 +280,7 @@ def epoch(backlog, moves, limits, sizes, free=(), **options):
     return backlog.divide(moves, limits, {}, sizes, free, **options)
 
 
-def test_what_waits_is_offered_before_what_is_new():
+def test_waiting_moves_are_offered_before_new_ones():
     backlog, limits = Backlog(), boundaries(100)
     sizes = {"a": 60, "b": 60, "c": 60}
     moves = {request: Move((request,), 0, 2, 60) for request in sizes}
@@ -292,7 +292,7 @@ def test_what_waits_is_offered_before_what_is_new():
     assert (len(backlog), backlog.oldest, backlog.held, backlog.occupied) == (0, 0, {}, set())
 
 
-def test_a_large_move_is_not_passed_by_small_ones_for_ever():
+def test_a_large_move_is_not_overtaken_by_small_ones_forever():
     """90 of 100 tokens, while each epoch brings three of 30: the first two of these would always leave too little."""
     backlog, limits, sizes = Backlog(), boundaries(100), {"large": 90}
     sizes.update(dict.fromkeys(range(30), 30))
@@ -306,7 +306,7 @@ def test_a_large_move_is_not_passed_by_small_ones_for_ever():
     assert [move.requests for move in second.made] == [("large",)]
 
 
-def test_what_is_too_large_for_an_epoch_is_carried_in_parts():
+def test_a_move_too_large_for_an_epoch_is_carried_in_parts():
     backlog, limits, sizes = Backlog(), boundaries(100, call_tokens=10), {"a": 250}
     move = Move(("a",), 0, 2, 250)
     for carried in (90, 180):
@@ -329,14 +329,14 @@ def test_parts_go_on_as_they_began_and_reset_where_their_way_is_closed():
     assert epoch(backlog, [], boundaries(0, 200), sizes).as_tokens == [Move(("a",), 0, 2, 250)]
 
 
-def test_who_has_ended_waits_no_more_and_a_group_loses_a_member():
+def test_a_request_that_ended_stops_waiting_and_leaves_its_group():
     backlog, sizes = Backlog(), {"a": 10, "b": 20, "c": 30}
     epoch(backlog, [Move(("a", "b"), 0, 2, 30), Move(("c",), 0, 2, 30)], boundaries(0), sizes)
     found = epoch(backlog, [], boundaries(0), {"b": 21})
     assert found.deferred == [Move(("b",), 0, 2, 21)]
 
 
-def test_who_is_to_go_on_goes_there_at_once_and_who_is_to_go_back_stays():
+def test_a_request_bound_further_moves_at_once_and_one_bound_back_stays():
     backlog, sizes = Backlog(), {"a": 10, "b": 20}
     moves = [Move(("a",), 0, 2, 10), Move(("b",), 0, 4, 20)]
     epoch(backlog, moves, boundaries(0), sizes)
@@ -344,7 +344,7 @@ def test_who_is_to_go_on_goes_there_at_once_and_who_is_to_go_back_stays():
     assert (found.made, found.deferred) == ([Move(("a",), 0, 6, 10)], [])
 
 
-def test_who_is_counted_on_to_leave_leaves_before_it_goes_on():
+def test_a_request_counted_on_to_leave_leaves_before_it_moves_further():
     """b comes to GPU 0 in the room of a, and then a goes on: to GPU 2 first, which is there for it."""
     backlog, sizes = Backlog(), {"a": 10, "b": 20}
     epoch(backlog, [Move(("a",), 0, 2, 10), Move(("b",), 4, 0, 20)], boundaries(0), sizes)
@@ -352,7 +352,7 @@ def test_who_is_counted_on_to_leave_leaves_before_it_goes_on():
     assert found.made == [Move(("a",), 0, 2, 10), Move(("b",), 4, 0, 20), Move(("a",), 2, 6, 10)]
 
 
-def test_room_that_waits_is_not_taken_by_others():
+def test_reserved_room_is_not_taken_by_others():
     backlog, sizes = Backlog(), {"a": 70, "b": 20}
     free = {2: 80}
     epoch(backlog, [Move(("a",), 0, 2, 70)], boundaries(0), sizes, free)
@@ -361,7 +361,7 @@ def test_room_that_waits_is_not_taken_by_others():
     assert [move.requests for move in found.deferred] == [("a",), ("b",)]
 
 
-def test_two_that_wait_for_each_other_s_room_are_stopped_and_get_it():
+def test_two_requests_that_wait_for_each_others_room_are_stopped_and_get_it():
     """Both have grown where they were, so that neither GPU has room left."""
     backlog, limits, sizes = Backlog(patience=2), boundaries(100, 100), {"a": 60, "b": 60}
     free = {0: 0, 2: 0}
@@ -374,7 +374,7 @@ def test_two_that_wait_for_each_other_s_room_are_stopped_and_get_it():
     assert (found.as_tokens, found.as_kv) == (moves, [])
 
 
-def test_who_waits_for_a_boundary_alone_is_never_stopped():
+def test_a_request_that_waits_only_for_a_boundary_is_never_stopped():
     """a waits for its link, and b for the room that a leaves."""
     backlog, sizes = Backlog(patience=2), {"a": 60, "b": 60}
     limits = Boundaries(links, {("bus", 0): 100}, {0: ComputeProfile({8: 100})})
@@ -385,7 +385,7 @@ def test_who_waits_for_a_boundary_alone_is_never_stopped():
 
 
 @pytest.mark.parametrize("move", [Move(("gone",), 0, 2, 10), Move(("a",), 5, 6, 10)])
-def test_what_cannot_be_is_refused_and_nothing_has_changed(move):
+def test_impossible_changes_are_refused_and_change_nothing(move):
     backlog, sizes = Backlog(), {"a": 10, "b": 20}
     epoch(backlog, [Move(("a",), 0, 2, 10)], boundaries(0), sizes)
     with pytest.raises(ArgumentError):

@@ -55,7 +55,7 @@ def test_best_fit_takes_the_fullest_and_worst_fit_the_emptiest_gpu():
         assert scheduler.batch(arrivals=[("c", 10)]).placed[0].gpu == gpu
 
 
-def test_the_newest_request_is_dispatched_anew_when_a_gpu_overflows():
+def test_the_newest_request_is_dispatched_again_when_a_gpu_overflows():
     scheduler = mell.BestFit(C)
     scheduler.batch(arrivals=[("old", 50), ("new", 50)])
     plan = scheduler.batch(growths=[("old", 51)])
@@ -65,7 +65,7 @@ def test_the_newest_request_is_dispatched_anew_when_a_gpu_overflows():
     assert (plan.activated, plan.moves) == ((1,), [])
 
 
-def test_who_reserves_never_overflows_and_needs_the_final_length():
+def test_reserving_never_overflows_and_needs_the_final_length():
     scheduler = mell.BestFit(C, mell.Overflow.RESERVE, final)
     scheduler.batch(arrivals=[("a", 1), ("b", 1)])
     assert scheduler.gpus == {0: 60, 1: 60}
@@ -128,7 +128,7 @@ def state(scheduler):
         ({"arrivals": [("z", C + 1)]}, f"'z' of {C + 1} tokens"),
     ],
 )
-def test_what_cannot_be_carried_out_is_refused_before_anything_changes(name, operations, text):
+def test_impossible_operations_are_refused_before_anything_changes(name, operations, text):
     scheduler = MAKERS[name]()
     scheduler.batch(arrivals=[("a", 50), ("b", 40), ("c", 30)])
     before = state(scheduler)

@@ -45,7 +45,7 @@ def one_by_one(scheduler, gone, grown, came):
 
 @given(st.integers(0, 2**32), st.sampled_from([0, 0, 10]), st.booleans(), st.booleans())
 @settings(deadline=None, max_examples=40)
-def test_a_batch_holds_all_and_moves_no_more_than_one_by_one(seed, slack, consolidate, compare):
+def test_a_batch_keeps_the_properties_and_moves_no_more_than_single_operations(seed, slack, consolidate, compare):
     rng = random.Random(seed)
     driver = Driver(settings=mell.Settings(slack=slack, consolidate=consolidate, never_more=compare))
     for _ in range(25):
@@ -94,5 +94,5 @@ def move(request, source, destination):
         ([move("a", 1, 2), move("b", 4, 1), move("a", 2, 3)], [move("a", 1, 2), move("b", 4, 1), move("a", 2, 3)]),
     ],
 )
-def test_detours_are_left_out_where_room_does_not_hang_on_them(moves, left):
+def test_detours_that_free_no_room_are_left_out(moves, left):
     assert without_detours(moves) == left

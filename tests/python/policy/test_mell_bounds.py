@@ -15,18 +15,18 @@ C = CAPACITY
 
 
 @given(st.lists(sizes(), max_size=9))
-def test_the_lower_bound_is_none_too_high(drawn):
+def test_the_lower_bound_is_never_too_high(drawn):
     assert mell.lower_bound(drawn, C) <= optimum(drawn, C)
 
 
 @given(st.lists(sizes(), max_size=9))
-def test_the_lower_bound_is_no_lower_than_what_is_plain(drawn):
+def test_the_lower_bound_is_at_least_the_obvious_bounds(drawn):
     bound = mell.lower_bound(drawn, C)
     assert bound >= -(-sum(drawn) // C)
     assert bound >= sum(2 * size > C for size in drawn)
 
 
-def test_the_lower_bound_sees_what_a_sum_does_not():
+def test_the_lower_bound_sees_more_than_a_sum():
     assert mell.lower_bound([], C) == 0
     assert mell.lower_bound([C // 2 + 1] * 5, C) == 5
     assert mell.lower_bound([150, 150, 100, 100, 100], C) == 4  # beside each 150 only 90 is free
@@ -42,7 +42,7 @@ def test_classes_are_exact(capacity, data):
 
 
 @given(st.lists(st.integers(1, C // 8), max_size=40))
-def test_groups_are_no_more_than_is_said(drawn):
+def test_the_number_of_groups_is_within_its_bound(drawn):
     """Filled one after the other with the largest first, none above C/4."""
     groups: list[int] = []
     for size in sorted(drawn, reverse=True):

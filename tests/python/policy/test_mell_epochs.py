@@ -19,7 +19,7 @@ def cluster():
     return scheduler, monitor
 
 
-def test_who_grew_who_ended_and_who_came():
+def test_requests_that_grew_ended_and_came_are_told_apart():
     scheduler, monitor = cluster()
     monitor.report(0, {"c": 75})
     monitor.report(1, {"a": 65})
@@ -30,7 +30,7 @@ def test_who_grew_who_ended_and_who_came():
     assert monitor.waiting == {}
 
 
-def test_an_instance_that_is_silent_keeps_what_it_has():
+def test_a_silent_instance_keeps_its_requests():
     scheduler, monitor = cluster()
     monitor.report(1, {"a": 60})
     monitor.plan()
@@ -46,7 +46,7 @@ def test_a_request_under_way_is_reported_by_either_end():
     assert scheduler.sizes["b"] == 36
 
 
-def test_what_is_longer_than_a_gpu_is_refused_and_counted():
+def test_a_request_longer_than_a_gpu_is_refused_and_counted():
     scheduler, monitor = cluster()
     assert not monitor.submit("huge", 101)
     monitor.report(0, {"c": 101})

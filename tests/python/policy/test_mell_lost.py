@@ -154,7 +154,7 @@ def test_plans_can_be_carried_out_whatever_is_lost_and_whenever(seed, compare, s
     assert set(service.where) == set(service.sizes)
 
 
-def test_what_a_loss_repairs_elsewhere_is_in_the_plan():
+def test_repairs_elsewhere_after_a_loss_are_in_the_plan():
     """GPU 1 has three requests; when it is lost, what is left on the others fits on fewer."""
     service = Service(mell.Mell(100))
     for request, size in enumerate((39, 29, 7, 47, 31)):
@@ -187,7 +187,7 @@ def moves(plan):
     return [(move.requests, move.source, move.destination) for move in plan.moves]
 
 
-def test_what_was_to_pass_through_a_lost_gpu_is_lost_with_it():
+def test_moves_through_a_lost_gpu_are_lost_with_it():
     scheduler, monitor = under_way()
     monitor.report(0, {"a": 38, "b": 64})
     monitor.report(1, {"c": 68})
@@ -198,7 +198,7 @@ def test_what_was_to_pass_through_a_lost_gpu_is_lost_with_it():
     assert dict(scheduler.sizes) == {"a": 38, "b": 64, "c": 68}
 
 
-def test_what_has_arrived_is_not_lost_with_where_it_came_from():
+def test_arrived_requests_are_not_lost_with_their_source():
     _, monitor = under_way()
     monitor.report(0, {"b": 64})
     monitor.report(1, {"c": 56, "a": 38})
@@ -206,7 +206,7 @@ def test_what_has_arrived_is_not_lost_with_where_it_came_from():
     assert monitor.lost(0) == ["b"]
 
 
-def test_what_reports_after_it_was_lost_is_not_heard():
+def test_reports_of_lost_requests_are_ignored():
     scheduler, monitor = under_way()
     assert set(monitor.lost(0)) == {"a", "b"}
     monitor.report(0, {"a": 38, "b": 90})
@@ -219,7 +219,7 @@ def test_what_reports_after_it_was_lost_is_not_heard():
     assert "a" not in scheduler.sizes  # that another one reported it is forgotten
 
 
-def test_what_is_given_up_while_it_waits_departs_only():
+def test_a_request_given_up_while_it_waits_only_departs():
     scheduler, monitor = under_way()
     monitor.lost(0)
     del monitor.waiting["b"]
@@ -227,7 +227,7 @@ def test_what_is_given_up_while_it_waits_departs_only():
     assert dict(scheduler.sizes) == {"a": 38, "c": 56}
 
 
-def test_the_number_of_a_lost_gpu_is_used_again_by_later_plans_only():
+def test_only_later_plans_reuse_the_number_of_a_lost_gpu():
     scheduler = mell.Mell(100)
     scheduler.batch(arrivals=[("a", 90), ("b", 91), ("c", 92)])
     at = {request: scheduler.where(request) for request in "abc"}

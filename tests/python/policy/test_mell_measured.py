@@ -32,7 +32,7 @@ def made_profile(**changes):
     return BoundaryProfile(**(fields | changes))
 
 
-def test_latency_and_bandwidth_are_told_apart():
+def test_latency_and_bandwidth_are_measured_separately():
     link = made_profile().link("even")
     assert link.latency_s == pytest.approx(1e-3)
     assert link.bytes_per_s == pytest.approx(1e6 * TOKEN)
@@ -48,17 +48,17 @@ def test_tokens_fit_beside_a_batch_as_far_as_the_slowdown_allows():
     assert profile.tokens_beside(8, 0.0) == 8  # what took less time than without is no slower
 
 
-def test_an_epoch_has_so_many_iterations_that_are_slowed_down():
+def test_an_epoch_carries_tokens_in_each_of_its_slowed_iterations():
     assert made_profile().compute(epoch_s=1.0, slowdown=0.05).tokens == {1: 95 * 8, 8: 47 * 32}
     assert made_profile().compute(epoch_s=0.001).tokens == {1: 0, 8: 0}  # shorter than an iteration
 
 
-def test_the_smaller_neighbour_counts_between_two_batches():
+def test_between_two_measured_batches_the_smaller_counts():
     profile = ComputeProfile({1: 100, 8: 300, 16: 200})
     assert [profile.boundary(batch) for batch in (0, 1, 2, 8, 9, 16, 17)] == [100, 100, 100, 300, 200, 200, 0]
 
 
-def test_the_planner_takes_what_was_measured():
+def test_the_planner_takes_the_measurements():
     profile = made_profile()
 
     def links(source, destination):
@@ -80,7 +80,7 @@ def test_the_planner_takes_what_was_measured():
     st.lists(st.floats(1e-6, 10), min_size=1, max_size=6),
     st.floats(0, 3),
 )
-def test_whatever_was_measured_more_time_never_carries_less(link_s, iteration_s, slowdown):
+def test_more_time_never_carries_less_whatever_was_measured(link_s, iteration_s, slowdown):
     samples = tuple(LinkSample(TOKEN * 4**at, seconds) for at, seconds in enumerate(link_s))
     iterations = tuple(IterationSample(4, 8 * at, seconds) for at, seconds in enumerate(iteration_s))
     profile = made_profile(links={"it": samples}, iterations=iterations)
@@ -107,7 +107,7 @@ def test_whatever_was_measured_more_time_never_carries_less(link_s, iteration_s,
         lambda profile: made_profile(iterations=()).compute(1.0),
     ],
 )
-def test_what_was_not_measured_is_an_error(ask):
+def test_a_missing_measurement_is_an_error(ask):
     with pytest.raises(ArgumentError):
         ask(made_profile())
 
@@ -134,7 +134,7 @@ def test_a_profile_is_the_same_when_it_is_read_back():
         (lambda v: v["iterations"][2].update(tokens=True), r"iterations\[2\]\.tokens is True"),
     ],
 )
-def test_what_is_wrong_in_a_profile_is_named(spoil, text):
+def test_an_error_in_a_profile_is_named(spoil, text):
     value = copy.deepcopy(made_profile().as_json())
     spoil(value)
     with pytest.raises(ArgumentError, match=text):

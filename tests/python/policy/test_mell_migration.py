@@ -48,7 +48,7 @@ def plans(draw):
 
 
 @given(plans(), BOUNDARIES, st.dictionaries(st.sampled_from(GPUS), st.integers(0, 10)), st.sampled_from(Fit))
-def test_no_boundary_is_exceeded_and_every_move_is_somewhere(plan, boundaries, batches, fit):
+def test_no_boundary_is_exceeded_and_every_move_is_planned(plan, boundaries, batches, fit):
     moves, free = plan
     found = divide(moves, boundaries, batches, free, fit)
     assert sorted(found.as_kv + found.as_tokens + found.deferred, key=moves.index) == moves
@@ -74,7 +74,7 @@ def test_no_boundary_is_exceeded_and_every_move_is_somewhere(plan, boundaries, b
 WIDE = dict.fromkeys(LINKS, 100)
 
 
-def test_kv_goes_first_tokens_take_what_is_over_and_the_rest_waits():
+def test_kv_goes_first_then_tokens_and_the_rest_waits():
     moves = [Move((number,), 0, 2, 40) for number in range(4)]
     boundaries = Boundaries(links, {("net", 0): 80, ("net", 1): 100}, {2: ComputeProfile({8: 50})})
     found = divide(moves, boundaries, {2: 3})
@@ -97,20 +97,20 @@ def test_a_link_that_two_sources_share_is_shared():
     assert (found.as_kv, found.deferred) == (moves[:1], moves[1:])
 
 
-def test_what_counts_on_the_room_of_a_deferred_move_waits_with_it():
+def test_a_move_that_needs_the_room_of_a_deferred_one_waits_with_it():
     moves = [Move(("a",), 0, 2, 70), Move(("b",), 4, 0, 30)]
     boundaries = Boundaries(links, WIDE | {("net", 1): 10}, {})
     assert divide(moves, boundaries, {}, free={0: 0, 2: 100}).deferred == moves
     assert divide(moves, boundaries, {}, free={0: 30, 2: 100}).as_kv == moves[1:]
 
 
-def test_a_request_moves_on_only_when_it_has_come():
+def test_a_request_moves_on_only_after_it_has_arrived():
     moves = [Move(("a",), 0, 2, 70), Move(("a",), 2, 3, 70)]
     boundaries = Boundaries(links, WIDE | {("net", 0): 10}, {})
     assert divide(moves, boundaries, {}).deferred == moves
 
 
-def test_a_batch_gets_what_was_measured_for_a_larger_one():
+def test_a_batch_uses_the_measurement_of_a_larger_one():
     profile = ComputeProfile({1: 500, 8: 300, 16: 0})
     assert [profile.boundary(batch) for batch in (0, 1, 2, 8, 9, 16, 17)] == [500, 500, 300, 300, 0, 0, 0]
     for wrong in ({}, {1: -1}, {-1: 1}):

@@ -11,7 +11,7 @@ from kvpool.policy.mell.ordered import Ordered
 
 @pytest.mark.parametrize("largest", [1, 511, 512, 17_166, 10**6, 10**9])
 @given(data=st.data())
-def test_all_that_is_there_is_found_in_order(largest, data):
+def test_all_items_are_found_in_order(largest, data):
     ordered: Ordered[int] = Ordered(largest)
     there = set()
     keys = st.one_of(st.integers(0, largest), st.sampled_from([0, largest, largest // 2]))
@@ -29,7 +29,7 @@ def test_all_that_is_there_is_found_in_order(largest, data):
         assert bool(ordered) == bool(there)
 
 
-def test_what_stands_under_one_key_comes_in_the_order_it_came():
+def test_items_under_one_key_come_in_the_order_of_insertion():
     ordered: Ordered[str] = Ordered(100)
     for name in ("b", "a", "c"):
         ordered.add(7, name)

@@ -27,7 +27,7 @@ def test_instances_come_and_go():
     fleet.scheduler.failed(gone.ticket)
 
 
-def test_a_model_goes_with_the_last_instance_that_has_it():
+def test_a_model_is_forgotten_with_its_last_instance():
     """Who rejoins brings a new object: one for each time would make each decision ask all of them."""
     fleet = Fleet(1)
     asked = []
@@ -182,7 +182,7 @@ WRONG_TOKENS = [
 
 
 @pytest.mark.parametrize(("tokens", "error", "text"), WRONG_TOKENS)
-def test_tokens_that_are_none_are_refused_as_by_the_index(tokens, error, text):
+def test_invalid_tokens_are_refused_as_by_the_index(tokens, error, text):
     fleet = Fleet(2)
     with pytest.raises(error, match=text):
         fleet.route(tokens)
@@ -194,7 +194,7 @@ def test_tokens_that_are_none_are_refused_as_by_the_index(tokens, error, text):
     assert fleet.scheduler.tree(Kind.COLOCATED).blocks(decision.instance) == 0
 
 
-def test_what_remembers_sessions_remembers_them_for_one_use():
+def test_policies_that_remember_sessions_do_so_for_one_use():
     """Each use would overwrite where the other one sent a session, and no session would stay anywhere."""
     for one in (SessionId(), SessionId("hash")):
         with pytest.raises(ArgumentError, match="one SessionId"):

@@ -49,7 +49,7 @@ def test_a_newcomer_gets_work_gradually():
     assert all(3 <= count <= 5 for count in gradual)  # about its fifth from the start
 
 
-def test_a_fleet_that_starts_together_is_no_newcomer():
+def test_a_fleet_that_starts_together_has_no_newcomers():
     """All shares are alike, so locality and slack are those of a fleet that has long been there."""
 
     def chosen(warmup_s):
@@ -90,7 +90,7 @@ def test_capacity_counts_in_the_share():
     ),
     st.floats(1, 3),
 )
-def test_somebody_open_may_always_get_more_and_nobody_above_the_cap(instances, cap):
+def test_there_is_always_an_open_instance_and_none_above_the_cap(instances, cap):
     """(load, capacity, age, open) of each."""
     table = routing.load.LoadTable(Balance(cap=cap, slack=0.0, idle=0, warmup_s=100.0), drains=True)
     for number, (work, capacity, age, is_open) in enumerate(instances):

@@ -13,7 +13,7 @@ from kvpool.policy.routing import Holder, Kind, LeastLoad, LongestPrefix
 # ---- who holds more, and whether to fetch it
 
 
-def test_those_that_hold_more_are_listed_with_their_ranges():
+def test_instances_that_hold_more_are_listed_with_their_ranges():
     fleet = Fleet(5, policy=LeastLoad(), holders_max=2)
     for instance, blocks in ((2, 3), (3, 7), (4, 7), (5, 9)):
         fleet.hold(instance, prompt(blocks))
@@ -26,7 +26,7 @@ def test_those_that_hold_more_are_listed_with_their_ranges():
     assert decision.fetch is None  # there is no way for it
 
 
-def test_no_holders_are_listed_when_none_are_wanted():
+def test_no_holders_are_listed_on_request():
     fleet = Fleet(2, policy=LeastLoad(), holders_max=0, transfer=transfer(0.1))
     fleet.hold(2, prompt(5))
     decision = fleet.route(prompt(5))
@@ -51,7 +51,7 @@ def test_fetching_is_decided_by_equation_2():
     assert decide(seconds_a_token=1.01).exec_s == 40
 
 
-def test_the_holder_is_taken_from_which_it_is_quickest():
+def test_the_holder_with_the_fastest_fetch_is_chosen():
     """2 holds more, and its link is slow: 40 - 36 + 0.9 * 36 against 40 - 20 + 0.1 * 20."""
     links = {2: transfer(0.9), 3: transfer(0.1), 4: None}
     fleet = Fleet(4, policy=LeastLoad(), transfer=lambda source, to: links[source])
@@ -66,7 +66,7 @@ def test_the_holder_is_taken_from_which_it_is_quickest():
 # ---- kinds of instances
 
 
-def test_prefill_and_decode_instances_have_trees_of_their_own():
+def test_prefill_and_decode_instances_have_separate_trees():
     fleet = Fleet(0)
     for instance, kind in ((1, Kind.PREFILL), (2, Kind.PREFILL), (3, Kind.DECODE), (4, Kind.DECODE)):
         fleet.scheduler.add_instance(instance, kind)
@@ -79,7 +79,7 @@ def test_prefill_and_decode_instances_have_trees_of_their_own():
     assert second.holders == (Holder(3, 5 * BLOCK, 7 * BLOCK),)
 
 
-def test_what_a_decode_instance_generated_can_be_fetched_from_it():
+def test_tokens_that_a_decode_instance_generated_can_be_fetched_from_it():
     fleet = Fleet(0, transfer=transfer(0.25))
     fleet.scheduler.add_instance(1, Kind.PREFILL)
     fleet.scheduler.add_instance(3, Kind.DECODE)
@@ -130,7 +130,7 @@ def test_instances_may_differ_in_their_cost():
     assert (third.instance, third.exec_s) == (1, pytest.approx(slow.exec_s(1600, 1584)))
 
 
-def test_those_behind_wait_for_one_stage_of_a_pipeline():
+def test_requests_behind_wait_for_one_stage_of_a_pipeline():
     model = made_model(cost.Parallel(pp=4))
     fleet = Fleet(1, model=model)
     decision = fleet.route(np.arange(640, dtype=np.int32))

@@ -15,7 +15,7 @@ def test_least_load_does_not_care_who_holds_the_prompt():
     assert fleet.route(prompt(1)).instance == 2  # it holds all but one token: the shortest queue
 
 
-def test_longest_prefix_goes_where_the_most_is_cached():
+def test_longest_prefix_chooses_the_instance_with_the_most_cached_tokens():
     fleet = Fleet(3, policy=LongestPrefix())
     fleet.hold(2, prompt(6))
     fleet.hold(3, prompt(8))
@@ -44,7 +44,7 @@ def test_equation_1_by_hand():
     assert [fleet.scheduler.backlog_s(instance) for instance in (1, 2, 3)] == [46.0, 40.0, 37.0]
 
 
-def test_thrift_waits_for_what_is_cached_rather_than_compute_it_again():
+def test_thrift_waits_for_cached_tokens_rather_than_compute_them_again():
     """Instance 1 holds 36 of 40 tokens and has 38 s of work: 42 s there, 40 s elsewhere, 36 of them wasted."""
     chosen = []
     for thrift in (0.0, 0.05, 0.1):
@@ -56,7 +56,7 @@ def test_thrift_waits_for_what_is_cached_rather_than_compute_it_again():
     assert chosen == [2, 2, 1]  # 38 + 1.1 * 4 = 42.4 against 44.125
 
 
-def test_a_queue_gets_shorter_as_time_passes_and_never_below_what_waits_behind_its_head():
+def test_a_queue_shrinks_over_time_and_never_below_the_requests_behind_its_head():
     fleet = Fleet(1)
     first, second = fleet.route(prompt(5)), fleet.route(prompt(2))
     fleet.now += 12
@@ -108,7 +108,7 @@ def test_a_request_without_a_session_goes_to_the_least_loaded():
     assert [fleet.route(prompt(1)).instance for _ in range(4)] == [1, 2, 1, 2]
 
 
-def test_an_idle_fleet_shares_what_comes():
+def test_an_idle_fleet_shares_its_requests():
     for policy in (LeastLoad(), LongestPrefix(), QueuePlusExec()):
         fleet = Fleet(4, policy=policy)
         assert {fleet.serve(prompt(1, name=at)).instance for at in range(4)} == {1, 2, 3, 4}

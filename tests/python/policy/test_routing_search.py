@@ -160,7 +160,7 @@ def test_few_are_enough(name, data, balance, instances, kinds, capacities, model
                 scheduler.resume(at)
 
 
-def test_a_large_fleet_is_not_looked_at_as_a_whole(monkeypatch):
+def test_a_large_fleet_is_not_scanned_as_a_whole(monkeypatch):
     """Hundreds of instances, idle, busy and late ones, and a prefix that half of them hold."""
     views = []
     seen = choosing.view
@@ -179,7 +179,7 @@ def test_a_large_fleet_is_not_looked_at_as_a_whole(monkeypatch):
 
 
 @pytest.mark.parametrize("holding", [0, 40, 300])
-def test_many_that_are_late_alike_are_not_looked_at_one_by_one(monkeypatch, holding):
+def test_many_equally_late_instances_are_not_scanned_one_by_one(monkeypatch, holding):
     """Instances that take longer than predicted have the same backlog, none; here hundreds have the same load too."""
     views, looks = [], []
     seen, look = choosing.view, search._Search._consider
@@ -225,12 +225,12 @@ def test_a_custom_ranking_considers_cached_tokens_unless_it_says_otherwise():
     assert both.schedulers[0].route(Request(np.repeat(np.int32([1, 2]), BLOCK))).instance == 17
 
 
-def test_what_rounding_leaves_of_a_backlog_decides_nothing():
+def test_rounding_errors_of_a_backlog_decide_nothing():
     backlog, load = np.array([0.0, 2.8e-17, 1.0]), np.array([5.0, 0.2, 0.1])
     ranks = QueuePlusExec().rank(backlog, load, 0, 1.0)
     assert first_of(ranks, 3).tolist() == [1]
 
 
-def test_of_those_that_rank_alike_all_are_told():
+def test_all_instances_of_equal_rank_are_listed():
     ranks = LongestPrefix().rank(np.array([1.0, 0.0, 0.0]), np.array([0.0, 2.0, 2.0]), 7, 1.0)
     assert first_of(ranks, 3).tolist() == [1, 2]

@@ -28,7 +28,7 @@ def test_at_dispatch_the_same_prompt_follows_into_the_queue():
         assert (second.instance == first.instance, second.cached) == (cached > 0, cached)
 
 
-def test_what_a_failed_request_taught_is_taken_back_and_nothing_else():
+def test_only_what_a_failed_request_taught_is_taken_back():
     fleet = Fleet(1, learn_at="dispatch")
     tree = fleet.scheduler.tree(Kind.COLOCATED)
     fleet.serve(prompt(2))
@@ -42,7 +42,7 @@ def test_what_a_failed_request_taught_is_taken_back_and_nothing_else():
     assert tree.blocks(1) == 5
 
 
-def test_what_was_not_used_for_its_time_to_live_is_forgotten():
+def test_prompts_unused_for_their_time_to_live_are_forgotten():
     fleet = Fleet(2, ttl_s=60.0)
     fleet.hold(1, prompt(4))
     fleet.hold(2, prompt(2))
@@ -57,7 +57,7 @@ def test_what_was_not_used_for_its_time_to_live_is_forgotten():
     assert Fleet(1, ttl_s=None).scheduler.expire() == 0
 
 
-def test_looking_a_prompt_up_is_no_use_of_it():
+def test_looking_a_prompt_up_does_not_count_as_a_use():
     """§6's time to live is there because evictions are not heard of: what nobody sends there must go."""
     fleet = Fleet(2, ttl_s=60.0)
     fleet.hold(2, prompt(4))

@@ -127,7 +127,7 @@ STEPS = st.lists(
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=40)
 @given(BALANCES, st.sampled_from([2, 3, 8, 100]), st.booleans(), STEPS)
-def test_nobody_waits_in_vain_while_an_instance_is_idle(name, learn, balance, instances, fast, steps):
+def test_no_request_waits_in_vain_while_an_instance_is_idle(name, learn, balance, instances, fast, steps):
     fleet = Watched(POLICIES[name], learn, balance, instances, fast)
     for step, pick in steps:
         if step == "route":
@@ -150,7 +150,7 @@ def test_nobody_waits_in_vain_while_an_instance_is_idle(name, learn, balance, in
 @pytest.mark.parametrize("used", [0.4, 0.6, 0.8])
 @pytest.mark.parametrize("learn_at", ["dispatch", "response"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_block_that_all_prompts_share_leaves_no_instance_without_requests(name, learn_at, used):
+def test_a_block_that_all_prompts_share_starves_no_instance(name, learn_at, used):
     """Eight instances, prompts of 64 tokens of which four are the same, at part of what the fleet can do."""
     dice, now = random.Random(1), 0.0
     scheduler = GlobalScheduler(UnitModel(), lambda: now, policy=POLICIES[name](), learn_at=learn_at)
@@ -188,7 +188,7 @@ def test_waiting_for_a_prefix_goes_on_as_long_as_it_pays():
     assert chosen == [1, 2]
 
 
-def test_an_idle_instance_that_holds_most_of_it_is_worth_less_waiting():
+def test_an_idle_instance_that_holds_most_of_a_prompt_makes_waiting_less_worthwhile():
     """The next best holder is idle: only what it lacks would be computed again, 4 s of it."""
     fleet = Fleet(3, policy=LongestPrefix())
     fleet.hold(1, prompt(9))
@@ -197,7 +197,7 @@ def test_an_idle_instance_that_holds_most_of_it_is_worth_less_waiting():
     assert fleet.route(prompt(10)).instance == 2
 
 
-def test_a_session_leaves_a_home_that_is_busy_for_longer_and_stays_where_it_went():
+def test_a_session_leaves_an_instance_that_stays_busy_and_does_not_return():
     fleet = Fleet(2, policy=SessionId())
     home = fleet.serve(prompt(2), "s").instance
     fleet.scheduler._prefill.assign(fleet.scheduler._prefill.slot(home), 100.0, fleet.now)
@@ -223,7 +223,7 @@ def test_patience_is_a_number_of_at_least_0(patience):
         Balance(patience=patience)
 
 
-def test_an_idle_instance_gets_a_request_that_the_load_cap_would_forbid_it():
+def test_an_idle_instance_gets_a_request_even_against_the_load_cap():
     """A newcomer has a hundredth of a share, and has used it up; the other one has 50 s of work."""
     balance = Balance(cap=1.0, slack=0.0, idle=0, warmup_s=1e6, warmup_floor=0.01)
     fleet = Fleet(1, policy=LeastLoad(), balance=balance)

@@ -39,7 +39,7 @@ def eventually(holds: Callable[[], Any], what: str = "") -> Any:
 
 
 class _Thread:
-    """Servers on an event loop of a thread of their own."""
+    """Servers on an event loop in a separate thread."""
 
     def __init__(self, *configs: uvicorn.Config) -> None:
         self.servers = [uvicorn.Server(each) for each in configs]

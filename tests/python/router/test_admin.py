@@ -6,7 +6,7 @@ import pytest
 from router.router_kit import eventually, fakes, routing
 
 
-def test_a_drained_instance_ends_what_it_has_and_gets_nothing_new():
+def test_a_drained_instance_finishes_its_requests_and_gets_no_new_ones():
     with fakes("a", "b") as two, routing(*two, cap=1000, warmup_s=0.0) as running:
         fields = {"prompt": "x" * 200, "stream": True, "pieces": 3, "hold_at": 1}
         with running.client.stream("POST", "/v1/completions", json=fields) as response:
@@ -24,7 +24,7 @@ def test_a_drained_instance_ends_what_it_has_and_gets_nothing_new():
         eventually(lambda: running.where("x" * 200) == home)
 
 
-def test_all_drained_is_503():
+def test_if_all_instances_are_drained_the_answer_is_503():
     with fakes("a") as one, routing(*one) as running:
         running.admin.post("/instances/a/drain")
         assert running.complete("x").status_code == 503

@@ -13,7 +13,7 @@ DOCUMENT = "A long document that many questions are asked about. " * 40
 
 
 @pytest.mark.parametrize("policy", ["longest-prefix", "queue-plus-exec"])
-def test_what_begins_alike_goes_where_it_is_cached(policy):
+def test_prompts_that_begin_alike_go_where_they_are_cached(policy):
     with fakes("a", "b", "c") as three, routing(*three, policy=policy, cap=1000, warmup_s=0.0) as running:
         homes = {}
         for number in range(6):
@@ -26,7 +26,7 @@ def test_what_begins_alike_goes_where_it_is_cached(policy):
         assert running.metric("prompt_tokens_cached_total") > 0.7 * running.metric("prompt_tokens_total")
 
 
-def test_a_chat_that_goes_on_stays():
+def test_a_continued_chat_stays_at_its_instance():
     with fakes("a", "b", "c") as three, routing(*three, policy="longest-prefix", cap=1000, warmup_s=0.0) as running:
         for number in range(6):
             tools = [{"type": "function", "function": {"name": "f"}}]
@@ -65,7 +65,7 @@ def test_models_and_salts_share_nothing():
         assert cached(model="m", cache_salt="t") == 0
 
 
-def test_a_session_stays_whatever_it_asks():
+def test_a_session_stays_at_its_instance_whatever_its_prompts():
     with fakes("a", "b", "c") as three, routing(*three, policy="session-id", warmup_s=0.0) as running:
         for number in range(5):
             by_header = {running.where(f"{turn} {number}", headers={"x-session-id": f"h{number}"}) for turn in range(4)}
@@ -94,7 +94,7 @@ def test_a_hot_prefix_does_not_drown_its_instance():
         assert min(homes["a"], homes["b"]) >= 5
 
 
-def test_a_newcomer_is_eased_in():
+def test_a_newcomer_gets_its_load_gradually():
     """Of equal prompts the empty newcomer would draw all; with its small share it does not."""
     with fakes("a", "b", "n") as three, routing(*three[:2], cap=1.0, idle=0.0, warmup_s=3600.0) as running:
         for number in range(20):

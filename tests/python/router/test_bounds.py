@@ -32,7 +32,7 @@ TLS = Path(__file__).with_name("tls")
 # ---- requests
 
 
-def test_requests_at_a_time_are_bounded_and_health_is_not_one():
+def test_requests_at_a_time_are_bounded_and_health_checks_are_not_counted():
     with fakes("a") as one, routing(*one, requests_max=1) as running:
         with running.client.stream("POST", "/v1/completions", json={"stream": True, "pieces": 2, "hold_at": 1}) as held:
             for path in ("/v1/completions", "/v1/embeddings"):
@@ -59,7 +59,7 @@ def test_a_request_gives_its_place_back_however_it_ends():
         assert (budget.requests, budget.held) == (0, 0)
 
 
-def test_connections_to_an_instance_are_as_many_as_its_requests_and_nobody_waits_for_one_for_ever(monkeypatch):
+def test_connections_to_an_instance_are_as_many_as_its_requests_and_no_request_waits_forever(monkeypatch):
     made = []
     client = httpx.AsyncClient
     monkeypatch.setattr(upstream.httpx, "AsyncClient", lambda **options: made.append(options) or client(**options))
@@ -74,7 +74,7 @@ def _served(response: httpx.Response) -> httpx.Response | None:
     return response if response.status_code != 503 else None  # the one before ends a moment after its last byte
 
 
-def test_a_router_without_a_file_left_says_so_and_blames_no_instance(monkeypatch):
+def test_a_router_out_of_descriptors_says_so_and_blames_no_instance(monkeypatch):
     with fakes("a") as one, routing(*one, retries=0) as running:
         eventually(lambda: running.complete("x").status_code == 200)
 
@@ -94,7 +94,7 @@ def test_a_router_without_a_file_left_says_so_and_blames_no_instance(monkeypatch
         assert running.complete("x").status_code == 200
 
 
-def test_that_there_is_no_file_left_is_seen_where_a_name_has_several_addresses(monkeypatch):
+def test_the_lack_of_descriptors_is_noticed_where_a_name_has_several_addresses(monkeypatch):
     """As localhost often has: then the error of each is in a group."""
     families = {socket.AF_INET6: "::1", socket.AF_INET: "127.0.0.1"}
     found = [(family, socket.SOCK_STREAM, 6, "", (host, 80)) for family, host in families.items()]
@@ -193,7 +193,7 @@ def hung_up(sock: socket.socket) -> bool:
         return True
 
 
-def test_connections_are_bounded_and_who_asks_one_too_many_is_told_when_to_come_back(monkeypatch):
+def test_connections_are_bounded_and_one_too_many_is_told_when_to_come_back(monkeypatch):
     monkeypatch.setattr(module, "_REFUSED_S", 600.0)
     refusals: list[None] = []
     with server(refusals, connections_max=2) as port:
@@ -216,7 +216,7 @@ def test_connections_are_bounded_and_who_asks_one_too_many_is_told_when_to_come_
         eventually(served, "the places were not given back")
 
 
-def test_beyond_twice_as_many_nobody_is_told_anything(monkeypatch):
+def test_beyond_twice_as_many_connections_get_no_answer(monkeypatch):
     monkeypatch.setattr(module, "_REFUSED_S", 600.0)
     with server(connections_max=1) as port, connected(port) as first:
         assert ask(first).startswith(b"HTTP/1.1 200 ")
@@ -225,7 +225,7 @@ def test_beyond_twice_as_many_nobody_is_told_anything(monkeypatch):
             assert ask(second).startswith(b"HTTP/1.1 503 ")
 
 
-def test_who_is_not_told_because_it_never_asks_is_let_go_of(monkeypatch):
+def test_a_refused_connection_that_sends_no_request_is_closed(monkeypatch):
     monkeypatch.setattr(module, "_REFUSED_S", 0.05)
     with server(connections_max=1, head_timeout_s=600) as port, connected(port) as first:
         assert ask(first).startswith(b"HTTP/1.1 200 ")
@@ -233,7 +233,7 @@ def test_who_is_not_told_because_it_never_asks_is_let_go_of(monkeypatch):
             assert hung_up(second)
 
 
-def test_headers_have_their_time_and_nothing_else_counts_in_it():
+def test_headers_have_a_time_limit_and_nothing_else_counts_in_it():
     with server(head_timeout_s=2) as port, ExitStack() as stack:
         kept = stack.enter_context(connected(port))
         assert ask(kept).startswith(b"HTTP/1.1 200 ")
@@ -272,7 +272,7 @@ def test_headers_have_their_time_and_nothing_else_counts_in_it():
         "POST / HTTP/1.0\r\nhost: x\r\ntransfer-encoding: chunked",
     ],
 )
-def test_a_body_whose_end_is_said_in_two_ways_is_refused_and_hung_up_on(head):
+def test_a_body_with_two_lengths_is_refused_and_the_connection_closed(head):
     """What one reader takes for the body's end, another one takes for the next request."""
     with server() as port, connected(port) as sock:
         sock.sendall(head.encode() + b"\r\n\r\n5\r\nhello\r\n0\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -283,7 +283,7 @@ def test_a_body_whose_end_is_said_in_two_ways_is_refused_and_hung_up_on(head):
 
 
 @pytest.mark.parametrize("framing", ["content-length: 5\r\n\r\nhello", "transfer-encoding: chunked\r\n\r\n0\r\n\r\n"])
-def test_a_body_whose_end_is_said_in_one_way_is_read(framing):
+def test_a_body_with_one_length_is_read(framing):
     with server() as port, connected(port) as sock:
         sock.sendall(f"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{framing}".encode())
         answers = b"".join(iter(lambda: _received(sock), b""))
@@ -297,7 +297,7 @@ def _received(sock: socket.socket) -> bytes:
         return b""
 
 
-def test_what_is_no_http_is_answered_and_hung_up_on():
+def test_bytes_that_are_no_http_are_answered_and_the_connection_closed():
     with server() as port, connected(port) as sock:
         sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         assert sock.recv(65536).startswith(b"HTTP/1.1 400 ")
@@ -327,7 +327,7 @@ def served_tls(port: int) -> bool:
         return ask(sock).startswith(b"HTTP/1.1 200 ")
 
 
-def test_who_is_refused_and_does_not_close_its_side_of_tls_has_no_place_for_good(monkeypatch):
+def test_a_refused_client_that_keeps_its_side_of_tls_open_loses_its_place_in_time(monkeypatch):
     with tls_server(monkeypatch) as port, ExitStack() as stack:
         with speaking_tls(port) as first:
             assert ask(first).startswith(b"HTTP/1.1 200 ")
@@ -351,7 +351,7 @@ def _asks_nonsense(sock: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("how", [_asks_once, _is_idle, _asks_nonsense])
-def test_who_was_hung_up_on_and_does_not_close_its_side_of_tls_has_no_place_for_good(how, monkeypatch):
+def test_a_disconnected_client_that_keeps_its_side_of_tls_open_loses_its_place_in_time(how, monkeypatch):
     idle_s = 0.05 if how is _is_idle else 600.0
     with tls_server(monkeypatch, idle_s=idle_s, head_timeout_s=600) as port, speaking_tls(port) as sock:
         how(sock)

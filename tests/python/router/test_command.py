@@ -60,7 +60,7 @@ def listening(*arguments: str) -> Iterator[tuple[subprocess.Popen, dict[str, Any
         process.stderr.close()
 
 
-def test_the_command_routes_and_ends_when_its_requests_have():
+def test_the_command_routes_and_ends_after_its_last_request():
     with (
         fakes("a") as one,
         command("--instances", f"a={one[0].spec.url}", "--health-interval", "0.2", *OPERATED) as running,
@@ -85,7 +85,7 @@ def test_the_command_routes_and_ends_when_its_requests_have():
     assert next(line for line in lines if line["event"] == "request")["outcome"] == "done"
 
 
-def test_a_key_for_the_operator_is_made_in_a_file_that_goes_with_the_router(tmp_path, monkeypatch):
+def test_a_key_for_the_operator_is_made_in_a_file_that_is_removed_with_the_router(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("KVPOOL_ROUTER_ADMIN_KEY", raising=False)
     with (
@@ -107,7 +107,7 @@ def test_a_key_for_the_operator_is_made_in_a_file_that_goes_with_the_router(tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_signal_cuts_off_what_does_not_end():
+def test_a_second_signal_ends_unfinished_requests():
     with (
         fakes("a") as one,
         command("--instances", f"a={one[0].spec.url}", "--health-interval", "0.2") as (process, url, _),
@@ -142,7 +142,7 @@ def test_a_wrong_option_is_one_line_and_status_2(arguments, message, capsys):
     assert error.count("\n") == 1
 
 
-def test_a_port_that_is_taken_is_said(capsys):
+def test_a_port_in_use_is_reported(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert cli.main(["router", "--instances", "http://127.0.0.1:1", "--port", port]) == 2

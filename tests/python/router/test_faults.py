@@ -40,7 +40,7 @@ def test_an_instance_that_dies_before_the_first_byte_costs_the_client_nothing():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_so_does_one_that_dies_after_its_headers(stream):
+def test_an_instance_that_dies_after_its_headers_costs_the_client_nothing(stream):
     with fakes("a", "b") as two, routing(*two, retries=0) as running:
         assert running.complete("x", die=0, stream=stream).status_code == 502
     with fakes("a", "b") as two, routing(*two) as running:
@@ -87,7 +87,7 @@ def test_a_body_that_breaks_off_is_not_taken_for_a_whole_one():
         running.complete("x", die=1)
 
 
-def test_who_says_503_is_passed_over_and_heard_when_nobody_else_is_there():
+def test_an_instance_that_answers_503_is_asked_again_only_when_no_other_is_left():
     with fakes("a", "b") as two, routing(*two) as running:
         first = running.where("same prompt " * 20)
         full = next(each for each in two if each.name == first)
@@ -100,7 +100,7 @@ def test_who_says_503_is_passed_over_and_heard_when_nobody_else_is_there():
         assert response.json() == {"error": {"message": "by the fake"}}
 
 
-def test_who_is_left_is_asked_though_another_fell_out_meanwhile():
+def test_the_remaining_instance_is_asked_although_another_failed_meanwhile():
     """Two tries and two instances that are up: but one of the tried ones is no longer up."""
     no_probes = HealthSettings(interval_s=0, errors=1, backoff_s=600.0, backoff_max_s=600.0)
     with unheard() as port, fakes("b", "c") as two:
@@ -112,7 +112,7 @@ def test_who_is_left_is_asked_though_another_fell_out_meanwhile():
             assert [len(each.seen) for each in two] == [1, 1]
 
 
-def test_an_answer_of_500_is_the_clients():
+def test_an_answer_of_500_is_passed_to_the_client():
     with fakes("a", "b") as two, routing(*two) as running:
         for each in two:
             each.status = 500
@@ -127,14 +127,14 @@ def test_retries_are_bounded():
         assert sum(len(each.seen) for each in four) == 2
 
 
-def test_what_may_not_be_sent_twice_is_not():
+def test_requests_that_may_not_be_sent_twice_are_not():
     with fakes("a", "b") as two, routing(*two) as running:
         response = running.client.post("/v1/embeddings", json={"input": "x", "die": 0})
         assert response.status_code == 502
         assert sum(len(each.seen) for each in two) == 1
 
 
-def test_the_sick_gets_nothing_and_comes_back():
+def test_a_sick_instance_gets_no_requests_and_comes_back():
     with fakes("a", "b") as two, routing(*two, warmup_s=0.0) as running:
         two[0].well = False
         eventually(lambda: running.state("a") == "out")
@@ -159,7 +159,7 @@ def test_a_probe_that_fails_in_an_unforeseen_way_is_a_failed_probe_and_not_the_l
         assert running.complete("x").status_code == 200
 
 
-def test_why_an_instance_was_never_well_is_logged_once_for_each_reason():
+def test_the_reason_why_an_instance_was_never_well_is_logged_once_each():
     def causes() -> list[str]:
         return [each.fields["cause"] for each in records if each.getMessage() == "instance not up"]
 
@@ -175,7 +175,7 @@ def test_why_an_instance_was_never_well_is_logged_once_for_each_reason():
         assert all(one != next_one for one, next_one in pairwise(causes()))
 
 
-def test_the_unreachable_is_ejected_by_requests_alone_and_comes_back_by_one():
+def test_requests_alone_eject_an_unreachable_instance_and_bring_it_back():
     """Without probes: errors exclude, time leads to a trial, an answer ends it."""
     no_probes = HealthSettings(interval_s=0, errors=1, backoff_s=0.1, backoff_max_s=0.2)
     with (
@@ -205,7 +205,7 @@ def test_a_restarted_instance_is_used_again_at_the_same_address():
                 eventually(lambda: running.where(f"{os.urandom(8).hex()} " * 30) == "p")
 
 
-def test_who_waits_for_an_instance_that_hangs_is_sent_elsewhere_when_it_is_ejected():
+def test_requests_that_wait_for_a_hanging_instance_are_sent_elsewhere_when_it_is_ejected():
     """A stopped process keeps its connections: nothing breaks, nothing comes. Its probes tell."""
     quick = HealthSettings(interval_s=0.1, timeout_s=5.0, fails=3, passes=1, backoff_s=0.1)
     with processes("p") as stopped, fakes("a") as one, routing(*stopped, *one, health=quick) as running:
@@ -222,7 +222,7 @@ def test_who_waits_for_an_instance_that_hangs_is_sent_elsewhere_when_it_is_eject
         eventually(lambda: running.state("p") == "healthy")
 
 
-def test_a_hundred_streams_of_whom_half_lose_their_instance():
+def test_half_of_a_hundred_streams_lose_their_instance():
     with processes("p") as killed, fakes("a") as one, routing(*killed, *one, warmup_s=0.0, health=QUICK) as running:
 
         async def stream(client: httpx.AsyncClient, number: int, begun: asyncio.Semaphore) -> tuple[str, list]:

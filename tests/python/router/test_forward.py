@@ -24,7 +24,7 @@ def pair():
         yield running
 
 
-def test_an_answer_passes_as_it_is_and_names_its_instance(pair):
+def test_an_answer_is_passed_on_unchanged_and_names_its_instance(pair):
     response = pair.complete("hello", headers={"x-request-id": "mine-1", "authorization": "Bearer key"}, pieces=2)
     assert response.status_code == 200
     name = response.headers["x-kvpool-instance"]
@@ -38,7 +38,7 @@ def test_an_answer_passes_as_it_is_and_names_its_instance(pair):
     assert pair.fakes[name].spec.url.endswith(headers["host"])
 
 
-def test_an_indecent_request_id_is_replaced(pair):
+def test_an_invalid_request_id_is_replaced(pair):
     response = pair.complete(headers={"x-request-id": "x" * 200})
     assert len(response.headers["x-request-id"]) == 32
 
@@ -59,7 +59,7 @@ def test_a_chat_is_streamed_event_by_event():
     assert events(whole)[-1] == "[DONE]"
 
 
-def test_other_paths_pass(pair):
+def test_other_paths_are_passed_on(pair):
     assert pair.client.get("/v1/models").json()["data"][0]["id"] == "tiny"
     response = pair.client.post("/v1/embeddings", json={"input": "x"})
     assert response.status_code == 200
@@ -70,7 +70,7 @@ def test_other_paths_pass(pair):
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[1]", b'"x"', b"\xff\xfe", b"[" * 100_000])
-def test_what_is_no_json_object_is_400_and_no_instance_hears_of_it(pair, body):
+def test_a_body_that_is_no_json_object_is_400_and_no_instance_is_asked(pair, body):
     seen = sum(len(each.seen) for each in pair.fakes.values())
     response = pair.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
@@ -85,7 +85,7 @@ def test_what_is_no_json_object_is_400_and_no_instance_hears_of_it(pair, body):
     "fields",
     [{}, {"prompt": None}, {"prompt": []}, {"prompt": ""}, {"prompt": [-1]}, {"prompt": [1e300]}, {"prompt": {"a": 1}}],
 )
-def test_a_prompt_that_the_router_does_not_know_is_the_instances_to_judge(pair, fields):
+def test_a_prompt_of_unknown_form_is_left_to_the_instance(pair, fields):
     response = pair.client.post("/v1/completions", json=fields)
     assert response.status_code == 200
     assert response.headers["x-kvpool-instance"] in ("a", "b")
@@ -95,7 +95,7 @@ def test_paths_outside_the_api_are_not_found(pair):
     response = pair.client.get("/else")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "not_found"
-    assert pair.client.post("/instances/a/drain").status_code == 404  # the operator has a port of their own
+    assert pair.client.post("/instances/a/drain").status_code == 404  # the operator's port is another
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_path_that_an_instance_may_read_as_another_is_refused(pair, path):
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_path"
 
 
-def test_a_fragment_is_nothing_that_the_router_fails_on(pair):
+def test_a_fragment_does_not_make_the_router_fail(pair):
     answer = asked_barely(pair, "/v1/x#y")  # one of uvicorn's two parsers cuts it off: then it is the instance's 404
     assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 "))
 
@@ -162,7 +162,7 @@ def test_the_bytes_of_all_requests_together_are_bounded():
         assert running.complete("x" * 8_000).status_code == 200
 
 
-def test_what_an_answer_has_begun_for_is_held_no_longer():
+def test_a_body_is_released_once_its_answer_begins():
     with (
         fakes("a") as one,
         routing(*one, **SMALL) as running,
@@ -219,7 +219,7 @@ def test_a_client_that_leaves_before_the_first_byte_ends_its_request_at_the_inst
         assert running.state("a") == "healthy"  # it was not to blame
 
 
-def test_all_full_is_503_with_when_to_come_back():
+def test_if_all_instances_are_full_the_answer_is_503_with_when_to_come_back():
     with fakes("a", "b") as two, routing(*two, in_flight_max=1, cap=1000) as running:
         fields = {"prompt": "x", "stream": True, "pieces": 100_000, "every_s": 0.02}
         with (
@@ -261,7 +261,7 @@ def test_a_request_ends_by_its_deadline_however_its_pieces_flow():
         eventually(lambda: one[0].abandoned == 1)
 
 
-def test_the_metrics_tell_what_was_decided_and_how_long_that_took(pair):
+def test_the_metrics_show_the_decisions_and_how_long_they_took(pair):
     before = {name: pair.metric(name) for name in ("decision_seconds_count", "prompt_tokens_total")}
     prompt = "a prompt that is asked twice, so that some of it is cached the second time. " * 4
     pair.complete(prompt)
@@ -287,7 +287,7 @@ def test_the_log_has_a_line_for_each_request_and_no_prompt():
     assert not any("secret" in str(vars(record)) or "Bearer" in str(vars(record)) for record in records)
 
 
-def test_nobody_there_is_503_and_the_router_says_that_it_is_not_well():
+def test_without_instances_the_answer_is_503_and_the_router_is_not_well():
     with unheard() as port, routing(InstanceSpec("gone", f"http://127.0.0.1:{port}"), up=0) as running:
         response = running.complete("x")
         assert response.status_code == 503

@@ -37,7 +37,7 @@ def in_state(state: State) -> tuple[Breaker, Clock]:
     return breaker, clock
 
 
-def test_nobody_is_used_before_a_probe_passed_and_then_at_once():
+def test_an_instance_is_used_as_soon_as_a_probe_passes_and_not_before():
     breaker, _ = made()
     breaker.probe_failed()
     assert breaker.state is State.STARTING
@@ -45,11 +45,11 @@ def test_nobody_is_used_before_a_probe_passed_and_then_at_once():
     assert breaker.state is State.HEALTHY
 
 
-def test_without_probes_everybody_is_well_at_first():
+def test_without_probes_every_instance_is_well_at_first():
     assert made(interval_s=0)[0].state is State.HEALTHY
 
 
-def test_one_error_is_none_when_an_answer_follows():
+def test_one_error_does_not_count_if_an_answer_follows():
     breaker, _ = in_state(State.HEALTHY)
     for _ in range(10):
         breaker.request_failed()
@@ -60,7 +60,7 @@ def test_one_error_is_none_when_an_answer_follows():
     assert breaker.state is State.HEALTHY
 
 
-def test_errors_in_a_row_exclude_and_so_do_probes():
+def test_errors_in_a_row_exclude_an_instance_and_so_do_failed_probes():
     breaker, _ = in_state(State.HEALTHY)
     for _ in range(3):
         assert breaker.state is State.HEALTHY
@@ -72,7 +72,7 @@ def test_errors_in_a_row_exclude_and_so_do_probes():
     assert breaker.state is State.OUT
 
 
-def test_who_is_out_is_tried_only_after_its_time_and_enough_probes():
+def test_an_excluded_instance_is_tried_only_after_its_time_and_enough_probes():
     breaker, clock = in_state(State.OUT)
     for _ in range(5):
         breaker.probe_passed()
@@ -99,7 +99,7 @@ def test_a_trial_that_fails_doubles_the_time_and_one_that_passes_ends_it(ends):
     assert breaker.state is State.HEALTHY
 
 
-def test_probes_alone_end_a_trial_that_no_request_comes_to():
+def test_probes_alone_end_a_trial_that_gets_no_request():
     breaker, _ = in_state(State.TRIAL)
     breaker.probe_passed()
     assert breaker.state is State.TRIAL
@@ -120,7 +120,7 @@ EVENTS = ["probe_passed", "probe_failed", "answered", "request_failed", "wait"]
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=200), st.sampled_from([0.0, 5.0]))
-def test_who_is_well_from_now_on_comes_back_whatever_happened(history, interval_s):
+def test_an_instance_reported_well_comes_back_whatever_happened(history, interval_s):
     breaker, clock = made(interval_s=interval_s, backoff_max_s=30.0)
     for what in history:
         if what == "wait":

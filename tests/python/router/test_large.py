@@ -47,7 +47,7 @@ def connected(running: Running) -> socket.socket:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings"])
-def test_a_large_body_passes_as_it_is_with_and_without_its_length(path):
+def test_a_large_body_is_passed_on_unchanged_with_and_without_its_length(path):
     with fakes("a") as one, routing(*one, **LIMITS) as running:
         for number, content in enumerate((LARGE, pieces(LARGE)), start=1):
             response = running.client.post(path, content=content, headers={"x-session-id": "s"})
@@ -61,7 +61,7 @@ def test_a_large_body_passes_as_it_is_with_and_without_its_length(path):
         assert one[0].seen[-1][1]["content-length"] == str(len(one[0].seen[-1][2]))
 
 
-def test_large_bodies_go_where_the_least_is_to_do():
+def test_large_bodies_go_to_the_least_busy_instance():
     with fakes("a", "b") as two, routing(*two, policy="longest-prefix", **LIMITS) as running:
         body = json.dumps({"prompt": "x" * 500_000, "first_s": 600}).encode()
         with ThreadPoolExecutor(2) as pool:
@@ -101,7 +101,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind():
         assert running.complete("x").status_code == 200
 
 
-def test_the_rest_of_a_body_that_does_not_come_is_not_waited_for():
+def test_the_missing_rest_of_a_body_is_not_waited_for():
     with fakes("a") as one, routing(*one, body_timeout_s=0.3, **LIMITS) as running, connected(running) as sock:
         sock.sendall(head_of(len(LARGE)) + LARGE[:300_000])
         answer = b"".join(iter(lambda: sock.recv(65536), b""))
@@ -153,7 +153,7 @@ def test_large_bodies_wait_for_room_and_small_ones_do_not():
     asyncio.run(run())
 
 
-def test_who_waits_too_long_or_leaves_takes_nothing_and_lets_others_by():
+def test_a_request_that_waits_too_long_or_leaves_takes_no_room_and_lets_others_pass():
     async def run() -> None:
         budget = Budget(bytes_max=100, requests_max=10)
         with budget.share() as first, budget.share() as late, budget.share() as gone, budget.share() as last:
@@ -175,7 +175,7 @@ def test_who_waits_too_long_or_leaves_takes_nothing_and_lets_others_by():
     asyncio.run(run())
 
 
-def test_large_bodies_beyond_the_room_are_told_when_to_come_back():
+def test_large_bodies_without_room_are_told_when_to_come_back():
     limits = LIMITS | {"held_bytes_max": 4 * STREAM_BYTES // 3 + 4}  # room for one
     with fakes("a") as one, routing(*one, body_timeout_s=1.0, **limits) as running:
         body = json.dumps({"prompt": "x" * 500_000, "stream": True, "hold_at": 0}).encode()
@@ -202,7 +202,7 @@ def test_large_bodies_beyond_the_room_are_told_when_to_come_back():
         {"reader_wait_s": 0},
     ],
 )
-def test_limits_that_do_not_go_together_are_refused(wrong):
+def test_contradictory_limits_are_refused(wrong):
     with pytest.raises(ArgumentError):
         RouterSettings((), **wrong)
 

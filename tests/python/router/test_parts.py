@@ -46,7 +46,7 @@ def prompt(number: int, size: int = 64) -> Asked:
 # ---- settings
 
 
-def test_an_instance_is_named_by_its_address_or_as_one_likes():
+def test_an_instance_is_named_by_its_address_or_by_a_given_name():
     assert InstanceSpec.parse("http://127.0.0.1:8001/") == InstanceSpec("127.0.0.1:8001", "http://127.0.0.1:8001")
     assert InstanceSpec.parse("http://[::1]:80") == InstanceSpec("::1:80", "http://[::1]:80")
     assert InstanceSpec.parse(" big=https://host/engine ") == InstanceSpec("big", "https://host/engine")
@@ -87,7 +87,7 @@ EVENTS = st.lists(st.sampled_from([b"data: 1", b"data: {}\ndata: x", b": ping", 
 
 
 @given(EVENTS, st.sampled_from([b"\n\n", b"\r\n\r\n"]), st.data())
-def test_what_passes_ends_where_an_event_ends_and_nothing_is_lost(parts, mark, data):
+def test_data_is_passed_on_up_to_the_end_of_an_event_and_none_is_lost(parts, mark, data):
     whole = b"".join(part + mark for part in parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
     cutter, passed = EventCutter(), b""
@@ -117,7 +117,7 @@ def test_an_event_without_an_end_does_not_fill_the_memory():
         ([b"x" * (2 << 20), b"\n\ndata: [DONE]\n\n"], True),
     ],
 )
-def test_the_end_is_told_by_a_line_and_by_no_text(pieces, done):
+def test_a_stream_is_ended_by_a_line_and_not_by_text(pieces, done):
     cutter = EventCutter()
     assert b"".join(map(cutter.feed, pieces)) == b"".join(pieces)
     assert cutter.done == done
@@ -166,7 +166,7 @@ def test_each_lease_ends_once_and_the_books_close():
     assert sum(instance.in_flight for instance in fleet) == fleet.scheduler.in_flight == 0
 
 
-def test_what_was_sent_before_an_ejection_says_nothing_of_what_came_back():
+def test_requests_sent_before_an_ejection_say_nothing_of_a_returned_instance():
     fleet, clock = made_fleet(A)
     old = [fleet.lease(prompt(number)) for number in range(3)]
     instance = fleet.get("a")
@@ -193,7 +193,7 @@ def test_what_was_sent_before_an_ejection_says_nothing_of_what_came_back():
     assert instance.in_flight == 0
 
 
-def test_a_trial_whose_client_left_is_open_again():
+def test_a_trial_whose_client_left_can_be_made_again():
     fleet, clock = made_fleet(A)
     with fleet.lease(prompt(0)) as lease:
         lease.broken()
@@ -204,7 +204,7 @@ def test_a_trial_whose_client_left_is_open_again():
             pass
 
 
-def test_what_keeps_a_newcomer_out_is_logged_when_it_changes_and_only_of_newcomers():
+def test_the_reason_that_keeps_a_newcomer_out_is_logged_when_it_changes():
     fleet, _ = made_fleet(A, B, health=HealthSettings(path="/ok", fails=1))
     (a, b) = fleet
     with logged() as records:
@@ -227,7 +227,7 @@ def test_what_keeps_a_newcomer_out_is_logged_when_it_changes_and_only_of_newcome
     }
 
 
-def test_the_tree_does_not_grow_for_ever():
+def test_the_tree_does_not_grow_forever():
     """At once, and by its longest unused: what is asked for again and again stays, however old it is."""
     fleet, clock = made_fleet(A, tree_blocks_max=100)
     tree = fleet._tree
@@ -244,7 +244,7 @@ def test_the_tree_does_not_grow_for_ever():
     assert fleet._metrics.registry.get_sample_value("kvpool_router_tree_blocks_evicted_total") == 25 * 4
 
 
-def test_an_id_is_used_again_and_brings_nothing_along():
+def test_a_reused_id_inherits_nothing():
     fleet, _ = made_fleet(A, B)
     with fleet.lease(prompt(0)) as lease:
         home = lease.instance

@@ -65,7 +65,7 @@ def common(one: np.ndarray, other: np.ndarray) -> int:
 
 
 @given(TEXTS, TEXTS)
-def test_a_text_that_goes_on_keeps_its_tokens_but_for_the_last(text, more):
+def test_a_continued_text_keeps_its_tokens_except_the_last(text, more):
     size = len(text.encode("utf-8", "surrogatepass"))
     one, other = ByteTokens().encode(text), ByteTokens().encode(text + more)
     assert one.dtype == np.int32
@@ -74,11 +74,11 @@ def test_a_text_that_goes_on_keeps_its_tokens_but_for_the_last(text, more):
 
 
 @given(MESSAGES, MESSAGES, st.sampled_from([None, [{"type": "function", "function": {"name": "f"}}]]))
-def test_a_chat_that_goes_on_begins_with_what_it_was(messages, more, tools):
+def test_a_continued_chat_begins_with_the_earlier_one(messages, more, tools):
     assert chat_text(messages + more, tools).startswith(chat_text(messages, tools))
 
 
-def test_who_says_what_makes_a_difference():
+def test_the_speaker_of_a_text_makes_a_difference():
     hello = {"role": "user", "content": "hello"}
     assert chat_text([hello]) != chat_text([hello | {"role": "system"}])
     assert chat_text([hello], [{"name": "f"}]) != chat_text([hello])
@@ -101,7 +101,7 @@ def test_the_first_of_several_prompts_decides():
 
 
 @pytest.mark.parametrize("prompt", [[-1], [2**31], [True], [1.5], [None], {}, 7, None, []])
-def test_what_are_no_tokens_is_not_taken_for_tokens(prompt):
+def test_invalid_tokens_are_not_taken_for_tokens(prompt):
     asked = read("completions", prompt=prompt)
     assert len(asked.tokens) >= 1
     assert asked.namespace != read("completions", prompt=[1]).namespace
@@ -155,7 +155,7 @@ def test_a_prompt_beyond_what_is_read_begins_as_it_does():
 
 
 @pytest.mark.parametrize("body", [b"[1]", b"7", b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
-def test_a_process_says_what_is_wrong_and_reads_on(process, body):
+def test_a_process_reports_what_is_wrong_and_reads_on(process, body):
     with pytest.raises(Unreadable):
         process.read("completions", None, body.ljust(100_000), PATIENCE_S)
     with pytest.raises(NotRead):  # some read this; the router need not
@@ -201,7 +201,7 @@ def test_short_bodies_are_read_here_and_long_ones_and_those_of_many_values_in_a_
         assert threading.current_thread() not in there
 
 
-def test_what_is_not_read_in_time_is_routed_by_load(monkeypatch):
+def test_a_body_that_is_not_read_in_time_is_routed_by_load(monkeypatch):
     """One process is busy, and another body comes."""
     held = threading.Event()
 
@@ -232,7 +232,7 @@ def test_sessions_come_from_the_header_or_the_user():
     assert read("completions", prompt="x", user=7).session is None
 
 
-def test_what_clients_make_up_is_kept_short():
+def test_names_that_clients_choose_are_kept_short():
     sessions = {read("completions", prompt="x", user=user).session for user in ("u" * 1000, "u" * 1001, "ü", "\ud800")}
     assert len(sessions) == 4
     assert all(len(session) == 64 and session.isascii() for session in sessions)
@@ -259,7 +259,7 @@ def test_any_json_object_is_read(value, kind, field):
     assert len(read(kind, **{field: value}).tokens) >= 1
 
 
-def test_what_is_nested_too_deeply_is_refused():
+def test_too_deeply_nested_bodies_are_refused():
     for body in (b"[" * 100_000, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"):
         with pytest.raises(Refusal) as refused:
             asked_of(body)
@@ -289,7 +289,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 @pytest.mark.parametrize("field", ["prompt", "messages", "model", "user", "cache_salt", "tools"])
-def test_a_number_of_thousands_of_digits_is_the_instances_to_judge(kind, field):
+def test_a_number_of_thousands_of_digits_is_left_to_the_instance(kind, field):
     """Python converts 4,300."""
     body = json.dumps({field: [0]}).replace("0", "1" * 5000).encode()
     assert len(asked_of(body, kind).tokens)

@@ -51,7 +51,7 @@ def guarded():
         [("x-api-key", KEY)],
     ],
 )
-def test_who_has_no_key_is_refused_and_no_instance_hears_of_it(guarded, headers):
+def test_a_client_without_the_key_is_refused_and_no_instance_is_asked(guarded, headers):
     seen = len(guarded.fake.seen)
     refused = guarded.metric("refused_total", reason="invalid_api_key")
     with httpx.Client(base_url=guarded.url, timeout=PATIENCE_S, trust_env=False) as client:
@@ -79,7 +79,7 @@ def test_a_body_without_a_key_is_not_waited_for(guarded):
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
-def test_who_has_the_key_gets_in_and_the_instance_does_not_hear_of_it(guarded, scheme):
+def test_a_client_with_the_key_gets_in_and_the_instance_does_not_see_the_key(guarded, scheme):
     response = guarded.complete("x", headers={"authorization": f"{scheme} {KEY}"})
     assert response.status_code == 200
     assert "authorization" not in guarded.fake.seen[-1][1]
@@ -111,14 +111,14 @@ def test_an_operators_listener_without_a_key_is_not_made():
 
 
 @pytest.mark.parametrize("api_key", [None, KEY])
-def test_instances_have_a_key_of_their_own(api_key):
+def test_instances_have_separate_keys(api_key):
     with fakes("a") as one, routing(*one, api_key=api_key, instance_key="theirs") as running:
         running.client.headers.update(bearer(KEY))
         assert running.complete("x").status_code == 200
         assert one[0].seen[-1][1]["authorization"] == "Bearer theirs"
 
 
-def test_no_key_stands_in_logs_or_in_what_settings_look_like(guarded):
+def test_keys_appear_neither_in_logs_nor_in_printed_settings(guarded):
     with logged() as records:
         guarded.complete("x")
         guarded.complete("x", headers=bearer("wrong-and-secret"))
@@ -129,7 +129,7 @@ def test_no_key_stands_in_logs_or_in_what_settings_look_like(guarded):
     assert KEY not in repr(RouterSettings((), api_key=KEY, instance_key=KEY, admin_key=KEY))
 
 
-def test_without_a_key_everybody_gets_in():
+def test_without_a_key_every_client_gets_in():
     assert KeyCheck(None).admits([])
     check = KeyCheck(KEY)
     assert check.admits([(b"authorization", b"  bearer   %s " % KEY.encode())])
@@ -177,7 +177,7 @@ def test_the_command_speaks_tls_and_takes_its_key_from_the_environment(monkeypat
             assert operators.status_code == 200  # loopback: no TLS
 
 
-def test_who_connects_and_never_speaks_tls_is_hung_up_on():
+def test_a_client_that_connects_and_never_speaks_tls_is_disconnected():
     files = ("--tls-cert", str(TLS / "cert.pem"), "--tls-key", str(TLS / "key.pem"))
     with command("--instances", "http://127.0.0.1:1", *files, "--head-timeout", "0.5") as (_, url, _admin):
         host, _, port = url.removeprefix("http://").rpartition(":")
@@ -196,7 +196,7 @@ def test_who_connects_and_never_speaks_tls_is_hung_up_on():
         (["--tls-cert", "cert.pem", "--tls-key", "locked-key.pem"], "has a password"),
     ],
 )
-def test_a_certificate_that_cannot_be_used_is_said_before_anything_listens(files, message, capsys):
+def test_a_certificate_that_cannot_be_used_is_reported_before_anything_listens(files, message, capsys):
     arguments = [str(TLS / each) if each.endswith((".pem", ".md")) else each for each in files]
     assert cli.main(["router", "--port", "0", "--instances", "http://127.0.0.1:1", *arguments]) == 2
     error = capsys.readouterr().err
@@ -204,7 +204,7 @@ def test_a_certificate_that_cannot_be_used_is_said_before_anything_listens(files
     assert error.count("\n") == 1
 
 
-def test_an_empty_key_is_no_way_to_switch_it_off(capsys, monkeypatch):
+def test_an_empty_key_does_not_switch_the_check_off(capsys, monkeypatch):
     arguments = ["router", "--port", "0", "--instances", "http://127.0.0.1:1"]
     monkeypatch.setenv("KVPOOL_ROUTER_API_KEY", KEY)
     assert cli.main([*arguments, "--api-key", ""]) == 2

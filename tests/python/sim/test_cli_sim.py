@@ -36,14 +36,14 @@ def refused(capsys, *arguments):
     return captured.err
 
 
-def test_a_table_for_people(capsys):
+def test_the_output_is_a_table(capsys):
     assert cli.main(QUICK) == 0
     out = capsys.readouterr().out
     for text in ("chat", "queue-plus-exec", "hits", "TTFT", "TPOT", "JCT", "llama-3-8b on A100-80GB"):
         assert text in out
 
 
-def test_json_and_the_same_bytes_again(capsys, tmp_path):
+def test_json_is_the_same_bytes_every_time(capsys, tmp_path):
     found = asked(capsys)
     run = found["runs"][0]
     assert run["requests"]["ended"] == run["requests"]["arrived"] == 120
@@ -86,7 +86,7 @@ def test_gpus_for_a_promise(capsys):
     assert "2 GPUs do not keep TPOT" in capsys.readouterr().out
 
 
-def test_what_is_refused_breaks_the_promise_and_the_answer_says_so(capsys):
+def test_refused_requests_break_the_promise_and_the_answer_says_so(capsys):
     assert cli.main([*QUICK, "--hbm-gb", "0.12", "--find-gpus", "--slo-ttft", "1000"]) == 0
     out = capsys.readouterr().out
     assert "1024 GPUs do not keep TTFT" in out
@@ -96,7 +96,7 @@ def test_what_is_refused_breaks_the_promise_and_the_answer_says_so(capsys):
 PACKED = ["sim", "--workload", "poisson", "--requests", "100", "--policy", "mell", "--hbm-gb", "2"]
 
 
-def test_packing_tells_of_migrations_and_draws_gpus_over_time(capsys, tmp_path):
+def test_packing_reports_migrations_and_draws_gpus_over_time(capsys, tmp_path):
     assert cli.main([*PACKED, "--out", str(tmp_path)]) == 0
     captured = capsys.readouterr()
     assert "migrations" in captured.out
@@ -105,7 +105,7 @@ def test_packing_tells_of_migrations_and_draws_gpus_over_time(capsys, tmp_path):
     assert (tmp_path / "sim.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
-def test_packing_tells_how_far_it_is_unless_it_is_to_be_quiet(capsys, monkeypatch):
+def test_packing_reports_its_progress_unless_it_is_to_be_quiet(capsys, monkeypatch):
     monkeypatch.setattr(sim_show, "_LINE_EVERY_S", 0.0)
     assert cli.main(PACKED) == 0
     assert "mell: " in capsys.readouterr().err
@@ -132,7 +132,7 @@ def test_packing_tells_how_far_it_is_unless_it_is_to_be_quiet(capsys, monkeypatc
         ["--slo-share", "0.9"],
     ],
 )
-def test_packing_refuses_what_it_has_no_use_for(capsys, useless):
+def test_packing_refuses_options_that_it_cannot_use(capsys, useless):
     assert cli.main([*PACKED, *useless]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -143,7 +143,7 @@ def test_packing_refuses_what_it_has_no_use_for(capsys, useless):
         assert (f"{option}," in captured.err or captured.err.endswith(f"{option}\n")) == (option in useless)
 
 
-def test_a_limit_tells_the_share_of_requests_that_keep_it(capsys):
+def test_a_limit_shows_the_share_of_requests_that_keep_it(capsys):
     found = asked(capsys, "--slo-ttft", "0.02", "--slo-tpot", "0.05")
     assert found["slo"] == {"ttft_s": 0.02, "tpot_s": 0.05, "share": 0.99}
     (run,) = found["runs"]
@@ -162,7 +162,7 @@ def test_a_limit_tells_the_share_of_requests_that_keep_it(capsys):
     assert "not kept" in out
 
 
-def test_an_overloaded_cluster_and_what_is_refused_are_told(capsys):
+def test_an_overloaded_cluster_and_refused_requests_are_reported(capsys):
     assert cli.main([*QUICK, "--rate", "1000", "--requests", "1500", "--gpus", "1", "--model", "llama-2-13b"]) == 0
     assert "overloaded" in capsys.readouterr().out
     assert cli.main([*QUICK, "--hbm-gb", "0.12"]) == 0
@@ -221,7 +221,7 @@ def test_a_wrong_question_is_one_line(capsys, arguments, text):
         (["--find-gpus", "--slo-tpot", "1"], "no request was measured whose time"),
     ],
 )
-def test_a_question_of_which_a_trace_says_nothing_is_one_line(capsys, tmp_path, arguments, text):
+def test_a_question_that_a_trace_cannot_answer_is_one_line(capsys, tmp_path, arguments, text):
     trace = tmp_path / "azure.csv"
     rows = [f"2023-11-16 18:15:{at:02d}.5,100,1" for at in range(5)]  # answers of one token
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))

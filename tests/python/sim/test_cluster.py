@@ -64,7 +64,7 @@ class Watched(ClusterSim):
 
 
 @pytest.mark.parametrize("busy", [0.3, 0.6])
-def test_the_wait_of_one_instance_is_that_of_m_d_1(busy):
+def test_the_wait_of_one_instance_agrees_with_m_d_1(busy):
     """Pollaczek and Khinchine: rho S / (2 (1 - rho)) for a constant service time S."""
     service_s = MODEL.exec_s(64 * UNIT)
     workload = generate(
@@ -101,7 +101,7 @@ def test_prompts_of_a_batch_are_computed_together():
 
 
 @pytest.mark.parametrize("batch_requests", [3, 256])
-def test_decoding_is_what_it_would_be_step_by_step(batch_requests):
+def test_decoding_agrees_with_a_simulation_step_by_step(batch_requests):
     random = np.random.default_rng(7)
     times = np.cumsum(random.exponential(0.05, 60)).tolist()
     shapes = [(int(p), int(o)) for p, o in zip(random.integers(16, 600, 60), random.integers(1, 80, 60), strict=True)]
@@ -118,7 +118,7 @@ def test_decoding_is_what_it_would_be_step_by_step(batch_requests):
 
 
 @given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 100_000), st.floats(0, 1))
-def test_the_step_that_is_under_way_is_found(steps, batch, context, share):
+def test_the_current_step_is_found(steps, batch, context, share):
     passed = share * DECODE.run_s(steps, batch, context)
     found = DECODE.steps_until(passed, batch, context)
     assert 1 <= found <= steps
@@ -127,7 +127,7 @@ def test_the_step_that_is_under_way_is_found(steps, batch, context, share):
 
 
 @pytest.mark.parametrize("capacity", [100, 160, 400, 100_000])
-def test_hits_are_those_of_the_plainest_lru(capacity):
+def test_hits_agree_with_the_plainest_lru(capacity):
     """One instance, one prompt at a time: the order of arrival is the order of use."""
     workload = generate(
         "documents", rate=1e-3, requests=600, seed=2, output=1, sigma=0.0, shared=20 * UNIT, shared_count=12, prompt=40
@@ -142,7 +142,7 @@ def test_hits_are_those_of_the_plainest_lru(capacity):
 
 
 @pytest.mark.parametrize(("hbm", "dram"), [(100, 100), (60, 300)])
-def test_two_tiers_hit_nearly_what_one_of_their_sum_would(hbm, dram):
+def test_two_tiers_have_nearly_the_hits_of_one_of_their_sum(hbm, dram):
     workload = generate(
         "documents", rate=1e-3, requests=400, seed=5, output=1, sigma=0.0, shared=20 * UNIT, shared_count=12, prompt=40
     )
@@ -156,7 +156,7 @@ def test_two_tiers_hit_nearly_what_one_of_their_sum_would(hbm, dram):
     assert two.measures.dram_tokens > 0
 
 
-def test_a_recorded_hour_hits_what_its_publishers_count(traces):
+def test_a_recorded_hour_has_the_hits_that_its_publishers_count(traces):
     """Without a limit the Mooncake conversation trace hits exactly so many tokens, whatever the times."""
     trace = open_trace(traces / "mooncake_conversation_trace.jsonl.xz")
     done = ClusterSim(Cluster(MODEL, trace.block_tokens, 1 << 24, routing.LeastLoad, colocated=1)).run(trace.start())
@@ -170,7 +170,7 @@ def test_a_recorded_hour_hits_what_its_publishers_count(traces):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("by_events", [False, True])
-def test_without_answers_it_is_the_fleet_of_the_routing_studies(policy, by_events):
+def test_without_answers_it_agrees_with_the_fleet_of_the_routing_studies(policy, by_events):
     """Prompts one at a time and nothing to decode: the special case that `routing_fleet` is."""
     workload = generate("documents", rate=40.0, requests=300, seed=3, output=1, sigma=0.4, shared_count=30, shared=640)
     requests = [(each.time_s, each.ids) for each in workload.start()]
@@ -203,7 +203,7 @@ def test_without_answers_it_is_the_fleet_of_the_routing_studies(policy, by_event
 # ---- prefill and decode apart
 
 
-def test_kv_goes_to_where_it_is_decoded_and_transfers_wait_for_each_other():
+def test_kv_is_sent_to_the_decoding_instance_and_transfers_wait_for_each_other():
     link = cost.Link(1e6)
     done = Watched(cluster(colocated=0, prefill=2, decode=1, link=link, policy=routing.LeastLoad))
     measures = done.run([request(0.0, 1, 8, output=5), request(0.0, 2, 8, output=5), request(100.0, 1, 8, output=1)])
@@ -218,7 +218,7 @@ def test_kv_goes_to_where_it_is_decoded_and_transfers_wait_for_each_other():
     assert done.last[2] == done.first[2]
 
 
-def test_what_the_decoding_instance_holds_is_not_sent():
+def test_blocks_that_the_decoding_instance_holds_are_not_sent():
     done = Watched(cluster(colocated=0, prefill=1, decode=1))
     measures = done.run([request(0.0, 1, 8, output=5), request(100.0, 1, 12, output=5)])
     assert measures.sent_tokens == 12 * UNIT
@@ -231,7 +231,7 @@ def test_a_request_waits_for_room_where_it_decodes():
     assert done.last[1] > done.last[0] + DECODE.run_s(99, 1, 8 * UNIT + 1)
 
 
-def test_a_prefix_is_fetched_from_who_holds_it():
+def test_a_prefix_is_fetched_from_its_holder():
     fast = cost.Link(1e12)
     done = Watched(cluster(colocated=2, fetch=True, policy=routing.SessionId, link=fast))
     measures = done.run(
@@ -293,12 +293,12 @@ def test_every_request_ends_once_and_every_block_comes_back(name, policy, learn,
     assert json.dumps(again.as_json()) == json.dumps(measures.as_json())
 
 
-def test_what_is_longer_than_an_instance_is_refused_and_counted():
+def test_a_request_longer_than_an_instance_is_refused_and_counted():
     done = simulated([request(0.0, 1, 8, output=2 * UNIT), request(0.0, 2, 9, output=2 * UNIT)], hbm_blocks=10)
     assert (done.arrived, done.refused, done.ended) == (2, 1, 1)
 
 
-def test_another_seed_is_another_run():
+def test_another_seed_gives_another_run():
     def bytes_of(seed):
         workload = generate("chat", rate=20.0, requests=80, seed=seed)
         return json.dumps(simulated(workload.start(), colocated=2).as_json())
@@ -343,6 +343,6 @@ def test_memory_does_not_grow_with_the_requests():
         lambda: simulated([SimRequest(0.0, NO_IDS, 1, 1)]),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(call):
+def test_impossible_simulations_are_refused(call):
     with pytest.raises(ArgumentError):
         call()

@@ -17,7 +17,7 @@ def turns_of(request):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_same_seed_is_the_same_workload_and_can_be_gone_through_again(name):
+def test_the_same_seed_gives_the_same_workload_which_can_be_iterated_again(name):
     def first(seed):
         return [
             (each.time_s, each.ids.tobytes(), each.output)
@@ -49,7 +49,7 @@ def test_documents_are_as_unequal_as_zipf_says():
     assert all(each.ids[0] // blocks == each.ids[blocks - 1] // blocks for each in requests[:100])
 
 
-def test_turns_hold_what_was_said_before():
+def test_turns_repeat_the_earlier_conversation():
     sessions = list(generate("chat", rate=10.0, requests=4000, seed=3).start())
     turns = [turns_of(session) for session in sessions]
     assert np.mean([len(session) for session in turns]) == pytest.approx(PRESETS["chat"].turns, rel=0.1)
@@ -65,7 +65,7 @@ def test_turns_hold_what_was_said_before():
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("requests", [1, 2, 7, 50])
-def test_there_are_as_many_requests_as_were_asked_for_and_more_begin_alike(name, requests):
+def test_the_number_of_requests_is_as_asked_for_and_more_begin_alike(name, requests):
     def drawn(count):
         starts = generate(name, rate=5.0, requests=count, seed=9).start()
         return [[(each.time_s, each.ids.tobytes(), each.output) for each in turns_of(start)] for start in starts]
@@ -98,6 +98,6 @@ def test_fresh_ids_begin_again_when_all_are_used():
         {"longest": 0},
     ],
 )
-def test_what_makes_no_workload_is_refused(options):
+def test_impossible_workloads_are_refused(options):
     with pytest.raises(ArgumentError):
         generate(**{"shape": "poisson", "rate": 1.0, "requests": 10, **options})

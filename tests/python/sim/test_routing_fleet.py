@@ -53,7 +53,7 @@ def test_the_next_turn_waits_for_the_answer_and_finds_it_cached():
     assert done.end_s == 1 + 16 + 4 + 2 + 4 + 4
 
 
-def test_what_does_not_fit_is_evicted_the_longest_unused_first():
+def test_the_longest_unused_is_evicted_to_make_room():
     sim = fleet(n=1, capacity=6)
     done = sim.run(
         [
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_evicted_the_longest_unused_first():
     sim._instances[0].index.audit()
 
 
-def test_what_another_instance_holds_is_fetched():
+def test_blocks_that_another_instance_holds_are_fetched():
     """Session policy, so that b computes where a did not; 0.25 s a token for 16, and 4 to compute."""
     policy = routing.SessionId()
     sim = fleet(policy=policy, transfer=transfer(0.25))
@@ -88,7 +88,7 @@ def test_what_another_instance_holds_is_fetched():
     assert done.ttft_s.tolist() == [16.0, 4.0, 16 * 0.25 + 4]
 
 
-def test_a_fetch_that_comes_too_late_computes():
+def test_a_fetch_that_would_come_too_late_is_computed():
     """Instance 0 evicts what it held while the request waits at instance 1."""
     sim = fleet(policy=routing.SessionId(), capacity=4, transfer=transfer(0.25))
     done = sim.run(
@@ -150,7 +150,7 @@ def test_the_same_seed_gives_the_same_result_and_another_one_another():
     assert run(1).ttft_s.tobytes() != run(2).ttft_s.tobytes()
 
 
-def test_prompt_trees_find_what_sessions_do_not():
+def test_prompt_trees_find_hits_that_sessions_miss():
     """What Fig 15 is about, at its smallest: the same documents, asked about by others."""
     hits = {}
     for policy in (routing.LeastLoad, routing.SessionId, routing.LongestPrefix):
@@ -188,10 +188,10 @@ def test_document_sessions_have_the_figures_of_the_paper():
         lambda: DocumentSessions().sessions(1, 0.0, 0),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(make):
+def test_impossible_simulations_are_refused(make):
     with pytest.raises(ArgumentError):
         make()
 
 
-def test_blocks_of_the_kit_are_those_of_the_model():
+def test_blocks_of_the_kit_agree_with_those_of_the_model():
     assert UnitModel.block_tokens == BLOCK

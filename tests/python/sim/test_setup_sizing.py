@@ -24,11 +24,11 @@ SMALL = Setup(workload="poisson", requests=300, rate=6.0)
     ("name", "billions"),
     [("llama-2-7b", 6.7), ("llama-2-13b", 13.0), ("llama-2-70b", 69.0), ("llama-3-8b", 8.0), ("qwen2.5-32b", 32.8)],
 )
-def test_models_weigh_what_they_are_called_for(name, billions):
+def test_models_have_about_the_weights_of_their_names(name, billions):
     assert weight_bytes(MODELS[name]) / 2e9 == pytest.approx(billions, rel=0.02)
 
 
-def test_a_roofline_is_between_what_the_data_sheet_allows_and_a_few_times_that():
+def test_a_roofline_is_between_the_data_sheet_and_a_few_times_that():
     shape, gpu = MODELS["llama-2-13b"], GPUS["A100-80GB"]
     model = roofline(shape, gpu)
     least_prefill_s = weight_bytes(shape) * 2048 / gpu.flops
@@ -40,7 +40,7 @@ def test_a_roofline_is_between_what_the_data_sheet_allows_and_a_few_times_that()
     assert least_swap_s < model.swap_in_s(2048) < 2 * least_swap_s
 
 
-def test_kv_has_what_the_weights_leave():
+def test_kv_gets_the_memory_that_the_weights_leave():
     assert kv_room_gb(MODELS["llama-3-8b"], GPUS["A100-80GB"]) == pytest.approx(0.9 * 80 - 16.06, abs=0.1)
     with pytest.raises(ArgumentError, match="more GPUs"):
         kv_room_gb(MODELS["llama-2-70b"], GPUS["A100-80GB"])
@@ -90,7 +90,7 @@ def test_gigabytes_become_blocks():
         {"tp": 3, "gpus": 3},
     ],
 )
-def test_what_makes_no_cluster_is_refused(changes):
+def test_impossible_clusters_are_refused(changes):
     with pytest.raises(ArgumentError):
         replace(Setup(), **changes).make_cluster(16)
 
@@ -108,7 +108,7 @@ def test_a_promise_takes_the_fewest_gpus_that_keep_it():
     assert found.setup.gpus > 1
 
 
-def test_a_promise_that_nothing_keeps_and_one_of_clusters_apart():
+def test_a_promise_that_no_cluster_keeps_and_one_of_split_clusters():
     nothing, tries = find_gpus(SMALL, Slo(tpot_s=1e-6), gpus_max=3)
     assert nothing is None
     assert [each.setup.gpus for each in tries] == [1, 2, 3]
@@ -119,7 +119,7 @@ def test_a_promise_that_nothing_keeps_and_one_of_clusters_apart():
         find_gpus(replace(SMALL, prefill=2, decode=1), Slo(ttft_s=1.0), gpus_max=2)
 
 
-def test_a_promise_counts_what_was_refused_and_none_is_kept_of_nothing():
+def test_refused_requests_break_a_promise_and_none_is_kept_by_no_requests():
     slo = Slo(ttft_s=1.0, tpot_s=1.0, quantile=0.9)
     measures = Measures()
     with pytest.raises(ArgumentError, match="no request was measured"):
@@ -145,7 +145,7 @@ def test_a_promise_counts_what_was_refused_and_none_is_kept_of_nothing():
     assert not slo.kept(only_refused)
 
 
-def test_where_too_much_is_refused_more_gpus_are_not_tried():
+def test_more_gpus_are_not_tried_if_too_much_is_refused():
     found, tries = find_gpus(replace(SMALL, hbm_gb=0.05), Slo(ttft_s=1000.0))
     assert found is None
     assert len(tries) == 1
@@ -153,7 +153,7 @@ def test_where_too_much_is_refused_more_gpus_are_not_tried():
 
 
 @pytest.mark.parametrize("promise", [{}, {"ttft_s": 0.0}, {"tpot_s": -1.0}, {"ttft_s": 1.0, "quantile": 1.0}])
-def test_what_is_no_promise_is_refused(promise):
+def test_invalid_promises_are_refused(promise):
     with pytest.raises(ArgumentError):
         Slo(**promise)
 
@@ -178,7 +178,7 @@ def test_a_measured_profile_takes_the_place_of_the_roofline():
     assert 0 < done.ttft_s.mean < 0.1
 
 
-def test_packing_needs_no_less_than_the_bound_and_mell_not_more_than_others():
+def test_packing_needs_at_least_the_bound_and_mell_at_most_what_others_need():
     setup = replace(SMALL, requests=400, hbm_gb=2.0)
     packed = {name: pack(setup, name) for name in PACKERS}
     for each in packed.values():
@@ -215,7 +215,7 @@ def test_gpus_over_time_are_few_points_that_keep_mean_and_peak():
     assert np.mean(steps["mean"]) == pytest.approx(packed["gpus"]["mean"], rel=0.02)  # the last step may be shorter
 
 
-def test_what_cannot_be_packed_is_refused():
+def test_requests_that_cannot_be_packed_are_refused():
     with pytest.raises(ArgumentError, match="no packer"):
         pack(SMALL, "tetris")
     with pytest.raises(ArgumentError, match="wait for answers"):

@@ -43,7 +43,7 @@ def in_a_pool(hbm, dram, prompts):
 
 
 @pytest.mark.parametrize(("hbm", "dram"), [(100, 0), (100, 100), (60, 300), (200, 50)])
-def test_a_simulated_instance_hits_what_a_real_pool_hits(hbm, dram):
+def test_a_simulated_instance_has_the_hits_of_a_real_pool(hbm, dram):
     workload = generate(
         "documents", rate=1.0, requests=300, seed=5, sigma=0.0, shared=20 * 16, shared_count=12, prompt=40
     )
@@ -80,7 +80,7 @@ def test_blocks_add_up_however_requests_overlap(hbm, dram, moves):
     cache.audit(idle=True)
 
 
-def test_what_does_not_fit_beside_what_runs_is_not_admitted_and_evicts_nothing():
+def test_a_request_that_does_not_fit_beside_running_ones_is_not_admitted_and_evicts_nothing():
     cache = InstanceCache(10)
     done = cache.admit(np.arange(4, dtype=np.int32), 4)
     cache.store(done, np.arange(4, dtype=np.int32))

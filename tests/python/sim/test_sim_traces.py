@@ -39,7 +39,7 @@ def test_mooncake(tmp_path):
 
 
 @pytest.mark.parametrize("opener", [lzma.open, gzip.open])
-def test_what_is_compressed_is_told_by_its_content(tmp_path, opener):
+def test_compressed_files_are_recognised_by_their_content(tmp_path, opener):
     file = tmp_path / "trace.whatever"
     with opener(file, "wt") as lines:
         lines.write(mooncake(0, 16, [1]) + "\n")
@@ -101,12 +101,12 @@ def test_hashes_of_64_bits(tmp_path):
         ([mooncake(0, float("nan"), [1])], "row 1 is no request"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, lines, message):
+def test_an_error_in_a_trace_is_named(tmp_path, lines, message):
     with pytest.raises(ArgumentError, match=message):
         list(open_trace(written(tmp_path, lines)).start())
 
 
-def test_what_cannot_be_opened_is_said(tmp_path):
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     with pytest.raises(ArgumentError, match="cannot be read"):
         open_trace(tmp_path / "nothing")
     (tmp_path / "broken.xz").write_bytes(lzma.compress(b'{"a": 1}')[:-20])
@@ -120,7 +120,7 @@ def test_what_cannot_be_opened_is_said(tmp_path):
             open_trace(written(tmp_path, [mooncake(0, 16, [1])]), **options)
 
 
-def test_the_published_traces_are_what_they_are(traces):
+def test_the_published_traces_are_read_as_described(traces):
     found = {
         path.name: (trace.block_tokens, sum(1 for _ in trace.start()))
         for path in sorted(traces.glob("*[lv].xz"))

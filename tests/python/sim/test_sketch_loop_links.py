@@ -50,12 +50,12 @@ def test_a_sketch_stays_small():
 
 
 @pytest.mark.parametrize("call", [lambda: Sketch(0.0), lambda: Sketch(1.0), lambda: Sketch().quantile(1.1)])
-def test_what_a_sketch_refuses(call):
+def test_a_sketch_refuses_wrong_arguments(call):
     with pytest.raises(ArgumentError):
         call()
 
 
-def test_events_happen_in_order_and_those_of_one_time_as_they_were_set():
+def test_events_happen_in_order_and_simultaneous_ones_as_they_were_set():
     loop, seen = Loop(), []
     loop.at(2.0, seen.append, "c")
     loop.at(1.0, seen.append, "a")
@@ -68,7 +68,7 @@ def test_events_happen_in_order_and_those_of_one_time_as_they_were_set():
     assert loop.events == 4
 
 
-def test_transfers_wait_for_the_way_out_and_for_the_way_in():
+def test_transfers_wait_for_the_links_out_and_in():
     links = Links(3)
     assert links.send(0.0, 0, 1, 4.0) == 4.0
     assert links.send(1.0, 0, 2, 1.0) == 5.0  # 0 sends until 4

@@ -52,7 +52,7 @@ def two_ranks(layout: KVLayout, tensors: list[np.ndarray]) -> Iterator[Pool]:
         yield pool
 
 
-def test_pages_of_k_beside_v_that_are_declared_as_split_are_refused_where_they_come() -> None:
+def test_pages_of_k_beside_v_that_are_declared_as_split_are_refused_by_the_receiver() -> None:
     with pytest.raises(kvpool.LayoutMismatch, match='dims="HND", pages="fused"'):
         Pool(SPLIT, hbm=empty(), **OPTIONS)
     with pytest.raises(kvpool.LayoutMismatch, match='dims="HND", pages="fused"'), two_ranks(SPLIT, pages(1)):

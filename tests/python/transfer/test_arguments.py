@@ -82,7 +82,7 @@ def test_a_wrong_argument_starts_nothing(setting, verb, name, value, error):
             setting.a.batch.transfer([right, kvpool.TransferSpec(**arguments)])
 
 
-def test_a_batch_is_of_specs(setting):
+def test_a_batch_takes_only_specs(setting):
     right = kvpool.TransferSpec(setting.peer, setting.mine)
     for wrong in (7, None, {"peer": setting.peer, "addrs": setting.mine}):
         with nothing_changes(setting, ArgumentTypeError, "TransferSpec"):
@@ -110,7 +110,7 @@ def test_a_destination_must_be_lent(setting, kind, error):
     assert caught.value.address == getattr(setting, kind)
 
 
-def test_destinations_must_be_as_many_and_each_once(setting):
+def test_destinations_must_match_the_blocks_in_number_and_be_distinct(setting):
     with nothing_changes(setting, ArgumentError, "2 blocks are sent, and to names 1") as caught:
         setting.a.transfer(setting.peer, setting.mine, to=setting.lent[:1])
     assert (caught.value.needed, caught.value.given) == (2, 1)
@@ -189,7 +189,7 @@ def test_a_wrong_argument_fetches_nothing(setting, arguments, error):
         setting.a.fetch(call.pop("peer"), call.pop("addrs"), **call)
 
 
-def test_blocks_of_this_pool_are_not_fetched_but_here_already(setting):
+def test_fetching_blocks_of_this_pool_is_refused_because_they_are_here(setting):
     own = setting.a.alloc(2)
     for addrs in (own, own[:1], own & np.uint64((1 << 50) - 1)):  # the last: as before the pool had an id
         with nothing_changes(setting, ArgumentError, "of this pool, and here already"):
@@ -213,7 +213,7 @@ def test_blocks_of_this_pool_are_not_fetched_but_here_already(setting):
         (7, ArgumentTypeError),
     ],
 )
-def test_an_address_must_be_one(setting, address, error):
+def test_an_address_must_be_a_valid_one(setting, address, error):
     with nothing_changes(setting, error):
         setting.a.peers.listen(address)
     with nothing_changes(setting, error):

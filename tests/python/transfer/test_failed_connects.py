@@ -164,7 +164,7 @@ def test_a_first_call_that_fails_leaves_another_one_of_the_same_pool_alone():
             pool.transfer("b", pool.alloc(1)).wait(60)
 
 
-def test_nothing_is_left_of_connects_that_failed():
+def test_failed_connects_leave_nothing():
     run_script("""
 import os
 from transfer.kit import *
@@ -199,7 +199,7 @@ except TypeError as error:
     assert "hush" not in run.stdout + run.stderr
 
 
-def test_somebody_who_does_not_answer_is_not_waited_for(tmp_path):
+def test_an_application_that_does_not_answer_is_not_waited_for(tmp_path):
     import socket
 
     path = str(tmp_path / "silent")

@@ -123,7 +123,7 @@ logging.getLogger("kvpool.peers").addHandler(Notes(logging.WARNING))
 """
 
 
-def test_ucx_leaves_a_gpu_to_other_routes_where_it_finds_none(fake_cuda):
+def test_ucx_leaves_a_gpu_to_other_routes_if_it_finds_none(fake_cuda):
     """UCX knows nothing of the fake driver: to it this machine has no GPU."""
     route_or_skip("ucx-tcp")
     processes = [Child(KVPOOL_CUDA_LIBRARY=str(fake_cuda), UCX_LOG_LEVEL="fatal") for _ in range(2)]
@@ -159,7 +159,7 @@ def test_ucx_leaves_a_gpu_to_other_routes_where_it_finds_none(fake_cuda):
             child.close()
 
 
-def test_a_route_that_fails_is_told_of_and_another_one_serves(fake_cuda, fake_nccl):
+def test_a_failed_route_is_reported_and_another_one_serves(fake_cuda, fake_nccl):
     settings = {"nccl": str(fake_nccl), "nccl_pass_bytes": 1 << 20, "nccl_init_s": 30.0, "routes": ("nccl", "sock")}
     with two_processes(fake_cuda, **settings) as (a, b):
         a("addrs = pool.alloc(3); put(addrs, 10); nccl = ctypes.CDLL(library)", library=str(fake_nccl))
@@ -191,7 +191,7 @@ def test_a_pool_in_ordinary_memory_takes_no_stream():
 
 
 @pytest.mark.parametrize("route", ["cuda_ipc", "sock"])
-def test_a_stream_that_waits_for_a_fetch_goes_on_when_the_owner_is_killed(fake_cuda, route):
+def test_a_stream_that_waits_for_a_fetch_continues_when_the_owner_is_killed(fake_cuda, route):
     with two_processes(fake_cuda, routes=(route,), lease_s=20) as (a, b):
         theirs = b("addrs = pool.alloc(2); put(addrs, 10)\naddrs")
         a("stream = new_stream(); fetch = pool.fetch('b', theirs)", theirs=theirs)

@@ -30,7 +30,7 @@ def test_the_receiver_finds_the_prompt(route):
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
 @pytest.mark.parametrize("theirs", ["", "tenant-b"])
-def test_what_the_receiver_holds_of_another_namespace_is_sent_all_the_same(route, theirs):
+def test_blocks_that_the_receiver_holds_in_another_namespace_are_sent_all_the_same(route, theirs):
     """The same prompt, with other content: an adapter's, say. Nothing of one tenant is answered with the other's."""
     with pair_of(route) as pair:
         before = pair.b(
@@ -81,7 +81,7 @@ def test_a_prompt_that_the_receiver_holds_is_not_sent_at_all():
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)
-def test_what_came_in_another_way_meanwhile_is_a_duplicate(route):
+def test_pages_that_arrived_in_another_way_meanwhile_are_duplicates(route):
     with pair_of(route) as pair:
         stream = pair.a.transfer_with_insert(pair.to_b, prompt(3), pair.a.alloc(3), layerwise=True)
         pair.b("wait_for(lambda: pool.stats().hbm.reserved == 3)")
@@ -107,7 +107,7 @@ def test_named_destinations_become_cached(route):
         assert pair.a.peers.list()[0].borrowed_blocks == 0
 
 
-def test_the_application_is_told_if_the_sender_wishes():
+def test_the_application_is_notified_if_the_sender_wishes():
     with pair_of(NEAR) as pair:
         addrs = pair.a.alloc(2)
         done = pair.a.transfer_with_insert(pair.to_b, prompt(2), addrs, namespace="n", private=b"id 4").wait()

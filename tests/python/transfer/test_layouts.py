@@ -158,7 +158,7 @@ def meet_and_differ(a: kvpool.Pool, b: kvpool.Pool, *texts: str) -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_peers_whose_blocks_have_the_same_size_and_hold_other_things_do_not_meet(other):
+def test_peers_whose_blocks_have_the_same_size_and_other_contents_do_not_connect(other):
     changes, text = OTHERS[other]
     with (
         small_pool(layout=kvpool.KVLayout(**KV), name="a") as a,
@@ -167,7 +167,7 @@ def test_peers_whose_blocks_have_the_same_size_and_hold_other_things_do_not_meet
         meet_and_differ(a, b, SAID["K"], text)
 
 
-def test_raw_blocks_meet_only_raw_blocks_of_the_same_size_and_tokens():
+def test_raw_blocks_connect_only_to_raw_blocks_of_the_same_size_and_tokens():
     raw = kvpool.RawLayout(4096, 4)
     with small_pool(layout=raw, name="a") as a, small_pool(layout=kvpool.KVLayout(**KV), name="b") as b:
         meet_and_differ(a, b, SAID["raw"], SAID["K"])
@@ -177,7 +177,7 @@ def test_raw_blocks_meet_only_raw_blocks_of_the_same_size_and_tokens():
         assert a.peers.connect(b.peers.listen(address_of("sock-unix"))) == "b"
 
 
-def test_pools_that_store_the_same_blocks_differently_meet():
+def test_pools_that_store_the_same_blocks_differently_connect():
     discrete = kvpool.KVLayout(**KV, order="discrete")
     with small_pool(layout=discrete, name="a") as a, small_pool(layout=kvpool.KVLayout(**KV), name="b") as b:
         assert a.peers.connect(b.peers.listen(address_of("sock-unix"))) == "b"

@@ -47,7 +47,7 @@ def test_a_full_receiver_says_so_and_the_sender_keeps_its_blocks(route):
 
 
 @pytest.mark.parametrize("route", NEAR_ROUTES)
-def test_cached_prompts_make_room_only_if_they_may(route):
+def test_cached_prompts_are_evicted_only_if_the_caller_allows_it(route):
     with pair_of(route, b={"dram_blocks": 0}) as pair:
         pair.b("store(pool, prompt(8))\nNone")
         addrs = pair.a.alloc(2)
@@ -66,7 +66,7 @@ def test_cached_prompts_make_room_only_if_they_may(route):
 
 
 @pytest.mark.parametrize("route", NEAR_ROUTES)
-def test_what_one_peer_may_hold_is_capped(route):
+def test_the_blocks_of_one_peer_are_limited(route):
     with pair_of(route, b={"reserved_max": 4}) as pair:
         lent = pair.a.alloc(3, instance=pair.to_b)
         with pytest.raises(kvpool.Busy) as caught:
@@ -82,7 +82,7 @@ def test_what_one_peer_may_hold_is_capped(route):
 
 
 @pytest.mark.parametrize("route", NEAR_ROUTES)
-def test_transfers_under_way_are_capped(route):
+def test_transfers_under_way_are_limited(route):
     with pair_of(route, a={"transfers_max": 2}, b={"transfers_max": 2}) as pair:
         addrs = pair.a.alloc(3)
         streams = [pair.a.transfer(pair.to_b, addrs[i : i + 1], layerwise=True) for i in range(2)]
@@ -97,7 +97,7 @@ def test_transfers_under_way_are_capped(route):
 
 
 @pytest.mark.parametrize("route", NEAR_ROUTES)
-def test_an_application_that_does_not_listen_makes_its_pool_busy(route):
+def test_an_application_that_does_not_receive_makes_its_pool_busy(route):
     with pair_of(route, b={"received_max": 2}) as pair:
         addrs = pair.a.alloc(1)
         for _ in range(2):
@@ -148,7 +148,7 @@ def test_a_deadline_ends_a_transfer(route, named):
             pair.a.free(to)
 
 
-def test_a_deadline_that_has_passed_is_told_at_once():
+def test_a_passed_deadline_is_reported_at_once():
     with pair_of("sock-unix") as pair:
         error = pair.a.transfer(pair.to_b, pair.a.alloc(1), timeout=0).exception(60)
         assert type(error) in (kvpool.DeadlineExceeded, type(None))
@@ -234,7 +234,7 @@ def test_closing_ends_what_is_under_way(route, who):
             assert pair.a.audit().hbm.active == 4
 
 
-def test_closing_ends_waiting_for_what_peers_send():
+def test_closing_ends_the_wait_for_items():
     with small_pool() as pool:
         pool.peers.listen(address_of("shm"))
         caught = []

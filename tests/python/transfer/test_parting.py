@@ -28,7 +28,7 @@ from transfer.kit import (
 import kvpool
 
 
-def test_a_pool_that_is_closed_gives_its_memory_back_whatever_handle_is_kept():
+def test_closing_a_pool_frees_its_memory_whatever_handle_is_kept():
     run_script("""
 from pathlib import Path
 from transfer.kit import *
@@ -54,7 +54,7 @@ for routes in (("loopback",), (NEAR,), ("sock",)):
 
 @pytest.mark.parametrize("who", ["a", "b"])
 @pytest.mark.parametrize("route", NEAR_ROUTES)
-def test_parting_ends_what_was_lent(route, who):
+def test_disconnecting_ends_all_loans(route, who):
     """Nobody knows that the other side writes no more, unless it placed the bytes itself, until they meet again."""
     with pair_of(route) as pair:
         lent = pair.a.alloc(2, instance=pair.to_b)
@@ -77,7 +77,7 @@ def test_parting_ends_what_was_lent(route, who):
 
 
 @pytest.mark.parametrize("route", [NEAR, "sock-unix", "sock-tcp"])
-def test_a_peer_that_was_killed_is_noticed_and_its_blocks_come_back(route):
+def test_a_killed_peer_is_noticed_and_its_blocks_come_back(route):
     child = Child()
     with pair_of(route, child=child, clean=False) as pair:
         assert pair.b("len(pool.alloc(3, instance=peer))", peer=pair.to_a) == 3
@@ -115,7 +115,7 @@ def test_a_peer_comes_back_under_its_name():
         assert len(incarnations) == 3
 
 
-def test_a_stopped_peer_is_lost_and_its_late_writes_harm_nobody(child):
+def test_a_stopped_peer_is_lost_and_its_late_writes_do_no_harm(child):
     """SIGSTOP is not SIGKILL: what it may still write is kept apart until it is known to be gone."""
     short = {"lease_s": 3.0}
     with pair_of(NEAR, child=child, a=short, b=short, clean=False) as pair:
@@ -129,7 +129,7 @@ def test_a_stopped_peer_is_lost_and_its_late_writes_harm_nobody(child):
         assert pair.a.stats().hbm.free == 8
 
 
-def test_what_a_stopped_peer_has_not_read_yet_does_not_overwrite_what_comes_by_another_route(child):
+def test_data_that_a_stopped_peer_reads_late_does_not_overwrite_what_came_by_another_route(child):
     """The first transfer ends at its deadline, and the peer places its content later than that of the second."""
     to = child("pool = small_pool(name='b', lease_s=30.0)\npool.peers.listen(where)", where=address_of("shm"))
     with small_pool(lease_s=30.0) as pool:
@@ -213,7 +213,7 @@ eventually(lambda: all(now <= then for now, then in zip(things(), before)))
 """)
 
 
-def test_a_pool_that_is_dropped_with_its_peers_ends_by_itself():
+def test_a_pool_that_is_dropped_while_it_has_peers_ends_by_itself():
     run_script("""
 import gc, os
 from transfer.kit import *
@@ -241,7 +241,7 @@ transfer = two.transfer(peer, two.alloc(1))
 
 @not_on_gpu("ucx is for memory of the host")
 @pytest.mark.parametrize("route", UCX_SETTINGS)
-def test_blocks_of_a_killed_peer_that_was_met_over_tcp_are_released_when_it_wrote_by_ucx(route):
+def test_blocks_of_a_killed_tcp_peer_are_released_when_it_wrote_by_ucx(route):
     """Its link has no descriptor of its process, and UCX may still deliver what it sent: both need a proof."""
     route_or_skip(route)
     settings = {"routes": ("ucx",), "prefer_unix_socket": False, "lease_s": 3.0, "secret": "s"}
@@ -256,7 +256,7 @@ def test_blocks_of_a_killed_peer_that_was_met_over_tcp_are_released_when_it_wrot
         assert pool.peers.list() == []
 
 
-def test_lent_blocks_of_a_peer_that_is_gone_are_freed_with_the_others():
+def test_lent_blocks_of_a_lost_peer_are_freed_with_the_others():
     child = Child()
     settings = {"routes": (NEAR,), "lease_s": 10.0}
     with small_pool(**settings) as pool:

@@ -19,7 +19,7 @@ import kvpool
 
 
 @pytest.mark.parametrize("address", ["unix", "abstract", "tcp"])
-def test_two_pools_meet(address, tmp_path, child):
+def test_two_pools_connect(address, tmp_path, child):
     where = {"unix": f"unix:{tmp_path}/socket", "abstract": address_of("shm"), "tcp": "tcp:127.0.0.1:0"}[address]
     to = child("pool = small_pool(secret=secret, name='b')\npool.peers.listen(where)", secret=SECRET, where=where)
     with small_pool(secret=SECRET) as pool:
@@ -41,7 +41,7 @@ def test_a_name_is_made_when_none_is_given():
         assert str(os.getpid()) in one.peers.name
 
 
-def test_a_wrong_secret_is_refused_and_told(child):
+def test_a_wrong_secret_is_refused_and_reported(child):
     address = child("pool = small_pool(secret='right')\npool.peers.listen('tcp:127.0.0.1:0')")
     with small_pool(secret="wrong") as pool:
         with pytest.raises(kvpool.AuthError):
@@ -70,7 +70,7 @@ def test_another_model_is_refused(child):
         assert pool.peers.list() == []
 
 
-def test_nobody_there_is_told_at_once_or_at_the_deadline():
+def test_the_absence_of_a_peer_is_reported_at_once_or_at_the_deadline():
     with small_pool(secret="x") as pool:
         for nowhere in (address_of("shm"), "tcp:127.0.0.1:1", "unix:/tmp/kvpool-nobody-here"):
             with pytest.raises(kvpool.PeerLost):
@@ -90,7 +90,7 @@ def test_two_processes_may_be_started_in_any_order(address, tmp_path, child):
         assert child.answer() == "late"
 
 
-def test_both_sides_may_connect_and_a_peer_that_is_connected_is_no_error(child):
+def test_both_sides_may_connect_and_connecting_to_a_connected_peer_is_no_error(child):
     settings = {"secret": SECRET, "routes": (NEAR, "sock")}
     with small_pool(name="a", **settings) as pool:
         here = pool.peers.listen(address_of("shm"))
@@ -110,7 +110,7 @@ def test_both_sides_may_connect_and_a_peer_that_is_connected_is_no_error(child):
             eventually(lambda: pool.peers.list() == [])
 
 
-def test_the_application_hears_of_peers_that_come_and_go(child):
+def test_the_application_is_told_of_peers_that_come_and_go(child):
     heard: list[kvpool.PeerEvent] = []
     with small_pool(name="a", lease_s=10.0) as pool:
         with pytest.raises(kvpool.StateError):
@@ -143,7 +143,7 @@ def test_the_application_hears_of_peers_that_come_and_go(child):
     assert last.closed
 
 
-def test_the_newest_of_a_name_is_the_peer(child):
+def test_the_newest_peer_of_a_name_counts(child):
     """A process that was restarted comes back before anybody has noticed that the old one is gone."""
     address = child("pool = small_pool()\npool.peers.listen(where)", where=address_of("shm"))
     with small_pool(name="same") as one, small_pool(name="same") as two:
@@ -156,7 +156,7 @@ def test_the_newest_of_a_name_is_the_peer(child):
         eventually(lambda: one.peers.list() == [])
 
 
-def test_two_peers_need_two_names():
+def test_two_peers_cannot_share_a_name():
     with small_pool(name="same") as one, small_pool(name="same") as two:
         where = one.peers.listen(address_of("shm"))
         with pytest.raises(kvpool.ArgumentError, match="name"):

@@ -67,7 +67,7 @@ def test_blocks_arrive_whole_no_matter_which_side_connects(instances: Any, pair:
 
 
 @pytest.mark.parametrize("pair", [(TP2, TP4), (None, GRID), (GRID, TP2)], ids=label)
-def test_heads_that_come_behind_tokens_are_cut_right(instances: Any, pair: Any) -> None:
+def test_heads_that_come_after_tokens_are_cut_right(instances: Any, pair: Any) -> None:
     a, b = pair_of(instances, pair, layout=replace(LAYOUT, dims="NHD"))
     send(a, b, 5)
     send(b, a, 5)
@@ -89,7 +89,7 @@ OTHERS = {"NHD": {"dims": "NHD"}, "fused": {"pages": "fused"}, "bfloat16": {"dty
 
 @pytest.mark.parametrize("pair", [(TP2, None), (None, TP2), (TP2, TP4)], ids=label)
 @pytest.mark.parametrize("said", OTHERS)
-def test_instances_whose_blocks_hold_other_things_do_not_meet(instances: Any, pair: Any, said: str) -> None:
+def test_instances_whose_blocks_hold_other_contents_do_not_connect(instances: Any, pair: Any, said: str) -> None:
     a, b = instances("a", pair[0]), instances("b", pair[1], layout=replace(LAYOUT, **OTHERS[said]))
     for caller, other in ((a, b), (b, a)):
         with pytest.raises(kvpool.LayoutMismatch, match="6 layers of 4 KV heads x 8") as caught:
@@ -244,7 +244,7 @@ def test_a_deadline_ends_a_transfer_and_leaves_nothing(instances: Any, pair: Any
 
 
 @pytest.mark.parametrize("pair", [*SHAPES, (TP2, TP2)], ids=label)
-def test_they_part_and_meet_again(instances: Any, pair: Any) -> None:
+def test_instances_disconnect_and_reconnect(instances: Any, pair: Any) -> None:
     a, b = instances("a", pair[0]), instances("b", pair[1])
     for turn in range(4):
         one, other = ((a, b), (b, a))[turn % 2]
@@ -299,7 +299,7 @@ def test_both_connect_at_the_same_time(instances: Any) -> None:
         assert left(a.pool, b.pool) == []
 
 
-def test_one_instance_meets_several(instances: Any) -> None:
+def test_one_instance_connects_to_several(instances: Any) -> None:
     a = instances("a", GRID, blocks=32)
     others = [instances(f"b{i}", parallel) for i, parallel in enumerate((None, TP2, TP4, GRID))]
     for other in others:

@@ -59,7 +59,7 @@ def test_an_instance_without_its_ranks_says_so(scheduler: kvpool.Pool) -> None:
     other.close()
 
 
-def test_a_secret_that_differs_is_refused(scheduler: kvpool.Pool) -> None:
+def test_a_different_secret_is_refused(scheduler: kvpool.Pool) -> None:
     before = things()
     with pytest.raises(kvpool.AuthError):
         join(scheduler.ranks.export(0), secret="another")
@@ -79,7 +79,7 @@ def test_a_rank_joins_once(scheduler: kvpool.Pool) -> None:
 
 
 @pytest.mark.parametrize("parallel", [None, TP2])
-def test_a_ticket_of_a_dead_scheduler_is_told_apart(parallel: Any) -> None:
+def test_a_ticket_of_a_dead_scheduler_has_its_own_error(parallel: Any) -> None:
     where = f"unix:@kvpool-ranks-dead-{parallel is None}-{os.getpid()}"
     first = kvpool.Pool(LAYOUT, 4, parallel=TP2, **SETTINGS)
     ticket = first.ranks.export(0, address=first.peers.listen(where))
@@ -124,7 +124,7 @@ def test_a_ticket_that_was_changed_is_refused(scheduler: kvpool.Pool) -> None:
     assert not any(rank.joined for rank in scheduler.ranks.list())
 
 
-def test_who_has_no_ranks_says_so() -> None:
+def test_a_pool_without_ranks_says_so() -> None:
     one = kvpool.Pool(LAYOUT, 4, **SETTINGS)
     one.peers.listen(f"unix:@kvpool-ranks-none-{os.getpid()}")
     for call in (one.ranks.list, one.ranks.wait, lambda: one.ranks.export(0)):
@@ -185,7 +185,7 @@ def test_the_address_of_a_rank_is_not_that_of_its_instance(instances: Any) -> No
     a.pool.peers.connect(b.address)
 
 
-def test_a_checksum_of_the_whole_is_not_to_be_had(instances: Any) -> None:
+def test_a_checksum_of_the_whole_block_is_refused(instances: Any) -> None:
     a, b = instances("a", TP2), instances("b", None)
     a.pool.peers.connect(b.address)
     for one, other in ((a, b), (b, a)):
@@ -312,7 +312,7 @@ def test_everything_may_be_closed_in_any_order_and_twice() -> None:
     assert grown(before) == {}
 
 
-def test_a_rank_that_is_forgotten_is_closed() -> None:
+def test_a_rank_that_is_no_longer_referenced_is_closed() -> None:
     before = things()
     pool = kvpool.Pool(LAYOUT, 4, 4, parallel=TP2, **SETTINGS)
     view = join(pool.ranks.export(0)).tensor().numpy()  # nobody keeps the rank

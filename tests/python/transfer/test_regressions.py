@@ -42,7 +42,7 @@ def test_a_borrower_cannot_read_what_an_earlier_owner_left():
         pair.a.free(np.concatenate([lent, mine]))
 
 
-def test_what_a_replaced_pool_of_this_process_had_borrowed_comes_back():
+def test_blocks_borrowed_by_a_replaced_pool_of_this_process_come_back():
     address = address_of("loopback")
     with small_pool(name="lender") as lender:
         lender.peers.listen(address)
@@ -54,7 +54,7 @@ def test_what_a_replaced_pool_of_this_process_had_borrowed_comes_back():
                 wait_for(lambda: lender.audit().hbm.free == lender.stats().hbm.capacity)
 
 
-def test_lent_blocks_that_go_to_the_index_are_not_freed_by_the_item_that_told_of_them():
+def test_lent_blocks_that_go_to_the_index_are_not_freed_by_the_item_that_reported_them():
     """The item of an earlier transfer to them freed them, if it was closed in the moment before the index had them:
     then blocks were lent and free at once."""
     done = threading.Event()
@@ -158,7 +158,7 @@ def test_ctrl_c_is_not_lost_while_connect_waits():
         signal.signal(signal.SIGALRM, before)
 
 
-def test_an_engine_cannot_free_what_a_transfer_reads():
+def test_an_engine_cannot_free_blocks_that_a_transfer_reads():
     memory = np.full((8, 512), 5, dtype=np.uint8)
     layout = kvpool.RawLayout(512, block_tokens=4)
     with (
@@ -177,7 +177,7 @@ def test_an_engine_cannot_free_what_a_transfer_reads():
         assert engine.audit().hbm.free == 8
 
 
-def test_a_peer_cannot_fill_the_memory_with_what_nobody_asks_for():
+def test_a_peer_cannot_fill_the_memory_with_items_that_are_not_received():
     with pair_of("loopback") as pair:
         lent = pair.a.alloc(1, instance=pair.to_b)
         mine = pair.a.alloc(1)

@@ -37,7 +37,7 @@ def test_a_setting_limits_the_routes(route):
 
 @not_on_gpu("ucx is for memory of the host")
 @pytest.mark.parametrize(("route", "lane"), [("ucx-cma", "cma/memory"), ("ucx-tcp", "tcp/lo")])
-def test_ucx_writes_by_the_lane_that_the_route_is_named_after(route, lane, tmp_path):
+def test_ucx_writes_by_the_lane_of_the_routes_name(route, lane, tmp_path):
     """As UCX itself tells, of both sides: this process has loaded it, and has no file for that."""
     assert set(UCX_SETTINGS) == {"ucx-cma", "ucx-tcp"}
     route_or_skip(route)
@@ -66,7 +66,7 @@ def test_the_memory_of_a_process_is_opened_only_if_both_sides_say_so():
         assert {NEAR, "sock"} <= set(pair.a.peers.list()[0].routes)
 
 
-def test_peers_without_a_common_route_do_not_meet():
+def test_peers_without_a_common_route_do_not_connect():
     with small_pool(routes=(NEAR,)) as one, small_pool(routes=("sock",)) as two, pytest.raises(kvpool.Error):
         peer = two.peers.connect(one.peers.listen(address_of("shm")))
         two.transfer(peer, two.alloc(1)).wait()
@@ -94,7 +94,7 @@ def test_adopted_memory_travels_by_the_routes_that_reach_it():
 
 
 @not_on_gpu("cma is for memory of the host")
-def test_routes_are_measured_when_pools_meet_unless_told_not_to():
+def test_routes_are_measured_when_pools_connect_unless_switched_off():
     route_or_skip("cma")
     routes = {"routes": ("cma", "sock")}
 

@@ -151,7 +151,7 @@ def test_received_waits_and_may_time_out():
         assert pair.a.stats().hbm.free == 8
 
 
-def test_what_is_taken_stays_and_what_is_dropped_goes():
+def test_items_that_are_taken_stay_and_dropped_ones_are_freed():
     with pair_of(NEAR) as pair:
         for _ in range(2):
             pair.b("pool.transfer(peer, pool.alloc(1), private=b'x').wait()\nNone", peer=pair.to_a)
@@ -177,7 +177,7 @@ def test_items_come_in_the_order_of_completion_each_once():
         assert pair.a.inbox.receive(0) is None
 
 
-def test_a_callback_gets_what_is_sent(caplog):
+def test_a_callback_gets_every_item_that_is_sent(caplog):
     with pair_of(NEAR) as pair:
         got = []
         names = set()

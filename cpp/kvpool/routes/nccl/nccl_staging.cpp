@@ -23,7 +23,7 @@ CuPointer allocate(const CudaContext& context, std::size_t bytes) {
     // Blocks have the memory, and keep it: there is no use in trying for every transfer.
     throw Error(ErrorCode::kUnsupported,
                 std::string(error.what()) + ": there is no room for a pass buffer of " + std::to_string(bytes) +
-                    " bytes (the setting nccl_pass_bytes of who sends)",
+                    " bytes (the sender's setting nccl_pass_bytes)",
                 {{"needed_bytes", static_cast<std::int64_t>(bytes)}});
   }
   return base;

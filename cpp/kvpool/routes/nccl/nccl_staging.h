@@ -6,7 +6,7 @@
 // for a word (cuda/wait_word.h). Until then it keeps the memory for the next pipe that needs as much.
 //
 // Invariants
-//   U4  Staging memory is freed only while no pass of its context is in progress, and no pass begins meanwhile.
+//   U4  Staging memory is freed only while no pass of its context is in progress, and a new pass waits for that.
 //
 // Thread-safety: all of it; one thread at a time uses a NcclStaging.
 #pragma once

@@ -1,4 +1,4 @@
-"""Asking instances how they are, on an event loop and thread of their own.
+"""Asking instances how they are, on a separate event loop and thread.
 
 On the loop of the requests a probe would be late whenever they keep it busy, and instances that are well would be
 thrown out just when there is much to do.
