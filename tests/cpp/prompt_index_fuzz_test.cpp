@@ -1,17 +1,17 @@
 // The prompt index beside a naive one: the same random calls to both, compared after every call; some calls run out of
 // memory half way and must then have changed nothing.
+#include "prompt_index_fuzz.h"
+
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "failing_alloc.h"
 #include "fuzz_seeds.h"
 #include "kvpool/index/prompt_index.h"
 #include "naive_prompt_index.h"
@@ -23,7 +23,6 @@ using kvpool::EvictionPolicy;
 using kvpool::IndexErasure;
 using kvpool::IndexHit;
 using kvpool::IndexInsertion;
-using kvpool::IndexObserver;
 using kvpool::IndexPin;
 using kvpool::make_address;
 using kvpool::MatchEnd;
@@ -33,58 +32,19 @@ using kvpool::PromptNode;
 using kvpool::Token;
 using kvpool::ValueClass;
 using kvpool::testing::announce_fuzz;
-using kvpool::testing::Dice;
-using kvpool::testing::EventReplica;
-using kvpool::testing::FailNthAllocation;
 using kvpool::testing::fuzz_seeds;
+using kvpool::testing::FuzzedIndex;
+using kvpool::testing::IndexSetup;
+using kvpool::testing::kIndexInstance;
+using kvpool::testing::kValueClasses;
 using kvpool::testing::model_length;
 using kvpool::testing::NaivePage;
-using kvpool::testing::NaivePromptIndex;
 using kvpool::testing::Prefix;
 using kvpool::testing::prefix_of;
-using kvpool::testing::Tokens;
-using kvpool::testing::view_of;
 
-constexpr ValueClass kClasses[] = {ValueClass::kOpaque, ValueClass::kHbm, ValueClass::kDram, ValueClass::kDisk,
-                                   ValueClass::kRemote};
-constexpr std::uint32_t kInstance = 3;
-
-// Notes what it hears, in room made beforehand: it is called where nothing may fail.
-struct Recorder final : IndexObserver {
-  Recorder() {
-    placed_nodes.reserve(kRoom);
-    dropped_values.reserve(kRoom);
-    unpinned_nodes.reserve(kRoom);
-  }
-  void placed(PromptNode& node) noexcept override { placed_nodes.push_back(&node); }
-  void dropped(const Address* values, std::size_t n) noexcept override {
-    while (n > 0) dropped_values.push_back(values[--n]);  // the end of a prompt goes first
-  }
-  void unpinned(PromptNode& node, std::uint64_t stamp) noexcept override { unpinned_nodes.emplace_back(&node, stamp); }
-
-  static constexpr std::size_t kRoom = 10000;
-  std::vector<PromptNode*> placed_nodes;
-  std::vector<Address> dropped_values;
-  std::vector<std::pair<PromptNode*, std::uint64_t>> unpinned_nodes;
-};
-
-struct Setup {
-  std::size_t page_tokens;
-  EvictionPolicy policy;
-  PromptIndex::Values values;
-  bool holds;  // also hold, isolate and redirect
-};
-
-class Fuzz {
+class IndexFuzz : private FuzzedIndex {
  public:
-  Fuzz(const Setup& setup, std::uint64_t seed)
-      : setup_(setup),
-        dice_(seed),
-        index_(static_cast<std::uint32_t>(setup.page_tokens), setup.policy, setup.values, &heard_, seed),
-        model_(setup.page_tokens, setup.policy),
-        reader_(index_.events().subscribe(1000000)) {
-    index_.set_instance(kInstance);
-  }
+  using FuzzedIndex::FuzzedIndex;
 
   void run(int steps) {
     for (int step = 0; step < steps; ++step) {
@@ -127,7 +87,7 @@ class Fuzz {
         if (!pins_.empty()) unpin(dice_.below(pins_.size()));
         return;
       case 8:
-        return evict(kClasses[dice_.below(std::size(kClasses))], dice_.below(4 * pressure_));
+        return evict(kValueClasses[dice_.below(std::size(kValueClasses))], dice_.below(4 * pressure_));
       case 9:
         return erase();
       case 10:
@@ -143,19 +103,6 @@ class Fuzz {
       default:
         return redirect();
     }
-  }
-
-  // Runs a call, now and then with too little memory. False when it threw.
-  template <class Call>
-  bool attempt(Call&& call) {
-    const FailNthAllocation failure(dice_.one_in(3) ? 1 + dice_.below(12) : 0);
-    try {
-      call();
-    } catch (const std::bad_alloc&) {
-      CHECK(failure.failed_one());
-      return false;
-    }
-    return true;
   }
 
   Prefix random_prompt() {
@@ -178,14 +125,14 @@ class Fuzz {
       case ValueClass::kHbm:
       case ValueClass::kDram:
       case ValueClass::kDisk:
-        return make_address(dice_.one_in(2) ? 0 : kInstance, static_cast<Medium>(value_class), 1, block);
+        return make_address(dice_.one_in(2) ? 0 : kIndexInstance, static_cast<Medium>(value_class), 1, block);
       default:
-        return make_address(kInstance + 1, Medium::kHbm, 1, block);
+        return make_address(kIndexInstance + 1, Medium::kHbm, 1, block);
     }
   }
   ValueClass random_class() {
     return setup_.values == PromptIndex::Values::kOpaque ? ValueClass::kOpaque
-                                                         : kClasses[1 + dice_.below(std::size(kClasses) - 1)];
+                                                         : kValueClasses[1 + dice_.below(std::size(kValueClasses) - 1)];
   }
 
   void match() {
@@ -222,10 +169,6 @@ class Fuzz {
                               [&](const std::string& name, std::size_t pages) { elsewhere[name] = pages; });
     REQUIRE(elsewhere.size() == model_.namespaces());
     for (const auto& [name, pages] : elsewhere) REQUIRE(pages == model_.longest({name, prompt.tokens}));
-  }
-
-  void check_values(const Prefix& prompt, std::size_t n, const std::vector<Address>& values) {
-    for (std::size_t i = 0; i < n; ++i) REQUIRE(values[i] == model_.pages.at(model_.cut(prompt, i + 1)).value);
   }
 
   void insert() {
@@ -265,15 +208,6 @@ class Fuzz {
     REQUIRE(heard_.unpinned_nodes == limbo);
   }
 
-  // Whom the owner hears of when a pin goes, in order.
-  static std::vector<std::pair<PromptNode*, std::uint64_t>> in_limbo(const IndexPin& pin) {
-    std::vector<std::pair<PromptNode*, std::uint64_t>> nodes;
-    for (PromptNode* node = pin.node; !node->is_root(); node = node->parent) {
-      if (node->payload.has_limbo) nodes.emplace_back(node, pin.stamp);
-    }
-    return nodes;
-  }
-
   void unpin(std::size_t at) {
     std::swap(pins_[at], pins_.back());
     const Pin pin = pins_.back();
@@ -288,12 +222,6 @@ class Fuzz {
     index_.unpin(pin.pin);
     model_.unpin(pin.prefix);
     REQUIRE(heard_.unpinned_nodes == limbo);
-  }
-
-  std::vector<PromptNode*> nodes() {
-    std::vector<PromptNode*> all;
-    index_.for_each_node([&](const PromptNode& node) { all.push_back(const_cast<PromptNode*>(&node)); });
-    return all;
   }
 
   void pin_some_node() {
@@ -397,59 +325,10 @@ class Fuzz {
     }
   }
 
-  void check() {
-    index_.audit();
-    REQUIRE(view_of(index_) == view_of(model_));
-    for (const ValueClass value_class : kClasses) {
-      REQUIRE(index_.pages(value_class) == model_.count(value_class, false));
-      REQUIRE(index_.evictable(value_class) == model_.count(value_class, true));
-    }
-    REQUIRE(index_.namespace_count() == model_.namespaces());
-    check_what_was_heard();
-    check_events();
-  }
-
-  void check_what_was_heard() {
-    std::set<const PromptNode*> alive;
-    for (const PromptNode* node : nodes()) alive.insert(node);
-    for (PromptNode* node : heard_.placed_nodes) {
-      if (!alive.contains(node)) continue;  // placed by an insertion that was undone
-      for (std::uint32_t i = 0; i < node->pages; ++i) node_of_value_[node->payload.values[i]] = node;
-      if (node->payload.held) held_.insert(node);  // the upper half of a held node that was cut
-    }
-    prefix_of_value_.clear();
-    for (const PromptNode* node : alive) {
-      for (std::uint32_t i = 0; i < node->pages; ++i) {
-        const Address value = node->payload.values[i];
-        REQUIRE(node_of_value_.at(value) == node);
-        prefix_of_value_[value] = prefix_of(*node, i, setup_.page_tokens);
-      }
-    }
-    heard_.placed_nodes.clear();
-    heard_.dropped_values.clear();
-    heard_.unpinned_nodes.clear();
-  }
-
-  void check_events() {
-    const auto batch = reader_->drain();
-    if (batch.lost > 0) {  // memory ran out: a reader starts again from the index itself
-      replica_.pages.clear();
-      for (const auto& [prefix, page] : model_.pages) replica_.pages[prefix] = page.value;
-    } else {
-      for (const auto& event : batch.events) {
-        REQUIRE(event->sequence > last_sequence_);
-        REQUIRE(replica_.apply(*event, setup_.page_tokens) == "");
-        last_sequence_ = event->sequence;
-      }
-    }
-    REQUIRE(replica_.pages.size() == model_.pages.size());
-    for (const auto& [prefix, page] : model_.pages) REQUIRE(replica_.pages.at(prefix) == page.value);
-  }
-
   // The whole order, to the last page.
   void drain() {
     while (!model_.pages.empty()) {
-      const ValueClass value_class = kClasses[dice_.below(std::size(kClasses))];
+      const ValueClass value_class = kValueClasses[dice_.below(std::size(kValueClasses))];
       evict(value_class, 1 + dice_.below(3));
       check();
     }
@@ -458,20 +337,9 @@ class Fuzz {
 
   static constexpr std::size_t kPagesMax = 120;
 
-  Setup setup_;
-  Dice dice_;
-  Recorder heard_;
-  PromptIndex index_;
-  NaivePromptIndex model_;
-  std::shared_ptr<kvpool::EventQueue> reader_;
-  EventReplica replica_;
-  std::uint64_t last_sequence_ = 0;
   std::uint32_t pressure_ = 1;
   Address last_value_ = 0;
   std::vector<Pin> pins_;
-  std::set<PromptNode*> held_;
-  std::map<Address, const PromptNode*> node_of_value_;  // as the owner of the values would know it
-  std::map<Address, Prefix> prefix_of_value_;           // before the call that is being checked
 };
 
 void fuzz_all(PromptIndex::Values values, bool holds, int steps) {
@@ -482,7 +350,7 @@ void fuzz_all(PromptIndex::Values values, bool holds, int steps) {
       CAPTURE(static_cast<int>(policy));
       for (const std::size_t page_tokens : {1, 2, 4}) {
         CAPTURE(page_tokens);
-        Fuzz(Setup{page_tokens, policy, values, holds}, seed).run(model_length(steps));
+        IndexFuzz(IndexSetup{page_tokens, policy, values, holds}, seed).run(model_length(steps));
       }
     }
   }

@@ -23,6 +23,7 @@ LOCAL = [
     "test_swap.py",
     "test_swap_async.py",
     "test_prompt_cache.py",
+    "test_prompt_cache_removal.py",
     "test_alloc.py",
     "test_events.py",
     "test_state_machine.py",

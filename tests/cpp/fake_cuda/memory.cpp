@@ -1,4 +1,7 @@
-// The fake driver's memory: physical allocations, device addresses, registered host memory.
+// The fake driver's memory: physical allocations, plain device memory, handles between processes, registered host
+// memory.
+#include "device_addresses.h"
+
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -59,6 +62,18 @@ Physical::~Physical() {
   if (!imported) state().used[device] -= bytes;
 }
 
+Address take_addresses(std::size_t bytes) {
+  State& s = state();
+  const auto base = reinterpret_cast<Address>(s.window) + s.window_used;
+  s.window_used += (bytes + kGranularity - 1) / kGranularity * kGranularity + kGranularity;  // a hole after each
+  return base;
+}
+
+bool fits(int device, std::size_t bytes) {
+  const std::size_t total = static_cast<std::size_t>(state().settings.at("memory_mib")) << 20;
+  return bytes <= total && state().used[device] <= total - bytes;
+}
+
 bool on_device(Address address) {
   const auto window = reinterpret_cast<Address>(state().window);
   return address >= window && address < window + (Address{64} << 30);
@@ -76,33 +91,6 @@ Range* range_of(Address address, std::size_t bytes, Address& base) {
   base = found->first;
   return &found->second;
 }
-
-Address take_addresses(std::size_t bytes) {
-  State& s = state();
-  const auto base = reinterpret_cast<Address>(s.window) + s.window_used;
-  s.window_used += (bytes + kGranularity - 1) / kGranularity * kGranularity + kGranularity;  // a hole after each
-  return base;
-}
-
-bool fits(int device, std::size_t bytes) {
-  const std::size_t total = static_cast<std::size_t>(state().settings.at("memory_mib")) << 20;
-  return bytes <= total && state().used[device] <= total - bytes;
-}
-
-struct Prop {  // CUmemAllocationProp
-  int type;
-  int handle_types;
-  int location_type;
-  int location_id;
-  void* win32;
-  unsigned char flags[8];
-};
-
-struct Access {  // CUmemAccessDesc
-  int location_type;
-  int location_id;
-  int flags;
-};
 
 struct IpcHandle {  // CUipcMemHandle
   int process;
@@ -137,11 +125,6 @@ bool overlaps_registered(Address address, std::size_t bytes) {
   const auto next = registered.lower_bound(address);
   if (next != registered.end() && next->first < address + bytes) return true;
   return next != registered.begin() && std::prev(next)->first + std::prev(next)->second > address;
-}
-
-bool is_right(const Prop* prop) {
-  return prop->type == 1 && prop->handle_types == 1 && prop->location_type == 1 && prop->win32 == nullptr &&
-         prop->location_id >= 0 && prop->location_id < state().settings.at("devices");
 }
 
 }  // namespace
@@ -268,132 +251,6 @@ int cuMemGetAddressRange_v2(Address* base, std::size_t* bytes, Address address) 
   const Range* range = on_device(address) ? range_of(address, 1, *base) : nullptr;
   if (range == nullptr || range->physical == nullptr) return kInvalidValue;
   *bytes = range->bytes;
-  return kSuccess;
-}
-
-int cuMemGetAllocationGranularity(std::size_t* bytes, const void* prop, int /*option*/) {
-  const std::lock_guard lock(state().mutex);
-  const int code = enter("cuMemGetAllocationGranularity", "");
-  if (code != kSuccess) return code;
-  *bytes = kGranularity;
-  return is_right(static_cast<const Prop*>(prop)) ? kSuccess : kInvalidValue;
-}
-
-int cuMemCreate(Address* handle, std::size_t bytes, const void* raw_prop, unsigned long long flags) {
-  State& s = state();
-  const std::lock_guard lock(s.mutex);
-  const int code = enter("cuMemCreate", std::to_string(bytes));
-  if (code != kSuccess) return code;
-  const auto* prop = static_cast<const Prop*>(raw_prop);
-  if (flags != 0 || !is_right(prop) || bytes == 0 || bytes % kGranularity != 0) return kInvalidValue;
-  if (s.settings.at("virtual_memory") == 0) return kNotSupported;
-  if (!fits(prop->location_id, bytes)) return kOutOfMemory;
-  *handle = s.next_handle++;
-  s.handles[*handle] = std::make_shared<Physical>(prop->location_id, bytes);
-  return kSuccess;
-}
-
-int cuMemRelease(Address handle) {
-  const std::lock_guard lock(state().mutex);
-  const int code = enter("cuMemRelease", "");
-  if (code != kSuccess) return code;
-  return state().handles.erase(handle) == 1 ? kSuccess : kInvalidValue;
-}
-
-int cuMemAddressReserve(Address* address, std::size_t bytes, std::size_t, Address, unsigned long long flags) {
-  const std::lock_guard lock(state().mutex);
-  const int code = enter("cuMemAddressReserve", std::to_string(bytes));
-  if (code != kSuccess) return code;
-  if (flags != 0 || bytes == 0 || bytes % kGranularity != 0) return kInvalidValue;
-  *address = take_addresses(bytes);
-  state().ranges[*address] = Range{bytes, false, 0, nullptr, {}};
-  return kSuccess;
-}
-
-int cuMemAddressFree(Address address, std::size_t bytes) {
-  State& s = state();
-  const std::lock_guard lock(s.mutex);
-  const int code = enter("cuMemAddressFree", "");
-  if (code != kSuccess) return code;
-  const auto found = s.ranges.find(address);
-  if (found == s.ranges.end() || found->second.plain || found->second.bytes != bytes) return kInvalidValue;
-  if (found->second.physical != nullptr) return kInvalidValue;  // still mapped, or opened
-  s.ranges.erase(found);
-  return kSuccess;
-}
-
-int cuMemMap(Address address, std::size_t bytes, std::size_t offset, Address handle, unsigned long long flags) {
-  State& s = state();
-  const std::lock_guard lock(s.mutex);
-  const int code = enter("cuMemMap", "");
-  if (code != kSuccess) return code;
-  const auto range = s.ranges.find(address);
-  const auto physical = s.handles.find(handle);
-  if (flags != 0 || offset != 0 || range == s.ranges.end() || range->second.plain || range->second.bytes != bytes ||
-      range->second.physical != nullptr || physical == s.handles.end() || physical->second->bytes != bytes) {
-    return kInvalidValue;
-  }
-  range->second.physical = physical->second;
-  return kSuccess;
-}
-
-int cuMemUnmap(Address address, std::size_t bytes) {
-  State& s = state();
-  std::unique_lock lock(s.mutex);
-  const int code = enter("cuMemUnmap", "");
-  if (code != kSuccess) return code;
-  if (const Context* context = current_context(); context != nullptr) wait_to_unmap(lock, context->device);
-  const auto range = s.ranges.find(address);
-  if (range == s.ranges.end() || range->second.bytes != bytes || range->second.physical == nullptr ||
-      range->second.opened > 0) {
-    return kInvalidValue;
-  }
-  range->second.physical = nullptr;
-  range->second.access.clear();
-  return kSuccess;
-}
-
-int cuMemSetAccess(Address address, std::size_t bytes, const void* raw_access, std::size_t count) {
-  State& s = state();
-  const std::lock_guard lock(s.mutex);
-  const auto* access = static_cast<const Access*>(raw_access);
-  const int code = enter("cuMemSetAccess", count == 0 ? "" : std::to_string(access[0].location_id));
-  if (code != kSuccess) return code;
-  const auto range = s.ranges.find(address);
-  if (range == s.ranges.end() || range->second.bytes != bytes || range->second.physical == nullptr) {
-    return kInvalidValue;
-  }
-  for (std::size_t i = 0; i < count; ++i) {
-    const int device = access[i].location_id;
-    const int owner = range->second.physical->device;
-    if (access[i].location_type != 1 || access[i].flags != 3) return kInvalidValue;
-    if (device != owner && device / 2 != owner / 2) return kInvalidDevice;
-    range->second.access.insert(device);
-  }
-  return kSuccess;
-}
-
-int cuMemExportToShareableHandle(void* shareable, Address handle, int type, unsigned long long flags) {
-  State& s = state();
-  const std::lock_guard lock(s.mutex);
-  const int code = enter("cuMemExportToShareableHandle", "");
-  if (code != kSuccess) return code;
-  const auto physical = s.handles.find(handle);
-  if (physical == s.handles.end() || type != 1 || flags != 0) return kInvalidValue;
-  *static_cast<int*>(shareable) = fcntl(physical->second->fd, F_DUPFD_CLOEXEC, 0);
-  return kSuccess;
-}
-
-int cuMemImportFromShareableHandle(Address* handle, void* shareable, int type) {
-  State& s = state();
-  const std::lock_guard lock(s.mutex);
-  const int code = enter("cuMemImportFromShareableHandle", "");
-  if (code != kSuccess) return code;
-  if (type != 1) return kInvalidValue;
-  auto physical = Physical::import(static_cast<int>(reinterpret_cast<std::intptr_t>(shareable)));
-  if (physical == nullptr) return kInvalidValue;
-  *handle = s.next_handle++;
-  s.handles[*handle] = std::move(physical);
   return kSuccess;
 }
 

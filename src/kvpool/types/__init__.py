@@ -1,0 +1,37 @@
+"""Media, layouts, addresses, and the types of arguments and of transfers: the basic types of kvpool."""
+
+from __future__ import annotations
+
+from kvpool.types.addresses import Address, AddressLike, block_ids, decode_address, media
+from kvpool.types.layouts import DTYPES, KVLayout, Layout, RawLayout
+from kvpool.types.medium import DISK, DRAM, HBM, MIXED, Medium
+from kvpool.types.parameters import AddressVector, Bytes, CudaStream, Policy, Priority, Route, Strategy, TokenVector
+from kvpool.types.transfers import TransferSpec, TransferStats, TransferTotals
+
+__all__ = [
+    "DISK",
+    "DRAM",
+    "DTYPES",
+    "HBM",
+    "MIXED",
+    "Address",
+    "AddressLike",
+    "AddressVector",
+    "Bytes",
+    "CudaStream",
+    "KVLayout",
+    "Layout",
+    "Medium",
+    "Policy",
+    "Priority",
+    "RawLayout",
+    "Route",
+    "Strategy",
+    "TokenVector",
+    "TransferSpec",
+    "TransferStats",
+    "TransferTotals",
+    "block_ids",
+    "decode_address",
+    "media",
+]

@@ -1,0 +1,25 @@
+"""The types of what the verbs of a pool take: vectors, streams and the words that choose how."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["AddressVector", "Bytes", "CudaStream", "Policy", "Priority", "Route", "Strategy", "TokenVector"]
+
+# int32 or int64; bytes are taken as int32 in the machine's order.
+TokenVector: TypeAlias = (
+    "npt.NDArray[np.int32] | npt.NDArray[np.int64] | Sequence[int] | array[int] | bytes | bytearray | memoryview"
+)
+# An int (a cudaStream_t), or an object that has one: `__cuda_stream__()`, torch's `.cuda_stream`, CuPy's `.ptr`.
+CudaStream: TypeAlias = "int | object"
+Policy: TypeAlias = Literal["lru", "lfu", "fifo"]
+Strategy: TypeAlias = Literal["auto", "by_layer", "by_layer_agg", "by_request", "by_request_agg"]
+Priority: TypeAlias = Literal["decode", "prefill", "background"]
+Route: TypeAlias = Literal["loopback", "shm", "cuda_ipc", "cma", "sock", "ucx", "nccl"]
+AddressVector: TypeAlias = "npt.NDArray[np.uint64] | npt.NDArray[np.int64] | Sequence[int] | array[int] | memoryview"
+Bytes: TypeAlias = bytes | bytearray | memoryview
